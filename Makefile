@@ -1,0 +1,45 @@
+# One word each. Every target sets up what it needs; `make demo` and `make test` work on a fresh clone.
+
+PYTHON ?= python3
+RANKS ?= 2
+RUN := .venv/bin/python
+OLDEST := .venv-oldest/bin/python
+# A GPU machine's own torch fits its driver, so tests on GPUs run in the Python that is there.
+TORCHRUN := PYTHONPATH=. $(PYTHON) -m torch.distributed.run --standalone --nproc-per-node $(RANKS)
+
+.PHONY: demo test test-all test-gpu perf lint fix docs setup setup-oldest
+
+demo: setup          ## two ranks exchange data from inside Triton and Gluon kernels
+	$(RUN) -m iris demo
+
+test: setup setup-oldest lint   ## the covering sample: simulator, compile checks, oldest Triton
+	$(RUN) -m pytest -q tests --ignore tests/codegen
+	IRIS_SIMULATOR=0 $(RUN) -m pytest -q tests/codegen
+	IRIS_SIMULATOR=0 $(OLDEST) -m pytest -q tests/codegen
+	$(OLDEST) -m pytest -q tests/smoke
+
+test-all: export IRIS_TEST_ALL = 1
+test-all: test       ## every combination
+
+test-gpu:            ## the same tests on RANKS GPUs of this machine
+	$(TORCHRUN) -m pytest -q -x tests --ignore tests/codegen --ignore tests/simulator
+
+perf:                ## measures on RANKS GPUs, and fails below the floors of benchmarks/floors.json
+	$(TORCHRUN) benchmarks/point_to_point.py --floors benchmarks/floors.json
+
+lint: setup          ## ruff, and the rules that only this project must obey
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+
+fix: setup
+	$(RUN) -m ruff check --fix .
+	$(RUN) -m ruff format .
+
+docs: setup
+	$(RUN) -m mkdocs build --strict
+
+setup:
+	@$(PYTHON) scripts/setup.py .venv
+
+setup-oldest:
+	@$(PYTHON) scripts/setup.py .venv-oldest triton==3.6.0

@@ -1,0 +1,73 @@
+"""Iris: one-sided communication between GPUs from inside Triton and Gluon kernels.
+
+    import iris
+
+    ctx = iris.iris(heap_size=1 << 30)        # a symmetric heap on every rank
+    buffer = ctx.zeros(4096)                  # the same offset in each
+    kernel[grid](buffer, ctx.get_heap_bases())
+
+In a kernel, ``iris.load``, ``iris.store``, ``iris.atomic_add`` ... take a pointer into the caller's heap and the rank to
+reach; `iris.DeviceContext` carries rank and bases itself. See `iris.gluon` for Gluon kernels.
+"""
+
+# First of all: it decides whether kernels run in the simulator, which must be settled before any is defined.
+from iris import simulator  # isort: skip
+from logging import DEBUG, ERROR, INFO, WARNING
+
+from iris import errors
+from iris.bench.timing import do_bench
+from iris.context import Iris, iris
+from iris.language.context import DeviceContext
+from iris.language.functional import triton_functions
+from iris.log import set_logger_level
+
+# Older names of the device context.
+Context = DeviceContext
+TritonContext = DeviceContext
+
+load = triton_functions.load
+store = triton_functions.store
+get = triton_functions.get
+put = triton_functions.put
+copy = triton_functions.copy
+atomic_add = triton_functions.atomic_add
+atomic_sub = triton_functions.atomic_sub
+atomic_xchg = triton_functions.atomic_xchg
+atomic_and = triton_functions.atomic_and
+atomic_or = triton_functions.atomic_or
+atomic_xor = triton_functions.atomic_xor
+atomic_min = triton_functions.atomic_min
+atomic_max = triton_functions.atomic_max
+atomic_cas = triton_functions.atomic_cas
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "DEBUG",
+    "ERROR",
+    "INFO",
+    "WARNING",
+    "Context",
+    "DeviceContext",
+    "Iris",
+    "TritonContext",
+    "atomic_add",
+    "atomic_and",
+    "atomic_cas",
+    "atomic_max",
+    "atomic_min",
+    "atomic_or",
+    "atomic_sub",
+    "atomic_xchg",
+    "atomic_xor",
+    "copy",
+    "do_bench",
+    "errors",
+    "get",
+    "iris",
+    "load",
+    "put",
+    "set_logger_level",
+    "simulator",
+    "store",
+]

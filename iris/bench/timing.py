@@ -1,0 +1,76 @@
+"""How long a function takes that all ranks call together."""
+
+import time
+from typing import Any, Callable
+
+import torch
+
+from iris.errors import UnknownChoiceError
+
+_MODES: dict[str, Callable[[torch.Tensor], Any]] = {
+    "min": lambda times: times.min().item(),
+    "max": lambda times: times.max().item(),
+    "mean": lambda times: times.mean().item(),
+    "median": lambda times: times.median().item(),
+    "all": lambda times: times.tolist(),
+}
+
+
+def _nothing() -> None:
+    pass
+
+
+def do_bench(
+    fn: Callable[[], Any],
+    barrier_fn: Callable[[], Any] = _nothing,
+    preamble_fn: Callable[[], Any] = _nothing,
+    n_warmup: int = 25,
+    n_repeat: int = 100,
+    quantiles: list[float] | None = None,
+    return_mode: str = "mean",
+) -> Any:
+    """Milliseconds that ``fn`` takes on this rank: device events on a GPU, the host's clock in the simulator.
+
+    Parameters
+    ----------
+    fn : what to time.
+    barrier_fn : called before every repetition, so that ranks start together: ``ctx.barrier``.
+    preamble_fn : called before every repetition and not timed, for example to clear an output.
+    n_warmup, n_repeat : repetitions before the timing, and in it.
+    quantiles : if given, these quantiles of the times are returned, as a list (a number, for one quantile).
+    return_mode : "mean", "median", "min", "max", or "all" for the list of times.
+    """
+    if return_mode not in _MODES:
+        raise UnknownChoiceError("return_mode", return_mode, _MODES)
+    on_gpu = torch.cuda.is_available()
+    for _ in range(n_warmup):
+        preamble_fn()
+        fn()
+    if on_gpu:
+        # Written before every repetition, so that none finds its data in the L2 cache.
+        flush = torch.empty(256 << 20, dtype=torch.int8, device="cuda")
+        starts = [torch.cuda.Event(enable_timing=True) for _ in range(n_repeat)]
+        ends = [torch.cuda.Event(enable_timing=True) for _ in range(n_repeat)]
+    milliseconds = []
+    for repeat in range(n_repeat):
+        preamble_fn()
+        if on_gpu:
+            flush.zero_()
+        barrier_fn()
+        if on_gpu:
+            starts[repeat].record()
+            fn()
+            ends[repeat].record()
+        else:
+            begin = time.perf_counter()
+            fn()
+            milliseconds.append(1e3 * (time.perf_counter() - begin))
+    barrier_fn()
+    if on_gpu:
+        torch.cuda.synchronize()
+        milliseconds = [start.elapsed_time(end) for start, end in zip(starts, ends, strict=True)]
+    times = torch.tensor(milliseconds, dtype=torch.float64)
+    if quantiles is not None:
+        values = torch.quantile(times, torch.tensor(quantiles, dtype=torch.float64)).tolist()
+        return values[0] if len(values) == 1 else values
+    return _MODES[return_mode](times)

@@ -1,0 +1,216 @@
+"""The Iris context of a rank: a world, a symmetric heap, the factories of tensors on it, and the meetings of ranks."""
+
+import logging
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from iris import world
+from iris.device_barrier import DeviceBarrier
+from iris.errors import RankOutOfRangeError
+from iris.heap.symmetric import SymmetricHeap, describe_address
+from iris.language.context import context_tensor
+from iris.log import logger
+from iris.tensors import Factories
+from iris.wait_limit import WaitRecord
+from iris.workspace import Workspace
+from iris.world import Group
+
+
+class Iris(Factories):
+    """A rank's part of a symmetric heap, and what can be done with it. Made by `iris.iris`; a context manager.
+
+    Attributes
+    ----------
+    cur_rank, num_ranks : int
+    device : torch.device
+        Where the heap lives: the rank's GPU, or the CPU in the simulator.
+    gpu_id : int
+        Index of the GPU; 0 in the simulator.
+    heap_size : int
+        Bytes of the heap, all of them the user's.
+    heap : SymmetricHeap
+    heap_bases : torch.Tensor
+        int64 ``[num_ranks]``, where each rank's heap begins in this rank's address space.
+    """
+
+    def __init__(self, heap_size: int = 1 << 30) -> None:
+        self._world = world.join()
+        self.cur_rank, self.num_ranks = self._world.rank, self._world.size
+        self.device = self._world.device
+        self.gpu_id = self.device.index or 0
+        self.heap = SymmetricHeap(self._world.group, heap_size, self.device)
+        self.heap_size = heap_size
+        self._record = WaitRecord(self.device)
+        self._barriers: dict[dist.ProcessGroup | None, DeviceBarrier] = {}
+        try:
+            self._workspaces = {None: Workspace(self._world.group, self.device, self._record)}
+        except BaseException:
+            self.heap.close()
+            raise
+        bases = self.heap.bases
+        self.heap_bases = torch.tensor(bases, dtype=torch.int64, device=self.device)
+        self._device_context = context_tensor(self.cur_rank, bases, self._record.address, self.device)
+
+    def get_rank(self) -> int:
+        """This rank, from 0 on."""
+        return self.cur_rank
+
+    def get_num_ranks(self) -> int:
+        """The number of ranks."""
+        return self.num_ranks
+
+    def get_device(self) -> torch.device:
+        """The device that the heap is on."""
+        return self.device
+
+    def get_device_id(self) -> int:
+        """The index of this rank's GPU; 0 in the simulator."""
+        return self.gpu_id
+
+    def get_cu_count(self) -> int:
+        """Multiprocessors (NVIDIA) or compute units (AMD) of this rank's GPU; 1 in the simulator, which runs one program."""
+        if self.device.type == "cpu":
+            return 1
+        return torch.cuda.get_device_properties(self.device).multi_processor_count
+
+    def get_heap_bases(self) -> torch.Tensor:
+        """What functional device operations take: int64 ``[num_ranks]`` on the heap's device."""
+        self.heap.check_open()
+        return self.heap_bases
+
+    def get_device_context(self) -> torch.Tensor:
+        """What ``DeviceContext.initialize`` takes: int64, opaque, on the heap's device."""
+        self.heap.check_open()
+        return self._device_context
+
+    def barrier(self, stream: torch.cuda.Stream | None = None, group: dist.ProcessGroup | None = None) -> None:
+        """Drain ``stream`` (default: the device), then meet all ranks of ``group`` (default: the world).
+
+        Collective over the group; blocks the host. A barrier of the world also frees the memory of tensors that have died
+        on every rank. Raises `IrisTimeoutError` if a kernel gave up a wait, or a rank does not come.
+        """
+        self.heap.check_open()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device) if stream is None else stream.synchronize()
+            self._record.raise_if_expired(self.cur_rank, describe_address)
+        if group is None or group is dist.group.WORLD:
+            self.heap.meet()
+        else:
+            self._workspace(group).group.all_gather(None, "a barrier of a group")
+
+    def device_barrier(self, group: dist.ProcessGroup | None = None) -> None:
+        """Enqueue a barrier of ``group`` (default: the world) on the current stream; the host does not wait.
+
+        What a rank enqueued before it on this stream is visible to every rank's work behind it. Collective over the group,
+        in the same order on each stream. Can be captured in a CUDA graph. The first call for a group meets its ranks on the
+        host and compiles, so it cannot be inside a capture; nor can two graphs that hold it on one rank be replayed in
+        different order on another.
+        """
+        self.heap.check_open()
+        if group is dist.group.WORLD:
+            group = None
+        if group not in self._barriers:
+            self._barriers[group] = DeviceBarrier(self._workspace(group))
+        if self.device.type == "cpu":
+            self._barriers[group].enqueue(0, capturing=False)
+            return
+        stream = torch.cuda.current_stream(self.device).cuda_stream
+        self._barriers[group].enqueue(stream, torch.cuda.is_current_stream_capturing())
+
+    def broadcast(self, value: Any, src: int = 0, *, source_rank: int | None = None) -> Any:
+        """Every rank gets ``src``'s ``value``: a number, tensor, array or any object that can be pickled.
+
+        Collective over the world; blocks the host. Ranks other than ``src`` may pass None. A tensor arrives on the device
+        type that it has on ``src``, outside the heap. ``source_rank`` is an older name of ``src``.
+        """
+        self.heap.check_open()
+        src = src if source_rank is None else source_rank
+        if not 0 <= src < self.num_ranks:
+            raise RankOutOfRangeError(src, self.num_ranks)
+        if self.num_ranks == 1:
+            return value
+        is_tensor = isinstance(value, torch.Tensor)
+        sent = None
+        if self.cur_rank == src:
+            sent = (value.shape, value.dtype, value.device.type) if is_tensor else value
+        is_tensor, sent = self._world.group.all_gather((is_tensor, sent), "broadcast")[src]
+        if not is_tensor:
+            return value if self.cur_rank == src else sent
+        shape, dtype, device_type = sent
+        if self.cur_rank == src:
+            buffer = value.detach().to(self.device).contiguous()
+        else:
+            buffer = torch.empty(shape, dtype=dtype, device=self.device)
+        if buffer.numel():
+            # Bytes, since not every backend has every dtype.
+            dist.broadcast(buffer.reshape(-1).view(torch.uint8), src)
+        if self.cur_rank == src:
+            return value
+        return buffer.cpu() if device_type == "cpu" else buffer
+
+    def debug(self, message: object) -> None:
+        """Log ``message`` at level DEBUG with the rank in front."""
+        self._log(logging.DEBUG, message)
+
+    def info(self, message: object) -> None:
+        """Log ``message`` at level INFO with the rank in front."""
+        self._log(logging.INFO, message)
+
+    def warning(self, message: object) -> None:
+        """Log ``message`` at level WARNING with the rank in front."""
+        self._log(logging.WARNING, message)
+
+    def error(self, message: object) -> None:
+        """Log ``message`` at level ERROR with the rank in front."""
+        self._log(logging.ERROR, message)
+
+    def close(self) -> None:
+        """Give the heap back. Collective; blocks the host until every rank has closed. A second call does nothing.
+
+        The caller guarantees that no kernel uses the heap any more.
+        """
+        if self.heap.closed:
+            return
+        self.barrier()
+        for workspace in self._workspaces.values():
+            workspace.close()
+        self.heap.close()
+
+    def __enter__(self) -> "Iris":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        # After an error the other ranks may never come, and a meeting would hide the error behind a time-out.
+        if kind is None:
+            self.close()
+        else:
+            self.heap.close()
+
+    def _workspace(self, group: dist.ProcessGroup | None) -> Workspace:
+        if group not in self._workspaces:
+            self._workspaces[group] = Workspace(Group(group), self.device, self._record)
+        return self._workspaces[group]
+
+    def _log(self, level: int, message: object) -> None:
+        logger.log(level, "[%d/%d] %s", self.cur_rank, self.num_ranks, message)
+
+    # The name by which older programs ask whether a tensor is on the heap.
+    def __on_symmetric_heap(self, tensor: torch.Tensor) -> bool:
+        return self.is_symmetric(tensor)
+
+
+def iris(heap_size: int = 1 << 30) -> Iris:
+    """Make a context with a symmetric heap of ``heap_size`` bytes. Collective over all ranks; blocks the host.
+
+    ``torch.distributed`` decides rank, size and device. Not initialised: under torchrun's environment it is initialised
+    here (NCCL with a GPU a rank, else Gloo); without one this is a world of one rank.
+
+    Raises
+    ------
+    HeapTooLargeError, MismatchedHeapError, SeveralHostsError, SharedDeviceError, NoPeerAccessError, MappingError
+        On the ranks that are at fault; `PeerFailedError` on the others. See `iris.errors`.
+    """
+    return Iris(heap_size)

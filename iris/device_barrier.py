@@ -1,0 +1,43 @@
+"""A barrier of a group's ranks on the current stream: what each rank enqueued before it is visible behind it.
+
+One program a rank. Over the link: one 4-byte flag to each peer, in one step. The flags count their own epochs
+(`iris.language.ordering`), so a replayed CUDA graph needs nothing from the host.
+"""
+
+from typing import Callable
+
+import torch
+import triton
+
+from iris.language.context import DeviceContext
+from iris.launch import prepare
+from iris.workspace import Workspace
+
+
+@triton.jit
+def _barrier_kernel(context_tensor, flags):
+    # The kernels before this one are complete, since streams run in order; the barrier's release is cumulative over
+    # them, its acquire comes before the kernels behind it.
+    ctx = DeviceContext.initialize(context_tensor)
+    ctx.barrier(flags)
+
+
+class DeviceBarrier:
+    """The barrier of one workspace's group; one prepared launch a stream."""
+
+    def __init__(self, workspace: Workspace) -> None:
+        self._workspace = workspace
+        self._launches: dict[int, Callable[[], None]] = {}
+
+    def enqueue(self, stream: int, capturing: bool) -> None:
+        """Enqueue on the current stream, whose handle is ``stream``; ``capturing`` says whether a graph records it."""
+        if capturing:
+            self._prepare(self._workspace.captured_channel())()
+            return
+        if stream not in self._launches:
+            self._launches[stream] = self._prepare(self._workspace.channel("barrier", stream))
+        self._launches[stream]()
+
+    def _prepare(self, flags: torch.Tensor) -> Callable[[], None]:
+        # One warp: it holds all flags, so one fence serves them all, and there is no other warp to wait for.
+        return prepare(_barrier_kernel, (1, 1, 1), self._workspace.context_tensor, flags, num_warps=1)

@@ -1,0 +1,168 @@
+"""What can go wrong, one class a mistake.
+
+Every message says what happened, on which rank where that matters, what was given, and what to do. Each class derives
+from `IrisError` and from the built-in error that a caller would expect, so both ``except IrisError`` and
+``except MemoryError`` do what they say.
+"""
+
+from collections.abc import Iterable
+
+
+def readable(size: int) -> str:
+    """A number of bytes for a message: ``1.5 GiB``, with all digits beside it where rounding hides some."""
+    power = min(max(size.bit_length() - 1, 0) // 10, 4)
+    if power == 0:
+        return f"{size} bytes"
+    scaled = size / (1 << 10 * power)
+    text = f"{scaled:.4g} {('KiB', 'MiB', 'GiB', 'TiB')[power - 1]}"
+    return text if float(f"{scaled:.4g}") == scaled else f"{text} ({size} bytes)"
+
+
+class IrisError(Exception):
+    """Base of every error that Iris raises on purpose."""
+
+
+class IrisTimeoutError(IrisError, TimeoutError):
+    """A wait, a meeting of ranks or a reclaim took longer than its limit; the message names who waits for what."""
+
+
+class InvalidSettingError(IrisError, ValueError):
+    """An environment variable of Iris has a value that means nothing."""
+
+    def __init__(self, variable: str, value: str, possible: str) -> None:
+        super().__init__(f"{variable}={value!r} is not valid: it takes {possible}.")
+
+
+class UnknownChoiceError(IrisError, ValueError):
+    """An argument that takes one of a few values got another."""
+
+    def __init__(self, name: str, value: object, possible: Iterable[object]) -> None:
+        super().__init__(f"{name}={value!r} is not possible; it takes one of {', '.join(map(repr, possible))}.")
+
+
+class ChannelsExhaustedError(IrisError, RuntimeError):
+    """A group has no flags left for another channel."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__(
+            f"All {channels} channels of this group are in use. Every operation captured into a CUDA graph keeps one until "
+            f"the context is closed: capture once and replay, or close this context and make a new one."
+        )
+
+
+class OutOfStepError(IrisError, RuntimeError):
+    """Ranks met at different points of the program: one is in one collective call, another in a different one."""
+
+
+class PeerFailedError(IrisError, RuntimeError):
+    """A collective step worked here and failed on another rank, so it was undone here too."""
+
+
+class PeerLostError(IrisError, ConnectionError):
+    """The store through which the ranks talk is gone, most often because the process that held it has ended."""
+
+
+class SeveralHostsError(IrisError, RuntimeError):
+    """The ranks are on several hosts; Iris reaches memory by loads and stores, which end at the host."""
+
+
+class SharedDeviceError(IrisError, RuntimeError):
+    """Two ranks use the same GPU."""
+
+
+class NoPeerAccessError(IrisError, RuntimeError):
+    """A GPU cannot load from or store to the memory of another rank's GPU."""
+
+
+class RankOutOfRangeError(IrisError, ValueError):
+    """A rank that the group does not have."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__(f"There is no rank {rank}: the group has {size}, so a rank is between 0 and {size - 1}.")
+
+
+class MappingError(IrisError, RuntimeError):
+    """Memory could not be shared between the ranks."""
+
+
+class MismatchedHeapError(IrisError, ValueError):
+    """The ranks asked for heaps of different sizes."""
+
+
+class HeapTooLargeError(IrisError, MemoryError):
+    """The heap is larger than the memory of the device, or than what is free of it."""
+
+
+class HeapClosedError(IrisError, RuntimeError):
+    """The heap was used after `close()`."""
+
+
+class HeapOutOfMemoryError(IrisError, MemoryError):
+    """No block of the heap is large enough, also after everything that died on every rank was taken back."""
+
+
+class AsymmetricHeapError(IrisError, RuntimeError):
+    """The ranks did not make the same allocations in the same order, so offsets no longer agree."""
+
+
+class NotSymmetricError(IrisError, ValueError):
+    """A tensor that is not on the symmetric heap was given where one on it is needed."""
+
+
+class FreedTensorError(IrisError, RuntimeError):
+    """The memory of the tensor was given back with `free()` before."""
+
+
+class InvalidShapeError(IrisError, RuntimeError):
+    """A size that no tensor can have."""
+
+
+class InvalidDtypeError(IrisError, TypeError):
+    """Something that is no dtype was given as one."""
+
+
+class InvalidLayoutError(IrisError, ValueError):
+    """A layout or memory format that the heap does not have: its tensors are strided and contiguous."""
+
+
+class WrongDeviceError(IrisError, RuntimeError):
+    """A device that is not the heap's."""
+
+
+class InvalidOutputError(IrisError, RuntimeError):
+    """An ``out=`` tensor with the wrong size or dtype, or not on the heap."""
+
+
+class KernelDefinedTooEarlyError(IrisError, RuntimeError):
+    """A kernel was compiled for a GPU by its decorator, before Iris switched the simulator on."""
+
+    def __init__(self, kernel: str, place: str) -> None:
+        super().__init__(
+            f"Kernel {kernel!r} ({place}) was defined before Iris was imported, so it is not one of the simulator's, which "
+            f"is active in this process. Import iris before the module that defines the kernel, or set IRIS_SIMULATOR=0."
+        )
+
+
+class NotInSimulatorError(IrisError, NotImplementedError):
+    """A kernel used an operation that the simulator does not have."""
+
+    def __init__(self, operation: str) -> None:
+        self.operation = operation
+        super().__init__(
+            f"{operation} is not available in the simulator. Guard it: `if not SIMULATED: ...` with "
+            f"SIMULATED = tl.constexpr(iris.simulator.ACTIVE), or run the kernel on a GPU."
+        )
+
+    def in_builtin(self, builtin: str) -> "NotInSimulatorError":
+        """The same, named as the kernel's author wrote it."""
+        return NotInSimulatorError(builtin)
+
+
+class NotOnCpuError(IrisError, ValueError):
+    """A kernel in the simulator got a tensor that a CPU cannot reach."""
+
+    def __init__(self, kernel: str, argument: str, device: object) -> None:
+        super().__init__(
+            f"Argument {argument!r} of kernel {kernel!r} is on {device}, and the simulator runs kernels on the CPU. Pass a "
+            f"CPU tensor (Iris makes its tensors there when the simulator is active), or set IRIS_SIMULATOR=0."
+        )

@@ -1,0 +1,6 @@
+"""Memory that all ranks share: an allocator, a mapping, and the heap made of both."""
+
+from iris.heap.allocator import HeapStats
+from iris.heap.symmetric import SymmetricHeap, describe_address
+
+__all__ = ["HeapStats", "SymmetricHeap", "describe_address"]

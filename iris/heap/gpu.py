@@ -1,0 +1,99 @@
+"""Memory shared between the GPUs of one host, by ``torch.distributed._symmetric_memory`` (CUDA and ROCm)."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed._symmetric_memory as symmetric_memory
+
+from iris.errors import HeapTooLargeError, MappingError, readable
+from iris.heap.allocator import ALIGNMENT
+from iris.world import Group
+
+
+def total_memory(device: torch.device) -> int:
+    """The memory of a GPU in bytes."""
+    return torch.cuda.get_device_properties(device).total_memory
+
+
+def share(group: Group, size: int, device: torch.device) -> tuple[list[int], Any]:
+    """Share ``size`` bytes of every member's GPU, undefined at first. Collective; blocks the host.
+
+    Returns
+    -------
+    bases : list of int
+        The address of each member's bytes in this process, multiples of `ALIGNMENT`.
+    memory : object
+        Keeps them mapped while it lives.
+    """
+    # Room to start at a multiple of ALIGNMENT: torch may put words of its own in front of what it hands out.
+    room = size + ALIGNMENT
+    own: torch.Tensor | None = None
+    handle: Any = None
+
+    def allocate() -> None:
+        nonlocal own
+        try:
+            if group.size == 1:
+                own = torch.empty(room, dtype=torch.uint8, device=device)
+            else:
+                # Not symmetric_memory.empty: that takes from a memory pool, where the block may begin anywhere in an
+                # allocation that is shared with others, at different places on different ranks.
+                own = symmetric_memory._SymmetricMemory.empty_strided_p2p((room,), (1,), torch.uint8, device)
+        except RuntimeError as error:
+            free, total = torch.cuda.mem_get_info(device)
+            raise HeapTooLargeError(
+                f"{device} has no room for a heap of {readable(size)}: {readable(free)} of {readable(total)} are free. "
+                f"Ask for a smaller heap, or free memory first. ({_first_line(error)})"
+            ) from error
+
+    def exchange() -> None:
+        nonlocal handle
+        try:
+            with _without_multicast():
+                handle = symmetric_memory.rendezvous(own, group.process_group.group_name)
+        except RuntimeError as error:
+            raise MappingError(
+                f"torch could not share memory of {device} with the other ranks' GPUs: {_first_line(error)}. "
+                "Are all GPUs connected, and may the processes exchange file descriptors?"
+            ) from error
+        if handle.buffer_ptrs[group.rank] != own.data_ptr():
+            raise MappingError(
+                f"torch shares memory from {handle.buffer_ptrs[group.rank]:#x}, and the heap is at "
+                f"{own.data_ptr():#x}. Please report this with the version of torch ({torch.__version__})."
+            )
+
+    try:
+        group.agree(allocate, "allocate its heap")
+        if group.size == 1:
+            starts = [own.data_ptr()]
+        else:
+            group.agree(exchange, "share its heap with its peers")
+            starts = list(handle.buffer_ptrs)
+    except BaseException:
+        # The traceback keeps this frame, and the frame would keep the memory.
+        own = handle = None
+        raise
+    # Whole pages are mapped, so an address has the same remainder in every process, and all agree on what to skip.
+    return [start + -start % ALIGNMENT for start in starts], (own, handle)
+
+
+@contextlib.contextmanager
+def _without_multicast() -> Iterator[None]:
+    """Keep torch from setting up NVLink multicast, which Iris does not use and some machines refuse."""
+    variable = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
+    before = os.environ.get(variable)
+    os.environ[variable] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[variable]
+        else:
+            os.environ[variable] = before
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0].rstrip(".")

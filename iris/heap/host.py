@@ -1,0 +1,76 @@
+"""Memory shared between processes of one user, in the main memory of the machine.
+
+Each rank makes an anonymous file (``memfd_create(2)``), which its peers open through the rank's ``/proc/<pid>/fd``.
+It has no name in any file system, so the size of ``/dev/shm`` does not matter, nothing is left behind when a rank is
+killed, and only processes that may inspect the rank (the same user) can open it. Pages appear when they are touched:
+a large heap costs nothing until it is used.
+"""
+
+import mmap
+import os
+from typing import Any
+
+import torch
+
+from iris.errors import MappingError, readable
+from iris.world import Group
+
+
+def total_memory(device: torch.device) -> int:
+    """The main memory of this machine in bytes."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def share(group: Group, size: int, device: torch.device) -> tuple[list[int], Any]:
+    """Share ``size`` bytes of every member, zeros. Collective; blocks the host.
+
+    Returns
+    -------
+    bases : list of int
+        The address of each member's bytes in this process.
+    memory : object
+        Keeps them mapped while it lives.
+    """
+    file = -1
+
+    def make() -> tuple[int, int, int]:
+        nonlocal file
+        try:
+            file = os.memfd_create("iris-heap", os.MFD_CLOEXEC)
+            os.fchmod(file, 0o600)
+            os.ftruncate(file, size)
+        except OSError as error:
+            raise MappingError(f"No shared memory of {readable(size)}: {error}.") from error
+        return os.getpid(), file, os.fstat(file).st_ino
+
+    maps: list[mmap.mmap] = []
+
+    def attach() -> None:
+        for rank, (process, number, inode) in enumerate(files):
+            path = f"/proc/{process}/fd/{number}"
+            try:
+                peer = file if rank == group.rank else os.open(path, os.O_RDWR | os.O_CLOEXEC)
+                try:
+                    if os.fstat(peer).st_ino != inode:
+                        raise OSError(f"{path} is another file")
+                    maps.append(mmap.mmap(peer, size, mmap.MAP_SHARED))
+                finally:
+                    if peer != file:
+                        os.close(peer)
+            except OSError as error:
+                raise MappingError(
+                    f"The heap of rank {group.ranks[rank]} (process {process}) cannot be mapped: {error}. All ranks "
+                    "must belong to one user and see each other's processes: in containers, share the PID namespace."
+                ) from error
+
+    try:
+        files = group.agree(make, "make its shared memory")
+        group.agree(attach, "map the shared memory of its peers")
+    except BaseException:
+        # The traceback keeps this frame, and the frame would keep what was mapped.
+        maps.clear()
+        raise
+    finally:
+        if file >= 0:
+            os.close(file)
+    return [torch.frombuffer(each, dtype=torch.uint8).data_ptr() for each in maps], maps

@@ -1,0 +1,128 @@
+"""Memory of the same size on every rank, which every rank can address.
+
+A provider (`iris.heap.host`, `iris.heap.gpu`) gets the memory and says at which address this process sees each rank's.
+A `Mapping` is what the rest of the library needs to know about it.
+"""
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from iris.errors import (
+    HeapClosedError,
+    HeapTooLargeError,
+    MappingError,
+    MismatchedHeapError,
+    RankOutOfRangeError,
+    readable,
+)
+from iris.heap import gpu, host
+from iris.world import Group
+
+# The translation in kernels moves pointers by multiples of this (iris/language/address.py).
+CONGRUENCE = 16
+
+
+@dataclass
+class Mapping:
+    """One rank's view of memory that a group shares.
+
+    Attributes
+    ----------
+    rank : int
+        This rank in the group.
+    size : int
+        Bytes on each rank.
+    device : torch.device
+        The device of the tensors over it.
+    bases : tuple of int
+        The address, in this process, of each rank's bytes; congruent modulo 16.
+    memory : object
+        What keeps the addresses valid for as long as it lives; None once closed.
+    """
+
+    rank: int
+    size: int
+    device: torch.device
+    bases: tuple[int, ...]
+    memory: Any
+
+    def storage(self, rank: int, offset: int, size: int, owner: Any = None) -> torch.UntypedStorage:
+        """A storage of its own over ``size`` bytes of a rank's memory.
+
+        The storage, and so every view of a tensor on it, keeps the memory mapped, and ``owner`` alive.
+
+        Raises
+        ------
+        RankOutOfRangeError
+            ``rank`` is not in the group.
+        HeapClosedError
+            After `close`.
+        """
+        if self.memory is None:
+            raise HeapClosedError("This memory was closed; nothing new can be made on it.")
+        if not 0 <= rank < len(self.bases):
+            raise RankOutOfRangeError(rank, len(self.bases))
+        storage = torch._C._construct_storage_from_data_pointer(self.bases[rank] + offset, self.device, size)
+        # A storage keeps its Python object, with its attributes, for as long as a tensor uses it.
+        storage.iris_memory = self.memory
+        storage.iris_owner = owner
+        return storage
+
+    def peer(self, rank: int) -> torch.Tensor:
+        """A rank's bytes, as a uint8 tensor of shape ``[size]``."""
+        return torch.empty(0, dtype=torch.uint8, device=self.device).set_(self.storage(rank, 0, self.size))
+
+    @property
+    def buffer(self) -> torch.Tensor:
+        """This rank's bytes, as a uint8 tensor of shape ``[size]``."""
+        return self.peer(self.rank)
+
+    def close(self) -> None:
+        """Let go of the memory: it is unmapped when the last tensor over it has died."""
+        self.memory = None
+
+
+def create(group: Group, size: int, device: torch.device) -> Mapping:
+    """Share ``size`` bytes of every member. Collective; blocks the host; undone on all members if it fails on one.
+
+    The bytes are zero on the CPU and undefined on a GPU.
+
+    Raises
+    ------
+    MismatchedHeapError
+        Members asked for different sizes; raised on all.
+    HeapTooLargeError
+        More than the device has; `PeerFailedError` on members where it would have worked.
+    MappingError
+        The memory cannot be shared.
+    """
+
+    provider = host if device.type == "cpu" else gpu
+
+    def check_room() -> int:
+        total = provider.total_memory(device)
+        if size > total:
+            raise HeapTooLargeError(
+                f"A heap of {readable(size)} is larger than the memory of {device}, {readable(total)}. "
+                "Ask for a smaller one."
+            )
+        return size
+
+    sizes = group.agree(check_room, "make a heap of the size that it was asked for")
+    if len(set(sizes)) > 1:
+        asked = ", ".join(f"{readable(size)} on rank {rank}" for rank, size in zip(group.ranks, sizes, strict=True))
+        raise MismatchedHeapError(f"A heap has the same size on every rank, and these differ: {asked}.")
+    bases, memory = provider.share(group, size, device)
+
+    def check_congruence() -> None:
+        if len({base % CONGRUENCE for base in bases}) > 1:
+            raise MappingError(
+                f"The heaps are at {', '.join(map(hex, bases))}, which are not congruent modulo {CONGRUENCE} as the "
+                f"translation needs (process {os.getpid()}). Please report this with the version of torch."
+            )
+
+    group.agree(check_congruence, "map the heaps at congruent addresses")
+    return Mapping(group.rank, size, device, tuple(bases), memory)

@@ -1,0 +1,340 @@
+"""The symmetric heap: tensors at the same offset on every rank.
+
+Contract
+--------
+*Allocating is local*: ranks that make the same calls get the same offsets without a message.
+
+*Freeing is collective*, and happens only where all ranks are at the same point of their programs: in a barrier of the
+whole world, and where the heap is full (which it is on all ranks at once). There each rank tells which blocks it no
+longer uses, and what every rank no longer uses is taken back, on all of them alike. So a rank whose garbage collector
+runs later than another's delays the reuse of memory and changes nothing else.
+
+*What could go wrong is noticed*: the ranks compare their allocations whenever they meet.
+
+A heap belongs to one thread: allocations from several threads have no order that ranks could share.
+"""
+
+import gc
+import math
+import operator
+import time
+import weakref
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from iris.errors import (
+    FreedTensorError,
+    HeapClosedError,
+    HeapOutOfMemoryError,
+    InvalidDtypeError,
+    InvalidShapeError,
+    IrisTimeoutError,
+    NotSymmetricError,
+    readable,
+)
+from iris.heap.allocator import Allocator, HeapStats, round_up
+from iris.heap.history import Call, History, Summary, tensor_text
+from iris.heap.lifetime import Life, Lifetimes
+from iris.heap.mapping import create
+from iris.world import Group, names
+
+_live: "weakref.WeakSet[SymmetricHeap]" = weakref.WeakSet()
+
+
+class Block(NamedTuple):
+    """A block in use: what was asked for, and in debug mode by which call."""
+
+    offset: int
+    size: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    call: Call | None
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a rank brings to a meeting of the heap."""
+
+    summary: Summary
+    ready: bytes
+    waiting: int
+    late: bool
+
+
+class SymmetricHeap:
+    """A heap of the same size on every rank of a group. Construction is collective and blocks the host.
+
+    Parameters
+    ----------
+    group
+        The ranks that share the heap.
+    size
+        Bytes on each rank, the same on all.
+    device
+        Where this rank's bytes are.
+
+    Attributes
+    ----------
+    bases : tuple of int
+        The address, in this process, of each rank's heap.
+
+    Raises
+    ------
+    MismatchedHeapError, HeapTooLargeError, MappingError, PeerFailedError
+        As `iris.heap.mapping.create`.
+    """
+
+    def __init__(self, group: Group, size: int, device: torch.device) -> None:
+        self.group, self.size, self.device = group, size, device
+        self._mapping = create(group, round_up(max(size, 1)), device)
+        self.bases = self._mapping.bases
+        self._base = self.bases[group.rank]
+        self._allocator = Allocator(self._mapping.size)
+        self._lifetimes = Lifetimes(device)
+        self._history = History()
+        # Blocks by number, which counts allocations and so is the same on all ranks.
+        self._blocks: dict[int, Block] = {}
+        # Blocks that some ranks no longer use: a bit for each of these ranks.
+        self._done: dict[int, int] = {}
+        self.closed = False
+        _live.add(self)
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype, requires_grad: bool = False) -> torch.Tensor:
+        """A contiguous tensor with undefined content, at the same offset on every rank.
+
+        All ranks must make the same allocations in the same order. Local, unless the heap is full: then all ranks meet
+        on the host to take back what has died.
+
+        Raises
+        ------
+        HeapOutOfMemoryError
+            No room, also after that; raised on all ranks.
+        IrisTimeoutError
+            A rank did not come, or its kernels kept the memory in use, for the time limit of the process group.
+        AsymmetricHeapError
+            The ranks asked for different things.
+        """
+        self.check_open()
+        if not isinstance(dtype, torch.dtype):
+            raise InvalidDtypeError(f"A dtype is one of torch's, such as torch.float32; {dtype!r} is none.")
+        shape = tuple(map(operator.index, shape))
+        if min(shape, default=0) < 0:
+            raise InvalidShapeError(f"A tensor cannot have the shape {list(shape)}: an extent is negative.")
+        size = math.prod(shape) * dtype.itemsize
+        call = self._history.add(size, shape, dtype)
+        offset = self._allocator.allocate(size)
+        if offset is None:
+            self._make_room(size)
+            offset = self._allocator.allocate(size)
+        number = self._history.count
+        self._blocks[number] = Block(offset, size, shape, dtype, call)
+        storage = self._mapping.storage(self.group.rank, offset, size, self._lifetimes.begin(number))
+        tensor = torch.empty(0, dtype=dtype, device=self.device).set_(storage, 0, shape)
+        return tensor.requires_grad_() if requires_grad else tensor
+
+    def free(self, tensor: torch.Tensor) -> None:
+        """Give back the memory of ``tensor`` and of all its views, although they are still alive.
+
+        Local. The memory is reused when every rank has freed it (or let it die) and the ranks have met. Nothing may use
+        the tensor or its views any more.
+
+        Raises
+        ------
+        NotSymmetricError
+            The tensor was not made on this heap.
+        FreedTensorError
+            It was freed before.
+        """
+        self.check_open()
+        life = getattr(tensor.untyped_storage(), "iris_owner", None)
+        if not isinstance(life, Life) or not self.is_symmetric(tensor):
+            raise NotSymmetricError(f"{_show(tensor)} was not made on this heap, so it cannot be freed there.")
+        if life.freed:
+            raise FreedTensorError(f"{_show(tensor)} was freed before; free a tensor once.")
+        life.end()
+
+    def meet(self, point: str = "barrier()") -> None:
+        """Wait on the host for all ranks, compare allocations, and take back what no rank uses any more.
+
+        Collective over the whole group; blocks the host. Does not wait for any stream: memory that unfinished work may
+        be using comes back at a later meeting.
+
+        Parameters
+        ----------
+        point
+            In words, where in the program this is: it must be the same on all ranks.
+
+        Raises
+        ------
+        AsymmetricHeapError
+            The ranks' allocations differ, or their points do; on all ranks.
+        IrisTimeoutError
+            A rank did not come.
+        """
+        self.check_open()
+        self._reclaim(point)
+
+    def record_stream(self, stream: torch.cuda.Stream) -> None:
+        """Let work on ``stream`` hold back memory that dies.
+
+        Needed only for a stream on which kernels use the heap and which never was the current one when a tensor was
+        made or the ranks met.
+        """
+        self._lifetimes.record_stream(stream)
+
+    def is_symmetric(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor's memory is in this rank's heap."""
+        self.check_open()
+        # The data pointer of a tensor without elements is null, that of its storage is not.
+        address = tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else 0
+        return tensor.device == self.device and self._base <= address < self._base + self._mapping.size
+
+    def offset(self, tensor: torch.Tensor) -> int:
+        """Bytes from the start of the heap to the tensor's first element; NotSymmetricError if it is elsewhere."""
+        self._check_symmetric(tensor)
+        within = tensor.storage_offset() * tensor.element_size()
+        return tensor.untyped_storage().data_ptr() - self._base + within
+
+    def peer(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:
+        """``rank``'s copy of ``tensor`` for use by torch: a tensor of the same shape, strides, dtype and offset.
+
+        Local. Nothing is ordered: when the peer's writes are visible is up to the caller's barriers. While the result
+        lives, the memory under it is not reused.
+
+        Raises
+        ------
+        NotSymmetricError, RankOutOfRangeError
+        """
+        self._check_symmetric(tensor)
+        own = tensor.untyped_storage()
+        life = getattr(own, "iris_owner", None)
+        storage = self._mapping.storage(rank, own.data_ptr() - self._base, own.nbytes(), life)
+        view = torch.empty(0, dtype=tensor.dtype, device=self.device)
+        return view.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+    def stats(self) -> HeapStats:
+        """What is in use. The same on every rank, because a block is in use until all ranks have taken it back."""
+        self.check_open()
+        return self._allocator.stats()
+
+    def describe(self, address: int) -> str | None:
+        """What is at ``address``, in words, or None if that is in no rank's heap: for messages about faults."""
+        for rank, base in zip(self.group.ranks, self.bases, strict=True):
+            offset = address - base
+            if 0 <= offset < self._mapping.size:
+                return f"rank {rank}'s {self._describe_offset(offset)}"
+        return None
+
+    def close(self) -> None:
+        """Let go of the memory. Local. Tensors that are still alive stay valid; everything else raises afterwards."""
+        self.closed = True
+        self._mapping.close()
+        _live.discard(self)
+
+    def check_open(self) -> None:
+        if self.closed:
+            raise HeapClosedError("This heap was closed. Make a new context with iris.iris() before using it.")
+
+    def _check_symmetric(self, tensor: torch.Tensor) -> None:
+        if not self.is_symmetric(tensor):
+            raise NotSymmetricError(
+                f"{_show(tensor)} is not on the symmetric heap. Make it with a factory of the context, such as "
+                "ctx.zeros(), or copy it there with ctx.as_symmetric()."
+            )
+
+    def _make_room(self, size: int) -> None:
+        """Return once ``size`` bytes fit. Collective: a full heap is full on all ranks."""
+        if self._lifetimes.capturing():
+            raise HeapOutOfMemoryError(
+                f"{self._shortage(size)} Memory cannot be taken back during the capture of a CUDA graph: "
+                "allocate before the capture, or make the heap larger."
+            )
+        point = f"an allocation of {readable(size)} for which the heap is full"
+        deadline = time.monotonic() + self.group.timeout
+        self._reclaim(point)
+        if not self._allocator.fits(size):
+            gc.collect()
+        pause = 1e-4
+        while not self._allocator.fits(size):
+            reports = self._reclaim(point, late=time.monotonic() > deadline)
+            # Every rank decides from the same reports, so all leave this loop together.
+            if self._allocator.fits(size):
+                break
+            holders = [rank for rank, report in zip(self.group.ranks, reports, strict=True) if report.waiting]
+            if not holders:
+                raise HeapOutOfMemoryError(
+                    f"{self._shortage(size)} Free tensors, or make the heap larger: iris.iris(heap_size=…)."
+                )
+            if any(report.late for report in reports):
+                raise IrisTimeoutError(
+                    f"{self._shortage(size)} Kernels on {names(holders)} have kept freed memory in use for "
+                    f"{self.group.timeout:g} s."
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, 5e-3)
+
+    def _reclaim(self, point: str, late: bool = False) -> list[Report]:
+        """Take back what no rank uses any more. Collective; what each rank brought is returned."""
+        ready = array("Q", self._lifetimes.collect())
+        report = Report(self._history.summary(point), ready.tobytes(), self._lifetimes.waiting(), late)
+        reports = self.group.all_gather(report, "a meeting of the heap")
+        self._history.compare(self.group, [each.summary for each in reports])
+        everyone = (1 << self.group.size) - 1
+        for rank, each in enumerate(reports):
+            # In order of age, so that neighbours join as they come.
+            for number in sorted(array("Q", each.ready)):
+                done = self._done.get(number, 0) | 1 << rank
+                if done == everyone:
+                    self._done.pop(number, None)
+                    self._allocator.free(self._blocks.pop(number).offset)
+                else:
+                    self._done[number] = done
+        return reports
+
+    def _shortage(self, size: int) -> str:
+        stats = self._allocator.stats()
+        text = (
+            f"Heap out of memory: {readable(size)} asked for, {readable(self._allocator.capacity - stats.reserved)} "
+            f"free, the largest free block is {readable(stats.largest_free_block)}, of a heap of {readable(self.size)}."
+        )
+        if self._done:
+            held = sum(self._blocks[number].size for number in self._done)
+            holders = [
+                rank
+                for bit, rank in enumerate(self.group.ranks)
+                if any(not done >> bit & 1 for done in self._done.values())
+            ]
+            verb = "holds" if len(holders) == 1 else "hold"
+            text += f" {readable(held)} are dead on other ranks, and {names(holders)} still {verb} on to them."
+        if self._lifetimes.pinned:
+            pinned = sum(self._blocks[number].size for number in self._lifetimes.pinned)
+            text += f" {readable(pinned)} are kept for CUDA graphs."
+        return text
+
+    def _describe_offset(self, offset: int) -> str:
+        for block in self._blocks.values():
+            within = offset - block.offset
+            if 0 <= within < round_up(max(block.size, 1)):
+                text = tensor_text(block.shape, block.dtype)
+                if block.call is not None:
+                    text += f" made by {block.call.function}() at {block.call.place}"
+                if within >= block.size:
+                    return f"{text}, {within - block.size} bytes past its end (offset {within:#x})"
+                return f"{text}, element {within // block.dtype.itemsize} (offset {within:#x})"
+        return f"heap at offset {offset:#x}, where no tensor is"
+
+
+def _show(tensor: torch.Tensor) -> str:
+    return f"The tensor {tensor_text(tensor.shape, tensor.dtype)} on {tensor.device}"
+
+
+def describe_address(address: int) -> str | None:
+    """What is at ``address`` in any heap of this process, in words, or None."""
+    for heap in list(_live):
+        if text := heap.describe(address):
+            return text
+    return None

@@ -1,0 +1,59 @@
+"""The translation: from a pointer into one rank's heap to the same place in another's.
+
+Every heap holds an object at the same offset, so the two addresses differ by the distance between the two heaps. The
+sum is written so that the compiler can see what it needs for 16-byte accesses, with no hint from the caller:
+
+* The distance is added as ``(distance >> 4) * (16 // itemsize)`` elements. The multiplication by a constant is what
+  Triton's axis analysis reads the divisibility from; hints attached to values get lost when an operation is folded.
+  It is exact because the heap bases of all ranks are congruent modulo 16, which `iris.heap.mapping` guarantees.
+* The addition happens on a pointer to *another* type of the same width. The bitcast keeps alignment and contiguity,
+  and it hides the addition from AMD's buffer-operation pass, which would truncate a 64-bit distance to 32 bits for a
+  tensor of less than 2 GiB (its ``tt.pointer_range`` speaks of the local tensor, and the peer's lies elsewhere).
+"""
+
+from types import ModuleType
+from typing import Any, Callable
+
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+_OTHER_TYPE_OF_WIDTH = {
+    "floating": {8: tl.int8, 16: tl.int16, 32: tl.int32, 64: tl.int64},
+    "integer": {8: tl.float8e5, 16: tl.float16, 32: tl.float32, 64: tl.float64},
+}
+
+
+@triton.constexpr_function
+def elements_per_16_bytes(element):
+    return 128 // max(8, element.primitive_bitwidth)
+
+
+@triton.constexpr_function
+def other_type_of_width(element):
+    """A pointee type as wide as ``element`` and different from it, so that the bitcast is not folded away."""
+    kind = "floating" if element.is_floating() else "integer"
+    return _OTHER_TYPE_OF_WIDTH[kind][max(8, element.primitive_bitwidth)]
+
+
+def make_translate(jit: Callable, lang: ModuleType) -> Any:
+    """`translate` as a device function of the language that ``(jit, lang)`` stand for."""
+
+    @jit
+    def translate(ptr, from_base, to_base):
+        """The address in the heap at ``to_base`` of what ``ptr`` points to in the heap at ``from_base``.
+
+        ``ptr`` may be a scalar or a block of pointers; the bases are int64, scalars or blocks that broadcast with it.
+        """
+        element: tl.constexpr = ptr.dtype.scalar.element_ty
+        other: tl.constexpr = other_type_of_width(element)
+        per_16_bytes: tl.constexpr = elements_per_16_bytes(element)
+        moved = lang.cast(ptr, lang.pointer_type(other), bitcast=True) + ((to_base - from_base) >> 4) * per_16_bytes
+        return lang.cast(moved, lang.pointer_type(element), bitcast=True)
+
+    return translate
+
+
+triton_translate = make_translate(triton.jit, tl)
+gluon_translate = make_translate(gluon.jit, gl)

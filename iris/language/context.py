@@ -1,0 +1,228 @@
+"""The device context: what a kernel holds to reach its peers, written once for Triton and Gluon.
+
+    ctx = iris.DeviceContext.initialize(context_tensor, rank, num_ranks)     # @triton.jit
+    ctx = IrisDeviceCtx.initialize(context_tensor)                           # @gluon.jit
+
+Pointers are *rank-relative*: a pointer into the caller's heap, which an operation translates to the same object in the
+heap of the rank that it names. Masks, blocks and scalars work as in ``tl.load`` and ``tl.store``. An operation on a
+peer moves the bytes of its unmasked elements over the link, once; on the caller's own rank it is a local access.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any, Callable
+
+import torch
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from iris.language.address import gluon_translate, triton_translate
+from iris.language.ordering import ACQ_REL, SYS, WAIT_LIMIT_NS, gluon_ordering, triton_ordering
+
+try:
+    from triton import aggregate
+except ImportError:  # Triton < 3.8
+    from triton.language.core import _aggregate as aggregate
+
+# The words of the context tensor: rank, num_ranks, a base for each rank, the address of the record of expired waits.
+RANK = tl.constexpr(0)
+NUM_RANKS = tl.constexpr(1)
+BASES = tl.constexpr(2)
+
+SET = tl.constexpr("set")
+EQ = tl.constexpr("eq")
+
+
+def context_tensor(rank: int, bases: Sequence[int], record: int, device: torch.device) -> torch.Tensor:
+    """What a kernel initialises its context from: int64 ``[num_ranks + 3]`` on ``device``, opaque to users."""
+    return torch.tensor([rank, len(bases), *bases, record], dtype=torch.int64, device=device)
+
+
+def _digest() -> str:
+    """Of all that the code generated for a context depends on: this package's sources and the limit of waits."""
+    sources = b"".join(file.read_bytes() for file in sorted(Path(__file__).parent.glob("*.py")))
+    return hashlib.sha256(sources + str(WAIT_LIMIT_NS.value).encode()).hexdigest()[:12]
+
+
+def make_device_context(jit: Callable, lang: ModuleType, move: Any, order: SimpleNamespace, name: str) -> Any:
+    """The class of the device context in the language that ``(jit, lang)`` stand for."""
+    ordered_atomic, ordered_cas = order.atomic, order.atomic_cas
+    ordered_signal, ordered_wait, ordered_fence, ordered_barrier = order.signal, order.wait, order.fence, order.barrier
+
+    @aggregate
+    class Context:
+        cur_rank: tl.tensor | tl.constexpr
+        num_ranks: tl.tensor | tl.constexpr
+        base: tl.tensor
+        table: tl.tensor
+
+        @triton.constexpr_function
+        def __init__(self, cur_rank, num_ranks, base, table):
+            # Triton unwraps the constants among a constexpr_function's arguments; they are to stay constants.
+            self.cur_rank = cur_rank if isinstance(cur_rank, tl.tensor) else tl.constexpr(cur_rank)
+            self.num_ranks = num_ranks if isinstance(num_ranks, tl.tensor) else tl.constexpr(num_ranks)
+            self.base = base
+            self.table = table
+
+        @jit
+        def translate(self, ptr, rank):
+            """The address of ``rank``'s copy of ``ptr``: hoist it out of a loop that returns to the same peer."""
+            return move(ptr, self.base, lang.load(self.table + rank))
+
+        @jit
+        def load(self, ptr, from_rank, mask=None, other=None, cache_modifier: tl.constexpr = None, volatile: tl.constexpr = False):
+            """Read ``from_rank``'s copy of ``ptr``."""
+            return lang.load(self.translate(ptr, from_rank), mask=mask, other=other, cache_modifier=cache_modifier, volatile=volatile)
+
+        @jit
+        def store(self, ptr, value, to_rank, mask=None, cache_modifier: tl.constexpr = None):
+            """Write ``to_rank``'s copy of ``ptr``."""
+            lang.store(self.translate(ptr, to_rank), value, mask=mask, cache_modifier=cache_modifier)
+
+        @jit
+        def get(self, from_ptr, to_ptr, from_rank, mask=None, other=None):
+            """Read ``from_rank``'s copy of ``from_ptr`` into the caller's ``to_ptr``."""
+            lang.store(to_ptr, lang.load(self.translate(from_ptr, from_rank), mask=mask, other=other), mask=mask)
+
+        @jit
+        def put(self, from_ptr, to_ptr, to_rank, mask=None, other=None):
+            """Read the caller's ``from_ptr``, write ``to_rank``'s copy of ``to_ptr``."""
+            lang.store(self.translate(to_ptr, to_rank), lang.load(from_ptr, mask=mask, other=other), mask=mask)
+
+        @jit
+        def copy(self, src_ptr, dst_ptr, from_rank, to_rank, mask=None, other=None):
+            """Move ``from_rank``'s copy of ``src_ptr`` to ``to_rank``'s copy of ``dst_ptr``; the caller is one of them."""
+            value = lang.load(self.translate(src_ptr, from_rank), mask=mask, other=other)
+            lang.store(self.translate(dst_ptr, to_rank), value, mask=mask)
+
+        @jit
+        def atomic_add(self, ptr, val, to_rank, mask=None, sem: tl.constexpr = ACQ_REL, scope: tl.constexpr = SYS):
+            """Add ``val`` to ``to_rank``'s copy; returns the old value, as the other atomics do."""
+            return ordered_atomic("add", self.translate(ptr, to_rank), val, mask, sem, scope)
+
+        @jit
+        def atomic_sub(self, ptr, val, to_rank, mask=None, sem: tl.constexpr = ACQ_REL, scope: tl.constexpr = SYS):
+            """Subtract ``val`` from ``to_rank``'s copy."""
+            return ordered_atomic("sub", self.translate(ptr, to_rank), val, mask, sem, scope)
+
+        @jit
+        def atomic_xchg(self, ptr, val, to_rank, mask=None, sem: tl.constexpr = ACQ_REL, scope: tl.constexpr = SYS):
+            """Put ``val`` in the place of ``to_rank``'s copy."""
+            return ordered_atomic("xchg", self.translate(ptr, to_rank), val, mask, sem, scope)
+
+        @jit
+        def atomic_and(self, ptr, val, to_rank, mask=None, sem: tl.constexpr = ACQ_REL, scope: tl.constexpr = SYS):
+            """Bitwise and of ``to_rank``'s copy with ``val``."""
+            return ordered_atomic("and", self.translate(ptr, to_rank), val, mask, sem, scope)
+
+        @jit
+        def atomic_or(self, ptr, val, to_rank, mask=None, sem: tl.constexpr = ACQ_REL, scope: tl.constexpr = SYS):
+            """Bitwise or of ``to_rank``'s copy with ``val``."""
+            return ordered_atomic("or", self.translate(ptr, to_rank), val, mask, sem, scope)
+
+        @jit
+        def atomic_xor(self, ptr, val, to_rank, mask=None, sem: tl.constexpr = ACQ_REL, scope: tl.constexpr = SYS):
+            """Bitwise exclusive or of ``to_rank``'s copy with ``val``."""
+            return ordered_atomic("xor", self.translate(ptr, to_rank), val, mask, sem, scope)
+
+        @jit
+        def atomic_min(self, ptr, val, to_rank, mask=None, sem: tl.constexpr = ACQ_REL, scope: tl.constexpr = SYS):
+            """The smaller of ``to_rank``'s copy and ``val``."""
+            return ordered_atomic("min", self.translate(ptr, to_rank), val, mask, sem, scope)
+
+        @jit
+        def atomic_max(self, ptr, val, to_rank, mask=None, sem: tl.constexpr = ACQ_REL, scope: tl.constexpr = SYS):
+            """The larger of ``to_rank``'s copy and ``val``."""
+            return ordered_atomic("max", self.translate(ptr, to_rank), val, mask, sem, scope)
+
+        @jit
+        def atomic_cas(self, ptr, cmp, val, to_rank, sem: tl.constexpr = ACQ_REL, scope: tl.constexpr = SYS):
+            """Put ``val`` in the place of ``to_rank``'s copy where that equals ``cmp``; returns the old value."""
+            return ordered_cas(self.translate(ptr, to_rank), cmp, val, sem, scope)
+
+        @jit
+        def signal(self, flag_ptr, value, to_rank, op: tl.constexpr = SET):
+            """Set ``to_rank``'s flag to ``value``, or add to it, after everything that this block did so far.
+
+            A scalar integer flag of 32 or 64 bits. Who waits for it with `wait` sees all that came before.
+            """
+            ordered_signal(self.translate(flag_ptr, to_rank), value, op)
+
+        @jit
+        def wait(self, flag_ptr, value, cmp: tl.constexpr = EQ):
+            """Wait until the caller's own flag compares as ``cmp`` (eq ne gt ge lt le) to ``value``; returns the flag.
+
+            What its sender did before `signal` is visible to the whole block afterwards.
+            """
+            return ordered_wait(flag_ptr, value, cmp, self._record())
+
+        @jit
+        def fence(self):
+            """Order everything that this block did before everything that it will do, for observers on any rank."""
+            ordered_fence()
+
+        @jit
+        def put_signal(self, from_ptr, to_ptr, flag_ptr, value, to_rank, mask=None):
+            """`put`, then `signal`: when ``to_rank`` sees the flag, it sees the data."""
+            self.put(from_ptr, to_ptr, to_rank, mask=mask)
+            self.signal(flag_ptr, value, to_rank)
+
+        @jit
+        def barrier(self, flags_ptr, epoch=None):
+            """Program p of this rank meets program p of every other rank.
+
+            ``flags_ptr``: int32 or int64 ``[number of programs, num_ranks]`` on the heap, zeros before the first use
+            and used by one launch at a time. With ``epoch`` None the flags count by themselves, which is what a CUDA
+            graph needs; otherwise the caller passes 1, 2, 3, ... All ranks must launch the same number of programs, and
+            no more than can be resident at once.
+            """
+            ordered_barrier(flags_ptr, epoch, self.cur_rank, self.num_ranks, self.table, self.base, self._record())
+
+        @jit
+        def _record(self):
+            return lang.cast(lang.load(self.table + self.num_ranks), lang.pointer_type(lang.int64))
+
+    @jit
+    def connect(context_tensor, rank, num_ranks):
+        table = context_tensor + BASES
+        return Context(rank, num_ranks, lang.load(table + rank), table)
+
+    @jit
+    def rank_of(context_tensor):
+        return lang.cast(lang.load(context_tensor + RANK), lang.int32)
+
+    @jit
+    def num_ranks_of(context_tensor):
+        return lang.cast(lang.load(context_tensor + NUM_RANKS), lang.int32)
+
+    @jit
+    def initialize(context_tensor, rank=None, num_ranks=None, tracing: tl.constexpr = False):
+        lang.static_assert(not tracing, "tracing=True: this version of Iris does not trace yet")
+        return connect(
+            context_tensor,
+            rank_of(context_tensor) if rank is None else rank,
+            num_ranks_of(context_tensor) if num_ranks is None else num_ranks,
+        )
+
+    @jit
+    def initialize_traced_second(context_tensor, tracing: tl.constexpr = False, rank=None, num_ranks=None):
+        return initialize(context_tensor, rank, num_ranks, tracing)
+
+    # Gluon's form takes `tracing` second.
+    Context.initialize = staticmethod(initialize if lang is tl else initialize_traced_second)
+    # Older names, and what Triton's aggregates do not take as members.
+    Context.rank = property(lambda self: self.cur_rank)
+    Context.world_size = property(lambda self: self.num_ranks)
+    # A class that is passed to a kernel as a constexpr enters Triton's compile cache by its name alone. The digest makes an
+    # edit of these files, or another limit of waits, recompile the kernels that use it.
+    Context.__name__ = name
+    Context.__qualname__ = f"{name}_{_digest()}"
+    return Context
+
+
+DeviceContext = make_device_context(triton.jit, tl, triton_translate, triton_ordering, "DeviceContext")
+IrisDeviceCtx = make_device_context(gluon.jit, gl, gluon_translate, gluon_ordering, "IrisDeviceCtx")

@@ -1,0 +1,348 @@
+"""Memory ordering: every acquire, every release and every wait of the library.
+
+The rules that this file keeps, for the *whole block* (all threads of a program), on every Triton version and vendor:
+
+* A **release** operation comes after everything that the block did before it. The release itself is issued by one
+  thread, and a release only orders what that thread did or has observed (PTX ISA, Memory Consistency Model, "Release
+  and acquire patterns"; causality order is transitive through barriers). So a block barrier stands before it. Triton
+  inserts that barrier from 3.9 on; until then nothing would order the other threads' stores.
+* An **acquire** operation comes before everything that the block does after it: a block barrier stands behind it, also
+  when nobody uses its result.
+* On AMD CDNA a barrier does not wait for other waves' stores (they are counted per wave by ``vmcnt``), so every wave
+  drains its own stores before the barrier.
+* Waiting is an acquire at system scope in a loop, never a plain load: the compiler removes a loop over a plain load.
+
+Waits have a time limit when ``IRIS_WAIT_TIMEOUT_S`` is set (`iris.wait_limit`); a wait that exceeds it records who
+waited for what and returns. Without a limit none of that is in the generated code.
+"""
+
+from types import ModuleType, SimpleNamespace
+from typing import Callable
+
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from iris import simulator, wait_limit
+from iris.language.address import gluon_translate, triton_translate
+from iris.language.target import cas_ignores_its_order, on_amd, on_nvidia, threads_per_warp
+
+COMPARISONS = wait_limit.COMPARISONS
+
+ACQ_REL = tl.constexpr("acq_rel")
+SYS = tl.constexpr("sys")
+WAIT_LIMIT_NS = tl.constexpr(0 if simulator.ACTIVE else wait_limit.nanoseconds())
+
+# A barrier's flags are exchanged by so many lanes at once: a warp. All releases of a warp share one system fence;
+# a loop over single releases would pay for a fence each.
+LANES = tl.constexpr(wait_limit.BARRIER_LANES)
+
+# The record of an expired wait, in int64 words; `iris.wait_limit` reads it.
+CLAIMED = tl.constexpr(wait_limit.CLAIMED)
+CLOCK = tl.constexpr(wait_limit.CLOCK)
+PROGRAM = tl.constexpr(wait_limit.PROGRAM)
+FLAG = tl.constexpr(wait_limit.FLAG)
+WANTED = tl.constexpr(wait_limit.WANTED)
+SEEN = tl.constexpr(wait_limit.SEEN)
+COMPARISON = tl.constexpr(wait_limit.COMPARISON)
+FIRST = tl.constexpr(wait_limit.FIRST)
+RANKS = tl.constexpr(wait_limit.RANKS)
+
+
+@triton.constexpr_function
+def releases(sem):
+    return sem in ("release", "acq_rel")
+
+
+@triton.constexpr_function
+def acquires(sem):
+    return sem in ("acquire", "acq_rel")
+
+
+@triton.constexpr_function
+def one_of(value, *choices):
+    return value in choices
+
+
+@triton.constexpr_function
+def comparison_code(cmp):
+    return list(COMPARISONS).index(cmp)
+
+
+@triton.constexpr_function
+def warp_layout(num_warps):
+    """A warp of `LANES` lanes; further warps, and the upper half of an AMD wave, hold copies."""
+    return gl.BlockedLayout([1], [threads_per_warp()], [num_warps], [0])
+
+
+@triton.jit
+def _triton_lanes():
+    return tl.arange(0, LANES)
+
+
+@gluon.jit
+def _gluon_lanes():
+    return gl.arange(0, LANES, layout=warp_layout(gl.num_warps()))
+
+
+def make_ordering(jit: Callable, lang: ModuleType, translate) -> SimpleNamespace:
+    """The device functions of this file in the language that ``(jit, lang)`` stand for."""
+    if lang is tl:
+        block_barrier, lanes = tl.debug_barrier, _triton_lanes
+    else:
+        block_barrier, lanes = getattr(gl, "barrier", None) or gl.thread_barrier, _gluon_lanes
+
+    @jit
+    def gather_block():
+        """Everything that the block's threads did comes before what any of them does next."""
+        if on_amd():
+            lang.inline_asm_elementwise(
+                "s_waitcnt vmcnt(0)\n\tv_mov_b32 $0, 0",
+                "=v,~{memory}",
+                [],
+                dtype=lang.int32,
+                is_pure=False,
+                pack=1,
+            )
+        block_barrier()
+
+    @jit
+    def system_fence():
+        """Each thread orders its own earlier accesses before its later ones, for observers anywhere in the system."""
+        if on_nvidia():
+            lang.inline_asm_elementwise(
+                "fence.acq_rel.sys; mov.b32 $0, 0;", "=r,~{memory}", [], dtype=lang.int32, is_pure=False, pack=1
+            )
+        if on_amd():
+            # Write back the L2, wait for it, and drop stale lines: LLVM's AMDGPU memory model for gfx942, fence acq_rel.
+            lang.inline_asm_elementwise(
+                "buffer_wbl2 sc0 sc1\n\ts_waitcnt vmcnt(0)\n\tbuffer_inv sc0 sc1\n\tv_mov_b32 $0, 0",
+                "=v,~{memory}",
+                [],
+                dtype=lang.int32,
+                is_pure=False,
+                pack=1,
+            )
+
+    @jit
+    def fence():
+        """Everything that the block did comes before everything that it will do, for observers anywhere."""
+        # Fence, then barrier: each thread orders its own writes, the barrier passes that order on to the others.
+        system_fence()
+        gather_block()
+
+    @jit
+    def atomic(op: tl.constexpr, ptr, val, mask, sem: tl.constexpr, scope: tl.constexpr):
+        """The read-modify-write ``op`` with its order for the whole block; returns the old value."""
+        lang.static_assert(one_of(sem, "relaxed", "acquire", "release", "acq_rel"),
+                           "sem must be 'relaxed', 'acquire', 'release' or 'acq_rel'")  # fmt: skip
+        lang.static_assert(one_of(scope, "cta", "gpu", "sys"), "scope must be 'cta', 'gpu' or 'sys'")
+        # Gluon's atomics take no scalar value for a block of pointers; a cast first, lest the broadcast be to int32.
+        ptr, val = lang.broadcast(ptr, lang.cast(val, ptr.dtype.scalar.element_ty))
+        if releases(sem):
+            gather_block()
+        if op == "add":
+            old = lang.atomic_add(ptr, val, mask=mask, sem=sem, scope=scope)
+        elif op == "sub":
+            old = lang.atomic_add(ptr, -val, mask=mask, sem=sem, scope=scope)
+        elif op == "xchg":
+            old = lang.atomic_xchg(ptr, val, mask=mask, sem=sem, scope=scope)
+        elif op == "and":
+            old = lang.atomic_and(ptr, val, mask=mask, sem=sem, scope=scope)
+        elif op == "or":
+            old = lang.atomic_or(ptr, val, mask=mask, sem=sem, scope=scope)
+        elif op == "xor":
+            old = lang.atomic_xor(ptr, val, mask=mask, sem=sem, scope=scope)
+        elif op == "min":
+            old = lang.atomic_min(ptr, val, mask=mask, sem=sem, scope=scope)
+        else:
+            lang.static_assert(op == "max", "unknown atomic operation")
+            old = lang.atomic_max(ptr, val, mask=mask, sem=sem, scope=scope)
+        if acquires(sem):
+            block_barrier()
+        return old
+
+    @jit
+    def atomic_cas(ptr, cmp, val, sem: tl.constexpr, scope: tl.constexpr):
+        """Compare-and-swap with its order for the whole block; returns the old value."""
+        lang.static_assert(one_of(sem, "relaxed", "acquire", "release", "acq_rel"),
+                           "sem must be 'relaxed', 'acquire', 'release' or 'acq_rel'")  # fmt: skip
+        lang.static_assert(one_of(scope, "cta", "gpu", "sys"), "scope must be 'cta', 'gpu' or 'sys'")
+        # Plain numbers become int32 in Triton; the swap needs the element's own width.
+        element: tl.constexpr = ptr.dtype.scalar.element_ty
+        fenced: tl.constexpr = cas_ignores_its_order() and scope == "sys" and sem != "relaxed"
+        if fenced:
+            system_fence()
+        if releases(sem):
+            gather_block()
+        old = lang.atomic_cas(ptr, lang.cast(cmp, element), lang.cast(val, element), sem=sem, scope=scope)
+        if fenced:
+            system_fence()
+        if acquires(sem):
+            block_barrier()
+        return old
+
+    @jit
+    def signal(flag_ptr, value, op: tl.constexpr):
+        """Publish everything that the block did so far: a release of ``value`` into a flag, at system scope."""
+        lang.static_assert(one_of(op, "set", "add"), "op of signal must be 'set' or 'add'")
+        # An exchange and not a compare-and-swap, whose order AMD's compiler ignores before Triton 3.7; an exchange and
+        # not a store, which has no release in Triton before 3.9.
+        if op == "set":
+            atomic("xchg", flag_ptr, lang.cast(value, flag_ptr.dtype.element_ty), None, "release", "sys")
+        else:
+            atomic("add", flag_ptr, lang.cast(value, flag_ptr.dtype.element_ty), None, "release", "sys")
+
+    @jit
+    def poll(flag_ptrs, mask):
+        # An addition of zero: compiles to a load with acquire on NVIDIA (ld.acquire.sys) and CDNA (global_load sc0 sc1,
+        # buffer_inv), and cannot be removed or hoisted as a plain load can.
+        flag_ptrs, nothing = lang.broadcast(flag_ptrs, lang.cast(0, flag_ptrs.dtype.scalar.element_ty))
+        return lang.atomic_add(flag_ptrs, nothing, mask=mask, sem="acquire", scope="sys")
+
+    @jit
+    def unmet(seen, wanted, cmp: tl.constexpr):
+        lang.static_assert(one_of(cmp, "eq", "ne", "gt", "ge", "lt", "le"),
+                           "cmp of wait must be 'eq', 'ne', 'gt', 'ge', 'lt' or 'le'")  # fmt: skip
+        if cmp == "eq":
+            return seen != wanted
+        elif cmp == "ne":
+            return seen == wanted
+        elif cmp == "gt":
+            return seen <= wanted
+        elif cmp == "ge":
+            return seen < wanted
+        elif cmp == "lt":
+            return seen >= wanted
+        else:
+            return seen > wanted
+
+    @jit
+    def linear_program_id():
+        row = lang.program_id(2) * lang.num_programs(1) + lang.program_id(1)
+        return row * lang.num_programs(0) + lang.program_id(0)
+
+    @jit
+    def nanoseconds(record):
+        """The GPU's clock, the same for all threads of the block."""
+        if on_nvidia():
+            now = lang.inline_asm_elementwise(
+                "mov.u64 $0, %globaltimer;", "=l", [], dtype=lang.int64, is_pure=False, pack=1
+            )
+        else:
+            # s_memrealtime counts at 100 MHz on CDNA (AMD Instinct MI300 ISA, "S_MEMREALTIME").
+            now = 10 * lang.inline_asm_elementwise(
+                "s_memrealtime $0\n\ts_waitcnt lgkmcnt(0)", "=s", [], dtype=lang.int64, is_pure=False, pack=1
+            )
+        # Threads read the clock at different moments, and a loop must leave in all of them at once. A scalar atomic is
+        # done by one thread and its result handed to the others: the latest moment that any program has posted.
+        return lang.atomic_max(record + CLOCK, now, sem="relaxed", scope="gpu")
+
+    @jit
+    def expired(record, since):
+        # Once one wait has expired every other gives up at once: the launch is lost, and should end soon.
+        claimed = lang.atomic_add(record + CLAIMED, lang.cast(0, lang.int64), sem="relaxed", scope="gpu")
+        return (claimed != 0) | (nanoseconds(record) - since > WAIT_LIMIT_NS)
+
+    @jit
+    def write_record(record, flag_ptr, wanted, seen, comparison: tl.constexpr, first, num_ranks):
+        """The first wait that expires claims the record and fills it in; the host reads it once the kernel is over."""
+        if lang.atomic_cas(record + CLAIMED, lang.cast(0, lang.int64), lang.cast(1, lang.int64), sem="relaxed", scope="gpu") == 0:
+            lang.store(record + PROGRAM, lang.cast(linear_program_id(), lang.int64))
+            lang.store(record + FLAG, lang.cast(flag_ptr, lang.int64))
+            lang.store(record + WANTED, lang.cast(wanted, lang.int64))
+            lang.store(record + SEEN, lang.cast(seen, lang.int64))
+            lang.store(record + COMPARISON, lang.cast(comparison, lang.int64))
+            lang.store(record + FIRST, lang.cast(first, lang.int64))
+            lang.store(record + RANKS, lang.cast(num_ranks, lang.int64))
+
+    @jit
+    def wait(flag_ptr, value, cmp: tl.constexpr, record):
+        """Return the flag's value once ``flag <cmp> value`` holds; whatever was published before it is then visible."""
+        wanted = lang.cast(value, flag_ptr.dtype.element_ty)
+        seen = poll(flag_ptr, None)
+        if WAIT_LIMIT_NS == 0:
+            while unmet(seen, wanted, cmp):
+                seen = poll(flag_ptr, None)
+        else:
+            since = nanoseconds(record)
+            waiting = unmet(seen, wanted, cmp)
+            while waiting:
+                seen = poll(flag_ptr, None)
+                waiting = unmet(seen, wanted, cmp)
+                if waiting:
+                    if expired(record, since):
+                        write_record(record, flag_ptr, wanted, seen, comparison_code(cmp), 0, 0)
+                        waiting = waiting & False
+        block_barrier()
+        return seen
+
+    @jit
+    def ranks_behind(row, first, num_ranks, reached):
+        """By how much the slowest of `LANES` ranks is behind the epoch ``reached``; 0 or less: all are there."""
+        rank = first + lanes()
+        here = rank < num_ranks
+        # A wrapping difference: an epoch that overflows its type is still the next one.
+        behind = reached - poll(row + rank, here)
+        return lang.max(lang.where(here, behind, 0), axis=0)
+
+    @jit
+    def arrivals(row, first, num_ranks, reached):
+        """A bit for each of `LANES` ranks from ``first`` on: has it arrived?"""
+        lane = lanes()
+        there = (first + lane < num_ranks) & (reached - poll(row + first + lane, first + lane < num_ranks) <= 0)
+        return lang.sum(lang.cast(there, lang.int64) << lane, axis=0)
+
+    @jit
+    def barrier(flags_ptr, epoch, rank, num_ranks, table, base, record):
+        """Program p of every rank meets program p of every other; what was written before is visible behind it.
+
+        ``flags_ptr``: int32 or int64, symmetric, ``[programs, num_ranks]``, zeros at first. ``flags[p, r]`` is the last
+        epoch in which rank r's program p arrived. Rank r alone writes it, into every rank's copy; each rank reads its own
+        copy of the whole row. The column of a rank in its own copy is where it keeps its own epoch.
+
+        Why a flag can be reused in the next epoch: r announces e + 1 only behind the barrier of e, hence after every
+        rank announced e, but maybe before a slow rank has *seen* r's e. That rank waits for e *or later*, so it loses
+        nothing; and r cannot reach e + 2 before the slow rank has announced e + 1. Flags never need resetting.
+
+        Over the link: one flag to each peer, in one step.
+        """
+        lang.static_assert(one_of(flags_ptr.dtype.element_ty, lang.int32, lang.int64),
+                           "the flags of a barrier must be int32 or int64")  # fmt: skip
+        row = flags_ptr + lang.cast(linear_program_id(), lang.int64) * num_ranks
+        gather_block()
+        if epoch is None:
+            # An atomic: a second barrier in the same kernel must not find the first one's line in the L1.
+            reached = lang.atomic_add(row + rank, lang.cast(0, flags_ptr.dtype.element_ty), sem="relaxed", scope="gpu") + 1
+        else:
+            reached = lang.cast(epoch, flags_ptr.dtype.element_ty)
+        for first in range(0, num_ranks, LANES):
+            peer = first + lanes()
+            here = peer < num_ranks
+            flags = translate(row + rank, base, lang.load(table + peer, mask=here, other=0))
+            # Releases everything before gather_block, to peers and to this rank's later epochs alike.
+            lang.atomic_xchg(flags, reached + lang.zeros_like(peer), mask=here, sem="release", scope="sys")
+        for first in range(0, num_ranks, LANES):
+            behind = ranks_behind(row, first, num_ranks, reached)
+            if WAIT_LIMIT_NS == 0:
+                while behind > 0:
+                    behind = ranks_behind(row, first, num_ranks, reached)
+            else:
+                since = nanoseconds(record)
+                while behind > 0:
+                    behind = ranks_behind(row, first, num_ranks, reached)
+                    if behind > 0:
+                        if expired(record, since):
+                            there = arrivals(row, first, num_ranks, reached)
+                            write_record(record, row, reached, there, comparison_code("barrier"), first, num_ranks)
+                            behind = behind * 0
+        block_barrier()
+
+    return SimpleNamespace(
+        atomic=atomic, atomic_cas=atomic_cas, signal=signal, wait=wait, fence=fence, barrier=barrier
+    )
+
+
+triton_ordering = make_ordering(triton.jit, tl, triton_translate)
+gluon_ordering = make_ordering(gluon.jit, gl, gluon_translate)

@@ -1,0 +1,43 @@
+"""What a kernel is being compiled for, as compile-time questions that device code can ask."""
+
+import triton
+
+from iris import simulator
+
+BEFORE_3_7 = tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 7)
+
+
+# The driver is imported inside the functions: Triton follows every global name of a constexpr_function, and refuses the
+# driver's methods there.
+
+
+@triton.constexpr_function
+def backend():
+    """ "cuda", "hip" or, in the simulator, "cpu"."""
+    from triton.runtime import driver
+
+    return "cpu" if simulator.ACTIVE else driver.active.get_current_target().backend
+
+
+@triton.constexpr_function
+def threads_per_warp():
+    """Threads of a warp: 64 on AMD CDNA, 32 elsewhere. On the host, and in ``constexpr`` expressions of kernels."""
+    from triton.runtime import driver
+
+    return 32 if simulator.ACTIVE else driver.active.get_current_target().warp_size
+
+
+@triton.constexpr_function
+def on_nvidia():
+    return backend() == "cuda"
+
+
+@triton.constexpr_function
+def on_amd():
+    return backend() == "hip"
+
+
+@triton.constexpr_function
+def cas_ignores_its_order():
+    """Before 3.7, Triton's AMD back end compiles every compare-and-swap as acq_rel at agent scope."""
+    return backend() == "hip" and BEFORE_3_7

@@ -1,0 +1,24 @@
+"""Iris' messages: the logger named "iris", printed as ``[Iris] [rank/num_ranks] text`` unless the program logs otherwise."""
+
+import logging
+
+logger = logging.getLogger("iris")
+
+
+class _UntilConfigured(logging.StreamHandler):
+    """Prints while the program has not set up logging of its own, which then gets the messages by propagation."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not logging.getLogger().handlers
+
+
+def set_logger_level(level: int) -> None:
+    """Show messages of ``level`` (``iris.DEBUG``, ``INFO``, ``WARNING``, ``ERROR``) and above; INFO at first."""
+    logger.setLevel(level)
+
+
+if not logger.handlers:
+    _console = _UntilConfigured()
+    _console.setFormatter(logging.Formatter("[Iris] %(message)s"))
+    logger.addHandler(_console)
+    set_logger_level(logging.INFO)

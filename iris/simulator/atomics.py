@@ -1,0 +1,99 @@
+"""Atomic operations on memory that several processes share.
+
+Triton's interpreter brings real ``std::atomic`` operations on 32 and 64 bits, and a real compare-and-swap on 16. What it
+lacks is made from them: an exchange of floats is an exchange of their bits, and everything on 16 bits is a loop around
+compare-and-swap. (Its own fp16 addition takes a mutex that other processes do not know.)
+"""
+
+from typing import Callable
+
+import numpy as np
+import triton.language as tl
+from triton._C.libtriton import interpreter as _native
+from triton._C.libtriton import ir
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+from iris.simulator import dtypes
+
+OP = ir.ATOMIC_OP
+
+_NATIVE_OP = InterpreterBuilder.ir_rmw_op_to_interpreter_rmw_op
+_NATIVE_SEM = InterpreterBuilder.ir_sem_to_interpreter_sem
+
+_COMBINE: dict[OP, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
+    OP.ADD: np.add,
+    OP.FADD: np.add,
+    OP.MIN: np.minimum,
+    OP.UMIN: np.minimum,
+    OP.MAX: np.maximum,
+    OP.UMAX: np.maximum,
+    OP.AND: np.bitwise_and,
+    OP.OR: np.bitwise_or,
+    OP.XOR: np.bitwise_xor,
+    OP.XCHG: lambda _, new: new,
+}
+
+NAMES = {
+    OP.ADD: "atomic_add",
+    OP.FADD: "atomic_add",
+    OP.MIN: "atomic_min",
+    OP.UMIN: "atomic_min",
+    OP.MAX: "atomic_max",
+    OP.UMAX: "atomic_max",
+    OP.AND: "atomic_and",
+    OP.OR: "atomic_or",
+    OP.XOR: "atomic_xor",
+    OP.XCHG: "atomic_xchg",
+}
+
+
+def apply(op: OP, old: np.ndarray, operand: np.ndarray, dtype: tl.dtype) -> np.ndarray:
+    """What memory holds after ``op``, from what it held before; arrays in the storage type of ``dtype``."""
+    if op == OP.XCHG or not dtypes.is_narrow(dtype):
+        return _COMBINE[op](old, operand)
+    wide_old, wide_operand = (dtypes.widen(TensorHandle(data, dtype)) for data in (old, operand))
+    return dtypes.narrow(_COMBINE[op](wide_old, wide_operand), dtype)
+
+
+def compare_and_swap(pointers: np.ndarray, expected: np.ndarray, new: np.ndarray, sem: ir.MEM_SEMANTIC) -> np.ndarray:
+    """Swap lane by lane where memory holds the bits of ``expected``; returns the old values."""
+    bits = f"u{expected.itemsize}"
+    old = _native.atomic_cas(pointers, _bits(expected, bits), _bits(new, bits), _NATIVE_SEM[sem])
+    return old.view(expected.dtype)
+
+
+def swapped(expected: np.ndarray, new: np.ndarray, old: np.ndarray) -> bool:
+    """Whether a compare-and-swap that returned ``old`` changed memory in any lane."""
+    expected, new, old = (_bits(values, f"u{old.itemsize}") for values in (expected, new, old))
+    return bool(np.any((old == expected) & (new != old)))
+
+
+def read_modify_write(
+    op: OP, pointers: np.ndarray, operand: np.ndarray, dtype: tl.dtype, sem: ir.MEM_SEMANTIC
+) -> np.ndarray:
+    """Apply ``op`` lane by lane, in order; lanes may name the same address. Returns the old values."""
+    if operand.itemsize == 2:
+        return _loop(op, pointers, operand, dtype, sem)
+    if op == OP.XCHG:
+        operand, result_type = _bits(operand, f"i{operand.itemsize}"), operand.dtype
+    else:
+        operand, result_type = np.ascontiguousarray(operand), operand.dtype
+    every = np.ones(pointers.shape, dtype=bool)
+    return _native.atomic_rmw(_NATIVE_OP[op], pointers, operand, every, _NATIVE_SEM[sem]).view(result_type)
+
+
+def _loop(op: OP, pointers: np.ndarray, operand: np.ndarray, dtype: tl.dtype, sem: ir.MEM_SEMANTIC) -> np.ndarray:
+    result = np.empty_like(operand)
+    lanes = np.arange(pointers.size)
+    guess = _native.load(pointers, np.ones(pointers.shape, bool), np.zeros_like(operand), operand.dtype)
+    while lanes.size:
+        found = compare_and_swap(pointers[lanes], guess, apply(op, guess, operand[lanes], dtype), sem)
+        # Compared as bits: a NaN in memory must be recognised, and -0 is not 0.
+        failed = found.view(np.uint16) != guess.view(np.uint16)
+        result[lanes[~failed]] = found[~failed]
+        lanes, guess = lanes[failed], found[failed]
+    return result
+
+
+def _bits(values: np.ndarray, kind: str) -> np.ndarray:
+    return np.ascontiguousarray(values).view(kind)

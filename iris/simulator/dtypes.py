@@ -1,0 +1,71 @@
+"""Floating-point types that numpy lacks: how they are stored, widened and rounded.
+
+bf16 and the 8-bit formats travel through the interpreter as the bits that memory holds (uint16, uint8). Arithmetic
+happens in float32; every result is rounded to nearest even, as a GPU's conversion instructions do. torch knows all these
+formats, so it does the conversions.
+"""
+
+import numpy as np
+import torch
+import triton.language as tl
+from triton.runtime.interpreter import TensorHandle
+from triton.runtime.interpreter import _get_np_dtype as _storage
+
+
+# By name, because pointer types cannot be hashed.
+_TORCH = {
+    tl.bfloat16.name: torch.bfloat16,
+    tl.float8e4nv.name: torch.float8_e4m3fn,
+    tl.float8e5.name: torch.float8_e5m2,
+    tl.float8e4b8.name: torch.float8_e4m3fnuz,
+    tl.float8e5b16.name: torch.float8_e5m2fnuz,
+}
+_NUMPY: dict[str, np.dtype] = {}
+
+
+def is_narrow(dtype: tl.dtype) -> bool:
+    """Whether values of this scalar type are stored as bits that numpy cannot calculate with."""
+    return dtype.name in _TORCH
+
+
+def storage(dtype: tl.dtype) -> np.dtype:
+    """The numpy type that a tensor of ``dtype`` is stored in."""
+    scalar = dtype.scalar
+    if scalar.name not in _NUMPY:
+        _NUMPY[scalar.name] = _storage(scalar)
+    return _NUMPY[scalar.name]
+
+
+def widen(handle: TensorHandle) -> np.ndarray:
+    """The values of ``handle`` in a type that numpy calculates with: float32 for narrow types, else as they are."""
+    target = _TORCH.get(handle.dtype.scalar.name)
+    if target is None:
+        return handle.data
+    bits = torch.from_numpy(np.array(handle.data, order="C"))  # a copy: torch wants writable, contiguous memory
+    return bits.view(target).to(torch.float32).numpy()
+
+
+def narrow(values: np.ndarray, dtype: tl.dtype, toward_zero: bool = False) -> np.ndarray:
+    """Round ``values`` to the scalar type ``dtype``; the result is in its storage type.
+
+    8-bit formats saturate, as NVIDIA's cvt.satfinite does (PTX ISA, cvt): what is too large becomes the largest finite
+    value, a NaN stays one.
+    """
+    target = _TORCH.get(dtype.name)
+    if target is None:
+        rounded = np.asarray(values).astype(storage(dtype))
+        return _step_toward_zero(rounded, rounded, values) if toward_zero else rounded
+    values = np.array(values, dtype=np.float32, order="C")
+    exact = values
+    if target.itemsize == 1:
+        limit = torch.finfo(target).max
+        values = np.clip(values, -limit, limit)
+    rounded = torch.from_numpy(values).to(target)
+    bits = rounded.view(torch.uint16 if target.itemsize == 2 else torch.uint8).numpy()
+    return _step_toward_zero(bits, rounded.to(torch.float32).numpy(), exact) if toward_zero else bits
+
+
+def _step_toward_zero(stored: np.ndarray, rounded: np.ndarray, exact: np.ndarray) -> np.ndarray:
+    """One step back where rounding to nearest went away from zero: these formats are sign and magnitude."""
+    bits = stored.view(f"u{stored.itemsize}")
+    return (bits - (np.abs(rounded) > np.abs(exact))).astype(bits.dtype).view(stored.dtype)

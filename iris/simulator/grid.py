@@ -1,0 +1,303 @@
+"""The programs of a launch, of which any may wait for another, for a partition of itself, or for another process.
+
+One thread at a time runs (it holds the baton); which one changes only where a program polls: where it reads a flag again
+and finds the same. The calling thread runs program after program. A program that polls parks its thread, and another
+thread goes on with the next program or with one that is parked, in turn. So a launch whose programs never wait creates no
+thread. When everyone polls, only another process can help: the scheduler sleeps a little between rounds, and hands the
+baton to launches from other Python threads meanwhile. When nothing has changed for the limit, it says who waits for what.
+"""
+
+import itertools
+import threading
+import time
+from _thread import LockType
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import triton.language as tl
+
+from iris.simulator import hang
+
+SHORTEST_SLEEP_S = 50e-6
+LONGEST_SLEEP_S = 1e-3
+
+# Time that one poll may add to the count of how long nothing has changed. It keeps a program that works for minutes
+# between two polls from being taken for one that waits.
+LONGEST_POLL_S = 5e-3
+
+# How many observations a task remembers: more than any loop polls in turn, few enough to stay cheap.
+REMEMBERED = 64
+
+limit_s: float = 30.0
+"""How long a launch may wait without any change; 0 for ever. Set when the simulator is activated."""
+
+_baton = threading.Lock()
+_current: "Task | None" = None
+
+
+def _closed_gate() -> LockType:
+    """A lock to wait at: one thread acquires it, another opens it by releasing it."""
+    gate = threading.Lock()
+    gate.acquire()
+    return gate
+
+
+class _Unwound(BaseException):
+    """Raised in a parked program whose launch has failed, to leave its frames."""
+
+
+@dataclass(frozen=True)
+class Poll:
+    """What a program saw when it looked at memory again and found it unchanged."""
+
+    operation: str
+    pointers: np.ndarray
+    values: np.ndarray
+    element: tl.dtype
+    expected: np.ndarray | None
+
+
+@dataclass(eq=False)
+class Task:
+    """A program, or a partition of one, and the thread that it runs on."""
+
+    launch: "Launch"
+    index: tuple[int, int, int]
+    body: Callable[[], None]
+    num_warps: int
+    parent: "Task | None" = None
+    children: int = 0
+    joining: bool = False
+    thread: int = 0
+    gate: LockType = field(default_factory=_closed_gate)
+    seen: dict[tuple[str, bytes], bytes] = field(default_factory=dict)
+    poll: Poll | None = None
+
+    @property
+    def partitioned(self) -> bool:
+        """Whether it shares its program's shared memory with another task."""
+        return self.children > 0 or self.parent is not None
+
+
+def current() -> Task:
+    """The task that runs now."""
+    if _current is None:
+        raise RuntimeError("a kernel's operation was used outside a kernel")
+    return _current
+
+
+def observe(
+    operation: str,
+    pointers: np.ndarray,
+    values: np.ndarray,
+    element: tl.dtype,
+    changed: Callable[[], bool],
+    expected: np.ndarray | None = None,
+) -> None:
+    """Note that the current program has looked at memory, and let others run if it saw nothing new.
+
+    ``changed`` tells whether the operation itself changed memory; it is asked only if it matters.
+    """
+    task = _current
+    if task is None:
+        return
+    key, now = (operation, pointers.tobytes()), values.tobytes()
+    if task.seen.get(key) != now or changed():
+        if len(task.seen) >= REMEMBERED:
+            task.seen.clear()
+        task.seen[key] = now
+        task.launch.progress()
+        return
+    task.poll = Poll(operation, pointers, values, element, expected)
+    task.launch.let_others_run(task)
+
+
+def run(name: str, dims: tuple[int, int, int], num_warps: int, program: Callable[[], None]) -> None:
+    """Run ``program`` once for each index of the grid; returns when all have finished.
+
+    Raises what a program raised, after the others have been unwound, and `IrisTimeoutError` when all of them wait and
+    nothing changes. Launches from several threads take turns; a program may launch another kernel.
+    """
+    global _current
+    outer = _current if _current is not None and _current.thread == threading.get_ident() else None
+    if outer is None:
+        _baton.acquire()
+    try:
+        Launch(name, dims, num_warps, program).run()
+    finally:
+        _current = outer
+        if outer is None:
+            _baton.release()
+
+
+class Launch:
+    """One launch and its tasks. All methods are called by the thread that holds the baton."""
+
+    def __init__(self, name: str, dims: tuple[int, int, int], num_warps: int, program: Callable[[], None]) -> None:
+        self.name = name
+        self.dims = dims
+        self.live: set[Task] = set()
+        self._programs: Iterator[Task] = (
+            Task(self, index, program, num_warps) for index in itertools.product(*map(range, dims))
+        )
+        self._partitions: deque[Task] = deque()
+        self._parked: deque[Task] = deque()
+        self._finished = _closed_gate()
+        self._error: BaseException | None = None
+        self.progress()
+
+    def run(self) -> None:
+        self._work(self._start_another())
+        self._acquire(self._finished)
+        if self._error is not None:
+            try:
+                raise self._error
+            finally:
+                self._error = None  # its traceback holds this frame
+
+    def fork(self, parent: Task, bodies: Sequence[Callable[[], None]], num_warps: Sequence[int]) -> None:
+        """Add partitions that run beside ``parent``; `join` waits for them."""
+        for body, warps in zip(bodies, num_warps, strict=True):
+            parent.children += 1
+            self._partitions.append(Task(self, parent.index, body, warps, parent))
+
+    def join(self, parent: Task) -> None:
+        if parent.children:
+            parent.joining = True
+            self._pass_on()
+            self._park(parent)
+
+    def progress(self) -> None:
+        """Something has changed: nobody is known to wait in vain."""
+        self._polls = 0
+        self._waited = 0.0
+        self._polled_at = time.monotonic()
+        self._sleep = SHORTEST_SLEEP_S
+
+    def let_others_run(self, task: Task) -> None:
+        """``task`` polls in vain; returns when it is its turn again."""
+        if self._error is not None:
+            raise _Unwound
+        self._polls += 1
+        starting = self._start_another()
+        if starting is not None:
+            self._begin_on_new_thread(starting, task)
+            self._park(task)
+            return
+        if self._polls > len(self._parked):
+            self._rest(task)
+        if self._parked:
+            self._parked.append(task)
+            self._pass_on()
+            self._park(task)
+
+    # Tasks and threads ----------------------------------------------------------------------------------------------
+
+    def _start_another(self) -> Task | None:
+        """A task that has not begun, or None."""
+        if self._error is not None:
+            while self._partitions:
+                self._leave(self._partitions.popleft())
+            return None
+        return self._partitions.popleft() if self._partitions else next(self._programs, None)
+
+    def _pass_on(self) -> None:
+        """Give the baton to a task that has not begun, or to the one that has been parked longest."""
+        starting = self._start_another()
+        if starting is not None:
+            self._begin_on_new_thread(starting)
+        elif self._parked:
+            self._parked.popleft().gate.release()
+        else:
+            self._finished.release()
+
+    def _begin_on_new_thread(self, task: Task, parking: Task | None = None) -> None:
+        try:
+            threading.Thread(target=self._work_when_given_the_baton, args=(task,), daemon=True).start()
+        except RuntimeError:  # the system has no more threads: this program fails, and with it the launch
+            self._partitions.appendleft(task)
+            raise
+        if parking is not None:
+            self._parked.append(parking)
+        task.gate.release()
+
+    def _work_when_given_the_baton(self, task: Task) -> None:
+        task.gate.acquire()
+        self._work(task)
+
+    def _work(self, task: Task | None) -> None:
+        """Run tasks on this thread until none is left to begin, then pass the baton on for good."""
+        while task is not None:
+            self._execute(task)
+            task = self._start_another()
+        self._pass_on()
+
+    def _execute(self, task: Task) -> None:
+        global _current
+        task.thread = threading.get_ident()
+        _current = task
+        self.live.add(task)
+        self.progress()
+        try:
+            # What a GPU does silently, numpy warns of.
+            with np.errstate(all="ignore"):
+                task.body()
+                self.join(task)
+        except _Unwound:
+            pass
+        except BaseException as error:
+            if hasattr(error, "add_note"):  # Python 3.11
+                error.add_note(f"in program {task.index} of kernel {self.name!r}")
+            self._fail(error)
+        self.live.discard(task)
+        self._leave(task)
+        self.progress()
+
+    def _leave(self, task: Task) -> None:
+        """``task`` is over; wakes the program that waits for its last partition."""
+        parent = task.parent
+        if parent is not None:
+            parent.children -= 1
+            if parent.joining and parent.children == 0:
+                parent.joining = False
+                self._parked.append(parent)
+
+    def _park(self, task: Task) -> None:
+        global _current
+        self._acquire(task.gate)
+        _current = task
+        if self._error is not None:
+            raise _Unwound
+
+    def _acquire(self, gate: LockType) -> None:
+        while True:
+            try:
+                gate.acquire()
+                return
+            except KeyboardInterrupt as interrupt:  # only the main thread gets it; the others leave at their next poll
+                self._fail(interrupt)
+
+    def _fail(self, error: BaseException) -> None:
+        self._error = self._error or error
+
+    def _rest(self, task: Task) -> None:
+        """Everyone polls in vain: let other launches and processes run for a moment."""
+        global _current
+        start = time.monotonic()
+        self._waited += min(start - self._polled_at, LONGEST_POLL_S * self._polls)
+        if limit_s and self._waited >= limit_s:
+            waiting = [live for live in self.live if not live.joining]
+            self._fail(hang.error(self.name, limit_s, waiting, Launch._execute.__code__))
+            raise _Unwound
+        self._polls = 0
+        _baton.release()
+        try:
+            time.sleep(self._sleep)
+        finally:
+            self._waited += time.monotonic() - start
+            _baton.acquire()
+            _current = task
+        self._polled_at = time.monotonic()
+        self._sleep = min(2 * self._sleep, LONGEST_SLEEP_S)

@@ -1,0 +1,116 @@
+"""What to say when every program of a launch waits and nothing changes any more."""
+
+import os
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import triton
+import triton.language as tl
+from triton.runtime.interpreter import TensorHandle
+
+from iris.errors import IrisTimeoutError
+from iris.simulator import dtypes
+
+if TYPE_CHECKING:
+    from iris.simulator.grid import Poll, Task
+
+MOST_LINES = 8
+
+_LIBRARIES = (str(Path(__file__).parents[1]) + os.sep, str(Path(triton.__file__).parent) + os.sep)
+_SIMULATOR = str(Path(__file__).parent) + os.sep
+_SYMBOLS = {"eq": "==", "ne": "!=", "gt": ">", "ge": ">=", "lt": "<", "le": "<="}
+
+
+def _rank_of_environment() -> int | None:
+    text = os.environ.get("RANK", "")
+    return int(text) if text.isdigit() else None
+
+
+rank: Callable[[], int | None] = _rank_of_environment
+"""This process's rank, or None if it has none; whoever knows better than the environment replaces it."""
+
+
+def error(kernel: str, limit_s: float, waiting: "Iterable[Task]", bottom: CodeType) -> IrisTimeoutError:
+    """The error that names who waits where, for which flag and value, and what the flag holds.
+
+    ``bottom`` is the code whose frame lies below a program's on its thread's stack.
+    """
+    frames = sys._current_frames()
+    groups: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
+    for task in waiting:
+        if task.poll is not None:
+            groups[_describe(task.poll, frames.get(task.thread), bottom)].append(task.index)
+    lines = [f"{_programs(indices)} {what}" for what, indices in groups.items()]
+    if len(lines) > MOST_LINES:
+        lines = [*lines[:MOST_LINES], f"... and {len(lines) - MOST_LINES} more places"]
+    number = rank()
+    who = "" if number is None else f"Rank {number}: "
+    text = "\n".join(f"  {line}" for line in lines)
+    return IrisTimeoutError(
+        f"{who}kernel {kernel!r} has waited for {limit_s:g} s, and nothing has changed:\n{text}\n"
+        f"Look at who should have written these flags. IRIS_WAIT_TIMEOUT_S sets the limit (0: none)."
+    )
+
+
+def _programs(indices: list[tuple[int, int, int]]) -> str:
+    indices = sorted(set(indices))
+    shown = ", ".join(str(index) for index in indices[:4])
+    more = f", ... ({len(indices)} in all)" if len(indices) > 4 else ""
+    return f"program{'s' if len(indices) > 1 else ''} {shown}{more}"
+
+
+def _describe(poll: "Poll", frame: FrameType | None, bottom: CodeType) -> str:
+    stack = []
+    while frame is not None and frame.f_code is not bottom:
+        stack.append(frame)
+        frame = frame.f_back
+    address = int(poll.pointers.flat[0])
+    held = _value(poll.values, poll.element)
+    return f"at {_place(stack)}: {_wanted(poll, stack)}, holds {held}; flag: {_flag(address, poll.pointers.size)}"
+
+
+def _place(stack: list[FrameType]) -> str:
+    """The user's line: the innermost frame outside the libraries, or else the kernel itself."""
+    first = next(i for i, frame in enumerate(stack) if frame.f_code.co_filename.startswith(_SIMULATOR))
+    stack = stack[first:]  # what the simulator itself calls is nobody's line
+    users = [frame for frame in stack if not frame.f_code.co_filename.startswith(_LIBRARIES)]
+    kernels = [frame for frame in stack if not frame.f_code.co_filename.startswith(_SIMULATOR)]
+    frame = users[0] if users else kernels[-1]
+    return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+def _wanted(poll: "Poll", stack: list[FrameType]) -> str:
+    for frame in stack:
+        if frame.f_code.co_name == "wait" and Path(frame.f_code.co_filename).name == "ordering.py":
+            names = frame.f_locals
+            if "value" in names and "cmp" in names:
+                comparison = tl.core._unwrap_if_constexpr(names["cmp"])
+                return f"waits for {_SYMBOLS.get(comparison, comparison)} {_scalar(names['value'])}"
+    if poll.expected is not None:
+        return f"waits with {poll.operation} for {_value(poll.expected, poll.element)}"
+    return f"polls with {poll.operation}"
+
+
+def _scalar(value: Any) -> str:
+    value = tl.core._unwrap_if_constexpr(value)
+    return _value(value.handle.data, value.dtype) if isinstance(value, tl.tensor) else str(value)
+
+
+def _value(stored: np.ndarray, element: tl.dtype) -> str:
+    return str(dtypes.widen(TensorHandle(np.reshape(stored, -1)[:1], element))[0])
+
+
+def _flag(address: int, lanes: int) -> str:
+    try:
+        from iris.heap.symmetric import describe_address
+    except ImportError:  # the simulator also runs kernels that have no heap
+        described = None
+    else:
+        described = describe_address(address)
+    more = f" (the first of {lanes})" if lanes > 1 else ""
+    return (described or f"address {address:#x}") + more

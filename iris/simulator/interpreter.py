@@ -1,0 +1,213 @@
+"""The operations of Triton's CPU interpreter, with those right that it gets wrong.
+
+Triton's semantic layer turns each ``tl`` operation into calls of a builder. The interpreter's builder answers them with
+numpy; this one derives from it and mends arithmetic on bf16 and fp8, rounding, NaN in minima and maxima, masked atomics,
+and atomics on types that numpy lacks. It also tells `grid` of every operation by which a program may be waiting.
+"""
+
+import time
+from typing import Any, Callable
+
+import numpy as np
+import torch
+import triton.language as tl
+from triton._C.libtriton import ir
+from triton.runtime.interpreter import InterpreterBuilder, InterpreterOptions, TensorHandle
+
+from iris.errors import NotInSimulatorError
+from iris.simulator import atomics, dtypes, grid
+
+
+class Builder(InterpreterBuilder):
+    """What a ``tl`` operation does to numpy arrays and to memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # Integers wrap, as they do in a kernel that is not compiled for debugging; the check costs ten operations.
+        self.options = InterpreterOptions(sanitize_overflow=False)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("create_"):
+            raise NotInSimulatorError(name.removeprefix("create_"))
+        raise AttributeError(name)
+
+    # The programming model ------------------------------------------------------------------------------------------
+
+    def create_get_program_id(self, axis: int) -> TensorHandle:
+        return self.get_int32(grid.current().index[axis])
+
+    def create_get_num_programs(self, axis: int) -> TensorHandle:
+        return self.get_int32(grid.current().launch.dims[axis])
+
+    # Constants ------------------------------------------------------------------------------------------------------
+
+    def _narrow_constant(self, value: float, dtype: tl.dtype) -> TensorHandle:
+        return TensorHandle(dtypes.narrow(np.array([value]), dtype), dtype)
+
+    def get_bf16(self, value: float) -> TensorHandle:
+        return self._narrow_constant(value, tl.bfloat16)
+
+    def get_fp8e4nv(self, value: float) -> TensorHandle:
+        return self._narrow_constant(value, tl.float8e4nv)
+
+    def get_fp8e5(self, value: float) -> TensorHandle:
+        return self._narrow_constant(value, tl.float8e5)
+
+    def get_fp8e4b8(self, value: float) -> TensorHandle:
+        return self._narrow_constant(value, tl.float8e4b8)
+
+    def get_fp8e5b16(self, value: float) -> TensorHandle:
+        return self._narrow_constant(value, tl.float8e5b16)
+
+    def get_all_ones_value(self, type: tl.dtype) -> TensorHandle:
+        return TensorHandle(np.array([-1]).astype(dtypes.storage(type)), type.scalar)
+
+    # Arithmetic -----------------------------------------------------------------------------------------------------
+
+    def _result(self, values: np.ndarray, dtype: tl.dtype) -> TensorHandle:
+        if dtypes.is_narrow(dtype):
+            return TensorHandle(dtypes.narrow(values, dtype), dtype)
+        return TensorHandle(values.astype(dtypes.storage(dtype), copy=False), dtype)
+
+    def binary_op(self, lhs: TensorHandle, rhs: TensorHandle, op: Callable) -> TensorHandle:
+        left, right = dtypes.widen(lhs), dtypes.widen(rhs)
+        if left.dtype == np.bool_ and op in (np.add, np.subtract, np.multiply):
+            # int1 is an integer of one bit; numpy's bool saturates.
+            return TensorHandle((op(left.astype(np.int8), right) & 1).astype(bool), tl.int1)
+        values = op(left, right)
+        return self._result(values, tl.int1 if values.dtype == np.bool_ else lhs.dtype.scalar)
+
+    def unary_op(self, arg: TensorHandle, op: Callable) -> TensorHandle:
+        return self._result(op(dtypes.widen(arg)), arg.dtype.scalar)
+
+    def ternary_op(self, lhs: TensorHandle, rhs: TensorHandle, other: TensorHandle, op: Callable) -> TensorHandle:
+        return self._result(op(dtypes.widen(lhs), dtypes.widen(rhs), dtypes.widen(other)), other.dtype.scalar)
+
+    def create_select(self, condition: TensorHandle, lhs: TensorHandle, rhs: TensorHandle) -> TensorHandle:
+        return TensorHandle(np.where(condition.data, lhs.data, rhs.data), lhs.dtype.scalar)
+
+    def create_minnumf(self, lhs: TensorHandle, rhs: TensorHandle) -> TensorHandle:
+        return self.binary_op(lhs, rhs, np.fmin)
+
+    def create_maxnumf(self, lhs: TensorHandle, rhs: TensorHandle) -> TensorHandle:
+        return self.binary_op(lhs, rhs, np.fmax)
+
+    def create_clampf(self, arg: TensorHandle, low: TensorHandle, high: TensorHandle, nan: Any) -> TensorHandle:
+        ignores_nan = nan == ir.PROPAGATE_NAN.NONE
+        raised = self.binary_op(arg, low, np.fmax if ignores_nan else np.maximum)
+        return self.binary_op(raised, high, np.fmin if ignores_nan else np.minimum)
+
+    def create_fma(self, x: TensorHandle, y: TensorHandle, z: TensorHandle) -> TensorHandle:
+        # A product of two float32 is exact in float64, so the sum is rounded (all but) once.
+        return self.ternary_op(x, y, z, lambda a, b, c: np.multiply(a, b, dtype=np.float64) + c)
+
+    def create_rsqrt(self, arg: TensorHandle) -> TensorHandle:
+        return self.unary_op(arg, lambda x: 1 / np.sqrt(x))
+
+    def create_erf(self, arg: TensorHandle) -> TensorHandle:
+        return self.unary_op(arg, lambda x: torch.erf(torch.from_numpy(np.array(x))).numpy())
+
+    def create_ashr(self, lhs: TensorHandle, rhs: TensorHandle) -> TensorHandle:
+        signed = f"i{lhs.data.itemsize}"
+        shifted = np.right_shift(lhs.data.astype(signed), rhs.data.astype(signed))
+        return self._result(shifted, lhs.dtype.scalar)
+
+    def create_umulhi(self, lhs: TensorHandle, rhs: TensorHandle) -> TensorHandle:
+        # Operands are taken as unsigned. numpy has no 128-bit product; Python's integers have.
+        bits = 8 * lhs.data.itemsize
+        unsigned, wide = f"u{lhs.data.itemsize}", object if bits == 64 else np.uint64
+        left, right = (np.ascontiguousarray(x.data).view(unsigned).astype(wide) for x in (lhs, rhs))
+        return TensorHandle(((left * right) >> bits).astype(unsigned).view(lhs.data.dtype), lhs.dtype.scalar)
+
+    def create_dot(self, a: TensorHandle, b: TensorHandle, d: TensorHandle, *precision: Any) -> TensorHandle:
+        left, right, accumulator = dtypes.widen(a), dtypes.widen(b), dtypes.widen(d)
+        if d.dtype.scalar.is_int():
+            # Exact in float64 (|a.b| < 2^53), which has a fast product where integers have none.
+            product = np.matmul(left.astype(np.float64), right.astype(np.float64)).astype(np.int64)
+        else:
+            wide = np.float64 if d.dtype.scalar == tl.float64 else np.float32
+            product = np.matmul(left.astype(wide, copy=False), right.astype(wide, copy=False))
+        return self._result(product + accumulator, d.dtype.scalar)
+
+    def create_histogram(self, data: TensorHandle, bins: int, mask: TensorHandle | None) -> TensorHandle:
+        values = data.data if mask is None else data.data[mask.data]
+        counted = values[(values >= 0) & (values < bins)]
+        return TensorHandle(np.bincount(counted, minlength=bins).astype(np.int32), tl.int32)
+
+    # Conversions ----------------------------------------------------------------------------------------------------
+
+    def cast_impl(self, src: TensorHandle, dst_type: tl.dtype) -> TensorHandle:
+        return self._result(dtypes.widen(src), dst_type.scalar)
+
+    def create_fp_to_fp(self, src: TensorHandle, dst_type: tl.dtype, rounding: Any) -> TensorHandle:
+        toward_zero = rounding == ir.ROUNDING_MODE.RTZ
+        return TensorHandle(dtypes.narrow(dtypes.widen(src), dst_type.scalar, toward_zero), dst_type.scalar)
+
+    # Memory ---------------------------------------------------------------------------------------------------------
+
+    def get_cache_policy(self, cache_modifier: Any, eviction_policy: Any) -> Any:
+        return cache_modifier
+
+    def create_masked_load(self, ptrs, mask, other, *policy, **named):  # Triton 3.9 has one policy, 3.6 two
+        result = super().create_masked_load(ptrs, mask, other, *policy, **named)
+        if any(map(_rereads_memory, (*policy, *named.values()))):
+            active = np.broadcast_to(mask.data, ptrs.data.shape)
+            if active.any():
+                grid.observe("load", ptrs.data[active], result.data[active], ptrs.get_element_ty(), _never)
+        return result
+
+    def create_atomic_cas(self, ptr, cmp, val, sem, scope) -> TensorHandle:
+        expected, new = (np.broadcast_to(operand.data, ptr.data.shape) for operand in (cmp, val))
+        old = atomics.compare_and_swap(ptr.data, expected, new, sem)
+        grid.observe(
+            "atomic_cas",
+            ptr.data,
+            old,
+            ptr.get_element_ty(),
+            lambda: atomics.swapped(expected, new, old),
+            expected,
+        )
+        return TensorHandle(old, cmp.dtype.scalar)
+
+    def create_atomic_rmw(self, op, ptr, val, mask, sem, scope) -> TensorHandle:
+        element = ptr.get_element_ty()
+        shape = ptr.data.shape
+        active = np.broadcast_to(mask.data, shape)
+        operand = np.broadcast_to(val.data, shape)[active]
+        pointers = ptr.data[active]
+        result = np.zeros(shape, dtype=operand.dtype)  # what a lane that is masked off returns
+        if pointers.size:
+            old = atomics.read_modify_write(op, pointers, operand, element, sem)
+            result[active] = old
+            grid.observe(
+                atomics.NAMES[op],
+                pointers,
+                old,
+                element,
+                lambda: atomics.apply(op, old, operand, element).tobytes() != old.tobytes(),
+            )
+        return TensorHandle(result, val.dtype.scalar)
+
+    def create_atomic_load(self, ptr, mask, sem, scope) -> TensorHandle:
+        return self.create_masked_load(ptr, mask, None, None, True)
+
+    def create_atomic_poll(self, ptr, expected, timeout_ns, sem, scope) -> TensorHandle:
+        limited = isinstance(timeout_ns, TensorHandle)
+        end = time.monotonic_ns() + int(timeout_ns.data.item()) if limited else None
+        everywhere = TensorHandle(np.ones(ptr.data.shape, dtype=bool), tl.int1)
+        while True:
+            found = super().create_masked_load(ptr, everywhere, None, None, True).data
+            matched = found == expected.data
+            if matched.all() or (end is not None and time.monotonic_ns() >= end):
+                return TensorHandle(matched, tl.int1)
+            waiting = ~matched
+            grid.observe("atomic_poll", ptr.data[waiting], found[waiting], ptr.get_element_ty(), _never, expected.data)
+
+
+def _rereads_memory(argument: Any) -> bool:
+    """Whether an argument of a load is what a loop over that load needs: volatile, or the modifier ".cv"."""
+    return argument is True or (isinstance(argument, ir.CACHE_MODIFIER) and argument == ir.CACHE_MODIFIER.CV)
+
+
+def _never() -> bool:
+    return False

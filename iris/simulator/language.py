@@ -1,0 +1,179 @@
+"""``tl`` and ``gl`` while the simulator is active: every builtin bound to the simulator's semantic layer, for good.
+
+Triton's interpreter binds the language anew around each launch and each call of a device function. Here it happens once,
+when the simulator is activated, in every module of the two languages, so it is the same whether they were imported
+earlier or not, and kernels on several threads do not pull it from under each other.
+"""
+
+import functools
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from types import FunctionType
+from typing import Any
+
+import triton.language as tl
+from triton.experimental.gluon import _runtime as gluon_runtime
+from triton.experimental.gluon import language as gl
+from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.jit import JITFunction
+
+from iris.errors import NotInSimulatorError
+from iris.simulator import gluon, reductions
+from iris.simulator.aggregates import method
+from iris.simulator.gluon import semantic
+from iris.simulator.kernels import counted
+
+_LANGUAGES = ("triton.language", "triton.experimental.gluon.language")
+
+
+def _same(value: Any, *_: Any, **__: Any) -> Any:
+    return value
+
+
+def _static_range(arg1: Any, arg2: Any = None, step: Any = None, **_: Any) -> range:
+    first, second, step = (tl.core._unwrap_if_constexpr(bound) for bound in (arg1, arg2, step))
+    bounds = (0, first) if second is None else (first, second)
+    return range(*bounds, 1 if step is None else step)
+
+
+def _static_assert(condition: Any, message: str = "") -> None:
+    if not tl.core._unwrap_if_constexpr(condition):
+        raise AssertionError(tl.core._unwrap_if_constexpr(message))
+
+
+def _static_print(*values: Any, **options: Any) -> None:
+    print(*values, **options)
+
+
+def _unavailable(name: str) -> Callable:
+    def unavailable(*_: Any, **__: Any) -> None:
+        raise NotInSimulatorError(name)
+
+    return unavailable
+
+
+def _replacements() -> dict[Any, Any]:
+    """What stands in for a builtin that does not reach the semantic layer as it should, by the builtin."""
+    core = tl.core
+    replaced = {
+        core.reduce: reductions.reduce,
+        core.associative_scan: reductions.associative_scan,
+        core.range: counted,
+        core.static_range: _static_range,
+        core.condition: _same,
+        core.static_assert: _static_assert,
+        core.static_print: _static_print,
+        core.multiple_of: _same,
+        core.max_contiguous: _same,
+        core.max_constancy: _same,
+        core.map_elementwise: _unavailable("map_elementwise"),
+        gl.dot_fma: gluon.multiply_add,
+        gl.nvidia.ampere.mma_v2: gluon.multiply_add,
+    }
+    for module in (gl.amd.cdna3, gl.amd.cdna4):
+        for name, value in vars(module).items():
+            if name == "mfma":
+                replaced[value] = gluon.multiply_add
+            elif name in ("buffer_load", "buffer_store"):
+                replaced[value] = getattr(gluon, name)
+            elif name.startswith("buffer_atomic_"):
+                replaced[value] = gluon.buffer_atomic(name.removeprefix("buffer_"))
+    for module in (gl.nvidia.ampere.mbarrier, gl.nvidia.hopper.mbarrier):
+        for name in ("init", "arrive", "wait", "invalidate"):
+            replaced[getattr(module, name)] = getattr(gluon, f"barrier_{name}")
+    return replaced
+
+
+def _bind(builtin: Callable) -> Callable:
+    """``builtin`` with the simulator's semantic layer."""
+    inner = getattr(builtin, "__wrapped__", builtin)  # past the check that it is called by the compiler
+
+    @functools.wraps(builtin)
+    def bound(*args: Any, _semantic: Any = None, **kwargs: Any) -> Any:
+        try:
+            return inner(*args, _semantic=semantic, **kwargs)
+        except NotInSimulatorError as error:
+            raise error.in_builtin(builtin.__name__) from None
+
+    return bound
+
+
+def _without_compiler(replacement: Callable) -> Callable:
+    """``replacement``, callable as builtins are called by one another."""
+
+    @functools.wraps(replacement)
+    def replaced(*args: Any, _semantic: Any = None, _generator: Any = None, **kwargs: Any) -> Any:
+        return replacement(*args, **kwargs)
+
+    return replaced
+
+
+class _Binder:
+    """Finds what stands in for each object of the languages; the same for the same, whatever modules it is in."""
+
+    def __init__(self) -> None:
+        self._stand_ins = {original: _without_compiler(new) for original, new in _replacements().items()}
+        self._functions: dict[FunctionType, InterpretedFunction] = {}
+        self._classes: set[type] = set()
+
+    def stand_in(self, value: Any) -> Any:
+        if isinstance(value, (JITFunction, InterpretedFunction)):
+            if isinstance(value, JITFunction):
+                return self._functions.setdefault(value.fn, InterpretedFunction(value.fn))
+            return self._functions.setdefault(value.fn, value)
+        if isinstance(value, type):
+            if value in self._stand_ins:
+                return self._stand_ins[value]
+            if value.__module__.startswith(_LANGUAGES) and value not in self._classes:
+                self._classes.add(value)
+                self._bind_members(value)
+        elif isinstance(value, FunctionType) and tl.core.is_builtin(value):
+            if value not in self._stand_ins:
+                # Gluon takes over Triton's builtins by wrapping them.
+                wrapped = getattr(value, "__wrapped__", None)
+                self._stand_ins[value] = self._stand_ins[wrapped] if wrapped in self._stand_ins else _bind(value)
+            return self._stand_ins[value]
+        return value
+
+    def _bind_members(self, cls: type) -> None:
+        for name, member in list(vars(cls).items()):
+            if isinstance(member, (JITFunction, InterpretedFunction)):
+                setattr(cls, name, method(self.stand_in(member)))
+            elif isinstance(member, FunctionType) and tl.core.is_builtin(member):
+                setattr(cls, name, _bind(member))
+
+
+def install() -> None:
+    """Bind both languages. Once for the life of the process."""
+    for name in ("cuda", "hip", "libdevice"):
+        import_module(f"triton.language.extra.{name}")
+    binder = _Binder()
+    modules = [module for name, module in sys.modules.items() if (name + ".").startswith(tuple(f"{p}." for p in _LANGUAGES))]
+    # All are looked up before any is changed: a builtin is found by what it wraps.
+    changes = [
+        (module, name, new)
+        for module in modules
+        for name, value in list(vars(module).items())
+        if (new := binder.stand_in(value)) is not value
+    ]
+    for module, name, new in changes:
+        setattr(module, name, new)
+    gluon_runtime.GluonJITFunction = InterpretedFunction
+    _install_tensor()
+    tl.dtype.to_ir = lambda self, builder: self
+    # Layouts are ignored, so a block has none; Gluon's zeros_like and the like pass it on.
+    tl.block_type.layout = None
+
+
+def _install_tensor() -> None:
+    """What Python asks of a tensor, and the compiler never does."""
+    tensor = tl.tensor
+    # Of a block it is true: the semantic layer asks in this way whether there is a mask.
+    tensor.__bool__ = lambda self: bool(self.handle.data.reshape(-1)[0]) if self.handle.data.size == 1 else True
+    tensor.__index__ = lambda self: int(self.handle.data.reshape(-1)[0])
+    tensor.__repr__ = lambda self: repr(self.handle.data)
+    tensor.__str__ = lambda self: str(self.handle.data)
+    tensor.T = property(lambda self: tl.core.trans(self))
+    for name in ("reduce", "associative_scan"):
+        setattr(tensor, name, getattr(tl.core, name))

@@ -1,0 +1,62 @@
+"""The library's own symmetric memory: the flags of one group's channels, apart from what users allocate.
+
+A *channel* is a row of flags that one operation uses on one stream. Two uses that may overlap in time never share one:
+
+* outside a graph a channel belongs to (operation, n-th stream on which this rank used the group). Streams are numbered in
+  order of first use, which is the same on every rank of a symmetric program; raw handles would not be.
+* every call that is captured into a CUDA graph gets a channel of its own. A graph may be replayed at any time and beside
+  other work, and nobody can see its end, so the channel is never used again before the context is closed.
+
+Flags count epochs for the life of the context and are never reset, so no call needs the host, nor a meeting beforehand.
+"""
+
+import torch
+
+from iris.errors import ChannelsExhaustedError
+from iris.heap import mapping
+from iris.language.context import context_tensor
+from iris.wait_limit import WaitRecord
+from iris.world import Group
+
+FLAG_BYTES = 1 << 20
+
+
+class Workspace:
+    """Collective over ``group``: its members map each other's flags, and meet before anyone uses them."""
+
+    def __init__(self, group: Group, device: torch.device, record: WaitRecord) -> None:
+        self.group = group
+        self._mapping = mapping.create(group, FLAG_BYTES, device)
+        flags = self._mapping.buffer.view(torch.int32)
+        flags.zero_()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        group.all_gather(None, "the first use of a group")
+        self._rows = flags[: flags.numel() // group.size * group.size].view(-1, group.size)
+        self._channels: dict[tuple[str, int], int] = {}
+        self._used = 0
+        self.context_tensor = context_tensor(group.rank, self._mapping.bases, record.address, device)
+
+    def channel(self, operation: str, stream: int) -> torch.Tensor:
+        """The flags of ``operation`` on the stream with handle ``stream``: int32 ``[1, group size]``, on the current rank."""
+        key = (operation, stream)
+        if key not in self._channels:
+            self._channels[key] = self._next()
+        return self._row(self._channels[key])
+
+    def captured_channel(self) -> torch.Tensor:
+        """Flags for one call inside a graph capture."""
+        return self._row(self._next())
+
+    def close(self) -> None:
+        """Unmap. The caller guarantees that no kernel uses the flags any more, on any rank."""
+        self._mapping.close()
+
+    def _next(self) -> int:
+        if self._used == self._rows.shape[0]:
+            raise ChannelsExhaustedError(self._used)
+        self._used += 1
+        return self._used - 1
+
+    def _row(self, index: int) -> torch.Tensor:
+        return self._rows[index : index + 1]

@@ -1,0 +1,71 @@
+"""Compiling a kernel for a GPU that is not there, with the argument specialisation of a real launch."""
+
+import re
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.driver import DriverBase
+
+TARGETS = {
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+    "gfx950": GPUTarget("hip", "gfx950", 64),
+}
+
+
+class OfflineDriver(DriverBase):
+    """Answers what Triton asks a driver while it compiles; nothing can be launched."""
+
+    def __init__(self, target):
+        self._target = target
+
+    @classmethod
+    def is_active(cls):
+        return False
+
+    def map_python_to_cpp_type(self, ty):
+        return "void*"
+
+    def get_current_target(self):
+        return self._target
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device=0):
+        return 0
+
+    def get_active_torch_device(self):
+        return torch.device("cpu")
+
+    def get_benchmarker(self):
+        raise RuntimeError("there is no GPU to time on")
+
+    def get_empty_cache_for_benchmark(self):
+        raise RuntimeError("there is no GPU to time on")
+
+    def clear_cache(self, cache):
+        raise RuntimeError("there is no GPU to time on")
+
+
+class Compiled:
+    """A kernel's generated code: ``text`` in the target's assembly, ``ttgir`` before that."""
+
+    def __init__(self, asm):
+        self.text = asm.get("ptx") or asm["amdgcn"]
+        self.ttgir = asm["ttgir"]
+        self.is_ptx = "ptx" in asm
+
+    def operations(self):
+        """The memory operations, fences and block barriers, in the order of the text."""
+        ptx = r"(?:ld|st|atom|red)\.global[\w.:]*|(?:ld|st)\.volatile[\w.]*|bar(?:rier)?\.(?:cta\.)?sync\w*|fence[\w.]*"
+        gcn = r"(?:global|buffer)_(?:load|store|atomic)_\w+|buffer_wbl2|buffer_inv|s_waitcnt vmcnt\(0\)|s_barrier"
+        return re.findall(rf"^\s*(?:@!?%\w+ )?({ptx if self.is_ptx else gcn})", self.text, flags=re.M)
+
+
+def compile_for(target, kernel, *args, **options):
+    """Compile ``kernel`` for ``target`` (a name in `TARGETS`) as a launch with these arguments would."""
+    triton.runtime.driver.set_active(OfflineDriver(TARGETS[target]))
+    kernel.device_caches.clear()
+    return Compiled(kernel.warmup(*args, grid=(1,), **options).asm)

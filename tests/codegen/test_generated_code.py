@@ -1,0 +1,157 @@
+"""What the compilers make of the device interface, for GPUs that need not be there. Run with IRIS_SIMULATOR=0."""
+
+import re
+
+import pytest
+import torch
+from codegen import device_kernels as kernels
+from codegen.offline import TARGETS, compile_for
+from covering import covering
+
+DTYPES = [
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.float8_e4m3fnuz,
+    torch.float8_e5m2fnuz,
+]
+FORMS = ["triton_1d", "triton_2d", "triton_functional", "gluon_1d", "gluon_2d", "gluon_functional"]
+
+CONTEXT = torch.zeros(16, dtype=torch.int64)
+
+
+def exists(target, dtype):
+    return not (target == "sm_90" and dtype in (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz))
+
+
+def tensors(dtype):
+    # Of the size of a few elements: AMD's compiler treats tensors below 2 GiB specially, and must not truncate distances.
+    return torch.zeros(64, dtype=torch.uint8).view(dtype), torch.zeros(64, dtype=torch.uint8).view(dtype)
+
+
+def data_accesses(compiled):
+    """Loads and stores of the kernel's data: all but the scalar loads of the context's table (64-bit)."""
+    if compiled.is_ptx:
+        operations = [op for op in compiled.operations() if op.startswith(("ld.global", "st.global"))]
+        return [op for op in operations if op != "ld.global.b64"]
+    operations = [op for op in compiled.operations() if re.match(r"(global|buffer)_(load|store)", op)]
+    return [op for op in operations if op not in ("global_load_dwordx2", "buffer_load_dwordx2")]
+
+
+@pytest.mark.parametrize(
+    ("target", "form", "dtype", "masked"),
+    [case for case in covering(TARGETS, FORMS, DTYPES, [False, True]) if exists(case[0], case[2])],
+)
+def test_remote_accesses_are_16_bytes_wide(target, form, dtype, masked):
+    source, destination = tensors(dtype)
+    per_thread = 16 // dtype.itemsize
+    options = {"PER_THREAD": per_thread} if form.startswith("gluon") else {}
+    block = 16 * 32 * per_thread if form.endswith("2d") else 4096
+    compiled = compile_for(
+        target, getattr(kernels, form), CONTEXT, source, destination, 4096, 1, BLOCK=block, MASKED=masked, **options
+    )
+    accesses = data_accesses(compiled)
+    assert any("st" in op for op in accesses) and any("l" in op and "ld" in op or "load" in op for op in accesses)
+    wide = r"(ld|st)\.global[\w.:]*\.(v4\.b32|v2\.b64)|(global|buffer)_(load|store)_dwordx4"
+    assert all(re.fullmatch(wide, op) for op in accesses), accesses
+
+
+@pytest.mark.parametrize("target", ["gfx942", "gfx950"])
+@pytest.mark.parametrize("form", ["triton_1d", "triton_2d", "triton_functional", "gluon_1d", "triton_scalar", "gluon_scalar"])
+def test_no_distance_between_heaps_is_truncated_to_32_bits(target, form):
+    source, destination = tensors(torch.float32)
+    if form.endswith("scalar"):
+        compiled = compile_for(target, getattr(kernels, form), CONTEXT, source, destination, 1)
+    else:
+        options = {"PER_THREAD": 4} if form.startswith("gluon") else {}
+        kernel = getattr(kernels, form)
+        compiled = compile_for(target, kernel, CONTEXT, source, destination, 64, 1, BLOCK=1024, MASKED=True, **options)
+    # Buffer operations address with 32-bit offsets; a peer is reached with 64-bit addresses.
+    assert "buffer_store" not in compiled.ttgir
+    assert not re.search(r"arith\.trunci .*: tensor<", compiled.ttgir)
+    assert len(re.findall(r"arith\.trunci .*: i64 to i32", compiled.ttgir)) <= 1  # the rank, in the context's table
+    assert all(op.startswith("global_") for op in data_accesses(compiled)), data_accesses(compiled)
+
+
+RELEASES = ["signal", "signal_add", "barrier", "cas", "atomic"]
+ACQUIRES = ["wait", "barrier", "cas", "atomic"]
+
+
+def ordering_case(target, language, op):
+    flag = torch.zeros(16, dtype=torch.int32)
+    kernel = getattr(kernels, f"{language}_signal_wait")
+    return compile_for(target, kernel, CONTEXT, torch.zeros(4096), flag, 7, 1, BLOCK=1024, OP=op).operations()
+
+
+def is_barrier(op):
+    return op.startswith(("bar.", "barrier.", "s_barrier"))
+
+
+def is_release(op):
+    """The operation on the flag that a release is part of (on AMD a write-back of the L2 goes before it)."""
+    return "release" in op or op.startswith("atom") and "acq_rel" in op or re.match("global_atomic_(swap|cmpswap|add)", op)
+
+
+def is_acquire(op):
+    return "acquire" in op or "acq_rel" in op or op == "buffer_inv"
+
+
+def is_data(op):
+    """A 16-byte access of the kernel's data."""
+    return op.endswith(("v4.b32", "v4.f32", "dwordx4"))
+
+
+@pytest.mark.parametrize(("target", "language", "op"), covering(TARGETS, ["triton", "gluon"], RELEASES))
+def test_a_block_barrier_stands_between_the_blocks_stores_and_a_release(target, language, op):
+    operations = ordering_case(target, language, op)
+    release = next(i for i, operation in enumerate(operations) if is_release(operation))
+    stores = [i for i, operation in enumerate(operations[:release]) if is_data(operation)]
+    assert stores
+    between = operations[stores[-1] + 1 : release]
+    assert any(map(is_barrier, between)), operations
+    if target != "sm_90":
+        assert "buffer_wbl2" in between
+        barrier = next(i for i, operation in enumerate(between) if is_barrier(operation))
+        assert "s_waitcnt vmcnt(0)" in between[:barrier], "a wave's stores are not drained before the barrier"
+
+
+@pytest.mark.parametrize(("target", "language", "op"), covering(TARGETS, ["triton", "gluon"], ACQUIRES))
+def test_a_block_barrier_stands_between_an_acquire_and_what_the_block_does_next(target, language, op):
+    operations = ordering_case(target, language, op)
+    # The first: where it is a loop, the text may hold the repetition anywhere.
+    acquire = next(i for i, operation in enumerate(operations) if is_acquire(operation))
+    loads = [i for i, operation in enumerate(operations) if i > acquire and is_data(operation)]
+    assert loads
+    assert any(map(is_barrier, operations[acquire + 1 : loads[0]])), operations
+
+
+@pytest.mark.parametrize("language", ["triton", "gluon"])
+def test_a_fence_is_of_system_scope_and_followed_by_a_barrier(language):
+    operations = ordering_case("sm_90", language, "fence")
+    fence = operations.index("fence.acq_rel.sys")
+    assert any(map(is_barrier, operations[fence:]))
+    operations = ordering_case("gfx942", language, "fence")
+    fence = operations.index("buffer_wbl2")
+    assert any(map(is_barrier, operations[fence:]))
+
+
+@pytest.mark.parametrize(("language", "op"), covering(["triton", "gluon"], ["signal", "wait", "cas", "atomic"]))
+def test_the_default_scope_is_the_system(language, op):
+    flags = [o for o in ordering_case("sm_90", language, op) if re.search("release|acquire|acq_rel", o)]
+    assert flags and all(".sys" in operation for operation in flags), flags
+
+
+def test_a_translated_pointer_keeps_base_loads_out_of_the_loop():
+    compiled = compile_for("sm_90", kernels.triton_hoisted, CONTEXT, torch.zeros(4096), 4096, 1, BLOCK=1024)
+    operations = compiled.operations()
+    assert operations.count("ld.global.b64") <= 3  # rank, own base, the peer's base
+    assert operations.index("st.global.v4.b32") > max(i for i, op in enumerate(operations) if op == "ld.global.b64")

@@ -1,0 +1,41 @@
+import os
+
+import pytest
+from rank_pool import RankPool, Torchrun
+
+UNDER_TORCHRUN = "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def pytest_generate_tests(metafunc):
+    """`@pytest.mark.ranks(1, 2, 4)` runs a test that takes ``ranks`` with each of these numbers of ranks."""
+    if "ranks" in metafunc.fixturenames:
+        mark = metafunc.definition.get_closest_marker("ranks")
+        counts = mark.args if mark else (2,)
+        if UNDER_TORCHRUN:
+            counts = (int(os.environ["WORLD_SIZE"]),)
+        metafunc.parametrize("ranks", counts, indirect=True, ids=lambda count: f"{count}ranks")
+
+
+def pytest_collection_modifyitems(items):
+    """Tests of equal size side by side, so that few rank processes are alive at a time."""
+    items.sort(key=lambda item: item.callspec.params.get("ranks", 0) if hasattr(item, "callspec") else 0)
+
+
+@pytest.fixture(scope="session")
+def _pools():
+    pools = {}
+    yield pools
+    for pool in pools.values():
+        pool.close()
+
+
+@pytest.fixture
+def ranks(request, _pools):
+    """Runs ``worker(ctx, *args)`` on every rank: ``ranks.run(worker, *args)`` returns a result a rank."""
+    count = request.param
+    if count not in _pools:
+        for pool in _pools.values():
+            pool.close()
+        _pools.clear()
+        _pools[count] = Torchrun() if UNDER_TORCHRUN else RankPool(count)
+    return _pools[count]

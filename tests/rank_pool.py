@@ -1,0 +1,141 @@
+"""Runs a test's function on every rank: `RankPool` in processes of its own, `Torchrun` in the processes that are there.
+
+The function is ``worker(ctx, *args)`` at the top level of a test module; ``ctx`` is an Iris context that all workers of
+the pool share, so every test also runs on a heap that others have used.
+"""
+
+import importlib
+import multiprocessing
+import os
+import pickle
+import sys
+import traceback
+from datetime import timedelta
+from multiprocessing.connection import wait
+
+import torch
+import torch.distributed as dist
+
+HEAP_SIZE = 1 << 26
+START_LIMIT_S = 120
+RUN_LIMIT_S = 180
+GRACE_S = 3  # what the other ranks get to finish, once one has failed
+
+
+class RankFailure(AssertionError):
+    """A worker raised, hung or died on some rank."""
+
+
+def _serve(pipe, rank, num_ranks, port):
+    """One rank's process: takes (module, function, args, import path) and answers (ok, result or traceback)."""
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks))
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=60))
+    import iris
+
+    ctx = iris.iris(HEAP_SIZE)
+    pipe.send((True, None))
+    while True:
+        try:
+            module, function, args, path = pickle.loads(pipe.recv_bytes())
+        except EOFError:
+            return
+        try:
+            sys.path[:] = path
+            answer = (True, getattr(importlib.import_module(module), function)(ctx, *args))
+            ctx.barrier()
+        except BaseException:
+            answer = (False, traceback.format_exc())
+        try:
+            pipe.send(answer)
+        except Exception:
+            pipe.send((False, traceback.format_exc()))
+
+
+class RankPool:
+    """``num_ranks`` processes, started once; replaced when one fails, since the others may be waiting for it."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.num_ranks = num_ranks
+        self._processes, self._pipes = [], []
+
+    def run(self, worker, *args) -> list:
+        """The results of ``worker(ctx, *args)``, a rank each."""
+        if not self._processes:
+            self._start()
+        message = pickle.dumps((worker.__module__, worker.__name__, args, sys.path))
+        for pipe in self._pipes:
+            pipe.send_bytes(message)
+        return self._collect(RUN_LIMIT_S)
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+        self._processes, self._pipes = [], []
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["iris"])
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        for rank in range(self.num_ranks):
+            pipe, child = context.Pipe()
+            process = context.Process(target=_serve, args=(child, rank, self.num_ranks, self._store.port), daemon=True)
+            process.start()
+            child.close()
+            self._processes.append(process)
+            self._pipes.append(pipe)
+        self._collect(START_LIMIT_S)
+
+    def _collect(self, limit: float) -> list:
+        results, failures = {}, {}
+        while len(results) + len(failures) < self.num_ranks:
+            waiting = [p for rank, p in enumerate(self._pipes) if rank not in results and rank not in failures]
+            ready = wait(waiting, GRACE_S if failures else limit)
+            if not ready:
+                for rank, pipe in enumerate(self._pipes):
+                    if pipe in waiting:
+                        failures[rank] = "did not finish"
+            for pipe in ready:
+                rank = self._pipes.index(pipe)
+                try:
+                    ok, value = pipe.recv()
+                except EOFError:
+                    ok, value = False, "died"
+                (results if ok else failures)[rank] = value
+        if failures:
+            self.close()
+            raise RankFailure("\n".join(f"--- rank {rank}: {text}" for rank, text in sorted(failures.items())))
+        return [results[rank] for rank in range(self.num_ranks)]
+
+
+class Torchrun:
+    """The ranks that torchrun started: every one of them runs the same tests, in step."""
+
+    def __init__(self) -> None:
+        import iris
+
+        if torch.cuda.is_available():
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(seconds=40))
+        self._ctx = iris.iris(HEAP_SIZE)
+        self.num_ranks = self._ctx.get_num_ranks()
+
+    def close(self) -> None:
+        dist.destroy_process_group()
+
+    def run(self, worker, *args) -> list:
+        try:
+            answer = (True, worker(self._ctx, *args))
+        except BaseException:
+            answer = (False, traceback.format_exc())
+        answers = [None] * self.num_ranks
+        dist.all_gather_object(answers, answer)
+        failures = [f"--- rank {rank}: {text}" for rank, (ok, text) in enumerate(answers) if not ok]
+        if failures:
+            raise RankFailure("\n".join(failures))
+        self._ctx.barrier()
+        return [value for _, value in answers]

@@ -1,0 +1,224 @@
+"""Programs of a launch that wait for each other, and what is said when they wait for ever."""
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from iris.errors import IrisTimeoutError, NotOnCpuError
+from iris.simulator import grid, hang
+
+
+@pytest.fixture
+def limit(monkeypatch):
+    monkeypatch.setattr(grid, "limit_s", 1.0)
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left():
+    before = threading.active_count()
+    yield
+    end = time.monotonic() + 2
+    while threading.active_count() > before and time.monotonic() < end:
+        time.sleep(0.01)
+    assert threading.active_count() == before
+
+
+@triton.jit
+def meet(count, n, out):
+    pid = tl.program_id(0) + tl.program_id(1) * tl.num_programs(0)
+    tl.atomic_add(count, 1)
+    while tl.atomic_add(count, 0) < n:
+        pass
+    tl.store(out + pid, pid + tl.load(count))
+
+
+def test_all_programs_meet():
+    count, out = torch.zeros(1, dtype=torch.int32), torch.zeros(24, dtype=torch.int32)
+    meet[(6, 4)](count, 24, out)
+    assert out.tolist() == [24 + i for i in range(24)]
+
+
+@triton.jit
+def from_last_to_first(flags, n, HOW: tl.constexpr):
+    pid = tl.program_id(0)
+    if pid < n - 1:
+        if HOW == "cas":
+            while tl.atomic_cas(flags + pid + 1, 7, 7) != 7:
+                pass
+        elif HOW == "xchg":
+            while tl.atomic_max(flags + pid + 1, 0) != 7:
+                pass
+        else:
+            while tl.load(flags + pid + 1, volatile=True) != 7:
+                pass
+    tl.atomic_xchg(flags + pid, 7)
+
+
+@pytest.mark.parametrize("how", ["cas", "xchg", "load"])
+def test_each_program_waits_for_the_next(how):
+    flags = torch.zeros(12, dtype=torch.int32)
+    from_last_to_first[(12,)](flags, 12, how)
+    assert flags.tolist() == [7] * 12
+
+
+@triton.jit
+def poll_with_atomic_load(flags, out):
+    if tl.program_id(0) == 0:
+        tl.atomic_poll(flags, 3)
+        while tl.atomic_load(flags + 1) != 4:
+            pass
+        tl.store(out, 1)
+    else:
+        tl.atomic_store(flags, 3)
+        tl.atomic_store(flags + 1, 4)
+
+
+@pytest.mark.skipif(not hasattr(tl, "atomic_poll"), reason="this Triton has no tl.atomic_poll")
+def test_newer_ways_to_poll():
+    flags, out = torch.zeros(2, dtype=torch.int32), torch.zeros(1)
+    poll_with_atomic_load[(2,)](flags, out)
+    assert out.item() == 1
+
+
+@triton.jit
+def ticket(x):
+    tl.atomic_add(x, 1)
+
+
+def test_programs_that_do_not_wait_use_no_thread(monkeypatch):
+    monkeypatch.setattr(threading, "Thread", None)
+    x = torch.zeros(1, dtype=torch.int32)
+    ticket[(100, 100)](x)
+    assert x.item() == 10_000
+
+
+@triton.jit
+def wait_for(flag, out):
+    while tl.atomic_add(flag, 0) == 0:
+        pass
+    tl.store(out, 1)
+
+
+@triton.jit
+def release(flag):
+    tl.atomic_xchg(flag, 1)
+
+
+def test_launches_of_two_threads_may_wait_for_each_other():
+    flag, out = torch.zeros(1, dtype=torch.int32), torch.zeros(1)
+    waiting = threading.Thread(target=lambda: wait_for[(3,)](flag, out))
+    waiting.start()
+    time.sleep(0.05)
+    release[(1,)](flag)
+    waiting.join(timeout=10)
+    assert not waiting.is_alive() and out.item() == 1
+
+
+@triton.jit
+def fail_while_others_wait(flag):
+    pid = tl.program_id(0)
+    if pid == 5:
+        tl.static_assert(False, "no such tile")
+    while tl.atomic_add(flag, 0) == 0:
+        pass
+
+
+def test_an_exception_ends_the_launch_with_its_own_type():
+    flag = torch.zeros(1, dtype=torch.int32)
+    with pytest.raises(AssertionError, match="no such tile") as caught:
+        fail_while_others_wait[(10,)](flag)
+    assert getattr(caught.value, "__notes__", ["(5, 0, 0)"])[0].find("(5, 0, 0)") >= 0
+    release[(1,)](flag)  # the next launch works
+    assert flag.item() == 1
+
+
+def line_of(text: str) -> int:
+    return 1 + next(i for i, line in enumerate(Path(__file__).read_text().splitlines()) if line.strip() == text)
+
+
+@triton.jit
+def spin(flag):
+    while tl.atomic_cas(flag, 41, 0) != 41:  # here
+        pass
+
+
+@triton.jit
+def two_kinds(flags):
+    if tl.program_id(0) < 9:
+        spin(flags)
+    else:
+        while tl.load(flags + 1, volatile=True) == 5:  # there
+            pass
+
+
+def test_a_hang_is_reported_with_place_flag_and_value(limit, monkeypatch):
+    monkeypatch.setattr(hang, "rank", lambda: 3)
+    flags = torch.tensor([40, 5], dtype=torch.int32)
+    with pytest.raises(IrisTimeoutError) as caught:
+        two_kinds[(10,)](flags)
+    text = str(caught.value)
+    assert text.startswith("Rank 3: kernel 'two_kinds' has waited for 1 s")
+    here = line_of("while tl.atomic_cas(flag, 41, 0) != 41:  # here")
+    there = line_of("while tl.load(flags + 1, volatile=True) == 5:  # there")
+    assert f"programs (0, 0, 0), (1, 0, 0), (2, 0, 0), (3, 0, 0), ... (9 in all) at {__file__}:{here} in spin" in text
+    assert f"waits with atomic_cas for 41, holds 40; flag: address {flags.data_ptr():#x}" in text
+    assert f"program (9, 0, 0) at {__file__}:{there} in two_kinds: polls with load, holds 5" in text
+
+
+@triton.jit
+def each_its_own(flags):
+    while tl.atomic_add(flags + tl.program_id(0), 0) == 0:
+        pass
+
+
+def test_a_report_stays_short(limit):
+    with pytest.raises(IrisTimeoutError, match=r"and 12 more places"):
+        each_its_own[(20,)](torch.zeros(20, dtype=torch.int32))
+
+
+@triton.jit
+def work(flag, rounds):
+    if tl.program_id(0) == 0:
+        for _ in range(rounds):
+            tl.atomic_add(flag, 1)
+            tl.atomic_add(flag + 1, 0)
+        tl.atomic_xchg(flag + 1, 1)
+    else:
+        while tl.atomic_add(flag + 1, 0) == 0:
+            pass
+
+
+def test_waiting_for_a_program_that_works_is_no_hang(monkeypatch):
+    monkeypatch.setattr(grid, "limit_s", 0.05)
+    flag = torch.zeros(2, dtype=torch.int32)
+    work[(2,)](flag, 400)
+    assert flag.tolist() == [400, 1]
+
+
+def factory(jit, scale):
+    @jit
+    def scaled(x):
+        return x * scale
+
+    @jit
+    def kernel(x, out, add: tl.constexpr = 1):
+        tl.store(out, scaled(tl.load(x)) + add)
+
+    return kernel
+
+
+def test_kernels_close_over_functions_and_values():
+    x, out = torch.tensor([3.0]), torch.zeros(1)
+    for scale, expected in ((2, 7.0), (5, 16.0)):
+        factory(triton.jit, scale)[(1,)](x, out)
+        assert out.item() == expected
+
+
+def test_a_tensor_that_the_cpu_cannot_reach_is_an_error():
+    with pytest.raises(NotOnCpuError, match="'flag' of kernel 'release' is on meta"):
+        release[(1,)](torch.zeros(1, dtype=torch.int32, device="meta"))

@@ -1,0 +1,28 @@
+"""The programs of tests/acceptance run as they stand, started by themselves and by torchrun."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import UNDER_TORCHRUN
+
+PROGRAMS = Path(__file__).parent / "acceptance"
+ROOT = Path(__file__).parent.parent
+
+pytestmark = pytest.mark.skipif(UNDER_TORCHRUN, reason="starts ranks of its own; run it without torchrun")
+
+
+@pytest.mark.parametrize("program", ["quick_start_triton.py", "producer_consumer_gluon.py"])
+@pytest.mark.parametrize("launcher", [[], ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]], ids=["alone", "torchrun"])
+def test_program(program, launcher):
+    result = subprocess.run(
+        [sys.executable, *launcher, PROGRAMS / program],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stderr.count(": ok") == 2

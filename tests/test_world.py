@@ -1,0 +1,256 @@
+"""Who takes part, and how their hosts meet."""
+
+import dataclasses
+import os
+import socket
+import subprocess
+import sys
+from datetime import timedelta
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from iris import world
+from iris.errors import (
+    IrisTimeoutError,
+    NoPeerAccessError,
+    PeerFailedError,
+    SeveralHostsError,
+    SharedDeviceError,
+)
+from iris.world import Group, Seat
+
+
+def everyone():
+    return Group(dist.group.WORLD)
+
+
+def gather_in_rounds(ctx):
+    group, other = everyone(), everyone()
+    store = distributed_c10d._get_process_group_store(dist.group.WORLD)
+    keys = []
+    for turn in range(20):
+        value = {"rank": group.rank, "turn": turn, "text": "x" * turn}
+        expected = [{"rank": rank, "turn": turn, "text": "x" * turn} for rank in range(group.size)]
+        assert group.all_gather(value, "a round") == expected
+        assert other.all_gather((group.rank, -turn), "a round") == [(rank, -turn) for rank in range(group.size)]
+        keys.append(store.num_keys())
+    return keys
+
+
+@pytest.mark.ranks(1, 2, 4)
+def test_every_member_gets_every_members_value(ranks):
+    for keys in ranks.run(gather_in_rounds):
+        # Values that all have read are removed; at most two rounds of each group remain, on each rank.
+        assert max(keys[5:]) <= keys[0] + 4 * ranks.num_ranks
+
+
+def gather_among_some(ctx):
+    """Sub-groups meet by themselves: members only, any number of times, and other members meanwhile."""
+    halves = [dist.new_group([0, 2]), dist.new_group([1])]
+    mine = halves[dist.get_rank() % 2]
+    if dist.get_rank() == 1:
+        group = Group(mine)
+        assert group.all_gather("alone", "a test") == ["alone"]
+    else:
+        group = Group(mine)
+        for turn in range(1 + 2):
+            assert group.all_gather(10 * group.rank + turn, "a test") == [turn, 10 + turn]
+    return group.rank, group.size, group.ranks
+
+
+@pytest.mark.ranks(3)
+def test_a_group_needs_its_members_only(ranks):
+    if ranks.num_ranks != 3:
+        pytest.skip("written for 3 ranks")
+    assert ranks.run(gather_among_some) == [(0, 2, (0, 2)), (0, 1, (1,)), (1, 2, (0, 2))]
+
+
+def fail_in_one(ctx):
+    group = everyone()
+    failing = group.size - 1
+
+    def step():
+        if group.rank == failing:
+            raise FloatingPointError("no such thing")
+        return group.rank * 11
+
+    error, text = PeerFailedError, f"rank {failing} could not do a test: FloatingPointError: no such thing"
+    if group.rank == failing:
+        error, text = FloatingPointError, "no such thing"
+    with pytest.raises(error, match=text):
+        group.agree(step, "do a test")
+    assert group.agree(lambda: group.rank * 11, "do a test") == [11 * rank for rank in range(group.size)]
+
+
+@pytest.mark.ranks(1, 3)
+def test_a_step_works_on_all_or_raises_on_all(ranks):
+    ranks.run(fail_in_one)
+
+
+def stay_away(ctx):
+    """Rank 1 comes late; the others must not wait longer than the limit, nor miss each other afterwards."""
+    store = distributed_c10d._get_process_group_store(dist.group.WORLD)
+    meanwhile, before = everyone(), store.timeout
+    store.set_timeout(timedelta(seconds=1))
+    group = everyone()
+    try:
+        if group.rank != 1:
+            text = f"Rank {group.rank} waited 1 s in a test, and rank 1 has not come"
+            with pytest.raises(IrisTimeoutError, match=text):
+                group.all_gather(None, "a test")
+    finally:
+        store.set_timeout(before)
+    meanwhile.all_gather(None, "the end of the wait")
+    if group.rank == 1:
+        group.all_gather(None, "a test")
+    assert group.all_gather(group.rank, "another test") == list(range(group.size))
+
+
+@pytest.mark.ranks(3)
+def test_a_rank_that_does_not_come_is_named(ranks):
+    ranks.run(stay_away)
+
+
+def gather_through_a_file(ctx, path):
+    """A store without the extended operations: the one that ``init_method="file://…"`` makes."""
+    with pytest.MonkeyPatch.context() as patch:
+        store = dist.FileStore(path, dist.get_world_size())
+        assert not store.has_extended_api()
+        patch.setattr(distributed_c10d, "_get_process_group_store", lambda group: store)
+        group = everyone()
+        for turn in range(3):
+            assert group.all_gather((group.rank, turn), "a test") == [(rank, turn) for rank in range(group.size)]
+    group.agree(lambda: None, "end the test")
+
+
+@pytest.mark.ranks(2)
+def test_a_store_may_be_a_file(ranks, tmp_path):
+    ranks.run(gather_through_a_file, str(tmp_path / "store"))
+
+
+PROGRAM = """
+import os, sys
+import torch.distributed as dist
+from iris import world
+from iris.errors import PeerLostError
+here = world.join()
+assert here.size == 2 and here.device.type == "cpu" and dist.get_backend() == "gloo"
+for turn in range(3):
+    values = here.group.all_gather((here.rank, turn), "a test")
+    assert values == [(0, turn), (1, turn)]
+if here.rank == 0:
+    sys.exit()  # and the store with it, once rank 1 has read the last values
+try:
+    here.group.all_gather(None, "a test")
+except PeerLostError as error:
+    assert "Rank 1 lost its connection to the other ranks in a test" in str(error)
+else:
+    raise AssertionError("the loss of the store was not noticed")
+"""
+
+
+def test_a_world_is_found_in_torchruns_environment():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    variables = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "IRIS_SIMULATOR": "1"}
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM],
+            env=inherited | variables | {"RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    for process in processes:
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode == 0, errors
+
+
+def seats(**changes):
+    """Three ranks on one host, each with a GPU; ``changes`` gives a list for a field."""
+    default = [Seat("boot", f"box{rank}", f"GPU-{rank}", "H200") for rank in range(3)]
+    return [
+        dataclasses.replace(seat, **{field: values[rank] for field, values in changes.items()})
+        for rank, seat in enumerate(default)
+    ]
+
+
+def test_ranks_on_one_host_may_have_names_of_their_own():
+    world.check_one_host(seats())
+
+
+def test_ranks_on_several_hosts_are_told():
+    with pytest.raises(SeveralHostsError, match="rank 0 on box0; rank 1 on box1; rank 2 on box2"):
+        world.check_one_host(seats(host=["one", "one", "two"]))
+
+
+def test_two_ranks_on_one_gpu_are_told(monkeypatch):
+    monkeypatch.delenv(world.OVERLAP_VARIABLE, raising=False)
+    shared = seats(gpu=["GPU-7", "GPU-8", "GPU-7"])
+    with pytest.raises(SharedDeviceError, match=r"Ranks 0 and 2 use the same GPU .*set_device\(LOCAL_RANK\)"):
+        world.check_own_gpus(shared)
+    world.check_own_gpus(seats())
+    world.check_own_gpus(seats(gpu=[None] * 3))
+    monkeypatch.setenv(world.OVERLAP_VARIABLE, "1")
+    world.check_own_gpus(shared)
+
+
+def test_gpus_without_peer_access_are_told(monkeypatch):
+    """This process sees its own GPU as number 1 and that of rank 2 as number 0; that of rank 1 is hidden from it."""
+    visible = ["GPU-2", "GPU-0"]
+    asked = []
+
+    def can_access(device, peer):
+        asked.append((device, peer))
+        return False
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(visible))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=visible[index]))
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", can_access)
+    with pytest.raises(NoPeerAccessError, match=r"cuda:1 \(H200\) of rank 0 cannot access .* of rank 2\."):
+        world.check_peer_access(seats(), 0, torch.device("cuda:1"))
+    assert asked == [(1, 0)]
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *_: True)
+    world.check_peer_access(seats(), 0, torch.device("cuda:1"))
+
+
+@pytest.mark.parametrize(
+    ("simulated", "gpus", "bound", "expected"),
+    [
+        (True, True, "cuda:3", "cpu"),
+        (False, False, None, "cpu"),
+        (False, True, None, "cuda:1"),
+        (False, True, "cuda:3", "cuda:3"),
+        (False, True, "cpu", "cuda:1"),
+    ],
+)
+def test_the_device_is_the_process_groups_or_the_current_one(monkeypatch, simulated, gpus, bound, expected):
+    monkeypatch.setattr(world.simulator, "ACTIVE", simulated)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    group = SimpleNamespace(WORLD=SimpleNamespace(bound_device_id=torch.device(bound) if bound else None))
+    monkeypatch.setattr(dist, "group", group)
+    assert world.choose_device() == torch.device(expected)
+
+
+@pytest.mark.parametrize(("local_rank", "visible", "chosen"), [("3", 8, 3), ("3", 1, 0)])
+def test_torchrun_gives_each_rank_a_gpu_and_nccl(monkeypatch, local_rank, visible, chosen):
+    calls = []
+    monkeypatch.setattr(world, "_on_gpu", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: calls.append(index))
+    monkeypatch.setattr(dist, "init_process_group", lambda backend: calls.append(backend))
+    monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=None))
+    monkeypatch.setattr(world.atexit, "register", lambda function: None)
+    monkeypatch.setenv("LOCAL_RANK", local_rank)
+    monkeypatch.setenv("RANK", "11")
+    world._initialise()
+    assert calls == [chosen, "nccl"]
