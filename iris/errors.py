@@ -138,8 +138,8 @@ class KernelDefinedTooEarlyError(IrisError, RuntimeError):
 
     def __init__(self, kernel: str, place: str) -> None:
         super().__init__(
-            f"Kernel {kernel!r} ({place}) was defined before Iris was imported, so it is not one of the simulator's, which "
-            f"is active in this process. Import iris before the module that defines the kernel, or set IRIS_SIMULATOR=0."
+            f"Kernel {kernel!r} ({place}) was defined before Iris was imported, so the simulator, which is active in "
+            f"this process, cannot run it. Import iris before the module that defines the kernel, or set IRIS_SIMULATOR=0."
         )
 
 
@@ -147,15 +147,10 @@ class NotInSimulatorError(IrisError, NotImplementedError):
     """A kernel used an operation that the simulator does not have."""
 
     def __init__(self, operation: str) -> None:
-        self.operation = operation
         super().__init__(
             f"{operation} is not available in the simulator. Guard it: `if not SIMULATED: ...` with "
             f"SIMULATED = tl.constexpr(iris.simulator.ACTIVE), or run the kernel on a GPU."
         )
-
-    def in_builtin(self, builtin: str) -> "NotInSimulatorError":
-        """The same, named as the kernel's author wrote it."""
-        return NotInSimulatorError(builtin)
 
 
 class NotOnCpuError(IrisError, ValueError):
@@ -163,6 +158,6 @@ class NotOnCpuError(IrisError, ValueError):
 
     def __init__(self, kernel: str, argument: str, device: object) -> None:
         super().__init__(
-            f"Argument {argument!r} of kernel {kernel!r} is on {device}, and the simulator runs kernels on the CPU. Pass a "
-            f"CPU tensor (Iris makes its tensors there when the simulator is active), or set IRIS_SIMULATOR=0."
+            f"Argument {argument!r} of kernel {kernel!r} is on {device}, and the simulator runs kernels on the CPU. "
+            f"Pass a CPU tensor (Iris makes its tensors there when the simulator is active), or set IRIS_SIMULATOR=0."
         )

@@ -74,3 +74,30 @@ def do_bench(
         values = torch.quantile(times, torch.tensor(quantiles, dtype=torch.float64)).tolist()
         return values[0] if len(values) == 1 else values
     return _MODES[return_mode](times)
+
+
+def replay_microseconds(
+    fn: Callable[[], Any], barrier_fn: Callable[[], Any] = _nothing, per_graph: int = 20, replays: int = 15
+) -> float:
+    """Microseconds of one ``fn`` on this rank's GPU: the median over replays of a graph that holds ``per_graph`` of them.
+
+    Nothing of the host is in it. ``barrier_fn`` is captured once in front, so that ranks start together
+    (``ctx.device_barrier``). Both must be capturable and have been called before. Calls of ``fn`` follow each other
+    without a gap, so what it moves should not fit the L2 cache unless that is meant.
+    """
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        barrier_fn()
+        for _ in range(per_graph):
+            fn()
+    graph.replay()
+    torch.cuda.synchronize()
+    times = []
+    for _ in range(replays):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(1e3 * start.elapsed_time(end) / per_graph)
+    return sorted(times)[replays // 2]

@@ -10,6 +10,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -29,8 +30,7 @@ def debugging() -> bool:
     return text == "1"
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """One allocation, as the user wrote it."""
 
     size: int
@@ -43,8 +43,7 @@ class Call:
         return f"{self.function}() of {tensor_text(self.shape, self.dtype)} at {self.place}"
 
 
-@dataclass(frozen=True)
-class Summary:
+class Summary(NamedTuple):
     """What a rank brings to a meeting: where it is, and what it has allocated so far."""
 
     point: str
@@ -82,13 +81,14 @@ class History:
 
         Collective if they have not: in debug mode the ranks then exchange their calls.
         """
-        if len(set(summaries)) == 1:
+        states = [(each.point, each.count, each.digest) for each in summaries]
+        if len(set(states)) == 1:
             self.calls.clear()
             return
         lines = [
             f"{names(ranks)} made {count} allocation{'s' * (count != 1)} and "
             f"{'are' if len(ranks) > 1 else 'is'} in {point}"
-            for (point, count, _), ranks in _alike(group, [(each.point, each.count, each.digest) for each in summaries])
+            for (point, count, _), ranks in _alike(group, states)
         ]
         message = f"The ranks' programs differ in what they allocate on the heap: {'; '.join(lines)}."
         if len({each.count for each in summaries}) == 1 and len({each.digest for each in summaries}) > 1:

@@ -21,7 +21,6 @@ import time
 import weakref
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -55,8 +54,7 @@ class Block(NamedTuple):
     call: Call | None
 
 
-@dataclass(frozen=True, slots=True)
-class Report:
+class Report(NamedTuple):
     """What a rank brings to a meeting of the heap."""
 
     summary: Summary

@@ -1,7 +1,7 @@
 """Triton and Gluon kernels on the CPU: Triton's interpreter, made whole.
 
-The simulator runs a kernel on CPU tensors, program after program, with real atomics on memory that rank processes share.
-It is active, for the whole process and from the moment that `iris` is imported,
+The simulator runs a kernel on CPU tensors, program after program, with real atomics on memory that rank processes
+share. It is active, for the whole process and from the moment that `iris` is imported,
 
 * when ``IRIS_SIMULATOR=1``,
 * unless ``IRIS_SIMULATOR=0``, when the process has no GPU or Triton's own ``TRITON_INTERPRET=1`` is set.
@@ -9,18 +9,17 @@ It is active, for the whole process and from the moment that `iris` is imported,
 Kernels must be defined after that; one that was defined earlier is an error when it is launched.
 """
 
-import math
 import multiprocessing
 import os
 
 import torch
 import triton
 
+from iris import wait_limit
 from iris.errors import InvalidSettingError
 from iris.log import logger
 
 VARIABLE = "IRIS_SIMULATOR"
-DEFAULT_LIMIT_S = 30.0
 
 
 def _decide() -> bool:
@@ -39,17 +38,6 @@ def _decide() -> bool:
     return True
 
 
-def _limit_s() -> float:
-    text = os.environ.get("IRIS_WAIT_TIMEOUT_S", "")
-    try:
-        seconds = float(text) if text else DEFAULT_LIMIT_S
-    except ValueError:
-        seconds = math.nan
-    if not 0 <= seconds < math.inf:
-        raise InvalidSettingError("IRIS_WAIT_TIMEOUT_S", text, "a number of seconds, 0 for no limit")
-    return seconds
-
-
 def _activate() -> None:
     # A knob that is assigned is also put into the environment, for child processes; they are to decide for themselves.
     propagate, triton.knobs.propagate_env = triton.knobs.propagate_env, False
@@ -58,7 +46,8 @@ def _activate() -> None:
 
     from iris.simulator import aggregates, grid, kernels, language
 
-    grid.limit_s = _limit_s()
+    if wait_limit.VARIABLE in os.environ:
+        grid.limit_s = wait_limit.nanoseconds() / 1e9
     aggregates.install()
     kernels.install()
     language.install()

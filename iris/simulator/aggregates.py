@@ -1,5 +1,6 @@
 """Triton's aggregates as plain Python classes, so that their jitted methods can be called."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -18,16 +19,17 @@ def method(function: InterpretedFunction) -> Callable:
 
 
 def aggregate(cls: type) -> type:
-    """What ``@triton.aggregate`` does here. Fields are the annotated names; without ``__init__``, one is made of them."""
+    """What ``@triton.aggregate`` does here: annotated names are fields; ``__init__`` is made if there is none."""
     fields: dict[str, Any] = {}
     for base in reversed(cls.__mro__):
-        fields.update(vars(base).get("__annotations__", {}))
+        fields.update(inspect.get_annotations(base))
     defaults = {name: getattr(cls, name) for name in fields if hasattr(cls, name)}
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         values = defaults | dict(zip(fields, args, strict=False)) | kwargs
         if len(args) > len(fields) or values.keys() - fields.keys() or fields.keys() - values.keys():
-            raise TypeError(f"{cls.__name__} has the fields {list(fields)}, but got {len(args)} values and {list(kwargs)}")
+            given = f"{len(args)} values and {list(kwargs)}"
+            raise TypeError(f"{cls.__name__} has the fields {list(fields)}, but got {given}")
         for name, value in values.items():
             setattr(self, name, value)
 

@@ -1,11 +1,11 @@
 """Atomic operations on memory that several processes share.
 
-Triton's interpreter brings real ``std::atomic`` operations on 32 and 64 bits, and a real compare-and-swap on 16. What it
-lacks is made from them: an exchange of floats is an exchange of their bits, and everything on 16 bits is a loop around
-compare-and-swap. (Its own fp16 addition takes a mutex that other processes do not know.)
+Triton's interpreter brings real ``std::atomic`` operations on 32 and 64 bits, and a real compare-and-swap on 16. What
+it lacks is made from them: an exchange of floats is an exchange of their bits, and everything on 16 bits is a loop
+around compare-and-swap. (Its own fp16 addition takes a mutex that other processes do not know.)
 """
 
-from typing import Callable
+from collections.abc import Callable
 
 import numpy as np
 import triton.language as tl

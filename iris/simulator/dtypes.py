@@ -1,8 +1,8 @@
 """Floating-point types that numpy lacks: how they are stored, widened and rounded.
 
 bf16 and the 8-bit formats travel through the interpreter as the bits that memory holds (uint16, uint8). Arithmetic
-happens in float32; every result is rounded to nearest even, as a GPU's conversion instructions do. torch knows all these
-formats, so it does the conversions.
+happens in float32; every result is rounded to nearest even, as a GPU's conversion instructions do. torch knows all
+these formats, so it does the conversions.
 """
 
 import numpy as np
@@ -10,7 +10,6 @@ import torch
 import triton.language as tl
 from triton.runtime.interpreter import TensorHandle
 from triton.runtime.interpreter import _get_np_dtype as _storage
-
 
 # By name, because pointer types cannot be hashed.
 _TORCH = {

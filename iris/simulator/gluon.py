@@ -14,11 +14,9 @@ import numpy as np
 import triton.language as tl
 from triton.experimental.gluon.language import _core as gl_core
 from triton.language.semantic import TritonSemantic
-from triton.runtime.interpreter import TensorHandle
 
-from iris.errors import NotInSimulatorError
-from iris.simulator import atomics, dtypes, grid
-from iris.simulator.interpreter import Builder
+from iris.simulator import dtypes, grid
+from iris.simulator.interpreter import Builder, MissingOperation
 from iris.simulator.reductions import make_tensor
 
 # A larger tile that is read twice is data, not a flag.
@@ -33,7 +31,7 @@ class Semantic(TritonSemantic):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        raise NotInSimulatorError(name)
+        raise MissingOperation(name)
 
     def atomic_cas(self, ptr: tl.tensor, cmp: tl.tensor, val: tl.tensor, sem: str, scope: str) -> tl.tensor:
         # Python's 0 and 1 come as int32; a 64-bit pointer compares 8 bytes.

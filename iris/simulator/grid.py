@@ -1,10 +1,11 @@
 """The programs of a launch, of which any may wait for another, for a partition of itself, or for another process.
 
-One thread at a time runs (it holds the baton); which one changes only where a program polls: where it reads a flag again
-and finds the same. The calling thread runs program after program. A program that polls parks its thread, and another
-thread goes on with the next program or with one that is parked, in turn. So a launch whose programs never wait creates no
-thread. When everyone polls, only another process can help: the scheduler sleeps a little between rounds, and hands the
-baton to launches from other Python threads meanwhile. When nothing has changed for the limit, it says who waits for what.
+One thread at a time runs (it holds the baton); which one changes only where a program polls: where it reads a flag
+again and finds the same. The calling thread runs program after program. A program that polls parks its thread, and
+another thread goes on with the next program or with one that is parked, in turn. So a launch whose programs never wait
+creates no thread. When everyone polls, only another process can help: the scheduler sleeps a little between rounds, and
+hands the baton to launches from other Python threads meanwhile. When nothing has changed for the limit, it says who
+waits for what.
 """
 
 import itertools
@@ -31,7 +32,7 @@ LONGEST_POLL_S = 5e-3
 REMEMBERED = 64
 
 limit_s: float = 30.0
-"""How long a launch may wait without any change; 0 for ever. Set when the simulator is activated."""
+"""How long a launch may wait without any change; 0 for ever. IRIS_WAIT_TIMEOUT_S replaces it at activation."""
 
 _baton = threading.Lock()
 _current: "Task | None" = None

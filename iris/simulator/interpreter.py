@@ -1,12 +1,14 @@
 """The operations of Triton's CPU interpreter, with those right that it gets wrong.
 
 Triton's semantic layer turns each ``tl`` operation into calls of a builder. The interpreter's builder answers them with
-numpy; this one derives from it and mends arithmetic on bf16 and fp8, rounding, NaN in minima and maxima, masked atomics,
-and atomics on types that numpy lacks. It also tells `grid` of every operation by which a program may be waiting.
+numpy; this one derives from it and mends arithmetic on bf16 and fp8, rounding, NaN in minima and maxima, masked
+atomics, and atomics on types that numpy lacks. It also tells `grid` of every operation by which a program may be
+waiting.
 """
 
 import time
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,6 +18,10 @@ from triton.runtime.interpreter import InterpreterBuilder, InterpreterOptions, T
 
 from iris.errors import NotInSimulatorError
 from iris.simulator import atomics, dtypes, grid
+
+
+class MissingOperation(AttributeError):
+    """A builtin needs an operation that is not here; whoever knows the builtin's name says so to the user."""
 
 
 class Builder(InterpreterBuilder):
@@ -28,16 +34,24 @@ class Builder(InterpreterBuilder):
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("create_"):
-            raise NotInSimulatorError(name.removeprefix("create_"))
+            raise MissingOperation(name)
         raise AttributeError(name)
+
+    def create_inline_asm(self, *_: Any) -> TensorHandle:
+        raise NotInSimulatorError("inline assembly")
+
+    def create_extern_elementwise(self, library: str, path: str, symbol: str, *_: Any) -> TensorHandle:
+        raise NotInSimulatorError(f"{symbol} of a device library")
 
     # The programming model ------------------------------------------------------------------------------------------
 
-    def create_get_program_id(self, axis: int) -> TensorHandle:
-        return self.get_int32(grid.current().index[axis])
+    @property
+    def grid_idx(self) -> tuple[int, int, int]:
+        return grid.current().index
 
-    def create_get_num_programs(self, axis: int) -> TensorHandle:
-        return self.get_int32(grid.current().launch.dims[axis])
+    @property
+    def grid_dim(self) -> tuple[int, int, int]:
+        return grid.current().launch.dims
 
     # Constants ------------------------------------------------------------------------------------------------------
 
@@ -84,7 +98,9 @@ class Builder(InterpreterBuilder):
         return self._result(op(dtypes.widen(lhs), dtypes.widen(rhs), dtypes.widen(other)), other.dtype.scalar)
 
     def create_select(self, condition: TensorHandle, lhs: TensorHandle, rhs: TensorHandle) -> TensorHandle:
-        return TensorHandle(np.where(condition.data, lhs.data, rhs.data), lhs.dtype.scalar)
+        # Triton 3.6 chooses between signed and unsigned here, which numpy would widen.
+        other = rhs.data.astype(lhs.data.dtype, copy=False)
+        return TensorHandle(np.where(condition.data, lhs.data, other), lhs.dtype.scalar)
 
     def create_minnumf(self, lhs: TensorHandle, rhs: TensorHandle) -> TensorHandle:
         return self.binary_op(lhs, rhs, np.fmin)

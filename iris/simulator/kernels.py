@@ -31,7 +31,8 @@ from iris.simulator.gluon import semantic
 
 def _assigned(value: Any) -> Any:
     """What a name stands for after ``name = value``: numbers become tensors, as in the compiler."""
-    return semantic.to_tensor(value, False) if isinstance(value, (bool, int, float, tl.constexpr)) else value
+    value = tl.core._unwrap_if_constexpr(value)
+    return semantic.to_tensor(value) if isinstance(value, (bool, int, float)) else value
 
 
 def _and(left: Any, right: Callable[[], Any]) -> Any:
@@ -142,7 +143,7 @@ class _Rewriter(ast.NodeTransformer):
         return node
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _rewritten_code(code: CodeType, filename: str, shadowed: frozenset[str]) -> CodeType | None:
     """The code of the rewritten function, or None where there is no source to rewrite.
 
@@ -191,19 +192,10 @@ def _rewrite(function: FunctionType) -> FunctionType:
 # How a kernel is launched --------------------------------------------------------------------------------------------
 
 
-@functools.lru_cache(maxsize=None)
-def _parameters(function: FunctionType) -> tuple[inspect.Signature, frozenset[str]]:
-    """The signature, and the names of the parameters that are compile-time constants.
-
-    An annotation may be the class itself or, where annotations are strings, any spelling of it: ``gl.constexpr``.
-    """
-    signature = inspect.signature(function)
-    annotations = {name: parameter.annotation for name, parameter in signature.parameters.items()}
-    return signature, frozenset(
-        name
-        for name, kind in annotations.items()
-        if kind is tl.constexpr or (isinstance(kind, str) and kind.split(".")[-1].strip("'\" ") == "constexpr")
-    )
+def _is_constant(annotation: Any) -> bool:
+    """Whether a parameter is a compile-time constant; a string may spell it in any way: "gl.constexpr"."""
+    spelled = isinstance(annotation, str) and annotation.strip("'\" ").split(".")[-1] == "constexpr"
+    return spelled or annotation is tl.constexpr
 
 
 _pointer_types: dict[torch.dtype, tl.pointer_type] = {}
@@ -243,6 +235,14 @@ def rewritten(self: InterpretedFunction) -> FunctionType:
         return self._simulated
 
 
+def _signature(self: InterpretedFunction) -> inspect.Signature:
+    try:
+        return self._signature
+    except AttributeError:
+        self._signature = inspect.signature(self.fn)
+        return self._signature
+
+
 def call(self: InterpretedFunction, *args: Any, **kwargs: Any) -> Any:
     """A call from within a kernel."""
     return rewritten(self)(*args, **kwargs)
@@ -255,13 +255,15 @@ def launch(self: InterpretedFunction, *args: Any, grid: Any, warmup: bool, **kwa
     for hook in self.pre_run_hooks:
         hook(*args, **kwargs)
     num_warps = kwargs.get("num_warps", 4)
-    signature, constants = _parameters(self.fn)
-    bound = signature.bind(*args, **{name: value for name, value in kwargs.items() if name in signature.parameters})
+    signature = _signature(self)
+    parameters = signature.parameters
+    bound = signature.bind(*args, **{name: value for name, value in kwargs.items() if name in parameters})
     bound.apply_defaults()
     kernel = self.fn.__name__
     dims = tuple(map(operator.index, grid(dict(bound.arguments)) if callable(grid) else grid))
     values = {
-        name: value if name in constants else _argument(value, name, kernel) for name, value in bound.arguments.items()
+        name: value if _is_constant(parameters[name].annotation) else _argument(value, name, kernel)
+        for name, value in bound.arguments.items()
     }
     program = functools.partial(rewritten(self), **values)
     scheduler.run(kernel, dims + (1,) * (3 - len(dims)), num_warps, program)

@@ -1,11 +1,12 @@
 """``tl`` and ``gl`` while the simulator is active: every builtin bound to the simulator's semantic layer, for good.
 
-Triton's interpreter binds the language anew around each launch and each call of a device function. Here it happens once,
-when the simulator is activated, in every module of the two languages, so it is the same whether they were imported
-earlier or not, and kernels on several threads do not pull it from under each other.
+Triton's interpreter binds the language anew around each launch and each call of a device function. Here it happens
+once, when the simulator is activated, in every module of the two languages, so it is the same whether they were
+imported earlier or not, and kernels on several threads do not pull it from under each other.
 """
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable
 from importlib import import_module
@@ -22,6 +23,7 @@ from iris.errors import NotInSimulatorError
 from iris.simulator import gluon, reductions
 from iris.simulator.aggregates import method
 from iris.simulator.gluon import semantic
+from iris.simulator.interpreter import MissingOperation
 from iris.simulator.kernels import counted
 
 _LANGUAGES = ("triton.language", "triton.experimental.gluon.language")
@@ -93,8 +95,8 @@ def _bind(builtin: Callable) -> Callable:
     def bound(*args: Any, _semantic: Any = None, **kwargs: Any) -> Any:
         try:
             return inner(*args, _semantic=semantic, **kwargs)
-        except NotInSimulatorError as error:
-            raise error.in_builtin(builtin.__name__) from None
+        except MissingOperation:
+            raise NotInSimulatorError(builtin.__name__) from None
 
     return bound
 
@@ -107,6 +109,11 @@ def _without_compiler(replacement: Callable) -> Callable:
         return replacement(*args, **kwargs)
 
     return replaced
+
+
+def _is_unmarked_builtin(member: FunctionType) -> bool:
+    """The compiler passes its semantic layer to any method that takes it; not all of Gluon's are marked."""
+    return not member.__name__.startswith("_") and "_semantic" in inspect.signature(member).parameters
 
 
 class _Binder:
@@ -140,7 +147,7 @@ class _Binder:
         for name, member in list(vars(cls).items()):
             if isinstance(member, (JITFunction, InterpretedFunction)):
                 setattr(cls, name, method(self.stand_in(member)))
-            elif isinstance(member, FunctionType) and tl.core.is_builtin(member):
+            elif isinstance(member, FunctionType) and (tl.core.is_builtin(member) or _is_unmarked_builtin(member)):
                 setattr(cls, name, _bind(member))
 
 
@@ -149,7 +156,7 @@ def install() -> None:
     for name in ("cuda", "hip", "libdevice"):
         import_module(f"triton.language.extra.{name}")
     binder = _Binder()
-    modules = [module for name, module in sys.modules.items() if (name + ".").startswith(tuple(f"{p}." for p in _LANGUAGES))]
+    modules = [module for name, module in sys.modules.items() if name.startswith(_LANGUAGES)]
     # All are looked up before any is changed: a builtin is found by what it wraps.
     changes = [
         (module, name, new)

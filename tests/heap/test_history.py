@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from iris.errors import AsymmetricHeapError, OutOfStepError
-from iris.heap import SymmetricHeap
+from iris.errors import AsymmetricHeapError, InvalidSettingError, OutOfStepError
+from iris.heap import SymmetricHeap, history
 from iris.world import Group
 
 KIB = 1024
@@ -85,3 +85,28 @@ def cross_paths(ctx):
 @pytest.mark.ranks(2)
 def test_ranks_in_different_calls_are_told(ranks):
     ranks.run(cross_paths)
+
+
+def debug_alone(ctx):
+    if dist.get_rank() == 1:
+        os.environ["IRIS_DEBUG"] = "1"
+    try:
+        heap = shared_heap(ctx)
+        heap.empty((3,), torch.int8)
+        heap.meet()
+        heap.empty((3 + heap.group.rank,), torch.int8)
+        with pytest.raises(AsymmetricHeapError, match="Set IRIS_DEBUG=1 on all ranks"):
+            heap.meet()
+    finally:
+        os.environ.pop("IRIS_DEBUG", None)
+
+
+@pytest.mark.ranks(2)
+def test_debug_mode_on_one_rank_is_no_difference(ranks):
+    ranks.run(debug_alone)
+
+
+def test_a_debug_mode_that_means_nothing_is_refused(monkeypatch):
+    monkeypatch.setenv("IRIS_DEBUG", "yes")
+    with pytest.raises(InvalidSettingError, match="IRIS_DEBUG='yes' is not valid"):
+        history.debugging()

@@ -117,9 +117,7 @@ def test_zero_leaves_triton_alone(run):
 
 
 def test_child_processes_decide_for_themselves(run):
-    done = run(
-        "import iris.simulator, os\nprint(iris.simulator.ACTIVE, os.environ.get('TRITON_INTERPRET'))"
-    )
+    done = run("import iris.simulator, os\nprint(iris.simulator.ACTIVE, os.environ.get('TRITON_INTERPRET'))")
     assert done.stdout.split() == ["True", "None"]
 
 

@@ -178,7 +178,6 @@ def test_partitions_that_poll_shared_memory_finish_in_every_program():
 
 @gluon.jit
 def unsupported(x):
-    layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=32, element_bitwidth=16, rank=2)
     gl.nvidia.hopper.fence_async_shared()
 
 
@@ -187,7 +186,7 @@ def assembly(x):
     triton.language.inline_asm_elementwise("nop;", "=r,r", [0], dtype=triton.language.int32, is_pure=True, pack=1)
 
 
-@pytest.mark.parametrize("kernel, name", [(unsupported, "fence_async_shared"), (assembly, "inline_asm_elementwise")])
+@pytest.mark.parametrize("kernel, name", [(unsupported, "fence_async_shared"), (assembly, "inline assembly")])
 def test_what_is_not_there_is_named(kernel, name):
     with pytest.raises(NotInSimulatorError, match=f"^{name} .*iris.simulator.ACTIVE"):
         kernel[(1,)](torch.zeros(1))

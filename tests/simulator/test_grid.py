@@ -1,5 +1,7 @@
 """Programs of a launch that wait for each other, and what is said when they wait for ever."""
 
+import os
+import signal
 import threading
 import time
 from pathlib import Path
@@ -9,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+import iris
 from iris.errors import IrisTimeoutError, NotOnCpuError
 from iris.simulator import grid, hang
 
@@ -168,6 +171,30 @@ def test_a_hang_is_reported_with_place_flag_and_value(limit, monkeypatch):
     assert f"programs (0, 0, 0), (1, 0, 0), (2, 0, 0), (3, 0, 0), ... (9 in all) at {__file__}:{here} in spin" in text
     assert f"waits with atomic_cas for 41, holds 40; flag: address {flags.data_ptr():#x}" in text
     assert f"program (9, 0, 0) at {__file__}:{there} in two_kinds: polls with load, holds 5" in text
+
+
+@triton.jit
+def wait_for_flag(DeviceContext: tl.constexpr, context, flags):
+    DeviceContext.initialize(context).wait(flags + 2, 3, cmp="ge")  # waits
+
+
+def test_a_hang_in_the_library_names_the_callers_line_the_tensor_and_what_is_wanted(limit):
+    with iris.iris(1 << 20) as ctx:
+        flags = ctx.zeros(8, dtype=torch.int32)
+        with pytest.raises(IrisTimeoutError) as caught:
+            wait_for_flag[(1,)](iris.DeviceContext, ctx.get_device_context(), flags)
+    line = line_of('DeviceContext.initialize(context).wait(flags + 2, 3, cmp="ge")  # waits')
+    assert f"at {__file__}:{line} in wait_for_flag: waits for >= 3, holds 0; flag: rank 0's int32[8]" in str(
+        caught.value
+    )
+
+
+def test_an_interrupt_ends_a_launch():
+    flag, out = torch.zeros(1, dtype=torch.int32), torch.zeros(1)
+    for programs in (1, 4):
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            wait_for[(programs,)](flag, out)
 
 
 @triton.jit

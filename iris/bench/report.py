@@ -1,0 +1,47 @@
+"""A benchmark's results with what is needed to read them later: command, date, versions, device."""
+
+import datetime
+import json
+import platform
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+
+
+def environment() -> dict[str, Any]:
+    """What the figures of this run depend on."""
+    on_gpu = torch.cuda.is_available()
+    return {
+        "command": " ".join(["python", *sys.argv]),
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "device": torch.cuda.get_device_name() if on_gpu else f"simulator on {platform.machine()}",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+    }
+
+
+def save(path: Path, num_ranks: int, figures: dict[str, float]) -> None:
+    """Write ``figures`` (name with unit → value) as JSON; called by one rank."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({**environment(), "num_ranks": num_ranks, "figures": figures}, indent=2) + "\n")
+
+
+def below_floor(floors: Path, num_ranks: int, figures: dict[str, float]) -> list[str]:
+    """The figures that miss their bound in ``floors``, in words.
+
+    The file maps device → number of ranks → figure → bound; a figure that ends in ``_us`` may not be above its bound, any
+    other not below it. A bound for a figure that was not measured is missed too.
+    """
+    bounds = json.loads(floors.read_text()).get(environment()["device"], {}).get(str(num_ranks), {})
+    missed = []
+    for name, bound in bounds.items():
+        value = figures.get(name)
+        if value is None:
+            missed.append(f"{name} was not measured (bound {bound:g})")
+        elif value > bound if name.endswith("_us") else value < bound:
+            missed.append(f"{name} is {value:.4g}, and its bound is {bound:g}")
+    return missed
