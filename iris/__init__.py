@@ -10,7 +10,12 @@ In a kernel, ``iris.load``, ``iris.store``, ``iris.atomic_add`` ... take a point
 reach; `iris.DeviceContext` carries rank and bases itself. See `iris.gluon` for Gluon kernels.
 """
 
-# First of all: it decides whether kernels run in the simulator, which must be settled before any is defined.
+__version__ = "0.1.0"
+
+# First of all: without Triton nothing else can be imported.
+from iris import requirements as requirements  # isort: skip
+
+# Then this: it decides whether kernels run in the simulator, which must be settled before any is defined.
 from iris import simulator  # isort: skip
 from logging import DEBUG, ERROR, INFO, WARNING
 
@@ -39,8 +44,6 @@ atomic_xor = triton_functions.atomic_xor
 atomic_min = triton_functions.atomic_min
 atomic_max = triton_functions.atomic_max
 atomic_cas = triton_functions.atomic_cas
-
-__version__ = "0.1.0"
 
 __all__ = [
     "DEBUG",

@@ -115,9 +115,10 @@ class Iris(Factories):
         if group not in self._barriers:
             self._barriers[group] = DeviceBarrier(self._workspace(group))
         if self.device.type == "cpu":
-            self._barriers[group].enqueue(0, capturing=False)
+            self._barriers[group].enqueue(None, capturing=False)
             return
-        stream = torch.cuda.current_stream(self.device).cuda_stream
+        # The raw handle: making a Stream object costs the host ten times as much.
+        stream = torch._C._cuda_getCurrentRawStream(self.gpu_id)
         self._barriers[group].enqueue(stream, torch.cuda.is_current_stream_capturing())
 
     def broadcast(self, value: Any, src: int = 0, *, source_rank: int | None = None) -> Any:

@@ -27,17 +27,17 @@ class DeviceBarrier:
 
     def __init__(self, workspace: Workspace) -> None:
         self._workspace = workspace
-        self._launches: dict[int, Callable[[], None]] = {}
+        self._launches: dict[int | None, Callable[[int | None], None]] = {}
 
-    def enqueue(self, stream: int, capturing: bool) -> None:
-        """Enqueue on the current stream, whose handle is ``stream``; ``capturing`` says whether a graph records it."""
+    def enqueue(self, stream: int | None, capturing: bool) -> None:
+        """Enqueue on the stream with this handle (None in the simulator); ``capturing``: a graph is recording it."""
         if capturing:
-            self._prepare(self._workspace.captured_channel())()
+            self._prepare(self._workspace.captured_channel())(stream)
             return
         if stream not in self._launches:
             self._launches[stream] = self._prepare(self._workspace.channel("barrier", stream))
-        self._launches[stream]()
+        self._launches[stream](stream)
 
-    def _prepare(self, flags: torch.Tensor) -> Callable[[], None]:
+    def _prepare(self, flags: torch.Tensor) -> Callable[[int | None], None]:
         # One warp: it holds all flags, so one fence serves them all, and there is no other warp to wait for.
         return prepare(_barrier_kernel, (1, 1, 1), self._workspace.context_tensor, flags, num_warps=1)

@@ -5,6 +5,7 @@ from `IrisError` and from the built-in error that a caller would expect, so both
 ``except MemoryError`` do what they say.
 """
 
+import sys
 from collections.abc import Iterable
 
 
@@ -161,3 +162,18 @@ class NotOnCpuError(IrisError, ValueError):
             f"Argument {argument!r} of kernel {kernel!r} is on {device}, and the simulator runs kernels on the CPU. "
             f"Pass a CPU tensor (Iris makes its tensors there when the simulator is active), or set IRIS_SIMULATOR=0."
         )
+
+
+class TritonMissingError(IrisError, ImportError):
+    """Triton is not installed, or cannot be imported."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(
+            f"Iris needs Triton 3.6 or newer ({reason}). Triton exists for Linux on x86-64 and aarch64: `pip install triton` "
+            f"there, in this Python ({sys.executable}). On Windows use WSL 2, on macOS a Linux container; no GPU is needed, "
+            f"for kernels then run in the simulator. `python -m iris info` says what else is missing."
+        )
+
+
+class NoGpuForRankError(IrisError, RuntimeError):
+    """There are fewer GPUs than ranks, and the simulator is forbidden."""

@@ -5,13 +5,14 @@ from typing import Any, Callable
 from iris import simulator
 
 
-def prepare(kernel: Any, grid: tuple[int, int, int], *args: Any, num_warps: int) -> Callable[[], None]:
-    """Compile and load ``kernel`` for ``args`` now; the result launches it on the current stream, with these arguments.
+def prepare(kernel: Any, grid: tuple[int, int, int], *args: Any, num_warps: int) -> Callable[[int | None], None]:
+    """Compile and load ``kernel`` for ``args`` now; the result launches it with them on the stream whose handle it gets.
 
-    The host neither synchronises nor compiles in the launches themselves. The arguments are kept alive.
+    The host neither synchronises nor compiles in the launches themselves. The arguments are kept alive. In the simulator,
+    which has no streams, the handle is None.
     """
     if simulator.ACTIVE:
-        return lambda: kernel[grid](*args, num_warps=num_warps)
+        return lambda stream: kernel[grid](*args, num_warps=num_warps)
     compiled = kernel.warmup(*args, grid=grid, num_warps=num_warps)
     launch = compiled[grid]
-    return lambda: launch(*args)
+    return lambda stream: launch(*args, stream=stream)

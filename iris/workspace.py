@@ -33,12 +33,12 @@ class Workspace:
             torch.cuda.synchronize(device)
         group.all_gather(None, "the first use of a group")
         self._rows = flags[: flags.numel() // group.size * group.size].view(-1, group.size)
-        self._channels: dict[tuple[str, int], int] = {}
+        self._channels: dict[tuple[str, int | None], int] = {}
         self._used = 0
         self.context_tensor = context_tensor(group.rank, self._mapping.bases, record.address, device)
 
-    def channel(self, operation: str, stream: int) -> torch.Tensor:
-        """The flags of ``operation`` on the stream with handle ``stream``: int32 ``[1, group size]``, on the current rank."""
+    def channel(self, operation: str, stream: int | None) -> torch.Tensor:
+        """The flags of ``operation`` on the stream with handle ``stream`` (None in the simulator): int32 ``[1, group size]``, on the current rank."""
         key = (operation, stream)
         if key not in self._channels:
             self._channels[key] = self._next()

@@ -7,18 +7,27 @@ UNDER_TORCHRUN = "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def pytest_generate_tests(metafunc):
-    """`@pytest.mark.ranks(1, 2, 4)` runs a test that takes ``ranks`` with each of these numbers of ranks."""
+    """`@pytest.mark.ranks(1, 2, 4)` runs a test that takes ``ranks`` with each of these numbers of ranks.
+
+    Under torchrun it runs with the ranks that are there, or not at all if it says ``exactly=True`` and means others.
+    """
     if "ranks" in metafunc.fixturenames:
         mark = metafunc.definition.get_closest_marker("ranks")
         counts = mark.args if mark else (2,)
         if UNDER_TORCHRUN:
-            counts = (int(os.environ["WORLD_SIZE"]),)
+            here = int(os.environ["WORLD_SIZE"])
+            counts = (here,) if here in counts or not (mark and mark.kwargs.get("exactly")) else ()
         metafunc.parametrize("ranks", counts, indirect=True, ids=lambda count: f"{count}ranks")
 
 
 def pytest_collection_modifyitems(items):
     """Tests of equal size side by side, so that few rank processes are alive at a time."""
-    items.sort(key=lambda item: item.callspec.params.get("ranks", 0) if hasattr(item, "callspec") else 0)
+
+    def count(item):
+        value = item.callspec.params.get("ranks", 0) if hasattr(item, "callspec") else 0
+        return value if isinstance(value, int) else 0
+
+    items.sort(key=count)
 
 
 @pytest.fixture(scope="session")

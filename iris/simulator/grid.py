@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import triton.language as tl
 
-from iris.simulator import hang
+from iris.simulator import hang, interrupts
 
 SHORTEST_SLEEP_S = 50e-6
 LONGEST_SLEEP_S = 1e-3
@@ -104,6 +104,7 @@ def observe(
     task = _current
     if task is None:
         return
+    task.launch.leave_if_failed()
     key, now = (operation, pointers.tobytes()), values.tobytes()
     if task.seen.get(key) != now or changed():
         if len(task.seen) >= REMEMBERED:
@@ -122,15 +123,18 @@ def run(name: str, dims: tuple[int, int, int], num_warps: int, program: Callable
     nothing changes. Launches from several threads take turns; a program may launch another kernel.
     """
     global _current
+    launch = Launch(name, dims, num_warps, program)
     outer = _current if _current is not None and _current.thread == threading.get_ident() else None
-    if outer is None:
-        _baton.acquire()
-    try:
-        Launch(name, dims, num_warps, program).run()
-    finally:
-        _current = outer
-        if outer is None:
-            _baton.release()
+    with interrupts.deferred(launch.fail, Launch._execute.__code__):
+        while outer is None and not _baton.acquire(timeout=0.1):
+            launch.raise_error()
+        try:
+            launch.run()
+        finally:
+            _current = outer
+            if outer is None:
+                _baton.release()
+    launch.raise_error()
 
 
 class Launch:
@@ -151,12 +155,23 @@ class Launch:
 
     def run(self) -> None:
         self._work(self._start_another())
-        self._acquire(self._finished)
-        if self._error is not None:
+        self._finished.acquire()
+
+    def fail(self, error: BaseException) -> None:
+        """End the launch with ``error``: programs leave at their next access that may be a wait."""
+        self._error = self._error or error
+
+    def raise_error(self) -> None:
+        error, self._error = self._error, None  # its traceback holds this launch: no cycle is to keep both
+        if error is not None:
             try:
-                raise self._error
+                raise error
             finally:
-                self._error = None  # its traceback holds this frame
+                del error
+
+    def leave_if_failed(self) -> None:
+        if self._error is not None:
+            raise _Unwound
 
     def fork(self, parent: Task, bodies: Sequence[Callable[[], None]], num_warps: Sequence[int]) -> None:
         """Add partitions that run beside ``parent``; `join` waits for them."""
@@ -179,8 +194,6 @@ class Launch:
 
     def let_others_run(self, task: Task) -> None:
         """``task`` polls in vain; returns when it is its turn again."""
-        if self._error is not None:
-            raise _Unwound
         self._polls += 1
         starting = self._start_another()
         if starting is not None:
@@ -251,7 +264,7 @@ class Launch:
         except BaseException as error:
             if hasattr(error, "add_note"):  # Python 3.11
                 error.add_note(f"in program {task.index} of kernel {self.name!r}")
-            self._fail(error)
+            self.fail(error)
         self.live.discard(task)
         self._leave(task)
         self.progress()
@@ -267,21 +280,9 @@ class Launch:
 
     def _park(self, task: Task) -> None:
         global _current
-        self._acquire(task.gate)
+        task.gate.acquire()
         _current = task
-        if self._error is not None:
-            raise _Unwound
-
-    def _acquire(self, gate: LockType) -> None:
-        while True:
-            try:
-                gate.acquire()
-                return
-            except KeyboardInterrupt as interrupt:  # only the main thread gets it; the others leave at their next poll
-                self._fail(interrupt)
-
-    def _fail(self, error: BaseException) -> None:
-        self._error = self._error or error
+        self.leave_if_failed()
 
     def _rest(self, task: Task) -> None:
         """Everyone polls in vain: let other launches and processes run for a moment."""
@@ -290,7 +291,7 @@ class Launch:
         self._waited += min(start - self._polled_at, LONGEST_POLL_S * self._polls)
         if limit_s and self._waited >= limit_s:
             waiting = [live for live in self.live if not live.joining]
-            self._fail(hang.error(self.name, limit_s, waiting, Launch._execute.__code__))
+            self.fail(hang.error(self.name, limit_s, waiting, Launch._execute.__code__))
             raise _Unwound
         self._polls = 0
         _baton.release()

@@ -39,7 +39,7 @@ def make_one_more(ctx, debug, exhausted):
     return str(caught.value)
 
 
-@pytest.mark.ranks(3)
+@pytest.mark.ranks(3, exactly=True)
 def test_an_asymmetric_program_is_caught(ranks):
     for text in ranks.run(make_one_more, "0", False):
         assert "ranks 0 and 2 made 1 allocation and are in barrier()" in text
@@ -47,7 +47,7 @@ def test_an_asymmetric_program_is_caught(ranks):
         assert "Set IRIS_DEBUG=1" in text
 
 
-@pytest.mark.ranks(3)
+@pytest.mark.ranks(3, exactly=True)
 def test_debug_mode_names_the_call_that_differs(ranks):
     line = make_one_more.__code__.co_firstlineno + 9
     for text in ranks.run(make_one_more, "1", False):
@@ -56,7 +56,7 @@ def test_debug_mode_names_the_call_that_differs(ranks):
         assert f"ones() of float32[2, 3] at {os.path.relpath(__file__)}:{line} on rank 1" in text
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, exactly=True)
 def test_a_rank_that_fills_its_heap_alone_is_caught(ranks):
     for text in ranks.run(make_one_more, "0", True):
         assert "rank 0 made 1 allocation and is in barrier()" in text
@@ -71,7 +71,7 @@ def differ_in_size(ctx):
     del tensor
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, exactly=True)
 def test_different_sizes_are_caught(ranks):
     ranks.run(differ_in_size)
 
@@ -82,7 +82,7 @@ def cross_paths(ctx):
         heap.meet() if heap.group.rank else heap.group.all_gather(None, "a broadcast")
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, exactly=True)
 def test_ranks_in_different_calls_are_told(ranks):
     ranks.run(cross_paths)
 
@@ -101,7 +101,7 @@ def debug_alone(ctx):
         os.environ.pop("IRIS_DEBUG", None)
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, exactly=True)
 def test_debug_mode_on_one_rank_is_no_difference(ranks):
     ranks.run(debug_alone)
 

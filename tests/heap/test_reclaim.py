@@ -98,7 +98,7 @@ def hold_on_to_garbage(ctx):
 @pytest.mark.ranks(3)
 def test_a_rank_whose_collector_is_late_does_not_diverge(ranks):
     offsets = ranks.run(hold_on_to_garbage)
-    assert offsets[0] == offsets[1] == offsets[2]
+    assert len(set(map(str, offsets))) == 1
     assert len(set(offsets[0])) <= 64
 
 
@@ -116,7 +116,7 @@ def hold_on_for_good(ctx):
 
 @pytest.mark.ranks(3)
 def test_a_full_heap_names_the_rank_that_holds_on(ranks):
-    assert ranks.run(hold_on_for_good) == [0, 0, 0]
+    assert ranks.run(hold_on_for_good) == [0] * ranks.num_ranks
 
 
 class FakeStream:
@@ -154,7 +154,7 @@ def wait_for_a_peers_kernel(ctx):
     return polls
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, exactly=True)
 def test_memory_comes_back_when_the_last_kernel_has_finished(ranks):
     assert ranks.run(wait_for_a_peers_kernel) == [[1, 1, 1], [1, 1, 1]]
 
@@ -169,7 +169,7 @@ def wait_in_vain(ctx):
         heap.empty((4 * KIB,), torch.int8)
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, exactly=True)
 def test_a_kernel_that_never_ends_is_named(ranks):
     ranks.run(wait_in_vain)
 

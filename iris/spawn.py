@@ -1,0 +1,65 @@
+"""Starts the ranks of a program on this machine, so that it runs by itself as well as under torchrun."""
+
+import os
+import socket
+from collections.abc import Callable
+from typing import Any
+
+from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, start_processes
+
+# How often the starting process looks up from its ranks.
+INTERVAL_S = 0.1
+
+
+def launch(worker: Callable, num_ranks: int, *args: Any, meanwhile: Callable[[], None] | None = None) -> None:
+    """Call ``worker(*args)`` once on every rank, and wait for all of them. Blocks.
+
+    Under torchrun this process is a rank already, and simply calls it. Otherwise ``num_ranks`` processes are started
+    with torchrun's environment (``RANK``, ``LOCAL_RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``, ``MASTER_PORT``), from which
+    `iris.iris` takes rank and device.
+
+    Parameters
+    ----------
+    worker
+        A function at the top level of a module; it makes its own context. Its arguments must be picklable.
+    num_ranks
+        How many ranks to start. Without effect under torchrun.
+    meanwhile
+        Called in the starting process about ten times a second while the ranks run. Not called under torchrun.
+
+    Raises
+    ------
+    SystemExit
+        A rank failed: the others are ended, and the text names the rank and holds its traceback.
+    """
+    if "RANK" in os.environ:
+        worker(*args)
+        return
+    context = start_processes(_run, (worker, num_ranks, _free_port(), args), nprocs=num_ranks, join=False)
+    try:
+        while not context.join(INTERVAL_S):
+            if meanwhile is not None:
+                meanwhile()
+    except (ProcessRaisedException, ProcessExitedException) as error:
+        text = error.msg.partition("following error:\n")[2] or f"{error.msg}\n"
+        raise SystemExit(f"Rank {error.error_index} of {num_ranks} failed:\n{text}") from None
+    finally:
+        for process in context.processes:
+            process.kill()
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def _run(rank: int, worker: Callable, num_ranks: int, port: int, args: tuple) -> None:
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(num_ranks),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
+    worker(*args)

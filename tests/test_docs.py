@@ -1,0 +1,329 @@
+"""What README.md and docs/ say is true: their code runs, their commands exist, and the references miss nothing.
+
+A code block without a checker for its language fails. The rules for writers:
+
+* ``python``: a block whose first statement is an import begins a program, any other continues the one above. Programs
+  run on two ranks. One that begins with a comment ``# name.py`` is run by the commands on the page that name the file.
+* ``bash``: a command a line. Those that take seconds are run; of the others, every file, target, option and service that
+  they name must exist.
+* ``text``: what the block before it prints, on one of the ranks; ``...`` stands for anything.
+"""
+
+import ast
+import contextlib
+import importlib.util
+import inspect
+import io
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from conftest import UNDER_TORCHRUN
+
+import iris
+import iris.gluon
+from iris import errors
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
+COMMAND_LIMIT_S = 120
+
+alone = pytest.mark.skipif(UNDER_TORCHRUN, reason="starts processes of its own; run it without torchrun")
+
+
+# The blocks of a page ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Block:
+    page: Path
+    line: int  # of its first line of text, from 1 on
+    language: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Program:
+    name: str | None
+    blocks: tuple[Block, ...]
+
+
+def blocks_of(page):
+    text = page.read_text()
+    for match in re.finditer(r"^```([^\n]*)\n(.*?)^```$", text, flags=re.M | re.S):
+        yield Block(page, text.count("\n", 0, match.start(2)) + 1, match[1].strip(), match[2])
+
+
+def programs_of(page):
+    programs = []
+    for block in blocks_of(page):
+        if block.language == "python":
+            if isinstance(ast.parse(block.text).body[0], (ast.Import, ast.ImportFrom)):
+                name = re.match(r"# (\w+\.py)\n", block.text)
+                programs.append(Program(name and name[1], (block,)))
+            else:
+                programs[-1] = Program(programs[-1].name, (*programs[-1].blocks, block))
+    return programs
+
+
+def commands_of(page):
+    return [
+        (line, block)
+        for block in blocks_of(page)
+        if block.language == "bash"
+        for line in block.text.replace("\\\n", " ").splitlines()
+        if line.strip() and not line.startswith("#")
+    ]
+
+
+def expected_after(block):
+    """What the ``text`` block right behind ``block`` says, or None."""
+    following = [other for other in blocks_of(block.page) if other.line > block.line][:1]
+    return following[0].text if following and following[0].language == "text" else None
+
+
+def assert_printed(expected, outputs):
+    pattern = re.escape(expected.strip()).replace(r"\.\.\.", ".*?")
+    assert any(re.fullmatch(pattern, output.strip(), flags=re.S) for output in outputs), "\n---\n".join(outputs)
+
+
+def where(value):
+    if isinstance(value, Block):
+        return f"line {value.line}"
+    return value.name if isinstance(value, Path) else None
+
+
+@pytest.mark.parametrize("page", PAGES, ids=where)
+def test_every_block_has_a_checker(page):
+    blocks = list(blocks_of(page))
+    assert 2 * len(blocks) == len(re.findall(r"^\s*(?:```|~~~)", page.read_text(), flags=re.M))
+    for before, block in zip([None, *blocks], blocks, strict=False):
+        assert block.language in ("python", "bash", "text"), block
+        assert block.language != "text" or before.language in ("python", "bash"), block
+    run = [word for line, _ in commands_of(page) for word in line.split()]
+    for program in programs_of(page):
+        assert program.name is None or program.name in run, f"nothing runs {program.name}"
+
+
+# Programs ------------------------------------------------------------------------------------------------------------
+
+
+def run_programs(ctx, page):
+    """Run the page's programs on this rank; what each block printed, by its line."""
+    printed = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for program in programs_of(page):
+            if program.name is not None:
+                continue
+            namespace = {"__name__": "__main__"}
+            for block in program.blocks:
+                # In a file, for Triton reads a kernel's source; at the page's own lines, for whoever reads a traceback.
+                file = Path(folder, f"{page.stem}_{block.line}.py")
+                file.write_text("\n" * (block.line - 1) + block.text)
+                with contextlib.redirect_stdout(io.StringIO()) as out:
+                    exec(compile(file.read_text(), str(file), "exec"), namespace)
+                printed[block.line] = out.getvalue()
+            ctx.barrier()
+    return printed
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if any(q.name is None for q in programs_of(p))], ids=where)
+def test_the_programs_run(ranks, page):
+    printed = ranks.run(run_programs, page)
+    for block in blocks_of(page):
+        expected = expected_after(block)
+        if block.line in printed[0] and expected is not None:
+            assert_printed(expected, [each[block.line] for each in printed])
+
+
+# Commands ------------------------------------------------------------------------------------------------------------
+
+
+class Commands:
+    """A method for each command that the pages use; returns what to run, or None where checking had to do."""
+
+    def __init__(self, page):
+        self.programs = {program.name: program for program in programs_of(page)}
+
+    def make(self, target, *settings):
+        makefile = (ROOT / "Makefile").read_text()
+        assert re.search(rf"^{target}:", makefile, flags=re.M)
+        for setting in settings:
+            assert re.search(rf"^{setting.partition('=')[0]} \?=", makefile, flags=re.M)
+
+    def pip(self, action, *arguments):
+        assert action == "install"
+        for argument in arguments:
+            if argument not in ("-e", "--no-deps", "torch"):
+                path, extras = re.fullmatch(r"(.)(?:\[([\w,]+)\])?", argument).groups()
+                assert path == "."
+                project = (ROOT / "pyproject.toml").read_text()
+                assert all(re.search(rf"^{extra} = \[", project, flags=re.M) for extra in (extras or "test").split(","))
+
+    def python(self, *arguments):
+        if arguments[0] in self.programs:
+            return [sys.executable, *arguments]
+        if arguments[:2] == ("-m", "iris"):
+            # The demonstration has a test of its own.
+            return [sys.executable, *arguments, *(["--help"] if "demo" in arguments else [])]
+        if arguments[:2] == ("-m", "pytest"):
+            arguments = [argument for argument in arguments[2:] if argument != "-q"]
+        self._exists(*arguments)
+
+    def torchrun(self, *arguments):
+        first = next(i for i, argument in enumerate(arguments) if argument.endswith(".py"))
+        if arguments[first] in self.programs:
+            return [sys.executable, "-m", "torch.distributed.run", *arguments]
+        self._exists(*arguments[first:])
+
+    def _exists(self, path, *arguments):
+        assert (ROOT / path).exists()
+        sources = "".join(file.read_text() for file in (ROOT / path).parent.glob("*.py"))
+        assert all(f'"{argument}"' in sources for argument in arguments if argument.startswith("--"))
+
+    def docker(self, compose, flag, file, *arguments):
+        assert (compose, flag) == ("compose", "-f")
+        services = re.findall(r"^  (\w+):", (ROOT / file).read_text(), flags=re.M)
+        assert any(argument in services for argument in arguments)
+
+
+@alone
+@pytest.mark.parametrize(
+    ("page", "line", "block"), [(p, *c) for p in PAGES for c in commands_of(p)], ids=where
+)
+def test_the_commands_work(page, line, block, tmp_path):
+    words = shlex.split(line, comments=True)
+    settings = {}
+    while "=" in words[0]:
+        name, _, value = words.pop(0).partition("=")
+        settings[name] = value
+    assert settings.keys() <= variables_of_the_package() | {"PYTHON"}
+    commands = Commands(page)
+    command = getattr(commands, words[0])(*words[1:])
+    if command is None:
+        return
+    for program in commands.programs.values():
+        if program.name is not None:
+            (tmp_path / program.name).write_text("".join(part.text for part in program.blocks))
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("IRIS_")}
+    done = subprocess.run(
+        command,
+        env={**environment, **settings, "PYTHONPATH": str(ROOT)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=COMMAND_LIMIT_S,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    expected = expected_after(block)
+    if expected is not None and line == commands_of(page)[-1][0]:
+        assert_printed(expected, [done.stdout])
+
+
+# References ----------------------------------------------------------------------------------------------------------
+
+
+def variables_of_the_package():
+    sources = "".join(file.read_text() for file in (ROOT / "iris").rglob("*.py"))
+    return set(re.findall(r"\bIRIS_[A-Z_]+\b", sources))
+
+
+def signature(function):
+    """As the references print it: without annotations, ``self`` and Triton's wrappers around defaults."""
+    function = getattr(function, "fn", function)
+    shown = []
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.name == "self":
+            continue
+        if parameter.kind == parameter.KEYWORD_ONLY and not any(text.startswith("*") for text in shown):
+            shown.append("*")
+        stars = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
+        default = getattr(parameter.default, "value", parameter.default)
+        shown.append(stars + parameter.name + ("" if default is parameter.empty else f"={default!r}"))
+    return f"({', '.join(shown)})".replace('"', "'")
+
+
+def context_members(context):
+    """The public members of a device context, methods as the jitted functions that they are."""
+    members = {}
+    for name in dir(context):
+        if not name.startswith("_"):
+            member = inspect.getattr_static(context, name)
+            member = getattr(member, "__func__", member)
+            if inspect.isfunction(member):  # in the simulator, a method that calls the jitted function
+                member = inspect.getclosurevars(member).nonlocals["function"]
+            members[name] = member
+    return members
+
+
+OPERATIONS = "load store get put copy".split() + [name for name in iris.__all__ if name.startswith("atomic_")]
+FACTORIES = "empty zeros ones full arange linspace rand randn randint".split()
+FACTORIES += [f"{name}_like" for name in "empty zeros ones full rand randn".split()]
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_the_reference_has_the_signature_of_each_function(name):
+    page = (DOCS / "device-reference.md").read_text()
+    for module in (iris, iris.gluon):
+        assert f"`{name}{signature(getattr(module, name))}`" in page
+
+
+@pytest.mark.parametrize("context", [iris.DeviceContext, iris.gluon.IrisDeviceCtx], ids=["triton", "gluon"])
+def test_the_reference_has_the_signature_of_each_member_of_the_context(context):
+    page = (DOCS / "device-reference.md").read_text()
+    for name, member in context_members(context).items():
+        text = f"{name}{signature(member)}" if hasattr(member, "fn") else name
+        assert f"`{text}`" in page
+    for name in context.__annotations__:
+        assert name.startswith("_") or f"`{name}`" in page or name in ("base", "table")
+
+
+@pytest.mark.parametrize("name", [name for name in dir(iris.Iris) if not name.startswith("_")])
+def test_the_reference_has_each_method_of_a_context(name):
+    page = (DOCS / "host-reference.md").read_text()
+    assert f"`{name}`" in page if name in FACTORIES else f"`{name}{signature(getattr(iris.Iris, name))}`" in page
+
+
+def test_the_references_have_each_public_name():
+    pages = "".join((DOCS / f"{side}-reference.md").read_text() for side in ("host", "device"))
+    attributes = ["cur_rank", "num_ranks", "device", "gpu_id", "heap_size", "heap", "heap_bases"]
+    for name in {*iris.__all__, *iris.gluon.__all__, *attributes, *variables_of_the_package()}:
+        assert re.search(rf"`[^`\n]*\b{name}\b[^`\n]*`", pages), name
+    for field in iris.heap.HeapStats.__dataclass_fields__:
+        assert f"`{field}`" in pages, field
+
+
+def test_the_reference_says_what_each_error_derives_from():
+    page = (DOCS / "host-reference.md").read_text()
+    for name, kind in vars(errors).items():
+        if inspect.isclass(kind) and issubclass(kind, errors.IrisError) and kind is not errors.IrisError:
+            builtin = next(base.__name__ for base in kind.__bases__ if base is not errors.IrisError)
+            assert f"\n| `{name}` | `{builtin}` |" in page
+
+
+@pytest.mark.parametrize("page", PAGES, ids=where)
+def test_what_a_page_names_exists(page):
+    text = page.read_text()
+    for block in blocks_of(page):
+        text = text.replace(block.text, "")
+    for target in re.findall(r"\]\(([^)#:]+)(?:#[\w-]+)?\)", text):
+        assert (page.parent / target).exists(), target
+    for path in re.findall(r"`((?:iris|tests|examples|docs|docker|scripts|benchmarks)/[\w./-]*)`", text):
+        assert (ROOT / path).exists(), path
+    known = variables_of_the_package() | {"IRIS_TEST_ALL"}
+    assert set(re.findall(r"\bIRIS_[A-Z_]+\b", text)) <= known
+
+
+@alone
+@pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="mkdocs is not installed")
+def test_the_site_builds(tmp_path):
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=COMMAND_LIMIT_S)
+    assert done.returncode == 0, done.stderr
