@@ -16,7 +16,7 @@ test: setup setup-oldest lint   ## the covering sample: simulator, compile check
 	$(RUN) -m pytest -q tests --ignore tests/codegen
 	IRIS_SIMULATOR=0 $(RUN) -m pytest -q tests/codegen
 	IRIS_SIMULATOR=0 $(OLDEST) -m pytest -q tests/codegen
-	$(OLDEST) -m pytest -q tests/smoke
+	$(OLDEST) -m pytest -q tests/test_acceptance.py tests/simulator
 
 test-all: export IRIS_TEST_ALL = 1
 test-all: test       ## every combination

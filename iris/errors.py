@@ -140,7 +140,7 @@ class KernelDefinedTooEarlyError(IrisError, RuntimeError):
     def __init__(self, kernel: str, place: str) -> None:
         super().__init__(
             f"Kernel {kernel!r} ({place}) was defined before Iris was imported, so the simulator, which is active in "
-            f"this process, cannot run it. Import iris before the module that defines the kernel, or set IRIS_SIMULATOR=0."
+            f"this process, cannot run it. Import iris before the module that defines it, or set IRIS_SIMULATOR=0."
         )
 
 
@@ -169,9 +169,9 @@ class TritonMissingError(IrisError, ImportError):
 
     def __init__(self, reason: str) -> None:
         super().__init__(
-            f"Iris needs Triton 3.6 or newer ({reason}). Triton exists for Linux on x86-64 and aarch64: `pip install triton` "
-            f"there, in this Python ({sys.executable}). On Windows use WSL 2, on macOS a Linux container; no GPU is needed, "
-            f"for kernels then run in the simulator. `python -m iris info` says what else is missing."
+            f"Iris needs Triton 3.6 or newer ({reason}). Triton exists for Linux on x86-64 and aarch64: there, run "
+            f"`pip install 'triton>=3.6'` for this Python ({sys.executable}). On Windows use WSL 2, on macOS a Linux "
+            f"container. No GPU is needed: without one, kernels run in the simulator."
         )
 
 

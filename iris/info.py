@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table
+from rich.text import Text
 
 from iris import __version__, requirements
 from iris.errors import TritonMissingError, readable
@@ -216,6 +218,6 @@ def show(report: dict[str, Any]) -> None:
     title("Missing")
     for each in report["missing"]:
         console.print(f"  [yellow]{each['what']}[/]")
-        console.print(f"    {each['remedy']}", markup=False)
+        console.print(Padding(Text(each["remedy"]), (0, 0, 0, 4)))
     if not report["missing"]:
         console.print("  [green]nothing[/]")

@@ -4,8 +4,8 @@ A code block without a checker for its language fails. The rules for writers:
 
 * ``python``: a block whose first statement is an import begins a program, any other continues the one above. Programs
   run on two ranks. One that begins with a comment ``# name.py`` is run by the commands on the page that name the file.
-* ``bash``: a command a line. Those that take seconds are run; of the others, every file, target, option and service that
-  they name must exist.
+* ``bash``: a command a line. Those that take seconds are run; of the others, every file, target, option and service
+  that they name must exist.
 * ``text``: what the block before it prints, on one of the ranks; ``...`` stands for anything.
 """
 
@@ -195,9 +195,7 @@ class Commands:
 
 
 @alone
-@pytest.mark.parametrize(
-    ("page", "line", "block"), [(p, *c) for p in PAGES for c in commands_of(p)], ids=where
-)
+@pytest.mark.parametrize(("page", "line", "block"), [(p, *c) for p in PAGES for c in commands_of(p)], ids=where)
 def test_the_commands_work(page, line, block, tmp_path):
     words = shlex.split(line, comments=True)
     settings = {}

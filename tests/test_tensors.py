@@ -89,14 +89,15 @@ CALLS = {
 def test_a_factory_makes_what_torch_makes(ctx, name):
     """The same shape, dtype and values (random ones too, on the CPU), contiguous and on the heap."""
     torch.manual_seed(sum(map(ord, name)))
-    expected = CALLS[name](Torch())
+    with ctx.heap.device:
+        expected = CALLS[name](Torch())
     torch.manual_seed(sum(map(ord, name)))
     result = CALLS[name](ctx)
     assert (result.shape, result.dtype, result.device) == (expected.shape, expected.dtype, ctx.heap.device)
     assert result.is_contiguous() and ctx.is_symmetric(result)
     assert result.untyped_storage().data_ptr() % 1024 == 0
     if result.device.type == "cpu" or "rand" not in name and "uniform" not in name:
-        assert torch.equal(result.cpu().view(-1).view(torch.uint8), expected.contiguous().view(-1).view(torch.uint8))
+        assert torch.equal(result.cpu().view(-1).view(torch.uint8), expected.cpu().contiguous().view(-1).view(torch.uint8))
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ def produce(heap_bases, source, inbox, full, taken, round, n, BLOCK: tl.constexp
     pid = tl.program_id(0)
     offsets = pid * BLOCK + tl.arange(0, BLOCK)
     mask = offsets < n
-    # Adding nothing reads the counter, with an acquire. Not a plain load: that orders nothing, and the compiler may take
-    # it out of the loop.
+    # Adding nothing reads the counter, with an acquire. A plain load would not do: it orders nothing, and a compiler may
+    # take it out of the loop.
     while iris.atomic_add(taken + pid, 0, PRODUCER, PRODUCER, heap_bases, sem="acquire") < round:
         pass
     values = iris.load(source + offsets, PRODUCER, PRODUCER, heap_bases, mask=mask)
