@@ -14,7 +14,7 @@ def produce(heap_bases, source, inbox, full, taken, round, n, BLOCK: tl.constexp
     pid = tl.program_id(0)
     offsets = pid * BLOCK + tl.arange(0, BLOCK)
     mask = offsets < n
-    # Adding nothing reads the counter, with an acquire. A plain load would not do: it orders nothing, and a compiler may
+    # Adding nothing reads the counter, with an acquire. A plain load would not do: it orders nothing, and compilers may
     # take it out of the loop.
     while iris.atomic_add(taken + pid, 0, PRODUCER, PRODUCER, heap_bases, sem="acquire") < round:
         pass

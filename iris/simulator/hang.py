@@ -70,8 +70,7 @@ def _describe(poll: "Poll", frame: FrameType | None, bottom: CodeType) -> str:
         stack.append(frame)
         frame = frame.f_back
     address = int(poll.pointers.flat[0])
-    held = _value(poll.values, poll.element)
-    return f"at {_place(stack)}: {_wanted(poll, stack)}, holds {held}; flag: {_flag(address, poll.pointers.size)}"
+    return f"at {_place(stack)}: {_wanted(poll, stack)}; flag: {_flag(address, poll.pointers.size)}"
 
 
 def _place(stack: list[FrameType]) -> str:
@@ -85,15 +84,21 @@ def _place(stack: list[FrameType]) -> str:
 
 
 def _wanted(poll: "Poll", stack: list[FrameType]) -> str:
+    """What a poll is to see, which the library's own waits know, and what it sees."""
+    held = _value(poll.values, poll.element)
     for frame in stack:
-        if frame.f_code.co_name == "wait" and Path(frame.f_code.co_filename).name == "ordering.py":
+        if Path(frame.f_code.co_filename).name == "ordering.py":
             names = frame.f_locals
-            if "value" in names and "cmp" in names:
+            if frame.f_code.co_name == "wait" and "value" in names:
                 comparison = tl.core._unwrap_if_constexpr(names["cmp"])
-                return f"waits for {_SYMBOLS.get(comparison, comparison)} {_scalar(names['value'])}"
+                return f"waits for {_SYMBOLS[comparison]} {_scalar(names['value'])}, holds {held}"
+            if frame.f_code.co_name == "barrier" and "reached" in names:
+                ranks = int(_scalar(names["num_ranks"]))
+                epochs = ", ".join(_value(each, poll.element) for each in np.reshape(poll.values, -1)[:ranks])
+                return f"waits in a barrier for epoch {_scalar(names['reached'])}, the ranks are at [{epochs}]"
     if poll.expected is not None:
-        return f"waits with {poll.operation} for {_value(poll.expected, poll.element)}"
-    return f"polls with {poll.operation}"
+        return f"waits with {poll.operation} for {_value(poll.expected, poll.element)}, holds {held}"
+    return f"polls with {poll.operation}, holds {held}"
 
 
 def _scalar(value: Any) -> str:

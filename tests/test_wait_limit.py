@@ -1,0 +1,31 @@
+"""IRIS_WAIT_TIMEOUT_S: a wait that nobody ends is ended, and the host says who waited for what."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import UNDER_TORCHRUN
+
+TESTS = Path(__file__).parent
+
+
+def run(program, limit, **kwargs):
+    environment = {**os.environ, "IRIS_WAIT_TIMEOUT_S": limit, "PYTHONPATH": f"{TESTS.parent}:{TESTS}"}
+    return subprocess.run([sys.executable, *program], env=environment, capture_output=True, text=True, timeout=90)
+
+
+@pytest.mark.skipif(UNDER_TORCHRUN, reason="starts ranks of its own; run it without torchrun")
+def test_a_wait_in_vain_is_reported():
+    result = run([TESTS / "programs" / "wait_in_vain.py"], "1")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("found:") == 2 and "FAILED" not in result.stdout, result.stdout
+    assert result.stdout.count("went on") == 2
+
+
+@pytest.mark.parametrize("limit", ["soon", "-1", "inf", "nan"])
+def test_a_limit_that_means_nothing_is_refused(limit):
+    result = run(["-c", "import iris"], limit)
+    assert result.returncode != 0
+    assert "InvalidSettingError" in result.stderr and f"IRIS_WAIT_TIMEOUT_S='{limit}'" in result.stderr
