@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 4 benchmarks/point_to_point.py --output benchmarks/results/point_to_point.json
 
-Every rank moves ``--mebibytes`` to or from the next rank at the same time. Times are medians over replays of a CUDA graph,
-and the slowest rank counts. In the simulator the data are checked and the times mean nothing.
+Every rank moves ``--mebibytes`` to or from the next rank at the same time. Times are medians over replays of a CUDA
+graph, and the slowest rank counts. In the simulator the data are checked and the times mean nothing.
 """
 
 import sys
@@ -13,7 +13,6 @@ from pathlib import Path
 import click
 import point_to_point_kernels as kernels
 import torch
-import triton
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -22,7 +21,7 @@ import iris
 from iris.bench.report import below_floor, environment, save
 from iris.bench.timing import replay_microseconds
 
-ON_GPU = torch.cuda.is_available()
+ON_GPU = not iris.simulator.ACTIVE
 BLOCK = 8192  # bf16 elements a program step: 16 KiB
 NUM_WARPS = 8
 VECTOR = 8  # bf16 elements of 16 bytes
@@ -125,9 +124,13 @@ def latencies(ctx, rounds, figures):
     if ctx.cur_rank < 2:
         check(flag, torch.full_like(flag, done), "the flag")
     figures["remote_load_us"] = timed(lambda: kernels.chase[(1,)](context, links, out, rounds, peer, num_warps=1))
-    figures["local_load_us"] = timed(lambda: kernels.chase[(1,)](context, links, out, rounds, ctx.cur_rank, num_warps=1))
+    figures["local_load_us"] = timed(
+        lambda: kernels.chase[(1,)](context, links, out, rounds, ctx.cur_rank, num_warps=1)
+    )
     out.zero_()
-    figures["remote_atomic_us"] = timed(lambda: kernels.count_up[(1,)](context, counter, out, rounds, peer, num_warps=1))
+    figures["remote_atomic_us"] = timed(
+        lambda: kernels.count_up[(1,)](context, counter, out, rounds, peer, num_warps=1)
+    )
     check(counter, torch.full_like(counter, 6 * rounds), "the counter")
     if ON_GPU:
         figures["device_barrier_us"] = max(
@@ -157,7 +160,9 @@ def host_cost(ctx, fn, calls=200):
 @click.option("--programs", default="32,132" if ON_GPU else "2", show_default=True, help="Sizes of the grid.")
 @click.option("--rounds", default=1000 if ON_GPU else 5, show_default=True, help="Operations in a row, for latencies.")
 @click.option("--output", type=click.Path(path_type=Path), help="Write the figures here, as JSON.")
-@click.option("--floors", type=click.Path(exists=True, path_type=Path), help="Fail where a figure misses its bound there.")
+@click.option(
+    "--floors", type=click.Path(exists=True, path_type=Path), help="Fail where a figure misses its bound there."
+)
 def main(mebibytes: int, programs: str, rounds: int, output: Path | None, floors: Path | None) -> None:
     ctx = iris.iris((2 * mebibytes << 20) + (128 << 20))
     console = Console(stderr=False, quiet=ctx.cur_rank != 0)

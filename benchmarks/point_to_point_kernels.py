@@ -22,7 +22,7 @@ def triton_store(context_tensor, source, target, n, peer, BLOCK: tl.constexpr):
 
 @triton.jit
 def by_hand_store(source, remote_target, n, BLOCK: tl.constexpr):
-    """The same with the peer's address passed in and hints to the compiler: what the translation is measured against."""
+    """The same with the peer's address passed in, and hints to the compiler: what the translation is held against."""
     offsets = tl.max_contiguous(tl.multiple_of(tl.arange(0, BLOCK), BLOCK), BLOCK)
     value = tl.load(source + tl.program_id(0) * BLOCK + offsets)
     for start in range(tl.program_id(0) * BLOCK, n, tl.num_programs(0) * BLOCK):

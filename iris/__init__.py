@@ -6,8 +6,8 @@
     buffer = ctx.zeros(4096)                  # the same offset in each
     kernel[grid](buffer, ctx.get_heap_bases())
 
-In a kernel, ``iris.load``, ``iris.store``, ``iris.atomic_add`` ... take a pointer into the caller's heap and the rank to
-reach; `iris.DeviceContext` carries rank and bases itself. See `iris.gluon` for Gluon kernels.
+In a kernel, ``iris.load``, ``iris.store``, ``iris.atomic_add`` ... take a pointer into the caller's heap and the rank
+to reach; `iris.DeviceContext` carries rank and bases itself. See `iris.gluon` for Gluon kernels.
 """
 
 __version__ = "0.1.0"

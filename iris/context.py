@@ -71,7 +71,7 @@ class Iris(Factories):
         return self.gpu_id
 
     def get_cu_count(self) -> int:
-        """Multiprocessors (NVIDIA) or compute units (AMD) of this rank's GPU; 1 in the simulator, which runs one program."""
+        """Multiprocessors (NVIDIA) or compute units (AMD) of this rank's GPU; 1 in the simulator."""
         if self.device.type == "cpu":
             return 1
         return torch.cuda.get_device_properties(self.device).multi_processor_count
@@ -89,8 +89,8 @@ class Iris(Factories):
     def barrier(self, stream: torch.cuda.Stream | None = None, group: dist.ProcessGroup | None = None) -> None:
         """Drain ``stream`` (default: the device), then meet all ranks of ``group`` (default: the world).
 
-        Collective over the group; blocks the host. A barrier of the world also frees the memory of tensors that have died
-        on every rank. Raises `IrisTimeoutError` if a kernel gave up a wait, or a rank does not come.
+        Collective over the group; blocks the host. A barrier of the world also frees the memory of tensors that have
+        died on every rank. Raises `IrisTimeoutError` if a kernel gave up a wait, or a rank does not come.
         """
         self.heap.check_open()
         if self.device.type == "cuda":
@@ -104,10 +104,10 @@ class Iris(Factories):
     def device_barrier(self, group: dist.ProcessGroup | None = None) -> None:
         """Enqueue a barrier of ``group`` (default: the world) on the current stream; the host does not wait.
 
-        What a rank enqueued before it on this stream is visible to every rank's work behind it. Collective over the group,
-        in the same order on each stream. Can be captured in a CUDA graph. The first call for a group meets its ranks on the
-        host and compiles, so it cannot be inside a capture; nor can two graphs that hold it on one rank be replayed in
-        different order on another.
+        What a rank enqueued before it on this stream is visible to every rank's work behind it. Collective over the
+        group, in the same order on each stream. Can be captured in a CUDA graph. The first call for a group meets its
+        ranks on the host and compiles, so it cannot be inside a capture; nor can two graphs that hold it on one rank
+        be replayed in different order on another.
         """
         self.heap.check_open()
         if group is dist.group.WORLD:
@@ -124,8 +124,8 @@ class Iris(Factories):
     def broadcast(self, value: Any, src: int = 0, *, source_rank: int | None = None) -> Any:
         """Every rank gets ``src``'s ``value``: a number, tensor, array or any object that can be pickled.
 
-        Collective over the world; blocks the host. Ranks other than ``src`` may pass None. A tensor arrives on the device
-        type that it has on ``src``, outside the heap. ``source_rank`` is an older name of ``src``.
+        Collective over the world; blocks the host. Ranks other than ``src`` may pass None. A tensor arrives on the
+        device type that it has on ``src``, outside the heap. ``source_rank`` is an older name of ``src``.
         """
         self.heap.check_open()
         src = src if source_rank is None else source_rank
@@ -183,7 +183,9 @@ class Iris(Factories):
     def __enter__(self) -> "Iris":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         # After an error the other ranks may never come, and a meeting would hide the error behind a time-out.
         if kind is None:
             self.close()

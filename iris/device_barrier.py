@@ -4,7 +4,7 @@ One program a rank. Over the link: one 4-byte flag to each peer, in one step. Th
 (`iris.language.ordering`), so a replayed CUDA graph needs nothing from the host.
 """
 
-from typing import Callable
+from collections.abc import Callable
 
 import torch
 import triton

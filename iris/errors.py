@@ -46,8 +46,8 @@ class ChannelsExhaustedError(IrisError, RuntimeError):
 
     def __init__(self, channels: int) -> None:
         super().__init__(
-            f"All {channels} channels of this group are in use. Every operation captured into a CUDA graph keeps one until "
-            f"the context is closed: capture once and replay, or close this context and make a new one."
+            f"All {channels} channels of this group are in use. Every operation captured into a CUDA graph keeps one "
+            "until the context is closed: capture once and replay, or close this context and make a new one."
         )
 
 

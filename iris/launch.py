@@ -1,15 +1,16 @@
 """Launching a kernel of the library's own, at the cost of the driver's call and not of the JIT's argument handling."""
 
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 from iris import simulator
 
 
 def prepare(kernel: Any, grid: tuple[int, int, int], *args: Any, num_warps: int) -> Callable[[int | None], None]:
-    """Compile and load ``kernel`` for ``args`` now; the result launches it with them on the stream whose handle it gets.
+    """Compile and load ``kernel`` for ``args`` now; the result launches it on the stream whose handle it gets.
 
-    The host neither synchronises nor compiles in the launches themselves. The arguments are kept alive. In the simulator,
-    which has no streams, the handle is None.
+    The host neither synchronises nor compiles in the launches themselves. The arguments are kept alive. In the
+    simulator, which has no streams, the handle is None.
     """
     if simulator.ACTIVE:
         return lambda stream: kernel[grid](*args, num_warps=num_warps)

@@ -1,4 +1,4 @@
-"""Iris' messages: the logger named "iris", printed as ``[Iris] [rank/num_ranks] text`` unless the program logs otherwise."""
+"""Iris' messages: the logger named "iris", printed as ``[Iris] [rank/num_ranks] text`` unless the program logs."""
 
 import logging
 

@@ -1,12 +1,12 @@
 """The time limit of waits in kernels: where it comes from, and what the host says when one is exceeded.
 
-``IRIS_WAIT_TIMEOUT_S`` (seconds, read when Iris is imported; unset or 0: no limit) bounds every wait of the library on a
-GPU. A wait that exceeds it fills in a record in device memory and returns; the host looks at the record whenever it has
-drained a stream anyway. In the simulator the scheduler sees every wait itself (`iris.simulator.grid`).
+``IRIS_WAIT_TIMEOUT_S`` (seconds, read when Iris is imported; unset or 0: no limit) bounds every wait of the library
+on a GPU. A wait that exceeds it fills in a record in device memory and returns; the host looks at the record whenever
+it has drained a stream anyway. In the simulator the scheduler sees every wait itself (`iris.simulator.grid`).
 """
 
 import os
-from typing import Callable
+from collections.abc import Callable
 
 import torch
 
@@ -43,9 +43,9 @@ class WaitRecord:
         self.address = self._words.data_ptr()
 
     def raise_if_expired(self, rank: int, describe: Callable[[int], str | None]) -> None:
-        """Raise what a drained stream's kernels have recorded, and forget it. Copies from the device if there is a limit.
+        """Raise what a drained stream's kernels have recorded, and forget it.
 
-        ``describe`` turns an address into words, or returns None.
+        Copies from the device if there is a limit. ``describe`` turns an address into words, or returns None.
         """
         if nanoseconds() == 0:
             return

@@ -2,9 +2,11 @@
 
 A *channel* is a row of flags that one operation uses on one stream. Two uses that may overlap in time never share one:
 
-* outside a graph a channel belongs to (operation, n-th stream on which this rank used the group). Streams are numbered in
+* outside a graph a channel belongs to (operation, n-th stream on which this rank used the group). Streams are
+  numbered in
   order of first use, which is the same on every rank of a symmetric program; raw handles would not be.
-* every call that is captured into a CUDA graph gets a channel of its own. A graph may be replayed at any time and beside
+* every call that is captured into a CUDA graph gets a channel of its own. A graph may be replayed at any time and
+  beside
   other work, and nobody can see its end, so the channel is never used again before the context is closed.
 
 Flags count epochs for the life of the context and are never reset, so no call needs the host, nor a meeting beforehand.
@@ -38,7 +40,7 @@ class Workspace:
         self.context_tensor = context_tensor(group.rank, self._mapping.bases, record.address, device)
 
     def channel(self, operation: str, stream: int | None) -> torch.Tensor:
-        """The flags of ``operation`` on the stream with handle ``stream`` (None in the simulator): int32 ``[1, group size]``, on the current rank."""
+        """This rank's flags of ``operation`` on the stream with this handle (None in the simulator): int32 ``[1, size]``."""
         key = (operation, stream)
         if key not in self._channels:
             self._channels[key] = self._next()

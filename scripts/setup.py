@@ -41,7 +41,10 @@ def main(folder: str = ".venv", *requirements: str) -> None:
     if not has_gpu():
         build = newest_cpu_build(pip)
         torch = [f"torch=={build}"] if build else []
-        print(f"No GPU here: taking torch {build}" if build else "No GPU here, and no CPU build of torch in sight", flush=True)
+        print(
+            f"No GPU here: taking torch {build}" if build else "No GPU here, and no CPU build of torch in sight",
+            flush=True,
+        )
     subprocess.run([*pip, "install", "--quiet", *torch, *requirements, "-e", f"{ROOT}[test,docs,bench]"], check=True)
     done.write_text(wanted)
 

@@ -5,7 +5,7 @@ import os
 
 
 def covering(*axes):
-    """Combinations of the axes' values: a fixed sample in which every two values of any two axes meet, or all of them."""
+    """Combinations of the axes' values: all, or a fixed sample in which every two values of any two axes meet."""
     everything = list(itertools.product(*axes))
     if os.environ.get("IRIS_TEST_ALL") == "1":
         return everything

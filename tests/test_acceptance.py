@@ -15,7 +15,11 @@ pytestmark = pytest.mark.skipif(UNDER_TORCHRUN, reason="starts ranks of its own;
 
 
 @pytest.mark.parametrize("program", ["quick_start_triton.py", "producer_consumer_gluon.py"])
-@pytest.mark.parametrize("launcher", [[], ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]], ids=["alone", "torchrun"])
+@pytest.mark.parametrize(
+    "launcher",
+    [[], ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]],
+    ids=["alone", "torchrun"],
+)
 def test_program(program, launcher):
     result = subprocess.run(
         [sys.executable, *launcher, PROGRAMS / program],

@@ -97,7 +97,9 @@ def test_a_factory_makes_what_torch_makes(ctx, name):
     assert result.is_contiguous() and ctx.is_symmetric(result)
     assert result.untyped_storage().data_ptr() % 1024 == 0
     if result.device.type == "cpu" or "rand" not in name and "uniform" not in name:
-        assert torch.equal(result.cpu().view(-1).view(torch.uint8), expected.cpu().contiguous().view(-1).view(torch.uint8))
+        assert torch.equal(
+            result.cpu().view(-1).view(torch.uint8), expected.cpu().contiguous().view(-1).view(torch.uint8)
+        )
 
 
 @pytest.mark.parametrize(

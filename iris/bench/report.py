@@ -10,10 +10,12 @@ from typing import Any
 import torch
 import triton
 
+from iris import simulator
+
 
 def environment() -> dict[str, Any]:
     """What the figures of this run depend on."""
-    on_gpu = torch.cuda.is_available()
+    on_gpu = not simulator.ACTIVE and torch.cuda.is_available()
     return {
         "command": " ".join(["python", *sys.argv]),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -33,8 +35,8 @@ def save(path: Path, num_ranks: int, figures: dict[str, float]) -> None:
 def below_floor(floors: Path, num_ranks: int, figures: dict[str, float]) -> list[str]:
     """The figures that miss their bound in ``floors``, in words.
 
-    The file maps device → number of ranks → figure → bound; a figure that ends in ``_us`` may not be above its bound, any
-    other not below it. A bound for a figure that was not measured is missed too.
+    The file maps device → number of ranks → figure → bound; a figure that ends in ``_us`` may not be above its bound,
+    any other not below it. A bound for a figure that was not measured is missed too.
     """
     bounds = json.loads(floors.read_text()).get(environment()["device"], {}).get(str(num_ranks), {})
     missed = []

@@ -1,10 +1,12 @@
 """How long a function takes that all ranks call together."""
 
 import time
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
+from iris import simulator
 from iris.errors import UnknownChoiceError
 
 _MODES: dict[str, Callable[[torch.Tensor], Any]] = {
@@ -42,7 +44,7 @@ def do_bench(
     """
     if return_mode not in _MODES:
         raise UnknownChoiceError("return_mode", return_mode, _MODES)
-    on_gpu = torch.cuda.is_available()
+    on_gpu = not simulator.ACTIVE and torch.cuda.is_available()
     for _ in range(n_warmup):
         preamble_fn()
         fn()
@@ -79,7 +81,7 @@ def do_bench(
 def replay_microseconds(
     fn: Callable[[], Any], barrier_fn: Callable[[], Any] = _nothing, per_graph: int = 20, replays: int = 15
 ) -> float:
-    """Microseconds of one ``fn`` on this rank's GPU: the median over replays of a graph that holds ``per_graph`` of them.
+    """Microseconds of one ``fn`` on this rank's GPU: the median over replays of a graph of ``per_graph`` calls.
 
     Nothing of the host is in it. ``barrier_fn`` is captured once in front, so that ranks start together
     (``ctx.device_barrier``). Both must be capturable and have been called before. Calls of ``fn`` follow each other

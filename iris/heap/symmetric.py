@@ -23,6 +23,7 @@ from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from iris.errors import (
@@ -33,6 +34,7 @@ from iris.errors import (
     InvalidShapeError,
     IrisTimeoutError,
     NotSymmetricError,
+    RankOutOfRangeError,
     readable,
 )
 from iris.heap.allocator import Allocator, HeapStats, round_up
@@ -41,7 +43,8 @@ from iris.heap.lifetime import Life, Lifetimes
 from iris.heap.mapping import create
 from iris.world import Group, names
 
-_live: "weakref.WeakSet[SymmetricHeap]" = weakref.WeakSet()
+# The heaps of this process, by the address of this rank's bytes.
+_live: "weakref.WeakValueDictionary[int, SymmetricHeap]" = weakref.WeakValueDictionary()
 
 
 class Block(NamedTuple):
@@ -99,7 +102,7 @@ class SymmetricHeap:
         # Blocks that some ranks no longer use: a bit for each of these ranks.
         self._done: dict[int, int] = {}
         self.closed = False
-        _live.add(self)
+        _live[self._base] = self
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, requires_grad: bool = False) -> torch.Tensor:
         """A contiguous tensor with undefined content, at the same offset on every rank.
@@ -231,7 +234,7 @@ class SymmetricHeap:
         """Let go of the memory. Local. Tensors that are still alive stay valid; everything else raises afterwards."""
         self.closed = True
         self._mapping.close()
-        _live.discard(self)
+        _live.pop(self._base, None)
 
     def check_open(self) -> None:
         if self.closed:
@@ -332,7 +335,35 @@ def _show(tensor: torch.Tensor) -> str:
 
 def describe_address(address: int) -> str | None:
     """What is at ``address`` in any heap of this process, in words, or None."""
-    for heap in list(_live):
+    for heap in list(_live.values()):
         if text := heap.describe(address):
             return text
     return None
+
+
+def check_reach(base: int, addresses: np.ndarray, ranks: np.ndarray) -> None:
+    """Raise unless a kernel may use these addresses as its own in the heap at ``base``, to reach these ranks.
+
+    Addresses that are no heap's (``base`` may be the library's own memory) are not looked at.
+
+    Raises
+    ------
+    NotSymmetricError
+        An address is not in the caller's heap.
+    RankOutOfRangeError
+        The heap has no such rank.
+    """
+    heap = _live.get(base)
+    if heap is None:
+        return
+    for rank in ranks:
+        if not 0 <= rank < heap.group.size:
+            raise RankOutOfRangeError(int(rank), heap.group.size)
+    outside = (addresses < base) | (addresses >= base + heap.size)
+    if outside.any():
+        address = int(addresses[outside][0])
+        place = describe_address(address) or "not in any heap"
+        raise NotSymmetricError(
+            f"A kernel reaches a peer by way of address {address:#x}, which is {place}, and not in the heap of its "
+            "context (or heap_bases). Pass tensors that this context has made: ctx.zeros(), ctx.as_symmetric(), ..."
+        )

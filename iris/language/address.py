@@ -11,13 +11,17 @@ sum is written so that the compiler can see what it needs for 16-byte accesses, 
   tensor of less than 2 GiB (its ``tt.pointer_range`` speaks of the local tensor, and the peer's lies elsewhere).
 """
 
+from collections.abc import Callable
 from types import ModuleType
-from typing import Any, Callable
+from typing import Any
 
+import numpy as np
 import triton
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+
+from iris import simulator
 
 _OTHER_TYPE_OF_WIDTH = {
     "floating": {8: tl.int8, 16: tl.int16, 32: tl.int32, 64: tl.int64},
@@ -35,6 +39,32 @@ def other_type_of_width(element):
     """A pointee type as wide as ``element`` and different from it, so that the bitcast is not folded away."""
     kind = "floating" if element.is_floating() else "integer"
     return _OTHER_TYPE_OF_WIDTH[kind][max(8, element.primitive_bitwidth)]
+
+
+@triton.constexpr_function
+def in_simulator():
+    return simulator.ACTIVE
+
+
+@triton.constexpr_function
+def _stored(value):
+    return value.handle.data if isinstance(value, tl.tensor) else value
+
+
+@triton.constexpr_function
+def check_reach(ptr, mask, base, rank):
+    """In the simulator: raise unless ``ptr``, under ``mask``, is in the heap at ``base``, and that heap has ``rank``."""
+    from iris.heap.symmetric import check_reach
+
+    addresses = ptr.handle.data
+    if mask is not None:
+        addresses, active = np.broadcast_arrays(addresses, _stored(mask))
+        addresses = addresses[active]
+    check_reach(
+        int(_stored(base).item()),
+        addresses,
+        np.reshape(_stored(rank), -1),
+    )
 
 
 def make_translate(jit: Callable, lang: ModuleType) -> Any:

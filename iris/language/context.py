@@ -9,10 +9,10 @@ peer moves the bytes of its unmasked elements over the link, once; on the caller
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any, Callable
+from typing import Any
 
 import torch
 import triton
@@ -20,7 +20,7 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from iris.language.address import gluon_translate, triton_translate
+from iris.language.address import check_reach, gluon_translate, in_simulator, triton_translate
 from iris.language.ordering import ACQ_REL, SYS, WAIT_LIMIT_NS, gluon_ordering, triton_ordering
 
 try:
@@ -74,75 +74,96 @@ def make_device_context(jit: Callable, lang: ModuleType, move: Any, order: Simpl
             return move(ptr, self.base, lang.load(self.table + rank))
 
         @jit
-        def load(self, ptr, from_rank, mask=None, other=None, cache_modifier: tl.constexpr = None, volatile: tl.constexpr = False):
+        def _peers(self, ptr, rank, mask):
+            """`translate` of a pointer that is used here and now, under ``mask``."""
+            if in_simulator():
+                check_reach(ptr, mask, self.base, rank)
+            return self.translate(ptr, rank)
+
+        @jit
+        def load(
+            self,
+            ptr,
+            from_rank,
+            mask=None,
+            other=None,
+            cache_modifier: tl.constexpr = None,
+            volatile: tl.constexpr = False,
+        ):
             """Read ``from_rank``'s copy of ``ptr``."""
-            return lang.load(self.translate(ptr, from_rank), mask=mask, other=other, cache_modifier=cache_modifier, volatile=volatile)
+            return lang.load(
+                self._peers(ptr, from_rank, mask),
+                mask=mask,
+                other=other,
+                cache_modifier=cache_modifier,
+                volatile=volatile,
+            )
 
         @jit
         def store(self, ptr, value, to_rank, mask=None, cache_modifier: tl.constexpr = None):
             """Write ``to_rank``'s copy of ``ptr``."""
-            lang.store(self.translate(ptr, to_rank), value, mask=mask, cache_modifier=cache_modifier)
+            lang.store(self._peers(ptr, to_rank, mask), value, mask=mask, cache_modifier=cache_modifier)
 
         @jit
         def get(self, from_ptr, to_ptr, from_rank, mask=None, other=None):
             """Read ``from_rank``'s copy of ``from_ptr`` into the caller's ``to_ptr``."""
-            lang.store(to_ptr, lang.load(self.translate(from_ptr, from_rank), mask=mask, other=other), mask=mask)
+            lang.store(to_ptr, lang.load(self._peers(from_ptr, from_rank, mask), mask=mask, other=other), mask=mask)
 
         @jit
         def put(self, from_ptr, to_ptr, to_rank, mask=None, other=None):
             """Read the caller's ``from_ptr``, write ``to_rank``'s copy of ``to_ptr``."""
-            lang.store(self.translate(to_ptr, to_rank), lang.load(from_ptr, mask=mask, other=other), mask=mask)
+            lang.store(self._peers(to_ptr, to_rank, mask), lang.load(from_ptr, mask=mask, other=other), mask=mask)
 
         @jit
         def copy(self, src_ptr, dst_ptr, from_rank, to_rank, mask=None, other=None):
-            """Move ``from_rank``'s copy of ``src_ptr`` to ``to_rank``'s copy of ``dst_ptr``; the caller is one of them."""
-            value = lang.load(self.translate(src_ptr, from_rank), mask=mask, other=other)
-            lang.store(self.translate(dst_ptr, to_rank), value, mask=mask)
+            """Move ``from_rank``'s copy of ``src_ptr`` to ``to_rank``'s of ``dst_ptr``; the caller is one of them."""
+            value = lang.load(self._peers(src_ptr, from_rank, mask), mask=mask, other=other)
+            lang.store(self._peers(dst_ptr, to_rank, mask), value, mask=mask)
 
         @jit
         def atomic_add(self, ptr, val, to_rank, mask=None, sem: tl.constexpr = ACQ_REL, scope: tl.constexpr = SYS):
             """Add ``val`` to ``to_rank``'s copy; returns the old value, as the other atomics do."""
-            return ordered_atomic("add", self.translate(ptr, to_rank), val, mask, sem, scope)
+            return ordered_atomic("add", self._peers(ptr, to_rank, mask), val, mask, sem, scope)
 
         @jit
         def atomic_sub(self, ptr, val, to_rank, mask=None, sem: tl.constexpr = ACQ_REL, scope: tl.constexpr = SYS):
             """Subtract ``val`` from ``to_rank``'s copy."""
-            return ordered_atomic("sub", self.translate(ptr, to_rank), val, mask, sem, scope)
+            return ordered_atomic("sub", self._peers(ptr, to_rank, mask), val, mask, sem, scope)
 
         @jit
         def atomic_xchg(self, ptr, val, to_rank, mask=None, sem: tl.constexpr = ACQ_REL, scope: tl.constexpr = SYS):
             """Put ``val`` in the place of ``to_rank``'s copy."""
-            return ordered_atomic("xchg", self.translate(ptr, to_rank), val, mask, sem, scope)
+            return ordered_atomic("xchg", self._peers(ptr, to_rank, mask), val, mask, sem, scope)
 
         @jit
         def atomic_and(self, ptr, val, to_rank, mask=None, sem: tl.constexpr = ACQ_REL, scope: tl.constexpr = SYS):
             """Bitwise and of ``to_rank``'s copy with ``val``."""
-            return ordered_atomic("and", self.translate(ptr, to_rank), val, mask, sem, scope)
+            return ordered_atomic("and", self._peers(ptr, to_rank, mask), val, mask, sem, scope)
 
         @jit
         def atomic_or(self, ptr, val, to_rank, mask=None, sem: tl.constexpr = ACQ_REL, scope: tl.constexpr = SYS):
             """Bitwise or of ``to_rank``'s copy with ``val``."""
-            return ordered_atomic("or", self.translate(ptr, to_rank), val, mask, sem, scope)
+            return ordered_atomic("or", self._peers(ptr, to_rank, mask), val, mask, sem, scope)
 
         @jit
         def atomic_xor(self, ptr, val, to_rank, mask=None, sem: tl.constexpr = ACQ_REL, scope: tl.constexpr = SYS):
             """Bitwise exclusive or of ``to_rank``'s copy with ``val``."""
-            return ordered_atomic("xor", self.translate(ptr, to_rank), val, mask, sem, scope)
+            return ordered_atomic("xor", self._peers(ptr, to_rank, mask), val, mask, sem, scope)
 
         @jit
         def atomic_min(self, ptr, val, to_rank, mask=None, sem: tl.constexpr = ACQ_REL, scope: tl.constexpr = SYS):
             """The smaller of ``to_rank``'s copy and ``val``."""
-            return ordered_atomic("min", self.translate(ptr, to_rank), val, mask, sem, scope)
+            return ordered_atomic("min", self._peers(ptr, to_rank, mask), val, mask, sem, scope)
 
         @jit
         def atomic_max(self, ptr, val, to_rank, mask=None, sem: tl.constexpr = ACQ_REL, scope: tl.constexpr = SYS):
             """The larger of ``to_rank``'s copy and ``val``."""
-            return ordered_atomic("max", self.translate(ptr, to_rank), val, mask, sem, scope)
+            return ordered_atomic("max", self._peers(ptr, to_rank, mask), val, mask, sem, scope)
 
         @jit
         def atomic_cas(self, ptr, cmp, val, to_rank, sem: tl.constexpr = ACQ_REL, scope: tl.constexpr = SYS):
             """Put ``val`` in the place of ``to_rank``'s copy where that equals ``cmp``; returns the old value."""
-            return ordered_cas(self.translate(ptr, to_rank), cmp, val, sem, scope)
+            return ordered_cas(self._peers(ptr, to_rank, None), cmp, val, sem, scope)
 
         @jit
         def signal(self, flag_ptr, value, to_rank, op: tl.constexpr = SET):
@@ -150,7 +171,7 @@ def make_device_context(jit: Callable, lang: ModuleType, move: Any, order: Simpl
 
             A scalar integer flag of 32 or 64 bits. Who waits for it with `wait` sees all that came before.
             """
-            ordered_signal(self.translate(flag_ptr, to_rank), value, op)
+            ordered_signal(self._peers(flag_ptr, to_rank, None), value, op)
 
         @jit
         def wait(self, flag_ptr, value, cmp: tl.constexpr = EQ):
@@ -158,6 +179,8 @@ def make_device_context(jit: Callable, lang: ModuleType, move: Any, order: Simpl
 
             What its sender did before `signal` is visible to the whole block afterwards.
             """
+            if in_simulator():
+                check_reach(flag_ptr, None, self.base, self.cur_rank)
             return ordered_wait(flag_ptr, value, cmp, self._record())
 
         @jit
@@ -180,6 +203,8 @@ def make_device_context(jit: Callable, lang: ModuleType, move: Any, order: Simpl
             graph needs; otherwise the caller passes 1, 2, 3, ... All ranks must launch the same number of programs, and
             no more than can be resident at once.
             """
+            if in_simulator():
+                check_reach(flags_ptr, None, self.base, self.cur_rank)
             ordered_barrier(flags_ptr, epoch, self.cur_rank, self.num_ranks, self.table, self.base, self._record())
 
         @jit
@@ -217,8 +242,8 @@ def make_device_context(jit: Callable, lang: ModuleType, move: Any, order: Simpl
     # Older names, and what Triton's aggregates do not take as members.
     Context.rank = property(lambda self: self.cur_rank)
     Context.world_size = property(lambda self: self.num_ranks)
-    # A class that is passed to a kernel as a constexpr enters Triton's compile cache by its name alone. The digest makes an
-    # edit of these files, or another limit of waits, recompile the kernels that use it.
+    # A class that is passed to a kernel as a constexpr enters Triton's compile cache by its name alone. The digest
+    # makes an edit of these files, or another limit of waits, recompile the kernels that use it.
     Context.__name__ = name
     Context.__qualname__ = f"{name}_{_digest()}"
     return Context

@@ -1,19 +1,20 @@
 """The operations of the device context as functions, with ranks and heap bases passed by hand.
 
-``heap_bases`` is ``ctx.get_heap_bases()``. The caller is one of the two ranks; pointers are into the caller's heap. The rank
-whose address space the pointer is in comes first. ``hint`` asserts that the pointer (or its value along each
+``heap_bases`` is ``ctx.get_heap_bases()``. The caller is one of the two ranks; pointers are into the caller's heap.
+The rank whose address space the pointer is in comes first. ``hint`` asserts that the pointer (or its value along each
 dimension) is a multiple of so many bytes, as ``tl.multiple_of``; it is never needed for 16-byte accesses.
 """
 
+from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
-from typing import Any, Callable
+from typing import Any
 
 import triton
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from iris.language.address import gluon_translate, triton_translate
+from iris.language.address import check_reach, gluon_translate, in_simulator, triton_translate
 from iris.language.ordering import ACQ_REL, SYS, gluon_ordering, triton_ordering
 
 
@@ -22,93 +23,261 @@ def make_functions(jit: Callable, lang: ModuleType, move: Any, order: SimpleName
     ordered_atomic, ordered_cas = order.atomic, order.atomic_cas
 
     @jit
-    def translate(ptr, from_rank, to_rank, heap_bases, hint: tl.constexpr = None):
-        """The address of ``to_rank``'s copy of ``ptr``, which points into ``from_rank``'s heap."""
+    def translate(ptr, from_rank, to_rank, heap_bases, mask, hint: tl.constexpr):
+        """The address of ``to_rank``'s copy of ``ptr``, which points into ``from_rank``'s heap and is used under
+        ``mask``.
+        """
+        if in_simulator():
+            check_reach(ptr, mask, lang.load(heap_bases + from_rank), to_rank)
         moved = move(ptr, lang.load(heap_bases + from_rank), lang.load(heap_bases + to_rank))
         if hint is not None:
             moved = lang.multiple_of(moved, hint)
         return moved
 
     @jit
-    def load(pointer, to_rank, from_rank, heap_bases, mask=None, other=None, cache_modifier: tl.constexpr = None, volatile: tl.constexpr = False, hint: tl.constexpr = None):
+    def load(
+        pointer,
+        to_rank,
+        from_rank,
+        heap_bases,
+        mask=None,
+        other=None,
+        cache_modifier: tl.constexpr = None,
+        volatile: tl.constexpr = False,
+        hint: tl.constexpr = None,
+    ):
         """Read ``from_rank``'s copy of ``pointer``; ``to_rank`` is the caller."""
-        source = translate(pointer, to_rank, from_rank, heap_bases, hint)
+        source = translate(pointer, to_rank, from_rank, heap_bases, mask, hint)
         return lang.load(source, mask=mask, other=other, cache_modifier=cache_modifier, volatile=volatile)
 
     @jit
-    def store(pointer, value, from_rank, to_rank, heap_bases, mask=None, hint: tl.constexpr = None, cache_modifier: tl.constexpr = None):
+    def store(
+        pointer,
+        value,
+        from_rank,
+        to_rank,
+        heap_bases,
+        mask=None,
+        hint: tl.constexpr = None,
+        cache_modifier: tl.constexpr = None,
+    ):
         """Write ``to_rank``'s copy of ``pointer``; ``from_rank`` is the caller."""
-        lang.store(translate(pointer, from_rank, to_rank, heap_bases, hint), value, mask=mask, cache_modifier=cache_modifier)
+        lang.store(
+            translate(pointer, from_rank, to_rank, heap_bases, mask, hint),
+            value,
+            mask=mask,
+            cache_modifier=cache_modifier,
+        )
 
     @jit
-    def get(from_ptr, to_ptr, from_rank, to_rank, heap_bases, mask=None, other=None, load_cache_modifier: tl.constexpr = None, store_cache_modifier: tl.constexpr = None, hint: tl.constexpr = None):
+    def get(
+        from_ptr,
+        to_ptr,
+        from_rank,
+        to_rank,
+        heap_bases,
+        mask=None,
+        other=None,
+        load_cache_modifier: tl.constexpr = None,
+        store_cache_modifier: tl.constexpr = None,
+        hint: tl.constexpr = None,
+    ):
         """Read ``to_rank``'s copy of ``from_ptr`` into the caller's ``to_ptr``; ``from_rank`` is the caller."""
-        source = translate(from_ptr, from_rank, to_rank, heap_bases, hint)
+        source = translate(from_ptr, from_rank, to_rank, heap_bases, mask, hint)
         value = lang.load(source, mask=mask, other=other, cache_modifier=load_cache_modifier)
         lang.store(to_ptr, value, mask=mask, cache_modifier=store_cache_modifier)
 
     @jit
-    def put(from_ptr, to_ptr, from_rank, to_rank, heap_bases, mask=None, other=None, load_cache_modifier: tl.constexpr = None, store_cache_modifier: tl.constexpr = None, hint: tl.constexpr = None):
+    def put(
+        from_ptr,
+        to_ptr,
+        from_rank,
+        to_rank,
+        heap_bases,
+        mask=None,
+        other=None,
+        load_cache_modifier: tl.constexpr = None,
+        store_cache_modifier: tl.constexpr = None,
+        hint: tl.constexpr = None,
+    ):
         """Read the caller's ``from_ptr``, write ``to_rank``'s copy of ``to_ptr``; ``from_rank`` is the caller."""
         value = lang.load(from_ptr, mask=mask, other=other, cache_modifier=load_cache_modifier)
-        target = translate(to_ptr, from_rank, to_rank, heap_bases, hint)
+        target = translate(to_ptr, from_rank, to_rank, heap_bases, mask, hint)
         lang.store(target, value, mask=mask, cache_modifier=store_cache_modifier)
 
     @jit
-    def copy(src_ptr, dst_ptr, from_rank, to_rank, cur_rank, heap_bases, mask=None, other=None, load_cache_modifier: tl.constexpr = None, store_cache_modifier: tl.constexpr = None, hint: tl.constexpr = None):
+    def copy(
+        src_ptr,
+        dst_ptr,
+        from_rank,
+        to_rank,
+        cur_rank,
+        heap_bases,
+        mask=None,
+        other=None,
+        load_cache_modifier: tl.constexpr = None,
+        store_cache_modifier: tl.constexpr = None,
+        hint: tl.constexpr = None,
+    ):
         """Move ``from_rank``'s copy of ``src_ptr`` to ``to_rank``'s copy of ``dst_ptr``; ``cur_rank`` is the caller.
 
         Both pointers are in the caller's heap, and the caller is one of the two ranks.
         """
-        source = translate(src_ptr, cur_rank, from_rank, heap_bases, hint)
+        source = translate(src_ptr, cur_rank, from_rank, heap_bases, mask, hint)
         value = lang.load(source, mask=mask, other=other, cache_modifier=load_cache_modifier)
-        target = translate(dst_ptr, cur_rank, to_rank, heap_bases, hint)
+        target = translate(dst_ptr, cur_rank, to_rank, heap_bases, mask, hint)
         lang.store(target, value, mask=mask, cache_modifier=store_cache_modifier)
 
     @jit
-    def atomic_add(pointer, val, from_rank, to_rank, heap_bases, mask=None, sem: tl.constexpr = ACQ_REL, scope: tl.constexpr = SYS, hint: tl.constexpr = None):
+    def atomic_add(
+        pointer,
+        val,
+        from_rank,
+        to_rank,
+        heap_bases,
+        mask=None,
+        sem: tl.constexpr = ACQ_REL,
+        scope: tl.constexpr = SYS,
+        hint: tl.constexpr = None,
+    ):
         """Add ``val`` to ``to_rank``'s copy; returns the old value, as the other atomics do."""
-        return ordered_atomic("add", translate(pointer, from_rank, to_rank, heap_bases, hint), val, mask, sem, scope)
+        return ordered_atomic(
+            "add", translate(pointer, from_rank, to_rank, heap_bases, mask, hint), val, mask, sem, scope
+        )
 
     @jit
-    def atomic_sub(pointer, val, from_rank, to_rank, heap_bases, mask=None, sem: tl.constexpr = ACQ_REL, scope: tl.constexpr = SYS, hint: tl.constexpr = None):
+    def atomic_sub(
+        pointer,
+        val,
+        from_rank,
+        to_rank,
+        heap_bases,
+        mask=None,
+        sem: tl.constexpr = ACQ_REL,
+        scope: tl.constexpr = SYS,
+        hint: tl.constexpr = None,
+    ):
         """Subtract ``val`` from ``to_rank``'s copy."""
-        return ordered_atomic("sub", translate(pointer, from_rank, to_rank, heap_bases, hint), val, mask, sem, scope)
+        return ordered_atomic(
+            "sub", translate(pointer, from_rank, to_rank, heap_bases, mask, hint), val, mask, sem, scope
+        )
 
     @jit
-    def atomic_xchg(pointer, val, from_rank, to_rank, heap_bases, mask=None, sem: tl.constexpr = ACQ_REL, scope: tl.constexpr = SYS, hint: tl.constexpr = None):
+    def atomic_xchg(
+        pointer,
+        val,
+        from_rank,
+        to_rank,
+        heap_bases,
+        mask=None,
+        sem: tl.constexpr = ACQ_REL,
+        scope: tl.constexpr = SYS,
+        hint: tl.constexpr = None,
+    ):
         """Put ``val`` in the place of ``to_rank``'s copy."""
-        return ordered_atomic("xchg", translate(pointer, from_rank, to_rank, heap_bases, hint), val, mask, sem, scope)
+        return ordered_atomic(
+            "xchg", translate(pointer, from_rank, to_rank, heap_bases, mask, hint), val, mask, sem, scope
+        )
 
     @jit
-    def atomic_and(pointer, val, from_rank, to_rank, heap_bases, mask=None, sem: tl.constexpr = ACQ_REL, scope: tl.constexpr = SYS, hint: tl.constexpr = None):
+    def atomic_and(
+        pointer,
+        val,
+        from_rank,
+        to_rank,
+        heap_bases,
+        mask=None,
+        sem: tl.constexpr = ACQ_REL,
+        scope: tl.constexpr = SYS,
+        hint: tl.constexpr = None,
+    ):
         """Bitwise and of ``to_rank``'s copy with ``val``."""
-        return ordered_atomic("and", translate(pointer, from_rank, to_rank, heap_bases, hint), val, mask, sem, scope)
+        return ordered_atomic(
+            "and", translate(pointer, from_rank, to_rank, heap_bases, mask, hint), val, mask, sem, scope
+        )
 
     @jit
-    def atomic_or(pointer, val, from_rank, to_rank, heap_bases, mask=None, sem: tl.constexpr = ACQ_REL, scope: tl.constexpr = SYS, hint: tl.constexpr = None):
+    def atomic_or(
+        pointer,
+        val,
+        from_rank,
+        to_rank,
+        heap_bases,
+        mask=None,
+        sem: tl.constexpr = ACQ_REL,
+        scope: tl.constexpr = SYS,
+        hint: tl.constexpr = None,
+    ):
         """Bitwise or of ``to_rank``'s copy with ``val``."""
-        return ordered_atomic("or", translate(pointer, from_rank, to_rank, heap_bases, hint), val, mask, sem, scope)
+        return ordered_atomic(
+            "or", translate(pointer, from_rank, to_rank, heap_bases, mask, hint), val, mask, sem, scope
+        )
 
     @jit
-    def atomic_xor(pointer, val, from_rank, to_rank, heap_bases, mask=None, sem: tl.constexpr = ACQ_REL, scope: tl.constexpr = SYS, hint: tl.constexpr = None):
+    def atomic_xor(
+        pointer,
+        val,
+        from_rank,
+        to_rank,
+        heap_bases,
+        mask=None,
+        sem: tl.constexpr = ACQ_REL,
+        scope: tl.constexpr = SYS,
+        hint: tl.constexpr = None,
+    ):
         """Bitwise exclusive or of ``to_rank``'s copy with ``val``."""
-        return ordered_atomic("xor", translate(pointer, from_rank, to_rank, heap_bases, hint), val, mask, sem, scope)
+        return ordered_atomic(
+            "xor", translate(pointer, from_rank, to_rank, heap_bases, mask, hint), val, mask, sem, scope
+        )
 
     @jit
-    def atomic_min(pointer, val, from_rank, to_rank, heap_bases, mask=None, sem: tl.constexpr = ACQ_REL, scope: tl.constexpr = SYS, hint: tl.constexpr = None):
+    def atomic_min(
+        pointer,
+        val,
+        from_rank,
+        to_rank,
+        heap_bases,
+        mask=None,
+        sem: tl.constexpr = ACQ_REL,
+        scope: tl.constexpr = SYS,
+        hint: tl.constexpr = None,
+    ):
         """The smaller of ``to_rank``'s copy and ``val``."""
-        return ordered_atomic("min", translate(pointer, from_rank, to_rank, heap_bases, hint), val, mask, sem, scope)
+        return ordered_atomic(
+            "min", translate(pointer, from_rank, to_rank, heap_bases, mask, hint), val, mask, sem, scope
+        )
 
     @jit
-    def atomic_max(pointer, val, from_rank, to_rank, heap_bases, mask=None, sem: tl.constexpr = ACQ_REL, scope: tl.constexpr = SYS, hint: tl.constexpr = None):
+    def atomic_max(
+        pointer,
+        val,
+        from_rank,
+        to_rank,
+        heap_bases,
+        mask=None,
+        sem: tl.constexpr = ACQ_REL,
+        scope: tl.constexpr = SYS,
+        hint: tl.constexpr = None,
+    ):
         """The larger of ``to_rank``'s copy and ``val``."""
-        return ordered_atomic("max", translate(pointer, from_rank, to_rank, heap_bases, hint), val, mask, sem, scope)
+        return ordered_atomic(
+            "max", translate(pointer, from_rank, to_rank, heap_bases, mask, hint), val, mask, sem, scope
+        )
 
     @jit
-    def atomic_cas(pointer, cmp, val, from_rank, to_rank, heap_bases, sem: tl.constexpr = ACQ_REL, scope: tl.constexpr = SYS, hint: tl.constexpr = None):
+    def atomic_cas(
+        pointer,
+        cmp,
+        val,
+        from_rank,
+        to_rank,
+        heap_bases,
+        sem: tl.constexpr = ACQ_REL,
+        scope: tl.constexpr = SYS,
+        hint: tl.constexpr = None,
+    ):
         """Put ``val`` in the place of ``to_rank``'s copy where that equals ``cmp``; returns the old value."""
-        return ordered_cas(translate(pointer, from_rank, to_rank, heap_bases, hint), cmp, val, sem, scope)
+        return ordered_cas(translate(pointer, from_rank, to_rank, heap_bases, None, hint), cmp, val, sem, scope)
 
     return SimpleNamespace(
         load=load,

@@ -16,8 +16,8 @@ Waits have a time limit when ``IRIS_WAIT_TIMEOUT_S`` is set (`iris.wait_limit`);
 waited for what and returns. Without a limit none of that is in the generated code.
 """
 
+from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
-from typing import Callable
 
 import triton
 import triton.language as tl
@@ -115,7 +115,8 @@ def make_ordering(jit: Callable, lang: ModuleType, translate) -> SimpleNamespace
                 "fence.acq_rel.sys; mov.b32 $0, 0;", "=r,~{memory}", [], dtype=lang.int32, is_pure=False, pack=1
             )
         if on_amd():
-            # Write back the L2, wait for it, and drop stale lines: LLVM's AMDGPU memory model for gfx942, fence acq_rel.
+            # Write back the L2, wait for it, and drop stale lines: LLVM's AMDGPU memory model for gfx942, fence
+            # acq_rel.
             lang.inline_asm_elementwise(
                 "buffer_wbl2 sc0 sc1\n\ts_waitcnt vmcnt(0)\n\tbuffer_inv sc0 sc1\n\tv_mov_b32 $0, 0",
                 "=v,~{memory}",
@@ -248,7 +249,12 @@ def make_ordering(jit: Callable, lang: ModuleType, translate) -> SimpleNamespace
     @jit
     def write_record(record, flag_ptr, wanted, seen, comparison: tl.constexpr, first, num_ranks):
         """The first wait that expires claims the record and fills it in; the host reads it once the kernel is over."""
-        if lang.atomic_cas(record + CLAIMED, lang.cast(0, lang.int64), lang.cast(1, lang.int64), sem="relaxed", scope="gpu") == 0:
+        if (
+            lang.atomic_cas(
+                record + CLAIMED, lang.cast(0, lang.int64), lang.cast(1, lang.int64), sem="relaxed", scope="gpu"
+            )
+            == 0
+        ):
             lang.store(record + PROGRAM, lang.cast(linear_program_id(), lang.int64))
             lang.store(record + FLAG, lang.cast(flag_ptr, lang.int64))
             lang.store(record + WANTED, lang.cast(wanted, lang.int64))
@@ -299,8 +305,8 @@ def make_ordering(jit: Callable, lang: ModuleType, translate) -> SimpleNamespace
         """Program p of every rank meets program p of every other; what was written before is visible behind it.
 
         ``flags_ptr``: int32 or int64, symmetric, ``[programs, num_ranks]``, zeros at first. ``flags[p, r]`` is the last
-        epoch in which rank r's program p arrived. Rank r alone writes it, into every rank's copy; each rank reads its own
-        copy of the whole row. The column of a rank in its own copy is where it keeps its own epoch.
+        epoch in which rank r's program p arrived. Rank r alone writes it, into every rank's copy; each rank reads its
+        own copy of the whole row. The column of a rank in its own copy is where it keeps its own epoch.
 
         Why a flag can be reused in the next epoch: r announces e + 1 only behind the barrier of e, hence after every
         rank announced e, but maybe before a slow rank has *seen* r's e. That rank waits for e *or later*, so it loses
@@ -314,7 +320,9 @@ def make_ordering(jit: Callable, lang: ModuleType, translate) -> SimpleNamespace
         gather_block()
         if epoch is None:
             # An atomic: a second barrier in the same kernel must not find the first one's line in the L1.
-            reached = lang.atomic_add(row + rank, lang.cast(0, flags_ptr.dtype.element_ty), sem="relaxed", scope="gpu") + 1
+            reached = (
+                lang.atomic_add(row + rank, lang.cast(0, flags_ptr.dtype.element_ty), sem="relaxed", scope="gpu") + 1
+            )
         else:
             reached = lang.cast(epoch, flags_ptr.dtype.element_ty)
         for first in range(0, num_ranks, LANES):
@@ -339,9 +347,7 @@ def make_ordering(jit: Callable, lang: ModuleType, translate) -> SimpleNamespace
                             behind = behind * 0
         block_barrier()
 
-    return SimpleNamespace(
-        atomic=atomic, atomic_cas=atomic_cas, signal=signal, wait=wait, fence=fence, barrier=barrier
-    )
+    return SimpleNamespace(atomic=atomic, atomic_cas=atomic_cas, signal=signal, wait=wait, fence=fence, barrier=barrier)
 
 
 triton_ordering = make_ordering(triton.jit, tl, triton_translate)

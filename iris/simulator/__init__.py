@@ -32,8 +32,8 @@ def _decide() -> bool:
         return True
     if torch.cuda.is_available():  # ROCm's GPUs as well
         return False
-    # Said once: rank 0 speaks for a torchrun, a parent for the processes that it spawns (whose name is all that is set by
-    # the time they import the program).
+    # Said once: rank 0 speaks for a torchrun, a parent for the processes that it spawns (whose name is all that is
+    # set by the time they import the program).
     if os.environ.get("RANK", "0") == "0" and multiprocessing.current_process().name == "MainProcess":
         logger.info("No GPU: kernels run in the simulator (%s=0 to forbid it).", VARIABLE)
     return True

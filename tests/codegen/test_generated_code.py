@@ -4,9 +4,10 @@ import re
 
 import pytest
 import torch
+from covering import covering
+
 from codegen import device_kernels as kernels
 from codegen.offline import TARGETS, compile_for
-from covering import covering
 
 DTYPES = [
     torch.bool,
@@ -34,7 +35,8 @@ def exists(target, dtype):
 
 
 def tensors(dtype):
-    # Of the size of a few elements: AMD's compiler treats tensors below 2 GiB specially, and must not truncate distances.
+    # Of the size of a few elements: AMD's compiler treats tensors below 2 GiB specially, and must not truncate
+    # distances.
     return torch.zeros(64, dtype=torch.uint8).view(dtype), torch.zeros(64, dtype=torch.uint8).view(dtype)
 
 
@@ -66,7 +68,9 @@ def test_remote_accesses_are_16_bytes_wide(target, form, dtype, masked):
 
 
 @pytest.mark.parametrize("target", ["gfx942", "gfx950"])
-@pytest.mark.parametrize("form", ["triton_1d", "triton_2d", "triton_functional", "gluon_1d", "triton_scalar", "gluon_scalar"])
+@pytest.mark.parametrize(
+    "form", ["triton_1d", "triton_2d", "triton_functional", "gluon_1d", "triton_scalar", "gluon_scalar"]
+)
 def test_no_distance_between_heaps_is_truncated_to_32_bits(target, form):
     source, destination = tensors(torch.float32)
     if form.endswith("scalar"):
@@ -98,7 +102,9 @@ def is_barrier(op):
 
 def is_release(op):
     """The operation on the flag that a release is part of (on AMD a write-back of the L2 goes before it)."""
-    return "release" in op or op.startswith("atom") and "acq_rel" in op or re.match("global_atomic_(swap|cmpswap|add)", op)
+    return (
+        "release" in op or op.startswith("atom") and "acq_rel" in op or re.match("global_atomic_(swap|cmpswap|add)", op)
+    )
 
 
 def is_acquire(op):

@@ -1,4 +1,4 @@
-"""The nine atomics, in both languages and forms: ``OP`` names the operation; each program handles a block of elements."""
+"""The nine atomics, in both languages and forms: ``OP`` names the operation."""
 
 import triton
 import triton.language as tl

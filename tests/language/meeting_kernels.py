@@ -56,7 +56,9 @@ def gluon_ring(context_tensor, inbox, outbox, results, arrived, taken, first, ro
 
 
 @triton.jit
-def triton_exchange(context_tensor, slots, results, flags, epoch, rounds, n, USE_EPOCH: tl.constexpr, BLOCK: tl.constexpr):
+def triton_exchange(
+    context_tensor, slots, results, flags, epoch, rounds, n, USE_EPOCH: tl.constexpr, BLOCK: tl.constexpr
+):
     """Everybody stores to everybody, meets, checks what all have stored, and meets before it stores again."""
     ctx = DeviceContext.initialize(context_tensor)
     pid = tl.program_id(0)
@@ -81,7 +83,9 @@ def triton_exchange(context_tensor, slots, results, flags, epoch, rounds, n, USE
 
 
 @gluon.jit
-def gluon_exchange(context_tensor, slots, results, flags, epoch, rounds, n, USE_EPOCH: gl.constexpr, BLOCK: gl.constexpr):
+def gluon_exchange(
+    context_tensor, slots, results, flags, epoch, rounds, n, USE_EPOCH: gl.constexpr, BLOCK: gl.constexpr
+):
     ctx = IrisDeviceCtx.initialize(context_tensor)
     layout: gl.constexpr = gl.BlockedLayout([1], [iris_gl.threads_per_warp()], [gl.num_warps()], [0])
     pid = gl.program_id(0)

@@ -1,4 +1,4 @@
-"""One kernel a form of the device interface: ``OP`` says what moves; the block is one-dimensional, two-dimensional or a scalar."""
+"""load, store, get, put and copy in both languages and forms (``OP`` says which), tiles of matrices, and scalars."""
 
 import triton
 import triton.language as tl

@@ -1,11 +1,12 @@
-"""The nine atomics: what they leave, what they return, every dtype that the hardware has them for, and that they are atomic."""
+"""The nine atomics: what they leave and return, for every dtype that Triton has them for, and that they are atomic."""
 
-from language import atomic_kernels
 import numpy
 import pytest
 import torch
 import triton
 from covering import covering
+
+from language import atomic_kernels
 
 FORMS = ["triton_context", "triton_functional", "gluon_context", "gluon_functional"]
 INTEGERS = [torch.int32, torch.uint32, torch.int64, torch.uint64]
@@ -23,7 +24,14 @@ SUPPORTED = {
     "max": INTEGERS + FLOATS,
 }
 CASES = [(operation, dtype) for operation, dtypes in SUPPORTED.items() for dtype in dtypes]
-ORDERS = [("relaxed", "sys"), ("acquire", "sys"), ("release", "sys"), ("acq_rel", "sys"), ("acq_rel", "gpu"), ("relaxed", "cta")]
+ORDERS = [
+    ("relaxed", "sys"),
+    ("acquire", "sys"),
+    ("release", "sys"),
+    ("acq_rel", "sys"),
+    ("acq_rel", "gpu"),
+    ("relaxed", "cta"),
+]
 REFERENCE = {
     "add": lambda a, b: a + b,
     "sub": lambda a, b: a - b,
@@ -62,7 +70,18 @@ def update(ctx, form, operation, dtype, sem, scope):
         values.copy_(numbers(dtype, rank, 3 * call + 1, N + 20))
         ctx.barrier()
         getattr(atomic_kernels, form)[(triton.cdiv(N, BLOCK),)](
-            ctx.get_device_context(), ctx.get_heap_bases(), target, values, old, N, rank, peer, operation, sem, scope, BLOCK
+            ctx.get_device_context(),
+            ctx.get_heap_bases(),
+            target,
+            values,
+            old,
+            N,
+            rank,
+            peer,
+            operation,
+            sem,
+            scope,
+            BLOCK,
         )
         ctx.barrier()
         before = on_numpy(numbers(dtype, rank, 3 * call, N + 20))
@@ -96,7 +115,9 @@ def swap(ctx, language, dtype, functional):
     assert old.tolist() == [7, 8, 7 + wide, 7]
 
 
-@pytest.mark.parametrize(("language", "dtype", "functional"), covering(["triton", "gluon"], [torch.int32, torch.int64], [False, True]))
+@pytest.mark.parametrize(
+    ("language", "dtype", "functional"), covering(["triton", "gluon"], [torch.int32, torch.int64], [False, True])
+)
 def test_compare_and_swap_compares_the_whole_element(ranks, language, dtype, functional):
     ranks.run(swap, language, dtype, functional)
 
@@ -128,7 +149,18 @@ def accumulate(ctx, dtype, form):
     ctx.barrier()
     for _ in range(8):
         getattr(atomic_kernels, form)[(1,)](
-            ctx.get_device_context(), ctx.get_heap_bases(), target, values, old, 64, rank, 0, "add", "relaxed", "sys", 64
+            ctx.get_device_context(),
+            ctx.get_heap_bases(),
+            target,
+            values,
+            old,
+            64,
+            rank,
+            0,
+            "add",
+            "relaxed",
+            "sys",
+            64,
         )
     ctx.barrier()
     if rank == 0:

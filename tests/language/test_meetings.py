@@ -1,11 +1,12 @@
-"""signal, wait, put_signal, fence, barrier: nothing is seen before it has arrived, nothing is overwritten before it was read."""
+"""signal, wait, put_signal, fence, barrier: nothing is seen before it arrived, or overwritten before it was read."""
 
 import time
 
-from language import meeting_kernels
 import pytest
 import torch
 from covering import covering
+
+from language import meeting_kernels
 
 ON_GPU = torch.cuda.is_available()
 ROUNDS = 1000 if ON_GPU else 40
@@ -24,14 +25,18 @@ def ring(ctx, language, dtype, late_rank):
         if rank == late_rank % size:
             time.sleep(0.01)
         first = launch * (ROUNDS // 4)
-        kernel[(programs,)](ctx.get_device_context(), inbox, outbox, results, arrived, taken, first, ROUNDS // 4, n, block)
+        kernel[(programs,)](
+            ctx.get_device_context(), inbox, outbox, results, arrived, taken, first, ROUNDS // 4, n, block
+        )
     ctx.barrier()
     assert results.item() == 0
     assert arrived.tolist() == taken.tolist() == [ROUNDS] * programs
 
 
 @pytest.mark.ranks(1, 2, 3, 8)
-@pytest.mark.parametrize(("language", "dtype", "late_rank"), covering(["triton", "gluon"], [torch.int32, torch.int64], [0, 1]))
+@pytest.mark.parametrize(
+    ("language", "dtype", "late_rank"), covering(["triton", "gluon"], [torch.int32, torch.int64], [0, 1])
+)
 def test_put_signal_and_wait_pass_changing_data_round_a_ring(ranks, language, dtype, late_rank):
     ranks.run(ring, language, dtype, late_rank)
 
@@ -59,7 +64,9 @@ def exchange(ctx, language, dtype, use_epoch, start):
 
 
 @pytest.mark.ranks(1, 2, 3, 8)
-@pytest.mark.parametrize(("language", "dtype", "use_epoch"), covering(["triton", "gluon"], [torch.int32, torch.int64], [False, True]))
+@pytest.mark.parametrize(
+    ("language", "dtype", "use_epoch"), covering(["triton", "gluon"], [torch.int32, torch.int64], [False, True])
+)
 def test_a_barrier_orders_what_came_before_it(ranks, language, dtype, use_epoch):
     ranks.run(exchange, language, dtype, use_epoch, 0)
 
@@ -90,7 +97,16 @@ def compare(ctx, language, cmp, held, value):
     assert seen.item() == held
 
 
-COMPARISONS = [("eq", 5, 5), ("ne", 5, 6), ("gt", 6, 5), ("ge", 5, 5), ("ge", 6, 5), ("lt", 4, 5), ("le", 5, 5), ("le", 4, 5)]
+COMPARISONS = [
+    ("eq", 5, 5),
+    ("ne", 5, 6),
+    ("gt", 6, 5),
+    ("ge", 5, 5),
+    ("ge", 6, 5),
+    ("lt", 4, 5),
+    ("le", 5, 5),
+    ("le", 4, 5),
+]
 
 
 @pytest.mark.ranks(1)

@@ -1,16 +1,17 @@
 """load, store, get, put and copy: every dtype, language and form, 1 to 8 ranks."""
 
-from language import move_kernels
 import pytest
 import torch
 import triton
 from covering import covering
 from patterns import assert_same_bits, fill, pattern
 
+from language import move_kernels
+
 DTYPES = [
-    torch.bool, torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64, torch.uint64,
-    torch.float16, torch.bfloat16, torch.float32, torch.float64,
-    torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz,
+    torch.bool, torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64,
+    torch.uint64, torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2,
+    torch.float8_e4m3fnuz, torch.float8_e5m2fnuz,
 ]  # fmt: skip
 FORMS = ["triton_context", "triton_functional", "gluon_context", "gluon_functional"]
 OPERATIONS = ["load", "store", "get", "put", "copy_from", "copy_to"]
@@ -47,7 +48,9 @@ def move(ctx, form, operation, dtype, n, hop):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize(("form", "operation", "dtype", "n"), covering(FORMS, OPERATIONS, filter(supported, DTYPES), SIZES))
+@pytest.mark.parametrize(
+    ("form", "operation", "dtype", "n"), covering(FORMS, OPERATIONS, filter(supported, DTYPES), SIZES)
+)
 def test_data_arrives_where_it_should_and_nowhere_else(ranks, form, operation, dtype, n):
     ranks.run(move, form, operation, dtype, n, 1)
 
@@ -72,7 +75,9 @@ def move_tiles(ctx, language, dtype):
     assert_same_bits(target, pattern((M, stride), dtype, (rank - 1) % size)[:, :N].T.contiguous())
 
 
-@pytest.mark.parametrize(("language", "dtype"), covering(["triton", "gluon"], [torch.float16, torch.float32, torch.int64, torch.int8]))
+@pytest.mark.parametrize(
+    ("language", "dtype"), covering(["triton", "gluon"], [torch.float16, torch.float32, torch.int64, torch.int8])
+)
 def test_tiles_of_matrices(ranks, language, dtype):
     ranks.run(move_tiles, language, dtype)
 
@@ -91,7 +96,9 @@ def move_scalars(ctx, language, dtype):
     assert_same_bits(target[3:], pattern((5,), dtype, rank, 1)[3:])
 
 
-@pytest.mark.parametrize(("language", "dtype"), covering(["triton", "gluon"], [torch.bool, torch.bfloat16, torch.float64, torch.float8_e5m2]))
+@pytest.mark.parametrize(
+    ("language", "dtype"), covering(["triton", "gluon"], [torch.bool, torch.bfloat16, torch.float64, torch.float8_e5m2])
+)
 def test_scalars(ranks, language, dtype):
     ranks.run(move_scalars, language, dtype)
 
@@ -116,7 +123,17 @@ def move_far(ctx, language):
         # The same from inside one tensor, past 4 GiB of it.
         fill(gap[-4096:], rank, 2)
         large.barrier()
-        kernel[(4,)](large.get_device_context(), large.get_heap_bases(), gap[-4096:], gap[-2048:], 1000, rank, (rank + 1) % size, "put", BLOCK)
+        kernel[(4,)](
+            large.get_device_context(),
+            large.get_heap_bases(),
+            gap[-4096:],
+            gap[-2048:],
+            1000,
+            rank,
+            (rank + 1) % size,
+            "put",
+            BLOCK,
+        )
         large.barrier()
         assert_same_bits(gap[-2048:-1048], pattern((4096,), torch.uint8, (rank - 1) % size, 2)[:1000])
 

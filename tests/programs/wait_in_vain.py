@@ -1,4 +1,4 @@
-"""Rank 0 waits for what rank 1 never sends: first a flag, then a barrier. Prints a line a finding; needs IRIS_WAIT_TIMEOUT_S."""
+"""Rank 0 waits for what rank 1 never sends: a flag, then a barrier. Needs IRIS_WAIT_TIMEOUT_S."""
 
 import torch
 import triton

@@ -1,0 +1,67 @@
+"""What only the simulator can notice: a kernel that reaches for what is not in its context's heap, or for no rank."""
+
+import pytest
+import torch
+
+import iris
+from iris.errors import NotSymmetricError, RankOutOfRangeError
+from language import atomic_kernels, meeting_kernels, move_kernels
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="only the simulator looks at a kernel's pointers")
+
+FORMS = ["triton_context", "triton_functional", "gluon_context", "gluon_functional"]
+
+
+def put(ctx, form, source, target, peer, n=100):
+    kernel = getattr(move_kernels, form)
+    args = ctx.get_device_context(), ctx.get_heap_bases(), source, target, n, ctx.cur_rank, peer, "put"
+    kernel[(1,)](*args, 128)
+
+
+def foreign(ctx, form):
+    source, inside = ctx.zeros(100), ctx.zeros(100)
+    with pytest.raises(NotSymmetricError, match="not in any heap"):
+        put(ctx, form, source, torch.zeros(100), 0)
+    with iris.iris(1 << 20) as other:
+        with pytest.raises(NotSymmetricError, match=r"rank \d's float32\[100\]"):
+            put(ctx, form, source, other.zeros(100), 0)
+        # What is only read here may be anywhere.
+        put(ctx, form, torch.ones(100), inside, ctx.cur_rank)
+    assert inside.tolist() == [1] * 100
+    with pytest.raises(RankOutOfRangeError, match=f"no rank {ctx.num_ranks}"):
+        put(ctx, form, source, inside, ctx.num_ranks)
+    with pytest.raises(RankOutOfRangeError, match="no rank -1"):
+        put(ctx, form, source, inside, -1)
+    ctx.barrier()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_pointer_of_another_context_or_of_none_and_a_rank_that_is_not_there(ranks, form):
+    ranks.run(foreign, form)
+
+
+def masked(ctx):
+    """Elements that a mask leaves out may point anywhere: the last tensor of a heap ends where the heap does."""
+    with iris.iris(2048) as small:
+        target = small.zeros(256)
+        last = small.zeros(250)
+        put(small, "triton_context", target, last[200:], small.cur_rank, n=50)
+        small.barrier()
+
+
+def test_masked_elements_are_not_looked_at(ranks):
+    ranks.run(masked)
+
+
+def flags_elsewhere(ctx):
+    context = ctx.get_device_context()
+    outside = torch.ones(ctx.num_ranks, dtype=torch.int64)
+    with pytest.raises(NotSymmetricError):
+        meeting_kernels.triton_compare[(1,)](context, outside, 1, outside, "eq")
+    with pytest.raises(NotSymmetricError):
+        atomic_kernels.gluon_count[(1,)](context, outside, outside, 1, 1)
+    ctx.barrier()
+
+
+def test_flags_and_counters_must_be_on_the_heap(ranks):
+    ranks.run(flags_elsewhere)
