@@ -23,10 +23,13 @@ def _barrier_kernel(context_tensor, flags):
 
 
 class DeviceBarrier:
-    """The barrier of one workspace's group; one prepared launch a stream."""
+    """The barrier of one workspace's group; one prepared launch a stream. Made collectively; blocks the host."""
 
     def __init__(self, workspace: Workspace) -> None:
         self._workspace = workspace
+        # Compile and load first, then meet: no rank's kernel waits while another's is still being compiled.
+        self._prepare(workspace.channel("barrier", None))
+        workspace.group.all_gather(None, "the first device barrier of a group")
         self._launches: dict[int | None, Callable[[int | None], None]] = {}
 
     def enqueue(self, stream: int | None, capturing: bool) -> None:

@@ -54,7 +54,7 @@ class WaitRecord:
             return
         self._words.zero_()
         flag, wanted, seen = words[FLAG], words[WANTED], words[SEEN]
-        place = describe(flag) or f"address {flag:#x}"
+        place = describe(flag) or "Iris' own"
         comparison = COMPARISONS[words[COMPARISON]]
         if comparison == "barrier":
             expected = range(words[FIRST], min(words[FIRST] + BARRIER_LANES, words[RANKS]))

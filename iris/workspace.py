@@ -22,6 +22,10 @@ from iris.world import Group
 
 FLAG_BYTES = 1 << 20
 
+# Channels start on cache lines of their own: peers write them at the same time, and kernels get equally aligned
+# pointers, hence one compiled specialisation.
+LINE_BYTES = 128
+
 
 class Workspace:
     """Collective over ``group``: its members map each other's flags, and meet before anyone uses them."""
@@ -34,13 +38,14 @@ class Workspace:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         group.all_gather(None, "the first use of a group")
-        self._rows = flags[: flags.numel() // group.size * group.size].view(-1, group.size)
+        stride = -(-group.size * flags.itemsize // LINE_BYTES) * LINE_BYTES // flags.itemsize
+        self._rows = flags[: flags.numel() // stride * stride].view(-1, stride)[:, : group.size]
         self._channels: dict[tuple[str, int | None], int] = {}
         self._used = 0
         self.context_tensor = context_tensor(group.rank, self._mapping.bases, record.address, device)
 
     def channel(self, operation: str, stream: int | None) -> torch.Tensor:
-        """This rank's flags of ``operation`` on the stream with this handle (None in the simulator): int32 ``[1, size]``."""
+        """This rank's flags of ``operation`` on a stream (its handle; None in the simulator): int32 ``[1, size]``."""
         key = (operation, stream)
         if key not in self._channels:
             self._channels[key] = self._next()

@@ -341,10 +341,11 @@ def describe_address(address: int) -> str | None:
     return None
 
 
-def check_reach(base: int, addresses: np.ndarray, ranks: np.ndarray) -> None:
+def check_reach(addresses: np.ndarray, mask: np.ndarray | None, base: np.ndarray, ranks: np.ndarray | int) -> None:
     """Raise unless a kernel may use these addresses as its own in the heap at ``base``, to reach these ranks.
 
-    Addresses that are no heap's (``base`` may be the library's own memory) are not looked at.
+    Elements that ``mask`` leaves out are not looked at, nor anything if ``base`` is no heap's: it may be the library's
+    own memory.
 
     Raises
     ------
@@ -353,10 +354,14 @@ def check_reach(base: int, addresses: np.ndarray, ranks: np.ndarray) -> None:
     RankOutOfRangeError
         The heap has no such rank.
     """
+    base = int(base.item())
+    if mask is not None:
+        addresses, active = np.broadcast_arrays(addresses, mask)
+        addresses = addresses[active]
     heap = _live.get(base)
     if heap is None:
         return
-    for rank in ranks:
+    for rank in np.ravel(ranks):
         if not 0 <= rank < heap.group.size:
             raise RankOutOfRangeError(int(rank), heap.group.size)
     outside = (addresses < base) | (addresses >= base + heap.size)

@@ -15,7 +15,6 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-import numpy as np
 import triton
 import triton.language as tl
 from triton.experimental import gluon
@@ -47,24 +46,13 @@ def in_simulator():
 
 
 @triton.constexpr_function
-def _stored(value):
-    return value.handle.data if isinstance(value, tl.tensor) else value
-
-
-@triton.constexpr_function
 def check_reach(ptr, mask, base, rank):
-    """In the simulator: raise unless ``ptr``, under ``mask``, is in the heap at ``base``, and that heap has ``rank``."""
-    from iris.heap.symmetric import check_reach
+    """In the simulator: raise unless ``ptr``, under ``mask``, is in the heap at ``base`` and that heap has ``rank``."""
+    # Imported here: Triton follows the global names of a constexpr_function, and does not know these.
+    from iris.heap import symmetric
 
-    addresses = ptr.handle.data
-    if mask is not None:
-        addresses, active = np.broadcast_arrays(addresses, _stored(mask))
-        addresses = addresses[active]
-    check_reach(
-        int(_stored(base).item()),
-        addresses,
-        np.reshape(_stored(rank), -1),
-    )
+    stored = [value.handle.data if isinstance(value, tl.tensor) else value for value in (ptr, mask, base, rank)]
+    symmetric.check_reach(*stored)
 
 
 def make_translate(jit: Callable, lang: ModuleType) -> Any:

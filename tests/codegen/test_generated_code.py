@@ -1,13 +1,20 @@
 """What the compilers make of the device interface, for GPUs that need not be there. Run with IRIS_SIMULATOR=0."""
 
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 from covering import covering
+from language import atomic_kernels
+from language.test_atomics import CASES, ORDERS
 
 from codegen import device_kernels as kernels
 from codegen.offline import TARGETS, compile_for
+from codegen.operations import is_acquire, is_barrier, is_data, releases
 
 DTYPES = [
     torch.bool,
@@ -96,30 +103,10 @@ def ordering_case(target, language, op):
     return compile_for(target, kernel, CONTEXT, torch.zeros(4096), flag, 7, 1, BLOCK=1024, OP=op).operations()
 
 
-def is_barrier(op):
-    return op.startswith(("bar.", "barrier.", "s_barrier"))
-
-
-def is_release(op):
-    """The operation on the flag that a release is part of (on AMD a write-back of the L2 goes before it)."""
-    return (
-        "release" in op or op.startswith("atom") and "acq_rel" in op or re.match("global_atomic_(swap|cmpswap|add)", op)
-    )
-
-
-def is_acquire(op):
-    return "acquire" in op or "acq_rel" in op or op == "buffer_inv"
-
-
-def is_data(op):
-    """A 16-byte access of the kernel's data."""
-    return op.endswith(("v4.b32", "v4.f32", "dwordx4"))
-
-
 @pytest.mark.parametrize(("target", "language", "op"), covering(TARGETS, ["triton", "gluon"], RELEASES))
 def test_a_block_barrier_stands_between_the_blocks_stores_and_a_release(target, language, op):
     operations = ordering_case(target, language, op)
-    release = next(i for i, operation in enumerate(operations) if is_release(operation))
+    release = releases(operations)[0]
     stores = [i for i, operation in enumerate(operations[:release]) if is_data(operation)]
     assert stores
     between = operations[stores[-1] + 1 : release]
@@ -161,3 +148,41 @@ def test_a_translated_pointer_keeps_base_loads_out_of_the_loop():
     operations = compiled.operations()
     assert operations.count("ld.global.b64") <= 3  # rank, own base, the peer's base
     assert operations.index("st.global.v4.b32") > max(i for i, op in enumerate(operations) if op == "ld.global.b64")
+
+
+@pytest.mark.parametrize(
+    ("target", "form", "case", "order"),
+    covering(TARGETS, ["triton_context", "triton_functional", "gluon_context", "gluon_functional"], CASES, ORDERS),
+)
+def test_every_atomic_compiles_for_every_dtype(target, form, case, order):
+    operation, dtype = case
+    data = torch.zeros(64, dtype=torch.uint8).view(dtype)
+    arguments = CONTEXT, CONTEXT, data, data, data, 300, 0, 1, operation, *order, 128
+    compiled = compile_for(target, getattr(atomic_kernels, form), *arguments)
+    assert re.search(r"\b(atom|red)\.global|(global|buffer)_atomic", compiled.text)
+
+
+CLOCK = {"sm_90": "%globaltimer", "gfx942": "s_memrealtime"}
+TEXT_OF_A_WAIT = """
+import sys
+import torch
+from codegen import device_kernels
+from codegen.offline import compile_for
+flag = torch.zeros(16, dtype=torch.int32)
+for kernel in (device_kernels.triton_signal_wait, device_kernels.gluon_signal_wait):
+    for op in ("wait", "barrier"):
+        print(compile_for(sys.argv[1], kernel, flag.long(), torch.zeros(4096), flag, 7, 1, BLOCK=1024, OP=op).text)
+"""
+
+
+@pytest.mark.parametrize("target", CLOCK)
+@pytest.mark.parametrize("limit", ["", "0", "2.5"])
+def test_only_a_wait_with_a_limit_reads_the_clock(target, limit):
+    tests = Path(__file__).parents[1]
+    environment = {**os.environ, "IRIS_WAIT_TIMEOUT_S": limit or "0", "PYTHONPATH": f"{tests}:{tests.parent}"}
+    if not limit:
+        del environment["IRIS_WAIT_TIMEOUT_S"]
+    command = [sys.executable, "-c", TEXT_OF_A_WAIT, target]
+    text = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    kernels_with_clock = text.count(CLOCK[target])
+    assert kernels_with_clock >= 4 if limit == "2.5" else kernels_with_clock == 0

@@ -1,0 +1,121 @@
+"""What only a GPU has: streams that still use memory when it dies, and CUDA graphs that may use it at any time."""
+
+import time
+
+import pytest
+import torch
+
+import iris
+from iris.errors import HeapOutOfMemoryError
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there are no streams or graphs without a GPU")
+
+KIB = 1024
+
+
+def late_stream(ctx):
+    """A heap of three blocks; the third allocation must wait for the kernel that still writes the dead first."""
+    with iris.iris(3 * KIB) as small:
+        side = torch.cuda.Stream()
+        keep = small.zeros(2 * KIB, dtype=torch.uint8)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(side):
+            doomed = small.empty(KIB, dtype=torch.uint8)
+            address = doomed.data_ptr()
+            torch.cuda._sleep(300_000_000)
+            doomed.fill_(7)
+            finished = torch.cuda.Event()
+            finished.record()
+            del doomed
+        assert not finished.query()
+        fresh = small.empty(KIB, dtype=torch.uint8)
+        assert fresh.data_ptr() == address
+        assert finished.query(), "memory was handed out while a kernel was still to write it"
+        fresh.fill_(1)
+        torch.cuda.synchronize()
+        assert fresh.unique().tolist() == [1] and keep.unique().tolist() == [0]
+
+
+def test_memory_is_not_reused_before_the_streams_that_used_it_are_done(ranks):
+    ranks.run(late_stream)
+
+
+def captured(ctx):
+    with iris.iris(64 * KIB) as small:
+        before = small.zeros(100, dtype=torch.int32)
+        small.barrier()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            inside = small.empty(100, dtype=torch.int32)
+            inside.copy_(before)
+            inside.add_(1)
+            address = inside.data_ptr()
+            del inside
+            del before
+        count = small.heap.stats().count
+        for _ in range(3):
+            small.barrier()
+        assert small.heap.stats().count == count == 2
+        others = [small.full((100,), -1, dtype=torch.int32) for _ in range(20)]
+        assert address not in [other.data_ptr() for other in others]
+        graph.replay()
+        small.barrier()
+        assert all(other.unique().tolist() == [-1] for other in others)
+
+
+def test_memory_of_a_graph_is_kept_until_the_context_is_closed(ranks):
+    ranks.run(captured)
+
+
+def full_in_capture(ctx):
+    with iris.iris(8 * KIB) as small:
+        tensor = small.zeros(KIB, dtype=torch.uint8)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            tensor.add_(1)
+            with pytest.raises(HeapOutOfMemoryError, match="capture"):
+                small.empty(9 * KIB, dtype=torch.uint8)
+        graph.replay()
+        small.barrier()
+        assert tensor.unique().tolist() == [1]
+
+
+def test_a_heap_that_is_full_during_a_capture_says_so(ranks):
+    ranks.run(full_in_capture)
+
+
+def too_large(ctx):
+    begin = time.monotonic()
+    with pytest.raises(MemoryError, match="larger than the memory"):
+        iris.iris(1 << 45)
+    free, total = torch.cuda.mem_get_info()
+    with pytest.raises(MemoryError, match="no room"):
+        iris.iris(total - (1 << 20))
+    assert time.monotonic() - begin < 20
+    # Nothing of it is left, and the next one works.
+    with iris.iris(1 << 20) as small:
+        assert small.zeros(10).sum().item() == 0
+    assert abs(torch.cuda.mem_get_info()[0] - free) < 64 << 20
+
+
+def test_a_heap_that_does_not_fit_is_an_error_on_every_rank_and_leaves_nothing(ranks):
+    ranks.run(too_large)
+
+
+def large_objects(ctx, size):
+    """Stores to the end of a tensor past 2 and 4 GiB of the heap, and past these distances within it."""
+    with iris.iris(size + (1 << 21)) as large:
+        tensor = large.empty(size, dtype=torch.uint8)
+        tensor[-256:] = large.cur_rank
+        large.barrier()
+        peer = (large.cur_rank + 1) % large.num_ranks
+        large.peer(tensor, peer)[-128:] = torch.arange(128, device=large.device, dtype=torch.uint8) + large.cur_rank
+        large.barrier()
+        previous = (large.cur_rank - 1) % large.num_ranks
+        assert tensor[-128:].tolist() == [previous + i for i in range(128)]
+        assert tensor[-256:-128].unique().tolist() == [large.cur_rank]
+
+
+@pytest.mark.parametrize("size", [(1 << 31) + 4096, (1 << 32) + 4096])
+def test_large_tensors(ranks, size):
+    ranks.run(large_objects, size)
