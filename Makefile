@@ -3,7 +3,7 @@
 PYTHON ?= python3
 RANKS ?= 2
 RUN := .venv/bin/python
-OLDEST := .venv-oldest/bin/python
+OLDEST := PYTHONPATH=.oldest .venv/bin/python
 # A GPU machine's own torch fits its driver, so tests on GPUs run in the Python that is there.
 TORCHRUN := PYTHONPATH=. $(PYTHON) -m torch.distributed.run --standalone --nproc-per-node $(RANKS)
 
@@ -39,7 +39,8 @@ docs: setup
 	$(RUN) -m mkdocs build --strict
 
 setup:
-	@$(PYTHON) scripts/setup.py .venv
+	@$(PYTHON) scripts/setup.py
 
-setup-oldest:
-	@$(PYTHON) scripts/setup.py .venv-oldest triton==3.6.0
+setup-oldest: setup
+	@test -d .oldest || (echo "Adding the oldest Triton (once)" && rm -rf .oldest.part && $(RUN) -m pip install \
+	    --quiet --disable-pip-version-check --no-deps --target .oldest.part triton==3.6.0 && mv .oldest.part .oldest)

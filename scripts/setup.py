@@ -1,15 +1,11 @@
-"""Makes the virtual environment `.venv` (or the one named as first argument) that the Makefile's targets run in.
+"""Makes the virtual environment `.venv` that the Makefile's targets run in: this project with all its extras.
 
-    python3 scripts/setup.py [VENV] [REQUIREMENT...]
-
-The environment gets this project with its test, docs and bench extras, and the REQUIREMENTs, such as ``triton==3.6.0``.
 A machine without a GPU gets a CPU build of torch if pip can find one, because the ordinary build brings gigabytes
 of CUDA libraries that would never run.
 """
 
 import re
 import subprocess
-import sys
 import venv
 from pathlib import Path
 
@@ -29,25 +25,23 @@ def newest_cpu_build(pip: list[str]) -> str | None:
     return ".".join(map(str, newest)) + "+cpu" if newest >= OLDEST_TORCH else None
 
 
-def main(folder: str = ".venv", *requirements: str) -> None:
-    done = ROOT / folder / "installed"
-    wanted = (ROOT / "pyproject.toml").read_text() + repr(requirements)
+def main() -> None:
+    folder = ROOT / ".venv"
+    done = folder / "installed"
+    wanted = (ROOT / "pyproject.toml").read_text()
     if done.exists() and done.read_text() == wanted:
         return
-    print(f"Setting up {folder} (once)", flush=True)
-    venv.create(ROOT / folder, with_pip=True, clear=True)
-    pip = [str(ROOT / folder / "bin" / "python"), "-m", "pip", "--disable-pip-version-check"]
+    print("Setting up .venv (once)", flush=True)
+    venv.create(folder, with_pip=True, clear=True)
+    pip = [str(folder / "bin" / "python"), "-m", "pip", "--disable-pip-version-check"]
     torch = []
     if not has_gpu():
         build = newest_cpu_build(pip)
         torch = [f"torch=={build}"] if build else []
-        print(
-            f"No GPU here: taking torch {build}" if build else "No GPU here, and no CPU build of torch in sight",
-            flush=True,
-        )
-    subprocess.run([*pip, "install", "--quiet", *torch, *requirements, "-e", f"{ROOT}[test,docs,bench]"], check=True)
+        print(f"No GPU here: torch {build}" if build else "No GPU here, and no CPU build of torch in sight", flush=True)
+    subprocess.run([*pip, "install", "--quiet", *torch, "-e", f"{ROOT}[test,docs,bench]"], check=True)
     done.write_text(wanted)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

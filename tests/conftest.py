@@ -1,9 +1,17 @@
 import os
+from pathlib import Path
 
 import pytest
 from rank_pool import RankPool, Torchrun
 
+TESTS = Path(__file__).parent
 UNDER_TORCHRUN = "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def import_path(*folders):
+    """PYTHONPATH for a process that a test starts: ``folders``, the project, and whatever this process was given."""
+    given = [os.environ["PYTHONPATH"]] if "PYTHONPATH" in os.environ else []
+    return os.pathsep.join(map(str, [*folders, TESTS.parent, *given]))
 
 
 def pytest_generate_tests(metafunc):

@@ -6,10 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import UNDER_TORCHRUN
+from conftest import UNDER_TORCHRUN, import_path
 
 PROGRAMS = Path(__file__).parent / "acceptance"
-ROOT = Path(__file__).parent.parent
 
 pytestmark = pytest.mark.skipif(UNDER_TORCHRUN, reason="starts ranks of its own; run it without torchrun")
 
@@ -23,7 +22,7 @@ pytestmark = pytest.mark.skipif(UNDER_TORCHRUN, reason="starts ranks of its own;
 def test_program(program, launcher):
     result = subprocess.run(
         [sys.executable, *launcher, PROGRAMS / program],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": import_path()},
         capture_output=True,
         text=True,
         timeout=120,

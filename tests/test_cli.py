@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from conftest import UNDER_TORCHRUN
+from conftest import UNDER_TORCHRUN, import_path
 from rich.console import Console
 
 from iris import demo, info
@@ -23,10 +23,9 @@ pytestmark = pytest.mark.skipif(UNDER_TORCHRUN, reason="starts processes of its 
 
 
 def python(*args, first_on_path=(), **environment):
-    path = os.pathsep.join(map(str, [*first_on_path, ROOT]))
     return subprocess.run(
         [sys.executable, *args],
-        env={**os.environ, "PYTHONPATH": path, **environment},
+        env={**os.environ, "PYTHONPATH": import_path(*first_on_path), **environment},
         capture_output=True,
         text=True,
         timeout=120,

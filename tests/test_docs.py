@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from conftest import UNDER_TORCHRUN
+from conftest import UNDER_TORCHRUN, import_path
 
 import iris
 import iris.gluon
@@ -214,7 +214,7 @@ def test_the_commands_work(page, line, block, tmp_path):
     environment = {k: v for k, v in os.environ.items() if not k.startswith("IRIS_")}
     done = subprocess.run(
         command,
-        env={**environment, **settings, "PYTHONPATH": str(ROOT)},
+        env={**environment, **settings, "PYTHONPATH": import_path()},
         cwd=tmp_path,
         capture_output=True,
         text=True,

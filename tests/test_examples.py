@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import UNDER_TORCHRUN
+from conftest import UNDER_TORCHRUN, import_path
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
@@ -77,7 +77,7 @@ def test_wrong_data_are_noticed(ranks):
 def test_program(launcher, program, printed):
     result = subprocess.run(
         [sys.executable, *launcher, program],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": import_path()},
         capture_output=True,
         text=True,
         timeout=120,

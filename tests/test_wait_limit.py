@@ -3,16 +3,13 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-from conftest import UNDER_TORCHRUN
-
-TESTS = Path(__file__).parent
+from conftest import TESTS, UNDER_TORCHRUN, import_path
 
 
 def run(program, limit, **kwargs):
-    environment = {**os.environ, "IRIS_WAIT_TIMEOUT_S": limit, "PYTHONPATH": f"{TESTS.parent}:{TESTS}"}
+    environment = {**os.environ, "IRIS_WAIT_TIMEOUT_S": limit, "PYTHONPATH": import_path(TESTS)}
     return subprocess.run([sys.executable, *program], env=environment, capture_output=True, text=True, timeout=90)
 
 

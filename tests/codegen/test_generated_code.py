@@ -4,10 +4,10 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from conftest import TESTS, import_path
 from covering import covering
 from language import atomic_kernels
 from language.test_atomics import CASES, ORDERS
@@ -178,8 +178,7 @@ for kernel in (device_kernels.triton_signal_wait, device_kernels.gluon_signal_wa
 @pytest.mark.parametrize("target", CLOCK)
 @pytest.mark.parametrize("limit", ["", "0", "2.5"])
 def test_only_a_wait_with_a_limit_reads_the_clock(target, limit):
-    tests = Path(__file__).parents[1]
-    environment = {**os.environ, "IRIS_WAIT_TIMEOUT_S": limit or "0", "PYTHONPATH": f"{tests}:{tests.parent}"}
+    environment = {**os.environ, "IRIS_WAIT_TIMEOUT_S": limit or "0", "PYTHONPATH": import_path(TESTS)}
     if not limit:
         del environment["IRIS_WAIT_TIMEOUT_S"]
     command = [sys.executable, "-c", TEXT_OF_A_WAIT, target]

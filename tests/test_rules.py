@@ -1,0 +1,73 @@
+"""Rules that only this project must obey: memory ordering in one place, no surprises in destructors, floors."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SOURCES = sorted((ROOT / "iris").rglob("*.py"))
+
+
+def name(file):
+    return str(file.relative_to(ROOT / "iris"))
+
+
+def code(file):
+    """The file without comments and docstrings, so that they may speak of what the code must not do."""
+    tree = ast.parse(file.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            node.value.value = ""
+    return ast.unparse(tree)
+
+
+def files_with(pattern):
+    return [name(file) for file in SOURCES if re.search(pattern, code(file))]
+
+
+def test_only_ordering_acquires_and_releases():
+    # The simulator names the orders that it implements; it issues none.
+    found = files_with(r"sem\s*=\s*['\"](acquire|release|acq_rel)['\"]")
+    assert found == ["language/ordering.py"]
+
+
+def test_inline_assembly_lives_in_ordering():
+    assert [file for file in files_with(r"inline_asm_elementwise\(") if "simulator" not in file] == [
+        "language/ordering.py"
+    ]
+
+
+def test_a_destructor_only_queues():
+    """Garbage collectors run when they like, so nothing collective, blocking or allocating may run in one."""
+    assert files_with(r"__del__|weakref\.finalize") == ["heap/lifetime.py"]
+    text = code(ROOT / "iris" / "heap" / "lifetime.py")
+    life = next(node for node in ast.parse(text).body if isinstance(node, ast.ClassDef) and node.name == "Life")
+    end = next(node for node in life.body if isinstance(node, ast.FunctionDef) and node.name == "end")
+    calls = {ast.unparse(node.func) for node in ast.walk(end) if isinstance(node, ast.Call)}
+    assert calls == {"self._deaths.append", "self._capturing"}
+
+
+# Who may not be imported by whom: a floor knows only what is below it.
+ABOVE = {
+    "heap": ["language", "context", "tensors", "workspace", "device_barrier", "demo", "bench"],
+    "language": ["context", "tensors", "workspace", "device_barrier", "demo", "bench"],
+    "simulator": ["context", "tensors", "workspace", "device_barrier", "language", "demo", "bench"],
+    "world": ["heap", "language", "context", "tensors", "workspace"],
+    "errors": ["heap", "language", "simulator", "world", "context"],
+}
+
+
+@pytest.mark.parametrize("floor", ABOVE)
+def test_a_floor_does_not_import_what_is_above_it(floor):
+    for file in SOURCES:
+        if name(file).startswith((f"{floor}/", f"{floor}.py")):
+            for higher in ABOVE[floor]:
+                assert not re.search(rf"(from|import) iris\.{higher}\b", code(file)), (name(file), higher)
+
+
+def test_files_with_kernels_keep_their_annotations():
+    for file in [*SOURCES, *(ROOT / "examples").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]:
+        text = file.read_text()
+        assert not (".jit" in text and "from __future__ import annotations" in text), file
