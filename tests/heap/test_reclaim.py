@@ -1,6 +1,8 @@
 """Memory comes back when every rank, and every kernel, is done with it."""
 
 import gc
+import os
+import resource
 
 import pytest
 import torch
@@ -32,6 +34,16 @@ def test_memory_is_reused_in_a_loop_without_a_barrier():
         tensor.fill_(turn)
     assert heap.stats().peak <= heap.size
     assert heap.stats().count <= 64
+
+
+def test_a_million_allocations_leave_no_more_behind_than_ten():
+    heap = lone_heap()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for turn in range(1_000_000 if os.environ.get("IRIS_TEST_ALL") == "1" else 20_000):
+        assert heap.empty((turn % 900,), torch.float32).numel() == turn % 900
+    heap.meet()
+    assert heap.stats().count == 0 and heap.stats().largest_free_block == heap.size
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 8 * KIB  # KiB: 8 MiB
 
 
 def test_a_death_alone_frees_nothing_until_the_ranks_meet():
