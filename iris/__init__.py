@@ -19,7 +19,7 @@ from iris import requirements as requirements  # isort: skip
 from iris import simulator  # isort: skip
 from logging import DEBUG, ERROR, INFO, WARNING
 
-from iris import errors
+from iris import errors, experimental, gluon
 from iris.bench.timing import do_bench
 from iris.context import Iris, iris
 from iris.language.context import DeviceContext
@@ -66,7 +66,9 @@ __all__ = [
     "copy",
     "do_bench",
     "errors",
+    "experimental",
     "get",
+    "gluon",
     "iris",
     "load",
     "put",

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from iris import world
 from iris.device_barrier import DeviceBarrier
-from iris.errors import RankOutOfRangeError
+from iris.errors import FirstUseInCaptureError, RankOutOfRangeError
 from iris.heap.symmetric import SymmetricHeap, describe_address
 from iris.language.context import context_tensor
 from iris.log import logger
@@ -44,6 +44,8 @@ class Iris(Factories):
         self.heap = SymmetricHeap(self._world.group, heap_size, self.device)
         self.heap_size = heap_size
         self._record = WaitRecord(self.device)
+        # By process group, None for the world.
+        self._groups: dict[dist.ProcessGroup | None, Group] = {None: self._world.group}
         self._barriers: dict[dist.ProcessGroup | None, DeviceBarrier] = {}
         try:
             self._workspaces = {None: Workspace(self._world.group, self.device, self._record)}
@@ -95,11 +97,13 @@ class Iris(Factories):
         self.heap.check_open()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device) if stream is None else stream.synchronize()
-            self._record.raise_if_expired(self.cur_rank, describe_address)
+            # On the drained stream: the current one may be waiting for a peer.
+            with torch.cuda.stream(stream):
+                self._record.raise_if_expired(self.cur_rank, describe_address)
         if group is None or group is dist.group.WORLD:
             self.heap.meet()
         else:
-            self._workspace(group).group.all_gather(None, "a barrier of a group")
+            self._group(group).all_gather(None, "a barrier of a group")
 
     def device_barrier(self, group: dist.ProcessGroup | None = None) -> None:
         """Enqueue a barrier of ``group`` (default: the world) on the current stream; the host does not wait.
@@ -112,14 +116,15 @@ class Iris(Factories):
         self.heap.check_open()
         if group is dist.group.WORLD:
             group = None
+        on_gpu = self.device.type == "cuda"
+        capturing = on_gpu and torch.cuda.is_current_stream_capturing()
         if group not in self._barriers:
+            if capturing:
+                raise FirstUseInCaptureError("device_barrier()")
             self._barriers[group] = DeviceBarrier(self._workspace(group))
-        if self.device.type == "cpu":
-            self._barriers[group].enqueue(None, capturing=False)
-            return
         # The raw handle: making a Stream object costs the host ten times as much.
-        stream = torch._C._cuda_getCurrentRawStream(self.gpu_id)
-        self._barriers[group].enqueue(stream, torch.cuda.is_current_stream_capturing())
+        stream = torch._C._cuda_getCurrentRawStream(self.gpu_id) if on_gpu else None
+        self._barriers[group].enqueue(stream, capturing)
 
     def broadcast(self, value: Any, src: int = 0, *, source_rank: int | None = None) -> Any:
         """Every rank gets ``src``'s ``value``: a number, tensor, array or any object that can be pickled.
@@ -192,10 +197,15 @@ class Iris(Factories):
         else:
             self.heap.close()
 
-    def _workspace(self, group: dist.ProcessGroup | None) -> Workspace:
-        if group not in self._workspaces:
-            self._workspaces[group] = Workspace(Group(group), self.device, self._record)
-        return self._workspaces[group]
+    def _group(self, process_group: dist.ProcessGroup | None) -> Group:
+        if process_group not in self._groups:
+            self._groups[process_group] = Group(process_group)
+        return self._groups[process_group]
+
+    def _workspace(self, process_group: dist.ProcessGroup | None) -> Workspace:
+        if process_group not in self._workspaces:
+            self._workspaces[process_group] = Workspace(self._group(process_group), self.device, self._record)
+        return self._workspaces[process_group]
 
     def _log(self, level: int, message: object) -> None:
         logger.log(level, "[%d/%d] %s", self.cur_rank, self.num_ranks, message)

@@ -82,8 +82,19 @@ class RankOutOfRangeError(IrisError, ValueError):
         super().__init__(f"There is no rank {rank}: the group has {size}, so a rank is between 0 and {size - 1}.")
 
 
+class InvalidGroupError(IrisError, ValueError):
+    """Something that is no process group, or one that this rank is not a member of."""
+
+
 class MappingError(IrisError, RuntimeError):
     """Memory could not be shared between the ranks."""
+
+
+class InvalidHeapSizeError(IrisError, TypeError, ValueError):
+    """A heap size that is not a number of bytes."""
+
+    def __init__(self, size: object) -> None:
+        super().__init__(f"heap_size={size!r} is not possible: it is a whole number of bytes, such as 1 << 30.")
 
 
 class MismatchedHeapError(IrisError, ValueError):
@@ -108,6 +119,13 @@ class AsymmetricHeapError(IrisError, RuntimeError):
 
 class NotSymmetricError(IrisError, ValueError):
     """A tensor that is not on the symmetric heap was given where one on it is needed."""
+
+
+class NotATensorError(IrisError, TypeError):
+    """Something else was given where a torch tensor is needed."""
+
+    def __init__(self, value: object) -> None:
+        super().__init__(f"A torch.Tensor is needed, and this is a {type(value).__name__}: {value!r:.60}.")
 
 
 class FreedTensorError(IrisError, RuntimeError):
@@ -144,6 +162,10 @@ class KernelDefinedTooEarlyError(IrisError, RuntimeError):
         )
 
 
+class LaunchError(IrisError, TypeError):
+    """A kernel was called or launched in a way that no GPU would take."""
+
+
 class NotInSimulatorError(IrisError, NotImplementedError):
     """A kernel used an operation that the simulator does not have."""
 
@@ -177,3 +199,23 @@ class TritonMissingError(IrisError, ImportError):
 
 class NoGpuForRankError(IrisError, RuntimeError):
     """There are fewer GPUs than ranks, and the simulator is forbidden."""
+
+
+class FirstUseInCaptureError(IrisError, RuntimeError):
+    """The first use of an operation by a group was inside the capture of a CUDA graph."""
+
+    def __init__(self, call: str) -> None:
+        super().__init__(
+            f"The first {call} of a group compiles a kernel and meets the other ranks on the host, which a CUDA graph "
+            "cannot hold. Call it once before the capture."
+        )
+
+
+class NotTheCallerError(IrisError, ValueError):
+    """A device operation was told that the pointer is in a peer's address space."""
+
+    def __init__(self, given: int, caller: int) -> None:
+        super().__init__(
+            f"Rank {caller} called a device operation that takes the caller's rank, and passed {given}. A pointer is "
+            "always into the caller's own heap; the signature says which argument is the caller and which the peer."
+        )

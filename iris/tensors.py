@@ -17,6 +17,7 @@ from iris.errors import (
     InvalidDtypeError,
     InvalidLayoutError,
     InvalidOutputError,
+    NotATensorError,
     WrongDeviceError,
 )
 from iris.heap import SymmetricHeap
@@ -63,7 +64,8 @@ class Factories:
 
     def empty(
         self,
-        *size: Size,
+        *sizes: Size,
+        size: Size | None = None,
         out: torch.Tensor | None = None,
         dtype: torch.dtype | None = None,
         layout: torch.layout = torch.strided,
@@ -74,11 +76,12 @@ class Factories:
     ) -> torch.Tensor:
         """A tensor with undefined content, as `torch.empty`."""
         self._check(layout, device, pin_memory, memory_format)
-        return _finish(self._place(flatten(size), dtype or torch.get_default_dtype(), dtype, out), requires_grad)
+        return _finish(self._place(_shape(sizes, size), dtype or torch.get_default_dtype(), dtype, out), requires_grad)
 
     def zeros(
         self,
-        *size: Size,
+        *sizes: Size,
+        size: Size | None = None,
         out: torch.Tensor | None = None,
         dtype: torch.dtype | None = None,
         layout: torch.layout = torch.strided,
@@ -86,11 +89,12 @@ class Factories:
         requires_grad: bool = False,
     ) -> torch.Tensor:
         """Zeros, as `torch.zeros`."""
-        return self._filled(0, size, out, dtype, layout, device, requires_grad)
+        return self._filled(0, _shape(sizes, size), out, dtype, layout, device, requires_grad)
 
     def ones(
         self,
-        *size: Size,
+        *sizes: Size,
+        size: Size | None = None,
         out: torch.Tensor | None = None,
         dtype: torch.dtype | None = None,
         layout: torch.layout = torch.strided,
@@ -98,7 +102,7 @@ class Factories:
         requires_grad: bool = False,
     ) -> torch.Tensor:
         """Ones, as `torch.ones`."""
-        return self._filled(1, size, out, dtype, layout, device, requires_grad)
+        return self._filled(1, _shape(sizes, size), out, dtype, layout, device, requires_grad)
 
     def full(
         self,
@@ -158,7 +162,8 @@ class Factories:
 
     def rand(
         self,
-        *size: Size,
+        *sizes: Size,
+        size: Size | None = None,
         generator: torch.Generator | None = None,
         out: torch.Tensor | None = None,
         dtype: torch.dtype | None = None,
@@ -169,12 +174,13 @@ class Factories:
     ) -> torch.Tensor:
         """Uniform in [0, 1), as `torch.rand`: the same numbers from the same generator."""
         self._check(layout, device, pin_memory)
-        target = self._place(flatten(size), dtype or torch.get_default_dtype(), dtype, out)
+        target = self._place(_shape(sizes, size), dtype or torch.get_default_dtype(), dtype, out)
         return _finish(target, requires_grad, _filler(torch.rand, target, generator))
 
     def randn(
         self,
-        *size: Size,
+        *sizes: Size,
+        size: Size | None = None,
         generator: torch.Generator | None = None,
         out: torch.Tensor | None = None,
         dtype: torch.dtype | None = None,
@@ -185,7 +191,7 @@ class Factories:
     ) -> torch.Tensor:
         """Normal with mean 0 and variance 1, as `torch.randn`: the same numbers from the same generator."""
         self._check(layout, device, pin_memory)
-        target = self._place(flatten(size), dtype or torch.get_default_dtype(), dtype, out)
+        target = self._place(_shape(sizes, size), dtype or torch.get_default_dtype(), dtype, out)
         return _finish(target, requires_grad, _filler(torch.randn, target, generator))
 
     def randint(
@@ -240,7 +246,7 @@ class Factories:
 
     def full_like(self, input: torch.Tensor, fill_value: Number | torch.Tensor, **options: Any) -> torch.Tensor:
         """`full` with the shape and dtype of ``input``, as `torch.full_like`."""
-        return self._like(lambda *size, **rest: self.full(size, fill_value, **rest), input, **options)
+        return self._like(lambda size, **rest: self.full(size, fill_value, **rest), input, **options)
 
     def rand_like(self, input: torch.Tensor, **options: Any) -> torch.Tensor:
         """`rand` with the shape and dtype of ``input``, as `torch.rand_like`."""
@@ -271,14 +277,16 @@ class Factories:
         """A host tensor over ``rank``'s copy of ``tensor``: see `SymmetricHeap.peer`."""
         return self.heap.peer(tensor, rank)
 
-    def _filled(self, value, size, out, dtype, layout, device, requires_grad) -> torch.Tensor:
+    def _filled(self, value, shape, out, dtype, layout, device, requires_grad) -> torch.Tensor:
         self._check(layout, device)
-        target = self._place(flatten(size), dtype or torch.get_default_dtype(), dtype, out)
+        target = self._place(shape, dtype or torch.get_default_dtype(), dtype, out)
         return _finish(target, requires_grad, lambda: target.fill_(value))
 
     def _like(self, factory, input, memory_format=torch.preserve_format, dtype=None, **options) -> torch.Tensor:
+        if not isinstance(input, torch.Tensor):
+            raise NotATensorError(input)
         _check_format(memory_format)
-        return factory(*input.shape, dtype=dtype or input.dtype, **options)
+        return factory(input.shape, dtype=dtype or input.dtype, **options)
 
     def _place(
         self, shape: Sequence[int], inferred: torch.dtype, wanted: torch.dtype | None, out: torch.Tensor | None
@@ -287,6 +295,8 @@ class Factories:
         inferred, wanted = _known(inferred), _known(wanted)
         if out is None:
             return self.heap.empty(shape, inferred)
+        if not isinstance(out, torch.Tensor):
+            raise NotATensorError(out)
         count = torch.Size(shape).numel()
         if out.numel() != count:
             raise InvalidOutputError(f"The output tensor has {out.numel()} elements, but {count} are required")
@@ -318,11 +328,18 @@ def flatten(size: Sequence[Size]) -> tuple[int, ...]:
     """Sizes as torch takes them, ``(2, 3)`` or ``((2, 3),)``, and nested further, as one tuple."""
     shape: list[int] = []
     for extent in size:
-        if isinstance(extent, Sequence):
+        if isinstance(extent, Sequence) and not isinstance(extent, str):  # a letter of a string is a string
             shape += flatten(extent)
         else:
             shape.append(operator.index(extent))
     return tuple(shape)
+
+
+def _shape(sizes: tuple[Size, ...], size: Size | None) -> tuple[int, ...]:
+    """The shape of a factory's call: ``f(2, 3)``, ``f((2, 3))`` or ``f(size=(2, 3))``."""
+    if bool(sizes) == (size is not None):
+        raise TypeError(f"A size is needed once, as in (2, 3) or size=(2, 3); it was given as {sizes} and size={size}.")
+    return flatten(sizes if size is None else (size,))
 
 
 def _check_format(memory_format: torch.memory_format) -> None:

@@ -23,8 +23,7 @@ COMPARISONS = ("eq", "ne", "gt", "ge", "lt", "le", "barrier")
 _SYMBOLS = {"eq": "==", "ne": "!=", "gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 
 
-def nanoseconds() -> int:
-    """The limit on a GPU in nanoseconds; 0 for none."""
+def _nanoseconds() -> int:
     text = os.environ.get(VARIABLE, "0")
     try:
         seconds = float(text)
@@ -33,6 +32,10 @@ def nanoseconds() -> int:
     if not 0 <= seconds < float("inf"):
         raise InvalidSettingError(VARIABLE, text, "a number of seconds, 0 for no limit")
     return int(seconds * 1e9)
+
+
+NANOSECONDS: int = _nanoseconds()
+"""The limit; 0 for none."""
 
 
 class WaitRecord:
@@ -47,23 +50,23 @@ class WaitRecord:
 
         Copies from the device if there is a limit. ``describe`` turns an address into words, or returns None.
         """
-        if nanoseconds() == 0:
+        if NANOSECONDS == 0:
             return
         words = self._words.tolist()
         if not words[CLAIMED]:
             return
         self._words.zero_()
         flag, wanted, seen = words[FLAG], words[WANTED], words[SEEN]
-        place = describe(flag) or "Iris' own"
         comparison = COMPARISONS[words[COMPARISON]]
         if comparison == "barrier":
             expected = range(words[FIRST], min(words[FIRST] + BARRIER_LANES, words[RANKS]))
             late = [peer for peer in expected if not seen >> (peer - words[FIRST]) & 1]
-            what = f"in a barrier (flags: {place}) for epoch {wanted}; ranks {late} of its group had not arrived"
+            what = f"in a barrier for epoch {wanted}; ranks {late} of its group had not arrived"
         else:
+            place = describe(flag) or f"address {flag:#x}"
             what = f"for a flag to be {_SYMBOLS[comparison]} {wanted}; it held {seen} ({place})"
         raise IrisTimeoutError(
-            f"Rank {rank}: program {words[PROGRAM]} of a kernel waited for more than {nanoseconds() / 1e9:g} s {what}. "
+            f"Rank {rank}: program {words[PROGRAM]} of a kernel waited for more than {NANOSECONDS / 1e9:g} s {what}. "
             f"The kernel went on without it, so its results are not valid. Look at who should have signalled; "
             f"{VARIABLE} sets the limit."
         )

@@ -24,6 +24,7 @@ from torch.distributed import distributed_c10d
 
 from iris import simulator
 from iris.errors import (
+    InvalidGroupError,
     IrisTimeoutError,
     NoPeerAccessError,
     OutOfStepError,
@@ -83,6 +84,13 @@ class Group:
             self.rank, self.size, self.ranks = 0, 1, (0,)
             self.timeout = distributed_c10d.default_pg_timeout.total_seconds()
             return
+        if not isinstance(process_group, dist.ProcessGroup):
+            raise InvalidGroupError(
+                "This rank is not a member of the group: torch.distributed.new_group() gave it a placeholder. "
+                "Only members make this call."
+                if process_group is dist.GroupMember.NON_GROUP_MEMBER
+                else f"group={process_group!r} is not a process group: make one with torch.distributed.new_group()."
+            )
         self.rank, self.size = process_group.rank(), process_group.size()
         self.ranks = tuple(dist.get_process_group_ranks(process_group))
         store = distributed_c10d._get_process_group_store(process_group)
@@ -113,12 +121,14 @@ class Group:
         """
         if self.size == 1:
             return [value]
+        # Before the meeting counts: a value that cannot be pickled must not put this member out of step.
+        text = pickle.dumps((what, value))
         this, last = self._round, self._round - 1
         self._round += 1
         peers = self._peers()
         keys = [f"{this}/{rank}" for rank in peers]
         try:
-            self._store.set(f"{this}/{self.rank}", pickle.dumps((what, value)))
+            self._store.set(f"{this}/{self.rank}", text)
             if self._store.has_extended_api():
                 texts = self._store.multi_get(keys)
             else:
@@ -170,7 +180,8 @@ class Group:
             result = step()
         except Exception as error:
             failure = error
-        outcomes = self.all_gather((result, failure and f"{type(failure).__name__}: {failure}"), what)
+        text = failure and f"{type(failure).__name__}: {failure}"
+        outcomes = self.all_gather((result, text), f"a meeting to {what}")
         if failure is not None:
             raise failure
         failed = [(self.ranks[rank], text) for rank, (_, text) in enumerate(outcomes) if text is not None]
@@ -212,7 +223,7 @@ def _leave_groups() -> None:
         try:
             group._leave(deadline)
         except dist.DistError:
-            return
+            continue
 
 
 # The store may live in this process: it must not end under peers that are reading the last meeting's values. (Not by
@@ -268,6 +279,11 @@ def join() -> World:
         _initialise()
     group = Group(dist.group.WORLD if dist.is_initialized() else None)
     device = choose_device()
+    if device.type == "cuda":
+        # Where kernels are compiled and launched, also if only the process group was told.
+        torch.cuda.set_device(device)
+    if simulator.ACTIVE:
+        simulator.hang.rank = lambda: group.rank
     seats = group.agree(lambda: find_seat(device), "find out where it runs")
     check_one_host(seats)
     check_own_gpus(seats)

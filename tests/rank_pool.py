@@ -102,7 +102,7 @@ class RankPool:
                 rank = self._pipes.index(pipe)
                 try:
                     ok, value = pipe.recv()
-                except EOFError:
+                except (EOFError, ConnectionError):
                     ok, value = False, "died"
                 (results if ok else failures)[rank] = value
         if failures:

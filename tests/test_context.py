@@ -1,6 +1,7 @@
 """The host's side of a context: identity, barriers on host and device, broadcast, two contexts at once, closing."""
 
 import logging
+import time
 
 import numpy
 import pytest
@@ -10,7 +11,7 @@ import triton
 import triton.language as tl
 
 import iris
-from iris.errors import HeapClosedError, RankOutOfRangeError
+from iris.errors import FirstUseInCaptureError, HeapClosedError, RankOutOfRangeError
 
 ON_GPU = torch.cuda.is_available()
 
@@ -76,8 +77,6 @@ def skewed(ctx):
             if ON_GPU:
                 torch.cuda._sleep(2_000_000)
             else:
-                import time
-
                 time.sleep(0.005)
         one_round()
     ctx.barrier()
@@ -108,20 +107,38 @@ def test_a_device_barrier_in_a_replayed_graph(ranks):
     ranks.run(replay)
 
 
+def capture_first(ctx):
+    with iris.iris(1 << 20) as other:
+        with pytest.raises(FirstUseInCaptureError, match="before the capture"):
+            with torch.cuda.graph(torch.cuda.CUDAGraph()):
+                other.device_barrier()
+        other.device_barrier()
+        other.barrier()
+
+
+@pytest.mark.skipif(not ON_GPU, reason="there are no CUDA graphs without a GPU")
+def test_the_first_device_barrier_cannot_be_captured_and_says_so(ranks):
+    ranks.run(capture_first)
+
+
 def streams(ctx):
-    """Barriers on two streams at once, in different order on odd and even ranks: they must not share flags."""
+    """Rounds on two streams at once, enqueued in another order on odd ranks: flags that they shared would mix them."""
     ctx.device_barrier()
-    first, second = torch.cuda.Stream(), torch.cuda.Stream()
-    with torch.cuda.stream(first):
-        ctx.device_barrier()
-    with torch.cuda.stream(second):
-        ctx.device_barrier()
-    order = [first, second] if ctx.get_rank() % 2 else [second, first]
-    for _ in range(200):
-        for stream in order:
+    rounds = []
+    for _ in range(2):
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            rounds.append((stream, *run_rounds(ctx, 1)))
+    order = rounds if ctx.get_rank() % 2 else rounds[::-1]
+    for turn in range(200):
+        for stream, one_round, _, _, _ in order:
             with torch.cuda.stream(stream):
-                ctx.device_barrier()
+                if turn % 50 == ctx.get_rank():
+                    torch.cuda._sleep(1_000_000)
+                one_round()
     ctx.barrier()
+    assert [wrong.item() for _, _, wrong, _, _ in rounds] == [0, 0]
+    assert [number.item() for *_, number in rounds] == [201, 201]
 
 
 @pytest.mark.skipif(not ON_GPU, reason="there are no streams without a GPU")
@@ -129,21 +146,41 @@ def test_device_barriers_on_several_streams_do_not_meet_each_other(ranks):
     ranks.run(streams)
 
 
+@triton.jit
+def tell_kernel(context_tensor, board, value, first, last):
+    """Writes ``value`` into this rank's place on the boards of ranks ``first`` to ``last``."""
+    ctx = iris.DeviceContext.initialize(context_tensor)
+    for peer in range(first, last):
+        ctx.store(board + ctx.cur_rank, value, peer)
+
+
 def of_group(ctx):
-    """Two halves meet by themselves, a different number of times."""
+    """Two parts of the world meet by themselves, a different number of times; a member of each comes late."""
     size, rank = ctx.get_num_ranks(), ctx.get_rank()
-    low, high = list(range(size // 2)), list(range(size // 2, size))
-    groups = [dist.new_group(low), dist.new_group(high)]
-    half = 0 if rank in low else 1
-    for _ in range(10 + 5 * half):
-        ctx.device_barrier(groups[half])
-        ctx.barrier(group=groups[half])
-    ctx.device_barrier()
+    parts = [range(size // 2), range(size // 2, size)]
+    groups = [dist.new_group(list(part)) for part in parts]
+    mine = 0 if rank in parts[0] else 1
+    part, group = parts[mine], groups[mine]
+    board, seen = ctx.zeros(size, dtype=torch.int32), []
     ctx.barrier()
+    for turn in range(1, 11 + 5 * mine):
+        if rank == part[turn % len(part)]:
+            time.sleep(0.003)
+        tell_kernel[(1,)](ctx.get_device_context(), board, 100 * turn + rank, part.start, part.stop)
+        if turn % 2:
+            ctx.device_barrier(group)
+        else:
+            ctx.barrier(group=group)
+        seen.append(board.clone())
+        # Nobody tells the next turn before all have copied this one.
+        ctx.device_barrier(group)
+    ctx.barrier()
+    for turn, copy in enumerate(seen, 1):
+        assert copy.tolist() == [100 * turn + peer if peer in part else 0 for peer in range(size)]
 
 
 @pytest.mark.ranks(2, 3, 4)
-def test_barriers_of_groups(ranks):
+def test_barriers_of_groups_order_what_their_members_do(ranks):
     ranks.run(of_group)
 
 

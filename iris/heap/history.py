@@ -1,8 +1,8 @@
 """The allocations that a rank has made, told in few words, so that ranks can compare them.
 
 Offsets agree because every rank makes the same allocations. Whether they do is checked wherever the ranks meet: each
-brings the number of its allocations and a digest of their sizes. In debug mode (``IRIS_DEBUG=1``) each also remembers
-its calls since the last meeting, and the first that differs is named.
+brings the number of its allocations and a digest of their sizes and offsets. In debug mode (``IRIS_DEBUG=1``) each
+also remembers its calls since the last meeting, and the first that differs is named.
 """
 
 import os
@@ -61,6 +61,10 @@ class History:
     digest: int = 0
     calls: list[Call] = field(default_factory=list)
 
+    def place(self, offset: int) -> None:
+        """Remember where the last allocation went: on ranks that take back different blocks, offsets part."""
+        self.digest = hash((self.digest, offset))
+
     def add(self, size: int, shape: tuple[int, ...], dtype: torch.dtype) -> Call | None:
         """Remember an allocation of ``size`` bytes; in debug mode, return the call that asked for it."""
         self.count += 1
@@ -92,7 +96,7 @@ class History:
         ]
         message = f"The ranks' programs differ in what they allocate on the heap: {'; '.join(lines)}."
         if len({each.count for each in summaries}) == 1 and len({each.digest for each in summaries}) > 1:
-            message += " The sizes differ."
+            message += " The sizes or the offsets differ."
         if all(each.debug for each in summaries):
             message += self._first_difference(group)
         else:

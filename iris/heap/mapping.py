@@ -4,6 +4,7 @@ A provider (`iris.heap.host`, `iris.heap.gpu`) gets the memory and says at which
 A `Mapping` is what the rest of the library needs to know about it.
 """
 
+import operator
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -13,12 +14,14 @@ import torch
 from iris.errors import (
     HeapClosedError,
     HeapTooLargeError,
+    InvalidHeapSizeError,
     MappingError,
     MismatchedHeapError,
     RankOutOfRangeError,
     readable,
 )
 from iris.heap import gpu, host
+from iris.heap.allocator import round_up
 from iris.world import Group
 
 # The translation in kernels moves pointers by multiples of this (iris/language/address.py).
@@ -88,10 +91,12 @@ class Mapping:
 def create(group: Group, size: int, device: torch.device) -> Mapping:
     """Share ``size`` bytes of every member. Collective; blocks the host; undone on all members if it fails on one.
 
-    The bytes are zero on the CPU and undefined on a GPU.
+    ``size`` is rounded up as the allocator rounds. The bytes are zero on the CPU and undefined on a GPU.
 
     Raises
     ------
+    InvalidHeapSizeError
+        Not a number of bytes; `PeerFailedError` on members that gave one that is.
     MismatchedHeapError
         Members asked for different sizes; raised on all.
     HeapTooLargeError
@@ -102,20 +107,27 @@ def create(group: Group, size: int, device: torch.device) -> Mapping:
 
     provider = host if device.type == "cpu" else gpu
 
-    def check_room() -> int:
+    def check_size() -> int:
+        try:
+            asked = operator.index(size)
+        except TypeError:
+            raise InvalidHeapSizeError(size) from None
+        if asked < 0:
+            raise InvalidHeapSizeError(size)
         total = provider.total_memory(device)
-        if size > total:
+        if asked > total:
             raise HeapTooLargeError(
-                f"A heap of {readable(size)} is larger than the memory of {device}, {readable(total)}. "
+                f"A heap of {readable(asked)} is larger than the memory of {device}, {readable(total)}. "
                 "Ask for a smaller one."
             )
-        return size
+        return asked
 
-    sizes = group.agree(check_room, "make a heap of the size that it was asked for")
+    sizes = group.agree(check_size, "make a heap of the size that it was asked for")
     if len(set(sizes)) > 1:
         asked = ", ".join(f"{readable(size)} on rank {rank}" for rank, size in zip(group.ranks, sizes, strict=True))
         raise MismatchedHeapError(f"A heap has the same size on every rank, and these differ: {asked}.")
-    bases, memory = provider.share(group, size, device)
+    rounded = round_up(max(sizes[0], 1))
+    bases, memory = provider.share(group, rounded, device)
 
     def check_congruence() -> None:
         if len({base % CONGRUENCE for base in bases}) > 1:
@@ -125,4 +137,4 @@ def create(group: Group, size: int, device: torch.device) -> Mapping:
             )
 
     group.agree(check_congruence, "map the heaps at congruent addresses")
-    return Mapping(group.rank, size, device, tuple(bases), memory)
+    return Mapping(group.rank, rounded, device, tuple(bases), memory)

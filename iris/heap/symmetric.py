@@ -33,7 +33,9 @@ from iris.errors import (
     InvalidDtypeError,
     InvalidShapeError,
     IrisTimeoutError,
+    NotATensorError,
     NotSymmetricError,
+    NotTheCallerError,
     RankOutOfRangeError,
     readable,
 )
@@ -85,13 +87,13 @@ class SymmetricHeap:
 
     Raises
     ------
-    MismatchedHeapError, HeapTooLargeError, MappingError, PeerFailedError
+    InvalidHeapSizeError, MismatchedHeapError, HeapTooLargeError, MappingError, PeerFailedError
         As `iris.heap.mapping.create`.
     """
 
     def __init__(self, group: Group, size: int, device: torch.device) -> None:
-        self.group, self.size, self.device = group, size, device
-        self._mapping = create(group, round_up(max(size, 1)), device)
+        self._mapping = create(group, size, device)
+        self.group, self.size, self.device = group, operator.index(size), device
         self.bases = self._mapping.bases
         self._base = self.bases[group.rank]
         self._allocator = Allocator(self._mapping.size)
@@ -131,6 +133,7 @@ class SymmetricHeap:
         if offset is None:
             self._make_room(size)
             offset = self._allocator.allocate(size)
+        self._history.place(offset)
         number = self._history.count
         self._blocks[number] = Block(offset, size, shape, dtype, call)
         storage = self._mapping.storage(self.group.rank, offset, size, self._lifetimes.begin(number))
@@ -150,9 +153,9 @@ class SymmetricHeap:
         FreedTensorError
             It was freed before.
         """
-        self.check_open()
-        life = getattr(tensor.untyped_storage(), "iris_owner", None)
-        if not isinstance(life, Life) or not self.is_symmetric(tensor):
+        symmetric = self.is_symmetric(tensor)
+        life = getattr(tensor.untyped_storage(), "iris_owner", None) if symmetric else None
+        if not isinstance(life, Life):
             raise NotSymmetricError(f"{_show(tensor)} was not made on this heap, so it cannot be freed there.")
         if life.freed:
             raise FreedTensorError(f"{_show(tensor)} was freed before; free a tensor once.")
@@ -190,6 +193,8 @@ class SymmetricHeap:
     def is_symmetric(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor's memory is in this rank's heap."""
         self.check_open()
+        if not isinstance(tensor, torch.Tensor):
+            raise NotATensorError(tensor)
         # The data pointer of a tensor without elements is null, that of its storage is not.
         address = tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else 0
         return tensor.device == self.device and self._base <= address < self._base + self._mapping.size
@@ -232,9 +237,10 @@ class SymmetricHeap:
 
     def close(self) -> None:
         """Let go of the memory. Local. Tensors that are still alive stay valid; everything else raises afterwards."""
-        self.closed = True
-        self._mapping.close()
-        _live.pop(self._base, None)
+        if not self.closed:
+            self.closed = True
+            self._mapping.close()
+            _live.pop(self._base, None)
 
     def check_open(self) -> None:
         if self.closed:
@@ -353,18 +359,23 @@ def check_reach(addresses: np.ndarray, mask: np.ndarray | None, base: np.ndarray
         An address is not in the caller's heap.
     RankOutOfRangeError
         The heap has no such rank.
+    NotTheCallerError
+        The heap at ``base`` is a peer's.
     """
     base = int(base.item())
+    heap = _live.get(base)
+    if heap is None:
+        for other in list(_live.values()):
+            if base in other.bases:
+                raise NotTheCallerError(other.bases.index(base), other.group.rank)
+        return
     if mask is not None:
         addresses, active = np.broadcast_arrays(addresses, mask)
         addresses = addresses[active]
-    heap = _live.get(base)
-    if heap is None:
-        return
     for rank in np.ravel(ranks):
         if not 0 <= rank < heap.group.size:
             raise RankOutOfRangeError(int(rank), heap.group.size)
-    outside = (addresses < base) | (addresses >= base + heap.size)
+    outside = (addresses < base) | (addresses >= base + heap._mapping.size)
     if outside.any():
         address = int(addresses[outside][0])
         place = describe_address(address) or "not in any heap"

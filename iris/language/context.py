@@ -4,7 +4,8 @@
     ctx = IrisDeviceCtx.initialize(context_tensor)                           # @gluon.jit
 
 Pointers are *rank-relative*: a pointer into the caller's heap, which an operation translates to the same object in the
-heap of the rank that it names. Masks, blocks and scalars work as in ``tl.load`` and ``tl.store``. An operation on a
+heap of the rank that it names. Masks, blocks and scalars work as in ``tl.load`` and ``tl.store``; where the rank is a
+block, each of its elements must be a rank, also where the mask leaves it out. An operation on a
 peer moves the bytes of its unmasked elements over the link, once; on the caller's own rank it is a local access.
 """
 
@@ -20,6 +21,7 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from iris import wait_limit
 from iris.language.address import check_reach, gluon_translate, in_simulator, triton_translate
 from iris.language.ordering import ACQ_REL, SYS, WAIT_LIMIT_NS, gluon_ordering, triton_ordering
 
@@ -43,8 +45,9 @@ def context_tensor(rank: int, bases: Sequence[int], record: int, device: torch.d
 
 
 def _digest() -> str:
-    """Of all that the code generated for a context depends on: this package's sources and the limit of waits."""
-    sources = b"".join(file.read_bytes() for file in sorted(Path(__file__).parent.glob("*.py")))
+    """Of all that the code generated for a context depends on: these sources, and the limit of waits."""
+    files = [*sorted(Path(__file__).parent.glob("*.py")), Path(wait_limit.__file__)]
+    sources = b"".join(file.read_bytes() for file in files)
     return hashlib.sha256(sources + str(WAIT_LIMIT_NS.value).encode()).hexdigest()[:12]
 
 
@@ -209,7 +212,9 @@ def make_device_context(jit: Callable, lang: ModuleType, move: Any, order: Simpl
 
         @jit
         def _record(self):
-            return lang.cast(lang.load(self.table + self.num_ranks), lang.pointer_type(lang.int64))
+            # By the tensor's own number of ranks, whatever a caller may have passed as `num_ranks`.
+            num_ranks = lang.load(self.table - BASES + NUM_RANKS)
+            return lang.cast(lang.load(self.table + num_ranks), lang.pointer_type(lang.int64))
 
     @jit
     def connect(context_tensor, rank, num_ranks):

@@ -12,6 +12,9 @@ The rules that this file keeps, for the *whole block* (all threads of a program)
   drains its own stores before the barrier.
 * Waiting is an acquire at system scope in a loop, never a plain load: the compiler removes a loop over a plain load.
 
+"Block" means the threads that a Triton or Gluon barrier gathers: in a partition of ``gl.warp_specialize`` that is the
+partition. What other partitions did, and asynchronous copies (TMA), are for the kernel to wait for beforehand.
+
 Waits have a time limit when ``IRIS_WAIT_TIMEOUT_S`` is set (`iris.wait_limit`); a wait that exceeds it records who
 waited for what and returns. Without a limit none of that is in the generated code.
 """
@@ -32,7 +35,7 @@ COMPARISONS = wait_limit.COMPARISONS
 
 ACQ_REL = tl.constexpr("acq_rel")
 SYS = tl.constexpr("sys")
-WAIT_LIMIT_NS = tl.constexpr(0 if simulator.ACTIVE else wait_limit.nanoseconds())
+WAIT_LIMIT_NS = tl.constexpr(0 if simulator.ACTIVE else wait_limit.NANOSECONDS)
 
 # A barrier's flags are exchanged by so many lanes at once: a warp. All releases of a warp share one system fence;
 # a loop over single releases would pay for a fence each.
@@ -129,9 +132,12 @@ def make_ordering(jit: Callable, lang: ModuleType, translate) -> SimpleNamespace
     @jit
     def fence():
         """Everything that the block did comes before everything that it will do, for observers anywhere."""
-        # Fence, then barrier: each thread orders its own writes, the barrier passes that order on to the others.
-        system_fence()
+        # A release is a fence and a later write of the *same* thread (PTX ISA, "Release and acquire patterns"), an
+        # acquire a read and a later fence. So: a barrier in front, that each thread's fence be cumulative over what the
+        # others did; then the fence; and a barrier behind it, for what one thread has read and others go on from.
         gather_block()
+        system_fence()
+        block_barrier()
 
     @jit
     def atomic(op: tl.constexpr, ptr, val, mask, sem: tl.constexpr, scope: tl.constexpr):
@@ -172,15 +178,17 @@ def make_ordering(jit: Callable, lang: ModuleType, translate) -> SimpleNamespace
         lang.static_assert(one_of(scope, "cta", "gpu", "sys"), "scope must be 'cta', 'gpu' or 'sys'")
         # Plain numbers become int32 in Triton; the swap needs the element's own width.
         element: tl.constexpr = ptr.dtype.scalar.element_ty
-        fenced: tl.constexpr = cas_ignores_its_order() and scope == "sys" and sem != "relaxed"
-        if fenced:
-            system_fence()
+        fenced: tl.constexpr = cas_ignores_its_order() and scope == "sys"
+        ptr, cmp = lang.broadcast(ptr, lang.cast(cmp, element))
+        ptr, val = lang.broadcast(ptr, lang.cast(val, element))
         if releases(sem):
             gather_block()
-        old = lang.atomic_cas(ptr, lang.cast(cmp, element), lang.cast(val, element), sem=sem, scope=scope)
-        if fenced:
-            system_fence()
+            if fenced:
+                system_fence()
+        old = lang.atomic_cas(ptr, cmp, val, sem=sem, scope=scope)
         if acquires(sem):
+            if fenced:
+                system_fence()
             block_barrier()
         return old
 
@@ -237,8 +245,10 @@ def make_ordering(jit: Callable, lang: ModuleType, translate) -> SimpleNamespace
                 "s_memrealtime $0\n\ts_waitcnt lgkmcnt(0)", "=s", [], dtype=lang.int64, is_pure=False, pack=1
             )
         # Threads read the clock at different moments, and a loop must leave in all of them at once. A scalar atomic is
-        # done by one thread and its result handed to the others: the latest moment that any program has posted.
-        return lang.atomic_max(record + CLOCK, now, sem="relaxed", scope="gpu")
+        # done by one thread and its result handed to the others: the latest moment that any program has posted. Read
+        # back behind the post, since what an atomic returns is older than it, maybe by a whole idle period.
+        lang.atomic_max(record + CLOCK, now, sem="relaxed", scope="gpu")
+        return lang.atomic_add(record + CLOCK, lang.cast(0, lang.int64), sem="relaxed", scope="gpu")
 
     @jit
     def expired(record, since):

@@ -26,6 +26,8 @@ def _decide() -> bool:
     choice = os.environ.get(VARIABLE, "")
     if choice not in ("", "0", "1"):
         raise InvalidSettingError(VARIABLE, choice, "1 (always), 0 (never) or nothing (when the process has no GPU)")
+    if choice == "0" and triton.knobs.runtime.interpret:
+        raise InvalidSettingError(VARIABLE, choice, "1 or nothing while TRITON_INTERPRET=1, which contradicts it")
     if choice:
         return choice == "1"
     if triton.knobs.runtime.interpret:
@@ -45,10 +47,10 @@ def _activate() -> None:
     triton.knobs.runtime.interpret = True
     triton.knobs.propagate_env = propagate
 
-    from iris.simulator import aggregates, grid, kernels, language
+    from iris.simulator import aggregates, grid, hang, kernels, language  # noqa: F401 (hang: for who knows the rank)
 
     if wait_limit.VARIABLE in os.environ:
-        grid.limit_s = wait_limit.nanoseconds() / 1e9
+        grid.limit_s = wait_limit.NANOSECONDS / 1e9
     aggregates.install()
     kernels.install()
     language.install()

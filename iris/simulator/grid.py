@@ -28,8 +28,8 @@ LONGEST_SLEEP_S = 1e-3
 # between two polls from being taken for one that waits.
 LONGEST_POLL_S = 5e-3
 
-# How many observations a task remembers: more than any loop polls in turn, few enough to stay cheap.
-REMEMBERED = 64
+# How many observations a task remembers: more than any loop polls in turn.
+REMEMBERED = 1 << 14
 
 limit_s: float = 30.0
 """How long a launch may wait without any change; 0 for ever. IRIS_WAIT_TIMEOUT_S replaces it at activation."""
@@ -73,13 +73,18 @@ class Task:
     joining: bool = False
     thread: int = 0
     gate: LockType = field(default_factory=_closed_gate)
-    seen: dict[tuple[str, bytes], bytes] = field(default_factory=dict)
+    seen: dict[tuple[str, int], int] = field(default_factory=dict)
     poll: Poll | None = None
 
     @property
     def partitioned(self) -> bool:
         """Whether it shares its program's shared memory with another task."""
         return self.children > 0 or self.parent is not None
+
+
+def in_kernel() -> bool:
+    """Whether a task runs now."""
+    return _current is not None
 
 
 def current() -> Task:
@@ -105,7 +110,7 @@ def observe(
     if task is None:
         return
     task.launch.leave_if_failed()
-    key, now = (operation, pointers.tobytes()), values.tobytes()
+    key, now = (operation, hash(pointers.tobytes())), hash(values.tobytes())
     if task.seen.get(key) != now or changed():
         if len(task.seen) >= REMEMBERED:
             task.seen.clear()

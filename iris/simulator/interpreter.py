@@ -17,7 +17,7 @@ from triton._C.libtriton import ir
 from triton.runtime.interpreter import InterpreterBuilder, InterpreterOptions, TensorHandle
 
 from iris.errors import NotInSimulatorError
-from iris.simulator import atomics, dtypes, grid
+from iris.simulator import atomics, dtypes, grid, libdevice
 
 
 class MissingOperation(AttributeError):
@@ -40,8 +40,10 @@ class Builder(InterpreterBuilder):
     def create_inline_asm(self, *_: Any) -> TensorHandle:
         raise NotInSimulatorError("inline assembly")
 
-    def create_extern_elementwise(self, library: str, path: str, symbol: str, *_: Any) -> TensorHandle:
-        raise NotInSimulatorError(f"{symbol} of a device library")
+    def create_extern_elementwise(
+        self, library: str, path: str, symbol: str, arguments: list, result: tl.dtype, pure: bool
+    ) -> TensorHandle:
+        return libdevice.call(symbol, arguments, result)
 
     # The programming model ------------------------------------------------------------------------------------------
 

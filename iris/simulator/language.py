@@ -20,7 +20,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
 from iris.errors import NotInSimulatorError
-from iris.simulator import gluon, reductions
+from iris.simulator import gluon, libdevice, reductions
 from iris.simulator.aggregates import method
 from iris.simulator.gluon import semantic
 from iris.simulator.interpreter import MissingOperation
@@ -166,6 +166,7 @@ def install() -> None:
     ]
     for module, name, new in changes:
         setattr(module, name, new)
+    libdevice.install()
     gluon_runtime.GluonJITFunction = InterpretedFunction
     _install_tensor()
     tl.dtype.to_ir = lambda self, builder: self

@@ -1,6 +1,7 @@
 """A program whose ranks allocate differently is caught and named."""
 
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch.distributed as dist
 
 from iris.errors import AsymmetricHeapError, InvalidSettingError, OutOfStepError
 from iris.heap import SymmetricHeap, history
+from iris.heap.history import History
 from iris.world import Group
 
 KIB = 1024
@@ -66,7 +68,7 @@ def test_a_rank_that_fills_its_heap_alone_is_caught(ranks):
 def differ_in_size(ctx):
     heap = shared_heap(ctx)
     tensor = heap.empty((10 + heap.group.rank,), torch.int8)
-    with pytest.raises(AsymmetricHeapError, match="The sizes differ"):
+    with pytest.raises(AsymmetricHeapError, match="The sizes or the offsets differ"):
         heap.meet()
     del tensor
 
@@ -110,3 +112,14 @@ def test_a_debug_mode_that_means_nothing_is_refused(monkeypatch):
     monkeypatch.setenv("IRIS_DEBUG", "yes")
     with pytest.raises(InvalidSettingError, match="IRIS_DEBUG='yes' is not valid"):
         history.debugging()
+
+
+def test_equal_allocations_at_different_offsets_are_a_difference():
+    """Ranks that have taken back different blocks, say after a meeting that only some of them completed."""
+    histories = [History(debug=False) for _ in range(2)]
+    for offset, each in zip((0, 1024), histories, strict=True):
+        each.add(16, (4,), torch.float32)
+        each.place(offset)
+    group = SimpleNamespace(ranks=(0, 1))
+    with pytest.raises(AsymmetricHeapError, match="The sizes or the offsets differ"):
+        histories[0].compare(group, [each.summary("barrier()") for each in histories])

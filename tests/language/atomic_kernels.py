@@ -158,3 +158,23 @@ def gluon_count(context_tensor, counter, tickets, rounds, per_program):
     for i in range(rounds):
         ticket = ctx.atomic_add(counter, 1, 0)
         gl.store(tickets + gl.program_id(0) * per_program + i, ticket)
+
+
+@triton.jit
+def triton_cas_block(context_tensor, heap_bases, target, old, expected, rank, peer, FUNCTIONAL: tl.constexpr):
+    o = tl.arange(0, 64)
+    if FUNCTIONAL:
+        seen = iris.atomic_cas(target + o, expected, rank * 1000 + o, rank, peer, heap_bases)
+    else:
+        seen = DeviceContext.initialize(context_tensor).atomic_cas(target + o, expected, rank * 1000 + o, peer)
+    tl.store(old + o, seen)
+
+
+@gluon.jit
+def gluon_cas_block(context_tensor, heap_bases, target, old, expected, rank, peer, FUNCTIONAL: gl.constexpr):
+    o = gl.arange(0, 64, layout=gl.BlockedLayout([1], [iris_gl.threads_per_warp()], [gl.num_warps()], [0]))
+    if FUNCTIONAL:
+        seen = iris_gl.atomic_cas(target + o, expected, rank * 1000 + o, rank, peer, heap_bases)
+    else:
+        seen = IrisDeviceCtx.initialize(context_tensor).atomic_cas(target + o, expected, rank * 1000 + o, peer)
+    gl.store(old + o, seen)

@@ -121,3 +121,42 @@ def triton_scalar(context_tensor, source, target, peer):
 def gluon_scalar(context_tensor, source, target, peer):
     ctx = IrisDeviceCtx.initialize(context_tensor)
     ctx.store(target + gl.program_id(0), ctx.load(source + gl.program_id(0), peer), peer)
+
+
+@triton.jit
+def triton_options(context_tensor, heap_bases, source, target, n, rank, peer, OP: tl.constexpr, BLOCK: tl.constexpr):
+    """The optional arguments: what stands in for masked elements, cache modifiers, volatile, a hint."""
+    ctx = DeviceContext.initialize(context_tensor, rank, 8)
+    o = tl.arange(0, BLOCK)
+    inside = o < n
+    if OP == "other":
+        tl.store(target + o, ctx.load(source + o, peer, mask=inside, other=-7))
+    elif OP == "get other":
+        ctx.get(source + o, target + o, peer, mask=inside, other=-7)
+    elif OP == "cache":
+        value = ctx.load(source + o, peer, inside, -7, ".cg", True)
+        ctx.store(target + o, value, rank, cache_modifier=".wt")
+    elif OP == "functional":
+        value = iris.load(source + o, rank, peer, heap_bases, inside, -7, ".cg", False, 16)
+        iris.store(target + o, value, rank, rank, heap_bases, None, 16, ".wt")
+    else:
+        iris.get(source + o, target + o, rank, peer, heap_bases, inside, -7, ".cg", ".wt", 16)
+
+
+@gluon.jit
+def gluon_options(context_tensor, heap_bases, source, target, n, rank, peer, OP: gl.constexpr, BLOCK: gl.constexpr):
+    ctx = IrisDeviceCtx.initialize(context_tensor)
+    o = gl.arange(0, BLOCK, layout=gl.BlockedLayout([4], [iris_gl.threads_per_warp()], [gl.num_warps()], [0]))
+    inside = o < n
+    if OP == "other":
+        gl.store(target + o, ctx.load(source + o, peer, mask=inside, other=-7))
+    elif OP == "get other":
+        ctx.get(source + o, target + o, peer, mask=inside, other=-7)
+    elif OP == "cache":
+        value = ctx.load(source + o, peer, inside, -7, ".cg")
+        ctx.store(target + o, value, rank, cache_modifier=".wt")
+    elif OP == "functional":
+        value = iris_gl.load(source + o, rank, peer, heap_bases, inside, -7, ".cg", False, 16)
+        iris_gl.store(target + o, value, rank, rank, heap_bases, None, 16, ".wt")
+    else:
+        iris_gl.get(source + o, target + o, rank, peer, heap_bases, inside, -7, ".cg", ".wt", 16)

@@ -172,3 +172,24 @@ def accumulate(ctx, dtype, form):
 @pytest.mark.parametrize(("dtype", "form"), covering(HALVES + FLOATS + [torch.int32], FORMS[:1] + FORMS[2:3]))
 def test_additions_of_all_ranks_at_once_are_all_counted(ranks, dtype, form):
     ranks.run(accumulate, dtype, form)
+
+
+def swap_block(ctx, language, dtype, functional):
+    rank, size = ctx.get_rank(), ctx.get_num_ranks()
+    target, old = ctx.zeros(64, dtype=dtype), ctx.zeros(64, dtype=dtype)
+    held = torch.arange(64, dtype=dtype) % 3
+    target.copy_(held)
+    ctx.barrier()
+    kernel = getattr(atomic_kernels, f"{language}_cas_block")
+    kernel[(1,)](ctx.get_device_context(), ctx.get_heap_bases(), target, old, 2, rank, (rank + 1) % size, functional)
+    ctx.barrier()
+    swapped = (rank - 1) % size * 1000 + torch.arange(64, dtype=dtype)
+    assert target.tolist() == torch.where(held == 2, swapped, held).tolist()
+    assert old.tolist() == held.tolist()
+
+
+@pytest.mark.parametrize(
+    ("language", "dtype", "functional"), covering(["triton", "gluon"], [torch.int32, torch.int64], [False, True])
+)
+def test_compare_and_swap_of_a_block_with_one_expected_value(ranks, language, dtype, functional):
+    ranks.run(swap_block, language, dtype, functional)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import iris
-from iris.errors import NotSymmetricError, RankOutOfRangeError
+from iris.errors import NotSymmetricError, NotTheCallerError, RankOutOfRangeError
 from language import atomic_kernels, meeting_kernels, move_kernels
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="only the simulator looks at a kernel's pointers")
@@ -38,6 +38,19 @@ def foreign(ctx, form):
 @pytest.mark.parametrize("form", FORMS)
 def test_a_pointer_of_another_context_or_of_none_and_a_rank_that_is_not_there(ranks, form):
     ranks.run(foreign, form)
+
+
+def wrong_caller(ctx):
+    source, target = ctx.zeros(100), ctx.zeros(100)
+    other = 1 - ctx.cur_rank
+    args = ctx.get_device_context(), ctx.get_heap_bases(), source, target, 100, other, ctx.cur_rank, "put"
+    with pytest.raises(NotTheCallerError, match=f"Rank {ctx.cur_rank} .* passed {other}"):
+        move_kernels.triton_functional[(1,)](*args, 128)
+    ctx.barrier()
+
+
+def test_the_functional_form_wants_the_callers_rank(ranks):
+    ranks.run(wrong_caller)
 
 
 def masked(ctx):

@@ -141,3 +141,23 @@ def move_far(ctx, language):
 @pytest.mark.parametrize("language", ["triton", "gluon"])
 def test_beyond_4_gib(ranks, language):
     ranks.run(move_far, language)
+
+
+def move_with_options(ctx, language, operation):
+    rank, size = ctx.get_rank(), ctx.get_num_ranks()
+    peer = (rank + 1) % size
+    source, target = ctx.empty(256, dtype=torch.int32), ctx.zeros(256, dtype=torch.int32)
+    fill(source, rank)
+    ctx.barrier()
+    kernel = getattr(move_kernels, f"{language}_options")
+    kernel[(1,)](ctx.get_device_context(), ctx.get_heap_bases(), source, target, 100, rank, peer, operation, 256)
+    ctx.barrier()
+    masked = "get" in operation  # the write is masked as well
+    assert_same_bits(target[:100], pattern((256,), torch.int32, peer)[:100])
+    assert target[100:].tolist() == [0 if masked else -7] * 156
+
+
+@pytest.mark.parametrize("language", ["triton", "gluon"])
+@pytest.mark.parametrize("operation", ["other", "get other", "cache", "functional", "functional get"])
+def test_optional_arguments(ranks, language, operation):
+    ranks.run(move_with_options, language, operation)

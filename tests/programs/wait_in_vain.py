@@ -1,5 +1,7 @@
 """Rank 0 waits for what rank 1 never sends: a flag, then a barrier. Needs IRIS_WAIT_TIMEOUT_S."""
 
+import time
+
 import torch
 import triton
 import triton.language as tl
@@ -13,6 +15,11 @@ from iris.errors import IrisTimeoutError
 def wait_kernel(context_tensor, flags, value):
     ctx = iris.DeviceContext.initialize(context_tensor)
     ctx.wait(flags + tl.program_id(0), value, cmp="ge")
+
+
+@triton.jit
+def send_kernel(context_tensor, flags, value):
+    iris.DeviceContext.initialize(context_tensor).signal(flags, value, 0)
 
 
 def expect_timeout(ctx, enqueue, *texts):
@@ -38,12 +45,22 @@ def worker(rank, world_size):
             ctx, lambda: wait_kernel[(4,)](ctx.get_device_context(), flags, 7), "ank 0", "int32[4]", ">= 7", "3"
         )
         expect_timeout(ctx, ctx.device_barrier, "ank 0", "in a barrier")
-        # A time-out is said once, and the context goes on.
+        # A time-out is said once, and the context goes on. A wait short of the limit is none, neither at first nor after
+        # a pause longer than the limit.
         flags.fill_(8)
         wait_kernel[(4,)](ctx.get_device_context(), flags, 7)
     ctx.barrier()
     if rank == 1:
         ctx.device_barrier()  # what rank 0 waited for in vain: it has long arrived
+    for turn in range(3):
+        ctx.barrier()
+        time.sleep(1.5 * (turn == 1))
+        ctx.barrier()
+        if rank == 0:
+            wait_kernel[(1,)](ctx.get_device_context(), flags, 20 + turn)
+        else:
+            time.sleep(0.4)
+            send_kernel[(1,)](ctx.get_device_context(), flags, 20 + turn)
     ctx.barrier()
     print("went on", flush=True)
 

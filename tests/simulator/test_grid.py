@@ -249,3 +249,22 @@ def test_kernels_close_over_functions_and_values():
 def test_a_tensor_that_the_cpu_cannot_reach_is_an_error():
     with pytest.raises(NotOnCpuError, match="'flag' of kernel 'release' is on meta"):
         release[(1,)](torch.zeros(1, dtype=torch.int32, device="meta"))
+
+
+@triton.jit
+def wait_for_many(flags, n):
+    missing = n
+    while missing > 0:
+        missing = n
+        for i in range(n):
+            missing -= tl.atomic_add(flags + i, 0)
+    tl.store(flags + n, 1)
+
+
+def test_a_loop_over_many_flags_is_a_wait_as_well(limit):
+    flags = torch.zeros(201, dtype=torch.int32)
+    with pytest.raises(IrisTimeoutError, match="wait_for_many"):
+        wait_for_many[(2,)](flags, 200)
+    flags[:200] = 1
+    wait_for_many[(2,)](flags, 200)
+    assert flags[200].item() == 1

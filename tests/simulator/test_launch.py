@@ -1,0 +1,106 @@
+"""How kernels are defined and launched: what the JIT's launcher accepts and refuses, the simulator does too."""
+
+import linecache
+import textwrap
+from importlib.util import module_from_spec, spec_from_file_location
+
+import numpy
+import pytest
+import torch
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from iris.errors import LaunchError
+from iris.simulator import ACTIVE
+
+assert ACTIVE
+
+
+@triton.jit
+def add_one(x, y, n, B: tl.constexpr):
+    offsets = tl.program_id(0) * B + tl.arange(0, B)
+    tl.store(y + offsets, tl.load(x + offsets, mask=offsets < n) + 1, mask=offsets < n)
+    tl.atomic_add(y + n, 1.0)
+
+
+@gluon.jit
+def gluon_add_one(x, y, n, B: gl.constexpr):
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    offsets = gl.program_id(0) * B + gl.arange(0, B, layout=layout)
+    gl.store(y + offsets, gl.load(x + offsets, mask=offsets < n) + 1, mask=offsets < n)
+    gl.atomic_add(y + n, 1.0)
+
+
+CONFIGS = [triton.Config({"B": 32}, num_warps=2), triton.Config({"B": 64}, num_stages=3)]
+
+
+@pytest.mark.parametrize("kernel", [add_one, gluon_add_one])
+@pytest.mark.parametrize("options", [{}, {"cache_results": True}], ids=str)
+def test_an_autotuned_kernel_runs_once_in_its_first_configuration(kernel, options):
+    tuned = triton.autotune(CONFIGS, key=["n"], **options)(kernel)
+    for n in (100, 100, 70):
+        x, y = torch.randn(n), torch.zeros(n + 1)
+        tuned[lambda meta: (triton.cdiv(n, meta["B"]),)](x, y, n)
+        torch.testing.assert_close(y[:n], x + 1, rtol=0, atol=0)
+        assert y[n] == triton.cdiv(n, 32)
+    assert tuned.best_config is CONFIGS[0]
+
+
+def test_heuristics_and_pruning_choose_as_they_do_on_a_gpu():
+    chosen = triton.heuristics({"B": lambda args: triton.next_power_of_2(args["n"])})(add_one)
+    pruned = triton.autotune(CONFIGS, key=["n"], prune_configs_by={"early_config_prune": lambda c, *_, **__: c[1:]})
+    for kernel, programs in ((chosen, 1), (pruned(add_one), 2)):
+        y = torch.zeros(101)
+        kernel[lambda meta: (triton.cdiv(100, meta["B"]),)](torch.zeros(100), y, 100)
+        assert y[100] == programs
+
+
+def test_compiler_options_are_accepted():
+    y = torch.zeros(9)
+    add_one[(1,)](torch.zeros(8), y, 8, 8, num_warps=8, num_stages=2, num_ctas=1, maxnreg=64, waves_per_eu=2)
+    assert y[8] == 1
+
+
+def launch(x, **options):
+    add_one[(1,)](x, torch.zeros(9), 8, 8, **options)
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda: launch(torch.zeros(8), num_warp=4), "'add_one' has no parameter 'num_warp'"),
+        (lambda: add_one(torch.zeros(8), torch.zeros(9), 8, 8), r"outside a kernel.*add_one\[grid\]"),
+        (lambda: launch([1.0] * 8), "'x' of kernel 'add_one' is a list"),
+        (lambda: launch(numpy.zeros(8)), "'x' of kernel 'add_one' is a ndarray"),
+        (lambda: launch("x"), "'x' of kernel 'add_one' is a str"),
+        (lambda: launch(torch.zeros(8, dtype=torch.complex64)), "'x' of kernel 'add_one' has dtype torch.complex64"),
+    ],
+)
+def test_what_no_gpu_would_take_is_refused(call, text):
+    with pytest.raises(LaunchError, match=text) as caught:
+        call()
+    assert isinstance(caught.value, TypeError)
+
+
+def test_a_kernel_is_what_it_was_when_it_was_defined(tmp_path):
+    """As with the compiler: an edit of the file while the program runs changes nothing."""
+    file = tmp_path / "edited.py"
+    source = """
+    import triton, triton.language as tl
+
+    @triton.jit
+    def kernel(x):
+        value = 5
+        tl.store(x, value)
+    """
+    file.write_text(textwrap.dedent(source))
+    spec = spec_from_file_location("edited", file)
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    file.write_text("\n" * 3 + textwrap.dedent(source).replace("value = 5", "value = 6"))
+    linecache.checkcache(str(file))
+    x = torch.zeros(1)
+    module.kernel[(1,)](x)
+    assert x.item() == 5
