@@ -109,9 +109,10 @@ class Iris(Factories):
         """Enqueue a barrier of ``group`` (default: the world) on the current stream; the host does not wait.
 
         What a rank enqueued before it on this stream is visible to every rank's work behind it. Collective over the
-        group, in the same order on each stream. Can be captured in a CUDA graph. The first call for a group meets its
-        ranks on the host and compiles, so it cannot be inside a capture; nor can two graphs that hold it on one rank
-        be replayed in different order on another.
+        group: the calls on a stream meet the other ranks' calls on theirs, where all ranks use their streams for the
+        first time in the same order. Can be captured in a CUDA graph, in the same order on all ranks; each replay meets
+        a replay of the same graph. The first call for a group compiles and meets its ranks on the host, so it cannot be
+        inside a capture.
         """
         self.heap.check_open()
         if group is dist.group.WORLD:

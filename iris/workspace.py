@@ -2,12 +2,11 @@
 
 A *channel* is a row of flags that one operation uses on one stream. Two uses that may overlap in time never share one:
 
-* outside a graph a channel belongs to (operation, n-th stream on which this rank used the group). Streams are
-  numbered in
-  order of first use, which is the same on every rank of a symmetric program; raw handles would not be.
-* every call that is captured into a CUDA graph gets a channel of its own. A graph may be replayed at any time and
-  beside
-  other work, and nobody can see its end, so the channel is never used again before the context is closed.
+* Outside a graph a channel belongs to (operation, n-th stream on which this rank used it). Streams are numbered in
+  order of first use, which is the same on every rank of a symmetric program; their handles are not.
+* Every call that is captured into a CUDA graph gets a channel of its own, numbered in the order of captures. A graph
+  may be replayed at any time and beside other work, and nobody can see its end, so its channels are never used again
+  before the context is closed.
 
 Flags count epochs for the life of the context and are never reset, so no call needs the host, nor a meeting beforehand.
 """
@@ -41,29 +40,31 @@ class Workspace:
         stride = -(-group.size * flags.itemsize // LINE_BYTES) * LINE_BYTES // flags.itemsize
         self._rows = flags[: flags.numel() // stride * stride].view(-1, stride)[:, : group.size]
         self._channels: dict[tuple[str, int | None], int] = {}
-        self._used = 0
+        self._captured = 0
         self.context_tensor = context_tensor(group.rank, self._mapping.bases, record.address, device)
 
     def channel(self, operation: str, stream: int | None) -> torch.Tensor:
         """This rank's flags of ``operation`` on a stream (its handle; None in the simulator): int32 ``[1, size]``."""
         key = (operation, stream)
         if key not in self._channels:
-            self._channels[key] = self._next()
+            self._check_room()
+            self._channels[key] = len(self._channels)
         return self._row(self._channels[key])
 
     def captured_channel(self) -> torch.Tensor:
         """Flags for one call inside a graph capture."""
-        return self._row(self._next())
+        # From the end, so that captures do not shift the numbers of streams.
+        self._check_room()
+        self._captured += 1
+        return self._row(self._rows.shape[0] - self._captured)
 
     def close(self) -> None:
         """Unmap. The caller guarantees that no kernel uses the flags any more, on any rank."""
         self._mapping.close()
 
-    def _next(self) -> int:
-        if self._used == self._rows.shape[0]:
-            raise ChannelsExhaustedError(self._used)
-        self._used += 1
-        return self._used - 1
+    def _check_room(self) -> None:
+        if len(self._channels) + self._captured == self._rows.shape[0]:
+            raise ChannelsExhaustedError(self._rows.shape[0])
 
     def _row(self, index: int) -> torch.Tensor:
         return self._rows[index : index + 1]

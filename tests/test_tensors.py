@@ -8,6 +8,7 @@ from iris.errors import (
     InvalidDtypeError,
     InvalidLayoutError,
     InvalidOutputError,
+    NotATensorError,
     WrongDeviceError,
 )
 from iris.heap import SymmetricHeap
@@ -46,10 +47,12 @@ CALLS = {
     "zeros": lambda t: t.zeros(2, 3),
     "zeros of a tuple": lambda t: t.zeros((2, 3), dtype=torch.int16),
     "zeros of a list": lambda t: t.zeros([4], dtype=torch.bool),
+    "zeros by name": lambda t: t.zeros(size=(2, 3)),
     "zeros without dimensions": lambda t: t.zeros(()),
     "zeros without elements": lambda t: t.zeros(3, 0),
     "zeros of Python's type": lambda t: t.zeros(2, dtype=float),
     "ones": lambda t: t.ones(5, dtype=torch.bfloat16),
+    "ones by name": lambda t: t.ones(size=(2, 3)),
     "ones of fp8": lambda t: t.ones(5, dtype=torch.float8_e4m3fn),
     "full of an integer": lambda t: t.full((2, 2), 7),
     "full of a float": lambda t: t.full((2, 2), 1.5),
@@ -68,8 +71,10 @@ CALLS = {
     "linspace of complex": lambda t: t.linspace(0, 1 + 1j, 3),
     "linspace of tensors": lambda t: t.linspace(torch.tensor(0.0), torch.tensor(3.0), 4, dtype=torch.float64),
     "rand": lambda t: t.rand(3, 4),
+    "rand by name": lambda t: t.rand(size=(3, 4)),
     "rand of fp16": lambda t: t.rand(9, dtype=torch.float16),
     "randn": lambda t: t.randn(17, dtype=torch.float64),
+    "randn by name": lambda t: t.randn(size=[5]),
     "randn of complex": lambda t: t.randn(4, dtype=torch.complex64),
     "randint to high": lambda t: t.randint(10, (3, 4)),
     "randint from low": lambda t: t.randint(-5, 5, (40,), dtype=torch.int8),
@@ -79,6 +84,7 @@ CALLS = {
     "uniform in bounds": lambda t: t.uniform(4, -3.0, 9.0, torch.float64),
     "zeros_like": lambda t: t.zeros_like(MODEL),
     "ones_like": lambda t: t.ones_like(MODEL.t()),
+    "zeros_like without dimensions": lambda t: t.zeros_like(torch.tensor(3)),
     "full_like": lambda t: t.full_like(MODEL, 3, dtype=torch.int32),
     "rand_like": lambda t: t.rand_like(MODEL),
     "randn_like": lambda t: t.randn_like(MODEL, dtype=torch.float32),
@@ -235,9 +241,35 @@ def test_what_the_heap_does_not_have_is_refused(ctx, call):
         call(ctx)
 
 
-@pytest.mark.parametrize("call", [lambda t: t.randint(3), lambda t: t.randint(1, 2, 3, 4), lambda t: t.arange()])
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda t: t.randint(3),
+        lambda t: t.randint(1, 2, 3, 4),
+        lambda t: t.arange(),
+        lambda t: t.zeros(),
+        lambda t: t.rand(2, size=(2,)),
+        lambda t: t.zeros("23"),
+    ],
+)
 def test_arguments_that_do_not_fit_are_refused(ctx, call):
     with pytest.raises(TypeError):
+        call(ctx)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda t: t.zeros_like([1, 2]),
+        lambda t: t.zeros(2, out=[1, 2]),
+        lambda t: t.is_symmetric([1, 2]),
+        lambda t: t.as_symmetric([1, 2]),
+        lambda t: t.free([1, 2]),
+        lambda t: t.peer([1, 2], 0),
+    ],
+)
+def test_what_is_no_tensor_is_told(ctx, call):
+    with pytest.raises(NotATensorError, match=r"this is a list: \[1, 2\]"):
         call(ctx)
 
 

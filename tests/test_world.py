@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import pickle
 import socket
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from torch.distributed import distributed_c10d
 
 from iris import world
 from iris.errors import (
+    InvalidGroupError,
     IrisTimeoutError,
     NoPeerAccessError,
     PeerFailedError,
@@ -67,6 +69,36 @@ def test_a_group_needs_its_members_only(ranks):
     if ranks.num_ranks != 3:
         pytest.skip("written for 3 ranks")
     assert ranks.run(gather_among_some) == [(0, 2, (0, 2)), (0, 1, (1,)), (1, 2, (0, 2))]
+
+
+def use_what_is_no_group(ctx):
+    alone = dist.new_group([0])
+    if dist.get_rank() == 0:
+        assert Group(alone).all_gather(3, "a test") == [3]
+    else:
+        with pytest.raises(InvalidGroupError, match="This rank is not a member"):
+            Group(alone)
+    with pytest.raises(InvalidGroupError, match=r"group='some' is not a process group"):
+        Group("some")
+
+
+@pytest.mark.ranks(2)
+def test_what_is_no_group_of_this_rank_is_told(ranks):
+    ranks.run(use_what_is_no_group)
+
+
+def send_what_cannot_be_sent(ctx):
+    """It is an error on the rank that tries, which is not out of step afterwards."""
+    group = everyone()
+    if group.rank == 1:
+        with pytest.raises((AttributeError, pickle.PicklingError)):
+            group.all_gather(lambda: 3, "a test")
+    assert group.all_gather(group.rank, "a test") == list(range(group.size))
+
+
+@pytest.mark.ranks(2)
+def test_a_value_that_cannot_be_pickled_leaves_the_ranks_in_step(ranks):
+    ranks.run(send_what_cannot_be_sent)
 
 
 def fail_in_one(ctx):

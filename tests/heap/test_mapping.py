@@ -14,6 +14,7 @@ from iris import world
 from iris.errors import (
     HeapClosedError,
     HeapTooLargeError,
+    InvalidHeapSizeError,
     IrisError,
     MappingError,
     MismatchedHeapError,
@@ -112,11 +113,26 @@ def test_a_failure_on_one_rank_undoes_the_mapping_on_all(ranks, step):
 def disagree(ctx):
     with pytest.raises(MismatchedHeapError, match="64 KiB on rank 0, 128 KiB on rank 1"):
         mapping.create(everyone(), SIZE << dist.get_rank(), ctx.heap.device)
+    with pytest.raises(MismatchedHeapError, match=r"\(65537 bytes\) on rank 0, .*\(65538 bytes\) on rank 1"):
+        mapping.create(everyone(), SIZE + 1 + dist.get_rank(), ctx.heap.device)
 
 
 @pytest.mark.ranks(2)
 def test_sizes_that_differ_are_told(ranks):
     ranks.run(disagree)
+
+
+def ask_for_nonsense(ctx, size):
+    rank = dist.get_rank()
+    error = InvalidHeapSizeError if rank == 1 else PeerFailedError
+    with pytest.raises(error, match=f"heap_size={size!r} is not possible"):
+        mapping.create(everyone(), size if rank == 1 else SIZE, ctx.heap.device)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("size", [-1, "1G", 1e6])
+def test_a_size_that_is_no_number_of_bytes_is_told(ranks, size):
+    ranks.run(ask_for_nonsense, size)
 
 
 def ask_too_much(ctx):

@@ -45,13 +45,13 @@ def worker(rank, world_size):
             ctx, lambda: wait_kernel[(4,)](ctx.get_device_context(), flags, 7), "ank 0", "int32[4]", ">= 7", "3"
         )
         expect_timeout(ctx, ctx.device_barrier, "ank 0", "in a barrier")
-        # A time-out is said once, and the context goes on. A wait short of the limit is none, neither at first nor after
-        # a pause longer than the limit.
+        # A time-out is said once, and the context goes on.
         flags.fill_(8)
         wait_kernel[(4,)](ctx.get_device_context(), flags, 7)
     ctx.barrier()
     if rank == 1:
         ctx.device_barrier()  # what rank 0 waited for in vain: it has long arrived
+    # A wait within the limit is no time-out, neither at first nor after a pause that is longer than the limit.
     for turn in range(3):
         ctx.barrier()
         time.sleep(1.5 * (turn == 1))

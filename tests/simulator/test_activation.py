@@ -125,6 +125,7 @@ def test_child_processes_decide_for_themselves(run):
     "environment, message",
     [
         ({"IRIS_SIMULATOR": "yes"}, "IRIS_SIMULATOR='yes'"),
+        ({"IRIS_SIMULATOR": "0", "TRITON_INTERPRET": "1"}, "IRIS_SIMULATOR='0'"),
         ({"IRIS_WAIT_TIMEOUT_S": "soon"}, "IRIS_WAIT_TIMEOUT_S='soon'"),
     ],
 )

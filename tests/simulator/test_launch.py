@@ -42,7 +42,7 @@ def test_an_autotuned_kernel_runs_once_in_its_first_configuration(kernel, option
     tuned = triton.autotune(CONFIGS, key=["n"], **options)(kernel)
     for n in (100, 100, 70):
         x, y = torch.randn(n), torch.zeros(n + 1)
-        tuned[lambda meta: (triton.cdiv(n, meta["B"]),)](x, y, n)
+        tuned[lambda meta: (triton.cdiv(meta["n"], meta["B"]),)](x, y, n)
         torch.testing.assert_close(y[:n], x + 1, rtol=0, atol=0)
         assert y[n] == triton.cdiv(n, 32)
     assert tuned.best_config is CONFIGS[0]
