@@ -162,6 +162,10 @@ class KernelDefinedTooEarlyError(IrisError, RuntimeError):
         )
 
 
+class InvalidContextError(IrisError, ValueError):
+    """A kernel got a device context, or heap bases, of no open heap."""
+
+
 class LaunchError(IrisError, TypeError):
     """A kernel was called or launched in a way that no GPU would take."""
 

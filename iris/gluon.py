@@ -1,10 +1,10 @@
 """Iris for Gluon kernels: the device context, the functional operations, and what a Gluon layout needs to know.
 
-    import iris.gluon as iris_gl
+import iris.gluon as iris_gl
 
-    @gluon.jit
-    def kernel(IrisDeviceCtx: gl.constexpr, context_tensor, ...):
-        ctx = IrisDeviceCtx.initialize(context_tensor)
+@gluon.jit
+def kernel(IrisDeviceCtx: gl.constexpr, context_tensor, ...):
+    ctx = IrisDeviceCtx.initialize(context_tensor)
 """
 
 from iris.context import Iris, iris

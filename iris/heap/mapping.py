@@ -6,6 +6,7 @@ A `Mapping` is what the rest of the library needs to know about it.
 
 import operator
 import os
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,9 @@ from iris.world import Group
 
 # The translation in kernels moves pointers by multiples of this (iris/language/address.py).
 CONGRUENCE = 16
+
+# The mappings of this process, by the address of this rank's bytes.
+_mappings: "weakref.WeakValueDictionary[int, Mapping]" = weakref.WeakValueDictionary()
 
 
 @dataclass
@@ -137,4 +141,12 @@ def create(group: Group, size: int, device: torch.device) -> Mapping:
             )
 
     group.agree(check_congruence, "map the heaps at congruent addresses")
-    return Mapping(group.rank, rounded, device, tuple(bases), memory)
+    mapping = Mapping(group.rank, rounded, device, tuple(bases), memory)
+    _mappings[bases[group.rank]] = mapping
+    return mapping
+
+
+def is_mapped(base: int) -> bool:
+    """Whether this rank's bytes of an open mapping begin at the address ``base``."""
+    mapping = _mappings.get(base)
+    return mapping is not None and mapping.memory is not None

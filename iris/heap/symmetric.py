@@ -30,6 +30,7 @@ from iris.errors import (
     FreedTensorError,
     HeapClosedError,
     HeapOutOfMemoryError,
+    InvalidContextError,
     InvalidDtypeError,
     InvalidShapeError,
     IrisTimeoutError,
@@ -42,7 +43,7 @@ from iris.errors import (
 from iris.heap.allocator import Allocator, HeapStats, round_up
 from iris.heap.history import Call, History, Summary, tensor_text
 from iris.heap.lifetime import Life, Lifetimes
-from iris.heap.mapping import create
+from iris.heap.mapping import create, is_mapped
 from iris.world import Group, names
 
 # The heaps of this process, by the address of this rank's bytes.
@@ -361,6 +362,8 @@ def check_reach(addresses: np.ndarray, mask: np.ndarray | None, base: np.ndarray
         The heap has no such rank.
     NotTheCallerError
         The heap at ``base`` is a peer's.
+    InvalidContextError
+        Nothing is at ``base``, or nothing any more.
     """
     base = int(base.item())
     heap = _live.get(base)
@@ -368,6 +371,11 @@ def check_reach(addresses: np.ndarray, mask: np.ndarray | None, base: np.ndarray
         for other in list(_live.values()):
             if base in other.bases:
                 raise NotTheCallerError(other.bases.index(base), other.group.rank)
+        if not is_mapped(base):
+            raise InvalidContextError(
+                f"A kernel got a context (or heap_bases) of no open heap: this rank's would be at {base:#x}. "
+                "Pass ctx.get_device_context() or ctx.get_heap_bases() of a context that has not been closed."
+            )
         return
     if mask is not None:
         addresses, active = np.broadcast_arrays(addresses, mask)

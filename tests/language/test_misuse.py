@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import iris
-from iris.errors import NotSymmetricError, NotTheCallerError, RankOutOfRangeError
+from iris.errors import InvalidContextError, NotSymmetricError, NotTheCallerError, RankOutOfRangeError
 from language import atomic_kernels, meeting_kernels, move_kernels
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="only the simulator looks at a kernel's pointers")
@@ -51,6 +51,22 @@ def wrong_caller(ctx):
 
 def test_the_functional_form_wants_the_callers_rank(ranks):
     ranks.run(wrong_caller)
+
+
+def no_context(ctx, form):
+    kernel = getattr(move_kernels, form)
+    with iris.iris(1 << 20) as other:
+        context, bases, gone = other.get_device_context(), other.get_heap_bases(), other.zeros(100)
+    arbitrary = torch.arange(64) << 20
+    for args in ((context, bases, gone, gone), (arbitrary, arbitrary, ctx.zeros(100), ctx.zeros(100))):
+        with pytest.raises(InvalidContextError, match="of no open heap"):
+            kernel[(1,)](*args, 100, ctx.cur_rank, 0, "put", 128)
+    ctx.barrier()
+
+
+@pytest.mark.parametrize("form", ["triton_functional", "gluon_functional"])
+def test_a_context_that_was_closed_or_never_was_one(ranks, form):
+    ranks.run(no_context, form)
 
 
 def masked(ctx):

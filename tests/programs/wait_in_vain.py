@@ -62,7 +62,7 @@ def worker(rank, world_size):
             time.sleep(0.4)
             send_kernel[(1,)](ctx.get_device_context(), flags, 20 + turn)
     ctx.barrier()
-    print("went on", flush=True)
+    print("done", flush=True)
 
 
 if __name__ == "__main__":
