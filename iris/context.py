@@ -56,6 +56,9 @@ class Iris(Factories):
         self.heap_bases = torch.tensor(bases, dtype=torch.int64, device=self.device)
         self._device_context = context_tensor(self.cur_rank, bases, self._record.address, self.device)
 
+    def __repr__(self) -> str:
+        return f"<Iris rank {self.cur_rank} of {self.num_ranks}, heap of {self.heap_size} bytes on {self.device}>"
+
     def get_rank(self) -> int:
         """This rank, from 0 on."""
         return self.cur_rank
@@ -117,6 +120,7 @@ class Iris(Factories):
         self.heap.check_open()
         if group is dist.group.WORLD:
             group = None
+        self._group(group)
         on_gpu = self.device.type == "cuda"
         capturing = on_gpu and torch.cuda.is_current_stream_capturing()
         if group not in self._barriers:
@@ -143,7 +147,7 @@ class Iris(Factories):
         sent = None
         if self.cur_rank == src:
             sent = (value.shape, value.dtype, value.device.type) if is_tensor else value
-        is_tensor, sent = self._world.group.all_gather((is_tensor, sent), "broadcast")[src]
+        is_tensor, sent = self._world.group.all_gather((is_tensor, sent), f"broadcast from rank {src}")[src]
         if not is_tensor:
             return value if self.cur_rank == src else sent
         shape, dtype, device_type = sent
@@ -199,6 +203,8 @@ class Iris(Factories):
             self.heap.close()
 
     def _group(self, process_group: dist.ProcessGroup | None) -> Group:
+        if not isinstance(process_group, dist.ProcessGroup | None):
+            Group(process_group)  # says what it is instead
         if process_group not in self._groups:
             self._groups[process_group] = Group(process_group)
         return self._groups[process_group]

@@ -128,6 +128,8 @@ class Torchrun:
         dist.destroy_process_group()
 
     def run(self, worker, *args) -> list:
+        # Rank 0's arguments, as in a pool: a temporary folder, say, is another one in each process.
+        args = self._ctx.broadcast(args)
         try:
             answer = (True, worker(self._ctx, *args))
         except BaseException:

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 import iris
-from iris.errors import FirstUseInCaptureError, HeapClosedError, RankOutOfRangeError
+from iris.errors import FirstUseInCaptureError, HeapClosedError, InvalidGroupError, OutOfStepError, RankOutOfRangeError
 
 ON_GPU = torch.cuda.is_available()
 
@@ -281,3 +281,18 @@ def test_messages_carry_the_rank_and_can_be_silenced(ranks):
     results = ranks.run(collect_messages, iris.WARNING)
     for rank, texts in enumerate(results):
         assert texts == [f"[{rank}/{ranks.num_ranks}] {text}: 100% of it" for text in ("warning", "error")]
+
+
+def misuse_groups(ctx):
+    for call in (ctx.device_barrier, lambda group: ctx.barrier(group=group)):
+        with pytest.raises(InvalidGroupError, match="new_group"):
+            call([0, 1])
+    with pytest.raises(OutOfStepError, match="broadcast from rank"):
+        ctx.broadcast(1, src=ctx.cur_rank)
+    ctx.barrier()
+    assert f"rank {ctx.cur_rank} of {ctx.num_ranks}" in repr(ctx)
+
+
+@pytest.mark.ranks(2, 3)
+def test_groups_and_sources_that_make_no_sense(ranks):
+    ranks.run(misuse_groups)

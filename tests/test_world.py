@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import UNDER_TORCHRUN
 from torch.distributed import distributed_c10d
 
 from iris import world
@@ -185,6 +186,7 @@ else:
 """
 
 
+@pytest.mark.skipif(UNDER_TORCHRUN, reason="starts ranks of its own; run it without torchrun")
 def test_a_world_is_found_in_torchruns_environment():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

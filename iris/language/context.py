@@ -51,6 +51,21 @@ def _digest() -> str:
     return hashlib.sha256(sources + str(WAIT_LIMIT_NS.value).encode()).hexdigest()[:12]
 
 
+@triton.constexpr_function
+def check_context(rank, num_ranks):
+    """In the simulator: raise unless these can come from a context tensor, before anything is looked up by them."""
+    from iris.errors import InvalidContextError
+
+    rank, num_ranks = (
+        value.handle.data.item() if isinstance(value, tl.tensor) else value for value in (rank, num_ranks)
+    )
+    if not 0 <= rank < num_ranks < 1 << 16:
+        raise InvalidContextError(
+            f"A device context cannot have rank {rank} of {num_ranks}. Initialise it from ctx.get_device_context(), "
+            "and with this rank and the number of ranks, if they are given."
+        )
+
+
 def make_device_context(jit: Callable, lang: ModuleType, move: Any, order: SimpleNamespace, name: str) -> Any:
     """The class of the device context in the language that ``(jit, lang)`` stand for."""
     ordered_atomic, ordered_cas = order.atomic, order.atomic_cas
@@ -218,6 +233,8 @@ def make_device_context(jit: Callable, lang: ModuleType, move: Any, order: Simpl
 
     @jit
     def connect(context_tensor, rank, num_ranks):
+        if in_simulator():
+            check_context(rank, num_ranks)
         table = context_tensor + BASES
         return Context(rank, num_ranks, lang.load(table + rank), table)
 

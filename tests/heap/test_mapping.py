@@ -68,6 +68,7 @@ def test_every_rank_addresses_every_ranks_bytes(ranks):
 
 
 def outlive(ctx):
+    gc.collect()
     before = mapped_heaps()
     shared = mapping.create(everyone(), SIZE, torch.device("cpu"))
     tail = shared.peer(0)[SIZE - 3 :]

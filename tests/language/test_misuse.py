@@ -69,6 +69,18 @@ def test_a_context_that_was_closed_or_never_was_one(ranks, form):
     ranks.run(no_context, form)
 
 
+def wrong_context(ctx):
+    flag, seen = ctx.ones(1, dtype=torch.int64), ctx.zeros(1, dtype=torch.int64)
+    for wrong in (ctx.get_heap_bases(), torch.tensor([5, 2, 0, 0, 0])):
+        with pytest.raises(InvalidContextError, match=r"rank \d+ of \d+"):
+            meeting_kernels.triton_compare[(1,)](wrong, flag, 1, seen, "eq")
+    ctx.barrier()
+
+
+def test_what_is_no_context_is_told(ranks):
+    ranks.run(wrong_context)
+
+
 def masked(ctx):
     """Elements that a mask leaves out may point anywhere: the last tensor of a heap ends where the heap does."""
     with iris.iris(2048) as small:
