@@ -134,8 +134,10 @@ def triton_options(context_tensor, heap_bases, source, target, n, rank, peer, OP
     elif OP == "get other":
         ctx.get(source + o, target + o, peer, mask=inside, other=-7)
     elif OP == "cache":
-        value = ctx.load(source + o, peer, inside, -7, ".cg", True)
+        value = ctx.load(source + o, peer, inside, -7, ".cg")
         ctx.store(target + o, value, rank, cache_modifier=".wt")
+    elif OP == "volatile":
+        tl.store(target + o, ctx.load(source + o, peer, inside, -7, volatile=True))
     elif OP == "functional":
         value = iris.load(source + o, rank, peer, heap_bases, inside, -7, ".cg", False, 16)
         iris.store(target + o, value, rank, rank, heap_bases, None, 16, ".wt")
@@ -155,6 +157,8 @@ def gluon_options(context_tensor, heap_bases, source, target, n, rank, peer, OP:
     elif OP == "cache":
         value = ctx.load(source + o, peer, inside, -7, ".cg")
         ctx.store(target + o, value, rank, cache_modifier=".wt")
+    elif OP == "volatile":
+        gl.store(target + o, ctx.load(source + o, peer, inside, -7, volatile=True))
     elif OP == "functional":
         value = iris_gl.load(source + o, rank, peer, heap_bases, inside, -7, ".cg", False, 16)
         iris_gl.store(target + o, value, rank, rank, heap_bases, None, 16, ".wt")

@@ -158,6 +158,6 @@ def move_with_options(ctx, language, operation):
 
 
 @pytest.mark.parametrize("language", ["triton", "gluon"])
-@pytest.mark.parametrize("operation", ["other", "get other", "cache", "functional", "functional get"])
+@pytest.mark.parametrize("operation", ["other", "get other", "cache", "volatile", "functional", "functional get"])
 def test_optional_arguments(ranks, language, operation):
     ranks.run(move_with_options, language, operation)
