@@ -9,12 +9,13 @@ import torch.distributed as dist
 
 from iris import world
 from iris.device_barrier import DeviceBarrier
+from iris.device_record import DeviceRecord
 from iris.errors import FirstUseInCaptureError, RankOutOfRangeError
 from iris.heap.symmetric import SymmetricHeap, describe_address
 from iris.language.context import context_tensor
+from iris.language.functional import heap_bases_tensor
 from iris.log import logger
 from iris.tensors import Factories
-from iris.wait_limit import WaitRecord
 from iris.workspace import Workspace
 from iris.world import Group
 
@@ -43,7 +44,7 @@ class Iris(Factories):
         self.gpu_id = self.device.index or 0
         self.heap = SymmetricHeap(self._world.group, heap_size, self.device)
         self.heap_size = heap_size
-        self._record = WaitRecord(self.device)
+        self._record = DeviceRecord(self.device)
         # By process group, None for the world.
         self._groups: dict[dist.ProcessGroup | None, Group] = {None: self._world.group}
         self._barriers: dict[dist.ProcessGroup | None, DeviceBarrier] = {}
@@ -53,8 +54,9 @@ class Iris(Factories):
             self.heap.close()
             raise
         bases = self.heap.bases
-        self.heap_bases = torch.tensor(bases, dtype=torch.int64, device=self.device)
-        self._device_context = context_tensor(self.cur_rank, bases, self._record.address, self.device)
+        size, record = self.heap.mapped_size, self._record.address
+        self.heap_bases = heap_bases_tensor(bases, size, record, self.device)
+        self._device_context = context_tensor(self.cur_rank, bases, size, record, self.device)
 
     def __repr__(self) -> str:
         return f"<Iris rank {self.cur_rank} of {self.num_ranks}, heap of {self.heap_size} bytes on {self.device}>"
@@ -102,7 +104,7 @@ class Iris(Factories):
             torch.cuda.synchronize(self.device) if stream is None else stream.synchronize()
             # On the drained stream: the current one may be waiting for a peer.
             with torch.cuda.stream(stream):
-                self._record.raise_if_expired(self.cur_rank, describe_address)
+                self._record.raise_if_claimed(self.cur_rank, describe_address)
         if group is None or group is dist.group.WORLD:
             self.heap.meet()
         else:

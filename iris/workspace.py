@@ -13,10 +13,10 @@ Flags count epochs for the life of the context and are never reset, so no call n
 
 import torch
 
+from iris.device_record import DeviceRecord
 from iris.errors import ChannelsExhaustedError
 from iris.heap import mapping
 from iris.language.context import context_tensor
-from iris.wait_limit import WaitRecord
 from iris.world import Group
 
 FLAG_BYTES = 1 << 20
@@ -29,7 +29,7 @@ LINE_BYTES = 128
 class Workspace:
     """Collective over ``group``: its members map each other's flags, and meet before anyone uses them."""
 
-    def __init__(self, group: Group, device: torch.device, record: WaitRecord) -> None:
+    def __init__(self, group: Group, device: torch.device, record: DeviceRecord) -> None:
         self.group = group
         self._mapping = mapping.create(group, FLAG_BYTES, device)
         flags = self._mapping.buffer.view(torch.int32)
@@ -41,7 +41,7 @@ class Workspace:
         self._rows = flags[: flags.numel() // stride * stride].view(-1, stride)[:, : group.size]
         self._channels: dict[tuple[str, int | None], int] = {}
         self._captured = 0
-        self.context_tensor = context_tensor(group.rank, self._mapping.bases, record.address, device)
+        self.context_tensor = context_tensor(group.rank, self._mapping.bases, FLAG_BYTES, record.address, device)
 
     def channel(self, operation: str, stream: int | None) -> torch.Tensor:
         """This rank's flags of ``operation`` on a stream (its handle; None in the simulator): int32 ``[1, size]``."""

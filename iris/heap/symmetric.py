@@ -107,6 +107,11 @@ class SymmetricHeap:
         self.closed = False
         _live[self._base] = self
 
+    @property
+    def mapped_size(self) -> int:
+        """Bytes from a heap's base to its end: the size that was asked for, rounded up."""
+        return self._mapping.size
+
     def empty(self, shape: Sequence[int], dtype: torch.dtype, requires_grad: bool = False) -> torch.Tensor:
         """A contiguous tensor with undefined content, at the same offset on every rank.
 
@@ -383,7 +388,7 @@ def check_reach(addresses: np.ndarray, mask: np.ndarray | None, base: np.ndarray
     for rank in np.ravel(ranks):
         if not 0 <= rank < heap.group.size:
             raise RankOutOfRangeError(int(rank), heap.group.size)
-    outside = (addresses < base) | (addresses >= base + heap._mapping.size)
+    outside = (addresses < base) | (addresses >= base + heap.mapped_size)
     if outside.any():
         address = int(addresses[outside][0])
         place = describe_address(address) or "not in any heap"

@@ -21,16 +21,16 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from iris import wait_limit
+from iris import device_record
 from iris.language.address import check_reach, gluon_translate, in_simulator, triton_translate
-from iris.language.ordering import ACQ_REL, SYS, WAIT_LIMIT_NS, gluon_ordering, triton_ordering
+from iris.language.ordering import ACQ_REL, CHECKS_POINTERS, SYS, WAIT_LIMIT_NS, gluon_ordering, triton_ordering
 
 try:
     from triton import aggregate
 except ImportError:  # Triton < 3.8
     from triton.language.core import _aggregate as aggregate
 
-# The words of the context tensor: rank, num_ranks, a base for each rank, the address of the record of expired waits.
+# The words of the context tensor: rank, num_ranks, a base for each rank, the address of the device record, the size.
 RANK = tl.constexpr(0)
 NUM_RANKS = tl.constexpr(1)
 BASES = tl.constexpr(2)
@@ -39,16 +39,16 @@ SET = tl.constexpr("set")
 EQ = tl.constexpr("eq")
 
 
-def context_tensor(rank: int, bases: Sequence[int], record: int, device: torch.device) -> torch.Tensor:
-    """What a kernel initialises its context from: int64 ``[num_ranks + 3]`` on ``device``, opaque to users."""
-    return torch.tensor([rank, len(bases), *bases, record], dtype=torch.int64, device=device)
+def context_tensor(rank: int, bases: Sequence[int], size: int, record: int, device: torch.device) -> torch.Tensor:
+    """What a kernel initialises its context from: int64 ``[num_ranks + 4]`` on ``device``, opaque to users."""
+    return torch.tensor([rank, len(bases), *bases, record, size], dtype=torch.int64, device=device)
 
 
 def _digest() -> str:
-    """Of all that the code generated for a context depends on: these sources, and the limit of waits."""
-    files = [*sorted(Path(__file__).parent.glob("*.py")), Path(wait_limit.__file__)]
+    """Of all that the code generated for a context depends on: these sources, and what is switched on."""
+    files = [*sorted(Path(__file__).parent.glob("*.py")), Path(device_record.__file__)]
     sources = b"".join(file.read_bytes() for file in files)
-    return hashlib.sha256(sources + str(WAIT_LIMIT_NS.value).encode()).hexdigest()[:12]
+    return hashlib.sha256(sources + f"{WAIT_LIMIT_NS.value} {CHECKS_POINTERS.value}".encode()).hexdigest()[:12]
 
 
 @triton.constexpr_function
@@ -69,6 +69,7 @@ def check_context(rank, num_ranks):
 def make_device_context(jit: Callable, lang: ModuleType, move: Any, order: SimpleNamespace, name: str) -> Any:
     """The class of the device context in the language that ``(jit, lang)`` stand for."""
     ordered_atomic, ordered_cas = order.atomic, order.atomic_cas
+    check_pointer = order.check_pointer
     ordered_signal, ordered_wait, ordered_fence, ordered_barrier = order.signal, order.wait, order.fence, order.barrier
 
     @aggregate
@@ -94,9 +95,16 @@ def make_device_context(jit: Callable, lang: ModuleType, move: Any, order: Simpl
         @jit
         def _peers(self, ptr, rank, mask):
             """`translate` of a pointer that is used here and now, under ``mask``."""
+            self._check(ptr, mask, rank)
+            return self.translate(ptr, rank)
+
+        @jit
+        def _check(self, ptr, mask, rank):
+            """That ``ptr`` is this heap's: always in the simulator, on a GPU where it was asked for."""
             if in_simulator():
                 check_reach(ptr, mask, self.base, rank)
-            return self.translate(ptr, rank)
+            elif CHECKS_POINTERS:
+                check_pointer(ptr, mask, self.base, self._behind_bases(1), self._record())
 
         @jit
         def load(
@@ -197,8 +205,7 @@ def make_device_context(jit: Callable, lang: ModuleType, move: Any, order: Simpl
 
             What its sender did before `signal` is visible to the whole block afterwards.
             """
-            if in_simulator():
-                check_reach(flag_ptr, None, self.base, self.cur_rank)
+            self._check(flag_ptr, None, self.cur_rank)
             return ordered_wait(flag_ptr, value, cmp, self._record())
 
         @jit
@@ -221,15 +228,17 @@ def make_device_context(jit: Callable, lang: ModuleType, move: Any, order: Simpl
             graph needs; otherwise the caller passes 1, 2, 3, ... All ranks must launch the same number of programs, and
             no more than can be resident at once.
             """
-            if in_simulator():
-                check_reach(flags_ptr, None, self.base, self.cur_rank)
+            self._check(flags_ptr, None, self.cur_rank)
             ordered_barrier(flags_ptr, epoch, self.cur_rank, self.num_ranks, self.table, self.base, self._record())
 
         @jit
         def _record(self):
+            return lang.cast(self._behind_bases(0), lang.pointer_type(lang.int64))
+
+        @jit
+        def _behind_bases(self, word):
             # By the tensor's own number of ranks, whatever a caller may have passed as `num_ranks`.
-            num_ranks = lang.load(self.table - BASES + NUM_RANKS)
-            return lang.cast(lang.load(self.table + num_ranks), lang.pointer_type(lang.int64))
+            return lang.load(self.table + lang.load(self.table - BASES + NUM_RANKS) + word)
 
     @jit
     def connect(context_tensor, rank, num_ranks):
@@ -265,7 +274,7 @@ def make_device_context(jit: Callable, lang: ModuleType, move: Any, order: Simpl
     Context.rank = property(lambda self: self.cur_rank)
     Context.world_size = property(lambda self: self.num_ranks)
     # A class that is passed to a kernel as a constexpr enters Triton's compile cache by its name alone. The digest
-    # makes an edit of these files, or another limit of waits, recompile the kernels that use it.
+    # makes an edit of these files, or other settings, recompile the kernels that use it.
     Context.__name__ = name
     Context.__qualname__ = f"{name}_{_digest()}"
     return Context

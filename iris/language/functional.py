@@ -5,31 +5,41 @@ The rank whose address space the pointer is in comes first. ``hint`` asserts tha
 dimension) is a multiple of so many bytes, as ``tl.multiple_of``; it is never needed for 16-byte accesses.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from iris.language.address import check_reach, gluon_translate, in_simulator, triton_translate
-from iris.language.ordering import ACQ_REL, SYS, gluon_ordering, triton_ordering
+from iris.language.ordering import ACQ_REL, CHECKS_POINTERS, SYS, gluon_ordering, triton_ordering
+
+
+def heap_bases_tensor(bases: Sequence[int], size: int, record: int, device: torch.device) -> torch.Tensor:
+    """What the functions take: int64 ``[num_ranks]`` on ``device``; in front of it, the device record and the size."""
+    return torch.tensor([record, size, *bases], dtype=torch.int64, device=device)[2:]
 
 
 def make_functions(jit: Callable, lang: ModuleType, move: Any, order: SimpleNamespace) -> SimpleNamespace:
     """The functions in the language that ``(jit, lang)`` stand for."""
-    ordered_atomic, ordered_cas = order.atomic, order.atomic_cas
+    ordered_atomic, ordered_cas, check_pointer = order.atomic, order.atomic_cas, order.check_pointer
 
     @jit
     def translate(ptr, from_rank, to_rank, heap_bases, mask, hint: tl.constexpr):
         """The address of ``to_rank``'s copy of ``ptr``, which points into ``from_rank``'s heap and is used under
         ``mask``.
         """
+        base = lang.load(heap_bases + from_rank)
         if in_simulator():
-            check_reach(ptr, mask, lang.load(heap_bases + from_rank), to_rank)
-        moved = move(ptr, lang.load(heap_bases + from_rank), lang.load(heap_bases + to_rank))
+            check_reach(ptr, mask, base, to_rank)
+        elif CHECKS_POINTERS:
+            record = lang.cast(lang.load(heap_bases - 2), lang.pointer_type(lang.int64))
+            check_pointer(ptr, mask, base, lang.load(heap_bases - 1), record)
+        moved = move(ptr, base, lang.load(heap_bases + to_rank))
         if hint is not None:
             moved = lang.multiple_of(moved, hint)
         return moved

@@ -16,7 +16,7 @@ The rules that this file keeps, for the *whole block* (all threads of a program)
 partition. What other partitions did, and asynchronous copies (TMA), are for the kernel to wait for beforehand.
 
 Waits have a time limit when ``IRIS_WAIT_TIMEOUT_S`` is set (`iris.wait_limit`); a wait that exceeds it records who
-waited for what and returns. Without a limit none of that is in the generated code.
+waited for what (`iris.device_record`) and returns. Without a limit none of that is in the generated code.
 """
 
 from collections.abc import Callable
@@ -27,30 +27,31 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from iris import simulator, wait_limit
+from iris import device_record, simulator, wait_limit
 from iris.language.address import gluon_translate, triton_translate
 from iris.language.target import cas_ignores_its_order, on_amd, on_nvidia, threads_per_warp
 
-COMPARISONS = wait_limit.COMPARISONS
+KINDS = device_record.KINDS
 
 ACQ_REL = tl.constexpr("acq_rel")
 SYS = tl.constexpr("sys")
 WAIT_LIMIT_NS = tl.constexpr(0 if simulator.ACTIVE else wait_limit.NANOSECONDS)
+CHECKS_POINTERS = tl.constexpr(device_record.CHECKS_POINTERS and not simulator.ACTIVE)
 
 # A barrier's flags are exchanged by so many lanes at once: a warp. All releases of a warp share one system fence;
 # a loop over single releases would pay for a fence each.
-LANES = tl.constexpr(wait_limit.BARRIER_LANES)
+LANES = tl.constexpr(device_record.BARRIER_LANES)
 
-# The record of an expired wait, in int64 words; `iris.wait_limit` reads it.
-CLAIMED = tl.constexpr(wait_limit.CLAIMED)
-CLOCK = tl.constexpr(wait_limit.CLOCK)
-PROGRAM = tl.constexpr(wait_limit.PROGRAM)
-FLAG = tl.constexpr(wait_limit.FLAG)
-WANTED = tl.constexpr(wait_limit.WANTED)
-SEEN = tl.constexpr(wait_limit.SEEN)
-COMPARISON = tl.constexpr(wait_limit.COMPARISON)
-FIRST = tl.constexpr(wait_limit.FIRST)
-RANKS = tl.constexpr(wait_limit.RANKS)
+# The record, in int64 words; `iris.device_record` reads it.
+CLAIMED = tl.constexpr(device_record.CLAIMED)
+CLOCK = tl.constexpr(device_record.CLOCK)
+PROGRAM = tl.constexpr(device_record.PROGRAM)
+FLAG = tl.constexpr(device_record.FLAG)
+WANTED = tl.constexpr(device_record.WANTED)
+SEEN = tl.constexpr(device_record.SEEN)
+KIND = tl.constexpr(device_record.KIND)
+FIRST = tl.constexpr(device_record.FIRST)
+RANKS = tl.constexpr(device_record.RANKS)
 
 
 @triton.constexpr_function
@@ -69,8 +70,8 @@ def one_of(value, *choices):
 
 
 @triton.constexpr_function
-def comparison_code(cmp):
-    return list(COMPARISONS).index(cmp)
+def kind_code(kind):
+    return list(KINDS).index(kind)
 
 
 @triton.constexpr_function
@@ -257,8 +258,8 @@ def make_ordering(jit: Callable, lang: ModuleType, translate) -> SimpleNamespace
         return (claimed != 0) | (nanoseconds(record) - since > WAIT_LIMIT_NS)
 
     @jit
-    def write_record(record, flag_ptr, wanted, seen, comparison: tl.constexpr, first, num_ranks):
-        """The first wait that expires claims the record and fills it in; the host reads it once the kernel is over."""
+    def write_record(record, flag_ptr, wanted, seen, kind: tl.constexpr, first, num_ranks):
+        """Whoever comes first claims the record and fills it in; the host reads it once the kernel is over."""
         if (
             lang.atomic_cas(
                 record + CLAIMED, lang.cast(0, lang.int64), lang.cast(1, lang.int64), sem="relaxed", scope="gpu"
@@ -269,9 +270,26 @@ def make_ordering(jit: Callable, lang: ModuleType, translate) -> SimpleNamespace
             lang.store(record + FLAG, lang.cast(flag_ptr, lang.int64))
             lang.store(record + WANTED, lang.cast(wanted, lang.int64))
             lang.store(record + SEEN, lang.cast(seen, lang.int64))
-            lang.store(record + COMPARISON, lang.cast(comparison, lang.int64))
+            lang.store(record + KIND, lang.cast(kind, lang.int64))
             lang.store(record + FIRST, lang.cast(first, lang.int64))
             lang.store(record + RANKS, lang.cast(num_ranks, lang.int64))
+
+    @jit
+    def check_pointer(ptr, mask, base, size, record):
+        """Record a pointer, among those that ``mask`` lets through, outside the heap of ``size`` bytes at ``base``."""
+        address = lang.cast(ptr, lang.int64)
+        outside = (address < base) | (address >= base + size)
+        if mask is not None:
+            outside = outside & mask
+        wrong = lang.where(outside, address, 0)
+        if wrong.type.is_block():
+            if len(wrong.shape) == 3:
+                wrong = lang.max(wrong, axis=2)
+            if len(wrong.shape) == 2:
+                wrong = lang.max(wrong, axis=1)
+            wrong = lang.max(wrong, axis=0)
+        if wrong != 0:
+            write_record(record, wrong, base, 0, kind_code("pointer"), 0, 0)
 
     @jit
     def wait(flag_ptr, value, cmp: tl.constexpr, record):
@@ -289,7 +307,7 @@ def make_ordering(jit: Callable, lang: ModuleType, translate) -> SimpleNamespace
                 waiting = unmet(seen, wanted, cmp)
                 if waiting:
                     if expired(record, since):
-                        write_record(record, flag_ptr, wanted, seen, comparison_code(cmp), 0, 0)
+                        write_record(record, flag_ptr, wanted, seen, kind_code(cmp), 0, 0)
                         waiting = waiting & False
         block_barrier()
         return seen
@@ -353,11 +371,19 @@ def make_ordering(jit: Callable, lang: ModuleType, translate) -> SimpleNamespace
                     if behind > 0:
                         if expired(record, since):
                             there = arrivals(row, first, num_ranks, reached)
-                            write_record(record, row, reached, there, comparison_code("barrier"), first, num_ranks)
+                            write_record(record, row, reached, there, kind_code("barrier"), first, num_ranks)
                             behind = behind * 0
         block_barrier()
 
-    return SimpleNamespace(atomic=atomic, atomic_cas=atomic_cas, signal=signal, wait=wait, fence=fence, barrier=barrier)
+    return SimpleNamespace(
+        atomic=atomic,
+        atomic_cas=atomic_cas,
+        signal=signal,
+        wait=wait,
+        fence=fence,
+        barrier=barrier,
+        check_pointer=check_pointer,
+    )
 
 
 triton_ordering = make_ordering(triton.jit, tl, triton_translate)

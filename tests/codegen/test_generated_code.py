@@ -162,6 +162,32 @@ def test_every_atomic_compiles_for_every_dtype(target, form, case, order):
     assert re.search(r"\b(atom|red)\.global|(global|buffer)_atomic", compiled.text)
 
 
+CHECKED = """
+import sys
+import torch
+from codegen import device_kernels as kernels
+from codegen.offline import compile_for
+context, data = torch.zeros(16, dtype=torch.int64), torch.zeros(4096)
+for form in ("triton_1d", "triton_2d", "triton_functional", "gluon_1d", "gluon_2d", "gluon_functional"):
+    options = {"PER_THREAD": 4} if form.startswith("gluon") else {}
+    for masked in (False, True):
+        arguments = context, data, data, 64, 1
+        compiled = compile_for(sys.argv[1], getattr(kernels, form), *arguments, BLOCK=1024, MASKED=masked, **options)
+        print("cas" in compiled.text or "cmpswap" in compiled.text)
+for kernel in (kernels.triton_scalar, kernels.gluon_scalar):
+    print("cas" in compile_for(sys.argv[1], kernel, context, data, data, 1).text)
+"""
+
+
+@pytest.mark.parametrize("target", ["sm_90", "gfx942"])
+def test_kernels_with_checked_pointers_compile(target):
+    environment = {**os.environ, "IRIS_DEBUG": "1", "PYTHONPATH": import_path(TESTS)}
+    command = [sys.executable, "-c", CHECKED, target]
+    printed = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.split()
+    # The claim of the record is a compare-and-swap; a store or a load has none.
+    assert printed[:12] == ["True"] * 12 and len(printed) == 14
+
+
 CLOCK = {"sm_90": "%globaltimer", "gfx942": "s_memrealtime"}
 TEXT_OF_A_WAIT = """
 import sys
