@@ -189,7 +189,15 @@ def test_a_hang_in_the_library_names_the_callers_line_the_tensor_and_what_is_wan
     )
 
 
-def test_an_interrupt_ends_a_launch():
+@pytest.fixture
+def interruptible():
+    """Ctrl-C as in a terminal: a process that a shell starts in the background ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_an_interrupt_ends_a_launch(interruptible):
     flag, out = torch.zeros(1, dtype=torch.int32), torch.zeros(1)
     for programs in (1, 4):
         threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
