@@ -19,7 +19,7 @@ from iris import requirements as requirements  # isort: skip
 from iris import simulator  # isort: skip
 from logging import DEBUG, ERROR, INFO, WARNING
 
-from iris import errors, experimental, gluon
+from iris import ccl, errors, experimental, gluon
 from iris.bench.timing import do_bench
 from iris.context import Iris, iris
 from iris.language.context import DeviceContext
@@ -63,6 +63,7 @@ __all__ = [
     "atomic_sub",
     "atomic_xchg",
     "atomic_xor",
+    "ccl",
     "copy",
     "do_bench",
     "errors",

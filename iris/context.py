@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from iris import world
+from iris.ccl.collectives import Collectives
 from iris.device_barrier import DeviceBarrier
 from iris.device_record import DeviceRecord
 from iris.errors import FirstUseInCaptureError, RankOutOfRangeError
@@ -35,6 +36,8 @@ class Iris(Factories):
     heap : SymmetricHeap
     heap_bases : torch.Tensor
         int64 ``[num_ranks]``, where each rank's heap begins in this rank's address space.
+    ccl : iris.ccl.collectives.Collectives
+        The collectives among all ranks, or those of a group.
     """
 
     def __init__(self, heap_size: int = 1 << 30) -> None:
@@ -56,6 +59,7 @@ class Iris(Factories):
         bases = self.heap.bases
         size, record = self.heap.mapped_size, self._record.address
         self.heap_bases = heap_bases_tensor(bases, size, record, self.device)
+        self.ccl = Collectives(self)
         self._device_context = context_tensor(self.cur_rank, bases, size, record, self.device)
 
     def __repr__(self) -> str:

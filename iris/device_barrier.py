@@ -27,20 +27,23 @@ class DeviceBarrier:
 
     def __init__(self, workspace: Workspace) -> None:
         self._workspace = workspace
+        self._size = 4 * workspace.group.size
         # Compile and load first, then meet: no rank's kernel waits while another's is still being compiled.
-        self._prepare(workspace.channel("barrier", None))
+        self._prepare(workspace.channel("first barrier", None, False, self._size))
         workspace.group.all_gather(None, "the first device barrier of a group")
         self._launches: dict[int | None, Callable[[int | None], None]] = {}
 
     def enqueue(self, stream: int | None, capturing: bool) -> None:
         """Enqueue on the stream with this handle (None in the simulator); ``capturing``: a graph is recording it."""
         if capturing:
-            self._prepare(self._workspace.captured_channel())(stream)
+            self._prepare(self._workspace.channel("barrier", stream, capturing, self._size))(stream)
             return
         if stream not in self._launches:
-            self._launches[stream] = self._prepare(self._workspace.channel("barrier", stream))
+            self._launches[stream] = self._prepare(self._workspace.channel("barrier", stream, capturing, self._size))
         self._launches[stream](stream)
 
-    def _prepare(self, flags: torch.Tensor) -> Callable[[int | None], None]:
+    def _prepare(self, channel: torch.Tensor) -> Callable[[int | None], None]:
         # One warp: it holds all flags, so one fence serves them all, and there is no other warp to wait for.
-        return prepare(_barrier_kernel, (1, 1, 1), self._workspace.context_tensor, flags, num_warps=1)
+        args = (self._workspace.context_tensor, channel.view(torch.int32))
+        launch = prepare(_barrier_kernel, (1, 1, 1), *args, num_warps=1)
+        return lambda stream: launch(stream, *args)

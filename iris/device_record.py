@@ -18,8 +18,9 @@ CLAIMED, CLOCK, PROGRAM, FLAG, WANTED, SEEN, KIND, FIRST, RANKS = range(9)
 WORDS = 9
 BARRIER_LANES = 32
 
-# What the record is about: a wait, by its comparison; a barrier; a pointer.
-KINDS = ("eq", "ne", "gt", "ge", "lt", "le", "barrier", "pointer")
+# What the record is about: a wait, by its comparison; a barrier; a pointer; words that carry their own arrival, FIRST
+# being the rank that they were to come from (of a group), or -1 for any.
+KINDS = ("eq", "ne", "gt", "ge", "lt", "le", "barrier", "pointer", "data")
 _SYMBOLS = {"eq": "==", "ne": "!=", "gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 
 CHECKS_POINTERS: bool = debugging()
@@ -63,6 +64,8 @@ class DeviceRecord:
             expected = range(first, min(first + BARRIER_LANES, words[RANKS]))
             late = [peer for peer in expected if not seen >> (peer - first) & 1]
             what = f"in a barrier for epoch {wanted}; ranks {late} of its group had not arrived"
+        elif kind == "data":
+            what = f"for data from {'its peers' if first < 0 else f'rank {first} of its group'}"
         else:
             what = f"for a flag to be {_SYMBOLS[kind]} {wanted}; it held {seen} ({place})"
         raise IrisTimeoutError(

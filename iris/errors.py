@@ -42,12 +42,14 @@ class UnknownChoiceError(IrisError, ValueError):
 
 
 class ChannelsExhaustedError(IrisError, RuntimeError):
-    """A group has no flags left for another channel."""
+    """A group has no memory left for another channel."""
 
-    def __init__(self, channels: int) -> None:
+    def __init__(self, wanted: str, size: str, channels: int, captures: int) -> None:
         super().__init__(
-            f"All {channels} channels of this group are in use. Every operation captured into a CUDA graph keeps one "
-            "until the context is closed: capture once and replay, or close this context and make a new one."
+            f"The {size} that this group has for flags and staging are in use by {channels} channels, and another needs "
+            f"{wanted}. Each operation has one a stream, and one more in each CUDA graph ({captures} so far), which it "
+            "keeps until the context is closed. Use fewer streams, capture once and replay, or close this context and "
+            "make a new one."
         )
 
 
@@ -223,3 +225,23 @@ class NotTheCallerError(IrisError, ValueError):
             f"Rank {caller} called a device operation that takes the caller's rank, and passed {given}. A pointer is "
             "always into the caller's own heap; the signature says which argument is the caller and which the peer."
         )
+
+
+class InvalidConfigError(IrisError, ValueError):
+    """A field of `iris.ccl.Config` has a value that cannot work."""
+
+
+class InvalidCollectiveError(IrisError, ValueError):
+    """The tensors of a collective do not fit together, or not the group."""
+
+
+class UnsupportedReductionError(IrisError, TypeError):
+    """A reduction has no meaning for a dtype."""
+
+
+class WorkspaceTooSmallError(IrisError, ValueError):
+    """A workspace that was given to a collective was prepared for something smaller, or something else."""
+
+
+class MismatchedCollectiveError(IrisError, RuntimeError):
+    """Ranks call the same collective with different arguments; found in debug mode."""

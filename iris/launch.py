@@ -6,14 +6,15 @@ from typing import Any
 from iris import simulator
 
 
-def prepare(kernel: Any, grid: tuple[int, int, int], *args: Any, num_warps: int) -> Callable[[int | None], None]:
-    """Compile and load ``kernel`` for ``args`` now; the result launches it on the stream whose handle it gets.
+def prepare(kernel: Any, grid: tuple[int, int, int], *args: Any, num_warps: int) -> Callable[..., None]:
+    """Compile and load ``kernel`` for ``args`` now; the result, called with (stream's handle, \\*args), launches it.
 
-    The host neither synchronises nor compiles in the launches themselves. The arguments are kept alive. In the
-    simulator, which has no streams, the handle is None.
+    The host neither synchronises nor compiles in the launches themselves. They may have other arguments of the same
+    kinds: numbers of the same divisibility by 16, and in the place of a tensor another of the same dtype and
+    divisibility of its address, or that address as a number. Whoever launches keeps what is behind an address alive. In
+    the simulator, which has no streams, the handle is None, and tensors stay tensors.
     """
     if simulator.ACTIVE:
-        return lambda stream: kernel[grid](*args, num_warps=num_warps)
-    compiled = kernel.warmup(*args, grid=grid, num_warps=num_warps)
-    launch = compiled[grid]
-    return lambda stream: launch(*args, stream=stream)
+        return lambda stream, *args: kernel[grid](*args, num_warps=num_warps)
+    launch = kernel.warmup(*args, grid=grid, num_warps=num_warps)[grid]
+    return lambda stream, *args: launch(*args, stream=stream)

@@ -1,70 +1,80 @@
-"""The library's own symmetric memory: the flags of one group's channels, apart from what users allocate.
+"""The library's own symmetric memory: flags and staging of one group's channels, apart from what users allocate.
 
-A *channel* is a row of flags that one operation uses on one stream. Two uses that may overlap in time never share one:
+A *channel* is memory that one operation uses on one stream. Two uses that may overlap in time never share one:
 
 * Outside a graph a channel belongs to (operation, n-th stream on which this rank used it). Streams are numbered in
   order of first use, which is the same on every rank of a symmetric program; their handles are not.
-* Every call that is captured into a CUDA graph gets a channel of its own, numbered in the order of captures. A graph
-  may be replayed at any time and beside other work, and nobody can see its end, so its channels are never used again
-  before the context is closed.
+* Inside a CUDA graph it belongs to (capture, operation, n-th stream of that capture). A graph may be replayed at any
+  time and beside other work, and nobody can see its end, so its channels are never used again before the context is
+  closed.
 
-Flags count epochs for the life of the context and are never reset, so no call needs the host, nor a meeting beforehand.
+Channels lie in the order of their first use: those of streams from the start, those of captures from the end, so that
+captures do not shift the others. They are zero at first. What is in them counts epochs for the life of the context and
+is never reset, so no call needs the host, nor a meeting beforehand.
 """
 
 import torch
 
+from iris.capture import capture_id
 from iris.device_record import DeviceRecord
-from iris.errors import ChannelsExhaustedError
+from iris.errors import ChannelsExhaustedError, readable
 from iris.heap import mapping
 from iris.language.context import context_tensor
 from iris.world import Group
 
-FLAG_BYTES = 1 << 20
+# Channels start on lines of their own: peers write them at the same time, and kernels get equally aligned pointers,
+# hence one compiled specialisation.
+ALIGNMENT = 1024
 
-# Channels start on cache lines of their own: peers write them at the same time, and kernels get equally aligned
-# pointers, hence one compiled specialisation.
-LINE_BYTES = 128
+# A 256th of the device's memory: 560 MiB of an H200, which is some thirty channels with staging.
+SHARE_OF_MEMORY = 256
 
 
 class Workspace:
-    """Collective over ``group``: its members map each other's flags, and meet before anyone uses them."""
+    """Collective over ``group``: its members map each other's workspace, and meet before anyone uses it."""
 
     def __init__(self, group: Group, device: torch.device, record: DeviceRecord) -> None:
-        self.group = group
-        self._mapping = mapping.create(group, FLAG_BYTES, device)
-        flags = self._mapping.buffer.view(torch.int32)
-        flags.zero_()
+        self.group, self.device = group, device
+        self.size = mapping.total_memory(device) // SHARE_OF_MEMORY // ALIGNMENT * ALIGNMENT
+        # Members of one group may have different GPUs.
+        self.size = min(group.all_gather(self.size, "the size of a group's workspace"))
+        self._mapping = mapping.create(group, self.size, device)
+        self._bytes = self._mapping.buffer
         if device.type == "cuda":
+            # Memory of the host is zero already, and takes no room until it is used.
+            self._bytes.zero_()
             torch.cuda.synchronize(device)
         group.all_gather(None, "the first use of a group")
-        stride = -(-group.size * flags.itemsize // LINE_BYTES) * LINE_BYTES // flags.itemsize
-        self._rows = flags[: flags.numel() // stride * stride].view(-1, stride)[:, : group.size]
-        self._channels: dict[tuple[str, int | None], int] = {}
-        self._captured = 0
-        self.context_tensor = context_tensor(group.rank, self._mapping.bases, FLAG_BYTES, record.address, device)
+        self._channels: dict[tuple[str, int | None, int | None], torch.Tensor] = {}
+        self._start, self._end = 0, self.size
+        self.bases = self._mapping.bases
+        self.context_tensor = context_tensor(group.rank, self.bases, self.size, record.address, device)
 
-    def channel(self, operation: str, stream: int | None) -> torch.Tensor:
-        """This rank's flags of ``operation`` on a stream (its handle; None in the simulator): int32 ``[1, size]``."""
-        key = (operation, stream)
+    def channel(self, operation: str, stream: int | None, capturing: bool, size: int) -> torch.Tensor:
+        """This rank's ``size`` bytes for ``operation`` on a stream (its handle; None in the simulator): uint8.
+
+        ``capturing``: a graph is recording the stream. Equal calls get equal channels, with the size of the first.
+        """
+        capture = capture_id(stream) if capturing else None
+        key = (operation, stream, capture)
         if key not in self._channels:
-            self._check_room()
-            self._channels[key] = len(self._channels)
-        return self._row(self._channels[key])
-
-    def captured_channel(self) -> torch.Tensor:
-        """Flags for one call inside a graph capture."""
-        # From the end, so that captures do not shift the numbers of streams.
-        self._check_room()
-        self._captured += 1
-        return self._row(self._rows.shape[0] - self._captured)
+            room = -(-size // ALIGNMENT) * ALIGNMENT
+            if room > self._end - self._start:
+                raise ChannelsExhaustedError(
+                    readable(size), readable(self.size), len(self._channels), self._captures()
+                )
+            if capturing:
+                self._end -= room
+                begin = self._end
+            else:
+                begin = self._start
+                self._start += room
+            self._channels[key] = self._bytes[begin : begin + size]
+        return self._channels[key]
 
     def close(self) -> None:
-        """Unmap. The caller guarantees that no kernel uses the flags any more, on any rank."""
+        """Unmap. The caller guarantees that no kernel uses the channels any more, on any rank."""
         self._mapping.close()
 
-    def _check_room(self) -> None:
-        if len(self._channels) + self._captured == self._rows.shape[0]:
-            raise ChannelsExhaustedError(self._rows.shape[0])
-
-    def _row(self, index: int) -> torch.Tensor:
-        return self._rows[index : index + 1]
+    def _captures(self) -> int:
+        return len({capture for _, _, capture in self._channels if capture is not None})

@@ -92,6 +92,11 @@ class Mapping:
         self.memory = None
 
 
+def total_memory(device: torch.device) -> int:
+    """The memory of the device that a mapping would be on, in bytes."""
+    return (host if device.type == "cpu" else gpu).total_memory(device)
+
+
 def create(group: Group, size: int, device: torch.device) -> Mapping:
     """Share ``size`` bytes of every member. Collective; blocks the host; undone on all members if it fails on one.
 
@@ -118,7 +123,7 @@ def create(group: Group, size: int, device: torch.device) -> Mapping:
             raise InvalidHeapSizeError(size) from None
         if asked < 0:
             raise InvalidHeapSizeError(size)
-        total = provider.total_memory(device)
+        total = total_memory(device)
         if asked > total:
             raise HeapTooLargeError(
                 f"A heap of {readable(asked)} is larger than the memory of {device}, {readable(total)}. "

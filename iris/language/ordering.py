@@ -212,6 +212,22 @@ def make_ordering(jit: Callable, lang: ModuleType, translate) -> SimpleNamespace
         return lang.atomic_add(flag_ptrs, nothing, mask=mask, sem="acquire", scope="sys")
 
     @jit
+    def reread(ptrs, mask):
+        """What is in memory now, in no order with anything else: for data that carry their own arrival.
+
+        Relaxed, an element at a time (PTX ISA, "Vector Data-types": a vector access is one for each element).
+        """
+        if on_amd():
+            # Triton drops `volatile` there, so the address depends on an instruction that cannot be removed; the
+            # modifier bypasses the caches that a peer's store does not reach.
+            nothing = lang.inline_asm_elementwise(
+                "v_mov_b32 $0, 0", "=v", [], dtype=lang.int32, is_pure=False, pack=1
+            )
+            return lang.load(ptrs + nothing * 16, mask=mask, cache_modifier=".cv")
+        else:
+            return lang.load(ptrs, mask=mask, volatile=True)
+
+    @jit
     def unmet(seen, wanted, cmp: tl.constexpr):
         lang.static_assert(one_of(cmp, "eq", "ne", "gt", "ge", "lt", "le"),
                            "cmp of wait must be 'eq', 'ne', 'gt', 'ge', 'lt' or 'le'")  # fmt: skip
@@ -313,20 +329,50 @@ def make_ordering(jit: Callable, lang: ModuleType, translate) -> SimpleNamespace
         return seen
 
     @jit
-    def ranks_behind(row, first, num_ranks, reached):
-        """By how much the slowest of `LANES` ranks is behind the epoch ``reached``; 0 or less: all are there."""
-        rank = first + lanes()
-        here = rank < num_ranks
-        # A wrapping difference: an epoch that overflows its type is still the next one.
-        behind = reached - poll(row + rank, here)
-        return lang.max(lang.where(here, behind, 0), axis=0)
+    def behind(flags, wanted, here):
+        """By how much the slowest of these flags is behind what is ``wanted`` of it; 0 or less: none is."""
+        # A wrapping difference: a count that overflows its type is still the next one.
+        return lang.max(lang.where(here, wanted - poll(flags, here), 0), axis=0)
 
     @jit
-    def arrivals(row, first, num_ranks, reached):
-        """A bit for each of `LANES` ranks from ``first`` on: has it arrived?"""
-        lane = lanes()
-        there = (first + lane < num_ranks) & (reached - poll(row + first + lane, first + lane < num_ranks) <= 0)
-        return lang.sum(lang.cast(there, lang.int64) << lane, axis=0)
+    def arrivals(flags, wanted, here):
+        """A bit for each of `LANES` flags: has it arrived?"""
+        there = here & (wanted - poll(flags, here) <= 0)
+        return lang.sum(lang.cast(there, lang.int64) << lanes(), axis=0)
+
+    @jit
+    def signal_ranks(flag_ptr, values, peers, here, table, base):
+        """Publish everything that the block did so far: ``values`` into the copies of ``flag_ptr`` of ``peers``.
+
+        ``values``, ``peers`` and the mask ``here`` are blocks of `lanes`: one fence serves all of these releases.
+        """
+        gather_block()
+        flags = translate(flag_ptr, base, lang.load(table + peers, mask=here, other=0))
+        lang.atomic_xchg(flags, values, mask=here, sem="release", scope="sys")
+
+    @jit
+    def wait_ranks(flag_ptrs, wanted, here, first, num_ranks, record):
+        """Wait until each of the caller's own flags, where ``here``, has reached ``wanted`` (wrapping, like epochs).
+
+        Blocks of `lanes`, for the ranks from ``first`` on; what was published with the flags is visible afterwards.
+        """
+        missing = behind(flag_ptrs, wanted, here)
+        if WAIT_LIMIT_NS == 0:
+            while missing > 0:
+                missing = behind(flag_ptrs, wanted, here)
+        else:
+            since = nanoseconds(record)
+            while missing > 0:
+                missing = behind(flag_ptrs, wanted, here)
+                if missing > 0:
+                    if expired(record, since):
+                        there = arrivals(flag_ptrs, wanted, here)
+                        # The flags of one barrier all await one value; those of a queue may not, so: the largest.
+                        most = lang.max(lang.where(here, wanted, 0), axis=0)
+                        row = lang.min(lang.cast(flag_ptrs, lang.int64), axis=0)
+                        write_record(record, row, most, there, kind_code("barrier"), first, num_ranks)
+                        missing = missing * 0
+        block_barrier()
 
     @jit
     def barrier(flags_ptr, epoch, rank, num_ranks, table, base, record):
@@ -345,7 +391,6 @@ def make_ordering(jit: Callable, lang: ModuleType, translate) -> SimpleNamespace
         lang.static_assert(one_of(flags_ptr.dtype.element_ty, lang.int32, lang.int64),
                            "the flags of a barrier must be int32 or int64")  # fmt: skip
         row = flags_ptr + lang.cast(linear_program_id(), lang.int64) * num_ranks
-        gather_block()
         if epoch is None:
             # An atomic: a second barrier in the same kernel must not find the first one's line in the L1.
             reached = (
@@ -355,25 +400,11 @@ def make_ordering(jit: Callable, lang: ModuleType, translate) -> SimpleNamespace
             reached = lang.cast(epoch, flags_ptr.dtype.element_ty)
         for first in range(0, num_ranks, LANES):
             peer = first + lanes()
-            here = peer < num_ranks
-            flags = translate(row + rank, base, lang.load(table + peer, mask=here, other=0))
-            # Releases everything before gather_block, to peers and to this rank's later epochs alike.
-            lang.atomic_xchg(flags, reached + lang.zeros_like(peer), mask=here, sem="release", scope="sys")
+            # Releases everything that the block did, to peers and to this rank's later epochs alike.
+            signal_ranks(row + rank, reached + lang.zeros_like(peer), peer, peer < num_ranks, table, base)
         for first in range(0, num_ranks, LANES):
-            behind = ranks_behind(row, first, num_ranks, reached)
-            if WAIT_LIMIT_NS == 0:
-                while behind > 0:
-                    behind = ranks_behind(row, first, num_ranks, reached)
-            else:
-                since = nanoseconds(record)
-                while behind > 0:
-                    behind = ranks_behind(row, first, num_ranks, reached)
-                    if behind > 0:
-                        if expired(record, since):
-                            there = arrivals(row, first, num_ranks, reached)
-                            write_record(record, row, reached, there, kind_code("barrier"), first, num_ranks)
-                            behind = behind * 0
-        block_barrier()
+            peer = first + lanes()
+            wait_ranks(row + peer, reached + lang.zeros_like(peer), peer < num_ranks, first, num_ranks, record)
 
     return SimpleNamespace(
         atomic=atomic,
@@ -382,6 +413,13 @@ def make_ordering(jit: Callable, lang: ModuleType, translate) -> SimpleNamespace
         wait=wait,
         fence=fence,
         barrier=barrier,
+        signal_ranks=signal_ranks,
+        wait_ranks=wait_ranks,
+        lanes=lanes,
+        reread=reread,
+        expired=expired,
+        nanoseconds=nanoseconds,
+        write_record=write_record,
         check_pointer=check_pointer,
     )
 

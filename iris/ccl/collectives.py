@@ -1,0 +1,507 @@
+"""`ctx.ccl`: the collectives of a context, checked and enqueued."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from iris.capture import capture_id
+from iris.ccl import moves, sums
+from iris.ccl.communicator import Communicator, Launch
+from iris.ccl.config import DEFAULT, Config, ReduceOp
+from iris.ccl.work import Work
+from iris.errors import (
+    FirstUseInCaptureError,
+    InvalidCollectiveError,
+    InvalidConfigError,
+    MismatchedCollectiveError,
+    NotATensorError,
+    RankOutOfRangeError,
+    UnknownChoiceError,
+    WrongDeviceError,
+)
+from iris.heap.history import debugging
+
+DEBUGGING = debugging()
+
+
+class Collectives:
+    """The collectives among the ranks of a group, by default all of them; made by `iris.iris`, as ``ctx.ccl``.
+
+    Every member of the group calls the same collective with tensors of equal shape and dtype, in the same order on its
+    stream. A call is enqueued on the current stream; the host does not wait. It may be captured in a CUDA graph, once
+    the group has been used before. Tensors may be anywhere on the context's device; results on the symmetric heap are
+    written by the peers directly. Tensors that are not contiguous are copied, where not said otherwise.
+
+    Arguments of all: ``group``, a process group that this rank is in; ``async_op``, whether to return a `Work`;
+    ``config``, a `Config`, the same on all members.
+    """
+
+    def __init__(self, context: Any) -> None:
+        self._context = context
+        self._on_gpu = context.device.type == "cuda"
+        self._index = context.gpu_id
+        self._communicators: dict[dist.ProcessGroup | None, Communicator] = {}
+
+    # Moving data -----------------------------------------------------------------------------------------------------
+
+    def all_gather(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        *,
+        group: dist.ProcessGroup | None = None,
+        async_op: bool = False,
+        config: Config | None = None,
+    ) -> Work | None:
+        """Gather every rank's ``input`` into every rank's ``output``, by rank along the first dimension.
+
+        ``(M, N)`` → ``(W * M, N)``; in general ``output`` has W times the elements of ``input``. ``input`` may be its
+        own place in ``output``. A 2-D input may have rows that are apart.
+        """
+        comm, stream, capture = self._enter("all_gather", group, output, input)
+        source = input if _has_rows(input) else input.contiguous()
+        result = output if output.is_contiguous() else torch.empty_like(output, memory_format=torch.contiguous_format)
+        key = self._key("all_gather", result, source, config, stream, capture)
+        launch = comm.launches.get(key)
+        if launch is None:
+            self._check_pair(comm, "all_gather", output, input, comm.size, 1)
+            launch = self._remember(comm, key, config, result, lambda used: moves.prepare_exchange(
+                comm, _all_gather(comm, source, result), result, source, used, stream, capture is not None))  # fmt: skip
+        inside = result.data_ptr() + comm.rank * source.nbytes
+        if source.data_ptr() != inside:
+            _check_overlap("all_gather", result, source)
+        return self._leave(launch, stream, source, result, output, async_op)
+
+    def all_to_all(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        *,
+        group: dist.ProcessGroup | None = None,
+        async_op: bool = False,
+        config: Config | None = None,
+    ) -> Work | None:
+        """Send chunk r of ``input`` to rank r, and receive rank r's chunk for this rank into chunk r of ``output``.
+
+        ``(M, N * W)``: a chunk is N columns. One dimension: a chunk is a W-th of the elements.
+        """
+        comm, stream, capture = self._enter("all_to_all", group, output, input)
+        source = input if _has_rows(input) else input.contiguous()
+        result = output if output.is_contiguous() else torch.empty_like(output, memory_format=torch.contiguous_format)
+        key = self._key("all_to_all", result, source, config, stream, capture)
+        launch = comm.launches.get(key)
+        if launch is None:
+            self._check_pair(comm, "all_to_all", output, input, 1, 1)
+            if input.dim() == 0 or input.shape[-1] % comm.size or output.shape != input.shape:
+                raise InvalidCollectiveError(
+                    f"all_to_all among {comm.size} ranks takes an input and an output of the same shape whose last "
+                    f"dimension is a multiple of {comm.size}; it got {list(input.shape)} and {list(output.shape)}."
+                )
+            launch = self._remember(comm, key, config, result, lambda used: moves.prepare_exchange(
+                comm, _all_to_all(comm, source, result), result, source, used, stream, capture is not None))  # fmt: skip
+        _check_overlap("all_to_all", result, source)
+        return self._leave(launch, stream, source, result, output, async_op)
+
+    def broadcast(
+        self,
+        tensor: torch.Tensor,
+        src: int = 0,
+        *,
+        group: dist.ProcessGroup | None = None,
+        async_op: bool = False,
+        config: Config | None = None,
+    ) -> Work | None:
+        """Copy ``tensor`` of rank ``src`` (its rank in the world) into ``tensor`` of every rank."""
+        comm, stream, capture = self._enter("broadcast", group, tensor, tensor)
+        root = self._root(comm, "src", src)
+        dense = tensor if _is_dense(tensor) else tensor.contiguous()
+        key = self._key(("broadcast", root), dense, dense, config, stream, capture)
+        launch = comm.launches.get(key)
+        if launch is None:
+            self._check_pair(comm, "broadcast", tensor, tensor, 1, 1)
+            launch = self._remember(comm, key, config, dense, lambda used: moves.prepare_broadcast(
+                comm, root, dense, used, stream, capture is not None))  # fmt: skip
+        return self._leave(launch, stream, dense, dense, tensor, async_op)
+
+    def gather(
+        self,
+        output: torch.Tensor | None,
+        input: torch.Tensor,
+        dst: int = 0,
+        *,
+        group: dist.ProcessGroup | None = None,
+        async_op: bool = False,
+        config: Config | None = None,
+    ) -> Work | None:
+        """Gather every rank's ``input`` into ``output`` of rank ``dst`` (its rank in the world), by rank.
+
+        ``output`` is not looked at elsewhere, and may be None.
+        """
+        comm, stream, capture = self._enter("gather", group, input, input)
+        root = self._root(comm, "dst", dst)
+        here = comm.rank == root
+        if here:
+            self._check_tensor("gather", output)
+        source = input.contiguous()
+        target = output if here else source
+        result = target if target.is_contiguous() else torch.empty_like(target, memory_format=torch.contiguous_format)
+        key = self._key(("gather", root), result, source, config, stream, capture)
+        launch = comm.launches.get(key)
+        if launch is None:
+            self._check_pair(comm, "gather", target, input, comm.size if here else 1, 1)
+            launch = self._remember(comm, key, config, result, lambda used: moves.prepare_exchange(
+                comm, _gather(comm, root, source, result), result, source, used, stream,
+                capture is not None))  # fmt: skip
+        if here and source.data_ptr() != result.data_ptr() + comm.rank * source.nbytes:
+            _check_overlap("gather", result, source)
+        return self._leave(launch, stream, source, result, target, async_op)
+
+    def scatter(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor | None,
+        src: int = 0,
+        *,
+        group: dist.ProcessGroup | None = None,
+        async_op: bool = False,
+        config: Config | None = None,
+    ) -> Work | None:
+        """Send part r of ``input`` of rank ``src`` (its rank in the world) to ``output`` of rank r.
+
+        ``input`` has W times the elements of ``output``; it is not looked at elsewhere, and may be None.
+        """
+        comm, stream, capture = self._enter("scatter", group, output, output)
+        root = self._root(comm, "src", src)
+        here = comm.rank == root
+        if here:
+            self._check_tensor("scatter", input)
+        result = output if output.is_contiguous() else torch.empty_like(output, memory_format=torch.contiguous_format)
+        source = input.contiguous() if here else result
+        key = self._key(("scatter", root), result, source, config, stream, capture)
+        launch = comm.launches.get(key)
+        if launch is None:
+            self._check_pair(comm, "scatter", output, source, 1, comm.size if here else 1)
+            launch = self._remember(comm, key, config, result, lambda used: moves.prepare_exchange(
+                comm, _scatter(comm, root, source, result), result, source, used, stream,
+                capture is not None))  # fmt: skip
+        if here and result.data_ptr() != source.data_ptr() + comm.rank * result.nbytes:
+            _check_overlap("scatter", result, source)
+        return self._leave(launch, stream, source, result, output, async_op)
+
+    # Combining data --------------------------------------------------------------------------------------------------
+
+    def all_reduce(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        *,
+        op: ReduceOp = ReduceOp.SUM,
+        group: dist.ProcessGroup | None = None,
+        async_op: bool = False,
+        config: Config | None = None,
+        workspace: Any = None,
+    ) -> Work | None:
+        """Combine every rank's ``input`` element by element into every rank's ``output``, which may be the ``input``.
+
+        Sums are formed in float32 (float64 for float64, integers in their own type, which wraps) and rounded once.
+        Every rank gets the same bits. ``workspace`` is what `all_reduce_preamble` returned.
+        """
+        comm, stream, capture = self._enter("all_reduce", group, output, input)
+        if workspace is not None:
+            workspace.check(comm, output, input)
+        source, result = _aligned_pair(output, input)
+        key = self._key(("all_reduce", op), result, source, config, stream, capture)
+        launch = comm.launches.get(key)
+        if launch is None:
+            self._check_pair(comm, "all_reduce", output, input, 1, 1)
+            sums.check(op, input.dtype)
+            launch = self._remember(comm, key, config, result, lambda used: sums.prepare_all_reduce(
+                comm, op, result, source, used, stream, capture is not None))  # fmt: skip
+        if source.data_ptr() != result.data_ptr():
+            _check_overlap("all_reduce", result, source)
+        return self._leave(launch, stream, source, result, output, async_op)
+
+    def all_reduce_preamble(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        config: Config | None = None,
+        workspace: Any = None,
+        *,
+        group: dist.ProcessGroup | None = None,
+    ) -> "sums.Preparation":
+        """Prepare `all_reduce` for tensors of this size; calls that are no larger may share what it returns.
+
+        The memory itself belongs to the stream (see `iris.workspace`); this makes its first use happen now.
+        """
+        comm, stream, capture = self._enter("all_reduce_preamble", group, output, input)
+        self._check_pair(comm, "all_reduce_preamble", output, input, 1, 1)
+        if workspace is not None and workspace.covers(comm, output, input):
+            return workspace
+        return sums.Preparation(comm, input.nbytes, input.dtype)
+
+    def reduce_scatter(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        *,
+        op: ReduceOp = ReduceOp.SUM,
+        group: dist.ProcessGroup | None = None,
+        async_op: bool = False,
+        config: Config | None = None,
+    ) -> Work | None:
+        """Combine every rank's ``input`` element by element; rank r gets the r-th of W equal parts in ``output``.
+
+        ``input`` has W times the elements of ``output``, as for ``torch.distributed.reduce_scatter_tensor``. Rounding as
+        in `all_reduce`. ``output`` may be its own part of ``input``.
+        """
+        comm, stream, capture = self._enter("reduce_scatter", group, output, input)
+        source = input.contiguous()
+        result = output if output.is_contiguous() else torch.empty_like(output, memory_format=torch.contiguous_format)
+        key = self._key(("reduce_scatter", op), result, source, config, stream, capture)
+        launch = comm.launches.get(key)
+        if launch is None:
+            self._check_pair(comm, "reduce_scatter", output, input, 1, comm.size)
+            sums.check(op, input.dtype)
+            launch = self._remember(comm, key, config, result, lambda used: sums.prepare_reduce_scatter(
+                comm, op, result, source, used, stream, capture is not None))  # fmt: skip
+        if result.data_ptr() != source.data_ptr() + comm.rank * result.nbytes:
+            _check_overlap("reduce_scatter", result, source)
+        return self._leave(launch, stream, source, result, output, async_op)
+
+    def reduce(
+        self,
+        output: torch.Tensor | None,
+        input: torch.Tensor,
+        dst: int = 0,
+        *,
+        op: ReduceOp = ReduceOp.SUM,
+        group: dist.ProcessGroup | None = None,
+        async_op: bool = False,
+        config: Config | None = None,
+    ) -> Work | None:
+        """Combine every rank's ``input`` element by element into ``output`` of rank ``dst`` (its rank in the world).
+
+        ``output`` is not touched elsewhere, and may be None; on ``dst`` it may be the ``input``. Rounding as in
+        `all_reduce`.
+        """
+        comm, stream, capture = self._enter("reduce", group, input, input)
+        root = self._root(comm, "dst", dst)
+        here = comm.rank == root
+        if here:
+            self._check_tensor("reduce", output)
+        target = output if here else input
+        source, result = _aligned_pair(target, input)
+        key = self._key(("reduce", op, root), result, source, config, stream, capture)
+        launch = comm.launches.get(key)
+        if launch is None:
+            self._check_pair(comm, "reduce", target, input, 1, 1)
+            sums.check(op, input.dtype)
+            launch = self._remember(comm, key, config, result, lambda used: sums.prepare_reduce(
+                comm, op, root, result, source, used, stream, capture is not None))  # fmt: skip
+        if here and source.data_ptr() != result.data_ptr():
+            _check_overlap("reduce", result, source)
+        return self._leave(launch, stream, source, result, target if here else result, async_op)
+
+    def barrier(self, *, group: dist.ProcessGroup | None = None, async_op: bool = False) -> Work | None:
+        """As ``ctx.device_barrier``: what a rank enqueued before it is visible to every rank's work behind it."""
+        self._context.device_barrier(group)
+        return Work(self._on_gpu) if async_op else None
+
+    # What they share -------------------------------------------------------------------------------------------------
+
+    def _enter(
+        self, name: str, group: dist.ProcessGroup | None, output: torch.Tensor, input: torch.Tensor
+    ) -> tuple[Communicator, int | None, int | None]:
+        """The group's communicator, the current stream, and which capture is recording it (None: none is)."""
+        self._context.heap.check_open()
+        if output.__class__ is not torch.Tensor or input.__class__ is not torch.Tensor:
+            self._check_tensor(name, output)
+            self._check_tensor(name, input)
+        stream = capture = None
+        if self._on_gpu:
+            # The raw handle: making a Stream object costs the host ten times as much.
+            stream = torch._C._cuda_getCurrentRawStream(self._index)
+            if torch.cuda.is_current_stream_capturing():
+                capture = capture_id(stream)
+        if group is dist.group.WORLD:
+            group = None
+        comm = self._communicators.get(group)
+        if comm is None:
+            if capture is not None:
+                raise FirstUseInCaptureError(f"{name}()")
+            comm = Communicator(self._context._workspace(group), self._context.heap, self._context.get_cu_count())
+            self._communicators[group] = comm
+        if DEBUGGING and capture is None:
+            self._compare(comm, name, output, input)
+        return comm, stream, capture
+
+    def _key(
+        self,
+        call: Any,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        config: Config | None,
+        stream: int | None,
+        capture: int | None,
+    ) -> tuple:
+        """All that a prepared launch depends on."""
+        return (
+            call,
+            input.dtype, input.shape, input.stride(), input.data_ptr() & 15,
+            output.dtype, output.shape, output.stride(), output.data_ptr() & 15,
+            id(config), stream, capture,
+        )  # fmt: skip
+
+    def _remember(
+        self,
+        comm: Communicator,
+        key: tuple,
+        config: Config | None,
+        result: torch.Tensor,
+        make: Callable[[Config], Launch],
+    ) -> Launch:
+        used = DEFAULT if config is None else config
+        if not isinstance(used, Config):
+            raise InvalidConfigError(f"config={config!r} is not an iris.ccl.Config.")
+        launch = make(used) if result.numel() else _nothing
+        # The configuration is kept, since the key has but its address.
+        comm.launches[key] = launch
+        comm.configs.append(config)
+        return launch
+
+    def _leave(
+        self,
+        launch: Launch,
+        stream: int | None,
+        source: torch.Tensor,
+        result: torch.Tensor,
+        output: torch.Tensor,
+        async_op: bool,
+    ) -> Work | None:
+        launch(stream, source, result)
+        if result is not output:
+            output.copy_(result)
+        return Work(self._on_gpu) if async_op else None
+
+    def _check_tensor(self, name: str, tensor: object) -> None:
+        if not isinstance(tensor, torch.Tensor):
+            raise NotATensorError(f"{name}() takes tensors, and got {tensor!r}.")
+
+    def _check_pair(
+        self, comm: Communicator, name: str, output: torch.Tensor, input: torch.Tensor, times_in: int, times_out: int
+    ) -> None:
+        """That both are on the device, of one dtype, and that output = times_in inputs, or input = times_out outputs."""
+        for role, tensor in (("output", output), ("input", input)):
+            if tensor.device != self._context.device:
+                raise WrongDeviceError(
+                    f"The {role} of {name}() is on {tensor.device}, and this context works on {self._context.device}. "
+                    "Move it there first."
+                )
+        if output.dtype != input.dtype:
+            raise InvalidCollectiveError(
+                f"{name}() takes an output of the input's dtype; it got {output.dtype} and {input.dtype}."
+            )
+        if output.numel() * times_out != input.numel() * times_in:
+            expected = input.numel() * times_in // times_out
+            raise InvalidCollectiveError(
+                f"{name}() among {comm.size} ranks with an input of {list(input.shape)} needs an output of {expected} "
+                f"elements; it got {list(output.shape)}, which are {output.numel()}."
+            )
+
+    def _root(self, comm: Communicator, name: str, rank: int) -> int:
+        """A rank of the world as a rank of the group."""
+        if rank not in comm.ranks:
+            if not 0 <= rank < self._context.num_ranks:
+                raise RankOutOfRangeError(rank, self._context.num_ranks)
+            raise UnknownChoiceError(name, rank, comm.ranks)
+        return comm.ranks.index(rank)
+
+    def _compare(self, comm: Communicator, name: str, output: torch.Tensor, input: torch.Tensor) -> None:
+        """In debug mode: that all members make the same call. Blocks the host."""
+        mine = (name, tuple(input.shape), input.dtype, output.numel() if name not in ("gather", "scatter") else None)
+        calls = comm.workspace.group.all_gather(mine, "the comparison of a collective's arguments")
+        if len(set(calls)) > 1:
+            told = "; ".join(
+                f"rank {rank} calls {call[0]}() with an input of {list(call[1])} {call[2]}"
+                for rank, call in zip(comm.ranks, calls, strict=True)
+            )
+            raise MismatchedCollectiveError(f"The ranks do not make the same call: {told}.")
+
+
+def _nothing(stream: int | None, source: torch.Tensor, result: torch.Tensor) -> None:
+    """The launch of a collective of no elements."""
+
+
+def _has_rows(tensor: torch.Tensor) -> bool:
+    """Whether an exchange reads the tensor as it lies: contiguous, or two-dimensional with contiguous rows."""
+    return tensor.is_contiguous() or (tensor.dim() == 2 and tensor.stride(1) == 1)
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements fill a piece of memory, in whatever order."""
+    return tensor.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(tensor)
+
+
+def _aligned_pair(output: torch.Tensor, input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Input and output that can be walked through in the order of memory: themselves, or contiguous copies."""
+    if input.is_contiguous() and output.is_contiguous():
+        return input, output
+    if input.stride() == output.stride() and _is_dense(input):
+        return input, output
+    source = input.contiguous()
+    if output.is_contiguous():
+        return source, output
+    return source, torch.empty_like(output, memory_format=torch.contiguous_format)
+
+
+def _check_overlap(name: str, output: torch.Tensor, input: torch.Tensor) -> None:
+    begin, end = output.data_ptr(), output.data_ptr() + output.nbytes
+    if begin < input.data_ptr() + input.nbytes and input.data_ptr() < end:
+        raise InvalidCollectiveError(
+            f"Input and output of {name}() overlap in memory, in a way that it does not allow: results would be written "
+            "over what has not been read. Give it an output of its own."
+        )
+
+
+def _rows(tensor: torch.Tensor) -> tuple[int, int, int]:
+    """Rows, bytes of a row, and from one to the next."""
+    if tensor.is_contiguous() or tensor.dim() != 2:
+        return 1, tensor.nbytes, tensor.nbytes
+    return tensor.shape[0], tensor.shape[1] * tensor.itemsize, tensor.stride(0) * tensor.itemsize
+
+
+def _all_gather(comm: Communicator, input: torch.Tensor, output: torch.Tensor) -> moves.Exchange:
+    everyone = range(comm.size)
+    rows, row, pitch = _rows(input)
+    piece = rows * row
+    return moves.Exchange(rows, row, pitch, row, 0, piece, output.nbytes, everyone, everyone)
+
+
+def _all_to_all(comm: Communicator, input: torch.Tensor, output: torch.Tensor) -> moves.Exchange:
+    everyone = range(comm.size)
+    row = input.shape[-1] * input.itemsize // comm.size
+    rows = input.numel() // input.shape[-1] if input.numel() else 0
+    pitch = row * comm.size if input.is_contiguous() else input.stride(0) * input.itemsize
+    return moves.Exchange(rows, row, pitch, row * comm.size, row, row, output.nbytes, everyone, everyone)
+
+
+def _gather(comm: Communicator, root: int, input: torch.Tensor, output: torch.Tensor) -> moves.Exchange:
+    piece, sources = input.nbytes, range(comm.size) if comm.rank == root else range(0)
+    return moves.Exchange(1, piece, piece, piece, 0, piece, output.nbytes, range(root, root + 1), sources)
+
+
+def _scatter(comm: Communicator, root: int, input: torch.Tensor, output: torch.Tensor) -> moves.Exchange:
+    piece, to = output.nbytes, range(comm.size) if comm.rank == root else range(0)
+    return moves.Exchange(1, piece, piece, piece, piece, 0, output.nbytes, to, range(root, root + 1))
+
+
+def _counts(name: str, values: Sequence[int], size: int) -> tuple[int, ...]:
+    """A count or displacement a rank, as numbers."""
+    if isinstance(values, torch.Tensor):
+        values = values.tolist()
+    if len(values) != size or min(values, default=0) < 0:
+        raise InvalidCollectiveError(f"{name} takes {size} numbers of elements, one a rank, none negative: {values!r}.")
+    return tuple(map(int, values))

@@ -1,0 +1,46 @@
+"""How elements are combined: in which type, in which order, and how rounded."""
+
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+PROPAGATE = tl.constexpr(tl.PropagateNan.ALL)
+
+
+@triton.constexpr_function
+def accumulator(element):
+    """float32 for what is no wider, float64 for itself; integers are exact, or wrap, in their own type."""
+    return tl.float32 if element.is_floating() and element.primitive_bitwidth <= 32 else element
+
+
+def make_combine(jit: Callable, lang: ModuleType) -> SimpleNamespace:
+    """The device functions of this file in the language that ``(jit, lang)`` stand for."""
+
+    @jit
+    def combine(a, b, OP: tl.constexpr):
+        """``a`` and ``b``, of the accumulator's type, as one."""
+        if OP == "min":
+            return lang.minimum(a, b, propagate_nan=PROPAGATE)
+        elif OP == "max":
+            return lang.maximum(a, b, propagate_nan=PROPAGATE)
+        elif OP == "product":
+            return a * b
+        else:
+            return a + b
+
+    @jit
+    def conclude(total, element: tl.constexpr, W: tl.constexpr, OP: tl.constexpr):
+        """The result in its own type: the only rounding, but for that of the sum itself."""
+        if OP == "avg":
+            total = total / W
+        return lang.cast(total, element)
+
+    return SimpleNamespace(combine=combine, conclude=conclude)
+
+
+triton_combine = make_combine(triton.jit, tl)
+gluon_combine = make_combine(gluon.jit, gl)

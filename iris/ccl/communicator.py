@@ -1,0 +1,95 @@
+"""What the collectives of one group share: its memory, who its members are, and launches that are ready."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from iris import simulator
+from iris.ccl.queue import MAX_RANKS, region_bytes
+from iris.errors import InvalidGroupError
+from iris.heap.symmetric import SymmetricHeap
+from iris.launch import prepare
+from iris.workspace import Workspace
+
+# Programs that may use queues at once. A program a multiprocessor saturates the link of an H200 long before that.
+PROGRAMS = 8 if simulator.ACTIVE else 128
+
+# Bytes of a slot: what a program of 512 threads moves in two (one) instructions a thread.
+SLOT_BYTES = {1: 16384, 2: 16384}
+SLOT_BYTES_OF_MORE = 8192
+
+Launch = Callable[[int | None, torch.Tensor, torch.Tensor], None]
+
+
+class Communicator:
+    """A group and its workspace. Made collectively, at the group's first use.
+
+    Attributes
+    ----------
+    rank, size : int
+        This rank in the group, and the number of members.
+    heap_table : torch.Tensor
+        int64 ``[size + 1]``: where the symmetric heap of each member begins, in this rank's addresses; its bytes.
+    launches : dict
+        Launches that were prepared, by what makes one differ from another.
+    configs : list
+        The configurations that these keys name by their addresses.
+    """
+
+    def __init__(self, workspace: Workspace, heap: SymmetricHeap, num_sms: int) -> None:
+        group = workspace.group
+        if group.size > MAX_RANKS:
+            raise InvalidGroupError(f"A group of {group.size} ranks: the collectives are for {MAX_RANKS} at most.")
+        self.workspace, self.heap, self.num_sms = workspace, heap, num_sms
+        self.rank, self.size, self.ranks = group.rank, group.size, group.ranks
+        self.device = workspace.device
+        table = [*(heap.bases[rank] for rank in group.ranks), heap.mapped_size]
+        self.heap_table = torch.tensor(table, dtype=torch.int64, device=self.device)
+        self.slot_bytes = SLOT_BYTES.get(self.size, SLOT_BYTES_OF_MORE)
+        self.launches: dict[Any, Launch] = {}
+        self.configs: list[object] = []
+
+    def programs(self, blocks: int, comm_sms: int | None) -> int:
+        """How many programs share ``blocks`` blocks."""
+        return max(1, min(blocks, comm_sms or self.num_sms, PROGRAMS))
+
+    def queues(self, stream: int | None, capturing: bool, name: str = "queue") -> tuple[torch.Tensor, ...]:
+        """The queues of a stream: counts (int32), places (int64) and slots (uint8)."""
+        size = region_bytes(PROGRAMS, self.size, self.slot_bytes)
+        channel = self.workspace.channel(name, stream, capturing, size)
+        counts = channel[: PROGRAMS * 8 * MAX_RANKS * 4]
+        places = channel[counts.numel() : counts.numel() + PROGRAMS * MAX_RANKS * 8]
+        return counts.view(torch.int32), places.view(torch.int64), channel[counts.numel() + places.numel() :]
+
+
+def ready(
+    kernel: Any, programs: int, num_warps: int, before: tuple, tensors: tuple, after: tuple, dtype: torch.dtype
+) -> Launch:
+    """A launch of ``kernel(*before, input, output, *after)``, where ``tensors`` are input and output as of ``dtype``.
+
+    Later calls give other tensors, whose addresses are divisible by 16 where these are.
+    """
+    launch = prepare(
+        kernel, (programs, 1, 1), *before, *(as_words(x, dtype) for x in tensors), *after, num_warps=num_warps
+    )
+    if simulator.ACTIVE:
+        return lambda stream, x, y: launch(stream, *before, as_words(x, dtype), as_words(y, dtype), *after)
+    # Addresses, so that the launcher does not ask the driver what kind of memory each pointer is.
+    addresses = tuple(x.data_ptr() if isinstance(x, torch.Tensor) else x for x in before)
+    keep = before
+
+    def enqueue(stream: int | None, x: torch.Tensor, y: torch.Tensor) -> None:
+        launch(stream, *addresses, x.data_ptr(), y.data_ptr(), *after)
+
+    enqueue.keeps_alive = keep
+    return enqueue
+
+
+def as_words(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """One element of ``dtype`` where ``tensor`` begins: what a kernel needs to know of it."""
+    if tensor.dtype == dtype:
+        return tensor
+    begin = tensor.storage_offset() * tensor.itemsize
+    first = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return first.set_(tensor.untyped_storage(), begin, (dtype.itemsize,)).view(dtype)

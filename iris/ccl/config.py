@@ -1,0 +1,115 @@
+"""How a collective is carried out, where the caller knows better than the library's choice."""
+
+from dataclasses import dataclass, fields
+from enum import Enum
+
+from iris.errors import InvalidConfigError
+
+
+class ReduceOp(Enum):
+    """How the elements of several ranks become one. AVG is for floating-point types alone."""
+
+    SUM = "sum"
+    AVG = "avg"
+    MIN = "min"
+    MAX = "max"
+    PRODUCT = "product"
+
+
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "all_gather_variant": ("persistent", "partitioned"),
+    "all_reduce_variant": ("auto", "two_shot", "one_shot", "atomic", "ring", "spinlock"),
+    "reduce_scatter_variant": ("two_shot",),
+    "all_to_all_variant": ("persistent",),
+}
+_POWERS_OF_TWO = ("block_size_m", "block_size_n", "num_warps", "chunk_size")
+_COUNTS = ("swizzle_size", "comm_sms", "num_xcds", "all_reduce_num_rings", "all_reduce_ring_slice_n", "num_stages")
+
+
+@dataclass(frozen=True)
+class Config:
+    """Choices for one call; what is None is chosen for the size and the machine. All ranks must give the same.
+
+    Attributes
+    ----------
+    block_size_m, block_size_n : int
+        Rows and columns of a block that a program moves at a time; powers of two.
+    swizzle_size, num_xcds, chunk_size, num_stages, waves_per_eu : int
+        Accepted for programs that set them, and without effect: blocks are dealt out one by one, which leaves
+        nothing to swizzle, and no kernel here is pipelined by the compiler.
+    comm_sms : int
+        Programs at most, each of which may take an SM (NVIDIA) or CU (AMD).
+    use_gluon : bool
+        The kernel in Gluon, where there is one: all_gather, all_to_all, all_reduce (one_shot, two_shot).
+    all_gather_variant : "persistent", "partitioned"
+        Each program sends its blocks to every rank; or each program serves one rank.
+    all_reduce_variant : "auto", "one_shot", "two_shot", "ring", "atomic", "spinlock"
+    all_reduce_distribution : int
+        0 or 1: a program's blocks lie apart (striding) or side by side, in the "ring" variant.
+    all_reduce_num_rings, all_reduce_ring_slice_n : int
+        Rings that share the work of the "ring" variant, and elements that go round at a time.
+    reduce_scatter_variant : "two_shot"
+    all_to_all_variant : "persistent"
+    num_warps : int
+    threads_per_warp : int
+        Must be what the machine has; for programs that pass it to Gluon.
+    batch_invariant : bool
+        An element's sum does not depend on the size of the call, nor on where in it the element is.
+    """
+
+    block_size_m: int | None = None
+    block_size_n: int | None = None
+    swizzle_size: int | None = None
+    comm_sms: int | None = None
+    num_xcds: int | None = None
+    chunk_size: int | None = None
+    use_gluon: bool = False
+    all_gather_variant: str | None = None
+    all_reduce_variant: str = "auto"
+    all_reduce_distribution: int | None = None
+    all_reduce_num_rings: int | None = None
+    all_reduce_ring_slice_n: int | None = None
+    reduce_scatter_variant: str | None = None
+    all_to_all_variant: str | None = None
+    num_stages: int | None = None
+    num_warps: int | None = None
+    threads_per_warp: int | None = None
+    waves_per_eu: int | None = None
+    batch_invariant: bool = False
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value is None:
+                continue
+            problem = _problem(field.name, value)
+            if problem:
+                raise InvalidConfigError(f"Config({field.name}={value!r}) cannot work: {field.name} is {problem}.")
+        if (self.block_size_m or 1) * (self.block_size_n or 1) > 1 << 20:
+            raise InvalidConfigError(
+                f"Config(block_size_m={self.block_size_m}, block_size_n={self.block_size_n}) cannot work: a block has "
+                "at most 1048576 elements, which is the compiler's limit."
+            )
+
+
+def _problem(name: str, value: object) -> str | None:
+    """What ``name`` should have been, if ``value`` is not that."""
+    if name in _CHOICES:
+        return None if value in _CHOICES[name] else f"one of {', '.join(map(repr, _CHOICES[name]))}"
+    if name in ("use_gluon", "batch_invariant"):
+        return None if isinstance(value, bool) else "True or False"
+    if not isinstance(value, int) or isinstance(value, bool):
+        return "a whole number"
+    if name in _POWERS_OF_TWO:
+        limit = 32 if name == "num_warps" else 1 << 20
+        return None if 0 < value <= limit and value & (value - 1) == 0 else f"a power of two from 1 to {limit}"
+    if name in _COUNTS:
+        return None if value > 0 else "at least 1"
+    if name == "all_reduce_distribution":
+        return None if value in (0, 1) else "0 (striding) or 1 (side by side)"
+    if name == "threads_per_warp":
+        return None if value in (32, 64) else "32 (NVIDIA) or 64 (AMD CDNA)"
+    return None if value >= 0 else "at least 0"
+
+
+DEFAULT = Config()

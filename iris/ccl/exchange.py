@@ -1,0 +1,154 @@
+"""Every rank sends a piece to some ranks and receives one from some: all but the sums are this, with other numbers.
+
+| collective | sends to | piece d begins at | receives from | piece s goes to |
+| --- | --- | --- | --- | --- |
+| all_gather | all | 0 | all | s pieces |
+| all_to_all | all | d pieces (or columns) | all | s pieces (or columns) |
+| broadcast, small | the root: all | 0 | others: the root | 0 |
+| gather | the root | 0 | the root: all | s pieces |
+| scatter | the root: all | d pieces | others: the root | 0 |
+| send, recv | the receiver | 0 | the sender | 0 |
+
+Over the link: each piece once, in one step, through the queues of `iris.ccl.queue` or, where the receiver's result lies
+on the symmetric heap, straight to its place. A piece has M rows of N elements, and rows may be apart; it is cut into
+blocks of BLOCK_M x BLOCK_N, one after the other through a 1-D layout (rows and columns by division), so a row length
+that is no multiple of anything wastes nothing. A rank starts with its right neighbour, and no two hit the same receiver.
+Elements are integers of the widest type that fits: what they mean does not matter here.
+"""
+
+from types import SimpleNamespace
+
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from iris.ccl.queue import (
+    AHEAD,
+    COUNTS,
+    GOT,
+    LANES,
+    NUM_SLOTS,
+    SENT,
+    gluon_queue,
+    triton_queue,
+)
+from iris.language.context import DeviceContext, IrisDeviceCtx
+
+
+def make_exchange(jit, lang, queue: SimpleNamespace, Context):
+    """The kernel in the language that ``(jit, lang)`` stand for."""
+    pick, among, flat, lanes = queue.pick, queue.among, queue.flat, queue.lanes
+    queue_address, pointer_at, offer, find = queue.queue_address, queue.pointer_at, queue.offer, queue.find
+    await_room, publish, await_blocks, give_back = (
+        queue.await_room, queue.publish, queue.await_blocks, queue.give_back,
+    )  # fmt: skip
+    finish = queue.finish
+
+    @jit
+    def exchange(
+        context_tensor,
+        counts,
+        places,
+        slots,
+        heap_table,
+        input,
+        output,
+        M,
+        N,
+        in_pitch,
+        out_pitch,
+        send_step,
+        recv_step,
+        length,
+        to_first,
+        to_last,
+        from_first,
+        from_last,
+        W: tl.constexpr,
+        BLOCK_M: tl.constexpr,
+        BLOCK_N: tl.constexpr,
+        SAME: tl.constexpr,
+        DIRECT: tl.constexpr,
+    ):
+        ctx = Context.initialize(context_tensor, num_ranks=W)
+        rank = ctx.cur_rank
+        p = lang.program_id(0)
+        BLOCK: tl.constexpr = BLOCK_M * BLOCK_N
+        row = counts + p * COUNTS
+        to = among(to_first, to_last, rank)
+        sources = among(from_first, from_last, rank)
+        sent = lang.load(row + SENT + lanes(), mask=to, other=0)
+        got = lang.load(row + GOT + lanes(), mask=sources, other=0)
+        address = queue_address(ctx, slots, W, BLOCK, to)
+        queued = to
+        direct_here = False
+        if DIRECT:
+            calls_from, direct_here = offer(ctx, row, places + p * LANES, heap_table, output, length, W, sources)
+            calls_to, place = find(ctx, row, places + p * LANES, heap_table, to)
+            queued = to & (place == 0)
+            address = lang.where(queued, address, place)
+        any_queued = lang.max(lang.cast(queued, lang.int32), axis=0) > 0
+
+        own = output + lang.cast(rank, lang.int64) * recv_step
+        in_place = lang.cast(own, lang.int64) == lang.cast(input + lang.cast(rank, lang.int64) * send_step, lang.int64)
+        index = flat(BLOCK, input.dtype.element_ty)
+        blocks_n = (N + BLOCK_N - 1) // BLOCK_N
+        blocks = (M + BLOCK_M - 1) // BLOCK_M * blocks_n
+        steps = (blocks - p + lang.num_programs(0) - 1) // lang.num_programs(0)
+        for step in range(0, steps + AHEAD):
+            if step < steps:
+                if any_queued:
+                    await_room(ctx, row, sent, queued, W)
+                block = p + step * lang.num_programs(0)
+                r = block // blocks_n * BLOCK_M + index // BLOCK_N
+                c = block % blocks_n * BLOCK_N + index % BLOCK_N
+                mask = (r < M) & (c < N)
+                at_input = input + (lang.cast(r, lang.int64) * in_pitch + c)
+                at_output = lang.cast(r, lang.int64) * out_pitch + c
+                if SAME:
+                    data = lang.load(at_input, mask=mask)
+                for i in range(0, W):
+                    d = (rank + 1 + i) % W
+                    if (d >= to_first) & (d < to_last):
+                        if not SAME:
+                            data = lang.load(at_input + lang.cast(d, lang.int64) * send_step, mask=mask)
+                        if d == rank:
+                            if not in_place:
+                                lang.store(own + at_output, data, mask=mask)
+                        else:
+                            begin = pointer_at(slots, pick(address, d))
+                            if pick(lang.cast(queued, lang.int32), d) > 0:
+                                lang.store(begin + (pick(sent, d) & (NUM_SLOTS - 1)) * BLOCK + index, data, mask=mask)
+                            else:
+                                theirs = begin + lang.cast(rank, lang.int64) * recv_step
+                                lang.store(theirs + at_output, data, mask=mask)
+                if any_queued:
+                    sent = lang.where(queued, sent + 1, sent)
+                    publish(ctx, row, sent, queued)
+            if step >= AHEAD:
+                if direct_here == 0:
+                    await_blocks(ctx, row, got, sources, W)
+                    block = p + (step - AHEAD) * lang.num_programs(0)
+                    r = block // blocks_n * BLOCK_M + index // BLOCK_N
+                    c = block % blocks_n * BLOCK_N + index % BLOCK_N
+                    mask = (r < M) & (c < N)
+                    at_output = lang.cast(r, lang.int64) * out_pitch + c
+                    for i in range(1, W):
+                        s = (rank + i) % W
+                        if (s >= from_first) & (s < from_last):
+                            slot = (p * W + s) * NUM_SLOTS + (pick(got, s) & (NUM_SLOTS - 1))
+                            data = lang.load(slots + lang.cast(slot, lang.int64) * BLOCK + index, mask=mask)
+                            lang.store(output + lang.cast(s, lang.int64) * recv_step + at_output, data, mask=mask)
+                    got = lang.where(sources, got + 1, got)
+                    give_back(ctx, row, got, sources)
+        lang.store(row + SENT + lanes(), sent, mask=to)
+        lang.store(row + GOT + lanes(), got, mask=sources)
+        if DIRECT:
+            finish(ctx, row, calls_to, to & (queued == 0), calls_from, sources & (direct_here != 0), W)
+
+    return exchange
+
+
+triton_exchange = make_exchange(triton.jit, tl, triton_queue, DeviceContext)
+gluon_exchange = make_exchange(gluon.jit, gl, gluon_queue, IrisDeviceCtx)

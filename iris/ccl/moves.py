@@ -1,0 +1,101 @@
+"""The collectives that only move data: how each is an exchange of pieces, and which kernel carries it."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from iris.ccl.communicator import Communicator, Launch, ready
+from iris.ccl.config import Config
+from iris.ccl.exchange import gluon_exchange, triton_exchange
+from iris.errors import InvalidConfigError
+
+WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One collective as an exchange: see the table in `iris.ccl.exchange`. Distances and lengths in bytes.
+
+    Attributes
+    ----------
+    rows, row : int
+        A piece is ``rows`` rows of ``row`` bytes.
+    in_pitch, out_pitch : int
+        From one row of a piece to the next, in the input and the output.
+    send_step, recv_step : int
+        From one destination's piece to the next in the input, and one source's in the output.
+    length : int
+        Of the whole output.
+    to, sources : range
+        The ranks that get something from this one, and those that it gets something from; itself among them counts as
+        a copy.
+    """
+
+    rows: int
+    row: int
+    in_pitch: int
+    out_pitch: int
+    send_step: int
+    recv_step: int
+    length: int
+    to: range
+    sources: range
+
+
+def word_bytes(*values: int) -> int:
+    """The widest element, of 8 bytes at most, that divides all these addresses and distances."""
+    return math.gcd(8, *values)
+
+
+def prepare_exchange(
+    comm: Communicator, exchange: Exchange, output: torch.Tensor, input: torch.Tensor, config: Config,
+    stream: int | None, capturing: bool,
+) -> Launch:  # fmt: skip
+    """A launch of ``exchange`` on a stream, for tensors that lie like these."""
+    e = exchange
+    lengths = (e.row, e.in_pitch, e.out_pitch, e.send_step, e.recv_step)
+    begins = (input.storage_offset() * input.itemsize, output.storage_offset() * output.itemsize)
+    word = word_bytes(*lengths, *begins, input.data_ptr(), output.data_ptr())
+    block_m, block_n = config.block_size_m, config.block_size_n
+    if block_m is None and block_n is None:
+        block_m, block_n = _block(comm, e, word)
+    else:
+        block_m, block_n = block_m or 8, block_n or 256
+    if block_m * block_n * word > comm.slot_bytes:
+        raise InvalidConfigError(
+            f"A block of {block_m} x {block_n} elements of {word} bytes does not fit a slot of {comm.slot_bytes} bytes "
+            f"between {comm.size} ranks: choose block_size_m * block_size_n of at most {comm.slot_bytes // word}."
+        )
+    blocks = -(-e.rows // block_m) * -(-(e.row // word) // block_n)
+    counts, places, slots = comm.queues(stream, capturing)
+    warps = config.num_warps or max(1, min(16, block_m * block_n * word // 512))
+    dtype = WORDS[word]
+    before = (comm.workspace.context_tensor, counts, places, slots.view(dtype), comm.heap_table)
+    after = (
+        e.rows, e.row // word, *(length // word for length in lengths[1:]), e.length,
+        e.to.start, e.to.stop, e.sources.start, e.sources.stop,
+        comm.size, block_m, block_n, e.send_step == 0, e.rows * e.row > 65536,
+    )  # fmt: skip
+    kernel = gluon_exchange if config.use_gluon else triton_exchange
+    programs = comm.programs(blocks, config.comm_sms)
+    return ready(kernel, programs, warps, before, (input, output), after, dtype)
+
+
+def _block(comm: Communicator, exchange: Exchange, word: int) -> tuple[int, int]:
+    """Rows and columns of a block that fills a slot."""
+    elements = comm.slot_bytes // word
+    row = exchange.row // word
+    if exchange.rows == 1:
+        return 1, elements
+    block_n = min(elements, 1 << (row - 1).bit_length())
+    return elements // block_n, block_n
+
+
+def prepare_broadcast(
+    comm: Communicator, root: int, tensor: torch.Tensor, config: Config, stream: int | None, capturing: bool
+) -> Launch:
+    """A launch of broadcast from rank ``root`` of the group on a stream, for tensors that lie like this."""
+    to = range(comm.size) if comm.rank == root else range(0)
+    e = Exchange(1, tensor.nbytes, tensor.nbytes, tensor.nbytes, 0, 0, tensor.nbytes, to, range(root, root + 1))
+    return prepare_exchange(comm, e, tensor, tensor, config, stream, capturing)

@@ -1,0 +1,114 @@
+"""Small pieces from every rank to every rank: each word tells by itself that it has arrived.
+
+all_gather (the same piece to all) and all_to_all (another piece to each). A piece is cut into blocks; program
+(block b, distance i) sends its block to rank r + i and receives one from rank r - i, so nothing is done one after the
+other. Over the link: twice the bytes of each piece, in one step.
+
+Words are *stamped* (`iris.language.stamped`) with the block's epoch, which its programs count in device memory, each on
+its own. Two slots take turns. Why that is enough: this rank writes slot e % 2 in its call e, and has heard from every
+rank in its call e - 1, which is over. A rank that sent in e - 1 had left e - 2 behind (kernels of a stream run in
+order), where it last read this slot. Calls of other sizes leave a block's epoch, and its slots, as they are.
+"""
+
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from iris.ccl.queue import gluon_queue, triton_queue
+from iris.language.context import DeviceContext, IrisDeviceCtx
+from iris.language.stamped import gluon_stamped, triton_stamped
+
+# Words of a block: 4 bytes of data each.
+WORDS = 1024
+BLOCK = tl.constexpr(WORDS)
+WORD_BYTES = tl.constexpr(4)
+
+# Blocks of the largest piece: 64 KiB.
+BLOCKS = 16
+NUM_BLOCKS = tl.constexpr(BLOCKS)
+
+# Where the words begin, behind the epochs: int32 [BLOCKS, 32].
+EPOCHS_BYTES = BLOCKS * 32 * 4
+RANKS = tl.constexpr(32)
+
+
+def channel_bytes(size: int) -> int:
+    """Bytes of the epochs and of two slots with a block from each of ``size`` ranks."""
+    return EPOCHS_BYTES + 2 * BLOCKS * size * WORDS * 8
+
+
+def make_one_hop(jit, lang, queue, stamped, Context):
+    """The kernel in the language that ``(jit, lang)`` stand for."""
+    flat = queue.flat
+    send_stamped, receive_stamped = stamped.send_stamped, stamped.receive_stamped
+
+    @jit
+    def position(k, row, pitch, FLAT: tl.constexpr):
+        """The place of a piece's element k: rows of ``row`` elements begin ``pitch`` apart."""
+        if FLAT:
+            return k
+        else:
+            return k // row * pitch + k % row
+
+    @jit
+    def one_hop(
+        context_tensor,
+        epochs,
+        slots,
+        input,
+        output,
+        n,
+        row,
+        in_pitch,
+        out_pitch,
+        send_step,
+        recv_step,
+        W: tl.constexpr,
+        FLAT: tl.constexpr,
+    ):
+        ctx = Context.initialize(context_tensor, num_ranks=W)
+        rank = ctx.cur_rank
+        # Elements of a word: the data may lie at any multiple of their size.
+        PACKED: tl.constexpr = WORD_BYTES // (input.dtype.element_ty.primitive_bitwidth // 8)
+        BITS: tl.constexpr = input.dtype.element_ty.primitive_bitwidth
+        i = flat(BLOCK, lang.int64)
+        units = (n + BLOCK * PACKED - 1) // (BLOCK * PACKED) * W
+        for unit in range(lang.program_id(0), units, lang.num_programs(0)):
+            b = unit // W
+            to = (rank + unit % W) % W
+            epoch = lang.load(epochs + b * RANKS + unit % W) + 1
+            word = lang.zeros_like(i)
+            for j in lang.static_range(PACKED):
+                k = (b * BLOCK + i) * PACKED + j
+                at = lang.cast(to, lang.int64) * send_step + position(k, row, in_pitch, FLAT)
+                part = lang.cast(lang.load(input + at, mask=k < n, other=0), lang.int32)
+                if to == rank:
+                    own = lang.cast(rank, lang.int64) * recv_step + position(k, row, out_pitch, FLAT)
+                    lang.store(output + own, lang.cast(part, input.dtype.element_ty), mask=k < n)
+                if PACKED > 1:
+                    part = (part & ((1 << BITS) - 1)) << (j * BITS)
+                word = word | part
+            if to != rank:
+                slot = slots + (((epoch & 1) * NUM_BLOCKS + b) * W + rank) * BLOCK
+                # The whole block, so that no word keeps an epoch that comes round again after 2^32 calls.
+                send_stamped(ctx.translate(slot, to) + i, word, epoch, i >= 0)
+        for unit in range(lang.program_id(0), units, lang.num_programs(0)):
+            b = unit // W
+            source = (rank + W - unit % W) % W
+            epoch = lang.load(epochs + b * RANKS + unit % W) + 1
+            if source != rank:
+                slot = slots + (((epoch & 1) * NUM_BLOCKS + b) * W + source) * BLOCK
+                there = (b * BLOCK + i) * PACKED < n
+                word = receive_stamped(slot + i, epoch, there, source, ctx._record())
+                for j in lang.static_range(PACKED):
+                    k = (b * BLOCK + i) * PACKED + j
+                    at = lang.cast(source, lang.int64) * recv_step + position(k, row, out_pitch, FLAT)
+                    lang.store(output + at, lang.cast(word >> (j * BITS), input.dtype.element_ty), mask=k < n)
+            lang.store(epochs + b * RANKS + unit % W, epoch)
+
+    return one_hop
+
+
+triton_one_hop = make_one_hop(triton.jit, tl, triton_queue, triton_stamped, DeviceContext)
+gluon_one_hop = make_one_hop(gluon.jit, gl, gluon_queue, gluon_stamped, IrisDeviceCtx)

@@ -1,0 +1,181 @@
+"""Sums of small and medium size: ranks push what the others need, and each element tells that it has arrived.
+
+Two kernels. *One shot*: every rank pushes its part to all that want it, and each adds up what it got: over the link
+W - 1 times the bytes, in one step. *Two shot*: rank d adds up the d-th part of each block and pushes the sum to all:
+2 (W - 1) / W times the bytes, in two steps. No flag, no fence, no barrier: elements are *marked*
+(`iris.language.stamped`), so this is for floating-point types.
+
+A block has a region of its own: ``[3 slots, 2 steps, W sources, PART bytes]``, and counts its epochs
+modulo 3. In epoch e the ranks use slot e % 3, and each clears what slot (e - 1) % 3 held, all of it, whatever this call needs.
+Why three slots, and why that is in order: a rank writes to slot e % 3 of mine in its call e. It has heard from me in
+its call e - 1, so my call e - 2 was over, at the end of which everything was visible to everybody; and in that call I
+cleared slot (e - 3) % 3 = e % 3, having read all of it in e - 3. With two slots I would be clearing while it writes.
+
+Sums are formed in the order of ranks, on each rank or on one, so all ranks have the same bits.
+"""
+
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from iris.ccl.combine import accumulator, gluon_combine, triton_combine
+from iris.ccl.queue import gluon_queue, triton_queue
+from iris.language.context import DeviceContext, IrisDeviceCtx
+from iris.language.ordering import WAIT_LIMIT_NS, gluon_ordering, triton_ordering
+from iris.language.stamped import gluon_stamped, triton_stamped
+
+# Bytes that a block's parts have together, at most; the parts of W ranks are powers of two.
+BLOCK_BYTES = 8192
+SLOTS = tl.constexpr(3)
+STEPS = tl.constexpr(2)
+
+
+def part_bytes(size: int) -> int:
+    """Bytes of a block that belong to one of ``size`` ranks."""
+    return max(16, BLOCK_BYTES // (1 << (size - 1).bit_length()))
+
+
+def channel_bytes(size: int, blocks: int) -> int:
+    """Bytes of the epochs and the regions of so many blocks."""
+    return blocks * (4 + SLOTS.value * STEPS.value * size * part_bytes(size))
+
+
+def make_push(jit, lang, queue, stamped, order, combining, Context):
+    """Both kernels in the language that ``(jit, lang)`` stand for."""
+    flat, combine, conclude = queue.flat, combining.combine, combining.conclude
+    send_marked, receive_marked, clear_marked = stamped.send_marked, stamped.receive_marked, stamped.clear_marked
+    reread, nanoseconds, given_up = order.reread, order.nanoseconds, stamped.given_up
+
+    @jit
+    def add_up(parts, own, i, mask, rank, W: tl.constexpr, PART: tl.constexpr, OP: tl.constexpr, record):
+        """Wait for every rank's part and combine them in the order of ranks, ``own`` in its place.
+
+        All parts are read in each round of polling, so that their loads are under way together.
+        """
+        element: tl.constexpr = own.dtype
+        ACC: tl.constexpr = accumulator(element)
+        if WAIT_LIMIT_NS > 0:
+            since = nanoseconds(record)
+        total = lang.cast(own, ACC)
+        missing = 1
+        while missing > 0:
+            absent = i * 0
+            for s in lang.static_range(W):
+                here = mask & (rank != s)
+                wire = reread(parts + (s * PART + i), here)
+                absent = absent | lang.cast(here & (wire == 0), lang.int32)
+                value = lang.cast(lang.cast(wire ^ -1, element, bitcast=True), ACC)
+                value = lang.where(rank == s, lang.cast(own, ACC), value)
+                if s == 0:
+                    total = value
+                else:
+                    total = combine(total, value, OP)
+            missing = lang.max(absent, axis=0)
+            if WAIT_LIMIT_NS > 0:
+                if missing > 0:
+                    if given_up(parts + i, since, 0, -1, record):
+                        missing = missing * 0
+        return conclude(total, element, W, OP)
+
+    @jit
+    def region(slots, block, epoch, W: tl.constexpr, PART: tl.constexpr):
+        return slots + (lang.cast(block, lang.int64) * SLOTS + epoch % SLOTS) * (STEPS * W * PART)
+
+    @jit
+    def leave(slots, epochs, block, epoch, j, W: tl.constexpr, PART: tl.constexpr):
+        """Clear what the last epoch's slot held, and count this one."""
+        old = region(slots, block, epoch + (SLOTS - 1), W, PART)
+        for step in lang.static_range(STEPS):
+            clear_marked(old + step * W * PART + j, j < W * PART)
+        lang.store(epochs + block, (epoch + 1) % SLOTS)
+
+    @jit
+    def one_shot(
+        context_tensor,
+        epochs,
+        slots,
+        input,
+        output,
+        n,
+        send_step,
+        W: tl.constexpr,
+        RANKS: tl.constexpr,
+        PART: tl.constexpr,
+        OP: tl.constexpr,
+    ):
+        """``send_step``: from what one rank wants to what the next one wants; 0 if all want the same."""
+        ctx = Context.initialize(context_tensor, num_ranks=W)
+        rank = ctx.cur_rank
+        element: tl.constexpr = input.dtype.element_ty
+        i = flat(PART, element)
+        j = flat(RANKS * PART, element)
+        blocks = (n + PART - 1) // PART
+        for block in range(lang.program_id(0), blocks, lang.num_programs(0)):
+            mine = region(slots, block, lang.load(epochs + block), W, PART) + rank * PART
+            k = block * PART + i
+            for distance in range(1, W):
+                to = (rank + distance) % W
+                data = lang.load(input + lang.cast(to, lang.int64) * send_step + k, mask=k < n)
+                send_marked(ctx.translate(mine, to) + i, data, k < n)
+        for block in range(lang.program_id(0), blocks, lang.num_programs(0)):
+            epoch = lang.load(epochs + block)
+            k = block * PART + i
+            own = lang.load(input + lang.cast(rank, lang.int64) * send_step + k, mask=k < n, other=0)
+            parts = region(slots, block, epoch, W, PART)
+            total = add_up(parts, own, i, k < n, rank, W, PART, OP, ctx._record())
+            lang.store(output + k, total, mask=k < n)
+            leave(slots, epochs, block, epoch, j, W, PART)
+
+    @jit
+    def two_shot(
+        context_tensor,
+        epochs,
+        slots,
+        input,
+        output,
+        n,
+        W: tl.constexpr,
+        RANKS: tl.constexpr,
+        PART: tl.constexpr,
+        OP: tl.constexpr,
+    ):
+        ctx = Context.initialize(context_tensor, num_ranks=W)
+        rank = ctx.cur_rank
+        element: tl.constexpr = input.dtype.element_ty
+        i = flat(PART, element)
+        j = flat(RANKS * PART, element)
+        blocks = (n + W * PART - 1) // (W * PART)
+        for block in range(lang.program_id(0), blocks, lang.num_programs(0)):
+            mine = region(slots, block, lang.load(epochs + block), W, PART) + rank * PART
+            for distance in range(1, W):
+                to = (rank + distance) % W
+                k = (block * W + to) * PART + i
+                send_marked(ctx.translate(mine, to) + i, lang.load(input + k, mask=k < n), k < n)
+        for block in range(lang.program_id(0), blocks, lang.num_programs(0)):
+            parts = region(slots, block, lang.load(epochs + block), W, PART)
+            k = (block * W + rank) * PART + i
+            own = lang.load(input + k, mask=k < n, other=0)
+            total = add_up(parts, own, i, k < n, rank, W, PART, OP, ctx._record())
+            lang.store(output + k, total, mask=k < n)
+            for distance in range(1, W):
+                to = (rank + distance) % W
+                send_marked(ctx.translate(parts + (W + rank) * PART, to) + i, total, k < n)
+        for block in range(lang.program_id(0), blocks, lang.num_programs(0)):
+            epoch = lang.load(epochs + block)
+            k = block * W * PART + j
+            # The sums lie beside each other as they do in the output.
+            there = (j < W * PART) & (j // PART != rank) & (k < n)
+            sums = region(slots, block, epoch, W, PART) + W * PART + j
+            lang.store(output + k, receive_marked(sums, element, there, -1, ctx._record()), mask=there)
+            leave(slots, epochs, block, epoch, j, W, PART)
+
+    return one_shot, two_shot
+
+
+triton_one_shot, triton_two_shot = make_push(
+    triton.jit, tl, triton_queue, triton_stamped, triton_ordering, triton_combine, DeviceContext
+)
+gluon_one_shot, gluon_two_shot = make_push(
+    gluon.jit, gl, gluon_queue, gluon_stamped, gluon_ordering, gluon_combine, IrisDeviceCtx
+)

@@ -1,0 +1,164 @@
+"""The collectives that combine data: which kernel carries each, and with which numbers."""
+
+from dataclasses import dataclass
+
+import torch
+
+from iris.ccl import push, two_shot
+from iris.ccl.communicator import PROGRAMS, Communicator, Launch, ready
+from iris.ccl.config import Config, ReduceOp
+from iris.ccl.select import Choice, choose
+from iris.errors import InvalidConfigError, UnsupportedReductionError, WorkspaceTooSmallError, readable
+
+# A NaN of these is all ones, which is what marks "nothing yet" (`iris.language.stamped`).
+MARKED = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2}
+
+
+def check(op: ReduceOp, dtype: torch.dtype) -> None:
+    """Raise `UnsupportedReductionError` unless ``op`` has a meaning for ``dtype``."""
+    if not isinstance(op, ReduceOp):
+        raise UnsupportedReductionError(f"op={op!r} is not one of iris.ccl.ReduceOp: {', '.join(o.name for o in ReduceOp)}.")
+    if dtype.is_complex and op not in (ReduceOp.SUM, ReduceOp.AVG):
+        raise UnsupportedReductionError(f"{op} has no meaning for {dtype}, which has no order; SUM and AVG have.")
+    if op is ReduceOp.AVG and not (dtype.is_floating_point or dtype.is_complex):
+        raise UnsupportedReductionError(f"{op} of {dtype} would not be of that type: use SUM and divide, or a float type.")
+
+
+def elements(dtype: torch.dtype, op: ReduceOp) -> tuple[torch.dtype, int, str]:
+    """What kernels take ``dtype`` for, how many of these an element is, and the operation on them."""
+    if dtype.is_complex:
+        return {8: torch.float32, 16: torch.float64, 4: torch.float16}[dtype.itemsize], 2, op.value
+    if dtype == torch.bool:
+        # Any and all: what sum, product, largest and smallest of booleans are.
+        return torch.uint8, 1, "max" if op in (ReduceOp.SUM, ReduceOp.MAX) else "min"
+    return dtype, 1, op.value
+
+
+def prepare_all_reduce(
+    comm: Communicator, op: ReduceOp, output: torch.Tensor, input: torch.Tensor, config: Config,
+    stream: int | None, capturing: bool,
+) -> Launch:  # fmt: skip
+    """A launch of all_reduce on a stream, for tensors that lie like these."""
+    dtype, times, name = elements(input.dtype, op)
+    choice = _choose(comm, "all_reduce", dtype, input.nbytes, config)
+    if choice.variant in ("one_shot", "two_shot_push"):
+        return _push(comm, choice, name, output, input, dtype, times * input.numel(), 0, config, stream, capturing)
+    n = times * input.numel()
+    return _queued(comm, choice, name, output, input, dtype, n, None, range(comm.size), config, stream, capturing)
+
+
+def prepare_reduce_scatter(
+    comm: Communicator, op: ReduceOp, output: torch.Tensor, input: torch.Tensor, config: Config,
+    stream: int | None, capturing: bool,
+) -> Launch:  # fmt: skip
+    """A launch of reduce_scatter on a stream, for tensors that lie like these."""
+    dtype, times, name = elements(input.dtype, op)
+    n = times * output.numel()
+    choice = _choose(comm, "reduce_scatter", dtype, input.nbytes, config)
+    if choice.variant == "one_shot":
+        return _push(comm, choice, name, output, input, dtype, n, n, config, stream, capturing)
+    return _queued(comm, choice, name, output, input, dtype, n, n, None, config, stream, capturing)
+
+
+def prepare_reduce(
+    comm: Communicator, op: ReduceOp, root: int, output: torch.Tensor, input: torch.Tensor, config: Config,
+    stream: int | None, capturing: bool,
+) -> Launch:  # fmt: skip
+    """A launch of reduce to rank ``root`` of the group on a stream, for tensors that lie like these."""
+    dtype, times, name = elements(input.dtype, op)
+    n = times * input.numel()
+    choice = Choice("two_shot", config.comm_sms)
+    to = range(root, root + 1)
+    return _queued(comm, choice, name, output, input, dtype, n, None, to, config, stream, capturing)
+
+
+def _choose(comm: Communicator, collective: str, dtype: torch.dtype, nbytes: int, config: Config) -> Choice:
+    marked = dtype in MARKED and comm.size > 1
+    return choose(collective, comm.size, nbytes, marked, config)
+
+
+def _warps(config: Config, part: int) -> int:
+    """Enough for 16 bytes a thread."""
+    return config.num_warps or max(1, min(16, part // 512))
+
+
+def _push(
+    comm: Communicator, choice: Choice, op: str, output: torch.Tensor, input: torch.Tensor, dtype: torch.dtype,
+    n: int, send_step: int, config: Config, stream: int | None, capturing: bool,
+) -> Launch:  # fmt: skip
+    shots = "one_shot" if choice.variant == "one_shot" else "two_shot"
+    part_bytes = push.part_bytes(comm.size)
+    part = part_bytes // dtype.itemsize
+    blocks = -(-n // (part if shots == "one_shot" else part * comm.size))
+    most = choice.blocks
+    channel = comm.workspace.channel("push", stream, capturing, push.channel_bytes(comm.size, most))
+    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+    epochs, slots = channel[: 4 * most].view(torch.int32), channel[4 * most :].view(bits)
+    programs = max(1, min(blocks, choice.programs or comm.num_sms, 4 * PROGRAMS))
+    before = (comm.workspace.context_tensor, epochs, slots)
+    ranks = 1 << (comm.size - 1).bit_length()
+    steps = (send_step,) if shots == "one_shot" else ()
+    after = (n, *steps, comm.size, ranks, part, op)
+    kernel = {
+        ("one_shot", False): push.triton_one_shot, ("one_shot", True): push.gluon_one_shot,
+        ("two_shot", False): push.triton_two_shot, ("two_shot", True): push.gluon_two_shot,
+    }[shots, config.use_gluon]  # fmt: skip
+    return ready(kernel, programs, _warps(config, part_bytes), before, (input, output), after, dtype)
+
+
+def _queued(
+    comm: Communicator, choice: Choice, op: str, output: torch.Tensor, input: torch.Tensor, dtype: torch.dtype,
+    n: int, step: int | None, to: range | None, config: Config, stream: int | None, capturing: bool,
+) -> Launch:  # fmt: skip
+    """Parts of ``step`` elements that lie behind each other, or (None) blocks each with its parts."""
+    block = comm.slot_bytes // dtype.itemsize
+    if config.block_size_m or config.block_size_n:
+        block = (config.block_size_m or 8) * (config.block_size_n or 256)
+        if block * dtype.itemsize > comm.slot_bytes:
+            raise InvalidConfigError(
+                f"A block of {block} elements of {dtype} does not fit a slot of {readable(comm.slot_bytes)}: choose "
+                f"block_size_m * block_size_n of at most {comm.slot_bytes // dtype.itemsize}."
+            )
+    block_step = block * comm.size if step is None else block
+    part_step = block if step is None else step
+    limit_step = block if step is None else 0
+    blocks = -(-n // block_step)
+    programs = comm.programs(blocks, choice.programs)
+    counts, places, slots = comm.queues(stream, capturing)
+    before = (comm.workspace.context_tensor, counts, places, slots.view(dtype), comm.heap_table)
+    direct = to is not None and output.nbytes > 65536
+    after = (
+        n, part_step, block_step, limit_step, 0 if step is not None else block, output.nbytes,
+        (to or range(0, comm.size)).start, (to or range(0, comm.size)).stop, comm.size, block, op, to is not None, direct,
+    )  # fmt: skip
+    kernel = two_shot.gluon_two_shot if config.use_gluon else two_shot.triton_two_shot
+    return ready(kernel, programs, _warps(config, block * dtype.itemsize), before, (input, output), after, dtype)
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """What `all_reduce_preamble` returns: proof that the calls it was made for have their memory.
+
+    Attributes
+    ----------
+    size : int
+        Bytes of the largest input.
+    dtype : torch.dtype
+    """
+
+    communicator: Communicator
+    size: int
+    dtype: torch.dtype
+
+    def covers(self, comm: Communicator, output: torch.Tensor, input: torch.Tensor) -> bool:
+        """Whether a call may use it."""
+        return comm is self.communicator and input.dtype == self.dtype and input.nbytes <= self.size
+
+    def check(self, comm: Communicator, output: torch.Tensor, input: torch.Tensor) -> None:
+        """Raise `WorkspaceTooSmallError` unless a call may use it."""
+        if not self.covers(comm, output, input):
+            group = "" if comm is self.communicator else ", and of another group"
+            raise WorkspaceTooSmallError(
+                f"The workspace was prepared for {readable(self.size)} of {self.dtype}; this all_reduce has "
+                f"{readable(input.nbytes)} of {input.dtype}{group}. Call all_reduce_preamble() with these tensors."
+            )

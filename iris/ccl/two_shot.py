@@ -1,0 +1,166 @@
+"""Sums of any size and type: each rank adds up a part of every block, and pushes the sum to those that want it.
+
+all_reduce: over the link 2 (W - 1) / W times the bytes, in two steps. reduce_scatter: the first step alone, (W - 1) / W.
+reduce: the second step goes to the root alone. The parts travel through the queues of `iris.ccl.queue`, so they may be
+read anywhere; the sums go straight to results on the symmetric heap, and through the queues to others. Pushing in both
+steps keeps both directions of a link busy, at the rate of stores; loads from a peer are slower and need more in flight.
+
+A program works on three blocks at once: it sends the parts of block t, adds up those of t - 1 and passes on the sums of
+t - 2. That is also what keeps the queues from locking up: what a program waits for in round t, room or data, its peers
+have made in round t - 1, so whoever is furthest behind can always go on.
+
+Sums are formed by one rank each, in the order of ranks, so all ranks have the same bits.
+"""
+
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from iris.ccl.combine import accumulator, gluon_combine, triton_combine
+from iris.ccl.queue import AHEAD, COUNTS, GOT, LANES, NUM_SLOTS, SENT, gluon_queue, triton_queue
+from iris.language.context import DeviceContext, IrisDeviceCtx
+
+
+def make_two_shot(jit, lang, queue, combining, Context):
+    """The kernel in the language that ``(jit, lang)`` stand for."""
+    pick, among, flat, lanes = queue.pick, queue.among, queue.flat, queue.lanes
+    queue_address, pointer_at, offer, find = queue.queue_address, queue.pointer_at, queue.offer, queue.find
+    await_room, publish, finish = queue.await_room, queue.publish, queue.finish
+    await_blocks, give_back = queue.await_blocks, queue.give_back
+    combine, conclude = combining.combine, combining.conclude
+
+    @jit
+    def slot_of(p, s, got, W: tl.constexpr):
+        """Which slot of this rank holds the next block from rank ``s``."""
+        return lang.cast((p * W + s) * NUM_SLOTS + (pick(got, s) & (NUM_SLOTS - 1)), lang.int64)
+
+    @jit
+    def two_shot(
+        context_tensor,
+        counts,
+        places,
+        slots,
+        heap_table,
+        input,
+        output,
+        n,
+        part_step,
+        block_step,
+        limit_step,
+        out_part_step,
+        length,
+        to_first,
+        to_last,
+        W: tl.constexpr,
+        BLOCK: tl.constexpr,
+        OP: tl.constexpr,
+        SPREADS: tl.constexpr,
+        DIRECT: tl.constexpr,
+    ):
+        """Part d of block t begins at ``d * part_step + t * block_step`` and ends where ``d * limit_step`` + ... < n.
+
+        ``to_first`` to before ``to_last``: the ranks that want the sums, if it ``SPREADS`` them.
+        """
+        ctx = Context.initialize(context_tensor, num_ranks=W)
+        rank = ctx.cur_rank
+        p = lang.program_id(0)
+        programs = lang.num_programs(0)
+        element: tl.constexpr = input.dtype.element_ty
+        ACC: tl.constexpr = accumulator(element)
+        row = counts + p * COUNTS
+        others = among(0, W, rank)
+        sent = lang.load(row + SENT + lanes(), mask=others, other=0)
+        got = lang.load(row + GOT + lanes(), mask=others, other=0)
+        queues = queue_address(ctx, slots, W, BLOCK, others)
+        keeps = (rank >= to_first) & (rank < to_last)
+        to = among(to_first, to_last, rank) & SPREADS
+        sources = others & keeps & SPREADS
+        queued = to
+        address = queues
+        direct_here = rank < 0
+        if DIRECT:
+            calls_from, direct_here = offer(ctx, row, places + p * LANES, heap_table, output, length, W, sources)
+            calls_to, place = find(ctx, row, places + p * LANES, heap_table, to)
+            queued = to & (place == 0)
+            address = lang.where(queued, queues, place)
+        any_queued = lang.max(lang.cast(queued, lang.int32), axis=0) > 0
+        receives = keeps & (direct_here == 0)
+
+        i = flat(BLOCK, element)
+        # How many blocks there are: of the first part, which is the longest.
+        blocks = (n + block_step - 1) // block_step
+        steps = (blocks - p + programs - 1) // programs
+        last = steps + AHEAD
+        if SPREADS:
+            last = last + AHEAD
+        for step in range(0, last):
+            if step < steps:
+                await_room(ctx, row, sent, others, W)
+                t = lang.cast(p + step * programs, lang.int64)
+                for distance in range(1, W):
+                    d = (rank + distance) % W
+                    k = t * block_step + i
+                    data = lang.load(input + d * part_step + k, mask=d * limit_step + k < n)
+                    slot = pointer_at(slots, pick(queues, d)) + (pick(sent, d) & (NUM_SLOTS - 1)) * BLOCK
+                    lang.store(slot + i, data, mask=d * limit_step + k < n)
+                sent = lang.where(others, sent + 1, sent)
+                publish(ctx, row, sent, others)
+            if (step >= AHEAD) & (step < steps + AHEAD):
+                t = lang.cast(p + (step - AHEAD) * programs, lang.int64)
+                k = t * block_step + i
+                mask = rank * limit_step + k < n
+                own = lang.load(input + rank * part_step + k, mask=mask)
+                await_blocks(ctx, row, got, others, W)
+                total = lang.cast(own, ACC)
+                for s in lang.static_range(W):
+                    # Its own slots hold nothing; the address is a valid one.
+                    there = slots + slot_of(p, s, got, W) * BLOCK + i
+                    value = lang.load(there, mask=mask & (rank != s))
+                    value = lang.cast(lang.where(rank == s, own, value), ACC)
+                    if s == 0:
+                        total = value
+                    else:
+                        total = combine(total, value, OP)
+                got = lang.where(others, got + 1, got)
+                give_back(ctx, row, got, others)
+                result = conclude(total, element, W, OP)
+                if keeps:
+                    lang.store(output + rank * out_part_step + k, result, mask=mask)
+                if SPREADS:
+                    if any_queued:
+                        await_room(ctx, row, sent, queued, W)
+                    for distance in range(1, W):
+                        d = (rank + distance) % W
+                        if (d >= to_first) & (d < to_last):
+                            begin = pointer_at(slots, pick(address, d))
+                            if pick(lang.cast(queued, lang.int32), d) > 0:
+                                slot = begin + (pick(sent, d) & (NUM_SLOTS - 1)) * BLOCK
+                                lang.store(slot + i, result, mask=mask)
+                            else:
+                                lang.store(begin + rank * out_part_step + k, result, mask=mask)
+                    if any_queued:
+                        sent = lang.where(queued, sent + 1, sent)
+                        publish(ctx, row, sent, queued)
+            if SPREADS:
+                if (step >= 2 * AHEAD) & receives:
+                    t = lang.cast(p + (step - 2 * AHEAD) * programs, lang.int64)
+                    k = t * block_step + i
+                    await_blocks(ctx, row, got, sources, W)
+                    for distance in range(1, W):
+                        s = (rank + distance) % W
+                        mask = s * limit_step + k < n
+                        value = lang.load(slots + slot_of(p, s, got, W) * BLOCK + i, mask=mask)
+                        lang.store(output + s * out_part_step + k, value, mask=mask)
+                    got = lang.where(sources, got + 1, got)
+                    give_back(ctx, row, got, sources)
+        lang.store(row + SENT + lanes(), sent, mask=others)
+        lang.store(row + GOT + lanes(), got, mask=others)
+        if DIRECT:
+            finish(ctx, row, calls_to, to & (queued == 0), calls_from, sources & (direct_here != 0), W)
+
+    return two_shot
+
+
+triton_two_shot = make_two_shot(triton.jit, tl, triton_queue, triton_combine, DeviceContext)
+gluon_two_shot = make_two_shot(gluon.jit, gl, gluon_queue, gluon_combine, IrisDeviceCtx)

@@ -1,0 +1,31 @@
+"""The handle of a collective that was asked for with ``async_op=True``."""
+
+import torch
+
+
+class Work:
+    """A collective that has been enqueued on a stream. Methods as those of ``torch.distributed.Work``."""
+
+    def __init__(self, on_gpu: bool) -> None:
+        self._event: torch.cuda.Event | None = None
+        if on_gpu:
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def wait(self, timeout: object = None) -> bool:
+        """Let the current stream wait for the collective; the host does not wait."""
+        if self._event is not None:
+            self._event.wait()
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether it is over."""
+        return self._event is None or self._event.query()
+
+    def is_success(self) -> bool:
+        """Whether it is over; a failure is raised by ``ctx.barrier()``."""
+        return self.is_completed()
+
+    def synchronize(self) -> None:
+        """As `wait`."""
+        self.wait()

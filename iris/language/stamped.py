@@ -1,0 +1,150 @@
+"""Words that carry their own arrival: one hop, with no flag and no fence behind the data.
+
+A flag that follows data costs a fence, and a reader that sees it then goes for the data. Where each word says by itself
+whether it has arrived, a message takes one trip over the link. Two forms:
+
+* *Stamped*: 8 bytes, of which 4 are data and 4 an epoch. Any data, at twice the bytes. A reader waits until the epoch
+  is the one it expects. Used in rounds over the same memory, the epoch tells this round's word from an older one's.
+* *Marked*: an element of a floating-point type, its bits inverted, so that zero means "nothing yet". The pattern of all
+  ones, a NaN, would look like that: it is sent as another NaN. No extra bytes, but the reader has to clear what it
+  has read before the memory is used again, and NaNs do not keep their bits.
+
+Why this is in order without a fence: each element is written by one access of at most 8 bytes, which is never seen in
+part (PTX ISA, "Memory Consistency Model": scalar accesses; a vector is one access for each element, in no order), and
+it depends on nothing but itself. The reader takes the value from the very load that showed the mark.
+"""
+
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from iris.language.ordering import WAIT_LIMIT_NS, gluon_ordering, kind_code, triton_ordering
+from iris.language.target import on_amd
+
+
+@triton.constexpr_function
+def bits_type(element):
+    """The signed integer as wide as ``element``."""
+    return {8: tl.int8, 16: tl.int16, 32: tl.int32, 64: tl.int64}[element.primitive_bitwidth]
+
+
+@triton.constexpr_function
+def lowest(element):
+    return -(1 << (element.primitive_bitwidth - 1))
+
+
+def make_stamped(jit: Callable, lang: ModuleType, order: SimpleNamespace) -> SimpleNamespace:
+    """The device functions of this file in the language that ``(jit, lang)`` stand for."""
+    reread, expired, nanoseconds, write_record = order.reread, order.expired, order.nanoseconds, order.write_record
+
+    @jit
+    def write_through(ptrs, values, mask):
+        # On AMD a plain store may stay in the writer's L2 until the kernel ends.
+        if on_amd():
+            lang.store(ptrs, values, mask=mask, cache_modifier=".wt")
+        else:
+            lang.store(ptrs, values, mask=mask)
+
+    @jit
+    def given_up(ptrs, since, wanted, source, record):
+        """Whether a wait for data has exceeded its limit; notes it if so."""
+        over = expired(record, since)
+        if over:
+            first = lang.min(lang.cast(ptrs, lang.int64), axis=0)
+            write_record(record, first, wanted, 0, kind_code("data"), source, 0)
+        return over
+
+    @jit
+    def send_stamped(ptrs, words, stamp, mask):
+        """Store int32 ``words``, each with the int32 ``stamp``, to the int64 ``ptrs``, a peer's."""
+        low = lang.cast(words, lang.int64) & 0xFFFFFFFF
+        write_through(ptrs, low | (lang.cast(stamp, lang.int64) << 32), mask)
+
+    @jit
+    def receive_stamped(ptrs, stamp, mask, source, record):
+        """Wait until all of the caller's own ``ptrs`` carry ``stamp``; returns the int32 words."""
+        if WAIT_LIMIT_NS > 0:
+            since = nanoseconds(record)
+        words = reread(ptrs, mask)
+        missing = lang.max(lang.cast(mask & (lang.cast(words >> 32, lang.int32) != stamp), lang.int32), axis=0)
+        while missing > 0:
+            words = reread(ptrs, mask)
+            missing = lang.max(lang.cast(mask & (lang.cast(words >> 32, lang.int32) != stamp), lang.int32), axis=0)
+            if WAIT_LIMIT_NS > 0:
+                if missing > 0:
+                    if given_up(ptrs, since, stamp, source, record):
+                        missing = missing * 0
+        return lang.cast(words, lang.int32)
+
+    @jit
+    def send_marked(ptrs, values, mask):
+        """Store the floating-point ``values`` to ``ptrs``, a peer's, which point to integers of their width."""
+        bits: tl.constexpr = bits_type(values.dtype)
+        wire = lang.cast(values, bits, bitcast=True) ^ -1
+        write_through(ptrs, lang.where(wire == 0, lang.cast(lowest(bits), bits), wire), mask)
+
+    @jit
+    def receive_marked(ptrs, element: tl.constexpr, mask, source, record):
+        """Wait until something has arrived in all of the caller's own ``ptrs``; returns it as ``element``."""
+        if WAIT_LIMIT_NS > 0:
+            since = nanoseconds(record)
+        wire = reread(ptrs, mask)
+        missing = lang.max(lang.cast(mask & (wire == 0), lang.int32), axis=0)
+        while missing > 0:
+            wire = reread(ptrs, mask)
+            missing = lang.max(lang.cast(mask & (wire == 0), lang.int32), axis=0)
+            if WAIT_LIMIT_NS > 0:
+                if missing > 0:
+                    if given_up(ptrs, since, 0, source, record):
+                        missing = missing * 0
+        return lang.cast(wire ^ -1, element, bitcast=True)
+
+    @jit
+    def clear_marked(ptrs, mask):
+        """Make the caller's own ``ptrs`` ready for what comes next; the kernel's end makes it visible to peers."""
+        lang.store(ptrs, lang.zeros_like(lang.cast(ptrs, lang.int64)).to(ptrs.dtype.element_ty), mask=mask)
+
+    @jit
+    def send_place(ptrs, place, count, mask):
+        """Store ``place``, int64 below 2^48, stamped with the low 16 bits of ``count``, to the int64 ``ptrs``."""
+        write_through(ptrs, place | (lang.cast(count & 0xFFFF, lang.int64) << 48), mask)
+
+    @jit
+    def unplaced(words, counts, mask):
+        stamps = lang.cast(words >> 48, lang.int32) & 0xFFFF
+        return lang.max(lang.cast(mask & (stamps != (counts & 0xFFFF)), lang.int32), axis=0)
+
+    @jit
+    def receive_places(ptrs, counts, mask, record):
+        """Wait until all of the caller's own ``ptrs`` carry their ``counts``; returns the places."""
+        if WAIT_LIMIT_NS > 0:
+            since = nanoseconds(record)
+        words = reread(ptrs, mask)
+        missing = unplaced(words, counts, mask)
+        while missing > 0:
+            words = reread(ptrs, mask)
+            missing = unplaced(words, counts, mask)
+            if WAIT_LIMIT_NS > 0:
+                if missing > 0:
+                    if given_up(ptrs, since, 0, -1, record):
+                        missing = missing * 0
+        return words & 0xFFFFFFFFFFFF
+
+    return SimpleNamespace(
+        send_place=send_place,
+        receive_places=receive_places,
+        send_stamped=send_stamped,
+        receive_stamped=receive_stamped,
+        send_marked=send_marked,
+        receive_marked=receive_marked,
+        clear_marked=clear_marked,
+        given_up=given_up,
+    )
+
+
+triton_stamped = make_stamped(triton.jit, tl, triton_ordering)
+gluon_stamped = make_stamped(gluon.jit, gl, gluon_ordering)
