@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from iris import simulator
-from iris.ccl.queue import MAX_RANKS, region_bytes
+from iris.ccl.queue import COUNTS, MAX_RANKS, SLOTS, WORDS, region_bytes
 from iris.errors import InvalidGroupError
 from iris.heap.symmetric import SymmetricHeap
 from iris.launch import prepare
@@ -15,9 +15,9 @@ from iris.workspace import Workspace
 # Programs that may use queues at once. A program a multiprocessor saturates the link of an H200 long before that.
 PROGRAMS = 8 if simulator.ACTIVE else 128
 
-# Bytes of a slot: what a program of 512 threads moves in two (one) instructions a thread.
-SLOT_BYTES = {1: 16384, 2: 16384}
-SLOT_BYTES_OF_MORE = 8192
+# Bytes of all slots of a channel, and of a slot at most: what 512 threads move in two instructions each.
+STAGING_BYTES = (4 << 20) if simulator.ACTIVE else (32 << 20)
+LARGEST_SLOT = 16384
 
 Launch = Callable[[int | None, torch.Tensor, torch.Tensor], None]
 
@@ -46,7 +46,8 @@ class Communicator:
         self.device = workspace.device
         table = [*(heap.bases[rank] for rank in group.ranks), heap.mapped_size]
         self.heap_table = torch.tensor(table, dtype=torch.int64, device=self.device)
-        self.slot_bytes = SLOT_BYTES.get(self.size, SLOT_BYTES_OF_MORE)
+        share = STAGING_BYTES // (PROGRAMS * SLOTS * self.size)
+        self.slot_bytes = min(LARGEST_SLOT, 1 << (share.bit_length() - 1))
         self.launches: dict[Any, Launch] = {}
         self.configs: list[object] = []
 
@@ -55,12 +56,12 @@ class Communicator:
         return max(1, min(blocks, comm_sms or self.num_sms, PROGRAMS))
 
     def queues(self, stream: int | None, capturing: bool, name: str = "queue") -> tuple[torch.Tensor, ...]:
-        """The queues of a stream: counts (int32), places (int64) and slots (uint8)."""
+        """The queues of a stream: counts (int32), words (int64) and slots (uint8)."""
         size = region_bytes(PROGRAMS, self.size, self.slot_bytes)
         channel = self.workspace.channel(name, stream, capturing, size)
-        counts = channel[: PROGRAMS * 8 * MAX_RANKS * 4]
-        places = channel[counts.numel() : counts.numel() + PROGRAMS * MAX_RANKS * 8]
-        return counts.view(torch.int32), places.view(torch.int64), channel[counts.numel() + places.numel() :]
+        words = PROGRAMS * COUNTS.value * 4
+        slots = words + PROGRAMS * WORDS.value * 8
+        return channel[:words].view(torch.int32), channel[words:slots].view(torch.int64), channel[slots:]
 
 
 def ready(

@@ -27,9 +27,9 @@ from iris.ccl.queue import (
     AHEAD,
     COUNTS,
     GOT,
-    LANES,
     NUM_SLOTS,
     SENT,
+    WORDS,
     gluon_queue,
     triton_queue,
 )
@@ -40,16 +40,13 @@ def make_exchange(jit, lang, queue: SimpleNamespace, Context):
     """The kernel in the language that ``(jit, lang)`` stand for."""
     pick, among, flat, lanes = queue.pick, queue.among, queue.flat, queue.lanes
     queue_address, pointer_at, offer, find = queue.queue_address, queue.pointer_at, queue.offer, queue.find
-    await_room, publish, await_blocks, give_back = (
-        queue.await_room, queue.publish, queue.await_blocks, queue.give_back,
-    )  # fmt: skip
-    finish = queue.finish
+    await_room, await_blocks, post, finish = queue.await_room, queue.await_blocks, queue.post, queue.finish
 
     @jit
     def exchange(
         context_tensor,
         counts,
-        places,
+        words,
         slots,
         heap_table,
         input,
@@ -76,18 +73,22 @@ def make_exchange(jit, lang, queue: SimpleNamespace, Context):
         p = lang.program_id(0)
         BLOCK: tl.constexpr = BLOCK_M * BLOCK_N
         row = counts + p * COUNTS
+        own_words = words + p * WORDS
         to = among(to_first, to_last, rank)
         sources = among(from_first, from_last, rank)
-        sent = lang.load(row + SENT + lanes(), mask=to, other=0)
-        got = lang.load(row + GOT + lanes(), mask=sources, other=0)
+        # Both counts of all peers, since they are posted together.
+        others = among(0, W, rank)
+        sent = lang.load(row + SENT + lanes(), mask=others, other=0)
+        got = lang.load(row + GOT + lanes(), mask=others, other=0)
         address = queue_address(ctx, slots, W, BLOCK, to)
         queued = to
         direct_here = False
         if DIRECT:
-            calls_from, direct_here = offer(ctx, row, places + p * LANES, heap_table, output, length, W, sources)
-            calls_to, place = find(ctx, row, places + p * LANES, heap_table, to)
+            calls_from, direct_here = offer(ctx, row, own_words, heap_table, output, length, W, sources)
+            calls_to, place = find(ctx, row, own_words, heap_table, to)
             queued = to & (place == 0)
             address = lang.where(queued, address, place)
+        takes = (direct_here == 0) & (from_first < from_last)
         any_queued = lang.max(lang.cast(queued, lang.int32), axis=0) > 0
 
         own = output + lang.cast(rank, lang.int64) * recv_step
@@ -99,7 +100,7 @@ def make_exchange(jit, lang, queue: SimpleNamespace, Context):
         for step in range(0, steps + AHEAD):
             if step < steps:
                 if any_queued:
-                    await_room(ctx, row, sent, queued, W)
+                    await_room(ctx, own_words, sent, queued, W)
                 block = p + step * lang.num_programs(0)
                 r = block // blocks_n * BLOCK_M + index // BLOCK_N
                 c = block % blocks_n * BLOCK_N + index % BLOCK_N
@@ -125,10 +126,9 @@ def make_exchange(jit, lang, queue: SimpleNamespace, Context):
                                 lang.store(theirs + at_output, data, mask=mask)
                 if any_queued:
                     sent = lang.where(queued, sent + 1, sent)
-                    publish(ctx, row, sent, queued)
             if step >= AHEAD:
-                if direct_here == 0:
-                    await_blocks(ctx, row, got, sources, W)
+                if takes:
+                    await_blocks(ctx, own_words, got, sources, W)
                     block = p + (step - AHEAD) * lang.num_programs(0)
                     r = block // blocks_n * BLOCK_M + index // BLOCK_N
                     c = block % blocks_n * BLOCK_N + index % BLOCK_N
@@ -141,9 +141,10 @@ def make_exchange(jit, lang, queue: SimpleNamespace, Context):
                             data = lang.load(slots + lang.cast(slot, lang.int64) * BLOCK + index, mask=mask)
                             lang.store(output + lang.cast(s, lang.int64) * recv_step + at_output, data, mask=mask)
                     got = lang.where(sources, got + 1, got)
-                    give_back(ctx, row, got, sources)
-        lang.store(row + SENT + lanes(), sent, mask=to)
-        lang.store(row + GOT + lanes(), got, mask=sources)
+            if any_queued | takes:
+                post(ctx, own_words, sent, got, queued | (sources & takes))
+        lang.store(row + SENT + lanes(), sent, mask=others)
+        lang.store(row + GOT + lanes(), got, mask=others)
         if DIRECT:
             finish(ctx, row, calls_to, to & (queued == 0), calls_from, sources & (direct_here != 0), W)
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from iris.ccl import one_hop
 from iris.ccl.communicator import Communicator, Launch, ready
 from iris.ccl.config import Config
 from iris.ccl.exchange import gluon_exchange, triton_exchange
@@ -54,6 +55,14 @@ def prepare_exchange(
 ) -> Launch:  # fmt: skip
     """A launch of ``exchange`` on a stream, for tensors that lie like these."""
     e = exchange
+    everyone = range(comm.size)
+    if (
+        e.to == e.sources == everyone
+        and e.rows * e.row <= one_hop.LARGEST_PIECE
+        and config.block_size_m is None
+        and config.block_size_n is None
+    ):
+        return _one_hop(comm, e, output, input, config, stream, capturing)
     lengths = (e.row, e.in_pitch, e.out_pitch, e.send_step, e.recv_step)
     begins = (input.storage_offset() * input.itemsize, output.storage_offset() * output.itemsize)
     word = word_bytes(*lengths, *begins, input.data_ptr(), output.data_ptr())
@@ -68,10 +77,10 @@ def prepare_exchange(
             f"between {comm.size} ranks: choose block_size_m * block_size_n of at most {comm.slot_bytes // word}."
         )
     blocks = -(-e.rows // block_m) * -(-(e.row // word) // block_n)
-    counts, places, slots = comm.queues(stream, capturing)
+    counts, posts, slots = comm.queues(stream, capturing)
     warps = config.num_warps or max(1, min(16, block_m * block_n * word // 512))
     dtype = WORDS[word]
-    before = (comm.workspace.context_tensor, counts, places, slots.view(dtype), comm.heap_table)
+    before = (comm.workspace.context_tensor, counts, posts, slots.view(dtype), comm.heap_table)
     after = (
         e.rows, e.row // word, *(length // word for length in lengths[1:]), e.length,
         e.to.start, e.to.stop, e.sources.start, e.sources.stop,
@@ -80,6 +89,24 @@ def prepare_exchange(
     kernel = gluon_exchange if config.use_gluon else triton_exchange
     programs = comm.programs(blocks, config.comm_sms)
     return ready(kernel, programs, warps, before, (input, output), after, dtype)
+
+
+def _one_hop(
+    comm: Communicator, e: Exchange, output: torch.Tensor, input: torch.Tensor, config: Config,
+    stream: int | None, capturing: bool,
+) -> Launch:  # fmt: skip
+    lengths = (e.row, e.in_pitch, e.out_pitch, e.send_step, e.recv_step)
+    begins = (input.storage_offset() * input.itemsize, output.storage_offset() * output.itemsize)
+    word = min(4, word_bytes(*lengths, *begins, input.data_ptr(), output.data_ptr()))
+    channel = comm.workspace.channel("one_hop", stream, capturing, one_hop.channel_bytes(comm.size))
+    epochs, slots = channel[: one_hop.EPOCHS_BYTES].view(torch.int32), channel[one_hop.EPOCHS_BYTES :].view(torch.int64)
+    units = -(-e.rows * e.row // (4 * one_hop.BLOCK_WORDS)) * comm.size
+    programs = max(1, min(units, config.comm_sms or comm.num_sms))
+    flat = e.rows == 1
+    after = (e.rows * e.row // word, *(length // word for length in lengths), comm.size, flat)
+    kernel = one_hop.gluon_one_hop if config.use_gluon else one_hop.triton_one_hop
+    before = (comm.workspace.context_tensor, epochs, slots)
+    return ready(kernel, programs, config.num_warps or 4, before, (input, output), after, WORDS[word])
 
 
 def _block(comm: Communicator, exchange: Exchange, word: int) -> tuple[int, int]:

@@ -20,12 +20,12 @@ from iris.language.context import DeviceContext, IrisDeviceCtx
 from iris.language.stamped import gluon_stamped, triton_stamped
 
 # Words of a block: 4 bytes of data each.
-WORDS = 1024
-BLOCK = tl.constexpr(WORDS)
+BLOCK_WORDS = 1024
+BLOCK = tl.constexpr(BLOCK_WORDS)
 WORD_BYTES = tl.constexpr(4)
 
-# Blocks of the largest piece: 64 KiB.
 BLOCKS = 16
+LARGEST_PIECE = BLOCKS * BLOCK_WORDS * 4
 NUM_BLOCKS = tl.constexpr(BLOCKS)
 
 # Where the words begin, behind the epochs: int32 [BLOCKS, 32].
@@ -35,7 +35,7 @@ RANKS = tl.constexpr(32)
 
 def channel_bytes(size: int) -> int:
     """Bytes of the epochs and of two slots with a block from each of ``size`` ranks."""
-    return EPOCHS_BYTES + 2 * BLOCKS * size * WORDS * 8
+    return EPOCHS_BYTES + 2 * BLOCKS * size * BLOCK_WORDS * 8
 
 
 def make_one_hop(jit, lang, queue, stamped, Context):

@@ -1,17 +1,20 @@
 """The queues between ranks: how blocks of any size, from anywhere, get from one rank's program to another's.
 
-Program p of each rank has a queue to program p of every other: `SLOTS` slots of staging memory at the receiver, and
-counts of what went through, which only ever rise:
+Program p of each rank has a queue to program p of every other: `SLOTS` slots of staging memory at the receiver. Each
+rank tells each other how many blocks it has put into the queue to it, and taken out of the queue from it. Both counts
+only ever rise and are one word of 64 bits, so that one release says both:
 
-    ready[p, s]    at the receiver: blocks that rank s has put into its queue here     written by s, release
-    taken[p, d]    at the sender: blocks that rank d has taken out of the queue there     written by d, release
+    posts[p, s]    at every rank: (blocks that s has put in for this rank, blocks that s has taken of this rank's)
     sent, got      what this rank has put in and taken out, for its own use
 
-A sender may write block n (from 0) once n - SLOTS blocks are taken: ``taken >= n + 1 - SLOTS``. A receiver may read it
-once ``ready >= n + 1``. Both are waits for a count to be *reached*, so a count that is already further loses nothing,
-and none is ever reset. Since counts live in device memory and belong to a pair, any sequence of collectives with any
-roots, sizes and grids may follow each other on a queue, in a CUDA graph too: all that must agree is how many blocks
-the two ends of a pair move, and these follow from the call's arguments.
+A sender may write block n (from 0) once n + 1 - SLOTS blocks are taken, and a receiver may read it once n + 1 are put
+in. Both are waits for a count to be *reached*, so a count that is already further loses nothing, and none is ever
+reset. Since counts live in device memory and belong to a pair, any sequence of collectives with any roots, sizes and
+grids may follow each other on a queue, in a CUDA graph too: all that must agree is how many blocks the two ends of a
+pair move, and these follow from the call's arguments.
+
+Programs work in rounds. In each a program sends what is next, takes what its peers sent `AHEAD` rounds before, and
+posts its counts at the end; so the trip of a block, and of the fence behind it, is hidden by the next ones.
 
 Large results that lie on the symmetric heap need no slots. The receiver tells each sender where its result is, in a
 *place*: a word of 64 bits with the offset in the heap, plus one, and the count of such calls in the upper 16 bits,
@@ -37,21 +40,26 @@ from iris.language.target import threads_per_warp
 
 # Ranks that a block of lanes holds: the largest group.
 MAX_RANKS = BARRIER_LANES
-SLOTS = 4
-# Blocks that a program sends ahead of what it receives, so that a block's trip and its fence are behind the next ones.
-AHEAD = tl.constexpr(1)
+SLOTS = 8
+# Rounds between sending a block and expecting it at the other end. A round sends two blocks at most (`two_shot`), so
+# 2 * AHEAD + 2 slots are the fewest; more let a rank run ahead of a slow one.
+AHEAD = tl.constexpr(2)
 
-# Rows of a program's counts, each of MAX_RANKS int32.
-READY, TAKEN, DONE, SENT, GOT, CALLS_TO, CALLS_FROM = (tl.constexpr(i * MAX_RANKS) for i in range(7))
-COUNTS = tl.constexpr(8 * MAX_RANKS)
+# A program's counts: rows of MAX_RANKS int32.
+DONE, SENT, GOT, CALLS_TO, CALLS_FROM = (tl.constexpr(i * MAX_RANKS) for i in range(5))
+COUNTS = tl.constexpr(5 * MAX_RANKS)
 
-LANES = tl.constexpr(MAX_RANKS)
+# A program's words: rows of MAX_RANKS int64.
+POSTS, PLACES = (tl.constexpr(i * MAX_RANKS) for i in range(2))
+WORDS = tl.constexpr(2 * MAX_RANKS)
+
 NUM_SLOTS = tl.constexpr(SLOTS)
+HIGH, LOW = tl.constexpr("high"), tl.constexpr("low")
 
 
 def region_bytes(programs: int, size: int, slot_bytes: int) -> int:
     """Bytes of the queues of ``programs`` programs of a group of ``size`` ranks."""
-    return programs * (COUNTS.value * 4 + MAX_RANKS * 8 + size * SLOTS * slot_bytes)
+    return programs * (COUNTS.value * 4 + WORDS.value * 8 + size * SLOTS * slot_bytes)
 
 
 
@@ -107,41 +115,41 @@ def make_queue(
         return move(like, lang.cast(like, lang.int64), address)
 
     @jit
-    def offer(ctx, row, place_row, heap_table, output, length, W: tl.constexpr, sources):
+    def offer(ctx, row, words, heap_table, output, length, W: tl.constexpr, sources):
         """Tell the ranks ``sources`` where their data go; returns the count of these calls, and whether it is direct."""
         offset = lang.cast(output, lang.int64) - lang.load(heap_table + ctx.cur_rank)
         # Aligned as the sender's pointers assume; what is not takes the queue.
         direct = (offset >= 0) & (offset + length <= lang.load(heap_table + W)) & (offset % 16 == 0)
         calls = lang.load(row + CALLS_FROM + lanes(), mask=sources, other=0) + 1
-        words = move(place_row + ctx.cur_rank, ctx.base, lang.load(ctx.table + lanes(), mask=sources, other=0))
-        send_place(words, lang.where(direct, offset + 1, 0), calls, sources)
+        theirs = move(words + PLACES + ctx.cur_rank, ctx.base, lang.load(ctx.table + lanes(), mask=sources, other=0))
+        send_place(theirs, lang.where(direct, offset + 1, 0), calls, sources)
         lang.store(row + CALLS_FROM + lanes(), calls, mask=sources)
         return calls, direct
 
     @jit
-    def find(ctx, row, place_row, heap_table, to):
+    def find(ctx, row, words, heap_table, to):
         """Where the ranks ``to`` want their data: the count of these calls, and an address for each, 0 for the queue."""
         calls = lang.load(row + CALLS_TO + lanes(), mask=to, other=0) + 1
-        offset = receive_places(place_row + lanes(), calls, to, ctx._record())
+        offset = receive_places(words + PLACES + lanes(), calls, to, ctx._record())
         lang.store(row + CALLS_TO + lanes(), calls, mask=to)
         base = lang.load(heap_table + lanes(), mask=to, other=0)
         return calls, lang.where(to & (offset > 0), base + offset - 1, 0)
 
     @jit
-    def await_room(ctx, row, sent, to, W: tl.constexpr):
-        wait_ranks(row + TAKEN + lanes(), sent + 1 - NUM_SLOTS, to, 0, W, ctx._record())
+    def await_room(ctx, words, sent, to, W: tl.constexpr):
+        """Wait for room for another block in the queues to the ranks ``to``."""
+        wait_ranks(words + POSTS + lanes(), sent + 1 - NUM_SLOTS, to, 0, W, ctx._record(), LOW)
 
     @jit
-    def publish(ctx, row, sent, to):
-        signal_ranks(row + READY + ctx.cur_rank, sent, lanes(), to, ctx.table, ctx.base)
+    def await_blocks(ctx, words, got, sources, W: tl.constexpr):
+        """Wait for the next block in the queues from the ranks ``sources``."""
+        wait_ranks(words + POSTS + lanes(), got + 1, sources, 0, W, ctx._record(), HIGH)
 
     @jit
-    def await_blocks(ctx, row, got, sources, W: tl.constexpr):
-        wait_ranks(row + READY + lanes(), got + 1, sources, 0, W, ctx._record())
-
-    @jit
-    def give_back(ctx, row, got, sources):
-        signal_ranks(row + TAKEN + ctx.cur_rank, got, lanes(), sources, ctx.table, ctx.base)
+    def post(ctx, words, sent, got, peers):
+        """Tell ``peers`` what was put in and taken out: behind all writes to their slots, and all reads of the own."""
+        word = (lang.cast(sent, lang.int64) << 32) | (lang.cast(got, lang.int64) & 0xFFFFFFFF)
+        signal_ranks(words + POSTS + ctx.cur_rank, word, lanes(), peers, ctx.table, ctx.base)
 
     @jit
     def finish(ctx, row, calls_to, to, calls_from, sources, W: tl.constexpr):
@@ -158,7 +166,7 @@ def make_queue(
 
 QUEUE_FUNCTIONS = {
     "pick", "among", "queue_address", "pointer_at", "offer", "find",
-    "await_room", "publish", "await_blocks", "give_back", "finish",
+    "await_room", "await_blocks", "post", "finish",
 }  # fmt: skip
 
 triton_queue = make_queue(triton.jit, tl, triton_translate, triton_ordering, triton_stamped)

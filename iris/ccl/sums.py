@@ -124,8 +124,8 @@ def _queued(
     limit_step = block if step is None else 0
     blocks = -(-n // block_step)
     programs = comm.programs(blocks, choice.programs)
-    counts, places, slots = comm.queues(stream, capturing)
-    before = (comm.workspace.context_tensor, counts, places, slots.view(dtype), comm.heap_table)
+    counts, posts, slots = comm.queues(stream, capturing)
+    before = (comm.workspace.context_tensor, counts, posts, slots.view(dtype), comm.heap_table)
     direct = to is not None and output.nbytes > 65536
     after = (
         n, part_step, block_step, limit_step, 0 if step is not None else block, output.nbytes,

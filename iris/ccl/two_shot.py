@@ -5,9 +5,10 @@ reduce: the second step goes to the root alone. The parts travel through the que
 read anywhere; the sums go straight to results on the symmetric heap, and through the queues to others. Pushing in both
 steps keeps both directions of a link busy, at the rate of stores; loads from a peer are slower and need more in flight.
 
-A program works on three blocks at once: it sends the parts of block t, adds up those of t - 1 and passes on the sums of
-t - 2. That is also what keeps the queues from locking up: what a program waits for in round t, room or data, its peers
-have made in round t - 1, so whoever is furthest behind can always go on.
+A program works on several blocks at once: in round t it sends the parts of block t, adds up those of t - AHEAD and takes
+in the sums of t - 2 AHEAD. That is also what keeps the queues from locking up: what a program waits for in round t,
+room or data, its peers have posted by the end of round t - 1, so whoever is furthest behind can always go on. (Room: with A for AHEAD, the
+last block of round t is number 2t - A + 1, and a peer has taken 2t - 3A by the end of its round t - 1; so 2A + 2 slots.)
 
 Sums are formed by one rank each, in the order of ranks, so all ranks have the same bits.
 """
@@ -18,7 +19,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from iris.ccl.combine import accumulator, gluon_combine, triton_combine
-from iris.ccl.queue import AHEAD, COUNTS, GOT, LANES, NUM_SLOTS, SENT, gluon_queue, triton_queue
+from iris.ccl.queue import AHEAD, COUNTS, GOT, NUM_SLOTS, SENT, WORDS, gluon_queue, triton_queue
 from iris.language.context import DeviceContext, IrisDeviceCtx
 
 
@@ -26,8 +27,7 @@ def make_two_shot(jit, lang, queue, combining, Context):
     """The kernel in the language that ``(jit, lang)`` stand for."""
     pick, among, flat, lanes = queue.pick, queue.among, queue.flat, queue.lanes
     queue_address, pointer_at, offer, find = queue.queue_address, queue.pointer_at, queue.offer, queue.find
-    await_room, publish, finish = queue.await_room, queue.publish, queue.finish
-    await_blocks, give_back = queue.await_blocks, queue.give_back
+    await_room, await_blocks, post, finish = queue.await_room, queue.await_blocks, queue.post, queue.finish
     combine, conclude = combining.combine, combining.conclude
 
     @jit
@@ -39,7 +39,7 @@ def make_two_shot(jit, lang, queue, combining, Context):
     def two_shot(
         context_tensor,
         counts,
-        places,
+        words,
         slots,
         heap_table,
         input,
@@ -69,6 +69,7 @@ def make_two_shot(jit, lang, queue, combining, Context):
         element: tl.constexpr = input.dtype.element_ty
         ACC: tl.constexpr = accumulator(element)
         row = counts + p * COUNTS
+        own_words = words + p * WORDS
         others = among(0, W, rank)
         sent = lang.load(row + SENT + lanes(), mask=others, other=0)
         got = lang.load(row + GOT + lanes(), mask=others, other=0)
@@ -80,8 +81,8 @@ def make_two_shot(jit, lang, queue, combining, Context):
         address = queues
         direct_here = rank < 0
         if DIRECT:
-            calls_from, direct_here = offer(ctx, row, places + p * LANES, heap_table, output, length, W, sources)
-            calls_to, place = find(ctx, row, places + p * LANES, heap_table, to)
+            calls_from, direct_here = offer(ctx, row, own_words, heap_table, output, length, W, sources)
+            calls_to, place = find(ctx, row, own_words, heap_table, to)
             queued = to & (place == 0)
             address = lang.where(queued, queues, place)
         any_queued = lang.max(lang.cast(queued, lang.int32), axis=0) > 0
@@ -96,7 +97,7 @@ def make_two_shot(jit, lang, queue, combining, Context):
             last = last + AHEAD
         for step in range(0, last):
             if step < steps:
-                await_room(ctx, row, sent, others, W)
+                await_room(ctx, own_words, sent, others, W)
                 t = lang.cast(p + step * programs, lang.int64)
                 for distance in range(1, W):
                     d = (rank + distance) % W
@@ -105,13 +106,12 @@ def make_two_shot(jit, lang, queue, combining, Context):
                     slot = pointer_at(slots, pick(queues, d)) + (pick(sent, d) & (NUM_SLOTS - 1)) * BLOCK
                     lang.store(slot + i, data, mask=d * limit_step + k < n)
                 sent = lang.where(others, sent + 1, sent)
-                publish(ctx, row, sent, others)
             if (step >= AHEAD) & (step < steps + AHEAD):
                 t = lang.cast(p + (step - AHEAD) * programs, lang.int64)
                 k = t * block_step + i
                 mask = rank * limit_step + k < n
                 own = lang.load(input + rank * part_step + k, mask=mask)
-                await_blocks(ctx, row, got, others, W)
+                await_blocks(ctx, own_words, got, others, W)
                 total = lang.cast(own, ACC)
                 for s in lang.static_range(W):
                     # Its own slots hold nothing; the address is a valid one.
@@ -123,13 +123,12 @@ def make_two_shot(jit, lang, queue, combining, Context):
                     else:
                         total = combine(total, value, OP)
                 got = lang.where(others, got + 1, got)
-                give_back(ctx, row, got, others)
                 result = conclude(total, element, W, OP)
                 if keeps:
                     lang.store(output + rank * out_part_step + k, result, mask=mask)
                 if SPREADS:
                     if any_queued:
-                        await_room(ctx, row, sent, queued, W)
+                        await_room(ctx, own_words, sent, queued, W)
                     for distance in range(1, W):
                         d = (rank + distance) % W
                         if (d >= to_first) & (d < to_last):
@@ -141,19 +140,18 @@ def make_two_shot(jit, lang, queue, combining, Context):
                                 lang.store(begin + rank * out_part_step + k, result, mask=mask)
                     if any_queued:
                         sent = lang.where(queued, sent + 1, sent)
-                        publish(ctx, row, sent, queued)
             if SPREADS:
                 if (step >= 2 * AHEAD) & receives:
                     t = lang.cast(p + (step - 2 * AHEAD) * programs, lang.int64)
                     k = t * block_step + i
-                    await_blocks(ctx, row, got, sources, W)
+                    await_blocks(ctx, own_words, got, sources, W)
                     for distance in range(1, W):
                         s = (rank + distance) % W
                         mask = s * limit_step + k < n
                         value = lang.load(slots + slot_of(p, s, got, W) * BLOCK + i, mask=mask)
                         lang.store(output + s * out_part_step + k, value, mask=mask)
                     got = lang.where(sources, got + 1, got)
-                    give_back(ctx, row, got, sources)
+            post(ctx, own_words, sent, got, others)
         lang.store(row + SENT + lanes(), sent, mask=others)
         lang.store(row + GOT + lanes(), got, mask=others)
         if DIRECT:

@@ -35,6 +35,7 @@ KINDS = device_record.KINDS
 
 ACQ_REL = tl.constexpr("acq_rel")
 SYS = tl.constexpr("sys")
+WHOLE = tl.constexpr("whole")
 WAIT_LIMIT_NS = tl.constexpr(0 if simulator.ACTIVE else wait_limit.NANOSECONDS)
 CHECKS_POINTERS = tl.constexpr(device_record.CHECKS_POINTERS and not simulator.ACTIVE)
 
@@ -329,15 +330,25 @@ def make_ordering(jit: Callable, lang: ModuleType, translate) -> SimpleNamespace
         return seen
 
     @jit
-    def behind(flags, wanted, here):
-        """By how much the slowest of these flags is behind what is ``wanted`` of it; 0 or less: none is."""
-        # A wrapping difference: a count that overflows its type is still the next one.
-        return lang.max(lang.where(here, wanted - poll(flags, here), 0), axis=0)
+    def count(flags, here, half: tl.constexpr):
+        """The flags, or the "high" or "low" 32 bits of flags that hold two counts."""
+        if half == "high":
+            return lang.cast(poll(flags, here) >> 32, lang.int32)
+        elif half == "low":
+            return lang.cast(poll(flags, here), lang.int32)
+        else:
+            return poll(flags, here)
 
     @jit
-    def arrivals(flags, wanted, here):
+    def behind(flags, wanted, here, half: tl.constexpr):
+        """By how much the slowest of these flags is behind what is ``wanted`` of it; 0 or less: none is."""
+        # A wrapping difference: a count that overflows its type is still the next one.
+        return lang.max(lang.where(here, wanted - count(flags, here, half), 0), axis=0)
+
+    @jit
+    def arrivals(flags, wanted, here, half: tl.constexpr):
         """A bit for each of `LANES` flags: has it arrived?"""
-        there = here & (wanted - poll(flags, here) <= 0)
+        there = here & (wanted - count(flags, here, half) <= 0)
         return lang.sum(lang.cast(there, lang.int64) << lanes(), axis=0)
 
     @jit
@@ -351,22 +362,23 @@ def make_ordering(jit: Callable, lang: ModuleType, translate) -> SimpleNamespace
         lang.atomic_xchg(flags, values, mask=here, sem="release", scope="sys")
 
     @jit
-    def wait_ranks(flag_ptrs, wanted, here, first, num_ranks, record):
+    def wait_ranks(flag_ptrs, wanted, here, first, num_ranks, record, half: tl.constexpr = WHOLE):
         """Wait until each of the caller's own flags, where ``here``, has reached ``wanted`` (wrapping, like epochs).
 
         Blocks of `lanes`, for the ranks from ``first`` on; what was published with the flags is visible afterwards.
+        ``half``: "high" or "low", where flags of 64 bits hold two counts.
         """
-        missing = behind(flag_ptrs, wanted, here)
+        missing = behind(flag_ptrs, wanted, here, half)
         if WAIT_LIMIT_NS == 0:
             while missing > 0:
-                missing = behind(flag_ptrs, wanted, here)
+                missing = behind(flag_ptrs, wanted, here, half)
         else:
             since = nanoseconds(record)
             while missing > 0:
-                missing = behind(flag_ptrs, wanted, here)
+                missing = behind(flag_ptrs, wanted, here, half)
                 if missing > 0:
                     if expired(record, since):
-                        there = arrivals(flag_ptrs, wanted, here)
+                        there = arrivals(flag_ptrs, wanted, here, half)
                         # The flags of one barrier all await one value; those of a queue may not, so: the largest.
                         most = lang.max(lang.where(here, wanted, 0), axis=0)
                         row = lang.min(lang.cast(flag_ptrs, lang.int64), axis=0)
