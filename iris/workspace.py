@@ -26,8 +26,8 @@ from iris.world import Group
 # hence one compiled specialisation.
 ALIGNMENT = 1024
 
-# A 256th of the device's memory: 560 MiB of an H200, which is some thirty channels with staging.
-SHARE_OF_MEMORY = 256
+# A 128th of the device's memory: 1.1 GiB of an H200, which is 35 channels with the most staging.
+SHARE_OF_MEMORY = 128
 
 
 class Workspace:

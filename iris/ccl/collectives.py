@@ -212,7 +212,7 @@ class Collectives:
         if workspace is not None:
             workspace.check(comm, output, input)
         source, result = _aligned_pair(output, input)
-        key = self._key(("all_reduce", op), result, source, config, stream, capture)
+        key = self._key(("all_reduce", id(op)), result, source, config, stream, capture)
         launch = comm.launches.get(key)
         if launch is None:
             self._check_pair(comm, "all_reduce", output, input, 1, 1)
@@ -260,7 +260,7 @@ class Collectives:
         comm, stream, capture = self._enter("reduce_scatter", group, output, input)
         source = input.contiguous()
         result = output if output.is_contiguous() else torch.empty_like(output, memory_format=torch.contiguous_format)
-        key = self._key(("reduce_scatter", op), result, source, config, stream, capture)
+        key = self._key(("reduce_scatter", id(op)), result, source, config, stream, capture)
         launch = comm.launches.get(key)
         if launch is None:
             self._check_pair(comm, "reduce_scatter", output, input, 1, comm.size)
@@ -294,7 +294,7 @@ class Collectives:
             self._check_tensor("reduce", output)
         target = output if here else input
         source, result = _aligned_pair(target, input)
-        key = self._key(("reduce", op, root), result, source, config, stream, capture)
+        key = self._key(("reduce", id(op), root), result, source, config, stream, capture)
         launch = comm.launches.get(key)
         if launch is None:
             self._check_pair(comm, "reduce", target, input, 1, 1)
@@ -316,7 +316,8 @@ class Collectives:
         self, name: str, group: dist.ProcessGroup | None, output: torch.Tensor, input: torch.Tensor
     ) -> tuple[Communicator, int | None, int | None]:
         """The group's communicator, the current stream, and which capture is recording it (None: none is)."""
-        self._context.heap.check_open()
+        if self._context.heap.closed:
+            self._context.heap.check_open()
         if output.__class__ is not torch.Tensor or input.__class__ is not torch.Tensor:
             self._check_tensor(name, output)
             self._check_tensor(name, input)
@@ -324,7 +325,7 @@ class Collectives:
         if self._on_gpu:
             # The raw handle: making a Stream object costs the host ten times as much.
             stream = torch._C._cuda_getCurrentRawStream(self._index)
-            if torch.cuda.is_current_stream_capturing():
+            if torch._C._cuda_isCurrentStreamCapturing():
                 capture = capture_id(stream)
         if group is dist.group.WORLD:
             group = None

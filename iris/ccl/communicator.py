@@ -12,8 +12,8 @@ from iris.heap.symmetric import SymmetricHeap
 from iris.launch import prepare
 from iris.workspace import Workspace
 
-# Programs that may use queues at once. A program a multiprocessor saturates the link of an H200 long before that.
-PROGRAMS = 8 if simulator.ACTIVE else 128
+# Programs that may wait for each other at once: two a multiprocessor of the largest GPUs, with room for as many again.
+PROGRAMS = 8 if simulator.ACTIVE else 256
 
 # Bytes of all slots of a channel, and of a slot at most: what 512 threads move in two instructions each.
 STAGING_BYTES = (4 << 20) if simulator.ACTIVE else (32 << 20)
@@ -46,22 +46,31 @@ class Communicator:
         self.device = workspace.device
         table = [*(heap.bases[rank] for rank in group.ranks), heap.mapped_size]
         self.heap_table = torch.tensor(table, dtype=torch.int64, device=self.device)
-        share = STAGING_BYTES // (PROGRAMS * SLOTS * self.size)
-        self.slot_bytes = min(LARGEST_SLOT, 1 << (share.bit_length() - 1))
         self.launches: dict[Any, Launch] = {}
         self.configs: list[object] = []
 
-    def programs(self, blocks: int, comm_sms: int | None) -> int:
-        """How many programs share ``blocks`` blocks."""
-        return max(1, min(blocks, comm_sms or self.num_sms, PROGRAMS))
+    def programs(self, wanted: int | None) -> int:
+        """How many programs there may be, of ``wanted`` (None: one a multiprocessor)."""
+        return max(1, min(wanted or self.num_sms, PROGRAMS))
 
-    def queues(self, stream: int | None, capturing: bool, name: str = "queue") -> tuple[torch.Tensor, ...]:
-        """The queues of a stream: counts (int32), words (int64) and slots (uint8)."""
-        size = region_bytes(PROGRAMS, self.size, self.slot_bytes)
-        channel = self.workspace.channel(name, stream, capturing, size)
-        words = PROGRAMS * COUNTS.value * 4
-        slots = words + PROGRAMS * WORDS.value * 8
-        return channel[:words].view(torch.int32), channel[words:slots].view(torch.int64), channel[slots:]
+    def slot_bytes(self, programs: int) -> int:
+        """Bytes of a slot where so many programs share the staging memory; a power of two."""
+        share = STAGING_BYTES // (power_of_two(programs) * SLOTS * self.size)
+        return min(LARGEST_SLOT, 1 << (share.bit_length() - 1))
+
+    def queues(self, stream: int | None, capturing: bool, programs: int) -> tuple[Any, ...]:
+        """Queues for ``programs`` programs on a stream: counts (int32), words (int64), slots (uint8), bytes of a slot."""
+        most, slot_bytes = power_of_two(programs), self.slot_bytes(programs)
+        size = region_bytes(most, self.size, slot_bytes)
+        channel = self.workspace.channel(f"queues of {most} programs", stream, capturing, size)
+        words = most * COUNTS.value * 4
+        slots = words + most * WORDS.value * 8
+        return channel[:words].view(torch.int32), channel[words:slots].view(torch.int64), channel[slots:], slot_bytes
+
+
+def power_of_two(number: int) -> int:
+    """The next power of two, so that calls of similar size share channels."""
+    return 1 << (number - 1).bit_length()
 
 
 def ready(

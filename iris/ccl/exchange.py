@@ -65,6 +65,7 @@ def make_exchange(jit, lang, queue: SimpleNamespace, Context):
         W: tl.constexpr,
         BLOCK_M: tl.constexpr,
         BLOCK_N: tl.constexpr,
+        SLOT: tl.constexpr,
         SAME: tl.constexpr,
         DIRECT: tl.constexpr,
     ):
@@ -80,7 +81,7 @@ def make_exchange(jit, lang, queue: SimpleNamespace, Context):
         others = among(0, W, rank)
         sent = lang.load(row + SENT + lanes(), mask=others, other=0)
         got = lang.load(row + GOT + lanes(), mask=others, other=0)
-        address = queue_address(ctx, slots, W, BLOCK, to)
+        address = queue_address(ctx, slots, W, SLOT, to)
         queued = to
         direct_here = False
         if DIRECT:
@@ -120,7 +121,7 @@ def make_exchange(jit, lang, queue: SimpleNamespace, Context):
                         else:
                             begin = pointer_at(slots, pick(address, d))
                             if pick(lang.cast(queued, lang.int32), d) > 0:
-                                lang.store(begin + (pick(sent, d) & (NUM_SLOTS - 1)) * BLOCK + index, data, mask=mask)
+                                lang.store(begin + (pick(sent, d) & (NUM_SLOTS - 1)) * SLOT + index, data, mask=mask)
                             else:
                                 theirs = begin + lang.cast(rank, lang.int64) * recv_step
                                 lang.store(theirs + at_output, data, mask=mask)
@@ -138,7 +139,7 @@ def make_exchange(jit, lang, queue: SimpleNamespace, Context):
                         s = (rank + i) % W
                         if (s >= from_first) & (s < from_last):
                             slot = (p * W + s) * NUM_SLOTS + (pick(got, s) & (NUM_SLOTS - 1))
-                            data = lang.load(slots + lang.cast(slot, lang.int64) * BLOCK + index, mask=mask)
+                            data = lang.load(slots + lang.cast(slot, lang.int64) * SLOT + index, mask=mask)
                             lang.store(output + lang.cast(s, lang.int64) * recv_step + at_output, data, mask=mask)
                     got = lang.where(sources, got + 1, got)
             if any_queued | takes:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from iris.ccl import one_hop
-from iris.ccl.communicator import Communicator, Launch, ready
+from iris.ccl.communicator import Communicator, Launch, power_of_two, ready
 from iris.ccl.config import Config
 from iris.ccl.exchange import gluon_exchange, triton_exchange
 from iris.errors import InvalidConfigError
@@ -66,28 +66,29 @@ def prepare_exchange(
     lengths = (e.row, e.in_pitch, e.out_pitch, e.send_step, e.recv_step)
     begins = (input.storage_offset() * input.itemsize, output.storage_offset() * output.itemsize)
     word = word_bytes(*lengths, *begins, input.data_ptr(), output.data_ptr())
+    programs = comm.programs(config.comm_sms)
+    slot_bytes = comm.slot_bytes(programs)
     block_m, block_n = config.block_size_m, config.block_size_n
     if block_m is None and block_n is None:
-        block_m, block_n = _block(comm, e, word)
+        block_m, block_n = _block(slot_bytes // word, e, word)
     else:
         block_m, block_n = block_m or 8, block_n or 256
-    if block_m * block_n * word > comm.slot_bytes:
+    if block_m * block_n * word > slot_bytes:
         raise InvalidConfigError(
-            f"A block of {block_m} x {block_n} elements of {word} bytes does not fit a slot of {comm.slot_bytes} bytes "
-            f"between {comm.size} ranks: choose block_size_m * block_size_n of at most {comm.slot_bytes // word}."
+            f"A block of {block_m} x {block_n} elements of {word} bytes does not fit a slot of {slot_bytes} bytes "
+            f"between {comm.size} ranks: choose block_size_m * block_size_n of at most {slot_bytes // word}."
         )
-    blocks = -(-e.rows // block_m) * -(-(e.row // word) // block_n)
-    counts, posts, slots = comm.queues(stream, capturing)
+    programs = min(programs, -(-e.rows // block_m) * -(-(e.row // word) // block_n))
+    counts, posts, slots, slot_bytes = comm.queues(stream, capturing, programs)
     warps = config.num_warps or max(1, min(16, block_m * block_n * word // 512))
     dtype = WORDS[word]
     before = (comm.workspace.context_tensor, counts, posts, slots.view(dtype), comm.heap_table)
     after = (
         e.rows, e.row // word, *(length // word for length in lengths[1:]), e.length,
         e.to.start, e.to.stop, e.sources.start, e.sources.stop,
-        comm.size, block_m, block_n, e.send_step == 0, e.rows * e.row > 65536,
+        comm.size, block_m, block_n, slot_bytes // word, e.send_step == 0, e.rows * e.row > 65536,
     )  # fmt: skip
     kernel = gluon_exchange if config.use_gluon else triton_exchange
-    programs = comm.programs(blocks, config.comm_sms)
     return ready(kernel, programs, warps, before, (input, output), after, dtype)
 
 
@@ -109,13 +110,11 @@ def _one_hop(
     return ready(kernel, programs, config.num_warps or 4, before, (input, output), after, WORDS[word])
 
 
-def _block(comm: Communicator, exchange: Exchange, word: int) -> tuple[int, int]:
-    """Rows and columns of a block that fills a slot."""
-    elements = comm.slot_bytes // word
-    row = exchange.row // word
+def _block(elements: int, exchange: Exchange, word: int) -> tuple[int, int]:
+    """Rows and columns of a block of so many elements."""
     if exchange.rows == 1:
         return 1, elements
-    block_n = min(elements, 1 << (row - 1).bit_length())
+    block_n = min(elements, power_of_two(exchange.row // word))
     return elements // block_n, block_n
 
 

@@ -21,6 +21,7 @@ from triton.experimental.gluon import language as gl
 
 from iris.ccl.combine import accumulator, gluon_combine, triton_combine
 from iris.ccl.queue import gluon_queue, triton_queue
+from iris.language.address import gluon_translate, triton_translate
 from iris.language.context import DeviceContext, IrisDeviceCtx
 from iris.language.ordering import WAIT_LIMIT_NS, gluon_ordering, triton_ordering
 from iris.language.stamped import gluon_stamped, triton_stamped
@@ -41,7 +42,7 @@ def channel_bytes(size: int, blocks: int) -> int:
     return blocks * (4 + SLOTS.value * STEPS.value * size * part_bytes(size))
 
 
-def make_push(jit, lang, queue, stamped, order, combining, Context):
+def make_push(jit, lang, move, queue, stamped, order, combining, Context):
     """Both kernels in the language that ``(jit, lang)`` stand for."""
     flat, combine, conclude = queue.flat, combining.combine, combining.conclude
     send_marked, receive_marked, clear_marked = stamped.send_marked, stamped.receive_marked, stamped.clear_marked
@@ -79,6 +80,14 @@ def make_push(jit, lang, queue, stamped, order, combining, Context):
         return conclude(total, element, W, OP)
 
     @jit
+    def peers(ctx, W: tl.constexpr):
+        """Where the workspaces of the other ranks begin, the right neighbour first."""
+        bases = ()
+        for distance in lang.static_range(1, W):
+            bases += (lang.load(ctx.table + (ctx.cur_rank + distance) % W),)
+        return bases
+
+    @jit
     def region(slots, block, epoch, W: tl.constexpr, PART: tl.constexpr):
         return slots + (lang.cast(block, lang.int64) * SLOTS + epoch % SLOTS) * (STEPS * W * PART)
 
@@ -103,21 +112,29 @@ def make_push(jit, lang, queue, stamped, order, combining, Context):
         RANKS: tl.constexpr,
         PART: tl.constexpr,
         OP: tl.constexpr,
+        SAME: tl.constexpr,
     ):
-        """``send_step``: from what one rank wants to what the next one wants; 0 if all want the same."""
+        """``send_step``: from what one rank wants to what the next one wants; 0 if all want the `SAME`."""
         ctx = Context.initialize(context_tensor, num_ranks=W)
         rank = ctx.cur_rank
         element: tl.constexpr = input.dtype.element_ty
         i = flat(PART, element)
         j = flat(RANKS * PART, element)
+        bases = peers(ctx, W)
         blocks = (n + PART - 1) // PART
         for block in range(lang.program_id(0), blocks, lang.num_programs(0)):
             mine = region(slots, block, lang.load(epochs + block), W, PART) + rank * PART
             k = block * PART + i
-            for distance in range(1, W):
-                to = (rank + distance) % W
-                data = lang.load(input + lang.cast(to, lang.int64) * send_step + k, mask=k < n)
-                send_marked(ctx.translate(mine, to) + i, data, k < n)
+            # All loads before all stores, which the compiler cannot know to be of other memory.
+            parts = ()
+            for distance in lang.static_range(1, W):
+                to = lang.cast((rank + distance) % W, lang.int64)
+                if SAME and distance > 1:
+                    parts += (parts[0],)
+                else:
+                    parts += (lang.load(input + to * send_step + k, mask=k < n),)
+            for distance in lang.static_range(1, W):
+                send_marked(move(mine, ctx.base, bases[distance - 1]) + i, parts[distance - 1], k < n)
         for block in range(lang.program_id(0), blocks, lang.num_programs(0)):
             epoch = lang.load(epochs + block)
             k = block * PART + i
@@ -145,22 +162,25 @@ def make_push(jit, lang, queue, stamped, order, combining, Context):
         element: tl.constexpr = input.dtype.element_ty
         i = flat(PART, element)
         j = flat(RANKS * PART, element)
+        bases = peers(ctx, W)
         blocks = (n + W * PART - 1) // (W * PART)
         for block in range(lang.program_id(0), blocks, lang.num_programs(0)):
             mine = region(slots, block, lang.load(epochs + block), W, PART) + rank * PART
-            for distance in range(1, W):
-                to = (rank + distance) % W
-                k = (block * W + to) * PART + i
-                send_marked(ctx.translate(mine, to) + i, lang.load(input + k, mask=k < n), k < n)
+            parts = ()
+            for distance in lang.static_range(1, W):
+                k = (block * W + (rank + distance) % W) * PART + i
+                parts += (lang.load(input + k, mask=k < n),)
+            for distance in lang.static_range(1, W):
+                k = (block * W + (rank + distance) % W) * PART + i
+                send_marked(move(mine, ctx.base, bases[distance - 1]) + i, parts[distance - 1], k < n)
         for block in range(lang.program_id(0), blocks, lang.num_programs(0)):
             parts = region(slots, block, lang.load(epochs + block), W, PART)
             k = (block * W + rank) * PART + i
             own = lang.load(input + k, mask=k < n, other=0)
             total = add_up(parts, own, i, k < n, rank, W, PART, OP, ctx._record())
             lang.store(output + k, total, mask=k < n)
-            for distance in range(1, W):
-                to = (rank + distance) % W
-                send_marked(ctx.translate(parts + (W + rank) * PART, to) + i, total, k < n)
+            for distance in lang.static_range(1, W):
+                send_marked(move(parts + (W + rank) * PART, ctx.base, bases[distance - 1]) + i, total, k < n)
         for block in range(lang.program_id(0), blocks, lang.num_programs(0)):
             epoch = lang.load(epochs + block)
             k = block * W * PART + j
@@ -174,8 +194,8 @@ def make_push(jit, lang, queue, stamped, order, combining, Context):
 
 
 triton_one_shot, triton_two_shot = make_push(
-    triton.jit, tl, triton_queue, triton_stamped, triton_ordering, triton_combine, DeviceContext
+    triton.jit, tl, triton_translate, triton_queue, triton_stamped, triton_ordering, triton_combine, DeviceContext
 )
 gluon_one_shot, gluon_two_shot = make_push(
-    gluon.jit, gl, gluon_queue, gluon_stamped, gluon_ordering, gluon_combine, IrisDeviceCtx
+    gluon.jit, gl, gluon_translate, gluon_queue, gluon_stamped, gluon_ordering, gluon_combine, IrisDeviceCtx
 )

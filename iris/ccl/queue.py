@@ -13,6 +13,9 @@ reset. Since counts live in device memory and belong to a pair, any sequence of 
 grids may follow each other on a queue, in a CUDA graph too: all that must agree is how many blocks the two ends of a
 pair move, and these follow from the call's arguments.
 
+The slots of a queue are where they are whatever a call uses of them: a rank that is ahead writes the next call's blocks
+while a slow one still reads this call's, and counts guard a queue's own slots alone.
+
 Programs work in rounds. In each a program sends what is next, takes what its peers sent `AHEAD` rounds before, and
 posts its counts at the end; so the trip of a block, and of the fence behind it, is hidden by the next ones.
 
@@ -40,10 +43,10 @@ from iris.language.target import threads_per_warp
 
 # Ranks that a block of lanes holds: the largest group.
 MAX_RANKS = BARRIER_LANES
-SLOTS = 8
+SLOTS = 4
 # Rounds between sending a block and expecting it at the other end. A round sends two blocks at most (`two_shot`), so
-# 2 * AHEAD + 2 slots are the fewest; more let a rank run ahead of a slow one.
-AHEAD = tl.constexpr(2)
+# 2 * AHEAD + 2 slots are enough. More rounds ahead measured slower: blocks are smaller then, for the same memory.
+AHEAD = tl.constexpr(1)
 
 # A program's counts: rows of MAX_RANKS int32.
 DONE, SENT, GOT, CALLS_TO, CALLS_FROM = (tl.constexpr(i * MAX_RANKS) for i in range(5))
@@ -104,9 +107,9 @@ def make_queue(
         return (peer >= first) & (peer < last) & (peer != rank)
 
     @jit
-    def queue_address(ctx, slots, W: tl.constexpr, BLOCK: tl.constexpr, to):
+    def queue_address(ctx, slots, W: tl.constexpr, SLOT: tl.constexpr, to):
         """Where the caller's queues begin at each of the ranks ``to``; int64 lanes."""
-        mine = slots + (lang.cast(lang.program_id(0), lang.int64) * W + ctx.cur_rank) * (NUM_SLOTS * BLOCK)
+        mine = slots + (lang.cast(lang.program_id(0), lang.int64) * W + ctx.cur_rank) * (NUM_SLOTS * SLOT)
         return lang.load(ctx.table + lanes(), mask=to, other=0) + (lang.cast(mine, lang.int64) - ctx.base)
 
     @jit
@@ -146,6 +149,11 @@ def make_queue(
         wait_ranks(words + POSTS + lanes(), got + 1, sources, 0, W, ctx._record(), HIGH)
 
     @jit
+    def await_taken(ctx, words, sent, to, W: tl.constexpr):
+        """Wait until the ranks ``to`` have taken all that they were sent."""
+        wait_ranks(words + POSTS + lanes(), sent, to, 0, W, ctx._record(), LOW)
+
+    @jit
     def post(ctx, words, sent, got, peers):
         """Tell ``peers`` what was put in and taken out: behind all writes to their slots, and all reads of the own."""
         word = (lang.cast(sent, lang.int64) << 32) | (lang.cast(got, lang.int64) & 0xFFFFFFFF)
@@ -166,7 +174,7 @@ def make_queue(
 
 QUEUE_FUNCTIONS = {
     "pick", "among", "queue_address", "pointer_at", "offer", "find",
-    "await_room", "await_blocks", "post", "finish",
+    "await_room", "await_blocks", "await_taken", "post", "finish",
 }  # fmt: skip
 
 triton_queue = make_queue(triton.jit, tl, triton_translate, triton_ordering, triton_stamped)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from iris.ccl import push, two_shot
-from iris.ccl.communicator import PROGRAMS, Communicator, Launch, ready
+from iris.ccl.communicator import Communicator, Launch, power_of_two, ready
 from iris.ccl.config import Config, ReduceOp
 from iris.ccl.select import Choice, choose
 from iris.errors import InvalidConfigError, UnsupportedReductionError, WorkspaceTooSmallError, readable
@@ -90,15 +90,18 @@ def _push(
     part_bytes = push.part_bytes(comm.size)
     part = part_bytes // dtype.itemsize
     blocks = -(-n // (part if shots == "one_shot" else part * comm.size))
-    most = choice.blocks
-    channel = comm.workspace.channel("push", stream, capturing, push.channel_bytes(comm.size, most))
+    most = power_of_two(blocks)
+    size = push.channel_bytes(comm.size, most)
+    channel = comm.workspace.channel(f"push of {most} blocks", stream, capturing, size)
     bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
-    epochs, slots = channel[: 4 * most].view(torch.int32), channel[4 * most :].view(bits)
-    programs = max(1, min(blocks, choice.programs or comm.num_sms, 4 * PROGRAMS))
+    # The regions first, which are aligned then whatever their number.
+    slots, epochs = channel[: size - 4 * most].view(bits), channel[size - 4 * most :].view(torch.int32)
+    programs = max(1, min(blocks, choice.programs or 2 * comm.num_sms))
     before = (comm.workspace.context_tensor, epochs, slots)
     ranks = 1 << (comm.size - 1).bit_length()
     steps = (send_step,) if shots == "one_shot" else ()
-    after = (n, *steps, comm.size, ranks, part, op)
+    same = (send_step == 0,) if shots == "one_shot" else ()
+    after = (n, *steps, comm.size, ranks, part, op, *same)
     kernel = {
         ("one_shot", False): push.triton_one_shot, ("one_shot", True): push.gluon_one_shot,
         ("two_shot", False): push.triton_two_shot, ("two_shot", True): push.gluon_two_shot,
@@ -111,25 +114,27 @@ def _queued(
     n: int, step: int | None, to: range | None, config: Config, stream: int | None, capturing: bool,
 ) -> Launch:  # fmt: skip
     """Parts of ``step`` elements that lie behind each other, or (None) blocks each with its parts."""
-    block = comm.slot_bytes // dtype.itemsize
+    programs = comm.programs(choice.programs)
+    slot_bytes = comm.slot_bytes(programs)
+    block = slot_bytes // dtype.itemsize
     if config.block_size_m or config.block_size_n:
         block = (config.block_size_m or 8) * (config.block_size_n or 256)
-        if block * dtype.itemsize > comm.slot_bytes:
+        if block * dtype.itemsize > slot_bytes:
             raise InvalidConfigError(
-                f"A block of {block} elements of {dtype} does not fit a slot of {readable(comm.slot_bytes)}: choose "
-                f"block_size_m * block_size_n of at most {comm.slot_bytes // dtype.itemsize}."
+                f"A block of {block} elements of {dtype} does not fit a slot of {readable(slot_bytes)}: choose "
+                f"block_size_m * block_size_n of at most {slot_bytes // dtype.itemsize}."
             )
     block_step = block * comm.size if step is None else block
     part_step = block if step is None else step
     limit_step = block if step is None else 0
-    blocks = -(-n // block_step)
-    programs = comm.programs(blocks, choice.programs)
-    counts, posts, slots = comm.queues(stream, capturing)
+    programs = min(programs, -(-n // block_step))
+    counts, posts, slots, slot_bytes = comm.queues(stream, capturing, programs)
     before = (comm.workspace.context_tensor, counts, posts, slots.view(dtype), comm.heap_table)
     direct = to is not None and output.nbytes > 65536
     after = (
         n, part_step, block_step, limit_step, 0 if step is not None else block, output.nbytes,
-        (to or range(0, comm.size)).start, (to or range(0, comm.size)).stop, comm.size, block, op, to is not None, direct,
+        (to or range(0, comm.size)).start, (to or range(0, comm.size)).stop, comm.size, block, slot_bytes // dtype.itemsize, op,
+        to is not None, direct,
     )  # fmt: skip
     kernel = two_shot.gluon_two_shot if config.use_gluon else two_shot.triton_two_shot
     return ready(kernel, programs, _warps(config, block * dtype.itemsize), before, (input, output), after, dtype)

@@ -27,7 +27,9 @@ def make_two_shot(jit, lang, queue, combining, Context):
     """The kernel in the language that ``(jit, lang)`` stand for."""
     pick, among, flat, lanes = queue.pick, queue.among, queue.flat, queue.lanes
     queue_address, pointer_at, offer, find = queue.queue_address, queue.pointer_at, queue.offer, queue.find
-    await_room, await_blocks, post, finish = queue.await_room, queue.await_blocks, queue.post, queue.finish
+    await_room, await_blocks, post, await_taken = (
+        queue.await_room, queue.await_blocks, queue.post, queue.await_taken,
+    )  # fmt: skip
     combine, conclude = combining.combine, combining.conclude
 
     @jit
@@ -54,6 +56,7 @@ def make_two_shot(jit, lang, queue, combining, Context):
         to_last,
         W: tl.constexpr,
         BLOCK: tl.constexpr,
+        SLOT: tl.constexpr,
         OP: tl.constexpr,
         SPREADS: tl.constexpr,
         DIRECT: tl.constexpr,
@@ -73,7 +76,7 @@ def make_two_shot(jit, lang, queue, combining, Context):
         others = among(0, W, rank)
         sent = lang.load(row + SENT + lanes(), mask=others, other=0)
         got = lang.load(row + GOT + lanes(), mask=others, other=0)
-        queues = queue_address(ctx, slots, W, BLOCK, others)
+        queues = queue_address(ctx, slots, W, SLOT, others)
         keeps = (rank >= to_first) & (rank < to_last)
         to = among(to_first, to_last, rank) & SPREADS
         sources = others & keeps & SPREADS
@@ -81,30 +84,34 @@ def make_two_shot(jit, lang, queue, combining, Context):
         address = queues
         direct_here = rank < 0
         if DIRECT:
-            calls_from, direct_here = offer(ctx, row, own_words, heap_table, output, length, W, sources)
-            calls_to, place = find(ctx, row, own_words, heap_table, to)
+            _, direct_here = offer(ctx, row, own_words, heap_table, output, length, W, sources)
+            _, place = find(ctx, row, own_words, heap_table, to)
             queued = to & (place == 0)
             address = lang.where(queued, queues, place)
         any_queued = lang.max(lang.cast(queued, lang.int32), axis=0) > 0
-        receives = keeps & (direct_here == 0)
+        receives = keeps & (direct_here == 0) & SPREADS
 
         i = flat(BLOCK, element)
         # How many blocks there are: of the first part, which is the longest.
         blocks = (n + block_step - 1) // block_step
         steps = (blocks - p + programs - 1) // programs
         last = steps + AHEAD
-        if SPREADS:
+        if receives:
             last = last + AHEAD
         for step in range(0, last):
             if step < steps:
                 await_room(ctx, own_words, sent, others, W)
                 t = lang.cast(p + step * programs, lang.int64)
-                for distance in range(1, W):
+                k = t * block_step + i
+                # All loads before all stores, which the compiler cannot know to be of other memory.
+                parts = ()
+                for distance in lang.static_range(1, W):
                     d = (rank + distance) % W
-                    k = t * block_step + i
-                    data = lang.load(input + d * part_step + k, mask=d * limit_step + k < n)
-                    slot = pointer_at(slots, pick(queues, d)) + (pick(sent, d) & (NUM_SLOTS - 1)) * BLOCK
-                    lang.store(slot + i, data, mask=d * limit_step + k < n)
+                    parts += (lang.load(input + d * part_step + k, mask=d * limit_step + k < n),)
+                for distance in lang.static_range(1, W):
+                    d = (rank + distance) % W
+                    slot = pointer_at(slots, pick(queues, d)) + (pick(sent, d) & (NUM_SLOTS - 1)) * SLOT
+                    lang.store(slot + i, parts[distance - 1], mask=d * limit_step + k < n)
                 sent = lang.where(others, sent + 1, sent)
             if (step >= AHEAD) & (step < steps + AHEAD):
                 t = lang.cast(p + (step - AHEAD) * programs, lang.int64)
@@ -115,7 +122,7 @@ def make_two_shot(jit, lang, queue, combining, Context):
                 total = lang.cast(own, ACC)
                 for s in lang.static_range(W):
                     # Its own slots hold nothing; the address is a valid one.
-                    there = slots + slot_of(p, s, got, W) * BLOCK + i
+                    there = slots + slot_of(p, s, got, W) * SLOT + i
                     value = lang.load(there, mask=mask & (rank != s))
                     value = lang.cast(lang.where(rank == s, own, value), ACC)
                     if s == 0:
@@ -134,7 +141,7 @@ def make_two_shot(jit, lang, queue, combining, Context):
                         if (d >= to_first) & (d < to_last):
                             begin = pointer_at(slots, pick(address, d))
                             if pick(lang.cast(queued, lang.int32), d) > 0:
-                                slot = begin + (pick(sent, d) & (NUM_SLOTS - 1)) * BLOCK
+                                slot = begin + (pick(sent, d) & (NUM_SLOTS - 1)) * SLOT
                                 lang.store(slot + i, result, mask=mask)
                             else:
                                 lang.store(begin + rank * out_part_step + k, result, mask=mask)
@@ -148,14 +155,17 @@ def make_two_shot(jit, lang, queue, combining, Context):
                     for distance in range(1, W):
                         s = (rank + distance) % W
                         mask = s * limit_step + k < n
-                        value = lang.load(slots + slot_of(p, s, got, W) * BLOCK + i, mask=mask)
+                        value = lang.load(slots + slot_of(p, s, got, W) * SLOT + i, mask=mask)
                         lang.store(output + s * out_part_step + k, value, mask=mask)
                     got = lang.where(sources, got + 1, got)
-            post(ctx, own_words, sent, got, others)
+            # Fewer blocks than AHEAD leave rounds with nothing to do.
+            if (step < steps) | ((step >= AHEAD) & (step < steps + AHEAD)) | (step >= 2 * AHEAD):
+                post(ctx, own_words, sent, got, others)
         lang.store(row + SENT + lanes(), sent, mask=others)
         lang.store(row + GOT + lanes(), got, mask=others)
         if DIRECT:
-            finish(ctx, row, calls_to, to & (queued == 0), calls_from, sources & (direct_here != 0), W)
+            # A rank posts that it took my last block behind having written the sums of it, here too.
+            await_taken(ctx, own_words, sent, sources & (direct_here != 0), W)
 
     return two_shot
 
