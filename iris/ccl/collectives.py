@@ -9,6 +9,7 @@ import torch.distributed as dist
 from iris.capture import capture_id
 from iris.ccl import moves, sums
 from iris.ccl.communicator import Communicator, Launch
+from iris.ccl.queue import MAX_RANKS
 from iris.ccl.config import DEFAULT, Config, ReduceOp
 from iris.ccl.work import Work
 from iris.errors import (
@@ -190,6 +191,82 @@ class Collectives:
             _check_overlap("scatter", result, source)
         return self._leave(launch, stream, source, result, output, async_op)
 
+    def all_to_all_v(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        send_counts: Sequence[int] | torch.Tensor,
+        send_displs: Sequence[int] | torch.Tensor,
+        recv_counts: Sequence[int] | torch.Tensor,
+        recv_displs: Sequence[int] | torch.Tensor,
+        *,
+        group: dist.ProcessGroup | None = None,
+        async_op: bool = False,
+        config: Config | None = None,
+    ) -> Work | None:
+        """Send ``send_counts[r]`` elements of ``input`` from ``send_displs[r]`` on to rank r, and receive likewise.
+
+        Counts and displacements are numbers of elements of the flattened tensors, one a rank: sequences of integers, or
+        int64 tensors on the device, which the host does not look at; then the caller guarantees that they stay within
+        the tensors. What rank r sends to this rank must be as many as ``recv_counts[r]``. Both tensors are contiguous.
+        """
+        comm, stream, capture = self._enter("all_to_all_v", group, output, input)
+        if not (input.is_contiguous() and output.is_contiguous()):
+            raise InvalidCollectiveError(
+                "all_to_all_v() counts elements in the order of memory, so input and output must be contiguous; the "
+                f"strides are {input.stride()} and {output.stride()}. Pass x.contiguous()."
+            )
+        lists = (send_counts, send_displs, recv_counts, recv_displs)
+        if isinstance(send_counts, torch.Tensor) and send_counts.device.type == "cuda":
+            table = _device_table(lists, comm.size)
+        else:
+            table = self._table(comm, lists, output.numel(), input.numel())
+        key = self._key("all_to_all_v", output, input, config, stream, capture)
+        launch = comm.launches.get(key)
+        if launch is None:
+            self._check_pair(comm, "all_to_all_v", output, input, None, None)
+            launch = self._remember(comm, key, config, None, lambda used: moves.prepare_exchange_v(
+                comm, output, input, table, used, stream, capture is not None))  # fmt: skip
+        _check_overlap("all_to_all_v", output, input)
+        launch(stream, input, output, table)
+        return Work(self._on_gpu) if async_op else None
+
+    def send(
+        self,
+        tensor: torch.Tensor,
+        dst: int,
+        *,
+        group: dist.ProcessGroup | None = None,
+        async_op: bool = False,
+        config: Config | None = None,
+    ) -> Work | None:
+        """Send ``tensor`` to rank ``dst`` (its rank in the world), which calls `recv`.
+
+        Messages between two ranks arrive in the order of the calls on a stream. Two ranks that both send first and then
+        receive on one stream may wait for each other for ever; use two streams, or `all_to_all_v`.
+        """
+        comm, stream, capture = self._enter("send", group, tensor, tensor)
+        peer = self._root(comm, "dst", dst)
+        source = tensor.contiguous()
+        everyone_to = range(peer, peer + 1)
+        return self._message(comm, "send", peer, everyone_to, range(0), source, tensor, stream, capture, config, async_op)
+
+    def recv(
+        self,
+        tensor: torch.Tensor,
+        src: int,
+        *,
+        group: dist.ProcessGroup | None = None,
+        async_op: bool = False,
+        config: Config | None = None,
+    ) -> Work | None:
+        """Receive into ``tensor`` what rank ``src`` (its rank in the world) gives to `send`: as many bytes."""
+        comm, stream, capture = self._enter("recv", group, tensor, tensor)
+        peer = self._root(comm, "src", src)
+        result = tensor if tensor.is_contiguous() else torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        sources = range(peer, peer + 1)
+        return self._message(comm, "recv", peer, range(0), sources, result, tensor, stream, capture, config, async_op)
+
     # Combining data --------------------------------------------------------------------------------------------------
 
     def all_reduce(
@@ -339,6 +416,52 @@ class Collectives:
             self._compare(comm, name, output, input)
         return comm, stream, capture
 
+    def _message(
+        self, comm: Communicator, name: str, peer: int, to: range, sources: range, dense: torch.Tensor,
+        tensor: torch.Tensor, stream: int | None, capture: int | None, config: Config | None, async_op: bool,
+    ) -> Work | None:  # fmt: skip
+        """`send` and `recv`: an exchange that two ranks alone know of."""
+        if peer == comm.rank:
+            raise InvalidCollectiveError(f"Rank {comm.ranks[peer]} calls {name}() with itself as the other rank.")
+        key = self._key((name, peer), dense, dense, config, stream, capture)
+        launch = comm.launches.get(key)
+        if launch is None:
+            self._check_pair(comm, name, tensor, tensor, 1, 1)
+            piece = dense.nbytes
+            exchange = moves.Exchange(1, piece, piece, piece, 0, 0, piece, to, sources)
+            launch = self._remember(comm, key, config, dense, lambda used: moves.prepare_exchange(
+                comm, exchange, dense, dense, used, stream, capture is not None, peer))  # fmt: skip
+        launch(stream, dense, dense)
+        if name == "recv" and dense is not tensor:
+            tensor.copy_(dense)
+        return Work(self._on_gpu) if async_op else None
+
+    def _table(
+        self, comm: Communicator, lists: tuple[Sequence[int] | torch.Tensor, ...], room: int, available: int
+    ) -> torch.Tensor:
+        """Counts and displacements on the device, as `iris.ccl.exchange_v` reads them."""
+        names = ("send_counts", "send_displs", "recv_counts", "recv_displs")
+        numbers = tuple(_counts(name, values, comm.size) for name, values in zip(names, lists, strict=True))
+        key = ("table", numbers)
+        if key not in comm.tables:
+            for what, counts, displs, limit in (("input", *numbers[:2], available), ("output", *numbers[2:], room)):
+                for rank, (count, begin) in enumerate(zip(counts, displs, strict=True)):
+                    if begin + count > limit:
+                        raise InvalidCollectiveError(
+                            f"all_to_all_v(): {count} elements from {begin} on, for rank {comm.ranks[rank]}, are not "
+                            f"within the {limit} elements of the {what}."
+                        )
+            if numbers[0][comm.rank] != numbers[2][comm.rank]:
+                raise InvalidCollectiveError(
+                    f"all_to_all_v(): rank {comm.ranks[comm.rank]} sends {numbers[0][comm.rank]} elements to itself and "
+                    f"receives {numbers[2][comm.rank]}."
+                )
+            rows = [[*row, *[0] * (MAX_RANKS - comm.size)] for row in numbers]
+            # Pinned and kept, so that the copy needs no host and may be part of a graph.
+            host = torch.tensor(rows, dtype=torch.int64, pin_memory=self._on_gpu)
+            comm.tables[key] = (host, host.to(comm.device, non_blocking=True))
+        return comm.tables[key][1]
+
     def _key(
         self,
         call: Any,
@@ -361,13 +484,13 @@ class Collectives:
         comm: Communicator,
         key: tuple,
         config: Config | None,
-        result: torch.Tensor,
+        result: torch.Tensor | None,
         make: Callable[[Config], Launch],
     ) -> Launch:
         used = DEFAULT if config is None else config
         if not isinstance(used, Config):
             raise InvalidConfigError(f"config={config!r} is not an iris.ccl.Config.")
-        launch = make(used) if result.numel() else _nothing
+        launch = make(used) if result is None or result.numel() else _nothing
         # The configuration is kept, since the key has but its address.
         comm.launches[key] = launch
         comm.configs.append(config)
@@ -392,9 +515,11 @@ class Collectives:
             raise NotATensorError(f"{name}() takes tensors, and got {tensor!r}.")
 
     def _check_pair(
-        self, comm: Communicator, name: str, output: torch.Tensor, input: torch.Tensor, times_in: int, times_out: int
-    ) -> None:
-        """That both are on the device, of one dtype, and that output = times_in inputs, or input = times_out outputs."""
+        self, comm: Communicator, name: str, output: torch.Tensor, input: torch.Tensor,
+        times_in: int | None,
+        times_out: int | None,
+    ) -> None:  # fmt: skip
+        """That both are on the device, of one dtype, and that ``times_out`` outputs are as long as ``times_in`` inputs."""
         for role, tensor in (("output", output), ("input", input)):
             if tensor.device != self._context.device:
                 raise WrongDeviceError(
@@ -405,7 +530,7 @@ class Collectives:
             raise InvalidCollectiveError(
                 f"{name}() takes an output of the input's dtype; it got {output.dtype} and {input.dtype}."
             )
-        if output.numel() * times_out != input.numel() * times_in:
+        if times_in is not None and output.numel() * times_out != input.numel() * times_in:
             expected = input.numel() * times_in // times_out
             raise InvalidCollectiveError(
                 f"{name}() among {comm.size} ranks with an input of {list(input.shape)} needs an output of {expected} "
@@ -497,6 +622,15 @@ def _gather(comm: Communicator, root: int, input: torch.Tensor, output: torch.Te
 def _scatter(comm: Communicator, root: int, input: torch.Tensor, output: torch.Tensor) -> moves.Exchange:
     piece, to = output.nbytes, range(comm.size) if comm.rank == root else range(0)
     return moves.Exchange(1, piece, piece, piece, piece, 0, output.nbytes, to, range(root, root + 1))
+
+
+def _device_table(lists: tuple[Any, ...], size: int) -> torch.Tensor:
+    """Counts and displacements that are on the device, as `iris.ccl.exchange_v` reads them."""
+    if any(not isinstance(x, torch.Tensor) or x.dtype != torch.int64 or x.shape != (size,) for x in lists):
+        raise InvalidCollectiveError(
+            f"Counts and displacements on the device are four int64 tensors of {size} elements, one a rank."
+        )
+    return torch.nn.functional.pad(torch.stack(lists), (0, MAX_RANKS - size))
 
 
 def _counts(name: str, values: Sequence[int], size: int) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ import torch
 
 from iris import simulator
 from iris.ccl.queue import COUNTS, MAX_RANKS, SLOTS, WORDS, region_bytes
-from iris.errors import InvalidGroupError
+from iris.errors import ChannelsExhaustedError, InvalidGroupError
 from iris.heap.symmetric import SymmetricHeap
 from iris.launch import prepare
 from iris.workspace import Workspace
@@ -15,11 +15,16 @@ from iris.workspace import Workspace
 # Programs that may wait for each other at once: two a multiprocessor of the largest GPUs, with room for as many again.
 PROGRAMS = 8 if simulator.ACTIVE else 256
 
+# Programs of a message between two ranks, and streams on which a rank may talk to another.
+P2P_PROGRAMS = 2 if simulator.ACTIVE else 32
+P2P_STREAMS = 2
+
 # Bytes of all slots of a channel, and of a slot at most: what 512 threads move in two instructions each.
 STAGING_BYTES = (4 << 20) if simulator.ACTIVE else (32 << 20)
 LARGEST_SLOT = 16384
 
-Launch = Callable[[int | None, torch.Tensor, torch.Tensor], None]
+Launch = Callable[..., None]
+"""Called with a stream's handle, input, output and what else the kernel takes."""
 
 
 class Communicator:
@@ -35,6 +40,8 @@ class Communicator:
         Launches that were prepared, by what makes one differ from another.
     configs : list
         The configurations that these keys name by their addresses.
+    tables : dict
+        Counts and displacements of `all_to_all_v`, on the host and on the device.
     """
 
     def __init__(self, workspace: Workspace, heap: SymmetricHeap, num_sms: int) -> None:
@@ -47,7 +54,13 @@ class Communicator:
         table = [*(heap.bases[rank] for rank in group.ranks), heap.mapped_size]
         self.heap_table = torch.tensor(table, dtype=torch.int64, device=self.device)
         self.launches: dict[Any, Launch] = {}
+        self._streams_to: dict[int, list[int | None]] = {}
+        # One more for graphs: of what is captured between two ranks, one replay may run at a time.
+        self._point_to_point = [
+            self.queues(None, False, P2P_PROGRAMS, f"messages of stream {n}") for n in range(P2P_STREAMS + 1)
+        ]
         self.configs: list[object] = []
+        self.tables: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def programs(self, wanted: int | None) -> int:
         """How many programs there may be, of ``wanted`` (None: one a multiprocessor)."""
@@ -58,11 +71,26 @@ class Communicator:
         share = STAGING_BYTES // (power_of_two(programs) * SLOTS * self.size)
         return min(LARGEST_SLOT, 1 << (share.bit_length() - 1))
 
-    def queues(self, stream: int | None, capturing: bool, programs: int) -> tuple[Any, ...]:
+    def point_to_point(self, peer: int, stream: int | None, capturing: bool) -> tuple[Any, ...]:
+        """Queues like `queues`, of `P2P_PROGRAMS` programs, for messages between this rank and ``peer`` alone.
+
+        The other ranks know nothing of these calls, so the memory is set aside when the group is first used. The n-th
+        stream on which this rank talks to ``peer`` meets the n-th on which ``peer`` talks to it.
+        """
+        if capturing:
+            return self._point_to_point[-1]
+        streams = self._streams_to.setdefault(peer, [])
+        if stream not in streams:
+            if len(streams) == P2P_STREAMS:
+                raise ChannelsExhaustedError("another one", f"{P2P_STREAMS} streams between two ranks", P2P_STREAMS, 1)
+            streams.append(stream)
+        return self._point_to_point[streams.index(stream)]
+
+    def queues(self, stream: int | None, capturing: bool, programs: int, use: str = "collectives") -> tuple[Any, ...]:
         """Queues for ``programs`` programs on a stream: counts (int32), words (int64), slots (uint8), bytes of a slot."""
         most, slot_bytes = power_of_two(programs), self.slot_bytes(programs)
         size = region_bytes(most, self.size, slot_bytes)
-        channel = self.workspace.channel(f"queues of {most} programs", stream, capturing, size)
+        channel = self.workspace.channel(f"queues of {most} programs for {use}", stream, capturing, size)
         words = most * COUNTS.value * 4
         slots = words + most * WORDS.value * 8
         return channel[:words].view(torch.int32), channel[words:slots].view(torch.int64), channel[slots:], slot_bytes
@@ -76,23 +104,25 @@ def power_of_two(number: int) -> int:
 def ready(
     kernel: Any, programs: int, num_warps: int, before: tuple, tensors: tuple, after: tuple, dtype: torch.dtype
 ) -> Launch:
-    """A launch of ``kernel(*before, input, output, *after)``, where ``tensors`` are input and output as of ``dtype``.
+    """A launch of ``kernel(*before, input, output, ..., *after)``, where ``tensors`` are input, output and maybe more.
 
-    Later calls give other tensors, whose addresses are divisible by 16 where these are.
+    Input and output are taken for memory of ``dtype``. Later calls give other tensors, whose addresses are divisible by
+    16 where these are.
     """
-    launch = prepare(
-        kernel, (programs, 1, 1), *before, *(as_words(x, dtype) for x in tensors), *after, num_warps=num_warps
-    )
+
+    def seen(x: torch.Tensor, y: torch.Tensor, more: tuple) -> tuple:
+        return *before, as_words(x, dtype), as_words(y, dtype), *more, *after
+
+    launch = prepare(kernel, (programs, 1, 1), *seen(tensors[0], tensors[1], tensors[2:]), num_warps=num_warps)
     if simulator.ACTIVE:
-        return lambda stream, x, y: launch(stream, *before, as_words(x, dtype), as_words(y, dtype), *after)
+        return lambda stream, x, y, *more: launch(stream, *seen(x, y, more))
     # Addresses, so that the launcher does not ask the driver what kind of memory each pointer is.
     addresses = tuple(x.data_ptr() if isinstance(x, torch.Tensor) else x for x in before)
-    keep = before
 
-    def enqueue(stream: int | None, x: torch.Tensor, y: torch.Tensor) -> None:
-        launch(stream, *addresses, x.data_ptr(), y.data_ptr(), *after)
+    def enqueue(stream: int | None, x: torch.Tensor, y: torch.Tensor, *more: torch.Tensor) -> None:
+        launch(stream, *addresses, x.data_ptr(), y.data_ptr(), *more, *after)
 
-    enqueue.keeps_alive = keep
+    enqueue.keeps_alive = before
     return enqueue
 
 

@@ -68,13 +68,21 @@ def make_exchange(jit, lang, queue: SimpleNamespace, Context):
         SLOT: tl.constexpr,
         SAME: tl.constexpr,
         DIRECT: tl.constexpr,
+        PARTITIONED: tl.constexpr,
     ):
+        """``PARTITIONED``: a program serves one rank, with a W-th of the others; else its blocks go to every rank."""
         ctx = Context.initialize(context_tensor, num_ranks=W)
         rank = ctx.cur_rank
         p = lang.program_id(0)
         BLOCK: tl.constexpr = BLOCK_M * BLOCK_N
         row = counts + p * COUNTS
         own_words = words + p * WORDS
+        first, stride = p, lang.num_programs(0)
+        if PARTITIONED:
+            to_first = (rank + p % W) % W
+            from_first = (rank + W - p % W) % W
+            to_last, from_last = to_first + 1, from_first + 1
+            first, stride = p // W, lang.num_programs(0) // W
         to = among(to_first, to_last, rank)
         sources = among(from_first, from_last, rank)
         # Both counts of all peers, since they are posted together.
@@ -97,12 +105,12 @@ def make_exchange(jit, lang, queue: SimpleNamespace, Context):
         index = flat(BLOCK, input.dtype.element_ty)
         blocks_n = (N + BLOCK_N - 1) // BLOCK_N
         blocks = (M + BLOCK_M - 1) // BLOCK_M * blocks_n
-        steps = (blocks - p + lang.num_programs(0) - 1) // lang.num_programs(0)
+        steps = (blocks - first + stride - 1) // stride
         for step in range(0, steps + AHEAD):
             if step < steps:
                 if any_queued:
                     await_room(ctx, own_words, sent, queued, W)
-                block = p + step * lang.num_programs(0)
+                block = first + step * stride
                 r = block // blocks_n * BLOCK_M + index // BLOCK_N
                 c = block % blocks_n * BLOCK_N + index % BLOCK_N
                 mask = (r < M) & (c < N)
@@ -130,7 +138,7 @@ def make_exchange(jit, lang, queue: SimpleNamespace, Context):
             if step >= AHEAD:
                 if takes:
                     await_blocks(ctx, own_words, got, sources, W)
-                    block = p + (step - AHEAD) * lang.num_programs(0)
+                    block = first + (step - AHEAD) * stride
                     r = block // blocks_n * BLOCK_M + index // BLOCK_N
                     c = block % blocks_n * BLOCK_N + index % BLOCK_N
                     mask = (r < M) & (c < N)

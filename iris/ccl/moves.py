@@ -6,10 +6,18 @@ from dataclasses import dataclass
 import torch
 
 from iris.ccl import one_hop
-from iris.ccl.communicator import Communicator, Launch, power_of_two, ready
+from iris.ccl.broadcast import gluon_broadcast, triton_broadcast
+from iris.ccl.communicator import P2P_PROGRAMS, Communicator, Launch, power_of_two, ready
 from iris.ccl.config import Config
 from iris.ccl.exchange import gluon_exchange, triton_exchange
+from iris.ccl.exchange_v import triton_exchange_v
 from iris.errors import InvalidConfigError
+
+# Up to here a root writes to everybody itself, in one step.
+LARGEST_DIRECT_BROADCAST = 512 << 10
+
+# Above this it pays to ask where the result lies, which costs a hop, and to spare the way through the queue.
+SMALLEST_DIRECT = 64 << 10
 
 WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -51,14 +59,19 @@ def word_bytes(*values: int) -> int:
 
 def prepare_exchange(
     comm: Communicator, exchange: Exchange, output: torch.Tensor, input: torch.Tensor, config: Config,
-    stream: int | None, capturing: bool,
+    stream: int | None, capturing: bool, peer: int | None = None,
 ) -> Launch:  # fmt: skip
-    """A launch of ``exchange`` on a stream, for tensors that lie like these."""
+    """A launch of ``exchange`` on a stream, for tensors that lie like these.
+
+    ``peer``: the rank with which this one exchanges a message that the others know nothing of.
+    """
     e = exchange
+    partitioned = config.all_gather_variant == "partitioned" and e.send_step == 0 and len(e.to) == comm.size
     everyone = range(comm.size)
     if (
         e.to == e.sources == everyone
         and e.rows * e.row <= one_hop.LARGEST_PIECE
+        and config.all_gather_variant is None
         and config.block_size_m is None
         and config.block_size_n is None
     ):
@@ -66,27 +79,39 @@ def prepare_exchange(
     lengths = (e.row, e.in_pitch, e.out_pitch, e.send_step, e.recv_step)
     begins = (input.storage_offset() * input.itemsize, output.storage_offset() * output.itemsize)
     word = word_bytes(*lengths, *begins, input.data_ptr(), output.data_ptr())
-    programs = comm.programs(config.comm_sms)
-    slot_bytes = comm.slot_bytes(programs)
+    programs = comm.programs(config.comm_sms if peer is None else min(config.comm_sms or P2P_PROGRAMS, P2P_PROGRAMS))
+    slot_bytes = comm.slot_bytes(programs if peer is None else P2P_PROGRAMS)
     block_m, block_n = config.block_size_m, config.block_size_n
     if block_m is None and block_n is None:
         block_m, block_n = _block(slot_bytes // word, e, word)
     else:
         block_m, block_n = block_m or 8, block_n or 256
-    if block_m * block_n * word > slot_bytes:
-        raise InvalidConfigError(
-            f"A block of {block_m} x {block_n} elements of {word} bytes does not fit a slot of {slot_bytes} bytes "
-            f"between {comm.size} ranks: choose block_size_m * block_size_n of at most {slot_bytes // word}."
-        )
-    programs = min(programs, -(-e.rows // block_m) * -(-(e.row // word) // block_n))
-    counts, posts, slots, slot_bytes = comm.queues(stream, capturing, programs)
+        if block_m * block_n * input.itemsize > slot_bytes:
+            raise InvalidConfigError(
+                f"A block of {block_m} x {block_n} elements of {input.dtype} does not fit a slot of {slot_bytes} bytes "
+                f"between {comm.size} ranks: choose block_size_m * block_size_n of at most "
+                f"{slot_bytes // input.itemsize}."
+            )
+        # A block is so many elements on all ranks, also where they lie in a way that takes narrower words.
+        word = min(word, block_n * input.itemsize)
+        block_n = block_n * input.itemsize // word
+    blocks = -(-e.rows // block_m) * -(-(e.row // word) // block_n)
+    if partitioned:
+        programs = max(1, min(programs // comm.size, blocks)) * comm.size
+    else:
+        programs = min(programs, blocks)
+    if peer is None:
+        counts, posts, slots, slot_bytes = comm.queues(stream, capturing, programs)
+    else:
+        counts, posts, slots, slot_bytes = comm.point_to_point(peer, stream, capturing)
     warps = config.num_warps or max(1, min(16, block_m * block_n * word // 512))
     dtype = WORDS[word]
     before = (comm.workspace.context_tensor, counts, posts, slots.view(dtype), comm.heap_table)
     after = (
         e.rows, e.row // word, *(length // word for length in lengths[1:]), e.length,
         e.to.start, e.to.stop, e.sources.start, e.sources.stop,
-        comm.size, block_m, block_n, slot_bytes // word, e.send_step == 0, e.rows * e.row > 65536,
+        comm.size, block_m, block_n, slot_bytes // word, e.send_step == 0,
+        e.rows * e.row > SMALLEST_DIRECT, partitioned,
     )  # fmt: skip
     kernel = gluon_exchange if config.use_gluon else triton_exchange
     return ready(kernel, programs, warps, before, (input, output), after, dtype)
@@ -122,6 +147,37 @@ def prepare_broadcast(
     comm: Communicator, root: int, tensor: torch.Tensor, config: Config, stream: int | None, capturing: bool
 ) -> Launch:
     """A launch of broadcast from rank ``root`` of the group on a stream, for tensors that lie like this."""
-    to = range(comm.size) if comm.rank == root else range(0)
-    e = Exchange(1, tensor.nbytes, tensor.nbytes, tensor.nbytes, 0, 0, tensor.nbytes, to, range(root, root + 1))
-    return prepare_exchange(comm, e, tensor, tensor, config, stream, capturing)
+    if comm.size <= 2 or tensor.nbytes <= LARGEST_DIRECT_BROADCAST:
+        to = range(comm.size) if comm.rank == root else range(0)
+        e = Exchange(1, tensor.nbytes, tensor.nbytes, tensor.nbytes, 0, 0, tensor.nbytes, to, range(root, root + 1))
+        return prepare_exchange(comm, e, tensor, tensor, config, stream, capturing)
+    word = word_bytes(tensor.nbytes, tensor.storage_offset() * tensor.itemsize, tensor.data_ptr())
+    programs = comm.programs(config.comm_sms)
+    block = comm.slot_bytes(programs) // word
+    n = tensor.nbytes // word
+    programs = min(programs, -(-n // (block * (comm.size - 1))))
+    counts, posts, slots, slot_bytes = comm.queues(stream, capturing, programs)
+    before = (comm.workspace.context_tensor, counts, posts, slots.view(WORDS[word]), comm.heap_table)
+    after = (n, tensor.nbytes, root, comm.size, block, slot_bytes // word)
+    kernel = gluon_broadcast if config.use_gluon else triton_broadcast
+    warps = config.num_warps or max(1, min(16, block * word // 512))
+    return ready(kernel, programs, warps, before, (tensor, tensor), after, WORDS[word])
+
+
+def prepare_exchange_v(
+    comm: Communicator, output: torch.Tensor, input: torch.Tensor, table: torch.Tensor, config: Config,
+    stream: int | None, capturing: bool,
+) -> Launch:  # fmt: skip
+    """A launch of all_to_all_v on a stream, for tensors that lie like these; it takes a table as well."""
+    if config.use_gluon:
+        raise InvalidConfigError("Config(use_gluon=True): all_to_all_v has no Gluon form; leave use_gluon out.")
+    begins = (input.storage_offset() * input.itemsize, output.storage_offset() * output.itemsize)
+    word = word_bytes(input.itemsize, *begins, input.data_ptr(), output.data_ptr())
+    # What lies in the pieces is known to the device alone, so all programs come.
+    programs = comm.programs(config.comm_sms)
+    counts, posts, slots, slot_bytes = comm.queues(stream, capturing, programs)
+    dtype = WORDS[word]
+    before = (comm.workspace.context_tensor, counts, posts, slots.view(dtype))
+    after = (input.itemsize // word, comm.size, slot_bytes // word)
+    warps = config.num_warps or max(1, min(16, slot_bytes // 512))
+    return ready(triton_exchange_v, programs, warps, before, (input, output, table), after, dtype)

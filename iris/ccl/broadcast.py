@@ -1,0 +1,128 @@
+"""Large broadcasts: the root deals the data out, and the others pass them on to each other.
+
+A root that sent everything to everybody would need its link W - 1 times. Here it sends each block once, part q to the
+q-th of the other ranks, which pushes it to the rest: every rank receives each byte once, and the root sends each byte
+once, (W - 1) parts at a time. Over the link: the bytes of the tensor out of the root and into each other rank, in two
+steps. With two ranks there is nobody to pass on to, and `iris.ccl.exchange` does it.
+
+Parts go through the queues of `iris.ccl.queue`; what is passed on goes straight to tensors on the symmetric heap, and
+through the queues to others. A round waits for what peers have posted in the round before, as in `iris.ccl.two_shot`.
+"""
+
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from iris.ccl.queue import AHEAD, COUNTS, GOT, NUM_SLOTS, SENT, WORDS, gluon_queue, triton_queue
+from iris.language.context import DeviceContext, IrisDeviceCtx
+
+
+def make_broadcast(jit, lang, queue, Context):
+    """The kernel in the language that ``(jit, lang)`` stand for."""
+    pick, among, flat, lanes = queue.pick, queue.among, queue.flat, queue.lanes
+    queue_address, pointer_at, offer, find = queue.queue_address, queue.pointer_at, queue.offer, queue.find
+    await_room, await_blocks, post, finish = queue.await_room, queue.await_blocks, queue.post, queue.finish
+
+    @jit
+    def slot_of(p, s, got, W: tl.constexpr):
+        """Which slot of this rank holds the next block from rank ``s``."""
+        return lang.cast((p * W + s) * NUM_SLOTS + (pick(got, s) & (NUM_SLOTS - 1)), lang.int64)
+
+    @jit
+    def broadcast(
+        context_tensor,
+        counts,
+        words,
+        slots,
+        heap_table,
+        input,
+        output,
+        n,
+        length,
+        root,
+        W: tl.constexpr,
+        BLOCK: tl.constexpr,
+        SLOT: tl.constexpr,
+    ):
+        ctx = Context.initialize(context_tensor, num_ranks=W)
+        rank = ctx.cur_rank
+        p = lang.program_id(0)
+        programs = lang.num_programs(0)
+        row = counts + p * COUNTS
+        own_words = words + p * WORDS
+        others = among(0, W, rank)
+        sent = lang.load(row + SENT + lanes(), mask=others, other=0)
+        got = lang.load(row + GOT + lanes(), mask=others, other=0)
+        queues = queue_address(ctx, slots, W, SLOT, others)
+        # The ranks that this one passes its part on to, and gets the other parts from.
+        fellows = others & (lanes() != root) & (rank != root)
+        from_root = others & (lanes() == root)
+        calls_from, direct_here = offer(ctx, row, own_words, heap_table, output, length, W, fellows)
+        calls_to, place = find(ctx, row, own_words, heap_table, fellows)
+        queued = fellows & (place == 0)
+        address = lang.where(queued, queues, place)
+        any_queued = lang.max(lang.cast(queued, lang.int32), axis=0) > 0
+        mine = (rank + (W - 1) - root) % W
+
+        i = flat(BLOCK, input.dtype.element_ty)
+        blocks = (n + (W - 1) * BLOCK - 1) // ((W - 1) * BLOCK)
+        steps = (blocks - p + programs - 1) // programs
+        last = steps + AHEAD
+        if direct_here == 0:
+            last = last + AHEAD
+        if rank == root:
+            last = steps
+        for step in range(0, last):
+            if rank == root:
+                await_room(ctx, own_words, sent, others, W)
+                t = lang.cast(p + step * programs, lang.int64)
+                parts = ()
+                for q in lang.static_range(W - 1):
+                    k = (t * (W - 1) + q) * BLOCK + i
+                    parts += (lang.load(input + k, mask=k < n),)
+                for q in lang.static_range(W - 1):
+                    d = (root + 1 + q) % W
+                    slot = pointer_at(slots, pick(queues, d)) + (pick(sent, d) & (NUM_SLOTS - 1)) * SLOT
+                    lang.store(slot + i, parts[q], mask=(t * (W - 1) + q) * BLOCK + i < n)
+                sent = lang.where(others, sent + 1, sent)
+            else:
+                if (step >= AHEAD) & (step < steps + AHEAD):
+                    t = lang.cast(p + (step - AHEAD) * programs, lang.int64)
+                    k = (t * (W - 1) + mine) * BLOCK + i
+                    await_blocks(ctx, own_words, got, from_root, W)
+                    data = lang.load(slots + slot_of(p, root, got, W) * SLOT + i, mask=k < n)
+                    got = lang.where(from_root, got + 1, got)
+                    lang.store(output + k, data, mask=k < n)
+                    if any_queued:
+                        await_room(ctx, own_words, sent, queued, W)
+                    for distance in range(1, W):
+                        d = (rank + distance) % W
+                        if d != root:
+                            begin = pointer_at(slots, pick(address, d))
+                            if pick(lang.cast(queued, lang.int32), d) > 0:
+                                slot = begin + (pick(sent, d) & (NUM_SLOTS - 1)) * SLOT
+                                lang.store(slot + i, data, mask=k < n)
+                            else:
+                                lang.store(begin + k, data, mask=k < n)
+                    sent = lang.where(queued, sent + 1, sent)
+                if (step >= 2 * AHEAD) & (direct_here == 0):
+                    t = lang.cast(p + (step - 2 * AHEAD) * programs, lang.int64)
+                    await_blocks(ctx, own_words, got, fellows, W)
+                    for distance in range(1, W):
+                        s = (rank + distance) % W
+                        if s != root:
+                            k = (t * (W - 1) + (s + (W - 1) - root) % W) * BLOCK + i
+                            data = lang.load(slots + slot_of(p, s, got, W) * SLOT + i, mask=k < n)
+                            lang.store(output + k, data, mask=k < n)
+                    got = lang.where(fellows, got + 1, got)
+            post(ctx, own_words, sent, got, others)
+        lang.store(row + SENT + lanes(), sent, mask=others)
+        lang.store(row + GOT + lanes(), got, mask=others)
+        finish(ctx, row, calls_to, fellows & (queued == 0), calls_from, fellows & (direct_here != 0), W)
+
+    return broadcast
+
+
+triton_broadcast = make_broadcast(triton.jit, tl, triton_queue, DeviceContext)
+gluon_broadcast = make_broadcast(gluon.jit, gl, gluon_queue, IrisDeviceCtx)

@@ -1,0 +1,87 @@
+"""all_to_all_v: pieces of different lengths between every two ranks, as tokens go to experts.
+
+Lengths and places are read from device memory, so whoever computes them there needs no host. Over the link: each piece
+once, in one step, through the queues of `iris.ccl.queue`. A pair takes as many rounds as its piece has blocks, the two
+directions of a pair are independent, and a rank that has nothing for another says nothing to it.
+"""
+
+import triton
+import triton.language as tl
+
+from iris.ccl.queue import AHEAD, COUNTS, GOT, MAX_RANKS, NUM_SLOTS, SENT, WORDS, triton_queue
+from iris.language.context import DeviceContext
+
+# Rows of the table, each of MAX_RANKS int64: elements for, and from, each rank, and where they begin.
+SEND_COUNTS, SEND_DISPLS, RECV_COUNTS, RECV_DISPLS = (tl.constexpr(i * MAX_RANKS) for i in range(4))
+
+pick, among, flat, lanes = triton_queue.pick, triton_queue.among, triton_queue.flat, triton_queue.lanes
+queue_address, pointer_at = triton_queue.queue_address, triton_queue.pointer_at
+await_room, await_blocks, post = triton_queue.await_room, triton_queue.await_blocks, triton_queue.post
+
+
+@triton.jit
+def rounds_of(counts, BLOCK: tl.constexpr):
+    """How many rounds this program takes for pieces of so many words."""
+    blocks = (counts + BLOCK - 1) // BLOCK
+    return (blocks - tl.program_id(0) + tl.num_programs(0) - 1) // tl.num_programs(0)
+
+
+@triton.jit
+def triton_exchange_v(
+    context_tensor,
+    counts,
+    words,
+    slots,
+    input,
+    output,
+    table,
+    factor,
+    W: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """``factor``: words of an element."""
+    ctx = DeviceContext.initialize(context_tensor, num_ranks=W)
+    rank = ctx.cur_rank
+    p = tl.program_id(0)
+    row = counts + p * COUNTS
+    own_words = words + p * WORDS
+    others = among(0, W, rank)
+    sent = tl.load(row + SENT + lanes(), mask=others, other=0)
+    got = tl.load(row + GOT + lanes(), mask=others, other=0)
+    queues = queue_address(ctx, slots, W, BLOCK, others)
+    everyone = lanes() < W
+    send_counts = tl.load(table + SEND_COUNTS + lanes(), mask=everyone, other=0) * factor
+    recv_counts = tl.load(table + RECV_COUNTS + lanes(), mask=everyone, other=0) * factor
+    send_rounds = rounds_of(send_counts, BLOCK)
+    recv_rounds = tl.where(others, rounds_of(recv_counts, BLOCK), 0)
+    i = flat(BLOCK, input.dtype.element_ty)
+    last = tl.maximum(tl.max(send_rounds, axis=0), tl.max(recv_rounds, axis=0) + AHEAD)
+    for step in range(0, last):
+        sends = others & (step < send_rounds)
+        await_room(ctx, own_words, sent, sends, W)
+        k = (p + step * tl.num_programs(0)).to(tl.int64) * BLOCK + i
+        for distance in range(0, W):
+            d = (rank + distance) % W
+            if step < pick(send_rounds, d):
+                mask = k < pick(send_counts, d)
+                data = tl.load(input + tl.load(table + SEND_DISPLS + d) * factor + k, mask=mask)
+                if d == rank:
+                    tl.store(output + tl.load(table + RECV_DISPLS + d) * factor + k, data, mask=mask)
+                else:
+                    slot = pointer_at(slots, pick(queues, d)) + (pick(sent, d) & (NUM_SLOTS - 1)) * BLOCK
+                    tl.store(slot + i, data, mask=mask)
+        sent = tl.where(sends, sent + 1, sent)
+        receives = others & (step >= AHEAD) & (step - AHEAD < recv_rounds)
+        await_blocks(ctx, own_words, got, receives, W)
+        k = (p + (step - AHEAD) * tl.num_programs(0)).to(tl.int64) * BLOCK + i
+        for distance in range(1, W):
+            s = (rank + distance) % W
+            if pick(receives.to(tl.int32), s) > 0:
+                mask = k < pick(recv_counts, s)
+                slot = ((p * W + s) * NUM_SLOTS + (pick(got, s) & (NUM_SLOTS - 1))).to(tl.int64)
+                data = tl.load(slots + slot * BLOCK + i, mask=mask)
+                tl.store(output + tl.load(table + RECV_DISPLS + s) * factor + k, data, mask=mask)
+        got = tl.where(receives, got + 1, got)
+        post(ctx, own_words, sent, got, sends | receives)
+    tl.store(row + SENT + lanes(), sent, mask=others)
+    tl.store(row + GOT + lanes(), got, mask=others)
