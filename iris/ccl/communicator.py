@@ -63,8 +63,8 @@ class Communicator:
         self.tables: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def programs(self, wanted: int | None) -> int:
-        """How many programs there may be, of ``wanted`` (None: one a multiprocessor)."""
-        return max(1, min(wanted or self.num_sms, PROGRAMS))
+        """How many programs there may be, of ``wanted`` (None: one for most multiprocessors, a power of two)."""
+        return max(1, min(wanted or 1 << (self.num_sms.bit_length() - 1), PROGRAMS))
 
     def slot_bytes(self, programs: int) -> int:
         """Bytes of a slot where so many programs share the staging memory; a power of two."""

@@ -119,7 +119,7 @@ def prepare_exchange(
 
 def _one_hop(
     comm: Communicator, e: Exchange, output: torch.Tensor, input: torch.Tensor, config: Config,
-    stream: int | None, capturing: bool,
+    stream: int | None, capturing: bool, root: int | None = None,
 ) -> Launch:  # fmt: skip
     lengths = (e.row, e.in_pitch, e.out_pitch, e.send_step, e.recv_step)
     begins = (input.storage_offset() * input.itemsize, output.storage_offset() * output.itemsize)
@@ -129,7 +129,8 @@ def _one_hop(
     units = -(-e.rows * e.row // (4 * one_hop.BLOCK_WORDS)) * comm.size
     programs = max(1, min(units, config.comm_sms or comm.num_sms))
     flat = e.rows == 1
-    after = (e.rows * e.row // word, *(length // word for length in lengths), comm.size, flat)
+    steps = tuple(length // word for length in lengths)
+    after = (e.rows * e.row // word, *steps, 0 if root is None else root, comm.size, flat, root is not None)
     kernel = one_hop.gluon_one_hop if config.use_gluon else one_hop.triton_one_hop
     before = (comm.workspace.context_tensor, epochs, slots)
     return ready(kernel, programs, config.num_warps or 4, before, (input, output), after, WORDS[word])
@@ -147,9 +148,11 @@ def prepare_broadcast(
     comm: Communicator, root: int, tensor: torch.Tensor, config: Config, stream: int | None, capturing: bool
 ) -> Launch:
     """A launch of broadcast from rank ``root`` of the group on a stream, for tensors that lie like this."""
+    to = range(comm.size) if comm.rank == root else range(0)
+    e = Exchange(1, tensor.nbytes, tensor.nbytes, tensor.nbytes, 0, 0, tensor.nbytes, to, range(root, root + 1))
+    if tensor.nbytes <= one_hop.LARGEST_PIECE:
+        return _one_hop(comm, e, tensor, tensor, config, stream, capturing, root)
     if comm.size <= 2 or tensor.nbytes <= LARGEST_DIRECT_BROADCAST:
-        to = range(comm.size) if comm.rank == root else range(0)
-        e = Exchange(1, tensor.nbytes, tensor.nbytes, tensor.nbytes, 0, 0, tensor.nbytes, to, range(root, root + 1))
         return prepare_exchange(comm, e, tensor, tensor, config, stream, capturing)
     word = word_bytes(tensor.nbytes, tensor.storage_offset() * tensor.itemsize, tensor.data_ptr())
     programs = comm.programs(config.comm_sms)

@@ -1,6 +1,7 @@
 """Small pieces from every rank to every rank: each word tells by itself that it has arrived.
 
-all_gather (the same piece to all) and all_to_all (another piece to each). A piece is cut into blocks; program
+all_gather (the same piece to all), all_to_all (another piece to each) and broadcast (the root's piece, and a word of
+every other rank, so that all hear from all). A piece is cut into blocks; program
 (block b, distance i) sends its block to rank r + i and receives one from rank r - i, so nothing is done one after the
 other. Over the link: twice the bytes of each piece, in one step.
 
@@ -64,9 +65,12 @@ def make_one_hop(jit, lang, queue, stamped, Context):
         out_pitch,
         send_step,
         recv_step,
+        root,
         W: tl.constexpr,
         FLAT: tl.constexpr,
+        ROOTED: tl.constexpr,
     ):
+        """``ROOTED``: only ``root`` has a piece to send."""
         ctx = Context.initialize(context_tensor, num_ranks=W)
         rank = ctx.cur_rank
         # Elements of a word: the data may lie at any multiple of their size.
@@ -83,16 +87,19 @@ def make_one_hop(jit, lang, queue, stamped, Context):
                 k = (b * BLOCK + i) * PACKED + j
                 at = lang.cast(to, lang.int64) * send_step + position(k, row, in_pitch, FLAT)
                 part = lang.cast(lang.load(input + at, mask=k < n, other=0), lang.int32)
-                if to == rank:
-                    own = lang.cast(rank, lang.int64) * recv_step + position(k, row, out_pitch, FLAT)
-                    lang.store(output + own, lang.cast(part, input.dtype.element_ty), mask=k < n)
+                if not ROOTED:
+                    if to == rank:
+                        own = lang.cast(rank, lang.int64) * recv_step + position(k, row, out_pitch, FLAT)
+                        lang.store(output + own, lang.cast(part, input.dtype.element_ty), mask=k < n)
                 if PACKED > 1:
                     part = (part & ((1 << BITS) - 1)) << (j * BITS)
                 word = word | part
             if to != rank:
                 slot = slots + (((epoch & 1) * NUM_BLOCKS + b) * W + rank) * BLOCK
-                # The whole block, so that no word keeps an epoch that comes round again after 2^32 calls.
-                send_stamped(ctx.translate(slot, to) + i, word, epoch, i >= 0)
+                needed = (b * BLOCK + i) * PACKED < n
+                if ROOTED:
+                    needed = needed & ((rank == root) | (i < 1))
+                send_stamped(ctx.translate(slot, to) + i, word, epoch, needed | ((epoch & 0xFFFF) < 2))
         for unit in range(lang.program_id(0), units, lang.num_programs(0)):
             b = unit // W
             source = (rank + W - unit % W) % W
@@ -100,11 +107,15 @@ def make_one_hop(jit, lang, queue, stamped, Context):
             if source != rank:
                 slot = slots + (((epoch & 1) * NUM_BLOCKS + b) * W + source) * BLOCK
                 there = (b * BLOCK + i) * PACKED < n
+                wanted = there
+                if ROOTED:
+                    there = there & ((source == root) | (i < 1))
+                    wanted = there & (source == root)
                 word = receive_stamped(slot + i, epoch, there, source, ctx._record())
                 for j in lang.static_range(PACKED):
                     k = (b * BLOCK + i) * PACKED + j
                     at = lang.cast(source, lang.int64) * recv_step + position(k, row, out_pitch, FLAT)
-                    lang.store(output + at, lang.cast(word >> (j * BITS), input.dtype.element_ty), mask=k < n)
+                    lang.store(output + at, lang.cast(word >> (j * BITS), input.dtype.element_ty), mask=wanted & (k < n))
             lang.store(epochs + b * RANKS + unit % W, epoch)
 
     return one_hop
