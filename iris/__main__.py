@@ -1,4 +1,6 @@
-"""The command line: ``python -m iris info`` and ``python -m iris demo``."""
+"""The command line: ``python -m iris --help`` lists its commands."""
+
+from pathlib import Path
 
 import click
 
@@ -48,6 +50,32 @@ def demo(ranks: int) -> None:
 
     if not demo.run(ranks):
         raise SystemExit(1)
+
+
+@commands.command()
+@click.option("--largest", type=click.IntRange(1), default=256 << 10, show_default=True, help="Largest size, in KiB.")
+@click.option("--smallest", type=click.IntRange(1), default=8, show_default=True, help="Smallest size, in KiB.")
+@click.option("--out", type=click.Path(path_type=Path), help="The table to add to, instead of the one that Iris reads.")
+def tune(largest: int, smallest: int, out: Path | None) -> None:
+    """Measure which variant of each collective is fastest here, and use it from now on.
+
+    Run it under torchrun with the number of ranks to tune for.
+    """
+    requirements.check()
+    import iris
+    from iris.bench import tune as tuning
+    from iris.bench.report import environment
+    from iris.ccl.select import own_table
+
+    sizes = [smallest << 10]
+    while sizes[-1] < largest << 10:
+        sizes.append(2 * sizes[-1])
+    with iris.iris(4 * sizes[-1] + (64 << 20)) as ctx:
+        table = tuning.tune(ctx, sizes, lambda line: ctx.get_rank() == 0 and click.echo(line))
+        if ctx.get_rank() == 0:
+            name = environment()["device"] if ctx.device.type == "cuda" else "simulator"
+            tuning.write(out or own_table(), name, ctx.get_num_ranks(), table)
+            click.echo(f"Written to {out or own_table()}")
 
 
 def main() -> None:

@@ -48,8 +48,8 @@ class ChannelsExhaustedError(IrisError, RuntimeError):
         super().__init__(
             f"The {size} that this group has for flags and staging are in use by {channels} channels, and another needs "
             f"{wanted}. Each operation has one a stream, and one more in each CUDA graph ({captures} so far), which it "
-            "keeps until the context is closed. Use fewer streams, capture once and replay, or close this context and "
-            "make a new one."
+            "keeps. Use fewer streams, capture once and replay, or give back the channels of graphs that are gone with "
+            "ctx.ccl.release_graphs()."
         )
 
 
@@ -245,3 +245,7 @@ class WorkspaceTooSmallError(IrisError, ValueError):
 
 class MismatchedCollectiveError(IrisError, RuntimeError):
     """Ranks call the same collective with different arguments; found in debug mode."""
+
+
+class InvalidTableError(IrisError, ValueError):
+    """The table by which collectives are chosen cannot be read, or differs between ranks."""

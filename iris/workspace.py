@@ -5,8 +5,8 @@ A *channel* is memory that one operation uses on one stream. Two uses that may o
 * Outside a graph a channel belongs to (operation, n-th stream on which this rank used it). Streams are numbered in
   order of first use, which is the same on every rank of a symmetric program; their handles are not.
 * Inside a CUDA graph it belongs to (capture, operation, n-th stream of that capture). A graph may be replayed at any
-  time and beside other work, and nobody can see its end, so its channels are never used again before the context is
-  closed.
+  time and beside other work, and nobody can see its end, so its channels are not used again before all ranks have said
+  that their graphs are gone.
 
 Channels lie in the order of their first use: those of streams from the start, those of captures from the end, so that
 captures do not shift the others. They are zero at first. What is in them counts epochs for the life of the context and
@@ -71,6 +71,21 @@ class Workspace:
                 self._start += room
             self._channels[key] = self._bytes[begin : begin + size]
         return self._channels[key]
+
+    def release_captures(self) -> None:
+        """Take back the channels of all captures. Collective; blocks the host.
+
+        The caller guarantees that no graph will be replayed that was captured before.
+        """
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.group.all_gather(None, "the release of graphs: all replays are over")
+        self._bytes[self._end :].zero_()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self._end = self.size
+        self._channels = {key: channel for key, channel in self._channels.items() if key[2] is None}
+        self.group.all_gather(None, "the release of graphs: the memory is ready")
 
     def close(self) -> None:
         """Unmap. The caller guarantees that no kernel uses the channels any more, on any rank."""

@@ -25,6 +25,7 @@ from iris.errors import (
 from iris.heap.history import debugging
 
 DEBUGGING = debugging()
+NOTHING = torch.empty(0)
 
 
 class Collectives:
@@ -387,6 +388,22 @@ class Collectives:
         self._context.device_barrier(group)
         return Work(self._on_gpu) if async_op else None
 
+    def communicator(self, group: dist.ProcessGroup | None = None) -> Communicator:
+        """What the collectives of ``group`` share. The first call for a group is collective and blocks the host."""
+        if group not in self._communicators:
+            workspace = self._context._workspace(group)
+            self._communicators[group] = Communicator(workspace, self._context.heap, self._context.get_cu_count())
+        return self._communicators[group]
+
+    def release_graphs(self, group: dist.ProcessGroup | None = None) -> None:
+        """Give back the memory of the collectives, and barriers, in CUDA graphs. Collective; blocks the host.
+
+        Each capture keeps flags and staging, since nobody can see whether its graph will be replayed. The caller
+        guarantees that none of the graphs captured so far will be.
+        """
+        comm, _, _ = self._enter("release_graphs", group, NOTHING, NOTHING)
+        comm.release_graphs()
+
     # What they share -------------------------------------------------------------------------------------------------
 
     def _enter(
@@ -410,8 +427,7 @@ class Collectives:
         if comm is None:
             if capture is not None:
                 raise FirstUseInCaptureError(f"{name}()")
-            comm = Communicator(self._context._workspace(group), self._context.heap, self._context.get_cu_count())
-            self._communicators[group] = comm
+            comm = self.communicator(group)
         if DEBUGGING and capture is None:
             self._compare(comm, name, output, input)
         return comm, stream, capture

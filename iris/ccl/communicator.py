@@ -7,7 +7,8 @@ import torch
 
 from iris import simulator
 from iris.ccl.queue import COUNTS, MAX_RANKS, SLOTS, WORDS, region_bytes
-from iris.errors import ChannelsExhaustedError, InvalidGroupError
+from iris.ccl.select import digest, load_table, own_table
+from iris.errors import ChannelsExhaustedError, InvalidGroupError, InvalidTableError
 from iris.heap.symmetric import SymmetricHeap
 from iris.launch import prepare
 from iris.workspace import Workspace
@@ -36,6 +37,8 @@ class Communicator:
         This rank in the group, and the number of members.
     heap_table : torch.Tensor
         int64 ``[size + 1]``: where the symmetric heap of each member begins, in this rank's addresses; its bytes.
+    table : Table
+        By which variants are chosen.
     launches : dict
         Launches that were prepared, by what makes one differ from another.
     configs : list
@@ -53,6 +56,12 @@ class Communicator:
         self.device = workspace.device
         table = [*(heap.bases[rank] for rank in group.ranks), heap.mapped_size]
         self.heap_table = torch.tensor(table, dtype=torch.int64, device=self.device)
+        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "simulator"
+        self.table = load_table(name, self.size)
+        if len(set(group.all_gather(digest(self.table), "the comparison of the collectives' tables"))) > 1:
+            raise InvalidTableError(
+                f"The ranks choose collectives by different tables. Give all of them the same {own_table()}, or none."
+            )
         self.launches: dict[Any, Launch] = {}
         self._streams_to: dict[int, list[int | None]] = {}
         # One more for graphs: of what is captured between two ranks, one replay may run at a time.
@@ -61,6 +70,15 @@ class Communicator:
         ]
         self.configs: list[object] = []
         self.tables: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def release_graphs(self) -> None:
+        """Forget all that was prepared for graphs; see `iris.workspace.Workspace.release_captures`."""
+        self.workspace.release_captures()
+        self.launches = {key: launch for key, launch in self.launches.items() if key[-1] is None}
+
+    def forget(self) -> None:
+        """Prepare every launch anew, by the `table` as it is now."""
+        self.launches = {}
 
     def programs(self, wanted: int | None) -> int:
         """How many programs there may be, of ``wanted`` (None: one for most multiprocessors, a power of two)."""

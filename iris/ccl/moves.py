@@ -11,10 +11,8 @@ from iris.ccl.communicator import P2P_PROGRAMS, Communicator, Launch, power_of_t
 from iris.ccl.config import Config
 from iris.ccl.exchange import gluon_exchange, triton_exchange
 from iris.ccl.exchange_v import triton_exchange_v
+from iris.ccl.select import choose
 from iris.errors import InvalidConfigError
-
-# Up to here a root writes to everybody itself, in one step.
-LARGEST_DIRECT_BROADCAST = 512 << 10
 
 # Above this it pays to ask where the result lies, which costs a hop, and to spare the way through the queue.
 SMALLEST_DIRECT = 64 << 10
@@ -68,18 +66,19 @@ def prepare_exchange(
     e = exchange
     partitioned = config.all_gather_variant == "partitioned" and e.send_step == 0 and len(e.to) == comm.size
     everyone = range(comm.size)
-    if (
-        e.to == e.sources == everyone
-        and e.rows * e.row <= one_hop.LARGEST_PIECE
-        and config.all_gather_variant is None
-        and config.block_size_m is None
-        and config.block_size_n is None
-    ):
-        return _one_hop(comm, e, output, input, config, stream, capturing)
+    programs = config.comm_sms
+    if e.to == e.sources == everyone:
+        collective, piece = "all_to_all" if e.send_step else "all_gather", e.rows * e.row
+        asked = config.all_gather_variant or config.block_size_m or config.block_size_n
+        hops = {"one_hop"} if piece <= one_hop.LARGEST_PIECE and not asked else set()
+        choice = choose(comm.table, collective, piece, config, {"exchange"} | hops)
+        if choice.variant == "one_hop":
+            return _one_hop(comm, e, output, input, config, stream, capturing)
+        programs = choice.programs
     lengths = (e.row, e.in_pitch, e.out_pitch, e.send_step, e.recv_step)
     begins = (input.storage_offset() * input.itemsize, output.storage_offset() * output.itemsize)
     word = word_bytes(*lengths, *begins, input.data_ptr(), output.data_ptr())
-    programs = comm.programs(config.comm_sms if peer is None else min(config.comm_sms or P2P_PROGRAMS, P2P_PROGRAMS))
+    programs = comm.programs(programs if peer is None else min(programs or P2P_PROGRAMS, P2P_PROGRAMS))
     slot_bytes = comm.slot_bytes(programs if peer is None else P2P_PROGRAMS)
     block_m, block_n = config.block_size_m, config.block_size_n
     if block_m is None and block_n is None:
@@ -150,12 +149,15 @@ def prepare_broadcast(
     """A launch of broadcast from rank ``root`` of the group on a stream, for tensors that lie like this."""
     to = range(comm.size) if comm.rank == root else range(0)
     e = Exchange(1, tensor.nbytes, tensor.nbytes, tensor.nbytes, 0, 0, tensor.nbytes, to, range(root, root + 1))
-    if tensor.nbytes <= one_hop.LARGEST_PIECE:
+    hops = {"one_hop"} if tensor.nbytes <= one_hop.LARGEST_PIECE else set()
+    deals = {"deal"} if comm.size > 2 else set()
+    choice = choose(comm.table, "broadcast", tensor.nbytes, config, {"exchange"} | hops | deals)
+    if choice.variant == "one_hop":
         return _one_hop(comm, e, tensor, tensor, config, stream, capturing, root)
-    if comm.size <= 2 or tensor.nbytes <= LARGEST_DIRECT_BROADCAST:
+    if choice.variant == "exchange":
         return prepare_exchange(comm, e, tensor, tensor, config, stream, capturing)
     word = word_bytes(tensor.nbytes, tensor.storage_offset() * tensor.itemsize, tensor.data_ptr())
-    programs = comm.programs(config.comm_sms)
+    programs = comm.programs(choice.programs)
     block = comm.slot_bytes(programs) // word
     n = tensor.nbytes // word
     programs = min(programs, -(-n // (block * (comm.size - 1))))

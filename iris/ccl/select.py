@@ -1,51 +1,94 @@
 """Which variant, and how many programs: from what is equal on all ranks, never from where a tensor lies.
 
-The crossovers are measured (docs/performance.md); `TABLE` holds those of machines that were there.
+A table says it, by collective: up to so many bytes this variant with so many programs, then the next. The tables of
+machines that were measured are in ``tables.json``; ``python -m iris tune`` measures the machine at hand and writes its
+own to `own_table`. Ranks compare their tables when a group is first used.
 """
 
-from dataclasses import dataclass
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import NamedTuple
 
 from iris.ccl.config import Config
-from iris.errors import InvalidConfigError
+from iris.errors import InvalidConfigError, InvalidTableError
 
-# Largest input in bytes that one shot, and pushing in two shots, carry.
-ONE_SHOT = {2: 512 << 10, 3: 256 << 10, 4: 256 << 10}
-ONE_SHOT_OF_MORE = 128 << 10
-TWO_SHOT_PUSH = 2 << 20
+COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast")
 
 
-@dataclass(frozen=True)
-class Choice:
-    """A variant, the programs it runs with (None: as many as there is work for), and the blocks it has memory for."""
+class Choice(NamedTuple):
+    """Up to ``limit`` bytes (None: any number): a variant, and the programs it runs with (None: its own default)."""
 
+    limit: int | None
     variant: str
     programs: int | None
-    blocks: int = 0
 
 
-def choose(collective: str, size: int, nbytes: int, marked: bool, config: Config) -> Choice:
-    """The choice for a collective of ``nbytes`` a rank; ``marked``: its elements can tell that they have arrived."""
-    from iris.ccl.push import part_bytes
+Table = dict[str, list[Choice]]
 
-    blocks = max(TWO_SHOT_PUSH // (part_bytes(size) * size), ONE_SHOT.get(size, ONE_SHOT_OF_MORE) // part_bytes(size))
-    wanted = config.all_reduce_variant if collective == "all_reduce" else "auto"
-    programs = config.comm_sms
-    if collective == "reduce_scatter":
-        fits = -(-nbytes // size) <= blocks * part_bytes(size)
-        return Choice("one_shot" if marked and fits and not config.batch_invariant else "two_shot", programs, blocks)
-    if wanted == "auto":
-        if not marked or config.batch_invariant:
-            return Choice("two_shot", programs)
-        if nbytes <= ONE_SHOT.get(size, ONE_SHOT_OF_MORE):
-            return Choice("one_shot", programs, blocks)
-        if nbytes <= TWO_SHOT_PUSH:
-            return Choice("two_shot_push", programs, blocks)
-        return Choice("two_shot", programs)
-    if wanted == "one_shot":
-        if not marked or nbytes > blocks * part_bytes(size):
-            raise InvalidConfigError(
-                f"Config(all_reduce_variant='one_shot') is for floating-point tensors of at most "
-                f"{blocks * part_bytes(size)} bytes among {size} ranks; this one has {nbytes}. Use 'two_shot' or 'auto'."
-            )
-        return Choice("one_shot", programs, blocks)
-    return Choice(wanted, programs)
+# Where nothing was measured. Bytes: of the input, of broadcast's tensor, of one rank's piece where pieces are moved.
+ELSEWHERE: Table = {
+    "all_reduce": [
+        Choice(128 << 10, "one_shot", None),
+        Choice(2 << 20, "two_shot_push", None),
+        Choice(None, "two_shot", None),
+    ],
+    "reduce_scatter": [Choice(2 << 20, "one_shot", None), Choice(None, "two_shot", None)],
+    "all_gather": [Choice(64 << 10, "one_hop", None), Choice(None, "exchange", None)],
+    "all_to_all": [Choice(64 << 10, "one_hop", None), Choice(None, "exchange", None)],
+    "broadcast": [
+        Choice(64 << 10, "one_hop", None),
+        Choice(512 << 10, "exchange", None),
+        Choice(None, "deal", None),
+        Choice(None, "exchange", None),  # between two ranks, where there is nobody to deal out to
+    ],
+}
+
+
+def own_table() -> Path:
+    """Where ``python -m iris tune`` writes what it measured on this machine."""
+    config = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
+    return Path(config) / "iris" / "collectives.json"
+
+
+def load_table(device: str, size: int) -> Table:
+    """The table for ``size`` ranks on devices of this name: measured here, shipped, or `ELSEWHERE`."""
+    table = dict(ELSEWHERE)
+    for file in (Path(__file__).with_name("tables.json"), own_table()):
+        if not file.exists():
+            continue
+        try:
+            measured = json.loads(file.read_text()).get(device, {}).get(str(size), {})
+            table |= {name: [Choice(*row) for row in rows] for name, rows in measured.items()}
+        except (ValueError, TypeError, AttributeError) as error:
+            raise InvalidTableError(
+                f"{file} is not a table of collectives ({error}). Make it anew with `python -m iris tune`, or remove it."
+            ) from error
+    return table
+
+
+def digest(table: Table) -> str:
+    """Of a table, to be compared between ranks."""
+    return hashlib.sha256(json.dumps(table, sort_keys=True).encode()).hexdigest()
+
+
+def choose(table: Table, collective: str, nbytes: int, config: Config, possible: set[str]) -> Choice:
+    """The first row that reaches as far as ``nbytes`` and whose variant is ``possible`` for this call."""
+    reaching = (row for row in table[collective] if row.limit is None or nbytes <= row.limit)
+    row = next(row for row in reaching if row.variant in possible)
+    return row._replace(programs=config.comm_sms or row.programs)
+
+
+def choose_all_reduce(table: Table, nbytes: int, marked: bool, config: Config) -> Choice:
+    """As `choose`, by the configuration's variant; ``marked``: elements that can tell that they have arrived."""
+    variant = config.all_reduce_variant
+    if variant == "auto":
+        pushes = {"one_shot", "two_shot_push"} if marked and not config.batch_invariant else set()
+        return choose(table, "all_reduce", nbytes, config, {"two_shot"} | pushes)
+    if variant == "one_shot" and not marked:
+        raise InvalidConfigError(
+            "Config(all_reduce_variant='one_shot') is for floating-point tensors among two or more ranks, whose elements "
+            "can tell that they have arrived. Use 'two_shot' or 'auto'."
+        )
+    return Choice(None, variant, config.comm_sms)

@@ -7,7 +7,7 @@ import torch
 from iris.ccl import push, two_shot
 from iris.ccl.communicator import Communicator, Launch, power_of_two, ready
 from iris.ccl.config import Config, ReduceOp
-from iris.ccl.select import Choice, choose
+from iris.ccl.select import Choice, choose, choose_all_reduce
 from iris.errors import InvalidConfigError, UnsupportedReductionError, WorkspaceTooSmallError, readable
 
 # A NaN of these is all ones, which is what marks "nothing yet" (`iris.language.stamped`).
@@ -40,7 +40,8 @@ def prepare_all_reduce(
 ) -> Launch:  # fmt: skip
     """A launch of all_reduce on a stream, for tensors that lie like these."""
     dtype, times, name = elements(input.dtype, op)
-    choice = _choose(comm, "all_reduce", dtype, input.nbytes, config)
+    marked = dtype in MARKED and comm.size > 1
+    choice = choose_all_reduce(comm.table, input.nbytes, marked, config)
     if choice.variant in ("one_shot", "two_shot_push"):
         return _push(comm, choice, name, output, input, dtype, times * input.numel(), 0, config, stream, capturing)
     n = times * input.numel()
@@ -54,7 +55,10 @@ def prepare_reduce_scatter(
     """A launch of reduce_scatter on a stream, for tensors that lie like these."""
     dtype, times, name = elements(input.dtype, op)
     n = times * output.numel()
-    choice = _choose(comm, "reduce_scatter", dtype, input.nbytes, config)
+    pushes = dtype in MARKED and comm.size > 1 and not config.batch_invariant
+    choice = choose(
+        comm.table, "reduce_scatter", input.nbytes, config, {"two_shot", "one_shot"} if pushes else {"two_shot"}
+    )
     if choice.variant == "one_shot":
         return _push(comm, choice, name, output, input, dtype, n, n, config, stream, capturing)
     return _queued(comm, choice, name, output, input, dtype, n, n, None, config, stream, capturing)
@@ -67,14 +71,9 @@ def prepare_reduce(
     """A launch of reduce to rank ``root`` of the group on a stream, for tensors that lie like these."""
     dtype, times, name = elements(input.dtype, op)
     n = times * input.numel()
-    choice = Choice("two_shot", config.comm_sms)
+    choice = Choice(None, "two_shot", config.comm_sms)
     to = range(root, root + 1)
     return _queued(comm, choice, name, output, input, dtype, n, None, to, config, stream, capturing)
-
-
-def _choose(comm: Communicator, collective: str, dtype: torch.dtype, nbytes: int, config: Config) -> Choice:
-    marked = dtype in MARKED and comm.size > 1
-    return choose(collective, comm.size, nbytes, marked, config)
 
 
 def _warps(config: Config, part: int) -> int:

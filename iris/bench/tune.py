@@ -1,0 +1,113 @@
+"""Measures which variant of each collective is fastest on this machine, and writes the table that chooses them."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from iris.bench.timing import do_bench, replay_microseconds
+from iris.ccl.select import COLLECTIVES, Choice, Table
+from iris.context import Iris
+
+# Variants of each collective, and the programs to try for those that are bound by the link.
+VARIANTS = {
+    "all_reduce": ("one_shot", "two_shot_push", "two_shot"),
+    "reduce_scatter": ("one_shot", "two_shot"),
+    "all_gather": ("one_hop", "exchange"),
+    "all_to_all": ("one_hop", "exchange"),
+    "broadcast": ("one_hop", "exchange", "deal"),
+}
+PROGRAMS = (64, 128, 256)
+LARGEST_PUSH = 4 << 20
+# A variant must win by this much to displace the one that is already chosen for smaller sizes.
+MARGIN = 0.97
+
+
+def calls(ctx: Iris, nbytes: int) -> dict[str, Callable[[], object]]:
+    """Each collective on bf16 tensors of ``nbytes``, the gathered or reduced size."""
+    whole, out = (ctx.randn(nbytes // 2, dtype=torch.bfloat16) for _ in range(2))
+    part = ctx.randn(nbytes // 2 // ctx.num_ranks, dtype=torch.bfloat16)
+    return {
+        "all_reduce": lambda: ctx.ccl.all_reduce(out, whole),
+        "reduce_scatter": lambda: ctx.ccl.reduce_scatter(part, whole),
+        "all_gather": lambda: ctx.ccl.all_gather(out, part),
+        "all_to_all": lambda: ctx.ccl.all_to_all(out, whole),
+        "broadcast": lambda: ctx.ccl.broadcast(whole, 0),
+    }
+
+
+def chosen_by(ctx: Iris, collective: str, nbytes: int) -> int:
+    """The number of bytes by which the table is asked (see `iris.ccl.select`)."""
+    return nbytes // ctx.num_ranks if collective in ("all_gather", "all_to_all") else nbytes
+
+
+def measure(ctx: Iris, call: Callable[[], object], nbytes: int) -> float:
+    """Microseconds of one call: the slowest rank's."""
+    ctx.barrier()
+    call()
+    if ctx.device.type == "cuda":
+        mine = replay_microseconds(call, ctx.device_barrier, 20 if nbytes < 4 << 20 else 4, 7)
+    else:
+        mine = 1e3 * do_bench(call, ctx.barrier, n_warmup=0, n_repeat=1, return_mode="median")
+    return max(ctx.broadcast(mine, rank) for rank in range(ctx.num_ranks))
+
+
+def tune(ctx: Iris, sizes: list[int], report: Callable[[str], None]) -> Table:
+    """The table for this machine and number of ranks. Collective over the world; uses bf16 tensors on the heap."""
+    ctx.ccl.barrier()
+    communicator = ctx.ccl.communicator()
+    before = communicator.table
+    best: dict[str, list[tuple[int, str, int | None]]] = {name: [] for name in COLLECTIVES}
+    try:
+        for nbytes in sizes:
+            for name, call in calls(ctx, nbytes).items():
+                times = {}
+                for variant in VARIANTS[name]:
+                    bound_by_link = variant in ("two_shot", "exchange", "deal") and nbytes >= 1 << 20
+                    for programs in PROGRAMS if bound_by_link else (None,):
+                        if not possible(ctx, name, variant, nbytes):
+                            continue
+                        communicator.table = before | {name: [Choice(None, variant, programs)]}
+                        communicator.forget()
+                        times[variant, programs] = measure(ctx, call, nbytes)
+                        ctx.ccl.release_graphs()
+                winner = min(times, key=times.get)
+                if best[name]:
+                    last = best[name][-1][1:]
+                    if last in times and times[winner] > MARGIN * times[last]:
+                        winner = last
+                best[name].append((chosen_by(ctx, name, nbytes), *winner))
+                report(f"{name} {nbytes} bytes: {winner[0]}, {winner[1] or 'default'} programs, {times[winner]:.2f} us")
+    finally:
+        communicator.table = before
+        communicator.forget()
+    return {name: rows(found, before[name]) for name, found in best.items()}
+
+
+def possible(ctx: Iris, collective: str, variant: str, nbytes: int) -> bool:
+    """Whether a variant can carry so much, or is worth trying."""
+    if variant == "one_hop":
+        return chosen_by(ctx, collective, nbytes) <= 64 << 10
+    if variant == "deal":
+        return ctx.num_ranks > 2
+    return "shot" not in variant or variant == "two_shot" or nbytes <= LARGEST_PUSH
+
+
+def rows(found: list[tuple[int, str, int | None]], before: list[Choice]) -> list[Choice]:
+    """Neighbouring sizes with the same winner as one row; behind the last, what carries any size and type."""
+    table: list[Choice] = []
+    for limit, variant, programs in found:
+        if table and table[-1][1:] == (variant, programs):
+            table.pop()
+        table.append(Choice(limit, variant, programs))
+    table[-1] = table[-1]._replace(limit=None)
+    return [*table, *(row for row in before if row.limit is None and row.variant != table[-1].variant)]
+
+
+def write(file: Path, device: str, size: int, table: Table) -> None:
+    """Add ``table`` to those in ``file``."""
+    tables = json.loads(file.read_text()) if file.exists() else {}
+    tables.setdefault(device, {})[str(size)] = table
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(tables, indent=1) + "\n")
