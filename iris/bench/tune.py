@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from iris.bench.timing import do_bench, replay_microseconds
+from iris.ccl.one_hop import LARGEST_PIECE
 from iris.ccl.select import COLLECTIVES, Choice, Table
 from iris.context import Iris
 
@@ -88,7 +89,7 @@ def tune(ctx: Iris, sizes: list[int], report: Callable[[str], None]) -> Table:
 def possible(ctx: Iris, collective: str, variant: str, nbytes: int) -> bool:
     """Whether a variant can carry so much, or is worth trying."""
     if variant == "one_hop":
-        return chosen_by(ctx, collective, nbytes) <= 64 << 10
+        return chosen_by(ctx, collective, nbytes) <= LARGEST_PIECE
     if variant == "deal":
         return ctx.num_ranks > 2
     return "shot" not in variant or variant == "two_shot" or nbytes <= LARGEST_PUSH

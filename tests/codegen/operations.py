@@ -11,7 +11,7 @@ def is_acquire(op):
 
 def is_data(op):
     """A 16-byte access of the kernel's data."""
-    return op.endswith(("v4.b32", "v4.f32", "dwordx4"))
+    return op.endswith(("v4.b32", "v4.f32", "v2.b64", "dwordx4"))
 
 
 def releases(operations):
