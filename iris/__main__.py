@@ -52,6 +52,38 @@ def demo(ranks: int) -> None:
         raise SystemExit(1)
 
 
+@commands.group()
+def bench() -> None:
+    """Measure what Iris reaches on this machine, beside others."""
+
+
+@bench.command()
+@click.option("--collective", "collectives", multiple=True, help="One of the collectives; all if not given.")
+@click.option("--library", "libraries", multiple=True, help="iris, 'iris gluon', nccl, 'nccl windows', torch.")
+@click.option("--dtype", default="bfloat16", show_default=True)
+@click.option("--sizes", default="1,8,32,128,512,2048,8192,65536,262144", show_default=True, help="In KiB.")
+@click.option("--sms", default="0", show_default=True, help="Multiprocessors to use at most; 0: each library's choice.")
+@click.option("--floors", type=click.Path(exists=True, path_type=Path), help="Fail below the figures of this file.")
+@click.option("--out", type=click.Path(path_type=Path), help="Folder for CSV, JSON and pictures.")
+def ccl(
+    collectives: tuple[str, ...],
+    libraries: tuple[str, ...],
+    dtype: str,
+    sizes: str,
+    sms: str,
+    floors: Path | None,
+    out: Path | None,
+) -> None:
+    """Collectives of Iris, the vendor's library and torch, side by side, under torchrun.
+
+    Exit status 1 if a figure misses its floor, or a result of Iris is wrong.
+    """
+    requirements.check()
+    from iris.bench import ccl_command
+
+    ccl_command.run(collectives, libraries, dtype, sizes, sms, floors, out)
+
+
 @commands.command()
 @click.option("--largest", type=click.IntRange(1), default=256 << 10, show_default=True, help="Largest size, in KiB.")
 @click.option("--smallest", type=click.IntRange(1), default=8, show_default=True, help="Smallest size, in KiB.")

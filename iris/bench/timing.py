@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -103,3 +103,11 @@ def replay_microseconds(
         end.synchronize()
         times.append(1e3 * start.elapsed_time(end) / per_graph)
     return sorted(times)[replays // 2]
+
+
+class Operands(NamedTuple):
+    """Tensors of one size for the collectives: the input and output of ``[n]``, and a rank's part of ``[n / W]``."""
+
+    whole: torch.Tensor
+    out: torch.Tensor
+    part: torch.Tensor

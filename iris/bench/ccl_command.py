@@ -1,0 +1,91 @@
+"""``python -m iris bench ccl``: what it prints and writes."""
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import click
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+import iris
+from iris.bench import collectives as measuring
+from iris.bench.report import below_floor
+from iris.errors import UnknownChoiceError
+
+
+def run(
+    collectives: tuple[str, ...],
+    libraries: tuple[str, ...],
+    dtype: str,
+    sizes: str,
+    sms: str,
+    floors: Path | None,
+    out: Path | None,
+) -> None:
+    """See the command's help. Collective over the ranks that torchrun started."""
+    for name, given, possible in (
+        ("--collective", collectives, measuring.COLLECTIVES),
+        ("--library", libraries, measuring.LIBRARIES),
+    ):
+        for value in given:
+            if value not in possible:
+                raise UnknownChoiceError(name, value, possible)
+    chosen = list(collectives or measuring.COLLECTIVES)
+    bytes_ = [int(float(size) * 1024) for size in sizes.split(",")]
+    limits = [int(limit) for limit in sms.split(",")]
+    with iris.iris(4 * max(bytes_) + (1 << 30 if torch.cuda.is_available() else 1 << 20)) as ctx:
+        on_gpu = ctx.device.type == "cuda"
+        beside = list(libraries or (measuring.LIBRARIES if on_gpu else ("iris", "iris gluon")))
+        rows: list[measuring.Row] = []
+        total = len(chosen) * len(bytes_) * len(limits) * len(beside)
+        console = Console(stderr=True, quiet=ctx.get_rank() > 0)
+        with Progress(console=console) as progress:
+            task = progress.add_task("collectives", total=total)
+            for row in measuring.measure(ctx, chosen, bytes_, limits, beside, getattr(torch, dtype)):
+                rows.append(row)
+                progress.update(task, advance=1)
+                if ctx.get_rank() == 0 and out is not None:
+                    measuring.write(out, ctx.get_num_ranks(), rows, {})
+        ceiling = measuring.ceilings(ctx)
+        if ctx.get_rank() == 0:
+            show(rows)
+            if out is not None:
+                measuring.write(out, ctx.get_num_ranks(), rows, ceiling)
+                if find_spec("matplotlib"):
+                    from iris.bench import plots
+
+                    plots.draw(out, ctx.get_num_ranks(), rows)
+        missed = [f"{row.collective} of {row.bytes} bytes by {row.library}: {row.reason}"
+                  for row in rows if row.reason and row.library.startswith("iris")]  # fmt: skip
+        if floors is not None:
+            missed += below_floor(floors, ctx.get_num_ranks(), figures(rows))
+    if missed:
+        raise click.ClickException("; ".join(missed))
+
+
+def figures(rows: list[measuring.Row]) -> dict[str, float]:
+    """Names as in ``benchmarks/floors.json``: ``all_reduce_8KiB_us`` of Iris at its own choice."""
+    return {
+        f"{row.collective}_{row.bytes >> 10}KiB_us": row.microseconds
+        for row in rows
+        if row.library == "iris" and row.sms == 0 and row.microseconds
+    }
+
+
+def show(rows: list[measuring.Row]) -> None:
+    """A table: a line a size, a column a library."""
+    libraries = list(dict.fromkeys(row.library for row in rows))
+    table = Table("collective", "KiB", "SMs", *(f"{library}, us (GB/s)" for library in libraries))
+    cells = {(row.collective, row.bytes, row.sms, row.library): row for row in rows}
+    for collective, nbytes, limit in dict.fromkeys(row[0:1] + row[2:4] for row in rows):
+        line = []
+        for library in libraries:
+            row = cells.get((collective, nbytes, limit, library))
+            if row is None:
+                line.append("-")
+            else:
+                line.append(row.reason or f"{row.microseconds:.2f} ({row.bus_GBps:.0f})")
+        table.add_row(collective, f"{nbytes / 1024:g}", str(limit or "own"), *line)
+    Console(width=150).print(table)

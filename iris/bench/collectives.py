@@ -1,0 +1,198 @@
+"""Collectives side by side: Iris in Triton and in Gluon, the vendor's library, and torch's symmetric memory.
+
+All in one run, on tensors of the same random data. Each result is checked once before it is timed. A time is the median
+over replays of a CUDA graph of several calls, and of the ranks the slowest counts. Bus bandwidth as nccl-tests define it
+(their PERFORMANCE.md): what the link of each rank must carry at least, over the time.
+"""
+
+import csv
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from iris import simulator
+from iris.bench import peers
+from iris.bench.report import environment
+from iris.bench.timing import Operands, do_bench, replay_microseconds
+from iris.ccl import Config
+from iris.context import Iris
+
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
+LIBRARIES = ("iris", "iris gluon", "nccl", "nccl windows", "torch")
+
+
+class Row(NamedTuple):
+    """One measurement. ``sms``: 0 where each library chooses. ``microseconds``: none where the reason is given."""
+
+    collective: str
+    dtype: str
+    bytes: int
+    sms: int
+    library: str
+    microseconds: float | None
+    bus_GBps: float | None
+    reason: str = ""
+
+
+def bus_bytes(collective: str, nbytes: int, size: int) -> float:
+    """Bytes that cross each rank's link at least."""
+    share = {"all_reduce": 2 * (size - 1) / size, "broadcast": 1.0}.get(collective, (size - 1) / size)
+    return share * nbytes
+
+
+def iris_calls(ctx: Iris, operands: Operands, config: Config | None) -> peers.Calls:
+    """Iris on these tensors."""
+    x, out, part = operands
+    return {
+        "all_reduce": lambda: ctx.ccl.all_reduce(out, x, config=config),
+        "all_gather": lambda: ctx.ccl.all_gather(out, part, config=config),
+        "reduce_scatter": lambda: ctx.ccl.reduce_scatter(part, x, config=config),
+        "all_to_all": lambda: ctx.ccl.all_to_all(out, x, config=config),
+        "broadcast": lambda: ctx.ccl.broadcast(out, 0, config=config),
+    }
+
+
+def fill(ctx: Iris, operands: Operands, nbytes: int) -> None:
+    """Random data that differ between ranks, the same for every library."""
+    generator = torch.Generator(ctx.device).manual_seed(nbytes + ctx.cur_rank)
+    for tensor in operands:
+        if tensor.is_floating_point():
+            tensor.normal_(generator=generator)
+        else:
+            tensor.random_(-100, 100, generator=generator)
+
+
+def expected(ctx: Iris, collective: str, operands: Operands) -> torch.Tensor:
+    """The result by torch.distributed, in float32 where it is a sum."""
+    x, out, part = operands
+    if collective == "all_reduce":
+        result = x.float()
+        dist.all_reduce(result)
+    elif collective == "all_gather":
+        result = torch.empty_like(out)
+        dist.all_gather_into_tensor(result, part.clone())
+    elif collective == "reduce_scatter":
+        result = x.float()
+        dist.all_reduce(result)
+        result = result.chunk(ctx.num_ranks)[ctx.cur_rank]
+    elif collective == "all_to_all":
+        result = torch.empty_like(out)
+        if simulator.ACTIVE:
+            rows = [torch.empty_like(x) for _ in range(ctx.num_ranks)]
+            dist.all_gather(rows, x.clone())
+            result = torch.cat([row.chunk(ctx.num_ranks)[ctx.cur_rank] for row in rows])
+        else:
+            dist.all_to_all_single(result, x.clone())
+    else:
+        result = out.clone()
+        dist.broadcast(result, 0)
+    return result
+
+
+def check(ctx: Iris, collective: str, operands: Operands, call: Callable[[], object], nbytes: int) -> str:
+    """An empty string if a call gives the right result; else what is wrong."""
+    fill(ctx, operands, nbytes)
+    wanted = expected(ctx, collective, operands)
+    if collective == "all_reduce":
+        operands.out.copy_(operands.whole)
+    ctx.barrier()
+    call()
+    got = operands.part if collective == "reduce_scatter" else operands.out
+    if not torch.allclose(got.float(), wanted.float(), rtol=2e-2, atol=2e-2 * ctx.num_ranks):
+        return "wrong result"
+    return ""
+
+
+def microseconds(ctx: Iris, call: Callable[[], object], nbytes: int) -> float:
+    """The slowest rank's time of a call."""
+    ctx.barrier()
+    if ctx.device.type == "cuda":
+        mine = replay_microseconds(call, ctx.device_barrier, 20 if nbytes < 4 << 20 else 5, 9)
+    else:
+        mine = 1e3 * do_bench(call, ctx.barrier, n_warmup=0, n_repeat=1, return_mode="median")
+    return max(ctx.broadcast(mine, rank) for rank in range(ctx.num_ranks))
+
+
+def measure(
+    ctx: Iris, collectives: list[str], sizes: list[int], sms: list[int], libraries: list[str], dtype: torch.dtype
+) -> Iterator[Row]:
+    """All rows, as they come. Collective over the world; the rows are the same on all ranks."""
+    name = str(dtype).removeprefix("torch.")
+    groups = {count: peers.with_max_ctas(count) for count in sms if count and "nccl" in libraries}
+    ctx.device_barrier()
+    windows = peers.SymmetricWindows(ctx.device) if "nccl windows" in libraries else None
+    for nbytes in sizes:
+        count = nbytes // dtype.itemsize // ctx.num_ranks * ctx.num_ranks
+        counts = (count, count, count // ctx.num_ranks)
+        heap = Operands(*(ctx.empty(n, dtype=dtype) for n in counts))
+        registered = None
+        if windows is not None:
+            registered = Operands(*(windows.empty(n, dtype, ctx.device) for n in counts))
+            windows.register()
+        for collective in collectives:
+            for limit in sms:
+                for library in libraries:
+                    case = _case(ctx, library, collective, heap, registered, limit, groups)
+                    if case is None:
+                        continue
+                    operands, call = case
+                    try:
+                        reason = "" if library == "torch" else check(ctx, collective, operands, call, nbytes)
+                        spent = None if reason else microseconds(ctx, call, nbytes)
+                    except Exception as error:  # a peer's failure is a result too
+                        spent, reason = None, f"{type(error).__name__}: {error}".splitlines()[0][:200]
+                    # One rank's failure is everybody's, so that all go on with the same case.
+                    reason = next(filter(None, (ctx.broadcast(reason, r) for r in range(ctx.num_ranks))), "")
+                    spent = None if reason else spent
+                    moved = bus_bytes(collective, nbytes, ctx.num_ranks)
+                    yield Row(collective, name, nbytes, limit, library, spent, spent and moved / spent / 1e3, reason)
+            ctx.ccl.release_graphs()
+        del heap, registered
+        ctx.barrier()
+
+
+def _case(
+    ctx: Iris, library: str, collective: str, heap: Operands, registered: Operands | None, limit: int, groups: dict
+) -> tuple[Operands, Callable[[], object]] | None:
+    """What a library is called with, if it has that collective."""
+    if library.startswith("iris"):
+        config = None
+        if limit or library == "iris gluon":
+            config = Config(comm_sms=limit or None, use_gluon=library == "iris gluon")
+        return heap, iris_calls(ctx, heap, config)[collective]
+    if library == "nccl":
+        return heap, peers.vendor(heap, groups.get(limit))[collective]
+    if limit:
+        return None
+    if library == "nccl windows":
+        return registered, peers.vendor(registered)[collective]
+    if collective == "all_reduce":
+        calls = peers.torch_symmetric(heap)
+        return heap, calls["one shot" if heap.whole.nbytes <= 256 << 10 else "two shot"]
+    return None
+
+
+def ceilings(ctx: Iris, nbytes: int = 256 << 20) -> dict[str, float]:
+    """GB/s of the copy engine to the right neighbour, all ranks at once."""
+    if ctx.device.type != "cuda":
+        return {}
+    source, target = (ctx.randn(nbytes // 2, dtype=torch.bfloat16) for _ in range(2))
+    there = ctx.peer(target, (ctx.cur_rank + 1) % ctx.num_ranks)
+    spent = microseconds(ctx, lambda: there.copy_(source), nbytes)
+    ctx.ccl.release_graphs()
+    return {"copy_engine_GBps": nbytes / spent / 1e3}
+
+
+def write(folder: Path, num_ranks: int, rows: list[Row], ceiling: dict[str, float]) -> None:
+    """The rows as CSV and JSON, the latter with what they depend on."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / f"collectives_{num_ranks}.csv", "w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(Row._fields)
+        writer.writerows(rows)
+    result = {**environment(), "num_ranks": num_ranks, **ceiling, "rows": [row._asdict() for row in rows]}
+    (folder / f"collectives_{num_ranks}.json").write_text(json.dumps(result, indent=1) + "\n")

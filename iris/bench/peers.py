@@ -1,0 +1,62 @@
+"""The libraries that the collectives are measured against, each at its best, as functions on tensors of its own."""
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric_memory
+
+from iris.bench.timing import Operands
+
+Calls = dict[str, Callable[[], object]]
+
+
+def vendor(operands: Operands, group: dist.ProcessGroup | None = None) -> Calls:
+    """torch.distributed with the process group's backend: NCCL, RCCL, or Gloo in the simulator."""
+    x, out, part = operands.whole, operands.out, operands.part
+    return {
+        "all_reduce": lambda: dist.all_reduce(out, group=group),
+        "all_gather": lambda: dist.all_gather_into_tensor(out, part, group=group),
+        "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, x, group=group),
+        "all_to_all": lambda: dist.all_to_all_single(out, x, group=group),
+        "broadcast": lambda: dist.broadcast(out, 0, group=group),
+    }
+
+
+def with_max_ctas(ctas: int) -> dist.ProcessGroup:
+    """A group of all ranks whose NCCL communicator may use so many multiprocessors."""
+    options = dist.ProcessGroupNCCL.Options()
+    options.config.max_ctas = ctas
+    options.config.min_ctas = min(ctas, 4)
+    return dist.new_group(pg_options=options)
+
+
+class SymmetricWindows:
+    """Memory that NCCL has registered as symmetric windows, for which it has kernels of its own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._backend = dist.group.WORLD._get_backend(device)
+        self._pool = torch.cuda.MemPool(self._backend.mem_allocator)
+
+    def empty(self, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A tensor in such a window. Collective."""
+        with torch.cuda.use_mem_pool(self._pool):
+            tensor = torch.empty(count, dtype=dtype, device=device)
+        return tensor
+
+    def register(self) -> None:
+        """Register what was allocated. Collective."""
+        self._backend.register_mem_pool(self._pool, symm=True)
+
+
+def torch_symmetric(operands: Operands) -> Calls:
+    """The kernels of torch's symmetric memory, on a buffer that it has shared."""
+    group = dist.group.WORLD.group_name
+    whole = operands.whole
+    shared = symmetric_memory.empty(whole.numel(), dtype=whole.dtype, device=whole.device)
+    symmetric_memory.rendezvous(shared, group)
+    shared.copy_(whole)
+    return {
+        "one shot": lambda: torch.ops.symm_mem.one_shot_all_reduce(shared, "sum", group),
+        "two shot": lambda: torch.ops.symm_mem.two_shot_all_reduce_(shared, "sum", group),
+    }
