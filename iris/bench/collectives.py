@@ -124,6 +124,8 @@ def measure(
     name = str(dtype).removeprefix("torch.")
     groups = {count: peers.with_max_ctas(count) for count in sms if count and "nccl" in libraries}
     ctx.device_barrier()
+    # NCCL's communicator exists after its first call, and windows need it.
+    dist.all_reduce(torch.zeros(1, device=ctx.device))
     windows = peers.SymmetricWindows(ctx.device) if "nccl windows" in libraries else None
     for nbytes in sizes:
         count = nbytes // dtype.itemsize // ctx.num_ranks * ctx.num_ranks
@@ -142,12 +144,12 @@ def measure(
                     operands, call = case
                     try:
                         reason = "" if library == "torch" else check(ctx, collective, operands, call, nbytes)
-                        spent = None if reason else microseconds(ctx, call, nbytes)
                     except Exception as error:  # a peer's failure is a result too
-                        spent, reason = None, f"{type(error).__name__}: {error}".splitlines()[0][:200]
+                        reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
                     # One rank's failure is everybody's, so that all go on with the same case.
-                    reason = next(filter(None, (ctx.broadcast(reason, r) for r in range(ctx.num_ranks))), "")
-                    spent = None if reason else spent
+                    reasons = [ctx.broadcast(reason, rank) for rank in range(ctx.num_ranks)]
+                    reason = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(reasons) if text)
+                    spent = None if reason else microseconds(ctx, call, nbytes)
                     moved = bus_bytes(collective, nbytes, ctx.num_ranks)
                     yield Row(collective, name, nbytes, limit, library, spent, spent and moved / spent / 1e3, reason)
             ctx.ccl.release_graphs()

@@ -81,8 +81,13 @@ class Communicator:
         self.launches = {}
 
     def programs(self, wanted: int | None) -> int:
-        """How many programs there may be, of ``wanted`` (None: one for most multiprocessors, a power of two)."""
-        return max(1, min(wanted or 1 << (self.num_sms.bit_length() - 1), PROGRAMS))
+        """How many programs there may be, of ``wanted`` (None: one a multiprocessor).
+
+        A few more than a power of two would halve what each of them has for its slots, so it is the power of two.
+        """
+        programs = max(1, min(wanted or self.num_sms, PROGRAMS))
+        below = power_of_two(programs) // 2
+        return below if programs < below + below // 4 else programs
 
     def slot_bytes(self, programs: int) -> int:
         """Bytes of a slot where so many programs share the staging memory; a power of two."""
