@@ -131,6 +131,7 @@ def measure(
         count = nbytes // dtype.itemsize // ctx.num_ranks * ctx.num_ranks
         counts = (count, count, count // ctx.num_ranks)
         heap = Operands(*(ctx.empty(n, dtype=dtype) for n in counts))
+        plain = Operands(*(torch.empty(n, dtype=dtype, device=ctx.device) for n in counts))
         registered = None
         if windows is not None:
             registered = Operands(*(windows.empty(n, dtype, ctx.device) for n in counts))
@@ -138,7 +139,7 @@ def measure(
         for collective in collectives:
             for limit in sms:
                 for library in libraries:
-                    case = _case(ctx, library, collective, heap, registered, limit, groups)
+                    case = _case(ctx, library, collective, heap, plain, registered, limit, groups)
                     if case is None:
                         continue
                     operands, call = case
@@ -153,13 +154,14 @@ def measure(
                     moved = bus_bytes(collective, nbytes, ctx.num_ranks)
                     yield Row(collective, name, nbytes, limit, library, spent, spent and moved / spent / 1e3, reason)
             ctx.ccl.release_graphs()
-        del heap, registered
+        del heap, plain, registered
         ctx.barrier()
 
 
 def _case(
-    ctx: Iris, library: str, collective: str, heap: Operands, registered: Operands | None, limit: int, groups: dict
-) -> tuple[Operands, Callable[[], object]] | None:
+    ctx: Iris, library: str, collective: str, heap: Operands, plain: Operands, registered: Operands | None,
+    limit: int, groups: dict,
+) -> tuple[Operands, Callable[[], object]] | None:  # fmt: skip
     """What a library is called with, if it has that collective."""
     if library.startswith("iris"):
         config = None
@@ -167,14 +169,14 @@ def _case(
             config = Config(comm_sms=limit or None, use_gluon=library == "iris gluon")
         return heap, iris_calls(ctx, heap, config)[collective]
     if library == "nccl":
-        return heap, peers.vendor(heap, groups.get(limit))[collective]
+        return plain, peers.vendor(plain, groups.get(limit))[collective]
     if limit:
         return None
     if library == "nccl windows":
         return registered, peers.vendor(registered)[collective]
     if collective == "all_reduce":
-        calls = peers.torch_symmetric(heap)
-        return heap, calls["one shot" if heap.whole.nbytes <= 256 << 10 else "two shot"]
+        calls = peers.torch_symmetric(plain)
+        return plain, calls["one shot" if plain.whole.nbytes <= 256 << 10 else "two shot"]
     return None
 
 

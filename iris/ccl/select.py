@@ -91,4 +91,9 @@ def choose_all_reduce(table: Table, nbytes: int, marked: bool, config: Config) -
             "Config(all_reduce_variant='one_shot') is for floating-point tensors among two or more ranks, whose elements "
             "can tell that they have arrived. Use 'two_shot' or 'auto'."
         )
+    if variant not in ("one_shot", "two_shot"):
+        raise InvalidConfigError(
+            f"Config(all_reduce_variant={variant!r}): this version of Iris has 'one_shot' and 'two_shot', and 'auto', "
+            "which chooses between them."
+        )
     return Choice(None, variant, config.comm_sms)
