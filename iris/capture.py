@@ -25,5 +25,7 @@ def capture_id(stream: int) -> int:
         arguments += [None, None, None]
     error = _query()(*arguments)
     if error:
-        raise MappingError(f"The driver could not tell which graph stream {stream:#x} is being captured into ({error}).")
+        raise MappingError(
+            f"The driver could not tell which graph stream {stream:#x} is being captured into ({error})."
+        )
     return number.value

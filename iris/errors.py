@@ -46,10 +46,10 @@ class ChannelsExhaustedError(IrisError, RuntimeError):
 
     def __init__(self, wanted: str, size: str, channels: int, captures: int) -> None:
         super().__init__(
-            f"The {size} that this group has for flags and staging are in use by {channels} channels, and another needs "
-            f"{wanted}. Each operation has one a stream, and one more in each CUDA graph ({captures} so far), which it "
-            "keeps. Use fewer streams, capture once and replay, or give back the channels of graphs that are gone with "
-            "ctx.ccl.release_graphs()."
+            f"The {size} that this group has for flags and staging are in use by {channels} channels, and another "
+            f"needs {wanted}. Each operation has one a stream, and one more in each CUDA graph ({captures} so far), "
+            "which it keeps. Use fewer streams, capture once and replay, or give back the channels of graphs that are "
+            "gone with ctx.ccl.release_graphs()."
         )
 
 

@@ -60,9 +60,7 @@ class Workspace:
         if key not in self._channels:
             room = -(-size // ALIGNMENT) * ALIGNMENT
             if room > self._end - self._start:
-                raise ChannelsExhaustedError(
-                    readable(size), readable(self.size), len(self._channels), self._captures()
-                )
+                raise ChannelsExhaustedError(readable(size), readable(self.size), len(self._channels), self._captures())
             if capturing:
                 self._end -= room
                 begin = self._end

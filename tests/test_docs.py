@@ -179,6 +179,9 @@ class Commands:
         self._exists(*arguments)
 
     def torchrun(self, *arguments):
+        if "-m" in arguments:
+            # Ranks of its own, which another test has started; here, that the command and its options are there.
+            return [sys.executable, *arguments[arguments.index("-m") :], "--help"]
         first = next(i for i, argument in enumerate(arguments) if argument.endswith(".py"))
         if arguments[first] in self.programs:
             return [sys.executable, "-m", "torch.distributed.run", *arguments]

@@ -5,15 +5,21 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from conftest import UNDER_TORCHRUN, import_path
 
+import iris
+
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
 MESSAGES = EXAMPLES / "06_message_passing"
+COLLECTIVES = EXAMPLES / "collectives"
 
 BENCHMARKS = ["00_load", "01_store", "02_all_load", "03_all_store", "04_atomic_add", "05_atomic_xchg"]
+MOVES = ["all_gather", "all_to_all", "all_to_all_v", "broadcast", "gather", "scatter", "send_recv"]
+SUMS = ["all_reduce", "reduce", "reduce_scatter"]
 FORMS = ["load_store", "put", "triton_context", "gluon_context", "signal_wait"]
 
 
@@ -21,6 +27,7 @@ FORMS = ["load_store", "put", "triton_context", "gluon_context", "signal_wait"]
 def importable(monkeypatch):
     monkeypatch.syspath_prepend(EXAMPLES)
     monkeypatch.syspath_prepend(MESSAGES)
+    monkeypatch.syspath_prepend(COLLECTIVES)
 
 
 def run_main(ctx, module, size):
@@ -38,6 +45,35 @@ def test_benchmark(ranks, example):
 @pytest.mark.parametrize("example", FORMS)
 def test_message_passing(ranks, example):
     ranks.run(run_main, example, 10_000)
+
+
+def run_collective(ctx, module, use_gluon):
+    importlib.import_module(module).main(ctx, 4_000, iris.ccl.Config(use_gluon=use_gluon))
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("use_gluon", [False, True], ids=["triton", "gluon"])
+@pytest.mark.parametrize("example", MOVES + SUMS)
+def test_collective(ranks, example, use_gluon):
+    if use_gluon and example == "all_to_all_v":
+        pytest.skip("all_to_all_v has no Gluon form")
+    ranks.run(run_collective, example, use_gluon)
+
+
+def without_a_collective(ctx):
+    """Examples whose collectives do nothing."""
+    real = ctx.ccl
+    ctx.ccl = SimpleNamespace(**dict.fromkeys(["all_gather", "reduce_scatter"], lambda *_, **__: None))
+    try:
+        for module in ("all_gather", "reduce_scatter"):
+            with pytest.raises(AssertionError, match=f"Wrong data on rank {ctx.get_rank()}"):
+                importlib.import_module(module).main(ctx, 4_000, iris.ccl.Config())
+    finally:
+        ctx.ccl = real
+
+
+def test_wrong_data_of_a_collective_are_noticed(ranks):
+    ranks.run(without_a_collective)
 
 
 def without_effect(ctx):
@@ -71,8 +107,9 @@ def test_wrong_data_are_noticed(ranks):
             MESSAGES / "signal_wait.py",
             "from rank 0 to rank 1 are right",
         ),
+        ([], COLLECTIVES / "all_reduce.py", "all_reduce: 3 rounds of 20000 bytes among 2 ranks are right"),
     ],
-    ids=["alone", "torchrun"],
+    ids=["alone", "torchrun", "collective"],
 )
 def test_program(launcher, program, printed):
     result = subprocess.run(

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from iris.capture import capture_id
 from iris.ccl import moves, sums
 from iris.ccl.communicator import Communicator, Launch
-from iris.ccl.queue import MAX_RANKS
 from iris.ccl.config import DEFAULT, Config, ReduceOp
+from iris.ccl.queue import MAX_RANKS
 from iris.ccl.work import Work
 from iris.errors import (
     FirstUseInCaptureError,
@@ -70,7 +70,8 @@ class Collectives:
         if launch is None:
             self._check_pair(comm, "all_gather", output, input, comm.size, 1)
             launch = self._remember(comm, key, config, result, lambda used: moves.prepare_exchange(
-                comm, _all_gather(comm, source, result), result, source, used, stream, capture is not None))  # fmt: skip
+                comm, _all_gather(comm, source, result), result, source, used, stream,
+                capture is not None))  # fmt: skip
         inside = result.data_ptr() + comm.rank * source.nbytes
         if source.data_ptr() != inside:
             _check_overlap("all_gather", result, source)
@@ -102,7 +103,8 @@ class Collectives:
                     f"dimension is a multiple of {comm.size}; it got {list(input.shape)} and {list(output.shape)}."
                 )
             launch = self._remember(comm, key, config, result, lambda used: moves.prepare_exchange(
-                comm, _all_to_all(comm, source, result), result, source, used, stream, capture is not None))  # fmt: skip
+                comm, _all_to_all(comm, source, result), result, source, used, stream,
+                capture is not None))  # fmt: skip
         _check_overlap("all_to_all", result, source)
         return self._leave(launch, stream, source, result, output, async_op)
 
@@ -250,7 +252,9 @@ class Collectives:
         peer = self._root(comm, "dst", dst)
         source = tensor.contiguous()
         everyone_to = range(peer, peer + 1)
-        return self._message(comm, "send", peer, everyone_to, range(0), source, tensor, stream, capture, config, async_op)
+        return self._message(
+            comm, "send", peer, everyone_to, range(0), source, tensor, stream, capture, config, async_op
+        )
 
     def recv(
         self,
@@ -332,8 +336,8 @@ class Collectives:
     ) -> Work | None:
         """Combine every rank's ``input`` element by element; rank r gets the r-th of W equal parts in ``output``.
 
-        ``input`` has W times the elements of ``output``, as for ``torch.distributed.reduce_scatter_tensor``. Rounding as
-        in `all_reduce`. ``output`` may be its own part of ``input``.
+        ``input`` has W times the elements of ``output``, as for ``torch.distributed.reduce_scatter_tensor``.
+        Rounding as in `all_reduce`. ``output`` may be its own part of ``input``.
         """
         comm, stream, capture = self._enter("reduce_scatter", group, output, input)
         source = input.contiguous()
@@ -469,8 +473,8 @@ class Collectives:
                         )
             if numbers[0][comm.rank] != numbers[2][comm.rank]:
                 raise InvalidCollectiveError(
-                    f"all_to_all_v(): rank {comm.ranks[comm.rank]} sends {numbers[0][comm.rank]} elements to itself and "
-                    f"receives {numbers[2][comm.rank]}."
+                    f"all_to_all_v(): rank {comm.ranks[comm.rank]} sends {numbers[0][comm.rank]} elements to itself "
+                    f"and receives {numbers[2][comm.rank]}."
                 )
             rows = [[*row, *[0] * (MAX_RANKS - comm.size)] for row in numbers]
             # Pinned and kept, so that the copy needs no host and may be part of a graph.
@@ -535,7 +539,7 @@ class Collectives:
         times_in: int | None,
         times_out: int | None,
     ) -> None:  # fmt: skip
-        """That both are on the device, of one dtype, and that ``times_out`` outputs are as long as ``times_in`` inputs."""
+        """That both are on the device, of one dtype, and ``times_out`` outputs as long as ``times_in`` inputs."""
         for role, tensor in (("output", output), ("input", input)):
             if tensor.device != self._context.device:
                 raise WrongDeviceError(
@@ -603,8 +607,8 @@ def _check_overlap(name: str, output: torch.Tensor, input: torch.Tensor) -> None
     begin, end = output.data_ptr(), output.data_ptr() + output.nbytes
     if begin < input.data_ptr() + input.nbytes and input.data_ptr() < end:
         raise InvalidCollectiveError(
-            f"Input and output of {name}() overlap in memory, in a way that it does not allow: results would be written "
-            "over what has not been read. Give it an output of its own."
+            f"Input and output of {name}() overlap in memory, in a way that it does not allow: results would be "
+            "written over what has not been read. Give it an output of its own."
         )
 
 

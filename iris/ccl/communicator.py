@@ -110,7 +110,7 @@ class Communicator:
         return self._point_to_point[streams.index(stream)]
 
     def queues(self, stream: int | None, capturing: bool, programs: int, use: str = "collectives") -> tuple[Any, ...]:
-        """Queues for ``programs`` programs on a stream: counts (int32), words (int64), slots (uint8), bytes of a slot."""
+        """Queues for ``programs`` programs: counts (int32), words (int64), slots (uint8), bytes of a slot."""
         most, slot_bytes = power_of_two(programs), self.slot_bytes(programs)
         size = region_bytes(most, self.size, slot_bytes)
         channel = self.workspace.channel(f"queues of {most} programs for {use}", stream, capturing, size)

@@ -43,7 +43,8 @@ class Config:
         The kernel in Gluon, where there is one: all_gather, all_to_all, all_reduce (one_shot, two_shot).
     all_gather_variant : "persistent", "partitioned"
         Each program sends its blocks to every rank; or each program serves one rank.
-    all_reduce_variant : "auto", "one_shot", "two_shot", "ring", "atomic", "spinlock"
+    all_reduce_variant : "auto", "one_shot", "two_shot"
+        ("ring", "atomic" and "spinlock" are names that this version refuses in a call.)
     all_reduce_distribution : int
         0 or 1: a program's blocks lie apart (striding) or side by side, in the "ring" variant.
     all_reduce_num_rings, all_reduce_ring_slice_n : int

@@ -12,8 +12,8 @@
 Over the link: each piece once, in one step, through the queues of `iris.ccl.queue` or, where the receiver's result lies
 on the symmetric heap, straight to its place. A piece has M rows of N elements, and rows may be apart; it is cut into
 blocks of BLOCK_M x BLOCK_N, one after the other through a 1-D layout (rows and columns by division), so a row length
-that is no multiple of anything wastes nothing. A rank starts with its right neighbour, and no two hit the same receiver.
-Elements are integers of the widest type that fits: what they mean does not matter here.
+that is no multiple of anything wastes nothing. A rank starts with its right neighbour, so that no two hit the same
+receiver. Elements are integers of the widest type that fits: what they mean does not matter here.
 """
 
 from types import SimpleNamespace
@@ -110,7 +110,7 @@ def make_exchange(jit, lang, queue: SimpleNamespace, Context):
             if step < steps:
                 if any_queued:
                     await_room(ctx, own_words, sent, queued, W)
-                block = first + step * stride
+                block = lang.cast(first + step * stride, lang.int64)
                 r = block // blocks_n * BLOCK_M + index // BLOCK_N
                 c = block % blocks_n * BLOCK_N + index % BLOCK_N
                 mask = (r < M) & (c < N)
@@ -138,7 +138,7 @@ def make_exchange(jit, lang, queue: SimpleNamespace, Context):
             if step >= AHEAD:
                 if takes:
                     await_blocks(ctx, own_words, got, sources, W)
-                    block = first + (step - AHEAD) * stride
+                    block = lang.cast(first + (step - AHEAD) * stride, lang.int64)
                     r = block // blocks_n * BLOCK_M + index // BLOCK_N
                     c = block % blocks_n * BLOCK_N + index % BLOCK_N
                     mask = (r < M) & (c < N)

@@ -115,7 +115,9 @@ def make_one_hop(jit, lang, queue, stamped, Context):
                 for j in lang.static_range(PACKED):
                     k = (b * BLOCK + i) * PACKED + j
                     at = lang.cast(source, lang.int64) * recv_step + position(k, row, out_pitch, FLAT)
-                    lang.store(output + at, lang.cast(word >> (j * BITS), input.dtype.element_ty), mask=wanted & (k < n))
+                    lang.store(
+                        output + at, lang.cast(word >> (j * BITS), input.dtype.element_ty), mask=wanted & (k < n)
+                    )
             lang.store(epochs + b * RANKS + unit % W, epoch)
 
     return one_hop

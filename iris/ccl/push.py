@@ -5,8 +5,8 @@ W - 1 times the bytes, in one step. *Two shot*: rank d adds up the d-th part of 
 2 (W - 1) / W times the bytes, in two steps. No flag, no fence, no barrier: elements are *marked*
 (`iris.language.stamped`), so this is for floating-point types.
 
-A block has a region of its own: ``[3 slots, 2 steps, W sources, PART bytes]``, and counts its epochs
-modulo 3. In epoch e the ranks use slot e % 3, and each clears what slot (e - 1) % 3 held, all of it, whatever this call needs.
+A block has a region of its own, ``[3 slots, 2 steps, W sources, PART bytes]``, and counts its epochs modulo 3. In epoch
+e the ranks use slot e % 3, and each clears what slot (e - 1) % 3 held: all of it, whatever this call needs.
 Why three slots, and why that is in order: a rank writes to slot e % 3 of mine in its call e. It has heard from me in
 its call e - 1, so my call e - 2 was over, at the end of which everything was visible to everybody; and in that call I
 cleared slot (e - 3) % 3 = e % 3, having read all of it in e - 3. With two slots I would be clearing while it writes.
@@ -138,7 +138,7 @@ def make_push(jit, lang, move, queue, stamped, order, combining, Context):
         for block in range(lang.program_id(0), blocks, lang.num_programs(0)):
             epoch = lang.load(epochs + block)
             k = block * PART + i
-            own = lang.load(input + lang.cast(rank, lang.int64) * send_step + k, mask=k < n, other=0)
+            own = lang.load(input + lang.cast(rank, lang.int64) * send_step + k, mask=k < n)
             parts = region(slots, block, epoch, W, PART)
             total = add_up(parts, own, i, k < n, rank, W, PART, OP, ctx._record())
             lang.store(output + k, total, mask=k < n)
@@ -176,7 +176,7 @@ def make_push(jit, lang, move, queue, stamped, order, combining, Context):
         for block in range(lang.program_id(0), blocks, lang.num_programs(0)):
             parts = region(slots, block, lang.load(epochs + block), W, PART)
             k = (block * W + rank) * PART + i
-            own = lang.load(input + k, mask=k < n, other=0)
+            own = lang.load(input + k, mask=k < n)
             total = add_up(parts, own, i, k < n, rank, W, PART, OP, ctx._record())
             lang.store(output + k, total, mask=k < n)
             for distance in lang.static_range(1, W):

@@ -65,7 +65,6 @@ def region_bytes(programs: int, size: int, slot_bytes: int) -> int:
     return programs * (COUNTS.value * 4 + WORDS.value * 8 + size * SLOTS * slot_bytes)
 
 
-
 @triton.constexpr_function
 def flat_layout(block, itemsize, num_warps):
     """A 1-D layout in which every thread moves 16 bytes at a time, or as much as there is for it."""
@@ -114,12 +113,12 @@ def make_queue(
 
     @jit
     def pointer_at(like, address):
-        """A pointer of the type and the alignment of ``like``, which is a multiple of 16 bytes away from ``address``."""
+        """``address`` as a pointer of the type and alignment of ``like``; a multiple of 16 bytes is between them."""
         return move(like, lang.cast(like, lang.int64), address)
 
     @jit
     def offer(ctx, row, words, heap_table, output, length, W: tl.constexpr, sources):
-        """Tell the ranks ``sources`` where their data go; returns the count of these calls, and whether it is direct."""
+        """Tell the ranks ``sources`` where their data go; returns the count of such calls, and if it is direct."""
         offset = lang.cast(output, lang.int64) - lang.load(heap_table + ctx.cur_rank)
         # Aligned as the sender's pointers assume; what is not takes the queue.
         direct = (offset >= 0) & (offset + length <= lang.load(heap_table + W)) & (offset % 16 == 0)
@@ -131,7 +130,7 @@ def make_queue(
 
     @jit
     def find(ctx, row, words, heap_table, to):
-        """Where the ranks ``to`` want their data: the count of these calls, and an address for each, 0 for the queue."""
+        """Where the ranks ``to`` want their data: the count of such calls, and an address each, 0 for the queue."""
         calls = lang.load(row + CALLS_TO + lanes(), mask=to, other=0) + 1
         offset = receive_places(words + PLACES + lanes(), calls, to, ctx._record())
         lang.store(row + CALLS_TO + lanes(), calls, mask=to)

@@ -63,7 +63,7 @@ def load_table(device: str, size: int) -> Table:
             table |= {name: [Choice(*row) for row in rows] for name, rows in measured.items()}
         except (ValueError, TypeError, AttributeError) as error:
             raise InvalidTableError(
-                f"{file} is not a table of collectives ({error}). Make it anew with `python -m iris tune`, or remove it."
+                f"{file} is not a table of collectives ({error}). Make it with `python -m iris tune`, or remove it."
             ) from error
     return table
 
@@ -88,8 +88,8 @@ def choose_all_reduce(table: Table, nbytes: int, marked: bool, config: Config) -
         return choose(table, "all_reduce", nbytes, config, {"two_shot"} | pushes)
     if variant == "one_shot" and not marked:
         raise InvalidConfigError(
-            "Config(all_reduce_variant='one_shot') is for floating-point tensors among two or more ranks, whose elements "
-            "can tell that they have arrived. Use 'two_shot' or 'auto'."
+            "Config(all_reduce_variant='one_shot') is for floating-point tensors among two or more ranks, whose "
+            "elements can tell that they have arrived. Use 'two_shot' or 'auto'."
         )
     if variant not in ("one_shot", "two_shot"):
         raise InvalidConfigError(

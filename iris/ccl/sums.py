@@ -17,11 +17,15 @@ MARKED = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.flo
 def check(op: ReduceOp, dtype: torch.dtype) -> None:
     """Raise `UnsupportedReductionError` unless ``op`` has a meaning for ``dtype``."""
     if not isinstance(op, ReduceOp):
-        raise UnsupportedReductionError(f"op={op!r} is not one of iris.ccl.ReduceOp: {', '.join(o.name for o in ReduceOp)}.")
+        raise UnsupportedReductionError(
+            f"op={op!r} is not one of iris.ccl.ReduceOp: {', '.join(o.name for o in ReduceOp)}."
+        )
     if dtype.is_complex and op not in (ReduceOp.SUM, ReduceOp.AVG):
         raise UnsupportedReductionError(f"{op} has no meaning for {dtype}, which has no order; SUM and AVG have.")
     if op is ReduceOp.AVG and not (dtype.is_floating_point or dtype.is_complex):
-        raise UnsupportedReductionError(f"{op} of {dtype} would not be of that type: use SUM and divide, or a float type.")
+        raise UnsupportedReductionError(
+            f"{op} of {dtype} would not be of that type: use SUM and divide, or a float type."
+        )
 
 
 def elements(dtype: torch.dtype, op: ReduceOp) -> tuple[torch.dtype, int, str]:
@@ -132,7 +136,8 @@ def _queued(
     direct = to is not None and output.nbytes > 65536
     after = (
         n, part_step, block_step, limit_step, 0 if step is not None else block, output.nbytes,
-        (to or range(0, comm.size)).start, (to or range(0, comm.size)).stop, comm.size, block, slot_bytes // dtype.itemsize, op,
+        (to or range(0, comm.size)).start, (to or range(0, comm.size)).stop,
+        comm.size, block, slot_bytes // dtype.itemsize, op,
         to is not None, direct,
     )  # fmt: skip
     kernel = two_shot.gluon_two_shot if config.use_gluon else two_shot.triton_two_shot

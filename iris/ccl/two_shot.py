@@ -1,14 +1,15 @@
 """Sums of any size and type: each rank adds up a part of every block, and pushes the sum to those that want it.
 
-all_reduce: over the link 2 (W - 1) / W times the bytes, in two steps. reduce_scatter: the first step alone, (W - 1) / W.
+all_reduce: over the link 2 (W - 1) / W times the bytes, in two steps. reduce_scatter: the first step, (W - 1) / W.
 reduce: the second step goes to the root alone. The parts travel through the queues of `iris.ccl.queue`, so they may be
 read anywhere; the sums go straight to results on the symmetric heap, and through the queues to others. Pushing in both
 steps keeps both directions of a link busy, at the rate of stores; loads from a peer are slower and need more in flight.
 
-A program works on several blocks at once: in round t it sends the parts of block t, adds up those of t - AHEAD and takes
-in the sums of t - 2 AHEAD. That is also what keeps the queues from locking up: what a program waits for in round t,
-room or data, its peers have posted by the end of round t - 1, so whoever is furthest behind can always go on. (Room: with A for AHEAD, the
-last block of round t is number 2t - A + 1, and a peer has taken 2t - 3A by the end of its round t - 1; so 2A + 2 slots.)
+A program works on several blocks at once: in round t it sends the parts of block t, adds up those of t - AHEAD and
+takes in the sums of t - 2 AHEAD. That is also what keeps the queues from locking up: what a program waits for in round
+t, room or data, its peers have posted by the end of round t - 1, so whoever is furthest behind can always go on. (Room:
+with A for AHEAD, the last block of round t is number 2t - A + 1, and a peer has taken 2t - 3A by the end of its round
+t - 1; so 2A + 2 slots.)
 
 Sums are formed by one rank each, in the order of ranks, so all ranks have the same bits.
 """
@@ -107,7 +108,7 @@ def make_two_shot(jit, lang, queue, combining, Context):
                 parts = ()
                 for distance in lang.static_range(1, W):
                     d = (rank + distance) % W
-                    parts += (lang.load(input + d * part_step + k, mask=d * limit_step + k < n),)
+                    parts += (lang.load(input + lang.cast(d, lang.int64) * part_step + k, mask=d * limit_step + k < n),)
                 for distance in lang.static_range(1, W):
                     d = (rank + distance) % W
                     slot = pointer_at(slots, pick(queues, d)) + (pick(sent, d) & (NUM_SLOTS - 1)) * SLOT
@@ -117,7 +118,7 @@ def make_two_shot(jit, lang, queue, combining, Context):
                 t = lang.cast(p + (step - AHEAD) * programs, lang.int64)
                 k = t * block_step + i
                 mask = rank * limit_step + k < n
-                own = lang.load(input + rank * part_step + k, mask=mask)
+                own = lang.load(input + lang.cast(rank, lang.int64) * part_step + k, mask=mask)
                 await_blocks(ctx, own_words, got, others, W)
                 total = lang.cast(own, ACC)
                 for s in lang.static_range(W):

@@ -221,9 +221,7 @@ def make_ordering(jit: Callable, lang: ModuleType, translate) -> SimpleNamespace
         if on_amd():
             # Triton drops `volatile` there, so the address depends on an instruction that cannot be removed; the
             # modifier bypasses the caches that a peer's store does not reach.
-            nothing = lang.inline_asm_elementwise(
-                "v_mov_b32 $0, 0", "=v", [], dtype=lang.int32, is_pure=False, pack=1
-            )
+            nothing = lang.inline_asm_elementwise("v_mov_b32 $0, 0", "=v", [], dtype=lang.int32, is_pure=False, pack=1)
             return lang.load(ptrs + nothing * 16, mask=mask, cache_modifier=".cv")
         else:
             return lang.load(ptrs, mask=mask, volatile=True)

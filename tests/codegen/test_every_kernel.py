@@ -116,12 +116,23 @@ def test_kernel(target, kernel):
 def test_no_kernel_is_missing():
     """The examples, the benchmarks, the demo and the library have kernels of their own, and they were found."""
     found = [str(parameter.id) for parameter in kernels()]
-    for place in ("iris/device_barrier", "iris/ccl/exchange", "iris/ccl/push", "iris/ccl/two_shot", "iris/demo", "examples/01_store", "examples/06_message", "benchmarks/"):
+    for place in (
+        "iris/device_barrier",
+        "iris/ccl/exchange",
+        "iris/ccl/push",
+        "iris/ccl/two_shot",
+        "iris/demo",
+        "examples/01_store",
+        "examples/06_message",
+        "benchmarks/",
+    ):
         assert any(each.startswith(place) for each in found), (place, found)
 
 
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("kernel", [each for each in kernels() if re.search("exchange.py|broadcast|two_shot.py|push", each.id)])
+@pytest.mark.parametrize(
+    "kernel", [each for each in kernels() if re.search("exchange.py|broadcast|two_shot.py|push", each.id)]
+)
 def test_where_peers_are_is_looked_up_before_the_loops(target, kernel):
     place = Path(kernel.fn.__code__.co_filename)
     arguments = ARGUMENTS | COLLECTIVES | ELEMENTS.get(place.stem, {})

@@ -1,0 +1,268 @@
+"""Calls that make no sense are refused before anything is enqueued: what was wrong, what was given, what to do."""
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from iris.ccl import Config, ReduceOp, collectives
+from iris.errors import (
+    InvalidCollectiveError,
+    InvalidConfigError,
+    InvalidGroupError,
+    IrisError,
+    MismatchedCollectiveError,
+    NotATensorError,
+    RankOutOfRangeError,
+    UnknownChoiceError,
+    UnsupportedReductionError,
+    WorkspaceTooSmallError,
+    WrongDeviceError,
+)
+
+
+def refused(ctx, call, error, builtin, message):
+    """``call(ccl, tensors of a size)`` raises on every rank alike, and the next call of the group works."""
+    with pytest.raises(error, match=message) as caught:
+        call(ctx.ccl, ctx)
+    assert isinstance(caught.value, IrisError) and isinstance(caught.value, builtin)
+    everyone = ctx.empty(ctx.num_ranks)
+    ctx.ccl.all_gather(everyone, torch.full((1,), float(ctx.cur_rank), device=ctx.device))
+    assert everyone.tolist() == list(range(ctx.num_ranks))
+
+
+def run_refused(ctx, name):
+    refused(ctx, *REFUSED[name])
+
+
+def overlapping(ctx):
+    both = ctx.zeros(100)
+    return both[:60], both[40:]
+
+
+REFUSED = {
+    "too short a result": (
+        lambda ccl, ctx: ccl.all_gather(ctx.zeros(5), ctx.zeros(3)),
+        InvalidCollectiveError, ValueError, r"all_gather\(\) among 2 ranks .*\[3\].* 6 elements.*\[5\]",
+    ),
+    "results of another size": (
+        lambda ccl, ctx: ccl.all_reduce(ctx.zeros(4), ctx.zeros(3)),
+        InvalidCollectiveError, ValueError, r"all_reduce\(\).*\[3\].*3 elements.*\[4\]",
+    ),
+    "parts that are not equal": (
+        lambda ccl, ctx: ccl.reduce_scatter(ctx.zeros(2), ctx.zeros(5)),
+        InvalidCollectiveError, ValueError, r"reduce_scatter\(\) among 2 ranks.*\[5\].*\[2\]",
+    ),
+    "columns that are not for all": (
+        lambda ccl, ctx: ccl.all_to_all(ctx.zeros(4, 3), ctx.zeros(4, 3)),
+        InvalidCollectiveError, ValueError, r"multiple of 2.*\[4, 3\]",
+    ),
+    "another dtype": (
+        lambda ccl, ctx: ccl.all_reduce(ctx.zeros(4), ctx.zeros(4, dtype=torch.float16)),
+        InvalidCollectiveError, ValueError, r"input's dtype.*float32.*float16",
+    ),
+    "no tensor": (
+        lambda ccl, ctx: ccl.all_reduce([0.0], ctx.zeros(1)),
+        NotATensorError, TypeError, r"all_reduce\(\) takes tensors.*\[0.0\]",
+    ),
+    "no tensor at the root": (
+        lambda ccl, ctx: ccl.gather(None, ctx.zeros(1), dst=ctx.cur_rank),
+        NotATensorError, TypeError, r"gather\(\) takes tensors.*None",
+    ),
+    "another device": (
+        lambda ccl, ctx: ccl.all_reduce(torch.zeros(4, device="meta"), torch.zeros(4, device="meta")),
+        WrongDeviceError, RuntimeError, r"all_reduce\(\) is on meta.*Move it",
+    ),
+    "overlapping tensors of a sum": (
+        lambda ccl, ctx: ccl.all_reduce(*overlapping(ctx)),
+        InvalidCollectiveError, ValueError, r"Input and output of all_reduce\(\) overlap.*output of its own",
+    ),
+    "overlapping tensors": (
+        lambda ccl, ctx: ccl.all_to_all(*overlapping(ctx)),
+        InvalidCollectiveError, ValueError, r"all_to_all\(\) overlap",
+    ),
+    "the input inside the result, at another's place": (
+        lambda ccl, ctx: (lambda x: ccl.all_gather(x, x[3:6] if ctx.cur_rank == 0 else x[:3]))(ctx.zeros(6)),
+        InvalidCollectiveError, ValueError, r"all_gather\(\) overlap",
+    ),
+    "a root that is no rank": (
+        lambda ccl, ctx: ccl.broadcast(ctx.zeros(1), 2),
+        RankOutOfRangeError, ValueError, "2",
+    ),
+    "oneself": (
+        lambda ccl, ctx: ccl.send(ctx.zeros(1), ctx.cur_rank),
+        InvalidCollectiveError, ValueError, r"Rank \d calls send\(\) with itself",
+    ),
+    "averages of integers": (
+        lambda ccl, ctx: ccl.all_reduce(*[ctx.zeros(4, dtype=torch.int32)] * 2, op=ReduceOp.AVG),
+        UnsupportedReductionError, TypeError, r"AVG.*int32.*use SUM",
+    ),
+    "the order of complex numbers": (
+        lambda ccl, ctx: ccl.reduce(*[ctx.zeros(4, dtype=torch.complex64)] * 2, op=ReduceOp.MAX),
+        UnsupportedReductionError, TypeError, r"MAX.*complex64",
+    ),
+    "no operation": (
+        lambda ccl, ctx: ccl.all_reduce(*[ctx.zeros(4)] * 2, op="sum"),
+        UnsupportedReductionError, TypeError, r"'sum'.*SUM, AVG, MIN, MAX, PRODUCT",
+    ),
+    "no configuration": (
+        lambda ccl, ctx: ccl.all_reduce(*[ctx.zeros(4)] * 2, config={"comm_sms": 4}),
+        InvalidConfigError, ValueError, r"comm_sms.* is not an iris.ccl.Config",
+    ),
+    "one shot of integers": (
+        lambda ccl, ctx: ccl.all_reduce(
+            *[ctx.zeros(4, dtype=torch.int32)] * 2, config=Config(all_reduce_variant="one_shot")
+        ),
+        InvalidConfigError, ValueError, r"one_shot.*floating-point.*two_shot",
+    ),
+    "blocks that are larger than slots": (
+        lambda ccl, ctx: ccl.all_gather(
+            ctx.zeros(8), ctx.zeros(4), config=Config(block_size_m=256, block_size_n=256)
+        ),
+        InvalidConfigError, ValueError, r"256 x 256 .*does not fit .*at most \d+",
+    ),
+    "Gluon where there is none": (
+        lambda ccl, ctx: ccl.all_to_all_v(
+            ctx.zeros(2), ctx.zeros(2), [1, 1], [0, 1], [1, 1], [0, 1], config=Config(use_gluon=True)
+        ),
+        InvalidConfigError, ValueError, r"use_gluon=True.*no Gluon form",
+    ),
+    "a variant that is not there": (
+        lambda ccl, ctx: ccl.all_reduce(*[ctx.zeros(4)] * 2, config=Config(all_reduce_variant="spinlock")),
+        InvalidConfigError, ValueError, r"all_reduce_variant='spinlock'.*'one_shot' and 'two_shot'",
+    ),
+    "a workspace for less": (
+        lambda ccl, ctx: ccl.all_reduce(
+            *[ctx.zeros(8)] * 2, workspace=ccl.all_reduce_preamble(*[ctx.zeros(4)] * 2)
+        ),
+        WorkspaceTooSmallError, ValueError, r"16 bytes.*32 bytes.*all_reduce_preamble",
+    ),
+    "a workspace for another dtype": (
+        lambda ccl, ctx: ccl.all_reduce(
+            *[ctx.zeros(4)] * 2, workspace=ccl.all_reduce_preamble(*[ctx.zeros(9, dtype=torch.float16)] * 2)
+        ),
+        WorkspaceTooSmallError, ValueError, r"float16.*float32",
+    ),
+    "counts beyond the input": (
+        lambda ccl, ctx: ccl.all_to_all_v(ctx.zeros(9), ctx.zeros(4), [1, 4], [0, 1], [1, 4], [0, 1]),
+        InvalidCollectiveError, ValueError, r"4 elements from 1 on.*4 elements of the input",
+    ),
+    "counts beyond the output": (
+        lambda ccl, ctx: ccl.all_to_all_v(ctx.zeros(4), ctx.zeros(9), [1, 4], [0, 1], [1, 4], [0, 1]),
+        InvalidCollectiveError, ValueError, r"4 elements of the output",
+    ),
+    "negative counts": (
+        lambda ccl, ctx: ccl.all_to_all_v(ctx.zeros(4), ctx.zeros(4), [1, -1], [0, 1], [1, 1], [0, 1]),
+        InvalidCollectiveError, ValueError, r"send_counts takes 2 numbers.*\[1, -1\]",
+    ),
+    "counts of other ranks": (
+        lambda ccl, ctx: ccl.all_to_all_v(ctx.zeros(4), ctx.zeros(4), [1], [0], [1], [0]),
+        InvalidCollectiveError, ValueError, r"send_counts takes 2 numbers.*\[1\]",
+    ),
+    "gaps between what is counted": (
+        lambda ccl, ctx: ccl.all_to_all_v(ctx.zeros(4), ctx.zeros(8)[::2], [1, 1], [0, 1], [1, 1], [0, 1]),
+        InvalidCollectiveError, ValueError, r"must be contiguous.*\(2,\).*contiguous\(\)",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.ranks(2, exactly=True)
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_makes_no_sense_is_refused(ranks, what):
+    ranks.run(run_refused, what)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("all_gather_variant", "best", "one of 'persistent', 'partitioned'"),
+        ("all_reduce_variant", "tree", "'two_shot', 'one_shot', 'atomic', 'ring', 'spinlock'"),
+        ("reduce_scatter_variant", "ring", "one of"),
+        ("all_to_all_variant", "partitioned", "one of"),
+        ("block_size_m", 0, "a power of two from 1"),
+        ("block_size_n", 100, "a power of two"),
+        ("num_warps", 64, "a power of two from 1 to 32"),
+        ("num_warps", 4.0, "a whole number"),
+        ("comm_sms", 0, "at least 1"),
+        ("comm_sms", True, "a whole number"),
+        ("all_reduce_distribution", 2, "0 .* or 1"),
+        ("all_reduce_num_rings", 0, "at least 1"),
+        ("threads_per_warp", 16, "32 .* or 64"),
+        ("waves_per_eu", -1, "at least 0"),
+        ("use_gluon", 1, "True or False"),
+        ("batch_invariant", "yes", "True or False"),
+    ],
+)
+def test_a_configuration_says_what_is_possible(field, value, message):
+    with pytest.raises(InvalidConfigError, match=rf"{field}={value!r}.*{message}") as caught:
+        Config(**{field: value})
+    assert isinstance(caught.value, ValueError)
+
+
+def test_a_block_has_a_limit():
+    with pytest.raises(InvalidConfigError, match="block_size_m=2048, block_size_n=1024.*1048576"):
+        Config(block_size_m=2048, block_size_n=1024)
+
+
+def without_this_rank(ctx):
+    others = dist.new_group([0])
+    if ctx.cur_rank != 0:
+        with pytest.raises(InvalidGroupError, match="not a member of the group"):
+            ctx.ccl.all_reduce(ctx.zeros(1), ctx.zeros(1), group=others)
+    else:
+        ctx.zeros(1), ctx.zeros(1)  # as on the other
+        with pytest.raises(UnknownChoiceError, match=r"src=1.*0"):
+            ctx.ccl.broadcast(torch.zeros(1, device=ctx.device), 1, group=others)
+
+
+@pytest.mark.ranks(2, exactly=True)
+def test_a_group_without_this_rank_and_a_root_outside_the_group(ranks):
+    ranks.run(without_this_rank)
+
+
+def after_the_end(ctx):
+    import iris
+
+    with iris.iris(1 << 20) as own:
+        ccl = own.ccl
+    with pytest.raises(IrisError, match="closed"):
+        ccl.all_reduce(torch.zeros(1, device=ctx.device), torch.zeros(1, device=ctx.device))
+
+
+def test_a_context_that_was_closed(ranks):
+    ranks.run(after_the_end)
+
+
+def different(ctx, what):
+    """In debug mode every rank says who called what, and none waits for the others."""
+    first = ctx.cur_rank == 0
+    calls = {
+        "shape": lambda: ctx.ccl.all_reduce(*[torch.zeros(4 if first else 5, device=ctx.device)] * 2),
+        "dtype": lambda: ctx.ccl.all_reduce(
+            *[torch.zeros(4, dtype=torch.float32 if first else torch.float16, device=ctx.device)] * 2
+        ),
+        "collective": lambda: (ctx.ccl.all_reduce if first else ctx.ccl.all_to_all)(
+            torch.zeros(4, device=ctx.device), torch.zeros(4, device=ctx.device)
+        ),
+    }
+    told = {
+        "shape": [r"\[4\]", r"\[5\]"],
+        "dtype": ["float32", "float16"],
+        "collective": ["all_reduce", "all_to_all"],
+    }
+    collectives.DEBUGGING = True
+    try:
+        begin = time.monotonic()
+        with pytest.raises(MismatchedCollectiveError, match=f"rank 0 .*{told[what][0]}.*rank 1 .*{told[what][1]}"):
+            calls[what]()
+        assert time.monotonic() - begin < 20
+        ctx.ccl.all_reduce(*[torch.zeros(4, device=ctx.device)] * 2)
+    finally:
+        collectives.DEBUGGING = False
+
+
+@pytest.mark.ranks(2, exactly=True)
+@pytest.mark.parametrize("what", ["shape", "dtype", "collective"])
+def test_debug_mode_names_what_differs_between_ranks(ranks, what):
+    ranks.run(different, what)

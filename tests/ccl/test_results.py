@@ -1,0 +1,275 @@
+"""What each collective gives: every dtype, operation, size, layout, place and variant, 1 to 8 ranks.
+
+Moved data arrive bit by bit. Sums are what float32 (float64, or the integers themselves) gives, rounded once, and the
+same on all ranks. Nothing beside the result is written: tensors lie inside larger buffers, whose rest must not change.
+"""
+
+import importlib
+import itertools
+
+import pytest
+import torch
+from covering import covering
+from patterns import assert_same_bits, pattern
+
+from ccl.calls import LAYOUTS, MOVES, PLACES, RANKS, SUMS, Arena, Case, mainly, perform, sample
+from iris.ccl import Config, ReduceOp
+
+ARENA_BYTES = 48 << 20
+
+FLOATS = [torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.bfloat16, torch.float32, torch.float64]
+INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
+SUMMED = [*FLOATS, *INTEGERS, torch.bool, torch.complex64]
+MOVED = [*SUMMED, torch.uint16, torch.uint32, torch.uint64, torch.complex128]
+
+SHAPES = [(0,), (1,), (3,), (), (5, 0), (1021,), (4, 256), (7, 33), (3, 5, 17), (64, 129)]
+
+
+def results(ctx, cases):
+    """A digest of each case's result."""
+    arena = Arena(ctx.empty(ARENA_BYTES, dtype=torch.uint8))
+    return [perform(ctx, arena, case, call) for call, case in enumerate(cases)]
+
+
+def run(ranks, cases):
+    """All cases, one after the other and without a barrier between them; sums are the same bits on all ranks."""
+    digests = ranks.run(results, cases)
+    for case, *seen in zip(cases, *digests, strict=True):
+        if case.collective == "all_reduce":
+            assert len(set(seen)) == 1, f"ranks have different bits: {case}"
+
+
+def meaningful(dtype, op):
+    if dtype.is_complex:
+        return op in (ReduceOp.SUM, ReduceOp.AVG)
+    return dtype.is_floating_point or op is not ReduceOp.AVG
+
+
+@pytest.mark.ranks(*RANKS)
+@pytest.mark.parametrize("collective", MOVES)
+def test_data_arrive_bit_by_bit(ranks, collective):
+    roots, number = [0, ranks.num_ranks - 1], min(12, 32 // ranks.num_ranks)
+    cases = [
+        Case(collective, shape, dtype, root=root, input_place=source, output_place=target, layout=layout)
+        for shape, dtype, root, source, target, layout in sample(
+            number, collective, SHAPES, MOVED, roots, PLACES, PLACES, LAYOUTS
+        )
+    ]
+    run(ranks, cases)
+
+
+@pytest.mark.ranks(*RANKS)
+@pytest.mark.parametrize("collective", SUMS)
+def test_sums_are_rounded_once(ranks, collective):
+    cases = [
+        Case(collective, shape, dtype, op, ranks.num_ranks // 2, source, target, layout)
+        for shape, dtype, op, source, target, layout in sample(
+            min(20, 48 // ranks.num_ranks), collective, SHAPES, SUMMED, ReduceOp, PLACES, PLACES, LAYOUTS
+        )
+        if meaningful(dtype, op)
+    ]
+    run(ranks, cases)
+
+
+@mainly(1, 2, 5)
+@pytest.mark.parametrize("collective", ["all_gather", "gather", "scatter", *SUMS])
+def test_in_place(ranks, collective):
+    cases = [
+        Case(collective, shape, dtype, input_place=place, output_place=place, in_place=True)
+        for shape, dtype, place in covering([(1,), (7, 129)], [torch.bfloat16, torch.int32], PLACES)
+    ]
+    run(ranks, cases)
+
+
+# What a rank may be told. comm_sms=1 makes one program's rounds many, more than queues have slots.
+CONFIGS = {
+    "chosen": (),
+    "one program": (("comm_sms", 1),),
+    "gluon": (("use_gluon", True),),
+    "blocks": (("block_size_m", 8), ("block_size_n", 256)),
+    "gluon blocks": (("use_gluon", True), ("block_size_m", 16), ("block_size_n", 128), ("num_warps", 4)),
+}
+# Elements of float32 of a rank's piece. Beyond 64 KiB data go another way, a broadcast beyond 512 KiB yet another.
+COUNTS = {"small": 1001, "beyond 64 KiB": 16_400, "beyond 512 KiB": 140_001}
+
+
+@mainly(2, 3)
+@pytest.mark.parametrize("collective", MOVES)
+def test_every_way_of_moving(ranks, collective):
+    cases = [
+        Case(collective, (COUNTS[count],), torch.float32, root=1, output_place=place, config=CONFIGS[config])
+        for config, count, place in covering(CONFIGS, COUNTS, ["heap", "mixed"])
+        if not (collective == "all_to_all_v" and "gluon" in config)
+        # Many small blocks, or much data on many ranks, take seconds.
+        and (count == "small" or ("blocks" not in config and COUNTS[count] * ranks.num_ranks < 500_000))
+    ]
+    run(ranks, cases)
+
+
+@mainly(3)
+def test_columns_and_rows_that_lie_apart(ranks):
+    """Matrices with few and many columns, in tiles that do not divide them."""
+    cases = [
+        Case(collective, shape, torch.bfloat16, layout=layout, output_place=place, config=CONFIGS[config])
+        for collective, shape, layout, place, config in covering(
+            ["all_gather", "all_to_all"], [(17, 50), (3, 1100), (20, 1)], ["contiguous", "sliced"], PLACES, CONFIGS
+        )
+    ]
+    run(ranks, cases)
+
+
+@mainly(3)
+def test_all_gather_of_tiles(ranks):
+    """Both all-gathers, persistent and partitioned, with tiles that fit the matrix and that do not."""
+    cases = [
+        Case(
+            "all_gather",
+            shape,
+            dtype,
+            output_place="mixed",
+            config=(
+                ("use_gluon", gluon),
+                ("all_gather_variant", variant),
+                ("block_size_m", block_m),
+                ("block_size_n", block_n),
+                ("comm_sms", 4),  # in the simulator, programs that wait cost those that work
+            ),
+        )
+        for gluon, variant, (block_m, block_n), shape, dtype in covering(
+            [False, True],
+            ["persistent", "partitioned"],
+            [(8, 256), (32, 64), (16, 32)],
+            [(32, 64), (20, 70)],
+            [torch.float16, torch.bfloat16, torch.float32],
+        )
+    ]
+    run(ranks, cases)
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("variant", ["one_shot", "two_shot"])
+def test_variants_of_all_reduce(ranks, variant):
+    """Each of them in all places, in place, and with more blocks than programs."""
+    dtypes = [torch.float32, torch.bfloat16] + ([] if variant == "one_shot" else [torch.int32])
+    cases = [
+        Case(
+            "all_reduce",
+            (count,),
+            dtype,
+            input_place=place,
+            output_place=place,
+            in_place=in_place,
+            config=(("all_reduce_variant", variant), ("comm_sms", sms)),
+        )
+        for count, dtype, place, in_place, sms in covering([1, 1000, 9001], dtypes, PLACES, [False, True], [1, 7])
+    ]
+    run(ranks, cases)
+
+
+@mainly(2)
+@pytest.mark.parametrize("collective", SUMS)
+def test_every_way_of_summing(ranks, collective):
+    """Floats in one shot, pushed, and through the queues; integers through the queues; in both languages."""
+    configs = {**CONFIGS, "invariant": (("batch_invariant", True),)}
+    counts = {"one shot": 4099, "pushed": 40_001} | ({"queued": 530_001} if ranks.num_ranks == 2 else {})
+    cases = [
+        Case(collective, (counts[count],), dtype, output_place=place, input_place=place, config=configs[config])
+        for config, count, dtype, place in covering(configs, counts, [torch.float32, torch.int16], ["heap", "mixed"])
+        if count == "one shot"
+        or (count == "pushed" and "blocks" not in config)
+        or (count == "queued" and config in ("chosen", "gluon") and collective == "all_reduce")
+    ]
+    run(ranks, cases)
+
+
+def special_values(ctx):
+    """NaN and infinities go through a sum, a minimum and a maximum as through torch's; the sign of zero as in IEEE."""
+    inf, nan = float("inf"), float("nan")
+    rows = torch.tensor([[nan, 1, inf, -inf, -0.0, inf], [2, nan, inf, -inf, -0.0, -inf]], device=ctx.device)
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        everyone = torch.stack([rows[rank % 2] for rank in range(ctx.num_ranks)]).to(dtype)
+        given, result = everyone[ctx.cur_rank], ctx.empty(6, dtype=dtype)
+        # Words that tell of their arrival, and blocks that are told of.
+        for variant in ("one_shot", "two_shot"):
+            for op, expected in [
+                (ReduceOp.SUM, sum(everyone[1:], everyone[0])),
+                (ReduceOp.MIN, everyone.amin(0)),
+                (ReduceOp.MAX, everyone.amax(0)),
+            ]:
+                ctx.ccl.all_reduce(result, given, op=op, config=Config(all_reduce_variant=variant))
+                torch.testing.assert_close(result, expected, rtol=0, atol=0, equal_nan=True)
+                assert result[4].signbit() == expected[4].signbit()
+
+
+@mainly(2)
+def test_special_values(ranks):
+    if ranks.num_ranks > 1:
+        ranks.run(special_values)
+
+
+def invariant(ctx):
+    """A sum that is a part of a longer tensor's, and at other places in it."""
+    ours = pattern((3000,), torch.int32, ctx.cur_rank).to(torch.float32)
+    config = Config(batch_invariant=True)
+    seen = []
+    for begin, length in [(0, 3000), (0, 3001), (100, 50_000), (20_001, 90_000)]:
+        given, result = ctx.zeros(length), ctx.zeros(length)
+        given[begin : begin + 3000] = ours[: length - begin]
+        ctx.ccl.all_reduce(result, given, config=config)
+        seen.append(result[begin : begin + 3000].clone())
+    for other in seen[1:]:
+        assert_same_bits(other, seen[0])
+
+
+@mainly(3)
+def test_an_invariant_sum_does_not_depend_on_the_size(ranks):
+    ranks.run(invariant)
+
+
+def prepared(ctx):
+    """Calls that share a workspace, of the size it was made for and smaller."""
+    given, result = ctx.full((5000,), ctx.cur_rank + 1.0), ctx.empty(5000)
+    workspace = ctx.ccl.all_reduce_preamble(result, given)
+    assert ctx.ccl.all_reduce_preamble(result[:100], given[:100], workspace=workspace) is workspace
+    for count in (5000, 17):
+        assert ctx.ccl.all_reduce(result[:count], given[:count], workspace=workspace) is None
+        assert result[:count].unique().tolist() == [ctx.num_ranks * (ctx.num_ranks + 1) / 2]
+
+
+def test_a_prepared_workspace(ranks):
+    ranks.run(prepared)
+
+
+def handles(ctx):
+    result, peer = ctx.zeros(ctx.num_ranks), (ctx.cur_rank + 1) % ctx.num_ranks
+    work = ctx.ccl.all_gather(result, torch.full((1,), float(ctx.cur_rank), device=ctx.device), async_op=True)
+    assert work.wait() and result.tolist() == list(range(ctx.num_ranks))
+    assert work.is_completed()
+    result[0] = 10.0 + ctx.cur_rank
+    assert ctx.ccl.barrier(async_op=True).wait()
+    assert ctx.peer(result, peer)[0].item() == 10.0 + peer
+    assert ctx.ccl.barrier() is None
+
+
+@pytest.mark.ranks(1, 3)
+def test_handles_and_the_barrier(ranks):
+    ranks.run(handles)
+
+
+def reference(ctx, module, tiles):
+    with importlib.import_module(module).iris(1 << 24) as own:
+        for (M, N, block_m, block_n), dtype in itertools.product(tiles, [torch.float16, torch.bfloat16, torch.float32]):
+            given, result = own.empty(M, N, dtype=dtype), own.empty(M * own.num_ranks, N, dtype=dtype)
+            given.copy_(pattern((M, N), dtype, own.cur_rank))
+            expected = torch.empty((M * own.num_ranks, N), dtype=dtype, device=own.device)
+            torch.distributed.all_gather_into_tensor(expected, given.clone())
+            config = Config(block_size_m=block_m, block_size_n=block_n, use_gluon=module != "iris")
+            own.ccl.all_gather(result, given, config=config)
+            assert_same_bits(result, expected)
+        own.barrier()
+
+
+@pytest.mark.parametrize("module", ["iris", "iris.experimental.iris_gluon"])
+def test_all_gather_is_torchs(ranks, module):
+    """From both constructors, against `torch.distributed.all_gather_into_tensor`."""
+    ranks.run(reference, module, [(32, 64, 32, 64), (64, 64, 64, 32), (16, 512, 8, 256)])

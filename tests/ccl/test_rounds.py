@@ -1,0 +1,220 @@
+"""Many calls, one after the other and with no meeting of the hosts between them, on ranks that are early or late.
+
+Every round has other data, so what is left of an earlier one shows. Sizes, dtypes, grids, variants, roots, places and
+the collectives themselves change from call to call; ranks sleep now and then, each at other times.
+"""
+
+import contextlib
+import random
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from triton.runtime.interpreter import InterpreterBuilder
+
+from ccl.calls import EVERYTHING, LAYOUTS, MOVES, PLACES, SUMS, Arena, Case, mainly, perform
+from iris.ccl import ReduceOp
+from iris.ccl.one_hop import EPOCHS_BYTES
+from iris.ccl.queue import COUNTS, MAX_RANKS, POSTS, WORDS
+from iris.ccl.queue import PLACES as PLACE_WORDS
+
+ARENA_BYTES = 24 << 20
+ROUNDS = 600 if EVERYTHING else 40
+
+CONFIGS = [
+    (),
+    (("comm_sms", 1),),
+    (("comm_sms", 3),),
+    (("use_gluon", True),),
+    (("block_size_m", 4), ("block_size_n", 512)),
+    (("num_warps", 2), ("comm_sms", 5)),
+]
+SIZES = [0, 1, 5, 300, 2048, 9001]
+LARGE = [20_000, 40_000]  # beyond 64 KiB, one call in ten
+DTYPES = [torch.bfloat16, torch.float32, torch.int8, torch.int32, torch.float64]
+
+
+def choose(generator, collectives):
+    """Any case; the same on all ranks, for equal generators."""
+    pick = generator.choice
+    collective = pick(collectives)
+    size = pick(LARGE) if generator.random() < 0.1 else pick(SIZES)
+    config = pick(CONFIGS)
+    if collective == "all_to_all_v" and ("use_gluon", True) in config:
+        config = ()
+    return Case(
+        collective, (size,), pick(DTYPES), pick([ReduceOp.SUM, ReduceOp.MAX]), generator.randrange(8),
+        pick(PLACES), pick(PLACES), pick(LAYOUTS), config=config,
+    )  # fmt: skip
+
+
+def dawdle(ctx, generator):
+    """Be late now and then: the host, and what it has enqueued."""
+    if generator.random() < 0.2:
+        time.sleep(generator.choice([0.0005, 0.002, 0.01]))
+    if ctx.device.type == "cuda" and generator.random() < 0.2:
+        torch.cuda._sleep(generator.randrange(1_000_000))
+
+
+@contextlib.contextmanager
+def hesitant(ctx, generator):
+    """Programs stop now and then before an access to memory, while other ranks go on; in the simulator, which can."""
+    if ctx.device.type == "cuda":
+        yield
+        return
+    names = ["create_masked_load", "create_masked_store"]
+    plain = {name: getattr(InterpreterBuilder, name) for name in names}
+
+    def hesitating(access):
+        def wait_and_access(*args, **kwargs):
+            if generator.random() < 0.03:
+                time.sleep(0.002)
+            return access(*args, **kwargs)
+
+        return wait_and_access
+
+    for name in names:
+        setattr(InterpreterBuilder, name, hesitating(plain[name]))
+    try:
+        yield
+    finally:
+        for name in names:
+            setattr(InterpreterBuilder, name, plain[name])
+
+
+def sequence(ctx, collectives, seed, rounds):
+    arena = Arena(ctx.empty(ARENA_BYTES, dtype=torch.uint8))
+    common, own = random.Random(seed), random.Random(f"{seed} {ctx.cur_rank}")
+    with hesitant(ctx, own):
+        for call in range(rounds):
+            case = choose(common, collectives)
+            dawdle(ctx, own)
+            perform(ctx, arena, case, call)
+
+
+@mainly(3)
+@pytest.mark.parametrize("collective", [*MOVES, *SUMS])
+def test_rounds_of_one_collective(ranks, collective):
+    ranks.run(sequence, [collective], collective, ROUNDS // 4)
+
+
+@mainly(2, 5, 8)
+def test_rounds_of_all_collectives(ranks):
+    ranks.run(sequence, [*MOVES, *SUMS], "mixed", 2 * ROUNDS // ranks.num_ranks)
+
+
+def run_ahead(ctx, collective, rounds):
+    """One rank is late, and has to find every call's data although the others are at later ones already."""
+    size, rank, late = ctx.num_ranks, ctx.cur_rank, ctx.num_ranks - 1
+    for first in (0, late):
+        root = late if collective == "gather" else first
+        given, result = ctx.zeros(rounds, size, 50), ctx.zeros(rounds, size, 50)
+        given.copy_(torch.arange(given.numel()).view(given.shape) + 1e6 * rank)
+        everyone = [given + 1e6 * (peer - rank) for peer in range(size)]
+        if rank == late and size > 1:
+            time.sleep(0.2)
+            if ctx.device.type == "cuda":
+                torch.cuda._sleep(100_000_000)
+        for call in range(rounds):
+            if collective == "gather":
+                ctx.ccl.gather(result[call] if rank == root else None, given[call, 0], root)
+            elif collective == "scatter":
+                ctx.ccl.scatter(result[call, 0], given[call] if rank == root else None, root)
+            elif collective == "broadcast":
+                result[call].copy_(given[call])
+                ctx.ccl.broadcast(result[call], root)
+            elif rank == root:
+                ctx.ccl.send(given[call], (root + 1) % size)
+            elif rank == (root + 1) % size:
+                ctx.ccl.recv(result[call], root)
+        if collective == "gather" and rank == root:
+            assert torch.equal(result, torch.stack([theirs[:, 0] for theirs in everyone], 1))
+        elif collective == "scatter":
+            assert torch.equal(result[:, 0], everyone[root][:, rank])
+        elif collective == "broadcast":
+            assert torch.equal(result, everyone[root])
+        elif collective == "send" and rank == (root + 1) % size:
+            assert torch.equal(result, everyone[root])
+
+
+@mainly(2, 3)
+@pytest.mark.parametrize("collective", ["gather", "scatter", "broadcast", "send"])
+def test_a_rank_that_is_many_calls_behind(ranks, collective):
+    if ranks.num_ranks > 1:
+        ranks.run(run_ahead, collective, ROUNDS // 2)
+
+
+def one_after_the_other(ctx, rounds):
+    """A result of one call is the input of the next, on tensors that stay: a ring of hand-overs, back and forth."""
+    size, rank = ctx.num_ranks, ctx.cur_rank
+    own, everyone, total = ctx.zeros(97), ctx.zeros(97 * size), ctx.zeros(97)
+    generator = random.Random(rank)
+    for call in range(rounds):
+        own.copy_(torch.arange(97) + 1000 * rank + call)
+        dawdle(ctx, generator)
+        ctx.ccl.all_gather(everyone, own)
+        ctx.ccl.all_reduce(total, everyone[97 * ((rank + 1) % size) :][:97])
+        ctx.ccl.broadcast(own, call % size)
+        assert everyone.view(size, 97)[:, 5].tolist() == [5.0 + 1000 * r + call for r in range(size)]
+        assert total[7].item() == sum(7 + 1000 * r + call for r in range(size))
+        assert own[11].item() == 11 + 1000 * (call % size) + call
+
+
+@mainly(3)
+def test_results_that_the_next_call_uses(ranks):
+    ranks.run(one_after_the_other, ROUNDS // 2)
+
+
+def groups(ctx, seed, rounds):
+    """Overlapping groups in a random but common order."""
+    size, rank = ctx.num_ranks, ctx.cur_rank
+    everyone = list(range(size))
+    members = [everyone, everyone[:-1], everyone[1:], [0, size - 1], everyone[1::2]]
+    made = [None, *map(dist.new_group, members[1:])]
+    arena = Arena(ctx.empty(ARENA_BYTES, dtype=torch.uint8))
+    common, own = random.Random(seed), random.Random(f"{seed} {rank}")
+    for call in range(rounds):
+        which, case = common.randrange(len(made)), choose(common, [*MOVES, *SUMS])
+        if rank in members[which]:
+            dawdle(ctx, own)
+            perform(ctx, arena, case, call, members[which], made[which])
+    for group in made[1:]:
+        if group is not dist.GroupMember.NON_GROUP_MEMBER:
+            dist.destroy_process_group(group)
+
+
+@pytest.mark.ranks(4)
+def test_groups_that_overlap(ranks):
+    ranks.run(groups, "groups", ROUNDS)
+
+
+def set_counts(ctx, to):
+    """As if ``to`` (int32) calls and blocks had been, on a quiet world: what the library counts in device memory."""
+    place = (to & 0xFFFF) << 48
+    place -= (place >> 63) << 64
+    for (operation, _, _), channel in ctx.ccl._communicators[None].workspace._channels.items():
+        if operation == "one_hop":
+            channel[:EPOCHS_BYTES].view(torch.int32).fill_(to)
+        elif operation.startswith("queues of"):
+            programs = int(operation.split()[2])
+            counts, words = programs * COUNTS.value * 4, programs * WORDS.value * 8
+            channel[:counts].view(torch.int32).fill_(to)
+            rows = channel[counts : counts + words].view(torch.int64).view(programs, WORDS.value)
+            rows[:, POSTS.value : POSTS.value + MAX_RANKS] = (to << 32) | (to & 0xFFFFFFFF)
+            rows[:, PLACE_WORDS.value : PLACE_WORDS.value + MAX_RANKS] = place
+
+
+def near_the_wrap(ctx, seed, rounds):
+    sequence(ctx, [*MOVES, *SUMS], seed, rounds)
+    for to in (-3, (1 << 31) - 3, (1 << 16) - 3):
+        ctx.barrier()
+        set_counts(ctx, to)
+        ctx.barrier()
+        sequence(ctx, [*MOVES, *SUMS], f"{seed} {to}", rounds)
+
+
+@mainly(2)
+def test_counts_that_come_round(ranks):
+    """After 2^16, 2^31 and 2^32 calls or blocks, of which the test sets the counts to just before."""
+    ranks.run(near_the_wrap, "wrap", ROUNDS * 2 // 5)
