@@ -19,8 +19,8 @@ WORDS = 9
 BARRIER_LANES = 32
 
 # What the record is about: a wait, by its comparison; a barrier; a pointer; words that carry their own arrival, FIRST
-# being the rank that they were to come from (of a group), or -1 for any.
-KINDS = ("eq", "ne", "gt", "ge", "lt", "le", "barrier", "pointer", "data")
+# being the rank that they were to come from (of a group), or -1 for any; the queues of a collective.
+KINDS = ("eq", "ne", "gt", "ge", "lt", "le", "barrier", "pointer", "data", "queue")
 _SYMBOLS = {"eq": "==", "ne": "!=", "gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 
 CHECKS_POINTERS: bool = debugging()
@@ -60,10 +60,12 @@ class DeviceRecord:
                 "heap_bases). Pass tensors that this context has made: ctx.zeros(), ctx.as_symmetric(), ..."
             )
         wanted, seen, first = words[WANTED], words[SEEN], words[FIRST]
-        if kind == "barrier":
+        if kind in ("barrier", "queue"):
             expected = range(first, min(first + BARRIER_LANES, words[RANKS]))
             late = [peer for peer in expected if not seen >> (peer - first) & 1]
             what = f"in a barrier for epoch {wanted}; ranks {late} of its group had not arrived"
+            if kind == "queue":
+                what = f"in a collective for block {wanted}, or for room for it; ranks {late} of its group were behind"
         elif kind == "data":
             what = f"for data from {'its peers' if first < 0 else f'rank {first} of its group'}"
         else:

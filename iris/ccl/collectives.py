@@ -23,6 +23,7 @@ from iris.errors import (
     WrongDeviceError,
 )
 from iris.heap.history import debugging
+from iris.language.target import threads_per_warp
 
 DEBUGGING = debugging()
 NOTHING = torch.empty(0)
@@ -510,6 +511,10 @@ class Collectives:
         used = DEFAULT if config is None else config
         if not isinstance(used, Config):
             raise InvalidConfigError(f"config={config!r} is not an iris.ccl.Config.")
+        if used.threads_per_warp not in (None, threads_per_warp()):
+            raise InvalidConfigError(
+                f"Config(threads_per_warp={used.threads_per_warp}) cannot work: this machine has {threads_per_warp()}."
+            )
         launch = make(used) if result is None or result.numel() else _nothing
         # The configuration is kept, since the key has but its address.
         comm.launches[key] = launch

@@ -71,6 +71,12 @@ def one_of(value, *choices):
 
 
 @triton.constexpr_function
+def meeting(half):
+    """What flags of that form are for, among the kinds of `iris.device_record`."""
+    return "barrier" if half == "whole" else "queue"
+
+
+@triton.constexpr_function
 def kind_code(kind):
     return list(KINDS).index(kind)
 
@@ -346,7 +352,7 @@ def make_ordering(jit: Callable, lang: ModuleType, translate) -> SimpleNamespace
     @jit
     def arrivals(flags, wanted, here, half: tl.constexpr):
         """A bit for each of `LANES` flags: has it arrived?"""
-        there = here & (wanted - count(flags, here, half) <= 0)
+        there = (here == 0) | (wanted - count(flags, here, half) <= 0)
         return lang.sum(lang.cast(there, lang.int64) << lanes(), axis=0)
 
     @jit
@@ -380,7 +386,7 @@ def make_ordering(jit: Callable, lang: ModuleType, translate) -> SimpleNamespace
                         # The flags of one barrier all await one value; those of a queue may not, so: the largest.
                         most = lang.max(lang.where(here, wanted, 0), axis=0)
                         row = lang.min(lang.cast(flag_ptrs, lang.int64), axis=0)
-                        write_record(record, row, most, there, kind_code("barrier"), first, num_ranks)
+                        write_record(record, row, most, there, kind_code(meeting(half)), first, num_ranks)
                         missing = missing * 0
         block_barrier()
 
