@@ -12,7 +12,7 @@ import torch
 from covering import covering
 from patterns import assert_same_bits, pattern
 
-from ccl.calls import LAYOUTS, MOVES, PLACES, RANKS, SUMS, Arena, Case, mainly, perform, sample
+from ccl.calls import EVERYTHING, LAYOUTS, MOVES, PLACES, RANKS, SUMS, Arena, Case, mainly, perform, sample
 from iris.ccl import Config, ReduceOp
 
 ARENA_BYTES = 48 << 20
@@ -32,11 +32,12 @@ def results(ctx, cases):
 
 
 def run(ranks, cases):
-    """All cases, one after the other and without a barrier between them; sums are the same bits on all ranks."""
-    digests = ranks.run(results, cases)
-    for case, *seen in zip(cases, *digests, strict=True):
-        if case.collective == "all_reduce":
-            assert len(set(seen)) == 1, f"ranks have different bits: {case}"
+    """All cases, one after the other; sums are the same bits on all ranks."""
+    for begin in range(0, len(cases), 40):  # what a worker's limit of time allows
+        some = cases[begin : begin + 40]
+        for case, *seen in zip(some, *ranks.run(results, some), strict=True):
+            if case.collective == "all_reduce":
+                assert len(set(seen)) == 1, f"ranks have different bits: {case}"
 
 
 def meaningful(dtype, op):
@@ -71,7 +72,7 @@ def test_sums_are_rounded_once(ranks, collective):
     run(ranks, cases)
 
 
-@mainly(1, 2, 5)
+@mainly(1, 3)
 @pytest.mark.parametrize("collective", ["all_gather", "gather", "scatter", *SUMS])
 def test_in_place(ranks, collective):
     cases = [
@@ -93,7 +94,7 @@ CONFIGS = {
 COUNTS = {"small": 1001, "beyond 64 KiB": 16_400, "beyond 512 KiB": 140_001}
 
 
-@mainly(2, 3)
+@mainly(3)
 @pytest.mark.parametrize("collective", MOVES)
 def test_every_way_of_moving(ranks, collective):
     cases = [
@@ -139,14 +140,14 @@ def test_all_gather_of_tiles(ranks):
             [False, True],
             ["persistent", "partitioned"],
             [(8, 256), (32, 64), (16, 32)],
-            [(32, 64), (20, 70)],
+            [(16, 64), (20, 40)],
             [torch.float16, torch.bfloat16, torch.float32],
         )
     ]
     run(ranks, cases)
 
 
-@pytest.mark.ranks(2, 3)
+@pytest.mark.ranks(*(RANKS[1:] if EVERYTHING else [3]))
 @pytest.mark.parametrize("variant", ["one_shot", "two_shot"])
 def test_variants_of_all_reduce(ranks, variant):
     """Each of them in all places, in place, and with more blocks than programs."""
