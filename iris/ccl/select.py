@@ -88,7 +88,7 @@ def choose_all_reduce(table: Table, nbytes: int, marked: bool, config: Config) -
         return choose(table, "all_reduce", nbytes, config, {"two_shot"} | pushes)
     if variant == "one_shot" and not marked:
         raise InvalidConfigError(
-            "Config(all_reduce_variant='one_shot') is for floating-point tensors among two or more ranks, whose "
+            "Config(all_reduce_variant='one_shot') is for floating-point tensors, whose "
             "elements can tell that they have arrived. Use 'two_shot' or 'auto'."
         )
     if variant not in ("one_shot", "two_shot"):

@@ -45,7 +45,10 @@ def prepare_all_reduce(
     """A launch of all_reduce on a stream, for tensors that lie like these."""
     dtype, times, name = elements(input.dtype, op)
     marked = dtype in MARKED and comm.size > 1
-    choice = choose_all_reduce(comm.table, input.nbytes, marked, config)
+    if comm.size == 1:
+        choice = Choice(None, "two_shot", config.comm_sms)
+    else:
+        choice = choose_all_reduce(comm.table, input.nbytes, marked, config)
     if choice.variant in ("one_shot", "two_shot_push"):
         return _push(comm, choice, name, output, input, dtype, times * input.numel(), 0, config, stream, capturing)
     n = times * input.numel()
