@@ -2,7 +2,7 @@
 
 Each rank has counted for itself; rank 0 gets the sums and the maxima. The others pass no output.
 
-Over the link: each rank adds up a W-th of the sums, and sends it to the root: (W - 1) / W times the bytes twice.
+Over the link: each rank adds up a W-th of the sums and sends it to the root, so its own bytes once, in two steps.
 """
 
 import torch
