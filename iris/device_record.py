@@ -19,8 +19,8 @@ WORDS = 9
 BARRIER_LANES = 32
 
 # What the record is about: a wait, by its comparison; a barrier; a pointer; words that carry their own arrival, FIRST
-# being the rank that they were to come from (of a group), or -1 for any; the queues of a collective.
-KINDS = ("eq", "ne", "gt", "ge", "lt", "le", "barrier", "pointer", "data", "queue")
+# being the rank that they were to come from (of a group), or -1 for any; the queues of a collective; a lock.
+KINDS = ("eq", "ne", "gt", "ge", "lt", "le", "barrier", "pointer", "data", "queue", "lock")
 _SYMBOLS = {"eq": "==", "ne": "!=", "gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 
 CHECKS_POINTERS: bool = debugging()
@@ -68,6 +68,8 @@ class DeviceRecord:
                 what = f"in a collective for block {wanted}, or for room for it; ranks {late} of its group were behind"
         elif kind == "data":
             what = f"for data from {'its peers' if first < 0 else f'rank {first} of its group'}"
+        elif kind == "lock":
+            what = f"for a lock that another program holds ({place})"
         else:
             what = f"for a flag to be {_SYMBOLS[kind]} {wanted}; it held {seen} ({place})"
         raise IrisTimeoutError(

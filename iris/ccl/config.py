@@ -40,15 +40,18 @@ class Config:
     comm_sms : int
         Programs at most, each of which may take an SM (NVIDIA) or CU (AMD).
     use_gluon : bool
-        The kernel in Gluon, where there is one: all_gather, all_to_all, all_reduce (one_shot, two_shot).
+        The kernel in Gluon, where there is one: all but all_to_all_v.
     all_gather_variant : "persistent", "partitioned"
         Each program sends its blocks to every rank; or each program serves one rank.
-    all_reduce_variant : "auto", "one_shot", "two_shot"
-        ("ring", "atomic" and "spinlock" are names that this version refuses in a call.)
+    all_reduce_variant : "auto", "one_shot", "two_shot", "ring", "atomic", "spinlock"
+        "auto" is one of the first two, by size. The sums of "atomic" and "spinlock", for SUM and AVG alone, may differ
+        in their last bits from run to run and from rank to rank.
     all_reduce_distribution : int
-        0 or 1: a program's blocks lie apart (striding) or side by side, in the "ring" variant.
-    all_reduce_num_rings, all_reduce_ring_slice_n : int
-        Rings that share the work of the "ring" variant, and elements that go round at a time.
+        0 or 1: a program's chunks lie apart (striding) or side by side, in the "ring" variant.
+    all_reduce_num_rings : int
+        Rings that share the programs of the "ring" variant, every second the other way round. Default: 2.
+    all_reduce_ring_slice_n : int
+        Elements that go round at a time; a power of two.
     reduce_scatter_variant : "two_shot"
     all_to_all_variant : "persistent"
     num_warps : int

@@ -14,6 +14,10 @@ from typing import NamedTuple
 from iris.ccl.config import Config
 from iris.errors import InvalidConfigError, InvalidTableError
 
+# Variants of all_reduce that a user may ask for whose sums do not depend on the size of a call, nor on the place in it:
+# every element is added up in the order of ranks. So it is in every variant that "auto" chooses.
+IN_ORDER_OF_RANKS = ("one_shot", "two_shot")
+
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast")
 
 
@@ -84,16 +88,16 @@ def choose_all_reduce(table: Table, nbytes: int, marked: bool, config: Config) -
     """As `choose`, by the configuration's variant; ``marked``: elements that can tell that they have arrived."""
     variant = config.all_reduce_variant
     if variant == "auto":
-        pushes = {"one_shot", "two_shot_push"} if marked and not config.batch_invariant else set()
+        pushes = {"one_shot", "two_shot_push"} if marked else set()
         return choose(table, "all_reduce", nbytes, config, {"two_shot"} | pushes)
     if variant == "one_shot" and not marked:
         raise InvalidConfigError(
             "Config(all_reduce_variant='one_shot') is for floating-point tensors, whose "
             "elements can tell that they have arrived. Use 'two_shot' or 'auto'."
         )
-    if variant not in ("one_shot", "two_shot"):
+    if config.batch_invariant and variant not in IN_ORDER_OF_RANKS:
         raise InvalidConfigError(
-            f"Config(all_reduce_variant={variant!r}): this version of Iris has 'one_shot' and 'two_shot', and 'auto', "
-            "which chooses between them."
+            f"Config(all_reduce_variant={variant!r}, batch_invariant=True) contradicts itself: this variant's order of "
+            f"summation depends on the call. Use {' or '.join(map(repr, IN_ORDER_OF_RANKS))} or 'auto'."
         )
     return Choice(None, variant, config.comm_sms)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from iris.ccl import push, two_shot
+from iris.ccl import atomic, push, ring, two_shot
 from iris.ccl.communicator import Communicator, Launch, power_of_two, ready
 from iris.ccl.config import Config, ReduceOp
 from iris.ccl.select import Choice, choose, choose_all_reduce
@@ -52,6 +52,10 @@ def prepare_all_reduce(
     if choice.variant in ("one_shot", "two_shot_push"):
         return _push(comm, choice, name, output, input, dtype, times * input.numel(), 0, config, stream, capturing)
     n = times * input.numel()
+    if choice.variant == "ring":
+        return _ring(comm, choice, name, output, input, dtype, n, config, stream, capturing)
+    if choice.variant in ("atomic", "spinlock"):
+        return _atomic(comm, choice, name, output, input, dtype, n, config, stream, capturing)
     return _queued(comm, choice, name, output, input, dtype, n, None, range(comm.size), config, stream, capturing)
 
 
@@ -62,7 +66,7 @@ def prepare_reduce_scatter(
     """A launch of reduce_scatter on a stream, for tensors that lie like these."""
     dtype, times, name = elements(input.dtype, op)
     n = times * output.numel()
-    pushes = dtype in MARKED and comm.size > 1 and not config.batch_invariant
+    pushes = dtype in MARKED and comm.size > 1
     choice = choose(
         comm.table, "reduce_scatter", input.nbytes, config, {"two_shot", "one_shot"} if pushes else {"two_shot"}
     )
@@ -115,6 +119,80 @@ def _push(
     return ready(kernel, programs, _warps(config, part_bytes), before, (input, output), after, dtype)
 
 
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    """What `iris.ccl.combine.accumulator` says, on the host."""
+    return torch.float32 if dtype.is_floating_point and dtype.itemsize <= 4 else dtype
+
+
+def _block(config: Config, dtype: torch.dtype, slot_bytes: int) -> int:
+    """Elements of ``dtype`` that a slot takes: all that fit, or as the configuration says."""
+    if not (config.block_size_m or config.block_size_n):
+        return slot_bytes // dtype.itemsize
+    block = (config.block_size_m or 8) * (config.block_size_n or 256)
+    if block * dtype.itemsize > slot_bytes:
+        raise InvalidConfigError(
+            f"A block of {block} elements of {dtype} does not fit a slot of {readable(slot_bytes)}: choose "
+            f"block_size_m * block_size_n of at most {slot_bytes // dtype.itemsize}."
+        )
+    return block
+
+
+def _ring(
+    comm: Communicator, choice: Choice, op: str, output: torch.Tensor, input: torch.Tensor, dtype: torch.dtype,
+    n: int, config: Config, stream: int | None, capturing: bool,
+) -> Launch:  # fmt: skip
+    programs = comm.programs(choice.programs)
+    slot_bytes = comm.slot_bytes(programs)
+    sums = accumulator(dtype)
+    block = _block(config, sums, slot_bytes)
+    slice_n = config.all_reduce_ring_slice_n
+    if slice_n:
+        if slice_n & (slice_n - 1) or slice_n * sums.itemsize > slot_bytes:
+            raise InvalidConfigError(
+                f"Config(all_reduce_ring_slice_n={slice_n}) cannot work: a slice of {dtype} is a power of two of "
+                f"elements, {slot_bytes // sums.itemsize} at most."
+            )
+        block = slice_n
+    programs = min(programs, -(-n // (block * comm.size)))
+    counts, words, slots, slot_bytes = comm.queues(stream, capturing, programs)
+    before = (comm.workspace.context_tensor, counts, words, slots.view(sums))
+    after = (
+        n, config.all_reduce_num_rings or 2, comm.size, block, slot_bytes // sums.itemsize, op,
+        config.all_reduce_distribution != 1,
+    )  # fmt: skip
+    kernel = ring.gluon_ring if config.use_gluon else ring.triton_ring
+    return ready(kernel, programs, _warps(config, block * sums.itemsize), before, (input, output), after, dtype)
+
+
+def _atomic(
+    comm: Communicator, choice: Choice, op: str, output: torch.Tensor, input: torch.Tensor, dtype: torch.dtype,
+    n: int, config: Config, stream: int | None, capturing: bool,
+) -> Launch:  # fmt: skip
+    if op not in ("sum", "avg"):
+        raise UnsupportedReductionError(
+            f"Config(all_reduce_variant={choice.variant!r}) adds: it is for SUM and AVG of numbers. Use 'two_shot' or "
+            "'auto'."
+        )
+    # Of what hardware adds atomically; integers wrap in the wider type as in their own.
+    sums = accumulator(dtype)
+    sums = torch.int32 if sums.itemsize < 4 else sums
+    slot = atomic.ACCUMULATOR_BYTES // sums.itemsize
+    block = _block(config, sums, atomic.ACCUMULATOR_BYTES)
+    programs = min(comm.programs(choice.programs), -(-n // block))
+    most = power_of_two(programs)
+    size = atomic.channel_bytes(comm.size, most)
+    channel = comm.workspace.channel(f"accumulators of {most} programs", stream, capturing, size)
+    locks = most * 2 * atomic.ACCUMULATOR_BYTES
+    flags = locks + most * atomic.LOCK_BYTES
+    before = (
+        comm.workspace.context_tensor, channel[flags:].view(torch.int32), channel[locks:flags].view(torch.int32),
+        channel[:locks].view(sums),
+    )  # fmt: skip
+    after = (n, comm.size, block, slot, op, choice.variant == "spinlock")
+    kernel = atomic.gluon_atomic if config.use_gluon else atomic.triton_atomic
+    return ready(kernel, programs, _warps(config, block * sums.itemsize), before, (input, output), after, dtype)
+
+
 def _queued(
     comm: Communicator, choice: Choice, op: str, output: torch.Tensor, input: torch.Tensor, dtype: torch.dtype,
     n: int, step: int | None, to: range | None, config: Config, stream: int | None, capturing: bool,
@@ -122,14 +200,7 @@ def _queued(
     """Parts of ``step`` elements that lie behind each other, or (None) blocks each with its parts."""
     programs = comm.programs(choice.programs)
     slot_bytes = comm.slot_bytes(programs)
-    block = slot_bytes // dtype.itemsize
-    if config.block_size_m or config.block_size_n:
-        block = (config.block_size_m or 8) * (config.block_size_n or 256)
-        if block * dtype.itemsize > slot_bytes:
-            raise InvalidConfigError(
-                f"A block of {block} elements of {dtype} does not fit a slot of {readable(slot_bytes)}: choose "
-                f"block_size_m * block_size_n of at most {slot_bytes // dtype.itemsize}."
-            )
+    block = _block(config, dtype, slot_bytes)
     block_step = block * comm.size if step is None else block
     part_step = block if step is None else step
     limit_step = block if step is None else 0

@@ -34,6 +34,7 @@ from iris.language.target import cas_ignores_its_order, on_amd, on_nvidia, threa
 KINDS = device_record.KINDS
 
 ACQ_REL = tl.constexpr("acq_rel")
+RELAXED = tl.constexpr("relaxed")
 SYS = tl.constexpr("sys")
 WHOLE = tl.constexpr("whole")
 WAIT_LIMIT_NS = tl.constexpr(0 if simulator.ACTIVE else wait_limit.NANOSECONDS)
@@ -334,6 +335,27 @@ def make_ordering(jit: Callable, lang: ModuleType, translate) -> SimpleNamespace
         return seen
 
     @jit
+    def lock(lock_ptr, record):
+        """Take a lock, 0 while it is free: what its last holder did is visible then. One program a lock at a time."""
+        taken = atomic_cas(lock_ptr, 0, 1, "acquire", "sys")
+        if WAIT_LIMIT_NS == 0:
+            while taken != 0:
+                taken = atomic_cas(lock_ptr, 0, 1, "acquire", "sys")
+        else:
+            since = nanoseconds(record)
+            while taken != 0:
+                taken = atomic_cas(lock_ptr, 0, 1, "acquire", "sys")
+                if taken != 0:
+                    if expired(record, since):
+                        write_record(record, lock_ptr, 0, taken, kind_code("lock"), 0, 0)
+                        taken = taken * 0
+
+    @jit
+    def unlock(lock_ptr):
+        """Give a lock back, behind everything that the block did."""
+        signal(lock_ptr, 0, "set")
+
+    @jit
     def count(flags, here, half: tl.constexpr):
         """The flags, or the "high" or "low" 32 bits of flags that hold two counts."""
         if half == "high":
@@ -427,6 +449,8 @@ def make_ordering(jit: Callable, lang: ModuleType, translate) -> SimpleNamespace
         atomic_cas=atomic_cas,
         signal=signal,
         wait=wait,
+        lock=lock,
+        unlock=unlock,
         fence=fence,
         barrier=barrier,
         signal_ranks=signal_ranks,

@@ -128,9 +128,23 @@ REFUSED = {
         ),
         InvalidConfigError, ValueError, r"use_gluon=True.*no Gluon form",
     ),
-    "a variant that is not there": (
-        lambda ccl, ctx: ccl.all_reduce(*[ctx.zeros(4)] * 2, config=Config(all_reduce_variant="spinlock")),
-        InvalidConfigError, ValueError, r"all_reduce_variant='spinlock'.*'one_shot' and 'two_shot'",
+    "the largest of what is added up": (
+        lambda ccl, ctx: ccl.all_reduce(
+            *[ctx.zeros(4)] * 2, op=ReduceOp.MAX, config=Config(all_reduce_variant="spinlock")
+        ),
+        UnsupportedReductionError, TypeError, r"all_reduce_variant='spinlock'.*SUM and AVG.*'two_shot'",
+    ),
+    "a ring whose sums do not depend on the place": (
+        lambda ccl, ctx: ccl.all_reduce(
+            *[ctx.zeros(4)] * 2, config=Config(all_reduce_variant="ring", batch_invariant=True)
+        ),
+        InvalidConfigError, ValueError, r"'ring', batch_invariant=True.*contradicts.*'one_shot' or 'two_shot'",
+    ),
+    "a slice of a ring that is no power of two": (
+        lambda ccl, ctx: ccl.all_reduce(
+            *[ctx.zeros(4)] * 2, config=Config(all_reduce_variant="ring", all_reduce_ring_slice_n=100)
+        ),
+        InvalidConfigError, ValueError, r"all_reduce_ring_slice_n=100.*power of two.*\d+ at most",
     ),
     "a workspace for less": (
         lambda ccl, ctx: ccl.all_reduce(

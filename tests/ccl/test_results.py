@@ -22,6 +22,9 @@ INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
 SUMMED = [*FLOATS, *INTEGERS, torch.bool, torch.complex64]
 MOVED = [*SUMMED, torch.uint16, torch.uint32, torch.uint64, torch.complex128]
 
+# Variants of all_reduce in which ranks add in the order in which they come.
+UNORDERED = {"atomic", "spinlock"}
+
 SHAPES = [(0,), (1,), (3,), (), (5, 0), (1021,), (4, 256), (7, 33), (3, 5, 17), (64, 129)]
 
 
@@ -36,7 +39,7 @@ def run(ranks, cases):
     for begin in range(0, len(cases), 40):  # what a worker's limit of time allows
         some = cases[begin : begin + 40]
         for case, *seen in zip(some, *ranks.run(results, some), strict=True):
-            if case.collective == "all_reduce":
+            if case.collective == "all_reduce" and not {value for _, value in case.config} & UNORDERED:
                 assert len(set(seen)) == 1, f"ranks have different bits: {case}"
 
 
@@ -148,10 +151,10 @@ def test_all_gather_of_tiles(ranks):
 
 
 @pytest.mark.ranks(*(RANKS[1:] if EVERYTHING else [3]))
-@pytest.mark.parametrize("variant", ["one_shot", "two_shot"])
+@pytest.mark.parametrize("variant", ["one_shot", "two_shot", "ring", "atomic", "spinlock"])
 def test_variants_of_all_reduce(ranks, variant):
-    """Each of them in all places, in place, and with more blocks than programs."""
-    dtypes = [torch.float32, torch.bfloat16] + ([] if variant == "one_shot" else [torch.int32])
+    """Each of them in all places, in place, in both languages, and with more blocks than programs."""
+    dtypes = [torch.float32, torch.bfloat16] + ([] if variant == "one_shot" else [torch.int8])
     cases = [
         Case(
             "all_reduce",
@@ -160,9 +163,35 @@ def test_variants_of_all_reduce(ranks, variant):
             input_place=place,
             output_place=place,
             in_place=in_place,
-            config=(("all_reduce_variant", variant), ("comm_sms", sms)),
+            config=(("all_reduce_variant", variant), ("comm_sms", sms), ("use_gluon", gluon)),
         )
-        for count, dtype, place, in_place, sms in covering([1, 1000, 9001], dtypes, PLACES, [False, True], [1, 7])
+        for count, dtype, place, in_place, sms, gluon in covering(
+            [1, 1000, 9001], dtypes, PLACES, [False, True], [1, 7], [False, True]
+        )
+    ]
+    run(ranks, cases)
+
+
+@mainly(4)
+def test_rings(ranks):
+    """However many they are, whichever way they go round, and whatever part of the work is whose."""
+    cases = [
+        Case(
+            "all_reduce",
+            (count,),
+            torch.float16,
+            op,
+            config=(
+                ("all_reduce_variant", "ring"),
+                ("all_reduce_num_rings", rings),
+                ("all_reduce_distribution", distribution),
+                ("all_reduce_ring_slice_n", slice_n),
+                ("comm_sms", 5),
+            ),
+        )
+        for count, op, rings, distribution, slice_n in covering(
+            [3, 20_003], list(ReduceOp), [1, 2, 3], [0, 1], [None, 256]
+        )
     ]
     run(ranks, cases)
 

@@ -5,6 +5,7 @@ the collectives themselves change from call to call; ranks sleep now and then, e
 """
 
 import contextlib
+import itertools
 import random
 import time
 
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from triton.runtime.interpreter import InterpreterBuilder
 
 from ccl.calls import EVERYTHING, LAYOUTS, MOVES, PLACES, SUMS, Arena, Case, mainly, perform
-from iris.ccl import ReduceOp
+from iris.ccl import Config, ReduceOp
 from iris.ccl.one_hop import EPOCHS_BYTES
 from iris.ccl.queue import COUNTS, MAX_RANKS, POSTS, WORDS
 from iris.ccl.queue import PLACES as PLACE_WORDS
@@ -29,22 +30,33 @@ CONFIGS = [
     (("use_gluon", True),),
     (("block_size_m", 4), ("block_size_n", 512)),
     (("num_warps", 2), ("comm_sms", 5)),
+    (("all_reduce_variant", "ring"), ("comm_sms", 3)),
 ]
+VARIANTS = {
+    "ring": [
+        (("all_reduce_variant", "ring"), ("comm_sms", sms), ("all_reduce_ring_slice_n", slice_n))
+        for sms, slice_n in ((1, 128), (2, None), (7, 1024))
+    ],
+    **{name: [(("all_reduce_variant", name), ("comm_sms", sms)) for sms in (1, 4)] for name in ("atomic", "spinlock")},
+}
 SIZES = [0, 1, 5, 300, 2048, 9001]
 LARGE = [20_000, 40_000]  # beyond 64 KiB, one call in ten
 DTYPES = [torch.bfloat16, torch.float32, torch.int8, torch.int32, torch.float64]
 
 
-def choose(generator, collectives):
+def choose(generator, collectives, configs=CONFIGS):
     """Any case; the same on all ranks, for equal generators."""
     pick = generator.choice
     collective = pick(collectives)
     size = pick(LARGE) if generator.random() < 0.1 else pick(SIZES)
-    config = pick(CONFIGS)
+    config = pick(configs)
     if collective == "all_to_all_v" and ("use_gluon", True) in config:
         config = ()
+    op = pick([ReduceOp.SUM, ReduceOp.MAX])
+    if {value for _, value in config} & {"atomic", "spinlock"}:
+        op = ReduceOp.SUM
     return Case(
-        collective, (size,), pick(DTYPES), pick([ReduceOp.SUM, ReduceOp.MAX]), generator.randrange(8),
+        collective, (size,), pick(DTYPES), op, generator.randrange(8),
         pick(PLACES), pick(PLACES), pick(LAYOUTS), config=config,
     )  # fmt: skip
 
@@ -83,12 +95,12 @@ def hesitant(ctx, generator):
             setattr(InterpreterBuilder, name, plain[name])
 
 
-def sequence(ctx, collectives, seed, rounds):
+def sequence(ctx, collectives, seed, rounds, configs=CONFIGS):
     arena = Arena(ctx.empty(ARENA_BYTES, dtype=torch.uint8))
     common, own = random.Random(seed), random.Random(f"{seed} {ctx.cur_rank}")
     with hesitant(ctx, own):
         for call in range(rounds):
-            case = choose(common, collectives)
+            case = choose(common, collectives, configs)
             dawdle(ctx, own)
             perform(ctx, arena, case, call)
 
@@ -97,6 +109,12 @@ def sequence(ctx, collectives, seed, rounds):
 @pytest.mark.parametrize("collective", [*MOVES, *SUMS])
 def test_rounds_of_one_collective(ranks, collective):
     ranks.run(sequence, [collective], collective, ROUNDS // 4)
+
+
+@mainly(3)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_rounds_of_a_variant(ranks, variant):
+    ranks.run(sequence, ["all_reduce"], variant, ROUNDS // 2, VARIANTS[variant])
 
 
 @mainly(2, 5, 8)
@@ -143,6 +161,23 @@ def run_ahead(ctx, collective, rounds):
 def test_a_rank_that_is_many_calls_behind(ranks, collective):
     if ranks.num_ranks > 1:
         ranks.run(run_ahead, collective, ROUNDS // 2)
+
+
+def one_is_late(ctx):
+    """Neighbours send all that they can before a late rank comes; each variant, twice."""
+    rank, size = ctx.cur_rank, ctx.num_ranks
+    given = torch.arange(3000.0, device=ctx.device)
+    for (config, *_), late in itertools.product(VARIANTS.values(), (0, size - 2)):
+        result = ctx.zeros(3000)
+        if rank == late:
+            time.sleep(0.3)
+        ctx.ccl.all_reduce(result, given + rank, config=Config(**dict(config)))
+        assert torch.equal(result, size * given + size * (size - 1) / 2)
+
+
+@mainly(8)
+def test_all_reduce_with_a_late_rank(ranks):
+    ranks.run(one_is_late)
 
 
 def one_after_the_other(ctx, rounds):
@@ -196,6 +231,8 @@ def set_counts(ctx, to):
     for (operation, _, _), channel in ctx.ccl._communicators[None].workspace._channels.items():
         if operation == "one_hop":
             channel[:EPOCHS_BYTES].view(torch.int32).fill_(to)
+        elif operation.startswith("accumulators of"):
+            channel[-4 * int(operation.split()[2]) * ctx.num_ranks :].view(torch.int32).fill_(to)
         elif operation.startswith("queues of"):
             programs = int(operation.split()[2])
             counts, words = programs * COUNTS.value * 4, programs * WORDS.value * 8
@@ -206,12 +243,13 @@ def set_counts(ctx, to):
 
 
 def near_the_wrap(ctx, seed, rounds):
-    sequence(ctx, [*MOVES, *SUMS], seed, rounds)
+    configs = [*CONFIGS, *VARIANTS["atomic"]]
+    sequence(ctx, [*MOVES, *SUMS], seed, rounds, configs)
     for to in (-3, (1 << 31) - 3, (1 << 16) - 3):
         ctx.barrier()
         set_counts(ctx, to)
         ctx.barrier()
-        sequence(ctx, [*MOVES, *SUMS], f"{seed} {to}", rounds)
+        sequence(ctx, [*MOVES, *SUMS], f"{seed} {to}", rounds, configs)
 
 
 @mainly(2)

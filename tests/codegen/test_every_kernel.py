@@ -12,6 +12,7 @@ from triton.runtime.jit import JITFunction
 
 from codegen.offline import TARGETS, compile_for
 from codegen.operations import is_barrier, is_data, releases
+from iris.ccl.atomic import gluon_atomic, triton_atomic
 
 ROOT = Path(__file__).parents[2]
 # Where kernels are defined, and the folder from which the file imports its neighbours.
@@ -43,14 +44,17 @@ COLLECTIVES = {
     **dict.fromkeys(["to_last", "from_last"], 4),
     **dict.fromkeys(["N", "row", "in_pitch", "out_pitch", "send_step", "recv_step", "length"], 4096),
     **dict.fromkeys(["part_step", "block_step", "limit_step", "out_part_step"], 4096),
+    **{"flags": INT32, "locks": INT32, "accumulators": FLOAT32, "rings": 2},
     **{"W": W, "RANKS": 4, "BLOCK": 4096, "BLOCK_M": 1, "BLOCK_N": 4096, "SLOT": 8192, "PART": 2048, "OP": "sum"},
-    **dict.fromkeys(["SAME", "DIRECT", "FLAT", "SPREADS"], True),
+    **dict.fromkeys(["SAME", "DIRECT", "FLAT", "SPREADS", "STRIDING", "LOCKED"], True),
     **dict.fromkeys(["PARTITIONED", "ROOTED"], False),
 }
 ELEMENTS = {
     "one_hop": {"input": INT32, "output": INT32},
     "push": {"slots": INT16, "input": BF16, "output": BF16},
     "two_shot": {"slots": BF16, "input": BF16, "output": BF16},
+    "ring": {"slots": FLOAT32, "input": BF16, "output": BF16},
+    "atomic": {"input": BF16, "output": BF16},
 }
 # A link's chain is followed, and counters counted, one element at a time.
 # How an element lies to the words it is moved as is known on the device alone.
@@ -113,13 +117,23 @@ def test_kernel(target, kernel):
         assert any(map(is_barrier, before[stores[-1] + 1 if stores else 0 :])), operations
 
 
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("kernel", [triton_atomic, gluon_atomic])
+def test_accumulators_are_added_to_without_a_lock(target, kernel):
+    arguments = ARGUMENTS | COLLECTIVES | ELEMENTS["atomic"] | {"LOCKED": False}
+    code = compile_for(target, kernel, *[arguments[name] for name in kernel.arg_names]).ttgir
+    assert re.search(r"atomic_rmw fadd, relaxed, sys, .*tensor<4096x", code) and "atomic_cas" not in code
+
+
 def test_no_kernel_is_missing():
     """The examples, the benchmarks, the demo and the library have kernels of their own, and they were found."""
     found = [str(parameter.id) for parameter in kernels()]
     for place in (
         "iris/device_barrier",
+        "iris/ccl/atomic",
         "iris/ccl/exchange",
         "iris/ccl/push",
+        "iris/ccl/ring",
         "iris/ccl/two_shot",
         "iris/demo",
         "examples/01_store",
@@ -131,7 +145,7 @@ def test_no_kernel_is_missing():
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize(
-    "kernel", [each for each in kernels() if re.search("exchange.py|broadcast|two_shot.py|push", each.id)]
+    "kernel", [each for each in kernels() if re.search("exchange.py|broadcast|two_shot.py|push|ring", each.id)]
 )
 def test_where_peers_are_is_looked_up_before_the_loops(target, kernel):
     place = Path(kernel.fn.__code__.co_filename)

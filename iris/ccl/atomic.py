@@ -1,0 +1,95 @@
+"""All-reduce by accumulators that everybody adds to: with atomics, or with a lock around plain loads and stores.
+
+The shortest all-reduces there are, but slow, and not the same bits in every run: ranks add in the order in which they
+come. Every rank adds its block to an accumulator at every rank, the ranks meet, and each reads its own accumulator,
+rounds it and clears it for later. Over the link: W - 1 times the bytes of the accumulator's type, in one step; under a
+lock a block is fetched too, so twice that, and blocks of different ranks wait for each other.
+
+Each program has two accumulators, used in turn by the parity of its barrier's epoch. Why that is enough: a peer adds to
+the one of epoch e again in epoch e + 2, behind the barrier of e + 1, at which I arrived after having read and cleared
+the one of e. The barrier's release covers the adds, though these are relaxed and of other threads of the block: it is
+behind a block barrier, and a release is cumulative (PTX ISA, "Memory Consistency Model: Causality order").
+
+A call clears as much as it used, so between calls all is zero, whatever their sizes.
+"""
+
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from iris.ccl.combine import gluon_combine, triton_combine
+from iris.ccl.queue import gluon_queue, triton_queue
+from iris.language.context import DeviceContext, IrisDeviceCtx
+from iris.language.ordering import RELAXED, SYS, gluon_ordering, triton_ordering
+
+# Bytes of an accumulator: what 512 threads hold in four registers each.
+ACCUMULATOR_BYTES = 8192
+# A program's lock has a line of its own.
+LOCK_BYTES = 128
+
+
+def channel_bytes(size: int, programs: int) -> int:
+    """Bytes of the accumulators, locks and barrier flags of so many programs among ``size`` ranks."""
+    return programs * (2 * ACCUMULATOR_BYTES + LOCK_BYTES + 4 * size)
+
+
+def make_atomic(
+    jit: Callable, lang: ModuleType, queue: SimpleNamespace, order: SimpleNamespace, combining: SimpleNamespace,
+    Context: type,
+):  # fmt: skip
+    """The kernel in the language that ``(jit, lang)`` stand for."""
+    flat, conclude, lock, unlock = queue.flat, combining.conclude, order.lock, order.unlock
+
+    @jit
+    def atomic(
+        context_tensor,
+        flags,
+        locks,
+        accumulators,
+        input,
+        output,
+        n,
+        W: tl.constexpr,
+        BLOCK: tl.constexpr,
+        SLOT: tl.constexpr,
+        OP: tl.constexpr,
+        LOCKED: tl.constexpr,
+    ):
+        """``accumulators``: ``[programs, 2, SLOT]``, of which ``BLOCK`` are used. ``locks``: ``[programs, 32]``."""
+        ctx = Context.initialize(context_tensor, num_ranks=W)
+        rank = ctx.cur_rank
+        p = lang.program_id(0)
+        element: tl.constexpr = input.dtype.element_ty
+        ACC: tl.constexpr = accumulators.dtype.element_ty
+        own_lock = locks + p * 32
+        # The column of a rank in its own flags is the epoch that it has reached.
+        epoch = lang.load(flags + p * W + rank)
+        i = flat(BLOCK, element)
+        for block in range(p, lang.cast((n + BLOCK - 1) // BLOCK, lang.int32), lang.num_programs(0)):
+            k = lang.cast(block, lang.int64) * BLOCK + i
+            value = lang.cast(lang.load(input + k, mask=k < n), ACC)
+            mine = accumulators + (p * 2 + (epoch & 1)) * SLOT + i
+            for distance in range(0, W):
+                to = (rank + distance) % W
+                if LOCKED:
+                    there, its_lock = ctx.translate(mine, to), ctx.translate(own_lock, to)
+                    lock(its_lock, ctx._record())
+                    lang.store(there, lang.load(there, mask=k < n) + value, mask=k < n)
+                    unlock(its_lock)
+                else:
+                    ctx.atomic_add(mine, value, to, mask=k < n, sem=RELAXED, scope=SYS)
+            epoch += 1
+            ctx.barrier(flags, epoch)
+            total = lang.load(mine, mask=k < n)
+            lang.store(output + k, conclude(total, element, W, OP), mask=k < n)
+            lang.store(mine, lang.zeros_like(total), mask=k < n)
+
+    return atomic
+
+
+triton_atomic = make_atomic(triton.jit, tl, triton_queue, triton_ordering, triton_combine, DeviceContext)
+gluon_atomic = make_atomic(gluon.jit, gl, gluon_queue, gluon_ordering, gluon_combine, IrisDeviceCtx)

@@ -1,0 +1,130 @@
+"""All-reduce around a ring: each rank talks to two neighbours alone, as links that join ranks in pairs like it.
+
+A program's work is W chunks. First the chunks' sums go round: a rank adds its own elements to what comes from the left,
+and passes that on to the right. After W - 1 steps each rank holds one finished chunk, and these go round in the same
+way. Over the link: 2 (W - 1) / W times the bytes, in 2 (W - 1) steps, the first half in the accumulator's type, so that
+a sum is rounded once: three times (W - 1) / W of a float16 input in all.
+
+Programs belong to rings in turn, and odd rings go the other way round, so that both directions of a link are busy. The
+ranks add to a chunk in the order of the ring, from the rank that has its number on: the same bits on all ranks and in
+every run, but by the chunk that an element is in, which depends on the size of the call.
+
+Blocks pass through the queues of `iris.ccl.queue`. A rank posts with its block for the right neighbour that it has
+taken the last one of the left, so no slot is written before it was read. Nobody waits in a circle: whoever is furthest
+behind finds the block that it waits for, since its left neighbour sent that before waiting itself, and room, since its
+right neighbour has taken all but the last of the blocks before.
+"""
+
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from iris.ccl.combine import accumulator, gluon_combine, triton_combine
+from iris.ccl.queue import COUNTS, GOT, NUM_SLOTS, SENT, WORDS, gluon_queue, triton_queue
+from iris.language.context import DeviceContext, IrisDeviceCtx
+
+
+def make_ring(jit: Callable, lang: ModuleType, queue: SimpleNamespace, combining: SimpleNamespace, Context: type):
+    """The kernel in the language that ``(jit, lang)`` stand for."""
+    pick, flat, lanes = queue.pick, queue.flat, queue.lanes
+    queue_address, pointer_at = queue.queue_address, queue.pointer_at
+    await_room, await_blocks, post = queue.await_room, queue.await_blocks, queue.post
+    combine, conclude = combining.combine, combining.conclude
+
+    @jit
+    def there(slots, queues, sent, right, SLOT: tl.constexpr):
+        """The slot of the right neighbour for the next block."""
+        return pointer_at(slots, pick(queues, right)) + (pick(sent, right) & (NUM_SLOTS - 1)) * SLOT
+
+    @jit
+    def here(slots, got, left, W: tl.constexpr, SLOT: tl.constexpr):
+        """The slot of this rank that holds the next block of the left neighbour."""
+        queue_number = lang.cast(lang.program_id(0), lang.int64) * W + left
+        return slots + (queue_number * NUM_SLOTS + (pick(got, left) & (NUM_SLOTS - 1))) * SLOT
+
+    @jit
+    def ring(
+        context_tensor,
+        counts,
+        words,
+        slots,
+        input,
+        output,
+        n,
+        rings,
+        W: tl.constexpr,
+        BLOCK: tl.constexpr,
+        SLOT: tl.constexpr,
+        OP: tl.constexpr,
+        STRIDING: tl.constexpr,
+    ):
+        """``slots`` of the accumulator's type. `STRIDING`: a program's chunks lie apart, else side by side."""
+        ctx = Context.initialize(context_tensor, num_ranks=W)
+        rank = ctx.cur_rank
+        p = lang.program_id(0)
+        programs = lang.num_programs(0)
+        element: tl.constexpr = input.dtype.element_ty
+        ACC: tl.constexpr = accumulator(element)
+        row = counts + p * COUNTS
+        own_words = words + p * WORDS
+        forward = lang.where(p % rings % 2 == 0, 1, W - 1)
+        right = (rank + forward) % W
+        left = (rank + W - forward) % W
+        to, source = lanes() == right, lanes() == left
+        # Both counts of both neighbours, since they are posted together.
+        neighbours = to | source
+        sent = lang.load(row + SENT + lanes(), mask=neighbours, other=0)
+        got = lang.load(row + GOT + lanes(), mask=neighbours, other=0)
+        queues = queue_address(ctx, slots, W, SLOT, to)
+
+        i = flat(BLOCK, element)
+        turns = lang.cast((n + W * BLOCK - 1) // (W * BLOCK), lang.int32)
+        first, stride, last = p, programs, turns
+        if not STRIDING:
+            share = (turns + programs - 1) // programs
+            first, stride, last = p * share, 1, lang.minimum(turns, (p + 1) * share)
+        for turn in range(first, last, stride):
+            base = lang.cast(turn, lang.int64) * W
+            chunk = rank
+            k = (base + chunk) * BLOCK + i
+            total = lang.cast(lang.load(input + k, mask=k < n), ACC)
+            for _ in range(1, W):
+                await_room(ctx, own_words, sent, to, W)
+                lang.store(there(slots, queues, sent, right, SLOT) + i, total, mask=k < n)
+                sent = lang.where(to, sent + 1, sent)
+                post(ctx, own_words, sent, got, neighbours)
+                chunk = (chunk + W - forward) % W
+                k = (base + chunk) * BLOCK + i
+                own = lang.cast(lang.load(input + k, mask=k < n), ACC)
+                await_blocks(ctx, own_words, got, source, W)
+                total = combine(lang.load(here(slots, got, left, W, SLOT) + i, mask=k < n), own, OP)
+                got = lang.where(source, got + 1, got)
+            result = conclude(total, element, W, OP)
+            lang.store(output + k, result, mask=k < n)
+            for _ in range(1, W):
+                await_room(ctx, own_words, sent, to, W)
+                slot = lang.cast(there(slots, queues, sent, right, SLOT), lang.pointer_type(element), bitcast=True)
+                lang.store(slot + i, result, mask=k < n)
+                sent = lang.where(to, sent + 1, sent)
+                post(ctx, own_words, sent, got, neighbours)
+                chunk = (chunk + W - forward) % W
+                k = (base + chunk) * BLOCK + i
+                await_blocks(ctx, own_words, got, source, W)
+                slot = lang.cast(here(slots, got, left, W, SLOT), lang.pointer_type(element), bitcast=True)
+                result = lang.load(slot + i, mask=k < n)
+                lang.store(output + k, result, mask=k < n)
+                got = lang.where(source, got + 1, got)
+        # The left neighbour's next block, of whatever call, may need the slot of the last one.
+        post(ctx, own_words, sent, got, neighbours)
+        lang.store(row + SENT + lanes(), sent, mask=neighbours)
+        lang.store(row + GOT + lanes(), got, mask=neighbours)
+
+    return ring
+
+
+triton_ring = make_ring(triton.jit, tl, triton_queue, triton_combine, DeviceContext)
+gluon_ring = make_ring(gluon.jit, gl, gluon_queue, gluon_combine, IrisDeviceCtx)
