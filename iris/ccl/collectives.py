@@ -10,7 +10,6 @@ from iris.capture import capture_id
 from iris.ccl import moves, sums
 from iris.ccl.communicator import Communicator, Launch
 from iris.ccl.config import DEFAULT, Config, ReduceOp
-from iris.ccl.queue import MAX_RANKS
 from iris.ccl.work import Work
 from iris.errors import (
     FirstUseInCaptureError,
@@ -63,7 +62,7 @@ class Collectives:
         ``(M, N)`` → ``(W * M, N)``; in general ``output`` has W times the elements of ``input``. ``input`` may be its
         own place in ``output``. A 2-D input may have rows that are apart.
         """
-        comm, stream, capture = self._enter("all_gather", group, output, input)
+        comm, stream, capture = self._enter("all_gather", group, output, input, config)
         source = input if _has_rows(input) else input.contiguous()
         result = output if output.is_contiguous() else torch.empty_like(output, memory_format=torch.contiguous_format)
         key = self._key("all_gather", result, source, config, stream, capture)
@@ -91,7 +90,7 @@ class Collectives:
 
         ``(M, N * W)``: a chunk is N columns. One dimension: a chunk is a W-th of the elements.
         """
-        comm, stream, capture = self._enter("all_to_all", group, output, input)
+        comm, stream, capture = self._enter("all_to_all", group, output, input, config)
         source = input if _has_rows(input) else input.contiguous()
         result = output if output.is_contiguous() else torch.empty_like(output, memory_format=torch.contiguous_format)
         key = self._key("all_to_all", result, source, config, stream, capture)
@@ -119,7 +118,7 @@ class Collectives:
         config: Config | None = None,
     ) -> Work | None:
         """Copy ``tensor`` of rank ``src`` (its rank in the world) into ``tensor`` of every rank."""
-        comm, stream, capture = self._enter("broadcast", group, tensor, tensor)
+        comm, stream, capture = self._enter("broadcast", group, tensor, tensor, config, src)
         root = self._root(comm, "src", src)
         dense = tensor if _is_dense(tensor) else tensor.contiguous()
         key = self._key(("broadcast", root), dense, dense, config, stream, capture)
@@ -144,7 +143,7 @@ class Collectives:
 
         ``output`` is not looked at elsewhere, and may be None.
         """
-        comm, stream, capture = self._enter("gather", group, input, input)
+        comm, stream, capture = self._enter("gather", group, input, input, config, dst)
         root = self._root(comm, "dst", dst)
         here = comm.rank == root
         if here:
@@ -177,7 +176,7 @@ class Collectives:
 
         ``input`` has W times the elements of ``output``; it is not looked at elsewhere, and may be None.
         """
-        comm, stream, capture = self._enter("scatter", group, output, output)
+        comm, stream, capture = self._enter("scatter", group, output, output, config, src)
         root = self._root(comm, "src", src)
         here = comm.rank == root
         if here:
@@ -214,25 +213,28 @@ class Collectives:
         int64 tensors on the device, which the host does not look at; then the caller guarantees that they stay within
         the tensors. What rank r sends to this rank must be as many as ``recv_counts[r]``. Both tensors are contiguous.
         """
-        comm, stream, capture = self._enter("all_to_all_v", group, output, input)
+        comm, stream, capture = self._enter("all_to_all_v", group, output, input, config)
         if not (input.is_contiguous() and output.is_contiguous()):
             raise InvalidCollectiveError(
                 "all_to_all_v() counts elements in the order of memory, so input and output must be contiguous; the "
                 f"strides are {input.stride()} and {output.stride()}. Pass x.contiguous()."
             )
         lists = (send_counts, send_displs, recv_counts, recv_displs)
+        if DEBUGGING and capture is None:
+            _compare_counts(comm, send_counts, recv_counts)
         if isinstance(send_counts, torch.Tensor) and send_counts.device.type == "cuda":
-            table = _device_table(lists, comm.size)
+            rows = _check_rows(lists, comm.size)
         else:
-            table = self._table(comm, lists, output.numel(), input.numel())
-        key = self._key("all_to_all_v", output, input, config, stream, capture)
+            rows = self._rows(comm, lists, output.numel(), input.numel())
+        aligned = tuple(row.data_ptr() & 15 for row in rows)
+        key = self._key(("all_to_all_v", aligned), output, input, config, stream, capture)
         launch = comm.launches.get(key)
         if launch is None:
             self._check_pair(comm, "all_to_all_v", output, input, None, None)
             launch = self._remember(comm, key, config, None, lambda used: moves.prepare_exchange_v(
-                comm, output, input, table, used, stream, capture is not None))  # fmt: skip
+                comm, output, input, rows, used, stream, capture is not None))  # fmt: skip
         _check_overlap("all_to_all_v", output, input)
-        launch(stream, input, output, table)
+        launch(stream, input, output, *rows)
         return Work(self._on_gpu) if async_op else None
 
     def send(
@@ -249,7 +251,7 @@ class Collectives:
         Messages between two ranks arrive in the order of the calls on a stream. Two ranks that both send first and then
         receive on one stream may wait for each other for ever; use two streams, or `all_to_all_v`.
         """
-        comm, stream, capture = self._enter("send", group, tensor, tensor)
+        comm, stream, capture = self._enter("send", group, tensor, tensor, config)
         peer = self._root(comm, "dst", dst)
         source = tensor.contiguous()
         everyone_to = range(peer, peer + 1)
@@ -267,7 +269,7 @@ class Collectives:
         config: Config | None = None,
     ) -> Work | None:
         """Receive into ``tensor`` what rank ``src`` (its rank in the world) gives to `send`: as many bytes."""
-        comm, stream, capture = self._enter("recv", group, tensor, tensor)
+        comm, stream, capture = self._enter("recv", group, tensor, tensor, config)
         peer = self._root(comm, "src", src)
         result = tensor if tensor.is_contiguous() else torch.empty_like(tensor, memory_format=torch.contiguous_format)
         sources = range(peer, peer + 1)
@@ -291,7 +293,7 @@ class Collectives:
         Sums are formed in float32 (float64 for float64, integers in their own type, which wraps) and rounded once.
         Every rank gets the same bits. ``workspace`` is what `all_reduce_preamble` returned.
         """
-        comm, stream, capture = self._enter("all_reduce", group, output, input)
+        comm, stream, capture = self._enter("all_reduce", group, output, input, config, None, op)
         if workspace is not None:
             workspace.check(comm, output, input)
         source, result = _aligned_pair(output, input)
@@ -319,7 +321,7 @@ class Collectives:
 
         The memory itself belongs to the stream (see `iris.workspace`); this makes its first use happen now.
         """
-        comm, stream, capture = self._enter("all_reduce_preamble", group, output, input)
+        comm, stream, capture = self._enter("all_reduce_preamble", group, output, input, config)
         self._check_pair(comm, "all_reduce_preamble", output, input, 1, 1)
         if workspace is not None and workspace.covers(comm, output, input):
             return workspace
@@ -340,7 +342,7 @@ class Collectives:
         ``input`` has W times the elements of ``output``, as for ``torch.distributed.reduce_scatter_tensor``.
         Rounding as in `all_reduce`. ``output`` may be its own part of ``input``.
         """
-        comm, stream, capture = self._enter("reduce_scatter", group, output, input)
+        comm, stream, capture = self._enter("reduce_scatter", group, output, input, config, None, op)
         source = input.contiguous()
         result = output if output.is_contiguous() else torch.empty_like(output, memory_format=torch.contiguous_format)
         key = self._key(("reduce_scatter", id(op)), result, source, config, stream, capture)
@@ -370,7 +372,7 @@ class Collectives:
         ``output`` is not touched elsewhere, and may be None; on ``dst`` it may be the ``input``. Rounding as in
         `all_reduce`.
         """
-        comm, stream, capture = self._enter("reduce", group, input, input)
+        comm, stream, capture = self._enter("reduce", group, input, input, config, dst, op)
         root = self._root(comm, "dst", dst)
         here = comm.rank == root
         if here:
@@ -406,14 +408,15 @@ class Collectives:
         Each capture keeps flags and staging, since nobody can see whether its graph will be replayed. The caller
         guarantees that none of the graphs captured so far will be.
         """
-        comm, _, _ = self._enter("release_graphs", group, NOTHING, NOTHING)
+        comm, _, _ = self._enter("release_graphs", group, NOTHING, NOTHING, None)
         comm.release_graphs()
 
     # What they share -------------------------------------------------------------------------------------------------
 
     def _enter(
-        self, name: str, group: dist.ProcessGroup | None, output: torch.Tensor, input: torch.Tensor
-    ) -> tuple[Communicator, int | None, int | None]:
+        self, name: str, group: dist.ProcessGroup | None, output: torch.Tensor, input: torch.Tensor,
+        config: Config | None, root: int | None = None, op: ReduceOp | None = None,
+    ) -> tuple[Communicator, int | None, int | None]:  # fmt: skip
         """The group's communicator, the current stream, and which capture is recording it (None: none is)."""
         if self._context.heap.closed:
             self._context.heap.check_open()
@@ -434,7 +437,7 @@ class Collectives:
                 raise FirstUseInCaptureError(f"{name}()")
             comm = self.communicator(group)
         if DEBUGGING and capture is None:
-            self._compare(comm, name, output, input)
+            _compare(comm, name, input, config, root, op)
         return comm, stream, capture
 
     def _message(
@@ -457,14 +460,13 @@ class Collectives:
             tensor.copy_(dense)
         return Work(self._on_gpu) if async_op else None
 
-    def _table(
+    def _rows(
         self, comm: Communicator, lists: tuple[Sequence[int] | torch.Tensor, ...], room: int, available: int
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, ...]:
         """Counts and displacements on the device, as `iris.ccl.exchange_v` reads them."""
         names = ("send_counts", "send_displs", "recv_counts", "recv_displs")
         numbers = tuple(_counts(name, values, comm.size) for name, values in zip(names, lists, strict=True))
-        key = ("table", numbers)
-        if key not in comm.tables:
+        if numbers not in comm.rows:
             for what, counts, displs, limit in (("input", *numbers[:2], available), ("output", *numbers[2:], room)):
                 for rank, (count, begin) in enumerate(zip(counts, displs, strict=True)):
                     if begin + count > limit:
@@ -477,11 +479,10 @@ class Collectives:
                     f"all_to_all_v(): rank {comm.ranks[comm.rank]} sends {numbers[0][comm.rank]} elements to itself "
                     f"and receives {numbers[2][comm.rank]}."
                 )
-            rows = [[*row, *[0] * (MAX_RANKS - comm.size)] for row in numbers]
             # Pinned and kept, so that the copy needs no host and may be part of a graph.
-            host = torch.tensor(rows, dtype=torch.int64, pin_memory=self._on_gpu)
-            comm.tables[key] = (host, host.to(comm.device, non_blocking=True))
-        return comm.tables[key][1]
+            host = torch.tensor(numbers, dtype=torch.int64, pin_memory=self._on_gpu)
+            comm.rows[numbers] = (host, host.to(comm.device, non_blocking=True).unbind())
+        return comm.rows[numbers][1]
 
     def _key(
         self,
@@ -570,16 +571,38 @@ class Collectives:
             raise UnknownChoiceError(name, rank, comm.ranks)
         return comm.ranks.index(rank)
 
-    def _compare(self, comm: Communicator, name: str, output: torch.Tensor, input: torch.Tensor) -> None:
-        """In debug mode: that all members make the same call. Blocks the host."""
-        mine = (name, tuple(input.shape), input.dtype, output.numel() if name not in ("gather", "scatter") else None)
-        calls = comm.workspace.group.all_gather(mine, "the comparison of a collective's arguments")
-        if len(set(calls)) > 1:
-            told = "; ".join(
-                f"rank {rank} calls {call[0]}() with an input of {list(call[1])} {call[2]}"
-                for rank, call in zip(comm.ranks, calls, strict=True)
-            )
-            raise MismatchedCollectiveError(f"The ranks do not make the same call: {told}.")
+
+def _compare(
+    comm: Communicator, name: str, input: torch.Tensor, config: Config | None, root: int | None, op: ReduceOp | None
+) -> None:
+    """In debug mode: that all members make the same call. Blocks the host."""
+    if name in ("send", "recv"):  # of which the other members know nothing
+        return
+    size = "" if name == "all_to_all_v" else f"{list(input.shape)} "
+    told = f"{name}() with an input of {size}{input.dtype}"
+    if root is not None:
+        told += f", {'src' if name in ('broadcast', 'scatter') else 'dst'}={root}"
+    if op is not None:
+        told += f", {op}"
+    if config not in (None, DEFAULT):
+        told += f", {config}"
+    calls = comm.workspace.group.all_gather(told, "the comparison of a collective's arguments")
+    if len(set(calls)) > 1:
+        told = "; ".join(f"rank {rank} calls {call}" for rank, call in zip(comm.ranks, calls, strict=True))
+        raise MismatchedCollectiveError(f"The ranks do not make the same call: {told}.")
+
+
+def _compare_counts(comm: Communicator, send: Sequence[int] | torch.Tensor, recv: Sequence[int] | torch.Tensor) -> None:
+    """In debug mode: that every member expects of each other what that one sends. Blocks the host."""
+    mine = _counts("send_counts", send, comm.size), _counts("recv_counts", recv, comm.size)
+    everyone = comm.workspace.group.all_gather(mine, "the comparison of all_to_all_v's counts")
+    for sender, (sends, _) in enumerate(everyone):
+        for receiver, (_, expects) in enumerate(everyone):
+            if sends[receiver] != expects[sender]:
+                raise MismatchedCollectiveError(
+                    f"In all_to_all_v() rank {comm.ranks[sender]} sends {sends[receiver]} elements to rank "
+                    f"{comm.ranks[receiver]}, which expects {expects[sender]}."
+                )
 
 
 def _nothing(stream: int | None, source: torch.Tensor, result: torch.Tensor) -> None:
@@ -649,13 +672,20 @@ def _scatter(comm: Communicator, root: int, input: torch.Tensor, output: torch.T
     return moves.Exchange(1, piece, piece, piece, piece, 0, output.nbytes, to, range(root, root + 1))
 
 
-def _device_table(lists: tuple[Any, ...], size: int) -> torch.Tensor:
-    """Counts and displacements that are on the device, as `iris.ccl.exchange_v` reads them."""
-    if any(not isinstance(x, torch.Tensor) or x.dtype != torch.int64 or x.shape != (size,) for x in lists):
-        raise InvalidCollectiveError(
-            f"Counts and displacements on the device are four int64 tensors of {size} elements, one a rank."
-        )
-    return torch.nn.functional.pad(torch.stack(lists), (0, MAX_RANKS - size))
+def _check_rows(lists: tuple[Any, ...], size: int) -> tuple[torch.Tensor, ...]:
+    """Counts and displacements that are on the device, of which the host sees the form alone."""
+    for row in lists:
+        if (
+            not isinstance(row, torch.Tensor)
+            or row.dtype != torch.int64
+            or row.shape != (size,)
+            or row.stride() != (1,)
+        ):
+            raise InvalidCollectiveError(
+                f"Counts and displacements on the device are four contiguous int64 tensors of {size} elements, one a "
+                f"rank; one is {f'{list(row.shape)} {row.dtype}' if isinstance(row, torch.Tensor) else repr(row)}."
+            )
+    return lists
 
 
 def _counts(name: str, values: Sequence[int], size: int) -> tuple[int, ...]:

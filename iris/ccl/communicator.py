@@ -43,8 +43,8 @@ class Communicator:
         Launches that were prepared, by what makes one differ from another.
     configs : list
         The configurations that these keys name by their addresses.
-    tables : dict
-        Counts and displacements of `all_to_all_v`, on the host and on the device.
+    rows : dict
+        Counts and displacements of `all_to_all_v` by their numbers: on the host, and a tensor each on the device.
     """
 
     def __init__(self, workspace: Workspace, heap: SymmetricHeap, num_sms: int) -> None:
@@ -69,7 +69,7 @@ class Communicator:
             self.queues(None, False, P2P_PROGRAMS, f"messages of stream {n}") for n in range(P2P_STREAMS + 1)
         ]
         self.configs: list[object] = []
-        self.tables: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.rows: dict[Any, tuple[torch.Tensor, tuple[torch.Tensor, ...]]] = {}
 
     def release_graphs(self) -> None:
         """Forget all that was prepared for graphs; see `iris.workspace.Workspace.release_captures`."""

@@ -26,7 +26,7 @@ _POWERS_OF_TWO = ("block_size_m", "block_size_n", "num_warps", "chunk_size")
 _COUNTS = ("swizzle_size", "comm_sms", "num_xcds", "all_reduce_num_rings", "all_reduce_ring_slice_n", "num_stages")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Config:
     """Choices for one call; what is None is chosen for the size and the machine. All ranks must give the same.
 
@@ -94,6 +94,10 @@ class Config:
                 f"Config(block_size_m={self.block_size_m}, block_size_n={self.block_size_n}) cannot work: a block has "
                 "at most 1048576 elements, which is the compiler's limit."
             )
+
+    def __repr__(self) -> str:
+        given = (field.name for field in fields(self) if getattr(self, field.name) != field.default)
+        return f"Config({', '.join(f'{name}={getattr(self, name)!r}' for name in given)})"
 
 
 def _problem(name: str, value: object) -> str | None:

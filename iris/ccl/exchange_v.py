@@ -8,11 +8,8 @@ directions of a pair are independent, and a rank that has nothing for another sa
 import triton
 import triton.language as tl
 
-from iris.ccl.queue import AHEAD, COUNTS, GOT, MAX_RANKS, NUM_SLOTS, SENT, WORDS, triton_queue
+from iris.ccl.queue import AHEAD, COUNTS, GOT, NUM_SLOTS, SENT, WORDS, triton_queue
 from iris.language.context import DeviceContext
-
-# Rows of the table, each of MAX_RANKS int64: elements for, and from, each rank, and where they begin.
-SEND_COUNTS, SEND_DISPLS, RECV_COUNTS, RECV_DISPLS = (tl.constexpr(i * MAX_RANKS) for i in range(4))
 
 pick, among, flat, lanes = triton_queue.pick, triton_queue.among, triton_queue.flat, triton_queue.lanes
 queue_address, pointer_at = triton_queue.queue_address, triton_queue.pointer_at
@@ -34,12 +31,15 @@ def triton_exchange_v(
     slots,
     input,
     output,
-    table,
+    send_counts,
+    send_displs,
+    recv_counts,
+    recv_displs,
     factor,
     W: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """``factor``: words of an element."""
+    """Elements for, and from, each rank, and where they begin: int64, one a rank. ``factor``: words of an element."""
     ctx = DeviceContext.initialize(context_tensor, num_ranks=W)
     rank = ctx.cur_rank
     p = tl.program_id(0)
@@ -50,10 +50,10 @@ def triton_exchange_v(
     got = tl.load(row + GOT + lanes(), mask=others, other=0)
     queues = queue_address(ctx, slots, W, BLOCK, others)
     everyone = lanes() < W
-    send_counts = tl.load(table + SEND_COUNTS + lanes(), mask=everyone, other=0) * factor
-    recv_counts = tl.load(table + RECV_COUNTS + lanes(), mask=everyone, other=0) * factor
-    send_rounds = rounds_of(send_counts, BLOCK)
-    recv_rounds = tl.where(others, rounds_of(recv_counts, BLOCK), 0)
+    send_words = tl.load(send_counts + lanes(), mask=everyone, other=0) * factor
+    recv_words = tl.load(recv_counts + lanes(), mask=everyone, other=0) * factor
+    send_rounds = rounds_of(send_words, BLOCK)
+    recv_rounds = tl.where(others, rounds_of(recv_words, BLOCK), 0)
     i = flat(BLOCK, input.dtype.element_ty)
     last = tl.maximum(tl.max(send_rounds, axis=0), tl.max(recv_rounds, axis=0) + AHEAD)
     for step in range(0, last):
@@ -63,10 +63,10 @@ def triton_exchange_v(
         for distance in range(0, W):
             d = (rank + distance) % W
             if step < pick(send_rounds, d):
-                mask = k < pick(send_counts, d)
-                data = tl.load(input + tl.load(table + SEND_DISPLS + d) * factor + k, mask=mask)
+                mask = k < pick(send_words, d)
+                data = tl.load(input + tl.load(send_displs + d) * factor + k, mask=mask)
                 if d == rank:
-                    tl.store(output + tl.load(table + RECV_DISPLS + d) * factor + k, data, mask=mask)
+                    tl.store(output + tl.load(recv_displs + d) * factor + k, data, mask=mask)
                 else:
                     slot = pointer_at(slots, pick(queues, d)) + (pick(sent, d) & (NUM_SLOTS - 1)) * BLOCK
                     tl.store(slot + i, data, mask=mask)
@@ -77,10 +77,10 @@ def triton_exchange_v(
         for distance in range(1, W):
             s = (rank + distance) % W
             if pick(receives.to(tl.int32), s) > 0:
-                mask = k < pick(recv_counts, s)
+                mask = k < pick(recv_words, s)
                 slot = ((p * W + s) * NUM_SLOTS + (pick(got, s) & (NUM_SLOTS - 1))).to(tl.int64)
                 data = tl.load(slots + slot * BLOCK + i, mask=mask)
-                tl.store(output + tl.load(table + RECV_DISPLS + s) * factor + k, data, mask=mask)
+                tl.store(output + tl.load(recv_displs + s) * factor + k, data, mask=mask)
         got = tl.where(receives, got + 1, got)
         post(ctx, own_words, sent, got, sends | receives)
     tl.store(row + SENT + lanes(), sent, mask=others)

@@ -170,10 +170,10 @@ def prepare_broadcast(
 
 
 def prepare_exchange_v(
-    comm: Communicator, output: torch.Tensor, input: torch.Tensor, table: torch.Tensor, config: Config,
+    comm: Communicator, output: torch.Tensor, input: torch.Tensor, rows: tuple[torch.Tensor, ...], config: Config,
     stream: int | None, capturing: bool,
 ) -> Launch:  # fmt: skip
-    """A launch of all_to_all_v on a stream, for tensors that lie like these; it takes a table as well."""
+    """A launch of all_to_all_v on a stream, for tensors that lie like these; it takes the ``rows`` as well."""
     if config.use_gluon:
         raise InvalidConfigError("Config(use_gluon=True): all_to_all_v has no Gluon form; leave use_gluon out.")
     begins = (input.storage_offset() * input.itemsize, output.storage_offset() * output.itemsize)
@@ -185,4 +185,4 @@ def prepare_exchange_v(
     before = (comm.workspace.context_tensor, counts, posts, slots.view(dtype))
     after = (input.itemsize // word, comm.size, slot_bytes // word)
     warps = config.num_warps or max(1, min(16, slot_bytes // 512))
-    return ready(triton_exchange_v, programs, warps, before, (input, output, table), after, dtype)
+    return ready(triton_exchange_v, programs, warps, before, (input, output, *rows), after, dtype)

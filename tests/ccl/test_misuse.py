@@ -259,24 +259,48 @@ def different(ctx, what):
         "collective": lambda: (ctx.ccl.all_reduce if first else ctx.ccl.all_to_all)(
             torch.zeros(4, device=ctx.device), torch.zeros(4, device=ctx.device)
         ),
-    }
+        "root": lambda: ctx.ccl.broadcast(torch.zeros(4, device=ctx.device), ctx.cur_rank),
+        "operation": lambda: ctx.ccl.reduce(
+            *[torch.zeros(4, device=ctx.device)] * 2, op=ReduceOp.MIN if first else ReduceOp.MAX
+        ),
+        "configuration": lambda: ctx.ccl.all_reduce(
+            *[torch.zeros(4, device=ctx.device)] * 2, config=Config(comm_sms=2) if first else None
+        ),
+        "counts": lambda: ctx.ccl.all_to_all_v(
+            torch.zeros(9, device=ctx.device), torch.zeros(9, device=ctx.device),
+            [0, 5] if first else [3, 0], [0, 0], [0, 3] if first else [4, 0], [0, 0],
+        ),
+    }  # fmt: skip
     told = {
         "shape": [r"\[4\]", r"\[5\]"],
         "dtype": ["float32", "float16"],
         "collective": ["all_reduce", "all_to_all"],
+        "root": ["broadcast.*src=0", "broadcast.*src=1"],
+        "operation": ["MIN", "MAX"],
+        "configuration": [r"Config\(comm_sms=2\);", r"SUM\."],
+        "counts": ["sends 5 elements", "which expects 4"],
     }
     collectives.DEBUGGING = True
     try:
         begin = time.monotonic()
-        with pytest.raises(MismatchedCollectiveError, match=f"rank 0 .*{told[what][0]}.*rank 1 .*{told[what][1]}"):
+        with pytest.raises(MismatchedCollectiveError, match=f"rank 0 .*{told[what][0]}.*rank 1.*{told[what][1]}"):
             calls[what]()
         assert time.monotonic() - begin < 20
         ctx.ccl.all_reduce(*[torch.zeros(4, device=ctx.device)] * 2)
+        # What two ranks say to each other is no matter of the group's, and counts may differ if they fit.
+        message = torch.full((7,), float(ctx.cur_rank), device=ctx.device)
+        ctx.ccl.send(message, 1) if first else ctx.ccl.recv(message, 0)
+        assert message.tolist() == [0.0] * 7
+        given, result = torch.arange(9.0, device=ctx.device), torch.zeros(4, device=ctx.device)
+        ctx.ccl.all_to_all_v(
+            result, given, [1, 2] if first else [3, 0], [0, 1], [1, 3] if first else [2, 0], [0, 1] if first else [2, 0]
+        )
+        assert result.tolist() == [0, 0, 1, 2]
     finally:
         collectives.DEBUGGING = False
 
 
 @pytest.mark.ranks(2, exactly=True)
-@pytest.mark.parametrize("what", ["shape", "dtype", "collective"])
+@pytest.mark.parametrize("what", ["shape", "dtype", "collective", "root", "operation", "configuration", "counts"])
 def test_debug_mode_names_what_differs_between_ranks(ranks, what):
     ranks.run(different, what)

@@ -39,7 +39,8 @@ ARGUMENTS = {
 W, BF16, INT16 = 4, torch.zeros(4096, dtype=torch.bfloat16), torch.zeros(4096, dtype=torch.int16)
 COLLECTIVES = {
     **dict.fromkeys(["counts", "epochs"], INT32),
-    **dict.fromkeys(["words", "slots", "heap_table", "input", "output", "table", "queues"], INT64),
+    **dict.fromkeys(["words", "slots", "heap_table", "input", "output", "queues"], INT64),
+    **dict.fromkeys(["send_counts", "send_displs", "recv_counts", "recv_displs"], INT64),
     **dict.fromkeys(["M", "to_first", "from_first", "root", "factor"], 2),
     **dict.fromkeys(["to_last", "from_last"], 4),
     **dict.fromkeys(["N", "row", "in_pitch", "out_pitch", "send_step", "recv_step", "length"], 4096),
