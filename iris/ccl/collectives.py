@@ -249,7 +249,8 @@ class Collectives:
         """Send ``tensor`` to rank ``dst`` (its rank in the world), which calls `recv`.
 
         Messages between two ranks arrive in the order of the calls on a stream. Two ranks that both send first and then
-        receive on one stream may wait for each other for ever; use two streams, or `all_to_all_v`.
+        receive on one stream may wait for each other for ever: send on one stream and receive on another, or use
+        `all_to_all_v`.
         """
         comm, stream, capture = self._enter("send", group, tensor, tensor, config)
         peer = self._root(comm, "dst", dst)

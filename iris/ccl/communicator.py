@@ -16,7 +16,7 @@ from iris.workspace import Workspace
 # Programs that may wait for each other at once: two a multiprocessor of the largest GPUs, with room for as many again.
 PROGRAMS = 8 if simulator.ACTIVE else 256
 
-# Programs of a message between two ranks, and streams on which a rank may talk to another.
+# Programs of a message between two ranks, and streams on which a rank may send to another.
 P2P_PROGRAMS = 2 if simulator.ACTIVE else 32
 P2P_STREAMS = 2
 
@@ -63,11 +63,13 @@ class Communicator:
                 f"The ranks choose collectives by different tables. Give all of them the same {own_table()}, or none."
             )
         self.launches: dict[Any, Launch] = {}
-        self._streams_to: dict[int, list[int | None]] = {}
-        # One more for graphs: of what is captured between two ranks, one replay may run at a time.
-        self._point_to_point = [
-            self.queues(None, False, P2P_PROGRAMS, f"messages of stream {n}") for n in range(P2P_STREAMS + 1)
-        ]
+        self._streams_to: dict[tuple[int, bool], list[int | None]] = {}
+        # One more for graphs: of what is captured from a rank to another, one replay may run at a time.
+        self._point_to_point = {
+            (up, n): self.queues(None, False, P2P_PROGRAMS, f"messages {'up' if up else 'down'} of stream {n}")
+            for up in (True, False)
+            for n in range(P2P_STREAMS + 1)
+        }
         self.configs: list[object] = []
         self.rows: dict[Any, tuple[torch.Tensor, tuple[torch.Tensor, ...]]] = {}
 
@@ -94,20 +96,22 @@ class Communicator:
         share = STAGING_BYTES // (power_of_two(programs) * SLOTS * self.size)
         return min(LARGEST_SLOT, 1 << (share.bit_length() - 1))
 
-    def point_to_point(self, peer: int, stream: int | None, capturing: bool) -> tuple[Any, ...]:
-        """Queues like `queues`, of `P2P_PROGRAMS` programs, for messages between this rank and ``peer`` alone.
+    def point_to_point(self, peer: int, sends: bool, stream: int | None, capturing: bool) -> tuple[Any, ...]:
+        """Queues like `queues`, of `P2P_PROGRAMS` programs, for messages to ``peer`` alone, or from it.
 
         The other ranks know nothing of these calls, so the memory is set aside when the group is first used. The n-th
-        stream on which this rank talks to ``peer`` meets the n-th on which ``peer`` talks to it.
+        stream on which this rank sends to ``peer`` meets the n-th on which ``peer`` receives from it. Messages up and
+        down the ranks have queues of their own, since a rank may send on one stream while it receives on another.
         """
+        up = (self.rank < peer) == sends
         if capturing:
-            return self._point_to_point[-1]
-        streams = self._streams_to.setdefault(peer, [])
+            return self._point_to_point[up, P2P_STREAMS]
+        streams = self._streams_to.setdefault((peer, sends), [])
         if stream not in streams:
             if len(streams) == P2P_STREAMS:
                 raise ChannelsExhaustedError("another one", f"{P2P_STREAMS} streams between two ranks", P2P_STREAMS, 1)
             streams.append(stream)
-        return self._point_to_point[streams.index(stream)]
+        return self._point_to_point[up, streams.index(stream)]
 
     def queues(self, stream: int | None, capturing: bool, programs: int, use: str = "collectives") -> tuple[Any, ...]:
         """Queues for ``programs`` programs: counts (int32), words (int64), slots (uint8), bytes of a slot."""

@@ -102,7 +102,7 @@ def prepare_exchange(
     if peer is None:
         counts, posts, slots, slot_bytes = comm.queues(stream, capturing, programs)
     else:
-        counts, posts, slots, slot_bytes = comm.point_to_point(peer, stream, capturing)
+        counts, posts, slots, slot_bytes = comm.point_to_point(peer, len(e.to) > 0, stream, capturing)
     warps = config.num_warps or max(1, min(16, block_m * block_n * word // 512))
     dtype = WORDS[word]
     before = (comm.workspace.context_tensor, counts, posts, slots.view(dtype), comm.heap_table)
