@@ -177,7 +177,7 @@ def main(mebibytes: int, programs: str, rounds: int, output: Path | None, floors
     console.print(table)
     if ctx.cur_rank == 0 and output:
         save(output, ctx.num_ranks, figures)
-    missed = below_floor(floors, ctx.num_ranks, figures) if floors else []
+    missed = below_floor(floors, "point_to_point", ctx.num_ranks, figures) if floors else []
     for line in missed:
         console.print(f"[red]below its floor: {line}")
     ctx.close()

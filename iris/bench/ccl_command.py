@@ -60,7 +60,7 @@ def run(
         missed = [f"{row.collective} of {row.bytes} bytes by {row.library}: {row.reason}"
                   for row in rows if row.reason and row.library.startswith("iris")]  # fmt: skip
         if floors is not None:
-            missed += below_floor(floors, ctx.get_num_ranks(), figures(rows))
+            missed += below_floor(floors, "ccl", ctx.get_num_ranks(), figures(rows))
     if missed:
         raise click.ClickException("; ".join(missed))
 

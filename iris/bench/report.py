@@ -32,13 +32,14 @@ def save(path: Path, num_ranks: int, figures: dict[str, float]) -> None:
     path.write_text(json.dumps({**environment(), "num_ranks": num_ranks, "figures": figures}, indent=2) + "\n")
 
 
-def below_floor(floors: Path, num_ranks: int, figures: dict[str, float]) -> list[str]:
-    """The figures that miss their bound in ``floors``, in words.
+def below_floor(floors: Path, benchmark: str, num_ranks: int, figures: dict[str, float]) -> list[str]:
+    """The figures of ``benchmark`` that miss their bound in ``floors``, in words.
 
-    The file maps device → number of ranks → figure → bound; a figure that ends in ``_us`` may not be above its bound,
+    The file maps device → benchmark → number of ranks → figure → bound; a figure that ends in ``_us`` may not be above its bound,
     any other not below it. A bound for a figure that was not measured is missed too.
     """
-    bounds = json.loads(floors.read_text()).get(environment()["device"], {}).get(str(num_ranks), {})
+    of_device = json.loads(floors.read_text()).get(environment()["device"], {})
+    bounds = of_device.get(benchmark, {}).get(str(num_ranks), {})
     missed = []
     for name, bound in bounds.items():
         value = figures.get(name)
