@@ -35,8 +35,8 @@ def save(path: Path, num_ranks: int, figures: dict[str, float]) -> None:
 def below_floor(floors: Path, benchmark: str, num_ranks: int, figures: dict[str, float]) -> list[str]:
     """The figures of ``benchmark`` that miss their bound in ``floors``, in words.
 
-    The file maps device → benchmark → number of ranks → figure → bound; a figure that ends in ``_us`` may not be above its bound,
-    any other not below it. A bound for a figure that was not measured is missed too.
+    The file maps device → benchmark → number of ranks → figure → bound; a figure that ends in ``_us`` may not be above
+    its bound, any other not below it. A bound for a figure that was not measured is missed too.
     """
     of_device = json.loads(floors.read_text()).get(environment()["device"], {})
     bounds = of_device.get(benchmark, {}).get(str(num_ranks), {})

@@ -13,8 +13,8 @@ from iris.context import Iris
 
 # Variants of each collective, and the programs to try for those that are bound by the link.
 VARIANTS = {
-    "all_reduce": ("one_shot", "two_shot_push", "two_shot"),
-    "reduce_scatter": ("one_shot", "two_shot"),
+    "all_reduce": ("one_shot", "two_shot_push", "two_shot", "pull"),
+    "reduce_scatter": ("one_shot", "two_shot", "pull"),
     "all_gather": ("one_hop", "exchange"),
     "all_to_all": ("one_hop", "exchange"),
     "broadcast": ("one_hop", "exchange", "deal"),
@@ -65,7 +65,7 @@ def tune(ctx: Iris, sizes: list[int], report: Callable[[str], None]) -> Table:
             for name, call in calls(ctx, nbytes).items():
                 times = {}
                 for variant in VARIANTS[name]:
-                    bound_by_link = variant in ("two_shot", "exchange", "deal") and nbytes >= 1 << 20
+                    bound_by_link = variant in ("two_shot", "pull", "exchange", "deal") and nbytes >= 1 << 20
                     for programs in PROGRAMS if bound_by_link else (None,):
                         if not possible(ctx, name, variant, nbytes):
                             continue

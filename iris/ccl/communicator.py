@@ -54,7 +54,8 @@ class Communicator:
         self.workspace, self.heap, self.num_sms = workspace, heap, num_sms
         self.rank, self.size, self.ranks = group.rank, group.size, group.ranks
         self.device = workspace.device
-        table = [*(heap.bases[rank] for rank in group.ranks), heap.mapped_size]
+        bases = dict(zip(heap.group.ranks, heap.bases, strict=True))
+        table = [*(bases[rank] for rank in group.ranks), heap.mapped_size]
         self.heap_table = torch.tensor(table, dtype=torch.int64, device=self.device)
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "simulator"
         self.table = load_table(name, self.size)

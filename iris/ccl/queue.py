@@ -25,6 +25,11 @@ or zero offset for "use the queue". Nobody overruns it: the next call's word com
 call's data, which the sender wrote after it had read this call's word. Saying the place is also the permission to
 write: the word is stored by a kernel that runs behind everything earlier on the receiver's stream. When all is
 written, the sender sets ``done`` to its count of these calls, with release.
+
+Inputs on the heap may be read where they are (`iris.ccl.pull`). Then all ranks of the group tell each other where their
+input lies, and their output: with release, behind everything earlier on their streams. ``met[s]`` is the last of these
+calls that rank s has finished; a rank leaves when all have, so its input is read and its output written. The own column
+counts the calls, as in a barrier (`iris.language.ordering`).
 """
 
 from collections.abc import Callable
@@ -49,12 +54,12 @@ SLOTS = 4
 AHEAD = tl.constexpr(1)
 
 # A program's counts: rows of MAX_RANKS int32.
-DONE, SENT, GOT, CALLS_TO, CALLS_FROM = (tl.constexpr(i * MAX_RANKS) for i in range(5))
-COUNTS = tl.constexpr(5 * MAX_RANKS)
+DONE, SENT, GOT, CALLS_TO, CALLS_FROM, MET = (tl.constexpr(i * MAX_RANKS) for i in range(6))
+COUNTS = tl.constexpr(6 * MAX_RANKS)
 
 # A program's words: rows of MAX_RANKS int64.
-POSTS, PLACES = (tl.constexpr(i * MAX_RANKS) for i in range(2))
-WORDS = tl.constexpr(2 * MAX_RANKS)
+POSTS, PLACES, INPUTS, OUTPUTS = (tl.constexpr(i * MAX_RANKS) for i in range(4))
+WORDS = tl.constexpr(4 * MAX_RANKS)
 
 NUM_SLOTS = tl.constexpr(SLOTS)
 HIGH, LOW = tl.constexpr("high"), tl.constexpr("low")
@@ -117,11 +122,33 @@ def make_queue(
         return move(like, lang.cast(like, lang.int64), address)
 
     @jit
+    def place_of(ctx, heap_table, tensor, length, W: tl.constexpr):
+        """Where a tensor lies in the heap, and whether it does."""
+        offset = lang.cast(tensor, lang.int64) - lang.load(heap_table + ctx.cur_rank)
+        # Aligned as the peers' pointers assume; what is not takes the queue.
+        direct = (offset >= 0) & (offset + length <= lang.load(heap_table + W)) & (offset % 16 == 0)
+        return offset, direct
+
+    @jit
+    def tell(ctx, words, heap_table, tensor, length, calls, others, W: tl.constexpr):
+        """Tell all ranks where a tensor lies, behind everything earlier on the stream; returns whether on the heap."""
+        offset, direct = place_of(ctx, heap_table, tensor, length, W)
+        word = lang.where(direct, offset + 1, 0) | (lang.cast(calls & 0xFFFF, lang.int64) << 48)
+        nothing = lang.cast(lanes() * 0, lang.int64)
+        signal_ranks(words + ctx.cur_rank, word + nothing, lanes(), others, ctx.table, ctx.base)
+        return direct
+
+    @jit
+    def hear(ctx, words, heap_table, calls, others):
+        """What all ranks `tell`: an address each, 0 where it is not on the heap."""
+        offset = receive_places(words + lanes(), calls + lanes() * 0, others, ctx._record())
+        base = lang.load(heap_table + lanes(), mask=others, other=0)
+        return lang.where(others & (offset > 0), base + offset - 1, 0)
+
+    @jit
     def offer(ctx, row, words, heap_table, output, length, W: tl.constexpr, sources):
         """Tell the ranks ``sources`` where their data go; returns the count of such calls, and if it is direct."""
-        offset = lang.cast(output, lang.int64) - lang.load(heap_table + ctx.cur_rank)
-        # Aligned as the sender's pointers assume; what is not takes the queue.
-        direct = (offset >= 0) & (offset + length <= lang.load(heap_table + W)) & (offset % 16 == 0)
+        offset, direct = place_of(ctx, heap_table, output, length, W)
         calls = lang.load(row + CALLS_FROM + lanes(), mask=sources, other=0) + 1
         theirs = move(words + PLACES + ctx.cur_rank, ctx.base, lang.load(ctx.table + lanes(), mask=sources, other=0))
         send_place(theirs, lang.where(direct, offset + 1, 0), calls, sources)
@@ -164,6 +191,13 @@ def make_queue(
         signal_ranks(row + DONE + ctx.cur_rank, calls_to, lanes(), to, ctx.table, ctx.base)
         wait_ranks(row + DONE + lanes(), calls_from, sources, 0, W, ctx._record())
 
+    @jit
+    def meet(ctx, row, calls, others, W: tl.constexpr):
+        """The end of a call in which peers' inputs were read: all have read, and written, when anyone goes on."""
+        signal_ranks(row + MET + ctx.cur_rank, calls + lanes() * 0, lanes(), others, ctx.table, ctx.base)
+        lang.store(row + MET + ctx.cur_rank, calls)
+        wait_ranks(row + MET + lanes(), calls + lanes() * 0, others, 0, W, ctx._record())
+
     return SimpleNamespace(
         **{name: value for name, value in locals().items() if name in QUEUE_FUNCTIONS},
         lanes=lanes,
@@ -172,7 +206,7 @@ def make_queue(
 
 
 QUEUE_FUNCTIONS = {
-    "pick", "among", "queue_address", "pointer_at", "offer", "find",
+    "pick", "among", "queue_address", "pointer_at", "offer", "find", "tell", "hear", "meet",
     "await_room", "await_blocks", "await_taken", "post", "finish",
 }  # fmt: skip
 

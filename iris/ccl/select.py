@@ -89,7 +89,7 @@ def choose_all_reduce(table: Table, nbytes: int, marked: bool, config: Config) -
     variant = config.all_reduce_variant
     if variant == "auto":
         pushes = {"one_shot", "two_shot_push"} if marked else set()
-        return choose(table, "all_reduce", nbytes, config, {"two_shot"} | pushes)
+        return choose(table, "all_reduce", nbytes, config, {"two_shot", "pull"} | pushes)
     if variant == "one_shot" and not marked:
         raise InvalidConfigError(
             "Config(all_reduce_variant='one_shot') is for floating-point tensors, whose "

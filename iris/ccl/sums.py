@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from iris.ccl import atomic, push, ring, two_shot
+from iris.ccl import atomic, pull, push, ring, two_shot
 from iris.ccl.communicator import Communicator, Launch, power_of_two, ready
 from iris.ccl.config import Config, ReduceOp
 from iris.ccl.select import Choice, choose, choose_all_reduce
@@ -68,7 +68,7 @@ def prepare_reduce_scatter(
     n = times * output.numel()
     pushes = dtype in MARKED and comm.size > 1
     choice = choose(
-        comm.table, "reduce_scatter", input.nbytes, config, {"two_shot", "one_shot"} if pushes else {"two_shot"}
+        comm.table, "reduce_scatter", input.nbytes, config, {"two_shot", "pull"} | ({"one_shot"} if pushes else set())
     )
     if choice.variant == "one_shot":
         return _push(comm, choice, name, output, input, dtype, n, n, config, stream, capturing)
@@ -205,16 +205,18 @@ def _queued(
     part_step = block if step is None else step
     limit_step = block if step is None else 0
     programs = min(programs, -(-n // block_step))
-    counts, posts, slots, slot_bytes = comm.queues(stream, capturing, programs)
-    before = (comm.workspace.context_tensor, counts, posts, slots.view(dtype), comm.heap_table)
-    direct = to is not None and output.nbytes > 65536
-    after = (
-        n, part_step, block_step, limit_step, 0 if step is not None else block, output.nbytes,
-        (to or range(0, comm.size)).start, (to or range(0, comm.size)).stop,
-        comm.size, block, slot_bytes // dtype.itemsize, op,
-        to is not None, direct,
-    )  # fmt: skip
-    kernel = two_shot.gluon_two_shot if config.use_gluon else two_shot.triton_two_shot
+    counts, words, slots, slot_bytes = comm.queues(stream, capturing, programs)
+    before = (comm.workspace.context_tensor, counts, words, slots.view(dtype), comm.heap_table)
+    steps = (n, part_step, block_step, limit_step, 0 if step is not None else block)
+    sizes = (comm.size, block, slot_bytes // dtype.itemsize, op, to is not None)
+    if choice.variant == "pull":
+        kernel = pull.gluon_pull if config.use_gluon else pull.triton_pull
+        after = (*steps, input.nbytes, output.nbytes, *sizes)
+    else:
+        kernel = two_shot.gluon_two_shot if config.use_gluon else two_shot.triton_two_shot
+        wanted = to or range(comm.size)
+        direct = to is not None and output.nbytes > 65536
+        after = (*steps, output.nbytes, wanted.start, wanted.stop, *sizes, direct)
     return ready(kernel, programs, _warps(config, block * dtype.itemsize), before, (input, output), after, dtype)
 
 

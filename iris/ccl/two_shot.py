@@ -39,10 +39,10 @@ def make_two_shot(jit, lang, queue, combining, Context):
         return lang.cast((p * W + s) * NUM_SLOTS + (pick(got, s) & (NUM_SLOTS - 1)), lang.int64)
 
     @jit
-    def two_shot(
-        context_tensor,
-        counts,
-        words,
+    def add_up(
+        ctx,
+        row,
+        own_words,
         slots,
         heap_table,
         input,
@@ -62,18 +62,11 @@ def make_two_shot(jit, lang, queue, combining, Context):
         SPREADS: tl.constexpr,
         DIRECT: tl.constexpr,
     ):
-        """Part d of block t begins at ``d * part_step + t * block_step`` and ends where ``d * limit_step`` + ... < n.
-
-        ``to_first`` to before ``to_last``: the ranks that want the sums, if it ``SPREADS`` them.
-        """
-        ctx = Context.initialize(context_tensor, num_ranks=W)
         rank = ctx.cur_rank
         p = lang.program_id(0)
         programs = lang.num_programs(0)
         element: tl.constexpr = input.dtype.element_ty
         ACC: tl.constexpr = accumulator(element)
-        row = counts + p * COUNTS
-        own_words = words + p * WORDS
         others = among(0, W, rank)
         sent = lang.load(row + SENT + lanes(), mask=others, other=0)
         got = lang.load(row + GOT + lanes(), mask=others, other=0)
@@ -168,8 +161,43 @@ def make_two_shot(jit, lang, queue, combining, Context):
             # A rank posts that it took my last block behind having written the sums of it, here too.
             await_taken(ctx, own_words, sent, sources & (direct_here != 0), W)
 
-    return two_shot
+    @jit
+    def two_shot(
+        context_tensor,
+        counts,
+        words,
+        slots,
+        heap_table,
+        input,
+        output,
+        n,
+        part_step,
+        block_step,
+        limit_step,
+        out_part_step,
+        length,
+        to_first,
+        to_last,
+        W: tl.constexpr,
+        BLOCK: tl.constexpr,
+        SLOT: tl.constexpr,
+        OP: tl.constexpr,
+        SPREADS: tl.constexpr,
+        DIRECT: tl.constexpr,
+    ):
+        """Part d of block t begins at ``d * part_step + t * block_step`` and ends where ``d * limit_step`` + ... < n.
+
+        ``to_first`` to before ``to_last``: the ranks that want the sums, if it ``SPREADS`` them.
+        """
+        ctx = Context.initialize(context_tensor, num_ranks=W)
+        add_up(
+            ctx, counts + lang.program_id(0) * COUNTS, words + lang.program_id(0) * WORDS, slots, heap_table,
+            input, output, n, part_step, block_step, limit_step, out_part_step, length, to_first, to_last,
+            W, BLOCK, SLOT, OP, SPREADS, DIRECT,
+        )  # fmt: skip
+
+    return add_up, two_shot
 
 
-triton_two_shot = make_two_shot(triton.jit, tl, triton_queue, triton_combine, DeviceContext)
-gluon_two_shot = make_two_shot(gluon.jit, gl, gluon_queue, gluon_combine, IrisDeviceCtx)
+triton_add_up, triton_two_shot = make_two_shot(triton.jit, tl, triton_queue, triton_combine, DeviceContext)
+gluon_add_up, gluon_two_shot = make_two_shot(gluon.jit, gl, gluon_queue, gluon_combine, IrisDeviceCtx)

@@ -1,5 +1,6 @@
 """How the tests call each collective, and what must come out of it: a local computation from everybody's data."""
 
+import contextlib
 import hashlib
 import os
 import random
@@ -10,6 +11,7 @@ import torch
 from patterns import assert_same_bits, pattern
 
 from iris.ccl import Config, ReduceOp
+from iris.ccl.select import Choice
 
 EVERYTHING = os.environ.get("IRIS_TEST_ALL") == "1"
 RANKS = (1, 2, 3, 4, 5, 8)
@@ -87,6 +89,20 @@ class Frame:
             if 0 <= inside < self.buffer.numel():
                 before.as_strided(result.shape, result.stride(), inside).copy_(result)
         assert_same_bits(self.buffer, before)
+
+
+@contextlib.contextmanager
+def chosen(ctx, variant):
+    """Calls that could be carried out by ``variant`` are, whatever their size."""
+    comm = ctx.ccl.communicator()
+    table = comm.table
+    comm.table = {name: [Choice(None, variant, None), *rows] for name, rows in table.items()}
+    comm.forget()
+    try:
+        yield
+    finally:
+        comm.table = table
+        comm.forget()
 
 
 def data(shape, dtype, rank, call, op=None):

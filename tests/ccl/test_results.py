@@ -12,7 +12,7 @@ import torch
 from covering import covering
 from patterns import assert_same_bits, pattern
 
-from ccl.calls import EVERYTHING, LAYOUTS, MOVES, PLACES, RANKS, SUMS, Arena, Case, mainly, perform, sample
+from ccl.calls import EVERYTHING, LAYOUTS, MOVES, PLACES, RANKS, SUMS, Arena, Case, chosen, mainly, perform, sample
 from iris.ccl import Config, ReduceOp
 
 ARENA_BYTES = 48 << 20
@@ -210,6 +210,29 @@ def test_every_way_of_summing(ranks, collective):
         or (count == "queued" and config in ("chosen", "gluon") and collective == "all_reduce")
     ]
     run(ranks, cases)
+
+
+def pulled_results(ctx, cases):
+    with chosen(ctx, "pull"):
+        return results(ctx, cases)
+
+
+@pytest.mark.ranks(*(RANKS[1:] if EVERYTHING else [2, 5]))
+def test_inputs_that_are_read_where_they_lie(ranks):
+    """Or not, since one of the ranks has its input or output elsewhere than on the heap."""
+    cases = [
+        Case(collective, (count,), dtype, op, 0, *places, in_place=in_place, config=(("use_gluon", gluon),))
+        for collective, count, (dtype, op), places, in_place, gluon in covering(
+            ["all_reduce", "reduce_scatter"],
+            [3, 1000, 20_001],
+            [(torch.bfloat16, ReduceOp.AVG), (torch.float32, ReduceOp.SUM), (torch.int8, ReduceOp.MAX)],
+            [("heap", "heap"), ("mixed", "heap"), ("heap", "mixed"), ("unaligned", "elsewhere")],
+            [False, True],
+            [False, True],
+        )
+    ]
+    for case, *seen in zip(cases, *ranks.run(pulled_results, cases), strict=True):
+        assert case.collective != "all_reduce" or len(set(seen)) == 1, f"ranks have different bits: {case}"
 
 
 def special_values(ctx):

@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from triton.runtime.interpreter import InterpreterBuilder
 
-from ccl.calls import EVERYTHING, LAYOUTS, MOVES, PLACES, SUMS, Arena, Case, mainly, perform
+from ccl.calls import EVERYTHING, LAYOUTS, MOVES, PLACES, SUMS, Arena, Case, chosen, mainly, perform
 from iris.ccl import Config, ReduceOp
 from iris.ccl.one_hop import EPOCHS_BYTES
 from iris.ccl.queue import COUNTS, MAX_RANKS, POSTS, WORDS
-from iris.ccl.queue import PLACES as PLACE_WORDS
+from iris.ccl.queue import PLACES as PLACES_FROM
 
 ARENA_BYTES = 24 << 20
 ROUNDS = 600 if EVERYTHING else 40
@@ -115,6 +115,16 @@ def test_rounds_of_one_collective(ranks, collective):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_rounds_of_a_variant(ranks, variant):
     ranks.run(sequence, ["all_reduce"], variant, ROUNDS // 2, VARIANTS[variant])
+
+
+def pulled(ctx, seed, rounds):
+    with chosen(ctx, "pull"):
+        sequence(ctx, ["all_reduce", "reduce_scatter"], seed, rounds)
+
+
+@mainly(3)
+def test_rounds_of_inputs_that_are_read_where_they_lie(ranks):
+    ranks.run(pulled, "pull", ROUNDS // 2)
 
 
 @mainly(2, 5, 8)
@@ -239,7 +249,7 @@ def set_counts(ctx, to):
             channel[:counts].view(torch.int32).fill_(to)
             rows = channel[counts : counts + words].view(torch.int64).view(programs, WORDS.value)
             rows[:, POSTS.value : POSTS.value + MAX_RANKS] = (to << 32) | (to & 0xFFFFFFFF)
-            rows[:, PLACE_WORDS.value : PLACE_WORDS.value + MAX_RANKS] = place
+            rows[:, PLACES_FROM.value :] = place
 
 
 def near_the_wrap(ctx, seed, rounds):
@@ -250,6 +260,7 @@ def near_the_wrap(ctx, seed, rounds):
         set_counts(ctx, to)
         ctx.barrier()
         sequence(ctx, [*MOVES, *SUMS], f"{seed} {to}", rounds, configs)
+        pulled(ctx, seed, rounds // 2)
 
 
 @mainly(2)

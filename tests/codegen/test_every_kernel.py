@@ -44,7 +44,7 @@ COLLECTIVES = {
     **dict.fromkeys(["M", "to_first", "from_first", "root", "factor"], 2),
     **dict.fromkeys(["to_last", "from_last"], 4),
     **dict.fromkeys(["N", "row", "in_pitch", "out_pitch", "send_step", "recv_step", "length"], 4096),
-    **dict.fromkeys(["part_step", "block_step", "limit_step", "out_part_step"], 4096),
+    **dict.fromkeys(["part_step", "block_step", "limit_step", "out_part_step", "in_length"], 4096),
     **{"flags": INT32, "locks": INT32, "accumulators": FLOAT32, "rings": 2},
     **{"W": W, "RANKS": 4, "BLOCK": 4096, "BLOCK_M": 1, "BLOCK_N": 4096, "SLOT": 8192, "PART": 2048, "OP": "sum"},
     **dict.fromkeys(["SAME", "DIRECT", "FLAT", "SPREADS", "STRIDING", "LOCKED"], True),
@@ -54,6 +54,7 @@ ELEMENTS = {
     "one_hop": {"input": INT32, "output": INT32},
     "push": {"slots": INT16, "input": BF16, "output": BF16},
     "two_shot": {"slots": BF16, "input": BF16, "output": BF16},
+    "pull": {"slots": BF16, "input": BF16, "output": BF16},
     "ring": {"slots": FLOAT32, "input": BF16, "output": BF16},
     "atomic": {"input": BF16, "output": BF16},
 }
@@ -133,6 +134,7 @@ def test_no_kernel_is_missing():
         "iris/device_barrier",
         "iris/ccl/atomic",
         "iris/ccl/exchange",
+        "iris/ccl/pull",
         "iris/ccl/push",
         "iris/ccl/ring",
         "iris/ccl/two_shot",
@@ -146,7 +148,7 @@ def test_no_kernel_is_missing():
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize(
-    "kernel", [each for each in kernels() if re.search("exchange.py|broadcast|two_shot.py|push|ring", each.id)]
+    "kernel", [each for each in kernels() if re.search("exchange.py|broadcast|two_shot.py|pull|push|ring", each.id)]
 )
 def test_where_peers_are_is_looked_up_before_the_loops(target, kernel):
     place = Path(kernel.fn.__code__.co_filename)
