@@ -19,7 +19,7 @@ VARIANTS = {
     "all_to_all": ("one_hop", "exchange"),
     "broadcast": ("one_hop", "exchange", "deal"),
 }
-PROGRAMS = (64, 128, 256)
+PROGRAMS = (32, 64, 128)
 LARGEST_PUSH = 4 << 20
 # A variant must win by this much to displace the one that is already chosen for smaller sizes.
 MARGIN = 0.97

@@ -13,8 +13,8 @@ from iris.heap.symmetric import SymmetricHeap
 from iris.launch import prepare
 from iris.workspace import Workspace
 
-# Programs that may wait for each other at once: two a multiprocessor of the largest GPUs, with room for as many again.
-PROGRAMS = 8 if simulator.ACTIVE else 256
+# Programs of a launch in the simulator; elsewhere it depends on the GPU.
+SIMULATED_PROGRAMS = 8
 
 # Programs of a message between two ranks, and streams on which a rank may send to another.
 P2P_PROGRAMS = 2 if simulator.ACTIVE else 32
@@ -84,11 +84,16 @@ class Communicator:
         self.launches = {}
 
     def programs(self, wanted: int | None) -> int:
-        """How many programs there may be, of ``wanted`` (None: one a multiprocessor).
+        """How many programs there may be, of ``wanted`` (None: as many as possible).
+
+        Fewer than there are multiprocessors, on each of which at least one program fits: when launches of two streams
+        are in flight, and a rank has all programs of the one resident and another rank all of the other, each has room
+        left for the first programs of the other launch. These meet, finish, and make room for the next.
 
         A few more than a power of two would halve what each of them has for its slots, so it is the power of two.
         """
-        programs = max(1, min(wanted or self.num_sms, PROGRAMS))
+        most = SIMULATED_PROGRAMS if simulator.ACTIVE else power_of_two(self.num_sms) // 2
+        programs = max(1, min(wanted or most, most))
         below = power_of_two(programs) // 2
         return below if programs < below + below // 4 else programs
 

@@ -38,7 +38,8 @@ class Config:
         Accepted for programs that set them, and without effect: blocks are dealt out one by one, which leaves
         nothing to swizzle, and no kernel here is pipelined by the compiler.
     comm_sms : int
-        Programs at most, each of which may take an SM (NVIDIA) or CU (AMD).
+        Programs at most, each of which may take an SM (NVIDIA) or CU (AMD); never more than the power of two below
+        their number.
     use_gluon : bool
         The kernel in Gluon, where there is one: all but all_to_all_v.
     all_gather_variant : "persistent", "partitioned"

@@ -1,0 +1,157 @@
+"""The collectives as functions that return their result: operators of ``torch.library``, which torch.compile keeps.
+
+They name their ranks by a string, since a graph holds no objects:
+
+    ranks = functional.name_of(ctx)
+    total = functional.all_reduce(x, ranks)              # also torch.ops.iris.all_reduce
+
+Collective, and enqueued on the current stream like those of `ctx.ccl`. Gradients are collectives too: every rank of the
+group calls backward. Operations are "sum", "avg", "min", "max" and "product"; the first two have gradients.
+"""
+
+import weakref
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.library import custom_op
+
+from iris.ccl.config import ReduceOp
+from iris.errors import InvalidGroupError, UnsupportedReductionError
+
+
+class Ranks(NamedTuple):
+    """What a name stands for."""
+
+    context: "weakref.ref[Any]"
+    group: dist.ProcessGroup | None
+
+
+_named: dict[str, Ranks] = {}
+
+
+def name_of(ctx: Any, group: dist.ProcessGroup | None = None) -> str:
+    """The name of the ranks of ``group`` (default: all) that use ``ctx``; the same for equal arguments. Local.
+
+    It does not keep the context alive.
+    """
+    for name, ranks in _named.items():
+        if ranks.context() is ctx and ranks.group is group:
+            return name
+    name = f"iris.{len(_named)}"
+    _named[name] = Ranks(weakref.ref(ctx), group)
+    return name
+
+
+def _find(name: str) -> tuple[Any, dist.ProcessGroup | None]:
+    ranks = _named.get(name)
+    context = None if ranks is None else ranks.context()
+    if context is None:
+        raise InvalidGroupError(
+            f"No context has the name {name!r}: take it from iris.ccl.functional.name_of(ctx), and keep the context."
+        )
+    return context, ranks.group
+
+
+def _size(name: str) -> int:
+    context, group = _find(name)
+    return context.num_ranks if group is None else group.size()
+
+
+def _like(input: Tensor, rows: int | None = None) -> Tensor:
+    """A contiguous tensor of the shape of ``input``, or with so many ``rows``."""
+    return input.new_empty(input.shape if rows is None else (rows, *input.shape[1:]))
+
+
+@custom_op("iris::all_reduce", mutates_args=())
+def all_reduce(input: Tensor, ranks: str, op: str = "sum") -> Tensor:
+    """Every rank's ``input`` combined, on every rank."""
+    context, group = _find(ranks)
+    output = _like(input)
+    context.ccl.all_reduce(output, input.contiguous(), op=ReduceOp(op), group=group)
+    return output
+
+
+@custom_op("iris::all_gather", mutates_args=())
+def all_gather(input: Tensor, ranks: str) -> Tensor:
+    """Every rank's ``input``, by rank along the first dimension: ``(M, ...)`` → ``(W * M, ...)``."""
+    context, group = _find(ranks)
+    output = _like(input, input.shape[0] * _size(ranks))
+    context.ccl.all_gather(output, input, group=group)
+    return output
+
+
+@custom_op("iris::reduce_scatter", mutates_args=())
+def reduce_scatter(input: Tensor, ranks: str, op: str = "sum") -> Tensor:
+    """The rank's part of the ranks' combined ``input``: ``(W * M, ...)`` → ``(M, ...)``."""
+    context, group = _find(ranks)
+    output = _like(input, input.shape[0] // _size(ranks))
+    context.ccl.reduce_scatter(output, input, op=ReduceOp(op), group=group)
+    return output
+
+
+@custom_op("iris::all_to_all", mutates_args=())
+def all_to_all(input: Tensor, ranks: str) -> Tensor:
+    """Chunk r of the columns goes to rank r: ``(M, N * W)`` → ``(M, N * W)``."""
+    context, group = _find(ranks)
+    output = _like(input)
+    context.ccl.all_to_all(output, input, group=group)
+    return output
+
+
+@custom_op("iris::broadcast", mutates_args=())
+def broadcast(input: Tensor, ranks: str, src: int = 0) -> Tensor:
+    """``input`` of rank ``src`` (its rank in the world), on every rank."""
+    context, group = _find(ranks)
+    output = input.clone(memory_format=torch.contiguous_format)
+    context.ccl.broadcast(output, src, group=group)
+    return output
+
+
+# What they return, for torch.compile ---------------------------------------------------------------------------------
+
+all_reduce.register_fake(lambda input, ranks, op="sum": _like(input))
+all_gather.register_fake(lambda input, ranks: _like(input, input.shape[0] * _size(ranks)))
+reduce_scatter.register_fake(lambda input, ranks, op="sum": _like(input, input.shape[0] // _size(ranks)))
+all_to_all.register_fake(lambda input, ranks: _like(input))
+broadcast.register_fake(lambda input, ranks, src=0: _like(input))
+
+
+# Gradients -----------------------------------------------------------------------------------------------------------
+
+
+def _keep_arguments(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    ctx.arguments = inputs[1:]
+
+
+def _linear(op: str) -> str:
+    if op not in ("sum", "avg"):
+        raise UnsupportedReductionError(f"There is no gradient of op={op!r}: of 'sum' and 'avg' there is.")
+    return op
+
+
+def _scatter_back(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    ranks, op = ctx.arguments
+    gathered = all_gather(gradient, ranks)
+    return gathered / _size(ranks) if _linear(op) == "avg" else gathered, None, None
+
+
+def _broadcast_back(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    ranks, src = ctx.arguments
+    total, rank = all_reduce(gradient, ranks), dist.get_rank() if dist.is_initialized() else 0
+    return total if rank == src else torch.zeros_like(total), None, None
+
+
+all_reduce.register_autograd(
+    lambda ctx, gradient: (all_reduce(gradient, ctx.arguments[0], _linear(ctx.arguments[1])), None, None),
+    setup_context=_keep_arguments,
+)
+all_gather.register_autograd(
+    lambda ctx, gradient: (reduce_scatter(gradient, *ctx.arguments), None), setup_context=_keep_arguments
+)
+reduce_scatter.register_autograd(_scatter_back, setup_context=_keep_arguments)
+all_to_all.register_autograd(
+    lambda ctx, gradient: (all_to_all(gradient, *ctx.arguments), None), setup_context=_keep_arguments
+)
+broadcast.register_autograd(_broadcast_back, setup_context=_keep_arguments)
