@@ -40,8 +40,8 @@ class Iris(Factories):
         The collectives among all ranks, or those of a group.
     """
 
-    def __init__(self, heap_size: int = 1 << 30) -> None:
-        self._world = world.join()
+    def __init__(self, heap_size: int = 1 << 30, process_group: dist.ProcessGroup | None = None) -> None:
+        self._world = world.join(process_group)
         self.cur_rank, self.num_ranks = self._world.rank, self._world.size
         self.device = self._world.device
         self.gpu_id = self.device.index or 0
@@ -104,11 +104,7 @@ class Iris(Factories):
         died on every rank. Raises `IrisTimeoutError` if a kernel gave up a wait, or a rank does not come.
         """
         self.heap.check_open()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device) if stream is None else stream.synchronize()
-            # On the drained stream: the current one may be waiting for a peer.
-            with torch.cuda.stream(stream):
-                self._record.raise_if_claimed(self.cur_rank, describe_address)
+        self._drain(stream)
         if group is None or group is dist.group.WORLD:
             self.heap.meet()
         else:
@@ -192,9 +188,7 @@ class Iris(Factories):
         if self.heap.closed:
             return
         self.barrier()
-        for workspace in self._workspaces.values():
-            workspace.close()
-        self.heap.close()
+        self._release()
 
     def __enter__(self) -> "Iris":
         return self
@@ -206,7 +200,21 @@ class Iris(Factories):
         if kind is None:
             self.close()
         else:
-            self.heap.close()
+            self._release()
+
+    def _release(self) -> None:
+        """Unmap, without meeting the others. The caller guarantees that this rank's kernels are over."""
+        for workspace in self._workspaces.values():
+            workspace.close()
+        self.heap.close()
+
+    def _drain(self, stream: torch.cuda.Stream | None) -> None:
+        """Wait on the host for ``stream`` (None: the device), and raise what its kernels have recorded."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device) if stream is None else stream.synchronize()
+            # On the drained stream: the current one may be waiting for a peer.
+            with torch.cuda.stream(stream):
+                self._record.raise_if_claimed(self.cur_rank, describe_address)
 
     def _group(self, process_group: dist.ProcessGroup | None) -> Group:
         if not isinstance(process_group, dist.ProcessGroup | None):

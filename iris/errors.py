@@ -236,7 +236,7 @@ class InvalidCollectiveError(IrisError, ValueError):
 
 
 class UnsupportedReductionError(IrisError, TypeError):
-    """A reduction has no meaning for a dtype."""
+    """A reduction has no meaning for a dtype, or is not one of Iris'."""
 
 
 class WorkspaceTooSmallError(IrisError, ValueError):

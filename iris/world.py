@@ -238,7 +238,7 @@ class World:
     Attributes
     ----------
     group : Group
-        Every rank of the program.
+        Every rank of the program, or of the process group that it was joined for.
     device : torch.device
         Where this rank's heap lives: its GPU, or the CPU.
     """
@@ -265,8 +265,8 @@ class Seat:
     gpu_name: str | None
 
 
-def join() -> World:
-    """Find the world of this process. Collective; blocks the host.
+def join(process_group: dist.ProcessGroup | None = None) -> World:
+    """Find the world of this process: all ranks, or those of ``process_group``. Collective; blocks the host.
 
     Raises
     ------
@@ -277,13 +277,13 @@ def join() -> World:
     """
     if not dist.is_initialized() and "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         _initialise()
-    group = Group(dist.group.WORLD if dist.is_initialized() else None)
+    group = Group(process_group or (dist.group.WORLD if dist.is_initialized() else None))
     device = choose_device()
     if device.type == "cuda":
         # Where kernels are compiled and launched, also if only the process group was told.
         torch.cuda.set_device(device)
     if simulator.ACTIVE:
-        simulator.hang.rank = lambda: group.rank
+        simulator.hang.rank = lambda: group.ranks[group.rank]
     seats = group.agree(lambda: find_seat(device), "find out where it runs")
     check_one_host(seats)
     check_own_gpus(seats)

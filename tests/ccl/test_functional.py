@@ -1,0 +1,104 @@
+"""Collectives as operators: torch.compile keeps them in one graph, and their gradients are those of plain torch."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from iris.ccl import functional
+from iris.errors import InvalidGroupError, UnsupportedReductionError
+
+
+def reference(call, inputs, rank, argument):
+    """What ``call`` gives to ``rank``, by plain torch on the inputs of all ranks."""
+    size, stacked = len(inputs), torch.stack(inputs)
+    if call == "all_reduce":
+        return {"sum": stacked.sum(0), "avg": stacked.mean(0), "max": stacked.amax(0)}[argument]
+    if call == "all_gather":
+        return torch.cat(inputs)
+    if call == "reduce_scatter":
+        return (stacked.mean(0) if argument == "avg" else stacked.sum(0)).chunk(size)[rank]
+    if call == "all_to_all":
+        return torch.cat([each.chunk(size, dim=1)[rank] for each in inputs], dim=1)
+    return inputs[argument]
+
+
+CALLS = [
+    ("all_reduce", "sum"), ("all_reduce", "avg"), ("all_gather", None), ("reduce_scatter", "sum"),
+    ("reduce_scatter", "avg"), ("all_to_all", None), ("broadcast", 1),
+]  # fmt: skip
+
+
+def compare(ctx, group, members, compiled):
+    size, me, ranks = len(members), members.index(ctx.cur_rank), functional.name_of(ctx, group)
+    generator = torch.Generator().manual_seed(5)
+
+    def random(shape):
+        return torch.randn(shape, generator=generator).to(ctx.device)
+
+    arguments = [() if a is None else (members[a] if call == "broadcast" else a,) for call, a in CALLS]
+    inputs = [[random((2 * size, 3 * size)).requires_grad_() for _ in members] for _ in CALLS]
+    mine = [each[me].detach().clone().requires_grad_() for each in inputs]
+
+    def function(xs):
+        every = zip(CALLS, xs, arguments, strict=True)
+        return [2 * getattr(functional, call)(torch.sin(x), ranks, *more) for (call, _), x, more in every]
+
+    results = (torch.compile(function, backend="aot_eager", fullgraph=True) if compiled else function)(mine)
+    expected = [[2 * reference(call, [torch.sin(x) for x in xs], rank, argument) for rank in range(size)]
+                for (call, argument), xs in zip(CALLS, inputs, strict=True)]  # fmt: skip
+    torch.testing.assert_close(results, [outputs[me] for outputs in expected])
+    # Every rank weighs the elements in its own way; the gradient is that of the sum of all ranks' losses.
+    weights = [[random(output.shape) for output in outputs] for outputs in expected]
+    sum((result * weight[me]).sum() for result, weight in zip(results, weights, strict=True)).backward()
+    pairs = zip(sum(expected, []), sum(weights, []), strict=True)
+    sum((output * weight).sum() for output, weight in pairs).backward()
+    for (call, _), x, xs in zip(CALLS, mine, inputs, strict=True):
+        reached = call != "broadcast" or me == 1
+        torch.testing.assert_close(x.grad, xs[me].grad if reached else torch.zeros_like(x))
+
+
+def of_all(ctx):
+    compare(ctx, None, list(range(ctx.num_ranks)), compiled=True)
+
+
+def of_some(ctx):
+    members = list(range(1, ctx.num_ranks))
+    group = dist.new_group(members)
+    if ctx.cur_rank in members:
+        compare(ctx, group, members, compiled=False)
+
+
+def test_compiled_results_and_gradients(ranks):
+    ranks.run(of_all)
+
+
+@pytest.mark.ranks(3)
+def test_results_and_gradients_in_a_group(ranks):
+    ranks.run(of_some)
+
+
+def check_registrations(ctx):
+    ranks, x = functional.name_of(ctx), torch.randn(6, 6, device=ctx.device, requires_grad=True)
+    for call, argument in CALLS:
+        arguments = () if argument is None else (argument,)
+        checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+        torch.library.opcheck(getattr(functional, call), (x, ranks, *arguments), test_utils=checks)
+    assert torch.ops.iris.all_gather.default(x.detach(), ranks).shape == (6 * ctx.num_ranks, 6)
+
+
+def test_registrations(ranks):
+    ranks.run(check_registrations)
+
+
+def refused(ctx):
+    ranks, x = functional.name_of(ctx), torch.ones(3, device=ctx.device, requires_grad=True)
+    assert functional.name_of(ctx) == ranks
+    assert functional.all_reduce(x.detach(), ranks, "max").tolist() == [1.0] * 3
+    with pytest.raises(UnsupportedReductionError, match="no gradient of op='max'"):
+        functional.all_reduce(x, ranks, "max").sum().backward()
+    with pytest.raises(InvalidGroupError, match="'nowhere'.*name_of"):
+        functional.all_reduce(x.detach(), "nowhere")
+
+
+def test_what_makes_no_sense_is_refused(ranks):
+    ranks.run(refused)

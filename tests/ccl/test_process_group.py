@@ -1,0 +1,261 @@
+"""Programs of torch.distributed run on the backend "iris": its collectives, and training in parallel."""
+
+import functools
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import import_path
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+import iris.distributed  # noqa: F401 (registers the backend)
+from iris.errors import InvalidCollectiveError, UnsupportedReductionError, WrongDeviceError
+
+ROOT = Path(__file__).parents[2]
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+
+
+def make_group(ctx, ranks=None):
+    return dist.new_group(ranks, backend=f"{ctx.device.type}:iris")
+
+
+def values(ctx, count, rank, call=0):
+    """A rank's data: each element another one, exact in sums."""
+    return torch.arange(count, dtype=torch.float32, device=ctx.device) + 100 * rank + 10_000 * call
+
+
+def collectives(ctx, group, members):
+    """Every call of ``torch.distributed`` that the backend serves, against what it should give."""
+    size, rank = len(members), members.index(ctx.cur_rank)
+    first, last = members[0], members[-1]
+    everyone = torch.stack([values(ctx, 6 * size, peer) for peer in range(size)])
+    own = everyone[rank]
+
+    total = own.clone()
+    work = dist.all_reduce(total, op=dist.ReduceOp.SUM, group=group, async_op=True)
+    assert work.wait() and torch.equal(total, everyone.sum(0))
+    largest = own.clone()
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+    assert torch.equal(largest, everyone.amax(0))
+    average = own.clone()
+    dist.reduce(average, last, dist.ReduceOp.AVG, group=group)
+    if rank == size - 1:
+        assert torch.equal(average, everyone.sum(0) / size)
+
+    sent = own.clone()
+    dist.broadcast(sent, last, group=group)
+    assert torch.equal(sent, everyone[-1])
+
+    whole = torch.empty_like(everyone)
+    dist.all_gather_into_tensor(whole, own, group=group)
+    assert torch.equal(whole, everyone)
+    parts = [torch.empty(2, 3 * size, device=ctx.device) for _ in members]
+    dist.all_gather(parts, own.view(2, -1), group=group)
+    assert torch.equal(torch.stack(parts).view(size, -1), everyone)
+    uneven = [torch.empty(peer + 1, device=ctx.device) for peer in range(size)]
+    dist.all_gather(uneven, own[: rank + 1].clone(), group=group)
+    assert all(torch.equal(part, everyone[peer, : peer + 1]) for peer, part in enumerate(uneven))
+
+    part = torch.empty(6, device=ctx.device)
+    dist.reduce_scatter_tensor(part, own, group=group)
+    assert torch.equal(part, everyone.sum(0).view(size, 6)[rank])
+    dist.reduce_scatter(part, list(own.view(size, 6).unbind()), dist.ReduceOp.MIN, group=group)
+    assert torch.equal(part, everyone.amin(0).view(size, 6)[rank])
+    counts = [2 * peer + 1 for peer in range(size)]
+    part = torch.empty(counts[rank], device=ctx.device)
+    dist.reduce_scatter(part, list(own[: sum(counts)].split(counts)), group=group)
+    assert torch.equal(part, everyone.sum(0)[: sum(counts)].split(counts)[rank])
+
+    result = torch.empty_like(own)
+    dist.all_to_all_single(result, own, group=group)
+    assert torch.equal(result.view(size, 6), everyone.view(size, size, 6)[:, rank])
+    rows = own[: sum(counts)].repeat_interleave(2).view(-1, 2)
+    result = torch.empty(size * counts[rank], 2, device=ctx.device)
+    dist.all_to_all_single(result, rows, [counts[rank]] * size, counts, group=group)
+    expected = torch.cat([row[: sum(counts)].split(counts)[rank] for row in everyone])
+    assert torch.equal(result, expected.repeat_interleave(2).view(-1, 2))
+    lists = [torch.empty(counts[rank], device=ctx.device) for _ in members]
+    dist.all_to_all(lists, list(own[: sum(counts)].split(counts)), group=group)
+    assert torch.equal(torch.cat(lists), expected)
+
+    gathered = [torch.empty_like(own) for _ in members] if rank == 0 else None
+    dist.gather(own, gathered, first, group=group)
+    if rank == 0:
+        assert torch.equal(torch.stack(gathered), everyone)
+    scattered = torch.empty(6, device=ctx.device)
+    dist.scatter(scattered, list(own.view(size, 6).unbind()) if rank == size - 1 else None, last, group=group)
+    assert torch.equal(scattered, everyone[-1].view(size, 6)[rank])
+
+    if size > 1:
+        received = torch.empty_like(own)
+        after, before = members[(rank + 1) % size], members[rank - 1]
+        calls = [dist.P2POp(dist.isend, own, after, group), dist.P2POp(dist.irecv, received, before, group)]
+        for work in dist.batch_isend_irecv(calls):
+            work.wait()
+        assert torch.equal(received, everyone[rank - 1])
+
+    objects = [None] * size
+    dist.all_gather_object(objects, {"rank": rank}, group=group)
+    assert objects == [{"rank": peer} for peer in range(size)]
+    dist.barrier(group=group)
+    dist.destroy_process_group(group)
+
+
+def of_all_and_of_some(ctx):
+    everyone = list(range(ctx.num_ranks))
+    for members in (everyone, everyone[1:]):
+        group = make_group(ctx, members)
+        if ctx.cur_rank in members:
+            collectives(ctx, group, members)
+
+
+@pytest.mark.ranks(2, 3)
+def test_collectives(ranks):
+    ranks.run(of_all_and_of_some)
+
+
+FEATURES, HIDDEN, ROWS, STEPS = 12, 20, 4, 3
+
+
+def model(ctx):
+    torch.manual_seed(1)
+    layers = torch.nn.Linear(FEATURES, HIDDEN), torch.nn.GELU(), torch.nn.Linear(HIDDEN, FEATURES)
+    return torch.nn.Sequential(*layers).to(ctx.device)
+
+
+def train(ctx, network, rows, group_size=1):
+    """Some steps on a rank's rows of each batch, or on all of them."""
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.5)
+    generator = torch.Generator().manual_seed(7)
+    for _ in range(STEPS):
+        batch = torch.randn(ROWS * ctx.num_ranks, FEATURES, generator=generator).to(ctx.device)
+        optimizer.zero_grad()
+        network(batch[rows]).square().mean().backward()
+        optimizer.step()
+    return network
+
+
+def assert_trained_alike(network, expected):
+    for parameter, reference in zip(network.parameters(), expected.parameters(), strict=True):
+        whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+        torch.testing.assert_close(whole, reference)
+
+
+@functools.cache
+def lasting_group(ctx):
+    """DTensor remembers meshes by their ranks, and would ask for a group of an equal mesh that has been destroyed."""
+    return make_group(ctx)
+
+
+def parallel(ctx, how):
+    """A model trained by all ranks is the one that a single rank would have trained on everything."""
+    expected = train(ctx, model(ctx), slice(None))
+    group = lasting_group(ctx)
+    own = slice(ROWS * ctx.cur_rank, ROWS * (ctx.cur_rank + 1))
+    if how == "data parallel":
+        assert_trained_alike(train(ctx, DistributedDataParallel(model(ctx), process_group=group), own), expected)
+    else:
+        mesh = DeviceMesh.from_group(group, ctx.device.type)
+        network = model(ctx)
+        if how == "fully sharded":
+            for layer in (network[0], network[2]):
+                fully_shard(layer, mesh=mesh)
+            assert_trained_alike(train(ctx, fully_shard(network, mesh=mesh), own), expected)
+        else:
+            network = parallelize_module(network, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+            assert_trained_alike(train(ctx, network, slice(None)), expected)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("how", ["data parallel", "fully sharded", "tensor parallel"])
+def test_training(ranks, how):
+    ranks.run(parallel, how)
+
+
+def compiled(ctx):
+    """What torch.compile makes of a functional collective reaches the backend."""
+    group = make_group(ctx)
+
+    def doubled_sum(x):
+        total = torch.ops._c10d_functional.all_reduce(2 * x, "sum", group.group_name)
+        return torch.ops._c10d_functional.wait_tensor(total) + 1
+
+    x = values(ctx, 50, ctx.cur_rank)
+    result = torch.compile(doubled_sum, backend="aot_eager", fullgraph=True)(x)
+    assert torch.equal(result, 2 * sum(values(ctx, 50, rank) for rank in range(ctx.num_ranks)) + 1)
+    dist.destroy_process_group(group)
+
+
+def test_compiled_collectives(ranks):
+    ranks.run(compiled)
+
+
+def refused(ctx):
+    group, x = make_group(ctx), torch.zeros(4, device=ctx.device)
+    with pytest.raises(UnsupportedReductionError, match="no ReduceOp.BXOR: it knows SUM, AVG"):
+        dist.all_reduce(x, dist.ReduceOp.BXOR, group=group)
+    with pytest.raises(InvalidCollectiveError, match="give recv.. a src"):
+        dist.recv(x, group=group)
+    dist.all_reduce(x, group=group)
+    dist.destroy_process_group(group)
+
+
+def test_what_the_backend_does_not_have(ranks):
+    ranks.run(refused)
+
+
+def beside_gloo(ctx):
+    """In a group with two backends, tensors of the CPU beside a GPU go to the other one."""
+    group = dist.new_group(backend="cpu:gloo,cuda:iris")
+    group.device_type = "cuda"  # in the simulator too, for this
+    x = torch.full((3,), ctx.cur_rank + 1.0)
+    dist.all_reduce(x, group=group)
+    assert x.tolist() == [sum(range(1, ctx.num_ranks + 1))] * 3
+    everyone = torch.empty(3 * ctx.num_ranks)
+    dist.all_gather_into_tensor(everyone, x + ctx.cur_rank, group=group)
+    assert everyone[::3].tolist() == [x[0] + rank for rank in range(ctx.num_ranks)]
+    if ctx.cur_rank < 2:
+        peer = 1 - ctx.cur_rank
+        for work in [dist.isend(x + ctx.cur_rank, peer, group), dist.irecv(x, peer, group)]:
+            work.wait()
+        assert x.tolist() == [sum(range(1, ctx.num_ranks + 1)) + peer] * 3
+    dist.barrier(group=group)
+    with pytest.raises(WrongDeviceError, match="cpu:gloo,cuda:iris"):
+        dist.all_reduce(torch.empty(3, device="meta"), group=group)
+    dist.destroy_process_group(group)
+
+
+def test_gloo_for_the_cpu(ranks):
+    ranks.run(beside_gloo)
+
+
+def test_an_installed_iris_is_known_without_an_import(tmp_path):
+    """As pip would, with the entry point of the project's file; Iris itself is imported by the first group."""
+    entry = re.search(r'^\[project.entry-points."torch.backends"\]\n(.*)', (ROOT / "pyproject.toml").read_text(), re.M)[
+        1
+    ]
+    installed = tmp_path / "iris_rma-0.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: iris-rma\nVersion: 0\n")
+    (installed / "entry_points.txt").write_text("[torch.backends]\n" + entry.replace('"', ""))
+    program = """
+import sys, torch, torch.distributed as dist
+assert "iris" in dist.Backend.backend_list and "iris" not in sys.modules
+store = dist.HashStore()
+dist.init_process_group("cuda:iris", store=store, rank=0, world_size=1)
+dist.all_reduce(x := torch.ones(3))
+assert x.tolist() == [1.0] * 3 and dist.get_backend_config() == "cuda:iris"
+dist.destroy_process_group()
+"""
+    environment = {**os.environ, "PYTHONPATH": import_path(tmp_path), "IRIS_SIMULATOR": "1"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
