@@ -7,22 +7,15 @@ import torch
 import torch.distributed as dist
 
 from iris.capture import capture_id
-from iris.ccl import moves, sums
-from iris.ccl.communicator import Communicator, Launch
-from iris.ccl.config import DEFAULT, Config, ReduceOp
+from iris.ccl import checks, moves, sums
+from iris.ccl.communicator import KEPT, Communicator, Launch, Rows
+from iris.ccl.config import Config, ReduceOp
 from iris.ccl.work import Work
 from iris.errors import (
     FirstUseInCaptureError,
     InvalidCollectiveError,
-    InvalidConfigError,
-    MismatchedCollectiveError,
-    NotATensorError,
-    RankOutOfRangeError,
-    UnknownChoiceError,
-    WrongDeviceError,
 )
 from iris.heap.history import debugging
-from iris.language.target import threads_per_warp
 
 DEBUGGING = debugging()
 NOTHING = torch.empty(0)
@@ -68,13 +61,13 @@ class Collectives:
         key = self._key("all_gather", result, source, config, stream, capture)
         launch = comm.launches.get(key)
         if launch is None:
-            self._check_pair(comm, "all_gather", output, input, comm.size, 1)
+            checks.check_pair(comm, "all_gather", output, input, comm.size, 1)
             launch = self._remember(comm, key, config, result, lambda used: moves.prepare_exchange(
-                comm, _all_gather(comm, source, result), result, source, used, stream,
+                comm, moves.all_gather(comm, source, result), result, source, used, stream,
                 capture is not None))  # fmt: skip
         inside = result.data_ptr() + comm.rank * source.nbytes
         if source.data_ptr() != inside:
-            _check_overlap("all_gather", result, source)
+            checks.check_overlap("all_gather", result, source)
         return self._leave(launch, stream, source, result, output, async_op)
 
     def all_to_all(
@@ -96,16 +89,16 @@ class Collectives:
         key = self._key("all_to_all", result, source, config, stream, capture)
         launch = comm.launches.get(key)
         if launch is None:
-            self._check_pair(comm, "all_to_all", output, input, 1, 1)
+            checks.check_pair(comm, "all_to_all", output, input, 1, 1)
             if input.dim() == 0 or input.shape[-1] % comm.size or output.shape != input.shape:
                 raise InvalidCollectiveError(
                     f"all_to_all among {comm.size} ranks takes an input and an output of the same shape whose last "
                     f"dimension is a multiple of {comm.size}; it got {list(input.shape)} and {list(output.shape)}."
                 )
             launch = self._remember(comm, key, config, result, lambda used: moves.prepare_exchange(
-                comm, _all_to_all(comm, source, result), result, source, used, stream,
+                comm, moves.all_to_all(comm, source, result), result, source, used, stream,
                 capture is not None))  # fmt: skip
-        _check_overlap("all_to_all", result, source)
+        checks.check_overlap("all_to_all", result, source)
         return self._leave(launch, stream, source, result, output, async_op)
 
     def broadcast(
@@ -119,12 +112,12 @@ class Collectives:
     ) -> Work | None:
         """Copy ``tensor`` of rank ``src`` (its rank in the world) into ``tensor`` of every rank."""
         comm, stream, capture = self._enter("broadcast", group, tensor, tensor, config, src)
-        root = self._root(comm, "src", src)
+        root = checks.rank_in_group(comm, "src", src, self._context.num_ranks)
         dense = tensor if _is_dense(tensor) else tensor.contiguous()
         key = self._key(("broadcast", root), dense, dense, config, stream, capture)
         launch = comm.launches.get(key)
         if launch is None:
-            self._check_pair(comm, "broadcast", tensor, tensor, 1, 1)
+            checks.check_pair(comm, "broadcast", tensor, tensor, 1, 1)
             launch = self._remember(comm, key, config, dense, lambda used: moves.prepare_broadcast(
                 comm, root, dense, used, stream, capture is not None))  # fmt: skip
         return self._leave(launch, stream, dense, dense, tensor, async_op)
@@ -144,22 +137,22 @@ class Collectives:
         ``output`` is not looked at elsewhere, and may be None.
         """
         comm, stream, capture = self._enter("gather", group, input, input, config, dst)
-        root = self._root(comm, "dst", dst)
+        root = checks.rank_in_group(comm, "dst", dst, self._context.num_ranks)
         here = comm.rank == root
         if here:
-            self._check_tensor("gather", output)
+            checks.check_tensor("gather", output)
         source = input.contiguous()
         target = output if here else source
         result = target if target.is_contiguous() else torch.empty_like(target, memory_format=torch.contiguous_format)
         key = self._key(("gather", root), result, source, config, stream, capture)
         launch = comm.launches.get(key)
         if launch is None:
-            self._check_pair(comm, "gather", target, input, comm.size if here else 1, 1)
+            checks.check_pair(comm, "gather", target, input, comm.size if here else 1, 1)
             launch = self._remember(comm, key, config, result, lambda used: moves.prepare_exchange(
-                comm, _gather(comm, root, source, result), result, source, used, stream,
+                comm, moves.gather(comm, root, source, result), result, source, used, stream,
                 capture is not None))  # fmt: skip
         if here and source.data_ptr() != result.data_ptr() + comm.rank * source.nbytes:
-            _check_overlap("gather", result, source)
+            checks.check_overlap("gather", result, source)
         return self._leave(launch, stream, source, result, target, async_op)
 
     def scatter(
@@ -177,21 +170,21 @@ class Collectives:
         ``input`` has W times the elements of ``output``; it is not looked at elsewhere, and may be None.
         """
         comm, stream, capture = self._enter("scatter", group, output, output, config, src)
-        root = self._root(comm, "src", src)
+        root = checks.rank_in_group(comm, "src", src, self._context.num_ranks)
         here = comm.rank == root
         if here:
-            self._check_tensor("scatter", input)
+            checks.check_tensor("scatter", input)
         result = output if output.is_contiguous() else torch.empty_like(output, memory_format=torch.contiguous_format)
         source = input.contiguous() if here else result
         key = self._key(("scatter", root), result, source, config, stream, capture)
         launch = comm.launches.get(key)
         if launch is None:
-            self._check_pair(comm, "scatter", output, source, 1, comm.size if here else 1)
+            checks.check_pair(comm, "scatter", output, source, 1, comm.size if here else 1)
             launch = self._remember(comm, key, config, result, lambda used: moves.prepare_exchange(
-                comm, _scatter(comm, root, source, result), result, source, used, stream,
+                comm, moves.scatter(comm, root, source, result), result, source, used, stream,
                 capture is not None))  # fmt: skip
         if here and result.data_ptr() != source.data_ptr() + comm.rank * result.nbytes:
-            _check_overlap("scatter", result, source)
+            checks.check_overlap("scatter", result, source)
         return self._leave(launch, stream, source, result, output, async_op)
 
     def all_to_all_v(
@@ -221,19 +214,19 @@ class Collectives:
             )
         lists = (send_counts, send_displs, recv_counts, recv_displs)
         if DEBUGGING and capture is None:
-            _compare_counts(comm, send_counts, recv_counts)
+            checks.compare_counts(comm, send_counts, recv_counts)
         if isinstance(send_counts, torch.Tensor) and send_counts.device.type == "cuda":
-            rows = _check_rows(lists, comm.size)
+            rows = checks.check_rows(lists, comm.size)
         else:
-            rows = self._rows(comm, lists, output.numel(), input.numel())
+            rows = self._rows(comm, lists, output.numel(), input.numel(), stream, capture)
         aligned = tuple(row.data_ptr() & 15 for row in rows)
         key = self._key(("all_to_all_v", aligned), output, input, config, stream, capture)
         launch = comm.launches.get(key)
         if launch is None:
-            self._check_pair(comm, "all_to_all_v", output, input, None, None)
+            checks.check_pair(comm, "all_to_all_v", output, input, None, None)
             launch = self._remember(comm, key, config, None, lambda used: moves.prepare_exchange_v(
                 comm, output, input, rows, used, stream, capture is not None))  # fmt: skip
-        _check_overlap("all_to_all_v", output, input)
+        checks.check_overlap("all_to_all_v", output, input)
         launch(stream, input, output, *rows)
         return Work(self._on_gpu) if async_op else None
 
@@ -253,7 +246,7 @@ class Collectives:
         `all_to_all_v`.
         """
         comm, stream, capture = self._enter("send", group, tensor, tensor, config)
-        peer = self._root(comm, "dst", dst)
+        peer = checks.rank_in_group(comm, "dst", dst, self._context.num_ranks)
         source = tensor.contiguous()
         everyone_to = range(peer, peer + 1)
         return self._message(
@@ -271,7 +264,7 @@ class Collectives:
     ) -> Work | None:
         """Receive into ``tensor`` what rank ``src`` (its rank in the world) gives to `send`: as many bytes."""
         comm, stream, capture = self._enter("recv", group, tensor, tensor, config)
-        peer = self._root(comm, "src", src)
+        peer = checks.rank_in_group(comm, "src", src, self._context.num_ranks)
         result = tensor if tensor.is_contiguous() else torch.empty_like(tensor, memory_format=torch.contiguous_format)
         sources = range(peer, peer + 1)
         return self._message(comm, "recv", peer, range(0), sources, result, tensor, stream, capture, config, async_op)
@@ -301,12 +294,12 @@ class Collectives:
         key = self._key(("all_reduce", id(op)), result, source, config, stream, capture)
         launch = comm.launches.get(key)
         if launch is None:
-            self._check_pair(comm, "all_reduce", output, input, 1, 1)
+            checks.check_pair(comm, "all_reduce", output, input, 1, 1)
             sums.check(op, input.dtype)
             launch = self._remember(comm, key, config, result, lambda used: sums.prepare_all_reduce(
                 comm, op, result, source, used, stream, capture is not None))  # fmt: skip
         if source.data_ptr() != result.data_ptr():
-            _check_overlap("all_reduce", result, source)
+            checks.check_overlap("all_reduce", result, source)
         return self._leave(launch, stream, source, result, output, async_op)
 
     def all_reduce_preamble(
@@ -323,7 +316,7 @@ class Collectives:
         The memory itself belongs to the stream (see `iris.workspace`); this makes its first use happen now.
         """
         comm, stream, capture = self._enter("all_reduce_preamble", group, output, input, config)
-        self._check_pair(comm, "all_reduce_preamble", output, input, 1, 1)
+        checks.check_pair(comm, "all_reduce_preamble", output, input, 1, 1)
         if workspace is not None and workspace.covers(comm, output, input):
             return workspace
         return sums.Preparation(comm, input.nbytes, input.dtype)
@@ -349,12 +342,12 @@ class Collectives:
         key = self._key(("reduce_scatter", id(op)), result, source, config, stream, capture)
         launch = comm.launches.get(key)
         if launch is None:
-            self._check_pair(comm, "reduce_scatter", output, input, 1, comm.size)
+            checks.check_pair(comm, "reduce_scatter", output, input, 1, comm.size)
             sums.check(op, input.dtype)
             launch = self._remember(comm, key, config, result, lambda used: sums.prepare_reduce_scatter(
                 comm, op, result, source, used, stream, capture is not None))  # fmt: skip
         if result.data_ptr() != source.data_ptr() + comm.rank * result.nbytes:
-            _check_overlap("reduce_scatter", result, source)
+            checks.check_overlap("reduce_scatter", result, source)
         return self._leave(launch, stream, source, result, output, async_op)
 
     def reduce(
@@ -374,21 +367,21 @@ class Collectives:
         `all_reduce`.
         """
         comm, stream, capture = self._enter("reduce", group, input, input, config, dst, op)
-        root = self._root(comm, "dst", dst)
+        root = checks.rank_in_group(comm, "dst", dst, self._context.num_ranks)
         here = comm.rank == root
         if here:
-            self._check_tensor("reduce", output)
+            checks.check_tensor("reduce", output)
         target = output if here else input
         source, result = _aligned_pair(target, input)
         key = self._key(("reduce", id(op), root), result, source, config, stream, capture)
         launch = comm.launches.get(key)
         if launch is None:
-            self._check_pair(comm, "reduce", target, input, 1, 1)
+            checks.check_pair(comm, "reduce", target, input, 1, 1)
             sums.check(op, input.dtype)
             launch = self._remember(comm, key, config, result, lambda used: sums.prepare_reduce(
                 comm, op, root, result, source, used, stream, capture is not None))  # fmt: skip
         if here and source.data_ptr() != result.data_ptr():
-            _check_overlap("reduce", result, source)
+            checks.check_overlap("reduce", result, source)
         return self._leave(launch, stream, source, result, target if here else result, async_op)
 
     def barrier(self, *, group: dist.ProcessGroup | None = None, async_op: bool = False) -> Work | None:
@@ -422,8 +415,8 @@ class Collectives:
         if self._context.heap.closed:
             self._context.heap.check_open()
         if output.__class__ is not torch.Tensor or input.__class__ is not torch.Tensor:
-            self._check_tensor(name, output)
-            self._check_tensor(name, input)
+            checks.check_tensor(name, output)
+            checks.check_tensor(name, input)
         stream = capture = None
         if self._on_gpu:
             # The raw handle: making a Stream object costs the host ten times as much.
@@ -438,7 +431,7 @@ class Collectives:
                 raise FirstUseInCaptureError(f"{name}()")
             comm = self.communicator(group)
         if DEBUGGING and capture is None:
-            _compare(comm, name, input, config, root, op)
+            checks.compare(comm, name, input, config, root, op)
         return comm, stream, capture
 
     def _message(
@@ -451,7 +444,7 @@ class Collectives:
         key = self._key((name, peer), dense, dense, config, stream, capture)
         launch = comm.launches.get(key)
         if launch is None:
-            self._check_pair(comm, name, tensor, tensor, 1, 1)
+            checks.check_pair(comm, name, tensor, tensor, 1, 1)
             piece = dense.nbytes
             exchange = moves.Exchange(1, piece, piece, piece, 0, 0, piece, to, sources)
             launch = self._remember(comm, key, config, dense, lambda used: moves.prepare_exchange(
@@ -462,28 +455,35 @@ class Collectives:
         return Work(self._on_gpu) if async_op else None
 
     def _rows(
-        self, comm: Communicator, lists: tuple[Sequence[int] | torch.Tensor, ...], room: int, available: int
-    ) -> tuple[torch.Tensor, ...]:
+        self, comm: Communicator, lists: tuple[Sequence[int] | torch.Tensor, ...], room: int, available: int,
+        stream: int | None, capture: int | None,
+    ) -> tuple[torch.Tensor, ...]:  # fmt: skip
         """Counts and displacements on the device, as `iris.ccl.exchange_v` reads them."""
         names = ("send_counts", "send_displs", "recv_counts", "recv_displs")
-        numbers = tuple(_counts(name, values, comm.size) for name, values in zip(names, lists, strict=True))
-        if numbers not in comm.rows:
-            for what, counts, displs, limit in (("input", *numbers[:2], available), ("output", *numbers[2:], room)):
-                for rank, (count, begin) in enumerate(zip(counts, displs, strict=True)):
-                    if begin + count > limit:
-                        raise InvalidCollectiveError(
-                            f"all_to_all_v(): {count} elements from {begin} on, for rank {comm.ranks[rank]}, are not "
-                            f"within the {limit} elements of the {what}."
-                        )
+        numbers = tuple(checks.counts(name, values, comm.size) for name, values in zip(names, lists, strict=True))
+        key = numbers, stream, capture
+        if key not in comm.rows:
             if numbers[0][comm.rank] != numbers[2][comm.rank]:
                 raise InvalidCollectiveError(
                     f"all_to_all_v(): rank {comm.ranks[comm.rank]} sends {numbers[0][comm.rank]} elements to itself "
                     f"and receives {numbers[2][comm.rank]}."
                 )
+            if len(comm.rows) >= KEPT:
+                # Kernels that read them may be on their way, on this stream, or in a graph: of others nothing is freed.
+                comm.rows = {key: rows for key, rows in comm.rows.items() if key[1] != stream or key[2] is not None}
             # Pinned and kept, so that the copy needs no host and may be part of a graph.
             host = torch.tensor(numbers, dtype=torch.int64, pin_memory=self._on_gpu)
-            comm.rows[numbers] = (host, host.to(comm.device, non_blocking=True).unbind())
-        return comm.rows[numbers][1]
+            comm.rows[key] = Rows(
+                host, host.to(comm.device, non_blocking=True).unbind(), *map(checks.end, numbers[::2], numbers[1::2])
+            )
+        rows = comm.rows[key]
+        for what, limit, (end, rank) in (("input", available, rows.sent), ("output", room, rows.received)):
+            if end > limit:
+                raise InvalidCollectiveError(
+                    f"all_to_all_v(): the elements for rank {comm.ranks[rank]} end at {end}, and the {what} has "
+                    f"{limit}."
+                )
+        return rows.device
 
     def _key(
         self,
@@ -510,17 +510,9 @@ class Collectives:
         result: torch.Tensor | None,
         make: Callable[[Config], Launch],
     ) -> Launch:
-        used = DEFAULT if config is None else config
-        if not isinstance(used, Config):
-            raise InvalidConfigError(f"config={config!r} is not an iris.ccl.Config.")
-        if used.threads_per_warp not in (None, threads_per_warp()):
-            raise InvalidConfigError(
-                f"Config(threads_per_warp={used.threads_per_warp}) cannot work: this machine has {threads_per_warp()}."
-            )
+        used = checks.check_config(config)
         launch = make(used) if result is None or result.numel() else _nothing
-        # The configuration is kept, since the key has but its address.
-        comm.launches[key] = launch
-        comm.configs.append(config)
+        comm.remember(key, config, launch)
         return launch
 
     def _leave(
@@ -536,74 +528,6 @@ class Collectives:
         if result is not output:
             output.copy_(result)
         return Work(self._on_gpu) if async_op else None
-
-    def _check_tensor(self, name: str, tensor: object) -> None:
-        if not isinstance(tensor, torch.Tensor):
-            raise NotATensorError(f"{name}() takes tensors, and got {tensor!r}.")
-
-    def _check_pair(
-        self, comm: Communicator, name: str, output: torch.Tensor, input: torch.Tensor,
-        times_in: int | None,
-        times_out: int | None,
-    ) -> None:  # fmt: skip
-        """That both are on the device, of one dtype, and ``times_out`` outputs as long as ``times_in`` inputs."""
-        for role, tensor in (("output", output), ("input", input)):
-            if tensor.device != self._context.device:
-                raise WrongDeviceError(
-                    f"The {role} of {name}() is on {tensor.device}, and this context works on {self._context.device}. "
-                    "Move it there first."
-                )
-        if output.dtype != input.dtype:
-            raise InvalidCollectiveError(
-                f"{name}() takes an output of the input's dtype; it got {output.dtype} and {input.dtype}."
-            )
-        if times_in is not None and output.numel() * times_out != input.numel() * times_in:
-            expected = input.numel() * times_in // times_out
-            raise InvalidCollectiveError(
-                f"{name}() among {comm.size} ranks with an input of {list(input.shape)} needs an output of {expected} "
-                f"elements; it got {list(output.shape)}, which are {output.numel()}."
-            )
-
-    def _root(self, comm: Communicator, name: str, rank: int) -> int:
-        """A rank of the world as a rank of the group."""
-        if rank not in comm.ranks:
-            if not 0 <= rank < self._context.num_ranks:
-                raise RankOutOfRangeError(rank, self._context.num_ranks)
-            raise UnknownChoiceError(name, rank, comm.ranks)
-        return comm.ranks.index(rank)
-
-
-def _compare(
-    comm: Communicator, name: str, input: torch.Tensor, config: Config | None, root: int | None, op: ReduceOp | None
-) -> None:
-    """In debug mode: that all members make the same call. Blocks the host."""
-    if name in ("send", "recv"):  # of which the other members know nothing
-        return
-    size = "" if name == "all_to_all_v" else f"{list(input.shape)} "
-    told = f"{name}() with an input of {size}{input.dtype}"
-    if root is not None:
-        told += f", {'src' if name in ('broadcast', 'scatter') else 'dst'}={root}"
-    if op is not None:
-        told += f", {op}"
-    if config not in (None, DEFAULT):
-        told += f", {config}"
-    calls = comm.workspace.group.all_gather(told, "the comparison of a collective's arguments")
-    if len(set(calls)) > 1:
-        told = "; ".join(f"rank {rank} calls {call}" for rank, call in zip(comm.ranks, calls, strict=True))
-        raise MismatchedCollectiveError(f"The ranks do not make the same call: {told}.")
-
-
-def _compare_counts(comm: Communicator, send: Sequence[int] | torch.Tensor, recv: Sequence[int] | torch.Tensor) -> None:
-    """In debug mode: that every member expects of each other what that one sends. Blocks the host."""
-    mine = _counts("send_counts", send, comm.size), _counts("recv_counts", recv, comm.size)
-    everyone = comm.workspace.group.all_gather(mine, "the comparison of all_to_all_v's counts")
-    for sender, (sends, _) in enumerate(everyone):
-        for receiver, (_, expects) in enumerate(everyone):
-            if sends[receiver] != expects[sender]:
-                raise MismatchedCollectiveError(
-                    f"In all_to_all_v() rank {comm.ranks[sender]} sends {sends[receiver]} elements to rank "
-                    f"{comm.ranks[receiver]}, which expects {expects[sender]}."
-                )
 
 
 def _nothing(stream: int | None, source: torch.Tensor, result: torch.Tensor) -> None:
@@ -630,69 +554,3 @@ def _aligned_pair(output: torch.Tensor, input: torch.Tensor) -> tuple[torch.Tens
     if output.is_contiguous():
         return source, output
     return source, torch.empty_like(output, memory_format=torch.contiguous_format)
-
-
-def _check_overlap(name: str, output: torch.Tensor, input: torch.Tensor) -> None:
-    begin, end = output.data_ptr(), output.data_ptr() + output.nbytes
-    if begin < input.data_ptr() + input.nbytes and input.data_ptr() < end:
-        raise InvalidCollectiveError(
-            f"Input and output of {name}() overlap in memory, in a way that it does not allow: results would be "
-            "written over what has not been read. Give it an output of its own."
-        )
-
-
-def _rows(tensor: torch.Tensor) -> tuple[int, int, int]:
-    """Rows, bytes of a row, and from one to the next."""
-    if tensor.is_contiguous() or tensor.dim() != 2:
-        return 1, tensor.nbytes, tensor.nbytes
-    return tensor.shape[0], tensor.shape[1] * tensor.itemsize, tensor.stride(0) * tensor.itemsize
-
-
-def _all_gather(comm: Communicator, input: torch.Tensor, output: torch.Tensor) -> moves.Exchange:
-    everyone = range(comm.size)
-    rows, row, pitch = _rows(input)
-    piece = rows * row
-    return moves.Exchange(rows, row, pitch, row, 0, piece, output.nbytes, everyone, everyone)
-
-
-def _all_to_all(comm: Communicator, input: torch.Tensor, output: torch.Tensor) -> moves.Exchange:
-    everyone = range(comm.size)
-    row = input.shape[-1] * input.itemsize // comm.size
-    rows = input.numel() // input.shape[-1] if input.numel() else 0
-    pitch = row * comm.size if input.is_contiguous() else input.stride(0) * input.itemsize
-    return moves.Exchange(rows, row, pitch, row * comm.size, row, row, output.nbytes, everyone, everyone)
-
-
-def _gather(comm: Communicator, root: int, input: torch.Tensor, output: torch.Tensor) -> moves.Exchange:
-    piece, sources = input.nbytes, range(comm.size) if comm.rank == root else range(0)
-    return moves.Exchange(1, piece, piece, piece, 0, piece, output.nbytes, range(root, root + 1), sources)
-
-
-def _scatter(comm: Communicator, root: int, input: torch.Tensor, output: torch.Tensor) -> moves.Exchange:
-    piece, to = output.nbytes, range(comm.size) if comm.rank == root else range(0)
-    return moves.Exchange(1, piece, piece, piece, piece, 0, output.nbytes, to, range(root, root + 1))
-
-
-def _check_rows(lists: tuple[Any, ...], size: int) -> tuple[torch.Tensor, ...]:
-    """Counts and displacements that are on the device, of which the host sees the form alone."""
-    for row in lists:
-        if (
-            not isinstance(row, torch.Tensor)
-            or row.dtype != torch.int64
-            or row.shape != (size,)
-            or row.stride() != (1,)
-        ):
-            raise InvalidCollectiveError(
-                f"Counts and displacements on the device are four contiguous int64 tensors of {size} elements, one a "
-                f"rank; one is {f'{list(row.shape)} {row.dtype}' if isinstance(row, torch.Tensor) else repr(row)}."
-            )
-    return lists
-
-
-def _counts(name: str, values: Sequence[int], size: int) -> tuple[int, ...]:
-    """A count or displacement a rank, as numbers."""
-    if isinstance(values, torch.Tensor):
-        values = values.tolist()
-    if len(values) != size or min(values, default=0) < 0:
-        raise InvalidCollectiveError(f"{name} takes {size} numbers of elements, one a rank, none negative: {values!r}.")
-    return tuple(map(int, values))

@@ -1,7 +1,7 @@
 """What the collectives of one group share: its memory, who its members are, and launches that are ready."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,8 +24,23 @@ P2P_STREAMS = 2
 STAGING_BYTES = (4 << 20) if simulator.ACTIVE else (32 << 20)
 LARGEST_SLOT = 16384
 
+# Launches, and lists of counts, that are kept.
+KEPT = 4096
+
 Launch = Callable[..., None]
 """Called with a stream's handle, input, output and what else the kernel takes."""
+
+
+class Rows(NamedTuple):
+    """Counts and displacements of an `all_to_all_v`, which a kernel may read on its way: on the host and the device.
+
+    ``sent`` and ``received``: where the last element ends in input and output, and which rank's it is.
+    """
+
+    host: torch.Tensor
+    device: tuple[torch.Tensor, ...]
+    sent: tuple[int, int]
+    received: tuple[int, int]
 
 
 class Communicator:
@@ -44,7 +59,7 @@ class Communicator:
     configs : list
         The configurations that these keys name by their addresses.
     rows : dict
-        Counts and displacements of `all_to_all_v` by their numbers: on the host, and a tensor each on the device.
+        `Rows` by their numbers, stream and capture.
     """
 
     def __init__(self, workspace: Workspace, heap: SymmetricHeap, num_sms: int) -> None:
@@ -72,16 +87,25 @@ class Communicator:
             for n in range(P2P_STREAMS + 1)
         }
         self.configs: list[object] = []
-        self.rows: dict[Any, tuple[torch.Tensor, tuple[torch.Tensor, ...]]] = {}
+        self.rows: dict[Any, Rows] = {}
 
     def release_graphs(self) -> None:
         """Forget all that was prepared for graphs; see `iris.workspace.Workspace.release_captures`."""
         self.workspace.release_captures()
         self.launches = {key: launch for key, launch in self.launches.items() if key[-1] is None}
+        self.rows = {key: rows for key, rows in self.rows.items() if key[-1] is None}
 
     def forget(self) -> None:
         """Prepare every launch anew, by the `table` as it is now."""
-        self.launches = {}
+        self.launches, self.configs = {}, []
+
+    def remember(self, key: Any, config: object, launch: Launch) -> None:
+        """Keep a launch for the next call like this one; of a program whose shapes always change, the last few."""
+        if len(self.launches) == KEPT:
+            self.forget()
+        self.launches[key] = launch
+        # The configuration is kept, since the key has but its address.
+        self.configs.append(config)
 
     def programs(self, wanted: int | None) -> int:
         """How many programs there may be, of ``wanted`` (None: as many as possible).

@@ -50,6 +50,38 @@ class Exchange:
     sources: range
 
 
+def rows_of(tensor: torch.Tensor) -> tuple[int, int, int]:
+    """Rows, bytes of a row, and from one to the next."""
+    if tensor.is_contiguous() or tensor.dim() != 2:
+        return 1, tensor.nbytes, tensor.nbytes
+    return tensor.shape[0], tensor.shape[1] * tensor.itemsize, tensor.stride(0) * tensor.itemsize
+
+
+def all_gather(comm: Communicator, input: torch.Tensor, output: torch.Tensor) -> Exchange:
+    everyone = range(comm.size)
+    rows, row, pitch = rows_of(input)
+    piece = rows * row
+    return Exchange(rows, row, pitch, row, 0, piece, output.nbytes, everyone, everyone)
+
+
+def all_to_all(comm: Communicator, input: torch.Tensor, output: torch.Tensor) -> Exchange:
+    everyone = range(comm.size)
+    row = input.shape[-1] * input.itemsize // comm.size
+    rows = input.numel() // input.shape[-1] if input.numel() else 0
+    pitch = row * comm.size if input.is_contiguous() else input.stride(0) * input.itemsize
+    return Exchange(rows, row, pitch, row * comm.size, row, row, output.nbytes, everyone, everyone)
+
+
+def gather(comm: Communicator, root: int, input: torch.Tensor, output: torch.Tensor) -> Exchange:
+    piece, sources = input.nbytes, range(comm.size) if comm.rank == root else range(0)
+    return Exchange(1, piece, piece, piece, 0, piece, output.nbytes, range(root, root + 1), sources)
+
+
+def scatter(comm: Communicator, root: int, input: torch.Tensor, output: torch.Tensor) -> Exchange:
+    piece, to = output.nbytes, range(comm.size) if comm.rank == root else range(0)
+    return Exchange(1, piece, piece, piece, piece, 0, output.nbytes, to, range(root, root + 1))
+
+
 def word_bytes(*values: int) -> int:
     """The widest element, of 8 bytes at most, that divides all these addresses and distances."""
     return math.gcd(8, *values)

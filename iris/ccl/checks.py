@@ -1,0 +1,141 @@
+"""What a collective may be asked for: checked before anything is enqueued, and between ranks in debug mode."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from iris.ccl.communicator import Communicator
+from iris.ccl.config import DEFAULT, Config, ReduceOp
+from iris.errors import (
+    InvalidCollectiveError,
+    InvalidConfigError,
+    MismatchedCollectiveError,
+    NotATensorError,
+    RankOutOfRangeError,
+    UnknownChoiceError,
+    WrongDeviceError,
+)
+from iris.language.target import threads_per_warp
+
+
+def check_tensor(name: str, tensor: object) -> None:
+    """That it is one."""
+    if not isinstance(tensor, torch.Tensor):
+        raise NotATensorError(f"{name}() takes tensors, and got {tensor!r}.")
+
+
+def check_config(config: Config | None) -> Config:
+    """``config``, or the default."""
+    used = DEFAULT if config is None else config
+    if not isinstance(used, Config):
+        raise InvalidConfigError(f"config={config!r} is not an iris.ccl.Config.")
+    if used.threads_per_warp not in (None, threads_per_warp()):
+        raise InvalidConfigError(
+            f"Config(threads_per_warp={used.threads_per_warp}) cannot work: this machine has {threads_per_warp()}."
+        )
+    return used
+
+
+def check_pair(
+    comm: Communicator, name: str, output: torch.Tensor, input: torch.Tensor, times_in: int | None,
+    times_out: int | None,
+) -> None:  # fmt: skip
+    """That both are on the device, of one dtype, and ``times_out`` outputs as long as ``times_in`` inputs."""
+    for role, tensor in (("output", output), ("input", input)):
+        if tensor.device != comm.device:
+            raise WrongDeviceError(
+                f"The {role} of {name}() is on {tensor.device}, and this context works on {comm.device}. "
+                "Move it there first."
+            )
+    if output.dtype != input.dtype:
+        raise InvalidCollectiveError(
+            f"{name}() takes an output of the input's dtype; it got {output.dtype} and {input.dtype}."
+        )
+    if times_in is not None and output.numel() * times_out != input.numel() * times_in:
+        expected = input.numel() * times_in // times_out
+        raise InvalidCollectiveError(
+            f"{name}() among {comm.size} ranks with an input of {list(input.shape)} needs an output of {expected} "
+            f"elements; it got {list(output.shape)}, which are {output.numel()}."
+        )
+
+
+def rank_in_group(comm: Communicator, name: str, rank: int, num_ranks: int) -> int:
+    """A rank of the world, of ``num_ranks``, as a rank of the group."""
+    if rank not in comm.ranks:
+        if not 0 <= rank < num_ranks:
+            raise RankOutOfRangeError(rank, num_ranks)
+        raise UnknownChoiceError(name, rank, comm.ranks)
+    return comm.ranks.index(rank)
+
+
+def check_overlap(name: str, output: torch.Tensor, input: torch.Tensor) -> None:
+    begin, end = output.data_ptr(), output.data_ptr() + output.nbytes
+    if begin < input.data_ptr() + input.nbytes and input.data_ptr() < end:
+        raise InvalidCollectiveError(
+            f"Input and output of {name}() overlap in memory, in a way that it does not allow: results would be "
+            "written over what has not been read. Give it an output of its own."
+        )
+
+
+def check_rows(lists: tuple[Any, ...], size: int) -> tuple[torch.Tensor, ...]:
+    """Counts and displacements that are on the device, of which the host sees the form alone."""
+    for row in lists:
+        if (
+            not isinstance(row, torch.Tensor)
+            or row.dtype != torch.int64
+            or row.shape != (size,)
+            or row.stride() != (1,)
+        ):
+            raise InvalidCollectiveError(
+                f"Counts and displacements on the device are four contiguous int64 tensors of {size} elements, one a "
+                f"rank; one is {f'{list(row.shape)} {row.dtype}' if isinstance(row, torch.Tensor) else repr(row)}."
+            )
+    return lists
+
+
+def counts(name: str, values: Sequence[int], size: int) -> tuple[int, ...]:
+    """A count or displacement a rank, as numbers."""
+    if isinstance(values, torch.Tensor):
+        values = values.tolist()
+    if len(values) != size or min(values, default=0) < 0:
+        raise InvalidCollectiveError(f"{name} takes {size} numbers of elements, one a rank, none negative: {values!r}.")
+    return tuple(map(int, values))
+
+
+def end(counts: tuple[int, ...], displs: tuple[int, ...]) -> tuple[int, int]:
+    """Where the last of these elements ends, and whose it is."""
+    return max((begin + count, rank) for rank, (count, begin) in enumerate(zip(counts, displs, strict=True)))
+
+
+def compare(
+    comm: Communicator, name: str, input: torch.Tensor, config: Config | None, root: int | None, op: ReduceOp | None
+) -> None:
+    """In debug mode: that all members make the same call. Blocks the host."""
+    if name in ("send", "recv"):  # of which the other members know nothing
+        return
+    size = "" if name == "all_to_all_v" else f"{list(input.shape)} "
+    told = f"{name}() with an input of {size}{input.dtype}"
+    if root is not None:
+        told += f", {'src' if name in ('broadcast', 'scatter') else 'dst'}={root}"
+    if op is not None:
+        told += f", {op}"
+    if config not in (None, DEFAULT):
+        told += f", {config}"
+    calls = comm.workspace.group.all_gather(told, "the comparison of a collective's arguments")
+    if len(set(calls)) > 1:
+        told = "; ".join(f"rank {rank} calls {call}" for rank, call in zip(comm.ranks, calls, strict=True))
+        raise MismatchedCollectiveError(f"The ranks do not make the same call: {told}.")
+
+
+def compare_counts(comm: Communicator, send: Sequence[int] | torch.Tensor, recv: Sequence[int] | torch.Tensor) -> None:
+    """In debug mode: that every member expects of each other what that one sends. Blocks the host."""
+    mine = counts("send_counts", send, comm.size), counts("recv_counts", recv, comm.size)
+    everyone = comm.workspace.group.all_gather(mine, "the comparison of all_to_all_v's counts")
+    for sender, (sends, _) in enumerate(everyone):
+        for receiver, (_, expects) in enumerate(everyone):
+            if sends[receiver] != expects[sender]:
+                raise MismatchedCollectiveError(
+                    f"In all_to_all_v() rank {comm.ranks[sender]} sends {sends[receiver]} elements to rank "
+                    f"{comm.ranks[receiver]}, which expects {expects[sender]}."
+                )
