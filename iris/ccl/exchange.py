@@ -43,6 +43,14 @@ def make_exchange(jit, lang, queue: SimpleNamespace, Context):
     await_room, await_blocks, post, finish = queue.await_room, queue.await_blocks, queue.post, queue.finish
 
     @jit
+    def cell(block, blocks_n, index, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+        """Row and column of each element of a block, and whether the piece has it: none behind the last block."""
+        block = lang.cast(block, lang.int64)
+        r = block // blocks_n * BLOCK_M + index // BLOCK_N
+        c = block % blocks_n * BLOCK_N + index % BLOCK_N
+        return r, c, (r < M) & (c < N)
+
+    @jit
     def exchange(
         context_tensor,
         counts,
@@ -106,18 +114,23 @@ def make_exchange(jit, lang, queue: SimpleNamespace, Context):
         blocks_n = (N + BLOCK_N - 1) // BLOCK_N
         blocks = (M + BLOCK_M - 1) // BLOCK_M * blocks_n
         steps = (blocks - first + stride - 1) // stride
+        if SAME:
+            # A block is loaded while the one before is stored; the compiler may not move loads before stores.
+            sends = to_first < to_last
+            r, c, mask = cell(first, blocks_n, index, M, N, BLOCK_M, BLOCK_N)
+            following = lang.load(input + (r * in_pitch + c), mask=mask & sends)
         for step in range(0, steps + AHEAD):
             if step < steps:
                 if any_queued:
                     await_room(ctx, own_words, sent, queued, W)
-                block = lang.cast(first + step * stride, lang.int64)
-                r = block // blocks_n * BLOCK_M + index // BLOCK_N
-                c = block % blocks_n * BLOCK_N + index % BLOCK_N
-                mask = (r < M) & (c < N)
-                at_input = input + (lang.cast(r, lang.int64) * in_pitch + c)
-                at_output = lang.cast(r, lang.int64) * out_pitch + c
+                block = first + step * stride
                 if SAME:
-                    data = lang.load(at_input, mask=mask)
+                    data = following
+                    r, c, mask = cell(block + stride, blocks_n, index, M, N, BLOCK_M, BLOCK_N)
+                    following = lang.load(input + (r * in_pitch + c), mask=mask & sends)
+                r, c, mask = cell(block, blocks_n, index, M, N, BLOCK_M, BLOCK_N)
+                at_input = input + (r * in_pitch + c)
+                at_output = r * out_pitch + c
                 for i in range(0, W):
                     d = (rank + 1 + i) % W
                     if (d >= to_first) & (d < to_last):
@@ -138,11 +151,8 @@ def make_exchange(jit, lang, queue: SimpleNamespace, Context):
             if step >= AHEAD:
                 if takes:
                     await_blocks(ctx, own_words, got, sources, W)
-                    block = lang.cast(first + (step - AHEAD) * stride, lang.int64)
-                    r = block // blocks_n * BLOCK_M + index // BLOCK_N
-                    c = block % blocks_n * BLOCK_N + index % BLOCK_N
-                    mask = (r < M) & (c < N)
-                    at_output = lang.cast(r, lang.int64) * out_pitch + c
+                    r, c, mask = cell(first + (step - AHEAD) * stride, blocks_n, index, M, N, BLOCK_M, BLOCK_N)
+                    at_output = r * out_pitch + c
                     for i in range(1, W):
                         s = (rank + i) % W
                         if (s >= from_first) & (s < from_last):
