@@ -42,7 +42,8 @@ def make_atomic(
     Context: type,
 ):  # fmt: skip
     """The kernel in the language that ``(jit, lang)`` stand for."""
-    flat, conclude, lock, unlock = queue.flat, combining.conclude, order.lock, order.unlock
+    flat, blocks_of, conclude = queue.flat, queue.blocks_of, combining.conclude
+    lock, unlock = order.lock, order.unlock
 
     @jit
     def atomic(
@@ -69,7 +70,7 @@ def make_atomic(
         # The column of a rank in its own flags is the epoch that it has reached.
         epoch = lang.load(flags + p * W + rank)
         i = flat(BLOCK, element)
-        for block in range(p, lang.cast((n + BLOCK - 1) // BLOCK, lang.int32), lang.num_programs(0)):
+        for block in range(p, blocks_of(n, BLOCK), lang.num_programs(0)):
             k = lang.cast(block, lang.int64) * BLOCK + i
             value = lang.cast(lang.load(input + k, mask=k < n), ACC)
             mine = accumulators + (p * 2 + (epoch & 1)) * SLOT + i

@@ -20,7 +20,7 @@ from iris.language.context import DeviceContext, IrisDeviceCtx
 
 def make_broadcast(jit, lang, queue, Context):
     """The kernel in the language that ``(jit, lang)`` stand for."""
-    pick, among, flat, lanes = queue.pick, queue.among, queue.flat, queue.lanes
+    pick, among, flat, lanes, blocks_of = queue.pick, queue.among, queue.flat, queue.lanes, queue.blocks_of
     queue_address, pointer_at, offer, find = queue.queue_address, queue.pointer_at, queue.offer, queue.find
     await_room, await_blocks, post, finish = queue.await_room, queue.await_blocks, queue.post, queue.finish
 
@@ -66,7 +66,7 @@ def make_broadcast(jit, lang, queue, Context):
         mine = (rank + (W - 1) - root) % W
 
         i = flat(BLOCK, input.dtype.element_ty)
-        blocks = (n + (W - 1) * BLOCK - 1) // ((W - 1) * BLOCK)
+        blocks = blocks_of(n, (W - 1) * BLOCK)
         steps = (blocks - p + programs - 1) // programs
         last = steps + AHEAD
         if direct_here == 0:

@@ -38,7 +38,7 @@ from iris.language.context import DeviceContext, IrisDeviceCtx
 
 def make_exchange(jit, lang, queue: SimpleNamespace, Context):
     """The kernel in the language that ``(jit, lang)`` stand for."""
-    pick, among, flat, lanes = queue.pick, queue.among, queue.flat, queue.lanes
+    pick, among, flat, lanes, blocks_of = queue.pick, queue.among, queue.flat, queue.lanes, queue.blocks_of
     queue_address, pointer_at, offer, find = queue.queue_address, queue.pointer_at, queue.offer, queue.find
     await_room, await_blocks, post, finish = queue.await_room, queue.await_blocks, queue.post, queue.finish
 
@@ -111,8 +111,8 @@ def make_exchange(jit, lang, queue: SimpleNamespace, Context):
         own = output + lang.cast(rank, lang.int64) * recv_step
         in_place = lang.cast(own, lang.int64) == lang.cast(input + lang.cast(rank, lang.int64) * send_step, lang.int64)
         index = flat(BLOCK, input.dtype.element_ty)
-        blocks_n = (N + BLOCK_N - 1) // BLOCK_N
-        blocks = (M + BLOCK_M - 1) // BLOCK_M * blocks_n
+        blocks_n = blocks_of(N, BLOCK_N)
+        blocks = blocks_of(M, BLOCK_M) * blocks_n
         steps = (blocks - first + stride - 1) // stride
         if SAME:
             # A block is loaded while the one before is stored; the compiler may not move loads before stores.

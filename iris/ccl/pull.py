@@ -28,7 +28,8 @@ def make_pull(
     jit: Callable, lang: ModuleType, queue: SimpleNamespace, combining: SimpleNamespace, add_up: Callable, Context: type
 ):
     """The kernel in the language that ``(jit, lang)`` stand for."""
-    pick, among, flat, lanes, pointer_at = queue.pick, queue.among, queue.flat, queue.lanes, queue.pointer_at
+    pick, among, flat, lanes = queue.pick, queue.among, queue.flat, queue.lanes
+    pointer_at, blocks_of = queue.pointer_at, queue.blocks_of
     tell, hear, meet = queue.tell, queue.hear, queue.meet
     combine, conclude = combining.combine, combining.conclude
 
@@ -78,8 +79,7 @@ def make_pull(
             ACC: tl.constexpr = accumulator(element)
             inputs = lang.where(lanes() == rank, lang.cast(input, lang.int64), inputs)
             i = flat(BLOCK, element)
-            blocks = (n + block_step - 1) // block_step
-            for block in range(p, lang.cast(blocks, lang.int32), lang.num_programs(0)):
+            for block in range(p, blocks_of(n, block_step), lang.num_programs(0)):
                 k = lang.cast(block, lang.int64) * block_step + i
                 mask = rank * limit_step + k < n
                 # All loads before their first use, so that they are under way together.

@@ -111,6 +111,11 @@ def make_queue(
         return (peer >= first) & (peer < last) & (peer != rank)
 
     @jit
+    def blocks_of(n, size):
+        """How many blocks of ``size`` have ``n`` elements, which an int32 may just hold; int32."""
+        return lang.cast((lang.cast(n, lang.int64) + size - 1) // size, lang.int32)
+
+    @jit
     def queue_address(ctx, slots, W: tl.constexpr, SLOT: tl.constexpr, to):
         """Where the caller's queues begin at each of the ranks ``to``; int64 lanes."""
         mine = slots + (lang.cast(lang.program_id(0), lang.int64) * W + ctx.cur_rank) * (NUM_SLOTS * SLOT)
@@ -206,7 +211,7 @@ def make_queue(
 
 
 QUEUE_FUNCTIONS = {
-    "pick", "among", "queue_address", "pointer_at", "offer", "find", "tell", "hear", "meet",
+    "pick", "among", "blocks_of", "queue_address", "pointer_at", "offer", "find", "tell", "hear", "meet",
     "await_room", "await_blocks", "await_taken", "post", "finish",
 }  # fmt: skip
 

@@ -30,7 +30,7 @@ from iris.language.context import DeviceContext, IrisDeviceCtx
 
 def make_ring(jit: Callable, lang: ModuleType, queue: SimpleNamespace, combining: SimpleNamespace, Context: type):
     """The kernel in the language that ``(jit, lang)`` stand for."""
-    pick, flat, lanes = queue.pick, queue.flat, queue.lanes
+    pick, flat, lanes, blocks_of = queue.pick, queue.flat, queue.lanes, queue.blocks_of
     queue_address, pointer_at = queue.queue_address, queue.pointer_at
     await_room, await_blocks, post = queue.await_room, queue.await_blocks, queue.post
     combine, conclude = combining.combine, combining.conclude
@@ -82,7 +82,7 @@ def make_ring(jit: Callable, lang: ModuleType, queue: SimpleNamespace, combining
         queues = queue_address(ctx, slots, W, SLOT, to)
 
         i = flat(BLOCK, element)
-        turns = lang.cast((n + W * BLOCK - 1) // (W * BLOCK), lang.int32)
+        turns = blocks_of(n, W * BLOCK)
         first, stride, last = p, programs, turns
         if not STRIDING:
             share = (turns + programs - 1) // programs

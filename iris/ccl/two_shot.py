@@ -26,7 +26,7 @@ from iris.language.context import DeviceContext, IrisDeviceCtx
 
 def make_two_shot(jit, lang, queue, combining, Context):
     """The kernel in the language that ``(jit, lang)`` stand for."""
-    pick, among, flat, lanes = queue.pick, queue.among, queue.flat, queue.lanes
+    pick, among, flat, lanes, blocks_of = queue.pick, queue.among, queue.flat, queue.lanes, queue.blocks_of
     queue_address, pointer_at, offer, find = queue.queue_address, queue.pointer_at, queue.offer, queue.find
     await_room, await_blocks, post, await_taken = (
         queue.await_room, queue.await_blocks, queue.post, queue.await_taken,
@@ -87,7 +87,7 @@ def make_two_shot(jit, lang, queue, combining, Context):
 
         i = flat(BLOCK, element)
         # How many blocks there are: of the first part, which is the longest.
-        blocks = (n + block_step - 1) // block_step
+        blocks = blocks_of(n, block_step)
         steps = (blocks - p + programs - 1) // programs
         last = steps + AHEAD
         if receives:
