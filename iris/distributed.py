@@ -25,7 +25,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import _SymmetricMemory
 
 from iris import simulator
 from iris.ccl.collectives import Collectives
@@ -35,9 +34,6 @@ from iris.context import Iris
 from iris.errors import InvalidCollectiveError, UnsupportedReductionError, WrongDeviceError
 
 NAME = "iris"
-
-# Names of groups that torch's symmetric memory knows: it keeps each for the life of the process.
-_introduced: set[str] = set()
 
 
 class EnqueuedWork(Work, dist.Work):
@@ -121,11 +117,6 @@ class ProcessGroup(dist.ProcessGroup):
         if self._context is None:
             if device.type == "cuda" and device.index is not None:
                 torch.cuda.set_device(device)
-            if device.type == "cuda" and self._name not in _introduced:
-                # torch shares memory among the members of a group by its store, and cannot ask this class for it.
-                store = dist.PrefixStore("symmetric_memory", self._store)
-                _SymmetricMemory.set_group_info(self._name, self.rank(), self.size(), store)
-                _introduced.add(self._name)
             self._context = Iris(0, self)
         return self._context
 

@@ -65,6 +65,10 @@ class Group:
         The members' ranks in the world, by rank in the group.
     timeout : float
         Seconds after which a meeting fails: the time limit that ``torch.distributed`` was initialised with.
+    name : str
+        Another one for every group of the process, and the same on all its members.
+    store : torch.distributed.Store
+        The members' own, on every host.
 
     Notes
     -----
@@ -96,8 +100,9 @@ class Group:
         store = distributed_c10d._get_process_group_store(process_group)
         number = Group._made[process_group.group_name]
         Group._made[process_group.group_name] += 1
-        self._store = dist.PrefixStore(f"iris/{number}", store)
-        self._store.set(f"-1/{self.rank}", "")
+        self.name = f"{process_group.group_name}/iris/{number}"
+        self.store = dist.PrefixStore(f"iris/{number}", store)
+        self.store.set(f"-1/{self.rank}", "")
         self.timeout = store.timeout.total_seconds()
 
     def all_gather(self, value: Any, what: str) -> list[Any]:
@@ -128,14 +133,14 @@ class Group:
         peers = self._peers()
         keys = [f"{this}/{rank}" for rank in peers]
         try:
-            self._store.set(f"{this}/{self.rank}", text)
-            if self._store.has_extended_api():
-                texts = self._store.multi_get(keys)
+            self.store.set(f"{this}/{self.rank}", text)
+            if self.store.has_extended_api():
+                texts = self.store.multi_get(keys)
             else:
-                texts = [self._store.get(key) for key in keys]
+                texts = [self.store.get(key) for key in keys]
             # Whoever has come to this meeting has left the last one, so nobody will read this any more. That it is gone
             # also tells the others that this meeting's values have been read.
-            self._store.delete_key(f"{last}/{self.rank}")
+            self.store.delete_key(f"{last}/{self.rank}")
             Group._latest[self.process_group.group_name] = self
         except dist.DistStoreError as error:
             raise self._timed_out(this, what) from error
@@ -195,12 +200,12 @@ class Group:
     def _leave(self, deadline: float) -> None:
         """Wait until every peer has read the last meeting's values, or ``deadline``."""
         keys = [f"{self._round - 2}/{rank}" for rank in self._peers()]
-        while any(self._store.check([key]) for key in keys) and time.monotonic() < deadline:
+        while any(self.store.check([key]) for key in keys) and time.monotonic() < deadline:
             time.sleep(1e-3)
 
     def _timed_out(self, this: int, what: str) -> Exception:
         try:
-            missing = [self.ranks[rank] for rank in range(self.size) if not self._store.check([f"{this}/{rank}"])]
+            missing = [self.ranks[rank] for rank in range(self.size) if not self.store.check([f"{this}/{rank}"])]
         except dist.DistNetworkError:
             return self._lost(what)
         verb = "has" if len(missing) == 1 else "have"

@@ -50,7 +50,8 @@ def make_exchange(jit, lang, queue: SimpleNamespace, Context):
         c = block % blocks_n * BLOCK_N + index % BLOCK_N
         return r, c, (r < M) & (c < N)
 
-    @jit
+    # One binary for all ranks and both ends of a message.
+    @jit(do_not_specialize=["to_first", "to_last", "from_first", "from_last"])
     def exchange(
         context_tensor,
         counts,
@@ -75,8 +76,8 @@ def make_exchange(jit, lang, queue: SimpleNamespace, Context):
         BLOCK_N: tl.constexpr,
         SLOT: tl.constexpr,
         SAME: tl.constexpr,
-        DIRECT: tl.constexpr,
         PARTITIONED: tl.constexpr,
+        DIRECT: tl.constexpr,
     ):
         """``PARTITIONED``: a program serves one rank, with a W-th of the others; else its blocks go to every rank."""
         ctx = Context.initialize(context_tensor, num_ranks=W)

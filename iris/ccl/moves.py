@@ -141,11 +141,18 @@ def prepare_exchange(
     after = (
         e.rows, e.row // word, *(length // word for length in lengths[1:]), e.length,
         e.to.start, e.to.stop, e.sources.start, e.sources.stop,
-        comm.size, block_m, block_n, slot_bytes // word, e.send_step == 0,
-        e.rows * e.row > SMALLEST_DIRECT, partitioned,
+        comm.size, block_m, block_n, slot_bytes // word, e.send_step == 0, partitioned,
     )  # fmt: skip
     kernel = gluon_exchange if config.use_gluon else triton_exchange
-    return ready(kernel, programs, warps, before, (input, output), after, dtype)
+    direct = e.rows * e.row > SMALLEST_DIRECT
+    # CUDA may hold up the loading of a kernel until those that run have ended (CUDA C++ Programming Guide, "Lazy
+    # Loading"). Two ranks that send to each other and then receive must not wait for that, so a message of any length
+    # loads what those of other lengths need, and both ends of a message are the same kernel.
+    launches = {
+        d: ready(kernel, programs, warps, before, (input, output), (*after, d), dtype)
+        for d in ({direct} if peer is None else {True, False})
+    }
+    return launches[direct]
 
 
 def _one_hop(

@@ -6,11 +6,15 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.distributed._symmetric_memory as symmetric_memory
+import torch.distributed as dist
+from torch._C._distributed_c10d import _register_process_group, _SymmetricMemory
 
 from iris.errors import HeapTooLargeError, MappingError, readable
 from iris.heap.allocator import ALIGNMENT
 from iris.world import Group
+
+# What `_registered` has made: torch itself keeps no reference.
+_process_groups: dict[str, dist.ProcessGroup] = {}
 
 
 def total_memory(device: torch.device) -> int:
@@ -39,9 +43,9 @@ def share(group: Group, size: int, device: torch.device) -> tuple[list[int], Any
             if group.size == 1:
                 own = torch.empty(room, dtype=torch.uint8, device=device)
             else:
-                # Not symmetric_memory.empty: that takes from a memory pool, where the block may begin anywhere in an
-                # allocation that is shared with others, at different places on different ranks.
-                own = symmetric_memory._SymmetricMemory.empty_strided_p2p((room,), (1,), torch.uint8, device)
+                # Not torch.distributed._symmetric_memory.empty: that takes from a memory pool, where the block may
+                # begin anywhere in an allocation that is shared with others, at different places on different ranks.
+                own = _SymmetricMemory.empty_strided_p2p((room,), (1,), torch.uint8, device)
         except RuntimeError as error:
             free, total = torch.cuda.mem_get_info(device)
             raise HeapTooLargeError(
@@ -53,7 +57,7 @@ def share(group: Group, size: int, device: torch.device) -> tuple[list[int], Any
         nonlocal handle
         try:
             with _without_multicast():
-                handle = symmetric_memory.rendezvous(own, group.process_group.group_name)
+                handle = _SymmetricMemory.rendezvous(own, _registered(group))
         except RuntimeError as error:
             raise MappingError(
                 f"torch could not share memory of {device} with the other ranks' GPUs: {_first_line(error)}. "
@@ -78,6 +82,22 @@ def share(group: Group, size: int, device: torch.device) -> tuple[list[int], Any
         raise
     # Whole pages are mapped, so an address has the same remainder in every process, and all agree on what to skip.
     return [start + -start % ALIGNMENT for start in starts], (own, handle)
+
+
+def _registered(group: Group) -> str:
+    """The name under which torch finds the members and the store through which they exchange their handles.
+
+    It cannot ask the group that the program made: a process group written in Python, as Iris' own backend is, has no
+    store that C++ could ask for.
+    """
+    name = f"{group.name}/symmetric_memory"
+    if name not in _process_groups:
+        store = dist.PrefixStore("symmetric_memory", group.store)
+        _process_groups[name] = dist.ProcessGroup(store, group.rank, group.size)
+        _register_process_group(name, _process_groups[name])
+        # Releases of torch before 2.11 look here instead.
+        _SymmetricMemory.set_group_info(name, group.rank, group.size, store)
+    return name
 
 
 @contextlib.contextmanager

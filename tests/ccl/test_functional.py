@@ -62,7 +62,7 @@ def of_all(ctx):
 
 
 def of_some(ctx):
-    members = list(range(1, ctx.num_ranks))
+    members = [ctx.num_ranks - 2, ctx.num_ranks - 1]
     group = dist.new_group(members)
     if ctx.cur_rank in members:
         compare(ctx, group, members, compiled=False)
