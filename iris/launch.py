@@ -4,19 +4,25 @@ from collections.abc import Callable
 from typing import Any
 
 from iris import simulator
+from iris.language.target import launches_early
 
 
-def prepare(kernel: Any, grid: tuple[int, int, int], *args: Any, num_warps: int) -> Callable[..., None]:
+def prepare(
+    kernel: Any, grid: tuple[int, int, int], *args: Any, num_warps: int, early: bool = False
+) -> Callable[..., None]:
     """Compile and load ``kernel`` for ``args`` now; the result, called with (stream's handle, \\*args), launches it.
 
     The host neither synchronises nor compiles in the launches themselves. They may have other arguments of the same
     kinds: numbers of the same divisibility by 16, and in the place of a tensor another of the same dtype and
     divisibility of its address, or that address as a number. Whoever launches keeps what is behind an address alive. In
     the simulator, which has no streams, the handle is None, and tensors stay tensors.
+
+    ``early``: launches may begin while the one before them on the stream runs; the kernel calls `follow_predecessor`.
     """
     if simulator.ACTIVE:
         return lambda stream, *args: kernel[grid](*args, num_warps=num_warps)
-    compiled = kernel.warmup(*args, grid=grid, num_warps=num_warps)
+    options = {"launch_pdl": True} if early and launches_early() else {}
+    compiled = kernel.warmup(*args, grid=grid, num_warps=num_warps, **options)
     compiled[grid]  # loads it
     run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
 

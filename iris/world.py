@@ -69,6 +69,8 @@ class Group:
         Another one for every group of the process, and the same on all its members.
     store : torch.distributed.Store
         The members' own, on every host.
+    meetings : int
+        How many there have been, the same number on all members.
 
     Notes
     -----
@@ -83,7 +85,7 @@ class Group:
 
     def __init__(self, process_group: dist.ProcessGroup | None) -> None:
         self.process_group = process_group
-        self._round = 0
+        self.meetings = 0
         if process_group is None:
             self.rank, self.size, self.ranks = 0, 1, (0,)
             self.timeout = distributed_c10d.default_pg_timeout.total_seconds()
@@ -128,8 +130,8 @@ class Group:
             return [value]
         # Before the meeting counts: a value that cannot be pickled must not put this member out of step.
         text = pickle.dumps((what, value))
-        this, last = self._round, self._round - 1
-        self._round += 1
+        this, last = self.meetings, self.meetings - 1
+        self.meetings += 1
         peers = self._peers()
         keys = [f"{this}/{rank}" for rank in peers]
         try:
@@ -199,7 +201,7 @@ class Group:
 
     def _leave(self, deadline: float) -> None:
         """Wait until every peer has read the last meeting's values, or ``deadline``."""
-        keys = [f"{self._round - 2}/{rank}" for rank in self._peers()]
+        keys = [f"{self.meetings - 2}/{rank}" for rank in self._peers()]
         while any(self.store.check([key]) for key in keys) and time.monotonic() < deadline:
             time.sleep(1e-3)
 

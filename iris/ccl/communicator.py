@@ -159,7 +159,14 @@ def power_of_two(number: int) -> int:
 
 
 def ready(
-    kernel: Any, programs: int, num_warps: int, before: tuple, tensors: tuple, after: tuple, dtype: torch.dtype
+    kernel: Any,
+    programs: int,
+    num_warps: int,
+    before: tuple,
+    tensors: tuple,
+    after: tuple,
+    dtype: torch.dtype,
+    early: bool = False,
 ) -> Launch:
     """A launch of ``kernel(*before, input, output, ..., *after)``, where ``tensors`` are input, output and maybe more.
 
@@ -170,7 +177,9 @@ def ready(
     def seen(x: torch.Tensor, y: torch.Tensor, more: tuple) -> tuple:
         return *before, as_words(x, dtype), as_words(y, dtype), *more, *after
 
-    launch = prepare(kernel, (programs, 1, 1), *seen(tensors[0], tensors[1], tensors[2:]), num_warps=num_warps)
+    launch = prepare(
+        kernel, (programs, 1, 1), *seen(tensors[0], tensors[1], tensors[2:]), num_warps=num_warps, early=early
+    )
     if simulator.ACTIVE:
         return lambda stream, x, y, *more: launch(stream, *seen(x, y, more))
     # Addresses, so that the launcher does not ask the driver what kind of memory each pointer is.

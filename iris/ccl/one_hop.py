@@ -18,6 +18,7 @@ from triton.experimental.gluon import language as gl
 
 from iris.ccl.queue import gluon_queue, triton_queue
 from iris.language.context import DeviceContext, IrisDeviceCtx
+from iris.language.ordering import gluon_ordering, triton_ordering
 from iris.language.stamped import gluon_stamped, triton_stamped
 
 # Words of a block: 4 bytes of data each.
@@ -39,9 +40,9 @@ def channel_bytes(size: int) -> int:
     return EPOCHS_BYTES + 2 * BLOCKS * size * BLOCK_WORDS * 8
 
 
-def make_one_hop(jit, lang, queue, stamped, Context):
+def make_one_hop(jit, lang, queue, stamped, order, Context):
     """The kernel in the language that ``(jit, lang)`` stand for."""
-    flat = queue.flat
+    flat, follow_predecessor = queue.flat, order.follow_predecessor
     send_stamped, receive_stamped = stamped.send_stamped, stamped.receive_stamped
 
     @jit
@@ -71,6 +72,7 @@ def make_one_hop(jit, lang, queue, stamped, Context):
         ROOTED: tl.constexpr,
     ):
         """``ROOTED``: only ``root`` has a piece to send."""
+        follow_predecessor()
         ctx = Context.initialize(context_tensor, num_ranks=W)
         rank = ctx.cur_rank
         # Elements of a word: the data may lie at any multiple of their size.
@@ -123,5 +125,5 @@ def make_one_hop(jit, lang, queue, stamped, Context):
     return one_hop
 
 
-triton_one_hop = make_one_hop(triton.jit, tl, triton_queue, triton_stamped, DeviceContext)
-gluon_one_hop = make_one_hop(gluon.jit, gl, gluon_queue, gluon_stamped, IrisDeviceCtx)
+triton_one_hop = make_one_hop(triton.jit, tl, triton_queue, triton_stamped, triton_ordering, DeviceContext)
+gluon_one_hop = make_one_hop(gluon.jit, gl, gluon_queue, gluon_stamped, gluon_ordering, IrisDeviceCtx)

@@ -7,14 +7,39 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import _register_process_group, _SymmetricMemory
+from torch._C._distributed_c10d import _register_process_group, _SymmetricMemory, _unregister_process_group
 
 from iris.errors import HeapTooLargeError, MappingError, readable
 from iris.heap.allocator import ALIGNMENT
 from iris.world import Group
 
-# What `_registered` has made: torch itself keeps no reference.
-_process_groups: dict[str, dist.ProcessGroup] = {}
+
+class CountingStore(dist.Store):
+    """``store`` for the exchanges of one group, whose numbers begin at 0.
+
+    torch names what it stores ``prefix/number/rank`` and counts the exchanges of all groups of a process in one number,
+    so ranks that are in different groups have come to different numbers.
+    """
+
+    def __init__(self, store: dist.Store) -> None:
+        super().__init__()
+        self._store = store
+        self._first: int | None = None
+
+    def _key(self, key: str) -> str:
+        prefix, number, rank = key.rsplit("/", 2)
+        if self._first is None:
+            self._first = int(number)
+        return f"{prefix}/{int(number) - self._first}/{rank}"
+
+    def set(self, key: str, value: bytes) -> None:
+        self._store.set(self._key(key), value)
+
+    def get(self, key: str) -> bytes:
+        return self._store.get(self._key(key))
+
+    def wait(self, keys: list[str], *timeout: Any) -> None:
+        self._store.wait([self._key(key) for key in keys], *timeout)
 
 
 def total_memory(device: torch.device) -> int:
@@ -56,8 +81,8 @@ def share(group: Group, size: int, device: torch.device) -> tuple[list[int], Any
     def exchange() -> None:
         nonlocal handle
         try:
-            with _without_multicast():
-                handle = _SymmetricMemory.rendezvous(own, _registered(group))
+            with _without_multicast(), _registered(group) as name:
+                handle = _SymmetricMemory.rendezvous(own, name)
         except RuntimeError as error:
             raise MappingError(
                 f"torch could not share memory of {device} with the other ranks' GPUs: {_first_line(error)}. "
@@ -84,20 +109,23 @@ def share(group: Group, size: int, device: torch.device) -> tuple[list[int], Any
     return [start + -start % ALIGNMENT for start in starts], (own, handle)
 
 
-def _registered(group: Group) -> str:
-    """The name under which torch finds the members and the store through which they exchange their handles.
+@contextlib.contextmanager
+def _registered(group: Group) -> Iterator[str]:
+    """The name under which torch finds the members, and a store through which they exchange their handles.
 
     It cannot ask the group that the program made: a process group written in Python, as Iris' own backend is, has no
     store that C++ could ask for.
     """
-    name = f"{group.name}/symmetric_memory"
-    if name not in _process_groups:
-        store = dist.PrefixStore("symmetric_memory", group.store)
-        _process_groups[name] = dist.ProcessGroup(store, group.rank, group.size)
-        _register_process_group(name, _process_groups[name])
-        # Releases of torch before 2.11 look here instead.
-        _SymmetricMemory.set_group_info(name, group.rank, group.size, store)
-    return name
+    name = f"{group.name}/symmetric_memory/{group.meetings}"
+    store = CountingStore(dist.PrefixStore(f"symmetric_memory/{group.meetings}", group.store))
+    process_group = dist.ProcessGroup(store, group.rank, group.size)
+    _register_process_group(name, process_group)
+    # Releases of torch before 2.11 look here instead.
+    _SymmetricMemory.set_group_info(name, group.rank, group.size, store)
+    try:
+        yield name
+    finally:
+        _unregister_process_group(name)
 
 
 @contextlib.contextmanager

@@ -29,7 +29,7 @@ from triton.experimental.gluon import language as gl
 
 from iris import device_record, simulator, wait_limit
 from iris.language.address import gluon_translate, triton_translate
-from iris.language.target import cas_ignores_its_order, on_amd, on_nvidia, threads_per_warp
+from iris.language.target import cas_ignores_its_order, launches_early, on_amd, on_nvidia, threads_per_warp
 
 KINDS = device_record.KINDS
 
@@ -118,6 +118,26 @@ def make_ordering(jit: Callable, lang: ModuleType, translate) -> SimpleNamespace
                 pack=1,
             )
         block_barrier()
+
+    @jit
+    def follow_predecessor():
+        """First of all in kernels that are prepared as ``early``; in others it does nothing.
+
+        Such a kernel may begin while the launch before it on the stream runs, and waits here until that one has ended
+        and its memory operations have been performed; what follows is in order as after any launch, and the time that
+        a launch takes is hidden. The next one waits for this kernel alone, so no program of it may skip this. (PTX ISA,
+        "griddepcontrol"; CUDA C++ Programming Guide, "Programmatic Dependent Launch".) The next one is let in after
+        the wait, so that no more than one kernel of a stream holds a place without need.
+        """
+        if launches_early():
+            lang.inline_asm_elementwise(
+                "griddepcontrol.wait; griddepcontrol.launch_dependents; mov.b32 $0, 0;",
+                "=r,~{memory}",
+                [],
+                dtype=lang.int32,
+                is_pure=False,
+                pack=1,
+            )
 
     @jit
     def system_fence():
@@ -453,6 +473,7 @@ def make_ordering(jit: Callable, lang: ModuleType, translate) -> SimpleNamespace
         unlock=unlock,
         fence=fence,
         barrier=barrier,
+        follow_predecessor=follow_predecessor,
         signal_ranks=signal_ranks,
         wait_ranks=wait_ranks,
         lanes=lanes,

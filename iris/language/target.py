@@ -41,3 +41,11 @@ def on_amd():
 def cas_ignores_its_order():
     """Before 3.7, Triton's AMD back end compiles every compare-and-swap as acq_rel at agent scope."""
     return backend() == "hip" and BEFORE_3_7
+
+
+@triton.constexpr_function
+def launches_early():
+    """Whether a launch may take its place while the one before it runs: NVIDIA's, from compute capability 9.0 on."""
+    from triton.runtime import driver
+
+    return backend() == "cuda" and driver.active.get_current_target().arch >= 90

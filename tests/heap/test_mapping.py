@@ -207,15 +207,13 @@ def test_a_killed_rank_leaves_nothing_behind():
 
 def test_what_torch_cannot_share_is_told(monkeypatch):
     """The error of a GPU machine whose processes cannot exchange memory, without the GPUs."""
-    monkeypatch.setattr(
-        gpu.symmetric_memory._SymmetricMemory, "empty_strided_p2p", lambda *_: torch.empty(SIZE), raising=False
-    )
+    monkeypatch.setattr(gpu._SymmetricMemory, "empty_strided_p2p", lambda *_: torch.empty(SIZE), raising=False)
 
     def refuse(*_):
         assert os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] == "1"
         raise RuntimeError("cuMemImportFromShareableHandle failed\nstack trace")
 
-    monkeypatch.setattr(gpu.symmetric_memory, "rendezvous", refuse)
+    monkeypatch.setattr(gpu._SymmetricMemory, "rendezvous", refuse, raising=False)
     monkeypatch.delenv("TORCH_SYMM_MEM_DISABLE_MULTICAST", raising=False)
     with pytest.raises(MappingError, match=r"cuMemImportFromShareableHandle failed\. Are all GPUs connected"):
         gpu.share(PairOfRanks(), SIZE, torch.device("cuda:0"))
@@ -225,10 +223,10 @@ def test_what_torch_cannot_share_is_told(monkeypatch):
 class PairOfRanks:
     """A group whose other member always agrees."""
 
-    rank, size, ranks = 0, 2, (0, 1)
+    rank, size, ranks, name, meetings = 0, 2, (0, 1), "0/iris/0", 0
 
-    class process_group:
-        group_name = "0"
+    def __init__(self):
+        self.store = dist.HashStore()
 
     def agree(self, step, what):
         return [step(), None]
@@ -238,7 +236,7 @@ def test_a_gpu_without_room_is_told(monkeypatch):
     def refuse(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate …\nmore")
 
-    monkeypatch.setattr(gpu.symmetric_memory._SymmetricMemory, "empty_strided_p2p", refuse, raising=False)
+    monkeypatch.setattr(gpu._SymmetricMemory, "empty_strided_p2p", refuse, raising=False)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 30, 8 << 30))
     with pytest.raises(HeapTooLargeError, match="no room for a heap of 2 GiB: 1 GiB of 8 GiB are free"):
         gpu.share(PairOfRanks(), 2 << 30, torch.device("cuda:0"))
@@ -248,3 +246,15 @@ def test_every_error_is_one_of_iris():
     assert issubclass(PeerFailedError, IrisError) and issubclass(PeerFailedError, RuntimeError)
     assert issubclass(HeapTooLargeError, MemoryError) and issubclass(MismatchedHeapError, ValueError)
     assert world.names([0, 2, 3]) == "ranks 0, 2 and 3" and world.names([4]) == "rank 4"
+
+
+def test_exchanges_meet_whatever_numbers_the_ranks_have_come_to():
+    store = dist.HashStore()
+    here, there = gpu.CountingStore(store), gpu.CountingStore(store)
+    for number in range(3):
+        for ends, first, rank in ((here, 6, 0), (there, 40, 1)):
+            ends.set(f"exchange/{first + number}/{rank}", f"{number} from {rank}")
+        here.wait([f"exchange/{6 + number}/1"])
+        assert here.get(f"exchange/{6 + number}/1") == f"{number} from 1".encode()
+        there.wait([f"exchange/{40 + number}/0"])
+        assert there.get(f"exchange/{40 + number}/0") == f"{number} from 0".encode()

@@ -4,6 +4,7 @@ import time
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import iris
 from iris.errors import HeapOutOfMemoryError
@@ -119,3 +120,20 @@ def large_objects(ctx, size):
 @pytest.mark.parametrize("size", [(1 << 31) + 4096, (1 << 32) + 4096])
 def test_large_tensors(ranks, size):
     ranks.run(large_objects, size)
+
+
+def heaps_of_some_and_of_all(ctx):
+    """Ranks that have shared memory in different numbers of groups share it with each other all the same."""
+    for members in ([0], [ctx.num_ranks - 2, ctx.num_ranks - 1], list(range(ctx.num_ranks))):
+        group = dist.new_group(members)
+        if ctx.cur_rank in members:
+            total = torch.ones(5, device=ctx.device)
+            ctx.ccl.all_reduce(total, total, group=group)
+            assert total.tolist() == [len(members)] * 5
+    with iris.iris(64 * KIB) as own:
+        own.device_barrier()
+        own.barrier()
+
+
+def test_groups_of_some_ranks_and_of_all(ranks):
+    ranks.run(heaps_of_some_and_of_all)
