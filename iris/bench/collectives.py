@@ -124,18 +124,17 @@ def measure(
     name = str(dtype).removeprefix("torch.")
     groups = {count: peers.with_max_ctas(count) for count in sms if count and "nccl" in libraries}
     ctx.device_barrier()
-    # NCCL's communicator exists after its first call, and windows need it.
     dist.all_reduce(torch.zeros(1, device=ctx.device))
-    windows = peers.SymmetricWindows(ctx.device) if "nccl windows" in libraries else None
+    most = max(sizes) // dtype.itemsize
+    windows = (
+        peers.windows((most, most, most // ctx.num_ranks), dtype, ctx.device) if "nccl windows" in libraries else []
+    )
     for nbytes in sizes:
         count = nbytes // dtype.itemsize // ctx.num_ranks * ctx.num_ranks
         counts = (count, count, count // ctx.num_ranks)
         heap = Operands(*(ctx.empty(n, dtype=dtype) for n in counts))
         plain = Operands(*(torch.empty(n, dtype=dtype, device=ctx.device) for n in counts))
-        registered = None
-        if windows is not None:
-            registered = Operands(*(windows.empty(n, dtype, ctx.device) for n in counts))
-            windows.register()
+        registered = Operands(*(window[:n] for window, n in zip(windows, counts, strict=True))) if windows else None
         for collective in collectives:
             for limit in sms:
                 for library in libraries:

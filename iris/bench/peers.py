@@ -1,6 +1,6 @@
 """The libraries that the collectives are measured against, each at its best, as functions on tensors of its own."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -31,22 +31,22 @@ def with_max_ctas(ctas: int) -> dist.ProcessGroup:
     return dist.new_group(pg_options=options)
 
 
-class SymmetricWindows:
-    """Memory that NCCL has registered as symmetric windows, for which it has kernels of its own."""
+def windows(counts: Sequence[int], dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
+    """Tensors in memory that NCCL has registered as symmetric windows, for which it has kernels of its own. Collective.
 
-    def __init__(self, device: torch.device) -> None:
-        self._backend = dist.group.WORLD._get_backend(device)
-        self._pool = torch.cuda.MemPool(self._backend.mem_allocator)
+    NCCL's communicator must exist: after the first call. All that will be used is registered at once.
+    """
+    backend = dist.group.WORLD._get_backend(device)
+    pool = torch.cuda.MemPool(backend.mem_allocator)
+    with torch.cuda.use_mem_pool(pool):
+        tensors = [torch.empty(count, dtype=dtype, device=device) for count in counts]
+    backend.register_mem_pool(pool, symm=True)
+    # The tensors do not keep the pool alive, and NCCL may use it until the process ends.
+    _pools.append(pool)
+    return tensors
 
-    def empty(self, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A tensor in such a window. Collective."""
-        with torch.cuda.use_mem_pool(self._pool):
-            tensor = torch.empty(count, dtype=dtype, device=device)
-        return tensor
 
-    def register(self) -> None:
-        """Register what was allocated. Collective."""
-        self._backend.register_mem_pool(self._pool, symm=True)
+_pools: list[torch.cuda.MemPool] = []
 
 
 def torch_symmetric(operands: Operands) -> Calls:
