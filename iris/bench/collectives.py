@@ -155,6 +155,7 @@ def measure(
             ctx.ccl.release_graphs()
         del heap, plain, registered
         ctx.barrier()
+    del windows, pool
 
 
 def _case(

@@ -31,22 +31,20 @@ def with_max_ctas(ctas: int) -> dist.ProcessGroup:
     return dist.new_group(pg_options=options)
 
 
-def windows(counts: Sequence[int], dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
+def windows(
+    counts: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> tuple[list[torch.Tensor], torch.cuda.MemPool]:
     """Tensors in memory that NCCL has registered as symmetric windows, for which it has kernels of its own. Collective.
 
-    NCCL's communicator must exist: after the first call. All that will be used is registered at once.
+    NCCL's communicator must exist, which it does after the first call, and outlive the pool that comes with them; they
+    do not keep it alive themselves. All that will be used is registered at once.
     """
     backend = dist.group.WORLD._get_backend(device)
     pool = torch.cuda.MemPool(backend.mem_allocator)
     with torch.cuda.use_mem_pool(pool):
         tensors = [torch.empty(count, dtype=dtype, device=device) for count in counts]
     backend.register_mem_pool(pool, symm=True)
-    # The tensors do not keep the pool alive, and NCCL may use it until the process ends.
-    _pools.append(pool)
-    return tensors
-
-
-_pools: list[torch.cuda.MemPool] = []
+    return tensors, pool
 
 
 def torch_symmetric(operands: Operands) -> Calls:

@@ -2,7 +2,9 @@
 
 import datetime
 import json
+import os
 import platform
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,11 +15,19 @@ import triton
 from iris import simulator
 
 
+def command() -> str:
+    """What was typed, wherever the project lies: a module by its name, and torchrun if there are several ranks."""
+    program = Path(sys.argv[0])
+    what = ["-m", program.parent.name] if program.name == "__main__.py" else [os.path.relpath(program)]
+    ranks = os.environ.get("WORLD_SIZE")
+    return shlex.join([*(["torchrun", "--nproc-per-node", ranks] if ranks else ["python"]), *what, *sys.argv[1:]])
+
+
 def environment() -> dict[str, Any]:
     """What the figures of this run depend on."""
     on_gpu = not simulator.ACTIVE and torch.cuda.is_available()
     return {
-        "command": " ".join(["python", *sys.argv]),
+        "command": command(),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "device": torch.cuda.get_device_name() if on_gpu else f"simulator on {platform.machine()}",
         "python": platform.python_version(),
