@@ -126,9 +126,9 @@ def measure(
     ctx.device_barrier()
     dist.all_reduce(torch.zeros(1, device=ctx.device))
     most = max(sizes) // dtype.itemsize
-    windows = (
-        peers.windows((most, most, most // ctx.num_ranks), dtype, ctx.device) if "nccl windows" in libraries else []
-    )
+    windows, pool = [], None
+    if "nccl windows" in libraries:
+        windows, pool = peers.windows((most, most, most // ctx.num_ranks), dtype, ctx.device)
     for nbytes in sizes:
         count = nbytes // dtype.itemsize // ctx.num_ranks * ctx.num_ranks
         counts = (count, count, count // ctx.num_ranks)
