@@ -18,7 +18,7 @@ its first tensor: a group that is never used costs nothing, and no rank outside 
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -28,12 +28,15 @@ from torch import Tensor
 
 from iris import simulator
 from iris.ccl.collectives import Collectives
-from iris.ccl.config import ReduceOp
+from iris.ccl.config import Config, ReduceOp
 from iris.ccl.work import Work
 from iris.context import Iris
 from iris.errors import InvalidCollectiveError, UnsupportedReductionError, WrongDeviceError
 
 NAME = "iris"
+
+# Enough for most of the link's bandwidth.
+BESIDE_COMPUTATION = Config(comm_sms=32)
 
 
 class EnqueuedWork(Work, dist.Work):
@@ -43,13 +46,14 @@ class EnqueuedWork(Work, dist.Work):
         dist.Work.__init__(self)
         Work.__init__(self, device.type == "cuda")
         self._outputs, self._device = outputs, device
+        self._stream = torch.cuda.current_stream(device) if self._event else None
 
     def get_future(self) -> torch.futures.Future:
         """A future of the outputs: whoever waits for it lets the current stream wait."""
-        # It stands for what is on the current stream by the time that it gets its result.
-        self.wait()
         future = torch.futures.Future(devices=[self._device] if self._event else None)
-        future.set_result(self._outputs)
+        # It stands for what is on the current stream when it gets its result.
+        with torch.cuda.stream(self._stream):
+            future.set_result(self._outputs)
         return future
 
     def result(self) -> Any:
@@ -71,20 +75,36 @@ class BarrierWork(EnqueuedWork):
         return True
 
 
+class _BesideComputation:
+    """``ccl`` for calls that the program does not wait for at once: on few multiprocessors, the rest computes."""
+
+    def __init__(self, ccl: Collectives) -> None:
+        self._ccl = ccl
+
+    def __getattr__(self, call: str) -> Callable[..., Any]:
+        return functools.partial(getattr(self._ccl, call), config=BESIDE_COMPUTATION)
+
+
 def _call(method: Callable[..., Any]) -> Callable[..., dist.Work]:
     """A method that torch calls, from ``method(self, ccl, ...)``, which enqueues it and returns what it writes.
 
-    With tensors on the CPU beside a GPU it is the method of the CPU's backend instead.
+    On the current stream; what is asked for with ``async_op=True``, as DDP does, on one of the group's own, beside
+    what the program enqueues next. With tensors on the CPU beside a GPU it is the method of the CPU's backend instead.
     """
 
     @functools.wraps(method)
     def call(self: "ProcessGroup", *args: Any, **kwargs: Any) -> dist.Work:
-        device = _first_tensor([*args, *kwargs.values()]).device
+        tensors = list(_tensors([*args, *kwargs.values()]))
+        device = tensors[0].device
         if device.type != self.device_type:
             return getattr(self._beside(device), method.__name__)(*args, **kwargs)
+        ccl, stream = self.context(device).ccl, None
+        if any(getattr(value, "asyncOp", False) for value in [*args, *kwargs.values()]):
+            ccl, stream = _BesideComputation(ccl), self._stream_for("collectives", device)
         # Parameters require gradients, and are written all the same.
-        with torch.no_grad():
-            outputs = method(self, self.context(device).ccl, *args, **kwargs)
+        with torch.no_grad(), torch.cuda.stream(stream):
+            outputs = method(self, ccl, *args, **kwargs)
+            _keep(tensors, stream)
             return EnqueuedWork(outputs, device)
 
     return call
@@ -107,7 +127,7 @@ class ProcessGroup(dist.ProcessGroup):
         self.device_type = "cpu" if simulator.ACTIVE else "cuda"
         self._context: Iris | None = None
         self._gloo: dist.ProcessGroup | None = None
-        self._streams: dict[tuple[str, int], torch.cuda.Stream] = {}
+        self._streams: dict[Any, torch.cuda.Stream] = {}
 
     def context(self, device: torch.device) -> Iris:
         """The group's context, on ``device``. The first call is collective over the group and blocks the host.
@@ -180,7 +200,8 @@ class ProcessGroup(dist.ProcessGroup):
         pass
 
     def end_coalescing(self, device: torch.device) -> dist.Work:
-        return EnqueuedWork([], device)
+        with torch.cuda.stream(self._stream_for("collectives", device)):
+            return EnqueuedWork([], device)
 
     _start_coalescing, _end_coalescing = start_coalescing, end_coalescing
 
@@ -327,19 +348,22 @@ class ProcessGroup(dist.ProcessGroup):
         device = tensors[0].device
         if device.type != self.device_type:
             return getattr(self._beside(device), call)(tensors, peer, tag)
-        ccl, stream = self.context(device).ccl, None
-        if device.type == "cuda":
-            if (call, peer) not in self._streams:
-                self._streams[call, peer] = torch.cuda.Stream(device)
-            stream = self._streams[call, peer]
-            stream.wait_stream(torch.cuda.current_stream())
+        ccl, stream = self.context(device).ccl, self._stream_for((call, peer), device)
         with torch.no_grad(), torch.cuda.stream(stream):
             for tensor in tensors:
                 getattr(ccl, call)(tensor, self._rank_in_world(peer))
-                if stream is not None:
-                    # The tensor may die before anyone waits.
-                    tensor.record_stream(stream)
+            _keep(tensors, stream)
             return EnqueuedWork(tensors, device)
+
+    def _stream_for(self, use: Any, device: torch.device) -> torch.cuda.Stream | None:
+        """The group's own stream for some calls, behind what is on the current one; None in the simulator."""
+        if device.type != "cuda":
+            return None
+        if use not in self._streams:
+            # Before computation that waits for a place as well: all other ranks wait for the last one.
+            self._streams[use] = torch.cuda.Stream(device, priority=-1)
+        self._streams[use].wait_stream(torch.cuda.current_stream(device))
+        return self._streams[use]
 
     def _rank_in_world(self, rank: int) -> int:
         return dist.get_global_rank(self, rank)
@@ -360,13 +384,20 @@ def _operation(opts: Any) -> ReduceOp:
     return ReduceOp[name]
 
 
-def _first_tensor(values: Sequence[Any]) -> Tensor | None:
-    """The first tensor in nested sequences."""
+def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:
+    """All tensors in nested sequences."""
     for value in values:
-        found = _first_tensor(value) if isinstance(value, (list, tuple)) else value
-        if isinstance(found, Tensor):
-            return found
-    return None
+        if isinstance(value, (list, tuple)):
+            yield from _tensors(value)
+        elif isinstance(value, Tensor):
+            yield value
+
+
+def _keep(tensors: Sequence[Tensor], stream: torch.cuda.Stream | None) -> None:
+    """Their memory is not given to others before the stream is done, though they may die before anyone waits for it."""
+    if stream is not None:
+        for tensor in tensors:
+            tensor.record_stream(stream)
 
 
 def _flat(parts: Sequence[Tensor]) -> Tensor:
