@@ -28,18 +28,25 @@ from iris.language.stamped import gluon_stamped, triton_stamped
 
 # Bytes that a block's parts have together, at most; the parts of W ranks are powers of two.
 BLOCK_BYTES = 8192
+# What a warp moves at once. Parts are that small where there are programs for all of them: all is under way at once
+# (all_reduce of 8 KiB on 4 x H200: 3.2 us, with parts of 2 KiB 3.5, of 4 KiB 4.5).
+WARP_BYTES = 512
 SLOTS = tl.constexpr(3)
 STEPS = tl.constexpr(2)
 
 
-def part_bytes(size: int) -> int:
-    """Bytes of a block that belong to one of ``size`` ranks."""
-    return max(16, BLOCK_BYTES // (1 << (size - 1).bit_length()))
+def part_bytes(size: int, share: int, programs: int) -> int:
+    """Bytes of a block that belong to one of ``size`` ranks, where a rank adds up ``share`` bytes with ``programs``."""
+    most = max(16, BLOCK_BYTES // (1 << (size - 1).bit_length()))
+    part = min(WARP_BYTES, most)
+    while part < most and part * programs < share:
+        part *= 2
+    return part
 
 
-def channel_bytes(size: int, blocks: int) -> int:
-    """Bytes of the epochs and the regions of so many blocks."""
-    return blocks * (4 + SLOTS.value * STEPS.value * size * part_bytes(size))
+def channel_bytes(size: int, blocks: int, part: int) -> int:
+    """Bytes of the epochs and the regions of so many blocks with parts of ``part`` bytes."""
+    return blocks * (4 + SLOTS.value * STEPS.value * size * part)
 
 
 def make_push(jit, lang, move, queue, stamped, order, combining, Context):

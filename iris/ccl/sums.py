@@ -97,16 +97,18 @@ def _push(
     n: int, send_step: int, config: Config, stream: int | None, capturing: bool,
 ) -> Launch:  # fmt: skip
     shots = "one_shot" if choice.variant == "one_shot" else "two_shot"
-    part_bytes = push.part_bytes(comm.size)
+    programs = choice.programs or 2 * comm.num_sms
+    share = n * dtype.itemsize // (1 if shots == "one_shot" else comm.size)
+    part_bytes = push.part_bytes(comm.size, share, programs)
     part = part_bytes // dtype.itemsize
     blocks = -(-n // (part if shots == "one_shot" else part * comm.size))
     most = power_of_two(blocks)
-    size = push.channel_bytes(comm.size, most)
-    channel = comm.workspace.channel(f"push of {most} blocks", stream, capturing, size)
+    size = push.channel_bytes(comm.size, most, part_bytes)
+    channel = comm.workspace.channel(f"push of {most} blocks of {part_bytes} bytes", stream, capturing, size)
     bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
     # The regions first, which are aligned then whatever their number.
     slots, epochs = channel[: size - 4 * most].view(bits), channel[size - 4 * most :].view(torch.int32)
-    programs = max(1, min(blocks, choice.programs or 2 * comm.num_sms))
+    programs = max(1, min(blocks, programs))
     before = (comm.workspace.context_tensor, epochs, slots)
     ranks = 1 << (comm.size - 1).bit_length()
     steps = (send_step,) if shots == "one_shot" else ()
