@@ -160,3 +160,18 @@ def test_where_peers_are_is_looked_up_before_the_loops(target, kernel):
     indent = len(lines[begin]) - len(lines[begin].lstrip())
     end = next(i for i in range(begin + 1, len(lines)) if lines[i].startswith(" " * indent + "}"))
     assert not [line for line in lines[begin:end] if re.search(r"tt\.load .* : !tt\.ptr<i64>", line)]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("kernel", [each for each in kernels() if re.search("push.py|one_hop", each.id)])
+def test_an_early_launch_waits_before_it_touches_memory(target, kernel):
+    place = Path(kernel.fn.__code__.co_filename)
+    arguments = ARGUMENTS | COLLECTIVES | ELEMENTS.get(place.stem, {})
+    code = compile_for(target, kernel, *[arguments[name] for name in kernel.arg_names])
+    # Parameters are in memory of their own, which no kernel before this one writes.
+    memory = [line for line in code.text.splitlines() if re.search(r"\b(ld|st|atom|red)\.(?!param)|griddep", line)]
+    waits = [line for line in memory if "griddep" in line]
+    if not code.is_ptx:
+        assert not waits
+        return
+    assert "griddepcontrol.wait; griddepcontrol.launch_dependents;" in memory[0] and len(waits) == 1
