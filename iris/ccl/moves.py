@@ -162,13 +162,16 @@ def _one_hop(
     lengths = (e.row, e.in_pitch, e.out_pitch, e.send_step, e.recv_step)
     begins = (input.storage_offset() * input.itemsize, output.storage_offset() * output.itemsize)
     word = min(4, word_bytes(*lengths, *begins, input.data_ptr(), output.data_ptr()))
-    channel = comm.workspace.channel("one_hop", stream, capturing, one_hop.channel_bytes(comm.size))
-    epochs, slots = channel[: one_hop.EPOCHS_BYTES].view(torch.int32), channel[one_hop.EPOCHS_BYTES :].view(torch.int64)
-    units = -(-e.rows * e.row // (4 * one_hop.BLOCK_WORDS)) * comm.size
-    programs = max(1, min(units, config.comm_sms or comm.num_sms))
+    piece, most = e.rows * e.row, config.comm_sms or comm.num_sms
+    block = one_hop.block_words(piece, comm.size, most)
+    epochs_bytes, slots_bytes = one_hop.channel_bytes(comm.size, block)
+    channel = comm.workspace.channel(f"one hop of {block} words", stream, capturing, epochs_bytes + slots_bytes)
+    epochs, slots = channel[:epochs_bytes].view(torch.int32), channel[epochs_bytes:].view(torch.int64)
+    programs = max(1, min(-(-piece // (4 * block)) * comm.size, most))
     flat = e.rows == 1
     steps = tuple(length // word for length in lengths)
-    after = (e.rows * e.row // word, *steps, 0 if root is None else root, comm.size, flat, root is not None)
+    blocks = one_hop.LARGEST_PIECE // (4 * block)
+    after = (piece // word, *steps, 0 if root is None else root, comm.size, block, blocks, flat, root is not None)
     kernel = one_hop.gluon_one_hop if config.use_gluon else one_hop.triton_one_hop
     before = (comm.workspace.context_tensor, epochs, slots)
     return ready(kernel, programs, config.num_warps or 4, before, (input, output), after, WORDS[word], early=True)

@@ -21,23 +21,24 @@ from iris.language.context import DeviceContext, IrisDeviceCtx
 from iris.language.ordering import gluon_ordering, triton_ordering
 from iris.language.stamped import gluon_stamped, triton_stamped
 
-# Words of a block: 4 bytes of data each.
-BLOCK_WORDS = 1024
-BLOCK = tl.constexpr(BLOCK_WORDS)
 WORD_BYTES = tl.constexpr(4)
+LARGEST_PIECE = 256 << 10
+# Words of a block, with 4 bytes of data each. Small blocks, of which a thread has two words, while there is a program
+# for every one of them and every peer; larger ones do more at a time.
+SMALL_BLOCK, LARGE_BLOCK = 256, 1024
 
-BLOCKS = 64
-LARGEST_PIECE = BLOCKS * BLOCK_WORDS * 4
-NUM_BLOCKS = tl.constexpr(BLOCKS)
-
-# Where the words begin, behind the epochs: int32 [BLOCKS, 32].
-EPOCHS_BYTES = BLOCKS * 32 * 4
 RANKS = tl.constexpr(32)
 
 
-def channel_bytes(size: int) -> int:
-    """Bytes of the epochs and of two slots with a block from each of ``size`` ranks."""
-    return EPOCHS_BYTES + 2 * BLOCKS * size * BLOCK_WORDS * 8
+def block_words(piece: int, size: int, programs: int) -> int:
+    """Words of a block for pieces of so many bytes, between ``size`` ranks with at most ``programs``."""
+    return SMALL_BLOCK if -(-piece // (4 * SMALL_BLOCK)) * size <= programs else LARGE_BLOCK
+
+
+def channel_bytes(size: int, block: int) -> tuple[int, int]:
+    """Bytes of the epochs, ``[blocks, 32]``, and of two slots with a block from each of ``size`` ranks."""
+    blocks = LARGEST_PIECE // (4 * block)
+    return blocks * RANKS.value * 4, 2 * blocks * size * block * 8
 
 
 def make_one_hop(jit, lang, queue, stamped, order, Context):
@@ -68,10 +69,12 @@ def make_one_hop(jit, lang, queue, stamped, order, Context):
         recv_step,
         root,
         W: tl.constexpr,
+        BLOCK: tl.constexpr,
+        BLOCKS: tl.constexpr,
         FLAT: tl.constexpr,
         ROOTED: tl.constexpr,
     ):
-        """``ROOTED``: only ``root`` has a piece to send."""
+        """``BLOCKS``: that a slot has room for. ``ROOTED``: only ``root`` has a piece to send."""
         follow_predecessor()
         ctx = Context.initialize(context_tensor, num_ranks=W)
         rank = ctx.cur_rank
@@ -97,7 +100,7 @@ def make_one_hop(jit, lang, queue, stamped, order, Context):
                     part = (part & ((1 << BITS) - 1)) << (j * BITS)
                 word = word | part
             if to != rank:
-                slot = slots + (((epoch & 1) * NUM_BLOCKS + b) * W + rank) * BLOCK
+                slot = slots + (((epoch & 1) * BLOCKS + b) * W + rank) * BLOCK
                 needed = (b * BLOCK + i) * PACKED < n
                 if ROOTED:
                     needed = needed & ((rank == root) | (i < 1))
@@ -107,7 +110,7 @@ def make_one_hop(jit, lang, queue, stamped, order, Context):
             source = (rank + W - unit % W) % W
             epoch = lang.load(epochs + b * RANKS + unit % W) + 1
             if source != rank:
-                slot = slots + (((epoch & 1) * NUM_BLOCKS + b) * W + source) * BLOCK
+                slot = slots + (((epoch & 1) * BLOCKS + b) * W + source) * BLOCK
                 there = (b * BLOCK + i) * PACKED < n
                 wanted = there
                 if ROOTED:

@@ -15,8 +15,7 @@ import torch.distributed as dist
 from triton.runtime.interpreter import InterpreterBuilder
 
 from ccl.calls import EVERYTHING, LAYOUTS, MOVES, PLACES, SUMS, Arena, Case, chosen, mainly, perform
-from iris.ccl import Config, ReduceOp
-from iris.ccl.one_hop import EPOCHS_BYTES
+from iris.ccl import Config, ReduceOp, one_hop
 from iris.ccl.queue import COUNTS, MAX_RANKS, POSTS, WORDS
 from iris.ccl.queue import PLACES as PLACES_FROM
 
@@ -239,8 +238,9 @@ def set_counts(ctx, to):
     place = (to & 0xFFFF) << 48
     place -= (place >> 63) << 64
     for (operation, _, _), channel in ctx.ccl._communicators[None].workspace._channels.items():
-        if operation == "one_hop":
-            channel[:EPOCHS_BYTES].view(torch.int32).fill_(to)
+        if operation.startswith("one hop of"):
+            epochs_bytes, _ = one_hop.channel_bytes(ctx.num_ranks, int(operation.split()[3]))
+            channel[:epochs_bytes].view(torch.int32).fill_(to)
         elif operation.startswith("accumulators of"):
             channel[-4 * int(operation.split()[2]) * ctx.num_ranks :].view(torch.int32).fill_(to)
         elif operation.startswith("queues of"):
