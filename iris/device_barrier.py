@@ -10,14 +10,19 @@ import torch
 import triton
 
 from iris.language.context import DeviceContext
+from iris.language.ordering import triton_ordering
 from iris.launch import prepare
 from iris.workspace import Workspace
+
+follow_predecessor, admit_successor = triton_ordering.follow_predecessor, triton_ordering.admit_successor
 
 
 @triton.jit
 def _barrier_kernel(context_tensor, flags):
-    # The kernels before this one are complete, since streams run in order; the barrier's release is cumulative over
-    # them, its acquire comes before the kernels behind it.
+    # The kernels before this one are complete then, since streams run in order; the barrier's release is cumulative
+    # over them, its acquire comes before the kernels behind it.
+    follow_predecessor()
+    admit_successor()
     ctx = DeviceContext.initialize(context_tensor)
     ctx.barrier(flags)
 

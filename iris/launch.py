@@ -7,9 +7,7 @@ from iris import simulator
 from iris.language.target import launches_early
 
 
-def prepare(
-    kernel: Any, grid: tuple[int, int, int], *args: Any, num_warps: int, early: bool = False
-) -> Callable[..., None]:
+def prepare(kernel: Any, grid: tuple[int, int, int], *args: Any, num_warps: int) -> Callable[..., None]:
     """Compile and load ``kernel`` for ``args`` now; the result, called with (stream's handle, \\*args), launches it.
 
     The host neither synchronises nor compiles in the launches themselves. They may have other arguments of the same
@@ -17,11 +15,12 @@ def prepare(
     divisibility of its address, or that address as a number. Whoever launches keeps what is behind an address alive. In
     the simulator, which has no streams, the handle is None, and tensors stay tensors.
 
-    ``early``: launches may begin while the one before them on the stream runs; the kernel calls `follow_predecessor`.
+    Where the GPU can, a launch begins while the one before it on the stream ends, so the kernel waits before it touches
+    memory: `follow_predecessor` of `iris.language.ordering`.
     """
     if simulator.ACTIVE:
         return lambda stream, *args: kernel[grid](*args, num_warps=num_warps)
-    options = {"launch_pdl": True} if early and launches_early() else {}
+    options = {"launch_pdl": True} if launches_early() else {}
     compiled = kernel.warmup(*args, grid=grid, num_warps=num_warps, **options)
     compiled[grid]  # loads it
     run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata

@@ -43,6 +43,7 @@ def make_atomic(
 ):  # fmt: skip
     """The kernel in the language that ``(jit, lang)`` stand for."""
     flat, blocks_of, conclude = queue.flat, queue.blocks_of, combining.conclude
+    follow_predecessor = queue.follow_predecessor
     lock, unlock = order.lock, order.unlock
 
     @jit
@@ -61,6 +62,7 @@ def make_atomic(
         LOCKED: tl.constexpr,
     ):
         """``accumulators``: ``[programs, 2, SLOT]``, of which ``BLOCK`` are used. ``locks``: ``[programs, 32]``."""
+        follow_predecessor()
         ctx = Context.initialize(context_tensor, num_ranks=W)
         rank = ctx.cur_rank
         p = lang.program_id(0)

@@ -112,7 +112,8 @@ class Communicator:
 
         Fewer than there are multiprocessors, on each of which at least one program fits: when launches of two streams
         are in flight, and a rank has all programs of the one resident and another rank all of the other, each has room
-        left for the first programs of the other launch. These meet, finish, and make room for the next.
+        left for the first programs of the other launch. These meet, finish, and make room for the next. A launch that
+        begins before its turn takes no place from the one before it, all of whose programs have theirs by then.
 
         A few more than a power of two would halve what each of them has for its slots, so it is the power of two.
         """
@@ -159,14 +160,7 @@ def power_of_two(number: int) -> int:
 
 
 def ready(
-    kernel: Any,
-    programs: int,
-    num_warps: int,
-    before: tuple,
-    tensors: tuple,
-    after: tuple,
-    dtype: torch.dtype,
-    early: bool = False,
+    kernel: Any, programs: int, num_warps: int, before: tuple, tensors: tuple, after: tuple, dtype: torch.dtype
 ) -> Launch:
     """A launch of ``kernel(*before, input, output, ..., *after)``, where ``tensors`` are input, output and maybe more.
 
@@ -177,9 +171,7 @@ def ready(
     def seen(x: torch.Tensor, y: torch.Tensor, more: tuple) -> tuple:
         return *before, as_words(x, dtype), as_words(y, dtype), *more, *after
 
-    launch = prepare(
-        kernel, (programs, 1, 1), *seen(tensors[0], tensors[1], tensors[2:]), num_warps=num_warps, early=early
-    )
+    launch = prepare(kernel, (programs, 1, 1), *seen(tensors[0], tensors[1], tensors[2:]), num_warps=num_warps)
     if simulator.ACTIVE:
         return lambda stream, x, y, *more: launch(stream, *seen(x, y, more))
     # Addresses, so that the launcher does not ask the driver what kind of memory each pointer is.

@@ -39,6 +39,7 @@ from iris.language.context import DeviceContext, IrisDeviceCtx
 def make_exchange(jit, lang, queue: SimpleNamespace, Context):
     """The kernel in the language that ``(jit, lang)`` stand for."""
     pick, among, flat, lanes, blocks_of = queue.pick, queue.among, queue.flat, queue.lanes, queue.blocks_of
+    follow_predecessor = queue.follow_predecessor
     queue_address, pointer_at, offer, find = queue.queue_address, queue.pointer_at, queue.offer, queue.find
     await_room, await_blocks, post, finish = queue.await_room, queue.await_blocks, queue.post, queue.finish
 
@@ -80,6 +81,7 @@ def make_exchange(jit, lang, queue: SimpleNamespace, Context):
         DIRECT: tl.constexpr,
     ):
         """``PARTITIONED``: a program serves one rank, with a W-th of the others; else its blocks go to every rank."""
+        follow_predecessor()
         ctx = Context.initialize(context_tensor, num_ranks=W)
         rank = ctx.cur_rank
         p = lang.program_id(0)

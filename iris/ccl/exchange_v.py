@@ -13,6 +13,7 @@ from iris.language.context import DeviceContext
 
 pick, among, flat, lanes = triton_queue.pick, triton_queue.among, triton_queue.flat, triton_queue.lanes
 queue_address, pointer_at = triton_queue.queue_address, triton_queue.pointer_at
+follow_predecessor = triton_queue.follow_predecessor
 await_room, await_blocks, post = triton_queue.await_room, triton_queue.await_blocks, triton_queue.post
 
 
@@ -40,6 +41,7 @@ def triton_exchange_v(
     BLOCK: tl.constexpr,
 ):
     """Elements for, and from, each rank, and where they begin: int64, one a rank. ``factor``: words of an element."""
+    follow_predecessor()
     ctx = DeviceContext.initialize(context_tensor, num_ranks=W)
     rank = ctx.cur_rank
     p = tl.program_id(0)

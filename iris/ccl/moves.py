@@ -174,7 +174,7 @@ def _one_hop(
     after = (piece // word, *steps, 0 if root is None else root, comm.size, block, blocks, flat, root is not None)
     kernel = one_hop.gluon_one_hop if config.use_gluon else one_hop.triton_one_hop
     before = (comm.workspace.context_tensor, epochs, slots)
-    return ready(kernel, programs, config.num_warps or 4, before, (input, output), after, WORDS[word], early=True)
+    return ready(kernel, programs, config.num_warps or 4, before, (input, output), after, WORDS[word])
 
 
 def _block(elements: int, exchange: Exchange, word: int) -> tuple[int, int]:

@@ -43,7 +43,7 @@ def channel_bytes(size: int, block: int) -> tuple[int, int]:
 
 def make_one_hop(jit, lang, queue, stamped, order, Context):
     """The kernel in the language that ``(jit, lang)`` stand for."""
-    flat, follow_predecessor = queue.flat, order.follow_predecessor
+    flat, follow_predecessor, admit_successor = queue.flat, order.follow_predecessor, order.admit_successor
     send_stamped, receive_stamped = stamped.send_stamped, stamped.receive_stamped
 
     @jit
@@ -76,6 +76,7 @@ def make_one_hop(jit, lang, queue, stamped, order, Context):
     ):
         """``BLOCKS``: that a slot has room for. ``ROOTED``: only ``root`` has a piece to send."""
         follow_predecessor()
+        admit_successor()
         ctx = Context.initialize(context_tensor, num_ranks=W)
         rank = ctx.cur_rank
         # Elements of a word: the data may lie at any multiple of their size.

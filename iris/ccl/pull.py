@@ -29,6 +29,7 @@ def make_pull(
 ):
     """The kernel in the language that ``(jit, lang)`` stand for."""
     pick, among, flat, lanes = queue.pick, queue.among, queue.flat, queue.lanes
+    follow_predecessor = queue.follow_predecessor
     pointer_at, blocks_of = queue.pointer_at, queue.blocks_of
     tell, hear, meet = queue.tell, queue.hear, queue.meet
     combine, conclude = combining.combine, combining.conclude
@@ -56,6 +57,7 @@ def make_pull(
         SPREADS: tl.constexpr,
     ):
         """Parts and steps as in `two_shot`; ``in_length`` and ``length``: bytes of input and output."""
+        follow_predecessor()
         ctx = Context.initialize(context_tensor, num_ranks=W)
         rank = ctx.cur_rank
         p = lang.program_id(0)

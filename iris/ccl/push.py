@@ -54,7 +54,7 @@ def make_push(jit, lang, move, queue, stamped, order, combining, Context):
     flat, combine, conclude = queue.flat, combining.combine, combining.conclude
     send_marked, receive_marked, clear_marked = stamped.send_marked, stamped.receive_marked, stamped.clear_marked
     reread, nanoseconds, given_up = order.reread, order.nanoseconds, stamped.given_up
-    follow_predecessor = order.follow_predecessor
+    follow_predecessor, admit_successor = order.follow_predecessor, order.admit_successor
 
     @jit
     def add_up(parts, own, i, mask, rank, W: tl.constexpr, PART: tl.constexpr, OP: tl.constexpr, record):
@@ -124,6 +124,7 @@ def make_push(jit, lang, move, queue, stamped, order, combining, Context):
     ):
         """``send_step``: from what one rank wants to what the next one wants; 0 if all want the `SAME`."""
         follow_predecessor()
+        admit_successor()
         ctx = Context.initialize(context_tensor, num_ranks=W)
         rank = ctx.cur_rank
         element: tl.constexpr = input.dtype.element_ty
@@ -167,6 +168,7 @@ def make_push(jit, lang, move, queue, stamped, order, combining, Context):
         OP: tl.constexpr,
     ):
         follow_predecessor()
+        admit_successor()
         ctx = Context.initialize(context_tensor, num_ranks=W)
         rank = ctx.cur_rank
         element: tl.constexpr = input.dtype.element_ty

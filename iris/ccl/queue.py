@@ -97,6 +97,7 @@ def make_queue(
 ) -> SimpleNamespace:
     """The device functions of the queues in the language that ``(jit, lang)`` stand for."""
     signal_ranks, wait_ranks, lanes = order.signal_ranks, order.wait_ranks, order.lanes
+    follow_predecessor = order.follow_predecessor
     send_place, receive_places = stamped.send_place, stamped.receive_places
 
     @jit
@@ -212,7 +213,7 @@ def make_queue(
 
 QUEUE_FUNCTIONS = {
     "pick", "among", "blocks_of", "queue_address", "pointer_at", "offer", "find", "tell", "hear", "meet",
-    "await_room", "await_blocks", "await_taken", "post", "finish",
+    "await_room", "await_blocks", "await_taken", "post", "finish", "follow_predecessor",
 }  # fmt: skip
 
 triton_queue = make_queue(triton.jit, tl, triton_translate, triton_ordering, triton_stamped)

@@ -31,6 +31,7 @@ from iris.language.context import DeviceContext, IrisDeviceCtx
 def make_ring(jit: Callable, lang: ModuleType, queue: SimpleNamespace, combining: SimpleNamespace, Context: type):
     """The kernel in the language that ``(jit, lang)`` stand for."""
     pick, flat, lanes, blocks_of = queue.pick, queue.flat, queue.lanes, queue.blocks_of
+    follow_predecessor = queue.follow_predecessor
     queue_address, pointer_at = queue.queue_address, queue.pointer_at
     await_room, await_blocks, post = queue.await_room, queue.await_blocks, queue.post
     combine, conclude = combining.combine, combining.conclude
@@ -63,6 +64,7 @@ def make_ring(jit: Callable, lang: ModuleType, queue: SimpleNamespace, combining
         STRIDING: tl.constexpr,
     ):
         """``slots`` of the accumulator's type. `STRIDING`: a program's chunks lie apart, else side by side."""
+        follow_predecessor()
         ctx = Context.initialize(context_tensor, num_ranks=W)
         rank = ctx.cur_rank
         p = lang.program_id(0)

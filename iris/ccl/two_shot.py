@@ -27,6 +27,7 @@ from iris.language.context import DeviceContext, IrisDeviceCtx
 def make_two_shot(jit, lang, queue, combining, Context):
     """The kernel in the language that ``(jit, lang)`` stand for."""
     pick, among, flat, lanes, blocks_of = queue.pick, queue.among, queue.flat, queue.lanes, queue.blocks_of
+    follow_predecessor = queue.follow_predecessor
     queue_address, pointer_at, offer, find = queue.queue_address, queue.pointer_at, queue.offer, queue.find
     await_room, await_blocks, post, await_taken = (
         queue.await_room, queue.await_blocks, queue.post, queue.await_taken,
@@ -189,6 +190,7 @@ def make_two_shot(jit, lang, queue, combining, Context):
 
         ``to_first`` to before ``to_last``: the ranks that want the sums, if it ``SPREADS`` them.
         """
+        follow_predecessor()
         ctx = Context.initialize(context_tensor, num_ranks=W)
         add_up(
             ctx, counts + lang.program_id(0) * COUNTS, words + lang.program_id(0) * WORDS, slots, heap_table,

@@ -121,17 +121,27 @@ def make_ordering(jit: Callable, lang: ModuleType, translate) -> SimpleNamespace
 
     @jit
     def follow_predecessor():
-        """First of all in kernels that are prepared as ``early``; in others it does nothing.
+        """First of all in kernels that `iris.launch.prepare` launches; in others it does nothing.
 
-        Such a kernel may begin while the launch before it on the stream runs, and waits here until that one has ended
-        and its memory operations have been performed; what follows is in order as after any launch, and the time that
-        a launch takes is hidden. The next one waits for this kernel alone, so no program of it may skip this. (PTX ISA,
-        "griddepcontrol"; CUDA C++ Programming Guide, "Programmatic Dependent Launch".) The next one is let in after
-        the wait, so that no more than one kernel of a stream holds a place without need.
+        Such a kernel may begin while the launch before it on the stream ends, and waits here until that is over and its
+        memory operations have been performed; what follows is in order as after any launch, and the time that a launch
+        takes is hidden. The next one waits for this kernel alone, so no program of it may skip this. (PTX ISA,
+        "griddepcontrol"; CUDA C++ Programming Guide, "Programmatic Dependent Launch".)
         """
         if launches_early():
             lang.inline_asm_elementwise(
-                "griddepcontrol.wait; griddepcontrol.launch_dependents; mov.b32 $0, 0;",
+                "griddepcontrol.wait; mov.b32 $0, 0;", "=r,~{memory}", [], dtype=lang.int32, is_pure=False, pack=1
+            )
+
+    @jit
+    def admit_successor():
+        """Let the next launch on the stream begin, if it may begin early, once all programs have come here.
+
+        For small kernels, behind `follow_predecessor`: of a stream, one kernel at a time has places before its turn.
+        """
+        if launches_early():
+            lang.inline_asm_elementwise(
+                "griddepcontrol.launch_dependents; mov.b32 $0, 0;",
                 "=r,~{memory}",
                 [],
                 dtype=lang.int32,
@@ -474,6 +484,7 @@ def make_ordering(jit: Callable, lang: ModuleType, translate) -> SimpleNamespace
         fence=fence,
         barrier=barrier,
         follow_predecessor=follow_predecessor,
+        admit_successor=admit_successor,
         signal_ranks=signal_ranks,
         wait_ranks=wait_ranks,
         lanes=lanes,
