@@ -17,7 +17,7 @@ VARIANTS = {
     "reduce_scatter": ("one_shot", "two_shot", "pull"),
     "all_gather": ("one_hop", "exchange"),
     "all_to_all": ("one_hop", "exchange"),
-    "broadcast": ("one_hop", "exchange", "deal"),
+    "broadcast": ("one_hop", "exchange", "deal", "pull"),
 }
 PROGRAMS = (32, 64, 128)
 LARGEST_PUSH = 4 << 20
@@ -90,7 +90,7 @@ def possible(ctx: Iris, collective: str, variant: str, nbytes: int) -> bool:
     """Whether a variant can carry so much, or is worth trying."""
     if variant == "one_hop":
         return chosen_by(ctx, collective, nbytes) <= LARGEST_PIECE
-    if variant == "deal":
+    if variant == "deal" or (collective, variant) == ("broadcast", "pull"):
         return ctx.num_ranks > 2
     return "shot" not in variant or variant == "two_shot" or nbytes <= LARGEST_PUSH
 

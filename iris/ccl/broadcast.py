@@ -1,12 +1,17 @@
-"""Large broadcasts: the root deals the data out, and the others pass them on to each other.
+"""Large broadcasts: each of the other ranks gets a part from the root, and passes it on to the rest.
 
-A root that sent everything to everybody would need its link W - 1 times. Here it sends each block once, part q to the
-q-th of the other ranks, which pushes it to the rest: every rank receives each byte once, and the root sends each byte
-once, (W - 1) parts at a time. Over the link: the bytes of the tensor out of the root and into each other rank, in two
-steps. With two ranks there is nobody to pass on to, and `iris.ccl.exchange` does it.
+A root that sent everything to everybody would need its link W - 1 times. Here part q of each block goes to the q-th of
+the other ranks, which pushes it to the rest: every rank receives each byte once, and the root sends each byte once,
+(W - 1) parts at a time. Over the link: the bytes of the tensor out of the root and into each other rank, in two steps.
+With two ranks there is nobody to pass on to, and `iris.ccl.exchange` does it.
 
-Parts go through the queues of `iris.ccl.queue`; what is passed on goes straight to tensors on the symmetric heap, and
-through the queues to others. A round waits for what peers have posted in the round before, as in `iris.ccl.two_shot`.
+*Dealt*: the root puts the parts into the queues of `iris.ccl.queue`; what is passed on goes straight to tensors on the
+symmetric heap, and through the queues to others. A round waits for what peers have posted in the round before, as in
+`iris.ccl.two_shot`.
+
+*Pulled*: if all tensors are on the heap, the others read their parts where they lie, and no block has anything to
+wait for, as in `iris.ccl.pull`: a meeting in front, to learn where the tensors are, and one behind. If not, the parts
+are dealt.
 """
 
 import triton
@@ -14,7 +19,7 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from iris.ccl.queue import AHEAD, COUNTS, GOT, NUM_SLOTS, SENT, WORDS, gluon_queue, triton_queue
+from iris.ccl.queue import AHEAD, COUNTS, GOT, INPUTS, MET, NUM_SLOTS, SENT, WORDS, gluon_queue, triton_queue
 from iris.language.context import DeviceContext, IrisDeviceCtx
 
 
@@ -24,6 +29,7 @@ def make_broadcast(jit, lang, queue, Context):
     follow_predecessor = queue.follow_predecessor
     queue_address, pointer_at, offer, find = queue.queue_address, queue.pointer_at, queue.offer, queue.find
     await_room, await_blocks, post, finish = queue.await_room, queue.await_blocks, queue.post, queue.finish
+    tell, hear, meet = queue.tell, queue.hear, queue.meet
 
     @jit
     def slot_of(p, s, got, W: tl.constexpr):
@@ -31,10 +37,10 @@ def make_broadcast(jit, lang, queue, Context):
         return lang.cast((p * W + s) * NUM_SLOTS + (pick(got, s) & (NUM_SLOTS - 1)), lang.int64)
 
     @jit
-    def broadcast(
-        context_tensor,
-        counts,
-        words,
+    def deal(
+        ctx,
+        row,
+        own_words,
         slots,
         heap_table,
         input,
@@ -46,13 +52,9 @@ def make_broadcast(jit, lang, queue, Context):
         BLOCK: tl.constexpr,
         SLOT: tl.constexpr,
     ):
-        follow_predecessor()
-        ctx = Context.initialize(context_tensor, num_ranks=W)
         rank = ctx.cur_rank
         p = lang.program_id(0)
         programs = lang.num_programs(0)
-        row = counts + p * COUNTS
-        own_words = words + p * WORDS
         others = among(0, W, rank)
         sent = lang.load(row + SENT + lanes(), mask=others, other=0)
         got = lang.load(row + GOT + lanes(), mask=others, other=0)
@@ -122,6 +124,59 @@ def make_broadcast(jit, lang, queue, Context):
         lang.store(row + SENT + lanes(), sent, mask=others)
         lang.store(row + GOT + lanes(), got, mask=others)
         finish(ctx, row, calls_to, fellows & (queued == 0), calls_from, fellows & (direct_here != 0), W)
+
+    @jit
+    def fetch(rank, places, output, n, root, W: tl.constexpr, BLOCK: tl.constexpr):
+        """Read the own part of the root's tensor, which lies with the others at ``places``, and pass it on."""
+        i = flat(BLOCK, output.dtype.element_ty)
+        source = pointer_at(output, pick(places, root))
+        mine = (rank + (W - 1) - root) % W
+        for block in range(lang.program_id(0), blocks_of(n, (W - 1) * BLOCK), lang.num_programs(0)):
+            k = (lang.cast(block, lang.int64) * (W - 1) + mine) * BLOCK + i
+            data = lang.load(source + k, mask=k < n)
+            for distance in range(1, W):
+                d = (rank + distance) % W
+                if d != root:
+                    lang.store(pointer_at(output, pick(places, d)) + k, data, mask=k < n)
+            lang.store(output + k, data, mask=k < n)
+
+    @jit
+    def broadcast(
+        context_tensor,
+        counts,
+        words,
+        slots,
+        heap_table,
+        input,
+        output,
+        n,
+        length,
+        root,
+        W: tl.constexpr,
+        BLOCK: tl.constexpr,
+        SLOT: tl.constexpr,
+        PULLS: tl.constexpr,
+    ):
+        follow_predecessor()
+        ctx = Context.initialize(context_tensor, num_ranks=W)
+        row = counts + lang.program_id(0) * COUNTS
+        own_words = words + lang.program_id(0) * WORDS
+        if PULLS:
+            rank = ctx.cur_rank
+            others = among(0, W, rank)
+            calls = lang.load(row + MET + rank) + 1
+            here = tell(ctx, own_words + INPUTS, heap_table, input, length, calls, others, W)
+            places = hear(ctx, own_words + INPUTS, heap_table, calls, others)
+            # The peers' words are read without an order; what lies behind them is read below.
+            ctx.fence()
+            if here & (lang.max(lang.cast(others & (places == 0), lang.int32), axis=0) == 0):
+                if rank != root:
+                    fetch(rank, places, output, n, root, W, BLOCK)
+            else:
+                deal(ctx, row, own_words, slots, heap_table, input, output, n, length, root, W, BLOCK, SLOT)
+            meet(ctx, row, calls, others, W)
+        else:
+            deal(ctx, row, own_words, slots, heap_table, input, output, n, length, root, W, BLOCK, SLOT)
 
     return broadcast
 

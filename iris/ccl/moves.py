@@ -192,8 +192,8 @@ def prepare_broadcast(
     to = range(comm.size) if comm.rank == root else range(0)
     e = Exchange(1, tensor.nbytes, tensor.nbytes, tensor.nbytes, 0, 0, tensor.nbytes, to, range(root, root + 1))
     hops = {"one_hop"} if tensor.nbytes <= one_hop.LARGEST_PIECE else set()
-    deals = {"deal"} if comm.size > 2 else set()
-    choice = choose(comm.table, "broadcast", tensor.nbytes, config, {"exchange"} | hops | deals)
+    passed_on = {"deal", "pull"} if comm.size > 2 else set()
+    choice = choose(comm.table, "broadcast", tensor.nbytes, config, {"exchange"} | hops | passed_on)
     if choice.variant == "one_hop":
         return _one_hop(comm, e, tensor, tensor, config, stream, capturing, root)
     if choice.variant == "exchange":
@@ -205,7 +205,7 @@ def prepare_broadcast(
     programs = min(programs, -(-n // (block * (comm.size - 1))))
     counts, posts, slots, slot_bytes = comm.queues(stream, capturing, programs)
     before = (comm.workspace.context_tensor, counts, posts, slots.view(WORDS[word]), comm.heap_table)
-    after = (n, tensor.nbytes, root, comm.size, block, slot_bytes // word)
+    after = (n, tensor.nbytes, root, comm.size, block, slot_bytes // word, choice.variant == "pull")
     kernel = gluon_broadcast if config.use_gluon else triton_broadcast
     warps = config.num_warps or max(1, min(16, block * word // 512))
     return ready(kernel, programs, warps, before, (tensor, tensor), after, WORDS[word])

@@ -223,7 +223,7 @@ def test_inputs_that_are_read_where_they_lie(ranks):
     cases = [
         Case(collective, (count,), dtype, op, 0, *places, in_place=in_place, config=(("use_gluon", gluon),))
         for collective, count, (dtype, op), places, in_place, gluon in covering(
-            ["all_reduce", "reduce_scatter"],
+            ["all_reduce", "reduce_scatter", "broadcast"],
             [3, 1000, 20_001],
             [(torch.bfloat16, ReduceOp.AVG), (torch.float32, ReduceOp.SUM), (torch.int8, ReduceOp.MAX)],
             [("heap", "heap"), ("mixed", "heap"), ("heap", "mixed"), ("unaligned", "elsewhere")],

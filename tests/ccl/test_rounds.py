@@ -118,7 +118,7 @@ def test_rounds_of_a_variant(ranks, variant):
 
 def pulled(ctx, seed, rounds):
     with chosen(ctx, "pull"):
-        sequence(ctx, ["all_reduce", "reduce_scatter"], seed, rounds)
+        sequence(ctx, ["all_reduce", "reduce_scatter", "broadcast"], seed, rounds)
 
 
 @mainly(3)

@@ -47,7 +47,7 @@ COLLECTIVES = {
     **dict.fromkeys(["part_step", "block_step", "limit_step", "out_part_step", "in_length"], 4096),
     **{"flags": INT32, "locks": INT32, "accumulators": FLOAT32, "rings": 2},
     **{"W": W, "RANKS": 4, "BLOCK": 4096, "BLOCK_M": 1, "BLOCK_N": 4096, "SLOT": 8192, "PART": 2048, "OP": "sum"},
-    **dict.fromkeys(["SAME", "DIRECT", "FLAT", "SPREADS", "STRIDING", "LOCKED"], True),
+    **dict.fromkeys(["SAME", "DIRECT", "FLAT", "SPREADS", "STRIDING", "LOCKED", "PULLS"], True),
     **dict.fromkeys(["PARTITIONED", "ROOTED"], False),
 }
 ELEMENTS = {
