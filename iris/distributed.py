@@ -6,10 +6,10 @@
 
 Contract
 --------
-*A collective is enqueued on the current stream*, like any kernel, and not on a stream of the backend's own: it follows
-what was enqueued before, and what is enqueued behind it follows it, whether or not anyone calls `wait`. What should
-overlap with computation is called on a stream of its own, as FSDP2 does. Messages have a stream for each peer and
-direction, or programs that send before they receive would wait for each other.
+*A collective is enqueued on the current stream*, like any kernel: it follows what was enqueued before, and what is
+enqueued behind it follows it, whether or not anyone calls `wait`. With ``async_op=True``, which all ranks say or none,
+it is on a stream of the group's own, on few multiprocessors. Messages have a stream for each peer and direction, or
+programs that send before they receive would wait for each other.
 
 *Ranks use streams in the same order*: a group's n-th stream meets the n-th of the other ranks.
 
@@ -192,7 +192,8 @@ class ProcessGroup(dist.ProcessGroup):
             self._context._release()
         self._gloo = None
 
-    abort = shutdown
+    def abort(self) -> None:
+        """Nothing: kernels that wait in vain end by their own time limit, and memory that they use stays."""
 
     # Calls on a stream follow each other without the host, so there is nothing to gain by holding them back.
 

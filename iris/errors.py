@@ -53,6 +53,10 @@ class ChannelsExhaustedError(IrisError, RuntimeError):
         )
 
 
+class TooManyStreamsError(IrisError, RuntimeError):
+    """Messages between two ranks are on more streams than there is staging for."""
+
+
 class OutOfStepError(IrisError, RuntimeError):
     """Ranks met at different points of the program: one is in one collective call, another in a different one."""
 

@@ -49,6 +49,17 @@ def names(ranks: Sequence[int]) -> str:
     return f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"
 
 
+def check_process_group(group: object) -> None:
+    """Raise `InvalidGroupError` unless ``group`` is one that this rank is in."""
+    if not isinstance(group, dist.ProcessGroup):
+        raise InvalidGroupError(
+            "This rank is not a member of the group: torch.distributed.new_group() gave it a placeholder. "
+            "Only members make this call."
+            if group is dist.GroupMember.NON_GROUP_MEMBER
+            else f"group={group!r} is not a process group: make one with torch.distributed.new_group()."
+        )
+
+
 class Group:
     """Ranks that meet on the host.
 
@@ -90,13 +101,7 @@ class Group:
             self.rank, self.size, self.ranks = 0, 1, (0,)
             self.timeout = distributed_c10d.default_pg_timeout.total_seconds()
             return
-        if not isinstance(process_group, dist.ProcessGroup):
-            raise InvalidGroupError(
-                "This rank is not a member of the group: torch.distributed.new_group() gave it a placeholder. "
-                "Only members make this call."
-                if process_group is dist.GroupMember.NON_GROUP_MEMBER
-                else f"group={process_group!r} is not a process group: make one with torch.distributed.new_group()."
-            )
+        check_process_group(process_group)
         self.rank, self.size = process_group.rank(), process_group.size()
         self.ranks = tuple(dist.get_process_group_ranks(process_group))
         store = distributed_c10d._get_process_group_store(process_group)

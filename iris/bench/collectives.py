@@ -1,6 +1,7 @@
 """Collectives side by side: Iris in Triton and in Gluon, the vendor's library, and torch's symmetric memory.
 
-All in one run, on tensors of the same random data. Each result is checked once before it is timed. A time is the median
+All in one run, on tensors of the same random data. Each result is checked once before it is timed, but
+torch's, whose sums stay in its buffer. A time is the median
 over replays of a CUDA graph of several calls, and of the ranks the slowest counts. Bus bandwidth as nccl-tests define
 it (their PERFORMANCE.md): what the link of each rank must carry at least, over the time.
 """

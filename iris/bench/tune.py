@@ -20,6 +20,8 @@ VARIANTS = {
     "broadcast": ("one_hop", "exchange", "deal", "pull"),
 }
 PROGRAMS = (32, 64, 128)
+# Variants that cannot carry any size, and how much is worth trying.
+SMALL = ("one_hop", "one_shot", "two_shot_push")
 LARGEST_PUSH = 4 << 20
 # A variant must win by this much to displace the one that is already chosen for smaller sizes.
 MARGIN = 0.97
@@ -92,7 +94,7 @@ def possible(ctx: Iris, collective: str, variant: str, nbytes: int) -> bool:
         return chosen_by(ctx, collective, nbytes) <= LARGEST_PIECE
     if variant == "deal" or (collective, variant) == ("broadcast", "pull"):
         return ctx.num_ranks > 2
-    return "shot" not in variant or variant == "two_shot" or nbytes <= LARGEST_PUSH
+    return variant not in SMALL or nbytes <= LARGEST_PUSH
 
 
 def rows(found: list[tuple[int, str, int | None]], before: list[Choice]) -> list[Choice]:
@@ -102,7 +104,8 @@ def rows(found: list[tuple[int, str, int | None]], before: list[Choice]) -> list
         if table and table[-1][1:] == (variant, programs):
             table.pop()
         table.append(Choice(limit, variant, programs))
-    table[-1] = table[-1]._replace(limit=None)
+    if table[-1].variant not in SMALL:
+        table[-1] = table[-1]._replace(limit=None)
     return [*table, *(row for row in before if row.limit is None and row.variant != table[-1].variant)]
 
 

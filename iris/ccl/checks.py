@@ -1,9 +1,12 @@
 """What a collective may be asked for: checked before anything is enqueued, and between ranks in debug mode."""
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from iris.ccl.communicator import Communicator
 from iris.ccl.config import DEFAULT, Config, ReduceOp
@@ -20,9 +23,14 @@ from iris.language.target import threads_per_warp
 
 
 def check_tensor(name: str, tensor: object) -> None:
-    """That it is one."""
+    """That it is one, with memory of its own."""
     if not isinstance(tensor, torch.Tensor):
         raise NotATensorError(f"{name}() takes tensors, and got {tensor!r}.")
+    if isinstance(tensor, FakeTensor) or is_traceable_wrapper_subclass(tensor):
+        raise NotATensorError(
+            f"{name}() takes tensors with memory of their own, and got a {type(tensor).__name__}. Pass what it wraps "
+            "(of a DTensor, x.to_local()), or use iris.ccl.functional where torch traces."
+        )
 
 
 def check_config(config: Config | None) -> Config:
@@ -63,6 +71,8 @@ def check_pair(
 def rank_in_group(comm: Communicator, name: str, rank: int, num_ranks: int) -> int:
     """A rank of the world, of ``num_ranks``, as a rank of the group."""
     if rank not in comm.ranks:
+        if not isinstance(rank, int):
+            raise InvalidCollectiveError(f"{name}={rank!r} is not a rank, which is a number: {name}=0.")
         if not 0 <= rank < num_ranks:
             raise RankOutOfRangeError(rank, num_ranks)
         raise UnknownChoiceError(name, rank, comm.ranks)
@@ -70,42 +80,52 @@ def rank_in_group(comm: Communicator, name: str, rank: int, num_ranks: int) -> i
 
 
 def check_overlap(name: str, output: torch.Tensor, input: torch.Tensor) -> None:
+    """That the contiguous ``output`` shares no memory with ``input``, or with what lies between its rows."""
     begin, end = output.data_ptr(), output.data_ptr() + output.nbytes
-    if begin < input.data_ptr() + input.nbytes and input.data_ptr() < end:
+    last = input.nbytes
+    if last and not input.is_contiguous():
+        steps = zip(input.shape, input.stride(), strict=True)
+        last = input.itemsize * (1 + sum((size - 1) * stride for size, stride in steps))
+    if begin < input.data_ptr() + last and input.data_ptr() < end:
         raise InvalidCollectiveError(
             f"Input and output of {name}() overlap in memory, in a way that it does not allow: results would be "
             "written over what has not been read. Give it an output of its own."
         )
 
 
-def check_rows(lists: tuple[Any, ...], size: int) -> tuple[torch.Tensor, ...]:
+def check_rows(comm: Communicator, lists: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
     """Counts and displacements that are on the device, of which the host sees the form alone."""
     for row in lists:
         if (
             not isinstance(row, torch.Tensor)
+            or row.device != comm.device
             or row.dtype != torch.int64
-            or row.shape != (size,)
+            or row.shape != (comm.size,)
             or row.stride() != (1,)
         ):
+            told = f"{list(row.shape)} {row.dtype} on {row.device}" if isinstance(row, torch.Tensor) else repr(row)
             raise InvalidCollectiveError(
-                f"Counts and displacements on the device are four contiguous int64 tensors of {size} elements, one a "
-                f"rank; one is {f'{list(row.shape)} {row.dtype}' if isinstance(row, torch.Tensor) else repr(row)}."
+                f"Counts and displacements on the device are four contiguous int64 tensors on {comm.device} of "
+                f"{comm.size} elements, one a rank; one is {told}."
             )
     return lists
 
 
 def counts(name: str, values: Sequence[int], size: int) -> tuple[int, ...]:
     """A count or displacement a rank, as numbers."""
-    if isinstance(values, torch.Tensor):
-        values = values.tolist()
-    if len(values) != size or min(values, default=0) < 0:
+    try:
+        numbers = tuple(map(operator.index, values.tolist() if isinstance(values, torch.Tensor) else values))
+    except TypeError:
+        numbers = ()
+    if len(numbers) != size or min(numbers, default=0) < 0:
         raise InvalidCollectiveError(f"{name} takes {size} numbers of elements, one a rank, none negative: {values!r}.")
-    return tuple(map(int, values))
+    return numbers
 
 
 def end(counts: tuple[int, ...], displs: tuple[int, ...]) -> tuple[int, int]:
     """Where the last of these elements ends, and whose it is."""
-    return max((begin + count, rank) for rank, (count, begin) in enumerate(zip(counts, displs, strict=True)))
+    ends = [(begin + count, rank) for rank, (count, begin) in enumerate(zip(counts, displs, strict=True)) if count]
+    return max(ends, default=(0, 0))
 
 
 def compare(

@@ -16,6 +16,7 @@ from iris.errors import (
     InvalidCollectiveError,
 )
 from iris.heap.history import debugging
+from iris.world import check_process_group
 
 DEBUGGING = debugging()
 NOTHING = torch.empty(0)
@@ -26,8 +27,8 @@ class Collectives:
 
     Every member of the group calls the same collective with tensors of equal shape and dtype, in the same order on its
     stream. A call is enqueued on the current stream; the host does not wait. It may be captured in a CUDA graph, once
-    the group has been used before. Tensors may be anywhere on the context's device; results on the symmetric heap are
-    written by the peers directly. Tensors that are not contiguous are copied, where not said otherwise.
+    the group has been used before. Tensors may be anywhere on the context's device; large results on the symmetric heap
+    are written by the peers directly. Tensors that are not contiguous are copied, where not said otherwise.
 
     Arguments of all: ``group``, a process group that this rank is in; ``async_op``, whether to return a `Work`;
     ``config``, a `Config`, the same on all members.
@@ -56,17 +57,17 @@ class Collectives:
         own place in ``output``. A 2-D input may have rows that are apart.
         """
         comm, stream, capture = self._enter("all_gather", group, output, input, config)
-        source = input if _has_rows(input) else input.contiguous()
-        result = output if output.is_contiguous() else torch.empty_like(output, memory_format=torch.contiguous_format)
+        source = input if _has_rows(input) else _to_read(input)
+        result = _to_write(output)
         key = self._key("all_gather", result, source, config, stream, capture)
         launch = comm.launches.get(key)
         if launch is None:
             checks.check_pair(comm, "all_gather", output, input, comm.size, 1)
             launch = self._remember(comm, key, config, result, lambda used: moves.prepare_exchange(
-                comm, moves.all_gather(comm, source, result), result, source, used, stream,
+                comm, moves.all_gather(comm, source, result, used), result, source, used, stream,
                 capture is not None))  # fmt: skip
         inside = result.data_ptr() + comm.rank * source.nbytes
-        if source.data_ptr() != inside:
+        if source.data_ptr() != inside or not source.is_contiguous():
             checks.check_overlap("all_gather", result, source)
         return self._leave(launch, stream, source, result, output, async_op)
 
@@ -84,8 +85,8 @@ class Collectives:
         ``(M, N * W)``: a chunk is N columns. One dimension: a chunk is a W-th of the elements.
         """
         comm, stream, capture = self._enter("all_to_all", group, output, input, config)
-        source = input if _has_rows(input) else input.contiguous()
-        result = output if output.is_contiguous() else torch.empty_like(output, memory_format=torch.contiguous_format)
+        source = input if _has_rows(input) else _to_read(input)
+        result = _to_write(output)
         key = self._key("all_to_all", result, source, config, stream, capture)
         launch = comm.launches.get(key)
         if launch is None:
@@ -113,7 +114,7 @@ class Collectives:
         """Copy ``tensor`` of rank ``src`` (its rank in the world) into ``tensor`` of every rank."""
         comm, stream, capture = self._enter("broadcast", group, tensor, tensor, config, src)
         root = checks.rank_in_group(comm, "src", src, self._context.num_ranks)
-        dense = tensor if _is_dense(tensor) else tensor.contiguous()
+        dense = _to_read(tensor)
         key = self._key(("broadcast", root), dense, dense, config, stream, capture)
         launch = comm.launches.get(key)
         if launch is None:
@@ -141,9 +142,9 @@ class Collectives:
         here = comm.rank == root
         if here:
             checks.check_tensor("gather", output)
-        source = input.contiguous()
+        source = _to_read(input)
         target = output if here else source
-        result = target if target.is_contiguous() else torch.empty_like(target, memory_format=torch.contiguous_format)
+        result = _to_write(target)
         key = self._key(("gather", root), result, source, config, stream, capture)
         launch = comm.launches.get(key)
         if launch is None:
@@ -174,8 +175,8 @@ class Collectives:
         here = comm.rank == root
         if here:
             checks.check_tensor("scatter", input)
-        result = output if output.is_contiguous() else torch.empty_like(output, memory_format=torch.contiguous_format)
-        source = input.contiguous() if here else result
+        result = _to_write(output)
+        source = _to_read(input) if here else result
         key = self._key(("scatter", root), result, source, config, stream, capture)
         launch = comm.launches.get(key)
         if launch is None:
@@ -216,7 +217,7 @@ class Collectives:
         if DEBUGGING and capture is None:
             checks.compare_counts(comm, send_counts, recv_counts)
         if isinstance(send_counts, torch.Tensor) and send_counts.device.type == "cuda":
-            rows = checks.check_rows(lists, comm.size)
+            rows = checks.check_rows(comm, lists)
         else:
             rows = self._rows(comm, lists, output.numel(), input.numel(), stream, capture)
         aligned = tuple(row.data_ptr() & 15 for row in rows)
@@ -247,7 +248,7 @@ class Collectives:
         """
         comm, stream, capture = self._enter("send", group, tensor, tensor, config)
         peer = checks.rank_in_group(comm, "dst", dst, self._context.num_ranks)
-        source = tensor.contiguous()
+        source = _to_read(tensor)
         everyone_to = range(peer, peer + 1)
         return self._message(
             comm, "send", peer, everyone_to, range(0), source, tensor, stream, capture, config, async_op
@@ -265,7 +266,7 @@ class Collectives:
         """Receive into ``tensor`` what rank ``src`` (its rank in the world) gives to `send`: as many bytes."""
         comm, stream, capture = self._enter("recv", group, tensor, tensor, config)
         peer = checks.rank_in_group(comm, "src", src, self._context.num_ranks)
-        result = tensor if tensor.is_contiguous() else torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        result = _to_write(tensor)
         sources = range(peer, peer + 1)
         return self._message(comm, "recv", peer, range(0), sources, result, tensor, stream, capture, config, async_op)
 
@@ -289,8 +290,8 @@ class Collectives:
         """
         comm, stream, capture = self._enter("all_reduce", group, output, input, config, None, op)
         if workspace is not None:
-            workspace.check(comm, output, input)
-        source, result = _aligned_pair(output, input)
+            _preparation(workspace).check(comm, output, input)
+        source, result = _to_read(input), _to_write(output)
         key = self._key(("all_reduce", id(op)), result, source, config, stream, capture)
         launch = comm.launches.get(key)
         if launch is None:
@@ -317,7 +318,8 @@ class Collectives:
         """
         comm, stream, capture = self._enter("all_reduce_preamble", group, output, input, config)
         checks.check_pair(comm, "all_reduce_preamble", output, input, 1, 1)
-        if workspace is not None and workspace.covers(comm, output, input):
+        checks.check_config(config)
+        if workspace is not None and _preparation(workspace).covers(comm, output, input):
             return workspace
         return sums.Preparation(comm, input.nbytes, input.dtype)
 
@@ -337,8 +339,8 @@ class Collectives:
         Rounding as in `all_reduce`. ``output`` may be its own part of ``input``.
         """
         comm, stream, capture = self._enter("reduce_scatter", group, output, input, config, None, op)
-        source = input.contiguous()
-        result = output if output.is_contiguous() else torch.empty_like(output, memory_format=torch.contiguous_format)
+        source = _to_read(input)
+        result = _to_write(output)
         key = self._key(("reduce_scatter", id(op)), result, source, config, stream, capture)
         launch = comm.launches.get(key)
         if launch is None:
@@ -372,7 +374,8 @@ class Collectives:
         if here:
             checks.check_tensor("reduce", output)
         target = output if here else input
-        source, result = _aligned_pair(target, input)
+        source = _to_read(input)
+        result = _to_write(target) if here else source
         key = self._key(("reduce", id(op), root), result, source, config, stream, capture)
         launch = comm.launches.get(key)
         if launch is None:
@@ -425,6 +428,8 @@ class Collectives:
                 capture = capture_id(stream)
         if group is dist.group.WORLD:
             group = None
+        if group is not None:
+            check_process_group(group)
         comm = self._communicators.get(group)
         if comm is None:
             if capture is not None:
@@ -497,8 +502,8 @@ class Collectives:
         """All that a prepared launch depends on."""
         return (
             call,
-            input.dtype, input.shape, input.stride(), input.data_ptr() & 15,
-            output.dtype, output.shape, output.stride(), output.data_ptr() & 15,
+            input.get_device(), input.dtype, input.shape, input.stride(), input.data_ptr() & 15,
+            output.get_device(), output.dtype, output.shape, output.stride(), output.data_ptr() & 15,
             id(config), stream, capture,
         )  # fmt: skip
 
@@ -534,23 +539,29 @@ def _nothing(stream: int | None, source: torch.Tensor, result: torch.Tensor) -> 
     """The launch of a collective of no elements."""
 
 
+def _preparation(workspace: object) -> sums.Preparation:
+    if not isinstance(workspace, sums.Preparation):
+        raise InvalidCollectiveError(f"workspace={workspace!r} is not what all_reduce_preamble() returned.")
+    return workspace
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether the elements lie in memory in their order, as they are."""
+    return tensor.is_contiguous() and not (tensor.is_neg() or tensor.is_conj())
+
+
 def _has_rows(tensor: torch.Tensor) -> bool:
-    """Whether an exchange reads the tensor as it lies: contiguous, or two-dimensional with contiguous rows."""
-    return tensor.is_contiguous() or (tensor.dim() == 2 and tensor.stride(1) == 1)
+    """Whether an exchange reads the tensor as it lies: plain, or two-dimensional with plain rows."""
+    return _is_plain(tensor) or (
+        tensor.dim() == 2 and tensor.stride(1) == 1 and not (tensor.is_neg() or tensor.is_conj())
+    )
 
 
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements fill a piece of memory, in whatever order."""
-    return tensor.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(tensor)
+def _to_read(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a plain copy: what has another order in memory here may have yet another one on other ranks."""
+    return tensor if _is_plain(tensor) else tensor.resolve_neg().resolve_conj().contiguous()
 
 
-def _aligned_pair(output: torch.Tensor, input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Input and output that can be walked through in the order of memory: themselves, or contiguous copies."""
-    if input.is_contiguous() and output.is_contiguous():
-        return input, output
-    if input.stride() == output.stride() and _is_dense(input):
-        return input, output
-    source = input.contiguous()
-    if output.is_contiguous():
-        return source, output
-    return source, torch.empty_like(output, memory_format=torch.contiguous_format)
+def _to_write(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or plain room for a result that `_leave` copies into it."""
+    return tensor if _is_plain(tensor) else torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)

@@ -8,7 +8,7 @@ import torch
 from iris import simulator
 from iris.ccl.queue import COUNTS, MAX_RANKS, SLOTS, WORDS, region_bytes
 from iris.ccl.select import digest, load_table, own_table
-from iris.errors import ChannelsExhaustedError, InvalidGroupError, InvalidTableError
+from iris.errors import InvalidGroupError, InvalidTableError, TooManyStreamsError
 from iris.heap.symmetric import SymmetricHeap
 from iris.launch import prepare
 from iris.workspace import Workspace
@@ -66,7 +66,7 @@ class Communicator:
         group = workspace.group
         if group.size > MAX_RANKS:
             raise InvalidGroupError(f"A group of {group.size} ranks: the collectives are for {MAX_RANKS} at most.")
-        self.workspace, self.heap, self.num_sms = workspace, heap, num_sms
+        self.workspace, self.heap = workspace, heap
         self.rank, self.size, self.ranks = group.rank, group.size, group.ranks
         self.device = workspace.device
         bases = dict(zip(heap.group.ranks, heap.bases, strict=True))
@@ -74,7 +74,10 @@ class Communicator:
         self.heap_table = torch.tensor(table, dtype=torch.int64, device=self.device)
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "simulator"
         self.table = load_table(name, self.size)
-        if len(set(group.all_gather(digest(self.table), "the comparison of the collectives' tables"))) > 1:
+        told = group.all_gather((digest(self.table), num_sms), "the comparison of the collectives' tables")
+        # Launches are of as many programs on all ranks, so the smallest of their GPUs decides.
+        self.num_sms = min(number for _, number in told)
+        if len({table for table, _ in told}) > 1:
             raise InvalidTableError(
                 f"The ranks choose collectives by different tables. Give all of them the same {own_table()}, or none."
             )
@@ -140,7 +143,10 @@ class Communicator:
         streams = self._streams_to.setdefault((peer, sends), [])
         if stream not in streams:
             if len(streams) == P2P_STREAMS:
-                raise ChannelsExhaustedError("another one", f"{P2P_STREAMS} streams between two ranks", P2P_STREAMS, 1)
+                raise TooManyStreamsError(
+                    f"Messages between ranks {self.ranks[self.rank]} and {self.ranks[peer]} have been on {P2P_STREAMS} "
+                    "streams in this direction, which is as many as there is staging for. Send and receive on these."
+                )
             streams.append(stream)
         return self._point_to_point[up, streams.index(stream)]
 

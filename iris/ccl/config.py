@@ -33,20 +33,21 @@ class Config:
     Attributes
     ----------
     block_size_m, block_size_n : int
-        Rows and columns of a block that a program moves at a time; powers of two.
+        Rows and columns of a block that a program moves at a time; powers of two. For all_gather, all_to_all, and the
+        sums of "two_shot", "ring", "atomic" and "spinlock"; small calls have blocks of their own.
     swizzle_size, num_xcds, chunk_size, num_stages, waves_per_eu : int
         Accepted for programs that set them, and without effect: blocks are dealt out one by one, which leaves
         nothing to swizzle, and no kernel here is pipelined by the compiler.
     comm_sms : int
-        Programs at most, each of which may take an SM (NVIDIA) or CU (AMD); never more than the power of two below
-        their number.
+        Programs at most, each of which may take an SM (NVIDIA) or CU (AMD). Large calls never have more than the power
+        of two below their number; small ones have up to two on each by default.
     use_gluon : bool
         The kernel in Gluon, where there is one: all but all_to_all_v.
     all_gather_variant : "persistent", "partitioned"
         Each program sends its blocks to every rank; or each program serves one rank.
     all_reduce_variant : "auto", "one_shot", "two_shot", "ring", "atomic", "spinlock"
-        "auto" is one of the first two, by size. The sums of "atomic" and "spinlock", for SUM and AVG alone, may differ
-        in their last bits from run to run and from rank to rank.
+        "auto" is what the table of this machine says for the size and type. The sums of "atomic" and "spinlock", for
+        SUM and AVG alone, may differ in their last bits from run to run and from rank to rank.
     all_reduce_distribution : int
         0 or 1: a program's chunks lie apart (striding) or side by side, in the "ring" variant.
     all_reduce_num_rings : int
@@ -55,6 +56,7 @@ class Config:
         Elements that go round at a time; a power of two.
     reduce_scatter_variant : "two_shot"
     all_to_all_variant : "persistent"
+        Accepted for programs that set them, and without effect: these are chosen by size.
     num_warps : int
     threads_per_warp : int
         Must be what the machine has; for programs that pass it to Gluon.

@@ -44,9 +44,12 @@ def make_exchange(jit, lang, queue: SimpleNamespace, Context):
     await_room, await_blocks, post, finish = queue.await_room, queue.await_blocks, queue.post, queue.finish
 
     @jit
-    def cell(block, blocks_n, index, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    def cell(block, blocks_n, index, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FLAT: tl.constexpr):
         """Row and column of each element of a block, and whether the piece has it: none behind the last block."""
         block = lang.cast(block, lang.int64)
+        if FLAT:
+            k = block * (BLOCK_M * BLOCK_N) + index
+            return k // N, k % N, k < lang.cast(M, lang.int64) * N
         r = block // blocks_n * BLOCK_M + index // BLOCK_N
         c = block % blocks_n * BLOCK_N + index % BLOCK_N
         return r, c, (r < M) & (c < N)
@@ -77,10 +80,14 @@ def make_exchange(jit, lang, queue: SimpleNamespace, Context):
         BLOCK_N: tl.constexpr,
         SLOT: tl.constexpr,
         SAME: tl.constexpr,
+        FLAT: tl.constexpr,
         PARTITIONED: tl.constexpr,
         DIRECT: tl.constexpr,
     ):
-        """``PARTITIONED``: a program serves one rank, with a W-th of the others; else its blocks go to every rank."""
+        """``FLAT``: a block is so many elements of a piece, across its rows, as it is where these are not apart.
+
+        ``PARTITIONED``: a program serves one rank, with a W-th of the others; else its blocks go to every rank.
+        """
         follow_predecessor()
         ctx = Context.initialize(context_tensor, num_ranks=W)
         rank = ctx.cur_rank
@@ -116,11 +123,13 @@ def make_exchange(jit, lang, queue: SimpleNamespace, Context):
         index = flat(BLOCK, input.dtype.element_ty)
         blocks_n = blocks_of(N, BLOCK_N)
         blocks = blocks_of(M, BLOCK_M) * blocks_n
+        if FLAT:
+            blocks = blocks_of(lang.cast(M, lang.int64) * N, BLOCK_M * BLOCK_N)
         steps = (blocks - first + stride - 1) // stride
         if SAME:
             # A block is loaded while the one before is stored; the compiler may not move loads before stores.
             sends = to_first < to_last
-            r, c, mask = cell(first, blocks_n, index, M, N, BLOCK_M, BLOCK_N)
+            r, c, mask = cell(first, blocks_n, index, M, N, BLOCK_M, BLOCK_N, FLAT)
             following = lang.load(input + (r * in_pitch + c), mask=mask & sends)
         for step in range(0, steps + AHEAD):
             if step < steps:
@@ -129,9 +138,9 @@ def make_exchange(jit, lang, queue: SimpleNamespace, Context):
                 block = first + step * stride
                 if SAME:
                     data = following
-                    r, c, mask = cell(block + stride, blocks_n, index, M, N, BLOCK_M, BLOCK_N)
+                    r, c, mask = cell(block + stride, blocks_n, index, M, N, BLOCK_M, BLOCK_N, FLAT)
                     following = lang.load(input + (r * in_pitch + c), mask=mask & sends)
-                r, c, mask = cell(block, blocks_n, index, M, N, BLOCK_M, BLOCK_N)
+                r, c, mask = cell(block, blocks_n, index, M, N, BLOCK_M, BLOCK_N, FLAT)
                 at_input = input + (r * in_pitch + c)
                 at_output = r * out_pitch + c
                 for i in range(0, W):
@@ -154,7 +163,7 @@ def make_exchange(jit, lang, queue: SimpleNamespace, Context):
             if step >= AHEAD:
                 if takes:
                     await_blocks(ctx, own_words, got, sources, W)
-                    r, c, mask = cell(first + (step - AHEAD) * stride, blocks_n, index, M, N, BLOCK_M, BLOCK_N)
+                    r, c, mask = cell(first + (step - AHEAD) * stride, blocks_n, index, M, N, BLOCK_M, BLOCK_N, FLAT)
                     at_output = r * out_pitch + c
                     for i in range(1, W):
                         s = (rank + i) % W
@@ -165,8 +174,9 @@ def make_exchange(jit, lang, queue: SimpleNamespace, Context):
                     got = lang.where(sources, got + 1, got)
             if any_queued | takes:
                 post(ctx, own_words, sent, got, queued | (sources & takes))
-        lang.store(row + SENT + lanes(), sent, mask=others)
-        lang.store(row + GOT + lanes(), got, mask=others)
+        # Only what this call has changed: another message may be under way on another stream, to or from another rank.
+        lang.store(row + SENT + lanes(), sent, mask=queued)
+        lang.store(row + GOT + lanes(), got, mask=sources & takes)
         if DIRECT:
             finish(ctx, row, calls_to, to & (queued == 0), calls_from, sources & (direct_here != 0), W)
 

@@ -50,17 +50,13 @@ class Exchange:
     sources: range
 
 
-def rows_of(tensor: torch.Tensor) -> tuple[int, int, int]:
-    """Rows, bytes of a row, and from one to the next."""
-    if tensor.is_contiguous() or tensor.dim() != 2:
-        return 1, tensor.nbytes, tensor.nbytes
-    return tensor.shape[0], tensor.shape[1] * tensor.itemsize, tensor.stride(0) * tensor.itemsize
-
-
-def all_gather(comm: Communicator, input: torch.Tensor, output: torch.Tensor) -> Exchange:
-    everyone = range(comm.size)
-    rows, row, pitch = rows_of(input)
-    piece = rows * row
+def all_gather(comm: Communicator, input: torch.Tensor, output: torch.Tensor, config: Config) -> Exchange:
+    everyone, piece = range(comm.size), input.nbytes
+    # Tiles are of the shape, which all ranks share. Whether rows are apart is for each rank to know.
+    if input.dim() == 2 and (config.block_size_m or config.block_size_n or not input.is_contiguous()):
+        rows, row, pitch = len(input), input.shape[1] * input.itemsize, input.stride(0) * input.itemsize
+    else:
+        rows, row, pitch = 1, piece, piece
     return Exchange(rows, row, pitch, row, 0, piece, output.nbytes, everyone, everyone)
 
 
@@ -96,10 +92,11 @@ def prepare_exchange(
     ``peer``: the rank with which this one exchanges a message that the others know nothing of.
     """
     e = exchange
-    partitioned = config.all_gather_variant == "partitioned" and e.send_step == 0 and len(e.to) == comm.size
     everyone = range(comm.size)
     programs = config.comm_sms
+    partitioned = False
     if e.to == e.sources == everyone:
+        partitioned = config.all_gather_variant == "partitioned" and e.send_step == 0
         collective, piece = "all_to_all" if e.send_step else "all_gather", e.rows * e.row
         asked = config.all_gather_variant or config.block_size_m or config.block_size_n
         hops = {"one_hop"} if piece <= one_hop.LARGEST_PIECE and not asked else set()
@@ -111,9 +108,20 @@ def prepare_exchange(
     begins = (input.storage_offset() * input.itemsize, output.storage_offset() * output.itemsize)
     word = word_bytes(*lengths, *begins, input.data_ptr(), output.data_ptr())
     programs = comm.programs(programs if peer is None else min(programs or P2P_PROGRAMS, P2P_PROGRAMS))
+    if partitioned:
+        if programs < comm.size:
+            raise InvalidConfigError(
+                f"Config(all_gather_variant='partitioned') needs a program for each of {comm.size} ranks; there may "
+                f"be {programs}: raise comm_sms, or use 'persistent'."
+            )
+        programs = programs // comm.size * comm.size
     slot_bytes = comm.slot_bytes(programs if peer is None else P2P_PROGRAMS)
     block_m, block_n = config.block_size_m, config.block_size_n
-    if block_m is None and block_n is None:
+    # Rows that are apart on this rank need not be on others, so their blocks are those of a piece in one row.
+    flat = block_m is None and block_n is None and e.send_step == 0 and e.rows > 1
+    if flat:
+        block_m, block_n = 1, slot_bytes // word
+    elif block_m is None and block_n is None:
         block_m, block_n = _block(slot_bytes // word, e, word)
     else:
         block_m, block_n = block_m or 8, block_n or 256
@@ -127,6 +135,8 @@ def prepare_exchange(
         word = min(word, block_n * input.itemsize)
         block_n = block_n * input.itemsize // word
     blocks = -(-e.rows // block_m) * -(-(e.row // word) // block_n)
+    if flat:
+        blocks = -(-e.rows * e.row // (block_n * word))
     if partitioned:
         programs = max(1, min(programs // comm.size, blocks)) * comm.size
     else:
@@ -141,7 +151,7 @@ def prepare_exchange(
     after = (
         e.rows, e.row // word, *(length // word for length in lengths[1:]), e.length,
         e.to.start, e.to.stop, e.sources.start, e.sources.stop,
-        comm.size, block_m, block_n, slot_bytes // word, e.send_step == 0, partitioned,
+        comm.size, block_m, block_n, slot_bytes // word, e.send_step == 0, flat, partitioned,
     )  # fmt: skip
     kernel = gluon_exchange if config.use_gluon else triton_exchange
     direct = e.rows * e.row > SMALLEST_DIRECT

@@ -51,6 +51,7 @@ COLLECTIVES = {
     **dict.fromkeys(["PARTITIONED", "ROOTED"], False),
 }
 ELEMENTS = {
+    "exchange": {"FLAT": False},
     "one_hop": {"input": INT32, "output": INT32, "BLOCK": 1024, "BLOCKS": 64},
     "push": {"slots": INT16, "input": BF16, "output": BF16},
     "two_shot": {"slots": BF16, "input": BF16, "output": BF16},
