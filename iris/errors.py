@@ -130,8 +130,8 @@ class NotSymmetricError(IrisError, ValueError):
 class NotATensorError(IrisError, TypeError):
     """Something else was given where a torch tensor is needed."""
 
-    def __init__(self, value: object) -> None:
-        super().__init__(f"A torch.Tensor is needed, and this is a {type(value).__name__}: {value!r:.60}.")
+    def __init__(self, value: object, needed: str = "A torch.Tensor is needed") -> None:
+        super().__init__(f"{needed}, and this is a {type(value).__name__}: {value!r:.60}.")
 
 
 class FreedTensorError(IrisError, RuntimeError):

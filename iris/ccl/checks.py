@@ -25,9 +25,9 @@ from iris.language.target import threads_per_warp
 def check_tensor(name: str, tensor: object) -> None:
     """That it is one, with memory of its own."""
     if not isinstance(tensor, torch.Tensor):
-        raise NotATensorError(f"{name}() takes tensors, and got {tensor!r}.")
+        raise NotATensorError(tensor, f"{name}() takes tensors")
     if isinstance(tensor, FakeTensor) or is_traceable_wrapper_subclass(tensor):
-        raise NotATensorError(
+        raise InvalidCollectiveError(
             f"{name}() takes tensors with memory of their own, and got a {type(tensor).__name__}. Pass what it wraps "
             "(of a DTensor, x.to_local()), or use iris.ccl.functional where torch traces."
         )

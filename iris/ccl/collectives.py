@@ -502,8 +502,8 @@ class Collectives:
         """All that a prepared launch depends on."""
         return (
             call,
-            input.get_device(), input.dtype, input.shape, input.stride(), input.data_ptr() & 15,
-            output.get_device(), output.dtype, output.shape, output.stride(), output.data_ptr() & 15,
+            input.device, input.dtype, input.shape, input.stride(), input.data_ptr() & 15,
+            output.device, output.dtype, output.shape, output.stride(), output.data_ptr() & 15,
             id(config), stream, capture,
         )  # fmt: skip
 

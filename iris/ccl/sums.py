@@ -21,7 +21,7 @@ def check(op: ReduceOp, dtype: torch.dtype) -> None:
             f"op={op!r} is not one of iris.ccl.ReduceOp: {', '.join(o.name for o in ReduceOp)}."
         )
     if dtype.is_floating_point and dtype not in MARKED | {torch.float8_e4m3fnuz, torch.float8_e5m2fnuz}:
-        raise UnsupportedReductionError(f"Numbers of {dtype} cannot be combined: convert them, or move them as they are.")
+        raise UnsupportedReductionError(f"{dtype} cannot be combined: convert it, or move it as it is.")
     if dtype.is_complex and op not in (ReduceOp.SUM, ReduceOp.AVG):
         raise UnsupportedReductionError(f"{op} has no meaning for {dtype}, which has no order; SUM and AVG have.")
     if op is ReduceOp.AVG and not (dtype.is_floating_point or dtype.is_complex):

@@ -18,7 +18,8 @@ RANKS = (1, 2, 3, 4, 5, 8)
 
 MOVES = ["all_gather", "all_to_all", "all_to_all_v", "broadcast", "gather", "scatter", "send"]
 SUMS = ["all_reduce", "reduce_scatter", "reduce"]
-LAYOUTS = ["contiguous", "sliced", "transposed", "stepped"]
+ORDERS = ["contiguous", "sliced", "transposed", "stepped"]
+LAYOUTS = [*ORDERS, "mixed"]  # mixed: another one on each rank, and for input and output
 PLACES = ["heap", "unaligned", "elsewhere", "mixed"]
 
 GUARD = 16  # elements before and behind each tensor that must stay as they are
@@ -65,6 +66,8 @@ class Frame:
 
     def __init__(self, arena, shape, dtype, place, layout, rank, call):
         padded, index = list(shape), (...,)
+        if layout == "mixed":
+            layout = ORDERS[(rank + call // 1000) % len(ORDERS)]
         if not shape:
             layout = "contiguous"
         elif layout == "sliced":

@@ -5,6 +5,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from iris.ccl import Config, ReduceOp, collectives
 from iris.errors import (
@@ -64,11 +65,43 @@ REFUSED = {
     ),
     "no tensor": (
         lambda ccl, ctx: ccl.all_reduce([0.0], ctx.zeros(1)),
-        NotATensorError, TypeError, r"all_reduce\(\) takes tensors.*\[0.0\]",
+        NotATensorError, TypeError, r"all_reduce\(\) takes tensors, .* list: \[0.0\]",
     ),
     "no tensor at the root": (
         lambda ccl, ctx: ccl.gather(None, ctx.zeros(1), dst=ctx.cur_rank),
-        NotATensorError, TypeError, r"gather\(\) takes tensors.*None",
+        NotATensorError, TypeError, r"gather\(\) takes tensors, .*None",
+    ),
+    "a tensor without memory": (
+        lambda ccl, ctx: ccl.all_reduce(*[FakeTensorMode().from_tensor(torch.zeros(4))] * 2),
+        InvalidCollectiveError, ValueError, r"all_reduce\(\) takes tensors with memory.*FakeTensor.*functional",
+    ),
+    "another device behind a good call": (
+        lambda ccl, ctx: [ccl.all_reduce(x, x) for x in (ctx.zeros(4), torch.zeros(4, device="meta"))],
+        WrongDeviceError, RuntimeError, r"all_reduce\(\) is on meta.*Move it",
+    ),
+    "scales": (
+        lambda ccl, ctx: ccl.all_reduce(*[torch.zeros(4, device=ctx.device).to(torch.float8_e8m0fnu)] * 2),
+        UnsupportedReductionError, TypeError, r"float8_e8m0fnu cannot be combined",
+    ),
+    "rows around the result": (
+        lambda ccl, ctx: (lambda x: ccl.all_gather(x[1, :8], x[:, 8:10]))(ctx.zeros(2, 16)),
+        InvalidCollectiveError, ValueError, r"all_gather\(\) overlap",
+    ),
+    "a root that is no number": (
+        lambda ccl, ctx: ccl.broadcast(ctx.zeros(1), None),
+        InvalidCollectiveError, ValueError, r"src=None is not a rank",
+    ),
+    "no group": (
+        lambda ccl, ctx: ccl.broadcast(ctx.zeros(1), 0, group=[0, 1]),
+        InvalidGroupError, ValueError, r"group=\[0, 1\] is not a process group",
+    ),
+    "no workspace": (
+        lambda ccl, ctx: ccl.all_reduce(*[ctx.zeros(1)] * 2, workspace=ctx.zeros(1)),
+        InvalidCollectiveError, ValueError, r"is not what all_reduce_preamble\(\) returned",
+    ),
+    "counts that are not whole": (
+        lambda ccl, ctx: ccl.all_to_all_v(ctx.zeros(2), ctx.zeros(2), [1, 1.5], [0, 1], [1, 1], [0, 1]),
+        InvalidCollectiveError, ValueError, r"send_counts takes 2 numbers.*1\.5",
     ),
     "another device": (
         lambda ccl, ctx: ccl.all_reduce(torch.zeros(4, device="meta"), torch.zeros(4, device="meta")),

@@ -132,32 +132,30 @@ def test_two_streams(ranks, sizes):
     ranks.run(two_streams, sizes)
 
 
-def both_ways(ctx, n):
-    """Neighbours send to each other on one stream and receive on another, more than the queues between them hold."""
-    peer = ctx.cur_rank ^ 1
-    if peer >= ctx.num_ranks:
-        return
+def around(ctx, n):
+    """Each rank sends to the next on one stream and receives from the one before on another, more than queues hold."""
+    after, before = (ctx.cur_rank + 1) % ctx.num_ranks, (ctx.cur_rank - 1) % ctx.num_ranks
     out, into = torch.cuda.Stream(), torch.cuda.Stream()
     given, result = torch.empty(n, device=ctx.device), torch.empty(n, device=ctx.device)
     wrong = torch.zeros((), dtype=torch.int64, device=ctx.device)
     positions = torch.arange(n, device=ctx.device, dtype=torch.float32)
-    for call in range(20):
-        # What fits the queues comes first: its kernels are compiled with nobody waiting.
-        count = 4096 if call == 0 else n
+    for call in range(40):
+        # Lengths of one alignment, in an order that no kernel is there for yet.
+        count = n if call % 3 else 4096
         torch.cuda.synchronize()
         given.copy_(positions + (1000 * call + ctx.cur_rank))
         torch.cuda.synchronize()
-        calls = [(out, ctx.ccl.send, given[:count]), (into, ctx.ccl.recv, result[:count])]
-        for stream, message, tensor in calls[::-1] if call % 2 else calls:
+        calls = [(out, ctx.ccl.send, given[:count], after), (into, ctx.ccl.recv, result[:count], before)]
+        for stream, message, tensor, peer in calls[::-1] if call % 2 else calls:
             with torch.cuda.stream(stream):
                 message(tensor, peer)
         torch.cuda.synchronize()
-        wrong += (result[:count] != positions[:count] + (1000 * call + peer)).sum()
+        wrong += (result[:count] != positions[:count] + (1000 * call + before)).sum()
     assert wrong.item() == 0
 
 
-def test_messages_both_ways_at_once(ranks):
-    ranks.run(both_ways, 8 << 20)
+def test_messages_around_all_ranks_at_once(ranks):
+    ranks.run(around, 8 << 20)
 
 
 def asynchronous(ctx):

@@ -90,6 +90,7 @@ CONFIGS = {
     "chosen": (),
     "one program": (("comm_sms", 1),),
     "gluon": (("use_gluon", True),),
+    "partitioned": (("all_gather_variant", "partitioned"),),
     "blocks": (("block_size_m", 8), ("block_size_n", 256)),
     "gluon blocks": (("use_gluon", True), ("block_size_m", 16), ("block_size_n", 128), ("num_warps", 4)),
 }
@@ -116,10 +117,15 @@ def test_columns_and_rows_that_lie_apart(ranks):
     cases = [
         Case(collective, shape, torch.bfloat16, layout=layout, output_place=place, config=CONFIGS[config])
         for collective, shape, layout, place, config in covering(
-            ["all_gather", "all_to_all"], [(17, 50), (3, 1100), (20, 1)], ["contiguous", "sliced"], PLACES, CONFIGS
+            ["all_gather", "all_to_all"],
+            [(17, 50), (3, 1100), (20, 1)],
+            ["contiguous", "sliced", "mixed"],
+            PLACES,
+            CONFIGS,
         )
     ]
-    run(ranks, cases)
+    large = [Case("all_gather", (90, 300), torch.float32, layout="mixed", output_place=place) for place in PLACES]
+    run(ranks, [*cases, *large])
 
 
 @mainly(3)
