@@ -109,6 +109,15 @@ def broadcast(input: Tensor, ranks: str, src: int = 0) -> Tensor:
     return output
 
 
+@custom_op("iris::reduce", mutates_args=())
+def reduce(input: Tensor, ranks: str, dst: int = 0, op: str = "sum") -> Tensor:
+    """Every rank's ``input`` combined, on rank ``dst`` (its rank in the world); zeros on the others."""
+    context, group = _find(ranks)
+    output = torch.zeros_like(input, memory_format=torch.contiguous_format)
+    context.ccl.reduce(output, input, dst, op=ReduceOp(op), group=group)
+    return output
+
+
 # What they return, for torch.compile ---------------------------------------------------------------------------------
 
 all_reduce.register_fake(lambda input, ranks, op="sum": _like(input))
@@ -116,6 +125,7 @@ all_gather.register_fake(lambda input, ranks: _like(input, input.shape[0] * _siz
 reduce_scatter.register_fake(lambda input, ranks, op="sum": _like(input, input.shape[0] // _size(ranks)))
 all_to_all.register_fake(lambda input, ranks: _like(input))
 broadcast.register_fake(lambda input, ranks, src=0: _like(input))
+reduce.register_fake(lambda input, ranks, dst=0, op="sum": _like(input))
 
 
 # Gradients -----------------------------------------------------------------------------------------------------------
@@ -137,10 +147,10 @@ def _scatter_back(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
     return gathered / _size(ranks) if _linear(op) == "avg" else gathered, None, None
 
 
-def _broadcast_back(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-    ranks, src = ctx.arguments
-    total, rank = all_reduce(gradient, ranks), dist.get_rank() if dist.is_initialized() else 0
-    return total if rank == src else torch.zeros_like(total), None, None
+def _reduce_back(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+    ranks, dst, op = ctx.arguments
+    sent = broadcast(gradient, ranks, dst)
+    return sent / _size(ranks) if _linear(op) == "avg" else sent, None, None, None
 
 
 all_reduce.register_autograd(
@@ -154,4 +164,8 @@ reduce_scatter.register_autograd(_scatter_back, setup_context=_keep_arguments)
 all_to_all.register_autograd(
     lambda ctx, gradient: (all_to_all(gradient, *ctx.arguments), None), setup_context=_keep_arguments
 )
-broadcast.register_autograd(_broadcast_back, setup_context=_keep_arguments)
+# The same call on all ranks, though one alone has a gradient: a compiler would drop a call that only gives zeros.
+broadcast.register_autograd(
+    lambda ctx, gradient: (reduce(gradient, *ctx.arguments), None, None), setup_context=_keep_arguments
+)
+reduce.register_autograd(_reduce_back, setup_context=_keep_arguments)

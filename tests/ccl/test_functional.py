@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ccl.calls import EVERYTHING
 from iris.ccl import functional
 from iris.errors import InvalidGroupError, UnsupportedReductionError
 
@@ -19,23 +20,25 @@ def reference(call, inputs, rank, argument):
         return (stacked.mean(0) if argument == "avg" else stacked.sum(0)).chunk(size)[rank]
     if call == "all_to_all":
         return torch.cat([each.chunk(size, dim=1)[rank] for each in inputs], dim=1)
+    if call == "reduce":
+        return stacked.sum(0) if rank == argument else torch.zeros_like(inputs[0])
     return inputs[argument]
 
 
 CALLS = [
     ("all_reduce", "sum"), ("all_reduce", "avg"), ("all_gather", None), ("reduce_scatter", "sum"),
-    ("reduce_scatter", "avg"), ("all_to_all", None), ("broadcast", 1),
+    ("reduce_scatter", "avg"), ("all_to_all", None), ("broadcast", 1), ("reduce", 1),
 ]  # fmt: skip
 
 
-def compare(ctx, group, members, compiled):
+def compare(ctx, group, members, compiler):
     size, me, ranks = len(members), members.index(ctx.cur_rank), functional.name_of(ctx, group)
     generator = torch.Generator().manual_seed(5)
 
     def random(shape):
         return torch.randn(shape, generator=generator).to(ctx.device)
 
-    arguments = [() if a is None else (members[a] if call == "broadcast" else a,) for call, a in CALLS]
+    arguments = [() if a is None else (members[a] if call in ("broadcast", "reduce") else a,) for call, a in CALLS]
     inputs = [[random((2 * size, 3 * size)).requires_grad_() for _ in members] for _ in CALLS]
     mine = [each[me].detach().clone().requires_grad_() for each in inputs]
 
@@ -43,7 +46,7 @@ def compare(ctx, group, members, compiled):
         every = zip(CALLS, xs, arguments, strict=True)
         return [2 * getattr(functional, call)(torch.sin(x), ranks, *more) for (call, _), x, more in every]
 
-    results = (torch.compile(function, backend="aot_eager", fullgraph=True) if compiled else function)(mine)
+    results = (torch.compile(function, backend=compiler, fullgraph=True) if compiler else function)(mine)
     expected = [[2 * reference(call, [torch.sin(x) for x in xs], rank, argument) for rank in range(size)]
                 for (call, argument), xs in zip(CALLS, inputs, strict=True)]  # fmt: skip
     torch.testing.assert_close(results, [outputs[me] for outputs in expected])
@@ -57,19 +60,20 @@ def compare(ctx, group, members, compiled):
         torch.testing.assert_close(x.grad, xs[me].grad if reached else torch.zeros_like(x))
 
 
-def of_all(ctx):
-    compare(ctx, None, list(range(ctx.num_ranks)), compiled=True)
+def of_all(ctx, compiler):
+    compare(ctx, None, list(range(ctx.num_ranks)), compiler)
 
 
 def of_some(ctx):
     members = [ctx.num_ranks - 2, ctx.num_ranks - 1]
     group = dist.new_group(members)
     if ctx.cur_rank in members:
-        compare(ctx, group, members, compiled=False)
+        compare(ctx, group, members, None)
 
 
-def test_compiled_results_and_gradients(ranks):
-    ranks.run(of_all)
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"] if EVERYTHING else ["aot_eager"])
+def test_compiled_results_and_gradients(ranks, compiler):
+    ranks.run(of_all, compiler)
 
 
 @pytest.mark.ranks(3)
