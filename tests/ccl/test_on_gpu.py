@@ -88,6 +88,38 @@ def test_graphs_replayed_between_other_calls(ranks, n, heap):
         ranks.run(replayed, n, heap)
 
 
+def forked(ctx, n):
+    """A graph of two branches with a step each, and a step before and behind them."""
+    steps, side = [Step(ctx, n) for _ in range(4)], torch.cuda.Stream()
+    for step in steps:
+        step.fill(0)
+        step.enqueue(0)
+    ctx.barrier()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        steps[0].enqueue(0)
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            steps[1].enqueue(0)
+        steps[2].enqueue(0)
+        torch.cuda.current_stream().wait_stream(side)
+        steps[3].enqueue(0)
+    wrong = torch.zeros((), dtype=torch.int64, device=ctx.device)
+    for call in range(100):
+        for i, step in enumerate(steps):
+            step.fill(4 * call + i)
+        graph.replay()
+        for i, step in enumerate(steps):
+            wrong += step.wrong(4 * call + i, 0)
+    ctx.barrier()
+    assert wrong.item() == 0
+
+
+@pytest.mark.parametrize("n", [4096, 1_500_000])
+def test_graphs_with_branches(ranks, n):
+    ranks.run(forked, n)
+
+
 def skewed(ctx, n, rounds):
     step, generator = Step(ctx, n), random.Random(f"skew {ctx.cur_rank}")
     wrong = torch.zeros((), dtype=torch.int64, device=ctx.device)

@@ -234,6 +234,33 @@ def beside_gloo(ctx):
     dist.destroy_process_group(group)
 
 
+def overlapping(ctx):
+    """What is asked for with async_op=True does not hold up what comes behind it on the stream."""
+    group, size = make_group(ctx), ctx.num_ranks
+    x, other = torch.ones(1 << 20, device=ctx.device), torch.ones(1 << 20, device=ctx.device)
+    for _ in range(2):
+        dist.all_reduce(x, group=group, async_op=True).wait()
+    other.add_(1)
+    ctx.barrier()
+    if ctx.cur_rank == 0:
+        torch.cuda._sleep(500_000_000)
+    work, behind = dist.all_reduce(x, group=group, async_op=True), torch.cuda.Event()
+    future = work.get_future()
+    other.add_(1)
+    behind.record()
+    behind.synchronize()
+    assert ctx.cur_rank == 0 or not work.is_completed(), "the stream waited for the collective, or it for nobody"
+    future.wait()
+    x.add_(1)
+    assert (x == size**3 + 1).all() and (other == 3).all()
+    dist.destroy_process_group(group)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there are no streams without a GPU")
+def test_asynchronous_calls_run_beside_others(ranks):
+    ranks.run(overlapping)
+
+
 def test_gloo_for_the_cpu(ranks):
     ranks.run(beside_gloo)
 
