@@ -71,13 +71,13 @@ def expected(ctx: Iris, collective: str, operands: Operands) -> torch.Tensor:
     """The result by torch.distributed, in float32 where it is a sum."""
     x, out, part = operands
     if collective == "all_reduce":
-        result = x.float()
+        result = x.to(torch.float32, copy=True)
         dist.all_reduce(result)
     elif collective == "all_gather":
         result = torch.empty_like(out)
         dist.all_gather_into_tensor(result, part.clone())
     elif collective == "reduce_scatter":
-        result = x.float()
+        result = x.to(torch.float32, copy=True)
         dist.all_reduce(result)
         result = result.chunk(ctx.num_ranks)[ctx.cur_rank]
     elif collective == "all_to_all":

@@ -22,7 +22,7 @@ VARIANTS = {
 PROGRAMS = (32, 64, 128)
 # Variants that cannot carry any size, and how much is worth trying.
 SMALL = ("one_hop", "one_shot", "two_shot_push")
-LARGEST_PUSH = 4 << 20
+LARGEST_PUSH = 16 << 20
 # A variant must win by this much to displace the one that is already chosen for smaller sizes.
 MARGIN = 0.97
 

@@ -1,0 +1,128 @@
+"""The benchmark of collectives and the tuning of their tables: what they measure, check, choose and write."""
+
+import csv
+import json
+import sys
+
+import pytest
+import torch
+
+from iris.bench import collectives, plots, report, tune
+from iris.bench.timing import Operands
+from iris.ccl import Config
+from iris.ccl.select import ELSEWHERE, Choice, choose
+
+KIB = 1 << 10
+
+
+@pytest.mark.parametrize(
+    ("collective", "share"),
+    [("all_reduce", 1.5), ("all_gather", 0.75), ("reduce_scatter", 0.75), ("all_to_all", 0.75), ("broadcast", 1.0)],
+)
+def test_bus_bandwidth_counts_what_each_link_must_carry(collective, share):
+    assert collectives.bus_bytes(collective, 1000, 4) == 1000 * share
+
+
+LIBRARIES = ["iris", "iris gluon", "nccl"]
+
+
+def measured(ctx):
+    chosen = ["all_reduce", "broadcast"]
+    rows = list(collectives.measure(ctx, chosen, [2 * KIB], [0], LIBRARIES, torch.float32))
+    assert [(row.collective, row.library) for row in rows] == [(name, each) for name in chosen for each in LIBRARIES]
+    for row in rows:
+        assert row.bytes == 2 * KIB and row.dtype == "float32" and row.sms == 0 and row.reason == ""
+        moved = collectives.bus_bytes(row.collective, row.bytes, ctx.num_ranks)
+        assert row.microseconds > 0 and row.bus_GBps == pytest.approx(moved / row.microseconds / 1e3)
+    return [row._replace(microseconds=None, bus_GBps=None) for row in rows]
+
+
+def test_libraries_are_measured_side_by_side(ranks):
+    first, *others = ranks.run(measured)
+    assert all(rows == first for rows in others), "ranks have different rows"
+
+
+def wrong_results(ctx, dtype):
+    operands = Operands(*(ctx.empty(n, dtype=dtype) for n in (64, 64, 64 // ctx.num_ranks)))
+    for collective in collectives.COLLECTIVES:
+        found = collectives.check(ctx, collective, operands, lambda: None, 256)
+        assert found == ("" if collective == "broadcast" and ctx.cur_rank == 0 else "wrong result")
+        call = collectives.iris_calls(ctx, operands, None)[collective]
+        assert collectives.check(ctx, collective, operands, call, 256) == ""
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int32], ids=str)
+def test_a_wrong_result_is_told(ranks, dtype):
+    ranks.run(wrong_results, dtype)
+
+
+ROWS = [
+    collectives.Row("all_reduce", "bfloat16", nbytes, sms, library, 2.0 + sms, 10.0 / (1 + sms))
+    for nbytes in (KIB, 8 * KIB)
+    for sms in (0, 4, 8)
+    for library in ("iris", "nccl")
+]
+
+
+def test_what_is_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["/somewhere/iris/__main__.py", "bench", "ccl", "--library", "iris gluon"])
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    collectives.write(tmp_path, 4, ROWS, {"copy_engine_GBps": 1.0})
+    written = json.loads((tmp_path / "collectives_4.json").read_text())
+    assert written["command"] == "torchrun --nproc-per-node 4 -m iris bench ccl --library 'iris gluon'"
+    assert written["num_ranks"] == 4 and written["copy_engine_GBps"] == 1.0
+    assert [collectives.Row(**row) for row in written["rows"]] == ROWS
+    with open(tmp_path / "collectives_4.csv", newline="") as file:
+        header, *lines = csv.reader(file)
+    assert header == list(collectives.Row._fields) and len(lines) == len(ROWS)
+    assert {file.name for file in plots.draw(tmp_path, 4, ROWS)} == {
+        "all_reduce_4_by_size.svg", "all_reduce_4_by_sms.svg"
+    }  # fmt: skip
+
+
+def test_floors(tmp_path):
+    floors = tmp_path / "floors.json"
+    bounds = {"a_us": 3.0, "b_us": 3.0, "c_GBps": 5.0, "d_GBps": 5.0, "e_us": 1.0}
+    floors.write_text(json.dumps({report.environment()["device"]: {"ccl": {"2": bounds}}}))
+    figures = {"a_us": 2.9, "b_us": 3.1, "c_GBps": 5.1, "d_GBps": 4.9}
+    missed = report.below_floor(floors, "ccl", 2, figures)
+    assert [line.split()[0] for line in missed] == ["b_us", "d_GBps", "e_us"]
+    assert report.below_floor(floors, "ccl", 4, figures) == []
+
+
+def tuned(ctx):
+    lines = []
+    before = ctx.ccl.communicator().table
+    table = tune.tune(ctx, [16 * KIB, 32 * KIB], lines.append)
+    assert ctx.ccl.communicator().table == before and len(lines) == 2 * len(table)
+    return table
+
+
+def test_a_table_is_measured_and_carries_every_call(ranks):
+    first, *others = ranks.run(tuned)
+    assert all(table == first for table in others), "ranks have different tables"
+    assert set(first) == set(ELSEWHERE)
+    for collective, rows in first.items():
+        variants = {row.variant for row in ELSEWHERE[collective]}
+        for nbytes in (1, 16 * KIB, 1 << 40):
+            assert choose(first, collective, nbytes, Config(), variants).variant in variants
+        # What cannot carry any size has a limit, whatever size was the largest that was measured.
+        assert all(row.limit is not None for row in rows if row.variant in tune.SMALL)
+
+
+def test_rows_of_a_table():
+    before = [Choice(KIB, "one_shot", None), Choice(None, "two_shot", None)]
+    found = [(1, "one_shot", None), (2, "one_shot", None), (4, "pull", 32), (8, "pull", 32), (16, "pull", 64)]
+    assert tune.rows(found, before) == [
+        Choice(2, "one_shot", None), Choice(8, "pull", 32), Choice(None, "pull", 64), Choice(None, "two_shot", None),
+    ]  # fmt: skip
+    assert tune.rows(found[:2], before) == [Choice(2, "one_shot", None), Choice(None, "two_shot", None)]
+
+
+def test_tables_are_added_to_a_file(tmp_path):
+    file = tmp_path / "iris" / "tables.json"
+    for size in (2, 4):
+        tune.write(file, "device", size, {"broadcast": [Choice(None, "exchange", size)]})
+    assert json.loads(file.read_text()) == {
+        "device": {"2": {"broadcast": [[None, "exchange", 2]]}, "4": {"broadcast": [[None, "exchange", 4]]}}
+    }
