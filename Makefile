@@ -34,7 +34,7 @@ test-gpu:            ## the same tests on RANKS GPUs of this machine
 
 perf:                ## measures on RANKS GPUs, and fails below the floors of benchmarks/floors.json
 	$(TORCHRUN) benchmarks/point_to_point.py --floors benchmarks/floors.json
-	$(TORCHRUN) -m iris bench ccl --library iris --library nccl --sizes 8,128,8192 --floors benchmarks/floors.json
+	$(TORCHRUN) -m iris bench ccl --library iris --library nccl --sizes 8,128,8192,65536 --floors benchmarks/floors.json
 
 lint: setup          ## ruff, and the rules that only this project must obey
 	$(RUN) -m ruff check .

@@ -1,9 +1,9 @@
 """Collectives side by side: Iris in Triton and in Gluon, the vendor's library, and torch's symmetric memory.
 
-All in one run, on tensors of the same random data. Each result is checked once before it is timed, but
-torch's, whose sums stay in its buffer. A time is the median
-over replays of a CUDA graph of several calls, and of the ranks the slowest counts. Bus bandwidth as nccl-tests define
-it (their PERFORMANCE.md): what the link of each rank must carry at least, over the time.
+All in one run, on tensors of the same random data. Each result is checked once before it is timed, but torch's, whose
+sums stay in its buffer. A time is the median over replays of a CUDA graph of several calls, and of the ranks the
+slowest counts. Bus bandwidth as nccl-tests define it (their PERFORMANCE.md): what the link of each rank must carry at
+least, over the time.
 """
 
 import csv
@@ -125,6 +125,7 @@ def measure(
     name = str(dtype).removeprefix("torch.")
     groups = {count: peers.with_max_ctas(count) for count in sms if count and "nccl" in libraries}
     ctx.device_barrier()
+    # NCCL's communicator exists after its first call, and windows need it.
     dist.all_reduce(torch.zeros(1, device=ctx.device))
     most = max(sizes) // dtype.itemsize
     windows, pool = [], None

@@ -26,15 +26,10 @@ from iris.language.context import DeviceContext, IrisDeviceCtx
 def make_broadcast(jit, lang, queue, Context):
     """The kernel in the language that ``(jit, lang)`` stand for."""
     pick, among, flat, lanes, blocks_of = queue.pick, queue.among, queue.flat, queue.lanes, queue.blocks_of
-    follow_predecessor = queue.follow_predecessor
+    follow_predecessor, slot_of = queue.follow_predecessor, queue.slot_of
     queue_address, pointer_at, offer, find = queue.queue_address, queue.pointer_at, queue.offer, queue.find
     await_room, await_blocks, post, finish = queue.await_room, queue.await_blocks, queue.post, queue.finish
     tell, hear, meet = queue.tell, queue.hear, queue.meet
-
-    @jit
-    def slot_of(p, s, got, W: tl.constexpr):
-        """Which slot of this rank holds the next block from rank ``s``."""
-        return lang.cast((p * W + s) * NUM_SLOTS + (pick(got, s) & (NUM_SLOTS - 1)), lang.int64)
 
     @jit
     def deal(

@@ -39,7 +39,7 @@ from iris.language.context import DeviceContext, IrisDeviceCtx
 def make_exchange(jit, lang, queue: SimpleNamespace, Context):
     """The kernel in the language that ``(jit, lang)`` stand for."""
     pick, among, flat, lanes, blocks_of = queue.pick, queue.among, queue.flat, queue.lanes, queue.blocks_of
-    follow_predecessor = queue.follow_predecessor
+    follow_predecessor, slot_of = queue.follow_predecessor, queue.slot_of
     queue_address, pointer_at, offer, find = queue.queue_address, queue.pointer_at, queue.offer, queue.find
     await_room, await_blocks, post, finish = queue.await_room, queue.await_blocks, queue.post, queue.finish
 
@@ -168,8 +168,7 @@ def make_exchange(jit, lang, queue: SimpleNamespace, Context):
                     for i in range(1, W):
                         s = (rank + i) % W
                         if (s >= from_first) & (s < from_last):
-                            slot = (p * W + s) * NUM_SLOTS + (pick(got, s) & (NUM_SLOTS - 1))
-                            data = lang.load(slots + lang.cast(slot, lang.int64) * SLOT + index, mask=mask)
+                            data = lang.load(slots + slot_of(p, s, got, W) * SLOT + index, mask=mask)
                             lang.store(output + lang.cast(s, lang.int64) * recv_step + at_output, data, mask=mask)
                     got = lang.where(sources, got + 1, got)
             if any_queued | takes:

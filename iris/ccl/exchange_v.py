@@ -13,7 +13,7 @@ from iris.language.context import DeviceContext
 
 pick, among, flat, lanes = triton_queue.pick, triton_queue.among, triton_queue.flat, triton_queue.lanes
 queue_address, pointer_at = triton_queue.queue_address, triton_queue.pointer_at
-follow_predecessor = triton_queue.follow_predecessor
+follow_predecessor, slot_of = triton_queue.follow_predecessor, triton_queue.slot_of
 await_room, await_blocks, post = triton_queue.await_room, triton_queue.await_blocks, triton_queue.post
 
 
@@ -80,7 +80,7 @@ def triton_exchange_v(
             s = (rank + distance) % W
             if pick(receives.to(tl.int32), s) > 0:
                 mask = k < pick(recv_words, s)
-                slot = ((p * W + s) * NUM_SLOTS + (pick(got, s) & (NUM_SLOTS - 1))).to(tl.int64)
+                slot = slot_of(p, s, got, W)
                 data = tl.load(slots + slot * BLOCK + i, mask=mask)
                 tl.store(output + tl.load(recv_displs + s) * factor + k, data, mask=mask)
         got = tl.where(receives, got + 1, got)

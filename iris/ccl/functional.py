@@ -69,7 +69,7 @@ def all_reduce(input: Tensor, ranks: str, op: str = "sum") -> Tensor:
     """Every rank's ``input`` combined, on every rank."""
     context, group = _find(ranks)
     output = _like(input)
-    context.ccl.all_reduce(output, input.contiguous(), op=ReduceOp(op), group=group)
+    context.ccl.all_reduce(output, input, op=ReduceOp(op), group=group)
     return output
 
 

@@ -26,10 +26,10 @@ call's data, which the sender wrote after it had read this call's word. Saying t
 write: the word is stored by a kernel that runs behind everything earlier on the receiver's stream. When all is
 written, the sender sets ``done`` to its count of these calls, with release.
 
-Inputs on the heap may be read where they are (`iris.ccl.pull`). Then all ranks of the group tell each other where their
-input lies, and their output: with release, behind everything earlier on their streams. ``met[s]`` is the last of these
-calls that rank s has finished; a rank leaves when all have, so its input is read and its output written. The own column
-counts the calls, as in a barrier (`iris.language.ordering`).
+Inputs on the heap may be read where they are (`iris.ccl.pull`, `iris.ccl.broadcast`). Then all ranks of the group tell
+each other where their input lies, and their output: with release, behind everything earlier on their streams.
+``met[s]`` is the last of these calls that rank s has finished; a rank leaves when all have, so its input is read and
+its output written. The own column counts the calls, as in a barrier (`iris.language.ordering`).
 """
 
 from collections.abc import Callable
@@ -171,6 +171,11 @@ def make_queue(
         return calls, lang.where(to & (offset > 0), base + offset - 1, 0)
 
     @jit
+    def slot_of(p, s, got, W: tl.constexpr):
+        """Which slot of this rank holds the next block from rank ``s``."""
+        return lang.cast((p * W + s) * NUM_SLOTS + (pick(got, s) & (NUM_SLOTS - 1)), lang.int64)
+
+    @jit
     def await_room(ctx, words, sent, to, W: tl.constexpr):
         """Wait for room for another block in the queues to the ranks ``to``."""
         wait_ranks(words + POSTS + lanes(), sent + 1 - NUM_SLOTS, to, 0, W, ctx._record(), LOW)
@@ -213,7 +218,7 @@ def make_queue(
 
 QUEUE_FUNCTIONS = {
     "pick", "among", "blocks_of", "queue_address", "pointer_at", "offer", "find", "tell", "hear", "meet",
-    "await_room", "await_blocks", "await_taken", "post", "finish", "follow_predecessor",
+    "await_room", "await_blocks", "await_taken", "post", "finish", "slot_of", "follow_predecessor",
 }  # fmt: skip
 
 triton_queue = make_queue(triton.jit, tl, triton_translate, triton_ordering, triton_stamped)

@@ -27,17 +27,12 @@ from iris.language.context import DeviceContext, IrisDeviceCtx
 def make_two_shot(jit, lang, queue, combining, Context):
     """The kernel in the language that ``(jit, lang)`` stand for."""
     pick, among, flat, lanes, blocks_of = queue.pick, queue.among, queue.flat, queue.lanes, queue.blocks_of
-    follow_predecessor = queue.follow_predecessor
+    follow_predecessor, slot_of = queue.follow_predecessor, queue.slot_of
     queue_address, pointer_at, offer, find = queue.queue_address, queue.pointer_at, queue.offer, queue.find
     await_room, await_blocks, post, await_taken = (
         queue.await_room, queue.await_blocks, queue.post, queue.await_taken,
     )  # fmt: skip
     combine, conclude = combining.combine, combining.conclude
-
-    @jit
-    def slot_of(p, s, got, W: tl.constexpr):
-        """Which slot of this rank holds the next block from rank ``s``."""
-        return lang.cast((p * W + s) * NUM_SLOTS + (pick(got, s) & (NUM_SLOTS - 1)), lang.int64)
 
     @jit
     def add_up(
