@@ -189,6 +189,10 @@ class Iris(Factories):
             return
         self.barrier()
         self._release()
+        # The library's own memory goes with those that use it. (Not after an error: kernels may be waiting in it.)
+        self._barriers.clear()
+        self.ccl.close()
+        self._workspaces.clear()
 
     def __enter__(self) -> "Iris":
         return self

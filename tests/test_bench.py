@@ -1,6 +1,7 @@
 """The benchmark of collectives and the tuning of their tables: what they measure, check, choose and write."""
 
 import csv
+import itertools
 import json
 import sys
 
@@ -10,7 +11,7 @@ import torch
 from iris.bench import collectives, plots, report, tune
 from iris.bench.timing import Operands
 from iris.ccl import Config
-from iris.ccl.select import ELSEWHERE, Choice, choose
+from iris.ccl.select import ELSEWHERE, Choice, choose, name_in_table
 
 KIB = 1 << 10
 
@@ -101,12 +102,13 @@ def tuned(ctx):
 def test_a_table_is_measured_and_carries_every_call(ranks):
     first, *others = ranks.run(tuned)
     assert all(table == first for table in others), "ranks have different tables"
-    assert set(first) == set(ELSEWHERE)
-    for collective, rows in first.items():
-        variants = {row.variant for row in ELSEWHERE[collective]}
-        for nbytes in (1, 16 * KIB, 1 << 40):
-            assert choose(first, collective, nbytes, Config(), variants).variant in variants
+    assert set(first) == {name_in_table(name, few) for name in ELSEWHERE for few in (False, True)}
+    for collective in ELSEWHERE:
+        variants = set(tune.VARIANTS[collective]) - set(tune.SMALL)
+        for nbytes, sms in itertools.product((1, 16 * KIB, 1 << 40), (None, 8)):
+            assert choose(first, collective, nbytes, Config(comm_sms=sms), variants).variant in variants
         # What cannot carry any size has a limit, whatever size was the largest that was measured.
+        rows = [row for few in (False, True) for row in first[name_in_table(collective, few)]]
         assert all(row.limit is not None for row in rows if row.variant in tune.SMALL)
 
 

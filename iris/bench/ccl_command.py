@@ -11,6 +11,7 @@ from rich.table import Table
 
 import iris
 from iris.bench import collectives as measuring
+from iris.bench.ceilings import ceilings
 from iris.bench.report import below_floor
 from iris.errors import UnknownChoiceError
 
@@ -48,9 +49,11 @@ def run(
                 progress.update(task, advance=1)
                 if ctx.get_rank() == 0 and out is not None:
                     measuring.write(out, ctx.get_num_ranks(), rows, {})
-        ceiling = measuring.ceilings(ctx)
+        ceiling = ceilings(ctx)
         if ctx.get_rank() == 0:
             show(rows)
+            for name, rate in ceiling.items():
+                click.echo(f"{name}: {rate:.0f}")
             if out is not None:
                 measuring.write(out, ctx.get_num_ranks(), rows, ceiling)
                 if find_spec("matplotlib"):

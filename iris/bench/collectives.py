@@ -182,17 +182,6 @@ def _case(
     return None
 
 
-def ceilings(ctx: Iris, nbytes: int = 256 << 20) -> dict[str, float]:
-    """GB/s of the copy engine to the right neighbour, all ranks at once."""
-    if ctx.device.type != "cuda":
-        return {}
-    source, target = (ctx.randn(nbytes // 2, dtype=torch.bfloat16) for _ in range(2))
-    there = ctx.peer(target, (ctx.cur_rank + 1) % ctx.num_ranks)
-    spent = microseconds(ctx, lambda: there.copy_(source), nbytes)
-    ctx.ccl.release_graphs()
-    return {"copy_engine_GBps": nbytes / spent / 1e3}
-
-
 def write(folder: Path, num_ranks: int, rows: list[Row], ceiling: dict[str, float]) -> None:
     """The rows as CSV and JSON, the latter with what they depend on."""
     folder.mkdir(parents=True, exist_ok=True)

@@ -7,8 +7,9 @@ from pathlib import Path
 import torch
 
 from iris.bench.timing import do_bench, replay_microseconds
+from iris.ccl import Config
 from iris.ccl.one_hop import LARGEST_PIECE
-from iris.ccl.select import COLLECTIVES, Choice, Table
+from iris.ccl.select import COLLECTIVES, FEW_SMS, Choice, Table, name_in_table
 from iris.context import Iris
 
 # Variants of each collective, and the programs to try for those that are bound by the link.
@@ -20,29 +21,29 @@ VARIANTS = {
     "broadcast": ("one_hop", "exchange", "deal", "pull"),
 }
 PROGRAMS = (32, 64, 128)
-# Variants that cannot carry any size, and how much is worth trying.
+# Variants that cannot carry any size, and how many bytes it is worth trying to push to a rank.
 SMALL = ("one_hop", "one_shot", "two_shot_push")
 LARGEST_PUSH = 16 << 20
 # A variant must win by this much to displace the one that is already chosen for smaller sizes.
 MARGIN = 0.97
 
 
-def calls(ctx: Iris, nbytes: int) -> dict[str, Callable[[], object]]:
+def calls(ctx: Iris, nbytes: int, config: Config | None) -> dict[str, Callable[[], object]]:
     """Each collective on bf16 tensors of ``nbytes``, the gathered or reduced size."""
     whole, out = (ctx.randn(nbytes // 2, dtype=torch.bfloat16) for _ in range(2))
     part = ctx.randn(nbytes // 2 // ctx.num_ranks, dtype=torch.bfloat16)
     return {
-        "all_reduce": lambda: ctx.ccl.all_reduce(out, whole),
-        "reduce_scatter": lambda: ctx.ccl.reduce_scatter(part, whole),
-        "all_gather": lambda: ctx.ccl.all_gather(out, part),
-        "all_to_all": lambda: ctx.ccl.all_to_all(out, whole),
-        "broadcast": lambda: ctx.ccl.broadcast(whole, 0),
+        "all_reduce": lambda: ctx.ccl.all_reduce(out, whole, config=config),
+        "reduce_scatter": lambda: ctx.ccl.reduce_scatter(part, whole, config=config),
+        "all_gather": lambda: ctx.ccl.all_gather(out, part, config=config),
+        "all_to_all": lambda: ctx.ccl.all_to_all(out, whole, config=config),
+        "broadcast": lambda: ctx.ccl.broadcast(whole, 0, config=config),
     }
 
 
-def chosen_by(ctx: Iris, collective: str, nbytes: int) -> int:
+def chosen_by(size: int, collective: str, nbytes: int) -> int:
     """The number of bytes by which the table is asked (see `iris.ccl.select`)."""
-    return nbytes // ctx.num_ranks if collective in ("all_gather", "all_to_all") else nbytes
+    return nbytes // size if collective in ("all_gather", "all_to_all") else nbytes
 
 
 def measure(ctx: Iris, call: Callable[[], object], nbytes: int) -> float:
@@ -61,40 +62,53 @@ def tune(ctx: Iris, sizes: list[int], report: Callable[[str], None]) -> Table:
     ctx.ccl.barrier()
     communicator = ctx.ccl.communicator()
     before = communicator.table
-    best: dict[str, list[tuple[int, str, int | None]]] = {name: [] for name in COLLECTIVES}
+    table: Table = {}
     try:
-        for nbytes in sizes:
-            for name, call in calls(ctx, nbytes).items():
-                times = {}
-                for variant in VARIANTS[name]:
-                    bound_by_link = variant in ("two_shot", "pull", "exchange", "deal") and nbytes >= 1 << 20
-                    for programs in PROGRAMS if bound_by_link else (None,):
-                        if not possible(ctx, name, variant, nbytes):
-                            continue
-                        communicator.table = before | {name: [Choice(None, variant, programs)]}
+        for sms in (None, FEW_SMS):
+            best: dict[str, list[tuple[int, str, int | None]]] = {name: [] for name in COLLECTIVES}
+            for nbytes in sizes:
+                for name, call in calls(ctx, nbytes, Config(comm_sms=sms)).items():
+                    key = name_in_table(name, sms is not None)
+                    times = {}
+                    for variant, programs in candidates(ctx.num_ranks, name, nbytes, sms is None):
+                        communicator.table = before | {key: [Choice(None, variant, programs)]}
                         communicator.forget()
                         times[variant, programs] = measure(ctx, call, nbytes)
                         ctx.ccl.release_graphs()
-                winner = min(times, key=times.get)
-                if best[name]:
-                    last = best[name][-1][1:]
-                    if last in times and times[winner] > MARGIN * times[last]:
-                        winner = last
-                best[name].append((chosen_by(ctx, name, nbytes), *winner))
-                report(f"{name} {nbytes} bytes: {winner[0]}, {winner[1] or 'default'} programs, {times[winner]:.2f} us")
+                    winner = min(times, key=times.get)
+                    if best[name]:
+                        last = best[name][-1][1:]
+                        if last in times and times[winner] > MARGIN * times[last]:
+                            winner = last
+                    best[name].append((chosen_by(ctx.num_ranks, name, nbytes), *winner))
+                    report(
+                        f"{key}, {nbytes} bytes: {winner[0]}, {winner[1] or 'default'} programs, {times[winner]:.2f} us"
+                    )
+            for name, found in best.items():
+                table[name_in_table(name, sms is not None)] = rows(found, before[name])
     finally:
         communicator.table = before
         communicator.forget()
-    return {name: rows(found, before[name]) for name, found in best.items()}
+    return table
 
 
-def possible(ctx: Iris, collective: str, variant: str, nbytes: int) -> bool:
-    """Whether a variant can carry so much, or is worth trying."""
-    if variant == "one_hop":
-        return chosen_by(ctx, collective, nbytes) <= LARGEST_PIECE
-    if variant == "deal" or (collective, variant) == ("broadcast", "pull"):
-        return ctx.num_ranks > 2
-    return variant not in SMALL or nbytes <= LARGEST_PUSH
+def candidates(size: int, collective: str, nbytes: int, all_sms: bool) -> list[tuple[str, int | None]]:
+    """Variants that can carry so much between ``size`` ranks and are worth trying, each with numbers of programs."""
+    found: list[tuple[str, int | None]] = []
+    for variant in VARIANTS[collective]:
+        if variant == "one_hop":
+            possible = chosen_by(size, collective, nbytes) <= LARGEST_PIECE
+        elif collective == "broadcast":
+            possible = variant == "exchange" or size > 2
+        elif variant in SMALL:
+            sent = size - 1 if variant == "one_shot" and collective == "all_reduce" else 1
+            possible = sent * nbytes <= LARGEST_PUSH
+        else:
+            possible = True
+        bound_by_link = variant not in SMALL and nbytes >= 1 << 20
+        if possible:
+            found += [(variant, programs) for programs in (PROGRAMS if bound_by_link and all_sms else (None,))]
+    return found
 
 
 def rows(found: list[tuple[int, str, int | None]], before: list[Choice]) -> list[Choice]:

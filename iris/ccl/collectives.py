@@ -59,7 +59,7 @@ class Collectives:
         comm, stream, capture = self._enter("all_gather", group, output, input, config)
         source = input if _has_rows(input) else _to_read(input)
         result = _to_write(output)
-        key = self._key("all_gather", result, source, config, stream, capture)
+        key = self._key(("all_gather", source.shape, source.stride()), result, source, config, stream, capture)
         launch = comm.launches.get(key)
         if launch is None:
             checks.check_pair(comm, "all_gather", output, input, comm.size, 1)
@@ -87,7 +87,9 @@ class Collectives:
         comm, stream, capture = self._enter("all_to_all", group, output, input, config)
         source = input if _has_rows(input) else _to_read(input)
         result = _to_write(output)
-        key = self._key("all_to_all", result, source, config, stream, capture)
+        key = self._key(
+            ("all_to_all", source.shape, source.stride(), result.shape), result, source, config, stream, capture
+        )
         launch = comm.launches.get(key)
         if launch is None:
             checks.check_pair(comm, "all_to_all", output, input, 1, 1)
@@ -394,10 +396,15 @@ class Collectives:
 
     def communicator(self, group: dist.ProcessGroup | None = None) -> Communicator:
         """What the collectives of ``group`` share. The first call for a group is collective and blocks the host."""
+        self._context.heap.check_open()
         if group not in self._communicators:
             workspace = self._context._workspace(group)
             self._communicators[group] = Communicator(workspace, self._context.heap, self._context.get_cu_count())
         return self._communicators[group]
+
+    def close(self) -> None:
+        """Let go of the groups. The caller guarantees that no kernel of theirs runs any more, on any rank."""
+        self._communicators.clear()
 
     def release_graphs(self, group: dist.ProcessGroup | None = None) -> None:
         """Give back the memory of the collectives, and barriers, in CUDA graphs. Collective; blocks the host.
@@ -499,11 +506,11 @@ class Collectives:
         stream: int | None,
         capture: int | None,
     ) -> tuple:
-        """All that a prepared launch depends on."""
+        """All that a prepared launch depends on; ``call`` has what the collective wants to know of shapes."""
         return (
             call,
-            input.device, input.dtype, input.shape, input.stride(), input.data_ptr() & 15,
-            output.device, output.dtype, output.shape, output.stride(), output.data_ptr() & 15,
+            input.device, input.dtype, input.numel(), input.data_ptr() & 15,
+            output.device, output.dtype, output.numel(), output.data_ptr() & 15,
             id(config), stream, capture,
         )  # fmt: skip
 

@@ -12,8 +12,9 @@
 Over the link: each piece once, in one step, through the queues of `iris.ccl.queue` or, where the receiver's result lies
 on the symmetric heap, straight to its place. A piece has M rows of N elements, and rows may be apart; it is cut into
 blocks of BLOCK_M x BLOCK_N, one after the other through a 1-D layout (rows and columns by division), so a row length
-that is no multiple of anything wastes nothing. A rank starts with its right neighbour, so that no two hit the same
-receiver. Elements are integers of the widest type that fits: what they mean does not matter here.
+that is no multiple of anything wastes nothing. Ranks start with different receivers, and so do the programs of a rank,
+so that none is hit by all at once. Elements are integers of the widest type that fits: what they mean does not matter
+here.
 """
 
 from types import SimpleNamespace
@@ -144,7 +145,7 @@ def make_exchange(jit, lang, queue: SimpleNamespace, Context):
                 at_input = input + (r * in_pitch + c)
                 at_output = r * out_pitch + c
                 for i in range(0, W):
-                    d = (rank + 1 + i) % W
+                    d = (rank + 1 + p + i) % W
                     if (d >= to_first) & (d < to_last):
                         if not SAME:
                             data = lang.load(at_input + lang.cast(d, lang.int64) * send_step, mask=mask)

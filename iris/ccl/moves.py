@@ -11,11 +11,15 @@ from iris.ccl.communicator import P2P_PROGRAMS, Communicator, Launch, power_of_t
 from iris.ccl.config import Config
 from iris.ccl.exchange import gluon_exchange, triton_exchange
 from iris.ccl.exchange_v import triton_exchange_v
-from iris.ccl.select import choose
+from iris.ccl.select import FEW_SMS, choose
 from iris.errors import InvalidConfigError
+from iris.language.target import threads_per_warp
 
 # Above this it pays to ask where the result lies, which costs a hop, and to spare the way through the queue.
 SMALLEST_DIRECT = 64 << 10
+
+# Of a program, on NVIDIA's and AMD's GPUs.
+MOST_THREADS = 1024
 
 WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -108,6 +112,8 @@ def prepare_exchange(
     begins = (input.storage_offset() * input.itemsize, output.storage_offset() * output.itemsize)
     word = word_bytes(*lengths, *begins, input.data_ptr(), output.data_ptr())
     programs = comm.programs(programs if peer is None else min(programs or P2P_PROGRAMS, P2P_PROGRAMS))
+    # Few programs need all the threads that they can have to keep the link busy.
+    most_warps = 16 if programs > FEW_SMS else MOST_THREADS // threads_per_warp()
     if partitioned:
         if programs < comm.size:
             raise InvalidConfigError(
@@ -145,7 +151,7 @@ def prepare_exchange(
         counts, posts, slots, slot_bytes = comm.queues(stream, capturing, programs)
     else:
         counts, posts, slots, slot_bytes = comm.point_to_point(peer, len(e.to) > 0, stream, capturing)
-    warps = config.num_warps or max(1, min(16, block_m * block_n * word // 512))
+    warps = config.num_warps or max(1, min(most_warps, block_m * block_n * word // 512))
     dtype = WORDS[word]
     before = (comm.workspace.context_tensor, counts, posts, slots.view(dtype), comm.heap_table)
     after = (

@@ -5,8 +5,9 @@ W - 1 times the bytes, in one step. *Two shot*: rank d adds up the d-th part of 
 2 (W - 1) / W times the bytes, in two steps. No flag, no fence, no barrier: elements are *marked*
 (`iris.language.stamped`), so this is for floating-point types.
 
-A block has a region of its own, ``[3 slots, 2 steps, W sources, PART bytes]``, and counts its epochs modulo 3. In epoch
-e the ranks use slot e % 3, and each clears what slot (e - 1) % 3 held: all of it, whatever this call needs.
+There are 3 slots. In each a block has a region of its own, ``[steps, W sources, PART bytes]``, and it counts its epochs
+modulo 3. In epoch e the ranks use slot e % 3, and each clears what slot (e - 1) % 3 held: all that peers may have put
+into the block's region, whatever this call needs.
 Why three slots, and why that is in order: a rank writes to slot e % 3 of mine in its call e. It has heard from me in
 its call e - 1, so my call e - 2 was over, at the end of which everything was visible to everybody; and in that call I
 cleared slot (e - 3) % 3 = e % 3, having read all of it in e - 3. With two slots I would be clearing while it writes.
@@ -31,7 +32,8 @@ BLOCK_BYTES = 8192
 # What a warp moves at once. Parts are that small where there are programs for all of them: all is under way at once.
 WARP_BYTES = 512
 SLOTS = tl.constexpr(3)
-STEPS = tl.constexpr(2)
+# Blocks that a program sends before it waits for the first of them, so that the links are busy while it adds up.
+AHEAD = tl.constexpr(1)
 
 
 def part_bytes(size: int, share: int, programs: int) -> int:
@@ -43,9 +45,9 @@ def part_bytes(size: int, share: int, programs: int) -> int:
     return part
 
 
-def channel_bytes(size: int, blocks: int, part: int) -> int:
-    """Bytes of the epochs and the regions of so many blocks with parts of ``part`` bytes."""
-    return blocks * (4 + SLOTS.value * STEPS.value * size * part)
+def channel_bytes(size: int, blocks: int, part: int, steps: int) -> int:
+    """Bytes of the epochs and the regions of so many blocks with parts of ``part`` bytes, sent in so many steps."""
+    return blocks * (4 + SLOTS.value * steps * size * part)
 
 
 def make_push(jit, lang, move, queue, stamped, order, combining, Context):
@@ -95,15 +97,16 @@ def make_push(jit, lang, move, queue, stamped, order, combining, Context):
         return bases
 
     @jit
-    def region(slots, block, epoch, W: tl.constexpr, PART: tl.constexpr):
-        return slots + (lang.cast(block, lang.int64) * SLOTS + epoch % SLOTS) * (STEPS * W * PART)
+    def region(slots, most, block, epoch, REGION: tl.constexpr):
+        """A block's part of a slot. What a call uses lies side by side: blocks within slots."""
+        return slots + (lang.cast(epoch % SLOTS, lang.int64) * most + block) * REGION
 
     @jit
-    def leave(slots, epochs, block, epoch, j, W: tl.constexpr, PART: tl.constexpr):
-        """Clear what the last epoch's slot held, and count this one."""
-        old = region(slots, block, epoch + (SLOTS - 1), W, PART)
+    def leave(slots, epochs, most, block, epoch, j, rank, W: tl.constexpr, PART: tl.constexpr, STEPS: tl.constexpr):
+        """Clear what peers have put into the last epoch's slot, and count this one."""
+        old = region(slots, most, block, epoch + (SLOTS - 1), STEPS * W * PART)
         for step in lang.static_range(STEPS):
-            clear_marked(old + step * W * PART + j, j < W * PART)
+            clear_marked(old + step * W * PART + j, (j < W * PART) & (j // PART != rank))
         lang.store(epochs + block, (epoch + 1) % SLOTS)
 
     @jit
@@ -114,6 +117,7 @@ def make_push(jit, lang, move, queue, stamped, order, combining, Context):
         input,
         output,
         n,
+        most,
         send_step,
         W: tl.constexpr,
         RANKS: tl.constexpr,
@@ -121,7 +125,10 @@ def make_push(jit, lang, move, queue, stamped, order, combining, Context):
         OP: tl.constexpr,
         SAME: tl.constexpr,
     ):
-        """``send_step``: from what one rank wants to what the next one wants; 0 if all want the `SAME`."""
+        """``most``: blocks that a slot has room for.
+
+        ``send_step``: from what one rank wants to what the next one wants; 0 if all want the `SAME`.
+        """
         follow_predecessor()
         admit_successor()
         ctx = Context.initialize(context_tensor, num_ranks=W)
@@ -130,28 +137,32 @@ def make_push(jit, lang, move, queue, stamped, order, combining, Context):
         i = flat(PART, element)
         j = flat(RANKS * PART, element)
         bases = peers(ctx, W)
-        blocks = (n + PART - 1) // PART
-        for block in range(lang.program_id(0), blocks, lang.num_programs(0)):
-            mine = region(slots, block, lang.load(epochs + block), W, PART) + rank * PART
-            k = block * PART + i
-            # All loads before all stores, which the compiler cannot know to be of other memory.
-            parts = ()
-            for distance in lang.static_range(1, W):
-                to = lang.cast((rank + distance) % W, lang.int64)
-                if SAME and distance > 1:
-                    parts += (parts[0],)
-                else:
-                    parts += (lang.load(input + to * send_step + k, mask=k < n),)
-            for distance in lang.static_range(1, W):
-                send_marked(move(mine, ctx.base, bases[distance - 1]) + i, parts[distance - 1], k < n)
-        for block in range(lang.program_id(0), blocks, lang.num_programs(0)):
-            epoch = lang.load(epochs + block)
-            k = block * PART + i
-            own = lang.load(input + lang.cast(rank, lang.int64) * send_step + k, mask=k < n)
-            parts = region(slots, block, epoch, W, PART)
-            total = add_up(parts, own, i, k < n, rank, W, PART, OP, ctx._record())
-            lang.store(output + k, total, mask=k < n)
-            leave(slots, epochs, block, epoch, j, W, PART)
+        first, stride = lang.program_id(0), lang.num_programs(0)
+        steps = ((n + PART - 1) // PART - first + stride - 1) // stride
+        for step in range(0, steps + AHEAD):
+            if step < steps:
+                block = first + step * stride
+                mine = region(slots, most, block, lang.load(epochs + block), W * PART) + rank * PART
+                k = block * PART + i
+                # All loads before all stores, which the compiler cannot know to be of other memory.
+                parts = ()
+                for distance in lang.static_range(1, W):
+                    to = lang.cast((rank + distance) % W, lang.int64)
+                    if SAME and distance > 1:
+                        parts += (parts[0],)
+                    else:
+                        parts += (lang.load(input + to * send_step + k, mask=k < n),)
+                for distance in lang.static_range(1, W):
+                    send_marked(move(mine, ctx.base, bases[distance - 1]) + i, parts[distance - 1], k < n)
+            if step >= AHEAD:
+                block = first + (step - AHEAD) * stride
+                epoch = lang.load(epochs + block)
+                k = block * PART + i
+                own = lang.load(input + lang.cast(rank, lang.int64) * send_step + k, mask=k < n)
+                parts = region(slots, most, block, epoch, W * PART)
+                total = add_up(parts, own, i, k < n, rank, W, PART, OP, ctx._record())
+                lang.store(output + k, total, mask=k < n)
+                leave(slots, epochs, most, block, epoch, j, rank, W, PART, 1)
 
     @jit
     def two_shot(
@@ -161,6 +172,7 @@ def make_push(jit, lang, move, queue, stamped, order, combining, Context):
         input,
         output,
         n,
+        most,
         W: tl.constexpr,
         RANKS: tl.constexpr,
         PART: tl.constexpr,
@@ -174,32 +186,37 @@ def make_push(jit, lang, move, queue, stamped, order, combining, Context):
         i = flat(PART, element)
         j = flat(RANKS * PART, element)
         bases = peers(ctx, W)
-        blocks = (n + W * PART - 1) // (W * PART)
-        for block in range(lang.program_id(0), blocks, lang.num_programs(0)):
-            mine = region(slots, block, lang.load(epochs + block), W, PART) + rank * PART
-            parts = ()
-            for distance in lang.static_range(1, W):
-                k = (block * W + (rank + distance) % W) * PART + i
-                parts += (lang.load(input + k, mask=k < n),)
-            for distance in lang.static_range(1, W):
-                k = (block * W + (rank + distance) % W) * PART + i
-                send_marked(move(mine, ctx.base, bases[distance - 1]) + i, parts[distance - 1], k < n)
-        for block in range(lang.program_id(0), blocks, lang.num_programs(0)):
-            parts = region(slots, block, lang.load(epochs + block), W, PART)
-            k = (block * W + rank) * PART + i
-            own = lang.load(input + k, mask=k < n)
-            total = add_up(parts, own, i, k < n, rank, W, PART, OP, ctx._record())
-            lang.store(output + k, total, mask=k < n)
-            for distance in lang.static_range(1, W):
-                send_marked(move(parts + (W + rank) * PART, ctx.base, bases[distance - 1]) + i, total, k < n)
-        for block in range(lang.program_id(0), blocks, lang.num_programs(0)):
-            epoch = lang.load(epochs + block)
-            k = block * W * PART + j
-            # The sums lie beside each other as they do in the output.
-            there = (j < W * PART) & (j // PART != rank) & (k < n)
-            sums = region(slots, block, epoch, W, PART) + W * PART + j
-            lang.store(output + k, receive_marked(sums, element, there, -1, ctx._record()), mask=there)
-            leave(slots, epochs, block, epoch, j, W, PART)
+        first, stride = lang.program_id(0), lang.num_programs(0)
+        steps = ((n + W * PART - 1) // (W * PART) - first + stride - 1) // stride
+        for step in range(0, steps + 2 * AHEAD):
+            if step < steps:
+                block = first + step * stride
+                mine = region(slots, most, block, lang.load(epochs + block), 2 * W * PART) + rank * PART
+                parts = ()
+                for distance in lang.static_range(1, W):
+                    k = (block * W + (rank + distance) % W) * PART + i
+                    parts += (lang.load(input + k, mask=k < n),)
+                for distance in lang.static_range(1, W):
+                    k = (block * W + (rank + distance) % W) * PART + i
+                    send_marked(move(mine, ctx.base, bases[distance - 1]) + i, parts[distance - 1], k < n)
+            if (step >= AHEAD) & (step < steps + AHEAD):
+                block = first + (step - AHEAD) * stride
+                parts = region(slots, most, block, lang.load(epochs + block), 2 * W * PART)
+                k = (block * W + rank) * PART + i
+                own = lang.load(input + k, mask=k < n)
+                total = add_up(parts, own, i, k < n, rank, W, PART, OP, ctx._record())
+                lang.store(output + k, total, mask=k < n)
+                for distance in lang.static_range(1, W):
+                    send_marked(move(parts + (W + rank) * PART, ctx.base, bases[distance - 1]) + i, total, k < n)
+            if step >= 2 * AHEAD:
+                block = first + (step - 2 * AHEAD) * stride
+                epoch = lang.load(epochs + block)
+                k = block * W * PART + j
+                # The sums lie beside each other as they do in the output.
+                there = (j < W * PART) & (j // PART != rank) & (k < n)
+                sums = region(slots, most, block, epoch, 2 * W * PART) + W * PART + j
+                lang.store(output + k, receive_marked(sums, element, there, -1, ctx._record()), mask=there)
+                leave(slots, epochs, most, block, epoch, j, rank, W, PART, 2)
 
     return one_shot, two_shot
 

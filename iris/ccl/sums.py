@@ -105,17 +105,19 @@ def _push(
     part = part_bytes // dtype.itemsize
     blocks = -(-n // (part if shots == "one_shot" else part * comm.size))
     most = power_of_two(blocks)
-    size = push.channel_bytes(comm.size, most, part_bytes)
-    channel = comm.workspace.channel(f"push of {most} blocks of {part_bytes} bytes", stream, capturing, size)
+    steps = 1 if shots == "one_shot" else 2
+    size = push.channel_bytes(comm.size, most, part_bytes, steps)
+    use = f"push of {most} blocks of {part_bytes} bytes in {steps} steps"
+    channel = comm.workspace.channel(use, stream, capturing, size)
     bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
     # The regions first, which are aligned then whatever their number.
     slots, epochs = channel[: size - 4 * most].view(bits), channel[size - 4 * most :].view(torch.int32)
     programs = max(1, min(blocks, programs))
     before = (comm.workspace.context_tensor, epochs, slots)
     ranks = 1 << (comm.size - 1).bit_length()
-    steps = (send_step,) if shots == "one_shot" else ()
+    step = (send_step,) if shots == "one_shot" else ()
     same = (send_step == 0,) if shots == "one_shot" else ()
-    after = (n, *steps, comm.size, ranks, part, op, *same)
+    after = (n, most, *step, comm.size, ranks, part, op, *same)
     kernel = {
         ("one_shot", False): push.triton_one_shot, ("one_shot", True): push.gluon_one_shot,
         ("two_shot", False): push.triton_two_shot, ("two_shot", True): push.gluon_two_shot,

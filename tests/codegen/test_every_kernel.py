@@ -44,7 +44,7 @@ COLLECTIVES = {
     **dict.fromkeys(["M", "to_first", "from_first", "root", "factor"], 2),
     **dict.fromkeys(["to_last", "from_last"], 4),
     **dict.fromkeys(["N", "row", "in_pitch", "out_pitch", "send_step", "recv_step", "length"], 4096),
-    **dict.fromkeys(["part_step", "block_step", "limit_step", "out_part_step", "in_length"], 4096),
+    **dict.fromkeys(["part_step", "block_step", "limit_step", "out_part_step", "in_length", "most"], 4096),
     **{"flags": INT32, "locks": INT32, "accumulators": FLOAT32, "rings": 2},
     **{"W": W, "RANKS": 4, "BLOCK": 4096, "BLOCK_M": 1, "BLOCK_N": 4096, "SLOT": 8192, "PART": 2048, "OP": "sum"},
     **dict.fromkeys(["SAME", "DIRECT", "FLAT", "SPREADS", "STRIDING", "LOCKED", "PULLS"], True),

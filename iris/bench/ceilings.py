@@ -1,0 +1,54 @@
+"""What the links give at best, measured in the same run as the collectives."""
+
+import torch
+import triton
+import triton.language as tl
+
+from iris.bench.timing import replay_microseconds
+from iris.context import Iris
+from iris.language.context import DeviceContext
+
+PROGRAMS, BLOCK = 128, 8192
+
+
+@triton.jit
+def store_to_all(context_tensor, source, target, n, num_ranks: tl.constexpr, BLOCK: tl.constexpr):
+    """Every rank stores its ``source [n]`` to a place of its own in the ``target [num_ranks, n]`` of all others.
+
+    The bytes of an all-gather, ``n`` elements to each peer in one step, and nothing else: no rank waits for another.
+    """
+    ctx = DeviceContext.initialize(context_tensor, num_ranks=num_ranks)
+    place = target + tl.cast(ctx.cur_rank, tl.int64) * n
+    for block in range(tl.program_id(0), tl.cdiv(n, BLOCK), tl.num_programs(0)):
+        i = block * BLOCK + tl.arange(0, BLOCK)
+        data = tl.load(source + i, mask=i < n)
+        for distance in tl.static_range(1, num_ranks):
+            ctx.store(place + i, data, (ctx.cur_rank + distance) % num_ranks, mask=i < n)
+
+
+def ceilings(ctx: Iris, nbytes: int = 256 << 20) -> dict[str, float]:
+    """GB/s out of each rank, all ranks at once: the copy engine's to the right neighbour, and kernels' to all others.
+
+    Collective over the world; blocks the host. Nothing without GPUs.
+    """
+    if ctx.device.type != "cuda" or ctx.num_ranks == 1:
+        return {}
+    n = nbytes // 2 // ctx.num_ranks
+    source, target = (ctx.randn(n * ctx.num_ranks, dtype=torch.bfloat16) for _ in range(2))
+    there = ctx.peer(target, (ctx.cur_rank + 1) % ctx.num_ranks)
+    sent = 2 * n * (ctx.num_ranks - 1)
+    grid, record = (PROGRAMS,), ctx.get_device_context()
+    calls = {
+        "copy_engine_GBps": (2 * n * ctx.num_ranks, lambda: there.copy_(source)),
+        "stores_GBps": (
+            sent, lambda: store_to_all[grid](record, source, target, n, ctx.num_ranks, BLOCK, num_warps=16)
+        ),
+    }  # fmt: skip
+    found = {}
+    for name, (moved, call) in calls.items():
+        ctx.barrier()
+        call()
+        mine = replay_microseconds(call, ctx.device_barrier, 5, 9)
+        found[name] = moved / max(ctx.broadcast(mine, rank) for rank in range(ctx.num_ranks)) / 1e3
+    ctx.barrier()
+    return found
