@@ -39,6 +39,12 @@ def test_inline_assembly_lives_in_ordering():
     ]
 
 
+def test_counts_are_kept_behind_a_barrier():
+    """A warp that loads a count late must not find what another has stored: `keep` in language/ordering.py."""
+    assert files_with(r"keep\((row|epochs)\b")
+    assert not files_with(r"store\((row|epochs|counts)\b")
+
+
 def test_a_destructor_only_queues():
     """Garbage collectors run when they like, so nothing collective, blocking or allocating may run in one."""
     assert files_with(r"__del__|weakref\.finalize") == ["heap/lifetime.py"]

@@ -26,7 +26,7 @@ from iris.language.context import DeviceContext, IrisDeviceCtx
 def make_broadcast(jit, lang, queue, Context):
     """The kernel in the language that ``(jit, lang)`` stand for."""
     pick, among, flat, lanes, blocks_of = queue.pick, queue.among, queue.flat, queue.lanes, queue.blocks_of
-    follow_predecessor, slot_of = queue.follow_predecessor, queue.slot_of
+    follow_predecessor, slot_of, keep = queue.follow_predecessor, queue.slot_of, queue.keep
     queue_address, pointer_at, offer, find = queue.queue_address, queue.pointer_at, queue.offer, queue.find
     await_room, await_blocks, post, finish = queue.await_room, queue.await_blocks, queue.post, queue.finish
     tell, hear, meet = queue.tell, queue.hear, queue.meet
@@ -116,8 +116,8 @@ def make_broadcast(jit, lang, queue, Context):
                             lang.store(output + k, data, mask=k < n)
                     got = lang.where(fellows, got + 1, got)
             post(ctx, own_words, sent, got, others)
-        lang.store(row + SENT + lanes(), sent, mask=others)
-        lang.store(row + GOT + lanes(), got, mask=others)
+        keep(row + SENT + lanes(), sent, others)
+        keep(row + GOT + lanes(), got, others)
         finish(ctx, row, calls_to, fellows & (queued == 0), calls_from, fellows & (direct_here != 0), W)
 
     @jit

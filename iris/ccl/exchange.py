@@ -40,7 +40,7 @@ from iris.language.context import DeviceContext, IrisDeviceCtx
 def make_exchange(jit, lang, queue: SimpleNamespace, Context):
     """The kernel in the language that ``(jit, lang)`` stand for."""
     pick, among, flat, lanes, blocks_of = queue.pick, queue.among, queue.flat, queue.lanes, queue.blocks_of
-    follow_predecessor, slot_of = queue.follow_predecessor, queue.slot_of
+    follow_predecessor, slot_of, keep = queue.follow_predecessor, queue.slot_of, queue.keep
     queue_address, pointer_at, offer, find = queue.queue_address, queue.pointer_at, queue.offer, queue.find
     await_room, await_blocks, post, finish = queue.await_room, queue.await_blocks, queue.post, queue.finish
 
@@ -175,8 +175,8 @@ def make_exchange(jit, lang, queue: SimpleNamespace, Context):
             if any_queued | takes:
                 post(ctx, own_words, sent, got, queued | (sources & takes))
         # Only what this call has changed: another message may be under way on another stream, to or from another rank.
-        lang.store(row + SENT + lanes(), sent, mask=queued)
-        lang.store(row + GOT + lanes(), got, mask=sources & takes)
+        keep(row + SENT + lanes(), sent, queued)
+        keep(row + GOT + lanes(), got, sources & takes)
         if DIRECT:
             finish(ctx, row, calls_to, to & (queued == 0), calls_from, sources & (direct_here != 0), W)
 

@@ -13,7 +13,7 @@ from iris.language.context import DeviceContext
 
 pick, among, flat, lanes = triton_queue.pick, triton_queue.among, triton_queue.flat, triton_queue.lanes
 queue_address, pointer_at = triton_queue.queue_address, triton_queue.pointer_at
-follow_predecessor, slot_of = triton_queue.follow_predecessor, triton_queue.slot_of
+follow_predecessor, slot_of, keep = triton_queue.follow_predecessor, triton_queue.slot_of, triton_queue.keep
 await_room, await_blocks, post = triton_queue.await_room, triton_queue.await_blocks, triton_queue.post
 
 
@@ -85,5 +85,5 @@ def triton_exchange_v(
                 tl.store(output + tl.load(recv_displs + s) * factor + k, data, mask=mask)
         got = tl.where(receives, got + 1, got)
         post(ctx, own_words, sent, got, sends | receives)
-    tl.store(row + SENT + lanes(), sent, mask=others)
-    tl.store(row + GOT + lanes(), got, mask=others)
+    keep(row + SENT + lanes(), sent, others)
+    keep(row + GOT + lanes(), got, others)

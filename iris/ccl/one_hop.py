@@ -43,7 +43,8 @@ def channel_bytes(size: int, block: int) -> tuple[int, int]:
 
 def make_one_hop(jit, lang, queue, stamped, order, Context):
     """The kernel in the language that ``(jit, lang)`` stand for."""
-    flat, follow_predecessor, admit_successor = queue.flat, order.follow_predecessor, order.admit_successor
+    flat, keep = queue.flat, order.keep
+    follow_predecessor, admit_successor = order.follow_predecessor, order.admit_successor
     send_stamped, receive_stamped = stamped.send_stamped, stamped.receive_stamped
 
     @jit
@@ -124,7 +125,7 @@ def make_one_hop(jit, lang, queue, stamped, order, Context):
                     lang.store(
                         output + at, lang.cast(word >> (j * BITS), input.dtype.element_ty), mask=wanted & (k < n)
                     )
-            lang.store(epochs + b * RANKS + unit % W, epoch)
+            keep(epochs + b * RANKS + unit % W, epoch)
 
     return one_hop
 

@@ -55,7 +55,7 @@ def make_push(jit, lang, move, queue, stamped, order, combining, Context):
     flat, combine, conclude = queue.flat, combining.combine, combining.conclude
     send_marked, receive_marked, clear_marked = stamped.send_marked, stamped.receive_marked, stamped.clear_marked
     reread, nanoseconds, given_up = order.reread, order.nanoseconds, stamped.given_up
-    follow_predecessor, admit_successor = order.follow_predecessor, order.admit_successor
+    follow_predecessor, admit_successor, keep = order.follow_predecessor, order.admit_successor, order.keep
 
     @jit
     def add_up(parts, own, i, mask, rank, W: tl.constexpr, PART: tl.constexpr, OP: tl.constexpr, record):
@@ -107,7 +107,7 @@ def make_push(jit, lang, move, queue, stamped, order, combining, Context):
         old = region(slots, most, block, epoch + (SLOTS - 1), STEPS * W * PART)
         for step in lang.static_range(STEPS):
             clear_marked(old + step * W * PART + j, (j < W * PART) & (j // PART != rank))
-        lang.store(epochs + block, (epoch + 1) % SLOTS)
+        keep(epochs + block, (epoch + 1) % SLOTS)
 
     @jit
     def one_shot(

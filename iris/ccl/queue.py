@@ -97,7 +97,7 @@ def make_queue(
 ) -> SimpleNamespace:
     """The device functions of the queues in the language that ``(jit, lang)`` stand for."""
     signal_ranks, wait_ranks, lanes = order.signal_ranks, order.wait_ranks, order.lanes
-    follow_predecessor = order.follow_predecessor
+    follow_predecessor, keep = order.follow_predecessor, order.keep
     send_place, receive_places = stamped.send_place, stamped.receive_places
 
     @jit
@@ -158,7 +158,7 @@ def make_queue(
         calls = lang.load(row + CALLS_FROM + lanes(), mask=sources, other=0) + 1
         theirs = move(words + PLACES + ctx.cur_rank, ctx.base, lang.load(ctx.table + lanes(), mask=sources, other=0))
         send_place(theirs, lang.where(direct, offset + 1, 0), calls, sources)
-        lang.store(row + CALLS_FROM + lanes(), calls, mask=sources)
+        keep(row + CALLS_FROM + lanes(), calls, sources)
         return calls, direct
 
     @jit
@@ -166,7 +166,7 @@ def make_queue(
         """Where the ranks ``to`` want their data: the count of such calls, and an address each, 0 for the queue."""
         calls = lang.load(row + CALLS_TO + lanes(), mask=to, other=0) + 1
         offset = receive_places(words + PLACES + lanes(), calls, to, ctx._record())
-        lang.store(row + CALLS_TO + lanes(), calls, mask=to)
+        keep(row + CALLS_TO + lanes(), calls, to)
         base = lang.load(heap_table + lanes(), mask=to, other=0)
         return calls, lang.where(to & (offset > 0), base + offset - 1, 0)
 
@@ -206,7 +206,7 @@ def make_queue(
     def meet(ctx, row, calls, others, W: tl.constexpr):
         """The end of a call in which peers' inputs were read: all have read, and written, when anyone goes on."""
         signal_ranks(row + MET + ctx.cur_rank, calls + lanes() * 0, lanes(), others, ctx.table, ctx.base)
-        lang.store(row + MET + ctx.cur_rank, calls)
+        keep(row + MET + ctx.cur_rank, calls)
         wait_ranks(row + MET + lanes(), calls + lanes() * 0, others, 0, W, ctx._record())
 
     return SimpleNamespace(
@@ -218,7 +218,7 @@ def make_queue(
 
 QUEUE_FUNCTIONS = {
     "pick", "among", "blocks_of", "queue_address", "pointer_at", "offer", "find", "tell", "hear", "meet",
-    "await_room", "await_blocks", "await_taken", "post", "finish", "slot_of", "follow_predecessor",
+    "await_room", "await_blocks", "await_taken", "post", "finish", "slot_of", "follow_predecessor", "keep",
 }  # fmt: skip
 
 triton_queue = make_queue(triton.jit, tl, triton_translate, triton_ordering, triton_stamped)

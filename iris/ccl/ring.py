@@ -31,7 +31,7 @@ from iris.language.context import DeviceContext, IrisDeviceCtx
 def make_ring(jit: Callable, lang: ModuleType, queue: SimpleNamespace, combining: SimpleNamespace, Context: type):
     """The kernel in the language that ``(jit, lang)`` stand for."""
     pick, flat, lanes, blocks_of = queue.pick, queue.flat, queue.lanes, queue.blocks_of
-    follow_predecessor = queue.follow_predecessor
+    follow_predecessor, keep = queue.follow_predecessor, queue.keep
     queue_address, pointer_at = queue.queue_address, queue.pointer_at
     await_room, await_blocks, post = queue.await_room, queue.await_blocks, queue.post
     combine, conclude = combining.combine, combining.conclude
@@ -122,8 +122,8 @@ def make_ring(jit: Callable, lang: ModuleType, queue: SimpleNamespace, combining
                 got = lang.where(source, got + 1, got)
         # The left neighbour's next block, of whatever call, may need the slot of the last one.
         post(ctx, own_words, sent, got, neighbours)
-        lang.store(row + SENT + lanes(), sent, mask=neighbours)
-        lang.store(row + GOT + lanes(), got, mask=neighbours)
+        keep(row + SENT + lanes(), sent, neighbours)
+        keep(row + GOT + lanes(), got, neighbours)
 
     return ring
 

@@ -122,7 +122,9 @@ def _push(
         ("one_shot", False): push.triton_one_shot, ("one_shot", True): push.gluon_one_shot,
         ("two_shot", False): push.triton_two_shot, ("two_shot", True): push.gluon_two_shot,
     }[shots, config.use_gluon]  # fmt: skip
-    return ready(kernel, programs, _warps(config, part_bytes), before, (input, output), after, dtype)
+    # No more warps than there is data for: they poll together.
+    warps = min(_warps(config, part_bytes), max(1, part_bytes // 512))
+    return ready(kernel, programs, warps, before, (input, output), after, dtype)
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:

@@ -27,7 +27,7 @@ from iris.language.context import DeviceContext, IrisDeviceCtx
 def make_two_shot(jit, lang, queue, combining, Context):
     """The kernel in the language that ``(jit, lang)`` stand for."""
     pick, among, flat, lanes, blocks_of = queue.pick, queue.among, queue.flat, queue.lanes, queue.blocks_of
-    follow_predecessor, slot_of = queue.follow_predecessor, queue.slot_of
+    follow_predecessor, slot_of, keep = queue.follow_predecessor, queue.slot_of, queue.keep
     queue_address, pointer_at, offer, find = queue.queue_address, queue.pointer_at, queue.offer, queue.find
     await_room, await_blocks, post, await_taken = (
         queue.await_room, queue.await_blocks, queue.post, queue.await_taken,
@@ -151,8 +151,8 @@ def make_two_shot(jit, lang, queue, combining, Context):
             # Fewer blocks than AHEAD leave rounds with nothing to do.
             if (step < steps) | ((step >= AHEAD) & (step < steps + AHEAD)) | (step >= 2 * AHEAD):
                 post(ctx, own_words, sent, got, others)
-        lang.store(row + SENT + lanes(), sent, mask=others)
-        lang.store(row + GOT + lanes(), got, mask=others)
+        keep(row + SENT + lanes(), sent, others)
+        keep(row + GOT + lanes(), got, others)
         if DIRECT:
             # A rank posts that it took my last block behind having written the sums of it, here too.
             await_taken(ctx, own_words, sent, sources & (direct_here != 0), W)

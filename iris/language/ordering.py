@@ -179,6 +179,16 @@ def make_ordering(jit: Callable, lang: ModuleType, translate) -> SimpleNamespace
         block_barrier()
 
     @jit
+    def keep(ptrs, values, mask=None):
+        """Store counts of the block's own, which it has loaded before, for its next use of them.
+
+        Scalars and small blocks are loaded by each warp for itself, and stored by one of them. A warp that comes late
+        to the load must not find what another has already stored.
+        """
+        gather_block()
+        lang.store(ptrs, values, mask=mask)
+
+    @jit
     def atomic(op: tl.constexpr, ptr, val, mask, sem: tl.constexpr, scope: tl.constexpr):
         """The read-modify-write ``op`` with its order for the whole block; returns the old value."""
         lang.static_assert(one_of(sem, "relaxed", "acquire", "release", "acq_rel"),
@@ -262,6 +272,12 @@ def make_ordering(jit: Callable, lang: ModuleType, translate) -> SimpleNamespace
             return lang.load(ptrs + nothing * 16, mask=mask, cache_modifier=".cv")
         else:
             return lang.load(ptrs, mask=mask, volatile=True)
+
+    @jit
+    def inspect(ptrs, mask):
+        """As `reread`, for a few words on which all of the block goes on: every warp gets what one of them has read."""
+        ptrs, nothing = lang.broadcast(ptrs, lang.cast(0, ptrs.dtype.scalar.element_ty))
+        return lang.atomic_add(ptrs, nothing, mask=mask, sem="relaxed", scope="sys")
 
     @jit
     def unmet(seen, wanted, cmp: tl.constexpr):
@@ -482,6 +498,7 @@ def make_ordering(jit: Callable, lang: ModuleType, translate) -> SimpleNamespace
         lock=lock,
         unlock=unlock,
         fence=fence,
+        keep=keep,
         barrier=barrier,
         follow_predecessor=follow_predecessor,
         admit_successor=admit_successor,
@@ -489,6 +506,7 @@ def make_ordering(jit: Callable, lang: ModuleType, translate) -> SimpleNamespace
         wait_ranks=wait_ranks,
         lanes=lanes,
         reread=reread,
+        inspect=inspect,
         expired=expired,
         nanoseconds=nanoseconds,
         write_record=write_record,

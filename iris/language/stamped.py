@@ -39,7 +39,8 @@ def lowest(element):
 
 def make_stamped(jit: Callable, lang: ModuleType, order: SimpleNamespace) -> SimpleNamespace:
     """The device functions of this file in the language that ``(jit, lang)`` stand for."""
-    reread, expired, nanoseconds, write_record = order.reread, order.expired, order.nanoseconds, order.write_record
+    reread, inspect = order.reread, order.inspect
+    expired, nanoseconds, write_record = order.expired, order.nanoseconds, order.write_record
 
     @jit
     def write_through(ptrs, values, mask):
@@ -123,10 +124,10 @@ def make_stamped(jit: Callable, lang: ModuleType, order: SimpleNamespace) -> Sim
         """Wait until all of the caller's own ``ptrs`` carry their ``counts``; returns the places."""
         if WAIT_LIMIT_NS > 0:
             since = nanoseconds(record)
-        words = reread(ptrs, mask)
+        words = inspect(ptrs, mask)
         missing = unplaced(words, counts, mask)
         while missing > 0:
-            words = reread(ptrs, mask)
+            words = inspect(ptrs, mask)
             missing = unplaced(words, counts, mask)
             if WAIT_LIMIT_NS > 0:
                 if missing > 0:

@@ -8,6 +8,8 @@ import pytest
 import torch
 from patterns import assert_same_bits, pattern
 
+from iris.ccl import Config
+
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there are no streams or graphs without a GPU")
 
 # Elements of bfloat16 of a rank's piece: in each way that data take.
@@ -136,6 +138,25 @@ def skewed(ctx, n, rounds):
 @pytest.mark.parametrize(("n", "rounds"), [(3, 2000), (4096, 1000), (60_000, 500)])
 def test_a_rank_that_is_milliseconds_late(ranks, n, rounds):
     ranks.run(skewed, n, rounds)
+
+
+def hurried(ctx, warps):
+    """Many programs' many warps load counts of which each knows only its own progress."""
+    step, config = Step(ctx, 60_000), Config(comm_sms=16, num_warps=warps)
+    ccl = ctx.ccl
+    step.fill(1)
+    for _ in range(2000):
+        ccl.all_gather(step.gathered, step.own, config=config)
+        ccl.all_to_all(step.exchanged, step.whole, config=config)
+        ccl.all_reduce(step.total, step.own, config=config)
+    step.enqueue(0)
+    ctx.barrier()
+    assert step.wrong(1, 0).item() == 0
+
+
+@pytest.mark.parametrize("warps", [4, 32])
+def test_programs_of_many_warps(ranks, warps):
+    ranks.run(hurried, warps)
 
 
 def two_streams(ctx, sizes):
