@@ -125,14 +125,17 @@ def make_broadcast(jit, lang, queue, Context):
         """Read the own part of the root's tensor, which lies with the others at ``places``, and pass it on."""
         i = flat(BLOCK, output.dtype.element_ty)
         source = pointer_at(output, pick(places, root))
+        fellows, gets = (), ()
+        for distance in lang.static_range(1, W):
+            d = (rank + distance) % W
+            fellows += (pointer_at(output, pick(places, d)),)
+            gets += (d != root,)
         mine = (rank + (W - 1) - root) % W
         for block in range(lang.program_id(0), blocks_of(n, (W - 1) * BLOCK), lang.num_programs(0)):
             k = (lang.cast(block, lang.int64) * (W - 1) + mine) * BLOCK + i
             data = lang.load(source + k, mask=k < n)
-            for distance in range(1, W):
-                d = (rank + distance) % W
-                if d != root:
-                    lang.store(pointer_at(output, pick(places, d)) + k, data, mask=k < n)
+            for distance in lang.static_range(1, W):
+                lang.store(fellows[distance - 1] + k, data, mask=(k < n) & gets[distance - 1])
             lang.store(output + k, data, mask=k < n)
 
     @jit

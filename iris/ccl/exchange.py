@@ -45,11 +45,13 @@ def make_exchange(jit, lang, queue: SimpleNamespace, Context):
     await_room, await_blocks, post, finish = queue.await_room, queue.await_blocks, queue.post, queue.finish
 
     @jit
-    def cell(block, blocks_n, index, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FLAT: tl.constexpr):
+    def cell(block, blocks_n, index, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr):
         """Row and column of each element of a block, and whether the piece has it: none behind the last block."""
         block = lang.cast(block, lang.int64)
-        if FLAT:
-            k = block * (BLOCK_M * BLOCK_N) + index
+        k = block * (BLOCK_M * BLOCK_N) + index
+        if ROWS == "one":
+            return k * 0, k, k < N
+        if ROWS == "together":
             return k // N, k % N, k < lang.cast(M, lang.int64) * N
         r = block // blocks_n * BLOCK_M + index // BLOCK_N
         c = block % blocks_n * BLOCK_N + index % BLOCK_N
@@ -81,11 +83,12 @@ def make_exchange(jit, lang, queue: SimpleNamespace, Context):
         BLOCK_N: tl.constexpr,
         SLOT: tl.constexpr,
         SAME: tl.constexpr,
-        FLAT: tl.constexpr,
+        ROWS: tl.constexpr,
         PARTITIONED: tl.constexpr,
         DIRECT: tl.constexpr,
     ):
-        """``FLAT``: a block is so many elements of a piece, across its rows, as it is where these are not apart.
+        """``ROWS``: a piece is "one" row, or rows "apart"; or a block is so many elements of all rows "together", as it
+        is on other ranks, where they are one row.
 
         ``PARTITIONED``: a program serves one rank, with a W-th of the others; else its blocks go to every rank.
         """
@@ -117,63 +120,73 @@ def make_exchange(jit, lang, queue: SimpleNamespace, Context):
             queued = to & (place == 0)
             address = lang.where(queued, address, place)
         takes = (direct_here == 0) & (from_first < from_last)
+        sends = to_first < to_last
         any_queued = lang.max(lang.cast(queued, lang.int32), axis=0) > 0
 
         own = output + lang.cast(rank, lang.int64) * recv_step
-        in_place = lang.cast(own, lang.int64) == lang.cast(input + lang.cast(rank, lang.int64) * send_step, lang.int64)
+        own_input = input + lang.cast(rank, lang.int64) * send_step
+        copies = (
+            (rank >= to_first) & (rank < to_last) & (lang.cast(own, lang.int64) != lang.cast(own_input, lang.int64))
+        )
         index = flat(BLOCK, input.dtype.element_ty)
         blocks_n = blocks_of(N, BLOCK_N)
         blocks = blocks_of(M, BLOCK_M) * blocks_n
-        if FLAT:
+        if ROWS == "together":
             blocks = blocks_of(lang.cast(M, lang.int64) * N, BLOCK_M * BLOCK_N)
-        steps = (blocks - first + stride - 1) // stride
-        if SAME:
-            # A block is loaded while the one before is stored; the compiler may not move loads before stores.
-            sends = to_first < to_last
-            r, c, mask = cell(first, blocks_n, index, M, N, BLOCK_M, BLOCK_N, FLAT)
-            following = lang.load(input + (r * in_pitch + c), mask=mask & sends)
-        for step in range(0, steps + AHEAD):
-            if step < steps:
-                if any_queued:
-                    await_room(ctx, own_words, sent, queued, W)
-                block = first + step * stride
-                if SAME:
-                    data = following
-                    r, c, mask = cell(block + stride, blocks_n, index, M, N, BLOCK_M, BLOCK_N, FLAT)
-                    following = lang.load(input + (r * in_pitch + c), mask=mask & sends)
-                r, c, mask = cell(block, blocks_n, index, M, N, BLOCK_M, BLOCK_N, FLAT)
-                at_input = input + (r * in_pitch + c)
-                at_output = r * out_pitch + c
-                for i in range(0, W):
-                    d = (rank + 1 + p + i) % W
-                    if (d >= to_first) & (d < to_last):
-                        if not SAME:
-                            data = lang.load(at_input + lang.cast(d, lang.int64) * send_step, mask=mask)
-                        if d == rank:
-                            if not in_place:
-                                lang.store(own + at_output, data, mask=mask)
-                        else:
-                            begin = pointer_at(slots, pick(address, d))
+        # Of each other rank: whether it gets anything, where that begins here, and its place there if it needs no queue.
+        gets, begins, places = (), (), ()
+        for i in lang.static_range(W - 1):
+            d = (rank + 1 + (p + i) % (W - 1)) % W
+            gets += ((d >= to_first) & (d < to_last),)
+            begins += (input + lang.cast(d, lang.int64) * send_step,)
+            places += (pointer_at(slots, pick(address, d)) + lang.cast(rank, lang.int64) * recv_step,)
+
+        if any_queued | takes:
+            steps = (blocks - first + stride - 1) // stride
+            for step in range(0, steps + AHEAD):
+                if (step < steps) & sends:
+                    if any_queued:
+                        await_room(ctx, own_words, sent, queued, W)
+                    r, c, mask = cell(first + step * stride, blocks_n, index, M, N, BLOCK_M, BLOCK_N, ROWS)
+                    for i in lang.static_range(W - 1):
+                        if gets[i]:
+                            d = (rank + 1 + (p + i) % (W - 1)) % W
+                            data = lang.load(begins[i] + (r * in_pitch + c), mask=mask)
                             if pick(lang.cast(queued, lang.int32), d) > 0:
+                                begin = pointer_at(slots, pick(address, d))
                                 lang.store(begin + (pick(sent, d) & (NUM_SLOTS - 1)) * SLOT + index, data, mask=mask)
                             else:
-                                theirs = begin + lang.cast(rank, lang.int64) * recv_step
-                                lang.store(theirs + at_output, data, mask=mask)
-                if any_queued:
-                    sent = lang.where(queued, sent + 1, sent)
-            if step >= AHEAD:
-                if takes:
+                                lang.store(places[i] + (r * out_pitch + c), data, mask=mask)
+                    data = lang.load(own_input + (r * in_pitch + c), mask=mask & copies)
+                    lang.store(own + (r * out_pitch + c), data, mask=mask & copies)
+                    if any_queued:
+                        sent = lang.where(queued, sent + 1, sent)
+                if (step >= AHEAD) & takes:
                     await_blocks(ctx, own_words, got, sources, W)
-                    r, c, mask = cell(first + (step - AHEAD) * stride, blocks_n, index, M, N, BLOCK_M, BLOCK_N, FLAT)
+                    block = first + (step - AHEAD) * stride
+                    r, c, mask = cell(block, blocks_n, index, M, N, BLOCK_M, BLOCK_N, ROWS)
                     at_output = r * out_pitch + c
-                    for i in range(1, W):
-                        s = (rank + i) % W
+                    for distance in range(1, W):
+                        s = (rank + distance) % W
                         if (s >= from_first) & (s < from_last):
                             data = lang.load(slots + slot_of(p, s, got, W) * SLOT + index, mask=mask)
                             lang.store(output + lang.cast(s, lang.int64) * recv_step + at_output, data, mask=mask)
                     got = lang.where(sources, got + 1, got)
-            if any_queued | takes:
                 post(ctx, own_words, sent, got, queued | (sources & takes))
+        else:
+            # Straight to its place: nothing to wait for.
+            for block in range(first, lang.where(sends, blocks, 0), stride):
+                r, c, mask = cell(block, blocks_n, index, M, N, BLOCK_M, BLOCK_N, ROWS)
+                # All loads before all stores, which the compiler cannot know to be of other memory.
+                data = (lang.load(own_input + (r * in_pitch + c), mask=mask & (SAME | copies)),)
+                for i in lang.static_range(W - 1):
+                    if SAME:
+                        data += (data[0],)
+                    else:
+                        data += (lang.load(begins[i] + (r * in_pitch + c), mask=mask & gets[i]),)
+                for i in lang.static_range(W - 1):
+                    lang.store(places[i] + (r * out_pitch + c), data[i + 1], mask=mask & gets[i])
+                lang.store(own + (r * out_pitch + c), data[0], mask=mask & copies)
         # Only what this call has changed: another message may be under way on another stream, to or from another rank.
         keep(row + SENT + lanes(), sent, queued)
         keep(row + GOT + lanes(), got, sources & takes)

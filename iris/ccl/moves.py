@@ -124,10 +124,11 @@ def prepare_exchange(
     slot_bytes = comm.slot_bytes(programs if peer is None else P2P_PROGRAMS)
     block_m, block_n = config.block_size_m, config.block_size_n
     # Rows that are apart on this rank need not be on others, so their blocks are those of a piece in one row.
-    flat = block_m is None and block_n is None and e.send_step == 0 and e.rows > 1
-    if flat:
+    tiled = block_m is not None or block_n is not None
+    rows = "one" if e.rows == 1 and not tiled else "together" if e.send_step == 0 and not tiled else "apart"
+    if rows == "together":
         block_m, block_n = 1, slot_bytes // word
-    elif block_m is None and block_n is None:
+    elif not tiled:
         block_m, block_n = _block(slot_bytes // word, e, word)
     else:
         block_m, block_n = block_m or 8, block_n or 256
@@ -141,7 +142,7 @@ def prepare_exchange(
         word = min(word, block_n * input.itemsize)
         block_n = block_n * input.itemsize // word
     blocks = -(-e.rows // block_m) * -(-(e.row // word) // block_n)
-    if flat:
+    if rows == "together":
         blocks = -(-e.rows * e.row // (block_n * word))
     if partitioned:
         programs = max(1, min(programs // comm.size, blocks)) * comm.size
@@ -157,7 +158,7 @@ def prepare_exchange(
     after = (
         e.rows, e.row // word, *(length // word for length in lengths[1:]), e.length,
         e.to.start, e.to.stop, e.sources.start, e.sources.stop,
-        comm.size, block_m, block_n, slot_bytes // word, e.send_step == 0, flat, partitioned,
+        comm.size, block_m, block_n, slot_bytes // word, e.send_step == 0, rows, partitioned,
     )  # fmt: skip
     kernel = gluon_exchange if config.use_gluon else triton_exchange
     direct = e.rows * e.row > SMALLEST_DIRECT

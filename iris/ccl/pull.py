@@ -81,14 +81,21 @@ def make_pull(
             ACC: tl.constexpr = accumulator(element)
             inputs = lang.where(lanes() == rank, lang.cast(input, lang.int64), inputs)
             i = flat(BLOCK, element)
+            # This rank's part, of each rank's input and of the others' outputs.
+            sources, places = (), ()
+            for s in lang.static_range(W):
+                sources += (pointer_at(input, pick(inputs, s)) + lang.cast(rank, lang.int64) * part_step,)
+            if SPREADS:
+                for distance in lang.static_range(1, W):
+                    to = (rank + distance) % W
+                    places += (pointer_at(output, pick(outputs, to)) + rank * out_part_step,)
             for block in range(p, blocks_of(n, block_step), lang.num_programs(0)):
                 k = lang.cast(block, lang.int64) * block_step + i
                 mask = rank * limit_step + k < n
                 # All loads before their first use, so that they are under way together.
                 parts = ()
                 for s in lang.static_range(W):
-                    theirs = pointer_at(input, pick(inputs, s)) + lang.cast(rank, lang.int64) * part_step
-                    parts += (lang.load(theirs + k, mask=mask),)
+                    parts += (lang.load(sources[s] + k, mask=mask),)
                 total = lang.cast(parts[0], ACC)
                 for s in lang.static_range(1, W):
                     total = combine(total, lang.cast(parts[s], ACC), OP)
@@ -96,8 +103,7 @@ def make_pull(
                 lang.store(output + rank * out_part_step + k, result, mask=mask)
                 if SPREADS:
                     for distance in lang.static_range(1, W):
-                        theirs = pointer_at(output, pick(outputs, (rank + distance) % W)) + rank * out_part_step
-                        lang.store(theirs + k, result, mask=mask)
+                        lang.store(places[distance - 1] + k, result, mask=mask)
         else:
             add_up(
                 ctx, row, own_words, slots, heap_table, input, output, n, part_step, block_step, limit_step,

@@ -47,11 +47,11 @@ COLLECTIVES = {
     **dict.fromkeys(["part_step", "block_step", "limit_step", "out_part_step", "in_length", "most"], 4096),
     **{"flags": INT32, "locks": INT32, "accumulators": FLOAT32, "rings": 2},
     **{"W": W, "RANKS": 4, "BLOCK": 4096, "BLOCK_M": 1, "BLOCK_N": 4096, "SLOT": 8192, "PART": 2048, "OP": "sum"},
-    **dict.fromkeys(["SAME", "DIRECT", "FLAT", "SPREADS", "STRIDING", "LOCKED", "PULLS"], True),
+    **dict.fromkeys(["SAME", "DIRECT", "SPREADS", "STRIDING", "LOCKED", "PULLS"], True),
     **dict.fromkeys(["PARTITIONED", "ROOTED"], False),
 }
 ELEMENTS = {
-    "exchange": {"FLAT": False},
+    "exchange": {"ROWS": "apart"},
     "one_hop": {"input": INT32, "output": INT32, "BLOCK": 1024, "BLOCKS": 64},
     "push": {"slots": INT16, "input": BF16, "output": BF16},
     "two_shot": {"slots": BF16, "input": BF16, "output": BF16},
