@@ -51,4 +51,4 @@ class DeviceBarrier:
         # One warp: it holds all flags, so one fence serves them all, and there is no other warp to wait for.
         args = (self._workspace.context_tensor, channel.view(torch.int32))
         launch = prepare(_barrier_kernel, (1, 1, 1), *args, num_warps=1)
-        return lambda stream: launch(stream, *args)
+        return lambda stream: launch(stream, args)

@@ -8,7 +8,7 @@ from iris.language.target import launches_early
 
 
 def prepare(kernel: Any, grid: tuple[int, int, int], *args: Any, num_warps: int) -> Callable[..., None]:
-    """Compile and load ``kernel`` for ``args`` now; the result, called with (stream's handle, \\*args), launches it.
+    """Compile and load ``kernel`` for ``args`` now; the result, called with a stream's handle and args, launches it.
 
     The host neither synchronises nor compiles in the launches themselves. They may have other arguments of the same
     kinds: numbers of the same divisibility by 16, and in the place of a tensor another of the same dtype and
@@ -19,14 +19,15 @@ def prepare(kernel: Any, grid: tuple[int, int, int], *args: Any, num_warps: int)
     memory: `follow_predecessor` of `iris.language.ordering`.
     """
     if simulator.ACTIVE:
-        return lambda stream, *args: kernel[grid](*args, num_warps=num_warps)
+        return lambda stream, args: kernel[grid](*args, num_warps=num_warps)
     options = {"launch_pdl": True} if launches_early() else {}
     compiled = kernel.warmup(*args, grid=grid, num_warps=num_warps, **options)
     compiled[grid]  # loads it
     run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
+    x, y, z = grid
 
-    def launch(stream: int, *args: Any) -> None:
+    def launch(stream: int, args: tuple) -> None:
         # As `compiled[grid](*args, stream=stream)`, without asking for Triton's launch hooks.
-        run(*grid, stream, function, metadata, None, None, None, *args)
+        run(x, y, z, stream, function, metadata, None, None, None, *args)
 
     return launch

@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 
 from iris.bench.timing import do_bench, replay_microseconds
-from iris.ccl import Config
+from iris.ccl.config import FEW_SMS, Config
 from iris.ccl.one_hop import LARGEST_PIECE
-from iris.ccl.select import COLLECTIVES, FEW_SMS, Choice, Table, name_in_table
+from iris.ccl.select import COLLECTIVES, Choice, Table, name_in_table
 from iris.context import Iris
 
 # Variants of each collective, and the programs to try for those that are bound by the link.

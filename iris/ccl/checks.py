@@ -81,12 +81,14 @@ def rank_in_group(comm: Communicator, name: str, rank: int, num_ranks: int) -> i
 
 def check_overlap(name: str, output: torch.Tensor, input: torch.Tensor) -> None:
     """That the contiguous ``output`` shares no memory with ``input``, or with what lies between its rows."""
-    begin, end = output.data_ptr(), output.data_ptr() + output.nbytes
+    begin, start = output.data_ptr(), input.data_ptr()
+    if start >= begin + output.nbytes:
+        return
     last = input.nbytes
     if last and not input.is_contiguous():
         steps = zip(input.shape, input.stride(), strict=True)
         last = input.itemsize * (1 + sum((size - 1) * stride for size, stride in steps))
-    if begin < input.data_ptr() + last and input.data_ptr() < end:
+    if begin < start + last:
         raise InvalidCollectiveError(
             f"Input and output of {name}() overlap in memory, in a way that it does not allow: results would be "
             "written over what has not been read. Give it an output of its own."

@@ -23,6 +23,9 @@ P2P_STREAMS = 2
 # Bytes of all slots of a channel, and of a slot at most: what 512 threads move in two instructions each.
 STAGING_BYTES = (4 << 20) if simulator.ACTIVE else (32 << 20)
 LARGEST_SLOT = 16384
+# Bytes that a program reads at once, from all ranks together, where programs are few: between two ranks it then takes
+# blocks twice as large to keep the link busy.
+UNDER_WAY = 65536
 
 # Launches, and lists of counts, that are kept.
 KEPT = 4096
@@ -85,7 +88,7 @@ class Communicator:
         self._streams_to: dict[tuple[int, bool], list[int | None]] = {}
         # One more for graphs: of what is captured from a rank to another, one replay may run at a time.
         self._point_to_point = {
-            (up, n): self.queues(None, False, P2P_PROGRAMS, f"messages {'up' if up else 'down'} of stream {n}")
+            (up, n): self.queues(None, False, P2P_PROGRAMS, False, f"messages {'up' if up else 'down'} of stream {n}")
             for up in (True, False)
             for n in range(P2P_STREAMS + 1)
         }
@@ -125,10 +128,11 @@ class Communicator:
         below = power_of_two(programs) // 2
         return below if programs < below + below // 4 else programs
 
-    def slot_bytes(self, programs: int) -> int:
+    def slot_bytes(self, programs: int, few_sms: bool) -> int:
         """Bytes of a slot where so many programs share the staging memory; a power of two."""
         share = STAGING_BYTES // (power_of_two(programs) * SLOTS * self.size)
-        return min(LARGEST_SLOT, 1 << (share.bit_length() - 1))
+        largest = max(LARGEST_SLOT, UNDER_WAY // power_of_two(self.size)) if few_sms else LARGEST_SLOT
+        return min(largest, 1 << (share.bit_length() - 1))
 
     def point_to_point(self, peer: int, sends: bool, stream: int | None, capturing: bool) -> tuple[Any, ...]:
         """Queues like `queues`, of `P2P_PROGRAMS` programs, for messages to ``peer`` alone, or from it.
@@ -150,11 +154,14 @@ class Communicator:
             streams.append(stream)
         return self._point_to_point[up, streams.index(stream)]
 
-    def queues(self, stream: int | None, capturing: bool, programs: int, use: str = "collectives") -> tuple[Any, ...]:
+    def queues(
+        self, stream: int | None, capturing: bool, programs: int, few_sms: bool, use: str = "collectives"
+    ) -> tuple[Any, ...]:
         """Queues for ``programs`` programs: counts (int32), words (int64), slots (uint8), bytes of a slot."""
-        most, slot_bytes = power_of_two(programs), self.slot_bytes(programs)
+        most, slot_bytes = power_of_two(programs), self.slot_bytes(programs, few_sms)
         size = region_bytes(most, self.size, slot_bytes)
-        channel = self.workspace.channel(f"queues of {most} programs for {use}", stream, capturing, size)
+        name = f"queues of {most} programs with slots of {slot_bytes} bytes for {use}"
+        channel = self.workspace.channel(name, stream, capturing, size)
         words = most * COUNTS.value * 4
         slots = words + most * WORDS.value * 8
         return channel[:words].view(torch.int32), channel[words:slots].view(torch.int64), channel[slots:], slot_bytes
@@ -179,12 +186,12 @@ def ready(
 
     launch = prepare(kernel, (programs, 1, 1), *seen(tensors[0], tensors[1], tensors[2:]), num_warps=num_warps)
     if simulator.ACTIVE:
-        return lambda stream, x, y, *more: launch(stream, *seen(x, y, more))
+        return lambda stream, x, y, *more: launch(stream, seen(x, y, more))
     # Addresses, so that the launcher does not ask the driver what kind of memory each pointer is.
     addresses = tuple(x.data_ptr() if isinstance(x, torch.Tensor) else x for x in before)
 
     def enqueue(stream: int | None, x: torch.Tensor, y: torch.Tensor, *more: torch.Tensor) -> None:
-        launch(stream, *addresses, x.data_ptr(), y.data_ptr(), *more, *after)
+        launch(stream, (*addresses, x.data_ptr(), y.data_ptr(), *more, *after))
 
     enqueue.keeps_alive = before
     return enqueue

@@ -25,6 +25,9 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 _POWERS_OF_TWO = ("block_size_m", "block_size_n", "num_warps", "chunk_size")
 _COUNTS = ("swizzle_size", "comm_sms", "num_xcds", "all_reduce_num_rings", "all_reduce_ring_slice_n", "num_stages")
 
+# So many SMs, or fewer, want other variants and larger blocks than a GPU that is free for a collective.
+FEW_SMS = 32
+
 
 @dataclass(frozen=True, repr=False)
 class Config:
@@ -97,6 +100,11 @@ class Config:
                 f"Config(block_size_m={self.block_size_m}, block_size_n={self.block_size_n}) cannot work: a block has "
                 "at most 1048576 elements, which is the compiler's limit."
             )
+
+    @property
+    def few_sms(self) -> bool:
+        """Whether `comm_sms` leaves a call few multiprocessors."""
+        return self.comm_sms is not None and self.comm_sms <= FEW_SMS
 
     def __repr__(self) -> str:
         given = (field.name for field in fields(self) if getattr(self, field.name) != field.default)

@@ -125,15 +125,14 @@ def make_exchange(jit, lang, queue: SimpleNamespace, Context):
 
         own = output + lang.cast(rank, lang.int64) * recv_step
         own_input = input + lang.cast(rank, lang.int64) * send_step
-        copies = (
-            (rank >= to_first) & (rank < to_last) & (lang.cast(own, lang.int64) != lang.cast(own_input, lang.int64))
-        )
+        in_place = lang.cast(own, lang.int64) == lang.cast(own_input, lang.int64)
+        copies = (rank >= to_first) & (rank < to_last) & (in_place == 0)
         index = flat(BLOCK, input.dtype.element_ty)
         blocks_n = blocks_of(N, BLOCK_N)
         blocks = blocks_of(M, BLOCK_M) * blocks_n
         if ROWS == "together":
             blocks = blocks_of(lang.cast(M, lang.int64) * N, BLOCK_M * BLOCK_N)
-        # Of each other rank: whether it gets anything, where that begins here, and its place there if it needs no queue.
+        # Of each other rank: whether it gets anything, where that begins, and its place there if it needs no queue.
         gets, begins, places = (), (), ()
         for i in lang.static_range(W - 1):
             d = (rank + 1 + (p + i) % (W - 1)) % W

@@ -11,15 +11,11 @@ from iris.ccl.communicator import P2P_PROGRAMS, Communicator, Launch, power_of_t
 from iris.ccl.config import Config
 from iris.ccl.exchange import gluon_exchange, triton_exchange
 from iris.ccl.exchange_v import triton_exchange_v
-from iris.ccl.select import FEW_SMS, choose
+from iris.ccl.select import choose
 from iris.errors import InvalidConfigError
-from iris.language.target import threads_per_warp
 
 # Above this it pays to ask where the result lies, which costs a hop, and to spare the way through the queue.
 SMALLEST_DIRECT = 64 << 10
-
-# Of a program, on NVIDIA's and AMD's GPUs.
-MOST_THREADS = 1024
 
 WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -112,8 +108,6 @@ def prepare_exchange(
     begins = (input.storage_offset() * input.itemsize, output.storage_offset() * output.itemsize)
     word = word_bytes(*lengths, *begins, input.data_ptr(), output.data_ptr())
     programs = comm.programs(programs if peer is None else min(programs or P2P_PROGRAMS, P2P_PROGRAMS))
-    # Few programs need all the threads that they can have to keep the link busy.
-    most_warps = 16 if programs > FEW_SMS else MOST_THREADS // threads_per_warp()
     if partitioned:
         if programs < comm.size:
             raise InvalidConfigError(
@@ -121,7 +115,8 @@ def prepare_exchange(
                 f"be {programs}: raise comm_sms, or use 'persistent'."
             )
         programs = programs // comm.size * comm.size
-    slot_bytes = comm.slot_bytes(programs if peer is None else P2P_PROGRAMS)
+    few_sms = config.few_sms and peer is None
+    slot_bytes = comm.slot_bytes(programs if peer is None else P2P_PROGRAMS, few_sms)
     block_m, block_n = config.block_size_m, config.block_size_n
     # Rows that are apart on this rank need not be on others, so their blocks are those of a piece in one row.
     tiled = block_m is not None or block_n is not None
@@ -149,10 +144,10 @@ def prepare_exchange(
     else:
         programs = min(programs, blocks)
     if peer is None:
-        counts, posts, slots, slot_bytes = comm.queues(stream, capturing, programs)
+        counts, posts, slots, slot_bytes = comm.queues(stream, capturing, programs, few_sms)
     else:
         counts, posts, slots, slot_bytes = comm.point_to_point(peer, len(e.to) > 0, stream, capturing)
-    warps = config.num_warps or max(1, min(most_warps, block_m * block_n * word // 512))
+    warps = config.num_warps or max(1, min(16, block_m * block_n * word // 512))
     dtype = WORDS[word]
     before = (comm.workspace.context_tensor, counts, posts, slots.view(dtype), comm.heap_table)
     after = (
@@ -217,10 +212,10 @@ def prepare_broadcast(
         return prepare_exchange(comm, e, tensor, tensor, config, stream, capturing)
     word = word_bytes(tensor.nbytes, tensor.storage_offset() * tensor.itemsize, tensor.data_ptr())
     programs = comm.programs(choice.programs)
-    block = comm.slot_bytes(programs) // word
+    block = comm.slot_bytes(programs, config.few_sms) // word
     n = tensor.nbytes // word
     programs = min(programs, -(-n // (block * (comm.size - 1))))
-    counts, posts, slots, slot_bytes = comm.queues(stream, capturing, programs)
+    counts, posts, slots, slot_bytes = comm.queues(stream, capturing, programs, config.few_sms)
     before = (comm.workspace.context_tensor, counts, posts, slots.view(WORDS[word]), comm.heap_table)
     after = (n, tensor.nbytes, root, comm.size, block, slot_bytes // word, choice.variant == "pull")
     kernel = gluon_broadcast if config.use_gluon else triton_broadcast
@@ -239,7 +234,7 @@ def prepare_exchange_v(
     word = word_bytes(input.itemsize, *begins, input.data_ptr(), output.data_ptr())
     # What lies in the pieces is known to the device alone, so all programs come.
     programs = comm.programs(config.comm_sms)
-    counts, posts, slots, slot_bytes = comm.queues(stream, capturing, programs)
+    counts, posts, slots, slot_bytes = comm.queues(stream, capturing, programs, config.few_sms)
     dtype = WORDS[word]
     before = (comm.workspace.context_tensor, counts, posts, slots.view(dtype))
     after = (input.itemsize // word, comm.size, slot_bytes // word)

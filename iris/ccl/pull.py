@@ -31,7 +31,7 @@ def make_pull(
     pick, among, flat, lanes = queue.pick, queue.among, queue.flat, queue.lanes
     follow_predecessor = queue.follow_predecessor
     pointer_at, blocks_of = queue.pointer_at, queue.blocks_of
-    tell, hear, meet = queue.tell, queue.hear, queue.meet
+    permit, tell, hear, meet = queue.permit, queue.tell, queue.hear, queue.meet
     combine, conclude = combining.combine, combining.conclude
 
     @jit
@@ -65,9 +65,10 @@ def make_pull(
         own_words = words + p * WORDS
         others = among(0, W, rank)
         calls = lang.load(row + MET + rank) + 1
-        here = tell(ctx, own_words + INPUTS, heap_table, input, in_length, calls, others, W)
+        here = True
         if SPREADS:
-            here = here & tell(ctx, own_words + OUTPUTS, heap_table, output, length, calls, others, W)
+            here = permit(ctx, own_words + OUTPUTS, heap_table, output, length, calls + lanes() * 0, others, W)
+        here = here & tell(ctx, own_words + INPUTS, heap_table, input, in_length, calls, others, W)
         inputs = hear(ctx, own_words + INPUTS, heap_table, calls, others)
         missing = others & (inputs == 0)
         outputs = inputs

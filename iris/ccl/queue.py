@@ -27,7 +27,7 @@ write: the word is stored by a kernel that runs behind everything earlier on the
 written, the sender sets ``done`` to its count of these calls, with release.
 
 Inputs on the heap may be read where they are (`iris.ccl.pull`, `iris.ccl.broadcast`). Then all ranks of the group tell
-each other where their input lies, and their output: with release, behind everything earlier on their streams.
+each other where their input lies, with release, behind everything earlier on their streams; and their output.
 ``met[s]`` is the last of these calls that rank s has finished; a rank leaves when all have, so its input is read and
 its output written. The own column counts the calls, as in a barrier (`iris.language.ordering`).
 """
@@ -136,8 +136,19 @@ def make_queue(
         return offset, direct
 
     @jit
+    def permit(ctx, words, heap_table, output, length, calls, ranks, W: tl.constexpr):
+        """Tell ``ranks`` where they may write; returns whether that is on the heap, else they may not.
+
+        What used the memory before was an earlier kernel, which is over: there is nothing to release.
+        """
+        offset, direct = place_of(ctx, heap_table, output, length, W)
+        theirs = move(words + ctx.cur_rank, ctx.base, lang.load(ctx.table + lanes(), mask=ranks, other=0))
+        send_place(theirs, lang.where(direct, offset + 1, 0), calls, ranks)
+        return direct
+
+    @jit
     def tell(ctx, words, heap_table, tensor, length, calls, others, W: tl.constexpr):
-        """Tell all ranks where a tensor lies, behind everything earlier on the stream; returns whether on the heap."""
+        """Tell all ranks where a tensor lies that they may read; returns whether that is on the heap."""
         offset, direct = place_of(ctx, heap_table, tensor, length, W)
         word = lang.where(direct, offset + 1, 0) | (lang.cast(calls & 0xFFFF, lang.int64) << 48)
         nothing = lang.cast(lanes() * 0, lang.int64)
@@ -146,7 +157,7 @@ def make_queue(
 
     @jit
     def hear(ctx, words, heap_table, calls, others):
-        """What all ranks `tell`: an address each, 0 where it is not on the heap."""
+        """What all ranks `tell`, or `permit`: an address each, 0 where it is not on the heap."""
         offset = receive_places(words + lanes(), calls + lanes() * 0, others, ctx._record())
         base = lang.load(heap_table + lanes(), mask=others, other=0)
         return lang.where(others & (offset > 0), base + offset - 1, 0)
@@ -154,10 +165,8 @@ def make_queue(
     @jit
     def offer(ctx, row, words, heap_table, output, length, W: tl.constexpr, sources):
         """Tell the ranks ``sources`` where their data go; returns the count of such calls, and if it is direct."""
-        offset, direct = place_of(ctx, heap_table, output, length, W)
         calls = lang.load(row + CALLS_FROM + lanes(), mask=sources, other=0) + 1
-        theirs = move(words + PLACES + ctx.cur_rank, ctx.base, lang.load(ctx.table + lanes(), mask=sources, other=0))
-        send_place(theirs, lang.where(direct, offset + 1, 0), calls, sources)
+        direct = permit(ctx, words + PLACES, heap_table, output, length, calls, sources, W)
         keep(row + CALLS_FROM + lanes(), calls, sources)
         return calls, direct
 
@@ -217,7 +226,7 @@ def make_queue(
 
 
 QUEUE_FUNCTIONS = {
-    "pick", "among", "blocks_of", "queue_address", "pointer_at", "offer", "find", "tell", "hear", "meet",
+    "pick", "among", "blocks_of", "queue_address", "pointer_at", "offer", "find", "permit", "tell", "hear", "meet",
     "await_room", "await_blocks", "await_taken", "post", "finish", "slot_of", "follow_predecessor", "keep",
 }  # fmt: skip
 

@@ -20,13 +20,9 @@ IN_ORDER_OF_RANKS = ("one_shot", "two_shot")
 
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast")
 
-# With so many SMs or fewer, by ``Config(comm_sms=...)``, another variant may be the fastest: tables have rows for that
-# under names of their own.
-FEW_SMS = 32
-
 
 def name_in_table(collective: str, few_sms: bool) -> str:
-    """Under which a table has the rows of a collective."""
+    """Under which a table has the rows of a collective; it may have others for `Config.few_sms`."""
     return f"{collective} on few SMs" if few_sms else collective
 
 
@@ -88,8 +84,7 @@ def digest(table: Table) -> str:
 
 def choose(table: Table, collective: str, nbytes: int, config: Config, possible: set[str]) -> Choice:
     """The first row that reaches as far as ``nbytes`` and whose variant is ``possible`` for this call."""
-    few = config.comm_sms is not None and config.comm_sms <= FEW_SMS
-    rows = table.get(name_in_table(collective, few), table[collective])
+    rows = table.get(name_in_table(collective, config.few_sms), table[collective])
     reaching = (row for row in rows if row.limit is None or nbytes <= row.limit)
     row = next(row for row in reaching if row.variant in possible)
     return row._replace(programs=config.comm_sms or row.programs)

@@ -150,7 +150,7 @@ def _ring(
     n: int, config: Config, stream: int | None, capturing: bool,
 ) -> Launch:  # fmt: skip
     programs = comm.programs(choice.programs)
-    slot_bytes = comm.slot_bytes(programs)
+    slot_bytes = comm.slot_bytes(programs, config.few_sms)
     sums = accumulator(dtype)
     block = _block(config, sums, slot_bytes)
     slice_n = config.all_reduce_ring_slice_n
@@ -162,7 +162,7 @@ def _ring(
             )
         block = slice_n
     programs = min(programs, -(-n // (block * comm.size)))
-    counts, words, slots, slot_bytes = comm.queues(stream, capturing, programs)
+    counts, words, slots, slot_bytes = comm.queues(stream, capturing, programs, config.few_sms)
     before = (comm.workspace.context_tensor, counts, words, slots.view(sums))
     after = (
         n, config.all_reduce_num_rings or 2, comm.size, block, slot_bytes // sums.itemsize, op,
@@ -207,13 +207,13 @@ def _queued(
 ) -> Launch:  # fmt: skip
     """Parts of ``step`` elements that lie behind each other, or (None) blocks each with its parts."""
     programs = comm.programs(choice.programs)
-    slot_bytes = comm.slot_bytes(programs)
+    slot_bytes = comm.slot_bytes(programs, config.few_sms)
     block = _block(config, dtype, slot_bytes)
     block_step = block * comm.size if step is None else block
     part_step = block if step is None else step
     limit_step = block if step is None else 0
     programs = min(programs, -(-n // block_step))
-    counts, words, slots, slot_bytes = comm.queues(stream, capturing, programs)
+    counts, words, slots, slot_bytes = comm.queues(stream, capturing, programs, config.few_sms)
     before = (comm.workspace.context_tensor, counts, words, slots.view(dtype), comm.heap_table)
     steps = (n, part_step, block_step, limit_step, 0 if step is not None else block)
     sizes = (comm.size, block, slot_bytes // dtype.itemsize, op, to is not None)
