@@ -1,7 +1,7 @@
 """Small pieces from every rank to every rank: each word tells by itself that it has arrived.
 
-all_gather (the same piece to all), all_to_all (another piece to each) and broadcast (the root's piece, and a word of
-every other rank, so that all hear from all). A piece is cut into blocks; program
+all_gather (the same piece to all), all_to_all (another piece to each) and broadcast (the root's piece, and two words
+of every other rank, so that all hear from all). A piece is cut into blocks; program
 (block b, distance i) sends its block to rank r + i and receives one from rank r - i, so nothing is done one after the
 other. Over the link: twice the bytes of each piece, in one step.
 
@@ -28,6 +28,8 @@ LARGEST_PIECE = 256 << 10
 SMALL_BLOCK, LARGE_BLOCK = 256, 1024
 
 RANKS = tl.constexpr(32)
+# Words that a rank without a piece sends, so that all hear from all: two, which leaves accesses 16 bytes wide.
+REPLY = tl.constexpr(2)
 
 
 def block_words(piece: int, size: int, programs: int) -> int:
@@ -105,7 +107,7 @@ def make_one_hop(jit, lang, queue, stamped, order, Context):
                 slot = slots + (((epoch & 1) * BLOCKS + b) * W + rank) * BLOCK
                 needed = (b * BLOCK + i) * PACKED < n
                 if ROOTED:
-                    needed = needed & ((rank == root) | (i < 1))
+                    needed = needed & ((rank == root) | (i < REPLY))
                 send_stamped(ctx.translate(slot, to) + i, word, epoch, needed | ((epoch & 0xFFFF) < 2))
         for unit in range(lang.program_id(0), units, lang.num_programs(0)):
             b = unit // W
@@ -116,7 +118,7 @@ def make_one_hop(jit, lang, queue, stamped, order, Context):
                 there = (b * BLOCK + i) * PACKED < n
                 wanted = there
                 if ROOTED:
-                    there = there & ((source == root) | (i < 1))
+                    there = there & ((source == root) | (i < REPLY))
                     wanted = there & (source == root)
                 word = receive_stamped(slot + i, epoch, there, source, ctx._record())
                 for j in lang.static_range(PACKED):

@@ -13,6 +13,7 @@ from triton.runtime.jit import JITFunction
 from codegen.offline import TARGETS, compile_for
 from codegen.operations import is_barrier, is_data, releases
 from iris.ccl.atomic import gluon_atomic, triton_atomic
+from iris.ccl.one_hop import gluon_one_hop, triton_one_hop
 
 ROOT = Path(__file__).parents[2]
 # Where kernels are defined, and the folder from which the file imports its neighbours.
@@ -47,7 +48,7 @@ COLLECTIVES = {
     **dict.fromkeys(["part_step", "block_step", "limit_step", "out_part_step", "in_length", "most"], 4096),
     **{"flags": INT32, "locks": INT32, "accumulators": FLOAT32, "rings": 2},
     **{"W": W, "RANKS": 4, "BLOCK": 4096, "BLOCK_M": 1, "BLOCK_N": 4096, "SLOT": 8192, "PART": 2048, "OP": "sum"},
-    **dict.fromkeys(["SAME", "DIRECT", "SPREADS", "STRIDING", "LOCKED", "PULLS"], True),
+    **dict.fromkeys(["SAME", "DIRECT", "FLAT", "SPREADS", "STRIDING", "LOCKED", "PULLS"], True),
     **dict.fromkeys(["PARTITIONED", "ROOTED"], False),
 }
 ELEMENTS = {
@@ -126,6 +127,14 @@ def test_accumulators_are_added_to_without_a_lock(target, kernel):
     arguments = ARGUMENTS | COLLECTIVES | ELEMENTS["atomic"] | {"LOCKED": False}
     code = compile_for(target, kernel, *[arguments[name] for name in kernel.arg_names]).ttgir
     assert re.search(r"atomic_rmw fadd, relaxed, sys, .*tensor<4096x", code) and "atomic_cas" not in code
+
+
+@pytest.mark.parametrize("kernel", [triton_one_hop, gluon_one_hop])
+def test_words_of_a_broadcast_travel_two_at_a_time(kernel):
+    arguments = ARGUMENTS | COLLECTIVES | ELEMENTS["one_hop"] | {"FLAT": True, "ROOTED": True}
+    code = compile_for("sm_90", kernel, *[arguments[name] for name in kernel.arg_names]).text
+    assert "st.global.v2.b64" in code and "ld.volatile.global.v2.b64" in code
+    assert not re.search(r"st\.global\.b64|ld\.volatile\.global\.b64", code)
 
 
 def test_no_kernel_is_missing():
