@@ -121,6 +121,17 @@ def test_rows_of_a_table():
     assert tune.rows(found[:2], before) == [Choice(2, "one_shot", None), Choice(None, "two_shot", None)]
 
 
+def test_few_multiprocessors_have_rows_of_their_own():
+    table = {"broadcast": [Choice(None, "exchange", 128)]}
+    few = {name_in_table("broadcast", True): [Choice(None, "pull", None)]}
+    possible = {"exchange", "pull"}
+    for sms, rows, variant, programs in (
+        (None, few, "exchange", 128), (33, few, "exchange", 33), (32, few, "pull", 32), (32, {}, "exchange", 32),
+    ):  # fmt: skip
+        chosen = choose(table | rows, "broadcast", 1 << 20, Config(comm_sms=sms), possible)
+        assert (chosen.variant, chosen.programs) == (variant, programs)
+
+
 def test_tables_are_added_to_a_file(tmp_path):
     file = tmp_path / "iris" / "tables.json"
     for size in (2, 4):
