@@ -26,7 +26,7 @@ from iris.world import Group
 # hence one compiled specialisation.
 ALIGNMENT = 1024
 
-# A 128th of the device's memory: 1.1 GiB of an H200, which is 35 channels with the most staging.
+# A 128th of the device's memory: 1.1 GiB of an H200. The largest channels have 32 MiB, or a 16th of it for pushed sums.
 SHARE_OF_MEMORY = 128
 
 

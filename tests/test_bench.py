@@ -12,6 +12,8 @@ from iris.bench import collectives, plots, report, tune
 from iris.bench.timing import Operands
 from iris.ccl import Config
 from iris.ccl.select import ELSEWHERE, Choice, choose, name_in_table
+from iris.ccl.sums import PUSHES, pushes
+from iris.errors import InvalidTableError
 
 KIB = 1 << 10
 
@@ -93,7 +95,9 @@ def test_floors(tmp_path):
 
 def tuned(ctx):
     lines = []
-    before = ctx.ccl.communicator().table
+    comm = ctx.ccl.communicator()
+    assert pushes(comm, KIB) == set(PUSHES) and not pushes(comm, comm.workspace.size)
+    before = comm.table
     table = tune.tune(ctx, [16 * KIB, 32 * KIB], lines.append)
     assert ctx.ccl.communicator().table == before and len(lines) == 2 * len(table)
     return table
@@ -130,6 +134,11 @@ def test_few_multiprocessors_have_rows_of_their_own():
     ):  # fmt: skip
         chosen = choose(table | rows, "broadcast", 1 << 20, Config(comm_sms=sms), possible)
         assert (chosen.variant, chosen.programs) == (variant, programs)
+
+
+def test_a_table_without_an_end_says_so():
+    with pytest.raises(InvalidTableError, match="no row of broadcast for 2048 bytes.*exchange"):
+        choose({"broadcast": [Choice(KIB, "exchange", None)]}, "broadcast", 2 * KIB, Config(), {"exchange"})
 
 
 def test_tables_are_added_to_a_file(tmp_path):

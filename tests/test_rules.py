@@ -42,7 +42,7 @@ def test_inline_assembly_lives_in_ordering():
 def test_counts_are_kept_behind_a_barrier():
     """A warp that loads a count late must not find what another has stored: `keep` in language/ordering.py."""
     assert files_with(r"keep\((row|epochs)\b")
-    assert not files_with(r"store\((row|epochs|counts)\b")
+    assert not files_with(r"store\((row|epochs|counts|flags|locks)\b")
 
 
 def test_a_destructor_only_queues():

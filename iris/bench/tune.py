@@ -7,9 +7,11 @@ from pathlib import Path
 import torch
 
 from iris.bench.timing import do_bench, replay_microseconds
+from iris.ccl.communicator import Communicator
 from iris.ccl.config import FEW_SMS, Config
 from iris.ccl.one_hop import LARGEST_PIECE
 from iris.ccl.select import COLLECTIVES, Choice, Table, name_in_table
+from iris.ccl.sums import PUSHES, pushes
 from iris.context import Iris
 
 # Variants of each collective, and the programs to try for those that are bound by the link.
@@ -21,9 +23,8 @@ VARIANTS = {
     "broadcast": ("one_hop", "exchange", "deal", "pull"),
 }
 PROGRAMS = (32, 64, 128)
-# Variants that cannot carry any size, and how many bytes it is worth trying to push to a rank.
-SMALL = ("one_hop", "one_shot", "two_shot_push")
-LARGEST_PUSH = 16 << 20
+# Variants that cannot carry any size.
+SMALL = ("one_hop", *PUSHES)
 # A variant must win by this much to displace the one that is already chosen for smaller sizes.
 MARGIN = 0.97
 
@@ -70,7 +71,7 @@ def tune(ctx: Iris, sizes: list[int], report: Callable[[str], None]) -> Table:
                 for name, call in calls(ctx, nbytes, Config(comm_sms=sms)).items():
                     key = name_in_table(name, sms is not None)
                     times = {}
-                    for variant, programs in candidates(ctx.num_ranks, name, nbytes, sms is None):
+                    for variant, programs in candidates(communicator, name, nbytes, sms is None):
                         communicator.table = before | {key: [Choice(None, variant, programs)]}
                         communicator.forget()
                         times[variant, programs] = measure(ctx, call, nbytes)
@@ -92,19 +93,17 @@ def tune(ctx: Iris, sizes: list[int], report: Callable[[str], None]) -> Table:
     return table
 
 
-def candidates(size: int, collective: str, nbytes: int, all_sms: bool) -> list[tuple[str, int | None]]:
-    """Variants that can carry so much between ``size`` ranks and are worth trying, each with numbers of programs."""
+def candidates(comm: Communicator, collective: str, nbytes: int, all_sms: bool) -> list[tuple[str, int | None]]:
+    """Variants that can carry so much in this group, each with the numbers of programs to try."""
     found: list[tuple[str, int | None]] = []
+    fitting = pushes(comm, nbytes if collective == "all_reduce" else nbytes // comm.size) if comm.size > 1 else set()
     for variant in VARIANTS[collective]:
         if variant == "one_hop":
-            possible = chosen_by(size, collective, nbytes) <= LARGEST_PIECE
+            possible = chosen_by(comm.size, collective, nbytes) <= LARGEST_PIECE
         elif collective == "broadcast":
-            possible = variant == "exchange" or size > 2
-        elif variant in SMALL:
-            sent = size - 1 if variant == "one_shot" and collective == "all_reduce" else 1
-            possible = sent * nbytes <= LARGEST_PUSH
+            possible = variant == "exchange" or comm.size > 2
         else:
-            possible = True
+            possible = variant not in SMALL or variant in fitting
         bound_by_link = variant not in SMALL and nbytes >= 1 << 20
         if possible:
             found += [(variant, programs) for programs in (PROGRAMS if bound_by_link and all_sms else (None,))]

@@ -20,7 +20,7 @@ SIMULATED_PROGRAMS = 8
 P2P_PROGRAMS = 2 if simulator.ACTIVE else 32
 P2P_STREAMS = 2
 
-# Bytes of all slots of a channel, and of a slot at most: what 512 threads move in two instructions each.
+# Bytes of all slots of a channel, and of a slot at most, which is what 512 threads move in two instructions each.
 STAGING_BYTES = (4 << 20) if simulator.ACTIVE else (32 << 20)
 LARGEST_SLOT = 16384
 # Bytes that a program reads at once, from all ranks together, where programs are few: between two ranks it then takes

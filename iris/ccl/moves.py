@@ -13,6 +13,7 @@ from iris.ccl.exchange import gluon_exchange, triton_exchange
 from iris.ccl.exchange_v import triton_exchange_v
 from iris.ccl.select import choose
 from iris.errors import InvalidConfigError
+from iris.language.target import threads_per_warp
 
 # Above this it pays to ask where the result lies, which costs a hop, and to spare the way through the queue.
 SMALLEST_DIRECT = 64 << 10
@@ -186,7 +187,9 @@ def _one_hop(
     after = (piece // word, *steps, 0 if root is None else root, comm.size, block, blocks, flat, root is not None)
     kernel = one_hop.gluon_one_hop if config.use_gluon else one_hop.triton_one_hop
     before = (comm.workspace.context_tensor, epochs, slots)
-    return ready(kernel, programs, config.num_warps or 4, before, (input, output), after, WORDS[word])
+    # No more warps than there are words for: see `receive_stamped`.
+    warps = min(config.num_warps or 4, block // threads_per_warp())
+    return ready(kernel, programs, warps, before, (input, output), after, WORDS[word])
 
 
 def _block(elements: int, exchange: Exchange, word: int) -> tuple[int, int]:

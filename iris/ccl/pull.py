@@ -70,13 +70,14 @@ def make_pull(
             here = permit(ctx, own_words + OUTPUTS, heap_table, output, length, calls + lanes() * 0, others, W)
         here = here & tell(ctx, own_words + INPUTS, heap_table, input, in_length, calls, others, W)
         inputs = hear(ctx, own_words + INPUTS, heap_table, calls, others)
+        # The peers' words are read without an order. Behind them lie their inputs, and where their outputs are: said
+        # before, so it is not of a call so long ago that its stamp has come round.
+        ctx.fence()
         missing = others & (inputs == 0)
         outputs = inputs
         if SPREADS:
             outputs = hear(ctx, own_words + OUTPUTS, heap_table, calls, others)
             missing = missing | (others & (outputs == 0))
-        # The peers' words are read without an order; what lies behind them is read below.
-        ctx.fence()
         if here & (lang.max(lang.cast(missing, lang.int32), axis=0) == 0):
             element: tl.constexpr = input.dtype.element_ty
             ACC: tl.constexpr = accumulator(element)

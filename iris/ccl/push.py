@@ -11,6 +11,8 @@ into the block's region, whatever this call needs.
 Why three slots, and why that is in order: a rank writes to slot e % 3 of mine in its call e. It has heard from me in
 its call e - 1, so my call e - 2 was over, at the end of which everything was visible to everybody; and in that call I
 cleared slot (e - 3) % 3 = e % 3, having read all of it in e - 3. With two slots I would be clearing while it writes.
+(In two shot a rank whose part is beyond the end of the tensor sends no sums; whoever has heard rank 0's, which were of
+parts from all, has heard from it.)
 
 Sums are formed in the order of ranks, on each rank or on one, so all ranks have the same bits.
 """

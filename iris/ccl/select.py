@@ -86,15 +86,23 @@ def choose(table: Table, collective: str, nbytes: int, config: Config, possible:
     """The first row that reaches as far as ``nbytes`` and whose variant is ``possible`` for this call."""
     rows = table.get(name_in_table(collective, config.few_sms), table[collective])
     reaching = (row for row in rows if row.limit is None or nbytes <= row.limit)
-    row = next(row for row in reaching if row.variant in possible)
+    row = next((row for row in reaching if row.variant in possible), None)
+    if row is None:
+        raise InvalidTableError(
+            f"The table has no row of {collective} for {nbytes} bytes of this type. Its last one should have no limit, "
+            f"and be of {' or '.join(sorted(possible))}: make it anew with `python -m iris tune`, or remove "
+            f"{own_table()}."
+        )
     return row._replace(programs=config.comm_sms or row.programs)
 
 
-def choose_all_reduce(table: Table, nbytes: int, marked: bool, config: Config) -> Choice:
-    """As `choose`, by the configuration's variant; ``marked``: elements that can tell that they have arrived."""
+def choose_all_reduce(table: Table, nbytes: int, marked: bool, pushes: set[str], config: Config) -> Choice:
+    """As `choose`, by the configuration's variant.
+
+    ``marked``: elements can tell that they have arrived. ``pushes``: the possible variants that need this.
+    """
     variant = config.all_reduce_variant
     if variant == "auto":
-        pushes = {"one_shot", "two_shot_push"} if marked else set()
         return choose(table, "all_reduce", nbytes, config, {"two_shot", "pull"} | pushes)
     if variant == "one_shot" and not marked:
         raise InvalidConfigError(

@@ -14,6 +14,12 @@ from iris.errors import InvalidConfigError, UnsupportedReductionError, Workspace
 MARKED = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2}
 
 
+# Variants that push marked elements, and in how many steps.
+PUSHES = {"one_shot": 1, "two_shot_push": 2}
+# Their channels are several times as large as the sums, and every stream and graph has its own: a sixteenth at most.
+SHARE_OF_WORKSPACE = 16
+
+
 def check(op: ReduceOp, dtype: torch.dtype) -> None:
     """Raise `UnsupportedReductionError` unless ``op`` has a meaning for ``dtype``."""
     if not isinstance(op, ReduceOp):
@@ -50,8 +56,9 @@ def prepare_all_reduce(
     if comm.size == 1:
         choice = Choice(None, "two_shot", config.comm_sms)
     else:
-        choice = choose_all_reduce(comm.table, input.nbytes, marked, config)
-    if choice.variant in ("one_shot", "two_shot_push"):
+        fitting = pushes(comm, input.nbytes) if marked else set()
+        choice = choose_all_reduce(comm.table, input.nbytes, marked, fitting, config)
+    if choice.variant in PUSHES:
         return _push(comm, choice, name, output, input, dtype, times * input.numel(), 0, config, stream, capturing)
     n = times * input.numel()
     if choice.variant == "ring":
@@ -68,10 +75,8 @@ def prepare_reduce_scatter(
     """A launch of reduce_scatter on a stream, for tensors that lie like these."""
     dtype, times, name = elements(input.dtype, op)
     n = times * output.numel()
-    pushes = dtype in MARKED and comm.size > 1
-    choice = choose(
-        comm.table, "reduce_scatter", input.nbytes, config, {"two_shot", "pull"} | ({"one_shot"} if pushes else set())
-    )
+    fitting = pushes(comm, output.nbytes) & {"one_shot"} if dtype in MARKED and comm.size > 1 else set()
+    choice = choose(comm.table, "reduce_scatter", input.nbytes, config, {"two_shot", "pull"} | fitting)
     if choice.variant == "one_shot":
         return _push(comm, choice, name, output, input, dtype, n, n, config, stream, capturing)
     return _queued(comm, choice, name, output, input, dtype, n, n, None, config, stream, capturing)
@@ -94,34 +99,42 @@ def _warps(config: Config, part: int) -> int:
     return config.num_warps or max(1, min(16, part // 512))
 
 
+def _push_room(comm: Communicator, steps: int, nbytes: int, programs: int) -> tuple[int, int, int]:
+    """Bytes of a block's part, blocks that there is room for, and bytes of the channel, for sums of ``nbytes``."""
+    part = push.part_bytes(comm.size, nbytes // (1 if steps == 1 else comm.size), programs)
+    most = power_of_two(max(1, -(-nbytes // (part if steps == 1 else part * comm.size))))
+    return part, most, push.channel_bytes(comm.size, most, part, steps)
+
+
+def pushes(comm: Communicator, nbytes: int) -> set[str]:
+    """The variants that push, if sums of ``nbytes`` do not take more than their share of the group's memory."""
+    room = comm.workspace.size // SHARE_OF_WORKSPACE
+    return {name for name, steps in PUSHES.items() if _push_room(comm, steps, nbytes, 2 * comm.num_sms)[2] <= room}
+
+
 def _push(
     comm: Communicator, choice: Choice, op: str, output: torch.Tensor, input: torch.Tensor, dtype: torch.dtype,
     n: int, send_step: int, config: Config, stream: int | None, capturing: bool,
 ) -> Launch:  # fmt: skip
-    shots = "one_shot" if choice.variant == "one_shot" else "two_shot"
     programs = choice.programs or 2 * comm.num_sms
-    share = n * dtype.itemsize // (1 if shots == "one_shot" else comm.size)
-    part_bytes = push.part_bytes(comm.size, share, programs)
-    part = part_bytes // dtype.itemsize
-    blocks = -(-n // (part if shots == "one_shot" else part * comm.size))
-    most = power_of_two(blocks)
-    steps = 1 if shots == "one_shot" else 2
-    size = push.channel_bytes(comm.size, most, part_bytes, steps)
+    steps = PUSHES[choice.variant]
+    part_bytes, most, size = _push_room(comm, steps, n * dtype.itemsize, programs)
     use = f"push of {most} blocks of {part_bytes} bytes in {steps} steps"
     channel = comm.workspace.channel(use, stream, capturing, size)
+    part = part_bytes // dtype.itemsize
+    blocks = -(-n // (part if steps == 1 else part * comm.size))
     bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
     # The regions first, which are aligned then whatever their number.
     slots, epochs = channel[: size - 4 * most].view(bits), channel[size - 4 * most :].view(torch.int32)
     programs = max(1, min(blocks, programs))
     before = (comm.workspace.context_tensor, epochs, slots)
     ranks = 1 << (comm.size - 1).bit_length()
-    step = (send_step,) if shots == "one_shot" else ()
-    same = (send_step == 0,) if shots == "one_shot" else ()
+    step, same = ((send_step,), (send_step == 0,)) if steps == 1 else ((), ())
     after = (n, most, *step, comm.size, ranks, part, op, *same)
     kernel = {
-        ("one_shot", False): push.triton_one_shot, ("one_shot", True): push.gluon_one_shot,
-        ("two_shot", False): push.triton_two_shot, ("two_shot", True): push.gluon_two_shot,
-    }[shots, config.use_gluon]  # fmt: skip
+        (1, False): push.triton_one_shot, (1, True): push.gluon_one_shot,
+        (2, False): push.triton_two_shot, (2, True): push.gluon_two_shot,
+    }[steps, config.use_gluon]  # fmt: skip
     # No more warps than there is data for: they poll together.
     warps = min(_warps(config, part_bytes), max(1, part_bytes // 512))
     return ready(kernel, programs, warps, before, (input, output), after, dtype)

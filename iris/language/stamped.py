@@ -67,7 +67,11 @@ def make_stamped(jit: Callable, lang: ModuleType, order: SimpleNamespace) -> Sim
 
     @jit
     def receive_stamped(ptrs, stamp, mask, source, record):
-        """Wait until all of the caller's own ``ptrs`` carry ``stamp``; returns the int32 words."""
+        """Wait until all of the caller's own ``ptrs`` carry ``stamp``; returns the int32 words.
+
+        There must be a word for each thread. Of two threads that poll the same one, either may say for both that it is
+        there, and one of them stores what it has read: maybe the older.
+        """
         if WAIT_LIMIT_NS > 0:
             since = nanoseconds(record)
         words = reread(ptrs, mask)
@@ -90,7 +94,10 @@ def make_stamped(jit: Callable, lang: ModuleType, order: SimpleNamespace) -> Sim
 
     @jit
     def receive_marked(ptrs, element: tl.constexpr, mask, source, record):
-        """Wait until something has arrived in all of the caller's own ``ptrs``; returns it as ``element``."""
+        """Wait until something has arrived in all of the caller's own ``ptrs``; returns it as ``element``.
+
+        As for `receive_stamped`, there must be an element for each thread.
+        """
         if WAIT_LIMIT_NS > 0:
             since = nanoseconds(record)
         wire = reread(ptrs, mask)
@@ -111,8 +118,13 @@ def make_stamped(jit: Callable, lang: ModuleType, order: SimpleNamespace) -> Sim
 
     @jit
     def send_place(ptrs, place, count, mask):
-        """Store ``place``, int64 below 2^48, stamped with the low 16 bits of ``count``, to the int64 ``ptrs``."""
-        write_through(ptrs, place | (lang.cast(count & 0xFFFF, lang.int64) << 48), mask)
+        """Store ``place``, int64 below 2^48, stamped with the low 16 bits of ``count``, to the int64 ``ptrs``.
+
+        By an exchange, since `receive_places` polls by read-modify-writes, which are atomic among their own kind (PTX
+        ISA, "Memory Consistency Model": atomicity).
+        """
+        word = place | (lang.cast(count & 0xFFFF, lang.int64) << 48)
+        lang.atomic_xchg(ptrs, word, mask=mask, sem="relaxed", scope="sys")
 
     @jit
     def unplaced(words, counts, mask):

@@ -35,14 +35,14 @@ class Step:
         self.own.copy_((torch.arange(self.own.numel(), device=self.ctx.device) + call + 5 * self.rank) % 13)
         self.whole.view(self.size, -1).copy_((self.own + ranks[:, None]) % 13)
 
-    def enqueue(self, root):
+    def enqueue(self, root, config=None):
         ccl = self.ctx.ccl
-        ccl.all_gather(self.gathered, self.own)
-        ccl.all_reduce(self.total, self.own)
-        ccl.reduce_scatter(self.part, self.whole)
-        ccl.all_to_all(self.exchanged, self.whole)
+        ccl.all_gather(self.gathered, self.own, config=config)
+        ccl.all_reduce(self.total, self.own, config=config)
+        ccl.reduce_scatter(self.part, self.whole, config=config)
+        ccl.all_to_all(self.exchanged, self.whole, config=config)
         self.told.copy_(self.own)
-        ccl.broadcast(self.told, root)
+        ccl.broadcast(self.told, root, config=config)
 
     def wrong(self, call, root):
         """How many elements are not what they should be, on the device; the host does not wait."""
@@ -140,23 +140,22 @@ def test_a_rank_that_is_milliseconds_late(ranks, n, rounds):
     ranks.run(skewed, n, rounds)
 
 
-def hurried(ctx, warps):
-    """Many programs' many warps load counts of which each knows only its own progress."""
-    step, config = Step(ctx, 60_000), Config(comm_sms=16, num_warps=warps)
-    ccl = ctx.ccl
-    step.fill(1)
-    for _ in range(2000):
-        ccl.all_gather(step.gathered, step.own, config=config)
-        ccl.all_to_all(step.exchanged, step.whole, config=config)
-        ccl.all_reduce(step.total, step.own, config=config)
-    step.enqueue(0)
+def hurried(ctx, n, rounds, warps):
+    """Programs of more warps than they need, which all wait for the same words and counts."""
+    step, config = Step(ctx, n), Config(comm_sms=16, num_warps=warps)
+    wrong = torch.zeros((), dtype=torch.int64, device=ctx.device)
+    for call in range(rounds):
+        step.fill(call)
+        step.enqueue(call % ctx.num_ranks, config)
+        wrong += step.wrong(call, call % ctx.num_ranks)
     ctx.barrier()
-    assert step.wrong(1, 0).item() == 0
+    assert wrong.item() == 0
 
 
-@pytest.mark.parametrize("warps", [4, 32])
-def test_programs_of_many_warps(ranks, warps):
-    ranks.run(hurried, warps)
+@pytest.mark.parametrize("warps", [4, 16, 32])
+@pytest.mark.parametrize(("n", "rounds"), [(4096, 1000), (60_000, 1000)])
+def test_programs_of_many_warps(ranks, n, rounds, warps):
+    ranks.run(hurried, n, rounds, warps)
 
 
 def two_streams(ctx, sizes):
