@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from iris.bench.timing import replay_microseconds
+from iris.bench.collectives import microseconds
 from iris.context import Iris
 from iris.language.context import DeviceContext
 
@@ -46,9 +46,7 @@ def ceilings(ctx: Iris, nbytes: int = 256 << 20) -> dict[str, float]:
     }  # fmt: skip
     found = {}
     for name, (moved, call) in calls.items():
-        ctx.barrier()
         call()
-        mine = replay_microseconds(call, ctx.device_barrier, 5, 9)
-        found[name] = moved / max(ctx.broadcast(mine, rank) for rank in range(ctx.num_ranks)) / 1e3
+        found[name] = moved / microseconds(ctx, call, nbytes) / 1e3
     ctx.barrier()
     return found

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import torch
 
-from iris.bench.timing import do_bench, replay_microseconds
+from iris.bench.collectives import COLLECTIVES, iris_calls, microseconds
+from iris.bench.timing import Operands
 from iris.ccl.communicator import Communicator
 from iris.ccl.config import FEW_SMS, Config
 from iris.ccl.one_hop import LARGEST_PIECE
-from iris.ccl.select import COLLECTIVES, Choice, Table, name_in_table
+from iris.ccl.select import Choice, Table, name_in_table
 from iris.ccl.sums import PUSHES, pushes
 from iris.context import Iris
 
@@ -29,33 +30,9 @@ SMALL = ("one_hop", *PUSHES)
 MARGIN = 0.97
 
 
-def calls(ctx: Iris, nbytes: int, config: Config | None) -> dict[str, Callable[[], object]]:
-    """Each collective on bf16 tensors of ``nbytes``, the gathered or reduced size."""
-    whole, out = (ctx.randn(nbytes // 2, dtype=torch.bfloat16) for _ in range(2))
-    part = ctx.randn(nbytes // 2 // ctx.num_ranks, dtype=torch.bfloat16)
-    return {
-        "all_reduce": lambda: ctx.ccl.all_reduce(out, whole, config=config),
-        "reduce_scatter": lambda: ctx.ccl.reduce_scatter(part, whole, config=config),
-        "all_gather": lambda: ctx.ccl.all_gather(out, part, config=config),
-        "all_to_all": lambda: ctx.ccl.all_to_all(out, whole, config=config),
-        "broadcast": lambda: ctx.ccl.broadcast(whole, 0, config=config),
-    }
-
-
 def chosen_by(size: int, collective: str, nbytes: int) -> int:
     """The number of bytes by which the table is asked (see `iris.ccl.select`)."""
     return nbytes // size if collective in ("all_gather", "all_to_all") else nbytes
-
-
-def measure(ctx: Iris, call: Callable[[], object], nbytes: int) -> float:
-    """Microseconds of one call: the slowest rank's."""
-    ctx.barrier()
-    call()
-    if ctx.device.type == "cuda":
-        mine = replay_microseconds(call, ctx.device_barrier, 20 if nbytes < 4 << 20 else 4, 7)
-    else:
-        mine = 1e3 * do_bench(call, ctx.barrier, n_warmup=0, n_repeat=1, return_mode="median")
-    return max(ctx.broadcast(mine, rank) for rank in range(ctx.num_ranks))
 
 
 def tune(ctx: Iris, sizes: list[int], report: Callable[[str], None]) -> Table:
@@ -68,13 +45,17 @@ def tune(ctx: Iris, sizes: list[int], report: Callable[[str], None]) -> Table:
         for sms in (None, FEW_SMS):
             best: dict[str, list[tuple[int, str, int | None]]] = {name: [] for name in COLLECTIVES}
             for nbytes in sizes:
-                for name, call in calls(ctx, nbytes, Config(comm_sms=sms)).items():
+                n = nbytes // 2
+                operands = Operands(*(ctx.randn(m, dtype=torch.bfloat16) for m in (n, n, n // ctx.num_ranks)))
+                for name, call in iris_calls(ctx, operands, Config(comm_sms=sms)).items():
                     key = name_in_table(name, sms is not None)
                     times = {}
                     for variant, programs in candidates(communicator, name, nbytes, sms is None):
                         communicator.table = before | {key: [Choice(None, variant, programs)]}
                         communicator.forget()
-                        times[variant, programs] = measure(ctx, call, nbytes)
+                        # Compiled and loaded first, outside the graph.
+                        call()
+                        times[variant, programs] = microseconds(ctx, call, nbytes)
                         ctx.ccl.release_graphs()
                     winner = min(times, key=times.get)
                     if best[name]:

@@ -1,9 +1,9 @@
 """Small pieces from every rank to every rank: each word tells by itself that it has arrived.
 
-all_gather (the same piece to all), all_to_all (another piece to each) and broadcast (the root's piece, and two words
-of every other rank, so that all hear from all). A piece is cut into blocks; program
-(block b, distance i) sends its block to rank r + i and receives one from rank r - i, so nothing is done one after the
-other. Over the link: twice the bytes of each piece, in one step.
+all_gather (the same piece to all), all_to_all (another piece to each) and broadcast (the root's piece, and two words of
+every other rank, so that all hear from all). A piece is cut into blocks; program (block b, distance i) sends its block
+to rank r + i and receives one from rank r - i, so nothing is done one after the other. Over the link: twice the bytes
+of each piece, in one step.
 
 Words are *stamped* (`iris.language.stamped`) with the block's epoch, which its programs count in device memory, each on
 its own. Two slots take turns. Why that is enough: this rank writes slot e % 2 in its call e, and has heard from every

@@ -18,8 +18,6 @@ from iris.errors import InvalidConfigError, InvalidTableError
 # every element is added up in the order of ranks. So it is in every variant that "auto" chooses.
 IN_ORDER_OF_RANKS = ("one_shot", "two_shot")
 
-COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast")
-
 
 def name_in_table(collective: str, few_sms: bool) -> str:
     """Under which a table has the rows of a collective; it may have others for `Config.few_sms`."""

@@ -254,8 +254,8 @@ def make_ordering(jit: Callable, lang: ModuleType, translate) -> SimpleNamespace
 
     @jit
     def poll(flag_ptrs, mask):
-        # An addition of zero: compiles to a load with acquire on NVIDIA (ld.acquire.sys) and CDNA (global_load sc0 sc1,
-        # buffer_inv), and cannot be removed or hoisted as a plain load can.
+        # An addition of zero: of a scalar it compiles to a load with acquire on NVIDIA (ld.acquire.sys) and CDNA
+        # (global_load sc0 sc1, buffer_inv), and cannot be removed or hoisted as a plain load can.
         flag_ptrs, nothing = lang.broadcast(flag_ptrs, lang.cast(0, flag_ptrs.dtype.scalar.element_ty))
         return lang.atomic_add(flag_ptrs, nothing, mask=mask, sem="acquire", scope="sys")
 
