@@ -11,7 +11,7 @@ import triton
 
 from iris.language.context import DeviceContext
 from iris.language.ordering import triton_ordering
-from iris.launch import prepare
+from iris.launch import addresses, prepare
 from iris.workspace import Workspace
 
 follow_predecessor, admit_successor = triton_ordering.follow_predecessor, triton_ordering.admit_successor
@@ -51,4 +51,10 @@ class DeviceBarrier:
         # One warp: it holds all flags, so one fence serves them all, and there is no other warp to wait for.
         args = (self._workspace.context_tensor, channel.view(torch.int32))
         launch = prepare(_barrier_kernel, (1, 1, 1), *args, num_warps=1)
-        return lambda stream: launch(stream, args)
+        launched = addresses(args)
+
+        def enqueue(stream: int | None) -> None:
+            launch(stream, launched)
+
+        enqueue.keeps_alive = args
+        return enqueue

@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from iris import simulator
 from iris.language.target import launches_early
 
@@ -23,11 +25,50 @@ def prepare(kernel: Any, grid: tuple[int, int, int], *args: Any, num_warps: int)
     options = {"launch_pdl": True} if launches_early() else {}
     compiled = kernel.warmup(*args, grid=grid, num_warps=num_warps, **options)
     compiled[grid]  # loads it
-    run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
-    x, y, z = grid
+    return launcher(compiled.run, grid, compiled.function, compiled.packed_metadata, args)
 
-    def launch(stream: int, args: tuple) -> None:
-        # As `compiled[grid](*args, stream=stream)`, without asking for Triton's launch hooks.
-        run(x, y, z, stream, function, metadata, None, None, None, *args)
 
-    return launch
+def addresses(args: tuple) -> tuple:
+    """The arguments with an address in the place of each tensor, so that no launch asks what memory it points to.
+
+    In the simulator the tensors themselves. The caller keeps them alive.
+    """
+    if simulator.ACTIVE:
+        return args
+    return tuple(x.data_ptr() if isinstance(x, torch.Tensor) else x for x in args)
+
+
+def launcher(
+    run: Callable[..., None], grid: tuple[int, int, int], function: Any, metadata: Any, args: tuple
+) -> Callable[[int, tuple], None]:
+    """``run(*grid, stream, function, metadata, None, None, None, *args)`` as a function of stream and arguments.
+
+    ``run``, Triton's launcher, looks for scratch memory in every call, which takes a microsecond, and then calls its C
+    function ``run.launch``. Kernels here need no scratch memory, so what it gives that function is the same each time,
+    but for stream and arguments: it is seen once and then given directly. A launcher that does it otherwise is called
+    as it is.
+    """
+
+    def as_it_is(stream: int, args: tuple) -> None:
+        run(*grid, stream, function, metadata, None, None, None, *args)
+
+    native = getattr(run, "launch", None)
+    needs_scratch = getattr(run, "global_scratch_size", 0) or getattr(run, "profile_scratch_size", 0)
+    if native is None or needs_scratch:
+        return as_it_is
+    given: list[Any] = []
+    stream = object()
+    run.launch = lambda *all_given: given.extend(all_given)
+    try:
+        as_it_is(stream, args)
+    finally:
+        run.launch = native
+    at = next((i for i, value in enumerate(given) if value is stream), None)
+    if at is None:
+        return as_it_is
+    front, back = given[:at], given[at + 1 :]
+    if isinstance(back[-1], tuple) and len(back[-1]) == len(args):
+        *back, _ = back
+        return lambda stream, args: native(*front, stream, *back, args)
+    back = back[: len(back) - len(args)]
+    return lambda stream, args: native(*front, stream, *back, *args)

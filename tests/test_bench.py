@@ -116,6 +116,14 @@ def test_a_table_is_measured_and_carries_every_call(ranks):
         assert all(row.limit is not None for row in rows if row.variant in tune.SMALL)
 
 
+def test_a_pick_changes_where_it_pays():
+    a, b = ("one_hop", None), ("exchange", 32)
+    # b is faster at 2 by chance; from 8 on it is a little faster each time, which together is more than a change costs.
+    measured = [(1, {a: 2.0}), (2, {a: 3.0, b: 2.95}), (4, {a: 4.0, b: 4.1}), (8, {a: 8.0, b: 7.9}),
+                (16, {a: 16.0, b: 15.7}), (32, {b: 31.0})]  # fmt: skip
+    assert tune.cheapest(measured) == [(1, *a), (2, *a), (4, *a), (8, *b), (16, *b), (32, *b)]
+
+
 def test_rows_of_a_table():
     before = [Choice(KIB, "one_shot", None), Choice(None, "two_shot", None)]
     found = [(1, "one_shot", None), (2, "one_shot", None), (4, "pull", 32), (8, "pull", 32), (16, "pull", 64)]

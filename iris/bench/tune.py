@@ -1,6 +1,8 @@
 """Measures which variant of each collective is fastest on this machine, and writes the table that chooses them."""
 
 import json
+import math
+import operator
 from collections.abc import Callable
 from pathlib import Path
 
@@ -26,8 +28,11 @@ VARIANTS = {
 PROGRAMS = (32, 64, 128)
 # Variants that cannot carry any size.
 SMALL = ("one_hop", *PUSHES)
-# A variant must win by this much to displace the one that is already chosen for smaller sizes.
-MARGIN = 0.97
+# How much faster another choice has to be for a row of its own, which measurements that vary would otherwise make.
+MARGIN = 1.03
+
+Pick = tuple[str, int | None]
+"""A variant, and the programs it runs with (None: its own default)."""
 
 
 def chosen_by(size: int, collective: str, nbytes: int) -> int:
@@ -43,7 +48,7 @@ def tune(ctx: Iris, sizes: list[int], report: Callable[[str], None]) -> Table:
     table: Table = {}
     try:
         for sms in (None, FEW_SMS):
-            best: dict[str, list[tuple[int, str, int | None]]] = {name: [] for name in COLLECTIVES}
+            found: dict[str, list[tuple[int, dict[Pick, float]]]] = {name: [] for name in COLLECTIVES}
             for nbytes in sizes:
                 n = nbytes // 2
                 operands = Operands(*(ctx.randn(m, dtype=torch.bfloat16) for m in (n, n, n // ctx.num_ranks)))
@@ -57,26 +62,21 @@ def tune(ctx: Iris, sizes: list[int], report: Callable[[str], None]) -> Table:
                         call()
                         times[variant, programs] = microseconds(ctx, call, nbytes)
                         ctx.ccl.release_graphs()
-                    winner = min(times, key=times.get)
-                    if best[name]:
-                        last = best[name][-1][1:]
-                        if last in times and times[winner] > MARGIN * times[last]:
-                            winner = last
-                    best[name].append((chosen_by(ctx.num_ranks, name, nbytes), *winner))
-                    report(
-                        f"{key}, {nbytes} bytes: {winner[0]}, {winner[1] or 'default'} programs, {times[winner]:.2f} us"
-                    )
-            for name, found in best.items():
-                table[name_in_table(name, sms is not None)] = rows(found, before[name])
+                    variant, programs = min(times, key=times.get)
+                    fastest = f"{variant}, {programs or 'default'} programs, {times[variant, programs]:.2f} us"
+                    report(f"{key}, {nbytes} bytes: {fastest}")
+                    found[name].append((chosen_by(ctx.num_ranks, name, nbytes), times))
+            for name, times_by_size in found.items():
+                table[name_in_table(name, sms is not None)] = rows(cheapest(times_by_size), before[name])
     finally:
         communicator.table = before
         communicator.forget()
     return table
 
 
-def candidates(comm: Communicator, collective: str, nbytes: int, all_sms: bool) -> list[tuple[str, int | None]]:
+def candidates(comm: Communicator, collective: str, nbytes: int, all_sms: bool) -> list[Pick]:
     """Variants that can carry so much in this group, each with the numbers of programs to try."""
-    found: list[tuple[str, int | None]] = []
+    found: list[Pick] = []
     fitting = pushes(comm, nbytes if collective == "all_reduce" else nbytes // comm.size) if comm.size > 1 else set()
     for variant in VARIANTS[collective]:
         if variant == "one_hop":
@@ -89,6 +89,25 @@ def candidates(comm: Communicator, collective: str, nbytes: int, all_sms: bool) 
         if possible:
             found += [(variant, programs) for programs in (PROGRAMS if bound_by_link and all_sms else (None,))]
     return found
+
+
+def cheapest(measured: list[tuple[int, dict[Pick, float]]]) -> list[tuple[int, str, int | None]]:
+    """A pick for each size: those with the smallest product of their times, and of `MARGIN` for each change.
+
+    ``measured``: of each size, smallest first, its limit in the table and the microseconds of every pick. By the
+    Viterbi algorithm, with logarithms: the picks that end in this one are the best that ended in it before, or in any.
+    """
+    ending: dict[Pick, tuple[float, list[tuple[int, str, int | None]]]] = {}
+    cost = operator.itemgetter(0)
+    for limit, times in measured:
+        before, picks = min(ending.values(), key=cost, default=(0.0, []))
+        changed = before + math.log(MARGIN), picks
+        longer = {}
+        for pick, time in times.items():
+            before, picks = min(ending.get(pick, changed), changed, key=cost)
+            longer[pick] = before + math.log(time), [*picks, (limit, *pick)]
+        ending = longer
+    return min(ending.values(), key=cost)[1]
 
 
 def rows(found: list[tuple[int, str, int | None]], before: list[Choice]) -> list[Choice]:

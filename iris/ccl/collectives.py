@@ -436,10 +436,11 @@ class Collectives:
             stream = torch._C._cuda_getCurrentRawStream(self._index)
             if torch._C._cuda_isCurrentStreamCapturing():
                 capture = capture_id(stream)
-        if group is dist.group.WORLD:
-            group = None
         if group is not None:
-            check_process_group(group)
+            if group is dist.group.WORLD:
+                group = None
+            else:
+                check_process_group(group)
         comm = self._communicators.get(group)
         if comm is None:
             if capture is not None:
@@ -512,8 +513,8 @@ class Collectives:
         """All that a prepared launch depends on; ``call`` has what the collective wants to know of shapes."""
         return (
             call,
-            input.device, input.dtype, input.numel(), input.data_ptr() & 15,
-            output.device, output.dtype, output.numel(), output.data_ptr() & 15,
+            input.get_device(), input.dtype, input.numel(), input.data_ptr() & 15,
+            output.get_device(), output.dtype, output.numel(), output.data_ptr() & 15,
             id(config), stream, capture,
         )  # fmt: skip
 

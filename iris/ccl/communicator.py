@@ -10,7 +10,7 @@ from iris.ccl.queue import COUNTS, MAX_RANKS, SLOTS, WORDS, region_bytes
 from iris.ccl.select import digest, load_table, own_table
 from iris.errors import InvalidGroupError, InvalidTableError, TooManyStreamsError
 from iris.heap.symmetric import SymmetricHeap
-from iris.launch import prepare
+from iris.launch import addresses, prepare
 from iris.workspace import Workspace
 
 # Programs of a launch in the simulator; elsewhere it depends on the GPU.
@@ -187,11 +187,10 @@ def ready(
     launch = prepare(kernel, (programs, 1, 1), *seen(tensors[0], tensors[1], tensors[2:]), num_warps=num_warps)
     if simulator.ACTIVE:
         return lambda stream, x, y, *more: launch(stream, seen(x, y, more))
-    # Addresses, so that the launcher does not ask the driver what kind of memory each pointer is.
-    addresses = tuple(x.data_ptr() if isinstance(x, torch.Tensor) else x for x in before)
+    first = addresses(before)
 
     def enqueue(stream: int | None, x: torch.Tensor, y: torch.Tensor, *more: torch.Tensor) -> None:
-        launch(stream, (*addresses, x.data_ptr(), y.data_ptr(), *more, *after))
+        launch(stream, (*first, x.data_ptr(), y.data_ptr(), *more, *after))
 
     enqueue.keeps_alive = before
     return enqueue

@@ -24,6 +24,7 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from iris import simulator
 from iris.ccl.queue import (
     AHEAD,
     COUNTS,
@@ -35,6 +36,10 @@ from iris.ccl.queue import (
     triton_queue,
 )
 from iris.language.context import DeviceContext, IrisDeviceCtx
+
+# From so many programs that send between two ranks, with so many blocks each, others copy.
+SENDERS = tl.constexpr(2 if simulator.ACTIVE else 8)
+BLOCKS_EACH = tl.constexpr(8)
 
 
 def make_exchange(jit, lang, queue: SimpleNamespace, Context):
@@ -174,9 +179,19 @@ def make_exchange(jit, lang, queue: SimpleNamespace, Context):
                 post(ctx, own_words, sent, got, queued | (sources & takes))
         else:
             # Straight to its place: nothing to wait for.
+            if W == 2:
+                # The copy is as much work as the sending here. In one program it holds up the stores over the link, so
+                # where there are enough of both, half of the programs send and the others copy.
+                half = lang.num_programs(0) // 2
+                split = gets[0] & copies & (half >= SENDERS) & (blocks >= half * BLOCKS_EACH)
+                sender = p < half
+                gets = (gets[0] & (sender | (split == 0)),)
+                copies = copies & ((sender == 0) | (split == 0))
+                first = lang.where(split & (sender == 0), p - half, first)
+                stride = lang.where(split, lang.where(sender, half, lang.num_programs(0) - half), stride)
+            # All loads before all stores, which the compiler cannot know to be of other memory.
             for block in range(first, lang.where(sends, blocks, 0), stride):
                 r, c, mask = cell(block, blocks_n, index, M, N, BLOCK_M, BLOCK_N, ROWS)
-                # All loads before all stores, which the compiler cannot know to be of other memory.
                 data = (lang.load(own_input + (r * in_pitch + c), mask=mask & (SAME | copies)),)
                 for i in lang.static_range(W - 1):
                     if SAME:

@@ -111,6 +111,17 @@ def test_every_way_of_moving(ranks, collective):
     run(ranks, cases)
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("collective", ["all_gather", "all_to_all"])
+def test_programs_that_send_and_others_that_copy(ranks, collective):
+    """As it is between two ranks, with an even and an odd number of programs, and not at all in place."""
+    cases = [
+        Case(collective, (COUNTS["beyond 512 KiB"],), torch.float32, output_place="heap", config=config)
+        for config in ((), (("use_gluon", True),), (("comm_sms", 5),))
+    ]
+    run(ranks, [*cases, Case("all_gather", cases[0].shape, torch.float32, output_place="heap", in_place=True)])
+
+
 @mainly(3)
 def test_columns_and_rows_that_lie_apart(ranks):
     """Matrices with few and many columns, in tiles that do not divide them."""
