@@ -135,10 +135,11 @@ def test_rows_of_a_table():
 
 def test_few_multiprocessors_have_rows_of_their_own():
     table = {"broadcast": [Choice(None, "exchange", 128)]}
-    few = {name_in_table("broadcast", True): [Choice(None, "pull", None)]}
+    few = {name_in_table("broadcast", True): [Choice(None, "pull", 16)]}
     possible = {"exchange", "pull"}
     for sms, rows, variant, programs in (
-        (None, few, "exchange", 128), (33, few, "exchange", 33), (32, few, "pull", 32), (32, {}, "exchange", 32),
+        (None, few, "exchange", 128), (33, few, "exchange", 33), (32, few, "pull", 16), (8, few, "pull", 8),
+        (32, {}, "exchange", 32),
     ):  # fmt: skip
         chosen = choose(table | rows, "broadcast", 1 << 20, Config(comm_sms=sms), possible)
         assert (chosen.variant, chosen.programs) == (variant, programs)

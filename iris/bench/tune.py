@@ -17,7 +17,8 @@ from iris.ccl.select import Choice, Table, name_in_table
 from iris.ccl.sums import PUSHES, pushes
 from iris.context import Iris
 
-# Variants of each collective, and the programs to try for those that are bound by the link.
+# Variants of each collective, and the programs to try for those that are bound by the link: of `FEW_SMS`, fewer may be
+# faster.
 VARIANTS = {
     "all_reduce": ("one_shot", "two_shot_push", "two_shot", "pull"),
     "reduce_scatter": ("one_shot", "two_shot", "pull"),
@@ -26,6 +27,7 @@ VARIANTS = {
     "broadcast": ("one_hop", "exchange", "deal", "pull"),
 }
 PROGRAMS = (32, 64, 128)
+FEW_PROGRAMS = (16, FEW_SMS)
 # Variants that cannot carry any size.
 SMALL = ("one_hop", *PUSHES)
 # How much faster another choice has to be for a row of its own, which measurements that vary would otherwise make.
@@ -87,7 +89,8 @@ def candidates(comm: Communicator, collective: str, nbytes: int, all_sms: bool) 
             possible = variant not in SMALL or variant in fitting
         bound_by_link = variant not in SMALL and nbytes >= 1 << 20
         if possible:
-            found += [(variant, programs) for programs in (PROGRAMS if bound_by_link and all_sms else (None,))]
+            numbers = PROGRAMS if all_sms else FEW_PROGRAMS
+            found += [(variant, programs) for programs in (numbers if bound_by_link else (None,))]
     return found
 
 

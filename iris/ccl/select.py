@@ -25,7 +25,7 @@ def name_in_table(collective: str, few_sms: bool) -> str:
 
 
 class Choice(NamedTuple):
-    """Up to ``limit`` bytes (None: any number): a variant, and the programs it runs with (None: its own default)."""
+    """Up to ``limit`` bytes (None: any number): a variant, and with how many programs at most (None: its own default)."""
 
     limit: int | None
     variant: str
@@ -91,7 +91,8 @@ def choose(table: Table, collective: str, nbytes: int, config: Config, possible:
             f"and be of {' or '.join(sorted(possible))}: make it anew with `python -m iris tune`, or remove "
             f"{own_table()}."
         )
-    return row._replace(programs=config.comm_sms or row.programs)
+    limits = [number for number in (config.comm_sms, row.programs) if number]
+    return row._replace(programs=min(limits, default=None))
 
 
 def choose_all_reduce(table: Table, nbytes: int, marked: bool, pushes: set[str], config: Config) -> Choice:

@@ -275,29 +275,34 @@ def test_more_than_4_gib(ranks, name):
 
 
 def host_cost(ctx, name):
-    """Microseconds of the host's time, by the median, behind a kernel that keeps the stream busy."""
+    """Microseconds of the host's time, by the median, behind a kernel that keeps the stream busy: of the collective,
+    and of the least that torch enqueues."""
     own, whole = ctx.ones(1024), ctx.ones(1024 * ctx.num_ranks)
     arguments = {
         "all_gather": (whole, own), "all_reduce": (own, own), "reduce_scatter": (ctx.empty(1024), whole),
         "all_to_all": (torch.empty_like(whole), whole), "broadcast": (own, 0),
     }[name]  # fmt: skip
-    call = getattr(ctx.ccl, name)
     costs = []
-    for _ in range(5):
+    for call, args in ((getattr(ctx.ccl, name), arguments), (own.mul_, (1,))):
+        spent = []
+        for _ in range(5):
+            ctx.barrier()
+            torch.cuda._sleep(20_000_000)
+            for _ in range(100):
+                begin = time.perf_counter()
+                call(*args)
+                spent.append(time.perf_counter() - begin)
         ctx.barrier()
-        torch.cuda._sleep(20_000_000)
-        for _ in range(100):
-            begin = time.perf_counter()
-            call(*arguments)
-            costs.append(time.perf_counter() - begin)
-    ctx.barrier()
-    return statistics.median(costs) * 1e6
+        costs.append(statistics.median(spent) * 1e6)
+    return costs
 
 
 @pytest.mark.parametrize("name", ["all_gather", "all_reduce", "reduce_scatter", "all_to_all", "broadcast"])
 def test_what_a_call_costs_the_host(ranks, name):
+    """8 us, or on a host whose cores are slow or shared, half as much again as torch takes for its smallest kernel."""
     costs = ranks.run(host_cost, name)
-    assert max(costs) <= HOST_COST_US, costs
+    print(costs)
+    assert all(mine <= max(HOST_COST_US, 1.5 * torchs) for mine, torchs in costs), costs
 
 
 def first_in_capture(ctx):
