@@ -25,7 +25,7 @@ def name_in_table(collective: str, few_sms: bool) -> str:
 
 
 class Choice(NamedTuple):
-    """Up to ``limit`` bytes (None: any number): a variant, and with how many programs at most (None: its own default)."""
+    """Up to ``limit`` bytes (None: any number): a variant, and how many programs at most (None: its own default)."""
 
     limit: int | None
     variant: str
