@@ -112,7 +112,10 @@ def microseconds(ctx: Iris, call: Callable[[], object], nbytes: int) -> float:
     """The slowest rank's time of a call."""
     ctx.barrier()
     if ctx.device.type == "cuda":
-        mine = replay_microseconds(call, ctx.device_barrier, 20 if nbytes < 4 << 20 else 5, 9)
+        if nbytes < 4 << 20:
+            mine = replay_microseconds(call, ctx.device_barrier, per_graph=20, replays=25, warmups=50)
+        else:
+            mine = replay_microseconds(call, ctx.device_barrier, per_graph=5, replays=9, warmups=3)
     else:
         mine = 1e3 * do_bench(call, ctx.barrier, n_warmup=0, n_repeat=1, return_mode="median")
     return max(ctx.broadcast(mine, rank) for rank in range(ctx.num_ranks))

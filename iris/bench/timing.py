@@ -79,11 +79,13 @@ def do_bench(
 
 
 def replay_microseconds(
-    fn: Callable[[], Any], barrier_fn: Callable[[], Any] = _nothing, per_graph: int = 20, replays: int = 15
-) -> float:
+    fn: Callable[[], Any], barrier_fn: Callable[[], Any] = _nothing, per_graph: int = 20, replays: int = 15,
+    warmups: int = 15,
+) -> float:  # fmt: skip
     """Microseconds of one ``fn`` on this rank's GPU: the median over replays of a graph of ``per_graph`` calls.
 
-    Nothing of the host is in it. ``barrier_fn`` is captured once in front, so that ranks start together
+    ``warmups``: replays that are not timed, since a GPU that was idle, while the host compiled, takes a while to reach
+    its speed. Nothing of the host is in it. ``barrier_fn`` is captured once in front, so that ranks start together
     (``ctx.device_barrier``). Both must be capturable and have been called before. Calls of ``fn`` follow each other
     without a gap, so what it moves should not fit the L2 cache unless that is meant.
     """
@@ -92,7 +94,8 @@ def replay_microseconds(
         barrier_fn()
         for _ in range(per_graph):
             fn()
-    graph.replay()
+    for _ in range(warmups):
+        graph.replay()
     torch.cuda.synchronize()
     times = []
     for _ in range(replays):
