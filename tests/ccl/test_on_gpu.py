@@ -275,8 +275,8 @@ def test_more_than_4_gib(ranks, name):
 
 
 def host_cost(ctx, name):
-    """Microseconds of the host's time, by the median, behind a kernel that keeps the stream busy: of the collective,
-    and of the least that torch enqueues."""
+    """Microseconds of the host's time, behind a kernel that keeps the stream busy: of the collective, and of the least
+    that torch enqueues. The median of 100 calls, five times, of which the quietest counts: a host has other work too."""
     own, whole = ctx.ones(1024), ctx.ones(1024 * ctx.num_ranks)
     arguments = {
         "all_gather": (whole, own), "all_reduce": (own, own), "reduce_scatter": (ctx.empty(1024), whole),
@@ -284,22 +284,24 @@ def host_cost(ctx, name):
     }[name]  # fmt: skip
     costs = []
     for call, args in ((getattr(ctx.ccl, name), arguments), (own.mul_, (1,))):
-        spent = []
+        medians = []
         for _ in range(5):
+            spent = []
             ctx.barrier()
             torch.cuda._sleep(20_000_000)
             for _ in range(100):
                 begin = time.perf_counter()
                 call(*args)
                 spent.append(time.perf_counter() - begin)
+            medians.append(statistics.median(spent) * 1e6)
         ctx.barrier()
-        costs.append(statistics.median(spent) * 1e6)
+        costs.append(min(medians))
     return costs
 
 
 @pytest.mark.parametrize("name", ["all_gather", "all_reduce", "reduce_scatter", "all_to_all", "broadcast"])
 def test_what_a_call_costs_the_host(ranks, name):
-    """8 us, or on a host whose cores are slow or shared, half as much again as torch takes for its smallest kernel."""
+    """8 us, or on a slower host half as much again as torch takes for its smallest kernel."""
     costs = ranks.run(host_cost, name)
     print(costs)
     assert all(mine <= max(HOST_COST_US, 1.5 * torchs) for mine, torchs in costs), costs
