@@ -276,7 +276,8 @@ def test_more_than_4_gib(ranks, name):
 
 def host_cost(ctx, name):
     """Microseconds of the host's time, behind a kernel that keeps the stream busy: of the collective, and of the least
-    that torch enqueues. The median of 100 calls, five times, of which the quietest counts: a host has other work too."""
+    that torch enqueues. The quietest of five medians of 100 calls: a host has other work too.
+    """
     own, whole = ctx.ones(1024), ctx.ones(1024 * ctx.num_ranks)
     arguments = {
         "all_gather": (whole, own), "all_reduce": (own, own), "reduce_scatter": (ctx.empty(1024), whole),
