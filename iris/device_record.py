@@ -20,8 +20,8 @@ BARRIER_LANES = 32
 
 # What the record is about: a wait, by its comparison; a barrier; a pointer; words that carry their own arrival, FIRST
 # being the rank that they were to come from (of a group), or -1 for any; the queues of a collective; a lock.
-KINDS = ("eq", "ne", "gt", "ge", "lt", "le", "barrier", "pointer", "data", "queue", "lock")
-_SYMBOLS = {"eq": "==", "ne": "!=", "gt": ">", "ge": ">=", "lt": "<", "le": "<="}
+KINDS = ("eq", "ne", "gt", "ge", "lt", "le", "barrier", "pointer", "data", "queue", "lock", "reached")
+_SYMBOLS = {"eq": "==", "ne": "!=", "gt": ">", "ge": ">=", "lt": "<", "le": "<=", "reached": "at or past"}
 
 CHECKS_POINTERS: bool = debugging()
 """Whether kernels on GPUs check pointers. (The simulator always does, and raises at once.)"""

@@ -23,7 +23,7 @@ from triton.experimental.gluon import language as gl
 
 from iris import device_record
 from iris.language.address import check_reach, gluon_translate, in_simulator, triton_translate
-from iris.language.ordering import ACQ_REL, CHECKS_POINTERS, SYS, WAIT_LIMIT_NS, gluon_ordering, triton_ordering
+from iris.language.ordering import ACQ_REL, CHECKS_POINTERS, SET, SYS, WAIT_LIMIT_NS, gluon_ordering, triton_ordering
 
 try:
     from triton import aggregate
@@ -35,7 +35,6 @@ RANK = tl.constexpr(0)
 NUM_RANKS = tl.constexpr(1)
 BASES = tl.constexpr(2)
 
-SET = tl.constexpr("set")
 EQ = tl.constexpr("eq")
 
 
@@ -201,7 +200,9 @@ def make_device_context(jit: Callable, lang: ModuleType, move: Any, order: Simpl
 
         @jit
         def wait(self, flag_ptr, value, cmp: tl.constexpr = EQ):
-            """Wait until the caller's own flag compares as ``cmp`` (eq ne gt ge lt le) to ``value``; returns the flag.
+            """Wait until the caller's own flag compares as ``cmp`` to ``value``: eq ne gt ge lt le reached; returns it.
+
+            "reached" is for counts that only rise: at ``value`` or past it, also where the count has overflowed since.
 
             What its sender did before `signal` is visible to the whole block afterwards.
             """

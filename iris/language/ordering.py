@@ -36,6 +36,7 @@ KINDS = device_record.KINDS
 ACQ_REL = tl.constexpr("acq_rel")
 RELAXED = tl.constexpr("relaxed")
 SYS = tl.constexpr("sys")
+SET = tl.constexpr("set")
 WHOLE = tl.constexpr("whole")
 WAIT_LIMIT_NS = tl.constexpr(0 if simulator.ACTIVE else wait_limit.NANOSECONDS)
 CHECKS_POINTERS = tl.constexpr(device_record.CHECKS_POINTERS and not simulator.ACTIVE)
@@ -281,9 +282,12 @@ def make_ordering(jit: Callable, lang: ModuleType, translate) -> SimpleNamespace
 
     @jit
     def unmet(seen, wanted, cmp: tl.constexpr):
-        lang.static_assert(one_of(cmp, "eq", "ne", "gt", "ge", "lt", "le"),
-                           "cmp of wait must be 'eq', 'ne', 'gt', 'ge', 'lt' or 'le'")  # fmt: skip
-        if cmp == "eq":
+        lang.static_assert(one_of(cmp, "eq", "ne", "gt", "ge", "lt", "le", "reached"),
+                           "cmp of wait must be 'eq', 'ne', 'gt', 'ge', 'lt', 'le' or 'reached'")  # fmt: skip
+        if cmp == "reached":
+            # A wrapping difference: a count that overflows its type is still the next one.
+            return wanted - seen > 0
+        elif cmp == "eq":
             return seen != wanted
         elif cmp == "ne":
             return seen == wanted
@@ -424,14 +428,18 @@ def make_ordering(jit: Callable, lang: ModuleType, translate) -> SimpleNamespace
         return lang.sum(lang.cast(there, lang.int64) << lanes(), axis=0)
 
     @jit
-    def signal_ranks(flag_ptr, values, peers, here, table, base):
+    def signal_ranks(flag_ptr, values, peers, here, table, base, op: tl.constexpr = SET):
         """Publish everything that the block did so far: ``values`` into the copies of ``flag_ptr`` of ``peers``.
 
-        ``values``, ``peers`` and the mask ``here`` are blocks of `lanes`: one fence serves all of these releases.
+        ``op``: "set" or "add". ``values``, ``peers`` and the mask ``here`` are blocks of `lanes`: one fence serves all
+        of these releases.
         """
         gather_block()
         flags = translate(flag_ptr, base, lang.load(table + peers, mask=here, other=0))
-        lang.atomic_xchg(flags, values, mask=here, sem="release", scope="sys")
+        if op == "set":
+            lang.atomic_xchg(flags, values, mask=here, sem="release", scope="sys")
+        else:
+            lang.atomic_add(flags, values, mask=here, sem="release", scope="sys")
 
     @jit
     def wait_ranks(flag_ptrs, wanted, here, first, num_ranks, record, half: tl.constexpr = WHOLE):

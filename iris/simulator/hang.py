@@ -23,7 +23,7 @@ MOST_LINES = 8
 
 _LIBRARIES = (str(Path(__file__).parents[1]) + os.sep, str(Path(triton.__file__).parent) + os.sep)
 _SIMULATOR = str(Path(__file__).parent) + os.sep
-_SYMBOLS = {"eq": "==", "ne": "!=", "gt": ">", "ge": ">=", "lt": "<", "le": "<="}
+_SYMBOLS = {"eq": "==", "ne": "!=", "gt": ">", "ge": ">=", "lt": "<", "le": "<=", "reached": "at or past"}
 
 
 def _rank_of_environment() -> int | None:

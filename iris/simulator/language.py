@@ -169,9 +169,28 @@ def install() -> None:
     libdevice.install()
     gluon_runtime.GluonJITFunction = InterpretedFunction
     _install_tensor()
+    _install_constexpr()
     tl.dtype.to_ir = lambda self, builder: self
     # Layouts are ignored, so a block has none; Gluon's zeros_like and the like pass it on.
     tl.block_type.layout = None
+
+
+def _install_constexpr() -> None:
+    """An operator between a global constant and a tensor is the tensor's, as it is to the compiler."""
+
+    def leaving_tensors(operator: Callable) -> Callable:
+        @functools.wraps(operator)
+        def result(self: Any, other: Any) -> Any:
+            return NotImplemented if isinstance(other, tl.tensor) else operator(self, other)
+
+        return result
+
+    for name in (
+        "add", "sub", "mul", "truediv", "floordiv", "mod", "lshift", "rshift", "and", "or", "xor",
+        "lt", "le", "gt", "ge", "eq", "ne",
+    ):  # fmt: skip
+        operator = f"__{name}__"
+        setattr(tl.constexpr, operator, leaving_tensors(getattr(tl.constexpr, operator)))
 
 
 def _install_tensor() -> None:

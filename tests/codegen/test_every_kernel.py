@@ -79,7 +79,7 @@ def load(file):
 
 
 def is_launched(function):
-    """Of the functions that the collectives' files define."""
+    """Of the functions that the files of collectives and tiles define."""
     return function.arg_names[:1] == ["context_tensor"]
 
 
@@ -91,7 +91,9 @@ def kernels():
             continue
         module = load(file)
         for name, value in vars(module).items():
-            if not isinstance(value, (JITFunction, GluonJITFunction)) or "ccl" in file.parts and not is_launched(value):
+            if not isinstance(value, (JITFunction, GluonJITFunction)):
+                continue
+            if {"ccl", "x"} & set(file.relative_to(ROOT).parts) and not is_launched(value):
                 continue
             if Path(value.fn.__code__.co_filename) == file:
                 yield pytest.param(value, id=f"{file.relative_to(ROOT)}:{name}")

@@ -106,6 +106,9 @@ COMPARISONS = [
     ("lt", 4, 5),
     ("le", 5, 5),
     ("le", 4, 5),
+    ("reached", 5, 5),
+    ("reached", 6, 5),
+    ("reached", 3 - (1 << 63), (1 << 63) - 2),  # has overflowed
 ]
 
 

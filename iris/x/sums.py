@@ -1,0 +1,209 @@
+"""Tiles of all ranks, added up.
+
+Sums are formed in float32 (float64 for float64, integers in their own type) and rounded once, except in the atomic and
+spinlock variants, which add to what is in memory already, in the order in which ranks come.
+
+**Locks** (int32 or int64, one a tile, on the heap, zeros at first; an array for each ``src``). They count and are never
+reset, so calls may follow each other without a barrier between them, and in graphs. Zeroing them between calls, behind
+a barrier, does no harm. In each call a tile's lock on each rank rises by `PERIOD` in all:
+
+* `all_reduce_one_shot` and `reduce_scatter`. Every rank adds 1 to every rank's lock when its tile lies in ``src``, and
+  1 when it has read the others'; rank 0 adds what is missing to `PERIOD`.
+* `all_reduce_two_shot`. One rank adds the tile up. The others add 1 to its lock when theirs lies in ``src``; it adds
+  what is missing to its own, and `PERIOD` to theirs when the sum lies in their ``dst``.
+
+Who writes: every rank, by adding with release. Who reads: the lock's own rank, with acquire. Where a call starts: let k
+calls be over on this rank, which had to see a first signal of every rank in each of them. So what its lock may still
+lack are last signals of call k, less than PERIOD - W in all since its own is there. And what it may have beyond are W -
+1 first signals of the next call: no rank can be further without this one's. So k PERIOD is the multiple of PERIOD at or
+below ``lock + PERIOD - W``. A rank stores into ``src`` once its lock has reached that, when everybody has read what lay
+there. Comparisons wrap, and PERIOD divides 2^32, so counts may overflow.
+
+Programs wait for their peers here. So all ranks call for the same tiles, and the programs that do so are resident at
+once, or take their tiles in the same order.
+"""
+
+import triton
+import triton.language as tl
+
+from iris.ccl.combine import accumulator
+from iris.language.context import aggregate
+from iris.language.ordering import LANES, triton_ordering
+from iris.x.tile import columns_of, rows_of
+
+# More than two signals of each of 2^15 ranks; a power of two.
+PERIOD = tl.constexpr(1 << 17)
+
+lock_of, unlock_of = triton_ordering.lock, triton_ordering.unlock
+signal_ranks, lanes = triton_ordering.signal_ranks, triton_ordering.lanes
+
+
+@aggregate
+class AllReduceConfig:
+    """How `all_reduce` adds up: ``variant`` "one_shot", "two_shot", "atomic" or "spinlock", and its ``locks``."""
+
+    variant: tl.constexpr
+    locks: tl.tensor
+
+    @triton.constexpr_function
+    def __init__(self, variant, locks):
+        self.variant, self.locks = tl.constexpr(variant), locks
+
+
+@triton.jit
+def all_reduce(tile, src, dst, config, ctx):
+    """`all_reduce_one_shot`, or another variant, as an `AllReduceConfig` says."""
+    if config.variant == "one_shot":
+        all_reduce_one_shot(tile, src, dst, config.locks, ctx)
+    elif config.variant == "two_shot":
+        all_reduce_two_shot(tile, src, dst, config.locks, ctx)
+    elif config.variant == "spinlock":
+        all_reduce_spinlock(tile, dst, config.locks, ctx)
+    else:
+        tl.static_assert(config.variant == "atomic", "variant must be 'one_shot', 'two_shot', 'atomic' or 'spinlock'")
+        all_reduce_atomic(tile, dst, ctx)
+
+
+@triton.jit
+def all_reduce_atomic(tile, dst, ctx):
+    """Add a tile to every rank's ``dst``, atomically, in the type of ``dst``.
+
+    ``dst``: ``[M, N]``, on the heap of every rank, with what the sum begins with, zeros for example. It is complete
+    behind a barrier. Over the link: the tile, once to each peer, in one step.
+    """
+    rows, columns = rows_of(tile), columns_of(tile)
+    mask = (rows < dst.M) & (columns < dst.N)
+    data = tile.data.to(dst.ptr.dtype.element_ty)
+    for distance in range(1, ctx.num_ranks + 1):
+        to = (ctx.cur_rank + distance) % ctx.num_ranks
+        ctx.atomic_add(dst.at(rows, columns), data, to, mask=mask, sem="relaxed")
+
+
+@triton.jit
+def all_reduce_spinlock(tile, dst, locks, ctx):
+    """Add a tile to every rank's ``dst``, one rank at a time, in float32 but rounded to the type of ``dst`` each time.
+
+    ``dst`` as in `all_reduce_atomic`, and of any type. ``locks``: int32, one a tile, 0 while free: an array of its own,
+    whose locks do not count. Over the link: the tile, twice for each peer, in two steps and those of the lock.
+    """
+    rows, columns = rows_of(tile), columns_of(tile)
+    mask = (rows < dst.M) & (columns < dst.N)
+    element: tl.constexpr = dst.ptr.dtype.element_ty
+    ACC: tl.constexpr = accumulator(element)
+    for distance in range(1, ctx.num_ranks + 1):
+        to = (ctx.cur_rank + distance) % ctx.num_ranks
+        lock = ctx.translate(locks + dst.number_of(tile), to)
+        at = ctx.translate(dst.at(rows, columns), to)
+        lock_of(lock, ctx._record())
+        total = tl.load(at, mask=mask, other=0).to(ACC) + tile.data.to(ACC)
+        tl.store(at, total.to(element), mask=mask)
+        unlock_of(lock)
+
+
+@triton.jit
+def begin(tile, src, lock, ctx):
+    """Put the tile into ``src``, if it brings its values, once nobody reads what lay there; the count to go on from."""
+    now = ctx.atomic_add(lock, 0, ctx.cur_rank, sem="relaxed")
+    start = (now + PERIOD - ctx.num_ranks) & -PERIOD
+    ctx.wait(lock, start, cmp="reached")
+    if tile.HOLDS_DATA:
+        rows, columns = rows_of(tile), columns_of(tile)
+        data = tile.data.to(src.ptr.dtype.element_ty)
+        tl.store(src.at(rows, columns), data, mask=(rows < src.M) & (columns < src.N))
+    return start
+
+
+@triton.jit
+def signal_all(lock, value, ctx):
+    """Add to every rank's lock, behind everything that the block did."""
+    ctx._check(lock, None, ctx.cur_rank)
+    for first in range(0, ctx.num_ranks, LANES):
+        to = first + lanes()
+        values = tl.zeros_like(to).to(lock.dtype.element_ty) + value
+        signal_ranks(lock, values, to, to < ctx.num_ranks, ctx.table, ctx.base, "add")
+
+
+@triton.jit
+def add_up(pointers, mask, element: tl.constexpr, ctx):
+    """The sum of all ranks' values, in the order of ranks, so that it has the same bits wherever it is formed."""
+    total = ctx.load(pointers, 0, mask=mask, other=0).to(accumulator(element))
+    for rank in range(1, ctx.num_ranks):
+        total += ctx.load(pointers, rank, mask=mask, other=0).to(accumulator(element))
+    return total
+
+
+@triton.jit
+def finish(tile, lock, start, ctx):
+    """Tell all ranks that this one has read their tiles; a `TileView` waits until its own has been read by all."""
+    if ctx.cur_rank == 0:
+        signal_all(lock, PERIOD - 2 * ctx.num_ranks + 1, ctx)
+    else:
+        signal_all(lock, 1, ctx)
+    if not tile.HOLDS_DATA:
+        ctx.wait(lock, start + PERIOD, cmp="reached")
+
+
+@triton.jit
+def all_reduce_one_shot(tile, src, dst, locks, ctx):
+    """Add up a tile of all ranks on each of them: few bytes, one step.
+
+    ``src``: ``[M, N]``, on the heap of every rank. A `Tile` is stored there first, and may not be changed by others; of
+    a `TileView` it is there, and may be changed on return. ``dst``: ``[M, N]``, anywhere, and not ``src``. On return
+    the sum lies there, the same bits on all ranks. Over the link: W - 1 tiles in, in one step behind a signal.
+    """
+    lock = locks + src.number_of(tile)
+    start = begin(tile, src, lock, ctx)
+    signal_all(lock, 1, ctx)
+    ctx.wait(lock, start + ctx.num_ranks, cmp="reached")
+    rows, columns = rows_of(tile), columns_of(tile)
+    mask = (rows < src.M) & (columns < src.N)
+    element: tl.constexpr = dst.ptr.dtype.element_ty
+    total = add_up(src.at(rows, columns), mask, src.ptr.dtype.element_ty, ctx)
+    tl.store(dst.at(rows, columns), total.to(element), mask=mask)
+    finish(tile, lock, start, ctx)
+
+
+@triton.jit
+def all_reduce_two_shot(tile, src, dst, locks, ctx):
+    """Add up a tile of all ranks on one of them, which stores the sum to all: the fewest bytes, two steps.
+
+    ``src`` as in `all_reduce_one_shot`; ``dst`` too, but on the heap of every rank. Tiles are added up by the ranks in
+    turn. Over the link, on average over W tiles: (W - 1) / W tiles in for the sum, and as much out.
+    """
+    number = src.number_of(tile)
+    lock = locks + number
+    start = begin(tile, src, lock, ctx)
+    owner = number % ctx.num_ranks
+    if ctx.cur_rank == owner:
+        ctx.wait(lock, start + ctx.num_ranks - 1, cmp="reached")
+        rows, columns = rows_of(tile), columns_of(tile)
+        mask = (rows < src.M) & (columns < src.N)
+        total = add_up(src.at(rows, columns), mask, src.ptr.dtype.element_ty, ctx).to(dst.ptr.dtype.element_ty)
+        for distance in range(1, ctx.num_ranks + 1):
+            ctx.store(dst.at(rows, columns), total, (owner + distance) % ctx.num_ranks, mask=mask)
+        for distance in range(1, ctx.num_ranks):
+            ctx.signal(lock, PERIOD, (owner + distance) % ctx.num_ranks, op="add")
+        ctx.signal(lock, PERIOD - ctx.num_ranks + 1, owner, op="add")
+    else:
+        ctx.signal(lock, 1, owner, op="add")
+        ctx.wait(lock, start + PERIOD, cmp="reached")
+
+
+@triton.jit
+def reduce_scatter(tile, src, dst, locks, ctx):
+    """Add up the rows of a tile that are this rank's, of all ranks' tiles.
+
+    ``src``: ``[M, N]`` as in `all_reduce_one_shot`, with M a multiple of W. ``dst``: ``[M // W, N]``, anywhere; it gets
+    the rows from ``rank * M // W`` on. All ranks call for all tiles, which may have rows of several ranks. Over the
+    link: this rank's rows of W - 1 tiles in, in one step behind a signal.
+    """
+    lock = locks + src.number_of(tile)
+    start = begin(tile, src, lock, ctx)
+    signal_all(lock, 1, ctx)
+    ctx.wait(lock, start + ctx.num_ranks, cmp="reached")
+    rows, columns = rows_of(tile), columns_of(tile)
+    first = ctx.cur_rank * dst.M
+    mask = (rows >= first) & (rows < first + dst.M) & (columns < src.N)
+    total = add_up(src.at(rows, columns), mask, src.ptr.dtype.element_ty, ctx)
+    tl.store(dst.at(rows - first, columns), total.to(dst.ptr.dtype.element_ty), mask=mask)
+    finish(tile, lock, start, ctx)

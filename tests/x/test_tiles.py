@@ -1,0 +1,186 @@
+"""Tiles between ranks: every primitive, any shape, and calls that follow each other with nobody resetting locks."""
+
+import pytest
+import torch
+import triton
+from ccl.calls import EVERYTHING
+from covering import covering
+from patterns import assert_same_bits, pattern
+
+from x import tile_kernels
+
+SHAPES = [(16, 32), (1, 1), (23, 45), (40, 7)]
+BLOCKS = [(16, 16), (8, 32)]
+MOVED = [torch.bfloat16, torch.float32, torch.int8, *([torch.float16, torch.float64] if EVERYTHING else [])]
+SUMMED = [torch.bfloat16, torch.float32, torch.int32, *([torch.float16, torch.float64] if EVERYTHING else [])]
+RANKS = (1, 2, 3, 4, 5, 8) if EVERYTHING else (1, 3)
+CALLS = 5
+
+
+def tiles(M, N, block):
+    return triton.cdiv(M, block[0]), triton.cdiv(N, block[1])
+
+
+def on_heap(ctx, tensor):
+    copy = ctx.empty(tuple(tensor.shape), dtype=tensor.dtype)
+    copy.copy_(tensor)
+    return copy
+
+
+def numbers(shape, dtype, rank, call=0):
+    """Values whose sum depends on the order in which they are added, and on how often they are rounded."""
+    if not dtype.is_floating_point:
+        return pattern(shape, dtype, rank, call)
+    generator = torch.Generator().manual_seed(1009 * call + rank)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def expected_sum(shape, dtype, size, call=0):
+    wide = torch.float32 if dtype.is_floating_point and dtype.itemsize <= 4 else dtype
+    total = numbers(shape, dtype, 0, call).to(wide)
+    for rank in range(1, size):
+        total += numbers(shape, dtype, rank, call).to(wide)
+    return total.to(dtype)
+
+
+def gathered(ctx, shape, block, dtype, dim, columns_first):
+    M, N = shape
+    shards = [pattern(shape, dtype, rank) for rank in range(ctx.num_ranks)]
+    values = shards[ctx.cur_rank].to(ctx.device)
+    whole = (M * ctx.num_ranks, N) if dim == 0 else (M, N * ctx.num_ranks)
+    dst = ctx.zeros(*(whole[::-1] if columns_first else whole), dtype=dtype)
+    dst = dst.t() if columns_first else dst
+    ctx.barrier()
+    tile_kernels.all_gather[tiles(M, N, block)](
+        ctx.get_device_context(), values, dst, M, N, *whole, *dst.stride(), dim, *block
+    )
+    ctx.barrier()
+    assert_same_bits(dst.contiguous(), torch.cat(shards, dim))
+
+
+@pytest.mark.ranks(*RANKS)
+def test_all_gather(ranks):
+    for case in covering(SHAPES, BLOCKS, MOVED, [0, 1], [False, True]):
+        ranks.run(gathered, *case)
+
+
+def exchanged(ctx, rows, per_rank, block, dtype, holds):
+    size, rank = ctx.num_ranks, ctx.cur_rank
+    shape = (rows, per_rank * size)
+    inputs = [pattern(shape, dtype, peer) for peer in range(size)]
+    dst = ctx.zeros(*shape, dtype=dtype)
+    ctx.barrier()
+    tile_kernels.all_to_all[tiles(*shape, block)](
+        ctx.get_device_context(), inputs[rank].to(ctx.device), dst, *shape, per_rank, *dst.stride(), holds, *block
+    )
+    ctx.barrier()
+    assert_same_bits(dst, torch.cat([x[:, rank * per_rank : (rank + 1) * per_rank] for x in inputs], 1))
+
+
+@pytest.mark.ranks(*RANKS)
+def test_all_to_all(ranks):
+    """Chunks narrower than a tile, wider, and none of its divisors."""
+    for case in covering([1, 19], [1, 5, 40], BLOCKS, MOVED, [False, True]):
+        ranks.run(exchanged, *case)
+
+
+def fetched(ctx, shape, block, dtype):
+    M, N = shape
+    src = on_heap(ctx, pattern(shape, dtype, ctx.cur_rank))
+    grid = tiles(M, N, block)
+    ctx.barrier()
+    for source in range(ctx.num_ranks):
+        dst = torch.ones(grid[0] * block[0], grid[1] * block[1], dtype=dtype, device=ctx.device)
+        tile_kernels.gather[grid](ctx.get_device_context(), src, dst, M, N, source, *block)
+        assert_same_bits(dst[:M, :N].contiguous(), pattern(shape, dtype, source))
+        dst[:M, :N] = 0
+        assert not dst.any(), "behind the edge are zeros"
+    ctx.barrier()
+
+
+@pytest.mark.ranks(*RANKS)
+def test_gather(ranks):
+    for case in covering(SHAPES, BLOCKS, MOVED):
+        ranks.run(fetched, *case)
+
+
+def locks_near(ctx, count, start):
+    """Locks as they are after so many calls that they overflow in the next ones."""
+    return ctx.full((count,), start, dtype=torch.int32)
+
+
+def reduced(ctx, shape, block, dtype, variant, holds, start):
+    """Two launches of several calls each, with no meeting between them; data differ in each."""
+    size, (M, N) = ctx.num_ranks, shape
+    grid = tiles(M, N, block)
+    calls = CALLS if holds else 1
+    locks = locks_near(ctx, grid[0] * grid[1], start)
+    first = 0
+    src, outs = ctx.zeros(M, N, dtype=dtype), [ctx.zeros(calls, M, N, dtype=dtype) for _ in range(2)]
+    ctx.barrier()
+    for out in outs:
+        values = torch.stack([numbers(shape, dtype, ctx.cur_rank, first + call) for call in range(calls)])
+        values = values.to(ctx.device)
+        if not holds:
+            # On return from the last call nobody reads it any more.
+            src.copy_(values[0])
+        tile_kernels.all_reduce[grid](
+            ctx.get_device_context(), values, src, out, locks, M, N, calls, M * N, variant, holds, *block
+        )
+        first += calls
+    ctx.barrier()
+    for n, out in enumerate(outs):
+        for call in range(calls):
+            assert_same_bits(out[call], expected_sum(shape, dtype, size, n * calls + call))
+
+
+@pytest.mark.ranks(*RANKS)
+@pytest.mark.parametrize("variant", ["one_shot", "two_shot"])
+def test_all_reduce(ranks, variant):
+    for shape, block, dtype, holds, start in covering(SHAPES, BLOCKS, SUMMED, [True, False], [0, -(1 << 17)]):
+        ranks.run(reduced, shape, block, dtype, variant, holds, start)
+
+
+def added(ctx, shape, block, dtype, variant):
+    """Whole numbers, whose sums are exact in any order."""
+    M, N = shape
+    grid = tiles(M, N, block)
+    inputs = [(pattern(shape, torch.int8, rank) % 8).to(dtype) for rank in range(ctx.num_ranks)]
+    dst, locks = on_heap(ctx, torch.ones(shape, dtype=dtype)), ctx.zeros(grid[0] * grid[1], dtype=torch.int32)
+    ctx.barrier()
+    values = inputs[ctx.cur_rank].to(ctx.device)
+    tile_kernels.all_reduce[grid](ctx.get_device_context(), values, dst, dst, locks, M, N, 1, 0, variant, True, *block)
+    ctx.barrier()
+    assert_same_bits(dst, sum(inputs) + torch.ones(shape, dtype=dtype))
+    assert not locks.any()
+
+
+@pytest.mark.ranks(*RANKS)
+@pytest.mark.parametrize("variant", ["atomic", "spinlock"])
+def test_all_reduce_in_any_order(ranks, variant):
+    for case in covering(SHAPES, BLOCKS, [torch.float32, torch.float16, torch.int32]):
+        ranks.run(added, *case, variant)
+
+
+def scattered(ctx, rows, columns, block, dtype, start):
+    size, M = ctx.num_ranks, rows * ctx.num_ranks
+    grid = tiles(M, columns, block)
+    locks = locks_near(ctx, grid[0] * grid[1], start)
+    values = [numbers((M, columns), dtype, ctx.cur_rank, call) for call in range(CALLS)]
+    src, dst = ctx.zeros(M, columns, dtype=dtype), torch.zeros(CALLS, rows, columns, dtype=dtype, device=ctx.device)
+    ctx.barrier()
+    tile_kernels.reduce_scatter[grid](
+        ctx.get_device_context(), torch.stack(values).to(ctx.device), src, dst, locks, M, columns, rows, CALLS,
+        M * columns, rows * columns, *block,
+    )  # fmt: skip
+    ctx.barrier()
+    for call in range(CALLS):
+        total = expected_sum((M, columns), dtype, size, call)
+        assert_same_bits(dst[call], total[ctx.cur_rank * rows : (ctx.cur_rank + 1) * rows])
+
+
+@pytest.mark.ranks(*RANKS)
+def test_reduce_scatter(ranks):
+    """Shards of which a tile has several, and shards of several tiles."""
+    for case in covering([1, 5, 20], [1, 33], BLOCKS, SUMMED, [0, -(1 << 17)]):
+        ranks.run(scattered, *case)

@@ -1,0 +1,90 @@
+"""One kernel for each tile primitive: a program a tile, whose values are loaded from ``values``."""
+
+import triton
+import triton.language as tl
+
+import iris
+from iris import DeviceContext
+
+
+@triton.jit
+def tile_at(values, M, N, pid_m, pid_n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    rows = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
+    columns = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    data = tl.load(values + rows * N + columns, mask=(rows < M) & (columns < N), other=0)
+    return iris.x.Tile(pid_m, pid_n, BLOCK_M, BLOCK_N, data)
+
+
+@triton.jit
+def all_gather(context, values, dst, M, N, MS, NS, sm, sn, DIM: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
+    ctx = DeviceContext.initialize(context)
+    tile = tile_at(values, M, N, tl.program_id(0), tl.program_id(1), BM, BN)
+    iris.x.all_gather(tile, iris.x.make_tensor_view(dst, MS, NS, sm, sn), DIM, ctx)
+
+
+@triton.jit
+def all_to_all(
+    context, src, dst, M, N, per_rank, dst_m, dst_n, HOLDS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
+):
+    ctx = DeviceContext.initialize(context)
+    pid_m, pid_n = tl.program_id(0), tl.program_id(1)
+    src_view = iris.x.make_tensor_view(src, M, N, N, 1)
+    dst_view = iris.x.make_tensor_view(dst, M, N, dst_m, dst_n)
+    if HOLDS:
+        iris.x.all_to_all(tile_at(src, M, N, pid_m, pid_n, BM, BN), src_view, dst_view, per_rank, ctx)
+    else:
+        iris.x.all_to_all(iris.x.TileView(pid_m, pid_n, BM, BN), src_view, dst_view, per_rank, ctx)
+
+
+@triton.jit
+def gather(context, src, dst, M, N, source, BM: tl.constexpr, BN: tl.constexpr):
+    ctx = DeviceContext.initialize(context)
+    pid_m, pid_n = tl.program_id(0), tl.program_id(1)
+    tile = iris.x.TileView(pid_m, pid_n, BM, BN)
+    data = iris.x.gather(tile, iris.x.make_tensor_view(src, M, N, N, 1), source, ctx)
+    rows = pid_m * BM + tl.arange(0, BM)[:, None]
+    columns = pid_n * BN + tl.arange(0, BN)[None, :]
+    # The whole block, so that what is behind the edge shows too.
+    tl.store(dst + rows * (tl.num_programs(1) * BN) + columns, data)
+
+
+@triton.jit
+def all_reduce(
+    context,
+    values,
+    src,
+    dst,
+    locks,
+    M,
+    N,
+    calls,
+    step,
+    VARIANT: tl.constexpr,
+    HOLDS: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+):
+    """``calls`` of them, of values ``step`` elements apart, into results ``step`` apart, one after the other."""
+    ctx = DeviceContext.initialize(context)
+    pid_m, pid_n = tl.program_id(0), tl.program_id(1)
+    config = iris.x.AllReduceConfig(VARIANT, locks)
+    for call in range(calls):
+        src_view = iris.x.make_tensor_view(src, M, N, N, 1)
+        dst_view = iris.x.make_tensor_view(dst + call * step, M, N, N, 1)
+        if HOLDS:
+            tile = tile_at(values + call * step, M, N, pid_m, pid_n, BM, BN)
+            iris.x.all_reduce(tile, src_view, dst_view, config, ctx)
+        else:
+            iris.x.all_reduce(iris.x.TileView(pid_m, pid_n, BM, BN), src_view, dst_view, config, ctx)
+
+
+@triton.jit
+def reduce_scatter(
+    context, values, src, dst, locks, M, N, shard, calls, step, dst_step, BM: tl.constexpr, BN: tl.constexpr
+):
+    ctx = DeviceContext.initialize(context)
+    for call in range(calls):
+        tile = tile_at(values + call * step, M, N, tl.program_id(0), tl.program_id(1), BM, BN)
+        src_view = iris.x.make_tensor_view(src, M, N, N, 1)
+        dst_view = iris.x.make_tensor_view(dst + call * dst_step, shard, N, N, 1)
+        iris.x.reduce_scatter(tile, src_view, dst_view, locks, ctx)
