@@ -288,6 +288,14 @@ def test_the_reference_has_the_signature_of_each_member_of_the_context(context):
         assert name in context.__annotations__ and f"`{name}`" in page
 
 
+@pytest.mark.parametrize("name", iris.x.__all__)
+def test_the_reference_has_the_signature_of_each_function_of_tiles(name):
+    page, member = (DOCS / "tiles.md").read_text(), getattr(iris.x, name)
+    # Of a class, its fields in their order.
+    fields = f"({', '.join(member.__annotations__)})" if inspect.isclass(member) else None
+    assert f"`{name}{fields or signature(member)}`" in page
+
+
 @pytest.mark.parametrize("name", [name for name in dir(iris.Iris) if not name.startswith("_")])
 def test_the_reference_has_each_method_of_a_context(name):
     page = (DOCS / "host-reference.md").read_text()
