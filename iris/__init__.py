@@ -19,7 +19,7 @@ from iris import requirements as requirements  # isort: skip
 from iris import simulator  # isort: skip
 from logging import DEBUG, ERROR, INFO, WARNING
 
-from iris import ccl, errors, experimental, gluon, x
+from iris import ccl, errors, experimental, gluon, ops, x
 from iris.bench.timing import do_bench
 from iris.context import Iris, iris
 from iris.language.context import DeviceContext
@@ -72,6 +72,7 @@ __all__ = [
     "gluon",
     "iris",
     "load",
+    "ops",
     "put",
     "set_logger_level",
     "simulator",

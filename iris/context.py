@@ -16,6 +16,7 @@ from iris.heap.symmetric import SymmetricHeap, describe_address
 from iris.language.context import context_tensor
 from iris.language.functional import heap_bases_tensor
 from iris.log import logger
+from iris.ops.operations import Operations
 from iris.tensors import Factories
 from iris.workspace import Workspace
 from iris.world import Group
@@ -38,6 +39,8 @@ class Iris(Factories):
         int64 ``[num_ranks]``, where each rank's heap begins in this rank's address space.
     ccl : iris.ccl.collectives.Collectives
         The collectives among all ranks, or those of a group.
+    ops : iris.ops.operations.Operations
+        Products of matrices with their communication.
     """
 
     def __init__(self, heap_size: int = 1 << 30, process_group: dist.ProcessGroup | None = None) -> None:
@@ -60,6 +63,7 @@ class Iris(Factories):
         size, record = self.heap.mapped_size, self._record.address
         self.heap_bases = heap_bases_tensor(bases, size, record, self.device)
         self.ccl = Collectives(self)
+        self.ops = Operations(self)
         self._device_context = context_tensor(self.cur_rank, bases, size, record, self.device)
 
     def __repr__(self) -> str:
@@ -192,6 +196,7 @@ class Iris(Factories):
         # The library's own memory goes with those that use it. (Not after an error: kernels may be waiting in it.)
         self._barriers.clear()
         self.ccl.close()
+        self.ops.close()
         self._workspaces.clear()
 
     def __enter__(self) -> "Iris":

@@ -9,7 +9,7 @@ from iris import simulator
 from iris.language.target import launches_early
 
 
-def prepare(kernel: Any, grid: tuple[int, int, int], *args: Any, num_warps: int) -> Callable[..., None]:
+def prepare(kernel: Any, grid: tuple[int, int, int], *args: Any, **options: int) -> Callable[..., None]:
     """Compile and load ``kernel`` for ``args`` now; the result, called with a stream's handle and args, launches it.
 
     The host neither synchronises nor compiles in the launches themselves. They may have other arguments of the same
@@ -18,12 +18,13 @@ def prepare(kernel: Any, grid: tuple[int, int, int], *args: Any, num_warps: int)
     the simulator, which has no streams, the handle is None, and tensors stay tensors.
 
     Where the GPU can, a launch begins while the one before it on the stream ends, so the kernel waits before it touches
-    memory: `follow_predecessor` of `iris.language.ordering`.
+    memory: `follow_predecessor` of `iris.language.ordering`. ``options``: ``num_warps`` and others of Triton's.
     """
     if simulator.ACTIVE:
-        return lambda stream, args: kernel[grid](*args, num_warps=num_warps)
-    options = {"launch_pdl": True} if launches_early() else {}
-    compiled = kernel.warmup(*args, grid=grid, num_warps=num_warps, **options)
+        return lambda stream, args: kernel[grid](*args, **options)
+    if launches_early():
+        options["launch_pdl"] = True
+    compiled = kernel.warmup(*args, grid=grid, **options)
     compiled[grid]  # loads it
     return launcher(compiled.run, grid, compiled.function, compiled.packed_metadata, args)
 

@@ -1,0 +1,110 @@
+"""out = the rows of all ranks' A, times B: a few programs send A, and the others multiply what is there.
+
+Every rank begins with its own rows, which are there already. Meanwhile the first programs of each send its rows to all
+peers, a slab of BLOCK_M rows after the other, in pieces of SEND_M x SEND_K elements. A tile waits until all pieces of
+its rows have arrived, and tiles come in the order in which slabs do: the first slab of every peer, then the second.
+
+Over the link, each rank: its ``[m, K]`` of A to every peer, W - 1 times m K elements out, in one step.
+"""
+
+import triton
+import triton.language as tl
+
+from iris.language.context import DeviceContext
+from iris.ops.counts import ARRIVED, await_ready, begin, end, follow_predecessor, tell_arrived
+from iris.ops.gemm import on_chiplets, product, scaled
+
+
+@triton.jit
+def all_gather_matmul(
+    context_tensor,
+    counts,
+    gathered,
+    a,
+    b,
+    bias,
+    scale_a,
+    scale_b,
+    out,
+    m,
+    N,
+    K,
+    stride_am,
+    stride_ak,
+    stride_bk,
+    stride_bn,
+    stride_om,
+    stride_on,
+    W: tl.constexpr,
+    SENDERS: tl.constexpr,
+    SEND_M: tl.constexpr,
+    SEND_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    XCDS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    CACHE_A: tl.constexpr,
+    CACHE_B: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BIASED: tl.constexpr,
+    SCALED: tl.constexpr,
+):
+    """``a``: this rank's ``[m, K]``. ``gathered``: ``[W, m, K]``, contiguous. ``out``: ``[W * m, N]``, anywhere.
+
+    ``SENDERS``: programs that send; ``SEND_M`` divides ``BLOCK_M``. ``scale_a``: of all rows, ``[W * m]``.
+    """
+    follow_predecessor()
+    ctx = DeviceContext.initialize(context_tensor, num_ranks=W)
+    rank = ctx.cur_rank
+    epoch = begin(ctx, counts)
+    across = tl.cdiv(K, SEND_K)
+    slabs, pieces = tl.cdiv(m, BLOCK_M), BLOCK_M // SEND_M * across
+    step = m.to(tl.int64) * K
+    if tl.program_id(0) < SENDERS:
+        await_ready(ctx, counts, epoch)
+        for piece in range(tl.program_id(0), slabs * pieces, SENDERS):
+            slab = piece // pieces
+            rows = slab * BLOCK_M + piece % pieces // across * SEND_M + tl.arange(0, SEND_M)
+            columns = piece % across * SEND_K + tl.arange(0, SEND_K)
+            mask = (rows < m)[:, None] & (columns < K)[None, :]
+            from_a = rows.to(tl.int64)[:, None] * stride_am + columns.to(tl.int64)[None, :] * stride_ak
+            data = tl.load(a + from_a, mask=mask)
+            to = gathered + rank * step + (rows.to(tl.int64)[:, None] * K + columns[None, :])
+            for distance in range(1, W):
+                ctx.store(to, data, (rank + distance) % W, mask=mask)
+            tell_arrived(ctx, counts, rank * slabs + slab)
+    else:
+        programs = tl.num_programs(0) - SENDERS
+        first = on_chiplets(tl.program_id(0) - SENDERS, programs, XCDS, CHUNK)
+        tiles_n = tl.cdiv(N, BLOCK_N)
+        for number in range(first, W * slabs * tiles_n, programs):
+            # Own slabs, then those of the peers by turns.
+            line, pid_n = number // tiles_n, number % tiles_n
+            peers_line = line - slabs
+            owner, slab = rank, line
+            if peers_line >= 0:
+                owner = (rank + 1 + peers_line % (W - 1 if W > 1 else 1)) % W
+                slab = peers_line // (W - 1 if W > 1 else 1)
+            local = slab * BLOCK_M + tl.arange(0, BLOCK_M)
+            wanted = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+            # Behind the edge the last row and column again, which nobody stores.
+            rows, columns = tl.minimum(local, m - 1), tl.minimum(wanted, N - 1)
+            if owner == rank:
+                total = product(
+                    a, b, rows, columns, K, stride_am, stride_ak, stride_bk, stride_bn,
+                    BLOCK_K, CACHE_A, CACHE_B, PRECISION,
+                )  # fmt: skip
+            else:
+                ctx.wait(counts + ARRIVED + owner * slabs + slab, epoch * pieces, cmp="reached")
+                total = product(
+                    gathered + owner * step, b, rows, columns, K, K, 1, stride_bk, stride_bn,
+                    BLOCK_K, CACHE_A, CACHE_B, PRECISION,
+                )  # fmt: skip
+            total = scaled(total, scale_a, scale_b, owner * m + rows, columns, SCALED)
+            if BIASED:
+                total += tl.load(bias + columns)[None, :].to(tl.float32)
+            mask = (local < m)[:, None] & (wanted < N)[None, :]
+            at = (owner * m + local).to(tl.int64)[:, None] * stride_om + wanted.to(tl.int64)[None, :] * stride_on
+            tl.store(out + at, total.to(out.dtype.element_ty), mask=mask)
+    end(counts, epoch)

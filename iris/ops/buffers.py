@@ -1,0 +1,66 @@
+"""Symmetric memory of one fused operation: what its kernels count in, and where peers store."""
+
+import torch
+
+from iris.device_record import DeviceRecord
+from iris.errors import WorkspaceTooSmallError, readable
+from iris.heap import mapping
+from iris.language.context import context_tensor
+from iris.ops.counts import ARRIVED
+from iris.world import Group
+
+ALIGNMENT = 1024
+
+
+class Buffers:
+    """A workspace: made collectively, for calls of one kind, on one stream or in one graph at a time.
+
+    Attributes
+    ----------
+    kind : tuple
+        What calls it is for: the operation, shapes, dtype and configuration.
+    context_tensor : torch.Tensor
+        What kernels initialise a device context of this memory from.
+    counts : torch.Tensor
+        int32, zeros at first: see `iris.ops.counts`.
+    data : torch.Tensor
+        So many elements of the dtype asked for, the same place on every rank.
+    """
+
+    def __init__(
+        self, group: Group, device: torch.device, record: DeviceRecord, kind: tuple, parts: int, elements: int,
+        dtype: torch.dtype,
+    ) -> None:  # fmt: skip
+        self.kind = kind
+        count_bytes = -(-4 * (ARRIVED.value + parts) // ALIGNMENT) * ALIGNMENT
+        data_bytes = elements * dtype.itemsize
+        size = count_bytes + max(1, -(-data_bytes // ALIGNMENT)) * ALIGNMENT
+        self._mapping = mapping.create(group, size, device)
+        whole = self._mapping.buffer
+        self.counts = whole[:count_bytes].view(torch.int32)
+        self.data = whole[count_bytes : count_bytes + data_bytes].view(dtype)
+        self.counts.zero_()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        self.context_tensor = context_tensor(group.rank, self._mapping.bases, size, record.address, device)
+        group.all_gather(None, "a workspace of a fused operation")
+
+    def check(self, kind: tuple) -> None:
+        """That the workspace is for calls like this one."""
+        if kind != self.kind:
+            raise WorkspaceTooSmallError(
+                f"The workspace was prepared for {_told(self.kind)}, and this call is {_told(kind)}. Prepare one for "
+                "it with the preamble, or leave `workspace` out."
+            )
+
+    def close(self) -> None:
+        """Unmap. The caller guarantees that no kernel uses the memory any more, on any rank."""
+        self._mapping.close()
+
+    def __repr__(self) -> str:
+        return f"<workspace of {readable(self._mapping.size)} for {_told(self.kind)}>"
+
+
+def _told(kind: tuple) -> str:
+    name, *rest = kind
+    return f"{name}({', '.join(map(str, rest))})"

@@ -1,0 +1,77 @@
+"""How a fused operation is carried out, where the caller knows better than the library's choice."""
+
+from dataclasses import dataclass, fields
+
+from iris.errors import InvalidConfigError
+
+_CACHE_MODIFIERS = (None, ".ca", ".cg", ".cv")
+_REDUCTIONS = ("two_shot",)
+
+
+@dataclass(frozen=True)
+class FusedConfig:
+    """Choices for one fused operation. All ranks must give the same.
+
+    Attributes
+    ----------
+    block_size_m, block_size_n, block_size_k : int
+        Rows, columns and depth of a tile; powers of two from 16 on.
+    group_size_m : int
+        Rows of tiles that are computed one column after the other, since they share what the L2 cache holds of B.
+    num_sms : int
+        Programs at most, each of which may take an SM (NVIDIA) or CU (AMD). Default: all of them.
+    comm_sms : int
+        Programs of `all_gather_matmul` that move A while the others multiply. Default: a sixteenth.
+    num_xcds, chunk_size : int
+        Chiplets of the GPU (MI300X: 8), and tiles that go to one of them in turn: 1 and 1 are as if it had none.
+    cache_modifier_a, cache_modifier_b : ".ca", ".cg", ".cv"
+        Of the loads of A and B; see Triton's `load`.
+    allow_tf32 : bool
+        Products of float32 may be rounded to TF32.
+    all_reduce_variant : "two_shot"
+        Each rank adds up a part of the rows, and stores the sums to all.
+    num_warps, num_stages : int
+        Of Triton.
+    """
+
+    block_size_m: int = 256
+    block_size_n: int = 64
+    block_size_k: int = 64
+    group_size_m: int = 8
+    num_sms: int | None = None
+    comm_sms: int | None = None
+    num_xcds: int = 1
+    chunk_size: int = 1
+    cache_modifier_a: str | None = None
+    cache_modifier_b: str | None = None
+    allow_tf32: bool = True
+    all_reduce_variant: str = "two_shot"
+    num_warps: int = 8
+    num_stages: int = 3
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            problem = _problem(field.name, getattr(self, field.name))
+            if problem:
+                raise InvalidConfigError(
+                    f"FusedConfig({field.name}={getattr(self, field.name)!r}) cannot work: {field.name} is {problem}."
+                )
+
+
+def _problem(name: str, value: object) -> str | None:
+    """What ``name`` should have been, if ``value`` is not that."""
+    if name.startswith("cache_modifier"):
+        return None if value in _CACHE_MODIFIERS else f"one of {', '.join(map(repr, _CACHE_MODIFIERS))}"
+    if name == "all_reduce_variant":
+        return None if value in _REDUCTIONS else f"one of {', '.join(map(repr, _REDUCTIONS))}"
+    if name == "allow_tf32":
+        return None if isinstance(value, bool) else "True or False"
+    if name in ("num_sms", "comm_sms") and value is None:
+        return None
+    if not isinstance(value, int) or isinstance(value, bool):
+        return "a whole number"
+    if name.startswith("block_size"):
+        return None if 16 <= value <= 1024 and value & (value - 1) == 0 else "a power of two from 16 to 1024"
+    if name == "num_warps":
+        return None if 1 <= value <= 32 and value & (value - 1) == 0 else "a power of two from 1 to 32"
+    return None if value > 0 else "at least 1"

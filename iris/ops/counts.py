@@ -1,0 +1,77 @@
+"""How the programs of a fused operation tell their peers what is done: counts in the operation's own symmetric memory.
+
+A call's number on a rank, its epoch, is one more than that of the last call with the same memory; each program keeps
+it for itself. Counts only rise, by the same in every call, so that a count of ``epoch`` times that means that
+everything of this call, and of all before it, is there. Nothing is reset; comparisons wrap.
+
+* ``ready[r]``, set by program 0 of rank r on every rank when r's kernel begins: r's stream is past its last call, so
+  what that one left in r's memory has been used and may be written over. Every program reads it before it first stores
+  to r. It is not set again before all of them have: r's kernel does not end without what they store.
+* ``done``, to which every program of every rank adds 1 behind all of its stores to this rank, with release. Program 0
+  waits for all with acquire, and the kernel does not end before it. For results that peers store; what travels in parts
+  is waited for part by part.
+* ``arrived[t]``, to which a peer adds 1 behind its stores of part t, with release; who uses part t waits for it.
+
+Over the link: a word for each, in one step.
+"""
+
+import triton
+import triton.language as tl
+
+from iris.language.ordering import LANES, triton_ordering
+
+signal_ranks, wait_ranks, lanes, keep = (
+    triton_ordering.signal_ranks, triton_ordering.wait_ranks, triton_ordering.lanes, triton_ordering.keep,
+)  # fmt: skip
+follow_predecessor = triton_ordering.follow_predecessor
+
+# Words of an operation's counts: epochs by program, `ready` by rank, `done`, then `arrived`.
+MOST_PROGRAMS = tl.constexpr(1024)
+MOST_RANKS = tl.constexpr(64)
+READY = tl.constexpr(1024)
+DONE = tl.constexpr(1024 + 64)
+ARRIVED = tl.constexpr(1024 + 64 + 64)
+
+
+@triton.jit
+def begin(ctx, counts):
+    """This call's epoch. Program 0 tells the peers that this rank's memory may be written."""
+    epoch = tl.load(counts + tl.program_id(0)) + 1
+    if tl.program_id(0) == 0:
+        for first in range(0, ctx.num_ranks, LANES):
+            to = first + lanes()
+            signal_ranks(counts + READY + ctx.cur_rank, epoch + 0 * to, to, to < ctx.num_ranks, ctx.table, ctx.base)
+    return epoch
+
+
+@triton.jit
+def await_ready(ctx, counts, epoch):
+    """Until the memory of every rank may be written."""
+    for first in range(0, ctx.num_ranks, LANES):
+        peer = first + lanes()
+        wait_ranks(counts + READY + peer, epoch + 0 * peer, peer < ctx.num_ranks, first, ctx.num_ranks, ctx._record())
+
+
+@triton.jit
+def tell_arrived(ctx, counts, part):
+    """Behind this program's stores of a part to all peers."""
+    for first in range(0, ctx.num_ranks, LANES):
+        to = first + lanes()
+        here = (to < ctx.num_ranks) & (to != ctx.cur_rank)
+        signal_ranks(counts + ARRIVED + part, 1 + 0 * to, to, here, ctx.table, ctx.base, "add")
+
+
+@triton.jit
+def await_done(ctx, counts, epoch):
+    """Behind all of this program's stores to peers: the kernel ends when everybody's stores to this rank are there."""
+    for first in range(0, ctx.num_ranks, LANES):
+        to = first + lanes()
+        signal_ranks(counts + DONE, 1 + 0 * to, to, to < ctx.num_ranks, ctx.table, ctx.base, "add")
+    if tl.program_id(0) == 0:
+        ctx.wait(counts + DONE, epoch * tl.num_programs(0) * ctx.num_ranks, cmp="reached")
+
+
+@triton.jit
+def end(counts, epoch):
+    """Last of all: the next call is another one."""
+    keep(counts + tl.program_id(0), epoch)

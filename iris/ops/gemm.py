@@ -1,0 +1,69 @@
+"""The product of one tile, and the order of tiles: what every fused kernel has of a GEMM."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def place(tile, tiles_m, tiles_n, GROUP: tl.constexpr):
+    """Row and column of tile number ``tile``: GROUP rows of tiles, one column after the other, then the next rows.
+
+    What programs compute at one time then shares rows of A and columns of B, which the L2 cache holds.
+    """
+    in_group = GROUP * tiles_n
+    first = tile // in_group * GROUP
+    height = tl.minimum(tiles_m - first, GROUP)
+    return first + tile % in_group % height, tile % in_group // height
+
+
+@triton.jit
+def product(
+    a,
+    b,
+    rows,
+    columns,
+    K,
+    stride_am,
+    stride_ak,
+    stride_bk,
+    stride_bn,
+    BLOCK_K: tl.constexpr,
+    CACHE_A: tl.constexpr,
+    CACHE_B: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Rows of A times columns of B, in float32: ``[len(rows), len(columns)]``. The caller keeps both inside."""
+    k = tl.arange(0, BLOCK_K)
+    x = a + (rows.to(tl.int64)[:, None] * stride_am + k[None, :] * stride_ak)
+    y = b + (k[:, None] * stride_bk + columns.to(tl.int64)[None, :] * stride_bn)
+    total = tl.zeros((rows.shape[0], columns.shape[0]), dtype=tl.float32)
+    for begin in range(0, K, BLOCK_K):
+        here = k < K - begin
+        left = tl.load(x, mask=here[None, :], other=0, cache_modifier=CACHE_A)
+        right = tl.load(y, mask=here[:, None], other=0, cache_modifier=CACHE_B)
+        total = tl.dot(left, right, total, input_precision=PRECISION)
+        x += BLOCK_K * stride_ak
+        y += BLOCK_K * stride_bk
+    return total
+
+
+@triton.jit
+def scaled(total, scale_a, scale_b, rows, columns, SCALED: tl.constexpr):
+    """The product of what A and B stand for, whose rows and columns have a factor each."""
+    if SCALED:
+        return total * tl.load(scale_a + rows)[:, None] * tl.load(scale_b + columns)[None, :]
+    else:
+        return total
+
+
+@triton.jit
+def on_chiplets(program, programs, XCDS: tl.constexpr, CHUNK: tl.constexpr):
+    """The number of this program, such that CHUNK neighbours are on one chiplet.
+
+    The hardware deals programs out to the XCDS chiplets of an MI300 one by one, and each chiplet has an L2 cache of its
+    own (AMD CDNA 3 ISA, "Device topology"). What is left behind the last full round keeps its number.
+    """
+    turn: tl.constexpr = XCDS * CHUNK
+    chiplet, number = program % XCDS, program // XCDS
+    moved = number // CHUNK * turn + chiplet * CHUNK + number % CHUNK
+    return tl.where(program < programs // turn * turn, moved, program)

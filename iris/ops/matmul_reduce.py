@@ -1,0 +1,114 @@
+"""out = the sum of all ranks' A B: its rows shared among the ranks, or all of them on every rank.
+
+Each rank computes the rows of its peers first, those of its neighbour before all, and stores them tile by tile to
+whom they belong; its own rows come last, and what the peers sent is added to each tile as it is computed. So the
+sending is hidden behind products, but for the last tiles of the peers' rows. For all rows on every rank each then
+stores its sums to all.
+
+Over the link, each rank: (W - 1) / W times M N elements out, in one step; for all rows twice that, in two.
+
+The parts travel in the type of the result, as they do through the vendor's library, and are added up in float32, in the
+order of ranks.
+"""
+
+import triton
+import triton.language as tl
+
+from iris.language.context import DeviceContext
+from iris.ops.counts import ARRIVED, await_done, await_ready, begin, end, follow_predecessor
+from iris.ops.gemm import on_chiplets, place, product, scaled
+
+
+@triton.jit
+def matmul_reduce(
+    context_tensor,
+    out_context,
+    counts,
+    parts,
+    a,
+    b,
+    bias,
+    scale_a,
+    scale_b,
+    out,
+    M,
+    N,
+    K,
+    share,
+    stride_am,
+    stride_ak,
+    stride_bk,
+    stride_bn,
+    stride_om,
+    stride_on,
+    W: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    XCDS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    CACHE_A: tl.constexpr,
+    CACHE_B: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BIASED: tl.constexpr,
+    SCALED: tl.constexpr,
+    SPREADS: tl.constexpr,
+):
+    """``share``: rows that a rank adds up, M over W. ``parts``: ``[W, share, N]``, rank r's products in parts[r].
+
+    ``out``: ``[share, N]``; with ``SPREADS`` ``[M, N]``, the same place on every rank, in ``out_context``'s memory.
+    """
+    follow_predecessor()
+    ctx = DeviceContext.initialize(context_tensor, num_ranks=W)
+    places = DeviceContext.initialize(out_context, num_ranks=W)
+    rank = ctx.cur_rank
+    epoch = begin(ctx, counts)
+    programs = tl.num_programs(0)
+    first = on_chiplets(tl.program_id(0), programs, XCDS, CHUNK)
+    tiles_m, tiles_n = tl.cdiv(share, BLOCK_M), tl.cdiv(N, BLOCK_N)
+    tiles = tiles_m * tiles_n
+    element: tl.constexpr = parts.dtype.element_ty
+    for number in range(first, W * tiles, programs):
+        owner = (rank + 1 + number // tiles) % W
+        tile = number % tiles
+        pid_m, pid_n = place(tile, tiles_m, tiles_n, GROUP)
+        local = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
+        wanted = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+        mine = (local < share) & (owner * share + local < M)
+        mask = mine[:, None] & (wanted < N)[None, :]
+        # Behind the edge the last row and column again, which nobody stores.
+        rows, columns = tl.minimum(owner * share + local, M - 1), tl.minimum(wanted, N - 1)
+        total = product(
+            a, b, rows, columns, K, stride_am, stride_ak, stride_bk, stride_bn, BLOCK_K, CACHE_A, CACHE_B, PRECISION
+        )
+        total = scaled(total, scale_a, scale_b, rows, columns, SCALED)
+        if number == first:
+            await_ready(ctx, counts, epoch)
+        at = local.to(tl.int64)[:, None] * N + wanted[None, :]
+        step = share.to(tl.int64) * N
+        if owner != rank:
+            ctx.store(parts + rank * step + at, total.to(element), owner, mask=mask)
+            ctx.signal(counts + ARRIVED + tile, 1, owner, op="add")
+        else:
+            ctx.wait(counts + ARRIVED + tile, epoch * (W - 1), cmp="reached")
+            own = total
+            total = tl.zeros_like(own)
+            for source in tl.static_range(W):
+                if source == rank:
+                    total += own
+                else:
+                    total += tl.load(parts + source * step + at, mask=mask, other=0).to(tl.float32)
+            if BIASED:
+                total += tl.load(bias + columns)[None, :].to(tl.float32)
+            result = total.to(out.dtype.element_ty)
+            at_n = wanted.to(tl.int64)[None, :] * stride_on
+            if SPREADS:
+                there = out + ((rank * share + local).to(tl.int64)[:, None] * stride_om + at_n)
+                for distance in range(1, W + 1):
+                    places.store(there, result, (rank + distance) % W, mask=mask)
+            else:
+                tl.store(out + (local.to(tl.int64)[:, None] * stride_om + at_n), result, mask=mask)
+    if SPREADS:
+        await_done(ctx, counts, epoch)
+    end(counts, epoch)

@@ -1,0 +1,79 @@
+"""Fused operations against float64: any shape, layout, dtype and place, by the vendor's GEMM and by one kernel."""
+
+import pytest
+import torch
+from ccl.calls import EVERYTHING
+from covering import covering
+
+from iris.ops import FusedConfig
+
+RANKS = (1, 2, 3, 4, 5, 8) if EVERYTHING else (1, 3)
+OPERATIONS = ("all_gather_matmul", "matmul_all_gather", "matmul_reduce_scatter", "matmul_all_reduce")
+# Small tiles, so that small matrices have many.
+SMALL = {"block_size_m": 16, "block_size_n": 16, "block_size_k": 32}
+CONFIGS = {
+    "vendor": None,
+    "fused": FusedConfig(**SMALL),
+    "few programs": FusedConfig(**SMALL, num_sms=2, comm_sms=1, group_size_m=2),
+    "chiplets": FusedConfig(**SMALL, num_xcds=2, chunk_size=1, allow_tf32=False),
+}
+# M (a share of a rank, where rows are shared), N, K: multiples of tiles, and of nothing.
+SHAPES = [(32, 32, 64), (1, 1, 1), (23, 37, 45), (50, 19, 70)]
+DTYPES = [torch.float16, torch.bfloat16, torch.float32]
+LAYOUTS = ["rows", "columns", "sliced"]
+ROUNDS = 3
+
+
+def matrix(rows, columns, dtype, layout, seed, device, ctx=None):
+    """Random, about 1 in size; laid out by rows, by columns, or inside a larger one; on the heap of ``ctx``."""
+    values = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    shape = {"rows": (rows, columns), "columns": (columns, rows), "sliced": (rows + 1, columns + 3)}[layout]
+    whole = ctx.zeros(*shape, dtype=dtype) if ctx else torch.zeros(shape, dtype=dtype, device=device)
+    view = {"rows": whole, "columns": whole.t(), "sliced": whole[1:, 3:]}[layout]
+    view.copy_(values)
+    return view
+
+
+def check(ctx, name, shape, dtype, config, layout_a, layout_b, biased, heap):
+    W, rank = ctx.num_ranks, ctx.cur_rank
+    M, N, K = shape
+    if name == "matmul_reduce_scatter":
+        M *= W
+    rows_out = {"all_gather_matmul": W * M, "matmul_all_gather": W * M, "matmul_reduce_scatter": M // W}.get(name, M)
+    out = matrix(rows_out, N, dtype, "rows", 0, ctx.device, ctx if heap else None)
+    config = CONFIGS[config]
+    for call in range(ROUNDS):
+        everyone = [
+            (matrix(M, K, dtype, layout_a, 1000 * call + 2 * r, ctx.device),
+             matrix(K, N, dtype, layout_b, 1000 * call + 2 * r + 1, ctx.device))
+            for r in range(W)
+        ]  # fmt: skip
+        a, b = everyone[rank]
+        if name == "all_gather_matmul":
+            product = torch.cat([x for x, _ in everyone]).double() @ b.double()
+        elif name == "matmul_all_gather":
+            product = torch.cat([x.double() @ y.double() for x, y in everyone])
+        else:
+            product = sum(x.double() @ y.double() for x, y in everyone)
+        if name == "matmul_reduce_scatter":
+            product = product[rank * (M // W) : (rank + 1) * (M // W)]
+        bias = None
+        if biased:
+            # Of a sum the ranks have the same bias, which is added once.
+            bias = matrix(1, N, dtype, "rows", 7 + call, ctx.device)[0]
+            product = product + bias.double()
+        getattr(ctx.ops, name)(out, a, b, bias, config=config)
+        # What the parts of a sum are rounded to on their way.
+        bound = 4 * torch.finfo(dtype).eps * (K * W) ** 0.5 + 1e-3
+        torch.testing.assert_close(out.double(), product, rtol=1e-2, atol=bound)
+    # A result on the heap is not written by peers any more.
+    ctx.barrier()
+    return out.cpu().view(torch.uint8) if name == "matmul_all_reduce" else None
+
+
+@pytest.mark.ranks(*RANKS)
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_product(ranks, name):
+    for case in covering(SHAPES, DTYPES, CONFIGS, LAYOUTS, LAYOUTS, [False, True], [False, True]):
+        results = ranks.run(check, name, *case)
+        assert results[0] is None or all(torch.equal(result, results[0]) for result in results)
