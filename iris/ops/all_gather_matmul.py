@@ -46,7 +46,7 @@ def all_gather_matmul(
     CHUNK: tl.constexpr,
     CACHE_A: tl.constexpr,
     CACHE_B: tl.constexpr,
-    PRECISION: tl.constexpr,
+    ALLOW_TF32: tl.constexpr,
     BIASED: tl.constexpr,
     SCALED: tl.constexpr,
 ):
@@ -93,13 +93,13 @@ def all_gather_matmul(
             if owner == rank:
                 total = product(
                     a, b, rows, columns, K, stride_am, stride_ak, stride_bk, stride_bn,
-                    BLOCK_K, CACHE_A, CACHE_B, PRECISION,
+                    BLOCK_K, CACHE_A, CACHE_B, ALLOW_TF32,
                 )  # fmt: skip
             else:
                 ctx.wait(counts + ARRIVED + owner * slabs + slab, epoch * pieces, cmp="reached")
                 total = product(
                     gathered + owner * step, b, rows, columns, K, K, 1, stride_bk, stride_bn,
-                    BLOCK_K, CACHE_A, CACHE_B, PRECISION,
+                    BLOCK_K, CACHE_A, CACHE_B, ALLOW_TF32,
                 )  # fmt: skip
             total = scaled(total, scale_a, scale_b, owner * m + rows, columns, SCALED)
             if BIASED:

@@ -3,6 +3,14 @@
 import triton
 import triton.language as tl
 
+from iris.language.target import on_nvidia
+
+
+@triton.constexpr_function
+def precision(allow_tf32):
+    """Of products of float32. Not all of AMD's have TF32, and for narrower types it does not matter."""
+    return "tf32" if allow_tf32 and on_nvidia() else "ieee"
+
 
 @triton.jit
 def place(tile, tiles_m, tiles_n, GROUP: tl.constexpr):
@@ -30,7 +38,7 @@ def product(
     BLOCK_K: tl.constexpr,
     CACHE_A: tl.constexpr,
     CACHE_B: tl.constexpr,
-    PRECISION: tl.constexpr,
+    ALLOW_TF32: tl.constexpr,
 ):
     """Rows of A times columns of B, in float32: ``[len(rows), len(columns)]``. The caller keeps both inside."""
     k = tl.arange(0, BLOCK_K)
@@ -41,7 +49,7 @@ def product(
         here = k < K - begin
         left = tl.load(x, mask=here[None, :], other=0, cache_modifier=CACHE_A)
         right = tl.load(y, mask=here[:, None], other=0, cache_modifier=CACHE_B)
-        total = tl.dot(left, right, total, input_precision=PRECISION)
+        total = tl.dot(left, right, total, input_precision=precision(ALLOW_TF32))
         x += BLOCK_K * stride_ak
         y += BLOCK_K * stride_bk
     return total

@@ -43,7 +43,7 @@ def matmul_all_gather(
     CHUNK: tl.constexpr,
     CACHE_A: tl.constexpr,
     CACHE_B: tl.constexpr,
-    PRECISION: tl.constexpr,
+    ALLOW_TF32: tl.constexpr,
     BIASED: tl.constexpr,
     SCALED: tl.constexpr,
 ):
@@ -61,7 +61,7 @@ def matmul_all_gather(
         rows = tl.minimum(pid_m * BLOCK_M + tl.arange(0, BLOCK_M), M - 1)
         columns = tl.minimum(pid_n * BLOCK_N + tl.arange(0, BLOCK_N), N - 1)
         total = product(
-            a, b, rows, columns, K, stride_am, stride_ak, stride_bk, stride_bn, BLOCK_K, CACHE_A, CACHE_B, PRECISION
+            a, b, rows, columns, K, stride_am, stride_ak, stride_bk, stride_bn, BLOCK_K, CACHE_A, CACHE_B, ALLOW_TF32
         )
         total = scaled(total, scale_a, scale_b, rows, columns, SCALED)
         if BIASED:

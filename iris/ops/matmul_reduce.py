@@ -50,7 +50,7 @@ def matmul_reduce(
     CHUNK: tl.constexpr,
     CACHE_A: tl.constexpr,
     CACHE_B: tl.constexpr,
-    PRECISION: tl.constexpr,
+    ALLOW_TF32: tl.constexpr,
     BIASED: tl.constexpr,
     SCALED: tl.constexpr,
     SPREADS: tl.constexpr,
@@ -80,7 +80,7 @@ def matmul_reduce(
         # Behind the edge the last row and column again, which nobody stores.
         rows, columns = tl.minimum(owner * share + local, M - 1), tl.minimum(wanted, N - 1)
         total = product(
-            a, b, rows, columns, K, stride_am, stride_ak, stride_bk, stride_bn, BLOCK_K, CACHE_A, CACHE_B, PRECISION
+            a, b, rows, columns, K, stride_am, stride_ak, stride_bk, stride_bn, BLOCK_K, CACHE_A, CACHE_B, ALLOW_TF32
         )
         total = scaled(total, scale_a, scale_b, rows, columns, SCALED)
         if number == first:

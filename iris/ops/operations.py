@@ -73,7 +73,7 @@ class Operations:
                 (buffers.context_tensor, buffers.counts, buffers.data),
                 (A_shard, B, bias, *checks.scales(scale_a, scale_b, M, N), out),
                 (m, N, K, *A_shard.stride(), *B.stride(), *out.stride(), W, senders, SEND_M, SEND_K,
-                 *_blocks(used), *_rest(used, A_shard, bias, scale_a, scale_b)),
+                 *_blocks(used), *_rest(used, bias, scale_a, scale_b)),
             )  # fmt: skip
         return self._leave(async_op)
 
@@ -110,7 +110,7 @@ class Operations:
                 (buffers.context_tensor, place, buffers.counts),
                 (A, B, bias, *checks.scales(scale_a, scale_b, M, N), result),
                 (M, N, K, *A.stride(), *B.stride(), *result.stride(), W,
-                 *_blocks(used), used.group_size_m, *_rest(used, A, bias, scale_a, scale_b)),
+                 *_blocks(used), used.group_size_m, *_rest(used, bias, scale_a, scale_b)),
             )  # fmt: skip
             if not direct:
                 out.copy_(result)
@@ -199,7 +199,7 @@ class Operations:
             (buffers.context_tensor, place, buffers.counts, buffers.data),
             (a, b, bias, *checks.scales(scale_a, scale_b, M, N), result),
             (M, N, K, share, *a.stride(), *b.stride(), *result.stride(), W,
-             *_blocks(used), used.group_size_m, *_rest(used, a, bias, scale_a, scale_b), spreads),
+             *_blocks(used), used.group_size_m, *_rest(used, bias, scale_a, scale_b), spreads),
         )  # fmt: skip
         if not direct:
             out.copy_(result)
@@ -264,12 +264,11 @@ def _blocks(config: FusedConfig) -> tuple[int, int, int]:
 
 
 def _rest(
-    config: FusedConfig, a: torch.Tensor, bias: torch.Tensor | None, scale_a: torch.Tensor | None,
+    config: FusedConfig, bias: torch.Tensor | None, scale_a: torch.Tensor | None,
     scale_b: torch.Tensor | None,
 ) -> tuple[Any, ...]:  # fmt: skip
     """The constants that all kernels have last."""
-    precision = "tf32" if config.allow_tf32 or a.dtype != torch.float32 else "ieee"
     return (
-        config.num_xcds, config.chunk_size, config.cache_modifier_a or "", config.cache_modifier_b or "", precision,
+        config.num_xcds, config.chunk_size, config.cache_modifier_a or "", config.cache_modifier_b or "", config.allow_tf32,
         bias is not None, scale_a is not None or scale_b is not None,
     )  # fmt: skip

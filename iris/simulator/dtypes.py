@@ -35,6 +35,17 @@ def storage(dtype: tl.dtype) -> np.dtype:
     return _NUMPY[scalar.name]
 
 
+def poison(dtype: tl.dtype) -> np.generic:
+    """What stands for a value that is not there yet: NaN where the type has one, else an unlikely integer."""
+    scalar = dtype.scalar
+    stored = storage(scalar)
+    if stored == np.bool_:
+        return np.True_
+    # All bits set is a NaN, but not in the "fnuz" formats, whose one NaN is where others have -0.
+    byte = 0xFF if scalar.is_floating() and scalar.name not in (tl.float8e4b8.name, tl.float8e5b16.name) else 0x80
+    return np.frombuffer(bytes([byte]) * stored.itemsize, dtype=stored)[0]
+
+
 def widen(handle: TensorHandle) -> np.ndarray:
     """The values of ``handle`` in a type that numpy calculates with: float32 for narrow types, else as they are."""
     target = _TORCH.get(handle.dtype.scalar.name)

@@ -20,6 +20,7 @@ import numpy as np
 import triton.language as tl
 
 from iris.simulator import hang, interrupts
+from iris.simulator.asynchronous import InFlight
 
 SHORTEST_SLEEP_S = 50e-6
 LONGEST_SLEEP_S = 1e-3
@@ -58,6 +59,7 @@ class Poll:
     values: np.ndarray
     element: tl.dtype
     expected: np.ndarray | None
+    waits_for: str | None
 
 
 @dataclass(eq=False)
@@ -75,6 +77,12 @@ class Task:
     gate: LockType = field(default_factory=_closed_gate)
     seen: dict[tuple[str, int], int] = field(default_factory=dict)
     poll: Poll | None = None
+    in_flight: InFlight = field(default_factory=InFlight)
+
+    @property
+    def program(self) -> "Task":
+        """The task of the whole program, whose partition this is or which it is itself."""
+        return self.parent or self
 
     @property
     def partitioned(self) -> bool:
@@ -101,10 +109,12 @@ def observe(
     element: tl.dtype,
     changed: Callable[[], bool],
     expected: np.ndarray | None = None,
+    waits_for: str | None = None,
 ) -> None:
     """Note that the current program has looked at memory, and let others run if it saw nothing new.
 
-    ``changed`` tells whether the operation itself changed memory; it is asked only if it matters.
+    ``changed`` tells whether the operation itself changed memory; it is asked only if it matters. ``waits_for`` says in
+    words what is missing, where the values alone do not.
     """
     task = _current
     if task is None:
@@ -117,8 +127,15 @@ def observe(
         task.seen[key] = now
         task.launch.progress()
         return
-    task.poll = Poll(operation, pointers, values, element, expected)
+    task.poll = Poll(operation, pointers, values, element, expected, waits_for)
     task.launch.let_others_run(task)
+
+
+def give_way() -> None:
+    """Let the partitions of the current program, and who else waits, go on before it does."""
+    task = _current
+    if task is not None and task.partitioned:
+        task.launch.let_waiting_run(task)
 
 
 def run(name: str, dims: tuple[int, int, int], num_warps: int, program: Callable[[], None]) -> None:
@@ -212,6 +229,17 @@ class Launch:
             self._pass_on()
             self._park(task)
 
+    def let_waiting_run(self, task: Task) -> None:
+        """All that wait, and partitions that have not begun, have a turn; programs that have not begun do not."""
+        self.progress()
+        if self._partitions:
+            self._begin_on_new_thread(self._partitions.popleft(), task)
+            self._park(task)
+        elif self._parked:
+            self._parked.append(task)
+            self._parked.popleft().gate.release()
+            self._park(task)
+
     # Tasks and threads ----------------------------------------------------------------------------------------------
 
     def _start_another(self) -> Task | None:
@@ -264,6 +292,7 @@ class Launch:
             with np.errstate(all="ignore"):
                 task.body()
                 self.join(task)
+                task.in_flight.write()
         except _Unwound:
             pass
         except BaseException as error:

@@ -69,6 +69,8 @@ def _describe(poll: "Poll", frame: FrameType | None, bottom: CodeType) -> str:
     while frame is not None and frame.f_code is not bottom:
         stack.append(frame)
         frame = frame.f_back
+    if poll.waits_for is not None:
+        return f"at {_place(stack)}: waits for {poll.waits_for}"
     address = int(poll.pointers.flat[0])
     return f"at {_place(stack)}: {_wanted(poll, stack)}; flag: {_flag(address, poll.pointers.size)}"
 

@@ -18,6 +18,7 @@ from triton.runtime.interpreter import InterpreterBuilder, InterpreterOptions, T
 
 from iris.errors import NotInSimulatorError
 from iris.simulator import atomics, dtypes, grid, libdevice
+from iris.simulator.tensor_map import TensorMap
 
 
 class MissingOperation(AttributeError):
@@ -173,6 +174,15 @@ class Builder(InterpreterBuilder):
             if active.any():
                 grid.observe("load", ptrs.data[active], result.data[active], ptrs.get_element_ty(), _never)
         return result
+
+    def create_make_tensor_descriptor(self, base, shape, strides, block_shape, is_signed, padding) -> TensorMap:
+        sizes, steps = ([int(number.data.item()) for number in numbers] for numbers in (shape, strides))
+        return TensorMap(base, sizes, steps, block_shape, padding == ir.PADDING_OPTION.PAD_NAN)
+
+    def create_descriptor_load(self, desc: TensorMap, indices, *policy) -> TensorHandle:
+        pointers, inside = desc.materialize_pointers(indices)
+        values = self.create_masked_load(pointers, inside, desc.fill(), *policy, False)
+        return TensorHandle(desc.rounded(values.data), desc.element)
 
     def create_atomic_cas(self, ptr, cmp, val, sem, scope) -> TensorHandle:
         expected, new = (np.broadcast_to(operand.data, ptr.data.shape) for operand in (cmp, val))

@@ -24,7 +24,7 @@ from triton.runtime.interpreter import InterpretedFunction, TensorHandle
 from triton.runtime.jit import JITFunction, mangle_type
 
 from iris.errors import KernelDefinedTooEarlyError, LaunchError, NotOnCpuError
-from iris.simulator import dtypes
+from iris.simulator import dtypes, tma
 from iris.simulator import grid as scheduler
 from iris.simulator.gluon import semantic
 
@@ -230,6 +230,8 @@ def _argument(value: Any, name: str, kernel: str) -> Any:
     if isinstance(value, tuple):
         items = [_argument(item, name, kernel) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    if isinstance(value, tma.HOST_DESCRIPTORS):
+        return tma.from_host(value, _argument(value.base, name, kernel))
     if isinstance(value, (str, list, dict, np.ndarray, np.generic, tl.dtype, torch.dtype)):
         raise LaunchError(
             f"Argument {name!r} of kernel {kernel!r} is a {type(value).__name__}. A kernel takes tensors, Python's "

@@ -15,12 +15,11 @@ from typing import Any
 
 import triton.language as tl
 from triton.experimental.gluon import _runtime as gluon_runtime
-from triton.experimental.gluon import language as gl
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
 from iris.errors import NotInSimulatorError
-from iris.simulator import gluon, libdevice, reductions
+from iris.simulator import async_copy, libdevice, matrix_core, mbarrier, reductions, tma, warpgroup
 from iris.simulator.aggregates import method
 from iris.simulator.gluon import semantic
 from iris.simulator.interpreter import MissingOperation
@@ -70,20 +69,9 @@ def _replacements() -> dict[Any, Any]:
         core.max_contiguous: _same,
         core.max_constancy: _same,
         core.map_elementwise: _unavailable("map_elementwise"),
-        gl.dot_fma: gluon.multiply_add,
-        gl.nvidia.ampere.mma_v2: gluon.multiply_add,
     }
-    for module in (gl.amd.cdna3, gl.amd.cdna4):
-        for name, value in vars(module).items():
-            if name == "mfma":
-                replaced[value] = gluon.multiply_add
-            elif name in ("buffer_load", "buffer_store"):
-                replaced[value] = getattr(gluon, name)
-            elif name.startswith("buffer_atomic_"):
-                replaced[value] = gluon.buffer_atomic(name.removeprefix("buffer_"))
-    for module in (gl.nvidia.ampere.mbarrier, gl.nvidia.hopper.mbarrier):
-        for name in ("init", "arrive", "wait", "invalidate"):
-            replaced[getattr(module, name)] = getattr(gluon, f"barrier_{name}")
+    for unit in (matrix_core, mbarrier, async_copy, tma, warpgroup):
+        replaced.update(unit.replacements())
     return replaced
 
 

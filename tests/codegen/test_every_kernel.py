@@ -60,6 +60,18 @@ ELEMENTS = {
     "ring": {"slots": FLOAT32, "input": BF16, "output": BF16},
     "atomic": {"input": BF16, "output": BF16},
 }
+# The fused operations': matrices by rows, all multiples of 16, and tiles of the default configuration.
+OPERATIONS = {
+    "out_context": INT64,
+    "counts": INT32,
+    **dict.fromkeys(["gathered", "parts", "a", "b", "bias", "out"], BF16),
+    **dict.fromkeys(["scale_a", "scale_b"], None),
+    **dict.fromkeys(["M", "m", "N", "K", "share", "stride_am", "stride_bk", "stride_om"], 4096),
+    **dict.fromkeys(["stride_ak", "stride_bn", "stride_on", "XCDS", "CHUNK"], 1),
+    **{"W": W, "SENDERS": 8, "SEND_M": 16, "SEND_K": 1024, "BLOCK_M": 256, "BLOCK_N": 64, "BLOCK_K": 64, "GROUP": 8},
+    **dict.fromkeys(["CACHE_A", "CACHE_B"], ""),
+    **{"ALLOW_TF32": True, "BIASED": True, "SCALED": False, "SPREADS": True},
+}
 # A link's chain is followed, and counters counted, one element at a time.
 # How an element lies to the words it is moved as is known on the device alone.
 SCALAR = {"triton_exchange_v", "ping_pong", "chase", "count_up", "count", "_barrier_kernel"}
@@ -79,7 +91,7 @@ def load(file):
 
 
 def is_launched(function):
-    """Of the functions that the files of collectives and tiles define."""
+    """Of the functions that the files of collectives, fused operations and tiles define."""
     return function.arg_names[:1] == ["context_tensor"]
 
 
@@ -93,7 +105,7 @@ def kernels():
         for name, value in vars(module).items():
             if not isinstance(value, (JITFunction, GluonJITFunction)):
                 continue
-            if {"ccl", "x"} & set(file.relative_to(ROOT).parts) and not is_launched(value):
+            if {"ccl", "ops", "x"} & set(file.relative_to(ROOT).parts) and not is_launched(value):
                 continue
             if Path(value.fn.__code__.co_filename) == file:
                 yield pytest.param(value, id=f"{file.relative_to(ROOT)}:{name}")
@@ -103,13 +115,14 @@ def kernels():
 @pytest.mark.parametrize("target", TARGETS)
 def test_kernel(target, kernel):
     place = Path(kernel.fn.__code__.co_filename)
-    arguments = ARGUMENTS | (COLLECTIVES | ELEMENTS.get(place.stem, {}) if place.parent.name == "ccl" else {})
+    theirs = {"ccl": COLLECTIVES | ELEMENTS.get(place.stem, {}), "ops": OPERATIONS}
+    arguments = ARGUMENTS | theirs.get(place.parent.name, {})
     arguments |= {"counter": INT64} if kernel.fn.__name__ == "count_up" else {}
     compiled = compile_for(target, kernel, *[arguments[name] for name in kernel.arg_names])
     operations = compiled.operations()
     if kernel.fn.__name__ not in SCALAR:
         assert any(map(is_data, operations)), operations
-    if place.parent.name == "ccl":
+    if place.parent.name in theirs:
         # Their loops are laid out in another order than they run in, so before that: in one straight piece of code.
         lines = compiled.ttgir.splitlines()
         for i, line in enumerate(lines):
@@ -151,6 +164,9 @@ def test_no_kernel_is_missing():
         "iris/ccl/ring",
         "iris/ccl/two_shot",
         "iris/demo",
+        "iris/ops/all_gather_matmul",
+        "iris/ops/matmul_all_gather",
+        "iris/ops/matmul_reduce",
         "examples/01_store",
         "examples/06_message",
         "benchmarks/",
@@ -174,10 +190,12 @@ def test_where_peers_are_is_looked_up_before_the_loops(target, kernel):
     assert not [line for line in lines[begin:end] if re.search(r"tt\.load .* : !tt\.ptr<i64>", line)]
 
 
-@pytest.mark.parametrize("kernel", [each for each in kernels() if re.search("iris/ccl/|device_barrier", each.id)])
+@pytest.mark.parametrize(
+    "kernel", [each for each in kernels() if re.search("iris/ccl/|iris/ops/|device_barrier", each.id)]
+)
 def test_launches_that_may_begin_early_wait_before_they_touch_memory(kernel):
     place = Path(kernel.fn.__code__.co_filename)
-    arguments = ARGUMENTS | COLLECTIVES | ELEMENTS.get(place.stem, {})
+    arguments = ARGUMENTS | COLLECTIVES | (OPERATIONS if place.parent.name == "ops" else ELEMENTS.get(place.stem, {}))
     code = compile_for("sm_90", kernel, *[arguments[name] for name in kernel.arg_names])
     # Parameters are in memory of their own, which no kernel before this one writes.
     memory = [line for line in code.text.splitlines() if re.search(r"\b(ld|st|atom|red)\.(?!param)|griddep", line)]

@@ -178,7 +178,8 @@ def test_partitions_that_poll_shared_memory_finish_in_every_program():
 
 @gluon.jit
 def unsupported(x):
-    gl.nvidia.hopper.fence_async_shared()
+    barrier = gl.allocate_shared_memory(gl.int64, [1], gl.nvidia.hopper.mbarrier.MBarrierLayout())
+    gl.nvidia.blackwell.tcgen05_commit(barrier)
 
 
 @triton.jit
@@ -186,7 +187,7 @@ def assembly(x):
     triton.language.inline_asm_elementwise("nop;", "=r,r", [0], dtype=triton.language.int32, is_pure=True, pack=1)
 
 
-@pytest.mark.parametrize("kernel, name", [(unsupported, "fence_async_shared"), (assembly, "inline assembly")])
+@pytest.mark.parametrize("kernel, name", [(unsupported, "tcgen05_commit"), (assembly, "inline assembly")])
 def test_what_is_not_there_is_named(kernel, name):
     with pytest.raises(NotInSimulatorError, match=f"^{name} .*iris.simulator.ACTIVE"):
         kernel[(1,)](torch.zeros(1))
