@@ -269,6 +269,6 @@ def _rest(
 ) -> tuple[Any, ...]:  # fmt: skip
     """The constants that all kernels have last."""
     return (
-        config.num_xcds, config.chunk_size, config.cache_modifier_a or "", config.cache_modifier_b or "", config.allow_tf32,
-        bias is not None, scale_a is not None or scale_b is not None,
+        config.num_xcds, config.chunk_size, config.cache_modifier_a or "", config.cache_modifier_b or "",
+        config.allow_tf32, bias is not None, scale_a is not None or scale_b is not None,
     )  # fmt: skip
