@@ -99,6 +99,17 @@ def _without_compiler(replacement: Callable) -> Callable:
     return replaced
 
 
+def _forwarding(fn: Callable) -> Callable:
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return fn(*args, **kwargs)
+
+    return wrapper
+
+
+# In the place of the check, in a wrapper that closes over nothing but the builtin, that the compiler calls it.
+_FORWARDING = _forwarding(_same).__code__
+
+
 def _is_unmarked_builtin(member: FunctionType) -> bool:
     """The compiler passes its semantic layer to any method that takes it; not all of Gluon's are marked."""
     return not member.__name__.startswith("_") and "_semantic" in inspect.signature(member).parameters
@@ -127,9 +138,16 @@ class _Binder:
             if value not in self._stand_ins:
                 # Gluon takes over Triton's builtins by wrapping them.
                 wrapped = getattr(value, "__wrapped__", None)
-                self._stand_ins[value] = self._stand_ins[wrapped] if wrapped in self._stand_ins else _bind(value)
+                self._stand_ins[value] = self.stand_in(wrapped) if tl.core.is_builtin(wrapped) else _bind(value)
             return self._stand_ins[value]
         return value
+
+    def forward(self) -> None:
+        """Let the builtins themselves call what stands in for them, for who has imported one by its name earlier."""
+        for original, stand_in in self._stand_ins.items():
+            if isinstance(original, FunctionType) and original.__code__.co_freevars == _FORWARDING.co_freevars:
+                original.__closure__[0].cell_contents = stand_in
+                original.__code__ = _FORWARDING
 
     def _bind_members(self, cls: type) -> None:
         for name, member in list(vars(cls).items()):
@@ -154,6 +172,7 @@ def install() -> None:
     ]
     for module, name, new in changes:
         setattr(module, name, new)
+    binder.forward()
     libdevice.install()
     gluon_runtime.GluonJITFunction = InterpretedFunction
     _install_tensor()

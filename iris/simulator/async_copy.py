@@ -1,0 +1,105 @@
+"""Copies from global to shared memory that a thread issues: cp.async on NVIDIA, loads to LDS on AMD.
+
+They are committed in groups; a wait names how many groups may be left (PTX ISA, cp.async.wait_group).
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import triton.language as tl
+from triton.experimental.gluon.language.amd.cdna4 import async_copy as cdna4
+from triton.experimental.gluon.language.nvidia.ampere import async_copy as ampere
+
+from iris.simulator import dtypes, grid, mbarrier
+from iris.simulator.asynchronous import Source
+from iris.simulator.gluon import SharedMemory, integer, semantic, truth
+
+THREADS_OF_A_WARP = 32  # of NVIDIA's, where each thread of a program signals a barrier
+
+
+def async_load(smem: SharedMemory, pointer: tl.tensor, mask: Any = None, *_: Any, **__: Any) -> None:
+    """NVIDIA's: zeros where the mask is off (PTX ISA, cp.async, src-size)."""
+    _load(smem, pointer, mask, 0)
+
+
+def buffer_load_to_shared(
+    dest: SharedMemory, ptr: tl.tensor, offsets: tl.tensor, mask: Any = None, other: Any = None, *_: Any, **__: Any
+) -> None:
+    """AMD's: where the mask is off, ``other``, or the zeros that a buffer load finds out of range."""
+    _load(dest, ptr + offsets, mask, 0 if other is None else other)
+
+
+def global_load_to_shared(
+    dest: SharedMemory, ptr: tl.tensor, mask: Any = None, other: Any = None, *_: Any, **__: Any
+) -> None:
+    """AMD's: where the mask is off, ``other``; without one nothing is written there, and who knows what there was."""
+    _load(dest, ptr, mask, other)
+
+
+def _load(memory: SharedMemory, pointers: tl.tensor, mask: Any, other: Any) -> None:
+    if list(pointers.shape) != list(memory.shape) or pointers.dtype.element_ty != memory.dtype:
+        raise ValueError(f"{pointers.type} cannot be copied to shared memory {memory.dtype} {memory.shape}")
+    poison = dtypes.poison(memory.dtype)
+
+    def read() -> np.ndarray:
+        values = tl.core.load(pointers, mask, None if mask is None else other).handle.data
+        return values if mask is None or other is not None else np.where(mask.handle.data, values, poison)
+
+    source = Source(read, memory.dtype)
+    memory.handle[...] = poison
+
+    def complete() -> None:
+        memory.handle[...] = source.at_completion()
+
+    grid.current().in_flight.copies.issue(complete)
+
+
+def commit_group() -> None:
+    grid.current().in_flight.copies.commit()
+
+
+def wait_group(num_outstanding: Any = 0) -> None:
+    grid.current().in_flight.copies.wait(integer(num_outstanding))
+
+
+def wait_group_or_all(num_outstanding: Any = 0) -> None:
+    """AMD's: a wait for everything includes what has not been committed."""
+    if integer(num_outstanding) == 0:
+        commit_group()
+    wait_group(num_outstanding)
+
+
+def mbarrier_arrive(barrier: SharedMemory, increment_count: Any = True) -> None:
+    """Each thread arrives when the copies that it has issued are done (PTX ISA, cp.async.mbarrier.arrive).
+
+    With ``increment_count`` the phase counts these arrivals in addition to those that the barrier was made for.
+    """
+    task = grid.current()
+    threads, copies = THREADS_OF_A_WARP * task.num_warps, task.in_flight.copies
+    if truth(increment_count):
+        mbarrier.update(barrier, arrivals=-threads)
+
+    def arrive() -> None:
+        copies.commit()
+        copies.wait(0)
+        mbarrier.update(barrier, arrivals=threads)
+
+    mbarrier.announce(barrier, arrive)
+
+
+def replacements() -> dict[Any, Callable]:
+    """What stands in for which builtin of Gluon."""
+    # Triton 3.9 has another name, and keeps the older one to say so.
+    newer = hasattr(ampere, "async_load")
+    return {
+        getattr(ampere, "async_load" if newer else "async_copy_global_to_shared"): async_load,
+        ampere.mbarrier_arrive: mbarrier_arrive,
+        ampere.commit_group: commit_group,
+        ampere.wait_group: wait_group,
+        cdna4.buffer_load_to_shared: buffer_load_to_shared,
+        cdna4.global_load_to_shared: global_load_to_shared,
+        cdna4.commit_group: commit_group,
+        cdna4.wait_group: wait_group_or_all,
+        cdna4.load_shared_relaxed: semantic.shared_load,
+    }

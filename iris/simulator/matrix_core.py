@@ -1,0 +1,43 @@
+"""Products of matrices in registers, and AMD's loads and stores by a base and offsets."""
+
+from collections.abc import Callable
+from typing import Any
+
+import triton.language as tl
+from triton.experimental.gluon import language as gl
+
+from iris.simulator.gluon import semantic
+
+
+def multiply_add(a: tl.tensor, b: tl.tensor, acc: tl.tensor, *_: Any, **__: Any) -> tl.tensor:
+    """``a @ b + acc``: `dot_fma`, `mfma`, `mma_v2` and the like."""
+    return tl.tensor(semantic.builder.create_dot(a.handle, b.handle, acc.handle), acc.type)
+
+
+def buffer_load(ptr, offsets, mask=None, other=None, cache=None):
+    return tl.core.load(ptr + offsets, mask=mask, other=other)
+
+
+def buffer_store(stored_value, ptr, offsets, mask=None, cache=None):
+    tl.core.store(ptr + offsets, stored_value, mask=mask)
+
+
+def buffer_atomic(name: str) -> Callable:
+    def atomic(ptr, offsets, value, mask=None, sem=None, scope=None):
+        return getattr(tl.core, name)(ptr + offsets, value, mask=mask, sem=sem, scope=scope)
+
+    return atomic
+
+
+def replacements() -> dict[Any, Callable]:
+    """What stands in for which of Gluon's builtins."""
+    replaced = {gl.dot_fma: multiply_add, gl.nvidia.ampere.mma_v2: multiply_add}
+    for module in (gl.amd.cdna3, gl.amd.cdna4):
+        for name, value in vars(module).items():
+            if name == "mfma":
+                replaced[value] = multiply_add
+            elif name in ("buffer_load", "buffer_store"):
+                replaced[value] = buffer_load if name == "buffer_load" else buffer_store
+            elif name.startswith("buffer_atomic_"):
+                replaced[value] = buffer_atomic(name.removeprefix("buffer_"))
+    return replaced

@@ -1,0 +1,132 @@
+"""Barriers in shared memory: arrivals and bytes that are awaited, in phases (PTX ISA, "mbarrier").
+
+A phase ends when as many arrivals have come as the barrier counts and no announced byte is outstanding; the next one
+begins at once. Copies that signal a barrier are carried out when something waits for the phase, one by one, until it is
+over.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from triton.experimental.gluon.language.nvidia.ampere import mbarrier as ampere
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier as hopper
+
+from iris.simulator import grid
+from iris.simulator.asynchronous import Operation
+from iris.simulator.gluon import SharedMemory, integer, truth
+
+# The object is an opaque 64-bit word; these are the ranges that the PTX ISA gives its parts.
+COUNT_BITS = 20
+BYTES_BITS = 21
+
+
+@dataclass
+class _State:
+    count: int
+    pending: int
+    awaited_bytes: int
+    phase: int
+
+    @classmethod
+    def of(cls, mbarrier: SharedMemory) -> "_State":
+        word = int(mbarrier.handle.flat[0])
+        mask = (1 << COUNT_BITS) - 1
+        state = cls(word >> 1 & mask, word >> 1 + COUNT_BITS & mask, word >> 1 + 2 * COUNT_BITS, word & 1)
+        if not state.count or abs(state.awaited_bytes) >> BYTES_BITS - 1:
+            raise RuntimeError("an mbarrier is used before init, or after invalidate")
+        return state
+
+    def put(self, mbarrier: SharedMemory) -> None:
+        parts = (self.awaited_bytes << COUNT_BITS | self.pending) << COUNT_BITS | self.count
+        mbarrier.handle[...] = parts << 1 | self.phase
+
+
+def init(mbarrier: SharedMemory, count: Any, **_: Any) -> None:
+    count = integer(count)
+    if not 0 < count < 1 << COUNT_BITS:
+        raise ValueError(f"an mbarrier counts 1 to {(1 << COUNT_BITS) - 1} arrivals, not {count}")
+    _State(count, count, 0, 0).put(mbarrier)
+
+
+def invalidate(mbarrier: SharedMemory, **_: Any) -> None:
+    _State.of(mbarrier)
+    mbarrier.handle[...] = 0
+
+
+def arrive(mbarrier: SharedMemory, *, count: Any = 1, pred: Any = True, **_: Any) -> None:
+    if truth(pred):
+        _arrive(mbarrier, integer(count), 0)
+
+
+def expect(mbarrier: SharedMemory, bytes: Any = None, pred: Any = True, *, bytes_per_cta: Any = None, **_: Any) -> None:
+    """Announce bytes, and arrive once: Gluon's `expect` is PTX's ``mbarrier.arrive.expect_tx``."""
+    if truth(pred):
+        _arrive(mbarrier, 1, integer(bytes if bytes_per_cta is None else bytes_per_cta))
+
+
+def _arrive(mbarrier: SharedMemory, arrivals: int, announced: int) -> None:
+    if update(mbarrier, arrivals, announced):
+        # Who waits goes on before the next line of who has arrived: the order that finds an arrival which is too early.
+        grid.give_way()
+
+
+def update(mbarrier: SharedMemory, arrivals: int = 0, announced: int = 0) -> bool:
+    """Count arrivals, and bytes that are announced or (negative) have come; whether that ends the phase."""
+    state = _State.of(mbarrier)
+    state.pending -= arrivals
+    state.awaited_bytes += announced
+    if not 0 <= state.pending < 1 << COUNT_BITS:
+        raise RuntimeError(f"more than {state.count} arrivals in one phase of an mbarrier")
+    if abs(state.awaited_bytes) >> BYTES_BITS - 1:
+        raise RuntimeError(f"an mbarrier cannot await {state.awaited_bytes} bytes")
+    over = state.pending == 0 and state.awaited_bytes == 0
+    if over:
+        state.pending, state.phase = state.count, state.phase ^ 1
+    state.put(mbarrier)
+    return over
+
+
+def announce(mbarrier: SharedMemory, operation: Operation) -> None:
+    """Hold ``operation``, which signals the barrier at its end, back until something waits for that."""
+    _announced(mbarrier).append(operation)
+
+
+def wait(mbarrier: SharedMemory, phase: Any, pred: Any = True, deps: Any = (), **_: Any) -> None:
+    """Wait until the phase of this parity is over, that is, until the barrier is in the other one."""
+    parity = integer(phase)
+    if parity not in (0, 1):
+        raise ValueError(f"the phase of an mbarrier is 0 or 1, not {parity}: wait for `phase & 1`")
+    waiting = truth(pred)
+    while waiting and (state := _State.of(mbarrier)).phase == parity:
+        announced = _announced(mbarrier)
+        if announced:
+            announced.popleft()()
+        else:
+            _observe(mbarrier, state)
+
+
+def _announced(mbarrier: SharedMemory) -> Any:
+    return grid.current().program.in_flight.announced[mbarrier.handle.ctypes.data]
+
+
+def _observe(mbarrier: SharedMemory, state: _State) -> None:
+    missing = f"{state.pending} of {state.count} arrivals"
+    if state.awaited_bytes:
+        missing += f" and {state.awaited_bytes} announced bytes"
+    grid.observe(
+        "mbarrier wait",
+        np.array([mbarrier.handle.ctypes.data], dtype=np.uint64),
+        mbarrier.handle.reshape(-1).copy(),
+        mbarrier.dtype,
+        lambda: False,
+        waits_for=f"phase {state.phase} of an mbarrier, which lacks {missing}",
+    )
+
+
+def replacements() -> dict[Any, Callable]:
+    """What stands in for which of Gluon's builtins."""
+    functions = {"init": init, "invalidate": invalidate, "arrive": arrive, "wait": wait}
+    replaced = {getattr(module, name): new for module in (ampere, hopper) for name, new in functions.items()}
+    return replaced | {hopper.expect: expect}

@@ -1,0 +1,73 @@
+"""Tensor descriptors: a tensor in global memory of which rectangular blocks are read and written by coordinates.
+
+The TMA unit fills what lies outside the tensor, and writes nothing there (PTX ISA, "Tensors", out-of-bound access).
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import triton.language as tl
+from triton.runtime.interpreter import TensorDescHandle, TensorHandle
+
+from iris.simulator import dtypes
+
+# Of the base, of every stride but the last, and of a block's first coordinate in the last dimension (CUDA driver API,
+# cuTensorMapEncodeTiled; Triton's own checks).
+ALIGNMENT = 16
+
+
+class TensorMap(TensorDescHandle):
+    """A descriptor's handle; sizes and strides are in elements."""
+
+    def __init__(
+        self, base: TensorHandle, shape: Sequence[int], strides: Sequence[int], block_shape: Sequence[int], nan: bool
+    ) -> None:
+        self.base = base
+        self.block_shape = tuple(block_shape)
+        self.element: tl.dtype = base.dtype.element_ty
+        self.round_f32_to_tf32 = False
+        self._shape = tuple(shape)
+        self._strides = tuple(strides)
+        self._nan = nan
+        self._itemsize = dtypes.storage(self.element).itemsize
+        if not len(self._shape) == len(self._strides) == len(self.block_shape) > 0:
+            raise ValueError(f"shape {shape}, strides {strides} and block shape {block_shape} differ in their lengths")
+        if self._strides[-1] != 1:
+            raise ValueError(f"the last dimension of a tensor descriptor is not contiguous: strides {strides}")
+        steps = [stride * self._itemsize for stride in self._strides[:-1]]
+        if any(number % ALIGNMENT for number in (int(base.data.item()), *steps)):
+            raise ValueError(f"the base or a stride of a tensor descriptor is not a multiple of {ALIGNMENT} bytes")
+
+    def materialize_pointers(self, offsets: Sequence[TensorHandle]) -> tuple[TensorHandle, TensorHandle]:
+        """What Triton's interpreter asks for."""
+        return self.pointers([int(offset.data.item()) for offset in offsets])
+
+    def pointers(self, coordinates: Sequence[int]) -> tuple[TensorHandle, TensorHandle]:
+        """The addresses of a block's elements, and which of them lie in the tensor."""
+        if len(coordinates) != len(self._shape):
+            raise ValueError(f"{len(coordinates)} coordinates for a tensor descriptor of {len(self._shape)} dimensions")
+        if coordinates[-1] * self._itemsize % ALIGNMENT:
+            raise ValueError(f"the last of the coordinates {coordinates} is not a multiple of {ALIGNMENT} bytes")
+        addresses = np.array(int(self.base.data.item()), dtype=np.int64)
+        inside = np.array(True)
+        for axis, (first, size, stride) in enumerate(zip(coordinates, self._shape, self._strides, strict=True)):
+            length = self.block_shape[axis]
+            index = np.arange(first, first + length, dtype=np.int64)
+            index = index.reshape([length if i == axis else 1 for i in range(len(coordinates))])
+            addresses = addresses + index * (stride * self._itemsize)
+            inside = inside & (index >= 0) & (index < size)
+        return TensorHandle(addresses.view(np.uint64), self.base.dtype.scalar), TensorHandle(inside, tl.int1)
+
+    def fill(self) -> TensorHandle:
+        """What a block holds outside the tensor."""
+        value = dtypes.poison(self.element) if self._nan else dtypes.storage(self.element).type(0)
+        return TensorHandle(np.full(self.block_shape, value), self.element)
+
+    def rounded(self, values: np.ndarray) -> np.ndarray:
+        """``values`` as the unit delivers them: float32 to the nearest tf32, ties away from zero, if it is told to."""
+        if not self.round_f32_to_tf32 or self.element != tl.float32:
+            return values
+        # tf32 keeps 10 of 23 bits of the fraction (PTX ISA, cvt.rna.tf32.f32); what is not finite stays.
+        bits = np.ascontiguousarray(values).view(np.uint32)
+        nearest = ((bits + np.uint32(1 << 12)) & np.uint32(0xFFFFE000)).view(np.float32)
+        return np.where(np.isfinite(values), nearest, values)

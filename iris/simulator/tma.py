@@ -1,0 +1,141 @@
+"""Tensor memory access: blocks of a tensor to and from shared memory (PTX ISA, cp.async.bulk.tensor).
+
+A load signals an mbarrier with the bytes of its block, those outside the tensor included. A store is waited for in two
+steps: that it has read shared memory, which may then be overwritten, and that others can see what it has written. Only
+`store_wait` with ``read_only=False`` waits for the second; else it happens when the program ends.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import triton.language as tl
+from triton.experimental.gluon.language.nvidia.hopper import tma as gl_tma
+from triton.experimental.gluon.nvidia import hopper
+
+from iris.errors import NotInSimulatorError
+from iris.simulator import dtypes, grid, mbarrier
+from iris.simulator.asynchronous import Source
+from iris.simulator.gluon import SharedMemory, integer, semantic, truth
+from iris.simulator.reductions import make_tensor
+from iris.simulator.tensor_map import TensorMap
+
+HOST_DESCRIPTORS = tuple(
+    getattr(hopper, name) for name in ("TensorDescriptor", "TensorDescriptorIm2Col") if hasattr(hopper, name)
+)
+"""What a program passes to a Gluon kernel; Triton 3.6 has no im2col."""
+
+
+def from_host(given: Any, base: tl.tensor) -> Any:
+    """The descriptor that a kernel sees of ``given``, whose tensor starts at ``base``."""
+    if not isinstance(given, hopper.TensorDescriptor):
+        raise NotInSimulatorError("a tensor descriptor in im2col mode")
+    descriptor = make_tensor_descriptor(
+        base, given.shape, given.strides, given.block_shape, given.layout, given.padding
+    )
+    descriptor.handle.round_f32_to_tf32 = getattr(given, "round_f32_to_tf32", False)
+    return descriptor
+
+
+def make_tensor_descriptor(
+    base: tl.tensor,
+    shape: Sequence[Any],
+    strides: Sequence[Any],
+    block_shape: Sequence[Any],
+    layout: Any,
+    padding_option: Any = "zero",
+) -> Any:
+    shape, strides, block_shape = ([integer(number) for number in numbers] for numbers in (shape, strides, block_shape))
+    nan = tl.core._unwrap_if_constexpr(padding_option) == "nan"
+    handle = TensorMap(base.handle, shape, strides, block_shape, nan)
+    sizes = [semantic.to_tensor(size) for size in shape]
+    steps = [semantic.cast(semantic.to_tensor(stride), tl.int64) for stride in strides]
+    block = tl.block_type(base.dtype.element_ty, block_shape)
+    return gl_tma.tensor_descriptor(handle, sizes, steps, block, tl.core._unwrap_if_constexpr(layout))
+
+
+def load(
+    tensor_desc: Any, coord: Any, barrier: SharedMemory, result: SharedMemory, pred: Any = True, *_: Any, **__: Any
+) -> None:
+    if not truth(pred):
+        return
+    block, places = _block(tensor_desc, coord, result), list(map(integer, coord))
+    source = Source(lambda: _read(block, places), block.element)
+    result.handle[...] = dtypes.poison(block.element)
+
+    def complete() -> None:
+        result.handle[...] = source.at_completion()
+        mbarrier.update(barrier, announced=-result.handle.nbytes)
+
+    mbarrier.announce(barrier, complete)
+
+
+def store(tensor_desc: Any, coord: Any, src: SharedMemory, *_: Any, **__: Any) -> None:
+    _issue(tensor_desc, coord, src, tl.core.store)
+
+
+def reduction(name: str) -> Callable:
+    """The store that combines with what is there: ``name`` is that of Triton's atomic operation."""
+
+    def reduce(tensor_desc: Any, coord: Any, src: SharedMemory) -> None:
+        # Each element by itself, in no order (PTX ISA, cp.reduce.async.bulk.tensor).
+        _issue(tensor_desc, coord, src, functools.partial(getattr(tl.core, name), sem="relaxed"))
+
+    return reduce
+
+
+def store_wait(pendings: Any, read_only: Any = True) -> None:
+    in_flight = grid.current().in_flight
+    in_flight.stores.wait(integer(pendings))
+    if not truth(read_only):
+        in_flight.write()
+
+
+def _issue(tensor_desc: Any, coord: Any, src: SharedMemory, put: Callable) -> None:
+    block, places = _block(tensor_desc, coord, src), list(map(integer, coord))
+    source, in_flight = Source(src.handle.copy, block.element), grid.current().in_flight
+
+    def read() -> None:
+        values = make_tensor(source.at_completion(), block.element)
+        pointers, inside = _pointers(block, places)
+        in_flight.writes.append(lambda: put(pointers, values, inside))
+
+    in_flight.stores.issue(read)
+    in_flight.stores.commit()
+
+
+def _block(tensor_desc: Any, coord: Any, memory: SharedMemory) -> TensorMap:
+    block = tensor_desc.handle
+    if memory.handle.shape != block.block_shape or memory.dtype != block.element:
+        raise ValueError(
+            f"a block {list(block.block_shape)} of {block.element} and shared memory {memory.shape} of {memory.dtype}"
+        )
+    return block
+
+
+def _pointers(block: TensorMap, coordinates: Sequence[int]) -> tuple[tl.tensor, tl.tensor]:
+    addresses, inside = block.pointers(coordinates)
+    return make_tensor(addresses.data, addresses.dtype), make_tensor(inside.data, tl.int1)
+
+
+def _read(block: TensorMap, coordinates: Sequence[int]) -> np.ndarray:
+    fill = block.fill()
+    pointers, inside = _pointers(block, coordinates)
+    return block.rounded(tl.core.load(pointers, inside, make_tensor(fill.data, fill.dtype)).handle.data)
+
+
+def replacements() -> dict[Any, Callable]:
+    """What stands in for which of Gluon's builtins."""
+    # Triton 3.9 has other names, and keeps the older ones to say so.
+    newer = hasattr(gl_tma, "async_load")
+    names: dict[str, Callable] = {
+        "async_load" if newer else "async_copy_global_to_shared": load,
+        "async_store" if newer else "async_copy_shared_to_global": store,
+        "store_wait": store_wait,
+        "make_tensor_descriptor": make_tensor_descriptor,
+    }
+    for operation in ("add", "min", "max", "and", "or", "xor"):
+        if hasattr(gl_tma, f"async_atomic_{operation}"):
+            names[f"async_atomic_{operation}"] = reduction(f"atomic_{operation}")
+    return {getattr(gl_tma, name): function for name, function in names.items()}

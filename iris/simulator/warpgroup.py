@@ -1,0 +1,81 @@
+"""Products of matrices by a warp group (PTX ISA, "Asynchronous warpgroup level matrix instructions", wgmma).
+
+Both operands, also those in shared memory, are read until the product has been waited for; its result is poison until
+then. Products of one warp group end in the order in which they were issued, so one may take the result of another that
+has not ended as its accumulator.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import triton.language as tl
+from triton.experimental.gluon.language.nvidia import hopper
+from triton.runtime.interpreter import TensorHandle
+
+from iris.simulator import dtypes, grid
+from iris.simulator.asynchronous import Source
+from iris.simulator.gluon import SharedMemory, integer, semantic, truth
+
+Accumulator = hopper.warpgroup_mma_accumulator
+"""A product that has not been waited for: nothing else can be done with it."""
+
+
+def warpgroup_mma_init(value: tl.tensor) -> Accumulator:
+    return Accumulator(value.handle, value.type)
+
+
+def warpgroup_mma(
+    a: tl.tensor | SharedMemory,
+    b: SharedMemory,
+    acc: tl.tensor | Accumulator,
+    *,
+    use_acc: Any = True,
+    precision: Any = None,
+    max_num_imprecise_acc: Any = None,
+    is_async: Any = False,
+) -> tl.tensor | Accumulator:
+    kind = _type(acc)
+    left, right = _operand(a), _operand(b)
+    poison = np.full(kind.shape, dtypes.poison(kind.scalar))
+    added = acc.handle if truth(use_acc) else TensorHandle(np.zeros_like(poison), kind.scalar)
+    result = TensorHandle(poison, kind.scalar)
+
+    def complete() -> None:
+        operands = (TensorHandle(source.at_completion(), x.dtype) for source, x in ((left, a), (right, b)))
+        result.data[...] = semantic.builder.create_dot(*operands, added).data
+
+    products = grid.current().in_flight.products
+    products.issue(complete)
+    products.commit()
+    if truth(is_async):
+        return Accumulator(result, kind)
+    products.wait(0)
+    return tl.tensor(result, kind)
+
+
+def warpgroup_mma_wait(num_outstanding: Any = 0, deps: Sequence[Any] | None = None) -> Any:
+    if deps is None:
+        raise ValueError("warpgroup_mma_wait needs deps: the products that it waits for")
+    grid.current().in_flight.products.wait(integer(num_outstanding))
+    results = tuple(tl.tensor(dep.handle, _type(dep)) if isinstance(dep, Accumulator) else dep for dep in deps)
+    return results[0] if len(results) == 1 else results
+
+
+def fence_async_shared(cluster: Any = False) -> None:
+    """Nothing: all accesses of shared memory go the same way here."""
+
+
+def _type(value: tl.tensor | Accumulator) -> tl.block_type:
+    return value.type.tensor_type if isinstance(value, Accumulator) else value.type
+
+
+def _operand(value: tl.tensor | SharedMemory) -> Source:
+    array = value.handle if isinstance(value, SharedMemory) else value.handle.data
+    return Source(array.copy, value.dtype)
+
+
+def replacements() -> dict[Any, Callable]:
+    """What stands in for which of Gluon's builtins."""
+    functions = (warpgroup_mma_init, warpgroup_mma, warpgroup_mma_wait, fence_async_shared)
+    return {getattr(hopper, function.__name__): function for function in functions}

@@ -1,0 +1,208 @@
+"""Kernels with what Hopper has: TMA, mbarriers, wgmma, partitions of warps. Run in the simulator, compiled for sm_90.
+
+``FORGET`` leaves out the wait or the arrival of that name.
+"""
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+import iris  # noqa: F401 (kernels are defined after it)
+
+# Triton 3.6's names are other than 3.9's.
+load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+
+GLUON = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float8_e4m3fn: gl.float8e4nv}
+GLUON |= {torch.float8_e5m2: gl.float8e5, torch.float32: gl.float32, torch.int32: gl.int32}
+
+
+def descriptor(tensor, block):
+    return TensorDescriptor.from_tensor(tensor, block, gl.NVMMASharedLayout.get_default_for(block, GLUON[tensor.dtype]))
+
+
+@gluon.jit
+def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+    made = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(made.index(i), count=ARRIVALS)
+    return made
+
+
+# A copy, block by block of a row of blocks, through two buffers -------------------------------------------------------
+
+
+@gluon.jit
+def copy(source, target, columns, ROWS: gl.constexpr, COLUMNS: gl.constexpr, FORGET: gl.constexpr = ""):
+    buffers = gl.allocate_shared_memory(source.dtype, [2, ROWS, COLUMNS], source.layout)
+    loaded = barriers(2, 1)
+    row = gl.program_id(0) * ROWS
+    blocks = gl.cdiv(columns, COLUMNS)
+    for first in gl.static_range(2):
+        mbarrier.expect(loaded.index(first), source.block_type.nbytes)
+        load(source, [row, first * COLUMNS], loaded.index(first), buffers.index(first))
+    for i in range(blocks):
+        buffer, full = buffers.index(i % 2), loaded.index(i % 2)
+        if FORGET != "load":
+            mbarrier.wait(full, i // 2 & 1)
+        store(target, [row, i * COLUMNS], buffer)
+        if FORGET != "store":
+            tma.store_wait(0)
+        more = i + 2 < blocks
+        mbarrier.expect(full, source.block_type.nbytes, pred=more)
+        load(source, [row, (i + 2) * COLUMNS], full, buffer, pred=more)
+    tma.store_wait(0)
+
+
+def launch_copy(source, target, rows=32, columns=64, **options):
+    """The kernel, its grid and its arguments."""
+    block = [rows, columns]
+    arguments = [descriptor(source, block), descriptor(target, block), source.shape[1], *block]
+    return copy, (-(-source.shape[0] // rows),), arguments, options
+
+
+# c = a @ b.T, one warp group ------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def fetch(a, b, row, column, k, loaded, tile_a, tile_b, pred):
+    mbarrier.expect(loaded, a.block_type.nbytes + b.block_type.nbytes, pred=pred)
+    load(a, [row, k], loaded, tile_a, pred=pred)
+    load(b, [column, k], loaded, tile_b, pred=pred)
+
+
+@gluon.jit
+def write(c, row, column, acc):
+    result = gl.allocate_shared_memory(c.dtype, c.block_shape, c.layout)
+    result.store(acc.to(c.dtype))
+    fence_async_shared()
+    store(c, [row, column], result)
+    tma.store_wait(0)
+
+
+@gluon.constexpr_function
+def accumulator(columns, operand):
+    """The layout of a warp group's results; an instruction takes 32 bytes of a row."""
+    instruction = [16, columns, 256 // operand.primitive_bitwidth]
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=instruction)
+
+
+@gluon.jit
+def matmul(a, b, c, K, M: gl.constexpr, N: gl.constexpr, BK: gl.constexpr, S: gl.constexpr, FORGET: gl.constexpr = ""):
+    tiles_a = gl.allocate_shared_memory(a.dtype, [S, M, BK], a.layout)
+    tiles_b = gl.allocate_shared_memory(b.dtype, [S, N, BK], b.layout)
+    loaded = barriers(S, 1)
+    row, column = gl.program_id(0) * M, gl.program_id(1) * N
+    steps = gl.cdiv(K, BK)
+    for i in gl.static_range(S - 1):
+        fetch(a, b, row, column, i * BK, loaded.index(i), tiles_a.index(i), tiles_b.index(i), i < steps)
+    acc = gl.zeros([M, N], gl.float32, accumulator(N, a.dtype))
+    for i in range(steps):
+        stage = i % S
+        if FORGET != "load":
+            mbarrier.wait(loaded.index(stage), i // S & 1)
+        product = warpgroup_mma(tiles_a.index(stage), tiles_b.index(stage).permute((1, 0)), acc, is_async=True)
+        # The product before this one has then read its tiles, which are overwritten next.
+        acc = warpgroup_mma_wait(2 if FORGET == "product" else 1, deps=[product])
+        ahead = i + S - 1
+        stage = ahead % S
+        fetch(
+            a,
+            b,
+            row,
+            column,
+            ahead * BK,
+            loaded.index(stage),
+            tiles_a.index(stage),
+            tiles_b.index(stage),
+            ahead < steps,
+        )
+    if FORGET != "result":
+        acc = warpgroup_mma_wait(0, deps=[acc])
+    write(c, row, column, acc)
+
+
+def launch_matmul(a, b, c, blocks=(64, 64, 64), stages=3, **options):
+    M, N, K = blocks
+    arguments = [descriptor(a, [M, K]), descriptor(b, [N, K]), descriptor(c, [M, N]), a.shape[1], *blocks, stages]
+    return matmul, (-(-a.shape[0] // M), -(-b.shape[0] // N)), arguments, options
+
+
+# c = a @ b.T by partitions: one loads, two multiply half of the rows each ---------------------------------------------
+
+
+@gluon.jit
+def load_tiles(a, b, tiles_a, tiles_b, loaded, freed, row, column, K, FORGET: gl.constexpr):
+    M: gl.constexpr = tiles_a.shape[1]
+    BK: gl.constexpr = tiles_a.shape[2]
+    S: gl.constexpr = tiles_b.shape[0]
+    for i in range(gl.cdiv(K, BK)):
+        stage = i % S
+        mbarrier.wait(freed.index(stage), i // S & 1 ^ 1)
+        full = loaded.index(stage)
+        if FORGET != "expect":
+            mbarrier.expect(full, 2 * a.block_type.nbytes + b.block_type.nbytes)
+        load(a, [row, i * BK], full, tiles_a.index(2 * stage))
+        load(a, [row + M, i * BK], full, tiles_a.index(2 * stage + 1))
+        load(b, [column, i * BK], full, tiles_b.index(stage))
+
+
+@gluon.jit
+def multiply(tiles_a, tiles_b, loaded, freed, K, HALF: gl.constexpr, FORGET: gl.constexpr):
+    M: gl.constexpr = tiles_a.shape[1]
+    BK: gl.constexpr = tiles_a.shape[2]
+    S: gl.constexpr = tiles_b.shape[0]
+    N: gl.constexpr = tiles_b.shape[1]
+    gl.static_assert(gl.num_warps() == 4)
+    acc = gl.zeros([M, N], gl.float32, accumulator(N, tiles_a.dtype))
+    for i in range(gl.cdiv(K, BK)):
+        stage = i % S
+        mbarrier.wait(loaded.index(stage), i // S & 1)
+        product = warpgroup_mma(
+            tiles_a.index(2 * stage + HALF), tiles_b.index(stage).permute((1, 0)), acc, is_async=True
+        )
+        if FORGET == "order":  # frees the tiles before they have been read
+            mbarrier.arrive(freed.index(stage), count=1)
+        acc = warpgroup_mma_wait(0, deps=[product])
+        if FORGET != "order" and FORGET != "arrive":
+            mbarrier.arrive(freed.index(stage), count=1)
+    return (acc,)
+
+
+@gluon.jit
+def multiply_and_write(tiles_a, tiles_b, loaded, freed, c, row, column, K, FORGET: gl.constexpr):
+    acc = multiply(tiles_a, tiles_b, loaded, freed, K, 1, FORGET)[0]
+    write(c, row, column, acc)
+
+
+@gluon.jit
+def specialized_matmul(
+    a, b, c, K, M: gl.constexpr, N: gl.constexpr, BK: gl.constexpr, S: gl.constexpr, FORGET: gl.constexpr = ""
+):
+    tiles_a = gl.allocate_shared_memory(a.dtype, [2 * S, M, BK], a.layout)
+    tiles_b = gl.allocate_shared_memory(b.dtype, [S, N, BK], b.layout)
+    loaded, freed = barriers(S, 1), barriers(S, 2)
+    row, column = gl.program_id(0) * 2 * M, gl.program_id(1) * N
+    acc = gl.warp_specialize(
+        [
+            (multiply, (tiles_a, tiles_b, loaded, freed, K, 0, FORGET)),
+            (multiply_and_write, (tiles_a, tiles_b, loaded, freed, c, row + M, column, K, FORGET)),
+            (load_tiles, (a, b, tiles_a, tiles_b, loaded, freed, row, column, K, FORGET)),
+        ],
+        [4, 1],
+        [168, 24],
+    )[0]
+    write(c, row, column, acc)
+
+
+def launch_specialized_matmul(a, b, c, blocks=(64, 64, 64), stages=2, **options):
+    _, (rows, columns), arguments, options = launch_matmul(a, b, c, blocks, stages, **options)
+    return specialized_matmul, (-(-rows // 2), columns), arguments, options
