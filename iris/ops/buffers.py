@@ -1,5 +1,7 @@
 """Symmetric memory of one fused operation: what its kernels count in, and where peers store."""
 
+from typing import NamedTuple
+
 import torch
 
 from iris.device_record import DeviceRecord
@@ -10,6 +12,15 @@ from iris.ops.counts import ARRIVED
 from iris.world import Group
 
 ALIGNMENT = 1024
+
+
+class Needs(NamedTuple):
+    """What a call's workspace has: ``parts`` counts of parts, ``elements`` of ``dtype``; ``kind`` as in `Buffers`."""
+
+    kind: tuple
+    parts: int
+    elements: int
+    dtype: torch.dtype
 
 
 class Buffers:
@@ -27,18 +38,15 @@ class Buffers:
         So many elements of the dtype asked for, the same place on every rank.
     """
 
-    def __init__(
-        self, group: Group, device: torch.device, record: DeviceRecord, kind: tuple, parts: int, elements: int,
-        dtype: torch.dtype,
-    ) -> None:  # fmt: skip
-        self.kind = kind
-        count_bytes = -(-4 * (ARRIVED.value + parts) // ALIGNMENT) * ALIGNMENT
-        data_bytes = elements * dtype.itemsize
+    def __init__(self, group: Group, device: torch.device, record: DeviceRecord, needs: Needs) -> None:
+        self.kind = needs.kind
+        count_bytes = -(-4 * (ARRIVED.value + needs.parts) // ALIGNMENT) * ALIGNMENT
+        data_bytes = needs.elements * needs.dtype.itemsize
         size = count_bytes + max(1, -(-data_bytes // ALIGNMENT)) * ALIGNMENT
         self._mapping = mapping.create(group, size, device)
         whole = self._mapping.buffer
         self.counts = whole[:count_bytes].view(torch.int32)
-        self.data = whole[count_bytes : count_bytes + data_bytes].view(dtype)
+        self.data = whole[count_bytes : count_bytes + data_bytes].view(needs.dtype)
         self.counts.zero_()
         if device.type == "cuda":
             torch.cuda.synchronize(device)

@@ -46,6 +46,7 @@ def matmul_reduce(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
+    SPREADS: tl.constexpr,
     XCDS: tl.constexpr,
     CHUNK: tl.constexpr,
     CACHE_A: tl.constexpr,
@@ -53,7 +54,6 @@ def matmul_reduce(
     ALLOW_TF32: tl.constexpr,
     BIASED: tl.constexpr,
     SCALED: tl.constexpr,
-    SPREADS: tl.constexpr,
 ):
     """``share``: rows that a rank adds up, M over W. ``parts``: ``[W, share, N]``, rank r's products in parts[r].
 

@@ -13,7 +13,7 @@ SHAPES = [(16, 32), (1, 1), (23, 45), (40, 7)]
 BLOCKS = [(16, 16), (8, 32)]
 MOVED = [torch.bfloat16, torch.float32, torch.int8, *([torch.float16, torch.float64] if EVERYTHING else [])]
 SUMMED = [torch.bfloat16, torch.float32, torch.int32, *([torch.float16, torch.float64] if EVERYTHING else [])]
-RANKS = (1, 2, 3, 4, 5, 8) if EVERYTHING else (1, 3)
+RANKS = (1, 2, 3, 4, 5, 8) if EVERYTHING else (3,)
 CALLS = 5
 
 

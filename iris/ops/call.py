@@ -1,0 +1,101 @@
+"""What one call of a fused operation is given, and whether it fits together."""
+
+from typing import Any, NamedTuple
+
+import torch
+
+from iris.ccl.checks import check_tensor
+from iris.errors import InvalidCollectiveError, InvalidConfigError, WrongDeviceError
+from iris.ops.config import FusedConfig
+
+NARROW = (torch.float8_e4m3fn, torch.float8_e5m2)
+WIDE = (torch.float16, torch.bfloat16, torch.float32)
+
+
+class Call(NamedTuple):
+    """``a``: ``[M, K]``, this rank's; ``b``: ``[K, N]``."""
+
+    name: str
+    out: torch.Tensor
+    a: torch.Tensor
+    b: torch.Tensor
+    bias: torch.Tensor | None
+    scale_a: torch.Tensor | None
+    scale_b: torch.Tensor | None
+
+    @property
+    def scaled(self) -> bool:
+        return self.scale_a is not None or self.scale_b is not None
+
+    def strides(self, result: torch.Tensor) -> tuple[int, ...]:
+        """Of A, B and the result, as kernels take them."""
+        return *self.a.stride(), *self.b.stride(), *result.stride()
+
+    def scales(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """A factor for each row that is multiplied here and each column, or none at all."""
+        if not self.scaled:
+            return None, None
+        one = torch.ones(1, device=self.a.device)
+        rows = len(self.out) if self.name == "all_gather_matmul" else len(self.a)
+        wanted = ((self.scale_a, rows), (self.scale_b, self.b.shape[1]))
+        return tuple((one if scale is None else scale).reshape(-1).expand(n).contiguous() for scale, n in wanted)
+
+    def check(self, device: torch.device, size: int, config: Any) -> None:
+        """Raise unless this can be computed on ``device`` by ``size`` ranks."""
+        if config is not None and not isinstance(config, FusedConfig):
+            raise InvalidConfigError(f"config={config!r} is not an iris.ops.FusedConfig.")
+        given = {"out": self.out, "A": self.a, "B": self.b}
+        may_be_given = {"bias": self.bias, "scale_a": self.scale_a, "scale_b": self.scale_b}
+        given |= {role: tensor for role, tensor in may_be_given.items() if tensor is not None}
+        for role, tensor in given.items():
+            check_tensor(self.name, tensor)
+            if tensor.device != device:
+                raise WrongDeviceError(
+                    f"{role} of {self.name}() is on {tensor.device}, and this context works on {device}. Move it there "
+                    "first."
+                )
+        problem = self._problem(size)
+        if problem:
+            told = ", ".join(f"{role} {list(tensor.shape)} {tensor.dtype}" for role, tensor in given.items())
+            raise InvalidCollectiveError(f"{self.name}() of {size} ranks with {told}: {problem}.")
+
+    def _problem(self, size: int) -> str | None:
+        """What is wrong, in words."""
+        out, a, b = self.out, self.a, self.b
+        if not a.dim() == b.dim() == out.dim() == 2:
+            return "out, A and B are matrices, with two dimensions"
+        if a.dtype != b.dtype or a.dtype not in NARROW + WIDE or out.dtype not in WIDE:
+            return "A and B have one dtype, fp8, fp16, bf16 or fp32, and out is fp16, bf16 or fp32"
+        if a.shape[1] != b.shape[0]:
+            return f"B needs as many rows as A has columns, {a.shape[1]}"
+        rows, N = len(a), b.shape[1]
+        if self.name == "matmul_reduce_scatter":
+            if rows % size:
+                return "the rows of A are shared among the ranks, so they are a multiple of these"
+            rows //= size
+        elif self.name != "matmul_all_reduce":
+            rows *= size
+        if tuple(out.shape) != (rows, N):
+            return f"out has to be [{rows}, {N}]"
+        if self.bias is not None and tuple(self.bias.shape) != (N,):
+            return f"the bias has {N} elements, one a column"
+        factors = rows if self.name == "all_gather_matmul" else len(a)
+        for role, scale, most in (("scale_a", self.scale_a, factors), ("scale_b", self.scale_b, N)):
+            if scale is not None and (scale.dtype != torch.float32 or scale.numel() not in (1, most)):
+                return f"{role} is float32, of 1 or {most} elements"
+        for role, matrix in (("A", a), ("B", b)):
+            if _overlap(out, matrix):
+                return f"out and {role} overlap in memory; give it an output of its own"
+        return None
+
+
+def _overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
+    if not x.numel() or not y.numel():
+        return False
+    (x_begin, x_end), (y_begin, y_end) = _span(x), _span(y)
+    return x_begin < y_end and y_begin < x_end
+
+
+def _span(x: torch.Tensor) -> tuple[int, int]:
+    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return x.data_ptr(), x.data_ptr() + (last + 1) * x.itemsize
