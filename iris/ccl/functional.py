@@ -44,7 +44,7 @@ def name_of(ctx: Any, group: dist.ProcessGroup | None = None) -> str:
     return name
 
 
-def _find(name: str) -> tuple[Any, dist.ProcessGroup | None]:
+def find(name: str) -> tuple[Any, dist.ProcessGroup | None]:
     ranks = _named.get(name)
     context = None if ranks is None else ranks.context()
     if context is None:
@@ -54,8 +54,8 @@ def _find(name: str) -> tuple[Any, dist.ProcessGroup | None]:
     return context, ranks.group
 
 
-def _size(name: str) -> int:
-    context, group = _find(name)
+def size_of(name: str) -> int:
+    context, group = find(name)
     return context.num_ranks if group is None else group.size()
 
 
@@ -67,7 +67,7 @@ def _like(input: Tensor, rows: int | None = None) -> Tensor:
 @custom_op("iris::all_reduce", mutates_args=())
 def all_reduce(input: Tensor, ranks: str, op: str = "sum") -> Tensor:
     """Every rank's ``input`` combined, on every rank."""
-    context, group = _find(ranks)
+    context, group = find(ranks)
     output = _like(input)
     context.ccl.all_reduce(output, input, op=ReduceOp(op), group=group)
     return output
@@ -76,8 +76,8 @@ def all_reduce(input: Tensor, ranks: str, op: str = "sum") -> Tensor:
 @custom_op("iris::all_gather", mutates_args=())
 def all_gather(input: Tensor, ranks: str) -> Tensor:
     """Every rank's ``input``, by rank along the first dimension: ``(M, ...)`` → ``(W * M, ...)``."""
-    context, group = _find(ranks)
-    output = _like(input, input.shape[0] * _size(ranks))
+    context, group = find(ranks)
+    output = _like(input, input.shape[0] * size_of(ranks))
     context.ccl.all_gather(output, input, group=group)
     return output
 
@@ -85,8 +85,8 @@ def all_gather(input: Tensor, ranks: str) -> Tensor:
 @custom_op("iris::reduce_scatter", mutates_args=())
 def reduce_scatter(input: Tensor, ranks: str, op: str = "sum") -> Tensor:
     """The rank's part of the ranks' combined ``input``: ``(W * M, ...)`` → ``(M, ...)``."""
-    context, group = _find(ranks)
-    output = _like(input, input.shape[0] // _size(ranks))
+    context, group = find(ranks)
+    output = _like(input, input.shape[0] // size_of(ranks))
     context.ccl.reduce_scatter(output, input, op=ReduceOp(op), group=group)
     return output
 
@@ -94,7 +94,7 @@ def reduce_scatter(input: Tensor, ranks: str, op: str = "sum") -> Tensor:
 @custom_op("iris::all_to_all", mutates_args=())
 def all_to_all(input: Tensor, ranks: str) -> Tensor:
     """Chunk r of the columns goes to rank r: ``(M, N * W)`` → ``(M, N * W)``."""
-    context, group = _find(ranks)
+    context, group = find(ranks)
     output = _like(input)
     context.ccl.all_to_all(output, input, group=group)
     return output
@@ -103,7 +103,7 @@ def all_to_all(input: Tensor, ranks: str) -> Tensor:
 @custom_op("iris::broadcast", mutates_args=())
 def broadcast(input: Tensor, ranks: str, src: int = 0) -> Tensor:
     """``input`` of rank ``src`` (its rank in the world), on every rank."""
-    context, group = _find(ranks)
+    context, group = find(ranks)
     output = input.clone(memory_format=torch.contiguous_format)
     context.ccl.broadcast(output, src, group=group)
     return output
@@ -112,7 +112,7 @@ def broadcast(input: Tensor, ranks: str, src: int = 0) -> Tensor:
 @custom_op("iris::reduce", mutates_args=())
 def reduce(input: Tensor, ranks: str, dst: int = 0, op: str = "sum") -> Tensor:
     """Every rank's ``input`` combined, on rank ``dst`` (its rank in the world); zeros on the others."""
-    context, group = _find(ranks)
+    context, group = find(ranks)
     output = torch.zeros_like(input, memory_format=torch.contiguous_format)
     context.ccl.reduce(output, input, dst, op=ReduceOp(op), group=group)
     return output
@@ -121,8 +121,8 @@ def reduce(input: Tensor, ranks: str, dst: int = 0, op: str = "sum") -> Tensor:
 # What they return, for torch.compile ---------------------------------------------------------------------------------
 
 all_reduce.register_fake(lambda input, ranks, op="sum": _like(input))
-all_gather.register_fake(lambda input, ranks: _like(input, input.shape[0] * _size(ranks)))
-reduce_scatter.register_fake(lambda input, ranks, op="sum": _like(input, input.shape[0] // _size(ranks)))
+all_gather.register_fake(lambda input, ranks: _like(input, input.shape[0] * size_of(ranks)))
+reduce_scatter.register_fake(lambda input, ranks, op="sum": _like(input, input.shape[0] // size_of(ranks)))
 all_to_all.register_fake(lambda input, ranks: _like(input))
 broadcast.register_fake(lambda input, ranks, src=0: _like(input))
 reduce.register_fake(lambda input, ranks, dst=0, op="sum": _like(input))
@@ -144,13 +144,13 @@ def _linear(op: str) -> str:
 def _scatter_back(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
     ranks, op = ctx.arguments
     gathered = all_gather(gradient, ranks)
-    return gathered / _size(ranks) if _linear(op) == "avg" else gathered, None, None
+    return gathered / size_of(ranks) if _linear(op) == "avg" else gathered, None, None
 
 
 def _reduce_back(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
     ranks, dst, op = ctx.arguments
     sent = broadcast(gradient, ranks, dst)
-    return sent / _size(ranks) if _linear(op) == "avg" else sent, None, None, None
+    return sent / size_of(ranks) if _linear(op) == "avg" else sent, None, None, None
 
 
 all_reduce.register_autograd(

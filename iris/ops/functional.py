@@ -1,0 +1,113 @@
+"""The fused operations as functions that return their result: operators of ``torch.library``, with gradients.
+
+They name their ranks by a string, as those of `iris.ccl.functional` do:
+
+    ranks = iris.ccl.functional.name_of(ctx)
+    y = functional.all_gather_matmul(x, weight, None, ranks)     # also torch.ops.iris.all_gather_matmul
+
+Gradients are fused operations too: what gathers in one direction scatters sums in the other. Every rank calls backward.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import custom_op
+
+from iris.ccl import functional as collectives
+from iris.ccl.functional import find, size_of
+
+
+def _out(a: Tensor, b: Tensor, rows: int) -> Tensor:
+    return a.new_empty(rows, b.shape[1])
+
+
+@custom_op("iris::all_gather_matmul", mutates_args=())
+def all_gather_matmul(a: Tensor, b: Tensor, bias: Tensor | None, ranks: str) -> Tensor:
+    """The rows of all ranks' ``a``, times ``b``: ``(M / W, K)``, ``(K, N)`` → ``(M, N)``."""
+    context = find(ranks)[0]
+    out = _out(a, b, len(a) * context.num_ranks)
+    context.ops.all_gather_matmul(out, a, b, bias)
+    return out
+
+
+@custom_op("iris::matmul_all_gather", mutates_args=())
+def matmul_all_gather(a: Tensor, b: Tensor, bias: Tensor | None, ranks: str) -> Tensor:
+    """The rows of every rank's ``a b``: ``(M, K)``, ``(K, N)`` → ``(W * M, N)``."""
+    context = find(ranks)[0]
+    out = _out(a, b, len(a) * context.num_ranks)
+    context.ops.matmul_all_gather(out, a, b, bias)
+    return out
+
+
+@custom_op("iris::matmul_reduce_scatter", mutates_args=())
+def matmul_reduce_scatter(a: Tensor, b: Tensor, bias: Tensor | None, ranks: str) -> Tensor:
+    """This rank's rows of the sum of all ranks' ``a b``: ``(M, K)``, ``(K, N)`` → ``(M / W, N)``."""
+    context = find(ranks)[0]
+    out = _out(a, b, len(a) // context.num_ranks)
+    context.ops.matmul_reduce_scatter(out, a, b, bias)
+    return out
+
+
+@custom_op("iris::matmul_all_reduce", mutates_args=())
+def matmul_all_reduce(a: Tensor, b: Tensor, bias: Tensor | None, ranks: str) -> Tensor:
+    """The sum of all ranks' ``a b``: ``(M, K)``, ``(K, N)`` → ``(M, N)``."""
+    context = find(ranks)[0]
+    out = _out(a, b, len(a))
+    context.ops.matmul_all_reduce(out, a, b, bias)
+    return out
+
+
+# What they return, for torch.compile ---------------------------------------------------------------------------------
+
+all_gather_matmul.register_fake(lambda a, b, bias, ranks: _out(a, b, len(a) * size_of(ranks)))
+matmul_all_gather.register_fake(lambda a, b, bias, ranks: _out(a, b, len(a) * size_of(ranks)))
+matmul_reduce_scatter.register_fake(lambda a, b, bias, ranks: _out(a, b, len(a) // size_of(ranks)))
+matmul_all_reduce.register_fake(lambda a, b, bias, ranks: _out(a, b, len(a)))
+
+
+# Gradients -----------------------------------------------------------------------------------------------------------
+
+
+def _keep(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    a, b, bias, ctx.ranks = inputs
+    ctx.save_for_backward(a, b)
+    ctx.biased = bias is not None
+
+
+def _bias(ctx: Any, gradient: Tensor) -> Tensor | None:
+    """Of a bias that was added to each row that ``gradient`` has here."""
+    return gradient.sum(0) if ctx.biased else None
+
+
+def _all_gather_matmul_back(ctx: Any, gradient: Tensor) -> tuple:
+    a, b = ctx.saved_tensors
+    # Each rank multiplied all rows, so a row's gradient is a sum over the ranks, of which its owner gets all.
+    to_a = matmul_reduce_scatter(gradient, b.t(), None, ctx.ranks)
+    to_b = torch.mm(collectives.all_gather(a, ctx.ranks).t(), gradient)
+    return to_a, to_b, _bias(ctx, gradient), None
+
+
+def _matmul_all_gather_back(ctx: Any, gradient: Tensor) -> tuple:
+    a, b = ctx.saved_tensors
+    own = collectives.reduce_scatter(gradient, ctx.ranks)
+    return torch.mm(own, b.t()), torch.mm(a.t(), own), _bias(ctx, own), None
+
+
+def _matmul_reduce_scatter_back(ctx: Any, gradient: Tensor) -> tuple:
+    a, b = ctx.saved_tensors
+    to_a = all_gather_matmul(gradient, b.t(), None, ctx.ranks)
+    to_b = torch.mm(a.t(), collectives.all_gather(gradient, ctx.ranks))
+    return to_a, to_b, _bias(ctx, gradient), None
+
+
+def _matmul_all_reduce_back(ctx: Any, gradient: Tensor) -> tuple:
+    a, b = ctx.saved_tensors
+    total = collectives.all_reduce(gradient, ctx.ranks)
+    return torch.mm(total, b.t()), torch.mm(a.t(), total), _bias(ctx, gradient), None
+
+
+all_gather_matmul.register_autograd(_all_gather_matmul_back, setup_context=_keep)
+matmul_all_gather.register_autograd(_matmul_all_gather_back, setup_context=_keep)
+matmul_reduce_scatter.register_autograd(_matmul_reduce_scatter_back, setup_context=_keep)
+matmul_all_reduce.register_autograd(_matmul_all_reduce_back, setup_context=_keep)

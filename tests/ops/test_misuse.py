@@ -1,0 +1,77 @@
+"""What a fused operation cannot do is said before anything is enqueued, on the rank that asked for it."""
+
+import pytest
+import torch
+
+from iris.errors import InvalidCollectiveError, InvalidConfigError, NotATensorError, WorkspaceTooSmallError
+from iris.ops import FusedConfig
+
+OUT, A, B = (8, 4), (8, 6), (6, 4)
+
+
+def ask(ctx, error, words, arguments, options, name):
+    made = {role: torch.zeros(*shape) if isinstance(shape, tuple) else shape for role, shape in arguments.items()}
+    given = {"out": torch.zeros(OUT), "A": torch.zeros(A), "B": torch.zeros(B)} | made
+    with pytest.raises(error, match=words):
+        getattr(ctx.ops, name)(*given.values(), **options)
+
+
+CASES = {
+    "no tensor": (NotATensorError, "matmul_all_reduce.. takes tensors", {"A": None}, {}),
+    "dimensions": (InvalidCollectiveError, "two dimensions", {"A": (2, 8, 6)}, {}),
+    "inner size": (InvalidCollectiveError, "as many rows as A has columns, 6", {"B": (5, 4)}, {}),
+    "result": (InvalidCollectiveError, r"out has to be \[8, 4\]", {"out": (4, 4)}, {}),
+    "integers": (InvalidCollectiveError, "fp8, fp16, bf16 or fp32", {"A": torch.zeros(A, dtype=torch.int32)}, {}),
+    "dtypes": (InvalidCollectiveError, "one dtype", {"A": torch.zeros(A, dtype=torch.float16)}, {}),
+    "bias": (InvalidCollectiveError, "the bias has 4 elements", {"bias": (8,)}, {}),
+    "scale": (InvalidCollectiveError, "scale_a is float32, of 1 or 8 elements", {}, {"scale_a": torch.ones(3)}),
+    "config": (InvalidConfigError, "not an iris.ops.FusedConfig", {}, {"config": "fast"}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_does_not_fit(ranks, case):
+    ranks.run(ask, *CASES[case], "matmul_all_reduce")
+
+
+def test_rows_that_cannot_be_shared(ranks):
+    arguments = {"out": (4, 4), "A": (9, 6)}
+    ranks.run(ask, InvalidCollectiveError, "a multiple of these", arguments, {}, "matmul_reduce_scatter")
+
+
+def overlapping(ctx):
+    whole = torch.zeros(64)
+    with pytest.raises(InvalidCollectiveError, match="out and A overlap"):
+        ctx.ops.matmul_all_reduce(whole[:32].view(8, 4), whole[16:64].view(8, 6), torch.zeros(B))
+
+
+def test_a_result_over_an_operand(ranks):
+    ranks.run(overlapping)
+
+
+def other_workspace(ctx):
+    out, a, b = torch.zeros(OUT), torch.zeros(A), torch.zeros(B)
+    config = FusedConfig(block_size_m=16, block_size_n=16, block_size_k=16)
+    assert ctx.ops.matmul_all_reduce_preamble(out, a, b) is None
+    workspace = ctx.ops.matmul_all_reduce_preamble(out, a, b, config=config)
+    for _ in range(2):
+        ctx.ops.matmul_all_reduce(out, a + 1, b + 1, config=config, workspace=workspace)
+        assert (out == 6 * ctx.num_ranks).all()
+    with pytest.raises(WorkspaceTooSmallError, match="prepared for matmul_all_reduce.8, 4, 6"):
+        ctx.ops.matmul_all_reduce(out[:4], a[:4], b, config=config, workspace=workspace)
+    ctx.barrier()
+    workspace.close()
+
+
+def test_a_workspace_is_for_calls_like_the_one_it_was_prepared_for(ranks):
+    ranks.run(other_workspace)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [("block_size_m", 48, "power of two"), ("num_sms", 0, "at least 1"), ("cache_modifier_a", ".xx", "one of"),
+     ("all_reduce_variant", "ring", "two_shot"), ("allow_tf32", 1, "True or False"), ("num_warps", 64, "from 1 to 32")],
+)  # fmt: skip
+def test_configurations(field, value, words):
+    with pytest.raises(InvalidConfigError, match=rf"FusedConfig\({field}={value!r}\) cannot work: .*{words}"):
+        FusedConfig(**{field: value})
