@@ -76,13 +76,13 @@ def mbarrier_arrive(barrier: SharedMemory, increment_count: Any = True) -> None:
     With ``increment_count`` the phase counts these arrivals in addition to those that the barrier was made for.
     """
     task = grid.current()
-    threads, copies = THREADS_OF_A_WARP * task.num_warps, task.in_flight.copies
+    threads, copies = THREADS_OF_A_WARP * task.num_warps, task.in_flight.copies.issued()
     if truth(increment_count):
         mbarrier.update(barrier, arrivals=-threads)
 
     def arrive() -> None:
-        copies.commit()
-        copies.wait(0)
+        for copy in copies:
+            copy()
         mbarrier.update(barrier, arrivals=threads)
 
     mbarrier.announce(barrier, arrive)

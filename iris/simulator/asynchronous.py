@@ -21,6 +21,16 @@ from iris.simulator import dtypes
 Operation = Callable[[], None]
 
 
+def _once(operation: Operation) -> Operation:
+    left = [operation]
+
+    def complete() -> None:
+        while left:
+            left.pop()()
+
+    return complete
+
+
 class Groups:
     """Operations of one kind, in the order of issue: committed in groups, awaited by how many groups may be left."""
 
@@ -29,11 +39,15 @@ class Groups:
         self._committed: deque[list[Operation]] = deque()
 
     def issue(self, operation: Operation) -> None:
-        self._open.append(operation)
+        self._open.append(_once(operation))
 
     def commit(self) -> None:
         self._committed.append(self._open)
         self._open = []
+
+    def issued(self) -> list[Operation]:
+        """All that are not known to be complete, in their order."""
+        return [operation for group in (*self._committed, self._open) for operation in group]
 
     def wait(self, outstanding: int) -> None:
         """Complete all groups but the latest ``outstanding``."""

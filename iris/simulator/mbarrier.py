@@ -78,7 +78,10 @@ def update(mbarrier: SharedMemory, arrivals: int = 0, announced: int = 0) -> boo
     state.pending -= arrivals
     state.awaited_bytes += announced
     if not 0 <= state.pending < 1 << COUNT_BITS:
-        raise RuntimeError(f"more than {state.count} arrivals in one phase of an mbarrier")
+        raise RuntimeError(
+            f"more than {state.count} arrivals in one phase of an mbarrier: "
+            "its count is too small, or an earlier phase has not been waited for"
+        )
     if abs(state.awaited_bytes) >> BYTES_BITS - 1:
         raise RuntimeError(f"an mbarrier cannot await {state.awaited_bytes} bytes")
     over = state.pending == 0 and state.awaited_bytes == 0

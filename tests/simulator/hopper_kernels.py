@@ -7,6 +7,7 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
     fence_async_shared,
     mbarrier,
     tma,
@@ -20,6 +21,8 @@ import iris  # noqa: F401 (kernels are defined after it)
 # Triton 3.6's names are other than 3.9's.
 load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+fetch_line = getattr(async_copy, "async_load", async_copy.async_copy_global_to_shared)
+block_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 GLUON = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float8_e4m3fn: gl.float8e4nv}
 GLUON |= {torch.float8_e5m2: gl.float8e5, torch.float32: gl.float32, torch.int32: gl.int32}
@@ -35,6 +38,96 @@ def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
     for i in gl.static_range(COUNT):
         mbarrier.init(made.index(i), count=ARRIVALS)
     return made
+
+
+def rounded_up(size, block):
+    return -(-size // block)
+
+
+TILE = gl.constexpr(gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0]))
+LINE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+
+
+# A few operations of each kind ----------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def read_block(source, out, row, column, R: gl.constexpr, C: gl.constexpr):
+    block = gl.allocate_shared_memory(source.dtype, [R, C], source.layout)
+    loaded = barriers(1, 1).index(0)
+    mbarrier.expect(loaded, source.block_type.nbytes)
+    load(source, [row, column], loaded, block)
+    mbarrier.wait(loaded, 0)
+    rows, columns = gl.arange(0, R, gl.SliceLayout(1, TILE)), gl.arange(0, C, gl.SliceLayout(0, TILE))
+    gl.store(out + rows[:, None] * C + columns[None, :], block.load(TILE))
+
+
+@gluon.jit
+def write_block(target, first, out, row, column, R: gl.constexpr, C: gl.constexpr, HOW: gl.constexpr):
+    """``out``: what ``first``, an element of the target, is when the store has been waited for."""
+    block = gl.allocate_shared_memory(target.dtype, [R, C], target.layout, gl.full([R, C], 5, target.dtype, TILE))
+    fence_async_shared()
+    if HOW == "add":
+        tma.async_atomic_add(target, [row, column], block)
+    else:
+        store(target, [row, column], block)
+    if HOW == "visible":
+        tma.store_wait(0, read_only=False)
+    else:
+        tma.store_wait(0)
+    gl.store(out, gl.load(first))
+
+
+@gluon.jit
+def phases(out, ARRIVALS: gl.constexpr, FORGET: gl.constexpr = ""):
+    barrier = barriers(1, ARRIVALS).index(0)
+    mbarrier.wait(barrier, 1)  # for the phase before the first
+    mbarrier.arrive(barrier, count=1)
+    mbarrier.arrive(barrier, count=1, pred=FORGET != "arrive")
+    mbarrier.wait(barrier, 0)
+    mbarrier.arrive(barrier, count=1)
+    mbarrier.expect(barrier, 64, pred=FORGET == "bytes")
+    mbarrier.arrive(barrier, count=1, pred=FORGET != "bytes")
+    mbarrier.wait(barrier, 1)
+    mbarrier.wait(barrier, 0, pred=False)
+    mbarrier.invalidate(barrier)
+    gl.store(out, 1)
+
+
+@gluon.jit
+def misused(HOW: gl.constexpr):
+    barrier = barriers(1, 2).index(0)
+    if HOW == "twice":
+        mbarrier.arrive(barrier, count=3)
+    if HOW == "phase":
+        mbarrier.wait(barrier, 2)
+    if HOW == "late":
+        mbarrier.invalidate(barrier)
+        mbarrier.arrive(barrier, count=1)
+
+
+@gluon.jit
+def copy_by_threads(source, out, n, BLOCK: gl.constexpr, BARRIER: gl.constexpr, FORGET: gl.constexpr = ""):
+    buffers = gl.allocate_shared_memory(gl.float32, [2, BLOCK], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    copied = barriers(2, 1)
+    offsets = gl.arange(0, BLOCK, LINE)
+    fetch_line(buffers.index(0), source + offsets, offsets < n)
+    async_copy.commit_group()
+    for i in range(gl.cdiv(n, BLOCK)):
+        buffer, barrier = buffers.index(i % 2), copied.index(i % 2)
+        if BARRIER:
+            async_copy.mbarrier_arrive(barrier)
+            mbarrier.arrive(barrier, count=1)
+        ahead = (i + 1) * BLOCK + offsets
+        fetch_line(buffers.index((i + 1) % 2), source + ahead, ahead < n)
+        async_copy.commit_group()
+        if BARRIER:
+            mbarrier.wait(barrier, i // 2 & 1)
+        else:
+            async_copy.wait_group(2 if FORGET == "copy" else 1)
+        block_barrier()
+        gl.store(out + i * BLOCK + offsets, buffer.load(LINE))
+    async_copy.wait_group(0)
 
 
 # A copy, block by block of a row of blocks, through two buffers -------------------------------------------------------
@@ -62,11 +155,10 @@ def copy(source, target, columns, ROWS: gl.constexpr, COLUMNS: gl.constexpr, FOR
     tma.store_wait(0)
 
 
-def launch_copy(source, target, rows=32, columns=64, **options):
-    """The kernel, its grid and its arguments."""
-    block = [rows, columns]
-    arguments = [descriptor(source, block), descriptor(target, block), source.shape[1], *block]
-    return copy, (-(-source.shape[0] // rows),), arguments, options
+def launch_copy(source, target, block=(32, 64), **options):
+    """The kernel, its grid, its arguments and its options."""
+    descriptors = [descriptor(tensor, list(block)) for tensor in (source, target)]
+    return copy, (rounded_up(source.shape[0], block[0]),), [*descriptors, source.shape[1], *block], options
 
 
 # c = a @ b.T, one warp group ------------------------------------------------------------------------------------------
@@ -80,12 +172,13 @@ def fetch(a, b, row, column, k, loaded, tile_a, tile_b, pred):
 
 
 @gluon.jit
-def write(c, row, column, acc):
+def write(c, row, column, acc, FORGET: gl.constexpr):
     result = gl.allocate_shared_memory(c.dtype, c.block_shape, c.layout)
     result.store(acc.to(c.dtype))
     fence_async_shared()
     store(c, [row, column], result)
-    tma.store_wait(0)
+    if FORGET != "store":
+        tma.store_wait(0)
 
 
 @gluon.constexpr_function
@@ -127,13 +220,13 @@ def matmul(a, b, c, K, M: gl.constexpr, N: gl.constexpr, BK: gl.constexpr, S: gl
         )
     if FORGET != "result":
         acc = warpgroup_mma_wait(0, deps=[acc])
-    write(c, row, column, acc)
+    write(c, row, column, acc, FORGET)
 
 
 def launch_matmul(a, b, c, blocks=(64, 64, 64), stages=3, **options):
     M, N, K = blocks
     arguments = [descriptor(a, [M, K]), descriptor(b, [N, K]), descriptor(c, [M, N]), a.shape[1], *blocks, stages]
-    return matmul, (-(-a.shape[0] // M), -(-b.shape[0] // N)), arguments, options
+    return matmul, (rounded_up(a.shape[0], M), rounded_up(b.shape[0], N)), arguments, options
 
 
 # c = a @ b.T by partitions: one loads, two multiply half of the rows each ---------------------------------------------
@@ -180,7 +273,7 @@ def multiply(tiles_a, tiles_b, loaded, freed, K, HALF: gl.constexpr, FORGET: gl.
 @gluon.jit
 def multiply_and_write(tiles_a, tiles_b, loaded, freed, c, row, column, K, FORGET: gl.constexpr):
     acc = multiply(tiles_a, tiles_b, loaded, freed, K, 1, FORGET)[0]
-    write(c, row, column, acc)
+    write(c, row, column, acc, FORGET)
 
 
 @gluon.jit
@@ -200,9 +293,9 @@ def specialized_matmul(
         [4, 1],
         [168, 24],
     )[0]
-    write(c, row, column, acc)
+    write(c, row, column, acc, FORGET)
 
 
 def launch_specialized_matmul(a, b, c, blocks=(64, 64, 64), stages=2, **options):
     _, (rows, columns), arguments, options = launch_matmul(a, b, c, blocks, stages, **options)
-    return specialized_matmul, (-(-rows // 2), columns), arguments, options
+    return specialized_matmul, (rounded_up(rows, 2), columns), arguments, options
