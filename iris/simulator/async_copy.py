@@ -20,14 +20,14 @@ THREADS_OF_A_WARP = 32  # of NVIDIA's, where each thread of a program signals a 
 
 def async_load(smem: SharedMemory, pointer: tl.tensor, mask: Any = None, *_: Any, **__: Any) -> None:
     """NVIDIA's: zeros where the mask is off (PTX ISA, cp.async, src-size)."""
-    _load(smem, pointer, mask, 0)
+    _load(smem, pointer, mask, 0.0)
 
 
 def buffer_load_to_shared(
     dest: SharedMemory, ptr: tl.tensor, offsets: tl.tensor, mask: Any = None, other: Any = None, *_: Any, **__: Any
 ) -> None:
     """AMD's: where the mask is off, ``other``, or the zeros that a buffer load finds out of range."""
-    _load(dest, ptr + offsets, mask, 0 if other is None else other)
+    _load(dest, ptr + offsets, mask, 0.0 if other is None else other)
 
 
 def global_load_to_shared(

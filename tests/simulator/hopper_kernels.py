@@ -21,6 +21,7 @@ import iris  # noqa: F401 (kernels are defined after it)
 # Triton 3.6's names are other than 3.9's.
 load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+add = getattr(tma, "async_atomic_add", None)  # 3.6 has none
 fetch_line = getattr(async_copy, "async_load", async_copy.async_copy_global_to_shared)
 block_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
@@ -68,7 +69,7 @@ def write_block(target, first, out, row, column, R: gl.constexpr, C: gl.constexp
     block = gl.allocate_shared_memory(target.dtype, [R, C], target.layout, gl.full([R, C], 5, target.dtype, TILE))
     fence_async_shared()
     if HOW == "add":
-        tma.async_atomic_add(target, [row, column], block)
+        add(target, [row, column], block)
     else:
         store(target, [row, column], block)
     if HOW == "visible":

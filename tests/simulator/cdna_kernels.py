@@ -1,0 +1,79 @@
+"""Products with AMD's matrix cores. Run in the simulator, compiled for gfx942 and gfx950."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.amd import cdna3
+from triton.experimental.gluon.language.amd.cdna4 import async_copy
+
+import iris  # noqa: F401 (kernels are defined after it)
+
+SHARED = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+
+
+@gluon.constexpr_function
+def vectors(element):
+    """A thread takes the 16 bytes that a load to shared memory moves."""
+    length = 128 // element.primitive_bitwidth
+    return gl.BlockedLayout([1, length], [length, 64 // length], [4, 1], [1, 0])
+
+
+@gluon.jit
+def places(tile, row, k, rows, K):
+    """Offsets of a tile in a matrix of ``rows`` rows, and which of them are in it."""
+    layout: gl.constexpr = vectors(tile.dtype)
+    i = (row + gl.arange(0, tile.shape[0], gl.SliceLayout(1, layout)))[:, None]
+    j = (k + gl.arange(0, tile.shape[1], gl.SliceLayout(0, layout)))[None, :]
+    return i * K + j, (i < rows) & (j < K)
+
+
+@gluon.jit
+def through_registers(tile, matrix, row, k, rows, K):
+    offsets, inside = places(tile, row, k, rows, K)
+    tile.store(cdna3.buffer_load(matrix, offsets, mask=inside, other=0.0))
+
+
+@gluon.jit
+def directly(tile, matrix, row, k, rows, K):
+    offsets, inside = places(tile, row, k, rows, K)
+    async_copy.buffer_load_to_shared(tile, matrix, offsets, mask=inside, other=0.0)
+
+
+@gluon.jit
+def matmul(
+    a, b, c, M, N, K, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, VERSION: gl.constexpr,
+    DIRECT: gl.constexpr, FORGET: gl.constexpr = "",
+):  # fmt: skip
+    """c = a @ b.T, through two buffers; ``DIRECT``: loads to shared memory that are waited for, which gfx950 has."""
+    depth: gl.constexpr = 8 if VERSION == 3 and a.dtype.element_ty.primitive_bitwidth == 16 else 16
+    products: gl.constexpr = gl.amd.AMDMFMALayout(VERSION, [32, 32, depth], True, [2, 2])
+    tiles_a = gl.allocate_shared_memory(a.dtype.element_ty, [2, BM, BK], SHARED)
+    tiles_b = gl.allocate_shared_memory(b.dtype.element_ty, [2, BN, BK], SHARED)
+    row, column = gl.program_id(0) * BM, gl.program_id(1) * BN
+    acc = gl.zeros([BM, BN], gl.float32, products)
+    fetch: gl.constexpr = directly if DIRECT else through_registers
+    fetch(tiles_a.index(0), a, row, 0, M, K)
+    fetch(tiles_b.index(0), b, column, 0, N, K)
+    if DIRECT:
+        async_copy.commit_group()
+    for i in range(gl.cdiv(K, BK)):
+        # Past the end the masks are off everywhere.
+        fetch(tiles_a.index((i + 1) % 2), a, row, (i + 1) * BK, M, K)
+        fetch(tiles_b.index((i + 1) % 2), b, column, (i + 1) * BK, N, K)
+        if DIRECT:
+            async_copy.commit_group()
+            async_copy.wait_group(2 if FORGET == "copy" else 1)
+        left = tiles_a.index(i % 2).load(gl.DotOperandLayout(0, products, depth // 2))
+        right = tiles_b.index(i % 2).permute([1, 0]).load(gl.DotOperandLayout(1, products, depth // 2))
+        acc = cdna3.mfma(left, right, acc)
+    if DIRECT:
+        async_copy.wait_group(0)
+    rows = (row + gl.arange(0, BM, gl.SliceLayout(1, products)))[:, None]
+    columns = (column + gl.arange(0, BN, gl.SliceLayout(0, products)))[None, :]
+    result = acc.to(c.dtype.element_ty)
+    cdna3.buffer_store(result, c, rows * N + columns, mask=(rows < M) & (columns < N))
+
+
+def launch_matmul(a, b, c, version, direct, blocks=(64, 64, 64), **options):
+    """The kernel, its grid, its arguments and its options."""
+    grid = tuple(-(-size // block) for size, block in zip(c.shape, blocks, strict=False))
+    return matmul, grid, [a, b, c, *c.shape, a.shape[1], *blocks, version, direct], options

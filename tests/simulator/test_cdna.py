@@ -1,0 +1,33 @@
+"""AMD's matrix cores, and the loads to shared memory that a kernel waits for."""
+
+import pytest
+import torch
+
+from iris.simulator import ACTIVE
+from simulator import cdna_kernels as kernels
+
+assert ACTIVE
+
+
+def multiply(shape, dtype, *how, **options):
+    M, N, K = shape
+    generator = torch.Generator().manual_seed(M)
+    a, b = (torch.randn(size, K, generator=generator).to(dtype) for size in (M, N))
+    around = torch.full((M + 1, N), 7.0)
+    kernel, grid, arguments, options = kernels.launch_matmul(a, b, around[:-1], *how, **options)
+    kernel[grid](*arguments, **options)
+    assert torch.all(around[-1] == 7)
+    return around[:-1], a.float() @ b.float().T
+
+
+@pytest.mark.parametrize("version, direct", [(3, False), (4, True)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e5m2])
+@pytest.mark.parametrize("shape", [(64, 64, 64), (100, 72, 208)])
+def test_a_product(shape, dtype, version, direct):
+    found, expected = multiply(shape, dtype, version, direct)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_load_that_is_not_waited_for_gives_wrong_numbers():
+    found, expected = multiply((64, 64, 256), torch.bfloat16, 4, True, FORGET="copy")
+    assert not torch.allclose(found, expected, rtol=0.1, atol=0.1)
