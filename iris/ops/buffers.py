@@ -46,7 +46,8 @@ class Buffers:
         self._mapping = mapping.create(group, size, device)
         whole = self._mapping.buffer
         self.counts = whole[:count_bytes].view(torch.int32)
-        self.data = whole[count_bytes : count_bytes + data_bytes].view(needs.dtype)
+        self._data = slice(count_bytes, count_bytes + data_bytes)
+        self.data = whole[self._data].view(needs.dtype)
         self.counts.zero_()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
@@ -60,6 +61,10 @@ class Buffers:
                 f"The workspace was prepared for {_told(self.kind)}, and this call is {_told(kind)}. Prepare one for "
                 "it with the preamble, or leave `workspace` out."
             )
+
+    def peer(self, rank: int) -> torch.Tensor:
+        """The ``data`` of another rank."""
+        return self._mapping.peer(rank)[self._data].view(self.data.dtype)
 
     def close(self) -> None:
         """Unmap. The caller guarantees that no kernel uses the memory any more, on any rank."""

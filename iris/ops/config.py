@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 from iris.errors import InvalidConfigError
 
 _CACHE_MODIFIERS = (None, ".ca", ".cg", ".cv")
-_REDUCTIONS = ("two_shot",)
+_CHOICES = {"variant": ("kernel", "copies", "vendor"), "all_reduce_variant": ("two_shot",)}
 
 
 @dataclass(frozen=True)
@@ -14,6 +14,10 @@ class FusedConfig:
 
     Attributes
     ----------
+    variant : "kernel", "copies", "vendor"
+        One kernel, which sends tiles while it computes others; the vendor's GEMM by chunks while copy engines move
+        others, for all_gather_matmul and matmul_reduce_scatter; or the vendor's GEMM and a collective, one behind the
+        other. What follows is for the kernel.
     block_size_m, block_size_n, block_size_k : int
         Rows, columns and depth of a tile; powers of two from 16 on.
     group_size_m : int
@@ -34,6 +38,7 @@ class FusedConfig:
         Of Triton.
     """
 
+    variant: str = "kernel"
     block_size_m: int = 256
     block_size_n: int = 64
     block_size_k: int = 64
@@ -62,8 +67,8 @@ def _problem(name: str, value: object) -> str | None:
     """What ``name`` should have been, if ``value`` is not that."""
     if name.startswith("cache_modifier"):
         return None if value in _CACHE_MODIFIERS else f"one of {', '.join(map(repr, _CACHE_MODIFIERS))}"
-    if name == "all_reduce_variant":
-        return None if value in _REDUCTIONS else f"one of {', '.join(map(repr, _REDUCTIONS))}"
+    if name in _CHOICES:
+        return None if value in _CHOICES[name] else f"one of {', '.join(map(repr, _CHOICES[name]))}"
     if name == "allow_tf32":
         return None if isinstance(value, bool) else "True or False"
     if name in ("num_sms", "comm_sms") and value is None:

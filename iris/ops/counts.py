@@ -25,12 +25,19 @@ signal_ranks, wait_ranks, lanes, keep = (
 )  # fmt: skip
 follow_predecessor = triton_ordering.follow_predecessor
 
-# Words of an operation's counts: epochs by program, `ready` by rank, `done`, then `arrived`.
-MOST_PROGRAMS = tl.constexpr(1024)
-MOST_RANKS = tl.constexpr(64)
+# Words of an operation's counts: epochs by program, of 1024 at most; `ready` by rank, of 64 at most; `done` on a line
+# of its own; `arrived` by part.
 READY = tl.constexpr(1024)
 DONE = tl.constexpr(1024 + 64)
-ARRIVED = tl.constexpr(1024 + 64 + 64)
+ARRIVED = tl.constexpr(1024 + 64 + 32)
+
+
+@triton.jit
+def tell_ready(ctx, counts, epoch):
+    """That this rank's memory may be written, or read, in the call of this epoch."""
+    for first in range(0, ctx.num_ranks, LANES):
+        to = first + lanes()
+        signal_ranks(counts + READY + ctx.cur_rank, epoch + 0 * to, to, to < ctx.num_ranks, ctx.table, ctx.base)
 
 
 @triton.jit
@@ -38,9 +45,7 @@ def begin(ctx, counts):
     """This call's epoch. Program 0 tells the peers that this rank's memory may be written."""
     epoch = tl.load(counts + tl.program_id(0)) + 1
     if tl.program_id(0) == 0:
-        for first in range(0, ctx.num_ranks, LANES):
-            to = first + lanes()
-            signal_ranks(counts + READY + ctx.cur_rank, epoch + 0 * to, to, to < ctx.num_ranks, ctx.table, ctx.base)
+        tell_ready(ctx, counts, epoch)
     return epoch
 
 

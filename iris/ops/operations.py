@@ -7,9 +7,9 @@ import torch
 from iris import simulator
 from iris.capture import capture_id
 from iris.ccl.work import Work
-from iris.errors import FirstUseInCaptureError
+from iris.errors import FirstUseInCaptureError, InvalidConfigError
 from iris.launch import addresses, prepare
-from iris.ops import vendor
+from iris.ops import copies, vendor
 from iris.ops.all_gather_matmul import all_gather_matmul
 from iris.ops.buffers import Buffers, Needs
 from iris.ops.call import Call
@@ -22,6 +22,8 @@ SIMULATED_PROGRAMS = 4
 # Rows and columns of A that a program of all_gather_matmul sends at a time: 32 KiB of bfloat16.
 SEND_M, SEND_K = 16, 1024
 
+VENDOR = FusedConfig(variant="vendor")
+COPIED = ("all_gather_matmul", "matmul_reduce_scatter")
 VENDORS = {
     "all_gather_matmul": vendor.all_gather_matmul,
     "matmul_all_gather": vendor.matmul_all_gather,
@@ -48,6 +50,7 @@ class Operations:
         self._on_gpu = context.device.type == "cuda"
         self._buffers: dict[tuple, Buffers] = {}
         self._launches: dict[tuple, Any] = {}
+        self._copies: dict[Buffers, copies.Copies] = {}
 
     def all_gather_matmul(
         self,
@@ -185,36 +188,72 @@ class Operations:
             buffers.close()
         self._buffers.clear()
         self._launches.clear()
+        self._copies.clear()
 
     # What they share -------------------------------------------------------------------------------------------------
 
     def _run(self, call: Call, config: FusedConfig | None, async_op: bool, workspace: Buffers | None) -> Work | None:
         used = self._check(call, config)
-        if used is None:
+        if used.variant == "vendor":
             VENDORS[call.name](self._context, call.out, call.a, call.b, call.bias)
         elif call.out.numel():
             needs = self._needs(call, used)
             buffers = self._workspace(needs, workspace)
-            kernel, programs, memory, result, numbers = self._arguments(call, used, buffers)
-            matrices = (call.a, call.b, call.bias, *call.scales(), result)
-            options = (used.num_xcds, used.chunk_size, used.cache_modifier_a or "", used.cache_modifier_b or "",
-                       used.allow_tf32, call.bias is not None, call.scaled)  # fmt: skip
-            self._launch(needs.kind, kernel, used, programs, (*memory, *matrices), (*numbers, *options))
-            if result is not call.out:
-                call.out.copy_(result)
+            if used.variant == "copies":
+                self._copy(call, buffers)
+            else:
+                self._fuse(call, used, buffers)
         return Work(self._on_gpu) if async_op else None
 
     def _prepare(self, call: Call, config: FusedConfig | None) -> Buffers | None:
         used = self._check(call, config)
-        return None if used is None else self._make(self._needs(call, used))
+        return None if used.variant == "vendor" else self._make(self._needs(call, used))
 
-    def _check(self, call: Call, config: FusedConfig | None) -> FusedConfig | None:
-        """The configuration of the kernel that carries the call; None: the vendor's GEMM and a collective do."""
+    def _check(self, call: Call, config: FusedConfig | None) -> FusedConfig:
+        """The configuration that carries the call."""
         self._context.heap.check_open()
         call.check(self._context.device, self._context.num_ranks, config)
-        if config is None and (call.scaled or call.a.itemsize == 1 or call.out.dtype != call.a.dtype):
-            return FusedConfig()
-        return config
+        by_kernel = call.scaled or call.a.itemsize == 1 or call.out.dtype != call.a.dtype
+        used = config or (FusedConfig() if by_kernel else VENDOR)
+        if used.variant != "kernel" and by_kernel:
+            raise InvalidConfigError(
+                f"FusedConfig(variant={used.variant!r}): the vendor's GEMM is used with A, B and out of one dtype, "
+                "fp16, bf16 or fp32, and no scales. Use the kernel."
+            )
+        if used.variant == "copies" and call.name not in COPIED:
+            raise InvalidConfigError(
+                f"FusedConfig(variant='copies') is for {' and '.join(COPIED)}, and not for {call.name}()."
+            )
+        return used
+
+    def _fuse(self, call: Call, config: FusedConfig, buffers: Buffers) -> None:
+        """Enqueue the kernel."""
+        kernel, programs, memory, result, numbers = self._arguments(call, config, buffers)
+        options = (config.num_xcds, config.chunk_size, config.cache_modifier_a or "", config.cache_modifier_b or "",
+                   config.allow_tf32, call.bias is not None, call.scaled)  # fmt: skip
+        tensors = (*memory, call.a, call.b, call.bias, *call.scales(), result)
+        args = (*tensors, *numbers, *options)
+        aligned = tuple(x.data_ptr() % 16 if isinstance(x, torch.Tensor) else None for x in tensors)
+        key = (buffers.kind, args[len(tensors) :], aligned)
+        if key not in self._launches:
+            self._launches[key] = prepare(
+                kernel, (programs, 1, 1), *args, num_warps=config.num_warps, num_stages=config.num_stages
+            )
+        self._launches[key](self._stream(), addresses(args))
+        if result is not call.out:
+            call.out.copy_(result)
+
+    def _copy(self, call: Call, buffers: Buffers) -> None:
+        """Enqueue products and copies on their streams."""
+        if buffers not in self._copies:
+            context = self._context
+            self._copies[buffers] = copies.Copies(buffers, context.cur_rank, context.num_ranks, context.device)
+        if call.name == "all_gather_matmul":
+            copies.all_gather_matmul(self._copies[buffers], call.out, call.a, call.b, call.bias)
+        else:
+            copies.matmul_reduce_scatter(
+                self._copies[buffers], call.out, call.a, call.b, call.bias, self._most_programs()
+            )
 
     def _needs(self, call: Call, config: FusedConfig) -> Needs:
         W, (M, K), N = self._context.num_ranks, call.a.shape, call.b.shape[1]
@@ -223,6 +262,9 @@ class Operations:
         share = -(-M // W)
         if call.name == "all_gather_matmul":
             return Needs(kind, W * -(-M // config.block_size_m), W * M * K, call.a.dtype)
+        if config.variant == "copies":
+            # Parts that came, and parts to be sent.
+            return Needs(kind, 0, 2 * M * N, call.out.dtype)
         if call.name == "matmul_all_gather":
             return Needs(kind, 0, 0 if direct else W * M * N, call.out.dtype)
         tiles = -(-share // config.block_size_m) * -(-N // config.block_size_n)
@@ -232,7 +274,7 @@ class Operations:
     def _arguments(self, call: Call, config: FusedConfig, buffers: Buffers) -> tuple:
         """The kernel, its programs, the memory and the result it gets, and its numbers up to the tile's sizes."""
         W, (M, K), N = self._context.num_ranks, call.a.shape, call.b.shape[1]
-        most = SIMULATED_PROGRAMS if simulator.ACTIVE else self._context.ccl.communicator().num_sms
+        most = self._most_programs()
         programs = min(config.num_sms or most, most)
         blocks = (config.block_size_m, config.block_size_n, config.block_size_k)
         result, place = call.out, buffers.context_tensor
@@ -279,18 +321,8 @@ class Operations:
     def _make(self, needs: Needs) -> Buffers:
         return Buffers(self._context._world.group, self._context.device, self._context._record, needs)
 
+    def _most_programs(self) -> int:
+        return SIMULATED_PROGRAMS if simulator.ACTIVE else self._context.ccl.communicator().num_sms
+
     def _stream(self) -> int | None:
         return torch._C._cuda_getCurrentRawStream(self._context.gpu_id) if self._on_gpu else None
-
-    def _launch(
-        self, kind: tuple, kernel: Any, config: FusedConfig, programs: int, tensors: tuple, numbers: tuple
-    ) -> None:
-        """Launch a kernel that is compiled once for all arguments of these kinds."""
-        args = (*tensors, *numbers)
-        aligned = tuple(x.data_ptr() % 16 if isinstance(x, torch.Tensor) else None for x in tensors)
-        key = (kind, numbers, aligned)
-        if key not in self._launches:
-            self._launches[key] = prepare(
-                kernel, (programs, 1, 1), *args, num_warps=config.num_warps, num_stages=config.num_stages
-            )
-        self._launches[key](self._stream(), addresses(args))

@@ -1,0 +1,189 @@
+"""Products by the vendor's GEMM, a chunk at a time, while the copy engines move other chunks.
+
+No multiprocessor moves data.
+
+all_gather_matmul: each rank puts its rows of A where peers can read them, and multiplies them. Meanwhile the copy
+engine fetches the rows of one peer after the other, its right neighbour's first, in chunks, and each is multiplied when
+it is there. Ranks fetch from different peers at a time, so every link is busy both ways. Over the link, each rank: W -
+1 times its ``[m, K]`` in, one step.
+
+matmul_reduce_scatter: each rank multiplies the rows of its peers first, those of its right neighbour before all, and
+the copy engine stores every chunk to its owner. Its own rows come last; then it adds up what has come, in float32 and
+in the order of ranks. Over the link, each rank: (W - 1) / W times M N elements out, one step.
+
+Products are on the caller's stream, copies on one of their own, joined by events. Flags are told and awaited by kernels
+of one program, in the stream of the copies that they are about: a kernel begins when the copy before it is over, and is
+over when the copy behind it begins (CUDA C++ Programming Guide, "Streams").
+
+The counts are those of `iris.ops.counts`, with one epoch. ``ready[r]``: rank r's memory may be read, or written, in
+this call. ``done``: how often a peer has moved all that it moves from this rank's memory, or to it; in each call every
+peer does, once. Rows may be replaced when ``done`` of the last call is complete, since nobody reads them any more;
+parts may be added up when ``done`` of this call is.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import torch
+import triton
+import triton.language as tl
+
+from iris import simulator
+from iris.language.context import DeviceContext
+from iris.launch import addresses, prepare
+from iris.ops.buffers import Buffers
+from iris.ops.counts import DONE, READY, end, follow_predecessor, tell_ready
+from iris.ops.vendor import multiply
+
+# A rank's rows are cut in so many chunks, of at least so many rows.
+CHUNKS = 2
+LEAST_ROWS = 8 if simulator.ACTIVE else 256
+
+
+# One binary for all peers.
+@triton.jit(do_not_specialize=["peer"])
+def meet(context_tensor, counts, peer, W: tl.constexpr, WHAT: tl.constexpr):
+    """One word to or from peers, or none but this rank's epoch."""
+    follow_predecessor()
+    ctx = DeviceContext.initialize(context_tensor, num_ranks=W)
+    epoch = tl.load(counts)
+    if WHAT == "await last done":
+        ctx.wait(counts + DONE, epoch * (W - 1), cmp="reached")
+    elif WHAT == "tell ready":
+        tell_ready(ctx, counts, epoch + 1)
+    elif WHAT == "await ready":
+        ctx.wait(counts + READY + peer, epoch + 1, cmp="reached")
+    elif WHAT == "tell done":
+        ctx.signal(counts + DONE, 1, peer, op="add")
+    elif WHAT == "await done":
+        ctx.wait(counts + DONE, (epoch + 1) * (W - 1), cmp="reached")
+    else:
+        tl.static_assert(WHAT == "end", "unknown meeting")
+        end(counts, epoch + 1)
+
+
+@triton.jit
+def add_parts(parts, bias, out, share, N, stride_om, stride_on, W: tl.constexpr, BIASED: tl.constexpr,
+              BLOCK: tl.constexpr):  # fmt: skip
+    """``out = parts[0] + ... + parts[W - 1] + bias``; parts are ``[W, share, N]``. Nothing over the link."""
+    follow_predecessor()
+    n = share.to(tl.int64) * N
+    for block in range(tl.program_id(0), tl.cdiv(n, BLOCK), tl.num_programs(0)):
+        i = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        mask = i < n
+        total = tl.load(parts + i, mask=mask, other=0).to(tl.float32)
+        for rank in tl.static_range(1, W):
+            total += tl.load(parts + rank * n + i, mask=mask, other=0).to(tl.float32)
+        if BIASED:
+            total += tl.load(bias + i % N, mask=mask, other=0).to(tl.float32)
+        tl.store(out + (i // N * stride_om + i % N * stride_on), total.to(out.dtype.element_ty), mask=mask)
+
+
+class Copies:
+    """The stream of copies that goes with one workspace, and its meetings with the peers, ready to be launched."""
+
+    def __init__(self, buffers: Buffers, rank: int, size: int, device: torch.device) -> None:
+        self.buffers, self.rank, self.size = buffers, rank, size
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._launches: dict[object, Callable[..., None]] = {}
+        # All before the first: compiling must not keep a peer waiting.
+        for what in ("await last done", "tell ready", "await ready", "tell done", "await done", "end"):
+            args = (buffers.context_tensor, buffers.counts, 0, size, what)
+            self._launches[what] = prepare(meet, (1, 1, 1), *args, num_warps=1)
+
+    def meet(self, what: str, peer: int = 0) -> None:
+        """Enqueue a meeting on the current stream."""
+        args = (self.buffers.context_tensor, self.buffers.counts, peer, self.size, what)
+        self._launches[what](self._current(), addresses(args))
+
+    def add(self, parts: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, programs: int) -> None:
+        """Enqueue `add_parts` on the current stream."""
+        args = (parts, bias, out, *out.shape, *out.stride(), self.size, bias is not None, 2048)
+        key = (out.stride(), *(None if x is None else x.data_ptr() % 16 for x in (bias, out)))
+        if key not in self._launches:
+            self._launches[key] = prepare(add_parts, (programs, 1, 1), *args, num_warps=4)
+        self._launches[key](self._current(), addresses(args))
+
+    def _current(self) -> int | None:
+        return None if self._stream is None else torch.cuda.current_stream().cuda_stream
+
+    def peers(self) -> list[int]:
+        """In the order in which this rank moves data: at a time each rank has another peer."""
+        return [(self.rank + distance) % self.size for distance in range(1, self.size)]
+
+    @contextlib.contextmanager
+    def beside(self) -> Iterator[None]:
+        """What is enqueued here goes on the stream of copies."""
+        with torch.cuda.stream(self._stream) if self._stream is not None else contextlib.nullcontext():
+            yield
+
+    def fork(self) -> None:
+        """Copies come behind what the caller's stream has so far."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream())
+
+    def join(self) -> None:
+        """The caller's stream goes on behind the copies so far."""
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
+
+
+def chunks(rows: int) -> list[slice]:
+    """The rows of one rank, cut."""
+    number = max(1, min(CHUNKS, rows // LEAST_ROWS))
+    cuts = [rows * i // number for i in range(number + 1)]
+    return [slice(begin, stop) for begin, stop in zip(cuts, cuts[1:], strict=False)]
+
+
+def all_gather_matmul(
+    copies: Copies, out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None
+) -> None:
+    m, K = a.shape
+    gathered = copies.buffers.data.view(copies.size, m, K)
+    own = slice(copies.rank * m, (copies.rank + 1) * m)
+    copies.fork()
+    with copies.beside():
+        copies.meet("await last done")
+        gathered[copies.rank].copy_(a)
+        copies.meet("tell ready")
+    multiply(out[own], a, b, bias)
+    for peer in copies.peers():
+        theirs = copies.buffers.peer(peer).view_as(gathered)[peer]
+        with copies.beside():
+            copies.meet("await ready", peer)
+        for rows in chunks(m):
+            with copies.beside():
+                gathered[peer, rows].copy_(theirs[rows], non_blocking=True)
+            copies.join()
+            multiply(out[peer * m + rows.start : peer * m + rows.stop], gathered[peer, rows], b, bias)
+        with copies.beside():
+            copies.meet("tell done", peer)
+    with copies.beside():
+        copies.meet("end")
+    copies.join()
+
+
+def matmul_reduce_scatter(
+    copies: Copies, out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, programs: int
+) -> None:
+    share, N = out.shape
+    parts, sent = copies.buffers.data.view(2, copies.size, share, N)
+    copies.fork()
+    with copies.beside():
+        copies.meet("tell ready")
+    for peer in copies.peers():
+        theirs = copies.buffers.peer(peer).view(2, copies.size, share, N)[0, copies.rank]
+        with copies.beside():
+            copies.meet("await ready", peer)
+        for rows in chunks(share):
+            multiply(sent[peer, rows], a[peer * share + rows.start : peer * share + rows.stop], b, None)
+            copies.fork()
+            with copies.beside():
+                theirs[rows].copy_(sent[peer, rows], non_blocking=True)
+        with copies.beside():
+            copies.meet("tell done", peer)
+    multiply(parts[copies.rank], a[copies.rank * share : (copies.rank + 1) * share], b, None)
+    copies.join()
+    copies.meet("await done")
+    copies.add(parts, bias, out, programs)
+    copies.meet("end")
