@@ -332,4 +332,3 @@ def install() -> None:
     Autotuner._bench = first_config
     Autotuner.check_disk_cache = lambda self, key, configs, choose: choose()
     stock._get_np_dtype = dtypes.storage  # the same, remembered
-    stock.interpreter_semantic = semantic  # with which tensor descriptors among the arguments are made

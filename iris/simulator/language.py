@@ -125,6 +125,8 @@ class _Binder:
 
     def stand_in(self, value: Any) -> Any:
         if isinstance(value, (JITFunction, InterpretedFunction)):
+            if value.fn in self._stand_ins:
+                return self._stand_ins[value.fn]
             if isinstance(value, JITFunction):
                 return self._functions.setdefault(value.fn, InterpretedFunction(value.fn))
             return self._functions.setdefault(value.fn, value)

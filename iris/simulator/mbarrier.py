@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import triton.language as tl
 from triton.experimental.gluon.language.nvidia.ampere import mbarrier as ampere
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier as hopper
 
 from iris.simulator import grid
 from iris.simulator.asynchronous import Operation
-from iris.simulator.gluon import SharedMemory, integer, truth
+from iris.simulator.gluon import SharedMemory, integer, semantic, truth
 
 # The object is an opaque 64-bit word; these are the ranges that the PTX ISA gives its parts.
 COUNT_BITS = 20
@@ -41,6 +42,12 @@ class _State:
     def put(self, mbarrier: SharedMemory) -> None:
         parts = (self.awaited_bytes << COUNT_BITS | self.pending) << COUNT_BITS | self.count
         mbarrier.handle[...] = parts << 1 | self.phase
+
+
+def allocate_mbarrier(batch: Any = None, two_ctas: Any = False) -> SharedMemory:
+    count = tl.core._unwrap_if_constexpr(batch)
+    shape = [1] if count is None else [count, 1]  # a program is one CTA
+    return semantic.allocate_shared(tl.int64, shape, hopper.MBarrierLayout(), None)
 
 
 def init(mbarrier: SharedMemory, count: Any, **_: Any) -> None:
@@ -132,4 +139,7 @@ def replacements() -> dict[Any, Callable]:
     """What stands in for which of Gluon's builtins."""
     functions = {"init": init, "invalidate": invalidate, "arrive": arrive, "wait": wait}
     replaced = {getattr(module, name): new for module in (ampere, hopper) for name, new in functions.items()}
-    return replaced | {hopper.expect: expect}
+    replaced[hopper.expect] = expect
+    if hasattr(hopper, "allocate_mbarrier"):  # a jitted function, which Triton 3.6 has not
+        replaced[hopper.allocate_mbarrier.fn] = allocate_mbarrier
+    return replaced

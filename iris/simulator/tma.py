@@ -13,6 +13,7 @@ import numpy as np
 import triton.language as tl
 from triton.experimental.gluon.language.nvidia.hopper import tma as gl_tma
 from triton.experimental.gluon.nvidia import hopper
+from triton.tools.tensor_descriptor import TensorDescriptor as TritonDescriptor
 
 from iris.errors import NotInSimulatorError
 from iris.simulator import dtypes, grid, mbarrier
@@ -23,17 +24,16 @@ from iris.simulator.tensor_map import TensorMap
 
 HOST_DESCRIPTORS = tuple(
     getattr(hopper, name) for name in ("TensorDescriptor", "TensorDescriptorIm2Col") if hasattr(hopper, name)
-)
-"""What a program passes to a Gluon kernel; Triton 3.6 has no im2col."""
+) + (TritonDescriptor,)
+"""What a program passes to a kernel; Triton 3.6 has no im2col."""
 
 
 def from_host(given: Any, base: tl.tensor) -> Any:
     """The descriptor that a kernel sees of ``given``, whose tensor starts at ``base``."""
-    if not isinstance(given, hopper.TensorDescriptor):
+    if not isinstance(given, (hopper.TensorDescriptor, TritonDescriptor)):
         raise NotInSimulatorError("a tensor descriptor in im2col mode")
-    descriptor = make_tensor_descriptor(
-        base, given.shape, given.strides, given.block_shape, given.layout, given.padding
-    )
+    layout = () if isinstance(given, TritonDescriptor) else (given.layout,)
+    descriptor = _descriptor(base, given.shape, given.strides, given.block_shape, given.padding, *layout)
     descriptor.handle.round_f32_to_tf32 = getattr(given, "round_f32_to_tf32", False)
     return descriptor
 
@@ -46,13 +46,19 @@ def make_tensor_descriptor(
     layout: Any,
     padding_option: Any = "zero",
 ) -> Any:
+    return _descriptor(base, shape, strides, block_shape, padding_option, tl.core._unwrap_if_constexpr(layout))
+
+
+def _descriptor(
+    base: tl.tensor, shape: Sequence, strides: Sequence, block_shape: Sequence, padding: Any, *layout: Any
+) -> Any:
+    """Gluon's if there is a layout, else Triton's."""
     shape, strides, block_shape = ([integer(number) for number in numbers] for numbers in (shape, strides, block_shape))
-    nan = tl.core._unwrap_if_constexpr(padding_option) == "nan"
-    handle = TensorMap(base.handle, shape, strides, block_shape, nan)
+    handle = TensorMap(base.handle, shape, strides, block_shape, tl.core._unwrap_if_constexpr(padding) == "nan")
     sizes = [semantic.to_tensor(size) for size in shape]
     steps = [semantic.cast(semantic.to_tensor(stride), tl.int64) for stride in strides]
-    block = tl.block_type(base.dtype.element_ty, block_shape)
-    return gl_tma.tensor_descriptor(handle, sizes, steps, block, tl.core._unwrap_if_constexpr(layout))
+    kind = gl_tma.tensor_descriptor if layout else tl.core.tensor_descriptor
+    return kind(handle, sizes, steps, tl.block_type(base.dtype.element_ty, block_shape), *layout)
 
 
 def load(

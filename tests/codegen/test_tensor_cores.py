@@ -46,12 +46,18 @@ def test_copies_on_hopper(dtype):
     assert "cp.async.bulk.tensor.2d.shared" in text and "cp.async.bulk.tensor.2d.global" in text
 
 
+TILES = [64, 32], [32, 64], [64, 64]
 BLOCK = hopper_kernels.descriptor(torch.empty(64, 64, dtype=torch.int32), [8, 16])
 LINE, ONE = torch.empty(4096), torch.empty(1, dtype=torch.int32)
+A, B, C = (hopper_kernels.descriptor(torch.empty(shape, dtype=torch.bfloat16), shape) for shape in TILES)
 SMALL = {
     "read_block": ((BLOCK, ONE, 0, 0, 8, 16), "mbarrier.arrive.expect_tx"),
     "write_block": ((BLOCK, ONE, ONE, 0, 0, 8, 16, "read"), "cp.async.bulk.wait_group.read"),
+    "read_block_of": ((LINE, ONE, 64, 64, 0, 0, 8, 16), "tensormap.replace"),
     "phases": ((ONE, 2), "mbarrier.arrive"),
+    "misused": (("twice",), "mbarrier.arrive"),
+    "product of shared memory": ((A, B, C, 64, 64, 32, False, True), "wgmma.mma_async"),
+    "product of registers": ((A, B, C, 64, 64, 32, True, False), "wgmma.mma_async"),
     "copy_by_threads": ((LINE, LINE, 4096, 128, False), "cp.async.wait_group"),
     "copy_by_threads with a barrier": ((LINE, LINE, 4096, 128, True), "cp.async.mbarrier.arrive"),
 }

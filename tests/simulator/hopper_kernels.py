@@ -12,6 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     tma,
     warpgroup_mma,
+    warpgroup_mma_init,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -61,6 +62,14 @@ def read_block(source, out, row, column, R: gl.constexpr, C: gl.constexpr):
     mbarrier.wait(loaded, 0)
     rows, columns = gl.arange(0, R, gl.SliceLayout(1, TILE)), gl.arange(0, C, gl.SliceLayout(0, TILE))
     gl.store(out + rows[:, None] * C + columns[None, :], block.load(TILE))
+
+
+@gluon.jit
+def read_block_of(pointer, out, rows, columns, row, column, R: gl.constexpr, C: gl.constexpr):
+    """With a descriptor that the kernel makes."""
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([R, C], pointer.dtype.element_ty)
+    source = tma.make_tensor_descriptor(pointer, [rows, columns], [columns, 1], [R, C], layout)
+    read_block(source, out, row, column, R, C)
 
 
 @gluon.jit
@@ -228,6 +237,29 @@ def launch_matmul(a, b, c, blocks=(64, 64, 64), stages=3, **options):
     M, N, K = blocks
     arguments = [descriptor(a, [M, K]), descriptor(b, [N, K]), descriptor(c, [M, N]), a.shape[1], *blocks, stages]
     return matmul, (rounded_up(a.shape[0], M), rounded_up(b.shape[0], N)), arguments, options
+
+
+# c = a @ b, of one tile -----------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def product(a, b, c, M: gl.constexpr, N: gl.constexpr, K: gl.constexpr, REGISTERS: gl.constexpr, ADDED: gl.constexpr):
+    """``ADDED``: that to itself."""
+    tile_a = gl.allocate_shared_memory(a.dtype, [M, K], a.layout)
+    tile_b = gl.allocate_shared_memory(b.dtype, [K, N], b.layout)
+    loaded = barriers(1, 2).index(0)
+    mbarrier.expect(loaded, a.block_type.nbytes)
+    load(a, [0, 0], loaded, tile_a)
+    mbarrier.expect(loaded, b.block_type.nbytes)
+    load(b, [0, 0], loaded, tile_b)
+    mbarrier.wait(loaded, 0)
+    layout: gl.constexpr = accumulator(N, a.dtype)
+    left = tile_a
+    if REGISTERS:
+        left = tile_a.load(gl.DotOperandLayout(0, layout, 2))
+    acc = warpgroup_mma(left, tile_b, gl.zeros([M, N], gl.float32, layout))
+    again = warpgroup_mma(left, tile_b, warpgroup_mma_init(acc), use_acc=ADDED, is_async=True)
+    write(c, 0, 0, warpgroup_mma_wait(deps=[again]), "")
 
 
 # c = a @ b.T by partitions: one loads, two multiply half of the rows each ---------------------------------------------

@@ -71,22 +71,32 @@ def test_matmul_through_shared_memory():
 
 
 @gluon.jit
-def bits(out):
-    memory = gl.allocate_shared_memory(gl.float32, [4], SHARED_1D, gl.full((4,), 1.0, gl.float32, LAYOUT))
-    gl.store(out + gl.arange(0, 4, layout=LAYOUT), memory._reinterpret(gl.int32, [4], SHARED_1D).load(LAYOUT))
+def bits(x, out, KIND: gl.constexpr, N: gl.constexpr):
+    i = gl.arange(0, N, layout=LAYOUT)
+    memory = gl.allocate_shared_memory(x.dtype.element_ty, [N], SHARED_1D, gl.load(x + i))
+    gl.store(out + i, memory._reinterpret(KIND, [N], SHARED_1D).load(LAYOUT))
 
 
 @gluon.jit
-def bits_of_newer_triton(out):
-    memory = gl.allocate_shared_memory(gl.float32, [4], SHARED_1D, gl.full((4,), 1.0, gl.float32, LAYOUT))
-    gl.store(out + gl.arange(0, 4, layout=LAYOUT), memory.reinterpret(gl.int32, [4], SHARED_1D).load(LAYOUT))
+def bits_of_newer_triton(x, out, KIND: gl.constexpr, N: gl.constexpr):
+    i = gl.arange(0, N, layout=LAYOUT)
+    memory = gl.allocate_shared_memory(x.dtype.element_ty, [N], SHARED_1D, gl.load(x + i))
+    gl.store(out + i, memory.reinterpret(KIND, [N], SHARED_1D).load(LAYOUT))
 
 
-def test_shared_memory_reinterpreted():
-    out = torch.zeros(4, dtype=torch.int32)
+@pytest.mark.parametrize(
+    "dtype, kind, seen",
+    [
+        (torch.float32, torch.int32, gl.int32),
+        (torch.bfloat16, torch.int16, gl.int16),
+        (torch.float8_e4m3fn, torch.int8, gl.int8),
+    ],
+)
+def test_shared_memory_reinterpreted(dtype, kind, seen):
+    x, out = torch.randn(32).to(dtype), torch.zeros(32, dtype=kind)
     kernel = bits if hasattr(gl.shared_memory_descriptor, "_reinterpret") else bits_of_newer_triton
-    kernel[(1,)](out)
-    assert out.tolist() == [0x3F800000] * 4
+    kernel[(1,)](x, out, seen, 32)
+    assert torch.equal(out, x.view(kind))
 
 
 @gluon.jit

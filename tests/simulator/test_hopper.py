@@ -56,6 +56,14 @@ def test_a_block_is_filled_outside_the_tensor(padding, row, column):
     torch.testing.assert_close(out, around[30 + row : 46 + row, 60 + column : 124 + column], equal_nan=True)
 
 
+def test_a_descriptor_that_the_kernel_makes():
+    source, out = values(10, 40), torch.ones(16, 64, dtype=torch.bfloat16)
+    kernels.read_block_of[(1,)](source, out, 10, 40, 2, 0, 16, 64)
+    expected = torch.zeros_like(out)
+    expected[:8, :40] = source[2:]
+    assert torch.equal(out, expected)
+
+
 @pytest.mark.parametrize("how", ["read", pytest.param("visible", marks=pytest.mark.skipif(not NEWER, reason="3.6"))])
 def test_a_store_is_read_before_it_can_be_seen(how):
     target, seen = torch.zeros(8, 16, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
@@ -140,6 +148,15 @@ def operands(M, N, K, dtype):
 def check_product(launch, a, b, c):
     run(launch)
     torch.testing.assert_close(c, (a.float() @ b.float().T).bfloat16())
+
+
+@pytest.mark.parametrize("registers", [False, True])
+@pytest.mark.parametrize("added", [False, True])
+def test_forms_of_a_product(registers, added):
+    a, b, c = values(64, 32), values(32, 64), torch.zeros(64, 64)
+    blocks = [kernels.descriptor(tensor, list(tensor.shape)) for tensor in (a, b, c)]
+    kernels.product[(1,)](*blocks, 64, 64, 32, registers, added)
+    torch.testing.assert_close(c, (1 + added) * (a.float() @ b.float()))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2])

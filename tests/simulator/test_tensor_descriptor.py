@@ -1,0 +1,65 @@
+"""Triton's tensor descriptors, made by the host or in the kernel: what lies outside is filled, and not written."""
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from iris.simulator import ACTIVE
+
+assert ACTIVE
+
+
+@triton.jit
+def copy_block(source, target, row, column):
+    target.store([row, column], source.load([row, column]))
+
+
+@triton.jit
+def copy_block_of(source, target, rows, columns, row, column, R: tl.constexpr, C: tl.constexpr):
+    block = tl.make_tensor_descriptor(source, [rows, columns], [columns, 1], [R, C])
+    copy_block(block, tl.make_tensor_descriptor(target, [rows, columns], [columns, 1], [R, C]), row, column)
+
+
+@triton.jit
+def read_block(source, out, row, column, R: tl.constexpr, C: tl.constexpr):
+    tl.store(out + tl.arange(0, R)[:, None] * C + tl.arange(0, C)[None, :], source.load([row, column]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int8])
+@pytest.mark.parametrize("made", ["by the host", "in the kernel"])
+def test_only_the_tensor_is_written(dtype, made):
+    source = torch.arange(1, 801).reshape(10, 80).to(dtype)
+    target = torch.zeros(12, 80).to(dtype)
+    if made == "by the host":
+        blocks = [TensorDescriptor.from_tensor(tensor, [8, 32]) for tensor in (source, target[:10])]
+        copy_block[(1,)](*blocks, 4, 64)
+    else:
+        copy_block_of[(1,)](source, target, 10, 80, 4, 64, 8, 32)
+    expected = torch.zeros(12, 80)
+    expected[4:10, 64:] = source.float()[4:, 64:]
+    assert torch.equal(target.float(), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float8_e5m2])
+@pytest.mark.parametrize("padding", ["zero", "nan"])
+def test_a_block_is_filled_outside_the_tensor(dtype, padding):
+    source, out = torch.randn(10, 48).to(dtype), torch.zeros(8, 32).to(dtype)
+    block = TensorDescriptor.from_tensor(source, [8, 32])
+    block.padding = padding
+    read_block[(1,)](block, out, -2, 32, 8, 32)
+    expected = torch.full((8, 32), 0.0 if padding == "zero" else float("nan"))
+    expected[2:, :16] = source.float()[:6, 32:]
+    torch.testing.assert_close(out.float(), expected, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    "offset, width, column, message",
+    [(1, 32, 0, "base or a stride"), (0, 33, 0, "base or a stride"), (0, 32, 3, "last")],
+)
+def test_what_tma_cannot_address_is_an_error(offset, width, column, message):
+    memory, out = torch.zeros(1024), torch.zeros(8, 32)
+    source = memory[offset : offset + 10 * width].view(10, width)
+    with pytest.raises(ValueError, match=message):
+        copy_block_of[(1,)](source, out, 10, width, 0, column, 8, 32)
