@@ -84,6 +84,25 @@ def ccl(
     ccl_command.run(collectives, libraries, dtype, sizes, sms, floors, out)
 
 
+@bench.command()
+@click.option("--operation", "operations", multiple=True, help="One of the fused operations; all if not given.")
+@click.option("--library", "libraries", multiple=True, help="iris, 'iris kernel', 'iris copies', vendor, torch, gemm.")
+@click.option("--dtype", default="bfloat16", show_default=True)
+@click.option("--shape", "shapes", multiple=True, help="MxNxK of the whole product; six of large models if not given.")
+@click.option("--out", type=click.Path(path_type=Path), help="Folder for CSV and JSON.")
+def ops(
+    operations: tuple[str, ...], libraries: tuple[str, ...], dtype: str, shapes: tuple[str, ...], out: Path | None
+) -> None:
+    """Fused operations of Iris, the vendor's GEMM with its collectives and torch's own, side by side, under torchrun.
+
+    Exit status 1 if a result of Iris is wrong.
+    """
+    requirements.check()
+    from iris.bench import ops_command
+
+    ops_command.run(operations, libraries, dtype, shapes, out)
+
+
 @commands.command()
 @click.option("--largest", type=click.IntRange(1), default=256 << 10, show_default=True, help="Largest size, in KiB.")
 @click.option("--smallest", type=click.IntRange(1), default=8, show_default=True, help="Smallest size, in KiB.")

@@ -1,0 +1,161 @@
+"""Fused operations side by side: Iris in each of its ways, the vendor's GEMM with NCCL or RCCL, torch's, GEMM alone.
+
+All in one run, on the same random data. A shape is (M, N, K) of the whole product. For all_gather_matmul and
+matmul_all_gather each rank has M / W rows of A and N / W, or all, columns of B; for the sums it has K / W columns of A
+and rows of B. Every result is compared with that of the vendor once before it is timed.
+"""
+
+import csv
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from iris.bench.collectives import microseconds
+from iris.bench.report import environment
+from iris.context import Iris
+from iris.ops import FusedConfig
+
+OPERATIONS = ("all_gather_matmul", "matmul_all_gather", "matmul_reduce_scatter", "matmul_all_reduce")
+LIBRARIES = ("iris", "iris kernel", "iris copies", "vendor", "torch", "gemm")
+# Layers of large models, and of one small batch; the last is JAX's example of 1024 rows on each of four ranks.
+SHAPES = [
+    (8192, 4608, 36864),
+    (8192, 8192, 8192),
+    (4096, 14336, 4096),
+    (8192, 28672, 8192),
+    (1024, 8192, 28672),
+    (4096, 16384, 4096),
+]
+
+
+class Row(NamedTuple):
+    """One measurement. ``microseconds``: none where the reason is given."""
+
+    operation: str
+    M: int
+    N: int
+    K: int
+    dtype: str
+    library: str
+    microseconds: float | None
+    reason: str = ""
+
+
+class Operands(NamedTuple):
+    """Of one rank: ``a [m, k]``, ``b [k, n]``, ``out``, what of A or of the result is gathered, and a product alone."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+    out: torch.Tensor
+    whole: torch.Tensor
+
+
+def operands(ctx: Iris, operation: str, shape: tuple[int, int, int], dtype: torch.dtype) -> Operands:
+    """Random matrices of this rank; ``out`` is on the heap."""
+    (M, N, K), W = shape, ctx.num_ranks
+    generator = torch.Generator(ctx.device).manual_seed(M + ctx.cur_rank)
+
+    def random(*size: int) -> torch.Tensor:
+        return torch.randn(size, generator=generator, device=ctx.device, dtype=dtype)
+
+    if operation == "all_gather_matmul":
+        return Operands(random(M // W, K), random(K, N // W), ctx.zeros(M, N // W, dtype=dtype), random(M, K))
+    if operation == "matmul_all_gather":
+        return Operands(random(M // W, K), random(K, N), ctx.zeros(M, N, dtype=dtype), random(M // W, N))
+    rows = M // W if operation == "matmul_reduce_scatter" else M
+    return Operands(random(M, K // W), random(K // W, N), ctx.zeros(rows, N, dtype=dtype), random(M, N))
+
+
+def vendor(operation: str, x: Operands) -> Callable[[], object]:
+    """The vendor's GEMM and torch.distributed's collective, one behind the other."""
+    a, b, out, whole = x
+
+    def of(*calls: Callable[[], object]) -> Callable[[], object]:
+        return lambda: [call() for call in calls]
+
+    return {
+        "all_gather_matmul": of(lambda: dist.all_gather_into_tensor(whole, a), lambda: torch.mm(whole, b, out=out)),
+        "matmul_all_gather": of(lambda: torch.mm(a, b, out=whole), lambda: dist.all_gather_into_tensor(out, whole)),
+        "matmul_reduce_scatter": of(lambda: torch.mm(a, b, out=whole), lambda: dist.reduce_scatter_tensor(out, whole)),
+        "matmul_all_reduce": of(lambda: torch.mm(a, b, out=out), lambda: dist.all_reduce(out)),
+    }[operation]
+
+
+def case(ctx: Iris, operation: str, library: str, x: Operands) -> Callable[[], object] | None:
+    """A call of the library, if it has that operation."""
+    configs = {"iris": None, "iris kernel": FusedConfig(), "iris copies": FusedConfig(variant="copies")}
+    if library in configs:
+        if library == "iris copies" and operation in ("matmul_all_gather", "matmul_all_reduce"):
+            return None
+        return lambda: getattr(ctx.ops, operation)(x.out, x.a, x.b, config=configs[library])
+    if library == "vendor":
+        return vendor(operation, x)
+    if library == "gemm":
+        if operation == "all_gather_matmul":
+            return lambda: torch.mm(x.whole, x.b, out=x.out)
+        return lambda: torch.mm(x.a, x.b, out=x.whole)
+    group = dist.group.WORLD.group_name
+    if operation == "all_gather_matmul":
+        return lambda: torch.ops.symm_mem.fused_all_gather_matmul(x.a, [x.b], 0, group)
+    if operation == "matmul_reduce_scatter":
+        return lambda: torch.ops.symm_mem.fused_matmul_reduce_scatter(x.a, x.b, "sum", 0, group)
+    return None
+
+
+def check(ctx: Iris, operation: str, call: Callable[[], object], x: Operands) -> str:
+    """An empty string if a call gives what the vendor does; else what is wrong."""
+    vendor(operation, x)()
+    wanted = x.out.float()
+    x.out.zero_()
+    ctx.barrier()
+    call()
+    ctx.barrier()
+    bound = 0.02 * wanted.abs().max().item()
+    worst = (x.out.float() - wanted).abs().max().item()
+    return "" if worst <= bound else f"wrong result: differs by {worst:.3g}"
+
+
+def measure(
+    ctx: Iris, operations: list[str], shapes: list[tuple[int, int, int]], libraries: list[str], dtype: torch.dtype
+) -> Iterator[Row]:
+    """All rows, as they come. Collective over the world; the rows are the same on all ranks."""
+    ctx.device_barrier()
+    for shape in shapes:
+        for operation in operations:
+            x = operands(ctx, operation, shape, dtype)
+            for library in libraries:
+                call = case(ctx, operation, library, x)
+                if call is None:
+                    continue
+                reason, spent = "", None
+                try:
+                    if library.startswith("iris"):
+                        reason = check(ctx, operation, call, x)
+                    else:
+                        call()
+                except Exception as error:  # a peer's failure is a result too
+                    reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+                # One rank's failure is everybody's, so that all go on with the same case.
+                reasons = [ctx.broadcast(reason, rank) for rank in range(ctx.num_ranks)]
+                reason = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(reasons) if text)
+                if not reason:
+                    spent = microseconds(ctx, call, 8 << 20)
+                yield Row(operation, *shape, str(dtype).removeprefix("torch."), library, spent, reason)
+            ctx.ops.close()
+            del x
+            ctx.barrier()
+
+
+def write(folder: Path, num_ranks: int, rows: list[Row]) -> None:
+    """The rows as CSV and JSON, the latter with what they depend on."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / f"operations_{num_ranks}.csv", "w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(Row._fields)
+        writer.writerows(rows)
+    result = {**environment(), "num_ranks": num_ranks, "rows": [row._asdict() for row in rows]}
+    (folder / f"operations_{num_ranks}.json").write_text(json.dumps(result, indent=1) + "\n")

@@ -1,0 +1,61 @@
+"""``python -m iris bench ops``: what it prints and writes."""
+
+from pathlib import Path
+
+import click
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+import iris
+from iris.bench import operations as measuring
+from iris.errors import UnknownChoiceError
+
+
+def run(
+    operations: tuple[str, ...], libraries: tuple[str, ...], dtype: str, shapes: tuple[str, ...], out: Path | None
+) -> None:
+    """See the command's help. Collective over the ranks that torchrun started."""
+    for name, given, possible in (
+        ("--operation", operations, measuring.OPERATIONS),
+        ("--library", libraries, measuring.LIBRARIES),
+    ):
+        for value in given:
+            if value not in possible:
+                raise UnknownChoiceError(name, value, possible)
+    chosen = list(operations or measuring.OPERATIONS)
+    sizes = [tuple(int(size) for size in shape.split("x")) for shape in shapes] or measuring.SHAPES
+    largest = max(M * N for M, N, _ in sizes)
+    with iris.iris(4 * largest + (64 << 20 if torch.cuda.is_available() else 1 << 20)) as ctx:
+        on_gpu = ctx.device.type == "cuda"
+        beside = list(libraries or (measuring.LIBRARIES if on_gpu else ("iris kernel", "iris copies")))
+        rows: list[measuring.Row] = []
+        console = Console(stderr=True, quiet=ctx.get_rank() > 0)
+        with Progress(console=console) as progress:
+            task = progress.add_task("operations", total=len(chosen) * len(sizes) * len(beside))
+            for row in measuring.measure(ctx, chosen, sizes, beside, getattr(torch, dtype)):
+                rows.append(row)
+                progress.update(task, advance=1)
+                if ctx.get_rank() == 0 and out is not None:
+                    measuring.write(out, ctx.get_num_ranks(), rows)
+        if ctx.get_rank() == 0:
+            show(rows)
+    missed = [f"{row.operation} of {row.M} x {row.N} x {row.K} by {row.library}: {row.reason}"
+              for row in rows if row.reason and row.library.startswith("iris")]  # fmt: skip
+    if missed:
+        raise click.ClickException("; ".join(missed))
+
+
+def show(rows: list[measuring.Row]) -> None:
+    """A table: a line a shape, a column a library."""
+    libraries = list(dict.fromkeys(row.library for row in rows))
+    table = Table("operation", "M, N, K", *(f"{library}, us" for library in libraries))
+    cells = {(row[:4], row.library): row for row in rows}
+    for case in dict.fromkeys(row[:4] for row in rows):
+        line = []
+        for library in libraries:
+            row = cells.get((case, library))
+            line.append("-" if row is None else row.reason or f"{row.microseconds:.1f}")
+        table.add_row(case[0], ", ".join(map(str, case[1:])), *line)
+    Console(width=150).print(table)

@@ -1,0 +1,35 @@
+"""The benchmark of fused operations: who is measured, and that a wrong result is noticed."""
+
+import json
+
+import torch
+
+from iris.bench import operations
+
+
+def measured(ctx):
+    libraries = ["iris", "iris kernel", "iris copies", "vendor", "gemm"]
+    return list(operations.measure(ctx, list(operations.OPERATIONS), [(32, 16, 32)], libraries, torch.float32))
+
+
+def test_what_is_measured(ranks, tmp_path):
+    rows, *others = ranks.run(measured)
+    assert all([row[:6] for row in other] == [row[:6] for row in rows] for other in others)
+    assert all(row.microseconds > 0 and not row.reason for row in rows), rows
+    by_copies = {row.operation for row in rows if row.library == "iris copies"}
+    assert by_copies == {"all_gather_matmul", "matmul_reduce_scatter"}
+    assert len(rows) == 4 * 4 + len(by_copies)
+    operations.write(tmp_path, 2, rows)
+    written = json.loads((tmp_path / "operations_2.json").read_text())
+    assert [operations.Row(**row) for row in written["rows"]] == rows
+
+
+def spoilt(ctx):
+    x = operations.operands(ctx, "matmul_all_reduce", (32, 16, 32), torch.float32)
+    call = operations.case(ctx, "matmul_all_reduce", "iris", x)
+    assert operations.check(ctx, "matmul_all_reduce", call, x) == ""
+    assert "wrong result" in operations.check(ctx, "matmul_all_reduce", lambda: (call(), x.out[3].zero_()), x)
+
+
+def test_a_wrong_result_is_noticed(ranks):
+    ranks.run(spoilt)
