@@ -95,6 +95,13 @@ def test_kernels_run_whatever_is_imported_first(run, first, environment):
     assert done.stdout.split() == ["30.0", "30.0"], done.stderr
 
 
+def test_builtins_may_have_been_imported_by_name(run):
+    names = "from triton.experimental.gluon.language import load, store\nfrom triton.language import load as tl_load"
+    kernels = KERNEL.replace("gl.load", "load").replace("gl.store", "store").replace("tl.load", "tl_load")
+    done = run(f"{names}\nimport iris.simulator\n{kernels}{LAUNCH}")
+    assert done.stdout.split() == ["30.0", "30.0"], done.stderr
+
+
 def test_says_once_that_it_switched_itself_on(run):
     source = "import iris.simulator\nassert iris.simulator.ACTIVE"
     lines = run(source).stderr.splitlines()
