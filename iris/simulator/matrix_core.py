@@ -6,12 +6,17 @@ from typing import Any
 import triton.language as tl
 from triton.experimental.gluon import language as gl
 
+from iris.errors import NotInSimulatorError
 from iris.simulator.gluon import semantic
 
 
 def multiply_add(a: tl.tensor, b: tl.tensor, acc: tl.tensor, *_: Any, **__: Any) -> tl.tensor:
     """``a @ b + acc``: `dot_fma`, `mfma`, `mma_v2` and the like."""
     return tl.tensor(semantic.builder.create_dot(a.handle, b.handle, acc.handle), acc.type)
+
+
+def mfma_scaled(*_: Any, **__: Any) -> None:
+    raise NotInSimulatorError("mfma_scaled")
 
 
 def buffer_load(ptr, offsets, mask=None, other=None, cache=None):
@@ -31,7 +36,8 @@ def buffer_atomic(name: str) -> Callable:
 
 def replacements() -> dict[Any, Callable]:
     """What stands in for which of Gluon's builtins."""
-    replaced = {gl.dot_fma: multiply_add, gl.nvidia.ampere.mma_v2: multiply_add}
+    replaced: dict[Any, Callable] = {gl.dot_fma: multiply_add, gl.nvidia.ampere.mma_v2: multiply_add}
+    replaced[gl.amd.cdna4.mfma_scaled] = mfma_scaled
     for module in (gl.amd.cdna3, gl.amd.cdna4):
         for name, value in vars(module).items():
             if name == "mfma":

@@ -9,7 +9,6 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import triton.language as tl
 from triton.experimental.gluon.language.nvidia.hopper import tma as gl_tma
 from triton.experimental.gluon.nvidia import hopper
@@ -66,8 +65,10 @@ def load(
 ) -> None:
     if not truth(pred):
         return
-    block, places = _block(tensor_desc, coord, result), list(map(integer, coord))
-    source = Source(lambda: _read(block, places), block.element)
+    block = _block(tensor_desc, result)
+    pointers, inside = _pointers(block, coord)
+    fill = make_tensor(block.fill().data, block.element)
+    source = Source(lambda: block.rounded(tl.core.load(pointers, inside, fill).handle.data), block.element)
     result.handle[...] = dtypes.poison(block.element)
 
     def complete() -> None:
@@ -99,19 +100,19 @@ def store_wait(pendings: Any, read_only: Any = True) -> None:
 
 
 def _issue(tensor_desc: Any, coord: Any, src: SharedMemory, put: Callable) -> None:
-    block, places = _block(tensor_desc, coord, src), list(map(integer, coord))
+    block = _block(tensor_desc, src)
+    pointers, inside = _pointers(block, coord)
     source, in_flight = Source(src.handle.copy, block.element), grid.current().in_flight
 
     def read() -> None:
         values = make_tensor(source.at_completion(), block.element)
-        pointers, inside = _pointers(block, places)
         in_flight.writes.append(lambda: put(pointers, values, inside))
 
     in_flight.stores.issue(read)
     in_flight.stores.commit()
 
 
-def _block(tensor_desc: Any, coord: Any, memory: SharedMemory) -> TensorMap:
+def _block(tensor_desc: Any, memory: SharedMemory) -> TensorMap:
     block = tensor_desc.handle
     if memory.handle.shape != block.block_shape or memory.dtype != block.element:
         raise ValueError(
@@ -120,15 +121,9 @@ def _block(tensor_desc: Any, coord: Any, memory: SharedMemory) -> TensorMap:
     return block
 
 
-def _pointers(block: TensorMap, coordinates: Sequence[int]) -> tuple[tl.tensor, tl.tensor]:
-    addresses, inside = block.pointers(coordinates)
+def _pointers(block: TensorMap, coordinates: Sequence[Any]) -> tuple[tl.tensor, tl.tensor]:
+    addresses, inside = block.pointers(list(map(integer, coordinates)))
     return make_tensor(addresses.data, addresses.dtype), make_tensor(inside.data, tl.int1)
-
-
-def _read(block: TensorMap, coordinates: Sequence[int]) -> np.ndarray:
-    fill = block.fill()
-    pointers, inside = _pointers(block, coordinates)
-    return block.rounded(tl.core.load(pointers, inside, make_tensor(fill.data, fill.dtype)).handle.data)
 
 
 def replacements() -> dict[Any, Callable]:

@@ -55,7 +55,7 @@ SMALL = {
     "write_block": ((BLOCK, ONE, ONE, 0, 0, 8, 16, "read"), "cp.async.bulk.wait_group.read"),
     "read_block_of": ((LINE, ONE, 64, 64, 0, 0, 8, 16), "tensormap.replace"),
     "phases": ((ONE, 2), "mbarrier.arrive"),
-    "misused": (("twice",), "mbarrier.arrive"),
+    "misused": (("often",), "mbarrier.arrive"),
     "product of shared memory": ((A, B, C, 64, 64, 32, False, True), "wgmma.mma_async"),
     "product of registers": ((A, B, C, 64, 64, 32, True, False), "wgmma.mma_async"),
     "copy_by_threads": ((LINE, LINE, 4096, 128, False), "cp.async.wait_group"),

@@ -107,7 +107,9 @@ def phases(out, ARRIVALS: gl.constexpr, FORGET: gl.constexpr = ""):
 @gluon.jit
 def misused(HOW: gl.constexpr):
     barrier = barriers(1, 2).index(0)
-    if HOW == "twice":
+    if HOW == "early":
+        mbarrier.arrive(gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout()), count=1)
+    if HOW == "often":
         mbarrier.arrive(barrier, count=3)
     if HOW == "phase":
         mbarrier.wait(barrier, 2)

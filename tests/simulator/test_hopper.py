@@ -119,7 +119,13 @@ def test_arrivals_are_counted(limit, arrivals):
 
 
 @pytest.mark.parametrize(
-    "misuse, message", [("twice", "more than 2 arrivals"), ("phase", "0 or 1, not 2"), ("late", "after invalidate")]
+    "misuse, message",
+    [
+        ("early", "before init"),
+        ("often", "more than 2 arrivals"),
+        ("phase", "0 or 1, not 2"),
+        ("late", "after invalidate"),
+    ],
 )
 def test_misuse_of_a_barrier_is_an_error(misuse, message):
     with pytest.raises((RuntimeError, ValueError), match=message):
