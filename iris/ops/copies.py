@@ -99,7 +99,7 @@ class Copies:
     def add(self, parts: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, programs: int) -> None:
         """Enqueue `add_parts` on the current stream."""
         args = (parts, bias, out, *out.shape, *out.stride(), self.size, bias is not None, 2048)
-        key = (out.stride(), *(None if x is None else x.data_ptr() % 16 for x in (bias, out)))
+        key = (out.stride(), *(None if x is None else (x.dtype, x.data_ptr() % 16) for x in (bias, out)))
         if key not in self._launches:
             self._launches[key] = prepare(add_parts, (programs, 1, 1), *args, num_warps=4)
         self._launches[key](self._current(), addresses(args))

@@ -233,8 +233,8 @@ class Operations:
                    config.allow_tf32, call.bias is not None, call.scaled)  # fmt: skip
         tensors = (*memory, call.a, call.b, call.bias, *call.scales(), result)
         args = (*tensors, *numbers, *options)
-        aligned = tuple(x.data_ptr() % 16 if isinstance(x, torch.Tensor) else None for x in tensors)
-        key = (buffers.kind, args[len(tensors) :], aligned)
+        seen = tuple(None if x is None else (x.dtype, x.data_ptr() % 16) for x in tensors)
+        key = (buffers.kind, args[len(tensors) :], seen)
         if key not in self._launches:
             self._launches[key] = prepare(
                 kernel, (programs, 1, 1), *args, num_warps=config.num_warps, num_stages=config.num_stages
