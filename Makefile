@@ -20,10 +20,10 @@ test: setup setup-oldest lint   ## the covering sample: simulator, compile check
 
 # Two lanes, which take about as long as each other on two cores.
 test-simulator:
-	$(RUN) -m pytest -q tests --ignore tests/codegen --ignore tests/ops --ignore tests/x
+	$(RUN) -m pytest -q tests --ignore tests/codegen --ignore tests/ops --ignore tests/simulator --ignore tests/x
 
 test-compiled:
-	$(RUN) -m pytest -q tests/ops tests/x
+	$(RUN) -m pytest -q tests/ops tests/simulator tests/x
 	IRIS_SIMULATOR=0 $(RUN) -m pytest -q tests/codegen
 	IRIS_SIMULATOR=0 $(OLDEST) -m pytest -q tests/codegen $(OLDEST_TARGETS)
 	$(OLDEST) -m pytest -q tests/test_acceptance.py tests/simulator

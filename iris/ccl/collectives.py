@@ -513,8 +513,8 @@ class Collectives:
         """All that a prepared launch depends on; ``call`` has what the collective wants to know of shapes."""
         return (
             call,
-            input.get_device(), input.dtype, input.numel(), input.data_ptr() & 15,
-            output.get_device(), output.dtype, output.numel(), output.data_ptr() & 15,
+            input.device, input.dtype, input.numel(), input.data_ptr() & 15,
+            output.device, output.dtype, output.numel(), output.data_ptr() & 15,
             id(config), stream, capture,
         )  # fmt: skip
 
