@@ -19,11 +19,13 @@ test: setup setup-oldest lint   ## the covering sample: simulator, compile check
 	$(MAKE) --jobs 2 --output-sync=target --no-print-directory test-simulator test-compiled
 
 # Two lanes, which take about as long as each other on two cores.
+IN_OTHER_LANE := language ops simulator x
+
 test-simulator:
-	$(RUN) -m pytest -q tests --ignore tests/codegen --ignore tests/ops --ignore tests/simulator --ignore tests/x
+	$(RUN) -m pytest -q tests $(addprefix --ignore tests/,codegen $(IN_OTHER_LANE))
 
 test-compiled:
-	$(RUN) -m pytest -q tests/ops tests/simulator tests/x
+	$(RUN) -m pytest -q $(addprefix tests/,$(IN_OTHER_LANE))
 	IRIS_SIMULATOR=0 $(RUN) -m pytest -q tests/codegen
 	IRIS_SIMULATOR=0 $(OLDEST) -m pytest -q tests/codegen $(OLDEST_TARGETS)
 	$(OLDEST) -m pytest -q tests/test_acceptance.py tests/simulator
