@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 HEAP_SIZE = 1 << 26
 START_LIMIT_S = 120
-RUN_LIMIT_S = 180
+RUN_LIMIT_S = 900 if os.environ.get("IRIS_TEST_ALL") == "1" else 180  # eight ranks may share two busy cores
 GRACE_S = 3  # what the other ranks get to finish, once one has failed
 
 
