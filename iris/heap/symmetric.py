@@ -93,11 +93,11 @@ class SymmetricHeap:
     """
 
     def __init__(self, group: Group, size: int, device: torch.device) -> None:
-        self._mapping = create(group, size, device)
+        self.mapping = create(group, size, device)
         self.group, self.size, self.device = group, operator.index(size), device
-        self.bases = self._mapping.bases
+        self.bases = self.mapping.bases
         self._base = self.bases[group.rank]
-        self._allocator = Allocator(self._mapping.size)
+        self._allocator = Allocator(self.mapping.size)
         self._lifetimes = Lifetimes(device)
         self._history = History()
         # Blocks by number, which counts allocations and so is the same on all ranks.
@@ -110,7 +110,7 @@ class SymmetricHeap:
     @property
     def mapped_size(self) -> int:
         """Bytes from a heap's base to its end: the size that was asked for, rounded up."""
-        return self._mapping.size
+        return self.mapping.size
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, requires_grad: bool = False) -> torch.Tensor:
         """A contiguous tensor with undefined content, at the same offset on every rank.
@@ -142,7 +142,7 @@ class SymmetricHeap:
         self._history.place(offset)
         number = self._history.count
         self._blocks[number] = Block(offset, size, shape, dtype, call)
-        storage = self._mapping.storage(self.group.rank, offset, size, self._lifetimes.begin(number))
+        storage = self.mapping.storage(self.group.rank, offset, size, self._lifetimes.begin(number))
         tensor = torch.empty(0, dtype=dtype, device=self.device).set_(storage, 0, shape)
         return tensor.requires_grad_() if requires_grad else tensor
 
@@ -203,7 +203,7 @@ class SymmetricHeap:
             raise NotATensorError(tensor)
         # The data pointer of a tensor without elements is null, that of its storage is not.
         address = tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else 0
-        return tensor.device == self.device and self._base <= address < self._base + self._mapping.size
+        return tensor.device == self.device and self._base <= address < self._base + self.mapping.size
 
     def offset(self, tensor: torch.Tensor) -> int:
         """Bytes from the start of the heap to the tensor's first element; NotSymmetricError if it is elsewhere."""
@@ -224,7 +224,7 @@ class SymmetricHeap:
         self._check_symmetric(tensor)
         own = tensor.untyped_storage()
         life = getattr(own, "iris_owner", None)
-        storage = self._mapping.storage(rank, own.data_ptr() - self._base, own.nbytes(), life)
+        storage = self.mapping.storage(rank, own.data_ptr() - self._base, own.nbytes(), life)
         view = torch.empty(0, dtype=tensor.dtype, device=self.device)
         return view.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
 
@@ -237,7 +237,7 @@ class SymmetricHeap:
         """What is at ``address``, in words, or None if that is in no rank's heap: for messages about faults."""
         for rank, base in zip(self.group.ranks, self.bases, strict=True):
             offset = address - base
-            if 0 <= offset < self._mapping.size:
+            if 0 <= offset < self.mapping.size:
                 return f"rank {rank}'s {self._describe_offset(offset)}"
         return None
 
@@ -245,7 +245,7 @@ class SymmetricHeap:
         """Let go of the memory. Local. Tensors that are still alive stay valid; everything else raises afterwards."""
         if not self.closed:
             self.closed = True
-            self._mapping.close()
+            self.mapping.close()
             _live.pop(self._base, None)
 
     def check_open(self) -> None:

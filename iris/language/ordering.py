@@ -26,9 +26,10 @@ import triton
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from iris import device_record, simulator, wait_limit
-from iris.language.address import gluon_translate, triton_translate
+from iris.language.address import gluon_translate, in_simulator, triton_translate
 from iris.language.target import cas_ignores_its_order, launches_early, on_amd, on_nvidia, threads_per_warp
 
 KINDS = device_record.KINDS
@@ -178,6 +179,41 @@ def make_ordering(jit: Callable, lang: ModuleType, translate) -> SimpleNamespace
         gather_block()
         system_fence()
         block_barrier()
+
+    @jit
+    def order_bulk_copies():
+        """What the block has acquired comes before the copies by TMA that its threads issue from here on.
+
+        They access memory through another proxy than loads and stores do (PTX ISA, "Async proxy").
+        """
+        if on_nvidia():
+            lang.inline_asm_elementwise(
+                "fence.proxy.async; mov.b32 $0, 0;", "=r,~{memory}", [], dtype=lang.int32, is_pure=False, pack=1
+            )
+
+    @jit
+    def await_bulk_stores(left: lang.constexpr):
+        """Until of the copies by TMA that the block's threads have issued all but ``left`` are in memory.
+
+        With none left a release is of them too. Gluon's own wait is, before Triton 3.7, only for the reading of their
+        source. (PTX ISA, "cp.async.bulk.wait_group": without .read the writes have been made visible to the thread that
+        issued them; it meets the others in a barrier in front of the release.)
+        """
+        if in_simulator():
+            tma.store_wait(left, read_only=False)
+        elif left == 0:
+            lang.inline_asm_elementwise(
+                "cp.async.bulk.wait_group 0; mov.b32 $0, 0;", "=r,~{memory}", [], dtype=lang.int32, is_pure=False, pack=1
+            )
+        elif left == 1:
+            lang.inline_asm_elementwise(
+                "cp.async.bulk.wait_group 1; mov.b32 $0, 0;", "=r,~{memory}", [], dtype=lang.int32, is_pure=False, pack=1
+            )
+        else:
+            lang.static_assert(left == 3)
+            lang.inline_asm_elementwise(
+                "cp.async.bulk.wait_group 3; mov.b32 $0, 0;", "=r,~{memory}", [], dtype=lang.int32, is_pure=False, pack=1
+            )
 
     @jit
     def keep(ptrs, values, mask=None):
@@ -507,6 +543,8 @@ def make_ordering(jit: Callable, lang: ModuleType, translate) -> SimpleNamespace
         unlock=unlock,
         fence=fence,
         keep=keep,
+        order_bulk_copies=order_bulk_copies,
+        await_bulk_stores=await_bulk_stores,
         barrier=barrier,
         follow_predecessor=follow_predecessor,
         admit_successor=admit_successor,

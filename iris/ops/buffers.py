@@ -7,6 +7,7 @@ import torch
 from iris.device_record import DeviceRecord
 from iris.errors import WorkspaceTooSmallError, readable
 from iris.heap import mapping
+from iris.heap.tensor_map import places
 from iris.language.context import context_tensor
 from iris.ops.counts import ARRIVED
 from iris.world import Group
@@ -36,6 +37,10 @@ class Buffers:
         int32, zeros at first: see `iris.ops.counts`.
     data : torch.Tensor
         So many elements of the dtype asked for, the same place on every rank.
+    mapping : Mapping
+        The memory of all of it.
+    places : torch.Tensor
+        Where that of each rank is in a tensor map of all: see `iris.heap.tensor_map`.
     """
 
     def __init__(self, group: Group, device: torch.device, record: DeviceRecord, needs: Needs) -> None:
@@ -43,15 +48,16 @@ class Buffers:
         count_bytes = -(-4 * (ARRIVED.value + needs.parts) // ALIGNMENT) * ALIGNMENT
         data_bytes = needs.elements * needs.dtype.itemsize
         size = count_bytes + max(1, -(-data_bytes // ALIGNMENT)) * ALIGNMENT
-        self._mapping = mapping.create(group, size, device)
-        whole = self._mapping.buffer
+        self.mapping = mapping.create(group, size, device)
+        whole = self.mapping.buffer
         self.counts = whole[:count_bytes].view(torch.int32)
         self._data = slice(count_bytes, count_bytes + data_bytes)
         self.data = whole[self._data].view(needs.dtype)
         self.counts.zero_()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        self.context_tensor = context_tensor(group.rank, self._mapping.bases, size, record.address, device)
+        self.places = places(self.mapping)
+        self.context_tensor = context_tensor(group.rank, self.mapping.bases, size, record.address, device)
         group.all_gather(None, "a workspace of a fused operation")
 
     def check(self, kind: tuple) -> None:
@@ -64,14 +70,14 @@ class Buffers:
 
     def peer(self, rank: int) -> torch.Tensor:
         """The ``data`` of another rank."""
-        return self._mapping.peer(rank)[self._data].view(self.data.dtype)
+        return self.mapping.peer(rank)[self._data].view(self.data.dtype)
 
     def close(self) -> None:
         """Unmap. The caller guarantees that no kernel uses the memory any more, on any rank."""
-        self._mapping.close()
+        self.mapping.close()
 
     def __repr__(self) -> str:
-        return f"<workspace of {readable(self._mapping.size)} for {_told(self.kind)}>"
+        return f"<workspace of {readable(self.mapping.size)} for {_told(self.kind)}>"
 
 
 def _told(kind: tuple) -> str:

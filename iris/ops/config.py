@@ -34,8 +34,11 @@ class FusedConfig:
         Products of float32 may be rounded to TF32.
     all_reduce_variant : "two_shot"
         Each rank adds up a part of the rows, and stores the sums to all.
+    use_gluon : bool
+        The kernel in Gluon, for Hopper: TMA, wgmma and warps with roles. Its tiles have 128 or 256 rows and up to 256
+        columns, 32768 elements at most; warps and stages are its own, and what is said here of caches is not for it.
     num_warps, num_stages : int
-        Of Triton.
+        Of the Triton kernel.
     """
 
     variant: str = "kernel"
@@ -51,6 +54,7 @@ class FusedConfig:
     cache_modifier_b: str | None = None
     allow_tf32: bool = True
     all_reduce_variant: str = "two_shot"
+    use_gluon: bool = False
     num_warps: int = 8
     num_stages: int = 3
 
@@ -69,7 +73,7 @@ def _problem(name: str, value: object) -> str | None:
         return None if value in _CACHE_MODIFIERS else f"one of {', '.join(map(repr, _CACHE_MODIFIERS))}"
     if name in _CHOICES:
         return None if value in _CHOICES[name] else f"one of {', '.join(map(repr, _CHOICES[name]))}"
-    if name == "allow_tf32":
+    if name in ("allow_tf32", "use_gluon"):
         return None if isinstance(value, bool) else "True or False"
     if name in ("num_sms", "comm_sms") and value is None:
         return None

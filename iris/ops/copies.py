@@ -32,8 +32,10 @@ from iris import simulator
 from iris.language.context import DeviceContext
 from iris.launch import addresses, prepare
 from iris.ops.buffers import Buffers
-from iris.ops.counts import DONE, READY, end, follow_predecessor, tell_ready
+from iris.ops.counts import DONE, READY, triton_counts
 from iris.ops.vendor import multiply
+
+end, follow_predecessor, tell_ready = triton_counts.end, triton_counts.follow_predecessor, triton_counts.tell_ready
 
 # A rank's rows are cut in so many chunks, of at least so many rows.
 CHUNKS = 2

@@ -15,15 +15,15 @@ everything of this call, and of all before it, is there. Nothing is reset; compa
 Over the link: a word for each, in one step.
 """
 
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+
 import triton
 import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
 
-from iris.language.ordering import LANES, triton_ordering
-
-signal_ranks, wait_ranks, lanes, keep = (
-    triton_ordering.signal_ranks, triton_ordering.wait_ranks, triton_ordering.lanes, triton_ordering.keep,
-)  # fmt: skip
-follow_predecessor = triton_ordering.follow_predecessor
+from iris.language.ordering import LANES, gluon_ordering, triton_ordering
 
 # Words of an operation's counts: epochs by program, of 1024 at most; `ready` by rank, of 64 at most; `done` on a line
 # of its own; `arrived` by part.
@@ -32,51 +32,64 @@ DONE = tl.constexpr(1024 + 64)
 ARRIVED = tl.constexpr(1024 + 64 + 32)
 
 
-@triton.jit
-def tell_ready(ctx, counts, epoch):
-    """That this rank's memory may be written, or read, in the call of this epoch."""
-    for first in range(0, ctx.num_ranks, LANES):
-        to = first + lanes()
-        signal_ranks(counts + READY + ctx.cur_rank, epoch + 0 * to, to, to < ctx.num_ranks, ctx.table, ctx.base)
+def make_counts(jit: Callable, lang: ModuleType, order: SimpleNamespace) -> SimpleNamespace:
+    """The device functions of this file in the language that ``(jit, lang)`` stand for."""
+    signal_ranks, wait_ranks, lanes, keep = order.signal_ranks, order.wait_ranks, order.lanes, order.keep
+
+    @jit
+    def tell_ready(ctx, counts, epoch):
+        """That this rank's memory may be written, or read, in the call of this epoch."""
+        for first in range(0, ctx.num_ranks, LANES):
+            to = first + lanes()
+            signal_ranks(counts + READY + ctx.cur_rank, epoch + 0 * to, to, to < ctx.num_ranks, ctx.table, ctx.base)
+
+    @jit
+    def begin(ctx, counts):
+        """This call's epoch. Program 0 tells the peers that this rank's memory may be written."""
+        epoch = lang.load(counts + lang.program_id(0)) + 1
+        if lang.program_id(0) == 0:
+            tell_ready(ctx, counts, epoch)
+        return epoch
+
+    @jit
+    def await_ready(ctx, counts, epoch):
+        """Until the memory of every rank may be written."""
+        for first in range(0, ctx.num_ranks, LANES):
+            peer = first + lanes()
+            wait_ranks(counts + READY + peer, epoch + 0 * peer, peer < ctx.num_ranks, first, ctx.num_ranks, ctx._record())
+
+    @jit
+    def tell_arrived(ctx, counts, part):
+        """Behind this program's stores of a part to all peers."""
+        for first in range(0, ctx.num_ranks, LANES):
+            to = first + lanes()
+            here = (to < ctx.num_ranks) & (to != ctx.cur_rank)
+            signal_ranks(counts + ARRIVED + part, 1 + 0 * to, to, here, ctx.table, ctx.base, "add")
+
+    @jit
+    def await_done(ctx, counts, epoch):
+        """Behind all of this program's stores to peers: the kernel ends when everybody's stores to this rank are there."""
+        for first in range(0, ctx.num_ranks, LANES):
+            to = first + lanes()
+            signal_ranks(counts + DONE, 1 + 0 * to, to, to < ctx.num_ranks, ctx.table, ctx.base, "add")
+        if lang.program_id(0) == 0:
+            ctx.wait(counts + DONE, epoch * lang.num_programs(0) * ctx.num_ranks, cmp="reached")
+
+    @jit
+    def end(counts, epoch):
+        """Last of all: the next call is another one."""
+        keep(counts + lang.program_id(0), epoch)
+
+    return SimpleNamespace(
+        tell_ready=tell_ready,
+        begin=begin,
+        await_ready=await_ready,
+        tell_arrived=tell_arrived,
+        await_done=await_done,
+        end=end,
+        follow_predecessor=order.follow_predecessor,
+    )
 
 
-@triton.jit
-def begin(ctx, counts):
-    """This call's epoch. Program 0 tells the peers that this rank's memory may be written."""
-    epoch = tl.load(counts + tl.program_id(0)) + 1
-    if tl.program_id(0) == 0:
-        tell_ready(ctx, counts, epoch)
-    return epoch
-
-
-@triton.jit
-def await_ready(ctx, counts, epoch):
-    """Until the memory of every rank may be written."""
-    for first in range(0, ctx.num_ranks, LANES):
-        peer = first + lanes()
-        wait_ranks(counts + READY + peer, epoch + 0 * peer, peer < ctx.num_ranks, first, ctx.num_ranks, ctx._record())
-
-
-@triton.jit
-def tell_arrived(ctx, counts, part):
-    """Behind this program's stores of a part to all peers."""
-    for first in range(0, ctx.num_ranks, LANES):
-        to = first + lanes()
-        here = (to < ctx.num_ranks) & (to != ctx.cur_rank)
-        signal_ranks(counts + ARRIVED + part, 1 + 0 * to, to, here, ctx.table, ctx.base, "add")
-
-
-@triton.jit
-def await_done(ctx, counts, epoch):
-    """Behind all of this program's stores to peers: the kernel ends when everybody's stores to this rank are there."""
-    for first in range(0, ctx.num_ranks, LANES):
-        to = first + lanes()
-        signal_ranks(counts + DONE, 1 + 0 * to, to, to < ctx.num_ranks, ctx.table, ctx.base, "add")
-    if tl.program_id(0) == 0:
-        ctx.wait(counts + DONE, epoch * tl.num_programs(0) * ctx.num_ranks, cmp="reached")
-
-
-@triton.jit
-def end(counts, epoch):
-    """Last of all: the next call is another one."""
-    keep(counts + tl.program_id(0), epoch)
+triton_counts = make_counts(triton.jit, tl, triton_ordering)
+gluon_counts = make_counts(gluon.jit, gl, gluon_ordering)

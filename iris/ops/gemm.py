@@ -1,7 +1,10 @@
 """The product of one tile, and the order of tiles: what every fused kernel has of a GEMM."""
 
+from collections.abc import Callable
+
 import triton
 import triton.language as tl
+from triton.experimental import gluon
 
 from iris.language.target import on_nvidia
 
@@ -12,16 +15,24 @@ def precision(allow_tf32):
     return "tf32" if allow_tf32 and on_nvidia() else "ieee"
 
 
-@triton.jit
-def place(tile, tiles_m, tiles_n, GROUP: tl.constexpr):
-    """Row and column of tile number ``tile``: GROUP rows of tiles, one column after the other, then the next rows.
+def make_place(jit: Callable) -> Callable:
+    """The order of tiles, in the language that ``jit`` stands for."""
 
-    What programs compute at one time then shares rows of A and columns of B, which the L2 cache holds.
-    """
-    in_group = GROUP * tiles_n
-    first = tile // in_group * GROUP
-    height = tl.minimum(tiles_m - first, GROUP)
-    return first + tile % in_group % height, tile % in_group // height
+    @jit
+    def place(tile, tiles_m, tiles_n, GROUP: tl.constexpr):
+        """Row and column of tile number ``tile``: GROUP rows of tiles, one column after the other, then the next rows.
+
+        What programs compute at one time then shares rows of A and columns of B, which the L2 cache holds.
+        """
+        in_group = GROUP * tiles_n
+        first = tile // in_group * GROUP
+        height = tl.minimum(tiles_m - first, GROUP)
+        return first + tile % in_group % height, tile % in_group // height
+
+    return place
+
+
+triton_place, gluon_place = make_place(triton.jit), make_place(gluon.jit)
 
 
 @triton.jit

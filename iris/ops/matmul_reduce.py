@@ -15,8 +15,13 @@ import triton
 import triton.language as tl
 
 from iris.language.context import DeviceContext
-from iris.ops.counts import ARRIVED, await_done, await_ready, begin, end, follow_predecessor
-from iris.ops.gemm import on_chiplets, place, product, scaled
+from iris.ops.counts import ARRIVED, triton_counts
+from iris.ops.gemm import on_chiplets, product, scaled, triton_place
+
+await_done, await_ready, begin, end, follow_predecessor = (
+    triton_counts.await_done, triton_counts.await_ready, triton_counts.begin, triton_counts.end, triton_counts.follow_predecessor,
+)  # fmt: skip
+place = triton_place
 
 
 @triton.jit

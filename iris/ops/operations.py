@@ -3,17 +3,20 @@
 from typing import Any
 
 import torch
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from iris import simulator
 from iris.capture import capture_id
 from iris.ccl.work import Work
 from iris.errors import FirstUseInCaptureError, InvalidConfigError
+from iris.heap.tensor_map import places
 from iris.launch import addresses, prepare
 from iris.ops import copies, vendor
 from iris.ops.all_gather_matmul import all_gather_matmul
 from iris.ops.buffers import Buffers, Needs
 from iris.ops.call import Call
 from iris.ops.config import FusedConfig
+from iris.ops.hopper import arguments as hopper
 from iris.ops.matmul_all_gather import matmul_all_gather
 from iris.ops.matmul_reduce import matmul_reduce
 
@@ -51,6 +54,7 @@ class Operations:
         self._buffers: dict[tuple, Buffers] = {}
         self._launches: dict[tuple, Any] = {}
         self._copies: dict[Buffers, copies.Copies] = {}
+        self._places: torch.Tensor | None = None
 
     def all_gather_matmul(
         self,
@@ -197,6 +201,8 @@ class Operations:
         if used.variant == "vendor":
             VENDORS[call.name](self._context, call.out, call.a, call.b, call.bias)
         elif call.out.numel():
+            if used.use_gluon and call.name == "all_gather_matmul":
+                call = call._replace(a=call.a.contiguous())
             needs = self._needs(call, used)
             buffers = self._workspace(needs, workspace)
             if used.variant == "copies":
@@ -224,24 +230,49 @@ class Operations:
             raise InvalidConfigError(
                 f"FusedConfig(variant='copies') is for {' and '.join(COPIED)}, and not for {call.name}()."
             )
+        if used.variant == "kernel" and used.use_gluon:
+            problem = hopper.problem(call, used, self._context.num_ranks)
+            if problem:
+                raise InvalidConfigError(f"FusedConfig(use_gluon=True) cannot do this {call.name}(): {problem}.")
         return used
 
     def _fuse(self, call: Call, config: FusedConfig, buffers: Buffers) -> None:
         """Enqueue the kernel."""
-        kernel, programs, memory, result, numbers = self._arguments(call, config, buffers)
-        options = (config.num_xcds, config.chunk_size, config.cache_modifier_a or "", config.cache_modifier_b or "",
-                   config.allow_tf32, call.bias is not None, call.scaled)  # fmt: skip
-        tensors = (*memory, call.a, call.b, call.bias, *call.scales(), result)
-        args = (*tensors, *numbers, *options)
-        seen = tuple(None if x is None else (x.dtype, x.data_ptr() % 16) for x in tensors)
-        key = (buffers.kind, args[len(tensors) :], seen)
+        direct, result = self._result(call, config, buffers)
+        programs = min(config.num_sms or self._most_programs(), self._most_programs())
+        if config.use_gluon:
+            memory, places = (self._context.heap.mapping, self._heap_places()) if direct else (buffers.mapping, buffers.places)
+            kernel, args = hopper.arguments(call, config, buffers, self._context.num_ranks, memory, places, result)
+            options = {"num_warps": 4}
+        else:
+            place = self._context.get_device_context() if direct else buffers.context_tensor
+            kernel, programs, args = self._arguments(call, config, buffers, place, result, programs)
+            options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+        key = (buffers.kind, *map(_kind_of, args))
         if key not in self._launches:
-            self._launches[key] = prepare(
-                kernel, (programs, 1, 1), *args, num_warps=config.num_warps, num_stages=config.num_stages
-            )
+            self._launches[key] = prepare(kernel, (programs, 1, 1), *args, **options)
         self._launches[key](self._stream(), addresses(args))
         if result is not call.out:
             call.out.copy_(result)
+
+    def _result(self, call: Call, config: FusedConfig, buffers: Buffers) -> tuple[bool, torch.Tensor]:
+        """Where a kernel leaves the result, and whether peers store it on the heap."""
+        if call.name in ("all_gather_matmul", "matmul_reduce_scatter"):
+            return False, call.out
+        if self._direct(call, config):
+            return True, call.out
+        W, rows = self._context.num_ranks, len(call.a)
+        parts = 0 if call.name == "matmul_all_gather" else W * -(-rows // W) * call.b.shape[1]
+        return False, buffers.data[parts:].view(call.out.shape)
+
+    def _direct(self, call: Call, config: FusedConfig) -> bool:
+        """Whether peers can store into the result where it is."""
+        return self._context.is_symmetric(call.out) and (not config.use_gluon or hopper.fits_tma(call.out))
+
+    def _heap_places(self) -> torch.Tensor:
+        if self._places is None:
+            self._places = places(self._context.heap.mapping)
+        return self._places
 
     def _copy(self, call: Call, buffers: Buffers) -> None:
         """Enqueue products and copies on their streams."""
@@ -257,46 +288,45 @@ class Operations:
 
     def _needs(self, call: Call, config: FusedConfig) -> Needs:
         W, (M, K), N = self._context.num_ranks, call.a.shape, call.b.shape[1]
-        direct = self._context.is_symmetric(call.out)
+        direct = self._direct(call, config)
         kind = (call.name, M, N, K, call.a.dtype, call.out.dtype, direct, config)
         share = -(-M // W)
         if call.name == "all_gather_matmul":
-            return Needs(kind, W * -(-M // config.block_size_m), W * M * K, call.a.dtype)
+            lines = hopper.parts(call, config, W) if config.use_gluon else W * -(-M // config.block_size_m)
+            return Needs(kind, lines, W * M * K, call.a.dtype)
         if config.variant == "copies":
             # Parts that came, and parts to be sent.
             return Needs(kind, 0, 2 * M * N, call.out.dtype)
         if call.name == "matmul_all_gather":
             return Needs(kind, 0, 0 if direct else W * M * N, call.out.dtype)
         tiles = -(-share // config.block_size_m) * -(-N // config.block_size_n)
+        tiles = hopper.parts(call, config, W) if config.use_gluon else tiles
         result = M * N if call.name == "matmul_all_reduce" and not direct else 0
         return Needs(kind, tiles, W * share * N + result, call.out.dtype)
 
-    def _arguments(self, call: Call, config: FusedConfig, buffers: Buffers) -> tuple:
-        """The kernel, its programs, the memory and the result it gets, and its numbers up to the tile's sizes."""
+    def _arguments(
+        self, call: Call, config: FusedConfig, buffers: Buffers, place: torch.Tensor, result: torch.Tensor,
+        programs: int,
+    ) -> tuple:  # fmt: skip
+        """The Triton kernel, its programs, and all that it gets."""
         W, (M, K), N = self._context.num_ranks, call.a.shape, call.b.shape[1]
-        most = self._most_programs()
-        programs = min(config.num_sms or most, most)
         blocks = (config.block_size_m, config.block_size_n, config.block_size_k)
-        result, place = call.out, buffers.context_tensor
+        strides = call.strides(result)
+        tensors = (call.a, call.b, call.bias, *call.scales(), result)
+        options = (config.num_xcds, config.chunk_size, config.cache_modifier_a or "", config.cache_modifier_b or "",
+                   config.allow_tf32, call.bias is not None, call.scaled)  # fmt: skip
         if call.name == "all_gather_matmul":
             senders = max(1, min(config.comm_sms or programs // 16, programs - 1)) if W > 1 else 0
             memory = (buffers.context_tensor, buffers.counts, buffers.data)
-            sizes, last = (M, N, K), (W, senders, SEND_M, SEND_K, *blocks)
-            return all_gather_matmul, max(programs, senders + 1), memory, result, (*sizes, *call.strides(result), *last)
-        share = -(-M // W)
-        parts = 0 if call.name == "matmul_all_gather" else W * share * N
-        if call.name != "matmul_reduce_scatter":
-            if self._context.is_symmetric(call.out):
-                place = self._context.get_device_context()
-            else:
-                result = buffers.data[parts:].view(call.out.shape)
+            numbers = (M, N, K, *strides, W, senders, SEND_M, SEND_K, *blocks)
+            return all_gather_matmul, max(programs, senders + 1), (*memory, *tensors, *numbers, *options)
         memory = (buffers.context_tensor, place, buffers.counts)
-        last = (W, *blocks, config.group_size_m)
+        tail = (W, *blocks, config.group_size_m)
         if call.name == "matmul_all_gather":
-            return matmul_all_gather, programs, memory, result, (M, N, K, *call.strides(result), *last)
+            return matmul_all_gather, programs, (*memory, *tensors, M, N, K, *strides, *tail, *options)
         spreads = call.name == "matmul_all_reduce"
-        numbers = (M, N, K, share, *call.strides(result), *last, spreads)
-        return matmul_reduce, programs, (*memory, buffers.data), result, numbers
+        numbers = (M, N, K, -(-M // W), *strides, *tail, spreads)
+        return matmul_reduce, programs, (*memory, buffers.data, *tensors, *numbers, *options)
 
     def _workspace(self, needs: Needs, given: Buffers | None) -> Buffers:
         """The memory of a call: what was given, this stream's, or this graph's."""
@@ -326,3 +356,12 @@ class Operations:
 
     def _stream(self) -> int | None:
         return torch._C._cuda_getCurrentRawStream(self._context.gpu_id) if self._on_gpu else None
+
+
+def _kind_of(argument: Any) -> Any:
+    """What of a kernel's argument a prepared launch is for."""
+    if isinstance(argument, torch.Tensor):
+        return argument.dtype, argument.data_ptr() % 16
+    if isinstance(argument, TensorDescriptor):
+        return argument.base.dtype, *argument.block_shape
+    return argument

@@ -1,0 +1,130 @@
+"""What the kernels of this folder are launched with, and which calls they are for."""
+
+from typing import Any
+
+import torch
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from iris import simulator
+from iris.heap.mapping import Mapping
+from iris.ops.buffers import Buffers
+from iris.ops.call import Call
+from iris.ops.config import FusedConfig
+from iris.ops.hopper.all_gather_matmul import BOXES, hopper_all_gather_matmul
+from iris.ops.hopper.matmul_all_gather import hopper_matmul_all_gather
+from iris.ops.hopper.matmul_reduce import hopper_matmul_reduce
+from iris.heap.tensor_map import ELEMENTS, peers_map
+
+# TMA's: of addresses, and of strides but the last, which is 1 (CUDA driver API, cuTensorMapEncodeTiled).
+ALIGNMENT = 16
+SHARED_MEMORY = 227 << 10
+# Rows of A that are sent together, about, and the parts along K that they are sent in, of at least so many columns.
+CHUNK_ROWS, PARTS_K, LEAST_PART_K = 512, 8, 1024
+# Columns of the products that are sent at a time.
+PANEL = 64
+# Blocks of a rank's tiles: what is sent has the time of one to arrive.
+BLOCKS = 4
+
+
+def problem(call: Call, config: FusedConfig, size: int) -> str | None:
+    """Why the kernels are not for this call, if they are not."""
+    if not simulator.ACTIVE and torch.cuda.get_device_capability(call.a.device) != (9, 0):
+        return "the Gluon kernels are for GPUs of compute capability 9.0"
+    if call.a.dtype not in ELEMENTS or call.out.dtype != call.a.dtype or call.scaled:
+        return "the Gluon kernels are for A, B and out of one dtype, fp16 or bf16, and no scales"
+    for role, matrix in (("A", call.a), ("B", call.b)):
+        if not fits_tma(matrix.t() if by_columns(matrix) else matrix):
+            return f"{role} needs rows or columns without gaps that begin at multiples of {ALIGNMENT} bytes"
+    if call.b.shape[1] * call.b.itemsize % ALIGNMENT:
+        return f"rows of the result need a multiple of {ALIGNMENT} bytes"
+    if call.name == "matmul_all_reduce" and -(-len(call.a) // size) * (size - 1) >= len(call.a):
+        return f"each of {size} ranks adds up some rows, and there are {len(call.a)}"
+    if config.block_size_m not in (128, 256) or config.block_size_n not in (64, 128, 256):
+        return "the Gluon kernels have tiles of 128 or 256 rows, and 64, 128 or 256 columns"
+    if config.block_size_m * config.block_size_n > 128 * 256:
+        return "the Gluon kernels have tiles of 32768 elements at most"
+    return None
+
+
+def fits_tma(matrix: torch.Tensor) -> bool:
+    """Whether TMA can access the matrix by rows."""
+    steps = matrix.stride(0) * matrix.itemsize, matrix.data_ptr()
+    return matrix.stride(1) == 1 and not any(step % ALIGNMENT for step in steps)
+
+
+def by_columns(matrix: torch.Tensor) -> bool:
+    """Whether the matrix lies in memory as its transpose does by rows."""
+    return matrix.stride(1) != 1 and matrix.stride(0) == 1
+
+
+def tensor_map(matrix: torch.Tensor, block: list[int]) -> TensorDescriptor:
+    """What TMA fetches tiles of the matrix, or of its transpose if that is by rows, with."""
+    if by_columns(matrix):
+        matrix, block = matrix.t(), block[::-1]
+    layout = gl.NVMMASharedLayout.get_default_for(block, ELEMENTS[matrix.dtype])
+    return TensorDescriptor.from_tensor(matrix, block, layout)
+
+
+def stages(config: FusedConfig, reserved: int) -> int:
+    """As many as fit beside the products and so many bytes."""
+    M, N, K = config.block_size_m, config.block_size_n, config.block_size_k
+    return min(8, (SHARED_MEMORY - 1024 - reserved - 2 * M * N) // (2 * K * (M + N)))
+
+
+def chunk_rows(rows: int, config: FusedConfig) -> int:
+    """Rows of A that are sent together: a multiple of a tile's."""
+    chunks = max(1, rows // CHUNK_ROWS)
+    return -(-rows // (chunks * config.block_size_m)) * config.block_size_m
+
+
+def part_columns(depth: int, config: FusedConfig) -> int:
+    """Columns of A that are sent together: a multiple of a piece's."""
+    piece = BOXES.value * config.block_size_k
+    return max(-(-depth // (PARTS_K * piece)), -(-LEAST_PART_K // piece)) * piece
+
+
+def parts(call: Call, config: FusedConfig, size: int) -> int:
+    """How many counts of arrivals the kernel has."""
+    rows, depth = call.a.shape
+    if call.name == "all_gather_matmul":
+        return size * -(-rows // chunk_rows(rows, config)) * -(-depth // part_columns(depth, config))
+    share = -(-rows // size)
+    return (-(-share // config.block_size_m) + 1) * (-(-call.b.shape[1] // config.block_size_n) + 1)
+
+
+def arguments(
+    call: Call, config: FusedConfig, buffers: Buffers, size: int, memory: Mapping, memory_places: Any,
+    result: torch.Tensor,
+) -> tuple:  # fmt: skip
+    """The kernel and all that it gets. ``result`` lies in ``memory``, if peers store it."""
+    M, N, K = config.block_size_m, config.block_size_n, config.block_size_k
+    (rows, depth), columns = call.a.shape, call.b.shape[1]
+    a, b = tensor_map(call.a, [M // 2, K]), tensor_map(call.b, [K, N])
+    of_a, of_b, biased = by_columns(call.a), by_columns(call.b), call.bias is not None
+    rank = memory.rank
+    front = (buffers.context_tensor, buffers.counts)
+    if call.name == "all_gather_matmul":
+        whole = buffers.data.view(size * rows, depth)
+        gathered = tensor_map(whole, [M // 2, K])
+        peers = peers_map(memory, whole[rank * rows : (rank + 1) * rows], [M // 2, K])
+        fit = stages(config, BOXES.value * M * K)
+        numbers = (rows, chunk_rows(rows, config), columns, depth, *result.stride())
+        tail = (size, M, N, fit, part_columns(depth, config), config.group_size_m, of_b, biased)
+        return hopper_all_gather_matmul, (*front, a, gathered, peers, memory_places, b, call.bias, result, *numbers,
+                                          *tail)  # fmt: skip
+    blocks = (size, M, N, stages(config, 0))
+    if call.name == "matmul_all_gather":
+        peers = peers_map(memory, result[rank * rows : (rank + 1) * rows], [M // 2, PANEL])
+        tail = (rows, columns, depth, *blocks, config.group_size_m, of_a, of_b, biased)
+        return hopper_matmul_all_gather, (*front, a, b, call.bias, peers, memory_places, *tail)
+    share = -(-rows // size)
+    sent = buffers.data[: size * share * columns].view(size, share, columns)
+    peers = peers_map(buffers.mapping, sent[rank], [M // 2, PANEL])
+    spreads = call.name == "matmul_all_reduce"
+    out, strides = (None, None), result.stride()
+    if spreads:
+        mine = result[rank * share : (rank + 1) * share]
+        out = (peers_map(memory, mine, [M // 2, PANEL]), memory_places)
+    tail = (rows, columns, depth, share, *strides, *blocks, BLOCKS, config.group_size_m, spreads, of_a, of_b, biased)
+    return hopper_matmul_reduce, (*front, sent, peers, buffers.places, a, b, call.bias, result, *out, *tail)

@@ -1,0 +1,207 @@
+"""out = the sum of all ranks' A B: its rows shared among the ranks, or all of them on every rank.
+
+The tiles of a rank's rows are cut in blocks. Each rank computes a block of every peer's tiles, its neighbour's before
+all, and the writer sends them to whom they belong; then the block of its own tiles that came before, to which the
+writer adds what the peers have sent of it, in float32 and in the order of ranks. So what is sent has the time of a
+block to arrive, and both the link and the sums are busy all the while. For all rows on every rank the writer then sends
+the sums to all. The multipliers wait for nobody.
+
+Over the link, each rank: (W - 1) / W times M N elements out, in one step; for all rows twice that, in two. Parts travel
+in the type of the result, as they do through the vendor's library.
+
+Nobody waits in a circle: what a tile's sum waits for comes earlier in the order, which is the same on all ranks.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from iris.language.context import IrisDeviceCtx
+from iris.language.ordering import gluon_ordering
+from iris.ops.counts import ARRIVED, gluon_counts
+from iris.ops.gemm import gluon_place
+from iris.ops.hopper.pipeline import (
+    REGISTERS,
+    WARPS,
+    await_products,
+    free_products,
+    load_tile,
+    make_pipeline,
+    multiply,
+    send_products,
+    show_to_tma,
+    slab_layout,
+    slab_of,
+    slab_rows,
+)
+
+await_bulk_stores = gluon_ordering.await_bulk_stores
+await_done, await_ready, begin, end, follow_predecessor = (
+    gluon_counts.await_done, gluon_counts.await_ready, gluon_counts.begin, gluon_counts.end,
+    gluon_counts.follow_predecessor,
+)  # fmt: skip
+
+
+@gluon.jit
+def tile_of(number, rank, W: gl.constexpr, tiles_m, tiles_n, BLOCKS: gl.constexpr, GROUP: gl.constexpr):
+    """Whose rows the tile is of, its number among theirs, and its row and column there.
+
+    Blocks of ``size`` tiles come in the order: peers' block 0; peers' block 1, own block 0; peers' block 2, own block
+    1; ...; own last block. The last of a block may be tiles that there are not; their number is too large.
+    """
+    tiles = tiles_m * tiles_n
+    size = gl.cdiv(tiles, BLOCKS)
+    last = (W * BLOCKS - 1) * size
+    # As if an own block, which there is not, came behind the first of the peers.
+    shifted = number + gl.where(number < (W - 1) * size, 0, size)
+    turn, inside = shifted // (W * size), shifted % (W * size)
+    distance = inside // size + 1
+    own = (distance == W) | (number >= last)
+    block = gl.where(number >= last, BLOCKS - 1, gl.where(own, turn - 1, turn))
+    owner = gl.where(own, rank, (rank + distance) % W)
+    tile = block * size + gl.where(number >= last, number - last, inside % size)
+    pid_m, pid_n = gluon_place(tile, tiles_m, tiles_n, GROUP)
+    return owner, tile, pid_m, pid_n
+
+
+@gluon.jit
+def load(
+    pipeline, a, b, rank, W: gl.constexpr, share, N, K, BLOCKS: gl.constexpr, GROUP: gl.constexpr,
+    BY_COLUMNS_A: gl.constexpr, BY_COLUMNS_B: gl.constexpr,
+):  # fmt: skip
+    """The loader's part."""
+    BLOCK_M: gl.constexpr = 2 * pipeline.products.shape[2]
+    BLOCK_N: gl.constexpr = pipeline.products.shape[3]
+    tiles_m, tiles_n = gl.cdiv(share, BLOCK_M), gl.cdiv(N, BLOCK_N)
+    step = 0
+    for number in range(gl.program_id(0), W * BLOCKS * gl.cdiv(tiles_m * tiles_n, BLOCKS), gl.num_programs(0)):
+        owner, _, pid_m, pid_n = tile_of(number, rank, W, tiles_m, tiles_n, BLOCKS, GROUP)
+        row = owner * share + pid_m * BLOCK_M
+        step = load_tile(pipeline, a, b, row, pid_n * BLOCK_N, 0, K, step, BY_COLUMNS_A, BY_COLUMNS_B)
+
+
+@gluon.jit
+def add_parts(
+    pipeline, parts, bias, out, rank, W: gl.constexpr, row, column, share, rows, N, stride_om, stride_on,
+    SPREADS: gl.constexpr, BIASED: gl.constexpr,
+):  # fmt: skip
+    """The sums of a tile of this rank's rows from ``row`` on: into ``out``, or in the place of the products."""
+    BLOCK_N: gl.constexpr = pipeline.products.shape[3]
+    SLAB_M: gl.constexpr = slab_rows(BLOCK_N)
+    layout: gl.constexpr = slab_layout(BLOCK_N)
+    columns = column + gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout))
+    for slab in gl.static_range(2 * pipeline.products.shape[2] // SLAB_M):
+        local = row + slab * SLAB_M + gl.arange(0, SLAB_M, gl.SliceLayout(1, layout))
+        mask = (local < rows)[:, None] & (columns < N)[None, :]
+        at = local.to(gl.int64)[:, None] * N + columns[None, :]
+        memory = slab_of(pipeline, slab)
+        own = memory.load(layout)
+        total = gl.zeros_like(own).to(gl.float32)
+        for source in gl.static_range(W):
+            # No branch, so that the loads of all parts are under way at once. This rank's part is in no memory.
+            part = gl.load(parts + source * (share.to(gl.int64) * N) + at, mask=mask & (source != rank), other=0)
+            total += gl.where(source == rank, own, part).to(gl.float32)
+        if BIASED:
+            total += gl.load(bias + columns, mask=columns < N, other=0).to(gl.float32)[None, :]
+        if SPREADS:
+            memory.store(total.to(own.dtype))
+        else:
+            there = out + (local.to(gl.int64)[:, None] * stride_om + columns.to(gl.int64)[None, :] * stride_on)
+            gl.store(there, total.to(own.dtype), mask=mask)
+    if SPREADS:
+        show_to_tma()
+
+
+@gluon.jit
+def write(
+    pipeline, ctx, counts, epoch, parts, peers_parts, parts_places, bias, out, peers_out, out_places, M, N, share,
+    stride_om, stride_on, BLOCKS: gl.constexpr, GROUP: gl.constexpr, SPREADS: gl.constexpr, BIASED: gl.constexpr,
+):  # fmt: skip
+    """The writer's part."""
+    BLOCK_M: gl.constexpr = 2 * pipeline.products.shape[2]
+    BLOCK_N: gl.constexpr = pipeline.products.shape[3]
+    W: gl.constexpr = ctx.num_ranks
+    rank = ctx.cur_rank
+    tiles_m, tiles_n = gl.cdiv(share, BLOCK_M), gl.cdiv(N, BLOCK_N)
+    await_ready(ctx, counts, epoch)
+    done = 0
+    for number in range(gl.program_id(0), W * BLOCKS * gl.cdiv(tiles_m * tiles_n, BLOCKS), gl.num_programs(0)):
+        owner, tile, pid_m, pid_n = tile_of(number, rank, W, tiles_m, tiles_n, BLOCKS, GROUP)
+        row, column = pid_m * BLOCK_M, pid_n * BLOCK_N
+        await_products(pipeline, done)
+        if tile >= tiles_m * tiles_n:
+            free_products(pipeline)
+        elif owner != rank:
+            send_products(pipeline, peers_parts, gl.load(parts_places + owner), row, column)
+            free_products(pipeline)
+            await_bulk_stores(0)
+            ctx.signal(counts + ARRIVED + tile, 1, owner, op="add")
+        else:
+            ctx.wait(counts + ARRIVED + tile, epoch * (W - 1), cmp="reached")
+            rows = gl.minimum(share, M - rank * share)
+            add_parts(pipeline, parts, bias, out, rank, W, row, column, share, rows, N, stride_om, stride_on, SPREADS,
+                      BIASED)  # fmt: skip
+            if SPREADS:
+                for distance in gl.static_range(W):
+                    place = gl.load(out_places + (rank + distance + 1) % W)
+                    send_products(pipeline, peers_out, place, row, column)
+            free_products(pipeline)
+        done += 1
+    if SPREADS:
+        await_bulk_stores(0)
+        await_done(ctx, counts, epoch)
+
+
+@gluon.jit
+def hopper_matmul_reduce(
+    context_tensor,
+    counts,
+    parts,
+    tensor_map_parts,
+    parts_places,
+    tensor_map_a,
+    tensor_map_b,
+    bias,
+    out,
+    tensor_map_out,
+    out_places,
+    M,
+    N,
+    K,
+    share,
+    stride_om,
+    stride_on,
+    W: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr,
+    BLOCKS: gl.constexpr,
+    GROUP: gl.constexpr,
+    SPREADS: gl.constexpr,
+    BY_COLUMNS_A: gl.constexpr,
+    BY_COLUMNS_B: gl.constexpr,
+    BIASED: gl.constexpr,
+):
+    """``share``: rows that a rank adds up, M over W. ``parts``: ``[W, share, N]``, rank r's products in parts[r].
+
+    ``tensor_map_parts``: this rank's part on every rank, at ``parts_places``, int32 ``[W]``. With ``SPREADS`` the
+    result is ``tensor_map_out``: this rank's rows of it on every rank, at ``out_places``; else ``out``, ``[share, N]``.
+    """
+    follow_predecessor()
+    ctx = IrisDeviceCtx.initialize(context_tensor, num_ranks=W)
+    epoch = begin(ctx, counts)
+    pipeline = make_pipeline(tensor_map_a, tensor_map_b, parts.dtype.element_ty, BLOCK_M, BLOCK_N, STAGES)
+    in_all = W * BLOCKS * gl.cdiv(gl.cdiv(share, BLOCK_M) * gl.cdiv(N, BLOCK_N), BLOCKS)
+    tiles = gl.cdiv(in_all - gl.program_id(0), gl.num_programs(0))
+    gl.warp_specialize(
+        [
+            (multiply, (pipeline, tiles, K, 0, BY_COLUMNS_A, BY_COLUMNS_B)),
+            (multiply, (pipeline, tiles, K, 1, BY_COLUMNS_A, BY_COLUMNS_B)),
+            (write, (pipeline, ctx, counts, epoch, parts, tensor_map_parts, parts_places, bias, out, tensor_map_out,
+                     out_places, M, N, share, stride_om, stride_on, BLOCKS, GROUP, SPREADS, BIASED)),
+            (load, (pipeline, tensor_map_a, tensor_map_b, ctx.cur_rank, W, share, N, K, BLOCKS, GROUP, BY_COLUMNS_A,
+                    BY_COLUMNS_B)),
+        ],
+        WARPS,
+        REGISTERS,
+    )  # fmt: skip
+    end(counts, epoch)

@@ -1,0 +1,246 @@
+"""The product of matrices by warps with roles, which the kernels of this folder share.
+
+A program is twelve warps in four partitions, and computes one tile of BLOCK_M x BLOCK_N after the other:
+
+* the **loader**, one warp, fetches tiles of A and B by TMA into a ring of ``stages``;
+* two **multipliers**, a warp group each, multiply the upper and the lower half of a tile's rows (wgmma), round the
+  products and leave them in shared memory;
+* the **writer**, two warps, takes them from there to where they belong: to peers, by TMA, or into a sum with theirs.
+
+So while the writer stores over the link, or waits for peers, the multipliers are at the next tile, and the loader ahead
+of both. All partitions walk the same tiles in the same order. There is room for one more warp: all_gather_matmul's
+**sender**.
+
+Four kinds of mbarrier (PTX ISA, "mbarrier") hand the memory on; phases alternate, from 0 on:
+
+* ``loaded[s]``: the bytes of stage s are there. Completed by TMA, awaited by both multipliers.
+* ``freed[s]``: both multipliers have read stage s. A product is over when the group has waited for it, and only then
+  does it arrive. Awaited by the loader; the ring is empty at first, which is as if phase 1 had been completed.
+* ``filled``: both halves of the products are in shared memory, for loads and for TMA: each group's stores and its fence
+  come before its barrier, and that before the arrival. Awaited by the writer.
+* ``emptied``: the writer has read the products: its loads have their values at its barrier. Awaited by the multipliers.
+"""
+
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from iris.language.context import aggregate
+from iris.language.ordering import gluon_ordering
+
+# Triton 3.6's names are other than 3.9's.
+fetch = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+put = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+await_bulk_stores = gluon_ordering.await_bulk_stores
+block_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+
+# Of the second multiplier, the writer, the loader and the sender: warps, and registers a thread. A warp group has one
+# number of registers, and the last three share one. The first multiplier has what is left of 3 x 168.
+WARPS = gl.constexpr([4, 2, 1])
+REGISTERS = gl.constexpr([184, 136, 136])
+WARPS_AND_SENDER = gl.constexpr([4, 2, 1, 1])
+REGISTERS_AND_SENDER = gl.constexpr([184, 136, 136, 136])
+# Elements of the products that the writer has in registers at a time: 32 a thread.
+SLAB = gl.constexpr(2048)
+IN_FLIGHT = gl.constexpr(1)
+
+
+@gluon.constexpr_function
+def accumulator(columns):
+    """The layout of a warp group's products: m64nNk16."""
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
+
+
+@gluon.constexpr_function
+def slab_rows(columns):
+    return SLAB // columns
+
+
+@gluon.constexpr_function
+def slab_layout(columns):
+    """16 bytes a thread, whole rows of a slab by neighbouring threads of the writer."""
+    across = min(32, columns // 8)
+    return gl.BlockedLayout([1, 8], [32 // across, across], [2, 1], [1, 0])
+
+
+@gluon.jit
+def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+    made = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(made.index(i), count=ARRIVALS)
+    return made
+
+
+@aggregate
+class Pipeline:
+    """A program's shared memory.
+
+    Tiles of A lie by halves, of stage s in ``tiles_a[2 s]`` and ``tiles_a[2 s + 1]``; so do the products, in the shape
+    in which TMA takes them to a rank: ``[2, 1, rows, columns]``.
+    """
+
+    tiles_a: gl.shared_memory_descriptor
+    tiles_b: gl.shared_memory_descriptor
+    products: gl.shared_memory_descriptor
+    loaded: gl.shared_memory_descriptor
+    freed: gl.shared_memory_descriptor
+    filled: gl.shared_memory_descriptor
+    emptied: gl.shared_memory_descriptor
+
+    @triton.constexpr_function
+    def __init__(self, tiles_a, tiles_b, products, loaded, freed, filled, emptied):
+        self.tiles_a = tiles_a
+        self.tiles_b = tiles_b
+        self.products = products
+        self.loaded = loaded
+        self.freed = freed
+        self.filled = filled
+        self.emptied = emptied
+
+
+@gluon.jit
+def make_pipeline(a, b, element: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr):
+    """For tiles that the descriptors ``a`` and ``b`` fetch, and products of type ``element``."""
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, BLOCK_M // 2, BLOCK_N], element)
+    made = Pipeline(
+        gl.allocate_shared_memory(a.dtype, [2 * STAGES, a.block_type.shape[0], a.block_type.shape[1]], a.layout),
+        gl.allocate_shared_memory(b.dtype, [STAGES, b.block_type.shape[0], b.block_type.shape[1]], b.layout),
+        gl.allocate_shared_memory(element, [2, 1, BLOCK_M // 2, BLOCK_N], layout),
+        barriers(STAGES, 1),
+        barriers(STAGES, 2),
+        barriers(1, 2),
+        barriers(1, 1),
+    )
+    # TMA, which completes barriers, must find them initialised.
+    fence_async_shared()
+    return made
+
+
+@gluon.jit
+def load_tile(
+    pipeline, a, b, row, column, begin, stop, step, BY_COLUMNS_A: gl.constexpr, BY_COLUMNS_B: gl.constexpr
+):
+    """Fetch the rows of A from ``row`` on, and the columns of B from ``column`` on, for k from ``begin`` to ``stop``.
+
+    ``step``: how often this was done so far; the new number is returned.
+
+    What lies by columns is described as its transpose. Behind the edges of the matrices are zeros.
+    """
+    S: gl.constexpr = pipeline.tiles_b.shape[0]
+    HALF: gl.constexpr = pipeline.products.shape[2]
+    BLOCK_K: gl.constexpr = a.block_type.shape[0 if BY_COLUMNS_A else 1]
+    for k in range(begin, stop, BLOCK_K):
+        stage = step % S
+        mbarrier.wait(pipeline.freed.index(stage), step // S & 1 ^ 1)
+        full = pipeline.loaded.index(stage)
+        mbarrier.expect(full, 2 * a.block_type.nbytes + b.block_type.nbytes)
+        for half in gl.static_range(2):
+            tile = pipeline.tiles_a.index(2 * stage + half)
+            if BY_COLUMNS_A:
+                fetch(a, [k, row + half * HALF], full, tile)
+            else:
+                fetch(a, [row + half * HALF, k], full, tile)
+        if BY_COLUMNS_B:
+            fetch(b, [column, k], full, pipeline.tiles_b.index(stage))
+        else:
+            fetch(b, [k, column], full, pipeline.tiles_b.index(stage))
+        step += 1
+    return step
+
+
+@gluon.jit
+def multiply(pipeline, tiles, K, HALF: gl.constexpr, BY_COLUMNS_A: gl.constexpr, BY_COLUMNS_B: gl.constexpr):
+    """A multiplier: one half of each of this program's ``tiles`` tiles."""
+    S: gl.constexpr = pipeline.tiles_b.shape[0]
+    ROWS: gl.constexpr = pipeline.products.shape[2]
+    COLUMNS: gl.constexpr = pipeline.products.shape[3]
+    BLOCK_K: gl.constexpr = pipeline.tiles_a.shape[1 if BY_COLUMNS_A else 2]
+    gl.static_assert(gl.num_warps() == 4, "a multiplier is a warp group")
+    step = 0
+    for tile in range(tiles):
+        acc = gl.zeros([ROWS, COLUMNS], gl.float32, accumulator(COLUMNS))
+        for k in range(0, K, BLOCK_K):
+            stage = step % S
+            mbarrier.wait(pipeline.loaded.index(stage), step // S & 1)
+            left, right = pipeline.tiles_a.index(2 * stage + HALF), pipeline.tiles_b.index(stage)
+            if BY_COLUMNS_A:
+                left = left.permute((1, 0))
+            if BY_COLUMNS_B:
+                right = right.permute((1, 0))
+            product = warpgroup_mma(left, right, acc, is_async=True)
+            # One product is always under way. The one before it is over, and so its stage can be filled again.
+            acc = warpgroup_mma_wait(1, deps=[product])
+            mbarrier.arrive(pipeline.freed.index((step + S - 1) % S), count=1, pred=k > 0)
+            step += 1
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        mbarrier.arrive(pipeline.freed.index((step + S - 1) % S), count=1)
+        mbarrier.wait(pipeline.emptied.index(0), tile & 1 ^ 1)
+        pipeline.products.index(HALF).reshape([ROWS, COLUMNS]).store(acc.to(pipeline.products.dtype))
+        fence_async_shared()
+        block_barrier()
+        mbarrier.arrive(pipeline.filled.index(0), count=1)
+
+
+@gluon.jit
+def await_products(pipeline, tile):
+    """The writer, before it reads the products of its tile number ``tile``."""
+    mbarrier.wait(pipeline.filled.index(0), tile & 1)
+
+
+@gluon.jit
+def slab_of(pipeline, slab: gl.constexpr):
+    """The shared memory of some rows of the products, `slab_rows` of them, from the top."""
+    HALF: gl.constexpr = pipeline.products.shape[2]
+    COLUMNS: gl.constexpr = pipeline.products.shape[3]
+    ROWS: gl.constexpr = slab_rows(COLUMNS)
+    row: gl.constexpr = ROWS * slab
+    return pipeline.products.index(row // HALF).reshape([HALF, COLUMNS]).slice(row % HALF, ROWS)
+
+
+@gluon.jit
+def add_bias(pipeline, bias, column, N):
+    """To products that are to be sent; they have been rounded once, and are again."""
+    COLUMNS: gl.constexpr = pipeline.products.shape[3]
+    layout: gl.constexpr = slab_layout(COLUMNS)
+    columns = column + gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
+    added = gl.load(bias + columns, mask=columns < N, other=0).to(gl.float32)
+    for slab in gl.static_range(2 * pipeline.products.shape[2] // slab_rows(COLUMNS)):
+        memory = slab_of(pipeline, slab)
+        memory.store((memory.load(layout).to(gl.float32) + added[None, :]).to(pipeline.products.dtype))
+    show_to_tma()
+
+
+@gluon.jit
+def show_to_tma():
+    """The writer, between its stores to the products and TMA's loads of them: each thread's fence, then the barrier."""
+    fence_async_shared()
+    block_barrier()
+
+
+@gluon.jit
+def send_products(pipeline, peers, place, row, column):
+    """Copy the products to rows and columns from these on, behind the edges of which nothing is stored.
+
+    ``peers``: where a rank's are is the slice ``place`` of it.
+    """
+    PANEL: gl.constexpr = peers.block_type.shape[2]
+    for half in gl.static_range(2):
+        for panel in gl.static_range(pipeline.products.shape[3] // PANEL):
+            memory = pipeline.products.index(half).slice(panel * PANEL, PANEL, 2)
+            put(peers, [place, row + half * pipeline.products.shape[2], column + panel * PANEL], memory)
+            await_bulk_stores(IN_FLIGHT)
+
+
+@gluon.jit
+def free_products(pipeline):
+    """The writer, when it has read them, and its copies have."""
+    tma.store_wait(0)
+    block_barrier()
+    mbarrier.arrive(pipeline.emptied.index(0), count=1)
