@@ -72,6 +72,10 @@ class Buffers:
         """The ``data`` of another rank."""
         return self.mapping.peer(rank)[self._data].view(self.data.dtype)
 
+    def peer_counts(self, rank: int) -> torch.Tensor:
+        """The ``counts`` of another rank."""
+        return self.mapping.peer(rank)[: self._data.start].view(torch.int32)
+
     def close(self) -> None:
         """Unmap. The caller guarantees that no kernel uses the memory any more, on any rank."""
         self.mapping.close()

@@ -18,7 +18,9 @@ from iris.language.ordering import gluon_ordering
 from iris.ops.counts import ARRIVED, gluon_counts
 from iris.ops.gemm import gluon_place
 from iris.ops.hopper.pipeline import (
+    PANEL,
     REGISTERS_AND_SENDER,
+    SENT,
     WARPS_AND_SENDER,
     await_products,
     barriers,
@@ -28,9 +30,7 @@ from iris.ops.hopper.pipeline import (
     make_pipeline,
     multiply,
     put,
-    slab_layout,
-    slab_of,
-    slab_rows,
+    store_products,
 )
 
 await_bulk_stores, order_bulk_copies = gluon_ordering.await_bulk_stores, gluon_ordering.order_bulk_copies
@@ -83,10 +83,10 @@ def send(pieces, loaded, ctx, counts, epoch, a, peers, places, m, chunk, K, PART
             # Programs begin with different peers, so that all links are busy.
             place = gl.load(places + (ctx.cur_rank + 1 + (number + turn) % (W - 1)) % W)
             for box in gl.static_range(BOXES):
-                put(peers, [place, row, k + box * COLUMNS], pieces.index(box))
-                await_bulk_stores(1)
-        # Until the copies have read shared memory, which the next piece is for, and are in place.
-        await_bulk_stores(0)
+                for line in gl.static_range(ROWS // SENT):
+                    memory = pieces.index(box).slice(line * SENT, SENT, 1)
+                    put(peers, [place, row + line * SENT, k + box * COLUMNS], memory)
+                    await_bulk_stores(0)
         tell_arrived(ctx, counts, ctx.cur_rank * gl.cdiv(m, chunk) * parts_k + part)
         done += 1
 
@@ -98,7 +98,7 @@ def load(
 ):  # fmt: skip
     """The loader's part."""
     BLOCK_M: gl.constexpr = 2 * pipeline.products.shape[2]
-    BLOCK_N: gl.constexpr = pipeline.products.shape[3]
+    BLOCK_N: gl.constexpr = pipeline.products.shape[0] // 2 * PANEL
     W: gl.constexpr = ctx.num_ranks
     tiles_m, tiles_n, chunks = chunk // BLOCK_M, gl.cdiv(N, BLOCK_N), gl.cdiv(m, chunk)
     parts_k, in_part = gl.cdiv(K, PART_K), pieces_of_a_part(a, chunk, PART_K)
@@ -126,24 +126,16 @@ def write(
 ):  # fmt: skip
     """The writer's part: nothing goes over the link."""
     BLOCK_M: gl.constexpr = 2 * pipeline.products.shape[2]
-    BLOCK_N: gl.constexpr = pipeline.products.shape[3]
-    SLAB_M: gl.constexpr = slab_rows(BLOCK_N)
-    layout: gl.constexpr = slab_layout(BLOCK_N)
+    BLOCK_N: gl.constexpr = pipeline.products.shape[0] // 2 * PANEL
     tiles_m, tiles_n, chunks = chunk // BLOCK_M, gl.cdiv(N, BLOCK_N), gl.cdiv(m, chunk)
     done = 0
     for number in range(gl.program_id(0), W * chunks * tiles_m * tiles_n, gl.num_programs(0)):
         owner, nth, pid_m, pid_n = tile_of(number, rank, W, tiles_m, tiles_n, chunks, GROUP)
-        columns = pid_n * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout))
+        row = owner * m + nth * chunk + pid_m * BLOCK_M
         await_products(pipeline, done)
-        for slab in gl.static_range(BLOCK_M // SLAB_M):
-            local = nth * chunk + pid_m * BLOCK_M + slab * SLAB_M + gl.arange(0, SLAB_M, gl.SliceLayout(1, layout))
-            mask = (local < m)[:, None] & (columns < N)[None, :]
-            result = slab_of(pipeline, slab).load(layout)
-            if BIASED:
-                added = gl.load(bias + columns, mask=columns < N, other=0).to(gl.float32)
-                result = (result.to(gl.float32) + added[None, :]).to(result.dtype)
-            at = (owner * m + local).to(gl.int64)[:, None] * stride_om + columns.to(gl.int64)[None, :] * stride_on
-            gl.store(out + at, result, mask=mask)
+        store_products(
+            pipeline, bias, out, row, pid_n * BLOCK_N, (owner + 1) * m, N, stride_om, stride_on, BIASED
+        )
         free_products(pipeline)
         done += 1
 

@@ -12,6 +12,10 @@ from iris.ops.buffers import Buffers
 from iris.ops.call import Call
 from iris.ops.config import FusedConfig
 from iris.ops.hopper.all_gather_matmul import BOXES, hopper_all_gather_matmul
+from iris.launch import addresses, prepare
+from iris.ops.hopper import moves
+from iris.ops.hopper.pipeline import PANEL, SENT
+from iris.ops.hopper.product import hopper_product
 from iris.ops.hopper.matmul_all_gather import hopper_matmul_all_gather
 from iris.ops.hopper.matmul_reduce import hopper_matmul_reduce
 from iris.heap.tensor_map import ELEMENTS, peers_map
@@ -21,8 +25,6 @@ ALIGNMENT = 16
 SHARED_MEMORY = 227 << 10
 # Rows of A that are sent together, about, and the parts along K that they are sent in, of at least so many columns.
 CHUNK_ROWS, PARTS_K, LEAST_PART_K = 512, 8, 1024
-# Columns of the products that are sent at a time.
-PANEL = 64
 # Blocks of a rank's tiles: what is sent has the time of one to arrive.
 BLOCKS = 4
 
@@ -107,7 +109,7 @@ def arguments(
     if call.name == "all_gather_matmul":
         whole = buffers.data.view(size * rows, depth)
         gathered = tensor_map(whole, [M // 2, K])
-        peers = peers_map(memory, whole[rank * rows : (rank + 1) * rows], [M // 2, K])
+        peers = peers_map(memory, whole[rank * rows : (rank + 1) * rows], [SENT.value, K])
         fit = stages(config, BOXES.value * M * K)
         numbers = (rows, chunk_rows(rows, config), columns, depth, *result.stride())
         tail = (size, M, N, fit, part_columns(depth, config), config.group_size_m, of_b, biased)
@@ -115,16 +117,85 @@ def arguments(
                                           *tail)  # fmt: skip
     blocks = (size, M, N, stages(config, 0))
     if call.name == "matmul_all_gather":
-        peers = peers_map(memory, result[rank * rows : (rank + 1) * rows], [M // 2, PANEL])
+        peers = peers_map(memory, result[rank * rows : (rank + 1) * rows], [SENT.value, PANEL.value])
         tail = (rows, columns, depth, *blocks, config.group_size_m, of_a, of_b, biased)
         return hopper_matmul_all_gather, (*front, a, b, call.bias, peers, memory_places, *tail)
     share = -(-rows // size)
     sent = buffers.data[: size * share * columns].view(size, share, columns)
-    peers = peers_map(buffers.mapping, sent[rank], [M // 2, PANEL])
+    peers = peers_map(buffers.mapping, sent[rank], [SENT.value, PANEL.value])
     spreads = call.name == "matmul_all_reduce"
     out, strides = (None, None), result.stride()
     if spreads:
         mine = result[rank * share : (rank + 1) * share]
-        out = (peers_map(memory, mine, [M // 2, PANEL]), memory_places)
+        out = (peers_map(memory, mine, [SENT.value, PANEL.value]), memory_places)
     tail = (rows, columns, depth, share, *strides, *blocks, BLOCKS, config.group_size_m, spreads, of_a, of_b, biased)
     return hopper_matmul_reduce, (*front, sent, peers, buffers.places, a, b, call.bias, result, *out, *tail)
+
+
+class Moved:
+    """A call by `hopper_product` and copies: see `iris.ops.hopper.moves`."""
+
+    def __init__(self, call: Call, config: FusedConfig, buffers: Buffers, rank: int, size: int) -> None:
+        self.moves = moves.Moves(buffers, rank, size)
+        self._launches: dict[Any, Any] = {}
+
+    def run(
+        self, call: Call, config: FusedConfig, buffers: Buffers, memory: Mapping, result: torch.Tensor, programs: int
+    ) -> None:
+        size, rank = self.moves.size, self.moves.rank
+        (rows, depth), columns = call.a.shape, call.b.shape[1]
+        share = rows if call.name.endswith("gather_matmul") or call.name == "matmul_all_gather" else -(-rows // size)
+        if call.name == "all_gather_matmul":
+            share = rows
+        chunk = moved_rows(share, config)
+        tiles = chunk // config.block_size_m * -(-columns // config.block_size_n)
+        there = None
+
+        def peers_of(mine: torch.Tensor) -> list[torch.Tensor]:
+            offset = mine.data_ptr() - memory.bases[rank]
+            bytes_of = [memory.peer(peer)[offset:] for peer in range(size)]
+            return [x[: mine.numel() * mine.itemsize].view(mine.dtype).view(mine.shape) for x in bytes_of]
+
+        def launch(first, parts, own=None, adds=False, awaits=False, counts=False, out=None, num_parts=size):
+            M, N, K = config.block_size_m, config.block_size_n, config.block_size_k
+            a = buffers.data.view(size * rows, depth) if awaits else call.a
+            own_map = tensor_map(call.a, [M // 2, K]) if awaits else None
+            summed = buffers.data[: size * share * columns] if adds else None
+            bias = call.bias if (adds or call.name.endswith("matmul") or call.name == "matmul_all_gather") else None
+            every = size * rows if awaits else rows
+            args = (buffers.context_tensor, buffers.counts, own_map, tensor_map(a, [M // 2, K]),
+                    tensor_map(call.b, [K, N]), summed, bias, out, first, parts, num_parts, share, every, chunk, columns,
+                    depth, *out.stride(), size, M, N, stages(config, 0), config.group_size_m, awaits, counts, adds,
+                    by_columns(call.a), by_columns(call.b), bias is not None)
+            key = (awaits, counts, adds, parts, first, None if out is None else (out.dtype, out.data_ptr() % 16, out.stride()), bias is None)
+            if key not in self._launches:
+                self._launches[key] = prepare(hopper_product, (programs, 1, 1), *args, num_warps=4)
+            stream = torch.cuda.current_stream().cuda_stream if call.a.is_cuda else None
+            self._launches[key](stream, addresses(args))
+
+        if call.name == "all_gather_matmul":
+            gathered = buffers.data.view(size, rows, depth)
+            there = peers_of(gathered[rank])
+            moves.all_gather_matmul(self.moves, call.a, there, chunk,
+                                    lambda first, parts: launch(first, parts, awaits=True, out=result))
+        elif call.name == "matmul_all_gather":
+            own = result[rank * rows : (rank + 1) * rows]
+            moves.matmul_all_gather(self.moves, own, peers_of(own), chunk, tiles,
+                                    lambda first, parts: launch(first, parts, counts=True, out=own, num_parts=1))
+        else:
+            received, sent = buffers.data[: 2 * size * share * columns].view(2, size, share, columns)
+            spreads = call.name == "matmul_all_reduce"
+            own = result[rank * share : (rank + 1) * share] if spreads else result
+            offset = received[rank].data_ptr() - buffers.mapping.bases[rank]
+            parts = [buffers.peer(peer)[: received.numel()].view(received.shape)[rank] for peer in range(size)]
+            moves.matmul_reduce(self.moves, sent, parts, own if spreads else None, peers_of(own) if spreads else [], chunk, tiles,
+                lambda first, parts: launch(first, parts, counts=True, out=sent.view(size * share, columns)),
+                lambda first, parts: launch(first, parts, adds=True, counts=spreads, out=own))
+
+
+MOVED_ROWS = 512
+
+
+def moved_rows(share: int, config: FusedConfig) -> int:
+    chunks = max(1, share // MOVED_ROWS)
+    return -(-share // (chunks * config.block_size_m)) * config.block_size_m

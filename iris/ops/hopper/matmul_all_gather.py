@@ -13,6 +13,7 @@ from iris.ops.counts import gluon_counts
 from iris.ops.gemm import gluon_place
 from iris.ops.hopper.pipeline import (
     REGISTERS,
+    PANEL,
     WARPS,
     add_bias,
     await_products,
@@ -34,7 +35,7 @@ await_done, await_ready, begin, end, follow_predecessor = (
 def load(pipeline, a, b, M, N, K, GROUP: gl.constexpr, BY_COLUMNS_A: gl.constexpr, BY_COLUMNS_B: gl.constexpr):
     """The loader's part."""
     BLOCK_M: gl.constexpr = 2 * pipeline.products.shape[2]
-    BLOCK_N: gl.constexpr = pipeline.products.shape[3]
+    BLOCK_N: gl.constexpr = pipeline.products.shape[0] // 2 * PANEL
     tiles_m, tiles_n = gl.cdiv(M, BLOCK_M), gl.cdiv(N, BLOCK_N)
     step = 0
     for number in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
@@ -46,7 +47,7 @@ def load(pipeline, a, b, M, N, K, GROUP: gl.constexpr, BY_COLUMNS_A: gl.constexp
 def write(pipeline, ctx, counts, epoch, bias, peers, places, M, N, GROUP: gl.constexpr, BIASED: gl.constexpr):
     """The writer's part."""
     BLOCK_M: gl.constexpr = 2 * pipeline.products.shape[2]
-    BLOCK_N: gl.constexpr = pipeline.products.shape[3]
+    BLOCK_N: gl.constexpr = pipeline.products.shape[0] // 2 * PANEL
     tiles_m, tiles_n = gl.cdiv(M, BLOCK_M), gl.cdiv(N, BLOCK_N)
     await_ready(ctx, counts, epoch)
     done = 0

@@ -20,18 +20,21 @@ from iris.language.ordering import gluon_ordering
 from iris.ops.counts import ARRIVED, gluon_counts
 from iris.ops.gemm import gluon_place
 from iris.ops.hopper.pipeline import (
+    PANEL,
     REGISTERS,
+    STRIP,
+    STRIP_LAYOUT,
     WARPS,
     await_products,
+    columns_of,
     free_products,
     load_tile,
     make_pipeline,
     multiply,
+    rows_of,
     send_products,
     show_to_tma,
-    slab_layout,
-    slab_of,
-    slab_rows,
+    strip_of,
 )
 
 await_bulk_stores = gluon_ordering.await_bulk_stores
@@ -70,7 +73,7 @@ def load(
 ):  # fmt: skip
     """The loader's part."""
     BLOCK_M: gl.constexpr = 2 * pipeline.products.shape[2]
-    BLOCK_N: gl.constexpr = pipeline.products.shape[3]
+    BLOCK_N: gl.constexpr = pipeline.products.shape[0] // 2 * PANEL
     tiles_m, tiles_n = gl.cdiv(share, BLOCK_M), gl.cdiv(N, BLOCK_N)
     step = 0
     for number in range(gl.program_id(0), W * BLOCKS * gl.cdiv(tiles_m * tiles_n, BLOCKS), gl.num_programs(0)):
@@ -85,28 +88,26 @@ def add_parts(
     SPREADS: gl.constexpr, BIASED: gl.constexpr,
 ):  # fmt: skip
     """The sums of a tile of this rank's rows from ``row`` on: into ``out``, or in the place of the products."""
-    BLOCK_N: gl.constexpr = pipeline.products.shape[3]
-    SLAB_M: gl.constexpr = slab_rows(BLOCK_N)
-    layout: gl.constexpr = slab_layout(BLOCK_N)
-    columns = column + gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout))
-    for slab in gl.static_range(2 * pipeline.products.shape[2] // SLAB_M):
-        local = row + slab * SLAB_M + gl.arange(0, SLAB_M, gl.SliceLayout(1, layout))
-        mask = (local < rows)[:, None] & (columns < N)[None, :]
-        at = local.to(gl.int64)[:, None] * N + columns[None, :]
-        memory = slab_of(pipeline, slab)
-        own = memory.load(layout)
-        total = gl.zeros_like(own).to(gl.float32)
-        for source in gl.static_range(W):
-            # No branch, so that the loads of all parts are under way at once. This rank's part is in no memory.
-            part = gl.load(parts + source * (share.to(gl.int64) * N) + at, mask=mask & (source != rank), other=0)
-            total += gl.where(source == rank, own, part).to(gl.float32)
-        if BIASED:
-            total += gl.load(bias + columns, mask=columns < N, other=0).to(gl.float32)[None, :]
-        if SPREADS:
-            memory.store(total.to(own.dtype))
-        else:
-            there = out + (local.to(gl.int64)[:, None] * stride_om + columns.to(gl.int64)[None, :] * stride_on)
-            gl.store(there, total.to(own.dtype), mask=mask)
+    for panel in range(pipeline.products.shape[0]):
+        columns = column + columns_of(pipeline, panel)
+        for strip in gl.static_range(pipeline.products.shape[2] // STRIP):
+            local = row + rows_of(pipeline, panel, strip)
+            mask = (local < rows)[:, None] & (columns < N)[None, :]
+            at = local.to(gl.int64)[:, None] * N + columns[None, :]
+            memory = strip_of(pipeline, panel, strip)
+            own = memory.load(STRIP_LAYOUT)
+            total = gl.zeros_like(own).to(gl.float32)
+            for source in gl.static_range(W):
+                # No branch, so that the loads of all parts are under way at once. This rank's part is in no memory.
+                part = gl.load(parts + source * (share.to(gl.int64) * N) + at, mask=mask & (source != rank), other=0)
+                total += gl.where(source == rank, own, part).to(gl.float32)
+            if BIASED:
+                total += gl.load(bias + columns, mask=columns < N, other=0).to(gl.float32)[None, :]
+            if SPREADS:
+                memory.store(total.to(own.dtype))
+            else:
+                there = out + (local.to(gl.int64)[:, None] * stride_om + columns.to(gl.int64)[None, :] * stride_on)
+                gl.store(there, total.to(own.dtype), mask=mask)
     if SPREADS:
         show_to_tma()
 
@@ -118,7 +119,7 @@ def write(
 ):  # fmt: skip
     """The writer's part."""
     BLOCK_M: gl.constexpr = 2 * pipeline.products.shape[2]
-    BLOCK_N: gl.constexpr = pipeline.products.shape[3]
+    BLOCK_N: gl.constexpr = pipeline.products.shape[0] // 2 * PANEL
     W: gl.constexpr = ctx.num_ranks
     rank = ctx.cur_rank
     tiles_m, tiles_n = gl.cdiv(share, BLOCK_M), gl.cdiv(N, BLOCK_N)

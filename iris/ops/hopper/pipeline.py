@@ -47,27 +47,18 @@ WARPS = gl.constexpr([4, 2, 1])
 REGISTERS = gl.constexpr([184, 136, 136])
 WARPS_AND_SENDER = gl.constexpr([4, 2, 1, 1])
 REGISTERS_AND_SENDER = gl.constexpr([184, 136, 136, 136])
-# Elements of the products that the writer has in registers at a time: 32 a thread.
-SLAB = gl.constexpr(2048)
-IN_FLIGHT = gl.constexpr(1)
+# Columns of a panel of the products: 128 bytes, which TMA and the layout of shared memory keep together. Rows that are
+# sent at a time, and rows that the writer has in registers at a time: 32 elements a thread.
+PANEL = gl.constexpr(64)
+SENT = gl.constexpr(16)
+STRIP = gl.constexpr(32)
+STRIP_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [2, 1], [1, 0]))
 
 
 @gluon.constexpr_function
 def accumulator(columns):
     """The layout of a warp group's products: m64nNk16."""
     return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
-
-
-@gluon.constexpr_function
-def slab_rows(columns):
-    return SLAB // columns
-
-
-@gluon.constexpr_function
-def slab_layout(columns):
-    """16 bytes a thread, whole rows of a slab by neighbouring threads of the writer."""
-    across = min(32, columns // 8)
-    return gl.BlockedLayout([1, 8], [32 // across, across], [2, 1], [1, 0])
 
 
 @gluon.jit
@@ -82,8 +73,9 @@ def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 class Pipeline:
     """A program's shared memory.
 
-    Tiles of A lie by halves, of stage s in ``tiles_a[2 s]`` and ``tiles_a[2 s + 1]``; so do the products, in the shape
-    in which TMA takes them to a rank: ``[2, 1, rows, columns]``.
+    Tiles of A lie by halves, of stage s in ``tiles_a[2 s]`` and ``tiles_a[2 s + 1]``. The products lie by panels of half
+    a tile's rows and `PANEL` columns, the upper half's first, each in the shape in which TMA takes it to a rank:
+    ``[panels, 1, rows, PANEL]``.
     """
 
     tiles_a: gl.shared_memory_descriptor
@@ -108,11 +100,11 @@ class Pipeline:
 @gluon.jit
 def make_pipeline(a, b, element: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr):
     """For tiles that the descriptors ``a`` and ``b`` fetch, and products of type ``element``."""
-    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, BLOCK_M // 2, BLOCK_N], element)
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, BLOCK_M // 2, PANEL], element)
     made = Pipeline(
         gl.allocate_shared_memory(a.dtype, [2 * STAGES, a.block_type.shape[0], a.block_type.shape[1]], a.layout),
         gl.allocate_shared_memory(b.dtype, [STAGES, b.block_type.shape[0], b.block_type.shape[1]], b.layout),
-        gl.allocate_shared_memory(element, [2, 1, BLOCK_M // 2, BLOCK_N], layout),
+        gl.allocate_shared_memory(element, [2 * BLOCK_N // PANEL, 1, BLOCK_M // 2, PANEL], layout),
         barriers(STAGES, 1),
         barriers(STAGES, 2),
         barriers(1, 2),
@@ -156,11 +148,23 @@ def load_tile(
 
 
 @gluon.jit
+def by_halves(x):
+    """The left and the right half of a block's columns; no thread gets any from another."""
+    return x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute((0, 2, 1)).split()
+
+
+@gluon.jit
+def leave(pipeline, panel: gl.constexpr, values):
+    pipeline.products.index(panel).reshape([values.shape[0], PANEL]).store(values)
+
+
+@gluon.jit
 def multiply(pipeline, tiles, K, HALF: gl.constexpr, BY_COLUMNS_A: gl.constexpr, BY_COLUMNS_B: gl.constexpr):
     """A multiplier: one half of each of this program's ``tiles`` tiles."""
     S: gl.constexpr = pipeline.tiles_b.shape[0]
     ROWS: gl.constexpr = pipeline.products.shape[2]
-    COLUMNS: gl.constexpr = pipeline.products.shape[3]
+    PANELS: gl.constexpr = pipeline.products.shape[0] // 2
+    COLUMNS: gl.constexpr = PANELS * PANEL
     BLOCK_K: gl.constexpr = pipeline.tiles_a.shape[1 if BY_COLUMNS_A else 2]
     gl.static_assert(gl.num_warps() == 4, "a multiplier is a warp group")
     step = 0
@@ -182,7 +186,22 @@ def multiply(pipeline, tiles, K, HALF: gl.constexpr, BY_COLUMNS_A: gl.constexpr,
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(pipeline.freed.index((step + S - 1) % S), count=1)
         mbarrier.wait(pipeline.emptied.index(0), tile & 1 ^ 1)
-        pipeline.products.index(HALF).reshape([ROWS, COLUMNS]).store(acc.to(pipeline.products.dtype))
+        result = acc.to(pipeline.products.dtype)
+        if PANELS == 1:
+            leave(pipeline, HALF, result)
+        elif PANELS == 2:
+            left, right = by_halves(result)
+            leave(pipeline, 2 * HALF, left)
+            leave(pipeline, 2 * HALF + 1, right)
+        else:
+            gl.static_assert(PANELS == 4, "a tile has 64, 128 or 256 columns")
+            left, right = by_halves(result)
+            first, second = by_halves(left)
+            third, fourth = by_halves(right)
+            leave(pipeline, 4 * HALF, first)
+            leave(pipeline, 4 * HALF + 1, second)
+            leave(pipeline, 4 * HALF + 2, third)
+            leave(pipeline, 4 * HALF + 3, fourth)
         fence_async_shared()
         block_barrier()
         mbarrier.arrive(pipeline.filled.index(0), count=1)
@@ -195,26 +214,58 @@ def await_products(pipeline, tile):
 
 
 @gluon.jit
-def slab_of(pipeline, slab: gl.constexpr):
-    """The shared memory of some rows of the products, `slab_rows` of them, from the top."""
-    HALF: gl.constexpr = pipeline.products.shape[2]
-    COLUMNS: gl.constexpr = pipeline.products.shape[3]
-    ROWS: gl.constexpr = slab_rows(COLUMNS)
-    row: gl.constexpr = ROWS * slab
-    return pipeline.products.index(row // HALF).reshape([HALF, COLUMNS]).slice(row % HALF, ROWS)
+def strip_of(pipeline, panel, strip: gl.constexpr):
+    """The shared memory of `STRIP` rows of a panel."""
+    ROWS: gl.constexpr = pipeline.products.shape[2]
+    return pipeline.products.index(panel).reshape([ROWS, PANEL]).slice(strip * STRIP, STRIP)
+
+
+@gluon.jit
+def rows_of(pipeline, panel, strip: gl.constexpr):
+    """Which rows of the tile the strip's are."""
+    ROWS: gl.constexpr = pipeline.products.shape[2]
+    first = panel // (pipeline.products.shape[0] // 2) * ROWS + strip * STRIP
+    return first + gl.arange(0, STRIP, gl.SliceLayout(1, STRIP_LAYOUT))
+
+
+@gluon.jit
+def columns_of(pipeline, panel):
+    """Which columns of the tile the panel's are."""
+    first = panel % (pipeline.products.shape[0] // 2) * PANEL
+    return first + gl.arange(0, PANEL, gl.SliceLayout(0, STRIP_LAYOUT))
+
+
+@gluon.jit
+def with_bias(values, bias, columns, N):
+    """``values`` plus the bias of their columns, in their type: they have been rounded once, and are again."""
+    added = gl.load(bias + columns, mask=columns < N, other=0).to(gl.float32)
+    return (values.to(gl.float32) + added[None, :]).to(values.dtype)
 
 
 @gluon.jit
 def add_bias(pipeline, bias, column, N):
-    """To products that are to be sent; they have been rounded once, and are again."""
-    COLUMNS: gl.constexpr = pipeline.products.shape[3]
-    layout: gl.constexpr = slab_layout(COLUMNS)
-    columns = column + gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
-    added = gl.load(bias + columns, mask=columns < N, other=0).to(gl.float32)
-    for slab in gl.static_range(2 * pipeline.products.shape[2] // slab_rows(COLUMNS)):
-        memory = slab_of(pipeline, slab)
-        memory.store((memory.load(layout).to(gl.float32) + added[None, :]).to(pipeline.products.dtype))
+    """To products that are to be sent."""
+    for panel in range(pipeline.products.shape[0]):
+        columns = column + columns_of(pipeline, panel)
+        for strip in gl.static_range(pipeline.products.shape[2] // STRIP):
+            memory = strip_of(pipeline, panel, strip)
+            memory.store(with_bias(memory.load(STRIP_LAYOUT), bias, columns, N))
     show_to_tma()
+
+
+@gluon.jit
+def store_products(pipeline, bias, out, row, column, rows, N, stride_m, stride_n, BIASED: gl.constexpr):
+    """The products, plus bias, to rows and columns of ``out`` from these on, below ``rows`` and ``N``."""
+    for panel in range(pipeline.products.shape[0]):
+        columns = column + columns_of(pipeline, panel)
+        at_n = columns.to(gl.int64)[None, :] * stride_n
+        for strip in gl.static_range(pipeline.products.shape[2] // STRIP):
+            lines = row + rows_of(pipeline, panel, strip)
+            values = strip_of(pipeline, panel, strip).load(STRIP_LAYOUT)
+            if BIASED:
+                values = with_bias(values, bias, columns, N)
+            mask = (lines < rows)[:, None] & (columns < N)[None, :]
+            gl.store(out + (lines.to(gl.int64)[:, None] * stride_m + at_n), values, mask=mask)
 
 
 @gluon.jit
@@ -228,14 +279,16 @@ def show_to_tma():
 def send_products(pipeline, peers, place, row, column):
     """Copy the products to rows and columns from these on, behind the edges of which nothing is stored.
 
-    ``peers``: where a rank's are is the slice ``place`` of it.
+    ``peers``: where a rank's are is the slice ``place`` of it. 2 KiB at a time: more of them on their way than the link
+    takes at once would stand in the way of what the loader fetches (docs/performance.md, "Fused operations").
     """
-    PANEL: gl.constexpr = peers.block_type.shape[2]
-    for half in gl.static_range(2):
-        for panel in gl.static_range(pipeline.products.shape[3] // PANEL):
-            memory = pipeline.products.index(half).slice(panel * PANEL, PANEL, 2)
-            put(peers, [place, row + half * pipeline.products.shape[2], column + panel * PANEL], memory)
-            await_bulk_stores(IN_FLIGHT)
+    PANELS: gl.constexpr = pipeline.products.shape[0] // 2
+    HALF: gl.constexpr = pipeline.products.shape[2]
+    for panel in range(2 * PANELS):
+        for turn in gl.static_range(HALF // SENT):
+            memory = pipeline.products.index(panel).slice(turn * SENT, SENT, 1)
+            put(peers, [place, row + panel // PANELS * HALF + turn * SENT, column + panel % PANELS * PANEL], memory)
+            await_bulk_stores(0)
 
 
 @gluon.jit
