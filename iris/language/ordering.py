@@ -192,27 +192,18 @@ def make_ordering(jit: Callable, lang: ModuleType, translate) -> SimpleNamespace
             )
 
     @jit
-    def await_bulk_stores(left: lang.constexpr):
-        """Until of the copies by TMA that the block's threads have issued all but ``left`` are in memory.
+    def await_bulk_stores():
+        """Until all copies by TMA that the block's threads have issued are in memory: a release is then of them too.
 
-        With none left a release is of them too. Gluon's own wait is, before Triton 3.7, only for the reading of their
-        source. (PTX ISA, "cp.async.bulk.wait_group": without .read the writes have been made visible to the thread that
-        issued them; it meets the others in a barrier in front of the release.)
+        Gluon's own wait is, before Triton 3.7, only for the reading of their source. (PTX ISA, "cp.async.bulk.wait_group":
+        without .read the writes have been made visible to the thread that issued them; it meets the others in a barrier
+        in front of the release.)
         """
         if in_simulator():
-            tma.store_wait(left, read_only=False)
-        elif left == 0:
+            tma.store_wait(0, read_only=False)
+        else:
             lang.inline_asm_elementwise(
                 "cp.async.bulk.wait_group 0; mov.b32 $0, 0;", "=r,~{memory}", [], dtype=lang.int32, is_pure=False, pack=1
-            )
-        elif left == 1:
-            lang.inline_asm_elementwise(
-                "cp.async.bulk.wait_group 1; mov.b32 $0, 0;", "=r,~{memory}", [], dtype=lang.int32, is_pure=False, pack=1
-            )
-        else:
-            lang.static_assert(left == 3)
-            lang.inline_asm_elementwise(
-                "cp.async.bulk.wait_group 3; mov.b32 $0, 0;", "=r,~{memory}", [], dtype=lang.int32, is_pure=False, pack=1
             )
 
     @jit

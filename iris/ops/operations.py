@@ -17,6 +17,7 @@ from iris.ops.buffers import Buffers, Needs
 from iris.ops.call import Call
 from iris.ops.config import FusedConfig
 from iris.ops.hopper import arguments as hopper
+from iris.ops.hopper.sender import Sender
 from iris.ops.matmul_all_gather import matmul_all_gather
 from iris.ops.matmul_reduce import matmul_reduce
 
@@ -54,7 +55,7 @@ class Operations:
         self._buffers: dict[tuple, Buffers] = {}
         self._launches: dict[tuple, Any] = {}
         self._copies: dict[Buffers, copies.Copies] = {}
-        self._moved: dict[Buffers, Any] = {}
+        self._senders: dict[Buffers, Sender] = {}
         self._places: torch.Tensor | None = None
 
     def all_gather_matmul(
@@ -194,7 +195,7 @@ class Operations:
         self._buffers.clear()
         self._launches.clear()
         self._copies.clear()
-        self._moved.clear()
+        self._senders.clear()
 
     # What they share -------------------------------------------------------------------------------------------------
 
@@ -207,9 +208,7 @@ class Operations:
                 call = call._replace(a=call.a.contiguous())
             needs = self._needs(call, used)
             buffers = self._workspace(needs, workspace)
-            if used.variant == "copies" and used.use_gluon:
-                self._move(call, used, buffers)
-            elif used.variant == "copies":
+            if used.variant == "copies":
                 self._copy(call, buffers)
             else:
                 self._fuse(call, used, buffers)
@@ -230,11 +229,11 @@ class Operations:
                 f"FusedConfig(variant={used.variant!r}): the vendor's GEMM is used with A, B and out of one dtype, "
                 "fp16, bf16 or fp32, and no scales. Use the kernel."
             )
-        if used.variant == "copies" and call.name not in COPIED and not used.use_gluon:
+        if used.variant == "copies" and call.name not in COPIED:
             raise InvalidConfigError(
                 f"FusedConfig(variant='copies') is for {' and '.join(COPIED)}, and not for {call.name}()."
             )
-        if used.variant != "vendor" and used.use_gluon:
+        if used.use_gluon:
             problem = hopper.problem(call, used, self._context.num_ranks)
             if problem:
                 raise InvalidConfigError(f"FusedConfig(use_gluon=True) cannot do this {call.name}(): {problem}.")
@@ -255,19 +254,21 @@ class Operations:
         key = (buffers.kind, *map(_kind_of, args))
         if key not in self._launches:
             self._launches[key] = prepare(kernel, (programs, 1, 1), *args, **options)
+        sender = self._sender(call, config, buffers) if config.use_gluon and call.name == "all_gather_matmul" else None
+        if sender:
+            sender.send(call.a)
         self._launches[key](self._stream(), addresses(args))
+        if sender:
+            sender.join()
         if result is not call.out:
             call.out.copy_(result)
 
-    def _move(self, call: Call, config: FusedConfig, buffers: Buffers) -> None:
-        direct, result = self._result(call, config, buffers)
-        memory = self._context.heap.mapping if direct else buffers.mapping
-        programs = min(config.num_sms or self._most_programs(), self._most_programs()) - 1
-        if buffers not in self._moved:
-            self._moved[buffers] = hopper.Moved(call, config, buffers, self._context.cur_rank, self._context.num_ranks)
-        self._moved[buffers].run(call, config, buffers, memory, result, programs)
-        if result is not call.out:
-            call.out.copy_(result)
+    def _sender(self, call: Call, config: FusedConfig, buffers: Buffers) -> Sender:
+        if buffers not in self._senders:
+            (rows, depth), context = call.a.shape, self._context
+            chunk = hopper.chunk_rows(rows, depth, config)
+            self._senders[buffers] = Sender(buffers, context.cur_rank, context.num_ranks, rows, depth, chunk)
+        return self._senders[buffers]
 
     def _result(self, call: Call, config: FusedConfig, buffers: Buffers) -> tuple[bool, torch.Tensor]:
         """Where a kernel leaves the result, and whether peers store it on the heap."""
@@ -277,7 +278,6 @@ class Operations:
             return True, call.out
         W, rows = self._context.num_ranks, len(call.a)
         parts = 0 if call.name == "matmul_all_gather" else W * -(-rows // W) * call.b.shape[1]
-        parts *= 2 if config.variant == "copies" else 1
         return False, buffers.data[parts:].view(call.out.shape)
 
     def _direct(self, call: Call, config: FusedConfig) -> bool:
@@ -307,13 +307,8 @@ class Operations:
         kind = (call.name, M, N, K, call.a.dtype, call.out.dtype, direct, config)
         share = -(-M // W)
         if call.name == "all_gather_matmul":
-            lines = hopper.parts(call, config, W) + 3 * W * (M // 128 + 1) if config.use_gluon else W * -(-M // config.block_size_m)
+            lines = hopper.parts(call, config, W) if config.use_gluon else W * -(-M // config.block_size_m)
             return Needs(kind, lines, W * M * K, call.a.dtype)
-        if config.variant == "copies" and config.use_gluon and call.name == "matmul_all_gather":
-            return Needs(kind, 3 * W * (share * W // 128 + 1), 0 if direct else W * M * N, call.out.dtype)
-        if config.variant == "copies" and config.use_gluon:
-            result = M * N if call.name == "matmul_all_reduce" and not direct else 0
-            return Needs(kind, 3 * W * (share // 128 + 1), 2 * W * share * N + result, call.out.dtype)
         if config.variant == "copies":
             # Parts that came, and parts to be sent.
             return Needs(kind, 0, 2 * M * N, call.out.dtype)

@@ -11,11 +11,8 @@ from iris.heap.mapping import Mapping
 from iris.ops.buffers import Buffers
 from iris.ops.call import Call
 from iris.ops.config import FusedConfig
-from iris.ops.hopper.all_gather_matmul import BOXES, hopper_all_gather_matmul
-from iris.launch import addresses, prepare
-from iris.ops.hopper import moves
+from iris.ops.hopper.all_gather_matmul import hopper_all_gather_matmul
 from iris.ops.hopper.pipeline import PANEL, SENT
-from iris.ops.hopper.product import hopper_product
 from iris.ops.hopper.matmul_all_gather import hopper_matmul_all_gather
 from iris.ops.hopper.matmul_reduce import hopper_matmul_reduce
 from iris.heap.tensor_map import ELEMENTS, peers_map
@@ -23,8 +20,8 @@ from iris.heap.tensor_map import ELEMENTS, peers_map
 # TMA's: of addresses, and of strides but the last, which is 1 (CUDA driver API, cuTensorMapEncodeTiled).
 ALIGNMENT = 16
 SHARED_MEMORY = 227 << 10
-# Rows of A that are sent together, about, and the parts along K that they are sent in, of at least so many columns.
-CHUNK_ROWS, PARTS_K, LEAST_PART_K = 512, 8, 1024
+# Chunks that a rank's rows of A are sent in, at most, and bytes of one, at least: what comes behind a copy costs time.
+MOST_CHUNKS, LEAST_CHUNK_BYTES = 4, 8 << 20
 # Blocks of a rank's tiles: what is sent has the time of one to arrive.
 BLOCKS = 4
 
@@ -68,31 +65,25 @@ def tensor_map(matrix: torch.Tensor, block: list[int]) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(matrix, block, layout)
 
 
-def stages(config: FusedConfig, reserved: int) -> int:
-    """As many as fit beside the products and so many bytes."""
+def stages(config: FusedConfig) -> int:
+    """As many as fit beside the products."""
     M, N, K = config.block_size_m, config.block_size_n, config.block_size_k
-    return min(8, (SHARED_MEMORY - 1024 - reserved - 2 * M * N) // (2 * K * (M + N)))
+    return min(8, (SHARED_MEMORY - 1024 - 2 * M * N) // (2 * K * (M + N)))
 
 
-def chunk_rows(rows: int, config: FusedConfig) -> int:
+def chunk_rows(rows: int, depth: int, config: FusedConfig) -> int:
     """Rows of A that are sent together: a multiple of a tile's."""
-    chunks = max(1, rows // CHUNK_ROWS)
+    chunks = max(1, min(MOST_CHUNKS, 2 * rows * depth // LEAST_CHUNK_BYTES))
     return -(-rows // (chunks * config.block_size_m)) * config.block_size_m
-
-
-def part_columns(depth: int, config: FusedConfig) -> int:
-    """Columns of A that are sent together: a multiple of a piece's."""
-    piece = BOXES.value * config.block_size_k
-    return max(-(-depth // (PARTS_K * piece)), -(-LEAST_PART_K // piece)) * piece
 
 
 def parts(call: Call, config: FusedConfig, size: int) -> int:
     """How many counts of arrivals the kernel has."""
     rows, depth = call.a.shape
     if call.name == "all_gather_matmul":
-        return size * -(-rows // chunk_rows(rows, config)) * -(-depth // part_columns(depth, config))
+        return size * -(-rows // chunk_rows(rows, depth, config))
     share = -(-rows // size)
-    return (-(-share // config.block_size_m) + 1) * (-(-call.b.shape[1] // config.block_size_n) + 1)
+    return -(-share // config.block_size_m) * -(-call.b.shape[1] // config.block_size_n)
 
 
 def arguments(
@@ -107,15 +98,11 @@ def arguments(
     rank = memory.rank
     front = (buffers.context_tensor, buffers.counts)
     if call.name == "all_gather_matmul":
-        whole = buffers.data.view(size * rows, depth)
-        gathered = tensor_map(whole, [M // 2, K])
-        peers = peers_map(memory, whole[rank * rows : (rank + 1) * rows], [SENT.value, K])
-        fit = stages(config, BOXES.value * M * K)
-        numbers = (rows, chunk_rows(rows, config), columns, depth, *result.stride())
-        tail = (size, M, N, fit, part_columns(depth, config), config.group_size_m, of_b, biased)
-        return hopper_all_gather_matmul, (*front, a, gathered, peers, memory_places, b, call.bias, result, *numbers,
-                                          *tail)  # fmt: skip
-    blocks = (size, M, N, stages(config, 0))
+        gathered = tensor_map(buffers.data.view(size * rows, depth), [M // 2, K])
+        numbers = (rows, chunk_rows(rows, depth, config), columns, depth, *result.stride())
+        tail = (size, M, N, stages(config), config.group_size_m, of_b, biased)
+        return hopper_all_gather_matmul, (*front, a, gathered, b, call.bias, result, *numbers, *tail)
+    blocks = (size, M, N, stages(config))
     if call.name == "matmul_all_gather":
         peers = peers_map(memory, result[rank * rows : (rank + 1) * rows], [SENT.value, PANEL.value])
         tail = (rows, columns, depth, *blocks, config.group_size_m, of_a, of_b, biased)
@@ -131,71 +118,3 @@ def arguments(
     tail = (rows, columns, depth, share, *strides, *blocks, BLOCKS, config.group_size_m, spreads, of_a, of_b, biased)
     return hopper_matmul_reduce, (*front, sent, peers, buffers.places, a, b, call.bias, result, *out, *tail)
 
-
-class Moved:
-    """A call by `hopper_product` and copies: see `iris.ops.hopper.moves`."""
-
-    def __init__(self, call: Call, config: FusedConfig, buffers: Buffers, rank: int, size: int) -> None:
-        self.moves = moves.Moves(buffers, rank, size)
-        self._launches: dict[Any, Any] = {}
-
-    def run(
-        self, call: Call, config: FusedConfig, buffers: Buffers, memory: Mapping, result: torch.Tensor, programs: int
-    ) -> None:
-        size, rank = self.moves.size, self.moves.rank
-        (rows, depth), columns = call.a.shape, call.b.shape[1]
-        share = rows if call.name.endswith("gather_matmul") or call.name == "matmul_all_gather" else -(-rows // size)
-        if call.name == "all_gather_matmul":
-            share = rows
-        chunk = moved_rows(share, config)
-        tiles = chunk // config.block_size_m * -(-columns // config.block_size_n)
-        there = None
-
-        def peers_of(mine: torch.Tensor) -> list[torch.Tensor]:
-            offset = mine.data_ptr() - memory.bases[rank]
-            bytes_of = [memory.peer(peer)[offset:] for peer in range(size)]
-            return [x[: mine.numel() * mine.itemsize].view(mine.dtype).view(mine.shape) for x in bytes_of]
-
-        def launch(first, parts, own=None, adds=False, awaits=False, counts=False, out=None, num_parts=size):
-            M, N, K = config.block_size_m, config.block_size_n, config.block_size_k
-            a = buffers.data.view(size * rows, depth) if awaits else call.a
-            own_map = tensor_map(call.a, [M // 2, K]) if awaits else None
-            summed = buffers.data[: size * share * columns] if adds else None
-            bias = call.bias if (adds or call.name.endswith("matmul") or call.name == "matmul_all_gather") else None
-            every = size * rows if awaits else rows
-            args = (buffers.context_tensor, buffers.counts, own_map, tensor_map(a, [M // 2, K]),
-                    tensor_map(call.b, [K, N]), summed, bias, out, first, parts, num_parts, share, every, chunk, columns,
-                    depth, *out.stride(), size, M, N, stages(config, 0), config.group_size_m, awaits, counts, adds,
-                    by_columns(call.a), by_columns(call.b), bias is not None)
-            key = (awaits, counts, adds, parts, first, None if out is None else (out.dtype, out.data_ptr() % 16, out.stride()), bias is None)
-            if key not in self._launches:
-                self._launches[key] = prepare(hopper_product, (programs, 1, 1), *args, num_warps=4)
-            stream = torch.cuda.current_stream().cuda_stream if call.a.is_cuda else None
-            self._launches[key](stream, addresses(args))
-
-        if call.name == "all_gather_matmul":
-            gathered = buffers.data.view(size, rows, depth)
-            there = peers_of(gathered[rank])
-            moves.all_gather_matmul(self.moves, call.a, there, chunk,
-                                    lambda first, parts: launch(first, parts, awaits=True, out=result))
-        elif call.name == "matmul_all_gather":
-            own = result[rank * rows : (rank + 1) * rows]
-            moves.matmul_all_gather(self.moves, own, peers_of(own), chunk, tiles,
-                                    lambda first, parts: launch(first, parts, counts=True, out=own, num_parts=1))
-        else:
-            received, sent = buffers.data[: 2 * size * share * columns].view(2, size, share, columns)
-            spreads = call.name == "matmul_all_reduce"
-            own = result[rank * share : (rank + 1) * share] if spreads else result
-            offset = received[rank].data_ptr() - buffers.mapping.bases[rank]
-            parts = [buffers.peer(peer)[: received.numel()].view(received.shape)[rank] for peer in range(size)]
-            moves.matmul_reduce(self.moves, sent, parts, own if spreads else None, peers_of(own) if spreads else [], chunk, tiles,
-                lambda first, parts: launch(first, parts, counts=True, out=sent.view(size * share, columns)),
-                lambda first, parts: launch(first, parts, adds=True, counts=spreads, out=own))
-
-
-MOVED_ROWS = 512
-
-
-def moved_rows(share: int, config: FusedConfig) -> int:
-    chunks = max(1, share // MOVED_ROWS)
-    return -(-share // (chunks * config.block_size_m)) * config.block_size_m

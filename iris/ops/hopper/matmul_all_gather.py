@@ -13,7 +13,6 @@ from iris.ops.counts import gluon_counts
 from iris.ops.gemm import gluon_place
 from iris.ops.hopper.pipeline import (
     REGISTERS,
-    PANEL,
     WARPS,
     add_bias,
     await_products,
@@ -35,19 +34,19 @@ await_done, await_ready, begin, end, follow_predecessor = (
 def load(pipeline, a, b, M, N, K, GROUP: gl.constexpr, BY_COLUMNS_A: gl.constexpr, BY_COLUMNS_B: gl.constexpr):
     """The loader's part."""
     BLOCK_M: gl.constexpr = 2 * pipeline.products.shape[2]
-    BLOCK_N: gl.constexpr = pipeline.products.shape[0] // 2 * PANEL
+    BLOCK_N: gl.constexpr = pipeline.products.shape[0] // 2 * pipeline.products.shape[3]
     tiles_m, tiles_n = gl.cdiv(M, BLOCK_M), gl.cdiv(N, BLOCK_N)
     step = 0
     for number in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
         pid_m, pid_n = gluon_place(number, tiles_m, tiles_n, GROUP)
-        step = load_tile(pipeline, a, b, pid_m * BLOCK_M, pid_n * BLOCK_N, 0, K, step, BY_COLUMNS_A, BY_COLUMNS_B)
+        step = load_tile(pipeline, a, b, pid_m * BLOCK_M, pid_n * BLOCK_N, K, step, BY_COLUMNS_A, BY_COLUMNS_B)
 
 
 @gluon.jit
 def write(pipeline, ctx, counts, epoch, bias, peers, places, M, N, GROUP: gl.constexpr, BIASED: gl.constexpr):
     """The writer's part."""
     BLOCK_M: gl.constexpr = 2 * pipeline.products.shape[2]
-    BLOCK_N: gl.constexpr = pipeline.products.shape[0] // 2 * PANEL
+    BLOCK_N: gl.constexpr = pipeline.products.shape[0] // 2 * pipeline.products.shape[3]
     tiles_m, tiles_n = gl.cdiv(M, BLOCK_M), gl.cdiv(N, BLOCK_N)
     await_ready(ctx, counts, epoch)
     done = 0
@@ -61,7 +60,7 @@ def write(pipeline, ctx, counts, epoch, bias, peers, places, M, N, GROUP: gl.con
             send_products(pipeline, peers, place, pid_m * BLOCK_M, pid_n * BLOCK_N)
         free_products(pipeline)
         done += 1
-    await_bulk_stores(0)
+    await_bulk_stores()
     await_done(ctx, counts, epoch)
 
 

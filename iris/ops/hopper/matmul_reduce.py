@@ -1,7 +1,7 @@
 """out = the sum of all ranks' A B: its rows shared among the ranks, or all of them on every rank.
 
-The tiles of a rank's rows are cut in blocks. Each rank computes a block of every peer's tiles, its neighbour's before
-all, and the writer sends them to whom they belong; then the block of its own tiles that came before, to which the
+The tiles of a rank's rows are cut in blocks. Each rank computes a block of every peer's tiles, by turns, and the writer
+sends them to whom they belong; then the block of its own tiles that came before, to which the
 writer adds what the peers have sent of it, in float32 and in the order of ranks. So what is sent has the time of a
 block to arrive, and both the link and the sums are busy all the while. For all rows on every rank the writer then sends
 the sums to all. The multipliers wait for nobody.
@@ -20,7 +20,6 @@ from iris.language.ordering import gluon_ordering
 from iris.ops.counts import ARRIVED, gluon_counts
 from iris.ops.gemm import gluon_place
 from iris.ops.hopper.pipeline import (
-    PANEL,
     REGISTERS,
     STRIP,
     STRIP_LAYOUT,
@@ -49,21 +48,27 @@ def tile_of(number, rank, W: gl.constexpr, tiles_m, tiles_n, BLOCKS: gl.constexp
     """Whose rows the tile is of, its number among theirs, and its row and column there.
 
     Blocks of ``size`` tiles come in the order: peers' block 0; peers' block 1, own block 0; peers' block 2, own block
-    1; ...; own last block. The last of a block may be tiles that there are not; their number is too large.
+    1; ...; own last block. Tiles of the peers come by turns, so that at all times some programs of each rank send to
+    every other: where all sent to one they met, sooner or later, at the same receiver. The last of a block may be tiles
+    that there are not; their number is too large.
     """
     tiles = tiles_m * tiles_n
     size = gl.cdiv(tiles, BLOCKS)
+    peers: gl.constexpr = W - 1
     last = (W * BLOCKS - 1) * size
     # As if an own block, which there is not, came behind the first of the peers.
-    shifted = number + gl.where(number < (W - 1) * size, 0, size)
+    shifted = number + gl.where(number < peers * size, 0, size)
     turn, inside = shifted // (W * size), shifted % (W * size)
-    distance = inside // size + 1
-    own = (distance == W) | (number >= last)
+    own = (inside >= peers * size) | (number >= last)
     block = gl.where(number >= last, BLOCKS - 1, gl.where(own, turn - 1, turn))
-    owner = gl.where(own, rank, (rank + distance) % W)
-    tile = block * size + gl.where(number >= last, number - last, inside % size)
+    if peers == 0:
+        owner, theirs = rank, inside
+    else:
+        owner, theirs = (rank + 1 + inside % peers) % W, inside // peers
+    in_block = gl.where(number >= last, number - last, gl.where(own, inside - peers * size, theirs))
+    tile = block * size + in_block
     pid_m, pid_n = gluon_place(tile, tiles_m, tiles_n, GROUP)
-    return owner, tile, pid_m, pid_n
+    return gl.where(own, rank, owner), tile, pid_m, pid_n
 
 
 @gluon.jit
@@ -73,13 +78,13 @@ def load(
 ):  # fmt: skip
     """The loader's part."""
     BLOCK_M: gl.constexpr = 2 * pipeline.products.shape[2]
-    BLOCK_N: gl.constexpr = pipeline.products.shape[0] // 2 * PANEL
+    BLOCK_N: gl.constexpr = pipeline.products.shape[0] // 2 * pipeline.products.shape[3]
     tiles_m, tiles_n = gl.cdiv(share, BLOCK_M), gl.cdiv(N, BLOCK_N)
     step = 0
     for number in range(gl.program_id(0), W * BLOCKS * gl.cdiv(tiles_m * tiles_n, BLOCKS), gl.num_programs(0)):
         owner, _, pid_m, pid_n = tile_of(number, rank, W, tiles_m, tiles_n, BLOCKS, GROUP)
         row = owner * share + pid_m * BLOCK_M
-        step = load_tile(pipeline, a, b, row, pid_n * BLOCK_N, 0, K, step, BY_COLUMNS_A, BY_COLUMNS_B)
+        step = load_tile(pipeline, a, b, row, pid_n * BLOCK_N, K, step, BY_COLUMNS_A, BY_COLUMNS_B)
 
 
 @gluon.jit
@@ -119,7 +124,7 @@ def write(
 ):  # fmt: skip
     """The writer's part."""
     BLOCK_M: gl.constexpr = 2 * pipeline.products.shape[2]
-    BLOCK_N: gl.constexpr = pipeline.products.shape[0] // 2 * PANEL
+    BLOCK_N: gl.constexpr = pipeline.products.shape[0] // 2 * pipeline.products.shape[3]
     W: gl.constexpr = ctx.num_ranks
     rank = ctx.cur_rank
     tiles_m, tiles_n = gl.cdiv(share, BLOCK_M), gl.cdiv(N, BLOCK_N)
@@ -134,7 +139,7 @@ def write(
         elif owner != rank:
             send_products(pipeline, peers_parts, gl.load(parts_places + owner), row, column)
             free_products(pipeline)
-            await_bulk_stores(0)
+            await_bulk_stores()
             ctx.signal(counts + ARRIVED + tile, 1, owner, op="add")
         else:
             ctx.wait(counts + ARRIVED + tile, epoch * (W - 1), cmp="reached")
@@ -148,7 +153,7 @@ def write(
             free_products(pipeline)
         done += 1
     if SPREADS:
-        await_bulk_stores(0)
+        await_bulk_stores()
         await_done(ctx, counts, epoch)
 
 

@@ -8,8 +8,7 @@ A program is twelve warps in four partitions, and computes one tile of BLOCK_M x
 * the **writer**, two warps, takes them from there to where they belong: to peers, by TMA, or into a sum with theirs.
 
 So while the writer stores over the link, or waits for peers, the multipliers are at the next tile, and the loader ahead
-of both. All partitions walk the same tiles in the same order. There is room for one more warp: all_gather_matmul's
-**sender**.
+of both. All partitions walk the same tiles in the same order.
 
 Four kinds of mbarrier (PTX ISA, "mbarrier") hand the memory on; phases alternate, from 0 on:
 
@@ -41,12 +40,10 @@ put = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_
 await_bulk_stores = gluon_ordering.await_bulk_stores
 block_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
-# Of the second multiplier, the writer, the loader and the sender: warps, and registers a thread. A warp group has one
-# number of registers, and the last three share one. The first multiplier has what is left of 3 x 168.
+# Of the second multiplier, the writer and the loader: warps, and registers a thread. A warp group has one number of
+# registers, and the last two share one. The first multiplier has what is left of 3 x 168.
 WARPS = gl.constexpr([4, 2, 1])
 REGISTERS = gl.constexpr([184, 136, 136])
-WARPS_AND_SENDER = gl.constexpr([4, 2, 1, 1])
-REGISTERS_AND_SENDER = gl.constexpr([184, 136, 136, 136])
 # Columns of a panel of the products: 128 bytes, which TMA and the layout of shared memory keep together. Rows that are
 # sent at a time, and rows that the writer has in registers at a time: 32 elements a thread.
 PANEL = gl.constexpr(64)
@@ -116,19 +113,17 @@ def make_pipeline(a, b, element: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: g
 
 
 @gluon.jit
-def load_tile(
-    pipeline, a, b, row, column, begin, stop, step, BY_COLUMNS_A: gl.constexpr, BY_COLUMNS_B: gl.constexpr
-):
-    """Fetch the rows of A from ``row`` on, and the columns of B from ``column`` on, for k from ``begin`` to ``stop``.
+def load_tile(pipeline, a, b, row, column, K, step, BY_COLUMNS_A: gl.constexpr, BY_COLUMNS_B: gl.constexpr):
+    """Fetch the rows of A from ``row`` on, and the columns of B from ``column`` on.
 
-    ``step``: how often this was done so far; the new number is returned.
+    ``step``: tiles of A and B that have been fetched so far; the new number is returned.
 
     What lies by columns is described as its transpose. Behind the edges of the matrices are zeros.
     """
     S: gl.constexpr = pipeline.tiles_b.shape[0]
     HALF: gl.constexpr = pipeline.products.shape[2]
     BLOCK_K: gl.constexpr = a.block_type.shape[0 if BY_COLUMNS_A else 1]
-    for k in range(begin, stop, BLOCK_K):
+    for k in range(0, K, BLOCK_K):
         stage = step % S
         mbarrier.wait(pipeline.freed.index(stage), step // S & 1 ^ 1)
         full = pipeline.loaded.index(stage)
@@ -288,7 +283,7 @@ def send_products(pipeline, peers, place, row, column):
         for turn in gl.static_range(HALF // SENT):
             memory = pipeline.products.index(panel).slice(turn * SENT, SENT, 1)
             put(peers, [place, row + panel // PANELS * HALF + turn * SENT, column + panel % PANELS * PANEL], memory)
-            await_bulk_stores(0)
+            await_bulk_stores()
 
 
 @gluon.jit

@@ -1,0 +1,56 @@
+"""The copy engines' part of all_gather_matmul: see `iris.ops.hopper.all_gather_matmul`.
+
+Each rank sends all of its rows to its left neighbour, which uses them first, then to the next. So at a time each rank
+sends to one other, and each receives from one. Where every chunk went to all peers before the next chunk, ranks drifted
+apart, met at the same receiver, and half of the bandwidth was lost (docs/performance.md, "Fused operations").
+"""
+
+import torch
+
+from iris.launch import addresses, prepare
+from iris.ops.buffers import Buffers
+from iris.ops.counts import ARRIVED
+from iris.ops.hopper.all_gather_matmul import start
+
+
+class Sender:
+    """What goes with one workspace: a stream, and where a rank's rows of A go in the memory of its peers."""
+
+    def __init__(self, buffers: Buffers, rank: int, size: int, rows: int, depth: int, chunk: int) -> None:
+        device = buffers.data.device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._args = (buffers.context_tensor, buffers.counts, size)
+        # Before the first call: compiling must not keep a peer waiting.
+        self._start = prepare(start, (1, 1, 1), *self._args, num_warps=1)
+        self._epoch = buffers.counts[:1]
+        self._jobs = []
+        for distance in range(1, size):
+            peer = (rank - distance) % size
+            there = buffers.peer(peer).view(size, rows, depth)[rank]
+            arrived = buffers.peer_counts(peer)[ARRIVED.value + rank * -(-rows // chunk) :]
+            for number, begin in enumerate(range(0, rows, chunk)):
+                part = slice(begin, begin + chunk)
+                self._jobs.append((part, there[part], arrived[number : number + 1]))
+
+    def send(self, a: torch.Tensor) -> None:
+        """Enqueue the start on the current stream and behind it, on another, the copies. ``a``: ``[rows, depth]``,
+        contiguous."""
+        if self._stream is None:
+            self._start(None, addresses(self._args))
+            self._copy(a)
+            return
+        current = torch.cuda.current_stream()
+        self._start(current.cuda_stream, addresses(self._args))
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            self._copy(a)
+
+    def join(self) -> None:
+        """What is enqueued on the current stream from here on comes behind the copies."""
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
+
+    def _copy(self, a: torch.Tensor) -> None:
+        for rows, there, word in self._jobs:
+            there.copy_(a[rows], non_blocking=True)
+            word.copy_(self._epoch, non_blocking=True)
