@@ -203,7 +203,12 @@ def make_ordering(jit: Callable, lang: ModuleType, translate) -> SimpleNamespace
             tma.store_wait(0, read_only=False)
         else:
             lang.inline_asm_elementwise(
-                "cp.async.bulk.wait_group 0; mov.b32 $0, 0;", "=r,~{memory}", [], dtype=lang.int32, is_pure=False, pack=1
+                "cp.async.bulk.wait_group 0; mov.b32 $0, 0;",
+                "=r,~{memory}",
+                [],
+                dtype=lang.int32,
+                is_pure=False,
+                pack=1,
             )
 
     @jit

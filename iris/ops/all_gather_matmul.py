@@ -19,7 +19,8 @@ await_ready, begin, end, follow_predecessor, tell_arrived = (
 )  # fmt: skip
 
 
-@triton.jit
+# A number of rows may be 1, and is no constant then.
+@triton.jit(do_not_specialize=["m"])
 def all_gather_matmul(
     context_tensor,
     counts,

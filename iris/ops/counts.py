@@ -56,7 +56,9 @@ def make_counts(jit: Callable, lang: ModuleType, order: SimpleNamespace) -> Simp
         """Until the memory of every rank may be written."""
         for first in range(0, ctx.num_ranks, LANES):
             peer = first + lanes()
-            wait_ranks(counts + READY + peer, epoch + 0 * peer, peer < ctx.num_ranks, first, ctx.num_ranks, ctx._record())
+            wait_ranks(
+                counts + READY + peer, epoch + 0 * peer, peer < ctx.num_ranks, first, ctx.num_ranks, ctx._record()
+            )
 
     @jit
     def tell_arrived(ctx, counts, part):

@@ -24,7 +24,8 @@ await_done, await_ready, begin, end, follow_predecessor = (
 place = triton_place
 
 
-@triton.jit
+# A number of rows may be 1, and is no constant then.
+@triton.jit(do_not_specialize=["share"])
 def matmul_reduce(
     context_tensor,
     out_context,

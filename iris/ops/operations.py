@@ -15,6 +15,7 @@ from iris.ops import copies, vendor
 from iris.ops.all_gather_matmul import all_gather_matmul
 from iris.ops.buffers import Buffers, Needs
 from iris.ops.call import Call
+from iris.ops.choose import choose, is_vendors
 from iris.ops.config import FusedConfig
 from iris.ops.hopper import arguments as hopper
 from iris.ops.hopper.sender import Sender
@@ -26,7 +27,6 @@ SIMULATED_PROGRAMS = 4
 # Rows and columns of A that a program of all_gather_matmul sends at a time: 32 KiB of bfloat16.
 SEND_M, SEND_K = 16, 1024
 
-VENDOR = FusedConfig(variant="vendor")
 COPIED = ("all_gather_matmul", "matmul_reduce_scatter")
 VENDORS = {
     "all_gather_matmul": vendor.all_gather_matmul,
@@ -56,6 +56,7 @@ class Operations:
         self._launches: dict[tuple, Any] = {}
         self._copies: dict[Buffers, copies.Copies] = {}
         self._senders: dict[Buffers, Sender] = {}
+        self._chosen: dict[tuple, FusedConfig] = {}
         self._places: torch.Tensor | None = None
 
     def all_gather_matmul(
@@ -204,8 +205,8 @@ class Operations:
         if used.variant == "vendor":
             VENDORS[call.name](self._context, call.out, call.a, call.b, call.bias)
         elif call.out.numel():
-            if used.use_gluon and call.name == "all_gather_matmul":
-                call = call._replace(a=call.a.contiguous())
+            if used.use_gluon:
+                call = hopper.with_operands_that_fit(call, self._context.num_ranks)
             needs = self._needs(call, used)
             buffers = self._workspace(needs, workspace)
             if used.variant == "copies":
@@ -222,9 +223,14 @@ class Operations:
         """The configuration that carries the call."""
         self._context.heap.check_open()
         call.check(self._context.device, self._context.num_ranks, config)
-        by_kernel = call.scaled or call.a.itemsize == 1 or call.out.dtype != call.a.dtype
-        used = config or (FusedConfig() if by_kernel else VENDOR)
-        if used.variant != "kernel" and by_kernel:
+        if config is None and is_vendors(call):
+            key = (call.name, call.a.shape, call.b.shape, call.a.dtype)
+            if key not in self._chosen:
+                self._chosen[key] = choose(call, self._context.num_ranks, self._most_programs(), self._on_gpu)
+            used = self._chosen[key]
+        else:
+            used = config or FusedConfig()
+        if used.variant != "kernel" and not is_vendors(call):
             raise InvalidConfigError(
                 f"FusedConfig(variant={used.variant!r}): the vendor's GEMM is used with A, B and out of one dtype, "
                 "fp16, bf16 or fp32, and no scales. Use the kernel."
@@ -233,6 +239,8 @@ class Operations:
             raise InvalidConfigError(
                 f"FusedConfig(variant='copies') is for {' and '.join(COPIED)}, and not for {call.name}()."
             )
+        if used.use_gluon and used.variant != "kernel":
+            raise InvalidConfigError(f"FusedConfig(variant={used.variant!r}, use_gluon=True): the kernel is in Gluon.")
         if used.use_gluon:
             problem = hopper.problem(call, used, self._context.num_ranks)
             if problem:
@@ -244,8 +252,11 @@ class Operations:
         direct, result = self._result(call, config, buffers)
         programs = min(config.num_sms or self._most_programs(), self._most_programs())
         if config.use_gluon:
-            memory, places = (self._context.heap.mapping, self._heap_places()) if direct else (buffers.mapping, buffers.places)
-            kernel, args = hopper.arguments(call, config, buffers, self._context.num_ranks, memory, places, result)
+            memory = self._context.heap.mapping if direct else buffers.mapping
+            memory_places = self._heap_places() if direct else buffers.places
+            kernel, args = hopper.arguments(
+                call, config, buffers, self._context.num_ranks, memory, memory_places, result
+            )
             options = {"num_warps": 4}
         else:
             place = self._context.get_device_context() if direct else buffers.context_tensor

@@ -10,8 +10,12 @@ OUT, A, B = (8, 4), (8, 6), (6, 4)
 
 
 def ask(ctx, error, words, arguments, options, name):
-    made = {role: torch.zeros(*shape) if isinstance(shape, tuple) else shape for role, shape in arguments.items()}
-    given = {"out": torch.zeros(OUT), "A": torch.zeros(A), "B": torch.zeros(B)} | made
+    given = {"out": OUT, "A": A, "B": B} | arguments
+    given = {role: torch.zeros(value) if isinstance(value, tuple) else value for role, value in given.items()}
+    given, options = (
+        {role: value.to(ctx.device) if isinstance(value, torch.Tensor) else value for role, value in each.items()}
+        for each in (given, options)
+    )
     with pytest.raises(error, match=words):
         getattr(ctx.ops, name)(*given.values(), **options)
 
@@ -25,6 +29,7 @@ CASES = {
     "dtypes": (InvalidCollectiveError, "one dtype", {"A": torch.zeros(A, dtype=torch.float16)}, {}),
     "bias": (InvalidCollectiveError, "the bias has 4 elements", {"bias": (8,)}, {}),
     "scale": (InvalidCollectiveError, "scale_a is float32, of 1 or 8 elements", {}, {"scale_a": torch.ones(3)}),
+    "no Gluon": (InvalidConfigError, "one dtype, fp16 or bf16", {}, {"config": FusedConfig(use_gluon=True)}),
     "config": (InvalidConfigError, "not an iris.ops.FusedConfig", {}, {"config": "fast"}),
 }
 
@@ -40,9 +45,9 @@ def test_rows_that_cannot_be_shared(ranks):
 
 
 def overlapping(ctx):
-    whole = torch.zeros(64)
+    whole = torch.zeros(64, device=ctx.device)
     with pytest.raises(InvalidCollectiveError, match="out and A overlap"):
-        ctx.ops.matmul_all_reduce(whole[:32].view(8, 4), whole[16:64].view(8, 6), torch.zeros(B))
+        ctx.ops.matmul_all_reduce(whole[:32].view(8, 4), whole[16:64].view(8, 6), torch.zeros(B, device=ctx.device))
 
 
 def test_a_result_over_an_operand(ranks):
@@ -50,7 +55,7 @@ def test_a_result_over_an_operand(ranks):
 
 
 def other_workspace(ctx):
-    out, a, b = torch.zeros(OUT), torch.zeros(A), torch.zeros(B)
+    out, a, b = (torch.zeros(shape, device=ctx.device) for shape in (OUT, A, B))
     config = FusedConfig(block_size_m=16, block_size_n=16, block_size_k=16)
     assert ctx.ops.matmul_all_reduce_preamble(out, a, b) is None
     workspace = ctx.ops.matmul_all_reduce_preamble(out, a, b, config=config)

@@ -58,9 +58,7 @@ def tile_of(number, rank, W: gl.constexpr, tiles_m, tiles_n, chunks, GROUP: gl.c
 
 
 @gluon.jit
-def load(
-    pipeline, ctx, counts, epoch, a, gathered, b, m, chunk, N, K, GROUP: gl.constexpr, BY_COLUMNS_B: gl.constexpr
-):
+def load(pipeline, ctx, counts, epoch, a, gathered, b, m, chunk, N, K, GROUP: gl.constexpr, BY_COLUMNS_B: gl.constexpr):
     """The loader's part."""
     BLOCK_M: gl.constexpr = 2 * pipeline.products.shape[2]
     BLOCK_N: gl.constexpr = pipeline.products.shape[0] // 2 * pipeline.products.shape[3]

@@ -22,21 +22,19 @@ ALIGNMENT = 16
 SHARED_MEMORY = 227 << 10
 # Chunks that a rank's rows of A are sent in, at most, and bytes of one, at least: what comes behind a copy costs time.
 MOST_CHUNKS, LEAST_CHUNK_BYTES = 4, 8 << 20
-# Blocks of a rank's tiles: what is sent has the time of one to arrive.
-BLOCKS = 4
+# Blocks of a rank's tiles, at most, and tiles of one, at least. What is sent has the time of a block to arrive, and what
+# comes of the last one, nothing hides.
+MOST_BLOCKS, LEAST_TILES = 16, 16
 
 
 def problem(call: Call, config: FusedConfig, size: int) -> str | None:
-    """Why the kernels are not for this call, if they are not."""
+    """Why the kernels are not for this call, if they are not: the same on all ranks, whatever their strides are."""
     if not simulator.ACTIVE and torch.cuda.get_device_capability(call.a.device) != (9, 0):
         return "the Gluon kernels are for GPUs of compute capability 9.0"
     if call.a.dtype not in ELEMENTS or call.out.dtype != call.a.dtype or call.scaled:
         return "the Gluon kernels are for A, B and out of one dtype, fp16 or bf16, and no scales"
-    for role, matrix in (("A", call.a), ("B", call.b)):
-        if not fits_tma(matrix.t() if by_columns(matrix) else matrix):
-            return f"{role} needs rows or columns without gaps that begin at multiples of {ALIGNMENT} bytes"
-    if call.b.shape[1] * call.b.itemsize % ALIGNMENT:
-        return f"rows of the result need a multiple of {ALIGNMENT} bytes"
+    if call.a.shape[1] * call.a.itemsize % ALIGNMENT or call.b.shape[1] * call.b.itemsize % ALIGNMENT:
+        return f"the rows of A and of B need a multiple of {ALIGNMENT} bytes"
     if call.name == "matmul_all_reduce" and -(-len(call.a) // size) * (size - 1) >= len(call.a):
         return f"each of {size} ranks adds up some rows, and there are {len(call.a)}"
     if config.block_size_m not in (128, 256) or config.block_size_n not in (64, 128, 256):
@@ -55,6 +53,20 @@ def fits_tma(matrix: torch.Tensor) -> bool:
 def by_columns(matrix: torch.Tensor) -> bool:
     """Whether the matrix lies in memory as its transpose does by rows."""
     return matrix.stride(1) != 1 and matrix.stride(0) == 1
+
+
+def with_operands_that_fit(call: Call, size: int) -> Call:
+    """The call, with copies by rows of A and B where the kernels cannot use these as they lie."""
+    a, b = call.a, call.b
+    # Copy engines send whole rows; TMA takes columns from multiples of 16 bytes on, so a rank's rows begin there.
+    rows_only = call.name == "all_gather_matmul" or (
+        call.name != "matmul_all_gather" and -(-len(a) // size) * a.itemsize % ALIGNMENT
+    )
+    if (rows_only and not a.is_contiguous()) or not fits_tma(a.t() if by_columns(a) else a):
+        a = a.clone(memory_format=torch.contiguous_format)
+    if not fits_tma(b.t() if by_columns(b) else b):
+        b = b.clone(memory_format=torch.contiguous_format)
+    return call._replace(a=a, b=b)
 
 
 def tensor_map(matrix: torch.Tensor, block: list[int]) -> TensorDescriptor:
@@ -115,6 +127,7 @@ def arguments(
     if spreads:
         mine = result[rank * share : (rank + 1) * share]
         out = (peers_map(memory, mine, [SENT.value, PANEL.value]), memory_places)
-    tail = (rows, columns, depth, share, *strides, *blocks, BLOCKS, config.group_size_m, spreads, of_a, of_b, biased)
+    tiles = parts(call, config, size)
+    cut = max(1, min(MOST_BLOCKS, tiles // LEAST_TILES))
+    tail = (rows, columns, depth, share, *strides, *blocks, cut, config.group_size_m, spreads, of_a, of_b, biased)
     return hopper_matmul_reduce, (*front, sent, peers, buffers.places, a, b, call.bias, result, *out, *tail)
-

@@ -157,7 +157,8 @@ def write(
         await_done(ctx, counts, epoch)
 
 
-@gluon.jit
+# A number of rows may be 1, and is no constant then.
+@gluon.jit(do_not_specialize=["share"])
 def hopper_matmul_reduce(
     context_tensor,
     counts,

@@ -1,0 +1,81 @@
+"""How a fused operation is carried out where the caller does not say: by what each way should take.
+
+The times are of a model with few numbers, all measured on H200 (docs/performance.md, "Fused operations"): what a tile
+takes for each k, what the link carries beside a product, what the vendor's GEMM and a collective take one behind the
+other. It was within 15 % of what was measured, for M from 64 to 8192 on 4 GPUs; the one that should be faster by less is
+not chosen. Elsewhere than on Hopper the vendor's GEMM and a collective are used.
+"""
+
+from iris.ops.call import Call
+from iris.ops.config import FusedConfig
+from iris.ops.hopper import arguments as hopper
+
+VENDOR = FusedConfig(variant="vendor")
+# Nanoseconds for each k of a tile of 128 rows and so many columns.
+TILE_NS = {256: 11.4, 128: 6.6, 64: 4.2}
+# GB/s over the link: stores beside a product, the copy engine, and collectives alone.
+STORES, ENGINE, COLLECTIVE = 330, 340, 300
+# The vendor's GEMM: 10^12 operations a second; GB/s that it reads B at, where that takes longer.
+OPERATIONS, READING = 735, 4000
+# Microseconds: of a fused kernel's meetings, of a GEMM's launch and of a collective, however small.
+MEETING, LAUNCH, SMALL = 12, 5, 12
+# What a way has to be faster by.
+MARGIN = 1.05
+
+
+def choose(call: Call, size: int, programs: int, on_gpu: bool) -> FusedConfig:
+    """The configuration of least time, for a call that the vendor's GEMM can do."""
+    configs = [
+        FusedConfig(use_gluon=True, block_size_m=128, block_size_n=columns, block_size_k=64) for columns in TILE_NS
+    ]
+    if not on_gpu or size == 1 or hopper.problem(call, configs[0], size) is not None:
+        return VENDOR
+    best = min(configs, key=lambda config: fused_us(call, size, programs, config))
+    return best if MARGIN * fused_us(call, size, programs, best) < vendor_us(call, size) else VENDOR
+
+
+def sent_bytes(call: Call, size: int) -> float:
+    """That each rank sends in one step."""
+    (rows, depth), columns = call.a.shape, call.b.shape[1]
+    if call.name == "all_gather_matmul":
+        return (size - 1) * rows * depth * call.a.itemsize
+    if call.name == "matmul_all_gather":
+        return (size - 1) * rows * columns * call.a.itemsize
+    return (size - 1) / size * rows * columns * call.a.itemsize
+
+
+def fused_us(call: Call, size: int, programs: int, config: FusedConfig) -> float:
+    """Microseconds of the Gluon kernel of that configuration."""
+    (rows, depth), columns = call.a.shape, call.b.shape[1]
+    M, N = config.block_size_m, config.block_size_n
+    # Parts of rows that are cut into tiles each for itself.
+    parts = {"all_gather_matmul": size, "matmul_all_gather": 1}.get(call.name, size)
+    share = rows if call.name in ("all_gather_matmul", "matmul_all_gather") else -(-rows // size)
+    tiles = parts * -(-share // M) * -(-columns // N)
+    tile = TILE_NS[N] * depth / 1e3
+    product = -(-tiles // programs) * tile
+    sent = sent_bytes(call, size) / 1e3
+    if call.name == "all_gather_matmul":
+        # The rows that come last are multiplied when they have come.
+        return MEETING + max(product, sent / ENGINE + tile)
+    if call.name == "matmul_all_gather":
+        # What the last tiles are sent in comes behind.
+        return MEETING + max(product, sent / STORES) + min(tiles, programs) / tiles * sent / STORES
+    steps = 2 if call.name == "matmul_all_reduce" else 1
+    return 2 * MEETING + max(product, steps * sent / STORES) + tile
+
+
+def vendor_us(call: Call, size: int) -> float:
+    """Microseconds of the vendor's GEMM and a collective, one behind the other."""
+    (rows, depth), columns = call.a.shape, call.b.shape[1]
+    multiplied = size * rows if call.name == "all_gather_matmul" else rows
+    product = max(
+        2 * multiplied * depth * columns / OPERATIONS / 1e6, depth * columns * call.b.itemsize / READING / 1e3
+    )
+    steps = 2 if call.name == "matmul_all_reduce" else 1
+    return LAUNCH + product + SMALL + steps * sent_bytes(call, size) / COLLECTIVE / 1e3
+
+
+def is_vendors(call: Call) -> bool:
+    """Whether the vendor's GEMM can do the call."""
+    return not call.scaled and call.a.itemsize > 1 and call.out.dtype == call.a.dtype
