@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
 from iris.bench.collectives import microseconds
 from iris.bench.report import environment
@@ -20,7 +21,7 @@ from iris.context import Iris
 from iris.ops import FusedConfig
 
 OPERATIONS = ("all_gather_matmul", "matmul_all_gather", "matmul_reduce_scatter", "matmul_all_reduce")
-LIBRARIES = ("iris", "iris kernel", "iris copies", "vendor", "torch", "gemm")
+LIBRARIES = ("iris", "iris gluon", "iris triton", "iris copies", "vendor", "torch", "gemm")
 # Layers of large models, and of one small batch; the last is JAX's example of 1024 rows on each of four ranks.
 SHAPES = [
     (8192, 4608, 36864),
@@ -87,7 +88,12 @@ def vendor(operation: str, x: Operands) -> Callable[[], object]:
 
 def case(ctx: Iris, operation: str, library: str, x: Operands) -> Callable[[], object] | None:
     """A call of the library, if it has that operation."""
-    configs = {"iris": None, "iris kernel": FusedConfig(), "iris copies": FusedConfig(variant="copies")}
+    configs = {
+        "iris": None,
+        "iris gluon": FusedConfig(use_gluon=True, block_size_m=128, block_size_n=256),
+        "iris triton": FusedConfig(),
+        "iris copies": FusedConfig(variant="copies"),
+    }
     if library in configs:
         if library == "iris copies" and operation in ("matmul_all_gather", "matmul_all_reduce"):
             return None
@@ -99,6 +105,7 @@ def case(ctx: Iris, operation: str, library: str, x: Operands) -> Callable[[], o
             return lambda: torch.mm(x.whole, x.b, out=x.out)
         return lambda: torch.mm(x.a, x.b, out=x.whole)
     group = dist.group.WORLD.group_name
+    enable_symm_mem_for_group(group)
     if operation == "all_gather_matmul":
         return lambda: torch.ops.symm_mem.fused_all_gather_matmul(x.a, [x.b], 0, group)
     if operation == "matmul_reduce_scatter":

@@ -29,7 +29,7 @@ def run(
     largest = max(M * N for M, N, _ in sizes)
     with iris.iris(4 * largest + (64 << 20 if torch.cuda.is_available() else 1 << 20)) as ctx:
         on_gpu = ctx.device.type == "cuda"
-        beside = list(libraries or (measuring.LIBRARIES if on_gpu else ("iris kernel", "iris copies")))
+        beside = list(libraries or (measuring.LIBRARIES if on_gpu else ("iris triton", "iris copies")))
         rows: list[measuring.Row] = []
         console = Console(stderr=True, quiet=ctx.get_rank() > 0)
         with Progress(console=console) as progress:

@@ -92,24 +92,22 @@ def all_gather_matmul(
                 owner = (rank + 1 + peers_line % (W - 1 if W > 1 else 1)) % W
                 slab = peers_line // (W - 1 if W > 1 else 1)
             local = slab * BLOCK_M + tl.arange(0, BLOCK_M)
-            wanted = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
-            # Behind the edge the last row and column again, which nobody stores.
-            rows, columns = tl.minimum(local, m - 1), tl.minimum(wanted, N - 1)
+            columns = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
             if owner == rank:
                 total = product(
-                    a, b, rows, columns, K, stride_am, stride_ak, stride_bk, stride_bn,
+                    a, b, local, columns, m, N, K, stride_am, stride_ak, stride_bk, stride_bn,
                     BLOCK_K, CACHE_A, CACHE_B, ALLOW_TF32,
                 )  # fmt: skip
             else:
                 ctx.wait(counts + ARRIVED + owner * slabs + slab, epoch * pieces, cmp="reached")
                 total = product(
-                    gathered + owner * step, b, rows, columns, K, K, 1, stride_bk, stride_bn,
+                    gathered + owner * step, b, local, columns, m, N, K, K, 1, stride_bk, stride_bn,
                     BLOCK_K, CACHE_A, CACHE_B, ALLOW_TF32,
                 )  # fmt: skip
-            total = scaled(total, scale_a, scale_b, owner * m + rows, columns, SCALED)
+            total = scaled(total, scale_a, scale_b, owner * m + local, columns, (owner + 1) * m, N, SCALED)
             if BIASED:
-                total += tl.load(bias + columns)[None, :].to(tl.float32)
-            mask = (local < m)[:, None] & (wanted < N)[None, :]
-            at = (owner * m + local).to(tl.int64)[:, None] * stride_om + wanted.to(tl.int64)[None, :] * stride_on
+                total += tl.load(bias + columns, mask=columns < N, other=0)[None, :].to(tl.float32)
+            mask = (local < m)[:, None] & (columns < N)[None, :]
+            at = (owner * m + local).to(tl.int64)[:, None] * stride_om + columns.to(tl.int64)[None, :] * stride_on
             tl.store(out + at, total.to(out.dtype.element_ty), mask=mask)
     end(counts, epoch)

@@ -19,7 +19,7 @@ class FusedConfig:
         others, for all_gather_matmul and matmul_reduce_scatter; or the vendor's GEMM and a collective, one behind the
         other. What follows is for the kernel.
     block_size_m, block_size_n, block_size_k : int
-        Rows, columns and depth of a tile; powers of two from 16 on.
+        Rows, columns and depth of a tile; powers of two from 16 on. Of float32 a tile has half the depth.
     group_size_m : int
         Rows of tiles that are computed one column after the other, since they share what the L2 cache holds of B.
     num_sms : int

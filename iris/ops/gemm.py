@@ -41,6 +41,8 @@ def product(
     b,
     rows,
     columns,
+    stop_m,
+    N,
     K,
     stride_am,
     stride_ak,
@@ -51,15 +53,19 @@ def product(
     CACHE_B: tl.constexpr,
     ALLOW_TF32: tl.constexpr,
 ):
-    """Rows of A times columns of B, in float32: ``[len(rows), len(columns)]``. The caller keeps both inside."""
+    """Rows of A below ``stop_m`` times columns of B below N, in float32; zeros behind these.
+
+    ``rows`` and ``columns`` are neighbours, and stay so: a clamp at the edge would make each load one of an element.
+    """
     k = tl.arange(0, BLOCK_K)
     x = a + (rows.to(tl.int64)[:, None] * stride_am + k[None, :] * stride_ak)
     y = b + (k[:, None] * stride_bk + columns.to(tl.int64)[None, :] * stride_bn)
+    inside_m, inside_n = (rows < stop_m)[:, None], (columns < N)[None, :]
     total = tl.zeros((rows.shape[0], columns.shape[0]), dtype=tl.float32)
     for begin in range(0, K, BLOCK_K):
         here = k < K - begin
-        left = tl.load(x, mask=here[None, :], other=0, cache_modifier=CACHE_A)
-        right = tl.load(y, mask=here[:, None], other=0, cache_modifier=CACHE_B)
+        left = tl.load(x, mask=inside_m & here[None, :], other=0, cache_modifier=CACHE_A)
+        right = tl.load(y, mask=here[:, None] & inside_n, other=0, cache_modifier=CACHE_B)
         total = tl.dot(left, right, total, input_precision=precision(ALLOW_TF32))
         x += BLOCK_K * stride_ak
         y += BLOCK_K * stride_bk
@@ -67,10 +73,11 @@ def product(
 
 
 @triton.jit
-def scaled(total, scale_a, scale_b, rows, columns, SCALED: tl.constexpr):
+def scaled(total, scale_a, scale_b, rows, columns, stop_m, N, SCALED: tl.constexpr):
     """The product of what A and B stand for, whose rows and columns have a factor each."""
     if SCALED:
-        return total * tl.load(scale_a + rows)[:, None] * tl.load(scale_b + columns)[None, :]
+        of_rows = tl.load(scale_a + rows, mask=rows < stop_m, other=0)
+        return total * of_rows[:, None] * tl.load(scale_b + columns, mask=columns < N, other=0)[None, :]
     else:
         return total
 
@@ -80,7 +87,7 @@ def on_chiplets(program, programs, XCDS: tl.constexpr, CHUNK: tl.constexpr):
     """The number of this program, such that CHUNK neighbours are on one chiplet.
 
     The hardware deals programs out to the XCDS chiplets of an MI300 one by one, and each chiplet has an L2 cache of its
-    own (AMD CDNA 3 ISA, "Device topology"). What is left behind the last full round keeps its number.
+    own (AMD CDNA 3 architecture, white paper: XCDs). What is left behind the last full round keeps its number.
     """
     turn: tl.constexpr = XCDS * CHUNK
     chiplet, number = program % XCDS, program // XCDS

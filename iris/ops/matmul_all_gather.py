@@ -62,15 +62,14 @@ def matmul_all_gather(
     tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     for number in range(first, tiles_m * tiles_n, programs):
         pid_m, pid_n = place(number, tiles_m, tiles_n, GROUP)
-        # Behind the edge the last row and column again, which nobody stores.
-        rows = tl.minimum(pid_m * BLOCK_M + tl.arange(0, BLOCK_M), M - 1)
-        columns = tl.minimum(pid_n * BLOCK_N + tl.arange(0, BLOCK_N), N - 1)
+        rows = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
+        columns = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
         total = product(
-            a, b, rows, columns, K, stride_am, stride_ak, stride_bk, stride_bn, BLOCK_K, CACHE_A, CACHE_B, ALLOW_TF32
+            a, b, rows, columns, M, N, K, stride_am, stride_ak, stride_bk, stride_bn, BLOCK_K, CACHE_A, CACHE_B, ALLOW_TF32
         )
-        total = scaled(total, scale_a, scale_b, rows, columns, SCALED)
+        total = scaled(total, scale_a, scale_b, rows, columns, M, N, SCALED)
         if BIASED:
-            total += tl.load(bias + columns)[None, :].to(tl.float32)
+            total += tl.load(bias + columns, mask=columns < N, other=0)[None, :].to(tl.float32)
         if number == first:
             await_ready(ctx, counts, epoch)
         tile = Tile(pid_m, pid_n, BLOCK_M, BLOCK_N, total)

@@ -80,18 +80,17 @@ def matmul_reduce(
         tile = number % tiles
         pid_m, pid_n = place(tile, tiles_m, tiles_n, GROUP)
         local = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
-        wanted = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+        columns = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
         mine = (local < share) & (owner * share + local < M)
-        mask = mine[:, None] & (wanted < N)[None, :]
-        # Behind the edge the last row and column again, which nobody stores.
-        rows, columns = tl.minimum(owner * share + local, M - 1), tl.minimum(wanted, N - 1)
+        mask = mine[:, None] & (columns < N)[None, :]
+        rows, stop = owner * share + local, tl.minimum((owner + 1) * share, M)
         total = product(
-            a, b, rows, columns, K, stride_am, stride_ak, stride_bk, stride_bn, BLOCK_K, CACHE_A, CACHE_B, ALLOW_TF32
+            a, b, rows, columns, stop, N, K, stride_am, stride_ak, stride_bk, stride_bn, BLOCK_K, CACHE_A, CACHE_B, ALLOW_TF32
         )
-        total = scaled(total, scale_a, scale_b, rows, columns, SCALED)
+        total = scaled(total, scale_a, scale_b, rows, columns, stop, N, SCALED)
         if number == first:
             await_ready(ctx, counts, epoch)
-        at = local.to(tl.int64)[:, None] * N + wanted[None, :]
+        at = local.to(tl.int64)[:, None] * N + columns[None, :]
         step = share.to(tl.int64) * N
         if owner != rank:
             ctx.store(parts + rank * step + at, total.to(element), owner, mask=mask)
@@ -106,9 +105,9 @@ def matmul_reduce(
                 else:
                     total += tl.load(parts + source * step + at, mask=mask, other=0).to(tl.float32)
             if BIASED:
-                total += tl.load(bias + columns)[None, :].to(tl.float32)
+                total += tl.load(bias + columns, mask=columns < N, other=0)[None, :].to(tl.float32)
             result = total.to(out.dtype.element_ty)
-            at_n = wanted.to(tl.int64)[None, :] * stride_on
+            at_n = columns.to(tl.int64)[None, :] * stride_on
             if SPREADS:
                 there = out + ((rank * share + local).to(tl.int64)[:, None] * stride_om + at_n)
                 for distance in range(1, W + 1):

@@ -336,7 +336,9 @@ class Operations:
     ) -> tuple:  # fmt: skip
         """The Triton kernel, its programs, and all that it gets."""
         W, (M, K), N = self._context.num_ranks, call.a.shape, call.b.shape[1]
-        blocks = (config.block_size_m, config.block_size_n, config.block_size_k)
+        # What a tile of a wider type has less of, so that as many fit.
+        depth = max(16, config.block_size_k * 2 // max(2, call.a.itemsize))
+        blocks = (config.block_size_m, config.block_size_n, depth)
         strides = call.strides(result)
         tensors = (call.a, call.b, call.bias, *call.scales(), result)
         options = (config.num_xcds, config.chunk_size, config.cache_modifier_a or "", config.cache_modifier_b or "",

@@ -8,7 +8,7 @@ from iris.bench import operations
 
 
 def measured(ctx):
-    libraries = ["iris", "iris kernel", "iris copies", "vendor", "gemm"]
+    libraries = ["iris", "iris triton", "iris copies", "vendor", "gemm"]
     return list(operations.measure(ctx, list(operations.OPERATIONS), [(32, 16, 32)], libraries, torch.float32))
 
 
