@@ -86,7 +86,9 @@ def ccl(
 
 @bench.command()
 @click.option("--operation", "operations", multiple=True, help="One of the fused operations; all if not given.")
-@click.option("--library", "libraries", multiple=True, help="iris, 'iris gluon', 'iris triton', 'iris copies', vendor, torch, gemm.")
+@click.option(
+    "--library", "libraries", multiple=True, help="iris, 'iris triton', vendor, torch, gemm ...; all if not given."
+)
 @click.option("--dtype", default="bfloat16", show_default=True)
 @click.option("--shape", "shapes", multiple=True, help="MxNxK of the whole product; six of large models if not given.")
 @click.option("--out", type=click.Path(path_type=Path), help="Folder for CSV and JSON.")

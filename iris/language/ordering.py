@@ -195,9 +195,9 @@ def make_ordering(jit: Callable, lang: ModuleType, translate) -> SimpleNamespace
     def await_bulk_stores():
         """Until all copies by TMA that the block's threads have issued are in memory: a release is then of them too.
 
-        Gluon's own wait is, before Triton 3.7, only for the reading of their source. (PTX ISA, "cp.async.bulk.wait_group":
-        without .read the writes have been made visible to the thread that issued them; it meets the others in a barrier
-        in front of the release.)
+        Gluon's own wait is, before Triton 3.7, only for the reading of their source. (PTX ISA,
+        "cp.async.bulk.wait_group": without .read the writes have been made visible to the thread that issued them; it
+        meets the others in a barrier in front of the release.)
         """
         if in_simulator():
             tma.store_wait(0, read_only=False)

@@ -15,7 +15,8 @@ from iris.ops.counts import ARRIVED, triton_counts
 from iris.ops.gemm import on_chiplets, product, scaled
 
 await_ready, begin, end, follow_predecessor, tell_arrived = (
-    triton_counts.await_ready, triton_counts.begin, triton_counts.end, triton_counts.follow_predecessor, triton_counts.tell_arrived,
+    triton_counts.await_ready, triton_counts.begin, triton_counts.end, triton_counts.follow_predecessor,
+    triton_counts.tell_arrived,
 )  # fmt: skip
 
 

@@ -1,9 +1,8 @@
 """How a fused operation is carried out where the caller does not say: by what each way should take.
 
-The times are of a model with few numbers, all measured on H200 (docs/performance.md, "Fused operations"): what a tile
+The times are of a model with few numbers, all measured on 4 H200 (docs/performance.md, "Fused operations"): what a tile
 takes for each k, what the link carries beside a product, what the vendor's GEMM and a collective take one behind the
-other. It was within 15 % of what was measured, for M from 64 to 8192 on 4 GPUs; the one that should be faster by less is
-not chosen. Elsewhere than on Hopper the vendor's GEMM and a collective are used.
+other. Elsewhere than on Hopper the vendor's GEMM and a collective are used.
 """
 
 from iris.ops.call import Call
@@ -12,9 +11,9 @@ from iris.ops.hopper import arguments as hopper
 
 VENDOR = FusedConfig(variant="vendor")
 # Nanoseconds for each k of a tile of 128 rows and so many columns.
-TILE_NS = {256: 11.4, 128: 6.6, 64: 4.2}
-# GB/s over the link: stores beside a product, the copy engine, and collectives alone.
-STORES, ENGINE, COLLECTIVE = 330, 340, 300
+TILE_NS = {256: 11.4, 128: 6.1, 64: 5.1}
+# GB/s over the link: stores beside a product, the copy engine, and collectives alone; microseconds between two copies.
+STORES, ENGINE, COLLECTIVE, BETWEEN_COPIES = 330, 360, 300, 4
 # The vendor's GEMM: 10^12 operations a second; GB/s that it reads B at, where that takes longer.
 OPERATIONS, READING = 735, 4000
 # Microseconds: of a fused kernel's meetings, of a GEMM's launch and of a collective, however small.
@@ -48,21 +47,23 @@ def fused_us(call: Call, size: int, programs: int, config: FusedConfig) -> float
     """Microseconds of the Gluon kernel of that configuration."""
     (rows, depth), columns = call.a.shape, call.b.shape[1]
     M, N = config.block_size_m, config.block_size_n
-    # Parts of rows that are cut into tiles each for itself.
-    parts = {"all_gather_matmul": size, "matmul_all_gather": 1}.get(call.name, size)
-    share = rows if call.name in ("all_gather_matmul", "matmul_all_gather") else -(-rows // size)
+    # Parts of rows, each of which is cut into tiles for itself.
+    parts, share = {"all_gather_matmul": (size, rows), "matmul_all_gather": (1, rows)}.get(
+        call.name, (size, -(-rows // size))
+    )
     tiles = parts * -(-share // M) * -(-columns // N)
     tile = TILE_NS[N] * depth / 1e3
     product = -(-tiles // programs) * tile
     sent = sent_bytes(call, size) / 1e3
     if call.name == "all_gather_matmul":
         # The rows that come last are multiplied when they have come.
-        return MEETING + max(product, sent / ENGINE + tile)
+        copies = (size - 1) * -(-rows // hopper.chunk_rows(rows, depth, config))
+        return MEETING + max(product, sent / ENGINE + copies * BETWEEN_COPIES + tile)
     if call.name == "matmul_all_gather":
         # What the last tiles are sent in comes behind.
         return MEETING + max(product, sent / STORES) + min(tiles, programs) / tiles * sent / STORES
     steps = 2 if call.name == "matmul_all_reduce" else 1
-    return 2 * MEETING + max(product, steps * sent / STORES) + tile
+    return 2 * MEETING + max(product, steps * sent / STORES) + tile / 2
 
 
 def vendor_us(call: Call, size: int) -> float:

@@ -70,7 +70,7 @@ def make_counts(jit: Callable, lang: ModuleType, order: SimpleNamespace) -> Simp
 
     @jit
     def await_done(ctx, counts, epoch):
-        """Behind all of this program's stores to peers: the kernel ends when everybody's stores to this rank are there."""
+        """Behind this program's last store to peers: the kernel ends when everybody's stores to this rank are there."""
         for first in range(0, ctx.num_ranks, LANES):
             to = first + lanes()
             signal_ranks(counts + DONE, 1 + 0 * to, to, to < ctx.num_ranks, ctx.table, ctx.base, "add")

@@ -14,9 +14,9 @@ from iris.ops.gemm import on_chiplets, product, scaled, triton_place
 from iris.x import Tile, all_gather, make_tensor_view
 
 await_done, await_ready, begin, end, follow_predecessor = (
-    triton_counts.await_done, triton_counts.await_ready, triton_counts.begin, triton_counts.end, triton_counts.follow_predecessor,
+    triton_counts.await_done, triton_counts.await_ready, triton_counts.begin, triton_counts.end,
+    triton_counts.follow_predecessor,
 )  # fmt: skip
-place = triton_place
 
 
 @triton.jit
@@ -61,12 +61,13 @@ def matmul_all_gather(
     first = on_chiplets(tl.program_id(0), programs, XCDS, CHUNK)
     tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     for number in range(first, tiles_m * tiles_n, programs):
-        pid_m, pid_n = place(number, tiles_m, tiles_n, GROUP)
+        pid_m, pid_n = triton_place(number, tiles_m, tiles_n, GROUP)
         rows = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
         columns = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
         total = product(
-            a, b, rows, columns, M, N, K, stride_am, stride_ak, stride_bk, stride_bn, BLOCK_K, CACHE_A, CACHE_B, ALLOW_TF32
-        )
+            a, b, rows, columns, M, N, K, stride_am, stride_ak, stride_bk, stride_bn,
+            BLOCK_K, CACHE_A, CACHE_B, ALLOW_TF32,
+        )  # fmt: skip
         total = scaled(total, scale_a, scale_b, rows, columns, M, N, SCALED)
         if BIASED:
             total += tl.load(bias + columns, mask=columns < N, other=0)[None, :].to(tl.float32)

@@ -19,9 +19,9 @@ from iris.ops.counts import ARRIVED, triton_counts
 from iris.ops.gemm import on_chiplets, product, scaled, triton_place
 
 await_done, await_ready, begin, end, follow_predecessor = (
-    triton_counts.await_done, triton_counts.await_ready, triton_counts.begin, triton_counts.end, triton_counts.follow_predecessor,
+    triton_counts.await_done, triton_counts.await_ready, triton_counts.begin, triton_counts.end,
+    triton_counts.follow_predecessor,
 )  # fmt: skip
-place = triton_place
 
 
 # A number of rows may be 1, and is no constant then.
@@ -78,15 +78,16 @@ def matmul_reduce(
     for number in range(first, W * tiles, programs):
         owner = (rank + 1 + number // tiles) % W
         tile = number % tiles
-        pid_m, pid_n = place(tile, tiles_m, tiles_n, GROUP)
+        pid_m, pid_n = triton_place(tile, tiles_m, tiles_n, GROUP)
         local = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
         columns = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
         mine = (local < share) & (owner * share + local < M)
         mask = mine[:, None] & (columns < N)[None, :]
         rows, stop = owner * share + local, tl.minimum((owner + 1) * share, M)
         total = product(
-            a, b, rows, columns, stop, N, K, stride_am, stride_ak, stride_bk, stride_bn, BLOCK_K, CACHE_A, CACHE_B, ALLOW_TF32
-        )
+            a, b, rows, columns, stop, N, K, stride_am, stride_ak, stride_bk, stride_bn,
+            BLOCK_K, CACHE_A, CACHE_B, ALLOW_TF32,
+        )  # fmt: skip
         total = scaled(total, scale_a, scale_b, rows, columns, stop, N, SCALED)
         if number == first:
             await_ready(ctx, counts, epoch)

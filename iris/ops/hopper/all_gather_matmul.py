@@ -1,12 +1,12 @@
 """out = the rows of all ranks' A, times B: copy engines send A, and the loader waits for what it fetches.
 
-A rank's rows are cut in chunks. `start` meets all ranks, so that their memory may be written; then the copy engine sends
-each chunk to a peer, and behind it, on the same stream, one word: the epoch, into ``arrived`` of that chunk there
-(`iris.ops.hopper.sender`). All multiprocessors multiply, from the rank's own rows on, which nobody has to send; then the
-rows of its right neighbour, and so on, which is the order in which they come.
+A rank's rows are cut in chunks. `start` meets all ranks, so that their memory may be written; then the copy engine
+sends each chunk to a peer, and behind it, on the same stream, one word: the epoch, into ``arrived`` of that chunk there
+(`iris.ops.hopper.sender`). All multiprocessors multiply, from the rank's own rows on, which nobody has to send; then
+the rows of its right neighbour, and so on, which is the order in which they come.
 
-Over the link, each rank: its ``[m, K]`` of A to every peer, W - 1 times m K elements out, in one step. No multiprocessor
-moves any of it, and the product takes as long as without it (docs/performance.md, "Fused operations").
+Over the link, each rank: its ``[m, K]`` of A to every peer, W - 1 times m K elements out, in one step. No
+multiprocessor moves any of it (docs/performance.md, "Fused operations").
 
 Why a chunk is there when its word is: copies of a stream follow each other (CUDA C++ Programming Guide, "Streams"). The
 loader reads the word with acquire, and orders its TMA behind that. Why both may be written again in the next call:
@@ -41,7 +41,7 @@ await_ready, begin, end, triton_follow = (
 
 @triton.jit
 def start(context_tensor, counts, W: tl.constexpr):
-    """One program: the next epoch, in ``counts[0]``, once the memory of all ranks may be written. A word to each peer."""
+    """One program: the next epoch, in ``counts[0]``, once all ranks' memory may be written. A word to each peer."""
     triton_follow()
     ctx = DeviceContext.initialize(context_tensor, num_ranks=W)
     epoch = begin(ctx, counts)
@@ -132,8 +132,8 @@ def hopper_all_gather_matmul(
             (multiply, (pipeline, tiles, K, 0, False, BY_COLUMNS_B)),
             (multiply, (pipeline, tiles, K, 1, False, BY_COLUMNS_B)),
             (write, (pipeline, ctx.cur_rank, W, bias, out, m, chunk, N, stride_om, stride_on, GROUP, BIASED)),
-            (load, (pipeline, ctx, counts, epoch, tensor_map_a, tensor_map_gathered, tensor_map_b, m, chunk, N, K, GROUP,
-                    BY_COLUMNS_B)),
+            (load, (pipeline, ctx, counts, epoch, tensor_map_a, tensor_map_gathered, tensor_map_b, m, chunk, N, K,
+                    GROUP, BY_COLUMNS_B)),
         ],
         WARPS,
         REGISTERS,

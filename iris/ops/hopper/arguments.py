@@ -8,23 +8,23 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from iris import simulator
 from iris.heap.mapping import Mapping
+from iris.heap.tensor_map import ELEMENTS, peers_map
 from iris.ops.buffers import Buffers
 from iris.ops.call import Call
 from iris.ops.config import FusedConfig
 from iris.ops.hopper.all_gather_matmul import hopper_all_gather_matmul
-from iris.ops.hopper.pipeline import PANEL, SENT
 from iris.ops.hopper.matmul_all_gather import hopper_matmul_all_gather
 from iris.ops.hopper.matmul_reduce import hopper_matmul_reduce
-from iris.heap.tensor_map import ELEMENTS, peers_map
+from iris.ops.hopper.pipeline import PANEL, SENT
 
 # TMA's: of addresses, and of strides but the last, which is 1 (CUDA driver API, cuTensorMapEncodeTiled).
 ALIGNMENT = 16
 SHARED_MEMORY = 227 << 10
 # Chunks that a rank's rows of A are sent in, at most, and bytes of one, at least: what comes behind a copy costs time.
 MOST_CHUNKS, LEAST_CHUNK_BYTES = 4, 8 << 20
-# Blocks of a rank's tiles, at most, and tiles of one, at least. What is sent has the time of a block to arrive, and what
-# comes of the last one, nothing hides.
-MOST_BLOCKS, LEAST_TILES = 16, 16
+# Blocks of a rank's tiles: what is sent has the time of a block to arrive, and nothing hides what comes of the last one.
+# Few where the link is busier than the multiprocessors, else many; and the depth from which on the latter are, on H200.
+FEW_BLOCKS, MANY_BLOCKS, DEEP = 4, 16, 1650
 
 
 def problem(call: Call, config: FusedConfig, size: int) -> str | None:
@@ -127,7 +127,7 @@ def arguments(
     if spreads:
         mine = result[rank * share : (rank + 1) * share]
         out = (peers_map(memory, mine, [SENT.value, PANEL.value]), memory_places)
-    tiles = parts(call, config, size)
-    cut = max(1, min(MOST_BLOCKS, tiles // LEAST_TILES))
+    cut = MANY_BLOCKS if depth >= DEEP and not spreads else FEW_BLOCKS
+    cut = max(1, min(cut, parts(call, config, size) // 16))
     tail = (rows, columns, depth, share, *strides, *blocks, cut, config.group_size_m, spreads, of_a, of_b, biased)
     return hopper_matmul_reduce, (*front, sent, peers, buffers.places, a, b, call.bias, result, *out, *tail)

@@ -70,8 +70,8 @@ def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 class Pipeline:
     """A program's shared memory.
 
-    Tiles of A lie by halves, of stage s in ``tiles_a[2 s]`` and ``tiles_a[2 s + 1]``. The products lie by panels of half
-    a tile's rows and `PANEL` columns, the upper half's first, each in the shape in which TMA takes it to a rank:
+    Tiles of A lie by halves, of stage s in ``tiles_a[2 s]`` and ``tiles_a[2 s + 1]``. The products lie by panels of
+    half a tile's rows and `PANEL` columns, the upper half's first, each in the shape in which TMA takes it to a rank:
     ``[panels, 1, rows, PANEL]``.
     """
 
