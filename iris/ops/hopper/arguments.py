@@ -22,7 +22,7 @@ ALIGNMENT = 16
 SHARED_MEMORY = 227 << 10
 # Chunks that a rank's rows of A are sent in, at most, and bytes of one, at least: what comes behind a copy costs time.
 MOST_CHUNKS, LEAST_CHUNK_BYTES = 4, 8 << 20
-# Blocks of a rank's tiles: what is sent has the time of a block to arrive, and nothing hides what comes of the last one.
+# Blocks of a rank's tiles: what is sent has the time of one to arrive, and nothing hides what comes of the last one.
 # Few where the link is busier than the multiprocessors, else many; and the depth from which on the latter are, on H200.
 FEW_BLOCKS, MANY_BLOCKS, DEEP = 4, 16, 1650
 

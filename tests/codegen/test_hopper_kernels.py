@@ -1,0 +1,69 @@
+"""The fused operations' Gluon kernels compile for Hopper, to what their description says of them."""
+
+import re
+
+import pytest
+import torch
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from codegen.offline import compile_for
+from iris.ops.hopper.all_gather_matmul import hopper_all_gather_matmul, start
+from iris.ops.hopper.arguments import tensor_map
+from iris.ops.hopper.matmul_all_gather import hopper_matmul_all_gather
+from iris.ops.hopper.matmul_reduce import hopper_matmul_reduce
+from iris.ops.hopper.pipeline import PANEL, SENT
+
+W, M, N, K = 4, 4096, 2048, 1024
+INT64, INT32 = torch.zeros(16, dtype=torch.int64), torch.zeros(4096, dtype=torch.int32)
+
+
+def peers(matrix):
+    block = [1, SENT.value, PANEL.value]
+    layout = gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16)
+    return TensorDescriptor(matrix, [100, *matrix.shape], [1 << 20, matrix.stride(0), 1], block, layout)
+
+
+def arguments(name, tile, by_columns):
+    rows, columns = tile
+    own, all_rows = torch.empty(M, K, dtype=torch.bfloat16), torch.empty(W * M, K, dtype=torch.bfloat16)
+    a = own if name == "all_gather_matmul" or not by_columns else torch.empty(K, M, dtype=torch.bfloat16).t()
+    b = torch.empty(N, K, dtype=torch.bfloat16).t() if by_columns else torch.empty(K, N, dtype=torch.bfloat16)
+    bias, out = torch.empty(N, dtype=torch.bfloat16), torch.empty(W * M, N, dtype=torch.bfloat16)
+    map_a, map_b = tensor_map(a, [rows // 2, 64]), tensor_map(b, [64, columns])
+    if name == "all_gather_matmul":
+        front = (INT64, INT32, map_a, tensor_map(all_rows, [rows // 2, 64]), map_b, bias, out, M, 1024, N, K, N, 1)
+        return hopper_all_gather_matmul, (*front, W, *tile, 3, 8, by_columns, True)
+    if name == "matmul_all_gather":
+        front = (INT64, INT32, map_a, map_b, bias, peers(out), INT32, M, N, K)
+        return hopper_matmul_all_gather, (*front, W, *tile, 3, 8, by_columns, by_columns, True)
+    spreads = name == "matmul_all_reduce"
+    result = (out, peers(out), INT32) if spreads else (out, None, None)
+    front = (INT64, INT32, out, peers(out), INT32, map_a, map_b, bias, *result, M, N, K, M // W, N, 1)
+    return hopper_matmul_reduce, (*front, W, *tile, 3, 4, 8, spreads, by_columns, by_columns, True)
+
+
+@pytest.mark.parametrize("by_columns", [False, True])
+@pytest.mark.parametrize("tile", [(128, 256), (128, 64), (256, 128)])
+@pytest.mark.parametrize(
+    "name", ["all_gather_matmul", "matmul_all_gather", "matmul_reduce_scatter", "matmul_all_reduce"]
+)
+def test_fused_operations(name, tile, by_columns):
+    kernel, given = arguments(name, tile, by_columns)
+    text = compile_for("sm_90", kernel, *given, num_warps=4).text
+    assert "wgmma.mma_async" in text and "cp.async.bulk.tensor.2d.shared" in text and "setmaxnreg" in text
+    # What goes to peers goes by TMA, and is waited for until it is there.
+    sends = name != "all_gather_matmul"
+    assert ("cp.async.bulk.tensor.3d.global" in text) == ("cp.async.bulk.wait_group 0" in text) == sends
+    assert ("fence.proxy.async;" in text) == (name == "all_gather_matmul")
+    # What stays here is stored 16 bytes at a time, and parts are loaded so.
+    assert ("st.global.v4.b32" in text) == (name in ("all_gather_matmul", "matmul_reduce_scatter"))
+    assert "ld.global.v4.b32" in text or "reduce" not in name
+    memory = [line for line in text.splitlines() if re.search(r"\b(ld|st|atom|red)\.(?!param|shared)|griddep", line)]
+    assert ["griddepcontrol.wait" in line for line in memory] == [True] + [False] * (len(memory) - 1)
+
+
+def test_the_start_of_a_call_waits_for_the_launch_before_it():
+    text = compile_for("sm_90", start, INT64, INT32, W, num_warps=1).text
+    memory = [line for line in text.splitlines() if re.search(r"\b(ld|st|atom|red)\.(?!param|shared)|griddep", line)]
+    assert "griddepcontrol.wait" in memory[0] and any("release" in line for line in memory)
