@@ -20,6 +20,10 @@ def ask(ctx, error, words, arguments, options, name):
         getattr(ctx.ops, name)(*given.values(), **options)
 
 
+HALVES = {role: torch.zeros(shape, dtype=torch.float16) for role, shape in (("out", OUT), ("A", A), ("B", B))}
+ALIGNED = {
+    role: torch.zeros(shape, dtype=torch.float16) for role, shape in (("out", (8, 8)), ("A", (8, 16)), ("B", (16, 8)))
+}
 CASES = {
     "no tensor": (NotATensorError, "matmul_all_reduce.. takes tensors", {"A": None}, {}),
     "dimensions": (InvalidCollectiveError, "two dimensions", {"A": (2, 8, 6)}, {}),
@@ -30,6 +34,19 @@ CASES = {
     "bias": (InvalidCollectiveError, "the bias has 4 elements", {"bias": (8,)}, {}),
     "scale": (InvalidCollectiveError, "scale_a is float32, of 1 or 8 elements", {}, {"scale_a": torch.ones(3)}),
     "no Gluon": (InvalidConfigError, "one dtype, fp16 or bf16", {}, {"config": FusedConfig(use_gluon=True)}),
+    "odd rows": (InvalidConfigError, "a multiple of 16 bytes", HALVES, {"config": FusedConfig(use_gluon=True)}),
+    "large tiles": (
+        InvalidConfigError,
+        "32768 elements",
+        ALIGNED,
+        {"config": FusedConfig(use_gluon=True, block_size_n=256)},
+    ),
+    "deep tiles": (
+        InvalidConfigError,
+        "no room for two",
+        ALIGNED,
+        {"config": FusedConfig(use_gluon=True, block_size_m=128, block_size_n=256, block_size_k=128)},
+    ),
     "config": (InvalidConfigError, "not an iris.ops.FusedConfig", {}, {"config": "fast"}),
 }
 

@@ -29,10 +29,12 @@ FEW_BLOCKS, MANY_BLOCKS, DEEP = 4, 16, 1650
 
 def problem(call: Call, config: FusedConfig, size: int) -> str | None:
     """Why the kernels are not for this call, if they are not: the same on all ranks, whatever their strides are."""
-    if not simulator.ACTIVE and torch.cuda.get_device_capability(call.a.device) != (9, 0):
+    if not simulator.ACTIVE and (torch.version.hip or torch.cuda.get_device_capability(call.a.device) != (9, 0)):
         return "the Gluon kernels are for GPUs of compute capability 9.0"
     if call.a.dtype not in ELEMENTS or call.out.dtype != call.a.dtype or call.scaled:
         return "the Gluon kernels are for A, B and out of one dtype, fp16 or bf16, and no scales"
+    if not call.a.shape[1]:
+        return "A has no columns"
     if call.a.shape[1] * call.a.itemsize % ALIGNMENT or call.b.shape[1] * call.b.itemsize % ALIGNMENT:
         return f"the rows of A and of B need a multiple of {ALIGNMENT} bytes"
     if call.name == "matmul_all_reduce" and -(-len(call.a) // size) * (size - 1) >= len(call.a):
@@ -41,6 +43,9 @@ def problem(call: Call, config: FusedConfig, size: int) -> str | None:
         return "the Gluon kernels have tiles of 128 or 256 rows, and 64, 128 or 256 columns"
     if config.block_size_m * config.block_size_n > 128 * 256:
         return "the Gluon kernels have tiles of 32768 elements at most"
+    # A stage is free when the product behind it has begun.
+    if stages(config) < 2:
+        return f"block_size_k={config.block_size_k} leaves no room for two tiles of A and B; 64 does"
     return None
 
 
