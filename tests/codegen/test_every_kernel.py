@@ -1,6 +1,7 @@
 """Every kernel of the repository compiles for every target, with wide accesses and ordered releases."""
 
 import importlib
+import os
 import re
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from iris.ccl.atomic import gluon_atomic, triton_atomic
 from iris.ccl.one_hop import gluon_one_hop, triton_one_hop
 
 ROOT = Path(__file__).parents[2]
+EVERYTHING = os.environ.get("IRIS_TEST_ALL") == "1"
 # Where kernels are defined, and the folder from which the file imports its neighbours.
 FILES = [
     *(ROOT / "iris").rglob("*.py"),
@@ -115,8 +117,15 @@ def kernels():
                 yield pytest.param(value, id=f"{file.relative_to(ROOT)}:{name}")
 
 
-@pytest.mark.parametrize("kernel", list(kernels()))
-@pytest.mark.parametrize("target", TARGETS)
+def with_targets(parameters):
+    """Every target for every kernel in `make test-all`, else NVIDIA's for each and AMD's by turns."""
+    amd = [target for target in TARGETS if target.startswith("gfx")]
+    for number, parameter in enumerate(parameters):
+        for target in TARGETS if EVERYTHING else ("sm_90", amd[number % len(amd)]):
+            yield pytest.param(target, *parameter.values, id=f"{target}-{parameter.id}")
+
+
+@pytest.mark.parametrize(("target", "kernel"), with_targets(kernels()))
 def test_kernel(target, kernel):
     place = Path(kernel.fn.__code__.co_filename)
     theirs = {"ccl": COLLECTIVES | ELEMENTS.get(place.stem, {}), "ops": OPERATIONS}
@@ -179,9 +188,9 @@ def test_no_kernel_is_missing():
         assert any(each.startswith(place) for each in found), (place, found)
 
 
-@pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize(
-    "kernel", [each for each in kernels() if re.search("exchange.py|broadcast|two_shot.py|pull|push|ring", each.id)]
+    ("target", "kernel"),
+    with_targets(each for each in kernels() if re.search("exchange.py|broadcast|two_shot.py|pull|push|ring", each.id)),
 )
 def test_where_peers_are_is_looked_up_before_the_loops(target, kernel):
     place = Path(kernel.fn.__code__.co_filename)

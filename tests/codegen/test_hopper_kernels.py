@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+from covering import covering
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -14,6 +15,7 @@ from iris.ops.hopper.matmul_all_gather import hopper_matmul_all_gather
 from iris.ops.hopper.matmul_reduce import hopper_matmul_reduce
 from iris.ops.hopper.pipeline import PANEL, SENT
 
+NAMES = ["all_gather_matmul", "matmul_all_gather", "matmul_reduce_scatter", "matmul_all_reduce"]
 W, M, N, K = 4, 4096, 2048, 1024
 INT64, INT32 = torch.zeros(16, dtype=torch.int64), torch.zeros(4096, dtype=torch.int32)
 
@@ -43,10 +45,8 @@ def arguments(name, tile, by_columns):
     return hopper_matmul_reduce, (*front, W, *tile, 3, 4, 8, spreads, by_columns, by_columns, True)
 
 
-@pytest.mark.parametrize("by_columns", [False, True])
-@pytest.mark.parametrize("tile", [(128, 256), (128, 64), (256, 128)])
 @pytest.mark.parametrize(
-    "name", ["all_gather_matmul", "matmul_all_gather", "matmul_reduce_scatter", "matmul_all_reduce"]
+    ("name", "tile", "by_columns"), covering(NAMES, [(128, 256), (128, 64), (256, 128)], [False, True])
 )
 def test_fused_operations(name, tile, by_columns):
     kernel, given = arguments(name, tile, by_columns)

@@ -1,0 +1,92 @@
+"""Round after round on one workspace: other data each time, no meeting of hosts in between, a rank that comes late."""
+
+import pytest
+import torch
+
+from iris.ops import FusedConfig
+
+CONFIGS = {
+    "triton": FusedConfig(block_size_m=16, block_size_n=32, block_size_k=16),
+    "gluon": FusedConfig(use_gluon=True, block_size_m=128, block_size_n=64),
+    "copies": FusedConfig(variant="copies"),
+}
+OPERATIONS = ("all_gather_matmul", "matmul_all_gather", "matmul_reduce_scatter", "matmul_all_reduce")
+CASES = [(name, config) for name in OPERATIONS for config in CONFIGS if config != "copies" or name in OPERATIONS[::2]]
+M, N, K = 48, 96, 16  # a rank's rows, in whole
+LATE = 2_000_000  # cycles: about a millisecond
+
+
+class Round:
+    """The operands of all ranks in a round: whole numbers from -1 to 1, so that every sum is exact."""
+
+    def __init__(self, ctx, name):
+        self.name, self.rank, self.size = name, ctx.cur_rank, ctx.num_ranks
+        rows = M * ctx.num_ranks if name == "matmul_reduce_scatter" else M
+        positions = torch.arange(rows * K, device=ctx.device).view(rows, K)
+        self.positions = [positions * 7 + positions // 5 + 11 * rank for rank in range(self.size)]
+        lines = torch.arange(K * N, device=ctx.device).view(K, N)
+        self.b = [((lines * 5 + lines // 3 + rank) % 3 - 1).bfloat16() for rank in range(self.size)]
+
+    def a(self, number, rank):
+        return ((self.positions[rank] + number) % 3 - 1).bfloat16()
+
+    def expected(self, number):
+        everyone = [self.a(number, rank).float() for rank in range(self.size)]
+        if self.name == "all_gather_matmul":
+            return torch.cat(everyone) @ self.b[self.rank].float()
+        products = [a @ b.float() for a, b in zip(everyone, self.b, strict=True)]
+        if self.name == "matmul_all_gather":
+            return torch.cat(products)
+        total = sum(products)
+        return total.chunk(self.size)[self.rank] if self.name == "matmul_reduce_scatter" else total
+
+
+def play(ctx, name, config):
+    on_gpu = ctx.device.type == "cuda"
+    data = Round(ctx, name)
+    out = ctx.zeros(*data.expected(0).shape, dtype=torch.bfloat16)
+    wrong = torch.zeros((), dtype=torch.int64, device=ctx.device)
+    for number in range(2000 if on_gpu else 3):
+        if on_gpu and number % 40 == ctx.cur_rank:
+            torch.cuda._sleep(LATE)
+        getattr(ctx.ops, name)(out, data.a(number, ctx.cur_rank), data.b[ctx.cur_rank], config=CONFIGS[config])
+        wrong += (out.float() != data.expected(number)).sum()
+    assert wrong.item() == 0
+    # A result on the heap is not written by peers any more.
+    ctx.barrier()
+
+
+@pytest.mark.parametrize("name, config", CASES)
+def test_rounds(ranks, name, config):
+    ranks.run(play, name, config)
+
+
+def replay(ctx, name, config):
+    """A graph of a call, whose input the graph itself makes from the number of the round."""
+    data = Round(ctx, name)
+    out = ctx.zeros(*data.expected(0).shape, dtype=torch.bfloat16)
+    number = torch.zeros((), dtype=torch.int64, device=ctx.device)
+    own = data.b[ctx.cur_rank]
+
+    def call():
+        getattr(ctx.ops, name)(out, data.a(number, ctx.cur_rank), own, config=CONFIGS[config])
+
+    call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        number += 1
+        call()
+    wrong = torch.zeros((), dtype=torch.int64, device=ctx.device)
+    for turn in range(1, 501):
+        if turn % 40 == ctx.cur_rank:
+            torch.cuda._sleep(LATE)
+        graph.replay()
+        wrong += (out.float() != data.expected(turn)).sum()
+    assert wrong.item() == 0
+    ctx.barrier()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="graphs are for GPUs")
+@pytest.mark.parametrize("name, config", CASES)
+def test_replays(ranks, name, config):
+    ranks.run(replay, name, config)
