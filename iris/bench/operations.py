@@ -19,6 +19,7 @@ from iris.bench.collectives import microseconds
 from iris.bench.report import environment
 from iris.context import Iris
 from iris.ops import FusedConfig
+from iris.ops.operations import COPIED
 
 OPERATIONS = ("all_gather_matmul", "matmul_all_gather", "matmul_reduce_scatter", "matmul_all_reduce")
 LIBRARIES = ("iris", "iris gluon", "iris triton", "iris copies", "vendor", "torch", "gemm")
@@ -95,7 +96,7 @@ def case(ctx: Iris, operation: str, library: str, x: Operands) -> Callable[[], o
         "iris copies": FusedConfig(variant="copies"),
     }
     if library in configs:
-        if library == "iris copies" and operation in ("matmul_all_gather", "matmul_all_reduce"):
+        if library == "iris copies" and operation not in COPIED:
             return None
         return lambda: getattr(ctx.ops, operation)(x.out, x.a, x.b, config=configs[library])
     if library == "vendor":

@@ -30,7 +30,7 @@ def peers_map(mapping: Mapping, matrix: torch.Tensor, block: list[int]) -> Tenso
     offset = matrix.data_ptr() - mapping.bases[mapping.rank]
     lowest = min(range(len(mapping.bases)), key=mapping.bases.__getitem__)
     step = _step(mapping)
-    first = mapping.peer(lowest)[offset:].view(torch.uint8)[: matrix.itemsize].view(matrix.dtype)
+    first = mapping.peer(lowest)[offset : offset + matrix.itemsize].view(matrix.dtype)
     shape = [(max(mapping.bases) - min(mapping.bases)) // step + 1, *matrix.shape]
     strides = [step // matrix.itemsize, matrix.stride(0), 1]
     layout = gl.NVMMASharedLayout.get_default_for([1, *block], ELEMENTS[matrix.dtype])

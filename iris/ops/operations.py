@@ -320,15 +320,14 @@ class Operations:
         kind = (call.name, M, N, K, call.a.dtype, call.out.dtype, direct, config)
         share = -(-M // W)
         if call.name == "all_gather_matmul":
-            lines = hopper.parts(call, config, W) if config.use_gluon else W * -(-M // config.block_size_m)
-            return Needs(kind, lines, W * M * K, call.a.dtype)
+            lines = hopper.chunk_rows(M, K, config) if config.use_gluon else config.block_size_m
+            return Needs(kind, W * -(-M // lines), W * M * K, call.a.dtype)
         if config.variant == "copies":
             # Parts that came, and parts to be sent.
             return Needs(kind, 0, 2 * M * N, call.out.dtype)
         if call.name == "matmul_all_gather":
             return Needs(kind, 0, 0 if direct else W * M * N, call.out.dtype)
         tiles = -(-share // config.block_size_m) * -(-N // config.block_size_n)
-        tiles = hopper.parts(call, config, W) if config.use_gluon else tiles
         result = M * N if call.name == "matmul_all_reduce" and not direct else 0
         return Needs(kind, tiles, W * share * N + result, call.out.dtype)
 

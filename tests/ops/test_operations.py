@@ -6,6 +6,7 @@ from ccl.calls import EVERYTHING
 from covering import sample
 
 from iris.ops import FusedConfig
+from iris.ops.operations import COPIED
 
 RANKS = (1, 2, 3, 4, 5, 8) if EVERYTHING else (3,)
 OPERATIONS = ("all_gather_matmul", "matmul_all_gather", "matmul_reduce_scatter", "matmul_all_reduce")
@@ -92,7 +93,7 @@ def cases(name, hopper):
         configs = [config for config in CONFIGS if "Hopper" in config]
         return sample(HOPPER_SHAPES, DTYPES[:2], configs, LAYOUTS, LAYOUTS, [False, True], [False, True])
     configs = [config for config in CONFIGS if "Hopper" not in config]
-    if name not in ("all_gather_matmul", "matmul_reduce_scatter"):
+    if name not in COPIED:
         configs.remove("copies")
     return sample(SHAPES, DTYPES, configs, LAYOUTS, LAYOUTS, [False, True], [False, True])
 

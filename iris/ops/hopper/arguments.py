@@ -63,11 +63,11 @@ def by_columns(matrix: torch.Tensor) -> bool:
 def with_operands_that_fit(call: Call, size: int) -> Call:
     """The call, with copies by rows of A and B where the kernels cannot use these as they lie."""
     a, b = call.a, call.b
-    # Copy engines send whole rows; TMA takes columns from multiples of 16 bytes on, so a rank's rows begin there.
-    rows_only = call.name == "all_gather_matmul" or (
-        call.name != "matmul_all_gather" and -(-len(a) // size) * a.itemsize % ALIGNMENT
-    )
-    if (rows_only and not a.is_contiguous()) or not fits_tma(a.t() if by_columns(a) else a):
+    # Copy engines send whole rows. Of a matrix by columns TMA takes rows from multiples of 16 bytes on, where those of
+    # each rank do not begin if their number is odd.
+    in_pieces = call.name == "all_gather_matmul" and not a.is_contiguous()
+    between = "reduce" in call.name and by_columns(a) and -(-len(a) // size) * a.itemsize % ALIGNMENT
+    if in_pieces or between or not fits_tma(a.t() if by_columns(a) else a):
         a = a.clone(memory_format=torch.contiguous_format)
     if not fits_tma(b.t() if by_columns(b) else b):
         b = b.clone(memory_format=torch.contiguous_format)
@@ -92,15 +92,6 @@ def chunk_rows(rows: int, depth: int, config: FusedConfig) -> int:
     """Rows of A that are sent together: a multiple of a tile's."""
     chunks = max(1, min(MOST_CHUNKS, 2 * rows * depth // LEAST_CHUNK_BYTES))
     return -(-rows // (chunks * config.block_size_m)) * config.block_size_m
-
-
-def parts(call: Call, config: FusedConfig, size: int) -> int:
-    """How many counts of arrivals the kernel has."""
-    rows, depth = call.a.shape
-    if call.name == "all_gather_matmul":
-        return size * -(-rows // chunk_rows(rows, depth, config))
-    share = -(-rows // size)
-    return -(-share // config.block_size_m) * -(-call.b.shape[1] // config.block_size_n)
 
 
 def arguments(
@@ -133,6 +124,7 @@ def arguments(
         mine = result[rank * share : (rank + 1) * share]
         out = (peers_map(memory, mine, [SENT.value, PANEL.value]), memory_places)
     cut = MANY_BLOCKS if depth >= DEEP and not spreads else FEW_BLOCKS
-    cut = max(1, min(cut, parts(call, config, size) // 16))
+    tiles = -(-share // M) * -(-columns // N)
+    cut = max(1, min(cut, tiles // 16))
     tail = (rows, columns, depth, share, *strides, *blocks, cut, config.group_size_m, spreads, of_a, of_b, biased)
     return hopper_matmul_reduce, (*front, sent, peers, buffers.places, a, b, call.bias, result, *out, *tail)
