@@ -18,7 +18,7 @@ LATE = 2_000_000  # cycles: about a millisecond
 
 
 def digits(numbers):
-    """Whole numbers from -1 to 1, of which sums are exact; those of any two series of numbers have nothing in common."""
+    """Whole numbers from -1 to 1, of which sums are exact; those of two series of numbers have nothing in common."""
     # Multiplied and folded twice, within 32 bits: once would give neighbouring series equal digits.
     for factor in (0x9E3779B1, 0x85EBCA6B):
         numbers = (numbers * factor) & 0xFFFFFFFF
