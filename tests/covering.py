@@ -3,10 +3,12 @@
 import itertools
 import os
 
+EVERYTHING = os.environ.get("IRIS_TEST_ALL") == "1"
+
 
 def covering(*axes):
     """Combinations of the axes' values: all with IRIS_TEST_ALL=1, otherwise a `sample`."""
-    return list(itertools.product(*axes)) if os.environ.get("IRIS_TEST_ALL") == "1" else sample(*axes)
+    return list(itertools.product(*axes)) if EVERYTHING else sample(*axes)
 
 
 def sample(*axes):

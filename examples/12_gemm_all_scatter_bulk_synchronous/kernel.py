@@ -1,0 +1,54 @@
+"""Bulk-synchronous: two kernels, and the second begins when the first has ended.
+
+The first is a GEMM and knows nothing of other ranks. The second sends the whole product to all peers and computes
+nothing. What the link does is not hidden at all: the time is the sum of both. It is what a library call behind another
+does, and what the patterns of the other examples are measured against.
+
+Over the link, each rank: its ``[M, N / W]`` columns of the product to every peer, in one step.
+"""
+
+import triton
+import triton.language as tl
+
+from iris import DeviceContext
+
+
+@triton.jit
+def gemm(
+    a, b, c, M, N, K, stride_am, stride_ak, stride_bk, stride_bn, stride_cm, stride_cn,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """``c = a b``; a program computes one tile after the other."""
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    for tile in range(tl.program_id(0), tl.cdiv(M, BLOCK_M) * tiles_n, tl.num_programs(0)):
+        rows = tile // tiles_n * BLOCK_M + tl.arange(0, BLOCK_M)
+        columns = tile % tiles_n * BLOCK_N + tl.arange(0, BLOCK_N)
+        k = tl.arange(0, BLOCK_K)
+        total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        for begin in range(0, K, BLOCK_K):
+            here = begin + k < K
+            x = a + rows.to(tl.int64)[:, None] * stride_am + (begin + k)[None, :] * stride_ak
+            y = b + (begin + k).to(tl.int64)[:, None] * stride_bk + columns[None, :] * stride_bn
+            left = tl.load(x, mask=(rows < M)[:, None] & here[None, :], other=0)
+            right = tl.load(y, mask=here[:, None] & (columns < N)[None, :], other=0)
+            total = tl.dot(left, right, total, input_precision="ieee")
+        mask = (rows < M)[:, None] & (columns < N)[None, :]
+        at = rows.to(tl.int64)[:, None] * stride_cm + columns[None, :] * stride_cn
+        tl.store(c + at, total.to(c.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def all_scatter(
+    context_tensor, c, M, N, stride_cm, stride_cn, W: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """This rank's ``N`` columns of ``c`` to the same place on every peer, beginning with the right neighbour."""
+    ctx = DeviceContext.initialize(context_tensor, num_ranks=W)
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    for tile in range(tl.program_id(0), tl.cdiv(M, BLOCK_M) * tiles_n, tl.num_programs(0)):
+        rows = tile // tiles_n * BLOCK_M + tl.arange(0, BLOCK_M)
+        columns = tile % tiles_n * BLOCK_N + tl.arange(0, BLOCK_N)
+        mask = (rows < M)[:, None] & (columns < N)[None, :]
+        at = rows.to(tl.int64)[:, None] * stride_cm + (ctx.cur_rank * N + columns)[None, :] * stride_cn
+        data = tl.load(c + at, mask=mask)
+        for distance in range(1, W):
+            ctx.store(c + at, data, (ctx.cur_rank + distance) % W, mask=mask)

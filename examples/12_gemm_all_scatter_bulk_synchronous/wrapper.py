@@ -1,0 +1,28 @@
+"""The launch of the two kernels, with what has to stand between them and the neighbours' calls."""
+
+import torch
+from kernel import all_scatter, gemm
+
+import iris
+
+BLOCK_M, BLOCK_N, BLOCK_K = 128, 128, 64
+
+
+def matmul_all_scatter(ctx: iris.Iris, c: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """``c = a [b of rank 0, b of rank 1, …]`` on every rank. Enqueued on the current stream; can be captured.
+
+    ``a``: ``[M, K]``, the same on all ranks. ``b``: ``[K, N / W]``, this rank's columns. ``c``: ``[M, N]``, symmetric.
+    """
+    (M, K), N = a.shape, b.shape[1]
+    mine = c[:, ctx.get_rank() * N :][:, :N]
+    programs = ctx.get_cu_count() if ctx.device.type == "cuda" else 4
+    gemm[(programs,)](
+        a, b, mine, M, N, K, *a.stride(), *b.stride(), *c.stride(), BLOCK_M, BLOCK_N, BLOCK_K, num_warps=8
+    )
+    # In front of the stores: all ranks are past what they did with the last call's result.
+    ctx.device_barrier()
+    all_scatter[(programs,)](
+        ctx.get_device_context(), c, M, N, *c.stride(), ctx.get_num_ranks(), BLOCK_M, BLOCK_N, num_warps=8
+    )
+    # Behind them: what the peers have stored here is visible to what comes next on this stream.
+    ctx.device_barrier()

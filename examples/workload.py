@@ -1,0 +1,125 @@
+"""What the examples from 07 on share: the command line, random data, validation, times beside those of the vendor."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import click
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+
+import iris
+from iris.bench.timing import replay_microseconds
+from iris.spawn import launch
+
+SIMULATED = iris.simulator.ACTIVE
+NOTE = "In the simulator: the data are validated, the times say nothing about a GPU."
+
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What the command line asks for. ``m``, ``n``, ``k``: sizes, whose meaning each example's README tells."""
+
+    m: int
+    n: int
+    k: int
+    dtype: torch.dtype
+    validate: bool = True
+    benchmark: bool = False
+    rounds: int = 3
+
+
+Main = Callable[[iris.Iris, Workload], None]
+
+
+def command(main: Main, on_gpus: tuple[int, int, int], simulated: tuple[int, int, int], room: Callable) -> None:
+    """The command line of an example: starts the ranks, and calls ``main(ctx, workload)`` on each.
+
+    ``on_gpus``, ``simulated``: m, n and k, if the user does not say. ``room(workload, num_ranks)``: bytes of heap.
+    """
+    m, n, k = simulated if SIMULATED else on_gpus
+
+    @click.command(help=main.__globals__["__doc__"])
+    @click.option("-m", type=click.IntRange(1), default=m, show_default=True)
+    @click.option("-n", type=click.IntRange(1), default=n, show_default=True)
+    @click.option("-k", type=click.IntRange(1), default=k, show_default=True)
+    @click.option(
+        "-r", "--num-ranks", type=click.IntRange(1), default=2, show_default=True, help="Ignored by torchrun."
+    )
+    @click.option("--datatype", type=click.Choice(list(DTYPES)), default="bf16", show_default=True)
+    @click.option("--validate", is_flag=True, help="Compare the results of several rounds. The default.")
+    @click.option("--benchmark", is_flag=True, help="Time it beside the vendor's libraries.")
+    def run(m: int, n: int, k: int, num_ranks: int, datatype: str, validate: bool, benchmark: bool) -> None:
+        workload = Workload(m, n, k, DTYPES[datatype], validate or not benchmark, benchmark)
+        launch(_worker, num_ranks, main, workload, room)
+
+    run()
+
+
+def _worker(main: Main, workload: Workload, room: Callable) -> None:
+    with iris.iris(heap_size=room(workload, int(os.environ["WORLD_SIZE"])) + (1 << 20)) as ctx:
+        main(ctx, workload)
+
+
+def random(ctx: iris.Iris, seed: int, *size: int, dtype: torch.dtype) -> torch.Tensor:
+    """Normally distributed numbers, the same on every rank that gives the same seed."""
+    generator = torch.Generator(ctx.device).manual_seed(seed)
+    return torch.randn(size, generator=generator, device=ctx.device, dtype=torch.float32).to(dtype)
+
+
+def check(actual: torch.Tensor, exact: torch.Tensor, torchs: torch.Tensor, where: str) -> None:
+    """Raise `AssertionError` unless ``actual`` is as near the float64 result as torch's own in the same dtype.
+
+    The largest error may be twice torch's: the order of sums differs.
+    """
+    error, allowed = ((result.double() - exact).abs().max().item() for result in (actual, torchs))
+    allowed = 2 * allowed + torch.finfo(actual.dtype).eps * exact.abs().max().item()
+    if not error <= allowed:
+        raise AssertionError(f"Wrong data on {where}: off by {error:.3g}, where {allowed:.3g} is allowed.")
+
+
+def share(total: int, ctx: iris.Iris, what: str) -> int:
+    """A rank's part of ``total``."""
+    if total % ctx.num_ranks:
+        raise SystemExit(f"{what} is {total}, which {ctx.num_ranks} ranks cannot share: give a multiple of these.")
+    return total // ctx.num_ranks
+
+
+def microseconds(ctx: iris.Iris, call: Callable[[], object]) -> float:
+    """Of one call on the slowest rank: the median of graph replays on GPUs, one timed call in the simulator."""
+    if SIMULATED:
+        mine = 1e3 * iris.do_bench(call, ctx.barrier, n_warmup=0, n_repeat=1)
+    else:
+        call()
+        ctx.barrier()
+        mine = replay_microseconds(call, ctx.device_barrier, per_graph=5, replays=7, warmups=5)
+        ctx.barrier()
+    return max(ctx.broadcast(mine, rank) for rank in range(ctx.num_ranks))
+
+
+def report(ctx: iris.Iris, title: str, calls: dict[str, Callable[[], object]]) -> dict[str, float]:
+    """Time each call in turn, all in one run, and print a table; the first is what others are compared with."""
+    dist.barrier()  # NCCL's communicators are made at first use, which no graph may capture
+    times = {name: microseconds(ctx, call) for name, call in calls.items()}
+    if ctx.get_rank() == 0:
+        table = Table("", "µs", "of the first's time", title=title)
+        first = next(iter(times.values()))
+        for name, time in times.items():
+            table.add_row(name, f"{time:.1f}", f"{time / first:.2f}")
+        console = Console(width=110)
+        console.print(table)
+        if SIMULATED:
+            console.print(NOTE)
+    return times
+
+
+def validated(ctx: iris.Iris, name: str, workload: Workload) -> None:
+    """Say so, on rank 0."""
+    ctx.barrier()
+    if ctx.get_rank() == 0:
+        print(f"{name}: {workload.rounds} rounds of {workload.m} x {workload.n} x {workload.k} "
+              f"among {ctx.get_num_ranks()} ranks are right")  # fmt: skip

@@ -1,0 +1,63 @@
+"""The kernels of the examples with a folder of their own compile for every target, and their loads are wide."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from triton.experimental.gluon._runtime import GluonJITFunction
+from triton.runtime.jit import JITFunction
+
+from codegen.offline import TARGETS, compile_for
+from codegen.operations import is_data
+from covering import EVERYTHING
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+BF16, INT32, INT64 = (torch.zeros(4096, dtype=dtype) for dtype in (torch.bfloat16, torch.int32, torch.int64))
+# An argument for each parameter that a GEMM has: matrices by rows, all multiples of 16.
+GEMM = {
+    **{"context_tensor": INT64, "W": 4},
+    **dict.fromkeys(["a", "b", "c"], BF16),
+    **dict.fromkeys(["M", "N", "K", "stride_am", "stride_bk", "stride_cm"], 4096),
+    **dict.fromkeys(["stride_ak", "stride_bn", "stride_cn"], 1),
+    **{"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64},
+}
+# By folder: what its kernels take besides, or otherwise.
+ARGUMENTS = {
+    "12_gemm_all_scatter_bulk_synchronous": {},
+}
+# For one GPU alone.
+ONLY = {}
+
+
+def kernels():
+    """What each kernel.py launches: jitted functions whose parameters all have an argument."""
+    for folder, own in ARGUMENTS.items():
+        file = EXAMPLES / folder / "kernel.py"
+        spec = importlib.util.spec_from_file_location(folder, file)
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[folder] = module
+        spec.loader.exec_module(module)
+        for name, value in vars(module).items():
+            if isinstance(value, (JITFunction, GluonJITFunction)) and not name.startswith("_"):
+                if Path(value.fn.__code__.co_filename) == file:
+                    yield pytest.param(value, GEMM | own, ONLY.get(folder, tuple(TARGETS)), id=f"{folder}:{name}")
+
+
+def with_targets():
+    """Every target in `make test-all`, else NVIDIA's for each and AMD's by turns."""
+    for number, kernel in enumerate(kernels()):
+        targets = kernel.values[2]
+        if not EVERYTHING and len(targets) > 1:
+            amd = [target for target in targets if target.startswith("gfx")]
+            targets = ("sm_90", amd[number % len(amd)])
+        for target in targets:
+            yield pytest.param(target, *kernel.values[:2], id=f"{target}-{kernel.id}")
+
+
+@pytest.mark.parametrize(("target", "kernel", "arguments"), with_targets())
+def test_kernel(target, kernel, arguments):
+    compiled = compile_for(target, kernel, *[arguments[name] for name in kernel.arg_names])
+    assert any(map(is_data, compiled.operations()))

@@ -1,0 +1,69 @@
+"""Every example that has a folder runs on small data, which it validates itself, and one as a program."""
+
+import contextlib
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import UNDER_TORCHRUN, import_path
+from covering import EVERYTHING
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+sys.path.append(str(EXAMPLES))
+
+from workload import SIMULATED, Workload  # noqa: E402
+
+# m, n and k, which are no whole number of tiles.
+SIZES = {
+    "12_gemm_all_scatter_bulk_synchronous": (150, 90 * 12, 70),
+}
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+@contextlib.contextmanager
+def imported(folder):
+    """The example's benchmark, whose neighbours have the names that those of other examples have."""
+    mine = {"kernel", "wrapper", "benchmark", "autograd"}
+    for name in mine & set(sys.modules):
+        del sys.modules[name]
+    sys.path.insert(0, str(EXAMPLES / folder))
+    try:
+        yield importlib.import_module("benchmark")
+    finally:
+        sys.path.remove(str(EXAMPLES / folder))
+
+
+def run_example(ctx, folder, sizes, dtype):
+    with imported(folder) as example:
+        example.main(ctx, Workload(*sizes, dtype, validate=True, rounds=2))
+
+
+@pytest.mark.ranks(1, 2, 3) if EVERYTHING else pytest.mark.ranks(3)
+@pytest.mark.parametrize("dtype", [BF16, FP32] if EVERYTHING else [BF16], ids=str)
+@pytest.mark.parametrize("folder", SIZES)
+def test_example(ranks, folder, dtype):
+    ranks.run(run_example, folder, SIZES[folder], dtype)
+
+
+def test_every_folder_is_tested():
+    assert set(SIZES) == {str(file.parent.relative_to(EXAMPLES)) for file in EXAMPLES.rglob("benchmark.py")}
+
+
+@pytest.mark.skipif(UNDER_TORCHRUN, reason="starts ranks of its own")
+def test_program():
+    folder = EXAMPLES / "12_gemm_all_scatter_bulk_synchronous"
+    arguments = ["-m", "64", "-n", "64", "-k", "32", "-r", "2", "--validate", "--benchmark"]
+    result = subprocess.run(
+        [sys.executable, folder / "benchmark.py", *arguments],
+        env={**os.environ, "PYTHONPATH": import_path()},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 0, result.stderr
+    assert "3 rounds of 64 x 64 x 32 among 2 ranks are right" in result.stdout
+    assert "vendor's GEMM alone" in result.stdout and ("simulator" in result.stdout) == SIMULATED
