@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from covering import EVERYTHING
 from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.runtime.jit import JITFunction
 
 from codegen.offline import TARGETS, compile_for
 from codegen.operations import is_data
-from covering import EVERYTHING
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
