@@ -19,6 +19,8 @@ from workload import SIMULATED, Workload  # noqa: E402
 
 # m, n and k, which are no whole number of tiles.
 SIZES = {
+    "08_gemm_all_reduce_atomics": (300, 310, 70 * 6),
+    "09_gemm_one_shot_all_reduce": (300, 310, 70 * 6),
     "12_gemm_all_scatter_bulk_synchronous": (150, 90 * 12, 70),
 }
 BF16, FP32 = torch.bfloat16, torch.float32

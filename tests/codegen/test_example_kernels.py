@@ -15,7 +15,8 @@ from codegen.operations import is_data
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
-BF16, INT32, INT64 = (torch.zeros(4096, dtype=dtype) for dtype in (torch.bfloat16, torch.int32, torch.int64))
+DTYPES = (torch.bfloat16, torch.float32, torch.int32, torch.int64)
+BF16, FP32, INT32, INT64 = (torch.zeros(4096, dtype=dtype) for dtype in DTYPES)
 # An argument for each parameter that a GEMM has: matrices by rows, all multiples of 16.
 GEMM = {
     **{"context_tensor": INT64, "W": 4},
@@ -26,6 +27,8 @@ GEMM = {
 }
 # By folder: what its kernels take besides, or otherwise.
 ARGUMENTS = {
+    "08_gemm_all_reduce_atomics": {"sums": FP32, "arrived": INT32, "epochs": INT32, "GROUP_M": 8},
+    "09_gemm_one_shot_all_reduce": {"part": BF16, "flags": INT32, "GROUP_M": 8},
     "12_gemm_all_scatter_bulk_synchronous": {},
 }
 # For one GPU alone.

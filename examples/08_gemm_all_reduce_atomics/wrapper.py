@@ -1,0 +1,39 @@
+"""The launch of the kernel, and the memory that its calls share."""
+
+import torch
+import triton
+from kernel import gemm_all_reduce
+
+import iris
+
+BLOCK_M, BLOCK_N, GROUP_M = 128, 256, 8
+
+
+class Workspace:
+    """Sums and counts for results of ``[M, N]``. Made collectively; for one stream or graph at a time.
+
+    On the heap: 8 M N bytes, and 4 a tile.
+    """
+
+    def __init__(self, ctx: iris.Iris, M: int, N: int) -> None:
+        self.programs = ctx.get_cu_count() if ctx.device.type == "cuda" else 4
+        self.sums = ctx.zeros(2, M, N, dtype=torch.float32)
+        self.arrived = ctx.zeros(triton.cdiv(M, BLOCK_M) * triton.cdiv(N, BLOCK_N), dtype=torch.int32)
+        self.epochs = torch.zeros(self.programs, device=ctx.device, dtype=torch.int32)
+        ctx.barrier()
+
+
+def matmul_all_reduce(ctx: iris.Iris, c: torch.Tensor, a: torch.Tensor, b: torch.Tensor, workspace: Workspace) -> None:
+    """``c = a b``, added up over all ranks, on each of them. Enqueued on the current stream; can be captured.
+
+    ``a``: ``[M, K / W]`` and ``b``: ``[K / W, N]``, this rank's part of K. ``c``: ``[M, N]``; all three anywhere.
+    """
+    (M, K), N = a.shape, b.shape[1]
+    # In front of the additions: all ranks are past the last call, which cleared the sums that this one adds to.
+    ctx.device_barrier()
+    # A tile's depth is the same number of bytes in every dtype.
+    gemm_all_reduce[(workspace.programs,)](
+        ctx.get_device_context(), a, b, c, workspace.sums, workspace.arrived, workspace.epochs, M, N, K,
+        *a.stride(), *b.stride(), *c.stride(), ctx.get_num_ranks(),
+        BLOCK_M, BLOCK_N, 128 // a.element_size(), GROUP_M, num_warps=8,
+    )  # fmt: skip
