@@ -19,9 +19,14 @@ from workload import SIMULATED, Workload  # noqa: E402
 
 # m, n and k, which are no whole number of tiles.
 SIZES = {
+    "07_gemm_all_scatter": (150, 90 * 12, 70),
     "08_gemm_all_reduce_atomics": (300, 310, 70 * 6),
     "09_gemm_one_shot_all_reduce": (300, 310, 70 * 6),
+    "10_gemm_all_scatter_wg_specialization": (150, 90 * 12, 70),
+    "11_gemm_all_scatter_producer_consumer": (150, 90 * 12, 70),
     "12_gemm_all_scatter_bulk_synchronous": (150, 90 * 12, 70),
+    "13_flash_decode": (3, 37 * 6, 24),
+    "16_moe_dispatch_combine": (37, 50, 12),
 }
 BF16, FP32 = torch.bfloat16, torch.float32
 

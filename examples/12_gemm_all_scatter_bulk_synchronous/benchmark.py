@@ -3,59 +3,18 @@
 import sys
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
-
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from workload import Workload, check, command, random, report, share, validated  # noqa: E402
+from gemm_all_scatter import ON_GPUS, SIMULATED, compare, room  # noqa: E402
+from workload import Workload, command  # noqa: E402
 from wrapper import matmul_all_scatter  # noqa: E402
 
 import iris  # noqa: E402
 
 
 def main(ctx: iris.Iris, workload: Workload) -> None:
-    rank, W = ctx.get_rank(), ctx.get_num_ranks()
-    M, K, N, dtype = workload.m, workload.k, share(workload.n, ctx, "-n"), workload.dtype
-    a = torch.empty(M, K, device=ctx.device, dtype=dtype)
-    b = torch.empty(K, N, device=ctx.device, dtype=dtype)
-    c = ctx.empty(M, W * N, dtype=dtype)
-
-    def call() -> None:
-        matmul_all_scatter(ctx, c, a, b)
-
-    def prepare(round: int) -> None:
-        a.copy_(random(ctx, round, M, K, dtype=dtype))
-        b.copy_(random(ctx, 1000 * (rank + 1) + round, K, N, dtype=dtype))
-
-    if workload.validate:
-        for round in range(workload.rounds):
-            prepare(round)
-            call()
-            everyone = [random(ctx, 1000 * (peer + 1) + round, K, N, dtype=dtype) for peer in range(W)]
-            whole = torch.cat(everyone, dim=1)
-            check(c, a.double() @ whole.double(), a @ whole, f"rank {rank} in round {round}")
-        validated(ctx, "GEMM and all-scatter, bulk-synchronous", workload)
-    if workload.benchmark:
-        prepare(0)
-        product, gathered = torch.empty(M, N, device=ctx.device, dtype=dtype), torch.empty_like(c)
-
-        def vendors() -> None:
-            torch.mm(a, b, out=product)
-            # By rank along the first dimension: what NCCL can do without a transposition, which is left out.
-            dist.all_gather_into_tensor(gathered.view(W * M, N), product)
-
-        calls = {
-            "Iris, bulk-synchronous": call,
-            "vendor's GEMM, then all-gather": vendors,
-            "vendor's GEMM alone": lambda: torch.mm(a, b, out=product),
-        }
-        report(ctx, f"GEMM and all-scatter of {M} x {W * N} x {K} among {W} ranks", calls)
-
-
-def room(workload: Workload, num_ranks: int) -> int:
-    return workload.m * workload.n * workload.dtype.itemsize
+    compare(ctx, workload, "bulk-synchronous", matmul_all_scatter)
 
 
 if __name__ == "__main__":
-    command(main, on_gpus=(8192, 4608, 36864), simulated=(256, 288, 192), room=room)
+    command(main, on_gpus=ON_GPUS, simulated=SIMULATED, room=room)

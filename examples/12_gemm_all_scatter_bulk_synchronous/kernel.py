@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from iris import DeviceContext
+from iris.ops.gemm import product, triton_place
 
 
 @triton.jit
@@ -19,19 +20,14 @@ def gemm(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """``c = a b``; a program computes one tile after the other."""
-    tiles_n = tl.cdiv(N, BLOCK_N)
-    for tile in range(tl.program_id(0), tl.cdiv(M, BLOCK_M) * tiles_n, tl.num_programs(0)):
-        rows = tile // tiles_n * BLOCK_M + tl.arange(0, BLOCK_M)
-        columns = tile % tiles_n * BLOCK_N + tl.arange(0, BLOCK_N)
-        k = tl.arange(0, BLOCK_K)
-        total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-        for begin in range(0, K, BLOCK_K):
-            here = begin + k < K
-            x = a + rows.to(tl.int64)[:, None] * stride_am + (begin + k)[None, :] * stride_ak
-            y = b + (begin + k).to(tl.int64)[:, None] * stride_bk + columns[None, :] * stride_bn
-            left = tl.load(x, mask=(rows < M)[:, None] & here[None, :], other=0)
-            right = tl.load(y, mask=here[:, None] & (columns < N)[None, :], other=0)
-            total = tl.dot(left, right, total, input_precision="ieee")
+    tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
+    for tile in range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0)):
+        pid_m, pid_n = triton_place(tile, tiles_m, tiles_n, 8)
+        rows = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
+        columns = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+        total = product(
+            a, b, rows, columns, M, N, K, stride_am, stride_ak, stride_bk, stride_bn, BLOCK_K, "", "", False
+        )
         mask = (rows < M)[:, None] & (columns < N)[None, :]
         at = rows.to(tl.int64)[:, None] * stride_cm + columns[None, :] * stride_cn
         tl.store(c + at, total.to(c.dtype.element_ty), mask=mask)

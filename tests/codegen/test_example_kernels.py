@@ -27,9 +27,25 @@ GEMM = {
 }
 # By folder: what its kernels take besides, or otherwise.
 ARGUMENTS = {
+    "07_gemm_all_scatter": {},
     "08_gemm_all_reduce_atomics": {"sums": FP32, "arrived": INT32, "epochs": INT32, "GROUP_M": 8},
     "09_gemm_one_shot_all_reduce": {"part": BF16, "flags": INT32, "GROUP_M": 8},
+    "10_gemm_all_scatter_wg_specialization": {"finished": INT32, "meetings": INT32, "epochs": INT32, "SENDERS": 16},
+    "11_gemm_all_scatter_producer_consumer": {"finished": INT32, "meetings": INT32, "epochs": INT32},
     "12_gemm_all_scatter_bulk_synchronous": {},
+    "13_flash_decode": {
+        **dict.fromkeys(["epochs", "ended", "arrived"], INT64),
+        **dict.fromkeys(["q", "k", "v", "out"], BF16),
+        **dict.fromkeys(["partial", "gathered", "share"], FP32),
+        **{"lengths": INT32, "pairs": 64, "capacity": 16384, "scale": 0.1},
+        **{"GROUP": 4, "DIM": 128, "KV_HEADS": 8, "CHUNKS": 2, "BLOCK": 128},
+    },
+    "16_moe_dispatch_combine": {
+        **dict.fromkeys(["x", "inbox", "weights", "results", "out"], BF16),
+        **dict.fromkeys(["experts", "order", "rows", "tallies", "tallied", "table", "counted", "epochs"], INT32),
+        **{"counts": INT32, "stride_counts": 32, "gates": torch.zeros(4096), "T": 4096, "H": 2048, "E": 32},
+        **{"EXPERTS": 32, "LOCAL": 8, "TOP": 2, "PAIRS": 64, "BLOCK_T": 4, "BLOCK_H": 1024},
+    },
 }
 # For one GPU alone.
 ONLY = {}

@@ -1,0 +1,93 @@
+"""Work-group specialised: one kernel, in which some programs only multiply and the others only send.
+
+A program that multiplies leaves each tile in this rank's own memory, and tells so by a flag. A program that sends waits
+for the flags of its tiles, one after the other, and stores each tile to all peers. So products never wait for the link.
+The first programs of the grid are those that multiply, and they wait for nobody; the others must be resident on all
+ranks at a time, because they meet.
+
+Over the link, each rank: its ``[M, N / W]`` columns of the product to every peer, in one step; and twice a flag from
+every sender.
+
+Memory, and what orders it. Every flag is the number of a call, so it only rises, and is right in a CUDA graph too:
+
+* ``finished[tile]``: set by the program of this rank that multiplied the tile, behind its stores of it, with release;
+  awaited by the one of this rank that sends it, with acquire. In the next call it is set to the next number. The kernel
+  of that call begins when this one is over, so nobody who waits for an old number is left.
+* ``meetings``: the barriers of the senders, of which number p meets number p of every other rank. Behind the first one
+  all ranks have reached this call, and are past what they did with the last one's result. Behind the second one number
+  p of every peer has stored its tiles here, and so all tiles are here when all senders have ended.
+* ``epochs[program]``: the number of the last call. Each program keeps it for itself.
+"""
+
+import triton
+import triton.language as tl
+
+from iris import DeviceContext
+from iris.language.ordering import triton_ordering
+from iris.ops.gemm import product, triton_place
+
+keep = triton_ordering.keep
+
+
+@triton.jit
+def _place(tile, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The rows and columns of a tile."""
+    pid_m, pid_n = triton_place(tile, tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), 8)
+    return pid_m * BLOCK_M + tl.arange(0, BLOCK_M), pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+
+
+@triton.jit
+def _multiply(
+    ctx, finished, epoch, a, b, c, M, N, K, stride_am, stride_ak, stride_bk, stride_bn, stride_cm, stride_cn,
+    program, programs, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """The part of one of ``programs`` that multiply."""
+    for tile in range(program, tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N), programs):
+        rows, columns = _place(tile, M, N, BLOCK_M, BLOCK_N)
+        total = product(
+            a, b, rows, columns, M, N, K, stride_am, stride_ak, stride_bk, stride_bn, BLOCK_K, "", "", False
+        )
+        at = rows.to(tl.int64)[:, None] * stride_cm + columns.to(tl.int64)[None, :] * stride_cn
+        tl.store(c + at, total.to(c.dtype.element_ty), mask=(rows < M)[:, None] & (columns < N)[None, :])
+        ctx.signal(finished + tile, epoch, ctx.cur_rank)
+
+
+@triton.jit
+def _send(
+    ctx, finished, epoch, meetings, c, M, N, stride_cm, stride_cn, program, programs,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """The part of one of ``programs`` that send. They take tiles in the order in which these are multiplied."""
+    ctx.barrier(meetings)
+    for tile in range(program, tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N), programs):
+        ctx.wait(finished + tile, epoch, cmp="reached")
+        rows, columns = _place(tile, M, N, BLOCK_M, BLOCK_N)
+        at = rows.to(tl.int64)[:, None] * stride_cm + columns.to(tl.int64)[None, :] * stride_cn
+        mask = (rows < M)[:, None] & (columns < N)[None, :]
+        data = tl.load(c + at, mask=mask)
+        for distance in range(1, ctx.num_ranks):
+            ctx.store(c + at, data, (ctx.cur_rank + distance) % ctx.num_ranks, mask=mask)
+    ctx.barrier(meetings)
+
+
+@triton.jit
+def gemm_all_scatter(
+    context_tensor, finished, meetings, epochs, a, b, c, M, N, K,
+    stride_am, stride_ak, stride_bk, stride_bn, stride_cm, stride_cn,
+    W: tl.constexpr, SENDERS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """``c = a b`` on every rank. ``c``: this rank's ``N`` columns of the result, the same place everywhere."""
+    ctx = DeviceContext.initialize(context_tensor, num_ranks=W)
+    program, multipliers = tl.program_id(0), tl.num_programs(0) - SENDERS
+    epoch = tl.load(epochs + program) + 1
+    if program < multipliers:
+        _multiply(
+            ctx, finished, epoch, a, b, c, M, N, K, stride_am, stride_ak, stride_bk, stride_bn, stride_cm, stride_cn,
+            program, multipliers, BLOCK_M, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+    else:
+        _send(
+            ctx, finished, epoch, meetings, c, M, N, stride_cm, stride_cn,
+            program - multipliers, SENDERS, BLOCK_M, BLOCK_N,
+        )  # fmt: skip
+    keep(epochs + program, epoch)

@@ -1,0 +1,49 @@
+"""The launch of the kernel, and the memory that it counts in."""
+
+import weakref
+
+import torch
+import triton
+from kernel import gemm_all_scatter
+
+import iris
+
+BLOCK_M, BLOCK_N, BYTES_K = 128, 256, 128
+# Of the multiprocessors of a GPU, so many send: as many as fill the links of an H200, and no more.
+COMM_SMS = 16
+
+
+class Workspace:
+    """What the calls of one size count in. Made by all ranks together, at the first; they meet on the host."""
+
+    def __init__(self, ctx: iris.Iris, tiles: int) -> None:
+        on_gpu = ctx.device.type == "cuda"
+        self.programs, self.senders = (ctx.get_cu_count(), COMM_SMS) if on_gpu else (4, 2)
+        self.finished = ctx.zeros(tiles, dtype=torch.int32)
+        self.meetings = ctx.zeros(self.programs, ctx.get_num_ranks(), dtype=torch.int32)
+        self.epochs = ctx.zeros(self.programs, dtype=torch.int32)
+        # Nobody's flag is written before it has been cleared.
+        ctx.barrier()
+
+
+_workspaces: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+
+
+def matmul_all_scatter(ctx: iris.Iris, c: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """``c = a [b of rank 0, b of rank 1, …]`` on every rank. Enqueued on the current stream; can be captured.
+
+    ``a``: ``[M, K]``, the same on all ranks. ``b``: ``[K, N / W]``, this rank's columns. ``c``: ``[M, N]``, symmetric.
+    Calls of one size are on one stream, or in one graph, at a time; the first is outside of graphs.
+    """
+    (M, K), N = a.shape, b.shape[1]
+    mine = c[:, ctx.get_rank() * N :][:, :N]
+    tiles = triton.cdiv(M, BLOCK_M) * triton.cdiv(N, BLOCK_N)
+    made = _workspaces.setdefault(ctx, {})
+    if tiles not in made:
+        made[tiles] = Workspace(ctx, tiles)
+    counts = made[tiles]
+    gemm_all_scatter[(counts.programs,)](
+        ctx.get_device_context(), counts.finished, counts.meetings, counts.epochs, a, b, mine, M, N, K,
+        *a.stride(), *b.stride(), *c.stride(), ctx.get_num_ranks(), counts.senders,
+        BLOCK_M, BLOCK_N, BYTES_K // a.itemsize, num_warps=8,
+    )  # fmt: skip
