@@ -82,14 +82,22 @@ def scaled(total, scale_a, scale_b, rows, columns, stop_m, N, SCALED: tl.constex
         return total
 
 
-@triton.jit
-def on_chiplets(program, programs, XCDS: tl.constexpr, CHUNK: tl.constexpr):
-    """The number of this program, such that CHUNK neighbours are on one chiplet.
+def make_on_chiplets(jit: Callable) -> Callable:
+    """Which program is where, in the language that ``jit`` stands for."""
 
-    The hardware deals programs out to the XCDS chiplets of an MI300 one by one, and each chiplet has an L2 cache of its
-    own (AMD CDNA 3 architecture, white paper: XCDs). What is left behind the last full round keeps its number.
-    """
-    turn: tl.constexpr = XCDS * CHUNK
-    chiplet, number = program % XCDS, program // XCDS
-    moved = number // CHUNK * turn + chiplet * CHUNK + number % CHUNK
-    return tl.where(program < programs // turn * turn, moved, program)
+    @jit
+    def on_chiplets(program, programs, XCDS: tl.constexpr, CHUNK: tl.constexpr):
+        """The number of this program, such that CHUNK neighbours are on one chiplet.
+
+        The hardware deals programs out to the XCDS chiplets of an MI300 one by one, and each chiplet has an L2 cache of
+        its own (AMD CDNA 3 architecture, white paper: XCDs). What is left behind the last full round keeps its number.
+        """
+        turn: tl.constexpr = XCDS * CHUNK
+        chiplet, number = program % XCDS, program // XCDS
+        moved = number // CHUNK * turn + chiplet * CHUNK + number % CHUNK
+        return tl.where(program < programs // turn * turn, moved, program)
+
+    return on_chiplets
+
+
+on_chiplets, gluon_on_chiplets = make_on_chiplets(triton.jit), make_on_chiplets(gluon.jit)

@@ -15,6 +15,7 @@ from iris.ops import copies, vendor
 from iris.ops.all_gather_matmul import all_gather_matmul
 from iris.ops.buffers import Buffers, Needs
 from iris.ops.call import Call
+from iris.ops.cdna3 import arguments as cdna3
 from iris.ops.choose import choose, is_vendors
 from iris.ops.config import FusedConfig
 from iris.ops.hopper import arguments as hopper
@@ -52,6 +53,8 @@ class Operations:
     def __init__(self, context: Any) -> None:
         self._context = context
         self._on_gpu = context.device.type == "cuda"
+        # Whose Gluon kernels; the simulator runs both.
+        self._gluon = cdna3 if torch.version.hip else hopper
         self._buffers: dict[tuple, Buffers] = {}
         self._launches: dict[tuple, Any] = {}
         self._copies: dict[Buffers, copies.Copies] = {}
@@ -206,7 +209,7 @@ class Operations:
             VENDORS[call.name](self._context, call.out, call.a, call.b, call.bias)
         elif call.out.numel():
             if used.use_gluon:
-                call = hopper.with_operands_that_fit(call, self._context.num_ranks)
+                call = self._gluon.with_operands_that_fit(call, self._context.num_ranks)
             needs = self._needs(call, used)
             buffers = self._workspace(needs, workspace)
             if used.variant == "copies":
@@ -242,7 +245,7 @@ class Operations:
         if used.use_gluon and used.variant != "kernel":
             raise InvalidConfigError(f"FusedConfig(variant={used.variant!r}, use_gluon=True): the kernel is in Gluon.")
         if used.use_gluon:
-            problem = hopper.problem(call, used, self._context.num_ranks)
+            problem = self._gluon.problem(call, used, self._context.num_ranks)
             if problem:
                 raise InvalidConfigError(f"FusedConfig(use_gluon=True) cannot do this {call.name}(): {problem}.")
         return used
@@ -251,7 +254,11 @@ class Operations:
         """Enqueue the kernel."""
         direct, result = self._result(call, config, buffers)
         programs = min(config.num_sms or self._most_programs(), self._most_programs())
-        if config.use_gluon:
+        place = self._context.get_device_context() if direct else buffers.context_tensor
+        if config.use_gluon and self._gluon is cdna3:
+            kernel, args = cdna3.arguments(call, config, buffers, self._context.num_ranks, place, result)
+            options = {"num_warps": cdna3.WARPS.value}
+        elif config.use_gluon:
             memory = self._context.heap.mapping if direct else buffers.mapping
             memory_places = self._heap_places() if direct else buffers.places
             kernel, args = hopper.arguments(
@@ -259,7 +266,6 @@ class Operations:
             )
             options = {"num_warps": 4}
         else:
-            place = self._context.get_device_context() if direct else buffers.context_tensor
             kernel, programs, args = self._arguments(call, config, buffers, place, result, programs)
             # all_gather_matmul has two loops, whose stages lie side by side in shared memory.
             stages = config.num_stages - (call.name == "all_gather_matmul" and config.num_stages > 2)
@@ -295,7 +301,8 @@ class Operations:
 
     def _direct(self, call: Call, config: FusedConfig) -> bool:
         """Whether peers can store into the result where it is."""
-        return self._context.is_symmetric(call.out) and (not config.use_gluon or hopper.fits_tma(call.out))
+        by_tma = config.use_gluon and self._gluon is hopper
+        return self._context.is_symmetric(call.out) and (not by_tma or hopper.fits_tma(call.out))
 
     def _heap_places(self) -> torch.Tensor:
         if self._places is None:

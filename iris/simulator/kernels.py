@@ -170,9 +170,11 @@ def _rewritten_code(code: CodeType, filename: str, source: str, shadowed: frozen
     function.body = [rewriter.visit(statement) for statement in function.body]
     # A function around it whose parameters have the names of the free variables makes them free variables again.
     around = ast.parse(f"def around({', '.join((*_HELPERS, *code.co_freevars))}): pass").body[0]
+    # Under another name, so that its own, which a recursive function calls, is not one of these variables.
+    function.name = "__simulated_function__"
     around.body = [function]
     module = compile(ast.fix_missing_locations(ast.Module([around], [])), filename, "exec", dont_inherit=True)
-    return _constant(_constant(module, "around"), code.co_name)
+    return _constant(_constant(module, "around"), function.name).replace(co_name=code.co_name)
 
 
 def _constant(code: CodeType, name: str) -> CodeType:

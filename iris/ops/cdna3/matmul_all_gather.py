@@ -1,0 +1,97 @@
+"""out = the rows of every rank's A B, on every rank: each tile goes to all ranks when it is computed.
+
+Compiled for gfx942 and gfx950 and run in the simulator; never run on an AMD GPU.
+
+Over the link, each rank: its ``[M, N]`` of the result to every peer, W - 1 times M N elements out, in one step. A tile
+travels while the next one is multiplied.
+
+Peers' memory is written by plain stores. The release behind the last of them is in `await_done`: each wavefront waits
+until its own stores are done, all meet, and one writes back what the L2 still has (`iris.language.ordering`).
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from iris.language.context import IrisDeviceCtx
+from iris.ops.cdna3.product import fetch_both, product
+from iris.ops.cdna3.strips import STRIP, columns_of, everywhere, rows_from, strips
+from iris.ops.counts import gluon_counts
+from iris.ops.gemm import gluon_on_chiplets, gluon_place
+
+await_done, await_ready, begin, end = (
+    gluon_counts.await_done, gluon_counts.await_ready, gluon_counts.begin, gluon_counts.end,
+)  # fmt: skip
+
+
+@gluon.jit
+def tile_of(number, tiles_m, tiles_n, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, GROUP: gl.constexpr):
+    """The first row and column of a tile. Behind the last one there is none: the last will do, which nobody uses."""
+    pid_m, pid_n = gluon_place(gl.minimum(number, tiles_m * tiles_n - 1), tiles_m, tiles_n, GROUP)
+    return pid_m * BLOCK_M, pid_n * BLOCK_N
+
+
+@gluon.jit
+def cdna3_matmul_all_gather(
+    context_tensor,
+    out_context,
+    counts,
+    a,
+    b,
+    bias,
+    out,
+    M,
+    N,
+    K,
+    stride_am,
+    stride_ak,
+    stride_bk,
+    stride_bn,
+    stride_om,
+    stride_on,
+    W: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    GROUP: gl.constexpr,
+    XCDS: gl.constexpr,
+    CHUNK: gl.constexpr,
+    BY_LINES_A: gl.constexpr,
+    BY_LINES_B: gl.constexpr,
+    BIASED: gl.constexpr,
+):
+    """``out``: ``[W * M, N]``, the same place on every rank, in the memory that ``out_context`` is of."""
+    ctx = IrisDeviceCtx.initialize(context_tensor, num_ranks=W)
+    out_ctx = IrisDeviceCtx.initialize(out_context, num_ranks=W)
+    epoch = begin(ctx, counts)
+    programs = gl.num_programs(0)
+    first = gluon_on_chiplets(gl.program_id(0), programs, XCDS, CHUNK)
+    tiles_m, tiles_n = gl.cdiv(M, BLOCK_M), gl.cdiv(N, BLOCK_N)
+    row, column = tile_of(first, tiles_m, tiles_n, BLOCK_M, BLOCK_N, GROUP)
+    x, y = fetch_both(
+        a, b, row, column, 0, M, N, K, stride_am, stride_ak, stride_bk, stride_bn,
+        BLOCK_M, BLOCK_N, BLOCK_K, BY_LINES_A, BY_LINES_B,
+    )  # fmt: skip
+    mine = out + gl.cast(ctx.cur_rank, gl.int64) * M * stride_om
+    for number in range(first, tiles_m * tiles_n, programs):
+        row, column = tile_of(number, tiles_m, tiles_n, BLOCK_M, BLOCK_N, GROUP)
+        next_row, next_column = tile_of(number + programs, tiles_m, tiles_n, BLOCK_M, BLOCK_N, GROUP)
+        total, x, y = product(
+            x, y, a, b, row, column, M, next_row, next_column, M, N, K, stride_am, stride_ak, stride_bk, stride_bn,
+            BLOCK_M, BLOCK_N, BLOCK_K, BY_LINES_A, BY_LINES_B,
+        )  # fmt: skip
+        if BIASED:
+            columns = column + gl.arange(0, BLOCK_N, gl.SliceLayout(0, total.type.layout))
+            total += gl.load(bias + columns, mask=columns < N, other=0).to(gl.float32)[None, :]
+        if number == first:
+            await_ready(ctx, counts, epoch)
+        places = everywhere(out_ctx, mine)
+        values = strips(total.to(out.dtype.element_ty))
+        rows = rows_from(row, BLOCK_M)
+        for strip in gl.static_range(BLOCK_N // STRIP):
+            columns = columns_of(column, strip)
+            at = rows.to(gl.int64)[:, None] * stride_om + columns.to(gl.int64)[None, :] * stride_on
+            mask = (rows < M)[:, None] & (columns < N)[None, :]
+            for rank in gl.static_range(W):
+                gl.store(places[rank] + at, values[strip], mask=mask)
+    await_done(ctx, counts, epoch)
+    end(counts, epoch)

@@ -1,0 +1,157 @@
+"""out = the sum of all ranks' A B: its rows shared among the ranks, or all of them on every rank.
+
+Compiled for gfx942 and gfx950 and run in the simulator; never run on an AMD GPU.
+
+Each rank computes the rows of its peers first, those of its right neighbour before all, and stores them tile by tile to
+whom they belong; its own rows come last, and what the peers sent is added to each tile as it is computed. For all rows
+on every rank each then stores its sums to all.
+
+Over the link, each rank: (W - 1) / W times M N elements out, in one step; for all rows twice that, in two. Parts travel
+in the type of the result, as they do through the vendor's library, and are added up in float32, in the order of ranks.
+
+A tile is announced behind the *next* product: by then its stores are done, and the release, in front of which every
+wavefront waits for its own, waits for nothing. Nobody waits in a circle: between a program's stores and their
+announcement comes a product, but no wait for a peer.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from iris.language.context import IrisDeviceCtx
+from iris.ops.cdna3.product import fetch_both, product
+from iris.ops.cdna3.strips import STRIP, columns_of, everywhere, rows_from, strips
+from iris.ops.counts import ARRIVED, gluon_counts
+from iris.ops.gemm import gluon_on_chiplets, gluon_place
+
+await_done, await_ready, begin, end = (
+    gluon_counts.await_done, gluon_counts.await_ready, gluon_counts.begin, gluon_counts.end,
+)  # fmt: skip
+
+
+@gluon.jit
+def tile_of(
+    number, rank, W: gl.constexpr, M, share, tiles_m, tiles_n, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    GROUP: gl.constexpr,
+):  # fmt: skip
+    """Whose rows the tile is of, its number among theirs; its first row and column, and where the owner's rows end.
+
+    Behind the last tile there is none: the last will do, which nobody uses.
+    """
+    tiles = tiles_m * tiles_n
+    number = gl.minimum(number, W * tiles - 1)
+    owner = (rank + 1 + number // tiles) % W
+    pid_m, pid_n = gluon_place(number % tiles, tiles_m, tiles_n, GROUP)
+    stop = gl.minimum((owner + 1) * share, M)
+    return owner, number % tiles, owner * share + pid_m * BLOCK_M, pid_n * BLOCK_N, stop
+
+
+@gluon.jit
+def add_parts(parts, own, rank, W: gl.constexpr, step, at, mask):
+    """The sum of all ranks' parts of a strip, in float32. This rank's, ``own``, is in no memory."""
+    total = gl.zeros_like(own).to(gl.float32)
+    for source in gl.static_range(W):
+        # No branch, so that the loads of all parts are under way at once.
+        part = gl.load(parts + source * step + at, mask=mask & (source != rank), other=0)
+        total += gl.where(source == rank, own, part).to(gl.float32)
+    return total
+
+
+# A number of rows may be 1, and is no constant then.
+@gluon.jit(do_not_specialize=["share"])
+def cdna3_matmul_reduce(
+    context_tensor,
+    out_context,
+    counts,
+    parts,
+    a,
+    b,
+    bias,
+    out,
+    M,
+    N,
+    K,
+    share,
+    stride_am,
+    stride_ak,
+    stride_bk,
+    stride_bn,
+    stride_om,
+    stride_on,
+    W: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    GROUP: gl.constexpr,
+    SPREADS: gl.constexpr,
+    XCDS: gl.constexpr,
+    CHUNK: gl.constexpr,
+    BY_LINES_A: gl.constexpr,
+    BY_LINES_B: gl.constexpr,
+    BIASED: gl.constexpr,
+):
+    """``share``: rows that a rank adds up, M over W. ``parts``: ``[W, share, N]``, rank r's products in parts[r].
+
+    ``out``: ``[share, N]``; with ``SPREADS`` ``[M, N]``, the same place on every rank, in ``out_context``'s memory.
+    """
+    ctx = IrisDeviceCtx.initialize(context_tensor, num_ranks=W)
+    out_ctx = IrisDeviceCtx.initialize(out_context, num_ranks=W)
+    rank = ctx.cur_rank
+    epoch = begin(ctx, counts)
+    programs = gl.num_programs(0)
+    first = gluon_on_chiplets(gl.program_id(0), programs, XCDS, CHUNK)
+    tiles_m, tiles_n = gl.cdiv(share, BLOCK_M), gl.cdiv(N, BLOCK_N)
+    _, _, row, column, stop = tile_of(first, rank, W, M, share, tiles_m, tiles_n, BLOCK_M, BLOCK_N, GROUP)
+    x, y = fetch_both(
+        a, b, row, column, 0, stop, N, K, stride_am, stride_ak, stride_bk, stride_bn,
+        BLOCK_M, BLOCK_N, BLOCK_K, BY_LINES_A, BY_LINES_B,
+    )  # fmt: skip
+    step = gl.cast(share, gl.int64) * N
+    # Whom the last tile went to, and its number: this rank, if to nobody.
+    to, sent = rank, 0
+    for number in range(first, W * tiles_m * tiles_n, programs):
+        owner, tile, row, column, stop = tile_of(
+            number, rank, W, M, share, tiles_m, tiles_n, BLOCK_M, BLOCK_N, GROUP
+        )  # fmt: skip
+        _, _, next_row, next_column, next_stop = tile_of(
+            number + programs, rank, W, M, share, tiles_m, tiles_n, BLOCK_M, BLOCK_N, GROUP
+        )  # fmt: skip
+        total, x, y = product(
+            x, y, a, b, row, column, stop, next_row, next_column, next_stop, N, K, stride_am, stride_ak, stride_bk,
+            stride_bn, BLOCK_M, BLOCK_N, BLOCK_K, BY_LINES_A, BY_LINES_B,
+        )  # fmt: skip
+        if to != rank:
+            ctx.signal(counts + ARRIVED + sent, 1, to, op="add")
+        if number == first:
+            await_ready(ctx, counts, epoch)
+        values = strips(total.to(parts.dtype.element_ty))
+        rows = rows_from(row, BLOCK_M)
+        inside = (rows < stop)[:, None]
+        # Rows of a part, and of a result that is this rank's share, are counted from the owner's first.
+        local = (rows - owner * share).to(gl.int64)[:, None]
+        if owner != rank:
+            there = ctx.translate(parts + rank * step, owner)
+            for strip in gl.static_range(BLOCK_N // STRIP):
+                columns = columns_of(column, strip)
+                gl.store(there + (local * N + columns[None, :]), values[strip], mask=inside & (columns < N)[None, :])
+        else:
+            ctx.wait(counts + ARRIVED + tile, epoch * (W - 1), cmp="reached")
+            if SPREADS:
+                places = everywhere(out_ctx, out + gl.cast(rank, gl.int64) * share * stride_om)
+            for strip in gl.static_range(BLOCK_N // STRIP):
+                columns = columns_of(column, strip)
+                mask = inside & (columns < N)[None, :]
+                result = add_parts(parts, values[strip], rank, W, step, local * N + columns[None, :], mask)
+                if BIASED:
+                    result += gl.load(bias + columns, mask=columns < N, other=0).to(gl.float32)[None, :]
+                at = local * stride_om + columns.to(gl.int64)[None, :] * stride_on
+                if SPREADS:
+                    for peer in gl.static_range(W):
+                        gl.store(places[peer] + at, result.to(out.dtype.element_ty), mask=mask)
+                else:
+                    gl.store(out + at, result.to(out.dtype.element_ty), mask=mask)
+        to, sent = owner, tile
+    if to != rank:
+        ctx.signal(counts + ARRIVED + sent, 1, to, op="add")
+    if SPREADS:
+        await_done(ctx, counts, epoch)
+    end(counts, epoch)

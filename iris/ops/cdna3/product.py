@@ -1,0 +1,128 @@
+"""The product of matrices, tile by tile, which the kernels of this folder share.
+
+Compiled for gfx942 (CDNA3) and gfx950 (CDNA4) and run in the simulator; never run on an AMD GPU.
+
+A program is eight wavefronts, two for each SIMD of a compute unit, and computes one tile of BLOCK_M x BLOCK_N after the
+other in steps of BLOCK_K. What a step multiplies is in shared memory, and what the next one will is on its way into
+registers meanwhile: these are the two buffers, so that shared memory has to hold only one (64 KiB on CDNA3).
+
+    write x, y to shared memory  →  barrier  →  begin to load the next x, y  →  multiply  →  barrier
+
+The barriers are the compiler's: it puts one between accesses of shared memory by different threads.
+
+Steps go on over the edge of a tile: the last one of a tile begins to load what the next tile needs first. So nothing
+waits between tiles; and these loads are in front of what the program then stores to peers. A wavefront counts its
+loads and stores together and in order (vmcnt; AMD Instinct MI300 ISA, "S_WAITCNT"), so loads behind the stores would be
+waited for until all of them had arrived over the link.
+
+A and B are the same here: lines, each of K elements, which are rows of A and columns of B. In shared memory lines lie
+one after the other, since a lane of the matrix core takes 8 elements of one line, 16 bytes. Where neighbours in global
+memory are of different lines instead, each thread loads a few elements of 8 lines, and turns them in its registers.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.amd import cdna3
+
+from iris import simulator
+
+WARPS = gl.constexpr(8)
+# Elements of 16 bytes, which is the most that a lane moves at once: the kernels are for types of 2 bytes.
+VECTOR = gl.constexpr(8)
+# Elements of the lines that are in registers at a time: the 16 bytes of each lane. All of a step's would be too many.
+DEPTH = gl.constexpr(32)
+
+
+@gluon.constexpr_function
+def accumulator(rows, columns):
+    """The layout of the products. Each lane has 4 neighbours of a row: ``transposed``."""
+    from triton.runtime import driver
+
+    newer = not simulator.ACTIVE and driver.active.get_current_target().arch == "gfx950"
+    warps = [4, 2] if rows > columns else [2, 4]
+    return gl.amd.AMDMFMALayout(4 if newer else 3, [16, 16, 32 if newer else 16], True, warps)
+
+
+@gluon.constexpr_function
+def on_the_way(lines, depth, by_lines):
+    """The layout of a tile in registers: neighbours in global memory with one thread, and with its neighbours.
+
+    ``by_lines``: elements of a line are neighbours; else the same elements of all lines.
+    """
+    if by_lines:
+        lanes = depth // VECTOR
+        return gl.BlockedLayout([1, VECTOR.value], [64 // lanes, lanes], [WARPS.value, 1], [1, 0])
+    lanes = min(64, lines // VECTOR)
+    warps = max(1, lines // (VECTOR * lanes))
+    each = min(VECTOR.value, lines * depth // (64 * WARPS * VECTOR))
+    return gl.BlockedLayout([VECTOR.value, each], [lanes, 64 // lanes], [warps, WARPS // warps], [0, 1])
+
+
+@gluon.constexpr_function
+def in_shared_memory(depth):
+    """Lines of 16-byte words, exchanged such that 8 lanes with a word of 8 lines each meet in no bank.
+
+    The banks are 128 bytes wide.
+    """
+    words = depth // VECTOR
+    return gl.SwizzledSharedLayout(VECTOR.value, max(1, 8 // words), min(8, words), [1, 0])
+
+
+@gluon.jit
+def fetch(
+    matrix, line, lines, k, K, stride_line, stride_k, LINES: gl.constexpr, BLOCK_K: gl.constexpr,
+    BY_LINES: gl.constexpr,
+):  # fmt: skip
+    """Begin to load LINES lines from ``line`` on, elements from ``k`` on: zeros behind ``lines`` and ``K``.
+
+    The place of the tile is a scalar of 64 bits; the offsets in it have 32, as buffer loads do.
+    """
+    layout: gl.constexpr = on_the_way(LINES, BLOCK_K, BY_LINES)
+    i = gl.arange(0, LINES, gl.SliceLayout(1, layout))
+    j = gl.arange(0, BLOCK_K, gl.SliceLayout(0, layout))
+    tile = matrix + (gl.cast(line, gl.int64) * stride_line + gl.cast(k, gl.int64) * stride_k)
+    inside = (i < lines - line)[:, None] & (j < K - k)[None, :]
+    return cdna3.buffer_load(tile, i[:, None] * stride_line + j[None, :] * stride_k, mask=inside, other=0)
+
+
+@gluon.jit
+def fetch_both(
+    a, b, row, column, k, rows, N, K, stride_am, stride_ak, stride_bk, stride_bn, BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, BY_LINES_A: gl.constexpr, BY_LINES_B: gl.constexpr,
+):  # fmt: skip
+    """What a step multiplies: rows of A from ``row`` on, below ``rows``, and columns of B from ``column`` on."""
+    x = fetch(a, row, rows, k, K, stride_am, stride_ak, BLOCK_M, BLOCK_K, BY_LINES_A)
+    y = fetch(b, column, N, k, K, stride_bn, stride_bk, BLOCK_N, BLOCK_K, BY_LINES_B)
+    return x, y
+
+
+@gluon.jit
+def product(
+    x, y, a, b, row, column, rows, next_row, next_column, next_rows, N, K, stride_am, stride_ak, stride_bk, stride_bn,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, BY_LINES_A: gl.constexpr,
+    BY_LINES_B: gl.constexpr,
+):  # fmt: skip
+    """The tile at ``row`` and ``column``, in float32; and the first x and y of the next one, which are on their way.
+
+    ``x``, ``y``: this one's. ``rows``: where its rows end, zeros behind.
+    """
+    layout: gl.constexpr = accumulator(BLOCK_M, BLOCK_N)
+    shared: gl.constexpr = in_shared_memory(BLOCK_K)
+    # Made for each tile: what moves the products between threads afterwards has the same memory.
+    left = gl.allocate_shared_memory(x.dtype, [BLOCK_M, BLOCK_K], shared)
+    right = gl.allocate_shared_memory(y.dtype, [BLOCK_N, BLOCK_K], shared)
+    total = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout)
+    for k in range(0, K, BLOCK_K):
+        left.store(x)
+        right.store(y)
+        last = k + BLOCK_K >= K
+        x, y = fetch_both(
+            a, b, gl.where(last, next_row, row), gl.where(last, next_column, column), gl.where(last, 0, k + BLOCK_K),
+            gl.where(last, next_rows, rows), N, K, stride_am, stride_ak, stride_bk, stride_bn,
+            BLOCK_M, BLOCK_N, BLOCK_K, BY_LINES_A, BY_LINES_B,
+        )  # fmt: skip
+        for part in gl.static_range(BLOCK_K // DEPTH):
+            u = left.slice(part * DEPTH, DEPTH, 1).load(gl.DotOperandLayout(0, layout, VECTOR))
+            v = right.slice(part * DEPTH, DEPTH, 1).permute((1, 0)).load(gl.DotOperandLayout(1, layout, VECTOR))
+            total = cdna3.mfma(u, v, total)
+    return total, x, y

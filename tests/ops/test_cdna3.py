@@ -1,0 +1,126 @@
+"""The fused operations' Gluon kernels for AMD CDNA3, in the simulator: against float64, and round after round."""
+
+import pytest
+import torch
+from ccl.calls import EVERYTHING
+from covering import sample
+
+from iris.errors import InvalidConfigError
+from iris.ops import FusedConfig
+from iris.ops.cdna3 import arguments as cdna3
+from iris.ops.operations import Operations
+from ops.test_operations import matrix
+from ops.test_rounds import Round
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available() and not torch.version.hip, reason="this GPU is not AMD's")
+
+RANKS = (1, 2, 3) if EVERYTHING else (2,)
+OPERATIONS = ("matmul_all_gather", "matmul_reduce_scatter", "matmul_all_reduce")
+CONFIGS = {
+    "small": FusedConfig(use_gluon=True, block_size_m=64, block_size_n=64, block_size_k=64, num_sms=3),
+    "wide": FusedConfig(use_gluon=True, block_size_m=64, block_size_n=256, block_size_k=64, group_size_m=1),
+    "deep, chiplets": FusedConfig(use_gluon=True, block_size_m=128, block_size_n=128, block_size_k=128, num_xcds=2),
+    "shallow": FusedConfig(use_gluon=True, block_size_m=128, block_size_n=128, block_size_k=32),
+}
+# M (a share of a rank, where rows are shared), N, K: multiples of tiles, and of nothing.
+SHAPES = [(64, 64, 64), (1, 1, 1), (70, 131, 97), (150, 200, 260)]
+CASES = [
+    ((64, 64, 64), torch.bfloat16, "small", "rows", "rows", False, False),
+    ((1, 1, 1), torch.float16, "wide", "sliced", "columns", True, False),
+    ((70, 131, 97), torch.bfloat16, "small", "columns", "rows", True, True),
+    ((150, 200, 260), torch.float16, "deep, chiplets", "rows", "columns", False, True),
+    ((131, 70, 40), torch.bfloat16, "shallow", "columns", "sliced", True, False),
+]
+LAYOUTS = ["rows", "columns", "sliced"]
+ROUNDS = 2
+
+
+def operations(ctx):
+    """With AMD's kernels, whatever this machine has."""
+    made = Operations(ctx)
+    made._gluon = cdna3
+    return made
+
+
+def check(ctx, name, cases):
+    ops = operations(ctx)
+    for case in cases:
+        check_case(ctx, ops, name, *case)
+    ctx.barrier()
+    ops.close()
+
+
+def check_case(ctx, ops, name, shape, dtype, config, layout_a, layout_b, biased, heap):
+    W, rank = ctx.num_ranks, ctx.cur_rank
+    M, N, K = shape
+    if name == "matmul_reduce_scatter":
+        M *= W
+    rows = {"matmul_all_gather": W * M, "matmul_reduce_scatter": M // W}.get(name, M)
+    out = matrix(rows, N, dtype, "rows", 0, ctx.device, ctx if heap else None)
+    for call in range(ROUNDS):
+        everyone = [
+            (matrix(M, K, dtype, layout_a, 1000 * call + 2 * r, ctx.device),
+             matrix(K, N, dtype, layout_b, 1000 * call + 2 * r + 1, ctx.device))
+            for r in range(W)
+        ]  # fmt: skip
+        products = [a.double() @ b.double() for a, b in everyone]
+        expected = torch.cat(products) if name == "matmul_all_gather" else sum(products)
+        if name == "matmul_reduce_scatter":
+            expected = expected.chunk(W)[rank]
+        bias = None
+        if biased:
+            bias = matrix(1, N, dtype, "rows", 7 + call, ctx.device)[0]
+            expected = expected + bias.double()
+        getattr(ops, name)(out, *everyone[rank], bias, config=CONFIGS[config])
+        bound = 4 * torch.finfo(dtype).eps * (K * W) ** 0.5 + 1e-3
+        torch.testing.assert_close(out.double(), expected, rtol=1e-2, atol=bound)
+    # A result on the heap is not written by peers any more.
+    ctx.barrier()
+
+
+@pytest.mark.ranks(*RANKS)
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_product(ranks, name):
+    everything = sample(SHAPES, [torch.float16, torch.bfloat16], list(CONFIGS), LAYOUTS, LAYOUTS, *[[False, True]] * 2)
+    ranks.run(check, name, everything if EVERYTHING else CASES)
+
+
+def play(ctx, name):
+    """Other data each time, no meeting of hosts in between."""
+    data, ops = Round(ctx, name), operations(ctx)
+    out = ctx.zeros(*data.expected(0).shape, dtype=torch.bfloat16)
+    wrong = 0
+    for number in range(4):
+        ops_call = getattr(ops, name)
+        ops_call(out, data.a(number, ctx.cur_rank), data.b[ctx.cur_rank], config=CONFIGS["small"])
+        wrong += (out.float() != data.expected(number)).sum().item()
+    assert wrong == 0
+    ctx.barrier()
+    ops.close()
+
+
+@pytest.mark.ranks(*RANKS)
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_rounds(ranks, name):
+    ranks.run(play, name)
+
+
+def refuse(ctx, name, words, config):
+    ops = operations(ctx)
+    a, b = (torch.zeros(64, 64, dtype=torch.bfloat16, device=ctx.device) for _ in range(2))
+    out = torch.zeros(64 * ctx.num_ranks, 64, dtype=torch.bfloat16, device=ctx.device)
+    with pytest.raises(InvalidConfigError, match=words):
+        getattr(ops, name)(out, a, b, config=FusedConfig(use_gluon=True, **config))
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "config"),
+    [
+        ("all_gather_matmul", "no Gluon kernel for it", {}),
+        ("matmul_all_gather", "64, 128 or 256 rows and columns", {"block_size_m": 32}),
+        ("matmul_all_gather", "64 KiB of shared memory", {"block_size_n": 256, "block_size_k": 128}),
+        ("matmul_all_gather", "each of 512 threads", {"block_size_k": 32}),
+    ],
+)
+def test_what_the_kernels_cannot_do(ranks, name, words, config):
+    ranks.run(refuse, name, words, config)
