@@ -35,8 +35,9 @@ class FusedConfig:
     all_reduce_variant : "two_shot"
         Each rank adds up a part of the rows, and stores the sums to all.
     use_gluon : bool
-        The kernel in Gluon, for Hopper: TMA, wgmma and warps with roles. Its tiles have 128 or 256 rows and up to 256
-        columns, 32768 elements at most; warps and stages are its own, and what is said here of caches is not for it.
+        The kernel in Gluon. For Hopper: TMA, wgmma and warps with roles. Its tiles have 128 or 256 rows and up to 256
+        columns, 32768 elements at most. On AMD CDNA3: matrix cores and buffer loads; compiled and simulated, never run
+        there. Warps and stages are their own, and what is said here of caches is not for them.
     num_warps, num_stages : int
         Of the Triton kernel.
     """

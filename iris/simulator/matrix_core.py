@@ -20,6 +20,12 @@ def mfma_scaled(*_: Any, **__: Any) -> None:
 
 
 def buffer_load(ptr, offsets, mask=None, other=None, cache=None):
+    """Where the mask is off, ``other``, or the zeros that a buffer load finds out of range.
+
+    (AMD Instinct MI300 ISA, "Buffer Addressing", "Range checking"; the compiler moves what is masked out of range.)
+    """
+    if mask is not None and other is None:
+        other = 0
     return tl.core.load(ptr + offsets, mask=mask, other=other)
 
 

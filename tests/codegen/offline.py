@@ -50,12 +50,13 @@ class OfflineDriver(DriverBase):
 
 
 class Compiled:
-    """A kernel's generated code: ``text`` in the target's assembly, ``ttgir`` before that."""
+    """A kernel's generated code: ``text`` in the target's assembly, ``ttgir`` before that; bytes of shared memory."""
 
-    def __init__(self, asm):
+    def __init__(self, asm, shared):
         self.text = asm.get("ptx") or asm["amdgcn"]
         self.ttgir = asm["ttgir"]
         self.is_ptx = "ptx" in asm
+        self.shared = shared
 
     def operations(self):
         """The memory operations, fences and block barriers, in the order of the text."""
@@ -68,4 +69,5 @@ def compile_for(target, kernel, *args, **options):
     """Compile ``kernel`` for ``target`` (a name in `TARGETS`) as a launch with these arguments would."""
     triton.runtime.driver.set_active(OfflineDriver(TARGETS[target]))
     kernel.device_caches.clear()
-    return Compiled(kernel.warmup(*args, grid=(1,), **options).asm)
+    compiled = kernel.warmup(*args, grid=(1,), **options)
+    return Compiled(compiled.asm, compiled.metadata.shared)

@@ -101,13 +101,14 @@ def is_launched(function):
 def kernels():
     """The kernels that each file defines: jitted functions that are launched, not called from others.
 
-    But those for one GPU alone and the larger examples: see test_hopper_kernels.py and test_example_kernels.py.
+    But those for one GPU alone and the larger examples: see test_hopper_kernels.py, test_cdna3_kernels.py and
+    test_example_kernels.py.
     """
     for file in FILES:
         if file.parent.parent.name == "examples" and (file.parent / "README.md").exists():
             continue
         text = file.read_text()
-        if "jit" not in text or file.name == "__main__.py" or {"language", "hopper"} & set(file.parts):
+        if "jit" not in text or file.name == "__main__.py" or {"language", "hopper", "cdna3"} & set(file.parts):
             continue
         module = load(file)
         for name, value in vars(module).items():

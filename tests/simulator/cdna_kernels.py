@@ -77,3 +77,9 @@ def launch_matmul(a, b, c, version, direct, blocks=(64, 64, 64), **options):
     """The kernel, its grid, its arguments and its options."""
     grid = tuple(-(-size // block) for size, block in zip(c.shape, blocks, strict=False))
     return matmul, grid, [a, b, c, *c.shape, a.shape[1], *blocks, version, direct], options
+
+
+@gluon.jit
+def load_behind_the_end(x, out, n, BLOCK: gl.constexpr):
+    i = gl.arange(0, BLOCK, gl.BlockedLayout([4], [64], [4], [0]))
+    cdna3.buffer_store(cdna3.buffer_load(x, i, mask=i < n), out, i)

@@ -31,3 +31,10 @@ def test_a_product(shape, dtype, version, direct):
 def test_a_load_that_is_not_waited_for_gives_wrong_numbers():
     found, expected = multiply((64, 64, 256), torch.bfloat16, 4, True, FORGET="copy")
     assert not torch.allclose(found, expected, rtol=0.1, atol=0.1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int32])
+def test_a_masked_buffer_load_finds_zeros(dtype):
+    x, out = torch.ones(1024, dtype=dtype), torch.full((1024,), 7, dtype=dtype)
+    kernels.load_behind_the_end[(1,)](x, out, 1000, 1024)
+    assert torch.equal(out, (torch.arange(1024) < 1000).to(dtype))

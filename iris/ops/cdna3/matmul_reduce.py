@@ -56,8 +56,7 @@ def add_parts(parts, own, rank, W: gl.constexpr, step, at, mask):
     return total
 
 
-# A number of rows may be 1, and is no constant then.
-@gluon.jit(do_not_specialize=["share"])
+@gluon.jit
 def cdna3_matmul_reduce(
     context_tensor,
     out_context,

@@ -69,20 +69,52 @@ def in_shared_memory(depth):
 
 
 @gluon.jit
+def packed(tile):
+    """Neighbours of two lines in one word of 32 bits, as they were loaded: nothing is computed.
+
+    For the way through the loop. Each element of 16 bits would have a register of 32 of its own there, and what is
+    loaded be waited for, to take it apart.
+    """
+    pairs = tile.reshape([tile.shape[0] // 2, 2, tile.shape[1]]).permute((0, 2, 1)).to(gl.uint16, bitcast=True)
+    low, high = pairs.split()
+    return low.to(gl.uint32) | high.to(gl.uint32) << 16
+
+
+@gluon.jit
+def unpacked(words, element: gl.constexpr):
+    """What was `packed`."""
+    pairs = gl.join(words.to(gl.uint16), (words >> 16).to(gl.uint16)).to(element, bitcast=True)
+    return pairs.permute((0, 2, 1)).reshape([2 * words.shape[0], words.shape[1]])
+
+
+@gluon.jit
+def leave(tile, values, BY_LINES: gl.constexpr):
+    """Store to shared memory what `fetch` returned."""
+    if BY_LINES:
+        tile.store(values)
+    else:
+        values = unpacked(values, tile.dtype)
+        tile.store(gl.convert_layout(values, on_the_way(tile.shape[0], tile.shape[1], False), assert_trivial=True))
+
+
+@gluon.jit
 def fetch(
     matrix, line, lines, k, K, stride_line, stride_k, LINES: gl.constexpr, BLOCK_K: gl.constexpr,
     BY_LINES: gl.constexpr,
 ):  # fmt: skip
     """Begin to load LINES lines from ``line`` on, elements from ``k`` on: zeros behind ``lines`` and ``K``.
 
-    The place of the tile is a scalar of 64 bits; the offsets in it have 32, as buffer loads do.
+    The place of the tile is a scalar of 64 bits; the offsets in it have 32, as those of buffer loads do. What is masked
+    off is out of a buffer's range, and read as zeros (AMD Instinct MI300 ISA, "Range checking"). To say so would cost a
+    selection, for which the loads would be waited for here.
     """
     layout: gl.constexpr = on_the_way(LINES, BLOCK_K, BY_LINES)
     i = gl.arange(0, LINES, gl.SliceLayout(1, layout))
     j = gl.arange(0, BLOCK_K, gl.SliceLayout(0, layout))
     tile = matrix + (gl.cast(line, gl.int64) * stride_line + gl.cast(k, gl.int64) * stride_k)
     inside = (i < lines - line)[:, None] & (j < K - k)[None, :]
-    return cdna3.buffer_load(tile, i[:, None] * stride_line + j[None, :] * stride_k, mask=inside, other=0)
+    values = cdna3.buffer_load(tile, i[:, None] * stride_line + j[None, :] * stride_k, mask=inside)
+    return values if BY_LINES else packed(values)
 
 
 @gluon.jit
@@ -109,12 +141,12 @@ def product(
     layout: gl.constexpr = accumulator(BLOCK_M, BLOCK_N)
     shared: gl.constexpr = in_shared_memory(BLOCK_K)
     # Made for each tile: what moves the products between threads afterwards has the same memory.
-    left = gl.allocate_shared_memory(x.dtype, [BLOCK_M, BLOCK_K], shared)
-    right = gl.allocate_shared_memory(y.dtype, [BLOCK_N, BLOCK_K], shared)
+    left = gl.allocate_shared_memory(a.dtype.element_ty, [BLOCK_M, BLOCK_K], shared)
+    right = gl.allocate_shared_memory(b.dtype.element_ty, [BLOCK_N, BLOCK_K], shared)
     total = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout)
     for k in range(0, K, BLOCK_K):
-        left.store(x)
-        right.store(y)
+        leave(left, x, BY_LINES_A)
+        leave(right, y, BY_LINES_B)
         last = k + BLOCK_K >= K
         x, y = fetch_both(
             a, b, gl.where(last, next_row, row), gl.where(last, next_column, column), gl.where(last, 0, k + BLOCK_K),

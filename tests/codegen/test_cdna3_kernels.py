@@ -1,0 +1,85 @@
+"""The fused operations' Gluon kernels compile for CDNA3 and CDNA4, to what their description says of them."""
+
+import re
+
+import pytest
+import torch
+from covering import covering
+
+from codegen.offline import compile_for
+from iris.ops.cdna3.arguments import SHARED_MEMORY
+from iris.ops.cdna3.matmul_all_gather import cdna3_matmul_all_gather
+from iris.ops.cdna3.matmul_reduce import cdna3_matmul_reduce
+from iris.ops.cdna3.product import WARPS
+
+NAMES = ["matmul_all_gather", "matmul_reduce_scatter", "matmul_all_reduce"]
+TILES = [(256, 64, 64), (256, 256, 64), (128, 128, 128), (64, 256, 64)]
+W, N = 4, 4096
+INT64, INT32 = torch.zeros(16, dtype=torch.int64), torch.zeros(4096, dtype=torch.int32)
+INSTRUCTIONS = {
+    ("gfx942", torch.bfloat16): "v_mfma_f32_16x16x16_bf16",
+    ("gfx942", torch.float16): "v_mfma_f32_16x16x16_f16",
+    ("gfx950", torch.bfloat16): "v_mfma_f32_16x16x32_bf16",
+    ("gfx950", torch.float16): "v_mfma_f32_16x16x32_f16",
+}
+
+
+def compiled(target, name, tile, dtype, by_lines_a, by_lines_b, share=N // W):
+    matrix = torch.zeros(4096, dtype=dtype)
+    strides = ((N, 1) if by_lines_a else (1, N)) + ((1, N) if by_lines_b else (N, 1)) + (N, 1)
+    front, tail = (INT64, INT64, INT32), (8, 1, by_lines_a, by_lines_b, True)
+    if name == "matmul_all_gather":
+        kernel = cdna3_matmul_all_gather
+        args = (*front, matrix, matrix, matrix, matrix, N, N, N, *strides, W, *tile, 8, *tail)
+    else:
+        kernel, spreads = cdna3_matmul_reduce, name == "matmul_all_reduce"
+        numbers = (N, N, N, share, *strides)
+        args = (*front, matrix, matrix, matrix, matrix, matrix, *numbers, W, *tile, 8, spreads, *tail)
+    return compile_for(target, kernel, *args, num_warps=WARPS.value)
+
+
+def loop(text):
+    """The instructions of a step, in their order: the one piece of code that multiplies."""
+    (piece,) = [each for each in re.split(r"^(?=\.LBB)", text, flags=re.M) if "v_mfma" in each]
+    return re.findall(r"^\s+([a-z]+_\w+(?: vmcnt\(\d+\))?)", piece, flags=re.M)
+
+
+CASES = covering(
+    NAMES, TILES, ["gfx942", "gfx950"], [torch.bfloat16, torch.float16], [(True, False), (False, True), (True, True)]
+)
+
+
+@pytest.mark.parametrize(("name", "tile", "target", "dtype", "by_lines"), CASES)
+def test_fused_operations(name, tile, target, dtype, by_lines):
+    code = compiled(target, name, tile, dtype, *by_lines)
+    assert code.shared <= SHARED_MEMORY
+    step = loop(code.text)
+    assert INSTRUCTIONS[target, dtype] in step
+    # All loads have 16 bytes, and so have all reads of shared memory.
+    loads = [each for each in step if "load" in each]
+    assert set(loads) == {"buffer_load_dwordx4"} and {each for each in step if "ds_read" in each} == {"ds_read_b128"}
+    assert any(each.startswith("ds_write_b") for each in step)
+    # What they bring is waited for in front of the next step's writes to shared memory, and not beside the products.
+    begin = step.index("buffer_load_dwordx4")
+    assert not [each for each in step[begin:] if "vmcnt" in each], step
+    assert not [each for each in step if each.startswith("scratch")]
+    # Peers and memory get 16 bytes at a time.
+    assert set(re.findall(r"global_store_(?:dwordx\d|short)\w*", code.text)) == {"global_store_dwordx4"}
+    assert "global_load_dwordx4" in code.text or name == "matmul_all_gather"
+
+
+def test_one_row_for_each_rank():
+    """A number that is 1 is a constant when it is compiled."""
+    assert compiled("gfx942", "matmul_all_reduce", (64, 64, 64), torch.bfloat16, True, True, share=1).text
+
+
+@pytest.mark.parametrize("target", ["gfx942", "gfx950"])
+@pytest.mark.parametrize("name", NAMES)
+def test_releases_come_behind_a_barrier(target, name):
+    code = compiled(target, name, (256, 64, 64), torch.bfloat16, True, True)
+    lines = code.ttgir.splitlines()
+    releases = [i for i, line in enumerate(lines) if " release, " in line]
+    assert releases and "buffer_wbl2 sc0 sc1" in code.text
+    for i in releases:
+        before = [each for each in lines[max(0, i - 25) : i] if "barrier" in each or "tt.store" in each]
+        assert before and "barrier" in before[-1], lines[max(0, i - 25) : i + 1]
