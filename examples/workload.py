@@ -1,7 +1,7 @@
 """What the examples from 07 on share: the command line, random data, validation, times beside those of the vendor."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import click
@@ -33,13 +33,17 @@ class Workload:
     rounds: int = 3
 
 
-Main = Callable[[iris.Iris, Workload], None]
+Main = Callable[..., None]
 
 
-def command(main: Main, on_gpus: tuple[int, int, int], simulated: tuple[int, int, int], room: Callable) -> None:
+def command(
+    main: Main, on_gpus: tuple[int, int, int], simulated: tuple[int, int, int], room: Callable,
+    options: Sequence[Callable] = (),
+) -> None:  # fmt: skip
     """The command line of an example: starts the ranks, and calls ``main(ctx, workload)`` on each.
 
     ``on_gpus``, ``simulated``: m, n and k, if the user does not say. ``room(workload, num_ranks)``: bytes of heap.
+    ``options``: further `click.option`s, which ``main`` takes by name.
     """
     m, n, k = simulated if SIMULATED else on_gpus
 
@@ -53,16 +57,18 @@ def command(main: Main, on_gpus: tuple[int, int, int], simulated: tuple[int, int
     @click.option("--datatype", type=click.Choice(list(DTYPES)), default="bf16", show_default=True)
     @click.option("--validate", is_flag=True, help="Compare the results of several rounds. The default.")
     @click.option("--benchmark", is_flag=True, help="Time it beside the vendor's libraries.")
-    def run(m: int, n: int, k: int, num_ranks: int, datatype: str, validate: bool, benchmark: bool) -> None:
+    def run(m: int, n: int, k: int, num_ranks: int, datatype: str, validate: bool, benchmark: bool, **own) -> None:
         workload = Workload(m, n, k, DTYPES[datatype], validate or not benchmark, benchmark)
-        launch(_worker, num_ranks, main, workload, room)
+        launch(_worker, num_ranks, main, workload, room, own)
 
+    for option in options:
+        option(run)
     run()
 
 
-def _worker(main: Main, workload: Workload, room: Callable) -> None:
+def _worker(main: Main, workload: Workload, room: Callable, own: dict) -> None:
     with iris.iris(heap_size=room(workload, int(os.environ["WORLD_SIZE"])) + (1 << 20)) as ctx:
-        main(ctx, workload)
+        main(ctx, workload, **own)
 
 
 def random(ctx: iris.Iris, seed: int, *size: int, dtype: torch.dtype) -> torch.Tensor:

@@ -26,6 +26,7 @@ SIZES = {
     "11_gemm_all_scatter_producer_consumer": (150, 90 * 12, 70),
     "12_gemm_all_scatter_bulk_synchronous": (150, 90 * 12, 70),
     "13_flash_decode": (3, 37 * 6, 24),
+    "14_all_gather_gemm": (70 * 6, 270, 70),
     "16_moe_dispatch_combine": (37, 50, 12),
 }
 BF16, FP32 = torch.bfloat16, torch.float32

@@ -40,6 +40,9 @@ ARGUMENTS = {
         **{"lengths": INT32, "pairs": 64, "capacity": 16384, "scale": 0.1},
         **{"GROUP": 4, "DIM": 128, "KV_HEADS": 8, "CHUNKS": 2, "BLOCK": 128},
     },
+    "14_all_gather_gemm": {
+        **{"gathered": BF16, "arrived": INT32, "epochs": INT32, "m": 4096, "SENDERS": 16, "SEND_K": 128},
+    },
     "16_moe_dispatch_combine": {
         **dict.fromkeys(["x", "inbox", "weights", "results", "out"], BF16),
         **dict.fromkeys(["experts", "order", "rows", "tallies", "tallied", "table", "counted", "epochs"], INT32),
