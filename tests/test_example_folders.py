@@ -28,6 +28,7 @@ SIZES = {
     "13_flash_decode": (3, 37 * 6, 24),
     "14_all_gather_gemm": (70 * 6, 270, 70),
     "16_moe_dispatch_combine": (37, 50, 12),
+    "17_tensor_parallel_mlp": (13 * 6, 17 * 6, 44),
 }
 BF16, FP32 = torch.bfloat16, torch.float32
 
