@@ -1,0 +1,115 @@
+"""The launch of the kernel, and the memory that its calls share; and the same with torch.distributed."""
+
+import math
+
+import torch
+import torch.distributed as dist
+import triton
+from kernel import attention, ring_attention
+
+import iris
+
+
+class Attention:
+    """What all forms share. ``length``: of a chunk, of which each rank has two."""
+
+    def __init__(
+        self, ctx: iris.Iris, heads: int, length: int, dim: int, dtype: torch.dtype, causal: bool = True
+    ) -> None:
+        self.ctx, self.heads, self.length, self.dim, self.causal = ctx, heads, length, dim, causal
+        self.rank, self.num_ranks = ctx.get_rank(), ctx.get_num_ranks()
+        self.scale = math.log2(math.e) / math.sqrt(dim)  # the kernel's exponentials are to the base of 2
+        on_gpu, row = ctx.device.type == "cuda", triton.next_power_of_2(dim) * dtype.itemsize
+        # Tiles of keys and values of 32 KiB each, of which a multiprocessor of NVIDIA's holds two pairs and the
+        # queries; half of that and one pair on AMD's.
+        tile = (16384 if torch.version.hip else 32768) // row
+        self.block_m = min(128, max(16, 32768 // row)) if on_gpu else 16
+        self.block_n = min(128, max(16, tile)) if on_gpu else 16
+        self.tiles = 2 * math.ceil(length / self.block_m)
+        self.options = dict(num_warps=8, num_stages=2 if torch.version.hip else 3)
+
+    def attend(self, q, k, v, out, state, first: int, steps: int, stride_owner: int) -> None:
+        last = first + steps == self.num_ranks
+        attention[(self.heads * self.tiles,)](
+            q, k, v, out, *state, self.rank, first, steps, stride_owner, self.length, self.scale,
+            self.num_ranks, self.dim, self.causal, first == 0, last, self.block_m, self.block_n, **self.options,
+        )  # fmt: skip
+
+
+class RingAttention(Attention):
+    """In one kernel. Made collectively; its calls are for one stream, one behind the other."""
+
+    def __init__(
+        self, ctx: iris.Iris, heads: int, length: int, dim: int, dtype: torch.dtype, causal: bool = True
+    ) -> None:
+        super().__init__(ctx, heads, length, dim, dtype, causal)
+        on_gpu, W = ctx.device.type == "cuda", self.num_ranks
+        self.programs = ctx.get_cu_count() if on_gpu else 4
+        # The more ranks, the less there is to compute while a block travels.
+        self.senders = 0 if W == 1 else min(32, 4 * W) if on_gpu else 2
+        self.slots = min(heads, 2 * math.ceil(self.programs / self.tiles))
+        self.blocks = ctx.empty(self.slots, max(1, W - 1), 2, 2, length, dim, dtype=dtype)
+        counts = dict(dtype=torch.int64)
+        self.arrived, self.freed = ctx.zeros(self.slots, W, 2, **counts), ctx.zeros(self.slots, **counts)
+        self.tickets, self.epochs = ctx.zeros(1, **counts), ctx.zeros(self.programs, **counts)
+        # A neighbour may send before this rank calls: all memory must be there, and all counts 0.
+        ctx.barrier()
+
+    def __call__(self, out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """``out = softmax(q k^T / sqrt(dim)) v`` for this rank's queries and the keys and values of all ranks.
+
+        Enqueued on the current stream; can be captured. All are ``[heads, 2, length, dim]``, contiguous: of rank r
+        chunks r and 2 W - 1 - r of the sequence.
+        """
+        ring_attention[(self.programs,)](
+            self.ctx.get_device_context(), self.epochs, self.tickets, self.arrived, self.freed, self.blocks,
+            q, k, v, out, self.heads, self.length, self.scale, self.num_ranks, self.dim, self.causal, self.slots,
+            self.senders, 64 if self.block_m > 16 else 16, self.block_m, self.block_n, **self.options,
+        )  # fmt: skip
+
+
+class GatherThenAttend(Attention):
+    """All keys and values first, by torch.distributed."""
+
+    def __init__(
+        self, ctx: iris.Iris, heads: int, length: int, dim: int, dtype: torch.dtype, causal: bool = True
+    ) -> None:
+        super().__init__(ctx, heads, length, dim, dtype, causal)
+        size = (self.num_ranks * heads, 2, length, dim)
+        self.k, self.v = (torch.zeros(size, device=ctx.device, dtype=dtype) for _ in "kv")
+        self.state = [torch.empty(1, device=ctx.device)] * 3
+
+    def __call__(self, out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        dist.all_gather_into_tensor(self.k, k)
+        dist.all_gather_into_tensor(self.v, v)
+        self.alone(out, q)
+
+    def alone(self, out: torch.Tensor, q: torch.Tensor) -> None:
+        """With keys and values that have been gathered before."""
+        stride_owner = self.heads * 2 * self.length * self.dim
+        self.attend(q, self.k, self.v, out, self.state, 0, self.num_ranks, stride_owner)
+
+
+class SendAndAttend(Attention):
+    """Around the ring by messages of torch.distributed: a kernel for each step, beside the messages of the next."""
+
+    def __init__(
+        self, ctx: iris.Iris, heads: int, length: int, dim: int, dtype: torch.dtype, causal: bool = True
+    ) -> None:
+        super().__init__(ctx, heads, length, dim, dtype, causal)
+        self.blocks = torch.empty(2, 2, heads, 2, length, dim, device=ctx.device, dtype=dtype)
+        rows = (heads, 2, length)
+        self.state = [torch.empty(size, device=ctx.device) for size in [(*rows, dim), rows, rows]]
+
+    def __call__(self, out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        left, right = (self.rank - 1) % self.num_ranks, (self.rank + 1) % self.num_ranks
+        for step in range(self.num_ranks):
+            messages, following = [], self.blocks[step % 2]
+            if step < self.num_ranks - 1:
+                sends = [dist.P2POp(dist.isend, block, right) for block in (k, v)]
+                receives = [dist.P2POp(dist.irecv, block, left) for block in following]
+                messages = dist.batch_isend_irecv(sends + receives)
+            self.attend(q, k, v, out, self.state, step, 1, 0)
+            for message in messages:
+                message.wait()
+            k, v = following
