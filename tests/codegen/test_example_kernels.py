@@ -43,6 +43,14 @@ ARGUMENTS = {
     "14_all_gather_gemm": {
         **{"gathered": BF16, "arrived": INT32, "epochs": INT32, "m": 4096, "SENDERS": 16, "SEND_K": 128},
     },
+    "15_ring_attention": {
+        **dict.fromkeys(["epochs", "tickets", "arrived", "freed"], INT64),
+        **dict.fromkeys(["q", "k", "v", "out", "blocks"], BF16),
+        **dict.fromkeys(["totals", "highests", "weights"], FP32),
+        **{"heads": 16, "length": 2048, "scale": 0.1, "rank": 3, "first_step": 0, "steps": 4},
+        **{"stride_owner": 16 * 4096 * 128, "DIM": 128, "CAUSAL": True, "FIRST": True, "LAST": True},
+        **{"SLOTS": 8, "SENDERS": 16, "SEND_M": 64, "BLOCK_N": 64},
+    },
     "16_moe_dispatch_combine": {
         **dict.fromkeys(["x", "inbox", "weights", "results", "out"], BF16),
         **dict.fromkeys(["experts", "order", "rows", "tallies", "tallied", "table", "counted", "epochs"], INT32),
