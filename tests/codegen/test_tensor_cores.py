@@ -81,3 +81,14 @@ def test_products_on_cdna(target, version, direct, dtype):
     text = compiled(target, cdna_kernels.launch_matmul(*operands(dtype), version, direct))
     assert "v_mfma_f32_32x32x" in text
     assert ("lds" in "".join(line for line in text.splitlines() if "buffer_load" in line)) == direct
+
+
+def test_a_copy_past_registers_on_cdna4():
+    launch = (cdna_kernels.copy_past_registers, None, (LINE, LINE, 4096, 1024), {})
+    assert "global_load_lds_dwordx4" in compiled("gfx950", launch)
+
+
+@pytest.mark.parametrize("target", ["gfx942", "gfx950"])
+def test_a_masked_buffer_load_on_cdna(target):
+    text = compiled(target, (cdna_kernels.load_behind_the_end, None, (LINE, LINE, 4096, 1024), {}))
+    assert "buffer_load_dwordx4" in text and "buffer_store_dwordx4" in text

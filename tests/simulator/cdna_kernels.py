@@ -83,3 +83,16 @@ def launch_matmul(a, b, c, version, direct, blocks=(64, 64, 64), **options):
 def load_behind_the_end(x, out, n, BLOCK: gl.constexpr):
     i = gl.arange(0, BLOCK, gl.BlockedLayout([4], [64], [4], [0]))
     cdna3.buffer_store(cdna3.buffer_load(x, i, mask=i < n), out, i)
+
+
+@gluon.jit
+def copy_past_registers(x, out, n, BLOCK: gl.constexpr, FORGET: gl.constexpr = False):
+    """Through shared memory, by loads from global memory whose addresses are pointers: gfx950 has them of 16 bytes."""
+    layout: gl.constexpr = gl.BlockedLayout([4], [64], [4], [0])
+    i = gl.arange(0, BLOCK, layout)
+    tile = gl.allocate_shared_memory(x.dtype.element_ty, [BLOCK], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    async_copy.global_load_to_shared(tile, x + i, mask=i < n, other=0.0)
+    async_copy.commit_group()
+    if not FORGET:
+        async_copy.wait_group(0)
+    gl.store(out + i, tile.load(layout))

@@ -38,3 +38,10 @@ def test_a_masked_buffer_load_finds_zeros(dtype):
     x, out = torch.ones(1024, dtype=dtype), torch.full((1024,), 7, dtype=dtype)
     kernels.load_behind_the_end[(1,)](x, out, 1000, 1024)
     assert torch.equal(out, (torch.arange(1024) < 1000).to(dtype))
+
+
+@pytest.mark.parametrize("forget", [False, True])
+def test_a_copy_past_registers_is_there_when_it_has_been_waited_for(forget):
+    x, out = torch.ones(1024), torch.full((1024,), 7.0)
+    kernels.copy_past_registers[(1,)](x, out, 1000, 1024, forget)
+    assert torch.equal(out, (torch.arange(1024) < 1000).float()) != forget
