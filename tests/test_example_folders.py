@@ -20,6 +20,7 @@ from workload import SIMULATED, Workload  # noqa: E402
 # m, n and k, which are no whole number of tiles.
 SIZES = {
     "07_gemm_all_scatter": (150, 90 * 12, 70),
+    "07_gemm_all_scatter/gluon": (150, 136 * 6, 72),
     "08_gemm_all_reduce_atomics": (300, 310, 70 * 6),
     "09_gemm_one_shot_all_reduce": (300, 310, 70 * 6),
     "10_gemm_all_scatter_wg_specialization": (150, 90 * 12, 70),
@@ -32,6 +33,8 @@ SIZES = {
     "17_tensor_parallel_mlp": (13 * 6, 17 * 6, 44),
 }
 BF16, FP32 = torch.bfloat16, torch.float32
+# Tensor cores by hand, which have no float32.
+HALF_PRECISION = {"07_gemm_all_scatter/gluon"}
 
 
 @contextlib.contextmanager
@@ -56,7 +59,34 @@ def run_example(ctx, folder, sizes, dtype):
 @pytest.mark.parametrize("dtype", [BF16, FP32] if EVERYTHING else [BF16], ids=str)
 @pytest.mark.parametrize("folder", SIZES)
 def test_example(ranks, folder, dtype):
+    if dtype == FP32 and folder in HALF_PRECISION:
+        dtype = torch.float16
     ranks.run(run_example, folder, SIZES[folder], dtype)
+
+
+def run_gradients(ctx):
+    with imported("07_gemm_all_scatter/gluon"):
+        from wrapper import MatmulAllScatter
+
+        rank, W, (M, N, K) = ctx.get_rank(), ctx.get_num_ranks(), (40, 24, 16)
+        on_ranks = [torch.Generator(ctx.device).manual_seed(peer) for peer in range(W)]
+
+        def everyones(*size):
+            return [torch.randn(size, generator=one, device=ctx.device).to(BF16) for one in on_ranks]
+
+        a, b, weights = everyones(M, K), everyones(K, N), everyones(M, W * N)
+        mine = a[rank].requires_grad_(), b[rank].requires_grad_()
+        (MatmulAllScatter.apply(*mine, ctx) * weights[rank]).sum().backward()
+        # The loss is the sum of all ranks', and this rank's columns are in each.
+        a, b, weights = ([x.detach().double() for x in each] for each in (a, b, weights))
+        of_columns = sum(weights)[:, rank * N :][:, :N]
+        torch.testing.assert_close(mine[0].grad.double(), of_columns @ b[rank].t(), rtol=0.02, atol=0.3)
+        torch.testing.assert_close(mine[1].grad.double(), a[rank].t() @ of_columns, rtol=0.02, atol=0.3)
+
+
+@pytest.mark.ranks(3)
+def test_gradients(ranks):
+    ranks.run(run_gradients)
 
 
 def test_every_folder_is_tested():

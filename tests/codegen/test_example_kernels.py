@@ -12,11 +12,13 @@ from triton.runtime.jit import JITFunction
 
 from codegen.offline import TARGETS, compile_for
 from codegen.operations import is_data
+from iris.ops.hopper.arguments import tensor_map
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 DTYPES = (torch.bfloat16, torch.float32, torch.int32, torch.int64)
 BF16, FP32, INT32, INT64 = (torch.zeros(4096, dtype=dtype) for dtype in DTYPES)
+SQUARE = torch.empty(4096, 4096, dtype=torch.bfloat16)
 # An argument for each parameter that a GEMM has: matrices by rows, all multiples of 16.
 GEMM = {
     **{"context_tensor": INT64, "W": 4},
@@ -28,6 +30,7 @@ GEMM = {
 # By folder: what its kernels take besides, or otherwise.
 ARGUMENTS = {
     "07_gemm_all_scatter": {},
+    "07_gemm_all_scatter/gluon": {"a": tensor_map(SQUARE, [64, 64]), "b": tensor_map(SQUARE, [64, 256]), "STAGES": 3},
     "08_gemm_all_reduce_atomics": {"sums": FP32, "arrived": INT32, "epochs": INT32, "GROUP_M": 8},
     "09_gemm_one_shot_all_reduce": {"part": BF16, "flags": INT32, "GROUP_M": 8},
     "10_gemm_all_scatter_wg_specialization": {"finished": INT32, "meetings": INT32, "epochs": INT32, "SENDERS": 16},
@@ -59,7 +62,7 @@ ARGUMENTS = {
     },
 }
 # For one GPU alone.
-ONLY = {}
+ONLY = {"07_gemm_all_scatter/gluon": ("sm_90",)}
 
 
 def kernels():
