@@ -122,9 +122,10 @@ def ring_attention(
     Counts only rise. Heads are numbered on from call to call: ``turn`` is how many have had the slot before.
 
     * ``arrived[slot, step, part]``: each sending program of the left neighbour adds 1 in each turn, behind its stores.
-    * ``freed[slot]``: in each turn each task and each sending program of the right neighbour adds 1, behind its last
-      load from the slot. So a slot is free when all of its last turn have, and that is also what keeps two turns apart
-      in the count ``arrived``. Neither needs to know in which call the neighbour is.
+    * ``freed[slot]``: in each turn each task of the right neighbour adds 1, and each of its sending programs if these
+      pass blocks on, behind its last load from the slot. A slot is free when all of its last turn have. All that count
+      have waited for blocks of the same turn, and these are sent when all of the turn before are counted: so neither
+      this count nor ``arrived`` ever mixes two turns. Nobody needs to know in which call a neighbour is.
     * ``tickets[0]``: the next task; each program draws one too many in each call. Tasks are drawn in the order of their
       heads, by programs that are all resident, and heads are sent in this order: the first head that is not done
       anywhere waits for nothing but itself.
@@ -137,6 +138,8 @@ def ring_attention(
     past = (epoch - 1) * heads
     of_head = 2 * tl.cdiv(length, BLOCK_M)
     tasks = heads * of_head
+    # Of two ranks each sends its own block and passes nothing on.
+    readers = of_head + (SENDERS if W > 2 else 0)
     part_size = tl.cast(length, tl.int64) * DIM
     block_size = 4 * part_size
 
@@ -145,7 +148,7 @@ def ring_attention(
             slot, turn = (past + head) % SLOTS, (past + head) // SLOTS
             first = blocks + slot * (W - 1) * block_size
             counts = arrived + slot * W * 2
-            ctx.wait(freed + slot, turn * (of_head + SENDERS), cmp="ge")
+            ctx.wait(freed + slot, turn * readers, cmp="ge")
             if W > 1:
                 for part in range(2):
                     own = (head.to(tl.int64) * 2 + part) * part_size
@@ -158,7 +161,8 @@ def ring_attention(
                     from_v, to = from_k + 2 * part_size, from_k + block_size
                     _send(ctx, from_k, from_v, to, length, right, SENDERS, DIM, SEND_M)
                     ctx.signal(counts + step * 2 + 2 + part, 1, right, op="add")
-            ctx.signal(freed + slot, 1, left, op="add")
+            if W > 2:
+                ctx.signal(freed + slot, 1, left, op="add")
 
     drawn = (epoch - 1) * (tasks + programs)
     task = (ctx.atomic_add(tickets, 1, rank, sem="relaxed", scope="gpu") - drawn).to(tl.int32)
