@@ -17,6 +17,8 @@ parts from all, has heard from it.)
 Sums are formed in the order of ranks, on each rank or on one, so all ranks have the same bits.
 """
 
+from types import SimpleNamespace
+
 import triton
 import triton.language as tl
 from triton.experimental import gluon
@@ -53,7 +55,7 @@ def channel_bytes(size: int, blocks: int, part: int, steps: int) -> int:
 
 
 def make_push(jit, lang, move, queue, stamped, order, combining, Context):
-    """Both kernels in the language that ``(jit, lang)`` stand for."""
+    """Both kernels, and what they are made of, in the language that ``(jit, lang)`` stand for."""
     flat, combine, conclude = queue.flat, combining.combine, combining.conclude
     send_marked, receive_marked, clear_marked = stamped.send_marked, stamped.receive_marked, stamped.clear_marked
     reread, nanoseconds, given_up = order.reread, order.nanoseconds, stamped.given_up
@@ -220,12 +222,15 @@ def make_push(jit, lang, move, queue, stamped, order, combining, Context):
                 lang.store(output + k, receive_marked(sums, element, there, -1, ctx._record()), mask=there)
                 leave(slots, epochs, most, block, epoch, j, rank, W, PART, 2)
 
-    return one_shot, two_shot
+    return SimpleNamespace(one_shot=one_shot, two_shot=two_shot, add_up=add_up, peers=peers, region=region)
 
 
-triton_one_shot, triton_two_shot = make_push(
+triton_push = make_push(
     triton.jit, tl, triton_translate, triton_queue, triton_stamped, triton_ordering, triton_combine, DeviceContext
 )
-gluon_one_shot, gluon_two_shot = make_push(
+gluon_push = make_push(
     gluon.jit, gl, gluon_translate, gluon_queue, gluon_stamped, gluon_ordering, gluon_combine, IrisDeviceCtx
 )
+# Kernels have names of their own.
+triton_one_shot, triton_two_shot = triton_push.one_shot, triton_push.two_shot
+gluon_one_shot, gluon_two_shot = gluon_push.one_shot, gluon_push.two_shot

@@ -49,3 +49,10 @@ def launches_early():
     from triton.runtime import driver
 
     return backend() == "cuda" and driver.active.get_current_target().arch >= 90
+
+
+def on_hopper():
+    """Asked on the host alone."""
+    from triton.runtime import driver
+
+    return backend() == "cuda" and driver.active.get_current_target().arch == 90

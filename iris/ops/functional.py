@@ -58,12 +58,23 @@ def matmul_all_reduce(a: Tensor, b: Tensor, bias: Tensor | None, ranks: str) -> 
     return out
 
 
+@custom_op("iris::all_reduce_rms_norm", mutates_args=())
+def all_reduce_rms_norm(a: Tensor, weight: Tensor, residual: Tensor, eps: float, ranks: str) -> tuple[Tensor, Tensor]:
+    """``x``, the sum of all ranks' ``a`` plus ``residual``, normalised and as it is: ``[..., H]``, by ``[H]``."""
+    out, x = torch.empty_like(residual), residual.clone()
+    find(ranks)[0].ops.all_reduce_rms_norm(out, a, weight, eps, residual=x)
+    return out, x
+
+
 # What they return, for torch.compile ---------------------------------------------------------------------------------
 
 all_gather_matmul.register_fake(lambda a, b, bias, ranks: _out(a, b, len(a) * size_of(ranks)))
 matmul_all_gather.register_fake(lambda a, b, bias, ranks: _out(a, b, len(a) * size_of(ranks)))
 matmul_reduce_scatter.register_fake(lambda a, b, bias, ranks: _out(a, b, len(a) // size_of(ranks)))
 matmul_all_reduce.register_fake(lambda a, b, bias, ranks: _out(a, b, len(a)))
+all_reduce_rms_norm.register_fake(
+    lambda a, weight, residual, eps, ranks: (torch.empty_like(residual), torch.empty_like(residual))
+)
 
 
 # Gradients -----------------------------------------------------------------------------------------------------------
@@ -107,7 +118,25 @@ def _matmul_all_reduce_back(ctx: Any, gradient: Tensor) -> tuple:
     return torch.mm(total, b.t()), torch.mm(a.t(), total), _bias(ctx, gradient), None
 
 
+def _keep_rows(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+    _, weight, _, ctx.eps, ctx.ranks = inputs
+    ctx.save_for_backward(output[1], weight)
+
+
+def _all_reduce_rms_norm_back(ctx: Any, of_out: Tensor, of_x: Tensor) -> tuple:
+    x, weight = (each.float() for each in ctx.saved_tensors)
+    shrink = torch.rsqrt(x.square().mean(-1, keepdim=True) + ctx.eps)
+    of_rows = of_out.float() * weight
+    to_x = shrink * (of_rows - x * shrink.square() * (of_rows * x).mean(-1, keepdim=True)) + of_x.float()
+    to_weight = (of_out.float() * x * shrink).flatten(0, -2).sum(0)
+    to_residual = to_x.to(of_x.dtype)
+    # A rank's input is in the sums of all ranks; its weight and residual are its own.
+    to_a = collectives.all_reduce(to_residual, ctx.ranks)
+    return to_a, to_weight.to(ctx.saved_tensors[1].dtype), to_residual, None, None
+
+
 all_gather_matmul.register_autograd(_all_gather_matmul_back, setup_context=_keep)
 matmul_all_gather.register_autograd(_matmul_all_gather_back, setup_context=_keep)
 matmul_reduce_scatter.register_autograd(_matmul_reduce_scatter_back, setup_context=_keep)
 matmul_all_reduce.register_autograd(_matmul_all_reduce_back, setup_context=_keep)
+all_reduce_rms_norm.register_autograd(_all_reduce_rms_norm_back, setup_context=_keep_rows)

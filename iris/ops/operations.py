@@ -22,6 +22,7 @@ from iris.ops.hopper import arguments as hopper
 from iris.ops.hopper.sender import Sender
 from iris.ops.matmul_all_gather import matmul_all_gather
 from iris.ops.matmul_reduce import matmul_reduce
+from iris.ops.normalisation import AllReduceRmsNorm, Rows
 
 # Programs in the simulator; on a GPU there is one for each multiprocessor.
 SIMULATED_PROGRAMS = 4
@@ -61,6 +62,7 @@ class Operations:
         self._senders: dict[Buffers, Sender] = {}
         self._chosen: dict[tuple, FusedConfig] = {}
         self._places: torch.Tensor | None = None
+        self._all_reduce_rms_norm = AllReduceRmsNorm(context)
 
     def all_gather_matmul(
         self,
@@ -191,6 +193,32 @@ class Operations:
     ) -> Buffers | None:
         """The workspace of calls like this one; None where none is needed. Collective; blocks the host."""
         return self._prepare(Call("matmul_all_reduce", out, A, B, bias, scale_a, scale_b), config)
+
+    def all_reduce_rms_norm(
+        self,
+        out: torch.Tensor,
+        input: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float = 1e-6,
+        *,
+        residual: torch.Tensor | None = None,
+        scale: torch.Tensor | None = None,
+        row_scales: torch.Tensor | None = None,
+        async_op: bool = False,
+    ) -> Work | None:
+        """``x = residual + sum of all ranks' input``; ``out = x / sqrt(mean(x * x) + eps) * weight``, row by row.
+
+        ``input``, ``out``: ``[..., H]``; ``weight``: ``[H]``, fp16, bf16 or fp32, as is the input. ``residual``, of the
+        shape of ``out``, becomes ``x``. The sum is rounded to the input's dtype, as in `all_reduce`; x is normalised
+        as it is in float32. All ranks give the same residual and weight, and get the same bits.
+
+        An ``out`` of fp8 is saturated. It may be divided by ``scale``, one float32 on the device; or each row by the
+        largest of its absolute values over the largest number of the dtype, which is stored in ``row_scales``, float32,
+        one a row. Out and residual are contiguous.
+        """
+        self._context.heap.check_open()
+        self._all_reduce_rms_norm(Rows(out, input, weight, residual, scale, row_scales), eps)
+        return Work(self._on_gpu) if async_op else None
 
     def close(self) -> None:
         """Let go of the workspaces. The caller guarantees that no kernel uses them any more, on any rank."""

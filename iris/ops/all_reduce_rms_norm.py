@@ -1,0 +1,258 @@
+"""out = RMSNorm(sum of all ranks' input + residual), in the all-reduce's own pass over the data.
+
+The sum of `iris.ccl.push`, by rows: who has received a part of a row has it in registers, adds the residual, and needs
+only the mean of the row's squares to write the normalised part. So the row is neither written nor read in between, and
+nothing is launched behind the all-reduce. Over the link, as there. *One shot*: W - 1 times the bytes, in one step; *two
+shot*: 2 (W - 1) / W times the bytes, in two, of which the second sends the sums: each rank normalises every row, which
+costs less than to send both the normalised row and the residual.
+
+In one shot a row has several programs, as few rows leave most multiprocessors idle, and a program that did all of a row
+would be slower than the link. Each of them adds up its piece, and tells the others of the row the sum of its squares,
+in words that carry their own arrival (`iris.language.stamped`) with the number of the epoch. A word is written in every
+call that has the row, and read in the same launch, so what is there before has another number.
+
+Slots, epochs and why three of them are in order: see `iris.ccl.push`, with a piece of a row, or a row, for a block. A
+residual is read by the one program that writes it.
+
+A sum is rounded to the input's type, as an all-reduce would, and what follows is computed in float32.
+"""
+
+import triton
+import triton.language as tl
+
+from iris.ccl.push import SLOTS, triton_push
+from iris.language.address import triton_translate
+from iris.language.context import DeviceContext
+from iris.language.ordering import triton_ordering
+from iris.language.stamped import triton_stamped
+
+add_up, peers, region = triton_push.add_up, triton_push.peers, triton_push.region
+follow_predecessor, admit_successor, keep = (
+    triton_ordering.follow_predecessor, triton_ordering.admit_successor, triton_ordering.keep,
+)  # fmt: skip
+clear_marked, receive_marked, send_marked = (
+    triton_stamped.clear_marked, triton_stamped.receive_marked, triton_stamped.send_marked,
+)  # fmt: skip
+receive_stamped, send_stamped = triton_stamped.receive_stamped, triton_stamped.send_stamped
+
+# Rows that a program of the two-shot kernel sends before it waits for the first of them.
+AHEAD = tl.constexpr(1)
+
+
+@triton.jit
+def normalise(
+    x, squares, peak, gain, at, inside, residual, out, scale, row_scales, row, eps,
+    H: tl.constexpr, ADDS: tl.constexpr, SCALED: tl.constexpr, BY_ROW: tl.constexpr, LARGEST: tl.constexpr,
+):  # fmt: skip
+    """Finish what is ``at`` some place in a row.
+
+    ``x``: sums and residuals; ``gain``: the weight. ``squares``: the sum of x * x over the row, ``peak``: the largest
+    absolute value of x * gain. ``LARGEST``: of what ``out`` can hold, if that is fp8; else 0.
+    """
+    shrink = tl.rsqrt(squares / H + eps)
+    y = x * shrink * gain
+    if BY_ROW:
+        # A row of zeros has any scale: one that divides.
+        factor = tl.maximum(peak * shrink / LARGEST, 1e-12)
+        tl.store(row_scales + row, factor)
+        y = y / factor
+    if SCALED:
+        y = y / tl.load(scale)
+    if LARGEST > 0:
+        y = tl.minimum(tl.maximum(y, -LARGEST), LARGEST)
+    tl.store(out + at, y.to(out.dtype.element_ty), mask=inside)
+    if ADDS:
+        tl.store(residual + at, x.to(residual.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def share(partials, value, piece, stamp, PIECES: tl.constexpr, LANES: tl.constexpr, record):
+    """The float32 ``value`` of every program of a row, and zeros; ``LANES``: as many as there are threads, or more."""
+    k = tl.arange(0, LANES)
+    words = tl.cast(value, tl.int32, bitcast=True) + 0 * k
+    send_stamped(partials + k, words, stamp, k == piece)
+    words = receive_stamped(partials + k, stamp, k < PIECES, -1, record)
+    return tl.where(k < PIECES, tl.cast(words, tl.float32, bitcast=True), 0)
+
+
+@triton.jit
+def load_or_zero(pointer, at, mask, WANTED: tl.constexpr):
+    if WANTED:
+        return tl.load(pointer + at, mask=mask, other=0)
+    else:
+        return (at * 0).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def one_shot_rms_norm(
+    context_tensor,
+    epochs,
+    partials,
+    slots,
+    input,
+    residual,
+    weight,
+    out,
+    scale,
+    row_scales,
+    rows,
+    room,
+    eps,
+    W: tl.constexpr,
+    H: tl.constexpr,
+    PIECES: tl.constexpr,
+    PIECE: tl.constexpr,
+    LANES: tl.constexpr,
+    ADDS: tl.constexpr,
+    SCALED: tl.constexpr,
+    BY_ROW: tl.constexpr,
+    LARGEST: tl.constexpr,
+):
+    """A row has ``PIECES`` of ``PIECE`` elements, with a program each: they run at one time. ``rows``, of ``room``."""
+    follow_predecessor()
+    admit_successor()
+    ctx = DeviceContext.initialize(context_tensor, num_ranks=W)
+    rank = ctx.cur_rank
+    bases = peers(ctx, W)
+    i = tl.arange(0, PIECE)
+    for unit in range(tl.program_id(0), rows * PIECES, tl.num_programs(0)):
+        row, piece = unit // PIECES, unit % PIECES
+        columns = piece * PIECE + i
+        inside = columns < H
+        at = row.to(tl.int64) * H + columns
+        # All loads at once, before the first store and the waiting: what follows needs no other trip to memory.
+        epoch = tl.load(epochs + unit)
+        own = tl.load(input + at, mask=inside)
+        added = load_or_zero(residual, at, inside, ADDS)
+        gain = tl.load(weight + columns, mask=inside, other=0)
+        parts = region(slots, room * PIECES, unit, epoch, W * PIECE)
+        for distance in tl.static_range(1, W):
+            to = triton_translate(parts + rank * PIECE, ctx.base, bases[distance - 1])
+            send_marked(to + i, own, inside)
+        total = add_up(parts, own, i, inside, rank, W, PIECE, "sum", ctx._record())
+        x = tl.where(inside, total.to(tl.float32), 0) + added.to(tl.float32)
+        gain = gain.to(tl.float32)
+        squares, peak = tl.sum(x * x, axis=0), 0.0
+        if BY_ROW:
+            peak = tl.max(tl.abs(x * gain), axis=0)
+        if PIECES > 1:
+            mine = partials + row * PIECES
+            squares = tl.sum(share(mine, squares, piece, epoch + 1, PIECES, LANES, ctx._record()), axis=0)
+            if BY_ROW:
+                mine += room * PIECES
+                peak = tl.max(share(mine, peak, piece, epoch + 1, PIECES, LANES, ctx._record()), axis=0)
+        normalise(
+            x, squares, peak, gain, at, inside, residual, out, scale, row_scales, row, eps,
+            H, ADDS, SCALED, BY_ROW, LARGEST,
+        )  # fmt: skip
+        old = region(slots, room * PIECES, unit, epoch + (SLOTS - 1), W * PIECE)
+        for s in tl.static_range(W):
+            clear_marked(old + s * PIECE + i, inside & (rank != s))
+        keep(epochs + unit, (epoch + 1) % SLOTS)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def two_shot_rms_norm(
+    context_tensor,
+    epochs,
+    slots,
+    input,
+    residual,
+    weight,
+    out,
+    scale,
+    row_scales,
+    rows,
+    room,
+    eps,
+    W: tl.constexpr,
+    H: tl.constexpr,
+    ROW: tl.constexpr,
+    PART: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ADDS: tl.constexpr,
+    SCALED: tl.constexpr,
+    BY_ROW: tl.constexpr,
+    LARGEST: tl.constexpr,
+):
+    """Rank d adds up the d-th ``PART`` elements of a row, and sends the sums to all; ``BLOCK``: the power of two.
+
+    A row's region is ``[2, W, PART]``: parts, then sums, which lie there as they do in the row. The own sum too, so
+    that all of the row is read from there.
+    """
+    follow_predecessor()
+    admit_successor()
+    ctx = DeviceContext.initialize(context_tensor, num_ranks=W)
+    rank = ctx.cur_rank
+    bases = peers(ctx, W)
+    i, j = tl.arange(0, BLOCK), tl.arange(0, ROW)
+    here = i < PART
+    first, stride = tl.program_id(0), tl.num_programs(0)
+    inside = j < H
+    gain = tl.load(weight + j, mask=inside, other=0)
+    steps = (rows - first + stride - 1) // stride
+    for step in range(0, steps + 2 * AHEAD):
+        # Loaded long before it is wanted.
+        done = first + (step - 2 * AHEAD) * stride
+        at = done.to(tl.int64) * H + j
+        added = load_or_zero(residual, at, inside & (step >= 2 * AHEAD), ADDS)
+        if step < steps:
+            row = first + step * stride
+            mine = region(slots, room, row, tl.load(epochs + row), 2 * W * PART) + rank * PART
+            begin = input + row.to(tl.int64) * H
+            # All loads before all stores, which the compiler cannot know to be of other memory.
+            parts = ()
+            for distance in tl.static_range(1, W):
+                k = (rank + distance) % W * PART + i
+                parts += (tl.load(begin + k, mask=here & (k < H)),)
+            for distance in tl.static_range(1, W):
+                k = (rank + distance) % W * PART + i
+                to = triton_translate(mine, ctx.base, bases[distance - 1])
+                send_marked(to + i, parts[distance - 1], here & (k < H))
+        if (step >= AHEAD) & (step < steps + AHEAD):
+            row = first + (step - AHEAD) * stride
+            parts = region(slots, room, row, tl.load(epochs + row), 2 * W * PART)
+            k = rank * PART + i
+            mask = here & (k < H)
+            own = tl.load(input + row.to(tl.int64) * H + k, mask=mask)
+            total = add_up(parts, own, i, mask, rank, W, PART, "sum", ctx._record())
+            sums = parts + (W + rank) * PART
+            send_marked(sums + i, total, mask)
+            for distance in tl.static_range(1, W):
+                send_marked(triton_translate(sums, ctx.base, bases[distance - 1]) + i, total, mask)
+        if step >= 2 * AHEAD:
+            epoch = tl.load(epochs + done)
+            sums = region(slots, room, done, epoch, 2 * W * PART) + W * PART
+            total = receive_marked(sums + j, input.dtype.element_ty, inside, -1, ctx._record())
+            x = tl.where(inside, total.to(tl.float32), 0) + added.to(tl.float32)
+            peak = tl.max(tl.abs(x * gain), axis=0) if BY_ROW else 0.0
+            normalise(
+                x, tl.sum(x * x, axis=0), peak, gain.to(tl.float32), at, inside, residual, out, scale, row_scales, done,
+                eps, H, ADDS, SCALED, BY_ROW, LARGEST,
+            )  # fmt: skip
+            old = region(slots, room, done, epoch + (SLOTS - 1), 2 * W * PART)
+            clear_marked(old + j, inside & (j // PART != rank))
+            clear_marked(old + W * PART + j, inside)
+            keep(epochs + done, (epoch + 1) % SLOTS)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def rms_norm(
+    input, residual, weight, out, scale, row_scales, rows, eps,
+    H: tl.constexpr, ROW: tl.constexpr, ADDS: tl.constexpr, SCALED: tl.constexpr, BY_ROW: tl.constexpr,
+    LARGEST: tl.constexpr,
+):  # fmt: skip
+    """The same of sums that are there already, behind an all-reduce of many rows; ``out`` may be ``input``."""
+    follow_predecessor()
+    j = tl.arange(0, ROW)
+    inside = j < H
+    gain = tl.load(weight + j, mask=inside, other=0).to(tl.float32)
+    for row in range(tl.program_id(0), rows, tl.num_programs(0)):
+        at = row.to(tl.int64) * H + j
+        added = load_or_zero(residual, at, inside, ADDS).to(tl.float32)
+        x = tl.load(input + at, mask=inside, other=0).to(tl.float32) + added
+        peak = tl.max(tl.abs(x * gain), axis=0) if BY_ROW else 0.0
+        normalise(
+            x, tl.sum(x * x, axis=0), peak, gain, at, inside, residual, out, scale, row_scales, row, eps,
+            H, ADDS, SCALED, BY_ROW, LARGEST,
+        )  # fmt: skip

@@ -1,0 +1,198 @@
+"""`all_reduce_rms_norm`: what it may be asked for, which kernel carries it, and its launch."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from iris.capture import capture_id
+from iris.ccl import Config
+from iris.ccl.checks import check_tensor
+from iris.ccl.communicator import power_of_two
+from iris.ccl.push import SLOTS
+from iris.ccl.select import choose_all_reduce
+from iris.ccl.sums import PUSHES, SHARE_OF_WORKSPACE
+from iris.errors import FirstUseInCaptureError, InvalidCollectiveError, WrongDeviceError
+from iris.language.target import threads_per_warp
+from iris.launch import addresses, prepare
+from iris.ops.all_reduce_rms_norm import one_shot_rms_norm, rms_norm, two_shot_rms_norm
+
+SUMMED = (torch.float16, torch.bfloat16, torch.float32)
+NARROW = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+# Elements of a row that a program adds up at least. Columns of a row at most: one program's registers hold it.
+SMALLEST_PIECE = 256
+MOST_COLUMNS = 32768
+MOST_WARPS = 8
+SIMULATED_PROGRAMS = 8
+
+
+class Rows(NamedTuple):
+    """One call. All are contiguous but ``input``: ``[..., H]``, and ``weight``: ``[H]``."""
+
+    out: torch.Tensor
+    input: torch.Tensor
+    weight: torch.Tensor
+    residual: torch.Tensor | None
+    scale: torch.Tensor | None
+    row_scales: torch.Tensor | None
+
+    @property
+    def columns(self) -> int:
+        return self.weight.numel()
+
+    @property
+    def rows(self) -> int:
+        return self.input.numel() // self.columns
+
+    def check(self, device: torch.device) -> None:
+        """Raise unless this can be computed on ``device``."""
+        given = {role: tensor for role, tensor in self._asdict().items() if tensor is not None}
+        for role, tensor in given.items():
+            check_tensor("all_reduce_rms_norm", tensor)
+            if tensor.device != device:
+                raise WrongDeviceError(
+                    f"{role} of all_reduce_rms_norm() is on {tensor.device}, and this context works on {device}. Move "
+                    "it there first."
+                )
+        problem = self._problem()
+        if problem:
+            told = ", ".join(f"{role} {list(tensor.shape)} {tensor.dtype}" for role, tensor in given.items())
+            raise InvalidCollectiveError(f"all_reduce_rms_norm() with {told}: {problem}.")
+
+    def _problem(self) -> str | None:
+        """What is wrong, in words."""
+        x, columns = self.input, self.columns
+        if self.weight.dim() != 1 or x.dim() == 0 or x.shape[-1] != columns or not 0 < columns <= MOST_COLUMNS:
+            return f"weight has one dimension, of as many elements as a row of input has, 1 to {MOST_COLUMNS}"
+        if x.dtype not in SUMMED or self.weight.dtype not in SUMMED:
+            return "input and weight are fp16, bf16 or fp32"
+        for role, tensor in (("out", self.out), ("residual", self.residual)):
+            if tensor is not None and (tensor.shape != x.shape or not tensor.is_contiguous()):
+                return f"{role} has the shape of input, and is contiguous"
+        if self.residual is not None and self.residual.dtype not in SUMMED:
+            return "the residual is fp16, bf16 or fp32"
+        if self.out.dtype not in SUMMED + NARROW:
+            return "out is fp8, fp16, bf16 or fp32"
+        if self.out.dtype not in NARROW and (self.scale is not None or self.row_scales is not None):
+            return "scale and row_scales are for an out of fp8"
+        if self.scale is not None and self.row_scales is not None:
+            return "it takes scale, which is given, or row_scales, which are computed, and not both"
+        if self.scale is not None and (self.scale.dtype != torch.float32 or self.scale.numel() != 1):
+            return "scale is one element of float32"
+        scales = self.row_scales
+        if scales is not None and not (
+            scales.dtype == torch.float32 and scales.numel() == self.rows and scales.is_contiguous()
+        ):
+            return f"row_scales are {self.rows} contiguous elements of float32, one a row"
+        return None
+
+    def kind(self) -> tuple:
+        """What makes the code of one call differ from another's."""
+        return tuple(x if x is None else (x.dtype, x.data_ptr() % 16) for x in self) + (self.columns,)
+
+    def constants(self) -> tuple[bool, bool, bool, float]:
+        """`ADDS`, `SCALED`, `BY_ROW` and `LARGEST` of the kernels."""
+        largest = torch.finfo(self.out.dtype).max if self.out.dtype in NARROW else 0.0
+        return self.residual is not None, self.scale is not None, self.row_scales is not None, largest
+
+
+class AllReduceRmsNorm:
+    """The operation among all ranks of a context, enqueued on the current stream."""
+
+    def __init__(self, context: Any) -> None:
+        self._context = context
+        self._on_gpu = context.device.type == "cuda"
+        self._used = False
+        self._launches: dict[tuple, Callable[[Rows, float, int | None], None]] = {}
+
+    def __call__(self, call: Rows, eps: float) -> None:
+        call.check(self._context.device)
+        if not call.out.numel():
+            return
+        call = call._replace(input=call.input.contiguous(), weight=call.weight.contiguous())
+        stream = capture = None
+        if self._on_gpu:
+            stream = torch._C._cuda_getCurrentRawStream(self._context.gpu_id)
+            capture = capture_id(stream) if torch._C._cuda_isCurrentStreamCapturing() else None
+        if capture is not None and not self._used:
+            raise FirstUseInCaptureError("all_reduce_rms_norm()")
+        self._used = True
+        key = (call.rows, *call.kind(), stream, capture)
+        if key not in self._launches:
+            self._launches[key] = self._prepare(call, eps, stream, capture is not None)
+        self._launches[key](call, eps, stream)
+
+    def _prepare(
+        self, call: Rows, eps: float, stream: int | None, capturing: bool
+    ) -> Callable[[Rows, float, int | None], None]:
+        """A function that enqueues calls like this one."""
+        comm = self._context.ccl.communicator()
+        most = 2 * comm.num_sms if self._on_gpu else SIMULATED_PROGRAMS
+        nbytes = call.input.nbytes
+        variant = "one_shot"
+        if comm.size > 1:
+            variant = choose_all_reduce(comm.table, nbytes, True, set(PUSHES), Config()).variant
+        columns, room = power_of_two(call.columns), power_of_two(call.rows)
+        itemsize, threads = call.input.itemsize, threads_per_warp()
+        if variant == "one_shot":
+            pieces = max(1, min(columns // SMALLEST_PIECE, most // call.rows))
+            pieces = 1 << (pieces.bit_length() - 1)
+            polled = columns // pieces
+            kernel, units, region = one_shot_rms_norm, room * pieces, comm.size * polled
+        else:
+            # Parts begin at multiples of 16 bytes.
+            pieces, part = 1, -(-call.columns // (8 * comm.size)) * 8
+            polled = power_of_two(part)
+            kernel, units, region = two_shot_rms_norm, room, 2 * comm.size * part
+        slot_bytes = SLOTS.value * units * region * itemsize
+        if variant not in PUSHES or slot_bytes > comm.workspace.size // SHARE_OF_WORKSPACE:
+            return self._behind_all_reduce(call, eps, most)
+        # Each thread polls an element at least (`iris.language.stamped`), and 16 bytes if there are as many.
+        warps = max(1, min(MOST_WARPS, polled * itemsize // (16 * threads)))
+        if kernel is one_shot_rms_norm:
+            shape = (pieces, polled, max(pieces, power_of_two(warps * threads)))
+        else:
+            shape = (columns, part, polled)
+        channel = comm.workspace.channel(
+            f"all_reduce_rms_norm of {room} rows of {call.columns} {call.input.dtype} in {shape}",
+            stream, capturing, slot_bytes + 20 * units,
+        )  # fmt: skip
+        # The regions first, which are aligned then whatever their number; what programs of a row tell each other.
+        slots = channel[:slot_bytes].view({2: torch.int16, 4: torch.int32}[itemsize])
+        partials = channel[slot_bytes : slot_bytes + 16 * units].view(torch.int64)
+        epochs = channel[slot_bytes + 16 * units :].view(torch.int32)
+        told = (partials,) if kernel is one_shot_rms_norm else ()
+        front = (comm.workspace.context_tensor, epochs, *told, slots)
+        back = (comm.size, call.columns, *shape, *call.constants())
+
+        def arguments(given: Rows, eps: float) -> tuple:
+            out, input, weight, residual, scale, row_scales = given
+            return (*front, input, residual, weight, out, scale, row_scales, given.rows, room, eps, *back)
+
+        launch = prepare(kernel, (min(call.rows * pieces, most), 1, 1), *arguments(call, eps), num_warps=warps)
+        return lambda given, eps, stream: launch(stream, addresses(arguments(given, eps)))
+
+    def _behind_all_reduce(
+        self, call: Rows, eps: float, most: int
+    ) -> Callable[[Rows, float, int | None], None]:  # fmt: skip
+        """Of many rows: the sums, and a kernel that normalises them."""
+        columns = power_of_two(call.columns)
+        constants = (call.columns, columns, *call.constants())
+
+        def arguments(given: Rows, total: torch.Tensor, eps: float) -> tuple:
+            out, _, weight, residual, scale, row_scales = given
+            return (total, residual, weight, out, scale, row_scales, given.rows, eps, *constants)
+
+        def room(given: Rows) -> torch.Tensor:
+            return given.out if given.out.dtype == given.input.dtype else torch.empty_like(given.input)
+
+        warps = max(1, min(MOST_WARPS, columns * call.input.itemsize // (16 * threads_per_warp())))
+        grid = (min(call.rows, most), 1, 1)
+        launch = prepare(rms_norm, grid, *arguments(call, room(call), eps), num_warps=warps)
+
+        def enqueue(given: Rows, eps: float, stream: int | None) -> None:
+            total = room(given)
+            self._context.ccl.all_reduce(total, given.input)
+            launch(stream, addresses(arguments(given, total, eps)))
+
+        return enqueue

@@ -1,0 +1,184 @@
+"""all_reduce_rms_norm: residual, RMSNorm and fp8 in the all-reduce's pass, against float64."""
+
+import contextlib
+
+import pytest
+import torch
+from covering import EVERYTHING, covering
+
+from iris.ccl import functional as collectives
+from iris.errors import InvalidCollectiveError
+from iris.ops import functional
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+EPS = 1e-5
+# By the all-reduce's variant: rows and columns. Rows that several programs share, and more rows than programs; rows
+# whose last part is shorter; and what is left to an all-reduce and a kernel behind it.
+SHAPES = [("one_shot", (2, 3000)), ("one_shot", (70, 24)), ("two_shot_push", (7, 1111)), ("two_shot", (9, 777))]
+CASES = [
+    (*shape, dtype, out or dtype, scaling, adds)
+    for shape, dtype, (out, scaling), adds in covering(
+        SHAPES, [BF16, FP16, FP32], [(None, None), (E4M3, "given"), (E4M3, "by row"), (E5M2, None)], [False, True]
+    )
+]
+
+
+def data(seed, shape, dtype):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=FP32).to(dtype)
+
+
+def inputs(ctx, round, shape, dtype):
+    """Of every rank."""
+    return [data(1000 * round + rank, shape, dtype) for rank in range(ctx.num_ranks)]
+
+
+def expected(total, residual, weight):
+    """``x`` and its normalised rows, in float64."""
+    x = total.double() + (0 if residual is None else residual.double())
+    return x, x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS) * weight.double()
+
+
+@contextlib.contextmanager
+def by(ctx, variant):
+    """All sums by one variant of the all-reduce."""
+    comm = ctx.ccl.communicator()
+    table = comm.table
+    comm.table = table | {"all_reduce": [table["all_reduce"][0]._replace(limit=None, variant=variant, programs=None)]}
+    comm.forget()
+    ctx.ops._all_reduce_rms_norm._launches.clear()
+    try:
+        yield
+    finally:
+        comm.table = table
+        comm.forget()
+        ctx.ops._all_reduce_rms_norm._launches.clear()
+
+
+def tolerance(dtype, scale):
+    """Relative and absolute: half a unit of the last place, what float32 adds, and the least numbers of fp8."""
+    least = {E4M3: 2**-10, E5M2: 2**-17}.get(dtype, 0)
+    return torch.finfo(dtype).eps / 2 + 1e-5, least * scale + 1e-6
+
+
+def rounds(ctx, variant, shape, dtype, out_dtype, scaling, adds, count=3):
+    out = torch.empty(shape, dtype=out_dtype, device=ctx.device)
+    weight = data(99, shape[1:], dtype)
+    scale = torch.tensor([0.25], device=ctx.device) if scaling == "given" else None
+    row_scales = torch.empty(shape[0], device=ctx.device) if scaling == "by row" else None
+    with by(ctx, variant):
+        for round in range(count):
+            everyone = inputs(ctx, round, shape, dtype)
+            residual = data(77 + round, shape, dtype) if adds else None
+            given = everyone[ctx.cur_rank].to(ctx.device)
+            x = residual.clone().to(ctx.device) if adds else None
+            ctx.ops.all_reduce_rms_norm(
+                out, given, weight.to(ctx.device), EPS, residual=x, scale=scale, row_scales=row_scales
+            )
+            # The sum is rounded as an all-reduce's is.
+            total = sum(each.to(FP32) for each in everyone).to(dtype)
+            wanted_x, wanted = expected(total, residual, weight)
+            if adds:
+                torch.testing.assert_close(x.cpu().double(), wanted_x, rtol=torch.finfo(dtype).eps, atol=1e-6)
+            factor = 1.0
+            if scale is not None:
+                factor = 0.25
+            if row_scales is not None:
+                factor = row_scales.cpu().double()[:, None]
+                largest = wanted.abs().amax(-1, keepdim=True) / torch.finfo(out_dtype).max
+                torch.testing.assert_close(factor, largest, rtol=1e-5, atol=0)
+            rtol, atol = tolerance(out_dtype, float(torch.as_tensor(factor).max()))
+            torch.testing.assert_close(out.cpu().double() * factor, wanted, rtol=rtol, atol=atol)
+
+
+@pytest.mark.ranks(1, 2, 3, 4) if EVERYTHING else pytest.mark.ranks(3)
+@pytest.mark.parametrize("case", range(len(CASES)))
+def test_results(ranks, case):
+    ranks.run(rounds, *CASES[case])
+
+
+def same_bits(ctx):
+    """Whatever carries them, and on every rank: sums are in the order of ranks."""
+    shape = (2, 3000)
+    given, weight = data(ctx.cur_rank, shape, BF16).to(ctx.device), data(99, shape[1:], BF16).to(ctx.device)
+    results = []
+    for variant in ("one_shot", "two_shot_push"):
+        out, x = torch.empty(shape, dtype=BF16, device=ctx.device), data(77, shape, BF16).to(ctx.device)
+        with by(ctx, variant):
+            ctx.ops.all_reduce_rms_norm(out, given, weight, EPS, residual=x)
+        results.append((out.cpu(), x.cpu()))
+        for rank in range(ctx.num_ranks):
+            assert torch.equal(ctx.broadcast(out, rank).cpu(), out.cpu())
+    assert torch.equal(results[0][1], results[1][1])
+
+
+@pytest.mark.ranks(2, 3)
+def test_bits_are_the_same_on_all_ranks(ranks):
+    ranks.run(same_bits)
+
+
+def not_numbers(ctx):
+    """A NaN or an infinity of one rank is in that row of all ranks, and in no other."""
+    given = torch.ones(3, 300, dtype=BF16, device=ctx.device)
+    if ctx.cur_rank == ctx.num_ranks - 1:
+        given[0, 7], given[2, 299] = torch.nan, torch.inf
+    for variant in ("one_shot", "two_shot_push"):
+        out = torch.empty_like(given)
+        with by(ctx, variant):
+            ctx.ops.all_reduce_rms_norm(out, given, torch.ones(300, dtype=BF16, device=ctx.device))
+        assert out[0].isnan().all() and out[2, 299].isnan() and (out[2, :299] == 0).all()
+        torch.testing.assert_close(out[1], torch.ones_like(out[1]))
+
+
+def test_what_is_not_a_number(ranks):
+    ranks.run(not_numbers)
+
+
+def gradients(ctx):
+    """Of the sum of all ranks' results, against autograd in float64 with every rank's input at hand."""
+    shape = (3, 40)
+    everyone = [each.double().requires_grad_() for each in inputs(ctx, 0, shape, FP32)]
+    residual, weight = (
+        data(seed, size, FP32).double().requires_grad_() for seed, size in ((77, shape), (99, shape[1:]))
+    )
+    x, out = expected(sum(everyone), residual, weight)
+    of_out, of_x = data(5, shape, FP32), data(6, shape, FP32)
+    (ctx.num_ranks * (out * of_out + x * of_x).sum()).backward()
+
+    given, added, gain = (
+        each.detach().float().to(ctx.device).requires_grad_() for each in (everyone[ctx.cur_rank], residual, weight)
+    )
+    y, total = functional.all_reduce_rms_norm(given, gain, added, EPS, collectives.name_of(ctx))
+    ((y * of_out.to(ctx.device)).sum() + (total * of_x.to(ctx.device)).sum()).backward()
+    torch.testing.assert_close(given.grad.cpu(), everyone[ctx.cur_rank].grad.float())
+    # Each rank has a residual and a weight of its own.
+    for mine, theirs in ((added, residual), (gain, weight)):
+        torch.testing.assert_close(mine.grad.cpu(), (theirs.grad / ctx.num_ranks).float(), rtol=1e-4, atol=1e-5)
+
+
+def test_gradients(ranks):
+    ranks.run(gradients)
+
+
+def misuse(ctx):
+    x, weight = torch.ones(4, 16, dtype=BF16, device=ctx.device), torch.ones(16, dtype=BF16, device=ctx.device)
+    scales = torch.ones(4, device=ctx.device)
+    fp8 = torch.empty(4, 16, dtype=E4M3, device=ctx.device)
+    wrong = [
+        ("weight has one dimension", (x, x, weight[:8]), {}),
+        ("out has the shape of input", (x[:2], x, weight), {}),
+        ("residual has the shape of input, and is contiguous", (x, x, weight), {"residual": x.t().contiguous().t()}),
+        ("are for an out of fp8", (x, x, weight), {"row_scales": scales}),
+        ("and not both", (fp8, x, weight), {"row_scales": scales, "scale": scales[:1]}),
+        ("one element of float32", (fp8, x, weight), {"scale": scales}),
+        ("4 contiguous elements of float32", (fp8, x, weight), {"row_scales": scales[:2]}),
+        ("fp16, bf16 or fp32", (x, x.int(), weight), {}),
+    ]
+    for text, args, options in wrong:
+        with pytest.raises(InvalidCollectiveError, match=text):
+            ctx.ops.all_reduce_rms_norm(*args, **options)
+
+
+def test_misuse(ranks):
+    ranks.run(misuse)
