@@ -109,7 +109,9 @@ def microseconds(ctx: iris.Iris, call: Callable[[], object]) -> float:
 
 def report(ctx: iris.Iris, title: str, calls: dict[str, Callable[[], object]]) -> dict[str, float]:
     """Time each call in turn, all in one run, and print a table; the first is what others are compared with."""
-    dist.barrier()  # NCCL's communicators are made at first use, which no graph may capture
+    # Nothing may be used for the first time in a graph, the communicators of NCCL neither.
+    dist.barrier()
+    ctx.device_barrier()
     times = {name: microseconds(ctx, call) for name, call in calls.items()}
     if ctx.get_rank() == 0:
         table = Table("", "µs", "of the first's time", title=title)

@@ -153,7 +153,8 @@ def test_all_gather_of_tiles(ranks):
                 ("all_gather_variant", variant),
                 ("block_size_m", block_m),
                 ("block_size_n", block_n),
-                ("comm_sms", 4),  # in the simulator, programs that wait cost those that work
+                # In the simulator, programs that wait cost those that work; each rank's partition has one.
+                ("comm_sms", max(4, ranks.num_ranks)),
             ),
         )
         for gluon, variant, (block_m, block_n), shape, dtype in covering(
