@@ -12,6 +12,8 @@ in the type of the result, as they do through the vendor's library, and are adde
 A tile is announced behind the *next* product: by then its stores are done, and the release, in front of which every
 wavefront waits for its own, waits for nothing. Nobody waits in a circle: between a program's stores and their
 announcement comes a product, but no wait for a peer.
+
+Tiles of 256 x 128 are the largest that leave enough registers for the sums.
 """
 
 from triton.experimental import gluon
