@@ -91,10 +91,12 @@ def ccl(
 )
 @click.option("--dtype", default="bfloat16", show_default=True)
 @click.option("--shape", "shapes", multiple=True, help="MxNxK of the whole product; six of large models if not given.")
-@click.option("--out", type=click.Path(path_type=Path), help="Folder for CSV and JSON.")
+@click.option("--sweep", is_flag=True, help="M from 16 to 16384, with N = K = 8192, instead of these.")
+@click.option("--out", type=click.Path(path_type=Path), help="Folder for CSV, JSON and pictures.")
 def ops(
-    operations: tuple[str, ...], libraries: tuple[str, ...], dtype: str, shapes: tuple[str, ...], out: Path | None
-) -> None:
+    operations: tuple[str, ...], libraries: tuple[str, ...], dtype: str, shapes: tuple[str, ...], sweep: bool,
+    out: Path | None,
+) -> None:  # fmt: skip
     """Fused operations of Iris, the vendor's GEMM with its collectives and torch's own, side by side, under torchrun.
 
     Exit status 1 if a result of Iris is wrong.
@@ -102,7 +104,7 @@ def ops(
     requirements.check()
     from iris.bench import ops_command
 
-    ops_command.run(operations, libraries, dtype, shapes, out)
+    ops_command.run(operations, libraries, dtype, shapes, sweep, out)
 
 
 @commands.command()

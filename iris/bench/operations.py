@@ -2,7 +2,8 @@
 
 All in one run, on the same random data. A shape is (M, N, K) of the whole product. For all_gather_matmul and
 matmul_all_gather each rank has M / W rows of A and N / W, or all, columns of B; for the sums it has K / W columns of A
-and rows of B. Every result is compared with that of the vendor once before it is timed.
+and rows of B. all_reduce_rms_norm has M rows of N columns and no K. Every result is compared with that of the vendor
+once before it is timed.
 """
 
 import csv
@@ -21,8 +22,11 @@ from iris.context import Iris
 from iris.ops import FusedConfig
 from iris.ops.operations import COPIED
 
-OPERATIONS = ("all_gather_matmul", "matmul_all_gather", "matmul_reduce_scatter", "matmul_all_reduce")
-LIBRARIES = ("iris", "iris gluon", "iris triton", "iris copies", "vendor", "torch", "gemm")
+PRODUCTS = ("all_gather_matmul", "matmul_all_gather", "matmul_reduce_scatter", "matmul_all_reduce")
+NORM = "all_reduce_rms_norm"
+OPERATIONS = (*PRODUCTS, NORM)
+# "gemm" and "all_reduce": the vendor's product, and Iris' all-reduce, alone.
+LIBRARIES = ("iris", "iris gluon", "iris triton", "iris copies", "vendor", "torch", "gemm", "all_reduce")
 # Layers of large models, and of one small batch; the last is JAX's example of 1024 rows on each of four ranks.
 SHAPES = [
     (8192, 4608, 36864),
@@ -32,6 +36,12 @@ SHAPES = [
     (1024, 8192, 28672),
     (4096, 16384, 4096),
 ]
+# From the rows of a decoding step to those of a long prompt.
+SWEEP = [(1 << i, 8192, 8192) for i in range(4, 15)]
+NORM_SHAPES = [(rows, columns, 0) for columns in (4096, 8192) for rows in (1, 2, 4, 8, 16, 32, 64, 128, 256)]
+
+
+EPS = 1e-6
 
 
 class Row(NamedTuple):
@@ -48,7 +58,10 @@ class Row(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """Of one rank: ``a [m, k]``, ``b [k, n]``, ``out``, what of A or of the result is gathered, and a product alone."""
+    """Of one rank: ``a [m, k]``, ``b [k, n]``, ``out``, and ``whole``: what is gathered, a product or a sum alone.
+
+    Of `NORM`, ``a`` are the rows and ``b`` is the weight.
+    """
 
     a: torch.Tensor
     b: torch.Tensor
@@ -68,6 +81,8 @@ def operands(ctx: Iris, operation: str, shape: tuple[int, int, int], dtype: torc
         return Operands(random(M // W, K), random(K, N // W), ctx.zeros(M, N // W, dtype=dtype), random(M, K))
     if operation == "matmul_all_gather":
         return Operands(random(M // W, K), random(K, N), ctx.zeros(M, N, dtype=dtype), random(M // W, N))
+    if operation == NORM:
+        return Operands(random(M, N), random(N), ctx.zeros(M, N, dtype=dtype), ctx.zeros(M, N, dtype=dtype))
     rows = M // W if operation == "matmul_reduce_scatter" else M
     return Operands(random(M, K // W), random(K // W, N), ctx.zeros(rows, N, dtype=dtype), random(M, N))
 
@@ -84,11 +99,21 @@ def vendor(operation: str, x: Operands) -> Callable[[], object]:
         "matmul_all_gather": of(lambda: torch.mm(a, b, out=whole), lambda: dist.all_gather_into_tensor(out, whole)),
         "matmul_reduce_scatter": of(lambda: torch.mm(a, b, out=whole), lambda: dist.reduce_scatter_tensor(out, whole)),
         "matmul_all_reduce": of(lambda: torch.mm(a, b, out=out), lambda: dist.all_reduce(out)),
-    }[operation]
+        NORM: of(
+            lambda: whole.copy_(a), lambda: dist.all_reduce(whole),
+            lambda: out.copy_(torch.nn.functional.rms_norm(whole, b.shape, b, EPS)),
+        ),
+    }[operation]  # fmt: skip
 
 
 def case(ctx: Iris, operation: str, library: str, x: Operands) -> Callable[[], object] | None:
     """A call of the library, if it has that operation."""
+    if operation == NORM:
+        return {
+            "iris": lambda: ctx.ops.all_reduce_rms_norm(x.out, x.a, x.b, EPS),
+            "all_reduce": lambda: ctx.ccl.all_reduce(x.whole, x.a),
+            "vendor": vendor(operation, x),
+        }.get(library)
     configs = {
         "iris": None,
         "iris gluon": FusedConfig(use_gluon=True, block_size_m=128, block_size_n=256),
@@ -101,6 +126,8 @@ def case(ctx: Iris, operation: str, library: str, x: Operands) -> Callable[[], o
         return lambda: getattr(ctx.ops, operation)(x.out, x.a, x.b, config=configs[library])
     if library == "vendor":
         return vendor(operation, x)
+    if library == "all_reduce":
+        return None
     if library == "gemm":
         if operation == "all_gather_matmul":
             return lambda: torch.mm(x.whole, x.b, out=x.out)
@@ -134,6 +161,8 @@ def measure(
     ctx.device_barrier()
     for shape in shapes:
         for operation in operations:
+            if (operation == NORM) != (shape[2] == 0):
+                continue
             x = operands(ctx, operation, shape, dtype)
             for library in libraries:
                 call = case(ctx, operation, library, x)
@@ -151,19 +180,20 @@ def measure(
                 reasons = [ctx.broadcast(reason, rank) for rank in range(ctx.num_ranks)]
                 reason = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(reasons) if text)
                 if not reason:
-                    spent = microseconds(ctx, call, 8 << 20)
+                    spent = microseconds(ctx, call, x.a.nbytes if operation == NORM else 8 << 20)
                 yield Row(operation, *shape, str(dtype).removeprefix("torch."), library, spent, reason)
             ctx.ops.close()
+            ctx.ccl.release_graphs()
             del x
             ctx.barrier()
 
 
-def write(folder: Path, num_ranks: int, rows: list[Row]) -> None:
+def write(folder: Path, name: str, num_ranks: int, rows: list[Row]) -> None:
     """The rows as CSV and JSON, the latter with what they depend on."""
     folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / f"operations_{num_ranks}.csv", "w", newline="") as file:
+    with open(folder / f"{name}.csv", "w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(Row._fields)
         writer.writerows(rows)
     result = {**environment(), "num_ranks": num_ranks, "rows": [row._asdict() for row in rows]}
-    (folder / f"operations_{num_ranks}.json").write_text(json.dumps(result, indent=1) + "\n")
+    (folder / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")

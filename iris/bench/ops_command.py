@@ -10,12 +10,14 @@ from rich.table import Table
 
 import iris
 from iris.bench import operations as measuring
+from iris.bench import plots
 from iris.errors import UnknownChoiceError
 
 
 def run(
-    operations: tuple[str, ...], libraries: tuple[str, ...], dtype: str, shapes: tuple[str, ...], out: Path | None
-) -> None:
+    operations: tuple[str, ...], libraries: tuple[str, ...], dtype: str, shapes: tuple[str, ...], sweep: bool,
+    out: Path | None,
+) -> None:  # fmt: skip
     """See the command's help. Collective over the ranks that torchrun started."""
     for name, given, possible in (
         ("--operation", operations, measuring.OPERATIONS),
@@ -25,12 +27,14 @@ def run(
             if value not in possible:
                 raise UnknownChoiceError(name, value, possible)
     chosen = list(operations or measuring.OPERATIONS)
-    sizes = [tuple(int(size) for size in shape.split("x")) for shape in shapes] or measuring.SHAPES
+    sizes = [tuple(int(size) for size in shape.split("x")) for shape in shapes]
+    sizes = sizes or [*(measuring.SWEEP if sweep else measuring.SHAPES), *measuring.NORM_SHAPES]
     largest = max(M * N for M, N, _ in sizes)
     with iris.iris(4 * largest + (64 << 20 if torch.cuda.is_available() else 1 << 20)) as ctx:
         on_gpu = ctx.device.type == "cuda"
         beside = list(libraries or (measuring.LIBRARIES if on_gpu else ("iris triton", "iris copies")))
         rows: list[measuring.Row] = []
+        name = f"{'sweep' if sweep else 'operations'}_{ctx.get_num_ranks()}"
         console = Console(stderr=True, quiet=ctx.get_rank() > 0)
         with Progress(console=console) as progress:
             task = progress.add_task("operations", total=len(chosen) * len(sizes) * len(beside))
@@ -38,9 +42,11 @@ def run(
                 rows.append(row)
                 progress.update(task, advance=1)
                 if ctx.get_rank() == 0 and out is not None:
-                    measuring.write(out, ctx.get_num_ranks(), rows)
+                    measuring.write(out, name, ctx.get_num_ranks(), rows)
         if ctx.get_rank() == 0:
             show(rows)
+            if out is not None:
+                plots.draw_operations(out, name, rows)
     missed = [f"{row.operation} of {row.M} x {row.N} x {row.K} by {row.library}: {row.reason}"
               for row in rows if row.reason and row.library.startswith("iris")]  # fmt: skip
     if missed:
@@ -57,5 +63,5 @@ def show(rows: list[measuring.Row]) -> None:
         for library in libraries:
             row = cells.get((case, library))
             line.append("-" if row is None else row.reason or f"{row.microseconds:.1f}")
-        table.add_row(case[0], ", ".join(map(str, case[1:])), *line)
+        table.add_row(case[0], ", ".join(str(size) for size in case[1:] if size), *line)
     Console(width=150).print(table)

@@ -1,7 +1,12 @@
-"""Pictures of a benchmark of collectives: bus bandwidth against size, and against multiprocessors, a line a library."""
+"""Pictures of the benchmarks, a line a library.
+
+Of collectives, bus bandwidth against size and against multiprocessors; of fused operations, the speed against that of
+the vendor's GEMM and collective.
+"""
 
 from pathlib import Path
 
+from iris.bench import operations
 from iris.bench.collectives import Row
 
 
@@ -38,4 +43,35 @@ def draw(folder: Path, num_ranks: int, rows: list[Row]) -> list[Path]:
             files.append(folder / f"{collective}_{num_ranks}_by_{name}.svg")
             figure.savefig(files[-1], bbox_inches="tight")
             pyplot.close(figure)
+    return files
+
+
+def draw_operations(folder: Path, name: str, rows: list[operations.Row]) -> list[Path]:
+    """One picture an operation, of what ``rows`` hold: how many times as fast as the vendor; returns the files."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    files = []
+    for operation in dict.fromkeys(row.operation for row in rows):
+        measured = [row for row in rows if row.operation == operation and row.microseconds]
+        vendors = {row[1:4]: row.microseconds for row in measured if row.library == "vendor"}
+        shapes = [shape for shape in dict.fromkeys(row[1:4] for row in measured) if shape in vendors]
+        if len(shapes) < 2:
+            continue
+        figure, axes = pyplot.subplots(figsize=(7, 4))
+        for library in dict.fromkeys(row.library for row in measured):
+            times = {row[1:4]: row.microseconds for row in measured if row.library == library}
+            line = [(i, vendors[shape] / times[shape]) for i, shape in enumerate(shapes) if shape in times]
+            axes.plot(*zip(*line, strict=True), marker="o", markersize=3, label=library)
+        axes.set_xticks(range(len(shapes)), [" × ".join(str(size) for size in shape if size) for shape in shapes])
+        axes.tick_params(axis="x", labelrotation=60, labelsize=7)
+        axes.set_ylabel("speed, the vendor's GEMM and collective = 1")
+        axes.set_title(f"{operation}, {name.rpartition('_')[2]} ranks, {measured[0].dtype}")
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=7)
+        files.append(folder / f"{operation}_{name}.svg")
+        figure.savefig(files[-1], bbox_inches="tight")
+        pyplot.close(figure)
     return files

@@ -1,8 +1,8 @@
 """How a fused operation is carried out where the caller does not say: by what each way should take.
 
-The times are of a model with few numbers, all measured on 4 H200 (docs/performance.md, "Fused operations"): what a tile
-takes for each k, what the link carries beside a product, what the vendor's GEMM and a collective take one behind the
-other. Elsewhere than on Hopper the vendor's GEMM and a collective are used.
+The times are of a model with few numbers, all measured on 2 and 4 H200 (docs/performance.md, "Fused operations"): what
+a tile takes for each k, what the link carries beside a product, what the vendor's GEMM and a collective take one behind
+the other. Elsewhere than on Hopper the vendor's GEMM and a collective are used.
 """
 
 from iris.ops.call import Call
@@ -12,8 +12,9 @@ from iris.ops.hopper import arguments as hopper
 VENDOR = FusedConfig(variant="vendor")
 # Nanoseconds for each k of a tile of 128 rows and so many columns.
 TILE_NS = {256: 11.4, 128: 6.1, 64: 5.1}
-# GB/s over the link: stores beside a product, the copy engine, and collectives alone; microseconds between two copies.
-STORES, ENGINE, COLLECTIVE, BETWEEN_COPIES = 330, 360, 300, 4
+# GB/s over the link: stores beside a product, the copy engine, and collectives alone, with a result on the heap and
+# elsewhere, where a gathered A is; microseconds between two copies.
+STORES, ENGINE, COLLECTIVE, STAGED, BETWEEN_COPIES = 330, 360, 300, 170, 4
 # The vendor's GEMM: 10^12 operations a second; GB/s that it reads B at, where that takes longer.
 OPERATIONS, READING = 735, 4000
 # Microseconds: of a fused kernel's meetings, of a GEMM's launch and of a collective, however small.
@@ -74,7 +75,8 @@ def vendor_us(call: Call, size: int) -> float:
         2 * multiplied * depth * columns / OPERATIONS / 1e6, depth * columns * call.b.itemsize / READING / 1e3
     )
     steps = 2 if call.name == "matmul_all_reduce" else 1
-    return LAUNCH + product + SMALL + steps * sent_bytes(call, size) / COLLECTIVE / 1e3
+    rate = STAGED if call.name == "all_gather_matmul" else COLLECTIVE
+    return LAUNCH + product + SMALL + steps * sent_bytes(call, size) / rate / 1e3
 
 
 def is_vendors(call: Call) -> bool:

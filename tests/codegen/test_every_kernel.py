@@ -17,6 +17,7 @@ from iris.ccl.atomic import gluon_atomic, triton_atomic
 from iris.ccl.one_hop import gluon_one_hop, triton_one_hop
 
 ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
 EVERYTHING = os.environ.get("IRIS_TEST_ALL") == "1"
 # Where kernels are defined, and the folder from which the file imports its neighbours.
 FILES = [
@@ -75,6 +76,13 @@ OPERATIONS = {
     **{"ALLOW_TF32": True, "BIASED": True, "SCALED": False, "SPREADS": True},
     **{"WHAT": "tell ready", "BLOCK": 2048},
 }
+# Rows of 4096, all of which one program has, or of which four have a part.
+ROWS = {
+    **{"epochs": INT32, "partials": INT64, "slots": INT16, "scale": None, "row_scales": FLOAT32, "eps": 1e-6},
+    **dict.fromkeys(["input", "residual", "weight"], BF16),
+    **{"rows": 256, "room": 256, "H": 4096, "ROW": 4096, "PART": 1024, "BLOCK": 1024, "PIECES": 2, "PIECE": 2048},
+    **{"LANES": 128, "ADDS": True, "SCALED": False, "BY_ROW": False, "LARGEST": 0.0},
+}
 # A link's chain is followed, and counters counted, one element at a time.
 # How an element lies to the words it is moved as is known on the device alone.
 SCALAR = {"triton_exchange_v", "meet", "ping_pong", "chase", "count_up", "count", "_barrier_kernel"}
@@ -105,7 +113,7 @@ def kernels():
     test_example_kernels.py.
     """
     for file in FILES:
-        if file.parent.parent.name == "examples" and (file.parent / "README.md").exists():
+        if any((folder / "README.md").exists() for folder in file.parents if EXAMPLES in folder.parents):
             continue
         text = file.read_text()
         if "jit" not in text or file.name == "__main__.py" or {"language", "hopper", "cdna3"} & set(file.parts):
@@ -128,17 +136,29 @@ def with_targets(parameters):
             yield pytest.param(target, *parameter.values, id=f"{target}-{parameter.id}")
 
 
+def arguments_of(kernel):
+    """One for each of its parameters."""
+    place = Path(kernel.fn.__code__.co_filename)
+    given = ARGUMENTS
+    if place.parent.name == "ccl":
+        given = given | COLLECTIVES | ELEMENTS.get(place.stem, {})
+    elif place.stem == "all_reduce_rms_norm":
+        given = given | OPERATIONS | ROWS
+    elif place.parent.name == "ops":
+        given = given | OPERATIONS
+    if kernel.fn.__name__ == "count_up":
+        given = given | {"counter": INT64}
+    return [given[name] for name in kernel.arg_names]
+
+
 @pytest.mark.parametrize(("target", "kernel"), with_targets(kernels()))
 def test_kernel(target, kernel):
     place = Path(kernel.fn.__code__.co_filename)
-    theirs = {"ccl": COLLECTIVES | ELEMENTS.get(place.stem, {}), "ops": OPERATIONS}
-    arguments = ARGUMENTS | theirs.get(place.parent.name, {})
-    arguments |= {"counter": INT64} if kernel.fn.__name__ == "count_up" else {}
-    compiled = compile_for(target, kernel, *[arguments[name] for name in kernel.arg_names])
+    compiled = compile_for(target, kernel, *arguments_of(kernel))
     operations = compiled.operations()
     if kernel.fn.__name__ not in SCALAR:
         assert any(map(is_data, operations)), operations
-    if place.parent.name in theirs:
+    if place.parent.name in ("ccl", "ops"):
         # Their loops are laid out in another order than they run in, so before that: in one straight piece of code.
         lines = compiled.ttgir.splitlines()
         for i, line in enumerate(lines):
@@ -211,9 +231,7 @@ def test_where_peers_are_is_looked_up_before_the_loops(target, kernel):
     "kernel", [each for each in kernels() if re.search("iris/ccl/|iris/ops/|device_barrier", each.id)]
 )
 def test_launches_that_may_begin_early_wait_before_they_touch_memory(kernel):
-    place = Path(kernel.fn.__code__.co_filename)
-    arguments = ARGUMENTS | COLLECTIVES | (OPERATIONS if place.parent.name == "ops" else ELEMENTS.get(place.stem, {}))
-    code = compile_for("sm_90", kernel, *[arguments[name] for name in kernel.arg_names])
+    code = compile_for("sm_90", kernel, *arguments_of(kernel))
     # Parameters are in memory of their own, which no kernel before this one writes.
     memory = [line for line in code.text.splitlines() if re.search(r"\b(ld|st|atom|red)\.(?!param)|griddep", line)]
     assert ["griddepcontrol.wait" in line for line in memory] == [True] + [False] * (len(memory) - 1)
