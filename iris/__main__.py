@@ -90,7 +90,12 @@ def ccl(
     "--library", "libraries", multiple=True, help="iris, 'iris triton', vendor, torch, gemm ...; all if not given."
 )
 @click.option("--dtype", default="bfloat16", show_default=True)
-@click.option("--shape", "shapes", multiple=True, help="MxNxK of the whole product; six of large models if not given.")
+@click.option(
+    "--shape",
+    "shapes",
+    multiple=True,
+    help="MxNxK of a product, MxNx0 of rows to normalise; if not given, those of large models.",
+)
 @click.option("--sweep", is_flag=True, help="M from 16 to 16384, with N = K = 8192, instead of these.")
 @click.option("--out", type=click.Path(path_type=Path), help="Folder for CSV, JSON and pictures.")
 def ops(

@@ -3,6 +3,7 @@
 import contextlib
 import importlib
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 from conftest import UNDER_TORCHRUN, import_path
 from covering import EVERYTHING
+from hesitation import hesitant
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 sys.path.append(str(EXAMPLES))
@@ -51,8 +53,10 @@ def imported(folder):
 
 
 def run_example(ctx, folder, sizes, dtype):
-    with imported(folder) as example:
-        example.main(ctx, Workload(*sizes, dtype, validate=True, rounds=2))
+    """Rounds with no meeting of the hosts between them, of programs that stop now and then."""
+    generator = random.Random(f"{folder} {ctx.get_rank()}")
+    with imported(folder) as example, hesitant(ctx, generator, chance=0.002):
+        example.main(ctx, Workload(*sizes, dtype, validate=True, rounds=6 if EVERYTHING else 3))
 
 
 @pytest.mark.ranks(1, 2, 3) if EVERYTHING else pytest.mark.ranks(3)

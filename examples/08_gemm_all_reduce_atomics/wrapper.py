@@ -29,6 +29,8 @@ def matmul_all_reduce(ctx: iris.Iris, c: torch.Tensor, a: torch.Tensor, b: torch
     ``a``: ``[M, K / W]`` and ``b``: ``[K / W, N]``, this rank's part of K. ``c``: ``[M, N]``; all three anywhere.
     """
     (M, K), N = a.shape, b.shape[1]
+    if workspace.sums.shape[1:] != (M, N):
+        raise ValueError(f"The workspace is for results of {list(workspace.sums.shape[1:])}, and this is of {[M, N]}.")
     # In front of the additions: all ranks are past the last call, which cleared the sums that this one adds to.
     ctx.device_barrier()
     # A tile's depth is the same number of bytes in every dtype.

@@ -28,6 +28,8 @@ def matmul_all_reduce(ctx: iris.Iris, c: torch.Tensor, a: torch.Tensor, b: torch
     ``a``: ``[M, K / W]`` and ``b``: ``[K / W, N]``, this rank's part of K. ``c``: ``[M, N]``; all three anywhere.
     """
     (M, K), N = a.shape, b.shape[1]
+    if workspace.part.shape != (M, N):
+        raise ValueError(f"The workspace is for results of {list(workspace.part.shape)}, and this is of {[M, N]}.")
     # A tile's depth is the same number of bytes in every dtype.
     gemm_all_reduce[(workspace.programs,)](
         ctx.get_device_context(), a, b, c, workspace.part, workspace.flags, M, N, K,

@@ -39,9 +39,9 @@ def matmul_all_scatter(ctx: iris.Iris, c: torch.Tensor, a: torch.Tensor, b: torc
     mine = c[:, ctx.get_rank() * N :][:, :N]
     tiles = triton.cdiv(M, BLOCK_M) * triton.cdiv(N, BLOCK_N)
     made = _workspaces.setdefault(ctx, {})
-    if tiles not in made:
-        made[tiles] = Workspace(ctx, tiles)
-    counts = made[tiles]
+    if (M, N) not in made:
+        made[M, N] = Workspace(ctx, tiles)
+    counts = made[M, N]
     gemm_all_scatter[(counts.programs,)](
         ctx.get_device_context(), counts.finished, counts.meetings, counts.epochs, a, b, mine, M, N, K,
         *a.stride(), *b.stride(), *c.stride(), ctx.get_num_ranks(), counts.senders,

@@ -42,9 +42,9 @@ def matmul_all_scatter(ctx: iris.Iris, c: torch.Tensor, a: torch.Tensor, b: torc
     mine = c[:, ctx.get_rank() * N :][:, :N]
     tiles = triton.cdiv(M, BLOCK_M) * triton.cdiv(N, BLOCK_N)
     made = _workspaces.setdefault(ctx, {})
-    if tiles not in made:
-        made[tiles] = Workspace(ctx, tiles)
-    counts = made[tiles]
+    if (M, N) not in made:
+        made[M, N] = Workspace(ctx, tiles)
+    counts = made[M, N]
     # The fork comes before the GEMM, or the other kernel would begin behind it.
     if counts.side is not None:
         counts.side.wait_stream(torch.cuda.current_stream())

@@ -29,7 +29,7 @@ def gemm(
             a, b, rows, columns, M, N, K, stride_am, stride_ak, stride_bk, stride_bn, BLOCK_K, "", "", False
         )
         mask = (rows < M)[:, None] & (columns < N)[None, :]
-        at = rows.to(tl.int64)[:, None] * stride_cm + columns[None, :] * stride_cn
+        at = rows.to(tl.int64)[:, None] * stride_cm + columns.to(tl.int64)[None, :] * stride_cn
         tl.store(c + at, total.to(c.dtype.element_ty), mask=mask)
 
 

@@ -13,8 +13,9 @@ A slot of the buffers holds the W - 1 blocks that a head receives; heads take th
 one again when its right neighbour has said that it is done with the head before. With twice as many slots as there are
 heads in work at a time, one half is filled while the other is used.
 
-Over the link, each rank: W - 1 times its own keys and values, 2 * heads * length / W * dim elements, in W - 1 steps,
-all to its right neighbour; and of counts, one a part and sender to the right, one a task and sender to the left.
+Over the link, each rank: W - 1 times keys and values of a rank, 4 * heads * length * dim elements (``length``: of a
+chunk), in W - 1 steps, all to its right neighbour; and of counts, one a part and sender to the right, one a task and
+sender to the left.
 
 ``attention`` is the same without the sending, for collectives in front of it.
 """

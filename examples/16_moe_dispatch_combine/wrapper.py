@@ -24,6 +24,8 @@ class ExpertParallel:
         self, ctx: iris.Iris, num_tokens: int, hidden: int, num_experts: int, top: int, dtype: torch.dtype
     ) -> None:
         W, device = ctx.get_num_ranks(), ctx.device
+        if num_experts % W:
+            raise ValueError(f"{num_experts} experts cannot be dealt out evenly to {W} ranks.")
         self.ctx, self.num_experts, self.local, self.top = ctx, num_experts, num_experts // W, top
         self.programs = ctx.get_cu_count() if device.type == "cuda" else 4
         pairs = num_tokens * top
@@ -48,6 +50,9 @@ class ExpertParallel:
     def dispatch(self, x: torch.Tensor, experts: torch.Tensor) -> None:
         """Each row of ``x``, ``[T, H]``, to the inboxes of its ``experts``, ``[T, top]`` of int32, both contiguous."""
         (T, H), W = x.shape, self.ctx.get_num_ranks()
+        if T * self.top > len(self.order) or H != self.inbox.shape[1]:
+            room = [len(self.order) // self.top, self.inbox.shape[1]]
+            raise ValueError(f"x is {[T, H]}, and there is room for tokens of {room}.")
         dispatch[(self.programs,)](
             self.ctx.get_device_context(), x, experts, self.inbox, self.order, self.rows, self.tallies, self.tallied,
             self.table, self.counted, self.epochs, T, H, W, self.num_experts,

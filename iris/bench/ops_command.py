@@ -29,8 +29,10 @@ def run(
     chosen = list(operations or measuring.OPERATIONS)
     sizes = [tuple(int(size) for size in shape.split("x")) for shape in shapes]
     sizes = sizes or [*(measuring.SWEEP if sweep else measuring.SHAPES), *measuring.NORM_SHAPES]
-    largest = max(M * N for M, N, _ in sizes)
-    with iris.iris(4 * largest + (64 << 20 if torch.cuda.is_available() else 1 << 20)) as ctx:
+    if not any((name == measuring.NORM) == (K == 0) for name in chosen for _, _, K in sizes):
+        raise click.UsageError("Nothing to measure: products have shapes MxNxK, and all_reduce_rms_norm MxNx0.")
+    largest = max(M * N for M, N, _ in sizes) * getattr(torch, dtype).itemsize
+    with iris.iris(3 * largest + (64 << 20 if torch.cuda.is_available() else 1 << 20)) as ctx:
         on_gpu = ctx.device.type == "cuda"
         beside = list(libraries or (measuring.LIBRARIES if on_gpu else ("iris triton", "iris copies")))
         rows: list[measuring.Row] = []

@@ -47,7 +47,7 @@ def draw(folder: Path, num_ranks: int, rows: list[Row]) -> list[Path]:
 
 
 def draw_operations(folder: Path, name: str, rows: list[operations.Row]) -> list[Path]:
-    """One picture an operation, of what ``rows`` hold: how many times as fast as the vendor; returns the files."""
+    """One picture an operation, of what ``rows`` hold: the speed beside the vendor's two calls; returns the files."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -67,7 +67,7 @@ def draw_operations(folder: Path, name: str, rows: list[operations.Row]) -> list
             axes.plot(*zip(*line, strict=True), marker="o", markersize=3, label=library)
         axes.set_xticks(range(len(shapes)), [" × ".join(str(size) for size in shape if size) for shape in shapes])
         axes.tick_params(axis="x", labelrotation=60, labelsize=7)
-        axes.set_ylabel("speed, the vendor's GEMM and collective = 1")
+        axes.set_ylabel("speed, the vendor's two calls = 1")
         axes.set_title(f"{operation}, {name.rpartition('_')[2]} ranks, {measured[0].dtype}")
         axes.grid(alpha=0.3)
         axes.legend(fontsize=7)

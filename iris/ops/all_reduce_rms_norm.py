@@ -8,8 +8,8 @@ costs less than to send both the normalised row and the residual.
 
 In one shot a row has several programs, as few rows leave most multiprocessors idle, and a program that did all of a row
 would be slower than the link. Each of them adds up its piece, and tells the others of the row the sum of its squares,
-in words that carry their own arrival (`iris.language.stamped`) with the number of the epoch. A word is written in every
-call that has the row, and read in the same launch, so what is there before has another number.
+in words that carry their own arrival (`iris.language.stamped`) with the number of the epoch. Every call that has the
+row writes the word and reads it in the same launch, so what is there before has another number.
 
 Slots, epochs and why three of them are in order: see `iris.ccl.push`, with a piece of a row, or a row, for a block. A
 residual is read by the one program that writes it.
@@ -20,6 +20,7 @@ A sum is rounded to the input's type, as an all-reduce would, and what follows i
 import triton
 import triton.language as tl
 
+from iris.ccl.combine import PROPAGATE
 from iris.ccl.push import SLOTS, triton_push
 from iris.language.address import triton_translate
 from iris.language.context import DeviceContext
@@ -52,14 +53,15 @@ def normalise(
     shrink = tl.rsqrt(squares / H + eps)
     y = x * shrink * gain
     if BY_ROW:
-        # A row of zeros has any scale: one that divides.
-        factor = tl.maximum(peak * shrink / LARGEST, 1e-12)
+        # A row of zeros has any scale: one that divides. Of a row with a NaN ``shrink`` is one, and so is all of it.
+        factor = tl.maximum(peak * shrink / LARGEST, 1e-12, propagate_nan=PROPAGATE)
         tl.store(row_scales + row, factor)
         y = y / factor
     if SCALED:
         y = y / tl.load(scale)
     if LARGEST > 0:
-        y = tl.minimum(tl.maximum(y, -LARGEST), LARGEST)
+        y = tl.maximum(y, -LARGEST, propagate_nan=PROPAGATE)
+        y = tl.minimum(y, LARGEST, propagate_nan=PROPAGATE)
     tl.store(out + at, y.to(out.dtype.element_ty), mask=inside)
     if ADDS:
         tl.store(residual + at, x.to(residual.dtype.element_ty), mask=inside)
@@ -103,14 +105,19 @@ def one_shot_rms_norm(
     PIECES: tl.constexpr,
     PIECE: tl.constexpr,
     LANES: tl.constexpr,
+    EARLY: tl.constexpr,
     ADDS: tl.constexpr,
     SCALED: tl.constexpr,
     BY_ROW: tl.constexpr,
     LARGEST: tl.constexpr,
 ):
-    """A row has ``PIECES`` of ``PIECE`` elements, with a program each: they run at one time. ``rows``, of ``room``."""
+    """A row has ``PIECES`` of ``PIECE`` elements, with a program each: they run at one time. ``rows``, of ``room``.
+
+    ``EARLY``: there is room for the next launch beside this one.
+    """
     follow_predecessor()
-    admit_successor()
+    if EARLY:
+        admit_successor()
     ctx = DeviceContext.initialize(context_tensor, num_ranks=W)
     rank = ctx.cur_rank
     bases = peers(ctx, W)
@@ -170,6 +177,7 @@ def two_shot_rms_norm(
     ROW: tl.constexpr,
     PART: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
     ADDS: tl.constexpr,
     SCALED: tl.constexpr,
     BY_ROW: tl.constexpr,
@@ -181,7 +189,8 @@ def two_shot_rms_norm(
     that all of the row is read from there.
     """
     follow_predecessor()
-    admit_successor()
+    if EARLY:
+        admit_successor()
     ctx = DeviceContext.initialize(context_tensor, num_ranks=W)
     rank = ctx.cur_rank
     bases = peers(ctx, W)

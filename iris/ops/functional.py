@@ -16,6 +16,19 @@ from torch.library import custom_op
 
 from iris.ccl import functional as collectives
 from iris.ccl.functional import find, size_of
+from iris.context import Iris
+from iris.errors import InvalidGroupError
+
+
+def _context(ranks: str) -> Iris:
+    """Whose ranks they are: all of a context's, since the fused operations are among these."""
+    context, group = find(ranks)
+    if group is not None:
+        raise InvalidGroupError(
+            "The fused operations are among all ranks of a context, and this is the name of a group. Take "
+            "iris.ccl.functional.name_of(ctx)."
+        )
+    return context
 
 
 def _out(a: Tensor, b: Tensor, rows: int) -> Tensor:
@@ -25,7 +38,7 @@ def _out(a: Tensor, b: Tensor, rows: int) -> Tensor:
 @custom_op("iris::all_gather_matmul", mutates_args=())
 def all_gather_matmul(a: Tensor, b: Tensor, bias: Tensor | None, ranks: str) -> Tensor:
     """The rows of all ranks' ``a``, times ``b``: ``(M / W, K)``, ``(K, N)`` → ``(M, N)``."""
-    context = find(ranks)[0]
+    context = _context(ranks)
     out = _out(a, b, len(a) * context.num_ranks)
     context.ops.all_gather_matmul(out, a, b, bias)
     return out
@@ -34,7 +47,7 @@ def all_gather_matmul(a: Tensor, b: Tensor, bias: Tensor | None, ranks: str) -> 
 @custom_op("iris::matmul_all_gather", mutates_args=())
 def matmul_all_gather(a: Tensor, b: Tensor, bias: Tensor | None, ranks: str) -> Tensor:
     """The rows of every rank's ``a b``: ``(M, K)``, ``(K, N)`` → ``(W * M, N)``."""
-    context = find(ranks)[0]
+    context = _context(ranks)
     out = _out(a, b, len(a) * context.num_ranks)
     context.ops.matmul_all_gather(out, a, b, bias)
     return out
@@ -43,7 +56,7 @@ def matmul_all_gather(a: Tensor, b: Tensor, bias: Tensor | None, ranks: str) -> 
 @custom_op("iris::matmul_reduce_scatter", mutates_args=())
 def matmul_reduce_scatter(a: Tensor, b: Tensor, bias: Tensor | None, ranks: str) -> Tensor:
     """This rank's rows of the sum of all ranks' ``a b``: ``(M, K)``, ``(K, N)`` → ``(M / W, N)``."""
-    context = find(ranks)[0]
+    context = _context(ranks)
     out = _out(a, b, len(a) // context.num_ranks)
     context.ops.matmul_reduce_scatter(out, a, b, bias)
     return out
@@ -52,7 +65,7 @@ def matmul_reduce_scatter(a: Tensor, b: Tensor, bias: Tensor | None, ranks: str)
 @custom_op("iris::matmul_all_reduce", mutates_args=())
 def matmul_all_reduce(a: Tensor, b: Tensor, bias: Tensor | None, ranks: str) -> Tensor:
     """The sum of all ranks' ``a b``: ``(M, K)``, ``(K, N)`` → ``(M, N)``."""
-    context = find(ranks)[0]
+    context = _context(ranks)
     out = _out(a, b, len(a))
     context.ops.matmul_all_reduce(out, a, b, bias)
     return out
@@ -60,10 +73,17 @@ def matmul_all_reduce(a: Tensor, b: Tensor, bias: Tensor | None, ranks: str) -> 
 
 @custom_op("iris::all_reduce_rms_norm", mutates_args=())
 def all_reduce_rms_norm(a: Tensor, weight: Tensor, residual: Tensor, eps: float, ranks: str) -> tuple[Tensor, Tensor]:
-    """``x``, the sum of all ranks' ``a`` plus ``residual``, normalised and as it is: ``[..., H]``, by ``[H]``."""
-    out, x = torch.empty_like(residual), residual.clone()
-    find(ranks)[0].ops.all_reduce_rms_norm(out, a, weight, eps, residual=x)
+    """``x``, the sum of all ranks' ``a`` plus ``residual``: normalised, in the dtype of ``a``, and as it is.
+
+    ``a``, ``residual``: ``[..., H]``; ``weight``: ``[H]``.
+    """
+    out, x = _rows_like(a), residual.clone(memory_format=torch.contiguous_format)
+    _context(ranks).ops.all_reduce_rms_norm(out, a, weight, eps, residual=x)
     return out, x
+
+
+def _rows_like(x: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 # What they return, for torch.compile ---------------------------------------------------------------------------------
@@ -72,9 +92,7 @@ all_gather_matmul.register_fake(lambda a, b, bias, ranks: _out(a, b, len(a) * si
 matmul_all_gather.register_fake(lambda a, b, bias, ranks: _out(a, b, len(a) * size_of(ranks)))
 matmul_reduce_scatter.register_fake(lambda a, b, bias, ranks: _out(a, b, len(a) // size_of(ranks)))
 matmul_all_reduce.register_fake(lambda a, b, bias, ranks: _out(a, b, len(a)))
-all_reduce_rms_norm.register_fake(
-    lambda a, weight, residual, eps, ranks: (torch.empty_like(residual), torch.empty_like(residual))
-)
+all_reduce_rms_norm.register_fake(lambda a, weight, residual, eps, ranks: (_rows_like(a), _rows_like(residual)))
 
 
 # Gradients -----------------------------------------------------------------------------------------------------------
@@ -119,7 +137,8 @@ def _matmul_all_reduce_back(ctx: Any, gradient: Tensor) -> tuple:
 
 
 def _keep_rows(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-    _, weight, _, ctx.eps, ctx.ranks = inputs
+    a, weight, _, ctx.eps, ctx.ranks = inputs
+    ctx.dtype = a.dtype
     ctx.save_for_backward(output[1], weight)
 
 
@@ -128,11 +147,10 @@ def _all_reduce_rms_norm_back(ctx: Any, of_out: Tensor, of_x: Tensor) -> tuple:
     shrink = torch.rsqrt(x.square().mean(-1, keepdim=True) + ctx.eps)
     of_rows = of_out.float() * weight
     to_x = shrink * (of_rows - x * shrink.square() * (of_rows * x).mean(-1, keepdim=True)) + of_x.float()
-    to_weight = (of_out.float() * x * shrink).flatten(0, -2).sum(0)
-    to_residual = to_x.to(of_x.dtype)
+    to_weight = (of_out.float() * x * shrink).reshape(-1, x.shape[-1]).sum(0)
     # A rank's input is in the sums of all ranks; its weight and residual are its own.
-    to_a = collectives.all_reduce(to_residual, ctx.ranks)
-    return to_a, to_weight.to(ctx.saved_tensors[1].dtype), to_residual, None, None
+    to_a = collectives.all_reduce(to_x.to(ctx.dtype), ctx.ranks)
+    return to_a, to_weight.to(ctx.saved_tensors[1].dtype), to_x.to(of_x.dtype), None, None
 
 
 all_gather_matmul.register_autograd(_all_gather_matmul_back, setup_context=_keep)

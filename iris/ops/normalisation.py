@@ -13,7 +13,7 @@ from iris.ccl.push import SLOTS
 from iris.ccl.select import choose_all_reduce
 from iris.ccl.sums import PUSHES, SHARE_OF_WORKSPACE
 from iris.errors import FirstUseInCaptureError, InvalidCollectiveError, WrongDeviceError
-from iris.language.target import threads_per_warp
+from iris.language.target import on_nvidia, threads_per_warp
 from iris.launch import addresses, prepare
 from iris.ops.all_reduce_rms_norm import one_shot_rms_norm, rms_norm, two_shot_rms_norm
 
@@ -24,6 +24,15 @@ SMALLEST_PIECE = 256
 MOST_COLUMNS = 32768
 MOST_WARPS = 8
 SIMULATED_PROGRAMS = 8
+# Registers of a thread, on NVIDIA: a multiprocessor of these has room for 16 warps (CUDA C++ Programming Guide,
+# "Compute Capabilities": 65536 registers). Programs wait for peers, so when a rank has begun a call on one stream and
+# another rank a call on another, there must be room for both: a launch has half of the warps; or a third, if the next
+# launch of its stream takes places before its turn.
+REGISTERS, WARPS, EARLY_WARPS = 128, 8, 5
+KEPT = 1024
+
+Launch = Callable[["Rows", float, int | None], None]
+"""Called with a call like the one it was made for, `eps` and the stream's handle."""
 
 
 class Rows(NamedTuple):
@@ -103,7 +112,7 @@ class AllReduceRmsNorm:
         self._context = context
         self._on_gpu = context.device.type == "cuda"
         self._used = False
-        self._launches: dict[tuple, Callable[[Rows, float, int | None], None]] = {}
+        self._launches: dict[tuple, Launch] = {}
 
     def __call__(self, call: Rows, eps: float) -> None:
         call.check(self._context.device)
@@ -117,44 +126,58 @@ class AllReduceRmsNorm:
         if capture is not None and not self._used:
             raise FirstUseInCaptureError("all_reduce_rms_norm()")
         self._used = True
-        key = (call.rows, *call.kind(), stream, capture)
+        # Numbers of rows share memory and launches up to the next power of two.
+        key = (power_of_two(call.rows), *call.kind(), stream, capture)
         if key not in self._launches:
-            self._launches[key] = self._prepare(call, eps, stream, capture is not None)
-        self._launches[key](call, eps, stream)
+            if len(self._launches) == KEPT:
+                self._launches.clear()
+            self._launches[key] = self._prepare(call, stream, capture is not None)
+        self._launches[key](call, float(eps), stream)
 
-    def _prepare(
-        self, call: Rows, eps: float, stream: int | None, capturing: bool
-    ) -> Callable[[Rows, float, int | None], None]:
+    def close(self) -> None:
+        """Forget all launches. The caller guarantees that no graph with them will be replayed."""
+        self._launches.clear()
+
+    def _prepare(self, call: Rows, stream: int | None, capturing: bool) -> Launch:
         """A function that enqueues calls like this one."""
-        comm = self._context.ccl.communicator()
-        most = 2 * comm.num_sms if self._on_gpu else SIMULATED_PROGRAMS
-        nbytes = call.input.nbytes
+        comm, room, itemsize = self._context.ccl.communicator(), power_of_two(call.rows), call.input.itemsize
+        threads = threads_per_warp()
+        # At least as many elements as a warp has threads: each polls one of its own (`iris.language.stamped`).
+        columns = max(threads, power_of_two(call.columns))
         variant = "one_shot"
         if comm.size > 1:
+            nbytes = room * call.columns * itemsize
             variant = choose_all_reduce(comm.table, nbytes, True, set(PUSHES), Config()).variant
-        columns, room = power_of_two(call.columns), power_of_two(call.rows)
-        itemsize, threads = call.input.itemsize, threads_per_warp()
+        pieces = 1
         if variant == "one_shot":
-            pieces = max(1, min(columns // SMALLEST_PIECE, most // call.rows))
-            pieces = 1 << (pieces.bit_length() - 1)
+            most = 2 * comm.num_sms if self._on_gpu else SIMULATED_PROGRAMS
+            while 2 * pieces * SMALLEST_PIECE <= columns and 2 * pieces * room <= most:
+                pieces *= 2
             polled = columns // pieces
-            kernel, units, region = one_shot_rms_norm, room * pieces, comm.size * polled
+            kernel, region = one_shot_rms_norm, comm.size * polled
         else:
             # Parts begin at multiples of 16 bytes.
-            pieces, part = 1, -(-call.columns // (8 * comm.size)) * 8
-            polled = power_of_two(part)
-            kernel, units, region = two_shot_rms_norm, room, 2 * comm.size * part
-        slot_bytes = SLOTS.value * units * region * itemsize
+            part = -(-call.columns // (8 * comm.size)) * 8
+            polled = max(threads, power_of_two(part))
+            kernel, region = two_shot_rms_norm, 2 * comm.size * part
+        units = room * pieces
+        slot_bytes = -(-SLOTS.value * units * region * itemsize // 16) * 16
         if variant not in PUSHES or slot_bytes > comm.workspace.size // SHARE_OF_WORKSPACE:
-            return self._behind_all_reduce(call, eps, most)
-        # Each thread polls an element at least (`iris.language.stamped`), and 16 bytes if there are as many.
-        warps = max(1, min(MOST_WARPS, polled * itemsize // (16 * threads)))
-        if kernel is one_shot_rms_norm:
-            shape = (pieces, polled, max(pieces, power_of_two(warps * threads)))
-        else:
-            shape = (columns, part, polled)
+            return self._behind_all_reduce(call)
+        # 16 bytes a thread of what is polled, or 32 of a row if each thread still polls an element.
+        share = polled * itemsize // 16 if variant == "one_shot" else min(columns * itemsize // 32, polled)
+        warps = max(1, min(MOST_WARPS, share // threads))
+        # Pieces of a row are under way together, so these programs are as many as there are pieces.
+        while pieces > 1 and warps > 1 and units * warps > WARPS * comm.num_sms and self._on_gpu:
+            warps //= 2
+        programs = min(units, WARPS * comm.num_sms // warps) if self._on_gpu else min(units, SIMULATED_PROGRAMS)
+        early = programs * warps <= EARLY_WARPS * comm.num_sms
+        lanes = max(pieces, power_of_two(warps * threads))
+        shape = (pieces, polled, lanes) if kernel is one_shot_rms_norm else (columns, part, polled)
+        constants = call.constants()
+        # By the constants too: of what programs tell each other, each call writes the words that it reads.
         channel = comm.workspace.channel(
-            f"all_reduce_rms_norm of {room} rows of {call.columns} {call.input.dtype} in {shape}",
+            f"all_reduce_rms_norm of {room} rows of {call.columns} {call.input.dtype} in {shape}, {constants}",
             stream, capturing, slot_bytes + 20 * units,
         )  # fmt: skip
         # The regions first, which are aligned then whatever their number; what programs of a row tell each other.
@@ -163,32 +186,31 @@ class AllReduceRmsNorm:
         epochs = channel[slot_bytes + 16 * units :].view(torch.int32)
         told = (partials,) if kernel is one_shot_rms_norm else ()
         front = (comm.workspace.context_tensor, epochs, *told, slots)
-        back = (comm.size, call.columns, *shape, *call.constants())
+        back = (comm.size, call.columns, *shape, early, *constants)
 
         def arguments(given: Rows, eps: float) -> tuple:
             out, input, weight, residual, scale, row_scales = given
             return (*front, input, residual, weight, out, scale, row_scales, given.rows, room, eps, *back)
 
-        launch = prepare(kernel, (min(call.rows * pieces, most), 1, 1), *arguments(call, eps), num_warps=warps)
+        options = {"maxnreg": REGISTERS} if on_nvidia() else {}
+        launch = prepare(kernel, (programs, 1, 1), *arguments(call, 0.5), num_warps=warps, **options)
         return lambda given, eps, stream: launch(stream, addresses(arguments(given, eps)))
 
-    def _behind_all_reduce(
-        self, call: Rows, eps: float, most: int
-    ) -> Callable[[Rows, float, int | None], None]:  # fmt: skip
+    def _behind_all_reduce(self, call: Rows) -> Launch:
         """Of many rows: the sums, and a kernel that normalises them."""
-        columns = power_of_two(call.columns)
-        constants = (call.columns, columns, *call.constants())
+        columns, constants = power_of_two(call.columns), call.constants()
 
         def arguments(given: Rows, total: torch.Tensor, eps: float) -> tuple:
             out, _, weight, residual, scale, row_scales = given
-            return (total, residual, weight, out, scale, row_scales, given.rows, eps, *constants)
+            return (total, residual, weight, out, scale, row_scales, given.rows, eps, call.columns, columns, *constants)
 
         def room(given: Rows) -> torch.Tensor:
             return given.out if given.out.dtype == given.input.dtype else torch.empty_like(given.input)
 
+        most = 2 * self._context.get_cu_count() if self._on_gpu else SIMULATED_PROGRAMS
         warps = max(1, min(MOST_WARPS, columns * call.input.itemsize // (16 * threads_per_warp())))
-        grid = (min(call.rows, most), 1, 1)
-        launch = prepare(rms_norm, grid, *arguments(call, room(call), eps), num_warps=warps)
+        grid = (min(power_of_two(call.rows), most), 1, 1)
+        launch = prepare(rms_norm, grid, *arguments(call, room(call), 0.5), num_warps=warps)
 
         def enqueue(given: Rows, eps: float, stream: int | None) -> None:
             total = room(given)

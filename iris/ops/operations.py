@@ -228,6 +228,7 @@ class Operations:
         self._launches.clear()
         self._copies.clear()
         self._senders.clear()
+        self._all_reduce_rms_norm.close()
 
     # What they share -------------------------------------------------------------------------------------------------
 

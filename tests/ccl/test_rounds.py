@@ -4,7 +4,6 @@ Every round has other data, so what is left of an earlier one shows. Sizes, dtyp
 the collectives themselves change from call to call; ranks sleep now and then, each at other times.
 """
 
-import contextlib
 import itertools
 import random
 import time
@@ -12,7 +11,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from triton.runtime.interpreter import InterpreterBuilder
+from hesitation import hesitant
 
 from ccl.calls import EVERYTHING, LAYOUTS, MOVES, PLACES, SUMS, Arena, Case, chosen, mainly, perform
 from iris.ccl import Config, ReduceOp, one_hop
@@ -66,32 +65,6 @@ def dawdle(ctx, generator):
         time.sleep(generator.choice([0.0005, 0.002, 0.01]))
     if ctx.device.type == "cuda" and generator.random() < 0.2:
         torch.cuda._sleep(generator.randrange(1_000_000))
-
-
-@contextlib.contextmanager
-def hesitant(ctx, generator):
-    """Programs stop now and then before an access to memory, while other ranks go on; in the simulator, which can."""
-    if ctx.device.type == "cuda":
-        yield
-        return
-    names = ["create_masked_load", "create_masked_store"]
-    plain = {name: getattr(InterpreterBuilder, name) for name in names}
-
-    def hesitating(access):
-        def wait_and_access(*args, **kwargs):
-            if generator.random() < 0.03:
-                time.sleep(0.002)
-            return access(*args, **kwargs)
-
-        return wait_and_access
-
-    for name in names:
-        setattr(InterpreterBuilder, name, hesitating(plain[name]))
-    try:
-        yield
-    finally:
-        for name in names:
-            setattr(InterpreterBuilder, name, plain[name])
 
 
 def sequence(ctx, collectives, seed, rounds, configs=CONFIGS):

@@ -1,21 +1,27 @@
 """all_reduce_rms_norm: residual, RMSNorm and fp8 in the all-reduce's pass, against float64."""
 
 import contextlib
+import time
 
 import pytest
 import torch
+import torch.distributed as dist
 from covering import EVERYTHING, covering
 
 from iris.ccl import functional as collectives
-from iris.errors import InvalidCollectiveError
+from iris.errors import InvalidCollectiveError, InvalidGroupError
 from iris.ops import functional
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 EPS = 1e-5
-# By the all-reduce's variant: rows and columns. Rows that several programs share, and more rows than programs; rows
-# whose last part is shorter; and what is left to an all-reduce and a kernel behind it.
-SHAPES = [("one_shot", (2, 3000)), ("one_shot", (70, 24)), ("two_shot_push", (7, 1111)), ("two_shot", (9, 777))]
+# By the all-reduce's variant: rows and columns. Rows that several programs share, and more rows than programs, as short
+# as can be; rows whose last part is shorter, and more of them than programs; and what is left to an all-reduce and a
+# kernel behind it.
+SHAPES = [
+    ("one_shot", (2, 3000)), ("one_shot", (70, 1)), ("two_shot_push", (7, 1111)), ("two_shot_push", (21, 200)),
+    ("two_shot", (9, 777)),
+]  # fmt: skip
 CASES = [
     (*shape, dtype, out or dtype, scaling, adds)
     for shape, dtype, (out, scaling), adds in covering(
@@ -118,8 +124,35 @@ def test_bits_are_the_same_on_all_ranks(ranks):
     ranks.run(same_bits)
 
 
+def one_after_the_other(ctx, rounds):
+    """Calls with other options, numbers of rows and epsilons, with no meeting of the hosts; some ranks are late."""
+    columns, weight = 1000, torch.ones(1000, dtype=BF16, device=ctx.device)
+    wanted = []
+    for call in range(rounds):
+        shape = ((1, 2, 3)[call % 3], columns)
+        everyone = [data(1000 * call + rank, shape, BF16) for rank in range(ctx.num_ranks)]
+        by_row, eps = call % 4 == 0, (1, 1e-5)[call % 2]
+        out = torch.empty(shape, dtype=E4M3 if by_row else BF16, device=ctx.device)
+        row_scales = torch.empty(shape[0], device=ctx.device) if by_row else None
+        if call % ctx.num_ranks == ctx.cur_rank:
+            time.sleep(0.01)
+        given = everyone[ctx.cur_rank].to(ctx.device)
+        ctx.ops.all_reduce_rms_norm(out, given, weight, eps, row_scales=row_scales)
+        x = sum(each.float() for each in everyone).to(BF16).double()
+        wanted.append((x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps), out, row_scales))
+    for exact, out, row_scales in wanted:
+        factor = 1 if row_scales is None else row_scales.cpu().double()[:, None]
+        rtol, atol = tolerance(out.dtype, float(torch.as_tensor(factor).max()))
+        torch.testing.assert_close(out.cpu().double() * factor, exact, rtol=rtol, atol=atol)
+
+
+@pytest.mark.ranks(1, 2, 3) if EVERYTHING else pytest.mark.ranks(2)
+def test_calls_of_other_kinds_behind_each_other(ranks):
+    ranks.run(one_after_the_other, 40 if EVERYTHING else 14)
+
+
 def not_numbers(ctx):
-    """A NaN or an infinity of one rank is in that row of all ranks, and in no other."""
+    """A NaN or an infinity of one rank is in that row of all ranks, and in no other; in fp8 too."""
     given = torch.ones(3, 300, dtype=BF16, device=ctx.device)
     if ctx.cur_rank == ctx.num_ranks - 1:
         given[0, 7], given[2, 299] = torch.nan, torch.inf
@@ -127,8 +160,16 @@ def not_numbers(ctx):
         out = torch.empty_like(given)
         with by(ctx, variant):
             ctx.ops.all_reduce_rms_norm(out, given, torch.ones(300, dtype=BF16, device=ctx.device))
+            narrow = torch.empty(given.shape, dtype=E4M3, device=ctx.device)
+            ctx.ops.all_reduce_rms_norm(narrow, given, torch.ones(300, dtype=BF16, device=ctx.device))
+            scaled, scales = torch.empty_like(narrow), torch.empty(3, device=ctx.device)
+            ctx.ops.all_reduce_rms_norm(
+                scaled, given, torch.ones(300, dtype=BF16, device=ctx.device), row_scales=scales
+            )
         assert out[0].isnan().all() and out[2, 299].isnan() and (out[2, :299] == 0).all()
         torch.testing.assert_close(out[1], torch.ones_like(out[1]))
+        assert narrow.float()[0].isnan().all() and narrow.float()[2, 299].isnan() and (narrow.float()[1] == 1).all()
+        assert scaled.float()[[0, 2]].isnan().all() and scales[[0, 2]].isnan().all() and (scaled.float()[1] > 1).all()
 
 
 def test_what_is_not_a_number(ranks):
@@ -161,6 +202,33 @@ def test_gradients(ranks):
     ranks.run(gradients)
 
 
+def forms(ctx):
+    """One row, a residual that lies otherwise in memory, and traced by torch.compile."""
+    ranks = collectives.name_of(ctx)
+    weight = torch.rand(12, device=ctx.device)
+    for shape in ((12,), (5, 12)):
+        given = data(ctx.cur_rank, shape, BF16).to(ctx.device).requires_grad_()
+        residual = (
+            torch.rand(shape[::-1], device=ctx.device).t() if len(shape) > 1 else torch.rand(12, device=ctx.device)
+        )
+        total = sum(data(rank, shape, BF16).float() for rank in range(ctx.num_ranks)).to(BF16).float().to(ctx.device)
+        wanted = torch.nn.functional.rms_norm(total + residual, (12,), weight, EPS).to(BF16)
+
+        def norm(given, residual):
+            return functional.all_reduce_rms_norm(given, weight, residual, EPS, ranks)
+
+        for call in (norm, torch.compile(norm, backend="aot_eager", fullgraph=True)):
+            out, x = call(given, residual)
+            torch.testing.assert_close(out, wanted)
+            torch.testing.assert_close(x, total + residual)
+            out.float().sum().backward()
+            assert given.grad.shape == shape
+
+
+def test_forms(ranks):
+    ranks.run(forms)
+
+
 def misuse(ctx):
     x, weight = torch.ones(4, 16, dtype=BF16, device=ctx.device), torch.ones(16, dtype=BF16, device=ctx.device)
     scales = torch.ones(4, device=ctx.device)
@@ -178,6 +246,10 @@ def misuse(ctx):
     for text, args, options in wrong:
         with pytest.raises(InvalidCollectiveError, match=text):
             ctx.ops.all_reduce_rms_norm(*args, **options)
+    # Names of groups are kept by their group.
+    group = dist.new_group([ctx.cur_rank], use_local_synchronization=True)
+    with pytest.raises(InvalidGroupError, match="among all ranks"):
+        functional.all_reduce_rms_norm(x, weight, x, EPS, collectives.name_of(ctx, group))
 
 
 def test_misuse(ranks):
