@@ -22,14 +22,7 @@ import triton.language as tl
 
 import iris
 from iris import DeviceContext
-
-
-@triton.jit
-def _place(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
-    """Row and column of a tile: by columns within GROUP_M rows of tiles, so that neighbours share A and B in the L2."""
-    first = tile // (GROUP_M * tiles_n) * GROUP_M
-    height = tl.minimum(tiles_m - first, GROUP_M)
-    return first + tile % (GROUP_M * tiles_n) % height, tile % (GROUP_M * tiles_n) // height
+from iris.ops.gemm import product, triton_place
 
 
 @triton.jit
@@ -49,29 +42,19 @@ def gemm_all_reduce(
     tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
 
     for tile in range(program, tiles_m * tiles_n, programs):
-        pid_m, pid_n = _place(tile, tiles_m, tiles_n, GROUP_M)
+        pid_m, pid_n = triton_place(tile, tiles_m, tiles_n, GROUP_M)
         rows = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
         columns = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
-        inside_m, inside_n = (rows < M)[:, None], (columns < N)[None, :]
-        k = tl.arange(0, BLOCK_K)
-        x = a + (rows.to(tl.int64)[:, None] * stride_am + k[None, :] * stride_ak)
-        y = b + (k[:, None] * stride_bk + columns.to(tl.int64)[None, :] * stride_bn)
-        product = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-        for begin in range(0, K, BLOCK_K):
-            here = k < K - begin
-            left = tl.load(x, mask=inside_m & here[None, :], other=0)
-            right = tl.load(y, mask=here[:, None] & inside_n, other=0)
-            product = tl.dot(left, right, product, input_precision="ieee")
-            x += BLOCK_K * stride_ak
-            y += BLOCK_K * stride_bk
-
-        iris.x.all_reduce_atomic(iris.x.Tile(pid_m, pid_n, BLOCK_M, BLOCK_N, product), now, ctx)
+        total = product(
+            a, b, rows, columns, M, N, K, stride_am, stride_ak, stride_bk, stride_bn, BLOCK_K, "", "", False
+        )
+        iris.x.all_reduce_atomic(iris.x.Tile(pid_m, pid_n, BLOCK_M, BLOCK_N, total), now, ctx)
         for distance in range(1, W + 1):
             ctx.signal(arrived + tile, 1, (ctx.cur_rank + distance) % W, op="add")
 
     for tile in range(program, tiles_m * tiles_n, programs):
         ctx.wait(arrived + tile, epoch * W, cmp="reached")
-        pid_m, pid_n = _place(tile, tiles_m, tiles_n, GROUP_M)
+        pid_m, pid_n = triton_place(tile, tiles_m, tiles_n, GROUP_M)
         rows = (pid_m * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
         columns = (pid_n * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
         mask = (rows < M) & (columns < N)

@@ -17,6 +17,7 @@ import triton.language as tl
 
 import iris
 from iris import DeviceContext
+from iris.ops.gemm import product, triton_place
 
 
 @triton.jit
@@ -32,25 +33,10 @@ def gemm_all_reduce(
     tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     # The same order on every rank: nobody waits for a tile that its peer computes behind one that waits for it.
     for tile in range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0)):
-        # By columns within GROUP_M rows of tiles: what is computed at one time shares A and B in the L2.
-        in_group = tile % (GROUP_M * tiles_n)
-        first = tile // (GROUP_M * tiles_n) * GROUP_M
-        height = tl.minimum(tiles_m - first, GROUP_M)
-        pid_m, pid_n = first + in_group % height, in_group // height
+        pid_m, pid_n = triton_place(tile, tiles_m, tiles_n, GROUP_M)
         rows = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
         columns = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
-        inside_m, inside_n = (rows < M)[:, None], (columns < N)[None, :]
-
-        k = tl.arange(0, BLOCK_K)
-        x = a + (rows.to(tl.int64)[:, None] * stride_am + k[None, :] * stride_ak)
-        y = b + (k[:, None] * stride_bk + columns.to(tl.int64)[None, :] * stride_bn)
-        product = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-        for begin in range(0, K, BLOCK_K):
-            here = k < K - begin
-            left = tl.load(x, mask=inside_m & here[None, :], other=0)
-            right = tl.load(y, mask=here[:, None] & inside_n, other=0)
-            product = tl.dot(left, right, product, input_precision="ieee")
-            x += BLOCK_K * stride_ak
-            y += BLOCK_K * stride_bk
-
-        iris.x.all_reduce_one_shot(iris.x.Tile(pid_m, pid_n, BLOCK_M, BLOCK_N, product), parts, result, flags, ctx)
+        total = product(
+            a, b, rows, columns, M, N, K, stride_am, stride_ak, stride_bk, stride_bn, BLOCK_K, "", "", False
+        )
+        iris.x.all_reduce_one_shot(iris.x.Tile(pid_m, pid_n, BLOCK_M, BLOCK_N, total), parts, result, flags, ctx)

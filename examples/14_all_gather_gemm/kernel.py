@@ -23,26 +23,7 @@ import triton
 import triton.language as tl
 
 from iris import DeviceContext
-
-
-@triton.jit
-def _product(
-    x, y, rows, columns, m, N, K, stride_am, stride_ak, stride_bk, stride_bn, BLOCK_K: tl.constexpr
-):  # fmt: skip
-    """Some rows of ``x`` below m times columns of ``y`` below N, in float32."""
-    k = tl.arange(0, BLOCK_K)
-    x += rows.to(tl.int64)[:, None] * stride_am + k[None, :] * stride_ak
-    y += k[:, None] * stride_bk + columns.to(tl.int64)[None, :] * stride_bn
-    inside_m, inside_n = (rows < m)[:, None], (columns < N)[None, :]
-    total = tl.zeros((rows.shape[0], columns.shape[0]), dtype=tl.float32)
-    for begin in range(0, K, BLOCK_K):
-        here = k < K - begin
-        left = tl.load(x, mask=inside_m & here[None, :], other=0)
-        right = tl.load(y, mask=here[:, None] & inside_n, other=0)
-        total = tl.dot(left, right, total, input_precision="ieee")
-        x += BLOCK_K * stride_ak
-        y += BLOCK_K * stride_bk
-    return total
+from iris.ops.gemm import product
 
 
 @triton.jit
@@ -59,9 +40,10 @@ def pull(
         owner = (ctx.cur_rank + line // slabs) % W
         rows = line % slabs * BLOCK_M + tl.arange(0, BLOCK_M)
         columns = tile % tiles_n * BLOCK_N + tl.arange(0, BLOCK_N)
-        total = _product(
-            ctx.translate(a, owner), b, rows, columns, m, N, K, stride_am, stride_ak, stride_bk, stride_bn, BLOCK_K
-        )
+        total = product(
+            ctx.translate(a, owner), b, rows, columns, m, N, K, stride_am, stride_ak, stride_bk, stride_bn,
+            BLOCK_K, "", "", False,
+        )  # fmt: skip
         mask = (rows < m)[:, None] & (columns < N)[None, :]
         at = (owner * m + rows).to(tl.int64)[:, None] * stride_cm + columns.to(tl.int64)[None, :] * stride_cn
         tl.store(c + at, total.to(c.dtype.element_ty), mask=mask)
@@ -103,8 +85,9 @@ def push(
                 ctx.wait(arrived + owner * slabs + slab, epoch * SENDERS, cmp="reached")
             rows = slab * BLOCK_M + tl.arange(0, BLOCK_M)
             columns = tile % tiles_n * BLOCK_N + tl.arange(0, BLOCK_N)
-            total = _product(
-                gathered + owner * size, b, rows, columns, m, N, K, K, 1, stride_bk, stride_bn, BLOCK_K
+            total = product(
+                gathered + owner * size, b, rows, columns, m, N, K, K, 1, stride_bk, stride_bn,
+                BLOCK_K, "", "", False,
             )  # fmt: skip
             mask = (rows < m)[:, None] & (columns < N)[None, :]
             at = (owner * m + rows).to(tl.int64)[:, None] * stride_cm + columns.to(tl.int64)[None, :] * stride_cn
