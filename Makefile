@@ -19,7 +19,7 @@ test: setup setup-oldest lint   ## the covering sample: simulator, compile check
 	$(MAKE) --jobs 2 --output-sync=target --no-print-directory test-simulator test-compiled
 
 # Two lanes, which take about as long as each other on two cores.
-IN_OTHER_LANE := language ops simulator x
+IN_OTHER_LANE := language ops simulator x test_example_folders.py
 
 test-simulator:
 	$(RUN) -m pytest -q tests $(addprefix --ignore tests/,codegen $(IN_OTHER_LANE))
