@@ -95,10 +95,15 @@ def share(total: int, ctx: iris.Iris, what: str) -> int:
     return total // ctx.num_ranks
 
 
-def microseconds(ctx: iris.Iris, call: Callable[[], object]) -> float:
-    """Of one call on the slowest rank: the median of graph replays on GPUs, one timed call in the simulator."""
+def microseconds(ctx: iris.Iris, call: Callable[[], object], eager: bool = False) -> float:
+    """Of one call on the slowest rank: the median of graph replays on GPUs, one timed call in the simulator.
+
+    ``eager``: of calls as the host enqueues them, for what no graph can capture.
+    """
     if SIMULATED:
         mine = 1e3 * iris.do_bench(call, ctx.barrier, n_warmup=0, n_repeat=1)
+    elif eager:
+        mine = 1e3 * iris.do_bench(call, ctx.barrier, n_warmup=10, n_repeat=30, return_mode="median")
     else:
         call()
         ctx.barrier()
@@ -107,12 +112,12 @@ def microseconds(ctx: iris.Iris, call: Callable[[], object]) -> float:
     return max(ctx.broadcast(mine, rank) for rank in range(ctx.num_ranks))
 
 
-def report(ctx: iris.Iris, title: str, calls: dict[str, Callable[[], object]]) -> dict[str, float]:
+def report(ctx: iris.Iris, title: str, calls: dict[str, Callable[[], object]], eager: bool = False) -> dict[str, float]:
     """Time each call in turn, all in one run, and print a table; the first is what others are compared with."""
     # Nothing may be used for the first time in a graph, the communicators of NCCL neither.
     dist.barrier()
     ctx.device_barrier()
-    times = {name: microseconds(ctx, call) for name, call in calls.items()}
+    times = {name: microseconds(ctx, call, eager) for name, call in calls.items()}
     if ctx.get_rank() == 0:
         table = Table("", "µs", "of the first's time", title=title)
         first = next(iter(times.values()))

@@ -17,7 +17,7 @@ from hesitation import hesitant
 EXAMPLES = Path(__file__).parent.parent / "examples"
 sys.path.append(str(EXAMPLES))
 
-from workload import SIMULATED, Workload  # noqa: E402
+from workload import SIMULATED, Workload, check  # noqa: E402
 
 # m, n and k, which are no whole number of tiles.
 SIZES = {
@@ -91,6 +91,24 @@ def run_gradients(ctx):
 @pytest.mark.ranks(3)
 def test_gradients(ranks):
     ranks.run(run_gradients)
+
+
+def without_a_product(ctx):
+    """An example whose operation does nothing, and results that are wrong in one place."""
+    compare = importlib.import_module("gemm_all_scatter").compare
+    with pytest.raises(AssertionError, match=f"Wrong data on rank {ctx.get_rank()} in round 0"):
+        compare(ctx, Workload(40, 24, 16, BF16), "nothing", lambda *_: None)
+    exact = torch.arange(1.0, 101, dtype=torch.float64)
+    for wrong in (-exact[50], torch.nan, torch.inf):
+        result = exact.to(FP32)
+        check(result, exact, exact.to(FP32), "a right result")
+        result[50] = wrong
+        with pytest.raises(AssertionError, match="Wrong data on one element"):
+            check(result, exact, exact.to(FP32), "one element")
+
+
+def test_wrong_data_are_noticed(ranks):
+    ranks.run(without_a_product)
 
 
 def test_every_folder_is_tested():

@@ -22,7 +22,10 @@ import triton.language as tl
 
 import iris
 from iris import DeviceContext
+from iris.language.ordering import triton_ordering
 from iris.ops.gemm import product, triton_place
+
+keep = triton_ordering.keep
 
 
 @triton.jit
@@ -61,4 +64,4 @@ def gemm_all_reduce(
         total = tl.load(now.at(rows, columns), mask=mask)
         tl.store(result.at(rows, columns), total.to(c.dtype.element_ty), mask=mask)
         tl.store(later.at(rows, columns), tl.zeros_like(total), mask=mask)
-    tl.store(epochs + program, epoch)
+    keep(epochs + program, epoch)

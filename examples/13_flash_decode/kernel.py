@@ -20,6 +20,9 @@ import triton
 import triton.language as tl
 
 from iris import DeviceContext
+from iris.language.ordering import triton_ordering
+
+keep = triton_ordering.keep
 
 # A partial result is a row: the mean, then the logarithm. So many words more than the mean has keep rows aligned.
 PAD = tl.constexpr(4)
@@ -147,9 +150,7 @@ def flash_decode(
         # Every second call counts here, and this is number (epoch + 1) // 2 of them.
         ctx.wait(arrived + pair, (epoch + 1) // 2 * W, cmp="ge")
         _combine_ranks(gathered, out, pair, pairs, W, GROUP, DIM)
-    # A warp that comes late to the load of the epoch must not find the new one.
-    tl.debug_barrier()
-    tl.store(epochs + program, epoch)
+    keep(epochs + program, epoch)
 
 
 @triton.jit(do_not_specialize=["pairs"])
@@ -168,8 +169,7 @@ def flash_decode_share(
             first = partial + pair * CHUNKS * GROUP * (DIM + PAD)
             results, logs = _combine(first, GROUP * (DIM + PAD), CHUNKS, GROUP, DIM)
             _store_rows(share + pair * GROUP * (DIM + PAD), results, logs, GROUP, DIM)
-    tl.debug_barrier()
-    tl.store(epochs + program, epoch)
+    keep(epochs + program, epoch)
 
 
 @triton.jit(do_not_specialize=["pairs"])

@@ -23,7 +23,10 @@ import triton
 import triton.language as tl
 
 from iris import DeviceContext
+from iris.language.ordering import triton_ordering
 from iris.ops.gemm import product
+
+keep = triton_ordering.keep
 
 
 @triton.jit
@@ -92,4 +95,4 @@ def push(
             mask = (rows < m)[:, None] & (columns < N)[None, :]
             at = (owner * m + rows).to(tl.int64)[:, None] * stride_cm + columns.to(tl.int64)[None, :] * stride_cn
             tl.store(c + at, total.to(c.dtype.element_ty), mask=mask)
-    tl.store(epochs + program, epoch)
+    keep(epochs + program, epoch)

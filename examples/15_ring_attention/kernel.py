@@ -24,6 +24,9 @@ import triton
 import triton.language as tl
 
 from iris import DeviceContext
+from iris.language.ordering import triton_ordering
+
+keep = triton_ordering.keep
 
 
 @triton.jit
@@ -198,9 +201,7 @@ def ring_attention(
         if W > 1:
             ctx.signal(freed + slot, 1, left, op="add")
         task = (ctx.atomic_add(tickets, 1, rank, sem="relaxed", scope="gpu") - drawn).to(tl.int32)
-    # A warp that comes late to the load of the epoch must not find the new one.
-    tl.debug_barrier()
-    tl.store(epochs + program, epoch)
+    keep(epochs + program, epoch)
 
 
 @triton.jit

@@ -8,7 +8,6 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from eager import report_eager  # noqa: E402
 from workload import Workload, check, command, random, report, share, validated  # noqa: E402
 from wrapper import ExpertParallel, multiply  # noqa: E402
 
@@ -132,7 +131,7 @@ def main(ctx: iris.Iris, workload: Workload) -> None:
         report(ctx, f"Dispatch and combine, as a graph: {sizes}", calls)
         # The vendor's cannot be captured.
         calls = {"Iris": call, "the same with torch.distributed": lambda: vendors(x, experts, gates, weights)}
-        report_eager(ctx, f"Dispatch and combine, call by call: {sizes}", calls)
+        report(ctx, f"Dispatch and combine, call by call: {sizes}", calls, eager=True)
 
 
 def room(workload: Workload, num_ranks: int) -> int:

@@ -12,7 +12,10 @@ import triton
 import triton.language as tl
 
 from iris import DeviceContext
+from iris.language.ordering import triton_ordering
 from iris.ops.gemm import product, triton_place
+
+keep = triton_ordering.keep
 
 
 # A number of tokens may be 1, and is no constant then.
@@ -98,7 +101,7 @@ def dispatch(
         for j in tl.static_range(TOP):
             tl.store(rows + token * TOP + j, places[j], mask=here)
     # Every warp has read it long before: the waits are barriers of the block.
-    tl.store(epochs + program, epoch)
+    keep(epochs + program, epoch)
 
 
 @triton.jit

@@ -12,7 +12,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from eager import report_eager  # noqa: E402
 from workload import Workload, check, command, random, report, share, validated  # noqa: E402
 from wrapper import TensorParallelMLP  # noqa: E402
 
@@ -116,12 +115,12 @@ def main(ctx: iris.Iris, workload: Workload) -> None:
         }
         report(ctx, f"Tensor-parallel MLP, as a graph: {sizes}", calls)
         calls = {"Iris": lambda: forward(mlp), "torch.distributed.tensor.parallel": lambda: forward(theirs)}
-        report_eager(ctx, f"Forward, call by call: {sizes}", calls)
+        report(ctx, f"Forward, call by call: {sizes}", calls, eager=True)
         calls = {
             "Iris": lambda: step(mlp, x, weights, dy),
             "torch.distributed.tensor.parallel": lambda: step(theirs, x, their_weights, dy),
         }
-        report_eager(ctx, f"Forward and backward, call by call: {sizes}", calls)
+        report(ctx, f"Forward and backward, call by call: {sizes}", calls, eager=True)
 
 
 def room(workload: Workload, num_ranks: int) -> int:

@@ -39,8 +39,6 @@ SHAPES = [
 # From the rows of a decoding step to those of a long prompt.
 SWEEP = [(1 << i, 8192, 8192) for i in range(4, 15)]
 NORM_SHAPES = [(rows, columns, 0) for columns in (4096, 8192) for rows in (1, 2, 4, 8, 16, 32, 64, 128, 256)]
-
-
 EPS = 1e-6
 
 

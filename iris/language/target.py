@@ -51,8 +51,8 @@ def launches_early():
     return backend() == "cuda" and driver.active.get_current_target().arch >= 90
 
 
-def on_hopper():
-    """Asked on the host alone."""
+def architecture():
+    """90 on Hopper, "gfx942" on CDNA3. Asked on the host, and not in the simulator."""
     from triton.runtime import driver
 
-    return backend() == "cuda" and driver.active.get_current_target().arch == 90
+    return driver.active.get_current_target().arch

@@ -12,6 +12,21 @@ NARROW = (torch.float8_e4m3fn, torch.float8_e5m2)
 WIDE = (torch.float16, torch.bfloat16, torch.float32)
 
 
+def check_devices(name: str, given: dict[str, torch.Tensor], device: torch.device) -> None:
+    """Raise unless these are tensors on ``device``, by their roles."""
+    for role, tensor in given.items():
+        check_tensor(name, tensor)
+        if tensor.device != device:
+            raise WrongDeviceError(
+                f"{role} of {name}() is on {tensor.device}, and this context works on {device}. Move it there first."
+            )
+
+
+def told(given: dict[str, torch.Tensor]) -> str:
+    """What an error says of the tensors."""
+    return ", ".join(f"{role} {list(tensor.shape)} {tensor.dtype}" for role, tensor in given.items())
+
+
 class Call(NamedTuple):
     """``a``: ``[M, K]``, this rank's; ``b``: ``[K, N]``."""
 
@@ -47,17 +62,10 @@ class Call(NamedTuple):
         given = {"out": self.out, "A": self.a, "B": self.b}
         may_be_given = {"bias": self.bias, "scale_a": self.scale_a, "scale_b": self.scale_b}
         given |= {role: tensor for role, tensor in may_be_given.items() if tensor is not None}
-        for role, tensor in given.items():
-            check_tensor(self.name, tensor)
-            if tensor.device != device:
-                raise WrongDeviceError(
-                    f"{role} of {self.name}() is on {tensor.device}, and this context works on {device}. Move it there "
-                    "first."
-                )
+        check_devices(self.name, given, device)
         problem = self._problem(size)
         if problem:
-            told = ", ".join(f"{role} {list(tensor.shape)} {tensor.dtype}" for role, tensor in given.items())
-            raise InvalidCollectiveError(f"{self.name}() of {size} ranks with {told}: {problem}.")
+            raise InvalidCollectiveError(f"{self.name}() of {size} ranks with {told(given)}: {problem}.")
 
     def _problem(self, size: int) -> str | None:
         """What is wrong, in words."""

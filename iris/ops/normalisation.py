@@ -7,15 +7,15 @@ import torch
 
 from iris.capture import capture_id
 from iris.ccl import Config
-from iris.ccl.checks import check_tensor
-from iris.ccl.communicator import power_of_two
+from iris.ccl.communicator import KEPT, SIMULATED_PROGRAMS, power_of_two
 from iris.ccl.push import SLOTS
 from iris.ccl.select import choose_all_reduce
 from iris.ccl.sums import PUSHES, SHARE_OF_WORKSPACE
-from iris.errors import FirstUseInCaptureError, InvalidCollectiveError, WrongDeviceError
+from iris.errors import FirstUseInCaptureError, InvalidCollectiveError
 from iris.language.target import on_nvidia, threads_per_warp
 from iris.launch import addresses, prepare
 from iris.ops.all_reduce_rms_norm import one_shot_rms_norm, rms_norm, two_shot_rms_norm
+from iris.ops.call import check_devices, told
 
 SUMMED = (torch.float16, torch.bfloat16, torch.float32)
 NARROW = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
@@ -23,13 +23,11 @@ NARROW = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.f
 SMALLEST_PIECE = 256
 MOST_COLUMNS = 32768
 MOST_WARPS = 8
-SIMULATED_PROGRAMS = 8
 # Registers of a thread, on NVIDIA: a multiprocessor of these has room for 16 warps (CUDA C++ Programming Guide,
 # "Compute Capabilities": 65536 registers). Programs wait for peers, so when a rank has begun a call on one stream and
 # another rank a call on another, there must be room for both: a launch has half of the warps; or a third, if the next
 # launch of its stream takes places before its turn.
 REGISTERS, WARPS, EARLY_WARPS = 128, 8, 5
-KEPT = 1024
 
 Launch = Callable[["Rows", float, int | None], None]
 """Called with a call like the one it was made for, `eps` and the stream's handle."""
@@ -56,17 +54,10 @@ class Rows(NamedTuple):
     def check(self, device: torch.device) -> None:
         """Raise unless this can be computed on ``device``."""
         given = {role: tensor for role, tensor in self._asdict().items() if tensor is not None}
-        for role, tensor in given.items():
-            check_tensor("all_reduce_rms_norm", tensor)
-            if tensor.device != device:
-                raise WrongDeviceError(
-                    f"{role} of all_reduce_rms_norm() is on {tensor.device}, and this context works on {device}. Move "
-                    "it there first."
-                )
+        check_devices("all_reduce_rms_norm", given, device)
         problem = self._problem()
         if problem:
-            told = ", ".join(f"{role} {list(tensor.shape)} {tensor.dtype}" for role, tensor in given.items())
-            raise InvalidCollectiveError(f"all_reduce_rms_norm() with {told}: {problem}.")
+            raise InvalidCollectiveError(f"all_reduce_rms_norm() with {told(given)}: {problem}.")
 
     def _problem(self) -> str | None:
         """What is wrong, in words."""
@@ -184,8 +175,7 @@ class AllReduceRmsNorm:
         slots = channel[:slot_bytes].view({2: torch.int16, 4: torch.int32}[itemsize])
         partials = channel[slot_bytes : slot_bytes + 16 * units].view(torch.int64)
         epochs = channel[slot_bytes + 16 * units :].view(torch.int32)
-        told = (partials,) if kernel is one_shot_rms_norm else ()
-        front = (comm.workspace.context_tensor, epochs, *told, slots)
+        front = (comm.workspace.context_tensor, epochs, *((partials,) if kernel is one_shot_rms_norm else ()), slots)
         back = (comm.size, call.columns, *shape, early, *constants)
 
         def arguments(given: Rows, eps: float) -> tuple:

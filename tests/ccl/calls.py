@@ -2,18 +2,17 @@
 
 import contextlib
 import hashlib
-import os
 import random
 from dataclasses import dataclass, field
 
 import pytest
 import torch
+from covering import EVERYTHING
 from patterns import assert_same_bits, pattern
 
 from iris.ccl import Config, ReduceOp
 from iris.ccl.select import Choice
 
-EVERYTHING = os.environ.get("IRIS_TEST_ALL") == "1"
 RANKS = (1, 2, 3, 4, 5, 8)
 
 MOVES = ["all_gather", "all_to_all", "all_to_all_v", "broadcast", "gather", "scatter", "send"]

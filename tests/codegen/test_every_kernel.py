@@ -1,13 +1,13 @@
 """Every kernel of the repository compiles for every target, with wide accesses and ordered releases."""
 
 import importlib
-import os
 import re
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from covering import EVERYTHING
 from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.runtime.jit import JITFunction
 
@@ -18,7 +18,6 @@ from iris.ccl.one_hop import gluon_one_hop, triton_one_hop
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
-EVERYTHING = os.environ.get("IRIS_TEST_ALL") == "1"
 # Where kernels are defined, and the folder from which the file imports its neighbours.
 FILES = [
     *(ROOT / "iris").rglob("*.py"),

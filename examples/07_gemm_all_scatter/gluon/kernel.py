@@ -29,17 +29,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from iris.gluon import IrisDeviceCtx
 from iris.ops.gemm import gluon_place
-
-# Triton 3.6's names are other than 3.9's.
-fetch = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
-block_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+from iris.ops.hopper.pipeline import block_barrier, fetch
 
 # Of the second multiplier, the writer and the loader: warps, and registers a thread. Four warps have one number of
 # registers, which the last two share. The first multiplier is the program's own four warps, and has what is left.

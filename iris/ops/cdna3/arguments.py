@@ -3,6 +3,7 @@
 import torch
 
 from iris import simulator
+from iris.language.target import architecture
 from iris.ops.buffers import Buffers
 from iris.ops.call import Call
 from iris.ops.cdna3.matmul_all_gather import cdna3_matmul_all_gather
@@ -19,7 +20,7 @@ LANES = 64 * WARPS.value
 
 def problem(call: Call, config: FusedConfig, size: int) -> str | None:
     """Why the kernels are not for this call, if they are not: the same on all ranks, whatever their strides are."""
-    if not simulator.ACTIVE and not _is_cdna(call.a.device):
+    if not simulator.ACTIVE and architecture() not in TARGETS:
         return f"on AMD the Gluon kernels are for {' and '.join(TARGETS)}"
     if call.name == "all_gather_matmul":
         return "on AMD there is no Gluon kernel for it"
@@ -63,8 +64,3 @@ def arguments(
     numbers = (M, N, K, -(-M // size), *call.strides(result))
     spreads = call.name == "matmul_all_reduce"
     return cdna3_matmul_reduce, (*front, buffers.data, *tensors, *numbers, *tiles, spreads, *tail)
-
-
-def _is_cdna(device: torch.device) -> bool:
-    name = getattr(torch.cuda.get_device_properties(device), "gcnArchName", "") if device.type == "cuda" else ""
-    return name.startswith(TARGETS)

@@ -9,7 +9,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from iris import simulator
 from iris.heap.mapping import Mapping
 from iris.heap.tensor_map import ELEMENTS, peers_map
-from iris.language.target import on_hopper
+from iris.language.target import architecture
 from iris.ops.buffers import Buffers
 from iris.ops.call import Call
 from iris.ops.config import FusedConfig
@@ -30,7 +30,7 @@ FEW_BLOCKS, MANY_BLOCKS, DEEP = 4, 16, 1650
 
 def problem(call: Call, config: FusedConfig, size: int) -> str | None:
     """Why the kernels are not for this call, if they are not: the same on all ranks, whatever their strides are."""
-    if not simulator.ACTIVE and not on_hopper():
+    if not simulator.ACTIVE and architecture() != 90:
         return "the Gluon kernels are for GPUs of compute capability 9.0"
     if call.a.dtype not in ELEMENTS or call.out.dtype != call.a.dtype or call.scaled:
         return "the Gluon kernels are for A, B and out of one dtype, fp16 or bf16, and no scales"
