@@ -1,0 +1,45 @@
+"""Rank 0 reads the sum when it has added its own part, and not when all ranks have.
+
+That the additions are atomic does not help: the load is none, and comes at any time between them.
+"""
+
+import torch
+from program import command
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+import iris
+import iris.gluon as iris_gl
+from iris.gluon import IrisDeviceCtx
+
+KIND = "race"
+RANKS = 3
+N = 32
+
+
+@gluon.jit
+def reduce(context_tensor, total, arrived, result, N: gl.constexpr, BROKEN: gl.constexpr):
+    ctx = IrisDeviceCtx.initialize(context_tensor)
+    layout: gl.constexpr = gl.BlockedLayout([1], [iris_gl.threads_per_warp()], [gl.num_warps()], [0])
+    offsets = gl.arange(0, N, layout=layout)
+    ctx.atomic_add(total + offsets, ctx.cur_rank + 1, 0, sem="relaxed")  # first
+    ctx.signal(arrived, 1, 0, op="add")  # releases the additions, relaxed as they are
+    if ctx.cur_rank == 0:
+        if not BROKEN:
+            ctx.wait(arrived, ctx.num_ranks)
+        values = gl.load(total + offsets)  # second
+        gl.store(result + offsets, values)
+
+
+def main(ctx: iris.Iris, broken: bool) -> None:
+    total, result = ctx.zeros(N, dtype=torch.int32), ctx.zeros(N, dtype=torch.int32)
+    arrived = ctx.zeros(1, dtype=torch.int32)
+    ctx.barrier()
+    reduce[(1,)](ctx.get_device_context(), total, arrived, result, N, broken)
+    ctx.barrier()
+    if not broken and ctx.get_rank() == 0:
+        assert result.tolist() == [1 + 2 + 3] * N
+
+
+if __name__ == "__main__":
+    command(main)
