@@ -1,6 +1,6 @@
-"""The receiver waits for 1 in each round, although the flag counts rounds: from the second one on it waits for nothing.
+"""Each round has a flag, but the receiver waits for the first one every time: from the second round on, for nothing.
 
-It takes the flag of the last round for this one's, and reads while the sender writes.
+It takes the flag of an earlier round for this one's, and reads while the sender writes.
 """
 
 import torch
@@ -12,41 +12,41 @@ import iris
 from iris import DeviceContext
 
 KIND = "race/reuse"
-N, ROUNDS = 64, 3
+N, ROUNDS = 64, 2
 
 
 @triton.jit
-def serve(context_tensor, inbox, flag, N: tl.constexpr, ROUNDS: tl.constexpr):
+def serve(context_tensor, inbox, flags, N: tl.constexpr, ROUNDS: tl.constexpr):
     ctx = DeviceContext.initialize(context_tensor)
     offsets = tl.arange(0, N)
     for round in range(ROUNDS):
         ctx.store(inbox + offsets, 100 * round + offsets, 1)  # first
-        ctx.signal(flag, round + 1, 1)
-        ctx.wait(flag, round + 1, cmp="ge")  # the answer: the inbox has been read
+        ctx.signal(flags + round, 1, 1)
+        ctx.wait(flags + round, 1)  # the answer: the inbox has been read
 
 
 @triton.jit
-def answer(context_tensor, inbox, flag, result, N: tl.constexpr, ROUNDS: tl.constexpr, BROKEN: tl.constexpr):
+def answer(context_tensor, inbox, flags, result, N: tl.constexpr, ROUNDS: tl.constexpr, BROKEN: tl.constexpr):
     ctx = DeviceContext.initialize(context_tensor)
     offsets = tl.arange(0, N)
     for round in range(ROUNDS):
         if BROKEN:
-            ctx.wait(flag, 1, cmp="ge")
+            ctx.wait(flags, 1)
         else:
-            ctx.wait(flag, round + 1, cmp="ge")
+            ctx.wait(flags + round, 1)
         values = tl.load(inbox + offsets)  # second
         tl.store(result + round * N + offsets, values)
-        ctx.signal(flag, round + 1, 0)
+        ctx.signal(flags + round, 1, 0)
 
 
 def main(ctx: iris.Iris, broken: bool) -> None:
     inbox, result = ctx.zeros(N, dtype=torch.int32), ctx.zeros(ROUNDS, N, dtype=torch.int32)
-    flag = ctx.zeros(1, dtype=torch.int32)  # each rank's copy counts what the other has said
+    flags = ctx.zeros(ROUNDS, dtype=torch.int32)  # each rank's copy holds what the other has said
     ctx.barrier()
     if ctx.get_rank() == 0:
-        serve[(1,)](ctx.get_device_context(), inbox, flag, N, ROUNDS)
+        serve[(1,)](ctx.get_device_context(), inbox, flags, N, ROUNDS)
     else:
-        answer[(1,)](ctx.get_device_context(), inbox, flag, result, N, ROUNDS, broken)
+        answer[(1,)](ctx.get_device_context(), inbox, flags, result, N, ROUNDS, broken)
     ctx.barrier()
     if not broken and ctx.get_rank() == 1:
         assert result.tolist() == [[100 * round + i for i in range(N)] for round in range(ROUNDS)]

@@ -12,7 +12,7 @@ import iris
 from iris import DeviceContext
 
 KIND = "race/reuse"
-N, ROUNDS = 64, 3
+N, ROUNDS = 64, 2
 
 
 @triton.jit

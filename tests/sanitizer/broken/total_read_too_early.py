@@ -1,6 +1,6 @@
-"""Rank 0 reads the sum when it has added its own part, and not when all ranks have.
+"""Rank 0 reads the sum without having waited for those that add to it.
 
-That the additions are atomic does not help: the load is none, and comes at any time between them.
+That the additions are atomic does not help: the load comes at any time between them.
 """
 
 import torch
@@ -22,13 +22,14 @@ def reduce(context_tensor, total, arrived, result, N: gl.constexpr, BROKEN: gl.c
     ctx = IrisDeviceCtx.initialize(context_tensor)
     layout: gl.constexpr = gl.BlockedLayout([1], [iris_gl.threads_per_warp()], [gl.num_warps()], [0])
     offsets = gl.arange(0, N, layout=layout)
-    ctx.atomic_add(total + offsets, ctx.cur_rank + 1, 0, sem="relaxed")  # first
-    ctx.signal(arrived, 1, 0, op="add")  # releases the additions, relaxed as they are
-    if ctx.cur_rank == 0:
+    if ctx.cur_rank != 0:
+        ctx.atomic_add(total + offsets, ctx.cur_rank + 1, 0, sem="relaxed")  # first
+        ctx.signal(arrived, 1, 0, op="add")  # releases the additions, relaxed as they are
+    else:
         if not BROKEN:
-            ctx.wait(arrived, ctx.num_ranks)
+            ctx.wait(arrived, ctx.num_ranks - 1)
         values = gl.load(total + offsets)  # second
-        gl.store(result + offsets, values)
+        gl.store(result + offsets, 1 + values)
 
 
 def main(ctx: iris.Iris, broken: bool) -> None:
