@@ -52,6 +52,23 @@ def demo(ranks: int) -> None:
         raise SystemExit(1)
 
 
+@commands.command(context_settings={"ignore_unknown_options": True})
+@click.option("--seed", type=int, help="Let programs take turns by chance: which turns, this number says.")
+@click.option("--schedules", type=click.IntRange(1), default=1, show_default=True, help="How many of these to try.")
+@click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
+@click.argument("program", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def check(seed: int | None, schedules: int, form: str, program: Path, arguments: tuple[str, ...]) -> None:
+    """Run PROGRAM in the simulator, and report races, deadlocks and wrong accesses, whether they showed or not.
+
+    Exit status: 0 if nothing was found, 1 if something was, 2 if the program failed for another reason.
+    """
+    requirements.check()
+    from iris.simulator.sanitizer import check
+
+    raise SystemExit(check.run(program, arguments, seed, schedules, form))
+
+
 @commands.group()
 def bench() -> None:
     """Measure what Iris reaches on this machine, beside others."""

@@ -8,6 +8,7 @@ Nothing here touches a GPU, so ranks can meet while their kernels wait for each 
 """
 
 import atexit
+import contextlib
 import os
 import pickle
 import socket
@@ -33,6 +34,7 @@ from iris.errors import (
     SeveralHostsError,
     SharedDeviceError,
 )
+from iris.simulator import sanitizer
 
 T = TypeVar("T")
 
@@ -99,6 +101,8 @@ class Group:
         self.meetings = 0
         if process_group is None:
             self.rank, self.size, self.ranks = 0, 1, (0,)
+            self.name = f"alone/{Group._made['alone']}"
+            Group._made["alone"] += 1
             self.timeout = distributed_c10d.default_pg_timeout.total_seconds()
             return
         check_process_group(process_group)
@@ -135,6 +139,13 @@ class Group:
             return [value]
         # Before the meeting counts: a value that cannot be pickled must not put this member out of step.
         text = pickle.dumps((what, value))
+        recorder = sanitizer.recorder
+        key = (self.name, self.meetings)
+        with recorder.meeting(key, self.ranks) if recorder is not None else contextlib.nullcontext():
+            return self._exchange(value, what, text)
+
+    def _exchange(self, value: Any, what: str, text: bytes) -> list[Any]:
+        """`all_gather` of what is pickled as ``text``."""
         this, last = self.meetings, self.meetings - 1
         self.meetings += 1
         peers = self._peers()
@@ -296,6 +307,7 @@ def join(process_group: dist.ProcessGroup | None = None) -> World:
         torch.cuda.set_device(device)
     if simulator.ACTIVE:
         simulator.hang.rank = lambda: group.ranks[group.rank]
+        sanitizer.start_if_wanted(group.ranks[group.rank], max(group.ranks) + 1)
     seats = group.agree(lambda: find_seat(device), "find out where it runs")
     check_one_host(seats)
     check_own_gpus(seats)

@@ -4,14 +4,17 @@ The function is ``worker(ctx, *args)`` at the top level of a test module; ``ctx`
 the pool share, so every test also runs on a heap that others have used.
 """
 
+import contextlib
 import importlib
 import multiprocessing
 import os
 import pickle
 import sys
+import tempfile
 import traceback
 from datetime import timedelta
 from multiprocessing.connection import wait
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -33,18 +36,21 @@ def _serve(pipe, rank, num_ranks, port):
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=60))
     import iris
+    from iris.simulator import sanitizer
 
     ctx = iris.iris(HEAP_SIZE)
     pipe.send((True, None))
     while True:
         try:
-            module, function, args, path = pickle.loads(pipe.recv_bytes())
+            module, function, args, path, notes = pickle.loads(pipe.recv_bytes())
         except EOFError:
             return
         try:
             sys.path[:] = path
-            answer = (True, getattr(importlib.import_module(module), function)(ctx, *args))
-            ctx.barrier()
+            worker = getattr(importlib.import_module(module), function)
+            with sanitizer.recording(notes, rank, num_ranks) if notes else contextlib.nullcontext():
+                answer = (True, worker(ctx, *args))
+                ctx.barrier()
         except BaseException:
             answer = (False, traceback.format_exc())
         try:
@@ -61,10 +67,26 @@ class RankPool:
         self._processes, self._pipes = [], []
 
     def run(self, worker, *args) -> list:
-        """The results of ``worker(ctx, *args)``, a rank each."""
+        """The results of ``worker(ctx, *args)``, a rank each. With ``IRIS_SANITIZE=1`` nothing must be wrong in it."""
+        if os.environ.get("IRIS_SANITIZE") != "1":
+            return self._run(worker, args, None)
+        results, findings = self.run_sanitized(worker, *args)
+        if findings:
+            raise AssertionError("\n".join(map(str, findings)))
+        return results
+
+    def run_sanitized(self, worker, *args) -> tuple[list, list]:
+        """The results, and what the sanitizer finds wrong."""
+        from iris.simulator.sanitizer.analysis import analyse
+
+        with tempfile.TemporaryDirectory() as notes:
+            results = self._run(worker, args, Path(notes))
+            return results, analyse(Path(notes))
+
+    def _run(self, worker, args, notes: Path | None) -> list:
         if not self._processes:
             self._start()
-        message = pickle.dumps((worker.__module__, worker.__name__, args, sys.path))
+        message = pickle.dumps((worker.__module__, worker.__name__, args, sys.path, notes))
         for pipe in self._pipes:
             pipe.send_bytes(message)
         return self._collect(RUN_LIMIT_S)

@@ -95,7 +95,11 @@ def make_one_hop(jit, lang, queue, stamped, order, Context):
             for j in lang.static_range(PACKED):
                 k = (b * BLOCK + i) * PACKED + j
                 at = lang.cast(to, lang.int64) * send_step + position(k, row, in_pitch, FLAT)
-                part = lang.cast(lang.load(input + at, mask=k < n, other=0), lang.int32)
+                here = k < n
+                if ROOTED:
+                    # Elsewhere the input may be the output, which other programs are storing to.
+                    here = here & (rank == root)
+                part = lang.cast(lang.load(input + at, mask=here, other=0), lang.int32)
                 if not ROOTED:
                     if to == rank:
                         own = lang.cast(rank, lang.int64) * recv_step + position(k, row, out_pitch, FLAT)

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 
 from iris.errors import AsymmetricHeapError, InvalidSettingError
+from iris.simulator import sanitizer
 from iris.world import Group, names
 
 VARIABLE = "IRIS_DEBUG"
@@ -101,6 +102,8 @@ class History:
             message += self._first_difference(group)
         else:
             message += f" Set {VARIABLE}=1 on all ranks to name the call."
+        if sanitizer.recorder is not None:
+            sanitizer.recorder.wrong("asymmetric", message)
         raise AsymmetricHeapError(message + " Every rank must make the same allocations in the same order.")
 
     def _first_difference(self, group: Group) -> str:

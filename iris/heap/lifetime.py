@@ -102,6 +102,16 @@ class Lifetimes:
         self._unfinished = unfinished
         return ready
 
+    def gone(self) -> set[int]:
+        """The numbers of blocks that have died here and are not known to be ready."""
+        unread = {number for number, _ in list(self._deaths)}
+        return unread.union(*(numbers for _, numbers in self._unfinished))
+
+    @property
+    def count(self) -> int:
+        """How many blocks `gone` tells, at most."""
+        return len(self._deaths) + self.waiting()
+
     def waiting(self) -> int:
         """How many dead blocks wait for work on a stream."""
         return sum(len(numbers) for _, numbers in self._unfinished)

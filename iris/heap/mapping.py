@@ -7,6 +7,7 @@ A `Mapping` is what the rest of the library needs to know about it.
 import operator
 import os
 import weakref
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +32,9 @@ CONGRUENCE = 16
 # The mappings of this process, by the address of this rank's bytes.
 _mappings: "weakref.WeakValueDictionary[int, Mapping]" = weakref.WeakValueDictionary()
 
+# How many have been made by each group: the same number on all members.
+_made: Counter[str] = Counter()
+
 
 @dataclass
 class Mapping:
@@ -38,6 +42,10 @@ class Mapping:
 
     Attributes
     ----------
+    name : str
+        Another one for every mapping, and the same on all members.
+    ranks : tuple of int
+        The members' ranks in the world.
     rank : int
         This rank in the group.
     size : int
@@ -50,6 +58,8 @@ class Mapping:
         What keeps the addresses valid for as long as it lives; None once closed.
     """
 
+    name: str
+    ranks: tuple[int, ...]
     rank: int
     size: int
     device: torch.device
@@ -146,7 +156,9 @@ def create(group: Group, size: int, device: torch.device) -> Mapping:
             )
 
     group.agree(check_congruence, "map the heaps at congruent addresses")
-    mapping = Mapping(group.rank, rounded, device, tuple(bases), memory)
+    name = f"{group.name}/memory/{_made[group.name]}"
+    _made[group.name] += 1
+    mapping = Mapping(name, group.ranks, group.rank, rounded, device, tuple(bases), memory)
     _mappings[bases[group.rank]] = mapping
     return mapping
 

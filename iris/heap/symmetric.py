@@ -44,6 +44,7 @@ from iris.heap.allocator import Allocator, HeapStats, round_up
 from iris.heap.history import Call, History, Summary, tensor_text
 from iris.heap.lifetime import Life, Lifetimes
 from iris.heap.mapping import create, is_mapped
+from iris.simulator import sanitizer
 from iris.world import Group, names
 
 # The heaps of this process, by the address of this rank's bytes.
@@ -58,6 +59,10 @@ class Block(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
     call: Call | None
+
+    @property
+    def text(self) -> str:
+        return tensor_text(self.shape, self.dtype)
 
 
 class Report(NamedTuple):
@@ -93,7 +98,9 @@ class SymmetricHeap:
     """
 
     def __init__(self, group: Group, size: int, device: torch.device) -> None:
-        self.mapping = create(group, size, device)
+        # Behind each block there is a gap while somebody looks for accesses that run into the next one.
+        room = size if sanitizer.recorder is None else sanitizer.with_gaps(size)
+        self.mapping = create(group, room, device)
         self.group, self.size, self.device = group, operator.index(size), device
         self.bases = self.mapping.bases
         self._base = self.bases[group.rank]
@@ -135,15 +142,18 @@ class SymmetricHeap:
             raise InvalidShapeError(f"A tensor cannot have the shape {list(shape)}: an extent is negative.")
         size = math.prod(shape) * dtype.itemsize
         call = self._history.add(size, shape, dtype)
-        offset = self._allocator.allocate(size)
+        room = size if sanitizer.recorder is None else size + sanitizer.GAP
+        offset = self._allocator.allocate(room)
         if offset is None:
-            self._make_room(size)
-            offset = self._allocator.allocate(size)
+            self._make_room(room)
+            offset = self._allocator.allocate(room)
         self._history.place(offset)
         number = self._history.count
         self._blocks[number] = Block(offset, size, shape, dtype, call)
         storage = self.mapping.storage(self.group.rank, offset, size, self._lifetimes.begin(number))
         tensor = torch.empty(0, dtype=dtype, device=self.device).set_(storage, 0, shape)
+        if sanitizer.recorder is not None:
+            sanitizer.recorder.allocated(self._base + offset, size, tensor_text(shape, dtype), undefined=True)
         return tensor.requires_grad_() if requires_grad else tensor
 
     def free(self, tensor: torch.Tensor) -> None:
@@ -232,6 +242,15 @@ class SymmetricHeap:
         """What is in use. The same on every rank, because a block is in use until all ranks have taken it back."""
         self.check_open()
         return self._allocator.stats()
+
+    def allocations(self) -> list[tuple[Block, bool]]:
+        """The blocks in use, and whether this rank has let go of each."""
+        gone = self._lifetimes.gone() | {number for number, done in self._done.items() if done >> self.group.rank & 1}
+        return [(block, number in gone) for number, block in self._blocks.items()]
+
+    def version(self) -> tuple[int, ...]:
+        """Another one whenever `allocations` would say something else."""
+        return self._history.count, len(self._blocks), len(self._done), self._lifetimes.count
 
     def describe(self, address: int) -> str | None:
         """What is at ``address``, in words, or None if that is in no rank's heap: for messages about faults."""
@@ -343,6 +362,16 @@ class SymmetricHeap:
 
 def _show(tensor: torch.Tensor) -> str:
     return f"The tensor {tensor_text(tensor.shape, tensor.dtype)} on {tensor.device}"
+
+
+def heap_named(name: str) -> SymmetricHeap | None:
+    """This process' heap whose mapping has that name."""
+    return next((heap for heap in list(_live.values()) if heap.mapping.name == name), None)
+
+
+def live_heaps() -> list[SymmetricHeap]:
+    """This process' heaps that are open."""
+    return list(_live.values())
 
 
 def describe_address(address: int) -> str | None:

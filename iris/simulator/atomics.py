@@ -46,6 +46,14 @@ NAMES = {
     OP.XCHG: "atomic_xchg",
 }
 
+ORDERS = {
+    ir.MEM_SEMANTIC.RELAXED: "relaxed",
+    ir.MEM_SEMANTIC.ACQUIRE: "acquire",
+    ir.MEM_SEMANTIC.RELEASE: "release",
+    ir.MEM_SEMANTIC.ACQUIRE_RELEASE: "acq_rel",
+}
+SCOPES = {ir.MEM_SYNC_SCOPE.CTA: "cta", ir.MEM_SYNC_SCOPE.GPU: "gpu", ir.MEM_SYNC_SCOPE.SYSTEM: "sys"}
+
 
 def apply(op: OP, old: np.ndarray, operand: np.ndarray, dtype: tl.dtype) -> np.ndarray:
     """What memory holds after ``op``, from what it held before; arrays in the storage type of ``dtype``."""

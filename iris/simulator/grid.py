@@ -9,17 +9,18 @@ waits for what.
 """
 
 import itertools
+import random
 import threading
 import time
 from _thread import LockType
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import triton.language as tl
 
-from iris.simulator import hang, interrupts
+from iris.simulator import hang, interrupts, sanitizer
 from iris.simulator.asynchronous import InFlight
 
 SHORTEST_SLEEP_S = 50e-6
@@ -34,6 +35,14 @@ REMEMBERED = 1 << 14
 
 limit_s: float = 30.0
 """How long a launch may wait without any change; 0 for ever. IRIS_WAIT_TIMEOUT_S replaces it at activation."""
+
+chance: random.Random | None = None
+"""Decides whose turn it is, if that is to be left to chance: also where nobody waits."""
+
+# How often a program that has learnt something, or told it, lets another go on; and how much later than others a rank
+# may begin a launch.
+SHARE_OF_TURNS = 0.25
+LATEST_S = 2e-3
 
 _baton = threading.Lock()
 _current: "Task | None" = None
@@ -126,6 +135,8 @@ def observe(
             task.seen.clear()
         task.seen[key] = now
         task.launch.progress()
+        if chance is not None and chance.random() < SHARE_OF_TURNS:
+            task.launch.take_turns(task)
         return
     task.poll = Poll(operation, pointers, values, element, expected, waits_for)
     task.launch.let_others_run(task)
@@ -151,8 +162,12 @@ def run(name: str, dims: tuple[int, int, int], num_warps: int, program: Callable
         while outer is None and not _baton.acquire(timeout=0.1):
             launch.raise_error()
         try:
+            if sanitizer.recorder is not None:
+                sanitizer.recorder.launched(launch)
             launch.run()
         finally:
+            if sanitizer.recorder is not None:
+                sanitizer.recorder.finished(launch)
             _current = outer
             if outer is None:
                 _baton.release()
@@ -166,9 +181,12 @@ class Launch:
         self.name = name
         self.dims = dims
         self.live: set[Task] = set()
-        self._programs: Iterator[Task] = (
-            Task(self, index, program, num_warps) for index in itertools.product(*map(range, dims))
-        )
+        indices: Iterable[tuple[int, ...]] = itertools.product(*map(range, dims))
+        if chance is not None:
+            time.sleep(LATEST_S * chance.random())
+            indices = list(indices)
+            chance.shuffle(indices)
+        self._programs: Iterator[Task] = (Task(self, index, program, num_warps) for index in indices)
         self._partitions: deque[Task] = deque()
         self._parked: deque[Task] = deque()
         self._finished = _closed_gate()
@@ -229,6 +247,17 @@ class Launch:
             self._pass_on()
             self._park(task)
 
+    def take_turns(self, task: Task) -> None:
+        """Another program goes on, or begins, before ``task`` does."""
+        starting = self._start_another()
+        if starting is not None:
+            self._begin_on_new_thread(starting, task)
+            self._park(task)
+        elif self._parked:
+            self._parked.append(task)
+            self._pass_on()
+            self._park(task)
+
     def let_waiting_run(self, task: Task) -> None:
         """All that wait, and partitions that have not begun, have a turn; programs that have not begun do not."""
         self.progress()
@@ -256,6 +285,8 @@ class Launch:
         if starting is not None:
             self._begin_on_new_thread(starting)
         elif self._parked:
+            if chance is not None:
+                self._parked.rotate(chance.randrange(len(self._parked)))
             self._parked.popleft().gate.release()
         else:
             self._finished.release()
@@ -296,6 +327,8 @@ class Launch:
         except _Unwound:
             pass
         except BaseException as error:
+            if sanitizer.recorder is not None:
+                sanitizer.recorder.failed(error)
             if hasattr(error, "add_note"):  # Python 3.11
                 error.add_note(f"in program {task.index} of kernel {self.name!r}")
             self.fail(error)
@@ -323,9 +356,13 @@ class Launch:
         global _current
         start = time.monotonic()
         self._waited += min(start - self._polled_at, LONGEST_POLL_S * self._polls)
-        if limit_s and self._waited >= limit_s:
+        deadlock = sanitizer.recorder is not None and sanitizer.recorder.liveness.is_over()
+        if deadlock or (limit_s and self._waited >= limit_s):
             waiting = [live for live in self.live if not live.joining]
-            self.fail(hang.error(self.name, limit_s, waiting, Launch._execute.__code__))
+            if sanitizer.recorder is not None:
+                for wait in hang.waits(waiting, Launch._execute.__code__):
+                    sanitizer.recorder.waits(self, wait)
+            self.fail(hang.error(self.name, None if deadlock else limit_s, waiting, Launch._execute.__code__))
             raise _Unwound
         self._polls = 0
         _baton.release()

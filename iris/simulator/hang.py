@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import triton
@@ -35,24 +35,46 @@ rank: Callable[[], int | None] = _rank_of_environment
 """This process's rank, or None if it has none; whoever knows better than the environment replaces it."""
 
 
-def error(kernel: str, limit_s: float, waiting: "Iterable[Task]", bottom: CodeType) -> IrisTimeoutError:
-    """The error that names who waits where, for which flag and value, and what the flag holds.
+class Wait(NamedTuple):
+    """Programs that wait at one place for one thing. ``place``: file, line and function."""
+
+    programs: str
+    place: tuple[str, int, str]
+    what: str
+    flag: str | None
+
+    def __str__(self) -> str:
+        file, line, function = self.place
+        flag = f"; flag: {self.flag}" if self.flag else ""
+        return f"{self.programs} at {file}:{line} in {function}: {self.what}{flag}"
+
+
+def waits(waiting: "Iterable[Task]", bottom: CodeType) -> list[Wait]:
+    """Who waits where, for which flag and value, and what the flag holds.
 
     ``bottom`` is the code whose frame lies below a program's on its thread's stack.
     """
     frames = sys._current_frames()
-    groups: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
+    groups: dict[tuple, list[tuple[int, int, int]]] = defaultdict(list)
     for task in waiting:
         if task.poll is not None:
             groups[_describe(task.poll, frames.get(task.thread), bottom)].append(task.index)
-    lines = [f"{_programs(indices)} {what}" for what, indices in groups.items()]
+    return [Wait(_programs(indices), *what) for what, indices in groups.items()]
+
+
+def error(kernel: str, limit_s: float | None, waiting: "Iterable[Task]", bottom: CodeType) -> IrisTimeoutError:
+    """The error that says who waits for what. ``limit_s``: for so long; None: no rank can go on any more."""
+    lines = [str(wait) for wait in waits(waiting, bottom)]
     if len(lines) > MOST_LINES:
         lines = [*lines[:MOST_LINES], f"... and {len(lines) - MOST_LINES} more places"]
     number = rank()
     who = "" if number is None else f"Rank {number}: "
     text = "\n".join(f"  {line}" for line in lines)
     return IrisTimeoutError(
-        f"{who}kernel {kernel!r} has waited for {limit_s:g} s, and nothing has changed:\n{text}\n"
+        f"{who}kernel {kernel!r} waits, and no rank can go on any more:\n{text}\n"
+        "Look at who should have written these flags."
+        if limit_s is None
+        else f"{who}kernel {kernel!r} has waited for {limit_s:g} s, and nothing has changed:\n{text}\n"
         f"Look at who should have written these flags. IRIS_WAIT_TIMEOUT_S sets the limit (0: none)."
     )
 
@@ -64,25 +86,26 @@ def _programs(indices: list[tuple[int, int, int]]) -> str:
     return f"program{'s' if len(indices) > 1 else ''} {shown}{more}"
 
 
-def _describe(poll: "Poll", frame: FrameType | None, bottom: CodeType) -> str:
+def _describe(poll: "Poll", frame: FrameType | None, bottom: CodeType) -> tuple:
+    """The last three fields of a `Wait`."""
     stack = []
     while frame is not None and frame.f_code is not bottom:
         stack.append(frame)
         frame = frame.f_back
     if poll.waits_for is not None:
-        return f"at {_place(stack)}: waits for {poll.waits_for}"
+        return _place(stack), f"waits for {poll.waits_for}", None
     address = int(poll.pointers.flat[0])
-    return f"at {_place(stack)}: {_wanted(poll, stack)}; flag: {_flag(address, poll.pointers.size)}"
+    return _place(stack), _wanted(poll, stack), _flag(address, poll.pointers.size)
 
 
-def _place(stack: list[FrameType]) -> str:
+def _place(stack: list[FrameType]) -> tuple[str, int, str]:
     """The user's line: the innermost frame outside the libraries, or else the kernel itself."""
     first = next(i for i, frame in enumerate(stack) if frame.f_code.co_filename.startswith(_SIMULATOR))
     stack = stack[first:]  # what the simulator itself calls is nobody's line
     users = [frame for frame in stack if not frame.f_code.co_filename.startswith(_LIBRARIES)]
     kernels = [frame for frame in stack if not frame.f_code.co_filename.startswith(_SIMULATOR)]
     frame = users[0] if users else kernels[-1]
-    return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+    return frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name
 
 
 def _wanted(poll: "Poll", stack: list[FrameType]) -> str:

@@ -6,8 +6,9 @@ atomics, and atomics on types that numpy lacks. It also tells `grid` of every op
 waiting.
 """
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,8 @@ from triton._C.libtriton import ir
 from triton.runtime.interpreter import InterpreterBuilder, InterpreterOptions, TensorHandle
 
 from iris.errors import NotInSimulatorError
-from iris.simulator import atomics, dtypes, grid, libdevice
+from iris.simulator import atomics, dtypes, grid, libdevice, sanitizer
+from iris.simulator.sanitizer.events import READ, UPDATE, WRITE
 from iris.simulator.tensor_map import TensorMap
 
 
@@ -168,12 +170,40 @@ class Builder(InterpreterBuilder):
         return cache_modifier
 
     def create_masked_load(self, ptrs, mask, other, *policy, **named):  # Triton 3.9 has one policy, 3.6 two
-        result = super().create_masked_load(ptrs, mask, other, *policy, **named)
-        if any(map(_rereads_memory, (*policy, *named.values()))):
-            active = np.broadcast_to(mask.data, ptrs.data.shape)
-            if active.any():
-                grid.observe("load", ptrs.data[active], result.data[active], ptrs.get_element_ty(), _never)
+        recorder = sanitizer.recorder
+        if not any(map(_rereads_memory, (*policy, *named.values()))):
+            result = super().create_masked_load(ptrs, mask, other, *policy, **named)
+            if recorder is not None:
+                active = np.broadcast_to(mask.data, ptrs.data.shape)
+                recorder.accessed(ptrs.data[active], result.data.itemsize, READ, result.data[active])
+            return result
+        with recorder.numbered() if recorder is not None else contextlib.nullcontext() as number:
+            result = super().create_masked_load(ptrs, mask, other, *policy, **named)
+        active = np.broadcast_to(mask.data, ptrs.data.shape)
+        if active.any():
+            pointers, values = ptrs.data[active], result.data[active]
+            if recorder is not None:
+                recorder.synchronised(number, pointers, values, READ, "relaxed", "sys", recorder.is_message())
+            grid.observe("load", pointers, values, ptrs.get_element_ty(), _never)
         return result
+
+    def create_masked_store(self, ptrs, value, mask, *policy, **named):
+        recorder = sanitizer.recorder
+        if recorder is None:
+            return super().create_masked_store(ptrs, value, mask, *policy, **named)
+        active = np.broadcast_to(mask.data, ptrs.data.shape)
+        pointers, values = ptrs.data[active], np.broadcast_to(value.data, ptrs.data.shape)[active]
+        if recorder.is_message():
+            with recorder.numbered() as number:
+                super().create_masked_store(ptrs, value, mask, *policy, **named)
+                recorder.synchronised(number, pointers, values, WRITE, "relaxed", "sys", message=True)
+        else:
+            recorder.accessed(pointers, values.itemsize, WRITE)
+            super().create_masked_store(ptrs, value, mask, *policy, **named)
+
+    def create_barrier(self, *_: Any) -> None:
+        if sanitizer.recorder is not None:
+            sanitizer.recorder.gathered()
 
     def create_make_tensor_descriptor(self, base, shape, strides, block_shape, is_signed, padding) -> TensorMap:
         sizes, steps = ([int(number.data.item()) for number in numbers] for numbers in (shape, strides))
@@ -186,7 +216,9 @@ class Builder(InterpreterBuilder):
 
     def create_atomic_cas(self, ptr, cmp, val, sem, scope) -> TensorHandle:
         expected, new = (np.broadcast_to(operand.data, ptr.data.shape) for operand in (cmp, val))
-        old = atomics.compare_and_swap(ptr.data, expected, new, sem)
+        with _recorded(ptr.data, sem, scope) as record:
+            old = atomics.compare_and_swap(ptr.data, expected, new, sem)
+            record(old, UPDATE if atomics.swapped(expected, new, old) else READ)
         grid.observe(
             "atomic_cas",
             ptr.data,
@@ -205,7 +237,9 @@ class Builder(InterpreterBuilder):
         pointers = ptr.data[active]
         result = np.zeros(shape, dtype=operand.dtype)  # what a lane that is masked off returns
         if pointers.size:
-            old = atomics.read_modify_write(op, pointers, operand, element, sem)
+            with _recorded(pointers, sem, scope) as record:
+                old = atomics.read_modify_write(op, pointers, operand, element, sem)
+                record(old, _effect(op, old, operand, element))
             result[active] = old
             grid.observe(
                 atomics.NAMES[op],
@@ -217,19 +251,45 @@ class Builder(InterpreterBuilder):
         return TensorHandle(result, val.dtype.scalar)
 
     def create_atomic_load(self, ptr, mask, sem, scope) -> TensorHandle:
-        return self.create_masked_load(ptr, mask, None, None, True)
+        with _recorded(ptr.data, sem, scope) as record:
+            result = self.create_masked_load(ptr, mask, None, None, True)
+            record(result.data, READ)
+        return result
 
     def create_atomic_poll(self, ptr, expected, timeout_ns, sem, scope) -> TensorHandle:
         limited = isinstance(timeout_ns, TensorHandle)
         end = time.monotonic_ns() + int(timeout_ns.data.item()) if limited else None
         everywhere = TensorHandle(np.ones(ptr.data.shape, dtype=bool), tl.int1)
         while True:
-            found = super().create_masked_load(ptr, everywhere, None, None, True).data
+            with _recorded(ptr.data, sem, scope) as record:
+                found = super().create_masked_load(ptr, everywhere, None, None, True).data
+                record(found, READ)
             matched = found == expected.data
             if matched.all() or (end is not None and time.monotonic_ns() >= end):
                 return TensorHandle(matched, tl.int1)
             waiting = ~matched
             grid.observe("atomic_poll", ptr.data[waiting], found[waiting], ptr.get_element_ty(), _never, expected.data)
+
+
+@contextlib.contextmanager
+def _recorded(pointers: np.ndarray, sem: Any, scope: Any) -> Iterator[Callable[[np.ndarray, int], None]]:
+    """Around an atomic operation, which tells what it found and did. (numpy's arrays of no dimension are scalars.)"""
+    recorder = sanitizer.recorder
+    if recorder is None:
+        yield lambda old, kind: None
+        return
+    order, message = (atomics.ORDERS[sem], atomics.SCOPES[scope]), recorder.is_message()
+    with recorder.numbered() as number:
+        yield lambda old, kind: recorder.synchronised(
+            number, np.atleast_1d(pointers), np.atleast_1d(old), kind, *order, message
+        )
+
+
+def _effect(op: Any, old: np.ndarray, operand: np.ndarray, element: tl.dtype) -> int:
+    """Whether an atomic operation has written, has changed what was there, or has only looked."""
+    if op == atomics.OP.XCHG:
+        return WRITE
+    return READ if atomics.apply(op, old, operand, element).tobytes() == old.tobytes() else UPDATE
 
 
 def _rereads_memory(argument: Any) -> bool:

@@ -1,0 +1,63 @@
+"""Finds what one-sided programs do wrong: the simulator sees every access of every rank.
+
+Each rank notes down what it does (`recorder`, and `host` for what it does with torch). Afterwards, `analysis` goes
+through the notes of all ranks in an order in which they could have been made, with a vector clock for each program
+(`clocks`) and, for each byte, who wrote and read it last (`shadow`): what no release and acquire has put in order is a
+data race, whichever came first this time. What shows at once is noted where it happens: accesses outside of allocations
+(`bounds`), and programs of which none can go on (`deadlock`).
+
+``python -m iris check`` runs a program with ``IRIS_SANITIZE=1``, and reports (`check`).
+"""
+
+import contextlib
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from iris.simulator.sanitizer.recorder import Recorder
+
+VARIABLE, FOLDER_VARIABLE, SEED_VARIABLE = "IRIS_SANITIZE", "IRIS_SANITIZE_FOLDER", "IRIS_SANITIZE_SEED"
+
+GAP = 4096
+"""Bytes behind each allocation that belong to nobody, while somebody wants to know."""
+
+recorder: "Recorder | None" = None
+"""Takes down what this process does; None while nobody wants to know."""
+
+
+def with_gaps(size: int) -> int:
+    """The size of a heap in which tensors of ``size`` bytes in all have room for a gap behind each."""
+    return 2 * size + (1 << 20)
+
+
+def start(folder: Path, rank: int, num_ranks: int) -> None:
+    """Take down what this process does from here on, as ``rank``, in a folder that all ranks share."""
+    global recorder
+    from iris.simulator.sanitizer.recorder import Recorder
+
+    recorder = Recorder(folder, rank, num_ranks)
+
+
+@contextlib.contextmanager
+def recording(folder: Path, rank: int, num_ranks: int) -> Iterator[None]:
+    """While this lasts, take down what this process does, as ``rank``, in a folder that all ranks share."""
+    global recorder
+    start(folder, rank, num_ranks)
+    try:
+        yield
+    finally:
+        recorder.close()
+        recorder = None
+
+
+def start_if_wanted(rank: int, num_ranks: int) -> None:
+    """`start`, in a process that is to be looked at from its beginning to its end."""
+    if recorder is None and os.environ.get(VARIABLE) == "1" and FOLDER_VARIABLE in os.environ:
+        start(Path(os.environ[FOLDER_VARIABLE]), rank, num_ranks)
+        if SEED_VARIABLE in os.environ:
+            from iris.simulator import grid
+
+            grid.chance = random.Random(f"{os.environ[SEED_VARIABLE]} of rank {rank}")

@@ -1,0 +1,338 @@
+"""From the notes of all ranks to what is wrong.
+
+The notes are gone through in an order in which they could have been made: each rank's as they stand, what orders ranks
+by its number, and behind a meeting of hosts only when all have come to it. So a release is seen before what acquires
+it. Accesses to data have no numbers and need none: whether two of them are ordered does not depend on which of them is
+looked at first.
+"""
+
+import pickle
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from iris.simulator.sanitizer import clocks, shadow
+from iris.simulator.sanitizer.clocks import Released, Thread
+from iris.simulator.sanitizer.events import (
+    HOST,
+    READ,
+    WRITE,
+    Accessed,
+    Allocated,
+    Finished,
+    Gathered,
+    Known,
+    Launched,
+    Met,
+    Place,
+    Spans,
+    Synchronised,
+    Waiting,
+    Wrong,
+)
+from iris.simulator.sanitizer.findings import Finding, Findings, Side
+
+# A plain store of so many bytes at most may be meant as a flag.
+FLAG_BYTES = 8
+
+# What a race is for want of, by the first of the clocks in which it would be none.
+CAUSES = {
+    clocks.ANY_SCOPE: "race/scope",
+    clocks.ALL_RELEASE: "race/missing-release",
+    clocks.ALL_ACQUIRE: "race/missing-acquire",
+    clocks.BOTH: "race/missing-release",
+}
+
+
+class Access(NamedTuple):
+    """What the shadow's numbers stand for.
+
+    ``blank``: the host's zeros. ``flag``: a kernel's store of so few bytes that it may be meant as one. ``before``: the
+    write that this one wrote over.
+    """
+
+    thread_slot: int
+    tick: int
+    rank: int
+    place: Place
+    kind: int
+    atomic: bool
+    host: bool
+    blank: bool
+    flag: bool
+    before: int
+
+
+class Rank:
+    """One rank's notes, as far as they have been gone through."""
+
+    def __init__(self, number: int, events: Iterator[Any]) -> None:
+        self.number, self.events = number, events
+        self.places: dict[int, Place] = {}
+        self.next: Any = None
+        self.over = False
+        self.programs: dict[int, dict[int, Thread]] = defaultdict(dict)
+        self.bases: dict[int, Any] = {}
+
+
+class Analysis:
+    """Goes through the notes once."""
+
+    def __init__(self, notes: "dict[int, Iterable[Any]]") -> None:
+        self._ranks = {number: Rank(number, iter(events)) for number, events in sorted(notes.items())}
+        self._slots: dict[tuple[int, int], int] = {}
+        self._ticks: dict[int, int] = defaultdict(int)
+        self._shadow = shadow.Shadow()
+        nothing = Place(None, "?", 0, "?")
+        self._accesses = [Access(0, 0, -1, nothing, WRITE, atomic=False, host=True, blank=True, flag=False, before=0)]
+        self._numbers: dict[Access, int] = {}
+        self._sets: list[tuple[int, ...]] = [()]
+        self._set_numbers: dict[tuple[int, ...], int] = {(): 0}
+        self._released: dict[int, Released] = {}
+        self._holders: dict[int, int] = defaultdict(int)
+        self._last_release = 0
+        self._findings = Findings()
+        self._hosts = {number: self._thread(number, HOST, clocks.empty()) for number in self._ranks}
+
+    def run(self) -> list[Finding]:
+        while self._step():
+            pass
+        return self._findings.sorted()
+
+    def _step(self) -> bool:
+        """Go on to the next event that orders ranks, and past it; False at the end of all notes."""
+        for rank in self._ranks.values():
+            if rank.next is None and not rank.over:
+                self._advance(rank)
+        numbered = [rank for rank in self._ranks.values() if isinstance(rank.next, Synchronised)]
+        if numbered:
+            rank = min(numbered, key=lambda rank: rank.next.number)
+            event, rank.next = rank.next, None
+            self._synchronise(rank, event)
+            return True
+        meeting: dict[tuple, list[Rank]] = defaultdict(list)
+        for rank in self._ranks.values():
+            if isinstance(rank.next, Met):
+                meeting[rank.next.key].append(rank)
+        # If a rank never came, as the program failed, the others go on without it.
+        complete = [ranks for ranks in meeting.values() if len(ranks) == len(ranks[0].next.ranks)]
+        for ranks in complete or meeting.values():
+            together = clocks.empty()
+            for rank in ranks:
+                together = clocks.joined(together, self._hosts[rank.number].clock)
+            for rank in ranks:
+                self._hosts[rank.number].learn(together)
+                self._hosts[rank.number].advance()
+                rank.next = None
+        return bool(meeting)
+
+    def _advance(self, rank: Rank) -> None:
+        for event in rank.events:
+            if isinstance(event, (Synchronised, Met)):
+                rank.next = event
+                return
+            self._take(rank, event)
+        rank.over = True
+
+    def _take(self, rank: Rank, event: Any) -> None:
+        match event:
+            case Known(number, place):
+                rank.places[number] = place
+            case Accessed():
+                self._access(rank, event)
+            case Allocated(spans, text, place, undefined):
+                self._findings.allocated(spans, text, rank.places[place], undefined)
+                for part in self._shadow.bytes(spans):
+                    part.forget()
+            case Launched(launch):
+                host = self._hosts[rank.number]
+                rank.bases[launch] = host.clock
+                host.advance()
+            case Finished(launch):
+                host = self._hosts[rank.number]
+                for thread in rank.programs.pop(launch, {}).values():
+                    host.learn(thread.clock)
+                    self._ticks[thread.slot] = thread.tick
+                rank.bases.pop(launch, None)
+                host.advance()
+            case Gathered(launch, program):
+                self._who(rank, launch, program).gather()
+            case Wrong(kind, text, place):
+                self._findings.add_wrong(kind, rank.number, text, None if place is None else rank.places[place])
+            case Waiting():
+                self._findings.add_waiting(rank.number, event)
+
+    # Who ------------------------------------------------------------------------------------------------------------
+
+    def _thread(self, rank: int, program: int, clock: Any) -> Thread:
+        slot = self._slots.setdefault((rank, program), len(self._slots))
+        return Thread(rank, slot, self._ticks[slot] + 1, clock)
+
+    def _who(self, rank: Rank, launch: int, program: int) -> Thread:
+        if program == HOST:
+            return self._hosts[rank.number]
+        programs = rank.programs[launch]
+        if program not in programs:
+            programs[program] = self._thread(rank.number, program, rank.bases.get(launch, clocks.empty()))
+        return programs[program]
+
+    def _number(self, access: Access) -> int:
+        if access not in self._numbers:
+            self._numbers[access] = len(self._accesses)
+            self._accesses.append(access)
+        return self._numbers[access]
+
+    # Data -----------------------------------------------------------------------------------------------------------
+
+    def _access(self, rank: Rank, event: Accessed) -> None:
+        thread = self._who(rank, event.launch, event.program)
+        host, place = event.program == HOST, rank.places[event.place]
+        flag = event.kind == WRITE and int((event.spans.ends - event.spans.begins).sum()) <= FLAG_BYTES
+        access = Access(
+            thread.slot, thread.tick, rank.number, place, event.kind, False, host, event.blank, flag and not host, 0
+        )
+        for part in self._shadow.bytes(event.spans):
+            writers = part.writers()
+            self._check_writers(thread, access, writers, event.spans, event.undefined)
+            if event.kind == READ:
+                self._add_to_sets(thread, access, part, event.spans)
+            else:
+                for number, offset in part.sets():
+                    self._check_set(thread, access, number, offset, event.spans)
+                part.write(self._number(access._replace(before=writers[0][0])))
+            if flag:
+                # The host's copies come one behind the other, as those of a stream; a program's stores do not.
+                self._replace_releases(part, {old: None for old, _ in part.releases()}, thread, host, "sys", True)
+        if flag:
+            thread.advance()
+
+    def _synchronise(self, rank: Rank, event: Synchronised) -> None:
+        thread = self._who(rank, event.launch, event.program)
+        place = rank.places[event.place]
+        access = Access(thread.slot, thread.tick, rank.number, place, event.kind, True, False, False, False, 0)
+        for part in self._shadow.bytes(event.spans):
+            writers = part.writers()
+            self._check_writers(thread, access, writers, event.spans, event.undefined and event.kind != WRITE)
+            self._add_to_sets(thread, access, part, event.spans)
+            releases = part.releases()
+            if event.kind != WRITE or not event.message:
+                for number, _ in releases:
+                    if number:
+                        thread.acquire(self._released[number], event.acquires, event.scope)
+            if event.kind != READ:
+                before = {old: None if event.message else self._released.get(old) for old, _ in releases}
+                self._replace_releases(part, before, thread, event.releases, event.scope, event.gathered)
+        thread.advance()
+
+    def _replace_releases(
+        self, part: shadow.Bytes, before: dict[int, Released | None], thread: Thread, asked: bool, scope: str,
+        whole: bool,
+    ) -> None:  # fmt: skip
+        new = {}
+        held = part.releases()
+        for old, released in before.items():
+            self._last_release += 1
+            self._released[self._last_release] = thread.release(released, asked, scope, whole)
+            new[old] = self._last_release
+        part.replace_releases(new)
+        for old, count in held:
+            self._holders[new[old]] += count
+            self._holders[old] -= count
+            if old and self._holders[old] <= 0:
+                del self._released[old], self._holders[old]
+
+    def _add_to_sets(self, thread: Thread, access: Access, part: shadow.Bytes, spans: Spans) -> None:
+        me = self._number(access)
+        new = {}
+        for number, offset in part.sets():
+            self._check_set(thread, access, number, offset, spans)
+            # Who comes before this access, and would meet the same things, need not be remembered beside it.
+            stay = [
+                other
+                for other in self._sets[number]
+                if not (
+                    (o := self._accesses[other]).kind == access.kind
+                    and o.atomic == access.atomic
+                    and thread.knows(o.thread_slot, o.tick).all()
+                )
+            ]
+            members = tuple(sorted({*stay, me}))
+            if members not in self._set_numbers:
+                self._set_numbers[members] = len(self._sets)
+                self._sets.append(members)
+            if self._set_numbers[members] != number:
+                new[number] = self._set_numbers[members]
+        if new:
+            part.replace_sets(new)
+
+    # Races ----------------------------------------------------------------------------------------------------------
+
+    def _check_writers(
+        self, thread: Thread, access: Access, writers: list[tuple[int, int]], spans: Spans, undefined: bool
+    ) -> None:
+        for number, offset in writers:
+            if number != shadow.NOBODY:
+                self._check(thread, access, number, offset, spans)
+            elif undefined:
+                self._findings.add_undefined(Side.of(access), spans.space, offset)
+
+    def _check_set(self, thread: Thread, access: Access, number: int, offset: int, spans: Spans) -> None:
+        for other in self._sets[number]:
+            self._check(thread, access, other, offset, spans)
+
+    def _check(self, thread: Thread, access: Access, number: int, offset: int, spans: Spans) -> None:
+        """Note a race of ``access`` with the one of this number, if there is one at the byte at ``offset``."""
+        other = self._accesses[number]
+        if (access.atomic and other.atomic) or (access.kind == READ and other.kind == READ):
+            return
+        known = thread.knows(other.thread_slot, other.tick)
+        if known[clocks.AS_WRITTEN]:
+            return
+        kind = next((cause for how, cause in CAUSES.items() if known[how]), None)
+        if kind is None:
+            plain, atomic = (access, other) if other.atomic else (other, access)
+            if atomic.atomic and plain.flag:
+                kind = "race/missing-release"
+            elif self._is_reuse(thread, access, other, offset, spans):
+                kind = "race/reuse"
+            else:
+                kind = "race"
+        self._findings.add_race(kind, Side.of(other), Side.of(access), spans.space, offset)
+
+    def _is_reuse(self, thread: Thread, access: Access, other: Access, offset: int, spans: Spans) -> bool:
+        """Whether a rank's kernels write anew what the rank wrote before, and the other side reads the older."""
+        if access.kind == READ and other.kind == WRITE:
+            # Read in this order by chance: it had got as far as what was written before.
+            former = self._accesses[other.before]
+            return self._is_older(former, other) and bool(
+                thread.knows(former.thread_slot, former.tick)[clocks.AS_WRITTEN]
+            )
+        if access.kind == WRITE and other.kind == READ:
+            one = Spans(spans.space, spans.begins[:1] * 0 + offset, spans.begins[:1] * 0 + offset + 1)
+            ((number, _),) = next(iter(self._shadow.bytes(one))).writers()
+            return self._is_older(self._accesses[number], access)
+        return False
+
+    @staticmethod
+    def _is_older(former: Access, access: Access) -> bool:
+        return former.rank == access.rank and not former.blank and not access.host
+
+
+def notes_in(folder: Path) -> dict[int, Iterator[Any]]:
+    """What the ranks have noted in a folder, by rank."""
+
+    def events(path: Path) -> Iterator[Any]:
+        with open(path, "rb") as file:
+            while True:
+                try:
+                    yield from pickle.load(file)
+                except (EOFError, pickle.UnpicklingError):  # the process was ended while it wrote
+                    return
+
+    return {int(path.stem.removeprefix("rank")): events(path) for path in folder.glob("rank*.events")}
+
+
+def analyse(folder: Path) -> list[Finding]:
+    """What is wrong in the program whose ranks have noted what they did in ``folder``."""
+    return Analysis(notes_in(folder)).run()

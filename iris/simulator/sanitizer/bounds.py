@@ -1,0 +1,126 @@
+"""Accesses outside of what has been allocated, told where they happen.
+
+An allocation is as long as it was asked for, not as long as it was rounded up. While somebody wants to know, there is a
+gap behind each (`iris.simulator.sanitizer.GAP`), so that what runs over the end of one does not land in the next.
+"""
+
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from iris.heap import symmetric
+from iris.simulator.sanitizer import GAP
+from iris.simulator.sanitizer.events import PRIVATE, READ, Spans
+
+if TYPE_CHECKING:
+    from iris.simulator.sanitizer.recorder import Recorder
+
+
+class Bounds:
+    """The allocations of this process' heaps as its ranks have them: the same offsets on all."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[tuple[int, ...], Table]] = {}
+
+    def check(self, recorder: "Recorder", spans: Spans, kind: int, place: int) -> None:
+        """Note the first of these accesses that should not be, if there is one."""
+        name, rank = spans.space
+        verb = "reads" if kind == READ else "writes"
+        if name == PRIVATE:
+            address = int(spans.begins[0])
+            if not _is_mapped(address):
+                recorder.wrong("bounds", f"{verb} address {address:#x}, where nothing is", place)
+            return
+        heap = symmetric.heap_named(name)
+        wrong = self._table(heap).first_wrong(spans) if heap is not None else None  # None: the library's own memory
+        if wrong is not None:
+            reason, offset = wrong
+            text = f"{verb} rank {rank}'s {self._table(heap).describe(offset)}"
+            recorder.wrong(reason, text, place)
+
+    def learn(self, spans: Spans) -> None:
+        """There is a new allocation. When it is gone again, one knows what has been there."""
+        heap = symmetric.heap_named(spans.space[0])
+        if heap is not None:
+            self._table(heap)
+
+    def _table(self, heap: symmetric.SymmetricHeap) -> "Table":
+        version = heap.version()
+        name = heap.mapping.name
+        if name not in self._known or self._known[name][0] != version:
+            former = self._known[name][1] if name in self._known else None
+            self._known[name] = version, Table(heap.allocations(), former)
+        return self._known[name][1]
+
+
+class Table:
+    """Which bytes of a heap are allocated, and which were."""
+
+    def __init__(self, allocations: Sequence[tuple], former: "Table | None") -> None:
+        live = sorted((block.offset, block.offset + block.size, not freed, block.text) for block, freed in allocations)
+        taken_back = []
+        if former is not None:
+            offsets = {begin for begin, *_ in live}
+            taken_back = [each for each in former.gone if each[0] not in offsets]
+            taken_back += [(b, e, False, text) for b, e, _, text in former.live if b not in offsets]
+        self.live, self.gone = live, taken_back
+        self._begins = np.array([each[0] for each in live], dtype=np.int64)
+        self._ends = np.array([each[1] for each in live], dtype=np.int64)
+        self._in_use = np.array([each[2] for each in live], dtype=bool)
+
+    def first_wrong(self, spans: Spans) -> tuple[str, int] | None:
+        """The kind of mistake and the offset of the first byte that these should not touch."""
+        if not len(self._begins):
+            return self._reason(int(spans.begins[0])), int(spans.begins[0])
+        index = np.searchsorted(self._begins, spans.begins, side="right") - 1
+        inside = (index >= 0) & (spans.begins < self._ends[index])
+        whole = inside & (spans.ends <= self._ends[index])
+        fine = whole & self._in_use[index]
+        if fine.all():
+            return None
+        first = int(np.argmin(fine))
+        if not inside[first]:
+            return self._reason(int(spans.begins[first])), int(spans.begins[first])
+        if not whole[first]:
+            return "bounds", int(self._ends[index[first]])
+        return "freed", int(spans.begins[first])
+
+    def describe(self, offset: int) -> str:
+        """What is there, was there, or lies in front of it."""
+        former = self._former(offset)
+        if former is not None:
+            return f"{former}, which has been freed (offset {offset:#x})"
+        index = int(np.searchsorted(self._begins, offset, side="right")) - 1
+        if index < 0 or offset >= self._ends[index] + GAP:
+            return f"heap at offset {offset:#x}, where no tensor is"
+        begin, end, in_use, text = self.live[index]
+        if offset < end:
+            return f"{text}{'' if in_use else ', which has been freed,'} at byte {offset - begin} (offset {offset:#x})"
+        return f"{text}, {offset - end} bytes past its end (offset {offset:#x})"
+
+    def _reason(self, offset: int) -> str:
+        return "bounds" if self._former(offset) is None else "freed"
+
+    def _former(self, offset: int) -> str | None:
+        return next((text for begin, end, _, text in self.gone if begin <= offset < end), None)
+
+
+_mapped_ranges: list[tuple[int, int]] = []
+
+
+def _is_mapped(address: int) -> bool:
+    """Whether this process has memory at ``address``: a load from elsewhere would end it."""
+    return _in_ranges(address) or _read_ranges() or _in_ranges(address)
+
+
+def _in_ranges(address: int) -> bool:
+    return any(begin <= address < end for begin, end in _mapped_ranges)
+
+
+def _read_ranges() -> bool:
+    """Learn the process' memory anew; returns False."""
+    with open(f"/proc/{os.getpid()}/maps") as lines:
+        _mapped_ranges[:] = [tuple(int(n, 16) for n in line.split()[0].split("-")) for line in lines]
+    return False

@@ -1,0 +1,121 @@
+"""``python -m iris check``: runs a program under the sanitizer, and says what it found."""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from iris.simulator.sanitizer import FOLDER_VARIABLE, SEED_VARIABLE, VARIABLE, findings
+from iris.simulator.sanitizer.analysis import analyse
+from iris.simulator.sanitizer.findings import Finding
+
+FOUND, FAILED = 1, 2
+"""Exit statuses: something was found; the program failed, or could not be run, and nothing was found."""
+
+# What the program gets to end by itself once its ranks are known to wait for each other.
+ENDING_S = 10.0
+INTERVAL_S = 0.05
+
+
+def run(program: Path, arguments: Sequence[str], seed: int | None, schedules: int, form: str) -> int:
+    """Run the program once for each schedule, until something is found; returns the exit status."""
+    failed = 0
+    for number in range(schedules):
+        this = seed if schedules == 1 else (seed or 0) + number
+        with _shared_folder() as folder:
+            failed = _run_once(program, arguments, folder, this)
+            rank = int(os.environ.get("RANK", "0"))
+            (folder / f"over{rank}").touch()
+            if rank:
+                continue
+            _await_peers(folder)
+            found = analyse(folder)
+        if found or failed or number == schedules - 1:
+            _tell(found, form, this if schedules > 1 or seed is not None else None)
+            return FOUND if found else FAILED if failed else 0
+    return FAILED if failed else 0
+
+
+def findings_of(program: Path | str, *arguments: str, seed: int | None = None) -> list[Finding]:
+    """What is wrong in one run of a program that starts its own ranks.
+
+    Raises
+    ------
+    subprocess.CalledProcessError
+        It failed, and nothing was found to be the reason.
+    """
+    with _shared_folder() as folder:
+        status = _run_once(Path(program), arguments, folder, seed)
+        found = analyse(folder)
+    if status and not found:
+        raise subprocess.CalledProcessError(status, [str(program), *arguments])
+    return found
+
+
+def _run_once(program: Path, arguments: Sequence[str], folder: Path, seed: int | None) -> int:
+    # In debug mode allocations know the lines that made them.
+    environment = os.environ | {
+        VARIABLE: "1", FOLDER_VARIABLE: str(folder), "IRIS_SIMULATOR": "1", "IRIS_DEBUG": "1",
+    }  # fmt: skip
+    if seed is not None:
+        environment[SEED_VARIABLE] = str(seed)
+    # What the program prints is not part of the report.
+    process = subprocess.Popen(
+        [sys.executable, program, *arguments], env=environment, stdout=sys.stderr, start_new_session=True
+    )
+    try:
+        over_since = None
+        while process.poll() is None:
+            time.sleep(INTERVAL_S)
+            if over_since is None and _is_over(folder):
+                over_since = time.monotonic()
+            if over_since is not None and time.monotonic() - over_since > ENDING_S:
+                break
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    return process.wait()
+
+
+def _is_over(folder: Path) -> bool:
+    """Whether the ranks have found that nobody can go on: see `iris.simulator.sanitizer.deadlock`."""
+    try:
+        with open(folder / "ranks", "rb") as file:
+            return any(file.read(8))
+    except OSError:
+        return False
+
+
+@contextmanager
+def _shared_folder() -> Iterator[Path]:
+    """A folder for the notes of all ranks: under torchrun, of which each runs this, the same for all."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        with tempfile.TemporaryDirectory(prefix="iris-check-") as folder:
+            yield Path(folder)
+        return
+    name = f"iris-check-{os.getuid()}-{os.environ['MASTER_PORT']}-{os.getppid()}"
+    folder = Path(tempfile.gettempdir()) / name
+    folder.mkdir(mode=0o700, exist_ok=True)
+    yield folder
+
+
+def _await_peers(folder: Path) -> None:
+    """Under torchrun: until all ranks' programs are over."""
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    while len(list(folder.glob("over*"))) < size:
+        time.sleep(INTERVAL_S)
+
+
+def _tell(found: list[Finding], form: str, seed: int | None) -> None:
+    if form == "json":
+        print(findings.as_json(found))
+        return
+    for finding in found:
+        print(finding)
+    again = f" with --seed {seed}" if seed is not None else ""
+    print(f"iris-check: {len(found) or 'nothing'} found{again}.")

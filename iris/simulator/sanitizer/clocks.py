@@ -1,0 +1,131 @@
+"""Which of two things that programs did came first: vector clocks.
+
+Each program, and each rank's host, has a *slot*, and counts up a *tick* there at whatever may be a release. A clock
+says of each slot up to which tick all that it did comes before: what slot s did at tick t comes before whoever has
+``clock[s] >= t`` (Lamport; Fidge and Mattern; for races: FastTrack, Flanagan and Freund 2009).
+
+There are five clocks at a time. In the first an edge is what the program asked for: a release and an acquire of the
+same words, both at a scope that holds the two programs (PTX ISA, "Memory Consistency Model": morally strong, causality
+order). The others take the program for better than it is, each in another way, to find out what a race is for want of.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+AS_WRITTEN, ANY_SCOPE, ALL_RELEASE, ALL_ACQUIRE, BOTH = range(5)
+"""As the program says; each at system scope; besides, each write to a flag a release; each read an acquire; both."""
+HOW = 5
+
+REACHES_RANK, REACHES_ALL = ("gpu", "sys"), ("sys",)
+
+
+def empty() -> np.ndarray:
+    return np.zeros((HOW, 0), dtype=np.int32)
+
+
+def joined(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """What comes before either. Neither is changed."""
+    if a is b:
+        return a
+    if a.shape[1] < b.shape[1]:
+        a, b = b, a
+    result = a.copy()
+    np.maximum(result[:, : b.shape[1]], b, out=result[:, : b.shape[1]])
+    return result
+
+
+def merged(target: np.ndarray, source: np.ndarray, how: list[int]) -> np.ndarray:
+    """``target`` with ``source`` joined to it in some of the clocks. ``target`` is not changed."""
+    width = max(target.shape[1], source.shape[1])
+    result = np.zeros((HOW, width), dtype=np.int32)
+    result[:, : target.shape[1]] = target
+    part = result[how, : source.shape[1]]
+    result[how, : source.shape[1]] = np.maximum(part, source[how])
+    return result
+
+
+class Released(NamedTuple):
+    """What has been released into a word: to everyone, and to the programs of one rank.
+
+    Of an atomic update the word keeps what was released before, since who reads the update reads on from there (PTX
+    ISA, "Release and acquire patterns": observation through read-modify-writes).
+    """
+
+    to_all: np.ndarray
+    to_rank: dict[int, np.ndarray]
+
+
+class Thread:
+    """A program, or a rank's host, as it goes on."""
+
+    def __init__(self, rank: int, slot: int, tick: int, clock: np.ndarray) -> None:
+        self.rank, self.slot, self.tick = rank, slot, tick
+        # Not changed once it is here: others may hold it.
+        self.clock = clock
+        self._met: np.ndarray | None = None
+        self._seen(tick)
+
+    def _seen(self, tick: int) -> None:
+        if self.clock.shape[1] <= self.slot:
+            wider = np.zeros((HOW, self.slot + 1), dtype=np.int32)
+            wider[:, : self.clock.shape[1]] = self.clock
+            self.clock = wider
+        else:
+            self.clock = self.clock.copy()
+        self.clock[:, self.slot] = tick
+
+    def advance(self) -> None:
+        """What is done from here on, nobody knows of who has this clock by now."""
+        self.tick += 1
+        self._seen(self.tick)
+
+    def gather(self) -> None:
+        """The threads of the block have met: each now speaks for what all have done."""
+        self._met = self.clock
+
+    def learn(self, clock: np.ndarray) -> None:
+        self.clock = joined(self.clock, clock)
+
+    def release(self, before: Released | None, asked: bool, scope: str, whole: bool) -> Released:
+        """Into a word in which ``before`` was. ``whole``: for what the block's other threads did, too."""
+        to_all = before.to_all if before is not None else empty()
+        to_rank = before.to_rank if before is not None else {}
+        how = [ALL_RELEASE, BOTH]
+        if asked:
+            how += [ANY_SCOPE, ALL_ACQUIRE]
+            mine = self.clock
+            if not whole:
+                # Only what came before the last meeting of the block's threads, and this thread's own.
+                mine = self.clock.copy()
+                mine[[AS_WRITTEN, ANY_SCOPE, ALL_ACQUIRE]] = 0
+                if self._met is not None:
+                    known = self._met
+                    mine[[AS_WRITTEN, ANY_SCOPE, ALL_ACQUIRE], : known.shape[1]] = known[
+                        [AS_WRITTEN, ANY_SCOPE, ALL_ACQUIRE]
+                    ]
+            if scope in REACHES_ALL:
+                how.append(AS_WRITTEN)
+            to_all = merged(to_all, mine, how)
+            if scope in REACHES_RANK:
+                own = merged(to_rank.get(self.rank, empty()), mine, [AS_WRITTEN])
+                to_rank = {**to_rank, self.rank: own}
+        else:
+            to_all = merged(to_all, self.clock, how)
+        return Released(to_all, to_rank)
+
+    def acquire(self, released: Released, asked: bool, scope: str) -> None:
+        how = [ALL_ACQUIRE, BOTH]
+        if asked:
+            how += [ANY_SCOPE, ALL_RELEASE]
+            if scope in REACHES_ALL:
+                how.append(AS_WRITTEN)
+            if scope in REACHES_RANK and self.rank in released.to_rank:
+                self.clock = merged(self.clock, released.to_rank[self.rank], [AS_WRITTEN])
+        self.clock = merged(self.clock, released.to_all, how)
+
+    def knows(self, slot: int, tick: int) -> np.ndarray:
+        """In which of the clocks that tick comes before what this thread does now."""
+        if slot >= self.clock.shape[1]:
+            return np.zeros(HOW, dtype=bool)
+        return self.clock[:, slot] >= tick

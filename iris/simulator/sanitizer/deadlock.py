@@ -1,0 +1,75 @@
+"""When can nobody go on any more?
+
+Each rank says in memory that all share what it is doing, and how often it has changed memory so far. When every
+program of a launch has polled in vain, and nothing has changed since before the first of them did, only another rank
+can help. When all ranks are there at the same count of changes, or wait on the host, or are gone, nobody will.
+"""
+
+import mmap
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+
+ON_HOST, RUNS, STUCK, MEETS, GONE = range(5)
+"""What a rank is doing; STUCK: all of its programs poll in vain."""
+
+# A rank that leaves a meeting may need so long to say so.
+LEAVING_S = 2.0
+
+
+class Liveness:
+    """What this rank says of itself, and sees of the others. Words of 8 bytes are written at once."""
+
+    _WORDS = 3  # of a rank: what it does, its changes, and at which count of all changes it was stuck
+
+    def __init__(self, folder: Path, rank: int, num_ranks: int) -> None:
+        file = os.open(folder / "ranks", os.O_RDWR | os.O_CREAT, 0o600)
+        os.ftruncate(file, 8 * (1 + self._WORDS * num_ranks))
+        self._memory = mmap.mmap(file, 8 * (1 + self._WORDS * num_ranks))
+        os.close(file)
+        words = np.frombuffer(self._memory, dtype=np.int64)
+        self._over, self._ranks = words[:1], words[1:].reshape(num_ranks, self._WORDS)
+        self._mine = self._ranks[rank]
+        self._round_began_at = -1
+        self._since: float | None = None
+        self.on_host()
+
+    def on_host(self) -> None:
+        self._mine[0] = ON_HOST
+        self.changed()
+
+    def runs(self) -> None:
+        self._mine[0] = RUNS
+        self.changed()
+
+    def meets(self) -> None:
+        self._mine[0] = MEETS
+
+    def leave(self) -> None:
+        self._mine[0] = GONE
+
+    def changed(self) -> None:
+        """This rank has changed memory."""
+        self._mine[1] += 1
+
+    def is_over(self) -> bool:
+        """All programs of this rank have polled in vain once more: can anybody go on?"""
+        changes = int(self._ranks[:, 1].sum())
+        if changes != self._round_began_at:
+            # What has changed since the last round, some program may have polled before.
+            self._round_began_at, self._mine[0], self._since = changes, RUNS, None
+            return bool(self._over[0])
+        self._mine[0], self._mine[2] = STUCK, changes
+        doing, at = self._ranks[:, 0], self._ranks[:, 2]
+        stuck = (doing == STUCK) & (at == changes)
+        if not (stuck | (doing == MEETS) | (doing == GONE)).all() or int(self._ranks[:, 1].sum()) != changes:
+            self._since = None
+        elif stuck.all():
+            self._over[0] = 1
+        else:
+            self._since = self._since or time.monotonic()
+            if time.monotonic() - self._since > LEAVING_S:
+                self._over[0] = 1
+        return bool(self._over[0])

@@ -1,0 +1,136 @@
+"""What a rank notes down while it runs, for `iris.simulator.sanitizer.analysis` to read.
+
+A rank's events are in the order in which it did them: one thread of it runs at a time. What orders ranks, an atomic
+operation or a word that carries its own arrival, has a number besides, from one counter of all ranks.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+HOST = 0
+"""In the place of a program's number, which counts from 1: what the host does with torch."""
+
+READ, WRITE, UPDATE = 1, 2, 3
+"""What an operation does to memory; an update is both."""
+
+PRIVATE = "private"
+"""In the place of a mapping's name: memory of one process alone, whose offsets are its addresses."""
+
+
+class Place(NamedTuple):
+    """Where something was done. A rank numbers its places; events name them by number."""
+
+    kernel: str | None
+    file: str
+    line: int
+    function: str
+
+
+class Spans(NamedTuple):
+    """Bytes of one space: from each of ``begins`` to each of ``ends``, offsets, ascending.
+
+    ``space``: the memory of one rank in a mapping that a group shares, or of one process alone.
+    """
+
+    space: tuple[str, int]
+    begins: np.ndarray
+    ends: np.ndarray
+
+
+class Known(NamedTuple):
+    """The place that has this number from here on."""
+
+    number: int
+    place: Place
+
+
+class Allocated(NamedTuple):
+    """Memory of this rank. ``text``: its tensor; ``undefined``: nobody has written it."""
+
+    spans: Spans
+    text: str
+    place: int
+    undefined: bool
+
+
+class Launched(NamedTuple):
+    launch: int
+
+
+class Finished(NamedTuple):
+    """All programs of a launch are over."""
+
+    launch: int
+
+
+class Accessed(NamedTuple):
+    """A load or store, or the host's with torch.
+
+    ``undefined``: what was read looks as if nobody had written it. ``blank``: the host made it zeros, or one number.
+    """
+
+    launch: int
+    program: int
+    place: int
+    spans: Spans
+    kind: int
+    undefined: bool = False
+    blank: bool = False
+
+
+class Synchronised(NamedTuple):
+    """An access that others may do at the same time: an atomic one, or of words that carry their own arrival.
+
+    ``number``: its place among those of all ranks. ``releases``, ``acquires``: as it was asked for, with ``scope``:
+    "cta", "gpu" or "sys". ``message``: words that carry their own arrival. ``gathered``: what other threads of the
+    block did before is released too. ``undefined``: as of `Accessed`.
+    """
+
+    number: int
+    launch: int
+    program: int
+    place: int
+    spans: Spans
+    kind: int
+    releases: bool
+    acquires: bool
+    scope: str
+    message: bool = False
+    gathered: bool = True
+    undefined: bool = False
+
+
+class Gathered(NamedTuple):
+    """The threads of a program have met."""
+
+    launch: int
+    program: int
+
+
+class Met(NamedTuple):
+    """The hosts of ``ranks`` meet; ``key`` is the same on all of them, and another one at each meeting."""
+
+    key: tuple
+    ranks: tuple[int, ...]
+
+
+class Wrong(NamedTuple):
+    """A mistake that shows on one rank alone. ``place``: None if there is none to name."""
+
+    kind: str
+    text: str
+    place: int | None
+
+
+class Waiting(NamedTuple):
+    """A program that waits, when nobody can go on any more. ``flag``: what it waits for, in words."""
+
+    kernel: str
+    programs: str
+    text: str
+    place: Place
+    flag: str
+
+
+Event = Any

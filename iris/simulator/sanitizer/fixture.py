@@ -1,0 +1,17 @@
+"""For pytest: `iris_check`, where a conftest.py says ``pytest_plugins = ["iris.simulator.sanitizer.fixture"]``."""
+
+from collections.abc import Callable
+
+import pytest
+
+from iris.simulator.sanitizer.check import findings_of
+from iris.simulator.sanitizer.findings import Finding
+
+
+@pytest.fixture
+def iris_check() -> Callable[..., list[Finding]]:
+    """Runs a program under the sanitizer: ``assert iris_check("program.py", "--rows", "8") == []``.
+
+    The program starts its own ranks. ``seed=`` lets its programs take turns by chance.
+    """
+    return findings_of

@@ -1,0 +1,100 @@
+"""What the host does with torch to memory that ranks share, and where it meets others by ``torch.distributed``."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from iris.simulator.sanitizer.events import READ, UPDATE, WRITE
+
+if TYPE_CHECKING:
+    from iris.simulator.sanitizer.recorder import Recorder
+
+
+class HostAccesses(TorchDispatchMode):
+    """Sees each of torch's operations once it has been broken down to those that touch memory."""
+
+    def __init__(self, recorder: "Recorder") -> None:
+        super().__init__()
+        self._recorder = recorder
+        self._meetings: dict[tuple[int, ...], int] = {}
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """It changes nothing, so programs may be compiled under it."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace == "c10d":
+            return self._meet(func, args, kwargs)
+        for argument, value in zip(func._schema.arguments, _given(func, args, kwargs), strict=False):
+            # What is returned as it was given, or as a view of it, has not been read.
+            alias = argument.alias_info
+            if alias is None or alias.is_write:
+                blank = func in _BLANK
+                kind = READ if alias is None else WRITE if blank or func is _COPY or argument.is_out else UPDATE
+                self._touch(value, kind, blank)
+        return func(*args, **kwargs)
+
+    def _meet(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        """A collective of torch's: nobody leaves it before all have come, as far as we care."""
+        for value in (*args, *kwargs.values()):
+            self._touch(value, WRITE)
+        group = next((g for value in args if (g := _process_group(value)) is not None), None)
+        if group is None:
+            return func(*args, **kwargs)
+        ranks = tuple(dist.get_process_group_ranks(distributed_c10d._resolve_process_group(group.group_name)))
+        number = self._meetings[ranks] = self._meetings.get(ranks, 0) + 1
+        with self._recorder.meeting(("torch.distributed", ranks, number), ranks):
+            return func(*args, **kwargs)
+
+    def _touch(self, value: Any, kind: int, blank: bool = False) -> None:
+        for tensor in _tensors(value):
+            if tensor.device.type == "cpu" and tensor.layout == torch.strided and tensor.numel():
+                self._recorder.host_accessed(*_runs(tensor), kind, blank)
+
+
+_COPY = torch.ops.aten.copy_.default
+_BLANK = (torch.ops.aten.zero_.default, torch.ops.aten.fill_.Scalar, torch.ops.aten.fill_.Tensor)
+
+
+def _given(func: Any, args: tuple, kwargs: dict) -> Iterator[Any]:
+    """The arguments in the order of the operation's schema."""
+    for index, argument in enumerate(func._schema.arguments):
+        yield args[index] if index < len(args) else kwargs.get(argument.name)
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _tensors(each)
+
+
+def _process_group(value: Any) -> dist.ProcessGroup | None:
+    if not isinstance(value, torch.ScriptObject):
+        return None
+    try:
+        return dist.ProcessGroup.unbox(value)
+    except (RuntimeError, TypeError):  # an operation's ReduceOp is one, too
+        return None
+
+
+def _runs(tensor: torch.Tensor) -> tuple[np.ndarray, int]:
+    """Where the tensor's elements lie, those side by side as one: addresses, and bytes at each."""
+    size, outer = tensor.element_size(), []
+    for stride, extent in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if extent > 1 and stride * tensor.element_size() == size:
+            size *= extent
+        elif extent > 1 and stride:
+            outer.append((stride * tensor.element_size(), extent))
+    addresses = np.array([tensor.data_ptr()], dtype=np.int64)
+    for step, extent in reversed(outer):
+        addresses = (addresses[:, None] + step * np.arange(extent, dtype=np.int64)).reshape(-1)
+    return addresses, size

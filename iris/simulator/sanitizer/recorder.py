@@ -1,0 +1,365 @@
+"""Takes down what this process does."""
+
+import contextlib
+import ctypes
+import fcntl
+import functools
+import itertools
+import mmap
+import os
+import pickle
+import struct
+import sys
+import sysconfig
+from collections.abc import Iterator
+from multiprocessing.util import Finalize
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+
+from iris.errors import NotSymmetricError, NotTheCallerError, RankOutOfRangeError
+from iris.heap import mapping, symmetric
+from iris.simulator import grid
+from iris.simulator.sanitizer import bounds
+from iris.simulator.sanitizer.deadlock import Liveness
+from iris.simulator.sanitizer.events import (
+    HOST,
+    PRIVATE,
+    READ,
+    WRITE,
+    Accessed,
+    Allocated,
+    Finished,
+    Gathered,
+    Known,
+    Launched,
+    Met,
+    Place,
+    Spans,
+    Synchronised,
+    Waiting,
+    Wrong,
+)
+from iris.simulator.sanitizer.host import HostAccesses
+
+# Notes are written to the file when there are so many.
+KEPT = 4096
+
+# Memory of nobody's yet: no program means to write it, and a float of it is a large number.
+UNDEFINED = 0xCB
+
+# Larger tensors are not filled with it: memory that is not touched takes no room.
+MOST_UNDEFINED = 1 << 26
+
+_IRIS = str(Path(__file__).parents[2]) + os.sep
+_TRITON = str(Path(triton.__file__).parent) + os.sep
+_TORCH = str(Path(torch.__file__).parent) + os.sep
+_SIMULATOR = str(Path(__file__).parents[1]) + os.sep
+_LANGUAGE = _IRIS + "language" + os.sep
+
+_STANDARD = sysconfig.get_path("stdlib") + os.sep
+
+# From this version on a release is one of the whole block; before it, of the thread that does it and what that has
+# met in a barrier.
+_GATHERS = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9)
+
+# The device functions that send and receive words which carry their own arrival (`iris.language.stamped`).
+_MESSAGES = frozenset({"write_through", "reread", "inspect", "send_place", "receive_places"})
+
+
+class Recorder:
+    """The notes of one rank, in ``folder``, which all ranks share."""
+
+    def __init__(self, folder: Path, rank: int, num_ranks: int) -> None:
+        self.folder, self.rank = folder, rank
+        self._file = open(folder / f"rank{rank}.events", "ab")
+        self._notes: list[Any] = []
+        self._places: dict[tuple, int] = {}
+        self._mapped: dict[int, tuple[str, int, int]] = {}
+        self._starts = self._ends = np.empty(0, dtype=np.int64)
+        self._spaces: list[tuple[str, int]] = []
+        self._launches: dict[int, int] = {}
+        self._numbers = itertools.count(1)
+        self._stored_since_meeting: set[tuple[int, int]] = set()
+        self._polled: dict[tuple, bytes] = {}
+        self.bounds = bounds.Bounds()
+        # The counter of all ranks: a file that is locked while one of them takes a number.
+        self._lock = os.open(folder / "counter", os.O_RDWR | os.O_CREAT, 0o600)
+        os.ftruncate(self._lock, 8)
+        self._counter = mmap.mmap(self._lock, 8)
+        self.liveness = Liveness(folder, rank, num_ranks)
+        self._host = HostAccesses(self)
+        self._host.__enter__()
+        for heap in symmetric.live_heaps():
+            for block, _ in heap.allocations():
+                address = heap.bases[heap.group.rank] + block.offset
+                self.allocated(address, block.size, block.text, undefined=False)
+        # Also in processes that multiprocessing has started, which run no function of atexit's.
+        self._at_exit = Finalize(None, self.close, exitpriority=20)
+
+    # Notes ----------------------------------------------------------------------------------------------------------
+
+    def note(self, event: Any) -> None:
+        self._notes.append(event)
+        if len(self._notes) >= KEPT:
+            self.flush()
+
+    def flush(self) -> None:
+        """Whatever becomes of this process, others can read what it has noted so far."""
+        if self._notes:
+            pickle.dump(self._notes, self._file, protocol=pickle.HIGHEST_PROTOCOL)
+            self._file.flush()
+            self._notes = []
+
+    def close(self) -> None:
+        if self._file.closed:
+            return
+        self._at_exit.cancel()
+        self._host.__exit__(None, None, None)
+        self.liveness.leave()
+        self.flush()
+        self._file.close()
+        self._counter.close()
+        os.close(self._lock)
+
+    @contextlib.contextmanager
+    def numbered(self) -> Iterator[int]:
+        """While this lasts no other rank does anything that orders ranks."""
+        fcntl.lockf(self._lock, fcntl.LOCK_EX)
+        try:
+            (number,) = struct.unpack_from("q", self._counter)
+            struct.pack_into("q", self._counter, 0, number + 1)
+            yield number
+        finally:
+            fcntl.lockf(self._lock, fcntl.LOCK_UN)
+
+    # What the simulator does ----------------------------------------------------------------------------------------
+
+    def launched(self, launch: Any) -> None:
+        self.liveness.runs()
+        self._launches[id(launch)] = next(self._numbers)
+        self.note(Launched(self._launches[id(launch)]))
+
+    def finished(self, launch: Any) -> None:
+        self.note(Finished(self._launches.pop(id(launch))))
+        self._stored_since_meeting.clear()
+        self._polled.clear()
+        self.liveness.on_host()
+
+    def accessed(self, pointers: np.ndarray, size: int, kind: int, values: np.ndarray | None = None) -> None:
+        """The program that runs has loaded or stored elements of ``size`` bytes."""
+        who = self._who()
+        if who is None or not pointers.size:
+            return
+        place = self._place()
+        undefined = values is not None and _undefined(values)
+        for spans in self.spans(pointers, size):
+            self.bounds.check(self, spans, kind, place)
+            self.note(Accessed(*who, place, spans, kind, undefined))
+        if kind == WRITE:
+            self._stored_since_meeting.add(who)
+            self.liveness.changed()
+
+    def synchronised(
+        self, number: int, pointers: np.ndarray, values: np.ndarray, kind: int, sem: str, scope: str,
+        message: bool = False,
+    ) -> None:  # fmt: skip
+        """The program that runs has done this while it held ``number``. ``values``: what was there before."""
+        who = self._who()
+        if who is None or not pointers.size:
+            return
+        place = self._place()
+        if kind == READ:
+            # Who polls, and finds what he found before, learns nothing.
+            key, found = (*who, place, pointers.tobytes()), values.tobytes()
+            if self._polled.get(key) == found:
+                return
+            self._polled[key] = found
+        else:
+            self.liveness.changed()
+        releases, acquires = sem in ("release", "acq_rel") or message, sem in ("acquire", "acq_rel") or message
+        gathered = message or _GATHERS or who not in self._stored_since_meeting
+        undefined = kind != WRITE and _undefined(values)
+        for spans in self.spans(pointers, values.itemsize):
+            self.bounds.check(self, spans, kind, place)
+            self.note(
+                Synchronised(number, *who, place, spans, kind, releases, acquires, scope, message, gathered, undefined)
+            )
+
+    def failed(self, error: BaseException) -> None:
+        """A program has raised this: a mistake of the kinds that have a name, or something else."""
+        kind = next((kind for type, kind in _KINDS.items() if isinstance(error, type)), None)
+        if kind is not None:
+            self.wrong(kind, f"stops: {error}", self._place_of(error))
+
+    def waits(self, launch: Any, wait: Any) -> None:
+        """These programs wait, and nobody can go on."""
+        place = Place(launch.name, *wait.place)
+        self.note(Waiting(launch.name, wait.programs, wait.what, place, wait.flag or ""))
+        self.flush()
+
+    def gathered(self) -> None:
+        """The threads of the program that runs meet."""
+        who = self._who()
+        if who in self._stored_since_meeting:
+            self._stored_since_meeting.discard(who)
+            self.note(Gathered(*who))
+
+    def is_message(self) -> bool:
+        """Whether what accesses memory now is the library's function for words that carry their own arrival."""
+        frame = sys._getframe(2)
+        while frame is not None and _owner(frame.f_code) == OTHER:
+            if frame.f_code.co_name in _MESSAGES and frame.f_code.co_filename.startswith(_LANGUAGE):
+                return True
+            frame = frame.f_back
+        return False
+
+    # What the host does ---------------------------------------------------------------------------------------------
+
+    def host_accessed(self, addresses: np.ndarray, size: int, kind: int, blank: bool = False) -> None:
+        """With torch, ``size`` bytes at each of ``addresses``. Memory that is no mapping's is this rank's alone."""
+        place = self._place()
+        for spans in self.spans(addresses, size):
+            if spans.space[0] != PRIVATE:
+                self.note(Accessed(0, HOST, place, spans, kind, blank=blank))
+        if kind != READ:
+            self.liveness.changed()
+
+    @contextlib.contextmanager
+    def meeting(self, key: tuple, ranks: tuple[int, ...]) -> Iterator[None]:
+        """While this lasts the host waits for other ranks."""
+        self.note(Met(key, ranks))
+        self.flush()
+        self.liveness.meets()
+        try:
+            yield
+        finally:
+            self.liveness.on_host()
+
+    def allocated(self, address: int, size: int, text: str, undefined: bool) -> None:
+        if not size:
+            return
+        undefined = undefined and size <= MOST_UNDEFINED
+        if undefined:
+            ctypes.memset(address, UNDEFINED, size)
+        (spans,) = self.spans(np.array([address], dtype=np.int64), size)
+        self.bounds.learn(spans)
+        self.note(Allocated(spans, text, self._place(), undefined))
+
+    def wrong(self, kind: str, text: str, place: int | None = None) -> None:
+        self.note(Wrong(kind, text, place))
+        self.flush()
+
+    # Where ----------------------------------------------------------------------------------------------------------
+
+    def spans(self, pointers: np.ndarray, size: int) -> list[Spans]:
+        """The bytes of elements of ``size``, by the spaces that they are in."""
+        addresses = np.ravel(pointers).astype(np.int64)
+        index = self._space_of(addresses)
+        result = []
+        for space in np.unique(index):
+            there = addresses[index == space] if index[0] != space or index.size > 1 else addresses
+            origin = 0 if space < 0 else int(self._starts[space])
+            name = (PRIVATE, self.rank) if space < 0 else self._spaces[space]
+            result.append(Spans(name, *_merged(there - origin, size)))
+        return result
+
+    def _space_of(self, addresses: np.ndarray) -> np.ndarray:
+        if len(mapping._mappings) != len(self._mapped):
+            self._see_mappings()
+        if not len(self._starts):
+            return np.full(addresses.shape, -1)
+        index = np.searchsorted(self._starts, addresses, side="right") - 1
+        return np.where((index >= 0) & (addresses < self._ends[index]), index, -1)
+
+    def _see_mappings(self) -> None:
+        found = []
+        self._mapped = {}
+        for own, each in list(mapping._mappings.items()):
+            self._mapped[own] = (each.name, each.rank, each.size)
+            found += [
+                (base, base + each.size, (each.name, rank)) for rank, base in zip(each.ranks, each.bases, strict=True)
+            ]
+        found.sort()
+        self._starts = np.array([start for start, _, _ in found], dtype=np.int64)
+        self._ends = np.array([end for _, end, _ in found], dtype=np.int64)
+        self._spaces = [space for _, _, space in found]
+
+    def _who(self) -> tuple[int, int] | None:
+        if not grid.in_kernel():
+            return None
+        task = grid.current()
+        number = self._launches.get(id(task.launch))
+        if number is None:  # of a launch that began before anybody wanted to know
+            return None
+        x, y, z = task.index
+        dims = task.launch.dims
+        return number, 1 + (z * dims[1] + y) * dims[0] + x
+
+    def _place(self) -> int:
+        """The number of the user's line that is being done; in the library's own kernels, of the kernel's."""
+        frame, line = sys._getframe(2), None
+        while frame is not None and frame.f_code is not _BOTTOM:
+            owner = _owner(frame.f_code)
+            if owner == USER:
+                line = frame.f_code, frame.f_lineno
+                break
+            if owner == LIBRARY and line is None:
+                line = frame.f_code, frame.f_lineno
+            frame = frame.f_back
+        return self._number(line)
+
+    def _place_of(self, error: BaseException) -> int:
+        """The same, of what has raised ``error``."""
+        line, trace = None, error.__traceback__
+        while trace is not None:
+            if _owner(trace.tb_frame.f_code) == USER or (line is None and _owner(trace.tb_frame.f_code) == LIBRARY):
+                line = trace.tb_frame.f_code, trace.tb_lineno
+            trace = trace.tb_next
+        return self._number(line)
+
+    def _number(self, line: tuple[CodeType, int] | None) -> int:
+        kernel = grid.current().launch.name if grid.in_kernel() else None
+        key = (kernel, line)
+        if key not in self._places:
+            self._places[key] = len(self._places)
+            where = ("?", 0, "?") if line is None else (line[0].co_filename, line[1], line[0].co_name)
+            self.note(Known(self._places[key], Place(kernel, *where)))
+        return self._places[key]
+
+
+_KINDS = {RankOutOfRangeError: "rank", NotSymmetricError: "bounds", NotTheCallerError: "rank"}
+
+# Below a program's frames lies this one.
+_BOTTOM = grid.Launch._execute.__code__
+
+USER, LIBRARY, OTHER = "user", "library", "other"
+
+
+@functools.cache
+def _owner(code: CodeType) -> str:
+    """Whose line a frame with this code shows: the user's, one of this library's kernels', or nobody's."""
+    name = code.co_filename
+    if name.startswith((_SIMULATOR, _LANGUAGE, _TRITON, _TORCH, _STANDARD, "<")):
+        return OTHER
+    return LIBRARY if name.startswith(_IRIS) else USER
+
+
+def _merged(addresses: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Where the bytes of elements at ``addresses`` begin and end, neighbours as one."""
+    steps = np.diff(addresses)
+    if (steps <= 0).any():
+        addresses = np.unique(addresses)
+        steps = np.diff(addresses)
+    cuts = np.flatnonzero(steps > size)
+    return addresses[np.append(0, cuts + 1)], addresses[np.append(cuts, -1)] + size
+
+
+def _undefined(values: np.ndarray) -> bool:
+    """Whether an element of ``values`` is as `Recorder.allocated` left it."""
+    found = np.ascontiguousarray(values).view(np.uint8).reshape(-1, values.itemsize)
+    return bool((found == UNDEFINED).all(axis=1).any())

@@ -1,0 +1,64 @@
+"""``python -m iris check``: exit statuses, the report, and what it runs."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import import_path
+
+pytest_plugins = ["iris.simulator.sanitizer.fixture"]
+
+BROKEN = Path(__file__).parent / "broken"
+
+
+def check(*arguments, launcher=("-m", "iris"), **variables):
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("IRIS_")}
+    environment |= {"PYTHONPATH": import_path(), **variables}
+    return subprocess.run(
+        [sys.executable, *launcher, "check", *map(str, arguments)],
+        env=environment, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+
+
+def test_a_finding():
+    done = check(BROKEN / "relaxed_flag.py")
+    assert done.returncode == 1, done.stderr
+    first, *places = done.stdout.splitlines()
+    assert first.startswith("iris-check: race/missing-release: kernel ")
+    assert "int32[64] on rank 1 at byte 0" in first and "'send' of rank 0" in first
+    assert all(place.startswith("    ") and "relaxed_flag.py:" in place for place in places[:2])
+
+
+def test_nothing_found_as_json():
+    done = check("--format", "json", BROKEN / "relaxed_flag.py", "--corrected")
+    assert (done.returncode, json.loads(done.stdout)) == (0, []), done.stderr
+
+
+def test_ranks_that_allocate_differently(iris_check):
+    (finding,) = iris_check(BROKEN / "own_buffer_first.py")
+    assert finding.kind == "asymmetric" and "own_buffer_first.py:" in finding.sentence
+
+
+def test_a_program_that_fails_for_another_reason(tmp_path, iris_check):
+    program = tmp_path / "fails.py"
+    program.write_text("raise SystemExit(7)")
+    done = check(program)
+    assert (done.returncode, done.stdout) == (2, "iris-check: nothing found.\n")
+    with pytest.raises(subprocess.CalledProcessError):
+        iris_check(program)
+
+
+def test_schedules_stop_at_the_first_that_fails():
+    done = check("--seed", 5, "--schedules", 2, BROKEN / "all_reduce_in_place.py")
+    assert done.returncode == 1, done.stderr
+    assert done.stdout.splitlines()[-1] == "iris-check: 1 found with --seed 5."
+
+
+def test_under_torchrun():
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "iris")
+    done = check(BROKEN / "gpu_scope_signal.py", launcher=launcher)
+    assert done.returncode == 1
+    assert "iris-check: race/scope: " in done.stdout + done.stderr
