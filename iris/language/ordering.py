@@ -90,6 +90,16 @@ def warp_layout(num_warps):
     return gl.BlockedLayout([1], [threads_per_warp()], [num_warps], [0])
 
 
+@triton.constexpr_function
+def note_fence():
+    """In the simulator: tell the sanitizer, if one looks on."""
+    # Imported here: Triton follows the global names of a constexpr_function.
+    from iris.simulator import sanitizer
+
+    if sanitizer.recorder is not None:
+        sanitizer.recorder.fenced()
+
+
 @triton.jit
 def _triton_lanes():
     return tl.arange(0, LANES)
@@ -177,6 +187,8 @@ def make_ordering(jit: Callable, lang: ModuleType, translate) -> SimpleNamespace
         # acquire a read and a later fence. So: a barrier in front, that each thread's fence be cumulative over what the
         # others did; then the fence; and a barrier behind it, for what one thread has read and others go on from.
         gather_block()
+        if in_simulator():
+            note_fence()
         system_fence()
         block_barrier()
 

@@ -42,20 +42,21 @@ AHEAD = tl.constexpr(1)
 
 @triton.jit
 def normalise(
-    x, squares, peak, gain, at, inside, residual, out, scale, row_scales, row, eps,
+    x, squares, peak, gain, at, inside, residual, out, scale, row_scales, row, leads, eps,
     H: tl.constexpr, ADDS: tl.constexpr, SCALED: tl.constexpr, BY_ROW: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
     """Finish what is ``at`` some place in a row.
 
     ``x``: sums and residuals; ``gain``: the weight. ``squares``: the sum of x * x over the row, ``peak``: the largest
-    absolute value of x * gain. ``LARGEST``: of what ``out`` can hold, if that is fp8; else 0.
+    absolute value of x * gain. ``leads``: this program writes what a row has once. ``LARGEST``: of what ``out`` can
+    hold, if that is fp8; else 0.
     """
     shrink = tl.rsqrt(squares / H + eps)
     y = x * shrink * gain
     if BY_ROW:
         # A row of zeros has any scale: one that divides. Of a row with a NaN ``shrink`` is one, and so is all of it.
         factor = tl.maximum(peak * shrink / LARGEST, 1e-12, propagate_nan=PROPAGATE)
-        tl.store(row_scales + row, factor)
+        tl.store(row_scales + row, factor, mask=leads)
         y = y / factor
     if SCALED:
         y = y / tl.load(scale)
@@ -149,7 +150,7 @@ def one_shot_rms_norm(
                 mine += room * PIECES
                 peak = tl.max(share(mine, peak, piece, epoch + 1, PIECES, LANES, ctx._record()), axis=0)
         normalise(
-            x, squares, peak, gain, at, inside, residual, out, scale, row_scales, row, eps,
+            x, squares, peak, gain, at, inside, residual, out, scale, row_scales, row, piece == 0, eps,
             H, ADDS, SCALED, BY_ROW, LARGEST,
         )  # fmt: skip
         old = region(slots, room * PIECES, unit, epoch + (SLOTS - 1), W * PIECE)
@@ -237,7 +238,7 @@ def two_shot_rms_norm(
             peak = tl.max(tl.abs(x * gain), axis=0) if BY_ROW else 0.0
             normalise(
                 x, tl.sum(x * x, axis=0), peak, gain.to(tl.float32), at, inside, residual, out, scale, row_scales, done,
-                eps, H, ADDS, SCALED, BY_ROW, LARGEST,
+                True, eps, H, ADDS, SCALED, BY_ROW, LARGEST,
             )  # fmt: skip
             old = region(slots, room, done, epoch + (SLOTS - 1), 2 * W * PART)
             clear_marked(old + j, inside & (j // PART != rank))
@@ -262,6 +263,6 @@ def rms_norm(
         x = tl.load(input + at, mask=inside, other=0).to(tl.float32) + added
         peak = tl.max(tl.abs(x * gain), axis=0) if BY_ROW else 0.0
         normalise(
-            x, tl.sum(x * x, axis=0), peak, gain, at, inside, residual, out, scale, row_scales, row, eps,
+            x, tl.sum(x * x, axis=0), peak, gain, at, inside, residual, out, scale, row_scales, row, True, eps,
             H, ADDS, SCALED, BY_ROW, LARGEST,
         )  # fmt: skip

@@ -357,7 +357,8 @@ class Operations:
         share = -(-M // W)
         if call.name == "all_gather_matmul":
             lines = hopper.chunk_rows(M, K, config) if config.use_gluon else config.block_size_m
-            return Needs(kind, W * -(-M // lines), W * M * K, call.a.dtype)
+            room = hopper.gathered_rows(M, K, config) if config.use_gluon else M
+            return Needs(kind, W * -(-M // lines), W * room * K, call.a.dtype)
         if config.variant == "copies":
             # Parts that came, and parts to be sent.
             return Needs(kind, 0, 2 * M * N, call.out.dtype)

@@ -200,6 +200,7 @@ class Builder(InterpreterBuilder):
         else:
             recorder.accessed(pointers, values.itemsize, WRITE)
             super().create_masked_store(ptrs, value, mask, *policy, **named)
+            recorder.liveness.changed()
 
     def create_barrier(self, *_: Any) -> None:
         if sanitizer.recorder is not None:

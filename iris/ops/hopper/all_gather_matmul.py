@@ -72,7 +72,7 @@ def load(pipeline, ctx, counts, epoch, a, gathered, b, m, chunk, N, K, GROUP: gl
         else:
             ctx.wait(counts + ARRIVED + owner * chunks + nth, epoch, cmp="reached")
             order_bulk_copies()
-            step = load_tile(pipeline, gathered, b, owner * m + row, column, K, step, False, BY_COLUMNS_B)
+            step = load_tile(pipeline, gathered, b, owner * chunks * chunk + row, column, K, step, False, BY_COLUMNS_B)
 
 
 @gluon.jit
@@ -117,9 +117,10 @@ def hopper_all_gather_matmul(
     BY_COLUMNS_B: gl.constexpr,
     BIASED: gl.constexpr,
 ):
-    """A is this rank's ``[m, K]``, gathered ``[W * m, K]``, both by rows; ``out``: ``[W * m, N]``, anywhere.
+    """A is this rank's ``[m, K]``, gathered ``[W, chunks * chunk, K]``, by rows; ``out``: ``[W * m, N]``, anywhere.
 
-    ``chunk``: rows that arrive together, a multiple of ``BLOCK_M``.
+    ``chunk``: rows that arrive together, a multiple of ``BLOCK_M``. Those of another rank begin where a tile does, so
+    that none is fetched while it arrives: what a tile has behind a rank's last row is nobody's.
     """
     gluon_follow()
     ctx = IrisDeviceCtx.initialize(context_tensor, num_ranks=W)

@@ -95,6 +95,12 @@ def chunk_rows(rows: int, depth: int, config: FusedConfig) -> int:
     return -(-rows // (chunks * config.block_size_m)) * config.block_size_m
 
 
+def gathered_rows(rows: int, depth: int, config: FusedConfig) -> int:
+    """Rows that each rank's part of a gathered A has room for: whole chunks."""
+    chunk = chunk_rows(rows, depth, config)
+    return -(-rows // chunk) * chunk
+
+
 def arguments(
     call: Call, config: FusedConfig, buffers: Buffers, size: int, memory: Mapping, memory_places: Any,
     result: torch.Tensor,
@@ -107,7 +113,7 @@ def arguments(
     rank = memory.rank
     front = (buffers.context_tensor, buffers.counts)
     if call.name == "all_gather_matmul":
-        gathered = tensor_map(buffers.data.view(size * rows, depth), [M // 2, K])
+        gathered = tensor_map(buffers.data.view(-1, depth), [M // 2, K])
         numbers = (rows, chunk_rows(rows, depth, config), columns, depth, *result.stride())
         tail = (size, M, N, stages(config), config.group_size_m, of_b, biased)
         return hopper_all_gather_matmul, (*front, a, gathered, b, call.bias, result, *numbers, *tail)

@@ -26,7 +26,7 @@ class Sender:
         self._jobs = []
         for distance in range(1, size):
             peer = (rank - distance) % size
-            there = buffers.peer(peer).view(size, rows, depth)[rank]
+            there = buffers.peer(peer).view(size, -1, depth)[rank, :rows]
             arrived = buffers.peer_counts(peer)[ARRIVED.value + rank * -(-rows // chunk) :]
             for number, begin in enumerate(range(0, rows, chunk)):
                 part = slice(begin, begin + chunk)

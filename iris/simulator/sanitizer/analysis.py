@@ -20,6 +20,7 @@ from iris.simulator.sanitizer.events import (
     WRITE,
     Accessed,
     Allocated,
+    Fenced,
     Finished,
     Gathered,
     Known,
@@ -158,6 +159,8 @@ class Analysis:
                 host.advance()
             case Gathered(launch, program):
                 self._who(rank, launch, program).gather()
+            case Fenced(launch, program):
+                self._who(rank, launch, program).fence()
             case Wrong(kind, text, place):
                 self._findings.add_wrong(kind, rank.number, text, None if place is None else rank.places[place])
             case Waiting():
@@ -189,8 +192,10 @@ class Analysis:
         thread = self._who(rank, event.launch, event.program)
         host, place = event.program == HOST, rank.places[event.place]
         flag = event.kind == WRITE and int((event.spans.ends - event.spans.begins).sum()) <= FLAG_BYTES
+        # A copy engine's writes of a word are seen whole, and programs may poll it.
+        copied = flag and host and not event.blank
         access = Access(
-            thread.slot, thread.tick, rank.number, place, event.kind, False, host, event.blank, flag and not host, 0
+            thread.slot, thread.tick, rank.number, place, event.kind, copied, host, event.blank, flag and not host, 0
         )
         for part in self._shadow.bytes(event.spans):
             writers = part.writers()

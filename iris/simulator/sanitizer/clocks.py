@@ -64,6 +64,10 @@ class Thread:
         # Not changed once it is here: others may hold it.
         self.clock = clock
         self._met: np.ndarray | None = None
+        # What was known at the last fence, which a relaxed write releases; and what relaxed reads have seen since,
+        # which the next one acquires (PTX ISA, "Release and acquire patterns").
+        self._fenced: np.ndarray | None = None
+        self._seen_relaxed = empty()
         self._seen(tick)
 
     def _seen(self, tick: int) -> None:
@@ -83,6 +87,12 @@ class Thread:
     def gather(self) -> None:
         """The threads of the block have met: each now speaks for what all have done."""
         self._met = self.clock
+
+    def fence(self) -> None:
+        self.clock = merged(self.clock, self._seen_relaxed, [AS_WRITTEN, ANY_SCOPE, ALL_RELEASE])
+        self._seen_relaxed = empty()
+        self._fenced = self._met = self.clock
+        self.advance()
 
     def learn(self, clock: np.ndarray) -> None:
         self.clock = joined(self.clock, clock)
@@ -112,6 +122,8 @@ class Thread:
                 to_rank = {**to_rank, self.rank: own}
         else:
             to_all = merged(to_all, self.clock, how)
+            if self._fenced is not None and scope in REACHES_ALL:
+                to_all = merged(to_all, self._fenced, [AS_WRITTEN, ANY_SCOPE, ALL_ACQUIRE])
         return Released(to_all, to_rank)
 
     def acquire(self, released: Released, asked: bool, scope: str) -> None:
@@ -122,6 +134,8 @@ class Thread:
                 how.append(AS_WRITTEN)
             if scope in REACHES_RANK and self.rank in released.to_rank:
                 self.clock = merged(self.clock, released.to_rank[self.rank], [AS_WRITTEN])
+        elif scope in REACHES_ALL:
+            self._seen_relaxed = joined(self._seen_relaxed, released.to_all)
         self.clock = merged(self.clock, released.to_all, how)
 
     def knows(self, slot: int, tick: int) -> np.ndarray:

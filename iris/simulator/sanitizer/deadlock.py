@@ -15,6 +15,9 @@ import numpy as np
 ON_HOST, RUNS, STUCK, MEETS, GONE = range(5)
 """What a rank is doing; STUCK: all of its programs poll in vain."""
 
+# Polls in vain, one after the other, that are taken for waiting.
+ENOUGH = 32
+
 # A rank that leaves a meeting may need so long to say so.
 LEAVING_S = 2.0
 
@@ -32,7 +35,7 @@ class Liveness:
         words = np.frombuffer(self._memory, dtype=np.int64)
         self._over, self._ranks = words[:1], words[1:].reshape(num_ranks, self._WORDS)
         self._mine = self._ranks[rank]
-        self._round_began_at = -1
+        self._unchanged_at, self._rounds = -1, 0
         self._since: float | None = None
         self.on_host()
 
@@ -54,12 +57,15 @@ class Liveness:
         """This rank has changed memory."""
         self._mine[1] += 1
 
-    def is_over(self) -> bool:
-        """All programs of this rank have polled in vain once more: can anybody go on?"""
+    def is_over(self, repeats: int) -> bool:
+        """All programs of this rank have polled in vain, each ``repeats`` times in a row: can anybody go on?"""
         changes = int(self._ranks[:, 1].sum())
-        if changes != self._round_began_at:
-            # What has changed since the last round, some program may have polled before.
-            self._round_began_at, self._mine[0], self._since = changes, RUNS, None
+        if changes != self._unchanged_at:
+            self._unchanged_at, self._rounds, self._since = changes, 0, None
+        self._rounds += 1
+        # An atomic operation that changes nothing is no wait, but who does it so often in a row is waiting.
+        if min(self._rounds, repeats) < ENOUGH:
+            self._mine[0] = RUNS
             return bool(self._over[0])
         self._mine[0], self._mine[2] = STUCK, changes
         doing, at = self._ranks[:, 0], self._ranks[:, 2]

@@ -108,6 +108,13 @@ class Gathered(NamedTuple):
     program: int
 
 
+class Fenced(NamedTuple):
+    """A program orders all that it did before all that it will do, at system scope."""
+
+    launch: int
+    program: int
+
+
 class Met(NamedTuple):
     """The hosts of ``ranks`` meet; ``key`` is the same on all of them, and another one at each meeting."""
 

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from iris.simulator.sanitizer.events import READ, UPDATE, WRITE
@@ -46,9 +45,9 @@ class HostAccesses(TorchDispatchMode):
         for value in (*args, *kwargs.values()):
             self._touch(value, WRITE)
         group = next((g for value in args if (g := _process_group(value)) is not None), None)
-        if group is None:
+        ranks = () if group is None else _ranks_of(group)
+        if not ranks:
             return func(*args, **kwargs)
-        ranks = tuple(dist.get_process_group_ranks(distributed_c10d._resolve_process_group(group.group_name)))
         number = self._meetings[ranks] = self._meetings.get(ranks, 0) + 1
         with self._recorder.meeting(("torch.distributed", ranks, number), ranks):
             return func(*args, **kwargs)
@@ -84,6 +83,15 @@ def _process_group(value: Any) -> dist.ProcessGroup | None:
         return dist.ProcessGroup.unbox(value)
     except (RuntimeError, TypeError):  # an operation's ReduceOp is one, too
         return None
+
+
+def _ranks_of(group: dist.ProcessGroup) -> tuple[int, ...]:
+    """The ranks of the world that are in it; none if that cannot be told."""
+    try:
+        return tuple(dist.get_process_group_ranks(group))
+    except KeyError:
+        # Torch was not told of it: the Gloo that stands beside a process group of Iris for tensors that are elsewhere.
+        return tuple(range(group.size())) if group.size() == dist.get_world_size() else ()
 
 
 def _runs(tensor: torch.Tensor) -> tuple[np.ndarray, int]:

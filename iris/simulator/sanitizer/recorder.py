@@ -33,6 +33,7 @@ from iris.simulator.sanitizer.events import (
     WRITE,
     Accessed,
     Allocated,
+    Fenced,
     Finished,
     Gathered,
     Known,
@@ -85,12 +86,12 @@ class Recorder:
         self._launches: dict[int, int] = {}
         self._numbers = itertools.count(1)
         self._stored_since_meeting: set[tuple[int, int]] = set()
-        self._polled: dict[tuple, bytes] = {}
+        self._polled: dict[tuple, tuple[int, bytes]] = {}
         self.bounds = bounds.Bounds()
-        # The counter of all ranks: a file that is locked while one of them takes a number.
+        # The counters of all ranks: a file that is locked while one of them takes a number.
         self._lock = os.open(folder / "counter", os.O_RDWR | os.O_CREAT, 0o600)
-        os.ftruncate(self._lock, 8)
-        self._counter = mmap.mmap(self._lock, 8)
+        os.ftruncate(self._lock, 16)
+        self._counter = mmap.mmap(self._lock, 16)
         self.liveness = Liveness(folder, rank, num_ranks)
         self._host = HostAccesses(self)
         self._host.__enter__()
@@ -137,6 +138,10 @@ class Recorder:
         finally:
             fcntl.lockf(self._lock, fcntl.LOCK_UN)
 
+    def _changes(self) -> int:
+        """How often a rank has written to what others may poll."""
+        return struct.unpack_from("q", self._counter, 8)[0]
+
     # What the simulator does ----------------------------------------------------------------------------------------
 
     def launched(self, launch: Any) -> None:
@@ -162,7 +167,6 @@ class Recorder:
             self.note(Accessed(*who, place, spans, kind, undefined))
         if kind == WRITE:
             self._stored_since_meeting.add(who)
-            self.liveness.changed()
 
     def synchronised(
         self, number: int, pointers: np.ndarray, values: np.ndarray, kind: int, sem: str, scope: str,
@@ -174,12 +178,13 @@ class Recorder:
             return
         place = self._place()
         if kind == READ:
-            # Who polls, and finds what he found before, learns nothing.
-            key, found = (*who, place, pointers.tobytes()), values.tobytes()
+            # Who polls again when no flag has been written since learns nothing.
+            key, found = (*who, place, sem, scope, pointers.tobytes()), (self._changes(), values.tobytes())
             if self._polled.get(key) == found:
                 return
             self._polled[key] = found
         else:
+            struct.pack_into("q", self._counter, 8, self._changes() + 1)
             self.liveness.changed()
         releases, acquires = sem in ("release", "acq_rel") or message, sem in ("acquire", "acq_rel") or message
         gathered = message or _GATHERS or who not in self._stored_since_meeting
@@ -201,6 +206,12 @@ class Recorder:
         place = Place(launch.name, *wait.place)
         self.note(Waiting(launch.name, wait.programs, wait.what, place, wait.flag or ""))
         self.flush()
+
+    def fenced(self) -> None:
+        """The program that runs orders what it did before what it will do, for everyone."""
+        who = self._who()
+        if who is not None:
+            self.note(Fenced(*who))
 
     def gathered(self) -> None:
         """The threads of the program that runs meet."""
