@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 TELLING = ("race/scope", "race/missing-release", "race/missing-acquire", "race/reuse", "race")
 
 REMEDIES = {
-    "race/scope": "there is a release and an acquire, but at a scope that does not hold both: use scope 'sys'",
-    "race/missing-release": "the flag between them is not written by a release: use ctx.signal(), or sem='release'",
-    "race/missing-acquire": "the flag between them is not read by an acquire: use ctx.wait(), or sem='acquire'",
+    "race/scope": "there is a release and an acquire, but at a scope that does not hold both programs, as 'sys' would",
+    "race/missing-release": "the flag between them is not written by a release, as ctx.signal() would",
+    "race/missing-acquire": "the flag between them is not read by an acquire, as ctx.wait() would",
     "race/reuse": "the memory is written anew before its reader is known to have read what was there",
     "race": "no release and acquire orders them",
 }
