@@ -307,7 +307,7 @@ def join(process_group: dist.ProcessGroup | None = None) -> World:
         torch.cuda.set_device(device)
     if simulator.ACTIVE:
         simulator.hang.rank = lambda: group.ranks[group.rank]
-        sanitizer.start_if_wanted(group.ranks[group.rank], max(group.ranks) + 1)
+        sanitizer.start_if_wanted(group)
     seats = group.agree(lambda: find_seat(device), "find out where it runs")
     check_one_host(seats)
     check_own_gpus(seats)

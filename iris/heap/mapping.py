@@ -163,6 +163,16 @@ def create(group: Group, size: int, device: torch.device) -> Mapping:
     return mapping
 
 
+def mappings() -> list[Mapping]:
+    """Those of this process that are in use."""
+    return list(_mappings.values())
+
+
+def count_made() -> int:
+    """How many this process has made: another number when `mappings` may say something new."""
+    return _made.total()
+
+
 def is_mapped(base: int) -> bool:
     """Whether this rank's bytes of an open mapping begin at the address ``base``."""
     mapping = _mappings.get(base)

@@ -171,11 +171,16 @@ class Builder(InterpreterBuilder):
 
     def create_masked_load(self, ptrs, mask, other, *policy, **named):  # Triton 3.9 has one policy, 3.6 two
         recorder = sanitizer.recorder
+        if recorder is not None:
+            recorder.reaches(ptrs.data[np.broadcast_to(mask.data, ptrs.data.shape)], READ)
         if not any(map(_rereads_memory, (*policy, *named.values()))):
-            result = super().create_masked_load(ptrs, mask, other, *policy, **named)
+            # Who looks at one element may be looking at a flag.
+            looks = recorder is not None and ptrs.data.size == 1
+            with recorder.numbered() if looks else contextlib.nullcontext() as number:
+                result = super().create_masked_load(ptrs, mask, other, *policy, **named)
             if recorder is not None:
                 active = np.broadcast_to(mask.data, ptrs.data.shape)
-                recorder.accessed(ptrs.data[active], result.data.itemsize, READ, result.data[active])
+                recorder.accessed(ptrs.data[active], result.data.itemsize, READ, result.data[active], number)
             return result
         with recorder.numbered() if recorder is not None else contextlib.nullcontext() as number:
             result = super().create_masked_load(ptrs, mask, other, *policy, **named)
@@ -193,6 +198,7 @@ class Builder(InterpreterBuilder):
             return super().create_masked_store(ptrs, value, mask, *policy, **named)
         active = np.broadcast_to(mask.data, ptrs.data.shape)
         pointers, values = ptrs.data[active], np.broadcast_to(value.data, ptrs.data.shape)[active]
+        recorder.reaches(pointers, WRITE)
         if recorder.is_message():
             with recorder.numbered() as number:
                 super().create_masked_store(ptrs, value, mask, *policy, **named)
@@ -279,6 +285,7 @@ def _recorded(pointers: np.ndarray, sem: Any, scope: Any) -> Iterator[Callable[[
     if recorder is None:
         yield lambda old, kind: None
         return
+    recorder.reaches(pointers, UPDATE)
     order, message = (atomics.ORDERS[sem], atomics.SCOPES[scope]), recorder.is_message()
     with recorder.numbered() as number:
         yield lambda old, kind: recorder.synchronised(

@@ -24,7 +24,7 @@ from triton.runtime.interpreter import InterpretedFunction, TensorHandle
 from triton.runtime.jit import JITFunction, mangle_type
 
 from iris.errors import KernelDefinedTooEarlyError, LaunchError, NotOnCpuError
-from iris.simulator import dtypes, tma
+from iris.simulator import dtypes, sanitizer, tma
 from iris.simulator import grid as scheduler
 from iris.simulator.gluon import semantic
 
@@ -300,6 +300,10 @@ def launch(self: InterpretedFunction, *args: Any, grid: Any, warmup: bool, **kwa
         name: value if _is_constant(parameters[name].annotation) else _argument(value, name, kernel)
         for name, value in bound.arguments.items()
     }
+    if sanitizer.recorder is not None:
+        for name, value in bound.arguments.items():
+            if isinstance(value, torch.Tensor):
+                sanitizer.recorder.given(name, value)
     program = functools.partial(rewritten(self), **values)
     scheduler.run(kernel, dims + (1,) * (3 - len(dims)), num_warps, program)
 

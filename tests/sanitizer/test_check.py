@@ -51,6 +51,16 @@ def test_a_program_that_fails_for_another_reason(tmp_path, iris_check):
         iris_check(program)
 
 
+def test_a_program_that_nobody_checks_from_outside_reports_when_it_ends():
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("IRIS_")}
+    environment |= {"PYTHONPATH": import_path(), "IRIS_SANITIZE": "1", "IRIS_SIMULATOR": "1"}
+    for arguments, status in (([], 1), (["--corrected"], 0)):
+        command = [sys.executable, BROKEN / "volatile_poll.py", *arguments]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+        assert done.returncode == status, done.stderr
+        assert ("iris-check: race/missing-acquire: " in done.stderr) == bool(status)
+
+
 def test_schedules_stop_at_the_first_that_fails():
     done = check("--seed", 5, "--schedules", 2, BROKEN / "all_reduce_in_place.py")
     assert done.returncode == 1, done.stderr

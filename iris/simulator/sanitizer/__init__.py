@@ -12,12 +12,14 @@ data race, whichever came first this time. What shows at once is noted where it 
 import contextlib
 import os
 import random
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from iris.simulator.sanitizer.recorder import Recorder
+    from iris.world import Group
 
 VARIABLE, FOLDER_VARIABLE, SEED_VARIABLE = "IRIS_SANITIZE", "IRIS_SANITIZE_FOLDER", "IRIS_SANITIZE_SEED"
 
@@ -53,11 +55,22 @@ def recording(folder: Path, rank: int, num_ranks: int) -> Iterator[None]:
         recorder = None
 
 
-def start_if_wanted(rank: int, num_ranks: int) -> None:
-    """`start`, in a process that is to be looked at from its beginning to its end."""
-    if recorder is None and os.environ.get(VARIABLE) == "1" and FOLDER_VARIABLE in os.environ:
-        start(Path(os.environ[FOLDER_VARIABLE]), rank, num_ranks)
-        if SEED_VARIABLE in os.environ:
-            from iris.simulator import grid
+def start_if_wanted(group: "Group") -> None:
+    """`start`, in a process that ``IRIS_SANITIZE=1`` wants to know everything of. Collective over the world.
 
-            grid.chance = random.Random(f"{os.environ[SEED_VARIABLE]} of rank {rank}")
+    Who has not said where the notes belong, as ``python -m iris check`` does, is told at the end what was found.
+    """
+    if recorder is not None or os.environ.get(VARIABLE) != "1":
+        return
+    rank, num_ranks = group.ranks[group.rank], max(group.ranks) + 1
+    folder = os.environ.get(FOLDER_VARIABLE)
+    if folder is None:
+        from iris.simulator.sanitizer.at_exit import report_at_exit
+
+        folder = group.all_gather(tempfile.mkdtemp(prefix="iris-check-") if group.rank == 0 else None, "a folder")[0]
+        report_at_exit(Path(folder), group.rank, group.size)
+    start(Path(folder), rank, num_ranks)
+    if SEED_VARIABLE in os.environ:
+        from iris.simulator import grid
+
+        grid.chance = random.Random(f"{os.environ[SEED_VARIABLE]} of rank {rank}")

@@ -49,8 +49,8 @@ CAUSES = {
 class Access(NamedTuple):
     """What the shadow's numbers stand for.
 
-    ``blank``: the host's zeros. ``flag``: a kernel's store of so few bytes that it may be meant as one. ``before``: the
-    write that this one wrote over.
+    ``blank``: the host's zeros. ``flag``: a kernel's access to so few bytes that they may be meant as one. ``before``:
+    the write that this one wrote over.
     """
 
     thread_slot: int
@@ -106,11 +106,11 @@ class Analysis:
         for rank in self._ranks.values():
             if rank.next is None and not rank.over:
                 self._advance(rank)
-        numbered = [rank for rank in self._ranks.values() if isinstance(rank.next, Synchronised)]
+        numbered = [rank for rank in self._ranks.values() if isinstance(rank.next, (Accessed, Synchronised))]
         if numbered:
             rank = min(numbered, key=lambda rank: rank.next.number)
             event, rank.next = rank.next, None
-            self._synchronise(rank, event)
+            self._synchronise(rank, event) if isinstance(event, Synchronised) else self._access(rank, event)
             return True
         meeting: dict[tuple, list[Rank]] = defaultdict(list)
         for rank in self._ranks.values():
@@ -130,7 +130,7 @@ class Analysis:
 
     def _advance(self, rank: Rank) -> None:
         for event in rank.events:
-            if isinstance(event, (Synchronised, Met)):
+            if isinstance(event, (Synchronised, Met)) or (isinstance(event, Accessed) and event.number is not None):
                 rank.next = event
                 return
             self._take(rank, event)
@@ -191,17 +191,21 @@ class Analysis:
     def _access(self, rank: Rank, event: Accessed) -> None:
         thread = self._who(rank, event.launch, event.program)
         host, place = event.program == HOST, rank.places[event.place]
-        flag = event.kind == WRITE and int((event.spans.ends - event.spans.begins).sum()) <= FLAG_BYTES
+        small = int((event.spans.ends - event.spans.begins).sum()) <= FLAG_BYTES
+        flag = small and event.kind == WRITE
         # A copy engine's writes of a word are seen whole, and programs may poll it.
         copied = flag and host and not event.blank
         access = Access(
-            thread.slot, thread.tick, rank.number, place, event.kind, copied, host, event.blank, flag and not host, 0
+            thread.slot, thread.tick, rank.number, place, event.kind, copied, host, event.blank, small and not host, 0
         )
         for part in self._shadow.bytes(event.spans):
             writers = part.writers()
             self._check_writers(thread, access, writers, event.spans, event.undefined)
             if event.kind == READ:
                 self._add_to_sets(thread, access, part, event.spans)
+                for number, _ in part.releases() if event.number is not None else ():
+                    if number:
+                        thread.acquire(self._released[number], False, "sys")
             else:
                 for number, offset in part.sets():
                     self._check_set(thread, access, number, offset, event.spans)
@@ -298,7 +302,7 @@ class Analysis:
         if kind is None:
             plain, atomic = (access, other) if other.atomic else (other, access)
             if atomic.atomic and plain.flag:
-                kind = "race/missing-release"
+                kind = "race/missing-acquire" if plain.kind == READ else "race/missing-release"
             elif self._is_reuse(thread, access, other, offset, spans):
                 kind = "race/reuse"
             else:

@@ -1,12 +1,13 @@
 """``python -m iris check``: runs a program under the sanitizer, and says what it found."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -24,21 +25,42 @@ INTERVAL_S = 0.05
 
 def run(program: Path, arguments: Sequence[str], seed: int | None, schedules: int, form: str) -> int:
     """Run the program once for each schedule, until something is found; returns the exit status."""
-    failed = 0
+    status = 0
     for number in range(schedules):
         this = seed if schedules == 1 else (seed or 0) + number
-        with _shared_folder() as folder:
-            failed = _run_once(program, arguments, folder, this)
-            rank = int(os.environ.get("RANK", "0"))
-            (folder / f"over{rank}").touch()
-            if rank:
-                continue
-            _await_peers(folder)
-            found = analyse(folder)
-        if found or failed or number == schedules - 1:
-            _tell(found, form, this if schedules > 1 or seed is not None else None)
-            return FOUND if found else FAILED if failed else 0
-    return FAILED if failed else 0
+        with _shared_folder(number) as folder:
+            status, found = _judge(program, arguments, folder, this)
+        if status:
+            break
+    # Under torchrun the first rank speaks for all. Who fails before it has spoken would end it.
+    if int(os.environ.get("RANK", "0")):
+        return 0
+    _tell(found, form, this)
+    return status
+
+
+def _judge(program: Path, arguments: Sequence[str], folder: Path, seed: int | None) -> tuple[int, list[Finding]]:
+    """One run: its exit status, and what was found. Under torchrun the first rank judges for all."""
+    failed = _run_once(program, arguments, folder, seed)
+    rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    _leave(folder / f"over{rank}", failed)
+    verdict = folder / "verdict"
+    if rank:
+        _await(verdict.exists)
+        return int(verdict.read_text()), []
+    _await(lambda: len(list(folder.glob("over*"))) == size)
+    found = analyse(folder)
+    any_failed = any(path.read_text() != "0" for path in folder.glob("over*"))
+    status = FOUND if found else FAILED if any_failed else 0
+    _leave(verdict, status)
+    return status, found
+
+
+def _leave(path: Path, status: int) -> None:
+    """A file for the other ranks, which is there when it is whole."""
+    unfinished = path.with_name(f"unfinished-{path.name}")
+    unfinished.write_text(str(status))
+    unfinished.rename(path)
 
 
 def findings_of(program: Path | str, *arguments: str, seed: int | None = None) -> list[Finding]:
@@ -49,9 +71,9 @@ def findings_of(program: Path | str, *arguments: str, seed: int | None = None) -
     subprocess.CalledProcessError
         It failed, and nothing was found to be the reason.
     """
-    with _shared_folder() as folder:
-        status = _run_once(Path(program), arguments, folder, seed)
-        found = analyse(folder)
+    with tempfile.TemporaryDirectory(prefix="iris-check-") as folder:
+        status = _run_once(Path(program), arguments, Path(folder), seed)
+        found = analyse(Path(folder))
     if status and not found:
         raise subprocess.CalledProcessError(status, [str(program), *arguments])
     return found
@@ -92,22 +114,25 @@ def _is_over(folder: Path) -> bool:
 
 
 @contextmanager
-def _shared_folder() -> Iterator[Path]:
-    """A folder for the notes of all ranks: under torchrun, of which each runs this, the same for all."""
+def _shared_folder(number: int) -> Iterator[Path]:
+    """A folder for the notes of all ranks: under torchrun, of which each runs this, the same for all of one run."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         with tempfile.TemporaryDirectory(prefix="iris-check-") as folder:
             yield Path(folder)
         return
-    name = f"iris-check-{os.getuid()}-{os.environ['MASTER_PORT']}-{os.getppid()}"
+    # The agent that started the ranks is the parent of all, and its port nobody else's.
+    name = f"iris-check-{os.getuid()}-{os.environ['MASTER_PORT']}-{os.getppid()}-{number}"
     folder = Path(tempfile.gettempdir()) / name
     folder.mkdir(mode=0o700, exist_ok=True)
     yield folder
+    # The last to leave takes it away: whoever reads the verdict has nothing more to say.
+    (folder / f"left{os.environ['RANK']}").touch()
+    if len(list(folder.glob("left*"))) == int(os.environ["WORLD_SIZE"]):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
-def _await_peers(folder: Path) -> None:
-    """Under torchrun: until all ranks' programs are over."""
-    size = int(os.environ.get("WORLD_SIZE", "1"))
-    while len(list(folder.glob("over*"))) < size:
+def _await(condition: Callable[[], bool]) -> None:
+    while not condition():
         time.sleep(INTERVAL_S)
 
 

@@ -67,7 +67,8 @@ class Finished(NamedTuple):
 class Accessed(NamedTuple):
     """A load or store, or the host's with torch.
 
-    ``undefined``: what was read looks as if nobody had written it. ``blank``: the host made it zeros, or one number.
+    ``undefined``: what was read looks as if nobody had written it. ``blank``: the host made it zeros. ``number``: as of
+    `Synchronised`, for the read of a single element, which may be meant as a look at a flag.
     """
 
     launch: int
@@ -77,6 +78,7 @@ class Accessed(NamedTuple):
     kind: int
     undefined: bool = False
     blank: bool = False
+    number: int | None = None
 
 
 class Synchronised(NamedTuple):

@@ -160,9 +160,12 @@ class Findings:
 
     def _memory(self, space: tuple[str, int], offset: int) -> str:
         name, rank = space
-        if name == PRIVATE:
-            return f"memory of rank {rank} alone at {offset:#x}"
         allocation = self._allocation(space, offset)
+        if name == PRIVATE:
+            if allocation is None:
+                return f"memory of rank {rank} alone at {offset:#x}"
+            begin, text, *_ = allocation
+            return f"{text} on rank {rank} at byte {offset - begin} of its memory"
         if allocation is None:
             return f"the library's memory on rank {rank} at offset {offset:#x}"
         begin, text, *_ = allocation

@@ -31,13 +31,15 @@ class HostAccesses(TorchDispatchMode):
         kwargs = kwargs or {}
         if func.namespace == "c10d":
             return self._meet(func, args, kwargs)
+        if func._opname.endswith("_like") or func._opname.startswith("new_"):
+            # Only the shape of what they are given counts.
+            return func(*args, **kwargs)
         for argument, value in zip(func._schema.arguments, _given(func, args, kwargs), strict=False):
             # What is returned as it was given, or as a view of it, has not been read.
             alias = argument.alias_info
             if alias is None or alias.is_write:
-                blank = func in _BLANK
-                kind = READ if alias is None else WRITE if blank or func is _COPY or argument.is_out else UPDATE
-                self._touch(value, kind, blank)
+                kind = READ if alias is None else WRITE if func in _OVERWRITE or argument.is_out else UPDATE
+                self._touch(value, kind, blank=func is _ZERO or (func is _FILL and args[1] == 0))
         return func(*args, **kwargs)
 
     def _meet(self, func: Any, args: tuple, kwargs: dict) -> Any:
@@ -55,11 +57,11 @@ class HostAccesses(TorchDispatchMode):
     def _touch(self, value: Any, kind: int, blank: bool = False) -> None:
         for tensor in _tensors(value):
             if tensor.device.type == "cpu" and tensor.layout == torch.strided and tensor.numel():
-                self._recorder.host_accessed(*_runs(tensor), kind, blank)
+                self._recorder.host_accessed(*_runs(tensor), tensor.element_size(), kind, blank)
 
 
-_COPY = torch.ops.aten.copy_.default
-_BLANK = (torch.ops.aten.zero_.default, torch.ops.aten.fill_.Scalar, torch.ops.aten.fill_.Tensor)
+_ZERO, _FILL = torch.ops.aten.zero_.default, torch.ops.aten.fill_.Scalar
+_OVERWRITE = (_ZERO, _FILL, torch.ops.aten.fill_.Tensor, torch.ops.aten.copy_.default)
 
 
 def _given(func: Any, args: tuple, kwargs: dict) -> Iterator[Any]:

@@ -80,7 +80,7 @@ class Recorder:
         self._file = open(folder / f"rank{rank}.events", "ab")
         self._notes: list[Any] = []
         self._places: dict[tuple, int] = {}
-        self._mapped: dict[int, tuple[str, int, int]] = {}
+        self._mapped = -1
         self._starts = self._ends = np.empty(0, dtype=np.int64)
         self._spaces: list[tuple[str, int]] = []
         self._launches: dict[int, int] = {}
@@ -155,7 +155,17 @@ class Recorder:
         self._polled.clear()
         self.liveness.on_host()
 
-    def accessed(self, pointers: np.ndarray, size: int, kind: int, values: np.ndarray | None = None) -> None:
+    def reaches(self, pointers: np.ndarray, kind: int) -> None:
+        """The program that runs is about to access memory. There is some, or it ends here, and not in a fault."""
+        addresses = np.ravel(pointers).astype(np.int64)
+        outside = addresses[self._space_of(addresses) < 0]
+        if outside.size and not (bounds.is_mapped(int(outside.min())) and bounds.is_mapped(int(outside.max()))):
+            verb = "reads" if kind == READ else "writes"
+            raise NotSymmetricError(f"It {verb} address {int(outside.min()):#x}, where this process has no memory.")
+
+    def accessed(
+        self, pointers: np.ndarray, size: int, kind: int, values: np.ndarray | None = None, number: int | None = None
+    ) -> None:
         """The program that runs has loaded or stored elements of ``size`` bytes."""
         who = self._who()
         if who is None or not pointers.size:
@@ -164,7 +174,7 @@ class Recorder:
         undefined = values is not None and _undefined(values)
         for spans in self.spans(pointers, size):
             self.bounds.check(self, spans, kind, place)
-            self.note(Accessed(*who, place, spans, kind, undefined))
+            self.note(Accessed(*who, place, spans, kind, undefined, number=number))
         if kind == WRITE:
             self._stored_since_meeting.add(who)
 
@@ -231,12 +241,16 @@ class Recorder:
 
     # What the host does ---------------------------------------------------------------------------------------------
 
-    def host_accessed(self, addresses: np.ndarray, size: int, kind: int, blank: bool = False) -> None:
-        """With torch, ``size`` bytes at each of ``addresses``. Memory that is no mapping's is this rank's alone."""
+    def host_accessed(self, addresses: np.ndarray, size: int, element: int, kind: int, blank: bool = False) -> None:
+        """With torch, elements of ``element`` bytes, in all ``size`` bytes at each of ``addresses``.
+
+        Memory that is no mapping's is this rank's alone.
+        """
         place = self._place()
         for spans in self.spans(addresses, size):
             if spans.space[0] != PRIVATE:
-                self.note(Accessed(0, HOST, place, spans, kind, blank=blank))
+                undefined = kind == READ and any(_undefined(_memory(address, size, element)) for address in addresses)
+                self.note(Accessed(0, HOST, place, spans, kind, undefined, blank))
         if kind != READ:
             self.liveness.changed()
 
@@ -261,6 +275,15 @@ class Recorder:
         self.bounds.learn(spans)
         self.note(Allocated(spans, text, self._place(), undefined))
 
+    def given(self, name: str, tensor: torch.Tensor) -> None:
+        """A launch begins that has this argument. Of memory that is this rank's alone, that is all that one knows."""
+        if tensor.numel() and tensor.layout == torch.strided:
+            storage = tensor.untyped_storage()
+            (spans,) = self.spans(np.array([storage.data_ptr()], dtype=np.int64), storage.nbytes())
+            if spans.space[0] == PRIVATE:
+                text = f"{symmetric.tensor_text(tensor.shape, tensor.dtype)}, the argument {name!r},"
+                self.note(Allocated(spans, text, self._place(), False))
+
     def wrong(self, kind: str, text: str, place: int | None = None) -> None:
         self.note(Wrong(kind, text, place))
         self.flush()
@@ -273,14 +296,14 @@ class Recorder:
         index = self._space_of(addresses)
         result = []
         for space in np.unique(index):
-            there = addresses[index == space] if index[0] != space or index.size > 1 else addresses
+            there = addresses[index == space]
             origin = 0 if space < 0 else int(self._starts[space])
             name = (PRIVATE, self.rank) if space < 0 else self._spaces[space]
             result.append(Spans(name, *_merged(there - origin, size)))
         return result
 
     def _space_of(self, addresses: np.ndarray) -> np.ndarray:
-        if len(mapping._mappings) != len(self._mapped):
+        if mapping.count_made() != self._mapped:
             self._see_mappings()
         if not len(self._starts):
             return np.full(addresses.shape, -1)
@@ -288,14 +311,12 @@ class Recorder:
         return np.where((index >= 0) & (addresses < self._ends[index]), index, -1)
 
     def _see_mappings(self) -> None:
-        found = []
-        self._mapped = {}
-        for own, each in list(mapping._mappings.items()):
-            self._mapped[own] = (each.name, each.rank, each.size)
-            found += [
-                (base, base + each.size, (each.name, rank)) for rank, base in zip(each.ranks, each.bases, strict=True)
-            ]
-        found.sort()
+        self._mapped = mapping.count_made()
+        found = sorted(
+            (base, base + each.size, (each.name, rank))
+            for each in mapping.mappings()
+            for rank, base in zip(each.ranks, each.bases, strict=True)
+        )
         self._starts = np.array([start for start, _, _ in found], dtype=np.int64)
         self._ends = np.array([end for _, end, _ in found], dtype=np.int64)
         self._spaces = [space for _, _, space in found]
@@ -368,6 +389,11 @@ def _merged(addresses: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
         steps = np.diff(addresses)
     cuts = np.flatnonzero(steps > size)
     return addresses[np.append(0, cuts + 1)], addresses[np.append(cuts, -1)] + size
+
+
+def _memory(address: int, size: int, element: int) -> np.ndarray:
+    """The bytes there, an element a row."""
+    return np.frombuffer((ctypes.c_uint8 * size).from_address(int(address)), dtype=np.dtype(("V", element)))
 
 
 def _undefined(values: np.ndarray) -> bool:
