@@ -21,7 +21,7 @@ test: setup setup-oldest lint   ## the covering sample: simulator, compile check
 # Two lanes, which take about as long as each other on two cores.
 IN_OTHER_LANE := language ops simulator x test_example_folders.py
 
-# What runs under the sanitizer only; and besides, in `make test-all`, all that uses ranks and makes no mistakes.
+# What runs under the sanitizer only; and besides, in `make test-all`, all that uses ranks.
 SANITIZED := x test_example_folders.py
 ALSO_SANITIZED := $(if $(IRIS_TEST_ALL),language ops ccl test_examples.py test_context.py test_tensors.py)
 
@@ -30,7 +30,7 @@ test-simulator:
 
 test-compiled:
 	$(RUN) -m pytest -q $(addprefix tests/,$(filter-out $(SANITIZED),$(IN_OTHER_LANE)))
-	IRIS_SANITIZE=1 $(RUN) -m pytest -q $(addprefix tests/,$(SANITIZED) $(ALSO_SANITIZED)) -k "not misuse"
+	IRIS_SANITIZE=1 $(RUN) -m pytest -q $(addprefix tests/,$(SANITIZED) $(ALSO_SANITIZED))
 	IRIS_SIMULATOR=0 $(RUN) -m pytest -q tests/codegen
 	IRIS_SIMULATOR=0 $(OLDEST) -m pytest -q tests/codegen $(OLDEST_TARGETS)
 	$(OLDEST) -m pytest -q tests/test_acceptance.py tests/simulator

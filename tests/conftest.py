@@ -38,6 +38,12 @@ def pytest_collection_modifyitems(items):
     items.sort(key=count)
 
 
+@pytest.fixture
+def mistaken(monkeypatch):
+    """For tests of programs that do wrong on purpose: the sanitizer, if it is on, does not look at them."""
+    monkeypatch.delenv("IRIS_SANITIZE", raising=False)
+
+
 @pytest.fixture(scope="session")
 def _pools():
     pools = {}

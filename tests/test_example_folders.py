@@ -107,6 +107,7 @@ def without_a_product(ctx):
             check(result, exact, exact.to(FP32), "one element")
 
 
+@pytest.mark.usefixtures("mistaken")
 def test_wrong_data_are_noticed(ranks):
     ranks.run(without_a_product)
 

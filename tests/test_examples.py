@@ -72,6 +72,7 @@ def without_a_collective(ctx):
         ctx.ccl = real
 
 
+@pytest.mark.usefixtures("mistaken")
 def test_wrong_data_of_a_collective_are_noticed(ranks):
     ranks.run(without_a_collective)
 
@@ -93,6 +94,7 @@ def without_effect(ctx):
 
 
 @pytest.mark.skipif(UNDER_TORCHRUN, reason="what is validated first depends on the number of ranks")
+@pytest.mark.usefixtures("mistaken")
 def test_wrong_data_are_noticed(ranks):
     ranks.run(without_effect)
 

@@ -7,7 +7,10 @@ import iris
 from iris.errors import InvalidContextError, NotSymmetricError, NotTheCallerError, RankOutOfRangeError
 from language import atomic_kernels, meeting_kernels, move_kernels
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="only the simulator looks at a kernel's pointers")
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="only the simulator looks at a kernel's pointers"),
+    pytest.mark.usefixtures("mistaken"),
+]
 
 FORMS = ["triton_context", "triton_functional", "gluon_context", "gluon_functional"]
 

@@ -39,7 +39,8 @@ class HostAccesses(TorchDispatchMode):
             alias = argument.alias_info
             if alias is None or alias.is_write:
                 kind = READ if alias is None else WRITE if func in _OVERWRITE or argument.is_out else UPDATE
-                self._touch(value, kind, blank=func is _ZERO or (func is _FILL and args[1] == 0))
+                blank = func is _ZERO or (func is _FILL and args[1] == 0)
+                self._touch(value, kind, blank, copies=func in _COPIES)
         return func(*args, **kwargs)
 
     def _meet(self, func: Any, args: tuple, kwargs: dict) -> Any:
@@ -54,13 +55,16 @@ class HostAccesses(TorchDispatchMode):
         with self._recorder.meeting(("torch.distributed", ranks, number), ranks):
             return func(*args, **kwargs)
 
-    def _touch(self, value: Any, kind: int, blank: bool = False) -> None:
+    def _touch(self, value: Any, kind: int, blank: bool = False, copies: bool = False) -> None:
         for tensor in _tensors(value):
             if tensor.device.type == "cpu" and tensor.layout == torch.strided and tensor.numel():
-                self._recorder.host_accessed(*_runs(tensor), tensor.element_size(), kind, blank)
+                # A copy of what nobody has written harms nobody before it is used.
+                element = 0 if copies else tensor.element_size()
+                self._recorder.host_accessed(*_runs(tensor), element, kind, blank)
 
 
 _ZERO, _FILL = torch.ops.aten.zero_.default, torch.ops.aten.fill_.Scalar
+_COPIES = (torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default, torch.ops.aten.clone.default)
 _OVERWRITE = (_ZERO, _FILL, torch.ops.aten.fill_.Tensor, torch.ops.aten.copy_.default)
 
 

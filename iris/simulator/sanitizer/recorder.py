@@ -242,15 +242,16 @@ class Recorder:
     # What the host does ---------------------------------------------------------------------------------------------
 
     def host_accessed(self, addresses: np.ndarray, size: int, element: int, kind: int, blank: bool = False) -> None:
-        """With torch, elements of ``element`` bytes, in all ``size`` bytes at each of ``addresses``.
+        """With torch, ``size`` bytes at each of ``addresses``: elements of ``element`` bytes, or 0 if no matter what.
 
         Memory that is no mapping's is this rank's alone.
         """
         place = self._place()
         for spans in self.spans(addresses, size):
             if spans.space[0] != PRIVATE:
-                undefined = kind == READ and any(_undefined(_memory(address, size, element)) for address in addresses)
-                self.note(Accessed(0, HOST, place, spans, kind, undefined, blank))
+                looks = element and kind == READ
+                undefined = looks and any(_undefined(_memory(address, size, element)) for address in addresses)
+                self.note(Accessed(0, HOST, place, spans, kind, bool(undefined), blank))
         if kind != READ:
             self.liveness.changed()
 
@@ -397,6 +398,8 @@ def _memory(address: int, size: int, element: int) -> np.ndarray:
 
 
 def _undefined(values: np.ndarray) -> bool:
-    """Whether an element of ``values`` is as `Recorder.allocated` left it."""
+    """Whether some of ``values``, four bytes in a row or all that there are, are as `Recorder.allocated` left them."""
     found = np.ascontiguousarray(values).view(np.uint8).reshape(-1, values.itemsize)
-    return bool((found == UNDEFINED).all(axis=1).any())
+    whole = (found == UNDEFINED).all(axis=1)
+    row = min(max(1, 4 // values.itemsize), whole.size)
+    return bool(np.lib.stride_tricks.sliding_window_view(whole, row).all(axis=1).any())
