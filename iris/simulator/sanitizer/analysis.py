@@ -106,27 +106,31 @@ class Analysis:
         for rank in self._ranks.values():
             if rank.next is None and not rank.over:
                 self._advance(rank)
+        meetings: dict[tuple, list[Rank]] = defaultdict(list)
+        for rank in self._ranks.values():
+            if isinstance(rank.next, Met):
+                meetings[rank.next.key].append(rank)
+        # Those that are complete come first: what their members do next may have a smaller number than anything else.
+        complete = [ranks for ranks in meetings.values() if len(ranks) == len(ranks[0].next.ranks)]
         numbered = [rank for rank in self._ranks.values() if isinstance(rank.next, (Accessed, Synchronised))]
-        if numbered:
+        if numbered and not complete:
             rank = min(numbered, key=lambda rank: rank.next.number)
             event, rank.next = rank.next, None
             self._synchronise(rank, event) if isinstance(event, Synchronised) else self._access(rank, event)
             return True
-        meeting: dict[tuple, list[Rank]] = defaultdict(list)
-        for rank in self._ranks.values():
-            if isinstance(rank.next, Met):
-                meeting[rank.next.key].append(rank)
         # If a rank never came, as the program failed, the others go on without it.
-        complete = [ranks for ranks in meeting.values() if len(ranks) == len(ranks[0].next.ranks)]
-        for ranks in complete or meeting.values():
-            together = clocks.empty()
-            for rank in ranks:
-                together = clocks.joined(together, self._hosts[rank.number].clock)
-            for rank in ranks:
-                self._hosts[rank.number].learn(together)
-                self._hosts[rank.number].advance()
-                rank.next = None
-        return bool(meeting)
+        for ranks in complete or meetings.values():
+            self._meet(ranks)
+        return bool(meetings)
+
+    def _meet(self, ranks: list[Rank]) -> None:
+        together = clocks.empty()
+        for rank in ranks:
+            together = clocks.joined(together, self._hosts[rank.number].clock)
+        for rank in ranks:
+            self._hosts[rank.number].learn(together)
+            self._hosts[rank.number].advance()
+            rank.next = None
 
     def _advance(self, rank: Rank) -> None:
         for event in rank.events:
