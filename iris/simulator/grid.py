@@ -367,11 +367,11 @@ class Launch:
         self._waited += min(start - self._polled_at, LONGEST_POLL_S * self._polls)
         deadlock = sanitizer.recorder is not None and sanitizer.recorder.liveness.is_over(self._repeats())
         if deadlock or (limit_s and self._waited >= limit_s):
-            waiting = [live for live in self.live if not live.joining]
+            waits = hang.waits([live for live in self.live if not live.joining], Launch._execute.__code__)
             if sanitizer.recorder is not None:
-                for wait in hang.waits(waiting, Launch._execute.__code__):
+                for wait in waits:
                     sanitizer.recorder.waits(self, wait)
-            self.fail(hang.error(self.name, None if deadlock else limit_s, waiting, Launch._execute.__code__))
+            self.fail(hang.error(self.name, None if deadlock else limit_s, waits))
             raise _Unwound
         self._polls = 0
         _baton.release()

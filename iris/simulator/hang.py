@@ -62,9 +62,9 @@ def waits(waiting: "Iterable[Task]", bottom: CodeType) -> list[Wait]:
     return [Wait(_programs(indices), *what) for what, indices in groups.items()]
 
 
-def error(kernel: str, limit_s: float | None, waiting: "Iterable[Task]", bottom: CodeType) -> IrisTimeoutError:
+def error(kernel: str, limit_s: float | None, waits: list[Wait]) -> IrisTimeoutError:
     """The error that says who waits for what. ``limit_s``: for so long; None: no rank can go on any more."""
-    lines = [str(wait) for wait in waits(waiting, bottom)]
+    lines = list(map(str, waits))
     if len(lines) > MOST_LINES:
         lines = [*lines[:MOST_LINES], f"... and {len(lines) - MOST_LINES} more places"]
     number = rank()

@@ -258,9 +258,13 @@ class Builder(InterpreterBuilder):
         return TensorHandle(result, val.dtype.scalar)
 
     def create_atomic_load(self, ptr, mask, sem, scope) -> TensorHandle:
-        with _recorded(ptr.data, sem, scope) as record:
-            result = self.create_masked_load(ptr, mask, None, None, True)
-            record(result.data, READ)
+        active = np.broadcast_to(mask.data, ptr.data.shape)
+        pointers = ptr.data[active]
+        with _recorded(pointers, sem, scope) as record:
+            result = super().create_masked_load(ptr, mask, None, None, True)
+            record(result.data[active], READ)
+        if pointers.size:
+            grid.observe("load", pointers, result.data[active], ptr.get_element_ty(), _never)
         return result
 
     def create_atomic_poll(self, ptr, expected, timeout_ns, sem, scope) -> TensorHandle:

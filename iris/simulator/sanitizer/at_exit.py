@@ -8,11 +8,11 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 
 from iris.simulator.sanitizer.analysis import analyse
+from iris.simulator.sanitizer.check import FOUND
 
 # What peers get to end, once the first rank has: one that was killed never will.
 PATIENCE_S = 10.0
 INTERVAL_S = 0.02
-FOUND = 1
 
 
 def report_at_exit(folder: Path, rank: int, num_ranks: int) -> None:

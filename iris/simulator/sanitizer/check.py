@@ -124,6 +124,8 @@ def _shared_folder(number: int) -> Iterator[Path]:
     name = f"iris-check-{os.getuid()}-{os.environ['MASTER_PORT']}-{os.getppid()}-{number}"
     folder = Path(tempfile.gettempdir()) / name
     folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.stat().st_uid != os.getuid():
+        raise PermissionError(f"{folder} is another user's, so what is in it cannot be trusted.")
     yield folder
     # The last to leave takes it away: whoever reads the verdict has nothing more to say.
     (folder / f"left{os.environ['RANK']}").touch()

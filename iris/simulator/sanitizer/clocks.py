@@ -17,6 +17,9 @@ AS_WRITTEN, ANY_SCOPE, ALL_RELEASE, ALL_ACQUIRE, BOTH = range(5)
 """As the program says; each at system scope; besides, each write to a flag a release; each read an acquire; both."""
 HOW = 5
 
+AS_ASKED_RELEASE, AS_ASKED_ACQUIRE = [AS_WRITTEN, ANY_SCOPE, ALL_ACQUIRE], [AS_WRITTEN, ANY_SCOPE, ALL_RELEASE]
+"""The clocks in which only what is asked for as a release, or as an acquire, is one."""
+
 REACHES_RANK, REACHES_ALL = ("gpu", "sys"), ("sys",)
 
 
@@ -89,7 +92,7 @@ class Thread:
         self._met = self.clock
 
     def fence(self) -> None:
-        self.clock = merged(self.clock, self._seen_relaxed, [AS_WRITTEN, ANY_SCOPE, ALL_RELEASE])
+        self.clock = merged(self.clock, self._seen_relaxed, AS_ASKED_ACQUIRE)
         self._seen_relaxed = empty()
         self._fenced = self._met = self.clock
         self.advance()
@@ -106,14 +109,11 @@ class Thread:
             how += [ANY_SCOPE, ALL_ACQUIRE]
             mine = self.clock
             if not whole:
-                # Only what came before the last meeting of the block's threads, and this thread's own.
+                # Only what came before the last meeting of the block's threads.
                 mine = self.clock.copy()
-                mine[[AS_WRITTEN, ANY_SCOPE, ALL_ACQUIRE]] = 0
+                mine[AS_ASKED_RELEASE] = 0
                 if self._met is not None:
-                    known = self._met
-                    mine[[AS_WRITTEN, ANY_SCOPE, ALL_ACQUIRE], : known.shape[1]] = known[
-                        [AS_WRITTEN, ANY_SCOPE, ALL_ACQUIRE]
-                    ]
+                    mine = merged(mine, self._met, AS_ASKED_RELEASE)
             if scope in REACHES_ALL:
                 how.append(AS_WRITTEN)
             to_all = merged(to_all, mine, how)
@@ -123,7 +123,7 @@ class Thread:
         else:
             to_all = merged(to_all, self.clock, how)
             if self._fenced is not None and scope in REACHES_ALL:
-                to_all = merged(to_all, self._fenced, [AS_WRITTEN, ANY_SCOPE, ALL_ACQUIRE])
+                to_all = merged(to_all, self._fenced, AS_ASKED_RELEASE)
         return Released(to_all, to_rank)
 
     def acquire(self, released: Released, asked: bool, scope: str) -> None:

@@ -4,7 +4,7 @@ A rank's events are in the order in which it did them: one thread of it runs at 
 operation or a word that carries its own arrival, has a number besides, from one counter of all ranks.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -140,6 +140,3 @@ class Waiting(NamedTuple):
     text: str
     place: Place
     flag: str
-
-
-Event = Any

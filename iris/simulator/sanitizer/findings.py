@@ -31,11 +31,10 @@ class Side(NamedTuple):
     rank: int
     verb: str
     place: Place
-    atomic: bool
 
     @classmethod
     def of(cls, access: "Access") -> "Side":
-        return cls(access.rank, VERBS[access.kind], access.place, access.atomic)
+        return cls(access.rank, VERBS[access.kind], access.place)
 
     def __str__(self) -> str:
         who = f"kernel {self.place.kernel!r}" if self.place.kernel else "the host"

@@ -76,7 +76,7 @@ class Recorder:
     """The notes of one rank, in ``folder``, which all ranks share."""
 
     def __init__(self, folder: Path, rank: int, num_ranks: int) -> None:
-        self.folder, self.rank = folder, rank
+        self.rank = rank
         self._file = open(folder / f"rank{rank}.events", "ab")
         self._notes: list[Any] = []
         self._places: dict[tuple, int] = {}
