@@ -16,6 +16,8 @@ from iris.wait_limit import NANOSECONDS, VARIABLE
 # Words of the record. Of a barrier, SEEN is a bit for each rank from FIRST on that has arrived, of RANKS ranks.
 CLAIMED, CLOCK, PROGRAM, FLAG, WANTED, SEEN, KIND, FIRST, RANKS = range(9)
 WORDS = 9
+# Behind them, and not part of what is said once and then forgotten: where kernels that are traced write their events.
+TRACE, ROOM = 15, 16
 BARRIER_LANES = 32
 
 # What the record is about: a wait, by its comparison; a barrier; a pointer; words that carry their own arrival, FIRST
@@ -31,8 +33,9 @@ class DeviceRecord:
     """The record of one rank's device."""
 
     def __init__(self, device: torch.device) -> None:
-        self._words = torch.zeros(WORDS, dtype=torch.int64, device=device)
-        self.address = self._words.data_ptr()
+        memory = torch.zeros(ROOM, dtype=torch.int64, device=device)
+        self._words, self.trace = memory[:WORDS], memory[TRACE:]
+        self.address = memory.data_ptr()
 
     def raise_if_claimed(self, rank: int, describe: Callable[[int], str | None]) -> None:
         """Raise what a drained stream's kernels have recorded, and forget it.
