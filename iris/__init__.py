@@ -24,6 +24,7 @@ from iris.bench.timing import do_bench
 from iris.context import Iris, iris
 from iris.language.context import DeviceContext
 from iris.language.functional import triton_functions
+from iris.language.tracing import TraceEvent
 from iris.log import set_logger_level
 
 # Older names of the device context.
@@ -53,6 +54,7 @@ __all__ = [
     "Context",
     "DeviceContext",
     "Iris",
+    "TraceEvent",
     "TritonContext",
     "atomic_add",
     "atomic_and",

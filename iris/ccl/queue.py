@@ -96,8 +96,7 @@ def make_queue(
     jit: Callable, lang: ModuleType, move: Callable, order: SimpleNamespace, stamped: SimpleNamespace
 ) -> SimpleNamespace:
     """The device functions of the queues in the language that ``(jit, lang)`` stand for."""
-    signal_ranks, wait_ranks, lanes = order.signal_ranks, order.wait_ranks, order.lanes
-    follow_predecessor, keep = order.follow_predecessor, order.keep
+    lanes, follow_predecessor, keep = order.lanes, order.follow_predecessor, order.keep
     send_place, receive_places = stamped.send_place, stamped.receive_places
 
     @jit
@@ -152,7 +151,7 @@ def make_queue(
         offset, direct = place_of(ctx, heap_table, tensor, length, W)
         word = lang.where(direct, offset + 1, 0) | (lang.cast(calls & 0xFFFF, lang.int64) << 48)
         nothing = lang.cast(lanes() * 0, lang.int64)
-        signal_ranks(words + ctx.cur_rank, word + nothing, lanes(), others, ctx.table, ctx.base)
+        ctx._signal_ranks(words + ctx.cur_rank, word + nothing, lanes(), others)
         return direct
 
     @jit
@@ -187,36 +186,36 @@ def make_queue(
     @jit
     def await_room(ctx, words, sent, to, W: tl.constexpr):
         """Wait for room for another block in the queues to the ranks ``to``."""
-        wait_ranks(words + POSTS + lanes(), sent + 1 - NUM_SLOTS, to, 0, W, ctx._record(), LOW)
+        ctx._wait_ranks(words + POSTS + lanes(), sent + 1 - NUM_SLOTS, to, 0, W, LOW)
 
     @jit
     def await_blocks(ctx, words, got, sources, W: tl.constexpr):
         """Wait for the next block in the queues from the ranks ``sources``."""
-        wait_ranks(words + POSTS + lanes(), got + 1, sources, 0, W, ctx._record(), HIGH)
+        ctx._wait_ranks(words + POSTS + lanes(), got + 1, sources, 0, W, HIGH)
 
     @jit
     def await_taken(ctx, words, sent, to, W: tl.constexpr):
         """Wait until the ranks ``to`` have taken all that they were sent."""
-        wait_ranks(words + POSTS + lanes(), sent, to, 0, W, ctx._record(), LOW)
+        ctx._wait_ranks(words + POSTS + lanes(), sent, to, 0, W, LOW)
 
     @jit
     def post(ctx, words, sent, got, peers):
         """Tell ``peers`` what was put in and taken out: behind all writes to their slots, and all reads of the own."""
         word = (lang.cast(sent, lang.int64) << 32) | (lang.cast(got, lang.int64) & 0xFFFFFFFF)
-        signal_ranks(words + POSTS + ctx.cur_rank, word, lanes(), peers, ctx.table, ctx.base)
+        ctx._signal_ranks(words + POSTS + ctx.cur_rank, word, lanes(), peers)
 
     @jit
     def finish(ctx, row, calls_to, to, calls_from, sources, W: tl.constexpr):
         """Say "all written" to the ranks ``to`` that were written directly, and hear it from ``sources``."""
-        signal_ranks(row + DONE + ctx.cur_rank, calls_to, lanes(), to, ctx.table, ctx.base)
-        wait_ranks(row + DONE + lanes(), calls_from, sources, 0, W, ctx._record())
+        ctx._signal_ranks(row + DONE + ctx.cur_rank, calls_to, lanes(), to)
+        ctx._wait_ranks(row + DONE + lanes(), calls_from, sources, 0, W)
 
     @jit
     def meet(ctx, row, calls, others, W: tl.constexpr):
         """The end of a call in which peers' inputs were read: all have read, and written, when anyone goes on."""
-        signal_ranks(row + MET + ctx.cur_rank, calls + lanes() * 0, lanes(), others, ctx.table, ctx.base)
+        ctx._signal_ranks(row + MET + ctx.cur_rank, calls + lanes() * 0, lanes(), others)
         keep(row + MET + ctx.cur_rank, calls)
-        wait_ranks(row + MET + lanes(), calls + lanes() * 0, others, 0, W, ctx._record())
+        ctx._wait_ranks(row + MET + lanes(), calls + lanes() * 0, others, 0, W)
 
     return SimpleNamespace(
         **{name: value for name, value in locals().items() if name in QUEUE_FUNCTIONS},

@@ -23,7 +23,17 @@ from triton.experimental.gluon import language as gl
 
 from iris import device_record
 from iris.language.address import check_reach, gluon_translate, in_simulator, triton_translate
-from iris.language.ordering import ACQ_REL, CHECKS_POINTERS, SET, SYS, WAIT_LIMIT_NS, gluon_ordering, triton_ordering
+from iris.language.ordering import (
+    ACQ_REL,
+    CHECKS_POINTERS,
+    SET,
+    SYS,
+    WAIT_LIMIT_NS,
+    WHOLE,
+    gluon_ordering,
+    triton_ordering,
+)
+from iris.language.tracing import TRACES_ALL, gluon_tracing, triton_tracing
 
 try:
     from triton import aggregate
@@ -47,7 +57,9 @@ def _digest() -> str:
     """Of all that the code generated for a context depends on: these sources, and what is switched on."""
     files = [*sorted(Path(__file__).parent.glob("*.py")), Path(device_record.__file__)]
     sources = b"".join(file.read_bytes() for file in files)
-    return hashlib.sha256(sources + f"{WAIT_LIMIT_NS.value} {CHECKS_POINTERS.value}".encode()).hexdigest()[:12]
+    return hashlib.sha256(
+        sources + f"{WAIT_LIMIT_NS.value} {CHECKS_POINTERS.value} {TRACES_ALL.value}".encode()
+    ).hexdigest()[:12]
 
 
 @triton.constexpr_function
@@ -65,11 +77,16 @@ def check_context(rank, num_ranks):
         )
 
 
-def make_device_context(jit: Callable, lang: ModuleType, move: Any, order: SimpleNamespace, name: str) -> Any:
+def make_device_context(
+    jit: Callable, lang: ModuleType, move: Any, order: SimpleNamespace, trace: SimpleNamespace, name: str
+) -> Any:
     """The class of the device context in the language that ``(jit, lang)`` stand for."""
     ordered_atomic, ordered_cas = order.atomic, order.atomic_cas
     check_pointer = order.check_pointer
     ordered_signal, ordered_wait, ordered_fence, ordered_barrier = order.signal, order.wait, order.fence, order.barrier
+    ordered_signal_ranks, ordered_wait_ranks = order.signal_ranks, order.wait_ranks
+    Tracing, trace_into = trace.Tracing, trace.trace_into
+    lanes = order.lanes
 
     @aggregate
     class Context:
@@ -77,14 +94,16 @@ def make_device_context(jit: Callable, lang: ModuleType, move: Any, order: Simpl
         num_ranks: tl.tensor | tl.constexpr
         base: tl.tensor
         table: tl.tensor
+        tracing: Tracing
 
         @triton.constexpr_function
-        def __init__(self, cur_rank, num_ranks, base, table):
+        def __init__(self, cur_rank, num_ranks, base, table, tracing):
             # Triton unwraps the constants among a constexpr_function's arguments; they are to stay constants.
             self.cur_rank = cur_rank if isinstance(cur_rank, tl.tensor) else tl.constexpr(cur_rank)
             self.num_ranks = num_ranks if isinstance(num_ranks, tl.tensor) else tl.constexpr(num_ranks)
             self.base = base
             self.table = table
+            self.tracing = tracing
 
         @jit
         def translate(self, ptr, rank):
@@ -116,79 +135,101 @@ def make_device_context(jit: Callable, lang: ModuleType, move: Any, order: Simpl
             volatile: tl.constexpr = False,
         ):
             """Read ``from_rank``'s copy of ``ptr``."""
-            return lang.load(
+            event = self.tracing.begin_move("load", ptr, from_rank, mask)
+            values = lang.load(
                 self._peers(ptr, from_rank, mask),
                 mask=mask,
                 other=other,
                 cache_modifier=cache_modifier,
                 volatile=volatile,
             )
+            self.tracing.end_load(event, values)
+            return values
 
         @jit
         def store(self, ptr, value, to_rank, mask=None, cache_modifier: tl.constexpr = None):
             """Write ``to_rank``'s copy of ``ptr``."""
+            event = self.tracing.begin_move("store", ptr, to_rank, mask)
             lang.store(self._peers(ptr, to_rank, mask), value, mask=mask, cache_modifier=cache_modifier)
+            self.tracing.record_event_end(event)
 
         @jit
         def get(self, from_ptr, to_ptr, from_rank, mask=None, other=None):
             """Read ``from_rank``'s copy of ``from_ptr`` into the caller's ``to_ptr``."""
+            event = self.tracing.begin_move("get", from_ptr, from_rank, mask)
             lang.store(to_ptr, lang.load(self._peers(from_ptr, from_rank, mask), mask=mask, other=other), mask=mask)
+            self.tracing.record_event_end(event)
 
         @jit
         def put(self, from_ptr, to_ptr, to_rank, mask=None, other=None):
             """Read the caller's ``from_ptr``, write ``to_rank``'s copy of ``to_ptr``."""
+            event = self.tracing.begin_move("put", to_ptr, to_rank, mask)
             lang.store(self._peers(to_ptr, to_rank, mask), lang.load(from_ptr, mask=mask, other=other), mask=mask)
+            self.tracing.record_event_end(event)
 
         @jit
         def copy(self, src_ptr, dst_ptr, from_rank, to_rank, mask=None, other=None):
             """Move ``from_rank``'s copy of ``src_ptr`` to ``to_rank``'s of ``dst_ptr``; the caller is one of them."""
+            # The other one: of two numbers, one of which is the caller's, the sum less that.
+            event = self.tracing.begin_move("copy", dst_ptr, from_rank + to_rank - self.cur_rank, mask)
             value = lang.load(self._peers(src_ptr, from_rank, mask), mask=mask, other=other)
             lang.store(self._peers(dst_ptr, to_rank, mask), value, mask=mask)
+            self.tracing.record_event_end(event)
+
+        @jit
+        def _atomic(self, op: tl.constexpr, ptr, val, to_rank, mask, sem: tl.constexpr, scope: tl.constexpr):
+            event = self.tracing.begin_flag("atomic_" + op, ptr, to_rank, val, mask)
+            old = ordered_atomic(op, self._peers(ptr, to_rank, mask), val, mask, sem, scope)
+            self.tracing.end_atomic(event, op, old, val)
+            return old
 
         @jit
         def atomic_add(self, ptr, val, to_rank, mask=None, sem: tl.constexpr = ACQ_REL, scope: tl.constexpr = SYS):
             """Add ``val`` to ``to_rank``'s copy; returns the old value, as the other atomics do."""
-            return ordered_atomic("add", self._peers(ptr, to_rank, mask), val, mask, sem, scope)
+            return self._atomic("add", ptr, val, to_rank, mask, sem, scope)
 
         @jit
         def atomic_sub(self, ptr, val, to_rank, mask=None, sem: tl.constexpr = ACQ_REL, scope: tl.constexpr = SYS):
             """Subtract ``val`` from ``to_rank``'s copy."""
-            return ordered_atomic("sub", self._peers(ptr, to_rank, mask), val, mask, sem, scope)
+            return self._atomic("sub", ptr, val, to_rank, mask, sem, scope)
 
         @jit
         def atomic_xchg(self, ptr, val, to_rank, mask=None, sem: tl.constexpr = ACQ_REL, scope: tl.constexpr = SYS):
             """Put ``val`` in the place of ``to_rank``'s copy."""
-            return ordered_atomic("xchg", self._peers(ptr, to_rank, mask), val, mask, sem, scope)
+            return self._atomic("xchg", ptr, val, to_rank, mask, sem, scope)
 
         @jit
         def atomic_and(self, ptr, val, to_rank, mask=None, sem: tl.constexpr = ACQ_REL, scope: tl.constexpr = SYS):
             """Bitwise and of ``to_rank``'s copy with ``val``."""
-            return ordered_atomic("and", self._peers(ptr, to_rank, mask), val, mask, sem, scope)
+            return self._atomic("and", ptr, val, to_rank, mask, sem, scope)
 
         @jit
         def atomic_or(self, ptr, val, to_rank, mask=None, sem: tl.constexpr = ACQ_REL, scope: tl.constexpr = SYS):
             """Bitwise or of ``to_rank``'s copy with ``val``."""
-            return ordered_atomic("or", self._peers(ptr, to_rank, mask), val, mask, sem, scope)
+            return self._atomic("or", ptr, val, to_rank, mask, sem, scope)
 
         @jit
         def atomic_xor(self, ptr, val, to_rank, mask=None, sem: tl.constexpr = ACQ_REL, scope: tl.constexpr = SYS):
             """Bitwise exclusive or of ``to_rank``'s copy with ``val``."""
-            return ordered_atomic("xor", self._peers(ptr, to_rank, mask), val, mask, sem, scope)
+            return self._atomic("xor", ptr, val, to_rank, mask, sem, scope)
 
         @jit
         def atomic_min(self, ptr, val, to_rank, mask=None, sem: tl.constexpr = ACQ_REL, scope: tl.constexpr = SYS):
             """The smaller of ``to_rank``'s copy and ``val``."""
-            return ordered_atomic("min", self._peers(ptr, to_rank, mask), val, mask, sem, scope)
+            return self._atomic("min", ptr, val, to_rank, mask, sem, scope)
 
         @jit
         def atomic_max(self, ptr, val, to_rank, mask=None, sem: tl.constexpr = ACQ_REL, scope: tl.constexpr = SYS):
             """The larger of ``to_rank``'s copy and ``val``."""
-            return ordered_atomic("max", self._peers(ptr, to_rank, mask), val, mask, sem, scope)
+            return self._atomic("max", ptr, val, to_rank, mask, sem, scope)
 
         @jit
         def atomic_cas(self, ptr, cmp, val, to_rank, sem: tl.constexpr = ACQ_REL, scope: tl.constexpr = SYS):
             """Put ``val`` in the place of ``to_rank``'s copy where that equals ``cmp``; returns the old value."""
-            return ordered_cas(self._peers(ptr, to_rank, None), cmp, val, sem, scope)
+            event = self.tracing.begin_flag("atomic_cas", ptr, to_rank, val, None)
+            old = ordered_cas(self._peers(ptr, to_rank, None), cmp, val, sem, scope)
+            self.tracing.end_cas(event, old, cmp, val)
+            return old
 
         @jit
         def signal(self, flag_ptr, value, to_rank, op: tl.constexpr = SET):
@@ -196,7 +237,9 @@ def make_device_context(jit: Callable, lang: ModuleType, move: Any, order: Simpl
 
             A scalar integer flag of 32 or 64 bits. Who waits for it with `wait` sees all that came before.
             """
-            ordered_signal(self._peers(flag_ptr, to_rank, None), value, op)
+            event = self.tracing.begin_flag("signal", flag_ptr, to_rank, value, None)
+            now = ordered_signal(self._peers(flag_ptr, to_rank, None), value, op)
+            self.tracing.end_flag(event, now)
 
         @jit
         def wait(self, flag_ptr, value, cmp: tl.constexpr = EQ):
@@ -207,7 +250,10 @@ def make_device_context(jit: Callable, lang: ModuleType, move: Any, order: Simpl
             What its sender did before `signal` is visible to the whole block afterwards.
             """
             self._check(flag_ptr, None, self.cur_rank)
-            return ordered_wait(flag_ptr, value, cmp, self._record())
+            event = self.tracing.begin_flag("wait", flag_ptr, self.cur_rank, value, None)
+            seen = ordered_wait(flag_ptr, value, cmp, self._record())
+            self.tracing.end_flag(event, seen)
+            return seen
 
         @jit
         def fence(self):
@@ -230,23 +276,53 @@ def make_device_context(jit: Callable, lang: ModuleType, move: Any, order: Simpl
             no more than can be resident at once.
             """
             self._check(flags_ptr, None, self.cur_rank)
-            ordered_barrier(flags_ptr, epoch, self.cur_rank, self.num_ranks, self.table, self.base, self._record())
+            event = self.tracing.begin_flag("barrier", flags_ptr, self.cur_rank, 0, None, "meeting")
+            reached = ordered_barrier(
+                flags_ptr, epoch, self.cur_rank, self.num_ranks, self.table, self.base, self._record()
+            )
+            self.tracing.end_flag(event, reached)
+
+        # For the library's own kernels, which wait for many ranks at a time.
+
+        @jit
+        def _signal_ranks(self, flag_ptr, values, peers, here, op: tl.constexpr = SET):
+            events = self.tracing.begin_flags("signal", "flag", flag_ptr, peers, values, here)
+            now = ordered_signal_ranks(flag_ptr, values, peers, here, self.table, self.base, op)
+            self.tracing.end_flags(events, now)
+
+        @jit
+        def _wait_ranks(self, flag_ptrs, wanted, here, first, num_ranks, half: tl.constexpr = WHOLE):
+            events = self.tracing.begin_flags("wait", half, flag_ptrs, first + lanes(), wanted, here)
+            ordered_wait_ranks(flag_ptrs, wanted, here, first, num_ranks, self._record(), half)
+            self.tracing.end_flags(events, wanted)
 
         @jit
         def _record(self):
-            return lang.cast(self._behind_bases(0), lang.pointer_type(lang.int64))
+            return record_of(self.table)
 
         @jit
         def _behind_bases(self, word):
-            # By the tensor's own number of ranks, whatever a caller may have passed as `num_ranks`.
-            return lang.load(self.table + lang.load(self.table - BASES + NUM_RANKS) + word)
+            return behind_bases(self.table, word)
 
     @jit
-    def connect(context_tensor, rank, num_ranks):
+    def behind_bases(table, word):
+        # By the tensor's own number of ranks, whatever a caller may have passed as `num_ranks`.
+        return lang.load(table + lang.load(table - BASES + NUM_RANKS) + word)
+
+    @jit
+    def record_of(table):
+        return lang.cast(behind_bases(table, 0), lang.pointer_type(lang.int64))
+
+    @jit
+    def connect(context_tensor, rank, num_ranks, tracing: tl.constexpr):
         if in_simulator():
             check_context(rank, num_ranks)
         table = context_tensor + BASES
-        return Context(rank, num_ranks, lang.load(table + rank), table)
+        if tracing or TRACES_ALL:
+            trace = trace_into(record_of(table))
+        else:
+            trace = Tracing(False, 0)
+        return Context(rank, num_ranks, lang.load(table + rank), table, trace)
 
     @jit
     def rank_of(context_tensor):
@@ -258,11 +334,11 @@ def make_device_context(jit: Callable, lang: ModuleType, move: Any, order: Simpl
 
     @jit
     def initialize(context_tensor, rank=None, num_ranks=None, tracing: tl.constexpr = False):
-        lang.static_assert(not tracing, "tracing=True: this version of Iris does not trace yet")
         return connect(
             context_tensor,
             rank_of(context_tensor) if rank is None else rank,
             num_ranks_of(context_tensor) if num_ranks is None else num_ranks,
+            tracing,
         )
 
     @jit
@@ -281,5 +357,5 @@ def make_device_context(jit: Callable, lang: ModuleType, move: Any, order: Simpl
     return Context
 
 
-DeviceContext = make_device_context(triton.jit, tl, triton_translate, triton_ordering, "DeviceContext")
-IrisDeviceCtx = make_device_context(gluon.jit, gl, gluon_translate, gluon_ordering, "IrisDeviceCtx")
+DeviceContext = make_device_context(triton.jit, tl, triton_translate, triton_ordering, triton_tracing, "DeviceContext")
+IrisDeviceCtx = make_device_context(gluon.jit, gl, gluon_translate, gluon_ordering, gluon_tracing, "IrisDeviceCtx")

@@ -17,6 +17,7 @@ from triton.experimental.gluon import language as gl
 
 from iris.language.address import check_reach, gluon_translate, in_simulator, triton_translate
 from iris.language.ordering import ACQ_REL, CHECKS_POINTERS, SYS, gluon_ordering, triton_ordering
+from iris.language.tracing import TRACES_ALL, gluon_tracing, triton_tracing
 
 
 def heap_bases_tensor(bases: Sequence[int], size: int, record: int, device: torch.device) -> torch.Tensor:
@@ -24,9 +25,23 @@ def heap_bases_tensor(bases: Sequence[int], size: int, record: int, device: torc
     return torch.tensor([record, size, *bases], dtype=torch.int64, device=device)[2:]
 
 
-def make_functions(jit: Callable, lang: ModuleType, move: Any, order: SimpleNamespace) -> SimpleNamespace:
+def make_functions(
+    jit: Callable, lang: ModuleType, move: Any, order: SimpleNamespace, trace: SimpleNamespace
+) -> SimpleNamespace:
     """The functions in the language that ``(jit, lang)`` stand for."""
     ordered_atomic, ordered_cas, check_pointer = order.atomic, order.atomic_cas, order.check_pointer
+    Tracing, trace_into = trace.Tracing, trace.trace_into
+
+    @jit
+    def record_of(heap_bases):
+        return lang.cast(lang.load(heap_bases - 2), lang.pointer_type(lang.int64))
+
+    @jit
+    def tracing_of(heap_bases):
+        if TRACES_ALL:
+            return trace_into(record_of(heap_bases))
+        else:
+            return Tracing(False, 0)
 
     @jit
     def translate(ptr, from_rank, to_rank, heap_bases, mask, hint: tl.constexpr):
@@ -37,8 +52,7 @@ def make_functions(jit: Callable, lang: ModuleType, move: Any, order: SimpleName
         if in_simulator():
             check_reach(ptr, mask, base, to_rank)
         elif CHECKS_POINTERS:
-            record = lang.cast(lang.load(heap_bases - 2), lang.pointer_type(lang.int64))
-            check_pointer(ptr, mask, base, lang.load(heap_bases - 1), record)
+            check_pointer(ptr, mask, base, lang.load(heap_bases - 1), record_of(heap_bases))
         moved = move(ptr, base, lang.load(heap_bases + to_rank))
         if hint is not None:
             moved = lang.multiple_of(moved, hint)
@@ -57,8 +71,12 @@ def make_functions(jit: Callable, lang: ModuleType, move: Any, order: SimpleName
         hint: tl.constexpr = None,
     ):
         """Read ``from_rank``'s copy of ``pointer``; ``to_rank`` is the caller."""
+        tracing = tracing_of(heap_bases)
+        event = tracing.begin_move("load", pointer, from_rank, mask)
         source = translate(pointer, to_rank, from_rank, heap_bases, mask, hint)
-        return lang.load(source, mask=mask, other=other, cache_modifier=cache_modifier, volatile=volatile)
+        values = lang.load(source, mask=mask, other=other, cache_modifier=cache_modifier, volatile=volatile)
+        tracing.end_load(event, values)
+        return values
 
     @jit
     def store(
@@ -72,12 +90,11 @@ def make_functions(jit: Callable, lang: ModuleType, move: Any, order: SimpleName
         cache_modifier: tl.constexpr = None,
     ):
         """Write ``to_rank``'s copy of ``pointer``; ``from_rank`` is the caller."""
-        lang.store(
-            translate(pointer, from_rank, to_rank, heap_bases, mask, hint),
-            value,
-            mask=mask,
-            cache_modifier=cache_modifier,
-        )
+        tracing = tracing_of(heap_bases)
+        event = tracing.begin_move("store", pointer, to_rank, mask)
+        target = translate(pointer, from_rank, to_rank, heap_bases, mask, hint)
+        lang.store(target, value, mask=mask, cache_modifier=cache_modifier)
+        tracing.record_event_end(event)
 
     @jit
     def get(
@@ -93,9 +110,12 @@ def make_functions(jit: Callable, lang: ModuleType, move: Any, order: SimpleName
         hint: tl.constexpr = None,
     ):
         """Read ``to_rank``'s copy of ``from_ptr`` into the caller's ``to_ptr``; ``from_rank`` is the caller."""
+        tracing = tracing_of(heap_bases)
+        event = tracing.begin_move("get", from_ptr, to_rank, mask)
         source = translate(from_ptr, from_rank, to_rank, heap_bases, mask, hint)
         value = lang.load(source, mask=mask, other=other, cache_modifier=load_cache_modifier)
         lang.store(to_ptr, value, mask=mask, cache_modifier=store_cache_modifier)
+        tracing.record_event_end(event)
 
     @jit
     def put(
@@ -111,9 +131,12 @@ def make_functions(jit: Callable, lang: ModuleType, move: Any, order: SimpleName
         hint: tl.constexpr = None,
     ):
         """Read the caller's ``from_ptr``, write ``to_rank``'s copy of ``to_ptr``; ``from_rank`` is the caller."""
+        tracing = tracing_of(heap_bases)
+        event = tracing.begin_move("put", to_ptr, to_rank, mask)
         value = lang.load(from_ptr, mask=mask, other=other, cache_modifier=load_cache_modifier)
         target = translate(to_ptr, from_rank, to_rank, heap_bases, mask, hint)
         lang.store(target, value, mask=mask, cache_modifier=store_cache_modifier)
+        tracing.record_event_end(event)
 
     @jit
     def copy(
@@ -133,10 +156,26 @@ def make_functions(jit: Callable, lang: ModuleType, move: Any, order: SimpleName
 
         Both pointers are in the caller's heap, and the caller is one of the two ranks.
         """
+        tracing = tracing_of(heap_bases)
+        # The other rank, as in the context's.
+        event = tracing.begin_move("copy", dst_ptr, from_rank + to_rank - cur_rank, mask)
         source = translate(src_ptr, cur_rank, from_rank, heap_bases, mask, hint)
         value = lang.load(source, mask=mask, other=other, cache_modifier=load_cache_modifier)
         target = translate(dst_ptr, cur_rank, to_rank, heap_bases, mask, hint)
         lang.store(target, value, mask=mask, cache_modifier=store_cache_modifier)
+        tracing.record_event_end(event)
+
+    @jit
+    def atomic(
+        op: tl.constexpr, pointer, val, from_rank, to_rank, heap_bases, mask, sem: tl.constexpr, scope: tl.constexpr,
+        hint: tl.constexpr,
+    ):  # fmt: skip
+        tracing = tracing_of(heap_bases)
+        event = tracing.begin_flag("atomic_" + op, pointer, to_rank, val, mask)
+        target = translate(pointer, from_rank, to_rank, heap_bases, mask, hint)
+        old = ordered_atomic(op, target, val, mask, sem, scope)
+        tracing.end_atomic(event, op, old, val)
+        return old
 
     @jit
     def atomic_add(
@@ -151,9 +190,7 @@ def make_functions(jit: Callable, lang: ModuleType, move: Any, order: SimpleName
         hint: tl.constexpr = None,
     ):
         """Add ``val`` to ``to_rank``'s copy; returns the old value, as the other atomics do."""
-        return ordered_atomic(
-            "add", translate(pointer, from_rank, to_rank, heap_bases, mask, hint), val, mask, sem, scope
-        )
+        return atomic("add", pointer, val, from_rank, to_rank, heap_bases, mask, sem, scope, hint)
 
     @jit
     def atomic_sub(
@@ -168,9 +205,7 @@ def make_functions(jit: Callable, lang: ModuleType, move: Any, order: SimpleName
         hint: tl.constexpr = None,
     ):
         """Subtract ``val`` from ``to_rank``'s copy."""
-        return ordered_atomic(
-            "sub", translate(pointer, from_rank, to_rank, heap_bases, mask, hint), val, mask, sem, scope
-        )
+        return atomic("sub", pointer, val, from_rank, to_rank, heap_bases, mask, sem, scope, hint)
 
     @jit
     def atomic_xchg(
@@ -185,9 +220,7 @@ def make_functions(jit: Callable, lang: ModuleType, move: Any, order: SimpleName
         hint: tl.constexpr = None,
     ):
         """Put ``val`` in the place of ``to_rank``'s copy."""
-        return ordered_atomic(
-            "xchg", translate(pointer, from_rank, to_rank, heap_bases, mask, hint), val, mask, sem, scope
-        )
+        return atomic("xchg", pointer, val, from_rank, to_rank, heap_bases, mask, sem, scope, hint)
 
     @jit
     def atomic_and(
@@ -202,9 +235,7 @@ def make_functions(jit: Callable, lang: ModuleType, move: Any, order: SimpleName
         hint: tl.constexpr = None,
     ):
         """Bitwise and of ``to_rank``'s copy with ``val``."""
-        return ordered_atomic(
-            "and", translate(pointer, from_rank, to_rank, heap_bases, mask, hint), val, mask, sem, scope
-        )
+        return atomic("and", pointer, val, from_rank, to_rank, heap_bases, mask, sem, scope, hint)
 
     @jit
     def atomic_or(
@@ -219,9 +250,7 @@ def make_functions(jit: Callable, lang: ModuleType, move: Any, order: SimpleName
         hint: tl.constexpr = None,
     ):
         """Bitwise or of ``to_rank``'s copy with ``val``."""
-        return ordered_atomic(
-            "or", translate(pointer, from_rank, to_rank, heap_bases, mask, hint), val, mask, sem, scope
-        )
+        return atomic("or", pointer, val, from_rank, to_rank, heap_bases, mask, sem, scope, hint)
 
     @jit
     def atomic_xor(
@@ -236,9 +265,7 @@ def make_functions(jit: Callable, lang: ModuleType, move: Any, order: SimpleName
         hint: tl.constexpr = None,
     ):
         """Bitwise exclusive or of ``to_rank``'s copy with ``val``."""
-        return ordered_atomic(
-            "xor", translate(pointer, from_rank, to_rank, heap_bases, mask, hint), val, mask, sem, scope
-        )
+        return atomic("xor", pointer, val, from_rank, to_rank, heap_bases, mask, sem, scope, hint)
 
     @jit
     def atomic_min(
@@ -253,9 +280,7 @@ def make_functions(jit: Callable, lang: ModuleType, move: Any, order: SimpleName
         hint: tl.constexpr = None,
     ):
         """The smaller of ``to_rank``'s copy and ``val``."""
-        return ordered_atomic(
-            "min", translate(pointer, from_rank, to_rank, heap_bases, mask, hint), val, mask, sem, scope
-        )
+        return atomic("min", pointer, val, from_rank, to_rank, heap_bases, mask, sem, scope, hint)
 
     @jit
     def atomic_max(
@@ -270,9 +295,7 @@ def make_functions(jit: Callable, lang: ModuleType, move: Any, order: SimpleName
         hint: tl.constexpr = None,
     ):
         """The larger of ``to_rank``'s copy and ``val``."""
-        return ordered_atomic(
-            "max", translate(pointer, from_rank, to_rank, heap_bases, mask, hint), val, mask, sem, scope
-        )
+        return atomic("max", pointer, val, from_rank, to_rank, heap_bases, mask, sem, scope, hint)
 
     @jit
     def atomic_cas(
@@ -287,7 +310,11 @@ def make_functions(jit: Callable, lang: ModuleType, move: Any, order: SimpleName
         hint: tl.constexpr = None,
     ):
         """Put ``val`` in the place of ``to_rank``'s copy where that equals ``cmp``; returns the old value."""
-        return ordered_cas(translate(pointer, from_rank, to_rank, heap_bases, None, hint), cmp, val, sem, scope)
+        tracing = tracing_of(heap_bases)
+        event = tracing.begin_flag("atomic_cas", pointer, to_rank, val, None)
+        old = ordered_cas(translate(pointer, from_rank, to_rank, heap_bases, None, hint), cmp, val, sem, scope)
+        tracing.end_cas(event, old, cmp, val)
+        return old
 
     return SimpleNamespace(
         load=load,
@@ -307,5 +334,5 @@ def make_functions(jit: Callable, lang: ModuleType, move: Any, order: SimpleName
     )
 
 
-triton_functions = make_functions(triton.jit, tl, triton_translate, triton_ordering)
-gluon_functions = make_functions(gluon.jit, gl, gluon_translate, gluon_ordering)
+triton_functions = make_functions(triton.jit, tl, triton_translate, triton_ordering, triton_tracing)
+gluon_functions = make_functions(gluon.jit, gl, gluon_translate, gluon_ordering, gluon_tracing)

@@ -100,6 +100,13 @@ def note_fence():
         sanitizer.recorder.fenced()
 
 
+@triton.constexpr_function
+def host_nanoseconds():
+    import time
+
+    return time.monotonic_ns()
+
+
 @triton.jit
 def _triton_lanes():
     return tl.arange(0, LANES)
@@ -288,14 +295,19 @@ def make_ordering(jit: Callable, lang: ModuleType, translate) -> SimpleNamespace
 
     @jit
     def signal(flag_ptr, value, op: tl.constexpr):
-        """Publish everything that the block did so far: a release of ``value`` into a flag, at system scope."""
+        """Publish everything that the block did so far: a release of ``value`` into a flag, at system scope.
+
+        Returns what the flag holds behind it.
+        """
         lang.static_assert(one_of(op, "set", "add"), "op of signal must be 'set' or 'add'")
         # An exchange and not a compare-and-swap, whose order AMD's compiler ignores before Triton 3.7; an exchange and
         # not a store, which has no release in Triton before 3.9.
+        value = lang.cast(value, flag_ptr.dtype.element_ty)
         if op == "set":
-            atomic("xchg", flag_ptr, lang.cast(value, flag_ptr.dtype.element_ty), None, "release", "sys")
+            atomic("xchg", flag_ptr, value, None, "release", "sys")
+            return value
         else:
-            atomic("add", flag_ptr, lang.cast(value, flag_ptr.dtype.element_ty), None, "release", "sys")
+            return atomic("add", flag_ptr, value, None, "release", "sys") + value
 
     @jit
     def poll(flag_ptrs, mask):
@@ -348,6 +360,23 @@ def make_ordering(jit: Callable, lang: ModuleType, translate) -> SimpleNamespace
     def linear_program_id():
         row = lang.program_id(2) * lang.num_programs(1) + lang.program_id(1)
         return row * lang.num_programs(0) + lang.program_id(0)
+
+    @jit
+    def clock():
+        """Nanoseconds on the clock that all programs of this GPU share, as each thread reads it; in order with memory
+        operations, as the compiler is told. In the simulator the host's, which all ranks share.
+        """
+        if in_simulator():
+            return host_nanoseconds()
+        elif on_nvidia():
+            return lang.inline_asm_elementwise(
+                "mov.u64 $0, %globaltimer;", "=l,~{memory}", [], dtype=lang.int64, is_pure=False, pack=1
+            )
+        else:
+            # As in `nanoseconds`.
+            return 10 * lang.inline_asm_elementwise(
+                "s_memrealtime $0\n\ts_waitcnt lgkmcnt(0)", "=s,~{memory}", [], dtype=lang.int64, is_pure=False, pack=1
+            )
 
     @jit
     def nanoseconds(record):
@@ -476,14 +505,15 @@ def make_ordering(jit: Callable, lang: ModuleType, translate) -> SimpleNamespace
         """Publish everything that the block did so far: ``values`` into the copies of ``flag_ptr`` of ``peers``.
 
         ``op``: "set" or "add". ``values``, ``peers`` and the mask ``here`` are blocks of `lanes`: one fence serves all
-        of these releases.
+        of these releases. Returns what the flags hold behind them.
         """
         gather_block()
         flags = translate(flag_ptr, base, lang.load(table + peers, mask=here, other=0))
         if op == "set":
             lang.atomic_xchg(flags, values, mask=here, sem="release", scope="sys")
+            return values
         else:
-            lang.atomic_add(flags, values, mask=here, sem="release", scope="sys")
+            return lang.atomic_add(flags, values, mask=here, sem="release", scope="sys") + values
 
     @jit
     def wait_ranks(flag_ptrs, wanted, here, first, num_ranks, record, half: tl.constexpr = WHOLE):
@@ -522,7 +552,7 @@ def make_ordering(jit: Callable, lang: ModuleType, translate) -> SimpleNamespace
         rank announced e, but maybe before a slow rank has *seen* r's e. That rank waits for e *or later*, so it loses
         nothing; and r cannot reach e + 2 before the slow rank has announced e + 1. Flags never need resetting.
 
-        Over the link: one flag to each peer, in one step.
+        Returns the epoch. Over the link: one flag to each peer, in one step.
         """
         lang.static_assert(one_of(flags_ptr.dtype.element_ty, lang.int32, lang.int64),
                            "the flags of a barrier must be int32 or int64")  # fmt: skip
@@ -541,6 +571,7 @@ def make_ordering(jit: Callable, lang: ModuleType, translate) -> SimpleNamespace
         for first in range(0, num_ranks, LANES):
             peer = first + lanes()
             wait_ranks(row + peer, reached + lang.zeros_like(peer), peer < num_ranks, first, num_ranks, record)
+        return reached
 
     return SimpleNamespace(
         atomic=atomic,
@@ -554,6 +585,9 @@ def make_ordering(jit: Callable, lang: ModuleType, translate) -> SimpleNamespace
         order_bulk_copies=order_bulk_copies,
         await_bulk_stores=await_bulk_stores,
         barrier=barrier,
+        block_barrier=block_barrier,
+        clock=clock,
+        linear_program_id=linear_program_id,
         follow_predecessor=follow_predecessor,
         admit_successor=admit_successor,
         signal_ranks=signal_ranks,

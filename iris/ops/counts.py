@@ -34,14 +34,14 @@ ARRIVED = tl.constexpr(1024 + 64 + 32)
 
 def make_counts(jit: Callable, lang: ModuleType, order: SimpleNamespace) -> SimpleNamespace:
     """The device functions of this file in the language that ``(jit, lang)`` stand for."""
-    signal_ranks, wait_ranks, lanes, keep = order.signal_ranks, order.wait_ranks, order.lanes, order.keep
+    lanes, keep = order.lanes, order.keep
 
     @jit
     def tell_ready(ctx, counts, epoch):
         """That this rank's memory may be written, or read, in the call of this epoch."""
         for first in range(0, ctx.num_ranks, LANES):
             to = first + lanes()
-            signal_ranks(counts + READY + ctx.cur_rank, epoch + 0 * to, to, to < ctx.num_ranks, ctx.table, ctx.base)
+            ctx._signal_ranks(counts + READY + ctx.cur_rank, epoch + 0 * to, to, to < ctx.num_ranks)
 
     @jit
     def begin(ctx, counts):
@@ -56,9 +56,7 @@ def make_counts(jit: Callable, lang: ModuleType, order: SimpleNamespace) -> Simp
         """Until the memory of every rank may be written."""
         for first in range(0, ctx.num_ranks, LANES):
             peer = first + lanes()
-            wait_ranks(
-                counts + READY + peer, epoch + 0 * peer, peer < ctx.num_ranks, first, ctx.num_ranks, ctx._record()
-            )
+            ctx._wait_ranks(counts + READY + peer, epoch + 0 * peer, peer < ctx.num_ranks, first, ctx.num_ranks)
 
     @jit
     def tell_arrived(ctx, counts, part):
@@ -66,14 +64,14 @@ def make_counts(jit: Callable, lang: ModuleType, order: SimpleNamespace) -> Simp
         for first in range(0, ctx.num_ranks, LANES):
             to = first + lanes()
             here = (to < ctx.num_ranks) & (to != ctx.cur_rank)
-            signal_ranks(counts + ARRIVED + part, 1 + 0 * to, to, here, ctx.table, ctx.base, "add")
+            ctx._signal_ranks(counts + ARRIVED + part, 1 + 0 * to, to, here, "add")
 
     @jit
     def await_done(ctx, counts, epoch):
         """Behind this program's last store to peers: the kernel ends when everybody's stores to this rank are there."""
         for first in range(0, ctx.num_ranks, LANES):
             to = first + lanes()
-            signal_ranks(counts + DONE, 1 + 0 * to, to, to < ctx.num_ranks, ctx.table, ctx.base, "add")
+            ctx._signal_ranks(counts + DONE, 1 + 0 * to, to, to < ctx.num_ranks, "add")
         if lang.program_id(0) == 0:
             ctx.wait(counts + DONE, epoch * lang.num_programs(0) * ctx.num_ranks, cmp="reached")
 

@@ -35,7 +35,7 @@ from iris.x.tile import columns_of, rows_of
 PERIOD = tl.constexpr(1 << 17)
 
 lock_of, unlock_of = triton_ordering.lock, triton_ordering.unlock
-signal_ranks, lanes = triton_ordering.signal_ranks, triton_ordering.lanes
+lanes = triton_ordering.lanes
 
 
 @aggregate
@@ -120,7 +120,7 @@ def signal_all(lock, value, ctx):
     for first in range(0, ctx.num_ranks, LANES):
         to = first + lanes()
         values = tl.zeros_like(to).to(lock.dtype.element_ty) + value
-        signal_ranks(lock, values, to, to < ctx.num_ranks, ctx.table, ctx.base, "add")
+        ctx._signal_ranks(lock, values, to, to < ctx.num_ranks, "add")
 
 
 @triton.jit

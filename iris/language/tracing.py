@@ -1,0 +1,327 @@
+"""What a traced kernel records: when each event began and ended, and what it moved, into memory of its own GPU.
+
+A context that was initialised with ``tracing=True`` has these events of its own operations, and of what the kernel
+names itself between ``ctx.tracing.record_event_start`` and ``record_event_end``. With ``IRIS_TRACE=1``, which is what
+``python -m iris trace`` sets, every context is traced, and every functional operation. Elsewhere there is nothing of it
+in the generated code.
+
+An event takes a row of `WORDS` int64 of the rank's trace buffer, behind its header of `HEADER` words; nothing goes over
+the link. Rows are handed out by an atomic counter, so they are in the order in which events began, more or less; those
+that do not fit are counted and lost. Times are those of the GPU's own clock: `iris.tracing.clock` makes them one clock.
+
+An event begins when the first warp comes to it, and ends when the last one has left it: a block barrier stands in front
+of the end. What was loaded is there then; what was stored has been issued, and may be on the link yet.
+"""
+
+import os
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from iris import device_record
+from iris.errors import InvalidSettingError
+from iris.language.ordering import gluon_ordering, triton_ordering
+from iris.language.stamped import bits_type
+
+try:
+    from triton import aggregate
+except ImportError:  # Triton < 3.8
+    from triton.language.core import _aggregate as aggregate
+
+VARIABLE = "IRIS_TRACE"
+
+
+def _everything() -> bool:
+    text = os.environ.get(VARIABLE, "0")
+    if text not in ("", "0", "1"):
+        raise InvalidSettingError(VARIABLE, text, "1 for on, 0 for off")
+    return text == "1"
+
+
+TRACES_ALL = tl.constexpr(_everything())
+"""Whether every kernel is traced, whatever its context says."""
+
+TRACE = tl.constexpr(device_record.TRACE)
+
+# The header: rows that were asked for, and rows that there are.
+ASKED, ROOM = tl.constexpr(0), tl.constexpr(1)
+HEADER = tl.constexpr(16)
+
+# A row. NAME and FORM: numbers of `NAMES` and `FORMS`. TARGET: the rank that is reached. ADDRESS: the lowest one, in
+# the caller's heap. VALUE: what a flag is set to, or awaited for; RESULT: what it held in the end.
+BEGAN, ENDED, NAME, FORM, PROGRAM, TARGET, ADDRESS, BYTES, VALUE, RESULT, PID_M, PID_N = map(tl.constexpr, range(12))
+WORDS = tl.constexpr(12)
+
+NAMES = (
+    "load", "store", "get", "put", "copy", "atomic_add", "atomic_sub", "atomic_cas", "atomic_xchg", "atomic_xor",
+    "atomic_and", "atomic_or", "atomic_min", "atomic_max", "signal", "wait", "barrier", "compute",
+)  # fmt: skip
+
+# An event that the kernel has named itself; a move of data; an operation on one flag, whose VALUE and RESULT count; the
+# same of a flag that has been reached, whole or in one half; a barrier.
+FORMS = ("named", "move", "flag", "whole", "high", "low", "meeting")
+FLAG = tl.constexpr("flag")
+
+NOBODY = tl.constexpr(-1)
+SEVERAL = tl.constexpr(-2)
+
+
+class TraceEvent:
+    """The kinds of events, as numbers for ``record_event_start``: ``iris.TraceEvent.compute`` and so on."""
+
+    # For Triton, which may then find it among the globals of a kernel.
+    __triton_builtin__ = True
+
+    # Older programs write ``TraceEvent().put``.
+    def __new__(cls, **_):
+        return cls
+
+
+for _number, _name in enumerate(NAMES):
+    setattr(TraceEvent, _name, tl.constexpr(_number))
+
+
+@triton.constexpr_function
+def number_of(name):
+    return list(NAMES).index(name)
+
+
+@triton.constexpr_function
+def form_of(name):
+    return list(FORMS).index(name)
+
+
+@triton.constexpr_function
+def bytes_of(element):
+    return max(8, element.primitive_bitwidth) // 8
+
+
+@triton.constexpr_function
+def is_flag(value):
+    """Whether this is one integer, or the pointer to one."""
+    element = value.dtype.element_ty if value.dtype.is_ptr() else value.dtype
+    return not value.type.is_block() and element.is_int()
+
+
+def make_tracing(jit: Callable, lang: ModuleType, order: SimpleNamespace) -> SimpleNamespace:
+    """What records, in the language that ``(jit, lang)`` stand for."""
+    clock, block_barrier, linear_program_id = order.clock, order.block_barrier, order.linear_program_id
+
+    @jit
+    def least(x):
+        if x.type.is_block():
+            return least(lang.min(x, axis=len(x.shape) - 1))
+        else:
+            return x
+
+    @jit
+    def most(x):
+        if x.type.is_block():
+            return most(lang.max(x, axis=len(x.shape) - 1))
+        else:
+            return x
+
+    @jit
+    def total(x):
+        if x.type.is_block():
+            return total(lang.sum(x, axis=len(x.shape) - 1))
+        else:
+            return x
+
+    @jit
+    def extent(ptr, rank, mask):
+        """The lowest address, and the bytes, of what ``mask`` lets through; and the rank, if it is only one."""
+        address = lang.cast(ptr, lang.int64) + lang.cast(rank, lang.int64) * 0
+        if mask is not None:
+            here = (address == address) & mask
+            address = lang.where(here, address, 0x7FFFFFFFFFFFFFFF)
+        else:
+            here = address == address
+        moved = total(lang.cast(here, lang.int64)) * bytes_of(ptr.dtype.scalar.element_ty)
+        ranks = lang.cast(rank, lang.int64)
+        first = least(ranks)
+        return least(address), moved, lang.where(first == most(ranks), first, SEVERAL)
+
+    @jit
+    def write(buffer, row, word, value, here):
+        lang.store(buffer + HEADER + row * WORDS + word, lang.cast(value, lang.int64) + row * 0, mask=here)
+
+    @jit
+    def after(op: tl.constexpr, old, val):
+        """What an atomic operation leaves behind."""
+        if op == "add":
+            return old + val
+        elif op == "sub":
+            return old - val
+        elif op == "and":
+            return old & val
+        elif op == "or":
+            return old | val
+        elif op == "xor":
+            return old ^ val
+        elif op == "min":
+            return lang.minimum(old, val)
+        elif op == "max":
+            return lang.maximum(old, val)
+        else:
+            return val
+
+    @jit
+    def begin(
+        buffer, name: tl.constexpr, form: tl.constexpr, target, address, moved, value, pid_m, pid_n, lanes=None, asked=None
+    ):
+        """Begin an event, or one for each of ``lanes`` if ``asked``; returns its row, -1 if there is no room."""
+        one = lang.cast(1, lang.int64)
+        if lanes is None:
+            row = lang.atomic_add(buffer + ASKED, one, sem="relaxed", scope="gpu")
+            here = row < lang.load(buffer + ROOM)
+        else:
+            row = lang.atomic_add(
+                buffer + ASKED + lanes * 0, one + lanes * 0, mask=asked, sem="relaxed", scope="gpu"
+            )
+            here = asked & (row < lang.load(buffer + ROOM))
+        write(buffer, row, NAME, name, here)
+        write(buffer, row, FORM, form_of(form), here)
+        write(buffer, row, PROGRAM, linear_program_id(), here)
+        write(buffer, row, TARGET, target, here)
+        write(buffer, row, ADDRESS, address, here)
+        write(buffer, row, BYTES, moved, here)
+        write(buffer, row, VALUE, value, here)
+        write(buffer, row, PID_M, pid_m, here)
+        write(buffer, row, PID_N, pid_n, here)
+        # Last of all, so that what comes before is not part of the event.
+        write(buffer, row, BEGAN, clock(), here)
+        return lang.where(here, row, -1)
+
+    @jit
+    def end(buffer, row):
+        block_barrier()
+        write(buffer, row, ENDED, clock(), row >= 0)
+
+    @aggregate
+    class Tracing:
+        """What a context, or a functional operation, records with; nothing if it is not ``enabled``."""
+
+        enabled: tl.constexpr
+        buffer: tl.tensor | tl.constexpr
+
+        @triton.constexpr_function
+        def __init__(self, enabled, buffer):
+            self.enabled = tl.constexpr(enabled)
+            self.buffer = buffer if isinstance(buffer, tl.tensor) else tl.constexpr(buffer)
+
+        @jit
+        def record_event_start(self, event_id, target_rank=-1, address=None, pid_m=0, pid_n=0, mask=None):
+            """Begin an event of the kernel's own; returns what `record_event_end` takes.
+
+            ``event_id``: of `iris.TraceEvent`. For what moves data: the rank that it goes to or comes from, and
+            ``address``, a pointer or block of pointers into the caller's heap, whose elements, where ``mask``, are
+            what is moved. ``pid_m``, ``pid_n``: any two numbers, such as a tile's row and column.
+            """
+            if self.enabled:
+                if address is None:
+                    return begin(self.buffer, event_id, "named", target_rank, 0, 0, 0, pid_m, pid_n)
+                else:
+                    lowest, moved, target = extent(address, target_rank, mask)
+                    return begin(self.buffer, event_id, "named", target, lowest, moved, 0, pid_m, pid_n)
+            else:
+                return 0
+
+        @jit
+        def record_event_end(self, handle):
+            """End the event that ``handle`` is of, once all of the block is here."""
+            if self.enabled:
+                end(self.buffer, handle)
+
+        @jit
+        def begin_move(self, name: tl.constexpr, ptr, rank, mask):
+            """Begin an access to ``rank``'s copy of ``ptr``."""
+            if self.enabled:
+                address, moved, target = extent(ptr, rank, mask)
+                number: tl.constexpr = number_of(name)
+                return begin(
+                    self.buffer, number, "move", target, address, moved, 0, lang.program_id(0), lang.program_id(1)
+                )
+            else:
+                return 0
+
+        @jit
+        def end_load(self, row, values):
+            """A load has ended when what it read is there, so something that is made of all of it is stored first."""
+            if self.enabled:
+                if values.dtype.scalar.is_floating():
+                    bits: tl.constexpr = bits_type(values.dtype.scalar)
+                    write(self.buffer, row, RESULT, most(lang.cast(values, bits, bitcast=True)), row >= 0)
+                elif values.dtype.scalar.is_int():
+                    write(self.buffer, row, RESULT, most(values), row >= 0)
+                end(self.buffer, row)
+
+        @jit
+        def begin_flag(self, name: tl.constexpr, ptr, rank, value, mask, form: tl.constexpr = FLAG):
+            """Begin an operation on ``rank``'s copy of a flag: one integer. What is none is an access like others."""
+            if self.enabled:
+                address, moved, target = extent(ptr, rank, mask)
+                number: tl.constexpr = number_of(name)
+                if is_flag(ptr):
+                    return begin(
+                        self.buffer, number, form, target, address, moved, value,
+                        lang.program_id(0), lang.program_id(1),
+                    )  # fmt: skip
+                else:
+                    return begin(
+                        self.buffer, number, "move", target, address, moved, 0, lang.program_id(0), lang.program_id(1)
+                    )
+            else:
+                return 0
+
+        @jit
+        def end_flag(self, row, now):
+            """``now``: what the flag held when the operation was over."""
+            if self.enabled:
+                if is_flag(now):
+                    write(self.buffer, row, RESULT, now, row >= 0)
+                end(self.buffer, row)
+
+        @jit
+        def end_atomic(self, row, op: tl.constexpr, old, val):
+            if self.enabled:
+                self.end_flag(row, after(op, old, val) if is_flag(old) else old)
+
+        @jit
+        def end_cas(self, row, old, cmp, val):
+            if self.enabled:
+                self.end_flag(row, lang.where(old == cmp, val, old) if is_flag(old) else old)
+
+        @jit
+        def begin_flags(self, name: tl.constexpr, form: tl.constexpr, flags, ranks, values, here):
+            """Begin an operation on a flag of each of the ``ranks``, where ``here``: blocks of lanes."""
+            if self.enabled:
+                number: tl.constexpr = number_of(name)
+                width: tl.constexpr = bytes_of(flags.dtype.scalar.element_ty)
+                return begin(
+                    self.buffer, number, form, ranks, lang.cast(flags, lang.int64), width, values,
+                    lang.program_id(0), lang.program_id(1), ranks, here,
+                )  # fmt: skip
+            else:
+                return 0
+
+        @jit
+        def end_flags(self, rows, now):
+            if self.enabled:
+                write(self.buffer, rows, RESULT, now, rows >= 0)
+                end(self.buffer, rows)
+
+    @jit
+    def trace_into(record):
+        """The buffer that the host of this device record has enabled; one without room, if it has not."""
+        return Tracing(True, lang.cast(lang.load(record + TRACE), lang.pointer_type(lang.int64)))
+
+    return SimpleNamespace(Tracing=Tracing, trace_into=trace_into)
+
+
+triton_tracing = make_tracing(triton.jit, tl, triton_ordering)
+gluon_tracing = make_tracing(gluon.jit, gl, gluon_ordering)
