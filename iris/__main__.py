@@ -69,6 +69,26 @@ def check(seed: int | None, schedules: int, form: str, program: Path, arguments:
     raise SystemExit(check.run(program, arguments, seed, schedules, form))
 
 
+@commands.command(context_settings={"ignore_unknown_options": True})
+@click.option(
+    "--out", type=click.Path(path_type=Path), default="trace.json", show_default=True,
+    help="Where the events go, for https://ui.perfetto.dev.",
+)  # fmt: skip
+@click.option("--picture", type=click.Path(path_type=Path), help="Draw the timeline too: SVG, PNG ... by its ending.")
+@click.option("--max-events", type=click.IntRange(1), default=1_000_000, show_default=True, help="Of each rank.")
+@click.argument("program", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def trace(out: Path, picture: Path | None, max_events: int, program: Path, arguments: tuple[str, ...]) -> None:
+    """Run PROGRAM with every kernel traced, and print what went where, who waited for what, and what overlapped.
+
+    By itself, as it starts its own ranks, or under torchrun. The exit status is that of the program.
+    """
+    requirements.check()
+    from iris.tracing import command
+
+    raise SystemExit(command.run(program, arguments, out, picture, max_events))
+
+
 @commands.group()
 def bench() -> None:
     """Measure what Iris reaches on this machine, beside others."""

@@ -18,6 +18,7 @@ from iris.language.functional import heap_bases_tensor
 from iris.log import logger
 from iris.ops.operations import Operations
 from iris.tensors import Factories
+from iris.tracing.recording import Space, Tracing
 from iris.workspace import Workspace
 from iris.world import Group
 
@@ -41,6 +42,8 @@ class Iris(Factories):
         The collectives among all ranks, or those of a group.
     ops : iris.ops.operations.Operations
         Products of matrices with their communication.
+    tracing : iris.tracing.recording.Tracing
+        What kernels did, and when.
     """
 
     def __init__(self, heap_size: int = 1 << 30, process_group: dist.ProcessGroup | None = None) -> None:
@@ -65,6 +68,8 @@ class Iris(Factories):
         self.ccl = Collectives(self)
         self.ops = Operations(self)
         self._device_context = context_tensor(self.cur_rank, bases, size, record, self.device)
+        self.tracing = Tracing(self._workspaces[None], self._record, self._spaces, describe_address, self._drain)
+        self.tracing.enable_if_wanted()
 
     def __repr__(self) -> str:
         return f"<Iris rank {self.cur_rank} of {self.num_ranks}, heap of {self.heap_size} bytes on {self.device}>"
@@ -192,6 +197,7 @@ class Iris(Factories):
         if self.heap.closed:
             return
         self.barrier()
+        self.tracing.save()
         self._release()
         # The library's own memory goes with those that use it. (Not after an error: kernels may be waiting in it.)
         self._barriers.clear()
@@ -209,6 +215,7 @@ class Iris(Factories):
         if kind is None:
             self.close()
         else:
+            self.tracing.save(alone=True)
             self._release()
 
     def _release(self) -> None:
@@ -217,7 +224,16 @@ class Iris(Factories):
             workspace.close()
         self.heap.close()
 
-    def _drain(self, stream: torch.cuda.Stream | None) -> None:
+    def _spaces(self) -> list[Space]:
+        """The memory that kernels reach on other ranks."""
+        heap = Space("heap", self.heap.bases[self.cur_rank], self.heap.mapped_size, self._world.group.ranks)
+        groups = [workspace for workspace in self._workspaces.values()]
+        return [heap] + [
+            Space(f"flags of ranks {each.group.ranks}", each.bases[each.group.rank], each.size, each.group.ranks)
+            for each in groups
+        ]
+
+    def _drain(self, stream: torch.cuda.Stream | None = None) -> None:
         """Wait on the host for ``stream`` (None: the device), and raise what its kernels have recorded."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device) if stream is None else stream.synchronize()

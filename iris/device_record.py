@@ -16,8 +16,9 @@ from iris.wait_limit import NANOSECONDS, VARIABLE
 # Words of the record. Of a barrier, SEEN is a bit for each rank from FIRST on that has arrived, of RANKS ranks.
 CLAIMED, CLOCK, PROGRAM, FLAG, WANTED, SEEN, KIND, FIRST, RANKS = range(9)
 WORDS = 9
-# Behind them, and not part of what is said once and then forgotten: where kernels that are traced write their events.
-TRACE, ROOM = 15, 16
+# Behind them, and not part of what is said once and then forgotten: the address at which kernels that are traced write
+# their events; and the header of a trace without room, for as long as there is no other.
+TRACE, NO_TRACE, SIZE = 15, 16, 18
 BARRIER_LANES = 32
 
 # What the record is about: a wait, by its comparison; a barrier; a pointer; words that carry their own arrival, FIRST
@@ -33,9 +34,14 @@ class DeviceRecord:
     """The record of one rank's device."""
 
     def __init__(self, device: torch.device) -> None:
-        memory = torch.zeros(ROOM, dtype=torch.int64, device=device)
-        self._words, self.trace = memory[:WORDS], memory[TRACE:]
+        memory = torch.zeros(SIZE, dtype=torch.int64, device=device)
+        self._words, self._trace = memory[:WORDS], memory[TRACE : TRACE + 1]
+        self._trace[0] = memory[NO_TRACE:].data_ptr()
         self.address = memory.data_ptr()
+
+    def trace_into(self, buffer: torch.Tensor) -> None:
+        """Have kernels that are traced write their events there. The caller keeps the memory alive."""
+        self._trace[0] = buffer.data_ptr()
 
     def raise_if_claimed(self, rank: int, describe: Callable[[int], str | None]) -> None:
         """Raise what a drained stream's kernels have recorded, and forget it.

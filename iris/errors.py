@@ -57,6 +57,16 @@ class TooManyStreamsError(IrisError, RuntimeError):
     """Messages between two ranks are on more streams than there is staging for."""
 
 
+class NotTracingError(IrisError, RuntimeError):
+    """Events were asked for that nobody has recorded."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "Nothing is being recorded. Call ctx.tracing.enable() on all ranks before the kernels, and initialise "
+            "their device contexts with tracing=True."
+        )
+
+
 class OutOfStepError(IrisError, RuntimeError):
     """Ranks met at different points of the program: one is in one collective call, another in a different one."""
 

@@ -172,7 +172,17 @@ def make_tracing(jit: Callable, lang: ModuleType, order: SimpleNamespace) -> Sim
 
     @jit
     def begin(
-        buffer, name: tl.constexpr, form: tl.constexpr, target, address, moved, value, pid_m, pid_n, lanes=None, asked=None
+        buffer,
+        name: tl.constexpr,
+        form: tl.constexpr,
+        target,
+        address,
+        moved,
+        value,
+        pid_m,
+        pid_n,
+        lanes=None,
+        asked=None,
     ):
         """Begin an event, or one for each of ``lanes`` if ``asked``; returns its row, -1 if there is no room."""
         one = lang.cast(1, lang.int64)
@@ -180,9 +190,7 @@ def make_tracing(jit: Callable, lang: ModuleType, order: SimpleNamespace) -> Sim
             row = lang.atomic_add(buffer + ASKED, one, sem="relaxed", scope="gpu")
             here = row < lang.load(buffer + ROOM)
         else:
-            row = lang.atomic_add(
-                buffer + ASKED + lanes * 0, one + lanes * 0, mask=asked, sem="relaxed", scope="gpu"
-            )
+            row = lang.atomic_add(buffer + ASKED + lanes * 0, one + lanes * 0, mask=asked, sem="relaxed", scope="gpu")
             here = asked & (row < lang.load(buffer + ROOM))
         write(buffer, row, NAME, name, here)
         write(buffer, row, FORM, form_of(form), here)

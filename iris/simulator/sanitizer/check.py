@@ -1,16 +1,15 @@
 """``python -m iris check``: runs a program under the sanitizer, and says what it found."""
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
+from iris.shared_folder import await_, leave, shared_folder
 from iris.simulator.sanitizer import FOLDER_VARIABLE, SEED_VARIABLE, VARIABLE, findings
 from iris.simulator.sanitizer.analysis import analyse
 from iris.simulator.sanitizer.findings import Finding
@@ -28,7 +27,7 @@ def run(program: Path, arguments: Sequence[str], seed: int | None, schedules: in
     status = 0
     for number in range(schedules):
         this = seed if schedules == 1 else (seed or 0) + number
-        with _shared_folder(number) as folder:
+        with shared_folder("iris-check", number) as folder:
             status, found = _judge(program, arguments, folder, this)
         if status:
             break
@@ -43,24 +42,17 @@ def _judge(program: Path, arguments: Sequence[str], folder: Path, seed: int | No
     """One run: its exit status, and what was found. Under torchrun the first rank judges for all."""
     failed = _run_once(program, arguments, folder, seed)
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    _leave(folder / f"over{rank}", failed)
+    leave(folder / f"over{rank}", failed)
     verdict = folder / "verdict"
     if rank:
-        _await(verdict.exists)
+        await_(verdict.exists)
         return int(verdict.read_text()), []
-    _await(lambda: len(list(folder.glob("over*"))) == size)
+    await_(lambda: len(list(folder.glob("over*"))) == size)
     found = analyse(folder)
     any_failed = any(path.read_text() != "0" for path in folder.glob("over*"))
     status = FOUND if found else FAILED if any_failed else 0
-    _leave(verdict, status)
+    leave(verdict, status)
     return status, found
-
-
-def _leave(path: Path, status: int) -> None:
-    """A file for the other ranks, which is there when it is whole."""
-    unfinished = path.with_name(f"unfinished-{path.name}")
-    unfinished.write_text(str(status))
-    unfinished.rename(path)
 
 
 def findings_of(program: Path | str, *arguments: str, seed: int | None = None) -> list[Finding]:
@@ -111,31 +103,6 @@ def _is_over(folder: Path) -> bool:
             return any(file.read(8))
     except OSError:
         return False
-
-
-@contextmanager
-def _shared_folder(number: int) -> Iterator[Path]:
-    """A folder for the notes of all ranks: under torchrun, of which each runs this, the same for all of one run."""
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
-        with tempfile.TemporaryDirectory(prefix="iris-check-") as folder:
-            yield Path(folder)
-        return
-    # The agent that started the ranks is the parent of all, and its port nobody else's.
-    name = f"iris-check-{os.getuid()}-{os.environ['MASTER_PORT']}-{os.getppid()}-{number}"
-    folder = Path(tempfile.gettempdir()) / name
-    folder.mkdir(mode=0o700, exist_ok=True)
-    if folder.stat().st_uid != os.getuid():
-        raise PermissionError(f"{folder} is another user's, so what is in it cannot be trusted.")
-    yield folder
-    # The last to leave takes it away: whoever reads the verdict has nothing more to say.
-    (folder / f"left{os.environ['RANK']}").touch()
-    if len(list(folder.glob("left*"))) == int(os.environ["WORLD_SIZE"]):
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _await(condition: Callable[[], bool]) -> None:
-    while not condition():
-        time.sleep(INTERVAL_S)
 
 
 def _tell(found: list[Finding], form: str, seed: int | None) -> None:

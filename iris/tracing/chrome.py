@@ -1,0 +1,92 @@
+"""A timeline in Chrome's JSON for traces, which Perfetto opens: https://ui.perfetto.dev.
+
+A rank is a process, a program a thread; where a program does several things at a time it has further threads. An event
+is a complete event ("X") with its duration, a flow two ("s" and "f") that are tied to events by lying within them (the
+"Trace Event Format", "Flow Events"). Times are microseconds.
+"""
+
+import json
+from collections.abc import Iterator
+from itertools import groupby
+from pathlib import Path
+
+from iris.tracing.timeline import Event, Timeline, tracks
+
+# Threads of a program: so many things at a time.
+TRACKS = 64
+
+CATEGORIES = {"compute": "compute", "wait": "wait", "barrier": "wait", "signal": "signal"}
+
+
+def write(timeline: Timeline, path: Path) -> None:
+    """``path`` becomes a file that https://ui.perfetto.dev opens."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "w") as file:
+        # An event a line, so that a large trace needs no more memory than its events.
+        file.write('{"displayTimeUnit": "ns",\n')
+        file.write(f'"otherData": {json.dumps(_about(timeline))},\n"traceEvents": [\n')
+        file.write(",\n".join(map(json.dumps, _records(timeline))))
+        file.write("\n]}\n")
+
+
+def _about(timeline: Timeline) -> dict:
+    return {
+        "source": "Iris",
+        "clock": "rank 0's, from the first event of all ranks",
+        "clock_error_us": timeline.clock_error,
+        "events_lost": timeline.lost,
+    }
+
+
+def _records(timeline: Timeline) -> Iterator[dict]:
+    threads = []
+    for rank, device in sorted(timeline.devices.items()):
+        yield _name("process_name", f"rank {rank} ({device})", rank)
+        yield {"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}}
+    for (rank, program), group in groupby(timeline.events, lambda event: (event.rank, event.program)):
+        chosen = tracks(list(group))
+        threads += [program * TRACKS + track for track in chosen]
+        for track in sorted(set(chosen)):
+            also = f", also ({track})" if track else ""
+            yield _name("thread_name", f"program {program}{also}", rank, program * TRACKS + track)
+    for event, thread in zip(timeline.events, threads, strict=True):
+        yield _slice(event, thread)
+    for number, (cause, effect) in enumerate(timeline.flows):
+        one, other = timeline.events[cause], timeline.events[effect]
+        flow = {"name": "ends", "cat": "flow", "id": number}
+        # The cause begins before the wait ends, while it may end later: an answer comes back to it.
+        yield flow | {"ph": "s", "pid": one.rank, "tid": threads[cause], "ts": _us(one.began)}
+        end = max(_us(other.began), _us(other.ended) - 0.001)
+        yield flow | {"ph": "f", "bp": "e", "pid": other.rank, "tid": threads[effect], "ts": round(end, 3)}
+
+
+def _name(kind: str, name: str, pid: int, tid: int | None = None) -> dict:
+    return {"ph": "M", "name": kind, "pid": pid, "args": {"name": name}} | ({} if tid is None else {"tid": tid})
+
+
+def _us(time: float) -> float:
+    return round(time, 3)
+
+
+def _slice(event: Event, thread: int) -> dict:
+    arguments: dict = {"pid_m": event.pid_m, "pid_n": event.pid_n}
+    if event.target is not None:
+        arguments["target"] = "several ranks" if event.target < 0 else f"rank {event.target}"
+        arguments["bytes"] = event.bytes
+    if event.place is not None:
+        memory, offset = event.place
+        arguments["address"] = event.where or f"{memory} + {offset:#x}"
+    if event.form not in ("named", "move"):
+        arguments |= {"value": event.value, "result": event.result}
+    if event.unfinished:
+        arguments["unfinished"] = True
+    return {
+        "ph": "X",
+        "name": event.name,
+        "cat": CATEGORIES.get(event.name, "event" if event.target is None else "move"),
+        "pid": event.rank,
+        "tid": thread,
+        "ts": _us(event.began),
+        "dur": round(_us(event.ended) - _us(event.began), 3),
+        "args": arguments,
+    }

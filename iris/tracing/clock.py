@@ -1,0 +1,107 @@
+"""One clock for all ranks: how far each GPU's clock is from that of the first rank, found by sending times to and fro.
+
+The first rank reads its clock (t0), signals, and reads again when the answer is there (t3); the other one reads when
+the signal is there (t1) and when it answers (t2). If both ways take the same time, the other's clock is ahead by
+((t1 - t0) + (t2 - t3)) / 2; whatever they take, it is not off by more than half of the time under way,
+((t3 - t0) - (t2 - t1)) / 2 (Mills, "Internet Time Synchronization: the Network Time Protocol", 1991). Of `ROUNDS`
+rounds the one with the shortest way counts. Clocks also run at slightly different speeds, so they are compared when
+recording begins and when it ends, and times in between are corrected in proportion.
+
+In the simulator all ranks read the host's clock, and nothing is to be compared.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from iris.language.context import DeviceContext
+from iris.language.ordering import triton_ordering
+from iris.workspace import Workspace
+
+ROUNDS = 200
+
+clock, signal, wait = triton_ordering.clock, triton_ordering.signal, triton_ordering.wait
+
+
+@triton.jit
+def exchange_times(context_tensor, flags, peer, first, times, ROUNDS: tl.constexpr, LEADS: tl.constexpr):
+    """``times``: int64 ``[ROUNDS, 2]``, t0 and t3 of each round if this rank `LEADS`, else t1 and t2.
+
+    ``flags``: int32 ``[num_ranks]``; ``flags[r]`` is set by rank r alone, to the number of the round. It is only ever
+    waited for to be reached, and rounds are numbered on from ``first`` for the life of the workspace. Over the link: a
+    flag each way, a round.
+    """
+    ctx = DeviceContext.initialize(context_tensor)
+    theirs = ctx.translate(flags + ctx.cur_rank, peer)
+    record = ctx._record()
+    for number in range(ROUNDS):
+        if LEADS:
+            sent = clock()
+            signal(theirs, first + number + 1, "set")
+            wait(flags + peer, first + number + 1, "reached", record)
+            tl.store(times + 2 * number + 1, clock())
+            tl.store(times + 2 * number, sent)
+        else:
+            wait(flags + peer, first + number + 1, "reached", record)
+            got = clock()
+            answered = clock()
+            signal(theirs, first + number + 1, "set")
+            tl.store(times + 2 * number, got)
+            tl.store(times + 2 * number + 1, answered)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """At ``local_ns`` on its clock a rank was ahead of the first one by ``ahead_ns``, give or take ``error_ns``."""
+
+    local_ns: int
+    ahead_ns: int
+    error_ns: int
+
+
+class Clock:
+    """Compares the clocks of a group's ranks. Made collectively."""
+
+    def __init__(self, workspace: Workspace) -> None:
+        self._workspace, self._rounds = workspace, 0
+        self._flags = workspace.channel("clocks", None, False, 4 * workspace.group.size).view(torch.int32)
+
+    def compare(self) -> Comparison:
+        """This rank's clock against the first rank's. Collective; blocks the host; nothing else may be running."""
+        group, device = self._workspace.group, self._workspace.device
+        if device.type == "cpu" or group.size == 1:
+            return Comparison(0, 0, 0)
+        times = torch.zeros(group.size, ROUNDS, 2, dtype=torch.int64, device=device)
+        for other in range(1, group.size):
+            torch.cuda.synchronize(device)
+            group.all_gather(None, f"the comparison of the clocks of rank 0 and {other}")
+            if group.rank in (0, other):
+                peer = other if group.rank == 0 else 0
+                exchange_times[(1,)](
+                    self._workspace.context_tensor, self._flags, peer, self._rounds, times[other], ROUNDS,
+                    LEADS=group.rank == 0, num_warps=1,
+                )  # fmt: skip
+        self._rounds += ROUNDS
+        mine = times.cpu().numpy()
+        leaders = group.all_gather(mine if group.rank == 0 else None, "the times of the first rank")[0]
+        return Comparison(int(mine[0, 0, 0]), 0, 0) if group.rank == 0 else ahead(leaders[group.rank], mine[group.rank])
+
+
+def ahead(leader: np.ndarray, follower: np.ndarray) -> Comparison:
+    """By how much the follower's clock is ahead. Both int64 ``[rounds, 2]``, as `exchange_times` leaves them, in ns."""
+    under_way = (leader[:, 1] - leader[:, 0]) - (follower[:, 1] - follower[:, 0])
+    best = int(under_way.argmin())
+    (sent, back), (got, answered) = leader[best].tolist(), follower[best].tolist()
+    return Comparison(answered, ((got - sent) + (answered - back)) // 2, -(-int(under_way[best]) // 2))
+
+
+def common(local_ns: np.ndarray, before: Comparison, after: Comparison) -> np.ndarray:
+    """Times of this rank's clock, int64 ns, on the first rank's."""
+    between = after.local_ns - before.local_ns
+    if between <= 0:
+        return local_ns - before.ahead_ns
+    drift = (after.ahead_ns - before.ahead_ns) / between
+    return local_ns - before.ahead_ns - np.rint((local_ns - before.local_ns) * drift).astype(np.int64)

@@ -1,0 +1,47 @@
+"""``python -m iris trace``: runs a program with every kernel traced, and shows what its ranks did."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from iris.language.tracing import VARIABLE
+from iris.shared_folder import await_, leave, shared_folder
+from iris.tracing import chrome, picture, summary
+from iris.tracing.recording import EVENTS_VARIABLE, FOLDER_VARIABLE, Recording
+from iris.tracing.timeline import assemble
+
+
+def run(program: Path, arguments: Sequence[str], out: Path, image: Path | None, max_events: int) -> int:
+    """Returns the exit status, which is the program's; 1 if it recorded nothing. The first rank speaks for all."""
+    rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    with shared_folder("iris-trace") as folder:
+        environment = os.environ | {VARIABLE: "1", FOLDER_VARIABLE: str(folder), EVENTS_VARIABLE: str(max_events)}
+        status = subprocess.run([sys.executable, program, *arguments], env=environment).returncode
+        leave(folder / f"over{rank}", status)
+        if rank:
+            return status
+        await_(lambda: len(list(folder.glob("over*"))) == size)
+        recordings = [Recording.load(file) for file in sorted(folder.glob("rank*.npz"))]
+    return status or show(recordings, out, image)
+
+
+def show(recordings: Sequence[Recording], out: Path, image: Path | None) -> int:
+    """Write the trace, and a picture if asked for, and print the summary; 1 if there is nothing to show."""
+    console = Console()
+    timeline = assemble(recordings)
+    if not timeline.events:
+        console.print(
+            "No kernel of the program recorded anything: none used a device context or iris.load, iris.store ..."
+        )
+        return 1
+    chrome.write(timeline, out)
+    summary.show(timeline, console)
+    if image is not None:
+        picture.draw(timeline, image)
+        console.print(f"Picture: {image}")
+    console.print(f"Trace: {out}, for https://ui.perfetto.dev")
+    return 0

@@ -1,0 +1,220 @@
+"""``ctx.tracing``: switches recording on, and takes what this rank's kernels have recorded from its device."""
+
+import itertools
+import json
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from multiprocessing.util import Finalize
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from iris.device_record import DeviceRecord
+from iris.errors import NotTracingError
+from iris.language.tracing import ADDRESS, ASKED, HEADER, ROOM, TRACES_ALL, WORDS
+from iris.tracing import chrome
+from iris.tracing.clock import Clock, Comparison
+from iris.tracing.timeline import assemble
+from iris.workspace import Workspace
+
+FOLDER_VARIABLE, EVENTS_VARIABLE = "IRIS_TRACE_FOLDER", "IRIS_TRACE_EVENTS"
+MAX_EVENTS = 1_000_000
+
+# Of the contexts of this process, in the order in which all ranks make them.
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True)
+class Space:
+    """Memory that ranks reach in each other: at ``base`` on this one, ``size`` bytes, of ``ranks`` of the world.
+
+    ``name`` is the same on all of them.
+    """
+
+    name: str
+    base: int
+    size: int
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What one rank has recorded.
+
+    Attributes
+    ----------
+    rank : int
+    device : str
+    events : numpy.ndarray
+        int64 ``[events, WORDS]``, rows as in `iris.language.tracing`.
+    lost : int
+        Events for which there was no room.
+    spaces : tuple of Space
+    places : dict
+        What is at an address, in words, for those that are some event's and that are known.
+    before, after : Comparison
+        Of this rank's clock.
+    """
+
+    rank: int
+    device: str
+    events: np.ndarray
+    lost: int
+    spaces: tuple[Space, ...]
+    places: dict[int, str]
+    before: Comparison
+    after: Comparison
+
+    def save(self, path: Path) -> None:
+        """To a file that is there when it is whole."""
+        header = asdict(self) | {"events": None}
+        unfinished = path.with_name(f"unfinished-{path.name}")
+        with open(unfinished, "wb") as file:
+            np.savez(file, header=np.array(json.dumps(header)), events=self.events)
+        unfinished.rename(path)
+
+    @staticmethod
+    def load(path: Path) -> "Recording":
+        with np.load(path) as file:
+            header, events = json.loads(str(file["header"])), file["events"]
+        return Recording(
+            **header | {
+                "events": events,
+                "spaces": tuple(Space(**space | {"ranks": tuple(space["ranks"])}) for space in header["spaces"]),
+                "places": {int(address): text for address, text in header["places"].items()},
+                "before": Comparison(**header["before"]),
+                "after": Comparison(**header["after"]),
+            }
+        )  # fmt: skip
+
+
+class Tracing:
+    """Events of kernels whose device context was initialised with ``tracing=True``. See the documentation, "Tracing".
+
+    Parameters
+    ----------
+    workspace
+        Of the world.
+    record
+        Through which kernels find where to write.
+    spaces, describe
+        What there is to reach now, and what is at an address.
+    drain
+        Waits on the host until this rank's kernels are over.
+    """
+
+    def __init__(
+        self, workspace: Workspace, record: DeviceRecord, spaces: Callable[[], list[Space]],
+        describe: Callable[[int], str | None], drain: Callable[[], None],
+    ) -> None:  # fmt: skip
+        self._group, self._device, self._record = workspace.group, workspace.device, record
+        self._spaces, self._describe, self._drain = spaces, describe, drain
+        self._workspace = workspace
+        self._clock: Clock | None = None
+        self._buffer: torch.Tensor | None = None
+        self._before: Comparison | None = None
+        self._save: Finalize | None = None
+
+    @property
+    def enabled(self) -> bool:
+        """Whether events are recorded."""
+        return self._buffer is not None
+
+    def enable_if_wanted(self) -> None:
+        """`enable`, in a program of which ``IRIS_TRACE=1`` wants to know everything. Collective.
+
+        Where ``python -m iris trace`` has said where to, the events are saved at the end, by `save` if there is one.
+        """
+        if not TRACES_ALL.value:
+            return
+        self.enable(int(os.environ.get(EVENTS_VARIABLE, MAX_EVENTS)))
+        if folder := os.environ.get(FOLDER_VARIABLE):
+            # By rank in the world, and the number of this context.
+            rank = self._group.ranks[self._group.rank]
+            path = Path(folder) / f"rank{rank}.{next(_numbers)}.npz"
+            self._save = Finalize(None, lambda: self.recording(alone=True).save(path), exitpriority=10)
+            self._path = path
+
+    def save(self, alone: bool = False) -> None:
+        """Save the events, if somebody has said where to: before the memory goes away. As `recording`."""
+        if self._save is not None and self._save.still_active():
+            self._save.cancel()
+            self.recording(alone).save(self._path)
+
+    def enable(self, max_events: int = MAX_EVENTS) -> None:
+        """Record from here on, up to so many events a rank, 96 bytes each. Forgets what was recorded before.
+
+        Collective; blocks the host. The clocks of the ranks are compared, here and in `export`.
+        """
+        if not isinstance(max_events, int) or max_events < 1:
+            raise ValueError(f"max_events={max_events!r} is not possible: it is a number of events, 1 or more.")
+        self._drain()
+        buffer = torch.zeros(HEADER.value + max_events * WORDS.value, dtype=torch.int64, device=self._device)
+        buffer[ROOM.value] = max_events
+        self._record.trace_into(buffer)
+        self._buffer = buffer
+        self._drain()
+        if self._clock is None:
+            self._clock = Clock(self._workspace)
+        self._before = self._clock.compare()
+
+    def reset(self) -> None:
+        """Forget what this rank has recorded so far. Waits for its kernels."""
+        self._check_enabled()
+        self._drain()
+        self._buffer[ASKED.value] = 0
+        self._buffer[HEADER.value :] = 0
+        self._drain()
+
+    def export(self, path: str | Path = "trace.json", merge: bool = False) -> Path:
+        """Write the events in Chrome's JSON, which https://ui.perfetto.dev opens; returns the file of this rank.
+
+        Collective; blocks the host until all files are there; waits for the kernels. Each rank writes its own events,
+        rank 3 to ``trace.rank3.json`` for ``trace.json``; with ``merge`` there is one file, ``path``, with those of all
+        ranks and with flows from signals to the waits that they ended. Times are on the same clock in all of them, in
+        microseconds from the first event of any rank. Recording goes on.
+
+        Raises
+        ------
+        NotTracingError
+            `enable` was not called.
+        """
+        path = Path(path)
+        rank, recording = self._group.rank, self.recording()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # By way of files, as it may be more than the store of a process group should hold. All ranks are on one host.
+        name = self._group.all_gather(f"{path.name}-{id(self):x}", "tracing.export()")[0]
+        files = [path.parent / f".{name}.rank{peer}" for peer in range(self._group.size)]
+        recording.save(files[rank])
+        self._group.all_gather(None, "the recordings of tracing.export()")
+        if merge and rank == 0:
+            chrome.write(assemble([Recording.load(file) for file in files]), path)
+        elif not merge:
+            path = path.with_suffix(f".rank{rank}{path.suffix}")
+            chrome.write(assemble([Recording.load(file) for file in files]).of_rank(rank), path)
+        self._group.all_gather(None, "the end of tracing.export()")
+        files[rank].unlink()
+        return path
+
+    def recording(self, alone: bool = False) -> Recording:
+        """What this rank has recorded. Collective, but if ``alone``: then clocks are as they were at `enable`."""
+        self._check_enabled()
+        self._drain()
+        after = self._before if alone else self._clock.compare()
+        asked = int(self._buffer[ASKED.value])
+        rows = self._buffer[HEADER.value :].view(-1, WORDS.value)
+        events = rows[: min(asked, len(rows))].cpu().numpy()
+        places = {}
+        for address in np.unique(events[:, ADDRESS.value]).tolist():
+            if text := self._describe(address):
+                places[address] = text
+        return Recording(
+            self._group.rank, str(self._device), events, max(0, asked - len(rows)), tuple(self._spaces()), places,
+            self._before, after,
+        )  # fmt: skip
+
+    def _check_enabled(self) -> None:
+        if self._buffer is None:
+            raise NotTracingError()

@@ -1,0 +1,143 @@
+"""What a timeline adds up to: bytes and bandwidth by pair of ranks, time waiting by flag, what communication hides."""
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.table import Table
+
+from iris.tracing.timeline import READS, Event, Timeline, busy, length, overlap
+
+MOST_FLAGS = 20
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What went from one rank to another: ``bytes`` in ``us`` in which at least one program was at it."""
+
+    source: int
+    target: int
+    bytes: int
+    us: float
+
+    @property
+    def gbps(self) -> float:
+        return self.bytes / self.us / 1e3 if self.us else 0.0
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """All waits of a rank for one flag, or in one barrier: ``us`` of all its programs added up."""
+
+    rank: int
+    flag: str
+    times: int
+    us: float
+    longest_us: float
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """Of one rank: while something was computed, while something was under way to or from a peer, and both at once."""
+
+    rank: int
+    compute_us: float
+    communication_us: float
+    both_us: float
+
+
+def is_remote(event: Event) -> bool:
+    """Whether it moves data between two ranks."""
+    return not event.is_wait and event.target is not None and event.target != event.rank and event.bytes > 0
+
+
+def moves(timeline: Timeline) -> list[Event]:
+    """The events that move data between ranks; one around others, that the kernel named, is not one more."""
+    outer: set[int] = set()
+    around: list[int] = []
+    for i, event in enumerate(timeline.events):
+        while around and not _within(event, timeline.events[around[-1]]):
+            around.pop()
+        if is_remote(event):
+            if event.form != "flag":
+                outer.update(around)
+            if event.form == "named":
+                around.append(i)
+    return [event for i, event in enumerate(timeline.events) if is_remote(event) and i not in outer]
+
+
+def _within(event: Event, other: Event) -> bool:
+    """Of an event that comes later in the timeline."""
+    return (event.rank, event.program) == (other.rank, other.program) and event.ended <= other.ended
+
+
+def traffic(timeline: Timeline) -> list[Traffic]:
+    """By pair of ranks, those that were reached at once (a block of ranks) left out."""
+    pairs: dict[tuple[int, int], list[Event]] = defaultdict(list)
+    for event in moves(timeline):
+        if event.target >= 0:
+            ends = (event.target, event.rank) if event.name in READS else (event.rank, event.target)
+            pairs[ends].append(event)
+    return [
+        Traffic(*ends, sum(event.bytes for event in events), length(busy((e.began, e.ended) for e in events)))
+        for ends, events in sorted(pairs.items())
+    ]
+
+
+def waiting(timeline: Timeline) -> list[Waiting]:
+    """The longest in all first."""
+    by_flag: dict[tuple[int, str], list[float]] = defaultdict(list)
+    for event in timeline.events:
+        if event.is_wait:
+            memory, offset = event.place or ("", event.bytes)
+            flag = event.where or f"{memory} + {offset:#x}"
+            by_flag[event.rank, flag].append(event.ended - event.began)
+    found = [Waiting(rank, flag, len(us), sum(us), max(us)) for (rank, flag), us in by_flag.items()]
+    return sorted(found, key=lambda each: -each.us)
+
+
+def overlaps(timeline: Timeline) -> list[Overlap]:
+    """By rank."""
+    computing, moving = defaultdict(list), defaultdict(list)
+    for event in timeline.events:
+        if event.name == "compute":
+            computing[event.rank].append((event.began, event.ended))
+    for event in moves(timeline):
+        moving[event.rank].append((event.began, event.ended))
+    found = []
+    for rank in sorted(timeline.devices):
+        compute, communication = busy(computing[rank]), busy(moving[rank])
+        found.append(Overlap(rank, length(compute), length(communication), overlap(compute, communication)))
+    return found
+
+
+def show(timeline: Timeline, console: Console) -> None:
+    """Print it all."""
+    events, flows = len(timeline.events), len(timeline.flows)
+    end = max((event.ended for event in timeline.events), default=0.0)
+    console.print(
+        f"{events} events of {len(timeline.devices)} ranks in {end:.1f} µs, {flows} flows from cause to wait."
+    )
+    worst = max(timeline.clock_error.values(), default=0.0)
+    console.print(f"Clocks agree within {worst:.3f} µs." if worst else "All ranks read one clock.")
+    for rank, lost in timeline.lost.items():
+        if lost:
+            console.print(f"[yellow]Rank {rank} lost its last {lost} events: record more (--max-events), or less.[/]")
+    if pairs := traffic(timeline):
+        table = Table("from", "to", "bytes", "µs", "GB/s", title="Between ranks")
+        for each in pairs:
+            table.add_row(f"{each.source}", f"{each.target}", f"{each.bytes}", f"{each.us:.1f}", f"{each.gbps:.3g}")
+        console.print(table)
+    if waits := waiting(timeline):
+        table = Table("rank", "flag", "times", "µs in all", "longest", title="Waiting")
+        for each in waits[:MOST_FLAGS]:
+            table.add_row(f"{each.rank}", each.flag, f"{each.times}", f"{each.us:.1f}", f"{each.longest_us:.1f}")
+        console.print(table)
+        if len(waits) > MOST_FLAGS:
+            console.print(f"... and {len(waits) - MOST_FLAGS} more flags.")
+    if any(each.compute_us for each in overlaps(timeline)):
+        table = Table("rank", "compute µs", "communication µs", "of it hidden", title="Overlap")
+        for each in overlaps(timeline):
+            hidden = f"{each.both_us / each.communication_us:.0%}" if each.communication_us else ""
+            table.add_row(f"{each.rank}", f"{each.compute_us:.1f}", f"{each.communication_us:.1f}", hidden)
+        console.print(table)

@@ -1,0 +1,256 @@
+"""The events of all ranks on one axis of time, and what ended each wait."""
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from iris.language.tracing import FORMS, NAMES, SEVERAL, WORDS
+from iris.tracing.clock import common
+
+if TYPE_CHECKING:
+    from iris.tracing.recording import Recording, Space
+
+READS = {"load", "get"}
+"""Events whose data come from their target; those of all others go there."""
+
+HALVES = {"whole": (0, 32), "high": (32, 32), "low": (0, 32)}
+"""Where a count is in its flag: from which bit on, and how many."""
+
+
+@dataclass(slots=True)
+class Event:
+    """What a program did, from ``began`` to ``ended``, in microseconds from the first event of all ranks.
+
+    Attributes
+    ----------
+    rank, program : int
+        Whose it is; programs are numbered row by row.
+    name : str
+        One of `iris.language.tracing.NAMES`, or "event 17" for a number that has none.
+    form : str
+        One of `iris.language.tracing.FORMS`.
+    target : int or None
+        The rank that is reached, -2 for several; the rank itself for what is local.
+    place : tuple of str and int, or None
+        Which memory its address is in, by a name that all ranks share, and how far from its start.
+    where : str
+        The same for people.
+    bytes : int
+    value, result : int
+        Of a flag: what it is to become, or what is awaited; what it held at the end.
+    pid_m, pid_n : int
+    unfinished : bool
+        Its end was not recorded.
+    """
+
+    rank: int
+    program: int
+    name: str
+    form: str
+    began: float
+    ended: float
+    target: int | None
+    place: tuple[str, int] | None
+    where: str
+    bytes: int
+    value: int
+    result: int
+    pid_m: int
+    pid_n: int
+    unfinished: bool = False
+
+    @property
+    def is_wait(self) -> bool:
+        return self.name in ("wait", "barrier")
+
+    @property
+    def owner(self) -> int:
+        """On whose rank the flag is."""
+        return self.rank if self.is_wait and self.form != "flag" else self.target
+
+
+@dataclass
+class Timeline:
+    """Events by rank, program and time; flows are pairs of their indices, from a cause to the wait that it ended.
+
+    ``devices``, ``lost`` and ``clock_error`` (microseconds, against the first rank) are by rank.
+    """
+
+    events: list[Event]
+    flows: list[tuple[int, int]]
+    devices: dict[int, str]
+    lost: dict[int, int]
+    clock_error: dict[int, float] = field(default_factory=dict)
+
+    def of_rank(self, rank: int) -> "Timeline":
+        """What this rank did, and the flows within it."""
+        mine = [i for i, event in enumerate(self.events) if event.rank == rank]
+        new = {old: i for i, old in enumerate(mine)}
+        flows = [(new[a], new[b]) for a, b in self.flows if a in new and b in new]
+        only = ({rank: values[rank]} for values in (self.devices, self.lost, self.clock_error))
+        return Timeline([self.events[i] for i in mine], flows, *only)
+
+
+def assemble(recordings: Sequence["Recording"]) -> Timeline:
+    """One timeline of the recordings of all ranks, of which a rank may have several."""
+    read = [event for recording in recordings for event in _read(recording)]
+    origin = min((event.began for event in read), default=0)
+    for event in read:
+        event.began, event.ended = (event.began - origin) / 1e3, (event.ended - origin) / 1e3
+    read.sort(key=lambda event: (event.rank, event.program, event.began, -event.ended))
+    events = [
+        event for _, group in groupby(read, lambda event: (event.rank, event.program)) for event in _as_waits(group)
+    ]
+    error: dict[int, float] = defaultdict(float)
+    lost: dict[int, int] = defaultdict(int)
+    for recording in recordings:
+        ns = max(recording.before.error_ns, recording.after.error_ns)
+        error[recording.rank] = max(error[recording.rank], ns / 1e3)
+        lost[recording.rank] += recording.lost
+    devices = {recording.rank: recording.device for recording in recordings}
+    slack = 2 * max(error.values(), default=0.0)
+    flows = sorted((*_flows_to_waits(events, slack), *_flows_to_meetings(events)))
+    return Timeline(events, flows, devices, dict(lost), dict(error))
+
+
+def _read(recording: "Recording") -> Iterator[Event]:
+    """The rows of a recording, with times in ns on the common clock."""
+    rows = recording.events.reshape(-1, WORDS.value)
+    began, ended = (common(rows[:, i], recording.before, recording.after).tolist() for i in (0, 1))
+    for row, start, end in zip(rows.tolist(), began, ended, strict=True):
+        _, over, name, form, program, target, address, moved, value, result, pid_m, pid_n = row
+        space = next((each for each in recording.spaces if 0 <= address - each.base < each.size), None)
+        yield Event(
+            rank=recording.rank,
+            program=program,
+            name=NAMES[name] if 0 <= name < len(NAMES) else f"event {name}",
+            form=FORMS[form],
+            began=start,
+            ended=end if over else start,
+            target=_world_rank(target, space),
+            place=(space.name, address - space.base) if space else None,
+            where=recording.places.get(address, ""),
+            bytes=moved,
+            value=value,
+            result=result,
+            pid_m=pid_m,
+            pid_n=pid_n,
+            unfinished=not over,
+        )
+
+
+def _world_rank(target: int, space: "Space | None") -> int | None:
+    """Kernels know ranks by their numbers in the group whose memory they use."""
+    if target == SEVERAL.value:
+        return target
+    if target < 0:
+        return None
+    return space.ranks[target] if space and target < len(space.ranks) else target
+
+
+def _as_waits(events: Iterable[Event]) -> Iterator[Event]:
+    """One program's events, with a wait in the place of each run of looks at a flag by atomic operations."""
+    for _, run in groupby(events, _looked_at):
+        looks = list(run)
+        first, last = looks[0], looks[-1]
+        if _looked_at(first) is None or not _is_look(first):
+            yield from looks
+            continue
+        yield replace(first, name="wait", ended=last.ended, result=last.result, unfinished=last.unfinished)
+
+
+def _looked_at(event: Event) -> tuple | None:
+    if event.form == "flag" and event.name.startswith("atomic_") and (_is_look(event) or event.name == "atomic_cas"):
+        return event.name, event.target, event.place, event.value
+    return None
+
+
+def _is_look(event: Event) -> bool:
+    """Whether an atomic operation on a flag has changed nothing."""
+    if event.name in ("atomic_add", "atomic_sub", "atomic_or", "atomic_xor"):
+        return event.value == 0
+    return event.name == "atomic_cas" and event.result != event.value
+
+
+def _flows_to_waits(events: Sequence[Event], slack: float) -> Iterator[tuple[int, int]]:
+    """From whoever set a flag to whoever waited for it. ``slack``: by how much clocks may be wrong, in microseconds."""
+    signals: dict[tuple, list[tuple[float, int, int]]] = defaultdict(list)
+    for i, event in enumerate(events):
+        if event.form == "flag" and not event.is_wait and event.place is not None:
+            signals[event.owner, event.place].append((event.began, event.result, i))
+    for each in signals.values():
+        each.sort()
+    for i, event in enumerate(events):
+        if event.name != "wait" or event.place is None or event.unfinished:
+            continue
+        sent = signals.get((event.owner, event.place), ())
+        in_time = sent[: bisect_right(sent, event.ended + slack, key=lambda signal: signal[0])]
+        if event.form == "flag":
+            # The flag was seen with this value, so whoever gave it that value last has ended the wait.
+            cause = next((number for _, result, number in reversed(in_time) if result == event.result), None)
+        else:
+            shift, bits = HALVES[event.form]
+            cause = next((n for _, result, n in in_time if _reached(result >> shift, event.value, bits)), None)
+        if cause is not None:
+            yield cause, i
+
+
+def _reached(count: int, wanted: int, bits: int) -> bool:
+    """Whether a count that wraps is at ``wanted`` or past it."""
+    return (count - wanted) % (1 << bits) < 1 << (bits - 1)
+
+
+def _flows_to_meetings(events: Sequence[Event]) -> Iterator[tuple[int, int]]:
+    """From the rank that came last to a barrier to all others in it."""
+    meetings: dict[tuple, list[int]] = defaultdict(list)
+    for i, event in enumerate(events):
+        if event.form == "meeting" and event.place is not None:
+            meetings[event.place, event.program, event.result].append(i)
+    for met in meetings.values():
+        last = max(met, key=lambda i: events[i].began)
+        yield from ((last, i) for i in met if events[i].rank != events[last].rank)
+
+
+def tracks(events: Sequence[Event]) -> list[int]:
+    """For each event of one program, in order of time, a track on which events are apart or within each other.
+
+    Partitions of a program, and kernels on several streams, do things at the same time.
+    """
+    open_ends: list[list[float]] = []
+    chosen = []
+    for event in events:
+        for ends in open_ends:
+            while ends and ends[-1] <= event.began:
+                ends.pop()
+        fits = (number for number, ends in enumerate(open_ends) if not ends or event.ended <= ends[-1])
+        number = next(fits, len(open_ends))
+        if number == len(open_ends):
+            open_ends.append([])
+        open_ends[number].append(event.ended)
+        chosen.append(number)
+    return chosen
+
+
+def busy(spans: Iterable[tuple[float, float]]) -> np.ndarray:
+    """The union of spans of time, as ``[n, 2]`` in order."""
+    ordered = np.array(sorted(spans), dtype=np.float64).reshape(-1, 2)
+    if not len(ordered):
+        return ordered
+    latest = np.maximum.accumulate(ordered[:, 1])
+    begins = np.concatenate(([True], ordered[1:, 0] > latest[:-1]))
+    ends = np.concatenate((begins[1:], [True]))
+    return np.stack((ordered[begins, 0], latest[ends]), axis=1)
+
+
+def length(union: np.ndarray) -> float:
+    return float((union[:, 1] - union[:, 0]).sum())
+
+
+def overlap(a: np.ndarray, b: np.ndarray) -> float:
+    """How long both unions last at the same time."""
+    return length(a) + length(b) - length(busy((*map(tuple, a), *map(tuple, b))))
