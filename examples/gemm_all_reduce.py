@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from workload import Workload, check, random, report, share, validated
+from workload import Workload, check, random, report, share, trace, validated
 
 import iris
 
@@ -35,6 +35,9 @@ def compare(
             call()
             check(c, left.double() @ right.double(), left @ right, f"rank {rank} in round {round}")
         validated(ctx, name, workload)
+    if workload.trace:
+        prepare(0)
+        trace(ctx, workload, call)
     if workload.benchmark:
         prepare(0)
         other = torch.empty_like(c)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from workload import Workload, check, random, report, share, validated
+from workload import Workload, check, random, report, share, trace, validated
 
 import iris
 
@@ -35,6 +35,9 @@ def compare(ctx: iris.Iris, workload: Workload, name: str, matmul_all_scatter: C
             whole = torch.cat(everyone, dim=1)
             check(c, a.double() @ whole.double(), a @ whole, f"rank {rank} in round {round}")
         validated(ctx, f"GEMM and all-scatter, {name}", workload)
+    if workload.trace:
+        prepare(0)
+        trace(ctx, workload, call)
     if workload.benchmark:
         prepare(0)
         product, gathered = torch.empty(M, N, device=ctx.device, dtype=dtype), torch.empty_like(c)

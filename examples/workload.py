@@ -1,8 +1,10 @@
 """What the examples from 07 on share: the command line, random data, validation, times beside those of the vendor."""
 
 import os
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import click
 import torch
@@ -13,6 +15,7 @@ from rich.table import Table
 import iris
 from iris.bench.timing import replay_microseconds
 from iris.spawn import launch
+from iris.tracing import chrome, picture, summary
 
 SIMULATED = iris.simulator.ACTIVE
 NOTE = "In the simulator: the data are validated, the times say nothing about a GPU."
@@ -30,6 +33,7 @@ class Workload:
     dtype: torch.dtype
     validate: bool = True
     benchmark: bool = False
+    trace: Path | None = None
     rounds: int = 3
 
 
@@ -57,8 +61,18 @@ def command(
     @click.option("--datatype", type=click.Choice(list(DTYPES)), default="bf16", show_default=True)
     @click.option("--validate", is_flag=True, help="Compare the results of several rounds. The default.")
     @click.option("--benchmark", is_flag=True, help="Time it beside the vendor's libraries.")
-    def run(m: int, n: int, k: int, num_ranks: int, datatype: str, validate: bool, benchmark: bool, **own) -> None:
-        workload = Workload(m, n, k, DTYPES[datatype], validate or not benchmark, benchmark)
+    @click.option(
+        "--trace", type=click.Path(path_type=Path), metavar="FILE",
+        help="Record one call: FILE is for https://ui.perfetto.dev, and a picture lies beside it.",
+    )  # fmt: skip
+    def run(
+        m: int, n: int, k: int, num_ranks: int, datatype: str, validate: bool, benchmark: bool, trace: Path | None,
+        **own,
+    ) -> None:  # fmt: skip
+        if trace is not None:
+            trace_everything()
+        validate = validate or not (benchmark or trace)
+        workload = Workload(m, n, k, DTYPES[datatype], validate, benchmark, trace)
         launch(_worker, num_ranks, main, workload, room, own)
 
     for option in options:
@@ -69,6 +83,32 @@ def command(
 def _worker(main: Main, workload: Workload, room: Callable, own: dict) -> None:
     with iris.iris(heap_size=room(workload, int(os.environ["WORLD_SIZE"])) + (1 << 20)) as ctx:
         main(ctx, workload, **own)
+
+
+def trace_everything() -> None:
+    """Have the kernels of the ranks traced, also those of the library, which is decided when they import it."""
+    if os.environ.get("IRIS_TRACE") != "1":
+        os.environ["IRIS_TRACE"] = "1"
+        if "RANK" in os.environ:
+            # Under torchrun this process is a rank, and has imported it.
+            os.execv(sys.executable, [sys.executable, *sys.argv])
+
+
+def trace(ctx: iris.Iris, workload: Workload, call: Callable[[], object]) -> None:
+    """Record one call, and show what the ranks did in it."""
+    call()
+    ctx.barrier()
+    ctx.tracing.reset()
+    ctx.barrier()
+    call()
+    timeline = ctx.tracing.timeline()
+    if ctx.get_rank() == 0:
+        image = workload.trace.with_suffix(".svg")
+        chrome.write(timeline, workload.trace)
+        picture.draw(timeline, image)
+        summary.show(timeline, Console(width=110))
+        print(f"{workload.trace} is for https://ui.perfetto.dev; a picture is in {image}.")
+    ctx.barrier()
 
 
 def random(ctx: iris.Iris, seed: int, *size: int, dtype: torch.dtype) -> torch.Tensor:

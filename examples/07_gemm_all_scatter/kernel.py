@@ -9,7 +9,7 @@ Over the link, each rank: its ``[M, N / W]`` columns of the product to every pee
 import triton
 import triton.language as tl
 
-from iris import DeviceContext
+from iris import DeviceContext, TraceEvent
 from iris.ops.gemm import product, triton_place
 
 
@@ -25,9 +25,11 @@ def gemm_all_scatter(
         pid_m, pid_n = triton_place(tile, tiles_m, tiles_n, 8)
         rows = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
         columns = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+        work = ctx.tracing.record_event_start(TraceEvent.compute, pid_m=pid_m, pid_n=pid_n)
         total = product(
             a, b, rows, columns, M, N, K, stride_am, stride_ak, stride_bk, stride_bn, BLOCK_K, "", "", False
         )
+        ctx.tracing.record_event_end(work)
         data = total.to(c.dtype.element_ty)
         at = rows.to(tl.int64)[:, None] * stride_cm + columns.to(tl.int64)[None, :] * stride_cn
         mask = (rows < M)[:, None] & (columns < N)[None, :]

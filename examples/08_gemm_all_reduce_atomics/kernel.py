@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 import iris
-from iris import DeviceContext
+from iris import DeviceContext, TraceEvent
 from iris.language.ordering import triton_ordering
 from iris.ops.gemm import product, triton_place
 
@@ -48,9 +48,11 @@ def gemm_all_reduce(
         pid_m, pid_n = triton_place(tile, tiles_m, tiles_n, GROUP_M)
         rows = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
         columns = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+        work = ctx.tracing.record_event_start(TraceEvent.compute, pid_m=pid_m, pid_n=pid_n)
         total = product(
             a, b, rows, columns, M, N, K, stride_am, stride_ak, stride_bk, stride_bn, BLOCK_K, "", "", False
         )
+        ctx.tracing.record_event_end(work)
         iris.x.all_reduce_atomic(iris.x.Tile(pid_m, pid_n, BLOCK_M, BLOCK_N, total), now, ctx)
         for distance in range(1, W + 1):
             ctx.signal(arrived + tile, 1, (ctx.cur_rank + distance) % W, op="add")

@@ -22,7 +22,7 @@ Memory, and what orders it. Every flag is the number of a call, so it only rises
 import triton
 import triton.language as tl
 
-from iris import DeviceContext
+from iris import DeviceContext, TraceEvent
 from iris.language.ordering import triton_ordering
 from iris.ops.gemm import product, triton_place
 
@@ -47,9 +47,11 @@ def gemm(
     epoch = tl.load(epochs + tl.program_id(0)) + 1
     for tile in range(tl.program_id(0), tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N), tl.num_programs(0)):
         rows, columns = _place(tile, M, N, BLOCK_M, BLOCK_N)
+        work = ctx.tracing.record_event_start(TraceEvent.compute, pid_m=tile)
         total = product(
             a, b, rows, columns, M, N, K, stride_am, stride_ak, stride_bk, stride_bn, BLOCK_K, "", "", False
         )
+        ctx.tracing.record_event_end(work)
         at = rows.to(tl.int64)[:, None] * stride_cm + columns.to(tl.int64)[None, :] * stride_cn
         tl.store(c + at, total.to(c.dtype.element_ty), mask=(rows < M)[:, None] & (columns < N)[None, :])
         ctx.signal(finished + tile, epoch, ctx.cur_rank)

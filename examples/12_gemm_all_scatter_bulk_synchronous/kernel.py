@@ -10,24 +10,27 @@ Over the link, each rank: its ``[M, N / W]`` columns of the product to every pee
 import triton
 import triton.language as tl
 
-from iris import DeviceContext
+from iris import DeviceContext, TraceEvent
 from iris.ops.gemm import product, triton_place
 
 
 @triton.jit
 def gemm(
-    a, b, c, M, N, K, stride_am, stride_ak, stride_bk, stride_bn, stride_cm, stride_cn,
+    context_tensor, a, b, c, M, N, K, stride_am, stride_ak, stride_bk, stride_bn, stride_cm, stride_cn,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """``c = a b``; a program computes one tile after the other."""
+    """``c = a b``; a program computes one tile after the other. The context is for traces alone."""
+    ctx = DeviceContext.initialize(context_tensor)
     tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     for tile in range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0)):
         pid_m, pid_n = triton_place(tile, tiles_m, tiles_n, 8)
         rows = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
         columns = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+        work = ctx.tracing.record_event_start(TraceEvent.compute, pid_m=pid_m, pid_n=pid_n)
         total = product(
             a, b, rows, columns, M, N, K, stride_am, stride_ak, stride_bk, stride_bn, BLOCK_K, "", "", False
         )
+        ctx.tracing.record_event_end(work)
         mask = (rows < M)[:, None] & (columns < N)[None, :]
         at = rows.to(tl.int64)[:, None] * stride_cm + columns.to(tl.int64)[None, :] * stride_cn
         tl.store(c + at, total.to(c.dtype.element_ty), mask=mask)

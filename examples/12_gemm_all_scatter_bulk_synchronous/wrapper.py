@@ -17,8 +17,8 @@ def matmul_all_scatter(ctx: iris.Iris, c: torch.Tensor, a: torch.Tensor, b: torc
     mine = c[:, ctx.get_rank() * N :][:, :N]
     programs = ctx.get_cu_count() if ctx.device.type == "cuda" else 4
     gemm[(programs,)](
-        a, b, mine, M, N, K, *a.stride(), *b.stride(), *c.stride(), BLOCK_M, BLOCK_N, BYTES_K // a.itemsize,
-        num_warps=8,
+        ctx.get_device_context(), a, b, mine, M, N, K, *a.stride(), *b.stride(), *c.stride(),
+        BLOCK_M, BLOCK_N, BYTES_K // a.itemsize, num_warps=8,
     )  # fmt: skip
     # In front of the stores: all ranks are past what they did with the last call's result.
     ctx.device_barrier()

@@ -8,7 +8,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from workload import SIMULATED, Workload, check, command, random, report, share, validated  # noqa: E402
+from workload import SIMULATED, Workload, check, command, random, report, share, trace, validated  # noqa: E402
 from wrapper import FlashDecode  # noqa: E402
 
 import iris  # noqa: E402
@@ -62,6 +62,9 @@ def main(ctx: iris.Iris, workload: Workload, heads: int = HEADS, kv_heads: int =
                 where = f"rank {rank} in round {round}, sequence {sequence}"
                 check(out[sequence], exact, attention(q[sequence], *whole), where)
         validated(ctx, "Flash decode", workload)
+    if workload.trace:
+        prepare(0)
+        trace(ctx, workload, call)
     if workload.benchmark:
         prepare(0)
         with_collective = FlashDecode(ctx, batch, heads, kv_heads, dim, capacity, dtype, fused=False)

@@ -19,7 +19,7 @@ step; pairs travel one by one, as their last chunk ends.
 import triton
 import triton.language as tl
 
-from iris import DeviceContext
+from iris import DeviceContext, TraceEvent
 from iris.language.ordering import triton_ordering
 
 keep = triton_ordering.keep
@@ -129,18 +129,26 @@ def flash_decode(
     # The number of this call, from 1 on. Each program keeps its own, on the device, so that a graph may replay.
     epoch = tl.load(epochs + program) + 1
     half = epoch % 2
+    # What is sent of a pair.
+    ROW: tl.constexpr = GROUP * (DIM + PAD)
+    words = tl.arange(0, triton.next_power_of_2(ROW))
     arrived += half * pairs
     gathered += half * W * pairs * GROUP * (DIM + PAD)
     for task in range(program, pairs * CHUNKS, programs):
         pair = task // CHUNKS
+        work = ctx.tracing.record_event_start(TraceEvent.compute, pid_m=pair, pid_n=task)
         _attend(partial, q, k, v, lengths, task, capacity, scale, GROUP, DIM, KV_HEADS, CHUNKS, BLOCK)
+        ctx.tracing.record_event_end(work)
         # Releases this chunk's rows to the program that ends the last one, and acquires the others' for it.
         if ctx.atomic_add(ended + pair, 1, ctx.cur_rank, scope="gpu") == epoch * CHUNKS - 1:
             first = partial + pair * CHUNKS * GROUP * (DIM + PAD)
             results, logs = _combine(first, GROUP * (DIM + PAD), CHUNKS, GROUP, DIM)
             mine = gathered + (ctx.cur_rank * pairs + pair) * GROUP * (DIM + PAD)
             for distance in range(1, W + 1):
-                _store_rows(ctx.translate(mine, (ctx.cur_rank + distance) % W), results, logs, GROUP, DIM)
+                peer = (ctx.cur_rank + distance) % W
+                sent = ctx.tracing.record_event_start(TraceEvent.put, peer, mine + words, pair, mask=words < ROW)
+                _store_rows(ctx.translate(mine, peer), results, logs, GROUP, DIM)
+                ctx.tracing.record_event_end(sent)
             # Behind these stores one is added on every rank, this one too. In one operation: a release waits until all
             # before it has been performed, so that of several, one for each peer, each would wait for the last one.
             ranks = tl.arange(0, triton.next_power_of_2(W))
@@ -164,7 +172,9 @@ def flash_decode_share(
     epoch = tl.load(epochs + program) + 1
     for task in range(program, pairs * CHUNKS, programs):
         pair = task // CHUNKS
+        work = ctx.tracing.record_event_start(TraceEvent.compute, pid_m=pair, pid_n=task)
         _attend(partial, q, k, v, lengths, task, capacity, scale, GROUP, DIM, KV_HEADS, CHUNKS, BLOCK)
+        ctx.tracing.record_event_end(work)
         if ctx.atomic_add(ended + pair, 1, ctx.cur_rank, scope="gpu") == epoch * CHUNKS - 1:
             first = partial + pair * CHUNKS * GROUP * (DIM + PAD)
             results, logs = _combine(first, GROUP * (DIM + PAD), CHUNKS, GROUP, DIM)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from workload import Workload, check, command, random, report, share, validated  # noqa: E402
+from workload import Workload, check, command, random, report, share, trace, validated  # noqa: E402
 from wrapper import Workspace, all_gather_matmul_by_pull, all_gather_matmul_by_push  # noqa: E402
 
 import iris  # noqa: E402
@@ -46,6 +46,9 @@ def main(ctx: iris.Iris, workload: Workload, pull: bool | None = None) -> None:
                 call()
                 check(c, whole.double() @ b.double(), whole @ b, f"rank {rank} in round {round}, {name}")
             validated(ctx, f"All-gather and GEMM, {name}", workload)
+    if workload.trace:
+        prepare(0)
+        trace(ctx, workload, lambda: [call() for call in ways.values()])
     if workload.benchmark:
         prepare(0)
         gathered = torch.empty(W * m, K, device=ctx.device, dtype=dtype)

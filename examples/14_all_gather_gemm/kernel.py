@@ -22,7 +22,7 @@ call is over. Its call is not over before all slabs have come, since each is a p
 import triton
 import triton.language as tl
 
-from iris import DeviceContext
+from iris import DeviceContext, TraceEvent
 from iris.language.ordering import triton_ordering
 from iris.ops.gemm import product
 
@@ -43,10 +43,12 @@ def pull(
         owner = (ctx.cur_rank + line // slabs) % W
         rows = line % slabs * BLOCK_M + tl.arange(0, BLOCK_M)
         columns = tile % tiles_n * BLOCK_N + tl.arange(0, BLOCK_N)
+        work = ctx.tracing.record_event_start(TraceEvent.compute, pid_m=owner, pid_n=tile)
         total = product(
             ctx.translate(a, owner), b, rows, columns, m, N, K, stride_am, stride_ak, stride_bk, stride_bn,
             BLOCK_K, "", "", False,
         )  # fmt: skip
+        ctx.tracing.record_event_end(work)
         mask = (rows < m)[:, None] & (columns < N)[None, :]
         at = (owner * m + rows).to(tl.int64)[:, None] * stride_cm + columns.to(tl.int64)[None, :] * stride_cn
         tl.store(c + at, total.to(c.dtype.element_ty), mask=mask)
@@ -88,10 +90,12 @@ def push(
                 ctx.wait(arrived + owner * slabs + slab, epoch * SENDERS, cmp="reached")
             rows = slab * BLOCK_M + tl.arange(0, BLOCK_M)
             columns = tile % tiles_n * BLOCK_N + tl.arange(0, BLOCK_N)
+            work = ctx.tracing.record_event_start(TraceEvent.compute, pid_m=owner, pid_n=tile)
             total = product(
                 gathered + owner * size, b, rows, columns, m, N, K, K, 1, stride_bk, stride_bn,
                 BLOCK_K, "", "", False,
             )  # fmt: skip
+            ctx.tracing.record_event_end(work)
             mask = (rows < m)[:, None] & (columns < N)[None, :]
             at = (owner * m + rows).to(tl.int64)[:, None] * stride_cm + columns.to(tl.int64)[None, :] * stride_cn
             tl.store(c + at, total.to(c.dtype.element_ty), mask=mask)

@@ -7,7 +7,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from workload import Workload, check, command, random, report, share, validated  # noqa: E402
+from workload import Workload, check, command, random, report, share, trace, validated  # noqa: E402
 from wrapper import GatherThenAttend, RingAttention, SendAndAttend  # noqa: E402
 
 import iris  # noqa: E402
@@ -53,6 +53,9 @@ def main(ctx: iris.Iris, workload: Workload) -> None:
                 ring(out, q, k, v)
                 validate(round, causal)
             validated(ctx, f"Ring attention, {'causal' if causal else 'whole'}", workload)
+        if workload.trace and causal:
+            prepare(0)
+            trace(ctx, workload, lambda: ring(out, q, k, v))  # noqa: B023
         if workload.benchmark:
             prepare(0)
             theirs, gather, send = torch.empty_like(out), GatherThenAttend(*sizes), SendAndAttend(*sizes)

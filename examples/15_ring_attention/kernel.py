@@ -23,7 +23,7 @@ sender to the left.
 import triton
 import triton.language as tl
 
-from iris import DeviceContext
+from iris import DeviceContext, TraceEvent
 from iris.language.ordering import triton_ordering
 
 keep = triton_ordering.keep
@@ -110,8 +110,12 @@ def _send(
         here = (first + rows < length)[:, None] & (dims < DIM)[None, :]
         at = (first + rows)[:, None] * DIM + dims[None, :]
         keys, values = tl.load(from_k + at, mask=here), tl.load(from_v + at, mask=here)
+        sent = ctx.tracing.record_event_start(TraceEvent.put, right, to + at, mask=here)
         tl.store(to_k + at, keys, mask=here)
+        ctx.tracing.record_event_end(sent)
+        sent = ctx.tracing.record_event_start(TraceEvent.put, right, to + (to_v - to_k) + at, mask=here)
         tl.store(to_v + at, values, mask=here)
+        ctx.tracing.record_event_end(sent)
 
 
 @triton.jit
@@ -183,20 +187,24 @@ def ring_attention(
         # and a tile of keys of which a query sees none has no weight in it.
         for part in range(2):
             own = (head.to(tl.int64) * 2 + part) * part_size
+            work = ctx.tracing.record_event_start(TraceEvent.compute, pid_m=head, pid_n=first_row)
             total, highest, weight = _attend_part(
                 total, highest, weight, query, k + own, v + own, chunk, first_row, _chunk(rank, part, W),
                 length, scale, DIM, CAUSAL, BLOCK_M, BLOCK_N,
             )  # fmt: skip
+            ctx.tracing.record_event_end(work)
         for step in range(1, W):
             block = blocks + (slot * (W - 1) + step - 1) * block_size
             for part in range(2):
                 # Also for keys that the mask leaves out: the slot is not free before all of it has been written.
                 ctx.wait(arrived + (slot * W + step) * 2 + part, (turn + 1) * SENDERS, cmp="ge")
                 keys = block + part * part_size
+                work = ctx.tracing.record_event_start(TraceEvent.compute, pid_m=head, pid_n=first_row)
                 total, highest, weight = _attend_part(
                     total, highest, weight, query, keys, keys + 2 * part_size, chunk, first_row,
                     _chunk((rank + W - step) % W, part, W), length, scale, DIM, CAUSAL, BLOCK_M, BLOCK_N,
                 )  # fmt: skip
+                ctx.tracing.record_event_end(work)
         tl.store(out + at, (total / weight[:, None]).to(out.dtype.element_ty), mask=here)
         if W > 1:
             ctx.signal(freed + slot, 1, left, op="add")

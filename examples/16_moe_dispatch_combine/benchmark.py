@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from workload import Workload, check, command, random, report, share, validated  # noqa: E402
+from workload import Workload, check, command, random, report, share, trace, validated  # noqa: E402
 from wrapper import ExpertParallel, multiply  # noqa: E402
 
 import iris  # noqa: E402
@@ -112,6 +112,9 @@ def main(ctx: iris.Iris, workload: Workload) -> None:
             exact, torchs = (through_experts(x, experts, gates, matrices, to) for to in (torch.float64, dtype))
             check(out, exact, torchs, f"rank {rank} in round {round}")
         validated(ctx, "Mixture of experts, dispatch and combine", workload)
+    if workload.trace:
+        prepare(BALANCED)
+        trace(ctx, workload, call)
     if workload.benchmark:
         prepare(BALANCED)
         vendors = Vendors(ctx, E, layer.programs)

@@ -11,7 +11,7 @@ whose expert is elsewhere, in one step there, and one back.
 import triton
 import triton.language as tl
 
-from iris import DeviceContext
+from iris import DeviceContext, TraceEvent
 from iris.language.ordering import triton_ordering
 from iris.ops.gemm import product, triton_place
 
@@ -97,7 +97,10 @@ def dispatch(
             mask = here[:, None] & (column < H)
             data = tl.load(x + token.to(tl.int64)[:, None] * H + column, mask=mask)
             for j in tl.static_range(TOP):
+                owner = tl.load(experts + token * TOP + j, mask=here, other=0) // LOCAL
+                sent = ctx.tracing.record_event_start(TraceEvent.put, owner[:, None], inbox + column, mask=mask)
                 tl.store(to[j][:, None] + column, data, mask=mask)
+                ctx.tracing.record_event_end(sent)
         for j in tl.static_range(TOP):
             tl.store(rows + token * TOP + j, places[j], mask=here)
     # Every warp has read it long before: the waits are barriers of the block.
@@ -156,5 +159,7 @@ def combine(
         place = tl.load(rows + token * TOP + j, mask=here, other=0)
         gate = tl.load(gates + token * TOP + j, mask=here, other=0)
         result = ctx.translate(results, owner) + place.to(tl.int64) * H
+        got = ctx.tracing.record_event_start(TraceEvent.load, owner[:, None], results + column, mask=mask)
         total += gate[:, None] * tl.load(result[:, None] + column, mask=mask, other=0).to(tl.float32)
+        ctx.tracing.record_event_end(got)
     tl.store(out + token.to(tl.int64)[:, None] * H + column, total.to(out.dtype.element_ty), mask=mask)

@@ -12,7 +12,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from workload import Workload, check, command, random, report, share, validated  # noqa: E402
+from workload import Workload, check, command, random, report, share, trace, validated  # noqa: E402
 from wrapper import TensorParallelMLP  # noqa: E402
 
 import iris  # noqa: E402
@@ -94,6 +94,9 @@ def main(ctx: iris.Iris, workload: Workload) -> None:
                 check(result, right, of_torch, f"rank {rank} in round {round}, {name}")
             del results, torchs, exact, single
         validated(ctx, "Tensor-parallel MLP, forward and backward", workload)
+    if workload.trace:
+        prepare(0)
+        trace(ctx, workload, lambda: step(mlp, x, weights, dy))
     if workload.benchmark:
         prepare(0)
         gathered = random(ctx, 0, T, H, dtype=dtype)

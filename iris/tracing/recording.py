@@ -3,6 +3,8 @@
 import itertools
 import json
 import os
+import shutil
+import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from multiprocessing.util import Finalize
@@ -16,7 +18,7 @@ from iris.errors import NotTracingError
 from iris.language.tracing import ADDRESS, ASKED, HEADER, ROOM, TRACES_ALL, WORDS
 from iris.tracing import chrome
 from iris.tracing.clock import Clock, Comparison
-from iris.tracing.timeline import assemble
+from iris.tracing.timeline import Timeline, assemble
 from iris.workspace import Workspace
 
 FOLDER_VARIABLE, EVENTS_VARIABLE = "IRIS_TRACE_FOLDER", "IRIS_TRACE_EVENTS"
@@ -181,22 +183,32 @@ class Tracing:
         NotTracingError
             `enable` was not called.
         """
-        path = Path(path)
-        rank, recording = self._group.rank, self.recording()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # By way of files, as it may be more than the store of a process group should hold. All ranks are on one host.
-        name = self._group.all_gather(f"{path.name}-{id(self):x}", "tracing.export()")[0]
-        files = [path.parent / f".{name}.rank{peer}" for peer in range(self._group.size)]
-        recording.save(files[rank])
-        self._group.all_gather(None, "the recordings of tracing.export()")
-        if merge and rank == 0:
-            chrome.write(assemble([Recording.load(file) for file in files]), path)
-        elif not merge:
+        path, rank = Path(path), self._group.rank
+        timeline = self._assembled(wanted=rank == 0 or not merge)
+        if not merge and self._group.size > 1:
             path = path.with_suffix(f".rank{rank}{path.suffix}")
-            chrome.write(assemble([Recording.load(file) for file in files]).of_rank(rank), path)
+        if rank == 0 or not merge:
+            chrome.write(timeline if merge else timeline.of_rank(rank), path)
         self._group.all_gather(None, "the end of tracing.export()")
-        files[rank].unlink()
         return path
+
+    def timeline(self) -> Timeline:
+        """The events of all ranks, as `export` writes them. Collective, on every rank; blocks the host."""
+        return self._assembled(wanted=True)
+
+    def _assembled(self, wanted: bool) -> Timeline | None:
+        """By way of files, as it may be more than the store of a process group should hold; ranks are on one host."""
+        recording = self.recording()
+        folder = tempfile.mkdtemp(prefix="iris-trace-") if self._group.rank == 0 else None
+        folder = Path(self._group.all_gather(folder, "a folder for the events of all ranks")[0])
+        files = [folder / f"rank{rank}.npz" for rank in range(self._group.size)]
+        recording.save(files[self._group.rank])
+        self._group.all_gather(None, "the events of all ranks")
+        timeline = assemble([Recording.load(file) for file in files]) if wanted else None
+        self._group.all_gather(None, "the end of the reading of events")
+        if self._group.rank == 0:
+            shutil.rmtree(folder)
+        return timeline
 
     def recording(self, alone: bool = False) -> Recording:
         """What this rank has recorded. Collective, but if ``alone``: then clocks are as they were at `enable`."""

@@ -33,6 +33,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from iris import TraceEvent
 from iris.gluon import IrisDeviceCtx
 from iris.ops.gemm import gluon_place
 from iris.ops.hopper.pipeline import block_barrier, fetch
@@ -82,7 +83,7 @@ def _load(a, b, tiles_a, tiles_b, loaded, freed, M, N, K, turns):
 
 
 @gluon.jit
-def _multiply(tiles_a, tiles_b, products, loaded, freed, filled, emptied, K, turns, WHICH: gl.constexpr):
+def _multiply(tracing, tiles_a, tiles_b, products, loaded, freed, filled, emptied, K, turns, WHICH: gl.constexpr):
     """A multiplier: the upper half of each tile (``WHICH`` 0) or the lower one (1)."""
     STAGES: gl.constexpr = tiles_b.shape[0]
     BLOCK_K: gl.constexpr = tiles_b.shape[1]
@@ -91,6 +92,7 @@ def _multiply(tiles_a, tiles_b, products, loaded, freed, filled, emptied, K, tur
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     step = 0
     for turn in range(turns):
+        work = tracing.record_event_start(TraceEvent.compute, pid_m=WHICH, pid_n=turn)
         total = gl.zeros([HALF, BLOCK_N], gl.float32, layout)
         for k in range(0, K, BLOCK_K):
             stage = step % STAGES
@@ -102,6 +104,7 @@ def _multiply(tiles_a, tiles_b, products, loaded, freed, filled, emptied, K, tur
             step += 1
         total = warpgroup_mma_wait(0, deps=[total])
         mbarrier.arrive(freed.index((step + STAGES - 1) % STAGES), count=1)
+        tracing.record_event_end(work)
         mbarrier.wait(emptied.index(0), turn & 1 ^ 1)
         products.index(WHICH).store(total.to(products.dtype))
         block_barrier()
@@ -161,8 +164,8 @@ def gemm_all_scatter(
     fence_async_shared()
     gl.warp_specialize(
         [
-            (_multiply, (tiles_a, tiles_b, products, loaded, freed, filled, emptied, K, turns, 0)),
-            (_multiply, (tiles_a, tiles_b, products, loaded, freed, filled, emptied, K, turns, 1)),
+            (_multiply, (ctx.tracing, tiles_a, tiles_b, products, loaded, freed, filled, emptied, K, turns, 0)),
+            (_multiply, (ctx.tracing, tiles_a, tiles_b, products, loaded, freed, filled, emptied, K, turns, 1)),
             (_write, (ctx, c, products, filled, emptied, M, N, stride_cm, stride_cn, turns)),
             (_load, (a, b, tiles_a, tiles_b, loaded, freed, M, N, K, turns)),
         ],
