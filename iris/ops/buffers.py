@@ -1,15 +1,18 @@
 """Symmetric memory of one fused operation: what its kernels count in, and where peers store."""
 
+import weakref
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from iris.device_record import DeviceRecord
 from iris.errors import WorkspaceTooSmallError, readable
 from iris.heap import mapping
+from iris.heap.dump import contents
 from iris.heap.tensor_map import places
 from iris.language.context import context_tensor
-from iris.ops.counts import ARRIVED
+from iris.ops.counts import ARRIVED, DONE, READY
 from iris.world import Group
 
 ALIGNMENT = 1024
@@ -49,6 +52,7 @@ class Buffers:
         data_bytes = needs.elements * needs.dtype.itemsize
         size = count_bytes + max(1, -(-data_bytes // ALIGNMENT)) * ALIGNMENT
         self.mapping = mapping.create(group, size, device)
+        self.mapping.owner = weakref.ref(self)
         whole = self.mapping.buffer
         self.counts = whole[:count_bytes].view(torch.int32)
         self._data = slice(count_bytes, count_bytes + data_bytes)
@@ -75,6 +79,32 @@ class Buffers:
     def peer_counts(self, rank: int) -> torch.Tensor:
         """The ``counts`` of another rank."""
         return self.mapping.peer(rank)[: self._data.start].view(torch.int32)
+
+    def describe_offset(self, offset: int) -> str:
+        """What lies there, in words: for messages about waits."""
+        use, word = f"workspace of {_told(self.kind)}", offset // 4
+        if offset >= self._data.start:
+            return f"{use}: byte {offset - self._data.start} of the data"
+        if word >= ARRIVED.value:
+            return f"{use}: what has arrived of part {word - ARRIVED.value}"
+        if word >= DONE.value:
+            return f"{use}: what peers have finished"
+        if word >= READY.value:
+            return f"{use}: the calls that rank {self.mapping.ranks[word - READY.value]} has begun"
+        return f"{use}: the calls of program {word}"
+
+    def progress(self) -> list[str]:
+        """The counts on this rank, if there are any. Local; any thread; waits for no kernel."""
+        counts = self.mapping.snapshot(0, self._data.start).view(np.int32)
+        if not counts.any():
+            return []
+        size = len(self.mapping.ranks)
+        calls, begun = counts[: READY.value], counts[READY.value : READY.value + size]
+        arrived = contents(counts[ARRIVED.value :])
+        return [
+            f"workspace of {_told(self.kind)}: {calls.max()} calls over, begun by each rank {begun.tolist()}, "
+            f"done {counts[DONE.value]}, arrived of each part {arrived}"
+        ]
 
     def close(self) -> None:
         """Unmap. The caller guarantees that no kernel uses the memory any more, on any rank."""
