@@ -12,41 +12,52 @@ import numpy as np
 from iris.world import names
 
 
-def explain(flags: np.ndarray, wanted: np.ndarray, program: int, arrived: Sequence[int], ranks: Sequence[int]) -> str:
+def explain(
+    flags: np.ndarray, program: int, epoch: int, own: int | None, arrived: Sequence[int], ranks: Sequence[int]
+) -> str:
     """Who has arrived, who has not, and what it looks like, in sentences.
 
     Parameters
     ----------
     flags
         As above, of this rank, read after the wait was given up. One row, if only that of ``program`` is known.
-    wanted
-        ``[programs]``, of the same dtype: the epoch that each of this rank's programs waited for.
     program
         The row of the program that gave up first.
+    epoch
+        What it waited for.
+    own
+        The column of this rank; None if its flag is not kept there.
     arrived
         The columns of the ranks that had arrived then.
     ranks
         What the ranks are called, by column.
     """
-    # Wrapping, as epochs do: how many epochs each flag is ahead of what was waited for.
+    # A program that has given up goes on to its next barriers, as do its neighbours and its peers: all by as much.
+    # Differences wrap, as epochs do.
+    wanted = np.full(len(flags), epoch, flags.dtype)
+    beyond = 0
+    if own is not None:
+        overshoot = flags[program, own] - wanted
+        wanted, beyond = flags[:, own] - overshoot, max(0, int(overshoot[0]))
+    # How many epochs each flag is ahead of what was waited for.
     lead = flags - wanted[:, None]
     sentences = []
     if len(arrived):
         sentences.append(f"{_are([ranks[column] for column in arrived])} arrived.")
     for column, rank in enumerate(ranks):
-        epoch, ahead = flags[program, column], lead[program, column]
+        now, ahead = flags[program, column], lead[program, column]
         if column in arrived:
-            if ahead > 1:
-                sentences.append(f"Rank {rank} is at epoch {epoch}, {ahead} ahead. {_DIFFERENT_EPOCHS}")
+            if ahead > beyond + 1:
+                sentences.append(f"Rank {rank} is at epoch {now}, {ahead} ahead. {_DIFFERENT_EPOCHS}")
         elif ahead >= 0:
             sentences.append(f"Rank {rank} had not arrived, and has come since.")
         elif (lead[:, column] >= 0).any():
             sentences.append(_partly(rank, lead[:, column] >= 0))
         elif ahead < -1:
-            sentences.append(f"Rank {rank} is at epoch {epoch}, {-ahead} behind. {_DIFFERENT_EPOCHS}")
+            sentences.append(f"Rank {rank} is at epoch {now}, {-ahead} behind. {_DIFFERENT_EPOCHS}")
         else:
-            never = " (it never was in this barrier)" if epoch == 0 else ", the one before"
-            sentences.append(f"Rank {rank} has not arrived: it is at epoch {epoch}{never}.")
+            never = " (it never was in this barrier)" if now == 0 else ", the one before"
+            sentences.append(f"Rank {rank} has not arrived: it is at epoch {now}{never}.")
     return " ".join(sentences)
 
 

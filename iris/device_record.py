@@ -104,14 +104,9 @@ def _arrivals(words: list[int]) -> str:
         if whole >= block.offset and whole + words[PROGRAMS] * row <= block.offset + block.size:
             begin, programs = whole, words[PROGRAMS]
     flags = mapping.snapshot(begin, programs * row).view(dtype).reshape(programs, size)
-    program = program if programs > 1 else 0
-    wanted = np.array([words[WANTED]], dtype)
-    if programs > 1:
-        # A program that gave up goes on to the next barrier, as do its neighbours: all by as much.
-        own = flags[:, mapping.rank]
-        wanted = own - (own[program] - wanted)
     ranks = mapping.ranks if len(mapping.ranks) == size else range(size)
-    return explain(flags, wanted, program, arrived, ranks)
+    own = mapping.rank if block is not None else None
+    return explain(flags, program if programs > 1 else 0, words[WANTED], own, arrived, ranks)
 
 
 def _queues(words: list[int]) -> str:

@@ -26,6 +26,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from iris import inspection
 from iris.errors import (
     FreedTensorError,
     HeapClosedError,
@@ -120,6 +121,7 @@ class SymmetricHeap:
         self.closed = False
         self.mapping.owner = weakref.ref(self)
         _live[self._base] = self
+        inspection.listen()
 
     @property
     def mapped_size(self) -> int:

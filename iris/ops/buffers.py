@@ -82,7 +82,7 @@ class Buffers:
 
     def describe_offset(self, offset: int) -> str:
         """What lies there, in words: for messages about waits."""
-        use, word = f"workspace of {_told(self.kind)}", offset // 4
+        use, word = f"workspace of {_told(self.kind)} (calls begun by each rank: {self._begun()})", offset // 4
         if offset >= self._data.start:
             return f"{use}: byte {offset - self._data.start} of the data"
         if word >= ARRIVED.value:
@@ -98,13 +98,14 @@ class Buffers:
         counts = self.mapping.snapshot(0, self._data.start).view(np.int32)
         if not counts.any():
             return []
-        size = len(self.mapping.ranks)
-        calls, begun = counts[: READY.value], counts[READY.value : READY.value + size]
-        arrived = contents(counts[ARRIVED.value :])
         return [
-            f"workspace of {_told(self.kind)}: {calls.max()} calls over, begun by each rank {begun.tolist()}, "
-            f"done {counts[DONE.value]}, arrived of each part {arrived}"
+            f"workspace of {_told(self.kind)}: {counts[: READY.value].max()} calls over, begun by each rank "
+            f"{self._begun()}, finished by peers {counts[DONE.value]}, arrived of each part "
+            f"{contents(counts[ARRIVED.value :])}"
         ]
+
+    def _begun(self) -> list[int]:
+        return self.mapping.snapshot(4 * READY.value, 4 * len(self.mapping.ranks)).view(np.int32).tolist()
 
     def close(self) -> None:
         """Unmap. The caller guarantees that no kernel uses the memory any more, on any rank."""
