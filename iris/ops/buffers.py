@@ -82,7 +82,7 @@ class Buffers:
 
     def describe_offset(self, offset: int) -> str:
         """What lies there, in words: for messages about waits."""
-        use, word = f"workspace of {_told(self.kind)} (calls begun by each rank: {self._begun()})", offset // 4
+        use, word = f"workspace of {self._use()} (calls begun by each rank: {self._begun()})", offset // 4
         if offset >= self._data.start:
             return f"{use}: byte {offset - self._data.start} of the data"
         if word >= ARRIVED.value:
@@ -99,10 +99,15 @@ class Buffers:
         if not counts.any():
             return []
         return [
-            f"workspace of {_told(self.kind)}: {counts[: READY.value].max()} calls over, begun by each rank "
+            f"workspace of {self._use()}: {counts[: READY.value].max()} calls over, begun by each rank "
             f"{self._begun()}, finished by peers {counts[DONE.value]}, arrived of each part "
             f"{contents(counts[ARRIVED.value :])}"
         ]
+
+    def _use(self) -> str:
+        """The operation and its extents: enough to know it by."""
+        name, *rest = self.kind
+        return _told((name, *(each for each in rest if isinstance(each, int) and not isinstance(each, bool))))
 
     def _begun(self) -> list[int]:
         return self.mapping.snapshot(4 * READY.value, 4 * len(self.mapping.ranks)).view(np.int32).tolist()
