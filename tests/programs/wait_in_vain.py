@@ -61,10 +61,14 @@ def worker(rank, world_size):
         expect_timeout(
             ctx, lambda: wait_kernel[(4,)](ctx.get_device_context(), flags, 7), "ank 0", "int32[4]", ">= 7", "3"
         )
+        late = "Rank 0 has arrived. Rank 1 has not arrived: it is at epoch 1, the one before."
         expect_timeout(
-            ctx, ctx.device_barrier, "ank 0", "in a barrier for epoch 2", "rank 0's flags of device_barrier() on stream 1",
-            told("Rank 0 has arrived. Rank 1 has not arrived: it is at epoch 1, the one before.", "the ranks are at [2, 1]"),
-        )  # fmt: skip
+            ctx,
+            ctx.device_barrier,
+            "in a barrier for epoch 2",
+            "rank 0's flags of device_barrier() on stream 1",
+            told(late, "the ranks are at [2, 1]"),
+        )
         # A time-out is said once, and the context goes on.
         flags.fill_(8)
         wait_kernel[(4,)](ctx.get_device_context(), flags, 7)
@@ -93,11 +97,13 @@ def disagree(ctx):
     grid, counted, given = ((4, 2)[rank],), ctx.zeros(4, 2, dtype=torch.int32), ctx.zeros(1, 2, dtype=torch.int64)
     ctx.barrier()
     launches = {
-        "Rank 1 has arrived with programs 0 to 1 only, and this rank launched 4: the ranks have launched different grids":
-            lambda: count_kernel[grid](context_tensor, counted),
-        "Rank 1 is at epoch 3, 4 behind. So the ranks count differently":
-            lambda: meet_kernel[(1,)](context_tensor, given, (7, 3)[rank]),
-    }  # fmt: skip
+        "Rank 1 has arrived with programs 0 to 1 only, and this rank launched 4: the ranks have launched different": (
+            lambda: count_kernel[grid](context_tensor, counted)
+        ),
+        "Rank 1 is at epoch 3, 4 behind. So the ranks count differently": (
+            lambda: meet_kernel[(1,)](context_tensor, given, (7, 3)[rank])
+        ),
+    }
     seen = ("waits in a barrier for epoch 1, the ranks are at [1, 0]", "for epoch 7, the ranks are at [7, 3]")
     for (text, enqueue), simulated in zip(launches.items(), seen, strict=True):
         if rank == 0:
@@ -113,13 +119,15 @@ def leave_alone(ctx):
     a, b = (torch.ones(64, 64, device=ctx.device, dtype=torch.float16) for _ in range(2))
     sums, product = torch.empty_like(x), ctx.zeros(64, 64, dtype=torch.float16)
     large = torch.ones(1 << 20, device=ctx.device)
-    queued = iris.ccl.Config(all_reduce_variant="two_shot")
+    queued, tiles = iris.ccl.Config(all_reduce_variant="two_shot"), iris.ops.FusedConfig(**small)
+    missing = told("for data from rank 1", "holds")
     calls = {
-        ("of all_reduce or reduce_scatter", told("for data from rank 1", "holds")): lambda: ctx.ccl.all_reduce(sums, x),
-        ("queues of", told("for data from rank 1", "holds")): lambda: ctx.ccl.all_reduce(large, large.clone(), config=queued),
-        ("workspace of matmul_all_reduce(", "calls begun by each rank: [2, 1]"):
-            lambda: ctx.ops.matmul_all_reduce(product, a, b, config=iris.ops.FusedConfig(**small)),
-    }  # fmt: skip
+        ("of all_reduce or reduce_scatter", missing): lambda: ctx.ccl.all_reduce(sums, x),
+        ("queues of", missing): lambda: ctx.ccl.all_reduce(large, large.clone(), config=queued),
+        ("workspace of matmul_all_reduce(", "calls begun by each rank: [2, 1]"): (
+            lambda: ctx.ops.matmul_all_reduce(product, a, b, config=tiles)
+        ),
+    }
     for texts, call in calls.items():
         call()
         ctx.barrier()
