@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 
 from iris import requirements
-from iris.errors import IrisError
+from iris.errors import IrisError, ProcessUnreachableError
 
 
 class _Commands(click.Group):
@@ -25,17 +25,43 @@ def commands() -> None:
 
 @commands.command()
 @click.option("--json", "as_json", is_flag=True, help="For machines.")
-def info(as_json: bool) -> None:
+@click.option("--pid", "processes", type=click.IntRange(1), multiple=True, help="Ask this process; several times: all.")
+def info(as_json: bool, processes: tuple[int, ...]) -> None:
     """What this machine has, how Iris would run on it, and what is missing.
 
-    Exit status 1 if Iris cannot run here.
+    With --pid, what a running process of yours does that uses Iris, and may hang: its rank, its heaps with the flags
+    that lie there, what the library has counted, and where its threads are.
+
+    Exit status 1 if Iris cannot run here, or a process cannot be asked.
     """
+    if processes:
+        _inspect(processes, as_json)
+        return
     from iris import info
 
     report = info.collect()
     info.print_json(report) if as_json else info.show(report)
     if not report["mapping"]["works"]:
         raise SystemExit(1)
+
+
+def _inspect(processes: tuple[int, ...], as_json: bool) -> None:
+    import json
+
+    from iris import inspection
+
+    told, failed = [], False
+    for process in processes:
+        try:
+            told.append(inspection.ask(process))
+        except ProcessUnreachableError as error:
+            click.echo(f"Error: {error}", err=True)
+            failed = True
+    if as_json:
+        click.echo(json.dumps(told, indent=2))
+    else:
+        click.echo("\n\n".join(map(inspection.show, told)), nl=bool(told))
+    raise SystemExit(failed)
 
 
 @commands.command()

@@ -18,7 +18,7 @@ from iris.language.functional import heap_bases_tensor
 from iris.log import logger
 from iris.ops.operations import Operations
 from iris.tensors import Factories
-from iris.tracing.recording import Space, Tracing
+from iris.tracing.recording import Tracing
 from iris.workspace import Workspace
 from iris.world import Group
 
@@ -68,7 +68,7 @@ class Iris(Factories):
         self.ccl = Collectives(self)
         self.ops = Operations(self)
         self._device_context = context_tensor(self.cur_rank, bases, size, record, self.device)
-        self.tracing = Tracing(self._workspaces[None], self._record, self._spaces, describe_address, self._drain)
+        self.tracing = Tracing(self._workspaces[None], self._record, self._drain)
         self.tracing.enable_if_wanted()
 
     def __repr__(self) -> str:
@@ -223,15 +223,6 @@ class Iris(Factories):
         for workspace in self._workspaces.values():
             workspace.close()
         self.heap.close()
-
-    def _spaces(self) -> list[Space]:
-        """The memory that kernels reach on other ranks."""
-        heap = Space("heap", self.heap.bases[self.cur_rank], self.heap.mapped_size, self._world.group.ranks)
-        groups = [workspace for workspace in self._workspaces.values()]
-        return [heap] + [
-            Space(f"flags of ranks {each.group.ranks}", each.bases[each.group.rank], each.size, each.group.ranks)
-            for each in groups
-        ]
 
     def _drain(self, stream: torch.cuda.Stream | None = None) -> None:
         """Wait on the host for ``stream`` (None: the device), and raise what its kernels have recorded."""

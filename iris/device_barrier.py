@@ -16,6 +16,8 @@ from iris.workspace import Workspace
 
 follow_predecessor, admit_successor = triton_ordering.follow_predecessor, triton_ordering.admit_successor
 
+FLAGS = "flags of device_barrier()"
+
 
 @triton.jit
 def _barrier_kernel(context_tensor, flags):
@@ -34,18 +36,21 @@ class DeviceBarrier:
         self._workspace = workspace
         self._size = 4 * workspace.group.size
         # Compile and load first, then meet: no rank's kernel waits while another's is still being compiled.
-        self._prepare(workspace.channel("first barrier", None, False, self._size))
+        self._prepare(self._channel("flags to compile device_barrier() with", None, False))
         workspace.group.all_gather(None, "the first device barrier of a group")
         self._launches: dict[int | None, Callable[[int | None], None]] = {}
 
     def enqueue(self, stream: int | None, capturing: bool) -> None:
         """Enqueue on the stream with this handle (None in the simulator); ``capturing``: a graph is recording it."""
         if capturing:
-            self._prepare(self._workspace.channel("barrier", stream, capturing, self._size))(stream)
+            self._prepare(self._channel(FLAGS, stream, capturing))(stream)
             return
         if stream not in self._launches:
-            self._launches[stream] = self._prepare(self._workspace.channel("barrier", stream, capturing, self._size))
+            self._launches[stream] = self._prepare(self._channel(FLAGS, stream, capturing))
         self._launches[stream](stream)
+
+    def _channel(self, operation: str, stream: int | None, capturing: bool) -> torch.Tensor:
+        return self._workspace.channel(operation, stream, capturing, self._size, slice(None))
 
     def _prepare(self, channel: torch.Tensor) -> Callable[[int | None], None]:
         # One warp: it holds all flags, so one fence serves them all, and there is no other warp to wait for.

@@ -7,22 +7,28 @@ With neither switched on, there is nothing of it in the generated code.
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
 
+from iris.barrier_diagnosis import explain
 from iris.errors import IrisTimeoutError, NotSymmetricError
 from iris.heap.history import debugging
+from iris.heap.mapping import locate
+from iris.heap.symmetric import SymmetricHeap
 from iris.wait_limit import NANOSECONDS, VARIABLE
+from iris.world import names
 
-# Words of the record. Of a barrier, SEEN is a bit for each rank from FIRST on that has arrived, of RANKS ranks.
-CLAIMED, CLOCK, PROGRAM, FLAG, WANTED, SEEN, KIND, FIRST, RANKS = range(9)
-WORDS = 9
+# Words of the record. Of a barrier, SEEN is a bit for each rank from FIRST on that has arrived, of RANKS ranks; of
+# data, a bit for each rank whose data are missing. PROGRAMS: of the launch.
+CLAIMED, CLOCK, PROGRAM, FLAG, WANTED, SEEN, KIND, FIRST, RANKS, PROGRAMS = range(10)
+WORDS = 10
 # Behind them, and not part of what is said once and then forgotten: the address at which kernels that are traced write
 # their events; and the header of a trace without room, for as long as there is no other.
 TRACE, NO_TRACE, SIZE = 15, 16, 18
 BARRIER_LANES = 32
 
-# What the record is about: a wait, by its comparison; a barrier; a pointer; words that carry their own arrival, FIRST
-# being the rank that they were to come from (of a group), or -1 for any; the queues of a collective; a lock.
+# What the record is about: a wait, by its comparison; a barrier; a pointer; words that carry their own arrival; the
+# queues of a collective; a lock.
 KINDS = ("eq", "ne", "gt", "ge", "lt", "le", "barrier", "pointer", "data", "queue", "lock", "reached")
 _SYMBOLS = {"eq": "==", "ne": "!=", "gt": ">", "ge": ">=", "lt": "<", "le": "<=", "reached": "at or past"}
 
@@ -68,20 +74,75 @@ class DeviceRecord:
                 f"{who} reached a peer by way of a pointer to {place}, and not to the heap of the kernel's context (or "
                 "heap_bases). Pass tensors that this context has made: ctx.zeros(), ctx.as_symmetric(), ..."
             )
-        wanted, seen, first = words[WANTED], words[SEEN], words[FIRST]
-        if kind in ("barrier", "queue"):
-            expected = range(first, min(first + BARRIER_LANES, words[RANKS]))
-            late = [peer for peer in expected if not seen >> (peer - first) & 1]
-            what = f"in a barrier for epoch {wanted}; ranks {late} of its group had not arrived"
-            if kind == "queue":
-                what = f"in a collective for block {wanted}, or for room for it; ranks {late} of its group were behind"
+        wanted, seen = words[WANTED], words[SEEN]
+        if kind == "barrier":
+            what = f"in a barrier for epoch {wanted} ({place}). {_arrivals(words)}"
+        elif kind == "queue":
+            what = f"in a collective for block {wanted}, or for room for it ({place}). {_queues(words)}"
         elif kind == "data":
-            what = f"for data from {'its peers' if first < 0 else f'rank {first} of its group'}"
+            what = f"for data from {_sources(words)} ({place})."
         elif kind == "lock":
-            what = f"for a lock that another program holds ({place})"
+            what = f"for a lock that another program holds ({place})."
         else:
-            what = f"for a flag to be {_SYMBOLS[kind]} {wanted}; it held {seen} ({place})"
+            what = f"for a flag to be {_SYMBOLS[kind]} {wanted}; it held {seen} ({place})."
         raise IrisTimeoutError(
-            f"{who} waited for more than {NANOSECONDS / 1e9:g} s {what}. The kernel went on without it, so its results "
+            f"{who} waited for more than {NANOSECONDS / 1e9:g} s {what} The kernel went on without it, so its results "
             f"are not valid. Look at who should have signalled; {VARIABLE} sets the limit."
         )
+
+
+def _arrivals(words: list[int]) -> str:
+    """Who has come to a barrier, by this rank's copy of its flags as it is now."""
+    first, size, program = words[FIRST], words[RANKS], words[PROGRAM]
+    arrived = [rank for rank in range(size) if not first <= rank < first + BARRIER_LANES or _bit(words, rank - first)]
+    found = locate(words[FLAG])
+    if found is None:
+        return f"Of {size} ranks of its group, {arrived} had arrived."
+    mapping, _, at = found
+    owner = mapping.owner()
+    block = owner.block_at(at) if isinstance(owner, SymmetricHeap) else None
+    dtype = np.dtype(np.int64 if block is not None and block.dtype.itemsize == 8 else np.int32)
+    row = size * dtype.itemsize
+    begin, programs = at - first * dtype.itemsize, 1
+    # The flags of a user's barrier are those of all programs. In the library's memory each waits for a row of its own.
+    if block is not None:
+        whole = begin - program * row
+        if whole >= block.offset and whole + words[PROGRAMS] * row <= block.offset + block.size:
+            begin, programs = whole, words[PROGRAMS]
+    flags = mapping.snapshot(begin, programs * row).view(dtype).reshape(programs, size)
+    ranks = mapping.ranks if len(mapping.ranks) == size else range(size)
+    own = mapping.rank if block is not None else None
+    return explain(flags, program if programs > 1 else 0, words[WANTED], own, arrived, ranks)
+
+
+def _queues(words: list[int]) -> str:
+    """Who is behind in a collective, by what each rank has posted (`iris.ccl.queue`)."""
+    late = [rank for rank in range(words[RANKS]) if not _bit(words, rank)]
+    found = locate(words[FLAG])
+    if found is None:
+        return f"Ranks {late} of its group were behind."
+    mapping, _, at = found
+    posts = mapping.snapshot(at, 8 * words[RANKS]).view(np.int64)
+    told = [
+        f"rank {mapping.ranks[rank]}, which has put in {posts[rank] >> 32} and taken {posts[rank] & 0xFFFFFFFF}"
+        for rank in late
+    ]
+    return f"Behind: {'; '.join(told)}."
+
+
+def _sources(words: list[int]) -> str:
+    """Whose data are missing."""
+    late = [rank for rank in range(BARRIER_LANES) if _bit(words, rank)]
+    found = locate(words[FLAG])
+    if not late or found is None:
+        return "its peers, or from other programs of its own"
+    mapping = found[0]
+    if late == [mapping.rank]:
+        return "another program of the same kernel"
+    there = [rank for column, rank in enumerate(mapping.ranks) if column != mapping.rank and column not in late]
+    arrived = f"; those of {names(there)} have arrived" if there else ""
+    return f"{names([mapping.ranks[rank] for rank in late])}{arrived}"
+
+
+def _bit(words: list[int], rank: int) -> bool:
+    return bool(words[SEEN] >> rank & 1)

@@ -79,6 +79,10 @@ class PeerLostError(IrisError, ConnectionError):
     """The store through which the ranks talk is gone, most often because the process that held it has ended."""
 
 
+class ProcessUnreachableError(IrisError, ConnectionError):
+    """A process that was to say what it is doing cannot be asked, or does not answer."""
+
+
 class SeveralHostsError(IrisError, RuntimeError):
     """The ranks are on several hosts; Iris reaches memory by loads and stores, which end at the host."""
 

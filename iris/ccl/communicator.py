@@ -3,10 +3,11 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from iris import simulator
-from iris.ccl.queue import COUNTS, MAX_RANKS, SLOTS, WORDS, region_bytes
+from iris.ccl.queue import COUNTS, GOT, MAX_RANKS, MET, SENT, SLOTS, WORDS, region_bytes
 from iris.ccl.select import digest, load_table, own_table
 from iris.errors import InvalidGroupError, InvalidTableError, TooManyStreamsError
 from iris.heap.symmetric import SymmetricHeap
@@ -161,10 +162,16 @@ class Communicator:
         most, slot_bytes = power_of_two(programs), self.slot_bytes(programs, few_sms)
         size = region_bytes(most, self.size, slot_bytes)
         name = f"queues of {most} programs with slots of {slot_bytes} bytes for {use}"
-        channel = self.workspace.channel(name, stream, capturing, size)
         words = most * COUNTS.value * 4
+        channel = self.workspace.channel(name, stream, capturing, size, slice(0, words), self._told)
         slots = words + most * WORDS.value * 8
         return channel[:words].view(torch.int32), channel[words:slots].view(torch.int64), channel[slots:], slot_bytes
+
+    def _told(self, counts: np.ndarray) -> str:
+        """What a program has put into the queue to each rank, and taken out, at most."""
+        most = counts.reshape(-1, COUNTS.value // MAX_RANKS, MAX_RANKS)[:, :, : self.size].max(axis=0)
+        sent, got, calls = (most[row.value // MAX_RANKS].tolist() for row in (SENT, GOT, MET))
+        return f"blocks sent to each rank {sent}, got from each {got}; calls that read in place {calls[self.rank]}"
 
 
 def power_of_two(number: int) -> int:

@@ -178,7 +178,9 @@ def _one_hop(
     piece, most = e.rows * e.row, config.comm_sms or comm.num_sms
     block = one_hop.block_words(piece, comm.size, most)
     epochs_bytes, slots_bytes = one_hop.channel_bytes(comm.size, block)
-    channel = comm.workspace.channel(f"one hop of {block} words", stream, capturing, epochs_bytes + slots_bytes)
+    use = f"one hop of {block} words of all_gather, all_to_all or broadcast"
+    size = epochs_bytes + slots_bytes
+    channel = comm.workspace.channel(use, stream, capturing, size, slice(0, epochs_bytes))
     epochs, slots = channel[:epochs_bytes].view(torch.int32), channel[epochs_bytes:].view(torch.int64)
     programs = max(1, min(-(-piece // (4 * block)) * comm.size, most))
     flat = e.rows == 1

@@ -58,7 +58,7 @@ def make_push(jit, lang, move, queue, stamped, order, combining, Context):
     """Both kernels, and what they are made of, in the language that ``(jit, lang)`` stand for."""
     flat, combine, conclude = queue.flat, combining.combine, combining.conclude
     send_marked, receive_marked, clear_marked = stamped.send_marked, stamped.receive_marked, stamped.clear_marked
-    reread, nanoseconds, given_up = order.reread, order.nanoseconds, stamped.given_up
+    reread, nanoseconds, expired, note_absent = order.reread, order.nanoseconds, order.expired, stamped.note_absent
     follow_predecessor, admit_successor, keep = order.follow_predecessor, order.admit_successor, order.keep
 
     @jit
@@ -88,7 +88,13 @@ def make_push(jit, lang, move, queue, stamped, order, combining, Context):
             missing = lang.max(absent, axis=0)
             if WAIT_LIMIT_NS > 0:
                 if missing > 0:
-                    if given_up(parts + i, since, 0, -1, record):
+                    if expired(record, since):
+                        late = lang.cast(0, lang.int64)
+                        for s in lang.static_range(W):
+                            here = mask & (rank != s)
+                            none = here & (reread(parts + (s * PART + i), here) == 0)
+                            late = late | (lang.cast(lang.max(lang.cast(none, lang.int32), axis=0), lang.int64) << s)
+                        note_absent(parts + i, mask, 0, late, record)
                         missing = missing * 0
         return conclude(total, element, W, OP)
 
@@ -219,7 +225,7 @@ def make_push(jit, lang, move, queue, stamped, order, combining, Context):
                 # The sums lie beside each other as they do in the output.
                 there = (j < W * PART) & (j // PART != rank) & (k < n)
                 sums = region(slots, most, block, epoch, 2 * W * PART) + W * PART + j
-                lang.store(output + k, receive_marked(sums, element, there, -1, ctx._record()), mask=there)
+                lang.store(output + k, receive_marked(sums, element, there, j // PART, ctx._record()), mask=there)
                 leave(slots, epochs, most, block, epoch, j, rank, W, PART, 2)
 
     return SimpleNamespace(one_shot=one_shot, two_shot=two_shot, add_up=add_up, peers=peers, region=region)

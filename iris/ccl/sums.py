@@ -119,8 +119,8 @@ def _push(
     programs = choice.programs or 2 * comm.num_sms
     steps = PUSHES[choice.variant]
     part_bytes, most, size = _push_room(comm, steps, n * dtype.itemsize, programs)
-    use = f"push of {most} blocks of {part_bytes} bytes in {steps} steps"
-    channel = comm.workspace.channel(use, stream, capturing, size)
+    use = f"push of {most} blocks of {part_bytes} bytes in {steps} steps of all_reduce or reduce_scatter"
+    channel = comm.workspace.channel(use, stream, capturing, size, slice(size - 4 * most, size))
     part = part_bytes // dtype.itemsize
     blocks = -(-n // (part if steps == 1 else part * comm.size))
     bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
@@ -202,9 +202,10 @@ def _atomic(
     programs = min(comm.programs(choice.programs), -(-n // block))
     most = power_of_two(programs)
     size = atomic.channel_bytes(comm.size, most)
-    channel = comm.workspace.channel(f"accumulators of {most} programs", stream, capturing, size)
     locks = most * 2 * atomic.ACCUMULATOR_BYTES
     flags = locks + most * atomic.LOCK_BYTES
+    use = f"accumulators of {most} programs of all_reduce"
+    channel = comm.workspace.channel(use, stream, capturing, size, slice(flags, size))
     before = (
         comm.workspace.context_tensor, channel[flags:].view(torch.int32), channel[locks:flags].view(torch.int32),
         channel[:locks].view(sums),

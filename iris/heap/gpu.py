@@ -1,10 +1,12 @@
 """Memory shared between the GPUs of one host, by ``torch.distributed._symmetric_memory`` (CUDA and ROCm)."""
 
 import contextlib
+import functools
 import os
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import _register_process_group, _SymmetricMemory, _unregister_process_group
@@ -45,6 +47,22 @@ class CountingStore(dist.Store):
 def total_memory(device: torch.device) -> int:
     """The memory of a GPU in bytes."""
     return torch.cuda.get_device_properties(device).total_memory
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    # Of high priority, since torch hands out such streams from a pool that few others take theirs from.
+    return torch.cuda.Stream(device, priority=-1)
+
+
+def snapshot(memory: torch.Tensor) -> np.ndarray:
+    """A copy of ``memory``, uint8 and contiguous, as it is now.
+
+    A copy of bytes to pageable memory on a stream of its own: there is no kernel to load and no page to lock, either of
+    which may wait for a kernel that hangs (CUDA C++ Programming Guide, "Lazy Loading" and "Implicit Synchronization").
+    """
+    with torch.cuda.stream(_side_stream(memory.device)):
+        return memory.cpu().numpy()
 
 
 def share(group: Group, size: int, device: torch.device) -> tuple[list[int], Any]:

@@ -10,6 +10,7 @@ import mmap
 import os
 from typing import Any
 
+import numpy as np
 import torch
 
 from iris.errors import MappingError, readable
@@ -19,6 +20,11 @@ from iris.world import Group
 def total_memory(device: torch.device) -> int:
     """The main memory of this machine in bytes."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def snapshot(memory: torch.Tensor) -> np.ndarray:
+    """A copy of ``memory``, uint8."""
+    return memory.numpy().copy()
 
 
 def share(group: Group, size: int, device: torch.device) -> tuple[list[int], Any]:

@@ -8,9 +8,11 @@ import operator
 import os
 import weakref
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from iris.errors import (
@@ -56,6 +58,9 @@ class Mapping:
         The address, in this process, of each rank's bytes; congruent modulo 16.
     memory : object
         What keeps the addresses valid for as long as it lives; None once closed.
+    owner : callable
+        Returns what uses the memory, or None: a weak reference. It has methods ``name_at(offset)``, what the memory is
+        for and which part of that is there, and ``describe_offset(offset)``, both in one text.
     """
 
     name: str
@@ -65,6 +70,7 @@ class Mapping:
     device: torch.device
     bases: tuple[int, ...]
     memory: Any
+    owner: Callable[[], Any] = lambda: None
 
     def storage(self, rank: int, offset: int, size: int, owner: Any = None) -> torch.UntypedStorage:
         """A storage of its own over ``size`` bytes of a rank's memory.
@@ -96,6 +102,18 @@ class Mapping:
     def buffer(self) -> torch.Tensor:
         """This rank's bytes, as a uint8 tensor of shape ``[size]``."""
         return self.peer(self.rank)
+
+    def snapshot(self, offset: int, size: int) -> np.ndarray:
+        """A copy of ``size`` of this rank's bytes as they are now, uint8. Local; waits for no kernel, in any thread.
+
+        Raises
+        ------
+        HeapClosedError
+            After `close`.
+        """
+        own = self.storage(self.rank, offset, size)
+        provider = host if self.device.type == "cpu" else gpu
+        return provider.snapshot(torch.empty(0, dtype=torch.uint8, device=self.device).set_(own, 0, (size,)))
 
     def close(self) -> None:
         """Let go of the memory: it is unmapped when the last tensor over it has died."""
@@ -166,6 +184,27 @@ def create(group: Group, size: int, device: torch.device) -> Mapping:
 def mappings() -> list[Mapping]:
     """Those of this process that are in use."""
     return list(_mappings.values())
+
+
+def locate(address: int) -> tuple[Mapping, int, int] | None:
+    """The open mapping of this process that ``address`` is in, the rank in its group whose memory that is, and the
+    offset there; or None."""
+    for mapping in mappings():
+        for rank, base in enumerate(mapping.bases):
+            if mapping.memory is not None and 0 <= address - base < mapping.size:
+                return mapping, rank, address - base
+    return None
+
+
+def describe_address(address: int) -> str | None:
+    """What is at ``address`` in any memory that this process shares, a heap or the library's own, in words, or None."""
+    found = locate(address)
+    if found is None:
+        return None
+    mapping, rank, offset = found
+    owner = mapping.owner()
+    what = f"memory at offset {offset:#x}" if owner is None else owner.describe_offset(offset)
+    return f"rank {mapping.ranks[rank]}'s {what}"
 
 
 def count_made() -> int:

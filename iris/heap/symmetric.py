@@ -20,12 +20,14 @@ import operator
 import time
 import weakref
 from array import array
+from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from iris import inspection
 from iris.errors import (
     FreedTensorError,
     HeapClosedError,
@@ -41,14 +43,19 @@ from iris.errors import (
     readable,
 )
 from iris.heap.allocator import Allocator, HeapStats, round_up
+from iris.heap.dump import dump
 from iris.heap.history import Call, History, Summary, tensor_text
 from iris.heap.lifetime import Life, Lifetimes
-from iris.heap.mapping import create, is_mapped
+from iris.heap.mapping import create, describe_address, is_mapped
 from iris.simulator import sanitizer
 from iris.world import Group, names
 
 # The heaps of this process, by the address of this rank's bytes.
 _live: "weakref.WeakValueDictionary[int, SymmetricHeap]" = weakref.WeakValueDictionary()
+
+
+# Blocks that are gone and whose names are still known.
+REMEMBERED = 1000
 
 
 class Block(NamedTuple):
@@ -63,6 +70,11 @@ class Block(NamedTuple):
     @property
     def text(self) -> str:
         return tensor_text(self.shape, self.dtype)
+
+    @property
+    def origin(self) -> str:
+        """The text, and in debug mode by which call it was made."""
+        return self.text if self.call is None else f"{self.text} made by {self.call.function}() at {self.call.place}"
 
 
 class Report(NamedTuple):
@@ -109,10 +121,14 @@ class SymmetricHeap:
         self._history = History()
         # Blocks by number, which counts allocations and so is the same on all ranks.
         self._blocks: dict[int, Block] = {}
+        # The last ones that were given back, for messages about what was there.
+        self._gone: deque[Block] = deque(maxlen=REMEMBERED)
         # Blocks that some ranks no longer use: a bit for each of these ranks.
         self._done: dict[int, int] = {}
         self.closed = False
+        self.mapping.owner = weakref.ref(self)
         _live[self._base] = self
+        inspection.listen()
 
     @property
     def mapped_size(self) -> int:
@@ -245,20 +261,52 @@ class SymmetricHeap:
 
     def allocations(self) -> list[tuple[Block, bool]]:
         """The blocks in use, and whether this rank has let go of each."""
-        gone = self._lifetimes.gone() | {number for number, done in self._done.items() if done >> self.group.rank & 1}
-        return [(block, number in gone) for number, block in self._blocks.items()]
+        blocks, done = self._blocks.copy(), self._done.copy()
+        gone = self._lifetimes.gone() | {number for number, ranks in done.items() if ranks >> self.group.rank & 1}
+        return [(block, number in gone) for number, block in blocks.items()]
 
     def version(self) -> tuple[int, ...]:
         """Another one whenever `allocations` would say something else."""
         return self._history.count, len(self._blocks), len(self._done), self._lifetimes.count
 
-    def describe(self, address: int) -> str | None:
-        """What is at ``address``, in words, or None if that is in no rank's heap: for messages about faults."""
-        for rank, base in zip(self.group.ranks, self.bases, strict=True):
-            offset = address - base
-            if 0 <= offset < self.mapping.size:
-                return f"rank {rank}'s {self._describe_offset(offset)}"
+    def block_at(self, offset: int) -> Block | None:
+        """The block in use that has this offset, or the gap up to the next one behind it."""
+        for block in self._blocks.copy().values():
+            if 0 <= offset - block.offset < round_up(max(block.size, 1)):
+                return block
         return None
+
+    def name_at(self, offset: int) -> tuple[str, str]:
+        """Which tensor is there, or was until it died, and what of it, in words."""
+        block, origin = self.block_at(offset), ""
+        if block is None:
+            gone = (block for block in reversed(self._gone) if 0 <= offset - block.offset < max(block.size, 1))
+            block = next(gone, None)
+            if block is None:
+                return f"heap at offset {offset:#x}", "where no tensor is"
+            origin = " that has died"
+        within = offset - block.offset
+        origin = block.origin + origin
+        if within >= block.size:
+            return origin, f"{within - block.size} bytes past its end (offset {within:#x})"
+        return origin, f"element {within // block.dtype.itemsize} (offset {within:#x})"
+
+    def describe_offset(self, offset: int) -> str:
+        """The same for messages about faults."""
+        return ", ".join(self.name_at(offset))
+
+    def dump(self) -> str:
+        """What this rank's heap holds, for people: each tensor in use, with the contents of small ones of integers.
+
+        Local; may be called from any thread, also while a kernel hangs: it waits for none. See `iris.heap.dump`.
+
+        Raises
+        ------
+        HeapClosedError
+            After `close`.
+        """
+        self.check_open()
+        return dump(self)
 
     def close(self) -> None:
         """Let go of the memory. Local. Tensors that are still alive stay valid; everything else raises afterwards."""
@@ -322,7 +370,9 @@ class SymmetricHeap:
                 done = self._done.get(number, 0) | 1 << rank
                 if done == everyone:
                     self._done.pop(number, None)
-                    self._allocator.free(self._blocks.pop(number).offset)
+                    block = self._blocks.pop(number)
+                    self._allocator.free(block.offset)
+                    self._gone.append(block)
                 else:
                     self._done[number] = done
         return reports
@@ -347,18 +397,6 @@ class SymmetricHeap:
             text += f" {readable(pinned)} are kept for CUDA graphs."
         return text
 
-    def _describe_offset(self, offset: int) -> str:
-        for block in self._blocks.values():
-            within = offset - block.offset
-            if 0 <= within < round_up(max(block.size, 1)):
-                text = tensor_text(block.shape, block.dtype)
-                if block.call is not None:
-                    text += f" made by {block.call.function}() at {block.call.place}"
-                if within >= block.size:
-                    return f"{text}, {within - block.size} bytes past its end (offset {within:#x})"
-                return f"{text}, element {within // block.dtype.itemsize} (offset {within:#x})"
-        return f"heap at offset {offset:#x}, where no tensor is"
-
 
 def _show(tensor: torch.Tensor) -> str:
     return f"The tensor {tensor_text(tensor.shape, tensor.dtype)} on {tensor.device}"
@@ -372,14 +410,6 @@ def heap_named(name: str) -> SymmetricHeap | None:
 def live_heaps() -> list[SymmetricHeap]:
     """This process' heaps that are open."""
     return list(_live.values())
-
-
-def describe_address(address: int) -> str | None:
-    """What is at ``address`` in any heap of this process, in words, or None."""
-    for heap in list(_live.values()):
-        if text := heap.describe(address):
-            return text
-    return None
 
 
 def check_reach(addresses: np.ndarray, mask: np.ndarray | None, base: np.ndarray, ranks: np.ndarray | int) -> None:

@@ -56,6 +56,7 @@ SEEN = tl.constexpr(device_record.SEEN)
 KIND = tl.constexpr(device_record.KIND)
 FIRST = tl.constexpr(device_record.FIRST)
 RANKS = tl.constexpr(device_record.RANKS)
+PROGRAMS = tl.constexpr(device_record.PROGRAMS)
 
 
 @triton.constexpr_function
@@ -418,6 +419,8 @@ def make_ordering(jit: Callable, lang: ModuleType, translate) -> SimpleNamespace
             lang.store(record + KIND, lang.cast(kind, lang.int64))
             lang.store(record + FIRST, lang.cast(first, lang.int64))
             lang.store(record + RANKS, lang.cast(num_ranks, lang.int64))
+            programs = lang.num_programs(0) * lang.num_programs(1) * lang.num_programs(2)
+            lang.store(record + PROGRAMS, lang.cast(programs, lang.int64))
 
     @jit
     def check_pointer(ptr, mask, base, size, record):

@@ -22,7 +22,7 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from iris.language.ordering import WAIT_LIMIT_NS, gluon_ordering, kind_code, triton_ordering
+from iris.language.ordering import LANES, WAIT_LIMIT_NS, gluon_ordering, kind_code, triton_ordering
 from iris.language.target import on_amd
 
 
@@ -32,6 +32,10 @@ def bits_type(element):
     return {8: tl.int8, 16: tl.int16, 32: tl.int32, 64: tl.int64}[element.primitive_bitwidth]
 
 
+# Beyond every address.
+HIGHEST = tl.constexpr((1 << 63) - 1)
+
+
 @triton.constexpr_function
 def lowest(element):
     return -(1 << (element.primitive_bitwidth - 1))
@@ -39,7 +43,7 @@ def lowest(element):
 
 def make_stamped(jit: Callable, lang: ModuleType, order: SimpleNamespace) -> SimpleNamespace:
     """The device functions of this file in the language that ``(jit, lang)`` stand for."""
-    reread, inspect = order.reread, order.inspect
+    reread, inspect, lanes = order.reread, order.inspect, order.lanes
     expired, nanoseconds, write_record = order.expired, order.nanoseconds, order.write_record
 
     @jit
@@ -51,13 +55,25 @@ def make_stamped(jit: Callable, lang: ModuleType, order: SimpleNamespace) -> Sim
             lang.store(ptrs, values, mask=mask)
 
     @jit
-    def given_up(ptrs, since, wanted, source, record):
-        """Whether a wait for data has exceeded its limit; notes it if so."""
+    def given_up(ptrs, absent, since, wanted, source, record):
+        """Whether a wait for data has exceeded its limit; notes it if so, and what is ``absent``.
+
+        ``source``: the rank that the data come from, or for each of ``ptrs`` its own; -1 if it cannot be said.
+        """
         over = expired(record, since)
         if over:
-            first = lang.min(lang.cast(ptrs, lang.int64), axis=0)
-            write_record(record, first, wanted, 0, kind_code("data"), source, 0)
+            late = lang.cast(0, lang.int64)
+            for rank in range(0, LANES):
+                missing = lang.max(lang.cast(absent & (rank == source), lang.int32), axis=0)
+                late = late | (lang.cast(missing, lang.int64) << rank)
+            note_absent(ptrs, absent, wanted, late, record)
         return over
+
+    @jit
+    def note_absent(ptrs, absent, wanted, late, record):
+        """Record the first that is ``absent``, and a bit for each rank that is ``late`` with its data."""
+        first = lang.min(lang.where(absent, lang.cast(ptrs, lang.int64), HIGHEST), axis=0)
+        write_record(record, first, wanted, late, kind_code("data"), 0, 0)
 
     @jit
     def send_stamped(ptrs, words, stamp, mask):
@@ -81,7 +97,8 @@ def make_stamped(jit: Callable, lang: ModuleType, order: SimpleNamespace) -> Sim
             missing = lang.max(lang.cast(mask & (lang.cast(words >> 32, lang.int32) != stamp), lang.int32), axis=0)
             if WAIT_LIMIT_NS > 0:
                 if missing > 0:
-                    if given_up(ptrs, since, stamp, source, record):
+                    absent = mask & (lang.cast(words >> 32, lang.int32) != stamp)
+                    if given_up(ptrs, absent, since, stamp, source, record):
                         missing = missing * 0
         return lang.cast(words, lang.int32)
 
@@ -107,7 +124,7 @@ def make_stamped(jit: Callable, lang: ModuleType, order: SimpleNamespace) -> Sim
             missing = lang.max(lang.cast(mask & (wire == 0), lang.int32), axis=0)
             if WAIT_LIMIT_NS > 0:
                 if missing > 0:
-                    if given_up(ptrs, since, 0, source, record):
+                    if given_up(ptrs, mask & (wire == 0), since, 0, source, record):
                         missing = missing * 0
         return lang.cast(wire ^ -1, element, bitcast=True)
 
@@ -129,21 +146,21 @@ def make_stamped(jit: Callable, lang: ModuleType, order: SimpleNamespace) -> Sim
     @jit
     def unplaced(words, counts, mask):
         stamps = lang.cast(words >> 48, lang.int32) & 0xFFFF
-        return lang.max(lang.cast(mask & (stamps != (counts & 0xFFFF)), lang.int32), axis=0)
+        return mask & (stamps != (counts & 0xFFFF))
 
     @jit
     def receive_places(ptrs, counts, mask, record):
-        """Wait until all of the caller's own ``ptrs`` carry their ``counts``; returns the places."""
+        """Wait until all of the caller's own ``ptrs``, one a rank, carry their ``counts``; returns the places."""
         if WAIT_LIMIT_NS > 0:
             since = nanoseconds(record)
         words = inspect(ptrs, mask)
-        missing = unplaced(words, counts, mask)
+        missing = lang.max(lang.cast(unplaced(words, counts, mask), lang.int32), axis=0)
         while missing > 0:
             words = inspect(ptrs, mask)
-            missing = unplaced(words, counts, mask)
+            missing = lang.max(lang.cast(unplaced(words, counts, mask), lang.int32), axis=0)
             if WAIT_LIMIT_NS > 0:
                 if missing > 0:
-                    if given_up(ptrs, since, 0, -1, record):
+                    if given_up(ptrs, unplaced(words, counts, mask), since, 0, lanes(), record):
                         missing = missing * 0
         return words & 0xFFFFFFFFFFFF
 
@@ -155,7 +172,7 @@ def make_stamped(jit: Callable, lang: ModuleType, order: SimpleNamespace) -> Sim
         send_marked=send_marked,
         receive_marked=receive_marked,
         clear_marked=clear_marked,
-        given_up=given_up,
+        note_absent=note_absent,
     )
 
 

@@ -69,12 +69,12 @@ def normalise(
 
 
 @triton.jit
-def share(partials, value, piece, stamp, PIECES: tl.constexpr, LANES: tl.constexpr, record):
+def share(partials, value, piece, stamp, PIECES: tl.constexpr, LANES: tl.constexpr, rank, record):
     """The float32 ``value`` of every program of a row, and zeros; ``LANES``: as many as there are threads, or more."""
     k = tl.arange(0, LANES)
     words = tl.cast(value, tl.int32, bitcast=True) + 0 * k
     send_stamped(partials + k, words, stamp, k == piece)
-    words = receive_stamped(partials + k, stamp, k < PIECES, -1, record)
+    words = receive_stamped(partials + k, stamp, k < PIECES, rank, record)
     return tl.where(k < PIECES, tl.cast(words, tl.float32, bitcast=True), 0)
 
 
@@ -145,10 +145,10 @@ def one_shot_rms_norm(
             peak = tl.max(tl.abs(x * gain), axis=0)
         if PIECES > 1:
             mine = partials + row * PIECES
-            squares = tl.sum(share(mine, squares, piece, epoch + 1, PIECES, LANES, ctx._record()), axis=0)
+            squares = tl.sum(share(mine, squares, piece, epoch + 1, PIECES, LANES, rank, ctx._record()), axis=0)
             if BY_ROW:
                 mine += room * PIECES
-                peak = tl.max(share(mine, peak, piece, epoch + 1, PIECES, LANES, ctx._record()), axis=0)
+                peak = tl.max(share(mine, peak, piece, epoch + 1, PIECES, LANES, rank, ctx._record()), axis=0)
         normalise(
             x, squares, peak, gain, at, inside, residual, out, scale, row_scales, row, piece == 0, eps,
             H, ADDS, SCALED, BY_ROW, LARGEST,
@@ -233,7 +233,7 @@ def two_shot_rms_norm(
         if step >= 2 * AHEAD:
             epoch = tl.load(epochs + done)
             sums = region(slots, room, done, epoch, 2 * W * PART) + W * PART
-            total = receive_marked(sums + j, input.dtype.element_ty, inside, -1, ctx._record())
+            total = receive_marked(sums + j, input.dtype.element_ty, inside, j // PART, ctx._record())
             x = tl.where(inside, total.to(tl.float32), 0) + added.to(tl.float32)
             peak = tl.max(tl.abs(x * gain), axis=0) if BY_ROW else 0.0
             normalise(

@@ -1,15 +1,18 @@
 """Symmetric memory of one fused operation: what its kernels count in, and where peers store."""
 
+import weakref
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from iris.device_record import DeviceRecord
 from iris.errors import WorkspaceTooSmallError, readable
 from iris.heap import mapping
+from iris.heap.dump import contents
 from iris.heap.tensor_map import places
 from iris.language.context import context_tensor
-from iris.ops.counts import ARRIVED
+from iris.ops.counts import ARRIVED, DONE, READY
 from iris.world import Group
 
 ALIGNMENT = 1024
@@ -49,6 +52,7 @@ class Buffers:
         data_bytes = needs.elements * needs.dtype.itemsize
         size = count_bytes + max(1, -(-data_bytes // ALIGNMENT)) * ALIGNMENT
         self.mapping = mapping.create(group, size, device)
+        self.mapping.owner = weakref.ref(self)
         whole = self.mapping.buffer
         self.counts = whole[:count_bytes].view(torch.int32)
         self._data = slice(count_bytes, count_bytes + data_bytes)
@@ -75,6 +79,43 @@ class Buffers:
     def peer_counts(self, rank: int) -> torch.Tensor:
         """The ``counts`` of another rank."""
         return self.mapping.peer(rank)[: self._data.start].view(torch.int32)
+
+    def name_at(self, offset: int) -> tuple[str, str]:
+        """What this is, and what of it lies there, in words."""
+        use, word = f"workspace of {self._use()}", offset // 4
+        if offset >= self._data.start:
+            return use, f"byte {offset - self._data.start} of the data"
+        if word >= ARRIVED.value:
+            return use, f"what has arrived of part {word - ARRIVED.value}"
+        if word >= DONE.value:
+            return use, "what peers have finished"
+        if word >= READY.value:
+            return use, f"the calls that rank {self.mapping.ranks[word - READY.value]} has begun"
+        return use, f"the calls of program {word}"
+
+    def describe_offset(self, offset: int) -> str:
+        """The same for messages about waits, which are told how far ranks are."""
+        use, part = self.name_at(offset)
+        return f"{use} (calls begun by each rank: {self._begun()}): {part}"
+
+    def progress(self) -> list[str]:
+        """The counts on this rank, if there are any. Local; any thread; waits for no kernel."""
+        counts = self.mapping.snapshot(0, self._data.start).view(np.int32)
+        if not counts.any():
+            return []
+        return [
+            f"workspace of {self._use()}: {counts[: READY.value].max()} calls over, begun by each rank "
+            f"{self._begun()}, finished by peers {counts[DONE.value]}, arrived of each part "
+            f"{contents(counts[ARRIVED.value :])}"
+        ]
+
+    def _use(self) -> str:
+        """The operation and its extents: enough to know it by."""
+        name, *rest = self.kind
+        return _told((name, *(each for each in rest if isinstance(each, int) and not isinstance(each, bool))))
+
+    def _begun(self) -> list[int]:
+        return self.mapping.snapshot(4 * READY.value, 4 * len(self.mapping.ranks)).view(np.int32).tolist()
 
     def close(self) -> None:
         """Unmap. The caller guarantees that no kernel uses the memory any more, on any rank."""

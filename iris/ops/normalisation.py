@@ -169,7 +169,7 @@ class AllReduceRmsNorm:
         # By the constants too: of what programs tell each other, each call writes the words that it reads.
         channel = comm.workspace.channel(
             f"all_reduce_rms_norm of {room} rows of {call.columns} {call.input.dtype} in {shape}, {constants}",
-            stream, capturing, slot_bytes + 20 * units,
+            stream, capturing, slot_bytes + 20 * units, slice(slot_bytes + 16 * units, None),
         )  # fmt: skip
         # The regions first, which are aligned then whatever their number; what programs of a row tell each other.
         slots = channel[:slot_bytes].view({2: torch.int16, 4: torch.int32}[itemsize])

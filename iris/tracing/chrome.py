@@ -74,8 +74,7 @@ def _slice(event: Event, thread: int) -> dict:
         arguments["target"] = "several ranks" if event.target < 0 else f"rank {event.target}"
         arguments["bytes"] = event.bytes
     if event.place is not None:
-        memory, offset = event.place
-        arguments["address"] = event.where or f"{memory} + {offset:#x}"
+        arguments["address"] = f"{event.thing}, {event.part}"
     if event.form not in ("named", "move"):
         arguments |= {"value": event.value, "result": event.result}
     if event.unfinished:

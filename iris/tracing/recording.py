@@ -15,6 +15,7 @@ import torch
 
 from iris.device_record import DeviceRecord
 from iris.errors import NotTracingError
+from iris.heap.mapping import mappings
 from iris.language.tracing import ADDRESS, ASKED, HEADER, ROOM, TRACES_ALL, WORDS
 from iris.tracing import chrome
 from iris.tracing.clock import Clock, Comparison
@@ -30,9 +31,9 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True)
 class Space:
-    """Memory that ranks reach in each other: at ``base`` on this one, ``size`` bytes, of ``ranks`` of the world.
+    """Memory that ``ranks`` of the world reach in each other: ``size`` bytes, on this one at ``base``.
 
-    ``name`` is the same on all of them.
+    ``name`` is the same on all of them, and another one for each.
     """
 
     name: str
@@ -55,7 +56,7 @@ class Recording:
         Events for which there was no room.
     spaces : tuple of Space
     places : dict
-        What is at an address, in words, for those that are some event's and that are known.
+        For each address that is some event's and lies in one of these: what it is of, and which part, in words.
     before, after : Comparison
         Of this rank's clock.
     """
@@ -65,7 +66,7 @@ class Recording:
     events: np.ndarray
     lost: int
     spaces: tuple[Space, ...]
-    places: dict[int, str]
+    places: dict[int, tuple[str, str]]
     before: Comparison
     after: Comparison
 
@@ -85,7 +86,7 @@ class Recording:
             **header | {
                 "events": events,
                 "spaces": tuple(Space(**space | {"ranks": tuple(space["ranks"])}) for space in header["spaces"]),
-                "places": {int(address): text for address, text in header["places"].items()},
+                "places": {int(address): tuple(place) for address, place in header["places"].items()},
                 "before": Comparison(**header["before"]),
                 "after": Comparison(**header["after"]),
             }
@@ -101,19 +102,13 @@ class Tracing:
         Of the world.
     record
         Through which kernels find where to write.
-    spaces, describe
-        What there is to reach now, and what is at an address.
     drain
         Waits on the host until this rank's kernels are over.
     """
 
-    def __init__(
-        self, workspace: Workspace, record: DeviceRecord, spaces: Callable[[], list[Space]],
-        describe: Callable[[int], str | None], drain: Callable[[], None],
-    ) -> None:  # fmt: skip
+    def __init__(self, workspace: Workspace, record: DeviceRecord, drain: Callable[[], None]) -> None:
         self._group, self._device, self._record = workspace.group, workspace.device, record
-        self._spaces, self._describe, self._drain = spaces, describe, drain
-        self._workspace = workspace
+        self._workspace, self._drain = workspace, drain
         self._clock: Clock | None = None
         self._buffer: torch.Tensor | None = None
         self._before: Comparison | None = None
@@ -218,12 +213,16 @@ class Tracing:
         asked = int(self._buffer[ASKED.value])
         rows = self._buffer[HEADER.value :].view(-1, WORDS.value)
         events = rows[: min(asked, len(rows))].cpu().numpy()
-        places = {}
-        for address in np.unique(events[:, ADDRESS.value]).tolist():
-            if text := self._describe(address):
-                places[address] = text
+        spaces, places = [], {}
+        addresses = np.unique(events[:, ADDRESS.value])
+        for mapping in mappings():
+            owner, base = mapping.owner(), mapping.bases[mapping.rank]
+            spaces.append(Space(mapping.name, base, mapping.size, mapping.ranks))
+            if owner is not None:
+                for address in addresses[(addresses >= base) & (addresses < base + mapping.size)].tolist():
+                    places[address] = owner.name_at(address - base)
         return Recording(
-            self._group.rank, str(self._device), events, max(0, asked - len(rows)), tuple(self._spaces()), places,
+            self._group.rank, str(self._device), events, max(0, asked - len(rows)), tuple(spaces), places,
             self._before, after,
         )  # fmt: skip
 

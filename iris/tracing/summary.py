@@ -8,8 +8,6 @@ from rich.table import Table
 
 from iris.tracing.timeline import READS, Event, Timeline, busy, length, overlap
 
-MOST_FLAGS = 20
-
 
 @dataclass(frozen=True)
 class Traffic:
@@ -27,10 +25,11 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Waiting:
-    """All waits of a rank for one flag, or in one barrier: ``us`` of all its programs added up."""
+    """All waits of a rank for the flags of one tensor, or in one barrier: ``us`` of all its programs added up."""
 
     rank: int
-    flag: str
+    what: str
+    flags: int
     times: int
     us: float
     longest_us: float
@@ -86,13 +85,14 @@ def traffic(timeline: Timeline) -> list[Traffic]:
 
 def waiting(timeline: Timeline) -> list[Waiting]:
     """The longest in all first."""
-    by_flag: dict[tuple[int, str], list[float]] = defaultdict(list)
+    waits: dict[tuple[int, str], list[Event]] = defaultdict(list)
     for event in timeline.events:
         if event.is_wait:
-            memory, offset = event.place or ("", event.bytes)
-            flag = event.where or f"{memory} + {offset:#x}"
-            by_flag[event.rank, flag].append(event.ended - event.began)
-    found = [Waiting(rank, flag, len(us), sum(us), max(us)) for (rank, flag), us in by_flag.items()]
+            waits[event.rank, f"{event.name}: {event.thing or 'memory that is not shared'}"].append(event)
+    found = []
+    for (rank, what), events in waits.items():
+        us = [event.ended - event.began for event in events]
+        found.append(Waiting(rank, what, len({event.place for event in events}), len(us), sum(us), max(us)))
     return sorted(found, key=lambda each: -each.us)
 
 
@@ -129,12 +129,11 @@ def show(timeline: Timeline, console: Console) -> None:
             table.add_row(f"{each.source}", f"{each.target}", f"{each.bytes}", f"{each.us:.1f}", f"{each.gbps:.3g}")
         console.print(table)
     if waits := waiting(timeline):
-        table = Table("rank", "flag", "times", "µs in all", "longest", title="Waiting")
-        for each in waits[:MOST_FLAGS]:
-            table.add_row(f"{each.rank}", each.flag, f"{each.times}", f"{each.us:.1f}", f"{each.longest_us:.1f}")
+        table = Table("rank", "for", "flags", "times", "µs in all", "longest", title="Waiting")
+        for each in waits:
+            numbers = f"{each.flags}", f"{each.times}", f"{each.us:.1f}", f"{each.longest_us:.1f}"
+            table.add_row(f"{each.rank}", each.what, *numbers)
         console.print(table)
-        if len(waits) > MOST_FLAGS:
-            console.print(f"... and {len(waits) - MOST_FLAGS} more flags.")
     if any(each.compute_us for each in overlaps(timeline)):
         table = Table("rank", "compute µs", "communication µs", "of it hidden", title="Overlap")
         for each in overlaps(timeline):

@@ -38,8 +38,8 @@ class Event:
         The rank that is reached, -2 for several; the rank itself for what is local.
     place : tuple of str and int, or None
         Which memory its address is in, by a name that all ranks share, and how far from its start.
-    where : str
-        The same for people.
+    thing, part : str
+        The same for people: a tensor, or what the library uses the memory for, and which part of it.
     bytes : int
     value, result : int
         Of a flag: what it is to become, or what is awaited; what it held at the end.
@@ -56,7 +56,8 @@ class Event:
     ended: float
     target: int | None
     place: tuple[str, int] | None
-    where: str
+    thing: str
+    part: str
     bytes: int
     value: int
     result: int
@@ -124,6 +125,7 @@ def _read(recording: "Recording") -> Iterator[Event]:
     began, ended = (common(rows[:, i], recording.before, recording.after).tolist() for i in (0, 1))
     for row, start, end in zip(rows.tolist(), began, ended, strict=True):
         _, over, name, form, program, target, address, moved, value, result, pid_m, pid_n = row
+        thing, part = recording.places.get(address, ("", ""))
         space = next((each for each in recording.spaces if 0 <= address - each.base < each.size), None)
         yield Event(
             rank=recording.rank,
@@ -134,7 +136,8 @@ def _read(recording: "Recording") -> Iterator[Event]:
             ended=end if over else start,
             target=_world_rank(target, space),
             place=(space.name, address - space.base) if space else None,
-            where=recording.places.get(address, ""),
+            thing=thing,
+            part=part,
             bytes=moved,
             value=value,
             result=result,

@@ -211,6 +211,7 @@ def set_counts(ctx, to):
     place = (to & 0xFFFF) << 48
     place -= (place >> 63) << 64
     for (operation, _, _), channel in ctx.ccl._communicators[None].workspace._channels.items():
+        channel = channel.memory
         if operation.startswith("one hop of"):
             epochs_bytes, _ = one_hop.channel_bytes(ctx.num_ranks, int(operation.split()[3]))
             channel[:epochs_bytes].view(torch.int32).fill_(to)

@@ -1,4 +1,7 @@
-"""Rank 0 waits for what rank 1 never sends: a flag, then a barrier. Needs IRIS_WAIT_TIMEOUT_S."""
+"""Rank 0 waits for what rank 1 never sends, in every kind of wait. Needs IRIS_WAIT_TIMEOUT_S.
+
+On GPUs it is told what the kernel's record and the flags say, in the simulator what its scheduler sees.
+"""
 
 import time
 
@@ -20,6 +23,20 @@ def wait_kernel(context_tensor, flags, value):
 @triton.jit
 def send_kernel(context_tensor, flags, value):
     iris.DeviceContext.initialize(context_tensor).signal(flags, value, 0)
+
+
+@triton.jit
+def meet_kernel(context_tensor, flags, epoch):
+    iris.DeviceContext.initialize(context_tensor).barrier(flags, epoch=epoch)
+
+
+@triton.jit
+def count_kernel(context_tensor, flags):
+    iris.DeviceContext.initialize(context_tensor).barrier(flags)
+
+
+def told(on_gpu, in_simulator):
+    return in_simulator if iris.simulator.ACTIVE else on_gpu
 
 
 def expect_timeout(ctx, enqueue, *texts):
@@ -44,7 +61,14 @@ def worker(rank, world_size):
         expect_timeout(
             ctx, lambda: wait_kernel[(4,)](ctx.get_device_context(), flags, 7), "ank 0", "int32[4]", ">= 7", "3"
         )
-        expect_timeout(ctx, ctx.device_barrier, "ank 0", "in a barrier")
+        late = "Rank 0 has arrived. Rank 1 has not arrived: it is at epoch 1, the one before."
+        expect_timeout(
+            ctx,
+            ctx.device_barrier,
+            "in a barrier for epoch 2",
+            "rank 0's flags of device_barrier() on stream 1",
+            told(late, "the ranks are at [2, 1]"),
+        )
         # A time-out is said once, and the context goes on.
         flags.fill_(8)
         wait_kernel[(4,)](ctx.get_device_context(), flags, 7)
@@ -62,7 +86,54 @@ def worker(rank, world_size):
             time.sleep(0.4)
             send_kernel[(1,)](ctx.get_device_context(), flags, 20 + turn)
     ctx.barrier()
+    disagree(ctx)
+    leave_alone(ctx)
     print("done", flush=True)
+
+
+def disagree(ctx):
+    """Both ranks come to a barrier, and not to the same."""
+    rank, context_tensor = ctx.get_rank(), ctx.get_device_context()
+    grid, counted, given = ((4, 2)[rank],), ctx.zeros(4, 2, dtype=torch.int32), ctx.zeros(1, 2, dtype=torch.int64)
+    ctx.barrier()
+    launches = {
+        "Rank 1 has arrived with programs 0 to 1 only, and this rank launched 4: the ranks have launched different": (
+            lambda: count_kernel[grid](context_tensor, counted)
+        ),
+        "Rank 1 is at epoch 3, 4 behind. So the ranks count differently": (
+            lambda: meet_kernel[(1,)](context_tensor, given, (7, 3)[rank])
+        ),
+    }
+    seen = ("waits in a barrier for epoch 1, the ranks are at [1, 0]", "for epoch 7, the ranks are at [7, 3]")
+    for (text, enqueue), simulated in zip(launches.items(), seen, strict=True):
+        if rank == 0:
+            expect_timeout(ctx, enqueue, told(text, simulated))
+        else:
+            enqueue()
+        ctx.barrier()
+
+
+def leave_alone(ctx):
+    """Rank 0 calls what the library has, and rank 1 does not."""
+    x, small = torch.ones(64, device=ctx.device), {"block_size_m": 64, "block_size_n": 64, "block_size_k": 32}
+    a, b = (torch.ones(64, 64, device=ctx.device, dtype=torch.float16) for _ in range(2))
+    sums, product = torch.empty_like(x), ctx.zeros(64, 64, dtype=torch.float16)
+    large = torch.ones(1 << 20, device=ctx.device)
+    queued, tiles = iris.ccl.Config(all_reduce_variant="two_shot"), iris.ops.FusedConfig(**small)
+    missing = told("for data from rank 1", "holds")
+    calls = {
+        ("of all_reduce or reduce_scatter", missing): lambda: ctx.ccl.all_reduce(sums, x),
+        ("queues of", missing): lambda: ctx.ccl.all_reduce(large, large.clone(), config=queued),
+        ("workspace of matmul_all_reduce(", "calls begun by each rank: [2, 1]"): (
+            lambda: ctx.ops.matmul_all_reduce(product, a, b, config=tiles)
+        ),
+    }
+    for texts, call in calls.items():
+        call()
+        ctx.barrier()
+        if ctx.get_rank() == 0:
+            expect_timeout(ctx, call, *texts)
+        ctx.barrier()
 
 
 if __name__ == "__main__":

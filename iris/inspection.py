@@ -1,0 +1,182 @@
+"""Questions to a process that uses Iris and may hang: who it is, where its threads are, and what its memory holds.
+
+A process with a heap listens on an abstract Unix socket that is named after its user and its number. A thread of its
+own is blocked in accept(2) there, which costs nothing, and answers while the others wait for a GPU or for peers. The
+answer is a JSON object a line, what the host knows first, so that there is an answer where a device gives none.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import socket
+import struct
+import sys
+import threading
+import traceback
+from collections.abc import Iterator
+from typing import Any
+
+from iris.errors import ProcessUnreachableError
+
+# Seconds that one waits for each line of an answer: contents of 1 MiB at most are copied for one.
+PATIENCE_S = 10.0
+
+_THREAD_NAME = "iris-inspection"
+_listener: socket.socket | None = None
+
+
+def listen() -> None:
+    """Answer from now on. Local; without effect the second time, and where the name is taken or there are no names."""
+    global _listener
+    if _listener is not None:
+        return
+    _listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        _listener.bind(_address(os.getpid()))
+        _listener.listen()
+    except OSError as error:
+        logging.getLogger("iris").debug("This process cannot be inspected: %s", error)
+        return
+    threading.Thread(target=_serve, args=(_listener,), name=_THREAD_NAME, daemon=True).start()
+
+
+def _forget() -> None:
+    """In a forked child, which has no such thread and another number."""
+    global _listener
+    if _listener is not None:
+        _listener.close()
+        _listener = None
+
+
+os.register_at_fork(after_in_child=_forget)
+
+
+def _address(process: int) -> str:
+    return f"\0iris-inspection-{os.geteuid()}-{process}"
+
+
+def _peer(connection: socket.socket) -> tuple[int, int]:
+    """The process at the other end, and its user, as the kernel knows them (unix(7), SO_PEERCRED)."""
+    process, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return process, user
+
+
+def _serve(listener: socket.socket) -> None:
+    while True:
+        connection, _ = listener.accept()
+        # A thread each: an answer that a device holds up is not to hold up the next one.
+        threading.Thread(target=_answer, args=(connection,), name=_THREAD_NAME, daemon=True).start()
+
+
+def _answer(connection: socket.socket) -> None:
+    with connection, contextlib.suppress(OSError):
+        if _peer(connection)[1] == os.geteuid():
+            for line in report():
+                connection.sendall(json.dumps(line).encode() + b"\n")
+
+
+def report() -> Iterator[dict[str, Any]]:
+    """This process, then each memory that it shares with other ranks, in types that JSON has. Local; any thread."""
+    # Imported here: who asks another process needs none of it.
+    from iris import simulator
+    from iris.heap.mapping import mappings
+    from iris.heap.symmetric import SymmetricHeap
+
+    yield {
+        "pid": os.getpid(),
+        "command": sys.orig_argv,
+        "simulator": simulator.ACTIVE,
+        "threads": find_threads(),
+    }
+    for mapping in mappings():
+        owner = mapping.owner()
+        if owner is None or mapping.memory is None:
+            continue
+        is_heap = isinstance(owner, SymmetricHeap)
+        try:
+            lines = owner.dump().splitlines() if is_heap else owner.progress()
+        except Exception as error:  # closed meanwhile, or a device that has failed: the rest is worth as much
+            lines = [f"Not to be read: {type(error).__name__}: {error}"]
+        yield {
+            "kind": "heap" if is_heap else "library",
+            "rank": mapping.ranks[mapping.rank],
+            "ranks": list(mapping.ranks),
+            "device": str(mapping.device),
+            "lines": lines,
+        }
+
+
+def find_threads() -> list[dict[str, Any]]:
+    """Python's threads, the main one first, each with its stack from the outermost call on."""
+    threads = {thread.ident: thread.name for thread in threading.enumerate()}
+    main = threading.main_thread().ident
+    found = []
+    for ident, frame in sorted(sys._current_frames().items(), key=lambda each: each[0] != main):
+        name = threads.get(ident, f"thread {ident}")
+        if name != _THREAD_NAME:
+            stack = [
+                f"{each.filename}:{each.lineno} in {each.name}: {each.line}" for each in traceback.extract_stack(frame)
+            ]
+            found.append({"name": name, "stack": stack})
+    return found
+
+
+def ask(process: int) -> dict[str, Any]:
+    """What the process with this number says: its own line, ``memory`` with the others, and whether it is ``complete``.
+
+    Raises
+    ------
+    ProcessUnreachableError
+        There is no such process, it is another user's, or it does not use Iris; or it does not answer at all.
+    """
+    try:
+        owner = os.stat(f"/proc/{process}").st_uid
+    except OSError:
+        raise ProcessUnreachableError(f"There is no process {process} on this machine.") from None
+    if owner != os.geteuid():
+        raise ProcessUnreachableError(
+            f"Process {process} belongs to user {owner}, and only that user may ask it; this is user {os.geteuid()}."
+        )
+    lines, complete = [], False
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(PATIENCE_S)
+        try:
+            connection.connect(_address(process))
+            if _peer(connection) != (process, owner):
+                raise ConnectionRefusedError
+        except OSError:
+            raise ProcessUnreachableError(
+                f"Process {process} does not listen: it has made no Iris context, or is not in this container."
+            ) from None
+        # A time-out, or a process that ends in the middle of a line.
+        with contextlib.suppress(OSError, ValueError), connection.makefile() as answer:
+            for line in answer:
+                lines.append(json.loads(line))
+            complete = True
+    if not lines:
+        raise ProcessUnreachableError(
+            f"Process {process} has said nothing for {PATIENCE_S:g} s: a call into a library keeps Python's other "
+            f"threads from running. A debugger sees more, such as `gdb -p {process}` or `py-spy dump --pid {process}`."
+        )
+    first, *memory = lines
+    return {**first, "memory": memory, "complete": complete}
+
+
+def show(told: dict[str, Any]) -> str:
+    """An answer, for people."""
+    where = "in the simulator" if told["simulator"] else "on a GPU"
+    lines = [f"Process {told['pid']}, {where}: {' '.join(told['command'])}"]
+    for memory in told["memory"]:
+        if memory["kind"] == "heap":
+            lines += memory["lines"]
+    for memory in told["memory"]:
+        if memory["kind"] != "heap" and memory["lines"]:
+            lines.append(f"What the library has counted on rank {memory['rank']}, among ranks {memory['ranks']}")
+            lines += [f"  {line}" for line in memory["lines"]]
+    if not told["complete"]:
+        lines.append(f"No more was said for {PATIENCE_S:g} s: the device does not let memory be read.")
+    for thread in told["threads"]:
+        lines.append(f"Thread {thread['name']}")
+        lines += [f"  {line}" for line in thread["stack"]]
+    return "\n".join(lines)
