@@ -67,7 +67,8 @@ class Clock:
 
     def __init__(self, workspace: Workspace) -> None:
         self._workspace, self._rounds = workspace, 0
-        self._flags = workspace.channel("clocks", None, False, 4 * workspace.group.size).view(torch.int32)
+        size = 4 * workspace.group.size
+        self._flags = workspace.channel("the comparison of clocks", None, False, size, slice(size)).view(torch.int32)
 
     def compare(self) -> Comparison:
         """This rank's clock against the first rank's. Collective; blocks the host; nothing else may be running."""
