@@ -1,0 +1,144 @@
+"""Recordings of ranks become one timeline: clocks, causes, tracks, and what it adds up to."""
+
+import numpy as np
+import pytest
+
+from iris.language.tracing import FORMS, NAMES, WORDS
+from iris.tracing.clock import Comparison, ahead, common
+from iris.tracing.recording import Recording, Space
+from iris.tracing.summary import moves, overlaps, traffic, waiting
+from iris.tracing.timeline import assemble, busy, length, overlap, tracks
+
+BASE = 1 << 20
+EXACT = Comparison(0, 0, 0)
+
+
+def row(name, began, ended, *, form="flag", program=0, target=0, at=0, size=4, value=0, result=0):
+    return [
+        1000 * began, 1000 * ended, NAMES.index(name), FORMS.index(form), program, target, BASE + at, size, value,
+        result, 0, 0,
+    ]  # fmt: skip
+
+
+def recording(rank, rows, before=EXACT, after=EXACT, ranks=(0, 1), lost=0):
+    space = Space("heap", BASE, 1 << 16, ranks)
+    events = np.array(rows, dtype=np.int64).reshape(-1, WORDS.value)
+    places = {address: ("int32[9]", f"byte {address}") for address in events[:, 6].tolist()}
+    return Recording(rank, "cpu", events, lost, (space,), places, before, after)
+
+
+def causes(*recordings):
+    """By wait, what ended it, each as (rank, when it began)."""
+    timeline = assemble(recordings)
+    events = timeline.events
+    return {(events[b].rank, events[b].began): (events[a].rank, events[a].began) for a, b in timeline.flows}
+
+
+def test_clocks_that_are_apart_and_drift_become_one():
+    # Ahead by 500 at 10000, and by 1500 at 20000: it is too fast by a tenth.
+    before, after = Comparison(10_000, 500, 3), Comparison(20_000, 1500, 7)
+    assert common(np.array([10_000, 15_000, 20_000]), before, after).tolist() == [9500, 14_000, 18_500]
+    assert common(np.array([10_000]), before, before).tolist() == [9500]
+    timeline = assemble([recording(0, []), recording(1, [row("load", 10, 20)], before, after)])
+    assert timeline.clock_error == {0: 0.0, 1: 0.007}
+
+
+@pytest.mark.parametrize("offset", [-700, 0, 12_345])
+def test_the_shortest_exchange_tells_how_far_clocks_are_apart(offset):
+    # t0 and t3 of the leader; under way for 100 + 140, 20 + 20, 30 + 10.
+    leader = np.array([[0, 250], [1000, 1050], [2000, 2045]])
+    follower = np.array([[100, 110], [1020, 1030], [2030, 2035]]) + offset
+    found = ahead(leader, follower)
+    assert found.error_ns == 20 and abs(found.ahead_ns - offset) <= found.error_ns
+    assert found.ahead_ns == offset
+
+
+def test_a_wait_was_ended_by_who_set_the_flag_to_what_was_seen():
+    sender = recording(0, [row("signal", t, t + 1, target=1, value=v, result=v) for t, v in ((0, 1), (10, 2), (20, 1))])
+    waiter = recording(1, [row("wait", 5, 12, target=1, value=2, result=2), row("wait", 13, 24, target=1, result=1)])
+    assert causes(sender, waiter) == {(1, 5): (0, 10), (1, 13): (0, 20)}
+
+
+def test_a_signal_of_another_flag_or_rank_or_later_is_no_cause():
+    others = [
+        row("signal", 0, 1, target=1, at=4, result=1),
+        row("signal", 1, 2, target=0, result=1),
+        row("signal", 30, 31, target=1, result=1),
+    ]
+    assert causes(recording(0, others), recording(1, [row("wait", 5, 12, target=1, value=1, result=1)])) == {}
+
+
+@pytest.mark.parametrize(("form", "shift"), [("whole", 0), ("high", 32), ("low", 0)])
+@pytest.mark.parametrize("start", [0, (1 << 31) - 2])
+def test_a_count_that_was_reached_was_so_by_the_first_that_is_enough(form, shift, start):
+    def signed(value, bits):
+        return (value + (1 << bits - 1)) % (1 << bits) - (1 << bits - 1)
+
+    counts = [start + i for i in range(1, 5)]
+    sent = [row("signal", 10 * i, 10 * i + 1, target=1, result=signed(c << shift, 64)) for i, c in enumerate(counts)]
+    wanted = signed(counts[2], 32)
+    waits = [row("wait", 5, 35, form=form, target=0, value=wanted, result=wanted)]
+    assert causes(recording(0, sent), recording(1, waits)) == {(1, 5): (0, 20)}
+
+
+def test_ranks_of_a_group_are_those_of_the_world():
+    sender = recording(3, [row("signal", 0, 1, target=1, result=1)], ranks=(3, 5))
+    waiter = recording(5, [row("wait", 0, 2, target=1, value=1, result=1)], ranks=(3, 5))
+    assert causes(sender, waiter) == {(5, 0): (3, 0)}
+
+
+def test_a_lock_is_waited_for_until_it_is_taken():
+    mine = [row("atomic_cas", t, t + 1, target=1, value=1, result=r) for t, r in ((10, 7), (11, 7), (12, 1))]
+    (wait,) = [event for event in assemble([recording(0, mine)]).events]
+    assert (wait.name, wait.began, wait.ended, wait.result) == ("wait", 0, 3, 1)
+
+
+def test_what_happens_at_the_same_time_is_on_tracks_of_its_own():
+    spans = [(0, 10), (1, 4), (2, 3), (5, 12), (6, 11), (12, 13)]
+    timeline = assemble([recording(0, [row("put", *span, form="move") for span in spans])])
+    assert tracks(timeline.events) == [0, 0, 0, 1, 1, 0]
+
+
+def test_spans_of_time_are_united():
+    union = busy([(5, 7), (0, 2), (1, 3), (7, 8), (6, 6.5)])
+    assert union.tolist() == [[0, 3], [5, 8]] and length(union) == 6
+    assert overlap(union, busy([(2, 6)])) == 2 and length(busy([])) == overlap(union, busy([])) == 0
+
+
+def test_bytes_between_ranks_are_counted_once():
+    rows = [
+        row("put", 0, 10, form="named", target=1, size=4096),
+        row("store", 1, 3, form="move", target=1, size=1000),
+        row("store", 4, 9, form="move", target=1, size=3000),
+        row("put", 20, 30, form="named", target=1, size=500),
+        row("signal", 25, 26, target=1, size=4),
+        row("load", 40, 50, form="move", target=1, size=64),
+        row("store", 60, 70, form="move", target=0, size=999),
+    ]
+    timeline = assemble([recording(0, rows), recording(1, [])])
+    assert [event.bytes for event in moves(timeline)] == [1000, 3000, 500, 4, 64]
+    out, back = traffic(timeline)
+    assert (out.source, out.target, out.bytes, out.us) == (0, 1, 4504, 17)
+    assert out.gbps == pytest.approx(4504 / 17e3)
+    assert (back.source, back.target, back.bytes, back.us) == (1, 0, 64, 10)
+
+
+def test_time_waiting_and_overlap_add_up():
+    rows = [
+        row("compute", 0, 10, form="named", target=-1, size=0),
+        row("store", 8, 14, form="move", program=1, target=1),
+        row("wait", 0, 5, program=2, at=8, result=1),
+        row("wait", 5, 20, program=2, at=12, result=1),
+        row("barrier", 20, 21, form="meeting", program=2, at=16),
+    ]
+    timeline = assemble([recording(0, rows)])
+    (waits, barriers) = waiting(timeline)
+    assert (waits.what, waits.flags, waits.times, waits.us, waits.longest_us) == ("wait: int32[9]", 2, 2, 20, 15)
+    assert (barriers.what, barriers.us) == ("barrier: int32[9]", 1)
+    (mine,) = overlaps(timeline)
+    assert (mine.compute_us, mine.communication_us, mine.both_us) == (10, 6, 2)
+
+
+def test_an_event_without_an_end_is_said_to_have_none():
+    (event,) = assemble([recording(0, [row("put", 5, 0, form="move", target=1)])]).events
+    assert event.unfinished and event.began == event.ended == 0

@@ -1,0 +1,69 @@
+"""Kernels that are traced, in both languages; each does everything once, so that its events can be counted."""
+
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+import iris
+import iris.gluon
+from iris import TraceEvent
+from iris.language.target import threads_per_warp
+
+
+@gluon.constexpr_function
+def layout():
+    return gl.BlockedLayout([1], [threads_per_warp()], [4], [0])
+
+
+def make_kernels(jit, lang, Context):
+    @jit
+    def everything(context_tensor, box, flags, meetings, n, BLOCK: tl.constexpr, TRACED: tl.constexpr):
+        ctx = Context.initialize(context_tensor, tracing=TRACED)
+        pid = lang.program_id(0)
+        if lang == tl:
+            i = tl.arange(0, BLOCK)
+        else:
+            i = gl.arange(0, BLOCK, layout=layout())
+        place = box + pid * BLOCK + i
+        peer = (ctx.cur_rank + 1) % ctx.num_ranks
+        work = ctx.tracing.record_event_start(TraceEvent.compute, pid_m=pid, pid_n=7)
+        values = lang.cast(i, lang.float32) + pid
+        ctx.tracing.record_event_end(work)
+        own = ctx.tracing.record_event_start(TraceEvent().put, peer, place, pid, 1, mask=i < n)
+        ctx.store(place, values, peer, mask=i < n)
+        ctx.tracing.record_event_end(own)
+        ctx.signal(flags + pid, 1, peer)
+        ctx.wait(flags + pid, 1)
+        ctx.load(place, peer, mask=i < n)
+        ctx.atomic_add(flags + 8 + pid, 5, peer)
+        ctx.atomic_cas(flags + 16 + pid, 3, 4, peer)
+        ctx.barrier(meetings)
+
+    return everything
+
+
+triton_everything = make_kernels(triton.jit, tl, iris.DeviceContext)
+gluon_everything = make_kernels(gluon.jit, gl, iris.gluon.IrisDeviceCtx)
+KERNELS = {"triton": triton_everything, "gluon": gluon_everything}
+
+NAMES = ["compute", "put", "store", "signal", "wait", "load", "atomic_add", "atomic_cas", "barrier"]
+"""The events of a program of these, in their order."""
+
+
+@triton.jit
+def polls(context_tensor, flags, own, peer, round):
+    """Message passing by hand: sets the peer's flag, and looks at the own one until it is set."""
+    ctx = iris.DeviceContext.initialize(context_tensor, tracing=True)
+    ctx.atomic_xchg(flags + own, round, peer, sem="release")
+    while ctx.atomic_add(flags + peer, 0, own, sem="acquire") < round:
+        pass
+
+
+@triton.jit
+def scatter(context_tensor, box, n, RANKS: tl.constexpr, BLOCK: tl.constexpr):
+    """A row of ``box`` for each rank, at once."""
+    ctx = iris.DeviceContext.initialize(context_tensor, tracing=True)
+    to, i = tl.arange(0, RANKS)[:, None], tl.arange(0, BLOCK)[None, :]
+    here = (to < ctx.num_ranks) & (i < n)
+    ctx.store(box + ctx.cur_rank * BLOCK + i, i + 0 * to, tl.where(to < ctx.num_ranks, to, 0), mask=here)
