@@ -84,6 +84,7 @@ def make_ring(jit: Callable, lang: ModuleType, queue: SimpleNamespace, combining
         queues = queue_address(ctx, slots, W, SLOT, to)
 
         i = flat(BLOCK, element)
+        narrow = lang.cast(slots, lang.pointer_type(element), bitcast=True)
         turns = blocks_of(n, W * BLOCK)
         first, stride, last = p, programs, turns
         if not STRIDING:
@@ -96,7 +97,9 @@ def make_ring(jit: Callable, lang: ModuleType, queue: SimpleNamespace, combining
             total = lang.cast(lang.load(input + k, mask=k < n), ACC)
             for _ in range(1, W):
                 await_room(ctx, own_words, sent, to, W)
+                event = ctx.tracing.begin_move("store", slots + i, right, k < n)
                 lang.store(there(slots, queues, sent, right, SLOT) + i, total, mask=k < n)
+                ctx.tracing.record_event_end(event)
                 sent = lang.where(to, sent + 1, sent)
                 post(ctx, own_words, sent, got, neighbours)
                 chunk = (chunk + W - forward) % W
@@ -110,7 +113,9 @@ def make_ring(jit: Callable, lang: ModuleType, queue: SimpleNamespace, combining
             for _ in range(1, W):
                 await_room(ctx, own_words, sent, to, W)
                 slot = lang.cast(there(slots, queues, sent, right, SLOT), lang.pointer_type(element), bitcast=True)
+                event = ctx.tracing.begin_move("store", narrow + i, right, k < n)
                 lang.store(slot + i, result, mask=k < n)
+                ctx.tracing.record_event_end(event)
                 sent = lang.where(to, sent + 1, sent)
                 post(ctx, own_words, sent, got, neighbours)
                 chunk = (chunk + W - forward) % W
