@@ -2,7 +2,8 @@
 
 A rank is a process, a program a thread; where a program does several things at a time it has further threads. An event
 is a complete event ("X") with its duration, a flow two ("s" and "f") that are tied to events by lying within them (the
-"Trace Event Format", "Flow Events"). Times are microseconds.
+"Trace Event Format", "Flow Events"). A flow leads from what ended a wait, where that began, to the wait, or, if this
+was waiting already, to a part of it that is called arrival. Times are microseconds.
 """
 
 import json
@@ -53,11 +54,21 @@ def _records(timeline: Timeline) -> Iterator[dict]:
         yield _slice(event, thread)
     for number, (cause, effect) in enumerate(timeline.flows):
         one, other = timeline.events[cause], timeline.events[effect]
+        begin, end = max(one.began, other.began), max(other.ended, other.began)
+        begin = min(begin, end)
+        if begin > other.began:
+            yield _arrival(begin, end, other, threads[effect])
         flow = {"name": "ends", "cat": "flow", "id": number}
-        # The cause begins before the wait ends, while it may end later: an answer comes back to it.
         yield flow | {"ph": "s", "pid": one.rank, "tid": threads[cause], "ts": _us(one.began)}
-        end = max(_us(other.began), _us(other.ended) - 0.001)
-        yield flow | {"ph": "f", "bp": "e", "pid": other.rank, "tid": threads[effect], "ts": round(end, 3)}
+        yield flow | {"ph": "f", "bp": "e", "pid": other.rank, "tid": threads[effect], "ts": _us(begin)}
+
+
+def _arrival(begin: float, end: float, wait: Event, thread: int) -> dict:
+    """The last part of a wait, in which its end was on its way: for Perfetto a flow leads to what begins later."""
+    return {
+        "ph": "X", "name": "arrival", "cat": "arrival", "pid": wait.rank, "tid": thread, "ts": _us(begin),
+        "dur": round(_us(end) - _us(begin), 3),
+    }  # fmt: skip
 
 
 def _name(kind: str, name: str, pid: int, tid: int | None = None) -> dict:

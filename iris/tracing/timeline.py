@@ -198,15 +198,22 @@ def _flows_to_waits(events: Sequence[Event], slack: float) -> Iterator[tuple[int
             # The flag was seen with this value, so whoever gave it that value last has ended the wait.
             cause = next((number for _, result, number in reversed(in_time) if result == event.result), None)
         else:
-            shift, bits = HALVES[event.form]
-            cause = next((n for _, result, n in in_time if _reached(result >> shift, event.value, bits)), None)
+            cause = _first_to_reach(event, in_time)
         if cause is not None:
             yield cause, i
 
 
-def _reached(count: int, wanted: int, bits: int) -> bool:
-    """Whether a count that wraps is at ``wanted`` or past it."""
-    return (count - wanted) % (1 << bits) < 1 << (bits - 1)
+def _first_to_reach(wait: Event, signals: Sequence[tuple[float, int, int]]) -> int | None:
+    """Who raised a count, in the order of ``signals``, to what was waited for, or past it; None if it was there."""
+    shift, bits = HALVES[wait.form]
+    # Counts wrap. What was there before the first one that is known is at least one less.
+    lead = [
+        ((result >> shift) - wait.value + (1 << bits - 1)) % (1 << bits) - (1 << bits - 1) for _, result, _ in signals
+    ]
+    for before, now, (_, _, number) in zip([lead[0] - 1, *lead] if lead else [], lead, signals, strict=False):
+        if now >= 0:
+            return number if before < 0 else None
+    return None
 
 
 def _flows_to_meetings(events: Sequence[Event]) -> Iterator[tuple[int, int]]:
