@@ -7,7 +7,6 @@ answer is a JSON object a line, what the host knows first, so that there is an a
 
 import contextlib
 import json
-import logging
 import os
 import socket
 import struct
@@ -18,6 +17,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from iris.errors import ProcessUnreachableError
+from iris.log import logger
 
 # Seconds that one waits for each line of an answer: contents of 1 MiB at most are copied for one.
 PATIENCE_S = 10.0
@@ -36,7 +36,7 @@ def listen() -> None:
         _listener.bind(_address(os.getpid()))
         _listener.listen()
     except OSError as error:
-        logging.getLogger("iris").debug("This process cannot be inspected: %s", error)
+        logger.debug("This process cannot be inspected: %s", error)
         return
     threading.Thread(target=_serve, args=(_listener,), name=_THREAD_NAME, daemon=True).start()
 

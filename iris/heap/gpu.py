@@ -61,7 +61,8 @@ def snapshot(memory: torch.Tensor) -> np.ndarray:
     A copy of bytes to pageable memory on a stream of its own: there is no kernel to load and no page to lock, either of
     which may wait for a kernel that hangs (CUDA C++ Programming Guide, "Lazy Loading" and "Implicit Synchronization").
     """
-    with torch.cuda.stream(_side_stream(memory.device)):
+    # The device too: a thread that is at another one must not come back to it by making a context there.
+    with torch.cuda.device(memory.device), torch.cuda.stream(_side_stream(memory.device)):
         return memory.cpu().numpy()
 
 
