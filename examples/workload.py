@@ -95,12 +95,20 @@ def trace_everything() -> None:
 
 
 def trace(ctx: iris.Iris, workload: Workload, call: Callable[[], object]) -> None:
-    """Record one call, and show what the ranks did in it."""
+    """Record one call, and show what the ranks did in it. On GPUs it is a graph, as its host would be seen else."""
     call()
+    ctx.device_barrier()
     ctx.barrier()
+    graph = None if SIMULATED else torch.cuda.CUDAGraph()
+    if graph is not None:
+        with torch.cuda.graph(graph):
+            ctx.device_barrier()
+            call()
+        graph.replay()
+        ctx.barrier()
     ctx.tracing.reset()
     ctx.barrier()
-    call()
+    graph.replay() if graph is not None else call()
     timeline = ctx.tracing.timeline()
     if ctx.get_rank() == 0:
         image = workload.trace.with_suffix(".svg")

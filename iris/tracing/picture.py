@@ -17,6 +17,8 @@ COLOURS = {
 UNITS = {"s": 1e6, "ms": 1e3}
 # Above this many, arrows hide what they belong to.
 MOST_ARROWS = 200
+# Above this many events, a picture by shapes is larger than one by dots.
+MOST_SHAPES = 1000
 # Programs of a rank that get a line; of more, this many are shown, evenly chosen.
 MOST_PROGRAMS = 32
 
@@ -54,7 +56,8 @@ def draw(timeline: Timeline, path: Path) -> None:
         for name, group in groupby(sorted(mine, key=lambda event: -list(COLOURS).index(kind(event))), kind):
             used.add(name)
             bars = [(event.began / scale, (event.ended - event.began) / scale) for event in group]
-            axes.broken_barh(bars, (line - height / 2, height), color=COLOURS[name], linewidth=0)
+            style = {"color": COLOURS[name], "linewidth": 0, "rasterized": len(timeline.events) > MOST_SHAPES}
+            axes.broken_barh(bars, (line - height / 2, height), **style)
     if len(timeline.flows) <= MOST_ARROWS:
         for cause, effect in timeline.flows:
             one, other = timeline.events[cause], timeline.events[effect]

@@ -11,6 +11,7 @@ from conftest import TESTS, import_path
 from covering import covering
 from language import atomic_kernels
 from language.test_atomics import CASES, ORDERS
+from tracing.traced_kernels import KERNELS, NAMES
 
 from codegen import device_kernels as kernels
 from codegen.offline import TARGETS, compile_for
@@ -188,7 +189,19 @@ def test_kernels_with_checked_pointers_compile(target):
     assert printed[:12] == ["True"] * 12 and len(printed) == 14
 
 
-CLOCK = {"sm_90": "%globaltimer", "gfx942": "s_memrealtime"}
+CLOCK = {"sm_90": "%globaltimer", "gfx942": "s_memrealtime", "gfx950": "s_memrealtime"}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("language", KERNELS)
+@pytest.mark.parametrize("traced", [False, True])
+def test_only_a_traced_kernel_reads_the_clock(target, language, traced):
+    numbers, flags, words = (torch.zeros(4096, dtype=dtype) for dtype in (torch.float32, torch.int32, torch.int64))
+    code = compile_for(target, KERNELS[language], words, numbers, flags, flags, 100, BLOCK=128, TRACED=traced).text
+    # Once where each event begins, and once where it ends; AMD's assembly has the line in other forms besides.
+    assert code.count(CLOCK[target]) >= 2 * len(NAMES) if traced else CLOCK[target] not in code
+
+
 TEXT_OF_A_WAIT = """
 import sys
 import torch
@@ -201,7 +214,7 @@ for kernel in (device_kernels.triton_signal_wait, device_kernels.gluon_signal_wa
 """
 
 
-@pytest.mark.parametrize("target", CLOCK)
+@pytest.mark.parametrize("target", ["sm_90", "gfx942"])
 @pytest.mark.parametrize("limit", ["", "0", "2.5"])
 def test_only_a_wait_with_a_limit_reads_the_clock(target, limit):
     environment = {**os.environ, "IRIS_WAIT_TIMEOUT_S": limit or "0", "PYTHONPATH": import_path(TESTS)}

@@ -93,7 +93,8 @@ def test_looks_at_a_flag_by_atomics_are_a_wait(ranks):
         for rank in range(2):
             events = [event for event in timeline.events if event.rank == rank]
             assert [event.name for event in events] == ["atomic_xchg", "wait"] * rounds
-            assert [event.result for event in events[1::2]] == list(range(1, rounds + 1))
+            # The peer may have been ahead.
+            assert all(event.result >= round for round, event in enumerate(events[1::2], 1))
         assert len(timeline.flows) == 2 * rounds
         assert all(timeline.events[cause].rank != timeline.events[wait].rank for cause, wait in timeline.flows)
 

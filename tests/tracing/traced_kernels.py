@@ -16,15 +16,22 @@ def layout():
     return gl.BlockedLayout([1], [threads_per_warp()], [4], [0])
 
 
-def make_kernels(jit, lang, Context):
+@triton.jit
+def triton_range(BLOCK: tl.constexpr):
+    return tl.arange(0, BLOCK)
+
+
+@gluon.jit
+def gluon_range(BLOCK: tl.constexpr):
+    return gl.arange(0, BLOCK, layout=layout())
+
+
+def make_kernels(jit, lang, Context, positions):
     @jit
     def everything(context_tensor, box, flags, meetings, n, BLOCK: tl.constexpr, TRACED: tl.constexpr):
         ctx = Context.initialize(context_tensor, tracing=TRACED)
         pid = lang.program_id(0)
-        if lang == tl:
-            i = tl.arange(0, BLOCK)
-        else:
-            i = gl.arange(0, BLOCK, layout=layout())
+        i = positions(BLOCK)
         place = box + pid * BLOCK + i
         peer = (ctx.cur_rank + 1) % ctx.num_ranks
         work = ctx.tracing.record_event_start(TraceEvent.compute, pid_m=pid, pid_n=7)
@@ -43,8 +50,8 @@ def make_kernels(jit, lang, Context):
     return everything
 
 
-triton_everything = make_kernels(triton.jit, tl, iris.DeviceContext)
-gluon_everything = make_kernels(gluon.jit, gl, iris.gluon.IrisDeviceCtx)
+triton_everything = make_kernels(triton.jit, tl, iris.DeviceContext, triton_range)
+gluon_everything = make_kernels(gluon.jit, gl, iris.gluon.IrisDeviceCtx, gluon_range)
 KERNELS = {"triton": triton_everything, "gluon": gluon_everything}
 
 NAMES = ["compute", "put", "store", "signal", "wait", "load", "atomic_add", "atomic_cas", "barrier"]
