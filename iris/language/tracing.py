@@ -258,6 +258,18 @@ def make_tracing(jit: Callable, lang: ModuleType, order: SimpleNamespace) -> Sim
                 return 0
 
         @jit
+        def begin_bulk(self, name: tl.constexpr, ptr, rank, moved):
+            """Begin a copy of ``moved`` bytes to or from ``rank``'s part of the memory that ``ptr`` points into."""
+            if self.enabled:
+                number: tl.constexpr = number_of(name)
+                return begin(
+                    self.buffer, number, "move", rank, lang.cast(ptr, lang.int64), moved, 0,
+                    lang.program_id(0), lang.program_id(1),
+                )  # fmt: skip
+            else:
+                return 0
+
+        @jit
         def end_load(self, row, values):
             """A load has ended when what it read is there, so something that is made of all of it is stored first."""
             if self.enabled:

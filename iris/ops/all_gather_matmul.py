@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from iris.language.context import DeviceContext
+from iris.language.tracing import TraceEvent
 from iris.ops.counts import ARRIVED, triton_counts
 from iris.ops.gemm import on_chiplets, product, scaled
 
@@ -95,16 +96,20 @@ def all_gather_matmul(
             local = slab * BLOCK_M + tl.arange(0, BLOCK_M)
             columns = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
             if owner == rank:
+                work = ctx.tracing.record_event_start(TraceEvent.compute, pid_m=line, pid_n=pid_n)
                 total = product(
                     a, b, local, columns, m, N, K, stride_am, stride_ak, stride_bk, stride_bn,
                     BLOCK_K, CACHE_A, CACHE_B, ALLOW_TF32,
                 )  # fmt: skip
+                ctx.tracing.record_event_end(work)
             else:
                 ctx.wait(counts + ARRIVED + owner * slabs + slab, epoch * pieces, cmp="reached")
+                work = ctx.tracing.record_event_start(TraceEvent.compute, pid_m=line, pid_n=pid_n)
                 total = product(
                     gathered + owner * step, b, local, columns, m, N, K, K, 1, stride_bk, stride_bn,
                     BLOCK_K, CACHE_A, CACHE_B, ALLOW_TF32,
                 )  # fmt: skip
+                ctx.tracing.record_event_end(work)
             total = scaled(total, scale_a, scale_b, owner * m + local, columns, (owner + 1) * m, N, SCALED)
             if BIASED:
                 total += tl.load(bias + columns, mask=columns < N, other=0)[None, :].to(tl.float32)

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from iris.language.context import DeviceContext
+from iris.language.tracing import TraceEvent
 from iris.ops.counts import triton_counts
 from iris.ops.gemm import on_chiplets, product, scaled, triton_place
 from iris.x import Tile, all_gather, make_tensor_view
@@ -64,10 +65,12 @@ def matmul_all_gather(
         pid_m, pid_n = triton_place(number, tiles_m, tiles_n, GROUP)
         rows = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
         columns = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+        work = ctx.tracing.record_event_start(TraceEvent.compute, pid_m=pid_m, pid_n=pid_n)
         total = product(
             a, b, rows, columns, M, N, K, stride_am, stride_ak, stride_bk, stride_bn,
             BLOCK_K, CACHE_A, CACHE_B, ALLOW_TF32,
         )  # fmt: skip
+        ctx.tracing.record_event_end(work)
         total = scaled(total, scale_a, scale_b, rows, columns, M, N, SCALED)
         if BIASED:
             total += tl.load(bias + columns, mask=columns < N, other=0)[None, :].to(tl.float32)

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from iris.language.context import DeviceContext
+from iris.language.tracing import TraceEvent
 from iris.ops.counts import ARRIVED, triton_counts
 from iris.ops.gemm import on_chiplets, product, scaled, triton_place
 
@@ -84,10 +85,12 @@ def matmul_reduce(
         mine = (local < share) & (owner * share + local < M)
         mask = mine[:, None] & (columns < N)[None, :]
         rows, stop = owner * share + local, tl.minimum((owner + 1) * share, M)
+        work = ctx.tracing.record_event_start(TraceEvent.compute, pid_m=pid_m, pid_n=pid_n)
         total = product(
             a, b, rows, columns, stop, N, K, stride_am, stride_ak, stride_bk, stride_bn,
             BLOCK_K, CACHE_A, CACHE_B, ALLOW_TF32,
         )  # fmt: skip
+        ctx.tracing.record_event_end(work)
         total = scaled(total, scale_a, scale_b, rows, columns, stop, N, SCALED)
         if number == first:
             await_ready(ctx, counts, epoch)

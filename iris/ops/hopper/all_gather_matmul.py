@@ -130,8 +130,8 @@ def hopper_all_gather_matmul(
     tiles = gl.cdiv(in_all - gl.program_id(0), gl.num_programs(0))
     gl.warp_specialize(
         [
-            (multiply, (pipeline, tiles, K, 0, False, BY_COLUMNS_B)),
-            (multiply, (pipeline, tiles, K, 1, False, BY_COLUMNS_B)),
+            (multiply, (pipeline, ctx.tracing, tiles, K, 0, False, BY_COLUMNS_B)),
+            (multiply, (pipeline, ctx.tracing, tiles, K, 1, False, BY_COLUMNS_B)),
             (write, (pipeline, ctx.cur_rank, W, bias, out, m, chunk, N, stride_om, stride_on, GROUP, BIASED)),
             (load, (pipeline, ctx, counts, epoch, tensor_map_a, tensor_map_gathered, tensor_map_b, m, chunk, N, K,
                     GROUP, BY_COLUMNS_B)),

@@ -56,8 +56,9 @@ def write(pipeline, ctx, counts, epoch, bias, peers, places, M, N, GROUP: gl.con
         if BIASED:
             add_bias(pipeline, bias, pid_n * BLOCK_N, N)
         for distance in gl.static_range(ctx.num_ranks):
-            place = gl.load(places + (ctx.cur_rank + distance + 1) % ctx.num_ranks)
-            send_products(pipeline, peers, place, pid_m * BLOCK_M, pid_n * BLOCK_N)
+            to = (ctx.cur_rank + distance + 1) % ctx.num_ranks
+            row, column = pid_m * BLOCK_M, pid_n * BLOCK_N
+            send_products(pipeline, ctx.tracing, peers, gl.load(places + to), counts, to, row, column, M, N)
         free_products(pipeline)
         done += 1
     await_bulk_stores()
@@ -93,8 +94,8 @@ def hopper_matmul_all_gather(
     tiles = gl.cdiv(gl.cdiv(M, BLOCK_M) * gl.cdiv(N, BLOCK_N) - gl.program_id(0), gl.num_programs(0))
     gl.warp_specialize(
         [
-            (multiply, (pipeline, tiles, K, 0, BY_COLUMNS_A, BY_COLUMNS_B)),
-            (multiply, (pipeline, tiles, K, 1, BY_COLUMNS_A, BY_COLUMNS_B)),
+            (multiply, (pipeline, ctx.tracing, tiles, K, 0, BY_COLUMNS_A, BY_COLUMNS_B)),
+            (multiply, (pipeline, ctx.tracing, tiles, K, 1, BY_COLUMNS_A, BY_COLUMNS_B)),
             (write, (pipeline, ctx, counts, epoch, bias, tensor_map_peers, places, M, N, GROUP, BIASED)),
             (load, (pipeline, tensor_map_a, tensor_map_b, M, N, K, GROUP, BY_COLUMNS_A, BY_COLUMNS_B)),
         ],

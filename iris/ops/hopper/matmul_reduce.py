@@ -137,7 +137,8 @@ def write(
         if tile >= tiles_m * tiles_n:
             free_products(pipeline)
         elif owner != rank:
-            send_products(pipeline, peers_parts, gl.load(parts_places + owner), row, column)
+            place, rows = gl.load(parts_places + owner), gl.minimum(share, M - owner * share)
+            send_products(pipeline, ctx.tracing, peers_parts, place, counts, owner, row, column, rows, N)
             free_products(pipeline)
             await_bulk_stores()
             ctx.signal(counts + ARRIVED + tile, 1, owner, op="add")
@@ -148,8 +149,9 @@ def write(
                       BIASED)  # fmt: skip
             if SPREADS:
                 for distance in gl.static_range(W):
-                    place = gl.load(out_places + (rank + distance + 1) % W)
-                    send_products(pipeline, peers_out, place, row, column)
+                    to = (rank + distance + 1) % W
+                    place = gl.load(out_places + to)
+                    send_products(pipeline, ctx.tracing, peers_out, place, counts, to, row, column, rows, N)
             free_products(pipeline)
         done += 1
     if SPREADS:
@@ -201,8 +203,8 @@ def hopper_matmul_reduce(
     tiles = gl.cdiv(in_all - gl.program_id(0), gl.num_programs(0))
     gl.warp_specialize(
         [
-            (multiply, (pipeline, tiles, K, 0, BY_COLUMNS_A, BY_COLUMNS_B)),
-            (multiply, (pipeline, tiles, K, 1, BY_COLUMNS_A, BY_COLUMNS_B)),
+            (multiply, (pipeline, ctx.tracing, tiles, K, 0, BY_COLUMNS_A, BY_COLUMNS_B)),
+            (multiply, (pipeline, ctx.tracing, tiles, K, 1, BY_COLUMNS_A, BY_COLUMNS_B)),
             (write, (pipeline, ctx, counts, epoch, parts, tensor_map_parts, parts_places, bias, out, tensor_map_out,
                      out_places, M, N, share, stride_om, stride_on, BLOCKS, GROUP, SPREADS, BIASED)),
             (load, (pipeline, tensor_map_a, tensor_map_b, ctx.cur_rank, W, share, N, K, BLOCKS, GROUP, BY_COLUMNS_A,

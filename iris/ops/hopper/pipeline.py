@@ -33,6 +33,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from iris.language.context import aggregate
 from iris.language.ordering import gluon_ordering
+from iris.language.tracing import TraceEvent, bytes_of
 
 # Triton 3.6's names are other than 3.9's.
 fetch = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
@@ -154,7 +155,7 @@ def leave(pipeline, panel: gl.constexpr, values):
 
 
 @gluon.jit
-def multiply(pipeline, tiles, K, HALF: gl.constexpr, BY_COLUMNS_A: gl.constexpr, BY_COLUMNS_B: gl.constexpr):
+def multiply(pipeline, tracing, tiles, K, HALF: gl.constexpr, BY_COLUMNS_A: gl.constexpr, BY_COLUMNS_B: gl.constexpr):
     """A multiplier: one half of each of this program's ``tiles`` tiles."""
     S: gl.constexpr = pipeline.tiles_b.shape[0]
     ROWS: gl.constexpr = pipeline.products.shape[2]
@@ -164,6 +165,7 @@ def multiply(pipeline, tiles, K, HALF: gl.constexpr, BY_COLUMNS_A: gl.constexpr,
     gl.static_assert(gl.num_warps() == 4, "a multiplier is a warp group")
     step = 0
     for tile in range(tiles):
+        work = tracing.record_event_start(TraceEvent.compute, pid_m=HALF, pid_n=tile)
         acc = gl.zeros([ROWS, COLUMNS], gl.float32, accumulator(COLUMNS))
         for k in range(0, K, BLOCK_K):
             stage = step % S
@@ -180,6 +182,7 @@ def multiply(pipeline, tiles, K, HALF: gl.constexpr, BY_COLUMNS_A: gl.constexpr,
             step += 1
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(pipeline.freed.index((step + S - 1) % S), count=1)
+        tracing.record_event_end(work)
         mbarrier.wait(pipeline.emptied.index(0), tile & 1 ^ 1)
         result = acc.to(pipeline.products.dtype)
         if PANELS == 1:
@@ -271,19 +274,23 @@ def show_to_tma():
 
 
 @gluon.jit
-def send_products(pipeline, peers, place, row, column):
-    """Copy the products to rows and columns from these on, behind the edges of which nothing is stored.
+def send_products(pipeline, tracing, peers, place, like, rank, row, column, rows, N):
+    """Copy the products to rows and columns from these on, below ``rows`` and ``N``, of ``rank``.
 
-    ``peers``: where a rank's are is the slice ``place`` of it. 2 KiB at a time: more of them on their way than the link
-    takes at once would stand in the way of what the loader fetches (docs/performance.md, "Fused operations").
+    ``peers``: where a rank's are is the slice ``place`` of it. ``like``: a pointer into memory of the same group. 2 KiB
+    at a time: more of them on their way than the link takes at once would stand in the way of what the loader fetches
+    (docs/performance.md, "Fused operations").
     """
     PANELS: gl.constexpr = pipeline.products.shape[0] // 2
     HALF: gl.constexpr = pipeline.products.shape[2]
+    there = gl.minimum(rows - row, 2 * HALF) * gl.minimum(N - column, PANELS * PANEL)
+    event = tracing.begin_bulk("put", like, rank, there * bytes_of(pipeline.products.dtype))
     for panel in range(2 * PANELS):
         for turn in gl.static_range(HALF // SENT):
             memory = pipeline.products.index(panel).slice(turn * SENT, SENT, 1)
             put(peers, [place, row + panel // PANELS * HALF + turn * SENT, column + panel % PANELS * PANEL], memory)
             await_bulk_stores()
+    tracing.record_event_end(event)
 
 
 @gluon.jit
