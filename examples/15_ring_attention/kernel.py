@@ -113,7 +113,9 @@ def _send(
         sent = ctx.tracing.record_event_start(TraceEvent.put, right, to + at, mask=here)
         tl.store(to_k + at, keys, mask=here)
         ctx.tracing.record_event_end(sent)
-        sent = ctx.tracing.record_event_start(TraceEvent.put, right, to + (to_v - to_k) + at, mask=here)
+        sent = ctx.tracing.record_event_start(
+            TraceEvent.put, right, to + 2 * tl.cast(length, tl.int64) * DIM + at, mask=here
+        )
         tl.store(to_v + at, values, mask=here)
         ctx.tracing.record_event_end(sent)
 

@@ -84,7 +84,7 @@ ROWS = {
 }
 # A link's chain is followed, and counters counted, one element at a time.
 # How an element lies to the words it is moved as is known on the device alone.
-SCALAR = {"triton_exchange_v", "meet", "ping_pong", "chase", "count_up", "count", "_barrier_kernel"}
+SCALAR = {"exchange_times", "triton_exchange_v", "meet", "ping_pong", "chase", "count_up", "count", "_barrier_kernel"}
 
 
 def load(file):
@@ -147,6 +147,8 @@ def arguments_of(kernel):
         given = given | OPERATIONS
     if kernel.fn.__name__ == "count_up":
         given = given | {"counter": INT64}
+    if kernel.fn.__name__ == "exchange_times":
+        given = given | {"times": INT64, "ROUNDS": 8, "LEADS": True}
     return [given[name] for name in kernel.arg_names]
 
 

@@ -57,8 +57,10 @@ def write(pipeline, ctx, counts, epoch, bias, peers, places, M, N, GROUP: gl.con
             add_bias(pipeline, bias, pid_n * BLOCK_N, N)
         for distance in gl.static_range(ctx.num_ranks):
             to = (ctx.cur_rank + distance + 1) % ctx.num_ranks
-            row, column = pid_m * BLOCK_M, pid_n * BLOCK_N
-            send_products(pipeline, ctx.tracing, peers, gl.load(places + to), counts, to, row, column, M, N)
+            place = gl.load(places + to)
+            send_products(
+                pipeline, ctx.tracing, peers, place, counts, to, pid_m * BLOCK_M, pid_n * BLOCK_N, M, N
+            )  # fmt: skip
         free_products(pipeline)
         done += 1
     await_bulk_stores()
