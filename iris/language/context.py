@@ -318,11 +318,12 @@ def make_device_context(
         if in_simulator():
             check_context(rank, num_ranks)
         table = context_tensor + BASES
+        base = lang.load(table + rank)
         if tracing or TRACES_ALL:
-            trace = trace_into(record_of(table))
+            trace = trace_into(record_of(table), base)
         else:
-            trace = Tracing(False, 0)
-        return Context(rank, num_ranks, lang.load(table + rank), table, trace)
+            trace = Tracing(False, 0, 0)
+        return Context(rank, num_ranks, base, table, trace)
 
     @jit
     def rank_of(context_tensor):

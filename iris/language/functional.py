@@ -37,11 +37,12 @@ def make_functions(
         return lang.cast(lang.load(heap_bases - 2), lang.pointer_type(lang.int64))
 
     @jit
-    def tracing_of(heap_bases):
+    def tracing_of(heap_bases, rank):
+        """What the caller, which is ``rank``, records with."""
         if TRACES_ALL:
-            return trace_into(record_of(heap_bases))
+            return trace_into(record_of(heap_bases), lang.load(heap_bases + rank))
         else:
-            return Tracing(False, 0)
+            return Tracing(False, 0, 0)
 
     @jit
     def translate(ptr, from_rank, to_rank, heap_bases, mask, hint: tl.constexpr):
@@ -71,7 +72,7 @@ def make_functions(
         hint: tl.constexpr = None,
     ):
         """Read ``from_rank``'s copy of ``pointer``; ``to_rank`` is the caller."""
-        tracing = tracing_of(heap_bases)
+        tracing = tracing_of(heap_bases, to_rank)
         event = tracing.begin_move("load", pointer, from_rank, mask)
         source = translate(pointer, to_rank, from_rank, heap_bases, mask, hint)
         values = lang.load(source, mask=mask, other=other, cache_modifier=cache_modifier, volatile=volatile)
@@ -90,7 +91,7 @@ def make_functions(
         cache_modifier: tl.constexpr = None,
     ):
         """Write ``to_rank``'s copy of ``pointer``; ``from_rank`` is the caller."""
-        tracing = tracing_of(heap_bases)
+        tracing = tracing_of(heap_bases, from_rank)
         event = tracing.begin_move("store", pointer, to_rank, mask)
         target = translate(pointer, from_rank, to_rank, heap_bases, mask, hint)
         lang.store(target, value, mask=mask, cache_modifier=cache_modifier)
@@ -110,7 +111,7 @@ def make_functions(
         hint: tl.constexpr = None,
     ):
         """Read ``to_rank``'s copy of ``from_ptr`` into the caller's ``to_ptr``; ``from_rank`` is the caller."""
-        tracing = tracing_of(heap_bases)
+        tracing = tracing_of(heap_bases, from_rank)
         event = tracing.begin_move("get", from_ptr, to_rank, mask)
         source = translate(from_ptr, from_rank, to_rank, heap_bases, mask, hint)
         value = lang.load(source, mask=mask, other=other, cache_modifier=load_cache_modifier)
@@ -131,7 +132,7 @@ def make_functions(
         hint: tl.constexpr = None,
     ):
         """Read the caller's ``from_ptr``, write ``to_rank``'s copy of ``to_ptr``; ``from_rank`` is the caller."""
-        tracing = tracing_of(heap_bases)
+        tracing = tracing_of(heap_bases, from_rank)
         event = tracing.begin_move("put", to_ptr, to_rank, mask)
         value = lang.load(from_ptr, mask=mask, other=other, cache_modifier=load_cache_modifier)
         target = translate(to_ptr, from_rank, to_rank, heap_bases, mask, hint)
@@ -156,7 +157,7 @@ def make_functions(
 
         Both pointers are in the caller's heap, and the caller is one of the two ranks.
         """
-        tracing = tracing_of(heap_bases)
+        tracing = tracing_of(heap_bases, cur_rank)
         # The other rank, as in the context's.
         event = tracing.begin_move("copy", dst_ptr, from_rank + to_rank - cur_rank, mask)
         source = translate(src_ptr, cur_rank, from_rank, heap_bases, mask, hint)
@@ -170,7 +171,7 @@ def make_functions(
         op: tl.constexpr, pointer, val, from_rank, to_rank, heap_bases, mask, sem: tl.constexpr, scope: tl.constexpr,
         hint: tl.constexpr,
     ):  # fmt: skip
-        tracing = tracing_of(heap_bases)
+        tracing = tracing_of(heap_bases, from_rank)
         event = tracing.begin_flag("atomic_" + op, pointer, to_rank, val, mask)
         target = translate(pointer, from_rank, to_rank, heap_bases, mask, hint)
         old = ordered_atomic(op, target, val, mask, sem, scope)
@@ -310,7 +311,7 @@ def make_functions(
         hint: tl.constexpr = None,
     ):
         """Put ``val`` in the place of ``to_rank``'s copy where that equals ``cmp``; returns the old value."""
-        tracing = tracing_of(heap_bases)
+        tracing = tracing_of(heap_bases, from_rank)
         event = tracing.begin_flag("atomic_cas", pointer, to_rank, val, None)
         old = ordered_cas(translate(pointer, from_rank, to_rank, heap_bases, None, hint), cmp, val, sem, scope)
         tracing.end_cas(event, old, cmp, val)

@@ -51,8 +51,8 @@ TRACE = tl.constexpr(device_record.TRACE)
 ASKED, ROOM = tl.constexpr(0), tl.constexpr(1)
 HEADER = tl.constexpr(16)
 
-# A row. NAME and FORM: numbers of `NAMES` and `FORMS`. TARGET: the rank that is reached. ADDRESS: the lowest one, in
-# the caller's heap. VALUE: what a flag is set to, or awaited for; RESULT: what it held in the end.
+# A row. NAME and FORM: numbers of `NAMES` and `FORMS`. TARGET: the rank that is reached. ADDRESS: in the caller's heap;
+# of a block of pointers, where that begins. VALUE: what a flag is set to, or awaited for; RESULT: what it held at last.
 BEGAN, ENDED, NAME, FORM, PROGRAM, TARGET, ADDRESS, BYTES, VALUE, RESULT, PID_M, PID_N = map(tl.constexpr, range(12))
 WORDS = tl.constexpr(12)
 
@@ -133,18 +133,21 @@ def make_tracing(jit: Callable, lang: ModuleType, order: SimpleNamespace) -> Sim
             return x
 
     @jit
-    def extent(ptr, rank, mask):
-        """The lowest address, and the bytes, of what ``mask`` lets through; and the rank, if it is only one."""
-        address = lang.cast(ptr, lang.int64) + lang.cast(rank, lang.int64) * 0
-        if mask is not None:
-            here = (address == address) & mask
-            address = lang.where(here, address, 0x7FFFFFFFFFFFFFFF)
-        else:
-            here = address == address
-        moved = total(lang.cast(here, lang.int64)) * bytes_of(ptr.dtype.scalar.element_ty)
+    def extent(ptr, rank, mask, base):
+        """An address, the bytes of what ``mask`` lets through, and the rank, if it is only one.
+
+        Of a block of pointers the address is ``base``: a minimum of them would keep all addresses of a tile in
+        registers, which has made stores of 64 KiB ten times as slow.
+        """
         ranks = lang.cast(rank, lang.int64)
+        places = lang.cast(ptr, lang.int64) + ranks * 0
+        here = places == places
+        if mask is not None:
+            here = here & mask
+        moved = lang.cast(total(lang.cast(here, lang.int32)), lang.int64) * bytes_of(ptr.dtype.scalar.element_ty)
         first = least(ranks)
-        return least(address), moved, lang.where(first == most(ranks), first, SEVERAL)
+        address = base if places.type.is_block() else places
+        return address, moved, lang.where(first == most(ranks), first, SEVERAL)
 
     @jit
     def write(buffer, row, word, value, here):
@@ -216,11 +219,13 @@ def make_tracing(jit: Callable, lang: ModuleType, order: SimpleNamespace) -> Sim
 
         enabled: tl.constexpr
         buffer: tl.tensor | tl.constexpr
+        base: tl.tensor | tl.constexpr
 
         @triton.constexpr_function
-        def __init__(self, enabled, buffer):
+        def __init__(self, enabled, buffer, base):
             self.enabled = tl.constexpr(enabled)
             self.buffer = buffer if isinstance(buffer, tl.tensor) else tl.constexpr(buffer)
+            self.base = base if isinstance(base, tl.tensor) else tl.constexpr(base)
 
         @jit
         def record_event_start(self, event_id, target_rank=-1, address=None, pid_m=0, pid_n=0, mask=None):
@@ -234,7 +239,7 @@ def make_tracing(jit: Callable, lang: ModuleType, order: SimpleNamespace) -> Sim
                 if address is None:
                     return begin(self.buffer, event_id, "named", target_rank, 0, 0, 0, pid_m, pid_n)
                 else:
-                    lowest, moved, target = extent(address, target_rank, mask)
+                    lowest, moved, target = extent(address, target_rank, mask, self.base)
                     return begin(self.buffer, event_id, "named", target, lowest, moved, 0, pid_m, pid_n)
             else:
                 return 0
@@ -249,7 +254,7 @@ def make_tracing(jit: Callable, lang: ModuleType, order: SimpleNamespace) -> Sim
         def begin_move(self, name: tl.constexpr, ptr, rank, mask):
             """Begin an access to ``rank``'s copy of ``ptr``."""
             if self.enabled:
-                address, moved, target = extent(ptr, rank, mask)
+                address, moved, target = extent(ptr, rank, mask, self.base)
                 number: tl.constexpr = number_of(name)
                 return begin(
                     self.buffer, number, "move", target, address, moved, 0, lang.program_id(0), lang.program_id(1)
@@ -284,7 +289,7 @@ def make_tracing(jit: Callable, lang: ModuleType, order: SimpleNamespace) -> Sim
         def begin_flag(self, name: tl.constexpr, ptr, rank, value, mask, form: tl.constexpr = FLAG):
             """Begin an operation on ``rank``'s copy of a flag: one integer. What is none is an access like others."""
             if self.enabled:
-                address, moved, target = extent(ptr, rank, mask)
+                address, moved, target = extent(ptr, rank, mask, self.base)
                 number: tl.constexpr = number_of(name)
                 if is_flag(ptr):
                     return begin(
@@ -336,9 +341,12 @@ def make_tracing(jit: Callable, lang: ModuleType, order: SimpleNamespace) -> Sim
                 end(self.buffer, rows)
 
     @jit
-    def trace_into(record):
-        """The buffer that the host of this device record has enabled; one without room, if it has not."""
-        return Tracing(True, lang.cast(lang.load(record + TRACE), lang.pointer_type(lang.int64)))
+    def trace_into(record, base):
+        """The buffer that the host of this device record has enabled; one without room, if it has not.
+
+        ``base``: where the memory begins that pointers of this rank are into.
+        """
+        return Tracing(True, lang.cast(lang.load(record + TRACE), lang.pointer_type(lang.int64)), base)
 
     return SimpleNamespace(Tracing=Tracing, trace_into=trace_into)
 

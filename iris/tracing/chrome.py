@@ -84,7 +84,7 @@ def _slice(event: Event, thread: int) -> dict:
     if event.target is not None:
         arguments["target"] = "several ranks" if event.target < 0 else f"rank {event.target}"
         arguments["bytes"] = event.bytes
-    if event.place is not None:
+    if event.thing:
         arguments["address"] = f"{event.thing}, {event.part}"
     if event.form not in ("named", "move"):
         arguments |= {"value": event.value, "result": event.result}

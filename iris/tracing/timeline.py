@@ -39,7 +39,8 @@ class Event:
     place : tuple of str and int, or None
         Which memory its address is in, by a name that all ranks share, and how far from its start.
     thing, part : str
-        The same for people: a tensor, or what the library uses the memory for, and which part of it.
+        The same for people: a tensor, or what the library uses the memory for, and which part of it; "" where it is not
+        known, as of blocks.
     bytes : int
     value, result : int
         Of a flag: what it is to become, or what is awaited; what it held at the end.
@@ -125,8 +126,10 @@ def _read(recording: "Recording") -> Iterator[Event]:
     began, ended = (common(rows[:, i], recording.before, recording.after).tolist() for i in (0, 1))
     for row, start, end in zip(rows.tolist(), began, ended, strict=True):
         _, over, name, form, program, target, address, moved, value, result, pid_m, pid_n = row
-        thing, part = recording.places.get(address, ("", ""))
         space = next((each for each in recording.spaces if 0 <= address - each.base < each.size), None)
+        # A kernel says no more of a block of pointers than where the memory begins.
+        known = space is not None and address > space.base or FORMS[form] not in ("named", "move")
+        thing, part = recording.places.get(address, ("", "")) if known else ("", "")
         yield Event(
             rank=recording.rank,
             program=program,

@@ -53,7 +53,7 @@ def test_events_are_what_the_kernel_did(ranks, language):
             assert (signal.value, signal.result, wait.value, wait.result) == (1, 1, 1, 1)
             assert (add.value, add.result) == (5, 5) and (cas.value, cas.result) == (4, 0)
             assert barrier.result == 1
-            assert store.place[1] == load.place[1] and store.thing == f"float32[{PROGRAMS * BLOCK}]"
+            assert signal.thing == wait.thing == "int32[24]" and wait.part.startswith(f"element {program} ")
             assert all(before.ended <= after.began for before, after in zip(events[2:], events[3:], strict=False))
             assert all(event.ended >= event.began >= 0 and not event.unfinished for event in events)
         assert min(event.began for event in timeline.events) == 0
