@@ -191,7 +191,9 @@ class Commands:
 
     def _exists(self, path, *arguments):
         assert (ROOT / path).exists()
-        sources = "".join(file.read_text() for file in (ROOT / path).parent.glob("*.py"))
+        # What folders share lies beside them.
+        folder = (ROOT / path).parent
+        sources = "".join(file.read_text() for each in (folder, folder.parent) for file in each.glob("*.py"))
         assert all(f'"{argument}"' in sources for argument in arguments if argument.startswith("--"))
 
     def docker(self, compose, flag, file, *arguments):
