@@ -95,20 +95,21 @@ def trace_everything() -> None:
 
 
 def trace(ctx: iris.Iris, workload: Workload, call: Callable[[], object]) -> None:
-    """Record one call, and show what the ranks did in it. On GPUs it is a graph, as its host would be seen else."""
+    """Record one call, and show what the ranks did in it. On GPUs it is a graph, as the host would be seen else."""
     call()
     ctx.device_barrier()
     ctx.barrier()
-    graph = None if SIMULATED else torch.cuda.CUDAGraph()
-    if graph is not None:
+    again = call
+    if not SIMULATED:
+        graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             ctx.device_barrier()
             call()
-        graph.replay()
-        ctx.barrier()
+        again = graph.replay
+    # Behind another one, in which the ranks have met.
+    again()
     ctx.tracing.reset()
-    ctx.barrier()
-    graph.replay() if graph is not None else call()
+    again()
     timeline = ctx.tracing.timeline()
     if ctx.get_rank() == 0:
         image = workload.trace.with_suffix(".svg")

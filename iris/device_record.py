@@ -24,7 +24,7 @@ CLAIMED, CLOCK, PROGRAM, FLAG, WANTED, SEEN, KIND, FIRST, RANKS, PROGRAMS = rang
 WORDS = 10
 # Behind them, and not part of what is said once and then forgotten: the address at which kernels that are traced write
 # their events; and the header of a trace without room, for as long as there is no other.
-TRACE, NO_TRACE, SIZE = 15, 16, 18
+TRACE, NO_TRACE, SIZE = 15, 16, 19
 BARRIER_LANES = 32
 
 # What the record is about: a wait, by its comparison; a barrier; a pointer; words that carry their own arrival; the

@@ -320,9 +320,9 @@ def make_device_context(
         table = context_tensor + BASES
         base = lang.load(table + rank)
         if tracing or TRACES_ALL:
-            trace = trace_into(record_of(table), base)
+            trace = trace_into(record_of(table), base, True)
         else:
-            trace = Tracing(False, 0, 0)
+            trace = Tracing(False, 0, 0, 0)
         return Context(rank, num_ranks, base, table, trace)
 
     @jit

@@ -40,9 +40,9 @@ def make_functions(
     def tracing_of(heap_bases, rank):
         """What the caller, which is ``rank``, records with."""
         if TRACES_ALL:
-            return trace_into(record_of(heap_bases), lang.load(heap_bases + rank))
+            return trace_into(record_of(heap_bases), lang.load(heap_bases + rank), False)
         else:
-            return Tracing(False, 0, 0)
+            return Tracing(False, 0, 0, 0)
 
     @jit
     def translate(ptr, from_rank, to_rank, heap_bases, mask, hint: tl.constexpr):

@@ -47,11 +47,12 @@ TRACES_ALL = tl.constexpr(_everything())
 
 TRACE = tl.constexpr(device_record.TRACE)
 
-# The header: rows that were asked for, and rows that there are.
-ASKED, ROOM = tl.constexpr(0), tl.constexpr(1)
+# The header: rows that were asked for, rows that there are, and contexts that were initialised.
+ASKED, ROOM, CONTEXTS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 HEADER = tl.constexpr(16)
 
-# A row. NAME and FORM: numbers of `NAMES` and `FORMS`. TARGET: the rank that is reached. ADDRESS: in the caller's heap;
+# A row. NAME and FORM: numbers of `NAMES` and `FORMS`. PROGRAM: its number, and in the upper half that of the context,
+# which tells launches apart; 0 where there is none. TARGET: the rank that is reached. ADDRESS: in the caller's heap;
 # of a block of pointers, where that begins. VALUE: what a flag is set to, or awaited for; RESULT: what it held at last.
 BEGAN, ENDED, NAME, FORM, PROGRAM, TARGET, ADDRESS, BYTES, VALUE, RESULT, PID_M, PID_N = map(tl.constexpr, range(12))
 WORDS = tl.constexpr(12)
@@ -175,17 +176,7 @@ def make_tracing(jit: Callable, lang: ModuleType, order: SimpleNamespace) -> Sim
 
     @jit
     def begin(
-        buffer,
-        name: tl.constexpr,
-        form: tl.constexpr,
-        target,
-        address,
-        moved,
-        value,
-        pid_m,
-        pid_n,
-        lanes=None,
-        asked=None,
+        buffer, context, name, form: tl.constexpr, target, address, moved, value, pid_m, pid_n, lanes=None, asked=None
     ):
         """Begin an event, or one for each of ``lanes`` if ``asked``; returns its row, -1 if there is no room."""
         one = lang.cast(1, lang.int64)
@@ -197,7 +188,7 @@ def make_tracing(jit: Callable, lang: ModuleType, order: SimpleNamespace) -> Sim
             here = asked & (row < lang.load(buffer + ROOM))
         write(buffer, row, NAME, name, here)
         write(buffer, row, FORM, form_of(form), here)
-        write(buffer, row, PROGRAM, linear_program_id(), here)
+        write(buffer, row, PROGRAM, linear_program_id() + (lang.cast(context, lang.int64) << 32), here)
         write(buffer, row, TARGET, target, here)
         write(buffer, row, ADDRESS, address, here)
         write(buffer, row, BYTES, moved, here)
@@ -220,12 +211,14 @@ def make_tracing(jit: Callable, lang: ModuleType, order: SimpleNamespace) -> Sim
         enabled: tl.constexpr
         buffer: tl.tensor | tl.constexpr
         base: tl.tensor | tl.constexpr
+        context: tl.tensor | tl.constexpr
 
         @triton.constexpr_function
-        def __init__(self, enabled, buffer, base):
+        def __init__(self, enabled, buffer, base, context):
             self.enabled = tl.constexpr(enabled)
             self.buffer = buffer if isinstance(buffer, tl.tensor) else tl.constexpr(buffer)
             self.base = base if isinstance(base, tl.tensor) else tl.constexpr(base)
+            self.context = context if isinstance(context, tl.tensor) else tl.constexpr(context)
 
         @jit
         def record_event_start(self, event_id, target_rank=-1, address=None, pid_m=0, pid_n=0, mask=None):
@@ -237,10 +230,10 @@ def make_tracing(jit: Callable, lang: ModuleType, order: SimpleNamespace) -> Sim
             """
             if self.enabled:
                 if address is None:
-                    return begin(self.buffer, event_id, "named", target_rank, 0, 0, 0, pid_m, pid_n)
+                    place, moved, target = 0, 0, target_rank
                 else:
-                    lowest, moved, target = extent(address, target_rank, mask, self.base)
-                    return begin(self.buffer, event_id, "named", target, lowest, moved, 0, pid_m, pid_n)
+                    place, moved, target = extent(address, target_rank, mask, self.base)
+                return begin(self.buffer, self.context, event_id, "named", target, place, moved, 0, pid_m, pid_n)
             else:
                 return 0
 
@@ -251,14 +244,17 @@ def make_tracing(jit: Callable, lang: ModuleType, order: SimpleNamespace) -> Sim
                 end(self.buffer, handle)
 
         @jit
+        def _begin(self, name: tl.constexpr, form: tl.constexpr, target, address, moved, value, lanes=None, asked=None):
+            number: tl.constexpr = number_of(name)
+            m, n = lang.program_id(0), lang.program_id(1)
+            return begin(self.buffer, self.context, number, form, target, address, moved, value, m, n, lanes, asked)
+
+        @jit
         def begin_move(self, name: tl.constexpr, ptr, rank, mask):
             """Begin an access to ``rank``'s copy of ``ptr``."""
             if self.enabled:
                 address, moved, target = extent(ptr, rank, mask, self.base)
-                number: tl.constexpr = number_of(name)
-                return begin(
-                    self.buffer, number, "move", target, address, moved, 0, lang.program_id(0), lang.program_id(1)
-                )
+                return self._begin(name, "move", target, address, moved, 0)
             else:
                 return 0
 
@@ -266,11 +262,7 @@ def make_tracing(jit: Callable, lang: ModuleType, order: SimpleNamespace) -> Sim
         def begin_bulk(self, name: tl.constexpr, ptr, rank, moved):
             """Begin a copy of ``moved`` bytes to or from ``rank``'s part of the memory that ``ptr`` points into."""
             if self.enabled:
-                number: tl.constexpr = number_of(name)
-                return begin(
-                    self.buffer, number, "move", rank, lang.cast(ptr, lang.int64), moved, 0,
-                    lang.program_id(0), lang.program_id(1),
-                )  # fmt: skip
+                return self._begin(name, "move", rank, lang.cast(ptr, lang.int64), moved, 0)
             else:
                 return 0
 
@@ -290,16 +282,10 @@ def make_tracing(jit: Callable, lang: ModuleType, order: SimpleNamespace) -> Sim
             """Begin an operation on ``rank``'s copy of a flag: one integer. What is none is an access like others."""
             if self.enabled:
                 address, moved, target = extent(ptr, rank, mask, self.base)
-                number: tl.constexpr = number_of(name)
                 if is_flag(ptr):
-                    return begin(
-                        self.buffer, number, form, target, address, moved, value,
-                        lang.program_id(0), lang.program_id(1),
-                    )  # fmt: skip
+                    return self._begin(name, form, target, address, moved, value)
                 else:
-                    return begin(
-                        self.buffer, number, "move", target, address, moved, 0, lang.program_id(0), lang.program_id(1)
-                    )
+                    return self._begin(name, "move", target, address, moved, 0)
             else:
                 return 0
 
@@ -325,12 +311,8 @@ def make_tracing(jit: Callable, lang: ModuleType, order: SimpleNamespace) -> Sim
         def begin_flags(self, name: tl.constexpr, form: tl.constexpr, flags, ranks, values, here):
             """Begin an operation on a flag of each of the ``ranks``, where ``here``: blocks of lanes."""
             if self.enabled:
-                number: tl.constexpr = number_of(name)
                 width: tl.constexpr = bytes_of(flags.dtype.scalar.element_ty)
-                return begin(
-                    self.buffer, number, form, ranks, lang.cast(flags, lang.int64), width, values,
-                    lang.program_id(0), lang.program_id(1), ranks, here,
-                )  # fmt: skip
+                return self._begin(name, form, ranks, lang.cast(flags, lang.int64), width, values, ranks, here)
             else:
                 return 0
 
@@ -341,12 +323,17 @@ def make_tracing(jit: Callable, lang: ModuleType, order: SimpleNamespace) -> Sim
                 end(self.buffer, rows)
 
     @jit
-    def trace_into(record, base):
+    def trace_into(record, base, numbered: tl.constexpr):
         """The buffer that the host of this device record has enabled; one without room, if it has not.
 
-        ``base``: where the memory begins that pointers of this rank are into.
+        ``base``: where the memory begins that pointers of this rank are into. ``numbered``: this is a context.
         """
-        return Tracing(True, lang.cast(lang.load(record + TRACE), lang.pointer_type(lang.int64)), base)
+        buffer = lang.cast(lang.load(record + TRACE), lang.pointer_type(lang.int64))
+        context = 0
+        if numbered:
+            one = lang.cast(1, lang.int64)
+            context = lang.atomic_add(buffer + CONTEXTS, one, sem="relaxed", scope="gpu") + 1
+        return Tracing(True, buffer, base, context)
 
     return SimpleNamespace(Tracing=Tracing, trace_into=trace_into)
 

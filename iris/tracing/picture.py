@@ -1,26 +1,32 @@
 """A timeline as a picture, for where there is no browser: SVG, PNG or whatever else matplotlib writes."""
 
+from collections import Counter, defaultdict
 from itertools import groupby
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from iris.tracing.summary import is_remote
-from iris.tracing.timeline import READS, Event, Timeline
+from iris.tracing.timeline import READS, Event, Timeline, tracks
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 COLOURS = {
-    "compute": "#4c78a8",
-    "to a peer": "#f58518",
-    "from a peer": "#eeca3b",
-    "signal": "#54a24b",
-    "wait": "#d8b5a5",
     "other": "#b0b0b0",
+    "wait": "#d8b5a5",
+    "compute": "#4c78a8",
+    "from a peer": "#eeca3b",
+    "to a peer": "#f58518",
+    "signal": "#54a24b",
 }
 UNITS = {"s": 1e6, "ms": 1e3}
 # Above this many, arrows hide what they belong to.
 MOST_ARROWS = 200
 # Above this many events, a picture by shapes is larger than one by dots.
 MOST_SHAPES = 1000
-# Programs of a rank that get a line; of more, this many are shown, evenly chosen.
-MOST_PROGRAMS = 32
+# Programs of a rank that are shown; of more, so many at most, evenly chosen.
+MOST_PROGRAMS = 24
+MOST_LABELS = 20
 
 
 def kind(event: Event) -> str:
@@ -37,73 +43,76 @@ def kind(event: Event) -> str:
 
 
 def draw(timeline: Timeline, path: Path) -> None:
-    """``path`` becomes the picture, of the kind that its ending says: a line a program, by rank from above."""
+    """``path`` becomes the picture, of the kind that its ending says: by rank from above, a line a program, or more
+    where it does several things at a time."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
     from matplotlib.patches import Patch
 
-    lines = _lines(timeline)
-    figure, axes = pyplot.subplots(figsize=(10, 1.2 + max(1.5, min(12, 0.22 * len(lines)))))
+    lines, height = _lines(timeline)
+    figure, axes = pyplot.subplots(figsize=(10, max(1.5, min(8, 0.16 * height))))
     span = max((event.ended for event in timeline.events), default=0.0)
     unit, scale = next(((name, us) for name, us in UNITS.items() if span >= 10 * us), ("µs", 1.0))
-    used = set()
-    height = 0.8
-    for (rank, program), line in lines.items():
-        mine = [event for event in timeline.events if (event.rank, event.program) == (rank, program)]
-        # Waits, and what the kernel named, lie beneath what happened in them.
-        for name, group in groupby(sorted(mine, key=lambda event: -list(COLOURS).index(kind(event))), kind):
-            used.add(name)
-            bars = [(event.began / scale, (event.ended - event.began) / scale) for event in group]
-            style = {"color": COLOURS[name], "linewidth": 0, "rasterized": len(timeline.events) > MOST_SHAPES}
-            axes.broken_barh(bars, (line - height / 2, height), **style)
+    # In an order in which what happens within something else is drawn behind it.
+    for name in COLOURS:
+        bars: dict[float, list[tuple[float, float]]] = defaultdict(list)
+        for i, line in lines.items():
+            event = timeline.events[i]
+            if kind(event) == name:
+                bars[line].append((event.began / scale, (event.ended - event.began) / scale))
+        style = {"color": COLOURS[name], "linewidth": 0, "rasterized": len(lines) > MOST_SHAPES}
+        for line, spans in bars.items():
+            axes.broken_barh(spans, (line - 0.4, 0.8), **style)
     if len(timeline.flows) <= MOST_ARROWS:
+        arrow = {"arrowstyle": "-|>", "linewidth": 0.5, "color": "#333333", "mutation_scale": 6}
         for cause, effect in timeline.flows:
-            one, other = timeline.events[cause], timeline.events[effect]
-            ends = [lines.get((event.rank, event.program)) for event in (one, other)]
-            if None not in ends:
-                arrow = {"arrowstyle": "-|>", "linewidth": 0.5, "color": "#333333", "mutation_scale": 6}
-                axes.annotate("", (other.ended / scale, ends[1]), (one.began / scale, ends[0]), arrowprops=arrow)
-    _label(axes, lines)
+            if cause in lines and effect in lines:
+                end = timeline.events[effect].ended / scale, lines[effect]
+                begin = timeline.events[cause].began / scale, lines[cause]
+                axes.annotate("", end, begin, arrowprops=arrow)
+    _label(axes, timeline, lines)
+    axes.set_ylim(height - 0.5, -1)
     axes.set_xlabel(unit)
     axes.set_xlim(left=0)
-    axes.legend(
-        handles=[Patch(color=COLOURS[name], label=name) for name in COLOURS if name in used],
-        loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=len(COLOURS), frameon=False,
-    )  # fmt: skip
+    used = {kind(timeline.events[i]) for i in lines}
+    handles = [Patch(color=colour, label=name) for name, colour in COLOURS.items() if name in used]
+    axes.legend(handles=handles, loc="lower left", bbox_to_anchor=(0, 1), ncols=len(COLOURS), frameon=False)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, bbox_inches="tight", dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
+    figure.savefig(path, bbox_inches="tight", dpi=120, metadata={"Date": None} if path.suffix == ".svg" else None)
     pyplot.close(figure)
 
 
-def _lines(timeline: Timeline) -> dict[tuple[int, int], float]:
-    """Where each program's line is, from above; ranks are set apart."""
-    lines: dict[tuple[int, int], float] = {}
-    line = 0.0
-    for rank in sorted(timeline.devices):
-        programs = sorted({event.program for event in timeline.events if event.rank == rank})
-        step = -(-len(programs) // MOST_PROGRAMS)
-        for program in programs[:: max(1, step)]:
-            lines[rank, program] = line
-            line += 1
-        line += 0.7
-    return lines
+def _lines(timeline: Timeline) -> tuple[dict[int, float], float]:
+    """On which line the events are that are shown, counted from above, and how many lines there are."""
+    lines: dict[int, float] = {}
+    height = 0.0
+    programs = Counter(rank for rank, _ in {(event.rank, event.program) for event in timeline.events})
+    by_program = groupby(range(len(timeline.events)), lambda i: (timeline.events[i].rank, timeline.events[i].program))
+    last, number = None, 0
+    for (rank, _), group in by_program:
+        if rank != last:
+            height += last is not None
+            last, number = rank, 0
+        if number % -(-programs[rank] // MOST_PROGRAMS) == 0:
+            indices = list(group)
+            chosen = tracks([timeline.events[i] for i in indices])
+            lines |= {i: height + track for i, track in zip(indices, chosen, strict=True)}
+            height += 1 + max(chosen)
+        number += 1
+    return lines, height
 
 
-def _label(axes, lines: dict[tuple[int, int], float]) -> None:
+def _label(axes: "Axes", timeline: Timeline, lines: dict[int, float]) -> None:
     """Say which rank is where, and which program if there is room for it."""
-    axes.invert_yaxis()
-    many = len(lines) > 40
-    ticks, labels = [], []
-    for rank, group in groupby(lines.items(), lambda item: item[0][0]):
-        items = list(group)
-        if many:
-            ticks.append(sum(line for _, line in items) / len(items))
-            labels.append(f"rank {rank}, {len(items)} programs")
-        else:
-            ticks += [line for _, line in items]
-            labels += [f"rank {rank}, program {program}" for (_, program), _ in items]
-    axes.set_yticks(ticks, labels)
+    ticks: dict[str, list[float]] = defaultdict(list)
+    shown = {(event.rank, event.program) for event in map(timeline.events.__getitem__, lines)}
+    for i, line in lines.items():
+        event = timeline.events[i]
+        of_rank = sum(rank == event.rank for rank, _ in shown)
+        each = f"rank {event.rank}, program {event.program}"
+        ticks[each if len(shown) <= MOST_LABELS else f"rank {event.rank},\n{of_rank} programs"].append(line)
+    axes.set_yticks([(min(places) + max(places)) / 2 for places in ticks.values()], ticks)

@@ -158,12 +158,10 @@ class Tracing:
         self._before = self._clock.compare()
 
     def reset(self) -> None:
-        """Forget what this rank has recorded so far. Waits for its kernels."""
+        """Forget what this rank has recorded so far. Enqueued on the current stream, behind which others must wait."""
         self._check_enabled()
-        self._drain()
         self._buffer[ASKED.value] = 0
         self._buffer[HEADER.value :] = 0
-        self._drain()
 
     def export(self, path: str | Path = "trace.json", merge: bool = False) -> Path:
         """Write the events in Chrome's JSON, which https://ui.perfetto.dev opens; returns the file of this rank.

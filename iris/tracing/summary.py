@@ -67,7 +67,8 @@ def moves(timeline: Timeline) -> list[Event]:
 
 def _within(event: Event, other: Event) -> bool:
     """Of an event that comes later in the timeline."""
-    return (event.rank, event.program) == (other.rank, other.program) and event.ended <= other.ended
+    same = (event.rank, event.program, event.context) == (other.rank, other.program, other.context)
+    return same and event.ended <= other.ended
 
 
 def traffic(timeline: Timeline) -> list[Traffic]:

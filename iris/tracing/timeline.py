@@ -28,8 +28,9 @@ class Event:
 
     Attributes
     ----------
-    rank, program : int
-        Whose it is; programs are numbered row by row.
+    rank, program, context : int
+        Whose it is. Programs are numbered row by row; contexts, on each rank, as they are initialised in a program of a
+        launch; 0 for functional operations.
     name : str
         One of `iris.language.tracing.NAMES`, or "event 17" for a number that has none.
     form : str
@@ -51,6 +52,7 @@ class Event:
 
     rank: int
     program: int
+    context: int
     name: str
     form: str
     began: float
@@ -104,10 +106,9 @@ def assemble(recordings: Sequence["Recording"]) -> Timeline:
     origin = min((event.began for event in read), default=0)
     for event in read:
         event.began, event.ended = (event.began - origin) / 1e3, (event.ended - origin) / 1e3
-    read.sort(key=lambda event: (event.rank, event.program, event.began, -event.ended))
-    events = [
-        event for _, group in groupby(read, lambda event: (event.rank, event.program)) for event in _as_waits(group)
-    ]
+    read.sort(key=lambda event: (*_whose(event), event.began))
+    events = [event for _, group in groupby(read, _whose) for event in _as_waits(group)]
+    events.sort(key=lambda event: (event.rank, event.program, event.began, -event.ended))
     error: dict[int, float] = defaultdict(float)
     lost: dict[int, int] = defaultdict(int)
     for recording in recordings:
@@ -132,7 +133,8 @@ def _read(recording: "Recording") -> Iterator[Event]:
         thing, part = recording.places.get(address, ("", "")) if known else ("", "")
         yield Event(
             rank=recording.rank,
-            program=program,
+            program=program & 0xFFFFFFFF,
+            context=program >> 32,
             name=NAMES[name] if 0 <= name < len(NAMES) else f"event {name}",
             form=FORMS[form],
             began=start,
@@ -148,6 +150,10 @@ def _read(recording: "Recording") -> Iterator[Event]:
             pid_n=pid_n,
             unfinished=not over,
         )
+
+
+def _whose(event: Event) -> tuple[int, int, int]:
+    return event.rank, event.program, event.context
 
 
 def _world_rank(target: int, space: "Space | None") -> int | None:
@@ -233,8 +239,25 @@ def _flows_to_meetings(events: Sequence[Event]) -> Iterator[tuple[int, int]]:
 def tracks(events: Sequence[Event]) -> list[int]:
     """For each event of one program, in order of time, a track on which events are apart or within each other.
 
-    Partitions of a program, and kernels on several streams, do things at the same time.
+    Of kernels that run at the same time each has tracks of its own, and so have partitions of one that do.
     """
+    by_context: dict[int, list[int]] = defaultdict(list)
+    for i, event in enumerate(events):
+        by_context[event.context].append(i)
+    chosen = [0] * len(events)
+    over: list[float] = []
+    for indices in by_context.values():
+        mine = _nested([events[i] for i in indices])
+        begin, end, width = events[indices[0]].began, max(events[i].ended for i in indices), 1 + max(mine)
+        first = next(n for n in range(len(over) + 1) if all(busy <= begin for busy in over[n : n + width]))
+        over[first : first + width] = [end] * width
+        for i, track in zip(indices, mine, strict=True):
+            chosen[i] = first + track
+    return chosen
+
+
+def _nested(events: Sequence[Event]) -> list[int]:
+    """The same for events of one context."""
     open_ends: list[list[float]] = []
     chosen = []
     for event in events:

@@ -13,10 +13,10 @@ BASE = 1 << 20
 EXACT = Comparison(0, 0, 0)
 
 
-def row(name, began, ended, *, form="flag", program=0, target=0, at=0, size=4, value=0, result=0):
+def row(name, began, ended, *, form="flag", program=0, context=1, target=0, at=0, size=4, value=0, result=0):
     return [
-        1000 * began, 1000 * ended, NAMES.index(name), FORMS.index(form), program, target, BASE + at, size, value,
-        result, 0, 0,
+        1000 * began, 1000 * ended, NAMES.index(name), FORMS.index(form), program + (context << 32), target, BASE + at,
+        size, value, result, 0, 0,
     ]  # fmt: skip
 
 
@@ -97,6 +97,13 @@ def test_what_happens_at_the_same_time_is_on_tracks_of_its_own():
     spans = [(0, 10), (1, 4), (2, 3), (5, 12), (6, 11), (12, 13)]
     timeline = assemble([recording(0, [row("put", *span, form="move") for span in spans])])
     assert tracks(timeline.events) == [0, 0, 0, 1, 1, 0]
+
+
+def test_kernels_that_run_at_the_same_time_are_on_tracks_of_their_own():
+    launches = [(1, (0, 10)), (2, (2, 3)), (2, (4, 20)), (1, (11, 12)), (3, (13, 14)), (2, (21, 22)), (4, (30, 31))]
+    timeline = assemble([recording(0, [row("put", *span, form="move", context=c) for c, span in launches])])
+    # The second begins within the first, and the third when that is over.
+    assert tracks(timeline.events) == [0, 1, 1, 0, 0, 1, 0]
 
 
 def test_spans_of_time_are_united():
