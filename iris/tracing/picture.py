@@ -22,8 +22,8 @@ COLOURS = {
 UNITS = {"s": 1e6, "ms": 1e3}
 # Above this many, arrows hide what they belong to.
 MOST_ARROWS = 200
-# Above this many events, a picture by shapes is larger than one by dots.
-MOST_SHAPES = 1000
+# Above this many events a picture by shapes is larger than one by dots.
+MOST_SHAPES = 500
 # Programs of a rank that are shown; of more, so many at most, evenly chosen.
 MOST_PROGRAMS = 24
 MOST_LABELS = 20

@@ -1,6 +1,7 @@
 """Programs of a launch that wait for each other, and what is said when they wait for ever."""
 
 import os
+import random
 import signal
 import threading
 import time
@@ -280,3 +281,27 @@ def test_a_loop_over_many_flags_is_a_wait_as_well(limit):
     flags[:200] = 1
     wait_for_many[(2,)](flags, 200)
     assert flags[200].item() == 1
+
+
+@triton.jit
+def draw_tickets(count, drawn, EACH: tl.constexpr):
+    for i in range(EACH):
+        tl.store(drawn + tl.program_id(0) * EACH + i, tl.atomic_add(count, 1))
+
+
+def order_of_tickets(monkeypatch, seed, programs=6, each=5):
+    monkeypatch.setattr(grid, "chance", None if seed is None else random.Random(seed))
+    count, drawn = torch.zeros(1, dtype=torch.int32), torch.zeros(programs * each, dtype=torch.int32)
+    draw_tickets[(programs,)](count, drawn, each)
+    assert sorted(drawn.tolist()) == list(range(programs * each))
+    return drawn.tolist()
+
+
+def test_a_seed_decides_whose_turn_it_is(monkeypatch):
+    orders = [order_of_tickets(monkeypatch, seed) for seed in range(8)]
+    assert orders == [order_of_tickets(monkeypatch, seed) for seed in range(8)]
+    assert len(set(map(tuple, orders))) > 4
+    # A program does not go on to its end, as it does where nothing is left to chance.
+    assert order_of_tickets(monkeypatch, None) == list(range(30))
+    assert all(order != sorted(order) for order in orders)
+    assert any(b - a > 1 for order in orders for a, b in zip(order[:5], order[1:5], strict=False))

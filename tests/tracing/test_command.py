@@ -103,12 +103,12 @@ def test_a_trace_of_four_ranks(name, tmp_path):
 
 def test_perfettos_own_parser_reads_it(tmp_path):
     processor = pytest.importorskip("perfetto.trace_processor", reason="the package perfetto is not installed")
-    trace_of("ring", tmp_path)
     try:
-        reader = processor.TraceProcessor(trace=str(tmp_path / "t.json"))
+        processor.TraceProcessor().close()
     except (OSError, subprocess.CalledProcessError, processor.TraceProcessorException) as error:
         pytest.skip(f"its program, which the package fetches from the network, cannot be had here: {error}")
-    with reader:
+    trace_of("ring", tmp_path)
+    with processor.TraceProcessor(trace=str(tmp_path / "t.json")) as reader:
         (errors,) = reader.query("select count(*) as n from stats where severity = 'error' and value > 0")
         assert errors.n == 0
         ends = list(reader.query(
