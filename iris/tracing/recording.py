@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from iris.device_record import DeviceRecord
-from iris.errors import NotTracingError
+from iris.errors import InvalidSettingError, NotTracingError
 from iris.heap.mapping import mappings
 from iris.language.tracing import ADDRESS, ASKED, HEADER, ROOM, TRACES_ALL, WORDS
 from iris.tracing import chrome
@@ -49,6 +49,7 @@ class Recording:
     Attributes
     ----------
     rank : int
+        In the world.
     device : str
     events : numpy.ndarray
         int64 ``[events, WORDS]``, rows as in `iris.language.tracing`.
@@ -109,6 +110,7 @@ class Tracing:
     def __init__(self, workspace: Workspace, record: DeviceRecord, drain: Callable[[], None]) -> None:
         self._group, self._device, self._record = workspace.group, workspace.device, record
         self._workspace, self._drain = workspace, drain
+        self._rank = self._group.ranks[self._group.rank]
         self._clock: Clock | None = None
         self._buffer: torch.Tensor | None = None
         self._before: Comparison | None = None
@@ -126,13 +128,13 @@ class Tracing:
         """
         if not TRACES_ALL.value:
             return
-        self.enable(int(os.environ.get(EVENTS_VARIABLE, MAX_EVENTS)))
+        events = os.environ.get(EVENTS_VARIABLE, str(MAX_EVENTS))
+        if not events.isdecimal() or int(events) == 0:
+            raise InvalidSettingError(EVENTS_VARIABLE, events, "a number of events, 1 or more")
+        self.enable(int(events))
         if folder := os.environ.get(FOLDER_VARIABLE):
-            # By rank in the world, and the number of this context.
-            rank = self._group.ranks[self._group.rank]
-            path = Path(folder) / f"rank{rank}.{next(_numbers)}.npz"
-            self._save = Finalize(None, lambda: self.recording(alone=True).save(path), exitpriority=10)
-            self._path = path
+            self._path = Path(folder) / f"rank{self._rank}.{next(_numbers)}.npz"
+            self._save = Finalize(None, lambda: self.recording(alone=True).save(self._path), exitpriority=10)
 
     def save(self, alone: bool = False) -> None:
         """Save the events, if somebody has said where to: before the memory goes away. As `recording`."""
@@ -175,14 +177,19 @@ class Tracing:
         ------
         NotTracingError
             `enable` was not called.
+        OSError, PeerFailedError
+            A rank could not write its file: on that rank, and on the others.
         """
-        path, rank = Path(path), self._group.rank
-        timeline = self._assembled(wanted=rank == 0 or not merge)
+        path, first = Path(path), self._group.rank == 0
+        timeline = self._assembled(wanted=first or not merge)
         if not merge and self._group.size > 1:
-            path = path.with_suffix(f".rank{rank}{path.suffix}")
-        if rank == 0 or not merge:
-            chrome.write(timeline if merge else timeline.of_rank(rank), path)
-        self._group.all_gather(None, "the end of tracing.export()")
+            path = path.with_name(f"{path.stem}.rank{self._rank}{path.suffix}")
+
+        def write() -> None:
+            if first or not merge:
+                chrome.write(timeline if merge else timeline.of_rank(self._rank), path)
+
+        self._group.agree(write, "write its events")
         return path
 
     def timeline(self) -> Timeline:
@@ -194,13 +201,15 @@ class Tracing:
         recording = self.recording()
         folder = tempfile.mkdtemp(prefix="iris-trace-") if self._group.rank == 0 else None
         folder = Path(self._group.all_gather(folder, "a folder for the events of all ranks")[0])
-        files = [folder / f"rank{rank}.npz" for rank in range(self._group.size)]
-        recording.save(files[self._group.rank])
-        self._group.all_gather(None, "the events of all ranks")
-        timeline = assemble([Recording.load(file) for file in files]) if wanted else None
-        self._group.all_gather(None, "the end of the reading of events")
+        file = folder / f"{self._rank}.npz"
+        try:
+            self._group.agree(lambda: recording.save(file), "save its events")
+            timeline = assemble([Recording.load(each) for each in folder.glob("*.npz")]) if wanted else None
+            self._group.all_gather(None, "the end of the reading of events")
+        finally:
+            file.unlink(missing_ok=True)
         if self._group.rank == 0:
-            shutil.rmtree(folder)
+            shutil.rmtree(folder, ignore_errors=True)
         return timeline
 
     def recording(self, alone: bool = False) -> Recording:
@@ -220,7 +229,7 @@ class Tracing:
                 for address in addresses[(addresses >= base) & (addresses < base + mapping.size)].tolist():
                     places[address] = owner.name_at(address - base)
         return Recording(
-            self._group.rank, str(self._device), events, max(0, asked - len(rows)), tuple(spaces), places,
+            self._rank, str(self._device), events, max(0, asked - len(rows)), tuple(spaces), places,
             self._before, after,
         )  # fmt: skip
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import iris
-from iris.errors import NotTracingError
+from iris.errors import NotTracingError, PeerFailedError
 from iris.language.tracing import HEADER, WORDS
 from tracing.traced_kernels import KERNELS, NAMES, polls, scatter
 
@@ -175,6 +175,18 @@ def test_a_number_of_events_that_is_none_is_refused(ranks, number):
 def refused(ctx, number):
     with pytest.raises(ValueError, match=f"max_events={number}"):
         ctx.tracing.enable(max_events=number)
+
+
+def unwritable(ctx, file):
+    ctx.tracing.enable()
+    with pytest.raises(OSError if ctx.get_rank() == 0 else PeerFailedError, match="file"):
+        ctx.tracing.export(f"{file}/trace.json", merge=True)
+    return ctx.tracing.timeline().events
+
+
+def test_a_file_that_cannot_be_written_stops_nobody(ranks, tmp_path):
+    (tmp_path / "file").touch()
+    assert all(events == [] for events in ranks.run(unwritable, str(tmp_path / "file")))
 
 
 def exported(ctx, folder, merge):
