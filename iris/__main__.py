@@ -78,7 +78,7 @@ def demo(ranks: int) -> None:
         raise SystemExit(1)
 
 
-@commands.command(context_settings={"ignore_unknown_options": True})
+@commands.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 @click.option("--seed", type=int, help="Let programs take turns by chance: which turns, this number says.")
 @click.option("--schedules", type=click.IntRange(1), default=1, show_default=True, help="How many of these to try.")
 @click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
@@ -95,19 +95,36 @@ def check(seed: int | None, schedules: int, form: str, program: Path, arguments:
     raise SystemExit(check.run(program, arguments, seed, schedules, form))
 
 
-@commands.command(context_settings={"ignore_unknown_options": True})
+def drawable(context: click.Context, parameter: click.Parameter, path: Path | None) -> Path | None:
+    """A picture's path, before the program has run in vain."""
+    if path is not None:
+        try:
+            from matplotlib.backend_bases import FigureCanvasBase
+        except ImportError as error:
+            raise click.BadParameter("pictures take matplotlib: pip install matplotlib") from error
+        possible = FigureCanvasBase.get_supported_filetypes()
+        if path.suffix[1:] not in possible:
+            raise click.BadParameter(f"{str(path)!r} does not end in one of {', '.join(sorted(possible))}")
+    return path
+
+
+@commands.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 @click.option(
-    "--out", type=click.Path(path_type=Path), default="trace.json", show_default=True,
+    "--out", type=click.Path(dir_okay=False, writable=True, path_type=Path), default="trace.json", show_default=True,
     help="Where the events go, for https://ui.perfetto.dev.",
 )  # fmt: skip
-@click.option("--picture", type=click.Path(path_type=Path), help="Draw the timeline too: SVG, PNG ... by its ending.")
+@click.option(
+    "--picture", type=click.Path(dir_okay=False, writable=True, path_type=Path), callback=drawable,
+    help="Draw the timeline too: SVG, PNG ... by its ending.",
+)  # fmt: skip
 @click.option("--max-events", type=click.IntRange(1), default=1_000_000, show_default=True, help="Of each rank.")
 @click.argument("program", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def trace(out: Path, picture: Path | None, max_events: int, program: Path, arguments: tuple[str, ...]) -> None:
     """Run PROGRAM with every kernel traced, and print what went where, who waited for what, and what overlapped.
 
-    By itself, as it starts its own ranks, or under torchrun. The exit status is that of the program.
+    By itself, as it starts its own ranks, or under torchrun. Options of this command come before PROGRAM. The exit
+    status is that of the program.
     """
     requirements.check()
     from iris.tracing import command

@@ -197,8 +197,10 @@ class Iris(Factories):
         if self.heap.closed:
             return
         self.barrier()
-        self.tracing.save()
-        self._release()
+        try:
+            self.tracing.save()
+        finally:
+            self._release()
         # The library's own memory goes with those that use it. (Not after an error: kernels may be waiting in it.)
         self._barriers.clear()
         self.ccl.close()
@@ -215,8 +217,10 @@ class Iris(Factories):
         if kind is None:
             self.close()
         else:
-            self.tracing.save(alone=True)
-            self._release()
+            try:
+                self.tracing.save(alone=True)
+            finally:
+                self._release()
 
     def _release(self) -> None:
         """Unmap, without meeting the others. The caller guarantees that this rank's kernels are over."""

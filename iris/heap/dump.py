@@ -32,7 +32,11 @@ def dump(heap: "SymmetricHeap") -> str:
         waits = ", freed here: it comes back when all ranks have freed it and met" if gone else ""
         lines.append(f"  at {block.offset:#x}: {block.origin}, {readable(block.size)}{waits}")
         name = str(block.dtype).removeprefix("torch.")
-        if name.startswith(("int", "uint")) and 0 < block.size <= LARGEST:
+        if not name.startswith(("int", "uint")) or not block.size:
+            continue
+        if block.size > LARGEST:
+            lines.append(f"      more than {readable(LARGEST)}, and so not read")
+        else:
             values = heap.mapping.snapshot(block.offset, block.size).view(name).reshape(block.shape)
             lines.append(f"      {contents(values)}")
     return "\n".join(lines)

@@ -112,8 +112,7 @@ class Mapping:
             After `close`.
         """
         own = self.storage(self.rank, offset, size)
-        provider = host if self.device.type == "cpu" else gpu
-        return provider.snapshot(torch.empty(0, dtype=torch.uint8, device=self.device).set_(own, 0, (size,)))
+        return snapshot(torch.empty(0, dtype=torch.uint8, device=self.device).set_(own, 0, (size,)))
 
     def close(self) -> None:
         """Let go of the memory: it is unmapped when the last tensor over it has died."""
@@ -179,6 +178,11 @@ def create(group: Group, size: int, device: torch.device) -> Mapping:
     mapping = Mapping(name, group.ranks, group.rank, rounded, device, tuple(bases), memory)
     _mappings[bases[group.rank]] = mapping
     return mapping
+
+
+def snapshot(memory: torch.Tensor) -> np.ndarray:
+    """A copy of these bytes, uint8, as they are now. Local; waits for no kernel, in any thread."""
+    return (host if memory.device.type == "cpu" else gpu).snapshot(memory)
 
 
 def mappings() -> list[Mapping]:

@@ -170,8 +170,7 @@ def make_device_context(
         @jit
         def copy(self, src_ptr, dst_ptr, from_rank, to_rank, mask=None, other=None):
             """Move ``from_rank``'s copy of ``src_ptr`` to ``to_rank``'s of ``dst_ptr``; the caller is one of them."""
-            # The other one: of two numbers, one of which is the caller's, the sum less that.
-            event = self.tracing.begin_move("copy", dst_ptr, from_rank + to_rank - self.cur_rank, mask)
+            event = self.tracing.begin_copy(dst_ptr, from_rank, to_rank, self.cur_rank, mask)
             value = lang.load(self._peers(src_ptr, from_rank, mask), mask=mask, other=other)
             lang.store(self._peers(dst_ptr, to_rank, mask), value, mask=mask)
             self.tracing.record_event_end(event)
@@ -226,7 +225,7 @@ def make_device_context(
         @jit
         def atomic_cas(self, ptr, cmp, val, to_rank, sem: tl.constexpr = ACQ_REL, scope: tl.constexpr = SYS):
             """Put ``val`` in the place of ``to_rank``'s copy where that equals ``cmp``; returns the old value."""
-            event = self.tracing.begin_flag("atomic_cas", ptr, to_rank, val, None)
+            event = self.tracing.begin_flag("atomic_cas", ptr, to_rank, cmp, None)
             old = ordered_cas(self._peers(ptr, to_rank, None), cmp, val, sem, scope)
             self.tracing.end_cas(event, old, cmp, val)
             return old
@@ -239,7 +238,7 @@ def make_device_context(
             """
             event = self.tracing.begin_flag("signal", flag_ptr, to_rank, value, None)
             now = ordered_signal(self._peers(flag_ptr, to_rank, None), value, op)
-            self.tracing.end_flag(event, now)
+            self.tracing.end_flag(event, now, now)
 
         @jit
         def wait(self, flag_ptr, value, cmp: tl.constexpr = EQ):
@@ -252,7 +251,7 @@ def make_device_context(
             self._check(flag_ptr, None, self.cur_rank)
             event = self.tracing.begin_flag("wait", flag_ptr, self.cur_rank, value, None)
             seen = ordered_wait(flag_ptr, value, cmp, self._record())
-            self.tracing.end_flag(event, seen)
+            self.tracing.end_flag(event, seen, seen)
             return seen
 
         @jit
@@ -280,7 +279,7 @@ def make_device_context(
             reached = ordered_barrier(
                 flags_ptr, epoch, self.cur_rank, self.num_ranks, self.table, self.base, self._record()
             )
-            self.tracing.end_flag(event, reached)
+            self.tracing.end_flag(event, reached, reached)
 
         # For the library's own kernels, which wait for many ranks at a time.
 

@@ -158,8 +158,7 @@ def make_functions(
         Both pointers are in the caller's heap, and the caller is one of the two ranks.
         """
         tracing = tracing_of(heap_bases, cur_rank)
-        # The other rank, as in the context's.
-        event = tracing.begin_move("copy", dst_ptr, from_rank + to_rank - cur_rank, mask)
+        event = tracing.begin_copy(dst_ptr, from_rank, to_rank, cur_rank, mask)
         source = translate(src_ptr, cur_rank, from_rank, heap_bases, mask, hint)
         value = lang.load(source, mask=mask, other=other, cache_modifier=load_cache_modifier)
         target = translate(dst_ptr, cur_rank, to_rank, heap_bases, mask, hint)
@@ -312,7 +311,7 @@ def make_functions(
     ):
         """Put ``val`` in the place of ``to_rank``'s copy where that equals ``cmp``; returns the old value."""
         tracing = tracing_of(heap_bases, from_rank)
-        event = tracing.begin_flag("atomic_cas", pointer, to_rank, val, None)
+        event = tracing.begin_flag("atomic_cas", pointer, to_rank, cmp, None)
         old = ordered_cas(translate(pointer, from_rank, to_rank, heap_bases, None, hint), cmp, val, sem, scope)
         tracing.end_cas(event, old, cmp, val)
         return old

@@ -53,16 +53,19 @@ HEADER = tl.constexpr(16)
 
 # A row. NAME and FORM: numbers of `NAMES` and `FORMS`. PROGRAM: its number, and in the upper half that of the context,
 # which tells launches apart; 0 where there is none. TARGET: the rank that is reached. ADDRESS: in the caller's heap;
-# of a block of pointers, where that begins. VALUE: what a flag is set to, or awaited for; RESULT: what it held at last.
-BEGAN, ENDED, NAME, FORM, PROGRAM, TARGET, ADDRESS, BYTES, VALUE, RESULT, PID_M, PID_N = map(tl.constexpr, range(12))
-WORDS = tl.constexpr(12)
+# of a block of pointers, where that begins. VALUE: what a flag is set to, or awaited for; SEEN: what it
+# held, and AFTER: what it held then.
+(
+    BEGAN, ENDED, NAME, FORM, PROGRAM, TARGET, ADDRESS, BYTES, VALUE, SEEN, AFTER, PID_M, PID_N,
+) = map(tl.constexpr, range(13))  # fmt: skip
+WORDS = tl.constexpr(13)
 
 NAMES = (
     "load", "store", "get", "put", "copy", "atomic_add", "atomic_sub", "atomic_cas", "atomic_xchg", "atomic_xor",
     "atomic_and", "atomic_or", "atomic_min", "atomic_max", "signal", "wait", "barrier", "compute",
 )  # fmt: skip
 
-# An event that the kernel has named itself; a move of data; an operation on one flag, whose VALUE and RESULT count; the
+# An event that the kernel has named itself; a move of data; an operation on one flag, whose values count; the
 # same of a flag that has been reached, whole or in one half; a barrier.
 FORMS = ("named", "move", "flag", "whole", "high", "low", "meeting")
 FLAG = tl.constexpr("flag")
@@ -152,11 +155,13 @@ def make_tracing(jit: Callable, lang: ModuleType, order: SimpleNamespace) -> Sim
 
     @jit
     def write(buffer, row, word, value, here):
-        lang.store(buffer + HEADER + row * WORDS + word, lang.cast(value, lang.int64) + row * 0, mask=here)
+        at = lang.cast(row, lang.int64) * WORDS
+        lang.store(buffer + HEADER + at + word, lang.cast(value, lang.int64) + at * 0, mask=here)
 
     @jit
     def after(op: tl.constexpr, old, val):
         """What an atomic operation leaves behind."""
+        val = lang.cast(val, old.dtype)
         if op == "add":
             return old + val
         elif op == "sub":
@@ -197,7 +202,8 @@ def make_tracing(jit: Callable, lang: ModuleType, order: SimpleNamespace) -> Sim
         write(buffer, row, PID_N, pid_n, here)
         # Last of all, so that what comes before is not part of the event.
         write(buffer, row, BEGAN, clock(), here)
-        return lang.where(here, row, -1)
+        # As narrow as the constant that stands for it where nothing is traced, so that branches agree.
+        return lang.cast(lang.where(here, row, -1), lang.int32)
 
     @jit
     def end(buffer, row):
@@ -259,6 +265,20 @@ def make_tracing(jit: Callable, lang: ModuleType, order: SimpleNamespace) -> Sim
                 return 0
 
         @jit
+        def begin_copy(self, ptr, from_rank, to_rank, cur_rank, mask):
+            """Begin a copy between the caller and the other of the two ranks: a get or a put."""
+            if self.enabled:
+                # Of two numbers, one of which is the caller's, the sum less that is the other.
+                address, moved, target = extent(ptr, from_rank + to_rank - cur_rank, mask, self.base)
+                get: tl.constexpr = number_of("get")
+                put: tl.constexpr = number_of("put")
+                number = lang.where(target == least(lang.cast(from_rank, lang.int64)), get, put)
+                m, n = lang.program_id(0), lang.program_id(1)
+                return begin(self.buffer, self.context, number, "move", target, address, moved, 0, m, n)
+            else:
+                return 0
+
+        @jit
         def begin_bulk(self, name: tl.constexpr, ptr, rank, moved):
             """Begin a copy of ``moved`` bytes to or from ``rank``'s part of the memory that ``ptr`` points into."""
             if self.enabled:
@@ -272,9 +292,9 @@ def make_tracing(jit: Callable, lang: ModuleType, order: SimpleNamespace) -> Sim
             if self.enabled:
                 if values.dtype.scalar.is_floating():
                     bits: tl.constexpr = bits_type(values.dtype.scalar)
-                    write(self.buffer, row, RESULT, most(lang.cast(values, bits, bitcast=True)), row >= 0)
+                    write(self.buffer, row, SEEN, most(lang.cast(values, bits, bitcast=True)), row >= 0)
                 elif values.dtype.scalar.is_int():
-                    write(self.buffer, row, RESULT, most(values), row >= 0)
+                    write(self.buffer, row, SEEN, most(values), row >= 0)
                 end(self.buffer, row)
 
         @jit
@@ -290,22 +310,27 @@ def make_tracing(jit: Callable, lang: ModuleType, order: SimpleNamespace) -> Sim
                 return 0
 
         @jit
-        def end_flag(self, row, now):
-            """``now``: what the flag held when the operation was over."""
+        def end_flag(self, row, seen, now):
+            """``seen``: what the operation found in the flag; ``now``: what it left there."""
             if self.enabled:
-                if is_flag(now):
-                    write(self.buffer, row, RESULT, now, row >= 0)
+                if is_flag(seen):
+                    write(self.buffer, row, SEEN, seen, row >= 0)
+                    write(self.buffer, row, AFTER, now, row >= 0)
                 end(self.buffer, row)
 
         @jit
         def end_atomic(self, row, op: tl.constexpr, old, val):
             if self.enabled:
-                self.end_flag(row, after(op, old, val) if is_flag(old) else old)
+                self.end_flag(row, old, after(op, old, val) if is_flag(old) else old)
 
         @jit
         def end_cas(self, row, old, cmp, val):
             if self.enabled:
-                self.end_flag(row, lang.where(old == cmp, val, old) if is_flag(old) else old)
+                if is_flag(old):
+                    val = lang.cast(val, old.dtype)
+                    self.end_flag(row, old, lang.where(old == lang.cast(cmp, old.dtype), val, old))
+                else:
+                    self.end_flag(row, old, old)
 
         @jit
         def begin_flags(self, name: tl.constexpr, form: tl.constexpr, flags, ranks, values, here):
@@ -319,7 +344,8 @@ def make_tracing(jit: Callable, lang: ModuleType, order: SimpleNamespace) -> Sim
         @jit
         def end_flags(self, rows, now):
             if self.enabled:
-                write(self.buffer, rows, RESULT, now, rows >= 0)
+                write(self.buffer, rows, SEEN, now, rows >= 0)
+                write(self.buffer, rows, AFTER, now, rows >= 0)
                 end(self.buffer, rows)
 
     @jit

@@ -87,7 +87,7 @@ def _slice(event: Event, thread: int) -> dict:
     if event.thing:
         arguments["address"] = f"{event.thing}, {event.part}"
     if event.form not in ("named", "move"):
-        arguments |= {"value": event.value, "result": event.result}
+        arguments |= {"value": event.value, "seen": event.seen, "after": event.after}
     if event.unfinished:
         arguments["unfinished"] = True
     return {

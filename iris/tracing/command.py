@@ -26,22 +26,25 @@ def run(program: Path, arguments: Sequence[str], out: Path, image: Path | None, 
             return status
         await_(lambda: len(list(folder.glob("over*"))) == size)
         recordings = [Recording.load(file) for file in sorted(folder.glob("rank*.npz"))]
-    return status or show(recordings, out, image)
+    return show(recordings, out, image, status)
 
 
-def show(recordings: Sequence[Recording], out: Path, image: Path | None) -> int:
-    """Write the trace, and a picture if asked for, and print the summary; 1 if there is nothing to show."""
+def show(recordings: Sequence[Recording], out: Path, image: Path | None, status: int) -> int:
+    """Write the trace, and a picture if asked for, and print the summary, also of a program that failed."""
     console = Console()
     timeline = assemble(recordings)
+    if status:
+        console.print(f"The program has failed, with exit status {status}.")
     if not timeline.events:
         console.print(
-            "No kernel of the program recorded anything: none used a device context or iris.load, iris.store ..."
+            "Nothing was recorded: no kernel has used a device context or iris.load, iris.store ..., or only "
+            "collectives for small data, which record nothing."
         )
-        return 1
+        return status or 1
     chrome.write(timeline, out)
     summary.show(timeline, console)
     if image is not None:
         picture.draw(timeline, image)
         console.print(f"Picture: {image}")
     console.print(f"Trace: {out}, for https://ui.perfetto.dev")
-    return 0
+    return status

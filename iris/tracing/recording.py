@@ -15,7 +15,7 @@ import torch
 
 from iris.device_record import DeviceRecord
 from iris.errors import InvalidSettingError, NotTracingError
-from iris.heap.mapping import mappings
+from iris.heap.mapping import mappings, snapshot
 from iris.language.tracing import ADDRESS, ASKED, HEADER, ROOM, TRACES_ALL, WORDS
 from iris.tracing import chrome
 from iris.tracing.clock import Clock, Comparison
@@ -143,7 +143,7 @@ class Tracing:
             self.recording(alone).save(self._path)
 
     def enable(self, max_events: int = MAX_EVENTS) -> None:
-        """Record from here on, up to so many events a rank, 96 bytes each. Forgets what was recorded before.
+        """Record from here on, up to so many events a rank, 104 bytes each. Forgets what was recorded before.
 
         Collective; blocks the host. The clocks of the ranks are compared, here and in `export`.
         """
@@ -213,13 +213,16 @@ class Tracing:
         return timeline
 
     def recording(self, alone: bool = False) -> Recording:
-        """What this rank has recorded. Collective, but if ``alone``: then clocks are as they were at `enable`."""
+        """What this rank has recorded. Collective, but if ``alone``.
+
+        Then it is what there is by now: a kernel may be waiting for ever, as after an error. Clocks are as at `enable`.
+        """
         self._check_enabled()
-        self._drain()
+        if not alone:
+            self._drain()
         after = self._before if alone else self._clock.compare()
-        asked = int(self._buffer[ASKED.value])
-        rows = self._buffer[HEADER.value :].view(-1, WORDS.value)
-        events = rows[: min(asked, len(rows))].cpu().numpy()
+        asked, room = self._copy(HEADER.value)[: ROOM.value + 1].tolist()
+        events = self._copy(HEADER.value + min(asked, room) * WORDS.value)[HEADER.value :].reshape(-1, WORDS.value)
         spaces, places = [], {}
         addresses = np.unique(events[:, ADDRESS.value])
         for mapping in mappings():
@@ -229,9 +232,13 @@ class Tracing:
                 for address in addresses[(addresses >= base) & (addresses < base + mapping.size)].tolist():
                     places[address] = owner.name_at(address - base)
         return Recording(
-            self._rank, str(self._device), events, max(0, asked - len(rows)), tuple(spaces), places,
+            self._rank, str(self._device), events, max(0, asked - room), tuple(spaces), places,
             self._before, after,
         )  # fmt: skip
+
+    def _copy(self, words: int) -> np.ndarray:
+        """The buffer's first words, without waiting for a kernel."""
+        return snapshot(self._buffer[:words].view(torch.uint8)).view(np.int64)
 
     def _check_enabled(self) -> None:
         if self._buffer is None:

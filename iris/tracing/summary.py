@@ -1,6 +1,7 @@
 """What a timeline adds up to: bytes and bandwidth by pair of ranks, time waiting by flag, what communication hides."""
 
 from collections import defaultdict
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from rich.console import Console
@@ -52,23 +53,26 @@ def is_remote(event: Event) -> bool:
 
 def moves(timeline: Timeline) -> list[Event]:
     """The events that move data between ranks; one around others, that the kernel named, is not one more."""
+    events = timeline.events
+    remote = [i for i, event in enumerate(events) if is_remote(event)]
+    outer = _around(events, remote, lambda event: event.form != "flag")
+    return [events[i] for i in remote if i not in outer]
+
+
+def _around(events: list[Event], among: Iterable[int], counts: Callable[[Event], bool]) -> set[int]:
+    """Which of the events ``among`` these the kernel has named, around others of them that it has not."""
     outer: set[int] = set()
-    around: list[int] = []
-    for i, event in enumerate(timeline.events):
-        while around and not _within(event, timeline.events[around[-1]]):
+    named: dict[tuple[int, int, int], list[int]] = defaultdict(list)
+    for i in among:
+        event = events[i]
+        around = named[event.rank, event.program, event.context]
+        while around and events[around[-1]].ended < event.ended:
             around.pop()
-        if is_remote(event):
-            if event.form != "flag":
-                outer.update(around)
-            if event.form == "named":
-                around.append(i)
-    return [event for i, event in enumerate(timeline.events) if is_remote(event) and i not in outer]
-
-
-def _within(event: Event, other: Event) -> bool:
-    """Of an event that comes later in the timeline."""
-    same = (event.rank, event.program, event.context) == (other.rank, other.program, other.context)
-    return same and event.ended <= other.ended
+        if counts(event):
+            outer.update(around)
+        if event.form == "named":
+            around.append(i)
+    return outer
 
 
 def traffic(timeline: Timeline) -> list[Traffic]:
@@ -87,9 +91,12 @@ def traffic(timeline: Timeline) -> list[Traffic]:
 def waiting(timeline: Timeline) -> list[Waiting]:
     """The longest in all first."""
     waits: dict[tuple[int, str], list[Event]] = defaultdict(list)
-    for event in timeline.events:
-        if event.is_wait:
-            waits[event.rank, f"{event.name}: {event.thing or 'memory that is not shared'}"].append(event)
+    found = [i for i, event in enumerate(timeline.events) if event.is_wait]
+    outer = _around(timeline.events, found, lambda _: True)
+    for i in found:
+        event = timeline.events[i]
+        if i not in outer:
+            waits[event.rank, f"{event.name}: {event.thing or 'a flag that is not known'}"].append(event)
     found = []
     for (rank, what), events in waits.items():
         us = [event.ended - event.began for event in events]
@@ -123,7 +130,9 @@ def show(timeline: Timeline, console: Console) -> None:
     console.print(f"Clocks agree within {worst:.3f} µs." if worst else "All ranks read one clock.")
     for rank, lost in timeline.lost.items():
         if lost:
-            console.print(f"[yellow]Rank {rank} lost its last {lost} events: record more (--max-events), or less.[/]")
+            console.print(
+                f"[yellow]Rank {rank} lost its last {lost} events: make room for more (max_events), or record less.[/]"
+            )
     if pairs := traffic(timeline):
         table = Table("from", "to", "bytes", "µs", "GB/s", title="Between ranks")
         for each in pairs:

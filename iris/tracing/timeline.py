@@ -1,6 +1,6 @@
 """The events of all ranks on one axis of time, and what ended each wait."""
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -43,8 +43,8 @@ class Event:
         The same for people: a tensor, or what the library uses the memory for, and which part of it; "" where it is not
         known, as of blocks.
     bytes : int
-    value, result : int
-        Of a flag: what it is to become, or what is awaited; what it held at the end.
+    value, seen, after : int
+        Of a flag: the operand, or what is awaited; what it held, and what it held behind the operation.
     pid_m, pid_n : int
     unfinished : bool
         Its end was not recorded.
@@ -63,7 +63,8 @@ class Event:
     part: str
     bytes: int
     value: int
-    result: int
+    seen: int
+    after: int
     pid_m: int
     pid_n: int
     unfinished: bool = False
@@ -126,7 +127,7 @@ def _read(recording: "Recording") -> Iterator[Event]:
     rows = recording.events.reshape(-1, WORDS.value)
     began, ended = (common(rows[:, i], recording.before, recording.after).tolist() for i in (0, 1))
     for row, start, end in zip(rows.tolist(), began, ended, strict=True):
-        _, over, name, form, program, target, address, moved, value, result, pid_m, pid_n = row
+        _, over, name, form, program, target, address, moved, value, seen, after, pid_m, pid_n = row
         space = next((each for each in recording.spaces if 0 <= address - each.base < each.size), None)
         # A kernel says no more of a block of pointers than where the memory begins.
         known = space is not None and address > space.base or FORMS[form] not in ("named", "move")
@@ -145,7 +146,8 @@ def _read(recording: "Recording") -> Iterator[Event]:
             part=part,
             bytes=moved,
             value=value,
-            result=result,
+            seen=seen,
+            after=after,
             pid_m=pid_m,
             pid_n=pid_n,
             unfinished=not over,
@@ -166,63 +168,106 @@ def _world_rank(target: int, space: "Space | None") -> int | None:
 
 
 def _as_waits(events: Iterable[Event]) -> Iterator[Event]:
-    """One program's events, with a wait in the place of each run of looks at a flag by atomic operations."""
-    for _, run in groupby(events, _looked_at):
-        looks = list(run)
-        first, last = looks[0], looks[-1]
-        # A compare-and-swap that fails once is no wait.
-        if _looked_at(first) is None or not _is_look(first) or (first.name == "atomic_cas" and len(looks) == 1):
-            yield from looks
-            continue
-        yield replace(first, name="wait", ended=last.ended, result=last.result, unfinished=last.unfinished)
+    """One context's events, with a wait in the place of each run of looks at a flag by atomic operations."""
+    for looks, group in groupby(events, _looked_at):
+        run: list[Event] = []
+        for event in group:
+            run.append(event)
+            if looks is None or _is_over(run):
+                yield _as_wait(run)
+                run = []
+        if run:
+            yield _as_wait(run)
 
 
 def _looked_at(event: Event) -> tuple | None:
-    if event.form == "flag" and event.name.startswith("atomic_") and (_is_look(event) or event.name == "atomic_cas"):
+    """What an event looks at, if it may be one of many looks: an operation that changes nothing, or not always."""
+    zero = event.name in ("atomic_add", "atomic_sub", "atomic_or", "atomic_xor") and event.value == 0
+    if event.form == "flag" and (zero or event.name == "atomic_cas"):
         return event.name, event.target, event.place, event.value
     return None
 
 
-def _is_look(event: Event) -> bool:
-    """Whether an atomic operation on a flag has changed nothing."""
-    if event.name in ("atomic_add", "atomic_sub", "atomic_or", "atomic_xor"):
-        return event.value == 0
-    return event.name == "atomic_cas" and event.result != event.value
+def _is_over(run: list[Event]) -> bool:
+    """Whether the last of these looks has seen what they were for, as far as can be told."""
+    last = run[-1]
+    return last.seen == last.value if last.name == "atomic_cas" else last.seen != run[0].seen
+
+
+def _as_wait(run: list[Event]) -> Event:
+    """A single look is none."""
+    first, last = run[0], run[-1]
+    if len(run) == 1:
+        return first
+    return replace(
+        first, name="wait", ended=last.ended, seen=last.seen, after=last.after, unfinished=last.unfinished
+    )  # fmt: skip
 
 
 def _flows_to_waits(events: Sequence[Event], slack: float) -> Iterator[tuple[int, int]]:
     """From whoever set a flag to whoever waited for it. ``slack``: by how much clocks may be wrong, in microseconds."""
-    signals: dict[tuple, list[tuple[float, int, int]]] = defaultdict(list)
+    changes: dict[tuple, list[tuple[float, int, int]]] = defaultdict(list)
     for i, event in enumerate(events):
-        if event.form == "flag" and not event.is_wait and event.place is not None:
-            signals[event.owner, event.place].append((event.began, event.result, i))
-    for each in signals.values():
-        each.sort()
+        if event.form == "flag" and event.place is not None:
+            if event.name != "wait" or event.after != event.seen:
+                changes[event.owner, event.place].append((event.began, event.after, i))
+    by_flag = {flag: _Changes(sorted(each)) for flag, each in changes.items()}
     for i, event in enumerate(events):
-        if event.name != "wait" or event.place is None or event.unfinished:
+        flag = by_flag.get((event.owner, event.place))
+        if event.name != "wait" or flag is None or event.unfinished:
             continue
-        sent = signals.get((event.owner, event.place), ())
-        in_time = sent[: bisect_right(sent, event.ended + slack, key=lambda signal: signal[0])]
         if event.form == "flag":
-            # The flag was seen with this value, so whoever gave it that value last has ended the wait.
-            cause = next((number for _, result, number in reversed(in_time) if result == event.result), None)
+            cause = flag.last_to(event.seen, event.ended, slack)
+        elif event.form in HALVES:
+            cause = flag.first_to_reach(event.value, *HALVES[event.form], event.ended + slack)
         else:
-            cause = _first_to_reach(event, in_time)
-        if cause is not None:
+            continue
+        if cause not in (None, i):
             yield cause, i
 
 
-def _first_to_reach(wait: Event, signals: Sequence[tuple[float, int, int]]) -> int | None:
-    """Who raised a count, in the order of ``signals``, to what was waited for, or past it; None if it was there."""
-    shift, bits = HALVES[wait.form]
-    # Counts wrap. What was there before the first one that is known is at least one less.
-    lead = [
-        ((result >> shift) - wait.value + (1 << bits - 1)) % (1 << bits) - (1 << bits - 1) for _, result, _ in signals
-    ]
-    for before, now, (_, _, number) in zip([lead[0] - 1, *lead] if lead else [], lead, signals, strict=False):
-        if now >= 0:
-            return number if before < 0 else None
-    return None
+class _Changes:
+    """What has changed a flag: when it began, what the flag held then, and the number of the event, by time."""
+
+    def __init__(self, changes: list[tuple[float, int, int]]) -> None:
+        self._changes = changes
+        self._to: dict[int, list[tuple[float, int]]] = defaultdict(list)
+        for began, value, number in changes:
+            self._to[value].append((began, number))
+        self._counts: dict[tuple[int, int], list[int]] = {}
+
+    def last_to(self, value: int, end: float, slack: float) -> int | None:
+        """Who last gave the flag this value before ``end``; or right behind it, as clocks may be wrong by ``slack``."""
+        to = self._to.get(value, [])
+        before = bisect_right(to, end, key=lambda change: change[0])
+        if before:
+            return to[before - 1][1]
+        return to[0][1] if to and to[0][0] <= end + slack else None
+
+    def first_to_reach(self, wanted: int, shift: int, bits: int, end: float) -> int | None:
+        """Who raised a count to ``wanted``, or past it, before ``end``; None if it was there before."""
+        if (shift, bits) not in self._counts:
+            self._counts[shift, bits] = self._highest(shift, bits)
+        highest, half = self._counts[shift, bits], 1 << bits - 1
+        if not highest:
+            return None
+        # Counts wrap, here too: as near to the first as can be.
+        target = highest[0] + (wanted - highest[0] + half) % (2 * half) - half
+        first = bisect_left(highest, target)
+        # What was there before the first change that is known is at least one less.
+        if first == len(highest) or (first == 0 and highest[0] - 1 >= target):
+            return None
+        began, _, number = self._changes[first]
+        return number if began <= end else None
+
+    def _highest(self, shift: int, bits: int) -> list[int]:
+        """The count behind each change, as it would be if it did not wrap, and no lower than behind those before."""
+        half, highest = 1 << bits - 1, []
+        for _, value, _ in self._changes:
+            last = highest[-1] if highest else value >> shift
+            now = last + ((value >> shift) - last + half) % (2 * half) - half
+            highest.append(max(last, now))
+        return highest
 
 
 def _flows_to_meetings(events: Sequence[Event]) -> Iterator[tuple[int, int]]:
@@ -230,10 +275,21 @@ def _flows_to_meetings(events: Sequence[Event]) -> Iterator[tuple[int, int]]:
     meetings: dict[tuple, list[int]] = defaultdict(list)
     for i, event in enumerate(events):
         if event.form == "meeting" and event.place is not None:
-            meetings[event.place, event.program, event.result].append(i)
-    for met in meetings.values():
-        last = max(met, key=lambda i: events[i].began)
-        yield from ((last, i) for i in met if events[i].rank != events[last].rank)
+            meetings[event.place, event.program, event.after].append(i)
+    for same in meetings.values():
+        # Where flags start again at zero, so do epochs: nobody is in a barrier twice.
+        met: dict[int, int] = {}
+        for i in sorted(same, key=lambda i: events[i].began):
+            if events[i].rank in met:
+                yield from _to_all_others(events, met)
+                met = {}
+            met[events[i].rank] = i
+        yield from _to_all_others(events, met)
+
+
+def _to_all_others(events: Sequence[Event], met: dict[int, int]) -> Iterator[tuple[int, int]]:
+    last = max(met, key=lambda rank: events[met[rank]].began)
+    yield from ((met[last], i) for rank, i in met.items() if rank != last)
 
 
 def tracks(events: Sequence[Event]) -> list[int]:

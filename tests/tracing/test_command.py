@@ -129,15 +129,38 @@ def test_an_example_traces_itself(example, tmp_path):
     assert (tmp_path / "t.svg").exists() and {"compute"} < names
 
 
-def test_the_exit_status_is_the_programs(tmp_path):
+def test_the_exit_status_and_the_options_are_the_programs(tmp_path):
     program = tmp_path / "fails.py"
-    program.write_text("import sys\nprint('so far')\nsys.exit(7)\n")
+    program.write_text(f"import sys\n{MEETS}print(sys.argv[1:])\nsys.exit(7)\n")
+    result = run("-m", "iris", "trace", program, "--out", "mine", "--help", cwd=tmp_path)
+    # It is shown all the same.
+    assert result.returncode == 7 and "['--out', 'mine', '--help']" in result.stdout
+    assert "exit status 7" in result.stdout and "barrier" in (tmp_path / "trace.json").read_text()
+
+
+MEETS = """
+import iris
+with iris.iris(1 << 20) as ctx:
+    ctx.device_barrier()
+"""
+
+
+def test_nothing_to_show_is_an_error(tmp_path):
+    program = tmp_path / "nothing.py"
+    program.write_text("print('so far')\n")
     result = run("-m", "iris", "trace", program, cwd=tmp_path)
-    assert result.returncode == 7 and "so far" in result.stdout
-    program.write_text("print('nothing')\n")
-    result = run("-m", "iris", "trace", program, cwd=tmp_path)
-    assert result.returncode == 1 and "recorded anything" in result.stdout
+    assert result.returncode == 1 and "so far" in result.stdout and "Nothing was recorded" in result.stdout
     assert not (tmp_path / "trace.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"), [(["--out", "."], "is a directory"), (["--picture", "p.xyz"], "does not end in one of")]
+)
+def test_where_nothing_can_be_written_is_said_before_the_program_runs(options, said, tmp_path):
+    program = tmp_path / "prints.py"
+    program.write_text("print('it ran')\n")
+    result = run("-m", "iris", "trace", *options, program, cwd=tmp_path)
+    assert result.returncode == 2 and said in result.stderr and "it ran" not in result.stdout
 
 
 @pytest.mark.parametrize("value", ["yes", "2"])

@@ -13,10 +13,12 @@ BASE = 1 << 20
 EXACT = Comparison(0, 0, 0)
 
 
-def row(name, began, ended, *, form="flag", program=0, context=1, target=0, at=0, size=4, value=0, result=0):
+def row(
+    name, began, ended, *, form="flag", program=0, context=1, target=0, at=0, size=4, value=0, result=0, after=None
+):
     return [
         1000 * began, 1000 * ended, NAMES.index(name), FORMS.index(form), program + (context << 32), target, BASE + at,
-        size, value, result, 0, 0,
+        size, value, result, result if after is None else after, 0, 0,
     ]  # fmt: skip
 
 
@@ -88,9 +90,42 @@ def test_ranks_of_a_group_are_those_of_the_world():
 
 
 def test_a_lock_is_waited_for_until_it_is_taken():
-    mine = [row("atomic_cas", t, t + 1, target=1, value=1, result=r) for t, r in ((10, 7), (11, 7), (12, 1))]
-    (wait,) = [event for event in assemble([recording(0, mine)]).events]
-    assert (wait.name, wait.began, wait.ended, wait.result) == ("wait", 0, 3, 1)
+    # From 0 to 1; the next time it is free at once, and the time after that not.
+    seen = ((10, 1), (11, 1), (12, 0), (20, 0), (30, 1), (31, 0))
+    mine = [row("atomic_cas", t, t + 1, target=1, value=0, result=s, after=1) for t, s in seen]
+    other = [row("atomic_xchg", t, t + 1, target=1, result=1, after=0) for t in (11, 19, 30)]
+    timeline = assemble([recording(0, mine), recording(1, other)])
+    told = [(event.name, event.began, event.ended, event.seen) for event in timeline.events if event.rank == 0]
+    assert told == [("wait", 0, 3, 0), ("atomic_cas", 10, 11, 0), ("wait", 20, 22, 0)]
+    assert [timeline.events[cause].began for cause, _ in timeline.flows] == [1, 20]
+
+
+def test_a_wait_ends_where_the_flag_has_changed():
+    looks = [(0, 0), (1, 0), (2, 5), (30, 5), (31, 6), (40, 6)]
+    mine = [row("atomic_add", t, t + 1, target=0, result=s) for t, s in looks]
+    told = [(event.name, event.began, event.ended, event.seen) for event in assemble([recording(0, mine)]).events]
+    assert told == [("wait", 0, 3, 5), ("wait", 30, 32, 6), ("atomic_add", 40, 41, 6)]
+
+
+def test_a_barrier_with_flags_that_start_again_is_another_one():
+    def meetings(rank, *begins):
+        return recording(rank, [row("barrier", t, t + 5, form="meeting", target=rank, after=1) for t in begins])
+
+    assert causes(meetings(0, 0, 22), meetings(1, 1, 20)) == {(0, 0): (1, 1), (1, 20): (0, 22)}
+
+
+def test_a_wait_that_the_kernel_has_named_is_no_other_one():
+    rows = [row("wait", 0, 10, form="named", target=0), row("wait", 1, 9, target=0, value=1, result=1)]
+    timeline = assemble([recording(0, [*rows, row("signal", 8, 9, target=0, after=1, program=1)])])
+    assert [each.us for each in waiting(timeline)] == [8]
+    assert len(timeline.flows) == 1
+
+
+def test_of_equal_signals_the_one_before_the_end_is_the_cause():
+    sender = recording(0, [row("signal", t, t + 1, target=1, result=1) for t in (0, 12)])
+    late = Comparison(0, 0, 3_000)
+    waiter = recording(1, [row("wait", 0, 11, target=1, value=1, result=1)], late, late)
+    assert causes(sender, waiter) == {(1, 0): (0, 0)}
 
 
 def test_what_happens_at_the_same_time_is_on_tracks_of_its_own():
@@ -119,14 +154,15 @@ def test_bytes_between_ranks_are_counted_once():
         row("store", 4, 9, form="move", target=1, size=3000),
         row("put", 20, 30, form="named", target=1, size=500),
         row("signal", 25, 26, target=1, size=4),
+        row("store", 21, 22, form="move", target=1, size=7, context=2),
         row("load", 40, 50, form="move", target=1, size=64),
         row("store", 60, 70, form="move", target=0, size=999),
     ]
     timeline = assemble([recording(0, rows), recording(1, [])])
-    assert [event.bytes for event in moves(timeline)] == [1000, 3000, 500, 4, 64]
+    assert [event.bytes for event in moves(timeline)] == [1000, 3000, 500, 7, 4, 64]
     out, back = traffic(timeline)
-    assert (out.source, out.target, out.bytes, out.us) == (0, 1, 4504, 17)
-    assert out.gbps == pytest.approx(4504 / 17e3)
+    assert (out.source, out.target, out.bytes, out.us) == (0, 1, 4511, 17)
+    assert out.gbps == pytest.approx(4511 / 17e3)
     assert (back.source, back.target, back.bytes, back.us) == (1, 0, 64, 10)
 
 

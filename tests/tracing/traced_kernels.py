@@ -45,6 +45,9 @@ def make_kernels(jit, lang, Context, positions):
         ctx.load(place, peer, mask=i < n)
         ctx.atomic_add(flags + 8 + pid, 5, peer)
         ctx.atomic_cas(flags + 16 + pid, 3, 4, peer)
+        ctx.atomic_xchg(flags + 20 + pid, 9, peer)
+        ctx.copy(place, place, peer, ctx.cur_rank, mask=i < n)
+        ctx.copy(place, place, ctx.cur_rank, peer, mask=i < n)
         ctx.barrier(meetings)
 
     return everything
@@ -54,7 +57,20 @@ triton_everything = make_kernels(triton.jit, tl, iris.DeviceContext, triton_rang
 gluon_everything = make_kernels(gluon.jit, gl, iris.gluon.IrisDeviceCtx, gluon_range)
 KERNELS = {"triton": triton_everything, "gluon": gluon_everything}
 
-NAMES = ["compute", "put", "store", "signal", "wait", "load", "atomic_add", "atomic_cas", "barrier"]
+NAMES = [
+    "compute",
+    "put",
+    "store",
+    "signal",
+    "wait",
+    "load",
+    "atomic_add",
+    "atomic_cas",
+    "atomic_xchg",
+    "get",
+    "put",
+    "barrier",
+]
 """The events of a program of these, in their order."""
 
 
