@@ -70,8 +70,8 @@ NAMES = (
 FORMS = ("named", "move", "flag", "whole", "high", "low", "meeting")
 FLAG = tl.constexpr("flag")
 
-NOBODY = tl.constexpr(-1)
 SEVERAL = tl.constexpr(-2)
+"""The target of an event that reaches more than one rank."""
 
 
 class TraceEvent:
