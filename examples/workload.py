@@ -15,7 +15,7 @@ from rich.table import Table
 import iris
 from iris.bench.timing import replay_microseconds
 from iris.spawn import launch
-from iris.tracing import chrome, picture, summary
+from iris.tracing.command import show
 
 SIMULATED = iris.simulator.ACTIVE
 NOTE = "In the simulator: the data are validated, the times say nothing about a GPU."
@@ -112,11 +112,7 @@ def trace(ctx: iris.Iris, workload: Workload, call: Callable[[], object]) -> Non
     again()
     timeline = ctx.tracing.timeline()
     if ctx.get_rank() == 0:
-        image = workload.trace.with_suffix(".svg")
-        chrome.write(timeline, workload.trace)
-        picture.draw(timeline, image)
-        summary.show(timeline, Console(width=110))
-        print(f"{workload.trace} is for https://ui.perfetto.dev; a picture is in {image}.")
+        show(timeline, workload.trace, workload.trace.with_suffix(".svg"), Console(width=110))
     ctx.barrier()
 
 

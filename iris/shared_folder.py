@@ -31,11 +31,18 @@ def shared_folder(name: str, number: int = 0) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def leave(path: Path, status: int) -> None:
-    """A file for the other ranks, which is there when it is whole."""
+@contextmanager
+def whole(path: Path) -> Iterator[Path]:
+    """Where to write a file for other ranks: it is at ``path`` when it is whole."""
     unfinished = path.with_name(f"unfinished-{path.name}")
-    unfinished.write_text(str(status))
+    yield unfinished
     unfinished.rename(path)
+
+
+def leave(path: Path, status: int) -> None:
+    """Tell the other ranks a number."""
+    with whole(path) as file:
+        file.write_text(str(status))
 
 
 def await_(condition: Callable[[], bool]) -> None:

@@ -41,7 +41,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from iris.device_record import BARRIER_LANES
-from iris.language.address import gluon_translate, triton_translate
+from iris.language.address import bytes_of, gluon_translate, triton_translate
 from iris.language.ordering import gluon_ordering, triton_ordering
 from iris.language.stamped import gluon_stamped, triton_stamped
 from iris.language.target import threads_per_warp
@@ -75,11 +75,6 @@ def flat_layout(block, itemsize, num_warps):
     """A 1-D layout in which every thread moves 16 bytes at a time, or as much as there is for it."""
     per_thread = max(1, min(16 // itemsize, block // (threads_per_warp() * num_warps)))
     return gl.BlockedLayout([per_thread], [threads_per_warp()], [num_warps], [0])
-
-
-@triton.constexpr_function
-def bytes_of(element):
-    return max(8, element.primitive_bitwidth) // 8
 
 
 @triton.jit

@@ -29,8 +29,13 @@ _OTHER_TYPE_OF_WIDTH = {
 
 
 @triton.constexpr_function
+def bytes_of(element):
+    return max(8, element.primitive_bitwidth) // 8
+
+
+@triton.constexpr_function
 def elements_per_16_bytes(element):
-    return 128 // max(8, element.primitive_bitwidth)
+    return 16 // bytes_of(element)
 
 
 @triton.constexpr_function

@@ -24,6 +24,7 @@ from triton.experimental.gluon import language as gl
 
 from iris import device_record
 from iris.errors import InvalidSettingError
+from iris.language.address import bytes_of
 from iris.language.ordering import gluon_ordering, triton_ordering
 from iris.language.stamped import bits_type
 
@@ -53,8 +54,8 @@ HEADER = tl.constexpr(16)
 
 # A row. NAME and FORM: numbers of `NAMES` and `FORMS`. PROGRAM: its number, and in the upper half that of the context,
 # which tells launches apart; 0 where there is none. TARGET: the rank that is reached. ADDRESS: in the caller's heap;
-# of a block of pointers, where that begins. VALUE: what a flag is set to, or awaited for; SEEN: what it
-# held, and AFTER: what it held then.
+# of a block of pointers, where that begins. VALUE: what a flag is set to, or awaited for; SEEN: what the operation
+# found in it, and AFTER: what it left there.
 (
     BEGAN, ENDED, NAME, FORM, PROGRAM, TARGET, ADDRESS, BYTES, VALUE, SEEN, AFTER, PID_M, PID_N,
 ) = map(tl.constexpr, range(13))  # fmt: skip
@@ -100,11 +101,6 @@ def form_of(name):
 
 
 @triton.constexpr_function
-def bytes_of(element):
-    return max(8, element.primitive_bitwidth) // 8
-
-
-@triton.constexpr_function
 def is_flag(value):
     """Whether this is one integer, or the pointer to one."""
     element = value.dtype.element_ty if value.dtype.is_ptr() else value.dtype
@@ -141,7 +137,7 @@ def make_tracing(jit: Callable, lang: ModuleType, order: SimpleNamespace) -> Sim
         """An address, the bytes of what ``mask`` lets through, and the rank, if it is only one.
 
         Of a block of pointers the address is ``base``: a minimum of them would keep all addresses of a tile in
-        registers, which has made stores of 64 KiB ten times as slow.
+        registers, which do not hold them.
         """
         ranks = lang.cast(rank, lang.int64)
         places = lang.cast(ptr, lang.int64) + ranks * 0

@@ -12,7 +12,7 @@ from iris.language.tracing import VARIABLE
 from iris.shared_folder import await_, leave, shared_folder
 from iris.tracing import chrome, picture, summary
 from iris.tracing.recording import EVENTS_VARIABLE, FOLDER_VARIABLE, Recording
-from iris.tracing.timeline import assemble
+from iris.tracing.timeline import Timeline, assemble
 
 
 def run(program: Path, arguments: Sequence[str], out: Path, image: Path | None, max_events: int) -> int:
@@ -26,13 +26,7 @@ def run(program: Path, arguments: Sequence[str], out: Path, image: Path | None, 
             return status
         await_(lambda: len(list(folder.glob("over*"))) == size)
         recordings = [Recording.load(file) for file in sorted(folder.glob("rank*.npz"))]
-    return show(recordings, out, image, status)
-
-
-def show(recordings: Sequence[Recording], out: Path, image: Path | None, status: int) -> int:
-    """Write the trace, and a picture if asked for, and print the summary, also of a program that failed."""
-    console = Console()
-    timeline = assemble(recordings)
+    timeline, console = assemble(recordings), Console()
     if status:
         console.print(f"The program has failed, with exit status {status}.")
     if not timeline.events:
@@ -41,10 +35,15 @@ def show(recordings: Sequence[Recording], out: Path, image: Path | None, status:
             "collectives for small data, which record nothing."
         )
         return status or 1
+    show(timeline, out, image, console)
+    return status
+
+
+def show(timeline: Timeline, out: Path, image: Path | None, console: Console) -> None:
+    """Write the trace, and a picture if asked for, and print the summary."""
     chrome.write(timeline, out)
     summary.show(timeline, console)
     if image is not None:
         picture.draw(timeline, image)
         console.print(f"Picture: {image}")
     console.print(f"Trace: {out}, for https://ui.perfetto.dev")
-    return status

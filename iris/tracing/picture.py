@@ -110,9 +110,9 @@ def _label(axes: "Axes", timeline: Timeline, lines: dict[int, float]) -> None:
     """Say which rank is where, and which program if there is room for it."""
     ticks: dict[str, list[float]] = defaultdict(list)
     shown = {(event.rank, event.program) for event in map(timeline.events.__getitem__, lines)}
+    programs = Counter(rank for rank, _ in shown)
     for i, line in lines.items():
         event = timeline.events[i]
-        of_rank = sum(rank == event.rank for rank, _ in shown)
-        each = f"rank {event.rank}, program {event.program}"
-        ticks[each if len(shown) <= MOST_LABELS else f"rank {event.rank},\n{of_rank} programs"].append(line)
+        one, all_of_them = f"program {event.program}", f"\n{programs[event.rank]} programs"
+        ticks[f"rank {event.rank},{' ' + one if len(shown) <= MOST_LABELS else all_of_them}"].append(line)
     axes.set_yticks([(min(places) + max(places)) / 2 for places in ticks.values()], ticks)

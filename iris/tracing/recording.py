@@ -17,6 +17,7 @@ from iris.device_record import DeviceRecord
 from iris.errors import InvalidSettingError, NotTracingError
 from iris.heap.mapping import mappings, snapshot
 from iris.language.tracing import ADDRESS, ASKED, HEADER, ROOM, TRACES_ALL, WORDS
+from iris.shared_folder import whole
 from iris.tracing import chrome
 from iris.tracing.clock import Clock, Comparison
 from iris.tracing.timeline import Timeline, assemble
@@ -74,10 +75,8 @@ class Recording:
     def save(self, path: Path) -> None:
         """To a file that is there when it is whole."""
         header = asdict(self) | {"events": None}
-        unfinished = path.with_name(f"unfinished-{path.name}")
-        with open(unfinished, "wb") as file:
+        with whole(path) as unfinished, open(unfinished, "wb") as file:
             np.savez(file, header=np.array(json.dumps(header)), events=self.events)
-        unfinished.rename(path)
 
     @staticmethod
     def load(path: Path) -> "Recording":
@@ -114,12 +113,8 @@ class Tracing:
         self._clock: Clock | None = None
         self._buffer: torch.Tensor | None = None
         self._before: Comparison | None = None
+        self._path: Path | None = None
         self._save: Finalize | None = None
-
-    @property
-    def enabled(self) -> bool:
-        """Whether events are recorded."""
-        return self._buffer is not None
 
     def enable_if_wanted(self) -> None:
         """`enable`, in a program of which ``IRIS_TRACE=1`` wants to know everything. Collective.

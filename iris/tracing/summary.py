@@ -144,9 +144,10 @@ def show(timeline: Timeline, console: Console) -> None:
             numbers = f"{each.flags}", f"{each.times}", f"{each.us:.1f}", f"{each.longest_us:.1f}"
             table.add_row(f"{each.rank}", each.what, *numbers)
         console.print(table)
-    if any(each.compute_us for each in overlaps(timeline)):
+    hiding = overlaps(timeline)
+    if any(each.compute_us for each in hiding):
         table = Table("rank", "compute µs", "communication µs", "of it hidden", title="Overlap")
-        for each in overlaps(timeline):
+        for each in hiding:
             hidden = f"{each.both_us / each.communication_us:.0%}" if each.communication_us else ""
             table.add_row(f"{each.rank}", f"{each.compute_us:.1f}", f"{each.communication_us:.1f}", hidden)
         console.print(table)

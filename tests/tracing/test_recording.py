@@ -7,7 +7,7 @@ import torch
 
 import iris
 from iris.errors import NotTracingError, PeerFailedError
-from iris.language.tracing import HEADER, WORDS
+from iris.language.tracing import HEADER, ROOM, WORDS
 from tracing.traced_kernels import KERNELS, NAMES, polls, scatter
 
 PROGRAMS, BLOCK = 3, 128
@@ -125,15 +125,23 @@ def test_what_goes_to_a_block_of_ranks_is_one_event(ranks):
 def too_many(ctx):
     ctx.tracing.enable(max_events=10)
     launch(ctx, "triton", 8)
-    behind = ctx.tracing._buffer[HEADER.value + 10 * WORDS.value :]
-    return ctx.tracing.timeline(), behind.tolist()
+    timeline = ctx.tracing.timeline()
+    # The same into memory that goes on behind the room for ten.
+    buffer = torch.zeros(HEADER.value + 100 * WORDS.value, dtype=torch.int64, device=ctx.device)
+    buffer[ROOM.value] = 10
+    ctx._record.trace_into(buffer)
+    launch(ctx, "triton", 8)
+    ctx.tracing.enable()
+    rows = buffer[HEADER.value :].view(-1, WORDS.value)
+    return timeline, rows.any(dim=1).tolist()
 
 
 def test_events_that_do_not_fit_are_counted(ranks):
-    for timeline, behind in ranks.run(too_many):
+    for timeline, written in ranks.run(too_many):
         expected = PROGRAMS * len(NAMES) - 10
         assert timeline.lost == dict.fromkeys(timeline.devices, expected)
-        assert len(timeline.events) <= 10 * len(timeline.devices) and behind == []
+        assert len(timeline.events) == 10 * len(timeline.devices)
+        assert written == [True] * 10 + [False] * 90
 
 
 def in_turn(_):

@@ -31,9 +31,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from iris.language.address import bytes_of
 from iris.language.context import aggregate
 from iris.language.ordering import gluon_ordering
-from iris.language.tracing import TraceEvent, bytes_of
+from iris.language.tracing import TraceEvent
 
 # Triton 3.6's names are other than 3.9's.
 fetch = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
