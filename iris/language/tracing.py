@@ -275,10 +275,14 @@ def make_tracing(jit: Callable, lang: ModuleType, order: SimpleNamespace) -> Sim
                 return 0
 
         @jit
-        def begin_bulk(self, name: tl.constexpr, ptr, rank, moved):
-            """Begin a copy of ``moved`` bytes to or from ``rank``'s part of the memory that ``ptr`` points into."""
+        def begin_bulk(self, name: tl.constexpr, ptr, rank, moved, asked=None):
+            """Begin a copy of ``moved`` bytes to or from ``rank``'s part of the memory that ``ptr`` points into.
+
+            With ``asked``, a mask, ``rank`` is a block of lanes, and each of them has an event of its own.
+            """
             if self.enabled:
-                return self._begin(name, "move", rank, lang.cast(ptr, lang.int64), moved, 0)
+                lanes = None if asked is None else rank
+                return self._begin(name, "move", rank, lang.cast(ptr, lang.int64), moved, 0, lanes, asked)
             else:
                 return 0
 

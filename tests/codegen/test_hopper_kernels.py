@@ -13,7 +13,7 @@ from iris.ops.hopper.all_gather_matmul import hopper_all_gather_matmul, start
 from iris.ops.hopper.arguments import tensor_map
 from iris.ops.hopper.matmul_all_gather import hopper_matmul_all_gather
 from iris.ops.hopper.matmul_reduce import hopper_matmul_reduce
-from iris.ops.hopper.pipeline import PANEL, SENT
+from iris.ops.hopper.pipeline import PANEL, STRIP
 
 NAMES = ["all_gather_matmul", "matmul_all_gather", "matmul_reduce_scatter", "matmul_all_reduce"]
 W, M, N, K = 4, 4096, 2048, 1024
@@ -21,7 +21,7 @@ INT64, INT32 = torch.zeros(16, dtype=torch.int64), torch.zeros(4096, dtype=torch
 
 
 def peers(matrix):
-    block = [1, SENT.value, PANEL.value]
+    block = [1, STRIP.value, PANEL.value]
     layout = gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16)
     return TensorDescriptor(matrix, [100, *matrix.shape], [1 << 20, matrix.stride(0), 1], block, layout)
 
@@ -41,7 +41,7 @@ def arguments(name, tile, by_columns):
         return hopper_matmul_all_gather, (*front, W, *tile, 3, 8, by_columns, by_columns, True)
     spreads = name == "matmul_all_reduce"
     result = (out, peers(out), INT32) if spreads else (out, None, None)
-    front = (INT64, INT32, out, peers(out), INT32, map_a, map_b, bias, *result, M, N, K, M // W, N, 1)
+    front = (INT64, INT32, peers(out), peers(out), INT32, map_a, map_b, bias, *result, M, N, K, M // W, N, 1)
     return hopper_matmul_reduce, (*front, W, *tile, 3, 4, 8, spreads, by_columns, by_columns, True)
 
 
@@ -55,10 +55,10 @@ def test_fused_operations(name, tile, by_columns):
     # What goes to peers goes by TMA, and is waited for until it is there.
     sends = name != "all_gather_matmul"
     assert ("cp.async.bulk.tensor.3d.global" in text) == ("cp.async.bulk.wait_group 0" in text) == sends
-    assert ("fence.proxy.async;" in text) == (name == "all_gather_matmul")
-    # What stays here is stored 16 bytes at a time, and parts are loaded so.
+    assert ("fence.proxy.async;" in text) == (name != "matmul_all_gather")
+    # What stays here is stored 16 bytes at a time, and parts are fetched by TMA.
     assert ("st.global.v4.b32" in text) == (name in ("all_gather_matmul", "matmul_reduce_scatter"))
-    assert "ld.global.v4.b32" in text or "reduce" not in name
+    assert ("cp.async.bulk.tensor.3d.shared" in text) == ("reduce" in name)
     memory = [line for line in text.splitlines() if re.search(r"\b(ld|st|atom|red)\.(?!param|shared)|griddep", line)]
     assert ["griddepcontrol.wait" in line for line in memory] == [True] + [False] * (len(memory) - 1)
 

@@ -14,13 +14,16 @@ from iris.ops.buffers import Buffers
 from iris.ops.call import Call
 from iris.ops.config import FusedConfig
 from iris.ops.hopper.all_gather_matmul import hopper_all_gather_matmul
+from iris.ops.hopper.landing import SLOTS
 from iris.ops.hopper.matmul_all_gather import hopper_matmul_all_gather
 from iris.ops.hopper.matmul_reduce import hopper_matmul_reduce
-from iris.ops.hopper.pipeline import PANEL, SENT
+from iris.ops.hopper.pipeline import PANEL, STRIP
 
 # TMA's: of addresses, and of strides but the last, which is 1 (CUDA driver API, cuTensorMapEncodeTiled).
 ALIGNMENT = 16
 SHARED_MEMORY = 227 << 10
+# What the products are sent, and parts of sums fetched, in.
+STRIP_SHAPE = [STRIP.value, PANEL.value]
 # Chunks that a rank's rows of A are sent in, at most, and bytes of one, at least: what comes behind a copy costs time.
 MOST_CHUNKS, LEAST_CHUNK_BYTES = 4, 8 << 20
 # Blocks of a rank's tiles: what is sent has the time of one to arrive, and nothing hides what comes of the last one.
@@ -45,7 +48,7 @@ def problem(call: Call, config: FusedConfig, size: int) -> str | None:
     if config.block_size_m * config.block_size_n > 128 * 256:
         return "the Gluon kernels have tiles of 32768 elements at most"
     # A stage is free when the product behind it has begun.
-    if stages(config) < 2:
+    if stages(call, config) < 2:
         return f"block_size_k={config.block_size_k} leaves no room for two tiles of A and B; 64 does"
     return None
 
@@ -83,10 +86,11 @@ def tensor_map(matrix: torch.Tensor, block: list[int]) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(matrix, block, layout)
 
 
-def stages(config: FusedConfig) -> int:
-    """As many as fit beside the products."""
+def stages(call: Call, config: FusedConfig) -> int:
+    """As many as fit beside the products, and the parts of sums."""
     M, N, K = config.block_size_m, config.block_size_n, config.block_size_k
-    return min(8, (SHARED_MEMORY - 1024 - 2 * M * N) // (2 * K * (M + N)))
+    landing = 2 * SLOTS.value * STRIP.value * PANEL.value if "reduce" in call.name else 0
+    return min(8, (SHARED_MEMORY - 1024 - 2 * M * N - landing) // (2 * K * (M + N)))
 
 
 def chunk_rows(rows: int, depth: int, config: FusedConfig) -> int:
@@ -115,23 +119,25 @@ def arguments(
     if call.name == "all_gather_matmul":
         gathered = tensor_map(buffers.data.view(-1, depth), [M // 2, K])
         numbers = (rows, chunk_rows(rows, depth, config), columns, depth, *result.stride())
-        tail = (size, M, N, stages(config), config.group_size_m, of_b, biased)
+        tail = (size, M, N, stages(call, config), config.group_size_m, of_b, biased)
         return hopper_all_gather_matmul, (*front, a, gathered, b, call.bias, result, *numbers, *tail)
-    blocks = (size, M, N, stages(config))
+    blocks = (size, M, N, stages(call, config))
     if call.name == "matmul_all_gather":
-        peers = peers_map(memory, result[rank * rows : (rank + 1) * rows], [SENT.value, PANEL.value])
+        peers = peers_map(memory, result[rank * rows : (rank + 1) * rows], STRIP_SHAPE)
         tail = (rows, columns, depth, *blocks, config.group_size_m, of_a, of_b, biased)
         return hopper_matmul_all_gather, (*front, a, b, call.bias, peers, memory_places, *tail)
     share = -(-rows // size)
-    sent = buffers.data[: size * share * columns].view(size, share, columns)
-    peers = peers_map(buffers.mapping, sent[rank], [SENT.value, PANEL.value])
+    parts = buffers.data[: size * share * columns].view(size, share, columns)
+    block = [1, *STRIP_SHAPE]
+    own = TensorDescriptor.from_tensor(parts, block, gl.NVMMASharedLayout.get_default_for(block, ELEMENTS[parts.dtype]))
+    peers = peers_map(buffers.mapping, parts[rank], STRIP_SHAPE)
     spreads = call.name == "matmul_all_reduce"
     out, strides = (None, None), result.stride()
     if spreads:
         mine = result[rank * share : (rank + 1) * share]
-        out = (peers_map(memory, mine, [SENT.value, PANEL.value]), memory_places)
+        out = (peers_map(memory, mine, STRIP_SHAPE), memory_places)
     cut = MANY_BLOCKS if depth >= DEEP and not spreads else FEW_BLOCKS
     tiles = -(-share // M) * -(-columns // N)
     cut = max(1, min(cut, tiles // 16))
     tail = (rows, columns, depth, share, *strides, *blocks, cut, config.group_size_m, spreads, of_a, of_b, biased)
-    return hopper_matmul_reduce, (*front, sent, peers, buffers.places, a, b, call.bias, result, *out, *tail)
+    return hopper_matmul_reduce, (*front, own, peers, buffers.places, a, b, call.bias, result, *out, *tail)

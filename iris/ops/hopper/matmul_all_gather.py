@@ -20,7 +20,7 @@ from iris.ops.hopper.pipeline import (
     load_tile,
     make_pipeline,
     multiply,
-    send_products,
+    send_products_to_all,
 )
 
 await_bulk_stores = gluon_ordering.await_bulk_stores
@@ -55,12 +55,9 @@ def write(pipeline, ctx, counts, epoch, bias, peers, places, M, N, GROUP: gl.con
         await_products(pipeline, done)
         if BIASED:
             add_bias(pipeline, bias, pid_n * BLOCK_N, N)
-        for distance in gl.static_range(ctx.num_ranks):
-            to = (ctx.cur_rank + distance + 1) % ctx.num_ranks
-            place = gl.load(places + to)
-            send_products(
-                pipeline, ctx.tracing, peers, place, counts, to, pid_m * BLOCK_M, pid_n * BLOCK_N, M, N
-            )  # fmt: skip
+        send_products_to_all(
+            pipeline, ctx, peers, places, counts, pid_m * BLOCK_M, pid_n * BLOCK_N, M, N
+        )  # fmt: skip
         free_products(pipeline)
         done += 1
     await_bulk_stores()

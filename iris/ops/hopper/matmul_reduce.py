@@ -19,24 +19,20 @@ from iris.language.context import IrisDeviceCtx
 from iris.language.ordering import gluon_ordering
 from iris.ops.counts import ARRIVED, gluon_counts
 from iris.ops.gemm import gluon_place
+from iris.ops.hopper.landing import add_parts, make_landing
 from iris.ops.hopper.pipeline import (
     REGISTERS,
-    STRIP,
-    STRIP_LAYOUT,
     WARPS,
     await_products,
-    columns_of,
     free_products,
     load_tile,
     make_pipeline,
     multiply,
-    rows_of,
     send_products,
-    show_to_tma,
-    strip_of,
+    send_products_to_all,
 )
 
-await_bulk_stores = gluon_ordering.await_bulk_stores
+await_bulk_stores, order_bulk_copies = gluon_ordering.await_bulk_stores, gluon_ordering.order_bulk_copies
 await_done, await_ready, begin, end, follow_predecessor = (
     gluon_counts.await_done, gluon_counts.await_ready, gluon_counts.begin, gluon_counts.end,
     gluon_counts.follow_predecessor,
@@ -88,39 +84,9 @@ def load(
 
 
 @gluon.jit
-def add_parts(
-    pipeline, parts, bias, out, rank, W: gl.constexpr, row, column, share, rows, N, stride_om, stride_on,
-    SPREADS: gl.constexpr, BIASED: gl.constexpr,
-):  # fmt: skip
-    """The sums of a tile of this rank's rows from ``row`` on: into ``out``, or in the place of the products."""
-    for panel in range(pipeline.products.shape[0]):
-        columns = column + columns_of(pipeline, panel)
-        for strip in gl.static_range(pipeline.products.shape[2] // STRIP):
-            local = row + rows_of(pipeline, panel, strip)
-            mask = (local < rows)[:, None] & (columns < N)[None, :]
-            at = local.to(gl.int64)[:, None] * N + columns[None, :]
-            memory = strip_of(pipeline, panel, strip)
-            own = memory.load(STRIP_LAYOUT)
-            total = gl.zeros_like(own).to(gl.float32)
-            for source in gl.static_range(W):
-                # No branch, so that the loads of all parts are under way at once. This rank's part is in no memory.
-                part = gl.load(parts + source * (share.to(gl.int64) * N) + at, mask=mask & (source != rank), other=0)
-                total += gl.where(source == rank, own, part).to(gl.float32)
-            if BIASED:
-                total += gl.load(bias + columns, mask=columns < N, other=0).to(gl.float32)[None, :]
-            if SPREADS:
-                memory.store(total.to(own.dtype))
-            else:
-                there = out + (local.to(gl.int64)[:, None] * stride_om + columns.to(gl.int64)[None, :] * stride_on)
-                gl.store(there, total.to(own.dtype), mask=mask)
-    if SPREADS:
-        show_to_tma()
-
-
-@gluon.jit
 def write(
-    pipeline, ctx, counts, epoch, parts, peers_parts, parts_places, bias, out, peers_out, out_places, M, N, share,
-    stride_om, stride_on, BLOCKS: gl.constexpr, GROUP: gl.constexpr, SPREADS: gl.constexpr, BIASED: gl.constexpr,
+    pipeline, landing, ctx, counts, epoch, parts, peers_parts, parts_places, bias, out, peers_out, out_places, M, N,
+    share, stride_om, stride_on, BLOCKS: gl.constexpr, GROUP: gl.constexpr, SPREADS: gl.constexpr, BIASED: gl.constexpr,
 ):  # fmt: skip
     """The writer's part."""
     BLOCK_M: gl.constexpr = 2 * pipeline.products.shape[2]
@@ -129,7 +95,7 @@ def write(
     rank = ctx.cur_rank
     tiles_m, tiles_n = gl.cdiv(share, BLOCK_M), gl.cdiv(N, BLOCK_N)
     await_ready(ctx, counts, epoch)
-    done = 0
+    done, fetched = 0, 0
     for number in range(gl.program_id(0), W * BLOCKS * gl.cdiv(tiles_m * tiles_n, BLOCKS), gl.num_programs(0)):
         owner, tile, pid_m, pid_n = tile_of(number, rank, W, tiles_m, tiles_n, BLOCKS, GROUP)
         row, column = pid_m * BLOCK_M, pid_n * BLOCK_N
@@ -144,14 +110,12 @@ def write(
             ctx.signal(counts + ARRIVED + tile, 1, owner, op="add")
         else:
             ctx.wait(counts + ARRIVED + tile, epoch * (W - 1), cmp="reached")
+            order_bulk_copies()
             rows = gl.minimum(share, M - rank * share)
-            add_parts(pipeline, parts, bias, out, rank, W, row, column, share, rows, N, stride_om, stride_on, SPREADS,
-                      BIASED)  # fmt: skip
+            fetched = add_parts(pipeline, landing, parts, fetched, bias, out, rank, W, row, column, rows, N, stride_om,
+                                stride_on, SPREADS, BIASED)  # fmt: skip
             if SPREADS:
-                for distance in gl.static_range(W):
-                    to = (rank + distance + 1) % W
-                    place = gl.load(out_places + to)
-                    send_products(pipeline, ctx.tracing, peers_out, place, counts, to, row, column, rows, N)
+                send_products_to_all(pipeline, ctx, peers_out, out_places, counts, row, column, rows, N)
             free_products(pipeline)
         done += 1
     if SPREADS:
@@ -164,8 +128,8 @@ def write(
 def hopper_matmul_reduce(
     context_tensor,
     counts,
-    parts,
     tensor_map_parts,
+    tensor_map_peers,
     parts_places,
     tensor_map_a,
     tensor_map_b,
@@ -190,23 +154,25 @@ def hopper_matmul_reduce(
     BY_COLUMNS_B: gl.constexpr,
     BIASED: gl.constexpr,
 ):
-    """``share``: rows that a rank adds up, M over W. ``parts``: ``[W, share, N]``, rank r's products in parts[r].
+    """``share``: rows that a rank adds up, M over W.
 
-    ``tensor_map_parts``: this rank's part on every rank, at ``parts_places``, int32 ``[W]``. With ``SPREADS`` the
-    result is ``tensor_map_out``: this rank's rows of it on every rank, at ``out_places``; else ``out``, ``[share, N]``.
+    ``tensor_map_parts``: on this rank ``[W, share, N]``, rank r's products in parts[r]. ``tensor_map_peers``: this
+    rank's part on every rank, at ``parts_places``, int32 ``[W]``. With ``SPREADS`` the result is ``tensor_map_out``:
+    this rank's rows of it on every rank, at ``out_places``; else ``out``, ``[share, N]``.
     """
     follow_predecessor()
     ctx = IrisDeviceCtx.initialize(context_tensor, num_ranks=W)
     epoch = begin(ctx, counts)
-    pipeline = make_pipeline(tensor_map_a, tensor_map_b, parts.dtype.element_ty, BLOCK_M, BLOCK_N, STAGES)
+    landing = make_landing(tensor_map_parts)
+    pipeline = make_pipeline(tensor_map_a, tensor_map_b, tensor_map_parts.dtype, BLOCK_M, BLOCK_N, STAGES)
     in_all = W * BLOCKS * gl.cdiv(gl.cdiv(share, BLOCK_M) * gl.cdiv(N, BLOCK_N), BLOCKS)
     tiles = gl.cdiv(in_all - gl.program_id(0), gl.num_programs(0))
     gl.warp_specialize(
         [
             (multiply, (pipeline, ctx.tracing, tiles, K, 0, BY_COLUMNS_A, BY_COLUMNS_B)),
             (multiply, (pipeline, ctx.tracing, tiles, K, 1, BY_COLUMNS_A, BY_COLUMNS_B)),
-            (write, (pipeline, ctx, counts, epoch, parts, tensor_map_parts, parts_places, bias, out, tensor_map_out,
-                     out_places, M, N, share, stride_om, stride_on, BLOCKS, GROUP, SPREADS, BIASED)),
+            (write, (pipeline, landing, ctx, counts, epoch, tensor_map_parts, tensor_map_peers, parts_places, bias, out,
+                     tensor_map_out, out_places, M, N, share, stride_om, stride_on, BLOCKS, GROUP, SPREADS, BIASED)),
             (load, (pipeline, tensor_map_a, tensor_map_b, ctx.cur_rank, W, share, N, K, BLOCKS, GROUP, BY_COLUMNS_A,
                     BY_COLUMNS_B)),
         ],

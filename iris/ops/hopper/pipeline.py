@@ -33,13 +33,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from iris.language.address import bytes_of
 from iris.language.context import aggregate
-from iris.language.ordering import gluon_ordering
+from iris.language.ordering import LANES, gluon_ordering
 from iris.language.tracing import TraceEvent
 
 # Triton 3.6's names are other than 3.9's.
 fetch = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 put = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
-await_bulk_stores = gluon_ordering.await_bulk_stores
+await_bulk_stores, lanes = gluon_ordering.await_bulk_stores, gluon_ordering.lanes
 block_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 # Of the second multiplier, the writer and the loader: warps, and registers a thread. A warp group has one number of
@@ -47,9 +47,8 @@ block_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 WARPS = gl.constexpr([4, 2, 1])
 REGISTERS = gl.constexpr([184, 136, 136])
 # Columns of a panel of the products: 128 bytes, which TMA and the layout of shared memory keep together. Rows that are
-# sent at a time, and rows that the writer has in registers at a time: 32 elements a thread.
+# sent at a time, and that the writer has in registers at a time: 32 elements a thread.
 PANEL = gl.constexpr(64)
-SENT = gl.constexpr(16)
 STRIP = gl.constexpr(32)
 STRIP_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [2, 1], [1, 0]))
 
@@ -275,23 +274,59 @@ def show_to_tma():
 
 
 @gluon.jit
-def send_products(pipeline, tracing, peers, place, like, rank, row, column, rows, N):
-    """Copy the products to rows and columns from these on, below ``rows`` and ``N``, of ``rank``.
+def put_strip(pipeline, peers, place, row, column, panel, strip: gl.constexpr):
+    """Begin to copy a strip of the products to where it belongs in the slice ``place`` of ``peers``."""
+    PANELS: gl.constexpr = pipeline.products.shape[0] // 2
+    HALF: gl.constexpr = pipeline.products.shape[2]
+    memory = pipeline.products.index(panel).slice(strip * STRIP, STRIP, 1)
+    put(peers, [place, row + panel // PANELS * HALF + strip * STRIP, column + panel % PANELS * PANEL], memory)
 
-    ``peers``: where a rank's are is the slice ``place`` of it. ``like``: a pointer into memory of the same group. 2 KiB
-    at a time: more of them on their way than the link takes at once would stand in the way of what the loader fetches
-    (docs/performance.md, "Fused operations").
-    """
+
+@gluon.jit
+def bytes_within(pipeline, row, column, rows, N):
+    """Of a tile at this row and column, below ``rows`` and ``N``."""
     PANELS: gl.constexpr = pipeline.products.shape[0] // 2
     HALF: gl.constexpr = pipeline.products.shape[2]
     there = gl.minimum(rows - row, 2 * HALF) * gl.minimum(N - column, PANELS * PANEL)
-    event = tracing.begin_bulk("put", like, rank, there * bytes_of(pipeline.products.dtype))
-    for panel in range(2 * PANELS):
-        for turn in gl.static_range(HALF // SENT):
-            memory = pipeline.products.index(panel).slice(turn * SENT, SENT, 1)
-            put(peers, [place, row + panel // PANELS * HALF + turn * SENT, column + panel % PANELS * PANEL], memory)
+    return there * bytes_of(pipeline.products.dtype)
+
+
+@gluon.jit
+def send_products(pipeline, tracing, peers, place, like, rank, row, column, rows, N):
+    """Copy the products to rows and columns from these on, below ``rows`` and ``N``, of ``rank``.
+
+    ``peers``: where a rank's are is the slice ``place`` of it. ``like``: a pointer into memory of the same group. A
+    strip at a time: more of them on their way than the link takes at once would stand in the way of what the loader
+    fetches (docs/performance.md, "Fused operations").
+    """
+    event = tracing.begin_bulk("put", like, rank, bytes_within(pipeline, row, column, rows, N))
+    for panel in range(pipeline.products.shape[0]):
+        for strip in gl.static_range(pipeline.products.shape[2] // STRIP):
+            put_strip(pipeline, peers, place, row, column, panel, strip)
             await_bulk_stores()
     tracing.record_event_end(event)
+
+
+@gluon.jit
+def send_products_to_all(pipeline, ctx, peers, places, like, row, column, rows, N):
+    """The same to every rank, at its slice of ``places``; a strip goes to all peers at once, so that no two ranks are
+    likely to send to the same one. What stays here need not be waited for."""
+    W: gl.constexpr = ctx.num_ranks
+    moved = bytes_within(pipeline, row, column, rows, N)
+    for first in gl.static_range(1, W, LANES):
+        distances = first + lanes()
+        event = ctx.tracing.begin_bulk("put", like, (ctx.cur_rank + distances) % W, moved, distances < W)
+        for panel in range(pipeline.products.shape[0]):
+            for strip in gl.static_range(pipeline.products.shape[2] // STRIP):
+                for distance in gl.static_range(first, min(first + LANES, W)):
+                    place = gl.load(places + (ctx.cur_rank + distance) % W)
+                    put_strip(pipeline, peers, place, row, column, panel, strip)
+                await_bulk_stores()
+        ctx.tracing.record_event_end(event)
+    place = gl.load(places + ctx.cur_rank)
+    for panel in range(pipeline.products.shape[0]):
+        for strip in gl.static_range(pipeline.products.shape[2] // STRIP):
+            put_strip(pipeline, peers, place, row, column, panel, strip)
 
 
 @gluon.jit
