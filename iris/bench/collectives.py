@@ -8,7 +8,7 @@ least, over the time.
 
 import csv
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from iris import simulator
 from iris.bench import peers
 from iris.bench.report import environment
-from iris.bench.timing import Operands, do_bench, replay_microseconds
+from iris.bench.timing import Operands, do_bench, microseconds_in_turns
 from iris.ccl import Config
 from iris.context import Iris
 
@@ -110,15 +110,20 @@ def check(ctx: Iris, collective: str, operands: Operands, call: Callable[[], obj
 
 def microseconds(ctx: Iris, call: Callable[[], object], nbytes: int) -> float:
     """The slowest rank's time of a call."""
+    return microseconds_of_each(ctx, [call], nbytes)[0]
+
+
+def microseconds_of_each(ctx: Iris, calls: Sequence[Callable[[], object]], nbytes: int) -> list[float]:
+    """The same of calls that are measured by turns."""
     ctx.barrier()
     if ctx.device.type == "cuda":
-        if nbytes < 4 << 20:
-            mine = replay_microseconds(call, ctx.device_barrier, per_graph=20, replays=25, warmups=50)
-        else:
-            mine = replay_microseconds(call, ctx.device_barrier, per_graph=5, replays=9, warmups=3)
+        often = nbytes < 4 << 20
+        per_graph, replays, warmups = (20, 25, 50) if often else (5, 9, 3)
+        mine = microseconds_in_turns(calls, ctx.device_barrier, per_graph, replays, warmups)
     else:
-        mine = 1e3 * do_bench(call, ctx.barrier, n_warmup=0, n_repeat=1, return_mode="median")
-    return max(ctx.broadcast(mine, rank) for rank in range(ctx.num_ranks))
+        mine = [1e3 * do_bench(call, ctx.barrier, n_warmup=0, n_repeat=1, return_mode="median") for call in calls]
+    everyone = [ctx.broadcast(mine, rank) for rank in range(ctx.num_ranks)]
+    return [max(each) for each in zip(*everyone, strict=True)]
 
 
 def measure(

@@ -1,6 +1,6 @@
 """Fused operations side by side: Iris in each of its ways, the vendor's GEMM with NCCL or RCCL, torch's, GEMM alone.
 
-All in one run, on the same random data. A shape is (M, N, K) of the whole product. For all_gather_matmul and
+All in one run, by turns, on the same random data. A shape is (M, N, K) of the whole product. For all_gather_matmul and
 matmul_all_gather each rank has M / W rows of A and N / W, or all, columns of B; for the sums it has K / W columns of A
 and rows of B. all_reduce_rms_norm has M rows of N columns and no K. Every result of Iris is compared with that of the
 vendor once before it is timed.
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
-from iris.bench.collectives import microseconds
+from iris.bench.collectives import microseconds_of_each
 from iris.bench.report import environment
 from iris.context import Iris
 from iris.ops import FusedConfig
@@ -164,8 +164,9 @@ def measure(
             if (operation == NORM) != (shape[2] == 0):
                 continue
             x = operands(ctx, operation, shape, dtype)
+            reasons, calls = {}, {}
             for library in libraries:
-                reason, spent, call = "", None, None
+                reason, call = "", None
                 try:
                     call = case(ctx, operation, library, x)
                     if call is None:
@@ -177,14 +178,18 @@ def measure(
                 except Exception as error:  # a peer's failure is a result too
                     reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
                 # One rank's failure is everybody's, so that all go on with the same case.
-                reasons = [ctx.broadcast(reason, rank) for rank in range(ctx.num_ranks)]
-                reason = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(reasons) if text)
-                if not reason:
-                    spent = microseconds(ctx, call, x.a.nbytes if operation == NORM else 8 << 20)
-                yield Row(operation, *shape, str(dtype).removeprefix("torch."), library, spent, reason)
+                everyone = [ctx.broadcast(reason, rank) for rank in range(ctx.num_ranks)]
+                reasons[library] = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(everyone) if text)
+                if not reasons[library]:
+                    calls[library] = call
+            times = microseconds_of_each(ctx, list(calls.values()), x.a.nbytes if operation == NORM else 8 << 20)
+            spent = dict(zip(calls, times, strict=True))
+            name = str(dtype).removeprefix("torch.")
+            for library, reason in reasons.items():
+                yield Row(operation, *shape, name, library, spent.get(library), reason)
             ctx.ops.close()
             ctx.ccl.release_graphs()
-            del x, call
+            del x, call, calls
             ctx.barrier()
 
 
