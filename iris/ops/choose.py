@@ -12,9 +12,10 @@ from iris.ops.hopper import arguments as hopper
 VENDOR = FusedConfig(variant="vendor")
 # Nanoseconds for each k of a tile of 128 rows and so many columns.
 TILE_NS = {256: 11.4, 128: 6.1, 64: 5.1}
-# GB/s over the link: stores beside a product, the copy engine, and collectives alone, with a result on the heap and
-# elsewhere, where a gathered A is; microseconds between two copies.
-STORES, ENGINE, COLLECTIVE, STAGED, BETWEEN_COPIES = 330, 360, 300, 170, 4
+# GB/s over the link: stores alone, and beside a product, which is slowed down to so much of its speed meanwhile; the
+# copy engine, which slows down nothing; and collectives alone, with a result on the heap and elsewhere, where a
+# gathered A is. Microseconds between two copies.
+STORES, STORES_BESIDE, PRODUCT_BESIDE, ENGINE, COLLECTIVE, STAGED, BETWEEN_COPIES = 350, 280, 0.79, 360, 300, 170, 4
 # The vendor's GEMM: 10^12 operations a second; GB/s that it reads B at, where that takes longer.
 OPERATIONS, READING = 735, 4000
 # Microseconds: of a fused kernel's meetings, of a GEMM's launch and of a collective, however small.
@@ -62,9 +63,16 @@ def fused_us(call: Call, size: int, programs: int, config: FusedConfig) -> float
         return MEETING + max(product, sent / ENGINE + copies * BETWEEN_COPIES + tile)
     if call.name == "matmul_all_gather":
         # What the last tiles are sent in comes behind.
-        return MEETING + max(product, sent / STORES) + min(tiles, programs) / tiles * sent / STORES
+        last = min(tiles, programs) / tiles * sent
+        return MEETING + together_us(product, sent - last) + last / STORES
     steps = 2 if call.name == "matmul_all_reduce" else 1
-    return 2 * MEETING + max(product, steps * sent / STORES) + tile / 2
+    return MEETING + together_us(product, steps * sent)
+
+
+def together_us(product: float, sent: float) -> float:
+    """Microseconds of a product that takes so many alone, and of so many kilobytes that programs store beside it."""
+    both = min(product / PRODUCT_BESIDE, sent / STORES_BESIDE)
+    return both + (product - both * PRODUCT_BESIDE) + (sent - both * STORES_BESIDE) / STORES
 
 
 def vendor_us(call: Call, size: int) -> float:
