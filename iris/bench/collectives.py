@@ -18,7 +18,7 @@ import torch.distributed as dist
 from iris import simulator
 from iris.bench import peers
 from iris.bench.report import environment
-from iris.bench.timing import Operands, do_bench, microseconds_in_turns
+from iris.bench.timing import Operands, capture, do_bench, microseconds_in_turns
 from iris.ccl import Config
 from iris.context import Iris
 
@@ -108,20 +108,32 @@ def check(ctx: Iris, collective: str, operands: Operands, call: Callable[[], obj
     return ""
 
 
+# Of what moves so many bytes or more: calls in a graph, replays that are timed, and replays before. And of less.
+MANY_BYTES = 4 << 20
+SELDOM, OFTEN = (5, 9, 3), (20, 25, 50)
+
+
 def microseconds(ctx: Iris, call: Callable[[], object], nbytes: int) -> float:
     """The slowest rank's time of a call."""
-    return microseconds_of_each(ctx, [call], nbytes)[0]
+    ctx.barrier()
+    return microseconds_of_each(ctx, [ready(ctx, call, nbytes)], nbytes)[0]
 
 
-def microseconds_of_each(ctx: Iris, calls: Sequence[Callable[[], object]], nbytes: int) -> list[float]:
-    """The same of calls that are measured by turns."""
+def ready(ctx: Iris, call: Callable[[], object], nbytes: int) -> object:
+    """What `microseconds_of_each` takes: a graph of calls, or the call where there are none."""
+    if ctx.device.type != "cuda":
+        return call
+    per_graph, _, _ = SELDOM if nbytes >= MANY_BYTES else OFTEN
+    return capture(call, ctx.device_barrier, per_graph)
+
+
+def microseconds_of_each(ctx: Iris, readied: Sequence[object], nbytes: int) -> list[float]:
+    """The slowest rank's time of each call, measured by turns."""
     ctx.barrier()
     if ctx.device.type == "cuda":
-        often = nbytes < 4 << 20
-        per_graph, replays, warmups = (20, 25, 50) if often else (5, 9, 3)
-        mine = microseconds_in_turns(calls, ctx.device_barrier, per_graph, replays, warmups)
+        mine = microseconds_in_turns(readied, *(SELDOM if nbytes >= MANY_BYTES else OFTEN))
     else:
-        mine = [1e3 * do_bench(call, ctx.barrier, n_warmup=0, n_repeat=1, return_mode="median") for call in calls]
+        mine = [1e3 * do_bench(call, ctx.barrier, n_warmup=0, n_repeat=1, return_mode="median") for call in readied]
     everyone = [ctx.broadcast(mine, rank) for rank in range(ctx.num_ranks)]
     return [max(each) for each in zip(*everyone, strict=True)]
 

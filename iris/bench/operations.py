@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
-from iris.bench.collectives import microseconds_of_each
+from iris.bench.collectives import microseconds_of_each, ready
 from iris.bench.report import environment
 from iris.context import Iris
 from iris.ops import FusedConfig
@@ -164,7 +164,8 @@ def measure(
             if (operation == NORM) != (shape[2] == 0):
                 continue
             x = operands(ctx, operation, shape, dtype)
-            reasons, calls = {}, {}
+            reasons, readied = {}, {}
+            nbytes = x.a.nbytes if operation == NORM else 8 << 20
             for library in libraries:
                 reason, call = "", None
                 try:
@@ -181,15 +182,16 @@ def measure(
                 everyone = [ctx.broadcast(reason, rank) for rank in range(ctx.num_ranks)]
                 reasons[library] = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(everyone) if text)
                 if not reasons[library]:
-                    calls[library] = call
-            times = microseconds_of_each(ctx, list(calls.values()), x.a.nbytes if operation == NORM else 8 << 20)
-            spent = dict(zip(calls, times, strict=True))
+                    # At once, as a graph takes over the memory of the call before it.
+                    readied[library] = ready(ctx, call, nbytes)
+            times = microseconds_of_each(ctx, list(readied.values()), nbytes)
+            spent = dict(zip(readied, times, strict=True))
             name = str(dtype).removeprefix("torch.")
             for library, reason in reasons.items():
                 yield Row(operation, *shape, name, library, spent.get(library), reason)
             ctx.ops.close()
             ctx.ccl.release_graphs()
-            del x, call, calls
+            del x, call, readied
             ctx.barrier()
 
 

@@ -82,28 +82,34 @@ def replay_microseconds(
     fn: Callable[[], Any], barrier_fn: Callable[[], Any] = _nothing, per_graph: int = 20, replays: int = 15,
     warmups: int = 15,
 ) -> float:  # fmt: skip
-    """`microseconds_in_turns` of one function."""
-    return microseconds_in_turns([fn], barrier_fn, per_graph, replays, warmups)[0]
+    """Microseconds of one ``fn`` on this rank's GPU: the median over replays of a graph of ``per_graph`` calls.
+
+    ``warmups``: replays that are not timed, since a GPU that was idle, while the host compiled, takes a while to reach
+    its speed. Nothing of the host is in it.
+    """
+    return microseconds_in_turns([capture(fn, barrier_fn, per_graph)], per_graph, replays, warmups)[0]
+
+
+def capture(fn: Callable[[], Any], barrier_fn: Callable[[], Any], per_graph: int) -> torch.cuda.CUDAGraph:
+    """A graph of ``per_graph`` calls of ``fn``, with ``barrier_fn`` once in front, so that ranks start together.
+
+    That is ``ctx.device_barrier``. Both must be capturable and have been called before. Calls of ``fn`` follow each
+    other without a gap, so what it moves should not fit the L2 cache unless that is meant.
+    """
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        barrier_fn()
+        for _ in range(per_graph):
+            fn()
+    return graph
 
 
 def microseconds_in_turns(
-    fns: Sequence[Callable[[], Any]], barrier_fn: Callable[[], Any], per_graph: int, replays: int, warmups: int
+    graphs: Sequence[torch.cuda.CUDAGraph], per_graph: int, replays: int, warmups: int
 ) -> list[float]:
-    """Microseconds of one call of each function on this rank's GPU: medians over replays of graphs of ``per_graph``.
-
-    The graphs are replayed by turns, so that a GPU that is faster at one time than at another is so for all of them.
-    ``warmups``: turns that are not timed, since a GPU that was idle, while the host compiled, takes a while to reach
-    its speed. Nothing of the host is in it. ``barrier_fn`` is captured once in front, so that ranks start together
-    (``ctx.device_barrier``). All must be capturable and have been called before. Calls in a graph follow each other
-    without a gap, so what they move should not fit the L2 cache unless that is meant.
-    """
-    graphs = [torch.cuda.CUDAGraph() for _ in fns]
-    for fn, graph in zip(fns, graphs, strict=True):
-        with torch.cuda.graph(graph):
-            barrier_fn()
-            for _ in range(per_graph):
-                fn()
-    times: list[list[float]] = [[] for _ in fns]
+    """Of one call of each graph, as `replay_microseconds` of one: they are replayed by turns, so that a GPU that is
+    faster at one time than at another is so for all of them."""
+    times: list[list[float]] = [[] for _ in graphs]
     for turn in range(warmups + replays):
         for graph, mine in zip(graphs, times, strict=True):
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

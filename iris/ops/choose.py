@@ -65,8 +65,9 @@ def fused_us(call: Call, size: int, programs: int, config: FusedConfig) -> float
         # What the last tiles are sent in comes behind.
         last = min(tiles, programs) / tiles * sent
         return MEETING + together_us(product, sent - last) + last / STORES
+    # The last sums come behind their parts.
     steps = 2 if call.name == "matmul_all_reduce" else 1
-    return MEETING + together_us(product, steps * sent)
+    return MEETING + together_us(product, steps * sent) + tile / 3
 
 
 def together_us(product: float, sent: float) -> float:

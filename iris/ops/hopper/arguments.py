@@ -27,8 +27,8 @@ STRIP_SHAPE = [STRIP.value, PANEL.value]
 # Chunks that a rank's rows of A are sent in, at most, and bytes of one, at least: what comes behind a copy costs time.
 MOST_CHUNKS, LEAST_CHUNK_BYTES = 4, 8 << 20
 # Blocks of a rank's tiles: what is sent has the time of one to arrive, and nothing hides what comes of the last one.
-# Few where the link is busier than the multiprocessors, else many; and the depth from which on the latter are, on H200.
-FEW_BLOCKS, MANY_BLOCKS, DEEP = 4, 16, 1650
+# Few where the sums go to all ranks and the link is busier than the multiprocessors: below this depth, on H200.
+FEW_BLOCKS, MANY_BLOCKS, DEEP = 4, 16, 3300
 
 
 def problem(call: Call, config: FusedConfig, size: int) -> str | None:
@@ -136,7 +136,7 @@ def arguments(
     if spreads:
         mine = result[rank * share : (rank + 1) * share]
         out = (peers_map(memory, mine, STRIP_SHAPE), memory_places)
-    cut = MANY_BLOCKS if depth >= DEEP and not spreads else FEW_BLOCKS
+    cut = FEW_BLOCKS if spreads and depth < DEEP else MANY_BLOCKS
     tiles = -(-share // M) * -(-columns // N)
     cut = max(1, min(cut, tiles // 16))
     tail = (rows, columns, depth, share, *strides, *blocks, cut, config.group_size_m, spreads, of_a, of_b, biased)
