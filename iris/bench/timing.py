@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from random import Random
 from typing import Any, NamedTuple
 
 import torch
@@ -107,11 +108,15 @@ def capture(fn: Callable[[], Any], barrier_fn: Callable[[], Any], per_graph: int
 def microseconds_in_turns(
     graphs: Sequence[torch.cuda.CUDAGraph], per_graph: int, replays: int, warmups: int
 ) -> list[float]:
-    """Of one call of each graph, as `replay_microseconds` of one: they are replayed by turns, so that a GPU that is
-    faster at one time than at another is so for all of them."""
+    """Of one call of each graph, as `replay_microseconds` of one.
+
+    They are replayed by turns, so that a GPU that is faster at one time than at another is so for all of them; in
+    another order each time, the same on all ranks, as what comes before makes a difference too.
+    """
     times: list[list[float]] = [[] for _ in graphs]
+    pairs, random = list(zip(graphs, times, strict=True)), Random(0)
     for turn in range(warmups + replays):
-        for graph, mine in zip(graphs, times, strict=True):
+        for graph, mine in random.sample(pairs, len(pairs)):
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
             graph.replay()

@@ -23,6 +23,8 @@ NARROW = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.f
 SMALLEST_PIECE = 256
 MOST_COLUMNS = 32768
 MOST_WARPS = 8
+# Rows below which one shot is quicker where an all-reduce would take two: in two a row has one program.
+FEW_ROWS = 64
 # Registers of a thread, on NVIDIA: a multiprocessor of these has room for 16 warps (CUDA C++ Programming Guide,
 # "Compute Capabilities": 65536 registers). Programs wait for peers, so when a rank has begun a call on one stream and
 # another rank a call on another, there must be room for both: a launch has half of the warps; or a third, if the next
@@ -139,6 +141,8 @@ class AllReduceRmsNorm:
         if comm.size > 1:
             nbytes = room * call.columns * itemsize
             variant = choose_all_reduce(comm.table, nbytes, True, set(PUSHES), Config()).variant
+            if variant == "two_shot_push" and room < FEW_ROWS:
+                variant = "one_shot"
         pieces = 1
         if variant == "one_shot":
             most = 2 * comm.num_sms if self._on_gpu else SIMULATED_PROGRAMS

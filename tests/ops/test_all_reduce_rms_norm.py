@@ -10,7 +10,7 @@ from covering import EVERYTHING, covering
 
 from iris.ccl import functional as collectives
 from iris.errors import InvalidCollectiveError, InvalidGroupError
-from iris.ops import functional
+from iris.ops import functional, normalisation
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -48,8 +48,9 @@ def expected(total, residual, weight):
 
 @contextlib.contextmanager
 def by(ctx, variant):
-    """All sums by one variant of the all-reduce."""
-    comm = ctx.ccl.communicator()
+    """All sums by one variant of the all-reduce, however few the rows."""
+    comm, few = ctx.ccl.communicator(), normalisation.FEW_ROWS
+    normalisation.FEW_ROWS = 0
     table = comm.table
     comm.table = table | {"all_reduce": [table["all_reduce"][0]._replace(limit=None, variant=variant, programs=None)]}
     comm.forget()
@@ -57,7 +58,7 @@ def by(ctx, variant):
     try:
         yield
     finally:
-        comm.table = table
+        comm.table, normalisation.FEW_ROWS = table, few
         comm.forget()
         ctx.ops._all_reduce_rms_norm._launches.clear()
 
