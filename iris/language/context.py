@@ -177,9 +177,9 @@ def make_device_context(
 
         @jit
         def _atomic(self, op: tl.constexpr, ptr, val, to_rank, mask, sem: tl.constexpr, scope: tl.constexpr):
-            event = self.tracing.begin_flag("atomic_" + op, ptr, to_rank, val, mask)
+            event = self.tracing.begin_atomic(op, ptr, to_rank, val, mask)
             old = ordered_atomic(op, self._peers(ptr, to_rank, mask), val, mask, sem, scope)
-            self.tracing.end_atomic(event, op, old, val)
+            self.tracing.end_atomic(event, op, old, val, mask)
             return old
 
         @jit
@@ -225,7 +225,7 @@ def make_device_context(
         @jit
         def atomic_cas(self, ptr, cmp, val, to_rank, sem: tl.constexpr = ACQ_REL, scope: tl.constexpr = SYS):
             """Put ``val`` in the place of ``to_rank``'s copy where that equals ``cmp``; returns the old value."""
-            event = self.tracing.begin_flag("atomic_cas", ptr, to_rank, cmp, None)
+            event = self.tracing.begin_cas(ptr, to_rank, cmp)
             old = ordered_cas(self._peers(ptr, to_rank, None), cmp, val, sem, scope)
             self.tracing.end_cas(event, old, cmp, val)
             return old

@@ -171,10 +171,10 @@ def make_functions(
         hint: tl.constexpr,
     ):  # fmt: skip
         tracing = tracing_of(heap_bases, from_rank)
-        event = tracing.begin_flag("atomic_" + op, pointer, to_rank, val, mask)
+        event = tracing.begin_atomic(op, pointer, to_rank, val, mask)
         target = translate(pointer, from_rank, to_rank, heap_bases, mask, hint)
         old = ordered_atomic(op, target, val, mask, sem, scope)
-        tracing.end_atomic(event, op, old, val)
+        tracing.end_atomic(event, op, old, val, mask)
         return old
 
     @jit
@@ -311,7 +311,7 @@ def make_functions(
     ):
         """Put ``val`` in the place of ``to_rank``'s copy where that equals ``cmp``; returns the old value."""
         tracing = tracing_of(heap_bases, from_rank)
-        event = tracing.begin_flag("atomic_cas", pointer, to_rank, cmp, None)
+        event = tracing.begin_cas(pointer, to_rank, cmp)
         old = ordered_cas(translate(pointer, from_rank, to_rank, heap_bases, None, hint), cmp, val, sem, scope)
         tracing.end_cas(event, old, cmp, val)
         return old

@@ -7,7 +7,10 @@ in the generated code.
 
 An event takes a row of `WORDS` int64 of the rank's trace buffer, behind its header of `HEADER` words; nothing goes over
 the link. Rows are handed out by an atomic counter, so they are in the order in which events began, more or less; those
-that do not fit are counted and lost. Times are those of the GPU's own clock: `iris.tracing.clock` makes them one clock.
+that do not fit are counted and lost. A look at a flag by an atomic operation that changes nothing is no event of its
+own, if nothing came since this program's last look at it that saw the same: the row of that one goes on. So who polls
+in a loop of its own does not fill the buffer. Times are those of the GPU's own clock: `iris.tracing.clock` makes them
+one clock.
 
 An event begins when the first warp comes to it, and ends when the last one has left it: a block barrier stands in front
 of the end. What was loaded is there then; what was stored has been issued, and may be on the link yet.
@@ -48,18 +51,21 @@ TRACES_ALL = tl.constexpr(_everything())
 
 TRACE = tl.constexpr(device_record.TRACE)
 
-# The header: rows that were asked for, rows that there are, and contexts that were initialised.
-ASKED, ROOM, CONTEXTS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-HEADER = tl.constexpr(16)
+# The header: rows that were asked for, rows that there are, and contexts that were initialised; then the last looks,
+# where there are rows: 1 more than the row of a look, if that may go on, else 0. By context, each of which is of one
+# program; or by program, where there is none. Those that share a word are not under way at one time.
+ASKED, ROOM, CONTEXTS, LAST_LOOKS = map(tl.constexpr, (0, 1, 2, 16))
+NUM_LAST_LOOKS = tl.constexpr(4096)
+HEADER = tl.constexpr(16 + 4096)
 
 # A row. NAME and FORM: numbers of `NAMES` and `FORMS`. PROGRAM: its number, and in the upper half that of the context,
 # which tells launches apart; 0 where there is none. TARGET: the rank that is reached. ADDRESS: in the caller's heap;
 # of a block of pointers, where that begins. VALUE: what a flag is set to, or awaited for; SEEN: what the operation
-# found in it, and AFTER: what it left there.
+# found in it, and AFTER: what it left there. LOOKS: how many looks at a flag the event is.
 (
-    BEGAN, ENDED, NAME, FORM, PROGRAM, TARGET, ADDRESS, BYTES, VALUE, SEEN, AFTER, PID_M, PID_N,
-) = map(tl.constexpr, range(13))  # fmt: skip
-WORDS = tl.constexpr(13)
+    BEGAN, ENDED, NAME, FORM, PROGRAM, TARGET, ADDRESS, BYTES, VALUE, SEEN, AFTER, PID_M, PID_N, LOOKS,
+) = map(tl.constexpr, range(14))  # fmt: skip
+WORDS = tl.constexpr(14)
 
 NAMES = (
     "load", "store", "get", "put", "copy", "atomic_add", "atomic_sub", "atomic_cas", "atomic_xchg", "atomic_xor",
@@ -70,6 +76,9 @@ NAMES = (
 # same of a flag that has been reached, whole or in one half; a barrier.
 FORMS = ("named", "move", "flag", "whole", "high", "low", "meeting")
 FLAG = tl.constexpr("flag")
+
+# Atomic operations that change nothing with an operand of 0.
+LOOKING = ("add", "sub", "or", "xor")
 
 SEVERAL = tl.constexpr(-2)
 """The target of an event that reaches more than one rank."""
@@ -105,6 +114,12 @@ def is_flag(value):
     """Whether this is one integer, or the pointer to one."""
     element = value.dtype.element_ty if value.dtype.is_ptr() else value.dtype
     return not value.type.is_block() and element.is_int()
+
+
+@triton.constexpr_function
+def may_look(op, mask):
+    """Whether the atomic operation, on a flag, is a look at it if its operand is 0."""
+    return op in LOOKING and mask is None
 
 
 def make_tracing(jit: Callable, lang: ModuleType, order: SimpleNamespace) -> SimpleNamespace:
@@ -176,20 +191,49 @@ def make_tracing(jit: Callable, lang: ModuleType, order: SimpleNamespace) -> Sim
             return val
 
     @jit
+    def read(buffer, row, word, here):
+        return lang.load(buffer + HEADER + row * WORDS + word, mask=here, other=0)
+
+    @jit
+    def last_look(buffer, context):
+        """Where the row of this program's last look is. One thread of it reads and writes it, and the words there."""
+        number = lang.cast(context, lang.int64)
+        return buffer + LAST_LOOKS + lang.where(number == 0, linear_program_id(), number) % NUM_LAST_LOOKS
+
+    @jit
     def begin(
-        buffer, context, name, form: tl.constexpr, target, address, moved, value, pid_m, pid_n, lanes=None, asked=None
-    ):
-        """Begin an event, or one for each of ``lanes`` if ``asked``; returns its row, -1 if there is no room."""
+        buffer, context, name, form: tl.constexpr, target, address, moved, value, pid_m, pid_n, lanes=None, asked=None,
+        look=None,
+    ):  # fmt: skip
+        """Begin an event, or one for each of ``lanes`` if ``asked``; returns its row, -1 if there is no room.
+
+        ``look``: whether it may be one more of several looks, which go on in the row of the last one.
+        """
         one = lang.cast(1, lang.int64)
-        if lanes is None:
-            row = lang.atomic_add(buffer + ASKED, one, sem="relaxed", scope="gpu")
-            here = row < lang.load(buffer + ROOM)
-        else:
+        room = lang.load(buffer + ROOM)
+        program = linear_program_id() + (lang.cast(context, lang.int64) << 32)
+        last = last_look(buffer, context)
+        again, before = room < 0, lang.cast(-1, lang.int64)
+        if lanes is not None:
             row = lang.atomic_add(buffer + ASKED + lanes * 0, one + lanes * 0, mask=asked, sem="relaxed", scope="gpu")
-            here = asked & (row < lang.load(buffer + ROOM))
+            here = asked & (row < room)
+        elif look is None:
+            row = lang.atomic_add(buffer + ASKED, one, sem="relaxed", scope="gpu")
+            here = row < room
+        else:
+            before = lang.load(last, mask=room > 0, other=0) - 1
+            again = look & (before >= 0)
+            again = again & (read(buffer, before, PROGRAM, again) == program)
+            again = again & (read(buffer, before, NAME, again) == name)
+            again = again & (read(buffer, before, TARGET, again) == target)
+            again = again & (read(buffer, before, ADDRESS, again) == address)
+            again = again & (read(buffer, before, VALUE, again) == lang.cast(value, lang.int64))
+            row = lang.atomic_add(buffer + ASKED, one, mask=again == 0, sem="relaxed", scope="gpu")
+            here = (again == 0) & (row < room)
+        lang.store(last, one * 0, mask=room > 0)
         write(buffer, row, NAME, name, here)
         write(buffer, row, FORM, form_of(form), here)
-        write(buffer, row, PROGRAM, linear_program_id() + (lang.cast(context, lang.int64) << 32), here)
+        write(buffer, row, PROGRAM, program, here)
         write(buffer, row, TARGET, target, here)
         write(buffer, row, ADDRESS, address, here)
         write(buffer, row, BYTES, moved, here)
@@ -199,7 +243,7 @@ def make_tracing(jit: Callable, lang: ModuleType, order: SimpleNamespace) -> Sim
         # Last of all, so that what comes before is not part of the event.
         write(buffer, row, BEGAN, clock(), here)
         # As narrow as the constant that stands for it where nothing is traced, so that branches agree.
-        return lang.cast(lang.where(here, row, -1), lang.int32)
+        return lang.cast(lang.where(here, row, lang.where(again, before, -1)), lang.int32)
 
     @jit
     def end(buffer, row):
@@ -246,10 +290,23 @@ def make_tracing(jit: Callable, lang: ModuleType, order: SimpleNamespace) -> Sim
                 end(self.buffer, handle)
 
         @jit
-        def _begin(self, name: tl.constexpr, form: tl.constexpr, target, address, moved, value, lanes=None, asked=None):
+        def _begin(
+            self,
+            name: tl.constexpr,
+            form: tl.constexpr,
+            target,
+            address,
+            moved,
+            value,
+            lanes=None,
+            asked=None,
+            look=None,
+        ):
             number: tl.constexpr = number_of(name)
             m, n = lang.program_id(0), lang.program_id(1)
-            return begin(self.buffer, self.context, number, form, target, address, moved, value, m, n, lanes, asked)
+            return begin(
+                self.buffer, self.context, number, form, target, address, moved, value, m, n, lanes, asked, look
+            )
 
         @jit
         def begin_move(self, name: tl.constexpr, ptr, rank, mask):
@@ -319,16 +376,57 @@ def make_tracing(jit: Callable, lang: ModuleType, order: SimpleNamespace) -> Sim
                 end(self.buffer, row)
 
         @jit
-        def end_atomic(self, row, op: tl.constexpr, old, val):
+        def _begin_look(self, name: tl.constexpr, ptr, rank, value, look):
+            address, moved, target = extent(ptr, rank, None, self.base)
+            return self._begin(name, FLAG, target, address, moved, value, None, None, look)
+
+        @jit
+        def _end_look(self, row, seen, now, over):
+            """``over``: this one has found what it was for. So it has, too, if it sees something else than before."""
+            here = row >= 0
+            place = lang.cast(row, lang.int64)
+            looks = read(self.buffer, place, LOOKS, here)
+            changed = (looks > 0) & (read(self.buffer, place, SEEN, here) != lang.cast(seen, lang.int64))
+            write(self.buffer, row, LOOKS, looks + 1, here)
+            self.end_flag(row, seen, now)
+            lang.store(last_look(self.buffer, self.context), lang.where(over | changed, 0, place + 1), mask=here)
+
+        @jit
+        def begin_atomic(self, op: tl.constexpr, ptr, rank, val, mask):
+            """Begin an atomic operation on ``rank``'s copy, which may be a look at it."""
             if self.enabled:
-                self.end_flag(row, old, after(op, old, val) if is_flag(old) else old)
+                if is_flag(ptr) and may_look(op, mask):
+                    return self._begin_look("atomic_" + op, ptr, rank, val, lang.cast(val, lang.int64) == 0)
+                else:
+                    return self.begin_flag("atomic_" + op, ptr, rank, val, mask)
+            else:
+                return 0
+
+        @jit
+        def end_atomic(self, row, op: tl.constexpr, old, val, mask):
+            if self.enabled:
+                if is_flag(old) and may_look(op, mask):
+                    self._end_look(row, old, after(op, old, val), lang.cast(val, lang.int64) != 0)
+                else:
+                    self.end_flag(row, old, after(op, old, val) if is_flag(old) else old)
+
+        @jit
+        def begin_cas(self, ptr, rank, cmp):
+            """Begin a comparison of ``rank``'s copy, which is a look at it until it finds what it is for."""
+            if self.enabled:
+                if is_flag(ptr):
+                    return self._begin_look("atomic_cas", ptr, rank, cmp, lang.cast(1, lang.int1))
+                else:
+                    return self.begin_flag("atomic_cas", ptr, rank, cmp, None)
+            else:
+                return 0
 
         @jit
         def end_cas(self, row, old, cmp, val):
             if self.enabled:
                 if is_flag(old):
-                    val = lang.cast(val, old.dtype)
-                    self.end_flag(row, old, lang.where(old == lang.cast(cmp, old.dtype), val, old))
+                    found = old == lang.cast(cmp, old.dtype)
+                    self._end_look(row, old, lang.where(found, lang.cast(val, old.dtype), old), found)
                 else:
                     self.end_flag(row, old, old)
 

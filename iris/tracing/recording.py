@@ -16,7 +16,7 @@ import torch
 from iris.device_record import DeviceRecord
 from iris.errors import InvalidSettingError, NotTracingError
 from iris.heap.mapping import mappings, snapshot
-from iris.language.tracing import ADDRESS, ASKED, HEADER, ROOM, TRACES_ALL, WORDS
+from iris.language.tracing import ADDRESS, ASKED, HEADER, LAST_LOOKS, ROOM, TRACES_ALL, WORDS
 from iris.shared_folder import whole
 from iris.tracing import chrome
 from iris.tracing.clock import Clock, Comparison
@@ -138,7 +138,7 @@ class Tracing:
             self.recording(alone).save(self._path)
 
     def enable(self, max_events: int = MAX_EVENTS) -> None:
-        """Record from here on, up to so many events a rank, 104 bytes each. Forgets what was recorded before.
+        """Record from here on, up to so many events a rank, 112 bytes each. Forgets what was recorded before.
 
         Collective; blocks the host. The clocks of the ranks are compared, here and in `export`.
         """
@@ -158,7 +158,7 @@ class Tracing:
         """Forget what this rank has recorded so far. Enqueued on the current stream, behind which others must wait."""
         self._check_enabled()
         self._buffer[ASKED.value] = 0
-        self._buffer[HEADER.value :] = 0
+        self._buffer[LAST_LOOKS.value :] = 0
 
     def export(self, path: str | Path = "trace.json", merge: bool = False) -> Path:
         """Write the events in Chrome's JSON, which https://ui.perfetto.dev opens; returns the file of this rank.

@@ -3,8 +3,7 @@
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import groupby
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -103,12 +102,10 @@ class Timeline:
 
 def assemble(recordings: Sequence["Recording"]) -> Timeline:
     """One timeline of the recordings of all ranks, of which a rank may have several."""
-    read = [event for recording in recordings for event in _read(recording)]
-    origin = min((event.began for event in read), default=0)
-    for event in read:
+    events = [event for recording in recordings for event in _read(recording)]
+    origin = min((event.began for event in events), default=0)
+    for event in events:
         event.began, event.ended = (event.began - origin) / 1e3, (event.ended - origin) / 1e3
-    read.sort(key=lambda event: (*_whose(event), event.began))
-    events = [event for _, group in groupby(read, _whose) for event in _as_waits(group)]
     events.sort(key=lambda event: (event.rank, event.program, event.began, -event.ended))
     error: dict[int, float] = defaultdict(float)
     lost: dict[int, int] = defaultdict(int)
@@ -127,7 +124,7 @@ def _read(recording: "Recording") -> Iterator[Event]:
     rows = recording.events.reshape(-1, WORDS.value)
     began, ended = (common(rows[:, i], recording.before, recording.after).tolist() for i in (0, 1))
     for row, start, end in zip(rows.tolist(), began, ended, strict=True):
-        _, over, name, form, program, target, address, moved, value, seen, after, pid_m, pid_n = row
+        _, over, name, form, program, target, address, moved, value, seen, after, pid_m, pid_n, looks = row
         space = next((each for each in recording.spaces if 0 <= address - each.base < each.size), None)
         # A kernel says no more of a block of pointers than where the memory begins.
         known = space is not None and address > space.base or FORMS[form] not in ("named", "move")
@@ -136,7 +133,8 @@ def _read(recording: "Recording") -> Iterator[Event]:
             rank=recording.rank,
             program=program & 0xFFFFFFFF,
             context=program >> 32,
-            name=NAMES[name] if 0 <= name < len(NAMES) else f"event {name}",
+            # Several looks at a flag are a wait, a single one is none.
+            name="wait" if looks > 1 else NAMES[name] if 0 <= name < len(NAMES) else f"event {name}",
             form=FORMS[form],
             began=start,
             ended=end if over else start,
@@ -154,10 +152,6 @@ def _read(recording: "Recording") -> Iterator[Event]:
         )
 
 
-def _whose(event: Event) -> tuple[int, int, int]:
-    return event.rank, event.program, event.context
-
-
 def _world_rank(target: int, space: "Space | None") -> int | None:
     """Kernels know ranks by their numbers in the group whose memory they use."""
     if target == SEVERAL.value:
@@ -165,43 +159,6 @@ def _world_rank(target: int, space: "Space | None") -> int | None:
     if target < 0:
         return None
     return space.ranks[target] if space and target < len(space.ranks) else target
-
-
-def _as_waits(events: Iterable[Event]) -> Iterator[Event]:
-    """One context's events, with a wait in the place of each run of looks at a flag by atomic operations."""
-    for looks, group in groupby(events, _looked_at):
-        run: list[Event] = []
-        for event in group:
-            run.append(event)
-            if looks is None or _is_over(run):
-                yield _as_wait(run)
-                run = []
-        if run:
-            yield _as_wait(run)
-
-
-def _looked_at(event: Event) -> tuple | None:
-    """What an event looks at, if it may be one of many looks: an operation that changes nothing, or not always."""
-    zero = event.name in ("atomic_add", "atomic_sub", "atomic_or", "atomic_xor") and event.value == 0
-    if event.form == "flag" and (zero or event.name == "atomic_cas"):
-        return event.name, event.target, event.place, event.value
-    return None
-
-
-def _is_over(run: list[Event]) -> bool:
-    """Whether the last of these looks has seen what they were for, as far as can be told."""
-    last = run[-1]
-    return last.seen == last.value if last.name == "atomic_cas" else last.seen != run[0].seen
-
-
-def _as_wait(run: list[Event]) -> Event:
-    """A single look is none."""
-    first, last = run[0], run[-1]
-    if len(run) == 1:
-        return first
-    return replace(
-        first, name="wait", ended=last.ended, seen=last.seen, after=last.after, unfinished=last.unfinished
-    )  # fmt: skip
 
 
 def _flows_to_waits(events: Sequence[Event], slack: float) -> Iterator[tuple[int, int]]:

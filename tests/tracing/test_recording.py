@@ -8,7 +8,7 @@ import torch
 import iris
 from iris.errors import NotTracingError, PeerFailedError
 from iris.language.tracing import HEADER, ROOM, WORDS
-from tracing.traced_kernels import KERNELS, NAMES, polls, scatter
+from tracing.traced_kernels import KERNELS, LOOKED, LOOKS, NAMES, polls, scatter
 
 PROGRAMS, BLOCK = 3, 128
 
@@ -104,6 +104,25 @@ def test_looks_at_a_flag_by_atomics_are_a_wait(ranks):
         waits = [i for i, event in enumerate(timeline.events) if event.name == "wait"]
         assert waits == [effect for _, effect in sorted(timeline.flows, key=lambda flow: flow[1])]
         assert all(timeline.events[cause].rank != timeline.events[wait].rank for cause, wait in timeline.flows)
+
+
+def looked(ctx, language):
+    flags = ctx.zeros(PROGRAMS, dtype=torch.int32)
+    # Room for what there is, and not for every look.
+    ctx.tracing.enable(max_events=PROGRAMS * len(LOOKED))
+    LOOKS[language][(PROGRAMS,)](ctx.get_device_context(), flags, num_warps=4)
+    return ctx.tracing.timeline()
+
+
+@pytest.mark.parametrize("language", LOOKS)
+def test_looks_at_a_flag_are_a_wait_until_one_sees_something_else(ranks, language):
+    for timeline in ranks.run(looked, language):
+        assert set(timeline.lost.values()) == {0}
+        for rank in timeline.devices:
+            for program in range(PROGRAMS):
+                events = [event for event in timeline.events if (event.rank, event.program) == (rank, program)]
+                assert [(event.name, event.value, event.seen) for event in events] == LOOKED
+                assert all(a.ended <= b.began for a, b in zip(events, events[1:], strict=False))
 
 
 def to_all(ctx, n):

@@ -1,4 +1,4 @@
-"""Kernels that are traced, in both languages; each does everything once, so that its events can be counted."""
+"""Kernels that are traced, in both languages; what they do can be counted."""
 
 import triton
 import triton.language as tl
@@ -50,12 +50,42 @@ def make_kernels(jit, lang, Context, positions):
         ctx.copy(place, place, ctx.cur_rank, peer, mask=i < n)
         ctx.barrier(meetings)
 
-    return everything
+    @jit
+    def looks(context_tensor, flags):
+        """At a flag of each program's own, which is 0 at first. What changes it unseen is no event."""
+        ctx = Context.initialize(context_tensor, tracing=True)
+        flag = flags + lang.program_id(0)
+        for _ in range(40):
+            ctx.atomic_add(flag, 0, ctx.cur_rank)
+        lang.store(flag, 3)
+        ctx.atomic_add(flag, 0, ctx.cur_rank)
+        ctx.atomic_add(flag, 0, ctx.cur_rank)
+        ctx.atomic_add(flag, 2, ctx.cur_rank)
+        ctx.atomic_add(flag, 0, ctx.cur_rank)
+        ctx.atomic_or(flag, 0, ctx.cur_rank)
+        for _ in range(30):
+            ctx.atomic_cas(flag, 6, 7, ctx.cur_rank)
+        lang.store(flag, 6)
+        ctx.atomic_cas(flag, 6, 7, ctx.cur_rank)
+        ctx.atomic_cas(flag, 6, 7, ctx.cur_rank)
+
+    return everything, looks
 
 
-triton_everything = make_kernels(triton.jit, tl, iris.DeviceContext, triton_range)
-gluon_everything = make_kernels(gluon.jit, gl, iris.gluon.IrisDeviceCtx, gluon_range)
+triton_everything, triton_looks = make_kernels(triton.jit, tl, iris.DeviceContext, triton_range)
+gluon_everything, gluon_looks = make_kernels(gluon.jit, gl, iris.gluon.IrisDeviceCtx, gluon_range)
 KERNELS = {"triton": triton_everything, "gluon": gluon_everything}
+LOOKS = {"triton": triton_looks, "gluon": gluon_looks}
+# Of each event: its name, the value, and what was seen at last.
+LOOKED = [
+    ("wait", 0, 3),  # 40 looks that saw 0, and one that did not
+    ("atomic_add", 0, 3),
+    ("atomic_add", 2, 3),
+    ("atomic_add", 0, 5),
+    ("atomic_or", 0, 5),
+    ("wait", 6, 6),
+    ("atomic_cas", 6, 7),
+]
 
 NAMES = [
     "compute",
