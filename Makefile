@@ -10,30 +10,27 @@ TORCHRUN := PYTHONPATH=. $(PYTHON) -m torch.distributed.run --standalone --nproc
 # What the oldest Triton compiles: for the GPUs that were run; for all of them in `make test-all`.
 OLDEST_TARGETS := $(if $(IRIS_TEST_ALL),,-k "not gfx")
 
-.PHONY: demo test test-all test-simulator test-programs test-compiled test-gpu perf lint fix docs setup setup-oldest
+.PHONY: demo test test-all test-simulator test-compiled test-gpu perf lint fix docs setup setup-oldest
 
 demo: setup          ## two ranks exchange data from inside Triton and Gluon kernels
 	$(RUN) -m iris demo
 
 test: setup setup-oldest lint   ## the covering sample: simulator, compile checks, oldest Triton
-	$(MAKE) --jobs 3 --output-sync=target --no-print-directory test-simulator test-programs test-compiled
+	$(MAKE) --jobs 2 --output-sync=target --no-print-directory test-simulator test-compiled
 
-# Three lanes on two cores, as programs that hang or talk to each other leave one idle.
-PROGRAMS := sanitizer tracing test_acceptance.py test_cli.py test_docs.py test_examples.py test_inspection.py \
-            test_spawn.py test_wait_limit.py
+# Two lanes, which take about as long as each other on two cores.
+IN_OTHER_LANE := language ops sanitizer simulator x test_example_folders.py
 
 # What runs under the sanitizer only; and besides, in `make test-all`, all that uses ranks.
 SANITIZED := x test_example_folders.py
 ALSO_SANITIZED := $(if $(IRIS_TEST_ALL),language ops ccl test_examples.py test_context.py test_tensors.py)
 
 test-simulator:
-	$(RUN) -m pytest -q tests $(addprefix --ignore tests/,codegen $(PROGRAMS) $(SANITIZED))
-
-test-programs:
-	$(RUN) -m pytest -q $(addprefix tests/,$(PROGRAMS))
-	IRIS_SANITIZE=1 $(RUN) -m pytest -q $(addprefix tests/,$(SANITIZED) $(ALSO_SANITIZED))
+	$(RUN) -m pytest -q tests $(addprefix --ignore tests/,codegen $(IN_OTHER_LANE))
 
 test-compiled:
+	$(RUN) -m pytest -q $(addprefix tests/,$(filter-out $(SANITIZED),$(IN_OTHER_LANE)))
+	IRIS_SANITIZE=1 $(RUN) -m pytest -q $(addprefix tests/,$(SANITIZED) $(ALSO_SANITIZED))
 	IRIS_SIMULATOR=0 $(RUN) -m pytest -q tests/codegen
 	IRIS_SIMULATOR=0 $(OLDEST) -m pytest -q tests/codegen $(OLDEST_TARGETS)
 	$(OLDEST) -m pytest -q tests/test_acceptance.py tests/simulator

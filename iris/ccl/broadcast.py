@@ -83,7 +83,10 @@ def make_broadcast(jit, lang, queue, Context):
                 for q in lang.static_range(W - 1):
                     d = (root + 1 + q) % W
                     slot = pointer_at(slots, pick(queues, d)) + (pick(sent, d) & (NUM_SLOTS - 1)) * SLOT
-                    lang.store(slot + i, parts[q], mask=(t * (W - 1) + q) * BLOCK + i < n)
+                    mask = (t * (W - 1) + q) * BLOCK + i < n
+                    event = ctx.tracing.begin_move("store", slots + i, d, mask)
+                    lang.store(slot + i, parts[q], mask=mask)
+                    ctx.tracing.record_event_end(event)
                 sent = lang.where(others, sent + 1, sent)
             else:
                 if (step >= AHEAD) & (step < steps + AHEAD):
@@ -99,11 +102,13 @@ def make_broadcast(jit, lang, queue, Context):
                         d = (rank + distance) % W
                         if d != root:
                             begin = pointer_at(slots, pick(address, d))
+                            event = ctx.tracing.begin_move("store", slots + i, d, k < n)
                             if pick(lang.cast(queued, lang.int32), d) > 0:
                                 slot = begin + (pick(sent, d) & (NUM_SLOTS - 1)) * SLOT
                                 lang.store(slot + i, data, mask=k < n)
                             else:
                                 lang.store(begin + k, data, mask=k < n)
+                            ctx.tracing.record_event_end(event)
                     sent = lang.where(queued, sent + 1, sent)
                 if (step >= 2 * AHEAD) & (direct_here == 0):
                     t = lang.cast(p + (step - 2 * AHEAD) * programs, lang.int64)
@@ -121,8 +126,9 @@ def make_broadcast(jit, lang, queue, Context):
         finish(ctx, row, calls_to, fellows & (queued == 0), calls_from, fellows & (direct_here != 0), W)
 
     @jit
-    def fetch(rank, places, output, n, root, W: tl.constexpr, BLOCK: tl.constexpr):
+    def fetch(ctx, places, output, n, root, W: tl.constexpr, BLOCK: tl.constexpr):
         """Read the own part of the root's tensor, which lies with the others at ``places``, and pass it on."""
+        rank = ctx.cur_rank
         i = flat(BLOCK, output.dtype.element_ty)
         source = pointer_at(output, pick(places, root))
         fellows, gets = (), ()
@@ -133,9 +139,14 @@ def make_broadcast(jit, lang, queue, Context):
         mine = (rank + (W - 1) - root) % W
         for block in range(lang.program_id(0), blocks_of(n, (W - 1) * BLOCK), lang.num_programs(0)):
             k = (lang.cast(block, lang.int64) * (W - 1) + mine) * BLOCK + i
+            event = ctx.tracing.begin_move("load", output + i, root, k < n)
             data = lang.load(source + k, mask=k < n)
+            ctx.tracing.end_load(event, data)
             for distance in lang.static_range(1, W):
-                lang.store(fellows[distance - 1] + k, data, mask=(k < n) & gets[distance - 1])
+                get = gets[distance - 1]
+                event = ctx.tracing.begin_move("store", output + i, (rank + distance) % W, k < n, get)
+                lang.store(fellows[distance - 1] + k, data, mask=(k < n) & get)
+                ctx.tracing.record_event_end(event)
             lang.store(output + k, data, mask=k < n)
 
     @jit
@@ -169,7 +180,7 @@ def make_broadcast(jit, lang, queue, Context):
             ctx.fence()
             if here & (lang.max(lang.cast(others & (places == 0), lang.int32), axis=0) == 0):
                 if rank != root:
-                    fetch(rank, places, output, n, root, W, BLOCK)
+                    fetch(ctx, places, output, n, root, W, BLOCK)
             else:
                 deal(ctx, row, own_words, slots, heap_table, input, output, n, length, root, W, BLOCK, SLOT)
             meet(ctx, row, calls, others, W)

@@ -156,11 +156,13 @@ def make_exchange(jit, lang, queue: SimpleNamespace, Context):
                         if gets[i]:
                             d = (rank + 1 + (p + i) % (W - 1)) % W
                             data = lang.load(begins[i] + (r * in_pitch + c), mask=mask)
+                            event = ctx.tracing.begin_move("store", slots + index, d, mask)
                             if pick(lang.cast(queued, lang.int32), d) > 0:
                                 begin = pointer_at(slots, pick(address, d))
                                 lang.store(begin + (pick(sent, d) & (NUM_SLOTS - 1)) * SLOT + index, data, mask=mask)
                             else:
                                 lang.store(places[i] + (r * out_pitch + c), data, mask=mask)
+                            ctx.tracing.record_event_end(event)
                     data = lang.load(own_input + (r * in_pitch + c), mask=mask & copies)
                     lang.store(own + (r * out_pitch + c), data, mask=mask & copies)
                     if any_queued:
@@ -199,7 +201,10 @@ def make_exchange(jit, lang, queue: SimpleNamespace, Context):
                     else:
                         data += (lang.load(begins[i] + (r * in_pitch + c), mask=mask & gets[i]),)
                 for i in lang.static_range(W - 1):
+                    d = (rank + 1 + (p + i) % (W - 1)) % W
+                    event = ctx.tracing.begin_move("store", slots + index, d, mask, gets[i])
                     lang.store(places[i] + (r * out_pitch + c), data[i + 1], mask=mask & gets[i])
+                    ctx.tracing.record_event_end(event)
                 lang.store(own + (r * out_pitch + c), data[0], mask=mask & copies)
         # Only what this call has changed: another message may be under way on another stream, to or from another rank.
         keep(row + SENT + lanes(), sent, queued)

@@ -71,7 +71,9 @@ def triton_exchange_v(
                     tl.store(output + tl.load(recv_displs + d) * factor + k, data, mask=mask)
                 else:
                     slot = pointer_at(slots, pick(queues, d)) + (pick(sent, d) & (NUM_SLOTS - 1)) * BLOCK
+                    event = ctx.tracing.begin_move("store", slots + i, d, mask)
                     tl.store(slot + i, data, mask=mask)
+                    ctx.tracing.record_event_end(event)
         sent = tl.where(sends, sent + 1, sent)
         receives = others & (step >= AHEAD) & (step - AHEAD < recv_rounds)
         await_blocks(ctx, own_words, got, receives, W)

@@ -112,7 +112,9 @@ def make_one_hop(jit, lang, queue, stamped, order, Context):
                 needed = (b * BLOCK + i) * PACKED < n
                 if ROOTED:
                     needed = needed & ((rank == root) | (i < REPLY))
+                event = ctx.tracing.begin_move("store", slot + i, to, needed)
                 send_stamped(ctx.translate(slot, to) + i, word, epoch, needed | ((epoch & 0xFFFF) < 2))
+                ctx.tracing.record_event_end(event)
         for unit in range(lang.program_id(0), units, lang.num_programs(0)):
             b = unit // W
             source = (rank + W - unit % W) % W
@@ -124,7 +126,9 @@ def make_one_hop(jit, lang, queue, stamped, order, Context):
                 if ROOTED:
                     there = there & ((source == root) | (i < REPLY))
                     wanted = there & (source == root)
+                event = ctx.tracing.begin_wait_for_data(slot, rank)
                 word = receive_stamped(slot + i, epoch, there, source, ctx._record())
+                ctx.tracing.record_event_end(event)
                 for j in lang.static_range(PACKED):
                     k = (b * BLOCK + i) * PACKED + j
                     at = lang.cast(source, lang.int64) * recv_step + position(k, row, out_pitch, FLAT)

@@ -97,7 +97,9 @@ def make_pull(
                 # All loads before their first use, so that they are under way together.
                 parts = ()
                 for s in lang.static_range(W):
+                    event = ctx.tracing.begin_move("load", input + i, s, mask)
                     parts += (lang.load(sources[s] + k, mask=mask),)
+                    ctx.tracing.end_load(event, parts[s])
                 total = lang.cast(parts[0], ACC)
                 for s in lang.static_range(1, W):
                     total = combine(total, lang.cast(parts[s], ACC), OP)
@@ -105,7 +107,9 @@ def make_pull(
                 lang.store(output + rank * out_part_step + k, result, mask=mask)
                 if SPREADS:
                     for distance in lang.static_range(1, W):
+                        event = ctx.tracing.begin_move("store", output + i, (rank + distance) % W, mask)
                         lang.store(places[distance - 1] + k, result, mask=mask)
+                        ctx.tracing.record_event_end(event)
         else:
             add_up(
                 ctx, row, own_words, slots, heap_table, input, output, n, part_step, block_step, limit_step,

@@ -163,14 +163,18 @@ def make_push(jit, lang, move, queue, stamped, order, combining, Context):
                     else:
                         parts += (lang.load(input + to * send_step + k, mask=k < n),)
                 for distance in lang.static_range(1, W):
+                    event = ctx.tracing.begin_move("store", mine + i, (rank + distance) % W, k < n)
                     send_marked(move(mine, ctx.base, bases[distance - 1]) + i, parts[distance - 1], k < n)
+                    ctx.tracing.record_event_end(event)
             if step >= AHEAD:
                 block = first + (step - AHEAD) * stride
                 epoch = lang.load(epochs + block)
                 k = block * PART + i
                 own = lang.load(input + lang.cast(rank, lang.int64) * send_step + k, mask=k < n)
                 parts = region(slots, most, block, epoch, W * PART)
+                event = ctx.tracing.begin_wait_for_data(parts, rank)
                 total = add_up(parts, own, i, k < n, rank, W, PART, OP, ctx._record())
+                ctx.tracing.record_event_end(event)
                 lang.store(output + k, total, mask=k < n)
                 leave(slots, epochs, most, block, epoch, j, rank, W, PART, 1)
 
@@ -208,24 +212,34 @@ def make_push(jit, lang, move, queue, stamped, order, combining, Context):
                     parts += (lang.load(input + k, mask=k < n),)
                 for distance in lang.static_range(1, W):
                     k = (block * W + (rank + distance) % W) * PART + i
+                    event = ctx.tracing.begin_move("store", mine + i, (rank + distance) % W, k < n)
                     send_marked(move(mine, ctx.base, bases[distance - 1]) + i, parts[distance - 1], k < n)
+                    ctx.tracing.record_event_end(event)
             if (step >= AHEAD) & (step < steps + AHEAD):
                 block = first + (step - AHEAD) * stride
                 parts = region(slots, most, block, lang.load(epochs + block), 2 * W * PART)
                 k = (block * W + rank) * PART + i
                 own = lang.load(input + k, mask=k < n)
+                event = ctx.tracing.begin_wait_for_data(parts, rank)
                 total = add_up(parts, own, i, k < n, rank, W, PART, OP, ctx._record())
+                ctx.tracing.record_event_end(event)
                 lang.store(output + k, total, mask=k < n)
                 for distance in lang.static_range(1, W):
+                    event = ctx.tracing.begin_move("store", parts + i, (rank + distance) % W, k < n)
                     send_marked(move(parts + (W + rank) * PART, ctx.base, bases[distance - 1]) + i, total, k < n)
+                    ctx.tracing.record_event_end(event)
             if step >= 2 * AHEAD:
                 block = first + (step - 2 * AHEAD) * stride
                 epoch = lang.load(epochs + block)
                 k = block * W * PART + j
                 # The sums lie beside each other as they do in the output.
                 there = (j < W * PART) & (j // PART != rank) & (k < n)
-                sums = region(slots, most, block, epoch, 2 * W * PART) + W * PART + j
-                lang.store(output + k, receive_marked(sums, element, there, j // PART, ctx._record()), mask=there)
+                sums = region(slots, most, block, epoch, 2 * W * PART) + W * PART
+                words, place = sums + j, output + k
+                event = ctx.tracing.begin_wait_for_data(sums, rank)
+                total = receive_marked(words, element, there, j // PART, ctx._record())
+                ctx.tracing.record_event_end(event)
+                lang.store(place, total, mask=there)
                 leave(slots, epochs, most, block, epoch, j, rank, W, PART, 2)
 
     return SimpleNamespace(one_shot=one_shot, two_shot=two_shot, add_up=add_up, peers=peers, region=region)

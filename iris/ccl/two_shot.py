@@ -101,7 +101,9 @@ def make_two_shot(jit, lang, queue, combining, Context):
                 for distance in lang.static_range(1, W):
                     d = (rank + distance) % W
                     slot = pointer_at(slots, pick(queues, d)) + (pick(sent, d) & (NUM_SLOTS - 1)) * SLOT
+                    event = ctx.tracing.begin_move("store", slots + i, d, d * limit_step + k < n)
                     lang.store(slot + i, parts[distance - 1], mask=d * limit_step + k < n)
+                    ctx.tracing.record_event_end(event)
                 sent = lang.where(others, sent + 1, sent)
             if (step >= AHEAD) & (step < steps + AHEAD):
                 t = lang.cast(p + (step - AHEAD) * programs, lang.int64)
@@ -130,11 +132,13 @@ def make_two_shot(jit, lang, queue, combining, Context):
                         d = (rank + distance) % W
                         if (d >= to_first) & (d < to_last):
                             begin = pointer_at(slots, pick(address, d))
+                            event = ctx.tracing.begin_move("store", slots + i, d, mask)
                             if pick(lang.cast(queued, lang.int32), d) > 0:
                                 slot = begin + (pick(sent, d) & (NUM_SLOTS - 1)) * SLOT
                                 lang.store(slot + i, result, mask=mask)
                             else:
                                 lang.store(begin + rank * out_part_step + k, result, mask=mask)
+                            ctx.tracing.record_event_end(event)
                     if any_queued:
                         sent = lang.where(queued, sent + 1, sent)
             if SPREADS:

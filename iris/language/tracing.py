@@ -73,8 +73,8 @@ NAMES = (
 )  # fmt: skip
 
 # An event that the kernel has named itself; a move of data; an operation on one flag, whose values count; the
-# same of a flag that has been reached, whole or in one half; a barrier.
-FORMS = ("named", "move", "flag", "whole", "high", "low", "meeting")
+# same of a flag that has been reached, whole or in one half; a barrier; data that carry their own arrival.
+FORMS = ("named", "move", "flag", "whole", "high", "low", "meeting", "data")
 FLAG = tl.constexpr("flag")
 
 # Atomic operations that change nothing with an operand of 0.
@@ -205,7 +205,7 @@ def make_tracing(jit: Callable, lang: ModuleType, order: SimpleNamespace) -> Sim
         buffer, context, name, form: tl.constexpr, target, address, moved, value, pid_m, pid_n, lanes=None, asked=None,
         look=None,
     ):  # fmt: skip
-        """Begin an event, or one for each of ``lanes`` if ``asked``; returns its row, -1 if there is no room.
+        """Begin an event, or one for each of ``lanes``, if ``asked``; returns its row, -1 if there is none.
 
         ``look``: whether it may be one more of several looks, which go on in the row of the last one.
         """
@@ -216,6 +216,9 @@ def make_tracing(jit: Callable, lang: ModuleType, order: SimpleNamespace) -> Sim
         again, before = room < 0, lang.cast(-1, lang.int64)
         if lanes is not None:
             row = lang.atomic_add(buffer + ASKED + lanes * 0, one + lanes * 0, mask=asked, sem="relaxed", scope="gpu")
+            here = asked & (row < room)
+        elif asked is not None:
+            row = lang.atomic_add(buffer + ASKED, one, mask=asked, sem="relaxed", scope="gpu")
             here = asked & (row < room)
         elif look is None:
             row = lang.atomic_add(buffer + ASKED, one, sem="relaxed", scope="gpu")
@@ -309,11 +312,11 @@ def make_tracing(jit: Callable, lang: ModuleType, order: SimpleNamespace) -> Sim
             )
 
         @jit
-        def begin_move(self, name: tl.constexpr, ptr, rank, mask):
-            """Begin an access to ``rank``'s copy of ``ptr``."""
+        def begin_move(self, name: tl.constexpr, ptr, rank, mask, asked=None):
+            """Begin an access to ``rank``'s copy of ``ptr``, if ``asked``."""
             if self.enabled:
                 address, moved, target = extent(ptr, rank, mask, self.base)
-                return self._begin(name, "move", target, address, moved, 0)
+                return self._begin(name, "move", target, address, moved, 0, None, asked)
             else:
                 return 0
 
@@ -340,6 +343,14 @@ def make_tracing(jit: Callable, lang: ModuleType, order: SimpleNamespace) -> Sim
             if self.enabled:
                 lanes = None if asked is None else rank
                 return self._begin(name, "move", rank, lang.cast(ptr, lang.int64), moved, 0, lanes, asked)
+            else:
+                return 0
+
+        @jit
+        def begin_wait_for_data(self, ptr, rank):
+            """Begin to wait for data in the caller's memory from ``ptr`` on, one pointer; ``rank``: the caller's."""
+            if self.enabled:
+                return self._begin("wait", "data", rank, lang.cast(ptr, lang.int64), 0, 0)
             else:
                 return 0
 

@@ -136,8 +136,12 @@ def one_shot_rms_norm(
         parts = region(slots, room * PIECES, unit, epoch, W * PIECE)
         for distance in tl.static_range(1, W):
             to = triton_translate(parts + rank * PIECE, ctx.base, bases[distance - 1])
+            event = ctx.tracing.begin_move("store", parts + i, (rank + distance) % W, inside)
             send_marked(to + i, own, inside)
+            ctx.tracing.record_event_end(event)
+        event = ctx.tracing.begin_wait_for_data(parts, rank)
         total = add_up(parts, own, i, inside, rank, W, PIECE, "sum", ctx._record())
+        ctx.tracing.record_event_end(event)
         x = tl.where(inside, total.to(tl.float32), 0) + added.to(tl.float32)
         gain = gain.to(tl.float32)
         squares, peak = tl.sum(x * x, axis=0), 0.0
@@ -218,22 +222,30 @@ def two_shot_rms_norm(
             for distance in tl.static_range(1, W):
                 k = (rank + distance) % W * PART + i
                 to = triton_translate(mine, ctx.base, bases[distance - 1])
+                event = ctx.tracing.begin_move("store", mine + i, (rank + distance) % W, here & (k < H))
                 send_marked(to + i, parts[distance - 1], here & (k < H))
+                ctx.tracing.record_event_end(event)
         if (step >= AHEAD) & (step < steps + AHEAD):
             row = first + (step - AHEAD) * stride
             parts = region(slots, room, row, tl.load(epochs + row), 2 * W * PART)
             k = rank * PART + i
             mask = here & (k < H)
             own = tl.load(input + row.to(tl.int64) * H + k, mask=mask)
+            event = ctx.tracing.begin_wait_for_data(parts, rank)
             total = add_up(parts, own, i, mask, rank, W, PART, "sum", ctx._record())
+            ctx.tracing.record_event_end(event)
             sums = parts + (W + rank) * PART
             send_marked(sums + i, total, mask)
             for distance in tl.static_range(1, W):
+                event = ctx.tracing.begin_move("store", sums + i, (rank + distance) % W, mask)
                 send_marked(triton_translate(sums, ctx.base, bases[distance - 1]) + i, total, mask)
+                ctx.tracing.record_event_end(event)
         if step >= 2 * AHEAD:
             epoch = tl.load(epochs + done)
             sums = region(slots, room, done, epoch, 2 * W * PART) + W * PART
+            event = ctx.tracing.begin_wait_for_data(sums, rank)
             total = receive_marked(sums + j, input.dtype.element_ty, inside, j // PART, ctx._record())
+            ctx.tracing.record_event_end(event)
             x = tl.where(inside, total.to(tl.float32), 0) + added.to(tl.float32)
             peak = tl.max(tl.abs(x * gain), axis=0) if BY_ROW else 0.0
             normalise(

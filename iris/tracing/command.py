@@ -31,8 +31,7 @@ def run(program: Path, arguments: Sequence[str], out: Path, image: Path | None, 
         console.print(f"The program has failed, with exit status {status}.")
     if not timeline.events:
         console.print(
-            "Nothing was recorded: no kernel has used a device context or iris.load, iris.store ..., or only "
-            "collectives for small data, which record nothing."
+            "Nothing was recorded: no kernel has used a device context, iris.load, iris.store ... or a collective."
         )
         return status or 1
     show(timeline, out, image, console)

@@ -13,6 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from iris.language.context import IrisDeviceCtx
+from iris.language.tracing import TraceEvent
 from iris.ops.cdna3.product import fetch_both, product
 from iris.ops.cdna3.strips import STRIP, columns_of, everywhere, rows_from, strips
 from iris.ops.counts import gluon_counts
@@ -75,10 +76,12 @@ def cdna3_matmul_all_gather(
     for number in range(first, tiles_m * tiles_n, programs):
         row, column = tile_of(number, tiles_m, tiles_n, BLOCK_M, BLOCK_N, GROUP)
         next_row, next_column = tile_of(number + programs, tiles_m, tiles_n, BLOCK_M, BLOCK_N, GROUP)
+        work = ctx.tracing.record_event_start(TraceEvent.compute, pid_m=row // BLOCK_M, pid_n=column // BLOCK_N)
         total, x, y = product(
             x, y, a, b, row, column, M, next_row, next_column, M, N, K, stride_am, stride_ak, stride_bk, stride_bn,
             BLOCK_M, BLOCK_N, BLOCK_K, BY_LINES_A, BY_LINES_B,
         )  # fmt: skip
+        ctx.tracing.record_event_end(work)
         if BIASED:
             columns = column + gl.arange(0, BLOCK_N, gl.SliceLayout(0, total.type.layout))
             total += gl.load(bias + columns, mask=columns < N, other=0).to(gl.float32)[None, :]
@@ -92,6 +95,8 @@ def cdna3_matmul_all_gather(
             at = rows.to(gl.int64)[:, None] * stride_om + columns.to(gl.int64)[None, :] * stride_on
             mask = (rows < M)[:, None] & (columns < N)[None, :]
             for rank in gl.static_range(W):
+                event = out_ctx.tracing.begin_move("store", mine + at, rank, mask)
                 gl.store(places[rank] + at, values[strip], mask=mask)
+                out_ctx.tracing.record_event_end(event)
     await_done(ctx, counts, epoch)
     end(counts, epoch)

@@ -20,6 +20,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from iris.language.context import IrisDeviceCtx
+from iris.language.tracing import TraceEvent
 from iris.ops.cdna3.product import fetch_both, product
 from iris.ops.cdna3.strips import STRIP, columns_of, everywhere, rows_from, strips
 from iris.ops.counts import ARRIVED, gluon_counts
@@ -116,10 +117,12 @@ def cdna3_matmul_reduce(
         _, _, next_row, next_column, next_stop = tile_of(
             number + programs, rank, W, M, share, tiles_m, tiles_n, BLOCK_M, BLOCK_N, GROUP
         )  # fmt: skip
+        work = ctx.tracing.record_event_start(TraceEvent.compute, pid_m=row // BLOCK_M, pid_n=column // BLOCK_N)
         total, x, y = product(
             x, y, a, b, row, column, stop, next_row, next_column, next_stop, N, K, stride_am, stride_ak, stride_bk,
             stride_bn, BLOCK_M, BLOCK_N, BLOCK_K, BY_LINES_A, BY_LINES_B,
         )  # fmt: skip
+        ctx.tracing.record_event_end(work)
         if to != rank:
             ctx.signal(counts + ARRIVED + sent, 1, to, op="add")
         if number == first:
@@ -133,7 +136,13 @@ def cdna3_matmul_reduce(
             there = ctx.translate(parts + rank * step, owner)
             for strip in gl.static_range(BLOCK_N // STRIP):
                 columns = columns_of(column, strip)
+                # Not even the arguments of an event are computed where nothing is traced: these would be, and early.
+                if ctx.tracing.enabled:
+                    at, mask = local * N + columns[None, :], inside & (columns < N)[None, :]
+                    event = ctx.tracing.begin_move("store", parts + at, owner, mask)
                 gl.store(there + (local * N + columns[None, :]), values[strip], mask=inside & (columns < N)[None, :])
+                if ctx.tracing.enabled:
+                    ctx.tracing.record_event_end(event)
         else:
             ctx.wait(counts + ARRIVED + tile, epoch * (W - 1), cmp="reached")
             if SPREADS:
@@ -147,7 +156,9 @@ def cdna3_matmul_reduce(
                 at = local * stride_om + columns.to(gl.int64)[None, :] * stride_on
                 if SPREADS:
                     for peer in gl.static_range(W):
+                        event = out_ctx.tracing.begin_move("store", out + at, peer, mask)
                         gl.store(places[peer] + at, result.to(out.dtype.element_ty), mask=mask)
+                        out_ctx.tracing.record_event_end(event)
                 else:
                     gl.store(out + at, result.to(out.dtype.element_ty), mask=mask)
         to, sent = owner, tile
