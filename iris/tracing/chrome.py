@@ -86,7 +86,7 @@ def _slice(event: Event, thread: int) -> dict:
         arguments["bytes"] = event.bytes
     if event.thing:
         arguments["address"] = f"{event.thing}, {event.part}"
-    if event.form not in ("named", "move"):
+    if event.form not in ("named", "move", "data"):
         arguments |= {"value": event.value, "seen": event.seen, "after": event.after}
     if event.unfinished:
         arguments["unfinished"] = True
