@@ -115,7 +115,6 @@ SELDOM, OFTEN = (5, 9, 3), (20, 25, 50)
 
 def microseconds(ctx: Iris, call: Callable[[], object], nbytes: int) -> float:
     """The slowest rank's time of a call."""
-    ctx.barrier()
     return microseconds_of_each(ctx, [ready(ctx, call, nbytes)], nbytes)[0]
 
 

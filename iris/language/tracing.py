@@ -56,7 +56,7 @@ TRACE = tl.constexpr(device_record.TRACE)
 # program; or by program, where there is none. Those that share a word are not under way at one time.
 ASKED, ROOM, CONTEXTS, LAST_LOOKS = map(tl.constexpr, (0, 1, 2, 16))
 NUM_LAST_LOOKS = tl.constexpr(4096)
-HEADER = tl.constexpr(16 + 4096)
+HEADER = tl.constexpr(LAST_LOOKS.value + NUM_LAST_LOOKS.value)
 
 # A row. NAME and FORM: numbers of `NAMES` and `FORMS`. PROGRAM: its number, and in the upper half that of the context,
 # which tells launches apart; 0 where there is none. TARGET: the rank that is reached. ADDRESS: in the caller's heap;

@@ -13,7 +13,7 @@ VENDOR = FusedConfig(variant="vendor")
 # Nanoseconds for each k of a tile of 128 rows and so many columns.
 TILE_NS = {256: 11.4, 128: 6.1, 64: 5.1}
 # GB/s over the link: stores alone, and beside a product, which is slowed down to so much of its speed meanwhile; the
-# copy engine, which slows down nothing; and collectives alone, with a result on the heap and elsewhere, where a
+# copy engine, which slows it down little; and collectives alone, with a result on the heap and elsewhere, where a
 # gathered A is. Microseconds between two copies.
 STORES, STORES_BESIDE, PRODUCT_BESIDE, ENGINE, COLLECTIVE, STAGED, BETWEEN_COPIES = 350, 280, 0.79, 360, 300, 170, 4
 # The vendor's GEMM: 10^12 operations a second; GB/s that it reads B at, where that takes longer.

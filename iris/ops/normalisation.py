@@ -9,7 +9,7 @@ from iris.capture import capture_id
 from iris.ccl import Config
 from iris.ccl.communicator import KEPT, SIMULATED_PROGRAMS, power_of_two
 from iris.ccl.push import SLOTS
-from iris.ccl.select import choose_all_reduce
+from iris.ccl.select import Table, choose_all_reduce
 from iris.ccl.sums import PUSHES, SHARE_OF_WORKSPACE
 from iris.errors import FirstUseInCaptureError, InvalidCollectiveError
 from iris.language.target import on_nvidia, threads_per_warp
@@ -98,6 +98,14 @@ class Rows(NamedTuple):
         return self.residual is not None, self.scale is not None, self.row_scales is not None, largest
 
 
+def choose_variant(table: Table, size: int, rows: int, nbytes: int) -> str:
+    """The all-reduce's, of so many rows with so many bytes in all among ``size`` ranks."""
+    if size == 1:
+        return "one_shot"
+    variant = choose_all_reduce(table, nbytes, True, set(PUSHES), Config()).variant
+    return "one_shot" if variant == "two_shot_push" and rows < FEW_ROWS else variant
+
+
 class AllReduceRmsNorm:
     """The operation among all ranks of a context, enqueued on the current stream."""
 
@@ -137,12 +145,7 @@ class AllReduceRmsNorm:
         threads = threads_per_warp()
         # At least as many elements as a warp has threads: each polls one of its own (`iris.language.stamped`).
         columns = max(threads, power_of_two(call.columns))
-        variant = "one_shot"
-        if comm.size > 1:
-            nbytes = room * call.columns * itemsize
-            variant = choose_all_reduce(comm.table, nbytes, True, set(PUSHES), Config()).variant
-            if variant == "two_shot_push" and room < FEW_ROWS:
-                variant = "one_shot"
+        variant = choose_variant(comm.table, comm.size, room, room * call.columns * itemsize)
         pieces = 1
         if variant == "one_shot":
             most = 2 * comm.num_sms if self._on_gpu else SIMULATED_PROGRAMS

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from covering import EVERYTHING, covering
 
 from iris.ccl import functional as collectives
+from iris.ccl.select import ELSEWHERE
 from iris.errors import InvalidCollectiveError, InvalidGroupError
 from iris.ops import functional, normalisation
 
@@ -256,3 +257,12 @@ def misuse(ctx):
 
 def test_misuse(ranks):
     ranks.run(misuse)
+
+
+@pytest.mark.parametrize(
+    "size, rows, kibibytes, expected",
+    [(1, 512, 1 << 20, "one_shot"), (4, 8, 128, "one_shot"), (4, 63, 1024, "one_shot"), (4, 64, 1024, "two_shot_push"),
+     (4, 8, 1 << 20, "two_shot"), (4, 512, 1 << 20, "two_shot")],
+)  # fmt: skip
+def test_few_long_rows_take_one_step_where_an_all_reduce_takes_two(size, rows, kibibytes, expected):
+    assert normalisation.choose_variant(ELSEWHERE, size, rows, kibibytes << 10) == expected
