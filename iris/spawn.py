@@ -1,5 +1,6 @@
 """Starts the ranks of a program on this machine, so that it runs by itself as well as under torchrun."""
 
+import multiprocessing
 import os
 import socket
 from collections.abc import Callable
@@ -7,6 +8,11 @@ from typing import Any
 
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, start_processes
 
+from iris import simulator
+
+# What takes most of a start is imported once, in a process of which the ranks are copies. It must not have used a GPU,
+# which `iris` does to find out whether there is one.
+IMPORTED = ["torch", "triton", *(["iris"] if simulator.ACTIVE else [])]
 # How often the starting process looks up from its ranks.
 INTERVAL_S = 0.1
 
@@ -35,7 +41,9 @@ def launch(worker: Callable, num_ranks: int, *args: Any, meanwhile: Callable[[],
     if "RANK" in os.environ:
         worker(*args)
         return
-    context = start_processes(_run, (worker, num_ranks, _free_port(), args), nprocs=num_ranks, join=False)
+    multiprocessing.get_context("forkserver").set_forkserver_preload(IMPORTED)
+    given = worker, args, dict(os.environ), num_ranks, _free_port()
+    context = start_processes(_run, given, nprocs=num_ranks, join=False, start_method="forkserver")
     try:
         while not context.join(INTERVAL_S):
             if meanwhile is not None:
@@ -54,8 +62,11 @@ def _free_port() -> int:
         return listener.getsockname()[1]
 
 
-def _run(rank: int, worker: Callable, num_ranks: int, port: int, args: tuple) -> None:
+def _run(rank: int, worker: Callable, args: tuple, environment: dict[str, str], num_ranks: int, port: int) -> None:
+    # The process that was copied may have been started before the caller changed something.
+    os.environ.clear()
     os.environ.update(
+        environment,
         RANK=str(rank),
         LOCAL_RANK=str(rank),
         WORLD_SIZE=str(num_ranks),

@@ -9,6 +9,7 @@ Nothing here touches a GPU, so ranks can meet while their kernels wait for each 
 
 import atexit
 import contextlib
+import functools
 import os
 import pickle
 import socket
@@ -114,6 +115,10 @@ class Group:
         self.name = f"{process_group.group_name}/iris/{number}"
         self.store = dist.PrefixStore(f"iris/{number}", store)
         self.store.set(f"-1/{self.rank}", "")
+        if dist.get_rank() == 0:
+            # The store lives with rank 0 (if not with torchrun's agent), and must not end under peers that read it. The
+            # others need nothing of each other, and do not look at a store that may have ended.
+            _stay_for_peers(os.getpid())
         self.timeout = store.timeout.total_seconds()
 
     def all_gather(self, value: Any, what: str) -> list[Any]:
@@ -249,9 +254,14 @@ def _leave_groups() -> None:
             continue
 
 
-# The store may live in this process: it must not end under peers that are reading the last meeting's values. (Not by
-# atexit, which processes that multiprocessing forks do not run.)
-Finalize(None, _leave_groups, exitpriority=10)
+@functools.cache
+def _stay_for_peers(process: int) -> None:
+    """When the process of this number ends, it waits for its peers to leave their groups' last meetings.
+
+    Not by atexit, which processes that multiprocessing forks do not run; and such a process forgets what its parent has
+    registered.
+    """
+    Finalize(None, _leave_groups, exitpriority=10)
 
 
 @dataclass(frozen=True)
