@@ -9,6 +9,7 @@ TORCHRUN := PYTHONPATH=. $(PYTHON) -m torch.distributed.run --standalone --nproc
 
 # What the oldest Triton compiles: for the GPUs that were run; for all of them in `make test-all`.
 OLDEST_TARGETS := $(if $(IRIS_TEST_ALL),,-k "not gfx")
+OLDEST_PROGRAMS := $(if $(IRIS_TEST_ALL),,-k "not torchrun")
 
 .PHONY: demo test test-all test-simulator test-compiled test-gpu perf lint fix docs setup setup-oldest
 
@@ -33,7 +34,7 @@ test-compiled:
 	IRIS_SANITIZE=1 $(RUN) -m pytest -q $(addprefix tests/,$(SANITIZED) $(ALSO_SANITIZED))
 	IRIS_SIMULATOR=0 $(RUN) -m pytest -q tests/codegen
 	IRIS_SIMULATOR=0 $(OLDEST) -m pytest -q tests/codegen $(OLDEST_TARGETS)
-	$(OLDEST) -m pytest -q tests/test_acceptance.py tests/simulator
+	$(OLDEST) -m pytest -q tests/test_acceptance.py tests/simulator $(OLDEST_PROGRAMS)
 
 test-all: export IRIS_TEST_ALL = 1
 test-all: test       ## every combination

@@ -16,6 +16,7 @@ import inspect
 import io
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from pathlib import Path
 
 import pytest
 from conftest import UNDER_TORCHRUN, import_path
+from covering import EVERYTHING
 
 import iris
 import iris.gluon
@@ -202,6 +204,13 @@ class Commands:
         assert any(argument in services for argument in arguments)
 
 
+def run_as_rank(program):
+    """What a process of torchrun does."""
+    os.chdir(program.parent)
+    with open(f"{os.environ['RANK']}.printed", "w") as printed, contextlib.redirect_stdout(printed):
+        runpy.run_path(str(program), run_name="__main__")
+
+
 @alone
 @pytest.mark.parametrize(("page", "line", "block"), [(p, *c) for p in PAGES for c in commands_of(p)], ids=where)
 def test_the_commands_work(page, line, block, tmp_path):
@@ -218,20 +227,26 @@ def test_the_commands_work(page, line, block, tmp_path):
     for program in commands.programs.values():
         if program.name is not None:
             (tmp_path / program.name).write_text("".join(part.text for part in program.blocks))
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("IRIS_")}
-    done = subprocess.run(
-        command,
-        env={**environment, **settings, "PYTHONPATH": import_path()},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=COMMAND_LIMIT_S,
-    )
-    # What the pages check has a mistake.
-    assert done.returncode == (1 if "check" in words else 0), done.stdout + done.stderr
+    if words[0] == "torchrun" and words[-1] in commands.programs and not EVERYTHING:
+        # The launcher itself is tested in test_acceptance.py.
+        launch(run_as_rank, int(words[words.index("--nproc-per-node") + 1]), tmp_path / words[-1])
+        outputs = [file.read_text() for file in tmp_path.glob("*.printed")]
+    else:
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("IRIS_")}
+        done = subprocess.run(
+            command,
+            env={**environment, **settings, "PYTHONPATH": import_path()},
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=COMMAND_LIMIT_S,
+        )
+        # What the pages check has a mistake.
+        assert done.returncode == (1 if "check" in words else 0), done.stdout + done.stderr
+        outputs = [done.stdout]
     expected = expected_after(block)
     if expected is not None:
-        assert_printed(expected, [done.stdout])
+        assert_printed(expected, outputs)
 
 
 # References ----------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ import re
 
 import torch
 import triton
+from covering import EVERYTHING
 from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 
@@ -12,6 +13,19 @@ TARGETS = {
     "gfx942": GPUTarget("hip", "gfx942", 64),
     "gfx950": GPUTarget("hip", "gfx950", 64),
 }
+OLDEST = triton.__version__.startswith("3.6.")
+
+
+def targets_by_turns(number):
+    """The targets of the kernel of this number: all of them in `make test-all`.
+
+    Otherwise NVIDIA's, and of every second kernel one of AMD's; what has none of AMD's is also compiled by the oldest.
+    """
+    if EVERYTHING:
+        return list(TARGETS)
+    if OLDEST:
+        return ["sm_90"] if number % 2 else []
+    return ["sm_90"] if number % 2 else ["sm_90", ("gfx942", "gfx950")[number // 2 % 2]]
 
 
 class OfflineDriver(DriverBase):

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from covering import EVERYTHING
 from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.runtime.jit import JITFunction
 
-from codegen.offline import TARGETS, compile_for
+from codegen.offline import TARGETS, compile_for, targets_by_turns
 from codegen.operations import is_barrier, is_data, releases
 from iris.ccl.atomic import gluon_atomic, triton_atomic
 from iris.ccl.one_hop import gluon_one_hop, triton_one_hop
@@ -128,10 +127,8 @@ def kernels():
 
 
 def with_targets(parameters):
-    """Every target for every kernel in `make test-all`, else NVIDIA's for each and AMD's by turns."""
-    amd = [target for target in TARGETS if target.startswith("gfx")]
     for number, parameter in enumerate(parameters):
-        for target in TARGETS if EVERYTHING else ("sm_90", amd[number % len(amd)]):
+        for target in targets_by_turns(number):
             yield pytest.param(target, *parameter.values, id=f"{target}-{parameter.id}")
 
 

@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from covering import EVERYTHING
 from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.runtime.jit import JITFunction
 
-from codegen.offline import TARGETS, compile_for
+from codegen.offline import TARGETS, compile_for, targets_by_turns
 from codegen.operations import is_data
 from iris.ops.hopper.arguments import tensor_map
 
@@ -80,14 +79,10 @@ def kernels():
 
 
 def with_targets():
-    """Every target in `make test-all`, else NVIDIA's for each and AMD's by turns."""
     for number, kernel in enumerate(kernels()):
-        targets = kernel.values[2]
-        if not EVERYTHING and len(targets) > 1:
-            amd = [target for target in targets if target.startswith("gfx")]
-            targets = ("sm_90", amd[number % len(amd)])
-        for target in targets:
-            yield pytest.param(target, *kernel.values[:2], id=f"{target}-{kernel.id}")
+        for target in targets_by_turns(number):
+            if target in kernel.values[2]:
+                yield pytest.param(target, *kernel.values[:2], id=f"{target}-{kernel.id}")
 
 
 @pytest.mark.parametrize(("target", "kernel", "arguments"), with_targets())

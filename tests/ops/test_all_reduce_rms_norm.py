@@ -70,7 +70,7 @@ def tolerance(dtype, scale):
     return torch.finfo(dtype).eps / 2 + 1e-5, least * scale + 1e-6
 
 
-def rounds(ctx, variant, shape, dtype, out_dtype, scaling, adds, count=3):
+def rounds(ctx, variant, shape, dtype, out_dtype, scaling, adds, count=3 if EVERYTHING else 2):
     out = torch.empty(shape, dtype=out_dtype, device=ctx.device)
     weight = data(99, shape[1:], dtype)
     scale = torch.tensor([0.25], device=ctx.device) if scaling == "given" else None
