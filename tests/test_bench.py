@@ -83,6 +83,19 @@ def test_what_is_written(tmp_path, monkeypatch):
     }  # fmt: skip
 
 
+def test_growth_is_drawn_of_what_every_number_of_ranks_has(tmp_path):
+    for num_ranks, sizes in ((2, [8, 16]), (4, [8, 32]), (8, [8, 64])):
+        rows = [collectives.Row("all_gather", "bfloat16", n * KIB, 0, "iris", 1.0 * n, 1.0) for n in sizes]
+        collectives.write(tmp_path, num_ranks, [*rows, ROWS[0]._replace(bytes=num_ranks)], {})
+        (file, *_) = plots.draw_by_ranks(tmp_path) or [None]
+        assert (file is None) == (num_ranks == 2)
+    # The one size in all, and the one a rank; and nothing of what has none.
+    names = ["all_gather_by_ranks.svg", "all_reduce_by_ranks.svg"]
+    assert [each.name for each in plots.draw_by_ranks(tmp_path)] == names
+    text = file.read_text()
+    assert all(f"<!-- {label} -->" in text for label in ("8 KiB", "2", "4", "8"))
+
+
 def test_floors(tmp_path):
     floors = tmp_path / "floors.json"
     bounds = {"a_us": 3.0, "b_us": 3.0, "c_GBps": 5.0, "d_GBps": 5.0, "e_us": 1.0}

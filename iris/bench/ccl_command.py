@@ -60,6 +60,7 @@ def run(
                     from iris.bench import plots
 
                     plots.draw(out, ctx.get_num_ranks(), rows)
+                    plots.draw_by_ranks(out)
         missed = [f"{row.collective} of {row.bytes} bytes by {row.library}: {row.reason}"
                   for row in rows if row.reason and row.library.startswith("iris")]  # fmt: skip
         if floors is not None:

@@ -1,13 +1,16 @@
 """Pictures of the benchmarks, a line a library.
 
-Of collectives, bus bandwidth against size and against multiprocessors; of fused operations, the speed against that of
-the vendor's GEMM and collective.
+Of collectives, bus bandwidth against size and against multiprocessors, and time against the number of ranks; of fused
+operations, the speed against that of the vendor's GEMM and collective.
 """
 
+import json
+from collections import defaultdict
 from pathlib import Path
 
 from iris.bench import operations
 from iris.bench.collectives import Row
+from iris.errors import readable
 
 
 def draw(folder: Path, num_ranks: int, rows: list[Row]) -> list[Path]:
@@ -43,6 +46,54 @@ def draw(folder: Path, num_ranks: int, rows: list[Row]) -> list[Path]:
             files.append(folder / f"{collective}_{num_ranks}_by_{name}.svg")
             figure.savefig(files[-1], bbox_inches="tight")
             pyplot.close(figure)
+    return files
+
+
+def draw_by_ranks(folder: Path) -> list[Path]:
+    """One picture a collective: how its time grows with the ranks, of what was written for several numbers of them.
+
+    On the left with as much data in all, on the right with as much a rank; sizes that were measured with every number.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    written = [json.loads(file.read_text()) for file in folder.glob("collectives_*.json")]
+    ranks = sorted(result["num_ranks"] for result in written)
+    # By collective, by what is fixed, by library and size: number of ranks and microseconds.
+    lines = defaultdict(lambda: {"in all": defaultdict(dict), "a rank": defaultdict(dict)})
+    for result in written:
+        for row in (Row(**each) for each in result["rows"]):
+            if row.library in ("iris", "nccl") and row.sms == 0 and row.microseconds:
+                for fixed, size in (("in all", row.bytes), ("a rank", row.bytes / result["num_ranks"])):
+                    lines[row.collective][fixed][row.library, size][result["num_ranks"]] = row.microseconds
+    files = []
+    for collective, by_size in lines.items():
+        panels = {
+            fixed: {key: line for key, line in sorted(found.items()) if sorted(line) == ranks}
+            for fixed, found in by_size.items()
+        }
+        if len(ranks) < 2 or not any(panels.values()):
+            continue
+        figure, each_axes = pyplot.subplots(1, 2, figsize=(10, 4), sharey=True)
+        for axes, (fixed, found) in zip(each_axes, panels.items(), strict=True):
+            colours = {size: f"C{i}" for i, size in enumerate(sorted({size for _, size in found}))}
+            for (library, size), line in found.items():
+                style = {"marker": "o", "label": readable(int(size))} if library == "iris" else {"linestyle": ":"}
+                axes.plot(ranks, [line[count] for count in ranks], color=colours[size], markersize=3, **style)
+            axes.set_title(f"{collective}, as much data {fixed}")
+            axes.set_xscale("log", base=2)
+            axes.set_yscale("log")
+            axes.set_xticks(ranks, ranks)
+            axes.set_xlabel("ranks")
+            axes.grid(alpha=0.3)
+            if found:
+                axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
+        each_axes[0].set_ylabel("µs: Iris, and NCCL dotted")
+        files.append(folder / f"{collective}_by_ranks.svg")
+        figure.savefig(files[-1], bbox_inches="tight")
+        pyplot.close(figure)
     return files
 
 
