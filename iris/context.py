@@ -17,6 +17,7 @@ from iris.language.context import context_tensor
 from iris.language.functional import heap_bases_tensor
 from iris.log import logger
 from iris.ops.operations import Operations
+from iris.simulator import sanitizer
 from iris.tensors import Factories
 from iris.tracing.recording import Tracing
 from iris.workspace import Workspace
@@ -151,7 +152,7 @@ class Iris(Factories):
         self.heap.check_open()
         src = src if source_rank is None else source_rank
         if not 0 <= src < self.num_ranks:
-            raise RankOutOfRangeError(src, self.num_ranks)
+            raise sanitizer.told(RankOutOfRangeError(src, self.num_ranks))
         if self.num_ranks == 1:
             return value
         is_tensor = isinstance(value, torch.Tensor)

@@ -121,7 +121,7 @@ class Group:
             _stay_for_peers(os.getpid())
         self.timeout = store.timeout.total_seconds()
 
-    def all_gather(self, value: Any, what: str) -> list[Any]:
+    def all_gather(self, value: Any, what: str, orders: bool = True) -> list[Any]:
         """Every member's ``value``, by rank in the group. Collective; blocks the host; no GPU takes part.
 
         Parameters
@@ -130,6 +130,8 @@ class Group:
             Anything that can be pickled.
         what
             What the members meet for, the same words on all of them: it completes "while waiting for …" in the errors.
+        orders
+            Whether a program may rely on it: not on a meeting that only debug mode adds.
 
         Raises
         ------
@@ -144,9 +146,9 @@ class Group:
             return [value]
         # Before the meeting counts: a value that cannot be pickled must not put this member out of step.
         text = pickle.dumps((what, value))
-        recorder = sanitizer.recorder
+        recorder = sanitizer.recorder if orders else None
         key = (self.name, self.meetings)
-        with recorder.meeting(key, self.ranks) if recorder is not None else contextlib.nullcontext():
+        with recorder.meeting(key, self.ranks, what) if recorder is not None else contextlib.nullcontext():
             return self._exchange(value, what, text)
 
     def _exchange(self, value: Any, what: str, text: bytes) -> list[Any]:

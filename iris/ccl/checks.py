@@ -20,6 +20,7 @@ from iris.errors import (
     WrongDeviceError,
 )
 from iris.language.target import threads_per_warp
+from iris.simulator import sanitizer
 
 
 def check_tensor(name: str, tensor: object) -> None:
@@ -74,7 +75,7 @@ def rank_in_group(comm: Communicator, name: str, rank: int, num_ranks: int) -> i
         if not isinstance(rank, int):
             raise InvalidCollectiveError(f"{name}={rank!r} is not a rank, which is a number: {name}=0.")
         if not 0 <= rank < num_ranks:
-            raise RankOutOfRangeError(rank, num_ranks)
+            raise sanitizer.told(RankOutOfRangeError(rank, num_ranks))
         raise UnknownChoiceError(name, rank, comm.ranks)
     return comm.ranks.index(rank)
 
@@ -144,7 +145,7 @@ def compare(
         told += f", {op}"
     if config not in (None, DEFAULT):
         told += f", {config}"
-    calls = comm.workspace.group.all_gather(told, "the comparison of a collective's arguments")
+    calls = comm.workspace.group.all_gather(told, "the comparison of a collective's arguments", orders=False)
     if len(set(calls)) > 1:
         told = "; ".join(f"rank {rank} calls {call}" for rank, call in zip(comm.ranks, calls, strict=True))
         raise MismatchedCollectiveError(f"The ranks do not make the same call: {told}.")
@@ -153,7 +154,7 @@ def compare(
 def compare_counts(comm: Communicator, send: Sequence[int] | torch.Tensor, recv: Sequence[int] | torch.Tensor) -> None:
     """In debug mode: that every member expects of each other what that one sends. Blocks the host."""
     mine = counts("send_counts", send, comm.size), counts("recv_counts", recv, comm.size)
-    everyone = comm.workspace.group.all_gather(mine, "the comparison of all_to_all_v's counts")
+    everyone = comm.workspace.group.all_gather(mine, "the comparison of all_to_all_v's counts", orders=False)
     for sender, (sends, _) in enumerate(everyone):
         for receiver, (_, expects) in enumerate(everyone):
             if sends[receiver] != expects[sender]:

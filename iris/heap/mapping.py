@@ -26,6 +26,7 @@ from iris.errors import (
 )
 from iris.heap import gpu, host
 from iris.heap.allocator import round_up
+from iris.simulator import sanitizer
 from iris.world import Group
 
 # The translation in kernels moves pointers by multiples of this (iris/language/address.py).
@@ -87,7 +88,7 @@ class Mapping:
         if self.memory is None:
             raise HeapClosedError("This memory was closed; nothing new can be made on it.")
         if not 0 <= rank < len(self.bases):
-            raise RankOutOfRangeError(rank, len(self.bases))
+            raise sanitizer.told(RankOutOfRangeError(rank, len(self.bases)))
         storage = torch._C._construct_storage_from_data_pointer(self.bases[rank] + offset, self.device, size)
         # A storage keeps its Python object, with its attributes, for as long as a tensor uses it.
         storage.iris_memory = self.memory

@@ -108,6 +108,9 @@ def make_device_context(
         @jit
         def translate(self, ptr, rank):
             """The address of ``rank``'s copy of ``ptr``: hoist it out of a loop that returns to the same peer."""
+            if in_simulator():
+                # Where ``ptr`` is used, and under which mask, is not known here.
+                check_reach(ptr, False, self.base, rank)
             return move(ptr, self.base, lang.load(self.table + rank))
 
         @jit

@@ -13,7 +13,7 @@ import random
 import threading
 import time
 from _thread import LockType
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -86,8 +86,8 @@ class Task:
     gate: LockType = field(default_factory=_closed_gate)
     seen: dict[tuple[str, int], int] = field(default_factory=dict)
     poll: Poll | None = None
-    repeated: tuple[tuple[str, int], int] | None = None
-    """What it looked at last without seeing anything new, and how often in a row."""
+    repeated: Counter[tuple[str, int]] = field(default_factory=Counter)
+    """What it has looked at since it saw anything new, and how often."""
     in_flight: InFlight = field(default_factory=InFlight)
 
     @property
@@ -136,13 +136,13 @@ def observe(
         if len(task.seen) >= REMEMBERED:
             task.seen.clear()
         task.seen[key] = now
-        task.repeated = None
+        task.repeated.clear()
         task.launch.progress()
         if chance is not None and chance.random() < SHARE_OF_TURNS:
             task.launch.take_turns(task)
         return
     task.poll = Poll(operation, pointers, values, element, expected, waits_for)
-    task.repeated = (key, task.repeated[1] + 1 if task.repeated is not None and task.repeated[0] == key else 1)
+    task.repeated[key] += 1
     task.launch.let_others_run(task)
 
 
@@ -356,16 +356,16 @@ class Launch:
         self.leave_if_failed()
 
     def _repeats(self) -> int:
-        """How often every live program has looked at the same thing in a row, and seen the same."""
+        """How often every live program has looked at the same thing since it saw anything new."""
         live = [task for task in self.live if not task.joining]
-        return min((task.repeated[1] if task.repeated is not None else 0 for task in live), default=0)
+        return min((max(task.repeated.values(), default=0) for task in live), default=0)
 
     def _rest(self, task: Task) -> None:
         """Everyone polls in vain: let other launches and processes run for a moment."""
         global _current
         start = time.monotonic()
         self._waited += min(start - self._polled_at, LONGEST_POLL_S * self._polls)
-        deadlock = sanitizer.recorder is not None and sanitizer.recorder.liveness.is_over(self._repeats())
+        deadlock = sanitizer.recorder is not None and sanitizer.recorder.is_over(self._repeats())
         if deadlock or (limit_s and self._waited >= limit_s):
             waits = hang.waits([live for live in self.live if not live.joining], Launch._execute.__code__)
             if sanitizer.recorder is not None:

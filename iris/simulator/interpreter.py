@@ -225,7 +225,7 @@ class Builder(InterpreterBuilder):
         expected, new = (np.broadcast_to(operand.data, ptr.data.shape) for operand in (cmp, val))
         with _recorded(ptr.data, sem, scope) as record:
             old = atomics.compare_and_swap(ptr.data, expected, new, sem)
-            record(old, UPDATE if atomics.swapped(expected, new, old) else READ)
+            record(old, UPDATE if atomics.swapped(expected, new, old) else READ, compares=True)
         grid.observe(
             "atomic_cas",
             ptr.data,
@@ -283,17 +283,17 @@ class Builder(InterpreterBuilder):
 
 
 @contextlib.contextmanager
-def _recorded(pointers: np.ndarray, sem: Any, scope: Any) -> Iterator[Callable[[np.ndarray, int], None]]:
+def _recorded(pointers: np.ndarray, sem: Any, scope: Any) -> Iterator[Callable[..., None]]:
     """Around an atomic operation, which tells what it found and did. (numpy's arrays of no dimension are scalars.)"""
     recorder = sanitizer.recorder
     if recorder is None:
-        yield lambda old, kind: None
+        yield lambda old, kind, compares=False: None
         return
     recorder.reaches(pointers, UPDATE)
     order, message = (atomics.ORDERS[sem], atomics.SCOPES[scope]), recorder.is_message()
     with recorder.numbered() as number:
-        yield lambda old, kind: recorder.synchronised(
-            number, np.atleast_1d(pointers), np.atleast_1d(old), kind, *order, message
+        yield lambda old, kind, compares=False: recorder.synchronised(
+            number, np.atleast_1d(pointers), np.atleast_1d(old), kind, *order, message, compares
         )
 
 

@@ -1,7 +1,11 @@
-"""The order in which notes are gone through: nobody acquires what has not been released yet."""
+"""The order in which notes are gone through: nobody acquires what has not been released yet. And where they end."""
+
+import time
 
 import numpy as np
+import pytest
 
+from iris.simulator.sanitizer import deadlock
 from iris.simulator.sanitizer.analysis import Analysis
 from iris.simulator.sanitizer.events import READ, WRITE, Accessed, Known, Launched, Met, Place, Spans, Synchronised
 
@@ -11,6 +15,10 @@ FLAG = Spans(("heap", 2), np.array([0]), np.array([4]))
 
 def begin(kernel):
     return [Known(0, Place(kernel, "program.py", 1, kernel)), Launched(1)]
+
+
+def meeting_of(*ranks, last=False):
+    return Met(("some", 0), ranks, 0, "a meeting", last)
 
 
 def store_and_signal(number):
@@ -24,7 +32,7 @@ def wait_and_load(number):
 
 
 def test_ranks_that_come_from_a_meeting_of_some_may_release_before_others_acquire():
-    meeting = Met(("some", 0), (0, 1))
+    meeting = meeting_of(0, 1)
     notes = {
         0: [meeting, *begin("send"), *store_and_signal(1)],
         1: [meeting],
@@ -40,7 +48,48 @@ def test_a_wait_that_ended_before_the_signal_orders_nothing():
 
 
 def test_what_lies_behind_a_meeting_that_never_was_is_gone_through():
-    meeting = Met(("both", 0), (0, 1))
+    meeting = meeting_of(0, 1)
     notes = {0: [meeting, *begin("send"), *store_and_signal(2)], 1: [], 2: [*begin("receive"), *wait_and_load(1)]}
     (finding,) = Analysis(notes).run()
     assert finding.kind == "race"
+
+
+@pytest.mark.parametrize("other", [[], [meeting_of(0, 1, last=True)]], ids=["is gone", "came afterwards"])
+def test_hosts_that_wait_where_nobody_can_go_on_are_told(other):
+    notes = {0: [Known(0, Place(None, "program.py", 7, "main")), meeting_of(0, 1)], 1: other}
+    (finding,) = Analysis(notes, over=True).run()
+    assert finding.kind == "deadlock"
+    assert "the host of rank 0 waits in a meeting, to which rank 1 did not come" in finding.sentence
+    assert finding.places == [("waits, rank 0", "program.py:7 in main")]
+    # The program may have failed, too.
+    assert Analysis(notes, over=False).run() == []
+
+
+def test_hosts_that_wait_for_one_that_is_gone_can_not_go_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(deadlock, "LEAVING_HOSTS_S", 0.02)
+    onlooker = deadlock.Onlooker(tmp_path)
+    assert not onlooker.is_over()
+    first, second = (deadlock.Liveness(tmp_path, rank, 2) for rank in range(2))
+
+    def over():
+        for _ in range(4):
+            time.sleep(0.01)
+            found = onlooker.is_over()
+        return found
+
+    first.meets()
+    assert not over(), "the other runs"
+    second.leave()
+    first.on_host()
+    assert not over(), "all that are left run"
+    first.meets()
+    assert over() and first.over()
+
+
+def test_ranks_that_are_all_gone_have_ended(tmp_path, monkeypatch):
+    monkeypatch.setattr(deadlock, "LEAVING_HOSTS_S", 0.01)
+    deadlock.Liveness(tmp_path, 0, 1).leave()
+    onlooker = deadlock.Onlooker(tmp_path)
+    assert not onlooker.is_over()
+    time.sleep(0.02)
+    assert not onlooker.is_over()

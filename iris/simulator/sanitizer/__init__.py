@@ -15,11 +15,13 @@ import random
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     from iris.simulator.sanitizer.recorder import Recorder
     from iris.world import Group
+
+Error = TypeVar("Error", bound=Exception)
 
 VARIABLE, FOLDER_VARIABLE, SEED_VARIABLE = "IRIS_SANITIZE", "IRIS_SANITIZE_FOLDER", "IRIS_SANITIZE_SEED"
 
@@ -53,6 +55,13 @@ def recording(folder: Path, rank: int, num_ranks: int) -> Iterator[None]:
     finally:
         recorder.close()
         recorder = None
+
+
+def told(error: Error) -> Error:
+    """``error``, which the host is about to raise: a mistake of the program that is reported."""
+    if recorder is not None:
+        recorder.failed(error)
+    return error
 
 
 def start_if_wanted(group: "Group") -> None:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from iris.simulator.sanitizer import clocks, shadow
 from iris.simulator.sanitizer.clocks import Released, Thread
+from iris.simulator.sanitizer.deadlock import Onlooker
 from iris.simulator.sanitizer.events import (
     HOST,
     READ,
@@ -32,7 +33,7 @@ from iris.simulator.sanitizer.events import (
     Waiting,
     Wrong,
 )
-from iris.simulator.sanitizer.findings import Finding, Findings, Side
+from iris.simulator.sanitizer.findings import LOST, Finding, Findings, Side
 
 # A plain store of so many bytes at most may be meant as a flag.
 FLAG_BYTES = 8
@@ -49,8 +50,8 @@ CAUSES = {
 class Access(NamedTuple):
     """What the shadow's numbers stand for.
 
-    ``blank``: the host's zeros. ``flag``: a kernel's access to so few bytes that they may be meant as one. ``before``:
-    the write that this one wrote over.
+    ``atomic``: at which scope it is, or nothing. ``blank``: the host's zeros. ``flag``: a kernel's access to so few
+    bytes that they may be meant as one. ``before``: the write that this one wrote over.
     """
 
     thread_slot: int
@@ -58,7 +59,7 @@ class Access(NamedTuple):
     rank: int
     place: Place
     kind: int
-    atomic: bool
+    atomic: str
     host: bool
     blank: bool
     flag: bool
@@ -78,15 +79,16 @@ class Rank:
 
 
 class Analysis:
-    """Goes through the notes once."""
+    """Goes through the notes once. ``over``: they end where nobody could go on any more."""
 
-    def __init__(self, notes: "dict[int, Iterable[Any]]") -> None:
+    def __init__(self, notes: "dict[int, Iterable[Any]]", over: bool = False) -> None:
+        self._over = over
         self._ranks = {number: Rank(number, iter(events)) for number, events in sorted(notes.items())}
         self._slots: dict[tuple[int, int], int] = {}
         self._ticks: dict[int, int] = defaultdict(int)
         self._shadow = shadow.Shadow()
         nothing = Place(None, "?", 0, "?")
-        self._accesses = [Access(0, 0, -1, nothing, WRITE, atomic=False, host=True, blank=True, flag=False, before=0)]
+        self._accesses = [Access(0, 0, -1, nothing, WRITE, atomic="", host=True, blank=True, flag=False, before=0)]
         self._numbers: dict[Access, int] = {}
         self._sets: list[tuple[int, ...]] = [()]
         self._set_numbers: dict[tuple[int, ...], int] = {(): 0}
@@ -124,6 +126,9 @@ class Analysis:
         return bool(meetings)
 
     def _meet(self, ranks: list[Rank]) -> None:
+        missing = set(ranks[0].next.ranks) - {rank.number for rank in ranks if not rank.next.last}
+        if self._over and missing:
+            self._tell_who_waits(ranks, missing)
         together = clocks.empty()
         for rank in ranks:
             together = clocks.joined(together, self._hosts[rank.number].clock)
@@ -131,6 +136,14 @@ class Analysis:
             self._hosts[rank.number].learn(together)
             self._hosts[rank.number].advance()
             rank.next = None
+
+    def _tell_who_waits(self, ranks: list[Rank], missing: set[int]) -> None:
+        for rank in ranks:
+            met = rank.next
+            if not met.last:
+                others = " and ".join(f"rank {number}" for number in sorted(missing))
+                text = f"waits in {met.text}, to which {others} did not come"
+                self._findings.add_waiting(rank.number, Waiting(None, "the host", text, rank.places[met.place], ""))
 
     def _advance(self, rank: Rank) -> None:
         for event in rank.events:
@@ -198,7 +211,7 @@ class Analysis:
         small = int((event.spans.ends - event.spans.begins).sum()) <= FLAG_BYTES
         flag = small and event.kind == WRITE
         # A copy engine's writes of a word are seen whole, and programs may poll it.
-        copied = flag and host and not event.blank
+        copied = "sys" if flag and host and not event.blank else ""
         access = Access(
             thread.slot, thread.tick, rank.number, place, event.kind, copied, host, event.blank, small and not host, 0
         )
@@ -223,7 +236,9 @@ class Analysis:
     def _synchronise(self, rank: Rank, event: Synchronised) -> None:
         thread = self._who(rank, event.launch, event.program)
         place = rank.places[event.place]
-        access = Access(thread.slot, thread.tick, rank.number, place, event.kind, True, False, False, False, 0)
+        access = Access(
+            thread.slot, thread.tick, rank.number, place, event.kind, event.scope, False, False, False, 0
+        )  # fmt: skip
         for part in self._shadow.bytes(event.spans):
             writers = part.writers()
             self._check_writers(thread, access, writers, event.spans, event.undefined and event.kind != WRITE)
@@ -232,7 +247,7 @@ class Analysis:
             if event.kind != WRITE or not event.message:
                 for number, _ in releases:
                     if number:
-                        thread.acquire(self._released[number], event.acquires, event.scope)
+                        thread.acquire(self._released[number], event.acquires, event.scope, event.looks)
             if event.kind != READ:
                 before = {old: None if event.message else self._released.get(old) for old, _ in releases}
                 self._replace_releases(part, before, thread, event.releases, event.scope, event.gathered)
@@ -297,12 +312,21 @@ class Analysis:
     def _check(self, thread: Thread, access: Access, number: int, offset: int, spans: Spans) -> None:
         """Note a race of ``access`` with the one of this number, if there is one at the byte at ``offset``."""
         other = self._accesses[number]
-        if (access.atomic and other.atomic) or (access.kind == READ and other.kind == READ):
+        if access.kind == READ and other.kind == READ:
+            return
+        both_atomic = bool(access.atomic and other.atomic)
+        if both_atomic and (READ in (access.kind, other.kind) or self._at_once(access, other)):
             return
         known = thread.knows(other.thread_slot, other.tick)
         if known[clocks.AS_WRITTEN]:
             return
+        if both_atomic:
+            self._findings.add_race("race/scope", Side.of(other), Side.of(access), spans.space, offset, LOST)
+            return
         kind = next((cause for how, cause in CAUSES.items() if known[how]), None)
+        if known[clocks.BOTH] and not known[: clocks.BOTH].any() and (access.atomic or other.atomic):
+            # By nothing but what was added to the data themselves, which is no flag.
+            kind = None
         if kind is None:
             plain, atomic = (access, other) if other.atomic else (other, access)
             if atomic.atomic and plain.flag:
@@ -312,6 +336,13 @@ class Analysis:
             else:
                 kind = "race"
         self._findings.add_race(kind, Side.of(other), Side.of(access), spans.space, offset)
+
+    @staticmethod
+    def _at_once(a: Access, b: Access) -> bool:
+        """Whether the scopes of two atomic updates hold both programs, so that none is lost."""
+        if a.rank == b.rank:
+            return a.thread_slot == b.thread_slot or {a.atomic, b.atomic} <= set(clocks.REACHES_RANK)
+        return a.atomic in clocks.REACHES_ALL and b.atomic in clocks.REACHES_ALL
 
     def _is_reuse(self, thread: Thread, access: Access, other: Access, offset: int, spans: Spans) -> bool:
         """Whether a rank's kernels write anew what the rank wrote before, and the other side reads the older."""
@@ -348,4 +379,4 @@ def notes_in(folder: Path) -> dict[int, Iterator[Any]]:
 
 def analyse(folder: Path) -> list[Finding]:
     """What is wrong in the program whose ranks have noted what they did in ``folder``."""
-    return Analysis(notes_in(folder)).run()
+    return Analysis(notes_in(folder), Onlooker(folder).is_over()).run()

@@ -12,6 +12,7 @@ from pathlib import Path
 from iris.shared_folder import await_, leave, shared_folder
 from iris.simulator.sanitizer import FOLDER_VARIABLE, SEED_VARIABLE, VARIABLE, findings
 from iris.simulator.sanitizer.analysis import analyse
+from iris.simulator.sanitizer.deadlock import Onlooker
 from iris.simulator.sanitizer.findings import Finding
 
 FOUND, FAILED = 1, 2
@@ -19,6 +20,8 @@ FOUND, FAILED = 1, 2
 
 # What the program gets to end by itself once its ranks are known to wait for each other.
 ENDING_S = 10.0
+# And where all that are left wait on the host for others.
+ENDING_HOSTS_S = 2.0
 INTERVAL_S = 0.05
 
 
@@ -83,26 +86,19 @@ def _run_once(program: Path, arguments: Sequence[str], folder: Path, seed: int |
         [sys.executable, program, *arguments], env=environment, stdout=sys.stderr, start_new_session=True
     )
     try:
-        over_since = None
+        onlooker, over_since = Onlooker(folder), None
         while process.poll() is None:
             time.sleep(INTERVAL_S)
-            if over_since is None and _is_over(folder):
+            if over_since is None and onlooker.is_over():
                 over_since = time.monotonic()
-            if over_since is not None and time.monotonic() - over_since > ENDING_S:
+            if over_since is None:
+                continue
+            if time.monotonic() - over_since > ENDING_S or onlooker.hosts_wait_s() > ENDING_HOSTS_S:
                 break
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
     return process.wait()
-
-
-def _is_over(folder: Path) -> bool:
-    """Whether the ranks have found that nobody can go on: see `iris.simulator.sanitizer.deadlock`."""
-    try:
-        with open(folder / "ranks", "rb") as file:
-            return any(file.read(8))
-    except OSError:
-        return False
 
 
 def _tell(found: list[Finding], form: str, seed: int | None) -> None:

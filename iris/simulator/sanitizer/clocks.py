@@ -122,20 +122,28 @@ class Thread:
                 to_rank = {**to_rank, self.rank: own}
         else:
             to_all = merged(to_all, self.clock, how)
-            if self._fenced is not None and scope in REACHES_ALL:
-                to_all = merged(to_all, self._fenced, AS_ASKED_RELEASE)
+            if self._fenced is not None:
+                how = AS_ASKED_RELEASE if scope in REACHES_ALL else [ANY_SCOPE, ALL_ACQUIRE]
+                to_all = merged(to_all, self._fenced, how)
+                if scope in REACHES_RANK:
+                    own = merged(to_rank.get(self.rank, empty()), self._fenced, [AS_WRITTEN])
+                    to_rank = {**to_rank, self.rank: own}
         return Released(to_all, to_rank)
 
-    def acquire(self, released: Released, asked: bool, scope: str) -> None:
-        how = [ALL_ACQUIRE, BOTH]
+    def acquire(self, released: Released, asked: bool, scope: str, looks: bool = True) -> None:
+        """What was in a word that is read. ``looks``: who waits may have done it."""
+        how = [ALL_ACQUIRE, BOTH] if looks else []
         if asked:
             how += [ANY_SCOPE, ALL_RELEASE]
             if scope in REACHES_ALL:
                 how.append(AS_WRITTEN)
             if scope in REACHES_RANK and self.rank in released.to_rank:
                 self.clock = merged(self.clock, released.to_rank[self.rank], [AS_WRITTEN])
-        elif scope in REACHES_ALL:
-            self._seen_relaxed = joined(self._seen_relaxed, released.to_all)
+        else:
+            how_seen = AS_ASKED_ACQUIRE if scope in REACHES_ALL else [ANY_SCOPE, ALL_RELEASE]
+            self._seen_relaxed = merged(self._seen_relaxed, released.to_all, how_seen)
+            if scope in REACHES_RANK and self.rank in released.to_rank:
+                self._seen_relaxed = merged(self._seen_relaxed, released.to_rank[self.rank], [AS_WRITTEN])
         self.clock = merged(self.clock, released.to_all, how)
 
     def knows(self, slot: int, tick: int) -> np.ndarray:

@@ -18,22 +18,57 @@ ON_HOST, RUNS, STUCK, MEETS, GONE = range(5)
 # Polls in vain, one after the other, that are taken for waiting.
 ENOUGH = 32
 
-# A rank that leaves a meeting may need so long to say so.
-LEAVING_S = 2.0
+# A rank that leaves a meeting may need so long to say so: where a rank is stuck in a kernel, and where none is.
+LEAVING_S, LEAVING_HOSTS_S = 2.0, 5.0
+
+_WORDS = 3  # of a rank: what it does, its changes, and at which count of all changes it was stuck
+
+
+class Onlooker:
+    """Sees whether the ranks that take notes in ``folder`` can go on, from a process that is none of them."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file = folder / "ranks"
+        self._seen, self._since = b"", time.monotonic()
+
+    def is_over(self) -> bool:
+        """Whether the ranks have found that they cannot, or all that are left wait on the host for others."""
+        words = self._words()
+        if words.any() and words[0]:
+            return True
+        # Those whose meeting is complete will leave it.
+        if self.hosts_wait_s() < LEAVING_HOSTS_S:
+            return False
+        with open(self._file, "r+b") as file:
+            file.write(np.int64(1).tobytes())
+        return True
+
+    def hosts_wait_s(self) -> float:
+        """For how many seconds, as far as was looked, all that are left have waited on the host for others."""
+        words = self._words()
+        doing = words[1:].reshape(-1, _WORDS)[:, 0]
+        waiting = MEETS in doing and np.isin(doing, (MEETS, GONE)).all()
+        if not waiting or words.tobytes() != self._seen:
+            self._seen, self._since = words.tobytes(), time.monotonic()
+        return time.monotonic() - self._since
+
+    def _words(self) -> np.ndarray:
+        try:
+            return np.fromfile(self._file, dtype=np.int64)
+        except OSError:
+            return np.zeros(0, dtype=np.int64)
 
 
 class Liveness:
     """What this rank says of itself, and sees of the others. Words of 8 bytes are written at once."""
 
-    _WORDS = 3  # of a rank: what it does, its changes, and at which count of all changes it was stuck
-
     def __init__(self, folder: Path, rank: int, num_ranks: int) -> None:
         file = os.open(folder / "ranks", os.O_RDWR | os.O_CREAT, 0o600)
-        os.ftruncate(file, 8 * (1 + self._WORDS * num_ranks))
-        self._memory = mmap.mmap(file, 8 * (1 + self._WORDS * num_ranks))
+        os.ftruncate(file, 8 * (1 + _WORDS * num_ranks))
+        self._memory = mmap.mmap(file, 8 * (1 + _WORDS * num_ranks))
         os.close(file)
         words = np.frombuffer(self._memory, dtype=np.int64)
-        self._over, self._ranks = words[:1], words[1:].reshape(num_ranks, self._WORDS)
+        self._over, self._ranks = words[:1], words[1:].reshape(num_ranks, _WORDS)
         self._mine = self._ranks[rank]
         self._unchanged_at, self._rounds = -1, 0
         self._since: float | None = None
@@ -53,6 +88,10 @@ class Liveness:
     def leave(self) -> None:
         self._mine[0] = GONE
 
+    def over(self) -> bool:
+        """Whether somebody has found that nobody can go on."""
+        return bool(self._over[0])
+
     def changed(self) -> None:
         """This rank has changed memory."""
         self._mine[1] += 1
@@ -66,7 +105,7 @@ class Liveness:
         # An atomic operation that changes nothing is no wait, but who does it so often in a row is waiting.
         if min(self._rounds, repeats) < ENOUGH:
             self._mine[0] = RUNS
-            return bool(self._over[0])
+            return self.over()
         self._mine[0], self._mine[2] = STUCK, changes
         doing, at = self._ranks[:, 0], self._ranks[:, 2]
         stuck = (doing == STUCK) & (at == changes)
@@ -78,4 +117,4 @@ class Liveness:
             self._since = self._since or time.monotonic()
             if time.monotonic() - self._since > LEAVING_S:
                 self._over[0] = 1
-        return bool(self._over[0])
+        return self.over()

@@ -86,7 +86,8 @@ class Synchronised(NamedTuple):
 
     ``number``: its place among those of all ranks. ``releases``, ``acquires``: as it was asked for, with ``scope``:
     "cta", "gpu" or "sys". ``message``: words that carry their own arrival. ``gathered``: what other threads of the
-    block did before is released too. ``undefined``: as of `Accessed`.
+    block did before is released too. ``undefined``: as of `Accessed`. ``looks``: who waits may do this; a release that
+    adds to what is there, or takes its place, is no look.
     """
 
     number: int
@@ -101,6 +102,7 @@ class Synchronised(NamedTuple):
     message: bool = False
     gathered: bool = True
     undefined: bool = False
+    looks: bool = True
 
 
 class Gathered(NamedTuple):
@@ -118,10 +120,16 @@ class Fenced(NamedTuple):
 
 
 class Met(NamedTuple):
-    """The hosts of ``ranks`` meet; ``key`` is the same on all of them, and another one at each meeting."""
+    """The hosts of ``ranks`` meet; ``key`` is the same on all of them, and another one at each meeting.
+
+    ``text``: for what, in words. ``last``: nobody could go on any more when this rank came.
+    """
 
     key: tuple
     ranks: tuple[int, ...]
+    place: int
+    text: str
+    last: bool
 
 
 class Wrong(NamedTuple):
@@ -133,9 +141,9 @@ class Wrong(NamedTuple):
 
 
 class Waiting(NamedTuple):
-    """A program that waits, when nobody can go on any more. ``flag``: what it waits for, in words."""
+    """A program that waits, or the host, when nobody can go on any more. ``flag``: what it waits for, in words."""
 
-    kernel: str
+    kernel: str | None
     programs: str
     text: str
     place: Place

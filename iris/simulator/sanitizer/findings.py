@@ -22,6 +22,7 @@ REMEDIES = {
     "race/reuse": "the memory is written anew before its reader is known to have read what was there",
     "race": "no release and acquire orders them",
 }
+LOST = "both are atomic, but at a scope that does not hold both programs, as 'sys' would, so one may be lost"
 VERBS = {READ: "reads", WRITE: "writes", UPDATE: "updates"}
 
 
@@ -75,6 +76,7 @@ class _Race:
     sides: tuple[Side, Side]
     space: tuple[str, int]
     offset: int
+    remedy: str | None
     kinds: Counter = field(default_factory=Counter)
 
 
@@ -95,10 +97,13 @@ class Findings:
             self._begins[spans.space].insert(bisect_right(self._begins[spans.space], begin), begin)
         self._allocated[spans.space][begin] = end, text, place, undefined
 
-    def add_race(self, kind: str, one: Side, other: Side, space: tuple[str, int], offset: int) -> None:
+    def add_race(
+        self, kind: str, one: Side, other: Side, space: tuple[str, int], offset: int, remedy: str | None = None
+    ) -> None:
+        """``remedy``: what is said instead of what is said of the kind."""
         # Which of the two came first, and on which ranks, is chance.
         key = frozenset(((one.place, one.verb), (other.place, other.verb)))
-        self._races.setdefault(key, _Race((one, other), space, offset)).kinds[kind] += 1
+        self._races.setdefault(key, _Race((one, other), space, offset, remedy)).kinds[kind] += 1
 
     def add_undefined(self, side: Side, space: tuple[str, int], offset: int) -> None:
         allocation = self._allocation(space, offset)
@@ -131,7 +136,7 @@ class Findings:
         one, other = race.sides
         sentence = (
             f"{other} {other.verb} {self._memory(race.space, race.offset)}, which {one} {one.verb}, in no order: "
-            f"{REMEDIES[kind]}"
+            f"{race.remedy or REMEDIES[kind]}"
         )
         places = [(f"{side.verb}, rank {side.rank}", where(side.place)) for side in race.sides]
         return Finding(kind, sentence, places, race.kinds.total())
@@ -141,7 +146,7 @@ class Findings:
             return []
         waits = list(self._waiting.values())
         told = "; ".join(
-            f"{event.programs} of kernel {event.kernel!r} of rank {rank} {event.text}"
+            f"{event.programs}{f' of kernel {event.kernel!r}' if event.kernel else ''} of rank {rank} {event.text}"
             + (f" (flag: {event.flag})" if event.flag else "")
             for rank, event in waits
         )

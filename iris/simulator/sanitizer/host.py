@@ -1,6 +1,7 @@
 """What the host does with torch to memory that ranks share, and where it meets others by ``torch.distributed``."""
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,7 +21,20 @@ class HostAccesses(TorchDispatchMode):
     def __init__(self, recorder: "Recorder") -> None:
         super().__init__()
         self._recorder = recorder
-        self._meetings: dict[tuple[int, ...], int] = {}
+        self._meetings: dict[tuple, int] = {}
+
+    def __enter__(self) -> "HostAccesses":
+        for name in _UNSEEN:
+            setattr(torch.Tensor, name, _looking(self, getattr(torch.Tensor, name)))
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        for name, before in _UNSEEN.items():
+            if before is None:
+                delattr(torch.Tensor, name)
+            else:
+                setattr(torch.Tensor, name, before)
+        super().__exit__(*error)
 
     @classmethod
     def is_infra_mode(cls) -> bool:
@@ -49,10 +63,14 @@ class HostAccesses(TorchDispatchMode):
             self._touch(value, WRITE)
         group = next((g for value in args if (g := _process_group(value)) is not None), None)
         ranks = () if group is None else _ranks_of(group)
+        if ranks and func._opname in _MESSAGES:
+            # Of which the other ranks of the group know nothing. From whom it comes may not be known before.
+            ranks = () if func._opname == "recv_any_source_" else tuple(sorted({dist.get_rank(), ranks[args[2]]}))
         if not ranks:
             return func(*args, **kwargs)
-        number = self._meetings[ranks] = self._meetings.get(ranks, 0) + 1
-        with self._recorder.meeting(("torch.distributed", ranks, number), ranks):
+        key = ("torch.distributed", ranks, func._opname in _MESSAGES)
+        number = self._meetings[key] = self._meetings.get(key, 0) + 1
+        with self._recorder.meeting((*key, number), ranks, f"{func._opname.rstrip('_')} of torch.distributed"):
             return func(*args, **kwargs)
 
     def _touch(self, value: Any, kind: int, blank: bool = False, copies: bool = False) -> None:
@@ -63,6 +81,23 @@ class HostAccesses(TorchDispatchMode):
                 self._recorder.host_accessed(*_runs(tensor), element, kind, blank)
 
 
+# Ways to look at a tensor that are no operations of torch's; None is inherited.
+_UNSEEN = {name: vars(torch.Tensor).get(name) for name in ("tolist", "numpy", "__array__", "__repr__")}
+
+
+def _looking(accesses: HostAccesses, method: Callable) -> Callable:
+    """A method that reads the whole tensor."""
+
+    @functools.wraps(method)
+    def look(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if type(tensor) in (torch.Tensor, torch.nn.Parameter):
+            accesses._touch(tensor, READ)
+        return method(tensor, *args, **kwargs)
+
+    return look
+
+
+_MESSAGES = ("send", "recv_", "recv_any_source_")
 _ZERO, _FILL = torch.ops.aten.zero_.default, torch.ops.aten.fill_.Scalar
 _COPIES = (torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default, torch.ops.aten.clone.default)
 _OVERWRITE = (_ZERO, _FILL, torch.ops.aten.fill_.Tensor, torch.ops.aten.copy_.default)

@@ -11,6 +11,7 @@ import pickle
 import struct
 import sys
 import sysconfig
+import threading
 from collections.abc import Iterator
 from multiprocessing.util import Finalize
 from pathlib import Path
@@ -84,6 +85,7 @@ class Recorder:
         self._starts = self._ends = np.empty(0, dtype=np.int64)
         self._spaces: list[tuple[str, int]] = []
         self._launches: dict[int, int] = {}
+        self._launching: dict[int, threading.Thread] = {}
         self._numbers = itertools.count(1)
         self._stored_since_meeting: set[tuple[int, int]] = set()
         self._polled: dict[tuple, tuple[int, bytes]] = {}
@@ -147,13 +149,23 @@ class Recorder:
     def launched(self, launch: Any) -> None:
         self.liveness.runs()
         self._launches[id(launch)] = next(self._numbers)
+        self._launching[id(launch)] = threading.current_thread()
         self.note(Launched(self._launches[id(launch)]))
 
     def finished(self, launch: Any) -> None:
         self.note(Finished(self._launches.pop(id(launch))))
+        del self._launching[id(launch)]
         self._stored_since_meeting.clear()
         self._polled.clear()
         self.liveness.on_host()
+
+    def is_over(self, repeats: int) -> bool:
+        """All programs of a launch have polled in vain, each ``repeats`` times in a row: can anybody go on?"""
+        busy = set(self._launching.values())
+        # What another thread of Python will do, nobody knows.
+        if any(not thread.daemon and thread not in busy for thread in threading.enumerate()):
+            return self.liveness.over()
+        return self.liveness.is_over(repeats)
 
     def reaches(self, pointers: np.ndarray, kind: int) -> None:
         """The program that runs is about to access memory. There is some, or it ends here, and not in a fault."""
@@ -180,7 +192,7 @@ class Recorder:
 
     def synchronised(
         self, number: int, pointers: np.ndarray, values: np.ndarray, kind: int, sem: str, scope: str,
-        message: bool = False,
+        message: bool = False, compares: bool = False,
     ) -> None:  # fmt: skip
         """The program that runs has done this while it held ``number``. ``values``: what was there before."""
         who = self._who()
@@ -198,18 +210,21 @@ class Recorder:
             self.liveness.changed()
         releases, acquires = sem in ("release", "acq_rel") or message, sem in ("acquire", "acq_rel") or message
         gathered = message or _GATHERS or who not in self._stored_since_meeting
+        looks = acquires or not releases or compares
         undefined = kind != WRITE and _undefined(values)
         for spans in self.spans(pointers, values.itemsize):
             self.bounds.check(self, spans, kind, place)
             self.note(
-                Synchronised(number, *who, place, spans, kind, releases, acquires, scope, message, gathered, undefined)
+                Synchronised(
+                    number, *who, place, spans, kind, releases, acquires, scope, message, gathered, undefined, looks
+                )
             )
 
     def failed(self, error: BaseException) -> None:
         """A program has raised this: a mistake of the kinds that have a name, or something else."""
         kind = next((kind for type, kind in _KINDS.items() if isinstance(error, type)), None)
         if kind is not None:
-            self.wrong(kind, f"stops: {error}", self._place_of(error))
+            self.wrong(kind, f"stops: {error}", self._place_of(error) if error.__traceback__ else self._place())
 
     def waits(self, launch: Any, wait: Any) -> None:
         """These programs wait, and nobody can go on."""
@@ -249,6 +264,7 @@ class Recorder:
         place = self._place()
         for spans in self.spans(addresses, size):
             if spans.space[0] != PRIVATE:
+                self.bounds.check(self, spans, kind, place)
                 looks = element and kind == READ
                 undefined = looks and any(_undefined(_memory(address, size, element)) for address in addresses)
                 self.note(Accessed(0, HOST, place, spans, kind, bool(undefined), blank))
@@ -256,9 +272,9 @@ class Recorder:
             self.liveness.changed()
 
     @contextlib.contextmanager
-    def meeting(self, key: tuple, ranks: tuple[int, ...]) -> Iterator[None]:
-        """While this lasts the host waits for other ranks."""
-        self.note(Met(key, ranks))
+    def meeting(self, key: tuple, ranks: tuple[int, ...], text: str) -> Iterator[None]:
+        """While this lasts the host waits for other ranks, for what ``text`` says."""
+        self.note(Met(key, ranks, self._place(), text, self.liveness.over()))
         self.flush()
         self.liveness.meets()
         try:
