@@ -27,6 +27,8 @@ INTERVAL_S = 0.05
 
 def run(program: Path, arguments: Sequence[str], seed: int | None, schedules: int, form: str) -> int:
     """Run the program once for each schedule, until something is found; returns the exit status."""
+    # Whoever ends this command ends the program with it.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     status = 0
     for number in range(schedules):
         this = seed if schedules == 1 else (seed or 0) + number
