@@ -2,8 +2,12 @@
 
 import multiprocessing
 import os
+import signal
 import socket
+import threading
+import time
 from collections.abc import Callable
+from multiprocessing.connection import wait
 from typing import Any
 
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, start_processes
@@ -15,6 +19,9 @@ from iris import simulator
 IMPORTED = ["torch", "triton", *(["iris"] if simulator.ACTIVE else [])]
 # How often the starting process looks up from its ranks.
 INTERVAL_S = 0.1
+
+# What a rank gets to end by itself, once the starting process is gone.
+GRACE_S = 5.0
 
 
 def launch(worker: Callable, num_ranks: int, *args: Any, meanwhile: Callable[[], None] | None = None) -> None:
@@ -63,6 +70,7 @@ def _free_port() -> int:
 
 
 def _run(rank: int, worker: Callable, args: tuple, environment: dict[str, str], num_ranks: int, port: int) -> None:
+    threading.Thread(target=_end_with_the_starting_process, daemon=True).start()
     # The process that was copied may have been started before the caller changed something.
     os.environ.clear()
     os.environ.update(
@@ -74,3 +82,11 @@ def _run(rank: int, worker: Callable, args: tuple, environment: dict[str, str], 
         MASTER_PORT=str(port),
     )
     worker(*args)
+
+
+def _end_with_the_starting_process() -> None:
+    """However that ended: of a rank that is left alone nobody knows, and it may wait for ever and hold a GPU."""
+    wait([multiprocessing.parent_process().sentinel])
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(GRACE_S)
+    os._exit(1)

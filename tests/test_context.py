@@ -240,6 +240,7 @@ def send_from_heap(ctx):
         ctx.broadcast(1, ctx.num_ranks)
 
 
+@pytest.mark.usefixtures("mistaken")
 def test_broadcast_of_a_heap_tensor_and_from_a_rank_that_is_not_there(ranks):
     ranks.run(send_from_heap)
 

@@ -1,10 +1,13 @@
 """`iris.spawn.launch`: ranks know who they are, and the failure of one is the failure of the program."""
 
 import os
+import signal
+import subprocess
+import sys
 import time
 
 import pytest
-from conftest import UNDER_TORCHRUN
+from conftest import TESTS, UNDER_TORCHRUN, import_path
 
 from iris.spawn import launch
 
@@ -46,3 +49,36 @@ def test_a_rank_that_fails_ends_the_others_and_is_named(how, told):
         launch(fail_on_rank_1, 2, how)
     assert str(caught.value.code).startswith("Rank 1 of 2 failed:")
     assert told in caught.value.code
+
+
+def sleep(folder):
+    (folder / os.environ["RANK"]).write_text(str(os.getpid()))
+    time.sleep(600)
+
+
+STARTS = "import pathlib, sys, test_spawn; test_spawn.launch(test_spawn.sleep, 2, pathlib.Path(sys.argv[1]))"
+
+
+def is_alive(number):
+    try:
+        os.kill(number, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@pytest.mark.skipif(UNDER_TORCHRUN, reason="the ranks are there already")
+def test_ranks_end_with_whoever_started_them_however_that_ended(tmp_path):
+    environment = {**os.environ, "PYTHONPATH": import_path(TESTS)}
+    command = [sys.executable, "-c", STARTS, tmp_path]
+    with subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL) as started:
+        while not all((tmp_path / str(rank)).exists() and (tmp_path / str(rank)).read_text() for rank in range(2)):
+            assert started.poll() is None
+            time.sleep(0.05)
+        ranks = [int((tmp_path / str(rank)).read_text()) for rank in range(2)]
+        assert all(map(is_alive, ranks))
+        started.send_signal(signal.SIGKILL)
+    end = time.monotonic() + 30
+    while any(map(is_alive, ranks)) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not any(map(is_alive, ranks))

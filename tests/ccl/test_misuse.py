@@ -214,6 +214,7 @@ REFUSED = {
 }  # fmt: skip
 
 
+@pytest.mark.usefixtures("mistaken")
 @pytest.mark.ranks(2, exactly=True)
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_makes_no_sense_is_refused(ranks, what):
