@@ -18,13 +18,25 @@ PRIVATE = "private"
 """In the place of a mapping's name: memory of one process alone, whose offsets are its addresses."""
 
 
+class Line(NamedTuple):
+    """One of a program's, and the function that it is in."""
+
+    file: str
+    line: int
+    function: str
+
+
 class Place(NamedTuple):
-    """Where something was done. A rank numbers its places; events name them by number."""
+    """Where something was done. A rank numbers its places; events name them by number.
+
+    ``caller``: of what the library's kernels do, the line that called the library.
+    """
 
     kernel: str | None
     file: str
     line: int
     function: str
+    caller: Line | None = None
 
 
 class Spans(NamedTuple):

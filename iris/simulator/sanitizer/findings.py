@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from iris.simulator.sanitizer.events import PRIVATE, READ, UPDATE, WRITE, Place, Spans, Waiting
+from iris.simulator.sanitizer.events import PRIVATE, READ, UPDATE, WRITE, Line, Place, Spans, Waiting
 
 if TYPE_CHECKING:
     from iris.simulator.sanitizer.analysis import Access
@@ -61,9 +61,10 @@ def as_json(findings: list[Finding]) -> str:
     return json.dumps([asdict(finding) for finding in findings], indent=1)
 
 
-def where(place: Place) -> str:
+def where(place: Place | Line) -> str:
     inside = f" in {place.function}" if place.function != "<module>" else ""
-    return f"{_shown(place.file)}:{place.line}{inside}"
+    called = f", called by {where(place.caller)}" if isinstance(place, Place) and place.caller else ""
+    return f"{_shown(place.file)}:{place.line}{inside}{called}"
 
 
 def _shown(file: str) -> str:

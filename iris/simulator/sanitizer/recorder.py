@@ -15,7 +15,7 @@ import threading
 from collections.abc import Iterator
 from multiprocessing.util import Finalize
 from pathlib import Path
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any
 
 import numpy as np
@@ -39,6 +39,7 @@ from iris.simulator.sanitizer.events import (
     Gathered,
     Known,
     Launched,
+    Line,
     Met,
     Place,
     Spans,
@@ -86,6 +87,7 @@ class Recorder:
         self._spaces: list[tuple[str, int]] = []
         self._launches: dict[int, int] = {}
         self._launching: dict[int, threading.Thread] = {}
+        self._callers: dict[int, tuple[CodeType, int] | None] = {}
         self._numbers = itertools.count(1)
         self._stored_since_meeting: set[tuple[int, int]] = set()
         self._polled: dict[tuple, tuple[int, bytes]] = {}
@@ -150,11 +152,12 @@ class Recorder:
         self.liveness.runs()
         self._launches[id(launch)] = next(self._numbers)
         self._launching[id(launch)] = threading.current_thread()
+        self._callers[id(launch)] = _line_of(sys._getframe(1))
         self.note(Launched(self._launches[id(launch)]))
 
     def finished(self, launch: Any) -> None:
         self.note(Finished(self._launches.pop(id(launch))))
-        del self._launching[id(launch)]
+        del self._launching[id(launch)], self._callers[id(launch)]
         self._stored_since_meeting.clear()
         self._polled.clear()
         self.liveness.on_host()
@@ -228,7 +231,8 @@ class Recorder:
 
     def waits(self, launch: Any, wait: Any) -> None:
         """These programs wait, and nobody can go on."""
-        place = Place(launch.name, *wait.place)
+        caller = self._callers.get(id(launch)) if wait.place[0].startswith(_IRIS) else None
+        place = Place(launch.name, *wait.place, caller and _shown(caller))
         self.note(Waiting(launch.name, wait.programs, wait.what, place, wait.flag or ""))
         self.flush()
 
@@ -351,16 +355,7 @@ class Recorder:
 
     def _place(self) -> int:
         """The number of the user's line that is being done; in the library's own kernels, of the kernel's."""
-        frame, line = sys._getframe(2), None
-        while frame is not None and frame.f_code is not _BOTTOM:
-            owner = _owner(frame.f_code)
-            if owner == USER:
-                line = frame.f_code, frame.f_lineno
-                break
-            if owner == LIBRARY and line is None:
-                line = frame.f_code, frame.f_lineno
-            frame = frame.f_back
-        return self._number(line)
+        return self._number(_line_of(sys._getframe(2)))
 
     def _place_of(self, error: BaseException) -> int:
         """The same, of what has raised ``error``."""
@@ -372,12 +367,15 @@ class Recorder:
         return self._number(line)
 
     def _number(self, line: tuple[CodeType, int] | None) -> int:
-        kernel = grid.current().launch.name if grid.in_kernel() else None
-        key = (kernel, line)
+        kernel, caller = None, None
+        if grid.in_kernel():
+            kernel = grid.current().launch.name
+            if line is not None and _owner(line[0]) == LIBRARY:
+                caller = self._callers.get(id(grid.current().launch))
+        key = (kernel, line, caller)
         if key not in self._places:
             self._places[key] = len(self._places)
-            where = ("?", 0, "?") if line is None else (line[0].co_filename, line[1], line[0].co_name)
-            self.note(Known(self._places[key], Place(kernel, *where)))
+            self.note(Known(self._places[key], Place(kernel, *_shown(line), caller and _shown(caller))))
         return self._places[key]
 
 
@@ -387,6 +385,23 @@ _KINDS = {RankOutOfRangeError: "rank", NotSymmetricError: "bounds", NotTheCaller
 _BOTTOM = grid.Launch._execute.__code__
 
 USER, LIBRARY, OTHER = "user", "library", "other"
+
+
+def _line_of(frame: FrameType | None) -> tuple[CodeType, int] | None:
+    """The innermost line of the user's, from ``frame`` on; in the library's own kernels, the innermost of theirs."""
+    line = None
+    while frame is not None and frame.f_code is not _BOTTOM:
+        owner = _owner(frame.f_code)
+        if owner == USER:
+            return frame.f_code, frame.f_lineno
+        if owner == LIBRARY and line is None:
+            line = frame.f_code, frame.f_lineno
+        frame = frame.f_back
+    return line
+
+
+def _shown(line: tuple[CodeType, int] | None) -> Line:
+    return Line("?", 0, "?") if line is None else Line(line[0].co_filename, line[1], line[0].co_name)
 
 
 @functools.cache

@@ -26,7 +26,7 @@ def main(ctx: iris.Iris, broken: bool) -> None:
     send[(1,)](ctx.get_device_context(), data, N)
     if not broken:
         ctx.device_barrier()
-    ctx.ccl.all_reduce(total, data)
+    ctx.ccl.all_reduce(total, data)  # second
     ctx.barrier()
     if not broken:
         assert torch.equal(total.cpu(), 2.0 * torch.arange(N))
