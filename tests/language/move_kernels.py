@@ -164,3 +164,15 @@ def gluon_options(context_tensor, heap_bases, source, target, n, rank, peer, OP:
         iris_gl.store(target + o, value, rank, rank, heap_bases, None, 16, ".wt")
     else:
         iris_gl.get(source + o, target + o, rank, peer, heap_bases, inside, -7, ".cg", ".wt", 16)
+
+
+@triton.jit
+def triton_translated(context_tensor, target, value, peer):
+    ctx = DeviceContext.initialize(context_tensor)
+    tl.store(ctx.translate(target, peer), value)
+
+
+@gluon.jit
+def gluon_translated(context_tensor, target, value, peer):
+    ctx = IrisDeviceCtx.initialize(context_tensor)
+    gl.store(ctx.translate(target, peer), value)

@@ -84,6 +84,21 @@ def test_what_is_no_context_is_told(ranks):
     ranks.run(wrong_context)
 
 
+def translated(ctx, language):
+    kernel, target = getattr(move_kernels, f"{language}_translated"), ctx.zeros(1, dtype=torch.int32)
+    kernel[(1,)](ctx.get_device_context(), target, 7, ctx.cur_rank)
+    assert target.item() == 7
+    for wrong in (-1, ctx.num_ranks):
+        with pytest.raises(RankOutOfRangeError, match=f"no rank {wrong}"):
+            kernel[(1,)](ctx.get_device_context(), target, 7, wrong)
+    ctx.barrier()
+
+
+@pytest.mark.parametrize("language", ["triton", "gluon"])
+def test_a_pointer_is_not_translated_for_a_rank_that_is_not_there(ranks, language):
+    ranks.run(translated, language)
+
+
 def masked(ctx):
     """Elements that a mask leaves out may point anywhere: the last tensor of a heap ends where the heap does."""
     with iris.iris(2048) as small:
