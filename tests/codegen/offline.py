@@ -19,13 +19,13 @@ OLDEST = triton.__version__.startswith("3.6.")
 def targets_by_turns(number):
     """The targets of the kernel of this number: all of them in `make test-all`.
 
-    Otherwise NVIDIA's, and of every second kernel one of AMD's; what has none of AMD's is also compiled by the oldest.
+    Otherwise NVIDIA's, for every second kernel by the oldest Triton, while the newest compiles that for one of AMD's.
     """
     if EVERYTHING:
         return list(TARGETS)
     if OLDEST:
-        return ["sm_90"] if number % 2 else []
-    return ["sm_90"] if number % 2 else ["sm_90", ("gfx942", "gfx950")[number // 2 % 2]]
+        return [] if number % 2 else ["sm_90"]
+    return ["sm_90"] if number % 2 else [("gfx942", "gfx950")[number // 2 % 2]]
 
 
 class OfflineDriver(DriverBase):
