@@ -14,9 +14,6 @@ from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
 from iris import simulator
 
-# What takes most of a start is imported once, in a process of which the ranks are copies. It must not have used a GPU,
-# which `iris` does to find out whether there is one.
-IMPORTED = ["torch", "triton", *(["iris"] if simulator.ACTIVE else [])]
 # How often the starting process looks up from its ranks.
 INTERVAL_S = 0.1
 
@@ -48,9 +45,12 @@ def launch(worker: Callable, num_ranks: int, *args: Any, meanwhile: Callable[[],
     if "RANK" in os.environ:
         worker(*args)
         return
-    multiprocessing.get_context("forkserver").set_forkserver_preload(IMPORTED)
+    # In the simulator ranks are copies of one process that has imported this package, which takes most of a start.
+    # With GPUs the import asks for them, and a copy could not use them any more.
+    method = "forkserver" if simulator.ACTIVE else "spawn"
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["iris"])
     given = worker, args, dict(os.environ), num_ranks, _free_port()
-    context = start_processes(_run, given, nprocs=num_ranks, join=False, start_method="forkserver")
+    context = start_processes(_run, given, nprocs=num_ranks, join=False, start_method=method)
     try:
         while not context.join(INTERVAL_S):
             if meanwhile is not None:
