@@ -81,17 +81,18 @@ class HostAccesses(TorchDispatchMode):
                 self._recorder.host_accessed(*_runs(tensor), element, kind, blank)
 
 
-# Ways to look at a tensor that are no operations of torch's; None is inherited.
-_UNSEEN = {name: vars(torch.Tensor).get(name) for name in ("tolist", "numpy", "__array__", "__repr__")}
+# Ways to read a whole tensor that are no operations of torch's; None is inherited.
+_UNSEEN = {name: vars(torch.Tensor).get(name) for name in ("tolist", "__repr__")}
 
 
 def _looking(accesses: HostAccesses, method: Callable) -> Callable:
-    """A method that reads the whole tensor."""
+    """``method``, with a note of it."""
 
     @functools.wraps(method)
     def look(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if type(tensor) in (torch.Tensor, torch.nn.Parameter):
-            accesses._touch(tensor, READ)
+            # What is printed without having been written harms nobody.
+            accesses._touch(tensor, READ, copies=method.__name__ == "__repr__")
         return method(tensor, *args, **kwargs)
 
     return look
