@@ -7,7 +7,7 @@ OLDEST := PYTHONPATH=.oldest .venv/bin/python
 # A GPU machine's own torch fits its driver, so tests on GPUs run in the Python that is there.
 TORCHRUN := PYTHONPATH=. $(PYTHON) -m torch.distributed.run --standalone --nproc-per-node $(RANKS)
 
-# What the oldest Triton compiles: for the GPUs that were run; for all of them in `make test-all`.
+# What the oldest Triton compiles, for the GPUs that were run, and runs: in `make test-all` for all, and by torchrun too.
 OLDEST_TARGETS := $(if $(IRIS_TEST_ALL),,-k "not gfx")
 OLDEST_PROGRAMS := $(if $(IRIS_TEST_ALL),,-k "not torchrun")
 

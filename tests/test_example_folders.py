@@ -30,7 +30,7 @@ SIZES = {
     "12_gemm_all_scatter_bulk_synchronous": (150, 90 * 12, 70),
     "13_flash_decode": (3, 37 * 6, 24),
     "14_all_gather_gemm": (70 * 6, 270, 70),
-    "15_ring_attention": (2, 6 * 12, 24),
+    "15_ring_attention": (3, 9 * 12, 24) if EVERYTHING else (2, 6 * 12, 24),
     "16_moe_dispatch_combine": (37, 50, 12),
     "17_tensor_parallel_mlp": (13 * 6, 17 * 6, 44),
 }

@@ -52,7 +52,8 @@ def meaningful(dtype, op):
 @pytest.mark.ranks(*RANKS)
 @pytest.mark.parametrize("collective", MOVES)
 def test_data_arrive_bit_by_bit(ranks, collective):
-    roots, number = [0, ranks.num_ranks - 1], min(8, 24 // ranks.num_ranks)
+    most, all_ranks = (12, 32) if EVERYTHING else (8, 24)
+    roots, number = [0, ranks.num_ranks - 1], min(most, all_ranks // ranks.num_ranks)
     cases = [
         Case(collective, shape, dtype, root=root, input_place=source, output_place=target, layout=layout)
         for shape, dtype, root, source, target, layout in sample(

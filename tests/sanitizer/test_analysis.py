@@ -1,5 +1,6 @@
 """The order in which notes are gone through: nobody acquires what has not been released yet. And where they end."""
 
+import threading
 import time
 
 import numpy as np
@@ -7,14 +8,26 @@ import pytest
 
 from iris.simulator.sanitizer import deadlock
 from iris.simulator.sanitizer.analysis import Analysis
-from iris.simulator.sanitizer.events import READ, WRITE, Accessed, Known, Launched, Met, Place, Spans, Synchronised
+from iris.simulator.sanitizer.events import (
+    READ,
+    WRITE,
+    Accessed,
+    Known,
+    Launched,
+    Line,
+    Met,
+    Place,
+    Spans,
+    Synchronised,
+)
+from iris.simulator.sanitizer.recorder import Recorder
 
 DATA = Spans(("heap", 2), np.array([64]), np.array([128]))
 FLAG = Spans(("heap", 2), np.array([0]), np.array([4]))
 
 
 def begin(kernel):
-    return [Known(0, Place(kernel, "program.py", 1, kernel)), Launched(1)]
+    return [Known(0, Place(kernel, Line("program.py", 1, kernel))), Launched(1)]
 
 
 def meeting_of(*ranks, last=False):
@@ -56,7 +69,7 @@ def test_what_lies_behind_a_meeting_that_never_was_is_gone_through():
 
 @pytest.mark.parametrize("other", [[], [meeting_of(0, 1, last=True)]], ids=["is gone", "came afterwards"])
 def test_hosts_that_wait_where_nobody_can_go_on_are_told(other):
-    notes = {0: [Known(0, Place(None, "program.py", 7, "main")), meeting_of(0, 1)], 1: other}
+    notes = {0: [Known(0, Place(None, Line("program.py", 7, "main"))), meeting_of(0, 1)], 1: other}
     (finding,) = Analysis(notes, over=True).run()
     assert finding.kind == "deadlock"
     assert "the host of rank 0 waits in a meeting, to which rank 1 did not come" in finding.sentence
@@ -84,6 +97,24 @@ def test_hosts_that_wait_for_one_that_is_gone_can_not_go_on(tmp_path, monkeypatc
     assert not over(), "all that are left run"
     first.meets()
     assert over() and first.over()
+
+
+def test_another_thread_of_python_may_help(tmp_path):
+    recorder, asked = Recorder(tmp_path, 0, 1), threading.Event()
+    try:
+        recorder.launched(object())
+
+        def over():
+            return any([recorder.is_over(deadlock.ENOUGH) for _ in range(2 * deadlock.ENOUGH)])
+
+        other = threading.Thread(target=asked.wait)
+        other.start()
+        assert not over()
+        asked.set()
+        other.join()
+        assert over()
+    finally:
+        recorder.close()
 
 
 def test_ranks_that_are_all_gone_have_ended(tmp_path, monkeypatch):

@@ -2,8 +2,10 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -60,6 +62,20 @@ def test_a_program_that_nobody_checks_from_outside_reports_when_it_ends(argument
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == status, done.stderr
     assert ("iris-check: race/missing-acquire: " in done.stderr) == bool(status)
+
+
+def test_whoever_ends_the_command_ends_the_program(tmp_path):
+    program, told = tmp_path / "sleeps.py", tmp_path / "number"
+    program.write_text(f"import os, time\nopen({str(told)!r}, 'w').write(str(os.getpid()))\ntime.sleep(600)")
+    command = [sys.executable, "-m", "iris", "check", program]
+    with subprocess.Popen(command, env={**os.environ, "PYTHONPATH": import_path()}) as checking:
+        while not (told.exists() and told.read_text()):
+            assert checking.poll() is None
+            time.sleep(0.05)
+        checking.terminate()
+        assert checking.wait(30) == 128 + signal.SIGTERM
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(told.read_text()), 0)
 
 
 def test_schedules_stop_at_the_first_that_fails():

@@ -26,6 +26,7 @@ from iris.simulator.sanitizer.events import (
     Gathered,
     Known,
     Launched,
+    Line,
     Met,
     Place,
     Spans,
@@ -87,7 +88,7 @@ class Analysis:
         self._slots: dict[tuple[int, int], int] = {}
         self._ticks: dict[int, int] = defaultdict(int)
         self._shadow = shadow.Shadow()
-        nothing = Place(None, "?", 0, "?")
+        nothing = Place(None, Line("?", 0, "?"))
         self._accesses = [Access(0, 0, -1, nothing, WRITE, atomic="", host=True, blank=True, flag=False, before=0)]
         self._numbers: dict[Access, int] = {}
         self._sets: list[tuple[int, ...]] = [()]

@@ -100,7 +100,8 @@ def _run_once(program: Path, arguments: Sequence[str], folder: Path, seed: int |
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
-    return process.wait()
+        process.wait()
+    return process.returncode
 
 
 def _tell(found: list[Finding], form: str, seed: int | None) -> None:

@@ -34,7 +34,7 @@ class Onlooker:
     def is_over(self) -> bool:
         """Whether the ranks have found that they cannot, or all that are left wait on the host for others."""
         words = self._words()
-        if words.any() and words[0]:
+        if words.size and words[0]:
             return True
         # Those whose meeting is complete will leave it.
         if self.hosts_wait_s() < LEAVING_HOSTS_S:

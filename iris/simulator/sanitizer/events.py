@@ -22,7 +22,7 @@ class Line(NamedTuple):
     """One of a program's, and the function that it is in."""
 
     file: str
-    line: int
+    number: int
     function: str
 
 
@@ -33,9 +33,7 @@ class Place(NamedTuple):
     """
 
     kernel: str | None
-    file: str
-    line: int
-    function: str
+    line: Line
     caller: Line | None = None
 
 

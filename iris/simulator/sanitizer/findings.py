@@ -61,10 +61,14 @@ def as_json(findings: list[Finding]) -> str:
     return json.dumps([asdict(finding) for finding in findings], indent=1)
 
 
-def where(place: Place | Line) -> str:
-    inside = f" in {place.function}" if place.function != "<module>" else ""
-    called = f", called by {where(place.caller)}" if isinstance(place, Place) and place.caller else ""
-    return f"{_shown(place.file)}:{place.line}{inside}{called}"
+def where(place: Place) -> str:
+    called = f", called by {_line(place.caller)}" if place.caller else ""
+    return _line(place.line) + called
+
+
+def _line(line: Line) -> str:
+    inside = f" in {line.function}" if line.function != "<module>" else ""
+    return f"{_shown(line.file)}:{line.number}{inside}"
 
 
 def _shown(file: str) -> str:

@@ -63,12 +63,12 @@ class HostAccesses(TorchDispatchMode):
             self._touch(value, WRITE)
         group = next((g for value in args if (g := _process_group(value)) is not None), None)
         ranks = () if group is None else _ranks_of(group)
-        if ranks and func._opname in _MESSAGES:
+        if ranks and func._opname in _POINT_TO_POINT:
             # Of which the other ranks of the group know nothing. From whom it comes may not be known before.
             ranks = () if func._opname == "recv_any_source_" else tuple(sorted({dist.get_rank(), ranks[args[2]]}))
         if not ranks:
             return func(*args, **kwargs)
-        key = ("torch.distributed", ranks, func._opname in _MESSAGES)
+        key = ("torch.distributed", ranks, func._opname in _POINT_TO_POINT)
         number = self._meetings[key] = self._meetings.get(key, 0) + 1
         with self._recorder.meeting((*key, number), ranks, f"{func._opname.rstrip('_')} of torch.distributed"):
             return func(*args, **kwargs)
@@ -98,7 +98,7 @@ def _looking(accesses: HostAccesses, method: Callable) -> Callable:
     return look
 
 
-_MESSAGES = ("send", "recv_", "recv_any_source_")
+_POINT_TO_POINT = ("send", "recv_", "recv_any_source_")
 _ZERO, _FILL = torch.ops.aten.zero_.default, torch.ops.aten.fill_.Scalar
 _COPIES = (torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default, torch.ops.aten.clone.default)
 _OVERWRITE = (_ZERO, _FILL, torch.ops.aten.fill_.Tensor, torch.ops.aten.copy_.default)

@@ -232,7 +232,7 @@ class Recorder:
     def waits(self, launch: Any, wait: Any) -> None:
         """These programs wait, and nobody can go on."""
         caller = self._callers.get(id(launch)) if wait.place[0].startswith(_IRIS) else None
-        place = Place(launch.name, *wait.place, caller and _shown(caller))
+        place = Place(launch.name, Line(*wait.place), caller and _known(caller))
         self.note(Waiting(launch.name, wait.programs, wait.what, place, wait.flag or ""))
         self.flush()
 
@@ -375,7 +375,7 @@ class Recorder:
         key = (kernel, line, caller)
         if key not in self._places:
             self._places[key] = len(self._places)
-            self.note(Known(self._places[key], Place(kernel, *_shown(line), caller and _shown(caller))))
+            self.note(Known(self._places[key], Place(kernel, _known(line), caller and _known(caller))))
         return self._places[key]
 
 
@@ -400,7 +400,7 @@ def _line_of(frame: FrameType | None) -> tuple[CodeType, int] | None:
     return line
 
 
-def _shown(line: tuple[CodeType, int] | None) -> Line:
+def _known(line: tuple[CodeType, int] | None) -> Line:
     return Line("?", 0, "?") if line is None else Line(line[0].co_filename, line[1], line[0].co_name)
 
 
