@@ -6,6 +6,7 @@ import time
 import numpy as np
 import pytest
 
+from iris.simulator import sanitizer
 from iris.simulator.sanitizer import deadlock
 from iris.simulator.sanitizer.analysis import Analysis
 from iris.simulator.sanitizer.events import (
@@ -20,7 +21,6 @@ from iris.simulator.sanitizer.events import (
     Spans,
     Synchronised,
 )
-from iris.simulator.sanitizer.recorder import Recorder
 
 DATA = Spans(("heap", 2), np.array([64]), np.array([128]))
 FLAG = Spans(("heap", 2), np.array([0]), np.array([4]))
@@ -100,8 +100,9 @@ def test_hosts_that_wait_for_one_that_is_gone_can_not_go_on(tmp_path, monkeypatc
 
 
 def test_another_thread_of_python_may_help(tmp_path):
-    recorder, asked = Recorder(tmp_path, 0, 1), threading.Event()
-    try:
+    asked = threading.Event()
+    with sanitizer.recording(tmp_path, 0, 1):
+        recorder = sanitizer.recorder
         recorder.launched(object())
 
         def over():
@@ -113,8 +114,6 @@ def test_another_thread_of_python_may_help(tmp_path):
         asked.set()
         other.join()
         assert over()
-    finally:
-        recorder.close()
 
 
 def test_ranks_that_are_all_gone_have_ended(tmp_path, monkeypatch):
