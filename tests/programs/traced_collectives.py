@@ -1,6 +1,6 @@
 """Each way of each collective, traced with IRIS_TRACE=1: what went between the ranks is what it says it moves.
 
-Argument: the number of ranks.
+Argument: the number of ranks, 4 at most: of more, whole blocks are more than one hop carries.
 """
 
 import sys
@@ -30,8 +30,9 @@ def sent(collective, way, size, a, b):
             return {whole if a == 0 else 0}
         return {0 if b == 0 else part}
     if collective == "all_reduce" and way == "ring":
-        # Half of it goes round each way.
-        return {(size - 1) * piece * (((b - a) % size == 1) + ((a - b) % size == 1))}
+        # A block of each rank's goes round at once, by turns one way and the other, W - 1 in all: forward first.
+        forward, backward = size // 2 * ((b - a) % size == 1), (size - 1) // 2 * ((a - b) % size == 1)
+        return {2 * (size - 1) * WORD * BLOCK * (forward + backward)}
     if collective == "all_reduce":
         return {size * piece if way == "one_shot" else 2 * piece}
     return {STAMPED * piece if way == "one_hop" else piece}

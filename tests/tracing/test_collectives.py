@@ -13,7 +13,7 @@ from iris import simulator
 
 @pytest.mark.skipif(UNDER_TORCHRUN, reason="starts ranks of its own; run it without torchrun")
 @pytest.mark.skipif(not simulator.ACTIVE, reason="its program has as many ranks as it pleases")
-@pytest.mark.parametrize(("count", "ways"), [("2", 14), *([("3", 16)] if EVERYTHING else [])])
+@pytest.mark.parametrize(("count", "ways"), [("2", 14), *([("3", 16), ("4", 16)] if EVERYTHING else [])])
 def test_every_way_of_every_collective_tells_what_it_moves(count, ways):
     program = TESTS / "programs" / "traced_collectives.py"
     environment = {**os.environ, "IRIS_TRACE": "1", "PYTHONPATH": import_path()}

@@ -1,6 +1,6 @@
 """Finds what one-sided programs do wrong: the simulator sees every access of every rank.
 
-Each rank notes down what it does (`recorder`, and `host` for what it does with torch). Afterwards, `analysis` goes
+Each rank notes down what it does (`notes`, and `host` for what it does with torch). Afterwards, `analysis` goes
 through the notes of all ranks in an order in which they could have been made, with a vector clock for each program
 (`clocks`) and, for each byte, who wrote and read it last (`shadow`): what no release and acquire has put in order is a
 data race, whichever came first this time. What shows at once is noted where it happens: accesses outside of allocations
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
-    from iris.simulator.sanitizer.recorder import Recorder
+    from iris.simulator.sanitizer.notes import Recorder
     from iris.world import Group
 
 Error = TypeVar("Error", bound=Exception)
@@ -40,7 +40,7 @@ def with_gaps(size: int) -> int:
 def start(folder: Path, rank: int, num_ranks: int) -> None:
     """Take down what this process does from here on, as ``rank``, in a folder that all ranks share."""
     global recorder
-    from iris.simulator.sanitizer.recorder import Recorder
+    from iris.simulator.sanitizer.notes import Recorder
 
     recorder = Recorder(folder, rank, num_ranks)
 

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from iris.simulator.sanitizer.events import READ, UPDATE, WRITE
 
 if TYPE_CHECKING:
-    from iris.simulator.sanitizer.recorder import Recorder
+    from iris.simulator.sanitizer.notes import Recorder
 
 
 class HostAccesses(TorchDispatchMode):
