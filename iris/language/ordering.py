@@ -380,6 +380,20 @@ def make_ordering(jit: Callable, lang: ModuleType, translate) -> SimpleNamespace
             )
 
     @jit
+    def cycles():
+        """What the multiprocessor's own counter says: read in no time, and of no use on another multiprocessor."""
+        if in_simulator():
+            return host_nanoseconds()
+        elif on_nvidia():
+            return lang.inline_asm_elementwise(
+                "mov.u64 $0, %clock64;", "=l,~{memory}", [], dtype=lang.int64, is_pure=False, pack=1
+            )
+        else:
+            return lang.inline_asm_elementwise(
+                "s_memtime $0\n\ts_waitcnt lgkmcnt(0)", "=s,~{memory}", [], dtype=lang.int64, is_pure=False, pack=1
+            )
+
+    @jit
     def nanoseconds(record):
         """The GPU's clock, the same for all threads of the block."""
         if on_nvidia():
@@ -590,6 +604,7 @@ def make_ordering(jit: Callable, lang: ModuleType, translate) -> SimpleNamespace
         barrier=barrier,
         block_barrier=block_barrier,
         clock=clock,
+        cycles=cycles,
         linear_program_id=linear_program_id,
         follow_predecessor=follow_predecessor,
         admit_successor=admit_successor,

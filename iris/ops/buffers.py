@@ -19,12 +19,18 @@ ALIGNMENT = 1024
 
 
 class Needs(NamedTuple):
-    """What a call's workspace has: ``parts`` counts of parts, ``elements`` of ``dtype``; ``kind`` as in `Buffers`."""
+    """What a call's workspace has: ``parts`` counts of parts, ``elements`` of ``dtype``; ``kind`` as in `Buffers`.
+
+    And for tiles that several programs compute, by halves (`iris.ops.hopper.split_k`): ``halves`` counts, and
+    ``partials``, so many float32 of each rank's own.
+    """
 
     kind: tuple
     parts: int
     elements: int
     dtype: torch.dtype
+    halves: int = 0
+    partials: int = 0
 
 
 class Buffers:
@@ -40,6 +46,8 @@ class Buffers:
         int32, zeros at first: see `iris.ops.counts`.
     data : torch.Tensor
         So many elements of the dtype asked for, the same place on every rank.
+    split_counts, partials : torch.Tensor
+        int32, zeros at first, and float32: of tiles that several programs compute.
     mapping : Mapping
         The memory of all of it.
     places : torch.Tensor
@@ -48,7 +56,8 @@ class Buffers:
 
     def __init__(self, group: Group, device: torch.device, record: DeviceRecord, needs: Needs) -> None:
         self.kind = needs.kind
-        count_bytes = -(-4 * (ARRIVED.value + needs.parts) // ALIGNMENT) * ALIGNMENT
+        self._halves = ARRIVED.value + needs.parts
+        count_bytes = -(-4 * (self._halves + needs.halves) // ALIGNMENT) * ALIGNMENT
         data_bytes = needs.elements * needs.dtype.itemsize
         size = count_bytes + max(1, -(-data_bytes // ALIGNMENT)) * ALIGNMENT
         self.mapping = mapping.create(group, size, device)
@@ -57,6 +66,8 @@ class Buffers:
         self.counts = whole[:count_bytes].view(torch.int32)
         self._data = slice(count_bytes, count_bytes + data_bytes)
         self.data = whole[self._data].view(needs.dtype)
+        self.split_counts = self.counts[self._halves :]
+        self.partials = torch.empty(needs.partials, dtype=torch.float32, device=device)
         self.counts.zero_()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
@@ -85,6 +96,8 @@ class Buffers:
         use, word = f"workspace of {self._use()}", offset // 4
         if offset >= self._data.start:
             return use, f"byte {offset - self._data.start} of the data"
+        if word >= self._halves:
+            return use, f"splits of half {(word - self._halves) % 2} of split tile {(word - self._halves) // 2}"
         if word >= ARRIVED.value:
             return use, f"what has arrived of part {word - ARRIVED.value}"
         if word >= DONE.value:
@@ -106,7 +119,7 @@ class Buffers:
         return [
             f"workspace of {self._use()}: {counts[: READY.value].max()} calls over, begun by each rank "
             f"{self._begun()}, finished by peers {counts[DONE.value]}, arrived of each part "
-            f"{contents(counts[ARRIVED.value :])}"
+            f"{contents(counts[ARRIVED.value : self._halves])}"
         ]
 
     def _use(self) -> str:

@@ -8,6 +8,7 @@ the other. Elsewhere than on Hopper the vendor's GEMM and a collective are used.
 from iris.ops.call import Call
 from iris.ops.config import FusedConfig
 from iris.ops.hopper import arguments as hopper
+from iris.ops.hopper.arguments import Plan
 
 VENDOR = FusedConfig(variant="vendor")
 # Nanoseconds for each k of a tile of 128 rows and so many columns.
@@ -15,13 +16,17 @@ TILE_NS = {256: 11.4, 128: 6.1, 64: 5.1}
 # GB/s over the link: stores alone, and beside a product, which is slowed down to so much of its speed meanwhile; the
 # copy engine, which slows it down little; and collectives alone, with a result on the heap and elsewhere, where a
 # gathered A is. Microseconds between two copies.
-STORES, STORES_BESIDE, PRODUCT_BESIDE, ENGINE, COLLECTIVE, STAGED, BETWEEN_COPIES = 350, 280, 0.79, 360, 300, 170, 4
+STORES, STORES_BESIDE, PRODUCT_BESIDE, ENGINE, COLLECTIVE, STAGED, BETWEEN_COPIES = 350, 280, 0.79, 360, 290, 170, 4
+# By how much of the time that paced stores take the product beside them takes longer.
+PACED_LOSS = 0.07
+# Microseconds that one more split of 128 x 256 costs, and into how many splits a tile is cut.
+SPLITTING, MOST_SPLITS = 20, 8
 # The vendor's GEMM: 10^12 operations a second; GB/s that it reads B at, where that takes longer.
-OPERATIONS, READING = 735, 4000
+OPERATIONS, READING = 700, 4000
 # Microseconds: of a fused kernel's meetings, of a GEMM's launch and of a collective, however small.
 MEETING, LAUNCH, SMALL = 12, 5, 12
 # What a way has to be faster by.
-MARGIN = 1.05
+MARGIN = 1.03
 
 
 def choose(call: Call, size: int, programs: int, on_gpu: bool) -> FusedConfig:
@@ -31,8 +36,37 @@ def choose(call: Call, size: int, programs: int, on_gpu: bool) -> FusedConfig:
     ]
     if not on_gpu or size == 1 or hopper.problem(call, configs[0], size) is not None:
         return VENDOR
-    best = min(configs, key=lambda config: fused_us(call, size, programs, config))
-    return best if MARGIN * fused_us(call, size, programs, best) < vendor_us(call, size) else VENDOR
+
+    def least_us(config: FusedConfig) -> float:
+        return fused_us(call, size, programs, config, plan(call, size, programs, config))
+
+    best = min(configs, key=least_us)
+    return best if MARGIN * least_us(best) < vendor_us(call, size) else VENDOR
+
+
+def plan(call: Call, size: int, programs: int, config: FusedConfig) -> Plan:
+    """The plan of least time, of a call of the Gluon kernel for Hopper."""
+    # Of few rows B takes longest to read, and nothing of that is said here.
+    if "reduce" in call.name or size == 1 or len(call.a) < config.block_size_m:
+        return Plan()
+    tiles = tiles_of(call, size, config)
+    if call.name == "all_gather_matmul":
+        # Those of the rows that come last; or of few, in which own rows are all that there is to do at first, all.
+        rows, depth = call.a.shape
+        chunk = hopper.chunk_rows(rows, depth, config) // config.block_size_m
+        last = chunk * -(-call.b.shape[1] // config.block_size_n) if tiles > 2 * programs else tiles
+    else:
+        last = tiles % programs or min(tiles, programs)
+    most = min(MOST_SPLITS, -(-call.a.shape[1] // config.block_size_k))
+    plans = [Plan(), *(Plan(splits, last) for splits in range(2, most + 1))]
+    if call.name == "matmul_all_gather":
+        plans = [each._replace(paced=is_paced(call, size, programs, config, each)) for each in plans]
+    return min(plans, key=lambda each: fused_us(call, size, programs, config, each))
+
+
+def is_paced(call: Call, size: int, programs: int, config: FusedConfig, plan: Plan) -> bool:
+    """Whether stores leave the link time to rest: not where it takes longer than the product."""
+    return sent_bytes(call, size) / 1e3 / STORES < product_us(call, size, programs, config, plan)
 
 
 def sent_bytes(call: Call, size: int) -> float:
@@ -45,29 +79,55 @@ def sent_bytes(call: Call, size: int) -> float:
     return (size - 1) / size * rows * columns * call.a.itemsize
 
 
-def fused_us(call: Call, size: int, programs: int, config: FusedConfig) -> float:
-    """Microseconds of the Gluon kernel of that configuration."""
-    (rows, depth), columns = call.a.shape, call.b.shape[1]
-    M, N = config.block_size_m, config.block_size_n
+def tiles_of(call: Call, size: int, config: FusedConfig) -> int:
+    """Of a rank, in all."""
+    rows = len(call.a)
     # Parts of rows, each of which is cut into tiles for itself.
     parts, share = {"all_gather_matmul": (size, rows), "matmul_all_gather": (1, rows)}.get(
         call.name, (size, -(-rows // size))
     )
-    tiles = parts * -(-share // M) * -(-columns // N)
-    tile = TILE_NS[N] * depth / 1e3
-    product = -(-tiles // programs) * tile
+    return parts * -(-share // config.block_size_m) * -(-call.b.shape[1] // config.block_size_n)
+
+
+def tile_us(call: Call, config: FusedConfig) -> float:
+    """Microseconds of a whole tile."""
+    return TILE_NS[config.block_size_n] * call.a.shape[1] / 1e3
+
+
+def split_us(call: Call, config: FusedConfig, plan: Plan) -> float:
+    """Microseconds of a split tile."""
+    return tile_us(call, config) / plan.splits + (plan.splits - 1) * SPLITTING * config.block_size_n / 256
+
+
+def product_us(call: Call, size: int, programs: int, config: FusedConfig, plan: Plan) -> float:
+    """Microseconds of all tiles: of whole rounds, and of those that are split."""
+    rounds, last_rounds = (
+        -(-(tiles_of(call, size, config) - plan.last) // programs),
+        -(-plan.last * plan.splits // programs),
+    )
+    return rounds * tile_us(call, config) + last_rounds * split_us(call, config, plan)
+
+
+def fused_us(call: Call, size: int, programs: int, config: FusedConfig, plan: Plan) -> float:
+    """Microseconds of the Gluon kernel of that configuration."""
+    rows, depth = call.a.shape
+    tiles = tiles_of(call, size, config)
+    product = product_us(call, size, programs, config, plan)
     sent = sent_bytes(call, size) / 1e3
     if call.name == "all_gather_matmul":
         # The rows that come last are multiplied when they have come.
         copies = (size - 1) * -(-rows // hopper.chunk_rows(rows, depth, config))
-        return MEETING + max(product, sent / ENGINE + copies * BETWEEN_COPIES + tile)
+        return MEETING + max(product, sent / ENGINE + copies * BETWEEN_COPIES + split_us(call, config, plan))
     if call.name == "matmul_all_gather":
-        # What the last tiles are sent in comes behind.
-        last = min(tiles, programs) / tiles * sent
+        # What the tiles of the last round are sent in comes behind.
+        units = tiles + plan.last * (plan.splits - 1)
+        last = min(1, ((units - 1) % programs + 1) / plan.splits / tiles) * sent
+        if plan.paced:
+            return MEETING + product + (PACED_LOSS * (sent - last) + last) / STORES
         return MEETING + together_us(product, sent - last) + last / STORES
     # The last sums come behind their parts.
     steps = 2 if call.name == "matmul_all_reduce" else 1
-    return MEETING + together_us(product, steps * sent) + tile / 3
+    return MEETING + together_us(product, steps * sent) + tile_us(call, config) / 3
 
 
 def together_us(product: float, sent: float) -> float:

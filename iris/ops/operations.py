@@ -16,7 +16,7 @@ from iris.ops.all_gather_matmul import all_gather_matmul
 from iris.ops.buffers import Buffers, Needs
 from iris.ops.call import Call
 from iris.ops.cdna3 import arguments as cdna3
-from iris.ops.choose import choose, is_vendors
+from iris.ops.choose import choose, is_vendors, plan
 from iris.ops.config import FusedConfig
 from iris.ops.hopper import arguments as hopper
 from iris.ops.hopper.sender import Sender
@@ -61,6 +61,7 @@ class Operations:
         self._copies: dict[Buffers, copies.Copies] = {}
         self._senders: dict[Buffers, Sender] = {}
         self._chosen: dict[tuple, FusedConfig] = {}
+        self._plans: dict[tuple, hopper.Plan] = {}
         self._places: torch.Tensor | None = None
         self._all_reduce_rms_norm = AllReduceRmsNorm(context)
 
@@ -282,7 +283,7 @@ class Operations:
     def _fuse(self, call: Call, config: FusedConfig, buffers: Buffers) -> None:
         """Enqueue the kernel."""
         direct, result = self._result(call, config, buffers)
-        programs = min(config.num_sms or self._most_programs(), self._most_programs())
+        programs = self._programs(config)
         place = self._context.get_device_context() if direct else buffers.context_tensor
         if config.use_gluon and self._gluon is cdna3:
             kernel, args = cdna3.arguments(call, config, buffers, self._context.num_ranks, place, result)
@@ -291,7 +292,7 @@ class Operations:
             memory = self._context.heap.mapping if direct else buffers.mapping
             memory_places = self._heap_places() if direct else buffers.places
             kernel, args = hopper.arguments(
-                call, config, buffers, self._context.num_ranks, memory, memory_places, result
+                call, config, self._plan(call, config), buffers, self._context.num_ranks, memory, memory_places, result
             )
             options = {"num_warps": 4}
         else:
@@ -354,11 +355,11 @@ class Operations:
         W, (M, K), N = self._context.num_ranks, call.a.shape, call.b.shape[1]
         direct = self._direct(call, config)
         kind = (call.name, M, N, K, call.a.dtype, call.out.dtype, direct, config)
+        if config.use_gluon and self._gluon is hopper:
+            return hopper.needs(kind, call, config, self._plan(call, config), W, direct)
         share = -(-M // W)
         if call.name == "all_gather_matmul":
-            lines = hopper.chunk_rows(M, K, config) if config.use_gluon else config.block_size_m
-            room = hopper.gathered_rows(M, K, config) if config.use_gluon else M
-            return Needs(kind, W * -(-M // lines), W * room * K, call.a.dtype)
+            return Needs(kind, W * -(-M // config.block_size_m), W * M * K, call.a.dtype)
         if config.variant == "copies":
             # Parts that came, and parts to be sent.
             return Needs(kind, 0, 2 * M * N, call.out.dtype)
@@ -419,6 +420,16 @@ class Operations:
 
     def _most_programs(self) -> int:
         return SIMULATED_PROGRAMS if simulator.ACTIVE else self._context.ccl.communicator().num_sms
+
+    def _plan(self, call: Call, config: FusedConfig) -> hopper.Plan:
+        key = (call.name, call.a.shape, call.b.shape, config)
+        if key not in self._plans:
+            self._plans[key] = plan(call, self._context.num_ranks, self._programs(config), config)
+        return self._plans[key]
+
+    def _programs(self, config: FusedConfig) -> int:
+        """Of a kernel with this configuration."""
+        return min(config.num_sms or self._most_programs(), self._most_programs())
 
     def _stream(self) -> int | None:
         return torch._C._cuda_getCurrentRawStream(self._context.gpu_id) if self._on_gpu else None

@@ -26,19 +26,22 @@ def peers(matrix):
     return TensorDescriptor(matrix, [100, *matrix.shape], [1 << 20, matrix.stride(0), 1], block, layout)
 
 
-def arguments(name, tile, by_columns):
+def arguments(name, tile, by_columns, split):
     rows, columns = tile
+    # Splits, and the tiles that are split.
+    plan, of_splits = (3, 5), (torch.empty(1 << 20), INT32)
     own, all_rows = torch.empty(M, K, dtype=torch.bfloat16), torch.empty(W * M, K, dtype=torch.bfloat16)
     a = own if name == "all_gather_matmul" or not by_columns else torch.empty(K, M, dtype=torch.bfloat16).t()
     b = torch.empty(N, K, dtype=torch.bfloat16).t() if by_columns else torch.empty(K, N, dtype=torch.bfloat16)
     bias, out = torch.empty(N, dtype=torch.bfloat16), torch.empty(W * M, N, dtype=torch.bfloat16)
     map_a, map_b = tensor_map(a, [rows // 2, 64]), tensor_map(b, [64, columns])
     if name == "all_gather_matmul":
-        front = (INT64, INT32, map_a, tensor_map(all_rows, [rows // 2, 64]), map_b, bias, out, M, 1024, N, K, N, 1)
-        return hopper_all_gather_matmul, (*front, W, *tile, 3, 8, by_columns, True)
+        gathered = tensor_map(all_rows, [rows // 2, 64])
+        front = (INT64, INT32, map_a, gathered, map_b, bias, out, *of_splits, M, 1024, N, K, N, 1, *plan)
+        return hopper_all_gather_matmul, (*front, W, *tile, 3, split, 8, by_columns, True)
     if name == "matmul_all_gather":
-        front = (INT64, INT32, map_a, map_b, bias, peers(out), INT32, M, N, K)
-        return hopper_matmul_all_gather, (*front, W, *tile, 3, 8, by_columns, by_columns, True)
+        front = (INT64, INT32, map_a, map_b, bias, peers(out), INT32, *of_splits, M, N, K, *plan)
+        return hopper_matmul_all_gather, (*front, W, *tile, 3, split, not split, 8, by_columns, by_columns, True)
     spreads = name == "matmul_all_reduce"
     result = (out, peers(out), INT32) if spreads else (out, None, None)
     front = (INT64, INT32, peers(out), peers(out), INT32, map_a, map_b, bias, *result, M, N, K, M // W, N, 1)
@@ -46,10 +49,11 @@ def arguments(name, tile, by_columns):
 
 
 @pytest.mark.parametrize(
-    ("name", "tile", "by_columns"), covering(NAMES, [(128, 256), (128, 64), (256, 128)], [False, True])
+    ("name", "tile", "by_columns", "split"),
+    covering(NAMES, [(128, 256), (128, 64), (256, 128)], [False, True], [False, True]),
 )
-def test_fused_operations(name, tile, by_columns):
-    kernel, given = arguments(name, tile, by_columns)
+def test_fused_operations(name, tile, by_columns, split):
+    kernel, given = arguments(name, tile, by_columns, split)
     text = compile_for("sm_90", kernel, *given, num_warps=4).text
     assert "wgmma.mma_async" in text and "cp.async.bulk.tensor.2d.shared" in text and "setmaxnreg" in text
     # What goes to peers goes by TMA, and is waited for until it is there.

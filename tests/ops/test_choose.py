@@ -1,10 +1,14 @@
 """What carries a fused operation where the caller does not say."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from iris.ops import FusedConfig
 from iris.ops.call import Call
-from iris.ops.choose import VENDOR, choose
+from iris.ops.choose import VENDOR, choose, plan
+from iris.ops.hopper.arguments import Plan
 
 OPERATIONS = ("all_gather_matmul", "matmul_all_gather", "matmul_reduce_scatter", "matmul_all_reduce")
 PROGRAMS = 132  # of an H200
@@ -40,5 +44,33 @@ def test_tiles_are_narrower_where_wide_ones_leave_multiprocessors_idle():
     # 64 tiles of 256 columns, for 132 multiprocessors.
     assert choose(call("matmul_reduce_scatter", 1024, 2048, 28672), 4, PROGRAMS, True).block_size_n < 256
     assert choose(call("matmul_reduce_scatter", 8192, 28672, 8192), 4, PROGRAMS, True).block_size_n == 256
-    # 288 tiles are three rounds for 2.2: the vendor's GEMM has other tiles.
-    assert choose(call("matmul_all_gather", 8192, 4608, 36864), 4, PROGRAMS, True) == VENDOR
+
+
+WIDE = FusedConfig(use_gluon=True, block_size_m=128, block_size_n=256)
+
+
+def test_programs_share_the_tiles_of_a_round_that_is_not_full():
+    # 288 tiles: two rounds, and 24 tiles of which each has room for five programs.
+    given = call("matmul_all_gather", 8192, 4608, 36864)
+    assert choose(given, 4, PROGRAMS, True).use_gluon
+    assert plan(given, 4, PROGRAMS, WIDE) == Plan(5, 24, paced=True)
+    # 512 tiles: three rounds, and 116 tiles.
+    assert plan(call("matmul_all_gather", 8192, 8192, 8192), 4, PROGRAMS, WIDE) == Plan(paced=True)
+    # Few tiles, and those of the last rank's rows, which come when half of the time is over.
+    narrow = replace(WIDE, block_size_n=128)
+    assert plan(call("all_gather_matmul", 1024, 8192, 28672), 4, PROGRAMS, narrow).last == 128
+    # The product takes longest: whatever comes last, it has come in time.
+    assert plan(call("all_gather_matmul", 8192, 28672, 8192), 4, PROGRAMS, WIDE) == Plan()
+
+
+def test_stores_take_their_time_where_the_product_is_longer_than_they():
+    assert plan(call("matmul_all_gather", 8192, 28672, 8192), 4, PROGRAMS, WIDE).paced
+    assert not plan(call("matmul_all_gather", 4096, 14336, 4096), 4, PROGRAMS, WIDE).paced
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize("M", [4, 512, 1000, 8192, 50000])
+def test_no_split_is_without_a_part_of_k(name, M):
+    for depth in (64, 192, 8192):
+        found = plan(call(name, M, 8192, depth), 4, PROGRAMS, WIDE)
+        assert 1 <= found.splits <= -(-depth // WIDE.block_size_k) and 0 <= found.last

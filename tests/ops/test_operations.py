@@ -6,6 +6,7 @@ from ccl.calls import EVERYTHING
 from covering import sample
 
 from iris.ops import FusedConfig
+from iris.ops.hopper.arguments import Plan
 from iris.ops.operations import COPIED
 
 RANKS = (1, 2, 3, 4, 5, 8) if EVERYTHING else (3,)
@@ -105,3 +106,23 @@ def test_product(ranks, name, hopper):
     for case in cases(name, hopper):
         results = ranks.run(check, name, *case)
         assert results[0] is None or all(torch.equal(result, results[0]) for result in results)
+
+
+def check_split(ctx, plan, *case):
+    ctx.ops._plan = lambda call, config: plan
+    try:
+        check(ctx, *case)
+    finally:
+        del ctx.ops._plan
+
+
+# Of four tiles and more: the last one, some, into as many splits as programs and more.
+@pytest.mark.ranks(*RANKS)
+@pytest.mark.parametrize("plan", [Plan(2, 1), Plan(3, 3, paced=True), Plan(4, 2)], ids=str)
+@pytest.mark.parametrize("name", ["all_gather_matmul", "matmul_all_gather"])
+def test_tiles_split_along_k(ranks, name, plan):
+    case = ((140, 96, 264), torch.float16, "Hopper", "rows", "columns", True, False)
+    ranks.run(check_split, plan, name, *case)
+    if EVERYTHING:
+        case = ((300, 264, 328), torch.bfloat16, "Hopper, wide", "columns", "rows", False, True)
+        ranks.run(check_split, plan, name, *case)

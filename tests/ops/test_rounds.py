@@ -4,16 +4,21 @@ import pytest
 import torch
 
 from iris.ops import FusedConfig
+from iris.ops.hopper.arguments import Plan
 from iris.ops.operations import COPIED
 
+GLUON = FusedConfig(use_gluon=True, block_size_m=128, block_size_n=64)
 CONFIGS = {
     "triton": FusedConfig(block_size_m=16, block_size_n=32, block_size_k=16),
-    "gluon": FusedConfig(use_gluon=True, block_size_m=128, block_size_n=64),
+    "gluon": GLUON,
+    "split": GLUON,
     "copies": FusedConfig(variant="copies"),
 }
 OPERATIONS = ("all_gather_matmul", "matmul_all_gather", "matmul_reduce_scatter", "matmul_all_reduce")
-CASES = [(name, config) for name in OPERATIONS for config in CONFIGS if config != "copies" or name in COPIED]
-M, N, K = 48, 96, 16  # a rank's rows, in whole
+# What only some operations have.
+ONLY = {"copies": COPIED, "split": ("all_gather_matmul", "matmul_all_gather")}
+CASES = [(name, config) for name in OPERATIONS for config in CONFIGS if name in ONLY.get(config, OPERATIONS)]
+M, N = 48, 96  # a rank's rows, in whole
 LATE = 2_000_000  # cycles: about a millisecond
 
 
@@ -26,11 +31,20 @@ def digits(numbers):
     return (numbers % 3 - 1).bfloat16()
 
 
+def prepare(ctx, config):
+    """Where tiles are to be split along K: all two of a rank's, each into three."""
+    if config == "split":
+        ctx.ops._plan = lambda call, config: Plan(3, 2, paced=True)
+    else:
+        ctx.ops.__dict__.pop("_plan", None)
+
+
 class Round:
     """The operands of all ranks in a round, other ones at each position, rank and round."""
 
-    def __init__(self, ctx, name):
+    def __init__(self, ctx, name, config):
         self.name, self.rank, self.size = name, ctx.cur_rank, ctx.num_ranks
+        K = 192 if config == "split" else 16
         rows = M * ctx.num_ranks if name == "matmul_reduce_scatter" else M
         positions = torch.arange(rows * K, device=ctx.device).view(rows, K)
         self.positions = [positions + rank * rows * K for rank in range(self.size)]
@@ -53,7 +67,8 @@ class Round:
 
 def play(ctx, name, config):
     on_gpu = ctx.device.type == "cuda"
-    data = Round(ctx, name)
+    prepare(ctx, config)
+    data = Round(ctx, name, config)
     out = ctx.zeros(*data.expected(0).shape, dtype=torch.bfloat16)
     wrong = torch.zeros((), dtype=torch.int64, device=ctx.device)
     for number in range(2000 if on_gpu else 3):
@@ -73,7 +88,8 @@ def test_rounds(ranks, name, config):
 
 def replay(ctx, name, config):
     """A graph of a call, whose input the graph itself makes from the number of the round."""
-    data = Round(ctx, name)
+    prepare(ctx, config)
+    data = Round(ctx, name, config)
     out = ctx.zeros(*data.expected(0).shape, dtype=torch.bfloat16)
     number = torch.zeros((), dtype=torch.int64, device=ctx.device)
     own = data.b[ctx.cur_rank]

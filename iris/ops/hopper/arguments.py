@@ -1,6 +1,6 @@
 """What the kernels of this folder are launched with, and which calls they are for."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from triton.experimental.gluon import language as gl
@@ -10,7 +10,7 @@ from iris import simulator
 from iris.heap.mapping import Mapping
 from iris.heap.tensor_map import ELEMENTS, peers_map
 from iris.language.target import architecture
-from iris.ops.buffers import Buffers
+from iris.ops.buffers import Buffers, Needs
 from iris.ops.call import Call
 from iris.ops.config import FusedConfig
 from iris.ops.hopper.all_gather_matmul import hopper_all_gather_matmul
@@ -29,6 +29,17 @@ MOST_CHUNKS, LEAST_CHUNK_BYTES = 4, 8 << 20
 # Blocks of a rank's tiles: what is sent has the time of one to arrive, and nothing hides what comes of the last one.
 # Few where the sums go to all ranks and the link is busier than the multiprocessors: below this depth, on H200.
 FEW_BLOCKS, MANY_BLOCKS, DEEP = 4, 16, 3300
+
+
+class Plan(NamedTuple):
+    """What of a launch is chosen by time, beside its configuration.
+
+    The ``last`` tiles are cut into ``splits`` along K; stores to peers are ``paced``.
+    """
+
+    splits: int = 1
+    last: int = 0
+    paced: bool = False
 
 
 def problem(call: Call, config: FusedConfig, size: int) -> str | None:
@@ -105,8 +116,24 @@ def gathered_rows(rows: int, depth: int, config: FusedConfig) -> int:
     return -(-rows // chunk) * chunk
 
 
+def needs(kind: tuple, call: Call, config: FusedConfig, plan: Plan, size: int, direct: bool) -> Needs:
+    """The workspace of a call, whose result peers store to where it is if ``direct``."""
+    M, N = config.block_size_m, config.block_size_n
+    (rows, depth), columns, dtype = call.a.shape, call.b.shape[1], call.out.dtype
+    split = (2 * plan.last, plan.last * (plan.splits - 1) * M * N)
+    kind = (*kind, plan)
+    if call.name == "all_gather_matmul":
+        chunks = -(-rows // chunk_rows(rows, depth, config))
+        return Needs(kind, size * chunks, size * gathered_rows(rows, depth, config) * depth, dtype, *split)
+    if call.name == "matmul_all_gather":
+        return Needs(kind, 0, 0 if direct else size * rows * columns, dtype, *split)
+    share = -(-rows // size)
+    result = rows * columns if call.name == "matmul_all_reduce" and not direct else 0
+    return Needs(kind, -(-share // M) * -(-columns // N), size * share * columns + result, dtype)
+
+
 def arguments(
-    call: Call, config: FusedConfig, buffers: Buffers, size: int, memory: Mapping, memory_places: Any,
+    call: Call, config: FusedConfig, plan: Plan, buffers: Buffers, size: int, memory: Mapping, memory_places: Any,
     result: torch.Tensor,
 ) -> tuple:  # fmt: skip
     """The kernel and all that it gets. ``result`` lies in ``memory``, if peers store it."""
@@ -116,16 +143,18 @@ def arguments(
     of_a, of_b, biased = by_columns(call.a), by_columns(call.b), call.bias is not None
     rank = memory.rank
     front = (buffers.context_tensor, buffers.counts)
+    blocks = (size, M, N, stages(call, config))
+    split, at = (buffers.partials, buffers.split_counts), (plan.splits, plan.last)
     if call.name == "all_gather_matmul":
         gathered = tensor_map(buffers.data.view(-1, depth), [M // 2, K])
-        numbers = (rows, chunk_rows(rows, depth, config), columns, depth, *result.stride())
-        tail = (size, M, N, stages(call, config), config.group_size_m, of_b, biased)
-        return hopper_all_gather_matmul, (*front, a, gathered, b, call.bias, result, *numbers, *tail)
-    blocks = (size, M, N, stages(call, config))
+        numbers = (rows, chunk_rows(rows, depth, config), columns, depth, *result.stride(), *at)
+        tail = (*blocks, plan.splits > 1, config.group_size_m, of_b, biased)
+        return hopper_all_gather_matmul, (*front, a, gathered, b, call.bias, result, *split, *numbers, *tail)
     if call.name == "matmul_all_gather":
         peers = peers_map(memory, result[rank * rows : (rank + 1) * rows], STRIP_SHAPE)
-        tail = (rows, columns, depth, *blocks, config.group_size_m, of_a, of_b, biased)
-        return hopper_matmul_all_gather, (*front, a, b, call.bias, peers, memory_places, *tail)
+        numbers = (rows, columns, depth, *at)
+        tail = (*blocks, plan.splits > 1, plan.paced, config.group_size_m, of_a, of_b, biased)
+        return hopper_matmul_all_gather, (*front, a, b, call.bias, peers, memory_places, *split, *numbers, *tail)
     share = -(-rows // size)
     parts = buffers.data[: size * share * columns].view(size, share, columns)
     block = [1, *STRIP_SHAPE]

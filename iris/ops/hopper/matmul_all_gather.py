@@ -1,7 +1,8 @@
 """out = the rows of every rank's A B, on every rank: the writer sends each tile to all ranks.
 
 Over the link, each rank: its ``[M, N]`` of the result to every peer, W - 1 times M N elements out, in one step. The
-sending of a tile goes on beside the product of the next one.
+sending of a tile goes on beside the product of the next one, and takes as long where there is the time
+(`iris.ops.hopper.pace`). The tiles of the last round may be split (`iris.ops.hopper.split_k`).
 """
 
 from triton.experimental import gluon
@@ -11,6 +12,7 @@ from iris.language.context import IrisDeviceCtx
 from iris.language.ordering import gluon_ordering
 from iris.ops.counts import gluon_counts
 from iris.ops.gemm import gluon_place
+from iris.ops.hopper.pace import at_once, for_tile, from_now
 from iris.ops.hopper.pipeline import (
     REGISTERS,
     WARPS,
@@ -21,7 +23,9 @@ from iris.ops.hopper.pipeline import (
     make_pipeline,
     multiply,
     send_products_to_all,
+    strips_of,
 )
+from iris.ops.hopper.split_k import Units
 
 await_bulk_stores = gluon_ordering.await_bulk_stores
 await_done, await_ready, begin, end, follow_predecessor = (
@@ -31,40 +35,45 @@ await_done, await_ready, begin, end, follow_predecessor = (
 
 
 @gluon.jit
-def load(pipeline, a, b, M, N, K, GROUP: gl.constexpr, BY_COLUMNS_A: gl.constexpr, BY_COLUMNS_B: gl.constexpr):
+def load(pipeline, units, a, b, M, N, K, GROUP: gl.constexpr, BY_COLUMNS_A: gl.constexpr, BY_COLUMNS_B: gl.constexpr):
     """The loader's part."""
     BLOCK_M: gl.constexpr = 2 * pipeline.products.shape[2]
     BLOCK_N: gl.constexpr = pipeline.products.shape[0] // 2 * pipeline.products.shape[3]
     tiles_m, tiles_n = gl.cdiv(M, BLOCK_M), gl.cdiv(N, BLOCK_N)
     step = 0
-    for number in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
-        pid_m, pid_n = gluon_place(number, tiles_m, tiles_n, GROUP)
-        step = load_tile(pipeline, a, b, pid_m * BLOCK_M, pid_n * BLOCK_N, K, step, BY_COLUMNS_A, BY_COLUMNS_B)
+    for number in range(gl.program_id(0), units.count(), gl.num_programs(0)):
+        tile, split, splits = units.at(number)
+        pid_m, pid_n = gluon_place(tile, tiles_m, tiles_n, GROUP)
+        row, column = pid_m * BLOCK_M, pid_n * BLOCK_N
+        step = load_tile(pipeline, a, b, row, column, K, split, splits, step, BY_COLUMNS_A, BY_COLUMNS_B)
 
 
 @gluon.jit
-def write(pipeline, ctx, counts, epoch, bias, peers, places, M, N, GROUP: gl.constexpr, BIASED: gl.constexpr):
+def write(pipeline, units, pace, ctx, counts, bias, peers, places, M, N, GROUP: gl.constexpr, BIASED: gl.constexpr):
     """The writer's part."""
     BLOCK_M: gl.constexpr = 2 * pipeline.products.shape[2]
     BLOCK_N: gl.constexpr = pipeline.products.shape[0] // 2 * pipeline.products.shape[3]
     tiles_m, tiles_n = gl.cdiv(M, BLOCK_M), gl.cdiv(N, BLOCK_N)
-    await_ready(ctx, counts, epoch)
+    await_ready(ctx, counts, units.epoch)
     done = 0
-    for number in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
-        pid_m, pid_n = gluon_place(number, tiles_m, tiles_n, GROUP)
-        await_products(pipeline, done)
-        if BIASED:
-            add_bias(pipeline, bias, pid_n * BLOCK_N, N)
-        send_products_to_all(
-            pipeline, ctx, peers, places, counts, pid_m * BLOCK_M, pid_n * BLOCK_N, M, N
-        )  # fmt: skip
-        free_products(pipeline)
-        done += 1
+    for number in range(gl.program_id(0), units.count(), gl.num_programs(0)):
+        tile, split, splits = units.at(number)
+        if split == splits - 1:
+            pid_m, pid_n = gluon_place(tile, tiles_m, tiles_n, GROUP)
+            row, column = pid_m * BLOCK_M, pid_n * BLOCK_N
+            await_products(pipeline, done)
+            pace = for_tile(pace, units, number, splits, strips_of(pipeline))
+            if BIASED:
+                add_bias(pipeline, bias, column, N)
+            send_products_to_all(pipeline, pace, ctx, peers, places, counts, row, column, M, N)
+            free_products(pipeline)
+            done += 1
     await_bulk_stores()
-    await_done(ctx, counts, epoch)
+    await_done(ctx, counts, units.epoch)
 
 
-@gluon.jit
+# A number of tiles may be 1, and is no constant then.
+@gluon.jit(do_not_specialize=["splits", "last"])
 def hopper_matmul_all_gather(
     context_tensor,
     counts,
@@ -73,30 +82,41 @@ def hopper_matmul_all_gather(
     bias,
     tensor_map_peers,
     places,
+    partials,
+    arrived,
     M,
     N,
     K,
+    splits,
+    last,
     W: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
+    SPLIT: gl.constexpr,
+    PACED: gl.constexpr,
     GROUP: gl.constexpr,
     BY_COLUMNS_A: gl.constexpr,
     BY_COLUMNS_B: gl.constexpr,
     BIASED: gl.constexpr,
 ):
-    """``tensor_map_peers``: this rank's ``[M, N]`` of the result on every rank, at ``places``, int32 ``[W]``."""
+    """``tensor_map_peers``: this rank's ``[M, N]`` of the result on every rank, at ``places``, int32 ``[W]``.
+
+    ``splits``, ``last``, ``partials``, ``arrived``: of tiles that are split (`iris.ops.hopper.split_k`).
+    """
     follow_predecessor()
     ctx = IrisDeviceCtx.initialize(context_tensor, num_ranks=W)
     epoch = begin(ctx, counts)
     pipeline = make_pipeline(tensor_map_a, tensor_map_b, tensor_map_peers.dtype, BLOCK_M, BLOCK_N, STAGES)
-    tiles = gl.cdiv(gl.cdiv(M, BLOCK_M) * gl.cdiv(N, BLOCK_N) - gl.program_id(0), gl.num_programs(0))
+    tiles = gl.cdiv(M, BLOCK_M) * gl.cdiv(N, BLOCK_N)
+    units = Units(tiles, splits, last, partials, arrived, epoch, SPLIT)
+    pace = from_now() if PACED else at_once()
     gl.warp_specialize(
         [
-            (multiply, (pipeline, ctx.tracing, tiles, K, 0, BY_COLUMNS_A, BY_COLUMNS_B)),
-            (multiply, (pipeline, ctx.tracing, tiles, K, 1, BY_COLUMNS_A, BY_COLUMNS_B)),
-            (write, (pipeline, ctx, counts, epoch, bias, tensor_map_peers, places, M, N, GROUP, BIASED)),
-            (load, (pipeline, tensor_map_a, tensor_map_b, M, N, K, GROUP, BY_COLUMNS_A, BY_COLUMNS_B)),
+            (multiply, (pipeline, ctx, units, K, 0, BY_COLUMNS_A, BY_COLUMNS_B)),
+            (multiply, (pipeline, ctx, units, K, 1, BY_COLUMNS_A, BY_COLUMNS_B)),
+            (write, (pipeline, units, pace, ctx, counts, bias, tensor_map_peers, places, M, N, GROUP, BIASED)),
+            (load, (pipeline, units, tensor_map_a, tensor_map_b, M, N, K, GROUP, BY_COLUMNS_A, BY_COLUMNS_B)),
         ],
         WARPS,
         REGISTERS,

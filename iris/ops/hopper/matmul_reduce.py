@@ -20,6 +20,7 @@ from iris.language.ordering import gluon_ordering
 from iris.ops.counts import ARRIVED, gluon_counts
 from iris.ops.gemm import gluon_place
 from iris.ops.hopper.landing import add_parts, make_landing
+from iris.ops.hopper.pace import at_once
 from iris.ops.hopper.pipeline import (
     REGISTERS,
     WARPS,
@@ -31,6 +32,7 @@ from iris.ops.hopper.pipeline import (
     send_products,
     send_products_to_all,
 )
+from iris.ops.hopper.split_k import whole_tiles
 
 await_bulk_stores, order_bulk_copies = gluon_ordering.await_bulk_stores, gluon_ordering.order_bulk_copies
 await_done, await_ready, begin, end, follow_predecessor = (
@@ -69,7 +71,7 @@ def tile_of(number, rank, W: gl.constexpr, tiles_m, tiles_n, BLOCKS: gl.constexp
 
 @gluon.jit
 def load(
-    pipeline, a, b, rank, W: gl.constexpr, share, N, K, BLOCKS: gl.constexpr, GROUP: gl.constexpr,
+    pipeline, units, a, b, rank, W: gl.constexpr, share, N, K, BLOCKS: gl.constexpr, GROUP: gl.constexpr,
     BY_COLUMNS_A: gl.constexpr, BY_COLUMNS_B: gl.constexpr,
 ):  # fmt: skip
     """The loader's part."""
@@ -77,15 +79,15 @@ def load(
     BLOCK_N: gl.constexpr = pipeline.products.shape[0] // 2 * pipeline.products.shape[3]
     tiles_m, tiles_n = gl.cdiv(share, BLOCK_M), gl.cdiv(N, BLOCK_N)
     step = 0
-    for number in range(gl.program_id(0), W * BLOCKS * gl.cdiv(tiles_m * tiles_n, BLOCKS), gl.num_programs(0)):
+    for number in range(gl.program_id(0), units.count(), gl.num_programs(0)):
         owner, _, pid_m, pid_n = tile_of(number, rank, W, tiles_m, tiles_n, BLOCKS, GROUP)
-        row = owner * share + pid_m * BLOCK_M
-        step = load_tile(pipeline, a, b, row, pid_n * BLOCK_N, K, step, BY_COLUMNS_A, BY_COLUMNS_B)
+        row, column = owner * share + pid_m * BLOCK_M, pid_n * BLOCK_N
+        step = load_tile(pipeline, a, b, row, column, K, 0, 1, step, BY_COLUMNS_A, BY_COLUMNS_B)
 
 
 @gluon.jit
 def write(
-    pipeline, landing, ctx, counts, epoch, parts, peers_parts, parts_places, bias, out, peers_out, out_places, M, N,
+    pipeline, units, landing, ctx, counts, parts, peers_parts, parts_places, bias, out, peers_out, out_places, M, N,
     share, stride_om, stride_on, BLOCKS: gl.constexpr, GROUP: gl.constexpr, SPREADS: gl.constexpr, BIASED: gl.constexpr,
 ):  # fmt: skip
     """The writer's part."""
@@ -94,9 +96,9 @@ def write(
     W: gl.constexpr = ctx.num_ranks
     rank = ctx.cur_rank
     tiles_m, tiles_n = gl.cdiv(share, BLOCK_M), gl.cdiv(N, BLOCK_N)
-    await_ready(ctx, counts, epoch)
+    await_ready(ctx, counts, units.epoch)
     done, fetched = 0, 0
-    for number in range(gl.program_id(0), W * BLOCKS * gl.cdiv(tiles_m * tiles_n, BLOCKS), gl.num_programs(0)):
+    for number in range(gl.program_id(0), units.count(), gl.num_programs(0)):
         owner, tile, pid_m, pid_n = tile_of(number, rank, W, tiles_m, tiles_n, BLOCKS, GROUP)
         row, column = pid_m * BLOCK_M, pid_n * BLOCK_N
         await_products(pipeline, done)
@@ -109,18 +111,18 @@ def write(
             await_bulk_stores()
             ctx.signal(counts + ARRIVED + tile, 1, owner, op="add")
         else:
-            ctx.wait(counts + ARRIVED + tile, epoch * (W - 1), cmp="reached")
+            ctx.wait(counts + ARRIVED + tile, units.epoch * (W - 1), cmp="reached")
             order_bulk_copies()
             rows = gl.minimum(share, M - rank * share)
             fetched = add_parts(pipeline, landing, parts, fetched, bias, out, rank, W, row, column, rows, N, stride_om,
                                 stride_on, SPREADS, BIASED)  # fmt: skip
             if SPREADS:
-                send_products_to_all(pipeline, ctx, peers_out, out_places, counts, row, column, rows, N)
+                send_products_to_all(pipeline, at_once(), ctx, peers_out, out_places, counts, row, column, rows, N)
             free_products(pipeline)
         done += 1
     if SPREADS:
         await_bulk_stores()
-        await_done(ctx, counts, epoch)
+        await_done(ctx, counts, units.epoch)
 
 
 # A number of rows may be 1, and is no constant then.
@@ -165,16 +167,16 @@ def hopper_matmul_reduce(
     epoch = begin(ctx, counts)
     landing = make_landing(tensor_map_parts)
     pipeline = make_pipeline(tensor_map_a, tensor_map_b, tensor_map_parts.dtype, BLOCK_M, BLOCK_N, STAGES)
-    in_all = W * BLOCKS * gl.cdiv(gl.cdiv(share, BLOCK_M) * gl.cdiv(N, BLOCK_N), BLOCKS)
-    tiles = gl.cdiv(in_all - gl.program_id(0), gl.num_programs(0))
+    tiles = W * BLOCKS * gl.cdiv(gl.cdiv(share, BLOCK_M) * gl.cdiv(N, BLOCK_N), BLOCKS)
+    units = whole_tiles(tiles, counts, epoch)
     gl.warp_specialize(
         [
-            (multiply, (pipeline, ctx.tracing, tiles, K, 0, BY_COLUMNS_A, BY_COLUMNS_B)),
-            (multiply, (pipeline, ctx.tracing, tiles, K, 1, BY_COLUMNS_A, BY_COLUMNS_B)),
-            (write, (pipeline, landing, ctx, counts, epoch, tensor_map_parts, tensor_map_peers, parts_places, bias, out,
+            (multiply, (pipeline, ctx, units, K, 0, BY_COLUMNS_A, BY_COLUMNS_B)),
+            (multiply, (pipeline, ctx, units, K, 1, BY_COLUMNS_A, BY_COLUMNS_B)),
+            (write, (pipeline, units, landing, ctx, counts, tensor_map_parts, tensor_map_peers, parts_places, bias, out,
                      tensor_map_out, out_places, M, N, share, stride_om, stride_on, BLOCKS, GROUP, SPREADS, BIASED)),
-            (load, (pipeline, tensor_map_a, tensor_map_b, ctx.cur_rank, W, share, N, K, BLOCKS, GROUP, BY_COLUMNS_A,
-                    BY_COLUMNS_B)),
+            (load, (pipeline, units, tensor_map_a, tensor_map_b, ctx.cur_rank, W, share, N, K, BLOCKS, GROUP,
+                    BY_COLUMNS_A, BY_COLUMNS_B)),
         ],
         WARPS,
         REGISTERS,

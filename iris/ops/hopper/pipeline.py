@@ -35,6 +35,8 @@ from iris.language.address import bytes_of
 from iris.language.context import aggregate
 from iris.language.ordering import LANES, gluon_ordering
 from iris.language.tracing import TraceEvent
+from iris.ops.hopper.pace import await_turn
+from iris.ops.hopper.split_k import add_up, hand_over, part_of_depth
 
 # Triton 3.6's names are other than 3.9's.
 fetch = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
@@ -114,8 +116,10 @@ def make_pipeline(a, b, element: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: g
 
 
 @gluon.jit
-def load_tile(pipeline, a, b, row, column, K, step, BY_COLUMNS_A: gl.constexpr, BY_COLUMNS_B: gl.constexpr):
-    """Fetch the rows of A from ``row`` on, and the columns of B from ``column`` on.
+def load_tile(
+    pipeline, a, b, row, column, K, split, splits, step, BY_COLUMNS_A: gl.constexpr, BY_COLUMNS_B: gl.constexpr
+):
+    """Fetch the rows of A from ``row`` on, and the columns of B from ``column`` on, in a part of K.
 
     ``step``: tiles of A and B that have been fetched so far; the new number is returned.
 
@@ -124,7 +128,8 @@ def load_tile(pipeline, a, b, row, column, K, step, BY_COLUMNS_A: gl.constexpr, 
     S: gl.constexpr = pipeline.tiles_b.shape[0]
     HALF: gl.constexpr = pipeline.products.shape[2]
     BLOCK_K: gl.constexpr = a.block_type.shape[0 if BY_COLUMNS_A else 1]
-    for k in range(0, K, BLOCK_K):
+    begin, end = part_of_depth(split, splits, K, BLOCK_K)
+    for k in range(begin, end, BLOCK_K):
         stage = step % S
         mbarrier.wait(pipeline.freed.index(stage), step // S & 1 ^ 1)
         full = pipeline.loaded.index(stage)
@@ -155,19 +160,44 @@ def leave(pipeline, panel: gl.constexpr, values):
 
 
 @gluon.jit
-def multiply(pipeline, tracing, tiles, K, HALF: gl.constexpr, BY_COLUMNS_A: gl.constexpr, BY_COLUMNS_B: gl.constexpr):
-    """A multiplier: one half of each of this program's ``tiles`` tiles."""
+def leave_all(pipeline, products, HALF: gl.constexpr):
+    """A multiplier's products, by panels, for loads and for TMA."""
+    PANELS: gl.constexpr = pipeline.products.shape[0] // 2
+    if PANELS == 1:
+        leave(pipeline, HALF, products)
+    elif PANELS == 2:
+        left, right = by_halves(products)
+        leave(pipeline, 2 * HALF, left)
+        leave(pipeline, 2 * HALF + 1, right)
+    else:
+        gl.static_assert(PANELS == 4, "a tile has 64, 128 or 256 columns")
+        left, right = by_halves(products)
+        first, second = by_halves(left)
+        third, fourth = by_halves(right)
+        leave(pipeline, 4 * HALF, first)
+        leave(pipeline, 4 * HALF + 1, second)
+        leave(pipeline, 4 * HALF + 2, third)
+        leave(pipeline, 4 * HALF + 3, fourth)
+    fence_async_shared()
+    block_barrier()
+
+
+@gluon.jit
+def multiply(pipeline, ctx, units, K, HALF: gl.constexpr, BY_COLUMNS_A: gl.constexpr, BY_COLUMNS_B: gl.constexpr):
+    """A multiplier: one half of each of this program's units."""
     S: gl.constexpr = pipeline.tiles_b.shape[0]
     ROWS: gl.constexpr = pipeline.products.shape[2]
     PANELS: gl.constexpr = pipeline.products.shape[0] // 2
     COLUMNS: gl.constexpr = PANELS * PANEL
     BLOCK_K: gl.constexpr = pipeline.tiles_a.shape[1 if BY_COLUMNS_A else 2]
     gl.static_assert(gl.num_warps() == 4, "a multiplier is a warp group")
-    step = 0
-    for tile in range(tiles):
-        work = tracing.record_event_start(TraceEvent.compute, pid_m=HALF, pid_n=tile)
+    step, done = 0, 0
+    for number in range(gl.program_id(0), units.count(), gl.num_programs(0)):
+        tile, split, splits = units.at(number)
+        begin, end = part_of_depth(split, splits, K, BLOCK_K)
+        work = ctx.tracing.record_event_start(TraceEvent.compute, pid_m=HALF, pid_n=tile)
         acc = gl.zeros([ROWS, COLUMNS], gl.float32, accumulator(COLUMNS))
-        for k in range(0, K, BLOCK_K):
+        for k in range(begin, end, BLOCK_K):
             stage = step % S
             mbarrier.wait(pipeline.loaded.index(stage), step // S & 1)
             left, right = pipeline.tiles_a.index(2 * stage + HALF), pipeline.tiles_b.index(stage)
@@ -178,37 +208,33 @@ def multiply(pipeline, tracing, tiles, K, HALF: gl.constexpr, BY_COLUMNS_A: gl.c
             product = warpgroup_mma(left, right, acc, is_async=True)
             # One product is always under way. The one before it is over, and so its stage can be filled again.
             acc = warpgroup_mma_wait(1, deps=[product])
-            mbarrier.arrive(pipeline.freed.index((step + S - 1) % S), count=1, pred=k > 0)
+            mbarrier.arrive(pipeline.freed.index((step + S - 1) % S), count=1, pred=k > begin)
             step += 1
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(pipeline.freed.index((step + S - 1) % S), count=1)
-        tracing.record_event_end(work)
-        mbarrier.wait(pipeline.emptied.index(0), tile & 1 ^ 1)
-        result = acc.to(pipeline.products.dtype)
-        if PANELS == 1:
-            leave(pipeline, HALF, result)
-        elif PANELS == 2:
-            left, right = by_halves(result)
-            leave(pipeline, 2 * HALF, left)
-            leave(pipeline, 2 * HALF + 1, right)
-        else:
-            gl.static_assert(PANELS == 4, "a tile has 64, 128 or 256 columns")
-            left, right = by_halves(result)
-            first, second = by_halves(left)
-            third, fourth = by_halves(right)
-            leave(pipeline, 4 * HALF, first)
-            leave(pipeline, 4 * HALF + 1, second)
-            leave(pipeline, 4 * HALF + 2, third)
-            leave(pipeline, 4 * HALF + 3, fourth)
-        fence_async_shared()
-        block_barrier()
-        mbarrier.arrive(pipeline.filled.index(0), count=1)
+        ctx.tracing.record_event_end(work)
+        if units.SPLIT:
+            if split < splits - 1:
+                hand_over(units, ctx, tile, split, acc, HALF)
+            elif splits > 1:
+                acc = add_up(units, ctx, tile, acc, HALF)
+        if split == splits - 1:
+            mbarrier.wait(pipeline.emptied.index(0), done & 1 ^ 1)
+            leave_all(pipeline, acc.to(pipeline.products.dtype), HALF)
+            mbarrier.arrive(pipeline.filled.index(0), count=1)
+            done += 1
 
 
 @gluon.jit
 def await_products(pipeline, tile):
     """The writer, before it reads the products of its tile number ``tile``."""
     mbarrier.wait(pipeline.filled.index(0), tile & 1)
+
+
+@gluon.jit
+def strips_of(pipeline):
+    """How many strips a tile has."""
+    return pipeline.products.shape[0] * (pipeline.products.shape[2] // STRIP)
 
 
 @gluon.jit
@@ -308,16 +334,21 @@ def send_products(pipeline, tracing, peers, place, like, rank, row, column, rows
 
 
 @gluon.jit
-def send_products_to_all(pipeline, ctx, peers, places, like, row, column, rows, N):
-    """The same to every rank, at its slice of ``places``; a strip goes to all peers at once, so that no two ranks are
-    likely to send to the same one. What stays here need not be waited for."""
+def send_products_to_all(pipeline, pace, ctx, peers, places, like, row, column, rows, N):
+    """The same to every rank, at its slice of ``places``, each strip when its turn comes (`iris.ops.hopper.pace`).
+
+    A strip goes to all peers at once, so that no two ranks are likely to send to the same one. What stays here need not
+    be waited for.
+    """
     W: gl.constexpr = ctx.num_ranks
+    TURNS: gl.constexpr = pipeline.products.shape[2] // STRIP
     moved = bytes_within(pipeline, row, column, rows, N)
     for first in gl.static_range(1, W, LANES):
         distances = first + lanes()
         event = ctx.tracing.begin_bulk("put", like, (ctx.cur_rank + distances) % W, moved, distances < W)
         for panel in range(pipeline.products.shape[0]):
-            for strip in gl.static_range(pipeline.products.shape[2] // STRIP):
+            for strip in gl.static_range(TURNS):
+                await_turn(pace, panel * TURNS + strip)
                 for distance in gl.static_range(first, min(first + LANES, W)):
                     place = gl.load(places + (ctx.cur_rank + distance) % W)
                     put_strip(pipeline, peers, place, row, column, panel, strip)
@@ -325,7 +356,7 @@ def send_products_to_all(pipeline, ctx, peers, places, like, row, column, rows, 
         ctx.tracing.record_event_end(event)
     place = gl.load(places + ctx.cur_rank)
     for panel in range(pipeline.products.shape[0]):
-        for strip in gl.static_range(pipeline.products.shape[2] // STRIP):
+        for strip in gl.static_range(TURNS):
             put_strip(pipeline, peers, place, row, column, panel, strip)
 
 
