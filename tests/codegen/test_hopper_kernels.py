@@ -60,8 +60,14 @@ def test_fused_operations(name, tile, by_columns, split):
     sends = name != "all_gather_matmul"
     assert ("cp.async.bulk.tensor.3d.global" in text) == ("cp.async.bulk.wait_group 0" in text) == sends
     assert ("fence.proxy.async;" in text) == (name != "matmul_all_gather")
-    # What stays here is stored 16 bytes at a time, and parts are fetched by TMA.
-    assert ("st.global.v4.b32" in text) == (name in ("all_gather_matmul", "matmul_reduce_scatter"))
+    # What stays here, and what a split hands over, is stored 16 bytes at a time, and parts are fetched by TMA.
+    split = split and "reduce" not in name
+    assert ("st.global.v4.b32" in text) == (name in ("all_gather_matmul", "matmul_reduce_scatter") or split)
+    # Each of 128 threads of a multiplier: its products of half a tile.
+    of_splits = tile[0] // 2 * tile[1] // 128 // 4
+    assert len(re.findall(r"ld\.global\.v4\.b32", text)) >= (2 * of_splits if split else 0)
+    assert not split or "global.v2" not in text
+    assert ("%clock64" in text) == (name == "matmul_all_gather" and not split)
     assert ("cp.async.bulk.tensor.3d.shared" in text) == ("reduce" in name)
     memory = [line for line in text.splitlines() if re.search(r"\b(ld|st|atom|red)\.(?!param|shared)|griddep", line)]
     assert ["griddepcontrol.wait" in line for line in memory] == [True] + [False] * (len(memory) - 1)

@@ -12,7 +12,7 @@ from iris.language.context import IrisDeviceCtx
 from iris.language.ordering import gluon_ordering
 from iris.ops.counts import gluon_counts
 from iris.ops.gemm import gluon_place
-from iris.ops.hopper.pace import at_once, for_tile, from_now
+from iris.ops.hopper.pace import at_once, until_next
 from iris.ops.hopper.pipeline import (
     REGISTERS,
     WARPS,
@@ -49,7 +49,10 @@ def load(pipeline, units, a, b, M, N, K, GROUP: gl.constexpr, BY_COLUMNS_A: gl.c
 
 
 @gluon.jit
-def write(pipeline, units, pace, ctx, counts, bias, peers, places, M, N, GROUP: gl.constexpr, BIASED: gl.constexpr):
+def write(
+    pipeline, units, ctx, counts, bias, peers, places, M, N, PACED: gl.constexpr, GROUP: gl.constexpr,
+    BIASED: gl.constexpr,
+):  # fmt: skip
     """The writer's part."""
     BLOCK_M: gl.constexpr = 2 * pipeline.products.shape[2]
     BLOCK_N: gl.constexpr = pipeline.products.shape[0] // 2 * pipeline.products.shape[3]
@@ -62,7 +65,7 @@ def write(pipeline, units, pace, ctx, counts, bias, peers, places, M, N, GROUP: 
             pid_m, pid_n = gluon_place(tile, tiles_m, tiles_n, GROUP)
             row, column = pid_m * BLOCK_M, pid_n * BLOCK_N
             await_products(pipeline, done)
-            pace = for_tile(pace, units, number, splits, strips_of(pipeline))
+            pace = until_next(pipeline.took, units, number, splits, strips_of(pipeline)) if PACED else at_once()
             if BIASED:
                 add_bias(pipeline, bias, column, N)
             send_products_to_all(pipeline, pace, ctx, peers, places, counts, row, column, M, N)
@@ -110,12 +113,11 @@ def hopper_matmul_all_gather(
     pipeline = make_pipeline(tensor_map_a, tensor_map_b, tensor_map_peers.dtype, BLOCK_M, BLOCK_N, STAGES)
     tiles = gl.cdiv(M, BLOCK_M) * gl.cdiv(N, BLOCK_N)
     units = Units(tiles, splits, last, partials, arrived, epoch, SPLIT)
-    pace = from_now() if PACED else at_once()
     gl.warp_specialize(
         [
-            (multiply, (pipeline, ctx, units, K, 0, BY_COLUMNS_A, BY_COLUMNS_B)),
-            (multiply, (pipeline, ctx, units, K, 1, BY_COLUMNS_A, BY_COLUMNS_B)),
-            (write, (pipeline, units, pace, ctx, counts, bias, tensor_map_peers, places, M, N, GROUP, BIASED)),
+            (multiply, (pipeline, ctx, units, K, 0, BY_COLUMNS_A, BY_COLUMNS_B, PACED)),
+            (multiply, (pipeline, ctx, units, K, 1, BY_COLUMNS_A, BY_COLUMNS_B, PACED)),
+            (write, (pipeline, units, ctx, counts, bias, tensor_map_peers, places, M, N, PACED, GROUP, BIASED)),
             (load, (pipeline, units, tensor_map_a, tensor_map_b, M, N, K, GROUP, BY_COLUMNS_A, BY_COLUMNS_B)),
         ],
         WARPS,

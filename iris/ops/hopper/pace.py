@@ -5,6 +5,10 @@ once holds up the loader's fetches behind it. Tiles are ready on all multiproces
 theirs at once, the link would be too slow for a while and the product stand still, and then the link would have nothing
 to do (docs/performance.md, "Fused operations"). So the strips of a tile leave by turns, evenly over the time until the
 next tile is ready. Behind a program's last tile there is no product to hold up, and they leave at once.
+
+The time is what the product of the tile has taken, by the first multiplier's clock, which leaves it in shared memory in
+front of the products. What the multiplier waited for behind it is not in it: strips that once came late would have
+those behind them take as long.
 """
 
 import triton
@@ -21,56 +25,45 @@ cycles = gluon_ordering.cycles
 SHARE = gl.constexpr(95)
 
 
+@gluon.constexpr_function
+def one_element(warps):
+    return gl.BlockedLayout([1], [32], [warps], [0])
+
+
+@gluon.jit
+def leave_time(took, time):
+    """A multiplier, in front of the products that took so many cycles."""
+    took.store(gl.full([1], 0, gl.int64, one_element(gl.num_warps())) + time)
+
+
 @aggregate
 class Pace:
-    """When strips are due, in cycles: the first of a tile at ``begin``, and one every ``step``; ``time``: a tile's.
-
-    Without `PACED` all are due at once.
-    """
+    """When strips are due: number n at ``begin`` + n ``step``, in cycles."""
 
     begin: gl.tensor
-    time: gl.tensor
     step: gl.tensor
     PACED: gl.constexpr
 
     @triton.constexpr_function
-    def __init__(self, begin, time, step, PACED):
+    def __init__(self, begin, step, PACED):
         self.begin = begin
-        self.time = time
         self.step = step
         self.PACED = gl.constexpr(PACED)
 
 
 @gluon.jit
 def at_once():
-    """For stores that nothing need go on beside, as where the link takes longer than the product."""
-    never = gl.to_tensor(0)
-    return Pace(never, never, never, False)
+    """For stores that nothing goes on beside, or that take longer than what does."""
+    return Pace(gl.to_tensor(0), gl.to_tensor(0), False)
 
 
 @gluon.jit
-def from_now():
-    """Before the first tile."""
-    now = cycles()
-    return Pace(now, now, now, True)
-
-
-@gluon.jit
-def for_tile(pace, units, number, splits, strips):
-    """Of unit ``number``, whose products are there, a tile in ``splits``: its ``strips`` are to go until the next unit.
-
-    A tile takes what the last one did. But where strips held that up, they would hold up this one as long if they took
-    their time from it: so it takes little more than the one before.
-    """
-    if pace.PACED:
-        now = cycles()
-        time = gl.minimum((now - pace.begin) * splits, pace.time + pace.time // 8)
-        following = number + gl.num_programs(0)
-        _, _, next_splits = units.at(following)
-        step = time // next_splits * SHARE // (100 * strips)
-        return Pace(now, time, gl.where(following < units.count(), step, 0), True)
-    else:
-        return pace
+def until_next(took, units, number, splits, strips):
+    """For the ``strips`` of unit ``number``, which is there, a tile in ``splits``: until the program's next unit is."""
+    following = number + gl.num_programs(0)
+    _, _, next_splits = units.at(following)
+    time = gl.sum(took.load(one_element(gl.num_warps())), axis=0) * splits // next_splits
+    return Pace(cycles(), gl.where(following < units.count(), time * SHARE // (100 * strips), 0), True)
 
 
 @gluon.jit

@@ -15,8 +15,8 @@ Four kinds of mbarrier (PTX ISA, "mbarrier") hand the memory on; phases alternat
 * ``loaded[s]``: the bytes of stage s are there. Completed by TMA, awaited by both multipliers.
 * ``freed[s]``: both multipliers have read stage s. A product is over when the group has waited for it, and only then
   does it arrive. Awaited by the loader; the ring is empty at first, which is as if phase 1 had been completed.
-* ``filled``: both halves of the products are in shared memory, for loads and for TMA: each group's stores and its fence
-  come before its barrier, and that before the arrival. Awaited by the writer.
+* ``filled``: both halves of the products are in shared memory, for loads and for TMA, and their time with them: each
+  group's stores and its fence come before its barrier, and that before the arrival. Awaited by the writer.
 * ``emptied``: the writer has read the products: its loads have their values at its barrier. Awaited by the multipliers.
 """
 
@@ -35,13 +35,13 @@ from iris.language.address import bytes_of
 from iris.language.context import aggregate
 from iris.language.ordering import LANES, gluon_ordering
 from iris.language.tracing import TraceEvent
-from iris.ops.hopper.pace import await_turn
+from iris.ops.hopper.pace import await_turn, leave_time
 from iris.ops.hopper.split_k import add_up, hand_over, part_of_depth
 
 # Triton 3.6's names are other than 3.9's.
 fetch = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 put = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
-await_bulk_stores, lanes = gluon_ordering.await_bulk_stores, gluon_ordering.lanes
+await_bulk_stores, cycles, lanes = gluon_ordering.await_bulk_stores, gluon_ordering.cycles, gluon_ordering.lanes
 block_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 # Of the second multiplier, the writer and the loader: warps, and registers a thread. A warp group has one number of
@@ -75,22 +75,24 @@ class Pipeline:
 
     Tiles of A lie by halves, of stage s in ``tiles_a[2 s]`` and ``tiles_a[2 s + 1]``. The products lie by panels of
     half a tile's rows and `PANEL` columns, the upper half's first, each in the shape in which TMA takes it to a rank:
-    ``[panels, 1, rows, PANEL]``.
+    ``[panels, 1, rows, PANEL]``. ``took[0]``: cycles of their product, where stores are paced.
     """
 
     tiles_a: gl.shared_memory_descriptor
     tiles_b: gl.shared_memory_descriptor
     products: gl.shared_memory_descriptor
+    took: gl.shared_memory_descriptor
     loaded: gl.shared_memory_descriptor
     freed: gl.shared_memory_descriptor
     filled: gl.shared_memory_descriptor
     emptied: gl.shared_memory_descriptor
 
     @triton.constexpr_function
-    def __init__(self, tiles_a, tiles_b, products, loaded, freed, filled, emptied):
+    def __init__(self, tiles_a, tiles_b, products, took, loaded, freed, filled, emptied):
         self.tiles_a = tiles_a
         self.tiles_b = tiles_b
         self.products = products
+        self.took = took
         self.loaded = loaded
         self.freed = freed
         self.filled = filled
@@ -105,6 +107,7 @@ def make_pipeline(a, b, element: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: g
         gl.allocate_shared_memory(a.dtype, [2 * STAGES, a.block_type.shape[0], a.block_type.shape[1]], a.layout),
         gl.allocate_shared_memory(b.dtype, [STAGES, b.block_type.shape[0], b.block_type.shape[1]], b.layout),
         gl.allocate_shared_memory(element, [2 * BLOCK_N // PANEL, 1, BLOCK_M // 2, PANEL], layout),
+        gl.allocate_shared_memory(gl.int64, [1], gl.SwizzledSharedLayout(1, 1, 1, order=[0])),
         barriers(STAGES, 1),
         barriers(STAGES, 2),
         barriers(1, 2),
@@ -183,7 +186,10 @@ def leave_all(pipeline, products, HALF: gl.constexpr):
 
 
 @gluon.jit
-def multiply(pipeline, ctx, units, K, HALF: gl.constexpr, BY_COLUMNS_A: gl.constexpr, BY_COLUMNS_B: gl.constexpr):
+def multiply(
+    pipeline, ctx, units, K, HALF: gl.constexpr, BY_COLUMNS_A: gl.constexpr, BY_COLUMNS_B: gl.constexpr,
+    PACED: gl.constexpr = False,
+):  # fmt: skip
     """A multiplier: one half of each of this program's units."""
     S: gl.constexpr = pipeline.tiles_b.shape[0]
     ROWS: gl.constexpr = pipeline.products.shape[2]
@@ -195,6 +201,7 @@ def multiply(pipeline, ctx, units, K, HALF: gl.constexpr, BY_COLUMNS_A: gl.const
     for number in range(gl.program_id(0), units.count(), gl.num_programs(0)):
         tile, split, splits = units.at(number)
         begin, end = part_of_depth(split, splits, K, BLOCK_K)
+        since = cycles() if PACED else 0
         work = ctx.tracing.record_event_start(TraceEvent.compute, pid_m=HALF, pid_n=tile)
         acc = gl.zeros([ROWS, COLUMNS], gl.float32, accumulator(COLUMNS))
         for k in range(begin, end, BLOCK_K):
@@ -213,6 +220,7 @@ def multiply(pipeline, ctx, units, K, HALF: gl.constexpr, BY_COLUMNS_A: gl.const
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(pipeline.freed.index((step + S - 1) % S), count=1)
         ctx.tracing.record_event_end(work)
+        took = cycles() - since if PACED else 0
         if units.SPLIT:
             if split < splits - 1:
                 hand_over(units, ctx, tile, split, acc, HALF)
@@ -220,6 +228,8 @@ def multiply(pipeline, ctx, units, K, HALF: gl.constexpr, BY_COLUMNS_A: gl.const
                 acc = add_up(units, ctx, tile, acc, HALF)
         if split == splits - 1:
             mbarrier.wait(pipeline.emptied.index(0), done & 1 ^ 1)
+            if PACED and HALF == 0:
+                leave_time(pipeline.took, took)
             leave_all(pipeline, acc.to(pipeline.products.dtype), HALF)
             mbarrier.arrive(pipeline.filled.index(0), count=1)
             done += 1
