@@ -57,7 +57,8 @@ def plan(call: Call, size: int, programs: int, config: FusedConfig) -> Plan:
         last = chunk * -(-call.b.shape[1] // config.block_size_n) if tiles > 2 * programs else tiles
     else:
         last = tiles % programs or min(tiles, programs)
-    most = min(MOST_SPLITS, -(-call.a.shape[1] // config.block_size_k))
+    # Two rounds of splits at most: more are not faster, and their products take memory.
+    most = min(MOST_SPLITS, -(-call.a.shape[1] // config.block_size_k), 2 * programs // last)
     plans = [Plan(), *(Plan(splits, last) for splits in range(2, most + 1))]
     if call.name == "matmul_all_gather":
         plans = [each._replace(paced=is_paced(call, size, programs, config, each)) for each in plans]

@@ -21,9 +21,6 @@ from iris.language.ordering import gluon_ordering
 
 cycles = gluon_ordering.cycles
 
-# Of the time until the next tile, in per cent: the last strips need some of it to arrive.
-SHARE = gl.constexpr(95)
-
 
 @gluon.constexpr_function
 def one_element(warps):
@@ -63,7 +60,7 @@ def until_next(took, units, number, splits, strips):
     following = number + gl.num_programs(0)
     _, _, next_splits = units.at(following)
     time = gl.sum(took.load(one_element(gl.num_warps())), axis=0) * splits // next_splits
-    return Pace(cycles(), gl.where(following < units.count(), time * SHARE // (100 * strips), 0), True)
+    return Pace(cycles(), gl.where(following < units.count(), time // strips, 0), True)
 
 
 @gluon.jit
