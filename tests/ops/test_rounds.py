@@ -42,9 +42,8 @@ def prepare(ctx, config):
 class Round:
     """The operands of all ranks in a round, other ones at each position, rank and round."""
 
-    def __init__(self, ctx, name, config):
+    def __init__(self, ctx, name, K=16):
         self.name, self.rank, self.size = name, ctx.cur_rank, ctx.num_ranks
-        K = 192 if config == "split" else 16
         rows = M * ctx.num_ranks if name == "matmul_reduce_scatter" else M
         positions = torch.arange(rows * K, device=ctx.device).view(rows, K)
         self.positions = [positions + rank * rows * K for rank in range(self.size)]
@@ -68,7 +67,7 @@ class Round:
 def play(ctx, name, config):
     on_gpu = ctx.device.type == "cuda"
     prepare(ctx, config)
-    data = Round(ctx, name, config)
+    data = Round(ctx, name, 192 if config == "split" else 16)
     out = ctx.zeros(*data.expected(0).shape, dtype=torch.bfloat16)
     wrong = torch.zeros((), dtype=torch.int64, device=ctx.device)
     for number in range(2000 if on_gpu else 3):
@@ -89,7 +88,7 @@ def test_rounds(ranks, name, config):
 def replay(ctx, name, config):
     """A graph of a call, whose input the graph itself makes from the number of the round."""
     prepare(ctx, config)
-    data = Round(ctx, name, config)
+    data = Round(ctx, name, 192 if config == "split" else 16)
     out = ctx.zeros(*data.expected(0).shape, dtype=torch.bfloat16)
     number = torch.zeros((), dtype=torch.int64, device=ctx.device)
     own = data.b[ctx.cur_rank]
