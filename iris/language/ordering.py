@@ -381,16 +381,12 @@ def make_ordering(jit: Callable, lang: ModuleType, translate) -> SimpleNamespace
 
     @jit
     def cycles():
-        """What the multiprocessor's own counter says: read in no time, and of no use on another multiprocessor."""
+        """What the multiprocessor's own counter says, of NVIDIA's: read in no time, and of no use on another one."""
         if in_simulator():
             return host_nanoseconds()
-        elif on_nvidia():
-            return lang.inline_asm_elementwise(
-                "mov.u64 $0, %clock64;", "=l,~{memory}", [], dtype=lang.int64, is_pure=False, pack=1
-            )
         else:
             return lang.inline_asm_elementwise(
-                "s_memtime $0\n\ts_waitcnt lgkmcnt(0)", "=s,~{memory}", [], dtype=lang.int64, is_pure=False, pack=1
+                "mov.u64 $0, %clock64;", "=l,~{memory}", [], dtype=lang.int64, is_pure=False, pack=1
             )
 
     @jit

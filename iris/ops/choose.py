@@ -102,10 +102,8 @@ def split_us(call: Call, config: FusedConfig, plan: Plan) -> float:
 
 def product_us(call: Call, size: int, programs: int, config: FusedConfig, plan: Plan) -> float:
     """Microseconds of all tiles: of whole rounds, and of those that are split."""
-    rounds, last_rounds = (
-        -(-(tiles_of(call, size, config) - plan.last) // programs),
-        -(-plan.last * plan.splits // programs),
-    )
+    rounds = -(-(tiles_of(call, size, config) - plan.last) // programs)
+    last_rounds = -(-plan.last * plan.splits // programs)
     return rounds * tile_us(call, config) + last_rounds * split_us(call, config, plan)
 
 

@@ -68,9 +68,10 @@ def test_stores_take_their_time_where_the_product_is_longer_than_they():
     assert not plan(call("matmul_all_gather", 4096, 14336, 4096), 4, PROGRAMS, WIDE).paced
 
 
-@pytest.mark.parametrize("name", OPERATIONS)
-@pytest.mark.parametrize("M", [4, 512, 1000, 8192, 50000])
-def test_no_split_is_without_a_part_of_k(name, M):
-    for depth in (64, 192, 8192):
-        found = plan(call(name, M, 8192, depth), 4, PROGRAMS, WIDE)
-        assert 1 <= found.splits <= -(-depth // WIDE.block_size_k) and 0 <= found.last
+@pytest.mark.parametrize("name", ["all_gather_matmul", "matmul_all_gather"])
+@pytest.mark.parametrize("depth, most", [(64, 1), (192, 3), (8192, 8)])
+def test_no_split_is_without_a_part_of_k(name, depth, most, monkeypatch):
+    monkeypatch.setattr("iris.ops.choose.SPLITTING", 0)
+    # 32 tiles: there are programs for four splits of each, and room for eight.
+    assert 1 <= plan(call(name, 512, 8192, depth), 4, PROGRAMS, WIDE).splits <= most
+    assert plan(call(name, 512, 8192, 192), 4, PROGRAMS, WIDE).splits == 3

@@ -8,6 +8,7 @@ from covering import sample
 from iris.ops import FusedConfig
 from iris.ops.hopper.arguments import Plan
 from iris.ops.operations import COPIED
+from ops.plans import planned
 
 RANKS = (1, 2, 3, 4, 5, 8) if EVERYTHING else (3,)
 OPERATIONS = ("all_gather_matmul", "matmul_all_gather", "matmul_reduce_scatter", "matmul_all_reduce")
@@ -109,11 +110,8 @@ def test_product(ranks, name, hopper):
 
 
 def check_split(ctx, plan, *case):
-    ctx.ops._plan = lambda call, config: plan
-    try:
+    with planned(ctx, plan):
         check(ctx, *case)
-    finally:
-        del ctx.ops._plan
 
 
 # Of four tiles and more: the last one, some, into as many splits as programs and more.

@@ -6,6 +6,7 @@ import torch
 from iris.ops import FusedConfig
 from iris.ops.hopper.arguments import Plan
 from iris.ops.operations import COPIED
+from ops.plans import planned
 
 GLUON = FusedConfig(use_gluon=True, block_size_m=128, block_size_n=64)
 CONFIGS = {
@@ -29,14 +30,6 @@ def digits(numbers):
         numbers = (numbers * factor) & 0xFFFFFFFF
         numbers = numbers ^ (numbers >> 15)
     return (numbers % 3 - 1).bfloat16()
-
-
-def prepare(ctx, config):
-    """Where tiles are to be split along K: all two of a rank's, each into three."""
-    if config == "split":
-        ctx.ops._plan = lambda call, config: Plan(3, 2, paced=True)
-    else:
-        ctx.ops.__dict__.pop("_plan", None)
 
 
 class Round:
@@ -64,9 +57,14 @@ class Round:
         return total.chunk(self.size)[self.rank] if self.name == "matmul_reduce_scatter" else total
 
 
+def with_its_plan(ctx, worker, name, config):
+    # All two tiles of a rank, each split into three.
+    with planned(ctx, Plan(3, 2, paced=True) if config == "split" else None):
+        worker(ctx, name, config)
+
+
 def play(ctx, name, config):
     on_gpu = ctx.device.type == "cuda"
-    prepare(ctx, config)
     data = Round(ctx, name, 192 if config == "split" else 16)
     out = ctx.zeros(*data.expected(0).shape, dtype=torch.bfloat16)
     wrong = torch.zeros((), dtype=torch.int64, device=ctx.device)
@@ -82,12 +80,11 @@ def play(ctx, name, config):
 
 @pytest.mark.parametrize("name, config", CASES)
 def test_rounds(ranks, name, config):
-    ranks.run(play, name, config)
+    ranks.run(with_its_plan, play, name, config)
 
 
 def replay(ctx, name, config):
     """A graph of a call, whose input the graph itself makes from the number of the round."""
-    prepare(ctx, config)
     data = Round(ctx, name, 192 if config == "split" else 16)
     out = ctx.zeros(*data.expected(0).shape, dtype=torch.bfloat16)
     number = torch.zeros((), dtype=torch.int64, device=ctx.device)
@@ -114,4 +111,4 @@ def replay(ctx, name, config):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="graphs are for GPUs")
 @pytest.mark.parametrize("name, config", CASES)
 def test_replays(ranks, name, config):
-    ranks.run(replay, name, config)
+    ranks.run(with_its_plan, replay, name, config)

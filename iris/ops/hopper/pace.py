@@ -6,9 +6,10 @@ theirs at once, the link would be too slow for a while and the product stand sti
 to do (docs/performance.md, "Fused operations"). So the strips of a tile leave by turns, evenly over the time until the
 next tile is ready. Behind a program's last tile there is no product to hold up, and they leave at once.
 
-The time is what the product of the tile has taken, by the first multiplier's clock, which leaves it in shared memory in
-front of the products. What the multiplier waited for behind it is not in it: strips that once came late would have
-those behind them take as long.
+The time is what the product of the tile has taken, by the first multiplier's clock. The multiplier leaves it in shared
+memory in front of the products, when the writer has emptied these of the last tile, and so has read its time. What the
+multiplier waited for behind the product is not in it: strips that once came late would have those behind them take as
+long.
 """
 
 import triton

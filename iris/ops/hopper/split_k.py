@@ -10,7 +10,8 @@ order of splits, the last one first: the same bits in every call. To and from th
 
 Why nobody waits in a circle: the splits that one waits for come earlier in the order of units, and every program goes
 through its units in that order. Why ``partials`` may be written again: the call before is over, as launches of a stream
-follow each other, and only one stream uses them.
+follow each other, and only one stream uses them. ``arrived`` is never reset: each call adds ``splits`` - 1 to it, so at
+that many times the epoch everything of this call is there, and nothing of the next one.
 """
 
 import triton
