@@ -23,9 +23,9 @@ FLAGS = "flags of device_barrier()"
 def _barrier_kernel(context_tensor, flags):
     # The kernels before this one are complete then, since streams run in order; the barrier's release is cumulative
     # over them, its acquire comes before the kernels behind it.
+    ctx = DeviceContext.initialize(context_tensor)
     follow_predecessor()
     admit_successor()
-    ctx = DeviceContext.initialize(context_tensor)
     ctx.barrier(flags)
 
 

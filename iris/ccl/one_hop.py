@@ -17,6 +17,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from iris.ccl.queue import gluon_queue, triton_queue
+from iris.language.address import gluon_translate, triton_translate
 from iris.language.context import DeviceContext, IrisDeviceCtx
 from iris.language.ordering import gluon_ordering, triton_ordering
 from iris.language.stamped import gluon_stamped, triton_stamped
@@ -43,7 +44,7 @@ def channel_bytes(size: int, block: int) -> tuple[int, int]:
     return blocks * RANKS.value * 4, 2 * blocks * size * block * 8
 
 
-def make_one_hop(jit, lang, queue, stamped, order, Context):
+def make_one_hop(jit, lang, move, queue, stamped, order, Context):
     """The kernel in the language that ``(jit, lang)`` stand for."""
     flat, keep = queue.flat, order.keep
     follow_predecessor, admit_successor = order.follow_predecessor, order.admit_successor
@@ -78,10 +79,10 @@ def make_one_hop(jit, lang, queue, stamped, order, Context):
         ROOTED: tl.constexpr,
     ):
         """``BLOCKS``: that a slot has room for. ``ROOTED``: only ``root`` has a piece to send."""
-        follow_predecessor()
-        admit_successor()
         ctx = Context.initialize(context_tensor, num_ranks=W)
         rank = ctx.cur_rank
+        follow_predecessor()
+        admit_successor()
         # Elements of a word: the data may lie at any multiple of their size.
         PACKED: tl.constexpr = WORD_BYTES // (input.dtype.element_ty.primitive_bitwidth // 8)
         BITS: tl.constexpr = input.dtype.element_ty.primitive_bitwidth
@@ -90,6 +91,8 @@ def make_one_hop(jit, lang, queue, stamped, order, Context):
         for unit in range(lang.program_id(0), units, lang.num_programs(0)):
             b = unit // W
             to = (rank + unit % W) % W
+            # With the other loads, and not behind them.
+            base = lang.load(ctx.table + to)
             epoch = lang.load(epochs + b * RANKS + unit % W) + 1
             word = lang.zeros_like(i)
             for j in lang.static_range(PACKED):
@@ -113,7 +116,7 @@ def make_one_hop(jit, lang, queue, stamped, order, Context):
                 if ROOTED:
                     needed = needed & ((rank == root) | (i < REPLY))
                 event = ctx.tracing.begin_move("store", slot + i, to, needed)
-                send_stamped(ctx.translate(slot, to) + i, word, epoch, needed | ((epoch & 0xFFFF) < 2))
+                send_stamped(move(slot, ctx.base, base) + i, word, epoch, needed | ((epoch & 0xFFFF) < 2))
                 ctx.tracing.record_event_end(event)
         for unit in range(lang.program_id(0), units, lang.num_programs(0)):
             b = unit // W
@@ -140,5 +143,7 @@ def make_one_hop(jit, lang, queue, stamped, order, Context):
     return one_hop
 
 
-triton_one_hop = make_one_hop(triton.jit, tl, triton_queue, triton_stamped, triton_ordering, DeviceContext)
-gluon_one_hop = make_one_hop(gluon.jit, gl, gluon_queue, gluon_stamped, gluon_ordering, IrisDeviceCtx)
+triton_one_hop = make_one_hop(
+    triton.jit, tl, triton_translate, triton_queue, triton_stamped, triton_ordering, DeviceContext
+)
+gluon_one_hop = make_one_hop(gluon.jit, gl, gluon_translate, gluon_queue, gluon_stamped, gluon_ordering, IrisDeviceCtx)

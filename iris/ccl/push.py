@@ -29,7 +29,8 @@ from iris.ccl.queue import gluon_queue, triton_queue
 from iris.language.address import gluon_translate, triton_translate
 from iris.language.context import DeviceContext, IrisDeviceCtx
 from iris.language.ordering import WAIT_LIMIT_NS, gluon_ordering, triton_ordering
-from iris.language.stamped import gluon_stamped, triton_stamped
+from iris.language.stamped import elements_per_word, gluon_stamped, triton_stamped, word_type
+from iris.language.target import threads_per_warp
 
 # Bytes that a block's parts have together, at most; the parts of W ranks are powers of two.
 BLOCK_BYTES = 8192
@@ -42,7 +43,8 @@ AHEAD = tl.constexpr(1)
 
 def part_bytes(size: int, share: int, programs: int) -> int:
     """Bytes of a block that belong to one of ``size`` ranks, where a rank adds up ``share`` bytes with ``programs``."""
-    most = max(16, BLOCK_BYTES // (1 << (size - 1).bit_length()))
+    # A word of 4 bytes for each thread of a warp, which polls one of its own (`iris.language.stamped`).
+    most = max(4 * threads_per_warp(), BLOCK_BYTES // (1 << (size - 1).bit_length()))
     part = min(WARP_BYTES, most)
     while part < most and part * programs < share:
         part *= 2
@@ -58,44 +60,51 @@ def make_push(jit, lang, move, queue, stamped, order, combining, Context):
     """Both kernels, and what they are made of, in the language that ``(jit, lang)`` stand for."""
     flat, combine, conclude = queue.flat, combining.combine, combining.conclude
     send_marked, receive_marked, clear_marked = stamped.send_marked, stamped.receive_marked, stamped.clear_marked
+    words_at, awaited, absent, unmark = stamped.words_at, stamped.awaited, stamped.absent, stamped.unmark
     reread, nanoseconds, expired, note_absent = order.reread, order.nanoseconds, order.expired, stamped.note_absent
     follow_predecessor, admit_successor, keep = order.follow_predecessor, order.admit_successor, order.keep
 
     @jit
-    def add_up(parts, own, i, mask, rank, W: tl.constexpr, PART: tl.constexpr, OP: tl.constexpr, record):
-        """Wait for every rank's part and combine them in the order of ranks, ``own`` in its place.
+    def add_up(parts, own, k, count, rank, W: tl.constexpr, PART: tl.constexpr, OP: tl.constexpr, record):
+        """Wait for the first ``count`` elements of every rank's part and combine them in the order of ranks.
 
-        All parts are read in each round of polling, so that their loads are under way together.
+        ``own`` is the caller's; ``k``: numbers of all words of a part. All parts are read in each round of polling, so
+        that their loads are under way together: also what is beyond ``count``, as a mask would take the words apart.
         """
         element: tl.constexpr = own.dtype
         ACC: tl.constexpr = accumulator(element)
+        WORDS: tl.constexpr = PART // elements_per_word(element)
+        begins, bits = words_at(parts, element), awaited(k, count, element)
         if WAIT_LIMIT_NS > 0:
             since = nanoseconds(record)
-        total = lang.cast(own, ACC)
+        words = ()
+        for _s in lang.static_range(W):
+            words += (bits * 0,)
         missing = 1
         while missing > 0:
-            absent = i * 0
+            words = ()
             for s in lang.static_range(W):
-                here = mask & (rank != s)
-                wire = reread(parts + (s * PART + i), here)
-                absent = absent | lang.cast(here & (wire == 0), lang.int32)
-                value = lang.cast(lang.cast(wire ^ -1, element, bitcast=True), ACC)
-                value = lang.where(rank == s, lang.cast(own, ACC), value)
-                if s == 0:
-                    total = value
-                else:
-                    total = combine(total, value, OP)
-            missing = lang.max(absent, axis=0)
+                words += (reread(begins + (s * WORDS + k), (k < WORDS) & (rank != s)),)
+            late = bits * 0
+            for s in lang.static_range(W):
+                late = late | lang.where(rank == s, 0, absent(words[s], bits, element))
+            missing = lang.max(lang.cast(late != 0, lang.int32), axis=0)
             if WAIT_LIMIT_NS > 0:
                 if missing > 0:
                     if expired(record, since):
-                        late = lang.cast(0, lang.int64)
+                        ranks = lang.cast(0, lang.int64)
                         for s in lang.static_range(W):
-                            here = mask & (rank != s)
-                            none = here & (reread(parts + (s * PART + i), here) == 0)
-                            late = late | (lang.cast(lang.max(lang.cast(none, lang.int32), axis=0), lang.int64) << s)
-                        note_absent(parts + i, mask, 0, late, record)
+                            none = (rank != s) & (absent(words[s], bits, element) != 0)
+                            ranks = ranks | (lang.cast(lang.max(lang.cast(none, lang.int32), axis=0), lang.int64) << s)
+                        note_absent(begins + k, bits != 0, 0, ranks, record)
                         missing = missing * 0
+        total = lang.cast(own, ACC)
+        for s in lang.static_range(W):
+            value = lang.where(rank == s, lang.cast(own, ACC), lang.cast(unmark(words[s], element, own), ACC))
+            if s == 0:
+                total = value
+            else:
+                total = combine(total, value, OP)
         return conclude(total, element, W, OP)
 
     @jit
@@ -139,14 +148,14 @@ def make_push(jit, lang, move, queue, stamped, order, combining, Context):
 
         ``send_step``: from what one rank wants to what the next one wants; 0 if all want the `SAME`.
         """
+        ctx = Context.initialize(context_tensor, num_ranks=W)
+        rank, bases = ctx.cur_rank, peers(ctx, W)
         follow_predecessor()
         admit_successor()
-        ctx = Context.initialize(context_tensor, num_ranks=W)
-        rank = ctx.cur_rank
         element: tl.constexpr = input.dtype.element_ty
         i = flat(PART, element)
         j = flat(RANKS * PART, element)
-        bases = peers(ctx, W)
+        words = flat(PART // elements_per_word(element), word_type(element))
         first, stride = lang.program_id(0), lang.num_programs(0)
         steps = ((n + PART - 1) // PART - first + stride - 1) // stride
         for step in range(0, steps + AHEAD):
@@ -173,7 +182,7 @@ def make_push(jit, lang, move, queue, stamped, order, combining, Context):
                 own = lang.load(input + lang.cast(rank, lang.int64) * send_step + k, mask=k < n)
                 parts = region(slots, most, block, epoch, W * PART)
                 event = ctx.tracing.begin_wait_for_data(parts, rank)
-                total = add_up(parts, own, i, k < n, rank, W, PART, OP, ctx._record())
+                total = add_up(parts, own, words, n - block * PART, rank, W, PART, OP, ctx._record())
                 ctx.tracing.record_event_end(event)
                 lang.store(output + k, total, mask=k < n)
                 leave(slots, epochs, most, block, epoch, j, rank, W, PART, 1)
@@ -192,14 +201,15 @@ def make_push(jit, lang, move, queue, stamped, order, combining, Context):
         PART: tl.constexpr,
         OP: tl.constexpr,
     ):
+        ctx = Context.initialize(context_tensor, num_ranks=W)
+        rank, bases = ctx.cur_rank, peers(ctx, W)
         follow_predecessor()
         admit_successor()
-        ctx = Context.initialize(context_tensor, num_ranks=W)
-        rank = ctx.cur_rank
         element: tl.constexpr = input.dtype.element_ty
+        WORDS: tl.constexpr = PART // elements_per_word(element)
         i = flat(PART, element)
         j = flat(RANKS * PART, element)
-        bases = peers(ctx, W)
+        words, all_words = flat(WORDS, word_type(element)), flat(RANKS * WORDS, word_type(element))
         first, stride = lang.program_id(0), lang.num_programs(0)
         steps = ((n + W * PART - 1) // (W * PART) - first + stride - 1) // stride
         for step in range(0, steps + 2 * AHEAD):
@@ -221,7 +231,7 @@ def make_push(jit, lang, move, queue, stamped, order, combining, Context):
                 k = (block * W + rank) * PART + i
                 own = lang.load(input + k, mask=k < n)
                 event = ctx.tracing.begin_wait_for_data(parts, rank)
-                total = add_up(parts, own, i, k < n, rank, W, PART, OP, ctx._record())
+                total = add_up(parts, own, words, n - (block * W + rank) * PART, rank, W, PART, OP, ctx._record())
                 ctx.tracing.record_event_end(event)
                 lang.store(output + k, total, mask=k < n)
                 for distance in lang.static_range(1, W):
@@ -235,11 +245,15 @@ def make_push(jit, lang, move, queue, stamped, order, combining, Context):
                 # The sums lie beside each other as they do in the output.
                 there = (j < W * PART) & (j // PART != rank) & (k < n)
                 sums = region(slots, most, block, epoch, 2 * W * PART) + W * PART
-                words, place = sums + j, output + k
+                sources = all_words // WORDS
+                others = (sources < W) & (sources != rank)
+                bits = lang.where(others, awaited(all_words, n - block * W * PART, element), 0)
                 event = ctx.tracing.begin_wait_for_data(sums, rank)
-                total = receive_marked(words, element, there, j // PART, ctx._record())
+                total = receive_marked(
+                    words_at(sums, element) + all_words, others, bits, element, j, sources, ctx._record()
+                )
                 ctx.tracing.record_event_end(event)
-                lang.store(place, total, mask=there)
+                lang.store(output + k, total, mask=there)
                 leave(slots, epochs, most, block, epoch, j, rank, W, PART, 2)
 
     return SimpleNamespace(one_shot=one_shot, two_shot=two_shot, add_up=add_up, peers=peers, region=region)

@@ -143,6 +143,8 @@ def make_ordering(jit: Callable, lang: ModuleType, translate) -> SimpleNamespace
     def follow_predecessor():
         """First of all in kernels that `iris.launch.prepare` launches; in others it does nothing.
 
+        Only what no launch ever writes may be read before: a device context, and where the heaps of the peers begin.
+
         Such a kernel may begin while the launch before it on the stream ends, and waits here until that is over and its
         memory operations have been performed; what follows is in order as after any launch, and the time that a launch
         takes is hidden. The next one waits for this kernel alone, so no program of it may skip this. (PTX ISA,

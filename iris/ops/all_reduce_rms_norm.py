@@ -25,7 +25,7 @@ from iris.ccl.push import SLOTS, triton_push
 from iris.language.address import triton_translate
 from iris.language.context import DeviceContext
 from iris.language.ordering import triton_ordering
-from iris.language.stamped import triton_stamped
+from iris.language.stamped import elements_per_word, triton_stamped
 
 add_up, peers, region = triton_push.add_up, triton_push.peers, triton_push.region
 follow_predecessor, admit_successor, keep = (
@@ -34,6 +34,7 @@ follow_predecessor, admit_successor, keep = (
 clear_marked, receive_marked, send_marked = (
     triton_stamped.clear_marked, triton_stamped.receive_marked, triton_stamped.send_marked,
 )  # fmt: skip
+awaited, words_at = triton_stamped.awaited, triton_stamped.words_at
 receive_stamped, send_stamped = triton_stamped.receive_stamped, triton_stamped.send_stamped
 
 # Rows that a program of the two-shot kernel sends before it waits for the first of them.
@@ -116,13 +117,12 @@ def one_shot_rms_norm(
 
     ``EARLY``: there is room for the next launch beside this one.
     """
+    ctx = DeviceContext.initialize(context_tensor, num_ranks=W)
+    rank, bases = ctx.cur_rank, peers(ctx, W)
     follow_predecessor()
     if EARLY:
         admit_successor()
-    ctx = DeviceContext.initialize(context_tensor, num_ranks=W)
-    rank = ctx.cur_rank
-    bases = peers(ctx, W)
-    i = tl.arange(0, PIECE)
+    i, words = tl.arange(0, PIECE), tl.arange(0, PIECE // elements_per_word(input.dtype.element_ty))
     for unit in range(tl.program_id(0), rows * PIECES, tl.num_programs(0)):
         row, piece = unit // PIECES, unit % PIECES
         columns = piece * PIECE + i
@@ -140,7 +140,7 @@ def one_shot_rms_norm(
             send_marked(to + i, own, inside)
             ctx.tracing.record_event_end(event)
         event = ctx.tracing.begin_wait_for_data(parts, rank)
-        total = add_up(parts, own, i, inside, rank, W, PIECE, "sum", ctx._record())
+        total = add_up(parts, own, words, H - piece * PIECE, rank, W, PIECE, "sum", ctx._record())
         ctx.tracing.record_event_end(event)
         x = tl.where(inside, total.to(tl.float32), 0) + added.to(tl.float32)
         gain = gain.to(tl.float32)
@@ -193,13 +193,15 @@ def two_shot_rms_norm(
     A row's region is ``[2, W, PART]``: parts, then sums, which lie there as they do in the row. The own sum too, so
     that all of the row is read from there.
     """
+    ctx = DeviceContext.initialize(context_tensor, num_ranks=W)
+    rank, bases = ctx.cur_rank, peers(ctx, W)
     follow_predecessor()
     if EARLY:
         admit_successor()
-    ctx = DeviceContext.initialize(context_tensor, num_ranks=W)
-    rank = ctx.cur_rank
-    bases = peers(ctx, W)
+    element: tl.constexpr = input.dtype.element_ty
+    E: tl.constexpr = elements_per_word(element)
     i, j = tl.arange(0, BLOCK), tl.arange(0, ROW)
+    words, all_words = tl.arange(0, BLOCK // E), tl.arange(0, ROW // E)
     here = i < PART
     first, stride = tl.program_id(0), tl.num_programs(0)
     inside = j < H
@@ -232,7 +234,7 @@ def two_shot_rms_norm(
             mask = here & (k < H)
             own = tl.load(input + row.to(tl.int64) * H + k, mask=mask)
             event = ctx.tracing.begin_wait_for_data(parts, rank)
-            total = add_up(parts, own, i, mask, rank, W, PART, "sum", ctx._record())
+            total = add_up(parts, own, words, tl.minimum(H - rank * PART, PART), rank, W, PART, "sum", ctx._record())
             ctx.tracing.record_event_end(event)
             sums = parts + (W + rank) * PART
             send_marked(sums + i, total, mask)
@@ -244,7 +246,10 @@ def two_shot_rms_norm(
             epoch = tl.load(epochs + done)
             sums = region(slots, room, done, epoch, 2 * W * PART) + W * PART
             event = ctx.tracing.begin_wait_for_data(sums, rank)
-            total = receive_marked(sums + j, input.dtype.element_ty, inside, j // PART, ctx._record())
+            total = receive_marked(
+                words_at(sums, element) + all_words, all_words < W * PART // E, awaited(all_words, H, element),
+                element, j, all_words // (PART // E), ctx._record(),
+            )  # fmt: skip
             ctx.tracing.record_event_end(event)
             x = tl.where(inside, total.to(tl.float32), 0) + added.to(tl.float32)
             peak = tl.max(tl.abs(x * gain), axis=0) if BY_ROW else 0.0

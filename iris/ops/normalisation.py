@@ -24,7 +24,7 @@ SMALLEST_PIECE = 256
 MOST_COLUMNS = 32768
 MOST_WARPS = 8
 # Rows below which one shot is quicker where an all-reduce would take two: in two a row has one program.
-FEW_ROWS = 64
+FEW_ROWS = 32
 # Registers of a thread, on NVIDIA: a multiprocessor of these has room for 16 warps (CUDA C++ Programming Guide,
 # "Compute Capabilities": 65536 registers). Programs wait for peers, so when a rank has begun a call on one stream and
 # another rank a call on another, there must be room for both: a launch has half of the warps; or a third, if the next
@@ -143,8 +143,9 @@ class AllReduceRmsNorm:
         """A function that enqueues calls like this one."""
         comm, room, itemsize = self._context.ccl.communicator(), power_of_two(call.rows), call.input.itemsize
         threads = threads_per_warp()
-        # At least as many elements as a warp has threads: each polls one of its own (`iris.language.stamped`).
-        columns = max(threads, power_of_two(call.columns))
+        # At least as many words as a warp has threads: each polls one of its own (`iris.language.stamped`).
+        fewest = threads * max(1, 4 // itemsize)
+        columns = max(fewest, power_of_two(call.columns))
         variant = choose_variant(comm.table, comm.size, room, room * call.columns * itemsize)
         pieces = 1
         if variant == "one_shot":
@@ -156,14 +157,15 @@ class AllReduceRmsNorm:
         else:
             # Parts begin at multiples of 16 bytes.
             part = -(-call.columns // (8 * comm.size)) * 8
-            polled = max(threads, power_of_two(part))
+            polled = max(fewest, power_of_two(part))
             kernel, region = two_shot_rms_norm, 2 * comm.size * part
         units = room * pieces
         slot_bytes = -(-SLOTS.value * units * region * itemsize // 16) * 16
         if variant not in PUSHES or slot_bytes > comm.workspace.size // SHARE_OF_WORKSPACE:
             return self._behind_all_reduce(call)
-        # 16 bytes a thread of what is polled, or 32 of a row if each thread still polls an element.
-        share = polled * itemsize // 16 if variant == "one_shot" else min(columns * itemsize // 32, polled)
+        # 16 bytes a thread of what is polled, or 32 of a row if each thread still polls a word.
+        by_words = polled * itemsize // 4
+        share = by_words // 4 if variant == "one_shot" else min(columns * itemsize // 32, by_words)
         warps = max(1, min(MOST_WARPS, share // threads))
         # Pieces of a row are under way together, so these programs are as many as there are pieces.
         while pieces > 1 and warps > 1 and units * warps > WARPS * comm.num_sms and self._on_gpu:
