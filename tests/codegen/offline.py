@@ -67,10 +67,15 @@ class Compiled:
     """A kernel's generated code: ``text`` in the target's assembly, ``ttgir`` before that; bytes of shared memory."""
 
     def __init__(self, asm, shared):
+        self._asm = asm
         self.text = asm.get("ptx") or asm["amdgcn"]
         self.ttgir = asm["ttgir"]
         self.is_ptx = "ptx" in asm
         self.shared = shared
+
+    def instructions(self):
+        """Those that an NVIDIA GPU runs, in their order: its own assembler moves what PTX has."""
+        return [line for line in self._asm["sass"].splitlines() if line.rstrip().endswith(";")]
 
     def operations(self):
         """The memory operations, fences and block barriers, in the order of the text."""

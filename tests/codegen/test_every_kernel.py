@@ -14,6 +14,7 @@ from codegen.offline import TARGETS, compile_for, targets_by_turns
 from codegen.operations import is_barrier, is_data, releases
 from iris.ccl.atomic import gluon_atomic, triton_atomic
 from iris.ccl.one_hop import gluon_one_hop, triton_one_hop
+from iris.ccl.push import gluon_one_shot, triton_one_shot
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -184,6 +185,15 @@ def test_words_of_a_broadcast_travel_two_at_a_time(kernel):
     code = compile_for("sm_90", kernel, *[arguments[name] for name in kernel.arg_names]).text
     assert "st.global.v2.b64" in code and "ld.volatile.global.v2.b64" in code
     assert not re.search(r"st\.global\.b64|ld\.volatile\.global\.b64", code)
+
+
+@pytest.mark.parametrize("kernel", [triton_one_shot, gluon_one_shot])
+def test_parts_of_all_ranks_are_under_way_together(kernel):
+    arguments = ARGUMENTS | COLLECTIVES | ELEMENTS["push"] | {"PART": 256}
+    code = compile_for("sm_90", kernel, *[arguments[name] for name in kernel.arg_names], num_warps=1).instructions()
+    loads = [i for i, line in enumerate(code) if "LDG.E.128.STRONG" in line]
+    # Between the loads of the first and of the last part nothing waits for one: there is not room for what would.
+    assert len(loads) == arguments["W"] and loads[-1] - loads[0] < 16, "\n".join(code[loads[0] : loads[-1]])
 
 
 def test_no_kernel_is_missing():
