@@ -261,7 +261,7 @@ def test_misuse(ranks):
 
 @pytest.mark.parametrize(
     "size, rows, kibibytes, expected",
-    [(1, 512, 1 << 20, "one_shot"), (4, 8, 128, "one_shot"), (4, 63, 1024, "one_shot"), (4, 64, 1024, "two_shot_push"),
+    [(1, 512, 1 << 20, "one_shot"), (4, 8, 128, "one_shot"), (4, 31, 1024, "one_shot"), (4, 32, 1024, "two_shot_push"),
      (4, 8, 1 << 20, "two_shot"), (4, 512, 1 << 20, "two_shot")],
 )  # fmt: skip
 def test_few_long_rows_take_one_step_where_an_all_reduce_takes_two(size, rows, kibibytes, expected):
