@@ -28,7 +28,8 @@ from iris.ccl.combine import accumulator, gluon_combine, triton_combine
 from iris.ccl.queue import gluon_queue, triton_queue
 from iris.language.address import gluon_translate, triton_translate
 from iris.language.context import DeviceContext, IrisDeviceCtx
-from iris.language.ordering import WAIT_LIMIT_NS, gluon_ordering, triton_ordering
+from iris.language.failures import WAIT_LIMIT_NS, gluon_failures, triton_failures
+from iris.language.ordering import gluon_ordering, triton_ordering
 from iris.language.stamped import elements_per_word, gluon_stamped, triton_stamped, word_type
 from iris.language.target import threads_per_warp
 
@@ -56,13 +57,14 @@ def channel_bytes(size: int, blocks: int, part: int, steps: int) -> int:
     return blocks * (4 + SLOTS.value * steps * size * part)
 
 
-def make_push(jit, lang, move, queue, stamped, order, combining, Context):
+def make_push(jit, lang, move, queue, stamped, order, failures, combining, Context):
     """Both kernels, and what they are made of, in the language that ``(jit, lang)`` stand for."""
     flat, combine, conclude = queue.flat, combining.combine, combining.conclude
     send_marked, receive_marked, clear_marked = stamped.send_marked, stamped.receive_marked, stamped.clear_marked
     words_at, awaited, absent, unmark = stamped.words_at, stamped.awaited, stamped.absent, stamped.unmark
-    reread, nanoseconds, expired, note_absent = order.reread, order.nanoseconds, order.expired, stamped.note_absent
-    follow_predecessor, admit_successor, keep = order.follow_predecessor, order.admit_successor, order.keep
+    nanoseconds, expired, note_absent = failures.nanoseconds, failures.expired, stamped.note_absent
+    follow_predecessor, admit_successor = order.follow_predecessor, order.admit_successor
+    reread, keep = order.reread, order.keep
 
     @jit
     def add_up(parts, own, k, count, rank, W: tl.constexpr, PART: tl.constexpr, OP: tl.constexpr, record):
@@ -260,10 +262,26 @@ def make_push(jit, lang, move, queue, stamped, order, combining, Context):
 
 
 triton_push = make_push(
-    triton.jit, tl, triton_translate, triton_queue, triton_stamped, triton_ordering, triton_combine, DeviceContext
+    triton.jit,
+    tl,
+    triton_translate,
+    triton_queue,
+    triton_stamped,
+    triton_ordering,
+    triton_failures,
+    triton_combine,
+    DeviceContext,
 )
 gluon_push = make_push(
-    gluon.jit, gl, gluon_translate, gluon_queue, gluon_stamped, gluon_ordering, gluon_combine, IrisDeviceCtx
+    gluon.jit,
+    gl,
+    gluon_translate,
+    gluon_queue,
+    gluon_stamped,
+    gluon_ordering,
+    gluon_failures,
+    gluon_combine,
+    IrisDeviceCtx,
 )
 # Kernels have names of their own.
 triton_one_shot, triton_two_shot = triton_push.one_shot, triton_push.two_shot

@@ -23,16 +23,8 @@ from triton.experimental.gluon import language as gl
 
 from iris import device_record
 from iris.language.address import check_reach, gluon_translate, in_simulator, triton_translate
-from iris.language.ordering import (
-    ACQ_REL,
-    CHECKS_POINTERS,
-    SET,
-    SYS,
-    WAIT_LIMIT_NS,
-    WHOLE,
-    gluon_ordering,
-    triton_ordering,
-)
+from iris.language.failures import CHECKS_POINTERS, WAIT_LIMIT_NS, gluon_failures, triton_failures
+from iris.language.ordering import ACQ_REL, SET, SYS, WHOLE, gluon_ordering, triton_ordering
 from iris.language.tracing import TRACES_ALL, gluon_tracing, triton_tracing
 
 try:
@@ -78,11 +70,17 @@ def check_context(rank, num_ranks):
 
 
 def make_device_context(
-    jit: Callable, lang: ModuleType, move: Any, order: SimpleNamespace, trace: SimpleNamespace, name: str
+    jit: Callable,
+    lang: ModuleType,
+    move: Any,
+    order: SimpleNamespace,
+    failures: SimpleNamespace,
+    trace: SimpleNamespace,
+    name: str,
 ) -> Any:
     """The class of the device context in the language that ``(jit, lang)`` stand for."""
     ordered_atomic, ordered_cas = order.atomic, order.atomic_cas
-    check_pointer = order.check_pointer
+    check_pointer = failures.check_pointer
     ordered_signal, ordered_wait, ordered_fence, ordered_barrier = order.signal, order.wait, order.fence, order.barrier
     ordered_signal_ranks, ordered_wait_ranks = order.signal_ranks, order.wait_ranks
     Tracing, trace_into = trace.Tracing, trace.trace_into
@@ -360,5 +358,9 @@ def make_device_context(
     return Context
 
 
-DeviceContext = make_device_context(triton.jit, tl, triton_translate, triton_ordering, triton_tracing, "DeviceContext")
-IrisDeviceCtx = make_device_context(gluon.jit, gl, gluon_translate, gluon_ordering, gluon_tracing, "IrisDeviceCtx")
+DeviceContext = make_device_context(
+    triton.jit, tl, triton_translate, triton_ordering, triton_failures, triton_tracing, "DeviceContext"
+)
+IrisDeviceCtx = make_device_context(
+    gluon.jit, gl, gluon_translate, gluon_ordering, gluon_failures, gluon_tracing, "IrisDeviceCtx"
+)

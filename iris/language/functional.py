@@ -16,7 +16,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from iris.language.address import check_reach, gluon_translate, in_simulator, triton_translate
-from iris.language.ordering import ACQ_REL, CHECKS_POINTERS, SYS, gluon_ordering, triton_ordering
+from iris.language.failures import CHECKS_POINTERS, gluon_failures, triton_failures
+from iris.language.ordering import ACQ_REL, SYS, gluon_ordering, triton_ordering
 from iris.language.tracing import TRACES_ALL, gluon_tracing, triton_tracing
 
 
@@ -26,10 +27,15 @@ def heap_bases_tensor(bases: Sequence[int], size: int, record: int, device: torc
 
 
 def make_functions(
-    jit: Callable, lang: ModuleType, move: Any, order: SimpleNamespace, trace: SimpleNamespace
+    jit: Callable,
+    lang: ModuleType,
+    move: Any,
+    order: SimpleNamespace,
+    failures: SimpleNamespace,
+    trace: SimpleNamespace,
 ) -> SimpleNamespace:
     """The functions in the language that ``(jit, lang)`` stand for."""
-    ordered_atomic, ordered_cas, check_pointer = order.atomic, order.atomic_cas, order.check_pointer
+    ordered_atomic, ordered_cas, check_pointer = order.atomic, order.atomic_cas, failures.check_pointer
     Tracing, trace_into = trace.Tracing, trace.trace_into
 
     @jit
@@ -334,5 +340,5 @@ def make_functions(
     )
 
 
-triton_functions = make_functions(triton.jit, tl, triton_translate, triton_ordering, triton_tracing)
-gluon_functions = make_functions(gluon.jit, gl, gluon_translate, gluon_ordering, gluon_tracing)
+triton_functions = make_functions(triton.jit, tl, triton_translate, triton_ordering, triton_failures, triton_tracing)
+gluon_functions = make_functions(gluon.jit, gl, gluon_translate, gluon_ordering, gluon_failures, gluon_tracing)

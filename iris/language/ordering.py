@@ -15,8 +15,7 @@ The rules that this file keeps, for the *whole block* (all threads of a program)
 "Block" means the threads that a Triton or Gluon barrier gathers: in a partition of ``gl.warp_specialize`` that is the
 partition. What other partitions did, and asynchronous copies (TMA), are for the kernel to wait for beforehand.
 
-Waits have a time limit when ``IRIS_WAIT_TIMEOUT_S`` is set (`iris.wait_limit`); a wait that exceeds it records who
-waited for what (`iris.device_record`) and returns. Without a limit none of that is in the generated code.
+Waits may have a time limit: `iris.language.failures`.
 """
 
 from collections.abc import Callable
@@ -28,35 +27,20 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-from iris import device_record, simulator, wait_limit
+from iris import device_record
 from iris.language.address import gluon_translate, in_simulator, triton_translate
+from iris.language.failures import WAIT_LIMIT_NS, gluon_failures, kind_code, triton_failures
 from iris.language.target import cas_ignores_its_order, launches_early, on_amd, on_nvidia, threads_per_warp
-
-KINDS = device_record.KINDS
 
 ACQ_REL = tl.constexpr("acq_rel")
 RELAXED = tl.constexpr("relaxed")
 SYS = tl.constexpr("sys")
 SET = tl.constexpr("set")
 WHOLE = tl.constexpr("whole")
-WAIT_LIMIT_NS = tl.constexpr(0 if simulator.ACTIVE else wait_limit.NANOSECONDS)
-CHECKS_POINTERS = tl.constexpr(device_record.CHECKS_POINTERS and not simulator.ACTIVE)
 
 # A barrier's flags are exchanged by so many lanes at once: a warp. All releases of a warp share one system fence;
 # a loop over single releases would pay for a fence each.
 LANES = tl.constexpr(device_record.BARRIER_LANES)
-
-# The record, in int64 words; `iris.device_record` reads it.
-CLAIMED = tl.constexpr(device_record.CLAIMED)
-CLOCK = tl.constexpr(device_record.CLOCK)
-PROGRAM = tl.constexpr(device_record.PROGRAM)
-FLAG = tl.constexpr(device_record.FLAG)
-WANTED = tl.constexpr(device_record.WANTED)
-SEEN = tl.constexpr(device_record.SEEN)
-KIND = tl.constexpr(device_record.KIND)
-FIRST = tl.constexpr(device_record.FIRST)
-RANKS = tl.constexpr(device_record.RANKS)
-PROGRAMS = tl.constexpr(device_record.PROGRAMS)
 
 
 @triton.constexpr_function
@@ -81,11 +65,6 @@ def meeting(half):
 
 
 @triton.constexpr_function
-def kind_code(kind):
-    return list(KINDS).index(kind)
-
-
-@triton.constexpr_function
 def warp_layout(num_warps):
     """A warp of `LANES` lanes; further warps, and the upper half of an AMD wave, hold copies."""
     return gl.BlockedLayout([1], [threads_per_warp()], [num_warps], [0])
@@ -101,13 +80,6 @@ def note_fence():
         sanitizer.recorder.fenced()
 
 
-@triton.constexpr_function
-def host_nanoseconds():
-    import time
-
-    return time.monotonic_ns()
-
-
 @triton.jit
 def _triton_lanes():
     return tl.arange(0, LANES)
@@ -118,8 +90,10 @@ def _gluon_lanes():
     return gl.arange(0, LANES, layout=warp_layout(gl.num_warps()))
 
 
-def make_ordering(jit: Callable, lang: ModuleType, translate) -> SimpleNamespace:
+def make_ordering(jit: Callable, lang: ModuleType, translate, failures: SimpleNamespace) -> SimpleNamespace:
     """The device functions of this file in the language that ``(jit, lang)`` stand for."""
+    nanoseconds, expired, write_record = failures.nanoseconds, failures.expired, failures.write_record
+    linear_program_id = failures.linear_program_id
     if lang is tl:
         block_barrier, lanes = tl.debug_barrier, _triton_lanes
     else:
@@ -360,98 +334,6 @@ def make_ordering(jit: Callable, lang: ModuleType, translate) -> SimpleNamespace
             return seen > wanted
 
     @jit
-    def linear_program_id():
-        row = lang.program_id(2) * lang.num_programs(1) + lang.program_id(1)
-        return row * lang.num_programs(0) + lang.program_id(0)
-
-    @jit
-    def clock():
-        """Nanoseconds on the clock that all programs of this GPU share, as each thread reads it; in order with memory
-        operations, as the compiler is told. In the simulator the host's, which all ranks share.
-        """
-        if in_simulator():
-            return host_nanoseconds()
-        elif on_nvidia():
-            return lang.inline_asm_elementwise(
-                "mov.u64 $0, %globaltimer;", "=l,~{memory}", [], dtype=lang.int64, is_pure=False, pack=1
-            )
-        else:
-            # As in `nanoseconds`.
-            return 10 * lang.inline_asm_elementwise(
-                "s_memrealtime $0\n\ts_waitcnt lgkmcnt(0)", "=s,~{memory}", [], dtype=lang.int64, is_pure=False, pack=1
-            )
-
-    @jit
-    def cycles():
-        """What the multiprocessor's own counter says, of NVIDIA's: read in no time, and of no use on another one."""
-        if in_simulator():
-            return host_nanoseconds()
-        else:
-            return lang.inline_asm_elementwise(
-                "mov.u64 $0, %clock64;", "=l,~{memory}", [], dtype=lang.int64, is_pure=False, pack=1
-            )
-
-    @jit
-    def nanoseconds(record):
-        """The GPU's clock, the same for all threads of the block."""
-        if on_nvidia():
-            now = lang.inline_asm_elementwise(
-                "mov.u64 $0, %globaltimer;", "=l", [], dtype=lang.int64, is_pure=False, pack=1
-            )
-        else:
-            # s_memrealtime counts at 100 MHz on CDNA (AMD Instinct MI300 ISA, "S_MEMREALTIME").
-            now = 10 * lang.inline_asm_elementwise(
-                "s_memrealtime $0\n\ts_waitcnt lgkmcnt(0)", "=s", [], dtype=lang.int64, is_pure=False, pack=1
-            )
-        # Threads read the clock at different moments, and a loop must leave in all of them at once. A scalar atomic is
-        # done by one thread and its result handed to the others: the latest moment that any program has posted. Read
-        # back behind the post, since what an atomic returns is older than it, maybe by a whole idle period.
-        lang.atomic_max(record + CLOCK, now, sem="relaxed", scope="gpu")
-        return lang.atomic_add(record + CLOCK, lang.cast(0, lang.int64), sem="relaxed", scope="gpu")
-
-    @jit
-    def expired(record, since):
-        # Once one wait has expired every other gives up at once: the launch is lost, and should end soon.
-        claimed = lang.atomic_add(record + CLAIMED, lang.cast(0, lang.int64), sem="relaxed", scope="gpu")
-        return (claimed != 0) | (nanoseconds(record) - since > WAIT_LIMIT_NS)
-
-    @jit
-    def write_record(record, flag_ptr, wanted, seen, kind: tl.constexpr, first, num_ranks):
-        """Whoever comes first claims the record and fills it in; the host reads it once the kernel is over."""
-        if (
-            lang.atomic_cas(
-                record + CLAIMED, lang.cast(0, lang.int64), lang.cast(1, lang.int64), sem="relaxed", scope="gpu"
-            )
-            == 0
-        ):
-            lang.store(record + PROGRAM, lang.cast(linear_program_id(), lang.int64))
-            lang.store(record + FLAG, lang.cast(flag_ptr, lang.int64))
-            lang.store(record + WANTED, lang.cast(wanted, lang.int64))
-            lang.store(record + SEEN, lang.cast(seen, lang.int64))
-            lang.store(record + KIND, lang.cast(kind, lang.int64))
-            lang.store(record + FIRST, lang.cast(first, lang.int64))
-            lang.store(record + RANKS, lang.cast(num_ranks, lang.int64))
-            programs = lang.num_programs(0) * lang.num_programs(1) * lang.num_programs(2)
-            lang.store(record + PROGRAMS, lang.cast(programs, lang.int64))
-
-    @jit
-    def check_pointer(ptr, mask, base, size, record):
-        """Record a pointer, among those that ``mask`` lets through, outside the heap of ``size`` bytes at ``base``."""
-        address = lang.cast(ptr, lang.int64)
-        outside = (address < base) | (address >= base + size)
-        if mask is not None:
-            outside = outside & mask
-        wrong = lang.where(outside, address, 0)
-        if wrong.type.is_block():
-            if len(wrong.shape) == 3:
-                wrong = lang.max(wrong, axis=2)
-            if len(wrong.shape) == 2:
-                wrong = lang.max(wrong, axis=1)
-            wrong = lang.max(wrong, axis=0)
-        if wrong != 0:
-            write_record(record, wrong, base, 0, kind_code("pointer"), 0, 0)
-
-    @jit
     def wait(flag_ptr, value, cmp: tl.constexpr, record):
         """Return the flag's value once ``flag <cmp> value`` holds; whatever was published before it is then visible."""
         wanted = lang.cast(value, flag_ptr.dtype.element_ty)
@@ -601,8 +483,6 @@ def make_ordering(jit: Callable, lang: ModuleType, translate) -> SimpleNamespace
         await_bulk_stores=await_bulk_stores,
         barrier=barrier,
         block_barrier=block_barrier,
-        clock=clock,
-        cycles=cycles,
         linear_program_id=linear_program_id,
         follow_predecessor=follow_predecessor,
         admit_successor=admit_successor,
@@ -611,12 +491,8 @@ def make_ordering(jit: Callable, lang: ModuleType, translate) -> SimpleNamespace
         lanes=lanes,
         reread=reread,
         inspect=inspect,
-        expired=expired,
-        nanoseconds=nanoseconds,
-        write_record=write_record,
-        check_pointer=check_pointer,
     )
 
 
-triton_ordering = make_ordering(triton.jit, tl, triton_translate)
-gluon_ordering = make_ordering(gluon.jit, gl, gluon_translate)
+triton_ordering = make_ordering(triton.jit, tl, triton_translate, triton_failures)
+gluon_ordering = make_ordering(gluon.jit, gl, gluon_translate, gluon_failures)

@@ -27,7 +27,8 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from iris.language.ordering import LANES, WAIT_LIMIT_NS, gluon_ordering, kind_code, triton_ordering
+from iris.language.failures import WAIT_LIMIT_NS, gluon_failures, kind_code, triton_failures
+from iris.language.ordering import LANES, gluon_ordering, triton_ordering
 from iris.language.target import on_amd
 
 
@@ -80,10 +81,10 @@ def _gluon_laid_out(values, like):
     return gl.convert_layout(values, like.type.layout, assert_trivial=True)
 
 
-def make_stamped(jit: Callable, lang: ModuleType, order: SimpleNamespace) -> SimpleNamespace:
+def make_stamped(jit: Callable, lang: ModuleType, order: SimpleNamespace, failures: SimpleNamespace) -> SimpleNamespace:
     """The device functions of this file in the language that ``(jit, lang)`` stand for."""
     reread, inspect, lanes = order.reread, order.inspect, order.lanes
-    expired, nanoseconds, write_record = order.expired, order.nanoseconds, order.write_record
+    expired, nanoseconds, write_record = failures.expired, failures.nanoseconds, failures.write_record
     laid_out = _triton_laid_out if lang is tl else _gluon_laid_out
 
     @jit
@@ -259,5 +260,5 @@ def make_stamped(jit: Callable, lang: ModuleType, order: SimpleNamespace) -> Sim
     )
 
 
-triton_stamped = make_stamped(triton.jit, tl, triton_ordering)
-gluon_stamped = make_stamped(gluon.jit, gl, gluon_ordering)
+triton_stamped = make_stamped(triton.jit, tl, triton_ordering, triton_failures)
+gluon_stamped = make_stamped(gluon.jit, gl, gluon_ordering, gluon_failures)

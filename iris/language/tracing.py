@@ -28,6 +28,7 @@ from triton.experimental.gluon import language as gl
 from iris import device_record
 from iris.errors import InvalidSettingError
 from iris.language.address import bytes_of
+from iris.language.clock import gluon_clock, triton_clock
 from iris.language.ordering import gluon_ordering, triton_ordering
 from iris.language.stamped import bits_type
 
@@ -122,9 +123,9 @@ def may_look(op, mask):
     return op in LOOKING and mask is None
 
 
-def make_tracing(jit: Callable, lang: ModuleType, order: SimpleNamespace) -> SimpleNamespace:
+def make_tracing(jit: Callable, lang: ModuleType, order: SimpleNamespace, clocks: SimpleNamespace) -> SimpleNamespace:
     """What records, in the language that ``(jit, lang)`` stand for."""
-    clock, block_barrier, linear_program_id = order.clock, order.block_barrier, order.linear_program_id
+    clock, block_barrier, linear_program_id = clocks.clock, order.block_barrier, order.linear_program_id
 
     @jit
     def least(x):
@@ -473,5 +474,5 @@ def make_tracing(jit: Callable, lang: ModuleType, order: SimpleNamespace) -> Sim
     return SimpleNamespace(Tracing=Tracing, trace_into=trace_into)
 
 
-triton_tracing = make_tracing(triton.jit, tl, triton_ordering)
-gluon_tracing = make_tracing(gluon.jit, gl, gluon_ordering)
+triton_tracing = make_tracing(triton.jit, tl, triton_ordering, triton_clock)
+gluon_tracing = make_tracing(gluon.jit, gl, gluon_ordering, gluon_clock)

@@ -17,13 +17,14 @@ import torch
 import triton
 import triton.language as tl
 
+from iris.language.clock import triton_clock
 from iris.language.context import DeviceContext
 from iris.language.ordering import triton_ordering
 from iris.workspace import Workspace
 
 ROUNDS = 200
 
-clock, signal, wait = triton_ordering.clock, triton_ordering.signal, triton_ordering.wait
+clock, signal, wait = triton_clock.clock, triton_ordering.signal, triton_ordering.wait
 
 
 @triton.jit

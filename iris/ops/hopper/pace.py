@@ -17,10 +17,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from iris.language.address import in_simulator
+from iris.language.clock import gluon_clock
 from iris.language.context import aggregate
-from iris.language.ordering import gluon_ordering
 
-cycles = gluon_ordering.cycles
+cycles = gluon_clock.cycles
 
 
 @gluon.constexpr_function

@@ -32,6 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from iris.language.address import bytes_of
+from iris.language.clock import gluon_clock
 from iris.language.context import aggregate
 from iris.language.ordering import LANES, gluon_ordering
 from iris.language.tracing import TraceEvent
@@ -41,7 +42,7 @@ from iris.ops.hopper.split_k import add_up, hand_over, part_of_depth
 # Triton 3.6's names are other than 3.9's.
 fetch = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 put = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
-await_bulk_stores, cycles, lanes = gluon_ordering.await_bulk_stores, gluon_ordering.cycles, gluon_ordering.lanes
+await_bulk_stores, cycles, lanes = gluon_ordering.await_bulk_stores, gluon_clock.cycles, gluon_ordering.lanes
 block_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 # Of the second multiplier, the writer and the loader: warps, and registers a thread. A warp group has one number of

@@ -1,0 +1,111 @@
+"""What goes wrong in a kernel: waits that exceed their time limit, pointers that are not from the heap.
+
+Waits have a time limit when ``IRIS_WAIT_TIMEOUT_S`` is set (`iris.wait_limit`); a wait that exceeds it records who
+waited for what (`iris.device_record`) and returns. Without a limit none of that is in the generated code.
+"""
+
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from iris import device_record, simulator, wait_limit
+from iris.language.clock import gluon_clock, triton_clock
+
+KINDS = device_record.KINDS
+WAIT_LIMIT_NS = tl.constexpr(0 if simulator.ACTIVE else wait_limit.NANOSECONDS)
+CHECKS_POINTERS = tl.constexpr(device_record.CHECKS_POINTERS and not simulator.ACTIVE)
+
+# The record, in int64 words; `iris.device_record` reads it.
+CLAIMED = tl.constexpr(device_record.CLAIMED)
+CLOCK = tl.constexpr(device_record.CLOCK)
+PROGRAM = tl.constexpr(device_record.PROGRAM)
+FLAG = tl.constexpr(device_record.FLAG)
+WANTED = tl.constexpr(device_record.WANTED)
+SEEN = tl.constexpr(device_record.SEEN)
+KIND = tl.constexpr(device_record.KIND)
+FIRST = tl.constexpr(device_record.FIRST)
+RANKS = tl.constexpr(device_record.RANKS)
+PROGRAMS = tl.constexpr(device_record.PROGRAMS)
+
+
+@triton.constexpr_function
+def kind_code(kind):
+    return list(KINDS).index(kind)
+
+
+def make_failures(jit: Callable, lang: ModuleType, clock: SimpleNamespace) -> SimpleNamespace:
+    """The device functions of this file in the language that ``(jit, lang)`` stand for."""
+    unordered_clock = clock.unordered_clock
+
+    @jit
+    def linear_program_id():
+        row = lang.program_id(2) * lang.num_programs(1) + lang.program_id(1)
+        return row * lang.num_programs(0) + lang.program_id(0)
+
+    @jit
+    def nanoseconds(record):
+        """The GPU's clock, the same for all threads of the block."""
+        now = unordered_clock()
+        # Threads read the clock at different moments, and a loop must leave in all of them at once. A scalar atomic is
+        # done by one thread and its result handed to the others: the latest moment that any program has posted. Read
+        # back behind the post, since what an atomic returns is older than it, maybe by a whole idle period.
+        lang.atomic_max(record + CLOCK, now, sem="relaxed", scope="gpu")
+        return lang.atomic_add(record + CLOCK, lang.cast(0, lang.int64), sem="relaxed", scope="gpu")
+
+    @jit
+    def expired(record, since):
+        # Once one wait has expired every other gives up at once: the launch is lost, and should end soon.
+        claimed = lang.atomic_add(record + CLAIMED, lang.cast(0, lang.int64), sem="relaxed", scope="gpu")
+        return (claimed != 0) | (nanoseconds(record) - since > WAIT_LIMIT_NS)
+
+    @jit
+    def write_record(record, flag_ptr, wanted, seen, kind: tl.constexpr, first, num_ranks):
+        """Whoever comes first claims the record and fills it in; the host reads it once the kernel is over."""
+        if (
+            lang.atomic_cas(
+                record + CLAIMED, lang.cast(0, lang.int64), lang.cast(1, lang.int64), sem="relaxed", scope="gpu"
+            )
+            == 0
+        ):
+            lang.store(record + PROGRAM, lang.cast(linear_program_id(), lang.int64))
+            lang.store(record + FLAG, lang.cast(flag_ptr, lang.int64))
+            lang.store(record + WANTED, lang.cast(wanted, lang.int64))
+            lang.store(record + SEEN, lang.cast(seen, lang.int64))
+            lang.store(record + KIND, lang.cast(kind, lang.int64))
+            lang.store(record + FIRST, lang.cast(first, lang.int64))
+            lang.store(record + RANKS, lang.cast(num_ranks, lang.int64))
+            programs = lang.num_programs(0) * lang.num_programs(1) * lang.num_programs(2)
+            lang.store(record + PROGRAMS, lang.cast(programs, lang.int64))
+
+    @jit
+    def check_pointer(ptr, mask, base, size, record):
+        """Record a pointer, among those that ``mask`` lets through, outside the heap of ``size`` bytes at ``base``."""
+        address = lang.cast(ptr, lang.int64)
+        outside = (address < base) | (address >= base + size)
+        if mask is not None:
+            outside = outside & mask
+        wrong = lang.where(outside, address, 0)
+        if wrong.type.is_block():
+            if len(wrong.shape) == 3:
+                wrong = lang.max(wrong, axis=2)
+            if len(wrong.shape) == 2:
+                wrong = lang.max(wrong, axis=1)
+            wrong = lang.max(wrong, axis=0)
+        if wrong != 0:
+            write_record(record, wrong, base, 0, kind_code("pointer"), 0, 0)
+
+    return SimpleNamespace(
+        linear_program_id=linear_program_id,
+        nanoseconds=nanoseconds,
+        expired=expired,
+        write_record=write_record,
+        check_pointer=check_pointer,
+    )
+
+
+triton_failures = make_failures(triton.jit, tl, triton_clock)
+gluon_failures = make_failures(gluon.jit, gl, gluon_clock)
