@@ -146,13 +146,15 @@ class Iris(Factories):
     def broadcast(self, value: Any, src: int = 0, *, source_rank: int | None = None) -> Any:
         """Every rank gets ``src``'s ``value``: a number, tensor, array or any object that can be pickled.
 
-        Collective over the world; blocks the host. Ranks other than ``src`` may pass None. A tensor arrives on the
-        device type that it has on ``src``, outside the heap. ``source_rank`` is an older name of ``src``.
+        Collective over the world; blocks the host. Each rank's kernels are over before, as at a `barrier`: what is sent
+        may be what peers have put there. Ranks other than ``src`` may pass None. A tensor arrives on the device type
+        that it has on ``src``, outside the heap. ``source_rank`` is an older name of ``src``.
         """
         self.heap.check_open()
         src = src if source_rank is None else source_rank
         if not 0 <= src < self.num_ranks:
             raise sanitizer.told(RankOutOfRangeError(src, self.num_ranks))
+        self._drain(None)
         if self.num_ranks == 1:
             return value
         is_tensor = isinstance(value, torch.Tensor)

@@ -236,13 +236,7 @@ class FirstUseInCaptureError(IrisError, RuntimeError):
 
 
 class NotTheCallerError(IrisError, ValueError):
-    """A device operation was told that the pointer is in a peer's address space."""
-
-    def __init__(self, given: int, caller: int) -> None:
-        super().__init__(
-            f"Rank {caller} called a device operation that takes the caller's rank, and passed {given}. A pointer is "
-            "always into the caller's own heap; the signature says which argument is the caller and which the peer."
-        )
+    """A device operation got another rank where it takes the caller's."""
 
 
 class InvalidConfigError(IrisError, ValueError):

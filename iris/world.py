@@ -174,6 +174,8 @@ class Group:
         met = dict(zip(peers, map(pickle.loads, texts), strict=True))
         met[self.rank] = (what, value)
         if any(other != what for other, _ in met.values()):
+            if sanitizer.recorder is not None:
+                sanitizer.recorder.out_of_step(what)
             points = "; ".join(f"rank {self.ranks[rank]} in {met[rank][0]}" for rank in range(self.size))
             raise OutOfStepError(
                 f"The ranks are at different points of the program: {points}. "

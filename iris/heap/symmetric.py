@@ -434,7 +434,11 @@ def check_reach(addresses: np.ndarray, mask: np.ndarray | None, base: np.ndarray
     if heap is None:
         for other in list(_live.values()):
             if base in other.bases:
-                raise NotTheCallerError(other.bases.index(base), other.group.rank)
+                raise NotTheCallerError(
+                    f"Rank {other.group.rank} called a device operation that takes the caller's rank, and passed "
+                    f"{other.bases.index(base)}. A pointer is always into the caller's own heap; the signature says "
+                    "which argument is the caller and which the peer."
+                )
         if not is_mapped(base):
             raise InvalidContextError(
                 f"A kernel got a context (or heap_bases) of no open heap: this rank's would be at {base:#x}. "
@@ -455,3 +459,13 @@ def check_reach(addresses: np.ndarray, mask: np.ndarray | None, base: np.ndarray
             f"A kernel reaches a peer by way of address {address:#x}, which is {place}, and not in the heap of its "
             "context (or heap_bases). Pass tensors that this context has made: ctx.zeros(), ctx.as_symmetric(), ..."
         )
+
+
+def check_copy(from_rank: np.ndarray | int, to_rank: np.ndarray | int, cur_rank: np.ndarray | int) -> None:
+    """Raise `NotTheCallerError` unless a copy's caller is one of the two ranks that it names."""
+    for sender, receiver, caller in np.broadcast(from_rank, to_rank, cur_rank):
+        if caller not in (sender, receiver):
+            raise NotTheCallerError(
+                f"Rank {caller} called copy() from rank {sender} to rank {receiver}, and is neither of them. "
+                "Let one of the two call: the first sends, or the second fetches."
+            )

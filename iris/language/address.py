@@ -60,6 +60,15 @@ def check_reach(ptr, mask, base, rank):
     symmetric.check_reach(*stored)
 
 
+@triton.constexpr_function
+def check_copy(from_rank, to_rank, caller):
+    """In the simulator: raise unless a copy's caller is one of its two ranks."""
+    from iris.heap import symmetric
+
+    stored = [value.handle.data if isinstance(value, tl.tensor) else value for value in (from_rank, to_rank, caller)]
+    symmetric.check_copy(*stored)
+
+
 def make_translate(jit: Callable, lang: ModuleType) -> Any:
     """`translate` as a device function of the language that ``(jit, lang)`` stand for."""
 

@@ -22,7 +22,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from iris import device_record
-from iris.language.address import check_reach, gluon_translate, in_simulator, triton_translate
+from iris.language.address import check_copy, check_reach, gluon_translate, in_simulator, triton_translate
 from iris.language.failures import CHECKS_POINTERS, WAIT_LIMIT_NS, gluon_failures, triton_failures
 from iris.language.ordering import ACQ_REL, SET, SYS, WHOLE, gluon_ordering, triton_ordering
 from iris.language.tracing import TRACES_ALL, gluon_tracing, triton_tracing
@@ -171,6 +171,8 @@ def make_device_context(
         @jit
         def copy(self, src_ptr, dst_ptr, from_rank, to_rank, mask=None, other=None):
             """Move ``from_rank``'s copy of ``src_ptr`` to ``to_rank``'s of ``dst_ptr``; the caller is one of them."""
+            if in_simulator():
+                check_copy(from_rank, to_rank, self.cur_rank)
             event = self.tracing.begin_copy(dst_ptr, from_rank, to_rank, self.cur_rank, mask)
             value = lang.load(self._peers(src_ptr, from_rank, mask), mask=mask, other=other)
             lang.store(self._peers(dst_ptr, to_rank, mask), value, mask=mask)

@@ -15,7 +15,7 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from iris.language.address import check_reach, gluon_translate, in_simulator, triton_translate
+from iris.language.address import check_copy, check_reach, gluon_translate, in_simulator, triton_translate
 from iris.language.failures import CHECKS_POINTERS, gluon_failures, triton_failures
 from iris.language.ordering import ACQ_REL, SYS, gluon_ordering, triton_ordering
 from iris.language.tracing import TRACES_ALL, gluon_tracing, triton_tracing
@@ -163,6 +163,8 @@ def make_functions(
 
         Both pointers are in the caller's heap, and the caller is one of the two ranks.
         """
+        if in_simulator():
+            check_copy(from_rank, to_rank, cur_rank)
         tracing = tracing_of(heap_bases, cur_rank)
         event = tracing.begin_copy(dst_ptr, from_rank, to_rank, cur_rank, mask)
         source = translate(src_ptr, cur_rank, from_rank, heap_bases, mask, hint)

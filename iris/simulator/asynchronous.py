@@ -16,13 +16,13 @@ from dataclasses import dataclass, field
 import numpy as np
 import triton.language as tl
 
-from iris.simulator import dtypes
+from iris.simulator import dtypes, sanitizer
 
 Operation = Callable[[], None]
 
 
 def _once(operation: Operation) -> Operation:
-    left = [operation]
+    left = [sanitizer.from_here(operation)]
 
     def complete() -> None:
         while left:

@@ -85,6 +85,7 @@ class Task:
     thread: int = 0
     gate: LockType = field(default_factory=_closed_gate)
     seen: dict[tuple[str, int], int] = field(default_factory=dict)
+    issued_at: int | None = None  # of what a GPU does beside the program: the sanitizer's number of the line that asked
     poll: Poll | None = None
     repeated: Counter[tuple[str, int]] = field(default_factory=Counter)
     """What it has looked at since it saw anything new, and how often."""

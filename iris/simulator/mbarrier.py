@@ -14,7 +14,7 @@ import triton.language as tl
 from triton.experimental.gluon.language.nvidia.ampere import mbarrier as ampere
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier as hopper
 
-from iris.simulator import grid
+from iris.simulator import grid, sanitizer
 from iris.simulator.asynchronous import Operation
 from iris.simulator.gluon import SharedMemory, integer, semantic, truth
 
@@ -100,7 +100,7 @@ def update(mbarrier: SharedMemory, arrivals: int = 0, announced: int = 0) -> boo
 
 def announce(mbarrier: SharedMemory, operation: Operation) -> None:
     """Hold ``operation``, which signals the barrier at its end, back until something waits for that."""
-    _announced(mbarrier).append(operation)
+    _announced(mbarrier).append(sanitizer.from_here(operation))
 
 
 def wait(mbarrier: SharedMemory, phase: Any, pred: Any = True, deps: Any = (), **_: Any) -> None:

@@ -15,7 +15,7 @@ from triton.experimental.gluon.nvidia import hopper
 from triton.tools.tensor_descriptor import TensorDescriptor as TritonDescriptor
 
 from iris.errors import NotInSimulatorError
-from iris.simulator import dtypes, grid, mbarrier
+from iris.simulator import dtypes, grid, mbarrier, sanitizer
 from iris.simulator.asynchronous import Source
 from iris.simulator.gluon import SharedMemory, integer, semantic, truth
 from iris.simulator.reductions import make_tensor
@@ -106,7 +106,7 @@ def _issue(tensor_desc: Any, coord: Any, src: SharedMemory, put: Callable) -> No
 
     def read() -> None:
         values = make_tensor(source.at_completion(), block.element)
-        in_flight.writes.append(lambda: put(pointers, values, inside))
+        in_flight.writes.append(sanitizer.from_here(lambda: put(pointers, values, inside)))
 
     in_flight.stores.issue(read)
     in_flight.stores.commit()

@@ -56,6 +56,21 @@ def test_the_functional_form_wants_the_callers_rank(ranks):
     ranks.run(wrong_caller)
 
 
+def copy_between_others(ctx, form):
+    source, target = ctx.zeros(100), ctx.zeros(100)
+    sender, receiver = (ctx.cur_rank + 1) % 3, (ctx.cur_rank + 2) % 3
+    args = ctx.get_device_context(), ctx.get_heap_bases(), source, target, 100, sender, receiver, "copy_to"
+    with pytest.raises(NotTheCallerError, match=f"from rank {sender} to rank {receiver}, and is neither"):
+        getattr(move_kernels, form)[(1,)](*args, 128)
+    ctx.barrier()
+
+
+@pytest.mark.ranks(3, exactly=True)
+@pytest.mark.parametrize("form", ["triton_context", "gluon_context"])
+def test_whoever_copies_is_one_of_the_two(ranks, form):
+    ranks.run(copy_between_others, form)
+
+
 def no_context(ctx, form):
     kernel = getattr(move_kernels, form)
     with iris.iris(1 << 20) as other:

@@ -49,7 +49,8 @@ def test_a_program_that_fails_for_another_reason(tmp_path, iris_check):
     program = tmp_path / "fails.py"
     program.write_text("raise SystemExit(7)")
     done = check(program)
-    assert (done.returncode, done.stdout) == (2, "iris-check: nothing found.\n")
+    said = "iris-check: nothing found; the program failed for another reason, told above.\n"
+    assert (done.returncode, done.stdout) == (2, said)
     with pytest.raises(subprocess.CalledProcessError):
         iris_check(program)
 

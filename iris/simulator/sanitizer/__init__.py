@@ -13,7 +13,7 @@ import contextlib
 import os
 import random
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -62,6 +62,11 @@ def told(error: Error) -> Error:
     if recorder is not None:
         recorder.failed(error)
     return error
+
+
+def from_here(operation: Callable[[], None]) -> Callable[[], None]:
+    """``operation``, which will be carried out later, noted as the doing of the line that is being done now."""
+    return operation if recorder is None else recorder.from_here(operation)
 
 
 def start_if_wanted(group: "Group") -> None:

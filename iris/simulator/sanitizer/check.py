@@ -39,7 +39,7 @@ def run(program: Path, arguments: Sequence[str], seed: int | None, schedules: in
     # Under torchrun the first rank speaks for all. Who fails before it has spoken would end it.
     if int(os.environ.get("RANK", "0")):
         return 0
-    _tell(found, form, this)
+    _tell(found, form, this, failed=status == FAILED)
     return status
 
 
@@ -104,11 +104,12 @@ def _run_once(program: Path, arguments: Sequence[str], folder: Path, seed: int |
     return process.returncode
 
 
-def _tell(found: list[Finding], form: str, seed: int | None) -> None:
+def _tell(found: list[Finding], form: str, seed: int | None, failed: bool) -> None:
     if form == "json":
         print(findings.as_json(found))
         return
     for finding in found:
         print(finding)
     again = f" with --seed {seed}" if seed is not None else ""
-    print(f"iris-check: {len(found) or 'nothing'} found{again}.")
+    why = "; the program failed for another reason, told above" if failed else ""
+    print(f"iris-check: {len(found) or 'nothing'} found{again}{why}.")

@@ -54,13 +54,16 @@ class HostAccesses(TorchDispatchMode):
             if alias is None or alias.is_write:
                 kind = READ if alias is None else WRITE if func in _OVERWRITE or argument.is_out else UPDATE
                 blank = func is _ZERO or (func is _FILL and args[1] == 0)
-                self._touch(value, kind, blank, copies=func in _COPIES)
+                # A copy of what nobody has written harms nobody before it is used; and who fills a tensor with random
+                # numbers, say, does not use what was there.
+                uses = func not in _COPIES if kind == READ else kind == UPDATE and torch.Tag.pointwise in func.tags
+                self._touch(value, kind, uses, blank)
         return func(*args, **kwargs)
 
     def _meet(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """A collective of torch's: nobody leaves it before all have come, as far as we care."""
         for value in (*args, *kwargs.values()):
-            self._touch(value, WRITE)
+            self._touch(value, WRITE, uses=False)
         group = next((g for value in args if (g := _process_group(value)) is not None), None)
         ranks = () if group is None else _ranks_of(group)
         if ranks and func._opname in _POINT_TO_POINT:
@@ -73,12 +76,10 @@ class HostAccesses(TorchDispatchMode):
         with self._recorder.meeting((*key, number), ranks, f"{func._opname.rstrip('_')} of torch.distributed"):
             return func(*args, **kwargs)
 
-    def _touch(self, value: Any, kind: int, blank: bool = False, copies: bool = False) -> None:
+    def _touch(self, value: Any, kind: int, uses: bool, blank: bool = False) -> None:
         for tensor in _tensors(value):
             if tensor.device.type == "cpu" and tensor.layout == torch.strided and tensor.numel():
-                # A copy of what nobody has written harms nobody before it is used.
-                element = 0 if copies else tensor.element_size()
-                self._recorder.host_accessed(*_runs(tensor), element, kind, blank)
+                self._recorder.host_accessed(*_runs(tensor), tensor.element_size() if uses else 0, kind, blank)
 
 
 # Ways to read a whole tensor that are no operations of torch's; None is inherited.
@@ -92,7 +93,7 @@ def _looking(accesses: HostAccesses, method: Callable) -> Callable:
     def look(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if type(tensor) in (torch.Tensor, torch.nn.Parameter):
             # What is printed without having been written harms nobody.
-            accesses._touch(tensor, READ, copies=method.__name__ == "__repr__")
+            accesses._touch(tensor, READ, uses=method.__name__ != "__repr__")
         return method(tensor, *args, **kwargs)
 
     return look

@@ -12,7 +12,7 @@ import struct
 import sys
 import sysconfig
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing.util import Finalize
 from pathlib import Path
 from types import CodeType, FrameType
@@ -236,6 +236,12 @@ class Recorder:
         self.note(Waiting(launch.name, wait.programs, wait.what, place, wait.flag or ""))
         self.flush()
 
+    def out_of_step(self, text: str) -> None:
+        """The host waits for other ranks, for what ``text`` says, and they wait for something else."""
+        place = Place(None, _known(_line_of(sys._getframe(1))))
+        self.note(Waiting(None, "the host", f"waits in {text}", place, ""))
+        self.flush()
+
     def fenced(self) -> None:
         """The program that runs orders what it did before what it will do, for everyone."""
         who = self._who()
@@ -258,19 +264,30 @@ class Recorder:
             frame = frame.f_back
         return False
 
+    def from_here(self, operation: Callable[[], None]) -> Callable[[], None]:
+        place = self._place()
+
+        def carry_out() -> None:
+            task = grid.current()
+            before, task.issued_at = task.issued_at, place
+            try:
+                operation()
+            finally:
+                task.issued_at = before
+
+        return carry_out
+
     # What the host does ---------------------------------------------------------------------------------------------
 
     def host_accessed(self, addresses: np.ndarray, size: int, element: int, kind: int, blank: bool = False) -> None:
-        """With torch, ``size`` bytes at each of ``addresses``: elements of ``element`` bytes, or 0 if no matter what.
-
-        Memory that is no mapping's is this rank's alone.
+        """With torch, ``size`` bytes at each of ``addresses``: elements of ``element`` bytes, or 0 if their values
+        are not used. Memory that is no mapping's is this rank's alone.
         """
         place = self._place()
         for spans in self.spans(addresses, size):
             if spans.space[0] != PRIVATE:
                 self.bounds.check(self, spans, kind, place)
-                looks = element and kind == READ
-                undefined = looks and any(_undefined(_memory(address, size, element)) for address in addresses)
+                undefined = element and any(_undefined(_memory(address, size, element)) for address in addresses)
                 self.note(Accessed(0, HOST, place, spans, kind, bool(undefined), blank))
         if kind != READ:
             self.liveness.changed()
@@ -354,7 +371,12 @@ class Recorder:
         return number, 1 + (z * dims[1] + y) * dims[0] + x
 
     def _place(self) -> int:
-        """The number of the user's line that is being done; in the library's own kernels, of the kernel's."""
+        """The number of the user's line that is being done; in the library's own kernels, of the kernel's.
+
+        Of what a GPU does beside the program, the line that has asked for it.
+        """
+        if grid.in_kernel() and (issued_at := grid.current().issued_at) is not None:
+            return issued_at
         return self._number(_line_of(sys._getframe(2)))
 
     def _place_of(self, error: BaseException) -> int:
