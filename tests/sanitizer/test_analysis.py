@@ -2,6 +2,7 @@
 
 import threading
 import time
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from iris.simulator.sanitizer.events import (
 
 DATA = Spans(("heap", 2), np.array([64]), np.array([128]))
 FLAG = Spans(("heap", 2), np.array([0]), np.array([4]))
+ANSWER = Spans(("heap", 0), np.array([0]), np.array([4]))
 
 
 def begin(kernel):
@@ -123,3 +125,30 @@ def test_ranks_that_are_all_gone_have_ended(tmp_path, monkeypatch):
     assert not onlooker.is_over()
     time.sleep(0.02)
     assert not onlooker.is_over()
+
+
+def test_a_million_accesses_take_less_than_a_gibibyte():
+    """By what a round of a ping-pong adds, after the first rounds, to what is kept."""
+    rounds, first_rounds, kept = 1500, 500, []
+
+    def send():
+        yield from begin("send")
+        for number in range(0, 4 * rounds, 4):
+            yield from store_and_signal(number)
+            yield Synchronised(number + 3, 1, 1, 0, ANSWER, READ, releases=False, acquires=True, scope="sys")
+
+    def receive():
+        yield from begin("receive")
+        for number in range(1, 4 * rounds, 4):
+            if number // 4 == first_rounds:
+                kept.append(tracemalloc.get_traced_memory()[0])
+            yield from wait_and_load(number)
+            yield Synchronised(number + 1, 1, 1, 0, ANSWER, WRITE, releases=True, acquires=False, scope="sys")
+
+    tracemalloc.start()
+    analysis = Analysis({0: send(), 2: receive()})
+    assert analysis.run() == []
+    kept.append(tracemalloc.get_traced_memory()[0])
+    tracemalloc.stop()
+    of_an_access = (kept[1] - kept[0]) / (6 * (rounds - first_rounds))
+    assert 1e6 * of_an_access < 0.5 * 2**30, "the other half is for torch and the bytes' shadow"
