@@ -8,6 +8,11 @@ TESTS = Path(__file__).parent
 UNDER_TORCHRUN = "TORCHELASTIC_RUN_ID" in os.environ
 
 
+def pytest_sessionstart():
+    if UNDER_TORCHRUN:
+        Torchrun.join()
+
+
 def import_path(*folders):
     """PYTHONPATH for a process that a test starts: ``folders``, the project, and whatever this process was given."""
     given = [os.environ["PYTHONPATH"]] if "PYTHONPATH" in os.environ else []

@@ -137,13 +137,17 @@ class RankPool:
 class Torchrun:
     """The ranks that torchrun started: every one of them runs the same tests, in step."""
 
-    def __init__(self) -> None:
-        import iris
-
+    @staticmethod
+    def join() -> None:
+        """Before any test, since one that takes no ranks may make a context, which would join with other settings."""
         if torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, timeout=timedelta(seconds=40))
+
+    def __init__(self) -> None:
+        import iris
+
         self._ctx = iris.iris(HEAP_SIZE)
         self.num_ranks = self._ctx.get_num_ranks()
 
