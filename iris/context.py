@@ -12,7 +12,7 @@ from iris.ccl.collectives import Collectives
 from iris.device_barrier import DeviceBarrier
 from iris.device_record import DeviceRecord
 from iris.errors import FirstUseInCaptureError, RankOutOfRangeError
-from iris.heap.symmetric import SymmetricHeap, describe_address
+from iris.heap import SymmetricHeap, describe_address
 from iris.language.context import context_tensor
 from iris.language.functional import heap_bases_tensor
 from iris.log import logger

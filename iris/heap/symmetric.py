@@ -24,7 +24,6 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from iris import inspection
@@ -32,21 +31,18 @@ from iris.errors import (
     FreedTensorError,
     HeapClosedError,
     HeapOutOfMemoryError,
-    InvalidContextError,
     InvalidDtypeError,
     InvalidShapeError,
     IrisTimeoutError,
     NotATensorError,
     NotSymmetricError,
-    NotTheCallerError,
-    RankOutOfRangeError,
     readable,
 )
 from iris.heap.allocator import Allocator, HeapStats, round_up
 from iris.heap.dump import dump
 from iris.heap.history import Call, History, Summary, tensor_text
 from iris.heap.lifetime import Life, Lifetimes
-from iris.heap.mapping import create, describe_address, is_mapped
+from iris.heap.mapping import create
 from iris.simulator import sanitizer
 from iris.world import Group, names
 
@@ -407,65 +403,11 @@ def heap_named(name: str) -> SymmetricHeap | None:
     return next((heap for heap in list(_live.values()) if heap.mapping.name == name), None)
 
 
+def heap_at(base: int) -> SymmetricHeap | None:
+    """This process' heap that begins there in its own memory."""
+    return _live.get(base)
+
+
 def live_heaps() -> list[SymmetricHeap]:
     """This process' heaps that are open."""
     return list(_live.values())
-
-
-def check_reach(addresses: np.ndarray, mask: np.ndarray | None, base: np.ndarray, ranks: np.ndarray | int) -> None:
-    """Raise unless a kernel may use these addresses as its own in the heap at ``base``, to reach these ranks.
-
-    Elements that ``mask`` leaves out are not looked at, nor anything if ``base`` is no heap's: it may be the library's
-    own memory.
-
-    Raises
-    ------
-    NotSymmetricError
-        An address is not in the caller's heap.
-    RankOutOfRangeError
-        The heap has no such rank.
-    NotTheCallerError
-        The heap at ``base`` is a peer's.
-    InvalidContextError
-        Nothing is at ``base``, or nothing any more.
-    """
-    base = int(base.item())
-    heap = _live.get(base)
-    if heap is None:
-        for other in list(_live.values()):
-            if base in other.bases:
-                raise NotTheCallerError(
-                    f"Rank {other.group.rank} called a device operation that takes the caller's rank, and passed "
-                    f"{other.bases.index(base)}. A pointer is always into the caller's own heap; the signature says "
-                    "which argument is the caller and which the peer."
-                )
-        if not is_mapped(base):
-            raise InvalidContextError(
-                f"A kernel got a context (or heap_bases) of no open heap: this rank's would be at {base:#x}. "
-                "Pass ctx.get_device_context() or ctx.get_heap_bases() of a context that has not been closed."
-            )
-        return
-    if mask is not None:
-        addresses, active = np.broadcast_arrays(addresses, mask)
-        addresses = addresses[active]
-    for rank in np.ravel(ranks):
-        if not 0 <= rank < heap.group.size:
-            raise RankOutOfRangeError(int(rank), heap.group.size)
-    outside = (addresses < base) | (addresses >= base + heap.mapped_size)
-    if outside.any():
-        address = int(addresses[outside][0])
-        place = describe_address(address) or "not in any heap"
-        raise NotSymmetricError(
-            f"A kernel reaches a peer by way of address {address:#x}, which is {place}, and not in the heap of its "
-            "context (or heap_bases). Pass tensors that this context has made: ctx.zeros(), ctx.as_symmetric(), ..."
-        )
-
-
-def check_copy(from_rank: np.ndarray | int, to_rank: np.ndarray | int, cur_rank: np.ndarray | int) -> None:
-    """Raise `NotTheCallerError` unless a copy's caller is one of the two ranks that it names."""
-    for sender, receiver, caller in np.broadcast(from_rank, to_rank, cur_rank):
-        if caller not in (sender, receiver):
-            raise NotTheCallerError(
-                f"Rank {caller} called copy() from rank {sender} to rank {receiver}, and is neither of them. "
-                "Let one of the two call: the first sends, or the second fetches."
-            )

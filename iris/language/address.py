@@ -54,19 +54,19 @@ def in_simulator():
 def check_reach(ptr, mask, base, rank):
     """In the simulator: raise unless ``ptr``, under ``mask``, is in the heap at ``base`` and that heap has ``rank``."""
     # Imported here: Triton follows the global names of a constexpr_function, and does not know these.
-    from iris.heap import symmetric
+    from iris.heap import reach
 
     stored = [value.handle.data if isinstance(value, tl.tensor) else value for value in (ptr, mask, base, rank)]
-    symmetric.check_reach(*stored)
+    reach.check_reach(*stored)
 
 
 @triton.constexpr_function
 def check_copy(from_rank, to_rank, caller):
     """In the simulator: raise unless a copy's caller is one of its two ranks."""
-    from iris.heap import symmetric
+    from iris.heap import reach
 
     stored = [value.handle.data if isinstance(value, tl.tensor) else value for value in (from_rank, to_rank, caller)]
-    symmetric.check_copy(*stored)
+    reach.check_copy(*stored)
 
 
 def make_translate(jit: Callable, lang: ModuleType) -> Any:

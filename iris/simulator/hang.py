@@ -137,7 +137,7 @@ def _value(stored: np.ndarray, element: tl.dtype) -> str:
 
 def _flag(address: int, lanes: int) -> str:
     try:
-        from iris.heap.symmetric import describe_address
+        from iris.heap.mapping import describe_address
     except ImportError:  # the simulator also runs kernels that have no heap
         described = None
     else:
