@@ -34,22 +34,9 @@ def make_clock(jit: Callable, lang: ModuleType) -> SimpleNamespace:
                 "mov.u64 $0, %globaltimer;", "=l,~{memory}", [], dtype=lang.int64, is_pure=False, pack=1
             )
         else:
-            # As in `unordered_clock`.
-            return 10 * lang.inline_asm_elementwise(
-                "s_memrealtime $0\n\ts_waitcnt lgkmcnt(0)", "=s,~{memory}", [], dtype=lang.int64, is_pure=False, pack=1
-            )
-
-    @jit
-    def unordered_clock():
-        """As `clock`, in no order with memory operations; not for the simulator."""
-        if on_nvidia():
-            return lang.inline_asm_elementwise(
-                "mov.u64 $0, %globaltimer;", "=l", [], dtype=lang.int64, is_pure=False, pack=1
-            )
-        else:
             # s_memrealtime counts at 100 MHz on CDNA (AMD Instinct MI300 ISA, "S_MEMREALTIME").
             return 10 * lang.inline_asm_elementwise(
-                "s_memrealtime $0\n\ts_waitcnt lgkmcnt(0)", "=s", [], dtype=lang.int64, is_pure=False, pack=1
+                "s_memrealtime $0\n\ts_waitcnt lgkmcnt(0)", "=s,~{memory}", [], dtype=lang.int64, is_pure=False, pack=1
             )
 
     @jit
@@ -62,7 +49,7 @@ def make_clock(jit: Callable, lang: ModuleType) -> SimpleNamespace:
                 "mov.u64 $0, %clock64;", "=l,~{memory}", [], dtype=lang.int64, is_pure=False, pack=1
             )
 
-    return SimpleNamespace(clock=clock, unordered_clock=unordered_clock, cycles=cycles)
+    return SimpleNamespace(clock=clock, cycles=cycles)
 
 
 triton_clock = make_clock(triton.jit, tl)

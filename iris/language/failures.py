@@ -39,7 +39,7 @@ def kind_code(kind):
 
 def make_failures(jit: Callable, lang: ModuleType, clock: SimpleNamespace) -> SimpleNamespace:
     """The device functions of this file in the language that ``(jit, lang)`` stand for."""
-    unordered_clock = clock.unordered_clock
+    read_clock = clock.clock
 
     @jit
     def linear_program_id():
@@ -49,7 +49,7 @@ def make_failures(jit: Callable, lang: ModuleType, clock: SimpleNamespace) -> Si
     @jit
     def nanoseconds(record):
         """The GPU's clock, the same for all threads of the block."""
-        now = unordered_clock()
+        now = read_clock()
         # Threads read the clock at different moments, and a loop must leave in all of them at once. A scalar atomic is
         # done by one thread and its result handed to the others: the latest moment that any program has posted. Read
         # back behind the post, since what an atomic returns is older than it, maybe by a whole idle period.
