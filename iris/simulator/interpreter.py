@@ -246,14 +246,16 @@ class Builder(InterpreterBuilder):
         if pointers.size:
             with _recorded(pointers, sem, scope) as record:
                 old = atomics.read_modify_write(op, pointers, operand, element, sem)
-                record(old, _effect(op, old, operand, element))
+                # Who exchanges a word for the same one may be waiting for another.
+                changed = atomics.apply(op, old, operand, element).tobytes() != old.tobytes()
+                record(old, WRITE if op == atomics.OP.XCHG else UPDATE if changed else READ, changed=changed)
             result[active] = old
             grid.observe(
                 atomics.NAMES[op],
                 pointers,
                 old,
                 element,
-                lambda: atomics.apply(op, old, operand, element).tobytes() != old.tobytes(),
+                lambda: changed,
             )
         return TensorHandle(result, val.dtype.scalar)
 
@@ -287,21 +289,14 @@ def _recorded(pointers: np.ndarray, sem: Any, scope: Any) -> Iterator[Callable[.
     """Around an atomic operation, which tells what it found and did. (numpy's arrays of no dimension are scalars.)"""
     recorder = sanitizer.recorder
     if recorder is None:
-        yield lambda old, kind, compares=False: None
+        yield lambda old, kind, compares=False, changed=True: None
         return
     recorder.reaches(pointers, UPDATE)
     order, message = (atomics.ORDERS[sem], atomics.SCOPES[scope]), recorder.is_message()
     with recorder.numbered() as number:
-        yield lambda old, kind, compares=False: recorder.synchronised(
-            number, np.atleast_1d(pointers), np.atleast_1d(old), kind, *order, message, compares
+        yield lambda old, kind, compares=False, changed=True: recorder.synchronised(
+            number, np.atleast_1d(pointers), np.atleast_1d(old), kind, *order, message, compares, changed
         )
-
-
-def _effect(op: Any, old: np.ndarray, operand: np.ndarray, element: tl.dtype) -> int:
-    """Whether an atomic operation has written, has changed what was there, or has only looked."""
-    if op == atomics.OP.XCHG:
-        return WRITE
-    return READ if atomics.apply(op, old, operand, element).tobytes() == old.tobytes() else UPDATE
 
 
 def _rereads_memory(argument: Any) -> bool:

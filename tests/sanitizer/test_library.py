@@ -1,6 +1,6 @@
 """What the sanitizer has found in the library stays mended: accesses that raced, though nobody used what they read.
 
-And a program that is right, which it took for wrong.
+And programs that are right, which it took for wrong.
 """
 
 import pytest
@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 import triton
 import triton.language as tl
+from torch.distributed import _functional_collectives
 
 import iris
 from iris.ccl import Config
@@ -65,10 +66,71 @@ def barrier_behind_messages(ctx):
     ctx.barrier()
 
 
+@triton.jit
+def add_up_peers(context_tensor, data, result, N: tl.constexpr):
+    ctx = iris.DeviceContext.initialize(context_tensor)
+    offsets = tl.arange(0, N)
+    total = tl.zeros((N,), tl.int32)
+    for rank in range(ctx.num_ranks):
+        total += ctx.load(data + offsets, rank)
+    tl.store(result + offsets, total)
+
+
+def collectives_of_torch(ctx):
+    """They read their inputs, which peers' kernels may read too, and those in functional form are meetings as well."""
+    data, result = ctx.full((64,), 2 + ctx.cur_rank, dtype=torch.int32), torch.zeros(64, dtype=torch.int32)
+    parts = [torch.zeros(64, dtype=torch.int32) for _ in range(3)]
+    ctx.barrier()
+    add_up_peers[(1,)](ctx.get_device_context(), data, result, 64)
+    dist.all_gather(parts, data)
+    assert result.unique().tolist() == [9] and [part[5].item() for part in parts] == [2, 3, 4]
+    store_to_next[(1,)](ctx.get_device_context(), data, 64)
+    _functional_collectives.all_reduce(torch.ones(1), "sum", dist.group.WORLD).wait()
+    assert data[1:3].tolist() == [1 + (ctx.cur_rank + 2) % 3, 2 + (ctx.cur_rank + 2) % 3]
+    # What a root sends, the others need not have written.
+    sent = ctx.ones(8) if ctx.cur_rank == 0 else ctx.empty(8)
+    dist.broadcast(sent, 0)
+    assert sent.sum().item() == 8
+    ctx.barrier()
+
+
+@triton.jit
+def store_rows(context_tensor, table, N: tl.constexpr):
+    """Row r of the next rank's."""
+    ctx = iris.DeviceContext.initialize(context_tensor)
+    place = ctx.cur_rank * N + tl.arange(0, N)
+    ctx.store(table + place, place, (ctx.cur_rank + 1) % ctx.num_ranks)
+
+
+def rows_of_a_tensor(ctx):
+    """The host changes those that it names, and the shape of a view, beside a kernel that stores to another row."""
+    table = ctx.empty(3, 16, dtype=torch.int32)
+    own = torch.tensor([ctx.cur_rank])
+    ctx.barrier()
+    store_rows[(1,)](ctx.get_device_context(), table, 16)
+    table[own] = 5
+    table.index_fill_(0, own, 7)
+    table.scatter_(0, own.expand(1, 16), 9)
+    assert table[own].unique().tolist() == [9] and table.index_select(0, own).sum().item() == 9 * 16
+    view = table[0]
+    view.unsqueeze_(0)
+    ctx.barrier()
+    before = (ctx.cur_rank + 2) % 3
+    assert table[before].tolist() == list(range(16 * before, 16 * before + 16))
+
+
+RIGHT = [
+    broadcast_in_place,
+    scale_of_a_row,
+    rows_that_fill_no_tile,
+    barrier_behind_messages,
+    collectives_of_torch,
+    rows_of_a_tensor,
+]
+
+
 @pytest.mark.ranks(3)
-@pytest.mark.parametrize(
-    "worker", [broadcast_in_place, scale_of_a_row, rows_that_fill_no_tile, barrier_behind_messages]
-)
+@pytest.mark.parametrize("worker", RIGHT)
 def test_nothing_races(ranks, worker):
     _, findings = ranks.run_sanitized(worker)
     assert findings == []

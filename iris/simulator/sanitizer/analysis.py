@@ -8,7 +8,7 @@ looked at first.
 
 import pickle
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +17,9 @@ from iris.simulator.sanitizer.clocks import Released, Thread
 from iris.simulator.sanitizer.deadlock import Onlooker
 from iris.simulator.sanitizer.events import (
     HOST,
+    PRIVATE,
     READ,
+    UPDATE,
     WRITE,
     Accessed,
     Allocated,
@@ -85,7 +87,7 @@ class Analysis:
     def __init__(self, notes: "dict[int, Iterable[Any]]", over: bool = False) -> None:
         self._over = over
         self._ranks = {number: Rank(number, iter(events)) for number, events in sorted(notes.items())}
-        self._slots: dict[tuple[int, int], int] = {}
+        self._slots: dict[tuple[int, int, int], int] = {}
         self._ticks: dict[int, int] = defaultdict(int)
         self._shadow = shadow.Shadow()
         nothing = Place(None, Line("?", 0, "?"))
@@ -134,7 +136,8 @@ class Analysis:
         for rank in ranks:
             together = clocks.joined(together, self._hosts[rank.number].clock)
         for rank in ranks:
-            self._hosts[rank.number].learn(together)
+            if rank.next.hears:
+                self._hosts[rank.number].learn(together)
             self._hosts[rank.number].advance()
             rank.next = None
 
@@ -161,8 +164,10 @@ class Analysis:
             case Accessed():
                 self._access(rank, event)
             case Allocated(spans, text, place, undefined):
+                # An argument may have been given to a launch, too, that still runs.
+                in_use = spans.space[0] == PRIVATE and rank.bases and self._findings.knows(spans)
                 self._findings.allocated(spans, text, rank.places[place], undefined)
-                for part in self._shadow.bytes(spans):
+                for part in self._shadow.bytes(spans) if not in_use else ():
                     part.forget()
             case Launched(launch):
                 host = self._hosts[rank.number]
@@ -186,8 +191,11 @@ class Analysis:
 
     # Who ------------------------------------------------------------------------------------------------------------
 
-    def _thread(self, rank: int, program: int, clock: Any) -> Thread:
-        slot = self._slots.setdefault((rank, program), len(self._slots))
+    def _thread(self, rank: int, program: int, clock: Any, taken: Collection[int] = ()) -> Thread:
+        """``taken``: the slots of programs of this number in launches that run beside this one's."""
+        beside = 0
+        while (slot := self._slots.setdefault((rank, program, beside), len(self._slots))) in taken:
+            beside += 1
         return Thread(rank, slot, self._ticks[slot] + 1, clock)
 
     def _who(self, rank: Rank, launch: int, program: int) -> Thread:
@@ -195,7 +203,8 @@ class Analysis:
             return self._hosts[rank.number]
         programs = rank.programs[launch]
         if program not in programs:
-            programs[program] = self._thread(rank.number, program, rank.bases.get(launch, clocks.empty()))
+            taken = [others[program].slot for others in rank.programs.values() if program in others]
+            programs[program] = self._thread(rank.number, program, rank.bases.get(launch, clocks.empty()), taken)
         return programs[program]
 
     def _number(self, access: Access) -> int:
@@ -315,7 +324,9 @@ class Analysis:
         other = self._accesses[number]
         if access.kind == READ and other.kind == READ:
             return
-        both_atomic = bool(access.atomic and other.atomic)
+        # A copy of the host's is seen whole, and wipes out what is added meanwhile.
+        wipes_out = (access.host or other.host) and UPDATE in (access.kind, other.kind)
+        both_atomic = bool(access.atomic and other.atomic) and not wipes_out
         if both_atomic and (READ in (access.kind, other.kind) or self._at_once(access, other)):
             return
         known = thread.knows(other.thread_slot, other.tick)
@@ -325,8 +336,9 @@ class Analysis:
             self._findings.add_race("race/scope", Side.of(other), Side.of(access), spans.space, offset, LOST)
             return
         kind = next((cause for how, cause in CAUSES.items() if known[how]), None)
-        if known[clocks.BOTH] and not known[: clocks.BOTH].any() and (access.atomic or other.atomic):
-            # By nothing but what was added to the data themselves, which is no flag.
+        is_flag = not (access.atomic or other.atomic) and READ in (access.kind, other.kind)
+        if known[clocks.BOTH] and not known[: clocks.BOTH].any() and not is_flag:
+            # By nothing but what was added to the data themselves, or written over them.
             kind = None
         if kind is None:
             plain, atomic = (access, other) if other.atomic else (other, access)

@@ -132,7 +132,8 @@ class Fenced(NamedTuple):
 class Met(NamedTuple):
     """The hosts of ``ranks`` meet; ``key`` is the same on all of them, and another one at each meeting.
 
-    ``text``: for what, in words. ``last``: nobody could go on any more when this rank came.
+    ``text``: for what, in words. ``last``: nobody could go on any more when this rank came. ``hears``: what the others
+    did before comes before what this rank does from here on.
     """
 
     key: tuple
@@ -140,6 +141,7 @@ class Met(NamedTuple):
     place: int
     text: str
     last: bool
+    hears: bool = True
 
 
 class Wrong(NamedTuple):

@@ -102,6 +102,11 @@ class Findings:
             self._begins[spans.space].insert(bisect_right(self._begins[spans.space], begin), begin)
         self._allocated[spans.space][begin] = end, text, place, undefined
 
+    def knows(self, spans: Spans) -> bool:
+        """Whether there is an allocation of just these bytes."""
+        known = self._allocated[spans.space].get(int(spans.begins[0]))
+        return known is not None and known[0] == int(spans.ends[0])
+
     def add_race(
         self, kind: str, one: Side, other: Side, space: tuple[str, int], offset: int, remedy: str | None = None
     ) -> None:

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from iris.simulator.sanitizer import indexed
 from iris.simulator.sanitizer.events import READ, UPDATE, WRITE
 
 if TYPE_CHECKING:
@@ -43,29 +45,52 @@ class HostAccesses(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        if func.namespace == "c10d":
+        if func.namespace == "c10d" or (func.namespace == "_c10d_functional" and func._opname != "wait_tensor"):
             return self._meet(func, args, kwargs)
         if func._opname.endswith("_like") or func._opname.startswith("new_"):
             # Only the shape of what they are given counts.
             return func(*args, **kwargs)
         for argument, value in zip(func._schema.arguments, _given(func, args, kwargs), strict=False):
-            # What is returned as it was given, or as a view of it, has not been read.
+            # What is returned as it was given, or as a view of it, has not been read; nor has what gets a new shape.
             alias = argument.alias_info
-            if alias is None or alias.is_write:
+            if (alias is None or alias.is_write) and torch.Tag.inplace_view not in func.tags:
                 kind = READ if alias is None else WRITE if func in _OVERWRITE or argument.is_out else UPDATE
+                if kind == READ:
+                    # A copy of what nobody has written harms nobody before it is used.
+                    uses = func not in _COPIES
+                else:
+                    random = torch.Tag.nondeterministic_seeded in func.tags
+                    uses = kind == UPDATE and not random and not indexed.replaces(func, args, kwargs)
+                if args and value is args[0] and (func in indexed.READS or func in indexed.WRITES):
+                    if _is_seen(value):
+                        where, size = indexed.addresses(func, args, kwargs), value.element_size()
+                        self._recorder.host_accessed(where, size, size if uses else 0, kind)
+                    continue
                 blank = func is _ZERO or (func is _FILL and args[1] == 0)
-                # A copy of what nobody has written harms nobody before it is used; and who fills a tensor with random
-                # numbers, say, does not use what was there.
-                uses = func not in _COPIES if kind == READ else kind == UPDATE and torch.Tag.pointwise in func.tags
                 self._touch(value, kind, uses, blank)
         return func(*args, **kwargs)
 
     def _meet(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """A collective of torch's: nobody leaves it before all have come, as far as we care."""
-        for value in (*args, *kwargs.values()):
-            self._touch(value, WRITE, uses=False)
-        group = next((g for value in args if (g := _process_group(value)) is not None), None)
+        given = list(zip(func._schema.arguments, _given(func, args, kwargs), strict=False))
+        group = next((g for argument, value in given if (g := _process_group(argument.name, value)) is not None), None)
         ranks = () if group is None else _ranks_of(group)
+        hears_root = func._opname == "broadcast_" and ranks and ranks[args[2]] != dist.get_rank()
+        sends = not hears_root and not func._opname.startswith("recv_")
+        # Of what a collective of c10d writes, its schema says nothing but by names.
+        receives = func.namespace == "c10d" and func._opname not in ("send", "barrier")
+        for argument, value in given:
+            if sends and not argument.name.startswith("output"):
+                # What is only moved harms nobody before it is used.
+                self._touch(value, READ, uses="reduce" in func._opname)
+        result = self._meet_ranks(func, args, kwargs, ranks)
+        for argument, value in given:
+            written = argument.alias_info is not None and argument.alias_info.is_write
+            if written or (receives and not argument.name.startswith("input")):
+                self._touch(value, WRITE, uses=False)
+        return result
+
+    def _meet_ranks(self, func: Any, args: tuple, kwargs: dict, ranks: tuple[int, ...]) -> Any:
         if ranks and func._opname in _POINT_TO_POINT:
             # Of which the other ranks of the group know nothing. From whom it comes may not be known before.
             ranks = () if func._opname == "recv_any_source_" else tuple(sorted({dist.get_rank(), ranks[args[2]]}))
@@ -73,12 +98,14 @@ class HostAccesses(TorchDispatchMode):
             return func(*args, **kwargs)
         key = ("torch.distributed", ranks, func._opname in _POINT_TO_POINT)
         number = self._meetings[key] = self._meetings.get(key, 0) + 1
-        with self._recorder.meeting((*key, number), ranks, f"{func._opname.rstrip('_')} of torch.distributed"):
+        text = f"{func._opname.rstrip('_')} of torch.distributed"
+        # A send may be over before it is received.
+        with self._recorder.meeting((*key, number), ranks, text, hears=func._opname != "send"):
             return func(*args, **kwargs)
 
     def _touch(self, value: Any, kind: int, uses: bool, blank: bool = False) -> None:
         for tensor in _tensors(value):
-            if tensor.device.type == "cpu" and tensor.layout == torch.strided and tensor.numel():
+            if _is_seen(tensor):
                 self._recorder.host_accessed(*_runs(tensor), tensor.element_size() if uses else 0, kind, blank)
 
 
@@ -101,7 +128,10 @@ def _looking(accesses: HostAccesses, method: Callable) -> Callable:
 
 _POINT_TO_POINT = ("send", "recv_", "recv_any_source_")
 _ZERO, _FILL = torch.ops.aten.zero_.default, torch.ops.aten.fill_.Scalar
-_COPIES = (torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default, torch.ops.aten.clone.default)
+_COPIES = (
+    torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default, torch.ops.aten.clone.default,
+    torch.ops.aten.cat.default, torch.ops.aten.stack.default,
+)  # fmt: skip
 _OVERWRITE = (_ZERO, _FILL, torch.ops.aten.fill_.Tensor, torch.ops.aten.copy_.default)
 
 
@@ -109,6 +139,10 @@ def _given(func: Any, args: tuple, kwargs: dict) -> Iterator[Any]:
     """The arguments in the order of the operation's schema."""
     for index, argument in enumerate(func._schema.arguments):
         yield args[index] if index < len(args) else kwargs.get(argument.name)
+
+
+def _is_seen(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu" and tensor.layout == torch.strided and tensor.numel() > 0
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
@@ -119,7 +153,10 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(each)
 
 
-def _process_group(value: Any) -> dist.ProcessGroup | None:
+def _process_group(name: str, value: Any) -> dist.ProcessGroup | None:
+    """The group that an argument of this name is, if it is one."""
+    if name == "group_name":
+        return value if isinstance(value, dist.ProcessGroup) else distributed_c10d._resolve_process_group(value)
     if not isinstance(value, torch.ScriptObject):
         return None
     try:

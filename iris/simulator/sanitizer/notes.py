@@ -52,6 +52,9 @@ from iris.simulator.sanitizer.host import HostAccesses
 # Notes are written to the file when there are so many.
 KEPT = 4096
 
+# Plain loads of so few elements at most, the same each time, after which another program has a turn.
+MOST_FLAGS, LOOKS_OF_A_TURN = 64, 1000
+
 # Memory of nobody's yet: no program means to write it, and a float of it is a large number.
 UNDEFINED = 0xCB
 
@@ -65,6 +68,7 @@ _SIMULATOR = str(Path(__file__).parents[1]) + os.sep
 _LANGUAGE = _IRIS + "language" + os.sep
 
 _STANDARD = sysconfig.get_path("stdlib") + os.sep
+_INSTALLED = tuple(sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib"))
 
 # From this version on a release is one of the whole block; before it, of the thread that does it and what that has
 # met in a barrier.
@@ -91,6 +95,7 @@ class Recorder:
         self._numbers = itertools.count(1)
         self._stored_since_meeting: set[tuple[int, int]] = set()
         self._polled: dict[tuple, tuple[int, bytes]] = {}
+        self._last_look: tuple[tuple | None, int] = None, 0
         self.bounds = bounds.Bounds()
         # The counters of all ranks: a file that is locked while one of them takes a number.
         self._lock = os.open(folder / "counter", os.O_RDWR | os.O_CREAT, 0o600)
@@ -192,12 +197,25 @@ class Recorder:
             self.note(Accessed(*who, place, spans, kind, undefined, number=number))
         if kind == WRITE:
             self._stored_since_meeting.add(who)
+        if kind == READ and values is not None and values.size <= MOST_FLAGS:
+            self._looked(who, pointers, values)
+
+    def _looked(self, who: tuple[int, int], pointers: np.ndarray, values: np.ndarray) -> None:
+        """Who loads the same again and again may be waiting for a program that has not had its turn."""
+        key = who, pointers.tobytes(), values.tobytes()
+        before, times = self._last_look
+        self._last_look = key, times + 1 if key == before else 1
+        if self._last_look[1] % LOOKS_OF_A_TURN == 0:
+            grid.current().launch.take_turns(grid.current())
 
     def synchronised(
         self, number: int, pointers: np.ndarray, values: np.ndarray, kind: int, sem: str, scope: str,
-        message: bool = False, compares: bool = False,
+        message: bool = False, compares: bool = False, changed: bool = True,
     ) -> None:  # fmt: skip
-        """The program that runs has done this while it held ``number``. ``values``: what was there before."""
+        """The program that runs has done this while it held ``number``. ``values``: what was there before.
+
+        ``changed``: it is not what is there now.
+        """
         who = self._who()
         if who is None or not pointers.size:
             return
@@ -208,7 +226,7 @@ class Recorder:
             if self._polled.get(key) == found:
                 return
             self._polled[key] = found
-        else:
+        elif changed:
             struct.pack_into("q", self._counter, 8, self._changes() + 1)
             self.liveness.changed()
         releases, acquires = sem in ("release", "acq_rel") or message, sem in ("acquire", "acq_rel") or message
@@ -293,9 +311,9 @@ class Recorder:
             self.liveness.changed()
 
     @contextlib.contextmanager
-    def meeting(self, key: tuple, ranks: tuple[int, ...], text: str) -> Iterator[None]:
-        """While this lasts the host waits for other ranks, for what ``text`` says."""
-        self.note(Met(key, ranks, self._place(), text, self.liveness.over()))
+    def meeting(self, key: tuple, ranks: tuple[int, ...], text: str, hears: bool = True) -> Iterator[None]:
+        """While this lasts the host waits for other ranks, for what ``text`` says; ``hears``: of what they did."""
+        self.note(Met(key, ranks, self._place(), text, self.liveness.over(), hears))
         self.flush()
         self.liveness.meets()
         try:
@@ -383,7 +401,8 @@ class Recorder:
         """The same, of what has raised ``error``."""
         line, trace = None, error.__traceback__
         while trace is not None:
-            if _owner(trace.tb_frame.f_code) == USER or (line is None and _owner(trace.tb_frame.f_code) == LIBRARY):
+            owner = _owner(trace.tb_frame.f_code)
+            if owner == USER or (line is None and owner in (LIBRARY, INSTALLED)):
                 line = trace.tb_frame.f_code, trace.tb_lineno
             trace = trace.tb_next
         return self._number(line)
@@ -406,17 +425,19 @@ _KINDS = {RankOutOfRangeError: "rank", NotSymmetricError: "bounds", NotTheCaller
 # Below a program's frames lies this one.
 _BOTTOM = grid.Launch._execute.__code__
 
-USER, LIBRARY, OTHER = "user", "library", "other"
+USER, LIBRARY, INSTALLED, OTHER = "user", "library", "installed", "other"
 
 
 def _line_of(frame: FrameType | None) -> tuple[CodeType, int] | None:
-    """The innermost line of the user's, from ``frame`` on; in the library's own kernels, the innermost of theirs."""
+    """The innermost line of the user's, from ``frame`` on; in the library's own kernels, or if there is none but in
+    packages that are installed, the innermost of theirs.
+    """
     line = None
     while frame is not None and frame.f_code is not _BOTTOM:
         owner = _owner(frame.f_code)
         if owner == USER:
             return frame.f_code, frame.f_lineno
-        if owner == LIBRARY and line is None:
+        if owner in (LIBRARY, INSTALLED) and line is None:
             line = frame.f_code, frame.f_lineno
         frame = frame.f_back
     return line
@@ -428,11 +449,11 @@ def _known(line: tuple[CodeType, int] | None) -> Line:
 
 @functools.cache
 def _owner(code: CodeType) -> str:
-    """Whose line a frame with this code shows: the user's, one of this library's kernels', or nobody's."""
+    """Whose line a frame with this code shows: the user's, one of this library's kernels', a package's, or nobody's."""
     name = code.co_filename
     if name.startswith((_SIMULATOR, _LANGUAGE, _TRITON, _TORCH, _STANDARD, "<")):
         return OTHER
-    return LIBRARY if name.startswith(_IRIS) else USER
+    return LIBRARY if name.startswith(_IRIS) else INSTALLED if name.startswith(_INSTALLED) else USER
 
 
 def _merged(addresses: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:

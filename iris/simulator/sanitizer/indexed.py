@@ -1,0 +1,52 @@
+"""Which elements of a tensor the host touches where an operation of torch takes indices or a mask."""
+
+from typing import Any
+
+import numpy as np
+import torch
+
+aten = torch.ops.aten
+
+READS = {
+    aten.index.Tensor, aten.index_select.default, aten.gather.default, aten.take.default, aten.embedding.default,
+    aten.masked_select.default,
+}  # fmt: skip
+REPLACES = {
+    aten.index_fill_.int_Scalar, aten.index_fill_.int_Tensor, aten.index_copy_.default, aten.scatter_.src,
+    aten.scatter_.value, aten.masked_fill_.Scalar, aten.masked_fill_.Tensor, aten.masked_scatter_.default,
+}  # fmt: skip
+ADDS = {aten.index_add_.default, aten.scatter_add_.default}
+REPLACES_OR_ADDS = {aten.index_put_.default, aten._index_put_impl_.default, aten.put_.default}
+"""By their fourth argument."""
+
+WRITES = REPLACES | ADDS | REPLACES_OR_ADDS
+
+# What these write, as their schemas name it.
+_VALUES = ("value", "values", "source", "src")
+
+
+def replaces(func: Any, args: tuple, kwargs: dict) -> bool:
+    """Whether ``func`` takes nothing of what was where it writes."""
+    accumulates = args[3] if len(args) > 3 else kwargs.get("accumulate", False)
+    return func in REPLACES or (func in REPLACES_OR_ADDS and not accumulates)
+
+
+def addresses(func: Any, args: tuple, kwargs: dict) -> np.ndarray:
+    """Those of the elements of its first argument that ``func``, of `READS` or `WRITES`, touches.
+
+    Seen by doing the same on numbers of elements, or on zeros that become ones.
+    """
+    tensor, *rest = args
+    if func in READS:
+        numbers = torch.arange(tensor.numel()).view(tensor.shape)
+        touched = func(numbers, *rest, **kwargs).reshape(-1).unique()
+    else:
+        zeros = torch.zeros(tensor.shape, dtype=tensor.dtype)
+        for place, argument in enumerate(func._schema.arguments[1 : len(args)]):
+            if argument.name in _VALUES:
+                rest[place] = torch.ones_like(rest[place]) if isinstance(rest[place], torch.Tensor) else 1
+        touched = func(zeros, *rest, **kwargs).reshape(-1).nonzero().reshape(-1)
+    offsets = np.zeros(touched.numel(), dtype=np.int64)
+    for index, stride in zip(np.unravel_index(touched.numpy(), tuple(tensor.shape)), tensor.stride(), strict=True):
+        offsets += index * stride
+    return tensor.data_ptr() + offsets * tensor.element_size()
