@@ -50,24 +50,22 @@ class HostAccesses(TorchDispatchMode):
         if func._opname.endswith("_like") or func._opname.startswith("new_"):
             # Only the shape of what they are given counts.
             return func(*args, **kwargs)
+        if torch.Tag.inplace_view in func.tags:
+            # A new shape for what stays as it is.
+            return func(*args, **kwargs)
         for argument, value in zip(func._schema.arguments, _given(func, args, kwargs), strict=False):
-            # What is returned as it was given, or as a view of it, has not been read; nor has what gets a new shape.
+            # What is returned as it was given, or as a view of it, has not been read.
             alias = argument.alias_info
-            if (alias is None or alias.is_write) and torch.Tag.inplace_view not in func.tags:
+            if alias is None or alias.is_write:
                 kind = READ if alias is None else WRITE if func in _OVERWRITE or argument.is_out else UPDATE
-                if kind == READ:
-                    # A copy of what nobody has written harms nobody before it is used.
-                    uses = func not in _COPIES
-                else:
-                    random = torch.Tag.nondeterministic_seeded in func.tags
-                    uses = kind == UPDATE and not random and not indexed.replaces(func, args, kwargs)
+                uses = _uses(func, args, kwargs, kind)
                 if args and value is args[0] and (func in indexed.READS or func in indexed.WRITES):
                     if _is_seen(value):
                         where, size = indexed.addresses(func, args, kwargs), value.element_size()
                         self._recorder.host_accessed(where, size, size if uses else 0, kind)
-                    continue
-                blank = func is _ZERO or (func is _FILL and args[1] == 0)
-                self._touch(value, kind, uses, blank)
+                else:
+                    blank = func is _ZERO or (func is _FILL and args[1] == 0)
+                    self._touch(value, kind, uses, blank)
         return func(*args, **kwargs)
 
     def _meet(self, func: Any, args: tuple, kwargs: dict) -> Any:
@@ -133,6 +131,15 @@ _COPIES = (
     torch.ops.aten.cat.default, torch.ops.aten.stack.default,
 )  # fmt: skip
 _OVERWRITE = (_ZERO, _FILL, torch.ops.aten.fill_.Tensor, torch.ops.aten.copy_.default)
+
+
+def _uses(func: Any, args: tuple, kwargs: dict, kind: int) -> bool:
+    """Whether it matters what was in memory to which ``func`` does this."""
+    if kind == READ:
+        # A copy of what nobody has written harms nobody before it is used.
+        return func not in _COPIES
+    is_random = torch.Tag.nondeterministic_seeded in func.tags
+    return kind == UPDATE and not is_random and not indexed.replaces(func, args, kwargs)
 
 
 def _given(func: Any, args: tuple, kwargs: dict) -> Iterator[Any]:
