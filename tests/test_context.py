@@ -294,6 +294,7 @@ def misuse_groups(ctx):
     assert f"rank {ctx.cur_rank} of {ctx.num_ranks}" in repr(ctx)
 
 
+@pytest.mark.usefixtures("mistaken")
 @pytest.mark.ranks(2, 3)
 def test_groups_and_sources_that_make_no_sense(ranks):
     ranks.run(misuse_groups)
