@@ -3,6 +3,7 @@
 On GPUs it is told what the kernel's record and the flags say, in the simulator what its scheduler sees.
 """
 
+import os
 import time
 
 import torch
@@ -12,6 +13,8 @@ from acceptance._launch import launch
 
 import iris
 from iris.errors import IrisTimeoutError
+
+LIMIT_S = float(os.environ["IRIS_WAIT_TIMEOUT_S"])
 
 
 @triton.jit
@@ -78,7 +81,7 @@ def worker(rank, world_size):
     # A wait within the limit is no time-out, neither at first nor after a pause that is longer than the limit.
     for turn in range(3):
         ctx.barrier()
-        time.sleep(1.5 * (turn == 1))
+        time.sleep(1.5 * LIMIT_S * (turn == 1))
         ctx.barrier()
         if rank == 0:
             wait_kernel[(1,)](ctx.get_device_context(), flags, 20 + turn)

@@ -3,19 +3,17 @@
 import contextlib
 import ctypes
 import fcntl
-import functools
 import itertools
 import mmap
 import os
 import pickle
 import struct
 import sys
-import sysconfig
 import threading
 from collections.abc import Callable, Iterator
 from multiprocessing.util import Finalize
 from pathlib import Path
-from types import CodeType, FrameType
+from types import CodeType
 from typing import Any
 
 import numpy as np
@@ -25,7 +23,7 @@ import triton
 from iris.errors import NotSymmetricError, NotTheCallerError, RankOutOfRangeError
 from iris.heap import mapping, symmetric
 from iris.simulator import grid
-from iris.simulator.sanitizer import bounds
+from iris.simulator.sanitizer import bounds, lines
 from iris.simulator.sanitizer.deadlock import Liveness
 from iris.simulator.sanitizer.events import (
     HOST,
@@ -60,15 +58,6 @@ UNDEFINED = 0xCB
 
 # Larger tensors are not filled with it: memory that is not touched takes no room.
 MOST_UNDEFINED = 1 << 26
-
-_IRIS = str(Path(__file__).parents[2]) + os.sep
-_TRITON = str(Path(triton.__file__).parent) + os.sep
-_TORCH = str(Path(torch.__file__).parent) + os.sep
-_SIMULATOR = str(Path(__file__).parents[1]) + os.sep
-_LANGUAGE = _IRIS + "language" + os.sep
-
-_STANDARD = sysconfig.get_path("stdlib") + os.sep
-_INSTALLED = tuple(sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib"))
 
 # From this version on a release is one of the whole block; before it, of the thread that does it and what that has
 # met in a barrier.
@@ -157,7 +146,7 @@ class Recorder:
         self.liveness.runs()
         self._launches[id(launch)] = next(self._numbers)
         self._launching[id(launch)] = threading.current_thread()
-        self._callers[id(launch)] = _line_of(sys._getframe(1))
+        self._callers[id(launch)] = lines.line_of(sys._getframe(1))
         self.note(Launched(self._launches[id(launch)]))
 
     def finished(self, launch: Any) -> None:
@@ -249,14 +238,14 @@ class Recorder:
 
     def waits(self, launch: Any, wait: Any) -> None:
         """These programs wait, and nobody can go on."""
-        caller = self._callers.get(id(launch)) if wait.place[0].startswith(_IRIS) else None
-        place = Place(launch.name, Line(*wait.place), caller and _known(caller))
+        caller = self._callers.get(id(launch)) if wait.place[0].startswith(lines.IRIS) else None
+        place = Place(launch.name, Line(*wait.place), caller and lines.known(caller))
         self.note(Waiting(launch.name, wait.programs, wait.what, place, wait.flag or ""))
         self.flush()
 
     def out_of_step(self, text: str) -> None:
         """The host waits for other ranks, for what ``text`` says, and they wait for something else."""
-        place = Place(None, _known(_line_of(sys._getframe(1))))
+        place = Place(None, lines.known(lines.line_of(sys._getframe(1))))
         self.note(Waiting(None, "the host", f"waits in {text}", place, ""))
         self.flush()
 
@@ -276,8 +265,8 @@ class Recorder:
     def is_message(self) -> bool:
         """Whether what accesses memory now is the library's function for words that carry their own arrival."""
         frame = sys._getframe(2)
-        while frame is not None and _owner(frame.f_code) == OTHER:
-            if frame.f_code.co_name in _MESSAGES and frame.f_code.co_filename.startswith(_LANGUAGE):
+        while frame is not None and lines.owner(frame.f_code) == lines.OTHER:
+            if frame.f_code.co_name in _MESSAGES and frame.f_code.co_filename.startswith(lines.LANGUAGE):
                 return True
             frame = frame.f_back
         return False
@@ -395,65 +384,26 @@ class Recorder:
         """
         if grid.in_kernel() and (issued_at := grid.current().issued_at) is not None:
             return issued_at
-        return self._number(_line_of(sys._getframe(2)))
+        return self._number(lines.line_of(sys._getframe(2)))
 
     def _place_of(self, error: BaseException) -> int:
         """The same, of what has raised ``error``."""
-        line, trace = None, error.__traceback__
-        while trace is not None:
-            owner = _owner(trace.tb_frame.f_code)
-            if owner == USER or (line is None and owner in (LIBRARY, INSTALLED)):
-                line = trace.tb_frame.f_code, trace.tb_lineno
-            trace = trace.tb_next
-        return self._number(line)
+        return self._number(lines.line_of_error(error))
 
     def _number(self, line: tuple[CodeType, int] | None) -> int:
         kernel, caller = None, None
         if grid.in_kernel():
             kernel = grid.current().launch.name
-            if line is not None and _owner(line[0]) == LIBRARY:
+            if line is not None and lines.owner(line[0]) == lines.LIBRARY:
                 caller = self._callers.get(id(grid.current().launch))
         key = (kernel, line, caller)
         if key not in self._places:
             self._places[key] = len(self._places)
-            self.note(Known(self._places[key], Place(kernel, _known(line), caller and _known(caller))))
+            self.note(Known(self._places[key], Place(kernel, lines.known(line), caller and lines.known(caller))))
         return self._places[key]
 
 
 _KINDS = {RankOutOfRangeError: "rank", NotSymmetricError: "bounds", NotTheCallerError: "rank"}
-
-# Below a program's frames lies this one.
-_BOTTOM = grid.Launch._execute.__code__
-
-USER, LIBRARY, INSTALLED, OTHER = "user", "library", "installed", "other"
-
-
-def _line_of(frame: FrameType | None) -> tuple[CodeType, int] | None:
-    """The innermost line of the user's, from ``frame`` on; in the library's own kernels, or if there is none but in
-    packages that are installed, the innermost of theirs.
-    """
-    line = None
-    while frame is not None and frame.f_code is not _BOTTOM:
-        owner = _owner(frame.f_code)
-        if owner == USER:
-            return frame.f_code, frame.f_lineno
-        if owner in (LIBRARY, INSTALLED) and line is None:
-            line = frame.f_code, frame.f_lineno
-        frame = frame.f_back
-    return line
-
-
-def _known(line: tuple[CodeType, int] | None) -> Line:
-    return Line("?", 0, "?") if line is None else Line(line[0].co_filename, line[1], line[0].co_name)
-
-
-@functools.cache
-def _owner(code: CodeType) -> str:
-    """Whose line a frame with this code shows: the user's, one of this library's kernels', a package's, or nobody's."""
-    name = code.co_filename
-    if name.startswith((_SIMULATOR, _LANGUAGE, _TRITON, _TORCH, _STANDARD, "<")):
-        return OTHER
-    return LIBRARY if name.startswith(_IRIS) else INSTALLED if name.startswith(_INSTALLED) else USER
 
 
 def _merged(addresses: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:

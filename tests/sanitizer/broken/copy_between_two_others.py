@@ -22,13 +22,14 @@ def move(context_tensor, source, target, caller, N: tl.constexpr):
 
 
 def main(ctx: iris.Iris, broken: bool) -> None:
-    source = ctx.full((N,), 5 + ctx.get_rank(), dtype=torch.int16)
+    source = torch.arange(N, dtype=torch.int16, device=ctx.get_device()) + 100 * ctx.get_rank()
+    source = ctx.as_symmetric(source)
     target = ctx.zeros(N, dtype=torch.int16)
     ctx.barrier()
     move[(1,)](ctx.get_device_context(), source, target, 0 if broken else 1, N)
     ctx.barrier()
     if not broken:
-        assert target.tolist() == [6 if ctx.get_rank() == 2 else 0] * N
+        assert target.tolist() == ([100 + i for i in range(N)] if ctx.get_rank() == 2 else [0] * N)
 
 
 if __name__ == "__main__":

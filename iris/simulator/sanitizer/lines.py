@@ -1,0 +1,70 @@
+"""Which line of whose program is being done: what a finding names."""
+
+import functools
+import os
+import sysconfig
+from pathlib import Path
+from types import CodeType, FrameType
+
+import torch
+import triton
+
+from iris.simulator import grid
+from iris.simulator.sanitizer.events import Line
+
+USER, LIBRARY, INSTALLED, OTHER = "user", "library", "installed", "other"
+
+IRIS = str(Path(__file__).parents[2]) + os.sep
+LANGUAGE = IRIS + "language" + os.sep
+
+_INSTALLED = tuple(sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib"))
+_OTHER = (
+    str(Path(__file__).parents[1]) + os.sep,
+    LANGUAGE,
+    str(Path(triton.__file__).parent) + os.sep,
+    str(Path(torch.__file__).parent) + os.sep,
+    sysconfig.get_path("stdlib") + os.sep,
+    "<",
+)
+
+# Below a program's frames lies this one.
+_BOTTOM = grid.Launch._execute.__code__
+
+
+def line_of(frame: FrameType | None) -> tuple[CodeType, int] | None:
+    """The innermost line of the user's, from ``frame`` on; in the library's own kernels, or if there is none but in
+    packages that are installed, the innermost of theirs.
+    """
+    line = None
+    while frame is not None and frame.f_code is not _BOTTOM:
+        whose = owner(frame.f_code)
+        if whose == USER:
+            return frame.f_code, frame.f_lineno
+        if whose in (LIBRARY, INSTALLED) and line is None:
+            line = frame.f_code, frame.f_lineno
+        frame = frame.f_back
+    return line
+
+
+def line_of_error(error: BaseException) -> tuple[CodeType, int] | None:
+    """The same, of what has raised ``error``."""
+    line, trace = None, error.__traceback__
+    while trace is not None:
+        whose = owner(trace.tb_frame.f_code)
+        if whose == USER or (line is None and whose in (LIBRARY, INSTALLED)):
+            line = trace.tb_frame.f_code, trace.tb_lineno
+        trace = trace.tb_next
+    return line
+
+
+def known(line: tuple[CodeType, int] | None) -> Line:
+    return Line("?", 0, "?") if line is None else Line(line[0].co_filename, line[1], line[0].co_name)
+
+
+@functools.cache
+def owner(code: CodeType) -> str:
+    """Whose line a frame with this code shows: the user's, one of this library's kernels', a package's, or nobody's."""
+    name = code.co_filename
+    if name.startswith(_OTHER):
+        return OTHER
+    return LIBRARY if name.startswith(IRIS) else INSTALLED if name.startswith(_INSTALLED) else USER
