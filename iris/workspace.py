@@ -51,7 +51,7 @@ class Workspace:
         self.group, self.device = group, device
         self.size = mapping.total_memory(device) // SHARE_OF_MEMORY // ALIGNMENT * ALIGNMENT
         # Members of one group may have different GPUs.
-        self.size = min(group.all_gather(self.size, "the size of a group's workspace"))
+        self.size = min(group.all_gather(self.size, "the first operation of a group (size of its memory)"))
         self._mapping = mapping.create(group, self.size, device)
         self._mapping.owner = weakref.ref(self)
         self._bytes = self._mapping.buffer
@@ -59,7 +59,7 @@ class Workspace:
             # Memory of the host is zero already, and takes no room until it is used.
             self._bytes.zero_()
             torch.cuda.synchronize(device)
-        group.all_gather(None, "the first use of a group")
+        group.all_gather(None, "the first operation of a group (its memory)")
         self._channels: dict[tuple[str, int | None, int | None], Channel] = {}
         self._start, self._end = 0, self.size
         self.bases = self._mapping.bases

@@ -249,7 +249,8 @@ class Collectives:
 
         Messages between two ranks arrive in the order of the calls on a stream. Two ranks that both send first and then
         receive on one stream may wait for each other for ever: send on one stream and receive on another, or use
-        `all_to_all_v`.
+        `all_to_all_v`. The first collective of a group is called by all of its ranks, so it cannot be a message between
+        two of four (`communicator`).
         """
         comm, stream, capture = self._enter("send", group, tensor, tensor, config)
         peer = checks.rank_in_group(comm, "dst", dst, self._context.num_ranks)

@@ -78,7 +78,7 @@ class Communicator:
         self.heap_table = torch.tensor(table, dtype=torch.int64, device=self.device)
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "simulator"
         self.table = load_table(name, self.size)
-        told = group.all_gather((digest(self.table), num_sms), "the comparison of the collectives' tables")
+        told = group.all_gather((digest(self.table), num_sms), "the first collective of a group")
         # Launches are of as many programs on all ranks, so the smallest of their GPUs decides.
         self.num_sms = min(number for _, number in told)
         if len({table for table, _ in told}) > 1:

@@ -80,7 +80,7 @@ def test_different_sizes_are_caught(ranks):
 
 def cross_paths(ctx):
     heap = shared_heap(ctx)
-    with pytest.raises(OutOfStepError, match="rank 0 in a broadcast; rank 1 in a meeting of the heap"):
+    with pytest.raises(OutOfStepError, match="rank 0 in a broadcast; rank 1 in a barrier or allocation of the context"):
         heap.meet() if heap.group.rank else heap.group.all_gather(None, "a broadcast")
 
 
