@@ -140,10 +140,12 @@ class Torchrun:
     @staticmethod
     def join() -> None:
         """Before any test, since one that takes no ranks may make a context, which would join with other settings."""
-        if torch.cuda.is_available():
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(seconds=40))
+        gpus = torch.cuda.device_count()
+        if gpus:
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % gpus)
+        # More ranks than GPUs take turns on them (docs/platforms.md). NCCL wants a GPU for each.
+        own_gpus = int(os.environ["LOCAL_WORLD_SIZE"]) <= gpus
+        dist.init_process_group("cpu:gloo,cuda:nccl" if own_gpus else "gloo", timeout=timedelta(seconds=40))
 
     def __init__(self) -> None:
         import iris

@@ -227,18 +227,18 @@ def set_counts(ctx, to):
             rows[:, PLACES_FROM.value :] = place
 
 
-def near_the_wrap(ctx, seed, rounds):
+def near_the_wrap(ctx, bits, rounds):
     configs = [*CONFIGS, *VARIANTS["atomic"]]
-    sequence(ctx, [*MOVES, *SUMS], seed, rounds, configs)
-    for to in (-3, (1 << 31) - 3, (1 << 16) - 3):
-        ctx.barrier()
-        set_counts(ctx, to)
-        ctx.barrier()
-        sequence(ctx, [*MOVES, *SUMS], f"{seed} {to}", rounds, configs)
-        pulled(ctx, seed, rounds // 2)
+    sequence(ctx, [*MOVES, *SUMS], "before", rounds, configs)
+    ctx.barrier()
+    set_counts(ctx, (1 << bits) - 3 if bits < 32 else -3)
+    ctx.barrier()
+    sequence(ctx, [*MOVES, *SUMS], f"wrap of {bits} bits", rounds, configs)
+    pulled(ctx, f"wrap of {bits} bits", rounds // 2)
 
 
 @mainly(2)
-def test_counts_that_come_round(ranks):
-    """After 2^16, 2^31 and 2^32 calls or blocks, of which the test sets the counts to just before."""
-    ranks.run(near_the_wrap, "wrap", ROUNDS * 2 // 5)
+@pytest.mark.parametrize("bits", [16, 31, 32])
+def test_counts_that_come_round(ranks, bits):
+    """After so many calls or blocks that 16, 31 or 32 bits count; the test sets the counts to just before."""
+    ranks.run(near_the_wrap, bits, 150 if EVERYTHING else 20)
