@@ -49,10 +49,11 @@ def check_reach(addresses: np.ndarray, mask: np.ndarray | None, base: np.ndarray
     outside = (addresses < base) | (addresses >= base + heap.mapped_size)
     if outside.any():
         address = int(addresses[outside][0])
-        place = describe_address(address) or "not in any heap"
+        place = describe_address(address)
+        where = "not in any heap" if place is None else f"{place}, and not in the heap of its context (or heap_bases)"
         raise NotSymmetricError(
-            f"A kernel reaches a peer by way of address {address:#x}, which is {place}, and not in the heap of its "
-            "context (or heap_bases). Pass tensors that this context has made: ctx.zeros(), ctx.as_symmetric(), ..."
+            f"A kernel reaches a peer by way of address {address:#x}, which is {where}. "
+            "Pass tensors that this context has made: ctx.zeros(), ctx.as_symmetric(), ..."
         )
 
 

@@ -33,6 +33,9 @@ LONGEST_POLL_S = 5e-3
 # How many observations a task remembers: more than any loop polls in turn.
 REMEMBERED = 1 << 14
 
+# Plain loads of so many elements at most, and how many of the same make a turn.
+MOST_FLAGS, LOOKS_OF_A_TURN = 1024, 1000
+
 limit_s: float = 30.0
 """How long a launch may wait without any change; 0 for ever. IRIS_WAIT_TIMEOUT_S replaces it at activation."""
 
@@ -89,6 +92,8 @@ class Task:
     poll: Poll | None = None
     repeated: Counter[tuple[str, int]] = field(default_factory=Counter)
     """What it has looked at since it saw anything new, and how often."""
+    looks: Counter[int] = field(default_factory=Counter)
+    """What it has loaded with its values, and how often, as plain loads."""
     in_flight: InFlight = field(default_factory=InFlight)
 
     @property
@@ -103,8 +108,8 @@ class Task:
 
 
 def in_kernel() -> bool:
-    """Whether a task runs now."""
-    return _current is not None
+    """Whether a task runs now, on this thread: while a launch rests, others of Python's go on."""
+    return _current is not None and _current.thread == threading.get_ident()
 
 
 def current() -> Task:
@@ -145,6 +150,22 @@ def observe(
     task.poll = Poll(operation, pointers, values, element, expected, waits_for)
     task.repeated[key] += 1
     task.launch.let_others_run(task)
+
+
+def looked(pointers: np.ndarray, values: np.ndarray) -> None:
+    """Note that the current program has loaded these, without saying that they may change meanwhile.
+
+    Who loads the same so often may wait for a program that has not had its turn.
+    """
+    task = _current
+    if task is None or not 0 < pointers.size <= MOST_FLAGS:
+        return
+    if len(task.looks) >= REMEMBERED:
+        task.looks.clear()
+    key = hash((pointers.tobytes(), values.tobytes()))
+    task.looks[key] += 1
+    if task.looks[key] % LOOKS_OF_A_TURN == 0:
+        task.launch.take_turns(task)
 
 
 def give_way() -> None:

@@ -178,9 +178,11 @@ class Builder(InterpreterBuilder):
             looks = recorder is not None and ptrs.data.size == 1
             with recorder.numbered() if looks else contextlib.nullcontext() as number:
                 result = super().create_masked_load(ptrs, mask, other, *policy, **named)
+            active = np.broadcast_to(mask.data, ptrs.data.shape)
+            pointers, values = ptrs.data[active], result.data[active]
             if recorder is not None:
-                active = np.broadcast_to(mask.data, ptrs.data.shape)
-                recorder.accessed(ptrs.data[active], result.data.itemsize, READ, result.data[active], number)
+                recorder.accessed(pointers, values.itemsize, READ, values, number)
+            grid.looked(pointers, values)
             return result
         with recorder.numbered() if recorder is not None else contextlib.nullcontext() as number:
             result = super().create_masked_load(ptrs, mask, other, *policy, **named)
@@ -300,8 +302,13 @@ def _recorded(pointers: np.ndarray, sem: Any, scope: Any) -> Iterator[Callable[.
 
 
 def _rereads_memory(argument: Any) -> bool:
-    """Whether an argument of a load is what a loop over that load needs: volatile, or the modifier ".cv"."""
-    return argument is True or (isinstance(argument, ir.CACHE_MODIFIER) and argument == ir.CACHE_MODIFIER.CV)
+    """Whether an argument of a load is what a loop over that load needs: volatile, or the modifier ".cv".
+
+    That is a word in Triton 3.9, and before of a type that compares with nothing else.
+    """
+    if isinstance(argument, ir.CACHE_MODIFIER):
+        return argument == ir.CACHE_MODIFIER.CV
+    return argument is True or argument == "cv"
 
 
 def _never() -> bool:

@@ -241,4 +241,4 @@ def near_the_wrap(ctx, bits, rounds):
 @pytest.mark.parametrize("bits", [16, 31, 32])
 def test_counts_that_come_round(ranks, bits):
     """After so many calls or blocks that 16, 31 or 32 bits count; the test sets the counts to just before."""
-    ranks.run(near_the_wrap, bits, 150 if EVERYTHING else 20)
+    ranks.run(near_the_wrap, bits, 400 // ranks.num_ranks if EVERYTHING else 20)

@@ -14,6 +14,7 @@ from iris.simulator.sanitizer.events import (
     READ,
     WRITE,
     Accessed,
+    Came,
     Known,
     Launched,
     Line,
@@ -33,7 +34,7 @@ def begin(kernel):
 
 
 def meeting_of(*ranks, last=False):
-    return Met(("some", 0), ranks, 0, "a meeting", last)
+    return [Came(("some", 0), last), Met(("some", 0), ranks, 0, "a meeting", last)]
 
 
 def store_and_signal(number):
@@ -49,8 +50,8 @@ def wait_and_load(number):
 def test_ranks_that_come_from_a_meeting_of_some_may_release_before_others_acquire():
     meeting = meeting_of(0, 1)
     notes = {
-        0: [meeting, *begin("send"), *store_and_signal(1)],
-        1: [meeting],
+        0: [*meeting, *begin("send"), *store_and_signal(1)],
+        1: meeting,
         2: [*begin("receive"), *wait_and_load(2)],
     }
     assert Analysis(notes).run() == []
@@ -64,14 +65,14 @@ def test_a_wait_that_ended_before_the_signal_orders_nothing():
 
 def test_what_lies_behind_a_meeting_that_never_was_is_gone_through():
     meeting = meeting_of(0, 1)
-    notes = {0: [meeting, *begin("send"), *store_and_signal(2)], 1: [], 2: [*begin("receive"), *wait_and_load(1)]}
+    notes = {0: [*meeting, *begin("send"), *store_and_signal(2)], 1: [], 2: [*begin("receive"), *wait_and_load(1)]}
     (finding,) = Analysis(notes).run()
     assert finding.kind == "race"
 
 
-@pytest.mark.parametrize("other", [[], [meeting_of(0, 1, last=True)]], ids=["is gone", "came afterwards"])
+@pytest.mark.parametrize("other", [[], meeting_of(0, 1, last=True)], ids=["is gone", "came afterwards"])
 def test_hosts_that_wait_where_nobody_can_go_on_are_told(other):
-    notes = {0: [Known(0, Place(None, Line("program.py", 7, "main"))), meeting_of(0, 1)], 1: other}
+    notes = {0: [Known(0, Place(None, Line("program.py", 7, "main"))), *meeting_of(0, 1)], 1: other}
     (finding,) = Analysis(notes, over=True).run()
     assert finding.kind == "deadlock"
     assert "the host of rank 0 waits in a meeting, to which rank 1 did not come" in finding.sentence

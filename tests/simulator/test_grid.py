@@ -94,6 +94,27 @@ def test_newer_ways_to_poll():
 
 
 @triton.jit
+def count_flags(flags, n, out):
+    pid = tl.program_id(0)
+    if pid == 0:
+        arrived = 0
+        while arrived < n - 1:
+            arrived = 0
+            for other in range(1, n):
+                arrived += tl.load(flags + other)
+        tl.store(out, arrived)
+    else:
+        tl.store(flags + pid, 1)
+
+
+def test_plain_loads_of_several_flags_let_others_have_a_turn():
+    """No GPU promises that a poll without "volatile" ends. Here it does, as it mostly does there."""
+    flags, out = torch.zeros(4, dtype=torch.int32), torch.zeros(1)
+    count_flags[(4,)](flags, 4, out)
+    assert out.item() == 3
+
+
+@triton.jit
 def ticket(x):
     tl.atomic_add(x, 1)
 

@@ -12,6 +12,8 @@ from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from iris.simulator.sanitizer import clocks, shadow
 from iris.simulator.sanitizer.clocks import Released, Thread
 from iris.simulator.sanitizer.deadlock import Onlooker
@@ -23,6 +25,7 @@ from iris.simulator.sanitizer.events import (
     WRITE,
     Accessed,
     Allocated,
+    Came,
     Fenced,
     Finished,
     Gathered,
@@ -97,6 +100,9 @@ class Analysis:
         self._set_numbers: dict[tuple[int, ...], int] = {(): 0}
         self._released: dict[int, Released] = {}
         self._holders: dict[int, int] = defaultdict(int)
+        # What the hosts knew that have come to a meeting, or sent a message; and how many have gone on from there.
+        self._came: dict[tuple, dict[int, np.ndarray]] = defaultdict(dict)
+        self._gone_on: dict[tuple, int] = defaultdict(int)
         self._last_release = 0
         self._findings = Findings()
         self._hosts = {number: self._thread(number, HOST, clocks.empty()) for number in self._ranks}
@@ -111,40 +117,37 @@ class Analysis:
         for rank in self._ranks.values():
             if rank.next is None and not rank.over:
                 self._advance(rank)
-        meetings: dict[tuple, list[Rank]] = defaultdict(list)
-        for rank in self._ranks.values():
-            if isinstance(rank.next, Met):
-                meetings[rank.next.key].append(rank)
-        # Those that are complete come first: what their members do next may have a smaller number than anything else.
-        complete = [ranks for ranks in meetings.values() if len(ranks) == len(ranks[0].next.ranks)]
+        waiting = [rank for rank in self._ranks.values() if isinstance(rank.next, Met)]
+        # Those who need not wait come first: what they do next may have a smaller number than anything else.
+        ready = [rank for rank in waiting if self._came[rank.next.key].keys() >= set(rank.next.ranks)]
         numbered = [rank for rank in self._ranks.values() if isinstance(rank.next, (Accessed, Synchronised))]
-        if numbered and not complete:
+        if numbered and not ready:
             rank = min(numbered, key=lambda rank: rank.next.number)
             event, rank.next = rank.next, None
             self._synchronise(rank, event) if isinstance(event, Synchronised) else self._access(rank, event)
             return True
+        if self._over and not ready:
+            self._tell_who_waits(waiting)
         # If a rank never came, as the program failed, the others go on without it.
-        for ranks in complete or meetings.values():
-            self._meet(ranks)
-        return bool(meetings)
+        for rank in ready or waiting:
+            self._meet(rank)
+        return bool(waiting)
 
-    def _meet(self, ranks: list[Rank]) -> None:
-        missing = set(ranks[0].next.ranks) - {rank.number for rank in ranks if not rank.next.last}
-        if self._over and missing:
-            self._tell_who_waits(ranks, missing)
-        together = clocks.empty()
-        for rank in ranks:
-            together = clocks.joined(together, self._hosts[rank.number].clock)
-        for rank in ranks:
-            if rank.next.hears:
-                self._hosts[rank.number].learn(together)
-            self._hosts[rank.number].advance()
-            rank.next = None
+    def _meet(self, rank: Rank) -> None:
+        met, rank.next = rank.next, None
+        host = self._hosts[rank.number]
+        for clock in self._came[met.key].values():
+            host.learn(clock)
+        host.advance()
+        self._gone_on[met.key] += 1
+        if self._gone_on[met.key] == len(met.ranks):
+            del self._came[met.key], self._gone_on[met.key]
 
-    def _tell_who_waits(self, ranks: list[Rank], missing: set[int]) -> None:
-        for rank in ranks:
+    def _tell_who_waits(self, waiting: list[Rank]) -> None:
+        for rank in waiting:
             met = rank.next
-            if not met.last:
+            missing = set(met.ranks) - self._came[met.key].keys()
+            if missing and not met.last:
                 others = " and ".join(f"rank {number}" for number in sorted(missing))
                 text = f"waits in {met.text}, to which {others} did not come"
                 self._findings.add_waiting(rank.number, Waiting(None, "the host", text, rank.places[met.place], ""))
@@ -161,6 +164,10 @@ class Analysis:
         match event:
             case Known(number, place):
                 rank.places[number] = place
+            case Came(key, last):
+                if not last:
+                    self._came[key][rank.number] = self._hosts[rank.number].clock
+                self._hosts[rank.number].advance()
             case Accessed():
                 self._access(rank, event)
             case Allocated(spans, text, place, undefined):

@@ -90,18 +90,29 @@ class Table:
         if former is not None:
             return f"{former}, which has been freed (offset {offset:#x})"
         index = int(np.searchsorted(self._begins, offset, side="right")) - 1
-        if index < 0 or offset >= self._ends[index] + GAP:
+        near = []
+        if index >= 0 and offset < self._ends[index] + GAP:
+            begin, end, in_use, text = self.live[index]
+            if offset < end:
+                freed = "" if in_use else ", which has been freed,"
+                return f"{text}{freed} at byte {offset - begin} (offset {offset:#x})"
+            near.append((offset - end, f"{text}, {_bytes(offset - end)}past its end"))
+        if index + 1 < len(self.live) and offset >= self._begins[index + 1] - GAP:
+            begin, _, _, text = self.live[index + 1]
+            near.append((begin - offset, f"{text}, {_bytes(begin - offset)}in front of it"))
+        if not near:
             return f"heap at offset {offset:#x}, where no tensor is"
-        begin, end, in_use, text = self.live[index]
-        if offset < end:
-            return f"{text}{'' if in_use else ', which has been freed,'} at byte {offset - begin} (offset {offset:#x})"
-        return f"{text}, {offset - end} bytes past its end (offset {offset:#x})"
+        return f"{' or '.join(text for _, text in sorted(near))} (offset {offset:#x})"
 
     def _reason(self, offset: int) -> str:
         return "bounds" if self._former(offset) is None else "freed"
 
     def _former(self, offset: int) -> str | None:
         return next((text for begin, end, _, text in self.gone if begin <= offset < end), None)
+
+
+def _bytes(distance: int) -> str:
+    return f"{distance} bytes " if distance else "just "
 
 
 _mapped_ranges: list[tuple[int, int]] = []

@@ -129,11 +129,20 @@ class Fenced(NamedTuple):
     program: int
 
 
-class Met(NamedTuple):
-    """The hosts of ``ranks`` meet; ``key`` is the same on all of them, and another one at each meeting.
+class Came(NamedTuple):
+    """The host comes to a meeting, or sends a message, and goes on; ``key`` is another one for each of them.
 
-    ``text``: for what, in words. ``last``: nobody could go on any more when this rank came. ``hears``: what the others
-    did before comes before what this rank does from here on.
+    ``last``: nobody could go on any more when it did.
+    """
+
+    key: tuple
+    last: bool = False
+
+
+class Met(NamedTuple):
+    """The host goes on when ``ranks`` have come: what they did before comes before what it does from here on.
+
+    ``text``: for what, in words. ``last`` as in `Came`.
     """
 
     key: tuple
@@ -141,7 +150,6 @@ class Met(NamedTuple):
     place: int
     text: str
     last: bool
-    hears: bool = True
 
 
 class Wrong(NamedTuple):

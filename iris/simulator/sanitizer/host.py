@@ -1,8 +1,10 @@
 """What the host does with torch to memory that ranks share, and where it meets others by ``torch.distributed``."""
 
+import contextlib
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,11 +25,13 @@ class HostAccesses(TorchDispatchMode):
     def __init__(self, recorder: "Recorder") -> None:
         super().__init__()
         self._recorder = recorder
-        self._meetings: dict[tuple, int] = {}
+        self._calls: Counter[tuple] = Counter()
+        self._begun: dict[dist.Work, _Call] = {}
 
     def __enter__(self) -> "HostAccesses":
         for name in _UNSEEN:
             setattr(torch.Tensor, name, _looking(self, getattr(torch.Tensor, name)))
+        dist.Work.wait = _ending(self, _WAIT)
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
@@ -36,6 +40,7 @@ class HostAccesses(TorchDispatchMode):
                 delattr(torch.Tensor, name)
             else:
                 setattr(torch.Tensor, name, before)
+        dist.Work.wait = _WAIT
         super().__exit__(*error)
 
     @classmethod
@@ -69,11 +74,11 @@ class HostAccesses(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _meet(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        """A collective of torch's: nobody leaves it before all have come, as far as we care."""
+        """A collective of torch's, or a message: a rank comes, or sends, here, and hears of the others in `wait`."""
         given = list(zip(func._schema.arguments, _given(func, args, kwargs), strict=False))
         group = next((g for argument, value in given if (g := _process_group(argument.name, value)) is not None), None)
-        ranks = () if group is None else _ranks_of(group)
-        hears_root = func._opname == "broadcast_" and ranks and ranks[args[2]] != dist.get_rank()
+        ranks, here = () if group is None else _ranks_of(group), dist.get_rank()
+        hears_root = func._opname == "broadcast_" and ranks and ranks[args[2]] != here
         sends = not hears_root and not func._opname.startswith("recv_")
         # Of what a collective of c10d writes, its schema says nothing but by names.
         receives = func.namespace == "c10d" and func._opname not in ("send", "barrier")
@@ -81,25 +86,58 @@ class HostAccesses(TorchDispatchMode):
             if sends and not argument.name.startswith("output"):
                 # What is only moved harms nobody before it is used.
                 self._touch(value, READ, uses="reduce" in func._opname)
-        result = self._meet_ranks(func, args, kwargs, ranks)
-        for argument, value in given:
-            written = argument.alias_info is not None and argument.alias_info.is_write
-            if written or (receives and not argument.name.startswith("input")):
-                self._touch(value, WRITE, uses=False)
+        outputs = [
+            value
+            for argument, value in given
+            if (argument.alias_info is not None and argument.alias_info.is_write)
+            or (receives and not argument.name.startswith("input"))
+        ]
+        text = f"{func._opname.rstrip('_')} of torch.distributed"
+        match func._opname:
+            case "send" if ranks:
+                # It may be over before it is received.
+                self._recorder.came(self._next_key((here, ranks[args[2]]), args[3]))
+                call = _Call(outputs)
+            case "recv_" if ranks:
+                source = ranks[args[2]]
+                call = _Call(outputs, text, self._next_key((source, here), args[3]), (source,))
+            case "recv_any_source_":
+                # From whom it comes is not known here.
+                call = _Call(outputs)
+            case _ if ranks:
+                call = _Call(outputs, text, self._next_key(ranks), ranks)
+                self._recorder.came(call.key)
+            case _:
+                call = _Call(outputs)
+        if func.namespace != "c10d":
+            # It is waited for by an operation of its own; the simulator's have ended when they return.
+            return self._wait(call, lambda: func(*args, **kwargs))
+        result = func(*args, **kwargs)
+        works = [work for value in _flat(result) if (work := _work(value)) is not None]
+        if works:
+            self._begun[works[0]] = call
+        else:
+            self._wait(call, lambda: None)
         return result
 
-    def _meet_ranks(self, func: Any, args: tuple, kwargs: dict, ranks: tuple[int, ...]) -> Any:
-        if ranks and func._opname in _POINT_TO_POINT:
-            # Of which the other ranks of the group know nothing. From whom it comes may not be known before.
-            ranks = () if func._opname == "recv_any_source_" else tuple(sorted({dist.get_rank(), ranks[args[2]]}))
-        if not ranks:
-            return func(*args, **kwargs)
-        key = ("torch.distributed", ranks, func._opname in _POINT_TO_POINT)
-        number = self._meetings[key] = self._meetings.get(key, 0) + 1
-        text = f"{func._opname.rstrip('_')} of torch.distributed"
-        # A send may be over before it is received.
-        with self._recorder.meeting((*key, number), ranks, text, hears=func._opname != "send"):
-            return func(*args, **kwargs)
+    def _next_key(self, ranks: tuple[int, ...], tag: int | None = None) -> tuple:
+        """The same on all who take part: calls of the same ranks, and messages of a tag one way, come in order."""
+        key = ("torch.distributed", ranks, tag)
+        self._calls[key] += 1
+        return (*key, self._calls[key])
+
+    def _wait(self, call: "_Call", wait: Callable[[], Any]) -> Any:
+        """The end of a call: what it wrote is there, and what the others did before they came is known."""
+        hears = self._recorder.awaiting(call.key, call.ranks, call.text) if call.ranks else contextlib.nullcontext()
+        with hears:
+            result = wait()
+        self._touch(call.outputs, WRITE, uses=False)
+        return result
+
+    def end(self, work: dist.Work, wait: Callable[[], Any]) -> Any:
+        """``wait`` waits for ``work``."""
+        call = self._begun.pop(work, None)
+        return wait() if call is None else self._wait(call, wait)
 
     def _touch(self, value: Any, kind: int, uses: bool, blank: bool = False) -> None:
         for tensor in _tensors(value):
@@ -108,7 +146,37 @@ class HostAccesses(TorchDispatchMode):
 
 
 # Ways to read a whole tensor that are no operations of torch's; None is inherited.
-_UNSEEN = {name: vars(torch.Tensor).get(name) for name in ("tolist", "__repr__")}
+_UNSEEN = {name: vars(torch.Tensor).get(name) for name in ("tolist", "__repr__", "__reduce_ex__")}
+
+
+class _Call(NamedTuple):
+    """A call of torch.distributed: what it writes, and of which ranks' coming, or sending, its end tells."""
+
+    outputs: list
+    text: str = ""
+    key: tuple = ()
+    ranks: tuple[int, ...] = ()
+
+
+_WAIT = dist.Work.wait
+
+
+def _ending(accesses: HostAccesses, method: Callable) -> Callable:
+    """``method``, which waits for a call, with a note of it."""
+
+    @functools.wraps(method)
+    def wait(work: dist.Work, *args: Any, **kwargs: Any) -> Any:
+        return accesses.end(work, lambda: method(work, *args, **kwargs))
+
+    return wait
+
+
+def _work(value: Any) -> dist.Work | None:
+    """The handle that an operation has returned, if it is one: the same object as its caller gets."""
+    try:
+        return dist.Work.unbox(value) if isinstance(value, torch.ScriptObject) else None
+    except (RuntimeError, TypeError):
+        return None
 
 
 def _looking(accesses: HostAccesses, method: Callable) -> Callable:
@@ -124,7 +192,6 @@ def _looking(accesses: HostAccesses, method: Callable) -> Callable:
     return look
 
 
-_POINT_TO_POINT = ("send", "recv_", "recv_any_source_")
 _ZERO, _FILL = torch.ops.aten.zero_.default, torch.ops.aten.fill_.Scalar
 _COPIES = (
     torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default, torch.ops.aten.clone.default,
@@ -153,11 +220,15 @@ def _is_seen(tensor: torch.Tensor) -> bool:
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
+    return (each for each in _flat(value) if isinstance(each, torch.Tensor))
+
+
+def _flat(value: Any) -> Iterator[Any]:
+    if isinstance(value, (list, tuple)):
         for each in value:
-            yield from _tensors(each)
+            yield from _flat(each)
+    else:
+        yield value
 
 
 def _process_group(name: str, value: Any) -> dist.ProcessGroup | None:

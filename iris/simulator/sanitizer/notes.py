@@ -32,6 +32,7 @@ from iris.simulator.sanitizer.events import (
     WRITE,
     Accessed,
     Allocated,
+    Came,
     Fenced,
     Finished,
     Gathered,
@@ -49,9 +50,6 @@ from iris.simulator.sanitizer.host import HostAccesses
 
 # Notes are written to the file when there are so many.
 KEPT = 4096
-
-# Plain loads of so few elements at most, the same each time, after which another program has a turn.
-MOST_FLAGS, LOOKS_OF_A_TURN = 64, 1000
 
 # Memory of nobody's yet: no program means to write it, and a float of it is a large number.
 UNDEFINED = 0xCB
@@ -84,7 +82,6 @@ class Recorder:
         self._numbers = itertools.count(1)
         self._stored_since_meeting: set[tuple[int, int]] = set()
         self._polled: dict[tuple, tuple[int, bytes]] = {}
-        self._last_look: tuple[tuple | None, int] = None, 0
         self.bounds = bounds.Bounds()
         # The counters of all ranks: a file that is locked while one of them takes a number.
         self._lock = os.open(folder / "counter", os.O_RDWR | os.O_CREAT, 0o600)
@@ -152,8 +149,9 @@ class Recorder:
     def finished(self, launch: Any) -> None:
         self.note(Finished(self._launches.pop(id(launch))))
         del self._launching[id(launch)], self._callers[id(launch)]
-        self._stored_since_meeting.clear()
-        self._polled.clear()
+        numbers = set(self._launches.values())
+        self._stored_since_meeting = {who for who in self._stored_since_meeting if who[0] in numbers}
+        self._polled = {key: seen for key, seen in self._polled.items() if key[0] in numbers}
         self.liveness.on_host()
 
     def is_over(self, repeats: int) -> bool:
@@ -186,16 +184,6 @@ class Recorder:
             self.note(Accessed(*who, place, spans, kind, undefined, number=number))
         if kind == WRITE:
             self._stored_since_meeting.add(who)
-        if kind == READ and values is not None and values.size <= MOST_FLAGS:
-            self._looked(who, pointers, values)
-
-    def _looked(self, who: tuple[int, int], pointers: np.ndarray, values: np.ndarray) -> None:
-        """Who loads the same again and again may be waiting for a program that has not had its turn."""
-        key = who, pointers.tobytes(), values.tobytes()
-        before, times = self._last_look
-        self._last_look = key, times + 1 if key == before else 1
-        if self._last_look[1] % LOOKS_OF_A_TURN == 0:
-            grid.current().launch.take_turns(grid.current())
 
     def synchronised(
         self, number: int, pointers: np.ndarray, values: np.ndarray, kind: int, sem: str, scope: str,
@@ -299,10 +287,19 @@ class Recorder:
         if kind != READ:
             self.liveness.changed()
 
+    def came(self, key: tuple) -> None:
+        """The host comes to a meeting, or sends a message, for which it does not wait here."""
+        self.note(Came(key, self.liveness.over()))
+
+    def meeting(self, key: tuple, ranks: tuple[int, ...], text: str) -> contextlib.AbstractContextManager[None]:
+        """While this lasts the host is in a meeting of ``ranks``, for what ``text`` says."""
+        self.came(key)
+        return self.awaiting(key, ranks, text)
+
     @contextlib.contextmanager
-    def meeting(self, key: tuple, ranks: tuple[int, ...], text: str, hears: bool = True) -> Iterator[None]:
-        """While this lasts the host waits for other ranks, for what ``text`` says; ``hears``: of what they did."""
-        self.note(Met(key, ranks, self._place(), text, self.liveness.over(), hears))
+    def awaiting(self, key: tuple, ranks: tuple[int, ...], text: str) -> Iterator[None]:
+        """While this lasts the host waits until ``ranks`` have come, or sent; then it knows what they did before."""
+        self.note(Met(key, ranks, self._place(), text, self.liveness.over()))
         self.flush()
         self.liveness.meets()
         try:
