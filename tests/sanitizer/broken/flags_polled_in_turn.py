@@ -1,4 +1,4 @@
-"""Program 0 counts the flags of the others in a loop of plain loads: it may never see them, and learns nothing by them."""
+"""Program 0 counts the flags of the others by plain loads: it may never see them, and learns nothing by them."""
 
 import torch
 import triton
