@@ -14,6 +14,7 @@ from iris.simulator.sanitizer.events import (
     READ,
     WRITE,
     Accessed,
+    Awaiting,
     Came,
     Known,
     Launched,
@@ -33,8 +34,12 @@ def begin(kernel):
     return [Known(0, Place(kernel, Line("program.py", 1, kernel))), Launched(1)]
 
 
-def meeting_of(*ranks, last=False):
-    return [Came(("some", 0), last), Met(("some", 0), ranks, 0, "a meeting", last)]
+def coming_to(*ranks, last=False):
+    return [Came(("some", 0), last), Awaiting(("some", 0), ranks, 0, "a meeting", last)]
+
+
+def meeting_of(*ranks):
+    return [*coming_to(*ranks), Met(("some", 0), ranks)]
 
 
 def store_and_signal(number):
@@ -57,6 +62,16 @@ def test_ranks_that_come_from_a_meeting_of_some_may_release_before_others_acquir
     assert Analysis(notes).run() == []
 
 
+def test_a_kernel_of_another_thread_runs_while_the_host_waits():
+    *comes, goes_on = meeting_of(0, 1, 2)
+    notes = {
+        0: [*comes, *begin("send"), *store_and_signal(1), goes_on],
+        1: meeting_of(0, 1, 2),
+        2: [*begin("receive"), *wait_and_load(2), *meeting_of(0, 1, 2)],
+    }
+    assert Analysis(notes).run() == []
+
+
 def test_a_wait_that_ended_before_the_signal_orders_nothing():
     notes = {0: [*begin("send"), *store_and_signal(2)], 1: [], 2: [*begin("receive"), *wait_and_load(1)]}
     (finding,) = Analysis(notes).run()
@@ -70,9 +85,9 @@ def test_what_lies_behind_a_meeting_that_never_was_is_gone_through():
     assert finding.kind == "race"
 
 
-@pytest.mark.parametrize("other", [[], meeting_of(0, 1, last=True)], ids=["is gone", "came afterwards"])
+@pytest.mark.parametrize("other", [[], coming_to(0, 1, last=True)], ids=["is gone", "came afterwards"])
 def test_hosts_that_wait_where_nobody_can_go_on_are_told(other):
-    notes = {0: [Known(0, Place(None, Line("program.py", 7, "main"))), *meeting_of(0, 1)], 1: other}
+    notes = {0: [Known(0, Place(None, Line("program.py", 7, "main"))), *coming_to(0, 1)], 1: other}
     (finding,) = Analysis(notes, over=True).run()
     assert finding.kind == "deadlock"
     assert "the host of rank 0 waits in a meeting, to which rank 1 did not come" in finding.sentence

@@ -25,6 +25,7 @@ from iris.simulator.sanitizer.events import (
     WRITE,
     Accessed,
     Allocated,
+    Awaiting,
     Came,
     Fenced,
     Finished,
@@ -80,6 +81,7 @@ class Rank:
         self.places: dict[int, Place] = {}
         self.next: Any = None
         self.over = False
+        self.awaiting: Awaiting | None = None
         self.programs: dict[int, dict[int, Thread]] = defaultdict(dict)
         self.bases: dict[int, Any] = {}
 
@@ -110,6 +112,8 @@ class Analysis:
     def run(self) -> list[Finding]:
         while self._step():
             pass
+        if self._over:
+            self._tell_who_waits()
         return self._findings.sorted()
 
     def _step(self) -> bool:
@@ -126,15 +130,13 @@ class Analysis:
             event, rank.next = rank.next, None
             self._synchronise(rank, event) if isinstance(event, Synchronised) else self._access(rank, event)
             return True
-        if self._over and not ready:
-            self._tell_who_waits(waiting)
-        # If a rank never came, as the program failed, the others go on without it.
+        # If the notes of a rank end before, as it was ended, the others go on without it.
         for rank in ready or waiting:
             self._meet(rank)
         return bool(waiting)
 
     def _meet(self, rank: Rank) -> None:
-        met, rank.next = rank.next, None
+        met, rank.next, rank.awaiting = rank.next, None, None
         host = self._hosts[rank.number]
         for clock in self._came[met.key].values():
             host.learn(clock)
@@ -143,14 +145,15 @@ class Analysis:
         if self._gone_on[met.key] == len(met.ranks):
             del self._came[met.key], self._gone_on[met.key]
 
-    def _tell_who_waits(self, waiting: list[Rank]) -> None:
-        for rank in waiting:
-            met = rank.next
-            missing = set(met.ranks) - self._came[met.key].keys()
-            if missing and not met.last:
-                others = " and ".join(f"rank {number}" for number in sorted(missing))
-                text = f"waits in {met.text}, to which {others} did not come"
-                self._findings.add_waiting(rank.number, Waiting(None, "the host", text, rank.places[met.place], ""))
+    def _tell_who_waits(self) -> None:
+        for rank in self._ranks.values():
+            if (awaiting := rank.awaiting) is not None and not awaiting.last:
+                missing = set(awaiting.ranks) - self._came[awaiting.key].keys()
+                if missing:
+                    others = " and ".join(f"rank {number}" for number in sorted(missing))
+                    text = f"waits in {awaiting.text}, to which {others} did not come"
+                    waiting = Waiting(None, "the host", text, rank.places[awaiting.place], "")
+                    self._findings.add_waiting(rank.number, waiting)
 
     def _advance(self, rank: Rank) -> None:
         for event in rank.events:
@@ -168,6 +171,8 @@ class Analysis:
                 if not last:
                     self._came[key][rank.number] = self._hosts[rank.number].clock
                 self._hosts[rank.number].advance()
+            case Awaiting():
+                rank.awaiting = event
             case Accessed():
                 self._access(rank, event)
             case Allocated(spans, text, place, undefined):

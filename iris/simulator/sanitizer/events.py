@@ -139,17 +139,24 @@ class Came(NamedTuple):
     last: bool = False
 
 
-class Met(NamedTuple):
-    """The host goes on when ``ranks`` have come: what they did before comes before what it does from here on.
-
-    ``text``: for what, in words. ``last`` as in `Came`.
-    """
+class Awaiting(NamedTuple):
+    """The host waits until ``ranks`` have come, or sent. ``text``: for what, in words. ``last`` as in `Came`."""
 
     key: tuple
     ranks: tuple[int, ...]
     place: int
     text: str
     last: bool
+
+
+class Met(NamedTuple):
+    """They have: what they did before comes before what the host does from here on.
+
+    Between the two a kernel may have run that another thread has launched.
+    """
+
+    key: tuple
+    ranks: tuple[int, ...]
 
 
 class Wrong(NamedTuple):

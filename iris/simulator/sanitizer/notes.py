@@ -32,6 +32,7 @@ from iris.simulator.sanitizer.events import (
     WRITE,
     Accessed,
     Allocated,
+    Awaiting,
     Came,
     Fenced,
     Finished,
@@ -299,11 +300,12 @@ class Recorder:
     @contextlib.contextmanager
     def awaiting(self, key: tuple, ranks: tuple[int, ...], text: str) -> Iterator[None]:
         """While this lasts the host waits until ``ranks`` have come, or sent; then it knows what they did before."""
-        self.note(Met(key, ranks, self._place(), text, self.liveness.over()))
+        self.note(Awaiting(key, ranks, self._place(), text, self.liveness.over()))
         self.flush()
         self.liveness.meets()
         try:
             yield
+            self.note(Met(key, ranks))
         finally:
             self.liveness.on_host()
 

@@ -1,4 +1,4 @@
-"""One thread of Python has launched a kernel that stores and then waits; another reads before that kernel has ended."""
+"""A thread of Python has launched a kernel, which still runs; another thread reads what that kernel writes."""
 
 import threading
 
@@ -15,27 +15,27 @@ N = 16
 
 
 @triton.jit
-def fill(context_tensor, x, filled, flag, N: tl.constexpr):
+def fill(context_tensor, x, begun, flag, N: tl.constexpr):
     ctx = iris.DeviceContext.initialize(context_tensor)
     i = tl.arange(0, N)
+    ctx.signal(begun, 1, 1)
     tl.store(x + i, i * 1.0)  # first
-    ctx.signal(filled, 1, 1)
     ctx.wait(flag, 1)
 
 
 @triton.jit
-def let_go(context_tensor, filled, flag):
+def let_go(context_tensor, begun, flag):
     ctx = iris.DeviceContext.initialize(context_tensor)
-    ctx.wait(filled, 1)
+    ctx.wait(begun, 1)
     ctx.signal(flag, 1, 0)
 
 
 def main(ctx: iris.Iris, broken: bool) -> None:
-    x, filled, flag = ctx.zeros(N), ctx.zeros(1, dtype=torch.int32), ctx.zeros(1, dtype=torch.int32)
+    x, begun, flag = ctx.zeros(N), ctx.zeros(1, dtype=torch.int32), ctx.zeros(1, dtype=torch.int32)
     message = torch.zeros(1)
     ctx.barrier()
     if ctx.get_rank() == 0:
-        thread = threading.Thread(target=lambda: fill[(1,)](ctx.get_device_context(), x, filled, flag, N))
+        thread = threading.Thread(target=lambda: fill[(1,)](ctx.get_device_context(), x, begun, flag, N))
         thread.start()
         if broken:
             dist.recv(message, 1)
@@ -45,17 +45,17 @@ def main(ctx: iris.Iris, broken: bool) -> None:
         x.sum()
     else:
         if broken:
-            has_filled[(1,)](ctx.get_device_context(), filled)
+            has_begun[(1,)](ctx.get_device_context(), begun)
             dist.send(message, 0)
         dist.recv(message, 0)
-        let_go[(1,)](ctx.get_device_context(), filled, flag)
+        let_go[(1,)](ctx.get_device_context(), begun, flag)
     ctx.barrier()
 
 
 @triton.jit
-def has_filled(context_tensor, filled):
+def has_begun(context_tensor, begun):
     ctx = iris.DeviceContext.initialize(context_tensor)
-    ctx.wait(filled, 1)
+    ctx.wait(begun, 1)
 
 
 if __name__ == "__main__":
