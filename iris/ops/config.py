@@ -67,6 +67,10 @@ class FusedConfig:
                     f"FusedConfig({field.name}={getattr(self, field.name)!r}) cannot work: {field.name} is {problem}."
                 )
 
+    def senders(self, programs: int, size: int) -> int:
+        """Of ``programs``, those that move A to the other ranks."""
+        return max(1, min(self.comm_sms or programs // 16, programs - 1)) if size > 1 else 0
+
 
 def _problem(name: str, value: object) -> str | None:
     """What ``name`` should have been, if ``value`` is not that."""

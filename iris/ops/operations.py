@@ -286,7 +286,8 @@ class Operations:
         programs = self._programs(config)
         place = self._context.get_device_context() if direct else buffers.context_tensor
         if config.use_gluon and self._gluon is cdna3:
-            kernel, args = cdna3.arguments(call, config, buffers, self._context.num_ranks, place, result)
+            W = self._context.num_ranks
+            kernel, programs, args = cdna3.arguments(call, config, buffers, W, place, result, programs)
             options = {"num_warps": cdna3.WARPS.value}
         elif config.use_gluon:
             memory = self._context.heap.mapping if direct else buffers.mapping
@@ -303,7 +304,8 @@ class Operations:
         key = (buffers.kind, *map(_kind_of, args))
         if key not in self._launches:
             self._launches[key] = prepare(kernel, (programs, 1, 1), *args, **options)
-        sender = self._sender(call, config, buffers) if config.use_gluon and call.name == "all_gather_matmul" else None
+        by_engine = config.use_gluon and self._gluon is hopper and call.name == "all_gather_matmul"
+        sender = self._sender(call, config, buffers) if by_engine else None
         if sender:
             sender.send(call.a)
         self._launches[key](self._stream(), addresses(args))
@@ -383,7 +385,7 @@ class Operations:
         options = (config.num_xcds, config.chunk_size, config.cache_modifier_a or "", config.cache_modifier_b or "",
                    config.allow_tf32, call.bias is not None, call.scaled)  # fmt: skip
         if call.name == "all_gather_matmul":
-            senders = max(1, min(config.comm_sms or programs // 16, programs - 1)) if W > 1 else 0
+            senders = config.senders(programs, W)
             memory = (buffers.context_tensor, buffers.counts, buffers.data)
             numbers = (M, N, K, *strides, W, senders, SEND_M, SEND_K, *blocks)
             return all_gather_matmul, max(programs, senders + 1), (*memory, *tensors, *numbers, *options)

@@ -7,12 +7,13 @@ import torch
 from covering import covering
 
 from codegen.offline import compile_for
+from iris.ops.cdna3.all_gather_matmul import cdna3_all_gather_matmul
 from iris.ops.cdna3.arguments import SHARED_MEMORY
 from iris.ops.cdna3.matmul_all_gather import cdna3_matmul_all_gather
 from iris.ops.cdna3.matmul_reduce import cdna3_matmul_reduce
 from iris.ops.cdna3.product import WARPS
 
-NAMES = ["matmul_all_gather", "matmul_reduce_scatter", "matmul_all_reduce"]
+NAMES = ["all_gather_matmul", "matmul_all_gather", "matmul_reduce_scatter", "matmul_all_reduce"]
 LARGEST = (256, 256, 64)
 TILES = [(256, 64, 64), (256, 128, 64), LARGEST, (128, 128, 128), (64, 256, 64)]
 W, N = 4, 4096
@@ -29,7 +30,12 @@ def compiled(target, name, tile, dtype, by_lines_a, by_lines_b, share=N // W):
     matrix = torch.zeros(4096, dtype=dtype)
     strides = ((N, 1) if by_lines_a else (1, N)) + ((1, N) if by_lines_b else (N, 1)) + (N, 1)
     front, tail = (INT64, INT64, INT32), (8, 1, by_lines_a, by_lines_b, True)
-    if name == "matmul_all_gather":
+    if name == "all_gather_matmul":
+        # A lies by rows: a copy does, if it does not.
+        kernel, senders = cdna3_all_gather_matmul, 19
+        memory = (INT64, INT32, matrix, matrix, matrix, matrix, matrix)
+        args = (*memory, share, N, N, *strides[2:], W, senders, *tile, 8, 1, by_lines_b, True)
+    elif name == "matmul_all_gather":
         kernel = cdna3_matmul_all_gather
         args = (*front, matrix, matrix, matrix, matrix, N, N, N, *strides, W, *tile, 8, *tail)
     else:

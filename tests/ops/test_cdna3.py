@@ -15,7 +15,7 @@ from ops.test_rounds import Round
 pytestmark = pytest.mark.skipif(torch.cuda.is_available() and not torch.version.hip, reason="this GPU is not AMD's")
 
 RANKS = (1, 2, 3) if EVERYTHING else (2,)
-OPERATIONS = ("matmul_all_gather", "matmul_reduce_scatter", "matmul_all_reduce")
+OPERATIONS = ("all_gather_matmul", "matmul_all_gather", "matmul_reduce_scatter", "matmul_all_reduce")
 CONFIGS = {
     "small": FusedConfig(use_gluon=True, block_size_m=64, block_size_n=64, block_size_k=64, num_sms=3),
     "wide": FusedConfig(use_gluon=True, block_size_m=64, block_size_n=256, block_size_k=64, group_size_m=1),
@@ -55,7 +55,8 @@ def check_case(ctx, ops, name, shape, dtype, config, layout_a, layout_b, biased,
     M, N, K = shape
     if name == "matmul_reduce_scatter":
         M *= W
-    rows = {"matmul_all_gather": W * M, "matmul_reduce_scatter": M // W}.get(name, M)
+    gathers = name in ("all_gather_matmul", "matmul_all_gather")
+    rows = W * M if gathers else M // W if name == "matmul_reduce_scatter" else M
     out = matrix(rows, N, dtype, "rows", 0, ctx.device, ctx if heap else None)
     for call in range(ROUNDS):
         everyone = [
@@ -63,8 +64,10 @@ def check_case(ctx, ops, name, shape, dtype, config, layout_a, layout_b, biased,
              matrix(K, N, dtype, layout_b, 1000 * call + 2 * r + 1, ctx.device))
             for r in range(W)
         ]  # fmt: skip
-        products = [a.double() @ b.double() for a, b in everyone]
-        expected = torch.cat(products) if name == "matmul_all_gather" else sum(products)
+        products = [
+            a.double() @ (everyone[rank][1] if name == "all_gather_matmul" else b).double() for a, b in everyone
+        ]
+        expected = torch.cat(products) if gathers else sum(products)
         if name == "matmul_reduce_scatter":
             expected = expected.chunk(W)[rank]
         bias = None
@@ -115,7 +118,6 @@ def refuse(ctx, name, words, config):
 @pytest.mark.parametrize(
     ("name", "words", "config"),
     [
-        ("all_gather_matmul", "no Gluon kernel for it", {}),
         ("matmul_all_gather", "64, 128 or 256 rows and columns", {"block_size_m": 32}),
         ("matmul_all_gather", "64 KiB of shared memory", {"block_size_n": 256, "block_size_k": 128}),
         ("matmul_all_gather", "each of 512 threads", {"block_size_k": 32}),

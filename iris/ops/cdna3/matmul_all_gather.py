@@ -78,7 +78,7 @@ def cdna3_matmul_all_gather(
         next_row, next_column = tile_of(number + programs, tiles_m, tiles_n, BLOCK_M, BLOCK_N, GROUP)
         work = ctx.tracing.record_event_start(TraceEvent.compute, pid_m=row // BLOCK_M, pid_n=column // BLOCK_N)
         total, x, y = product(
-            x, y, a, b, row, column, M, next_row, next_column, M, N, K, stride_am, stride_ak, stride_bk, stride_bn,
+            x, y, a, b, row, column, M, a, next_row, next_column, M, N, K, stride_am, stride_ak, stride_bk, stride_bn,
             BLOCK_M, BLOCK_N, BLOCK_K, BY_LINES_A, BY_LINES_B,
         )  # fmt: skip
         ctx.tracing.record_event_end(work)

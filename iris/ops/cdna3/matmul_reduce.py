@@ -119,7 +119,7 @@ def cdna3_matmul_reduce(
         )  # fmt: skip
         work = ctx.tracing.record_event_start(TraceEvent.compute, pid_m=row // BLOCK_M, pid_n=column // BLOCK_N)
         total, x, y = product(
-            x, y, a, b, row, column, stop, next_row, next_column, next_stop, N, K, stride_am, stride_ak, stride_bk,
+            x, y, a, b, row, column, stop, a, next_row, next_column, next_stop, N, K, stride_am, stride_ak, stride_bk,
             stride_bn, BLOCK_M, BLOCK_N, BLOCK_K, BY_LINES_A, BY_LINES_B,
         )  # fmt: skip
         ctx.tracing.record_event_end(work)

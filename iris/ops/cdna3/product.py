@@ -130,13 +130,13 @@ def fetch_both(
 
 @gluon.jit
 def product(
-    x, y, a, b, row, column, rows, next_row, next_column, next_rows, N, K, stride_am, stride_ak, stride_bk, stride_bn,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, BY_LINES_A: gl.constexpr,
+    x, y, a, b, row, column, rows, next_a, next_row, next_column, next_rows, N, K, stride_am, stride_ak, stride_bk,
+    stride_bn, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, BY_LINES_A: gl.constexpr,
     BY_LINES_B: gl.constexpr,
 ):  # fmt: skip
     """The tile at ``row`` and ``column``, in float32; and the first x and y of the next one, which are on their way.
 
-    ``x``, ``y``: this one's. ``rows``: where its rows end, zeros behind.
+    ``x``, ``y``: this one's. ``rows``: where its rows end, zeros behind. ``next_a``: where the rows of the next are.
     """
     layout: gl.constexpr = accumulator(BLOCK_M, BLOCK_N)
     shared: gl.constexpr = in_shared_memory(BLOCK_K)
@@ -149,9 +149,9 @@ def product(
         leave(right, y, BY_LINES_B)
         last = k + BLOCK_K >= K
         x, y = fetch_both(
-            a, b, gl.where(last, next_row, row), gl.where(last, next_column, column), gl.where(last, 0, k + BLOCK_K),
-            gl.where(last, next_rows, rows), N, K, stride_am, stride_ak, stride_bk, stride_bn,
-            BLOCK_M, BLOCK_N, BLOCK_K, BY_LINES_A, BY_LINES_B,
+            gl.where(last, next_a, a), b, gl.where(last, next_row, row), gl.where(last, next_column, column),
+            gl.where(last, 0, k + BLOCK_K), gl.where(last, next_rows, rows), N, K, stride_am, stride_ak, stride_bk,
+            stride_bn, BLOCK_M, BLOCK_N, BLOCK_K, BY_LINES_A, BY_LINES_B,
         )  # fmt: skip
         for part in gl.static_range(BLOCK_K // DEPTH):
             u = left.slice(part * DEPTH, DEPTH, 1).load(gl.DotOperandLayout(0, layout, VECTOR))
