@@ -9,6 +9,7 @@ import ast
 import functools
 import inspect
 import operator
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 from importlib import import_module
@@ -154,6 +155,10 @@ def _source(function: FunctionType) -> str | None:
         return None
 
 
+# In Python 3.11 a tree that two threads make at a time fails: its depth is counted for both (CPython issue 106905).
+_one_thread = threading.Lock()
+
+
 @functools.cache
 def _rewritten_code(code: CodeType, filename: str, source: str, shadowed: frozenset[str]) -> CodeType:
     """The code of the rewritten function.
@@ -186,7 +191,8 @@ def _rewrite(function: FunctionType, source: str | None) -> FunctionType:
         return function
     original = function.__code__
     shadowed = _BUILTINS & {*function.__globals__, *original.co_varnames, *original.co_freevars}
-    code = _rewritten_code(original, original.co_filename, source, shadowed)
+    with _one_thread:
+        code = _rewritten_code(original, original.co_filename, source, shadowed)
     cells = {name: CellType(helper) for name, helper in _HELPERS.items()}
     cells.update(zip(original.co_freevars, function.__closure__ or (), strict=True))
     closure = tuple(cells[name] for name in code.co_freevars)

@@ -1,7 +1,10 @@
 """How kernels are defined and launched: what the JIT's launcher accepts and refuses, the simulator does too."""
 
+import gc
 import linecache
 import textwrap
+import time
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import module_from_spec, spec_from_file_location
 
 import numpy
@@ -84,6 +87,14 @@ def test_what_no_gpu_would_take_is_refused(call, text):
     assert isinstance(caught.value, TypeError)
 
 
+def module_of(file, source):
+    file.write_text(source)
+    spec = spec_from_file_location(file.stem, file)
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def test_a_kernel_is_what_it_was_when_it_was_defined(tmp_path):
     """As with the compiler: an edit of the file while the program runs changes nothing."""
     file = tmp_path / "edited.py"
@@ -95,12 +106,32 @@ def test_a_kernel_is_what_it_was_when_it_was_defined(tmp_path):
         value = 5
         tl.store(x, value)
     """
-    file.write_text(textwrap.dedent(source))
-    spec = spec_from_file_location("edited", file)
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = module_of(file, textwrap.dedent(source))
     file.write_text("\n" * 3 + textwrap.dedent(source).replace("value = 5", "value = 6"))
     linecache.checkcache(str(file))
     x = torch.zeros(1)
     module.kernel[(1,)](x)
     assert x.item() == 5
+
+
+def test_first_launches_by_several_threads(tmp_path):
+    count, lines = 20, 40
+    body = "".join(f"    tl.atomic_add(out, ({line} + tl.program_id(0)) * 2)\n" for line in range(lines))
+    kernels = "".join(f"@triton.jit\ndef kernel{i}(out):\n{body}\n" for i in range(count))
+    module = module_of(tmp_path / "many.py", f"import triton, triton.language as tl\n\n{kernels}")
+    out = torch.zeros(count, dtype=torch.int32)
+
+    def launch(i):
+        getattr(module, f"kernel{i}")[(1,)](out[i:])
+
+    def let_others_run(*_):
+        time.sleep(1e-5)
+
+    # What the collector of garbage calls runs in the middle of anything that allocates.
+    gc.callbacks.append(let_others_run)
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            list(threads.map(launch, range(count)))
+    finally:
+        gc.callbacks.remove(let_others_run)
+    assert out.tolist() == [lines * (lines - 1)] * count
