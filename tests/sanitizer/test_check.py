@@ -85,6 +85,11 @@ def test_schedules_stop_at_the_first_that_fails():
     assert done.stdout.splitlines()[-1] == "iris-check: 1 found with --seed 5."
 
 
+def test_schedules_in_which_nothing_is_found():
+    done = check("--seed", 5, "--schedules", 2, BROKEN / "all_reduce_in_place.py", "--corrected")
+    assert (done.returncode, done.stdout) == (0, "iris-check: nothing found with --seed 5 to 6.\n"), done.stderr
+
+
 def test_under_torchrun():
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "iris")
     done = check(BROKEN / "gpu_scope_signal.py", launcher=launcher)

@@ -29,17 +29,17 @@ def run(program: Path, arguments: Sequence[str], seed: int | None, schedules: in
     """Run the program once for each schedule, until something is found; returns the exit status."""
     # Whoever ends this command ends the program with it.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    status = 0
-    for number in range(schedules):
-        this = seed if schedules == 1 else (seed or 0) + number
+    seeds = [seed] if schedules == 1 else [(seed or 0) + number for number in range(schedules)]
+    for number, this in enumerate(seeds):
         with shared_folder("iris-check", number) as folder:
             status, found = _judge(program, arguments, folder, this)
         if status:
+            seeds = [this]
             break
     # Under torchrun the first rank speaks for all. Who fails before it has spoken would end it.
     if int(os.environ.get("RANK", "0")):
         return 0
-    _tell(found, form, this, failed=status == FAILED)
+    _tell(found, form, seeds, failed=status == FAILED)
     return status
 
 
@@ -104,12 +104,14 @@ def _run_once(program: Path, arguments: Sequence[str], folder: Path, seed: int |
     return process.returncode
 
 
-def _tell(found: list[Finding], form: str, seed: int | None, failed: bool) -> None:
+def _tell(found: list[Finding], form: str, seeds: list[int | None], failed: bool) -> None:
+    """``seeds``: of all runs in which nothing was found, or of the one in which something was."""
     if form == "json":
         print(findings.as_json(found))
         return
     for finding in found:
         print(finding)
-    again = f" with --seed {seed}" if seed is not None else ""
+    again = f" with --seed {seeds[0]}" if seeds[0] is not None else ""
+    again += f" to {seeds[-1]}" if len(seeds) > 1 else ""
     why = "; the program failed for another reason, told above" if failed else ""
     print(f"iris-check: {len(found) or 'nothing'} found{again}{why}.")
