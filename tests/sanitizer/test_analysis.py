@@ -1,5 +1,6 @@
 """The order in which notes are gone through: nobody acquires what has not been released yet. And where they end."""
 
+import sys
 import threading
 import time
 import tracemalloc
@@ -9,7 +10,7 @@ import pytest
 
 from iris.simulator import sanitizer
 from iris.simulator.sanitizer import deadlock
-from iris.simulator.sanitizer.analysis import Analysis
+from iris.simulator.sanitizer.analysis import Analysis, notes_in
 from iris.simulator.sanitizer.events import (
     READ,
     WRITE,
@@ -132,6 +133,31 @@ def test_another_thread_of_python_may_help(tmp_path):
         asked.set()
         other.join()
         assert over()
+
+
+def test_notes_of_several_threads_of_python_are_complete(tmp_path):
+    threads, rounds = 4, 1000
+
+    def note(thread):
+        for round in range(rounds):
+            recorder.came((thread, round))
+            recorder.flush()
+
+    interval = sys.getswitchinterval()
+    with sanitizer.recording(tmp_path, 0, 1):
+        recorder = sanitizer.recorder
+        sys.setswitchinterval(1e-6)
+        try:
+            others = [threading.Thread(target=note, args=(thread,)) for thread in range(threads)]
+            for other in others:
+                other.start()
+            for other in others:
+                other.join()
+        finally:
+            sys.setswitchinterval(interval)
+    came = [event.key for event in notes_in(tmp_path)[0] if isinstance(event, Came)]
+    for thread in range(threads):
+        assert [round for who, round in came if who == thread] == list(range(rounds))
 
 
 def test_ranks_that_are_all_gone_have_ended(tmp_path, monkeypatch):

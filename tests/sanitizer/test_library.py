@@ -94,6 +94,32 @@ def collectives_of_torch(ctx):
     ctx.barrier()
 
 
+def calls_that_end_on_their_own(ctx):
+    """That one of torch's is over, a program may also hear by looking, by a future, or by who sent what it received."""
+    data, message = ctx.zeros(64, dtype=torch.int32), torch.ones(1)
+    values, before = ctx.get_device_context(), (ctx.cur_rank + 2) % 3
+
+    def looked_for(call):
+        while not call.is_completed():
+            pass
+
+    for wait in (looked_for, lambda call: call.get_future().wait()):
+        data.zero_()
+        ctx.barrier()
+        store_to_next[(1,)](values, data, 64)
+        wait(dist.barrier(async_op=True) if wait is looked_for else dist.all_reduce(message, async_op=True))
+        assert data.tolist() == [i + before for i in range(64)]
+        ctx.barrier()
+    store_to_next[(1,)](values, data, 64) if ctx.cur_rank == 0 else None
+    if ctx.cur_rank != 1:
+        dist.send(message, 1)
+    else:
+        for _ in range(2):
+            if dist.recv(message) == 0:
+                assert data.tolist() == list(range(64))
+    ctx.barrier()
+
+
 @triton.jit
 def store_rows(context_tensor, table, N: tl.constexpr):
     """Row r of the next rank's."""
@@ -125,6 +151,7 @@ RIGHT = [
     rows_that_fill_no_tile,
     barrier_behind_messages,
     collectives_of_torch,
+    calls_that_end_on_their_own,
     rows_of_a_tensor,
 ]
 

@@ -58,7 +58,9 @@ class Access(NamedTuple):
     """What the shadow's numbers stand for.
 
     ``atomic``: at which scope it is, or nothing. ``blank``: the host's zeros. ``flag``: a kernel's access to so few
-    bytes that they may be meant as one. ``before``: the write that this one wrote over.
+    bytes that they may be meant as one. ``before``: the write that this one wrote over; of a read, the first one by the
+    same program of what was there then. ``readers``: of a write, the set of those who had read what it wrote over.
+    ``stale``: the program's last wait told it nothing new.
     """
 
     thread_slot: int
@@ -71,6 +73,8 @@ class Access(NamedTuple):
     blank: bool
     flag: bool
     before: int
+    readers: int = 0
+    stale: bool = False
 
 
 class Rank:
@@ -149,9 +153,9 @@ class Analysis:
         for rank in self._ranks.values():
             if (awaiting := rank.awaiting) is not None and not awaiting.last:
                 missing = set(awaiting.ranks) - self._came[awaiting.key].keys()
-                if missing:
-                    others = " and ".join(f"rank {number}" for number in sorted(missing))
-                    text = f"waits in {awaiting.text}, to which {others} did not come"
+                if missing or not awaiting.ranks:
+                    others = " and ".join(f"rank {number}" for number in sorted(missing)) or "nobody"
+                    text = f"waits in {awaiting.text}, to which {others} {'did not come' if missing else 'came'}"
                     waiting = Waiting(None, "the host", text, rank.places[awaiting.place], "")
                     self._findings.add_waiting(rank.number, waiting)
 
@@ -235,8 +239,9 @@ class Analysis:
         # A copy engine's writes of a word are seen whole, and programs may poll it.
         copied = "sys" if flag and host and not event.blank else ""
         access = Access(
-            thread.slot, thread.tick, rank.number, place, event.kind, copied, host, event.blank, small and not host, 0
-        )
+            thread.slot, thread.tick, rank.number, place, event.kind, copied, host, event.blank, small and not host, 0,
+            stale=thread.heard_nothing,
+        )  # fmt: skip
         for part in self._shadow.bytes(event.spans):
             writers = part.writers()
             self._check_writers(thread, access, writers, event.spans, event.undefined)
@@ -246,9 +251,10 @@ class Analysis:
                     if number:
                         thread.acquire(self._released[number], False, "sys")
             else:
-                for number, offset in part.sets():
+                sets = part.sets()
+                for number, offset in sets:
                     self._check_set(thread, access, number, offset, event.spans)
-                part.write(self._number(access._replace(before=writers[0][0])))
+                part.write(self._number(access._replace(before=writers[0][0], readers=sets[0][0])))
             if flag:
                 # The host's copies come one behind the other, as those of a stream; a program's stores do not.
                 self._replace_releases(part, {old: None for old, _ in part.releases()}, thread, host, "sys", True)
@@ -293,21 +299,19 @@ class Analysis:
                 del self._released[old], self._holders[old]
 
     def _add_to_sets(self, thread: Thread, access: Access, part: shadow.Bytes, spans: Spans) -> None:
-        me = self._number(access)
         new = {}
         for number, offset in part.sets():
             self._check_set(thread, access, number, offset, spans)
             # Who comes before this access, and would meet the same things, need not be remembered beside it.
-            stay = [
-                other
-                for other in self._sets[number]
-                if not (
-                    (o := self._accesses[other]).kind == access.kind
-                    and o.atomic == access.atomic
-                    and thread.knows(o.thread_slot, o.tick).all()
-                )
-            ]
-            members = tuple(sorted({*stay, me}))
+            stay, first = [], 0
+            for other in self._sets[number]:
+                o = self._accesses[other]
+                same = o.kind == access.kind and o.atomic == access.atomic
+                if not (same and thread.knows(o.thread_slot, o.tick).all()):
+                    stay.append(other)
+                elif access.kind == READ and o.thread_slot == thread.slot:
+                    first = o.before or other
+            members = tuple(sorted({*stay, self._number(access._replace(before=first))}))
             if members not in self._set_numbers:
                 self._set_numbers[members] = len(self._sets)
                 self._sets.append(members)
@@ -370,17 +374,28 @@ class Analysis:
         return a.atomic in clocks.REACHES_ALL and b.atomic in clocks.REACHES_ALL
 
     def _is_reuse(self, thread: Thread, access: Access, other: Access, offset: int, spans: Spans) -> bool:
-        """Whether a rank's kernels write anew what the rank wrote before, and the other side reads the older."""
+        """Whether a rank's kernels write anew what the rank wrote before, and the other side reads the older.
+
+        Not if it had read that already, and the writer knew: then it reads the new too early. But it is, if it waited,
+        and took a flag of before for this one's.
+        """
         if access.kind == READ and other.kind == WRITE:
             # Read in this order by chance: it had got as far as what was written before.
             former = self._accesses[other.before]
-            return self._is_older(former, other) and bool(
-                thread.knows(former.thread_slot, former.tick)[clocks.AS_WRITTEN]
+            had_read = any(
+                self._accesses[reader].thread_slot == access.thread_slot for reader in self._sets[other.readers]
+            )
+            return (
+                self._is_older(former, other)
+                and bool(thread.knows(former.thread_slot, former.tick)[clocks.AS_WRITTEN])
+                and (access.stale or not had_read)
             )
         if access.kind == WRITE and other.kind == READ:
             one = Spans(spans.space, spans.begins[:1] * 0 + offset, spans.begins[:1] * 0 + offset + 1)
             ((number, _),) = next(iter(self._shadow.bytes(one))).writers()
-            return self._is_older(self._accesses[number], access)
+            first = self._accesses[other.before]
+            had_read = other.before and thread.knows(first.thread_slot, first.tick)[clocks.AS_WRITTEN]
+            return self._is_older(self._accesses[number], access) and (other.stale or not had_read)
         return False
 
     @staticmethod

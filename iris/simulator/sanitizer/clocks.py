@@ -71,6 +71,8 @@ class Thread:
         # which the next one acquires (PTX ISA, "Release and acquire patterns").
         self._fenced: np.ndarray | None = None
         self._seen_relaxed = empty()
+        # Whether its last acquire told it nothing that it had not known.
+        self.heard_nothing = False
         self._seen(tick)
 
     def _seen(self, tick: int) -> None:
@@ -132,7 +134,7 @@ class Thread:
 
     def acquire(self, released: Released, asked: bool, scope: str, looks: bool = True) -> None:
         """What was in a word that is read. ``looks``: who waits may have done it."""
-        how = [ALL_ACQUIRE, BOTH] if looks else []
+        how, before = [ALL_ACQUIRE, BOTH] if looks else [], self.clock
         if asked:
             how += [ANY_SCOPE, ALL_RELEASE]
             if scope in REACHES_ALL:
@@ -145,6 +147,8 @@ class Thread:
             if scope in REACHES_RANK and self.rank in released.to_rank:
                 self._seen_relaxed = merged(self._seen_relaxed, released.to_rank[self.rank], [AS_WRITTEN])
         self.clock = merged(self.clock, released.to_all, how)
+        # Ticks only grow.
+        self.heard_nothing = asked and self.clock[AS_WRITTEN].sum() == before[AS_WRITTEN].sum()
 
     def knows(self, slot: int, tick: int) -> np.ndarray:
         """In which of the clocks that tick comes before what this thread does now."""

@@ -140,7 +140,10 @@ class Came(NamedTuple):
 
 
 class Awaiting(NamedTuple):
-    """The host waits until ``ranks`` have come, or sent. ``text``: for what, in words. ``last`` as in `Came`."""
+    """The host waits until ``ranks`` have come, or sent; any, if there are none.
+
+    ``text``: for what, in words. ``last`` as in `Came`.
+    """
 
     key: tuple
     ranks: tuple[int, ...]

@@ -26,12 +26,15 @@ class HostAccesses(TorchDispatchMode):
         super().__init__()
         self._recorder = recorder
         self._calls: Counter[tuple] = Counter()
-        self._begun: dict[dist.Work, _Call] = {}
+        # By each handle of a call that has not ended: torch's, and futures of it.
+        self._begun: dict[Any, _Call] = {}
 
     def __enter__(self) -> "HostAccesses":
         for name in _UNSEEN:
             setattr(torch.Tensor, name, _looking(self, getattr(torch.Tensor, name)))
-        dist.Work.wait = _ending(self, _WAIT)
+        for (kind, name), method in _ENDS.items():
+            setattr(kind, name, _ending(self, method))
+        dist.Work.get_future = _promising(self, _GET_FUTURE)
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
@@ -40,7 +43,9 @@ class HostAccesses(TorchDispatchMode):
                 delattr(torch.Tensor, name)
             else:
                 setattr(torch.Tensor, name, before)
-        dist.Work.wait = _WAIT
+        for (kind, name), method in _ENDS.items():
+            setattr(kind, name, method)
+        dist.Work.get_future = _GET_FUTURE
         super().__exit__(*error)
 
     @classmethod
@@ -78,6 +83,7 @@ class HostAccesses(TorchDispatchMode):
         given = list(zip(func._schema.arguments, _given(func, args, kwargs), strict=False))
         group = next((g for argument, value in given if (g := _process_group(argument.name, value)) is not None), None)
         ranks, here = () if group is None else _ranks_of(group), dist.get_rank()
+        name = _name_of(group)
         hears_root = func._opname == "broadcast_" and ranks and ranks[args[2]] != here
         sends = not hears_root and not func._opname.startswith("recv_")
         # Of what a collective of c10d writes, its schema says nothing but by names.
@@ -96,16 +102,16 @@ class HostAccesses(TorchDispatchMode):
         match func._opname:
             case "send" if ranks:
                 # It may be over before it is received.
-                self._recorder.came(self._next_key((here, ranks[args[2]]), args[3]))
+                self._recorder.came(self._next_key(name, (here, ranks[args[2]]), args[3]))
                 call = _Call(outputs)
             case "recv_" if ranks:
                 source = ranks[args[2]]
-                call = _Call(outputs, text, self._next_key((source, here), args[3]), (source,))
-            case "recv_any_source_":
-                # From whom it comes is not known here.
-                call = _Call(outputs)
+                call = _Call(outputs, text, self._next_key(name, (source, here), args[3]), (source,))
+            case "recv_any_source_" if ranks:
+                # From whom it came is known when it is there.
+                call = _Call(outputs, f"{text} from any rank", (name, ranks, args[2]), ())
             case _ if ranks:
-                call = _Call(outputs, text, self._next_key(ranks), ranks)
+                call = _Call(outputs, text, self._next_key(name, ranks), ranks)
                 self._recorder.came(call.key)
             case _:
                 call = _Call(outputs)
@@ -120,24 +126,51 @@ class HostAccesses(TorchDispatchMode):
             self._wait(call, lambda: None)
         return result
 
-    def _next_key(self, ranks: tuple[int, ...], tag: int | None = None) -> tuple:
-        """The same on all who take part: calls of the same ranks, and messages of a tag one way, come in order."""
-        key = ("torch.distributed", ranks, tag)
+    def _next_key(self, group: str, ranks: tuple[int, ...], tag: int | None = None) -> tuple:
+        """The same on all who take part: calls of a group, and its messages of a tag one way, come in order."""
+        key = ("torch.distributed", group, ranks, tag)
         self._calls[key] += 1
         return (*key, self._calls[key])
 
-    def _wait(self, call: "_Call", wait: Callable[[], Any]) -> Any:
-        """The end of a call: what it wrote is there, and what the others did before they came is known."""
-        hears = self._recorder.awaiting(call.key, call.ranks, call.text) if call.ranks else contextlib.nullcontext()
-        with hears:
+    def _wait(self, call: "_Call", wait: Callable[[], Any], work: dist.Work | None = None) -> Any:
+        with self._recorder.awaiting(call.key, call.ranks, call.text) if call.key else contextlib.nullcontext():
             result = wait()
-        self._touch(call.outputs, WRITE, uses=False)
+        self._end(call, work)
         return result
 
-    def end(self, work: dist.Work, wait: Callable[[], Any]) -> Any:
-        """``wait`` waits for ``work``."""
-        call = self._begun.pop(work, None)
-        return wait() if call is None else self._wait(call, wait)
+    def _end(self, call: "_Call", work: dist.Work | None = None) -> None:
+        """What it wrote is there, and what the others did before they came, or sent, is known."""
+        key, ranks = call.key, call.ranks
+        if key and not ranks:
+            name, group, tag = key
+            ranks = (group[work._source_rank()],)
+            key = self._next_key(name, (*ranks, dist.get_rank()), tag)
+        if key:
+            self._recorder.met(key, ranks)
+        self._touch(call.outputs, WRITE, uses=False)
+
+    def end(self, handle: Any, wait: Callable[[], Any], only_looks: bool) -> Any:
+        """``wait`` waits for what ``handle`` is of, or tells whether that is over."""
+        call = self._begun.get(handle)
+        if call is None:
+            return wait()
+        handles = [each for each, of in self._begun.items() if of is call]
+        work = next(each for each in handles if isinstance(each, dist.Work))
+        if only_looks:
+            result = wait()
+            if not result:
+                return result
+            self._end(call, work)
+        else:
+            result = self._wait(call, wait, work)
+        for each in handles:
+            del self._begun[each]
+        return result
+
+    def promised(self, work: dist.Work, future: Any) -> None:
+        """``future`` is of ``work``."""
+        if work in self._begun:
+            self._begun[future] = self._begun[work]
 
     def _touch(self, value: Any, kind: int, uses: bool, blank: bool = False) -> None:
         for tensor in _tensors(value):
@@ -150,7 +183,10 @@ _UNSEEN = {name: vars(torch.Tensor).get(name) for name in ("tolist", "__repr__",
 
 
 class _Call(NamedTuple):
-    """A call of torch.distributed: what it writes, and of which ranks' coming, or sending, its end tells."""
+    """A call of torch.distributed: what it writes, and of which ranks' coming, or sending, its end tells.
+
+    ``ranks``: none of a message from any rank; then ``key`` has its group, the ranks of that, and its tag.
+    """
 
     outputs: list
     text: str = ""
@@ -158,17 +194,36 @@ class _Call(NamedTuple):
     ranks: tuple[int, ...] = ()
 
 
-_WAIT = dist.Work.wait
+_GET_FUTURE = dist.Work.get_future
+# By what a program hears that a call is over. (By `Work.synchronize` it does not: gloo's returns at once.)
+_ENDS = {
+    (kind, name): getattr(kind, name)
+    for kind, names in ((dist.Work, ("wait", "is_completed")), (torch._C.Future, ("wait", "done")))
+    for name in names
+}
 
 
 def _ending(accesses: HostAccesses, method: Callable) -> Callable:
-    """``method``, which waits for a call, with a note of it."""
+    """``method``, which waits for a call or looks whether it is over, with a note of it."""
 
     @functools.wraps(method)
-    def wait(work: dist.Work, *args: Any, **kwargs: Any) -> Any:
-        return accesses.end(work, lambda: method(work, *args, **kwargs))
+    def end(handle: Any, *args: Any, **kwargs: Any) -> Any:
+        only_looks = method.__name__ in ("is_completed", "done")
+        return accesses.end(handle, lambda: method(handle, *args, **kwargs), only_looks)
 
-    return wait
+    return end
+
+
+def _promising(accesses: HostAccesses, method: Callable) -> Callable:
+    """``method``, which gives a future of a call, with a note of it."""
+
+    @functools.wraps(method)
+    def promise(work: dist.Work) -> Any:
+        future = method(work)
+        accesses.promised(work, future)
+        return future
+
+    return promise
 
 
 def _work(value: Any) -> dist.Work | None:
@@ -250,6 +305,14 @@ def _ranks_of(group: dist.ProcessGroup) -> tuple[int, ...]:
     except KeyError:
         # Torch was not told of it: the Gloo that stands beside a process group of Iris for tensors that are elsewhere.
         return tuple(range(group.size())) if group.size() == dist.get_world_size() else ()
+
+
+def _name_of(group: dist.ProcessGroup | None) -> str:
+    """The same on all its ranks; empty if torch was not told of it."""
+    try:
+        return "" if group is None else group.group_name
+    except RuntimeError:
+        return ""
 
 
 def _runs(tensor: torch.Tensor) -> tuple[np.ndarray, int]:

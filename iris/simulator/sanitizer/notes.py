@@ -71,6 +71,8 @@ class Recorder:
 
     def __init__(self, folder: Path, rank: int, num_ranks: int) -> None:
         self.rank = rank
+        # Launches of several threads of Python take turns, but what the host does in one goes on beside another's.
+        self._one_thread = threading.RLock()
         self._file = open(folder / f"rank{rank}.events", "ab")
         self._notes: list[Any] = []
         self._places: dict[tuple, int] = {}
@@ -101,16 +103,18 @@ class Recorder:
     # Notes ----------------------------------------------------------------------------------------------------------
 
     def note(self, event: Any) -> None:
-        self._notes.append(event)
-        if len(self._notes) >= KEPT:
-            self.flush()
+        with self._one_thread:
+            self._notes.append(event)
+            if len(self._notes) >= KEPT:
+                self.flush()
 
     def flush(self) -> None:
         """Whatever becomes of this process, others can read what it has noted so far."""
-        if self._notes:
-            pickle.dump(self._notes, self._file, protocol=pickle.HIGHEST_PROTOCOL)
-            self._file.flush()
-            self._notes = []
+        with self._one_thread:
+            if self._notes:
+                pickle.dump(self._notes, self._file, protocol=pickle.HIGHEST_PROTOCOL)
+                self._file.flush()
+                self._notes = []
 
     def close(self) -> None:
         if self._file.closed:
@@ -292,20 +296,26 @@ class Recorder:
         """The host comes to a meeting, or sends a message, for which it does not wait here."""
         self.note(Came(key, self.liveness.over()))
 
-    def meeting(self, key: tuple, ranks: tuple[int, ...], text: str) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def meeting(self, key: tuple, ranks: tuple[int, ...], text: str) -> Iterator[None]:
         """While this lasts the host is in a meeting of ``ranks``, for what ``text`` says."""
         self.came(key)
-        return self.awaiting(key, ranks, text)
+        with self.awaiting(key, ranks, text):
+            yield
+        self.met(key, ranks)
+
+    def met(self, key: tuple, ranks: tuple[int, ...]) -> None:
+        """The host knows that ``ranks`` have come, or sent, and so what they did before."""
+        self.note(Met(key, ranks))
 
     @contextlib.contextmanager
     def awaiting(self, key: tuple, ranks: tuple[int, ...], text: str) -> Iterator[None]:
-        """While this lasts the host waits until ``ranks`` have come, or sent; then it knows what they did before."""
+        """While this lasts the host waits until ``ranks`` have come, or sent; any, if there are none."""
         self.note(Awaiting(key, ranks, self._place(), text, self.liveness.over()))
         self.flush()
         self.liveness.meets()
         try:
             yield
-            self.note(Met(key, ranks))
         finally:
             self.liveness.on_host()
 
@@ -337,22 +347,24 @@ class Recorder:
     def spans(self, pointers: np.ndarray, size: int) -> list[Spans]:
         """The bytes of elements of ``size``, by the spaces that they are in."""
         addresses = np.ravel(pointers).astype(np.int64)
-        index = self._space_of(addresses)
         result = []
-        for space in np.unique(index):
-            there = addresses[index == space]
-            origin = 0 if space < 0 else int(self._starts[space])
-            name = (PRIVATE, self.rank) if space < 0 else self._spaces[space]
-            result.append(Spans(name, *_merged(there - origin, size)))
+        with self._one_thread:
+            index = self._space_of(addresses)
+            for space in np.unique(index):
+                there = addresses[index == space]
+                origin = 0 if space < 0 else int(self._starts[space])
+                name = (PRIVATE, self.rank) if space < 0 else self._spaces[space]
+                result.append(Spans(name, *_merged(there - origin, size)))
         return result
 
     def _space_of(self, addresses: np.ndarray) -> np.ndarray:
-        if mapping.count_made() != self._mapped:
-            self._see_mappings()
-        if not len(self._starts):
-            return np.full(addresses.shape, -1)
-        index = np.searchsorted(self._starts, addresses, side="right") - 1
-        return np.where((index >= 0) & (addresses < self._ends[index]), index, -1)
+        with self._one_thread:
+            if mapping.count_made() != self._mapped:
+                self._see_mappings()
+            if not len(self._starts):
+                return np.full(addresses.shape, -1)
+            index = np.searchsorted(self._starts, addresses, side="right") - 1
+            return np.where((index >= 0) & (addresses < self._ends[index]), index, -1)
 
     def _see_mappings(self) -> None:
         self._mapped = mapping.count_made()
@@ -396,10 +408,11 @@ class Recorder:
             if line is not None and lines.owner(line[0]) == lines.LIBRARY:
                 caller = self._callers.get(id(grid.current().launch))
         key = (kernel, line, caller)
-        if key not in self._places:
-            self._places[key] = len(self._places)
-            self.note(Known(self._places[key], Place(kernel, lines.known(line), caller and lines.known(caller))))
-        return self._places[key]
+        with self._one_thread:
+            if key not in self._places:
+                self._places[key] = len(self._places)
+                self.note(Known(self._places[key], Place(kernel, lines.known(line), caller and lines.known(caller))))
+            return self._places[key]
 
 
 _KINDS = {RankOutOfRangeError: "rank", NotSymmetricError: "bounds", NotTheCallerError: "rank"}
