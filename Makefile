@@ -34,7 +34,7 @@ test-compiled:
 	IRIS_SANITIZE=1 $(RUN) -m pytest -q $(addprefix tests/,$(SANITIZED) $(ALSO_SANITIZED))
 	IRIS_SIMULATOR=0 $(RUN) -m pytest -q tests/codegen
 	IRIS_SIMULATOR=0 $(OLDEST) -m pytest -q tests/codegen $(OLDEST_TARGETS)
-	$(OLDEST) -m pytest -q tests/test_acceptance.py tests/simulator $(OLDEST_PROGRAMS)
+	$(OLDEST) -m pytest -q tests/test_acceptance.py tests/simulator $(OLDEST_PROGRAMS) $(if $(IRIS_TEST_ALL),tests/sanitizer)
 
 test-all: export IRIS_TEST_ALL = 1
 test-all: test       ## every combination

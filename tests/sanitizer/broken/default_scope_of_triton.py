@@ -21,6 +21,7 @@ def send(context_tensor, data, arrived, N: tl.constexpr, BROKEN: tl.constexpr):
     offsets = tl.arange(0, N)
     tl.store(ctx.translate(data + offsets, 1), 9 * offsets)  # first
     if BROKEN:
+        tl.debug_barrier()  # for Triton before 3.9, whose release is one thread's
         tl.atomic_add(ctx.translate(arrived, 1), 1, sem="release")
     else:
         ctx.atomic_add(arrived, 1, 1, sem="release")

@@ -16,6 +16,7 @@ def produce_and_consume(data, flag, result, N: tl.constexpr, BROKEN: tl.constexp
     i = tl.arange(0, N)
     if tl.program_id(0) == 1:
         tl.store(data + i, 7 * i)  # first
+        tl.debug_barrier()  # for Triton before 3.9, whose release is one thread's
         tl.atomic_xchg(flag, 1, sem="release", scope="gpu")
     else:
         if BROKEN:

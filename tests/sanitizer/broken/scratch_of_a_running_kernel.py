@@ -19,6 +19,7 @@ def produce(scratch, begun, flag, N: tl.constexpr, SEM: tl.constexpr):
         pass
     i = tl.arange(0, N)
     tl.store(scratch + i, 3.0 * i)  # first
+    tl.debug_barrier()  # for Triton before 3.9, whose release is one thread's
     tl.atomic_xchg(flag, 1, sem=SEM, scope="gpu")
 
 

@@ -20,6 +20,7 @@ def produce(data, begun, flag, N: tl.constexpr, SEM: tl.constexpr):
         pass
     i = tl.arange(0, N)
     tl.store(data + i, 5.0 * i)  # first
+    tl.debug_barrier()  # for Triton before 3.9, whose release is one thread's
     tl.atomic_xchg(flag, 1, sem=SEM, scope="gpu")
 
 
