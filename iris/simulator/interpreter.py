@@ -227,7 +227,7 @@ class Builder(InterpreterBuilder):
         expected, new = (np.broadcast_to(operand.data, ptr.data.shape) for operand in (cmp, val))
         with _recorded(ptr.data, sem, scope) as record:
             old = atomics.compare_and_swap(ptr.data, expected, new, sem)
-            record(old, UPDATE if atomics.swapped(expected, new, old) else READ, compares=True)
+            record(old, UPDATE if atomics.swapped(expected, new, old) else READ, compares=True, after=new)
         grid.observe(
             "atomic_cas",
             ptr.data,
@@ -249,8 +249,10 @@ class Builder(InterpreterBuilder):
             with _recorded(pointers, sem, scope) as record:
                 old = atomics.read_modify_write(op, pointers, operand, element, sem)
                 # Who exchanges a word for the same one may be waiting for another.
-                changed = atomics.apply(op, old, operand, element).tobytes() != old.tobytes()
-                record(old, WRITE if op == atomics.OP.XCHG else UPDATE if changed else READ, changed=changed)
+                after = atomics.apply(op, old, operand, element)
+                changed = after.tobytes() != old.tobytes()
+                kind = WRITE if op == atomics.OP.XCHG else UPDATE if changed else READ
+                record(old, kind, changed=changed, after=after)
             result[active] = old
             grid.observe(
                 atomics.NAMES[op],
@@ -291,13 +293,13 @@ def _recorded(pointers: np.ndarray, sem: Any, scope: Any) -> Iterator[Callable[.
     """Around an atomic operation, which tells what it found and did. (numpy's arrays of no dimension are scalars.)"""
     recorder = sanitizer.recorder
     if recorder is None:
-        yield lambda old, kind, compares=False, changed=True: None
+        yield lambda old, kind, **_: None
         return
     recorder.reaches(pointers, UPDATE)
     order, message = (atomics.ORDERS[sem], atomics.SCOPES[scope]), recorder.is_message()
     with recorder.numbered() as number:
-        yield lambda old, kind, compares=False, changed=True: recorder.synchronised(
-            number, np.atleast_1d(pointers), np.atleast_1d(old), kind, *order, message, compares, changed
+        yield lambda old, kind, **how: recorder.synchronised(
+            number, np.atleast_1d(pointers), np.atleast_1d(old), kind, *order, message, **how
         )
 
 

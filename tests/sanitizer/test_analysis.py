@@ -25,6 +25,7 @@ from iris.simulator.sanitizer.events import (
     Spans,
     Synchronised,
 )
+from iris.simulator.sanitizer.waits import Wait
 
 DATA = Spans(("heap", 2), np.array([64]), np.array([128]))
 FLAG = Spans(("heap", 2), np.array([0]), np.array([4]))
@@ -77,6 +78,33 @@ def test_a_wait_that_ended_before_the_signal_orders_nothing():
     notes = {0: [*begin("send"), *store_and_signal(2)], 1: [], 2: [*begin("receive"), *wait_and_load(1)]}
     (finding,) = Analysis(notes).run()
     assert finding.kind == "race"
+
+
+MORE = Spans(("heap", 2), np.array([128]), np.array([192]))
+
+
+@pytest.mark.parametrize("wait, kinds", [
+    (Wait("ge", 1, 32), ["race"]),
+    (Wait("reached", 1, 32), ["race"]),
+    (Wait("ge", 2, 32), []),
+    (Wait("eq", 2, 32), []),
+    (Wait("ge", 0, 32), ["race", "race"]),
+    (None, []),
+])  # fmt: skip
+def test_a_wait_may_count_on_the_first_value_that_ends_it(wait, kinds):
+    """Rank 0 stores, says 1, stores more, and says 2; that is what rank 2 sees when it looks, and reads both."""
+
+    def say(number, value):
+        how = {"releases": True, "acquires": False, "scope": "sys"}
+        return Synchronised(number, 1, 1, 0, FLAG, WRITE, **how, before=value - 1, after=value)
+
+    see = Synchronised(3, 1, 1, 0, FLAG, READ, releases=False, acquires=True, scope="sys", before=2, after=2, wait=wait)
+    notes = {
+        0: [*begin("send"), Accessed(1, 1, 0, DATA, WRITE), say(1, 1), Accessed(1, 1, 0, MORE, WRITE), say(2, 2)],
+        2: [*begin("receive"), see, Accessed(1, 1, 0, DATA, READ), Accessed(1, 1, 0, MORE, READ)],
+    }
+    findings = Analysis(notes).run()
+    assert [finding.kind for finding in findings for _ in range(finding.count)] == kinds, findings
 
 
 def test_what_lies_behind_a_meeting_that_never_was_is_gone_through():

@@ -41,6 +41,7 @@ from iris.simulator.sanitizer.events import (
     Wrong,
 )
 from iris.simulator.sanitizer.findings import LOST, Finding, Findings, Side
+from iris.simulator.sanitizer.waits import Flag
 
 # A plain store of so many bytes at most may be meant as a flag.
 FLAG_BYTES = 8
@@ -106,6 +107,7 @@ class Analysis:
         self._set_numbers: dict[tuple[int, ...], int] = {(): 0}
         self._released: dict[int, Released] = {}
         self._holders: dict[int, int] = defaultdict(int)
+        self._flags: dict[tuple, Flag] = {}
         # What the hosts knew that have come to a meeting, or sent a message; and how many have gone on from there.
         self._came: dict[tuple, dict[int, np.ndarray]] = defaultdict(dict)
         self._gone_on: dict[tuple, int] = defaultdict(int)
@@ -272,14 +274,33 @@ class Analysis:
             self._check_writers(thread, access, writers, event.spans, event.undefined and event.kind != WRITE)
             self._add_to_sets(thread, access, part, event.spans)
             releases = part.releases()
-            if event.kind != WRITE or not event.message:
-                for number, _ in releases:
-                    if number:
-                        thread.acquire(self._released[number], event.acquires, event.scope, event.looks)
+            flag = self._flag_in(part, event)
+            if flag is not None and event.wait is not None:
+                heard = [flag.ending(event.wait, thread)]
+            elif event.kind != WRITE or not event.message:
+                heard = [self._released.get(number) for number, _ in releases]
+            else:
+                heard = []
+            for released in heard:
+                if released is not None:
+                    thread.acquire(released, event.acquires, event.scope, event.looks)
             if event.kind != READ:
                 before = {old: None if event.message else self._released.get(old) for old, _ in releases}
                 self._replace_releases(part, before, thread, event.releases, event.scope, event.gathered)
+                if flag is not None:
+                    number, writer = part.releases()[0][0], writers[0][0]
+                    flag.write(event.after, thread, self._released[number], (number, writer))
         thread.advance()
+
+    def _flag_in(self, part: shadow.Bytes, event: Synchronised) -> Flag | None:
+        """What is known of the values of the word that ``event`` is of, if it is of one."""
+        if event.before is None:
+            return None
+        state = part.releases()[0][0], part.writers()[0][0]
+        word = event.spans.space, int(event.spans.begins[0])
+        if word not in self._flags or self._flags[word].state != state:
+            self._flags[word] = Flag(event.before, self._released.get(state[0]), state)
+        return self._flags[word]
 
     def _replace_releases(
         self, part: shadow.Bytes, before: dict[int, Released | None], thread: Thread, asked: bool, scope: str,

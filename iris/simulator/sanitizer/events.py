@@ -4,9 +4,12 @@ A rank's events are in the order in which it did them: one thread of it runs at 
 operation or a word that carries its own arrival, has a number besides, from one counter of all ranks.
 """
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from iris.simulator.sanitizer.waits import Wait
 
 HOST = 0
 """In the place of a program's number, which counts from 1: what the host does with torch."""
@@ -97,7 +100,8 @@ class Synchronised(NamedTuple):
     ``number``: its place among those of all ranks. ``releases``, ``acquires``: as it was asked for, with ``scope``:
     "cta", "gpu" or "sys". ``message``: words that carry their own arrival. ``gathered``: what other threads of the
     block did before is released too. ``undefined``: as of `Accessed`. ``looks``: who waits may do this; a release that
-    adds to what is there, or takes its place, is no look.
+    adds to what is there, or takes its place, is no look. ``before``, ``after``: what a word held and holds, if it is
+    one. ``wait``: for what it is read.
     """
 
     number: int
@@ -113,6 +117,9 @@ class Synchronised(NamedTuple):
     gathered: bool = True
     undefined: bool = False
     looks: bool = True
+    before: int | None = None
+    after: int | None = None
+    wait: "Wait | None" = None
 
 
 class Gathered(NamedTuple):

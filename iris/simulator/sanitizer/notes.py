@@ -48,6 +48,7 @@ from iris.simulator.sanitizer.events import (
     Wrong,
 )
 from iris.simulator.sanitizer.host import HostAccesses
+from iris.simulator.sanitizer.waits import wait_of
 
 # Notes are written to the file when there are so many.
 KEPT = 4096
@@ -192,11 +193,11 @@ class Recorder:
 
     def synchronised(
         self, number: int, pointers: np.ndarray, values: np.ndarray, kind: int, sem: str, scope: str,
-        message: bool = False, compares: bool = False, changed: bool = True,
+        message: bool = False, compares: bool = False, changed: bool = True, after: np.ndarray | None = None,
     ) -> None:  # fmt: skip
         """The program that runs has done this while it held ``number``. ``values``: what was there before.
 
-        ``changed``: it is not what is there now.
+        ``changed``: it is not what is there now; ``after``: what is.
         """
         who = self._who()
         if who is None or not pointers.size:
@@ -215,13 +216,18 @@ class Recorder:
         gathered = message or _GATHERS or who not in self._stored_since_meeting
         looks = acquires or not releases or compares
         undefined = kind != WRITE and _undefined(values)
+        before, wait = None, None
+        if values.size == 1 and values.dtype.kind in "iu" and not message:
+            before, after = int(values.flat[0]), int(np.ravel(values if after is None else after)[0])
+            wait = wait_of(sys._getframe(1)) if kind == READ and acquires else None
         for spans in self.spans(pointers, values.itemsize):
             self.bounds.check(self, spans, kind, place)
             self.note(
                 Synchronised(
-                    number, *who, place, spans, kind, releases, acquires, scope, message, gathered, undefined, looks
+                    number, *who, place, spans, kind, releases, acquires, scope, message, gathered, undefined, looks,
+                    before, after if before is not None else None, wait,
                 )
-            )
+            )  # fmt: skip
 
     def failed(self, error: BaseException) -> None:
         """A program has raised this: a mistake of the kinds that have a name, or something else."""
