@@ -145,6 +145,33 @@ def rows_of_a_tensor(ctx):
     assert table[before].tolist() == list(range(16 * before, 16 * before + 16))
 
 
+@triton.jit
+def send_parts(context_tensor, parts, count, out, N: tl.constexpr, PARTS: tl.constexpr):
+    """From rank 0 to rank 1, which begins to wait when all of them are there."""
+    ctx = iris.DeviceContext.initialize(context_tensor)
+    offsets = tl.arange(0, N)
+    if ctx.cur_rank == 0:
+        for part in range(PARTS):
+            ctx.store(parts + part * N + offsets, part * N + offsets, 1)
+            ctx.signal(count, 1, 1, op="add")
+    elif ctx.cur_rank == 1:
+        there = 0
+        while there < PARTS:
+            there = ctx.atomic_add(count, 0, 1, sem="relaxed")
+        for part in range(PARTS):
+            ctx.wait(count, part + 1, cmp="ge")
+            tl.store(out + part * N + offsets, tl.load(parts + part * N + offsets))
+
+
+def waits_for_what_is_there(ctx):
+    """Each wait for a part counts, although the flag has not changed since the one before."""
+    parts, out, count = (ctx.zeros(n, dtype=torch.int32) for n in (64, 64, 1))
+    ctx.barrier()
+    send_parts[(1,)](ctx.get_device_context(), parts, count, out, 16, 4)
+    ctx.barrier()
+    assert out.tolist() == (list(range(64)) if ctx.cur_rank == 1 else [0] * 64)
+
+
 RIGHT = [
     broadcast_in_place,
     scale_of_a_row,
@@ -153,6 +180,7 @@ RIGHT = [
     collectives_of_torch,
     calls_that_end_on_their_own,
     rows_of_a_tensor,
+    waits_for_what_is_there,
 ]
 
 

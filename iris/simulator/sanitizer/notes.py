@@ -48,7 +48,7 @@ from iris.simulator.sanitizer.events import (
     Wrong,
 )
 from iris.simulator.sanitizer.host import HostAccesses
-from iris.simulator.sanitizer.waits import wait_of
+from iris.simulator.sanitizer.waits import Wait, wait_of
 
 # Notes are written to the file when there are so many.
 KEPT = 4096
@@ -85,7 +85,7 @@ class Recorder:
         self._callers: dict[int, tuple[CodeType, int] | None] = {}
         self._numbers = itertools.count(1)
         self._stored_since_meeting: set[tuple[int, int]] = set()
-        self._polled: dict[tuple, tuple[int, bytes]] = {}
+        self._polled: dict[tuple, tuple[int, bytes, Wait | None]] = {}
         self.bounds = bounds.Bounds()
         # The counters of all ranks: a file that is locked while one of them takes a number.
         self._lock = os.open(folder / "counter", os.O_RDWR | os.O_CREAT, 0o600)
@@ -202,30 +202,30 @@ class Recorder:
         who = self._who()
         if who is None or not pointers.size:
             return
+        releases, acquires = sem in ("release", "acq_rel") or message, sem in ("acquire", "acq_rel") or message
+        word = values.size == 1 and values.dtype.kind in "iu" and not message
+        wait = wait_of(sys._getframe(1)) if word and acquires and kind == READ else None
         place = self._place()
         if kind == READ:
-            # Who polls again when no flag has been written since learns nothing.
-            key, found = (*who, place, sem, scope, pointers.tobytes()), (self._changes(), values.tobytes())
+            # Who polls again for the same when no flag has been written since learns nothing.
+            key, found = (*who, place, sem, scope, pointers.tobytes()), (self._changes(), values.tobytes(), wait)
             if self._polled.get(key) == found:
                 return
             self._polled[key] = found
         elif changed:
             struct.pack_into("q", self._counter, 8, self._changes() + 1)
             self.liveness.changed()
-        releases, acquires = sem in ("release", "acq_rel") or message, sem in ("acquire", "acq_rel") or message
         gathered = message or _GATHERS or who not in self._stored_since_meeting
         looks = acquires or not releases or compares
         undefined = kind != WRITE and _undefined(values)
-        before, wait = None, None
-        if values.size == 1 and values.dtype.kind in "iu" and not message:
-            before, after = int(values.flat[0]), int(np.ravel(values if after is None else after)[0])
-            wait = wait_of(sys._getframe(1)) if kind == READ and acquires else None
+        before = int(values.flat[0]) if word else None
+        after = int(np.ravel(values if after is None else after)[0]) if word else None
         for spans in self.spans(pointers, values.itemsize):
             self.bounds.check(self, spans, kind, place)
             self.note(
                 Synchronised(
                     number, *who, place, spans, kind, releases, acquires, scope, message, gathered, undefined, looks,
-                    before, after if before is not None else None, wait,
+                    before, after, wait,
                 )
             )  # fmt: skip
 
