@@ -12,6 +12,7 @@ from iris.simulator import sanitizer
 from iris.simulator.sanitizer import deadlock
 from iris.simulator.sanitizer.analysis import Analysis, notes_in
 from iris.simulator.sanitizer.events import (
+    HOST,
     READ,
     WRITE,
     Accessed,
@@ -105,6 +106,20 @@ def test_a_wait_may_count_on_the_first_value_that_ends_it(wait, kinds):
     }
     findings = Analysis(notes).run()
     assert [finding.kind for finding in findings for _ in range(finding.count)] == kinds, findings
+
+
+def test_a_hosts_copy_of_a_flag_may_be_gone_through_before_it_was_made():
+    """The word's value at a look is then an older one than what the analysis has seen written."""
+
+    def look(number, value):
+        how = {"releases": False, "acquires": True, "scope": "sys", "wait": Wait("ge", 1, 32)}
+        return Synchronised(number, 1, 1, 0, FLAG, READ, **how, before=value, after=value)
+
+    notes = {
+        0: [*begin("copy"), Accessed(0, HOST, 0, DATA, WRITE), Accessed(0, HOST, 0, FLAG, WRITE)],
+        2: [*begin("receive"), look(1, 0), look(2, 1), Accessed(1, 1, 0, DATA, READ)],
+    }
+    assert Analysis(notes).run() == []
 
 
 def test_what_lies_behind_a_meeting_that_never_was_is_gone_through():

@@ -298,7 +298,7 @@ class Analysis:
             return None
         state = part.releases()[0][0], part.writers()[0][0]
         word = event.spans.space, int(event.spans.begins[0])
-        if word not in self._flags or self._flags[word].state != state:
+        if word not in self._flags or not self._flags[word].holds(event.before, state):
             self._flags[word] = Flag(event.before, self._released.get(state[0]), state)
         return self._flags[word]
 

@@ -76,18 +76,23 @@ class _Value(NamedTuple):
 
 
 class Flag:
-    """The last values of a word, as they were written; ``value``, with what was ``released``, when one began to look.
+    """The last values of a word; when one began to look, ``value``, with what was ``released``.
 
-    ``state``: the numbers of its release and of who wrote it as data. Where they are others, it was written otherwise.
+    ``state``: what else tells that it is the same, the numbers of its release and of who wrote it as data.
     """
 
     def __init__(self, value: int, released: Released | None, state: tuple[int, int]) -> None:
         self._values = deque([_Value(value, -1, 0, released)], REMEMBERED)
-        self.state = state
+        self._state = state
+
+    def holds(self, value: int, state: tuple[int, int]) -> bool:
+        """Whether the word has been written by `write` alone. A host's copies are not, and have no place among values:
+        when one of them is looked at, later ones may have been gone through already."""
+        return self._values[-1].value == value and self._state == state
 
     def write(self, value: int, thread: Thread, released: Released | None, state: tuple[int, int]) -> None:
         self._values.append(_Value(value, thread.slot, thread.tick, released))
-        self.state = state
+        self._state = state
 
     def ending(self, wait: Wait, thread: Thread) -> Released | None:
         """What ``thread`` may count on behind ``wait``."""
