@@ -24,7 +24,8 @@ IN_OTHER_LANE := language ops sanitizer x test_example_folders.py
 
 # What runs under the sanitizer only; and besides, in `make test-all`, all that uses ranks.
 SANITIZED := x test_example_folders.py
-ALSO_SANITIZED := $(if $(IRIS_TEST_ALL),language ops ccl test_examples.py test_context.py test_tensors.py)
+ALSO_SANITIZED := $(if $(IRIS_TEST_ALL),language ops ccl heap tracing $(addprefix test_,$(addsuffix .py,\
+	bench context docs examples tensors world)))
 
 test-simulator:
 	$(RUN) -m pytest -q tests $(addprefix --ignore tests/,codegen $(IN_OTHER_LANE))

@@ -45,7 +45,10 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture
 def mistaken(monkeypatch):
-    """For tests of programs that do wrong on purpose: the sanitizer, if it is on, does not look at them."""
+    """For tests of programs that do wrong on purpose: the sanitizer, if it is on, does not look at them.
+
+    Nor does it change the heap for them.
+    """
     monkeypatch.delenv("IRIS_SANITIZE", raising=False)
 
 

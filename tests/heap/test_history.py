@@ -14,6 +14,8 @@ from iris.world import Group
 
 KIB = 1024
 
+pytestmark = pytest.mark.usefixtures("mistaken")
+
 
 def shared_heap(ctx, size=64 * KIB):
     """A heap of all ranks that only this test uses."""

@@ -53,9 +53,6 @@ def exchange_bytes(ctx):
     ctx.barrier()
     assert shared.buffer[: group.size].tolist() == [100 + 10 * rank + group.rank for rank in range(group.size)]
     assert len({base % mapping.CONGRUENCE for base in shared.bases}) == 1
-    for wrong in (-1, group.size):
-        with pytest.raises(RankOutOfRangeError):
-            shared.peer(wrong)
     ctx.barrier()
     shared.close()
     with pytest.raises(HeapClosedError):
@@ -67,11 +64,25 @@ def test_every_rank_addresses_every_ranks_bytes(ranks):
     ranks.run(exchange_bytes)
 
 
+def look_at_nobody(ctx):
+    shared = mapping.create(everyone(), SIZE, ctx.heap.device)
+    for wrong in (-1, ctx.num_ranks):
+        with pytest.raises(RankOutOfRangeError):
+            shared.peer(wrong)
+    ctx.barrier()
+    shared.close()
+
+
+@pytest.mark.usefixtures("mistaken")
+def test_bytes_of_no_rank_are_told(ranks):
+    ranks.run(look_at_nobody)
+
+
 def outlive(ctx):
     gc.collect()
     before = mapped_heaps()
     shared = mapping.create(everyone(), SIZE, torch.device("cpu"))
-    tail = shared.peer(0)[SIZE - 3 :]
+    tail = shared.peer((dist.get_rank() + 1) % dist.get_world_size())[SIZE - 3 :]
     tail.fill_(7)
     shared.close()
     assert mapped_heaps() == before + dist.get_world_size()

@@ -194,9 +194,6 @@ def look_at_peers(ctx):
     heap.peer(tensor, (rank + 1) % size)[0, 0] = -rank
     ctx.barrier()
     assert tensor[0, 0] == -((rank - 1) % size)
-    for wrong in (-1, size):
-        with pytest.raises(RankOutOfRangeError, match=f"There is no rank {wrong}: the group has {size}"):
-            heap.peer(tensor, wrong)
     # A peer's copy holds the block, so that what is read through it is not somebody else's.
     copy = heap.peer(tensor, 0)
     del tensor, part
@@ -212,3 +209,15 @@ def look_at_peers(ctx):
 @pytest.mark.ranks(2, 3)
 def test_a_peers_copy_is_a_tensor(ranks):
     ranks.run(look_at_peers)
+
+
+def look_at_nobody(ctx):
+    tensor = ctx.zeros(4)
+    for wrong in (-1, ctx.num_ranks):
+        with pytest.raises(RankOutOfRangeError, match=f"There is no rank {wrong}: the group has {ctx.num_ranks}"):
+            ctx.heap.peer(tensor, wrong)
+
+
+@pytest.mark.usefixtures("mistaken")
+def test_a_copy_of_no_rank_is_told(ranks):
+    ranks.run(look_at_nobody)

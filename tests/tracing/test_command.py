@@ -56,7 +56,7 @@ def trace_of(name, folder):
 def check_format(trace):
     """The rules of the Trace Event Format for what is in it; returns flows as pairs of events."""
     events = trace["traceEvents"]
-    assert {event["ph"] for event in events} == {"M", "X", "s", "f"}
+    assert {"M", "X"} <= {event["ph"] for event in events} <= {"M", "X", "s", "f"}
     threads = defaultdict(list)
     for event in events:
         if event["ph"] == "X":
@@ -124,9 +124,14 @@ def test_an_example_traces_itself(example, tmp_path):
     result = run(EXAMPLES / example / "benchmark.py", *sizes, "--trace", tmp_path / "t.json", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     trace = json.loads((tmp_path / "t.json").read_text())
-    check_format(trace)
+    flows = check_format(trace)
     names = {event["name"] for event in trace["traceEvents"] if event["ph"] == "X"}
-    assert (tmp_path / "t.svg").exists() and {"compute"} < names
+    assert (tmp_path / "t.svg").exists()
+    if example == "17_tensor_parallel_mlp":
+        # Here torch multiplies, and collectives send messages, to which no flow leads.
+        assert names == {"store", "wait"} and not flows
+    else:
+        assert {"compute"} < names and flows
 
 
 def test_the_exit_status_and_the_options_are_the_programs(tmp_path):

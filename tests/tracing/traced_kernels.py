@@ -32,7 +32,10 @@ def make_kernels(jit, lang, Context, positions):
         ctx = Context.initialize(context_tensor, tracing=TRACED)
         pid = lang.program_id(0)
         i = positions(BLOCK)
+        # What a peer stores, what is fetched of it, and what is put back.
+        part = lang.num_programs(0) * BLOCK
         place = box + pid * BLOCK + i
+        fetched, returned = place + part, place + 2 * part
         peer = (ctx.cur_rank + 1) % ctx.num_ranks
         work = ctx.tracing.record_event_start(TraceEvent.compute, pid_m=pid, pid_n=7)
         values = lang.cast(i, lang.float32) + pid
@@ -46,8 +49,8 @@ def make_kernels(jit, lang, Context, positions):
         ctx.atomic_add(flags + 8 + pid, 5, peer)
         ctx.atomic_cas(flags + 16 + pid, 3, 4, peer)
         ctx.atomic_xchg(flags + 20 + pid, 9, peer)
-        ctx.copy(place, place, peer, ctx.cur_rank, mask=i < n)
-        ctx.copy(place, place, ctx.cur_rank, peer, mask=i < n)
+        ctx.copy(place, fetched, peer, ctx.cur_rank, mask=i < n)
+        ctx.copy(fetched, returned, ctx.cur_rank, peer, mask=i < n)
         ctx.barrier(meetings)
 
     @jit
