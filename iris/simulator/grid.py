@@ -33,8 +33,9 @@ LONGEST_POLL_S = 5e-3
 # How many observations a task remembers: more than any loop polls in turn.
 REMEMBERED = 1 << 14
 
-# Plain loads of so many elements at most, and how many of the same make a turn.
-MOST_FLAGS, LOOKS_OF_A_TURN = 1024, 1000
+# Plain loads of so many elements at most may look at flags, how many of the same make a poll, and the time that such a
+# one may add to the count: 1 ms for each load, since who only happens to load the same again is at work in between.
+MOST_FLAGS, LOOKS_OF_A_POLL, LONGEST_LOOKS_S = 1024, 1000, 1.0
 
 limit_s: float = 30.0
 """How long a launch may wait without any change; 0 for ever. IRIS_WAIT_TIMEOUT_S replaces it at activation."""
@@ -94,6 +95,8 @@ class Task:
     """What it has looked at since it saw anything new, and how often."""
     looks: Counter[int] = field(default_factory=Counter)
     """What it has loaded with its values, and how often, as plain loads."""
+    stores: bool = False
+    """Whether it has stored anything since such a load was last taken for a poll."""
     in_flight: InFlight = field(default_factory=InFlight)
 
     @property
@@ -152,10 +155,10 @@ def observe(
     task.launch.let_others_run(task)
 
 
-def looked(pointers: np.ndarray, values: np.ndarray) -> None:
+def looked(pointers: np.ndarray, values: np.ndarray, element: tl.dtype) -> None:
     """Note that the current program has loaded these, without saying that they may change meanwhile.
 
-    Who loads the same so often may wait for a program that has not had its turn.
+    Who loads the same so often may wait for a program that has not had its turn, or for nobody.
     """
     task = _current
     if task is None or not 0 < pointers.size <= MOST_FLAGS:
@@ -164,8 +167,19 @@ def looked(pointers: np.ndarray, values: np.ndarray) -> None:
         task.looks.clear()
     key = hash((pointers.tobytes(), values.tobytes()))
     task.looks[key] += 1
-    if task.looks[key] % LOOKS_OF_A_TURN == 0:
-        task.launch.take_turns(task)
+    if task.looks[key] == 1:
+        task.launch.progress()
+    elif task.looks[key] % LOOKS_OF_A_POLL == 0:
+        task.launch.leave_if_failed()
+        task.poll = Poll("plain loads", pointers, values, element, None, None)
+        stores, task.stores = task.stores, False
+        task.launch.let_others_run(task, 0.0 if stores else LONGEST_LOOKS_S)
+
+
+def stored() -> None:
+    """Note that the current program has stored something: it is at work, however often it loads the same."""
+    if _current is not None:
+        _current.stores = True
 
 
 def give_way() -> None:
@@ -253,14 +267,15 @@ class Launch:
 
     def progress(self) -> None:
         """Something has changed: nobody is known to wait in vain."""
-        self._polls = 0
+        self._polls, self._polling_s = 0, 0.0
         self._waited = 0.0
         self._polled_at = time.monotonic()
         self._sleep = SHORTEST_SLEEP_S
 
-    def let_others_run(self, task: Task) -> None:
-        """``task`` polls in vain; returns when it is its turn again."""
+    def let_others_run(self, task: Task, longest_s: float = LONGEST_POLL_S) -> None:
+        """``task`` polls in vain, which took it ``longest_s`` at most; returns when it is its turn again."""
         self._polls += 1
+        self._polling_s += longest_s
         starting = self._start_another()
         if starting is not None:
             self._begin_on_new_thread(starting, task)
@@ -386,7 +401,7 @@ class Launch:
         """Everyone polls in vain: let other launches and processes run for a moment."""
         global _current
         start = time.monotonic()
-        self._waited += min(start - self._polled_at, LONGEST_POLL_S * self._polls)
+        self._waited += min(start - self._polled_at, self._polling_s)
         deadlock = sanitizer.recorder is not None and sanitizer.recorder.is_over(self._repeats())
         if deadlock or (limit_s and self._waited >= limit_s):
             waits = hang.waits([live for live in self.live if not live.joining], Launch._execute.__code__)
@@ -395,7 +410,7 @@ class Launch:
                     sanitizer.recorder.waits(self, wait)
             self.fail(hang.error(self.name, None if deadlock else limit_s, waits))
             raise _Unwound
-        self._polls = 0
+        self._polls, self._polling_s = 0, 0.0
         _baton.release()
         try:
             time.sleep(self._sleep)

@@ -182,7 +182,7 @@ class Builder(InterpreterBuilder):
             pointers, values = ptrs.data[active], result.data[active]
             if recorder is not None:
                 recorder.accessed(pointers, values.itemsize, READ, values, number)
-            grid.looked(pointers, values)
+            grid.looked(pointers, values, ptrs.get_element_ty())
             return result
         with recorder.numbered() if recorder is not None else contextlib.nullcontext() as number:
             result = super().create_masked_load(ptrs, mask, other, *policy, **named)
@@ -195,6 +195,7 @@ class Builder(InterpreterBuilder):
         return result
 
     def create_masked_store(self, ptrs, value, mask, *policy, **named):
+        grid.stored()
         recorder = sanitizer.recorder
         if recorder is None:
             return super().create_masked_store(ptrs, value, mask, *policy, **named)

@@ -115,6 +115,34 @@ def test_plain_loads_of_several_flags_let_others_have_a_turn():
 
 
 @triton.jit
+def look_at(flag, out):
+    while tl.load(flag) == 0:  # looks
+        pass
+    tl.store(out, 1)
+
+
+def test_a_plain_load_of_what_nobody_stores_is_a_hang(limit):
+    with pytest.raises(IrisTimeoutError) as caught:
+        look_at[(3,)](torch.zeros(1, dtype=torch.int32), torch.zeros(1))
+    line = line_of("while tl.load(flag) == 0:  # looks")
+    assert f"at {__file__}:{line} in look_at: polls with plain loads, holds 0" in str(caught.value)
+
+
+@triton.jit
+def load_again_and_again(scale, out, rounds, BLOCK: tl.constexpr):
+    for i in range(rounds):
+        tl.store(out + i * BLOCK + tl.arange(0, BLOCK), tl.load(scale))
+
+
+def test_loading_the_same_for_long_is_no_hang(monkeypatch):
+    monkeypatch.setattr(grid, "limit_s", 0.25)
+    scale, out = torch.tensor([3.0]), torch.zeros(4000 * 1024)
+    start = time.monotonic()
+    load_again_and_again[(1,)](scale, out, 4000, BLOCK=1024)
+    assert time.monotonic() - start > 0.05 and out.eq(3).all()
+
+
+@triton.jit
 def ticket(x):
     tl.atomic_add(x, 1)
 
@@ -138,9 +166,10 @@ def release(flag):
     tl.atomic_xchg(flag, 1)
 
 
-def test_launches_of_two_threads_may_wait_for_each_other():
+@pytest.mark.parametrize("poll", [wait_for, look_at], ids=["atomic", "plain"])
+def test_launches_of_two_threads_may_wait_for_each_other(poll):
     flag, out = torch.zeros(1, dtype=torch.int32), torch.zeros(1)
-    waiting = threading.Thread(target=lambda: wait_for[(3,)](flag, out))
+    waiting = threading.Thread(target=lambda: poll[(3,)](flag, out))
     waiting.start()
     time.sleep(0.05)
     release[(1,)](flag)
@@ -223,12 +252,13 @@ def interruptible():
     signal.signal(signal.SIGINT, before)
 
 
-def test_an_interrupt_ends_a_launch(interruptible):
+@pytest.mark.parametrize("poll", [wait_for, look_at], ids=["atomic", "plain"])
+def test_an_interrupt_ends_a_launch(poll, interruptible):
     flag, out = torch.zeros(1, dtype=torch.int32), torch.zeros(1)
     for programs in (1, 4):
         threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
         with pytest.raises(KeyboardInterrupt):
-            wait_for[(programs,)](flag, out)
+            poll[(programs,)](flag, out)
 
 
 @triton.jit
