@@ -20,7 +20,7 @@ test: setup setup-oldest lint   ## the covering sample: simulator, compile check
 	$(MAKE) --jobs 2 --output-sync=target --no-print-directory test-simulator test-compiled
 
 # Two lanes, which take about as long as each other on two cores.
-IN_OTHER_LANE := language ops sanitizer x test_example_folders.py
+IN_OTHER_LANE := language ops sanitizer x test_docs.py test_example_folders.py
 
 # What runs under the sanitizer only; and besides, in `make test-all`, all that uses ranks.
 SANITIZED := x test_example_folders.py
