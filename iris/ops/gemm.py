@@ -64,8 +64,8 @@ def product(
     total = tl.zeros((rows.shape[0], columns.shape[0]), dtype=tl.float32)
     for begin in range(0, K, BLOCK_K):
         here = k < K - begin
-        left = tl.load(x, mask=inside_m & here[None, :], other=0, cache_modifier=CACHE_A)
-        right = tl.load(y, mask=here[:, None] & inside_n, other=0, cache_modifier=CACHE_B)
+        left = tl.load(x, mask=inside_m & here[None, :], other=0.0, cache_modifier=CACHE_A)
+        right = tl.load(y, mask=here[:, None] & inside_n, other=0.0, cache_modifier=CACHE_B)
         total = tl.dot(left, right, total, input_precision=precision(ALLOW_TF32))
         x += BLOCK_K * stride_ak
         y += BLOCK_K * stride_bk

@@ -68,4 +68,4 @@ def gather(tile, src, source_rank, ctx):
     """
     rows, columns = rows_of(tile), columns_of(tile)
     mask = (rows < src.M) & (columns < src.N)
-    return ctx.load(src.at(rows, columns), source_rank, mask=mask, other=0)
+    return ctx.load(src.at(rows, columns), source_rank, mask=mask, other=0.0)

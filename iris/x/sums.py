@@ -95,7 +95,7 @@ def all_reduce_spinlock(tile, dst, locks, ctx):
         lock = ctx.translate(locks + dst.number_of(tile), to)
         at = ctx.translate(dst.at(rows, columns), to)
         lock_of(lock, ctx._record())
-        total = tl.load(at, mask=mask, other=0).to(ACC) + tile.data.to(ACC)
+        total = tl.load(at, mask=mask, other=0.0).to(ACC) + tile.data.to(ACC)
         tl.store(at, total.to(element), mask=mask)
         unlock_of(lock)
 
@@ -126,9 +126,9 @@ def signal_all(lock, value, ctx):
 @triton.jit
 def add_up(pointers, mask, element: tl.constexpr, ctx):
     """The sum of all ranks' values, in the order of ranks, so that it has the same bits wherever it is formed."""
-    total = ctx.load(pointers, 0, mask=mask, other=0).to(accumulator(element))
+    total = ctx.load(pointers, 0, mask=mask, other=0.0).to(accumulator(element))
     for rank in range(1, ctx.num_ranks):
-        total += ctx.load(pointers, rank, mask=mask, other=0).to(accumulator(element))
+        total += ctx.load(pointers, rank, mask=mask, other=0.0).to(accumulator(element))
     return total
 
 

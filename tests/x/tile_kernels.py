@@ -11,7 +11,7 @@ from iris import DeviceContext
 def tile_at(values, M, N, pid_m, pid_n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     rows = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     columns = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-    data = tl.load(values + rows * N + columns, mask=(rows < M) & (columns < N), other=0)
+    data = tl.load(values + rows * N + columns, mask=(rows < M) & (columns < N), other=0.0)
     return iris.x.Tile(pid_m, pid_n, BLOCK_M, BLOCK_N, data)
 
 
