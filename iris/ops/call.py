@@ -42,6 +42,16 @@ class Call(NamedTuple):
     def scaled(self) -> bool:
         return self.scale_a is not None or self.scale_b is not None
 
+    @property
+    def scaled_by_lines(self) -> bool:
+        """Whether rows of A or columns of B have a factor each."""
+        return any(scale is not None and scale.numel() > 1 for scale in (self.scale_a, self.scale_b))
+
+    @property
+    def rows(self) -> int:
+        """Rows that are multiplied here."""
+        return len(self.out) if self.name == "all_gather_matmul" else len(self.a)
+
     def strides(self, result: torch.Tensor) -> tuple[int, ...]:
         """Of A, B and the result, as kernels take them."""
         return *self.a.stride(), *self.b.stride(), *result.stride()
@@ -51,8 +61,7 @@ class Call(NamedTuple):
         if not self.scaled:
             return None, None
         one = torch.ones(1, device=self.a.device)
-        rows = len(self.out) if self.name == "all_gather_matmul" else len(self.a)
-        wanted = ((self.scale_a, rows), (self.scale_b, self.b.shape[1]))
+        wanted = ((self.scale_a, self.rows), (self.scale_b, self.b.shape[1]))
         return tuple((one if scale is None else scale).reshape(-1).expand(n).contiguous() for scale, n in wanted)
 
     def check(self, device: torch.device, size: int, config: Any) -> None:
@@ -87,8 +96,7 @@ class Call(NamedTuple):
             return f"out has to be [{rows}, {N}]"
         if self.bias is not None and tuple(self.bias.shape) != (N,):
             return f"the bias has {N} elements, one a column"
-        factors = rows if self.name == "all_gather_matmul" else len(a)
-        for role, scale, most in (("scale_a", self.scale_a, factors), ("scale_b", self.scale_b, N)):
+        for role, scale, most in (("scale_a", self.scale_a, self.rows), ("scale_b", self.scale_b, N)):
             if scale is not None and (scale.dtype != torch.float32 or scale.numel() not in (1, most)):
                 return f"{role} is float32, of 1 or {most} elements"
         for role, matrix in (("A", a), ("B", b)):

@@ -145,8 +145,3 @@ def vendor_us(call: Call, size: int) -> float:
     steps = 2 if call.name == "matmul_all_reduce" else 1
     rate = STAGED if call.name == "all_gather_matmul" else COLLECTIVE
     return LAUNCH + product + SMALL + steps * sent_bytes(call, size) / rate / 1e3
-
-
-def is_vendors(call: Call) -> bool:
-    """Whether the vendor's GEMM can do the call."""
-    return not call.scaled and call.a.itemsize > 1 and call.out.dtype == call.a.dtype

@@ -66,7 +66,8 @@ def product(
         here = k < K - begin
         left = tl.load(x, mask=inside_m & here[None, :], other=0.0, cache_modifier=CACHE_A)
         right = tl.load(y, mask=here[:, None] & inside_n, other=0.0, cache_modifier=CACHE_B)
-        total = tl.dot(left, right, total, input_precision=precision(ALLOW_TF32))
+        # Hopper adds up products of fp8 with few bits: not more of them than of one step, which float32 takes up then.
+        total = tl.dot(left, right, total, input_precision=precision(ALLOW_TF32), max_num_imprecise_acc=BLOCK_K)
         x += BLOCK_K * stride_ak
         y += BLOCK_K * stride_bk
     return total

@@ -16,7 +16,7 @@ from iris.ops.all_gather_matmul import all_gather_matmul
 from iris.ops.buffers import Buffers, Needs
 from iris.ops.call import Call
 from iris.ops.cdna3 import arguments as cdna3
-from iris.ops.choose import choose, is_vendors, plan
+from iris.ops.choose import choose, plan
 from iris.ops.config import FusedConfig
 from iris.ops.hopper import arguments as hopper
 from iris.ops.hopper.sender import Sender
@@ -42,8 +42,8 @@ class Operations:
     """Fused operations among all ranks; made by `iris.iris`, as ``ctx.ops``.
 
     Matrices have two dimensions and any strides, and are fp16, bf16, fp32 or fp8; A and B have one dtype, sums are
-    formed in float32. Every rank calls the same with matrices of equal shape and dtype, in the same order on its
-    stream. A call is enqueued on the current stream; the host waits in the first of its kind alone.
+    formed in float32. Every rank calls the same with matrices, bias and scales of equal shape and dtype, in the same
+    order on its stream. A call is enqueued on the current stream; the host waits in the first of its kind alone.
 
     Arguments of all: ``bias``, of N elements, added once; ``scale_a`` and ``scale_b``, float32, a factor for all of A
     or B, or one a row of A and a column of B; ``config``, a `FusedConfig` for a kernel of this library, None for what
@@ -236,7 +236,7 @@ class Operations:
     def _run(self, call: Call, config: FusedConfig | None, async_op: bool, workspace: Buffers | None) -> Work | None:
         used = self._check(call, config)
         if used.variant == "vendor":
-            VENDORS[call.name](self._context, call.out, call.a, call.b, call.bias)
+            VENDORS[call.name](self._context, call)
         elif call.out.numel():
             if used.use_gluon:
                 call = self._gluon.with_operands_that_fit(call, self._context.num_ranks)
@@ -256,21 +256,23 @@ class Operations:
         """The configuration that carries the call."""
         self._context.heap.check_open()
         call.check(self._context.device, self._context.num_ranks, config)
-        if config is None and is_vendors(call):
+        vendors_problem = vendor.problem(call)
+        if config is None and vendors_problem is None:
             key = (call.name, call.a.shape, call.b.shape, call.a.dtype)
             if key not in self._chosen:
                 self._chosen[key] = choose(call, self._context.num_ranks, self._most_programs(), self._on_gpu)
             used = self._chosen[key]
         else:
             used = config or FusedConfig()
-        if used.variant != "kernel" and not is_vendors(call):
+        if used.variant != "kernel" and vendors_problem:
             raise InvalidConfigError(
-                f"FusedConfig(variant={used.variant!r}): the vendor's GEMM is used with A, B and out of one dtype, "
-                "fp16, bf16 or fp32, and no scales. Use the kernel."
+                f"FusedConfig(variant={used.variant!r}) cannot do this {call.name}() with the vendor's GEMM: "
+                f"{vendors_problem}. Use the kernel."
             )
-        if used.variant == "copies" and call.name not in COPIED:
+        if used.variant == "copies" and (call.name not in COPIED or call.a.itemsize == 1):
             raise InvalidConfigError(
-                f"FusedConfig(variant='copies') is for {' and '.join(COPIED)}, and not for {call.name}()."
+                f"FusedConfig(variant='copies') is for {' and '.join(COPIED)} of fp16, bf16 or fp32, and not for "
+                f"{call.name}() of {call.a.dtype}."
             )
         if used.use_gluon and used.variant != "kernel":
             raise InvalidConfigError(f"FusedConfig(variant={used.variant!r}, use_gluon=True): the kernel is in Gluon.")
@@ -377,8 +379,8 @@ class Operations:
     ) -> tuple:  # fmt: skip
         """The Triton kernel, its programs, and all that it gets."""
         W, (M, K), N = self._context.num_ranks, call.a.shape, call.b.shape[1]
-        # What a tile of a wider type has less of, so that as many fit.
-        depth = max(16, config.block_size_k * 2 // max(2, call.a.itemsize))
+        # What a tile of a wider type has less of, so that as many fit. A product of fp8 takes 32 at least.
+        depth = max(32 if call.a.itemsize == 1 else 16, config.block_size_k * 2 // max(2, call.a.itemsize))
         blocks = (config.block_size_m, config.block_size_n, depth)
         strides = call.strides(result)
         tensors = (call.a, call.b, call.bias, *call.scales(), result)

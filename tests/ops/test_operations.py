@@ -48,14 +48,23 @@ def matrix(rows, columns, dtype, layout, seed, device, ctx=None):
     return view
 
 
-def check(ctx, name, shape, dtype, config, layout_a, layout_b, biased, heap):
-    W, rank = ctx.num_ranks, ctx.cur_rank
+def factors(kind, rows, columns, seed, device):
+    """Scales of A and B, as they are given."""
+    generator = torch.Generator().manual_seed(seed)
+    counts = {"none": (0, 0), "all": (1, 1), "A": (1, 0), "lines": (rows, columns), "columns": (1, columns)}[kind]
+    return [0.5 + torch.rand(n, generator=generator).to(device) if n else None for n in counts]
+
+
+def check(ctx, name, shape, dtype, config, layout_a, layout_b, biased, heap, result=None, scaled="none"):
+    """``result``: the dtype of the result, if not that of the matrices."""
+    W, rank, result = ctx.num_ranks, ctx.cur_rank, result or dtype
     M, N, K = shape
     if name == "matmul_reduce_scatter":
         M *= W
     rows_out = {"all_gather_matmul": W * M, "matmul_all_gather": W * M, "matmul_reduce_scatter": M // W}.get(name, M)
-    out = matrix(rows_out, N, dtype, "rows", 0, ctx.device, ctx if heap else None)
+    out = matrix(rows_out, N, result, "rows", 0, ctx.device, ctx if heap else None)
     config = CONFIGS[config]
+    rows = W * M if name == "all_gather_matmul" else M
     for call in range(ROUNDS):
         everyone = [
             (matrix(M, K, dtype, layout_a, 1000 * call + 2 * r, ctx.device),
@@ -63,24 +72,33 @@ def check(ctx, name, shape, dtype, config, layout_a, layout_b, biased, heap):
             for r in range(W)
         ]  # fmt: skip
         a, b = everyone[rank]
+        scales = [factors(scaled, rows, N, 31 * call + r, ctx.device) for r in range(W)]
+        scale_a, scale_b = scales[rank]
         if name == "all_gather_matmul":
-            product = torch.cat([x for x, _ in everyone]).double() @ b.double()
-        elif name == "matmul_all_gather":
-            product = torch.cat([x.double() @ y.double() for x, y in everyone])
-        else:
-            product = sum(x.double() @ y.double() for x, y in everyone)
+            everyone = [(torch.cat([x.double() for x, _ in everyone]), b)]
+            scales = [scales[rank]]
+        products = [
+            (x.double() @ y.double())
+            * (1 if of_x is None else of_x.double()[:, None])
+            * (1 if of_y is None else of_y.double())
+            for (x, y), (of_x, of_y) in zip(everyone, scales, strict=True)
+        ]
+        product = torch.cat(products) if name in ("all_gather_matmul", "matmul_all_gather") else sum(products)
         if name == "matmul_reduce_scatter":
             product = product[rank * (M // W) : (rank + 1) * (M // W)]
         bias = None
         if biased:
             # Of a sum the ranks have the same bias, which is added once.
-            bias = matrix(1, N, dtype, "rows", 7 + call, ctx.device)[0]
+            bias = matrix(1, N, result, "rows", 7 + call, ctx.device)[0]
             product = product + bias.double()
-        getattr(ctx.ops, name)(out, a, b, bias, config=config)
+        getattr(ctx.ops, name)(out, a, b, bias, scale_a=scale_a, scale_b=scale_b, config=config)
         # What the parts of a sum are rounded to on their way.
         # Or the operands: TF32 has ten bits of a fraction.
         by_tf32 = dtype == torch.float32 and config is not None and config.allow_tf32 and ctx.device.type == "cuda"
-        bound = 4 * max(torch.finfo(dtype).eps, 2**-10 if by_tf32 else 0) * (K * W) ** 0.5 + 1e-3
+        # Of fp8 Hopper adds up a few products with 14 bits.
+        by_fp8 = dtype.itemsize == 1 and ctx.device.type == "cuda"
+        least = 2**-10 if by_tf32 else 2**-12 if by_fp8 else 0
+        bound = 4 * max(torch.finfo(result).eps, least) * (K * W) ** 0.5 + 1e-3
         torch.testing.assert_close(out.double(), product, rtol=1e-2, atol=bound)
     # A result on the heap is not written by peers any more.
     ctx.barrier()
@@ -107,6 +125,34 @@ def test_product(ranks, name, hopper):
     for case in cases(name, hopper):
         results = ranks.run(check, name, *case)
         assert results[0] is None or all(torch.equal(result, results[0]) for result in results)
+
+
+# What cuBLAS takes of fp8, and what it does not.
+FP8_SHAPES = [(32, 48, 64), (1, 16, 32), (23, 37, 45)]
+SCALED = ["none", "all", "A", "lines", "columns"]
+
+
+def fp8_cases():
+    configs, results = ["vendor", "fused", "chiplets"], [torch.bfloat16, torch.float32, torch.float16]
+    dtypes = [torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16]
+    cases = sample(FP8_SHAPES, dtypes, configs, LAYOUTS, LAYOUTS, [False, True], [False, True], results, SCALED)
+    # All that cuBLAS takes is among them.
+    return cases + [
+        ((32, 48, 64), torch.float8_e4m3fn, "vendor", layout_a, layout_b, True, False, result, scaled)
+        for layout_a, layout_b, result, scaled in (
+            ("rows", "columns", torch.bfloat16, "lines"),
+            ("sliced", "sliced", torch.bfloat16, "columns"),
+            ("columns", "rows", torch.float32, "all"),
+            ("rows", "columns", torch.float16, "none"),
+        )
+    ]
+
+
+@pytest.mark.ranks(*RANKS)
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_product_of_fp8_and_with_scales(ranks, name):
+    for case in fp8_cases():
+        ranks.run(check, name, *case)
 
 
 def check_split(ctx, plan, *case):
