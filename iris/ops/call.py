@@ -8,7 +8,9 @@ from iris.ccl.checks import check_tensor
 from iris.errors import InvalidCollectiveError, InvalidConfigError, WrongDeviceError
 from iris.ops.config import FusedConfig
 
-NARROW = (torch.float8_e4m3fn, torch.float8_e5m2)
+# What CDNA3 has for the others.
+CDNA3S = (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+NARROW = (torch.float8_e4m3fn, torch.float8_e5m2, *CDNA3S)
 WIDE = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -83,6 +85,8 @@ class Call(NamedTuple):
             return "out, A and B are matrices, with two dimensions"
         if a.dtype != b.dtype or a.dtype not in NARROW + WIDE or out.dtype not in WIDE:
             return "A and B have one dtype, fp8, fp16, bf16 or fp32, and out is fp16, bf16 or fp32"
+        if a.dtype in CDNA3S and a.is_cuda and not torch.version.hip:
+            return f"{a.dtype} is for AMD's CDNA3"
         if a.shape[1] != b.shape[0]:
             return f"B needs as many rows as A has columns, {a.shape[1]}"
         rows, N = len(a), b.shape[1]

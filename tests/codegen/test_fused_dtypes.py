@@ -1,0 +1,49 @@
+"""The fused operations in Triton multiply each dtype by the matrix cores of each target that has them for it."""
+
+import pytest
+import torch
+from covering import EVERYTHING
+
+from codegen.offline import compile_for
+from codegen.test_every_kernel import ARGUMENTS, OPERATIONS
+from iris.ops.all_gather_matmul import all_gather_matmul
+from iris.ops.matmul_all_gather import matmul_all_gather
+from iris.ops.matmul_reduce import matmul_reduce
+
+SCALES, BF16 = torch.zeros(4096), torch.zeros(4096, dtype=torch.bfloat16)
+# CDNA3 has formats of fp8 of its own, and takes others to fp16.
+INSTRUCTIONS = {
+    ("sm_90", torch.float8_e4m3fn): ".f32.e4m3.e4m3",
+    ("sm_90", torch.float8_e5m2): ".f32.e5m2.e5m2",
+    ("sm_90", torch.float32): ".f32.tf32.tf32",
+    ("gfx942", torch.float8_e4m3fn): "v_mfma_f32_32x32x8_f16",
+    ("gfx942", torch.float8_e4m3fnuz): "v_mfma_f32_32x32x16_fp8_fp8",
+    ("gfx942", torch.float8_e5m2fnuz): "v_mfma_f32_32x32x16_bf8_bf8",
+    ("gfx950", torch.float8_e4m3fn): "v_mfma_f32_32x32x64_f8f6f4",
+    ("gfx950", torch.float8_e5m2): "v_mfma_f32_32x32x64_f8f6f4",
+}
+
+
+KERNELS = [all_gather_matmul, matmul_all_gather, matmul_reduce]
+# The kernels by turns, and in `make test-all` each with all.
+CASES = [
+    pytest.param(*case, kernel, id=f"{case[0]}-{case[1]}-{kernel.fn.__name__}")
+    for number, case in enumerate(INSTRUCTIONS)
+    for turn, kernel in enumerate(KERNELS)
+    if EVERYTHING or number % len(KERNELS) == turn
+]
+
+
+@pytest.mark.parametrize(("target", "dtype", "kernel"), CASES)
+def test_products(target, dtype, kernel):
+    a = torch.zeros(4096).to(dtype)
+    given = ARGUMENTS | OPERATIONS | dict.fromkeys(["a", "b", "gathered"], a) | {"out": BF16, "parts": BF16}
+    given |= {"scale_a": SCALES, "scale_b": SCALES, "SCALED": True, "BLOCK_K": 32 if dtype == torch.float32 else 64}
+    given |= {"stride_bk": 1, "stride_bn": 4096}
+    arguments = [given[name] for name in kernel.arg_names]
+    code = compile_for(target, kernel, *arguments, num_warps=8, num_stages=2)
+    assert INSTRUCTIONS[target, dtype] in code.text
+    if target == "sm_90" and dtype.itemsize == 1:
+        # The tensor cores add up a step from zero, and float32 the steps: as many additions as a thread has sums.
+        loops = 2 if kernel is all_gather_matmul else 1
+        assert code.text.count("add.f32") >= loops * 256 * 64 // 256
