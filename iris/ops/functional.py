@@ -6,8 +6,12 @@ They name their ranks by a string, as those of `iris.ccl.functional` do:
     y = functional.all_gather_matmul(x, weight, None, ranks)     # also torch.ops.iris.all_gather_matmul
 
 Gradients are fused operations too: what gathers in one direction scatters sums in the other. Every rank calls backward.
+
+``scale_a``, ``scale_b``: as `iris.ops.operations.Operations` takes them; ``dtype``: of the result, if not that of the
+matrices, or bf16 where they are fp8. Fp8 and scales have no gradient.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,7 +21,7 @@ from torch.library import custom_op
 from iris.ccl import functional as collectives
 from iris.ccl.functional import find, size_of
 from iris.context import Iris
-from iris.errors import InvalidGroupError
+from iris.errors import InvalidCollectiveError, InvalidGroupError
 
 
 def _context(ranks: str) -> Iris:
@@ -31,43 +35,55 @@ def _context(ranks: str) -> Iris:
     return context
 
 
-def _out(a: Tensor, b: Tensor, rows: int) -> Tensor:
-    return a.new_empty(rows, b.shape[1])
+def _out(a: Tensor, b: Tensor, rows: int, dtype: torch.dtype | None) -> Tensor:
+    return a.new_empty(rows, b.shape[1], dtype=dtype or (torch.bfloat16 if a.itemsize == 1 else a.dtype))
 
 
 @custom_op("iris::all_gather_matmul", mutates_args=())
-def all_gather_matmul(a: Tensor, b: Tensor, bias: Tensor | None, ranks: str) -> Tensor:
+def all_gather_matmul(
+    a: Tensor, b: Tensor, bias: Tensor | None, ranks: str, scale_a: Tensor | None = None,
+    scale_b: Tensor | None = None, dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
     """The rows of all ranks' ``a``, times ``b``: ``(M / W, K)``, ``(K, N)`` → ``(M, N)``."""
     context = _context(ranks)
-    out = _out(a, b, len(a) * context.num_ranks)
-    context.ops.all_gather_matmul(out, a, b, bias)
+    out = _out(a, b, len(a) * context.num_ranks, dtype)
+    context.ops.all_gather_matmul(out, a, b, bias, scale_a=scale_a, scale_b=scale_b)
     return out
 
 
 @custom_op("iris::matmul_all_gather", mutates_args=())
-def matmul_all_gather(a: Tensor, b: Tensor, bias: Tensor | None, ranks: str) -> Tensor:
+def matmul_all_gather(
+    a: Tensor, b: Tensor, bias: Tensor | None, ranks: str, scale_a: Tensor | None = None,
+    scale_b: Tensor | None = None, dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
     """The rows of every rank's ``a b``: ``(M, K)``, ``(K, N)`` → ``(W * M, N)``."""
     context = _context(ranks)
-    out = _out(a, b, len(a) * context.num_ranks)
-    context.ops.matmul_all_gather(out, a, b, bias)
+    out = _out(a, b, len(a) * context.num_ranks, dtype)
+    context.ops.matmul_all_gather(out, a, b, bias, scale_a=scale_a, scale_b=scale_b)
     return out
 
 
 @custom_op("iris::matmul_reduce_scatter", mutates_args=())
-def matmul_reduce_scatter(a: Tensor, b: Tensor, bias: Tensor | None, ranks: str) -> Tensor:
+def matmul_reduce_scatter(
+    a: Tensor, b: Tensor, bias: Tensor | None, ranks: str, scale_a: Tensor | None = None,
+    scale_b: Tensor | None = None, dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
     """This rank's rows of the sum of all ranks' ``a b``: ``(M, K)``, ``(K, N)`` → ``(M / W, N)``."""
     context = _context(ranks)
-    out = _out(a, b, len(a) // context.num_ranks)
-    context.ops.matmul_reduce_scatter(out, a, b, bias)
+    out = _out(a, b, len(a) // context.num_ranks, dtype)
+    context.ops.matmul_reduce_scatter(out, a, b, bias, scale_a=scale_a, scale_b=scale_b)
     return out
 
 
 @custom_op("iris::matmul_all_reduce", mutates_args=())
-def matmul_all_reduce(a: Tensor, b: Tensor, bias: Tensor | None, ranks: str) -> Tensor:
+def matmul_all_reduce(
+    a: Tensor, b: Tensor, bias: Tensor | None, ranks: str, scale_a: Tensor | None = None,
+    scale_b: Tensor | None = None, dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
     """The sum of all ranks' ``a b``: ``(M, K)``, ``(K, N)`` → ``(M, N)``."""
     context = _context(ranks)
-    out = _out(a, b, len(a))
-    context.ops.matmul_all_reduce(out, a, b, bias)
+    out = _out(a, b, len(a), dtype)
+    context.ops.matmul_all_reduce(out, a, b, bias, scale_a=scale_a, scale_b=scale_b)
     return out
 
 
@@ -88,10 +104,20 @@ def _rows_like(x: Tensor) -> Tensor:
 
 # What they return, for torch.compile ---------------------------------------------------------------------------------
 
-all_gather_matmul.register_fake(lambda a, b, bias, ranks: _out(a, b, len(a) * size_of(ranks)))
-matmul_all_gather.register_fake(lambda a, b, bias, ranks: _out(a, b, len(a) * size_of(ranks)))
-matmul_reduce_scatter.register_fake(lambda a, b, bias, ranks: _out(a, b, len(a) // size_of(ranks)))
-matmul_all_reduce.register_fake(lambda a, b, bias, ranks: _out(a, b, len(a)))
+
+def _fake(rows: Callable[[int, int], int]) -> Callable[..., Tensor]:
+    """``rows``: of the result, by those of A and the number of ranks."""
+
+    def result(a, b, bias, ranks, scale_a=None, scale_b=None, dtype=None):
+        return _out(a, b, rows(len(a), size_of(ranks)), dtype)
+
+    return result
+
+
+all_gather_matmul.register_fake(_fake(lambda M, W: M * W))
+matmul_all_gather.register_fake(_fake(lambda M, W: M * W))
+matmul_reduce_scatter.register_fake(_fake(lambda M, W: M // W))
+matmul_all_reduce.register_fake(_fake(lambda M, W: M))
 all_reduce_rms_norm.register_fake(lambda a, weight, residual, eps, ranks: (_rows_like(a), _rows_like(residual)))
 
 
@@ -99,41 +125,52 @@ all_reduce_rms_norm.register_fake(lambda a, weight, residual, eps, ranks: (_rows
 
 
 def _keep(ctx: Any, inputs: tuple, output: Tensor) -> None:
-    a, b, bias, ctx.ranks = inputs
+    a, b, bias, ctx.ranks, scale_a, scale_b, _ = inputs
+    if a.itemsize == 1 or scale_a is not None or scale_b is not None:
+        raise InvalidCollectiveError(
+            f"A product of {a.dtype} {'without' if scale_a is scale_b is None else 'with'} scales has no gradient. "
+            "Call it under torch.no_grad(), or give it fp16, bf16 or fp32, and no scales."
+        )
     ctx.save_for_backward(a, b)
-    ctx.biased = bias is not None
+    ctx.bias_dtype = None if bias is None else bias.dtype
+
+
+def _saved(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """A, B, and the gradient in their dtype."""
+    a, b = ctx.saved_tensors
+    return a, b, gradient.to(a.dtype)
 
 
 def _bias(ctx: Any, gradient: Tensor) -> Tensor | None:
     """Of a bias that was added to each row that ``gradient`` has here."""
-    return gradient.sum(0) if ctx.biased else None
+    return gradient.sum(0).to(ctx.bias_dtype) if ctx.bias_dtype else None
 
 
 def _all_gather_matmul_back(ctx: Any, gradient: Tensor) -> tuple:
-    a, b = ctx.saved_tensors
+    a, b, gradient = _saved(ctx, gradient)
     # Each rank multiplied all rows, so a row's gradient is a sum over the ranks, of which its owner gets all.
     to_a = matmul_reduce_scatter(gradient, b.t(), None, ctx.ranks)
     to_b = torch.mm(collectives.all_gather(a, ctx.ranks).t(), gradient)
-    return to_a, to_b, _bias(ctx, gradient), None
+    return to_a, to_b, _bias(ctx, gradient), None, None, None, None
 
 
 def _matmul_all_gather_back(ctx: Any, gradient: Tensor) -> tuple:
-    a, b = ctx.saved_tensors
+    a, b, gradient = _saved(ctx, gradient)
     own = collectives.reduce_scatter(gradient, ctx.ranks)
-    return torch.mm(own, b.t()), torch.mm(a.t(), own), _bias(ctx, own), None
+    return torch.mm(own, b.t()), torch.mm(a.t(), own), _bias(ctx, own), None, None, None, None
 
 
 def _matmul_reduce_scatter_back(ctx: Any, gradient: Tensor) -> tuple:
-    a, b = ctx.saved_tensors
+    a, b, gradient = _saved(ctx, gradient)
     to_a = all_gather_matmul(gradient, b.t(), None, ctx.ranks)
     to_b = torch.mm(a.t(), collectives.all_gather(gradient, ctx.ranks))
-    return to_a, to_b, _bias(ctx, gradient), None
+    return to_a, to_b, _bias(ctx, gradient), None, None, None, None
 
 
 def _matmul_all_reduce_back(ctx: Any, gradient: Tensor) -> tuple:
-    a, b = ctx.saved_tensors
+    a, b, gradient = _saved(ctx, gradient)
     total = collectives.all_reduce(gradient, ctx.ranks)
-    return torch.mm(total, b.t()), torch.mm(a.t(), total), _bias(ctx, gradient), None
+    return torch.mm(total, b.t()), torch.mm(a.t(), total), _bias(ctx, gradient), None, None, None, None
 
 
 def _keep_rows(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:

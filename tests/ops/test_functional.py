@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from iris.ccl.functional import name_of
+from iris.errors import InvalidCollectiveError
 from iris.ops import functional
 
 M, N, K = 6, 5, 7  # rows of a rank's share
@@ -51,3 +52,45 @@ def compare(ctx, name, compiler):
 )
 def test_results_and_gradients(ranks, name, compiler):
     ranks.run(compare, name, compiler)
+
+
+def of_fp8(ctx, name):
+    W, me, ranks = ctx.num_ranks, ctx.cur_rank, name_of(ctx)
+    generator = torch.Generator().manual_seed(12)
+    shape = (2 * W, 16)
+    a, b = ([torch.randn(shape, generator=generator).to(torch.float8_e4m3fn) for _ in range(W)] for _ in range(2))
+    factor, bias = torch.tensor([0.5], device=ctx.device), torch.randn(2 * W, generator=generator)
+    expected = reference(name, [x.float() / 2 for x in a], [y.float().t() for y in b], [bias] * W)[me]
+    x, y, z = a[me].to(ctx.device), b[me].to(ctx.device).t(), bias.to(ctx.device)
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def function(x, y, z, dtype):
+        return getattr(functional, name)(x, y, z, ranks, scale_a=factor, dtype=dtype) * 1
+
+    for dtype in (None, torch.float32):
+        result = function(x, y, z, dtype)
+        assert result.dtype == (dtype or torch.bfloat16)
+        torch.testing.assert_close(result.cpu().float(), expected, rtol=2e-2, atol=5e-2)
+    with pytest.raises(InvalidCollectiveError, match="product of torch.float8_e4m3fn with scales has no gradient"):
+        getattr(functional, name)(x, y, z.requires_grad_(), ranks, scale_a=factor)
+
+
+def with_wider_result(ctx, name):
+    """Of bf16 with a result of float32, the gradients come in the dtypes of what they are of."""
+    ranks = name_of(ctx)
+    given = [
+        torch.ones(shape, dtype=torch.bfloat16, device=ctx.device, requires_grad=True) for shape in ((6, 8), (8, 4))
+    ]
+    result = getattr(functional, name)(*given, None, ranks, dtype=torch.float32)
+    assert result.dtype == torch.float32
+    result.sum().backward()
+    assert [x.grad.dtype for x in given] == 2 * [torch.bfloat16] and all(x.grad.any() for x in given)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    "name", ["all_gather_matmul", "matmul_all_gather", "matmul_reduce_scatter", "matmul_all_reduce"]
+)
+@pytest.mark.parametrize("work", [of_fp8, with_wider_result])
+def test_dtypes(ranks, name, work):
+    ranks.run(work, name)
