@@ -33,6 +33,18 @@ CASES = {
     "dtypes": (InvalidCollectiveError, "one dtype", {"A": torch.zeros(A, dtype=torch.float16)}, {}),
     "bias": (InvalidCollectiveError, "the bias has 4 elements", {"bias": (8,)}, {}),
     "scale": (InvalidCollectiveError, "scale_a is float32, of 1 or 8 elements", {}, {"scale_a": torch.ones(3)}),
+    "scales by the vendor": (
+        InvalidConfigError,
+        "vendor's GEMM: scales are for fp8",
+        {},
+        {"scale_a": torch.ones(1), "config": FusedConfig(variant="vendor")},
+    ),
+    "another bias by the vendor": (
+        InvalidConfigError,
+        "the bias needs the dtype of out",
+        {},
+        {"bias": torch.ones(4, dtype=torch.float16), "config": FusedConfig(variant="vendor")},
+    ),
     "no Gluon": (InvalidConfigError, "one dtype, fp16 or bf16", {}, {"config": FusedConfig(use_gluon=True)}),
     "odd rows": (InvalidConfigError, "a multiple of 16 bytes", HALVES, {"config": FusedConfig(use_gluon=True)}),
     "large tiles": (
@@ -87,6 +99,30 @@ def other_workspace(ctx):
 
 def test_a_workspace_is_for_calls_like_the_one_it_was_prepared_for(ranks):
     ranks.run(other_workspace)
+
+
+def prepared(ctx, name):
+    """Every operation takes what its preamble returned, call after call, and None where there is nothing to prepare."""
+    W, preamble = ctx.num_ranks, getattr(ctx.ops, f"{name}_preamble")
+    rows = {"all_gather_matmul": 4 * W * W, "matmul_all_gather": 4 * W * W, "matmul_reduce_scatter": 4}.get(name, 4 * W)
+    shapes = (rows, 5), (4 * W, 6), (6, 5)
+    out, a, b = (torch.ones(shape, device=ctx.device) for shape in shapes)
+    of_ranks = 1 if "gather" in name else W
+    config = FusedConfig(block_size_m=16, block_size_n=16, block_size_k=16)
+    workspace = preamble(out, a, b, config=config)
+    for factor in (1, 2, 3):
+        getattr(ctx.ops, name)(out, factor * a, b, config=config, workspace=workspace)
+        assert (out == factor * 6 * of_ranks).all()
+    ctx.barrier()
+    workspace.close()
+    assert preamble(out, a, b, config=FusedConfig(variant="vendor")) is None
+
+
+@pytest.mark.parametrize(
+    "name", ["all_gather_matmul", "matmul_all_gather", "matmul_reduce_scatter", "matmul_all_reduce"]
+)
+def test_workspaces(ranks, name):
+    ranks.run(prepared, name)
 
 
 @pytest.mark.parametrize(
