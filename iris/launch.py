@@ -9,7 +9,9 @@ from iris import simulator
 from iris.language.target import launches_early
 
 
-def prepare(kernel: Any, grid: tuple[int, int, int], *args: Any, **options: int) -> Callable[..., None]:
+def prepare(
+    kernel: Any, grid: tuple[int, int, int], *args: Any, cluster: int = 1, **options: int
+) -> Callable[..., None]:
     """Compile and load ``kernel`` for ``args`` now; the result, called with a stream's handle and args, launches it.
 
     The host neither synchronises nor compiles in the launches themselves. They may have other arguments of the same
@@ -19,6 +21,9 @@ def prepare(kernel: Any, grid: tuple[int, int, int], *args: Any, **options: int)
 
     Where the GPU can, a launch begins while the one before it on the stream ends, so the kernel waits before it touches
     memory: `follow_predecessor` of `iris.language.ordering`. ``options``: ``num_warps`` and others of Triton's.
+
+    ``cluster``: so many programs that follow each other run at the same time and reach each other's shared memory. To
+    Triton each is one of its own: with its ``num_ctas`` it would divide one program's blocks among them.
     """
     if simulator.ACTIVE:
         return lambda stream, args: kernel[grid](*args, **options)
@@ -26,7 +31,12 @@ def prepare(kernel: Any, grid: tuple[int, int, int], *args: Any, **options: int)
         options["launch_pdl"] = True
     compiled = kernel.warmup(*args, grid=grid, **options)
     compiled[grid]  # loads it
-    return launcher(compiled.run, grid, compiled.function, compiled.packed_metadata, args)
+    metadata = compiled.packed_metadata
+    if cluster > 1:
+        # What Triton's launcher takes for ``num_ctas``: it launches as many clusters as the grid has programs.
+        num_warps, _, shared = metadata
+        grid, metadata = (grid[0] // cluster, *grid[1:]), (num_warps, cluster, shared)
+    return launcher(compiled.run, grid, compiled.function, metadata, args)
 
 
 def addresses(args: tuple) -> tuple:

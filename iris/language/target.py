@@ -51,6 +51,17 @@ def launches_early():
     return backend() == "cuda" and driver.active.get_current_target().arch >= 90
 
 
+def largest_cluster():
+    """Programs of a cluster at most, asked on the host: 1 where there are none.
+
+    16 on Hopper and on data centres' Blackwell, which is more than the 8 that any GPU with clusters takes (CUDA C++
+    Programming Guide, "Thread Block Clusters").
+    """
+    if not launches_early():
+        return 1
+    return 16 if architecture() // 10 in (9, 10) else 8
+
+
 def architecture():
     """90 on Hopper, "gfx942" on CDNA3. Asked on the host, and not in the simulator."""
     from triton.runtime import driver

@@ -6,13 +6,14 @@ nothing is launched behind the all-reduce. Over the link, as there. *One shot*: 
 shot*: 2 (W - 1) / W times the bytes, in two, of which the second sends the sums: each rank normalises every row, which
 costs less than to send both the normalised row and the residual.
 
-In one shot a row has several programs, as few rows leave most multiprocessors idle, and a program that did all of a row
-would be slower than the link. Each of them adds up its piece, and tells the others of the row the sum of its squares,
-in words that carry their own arrival (`iris.language.stamped`) with the number of the epoch. Every call that has the
-row writes the word and reads it in the same launch, so what is there before has another number.
+Of few rows each has several programs, which would else leave most multiprocessors idle, and a program that did all of a
+row would be slower than the link. Each of them adds up its piece, and they tell each other the sum of its squares: in
+the shared memory of their cluster (`iris.language.cluster`), or else in words that carry their own arrival
+(`iris.language.stamped`) with the number of the epoch. Every call that has the row writes the word and reads it in the
+same launch, so what is there before has another number.
 
-Slots, epochs and why three of them are in order: see `iris.ccl.push`, with a piece of a row, or a row, for a block. A
-residual is read by the one program that writes it.
+Slots, epochs and why three of them are in order: see `iris.ccl.push`, with a piece of a row for a block. A residual is
+read by the one program that writes it.
 
 A sum is rounded to the input's type, as an all-reduce would, and what follows is computed in float32.
 """
@@ -23,6 +24,7 @@ import triton.language as tl
 from iris.ccl.combine import PROPAGATE
 from iris.ccl.push import SLOTS, triton_push
 from iris.language.address import triton_translate
+from iris.language.cluster import meet, open_meeting
 from iris.language.context import DeviceContext
 from iris.language.ordering import triton_ordering
 from iris.language.stamped import elements_per_word, triton_stamped
@@ -80,6 +82,21 @@ def share(partials, value, piece, stamp, PIECES: tl.constexpr, LANES: tl.constex
 
 
 @triton.jit
+def over_the_row(
+    squares, peak, meeting, partials, piece, stamp, BY_ROW: tl.constexpr,
+    PIECES: tl.constexpr, LANES: tl.constexpr, CLUSTERED: tl.constexpr, rank, record,
+):  # fmt: skip
+    """The sum of all pieces' ``squares``, and the largest ``peak``. ``partials``: the row's, for either of them."""
+    if CLUSTERED:
+        squares, peak = meet(meeting, squares, peak, PIECES)
+    elif PIECES > 1:
+        squares = tl.sum(share(partials, squares, piece, stamp, PIECES, LANES, rank, record), axis=0)
+        if BY_ROW:
+            peak = tl.max(share(partials + PIECES, peak, piece, stamp, PIECES, LANES, rank, record), axis=0)
+    return squares, peak
+
+
+@triton.jit
 def load_or_zero(pointer, at, mask, WANTED: tl.constexpr):
     if WANTED:
         return tl.load(pointer + at, mask=mask, other=0)
@@ -107,6 +124,7 @@ def one_shot_rms_norm(
     PIECES: tl.constexpr,
     PIECE: tl.constexpr,
     LANES: tl.constexpr,
+    CLUSTERED: tl.constexpr,
     EARLY: tl.constexpr,
     ADDS: tl.constexpr,
     SCALED: tl.constexpr,
@@ -115,10 +133,11 @@ def one_shot_rms_norm(
 ):
     """A row has ``PIECES`` of ``PIECE`` elements, with a program each: they run at one time. ``rows``, of ``room``.
 
-    ``EARLY``: there is room for the next launch beside this one.
+    ``CLUSTERED``: the programs of a row are a cluster. ``EARLY``: there is room for the next launch beside this one.
     """
     ctx = DeviceContext.initialize(context_tensor, num_ranks=W)
     rank, bases = ctx.cur_rank, peers(ctx, W)
+    meeting = open_meeting(PIECES) if CLUSTERED else 0
     follow_predecessor()
     if EARLY:
         admit_successor()
@@ -144,15 +163,11 @@ def one_shot_rms_norm(
         ctx.tracing.record_event_end(event)
         x = tl.where(inside, total.to(tl.float32), 0) + added.to(tl.float32)
         gain = gain.to(tl.float32)
-        squares, peak = tl.sum(x * x, axis=0), 0.0
-        if BY_ROW:
-            peak = tl.max(tl.abs(x * gain), axis=0)
-        if PIECES > 1:
-            mine = partials + row * PIECES
-            squares = tl.sum(share(mine, squares, piece, epoch + 1, PIECES, LANES, rank, ctx._record()), axis=0)
-            if BY_ROW:
-                mine += room * PIECES
-                peak = tl.max(share(mine, peak, piece, epoch + 1, PIECES, LANES, rank, ctx._record()), axis=0)
+        squares, peak = over_the_row(
+            tl.sum(x * x, axis=0), tl.max(tl.abs(x * gain), axis=0) if BY_ROW else 0.0,
+            meeting, partials + 2 * row * PIECES, piece, epoch + 1, BY_ROW, PIECES, LANES, CLUSTERED,
+            rank, ctx._record(),
+        )  # fmt: skip
         normalise(
             x, squares, peak, gain, at, inside, residual, out, scale, row_scales, row, piece == 0, eps,
             H, ADDS, SCALED, BY_ROW, LARGEST,
@@ -167,6 +182,7 @@ def one_shot_rms_norm(
 def two_shot_rms_norm(
     context_tensor,
     epochs,
+    partials,
     slots,
     input,
     residual,
@@ -179,62 +195,72 @@ def two_shot_rms_norm(
     eps,
     W: tl.constexpr,
     H: tl.constexpr,
-    ROW: tl.constexpr,
+    PIECES: tl.constexpr,
+    PIECE: tl.constexpr,
     PART: tl.constexpr,
     BLOCK: tl.constexpr,
+    LANES: tl.constexpr,
+    CLUSTERED: tl.constexpr,
     EARLY: tl.constexpr,
     ADDS: tl.constexpr,
     SCALED: tl.constexpr,
     BY_ROW: tl.constexpr,
     LARGEST: tl.constexpr,
 ):
-    """Rank d adds up the d-th ``PART`` elements of a row, and sends the sums to all; ``BLOCK``: the power of two.
+    """Rank d adds up the d-th ``PART`` elements of a piece, and sends the sums to all.
 
-    A row's region is ``[2, W, PART]``: parts, then sums, which lie there as they do in the row. The own sum too, so
-    that all of the row is read from there.
+    ``PIECE`` and ``BLOCK``: the powers of two from W * ``PART`` and ``PART`` on; the rest as above. If a row has
+    several pieces, each of them has a program, which has no other.
+
+    A piece's region is ``[2, W, PART]``: parts, then sums, which lie there as they do in the row. The own sum too, so
+    that all of the piece is read from there.
     """
     ctx = DeviceContext.initialize(context_tensor, num_ranks=W)
     rank, bases = ctx.cur_rank, peers(ctx, W)
+    meeting = open_meeting(PIECES) if CLUSTERED else 0
     follow_predecessor()
     if EARLY:
         admit_successor()
     element: tl.constexpr = input.dtype.element_ty
     E: tl.constexpr = elements_per_word(element)
-    i, j = tl.arange(0, BLOCK), tl.arange(0, ROW)
-    words, all_words = tl.arange(0, BLOCK // E), tl.arange(0, ROW // E)
-    here = i < PART
+    REGION: tl.constexpr = 2 * W * PART
+    i, j = tl.arange(0, BLOCK), tl.arange(0, PIECE)
+    words, all_words = tl.arange(0, BLOCK // E), tl.arange(0, PIECE // E)
     first, stride = tl.program_id(0), tl.num_programs(0)
-    inside = j < H
-    gain = tl.load(weight + j, mask=inside, other=0)
-    steps = (rows - first + stride - 1) // stride
+    piece = first % PIECES
+    begin = piece * W * PART
+    inside = (j < W * PART) & (begin + j < H)
+    gain = tl.load(weight + begin + j, mask=inside, other=0)
+    steps = (rows * PIECES - first + stride - 1) // stride
     for step in range(0, steps + 2 * AHEAD):
         # Loaded long before it is wanted.
         done = first + (step - 2 * AHEAD) * stride
-        at = done.to(tl.int64) * H + j
+        at = (done // PIECES).to(tl.int64) * H + begin + j
         added = load_or_zero(residual, at, inside & (step >= 2 * AHEAD), ADDS)
         if step < steps:
-            row = first + step * stride
-            mine = region(slots, room, row, tl.load(epochs + row), 2 * W * PART) + rank * PART
-            begin = input + row.to(tl.int64) * H
+            unit = first + step * stride
+            mine = region(slots, room * PIECES, unit, tl.load(epochs + unit), REGION) + rank * PART
+            its = input + (unit // PIECES).to(tl.int64) * H
             # All loads before all stores, which the compiler cannot know to be of other memory.
             parts = ()
             for distance in tl.static_range(1, W):
-                k = (rank + distance) % W * PART + i
-                parts += (tl.load(begin + k, mask=here & (k < H)),)
+                k = begin + (rank + distance) % W * PART + i
+                parts += (tl.load(its + k, mask=(i < PART) & (k < H)),)
             for distance in tl.static_range(1, W):
-                k = (rank + distance) % W * PART + i
+                mask = (i < PART) & (begin + (rank + distance) % W * PART + i < H)
                 to = triton_translate(mine, ctx.base, bases[distance - 1])
-                event = ctx.tracing.begin_move("store", mine + i, (rank + distance) % W, here & (k < H))
-                send_marked(to + i, parts[distance - 1], here & (k < H))
+                event = ctx.tracing.begin_move("store", mine + i, (rank + distance) % W, mask)
+                send_marked(to + i, parts[distance - 1], mask)
                 ctx.tracing.record_event_end(event)
         if (step >= AHEAD) & (step < steps + AHEAD):
-            row = first + (step - AHEAD) * stride
-            parts = region(slots, room, row, tl.load(epochs + row), 2 * W * PART)
-            k = rank * PART + i
-            mask = here & (k < H)
-            own = tl.load(input + row.to(tl.int64) * H + k, mask=mask)
+            unit = first + (step - AHEAD) * stride
+            parts = region(slots, room * PIECES, unit, tl.load(epochs + unit), REGION)
+            k = begin + rank * PART + i
+            mask = (i < PART) & (k < H)
+            own = tl.load(input + (unit // PIECES).to(tl.int64) * H + k, mask=mask)
+            left = tl.minimum(H - begin - rank * PART, PART)
             event = ctx.tracing.begin_wait_for_data(parts, rank)
-            total = add_up(parts, own, words, tl.minimum(H - rank * PART, PART), rank, W, PART, "sum", ctx._record())
+            total = add_up(parts, own, words, left, rank, W, PART, "sum", ctx._record())
             ctx.tracing.record_event_end(event)
             sums = parts + (W + rank) * PART
             send_marked(sums + i, total, mask)
@@ -244,20 +270,25 @@ def two_shot_rms_norm(
                 ctx.tracing.record_event_end(event)
         if step >= 2 * AHEAD:
             epoch = tl.load(epochs + done)
-            sums = region(slots, room, done, epoch, 2 * W * PART) + W * PART
+            sums = region(slots, room * PIECES, done, epoch, REGION) + W * PART
             event = ctx.tracing.begin_wait_for_data(sums, rank)
             total = receive_marked(
-                words_at(sums, element) + all_words, all_words < W * PART // E, awaited(all_words, H, element),
+                words_at(sums, element) + all_words, all_words < W * PART // E,
+                awaited(all_words, tl.minimum(H - begin, W * PART), element),
                 element, j, all_words // (PART // E), ctx._record(),
             )  # fmt: skip
             ctx.tracing.record_event_end(event)
             x = tl.where(inside, total.to(tl.float32), 0) + added.to(tl.float32)
-            peak = tl.max(tl.abs(x * gain), axis=0) if BY_ROW else 0.0
-            normalise(
-                x, tl.sum(x * x, axis=0), peak, gain.to(tl.float32), at, inside, residual, out, scale, row_scales, done,
-                True, eps, H, ADDS, SCALED, BY_ROW, LARGEST,
+            squares, peak = over_the_row(
+                tl.sum(x * x, axis=0), tl.max(tl.abs(x * gain), axis=0) if BY_ROW else 0.0,
+                meeting, partials + 2 * (done - piece), piece, epoch + 1, BY_ROW, PIECES, LANES, CLUSTERED,
+                rank, ctx._record(),
             )  # fmt: skip
-            old = region(slots, room, done, epoch + (SLOTS - 1), 2 * W * PART)
+            normalise(
+                x, squares, peak, gain.to(tl.float32), at, inside, residual, out, scale, row_scales, done // PIECES,
+                piece == 0, eps, H, ADDS, SCALED, BY_ROW, LARGEST,
+            )  # fmt: skip
+            old = region(slots, room * PIECES, done, epoch + (SLOTS - 1), REGION)
             clear_marked(old + j, inside & (j // PART != rank))
             clear_marked(old + W * PART + j, inside)
             keep(epochs + done, (epoch + 1) % SLOTS)

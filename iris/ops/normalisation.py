@@ -9,27 +9,28 @@ from iris.capture import capture_id
 from iris.ccl import Config
 from iris.ccl.communicator import KEPT, SIMULATED_PROGRAMS, power_of_two
 from iris.ccl.push import SLOTS
-from iris.ccl.select import Table, choose_all_reduce
+from iris.ccl.select import choose_all_reduce
 from iris.ccl.sums import PUSHES, SHARE_OF_WORKSPACE
 from iris.errors import FirstUseInCaptureError, InvalidCollectiveError
-from iris.language.target import on_nvidia, threads_per_warp
+from iris.language.target import largest_cluster, on_nvidia, threads_per_warp
 from iris.launch import addresses, prepare
 from iris.ops.all_reduce_rms_norm import one_shot_rms_norm, rms_norm, two_shot_rms_norm
 from iris.ops.call import check_devices, told
 
 SUMMED = (torch.float16, torch.bfloat16, torch.float32)
 NARROW = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
-# Elements of a row that a program adds up at least. Columns of a row at most: one program's registers hold it.
+# Elements of a row that a program has at least. Columns of a row at most: one program's registers hold it.
 SMALLEST_PIECE = 256
 MOST_COLUMNS = 32768
 MOST_WARPS = 8
-# Rows below which one shot is quicker where an all-reduce would take two: in two a row has one program.
-FEW_ROWS = 32
 # Registers of a thread, on NVIDIA: a multiprocessor of these has room for 16 warps (CUDA C++ Programming Guide,
 # "Compute Capabilities": 65536 registers). Programs wait for peers, so when a rank has begun a call on one stream and
 # another rank a call on another, there must be room for both: a launch has half of the warps; or a third, if the next
 # launch of its stream takes places before its turn.
 REGISTERS, WARPS, EARLY_WARPS = 128, 8, 5
+# Of a program in a cluster, whose programs must all find room in one group of multiprocessors. With two warps at most
+# they do wherever a third of the places is free. A thread has 64 bytes of a piece at most.
+CLUSTER_WARPS, CLUSTER_PIECE_BYTES = 2, 4096
 
 Launch = Callable[["Rows", float, int | None], None]
 """Called with a call like the one it was made for, `eps` and the stream's handle."""
@@ -98,12 +99,52 @@ class Rows(NamedTuple):
         return self.residual is not None, self.scale is not None, self.row_scales is not None, largest
 
 
-def choose_variant(table: Table, size: int, rows: int, nbytes: int) -> str:
-    """The all-reduce's, of so many rows with so many bytes in all among ``size`` ranks."""
-    if size == 1:
-        return "one_shot"
-    variant = choose_all_reduce(table, nbytes, True, set(PUSHES), Config()).variant
-    return "one_shot" if variant == "two_shot_push" and rows < FEW_ROWS else variant
+class Division(NamedTuple):
+    """How the rows of a call are divided among programs."""
+
+    pieces: int
+    """Of a row, each with a program of its own if there are several."""
+    piece: int
+    """Elements of one, rounded up to a power of two."""
+    part: int
+    """Elements of one that a rank adds up: in one shot all of them."""
+    block: int
+    """The same, rounded up to a power of two."""
+    warps: int
+    clustered: bool
+    """Whether the programs of a row are a cluster."""
+
+
+def divide(variant: str, size: int, room: int, columns: int, itemsize: int, sms: int | None, cluster: int) -> Division:
+    """For ``room`` rows of ``columns``, by a variant of `PUSHES` among ``size`` ranks.
+
+    ``sms``: multiprocessors, or None in the simulator; ``cluster``: programs that a cluster has at most.
+    """
+    threads = threads_per_warp()
+    # At least as many words as a warp has threads: each polls one of its own (`iris.language.stamped`).
+    fewest = threads * max(1, 4 // itemsize)
+    ranks = 1 if variant == "one_shot" else size
+    smallest, most = max(SMALLEST_PIECE, ranks * fewest), SIMULATED_PROGRAMS if sms is None else 2 * sms
+    pieces = 1
+    while 2 * pieces * smallest <= power_of_two(columns) and 2 * pieces * room <= most:
+        pieces *= 2
+    together = min(pieces, cluster)
+    clustered = together > 1 and power_of_two(columns) * itemsize <= together * CLUSTER_PIECE_BYTES
+    if clustered:
+        pieces = together
+    if variant == "one_shot":
+        piece = part = block = max(fewest, power_of_two(columns) // pieces)
+    else:
+        # Parts begin at multiples of 16 bytes.
+        part = -(-columns // (8 * pieces * ranks)) * 8
+        piece, block = max(fewest, power_of_two(ranks * part)), max(fewest, power_of_two(part))
+    # 16 bytes a thread of what is polled, or 32 of a piece if each thread still polls a word.
+    share = block * itemsize // 16 if variant == "one_shot" else min(piece * itemsize // 32, block * itemsize // 4)
+    warps = max(1, min(CLUSTER_WARPS if clustered else MOST_WARPS, share // threads))
+    # Pieces of a row are under way together, so there must be room for all programs.
+    while sms is not None and pieces > 1 and warps > 1 and room * pieces * warps > WARPS * sms:
+        warps //= 2
+    return Division(pieces, piece, part, block, warps, clustered)
 
 
 class AllReduceRmsNorm:
@@ -142,38 +183,27 @@ class AllReduceRmsNorm:
     def _prepare(self, call: Rows, stream: int | None, capturing: bool) -> Launch:
         """A function that enqueues calls like this one."""
         comm, room, itemsize = self._context.ccl.communicator(), power_of_two(call.rows), call.input.itemsize
-        threads = threads_per_warp()
-        # At least as many words as a warp has threads: each polls one of its own (`iris.language.stamped`).
-        fewest = threads * max(1, 4 // itemsize)
-        columns = max(fewest, power_of_two(call.columns))
-        variant = choose_variant(comm.table, comm.size, room, room * call.columns * itemsize)
-        pieces = 1
-        if variant == "one_shot":
-            most = 2 * comm.num_sms if self._on_gpu else SIMULATED_PROGRAMS
-            while 2 * pieces * SMALLEST_PIECE <= columns and 2 * pieces * room <= most:
-                pieces *= 2
-            polled = columns // pieces
-            kernel, region = one_shot_rms_norm, comm.size * polled
-        else:
-            # Parts begin at multiples of 16 bytes.
-            part = -(-call.columns // (8 * comm.size)) * 8
-            polled = max(fewest, power_of_two(part))
-            kernel, region = two_shot_rms_norm, 2 * comm.size * part
-        units = room * pieces
-        slot_bytes = -(-SLOTS.value * units * region * itemsize // 16) * 16
-        if variant not in PUSHES or slot_bytes > comm.workspace.size // SHARE_OF_WORKSPACE:
+        variant = "one_shot"
+        if comm.size > 1:
+            nbytes = room * call.columns * itemsize
+            variant = choose_all_reduce(comm.table, nbytes, True, set(PUSHES), Config()).variant
+        if variant not in PUSHES:
             return self._behind_all_reduce(call)
-        # 16 bytes a thread of what is polled, or 32 of a row if each thread still polls a word.
-        by_words = polled * itemsize // 4
-        share = by_words // 4 if variant == "one_shot" else min(columns * itemsize // 32, by_words)
-        warps = max(1, min(MOST_WARPS, share // threads))
-        # Pieces of a row are under way together, so these programs are as many as there are pieces.
-        while pieces > 1 and warps > 1 and units * warps > WARPS * comm.num_sms and self._on_gpu:
-            warps //= 2
-        programs = min(units, WARPS * comm.num_sms // warps) if self._on_gpu else min(units, SIMULATED_PROGRAMS)
-        early = programs * warps <= EARLY_WARPS * comm.num_sms
-        lanes = max(pieces, power_of_two(warps * threads))
-        shape = (pieces, polled, lanes) if kernel is one_shot_rms_norm else (columns, part, polled)
+        sms, cluster = (comm.num_sms, largest_cluster()) if self._on_gpu else (None, 1)
+        pieces, piece, part, block, warps, clustered = divide(
+            variant, comm.size, room, call.columns, itemsize, sms, cluster
+        )
+        units = room * pieces
+        slot_bytes = -(-SLOTS.value * units * PUSHES[variant] * comm.size * part * itemsize // 16) * 16
+        if slot_bytes > comm.workspace.size // SHARE_OF_WORKSPACE:
+            return self._behind_all_reduce(call)
+        programs = min(units, SIMULATED_PROGRAMS if sms is None else WARPS * sms // warps)
+        early = sms is not None and programs * warps <= EARLY_WARPS * sms
+        lanes = max(pieces, power_of_two(warps * threads_per_warp()))
+        if variant == "one_shot":
+            kernel, shape = one_shot_rms_norm, (pieces, piece, lanes, clustered)
+        else:
+            kernel, shape = two_shot_rms_norm, (pieces, piece, part, block, lanes, clustered)
         constants = call.constants()
         # By the constants too: of what programs tell each other, each call writes the words that it reads.
         channel = comm.workspace.channel(
@@ -184,7 +214,7 @@ class AllReduceRmsNorm:
         slots = channel[:slot_bytes].view({2: torch.int16, 4: torch.int32}[itemsize])
         partials = channel[slot_bytes : slot_bytes + 16 * units].view(torch.int64)
         epochs = channel[slot_bytes + 16 * units :].view(torch.int32)
-        front = (comm.workspace.context_tensor, epochs, *((partials,) if kernel is one_shot_rms_norm else ()), slots)
+        front = (comm.workspace.context_tensor, epochs, partials, slots)
         back = (comm.size, call.columns, *shape, early, *constants)
 
         def arguments(given: Rows, eps: float) -> tuple:
@@ -192,7 +222,14 @@ class AllReduceRmsNorm:
             return (*front, input, residual, weight, out, scale, row_scales, given.rows, room, eps, *back)
 
         options = {"maxnreg": REGISTERS} if on_nvidia() else {}
-        launch = prepare(kernel, (programs, 1, 1), *arguments(call, 0.5), num_warps=warps, **options)
+        launch = prepare(
+            kernel,
+            (programs, 1, 1),
+            *arguments(call, 0.5),
+            cluster=pieces if clustered else 1,
+            num_warps=warps,
+            **options,
+        )
         return lambda given, eps, stream: launch(stream, addresses(arguments(given, eps)))
 
     def _behind_all_reduce(self, call: Rows) -> Launch:

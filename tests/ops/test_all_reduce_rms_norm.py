@@ -2,6 +2,7 @@
 
 import contextlib
 import time
+from itertools import product
 
 import pytest
 import torch
@@ -9,24 +10,31 @@ import torch.distributed as dist
 from covering import EVERYTHING, covering
 
 from iris.ccl import functional as collectives
-from iris.ccl.select import ELSEWHERE
 from iris.errors import InvalidCollectiveError, InvalidGroupError
+from iris.language.target import largest_cluster, threads_per_warp
 from iris.ops import functional, normalisation
+from iris.simulator import ACTIVE
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 EPS = 1e-5
-# By the all-reduce's variant: rows and columns. Rows that several programs share, and more rows than programs, as short
-# as can be; rows whose last part is shorter, and more of them than programs; and what is left to an all-reduce and a
-# kernel behind it.
+# By the all-reduce's variant: rows and columns. Rows that several programs share, in the second case so that the last
+# program gets nothing; more rows than programs, as short as can be; rows whose last part is shorter, and more of them
+# than programs; and what is left to an all-reduce and a kernel behind it.
 SHAPES = [
-    ("one_shot", (2, 3000)), ("one_shot", (70, 1)), ("two_shot_push", (7, 1111)), ("two_shot_push", (21, 200)),
-    ("two_shot", (9, 777)),
+    ("one_shot", (2, 3000)), ("two_shot_push", (1, 1153)), ("one_shot", (70, 1)), ("two_shot_push", (7, 1111)),
+    ("two_shot_push", (21, 200)), ("two_shot", (9, 777)),
 ]  # fmt: skip
+# Programs of a cluster at most: 1 is for GPUs without.
+CLUSTERS = [1] if ACTIVE else [1, largest_cluster()]
 CASES = [
-    (*shape, dtype, out or dtype, scaling, adds)
-    for shape, dtype, (out, scaling), adds in covering(
-        SHAPES, [BF16, FP16, FP32], [(None, None), (E4M3, "given"), (E4M3, "by row"), (E5M2, None)], [False, True]
+    (*shape, dtype, out or dtype, scaling, adds, cluster)
+    for shape, dtype, (out, scaling), adds, cluster in covering(
+        SHAPES,
+        [BF16, FP16, FP32],
+        [(None, None), (E4M3, "given"), (E4M3, "by row"), (E5M2, None)],
+        [False, True],
+        CLUSTERS,
     )
 ]
 
@@ -48,10 +56,10 @@ def expected(total, residual, weight):
 
 
 @contextlib.contextmanager
-def by(ctx, variant):
-    """All sums by one variant of the all-reduce, however few the rows."""
-    comm, few = ctx.ccl.communicator(), normalisation.FEW_ROWS
-    normalisation.FEW_ROWS = 0
+def by(ctx, variant, cluster=CLUSTERS[-1]):
+    """All sums by one variant of the all-reduce, and with so many programs in a cluster."""
+    comm, largest = ctx.ccl.communicator(), normalisation.largest_cluster
+    normalisation.largest_cluster = lambda: cluster
     table = comm.table
     comm.table = table | {"all_reduce": [table["all_reduce"][0]._replace(limit=None, variant=variant, programs=None)]}
     comm.forget()
@@ -59,7 +67,7 @@ def by(ctx, variant):
     try:
         yield
     finally:
-        comm.table, normalisation.FEW_ROWS = table, few
+        comm.table, normalisation.largest_cluster = table, largest
         comm.forget()
         ctx.ops._all_reduce_rms_norm._launches.clear()
 
@@ -70,12 +78,12 @@ def tolerance(dtype, scale):
     return torch.finfo(dtype).eps / 2 + 1e-5, least * scale + 1e-6
 
 
-def rounds(ctx, variant, shape, dtype, out_dtype, scaling, adds, count=3 if EVERYTHING else 2):
+def rounds(ctx, variant, shape, dtype, out_dtype, scaling, adds, cluster, count=3 if EVERYTHING else 2):
     out = torch.empty(shape, dtype=out_dtype, device=ctx.device)
     weight = data(99, shape[1:], dtype)
     scale = torch.tensor([0.25], device=ctx.device) if scaling == "given" else None
     row_scales = torch.empty(shape[0], device=ctx.device) if scaling == "by row" else None
-    with by(ctx, variant):
+    with by(ctx, variant, cluster):
         for round in range(count):
             everyone = inputs(ctx, round, shape, dtype)
             residual = data(77 + round, shape, dtype) if adds else None
@@ -259,10 +267,33 @@ def test_misuse(ranks):
     ranks.run(misuse)
 
 
+SMS = 132  # of an H200
+
+
+def test_programs_that_wait_for_each_other_all_have_a_place():
+    """Those of the other ranks wait for all of them, and those of a row for each other."""
+    for variant, size, room, columns, itemsize, cluster in product(
+        ("one_shot", "two_shot_push"), (1, 2, 3, 8), (1, 2, 64, 1024), (1, 300, 4096, 5000, 32768), (2, 4), (1, 8, 16)
+    ):
+        division = normalisation.divide(variant, size, room, columns, itemsize, SMS, cluster)
+        ranks = 1 if variant == "one_shot" else size
+        assert division.pieces * ranks * division.part >= columns
+        assert division.piece >= ranks * division.part and division.block >= division.part
+        # Each thread polls a word.
+        assert division.block * itemsize >= 4 * threads_per_warp() * division.warps
+        if division.pieces > 1:
+            assert room * division.pieces * division.warps <= normalisation.WARPS * SMS
+        if division.clustered:
+            assert 1 < division.pieces <= cluster and division.warps <= normalisation.CLUSTER_WARPS
+
+
 @pytest.mark.parametrize(
-    "size, rows, kibibytes, expected",
-    [(1, 512, 1 << 20, "one_shot"), (4, 8, 128, "one_shot"), (4, 31, 1024, "one_shot"), (4, 32, 1024, "two_shot_push"),
-     (4, 8, 1 << 20, "two_shot"), (4, 512, 1 << 20, "two_shot")],
+    "variant, room, columns, pieces, warps",
+    [
+        ("one_shot", 1, 4096, 16, 1), ("one_shot", 16, 8192, 16, 2), ("two_shot_push", 32, 8192, 8, 2),
+        ("two_shot_push", 64, 8192, 4, 2), ("two_shot_push", 1024, 8192, 1, 8),
+    ],
 )  # fmt: skip
-def test_few_long_rows_take_one_step_where_an_all_reduce_takes_two(size, rows, kibibytes, expected):
-    assert normalisation.choose_variant(ELSEWHERE, size, rows, kibibytes << 10) == expected
+def test_few_rows_have_several_programs_each(variant, room, columns, pieces, warps):
+    division = normalisation.divide(variant, 4, room, columns, 2, SMS, 16)
+    assert (division.pieces, division.warps, division.clustered) == (pieces, warps, pieces > 1)
