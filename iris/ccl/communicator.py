@@ -114,8 +114,10 @@ class Communicator:
         # The configuration is kept, since the key has but its address.
         self.configs.append(config)
 
-    def programs(self, wanted: int | None) -> int:
+    def programs(self, wanted: int | None, block_bytes: int = 0, few_sms: bool = False) -> int:
         """How many programs there may be, of ``wanted`` (None: as many as possible).
+
+        With slots for blocks of ``block_bytes``, if there can be such slots.
 
         Fewer than there are multiprocessors, on each of which at least one program fits: when launches of two streams
         are in flight, and a rank has all programs of the one resident and another rank all of the other, each has room
@@ -127,7 +129,10 @@ class Communicator:
         most = SIMULATED_PROGRAMS if simulator.ACTIVE else power_of_two(self.num_sms) // 2
         programs = max(1, min(wanted or most, most))
         below = power_of_two(programs) // 2
-        return below if programs < below + below // 4 else programs
+        programs = below if programs < below + below // 4 else programs
+        while programs > 1 and self.slot_bytes(programs, few_sms) < min(block_bytes, LARGEST_SLOT):
+            programs = power_of_two(programs) // 2
+        return programs
 
     def slot_bytes(self, programs: int, few_sms: bool) -> int:
         """Bytes of a slot where so many programs share the staging memory; a power of two."""

@@ -1,5 +1,6 @@
 """How a collective is carried out, where the caller knows better than the library's choice."""
 
+import math
 from dataclasses import dataclass, fields
 from enum import Enum
 
@@ -36,8 +37,9 @@ class Config:
     Attributes
     ----------
     block_size_m, block_size_n : int
-        Rows and columns of a block that a program moves at a time; powers of two. For all_gather, all_to_all, and the
-        sums of "two_shot", "ring", "atomic" and "spinlock"; small calls have blocks of their own.
+        Rows and columns of a block that a program moves at a time; powers of two, of 16 KiB at most. For all_gather,
+        all_to_all, and the sums of "two_shot", "ring", "atomic" and "spinlock"; small calls have blocks of their own.
+        Among many ranks large blocks leave memory for fewer programs.
     swizzle_size, num_xcds, chunk_size, num_stages, waves_per_eu : int
         Accepted for programs that set them, and without effect: blocks are dealt out one by one, which leaves
         nothing to swizzle, and no kernel here is pipelined by the compiler.
@@ -100,6 +102,17 @@ class Config:
                 f"Config(block_size_m={self.block_size_m}, block_size_n={self.block_size_n}) cannot work: a block has "
                 "at most 1048576 elements, which is the compiler's limit."
             )
+
+    @property
+    def block_shape(self) -> tuple[int, int] | None:
+        """Rows and columns of a block, if either is asked for."""
+        if self.block_size_m is None and self.block_size_n is None:
+            return None
+        return self.block_size_m or 8, self.block_size_n or 256
+
+    def block_bytes(self, itemsize: int) -> int:
+        """Of such a block, or 0."""
+        return math.prod(self.block_shape) * itemsize if self.block_shape else 0
 
     @property
     def few_sms(self) -> bool:

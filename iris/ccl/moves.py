@@ -108,7 +108,9 @@ def prepare_exchange(
     lengths = (e.row, e.in_pitch, e.out_pitch, e.send_step, e.recv_step)
     begins = (input.storage_offset() * input.itemsize, output.storage_offset() * output.itemsize)
     word = word_bytes(*lengths, *begins, input.data_ptr(), output.data_ptr())
-    programs = comm.programs(programs if peer is None else min(programs or P2P_PROGRAMS, P2P_PROGRAMS))
+    few_sms = config.few_sms and peer is None
+    wanted = programs if peer is None else min(programs or P2P_PROGRAMS, P2P_PROGRAMS)
+    programs = comm.programs(wanted, config.block_bytes(input.itemsize), few_sms)
     if partitioned:
         if programs < comm.size:
             raise InvalidConfigError(
@@ -116,19 +118,17 @@ def prepare_exchange(
                 f"be {programs}: raise comm_sms, or use 'persistent'."
             )
         programs = programs // comm.size * comm.size
-    few_sms = config.few_sms and peer is None
     slot_bytes = comm.slot_bytes(programs if peer is None else P2P_PROGRAMS, few_sms)
-    block_m, block_n = config.block_size_m, config.block_size_n
     # Rows that are apart on this rank need not be on others, so their blocks are those of a piece in one row.
-    tiled = block_m is not None or block_n is not None
+    tiled = config.block_shape is not None
     rows = "one" if e.rows == 1 and not tiled else "together" if e.send_step == 0 and not tiled else "apart"
     if rows == "together":
         block_m, block_n = 1, slot_bytes // word
     elif not tiled:
         block_m, block_n = _block(slot_bytes // word, e, word)
     else:
-        block_m, block_n = block_m or 8, block_n or 256
-        if block_m * block_n * input.itemsize > slot_bytes:
+        block_m, block_n = config.block_shape
+        if config.block_bytes(input.itemsize) > slot_bytes:
             raise InvalidConfigError(
                 f"A block of {block_m} x {block_n} elements of {input.dtype} does not fit a slot of {slot_bytes} bytes "
                 f"between {comm.size} ranks: choose block_size_m * block_size_n of at most "

@@ -147,26 +147,24 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
 
 def _block(config: Config, dtype: torch.dtype, slot_bytes: int) -> int:
     """Elements of ``dtype`` that a slot takes: all that fit, or as the configuration says."""
-    if not (config.block_size_m or config.block_size_n):
-        return slot_bytes // dtype.itemsize
-    block = (config.block_size_m or 8) * (config.block_size_n or 256)
-    if block * dtype.itemsize > slot_bytes:
+    nbytes = config.block_bytes(dtype.itemsize) or slot_bytes
+    if nbytes > slot_bytes:
         raise InvalidConfigError(
-            f"A block of {block} elements of {dtype} does not fit a slot of {readable(slot_bytes)}: choose "
-            f"block_size_m * block_size_n of at most {slot_bytes // dtype.itemsize}."
+            f"A block of {nbytes // dtype.itemsize} elements of {dtype} does not fit a slot of {readable(slot_bytes)}: "
+            f"choose block_size_m * block_size_n of at most {slot_bytes // dtype.itemsize}."
         )
-    return block
+    return nbytes // dtype.itemsize
 
 
 def _ring(
     comm: Communicator, choice: Choice, op: str, output: torch.Tensor, input: torch.Tensor, dtype: torch.dtype,
     n: int, config: Config, stream: int | None, capturing: bool,
 ) -> Launch:  # fmt: skip
-    programs = comm.programs(choice.programs)
+    sums, slice_n = accumulator(dtype), config.all_reduce_ring_slice_n
+    asked = max(config.block_bytes(sums.itemsize), (slice_n or 0) * sums.itemsize)
+    programs = comm.programs(choice.programs, asked, config.few_sms)
     slot_bytes = comm.slot_bytes(programs, config.few_sms)
-    sums = accumulator(dtype)
     block = _block(config, sums, slot_bytes)
-    slice_n = config.all_reduce_ring_slice_n
     if slice_n:
         if slice_n & (slice_n - 1) or slice_n * sums.itemsize > slot_bytes:
             raise InvalidConfigError(
@@ -220,7 +218,7 @@ def _queued(
     n: int, step: int | None, to: range | None, config: Config, stream: int | None, capturing: bool,
 ) -> Launch:  # fmt: skip
     """Parts of ``step`` elements that lie behind each other, or (None) blocks each with its parts."""
-    programs = comm.programs(choice.programs)
+    programs = comm.programs(choice.programs, config.block_bytes(dtype.itemsize), config.few_sms)
     slot_bytes = comm.slot_bytes(programs, config.few_sms)
     block = _block(config, dtype, slot_bytes)
     block_step = block * comm.size if step is None else block

@@ -13,7 +13,8 @@ from covering import covering
 from patterns import assert_same_bits, pattern
 
 from ccl.calls import EVERYTHING, LAYOUTS, MOVES, PLACES, RANKS, SUMS, Arena, Case, chosen, mainly, perform, sample
-from iris.ccl import Config, ReduceOp
+from iris.ccl import Config, ReduceOp, communicator
+from iris.ccl.queue import SLOTS
 
 ARENA_BYTES = 48 << 20
 
@@ -229,6 +230,33 @@ def test_every_way_of_summing(ranks, collective):
         or (count == "queued" and config in ("chosen", "gluon") and collective == "all_reduce")
     ]
     run(ranks, cases)
+
+
+def results_of_scarce_memory(ctx, cases):
+    """With as much for the slots as a fourth of the programs need, as among many ranks on a GPU."""
+    comm, enough = ctx.ccl.communicator(), communicator.STAGING_BYTES
+    programs = comm.programs(None)
+    communicator.STAGING_BYTES = programs // 4 * comm.size * SLOTS * communicator.LARGEST_SLOT
+    comm.forget()
+    try:
+        assert comm.slot_bytes(programs, False) < communicator.LARGEST_SLOT
+        return results(ctx, cases)
+    finally:
+        communicator.STAGING_BYTES = enough
+        comm.forget()
+
+
+@mainly(3)
+def test_the_largest_blocks_have_slots_if_not_for_all_programs(ranks):
+    config = (("block_size_m", 4), ("block_size_n", 512))
+    ways = {"all_reduce": [("all_reduce_variant", variant) for variant in ("two_shot", "ring")]}
+    cases = [
+        Case(collective, (20_001,), torch.float64, config=(*config, *([way] if way else [])))
+        for collective in ("all_gather", "all_to_all", "scatter", "reduce_scatter", "all_reduce")
+        for way in ways.get(collective, [None])
+    ]
+    slices = (("all_reduce_variant", "ring"), ("all_reduce_ring_slice_n", 4096))
+    ranks.run(results_of_scarce_memory, [*cases, Case("all_reduce", (20_001,), torch.float32, config=slices)])
 
 
 def pulled_results(ctx, cases):
