@@ -46,6 +46,8 @@ test-gpu:            ## the same tests on RANKS GPUs of this machine
 perf:                ## measures on RANKS GPUs, and fails below the floors of benchmarks/floors.json
 	$(TORCHRUN) benchmarks/point_to_point.py --floors benchmarks/floors.json
 	$(TORCHRUN) -m iris bench ccl --library iris --library nccl --sizes 8,128,8192,65536 --floors benchmarks/floors.json
+	$(TORCHRUN) -m iris bench ops --library iris --library vendor --floors benchmarks/floors.json \
+	  --shape 8192x8192x8192 --shape 1024x8192x28672 --shape 4096x16384x4096 --shape 8x4096x0 --shape 16x8192x0
 
 lint: setup          ## ruff, and the rules that only this project must obey
 	$(RUN) -m ruff check .

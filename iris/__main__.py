@@ -177,19 +177,20 @@ def ccl(
     help="MxNxK of a product, MxNx0 of rows to normalise; if not given, those of large models.",
 )
 @click.option("--sweep", is_flag=True, help="M from 16 to 16384, with N = K = 8192, instead of these.")
+@click.option("--floors", type=click.Path(exists=True, path_type=Path), help="Fail below the figures of this file.")
 @click.option("--out", type=click.Path(path_type=Path), help="Folder for CSV, JSON and pictures.")
 def ops(
     operations: tuple[str, ...], libraries: tuple[str, ...], dtype: str, shapes: tuple[str, ...], sweep: bool,
-    out: Path | None,
+    floors: Path | None, out: Path | None,
 ) -> None:  # fmt: skip
     """Fused operations of Iris, the vendor's GEMM with its collectives and torch's own, side by side, under torchrun.
 
-    Exit status 1 if a result of Iris is wrong.
+    Exit status 1 if a figure misses its floor, or a result of Iris is wrong.
     """
     requirements.check()
     from iris.bench import ops_command
 
-    ops_command.run(operations, libraries, dtype, shapes, sweep, out)
+    ops_command.run(operations, libraries, dtype, shapes, sweep, floors, out)
 
 
 @commands.command()

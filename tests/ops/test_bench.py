@@ -1,10 +1,12 @@
 """The benchmark of fused operations: who is measured, and that a wrong result is noticed."""
 
 import json
+import re
+from pathlib import Path
 
 import torch
 
-from iris.bench import operations, plots
+from iris.bench import operations, ops_command, plots
 
 
 def measured(ctx):
@@ -29,6 +31,24 @@ def test_what_is_measured(ranks, tmp_path):
     assert {file.stem for file in plots.draw_operations(tmp_path, "operations_2", rows)} == {
         f"{operation}_operations_2" for operation in operations.OPERATIONS
     }
+
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_make_perf_measures_all_that_has_a_floor():
+    shapes = [shape.split("x") for shape in re.findall(r"--shape (\S+)", (ROOT / "Makefile").read_text())]
+    rows = [
+        operations.Row(name, *map(int, shape), "bfloat16", library, 1.0)
+        for name in operations.OPERATIONS
+        for shape in shapes
+        for library in ("iris", "vendor")
+        if (name == operations.NORM) == (shape[2] == "0")
+    ]
+    measured = ops_command.figures(rows)
+    floors = json.loads((ROOT / "benchmarks" / "floors.json").read_text())["NVIDIA H200"]["ops"]
+    assert len(measured) == len(rows) / 2
+    assert all(set(bounds) == set(measured) for bounds in floors.values())
 
 
 def spoilt(ctx):
