@@ -2,7 +2,7 @@
 
 A cluster is programs whose numbers follow each other. NVIDIA's GPUs from compute capability 9.0 on run them at the same
 time, on multiprocessors that reach each other's shared memory (PTX ISA, "Cluster of Cooperative Thread Arrays");
-`iris.launch.prepare` launches them. Not in the simulator, nor on AMD.
+`iris.launch.prepare` launches them. The simulator has what is here in `iris.simulator.cluster`; AMD has no clusters.
 
 Each program has a mbarrier, and a place for the numbers of each. Why that is in order: a program comes to the cluster's
 barrier with its mbarrier initialised, and writes to the others behind it. Numbers are written by asynchronous stores,
@@ -13,6 +13,16 @@ nobody writes to one that is gone. A launch has one meeting, so nothing is used 
 
 import triton
 import triton.language as tl
+
+from iris.language.address import in_simulator
+
+
+@triton.constexpr_function
+def simulated(value, peak, programs):
+    # Imported here: Triton follows the global names of a constexpr_function.
+    from iris.simulator import cluster
+
+    return cluster.meet(value, peak, programs)
 
 
 @triton.constexpr_function
@@ -66,7 +76,10 @@ def exchange(programs):
 @triton.jit
 def open_meeting(PROGRAMS: tl.constexpr):
     """Where the memory of a meeting is. All `PROGRAMS` of the cluster call this, once, before `meet`."""
-    return tl.inline_asm_elementwise(opening(PROGRAMS), "=r,~{memory}", [], dtype=tl.int32, is_pure=False, pack=1)
+    if in_simulator():
+        return 0
+    else:
+        return tl.inline_asm_elementwise(opening(PROGRAMS), "=r,~{memory}", [], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
@@ -75,7 +88,10 @@ def meet(meeting, value, peak, PROGRAMS: tl.constexpr):
 
     All of the cluster call this, or none. 8 bytes from each to each, in one step.
     """
-    return tl.inline_asm_elementwise(
-        exchange(PROGRAMS), "=f,=f,r,f,f,~{memory}", [meeting, value, peak], dtype=(tl.float32, tl.float32),
-        is_pure=False, pack=1,
-    )  # fmt: skip
+    if in_simulator():
+        return simulated(value, peak, PROGRAMS)
+    else:
+        return tl.inline_asm_elementwise(
+            exchange(PROGRAMS), "=f,=f,r,f,f,~{memory}", [meeting, value, peak], dtype=(tl.float32, tl.float32),
+            is_pure=False, pack=1,
+        )  # fmt: skip

@@ -52,11 +52,13 @@ def launches_early():
 
 
 def largest_cluster():
-    """Programs of a cluster at most, asked on the host: 1 where there are none.
+    """Programs of a cluster at most: 1 where there are none. On the host.
 
     16 on Hopper and on data centres' Blackwell, which is more than the 8 that any GPU with clusters takes (CUDA C++
     Programming Guide, "Thread Block Clusters").
     """
+    if simulator.ACTIVE:
+        return 16
     if not launches_early():
         return 1
     return 16 if architecture() // 10 in (9, 10) else 8

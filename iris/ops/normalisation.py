@@ -189,9 +189,9 @@ class AllReduceRmsNorm:
             variant = choose_all_reduce(comm.table, nbytes, True, set(PUSHES), Config()).variant
         if variant not in PUSHES:
             return self._behind_all_reduce(call)
-        sms, cluster = (comm.num_sms, largest_cluster()) if self._on_gpu else (None, 1)
+        sms = comm.num_sms if self._on_gpu else None
         pieces, piece, part, block, warps, clustered = divide(
-            variant, comm.size, room, call.columns, itemsize, sms, cluster
+            variant, comm.size, room, call.columns, itemsize, sms, largest_cluster()
         )
         units = room * pieces
         slot_bytes = -(-SLOTS.value * units * PUSHES[variant] * comm.size * part * itemsize // 16) * 16

@@ -16,6 +16,7 @@ from _thread import LockType
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import triton.language as tl
@@ -221,6 +222,7 @@ class Launch:
         self.name = name
         self.dims = dims
         self.live: set[Task] = set()
+        self.meetings: dict[int, Any] = {}  # of clusters, by number: `iris.simulator.cluster`
         indices: Iterable[tuple[int, ...]] = itertools.product(*map(range, dims))
         if chance is not None:
             time.sleep(LATEST_S * chance.random())

@@ -13,7 +13,6 @@ from iris.ccl import functional as collectives
 from iris.errors import InvalidCollectiveError, InvalidGroupError
 from iris.language.target import largest_cluster, threads_per_warp
 from iris.ops import functional, normalisation
-from iris.simulator import ACTIVE
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -26,7 +25,7 @@ SHAPES = [
     ("two_shot_push", (21, 200)), ("two_shot", (9, 777)),
 ]  # fmt: skip
 # Programs of a cluster at most: 1 is for GPUs without.
-CLUSTERS = [1] if ACTIVE else [1, largest_cluster()]
+CLUSTERS = sorted({1, largest_cluster()})
 CASES = [
     (*shape, dtype, out or dtype, scaling, adds, cluster)
     for shape, dtype, (out, scaling), adds, cluster in covering(

@@ -1,0 +1,51 @@
+"""Programs of a cluster that tell each other numbers, as `iris.language.cluster` says.
+
+What they tell is no memory that anything else could reach, so the sanitizer has nothing to look at.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import triton.language as tl
+from triton.runtime.interpreter import TensorHandle
+
+from iris.simulator import grid
+
+
+@dataclass
+class Meeting:
+    """Of one cluster: two numbers of each program, and who has told them."""
+
+    programs: int
+    numbers: np.ndarray = field(init=False)
+    told: np.ndarray = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.numbers = np.zeros((2, self.programs), dtype=np.float32)
+        self.told = np.zeros(self.programs, dtype=np.int32)
+
+    def tell(self, rank: int, *numbers: np.ndarray) -> None:
+        if self.told[rank]:
+            raise RuntimeError("a program meets its cluster twice in one launch")
+        self.numbers[:, rank], self.told[rank] = numbers, 1
+
+    def wait(self) -> None:
+        where = np.array([self.told.ctypes.data], dtype=np.uint64)
+        while not self.told.all():
+            missing = ", ".join(map(str, np.flatnonzero(self.told == 0)))
+            waits_for = f"programs {missing} of its cluster of {self.programs}"
+            grid.observe("cluster meeting", where, self.told.copy(), tl.int32, lambda: False, waits_for=waits_for)
+
+
+def meet(value: tl.tensor, peak: tl.tensor | float, programs: int) -> tuple[tl.tensor, tl.tensor]:
+    """The sum of all ``value`` and the largest ``peak``, in the order of programs."""
+    task = grid.current()
+    (x, y, z), (columns, rows, _) = task.index, task.launch.dims
+    number = (z * rows + y) * columns + x
+    meeting = task.launch.meetings.setdefault(number // programs, Meeting(programs))
+    meeting.tell(number % programs, *(x.handle.data.item() if isinstance(x, tl.tensor) else x for x in (value, peak)))
+    meeting.wait()
+    return tuple(
+        tl.tensor(TensorHandle(operation.reduce(numbers)[None], tl.float32), tl.float32)
+        for operation, numbers in zip((np.add, np.maximum), meeting.numbers, strict=True)
+    )
