@@ -29,8 +29,9 @@ MOST_WARPS = 8
 # launch of its stream takes places before its turn.
 REGISTERS, WARPS, EARLY_WARPS = 128, 8, 5
 # Of a program in a cluster, whose programs must all find room in one group of multiprocessors. With two warps at most
-# they do wherever a third of the places is free. A thread has 64 bytes of a piece at most.
-CLUSTER_WARPS, CLUSTER_PIECE_BYTES = 2, 4096
+# they do wherever a third of the places is free. Their threads hold 256 bytes each: in one shot the pieces of all
+# ranks, else one piece and what is computed from it.
+CLUSTER_WARPS, CLUSTER_BYTES = 2, 16384
 
 Launch = Callable[["Rows", float, int | None], None]
 """Called with a call like the one it was made for, `eps` and the stream's handle."""
@@ -129,7 +130,8 @@ def divide(variant: str, size: int, room: int, columns: int, itemsize: int, sms:
     while 2 * pieces * smallest <= power_of_two(columns) and 2 * pieces * room <= most:
         pieces *= 2
     together = min(pieces, cluster)
-    clustered = together > 1 and power_of_two(columns) * itemsize <= together * CLUSTER_PIECE_BYTES
+    held = power_of_two(columns) * itemsize * max(4, size if variant == "one_shot" else 1)
+    clustered = together > 1 and held <= together * CLUSTER_BYTES
     if clustered:
         pieces = together
     if variant == "one_shot":
