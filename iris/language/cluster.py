@@ -4,11 +4,11 @@ A cluster is programs whose numbers follow each other. NVIDIA's GPUs from comput
 time, on multiprocessors that reach each other's shared memory (PTX ISA, "Cluster of Cooperative Thread Arrays");
 `iris.launch.prepare` launches them. The simulator has what is here in `iris.simulator.cluster`; AMD has no clusters.
 
-Each program has a mbarrier, and a place for the numbers of each. Why that is in order: a program comes to the cluster's
-barrier with its mbarrier initialised, and writes to the others behind it. Numbers are written by asynchronous stores,
-which count their bytes on the receiver's mbarrier when they are there, a release at the cluster's scope; who awaits the
-bytes acquires at that scope (PTX ISA, "st.async", "mbarrier.try_wait"). No program ends without the numbers of all, so
-nobody writes to one that is gone. A launch has one meeting, so nothing is used twice.
+Each program has an mbarrier, and a place for the numbers of each. Why that is in order: a program comes to the
+cluster's barrier with its mbarrier initialised, and writes to the others behind it. Numbers are written by asynchronous
+stores, which count their bytes on the receiver's mbarrier when they are there, a release at the cluster's scope; who
+awaits the bytes acquires at that scope (PTX ISA, "st.async", "mbarrier.try_wait"). No program ends without the numbers
+of all, so nobody writes to one that is gone. A launch has one meeting, so nothing is used twice.
 """
 
 import triton
@@ -27,7 +27,7 @@ def simulated(value, peak, programs):
 
 @triton.constexpr_function
 def opening(programs):
-    """A mbarrier that awaits 8 bytes from each program; 16 bytes behind it begin the places."""
+    """An mbarrier that awaits 8 bytes from each program; 16 bytes behind it begin the places."""
     return f"""{{
     .reg .pred first;
     .reg .b32 thread;

@@ -24,7 +24,7 @@ class Meeting:
         self.numbers = np.zeros((2, self.programs), dtype=np.float32)
         self.told = np.zeros(self.programs, dtype=np.int32)
 
-    def tell(self, rank: int, *numbers: np.ndarray) -> None:
+    def tell(self, rank: int, *numbers: float) -> None:
         if self.told[rank]:
             raise RuntimeError("a program meets its cluster twice in one launch")
         self.numbers[:, rank], self.told[rank] = numbers, 1
@@ -43,9 +43,10 @@ def meet(value: tl.tensor, peak: tl.tensor | float, programs: int) -> tuple[tl.t
     (x, y, z), (columns, rows, _) = task.index, task.launch.dims
     number = (z * rows + y) * columns + x
     meeting = task.launch.meetings.setdefault(number // programs, Meeting(programs))
-    meeting.tell(number % programs, *(x.handle.data.item() if isinstance(x, tl.tensor) else x for x in (value, peak)))
+    numbers = (told.handle.data.item() if isinstance(told, tl.tensor) else told for told in (value, peak))
+    meeting.tell(number % programs, *numbers)
     meeting.wait()
     return tuple(
-        tl.tensor(TensorHandle(operation.reduce(numbers)[None], tl.float32), tl.float32)
-        for operation, numbers in zip((np.add, np.maximum), meeting.numbers, strict=True)
+        tl.tensor(TensorHandle(operation.reduce(told)[None], tl.float32), tl.float32)
+        for operation, told in zip((np.add, np.maximum), meeting.numbers, strict=True)
     )
