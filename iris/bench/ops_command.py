@@ -35,7 +35,7 @@ def run(
     largest = max(M * N for M, N, _ in sizes) * getattr(torch, dtype).itemsize
     with iris.iris(3 * largest + (64 << 20 if torch.cuda.is_available() else 1 << 20)) as ctx:
         on_gpu = ctx.device.type == "cuda"
-        beside = list(libraries or (measuring.LIBRARIES if on_gpu else ("iris triton", "iris copies")))
+        beside = list(libraries or (measuring.LIBRARIES if on_gpu else ("iris", "iris triton", "iris copies")))
         rows: list[measuring.Row] = []
         name = f"{'sweep' if sweep else 'operations'}_{ctx.get_num_ranks()}"
         console = Console(stderr=True, quiet=ctx.get_rank() > 0)
