@@ -27,6 +27,7 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from iris.language.address import in_simulator
 from iris.language.failures import WAIT_LIMIT_NS, gluon_failures, kind_code, triton_failures
 from iris.language.ordering import LANES, gluon_ordering, triton_ordering
 from iris.language.target import on_amd
@@ -60,6 +61,15 @@ def highest_bit(element, place):
     """Of the element at this place of a word, as a signed number."""
     bit = (place + 1) * element.primitive_bitwidth - 1
     return -(1 << bit) if bit in (31, 63) else 1 << bit
+
+
+@triton.constexpr_function
+def check_cleared(ptrs, mask):
+    """In the simulator: raise unless what is at ``ptrs``, under ``mask``, is cleared."""
+    # Imported here: Triton follows the global names of a constexpr_function, and does not know these.
+    from iris.simulator import marked
+
+    marked.check_cleared(ptrs.handle, mask.handle.data)
 
 
 # Beyond every address.
@@ -145,7 +155,12 @@ def make_stamped(jit: Callable, lang: ModuleType, order: SimpleNamespace, failur
 
     @jit
     def send_marked(ptrs, values, mask):
-        """Store the floating-point ``values`` to ``ptrs``, a peer's, which point to integers of their width."""
+        """Store the floating-point ``values`` to ``ptrs``, a peer's, which point to integers of their width.
+
+        They are cleared: by whoever reads them, or as new memory is.
+        """
+        if in_simulator():
+            check_cleared(ptrs, mask)
         bits: tl.constexpr = bits_type(values.dtype)
         wire = lang.cast(values, bits, bitcast=True) ^ -1
         write_through(ptrs, lang.where(wire == 0, lang.cast(lowest(bits), bits), wire), mask)

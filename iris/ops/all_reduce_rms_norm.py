@@ -289,7 +289,7 @@ def two_shot_rms_norm(
                 piece == 0, eps, H, ADDS, SCALED, BY_ROW, LARGEST,
             )  # fmt: skip
             old = region(slots, room * PIECES, done, epoch + (SLOTS - 1), REGION)
-            clear_marked(old + j, inside & (j // PART != rank))
+            clear_marked(old + j, (j < W * PART) & (j // PART != rank))
             clear_marked(old + W * PART + j, inside)
             keep(epochs + done, (epoch + 1) % SLOTS)
 

@@ -1,0 +1,21 @@
+"""Marked elements (`iris.language.stamped`) are sent to memory that is cleared.
+
+Where it is not, the reader takes what is left there for what it awaits, if the sender is late: a wrong number now and
+then. Here it is an error each time, whoever is late.
+"""
+
+import numpy as np
+from triton._C.libtriton import interpreter as _native
+from triton.runtime.interpreter import TensorHandle
+
+
+def check_cleared(pointers: TensorHandle, mask: np.ndarray) -> None:
+    """Raise unless the integers that ``pointers`` point to are 0 where ``mask`` is true."""
+    where = np.broadcast_to(mask, pointers.data.shape)
+    element = np.dtype(f"i{pointers.dtype.scalar.element_ty.primitive_bitwidth // 8}")
+    left = _native.load(pointers.data, where, np.zeros(where.shape, element), element)
+    if left.any():
+        raise RuntimeError(
+            f"{np.count_nonzero(left)} of {np.count_nonzero(where)} elements go to memory that holds older ones: "
+            "whoever read those has not cleared them"
+        )

@@ -1,0 +1,35 @@
+"""Marked elements that go to memory which nobody has cleared are an error, whether or not their reader comes early."""
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from iris.language.stamped import triton_stamped
+
+send_marked, clear_marked = triton_stamped.send_marked, triton_stamped.clear_marked
+
+
+@triton.jit
+def send(ptr, values, n, BLOCK: tl.constexpr):
+    k = tl.arange(0, BLOCK)
+    send_marked(ptr + k, tl.load(values + k), k < n)
+
+
+@triton.jit
+def clear(ptr, n, BLOCK: tl.constexpr):
+    k = tl.arange(0, BLOCK)
+    clear_marked(ptr + k, k < n)
+
+
+@pytest.mark.parametrize(
+    "dtype, bits", [(torch.float8_e4m3fn, torch.int8), (torch.bfloat16, torch.int16), (torch.float64, torch.int64)]
+)
+def test_elements_that_were_left_are_found(dtype, bits):
+    memory, values = torch.zeros(16, dtype=bits), torch.ones(16).to(dtype)
+    send[(1,)](memory, values, 9, 16)
+    clear[(1,)](memory, 9, 16)
+    send[(1,)](memory, values, 12, 16)
+    clear[(1,)](memory, 10, 16)
+    with pytest.raises(RuntimeError, match="2 of 16 elements go to memory that holds older ones"):
+        send[(1,)](memory, values, 16, 16)
