@@ -32,6 +32,8 @@ def prepare(
     compiled = kernel.warmup(*args, grid=grid, **options)
     compiled[grid]  # loads it
     metadata = compiled.packed_metadata
+    if grid[0] % cluster:
+        raise ValueError(f"{grid[0]} programs are not clusters of {cluster}")
     if cluster > 1:
         # What Triton's launcher takes for ``num_ctas``: it launches as many clusters as the grid has programs.
         num_warps, _, shared = metadata

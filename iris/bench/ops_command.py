@@ -59,11 +59,11 @@ def run(
 
 
 def figures(rows: list[measuring.Row]) -> dict[str, float]:
-    """Names as in ``benchmarks/floors.json``: ``all_gather_matmul_8192x8192x8192_us`` of Iris at its own choice."""
+    """Names as in ``benchmarks/floors.json``: ``all_gather_matmul_8192x8192x8192_us`` of Iris' own choice, in bf16."""
     return {
         f"{row.operation}_{row.M}x{row.N}x{row.K}_us": row.microseconds
         for row in rows
-        if row.library == "iris" and row.microseconds
+        if row.library == "iris" and row.dtype == "bfloat16" and row.microseconds
     }
 
 

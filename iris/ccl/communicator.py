@@ -11,6 +11,7 @@ from iris.ccl.queue import COUNTS, GOT, MAX_RANKS, MET, SENT, SLOTS, WORDS, regi
 from iris.ccl.select import digest, load_table, own_table
 from iris.errors import InvalidGroupError, InvalidTableError, TooManyStreamsError
 from iris.heap.symmetric import SymmetricHeap
+from iris.language.target import largest_cluster, on_nvidia, threads_per_warp
 from iris.launch import addresses, prepare
 from iris.workspace import Workspace
 
@@ -27,6 +28,11 @@ LARGEST_SLOT = 16384
 # Bytes that a program reads at once, from all ranks together, where programs are few: between two ranks it then takes
 # blocks twice as large to keep the link busy.
 UNDER_WAY = 65536
+
+# Registers that a program holds at most, of 65536 that a multiprocessor has. The rest is for programs of other streams:
+# a rank has begun one launch and another rank another one, so on each rank both must be able to begin, or at least the
+# smaller one, beside the larger.
+HELD = 57344
 
 # Launches, and lists of counts, that are kept.
 KEPT = 4096
@@ -56,6 +62,8 @@ class Communicator:
         This rank in the group, and the number of members.
     heap_table : torch.Tensor
         int64 ``[size + 1]``: where the symmetric heap of each member begins, in this rank's addresses; its bytes.
+    num_sms, largest_cluster : int
+        Of the least of the members' GPUs: multiprocessors, and programs that a cluster has at most.
     table : Table
         By which variants are chosen.
     launches : dict
@@ -78,10 +86,11 @@ class Communicator:
         self.heap_table = torch.tensor(table, dtype=torch.int64, device=self.device)
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "simulator"
         self.table = load_table(name, self.size)
-        told = group.all_gather((digest(self.table), num_sms), "the first collective of a group")
-        # Launches are of as many programs on all ranks, so the smallest of their GPUs decides.
-        self.num_sms = min(number for _, number in told)
-        if len({table for table, _ in told}) > 1:
+        told = group.all_gather((digest(self.table), num_sms, largest_cluster()), "the first collective of a group")
+        tables, numbers, clusters = zip(*told, strict=True)
+        # Launches are of as many programs on all ranks.
+        self.num_sms, self.largest_cluster = min(numbers), min(clusters)
+        if len(set(tables)) > 1:
             raise InvalidTableError(
                 f"The ranks choose collectives by different tables. Give all of them the same {own_table()}, or none."
             )
@@ -196,7 +205,13 @@ def ready(
     def seen(x: torch.Tensor, y: torch.Tensor, more: tuple) -> tuple:
         return *before, as_words(x, dtype), as_words(y, dtype), *more, *after
 
-    launch = prepare(kernel, (programs, 1, 1), *seen(tensors[0], tensors[1], tensors[2:]), num_warps=num_warps)
+    options = {}
+    # Programs of fewer warps hold less.
+    if num_warps >= 16 and on_nvidia():
+        options["maxnreg"] = HELD // (num_warps * threads_per_warp())
+    launch = prepare(
+        kernel, (programs, 1, 1), *seen(tensors[0], tensors[1], tensors[2:]), num_warps=num_warps, **options
+    )
     if simulator.ACTIVE:
         return lambda stream, x, y, *more: launch(stream, seen(x, y, more))
     first = addresses(before)

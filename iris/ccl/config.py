@@ -37,9 +37,10 @@ class Config:
     Attributes
     ----------
     block_size_m, block_size_n : int
-        Rows and columns of a block that a program moves at a time; powers of two, of 16 KiB at most. For all_gather,
-        all_to_all, and the sums of "two_shot", "ring", "atomic" and "spinlock"; small calls have blocks of their own.
-        Among many ranks large blocks leave memory for fewer programs.
+        Rows and columns of a block that a program moves at a time; powers of two. For all_gather, all_to_all, and the
+        sums of "two_shot", "ring", "atomic" and "spinlock"; small calls have blocks of their own. Blocks of 16 KiB fit
+        among any ranks, and leave memory for fewer programs among many. The last three count the bytes of what they
+        add up in, float32 for narrower floats, and the last two have room for 8 KiB.
     swizzle_size, num_xcds, chunk_size, num_stages, waves_per_eu : int
         Accepted for programs that set them, and without effect: blocks are dealt out one by one, which leaves
         nothing to swizzle, and no kernel here is pipelined by the compiler.

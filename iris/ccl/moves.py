@@ -109,13 +109,15 @@ def prepare_exchange(
     begins = (input.storage_offset() * input.itemsize, output.storage_offset() * output.itemsize)
     word = word_bytes(*lengths, *begins, input.data_ptr(), output.data_ptr())
     few_sms = config.few_sms and peer is None
-    wanted = programs if peer is None else min(programs or P2P_PROGRAMS, P2P_PROGRAMS)
-    programs = comm.programs(wanted, config.block_bytes(input.itemsize), few_sms)
+    if peer is None:
+        programs = comm.programs(programs, config.block_bytes(input.itemsize), few_sms)
+    else:
+        programs = comm.programs(min(programs or P2P_PROGRAMS, P2P_PROGRAMS))
     if partitioned:
         if programs < comm.size:
             raise InvalidConfigError(
                 f"Config(all_gather_variant='partitioned') needs a program for each of {comm.size} ranks; there may "
-                f"be {programs}: raise comm_sms, or use 'persistent'."
+                f"be {programs}: raise comm_sms, choose smaller blocks, or use 'persistent'."
             )
         programs = programs // comm.size * comm.size
     slot_bytes = comm.slot_bytes(programs if peer is None else P2P_PROGRAMS, few_sms)

@@ -12,7 +12,7 @@ from iris.ccl.push import SLOTS
 from iris.ccl.select import choose_all_reduce
 from iris.ccl.sums import PUSHES, SHARE_OF_WORKSPACE
 from iris.errors import FirstUseInCaptureError, InvalidCollectiveError
-from iris.language.target import largest_cluster, on_nvidia, threads_per_warp
+from iris.language.target import on_nvidia, threads_per_warp
 from iris.launch import addresses, prepare
 from iris.ops.all_reduce_rms_norm import one_shot_rms_norm, rms_norm, two_shot_rms_norm
 from iris.ops.call import check_devices, told
@@ -28,10 +28,14 @@ MOST_WARPS = 8
 # another rank a call on another, there must be room for both: a launch has half of the warps; or a third, if the next
 # launch of its stream takes places before its turn.
 REGISTERS, WARPS, EARLY_WARPS = 128, 8, 5
-# Of a program in a cluster, whose programs must all find room in one group of multiprocessors. With two warps at most
-# they do wherever a third of the places is free. Their threads hold 256 bytes each: in one shot the pieces of all
-# ranks, else one piece and what is computed from it.
-CLUSTER_WARPS, CLUSTER_BYTES = 2, 16384
+# Warps of a program in a cluster, whose programs begin together or not at all. With two of them each takes an eighth of
+# a multiprocessor's registers at most, which collectives leave (`iris.ccl.communicator.HELD`). And a program begins on
+# a multiprocessor only where the memory that shared memory and L1 cache divide is divided for as many of its kind as
+# there could be: for 25 of 1.25 KiB by the registers of two warps, not for 32 as with one; 32 KiB are there beside
+# kernels that use none (`tests/ops/test_room.py`).
+# Bytes that a thread holds there at most: in one shot of the pieces of all ranks; and of one piece and what is computed
+# from it, which is four times as much.
+CLUSTER_WARPS, CLUSTER_BYTES = 2, 256
 
 Launch = Callable[["Rows", float, int | None], None]
 """Called with a call like the one it was made for, `eps` and the stream's handle."""
@@ -125,28 +129,37 @@ def divide(variant: str, size: int, room: int, columns: int, itemsize: int, sms:
     # At least as many words as a warp has threads: each polls one of its own (`iris.language.stamped`).
     fewest = threads * max(1, 4 // itemsize)
     ranks = 1 if variant == "one_shot" else size
-    smallest, most = max(SMALLEST_PIECE, ranks * fewest), SIMULATED_PROGRAMS if sms is None else 2 * sms
-    pieces = 1
-    while 2 * pieces * smallest <= power_of_two(columns) and 2 * pieces * room <= most:
-        pieces *= 2
-    together = min(pieces, cluster)
-    held = power_of_two(columns) * itemsize * max(4, size if variant == "one_shot" else 1)
-    clustered = together > 1 and held <= together * CLUSTER_BYTES
-    if clustered:
-        pieces = together
-    if variant == "one_shot":
-        piece = part = block = max(fewest, power_of_two(columns) // pieces)
-    else:
-        # Parts begin at multiples of 16 bytes.
-        part = -(-columns // (8 * pieces * ranks)) * 8
-        piece, block = max(fewest, power_of_two(ranks * part)), max(fewest, power_of_two(part))
-    # 16 bytes a thread of what is polled, or 32 of a piece if each thread still polls a word.
-    share = block * itemsize // 16 if variant == "one_shot" else min(piece * itemsize // 32, block * itemsize // 4)
-    warps = max(1, min(CLUSTER_WARPS if clustered else MOST_WARPS, share // threads))
-    # Pieces of a row are under way together, so there must be room for all programs.
-    while sms is not None and pieces > 1 and warps > 1 and room * pieces * warps > WARPS * sms:
-        warps //= 2
-    return Division(pieces, piece, part, block, warps, clustered)
+    most = SIMULATED_PROGRAMS if sms is None else 2 * sms
+
+    def cut(clustered: bool) -> Division:
+        """Into as many pieces as there may be."""
+        least_warps, most_warps, most_pieces = (1, MOST_WARPS, most)
+        if clustered:
+            least_warps, most_warps, most_pieces = (CLUSTER_WARPS, CLUSTER_WARPS, cluster)
+        least = least_warps * fewest
+        smallest, pieces = max(SMALLEST_PIECE, ranks * least), 1
+        while 2 * pieces * smallest <= power_of_two(columns) and 2 * pieces <= min(most_pieces, most // room):
+            pieces *= 2
+        if variant == "one_shot":
+            piece = part = block = max(least, power_of_two(columns) // pieces)
+            # 16 bytes a thread of what is polled; or 32 of a piece if each thread still polls a word.
+            share = block * itemsize // 16
+        else:
+            # Parts begin at multiples of 16 bytes.
+            part = -(-columns // (8 * pieces * ranks)) * 8
+            piece, block = max(least, power_of_two(ranks * part)), max(least, power_of_two(part))
+            share = min(piece * itemsize // 32, block * itemsize // 4)
+        warps = max(least_warps, min(most_warps, share // threads))
+        # Pieces of a row are under way together, so there must be room for all programs.
+        while sms is not None and pieces > 1 and warps > 1 and room * pieces * warps > WARPS * sms:
+            warps //= 2
+        return Division(pieces, piece, part, block, warps, clustered)
+
+    # Fewer pieces that meet in shared memory are faster than more that meet in L2.
+    division = cut(clustered=True)
+    held = division.piece * itemsize * max(4, size if variant == "one_shot" else 1)
+    fits = held <= CLUSTER_WARPS * threads * CLUSTER_BYTES
+    return division if division.pieces > 1 and fits else cut(clustered=False)
 
 
 class AllReduceRmsNorm:
@@ -193,7 +206,7 @@ class AllReduceRmsNorm:
             return self._behind_all_reduce(call)
         sms = comm.num_sms if self._on_gpu else None
         pieces, piece, part, block, warps, clustered = divide(
-            variant, comm.size, room, call.columns, itemsize, sms, largest_cluster()
+            variant, comm.size, room, call.columns, itemsize, sms, comm.largest_cluster
         )
         units = room * pieces
         slot_bytes = -(-SLOTS.value * units * PUSHES[variant] * comm.size * part * itemsize // 16) * 16

@@ -38,7 +38,7 @@ class Meeting:
 
 
 def meet(value: tl.tensor, peak: tl.tensor | float, programs: int) -> tuple[tl.tensor, tl.tensor]:
-    """The sum of all ``value`` and the largest ``peak``, in the order of programs."""
+    """The sum of all ``value`` and the largest ``peak``: the same bits in all programs."""
     task = grid.current()
     (x, y, z), (columns, rows, _) = task.index, task.launch.dims
     number = (z * rows + y) * columns + x

@@ -8,7 +8,9 @@ from iris.ops.all_reduce_rms_norm import one_shot_rms_norm, two_shot_rms_norm
 
 PIECES = 16
 ARRIVES = f"mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [meeting], {8 * PIECES};"
-BEFORE_THE_LAUNCHS_TURN = ["mbarrier.init", "fence.mbarrier_init.release.cluster", ARRIVES, "barrier.cluster.arrive"]
+BEFORE_THE_LAUNCHS_TURN = [
+    "mbarrier.init", "fence.mbarrier_init.release.cluster", ARRIVES, "barrier.cluster.arrive.relaxed",
+]  # fmt: skip
 BEHIND_THE_DATA = ["barrier.cluster.wait.acquire", "st.async", "mbarrier.try_wait.parity.acquire.cluster"]
 IN_ORDER = [*BEFORE_THE_LAUNCHS_TURN, "griddepcontrol.wait", *BEHIND_THE_DATA]
 

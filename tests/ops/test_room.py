@@ -1,0 +1,139 @@
+"""all_reduce_rms_norm finds room beside kernels that hold most of each multiprocessor, and that wait, too.
+
+On another rank they may be what comes next: whoever waited for the other to end would wait for ever.
+"""
+
+import time
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from iris.ccl.communicator import HELD
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="the simulator has room for all")
+# Programs on each multiprocessor, and their threads. Elements that each of these holds.
+PROGRAMS, THREADS, ELEMENTS = 4, 128, 96
+# Reads of the host's memory, of about 2 us, after which a kernel gives up.
+PATIENCE = 2_000_000
+
+
+@triton.jit
+def hold(flag, began, memory, THREADS: tl.constexpr, SHARED: tl.constexpr, PATIENCE: tl.constexpr):
+    """Keep 96 elements a thread, and as much shared memory as to sort ``SHARED`` elements takes, until ``flag``."""
+    i, j = tl.arange(0, 64 * THREADS), tl.arange(0, 32 * THREADS)
+    x, y = tl.load(memory + i), tl.load(memory + j + 64 * THREADS)
+    if SHARED > 0:
+        s = tl.arange(0, SHARED)
+        tl.store(memory + s + 96 * THREADS, tl.sort(tl.load(memory + s + 96 * THREADS)))
+    tl.atomic_add(began, 1)
+    turns = 0
+    while (tl.load(flag, volatile=True) == 0) & (turns < PATIENCE):
+        turns += 1
+    tl.store(memory + i, x + turns)
+    tl.store(memory + j + 64 * THREADS, y + turns)
+
+
+def until(condition, seconds):
+    """Whether the condition came true in so many seconds."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if condition():
+            return True
+    return condition()
+
+
+def beside(ctx, rows, columns, cluster, shared):
+    comm = ctx.ccl.communicator()
+    largest = comm.largest_cluster
+    comm.largest_cluster = min(cluster, largest)
+    ctx.ops._all_reduce_rms_norm._launches.clear()
+    flag, began = torch.ones(1, dtype=torch.int32).pin_memory(), torch.zeros(1, dtype=torch.int32, device=ctx.device)
+    memory = torch.zeros(ELEMENTS * THREADS + shared, device=ctx.device)
+    x = torch.ones(rows, columns, dtype=torch.bfloat16, device=ctx.device)
+    out, weight = torch.zeros_like(x), torch.ones_like(x[0])
+    holding, calling, asking = (torch.cuda.Stream() for _ in range(3))
+    programs = PROGRAMS * ctx.get_cu_count()
+
+    def start():
+        with torch.cuda.stream(holding):
+            return hold[(programs,)](
+                flag, began, memory, THREADS, shared, PATIENCE, num_warps=THREADS // 32, maxnreg=HELD // 512
+            )
+
+    def call():
+        with torch.cuda.stream(calling):
+            ctx.ops.all_reduce_rms_norm(out, x, weight)
+            return calling.record_event()
+
+    def all_hold():
+        with torch.cuda.stream(asking):
+            return began.item() == programs
+
+    try:
+        # All are loaded before one of them waits.
+        kernel, _ = start(), call()
+        assert -(-kernel.n_regs // 8) * 8 * THREADS * PROGRAMS == HELD
+        torch.cuda.synchronize()
+        flag.zero_(), began.zero_(), out.zero_()
+        ctx.barrier()
+        start()
+        held = until(all_hold, 2)
+        done = until(call().query, 2)
+        waited = not holding.query()
+    finally:
+        flag.fill_(1)
+        torch.cuda.synchronize()
+        comm.largest_cluster = largest
+        ctx.ops._all_reduce_rms_norm._launches.clear()
+    assert held and waited, "the other kernel did not hold what it should"
+    assert done, "the call waited until the other kernel had ended"
+    torch.testing.assert_close(out, torch.ones_like(out))
+
+
+@pytest.mark.parametrize("shared", [0, 4096])
+@pytest.mark.parametrize("cluster", [1, 8, 16])
+@pytest.mark.parametrize("rows, columns", [(1, 4096), (16, 8192)])
+def test_it_begins_beside_kernels_that_wait(ranks, rows, columns, cluster, shared):
+    ranks.run(beside, rows, columns, cluster, shared)
+
+
+def crossing(ctx, rows, columns):
+    """Every second rank has begun the norm when it comes to the all-gather, and the others the other way round."""
+    rank, size, n = ctx.cur_rank, ctx.num_ranks, 32 << 20
+    mine = torch.empty(n, dtype=torch.bfloat16, device=ctx.device)
+    gathered = torch.empty(size * n, dtype=torch.bfloat16, device=ctx.device)
+    x = torch.empty(rows, columns, dtype=torch.bfloat16, device=ctx.device)
+    out, weight = torch.zeros_like(x), torch.ones_like(x[0])
+    streams = torch.cuda.Stream(), torch.cuda.Stream()
+
+    def gather():
+        with torch.cuda.stream(streams[0]):
+            ctx.ccl.all_gather(gathered, mine)
+
+    def norm():
+        with torch.cuda.stream(streams[1]):
+            ctx.ops.all_reduce_rms_norm(out, x, weight, 0.0)
+
+    gather(), norm()
+    for round in range(6):
+        ctx.barrier()
+        mine.fill_(rank + 8 * round), x.fill_(rank + 1 - 4 * (round % 2))
+        torch.cuda.synchronize()
+        ctx.barrier()
+        first, second = (gather, norm) if (rank + round) % 2 else (norm, gather)
+        first()
+        time.sleep(0.05)
+        second()
+        assert until(lambda: all(stream.query() for stream in streams), 10), "each waits for the other"
+        wanted = torch.arange(size, device=ctx.device) + 8 * round
+        assert (gathered.view(size, n) == wanted[:, None]).all()
+        total = sum(range(1, size + 1)) - 4 * size * (round % 2)
+        torch.testing.assert_close(out, torch.full_like(out, (total > 0) - (total < 0)))
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("rows, columns", [(1, 4096), (16, 8192)])
+def test_neither_waits_for_what_another_rank_has_begun(ranks, rows, columns):
+    ranks.run(crossing, rows, columns)
