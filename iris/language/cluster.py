@@ -6,10 +6,10 @@ time, on multiprocessors that reach each other's shared memory (PTX ISA, "Cluste
 
 Each program has an mbarrier, and a place for the numbers of each. Why that is in order: a program comes to the
 cluster's barrier with its mbarrier initialised, and its fence shows that to the cluster (PTX ISA, "membar / fence":
-mbarrier_init); it writes to the others behind that barrier. Numbers are written by asynchronous
-stores, which count their bytes on the receiver's mbarrier when they are there, a release at the cluster's scope; who
-awaits the bytes acquires at that scope (PTX ISA, "st.async", "mbarrier.try_wait"). No program ends without the numbers
-of all, so nobody writes to one that is gone. A launch has one meeting, so nothing is used twice.
+mbarrier_init); it writes to the others behind that barrier. Numbers are written by asynchronous stores, which count
+their bytes on the receiver's mbarrier when they are there, a release at the cluster's scope; who awaits the bytes
+acquires at that scope (PTX ISA, "st.async", "mbarrier.try_wait"). No program ends without the numbers of all, so nobody
+writes to one that is gone. A launch has one meeting, so nothing is used twice.
 """
 
 import triton
