@@ -10,6 +10,7 @@ import torch.distributed as dist
 from covering import EVERYTHING, covering
 
 from iris.ccl import functional as collectives
+from iris.ccl.push import SLOTS
 from iris.errors import InvalidCollectiveError, InvalidGroupError
 from iris.language.target import largest_cluster, threads_per_warp
 from iris.ops import functional, normalisation
@@ -77,13 +78,13 @@ def tolerance(dtype, scale):
     return torch.finfo(dtype).eps / 2 + 1e-5, least * scale + 1e-6
 
 
-def rounds(ctx, variant, shape, dtype, out_dtype, scaling, adds, cluster, count=3 if EVERYTHING else 2):
+def rounds(ctx, variant, shape, dtype, out_dtype, scaling, adds, cluster):
     out = torch.empty(shape, dtype=out_dtype, device=ctx.device)
     weight = data(99, shape[1:], dtype)
     scale = torch.tensor([0.25], device=ctx.device) if scaling == "given" else None
     row_scales = torch.empty(shape[0], device=ctx.device) if scaling == "by row" else None
     with by(ctx, variant, cluster):
-        for round in range(count):
+        for round in range(SLOTS.value + 1):  # each slot, and one again
             everyone = inputs(ctx, round, shape, dtype)
             residual = data(77 + round, shape, dtype) if adds else None
             given = everyone[ctx.cur_rank].to(ctx.device)
