@@ -7,33 +7,40 @@ OLDEST := PYTHONPATH=.oldest .venv/bin/python
 # A GPU machine's own torch fits its driver, so tests on GPUs run in the Python that is there.
 TORCHRUN := PYTHONPATH=. $(PYTHON) -m torch.distributed.run --standalone --nproc-per-node $(RANKS)
 
-# What the oldest Triton compiles, for the GPUs that were run, and runs: in `make test-all` for all, and by torchrun too.
-OLDEST_TARGETS := $(if $(IRIS_TEST_ALL),,-k "not gfx")
-OLDEST_PROGRAMS := $(if $(IRIS_TEST_ALL),,-k "not torchrun")
-
-.PHONY: demo test test-all test-simulator test-compiled test-gpu perf lint fix docs setup setup-oldest
-
-demo: setup          ## two ranks exchange data from inside Triton and Gluon kernels
-	$(RUN) -m iris demo
-
-test: setup setup-oldest lint   ## the covering sample: simulator, compile checks, oldest Triton
-	$(MAKE) --jobs 2 --output-sync=target --no-print-directory test-simulator test-compiled
-
-# Two lanes, which take about as long as each other on two cores.
-IN_OTHER_LANE := language ops sanitizer x test_docs.py test_example_folders.py
+# Of the tests, of which three run at a time, the longest first: ranks that wait leave two cores time for more than two.
+PARTS := test-simulator test-operations test-compiled test-sanitized test-oldest
+OPERATIONS := language ops sanitizer test_docs.py
 
 # What runs under the sanitizer only; and besides, in `make test-all`, all that uses ranks.
 SANITIZED := x test_example_folders.py
 ALSO_SANITIZED := $(if $(IRIS_TEST_ALL),language ops ccl heap tracing $(addprefix test_,$(addsuffix .py,\
 	bench context docs examples tensors world)))
 
+# What the oldest Triton compiles, for the GPUs that were run, and runs: in `make test-all` for all, and by torchrun too.
+OLDEST_TARGETS := $(if $(IRIS_TEST_ALL),,-k "not gfx")
+OLDEST_PROGRAMS := $(if $(IRIS_TEST_ALL),,-k "not torchrun")
+
+.PHONY: demo test test-all $(PARTS) test-gpu perf lint fix docs setup setup-oldest
+
+demo: setup          ## two ranks exchange data from inside Triton and Gluon kernels
+	$(RUN) -m iris demo
+
+test: setup setup-oldest lint   ## the covering sample: simulator, compile checks, oldest Triton
+	$(MAKE) --jobs 3 --output-sync=target --no-print-directory $(PARTS)
+
 test-simulator:
-	$(RUN) -m pytest -q tests $(addprefix --ignore tests/,codegen $(IN_OTHER_LANE))
+	$(RUN) -m pytest -q tests $(addprefix --ignore tests/,codegen $(OPERATIONS) $(SANITIZED))
+
+test-operations:
+	$(RUN) -m pytest -q $(addprefix tests/,$(OPERATIONS))
 
 test-compiled:
-	$(RUN) -m pytest -q $(addprefix tests/,$(filter-out $(SANITIZED),$(IN_OTHER_LANE)))
-	IRIS_SANITIZE=1 $(RUN) -m pytest -q $(addprefix tests/,$(SANITIZED) $(ALSO_SANITIZED))
 	IRIS_SIMULATOR=0 $(RUN) -m pytest -q tests/codegen
+
+test-sanitized:
+	IRIS_SANITIZE=1 $(RUN) -m pytest -q $(addprefix tests/,$(SANITIZED) $(ALSO_SANITIZED))
+
+test-oldest:
 	IRIS_SIMULATOR=0 $(OLDEST) -m pytest -q tests/codegen $(OLDEST_TARGETS)
 	$(OLDEST) -m pytest -q tests/test_acceptance.py tests/simulator $(OLDEST_PROGRAMS) $(if $(IRIS_TEST_ALL),tests/sanitizer)
 
