@@ -56,7 +56,7 @@ def make_one_hop(jit, lang, move, queue, stamped, order, Context):
         if FLAT:
             return k
         else:
-            return k // row * pitch + k % row
+            return lang.cast(k // row, lang.int64) * pitch + k % row
 
     @jit
     def one_hop(

@@ -44,8 +44,8 @@ AHEAD = tl.constexpr(1)
 
 def part_bytes(size: int, share: int, programs: int) -> int:
     """Bytes of a block that belong to one of ``size`` ranks, where a rank adds up ``share`` bytes with ``programs``."""
-    # A word of 4 bytes for each thread of a warp, which polls one of its own (`iris.language.stamped`).
-    most = max(4 * threads_per_warp(), BLOCK_BYTES // (1 << (size - 1).bit_length()))
+    # A word of 8 bytes at most for each thread of a warp, which polls one of its own (`iris.language.stamped`).
+    most = max(8 * threads_per_warp(), BLOCK_BYTES // (1 << (size - 1).bit_length()))
     part = min(WARP_BYTES, most)
     while part < most and part * programs < share:
         part *= 2

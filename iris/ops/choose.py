@@ -34,7 +34,7 @@ def choose(call: Call, size: int, programs: int, on_gpu: bool) -> FusedConfig:
     configs = [
         FusedConfig(use_gluon=True, block_size_m=128, block_size_n=columns, block_size_k=64) for columns in TILE_NS
     ]
-    if not on_gpu or size == 1 or hopper.problem(call, configs[0], size) is not None:
+    if not on_gpu or size == 1 or not call.out.numel() or hopper.problem(call, configs[0], size) is not None:
         return VENDOR
 
     def least_us(config: FusedConfig) -> float:

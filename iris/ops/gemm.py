@@ -58,8 +58,9 @@ def product(
     ``rows`` and ``columns`` are neighbours, and stay so: a clamp at the edge would make each load one of an element.
     """
     k = tl.arange(0, BLOCK_K)
-    x = a + (rows.to(tl.int64)[:, None] * stride_am + k[None, :] * stride_ak)
-    y = b + (k[:, None] * stride_bk + columns.to(tl.int64)[None, :] * stride_bn)
+    x = a + (rows.to(tl.int64)[:, None] * stride_am + k.to(tl.int64)[None, :] * stride_ak)
+    y = b + (k.to(tl.int64)[:, None] * stride_bk + columns.to(tl.int64)[None, :] * stride_bn)
+    step_a, step_b = tl.cast(stride_ak, tl.int64) * BLOCK_K, tl.cast(stride_bk, tl.int64) * BLOCK_K
     inside_m, inside_n = (rows < stop_m)[:, None], (columns < N)[None, :]
     total = tl.zeros((rows.shape[0], columns.shape[0]), dtype=tl.float32)
     for begin in range(0, K, BLOCK_K):
@@ -68,8 +69,8 @@ def product(
         right = tl.load(y, mask=here[:, None] & inside_n, other=0.0, cache_modifier=CACHE_B)
         # Hopper adds up products of fp8 with few bits: not more of them than of one step, which float32 takes up then.
         total = tl.dot(left, right, total, input_precision=precision(ALLOW_TF32), max_num_imprecise_acc=BLOCK_K)
-        x += BLOCK_K * stride_ak
-        y += BLOCK_K * stride_bk
+        x += step_a
+        y += step_b
     return total
 
 

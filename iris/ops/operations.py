@@ -325,16 +325,17 @@ class Operations:
 
     def _result(self, call: Call, config: FusedConfig, buffers: Buffers) -> tuple[bool, torch.Tensor]:
         """Where a kernel leaves the result, and whether peers store it on the heap."""
-        if call.name in ("all_gather_matmul", "matmul_reduce_scatter"):
-            return False, call.out
-        if self._direct(call, config):
-            return True, call.out
+        direct = self._direct(call, config)
+        if direct or call.name in ("all_gather_matmul", "matmul_reduce_scatter"):
+            return direct, call.out
         W, rows = self._context.num_ranks, len(call.a)
         parts = 0 if call.name == "matmul_all_gather" else W * -(-rows // W) * call.b.shape[1]
         return False, buffers.data[parts:].view(call.out.shape)
 
     def _direct(self, call: Call, config: FusedConfig) -> bool:
-        """Whether peers can store into the result where it is."""
+        """Whether peers store into the result, and can where it is."""
+        if call.name in ("all_gather_matmul", "matmul_reduce_scatter"):
+            return False
         by_tma = config.use_gluon and self._gluon is hopper
         return self._context.is_symmetric(call.out) and (not by_tma or hopper.fits_tma(call.out))
 

@@ -373,3 +373,26 @@ def reference(ctx, module, tiles):
 def test_all_gather_is_torchs(ranks, module):
     """From both constructors, against `torch.distributed.all_gather_into_tensor`."""
     ranks.run(reference, module, [(32, 64, 32, 64), (64, 64, 64, 32), (16, 512, 8, 256)])
+
+
+def far_apart(ctx, step):
+    """Small pieces whose rows begin so many bytes apart: their places are more than 32 bits."""
+    rows, part, size = 3, 31, ctx.num_ranks  # bytes, which no wider word divides
+    columns = part * size
+    whole = torch.empty((rows - 1) * step + columns, dtype=torch.uint8, device=ctx.device)
+    mine = whole.as_strided((rows, columns), (step, 1))
+    everyone = [
+        (torch.arange(rows * columns) * 7 + 31 * rank).to(torch.uint8).view(rows, columns) for rank in range(size)
+    ]
+    mine.copy_(everyone[ctx.cur_rank])
+    gathered, turned = (torch.zeros(n * rows, columns, dtype=torch.uint8, device=ctx.device) for n in (size, 1))
+    ctx.ccl.all_gather(gathered, mine)
+    assert torch.equal(gathered.cpu(), torch.cat(everyone))
+    ctx.ccl.all_to_all(turned, mine)
+    begin = ctx.cur_rank * part
+    assert torch.equal(turned.cpu(), torch.cat([each[:, begin : begin + part] for each in everyone], 1))
+
+
+@pytest.mark.ranks(2)
+def test_rows_that_begin_far_apart(ranks):
+    ranks.run(far_apart, 1 << 30)

@@ -40,6 +40,12 @@ def test_where_the_kernel_cannot_or_need_not_run(name, size, dtype, columns, on_
     assert choose(call(name, 4096, columns, 8192, dtype, size), size, PROGRAMS, on_gpu) == VENDOR
 
 
+@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize("rows, columns, depth", [(0, 8192, 8192), (4096, 0, 8192), (4096, 8192, 0)])
+def test_nothing_is_chosen_for_nothing(name, rows, columns, depth):
+    assert choose(call(name, rows, columns, depth), 4, PROGRAMS, True) == VENDOR
+
+
 def test_tiles_are_narrower_where_wide_ones_leave_multiprocessors_idle():
     # 64 tiles of 256 columns, for 132 multiprocessors.
     assert choose(call("matmul_reduce_scatter", 1024, 2048, 28672), 4, PROGRAMS, True).block_size_n < 256

@@ -173,3 +173,45 @@ def test_tiles_split_along_k(ranks, name, plan):
     if EVERYTHING:
         case = ((300, 264, 328), torch.bfloat16, "Hopper, wide", "columns", "rows", False, True)
         ranks.run(check_split, plan, name, *case)
+
+
+def anywhere(ctx, name):
+    """Results of which some lie on the heap, on some ranks, call by call: with no other rank's product to store."""
+    size, rank = ctx.num_ranks, ctx.cur_rank
+    gathers = name == "all_gather_matmul"
+    a = [matrix(23 if gathers else 23 * size, 40, torch.float32, "rows", seed, ctx.device) for seed in range(size)]
+    b = [matrix(40, 24, torch.float32, "rows", 10 + seed, ctx.device) for seed in range(size)]
+    if gathers:
+        exact = torch.cat(a).double() @ b[rank].double()
+    else:
+        exact = sum(x.double() @ y.double() for x, y in zip(a, b, strict=True))[23 * rank : 23 * (rank + 1)]
+    places = ctx.zeros(exact.shape), torch.zeros(exact.shape, device=ctx.device)
+    for config in (CONFIGS["fused"], CONFIGS["copies"]):
+        for call in range(4):
+            out = places[(call >> rank) % 2]
+            getattr(ctx.ops, name)(out, a[rank], b[rank], config=config)
+            torch.testing.assert_close(out.double(), exact, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", COPIED)
+def test_ranks_keep_their_own_results_where_they_like(ranks, name):
+    ranks.run(anywhere, name)
+
+
+def far_apart(ctx):
+    """B's rows begin 2^26 elements apart, so that the last of a block do 2^32 bytes behind the first and more."""
+    depth, columns, step = 64, 16, 1 << 26
+    b = torch.empty((depth - 1) * step + columns, dtype=torch.float16, device=ctx.device)
+    b = b.as_strided((depth, columns), (step, 1))
+    b.copy_(matrix(depth, columns, torch.float16, "rows", 9, ctx.device))
+    a = matrix(16, depth, torch.float16, "rows", 1, ctx.device)
+    out = torch.empty(16 * ctx.num_ranks, columns, dtype=torch.float16, device=ctx.device)
+    ctx.ops.all_gather_matmul(out, a, b, config=FusedConfig(**SMALL | {"block_size_k": 64}))
+    exact = (a.double() @ b.double()).repeat(ctx.num_ranks, 1)
+    torch.testing.assert_close(out.double(), exact, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.ranks(2)
+def test_lines_that_begin_far_apart(ranks):
+    ranks.run(far_apart)

@@ -107,7 +107,7 @@ def stages(call: Call, config: FusedConfig) -> int:
 def chunk_rows(rows: int, depth: int, config: FusedConfig) -> int:
     """Rows of A that are sent together: a multiple of a tile's."""
     chunks = max(1, min(MOST_CHUNKS, 2 * rows * depth // LEAST_CHUNK_BYTES))
-    return -(-rows // (chunks * config.block_size_m)) * config.block_size_m
+    return max(1, -(-rows // (chunks * config.block_size_m))) * config.block_size_m
 
 
 def gathered_rows(rows: int, depth: int, config: FusedConfig) -> int:

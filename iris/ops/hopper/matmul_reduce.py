@@ -65,7 +65,7 @@ def tile_of(number, rank, W: gl.constexpr, tiles_m, tiles_n, BLOCKS: gl.constexp
         owner, theirs = (rank + 1 + inside % peers) % W, inside // peers
     in_block = gl.where(number >= last, number - last, gl.where(own, inside - peers * size, theirs))
     tile = block * size + in_block
-    pid_m, pid_n = gluon_place(tile, tiles_m, tiles_n, GROUP)
+    pid_m, pid_n = gluon_place(gl.minimum(tile, tiles - 1), tiles_m, tiles_n, GROUP)
     return gl.where(own, rank, owner), tile, pid_m, pid_n
 
 
