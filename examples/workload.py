@@ -136,7 +136,8 @@ def check(actual: torch.Tensor, exact: torch.Tensor, torchs: torch.Tensor, where
 def share(total: int, ctx: iris.Iris, what: str) -> int:
     """A rank's part of ``total``."""
     if total % ctx.num_ranks:
-        raise SystemExit(f"{what} is {total}, which {ctx.num_ranks} ranks cannot share: give a multiple of these.")
+        size = ctx.num_ranks
+        raise SystemExit(f"{what} is {total}, which {size} ranks cannot share: give a multiple of {size}.")
     return total // ctx.num_ranks
 
 

@@ -47,7 +47,7 @@ class Iris(Factories):
         What kernels did, and when.
     """
 
-    def __init__(self, heap_size: int = 1 << 30, process_group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, heap_size: int = 1 << 30, *, process_group: dist.ProcessGroup | None = None) -> None:
         self._world = world.join(process_group)
         self.cur_rank, self.num_ranks = self._world.rank, self._world.size
         self.device = self._world.device

@@ -137,7 +137,7 @@ class ProcessGroup(dist.ProcessGroup):
         if self._context is None:
             if device.type == "cuda" and device.index is not None:
                 torch.cuda.set_device(device)
-            self._context = Iris(0, self)
+            self._context = Iris(0, process_group=self)
         return self._context
 
     # What torch asks about a group ------------------------------------------------------------------------------------

@@ -87,9 +87,10 @@ class Factories:
         layout: torch.layout = torch.strided,
         device: torch.device | str | None = None,
         requires_grad: bool = False,
+        pin_memory: bool = False,
     ) -> torch.Tensor:
         """Zeros, as `torch.zeros`."""
-        return self._filled(0, _shape(sizes, size), out, dtype, layout, device, requires_grad)
+        return self._filled(0, _shape(sizes, size), out, dtype, layout, device, requires_grad, pin_memory)
 
     def ones(
         self,
@@ -100,9 +101,10 @@ class Factories:
         layout: torch.layout = torch.strided,
         device: torch.device | str | None = None,
         requires_grad: bool = False,
+        pin_memory: bool = False,
     ) -> torch.Tensor:
         """Ones, as `torch.ones`."""
-        return self._filled(1, _shape(sizes, size), out, dtype, layout, device, requires_grad)
+        return self._filled(1, _shape(sizes, size), out, dtype, layout, device, requires_grad, pin_memory)
 
     def full(
         self,
@@ -114,9 +116,10 @@ class Factories:
         layout: torch.layout = torch.strided,
         device: torch.device | str | None = None,
         requires_grad: bool = False,
+        pin_memory: bool = False,
     ) -> torch.Tensor:
         """``fill_value`` everywhere, as `torch.full`."""
-        self._check(layout, device)
+        self._check(layout, device, pin_memory)
         target = self._place(flatten((size,)), dtype or _dtype_of(_scalar(fill_value)), dtype, out)
         return _finish(target, requires_grad, lambda: target.fill_(fill_value))
 
@@ -128,10 +131,11 @@ class Factories:
         layout: torch.layout = torch.strided,
         device: torch.device | str | None = None,
         requires_grad: bool = False,
+        pin_memory: bool = False,
         **bounds: Number,
     ) -> torch.Tensor:
         """``arange(end)``, ``arange(start, end)`` or ``arange(start, end, step)``, as `torch.arange`."""
-        self._check(layout, device)
+        self._check(layout, device, pin_memory)
         if len(args) == 1 and "end" not in bounds:
             args, bounds = (), {"end": args[0], **bounds}
         values = _bounds(*args, **bounds)
@@ -151,9 +155,10 @@ class Factories:
         layout: torch.layout = torch.strided,
         device: torch.device | str | None = None,
         requires_grad: bool = False,
+        pin_memory: bool = False,
     ) -> torch.Tensor:
         """``steps`` values from ``start`` to ``end``, both included, as `torch.linspace`."""
-        self._check(layout, device)
+        self._check(layout, device, pin_memory)
         (count,) = flatten((steps,))
         ends = (_scalar(start), _scalar(end), count)
         inferred = dtype or _dtype_of(1j if any(isinstance(value, complex) for value in ends) else 1.0)
@@ -206,9 +211,10 @@ class Factories:
         layout: torch.layout = torch.strided,
         device: torch.device | str | None = None,
         requires_grad: bool = False,
+        pin_memory: bool = False,
     ) -> torch.Tensor:
         """Integers in [low, high): ``randint(high, size)`` or ``randint(low, high, size)``, as `torch.randint`."""
-        self._check(layout, device)
+        self._check(layout, device, pin_memory)
         given = {"low": low, "high": high, "size": size}
         unnamed = [name for name, value in given.items() if value is None]
         if len(args) == len(unnamed) - 1 and low is None:
@@ -277,8 +283,8 @@ class Factories:
         """A host tensor over ``rank``'s copy of ``tensor``: see `SymmetricHeap.peer`."""
         return self.heap.peer(tensor, rank)
 
-    def _filled(self, value, shape, out, dtype, layout, device, requires_grad) -> torch.Tensor:
-        self._check(layout, device)
+    def _filled(self, value, shape, out, dtype, layout, device, requires_grad, pin_memory) -> torch.Tensor:
+        self._check(layout, device, pin_memory)
         target = self._place(shape, dtype or torch.get_default_dtype(), dtype, out)
         return _finish(target, requires_grad, lambda: target.fill_(value))
 

@@ -82,6 +82,8 @@ def main(ctx: iris.Iris, workload: Workload) -> None:
     rank, W = ctx.get_rank(), ctx.get_num_ranks()
     T, H, E, dtype = workload.m, workload.n, workload.k, workload.dtype
     local = share(E, ctx, "-k")
+    if E < TOP:
+        raise SystemExit(f"-k is {E}, and a token goes to {TOP} experts: give {TOP} or more.")
     layer = ExpertParallel(ctx, T, H, E, TOP, dtype)
     x = torch.empty(T, H, device=ctx.device, dtype=dtype)
     experts = torch.empty(T, TOP, device=ctx.device, dtype=torch.int32)

@@ -121,7 +121,9 @@ def counts(name: str, values: Sequence[int], size: int) -> tuple[int, ...]:
     except TypeError:
         numbers = ()
     if len(numbers) != size or min(numbers, default=0) < 0:
-        raise InvalidCollectiveError(f"{name} takes {size} numbers of elements, one a rank, none negative: {values!r}.")
+        raise InvalidCollectiveError(
+            f"{name} takes {size} whole numbers of elements, one a rank, none negative: {values!r}."
+        )
     return numbers
 
 

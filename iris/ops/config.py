@@ -42,19 +42,19 @@ class FusedConfig:
         Of the Triton kernel.
     """
 
-    variant: str = "kernel"
     block_size_m: int = 256
     block_size_n: int = 64
     block_size_k: int = 64
     group_size_m: int = 8
     num_sms: int | None = None
-    comm_sms: int | None = None
     num_xcds: int = 1
     chunk_size: int = 1
     cache_modifier_a: str | None = None
     cache_modifier_b: str | None = None
     allow_tf32: bool = True
     all_reduce_variant: str = "two_shot"
+    variant: str = "kernel"
+    comm_sms: int | None = None
     use_gluon: bool = False
     num_warps: int = 8
     num_stages: int = 3

@@ -8,7 +8,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from iris import simulator
 from iris.capture import capture_id
 from iris.ccl.work import Work
-from iris.errors import FirstUseInCaptureError, InvalidConfigError
+from iris.errors import FirstUseInCaptureError, InvalidCollectiveError, InvalidConfigError
 from iris.heap.tensor_map import places
 from iris.launch import addresses, prepare
 from iris.ops import copies, vendor
@@ -233,8 +233,12 @@ class Operations:
 
     # What they share -------------------------------------------------------------------------------------------------
 
+    # As with collectives: `iris.ops.functional` has the gradients.
+    @torch.no_grad()
     def _run(self, call: Call, config: FusedConfig | None, async_op: bool, workspace: Buffers | None) -> Work | None:
         used = self._check(call, config)
+        if workspace is not None and not isinstance(workspace, Buffers):
+            raise InvalidCollectiveError(f"workspace={workspace!r} is not what {call.name}_preamble() returned.")
         if used.variant == "vendor":
             VENDORS[call.name](self._context, call)
         elif call.out.numel():

@@ -240,6 +240,10 @@ def _argument(value: Any, name: str, kernel: str) -> Any:
         return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
     if isinstance(value, tma.HOST_DESCRIPTORS):
         return tma.from_host(value, _argument(value.base, name, kernel))
+    if hasattr(value, "get_device_context"):
+        raise LaunchError(
+            f"Argument {name!r} of kernel {kernel!r} is the host's context: give the kernel ctx.get_device_context()."
+        )
     if isinstance(value, (str, list, dict, np.ndarray, np.generic, tl.dtype, torch.dtype)):
         raise LaunchError(
             f"Argument {name!r} of kernel {kernel!r} is a {type(value).__name__}. A kernel takes tensors, Python's "

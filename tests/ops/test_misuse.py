@@ -93,6 +93,9 @@ def other_workspace(ctx):
         assert (out == 6 * ctx.num_ranks).all()
     with pytest.raises(WorkspaceTooSmallError, match="prepared for matmul_all_reduce.8, 4, 6"):
         ctx.ops.matmul_all_reduce(out[:4], a[:4], b, config=config, workspace=workspace)
+    for carried in (config, None):
+        with pytest.raises(InvalidCollectiveError, match="workspace=5 is not what matmul_all_reduce_preamble"):
+            ctx.ops.matmul_all_reduce(out, a, b, config=carried, workspace=5)
     ctx.barrier()
     workspace.close()
 
@@ -133,3 +136,13 @@ def test_workspaces(ranks, name):
 def test_configurations(field, value, words):
     with pytest.raises(InvalidConfigError, match=rf"FusedConfig\({field}={value!r}\) cannot work: .*{words}"):
         FusedConfig(**{field: value})
+
+
+def test_the_order_of_a_configurations_fields():
+    config = FusedConfig(128, 32, 16, 4, 7, 2, 3, ".ca", ".cg", False, "two_shot")
+    assert (config.block_size_m, config.group_size_m, config.num_sms, config.num_xcds) == (128, 4, 7, 2)
+    assert (config.chunk_size, config.cache_modifier_b, config.allow_tf32) == (3, ".cg", False)
+    assert config == FusedConfig(
+        block_size_m=128, block_size_n=32, block_size_k=16, group_size_m=4, num_sms=7, num_xcds=2, chunk_size=3,
+        cache_modifier_a=".ca", cache_modifier_b=".cg", allow_tf32=False,
+    )  # fmt: skip

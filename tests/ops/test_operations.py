@@ -215,3 +215,19 @@ def far_apart(ctx):
 @pytest.mark.ranks(2)
 def test_lines_that_begin_far_apart(ranks):
     ranks.run(far_apart)
+
+
+def of_parameters(ctx, name):
+    """Matrices with gradients are multiplied like others, whatever carries it, and the result has none."""
+    size = ctx.num_ranks
+    rows = {"all_gather_matmul": 5 * size * size, "matmul_all_gather": 5 * size * size, "matmul_reduce_scatter": 5}
+    out = torch.zeros(rows.get(name, 5 * size), 4, device=ctx.device)
+    a, b = (torch.ones(shape, device=ctx.device, requires_grad=True) for shape in ((5 * size, 6), (6, 4)))
+    for config in (CONFIGS["vendor"], CONFIGS["fused"], *([CONFIGS["copies"]] if name in COPIED else [])):
+        getattr(ctx.ops, name)(out.zero_(), a, b, config=config)
+        assert (out == 6 * (1 if "gather" in name else size)).all() and not out.requires_grad
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_product_of_parameters(ranks, name):
+    ranks.run(of_parameters, name)

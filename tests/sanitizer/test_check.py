@@ -12,6 +12,9 @@ import pytest
 from conftest import import_path
 from covering import EVERYTHING
 
+from iris.errors import InvalidSettingError
+from iris.simulator import sanitizer
+
 pytest_plugins = ["iris.simulator.sanitizer.fixture"]
 
 BROKEN = Path(__file__).parent / "broken"
@@ -95,3 +98,9 @@ def test_under_torchrun():
     done = check(BROKEN / "gpu_scope_signal.py", launcher=launcher)
     assert done.returncode == 1
     assert "iris-check: race/scope: " in done.stdout + done.stderr
+
+
+def test_a_setting_that_means_nothing(monkeypatch):
+    monkeypatch.setenv("IRIS_SANITIZE", "yes")
+    with pytest.raises(InvalidSettingError, match="IRIS_SANITIZE='yes'.*1 for on, 0 for off"):
+        sanitizer.start_if_wanted(None)

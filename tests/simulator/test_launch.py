@@ -70,6 +70,11 @@ def launch(x, **options):
     add_one[(1,)](x, torch.zeros(9), 8, 8, **options)
 
 
+class HostContext:
+    def get_device_context(self):
+        return torch.zeros(8)
+
+
 @pytest.mark.parametrize(
     ("call", "text"),
     [
@@ -78,6 +83,10 @@ def launch(x, **options):
         (lambda: launch([1.0] * 8), "'x' of kernel 'add_one' is a list"),
         (lambda: launch(numpy.zeros(8)), "'x' of kernel 'add_one' is a ndarray"),
         (lambda: launch("x"), "'x' of kernel 'add_one' is a str"),
+        (
+            lambda: launch(HostContext()),
+            r"'x' of kernel 'add_one' is the host's context: .* ctx.get_device_context\(\)",
+        ),
         (lambda: launch(torch.zeros(8, dtype=torch.complex64)), "'x' of kernel 'add_one' has dtype torch.complex64"),
     ],
 )

@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from iris.errors import InvalidSettingError
+
 if TYPE_CHECKING:
     from iris.simulator.sanitizer.notes import Recorder
     from iris.world import Group
@@ -75,7 +77,10 @@ def start_if_wanted(group: "Group") -> None:
 
     Who has not said where the notes belong, as ``python -m iris check`` does, is told at the end what was found.
     """
-    if recorder is not None or os.environ.get(VARIABLE) != "1":
+    wanted = os.environ.get(VARIABLE, "0")
+    if wanted not in ("", "0", "1"):
+        raise InvalidSettingError(VARIABLE, wanted, "1 for on, 0 for off")
+    if recorder is not None or wanted != "1":
         return
     rank, num_ranks = group.ranks[group.rank], max(group.ranks) + 1
     folder = os.environ.get(FOLDER_VARIABLE)
