@@ -13,8 +13,15 @@ from triton.runtime.jit import JITFunction
 from codegen.offline import TARGETS, compile_for, targets_by_turns
 from codegen.operations import is_barrier, is_data, releases
 from iris.ccl.atomic import gluon_atomic, triton_atomic
+from iris.ccl.broadcast import triton_broadcast
+from iris.ccl.communicator import HELD
+from iris.ccl.exchange import triton_exchange
+from iris.ccl.exchange_v import triton_exchange_v
 from iris.ccl.one_hop import gluon_one_hop, triton_one_hop
+from iris.ccl.pull import triton_pull
 from iris.ccl.push import gluon_one_shot, triton_one_shot
+from iris.ccl.ring import triton_ring
+from iris.ccl.two_shot import triton_two_shot
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -194,6 +201,16 @@ def test_parts_of_all_ranks_are_under_way_together(kernel):
     loads = [i for i, line in enumerate(code) if "LDG.E.128.STRONG" in line]
     # Between the loads of the first and of the last part nothing waits for one: there is not room for what would.
     assert len(loads) == arguments["W"] and loads[-1] - loads[0] < 16, "\n".join(code[loads[0] : loads[-1]])
+
+
+@pytest.mark.parametrize(
+    "kernel", [triton_exchange, triton_exchange_v, triton_two_shot, triton_pull, triton_broadcast, triton_ring]
+)
+def test_programs_leave_room_for_others(kernel):
+    """Those of 8 warps by themselves; of more, the registers are limited."""
+    code = compile_for("sm_90", kernel, *arguments_of(kernel), num_warps=8).instructions()
+    registers = 1 + max(int(number) for line in code for number in re.findall(r"\bR(\d+)\b", line))
+    assert 8 * 32 * -(-registers // 8) * 8 <= HELD
 
 
 def test_no_kernel_is_missing():
