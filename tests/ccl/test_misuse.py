@@ -101,7 +101,7 @@ REFUSED = {
     ),
     "counts that are not whole": (
         lambda ccl, ctx: ccl.all_to_all_v(ctx.zeros(2), ctx.zeros(2), [1, 1.5], [0, 1], [1, 1], [0, 1]),
-        InvalidCollectiveError, ValueError, r"send_counts takes 2 numbers.*1\.5",
+        InvalidCollectiveError, ValueError, r"send_counts takes 2 whole numbers.*1\.5",
     ),
     "another device": (
         lambda ccl, ctx: ccl.all_reduce(torch.zeros(4, device="meta"), torch.zeros(4, device="meta")),
@@ -201,11 +201,11 @@ REFUSED = {
     ),
     "negative counts": (
         lambda ccl, ctx: ccl.all_to_all_v(ctx.zeros(4), ctx.zeros(4), [1, -1], [0, 1], [1, 1], [0, 1]),
-        InvalidCollectiveError, ValueError, r"send_counts takes 2 numbers.*\[1, -1\]",
+        InvalidCollectiveError, ValueError, r"send_counts takes 2 whole numbers.*\[1, -1\]",
     ),
     "counts of other ranks": (
         lambda ccl, ctx: ccl.all_to_all_v(ctx.zeros(4), ctx.zeros(4), [1], [0], [1], [0]),
-        InvalidCollectiveError, ValueError, r"send_counts takes 2 numbers.*\[1\]",
+        InvalidCollectiveError, ValueError, r"send_counts takes 2 whole numbers.*\[1\]",
     ),
     "gaps between what is counted": (
         lambda ccl, ctx: ccl.all_to_all_v(ctx.zeros(4), ctx.zeros(8)[::2], [1, 1], [0, 1], [1, 1], [0, 1]),
