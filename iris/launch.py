@@ -25,6 +25,8 @@ def prepare(
     ``cluster``: so many programs that follow each other run at the same time and reach each other's shared memory. To
     Triton each is one of its own: with its ``num_ctas`` it would divide one program's blocks among them.
     """
+    if grid[0] % cluster:
+        raise ValueError(f"{grid[0]} programs are not clusters of {cluster}.")
     if simulator.ACTIVE:
         return lambda stream, args: kernel[grid](*args, **options)
     if launches_early():
@@ -32,8 +34,6 @@ def prepare(
     compiled = kernel.warmup(*args, grid=grid, **options)
     compiled[grid]  # loads it
     metadata = compiled.packed_metadata
-    if grid[0] % cluster:
-        raise ValueError(f"{grid[0]} programs are not clusters of {cluster}")
     if cluster > 1:
         # What Triton's launcher takes for ``num_ctas``: it launches as many clusters as the grid has programs.
         num_warps, _, shared = metadata

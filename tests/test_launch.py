@@ -2,7 +2,7 @@
 
 import pytest
 
-from iris.launch import launcher
+from iris.launch import launcher, prepare
 
 GRID = (4, 1, 1)
 
@@ -63,3 +63,8 @@ def test_what_a_launcher_is_given(kind, python_calls):
     launch(8, (5, 6, True))
     assert run.launches == [run.expected(7, (3, 4, True)), run.expected(8, (5, 6, True))]
     assert run.python_calls == python_calls
+
+
+def test_no_program_is_left_out_of_a_cluster():
+    with pytest.raises(ValueError, match="12 programs are not clusters of 8"):
+        prepare(None, (12, 1, 1), cluster=8)

@@ -32,7 +32,7 @@ UNDER_WAY = 65536
 # Registers that a program holds at most, of 65536 that a multiprocessor has. The rest is for programs of other streams:
 # a rank has begun one launch and another rank another one, so on each rank both must be able to begin, or at least the
 # smaller one, beside the larger.
-HELD = 57344
+MOST_REGISTERS = 57344
 
 # Launches, and lists of counts, that are kept.
 KEPT = 4096
@@ -208,7 +208,7 @@ def ready(
     options = {}
     # Programs of fewer warps hold less.
     if num_warps >= 16 and on_nvidia():
-        options["maxnreg"] = HELD // (num_warps * threads_per_warp())
+        options["maxnreg"] = MOST_REGISTERS // (num_warps * threads_per_warp())
     launch = prepare(
         kernel, (programs, 1, 1), *seen(tensors[0], tensors[1], tensors[2:]), num_warps=num_warps, **options
     )

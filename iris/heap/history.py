@@ -14,8 +14,9 @@ from typing import NamedTuple
 
 import torch
 
-from iris.errors import AsymmetricHeapError, InvalidSettingError
+from iris.errors import AsymmetricHeapError
 from iris.simulator import sanitizer
+from iris.switches import switched_on
 from iris.world import Group, names
 
 VARIABLE = "IRIS_DEBUG"
@@ -25,10 +26,7 @@ _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 def debugging() -> bool:
     """Whether ``IRIS_DEBUG`` is set."""
-    text = os.environ.get(VARIABLE, "0")
-    if text not in ("", "0", "1"):
-        raise InvalidSettingError(VARIABLE, text, "1 for on, 0 for off")
-    return text == "1"
+    return switched_on(VARIABLE)
 
 
 class Call(NamedTuple):

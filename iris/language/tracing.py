@@ -16,7 +16,6 @@ An event begins when the first warp comes to it, and ends when the last one has 
 of the end. What was loaded is there then; what was stored has been issued, and may be on the link yet.
 """
 
-import os
 from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 
@@ -26,11 +25,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from iris import device_record
-from iris.errors import InvalidSettingError
 from iris.language.address import bytes_of
 from iris.language.clock import gluon_clock, triton_clock
 from iris.language.ordering import gluon_ordering, triton_ordering
 from iris.language.stamped import bits_type
+from iris.switches import switched_on
 
 try:
     from triton import aggregate
@@ -39,15 +38,7 @@ except ImportError:  # Triton < 3.8
 
 VARIABLE = "IRIS_TRACE"
 
-
-def _everything() -> bool:
-    text = os.environ.get(VARIABLE, "0")
-    if text not in ("", "0", "1"):
-        raise InvalidSettingError(VARIABLE, text, "1 for on, 0 for off")
-    return text == "1"
-
-
-TRACES_ALL = tl.constexpr(_everything())
+TRACES_ALL = tl.constexpr(switched_on(VARIABLE))
 """Whether every kernel is traced, whatever its context says."""
 
 TRACE = tl.constexpr(device_record.TRACE)

@@ -29,10 +29,10 @@ MOST_WARPS = 8
 # launch of its stream takes places before its turn.
 REGISTERS, WARPS, EARLY_WARPS = 128, 8, 5
 # Warps of a program in a cluster, whose programs begin together or not at all. With two of them each takes an eighth of
-# a multiprocessor's registers at most, which collectives leave (`iris.ccl.communicator.HELD`). And a program begins on
-# a multiprocessor only where the memory that shared memory and L1 cache divide is divided for as many of its kind as
-# there could be: for 25 of 1.25 KiB by the registers of two warps, not for 32 as with one; 32 KiB are there beside
-# kernels that use none (`tests/ops/test_room.py`).
+# a multiprocessor's registers at most, which collectives leave (`iris.ccl.communicator.MOST_REGISTERS`). And a program
+# begins on a multiprocessor only where the memory that shared memory and L1 cache divide is divided for as many of its
+# kind as there could be: for 25 of 1.25 KiB by the registers of two warps, not for 32 as with one; 32 KiB are there
+# beside kernels that use none (`tests/ops/test_room.py`).
 # Bytes that a thread holds there at most: in one shot of the pieces of all ranks; and of one piece and what is computed
 # from it, which is four times as much.
 CLUSTER_WARPS, CLUSTER_BYTES = 2, 256
@@ -133,9 +133,8 @@ def divide(variant: str, size: int, room: int, columns: int, itemsize: int, sms:
 
     def cut(clustered: bool) -> Division:
         """Into as many pieces as there may be."""
-        least_warps, most_warps, most_pieces = (1, MOST_WARPS, most)
-        if clustered:
-            least_warps, most_warps, most_pieces = (CLUSTER_WARPS, CLUSTER_WARPS, cluster)
+        least_warps, most_warps = (CLUSTER_WARPS, CLUSTER_WARPS) if clustered else (1, MOST_WARPS)
+        most_pieces = cluster if clustered else most
         least = least_warps * fewest
         smallest, pieces = max(SMALLEST_PIECE, ranks * least), 1
         while 2 * pieces * smallest <= power_of_two(columns) and 2 * pieces <= min(most_pieces, most // room):

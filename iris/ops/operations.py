@@ -30,6 +30,8 @@ SIMULATED_PROGRAMS = 4
 SEND_M, SEND_K = 16, 1024
 
 COPIED = ("all_gather_matmul", "matmul_reduce_scatter")
+# Those to whose results peers store.
+STORED_BY_PEERS = ("matmul_all_gather", "matmul_all_reduce")
 VENDORS = {
     "all_gather_matmul": vendor.all_gather_matmul,
     "matmul_all_gather": vendor.matmul_all_gather,
@@ -330,7 +332,7 @@ class Operations:
     def _result(self, call: Call, config: FusedConfig, buffers: Buffers) -> tuple[bool, torch.Tensor]:
         """Where a kernel leaves the result, and whether peers store it on the heap."""
         direct = self._direct(call, config)
-        if direct or call.name in ("all_gather_matmul", "matmul_reduce_scatter"):
+        if direct or call.name not in STORED_BY_PEERS:
             return direct, call.out
         W, rows = self._context.num_ranks, len(call.a)
         parts = 0 if call.name == "matmul_all_gather" else W * -(-rows // W) * call.b.shape[1]
@@ -338,7 +340,7 @@ class Operations:
 
     def _direct(self, call: Call, config: FusedConfig) -> bool:
         """Whether peers store into the result, and can where it is."""
-        if call.name in ("all_gather_matmul", "matmul_reduce_scatter"):
+        if call.name not in STORED_BY_PEERS:
             return False
         by_tma = config.use_gluon and self._gluon is hopper
         return self._context.is_symmetric(call.out) and (not by_tma or hopper.fits_tma(call.out))

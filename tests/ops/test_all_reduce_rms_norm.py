@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from covering import EVERYTHING, covering
 
+from iris.ccl import communicator
 from iris.ccl import functional as collectives
 from iris.ccl.push import SLOTS
 from iris.errors import InvalidCollectiveError, InvalidGroupError
@@ -302,3 +303,16 @@ def test_programs_that_wait_for_each_other_all_have_a_place():
 def test_few_rows_have_several_programs_each(variant, room, columns, pieces, warps):
     division = normalisation.divide(variant, 4, room, columns, 2, SMS, 16)
     assert (division.pieces, division.warps, division.clustered) == (pieces, warps, pieces > 1)
+
+
+def agreed(ctx):
+    """Ranks whose GPUs have clusters of other sizes, in a new group."""
+    own, communicator.largest_cluster = communicator.largest_cluster, lambda: 16 >> ctx.cur_rank
+    try:
+        assert ctx.ccl.communicator(dist.new_group()).largest_cluster == 16 >> (ctx.num_ranks - 1)
+    finally:
+        communicator.largest_cluster = own
+
+
+def test_all_ranks_take_the_smallest_cluster_of_any(ranks):
+    ranks.run(agreed)

@@ -139,10 +139,7 @@ def test_configurations(field, value, words):
 
 
 def test_the_order_of_a_configurations_fields():
-    config = FusedConfig(128, 32, 16, 4, 7, 2, 3, ".ca", ".cg", False, "two_shot")
-    assert (config.block_size_m, config.group_size_m, config.num_sms, config.num_xcds) == (128, 4, 7, 2)
-    assert (config.chunk_size, config.cache_modifier_b, config.allow_tf32) == (3, ".cg", False)
-    assert config == FusedConfig(
+    assert FusedConfig(128, 32, 16, 4, 7, 2, 3, ".ca", ".cg", False, "two_shot") == FusedConfig(
         block_size_m=128, block_size_n=32, block_size_k=16, group_size_m=4, num_sms=7, num_xcds=2, chunk_size=3,
-        cache_modifier_a=".ca", cache_modifier_b=".cg", allow_tf32=False,
+        cache_modifier_a=".ca", cache_modifier_b=".cg", allow_tf32=False, all_reduce_variant="two_shot",
     )  # fmt: skip

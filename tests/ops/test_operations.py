@@ -205,10 +205,10 @@ def far_apart(ctx):
     b = torch.empty((depth - 1) * step + columns, dtype=torch.float16, device=ctx.device)
     b = b.as_strided((depth, columns), (step, 1))
     b.copy_(matrix(depth, columns, torch.float16, "rows", 9, ctx.device))
-    a = matrix(16, depth, torch.float16, "rows", 1, ctx.device)
+    a = [matrix(16, depth, torch.float16, "rows", seed, ctx.device) for seed in range(ctx.num_ranks)]
     out = torch.empty(16 * ctx.num_ranks, columns, dtype=torch.float16, device=ctx.device)
-    ctx.ops.all_gather_matmul(out, a, b, config=FusedConfig(**SMALL | {"block_size_k": 64}))
-    exact = (a.double() @ b.double()).repeat(ctx.num_ranks, 1)
+    ctx.ops.all_gather_matmul(out, a[ctx.cur_rank], b, config=FusedConfig(**SMALL | {"block_size_k": 64}))
+    exact = torch.cat(a).double() @ b.double()
     torch.testing.assert_close(out.double(), exact, rtol=1e-2, atol=1e-2)
 
 
@@ -219,15 +219,37 @@ def test_lines_that_begin_far_apart(ranks):
 
 def of_parameters(ctx, name):
     """Matrices with gradients are multiplied like others, whatever carries it, and the result has none."""
-    size = ctx.num_ranks
-    rows = {"all_gather_matmul": 5 * size * size, "matmul_all_gather": 5 * size * size, "matmul_reduce_scatter": 5}
-    out = torch.zeros(rows.get(name, 5 * size), 4, device=ctx.device)
-    a, b = (torch.ones(shape, device=ctx.device, requires_grad=True) for shape in ((5 * size, 6), (6, 4)))
+    size, rank = ctx.num_ranks, ctx.cur_rank
+    a, b = (
+        [matrix(*shape, torch.float32, "rows", 10 * seed + shape[1], ctx.device) for seed in range(size)]
+        for shape in ((5 * size, 6), (6, 4))
+    )
+    if name == "all_gather_matmul":
+        exact = torch.cat(a).double() @ b[rank].double()
+    else:
+        products = [x.double() @ y.double() for x, y in zip(a, b, strict=True)]
+        exact = torch.cat(products) if name == "matmul_all_gather" else sum(products)
+        exact = exact[5 * rank : 5 * (rank + 1)] if name == "matmul_reduce_scatter" else exact
+    out = torch.empty(exact.shape, device=ctx.device)
     for config in (CONFIGS["vendor"], CONFIGS["fused"], *([CONFIGS["copies"]] if name in COPIED else [])):
-        getattr(ctx.ops, name)(out.zero_(), a, b, config=config)
-        assert (out == 6 * (1 if "gather" in name else size)).all() and not out.requires_grad
+        getattr(ctx.ops, name)(out.zero_(), a[rank].requires_grad_(), b[rank].requires_grad_(), config=config)
+        torch.testing.assert_close(out.double(), exact, rtol=1e-2, atol=1e-2)
+        assert not out.requires_grad
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_product_of_parameters(ranks, name):
     ranks.run(of_parameters, name)
+
+
+def of_no_rows(ctx):
+    out, a, b = (torch.empty(shape, dtype=torch.bfloat16, device=ctx.device) for shape in ((0, 64), (0, 64), (64, 64)))
+    workspace = ctx.ops.all_gather_matmul_preamble(out, a, b, config=CONFIGS["Hopper"])
+    ctx.ops.all_gather_matmul(out, a, b, config=CONFIGS["Hopper"], workspace=workspace)
+    ctx.barrier()
+    workspace.close()
+
+
+@pytest.mark.skipif(torch.version.hip is not None, reason="Hopper's kernel")
+def test_a_product_of_no_rows_can_be_prepared(ranks):
+    ranks.run(of_no_rows)

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from iris.ccl.communicator import HELD
+from iris.ccl.communicator import MOST_REGISTERS
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="the simulator has room for all")
 # Programs on each multiprocessor, and their threads. Elements that each of these holds.
@@ -59,7 +59,7 @@ def beside(ctx, rows, columns, cluster, shared):
     def start():
         with torch.cuda.stream(holding):
             return hold[(programs,)](
-                flag, began, memory, THREADS, shared, PATIENCE, num_warps=THREADS // 32, maxnreg=HELD // 512
+                flag, began, memory, THREADS, shared, PATIENCE, num_warps=THREADS // 32, maxnreg=MOST_REGISTERS // 512
             )
 
     def call():
@@ -74,7 +74,7 @@ def beside(ctx, rows, columns, cluster, shared):
     try:
         # All are loaded before one of them waits.
         kernel, _ = start(), call()
-        assert -(-kernel.n_regs // 8) * 8 * THREADS * PROGRAMS == HELD
+        assert -(-kernel.n_regs // 8) * 8 * THREADS * PROGRAMS == MOST_REGISTERS
         torch.cuda.synchronize()
         flag.zero_(), began.zero_(), out.zero_()
         ctx.barrier()

@@ -26,7 +26,7 @@ def clear(ptr, n, BLOCK: tl.constexpr):
     "dtype, bits", [(torch.float8_e4m3fn, torch.int8), (torch.bfloat16, torch.int16), (torch.float64, torch.int64)]
 )
 def test_elements_that_were_left_are_found(dtype, bits):
-    memory, values = torch.zeros(16, dtype=bits), torch.ones(16).to(dtype)
+    memory, values = torch.zeros(16, dtype=bits), torch.arange(1, 17).to(dtype)
     send[(1,)](memory, values, 9, 16)
     clear[(1,)](memory, 9, 16)
     send[(1,)](memory, values, 12, 16)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from iris.errors import InvalidSettingError
+from iris.switches import switched_on
 
 if TYPE_CHECKING:
     from iris.simulator.sanitizer.notes import Recorder
@@ -77,10 +77,7 @@ def start_if_wanted(group: "Group") -> None:
 
     Who has not said where the notes belong, as ``python -m iris check`` does, is told at the end what was found.
     """
-    wanted = os.environ.get(VARIABLE, "0")
-    if wanted not in ("", "0", "1"):
-        raise InvalidSettingError(VARIABLE, wanted, "1 for on, 0 for off")
-    if recorder is not None or wanted != "1":
+    if not switched_on(VARIABLE) or recorder is not None:
         return
     rank, num_ranks = group.ranks[group.rank], max(group.ranks) + 1
     folder = os.environ.get(FOLDER_VARIABLE)
