@@ -164,8 +164,14 @@ class Torchrun:
         except BaseException:
             answer = (False, traceback.format_exc())
         answers = [None] * self.num_ranks
-        dist.all_gather_object(answers, answer)
-        failures = [f"--- rank {rank}: {text}" for rank, (ok, text) in enumerate(answers) if not ok]
+        try:
+            dist.all_gather_object(answers, answer)
+        except RuntimeError:
+            # The others wait for one that failed: what it has to say is why.
+            if answer[0]:
+                raise
+            answers[dist.get_rank()] = answer
+        failures = [f"--- rank {rank}: {answer[1]}" for rank, answer in enumerate(answers) if answer and not answer[0]]
         if failures:
             raise RankFailure("\n".join(failures))
         self._ctx.barrier()

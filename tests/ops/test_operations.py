@@ -179,18 +179,21 @@ def anywhere(ctx, name):
     """Results of which some lie on the heap, on some ranks, call by call: with no other rank's product to store."""
     size, rank = ctx.num_ranks, ctx.cur_rank
     gathers = name == "all_gather_matmul"
-    a = [matrix(23 if gathers else 23 * size, 40, torch.float32, "rows", seed, ctx.device) for seed in range(size)]
-    b = [matrix(40, 24, torch.float32, "rows", 10 + seed, ctx.device) for seed in range(size)]
-    if gathers:
-        exact = torch.cat(a).double() @ b[rank].double()
-    else:
-        exact = sum(x.double() @ y.double() for x, y in zip(a, b, strict=True))[23 * rank : 23 * (rank + 1)]
-    places = ctx.zeros(exact.shape), torch.zeros(exact.shape, device=ctx.device)
-    for config in (CONFIGS["fused"], CONFIGS["copies"]):
+    rows, result = (23, (23 * size, 24)) if gathers else (23 * size, (23, 24))
+    places = ctx.zeros(*result), torch.zeros(result, device=ctx.device)
+    for config in (CONFIGS["chiplets"], CONFIGS["copies"]):
         for call in range(4):
+            a, b = (
+                [matrix(*shape, torch.float32, "rows", 100 * call + seed + r, ctx.device) for r in range(size)]
+                for shape, seed in (((rows, 40), 0), ((40, 24), 50))
+            )
+            if gathers:
+                exact = torch.cat(a).double() @ b[rank].double()
+            else:
+                exact = sum(x.double() @ y.double() for x, y in zip(a, b, strict=True))[23 * rank : 23 * (rank + 1)]
             out = places[(call >> rank) % 2]
             getattr(ctx.ops, name)(out, a[rank], b[rank], config=config)
-            torch.testing.assert_close(out.double(), exact, rtol=1e-2, atol=1e-2)
+            torch.testing.assert_close(out.double(), exact, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.ranks(2)
