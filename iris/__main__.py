@@ -5,6 +5,7 @@ from pathlib import Path
 import click
 
 from iris import requirements
+from iris.bench.options import DTYPES, Numbers
 from iris.errors import IrisError, ProcessUnreachableError
 
 
@@ -140,17 +141,25 @@ def bench() -> None:
 @bench.command()
 @click.option("--collective", "collectives", multiple=True, help="One of the collectives; all if not given.")
 @click.option("--library", "libraries", multiple=True, help="iris, 'iris gluon', nccl, 'nccl windows', torch.")
-@click.option("--dtype", default="bfloat16", show_default=True)
-@click.option("--sizes", default="1,8,32,128,512,2048,8192,65536,262144", show_default=True, help="In KiB.")
-@click.option("--sms", default="0", show_default=True, help="Multiprocessors to use at most; 0: each library's choice.")
+@click.option("--dtype", type=DTYPES, default="bfloat16", show_default=True)
+@click.option(
+    "--sizes", type=Numbers(",", 1), default="1,8,32,128,512,2048,8192,65536,262144", show_default=True, help="In KiB."
+)
+@click.option(
+    "--sms",
+    type=Numbers(",", 0),
+    default="0",
+    show_default=True,
+    help="Multiprocessors to use at most; 0: each library's choice.",
+)
 @click.option("--floors", type=click.Path(exists=True, path_type=Path), help="Fail below the figures of this file.")
 @click.option("--out", type=click.Path(path_type=Path), help="Folder for CSV, JSON and pictures.")
 def ccl(
     collectives: tuple[str, ...],
     libraries: tuple[str, ...],
     dtype: str,
-    sizes: str,
-    sms: str,
+    sizes: tuple[int, ...],
+    sms: tuple[int, ...],
     floors: Path | None,
     out: Path | None,
 ) -> None:
@@ -169,10 +178,11 @@ def ccl(
 @click.option(
     "--library", "libraries", multiple=True, help="iris, 'iris triton', vendor, torch, gemm ...; all if not given."
 )
-@click.option("--dtype", default="bfloat16", show_default=True)
+@click.option("--dtype", type=DTYPES, default="bfloat16", show_default=True)
 @click.option(
     "--shape",
     "shapes",
+    type=Numbers("x", 0, count=3),
     multiple=True,
     help="MxNxK of a product, MxNx0 of rows to normalise; if not given, those of large models.",
 )
@@ -180,8 +190,8 @@ def ccl(
 @click.option("--floors", type=click.Path(exists=True, path_type=Path), help="Fail below the figures of this file.")
 @click.option("--out", type=click.Path(path_type=Path), help="Folder for CSV, JSON and pictures.")
 def ops(
-    operations: tuple[str, ...], libraries: tuple[str, ...], dtype: str, shapes: tuple[str, ...], sweep: bool,
-    floors: Path | None, out: Path | None,
+    operations: tuple[str, ...], libraries: tuple[str, ...], dtype: str,
+    shapes: tuple[tuple[int, int, int], ...], sweep: bool, floors: Path | None, out: Path | None,
 ) -> None:  # fmt: skip
     """Fused operations of Iris, the vendor's GEMM with its collectives and torch's own, side by side, under torchrun.
 

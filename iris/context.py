@@ -113,7 +113,6 @@ class Iris(Factories):
         Collective over the group; blocks the host. A barrier of the world also frees the memory of tensors that have
         died on every rank. Raises `IrisTimeoutError` if a kernel gave up a wait, or a rank does not come.
         """
-        self.heap.check_open()
         self._drain(stream)
         if group is None or group is dist.group.WORLD:
             self.heap.meet()
@@ -152,7 +151,7 @@ class Iris(Factories):
         """
         self.heap.check_open()
         src = src if source_rank is None else source_rank
-        if not 0 <= src < self.num_ranks:
+        if src not in range(self.num_ranks):
             raise sanitizer.told(RankOutOfRangeError(src, self.num_ranks))
         self._drain(None)
         if self.num_ranks == 1:
@@ -233,6 +232,7 @@ class Iris(Factories):
 
     def _drain(self, stream: torch.cuda.Stream | None = None) -> None:
         """Wait on the host for ``stream`` (None: the device), and raise what its kernels have recorded."""
+        self.heap.check_open()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device) if stream is None else stream.synchronize()
             # On the drained stream: the current one may be waiting for a peer.

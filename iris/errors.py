@@ -98,8 +98,10 @@ class NoPeerAccessError(IrisError, RuntimeError):
 class RankOutOfRangeError(IrisError, ValueError):
     """A rank that the group does not have."""
 
-    def __init__(self, rank: int, size: int) -> None:
-        super().__init__(f"There is no rank {rank}: the group has {size}, so a rank is between 0 and {size - 1}.")
+    def __init__(self, rank: object, size: int) -> None:
+        super().__init__(
+            f"There is no rank {rank!r}: the group has {size}, so a rank is a number from 0 to {size - 1}."
+        )
 
 
 class InvalidGroupError(IrisError, ValueError):

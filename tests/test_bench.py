@@ -7,9 +7,11 @@ import sys
 
 import pytest
 import torch
+from click.testing import CliRunner
 
+from iris.__main__ import commands
 from iris.bench import collectives, plots, report, tune
-from iris.bench.timing import Operands
+from iris.bench.timing import Operands, do_bench
 from iris.ccl import Config
 from iris.ccl.select import ELSEWHERE, Choice, choose, name_in_table
 from iris.ccl.sums import PUSHES, pushes
@@ -170,3 +172,19 @@ def test_tables_are_added_to_a_file(tmp_path):
     assert json.loads(file.read_text()) == {
         "device": {"2": {"broadcast": [[None, "exchange", 2]]}, "4": {"broadcast": [[None, "exchange", 4]]}}
     }
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [("ccl --sizes 8,a", "'8,a' is not possible; it takes whole numbers from 1 on, with ',' between"),
+     ("ccl --sms -1", "whole numbers from 0 on"), ("ops --shape 8x8", "3 whole numbers from 0 on, with 'x' between"),
+     ("ops --dtype half", "'half' is not one of 'float16'")],
+)  # fmt: skip
+def test_options_that_make_no_sense(command, words):
+    result = CliRunner().invoke(commands, ["bench", *command.split()])
+    assert result.exit_code == 2 and words in result.output
+
+
+def test_nothing_is_not_timed():
+    with pytest.raises(ValueError, match="n_repeat=0 is not possible"):
+        do_bench(lambda: None, n_repeat=0)

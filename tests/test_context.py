@@ -236,8 +236,9 @@ def test_broadcast_hands_on_any_value(ranks, index):
 def send_from_heap(ctx):
     tensor = ctx.full((3,), float(ctx.get_rank()))
     assert ctx.broadcast(tensor, 1 % ctx.num_ranks).tolist() == [1.0 % ctx.num_ranks] * 3
-    with pytest.raises(RankOutOfRangeError, match=f"no rank {ctx.num_ranks}"):
-        ctx.broadcast(1, ctx.num_ranks)
+    for wrong in (ctx.num_ranks, "0"):
+        with pytest.raises(RankOutOfRangeError, match=f"no rank {wrong!r}"):
+            ctx.broadcast(1, wrong)
 
 
 @pytest.mark.usefixtures("mistaken")
@@ -252,7 +253,9 @@ def two_contexts(ctx):
         other.device_barrier()
         ctx.device_barrier()
         other.barrier()
-    for use in (other.barrier, other.device_barrier, other.get_heap_bases, lambda: other.zeros(1)):
+    for use in (
+        other.barrier, other.device_barrier, other.get_heap_bases, lambda: other.zeros(1), other.tracing.enable
+    ):  # fmt: skip
         with pytest.raises(HeapClosedError, match="closed"):
             use()
     other.close()

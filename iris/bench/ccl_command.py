@@ -20,8 +20,8 @@ def run(
     collectives: tuple[str, ...],
     libraries: tuple[str, ...],
     dtype: str,
-    sizes: str,
-    sms: str,
+    sizes: tuple[int, ...],
+    sms: tuple[int, ...],
     floors: Path | None,
     out: Path | None,
 ) -> None:
@@ -34,17 +34,16 @@ def run(
             if value not in possible:
                 raise UnknownChoiceError(name, value, possible)
     chosen = list(collectives or measuring.COLLECTIVES)
-    bytes_ = [int(float(size) * 1024) for size in sizes.split(",")]
-    limits = [int(limit) for limit in sms.split(",")]
+    bytes_ = [size << 10 for size in sizes]
     with iris.iris(4 * max(bytes_) + (1 << 30 if torch.cuda.is_available() else 1 << 20)) as ctx:
         on_gpu = ctx.device.type == "cuda"
         beside = list(libraries or (measuring.LIBRARIES if on_gpu else ("iris", "iris gluon")))
         rows: list[measuring.Row] = []
-        total = len(chosen) * len(bytes_) * len(limits) * len(beside)
+        total = len(chosen) * len(bytes_) * len(sms) * len(beside)
         console = Console(stderr=True, quiet=ctx.get_rank() > 0)
         with Progress(console=console) as progress:
             task = progress.add_task("collectives", total=total)
-            for row in measuring.measure(ctx, chosen, bytes_, limits, beside, getattr(torch, dtype)):
+            for row in measuring.measure(ctx, chosen, bytes_, sms, beside, getattr(torch, dtype)):
                 rows.append(row)
                 progress.update(task, advance=1)
                 if ctx.get_rank() == 0 and out is not None:

@@ -16,8 +16,8 @@ from iris.errors import UnknownChoiceError
 
 
 def run(
-    operations: tuple[str, ...], libraries: tuple[str, ...], dtype: str, shapes: tuple[str, ...], sweep: bool,
-    floors: Path | None, out: Path | None,
+    operations: tuple[str, ...], libraries: tuple[str, ...], dtype: str,
+    shapes: tuple[tuple[int, int, int], ...], sweep: bool, floors: Path | None, out: Path | None,
 ) -> None:  # fmt: skip
     """See the command's help. Collective over the ranks that torchrun started."""
     for name, given, possible in (
@@ -28,8 +28,7 @@ def run(
             if value not in possible:
                 raise UnknownChoiceError(name, value, possible)
     chosen = list(operations or measuring.OPERATIONS)
-    sizes = [tuple(int(size) for size in shape.split("x")) for shape in shapes]
-    sizes = sizes or [*(measuring.SWEEP if sweep else measuring.SHAPES), *measuring.NORM_SHAPES]
+    sizes = list(shapes) or [*(measuring.SWEEP if sweep else measuring.SHAPES), *measuring.NORM_SHAPES]
     if not any((name == measuring.NORM) == (K == 0) for name in chosen for _, _, K in sizes):
         raise click.UsageError("Nothing to measure: products have shapes MxNxK, and all_reduce_rms_norm MxNx0.")
     largest = max(M * N for M, N, _ in sizes) * getattr(torch, dtype).itemsize

@@ -39,12 +39,14 @@ def do_bench(
     fn : what to time.
     barrier_fn : called before every repetition, so that ranks start together: ``ctx.barrier``.
     preamble_fn : called before every repetition and not timed, for example to clear an output.
-    n_warmup, n_repeat : repetitions before the timing, and in it.
+    n_warmup, n_repeat : repetitions before the timing, and in it, where there is at least one.
     quantiles : if given, these quantiles of the times are returned, as a list (a number, for one quantile).
     return_mode : "mean", "median", "min", "max", or "all" for the list of times.
     """
     if return_mode not in _MODES:
         raise UnknownChoiceError("return_mode", return_mode, _MODES)
+    if n_repeat < 1:
+        raise ValueError(f"n_repeat={n_repeat!r} is not possible: at least one repetition is timed.")
     on_gpu = not simulator.ACTIVE and torch.cuda.is_available()
     for _ in range(n_warmup):
         preamble_fn()

@@ -87,7 +87,7 @@ class Mapping:
         """
         if self.memory is None:
             raise HeapClosedError("This memory was closed; nothing new can be made on it.")
-        if not 0 <= rank < len(self.bases):
+        if rank not in range(len(self.bases)):
             raise sanitizer.told(RankOutOfRangeError(rank, len(self.bases)))
         storage = torch._C._construct_storage_from_data_pointer(self.bases[rank] + offset, self.device, size)
         # A storage keeps its Python object, with its attributes, for as long as a tensor uses it.

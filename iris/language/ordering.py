@@ -58,6 +58,24 @@ def one_of(value, *choices):
     return value in choices
 
 
+CHOICES = {
+    "sem": ("relaxed", "acquire", "release", "acq_rel"),
+    "scope": ("cta", "gpu", "sys"),
+    "op": ("set", "add"),
+    "cmp": ("eq", "ne", "gt", "ge", "lt", "le", "reached"),
+}
+
+
+@triton.constexpr_function
+def possible(name, value):
+    return value in CHOICES[name]
+
+
+@triton.constexpr_function
+def refusal(name, value):
+    return f"{name}={value!r} is not possible; it takes one of {', '.join(map(repr, CHOICES[name]))}"
+
+
 @triton.constexpr_function
 def meeting(half):
     """What flags of that form are for, among the kinds of `iris.device_record`."""
@@ -220,11 +238,12 @@ def make_ordering(jit: Callable, lang: ModuleType, translate, failures: SimpleNa
     @jit
     def atomic(op: tl.constexpr, ptr, val, mask, sem: tl.constexpr, scope: tl.constexpr):
         """The read-modify-write ``op`` with its order for the whole block; returns the old value."""
-        lang.static_assert(one_of(sem, "relaxed", "acquire", "release", "acq_rel"),
-                           "sem must be 'relaxed', 'acquire', 'release' or 'acq_rel'")  # fmt: skip
-        lang.static_assert(one_of(scope, "cta", "gpu", "sys"), "scope must be 'cta', 'gpu' or 'sys'")
+        lang.static_assert(possible("sem", sem), refusal("sem", sem))
+        lang.static_assert(possible("scope", scope), refusal("scope", scope))
         # Gluon's atomics take no scalar value for a block of pointers; a cast first, lest the broadcast be to int32.
         ptr, val = lang.broadcast(ptr, lang.cast(val, ptr.dtype.scalar.element_ty))
+        if one_of(op, "and", "or", "xor"):
+            lang.static_assert(val.dtype.is_int(), "atomic_and, atomic_or and atomic_xor are for integers")
         if releases(sem):
             gather_block()
         if op == "add":
@@ -251,9 +270,8 @@ def make_ordering(jit: Callable, lang: ModuleType, translate, failures: SimpleNa
     @jit
     def atomic_cas(ptr, cmp, val, sem: tl.constexpr, scope: tl.constexpr):
         """Compare-and-swap with its order for the whole block; returns the old value."""
-        lang.static_assert(one_of(sem, "relaxed", "acquire", "release", "acq_rel"),
-                           "sem must be 'relaxed', 'acquire', 'release' or 'acq_rel'")  # fmt: skip
-        lang.static_assert(one_of(scope, "cta", "gpu", "sys"), "scope must be 'cta', 'gpu' or 'sys'")
+        lang.static_assert(possible("sem", sem), refusal("sem", sem))
+        lang.static_assert(possible("scope", scope), refusal("scope", scope))
         # Plain numbers become int32 in Triton; the swap needs the element's own width.
         element: tl.constexpr = ptr.dtype.scalar.element_ty
         fenced: tl.constexpr = cas_ignores_its_order() and scope == "sys"
@@ -276,7 +294,8 @@ def make_ordering(jit: Callable, lang: ModuleType, translate, failures: SimpleNa
 
         Returns what the flag holds behind it.
         """
-        lang.static_assert(one_of(op, "set", "add"), "op of signal must be 'set' or 'add'")
+        lang.static_assert(possible("op", op), refusal("op", op))
+        lang.static_assert(flag_ptr.dtype.element_ty.is_int(), "the flag of a signal must be an integer")
         # An exchange and not a compare-and-swap, whose order AMD's compiler ignores before Triton 3.7; an exchange and
         # not a store, which has no release in Triton before 3.9.
         value = lang.cast(value, flag_ptr.dtype.element_ty)
@@ -315,8 +334,7 @@ def make_ordering(jit: Callable, lang: ModuleType, translate, failures: SimpleNa
 
     @jit
     def unmet(seen, wanted, cmp: tl.constexpr):
-        lang.static_assert(one_of(cmp, "eq", "ne", "gt", "ge", "lt", "le", "reached"),
-                           "cmp of wait must be 'eq', 'ne', 'gt', 'ge', 'lt', 'le' or 'reached'")  # fmt: skip
+        lang.static_assert(possible("cmp", cmp), refusal("cmp", cmp))
         if cmp == "reached":
             # A wrapping difference: a count that overflows its type is still the next one.
             return wanted - seen > 0

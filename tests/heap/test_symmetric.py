@@ -213,8 +213,8 @@ def test_a_peers_copy_is_a_tensor(ranks):
 
 def look_at_nobody(ctx):
     tensor = ctx.zeros(4)
-    for wrong in (-1, ctx.num_ranks):
-        with pytest.raises(RankOutOfRangeError, match=f"There is no rank {wrong}: the group has {ctx.num_ranks}"):
+    for wrong in (-1, ctx.num_ranks, "left"):
+        with pytest.raises(RankOutOfRangeError, match=f"There is no rank {wrong!r}: the group has {ctx.num_ranks}"):
             ctx.heap.peer(tensor, wrong)
 
 

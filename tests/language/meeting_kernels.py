@@ -136,6 +136,16 @@ def gluon_compare(context_tensor, flag, value, seen, CMP: gl.constexpr):
 
 
 @triton.jit
+def triton_tell(context_tensor, flag, value, peer, OP: tl.constexpr):
+    DeviceContext.initialize(context_tensor).signal(flag, value, peer, op=OP)
+
+
+@gluon.jit
+def gluon_tell(context_tensor, flag, value, peer, OP: gl.constexpr):
+    IrisDeviceCtx.initialize(context_tensor).signal(flag, value, peer, op=OP)
+
+
+@triton.jit
 def triton_identity(context_tensor, out, RANK: tl.constexpr, NUM_RANKS: tl.constexpr):
     """The four names, with rank and size given as constants: they may serve as a shape."""
     ctx = DeviceContext.initialize(context_tensor, RANK, NUM_RANKS)

@@ -139,3 +139,38 @@ def flags_elsewhere(ctx):
 
 def test_flags_and_counters_must_be_on_the_heap(ranks):
     ranks.run(flags_elsewhere)
+
+
+def misuse_atomics(ctx, form):
+    kernel, target = getattr(atomic_kernels, form), ctx.zeros(8)
+    for operation, sem, scope, words in (
+        ("add", "strong", "sys", "sem='strong' is not possible; .*'acq_rel'"),
+        ("add", "relaxed", "world", "scope='world' is not possible; .*'sys'"),
+        ("and", "relaxed", "sys", "for integers"),
+    ):
+        args = ctx.get_device_context(), ctx.get_heap_bases(), target, target, target, 8, ctx.cur_rank, 0
+        with pytest.raises(AssertionError, match=words):
+            kernel[(1,)](*args, operation, sem, scope, 8)
+    ctx.barrier()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_orders_and_types_that_atomics_do_not_have(ranks, form):
+    ranks.run(misuse_atomics, form)
+
+
+def misuse_flags(ctx, language):
+    compare, tell = (getattr(meeting_kernels, f"{language}_{name}") for name in ("compare", "tell"))
+    flag, seen = ctx.zeros(1, dtype=torch.int64), ctx.zeros(1, dtype=torch.int64)
+    with pytest.raises(AssertionError, match="cmp='=' is not possible; .*'reached'"):
+        compare[(1,)](ctx.get_device_context(), flag, 1, seen, "=")
+    with pytest.raises(AssertionError, match="op='sub' is not possible; .*'add'"):
+        tell[(1,)](ctx.get_device_context(), flag, 1, ctx.cur_rank, "sub")
+    with pytest.raises(AssertionError, match="must be an integer"):
+        tell[(1,)](ctx.get_device_context(), ctx.zeros(1), 1, ctx.cur_rank, "set")
+    ctx.barrier()
+
+
+@pytest.mark.parametrize("language", ["triton", "gluon"])
+def test_comparisons_operations_and_types_that_flags_do_not_have(ranks, language):
+    ranks.run(misuse_flags, language)

@@ -1,0 +1,29 @@
+"""What options of the benchmarks take, checked before anything runs."""
+
+import click
+
+DTYPES = click.Choice(["float16", "bfloat16", "float32"])
+
+
+class Numbers(click.ParamType):
+    """Whole numbers with a separator between them, each of which is ``least`` or more."""
+
+    name = "numbers"
+
+    def __init__(self, separator: str, least: int, count: int | None = None) -> None:
+        self.separator, self.least, self.count = separator, least, count
+
+    def convert(self, value: object, parameter: click.Parameter | None, context: click.Context | None) -> tuple:
+        if isinstance(value, tuple):
+            return value
+        try:
+            numbers = tuple(map(int, str(value).split(self.separator)))
+        except ValueError:
+            numbers = ()
+        if not numbers or min(numbers) < self.least or len(numbers) != (self.count or len(numbers)):
+            kind = f"{self.count} whole numbers" if self.count else "whole numbers"
+            self.fail(
+                f"{value!r} is not possible; it takes {kind} from {self.least} on, with {self.separator!r} between.",
+                parameter, context,
+            )  # fmt: skip
+        return numbers
