@@ -267,7 +267,8 @@ def iris(heap_size: int = 1 << 30) -> Iris:
 
     Raises
     ------
-    HeapTooLargeError, MismatchedHeapError, SeveralHostsError, SharedDeviceError, NoPeerAccessError, MappingError
+    NoGpuForRankError, SeveralHostsError, SharedDeviceError, NoPeerAccessError, MappingError, HeapTooLargeError,
+    MismatchedHeapError
         On the ranks that are at fault; `PeerFailedError` on the others. See `iris.errors`.
     """
     return Iris(heap_size)

@@ -28,6 +28,7 @@ from iris import simulator
 from iris.errors import (
     InvalidGroupError,
     IrisTimeoutError,
+    NoGpuForRankError,
     NoPeerAccessError,
     OutOfStepError,
     PeerFailedError,
@@ -307,6 +308,8 @@ def join(process_group: dist.ProcessGroup | None = None) -> World:
 
     Raises
     ------
+    NoGpuForRankError
+        Without a GPU and with ``IRIS_SIMULATOR=0``; `PeerFailedError` on ranks that have one.
     SeveralHostsError, SharedDeviceError
         On every rank, when ranks are on several hosts or two of them use one GPU.
     NoPeerAccessError
@@ -360,7 +363,12 @@ def choose_device() -> torch.device:
 
 
 def find_seat(device: torch.device) -> Seat:
-    """Where this process runs."""
+    """Where this process runs. Raises `NoGpuForRankError` where kernels could not."""
+    if device.type == "cpu" and not simulator.ACTIVE:
+        raise NoGpuForRankError(
+            f"torch finds no GPU here, and {simulator.VARIABLE}=0 forbids the simulator. Unset that to run kernels on "
+            "the CPU; `python -m iris info` says what is missing for a GPU."
+        )
     host_name = socket.gethostname()
     try:
         # Containers of one host have host names of their own, and one boot id.

@@ -19,6 +19,7 @@ from iris import world
 from iris.errors import (
     InvalidGroupError,
     IrisTimeoutError,
+    NoGpuForRankError,
     NoPeerAccessError,
     PeerFailedError,
     SeveralHostsError,
@@ -221,6 +222,13 @@ def test_ranks_on_one_host_may_have_names_of_their_own():
 def test_ranks_on_several_hosts_are_told():
     with pytest.raises(SeveralHostsError, match="rank 0 on box0; rank 1 on box1; rank 2 on box2"):
         world.check_one_host(seats(host=["one", "one", "two"]))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_no_gpu_and_no_simulator_is_told(monkeypatch):
+    monkeypatch.setattr(world.simulator, "ACTIVE", False)
+    with pytest.raises(NoGpuForRankError, match="no GPU here, and IRIS_SIMULATOR=0 forbids the simulator"):
+        world.find_seat(world.choose_device())
 
 
 def test_two_ranks_on_one_gpu_are_told(monkeypatch):
