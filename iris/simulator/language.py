@@ -19,7 +19,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
 from iris.errors import NotInSimulatorError
-from iris.simulator import async_copy, libdevice, matrix_core, mbarrier, reductions, tma, warpgroup
+from iris.simulator import async_copy, libdevice, matrix_core, mbarrier, reductions, shapes, tma, warpgroup
 from iris.simulator.aggregates import method
 from iris.simulator.gluon import semantic
 from iris.simulator.interpreter import MissingOperation
@@ -176,6 +176,7 @@ def install() -> None:
         setattr(module, name, new)
     binder.forward()
     libdevice.install()
+    shapes.install()
     gluon_runtime.GluonJITFunction = InterpretedFunction
     _install_tensor()
     _install_constexpr()
