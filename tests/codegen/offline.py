@@ -28,6 +28,11 @@ def targets_by_turns(number):
     return ["sm_90"] if number % 2 else [("gfx942", "gfx950")[number // 2 % 2]]
 
 
+def by_turns(cases):
+    """Every second of them by the oldest Triton, and the others by the newest; all of them in `make test-all`."""
+    return cases if EVERYTHING else cases[0 if OLDEST else 1 :: 2]
+
+
 class OfflineDriver(DriverBase):
     """Answers what Triton asks a driver while it compiles; nothing can be launched."""
 

@@ -10,7 +10,7 @@ import torch
 from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.runtime.jit import JITFunction
 
-from codegen.offline import TARGETS, compile_for, targets_by_turns
+from codegen.offline import TARGETS, by_turns, compile_for, targets_by_turns
 from codegen.operations import is_barrier, is_data, releases
 from iris.ccl.atomic import gluon_atomic, triton_atomic
 from iris.ccl.broadcast import triton_broadcast
@@ -157,7 +157,10 @@ def arguments_of(kernel):
     return [given[name] for name in kernel.arg_names]
 
 
-@pytest.mark.parametrize(("target", "kernel"), with_targets(kernels()))
+COMPILED = list(with_targets(kernels()))
+
+
+@pytest.mark.parametrize(("target", "kernel"), COMPILED)
 def test_kernel(target, kernel):
     place = Path(kernel.fn.__code__.co_filename)
     compiled = compile_for(target, kernel, *arguments_of(kernel))
@@ -204,7 +207,8 @@ def test_parts_of_all_ranks_are_under_way_together(kernel):
 
 
 @pytest.mark.parametrize(
-    "kernel", [triton_exchange, triton_exchange_v, triton_two_shot, triton_pull, triton_broadcast, triton_ring]
+    "kernel",
+    by_turns([triton_exchange, triton_exchange_v, triton_two_shot, triton_pull, triton_broadcast, triton_ring]),
 )
 def test_programs_leave_room_for_others(kernel):
     """Those of 8 warps by themselves; of more, the registers are limited."""
@@ -238,7 +242,7 @@ def test_no_kernel_is_missing():
 
 @pytest.mark.parametrize(
     ("target", "kernel"),
-    with_targets(each for each in kernels() if re.search("exchange.py|broadcast|two_shot.py|pull|push|ring", each.id)),
+    [each for each in COMPILED if re.search("exchange.py|broadcast|two_shot.py|pull|push|ring", each.id)],
 )
 def test_where_peers_are_is_looked_up_before_the_loops(target, kernel):
     place = Path(kernel.fn.__code__.co_filename)
@@ -253,10 +257,11 @@ def test_where_peers_are_is_looked_up_before_the_loops(target, kernel):
 
 
 @pytest.mark.parametrize(
-    "kernel", [each for each in kernels() if re.search("iris/ccl/|iris/ops/|device_barrier", each.id)]
+    ("target", "kernel"),
+    [each for each in COMPILED if re.search("sm_90-(iris/ccl/|iris/ops/|iris/device_barrier)", each.id)],
 )
-def test_launches_that_may_begin_early_wait_before_they_touch_memory(kernel):
-    code = compile_for("sm_90", kernel, *arguments_of(kernel))
+def test_launches_that_may_begin_early_wait_before_they_touch_memory(target, kernel):
+    code = compile_for(target, kernel, *arguments_of(kernel))
     # Parameters are in memory of their own, which no kernel before this one writes.
     memory = [line for line in code.text.splitlines() if re.search(r"\b(ld|st|atom|red)\.(?!param)|griddep", line)]
     waits = [i for i, line in enumerate(memory) if "griddepcontrol.wait" in line]

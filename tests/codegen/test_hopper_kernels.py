@@ -8,7 +8,7 @@ from covering import covering
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from codegen.offline import compile_for
+from codegen.offline import by_turns, compile_for
 from iris.ops.hopper.all_gather_matmul import hopper_all_gather_matmul, start
 from iris.ops.hopper.arguments import tensor_map
 from iris.ops.hopper.matmul_all_gather import hopper_matmul_all_gather
@@ -50,7 +50,7 @@ def arguments(name, tile, by_columns, split):
 
 @pytest.mark.parametrize(
     ("name", "tile", "by_columns", "split"),
-    covering(NAMES, [(128, 256), (128, 64), (256, 128)], [False, True], [False, True]),
+    by_turns(covering(NAMES, [(128, 256), (128, 64), (256, 128)], [False, True], [False, True])),
 )
 def test_fused_operations(name, tile, by_columns, split):
     kernel, given = arguments(name, tile, by_columns, split)
