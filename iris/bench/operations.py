@@ -20,7 +20,7 @@ from iris.bench.collectives import microseconds_of_each, ready
 from iris.bench.report import environment
 from iris.context import Iris
 from iris.ops import FusedConfig
-from iris.ops.operations import COPIED
+from iris.ops.copies import COPIED
 
 PRODUCTS = ("all_gather_matmul", "matmul_all_gather", "matmul_reduce_scatter", "matmul_all_reduce")
 NORM = "all_reduce_rms_norm"

@@ -3,14 +3,18 @@
 The times are of a model with few numbers, all measured on 2 and 4 H200 (docs/performance.md, "Fused operations"): what
 a tile takes for each k, what the link carries beside a product, what the vendor's GEMM and a collective take one behind
 the other. Elsewhere than on Hopper the vendor's GEMM and a collective are used.
+
+Products of fp8, for which no Gluon kernel is made, are the vendor's, in one piece or by chunks beside copies. How long
+their chunks take was measured on one H200, and the copies on 4; not both together.
 """
 
 from iris.ops.call import Call
 from iris.ops.config import FusedConfig
+from iris.ops.copies import COPIED, chunks, tiles
 from iris.ops.hopper import arguments as hopper
 from iris.ops.hopper.arguments import Plan
 
-VENDOR = FusedConfig(variant="vendor")
+VENDOR, COPIES = FusedConfig(variant="vendor"), FusedConfig(variant="copies")
 # Nanoseconds for each k of a tile of 128 rows and so many columns.
 TILE_NS = {256: 11.4, 128: 6.1, 64: 5.1}
 # GB/s over the link: stores alone, and beside a product, which is slowed down to so much of its speed meanwhile; the
@@ -21,20 +25,30 @@ STORES, STORES_BESIDE, PRODUCT_BESIDE, ENGINE, COLLECTIVE, STAGED, BETWEEN_COPIE
 PACED_LOSS = 0.07
 # Microseconds that one more split of 128 x 256 costs, and into how many splits a tile is cut.
 SPLITTING, MOST_SPLITS = 20, 8
-# The vendor's GEMM: 10^12 operations a second; GB/s that it reads B at, where that takes longer.
-OPERATIONS, READING = 700, 4000
+# The vendor's GEMM: 10^12 operations a second, of elements of so many bytes; GB/s that it reads B at, where that takes
+# longer.
+OPERATIONS, READING = {1: 1250, 2: 700}, 4000
+# Of a small one of fp8, nanoseconds for each k of as many tiles of 128 x 128 as there are multiprocessors; microseconds
+# besides, of such a round and of a launch.
+ROUND_NS, ROUND, NEXT_LAUNCH = 3.0, 1.9, 2
+# GB/s of the copy engine where a chunk has 8 MiB.
+ENGINE_BY_CHUNKS = 300
 # Microseconds: of a fused kernel's meetings, of a GEMM's launch and of a collective, however small.
 MEETING, LAUNCH, SMALL = 12, 5, 12
-# What a way has to be faster by.
-MARGIN = 1.03
+# What a way has to be faster by: of what was measured, and of copies beside products of fp8.
+MARGIN, COPIES_MARGIN = 1.03, 1.1
 
 
 def choose(call: Call, size: int, programs: int, on_gpu: bool) -> FusedConfig:
     """The configuration of least time, for a call that the vendor's GEMM can do."""
+    if not on_gpu or size == 1 or not call.out.numel() or not call.a.numel() or not hopper.is_hopper():
+        return VENDOR
+    if call.a.itemsize == 1 and call.name in COPIED:
+        return COPIES if COPIES_MARGIN * copies_us(call, size, programs) < vendor_us(call, size) else VENDOR
     configs = [
         FusedConfig(use_gluon=True, block_size_m=128, block_size_n=columns, block_size_k=64) for columns in TILE_NS
     ]
-    if not on_gpu or size == 1 or not call.out.numel() or hopper.problem(call, configs[0], size) is not None:
+    if hopper.problem(call, configs[0], size) is not None:
         return VENDOR
 
     def least_us(config: FusedConfig) -> float:
@@ -76,8 +90,8 @@ def sent_bytes(call: Call, size: int) -> float:
     if call.name == "all_gather_matmul":
         return (size - 1) * rows * depth * call.a.itemsize
     if call.name == "matmul_all_gather":
-        return (size - 1) * rows * columns * call.a.itemsize
-    return (size - 1) / size * rows * columns * call.a.itemsize
+        return (size - 1) * rows * columns * call.out.itemsize
+    return (size - 1) / size * rows * columns * call.out.itemsize
 
 
 def tiles_of(call: Call, size: int, config: FusedConfig) -> int:
@@ -135,13 +149,24 @@ def together_us(product: float, sent: float) -> float:
     return both + (product - both * PRODUCT_BESIDE) + (sent - both * STORES_BESIDE) / STORES
 
 
+def copies_us(call: Call, size: int, programs: int) -> float:
+    """Microseconds of the vendor's GEMM of fp8 by chunks, beside copies."""
+    depth, columns = call.b.shape
+    pieces = chunks(call.rows // size, columns, programs)
+    rounds = [-(-tiles(rows.stop - rows.start, columns) // programs) for rows in pieces]
+    times = [NEXT_LAUNCH + number * (ROUND + ROUND_NS * depth / 1e3) for number in rounds]
+    moved = sent_bytes(call, size) / 1e3 / ENGINE_BY_CHUNKS + (size - 1) * len(pieces) * BETWEEN_COPIES
+    # Sums of what has come are formed behind all.
+    added = call.out.nbytes * (size + 1) / READING / 1e3 if call.name == "matmul_reduce_scatter" else 0
+    return MEETING + max(size * sum(times), moved + times[-1]) + added
+
+
 def vendor_us(call: Call, size: int) -> float:
     """Microseconds of the vendor's GEMM and a collective, one behind the other."""
     (rows, depth), columns = call.a.shape, call.b.shape[1]
     multiplied = size * rows if call.name == "all_gather_matmul" else rows
-    product = max(
-        2 * multiplied * depth * columns / OPERATIONS / 1e6, depth * columns * call.b.itemsize / READING / 1e3
-    )
+    rate, read = OPERATIONS[call.a.itemsize], depth * columns * call.b.itemsize
+    product = max(2 * multiplied * depth * columns / rate / 1e6, read / READING / 1e3)
     steps = 2 if call.name == "matmul_all_reduce" else 1
     rate = STAGED if call.name == "all_gather_matmul" else COLLECTIVE
     return LAUNCH + product + SMALL + steps * sent_bytes(call, size) / rate / 1e3

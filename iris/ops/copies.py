@@ -32,14 +32,18 @@ from iris import simulator
 from iris.language.context import DeviceContext
 from iris.launch import addresses, prepare
 from iris.ops.buffers import Buffers
+from iris.ops.call import Call
 from iris.ops.counts import DONE, READY, triton_counts
-from iris.ops.vendor import multiply
+from iris.ops.vendor import Product
 
 end, follow_predecessor, tell_ready = triton_counts.end, triton_counts.follow_predecessor, triton_counts.tell_ready
 
-# A rank's rows are cut in so many chunks, of at least so many rows.
+# The operations that can be carried out so.
+COPIED = ("all_gather_matmul", "matmul_reduce_scatter")
+# A rank's rows are cut in so many chunks at most. The vendor's GEMM has tiles of about so many rows and columns, and
+# takes as long for few of them as for one on each multiprocessor.
 CHUNKS = 2
-LEAST_ROWS = 8 if simulator.ACTIVE else 256
+TILE = 8 if simulator.ACTIVE else 128
 
 
 # One binary for all peers.
@@ -85,8 +89,8 @@ def add_parts(parts, bias, out, share, N, stride_om, stride_on, W: tl.constexpr,
 class Copies:
     """The stream of copies that goes with one workspace, and its meetings with the peers, ready to be launched."""
 
-    def __init__(self, buffers: Buffers, rank: int, size: int, device: torch.device) -> None:
-        self.buffers, self.rank, self.size = buffers, rank, size
+    def __init__(self, buffers: Buffers, rank: int, size: int, device: torch.device, programs: int) -> None:
+        self.buffers, self.rank, self.size, self.programs = buffers, rank, size, programs
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._launches: dict[object, Callable[..., None]] = {}
         # All before the first: compiling must not keep a peer waiting.
@@ -99,12 +103,12 @@ class Copies:
         args = (self.buffers.context_tensor, self.buffers.counts, peer, self.size, what)
         self._launches[what](self._current(), addresses(args))
 
-    def add(self, parts: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, programs: int) -> None:
+    def add(self, parts: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
         """Enqueue `add_parts` on the current stream."""
         args = (parts, bias, out, *out.shape, *out.stride(), self.size, bias is not None, 2048)
         key = (out.stride(), *(None if x is None else (x.dtype, x.data_ptr() % 16) for x in (bias, out)))
         if key not in self._launches:
-            self._launches[key] = prepare(add_parts, (programs, 1, 1), *args, num_warps=4)
+            self._launches[key] = prepare(add_parts, (self.programs, 1, 1), *args, num_warps=4)
         self._launches[key](self._current(), addresses(args))
 
     def _current(self) -> int | None:
@@ -131,34 +135,41 @@ class Copies:
             torch.cuda.current_stream().wait_stream(self._stream)
 
 
-def chunks(rows: int) -> list[slice]:
-    """The rows of one rank, cut."""
-    number = max(1, min(CHUNKS, rows // LEAST_ROWS))
+def tiles(rows: int, columns: int) -> int:
+    """Of a product."""
+    return -(-rows // TILE) * -(-columns // TILE)
+
+
+def chunks(rows: int, columns: int, programs: int) -> list[slice]:
+    """The rows of one rank, cut: each chunk's product has a tile for each multiprocessor."""
+    number = max(1, min(CHUNKS, rows, tiles(rows, columns) // programs))
     cuts = [rows * i // number for i in range(number + 1)]
     return [slice(begin, stop) for begin, stop in zip(cuts, cuts[1:], strict=False)]
 
 
-def all_gather_matmul(
-    copies: Copies, out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None
-) -> None:
-    m, K = a.shape
+def all_gather_matmul(copies: Copies, call: Call) -> None:
+    m, K = call.a.shape
     gathered = copies.buffers.data.view(copies.size, m, K)
-    own = slice(copies.rank * m, (copies.rank + 1) * m)
+    product = Product(call)
+
+    def multiply(a: torch.Tensor, begin: int, end: int) -> None:
+        product(call.out[begin:end], a, call.bias, slice(begin, end))
+
     copies.fork()
     with copies.beside():
         copies.meet("await last done")
-        gathered[copies.rank].copy_(a)
+        gathered[copies.rank].copy_(call.a)
         copies.meet("tell ready")
-    multiply(out[own], a, b, bias)
+    multiply(call.a, copies.rank * m, (copies.rank + 1) * m)
     for peer in copies.peers():
         theirs = copies.buffers.peer(peer).view_as(gathered)[peer]
         with copies.beside():
             copies.meet("await ready", peer)
-        for rows in chunks(m):
+        for rows in chunks(m, call.out.shape[1], copies.programs):
             with copies.beside():
                 gathered[peer, rows].copy_(theirs[rows], non_blocking=True)
             copies.join()
-            multiply(out[peer * m + rows.start : peer * m + rows.stop], gathered[peer, rows], b, bias)
+            multiply(gathered[peer, rows], peer * m + rows.start, peer * m + rows.stop)
         with copies.beside():
             copies.meet("tell done", peer)
     with copies.beside():
@@ -166,11 +177,14 @@ def all_gather_matmul(
     copies.join()
 
 
-def matmul_reduce_scatter(
-    copies: Copies, out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, programs: int
-) -> None:
-    share, N = out.shape
+def matmul_reduce_scatter(copies: Copies, call: Call) -> None:
+    share, N = call.out.shape
     parts, sent = copies.buffers.data.view(2, copies.size, share, N)
+    product = Product(call)
+
+    def multiply(out: torch.Tensor, begin: int, end: int) -> None:
+        product(out, call.a[begin:end], None, slice(begin, end))
+
     copies.fork()
     with copies.beside():
         copies.meet("tell ready")
@@ -178,15 +192,15 @@ def matmul_reduce_scatter(
         theirs = copies.buffers.peer(peer).view(2, copies.size, share, N)[0, copies.rank]
         with copies.beside():
             copies.meet("await ready", peer)
-        for rows in chunks(share):
-            multiply(sent[peer, rows], a[peer * share + rows.start : peer * share + rows.stop], b, None)
+        for rows in chunks(share, N, copies.programs):
+            multiply(sent[peer, rows], peer * share + rows.start, peer * share + rows.stop)
             copies.fork()
             with copies.beside():
                 theirs[rows].copy_(sent[peer, rows], non_blocking=True)
         with copies.beside():
             copies.meet("tell done", peer)
-    multiply(parts[copies.rank], a[copies.rank * share : (copies.rank + 1) * share], b, None)
+    multiply(parts[copies.rank], copies.rank * share, (copies.rank + 1) * share)
     copies.join()
     copies.meet("await done")
-    copies.add(parts, bias, out, programs)
+    copies.add(parts, call.bias, call.out)
     copies.meet("end")

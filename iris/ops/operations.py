@@ -29,7 +29,6 @@ SIMULATED_PROGRAMS = 4
 # Rows and columns of A that a program of all_gather_matmul sends at a time: 32 KiB of bfloat16.
 SEND_M, SEND_K = 16, 1024
 
-COPIED = ("all_gather_matmul", "matmul_reduce_scatter")
 # Those to whose results peers store.
 STORED_BY_PEERS = ("matmul_all_gather", "matmul_all_reduce")
 VENDORS = {
@@ -264,7 +263,7 @@ class Operations:
         call.check(self._context.device, self._context.num_ranks, config)
         vendors_problem = vendor.problem(call)
         if config is None and vendors_problem is None:
-            key = (call.name, call.a.shape, call.b.shape, call.a.dtype)
+            key = (call.name, call.a.shape, call.b.shape, call.a.dtype, call.out.dtype)
             if key not in self._chosen:
                 self._chosen[key] = choose(call, self._context.num_ranks, self._most_programs(), self._on_gpu)
             used = self._chosen[key]
@@ -275,10 +274,9 @@ class Operations:
                 f"FusedConfig(variant={used.variant!r}) cannot do this {call.name}() with the vendor's GEMM: "
                 f"{vendors_problem}. Use the kernel."
             )
-        if used.variant == "copies" and (call.name not in COPIED or call.a.itemsize == 1):
+        if used.variant == "copies" and call.name not in copies.COPIED:
             raise InvalidConfigError(
-                f"FusedConfig(variant='copies') is for {' and '.join(COPIED)} of fp16, bf16 or fp32, and not for "
-                f"{call.name}() of {call.a.dtype}."
+                f"FusedConfig(variant='copies') is for {' and '.join(copies.COPIED)}, and not for {call.name}()."
             )
         if used.use_gluon and used.variant != "kernel":
             raise InvalidConfigError(f"FusedConfig(variant={used.variant!r}, use_gluon=True): the kernel is in Gluon.")
@@ -354,13 +352,11 @@ class Operations:
         """Enqueue products and copies on their streams."""
         if buffers not in self._copies:
             context = self._context
-            self._copies[buffers] = copies.Copies(buffers, context.cur_rank, context.num_ranks, context.device)
-        if call.name == "all_gather_matmul":
-            copies.all_gather_matmul(self._copies[buffers], call.out, call.a, call.b, call.bias)
-        else:
-            copies.matmul_reduce_scatter(
-                self._copies[buffers], call.out, call.a, call.b, call.bias, self._most_programs()
+            self._copies[buffers] = copies.Copies(
+                buffers, context.cur_rank, context.num_ranks, context.device, self._most_programs()
             )
+        carry = copies.all_gather_matmul if call.name == "all_gather_matmul" else copies.matmul_reduce_scatter
+        carry(self._copies[buffers], call)
 
     def _needs(self, call: Call, config: FusedConfig) -> Needs:
         W, (M, K), N = self._context.num_ranks, call.a.shape, call.b.shape[1]

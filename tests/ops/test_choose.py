@@ -7,7 +7,8 @@ import torch
 
 from iris.ops import FusedConfig
 from iris.ops.call import Call
-from iris.ops.choose import VENDOR, choose, plan
+from iris.ops.choose import COPIES, VENDOR, choose, plan
+from iris.ops.copies import COPIED, chunks
 from iris.ops.hopper.arguments import Plan
 
 OPERATIONS = ("all_gather_matmul", "matmul_all_gather", "matmul_reduce_scatter", "matmul_all_reduce")
@@ -19,7 +20,8 @@ def call(name, M, N, K, dtype=torch.bfloat16, size=4):
     rows = M // size if "gather" in name else M
     columns, depth = (N // size, K) if name == "all_gather_matmul" else (N, K if "gather" in name else K // size)
     a, b = (torch.empty(shape, dtype=dtype, device="meta") for shape in ((rows, depth), (depth, columns)))
-    return Call(name, torch.empty(M, columns, dtype=dtype, device="meta"), a, b, None, None, None)
+    rows_out = M // size if name == "matmul_reduce_scatter" else M
+    return Call(name, torch.empty(rows_out, columns, dtype=dtype, device="meta"), a, b, None, None, None)
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
@@ -50,6 +52,31 @@ def test_tiles_are_narrower_where_wide_ones_leave_multiprocessors_idle():
     # 64 tiles of 256 columns, for 132 multiprocessors.
     assert choose(call("matmul_reduce_scatter", 1024, 2048, 28672), 4, PROGRAMS, True).block_size_n < 256
     assert choose(call("matmul_reduce_scatter", 8192, 28672, 8192), 4, PROGRAMS, True).block_size_n == 256
+
+
+def of_fp8(name, M, N, K, size=4):
+    given = call(name, M, N, K, size=size)
+    return given._replace(a=given.a.to(torch.float8_e4m3fn), b=given.b.to(torch.float8_e4m3fn))
+
+
+def test_products_of_fp8_are_cut_where_chunks_are_large_enough(monkeypatch):
+    monkeypatch.setattr("iris.ops.copies.TILE", 128)
+    for name in COPIED:
+        assert choose(of_fp8(name, 8192, 8192, 8192), 4, PROGRAMS, True) == COPIES
+        assert choose(of_fp8(name, 64, 8192, 8192), 4, PROGRAMS, True) == VENDOR
+        assert choose(of_fp8(name, 8192, 8192, 8192), 4, PROGRAMS, False) == VENDOR
+        assert choose(of_fp8(name, 8192, 8192, 8192, 1), 1, PROGRAMS, True) == VENDOR
+    # A part of 256 rows has 32 tiles, which take as long as 132.
+    assert choose(of_fp8("all_gather_matmul", 1024, 8192, 28672), 4, PROGRAMS, True) == VENDOR
+    assert choose(of_fp8("matmul_all_reduce", 8192, 8192, 8192), 4, PROGRAMS, True) == VENDOR
+
+
+@pytest.mark.parametrize("rows, columns, number", [(1, 4096, 1), (64, 64, 2), (64, 24, 1), (0, 64, 1), (3, 64, 1)])
+def test_a_chunk_has_a_tile_for_each_multiprocessor(rows, columns, number, monkeypatch):
+    monkeypatch.setattr("iris.ops.copies.TILE", 8)
+    pieces = chunks(rows, columns, 16)
+    assert len(pieces) == number
+    assert [i for piece in pieces for i in range(rows)[piece]] == list(range(rows))
 
 
 WIDE = FusedConfig(use_gluon=True, block_size_m=128, block_size_n=256)

@@ -6,8 +6,8 @@ from ccl.calls import EVERYTHING
 from covering import sample
 
 from iris.ops import FusedConfig
+from iris.ops.copies import COPIED
 from iris.ops.hopper.arguments import Plan
-from iris.ops.operations import COPIED
 from iris.simulator import ACTIVE
 from ops.plans import planned
 
@@ -49,11 +49,11 @@ def matrix(rows, columns, dtype, layout, seed, device, ctx=None):
     return view
 
 
-def factors(kind, rows, columns, seed, device):
-    """Scales of A and B, as they are given."""
+def factors(kind, rows, columns, seed, device, begin):
+    """Scales of A and B, as they are given: from that element on of a larger tensor."""
     generator = torch.Generator().manual_seed(seed)
     counts = {"none": (0, 0), "all": (1, 1), "A": (1, 0), "lines": (rows, columns), "columns": (1, columns)}[kind]
-    return [0.5 + torch.rand(n, generator=generator).to(device) if n else None for n in counts]
+    return [0.5 + torch.rand(begin + n, generator=generator).to(device)[begin:] if n else None for n in counts]
 
 
 def check(ctx, name, shape, dtype, config, layout_a, layout_b, biased, heap, result=None, scaled="none"):
@@ -73,7 +73,9 @@ def check(ctx, name, shape, dtype, config, layout_a, layout_b, biased, heap, res
             for r in range(W)
         ]  # fmt: skip
         a, b = everyone[rank]
-        scales = [factors(scaled, rows, N, 31 * call + r, ctx.device) for r in range(W)]
+        # Every other call's scales and bias are not aligned to more than their elements.
+        begin = call % 2
+        scales = [factors(scaled, rows, N, 31 * call + r, ctx.device, begin) for r in range(W)]
         scale_a, scale_b = scales[rank]
         if name == "all_gather_matmul":
             everyone = [(torch.cat([x.double() for x, _ in everyone]), b)]
@@ -90,7 +92,7 @@ def check(ctx, name, shape, dtype, config, layout_a, layout_b, biased, heap, res
         bias = None
         if biased:
             # Of a sum the ranks have the same bias, which is added once.
-            bias = matrix(1, N, result, "rows", 7 + call, ctx.device)[0]
+            bias = matrix(1, begin + N, result, "rows", 7 + call, ctx.device)[0, begin:]
             product = product + bias.double()
         getattr(ctx.ops, name)(out, a, b, bias, scale_a=scale_a, scale_b=scale_b, config=config)
         # What the parts of a sum are rounded to on their way.
@@ -135,26 +137,29 @@ CDNA3S_FP8 = [torch.float8_e4m3fnuz, torch.float8_e5m2fnuz] if ACTIVE or torch.v
 SCALED = ["A", "lines", *(["none", "all", "columns"] if EVERYTHING else [])]
 
 
-def fp8_cases():
+def fp8_cases(name):
     configs, results = ["vendor", "fused", "chiplets"], [torch.bfloat16, torch.float32, torch.float16]
     dtypes = [*FP8, *CDNA3S_FP8, torch.bfloat16] if EVERYTHING else [FP8[0], torch.bfloat16]
     cases = sample(FP8_SHAPES, dtypes, configs, LAYOUTS, LAYOUTS, [False, True], [False, True], results, SCALED)
     # All that cuBLAS takes is among them.
     return cases + [
-        ((32, 48, 64), torch.float8_e4m3fn, "vendor", layout_a, layout_b, True, False, result, scaled)
-        for layout_a, layout_b, result, scaled in (
-            ("rows", "columns", torch.bfloat16, "lines"),
-            ("sliced", "sliced", torch.bfloat16, "columns"),
-            ("columns", "rows", torch.float32, "all"),
-            ("rows", "columns", torch.float16, "none"),
+        (shape, torch.float8_e4m3fn, config, layout_a, layout_b, True, False, result, scaled)
+        for shape, layout_a, layout_b, result, scaled in (
+            ((32, 48, 64), "rows", "columns", torch.bfloat16, "lines"),
+            ((32, 48, 64), "sliced", "sliced", torch.bfloat16, "columns"),
+            ((17, 48, 64), "columns", "rows", torch.float32, "all"),
+            ((17, 48, 64), "columns", "columns", torch.bfloat16, "lines"),
+            ((32, 48, 64), "rows", "columns", torch.float16, "none"),
+            ((1, 16, 32), "rows", "columns", torch.bfloat16, "lines"),
         )
+        for config in ("vendor", *(["copies"] if name in COPIED else []))
     ]
 
 
 @pytest.mark.ranks(*RANKS)
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_product_of_fp8_and_with_scales(ranks, name):
-    for case in fp8_cases():
+    for case in fp8_cases(name):
         ranks.run(check, name, *case)
 
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from iris.ops import FusedConfig
+from iris.ops.copies import COPIED
 from iris.ops.hopper.arguments import Plan
-from iris.ops.operations import COPIED
 from ops.plans import planned
 
 GLUON = FusedConfig(use_gluon=True, block_size_m=128, block_size_n=64)

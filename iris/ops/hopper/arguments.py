@@ -42,9 +42,14 @@ class Plan(NamedTuple):
     paced: bool = False
 
 
+def is_hopper() -> bool:
+    """Whether kernels run on Hopper, or in the simulator."""
+    return simulator.ACTIVE or architecture() == 90
+
+
 def problem(call: Call, config: FusedConfig, size: int) -> str | None:
     """Why the kernels are not for this call, if they are not: the same on all ranks, whatever their strides are."""
-    if not simulator.ACTIVE and architecture() != 90:
+    if not is_hopper():
         return "the Gluon kernels are for GPUs of compute capability 9.0"
     if call.a.dtype not in ELEMENTS or call.out.dtype != call.a.dtype or call.scaled:
         return "the Gluon kernels are for A, B and out of one dtype, fp16 or bf16, and no scales"
