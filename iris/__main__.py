@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 
 from iris import requirements
-from iris.bench.options import DTYPES, Numbers
+from iris.bench.options import DTYPES, FACTORS, Numbers, check_torchrun
 from iris.errors import IrisError, ProcessUnreachableError
 
 
@@ -168,6 +168,7 @@ def ccl(
     Exit status 1 if a figure misses its floor, or a result of Iris is wrong.
     """
     requirements.check()
+    check_torchrun("bench ccl")
     from iris.bench import ccl_command
 
     ccl_command.run(collectives, libraries, dtype, sizes, sms, floors, out)
@@ -178,7 +179,7 @@ def ccl(
 @click.option(
     "--library", "libraries", multiple=True, help="iris, 'iris triton', vendor, torch, gemm ...; all if not given."
 )
-@click.option("--dtype", type=DTYPES, default="bfloat16", show_default=True)
+@click.option("--dtype", type=FACTORS, default="bfloat16", show_default=True)
 @click.option(
     "--shape",
     "shapes",
@@ -198,6 +199,7 @@ def ops(
     Exit status 1 if a figure misses its floor, or a result of Iris is wrong.
     """
     requirements.check()
+    check_torchrun("bench ops")
     from iris.bench import ops_command
 
     ops_command.run(operations, libraries, dtype, shapes, sweep, floors, out)
@@ -213,6 +215,7 @@ def tune(largest: int, smallest: int, out: Path | None) -> None:
     Run it under torchrun with the number of ranks to tune for.
     """
     requirements.check()
+    check_torchrun("tune")
     import iris
     from iris.bench import tune as tuning
     from iris.bench.report import environment

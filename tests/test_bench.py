@@ -178,11 +178,19 @@ def test_tables_are_added_to_a_file(tmp_path):
     ("command", "words"),
     [("ccl --sizes 8,a", "'8,a' is not possible; it takes whole numbers from 1 on, with ',' between"),
      ("ccl --sms -1", "whole numbers from 0 on"), ("ops --shape 8x8", "3 whole numbers from 0 on, with 'x' between"),
-     ("ops --dtype half", "'half' is not one of 'float16'")],
+     ("ops --dtype half", "'half' is not one of 'float16'"), ("ccl --dtype float8_e4m3fn", "is not one of 'float16'")],
 )  # fmt: skip
 def test_options_that_make_no_sense(command, words):
     result = CliRunner().invoke(commands, ["bench", *command.split()])
     assert result.exit_code == 2 and words in result.output
+
+
+@pytest.mark.parametrize("command", ["bench ccl", "bench ops", "tune"])
+def test_what_is_measured_among_ranks_needs_some(command, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    result = CliRunner().invoke(commands, command.split())
+    assert result.exit_code == 2
+    assert f"torchrun --standalone --nproc-per-node 2 -m iris {command}" in " ".join(result.output.split())
 
 
 def test_nothing_is_not_timed():

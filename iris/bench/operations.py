@@ -4,6 +4,8 @@ All in one run, by turns, on the same random data. A shape is (M, N, K) of the w
 matmul_all_gather each rank has M / W rows of A and N / W, or all, columns of B; for the sums it has K / W columns of A
 and rows of B. all_reduce_rms_norm has M rows of N columns and no K. Every result of Iris is compared with that of the
 vendor once before it is timed.
+
+Of fp8 A lies by rows and B by columns, as cuBLAS takes them, the result is bf16, and the factors are 1.
 """
 
 import csv
@@ -58,45 +60,66 @@ class Row(NamedTuple):
 class Operands(NamedTuple):
     """Of one rank: ``a [m, k]``, ``b [k, n]``, ``out``, and ``whole``: what is gathered, a product or a sum alone.
 
-    Of `NORM`, ``a`` are the rows and ``b`` is the weight.
+    Of `NORM`, ``a`` are the rows and ``b`` is the weight. Of fp8, ``factor`` is what A and B are multiplied by.
     """
 
     a: torch.Tensor
     b: torch.Tensor
     out: torch.Tensor
     whole: torch.Tensor
+    factor: torch.Tensor | None = None
+
+    def multiply(self, a: torch.Tensor, out: torch.Tensor) -> None:
+        """``out = a b``, by the vendor's GEMM."""
+        if self.factor is None:
+            torch.mm(a, self.b, out=out)
+        else:
+            torch._scaled_mm(a, self.b, self.factor, self.factor, out_dtype=out.dtype, out=out)
 
 
 def operands(ctx: Iris, operation: str, shape: tuple[int, int, int], dtype: torch.dtype) -> Operands:
     """Random matrices of this rank; ``out`` is on the heap."""
     (M, N, K), W = shape, ctx.num_ranks
     generator = torch.Generator(ctx.device).manual_seed(M + ctx.cur_rank)
+    result, factor = dtype, None
+    if dtype.itemsize == 1:
+        result, factor = torch.bfloat16, torch.ones((), device=ctx.device)
 
-    def random(*size: int) -> torch.Tensor:
-        return torch.randn(size, generator=generator, device=ctx.device, dtype=dtype)
+    def random(*size: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.randn(size, generator=generator, device=ctx.device, dtype=result).to(dtype)
+
+    def b(rows: int, columns: int) -> torch.Tensor:
+        return random(columns, rows).t() if dtype.itemsize == 1 else random(rows, columns)
+
+    def out(*size: int) -> torch.Tensor:
+        return ctx.zeros(*size, dtype=result)
 
     if operation == "all_gather_matmul":
-        return Operands(random(M // W, K), random(K, N // W), ctx.zeros(M, N // W, dtype=dtype), random(M, K))
+        return Operands(random(M // W, K), b(K, N // W), out(M, N // W), random(M, K), factor)
     if operation == "matmul_all_gather":
-        return Operands(random(M // W, K), random(K, N), ctx.zeros(M, N, dtype=dtype), random(M // W, N))
+        return Operands(random(M // W, K), b(K, N), out(M, N), random(M // W, N, dtype=result), factor)
     if operation == NORM:
-        return Operands(random(M, N), random(N), ctx.zeros(M, N, dtype=dtype), ctx.zeros(M, N, dtype=dtype))
+        return Operands(random(M, N), random(N), out(M, N), out(M, N))
     rows = M // W if operation == "matmul_reduce_scatter" else M
-    return Operands(random(M, K // W), random(K // W, N), ctx.zeros(rows, N, dtype=dtype), random(M, N))
+    return Operands(random(M, K // W), b(K // W, N), out(rows, N), random(M, N, dtype=result), factor)
 
 
 def vendor(operation: str, x: Operands) -> Callable[[], object]:
     """The vendor's GEMM and torch.distributed's collective, one behind the other."""
-    a, b, out, whole = x
+    a, b, out, whole, _ = x
+
+    def gather(result: torch.Tensor, own: torch.Tensor) -> None:
+        # As bytes, since not every library knows fp8.
+        dist.all_gather_into_tensor(result.view(torch.uint8), own.view(torch.uint8))
 
     def of(*calls: Callable[[], object]) -> Callable[[], object]:
         return lambda: [call() for call in calls]
 
     return {
-        "all_gather_matmul": of(lambda: dist.all_gather_into_tensor(whole, a), lambda: torch.mm(whole, b, out=out)),
-        "matmul_all_gather": of(lambda: torch.mm(a, b, out=whole), lambda: dist.all_gather_into_tensor(out, whole)),
-        "matmul_reduce_scatter": of(lambda: torch.mm(a, b, out=whole), lambda: dist.reduce_scatter_tensor(out, whole)),
-        "matmul_all_reduce": of(lambda: torch.mm(a, b, out=out), lambda: dist.all_reduce(out)),
+        "all_gather_matmul": of(lambda: gather(whole, a), lambda: x.multiply(whole, out)),
+        "matmul_all_gather": of(lambda: x.multiply(a, whole), lambda: gather(out, whole)),
+        "matmul_reduce_scatter": of(lambda: x.multiply(a, whole), lambda: dist.reduce_scatter_tensor(out, whole)),
+        "matmul_all_reduce": of(lambda: x.multiply(a, out), lambda: dist.all_reduce(out)),
         NORM: of(lambda: dist.all_reduce(whole), lambda: torch.nn.functional.rms_norm(whole, b.shape, b, EPS)),
     }[operation]
 
@@ -116,24 +139,39 @@ def case(ctx: Iris, operation: str, library: str, x: Operands) -> Callable[[], o
         "iris copies": FusedConfig(variant="copies"),
     }
     if library in configs:
-        if library == "iris copies" and operation not in COPIED:
+        if library == "iris copies" and operation not in COPIED or library == "iris gluon" and x.factor is not None:
             return None
-        return lambda: getattr(ctx.ops, operation)(x.out, x.a, x.b, config=configs[library])
+        factors = {"scale_a": x.factor, "scale_b": x.factor}
+        return lambda: getattr(ctx.ops, operation)(x.out, x.a, x.b, **factors, config=configs[library])
     if library == "vendor":
         return vendor(operation, x)
     if library == "all_reduce":
         return None
     if library == "gemm":
         if operation == "all_gather_matmul":
-            return lambda: torch.mm(x.whole, x.b, out=x.out)
-        return lambda: torch.mm(x.a, x.b, out=x.whole)
-    group = dist.group.WORLD.group_name
+            return lambda: x.multiply(x.whole, x.out)
+        return lambda: x.multiply(x.a, x.whole)
+    return torchs(operation, x)
+
+
+def torchs(operation: str, x: Operands) -> Callable[[], object] | None:
+    """A call of torch's fused operator, if it has that operation."""
+    group, operators = dist.group.WORLD.group_name, torch.ops.symm_mem
     enable_symm_mem_for_group(group)
-    if operation == "all_gather_matmul":
-        return lambda: torch.ops.symm_mem.fused_all_gather_matmul(x.a, [x.b], 0, group)
-    if operation == "matmul_reduce_scatter":
-        return lambda: torch.ops.symm_mem.fused_matmul_reduce_scatter(x.a, x.b, "sum", 0, group)
-    return None
+    if x.factor is not None:
+        one, dtype = x.factor, x.out.dtype
+        return {
+            "all_gather_matmul": lambda: operators.fused_all_gather_scaled_matmul(
+                x.a, [x.b], one, [one], 0, group, [None], [None], [dtype], [False]
+            ),
+            "matmul_reduce_scatter": lambda: operators.fused_scaled_matmul_reduce_scatter(
+                x.a, x.b, one, one, "sum", 0, 0, group, list(x.whole.shape), None, None, dtype, False
+            ),
+        }.get(operation)
+    return {
+        "all_gather_matmul": lambda: operators.fused_all_gather_matmul(x.a, [x.b], 0, group),
+        "matmul_reduce_scatter": lambda: operators.fused_matmul_reduce_scatter(x.a, x.b, "sum", 0, group),
+    }.get(operation)
 
 
 def check(ctx: Iris, operation: str, call: Callable[[], object], x: Operands) -> str:

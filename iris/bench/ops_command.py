@@ -27,11 +27,15 @@ def run(
         for value in given:
             if value not in possible:
                 raise UnknownChoiceError(name, value, possible)
-    chosen = list(operations or measuring.OPERATIONS)
+    # Rows to normalise are not of fp8, though the result may be.
+    possible = measuring.OPERATIONS if getattr(torch, dtype).itemsize > 1 else measuring.PRODUCTS
+    chosen = list(operations or possible)
+    if not set(chosen) <= set(possible):
+        raise click.UsageError(f"{measuring.NORM} adds up rows of fp16, bf16 or fp32, and not of {dtype}.")
     sizes = list(shapes) or [*(measuring.SWEEP if sweep else measuring.SHAPES), *measuring.NORM_SHAPES]
     if not any((name == measuring.NORM) == (K == 0) for name in chosen for _, _, K in sizes):
         raise click.UsageError("Nothing to measure: products have shapes MxNxK, and all_reduce_rms_norm MxNx0.")
-    largest = max(M * N for M, N, _ in sizes) * getattr(torch, dtype).itemsize
+    largest = max(M * N for M, N, _ in sizes) * max(2, getattr(torch, dtype).itemsize)
     with iris.iris(3 * largest + (64 << 20 if torch.cuda.is_available() else 1 << 20)) as ctx:
         on_gpu = ctx.device.type == "cuda"
         beside = list(libraries or (measuring.LIBRARIES if on_gpu else ("iris", "iris triton", "iris copies")))

@@ -1,8 +1,21 @@
 """What options of the benchmarks take, checked before anything runs."""
 
+import os
+
 import click
 
 DTYPES = click.Choice(["float16", "bfloat16", "float32"])
+# Those of products.
+FACTORS = click.Choice([*DTYPES.choices, "float8_e4m3fn"])
+
+
+def check_torchrun(command: str) -> None:
+    """Raise unless torchrun, or whoever sets the same environment, started this process as one of its ranks."""
+    if "RANK" not in os.environ:
+        raise click.UsageError(
+            f"This measures among ranks, and none were started. Run it as: torchrun --standalone --nproc-per-node 2 -m "
+            f"iris {command}"
+        )
 
 
 class Numbers(click.ParamType):

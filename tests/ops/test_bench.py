@@ -4,6 +4,8 @@ import json
 import re
 from pathlib import Path
 
+import click
+import pytest
 import torch
 
 from iris.bench import operations, ops_command, plots
@@ -31,6 +33,19 @@ def test_what_is_measured(ranks, tmp_path):
     assert {file.stem for file in plots.draw_operations(tmp_path, "operations_2", rows)} == {
         f"{operation}_operations_2" for operation in operations.OPERATIONS
     }
+
+
+def of_fp8(ctx):
+    libraries = ["iris", "iris gluon", "iris triton", "iris copies", "vendor", "gemm"]
+    return list(operations.measure(ctx, list(operations.PRODUCTS), [(32, 32, 64)], libraries, torch.float8_e4m3fn))
+
+
+def test_products_of_fp8(ranks):
+    rows, *_ = ranks.run(of_fp8)
+    assert not [row for row in rows if row.reason] and all(row.microseconds > 0 for row in rows)
+    assert len(rows) == 4 * 4 + 2
+    with pytest.raises(click.UsageError, match="all_reduce_rms_norm adds up rows of fp16"):
+        ops_command.run(("all_reduce_rms_norm",), (), "float8_e4m3fn", (), False, None, None)
 
 
 ROOT = Path(__file__).parents[2]
