@@ -14,10 +14,11 @@ CONFIGS = {
     "gluon": GLUON,
     "split": GLUON,
     "copies": FusedConfig(variant="copies"),
+    "copies of fp8": FusedConfig(variant="copies"),
 }
 OPERATIONS = ("all_gather_matmul", "matmul_all_gather", "matmul_reduce_scatter", "matmul_all_reduce")
 # What only some operations have.
-ONLY = {"copies": COPIED, "split": ("all_gather_matmul", "matmul_all_gather")}
+ONLY = {"copies": COPIED, "copies of fp8": COPIED, "split": ("all_gather_matmul", "matmul_all_gather")}
 CASES = [(name, config) for name in OPERATIONS for config in CONFIGS if name in ONLY.get(config, OPERATIONS)]
 M, N = 48, 96  # a rank's rows, in whole
 LATE = 2_000_000  # cycles: about a millisecond
@@ -29,22 +30,24 @@ def digits(numbers):
     for factor in (0x9E3779B1, 0x85EBCA6B):
         numbers = (numbers * factor) & 0xFFFFFFFF
         numbers = numbers ^ (numbers >> 15)
-    return (numbers % 3 - 1).bfloat16()
+    return (numbers % 3 - 1).float()
 
 
 class Round:
     """The operands of all ranks in a round, other ones at each position, rank and round."""
 
-    def __init__(self, ctx, name, K=16):
+    def __init__(self, ctx, name, config):
         self.name, self.rank, self.size = name, ctx.cur_rank, ctx.num_ranks
+        self.dtype = torch.float8_e4m3fn if config == "copies of fp8" else torch.bfloat16
+        K = 192 if config == "split" else 16
         rows = M * ctx.num_ranks if name == "matmul_reduce_scatter" else M
         positions = torch.arange(rows * K, device=ctx.device).view(rows, K)
         self.positions = [positions + rank * rows * K for rank in range(self.size)]
         lines = torch.arange(K * N, device=ctx.device).view(K, N)
-        self.b = [digits(lines + (rank + 1) * 1_000_003) for rank in range(self.size)]
+        self.b = [digits(lines + (rank + 1) * 1_000_003).to(self.dtype) for rank in range(self.size)]
 
     def a(self, number, rank):
-        return digits(self.positions[rank] + number * 100_003)
+        return digits(self.positions[rank] + number * 100_003).to(self.dtype)
 
     def expected(self, number):
         everyone = [self.a(number, rank).float() for rank in range(self.size)]
@@ -65,7 +68,7 @@ def with_its_plan(ctx, worker, name, config):
 
 def play(ctx, name, config):
     on_gpu = ctx.device.type == "cuda"
-    data = Round(ctx, name, 192 if config == "split" else 16)
+    data = Round(ctx, name, config)
     out = ctx.zeros(*data.expected(0).shape, dtype=torch.bfloat16)
     wrong = torch.zeros((), dtype=torch.int64, device=ctx.device)
     for number in range(2000 if on_gpu else 3):
@@ -85,7 +88,7 @@ def test_rounds(ranks, name, config):
 
 def replay(ctx, name, config):
     """A graph of a call, whose input the graph itself makes from the number of the round."""
-    data = Round(ctx, name, 192 if config == "split" else 16)
+    data = Round(ctx, name, config)
     out = ctx.zeros(*data.expected(0).shape, dtype=torch.bfloat16)
     number = torch.zeros((), dtype=torch.int64, device=ctx.device)
     own = data.b[ctx.cur_rank]
