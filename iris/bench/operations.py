@@ -132,14 +132,15 @@ def case(ctx: Iris, operation: str, library: str, x: Operands) -> Callable[[], o
             "all_reduce": lambda: ctx.ccl.all_reduce(x.whole, x.a),
             "vendor": vendor(operation, x),
         }.get(library)
+    columns, depth = (256, 64) if x.factor is None else (128, 128)
     configs = {
         "iris": None,
-        "iris gluon": FusedConfig(use_gluon=True, block_size_m=128, block_size_n=256),
+        "iris gluon": FusedConfig(use_gluon=True, block_size_m=128, block_size_n=columns, block_size_k=depth),
         "iris triton": FusedConfig(),
         "iris copies": FusedConfig(variant="copies"),
     }
     if library in configs:
-        if library == "iris copies" and operation not in COPIED or library == "iris gluon" and x.factor is not None:
+        if library == "iris copies" and operation not in COPIED:
             return None
         factors = {"scale_a": x.factor, "scale_b": x.factor}
         return lambda: getattr(ctx.ops, operation)(x.out, x.a, x.b, **factors, config=configs[library])

@@ -4,8 +4,8 @@ The times are of a model with few numbers, all measured on 2 and 4 H200 (docs/pe
 a tile takes for each k, what the link carries beside a product, what the vendor's GEMM and a collective take one behind
 the other. Elsewhere than on Hopper the vendor's GEMM and a collective are used.
 
-Products of fp8, for which no Gluon kernel is made, are the vendor's, in one piece or by chunks beside copies. How long
-their chunks take was measured on one H200, and the copies on 4; not both together.
+For products of fp8 it has what their tiles, and the vendor's chunks, take on one H200. What is moved beside them was
+measured with bf16 on 4, so a way has to be better by more.
 """
 
 from iris.ops.call import Call
@@ -15,8 +15,10 @@ from iris.ops.hopper import arguments as hopper
 from iris.ops.hopper.arguments import Plan
 
 VENDOR, COPIES = FusedConfig(variant="vendor"), FusedConfig(variant="copies")
-# Nanoseconds for each k of a tile of 128 rows and so many columns.
-TILE_NS = {256: 11.4, 128: 6.1, 64: 5.1}
+# Nanoseconds for each k of a tile of 128 rows and so many columns, of elements of so many bytes.
+TILE_NS = {2: {256: 11.4, 128: 6.1, 64: 5.1}, 1: {128: 3.4, 64: 2.3}}
+# Bytes of each row of a tile of A: what TMA's layout of shared memory keeps together.
+DEPTH = 128
 # GB/s over the link: stores alone, and beside a product, which is slowed down to so much of its speed meanwhile; the
 # copy engine, which slows it down little; and collectives alone, with a result on the heap and elsewhere, where a
 # gathered A is. Microseconds between two copies.
@@ -35,27 +37,27 @@ ROUND_NS, ROUND, NEXT_LAUNCH = 3.0, 1.9, 2
 ENGINE_BY_CHUNKS = 300
 # Microseconds: of a fused kernel's meetings, of a GEMM's launch and of a collective, however small.
 MEETING, LAUNCH, SMALL = 12, 5, 12
-# What a way has to be faster by: of what was measured, and of copies beside products of fp8.
-MARGIN, COPIES_MARGIN = 1.03, 1.1
+# What a way has to be faster by, of elements of so many bytes.
+MARGIN = {1: 1.2, 2: 1.03}
 
 
-def choose(call: Call, size: int, programs: int, on_gpu: bool) -> FusedConfig:
-    """The configuration of least time, for a call that the vendor's GEMM can do."""
-    if not on_gpu or size == 1 or not call.out.numel() or not call.a.numel() or not hopper.is_hopper():
-        return VENDOR
-    if call.a.itemsize == 1 and call.name in COPIED:
-        return COPIES if COPIES_MARGIN * copies_us(call, size, programs) < vendor_us(call, size) else VENDOR
-    configs = [
-        FusedConfig(use_gluon=True, block_size_m=128, block_size_n=columns, block_size_k=64) for columns in TILE_NS
-    ]
-    if hopper.problem(call, configs[0], size) is not None:
-        return VENDOR
-
-    def least_us(config: FusedConfig) -> float:
-        return fused_us(call, size, programs, config, plan(call, size, programs, config))
-
-    best = min(configs, key=least_us)
-    return best if MARGIN * least_us(best) < vendor_us(call, size) else VENDOR
+def choose(call: Call, size: int, programs: int, on_gpu: bool, by_vendor: bool) -> FusedConfig:
+    """The configuration of least time. ``by_vendor``: whether the vendor's GEMM can do the call."""
+    otherwise = VENDOR if by_vendor else FusedConfig()
+    if not on_gpu or not call.out.numel() or not call.a.numel() or size == 1 and by_vendor:
+        return otherwise
+    ways = {}
+    for columns in TILE_NS.get(call.a.itemsize, ()):
+        depth = DEPTH // call.a.itemsize
+        config = FusedConfig(use_gluon=True, block_size_m=128, block_size_n=columns, block_size_k=depth)
+        if hopper.problem(call, config, size) is None:
+            ways[config] = fused_us(call, size, programs, config, plan(call, size, programs, config))
+    if by_vendor and hopper.is_hopper() and call.a.itemsize == 1 and call.name in COPIED:
+        ways[COPIES] = copies_us(call, size, programs)
+    if not ways:
+        return otherwise
+    best = min(ways, key=ways.__getitem__)
+    return otherwise if by_vendor and MARGIN[call.a.itemsize] * ways[best] >= vendor_us(call, size) else best
 
 
 def plan(call: Call, size: int, programs: int, config: FusedConfig) -> Plan:
@@ -67,7 +69,7 @@ def plan(call: Call, size: int, programs: int, config: FusedConfig) -> Plan:
     if call.name == "all_gather_matmul":
         # Those of the rows that come last; or of few, in which own rows are all that there is to do at first, all.
         rows, depth = call.a.shape
-        chunk = hopper.chunk_rows(rows, depth, config) // config.block_size_m
+        chunk = hopper.chunk_rows(call.a, config) // config.block_size_m
         last = chunk * -(-call.b.shape[1] // config.block_size_n) if tiles > 2 * programs else tiles
     else:
         last = tiles % programs or min(tiles, programs)
@@ -106,7 +108,7 @@ def tiles_of(call: Call, size: int, config: FusedConfig) -> int:
 
 def tile_us(call: Call, config: FusedConfig) -> float:
     """Microseconds of a whole tile."""
-    return TILE_NS[config.block_size_n] * call.a.shape[1] / 1e3
+    return TILE_NS[call.a.itemsize][config.block_size_n] * call.a.shape[1] / 1e3
 
 
 def split_us(call: Call, config: FusedConfig, plan: Plan) -> float:
@@ -129,7 +131,7 @@ def fused_us(call: Call, size: int, programs: int, config: FusedConfig, plan: Pl
     sent = sent_bytes(call, size) / 1e3
     if call.name == "all_gather_matmul":
         # The rows that come last are multiplied when they have come.
-        copies = (size - 1) * -(-rows // hopper.chunk_rows(rows, depth, config))
+        copies = (size - 1) * -(-rows // hopper.chunk_rows(call.a, config))
         return MEETING + max(product, sent / ENGINE + copies * BETWEEN_COPIES + split_us(call, config, plan))
     if call.name == "matmul_all_gather":
         # What the tiles of the last round are sent in comes behind.

@@ -262,13 +262,14 @@ class Operations:
         self._context.heap.check_open()
         call.check(self._context.device, self._context.num_ranks, config)
         vendors_problem = vendor.problem(call)
-        if config is None and vendors_problem is None:
-            key = (call.name, call.a.shape, call.b.shape, call.a.dtype, call.out.dtype)
+        used = config
+        if used is None:
+            by_vendor = vendors_problem is None
+            key = (call.name, call.a.shape, call.b.shape, call.a.dtype, call.out.dtype, by_vendor)
             if key not in self._chosen:
-                self._chosen[key] = choose(call, self._context.num_ranks, self._most_programs(), self._on_gpu)
+                programs = self._most_programs()
+                self._chosen[key] = choose(call, self._context.num_ranks, programs, self._on_gpu, by_vendor)
             used = self._chosen[key]
-        else:
-            used = config or FusedConfig()
         if used.variant != "kernel" and vendors_problem:
             raise InvalidConfigError(
                 f"FusedConfig(variant={used.variant!r}) cannot do this {call.name}() with the vendor's GEMM: "
@@ -323,7 +324,7 @@ class Operations:
     def _sender(self, call: Call, config: FusedConfig, buffers: Buffers) -> Sender:
         if buffers not in self._senders:
             (rows, depth), context = call.a.shape, self._context
-            chunk = hopper.chunk_rows(rows, depth, config)
+            chunk = hopper.chunk_rows(call.a, config)
             self._senders[buffers] = Sender(buffers, context.cur_rank, context.num_ranks, rows, depth, chunk)
         return self._senders[buffers]
 
@@ -429,7 +430,7 @@ class Operations:
         return SIMULATED_PROGRAMS if simulator.ACTIVE else self._context.ccl.communicator().num_sms
 
     def _plan(self, call: Call, config: FusedConfig) -> hopper.Plan:
-        key = (call.name, call.a.shape, call.b.shape, config)
+        key = (call.name, call.a.shape, call.b.shape, call.a.dtype, config)
         if key not in self._plans:
             self._plans[key] = plan(call, self._context.num_ranks, self._programs(config), config)
         return self._plans[key]

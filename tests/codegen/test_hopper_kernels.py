@@ -13,7 +13,8 @@ from iris.ops.hopper.all_gather_matmul import hopper_all_gather_matmul, start
 from iris.ops.hopper.arguments import tensor_map
 from iris.ops.hopper.matmul_all_gather import hopper_matmul_all_gather
 from iris.ops.hopper.matmul_reduce import hopper_matmul_reduce
-from iris.ops.hopper.pipeline import PANEL, STRIP
+from iris.ops.hopper.pipeline import PANEL
+from iris.ops.hopper.writer import STRIP
 
 NAMES = ["all_gather_matmul", "matmul_all_gather", "matmul_reduce_scatter", "matmul_all_reduce"]
 W, M, N, K = 4, 4096, 2048, 1024
@@ -26,26 +27,30 @@ def peers(matrix):
     return TensorDescriptor(matrix, [100, *matrix.shape], [1 << 20, matrix.stride(0), 1], block, layout)
 
 
-def arguments(name, tile, by_columns, split):
-    rows, columns = tile
+def arguments(name, tile, by_columns, split, dtype=torch.bfloat16):
+    (rows, columns), depth = tile, 128 // dtype.itemsize
     # Splits, and the tiles that are split.
     plan, of_splits = (3, 5), (torch.empty(1 << 20), INT32)
-    own, all_rows = torch.empty(M, K, dtype=torch.bfloat16), torch.empty(W * M, K, dtype=torch.bfloat16)
-    a = own if name == "all_gather_matmul" or not by_columns else torch.empty(K, M, dtype=torch.bfloat16).t()
-    b = torch.empty(N, K, dtype=torch.bfloat16).t() if by_columns else torch.empty(K, N, dtype=torch.bfloat16)
+    own, all_rows = torch.empty(M, K, dtype=dtype), torch.empty(W * M, K, dtype=dtype)
+    narrow = dtype.itemsize == 1
+    a_by_columns = by_columns and not narrow and name != "all_gather_matmul"
+    a = torch.empty(K, M, dtype=dtype).t() if a_by_columns else own
+    b = torch.empty(N, K, dtype=dtype).t() if by_columns else torch.empty(K, N, dtype=dtype)
     bias, out = torch.empty(N, dtype=torch.bfloat16), torch.empty(W * M, N, dtype=torch.bfloat16)
-    map_a, map_b = tensor_map(a, [rows // 2, 64]), tensor_map(b, [64, columns])
+    factors = (bias, torch.empty(W * M), torch.empty(1)) if narrow else (bias, None, None)
+    last = (True, narrow, False)
+    map_a, map_b = tensor_map(a, [rows // 2, depth]), tensor_map(b, [depth, columns])
     if name == "all_gather_matmul":
-        gathered = tensor_map(all_rows, [rows // 2, 64])
-        front = (INT64, INT32, map_a, gathered, map_b, bias, out, *of_splits, M, 1024, N, K, N, 1, *plan)
-        return hopper_all_gather_matmul, (*front, W, *tile, 3, split, 8, by_columns, True)
+        gathered = tensor_map(all_rows, [rows // 2, depth])
+        front = (INT64, INT32, map_a, gathered, map_b, *factors, out, *of_splits, M, 1024, N, K, N, 1, *plan)
+        return hopper_all_gather_matmul, (*front, W, *tile, 3, split, 8, by_columns, *last)
     if name == "matmul_all_gather":
-        front = (INT64, INT32, map_a, map_b, bias, peers(out), INT32, *of_splits, M, N, K, *plan)
-        return hopper_matmul_all_gather, (*front, W, *tile, 3, split, not split, 8, by_columns, by_columns, True)
+        front = (INT64, INT32, map_a, map_b, *factors, peers(out), INT32, *of_splits, M, N, K, *plan)
+        return hopper_matmul_all_gather, (*front, W, *tile, 3, split, not split, 8, a_by_columns, by_columns, *last)
     spreads = name == "matmul_all_reduce"
     result = (out, peers(out), INT32) if spreads else (out, None, None)
-    front = (INT64, INT32, peers(out), peers(out), INT32, map_a, map_b, bias, *result, M, N, K, M // W, N, 1)
-    return hopper_matmul_reduce, (*front, W, *tile, 3, 4, 8, spreads, by_columns, by_columns, True)
+    front = (INT64, INT32, peers(out), peers(out), INT32, map_a, map_b, *factors, *result, M, N, K, M // W, N, 1)
+    return hopper_matmul_reduce, (*front, W, *tile, 3, 4, 8, spreads, a_by_columns, by_columns, *last)
 
 
 @pytest.mark.parametrize(
@@ -71,6 +76,18 @@ def test_fused_operations(name, tile, by_columns, split):
     assert ("cp.async.bulk.tensor.3d.shared" in text) == ("reduce" in name)
     memory = [line for line in text.splitlines() if re.search(r"\b(ld|st|atom|red)\.(?!param|shared)|griddep", line)]
     assert ["griddepcontrol.wait" in line for line in memory] == [True] + [False] * (len(memory) - 1)
+
+
+@pytest.mark.parametrize(("name", "tile"), by_turns([(name, (128, 64 + 64 * (i % 2))) for i, name in enumerate(NAMES)]))
+def test_fused_operations_of_fp8(name, tile):
+    kernel, given = arguments(name, tile, True, "gather" in name, torch.float8_e4m3fn)
+    text = compile_for("sm_90", kernel, *given, num_warps=4).text
+    products = re.findall(rf"wgmma\.mma_async\S*m64n{tile[1]}k32\.f32\.e4m3\.e4m3 .*, (\S+), 1, 1;", text)
+    # Two multipliers: of a stage's four products the first begins with zero, and is waited for with the others.
+    assert [product == "0" for product in products] == [True, False, False, False] * 2
+    assert text.count("wgmma.wait_group.sync.aligned 0;") == 2
+    # Factors of rows and columns, and what comes of a stage is added up by each thread of a multiplier.
+    assert len(re.findall(r"add\.f32|add\.rn\.f32", text)) >= 2 * tile[0] // 2 * tile[1] // 128
 
 
 def test_the_start_of_a_call_waits_for_the_launch_before_it():

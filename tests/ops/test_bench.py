@@ -43,7 +43,7 @@ def of_fp8(ctx):
 def test_products_of_fp8(ranks):
     rows, *_ = ranks.run(of_fp8)
     assert not [row for row in rows if row.reason] and all(row.microseconds > 0 for row in rows)
-    assert len(rows) == 4 * 4 + 2
+    assert len(rows) == 4 * 5 + 2
     with pytest.raises(click.UsageError, match="all_reduce_rms_norm adds up rows of fp16"):
         ops_command.run(("all_reduce_rms_norm",), (), "float8_e4m3fn", (), False, None, None)
 

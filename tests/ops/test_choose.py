@@ -8,7 +8,7 @@ import torch
 from iris.ops import FusedConfig
 from iris.ops.call import Call
 from iris.ops.choose import COPIES, VENDOR, choose, plan
-from iris.ops.copies import COPIED, chunks
+from iris.ops.copies import chunks
 from iris.ops.hopper.arguments import Plan
 
 OPERATIONS = ("all_gather_matmul", "matmul_all_gather", "matmul_reduce_scatter", "matmul_all_reduce")
@@ -26,8 +26,8 @@ def call(name, M, N, K, dtype=torch.bfloat16, size=4):
 
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_few_rows_are_not_worth_a_kernel_of_large_tiles(name):
-    assert choose(call(name, 64, 8192, 8192), 4, PROGRAMS, True) == VENDOR
-    assert choose(call(name, 4096, 8192, 8192), 4, PROGRAMS, True).use_gluon
+    assert choose(call(name, 64, 8192, 8192), 4, PROGRAMS, True, True) == VENDOR
+    assert choose(call(name, 4096, 8192, 8192), 4, PROGRAMS, True, True).use_gluon
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
@@ -39,19 +39,19 @@ def test_few_rows_are_not_worth_a_kernel_of_large_tiles(name):
 )  # fmt: skip
 def test_where_the_kernel_cannot_or_need_not_run(name, size, dtype, columns, on_gpu):
     # 8196 columns of two bytes are no multiple of 16 bytes, of all ranks or of one.
-    assert choose(call(name, 4096, columns, 8192, dtype, size), size, PROGRAMS, on_gpu) == VENDOR
+    assert choose(call(name, 4096, columns, 8192, dtype, size), size, PROGRAMS, on_gpu, True) == VENDOR
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
 @pytest.mark.parametrize("rows, columns, depth", [(0, 8192, 8192), (4096, 0, 8192), (4096, 8192, 0)])
 def test_nothing_is_chosen_for_nothing(name, rows, columns, depth):
-    assert choose(call(name, rows, columns, depth), 4, PROGRAMS, True) == VENDOR
+    assert choose(call(name, rows, columns, depth), 4, PROGRAMS, True, True) == VENDOR
 
 
 def test_tiles_are_narrower_where_wide_ones_leave_multiprocessors_idle():
     # 64 tiles of 256 columns, for 132 multiprocessors.
-    assert choose(call("matmul_reduce_scatter", 1024, 2048, 28672), 4, PROGRAMS, True).block_size_n < 256
-    assert choose(call("matmul_reduce_scatter", 8192, 28672, 8192), 4, PROGRAMS, True).block_size_n == 256
+    assert choose(call("matmul_reduce_scatter", 1024, 2048, 28672), 4, PROGRAMS, True, True).block_size_n < 256
+    assert choose(call("matmul_reduce_scatter", 8192, 28672, 8192), 4, PROGRAMS, True, True).block_size_n == 256
 
 
 def of_fp8(name, M, N, K, size=4):
@@ -59,16 +59,30 @@ def of_fp8(name, M, N, K, size=4):
     return given._replace(a=given.a.to(torch.float8_e4m3fn), b=given.b.to(torch.float8_e4m3fn))
 
 
-def test_products_of_fp8_are_cut_where_chunks_are_large_enough(monkeypatch):
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_products_of_fp8(name, monkeypatch):
     monkeypatch.setattr("iris.ops.copies.TILE", 128)
-    for name in COPIED:
-        assert choose(of_fp8(name, 8192, 8192, 8192), 4, PROGRAMS, True) == COPIES
-        assert choose(of_fp8(name, 64, 8192, 8192), 4, PROGRAMS, True) == VENDOR
-        assert choose(of_fp8(name, 8192, 8192, 8192), 4, PROGRAMS, False) == VENDOR
-        assert choose(of_fp8(name, 8192, 8192, 8192, 1), 1, PROGRAMS, True) == VENDOR
-    # A part of 256 rows has 32 tiles, which take as long as 132.
-    assert choose(of_fp8("all_gather_matmul", 1024, 8192, 28672), 4, PROGRAMS, True) == VENDOR
-    assert choose(of_fp8("matmul_all_reduce", 8192, 8192, 8192), 4, PROGRAMS, True) == VENDOR
+    large = choose(of_fp8(name, 8192, 28672, 8192), 4, PROGRAMS, True, True)
+    # Deeper than tiles of wider types, and as many bytes.
+    assert large.use_gluon and large.block_size_k == 128 and large.block_size_n <= 128
+    assert choose(of_fp8(name, 64, 8192, 8192), 4, PROGRAMS, True, True) == VENDOR
+    assert choose(of_fp8(name, 8192, 8192, 8192), 4, PROGRAMS, False, True) == VENDOR
+    assert choose(of_fp8(name, 8192, 8192, 8192, 1), 1, PROGRAMS, True, True) == VENDOR
+    # Between two ranks little is moved, and the vendor's chunks lose less than half a round.
+    halves = choose(of_fp8(name, 8192, 8192, 8192, 2), 2, PROGRAMS, True, True)
+    assert halves == COPIES if name == "all_gather_matmul" else halves.use_gluon
+    # A part of 256 rows has 32 tiles for the vendor's chunks, which take as long as 132.
+    assert choose(of_fp8("all_gather_matmul", 1024, 8192, 28672), 4, PROGRAMS, True, True) != COPIES
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_what_the_vendor_cannot_do(name):
+    # Scales of bf16, say, or float8_e5m2.
+    assert choose(call(name, 4096, 8192, 8192), 4, PROGRAMS, True, False).use_gluon
+    assert choose(of_fp8(name, 64, 8192, 8192, 1), 1, PROGRAMS, True, False).use_gluon
+    for given in (call(name, 4096, 8196, 8192), call(name, 4096, 8192, 8192, torch.float32)):
+        assert choose(given, 4, PROGRAMS, True, False) == FusedConfig()
+    assert choose(call(name, 4096, 8192, 8192), 4, PROGRAMS, False, False) == FusedConfig()
 
 
 @pytest.mark.parametrize("rows, columns, number", [(1, 4096, 1), (64, 64, 2), (64, 24, 1), (0, 64, 1), (3, 64, 1)])
@@ -85,7 +99,7 @@ WIDE = FusedConfig(use_gluon=True, block_size_m=128, block_size_n=256)
 def test_programs_share_the_tiles_of_a_round_that_is_not_full():
     # 288 tiles: two rounds, and 24 tiles of which each has room for five programs.
     given = call("matmul_all_gather", 8192, 4608, 36864)
-    assert choose(given, 4, PROGRAMS, True).use_gluon
+    assert choose(given, 4, PROGRAMS, True, True).use_gluon
     assert plan(given, 4, PROGRAMS, WIDE) == Plan(5, 24, paced=True)
     # 512 tiles: three rounds, and 116 tiles.
     assert plan(call("matmul_all_gather", 8192, 8192, 8192), 4, PROGRAMS, WIDE) == Plan(paced=True)

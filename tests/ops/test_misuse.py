@@ -68,6 +68,21 @@ def test_what_does_not_fit(ranks, case):
     ranks.run(ask, *CASES[case], "matmul_all_reduce")
 
 
+def tiles_of_fp8(ctx, words, tile):
+    given = ALIGNED | {role: torch.zeros(ALIGNED[role].shape, dtype=torch.float8_e4m3fn) for role in "AB"}
+    config = FusedConfig(use_gluon=True, block_size_m=128, **tile)
+    ask(ctx, InvalidConfigError, words, given, {"config": config}, "matmul_all_reduce")
+
+
+@pytest.mark.skipif(torch.version.hip is not None, reason="Hopper's kernel")
+@pytest.mark.parametrize(
+    "words, tile",
+    [("16384 elements", {"block_size_n": 256}), ("less than a product takes; 32", {"block_size_k": 16})],
+)
+def test_tiles_of_fp8(ranks, words, tile):
+    ranks.run(tiles_of_fp8, words, tile)
+
+
 def test_rows_that_cannot_be_shared(ranks):
     arguments = {"out": (4, 4), "A": (9, 6)}
     ranks.run(ask, InvalidCollectiveError, "a multiple of these", arguments, {}, "matmul_reduce_scatter")

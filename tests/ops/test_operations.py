@@ -22,6 +22,7 @@ CONFIGS = {
     "few programs": FusedConfig(**SMALL, num_sms=2, comm_sms=1, group_size_m=2),
     "Hopper": FusedConfig(use_gluon=True, block_size_m=128, block_size_n=64, num_sms=3),
     "Hopper, wide": FusedConfig(use_gluon=True, block_size_m=128, block_size_n=256),
+    "Hopper, deep": FusedConfig(use_gluon=True, block_size_m=128, block_size_n=128, block_size_k=128),
     "chiplets": FusedConfig(**SMALL, num_xcds=2, chunk_size=1, allow_tf32=False),
 }
 # M (a share of a rank, where rows are shared), N, K: multiples of tiles, and of nothing.
@@ -113,7 +114,7 @@ def cases(name, hopper):
     if hopper and not EVERYTHING:
         return HOPPER_CASES
     if hopper:
-        configs = [config for config in CONFIGS if "Hopper" in config]
+        configs = ["Hopper", "Hopper, wide"]
         return sample(HOPPER_SHAPES, DTYPES[:2], configs, LAYOUTS, LAYOUTS, [False, True], [False, True])
     configs = [config for config in CONFIGS if "Hopper" not in config]
     if name not in COPIED:
@@ -156,10 +157,30 @@ def fp8_cases(name):
     ]
 
 
+# K is a multiple of 16 of fp8. Elsewhere than on Hopper the Gluon kernels are for other types.
+FP8_HOPPER_SHAPES = [(128, 64, 64), (15, 24, 16), (200, 96, 144), (300, 264, 80)]
+FP8_HOPPER_CASES = [
+    ((128, 64, 64), FP8[0], "Hopper", "rows", "rows", False, False, torch.bfloat16, "none"),
+    ((15, 24, 16), FP8[1], "Hopper", "sliced", "columns", True, False, torch.float16, "lines"),
+    ((200, 96, 144), FP8[0], "Hopper, deep", "columns", "columns", True, True, torch.bfloat16, "lines"),
+    ((140, 264, 80), torch.bfloat16, "Hopper", "rows", "columns", False, True, torch.bfloat16, "columns"),
+]
+
+
+def fp8_hopper_cases():
+    if not EVERYTHING:
+        return FP8_HOPPER_CASES
+    configs, dtypes = ["Hopper", "Hopper, deep"], [*FP8, torch.bfloat16]
+    axes = configs, LAYOUTS, LAYOUTS, [False, True], [False, True], DTYPES[:2], SCALED
+    cases = sample(FP8_HOPPER_SHAPES, dtypes, *axes)
+    return [case for case in cases if case[1].itemsize == 1 or case[1] == case[7]]
+
+
 @pytest.mark.ranks(*RANKS)
+@pytest.mark.parametrize("hopper", [False, True], ids=["", "hopper"])
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_product_of_fp8_and_with_scales(ranks, name):
-    for case in fp8_cases(name):
+def test_product_of_fp8_and_with_scales(ranks, name, hopper):
+    for case in fp8_hopper_cases() if hopper else fp8_cases(name):
         ranks.run(check, name, *case)
 
 
@@ -174,6 +195,8 @@ def check_split(ctx, plan, *case):
 @pytest.mark.parametrize("name", ["all_gather_matmul", "matmul_all_gather"])
 def test_tiles_split_along_k(ranks, name, plan):
     case = ((140, 96, 264), torch.float16, "Hopper", "rows", "columns", True, False)
+    if plan.splits == 3:
+        case = ((140, 96, 272), FP8[0], "Hopper", "rows", "columns", True, False, torch.float16, "lines")
     ranks.run(check_split, plan, name, *case)
     if EVERYTHING:
         case = ((300, 264, 328), torch.bfloat16, "Hopper, wide", "columns", "rows", False, True)

@@ -15,6 +15,7 @@ CONFIGS = {
     "split": GLUON,
     "copies": FusedConfig(variant="copies"),
     "copies of fp8": FusedConfig(variant="copies"),
+    "gluon of fp8": GLUON,
 }
 OPERATIONS = ("all_gather_matmul", "matmul_all_gather", "matmul_reduce_scatter", "matmul_all_reduce")
 # What only some operations have.
@@ -38,7 +39,7 @@ class Round:
 
     def __init__(self, ctx, name, config):
         self.name, self.rank, self.size = name, ctx.cur_rank, ctx.num_ranks
-        self.dtype = torch.float8_e4m3fn if config == "copies of fp8" else torch.bfloat16
+        self.dtype = torch.float8_e4m3fn if "fp8" in config else torch.bfloat16
         K = 192 if config == "split" else 16
         rows = M * ctx.num_ranks if name == "matmul_reduce_scatter" else M
         positions = torch.arange(rows * K, device=ctx.device).view(rows, K)

@@ -19,21 +19,13 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from iris.language.context import DeviceContext, IrisDeviceCtx
+from iris.language.context import DeviceContext, IrisDeviceCtx, aggregate
 from iris.language.ordering import gluon_ordering
 from iris.ops.counts import ARRIVED, triton_counts
 from iris.ops.gemm import gluon_place
-from iris.ops.hopper.pipeline import (
-    REGISTERS,
-    WARPS,
-    await_products,
-    free_products,
-    load_tile,
-    make_pipeline,
-    multiply,
-    store_products,
-)
+from iris.ops.hopper.pipeline import REGISTERS, WARPS, load_tile, make_pipeline, multiply
 from iris.ops.hopper.split_k import Units
+from iris.ops.hopper.writer import await_products, free_products, store_products
 
 order_bulk_copies, gluon_follow = gluon_ordering.order_bulk_copies, gluon_ordering.follow_predecessor
 await_ready, begin, end, triton_follow = (
@@ -51,57 +43,97 @@ def start(context_tensor, counts, W: tl.constexpr):
     end(counts, epoch)
 
 
-@gluon.jit
-def tile_of(number, rank, W: gl.constexpr, tiles_m, tiles_n, chunks, GROUP: gl.constexpr):
-    """Whose rows the tile is of, in which chunk of them, and its row and column there."""
-    chunk = number // (tiles_m * tiles_n)
-    pid_m, pid_n = gluon_place(number % (tiles_m * tiles_n), tiles_m, tiles_n, GROUP)
-    return (rank + chunk // chunks) % W, chunk % chunks, pid_m, pid_n
+@aggregate
+class Order:
+    """The tiles of all ranks' rows, by number: this rank's first, then its right neighbour's, and so on."""
+
+    rank: gl.tensor
+    m: gl.tensor
+    chunk: gl.tensor
+    rows: gl.tensor
+    columns: gl.tensor
+    W: gl.constexpr
+    BLOCK_M: gl.constexpr
+    BLOCK_N: gl.constexpr
+    GROUP: gl.constexpr
+
+    @triton.constexpr_function
+    def __init__(self, rank, m, chunk, rows, columns, W, BLOCK_M, BLOCK_N, GROUP):
+        self.rank = rank
+        self.m = m
+        self.chunk = chunk
+        self.rows = rows
+        self.columns = columns
+        self.W = gl.constexpr(W)
+        self.BLOCK_M = gl.constexpr(BLOCK_M)
+        self.BLOCK_N = gl.constexpr(BLOCK_N)
+        self.GROUP = gl.constexpr(GROUP)
+
+    @gluon.jit
+    def chunks(self):
+        """Of one rank."""
+        return gl.cdiv(self.m, self.chunk)
+
+    @gluon.jit
+    def tiles(self):
+        """Of one chunk, along its rows and along the columns."""
+        return self.chunk // self.BLOCK_M, gl.cdiv(self.columns, self.BLOCK_N)
+
+    @gluon.jit
+    def count(self):
+        tiles_m, tiles_n = self.tiles()
+        return self.W * self.chunks() * tiles_m * tiles_n
+
+    @gluon.jit
+    def place(self, tile):
+        """Whose rows a tile is of, in which chunk of them, its first row among them, and its first column."""
+        tiles_m, tiles_n = self.tiles()
+        nth, chunks = tile // (tiles_m * tiles_n), self.chunks()
+        pid_m, pid_n = gluon_place(tile % (tiles_m * tiles_n), tiles_m, tiles_n, self.GROUP)
+        row = nth % chunks * self.chunk + pid_m * self.BLOCK_M
+        return (self.rank + nth // chunks) % self.W, nth % chunks, row, pid_n * self.BLOCK_N
+
+    @gluon.jit
+    def at(self, tile):
+        """The first row and column of a tile, in the result."""
+        owner, _, row, column = self.place(tile)
+        return owner * self.m + row, column
 
 
 @gluon.jit
-def load(pipeline, units, ctx, counts, a, gathered, b, m, chunk, N, K, GROUP: gl.constexpr, BY_COLUMNS_B: gl.constexpr):
+def load(pipeline, units, order, ctx, counts, a, gathered, b, K, BY_COLUMNS_B: gl.constexpr):
     """The loader's part."""
-    BLOCK_M: gl.constexpr = 2 * pipeline.products.shape[2]
-    BLOCK_N: gl.constexpr = pipeline.products.shape[0] // 2 * pipeline.products.shape[3]
-    tiles_m, tiles_n, chunks = chunk // BLOCK_M, gl.cdiv(N, BLOCK_N), gl.cdiv(m, chunk)
+    chunks = order.chunks()
     step = 0
-    for unit in range(gl.program_id(0), units.count(), gl.num_programs(0)):
-        number, split, splits = units.at(unit)
-        owner, nth, pid_m, pid_n = tile_of(number, ctx.cur_rank, ctx.num_ranks, tiles_m, tiles_n, chunks, GROUP)
-        row, column = nth * chunk + pid_m * BLOCK_M, pid_n * BLOCK_N
-        if owner == ctx.cur_rank:
+    for number in range(gl.program_id(0), units.count(), gl.num_programs(0)):
+        tile, split, splits = units.at(number)
+        owner, nth, row, column = order.place(tile)
+        if owner == order.rank:
             step = load_tile(pipeline, a, b, row, column, K, split, splits, step, False, BY_COLUMNS_B)
         else:
             ctx.wait(counts + ARRIVED + owner * chunks + nth, units.epoch, cmp="reached")
             order_bulk_copies()
-            row += owner * chunks * chunk
+            row += owner * chunks * order.chunk
             step = load_tile(pipeline, gathered, b, row, column, K, split, splits, step, False, BY_COLUMNS_B)
 
 
 @gluon.jit
-def write(
-    pipeline, units, rank, W: gl.constexpr, bias, out, m, chunk, N, stride_om, stride_on, GROUP: gl.constexpr,
-    BIASED: gl.constexpr,
-):  # fmt: skip
+def write(pipeline, units, order, bias, out, stride_om, stride_on, BIASED: gl.constexpr):
     """The writer's part."""
-    BLOCK_M: gl.constexpr = 2 * pipeline.products.shape[2]
-    BLOCK_N: gl.constexpr = pipeline.products.shape[0] // 2 * pipeline.products.shape[3]
-    tiles_m, tiles_n, chunks = chunk // BLOCK_M, gl.cdiv(N, BLOCK_N), gl.cdiv(m, chunk)
     done = 0
-    for unit in range(gl.program_id(0), units.count(), gl.num_programs(0)):
-        number, split, splits = units.at(unit)
+    for number in range(gl.program_id(0), units.count(), gl.num_programs(0)):
+        tile, split, splits = units.at(number)
         if split == splits - 1:
-            owner, nth, pid_m, pid_n = tile_of(number, rank, W, tiles_m, tiles_n, chunks, GROUP)
-            row, stop = owner * m + nth * chunk + pid_m * BLOCK_M, (owner + 1) * m
+            owner, _, row, column = order.place(tile)
+            begin, stop = owner * order.m, (owner + 1) * order.m
             await_products(pipeline, done)
-            store_products(pipeline, bias, out, row, pid_n * BLOCK_N, stop, N, stride_om, stride_on, BIASED)
+            store_products(pipeline, bias, out, begin + row, column, stop, order.columns, stride_om, stride_on, BIASED)
             free_products(pipeline)
             done += 1
 
 
-# A number of tiles may be 1, and is no constant then.
-@gluon.jit(do_not_specialize=["splits", "last"])
+# A number of rows or tiles may be 1, and is no constant then.
+@gluon.jit(do_not_specialize=["m", "splits", "last"])
 def hopper_all_gather_matmul(
     context_tensor,
     counts,
@@ -109,6 +141,8 @@ def hopper_all_gather_matmul(
     tensor_map_gathered,
     tensor_map_b,
     bias,
+    scale_a,
+    scale_b,
     out,
     partials,
     arrived,
@@ -128,27 +162,30 @@ def hopper_all_gather_matmul(
     GROUP: gl.constexpr,
     BY_COLUMNS_B: gl.constexpr,
     BIASED: gl.constexpr,
+    LINES_A: gl.constexpr,
+    LINES_B: gl.constexpr,
 ):
     """A is this rank's ``[m, K]``, gathered ``[W, chunks * chunk, K]``, by rows; ``out``: ``[W * m, N]``, anywhere.
 
     ``chunk``: rows that arrive together, a multiple of ``BLOCK_M``. Those of another rank begin where a tile does, so
     that none is fetched while it arrives: what a tile has behind a rank's last row is nobody's.
 
+    ``scale_a``, ``scale_b``: float32, with ``LINES_A`` ``[W * m]`` and with ``LINES_B`` ``[N]``, or None.
     ``splits``, ``last``, ``partials``, ``arrived``: of tiles that are split (`iris.ops.hopper.split_k`).
     """
     gluon_follow()
     ctx = IrisDeviceCtx.initialize(context_tensor, num_ranks=W)
     epoch = gl.load(counts)
     pipeline = make_pipeline(tensor_map_a, tensor_map_b, out.dtype.element_ty, BLOCK_M, BLOCK_N, STAGES)
-    tiles = W * gl.cdiv(m, chunk) * (chunk // BLOCK_M) * gl.cdiv(N, BLOCK_N)
-    units = Units(tiles, splits, last, partials, arrived, epoch, SPLIT)
+    order = Order(ctx.cur_rank, m, chunk, W * m, N, W, BLOCK_M, BLOCK_N, GROUP)
+    units = Units(order.count(), splits, last, partials, arrived, epoch, SPLIT)
     gl.warp_specialize(
         [
-            (multiply, (pipeline, ctx, units, K, 0, False, BY_COLUMNS_B)),
-            (multiply, (pipeline, ctx, units, K, 1, False, BY_COLUMNS_B)),
-            (write, (pipeline, units, ctx.cur_rank, W, bias, out, m, chunk, N, stride_om, stride_on, GROUP, BIASED)),
-            (load, (pipeline, units, ctx, counts, tensor_map_a, tensor_map_gathered, tensor_map_b, m, chunk, N, K,
-                    GROUP, BY_COLUMNS_B)),
+            (multiply, (pipeline, ctx, units, order, scale_a, scale_b, K, 0, LINES_A, LINES_B, False, BY_COLUMNS_B)),
+            (multiply, (pipeline, ctx, units, order, scale_a, scale_b, K, 1, LINES_A, LINES_B, False, BY_COLUMNS_B)),
+            (write, (pipeline, units, order, bias, out, stride_om, stride_on, BIASED)),
+            (load, (pipeline, units, order, ctx, counts, tensor_map_a, tensor_map_gathered, tensor_map_b, K,
+                    BY_COLUMNS_B)),
         ],
         WARPS,
         REGISTERS,

@@ -17,10 +17,15 @@ from iris.ops.hopper.all_gather_matmul import hopper_all_gather_matmul
 from iris.ops.hopper.landing import SLOTS
 from iris.ops.hopper.matmul_all_gather import hopper_matmul_all_gather
 from iris.ops.hopper.matmul_reduce import hopper_matmul_reduce
-from iris.ops.hopper.pipeline import PANEL, STRIP
+from iris.ops.hopper.pipeline import PANEL
+from iris.ops.hopper.writer import STRIP
 
 # TMA's: of addresses, and of strides but the last, which is 1 (CUDA driver API, cuTensorMapEncodeTiled).
 ALIGNMENT = 16
+# What the tensor cores multiply; fp8 on Hopper has these.
+OPERANDS = ELEMENTS | {torch.float8_e4m3fn: gl.float8e4nv, torch.float8_e5m2: gl.float8e5}
+# Elements of a tile: sums take registers, and those of fp8 twice.
+MOST, MOST_NARROW = 128 * 256, 128 * 128
 SHARED_MEMORY = 227 << 10
 # What the products are sent, and parts of sums fetched, in.
 STRIP_SHAPE = [STRIP.value, PANEL.value]
@@ -51,18 +56,22 @@ def problem(call: Call, config: FusedConfig, size: int) -> str | None:
     """Why the kernels are not for this call, if they are not: the same on all ranks, whatever their strides are."""
     if not is_hopper():
         return "the Gluon kernels are for GPUs of compute capability 9.0"
-    if call.a.dtype not in ELEMENTS or call.out.dtype != call.a.dtype or call.scaled:
-        return "the Gluon kernels are for A, B and out of one dtype, fp16 or bf16, and no scales"
+    narrow = call.a.itemsize == 1
+    if call.a.dtype not in OPERANDS or call.out.dtype not in ELEMENTS or not narrow and call.out.dtype != call.a.dtype:
+        return "the Gluon kernels are for A, B and out of one dtype, fp16 or bf16, or for A and B of fp8"
     if not call.a.shape[1]:
         return "A has no columns"
-    if call.a.shape[1] * call.a.itemsize % ALIGNMENT or call.b.shape[1] * call.b.itemsize % ALIGNMENT:
-        return f"the rows of A and of B need a multiple of {ALIGNMENT} bytes"
+    if call.a.shape[1] * call.a.itemsize % ALIGNMENT or call.b.shape[1] * call.out.itemsize % ALIGNMENT:
+        return f"the rows of A and of the result need a multiple of {ALIGNMENT} bytes"
     if call.name == "matmul_all_reduce" and -(-len(call.a) // size) * (size - 1) >= len(call.a):
         return f"each of {size} ranks adds up some rows, and there are {len(call.a)}"
     if config.block_size_m not in (128, 256) or config.block_size_n not in (64, 128, 256):
         return "the Gluon kernels have tiles of 128 or 256 rows, and 64, 128 or 256 columns"
-    if config.block_size_m * config.block_size_n > 128 * 256:
-        return "the Gluon kernels have tiles of 32768 elements at most"
+    most = MOST_NARROW if narrow else MOST
+    if config.block_size_m * config.block_size_n > most:
+        return f"the Gluon kernels have tiles of {most} elements at most, of {call.a.dtype}"
+    if config.block_size_k * call.a.itemsize < 32:
+        return f"block_size_k={config.block_size_k} is less than a product takes; {32 // call.a.itemsize} is the least"
     # A stage is free when the product behind it has begun.
     if stages(call, config) < 2:
         return f"block_size_k={config.block_size_k} leaves no room for two tiles of A and B; 64 does"
@@ -80,6 +89,11 @@ def by_columns(matrix: torch.Tensor) -> bool:
     return matrix.stride(1) != 1 and matrix.stride(0) == 1
 
 
+def by_rows(matrix: torch.Tensor) -> torch.Tensor:
+    """A copy."""
+    return matrix.clone(memory_format=torch.contiguous_format)
+
+
 def with_operands_that_fit(call: Call, size: int) -> Call:
     """The call, with copies by rows of A and B where the kernels cannot use these as they lie."""
     a, b = call.a, call.b
@@ -87,10 +101,14 @@ def with_operands_that_fit(call: Call, size: int) -> Call:
     # each rank do not begin if their number is odd.
     in_pieces = call.name == "all_gather_matmul" and not a.is_contiguous()
     between = "reduce" in call.name and by_columns(a) and -(-len(a) // size) * a.itemsize % ALIGNMENT
+    if a.itemsize == 1:
+        # The tensor cores take both along K.
+        a = a if not in_pieces and fits_tma(a) else by_rows(a)
+        return call._replace(a=a, b=b if fits_tma(b.t()) else by_rows(b.t()).t())
     if in_pieces or between or not fits_tma(a.t() if by_columns(a) else a):
-        a = a.clone(memory_format=torch.contiguous_format)
+        a = by_rows(a)
     if not fits_tma(b.t() if by_columns(b) else b):
-        b = b.clone(memory_format=torch.contiguous_format)
+        b = by_rows(b)
     return call._replace(a=a, b=b)
 
 
@@ -98,7 +116,7 @@ def tensor_map(matrix: torch.Tensor, block: list[int]) -> TensorDescriptor:
     """What TMA fetches tiles of the matrix, or of its transpose if that is by rows, with."""
     if by_columns(matrix):
         matrix, block = matrix.t(), block[::-1]
-    layout = gl.NVMMASharedLayout.get_default_for(block, ELEMENTS[matrix.dtype])
+    layout = gl.NVMMASharedLayout.get_default_for(block, OPERANDS[matrix.dtype])
     return TensorDescriptor.from_tensor(matrix, block, layout)
 
 
@@ -106,19 +124,19 @@ def stages(call: Call, config: FusedConfig) -> int:
     """As many as fit beside the products, and the parts of sums."""
     M, N, K = config.block_size_m, config.block_size_n, config.block_size_k
     landing = 2 * SLOTS.value * STRIP.value * PANEL.value if "reduce" in call.name else 0
-    return min(8, (SHARED_MEMORY - 1024 - 2 * M * N - landing) // (2 * K * (M + N)))
+    return min(8, (SHARED_MEMORY - 1024 - 2 * M * N - landing) // (call.a.itemsize * K * (M + N)))
 
 
-def chunk_rows(rows: int, depth: int, config: FusedConfig) -> int:
+def chunk_rows(a: torch.Tensor, config: FusedConfig) -> int:
     """Rows of A that are sent together: a multiple of a tile's."""
-    chunks = max(1, min(MOST_CHUNKS, 2 * rows * depth // LEAST_CHUNK_BYTES))
-    return max(1, -(-rows // (chunks * config.block_size_m))) * config.block_size_m
+    chunks = max(1, min(MOST_CHUNKS, a.nbytes // LEAST_CHUNK_BYTES))
+    return max(1, -(-len(a) // (chunks * config.block_size_m))) * config.block_size_m
 
 
-def gathered_rows(rows: int, depth: int, config: FusedConfig) -> int:
+def gathered_rows(a: torch.Tensor, config: FusedConfig) -> int:
     """Rows that each rank's part of a gathered A has room for: whole chunks."""
-    chunk = chunk_rows(rows, depth, config)
-    return -(-rows // chunk) * chunk
+    chunk = chunk_rows(a, config)
+    return -(-len(a) // chunk) * chunk
 
 
 def needs(kind: tuple, call: Call, config: FusedConfig, plan: Plan, size: int, direct: bool) -> Needs:
@@ -128,8 +146,8 @@ def needs(kind: tuple, call: Call, config: FusedConfig, plan: Plan, size: int, d
     split = (2 * plan.last, plan.last * (plan.splits - 1) * M * N)
     kind = (*kind, plan)
     if call.name == "all_gather_matmul":
-        chunks = -(-rows // chunk_rows(rows, depth, config))
-        return Needs(kind, size * chunks, size * gathered_rows(rows, depth, config) * depth, dtype, *split)
+        chunks = -(-rows // chunk_rows(call.a, config))
+        return Needs(kind, size * chunks, size * gathered_rows(call.a, config) * depth, call.a.dtype, *split)
     if call.name == "matmul_all_gather":
         return Needs(kind, 0, 0 if direct else size * rows * columns, dtype, *split)
     share = -(-rows // size)
@@ -145,21 +163,24 @@ def arguments(
     M, N, K = config.block_size_m, config.block_size_n, config.block_size_k
     (rows, depth), columns = call.a.shape, call.b.shape[1]
     a, b = tensor_map(call.a, [M // 2, K]), tensor_map(call.b, [K, N])
-    of_a, of_b, biased = by_columns(call.a), by_columns(call.b), call.bias is not None
+    of_a, of_b = by_columns(call.a), by_columns(call.b)
+    scales = [None if scale is None else scale.reshape(-1).contiguous() for scale in (call.scale_a, call.scale_b)]
+    factors = (call.bias, *scales)
+    last = (call.bias is not None, *(scale is not None and len(scale) > 1 for scale in scales))
     rank = memory.rank
     front = (buffers.context_tensor, buffers.counts)
     blocks = (size, M, N, stages(call, config))
     split, at = (buffers.partials, buffers.split_counts), (plan.splits, plan.last)
     if call.name == "all_gather_matmul":
         gathered = tensor_map(buffers.data.view(-1, depth), [M // 2, K])
-        numbers = (rows, chunk_rows(rows, depth, config), columns, depth, *result.stride(), *at)
-        tail = (*blocks, plan.splits > 1, config.group_size_m, of_b, biased)
-        return hopper_all_gather_matmul, (*front, a, gathered, b, call.bias, result, *split, *numbers, *tail)
+        numbers = (rows, chunk_rows(call.a, config), columns, depth, *result.stride(), *at)
+        tail = (*blocks, plan.splits > 1, config.group_size_m, of_b, *last)
+        return hopper_all_gather_matmul, (*front, a, gathered, b, *factors, result, *split, *numbers, *tail)
     if call.name == "matmul_all_gather":
         peers = peers_map(memory, result[rank * rows : (rank + 1) * rows], STRIP_SHAPE)
         numbers = (rows, columns, depth, *at)
-        tail = (*blocks, plan.splits > 1, plan.paced, config.group_size_m, of_a, of_b, biased)
-        return hopper_matmul_all_gather, (*front, a, b, call.bias, peers, memory_places, *split, *numbers, *tail)
+        tail = (*blocks, plan.splits > 1, plan.paced, config.group_size_m, of_a, of_b, *last)
+        return hopper_matmul_all_gather, (*front, a, b, *factors, peers, memory_places, *split, *numbers, *tail)
     share = -(-rows // size)
     parts = buffers.data[: size * share * columns].view(size, share, columns)
     block = [1, *STRIP_SHAPE]
@@ -173,5 +194,5 @@ def arguments(
     cut = FEW_BLOCKS if spreads and depth < DEEP else MANY_BLOCKS
     tiles = -(-share // M) * -(-columns // N)
     cut = max(1, min(cut, tiles // 16))
-    tail = (rows, columns, depth, share, *strides, *blocks, cut, config.group_size_m, spreads, of_a, of_b, biased)
-    return hopper_matmul_reduce, (*front, own, peers, buffers.places, a, b, call.bias, result, *out, *tail)
+    tail = (rows, columns, depth, share, *strides, *blocks, cut, config.group_size_m, spreads, of_a, of_b, *last)
+    return hopper_matmul_reduce, (*front, own, peers, buffers.places, a, b, *factors, result, *out, *tail)

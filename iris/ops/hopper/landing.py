@@ -14,18 +14,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from iris.language.context import aggregate
-from iris.ops.hopper.pipeline import (
-    PANEL,
-    STRIP,
-    STRIP_LAYOUT,
-    barriers,
-    block_barrier,
-    columns_of,
-    fetch,
-    rows_of,
-    show_to_tma,
-    strip_of,
-)
+from iris.ops.hopper.pipeline import PANEL, barriers, block_barrier, fetch
+from iris.ops.hopper.writer import STRIP, STRIP_LAYOUT, columns_of, rows_of, show_to_tma, strip_of
 
 # What fits beside a pipeline with tiles of 128 x 256: 4 KiB each.
 SLOTS = gl.constexpr(4)

@@ -3,8 +3,8 @@
 A program is twelve warps in four partitions, and computes one tile of BLOCK_M x BLOCK_N after the other:
 
 * the **loader**, one warp, fetches tiles of A and B by TMA into a ring of ``stages``;
-* two **multipliers**, a warp group each, multiply the upper and the lower half of a tile's rows (wgmma), round the
-  products and leave them in shared memory;
+* two **multipliers**, a warp group each, multiply the upper and the lower half of a tile's rows (wgmma), scale and
+  round the products and leave them in shared memory;
 * the **writer**, two warps, takes them from there to where they belong: to peers, by TMA, or into a sum with theirs.
 
 So while the writer stores over the link, or waits for peers, the multipliers are at the next tile, and the loader ahead
@@ -34,32 +34,28 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from iris.language.address import bytes_of
 from iris.language.clock import gluon_clock
 from iris.language.context import aggregate
-from iris.language.ordering import LANES, gluon_ordering
 from iris.language.tracing import TraceEvent
-from iris.ops.hopper.pace import await_turn, leave_time
+from iris.ops.hopper.pace import leave_time
 from iris.ops.hopper.split_k import add_up, hand_over, part_of_depth
 
 # Triton 3.6's names are other than 3.9's.
 fetch = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
-put = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
-await_bulk_stores, cycles, lanes = gluon_ordering.await_bulk_stores, gluon_clock.cycles, gluon_ordering.lanes
+cycles = gluon_clock.cycles
 block_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 # Of the second multiplier, the writer and the loader: warps, and registers a thread. A warp group has one number of
 # registers, and the last two share one. The first multiplier has what is left of 3 x 168.
 WARPS = gl.constexpr([4, 2, 1])
 REGISTERS = gl.constexpr([184, 136, 136])
-# Columns of a panel of the products: 128 bytes, which TMA and the layout of shared memory keep together. Rows that are
-# sent at a time, and that the writer has in registers at a time: 32 elements a thread.
+# Columns of a panel of the products: 128 bytes, which TMA and the layout of shared memory keep together.
 PANEL = gl.constexpr(64)
-STRIP = gl.constexpr(32)
-STRIP_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [2, 1], [1, 0]))
 
 
 @gluon.constexpr_function
-def accumulator(columns):
-    """The layout of a warp group's products: m64nNk16."""
-    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
+def accumulator(columns, element):
+    """The layout of a warp group's products: m64nNk16, or k32 of fp8, which are 32 bytes."""
+    depth = 256 // element.primitive_bitwidth
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, depth])
 
 
 @gluon.jit
@@ -187,16 +183,39 @@ def leave_all(pipeline, products, HALF: gl.constexpr):
 
 
 @gluon.jit
+def factors(scale_a, scale_b, row, column, order, like, LINES_A: gl.constexpr, LINES_B: gl.constexpr):
+    """Those of rows and of columns from these on, for products that are laid out as ``like`` is."""
+    lines = row + gl.arange(0, like.shape[0], gl.SliceLayout(1, like.type.layout))
+    columns = column + gl.arange(0, like.shape[1], gl.SliceLayout(0, like.type.layout))
+    of_lines, of_columns = gl.full_like(lines, 1, dtype=gl.float32), gl.full_like(columns, 1, dtype=gl.float32)
+    if scale_a is not None:
+        of_lines = gl.load(scale_a + lines * LINES_A, mask=lines < order.rows, other=0)
+    if scale_b is not None:
+        of_columns = gl.load(scale_b + columns * LINES_B, mask=columns < order.columns, other=0)
+    return of_lines, of_columns
+
+
+@gluon.jit
 def multiply(
-    pipeline, ctx, units, K, HALF: gl.constexpr, BY_COLUMNS_A: gl.constexpr, BY_COLUMNS_B: gl.constexpr,
-    PACED: gl.constexpr = False,
+    pipeline, ctx, units, order, scale_a, scale_b, K, HALF: gl.constexpr, LINES_A: gl.constexpr, LINES_B: gl.constexpr,
+    BY_COLUMNS_A: gl.constexpr, BY_COLUMNS_B: gl.constexpr, PACED: gl.constexpr = False,
 ):  # fmt: skip
-    """A multiplier: one half of each of this program's units."""
+    """A multiplier: one half of each of this program's units.
+
+    ``order``: where tiles are (`at`), and how many rows and columns there are. ``scale_a``, ``scale_b``: what these are
+    multiplied by, or None; one number, or with ``LINES_A`` and ``LINES_B`` one for each.
+
+    Of fp8 the tensor cores add up with fewer bits than float32 has. So each stage's products begin with zero, and are
+    added here, while the other multiplier's are under way.
+    """
     S: gl.constexpr = pipeline.tiles_b.shape[0]
     ROWS: gl.constexpr = pipeline.products.shape[2]
     PANELS: gl.constexpr = pipeline.products.shape[0] // 2
     COLUMNS: gl.constexpr = PANELS * PANEL
     BLOCK_K: gl.constexpr = pipeline.tiles_a.shape[1 if BY_COLUMNS_A else 2]
+    ELEMENT: gl.constexpr = pipeline.tiles_a.dtype
+    NARROW: gl.constexpr = bytes_of(ELEMENT) == 1
+    SCALED: gl.constexpr = scale_a is not None or scale_b is not None
     gl.static_assert(gl.num_warps() == 4, "a multiplier is a warp group")
     step, done = 0, 0
     for number in range(gl.program_id(0), units.count(), gl.num_programs(0)):
@@ -204,7 +223,12 @@ def multiply(
         begin, end = part_of_depth(split, splits, K, BLOCK_K)
         since = cycles() if PACED else 0
         work = ctx.tracing.record_event_start(TraceEvent.compute, pid_m=HALF, pid_n=tile)
-        acc = gl.zeros([ROWS, COLUMNS], gl.float32, accumulator(COLUMNS))
+        zeros = gl.zeros([ROWS, COLUMNS], gl.float32, accumulator(COLUMNS, ELEMENT))
+        acc = zeros
+        if SCALED:
+            # Here, where the products hide the time that they take to come.
+            row, column = order.at(tile)
+            of_lines, of_columns = factors(scale_a, scale_b, row + HALF * ROWS, column, order, zeros, LINES_A, LINES_B)
         for k in range(begin, end, BLOCK_K):
             stage = step % S
             mbarrier.wait(pipeline.loaded.index(stage), step // S & 1)
@@ -213,13 +237,20 @@ def multiply(
                 left = left.permute((1, 0))
             if BY_COLUMNS_B:
                 right = right.permute((1, 0))
-            product = warpgroup_mma(left, right, acc, is_async=True)
-            # One product is always under way. The one before it is over, and so its stage can be filled again.
-            acc = warpgroup_mma_wait(1, deps=[product])
-            mbarrier.arrive(pipeline.freed.index((step + S - 1) % S), count=1, pred=k > begin)
+            if NARROW:
+                product = warpgroup_mma(left, right, zeros, is_async=True)
+                product = warpgroup_mma_wait(0, deps=[product])
+                mbarrier.arrive(pipeline.freed.index(stage), count=1)
+                acc += product
+            else:
+                product = warpgroup_mma(left, right, acc, is_async=True)
+                # One product is always under way. The one before it is over, and so its stage can be filled again.
+                acc = warpgroup_mma_wait(1, deps=[product])
+                mbarrier.arrive(pipeline.freed.index((step + S - 1) % S), count=1, pred=k > begin)
             step += 1
-        acc = warpgroup_mma_wait(0, deps=[acc])
-        mbarrier.arrive(pipeline.freed.index((step + S - 1) % S), count=1)
+        if not NARROW:
+            acc = warpgroup_mma_wait(0, deps=[acc])
+            mbarrier.arrive(pipeline.freed.index((step + S - 1) % S), count=1)
         ctx.tracing.record_event_end(work)
         took = cycles() - since if PACED else 0
         if units.SPLIT:
@@ -231,149 +262,8 @@ def multiply(
             mbarrier.wait(pipeline.emptied.index(0), done & 1 ^ 1)
             if PACED and HALF == 0:
                 leave_time(pipeline.took, took)
+            if SCALED:
+                acc = acc * of_lines[:, None] * of_columns[None, :]
             leave_all(pipeline, acc.to(pipeline.products.dtype), HALF)
             mbarrier.arrive(pipeline.filled.index(0), count=1)
             done += 1
-
-
-@gluon.jit
-def await_products(pipeline, tile):
-    """The writer, before it reads the products of its tile number ``tile``."""
-    mbarrier.wait(pipeline.filled.index(0), tile & 1)
-
-
-@gluon.jit
-def strips_of(pipeline):
-    """How many strips a tile has."""
-    return pipeline.products.shape[0] * (pipeline.products.shape[2] // STRIP)
-
-
-@gluon.jit
-def strip_of(pipeline, panel, strip: gl.constexpr):
-    """The shared memory of `STRIP` rows of a panel."""
-    ROWS: gl.constexpr = pipeline.products.shape[2]
-    return pipeline.products.index(panel).reshape([ROWS, PANEL]).slice(strip * STRIP, STRIP)
-
-
-@gluon.jit
-def rows_of(pipeline, panel, strip: gl.constexpr):
-    """Which rows of the tile the strip's are."""
-    ROWS: gl.constexpr = pipeline.products.shape[2]
-    first = panel // (pipeline.products.shape[0] // 2) * ROWS + strip * STRIP
-    return first + gl.arange(0, STRIP, gl.SliceLayout(1, STRIP_LAYOUT))
-
-
-@gluon.jit
-def columns_of(pipeline, panel):
-    """Which columns of the tile the panel's are."""
-    first = panel % (pipeline.products.shape[0] // 2) * PANEL
-    return first + gl.arange(0, PANEL, gl.SliceLayout(0, STRIP_LAYOUT))
-
-
-@gluon.jit
-def with_bias(values, bias, columns, N):
-    """``values`` plus the bias of their columns, in their type: they have been rounded once, and are again."""
-    added = gl.load(bias + columns, mask=columns < N, other=0).to(gl.float32)
-    return (values.to(gl.float32) + added[None, :]).to(values.dtype)
-
-
-@gluon.jit
-def add_bias(pipeline, bias, column, N):
-    """To products that are to be sent."""
-    for panel in range(pipeline.products.shape[0]):
-        columns = column + columns_of(pipeline, panel)
-        for strip in gl.static_range(pipeline.products.shape[2] // STRIP):
-            memory = strip_of(pipeline, panel, strip)
-            memory.store(with_bias(memory.load(STRIP_LAYOUT), bias, columns, N))
-    show_to_tma()
-
-
-@gluon.jit
-def store_products(pipeline, bias, out, row, column, rows, N, stride_m, stride_n, BIASED: gl.constexpr):
-    """The products, plus bias, to rows and columns of ``out`` from these on, below ``rows`` and ``N``."""
-    for panel in range(pipeline.products.shape[0]):
-        columns = column + columns_of(pipeline, panel)
-        at_n = columns.to(gl.int64)[None, :] * stride_n
-        for strip in gl.static_range(pipeline.products.shape[2] // STRIP):
-            lines = row + rows_of(pipeline, panel, strip)
-            values = strip_of(pipeline, panel, strip).load(STRIP_LAYOUT)
-            if BIASED:
-                values = with_bias(values, bias, columns, N)
-            mask = (lines < rows)[:, None] & (columns < N)[None, :]
-            gl.store(out + (lines.to(gl.int64)[:, None] * stride_m + at_n), values, mask=mask)
-
-
-@gluon.jit
-def show_to_tma():
-    """The writer, between its stores to the products and TMA's loads of them: each thread's fence, then the barrier."""
-    fence_async_shared()
-    block_barrier()
-
-
-@gluon.jit
-def put_strip(pipeline, peers, place, row, column, panel, strip: gl.constexpr):
-    """Begin to copy a strip of the products to where it belongs in the slice ``place`` of ``peers``."""
-    PANELS: gl.constexpr = pipeline.products.shape[0] // 2
-    HALF: gl.constexpr = pipeline.products.shape[2]
-    memory = pipeline.products.index(panel).slice(strip * STRIP, STRIP, 1)
-    put(peers, [place, row + panel // PANELS * HALF + strip * STRIP, column + panel % PANELS * PANEL], memory)
-
-
-@gluon.jit
-def bytes_within(pipeline, row, column, rows, N):
-    """Of a tile at this row and column, below ``rows`` and ``N``."""
-    PANELS: gl.constexpr = pipeline.products.shape[0] // 2
-    HALF: gl.constexpr = pipeline.products.shape[2]
-    there = gl.minimum(rows - row, 2 * HALF) * gl.minimum(N - column, PANELS * PANEL)
-    return there * bytes_of(pipeline.products.dtype)
-
-
-@gluon.jit
-def send_products(pipeline, tracing, peers, place, like, rank, row, column, rows, N):
-    """Copy the products to rows and columns from these on, below ``rows`` and ``N``, of ``rank``.
-
-    ``peers``: where a rank's are is the slice ``place`` of it. ``like``: a pointer into memory of the same group. A
-    strip at a time: more of them on their way than the link takes at once would stand in the way of what the loader
-    fetches (docs/performance.md, "Fused operations").
-    """
-    event = tracing.begin_bulk("put", like, rank, bytes_within(pipeline, row, column, rows, N))
-    for panel in range(pipeline.products.shape[0]):
-        for strip in gl.static_range(pipeline.products.shape[2] // STRIP):
-            put_strip(pipeline, peers, place, row, column, panel, strip)
-            await_bulk_stores()
-    tracing.record_event_end(event)
-
-
-@gluon.jit
-def send_products_to_all(pipeline, pace, ctx, peers, places, like, row, column, rows, N):
-    """The same to every rank, at its slice of ``places``, each strip when its turn comes (`iris.ops.hopper.pace`).
-
-    A strip goes to all peers at once, so that no two ranks are likely to send to the same one. What stays here need not
-    be waited for.
-    """
-    W: gl.constexpr = ctx.num_ranks
-    TURNS: gl.constexpr = pipeline.products.shape[2] // STRIP
-    moved = bytes_within(pipeline, row, column, rows, N)
-    for first in gl.static_range(1, W, LANES):
-        distances = first + lanes()
-        event = ctx.tracing.begin_bulk("put", like, (ctx.cur_rank + distances) % W, moved, distances < W)
-        for panel in range(pipeline.products.shape[0]):
-            for strip in gl.static_range(TURNS):
-                await_turn(pace, panel * TURNS + strip)
-                for distance in gl.static_range(first, min(first + LANES, W)):
-                    place = gl.load(places + (ctx.cur_rank + distance) % W)
-                    put_strip(pipeline, peers, place, row, column, panel, strip)
-                await_bulk_stores()
-        ctx.tracing.record_event_end(event)
-    place = gl.load(places + ctx.cur_rank)
-    for panel in range(pipeline.products.shape[0]):
-        for strip in gl.static_range(TURNS):
-            put_strip(pipeline, peers, place, row, column, panel, strip)
-
-
-@gluon.jit
-def free_products(pipeline):
-    """The writer, when it has read them, and its copies have."""
-    tma.store_wait(0)
-    block_barrier()
-    mbarrier.arrive(pipeline.emptied.index(0), count=1)

@@ -1,0 +1,164 @@
+"""The writer's part of a tile: from the products in shared memory to where they belong.
+
+It goes by panels, in which the multipliers leave them (`iris.ops.hopper.pipeline`), and by strips of these.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+
+from iris.language.address import bytes_of
+from iris.language.ordering import LANES, gluon_ordering
+from iris.ops.hopper.pace import await_turn
+from iris.ops.hopper.pipeline import PANEL, block_barrier
+
+# Triton 3.6's name is another than 3.9's.
+put = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+await_bulk_stores, lanes = gluon_ordering.await_bulk_stores, gluon_ordering.lanes
+
+# Rows of a strip: what is sent at a time, and what the writer has in registers at a time, 32 elements a thread.
+STRIP = gl.constexpr(32)
+STRIP_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [2, 1], [1, 0]))
+
+
+@gluon.jit
+def await_products(pipeline, tile):
+    """The writer, before it reads the products of its tile number ``tile``."""
+    mbarrier.wait(pipeline.filled.index(0), tile & 1)
+
+
+@gluon.jit
+def strips_of(pipeline):
+    """How many strips a tile has."""
+    return pipeline.products.shape[0] * (pipeline.products.shape[2] // STRIP)
+
+
+@gluon.jit
+def strip_of(pipeline, panel, strip: gl.constexpr):
+    """The shared memory of `STRIP` rows of a panel."""
+    ROWS: gl.constexpr = pipeline.products.shape[2]
+    return pipeline.products.index(panel).reshape([ROWS, PANEL]).slice(strip * STRIP, STRIP)
+
+
+@gluon.jit
+def rows_of(pipeline, panel, strip: gl.constexpr):
+    """Which rows of the tile the strip's are."""
+    ROWS: gl.constexpr = pipeline.products.shape[2]
+    first = panel // (pipeline.products.shape[0] // 2) * ROWS + strip * STRIP
+    return first + gl.arange(0, STRIP, gl.SliceLayout(1, STRIP_LAYOUT))
+
+
+@gluon.jit
+def columns_of(pipeline, panel):
+    """Which columns of the tile the panel's are."""
+    first = panel % (pipeline.products.shape[0] // 2) * PANEL
+    return first + gl.arange(0, PANEL, gl.SliceLayout(0, STRIP_LAYOUT))
+
+
+@gluon.jit
+def with_bias(values, bias, columns, N):
+    """``values`` plus the bias of their columns, in their type: they have been rounded once, and are again."""
+    added = gl.load(bias + columns, mask=columns < N, other=0).to(gl.float32)
+    return (values.to(gl.float32) + added[None, :]).to(values.dtype)
+
+
+@gluon.jit
+def add_bias(pipeline, bias, column, N):
+    """To products that are to be sent."""
+    for panel in range(pipeline.products.shape[0]):
+        columns = column + columns_of(pipeline, panel)
+        for strip in gl.static_range(pipeline.products.shape[2] // STRIP):
+            memory = strip_of(pipeline, panel, strip)
+            memory.store(with_bias(memory.load(STRIP_LAYOUT), bias, columns, N))
+    show_to_tma()
+
+
+@gluon.jit
+def store_products(pipeline, bias, out, row, column, rows, N, stride_m, stride_n, BIASED: gl.constexpr):
+    """The products, plus bias, to rows and columns of ``out`` from these on, below ``rows`` and ``N``."""
+    for panel in range(pipeline.products.shape[0]):
+        columns = column + columns_of(pipeline, panel)
+        at_n = columns.to(gl.int64)[None, :] * stride_n
+        for strip in gl.static_range(pipeline.products.shape[2] // STRIP):
+            lines = row + rows_of(pipeline, panel, strip)
+            values = strip_of(pipeline, panel, strip).load(STRIP_LAYOUT)
+            if BIASED:
+                values = with_bias(values, bias, columns, N)
+            mask = (lines < rows)[:, None] & (columns < N)[None, :]
+            gl.store(out + (lines.to(gl.int64)[:, None] * stride_m + at_n), values, mask=mask)
+
+
+@gluon.jit
+def show_to_tma():
+    """The writer, between its stores to the products and TMA's loads of them: each thread's fence, then the barrier."""
+    fence_async_shared()
+    block_barrier()
+
+
+@gluon.jit
+def put_strip(pipeline, peers, place, row, column, panel, strip: gl.constexpr):
+    """Begin to copy a strip of the products to where it belongs in the slice ``place`` of ``peers``."""
+    PANELS: gl.constexpr = pipeline.products.shape[0] // 2
+    HALF: gl.constexpr = pipeline.products.shape[2]
+    memory = pipeline.products.index(panel).slice(strip * STRIP, STRIP, 1)
+    put(peers, [place, row + panel // PANELS * HALF + strip * STRIP, column + panel % PANELS * PANEL], memory)
+
+
+@gluon.jit
+def bytes_within(pipeline, row, column, rows, N):
+    """Of a tile at this row and column, below ``rows`` and ``N``."""
+    PANELS: gl.constexpr = pipeline.products.shape[0] // 2
+    HALF: gl.constexpr = pipeline.products.shape[2]
+    there = gl.minimum(rows - row, 2 * HALF) * gl.minimum(N - column, PANELS * PANEL)
+    return there * bytes_of(pipeline.products.dtype)
+
+
+@gluon.jit
+def send_products(pipeline, tracing, peers, place, like, rank, row, column, rows, N):
+    """Copy the products to rows and columns from these on, below ``rows`` and ``N``, of ``rank``.
+
+    ``peers``: where a rank's are is the slice ``place`` of it. ``like``: a pointer into memory of the same group. A
+    strip at a time: more of them on their way than the link takes at once would stand in the way of what the loader
+    fetches (docs/performance.md, "Fused operations").
+    """
+    event = tracing.begin_bulk("put", like, rank, bytes_within(pipeline, row, column, rows, N))
+    for panel in range(pipeline.products.shape[0]):
+        for strip in gl.static_range(pipeline.products.shape[2] // STRIP):
+            put_strip(pipeline, peers, place, row, column, panel, strip)
+            await_bulk_stores()
+    tracing.record_event_end(event)
+
+
+@gluon.jit
+def send_products_to_all(pipeline, pace, ctx, peers, places, like, row, column, rows, N):
+    """The same to every rank, at its slice of ``places``, each strip when its turn comes (`iris.ops.hopper.pace`).
+
+    A strip goes to all peers at once, so that no two ranks are likely to send to the same one. What stays here need not
+    be waited for.
+    """
+    W: gl.constexpr = ctx.num_ranks
+    TURNS: gl.constexpr = pipeline.products.shape[2] // STRIP
+    moved = bytes_within(pipeline, row, column, rows, N)
+    for first in gl.static_range(1, W, LANES):
+        distances = first + lanes()
+        event = ctx.tracing.begin_bulk("put", like, (ctx.cur_rank + distances) % W, moved, distances < W)
+        for panel in range(pipeline.products.shape[0]):
+            for strip in gl.static_range(TURNS):
+                await_turn(pace, panel * TURNS + strip)
+                for distance in gl.static_range(first, min(first + LANES, W)):
+                    place = gl.load(places + (ctx.cur_rank + distance) % W)
+                    put_strip(pipeline, peers, place, row, column, panel, strip)
+                await_bulk_stores()
+        ctx.tracing.record_event_end(event)
+    place = gl.load(places + ctx.cur_rank)
+    for panel in range(pipeline.products.shape[0]):
+        for strip in gl.static_range(TURNS):
+            put_strip(pipeline, peers, place, row, column, panel, strip)
+
+
+@gluon.jit
+def free_products(pipeline):
+    """The writer, when it has read them, and its copies have."""
+    tma.store_wait(0)
+    block_barrier()
+    mbarrier.arrive(pipeline.emptied.index(0), count=1)
