@@ -40,7 +40,7 @@ def run(
         on_gpu = ctx.device.type == "cuda"
         beside = list(libraries or (measuring.LIBRARIES if on_gpu else ("iris", "iris triton", "iris copies")))
         rows: list[measuring.Row] = []
-        name = f"{'sweep' if sweep else 'operations'}_{ctx.get_num_ranks()}"
+        name = file_name(sweep, dtype, ctx.get_num_ranks())
         console = Console(stderr=True, quiet=ctx.get_rank() > 0)
         with Progress(console=console) as progress:
             task = progress.add_task("operations", total=len(chosen) * len(sizes) * len(beside))
@@ -59,6 +59,12 @@ def run(
         missed += below_floor(floors, "ops", ctx.get_num_ranks(), figures(rows))
     if missed:
         raise click.ClickException("; ".join(missed))
+
+
+def file_name(sweep: bool, dtype: str, num_ranks: int) -> str:
+    """Of what is written, without its ending: bf16, which most of it is, is not told."""
+    name = "sweep" if sweep else "operations"
+    return f"{name}_{num_ranks}" if dtype == "bfloat16" else f"{name}_{dtype}_{num_ranks}"
 
 
 def figures(rows: list[measuring.Row]) -> dict[str, float]:

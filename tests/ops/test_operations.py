@@ -1,5 +1,7 @@
 """Fused operations against float64: any shape, layout, dtype and place, by the vendor's GEMM and by one kernel."""
 
+from unittest import mock
+
 import pytest
 import torch
 from ccl.calls import EVERYTHING
@@ -7,6 +9,7 @@ from covering import sample
 
 from iris.ops import FusedConfig
 from iris.ops.copies import COPIED
+from iris.ops.hopper import arguments
 from iris.ops.hopper.arguments import Plan
 from iris.simulator import ACTIVE
 from ops.plans import planned
@@ -201,6 +204,17 @@ def test_tiles_split_along_k(ranks, name, plan):
     if EVERYTHING:
         case = ((300, 264, 328), torch.bfloat16, "Hopper, wide", "columns", "rows", False, True)
         ranks.run(check_split, plan, name, *case)
+
+
+def check_chunks(ctx, *case):
+    with mock.patch.object(arguments, "LEAST_CHUNK_BYTES", 1):
+        check(ctx, "all_gather_matmul", *case)
+
+
+# Each rank has five tiles of rows, in chunks of two, two and one, of which the last has one row.
+@pytest.mark.ranks(*RANKS)
+def test_rows_that_are_sent_in_chunks(ranks):
+    ranks.run(check_chunks, (513, 72, 64), torch.bfloat16, "Hopper", "rows", "columns", True, False)
 
 
 def anywhere(ctx, name):

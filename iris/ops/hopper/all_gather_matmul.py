@@ -76,22 +76,25 @@ class Order:
 
     @gluon.jit
     def tiles(self):
-        """Of one chunk, along its rows and along the columns."""
-        return self.chunk // self.BLOCK_M, gl.cdiv(self.columns, self.BLOCK_N)
+        """Of one rank, along its rows and along the columns."""
+        return gl.cdiv(self.m, self.BLOCK_M), gl.cdiv(self.columns, self.BLOCK_N)
 
     @gluon.jit
     def count(self):
         tiles_m, tiles_n = self.tiles()
-        return self.W * self.chunks() * tiles_m * tiles_n
+        return self.W * tiles_m * tiles_n
 
     @gluon.jit
     def place(self, tile):
         """Whose rows a tile is of, in which chunk of them, its first row among them, and its first column."""
         tiles_m, tiles_n = self.tiles()
-        nth, chunks = tile // (tiles_m * tiles_n), self.chunks()
-        pid_m, pid_n = gluon_place(tile % (tiles_m * tiles_n), tiles_m, tiles_n, self.GROUP)
-        row = nth % chunks * self.chunk + pid_m * self.BLOCK_M
-        return (self.rank + nth // chunks) % self.W, nth % chunks, row, pid_n * self.BLOCK_N
+        owner, theirs = (self.rank + tile // (tiles_m * tiles_n)) % self.W, tile % (tiles_m * tiles_n)
+        in_chunk = self.chunk // self.BLOCK_M
+        nth = theirs // (in_chunk * tiles_n)
+        # The last chunk may have fewer rows.
+        height = gl.minimum(in_chunk, tiles_m - nth * in_chunk)
+        pid_m, pid_n = gluon_place(theirs % (in_chunk * tiles_n), height, tiles_n, self.GROUP)
+        return owner, nth, nth * self.chunk + pid_m * self.BLOCK_M, pid_n * self.BLOCK_N
 
     @gluon.jit
     def at(self, tile):
