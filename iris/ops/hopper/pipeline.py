@@ -183,16 +183,10 @@ def leave_all(pipeline, products, HALF: gl.constexpr):
 
 
 @gluon.jit
-def factors(scale_a, scale_b, row, column, order, like, LINES_A: gl.constexpr, LINES_B: gl.constexpr):
-    """Those of rows and of columns from these on, for products that are laid out as ``like`` is."""
-    lines = row + gl.arange(0, like.shape[0], gl.SliceLayout(1, like.type.layout))
-    columns = column + gl.arange(0, like.shape[1], gl.SliceLayout(0, like.type.layout))
-    of_lines, of_columns = gl.full_like(lines, 1, dtype=gl.float32), gl.full_like(columns, 1, dtype=gl.float32)
-    if scale_a is not None:
-        of_lines = gl.load(scale_a + lines * LINES_A, mask=lines < order.rows, other=0)
-    if scale_b is not None:
-        of_columns = gl.load(scale_b + columns * LINES_B, mask=columns < order.columns, other=0)
-    return of_lines, of_columns
+def factors(scale, first, stop, like, AXIS: gl.constexpr):
+    """Those of rows or, along axis 1, columns from ``first`` on, below ``stop``, of products that lie as ``like``."""
+    i = first + gl.arange(0, like.shape[AXIS], gl.SliceLayout(1 - AXIS, like.type.layout))
+    return gl.expand_dims(gl.load(scale + i, mask=i < stop, other=0), 1 - AXIS)
 
 
 @gluon.jit
@@ -215,8 +209,11 @@ def multiply(
     BLOCK_K: gl.constexpr = pipeline.tiles_a.shape[1 if BY_COLUMNS_A else 2]
     ELEMENT: gl.constexpr = pipeline.tiles_a.dtype
     NARROW: gl.constexpr = bytes_of(ELEMENT) == 1
-    SCALED: gl.constexpr = scale_a is not None or scale_b is not None
     gl.static_assert(gl.num_warps() == 4, "a multiplier is a warp group")
+    if scale_a is not None and not LINES_A:
+        of_rows = gl.load(scale_a)
+    if scale_b is not None and not LINES_B:
+        of_columns = gl.load(scale_b)
     step, done = 0, 0
     for number in range(gl.program_id(0), units.count(), gl.num_programs(0)):
         tile, split, splits = units.at(number)
@@ -225,10 +222,13 @@ def multiply(
         work = ctx.tracing.record_event_start(TraceEvent.compute, pid_m=HALF, pid_n=tile)
         zeros = gl.zeros([ROWS, COLUMNS], gl.float32, accumulator(COLUMNS, ELEMENT))
         acc = zeros
-        if SCALED:
-            # Here, where the products hide the time that they take to come.
+        # Here, where the products hide some of the time that factors take to come.
+        if LINES_A or LINES_B:
             row, column = order.at(tile)
-            of_lines, of_columns = factors(scale_a, scale_b, row + HALF * ROWS, column, order, zeros, LINES_A, LINES_B)
+        if LINES_A:
+            of_rows = factors(scale_a, row + HALF * ROWS, order.rows, zeros, 0)
+        if LINES_B:
+            of_columns = factors(scale_b, column, order.columns, zeros, 1)
         for k in range(begin, end, BLOCK_K):
             stage = step % S
             mbarrier.wait(pipeline.loaded.index(stage), step // S & 1)
@@ -262,8 +262,10 @@ def multiply(
             mbarrier.wait(pipeline.emptied.index(0), done & 1 ^ 1)
             if PACED and HALF == 0:
                 leave_time(pipeline.took, took)
-            if SCALED:
-                acc = acc * of_lines[:, None] * of_columns[None, :]
+            if scale_a is not None:
+                acc *= of_rows
+            if scale_b is not None:
+                acc *= of_columns
             leave_all(pipeline, acc.to(pipeline.products.dtype), HALF)
             mbarrier.arrive(pipeline.filled.index(0), count=1)
             done += 1
