@@ -130,46 +130,14 @@ def hopper_matmul_all_gather(
     units = Units(order.count(), splits, last, partials, arrived, epoch, SPLIT)
     gl.warp_specialize(
         [
-            (
-                multiply,
-                (
-                    pipeline,
-                    ctx,
-                    units,
-                    order,
-                    scale_a,
-                    scale_b,
-                    K,
-                    0,
-                    LINES_A,
-                    LINES_B,
-                    BY_COLUMNS_A,
-                    BY_COLUMNS_B,
-                    PACED,
-                ),
-            ),
-            (
-                multiply,
-                (
-                    pipeline,
-                    ctx,
-                    units,
-                    order,
-                    scale_a,
-                    scale_b,
-                    K,
-                    1,
-                    LINES_A,
-                    LINES_B,
-                    BY_COLUMNS_A,
-                    BY_COLUMNS_B,
-                    PACED,
-                ),
-            ),
+            (multiply, (pipeline, ctx, units, order, scale_a, scale_b, K, 0, LINES_A, LINES_B, BY_COLUMNS_A,
+                        BY_COLUMNS_B, PACED)),
+            (multiply, (pipeline, ctx, units, order, scale_a, scale_b, K, 1, LINES_A, LINES_B, BY_COLUMNS_A,
+                        BY_COLUMNS_B, PACED)),
             (write, (pipeline, units, order, ctx, counts, bias, tensor_map_peers, places, PACED, BIASED)),
             (load, (pipeline, units, order, tensor_map_a, tensor_map_b, K, BY_COLUMNS_A, BY_COLUMNS_B)),
         ],
         WARPS,
         REGISTERS,
-    )
+    )  # fmt: skip
     end(counts, epoch)
