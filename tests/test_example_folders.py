@@ -68,6 +68,26 @@ def test_example(ranks, folder, dtype):
     ranks.run(run_example, folder, SIZES[folder], dtype)
 
 
+def refused(ctx, folder, sizes, dtype, words, options):
+    with imported(folder) as example, pytest.raises(SystemExit, match=words):
+        example.main(ctx, Workload(*sizes, dtype, validate=True), **options)
+
+
+@pytest.mark.ranks(2, exactly=True)
+@pytest.mark.parametrize(
+    "folder, sizes, dtype, words, options",
+    [
+        ("07_gemm_all_scatter/gluon", (8, 24, 8), BF16, "give multiples of 16 and 8", {}),
+        ("07_gemm_all_scatter/gluon", (8, 16, 12), BF16, "give multiples of 16 and 8", {}),
+        ("07_gemm_all_scatter/gluon", (8, 16, 8), FP32, "fp16 and bf16", {}),
+        ("13_flash_decode", (1, 7, 16), BF16, "give a multiple of 2", {}),
+        ("13_flash_decode", (1, 8, 16), BF16, "give a multiple of these", {"heads": 5, "kv_heads": 2}),
+    ],
+)
+def test_sizes_that_an_example_cannot_take(ranks, folder, sizes, dtype, words, options):
+    ranks.run(refused, folder, sizes, dtype, words, options)
+
+
 def run_gradients(ctx):
     with imported("07_gemm_all_scatter/gluon"):
         from wrapper import MatmulAllScatter

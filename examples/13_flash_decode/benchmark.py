@@ -22,6 +22,8 @@ OPTIONS = [
 
 def main(ctx: iris.Iris, workload: Workload, heads: int = HEADS, kv_heads: int = KV_HEADS) -> None:
     rank, W = ctx.get_rank(), ctx.get_num_ranks()
+    if heads % kv_heads:
+        raise SystemExit(f"--heads is {heads}, and --kv-heads {kv_heads}: give a multiple of these.")
     batch, capacity, dim, dtype = workload.m, share(workload.n, ctx, "-n"), workload.k, workload.dtype
     q = torch.empty(batch, heads, dim, device=ctx.device, dtype=dtype)
     k, v = torch.empty(2, batch, kv_heads, capacity, dim, device=ctx.device, dtype=dtype)
