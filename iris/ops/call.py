@@ -47,7 +47,7 @@ class Call(NamedTuple):
     @property
     def scaled_by_lines(self) -> bool:
         """Whether rows of A or columns of B have a factor each."""
-        return any(scale is not None and scale.numel() > 1 for scale in (self.scale_a, self.scale_b))
+        return any(scale is not None and scale.numel() != 1 for scale in (self.scale_a, self.scale_b))
 
     @property
     def rows(self) -> int:

@@ -63,7 +63,7 @@ def choose(call: Call, size: int, programs: int, on_gpu: bool, by_vendor: bool) 
 def plan(call: Call, size: int, programs: int, config: FusedConfig) -> Plan:
     """The plan of least time, of a call of the Gluon kernel for Hopper."""
     # Of few rows B takes longest to read, and nothing of that is said here.
-    if "reduce" in call.name or size == 1 or len(call.a) < config.block_size_m:
+    if "reduce" in call.name or size == 1 or len(call.a) < config.block_size_m or not call.out.numel():
         return Plan()
     tiles = tiles_of(call, size, config)
     if call.name == "all_gather_matmul":

@@ -141,9 +141,10 @@ def tiles(rows: int, columns: int) -> int:
 
 
 def chunks(rows: int, columns: int, programs: int) -> list[slice]:
-    """The rows of one rank, cut: each chunk's product has a tile for each multiprocessor."""
-    number = max(1, min(CHUNKS, rows, tiles(rows, columns) // programs))
-    cuts = [rows * i // number for i in range(number + 1)]
+    """The rows of one rank, cut between tiles: if in several, each one's product has a tile for each multiprocessor."""
+    lines = -(-rows // TILE)
+    number = max((n for n in range(2, CHUNKS + 1) if tiles(lines // n * TILE, columns) >= programs), default=1)
+    cuts = [min(rows, lines * i // number * TILE) for i in range(number + 1)]
     return [slice(begin, stop) for begin, stop in zip(cuts, cuts[1:], strict=False)]
 
 

@@ -57,6 +57,8 @@ class Product:
         self, out: torch.Tensor, a: torch.Tensor, bias: torch.Tensor | None, rows: slice = slice(None)
     ) -> None:
         """``rows``: which of all that this rank multiplies, in this product or in others, ``a`` is."""
+        if not out.numel():
+            return
         if self._of_fp8:
             self._scaled(out, a, bias, rows)
         elif bias is None:
@@ -67,12 +69,13 @@ class Product:
     def _scaled(self, out: torch.Tensor, a: torch.Tensor, bias: torch.Tensor | None, rows: slice) -> None:
         factor_a, factor_b = self._factors
         factor_a = _aligned(factor_a[rows]) if self._by_lines else factor_a
-        # A result is contiguous; with one of float32 it takes no bias.
-        fits = out.is_contiguous() and _is_aligned(out)
+        # A result is contiguous; with one of float32 it takes no bias, and torch forgets that of products of nothing.
+        fits = out.is_contiguous() and out.stride(0) >= out.shape[1] and _is_aligned(out)
         result = out if fits else torch.empty_like(out, memory_format=torch.contiguous_format)
-        inside = None if out.dtype == torch.float32 or bias is None else _aligned(bias.contiguous())
+        apart = bias is None or out.dtype == torch.float32 or not a.shape[1]
+        inside = None if apart else _aligned(bias.contiguous())
         torch._scaled_mm(_by_rows(a), self._b, factor_a, factor_b, bias=inside, out_dtype=out.dtype, out=result)
-        if inside is None and bias is not None:
+        if apart and bias is not None:
             result.add_(bias)
         if not fits:
             out.copy_(result)
@@ -80,7 +83,7 @@ class Product:
 
 def _by_rows(x: torch.Tensor) -> torch.Tensor:
     """``x``, or a copy, whose rows have no gaps inside and begin at multiples of 16 bytes, as the number of columns."""
-    fits = x.stride(1) == 1 and x.stride(0) % 16 == 0 and _is_aligned(x)
+    fits = x.stride(1) == 1 and x.stride(0) >= x.shape[1] and x.stride(0) % 16 == 0 and _is_aligned(x)
     return x if fits else x.clone(memory_format=torch.contiguous_format)
 
 

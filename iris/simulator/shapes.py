@@ -18,13 +18,15 @@ def _remember_types() -> None:
     @functools.wraps(make)
     def remembered(self: tl.block_type, element_ty: tl.dtype, shape: Any) -> None:
         sizes = tuple(map(unwrapped, shape))
-        if sizes in known:
+        # A number of another kind, which the language refuses, may be equal to a size.
+        key = sizes, tuple(map(type, sizes))
+        if key in known:
             self.element_ty = element_ty
-            self.shape, self.numel, text = known[sizes]
+            self.shape, self.numel, text = known[key]
             self.name = f"<{text}, {element_ty}>"
         else:
             make(self, element_ty, shape)
-            known[sizes] = self.shape, self.numel, str(self.shape)
+            known[key] = self.shape, self.numel, str(self.shape)
 
     tl.block_type.__init__ = remembered
 

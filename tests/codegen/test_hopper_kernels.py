@@ -27,7 +27,7 @@ def peers(matrix):
     return TensorDescriptor(matrix, [100, *matrix.shape], [1 << 20, matrix.stride(0), 1], block, layout)
 
 
-def arguments(name, tile, by_columns, split, dtype=torch.bfloat16):
+def arguments(name, tile, by_columns, split, dtype=torch.bfloat16, lines=(False, False)):
     (rows, columns), depth = tile, 128 // dtype.itemsize
     # Splits, and the tiles that are split.
     plan, of_splits = (3, 5), (torch.empty(1 << 20), INT32)
@@ -37,8 +37,8 @@ def arguments(name, tile, by_columns, split, dtype=torch.bfloat16):
     a = torch.empty(K, M, dtype=dtype).t() if a_by_columns else own
     b = torch.empty(N, K, dtype=dtype).t() if by_columns else torch.empty(K, N, dtype=dtype)
     bias, out = torch.empty(N, dtype=torch.bfloat16), torch.empty(W * M, N, dtype=torch.bfloat16)
-    factors = (bias, torch.empty(W * M), torch.empty(1)) if narrow else (bias, None, None)
-    last = (True, narrow, False)
+    factors = (bias, torch.empty(W * M), torch.empty(N)) if narrow else (bias, None, None)
+    last = (True, *lines)
     map_a, map_b = tensor_map(a, [rows // 2, depth]), tensor_map(b, [depth, columns])
     if name == "all_gather_matmul":
         gathered = tensor_map(all_rows, [rows // 2, depth])
@@ -78,9 +78,11 @@ def test_fused_operations(name, tile, by_columns, split):
     assert ["griddepcontrol.wait" in line for line in memory] == [True] + [False] * (len(memory) - 1)
 
 
-@pytest.mark.parametrize(("name", "tile"), by_turns([(name, (128, 64 + 64 * (i % 2))) for i, name in enumerate(NAMES)]))
-def test_fused_operations_of_fp8(name, tile):
-    kernel, given = arguments(name, tile, True, "gather" in name, torch.float8_e4m3fn)
+@pytest.mark.parametrize(
+    ("name", "tile", "lines"), by_turns(covering(NAMES, [(128, 128), (128, 64)], [(True, True), (True, False)]))
+)
+def test_fused_operations_of_fp8(name, tile, lines):
+    kernel, given = arguments(name, tile, True, "gather" in name, torch.float8_e4m3fn, lines)
     text = compile_for("sm_90", kernel, *given, num_warps=4).text
     products = re.findall(rf"wgmma\.mma_async\S*m64n{tile[1]}k32\.f32\.e4m3\.e4m3 .*, (\S+), 1, 1;", text)
     # Two multipliers: of a stage's four products the first begins with zero, and is waited for with the others.

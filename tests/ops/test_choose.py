@@ -8,7 +8,7 @@ import torch
 from iris.ops import FusedConfig
 from iris.ops.call import Call
 from iris.ops.choose import COPIES, VENDOR, choose, plan
-from iris.ops.copies import COPIED, chunks
+from iris.ops.copies import COPIED, chunks, tiles
 from iris.ops.hopper.arguments import Plan
 
 OPERATIONS = ("all_gather_matmul", "matmul_all_gather", "matmul_reduce_scatter", "matmul_all_reduce")
@@ -85,11 +85,14 @@ def test_what_the_vendor_cannot_do(name):
     assert choose(call(name, 4096, 8192, 8192), 4, PROGRAMS, False, False) == FusedConfig()
 
 
-@pytest.mark.parametrize("rows, columns, number", [(1, 4096, 1), (64, 64, 2), (64, 24, 1), (0, 64, 1), (3, 64, 1)])
+@pytest.mark.parametrize(
+    "rows, columns, number", [(1, 4096, 1), (64, 64, 2), (64, 24, 1), (0, 64, 1), (3, 64, 1), (17, 88, 1), (33, 64, 2)]
+)
 def test_a_chunk_has_a_tile_for_each_multiprocessor(rows, columns, number, monkeypatch):
     monkeypatch.setattr("iris.ops.copies.TILE", 8)
     pieces = chunks(rows, columns, 16)
     assert len(pieces) == number
+    assert number == 1 or all(tiles(len(range(rows)[piece]), columns) >= 16 for piece in pieces)
     assert [i for piece in pieces for i in range(rows)[piece]] == list(range(rows))
 
 

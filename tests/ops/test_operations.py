@@ -187,6 +187,35 @@ def test_product_of_fp8_and_with_scales(ranks, name, hopper):
         ranks.run(check, name, *case)
 
 
+def odd_fp8(ctx, name, config):
+    """Lines that are one and the same in memory; sums of nothing, whose bias is left; no columns, and a factor each."""
+    W, rank, rows = ctx.num_ranks, ctx.cur_rank, 4 * ctx.num_ranks
+    # Sums of nothing are not for TMA.
+    for K, N in ((32, 16), (32, 0), *([] if config == "Hopper" else [(0, 16)])):
+        a = [matrix(1, K, FP8[0], "rows", 10 + r, ctx.device).expand(rows, K) for r in range(W)]
+        b = [matrix(K, 1, FP8[0], "rows", 50 + r, ctx.device).expand(K, N) for r in range(W)]
+        bias = matrix(1, N, torch.bfloat16, "rows", 90 + K, ctx.device)[0]
+        if name == "all_gather_matmul":
+            exact = torch.cat(a).double() @ b[rank].double()
+        else:
+            products = [x.double() @ y.double() for x, y in zip(a, b, strict=True)]
+            exact = torch.cat(products) if name == "matmul_all_gather" else sum(products)
+            exact = exact[4 * rank : 4 * (rank + 1)] if name == "matmul_reduce_scatter" else exact
+        exact = exact + bias.double()
+        out = torch.full(exact.shape, 7.0, dtype=torch.bfloat16, device=ctx.device)
+        scales = [torch.ones(n, device=ctx.device) for n in (W * rows if name == "all_gather_matmul" else rows, N)]
+        getattr(ctx.ops, name)(
+            out, a[rank], b[rank], bias, scale_a=scales[0], scale_b=scales[1], config=CONFIGS[config]
+        )
+        torch.testing.assert_close(out.double(), exact, rtol=2e-2, atol=0.1)
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_odd_products_of_fp8(ranks, name):
+    for config in ("vendor", "Hopper", *(["copies"] if name in COPIED else [])):
+        ranks.run(odd_fp8, name, config)
+
+
 def check_split(ctx, plan, *case):
     with planned(ctx, plan):
         check(ctx, *case)

@@ -81,7 +81,7 @@ def problem(call: Call, config: FusedConfig, size: int) -> str | None:
 def fits_tma(matrix: torch.Tensor) -> bool:
     """Whether TMA can access the matrix by rows."""
     steps = matrix.stride(0) * matrix.itemsize, matrix.data_ptr()
-    return matrix.stride(1) == 1 and not any(step % ALIGNMENT for step in steps)
+    return matrix.stride(1) == 1 and matrix.stride(0) >= matrix.shape[1] and not any(step % ALIGNMENT for step in steps)
 
 
 def by_columns(matrix: torch.Tensor) -> bool:
