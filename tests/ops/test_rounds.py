@@ -18,6 +18,8 @@ CONFIGS = {
     "gluon of fp8": GLUON,
 }
 OPERATIONS = ("all_gather_matmul", "matmul_all_gather", "matmul_reduce_scatter", "matmul_all_reduce")
+FP8 = {"dtype": torch.float8_e4m3fn}
+OPERANDS = {"split": {"K": 192}, "copies of fp8": FP8, "gluon of fp8": FP8}
 # What only some operations have.
 ONLY = {"copies": COPIED, "copies of fp8": COPIED, "split": ("all_gather_matmul", "matmul_all_gather")}
 CASES = [(name, config) for name in OPERATIONS for config in CONFIGS if name in ONLY.get(config, OPERATIONS)]
@@ -37,10 +39,8 @@ def digits(numbers):
 class Round:
     """The operands of all ranks in a round, other ones at each position, rank and round."""
 
-    def __init__(self, ctx, name, config):
-        self.name, self.rank, self.size = name, ctx.cur_rank, ctx.num_ranks
-        self.dtype = torch.float8_e4m3fn if "fp8" in config else torch.bfloat16
-        K = 192 if config == "split" else 16
+    def __init__(self, ctx, name, K=16, dtype=torch.bfloat16):
+        self.name, self.rank, self.size, self.dtype = name, ctx.cur_rank, ctx.num_ranks, dtype
         rows = M * ctx.num_ranks if name == "matmul_reduce_scatter" else M
         positions = torch.arange(rows * K, device=ctx.device).view(rows, K)
         self.positions = [positions + rank * rows * K for rank in range(self.size)]
@@ -69,7 +69,7 @@ def with_its_plan(ctx, worker, name, config):
 
 def play(ctx, name, config):
     on_gpu = ctx.device.type == "cuda"
-    data = Round(ctx, name, config)
+    data = Round(ctx, name, **OPERANDS.get(config, {}))
     out = ctx.zeros(*data.expected(0).shape, dtype=torch.bfloat16)
     wrong = torch.zeros((), dtype=torch.int64, device=ctx.device)
     for number in range(2000 if on_gpu else 3):
@@ -89,7 +89,7 @@ def test_rounds(ranks, name, config):
 
 def replay(ctx, name, config):
     """A graph of a call, whose input the graph itself makes from the number of the round."""
-    data = Round(ctx, name, config)
+    data = Round(ctx, name, **OPERANDS.get(config, {}))
     out = ctx.zeros(*data.expected(0).shape, dtype=torch.bfloat16)
     number = torch.zeros((), dtype=torch.int64, device=ctx.device)
     own = data.b[ctx.cur_rank]
