@@ -101,7 +101,8 @@ class RankPool:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["iris"])
+        # What each rank would else import for itself; the second is for torch.testing.
+        context.set_forkserver_preload(["iris", "torch.distributed.tensor"])
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank in range(self.num_ranks):
             pipe, child = context.Pipe()
