@@ -88,7 +88,7 @@ def test_fused_operations_of_fp8(name, tile, lines):
     # Two multipliers: of a stage's four products the first begins with zero, and is waited for with the others.
     assert [product == "0" for product in products] == [True, False, False, False] * 2
     assert text.count("wgmma.wait_group.sync.aligned 0;") == 2
-    # Factors of rows and columns, and what comes of a stage is added up by each thread of a multiplier.
+    # What comes of a stage is added up by each thread of a multiplier.
     assert len(re.findall(r"add\.f32|add\.rn\.f32", text)) >= 2 * tile[0] // 2 * tile[1] // 128
 
 

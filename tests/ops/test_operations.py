@@ -60,6 +60,16 @@ def factors(kind, rows, columns, seed, device, begin):
     return [0.5 + torch.rand(begin + n, generator=generator).to(device)[begin:] if n else None for n in counts]
 
 
+def result_of(name, a, b, rank):
+    """That of a rank, in float64, of everyone's matrices."""
+    if name == "all_gather_matmul":
+        return torch.cat(a).double() @ b[rank].double()
+    products = [x.double() @ y.double() for x, y in zip(a, b, strict=True)]
+    if name == "matmul_all_gather":
+        return torch.cat(products)
+    return sum(products).chunk(len(a))[rank] if name == "matmul_reduce_scatter" else sum(products)
+
+
 def check(ctx, name, shape, dtype, config, layout_a, layout_b, biased, heap, result=None, scaled="none"):
     """``result``: the dtype of the result, if not that of the matrices."""
     W, rank, result = ctx.num_ranks, ctx.cur_rank, result or dtype
@@ -195,19 +205,19 @@ def odd_fp8(ctx, name, config):
         a = [matrix(1, K, FP8[0], "rows", 10 + r, ctx.device).expand(rows, K) for r in range(W)]
         b = [matrix(K, 1, FP8[0], "rows", 50 + r, ctx.device).expand(K, N) for r in range(W)]
         bias = matrix(1, N, torch.bfloat16, "rows", 90 + K, ctx.device)[0]
-        if name == "all_gather_matmul":
-            exact = torch.cat(a).double() @ b[rank].double()
-        else:
-            products = [x.double() @ y.double() for x, y in zip(a, b, strict=True)]
-            exact = torch.cat(products) if name == "matmul_all_gather" else sum(products)
-            exact = exact[4 * rank : 4 * (rank + 1)] if name == "matmul_reduce_scatter" else exact
-        exact = exact + bias.double()
+        # The same on all ranks, and another one for each line: they are what results differ by.
+        gathers = name == "all_gather_matmul"
+        scale_a, scale_b = (torch.arange(1, n + 1, device=ctx.device) / 8 for n in (W * rows if gathers else rows, N))
+        of_a = scale_a.chunk(W) if gathers else W * [scale_a]
+        scaled = [x.double() * line[:, None] for x, line in zip(a, of_a, strict=True)]
+        columns = [y.double() * scale_b for y in b]
+        exact = result_of(name, scaled, columns, rank) + bias.double()
+        # What parts, sums and biases are rounded to, element by element: less than what neighbours differ by.
+        largest = result_of(name, [x.abs() for x in scaled], [y.abs() for y in columns], rank) + bias.double().abs()
         out = torch.full(exact.shape, 7.0, dtype=torch.bfloat16, device=ctx.device)
-        scales = [torch.ones(n, device=ctx.device) for n in (W * rows if name == "all_gather_matmul" else rows, N)]
-        getattr(ctx.ops, name)(
-            out, a[rank], b[rank], bias, scale_a=scales[0], scale_b=scales[1], config=CONFIGS[config]
-        )
-        torch.testing.assert_close(out.double(), exact, rtol=2e-2, atol=0.1)
+        options = {"scale_a": scale_a, "scale_b": scale_b, "config": CONFIGS[config]}
+        getattr(ctx.ops, name)(out, a[rank], b[rank], bias, **options)
+        assert ((out.double() - exact).abs() <= 2**-7 * largest).all()
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
@@ -227,8 +237,8 @@ def check_split(ctx, plan, *case):
 @pytest.mark.parametrize("name", ["all_gather_matmul", "matmul_all_gather"])
 def test_tiles_split_along_k(ranks, name, plan):
     case = ((140, 96, 264), torch.float16, "Hopper", "rows", "columns", True, False)
-    if plan.splits == 3:
-        case = ((140, 96, 272), FP8[0], "Hopper", "rows", "columns", True, False, torch.float16, "lines")
+    ranks.run(check_split, plan, name, *case)
+    case = ((140, 96, 272), FP8[0], "Hopper", "rows", "columns", True, False, torch.float16, "lines")
     ranks.run(check_split, plan, name, *case)
     if EVERYTHING:
         case = ((300, 264, 328), torch.bfloat16, "Hopper, wide", "columns", "rows", False, True)
@@ -258,10 +268,7 @@ def anywhere(ctx, name):
                 [matrix(*shape, torch.float32, "rows", 100 * call + seed + r, ctx.device) for r in range(size)]
                 for shape, seed in (((rows, 40), 0), ((40, 24), 50))
             )
-            if gathers:
-                exact = torch.cat(a).double() @ b[rank].double()
-            else:
-                exact = sum(x.double() @ y.double() for x, y in zip(a, b, strict=True))[23 * rank : 23 * (rank + 1)]
+            exact = result_of(name, a, b, rank)
             out = places[(call >> rank) % 2]
             getattr(ctx.ops, name)(out, a[rank], b[rank], config=config)
             torch.testing.assert_close(out.double(), exact, rtol=1e-4, atol=1e-4)
@@ -298,12 +305,7 @@ def of_parameters(ctx, name):
         [matrix(*shape, torch.float32, "rows", 10 * seed + shape[1], ctx.device) for seed in range(size)]
         for shape in ((5 * size, 6), (6, 4))
     )
-    if name == "all_gather_matmul":
-        exact = torch.cat(a).double() @ b[rank].double()
-    else:
-        products = [x.double() @ y.double() for x, y in zip(a, b, strict=True)]
-        exact = torch.cat(products) if name == "matmul_all_gather" else sum(products)
-        exact = exact[5 * rank : 5 * (rank + 1)] if name == "matmul_reduce_scatter" else exact
+    exact = result_of(name, a, b, rank)
     out = torch.empty(exact.shape, device=ctx.device)
     for config in (CONFIGS["vendor"], CONFIGS["fused"], *([CONFIGS["copies"]] if name in COPIED else [])):
         getattr(ctx.ops, name)(out.zero_(), a[rank].requires_grad_(), b[rank].requires_grad_(), config=config)

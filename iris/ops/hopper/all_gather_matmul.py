@@ -173,7 +173,8 @@ def hopper_all_gather_matmul(
     ``chunk``: rows that arrive together, a multiple of ``BLOCK_M``. Those of another rank begin where a tile does, so
     that none is fetched while it arrives: what a tile has behind a rank's last row is nobody's.
 
-    ``scale_a``, ``scale_b``: float32, with ``LINES_A`` ``[W * m]`` and with ``LINES_B`` ``[N]``, or None.
+    ``scale_a``, ``scale_b``: float32, one number, or with ``LINES_A`` ``[W * m]`` and with ``LINES_B`` ``[N]``; or
+    None.
     ``splits``, ``last``, ``partials``, ``arrived``: of tiles that are split (`iris.ops.hopper.split_k`).
     """
     gluon_follow()

@@ -70,6 +70,7 @@ def problem(call: Call, config: FusedConfig, size: int) -> str | None:
     most = MOST_NARROW if narrow else MOST
     if config.block_size_m * config.block_size_n > most:
         return f"the Gluon kernels have tiles of {most} elements at most, of {call.a.dtype}"
+    # The tensor cores take 32 bytes of each row at a time.
     if config.block_size_k * call.a.itemsize < 32:
         return f"block_size_k={config.block_size_k} is less than a product takes; {32 // call.a.itemsize} is the least"
     # A stage is free when the product behind it has begun.
@@ -95,7 +96,10 @@ def by_rows(matrix: torch.Tensor) -> torch.Tensor:
 
 
 def with_operands_that_fit(call: Call, size: int) -> Call:
-    """The call, with copies by rows of A and B where the kernels cannot use these as they lie."""
+    """The call, with copies of A and B where the kernels cannot use these as they lie.
+
+    The copies are by rows; of a B of fp8, by columns.
+    """
     a, b = call.a, call.b
     # Copy engines send whole rows. Of a matrix by columns TMA takes rows from multiples of 16 bytes on, where those of
     # each rank do not begin if their number is odd.

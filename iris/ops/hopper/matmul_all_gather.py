@@ -119,7 +119,7 @@ def hopper_matmul_all_gather(
 ):
     """``tensor_map_peers``: this rank's ``[M, N]`` of the result on every rank, at ``places``, int32 ``[W]``.
 
-    ``scale_a``, ``scale_b``: float32, with ``LINES_A`` ``[M]`` and with ``LINES_B`` ``[N]``, or None.
+    ``scale_a``, ``scale_b``: float32, one number, or with ``LINES_A`` ``[M]`` and with ``LINES_B`` ``[N]``; or None.
     ``splits``, ``last``, ``partials``, ``arrived``: of tiles that are split (`iris.ops.hopper.split_k`).
     """
     follow_predecessor()

@@ -193,7 +193,7 @@ def hopper_matmul_reduce(
     ``tensor_map_parts``: on this rank ``[W, share, N]``, rank r's products in parts[r]. ``tensor_map_peers``: this
     rank's part on every rank, at ``parts_places``, int32 ``[W]``. With ``SPREADS`` the result is ``tensor_map_out``:
     this rank's rows of it on every rank, at ``out_places``; else ``out``, ``[share, N]``. ``scale_a``, ``scale_b``:
-    float32, with ``LINES_A`` ``[M]`` and with ``LINES_B`` ``[N]``, or None.
+    float32, one number, or with ``LINES_A`` ``[M]`` and with ``LINES_B`` ``[N]``; or None.
     """
     follow_predecessor()
     ctx = IrisDeviceCtx.initialize(context_tensor, num_ranks=W)
