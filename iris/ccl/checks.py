@@ -21,6 +21,7 @@ from iris.errors import (
 )
 from iris.language.target import threads_per_warp
 from iris.simulator import sanitizer
+from iris.world import Group
 
 
 def check_tensor(name: str, tensor: object) -> None:
@@ -147,9 +148,14 @@ def compare(
         told += f", {op}"
     if config not in (None, DEFAULT):
         told += f", {config}"
-    calls = comm.workspace.group.all_gather(told, "the comparison of a collective's arguments", orders=False)
+    compare_calls(comm.workspace.group, told)
+
+
+def compare_calls(group: Group, told: str) -> None:
+    """In debug mode: that all members make a call that is ``told`` in the same words. Blocks the host."""
+    calls = group.all_gather(told, "the comparison of a collective's arguments", orders=False)
     if len(set(calls)) > 1:
-        told = "; ".join(f"rank {rank} calls {call}" for rank, call in zip(comm.ranks, calls, strict=True))
+        told = "; ".join(f"rank {rank} calls {call}" for rank, call in zip(group.ranks, calls, strict=True))
         raise MismatchedCollectiveError(f"The ranks do not make the same call: {told}.")
 
 

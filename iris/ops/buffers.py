@@ -1,19 +1,13 @@
-"""Symmetric memory of one fused operation: what its kernels count in, and where peers store."""
+"""Symmetric memory of calls of one kind: what their kernels count in, and where peers store."""
 
-import weakref
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from iris.device_record import DeviceRecord
-from iris.errors import WorkspaceTooSmallError, readable
-from iris.heap import mapping
+from iris.errors import HeapClosedError, WorkspaceTooSmallError, readable
 from iris.heap.dump import contents
-from iris.heap.tensor_map import places
-from iris.language.context import context_tensor
 from iris.ops.counts import ARRIVED, DONE, READY
-from iris.world import Group
 
 ALIGNMENT = 1024
 
@@ -32,51 +26,67 @@ class Needs(NamedTuple):
     halves: int = 0
     partials: int = 0
 
+    @property
+    def count_bytes(self) -> int:
+        """Of all counts, rounded up."""
+        return round_up(4 * (ARRIVED.value + self.parts + self.halves))
+
+    @property
+    def sent_bytes(self) -> int:
+        """Of what peers store, rounded up."""
+        return round_up(self.elements * self.dtype.itemsize)
+
+    @property
+    def data_bytes(self) -> int:
+        """Of all but the counts, rounded up."""
+        return self.sent_bytes + round_up(4 * self.partials)
+
+
+def round_up(size: int) -> int:
+    """So that what begins behind is equally aligned for every kind."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
 
 class Buffers:
-    """A workspace: made collectively, for calls of one kind, on one stream or in one graph at a time.
+    """What calls of one kind use of an `iris.ops.arena.Arena`, on one stream or in one graph at a time.
 
     Attributes
     ----------
     kind : tuple
         What calls it is for: the operation, shapes, dtype and configuration.
-    context_tensor : torch.Tensor
-        What kernels initialise a device context of this memory from.
+    arena : Arena
+        Whose memory it is.
     counts : torch.Tensor
-        int32, zeros at first: see `iris.ops.counts`.
+        int32, zeros at first, of this kind alone: see `iris.ops.counts`.
     data : torch.Tensor
-        So many elements of the dtype asked for, the same place on every rank.
+        So many elements of the dtype asked for, the same place on every rank. All kinds of the arena share it.
     split_counts, partials : torch.Tensor
-        int32, zeros at first, and float32: of tiles that several programs compute.
-    mapping : Mapping
-        The memory of all of it.
-    places : torch.Tensor
-        Where that of each rank is in a tensor map of all: see `iris.heap.tensor_map`.
+        int32, zeros at first, and float32, which all kinds share: of tiles that several programs compute.
+    mapping, context_tensor, places
+        The arena's.
+    mover : object
+        What moves the data of these calls beside the kernel, if anything does. It lives as long as this.
     """
 
-    def __init__(self, group: Group, device: torch.device, record: DeviceRecord, needs: Needs) -> None:
-        self.kind = needs.kind
+    def __init__(self, arena: Any, needs: Needs, first_count: int, first_byte: int) -> None:
+        """``first_count``, ``first_byte``: where the counts and the data begin in the arena."""
+        self.kind, self.arena = needs.kind, arena
+        self.mover: Any = None
+        self.mapping, self.context_tensor, self.places = arena.mapping, arena.context_tensor, arena.places
         self._halves = ARRIVED.value + needs.parts
-        count_bytes = -(-4 * (self._halves + needs.halves) // ALIGNMENT) * ALIGNMENT
-        data_bytes = needs.elements * needs.dtype.itemsize
-        size = count_bytes + max(1, -(-data_bytes // ALIGNMENT)) * ALIGNMENT
-        self.mapping = mapping.create(group, size, device)
-        self.mapping.owner = weakref.ref(self)
+        self._counts = slice(first_count, first_count + needs.count_bytes)
+        self._data = slice(first_byte, first_byte + needs.elements * needs.dtype.itemsize)
         whole = self.mapping.buffer
-        self.counts = whole[:count_bytes].view(torch.int32)
-        self._data = slice(count_bytes, count_bytes + data_bytes)
+        self.counts = whole[self._counts].view(torch.int32)
         self.data = whole[self._data].view(needs.dtype)
         self.split_counts = self.counts[self._halves :]
-        self.partials = torch.empty(needs.partials, dtype=torch.float32, device=device)
-        self.counts.zero_()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        self.places = places(self.mapping)
-        self.context_tensor = context_tensor(group.rank, self.mapping.bases, size, record.address, device)
-        group.all_gather(None, "a workspace of a fused operation")
+        first = first_byte + needs.sent_bytes
+        self.partials = whole[first : first + 4 * needs.partials].view(torch.float32)
 
     def check(self, kind: tuple) -> None:
-        """That the workspace is for calls like this one."""
+        """That the workspace is open, and for calls like this one."""
+        if self.mapping.memory is None:
+            raise HeapClosedError(f"The workspace of {self.use} was closed. Prepare another one with the preamble.")
         if kind != self.kind:
             raise WorkspaceTooSmallError(
                 f"The workspace was prepared for {_told(self.kind)}, and this call is {_told(kind)}. Prepare one for "
@@ -89,50 +99,51 @@ class Buffers:
 
     def peer_counts(self, rank: int) -> torch.Tensor:
         """The ``counts`` of another rank."""
-        return self.mapping.peer(rank)[: self._data.start].view(torch.int32)
+        return self.mapping.peer(rank)[self._counts].view(torch.int32)
 
-    def name_at(self, offset: int) -> tuple[str, str]:
-        """What this is, and what of it lies there, in words."""
-        use, word = f"workspace of {self._use()}", offset // 4
-        if offset >= self._data.start:
-            return use, f"byte {offset - self._data.start} of the data"
-        if word >= self._halves:
-            return use, f"splits of half {(word - self._halves) % 2} of split tile {(word - self._halves) // 2}"
-        if word >= ARRIVED.value:
-            return use, f"what has arrived of part {word - ARRIVED.value}"
-        if word >= DONE.value:
-            return use, "what peers have finished"
-        if word >= READY.value:
-            return use, f"the calls that rank {self.mapping.ranks[word - READY.value]} has begun"
-        return use, f"the calls of program {word}"
-
-    def describe_offset(self, offset: int) -> str:
-        """The same for messages about waits, which are told how far ranks are."""
-        use, part = self.name_at(offset)
-        return f"{use} (calls begun by each rank: {self._begun()}): {part}"
-
-    def progress(self) -> list[str]:
-        """The counts on this rank, if there are any. Local; any thread; waits for no kernel."""
-        counts = self.mapping.snapshot(0, self._data.start).view(np.int32)
-        if not counts.any():
-            return []
-        return [
-            f"workspace of {self._use()}: {counts[: READY.value].max()} calls over, begun by each rank "
-            f"{self._begun()}, finished by peers {counts[DONE.value]}, arrived of each part "
-            f"{contents(counts[ARRIVED.value : self._halves])}"
-        ]
-
-    def _use(self) -> str:
-        """The operation and its extents: enough to know it by."""
+    @property
+    def use(self) -> str:
+        """The operation and its extents, in words: enough to know it by."""
         name, *rest = self.kind
         return _told((name, *(each for each in rest if isinstance(each, int) and not isinstance(each, bool))))
 
-    def _begun(self) -> list[int]:
-        return self.mapping.snapshot(4 * READY.value, 4 * len(self.mapping.ranks)).view(np.int32).tolist()
+    def name_count(self, offset: int) -> str | None:
+        """What this byte of the arena counts, in words; None if it is none of these counts."""
+        word = (offset - self._counts.start) // 4
+        if not self._counts.start <= offset < self._counts.stop:
+            return None
+        if word >= self._halves:
+            return f"splits of half {(word - self._halves) % 2} of split tile {(word - self._halves) // 2}"
+        if word >= ARRIVED.value:
+            return f"what has arrived of part {word - ARRIVED.value}"
+        if word >= DONE.value:
+            return "what peers have finished"
+        if word >= READY.value:
+            return f"the calls that rank {self.mapping.ranks[word - READY.value]} has begun"
+        return f"the calls of program {word}"
+
+    def begun(self) -> list[int]:
+        """The calls that each rank has begun. Local; any thread; waits for no kernel."""
+        return self._snapshot()[READY.value :][: len(self.mapping.ranks)].tolist()
+
+    def progress(self) -> list[str]:
+        """The counts on this rank, if there are any. Local; any thread; waits for no kernel."""
+        counts = self._snapshot()
+        if not counts.any():
+            return []
+        return [
+            f"workspace of {self.use}: {counts[: READY.value].max()} calls over, begun by each rank "
+            f"{self.begun()}, finished by peers {counts[DONE.value]}, arrived of each part "
+            f"{contents(counts[ARRIVED.value : self._halves])}"
+        ]
+
+    def _snapshot(self) -> np.ndarray:
+        begin, end = self._counts.start, self._counts.stop
+        return self.mapping.snapshot(begin, end - begin).view(np.int32)
 
     def close(self) -> None:
         """Unmap. The caller guarantees that no kernel uses the memory any more, on any rank."""
-        self.mapping.close()
+        self.arena.close()
 
     def __repr__(self) -> str:
         return f"<workspace of {readable(self.mapping.size)} for {_told(self.kind)}>"

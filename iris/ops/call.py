@@ -70,13 +70,16 @@ class Call(NamedTuple):
         """Raise unless this can be computed on ``device`` by ``size`` ranks."""
         if config is not None and not isinstance(config, FusedConfig):
             raise InvalidConfigError(f"config={config!r} is not an iris.ops.FusedConfig.")
-        given = {"out": self.out, "A": self.a, "B": self.b}
-        may_be_given = {"bias": self.bias, "scale_a": self.scale_a, "scale_b": self.scale_b}
-        given |= {role: tensor for role, tensor in may_be_given.items() if tensor is not None}
-        check_devices(self.name, given, device)
+        check_devices(self.name, self.given(), device)
         problem = self._problem(size)
         if problem:
-            raise InvalidCollectiveError(f"{self.name}() of {size} ranks with {told(given)}: {problem}.")
+            raise InvalidCollectiveError(f"{self.name}() of {size} ranks with {told(self.given())}: {problem}.")
+
+    def given(self) -> dict[str, torch.Tensor]:
+        """The tensors by their roles."""
+        given = {"out": self.out, "A": self.a, "B": self.b}
+        may_be_given = {"bias": self.bias, "scale_a": self.scale_a, "scale_b": self.scale_b}
+        return given | {role: tensor for role, tensor in may_be_given.items() if tensor is not None}
 
     def _problem(self, size: int) -> str | None:
         """What is wrong, in words."""

@@ -8,6 +8,8 @@ For products of fp8 it has what their tiles, and the vendor's chunks, take on on
 measured with bf16 on 4, so a way has to be better by more.
 """
 
+import torch
+
 from iris.ops.call import Call
 from iris.ops.config import FusedConfig
 from iris.ops.copies import COPIED, chunks, tiles
@@ -43,7 +45,8 @@ MARGIN = {1: 1.2, 2: 1.03}
 
 def choose(call: Call, size: int, programs: int, on_gpu: bool, by_vendor: bool) -> FusedConfig:
     """The configuration of least time. ``by_vendor``: whether the vendor's GEMM can do the call."""
-    otherwise = VENDOR if by_vendor else FusedConfig()
+    # Products of float32 in the precision that torch's are in.
+    otherwise = VENDOR if by_vendor else FusedConfig(allow_tf32=torch.backends.cuda.matmul.allow_tf32)
     if not on_gpu or not call.out.numel() or not call.a.numel() or size == 1 and by_vendor:
         return otherwise
     ways = {}

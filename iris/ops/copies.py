@@ -17,8 +17,8 @@ over when the copy behind it begins (CUDA C++ Programming Guide, "Streams").
 
 The counts are those of `iris.ops.counts`, with one epoch. ``ready[r]``: rank r's memory may be read, or written, in
 this call. ``done``: how often a peer has moved all that it moves from this rank's memory, or to it; in each call every
-peer does, once. Rows may be replaced when ``done`` of the last call is complete, since nobody reads them any more;
-parts may be added up when ``done`` of this call is.
+peer does, once. No call is over before it is complete, since others use the same memory: then nobody reads the rows any
+more, and parts may be added up.
 """
 
 import contextlib
@@ -53,9 +53,7 @@ def meet(context_tensor, counts, peer, W: tl.constexpr, WHAT: tl.constexpr):
     follow_predecessor()
     ctx = DeviceContext.initialize(context_tensor, num_ranks=W)
     epoch = tl.load(counts)
-    if WHAT == "await last done":
-        ctx.wait(counts + DONE, epoch * (W - 1), cmp="reached")
-    elif WHAT == "tell ready":
+    if WHAT == "tell ready":
         tell_ready(ctx, counts, epoch + 1)
     elif WHAT == "await ready":
         ctx.wait(counts + READY + peer, epoch + 1, cmp="reached")
@@ -90,17 +88,20 @@ class Copies:
     """The stream of copies that goes with one workspace, and its meetings with the peers, ready to be launched."""
 
     def __init__(self, buffers: Buffers, rank: int, size: int, device: torch.device, programs: int) -> None:
-        self.buffers, self.rank, self.size, self.programs = buffers, rank, size, programs
+        self.rank, self.size, self.programs = rank, size, programs
+        # By rank.
+        self.data = [buffers.data if peer == rank else buffers.peer(peer) for peer in range(size)]
+        self._memory = buffers.context_tensor, buffers.counts
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._launches: dict[object, Callable[..., None]] = {}
         # All before the first: compiling must not keep a peer waiting.
-        for what in ("await last done", "tell ready", "await ready", "tell done", "await done", "end"):
-            args = (buffers.context_tensor, buffers.counts, 0, size, what)
+        for what in ("tell ready", "await ready", "tell done", "await done", "end"):
+            args = (*self._memory, 0, size, what)
             self._launches[what] = prepare(meet, (1, 1, 1), *args, num_warps=1)
 
     def meet(self, what: str, peer: int = 0) -> None:
         """Enqueue a meeting on the current stream."""
-        args = (self.buffers.context_tensor, self.buffers.counts, peer, self.size, what)
+        args = (*self._memory, peer, self.size, what)
         self._launches[what](self._current(), addresses(args))
 
     def add(self, parts: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
@@ -150,7 +151,7 @@ def chunks(rows: int, columns: int, programs: int) -> list[slice]:
 
 def all_gather_matmul(copies: Copies, call: Call) -> None:
     m, K = call.a.shape
-    gathered = copies.buffers.data.view(copies.size, m, K)
+    gathered = copies.data[copies.rank].view(copies.size, m, K)
     product = Product(call)
 
     def multiply(a: torch.Tensor, begin: int, end: int) -> None:
@@ -158,12 +159,11 @@ def all_gather_matmul(copies: Copies, call: Call) -> None:
 
     copies.fork()
     with copies.beside():
-        copies.meet("await last done")
         gathered[copies.rank].copy_(call.a)
         copies.meet("tell ready")
     multiply(call.a, copies.rank * m, (copies.rank + 1) * m)
     for peer in copies.peers():
-        theirs = copies.buffers.peer(peer).view_as(gathered)[peer]
+        theirs = copies.data[peer].view_as(gathered)[peer]
         with copies.beside():
             copies.meet("await ready", peer)
         for rows in chunks(m, call.out.shape[1], copies.programs):
@@ -174,13 +174,14 @@ def all_gather_matmul(copies: Copies, call: Call) -> None:
         with copies.beside():
             copies.meet("tell done", peer)
     with copies.beside():
+        copies.meet("await done")
         copies.meet("end")
     copies.join()
 
 
 def matmul_reduce_scatter(copies: Copies, call: Call) -> None:
     share, N = call.out.shape
-    parts, sent = copies.buffers.data.view(2, copies.size, share, N)
+    parts, sent = copies.data[copies.rank].view(2, copies.size, share, N)
     product = Product(call)
 
     def multiply(out: torch.Tensor, begin: int, end: int) -> None:
@@ -190,7 +191,7 @@ def matmul_reduce_scatter(copies: Copies, call: Call) -> None:
     with copies.beside():
         copies.meet("tell ready")
     for peer in copies.peers():
-        theirs = copies.buffers.peer(peer).view(2, copies.size, share, N)[0, copies.rank]
+        theirs = copies.data[peer].view(2, copies.size, share, N)[0, copies.rank]
         with copies.beside():
             copies.meet("await ready", peer)
         for rows in chunks(share, N, copies.programs):

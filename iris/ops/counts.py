@@ -1,12 +1,13 @@
-"""How the programs of a fused operation tell their peers what is done: counts in the operation's own symmetric memory.
+"""How the programs of a fused operation tell their peers what is done: counts in symmetric memory, one set a kind.
 
-A call's number on a rank, its epoch, is one more than that of the last call with the same memory; each program keeps
+A call's number on a rank, its epoch, is one more than that of the last call with the same counts; each program keeps
 it for itself. Counts only rise, by the same in every call, so that a count of ``epoch`` times that means that
 everything of this call, and of all before it, is there. Nothing is reset; comparisons wrap.
 
-* ``ready[r]``, set by program 0 of rank r on every rank when r's kernel begins: r's stream is past its last call, so
-  what that one left in r's memory has been used and may be written over. Every program reads it before it first stores
-  to r. It is not set again before all of them have: r's kernel does not end without what they store.
+* ``ready[r]``, set by program 0 of rank r on every rank when r's kernel begins: r's stream is past its last call, of
+  any kind, so what that one left in r's memory has been used and may be written over (`iris.ops.arena`). Every program
+  reads it before it first stores to r. It is not set again before all of them have: r's kernel does not end without
+  what they store.
 * ``done``, to which every program of every rank adds 1 behind all of its stores to this rank, with release. Program 0
   waits for all with acquire, and the kernel does not end before it. For results that peers store; what travels in parts
   is waited for part by part.

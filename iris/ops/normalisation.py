@@ -7,15 +7,19 @@ import torch
 
 from iris.capture import capture_id
 from iris.ccl import Config
+from iris.ccl.checks import compare_calls
 from iris.ccl.communicator import KEPT, SIMULATED_PROGRAMS, power_of_two
 from iris.ccl.push import SLOTS
 from iris.ccl.select import choose_all_reduce
 from iris.ccl.sums import PUSHES, SHARE_OF_WORKSPACE
 from iris.errors import FirstUseInCaptureError, InvalidCollectiveError
+from iris.heap.history import debugging
 from iris.language.target import on_nvidia, threads_per_warp
 from iris.launch import addresses, prepare
 from iris.ops.all_reduce_rms_norm import one_shot_rms_norm, rms_norm, two_shot_rms_norm
 from iris.ops.call import check_devices, told
+
+DEBUGGING = debugging()
 
 SUMMED = (torch.float16, torch.bfloat16, torch.float32)
 NARROW = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
@@ -61,11 +65,14 @@ class Rows(NamedTuple):
 
     def check(self, device: torch.device) -> None:
         """Raise unless this can be computed on ``device``."""
-        given = {role: tensor for role, tensor in self._asdict().items() if tensor is not None}
-        check_devices("all_reduce_rms_norm", given, device)
+        check_devices("all_reduce_rms_norm", self.given(), device)
         problem = self._problem()
         if problem:
-            raise InvalidCollectiveError(f"all_reduce_rms_norm() with {told(given)}: {problem}.")
+            raise InvalidCollectiveError(f"all_reduce_rms_norm() with {told(self.given())}: {problem}.")
+
+    def given(self) -> dict[str, torch.Tensor]:
+        """The tensors by their roles."""
+        return {role: tensor for role, tensor in self._asdict().items() if tensor is not None}
 
     def _problem(self) -> str | None:
         """What is wrong, in words."""
@@ -181,6 +188,8 @@ class AllReduceRmsNorm:
             capture = capture_id(stream) if torch._C._cuda_isCurrentStreamCapturing() else None
         if capture is not None and not self._used:
             raise FirstUseInCaptureError("all_reduce_rms_norm()")
+        if DEBUGGING and capture is None:
+            compare_calls(self._context._world.group, f"all_reduce_rms_norm() with {told(call.given())}, eps={eps}")
         self._used = True
         # Numbers of rows share memory and launches up to the next power of two.
         key = (power_of_two(call.rows), *call.kind(), stream, capture)

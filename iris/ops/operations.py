@@ -1,20 +1,23 @@
 """`ctx.ops`: products of matrices with their communication, checked and enqueued."""
 
+import dataclasses
 from typing import Any
 
 import torch
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from iris import simulator
-from iris.capture import capture_id
+from iris.ccl.checks import compare_calls
+from iris.ccl.communicator import KEPT
 from iris.ccl.work import Work
-from iris.errors import FirstUseInCaptureError, InvalidCollectiveError, InvalidConfigError
+from iris.errors import InvalidConfigError
+from iris.heap.history import debugging
 from iris.heap.tensor_map import places
 from iris.launch import addresses, prepare
 from iris.ops import copies, vendor
 from iris.ops.all_gather_matmul import all_gather_matmul
 from iris.ops.buffers import Buffers, Needs
-from iris.ops.call import Call
+from iris.ops.call import Call, told
 from iris.ops.cdna3 import arguments as cdna3
 from iris.ops.choose import choose, plan
 from iris.ops.config import FusedConfig
@@ -23,11 +26,14 @@ from iris.ops.hopper.sender import Sender
 from iris.ops.matmul_all_gather import matmul_all_gather
 from iris.ops.matmul_reduce import matmul_reduce
 from iris.ops.normalisation import AllReduceRmsNorm, Rows
+from iris.ops.workspaces import Workspaces
 
 # Programs in the simulator; on a GPU there is one for each multiprocessor.
 SIMULATED_PROGRAMS = 4
 # Rows and columns of A that a program of all_gather_matmul sends at a time: 32 KiB of bfloat16.
 SEND_M, SEND_K = 16, 1024
+
+DEBUGGING = debugging()
 
 # Those to whose results peers store.
 STORED_BY_PEERS = ("matmul_all_gather", "matmul_all_reduce")
@@ -44,12 +50,13 @@ class Operations:
 
     Matrices have two dimensions and any strides, and are fp16, bf16, fp32 or fp8; A and B have one dtype, sums are
     formed in float32. Every rank calls the same with matrices, bias and scales of equal shape and dtype, in the same
-    order on its stream. A call is enqueued on the current stream; the host waits in the first of its kind alone.
+    order on its stream. A call is enqueued on the current stream; the host waits in the first of its kind alone, and
+    where a call needs more memory than any before it on the stream.
 
     Arguments of all: ``bias``, of N elements, added once; ``scale_a`` and ``scale_b``, float32, a factor for all of A
     or B, or one a row of A and a column of B; ``config``, a `FusedConfig` for a kernel of this library, None for what
     is chosen; ``async_op``, whether to return a `Work`; ``workspace``, what the preamble returned, for one stream or
-    graph at a time. A graph without one takes over that of a call like it before the capture.
+    graph at a time. A graph without one takes over that of the calls on a stream before the capture.
     """
 
     def __init__(self, context: Any) -> None:
@@ -57,10 +64,8 @@ class Operations:
         self._on_gpu = context.device.type == "cuda"
         # Whose Gluon kernels; the simulator runs both.
         self._gluon = cdna3 if torch.version.hip else hopper
-        self._buffers: dict[tuple, Buffers] = {}
+        self._workspaces = Workspaces(context)
         self._launches: dict[tuple, Any] = {}
-        self._copies: dict[Buffers, copies.Copies] = {}
-        self._senders: dict[Buffers, Sender] = {}
         self._chosen: dict[tuple, FusedConfig] = {}
         self._plans: dict[tuple, hopper.Plan] = {}
         self._places: torch.Tensor | None = None
@@ -224,12 +229,8 @@ class Operations:
 
     def close(self) -> None:
         """Let go of the workspaces. The caller guarantees that no kernel uses them any more, on any rank."""
-        for buffers in self._buffers.values():
-            buffers.close()
-        self._buffers.clear()
+        self._workspaces.close()
         self._launches.clear()
-        self._copies.clear()
-        self._senders.clear()
         self._all_reduce_rms_norm.close()
 
     # What they share -------------------------------------------------------------------------------------------------
@@ -238,15 +239,18 @@ class Operations:
     @torch.no_grad()
     def _run(self, call: Call, config: FusedConfig | None, async_op: bool, workspace: Buffers | None) -> Work | None:
         used = self._check(call, config)
-        if workspace is not None and not isinstance(workspace, Buffers):
-            raise InvalidCollectiveError(f"workspace={workspace!r} is not what {call.name}_preamble() returned.")
-        if used.variant == "vendor":
+        if DEBUGGING and not (self._on_gpu and torch.cuda.is_current_stream_capturing()):
+            self._compare(call, used)
+        by_vendor = used.variant == "vendor"
+        if used.use_gluon:
+            call = self._gluon.with_operands_that_fit(call, self._context.num_ranks)
+        needs = None if by_vendor else self._needs(call, used)
+        if workspace is not None:
+            self._workspaces.check(call.name, workspace, needs and needs.kind)
+        if by_vendor:
             VENDORS[call.name](self._context, call)
         elif call.out.numel():
-            if used.use_gluon:
-                call = self._gluon.with_operands_that_fit(call, self._context.num_ranks)
-            needs = self._needs(call, used)
-            buffers = self._workspace(needs, workspace)
+            buffers = workspace or self._workspaces.find(needs, self._stream())
             if used.variant == "copies":
                 self._copy(call, buffers)
             else:
@@ -255,7 +259,7 @@ class Operations:
 
     def _prepare(self, call: Call, config: FusedConfig | None) -> Buffers | None:
         used = self._check(call, config)
-        return None if used.variant == "vendor" else self._make(self._needs(call, used))
+        return None if used.variant == "vendor" else self._workspaces.make(self._needs(call, used))
 
     def _check(self, call: Call, config: FusedConfig | None) -> FusedConfig:
         """The configuration that carries the call."""
@@ -265,11 +269,14 @@ class Operations:
         used = config
         if used is None:
             by_vendor = vendors_problem is None
-            key = (call.name, call.a.shape, call.b.shape, call.a.dtype, call.out.dtype, by_vendor)
-            if key not in self._chosen:
+            # As torch is set now, which may change.
+            precision = torch.backends.cuda.matmul.allow_tf32
+            key = (call.name, call.a.shape, call.b.shape, call.a.dtype, call.out.dtype, by_vendor, precision)
+            used = self._chosen.get(key)
+            if used is None:
                 programs = self._most_programs()
-                self._chosen[key] = choose(call, self._context.num_ranks, programs, self._on_gpu, by_vendor)
-            used = self._chosen[key]
+                used = choose(call, self._context.num_ranks, programs, self._on_gpu, by_vendor)
+                remember(self._chosen, key, used)
         if used.variant != "kernel" and vendors_problem:
             raise InvalidConfigError(
                 f"FusedConfig(variant={used.variant!r}) cannot do this {call.name}() with the vendor's GEMM: "
@@ -286,6 +293,14 @@ class Operations:
             if problem:
                 raise InvalidConfigError(f"FusedConfig(use_gluon=True) cannot do this {call.name}(): {problem}.")
         return used
+
+    def _compare(self, call: Call, config: FusedConfig) -> None:
+        """In debug mode: that all ranks make the same call, with the result at the same place if peers store it."""
+        said = f"{call.name}() with {told(call.given())}, {config}"
+        if config.variant == "kernel" and self._direct(call, config):
+            place = call.out.data_ptr() - self._context.heap.mapping.bases[self._context.cur_rank]
+            said += f", out at offset {place:#x} of the heap with strides {list(call.out.stride())}"
+        compare_calls(self._context._world.group, said)
 
     def _fuse(self, call: Call, config: FusedConfig, buffers: Buffers) -> None:
         """Enqueue the kernel."""
@@ -309,24 +324,26 @@ class Operations:
             stages = config.num_stages - (call.name == "all_gather_matmul" and config.num_stages > 2)
             options = {"num_warps": config.num_warps, "num_stages": stages}
         key = (buffers.kind, *map(_kind_of, args))
-        if key not in self._launches:
-            self._launches[key] = prepare(kernel, (programs, 1, 1), *args, **options)
+        launch = self._launches.get(key)
+        if launch is None:
+            launch = prepare(kernel, (programs, 1, 1), *args, **options)
+            remember(self._launches, key, launch)
         by_engine = config.use_gluon and self._gluon is hopper and call.name == "all_gather_matmul"
         sender = self._sender(call, config, buffers) if by_engine else None
         if sender:
             sender.send(call.a)
-        self._launches[key](self._stream(), addresses(args))
+        launch(self._stream(), addresses(args))
         if sender:
             sender.join()
         if result is not call.out:
             call.out.copy_(result)
 
     def _sender(self, call: Call, config: FusedConfig, buffers: Buffers) -> Sender:
-        if buffers not in self._senders:
+        if buffers.mover is None:
             (rows, depth), context = call.a.shape, self._context
             chunk = hopper.chunk_rows(call.a, config)
-            self._senders[buffers] = Sender(buffers, context.cur_rank, context.num_ranks, rows, depth, chunk)
-        return self._senders[buffers]
+            buffers.mover = Sender(buffers, context.cur_rank, context.num_ranks, rows, depth, chunk)
+        return buffers.mover
 
     def _result(self, call: Call, config: FusedConfig, buffers: Buffers) -> tuple[bool, torch.Tensor]:
         """Where a kernel leaves the result, and whether peers store it on the heap."""
@@ -351,18 +368,20 @@ class Operations:
 
     def _copy(self, call: Call, buffers: Buffers) -> None:
         """Enqueue products and copies on their streams."""
-        if buffers not in self._copies:
+        if buffers.mover is None:
             context = self._context
-            self._copies[buffers] = copies.Copies(
+            buffers.mover = copies.Copies(
                 buffers, context.cur_rank, context.num_ranks, context.device, self._most_programs()
             )
         carry = copies.all_gather_matmul if call.name == "all_gather_matmul" else copies.matmul_reduce_scatter
-        carry(self._copies[buffers], call)
+        carry(buffers.mover, call)
 
     def _needs(self, call: Call, config: FusedConfig) -> Needs:
         W, (M, K), N = self._context.num_ranks, call.a.shape, call.b.shape[1]
         direct = self._direct(call, config)
-        kind = (call.name, M, N, K, call.a.dtype, call.out.dtype, direct, config)
+        # The precision is each rank's own, and the memory the same.
+        config_of_all = dataclasses.replace(config, allow_tf32=True)
+        kind = (call.name, M, N, K, call.a.dtype, call.out.dtype, direct, config_of_all)
         if config.use_gluon and self._gluon is hopper:
             return hopper.needs(kind, call, config, self._plan(call, config), W, direct)
         share = -(-M // W)
@@ -403,37 +422,16 @@ class Operations:
         numbers = (M, N, K, -(-M // W), *strides, *tail, spreads)
         return matmul_reduce, programs, (*memory, buffers.data, *tensors, *numbers, *options)
 
-    def _workspace(self, needs: Needs, given: Buffers | None) -> Buffers:
-        """The memory of a call: what was given, this stream's, or this graph's."""
-        if given is not None:
-            given.check(needs.kind)
-            return given
-        stream, capture = self._stream(), None
-        if self._on_gpu and torch.cuda.is_current_stream_capturing():
-            capture = capture_id(stream)
-        key = (needs.kind, stream, capture)
-        if key not in self._buffers:
-            if capture is None:
-                self._buffers[key] = self._make(needs)
-            else:
-                # A graph keeps what it takes; of several the first that was made, which is the same one on all ranks.
-                free = next((each for each in self._buffers if each[0] == needs.kind and each[2] is None), None)
-                if free is None:
-                    raise FirstUseInCaptureError(f"{needs.kind[0]}() of this shape")
-                self._buffers[key] = self._buffers.pop(free)
-        return self._buffers[key]
-
-    def _make(self, needs: Needs) -> Buffers:
-        return Buffers(self._context._world.group, self._context.device, self._context._record, needs)
-
     def _most_programs(self) -> int:
         return SIMULATED_PROGRAMS if simulator.ACTIVE else self._context.ccl.communicator().num_sms
 
     def _plan(self, call: Call, config: FusedConfig) -> hopper.Plan:
         key = (call.name, call.a.shape, call.b.shape, call.a.dtype, config)
-        if key not in self._plans:
-            self._plans[key] = plan(call, self._context.num_ranks, self._programs(config), config)
-        return self._plans[key]
+        chosen = self._plans.get(key)
+        if chosen is None:
+            chosen = plan(call, self._context.num_ranks, self._programs(config), config)
+            remember(self._plans, key, chosen)
+        return chosen
 
     def _programs(self, config: FusedConfig) -> int:
         """Of a kernel with this configuration."""
@@ -441,6 +439,13 @@ class Operations:
 
     def _stream(self) -> int | None:
         return torch._C._cuda_getCurrentRawStream(self._context.gpu_id) if self._on_gpu else None
+
+
+def remember(known: dict, key: tuple, value: Any) -> None:
+    """For the next calls like this one; of a program whose shapes always change, the last few thousand."""
+    if len(known) == KEPT:
+        known.clear()
+    known[key] = value
 
 
 def _kind_of(argument: Any) -> Any:

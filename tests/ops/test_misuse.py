@@ -3,8 +3,16 @@
 import pytest
 import torch
 
-from iris.errors import InvalidCollectiveError, InvalidConfigError, NotATensorError, WorkspaceTooSmallError
-from iris.ops import FusedConfig
+import iris
+from iris.errors import (
+    HeapClosedError,
+    InvalidCollectiveError,
+    InvalidConfigError,
+    MismatchedCollectiveError,
+    NotATensorError,
+    WorkspaceTooSmallError,
+)
+from iris.ops import FusedConfig, normalisation, operations
 
 OUT, A, B = (8, 4), (8, 6), (6, 4)
 
@@ -111,12 +119,53 @@ def other_workspace(ctx):
     for carried in (config, None):
         with pytest.raises(InvalidCollectiveError, match="workspace=5 is not what matmul_all_reduce_preamble"):
             ctx.ops.matmul_all_reduce(out, a, b, config=carried, workspace=5)
+    with pytest.raises(WorkspaceTooSmallError, match="by the vendor's GEMM, which needs none"):
+        ctx.ops.matmul_all_reduce(out, a, b, workspace=workspace)
+    with iris.iris(heap_size=1 << 16) as other, pytest.raises(InvalidCollectiveError, match="by another context"):
+        other.ops.matmul_all_reduce(out, a, b, config=config, workspace=workspace)
     ctx.barrier()
     workspace.close()
+    with pytest.raises(HeapClosedError, match="matmul_all_reduce.8, 4, 6. was closed"):
+        ctx.ops.matmul_all_reduce(out, a, b, config=config, workspace=workspace)
 
 
 def test_a_workspace_is_for_calls_like_the_one_it_was_prepared_for(ranks):
     ranks.run(other_workspace)
+
+
+def differ(ctx, what):
+    """In debug mode ranks that call something else are told so, before a kernel waits or stores."""
+    first, heap = ctx.cur_rank == 0, ctx.zeros(16, 4)
+    a, b, out = (torch.ones(shape, device=ctx.device) for shape in (A, B, OUT))
+    x, config = torch.ones(4, device=ctx.device), FusedConfig(block_size_m=16, block_size_n=16, block_size_k=16)
+    calls = {
+        "rows": lambda: ctx.ops.matmul_all_reduce(out[: 8 - ctx.cur_rank], a[: 8 - ctx.cur_rank], b, config=config),
+        "place": lambda: ctx.ops.matmul_all_reduce(heap[8 * ctx.cur_rank :][:8], a, b, config=config),
+        "heap": lambda: ctx.ops.matmul_all_reduce(heap[:8] if first else out, a, b, config=config),
+        "bias": lambda: ctx.ops.matmul_all_reduce(out, a, b, x if first else None, config=config),
+        "norm": lambda: ctx.ops.all_reduce_rms_norm(a, a, torch.ones(6, device=ctx.device), 1e-6 * (1 + ctx.cur_rank)),
+    }
+    said = {
+        "rows": [r"A \[8, 6\]", r"A \[7, 6\]"],
+        "place": [r"at offset 0x\w+ of the heap", r"at offset 0x\w+ of the heap"],
+        "heap": ["at offset 0x", ""],
+        "bias": [r"bias \[4\]", ""],
+        "norm": ["eps=1e-06", "eps=2e-06"],
+    }
+    operations.DEBUGGING = normalisation.DEBUGGING = True
+    try:
+        with pytest.raises(MismatchedCollectiveError, match=f"rank 0 .*{said[what][0]}.*rank 1 .*{said[what][1]}"):
+            calls[what]()
+        ctx.ops.matmul_all_reduce(out, a, b, config=config)
+        assert (out == 6 * ctx.num_ranks).all()
+    finally:
+        operations.DEBUGGING = normalisation.DEBUGGING = False
+
+
+@pytest.mark.ranks(2, exactly=True)
+@pytest.mark.parametrize("what", ["rows", "place", "heap", "bias", "norm"])
+def test_calls_that_differ_in_debug_mode(ranks, mistaken, what):
+    ranks.run(differ, what)
 
 
 def prepared(ctx, name):

@@ -39,7 +39,7 @@ def digits(numbers):
 class Round:
     """The operands of all ranks in a round, other ones at each position, rank and round."""
 
-    def __init__(self, ctx, name, K=16, dtype=torch.bfloat16):
+    def __init__(self, ctx, name, K=16, dtype=torch.bfloat16, M=M):
         self.name, self.rank, self.size, self.dtype = name, ctx.cur_rank, ctx.num_ranks, dtype
         rows = M * ctx.num_ranks if name == "matmul_reduce_scatter" else M
         positions = torch.arange(rows * K, device=ctx.device).view(rows, K)

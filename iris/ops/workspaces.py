@@ -1,0 +1,97 @@
+"""Which symmetric memory a call of a fused operation uses: that of its stream, of its graph, or what it is given."""
+
+from typing import Any
+
+import torch
+
+from iris.capture import capture_id
+from iris.errors import FirstUseInCaptureError, InvalidCollectiveError
+from iris.ops.arena import COUNT_BYTES, Arena
+from iris.ops.buffers import Buffers, Needs
+
+# By how much the data of an arena grow at least: of numbers of rows that rise one by one, few are too large for it.
+GROWTH = 1.5
+
+
+class Workspaces:
+    """Of a context. Ranks ask for the same in the same order on each stream, and so get the same."""
+
+    def __init__(self, context: Any) -> None:
+        self._context = context
+        self._on_gpu = context.device.type == "cuda"
+        # Streams by handle, None in the simulator; and which graph is being captured there, or None.
+        self._used: dict[tuple[tuple, int | None, int | None], Buffers] = {}
+        self._arenas: dict[int | None, Arena] = {}
+
+    def find(self, needs: Needs, stream: int | None) -> Buffers:
+        """What a call on the current stream uses. Collective, and blocks the host, if there was no room yet."""
+        capture = None
+        if self._on_gpu and torch.cuda.is_current_stream_capturing():
+            capture = capture_id(stream)
+        key = (needs.kind, stream, capture)
+        if key not in self._used:
+            if capture is None:
+                self._used[key] = self._room(needs, stream).take(needs)
+            else:
+                self._take_over(needs, stream, capture)
+        return self._used[key]
+
+    def make(self, needs: Needs) -> Buffers:
+        """For calls of one kind that will be given it. Collective; blocks the host."""
+        return self._make(needs.count_bytes, needs.data_bytes).take(needs)
+
+    def check(self, name: str, given: Any, kind: tuple | None) -> None:
+        """Raise unless a call of this kind can use what it is given; one of the vendor's, of no kind, uses nothing."""
+        if not isinstance(given, Buffers):
+            raise InvalidCollectiveError(f"workspace={given!r} is not what {name}_preamble() returned.")
+        if given.arena.record is not self._context._record:
+            raise InvalidCollectiveError(f"The workspace given to {name}() was prepared by another context.")
+        given.check((name, "by the vendor's GEMM, which needs none") if kind is None else kind)
+
+    def close(self) -> None:
+        """Let go of all but what was given away. The caller guarantees that no kernel uses it, on any rank."""
+        for buffers in self._used.values():
+            buffers.close()
+        self._used.clear()
+        self._arenas.clear()
+
+    def _make(self, count_bytes: int, data_bytes: int) -> Arena:
+        context = self._context
+        return Arena(context._world.group, context.device, context._record, count_bytes, data_bytes)
+
+    def _room(self, needs: Needs, stream: int | None) -> Arena:
+        """The stream's arena, with room for one more kind."""
+        arena, data_bytes = self._arenas.get(stream), needs.data_bytes
+        if arena is None or not arena.has_room(needs):
+            if arena is not None:
+                least = arena.data_bytes * (GROWTH if data_bytes > arena.data_bytes else 1)
+                data_bytes = max(data_bytes, int(least))
+                self._let_go(stream)
+            self._arenas[stream] = self._make(max(COUNT_BYTES, needs.count_bytes), data_bytes)
+        return self._arenas[stream]
+
+    def _let_go(self, stream: int | None) -> None:
+        """Of a stream's arena, which is unmapped. All that uses it is on the current stream, or joined to it.
+
+        Other streams are not waited for: peers may be waiting there for what this rank has not enqueued yet.
+        """
+        if self._on_gpu:
+            torch.cuda.current_stream().synchronize()
+        self._context._world.group.all_gather(None, "a larger workspace of fused operations")
+        arena = self._arenas.pop(stream)
+        self._used = {key: buffers for key, buffers in self._used.items() if buffers.arena is not arena}
+        arena.close()
+
+    def _take_over(self, needs: Needs, stream: int | None, capture: int) -> None:
+        """A graph keeps what a call like it has used on a stream, with all that lies in the same arena.
+
+        Of several streams' the first that was made, which is the same one on all ranks.
+        """
+        owners = [owner for owner in self._arenas if (needs.kind, owner, None) in self._used]
+        if not owners:
+            raise FirstUseInCaptureError(f"{needs.kind[0]}() of this shape")
+        arena = self._arenas.pop(owners[0])
+        taken = {key: buffers for key, buffers in self._used.items() if buffers.arena is arena}
+        kept = {key: buffers for key, buffers in self._used.items() if key not in taken}
+        # What the graph has used of another arena before goes on there.
+        self._used = {(kind, stream, capture): buffers for (kind, _, _), buffers in taken.items()} | kept

@@ -1,0 +1,164 @@
+"""Calls of all kinds on one stream share memory: it is that of the largest, and none finds what another left."""
+
+import random
+import time
+
+import pytest
+import torch
+
+from iris import simulator
+from iris.errors import FirstUseInCaptureError
+from iris.heap.mapping import count_made, mappings
+from iris.ops import workspaces
+from iris.ops.arena import Arena
+from iris.ops.copies import Copies
+from ops.test_rounds import CASES, CONFIGS, LATE, OPERANDS, Round
+
+ROWS = (48, 6, 33, 128)
+SMALL, OPERATION = CONFIGS["triton"], "matmul_reduce_scatter"
+
+
+def arenas():
+    return [mapping for mapping in mappings() if mapping.memory is not None and isinstance(mapping.owner(), Arena)]
+
+
+def call(ctx, name, config, rows, number, wrong):
+    """One call, whose result is compared without waiting for it."""
+    data = Round(ctx, name, M=rows, **OPERANDS.get(config, {}))
+    expected = data.expected(number)
+    out = torch.empty(expected.shape, dtype=torch.bfloat16, device=ctx.device)
+    getattr(ctx.ops, name)(out, data.a(number, ctx.cur_rank), data.b[ctx.cur_rank], config=CONFIGS[config])
+    wrong += (out.float() != expected).sum()
+
+
+def in_turn(ctx):
+    on_gpu = ctx.device.type == "cuda"
+    wrong = torch.zeros((), dtype=torch.int64, device=ctx.device)
+    chosen = random.Random(1)
+    kinds = [(*case, rows) for case in CASES if case[1] != "split" for rows in ROWS]
+    if not on_gpu:
+        kinds = chosen.sample(kinds, 12)
+    largest = max(rows for *_, rows in kinds)
+    for number, kind in enumerate(sorted(kinds, key=lambda kind: kind[2] != largest)):
+        call(ctx, *kind, number, wrong)
+    made, before = count_made(), len(arenas())
+    for number in range(2000 if on_gpu else 12):
+        if on_gpu and number % 40 == ctx.cur_rank:
+            torch.cuda._sleep(LATE)
+        call(ctx, *chosen.choice(kinds), number, wrong)
+    assert wrong.item() == 0
+    assert (count_made(), len(arenas())) == (made, before)
+
+
+@pytest.mark.ranks(2, 4)
+def test_kinds_in_turn(ranks):
+    ranks.run(in_turn)
+
+
+def overtake(ctx):
+    """A rank that is late to fetch the rows of its peers finds them, whatever these call next."""
+    meet, wrong = Copies.meet, torch.zeros((), dtype=torch.int64)
+    number = 0
+
+    def meet_and_rest(copies, what, peer=0):
+        meet(copies, what, peer)
+        if what == "await ready" and number // 4 % ctx.num_ranks == ctx.cur_rank:
+            time.sleep(0.05)
+
+    Copies.meet = meet_and_rest
+    try:
+        for number in range(8 * ctx.num_ranks):
+            # What follows 33 rows lies where those of rank 0 were.
+            config, rows = ("copies", 33) if number % 2 == 0 else (("triton", "copies")[number // 2 % 2], 6)
+            call(ctx, "all_gather_matmul", config, rows, number, wrong)
+    finally:
+        Copies.meet = meet
+    assert wrong.item() == 0
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.skipif(not simulator.ACTIVE, reason="on a GPU the host does not take part in the copies")
+def test_late_copies(ranks):
+    ranks.run(overtake)
+
+
+def grow(ctx):
+    ctx.ops.close()
+    wrong = torch.zeros((), dtype=torch.int64, device=ctx.device)
+    made = count_made()
+    for rows in range(1, 65):
+        call(ctx, OPERATION, "triton", rows, rows, wrong)
+        (arena,) = arenas()
+    # The smallest data have a KiB, and grow by half.
+    needed = ctx.num_ranks * 64 * 96 * 2
+    assert count_made() - made <= 10 and needed <= arena.owner().data_bytes < 1.5 * needed + 1024
+    assert wrong.item() == 0
+
+
+def test_memory_that_grows_with_the_largest_call(ranks):
+    ranks.run(grow)
+
+
+def count_up(ctx):
+    ctx.ops.close()
+    counts, workspaces.COUNT_BYTES = workspaces.COUNT_BYTES, 3 * 5120
+    try:
+        wrong = torch.zeros((), dtype=torch.int64, device=ctx.device)
+        for number, rows in enumerate([*range(16, 0, -1), *range(1, 17)]):
+            call(ctx, OPERATION, "triton", rows, number, wrong)
+        assert len(arenas()) == 1 and wrong.item() == 0
+    finally:
+        workspaces.COUNT_BYTES = counts
+        ctx.ops.close()
+
+
+def test_more_kinds_than_there_are_counts_for(ranks):
+    ranks.run(count_up)
+
+
+def capture(ctx):
+    """Graphs keep what was used before; calls beside them get other memory, and each graph too."""
+    ctx.ops.close()
+    wrong = torch.zeros((), dtype=torch.int64, device=ctx.device)
+    data = [Round(ctx, OPERATION, M=rows) for rows in ROWS]
+    outs = [torch.empty(rows, 96, dtype=torch.bfloat16, device=ctx.device) for rows in ROWS]
+    number = torch.zeros((), dtype=torch.int64, device=ctx.device)
+
+    def calls():
+        for each, out in zip(data, outs, strict=True):
+            ctx.ops.matmul_reduce_scatter(out, each.a(number, ctx.cur_rank), each.b[ctx.cur_rank], config=SMALL)
+
+    def compare(turn):
+        for each, out in zip(data, outs, strict=True):
+            wrong.add_((out.float() != each.expected(turn)).sum())
+
+    def record():
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            number.add_(1)
+            calls()
+        return graph
+
+    calls()
+    graphs = [record()]
+    with pytest.raises(FirstUseInCaptureError, match="matmul_reduce_scatter.* of this shape"):
+        record()
+    torch.cuda.synchronize()
+    calls()
+    graphs.append(record())
+    assert len(arenas()) == 2
+    number.zero_()
+    for turn in range(1, 201):
+        if turn % 40 == ctx.cur_rank:
+            torch.cuda._sleep(LATE)
+        graphs[turn % 2].replay()
+        compare(turn)
+        calls()
+        compare(turn)
+    assert wrong.item() == 0 and len(arenas()) == 3
+    ctx.barrier()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="graphs are for GPUs")
+def test_graphs(ranks):
+    ranks.run(capture)
