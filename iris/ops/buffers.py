@@ -52,6 +52,8 @@ class Buffers:
 
     Attributes
     ----------
+    needs : Needs
+        What it has.
     kind : tuple
         What calls it is for: the operation, shapes, dtype and configuration.
     arena : Arena
@@ -70,7 +72,7 @@ class Buffers:
 
     def __init__(self, arena: Any, needs: Needs, first_count: int, first_byte: int) -> None:
         """``first_count``, ``first_byte``: where the counts and the data begin in the arena."""
-        self.kind, self.arena = needs.kind, arena
+        self.needs, self.kind, self.arena = needs, needs.kind, arena
         self.mover: Any = None
         self.mapping, self.context_tensor, self.places = arena.mapping, arena.context_tensor, arena.places
         self._halves = ARRIVED.value + needs.parts

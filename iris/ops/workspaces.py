@@ -31,7 +31,7 @@ class Workspaces:
         key = (needs.kind, stream, capture)
         if key not in self._used:
             if capture is None:
-                self._used[key] = self._room(needs, stream).take(needs)
+                self._take(needs, stream)
             else:
                 self._take_over(needs, stream, capture)
         return self._used[key]
@@ -59,16 +59,25 @@ class Workspaces:
         context = self._context
         return Arena(context._world.group, context.device, context._record, count_bytes, data_bytes)
 
-    def _room(self, needs: Needs, stream: int | None) -> Arena:
-        """The stream's arena, with room for one more kind."""
-        arena, data_bytes = self._arenas.get(stream), needs.data_bytes
-        if arena is None or not arena.has_room(needs):
-            if arena is not None:
-                least = arena.data_bytes * (GROWTH if data_bytes > arena.data_bytes else 1)
-                data_bytes = max(data_bytes, int(least))
-                self._let_go(stream)
-            self._arenas[stream] = self._make(max(COUNT_BYTES, needs.count_bytes), data_bytes)
-        return self._arenas[stream]
+    def _take(self, needs: Needs, stream: int | None) -> None:
+        """Of the stream's arena, or of a larger one in its place.
+
+        Its kinds get room there too, so that whoever has called them need not do it again before a capture; if there
+        were too many of them, they are forgotten.
+        """
+        arena, wanted = self._arenas.get(stream), [needs]
+        if arena is None:
+            self._arenas[stream] = self._make(max(COUNT_BYTES, needs.count_bytes), needs.data_bytes)
+        elif not arena.has_room(needs):
+            data_bytes = arena.data_bytes
+            if needs.data_bytes > data_bytes:
+                data_bytes = max(needs.data_bytes, int(GROWTH * data_bytes))
+                wanted = [*(buffers.needs for buffers in self._used.values() if buffers.arena is arena), needs]
+            self._let_go(stream)
+            count_bytes = sum(each.count_bytes for each in wanted)
+            self._arenas[stream] = self._make(max(COUNT_BYTES, count_bytes), data_bytes)
+        for each in wanted:
+            self._used[each.kind, stream, None] = self._arenas[stream].take(each)
 
     def _let_go(self, stream: int | None) -> None:
         """Of a stream's arena, which is unmapped. All that uses it is on the current stream, or joined to it.

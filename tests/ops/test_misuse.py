@@ -195,7 +195,7 @@ def test_workspaces(ranks, name):
 @pytest.mark.parametrize(
     ("field", "value", "words"),
     [("block_size_m", 48, "power of two"), ("num_sms", 0, "at least 1"), ("cache_modifier_a", ".xx", "one of"),
-     ("all_reduce_variant", "ring", "two_shot"), ("allow_tf32", 1, "True or False"), ("num_warps", 64, "from 1 to 32")],
+     ("all_reduce_variant", "tree", "two_shot"), ("allow_tf32", 1, "True or False"), ("num_warps", 64, "from 1 to 32")],
 )  # fmt: skip
 def test_configurations(field, value, words):
     with pytest.raises(InvalidConfigError, match=rf"FusedConfig\({field}={value!r}\) cannot work: .*{words}"):

@@ -14,7 +14,7 @@ from iris.ops.arena import Arena
 from iris.ops.copies import Copies
 from ops.test_rounds import CASES, CONFIGS, LATE, OPERANDS, Round
 
-ROWS = (48, 6, 33, 128)
+ROWS = (48, 16, 33, 128)
 SMALL, OPERATION = CONFIGS["triton"], "matmul_reduce_scatter"
 
 
@@ -116,17 +116,17 @@ def test_more_kinds_than_there_are_counts_for(ranks):
     ranks.run(count_up)
 
 
-def capture(ctx):
+def capture(ctx, name, config):
     """Graphs keep what was used before; calls beside them get other memory, and each graph too."""
     ctx.ops.close()
     wrong = torch.zeros((), dtype=torch.int64, device=ctx.device)
-    data = [Round(ctx, OPERATION, M=rows) for rows in ROWS]
-    outs = [torch.empty(rows, 96, dtype=torch.bfloat16, device=ctx.device) for rows in ROWS]
+    data = [Round(ctx, name, M=rows) for rows in ROWS]
+    outs = [torch.empty(each.expected(0).shape, dtype=torch.bfloat16, device=ctx.device) for each in data]
     number = torch.zeros((), dtype=torch.int64, device=ctx.device)
 
     def calls():
         for each, out in zip(data, outs, strict=True):
-            ctx.ops.matmul_reduce_scatter(out, each.a(number, ctx.cur_rank), each.b[ctx.cur_rank], config=SMALL)
+            getattr(ctx.ops, name)(out, each.a(number, ctx.cur_rank), each.b[ctx.cur_rank], config=CONFIGS[config])
 
     def compare(turn):
         for each, out in zip(data, outs, strict=True):
@@ -139,9 +139,10 @@ def capture(ctx):
             calls()
         return graph
 
+    # The last one has the most rows, and so new memory, in which those before it have room too.
     calls()
     graphs = [record()]
-    with pytest.raises(FirstUseInCaptureError, match="matmul_reduce_scatter.* of this shape"):
+    with pytest.raises(FirstUseInCaptureError, match=f"{name}.* of this shape"):
         record()
     torch.cuda.synchronize()
     calls()
@@ -157,8 +158,13 @@ def capture(ctx):
         compare(turn)
     assert wrong.item() == 0 and len(arenas()) == 3
     ctx.barrier()
+    ctx.ops.close()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="graphs are for GPUs")
-def test_graphs(ranks):
-    ranks.run(capture)
+@pytest.mark.parametrize(
+    "name, config",
+    [("matmul_reduce_scatter", "triton"), ("all_gather_matmul", "gluon"), ("all_gather_matmul", "copies")],
+)
+def test_graphs(ranks, name, config):
+    ranks.run(capture, name, config)
