@@ -17,9 +17,10 @@ class ReduceOp(Enum):
     PRODUCT = "product"
 
 
+ALL_REDUCE_VARIANTS = ("auto", "two_shot", "one_shot", "atomic", "ring", "spinlock")
 _CHOICES: dict[str, tuple[str, ...]] = {
     "all_gather_variant": ("persistent", "partitioned"),
-    "all_reduce_variant": ("auto", "two_shot", "one_shot", "atomic", "ring", "spinlock"),
+    "all_reduce_variant": ALL_REDUCE_VARIANTS,
     "reduce_scatter_variant": ("two_shot",),
     "all_to_all_variant": ("persistent",),
 }

@@ -2,10 +2,11 @@
 
 from dataclasses import dataclass, fields
 
+from iris.ccl.config import ALL_REDUCE_VARIANTS
 from iris.errors import InvalidConfigError
 
 _CACHE_MODIFIERS = (None, ".ca", ".cg", ".cv")
-_CHOICES = {"variant": ("kernel", "copies", "vendor"), "all_reduce_variant": ("two_shot",)}
+_CHOICES = {"variant": ("kernel", "copies", "vendor"), "all_reduce_variant": ALL_REDUCE_VARIANTS}
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,8 @@ class FusedConfig:
     block_size_m, block_size_n, block_size_k : int
         Rows, columns and depth of a tile; powers of two from 16 on. Of float32 a tile has half the depth.
     group_size_m : int
-        Rows of tiles that are computed one column after the other, since they share what the L2 cache holds of B.
+        Rows of tiles that are computed one column after the other, since they share what the L2 cache holds of B. Not
+        for all_gather_matmul but by the Gluon kernel for Hopper: the others take tiles as their rows arrive.
     num_sms : int
         Programs at most, each of which may take an SM (NVIDIA) or CU (AMD). Default: all of them.
     comm_sms : int
@@ -32,8 +34,9 @@ class FusedConfig:
         Of the loads of A and B; see Triton's `load`.
     allow_tf32 : bool
         Products of float32 may be rounded to TF32.
-    all_reduce_variant : "two_shot"
-        Each rank adds up a part of the rows, and stores the sums to all.
+    all_reduce_variant : "two_shot", "auto", "one_shot", "ring", "atomic", "spinlock"
+        Of `matmul_all_reduce`. The kernels' is "two_shot": each rank adds up a part of the rows, and stores the sums to
+        all. With another one the vendor's GEMM comes first, and then `ctx.ccl.all_reduce` in this way.
     use_gluon : bool
         The kernel in Gluon. For Hopper: TMA, wgmma and warps with roles. Its tiles have 128 or 256 rows and up to 256
         columns, 32768 elements at most; of fp8 16384, and 128 is the best depth. On AMD CDNA3: matrix cores and buffer

@@ -41,7 +41,6 @@ VENDORS = {
     "all_gather_matmul": vendor.all_gather_matmul,
     "matmul_all_gather": vendor.matmul_all_gather,
     "matmul_reduce_scatter": vendor.matmul_reduce_scatter,
-    "matmul_all_reduce": vendor.matmul_all_reduce,
 }
 
 
@@ -247,7 +246,9 @@ class Operations:
         needs = None if by_vendor else self._needs(call, used)
         if workspace is not None:
             self._workspaces.check(call.name, workspace, needs and needs.kind)
-        if by_vendor:
+        if by_vendor and call.name == "matmul_all_reduce":
+            vendor.matmul_all_reduce(self._context, call, used.all_reduce_variant)
+        elif by_vendor:
             VENDORS[call.name](self._context, call)
         elif call.out.numel():
             buffers = workspace or self._workspaces.find(needs, self._stream())
@@ -267,6 +268,8 @@ class Operations:
         call.check(self._context.device, self._context.num_ranks, config)
         vendors_problem = vendor.problem(call)
         used = config
+        if config is not None and call.name == "matmul_all_reduce" and config.all_reduce_variant != "two_shot":
+            used = dataclasses.replace(config, variant="vendor")
         if used is None:
             by_vendor = vendors_problem is None
             # As torch is set now, which may change.

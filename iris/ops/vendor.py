@@ -7,8 +7,11 @@ from typing import Any
 
 import torch
 
-from iris.ccl.config import ReduceOp
+from iris.ccl.config import ALL_REDUCE_VARIANTS, DEFAULT, Config, ReduceOp
 from iris.ops.call import Call
+
+# "two_shot" is what a `FusedConfig` has where nothing was said: whatever is the fastest then.
+_ALL_REDUCES = {name: Config(all_reduce_variant=name) for name in ALL_REDUCE_VARIANTS} | {"two_shot": DEFAULT}
 
 
 def problem(call: Call) -> str | None:
@@ -125,8 +128,8 @@ def matmul_reduce_scatter(ctx: Any, call: Call) -> None:
         call.out.add_(call.bias)
 
 
-def matmul_all_reduce(ctx: Any, call: Call) -> None:
+def matmul_all_reduce(ctx: Any, call: Call, variant: str) -> None:
     Product(call)(call.out, call.a, None)
-    ctx.ccl.all_reduce(call.out, call.out)
+    ctx.ccl.all_reduce(call.out, call.out, config=_ALL_REDUCES[variant])
     if call.bias is not None:
         call.out.add_(call.bias)
