@@ -193,17 +193,21 @@ def all_reduce_two_shot(tile, src, dst, locks, ctx):
 def reduce_scatter(tile, src, dst, locks, ctx):
     """Add up the rows of a tile that are this rank's, of all ranks' tiles.
 
-    ``src``: ``[M, N]`` as in `all_reduce_one_shot`, with M a multiple of W. ``dst``: ``[M // W, N]``, anywhere; it gets
-    the rows from ``rank * M // W`` on. All ranks call for all tiles, which may have rows of several ranks. Over the
-    link: this rank's rows of W - 1 tiles in, in one step behind a signal.
+    ``src``: ``[M, N]`` as in `all_reduce_one_shot`. Each rank has ceil(M / W) of its rows, one rank behind the other;
+    where W does not divide M the last ranks have fewer, or none. ``dst``: ``[ceil(M / W), N]``, anywhere; it gets this
+    rank's rows, and what lies behind them is left alone. All ranks call for all tiles, which may have rows of several
+    ranks. Over the link: this rank's rows of W - 1 tiles in, in one step behind a signal.
     """
     lock = locks + src.number_of(tile)
     start = begin(tile, src, lock, ctx)
     signal_all(lock, 1, ctx)
     ctx.wait(lock, start + ctx.num_ranks, cmp="reached")
     rows, columns = rows_of(tile), columns_of(tile)
-    first = ctx.cur_rank * dst.M
-    mask = (rows >= first) & (rows < first + dst.M) & (columns < src.N)
+    # By src, which has one shape on all ranks: a rank that has fewer rows may pass a dst of just these.
+    shard = tl.cdiv(src.M, ctx.num_ranks)
+    first = ctx.cur_rank * shard
+    mine = (rows >= first) & (rows < first + tl.minimum(shard, dst.M))
+    mask = mine & (rows < src.M) & (columns < src.N)
     total = add_up(src.at(rows, columns), mask, src.ptr.dtype.element_ty, ctx)
     tl.store(dst.at(rows - first, columns), total.to(dst.ptr.dtype.element_ty), mask=mask)
     finish(tile, lock, start, ctx)

@@ -163,25 +163,37 @@ def test_all_reduce_in_any_order(ranks, variant):
         ranks.run(added, *case, variant)
 
 
-def scattered(ctx, rows, columns, block, dtype, start):
-    size, M = ctx.num_ranks, rows * ctx.num_ranks
+def scattered(ctx, M, columns, block, dtype, start):
+    size, rank = ctx.num_ranks, ctx.cur_rank
+    rows = triton.cdiv(M, size)
     grid = tiles(M, columns, block)
     locks = locks_near(ctx, grid[0] * grid[1], start)
-    values = [numbers((M, columns), dtype, ctx.cur_rank, call) for call in range(CALLS)]
-    src, dst = ctx.zeros(M, columns, dtype=dtype), torch.zeros(CALLS, rows, columns, dtype=dtype, device=ctx.device)
+    values = torch.stack([numbers((M, columns), dtype, rank, call) for call in range(CALLS)]).to(ctx.device)
+    # What lies behind the matrix is not added up, and what lies behind a rank's rows is not written.
+    around = torch.full((rows * size, columns), 7, dtype=torch.float32).to(dtype)
+    src = on_heap(ctx, around)
+    dst = around[:rows].repeat(CALLS + 1, 1, 1).to(ctx.device)
     ctx.barrier()
     tile_kernels.reduce_scatter[grid](
-        ctx.get_device_context(), torch.stack(values).to(ctx.device), src, dst, locks, M, columns, rows, CALLS,
-        M * columns, rows * columns, *block,
-    )  # fmt: skip
+        ctx.get_device_context(), values, src, dst, locks, M, columns, rows, CALLS, M * columns, rows * columns, *block
+    )
     ctx.barrier()
     for call in range(CALLS):
-        total = expected_sum((M, columns), dtype, size, call)
-        assert_same_bits(dst[call], total[ctx.cur_rank * rows : (ctx.cur_rank + 1) * rows])
+        expected = around.clone()
+        expected[:M] = expected_sum((M, columns), dtype, size, call)
+        assert_same_bits(dst[call], expected[rank * rows : (rank + 1) * rows])
+    assert_same_bits(dst[CALLS], around[:rows])
+    assert_same_bits(src[M:], around[M:])
 
 
 @pytest.mark.ranks(*RANKS)
 def test_reduce_scatter(ranks):
-    """Shards of which a tile has several, and shards of several tiles."""
-    for case in covering([1, 5, 20], [1, 33], BLOCKS, SUMMED, [0, -(1 << 17)]):
-        ranks.run(scattered, *case)
+    """Shards of which a tile has several, and shards of several tiles; shards of fewer rows, and of none."""
+    for rows, *case in covering([1, 5, 20], [1, 33], BLOCKS, SUMMED, [0, -(1 << 17)]):
+        for M in {rows, rows * ranks.num_ranks}:
+            ranks.run(scattered, M, *case)
+
+
+@pytest.mark.ranks(2)
+def test_reduce_scatter_of_an_odd_row(ranks):
+    ranks.run(scattered, 5, 33, BLOCKS[0], torch.float32, 0)
