@@ -5,7 +5,11 @@ spinlock variants, which add to what is in memory already, in the order in which
 
 **Locks** (int32 or int64, one a tile, on the heap, zeros at first; an array for each ``src``). They count and are never
 reset, so calls may follow each other without a barrier between them, and in graphs. Zeroing them between calls, behind
-a barrier, does no harm. In each call a tile's lock on each rank rises by `PERIOD` in all:
+a barrier, does no harm. Anything else that a caller writes there does: peers may have added to the lock before this
+rank calls, so an exchange takes their signals away, and a 1 looks like one of them. No word that a caller sets can be
+told from what it replaced, so programs of earlier interfaces, which set the lock to 1 before they call, leave that out.
+
+In each call a tile's lock on each rank rises by `PERIOD` in all:
 
 * `all_reduce_one_shot` and `reduce_scatter`. Every rank adds 1 to every rank's lock when its tile lies in ``src``, and
   1 when it has read the others'; rank 0 adds what is missing to `PERIOD`.
@@ -149,7 +153,9 @@ def all_reduce_one_shot(tile, src, dst, locks, ctx):
 
     ``src``: ``[M, N]``, on the heap of every rank. A `Tile` is stored there first, and may not be changed by others; of
     a `TileView` it is there, and may be changed on return. ``dst``: ``[M, N]``, anywhere, and not ``src``. On return
-    the sum lies there, the same bits on all ranks. Over the link: W - 1 tiles in, in one step behind a signal.
+    the sum lies there, the same bits on all ranks. ``locks``: an array of ``src``'s own, zeros once, to which callers
+    write nothing: the call itself tells the others that the tile is there. Over the link: W - 1 tiles in, in one step
+    behind a signal.
     """
     lock = locks + src.number_of(tile)
     start = begin(tile, src, lock, ctx)
@@ -167,8 +173,8 @@ def all_reduce_one_shot(tile, src, dst, locks, ctx):
 def all_reduce_two_shot(tile, src, dst, locks, ctx):
     """Add up a tile of all ranks on one of them, which stores the sum to all: the fewest bytes, two steps.
 
-    ``src`` as in `all_reduce_one_shot`; ``dst`` too, but on the heap of every rank. Tiles are added up by the ranks in
-    turn. Over the link, on average over W tiles: (W - 1) / W tiles in for the sum, and as much out.
+    ``src`` and ``locks`` as in `all_reduce_one_shot`; ``dst`` too, but on the heap of every rank. Tiles are added up by
+    the ranks in turn. Over the link, on average over W tiles: (W - 1) / W tiles in for the sum, and as much out.
     """
     number = src.number_of(tile)
     lock = locks + number
@@ -193,10 +199,10 @@ def all_reduce_two_shot(tile, src, dst, locks, ctx):
 def reduce_scatter(tile, src, dst, locks, ctx):
     """Add up the rows of a tile that are this rank's, of all ranks' tiles.
 
-    ``src``: ``[M, N]`` as in `all_reduce_one_shot`. Each rank has ceil(M / W) of its rows, one rank behind the other;
-    where W does not divide M the last ranks have fewer, or none. ``dst``: ``[ceil(M / W), N]``, anywhere; it gets this
-    rank's rows, and what lies behind them is left alone. All ranks call for all tiles, which may have rows of several
-    ranks. Over the link: this rank's rows of W - 1 tiles in, in one step behind a signal.
+    ``src``: ``[M, N]``, and ``locks``, as in `all_reduce_one_shot`. Each rank has ceil(M / W) of these rows, one rank
+    behind the other; where W does not divide M the last ranks have fewer, or none. ``dst``: ``[ceil(M / W), N]``,
+    anywhere; it gets this rank's rows, and what lies behind them is left alone. All ranks call for all tiles, which may
+    have rows of several ranks. Over the link: this rank's rows of W - 1 tiles in, in one step behind a signal.
     """
     lock = locks + src.number_of(tile)
     start = begin(tile, src, lock, ctx)
