@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from workload import Workload, check, random, report, share, trace, validated
+from workload import Workload, check, random, report, share, size_of_sums, trace, validated
 
 import iris
 
@@ -33,7 +33,8 @@ def compare(
         for round in range(workload.rounds):
             left, right = prepare(round)
             call()
-            check(c, left.double() @ right.double(), left @ right, f"rank {rank} in round {round}")
+            exact, where = left.double() @ right.double(), f"rank {rank} in round {round}"
+            check(c, exact, left @ right, where, size_of_sums(left, right))
         validated(ctx, name, workload)
     if workload.trace:
         prepare(0)

@@ -17,7 +17,7 @@ from hesitation import hesitant
 EXAMPLES = Path(__file__).parent.parent / "examples"
 sys.path.append(str(EXAMPLES))
 
-from workload import SIMULATED, Workload, check  # noqa: E402
+from workload import SIMULATED, Workload, check, size_of_sums  # noqa: E402
 
 # m, n and k, which are no whole number of tiles.
 SIZES = {
@@ -66,6 +66,20 @@ def test_example(ranks, folder, dtype):
     if dtype == FP32 and folder in HALF_PRECISION:
         dtype = torch.float16
     ranks.run(run_example, folder, SIZES[folder], dtype)
+
+
+def few_numbers(ctx, folder, sizes):
+    with imported(folder) as example:
+        example.main(ctx, Workload(*sizes, BF16, rounds=21))
+
+
+@pytest.mark.ranks(2, exactly=True)
+@pytest.mark.parametrize(
+    "folder, sizes", [("09_gemm_one_shot_all_reduce", (1, 1, 2)), ("17_tensor_parallel_mlp", (2, 2, 1))]
+)
+def test_results_of_few_numbers_are_right(ranks, folder, sizes):
+    """Among so many rounds are some where torch's own error is next to nothing, and the terms of a sum cancel."""
+    ranks.run(few_numbers, folder, sizes)
 
 
 def refused(ctx, folder, sizes, dtype, words, options):
@@ -125,6 +139,14 @@ def without_a_product(ctx):
         result[50] = wrong
         with pytest.raises(AssertionError, match="Wrong data on one element"):
             check(result, exact, exact.to(FP32), "one element")
+    # One sum whose terms nearly cancel, which torch has by chance as it is: rounded on the way, and without a term.
+    a, b = torch.tensor([[1.0, -0.99]]), torch.ones(2, 1)
+    exact = a.double() @ b.double()
+    result = (a.to(BF16) @ b.to(BF16)).to(BF16)
+    check(result, exact, exact, "a right sum", size_of_sums(a, b))
+    for wrong in (a[:, :1], a[:, 1:]):
+        with pytest.raises(AssertionError, match="Wrong data on one sum"):
+            check(wrong.to(BF16), exact, exact, "one sum", size_of_sums(a, b))
 
 
 @pytest.mark.usefixtures("mistaken")
@@ -136,17 +158,31 @@ def test_every_folder_is_tested():
     assert set(SIZES) == {str(file.parent.relative_to(EXAMPLES)) for file in EXAMPLES.rglob("benchmark.py")}
 
 
-@pytest.mark.skipif(UNDER_TORCHRUN, reason="starts ranks of its own")
-def test_program():
-    folder = EXAMPLES / "12_gemm_all_scatter_bulk_synchronous"
-    arguments = ["-m", "64", "-n", "64", "-k", "32", "-r", "2", "--validate", "--benchmark"]
+def run_program(folder, *arguments):
     result = subprocess.run(
-        [sys.executable, folder / "benchmark.py", *arguments],
+        [sys.executable, EXAMPLES / folder / "benchmark.py", "-r", "2", *arguments],
         env={**os.environ, "PYTHONPATH": import_path()},
         capture_output=True,
         text=True,
         timeout=120,
     )
     assert result.returncode == 0, result.stderr
-    assert "3 rounds of 64 x 64 x 32 among 2 ranks are right" in result.stdout
-    assert "vendor's GEMM alone" in result.stdout and ("simulator" in result.stdout) == SIMULATED
+    return result.stdout
+
+
+@pytest.mark.skipif(UNDER_TORCHRUN, reason="starts ranks of its own")
+def test_program():
+    arguments = ["-m", "64", "-n", "64", "-k", "32", "--validate", "--benchmark"]
+    output = run_program("12_gemm_all_scatter_bulk_synchronous", *arguments)
+    assert "3 rounds of 64 x 64 x 32 among 2 ranks are right" in output
+    assert "vendor's GEMM alone" in output and ("simulator" in output) == SIMULATED
+
+
+@pytest.mark.skipif(UNDER_TORCHRUN, reason="starts ranks of its own")
+@pytest.mark.parametrize("folder", SIZES if EVERYTHING else ["07_gemm_all_scatter/gluon", "16_moe_dispatch_combine"])
+def test_benchmark_alone(folder):
+    """Times, and not a word of data, which nobody has compared."""
+    sizes = SIZES[folder]
+    output = run_program(folder, "--benchmark", *(f"-{name}{size}" for name, size in zip("mnk", sizes, strict=True)))
+    assert "of the first's time" in output and ("simulator" in output) == SIMULATED
+    assert "right" not in output and "validated" not in output

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from workload import Workload, check, command, random, report, share, trace, validated  # noqa: E402
+from workload import Workload, check, command, random, report, share, size_of_sums, trace, validated  # noqa: E402
 from wrapper import Workspace, all_gather_matmul_by_pull, all_gather_matmul_by_push  # noqa: E402
 
 import iris  # noqa: E402
@@ -44,7 +44,8 @@ def main(ctx: iris.Iris, workload: Workload, pull: bool | None = None) -> None:
             for round in range(workload.rounds):
                 whole = prepare(way * workload.rounds + round)
                 call()
-                check(c, whole.double() @ b.double(), whole @ b, f"rank {rank} in round {round}, {name}")
+                exact, where = whole.double() @ b.double(), f"rank {rank} in round {round}, {name}"
+                check(c, exact, whole @ b, where, size_of_sums(whole, b))
             validated(ctx, f"All-gather and GEMM, {name}", workload)
     if workload.trace:
         prepare(0)

@@ -12,7 +12,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from workload import Workload, check, command, random, report, share, trace, validated  # noqa: E402
+from workload import Workload, check, command, random, report, share, size_of_sums, trace, validated  # noqa: E402
 from wrapper import TensorParallelMLP  # noqa: E402
 
 import iris  # noqa: E402
@@ -80,6 +80,14 @@ def main(ctx: iris.Iris, workload: Workload) -> None:
         y, *gradients = step(lambda x: torch.nn.functional.gelu(x @ w1) @ w2, all_x, (w1, w2), all_dy)
         return y[rank * rows :][:rows], *own(*gradients)
 
+    def sizes_of(round: int) -> tuple[torch.Tensor, ...]:
+        """`size_of_sums` of each of these, as if there were no GELU: roundings of its argument pass through it."""
+        all_x, all_dy, w1, w2 = whole(round)
+        inside, gradient = all_x @ w1, all_dy @ w2.t()
+        factors = (inside, w2), (gradient, w1.t()), (all_x.t(), gradient), (inside.t(), all_dy)
+        y, *gradients = (size_of_sums(*pair) for pair in factors)
+        return y[rank * rows :][:rows], *own(*gradients)
+
     if workload.validate:
         for round in range(workload.rounds):
             prepare(round)
@@ -88,11 +96,12 @@ def main(ctx: iris.Iris, workload: Workload) -> None:
             torchs = *torchs[:2], *(gradient.to_local().t() for gradient in torchs[2:])
             exact, single = alone(round, torch.float64), alone(round, dtype)
             names = ("the result", "the gradient of x", "the gradient of W1", "the gradient of W2")
-            for name, *values in zip(names, results, torchs, exact, single, strict=True):
-                result, of_torch, right, of_one = values
-                check(of_torch, right, of_one, f"rank {rank} in round {round}, {name} by torch")
-                check(result, right, of_torch, f"rank {rank} in round {round}, {name}")
-            del results, torchs, exact, single
+            sizes = sizes_of(round)
+            for name, *values in zip(names, results, torchs, exact, single, sizes, strict=True):
+                result, of_torch, right, of_one, size = values
+                check(of_torch, right, of_one, f"rank {rank} in round {round}, {name} by torch", size)
+                check(result, right, of_torch, f"rank {rank} in round {round}, {name}", size)
+            del results, torchs, exact, single, sizes
         validated(ctx, "Tensor-parallel MLP, forward and backward", workload)
     if workload.trace:
         prepare(0)
