@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 
 from iris import requirements
-from iris.bench.options import DTYPES, FACTORS, Numbers, check_torchrun
+from iris.bench.options import DTYPES, FACTORS, NUM_RANKS, Numbers
 from iris.errors import IrisError, ProcessUnreachableError
 
 
@@ -154,6 +154,7 @@ def bench() -> None:
 )
 @click.option("--floors", type=click.Path(exists=True, path_type=Path), help="Fail below the figures of this file.")
 @click.option("--out", type=click.Path(path_type=Path), help="Folder for CSV, JSON and pictures.")
+@NUM_RANKS
 def ccl(
     collectives: tuple[str, ...],
     libraries: tuple[str, ...],
@@ -162,16 +163,18 @@ def ccl(
     sms: tuple[int, ...],
     floors: Path | None,
     out: Path | None,
+    num_ranks: int | None,
 ) -> None:
-    """Collectives of Iris, the vendor's library and torch, side by side, under torchrun.
+    """Collectives of Iris, the vendor's library and torch, side by side.
+
+    Among ranks that it starts, or under torchrun.
 
     Exit status 1 if a figure misses its floor, or a result of Iris is wrong.
     """
     requirements.check()
-    check_torchrun("bench ccl")
     from iris.bench import ccl_command
 
-    ccl_command.run(collectives, libraries, dtype, sizes, sms, floors, out)
+    ccl_command.run(collectives, libraries, dtype, sizes, sms, floors, out, num_ranks)
 
 
 @bench.command()
@@ -187,49 +190,44 @@ def ccl(
     multiple=True,
     help="MxNxK of a product, MxNx0 of rows to normalise; if not given, those of large models.",
 )
-@click.option("--sweep", is_flag=True, help="M from 16 to 16384, with N = K = 8192, instead of these.")
+@click.option("--sweep", is_flag=True, help="M from 16 to 16384, with N = K = 8192, besides these.")
 @click.option("--floors", type=click.Path(exists=True, path_type=Path), help="Fail below the figures of this file.")
 @click.option("--out", type=click.Path(path_type=Path), help="Folder for CSV, JSON and pictures.")
+@NUM_RANKS
 def ops(
     operations: tuple[str, ...], libraries: tuple[str, ...], dtype: str,
-    shapes: tuple[tuple[int, int, int], ...], sweep: bool, floors: Path | None, out: Path | None,
+    shapes: tuple[tuple[int, int, int], ...], sweep: bool, floors: Path | None, out: Path | None, num_ranks: int | None,
 ) -> None:  # fmt: skip
-    """Fused operations of Iris, the vendor's GEMM with its collectives and torch's own, side by side, under torchrun.
+    """Fused operations of Iris, the vendor's GEMM with its collectives and torch's own, side by side.
+
+    Among ranks that it starts, or under torchrun.
 
     Exit status 1 if a figure misses its floor, or a result of Iris is wrong.
     """
     requirements.check()
-    check_torchrun("bench ops")
     from iris.bench import ops_command
 
-    ops_command.run(operations, libraries, dtype, shapes, sweep, floors, out)
+    ops_command.run(operations, libraries, dtype, shapes, sweep, floors, out, num_ranks)
 
 
 @commands.command()
 @click.option("--largest", type=click.IntRange(1), default=256 << 10, show_default=True, help="Largest size, in KiB.")
 @click.option("--smallest", type=click.IntRange(1), default=8, show_default=True, help="Smallest size, in KiB.")
 @click.option("--out", type=click.Path(path_type=Path), help="The table to add to, instead of the one that Iris reads.")
-def tune(largest: int, smallest: int, out: Path | None) -> None:
+@NUM_RANKS
+def tune(largest: int, smallest: int, out: Path | None, num_ranks: int | None) -> None:
     """Measure which variant of each collective is fastest here, and use it from now on.
 
-    Run it under torchrun with the number of ranks to tune for.
+    For that number of ranks; among those that torchrun started, or that this starts.
     """
     requirements.check()
-    check_torchrun("tune")
-    import iris
+    from iris.bench import ranks
     from iris.bench import tune as tuning
-    from iris.bench.report import environment
-    from iris.ccl.select import own_table
 
     sizes = [smallest << 10]
     while sizes[-1] < largest << 10:
         sizes.append(2 * sizes[-1])
-    with iris.iris(4 * sizes[-1] + (64 << 20)) as ctx:
-        table = tuning.tune(ctx, sizes, lambda line: ctx.get_rank() == 0 and click.echo(line))
-        if ctx.get_rank() == 0:
-            name = environment()["device"] if ctx.device.type == "cuda" else "simulator"
-            tuning.write(out or own_table(), name, ctx.get_num_ranks(), table)
-            click.echo(f"Written to {out or own_table()}")
+    ranks.measure(ranks.number(num_ranks), tuning.run, sizes, out)
 
 
 def main() -> None:

@@ -3,14 +3,19 @@
 import csv
 import itertools
 import json
+import os
+import subprocess
 import sys
 
 import pytest
 import torch
 from click.testing import CliRunner
+from conftest import UNDER_TORCHRUN, import_path
+from covering import EVERYTHING
 
 from iris.__main__ import commands
 from iris.bench import collectives, plots, report, tune
+from iris.bench import ranks as ranks_of_a_bench
 from iris.bench.timing import Operands, do_bench
 from iris.ccl import Config
 from iris.ccl.select import ELSEWHERE, Choice, choose, name_in_table
@@ -185,12 +190,68 @@ def test_options_that_make_no_sense(command, words):
     assert result.exit_code == 2 and words in result.output
 
 
+def started(*arguments):
+    """The command where no ranks are, and two can be started."""
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    return subprocess.run(
+        [sys.executable, "-m", "iris", *map(str, arguments)],
+        env={**environment, "PYTHONPATH": import_path(), "IRIS_SIMULATOR": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+@pytest.mark.skipif(UNDER_TORCHRUN, reason="starts ranks of its own")
+def test_a_benchmark_starts_its_ranks(tmp_path):
+    """Two in the simulator; a figure that misses its floor on them is the command's error."""
+    floors = tmp_path / "floors.json"
+    bounds = {"matmul_all_reduce_32x16x32_us": 0}
+    floors.write_text(json.dumps({report.environment()["device"]: {"ops": {"2": bounds}}}))
+    what = "--operation", "matmul_all_reduce", "--library", "iris", "--shape", "32x16x32"
+    result = started("bench", "ops", *what, "--floors", floors, "--out", tmp_path)
+    assert result.returncode == 1 and "Traceback" not in result.stderr
+    assert "Error: matmul_all_reduce_32x16x32_us is " in result.stderr and "its bound is 0" in result.stderr
+    written = json.loads((tmp_path / "operations_2.json").read_text())
+    assert written["num_ranks"] == 2 and len(written["rows"]) == 1
+    assert written["command"].startswith("torchrun --nproc-per-node 2 -m iris bench ops")
+
+
+@pytest.mark.skipif(UNDER_TORCHRUN, reason="starts ranks of its own")
+@pytest.mark.skipif(not EVERYTHING, reason="starts ranks as the one above does")
+@pytest.mark.parametrize(
+    "command", ["tune --smallest 1 --largest 1", "bench ccl --collective broadcast --library iris --sizes 1"]
+)
+def test_other_measurements_start_as_many_as_they_are_told(command, tmp_path):
+    result = started(*command.split(), "--num-ranks", 1, "--out", tmp_path / "out")
+    assert result.returncode == 0, result.stderr
+    assert "broadcast" in result.stdout
+    if command.startswith("tune"):
+        assert list(json.loads((tmp_path / "out").read_text())["simulator"]) == ["1"]
+    else:
+        assert (tmp_path / "out" / "collectives_1.json").exists()
+
+
+@pytest.mark.parametrize(("gpus", "asked", "words"), [(0, "", "cannot start any: there are 0 GPUs"),
+                                                      (2, "-r 3", "cannot start 3: there are 2 GPUs")])  # fmt: skip
 @pytest.mark.parametrize("command", ["bench ccl", "bench ops", "tune"])
-def test_what_is_measured_among_ranks_needs_some(command, monkeypatch):
+def test_ranks_that_cannot_be_started(command, gpus, asked, words, monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
-    result = CliRunner().invoke(commands, command.split())
+    monkeypatch.setattr(ranks_of_a_bench.simulator, "ACTIVE", False)
+    monkeypatch.setattr(ranks_of_a_bench.torch.cuda, "device_count", lambda: gpus)
+    result = CliRunner().invoke(commands, [*command.split(), *asked.split()])
     assert result.exit_code == 2
-    assert f"torchrun --standalone --nproc-per-node 2 -m iris {command}" in " ".join(result.output.split())
+    assert words in " ".join(result.output.split())
+
+
+def test_every_gpu_is_a_rank(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(ranks_of_a_bench.simulator, "ACTIVE", False)
+    monkeypatch.setattr(ranks_of_a_bench.torch.cuda, "device_count", lambda: 4)
+    assert [ranks_of_a_bench.number(asked) for asked in (None, 2)] == [4, 2]
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    assert ranks_of_a_bench.number(2) == 8
 
 
 def test_nothing_is_not_timed():

@@ -29,19 +29,23 @@ NORM = "all_reduce_rms_norm"
 OPERATIONS = (*PRODUCTS, NORM)
 # "gemm" and "all_reduce": the vendor's product, and Iris' all-reduce, alone.
 LIBRARIES = ("iris", "iris gluon", "iris triton", "iris copies", "vendor", "torch", "gemm", "all_reduce")
-# Layers of large models, and of one small batch; the last is JAX's example of 1024 rows on each of four ranks.
+# Layers of large models, and of one small batch.
 SHAPES = [
     (8192, 4608, 36864),
     (8192, 8192, 8192),
     (4096, 14336, 4096),
     (8192, 28672, 8192),
     (1024, 8192, 28672),
-    (4096, 16384, 4096),
 ]
 # From the rows of a decoding step to those of a long prompt.
 SWEEP = [(1 << i, 8192, 8192) for i in range(4, 15)]
 NORM_SHAPES = [(rows, columns, 0) for columns in (4096, 8192) for rows in (1, 2, 4, 8, 16, 32, 64, 128, 256)]
 EPS = 1e-6
+
+
+def default_shapes(num_ranks: int) -> list[tuple[int, int, int]]:
+    """What is measured if nothing else is asked for; the last product is JAX's example, of 1024 rows on each rank."""
+    return [*SHAPES, (1024 * num_ranks, 4096 * num_ranks, 4096), *NORM_SHAPES]
 
 
 class Row(NamedTuple):

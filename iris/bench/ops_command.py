@@ -1,5 +1,6 @@
 """``python -m iris bench ops``: what it prints and writes."""
 
+import itertools
 from pathlib import Path
 
 import click
@@ -10,7 +11,7 @@ from rich.table import Table
 
 import iris
 from iris.bench import operations as measuring
-from iris.bench import plots
+from iris.bench import plots, ranks
 from iris.bench.report import below_floor
 from iris.errors import UnknownChoiceError
 
@@ -18,8 +19,9 @@ from iris.errors import UnknownChoiceError
 def run(
     operations: tuple[str, ...], libraries: tuple[str, ...], dtype: str,
     shapes: tuple[tuple[int, int, int], ...], sweep: bool, floors: Path | None, out: Path | None,
+    num_ranks: int | None = None,
 ) -> None:  # fmt: skip
-    """See the command's help. Collective over the ranks that torchrun started."""
+    """See the command's help. Starts ``num_ranks`` ranks, or is collective over those that torchrun started."""
     for name, given, possible in (
         ("--operation", operations, measuring.OPERATIONS),
         ("--library", libraries, measuring.LIBRARIES),
@@ -32,15 +34,31 @@ def run(
     chosen = list(operations or possible)
     if not set(chosen) <= set(possible):
         raise click.UsageError(f"{measuring.NORM} adds up rows of fp16, bf16 or fp32, and not of {dtype}.")
-    sizes = list(shapes) or [*(measuring.SWEEP if sweep else measuring.SHAPES), *measuring.NORM_SHAPES]
+    num_ranks = ranks.number(num_ranks)
+    pictures = {
+        "operations": list(shapes) or measuring.default_shapes(num_ranks),
+        "sweep": measuring.SWEEP if sweep else [],
+    }
+    sizes = list(dict.fromkeys(itertools.chain(*pictures.values())))
     if not any((name == measuring.NORM) == (K == 0) for name in chosen for _, _, K in sizes):
         raise click.UsageError("Nothing to measure: products have shapes MxNxK, and all_reduce_rms_norm MxNx0.")
+    ranks.measure(num_ranks, run_on_rank, chosen, libraries, dtype, sizes, pictures, floors, out)
+
+
+def run_on_rank(
+    chosen: list[str], libraries: tuple[str, ...], dtype: str, sizes: list[tuple[int, int, int]],
+    pictures: dict[str, list[tuple[int, int, int]]], floors: Path | None, out: Path | None,
+) -> list[str]:  # fmt: skip
+    """Collective over the ranks; returns results that are wrong, and figures that miss their floor.
+
+    ``pictures``: what is drawn together, by name. What is written holds all of it.
+    """
     largest = max(M * N for M, N, _ in sizes) * max(2, getattr(torch, dtype).itemsize)
     with iris.iris(3 * largest + (64 << 20 if torch.cuda.is_available() else 1 << 20)) as ctx:
         on_gpu = ctx.device.type == "cuda"
         beside = list(libraries or (measuring.LIBRARIES if on_gpu else ("iris", "iris triton", "iris copies")))
         rows: list[measuring.Row] = []
-        name = file_name(sweep, dtype, ctx.get_num_ranks())
+        name = file_name("operations", dtype, ctx.get_num_ranks())
         console = Console(stderr=True, quiet=ctx.get_rank() > 0)
         with Progress(console=console) as progress:
             task = progress.add_task("operations", total=len(chosen) * len(sizes) * len(beside))
@@ -52,18 +70,18 @@ def run(
         if ctx.get_rank() == 0:
             show(rows)
             if out is not None:
-                plots.draw_operations(out, name, rows)
+                for picture, shown in pictures.items():
+                    drawn = [row for row in rows if row[1:4] in shown]
+                    plots.draw_operations(out, file_name(picture, dtype, ctx.get_num_ranks()), drawn)
     missed = [f"{row.operation} of {row.M} x {row.N} x {row.K} by {row.library}: {row.reason}"
               for row in rows if row.reason and row.library.startswith("iris")]  # fmt: skip
     if floors is not None:
         missed += below_floor(floors, "ops", ctx.get_num_ranks(), figures(rows))
-    if missed:
-        raise click.ClickException("; ".join(missed))
+    return missed
 
 
-def file_name(sweep: bool, dtype: str, num_ranks: int) -> str:
+def file_name(name: str, dtype: str, num_ranks: int) -> str:
     """Of what is written, without its ending: bf16, which most of it is, is not told."""
-    name = "sweep" if sweep else "operations"
     return f"{name}_{num_ranks}" if dtype == "bfloat16" else f"{name}_{dtype}_{num_ranks}"
 
 

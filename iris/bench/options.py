@@ -1,7 +1,5 @@
 """What options of the benchmarks take, checked before anything runs."""
 
-import os
-
 import click
 
 DTYPES = click.Choice(["float16", "bfloat16", "float32"])
@@ -9,13 +7,11 @@ DTYPES = click.Choice(["float16", "bfloat16", "float32"])
 FACTORS = click.Choice([*DTYPES.choices, "float8_e4m3fn"])
 
 
-def check_torchrun(command: str) -> None:
-    """Raise unless torchrun, or whoever sets the same environment, started this process as one of its ranks."""
-    if "RANK" not in os.environ:
-        raise click.UsageError(
-            f"This measures among ranks, and none were started. Run it as: torchrun --standalone --nproc-per-node 2 -m "
-            f"iris {command}"
-        )
+NUM_RANKS = click.option(
+    "-r", "--num-ranks", type=click.IntRange(1),
+    help="How many ranks to start: one for each GPU of this machine if not given, 2 in the simulator. Ignored by "
+    "torchrun.",
+)  # fmt: skip
 
 
 class Numbers(click.ParamType):

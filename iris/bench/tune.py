@@ -6,14 +6,17 @@ import operator
 from collections.abc import Callable
 from pathlib import Path
 
+import click
 import torch
 
+import iris
 from iris.bench.collectives import COLLECTIVES, iris_calls, microseconds
+from iris.bench.report import environment
 from iris.bench.timing import Operands
 from iris.ccl.communicator import Communicator
 from iris.ccl.config import FEW_SMS, Config
 from iris.ccl.one_hop import LARGEST_PIECE
-from iris.ccl.select import Choice, Table, name_in_table
+from iris.ccl.select import Choice, Table, name_in_table, own_table
 from iris.ccl.sums import PUSHES, pushes
 from iris.context import Iris
 
@@ -40,6 +43,17 @@ Pick = tuple[str, int | None]
 def chosen_by(size: int, collective: str, nbytes: int) -> int:
     """The number of bytes by which the table is asked (see `iris.ccl.select`)."""
     return nbytes // size if collective in ("all_gather", "all_to_all") else nbytes
+
+
+def run(sizes: list[int], out: Path | None) -> list[str]:
+    """``python -m iris tune`` on one rank. Nothing can be wrong with what it finds."""
+    with iris.iris(4 * sizes[-1] + (64 << 20)) as ctx:
+        table = tune(ctx, sizes, lambda line: ctx.get_rank() == 0 and click.echo(line))
+        if ctx.get_rank() == 0:
+            name = environment()["device"] if ctx.device.type == "cuda" else "simulator"
+            write(out or own_table(), name, ctx.get_num_ranks(), table)
+            click.echo(f"Written to {out or own_table()}")
+    return []
 
 
 def tune(ctx: Iris, sizes: list[int], report: Callable[[str], None]) -> Table:

@@ -45,10 +45,24 @@ def test_products_of_fp8(ranks):
     assert not [row for row in rows if row.reason] and all(row.microseconds > 0 for row in rows)
     assert len(rows) == 4 * 5 + 2
     # What is written of other types does not take the place of that of bf16.
-    assert ops_command.file_name(False, "bfloat16", 2) == "operations_2"
-    assert ops_command.file_name(True, "float8_e4m3fn", 2) == "sweep_float8_e4m3fn_2"
+    assert ops_command.file_name("operations", "bfloat16", 2) == "operations_2"
+    assert ops_command.file_name("sweep", "float8_e4m3fn", 2) == "sweep_float8_e4m3fn_2"
     with pytest.raises(click.UsageError, match="all_reduce_rms_norm adds up rows of fp16"):
         ops_command.run(("all_reduce_rms_norm",), (), "float8_e4m3fn", (), False, None, None)
+
+
+def test_a_sweep_comes_besides_the_other_shapes(monkeypatch):
+    given = []
+    monkeypatch.setattr(ops_command.ranks, "number", lambda asked: asked)
+    monkeypatch.setattr(ops_command.ranks, "measure", lambda num_ranks, work, *args: given.append(args[3]))
+    for shapes, sweep in (((), False), ((), True), (((8, 8, 8),), False), (((8, 8, 8),), True)):
+        ops_command.run((), (), "bfloat16", shapes, sweep, None, None, 2)
+    usual, both, one, one_and_sweep = given
+    # JAX's example has 1024 rows of A and 4096 columns of B on each rank.
+    assert usual == [*operations.SHAPES, (2048, 8192, 4096), *operations.NORM_SHAPES]
+    assert (4096, 16384, 4096) in operations.default_shapes(4)
+    assert set(both) == {*usual, *operations.SWEEP} and len(both) == len(set(both))
+    assert one == [(8, 8, 8)] and one_and_sweep == [(8, 8, 8), *operations.SWEEP]
 
 
 ROOT = Path(__file__).parents[2]

@@ -1,0 +1,59 @@
+"""The ranks that a measurement is among: torchrun's, or as many as the command starts itself."""
+
+import multiprocessing
+import os
+from collections.abc import Callable
+from typing import Any
+
+import click
+import torch
+
+from iris import simulator
+from iris.spawn import launch
+
+SIMULATED_RANKS = 2
+
+
+def number(asked: int | None) -> int:
+    """How many ranks there are or will be: torchrun's, or those that were asked for, or one for each GPU.
+
+    Raises `click.UsageError` if they cannot be started.
+    """
+    if "RANK" in os.environ:
+        return int(os.environ["WORLD_SIZE"])
+    if simulator.ACTIVE:
+        return asked or SIMULATED_RANKS
+    gpus = torch.cuda.device_count()
+    if not gpus or (asked or 0) > gpus:
+        raise click.UsageError(
+            f"This measures among ranks with a GPU each, and cannot start {asked or 'any'}: there are {gpus} GPUs. Ask "
+            f"for fewer by --num-ranks, or set {simulator.VARIABLE}=1, where times say nothing about a GPU."
+        )
+    return asked or gpus
+
+
+def measure(num_ranks: int, work: Callable[..., list[str]], *args: Any) -> None:
+    """Call ``work(*args)``, a function at the top level of a module, on every rank; it returns what it found wrong.
+
+    Raises `click.ClickException` with what rank 0 found wrong, or under torchrun this one.
+    """
+    wrong: list[str] = []
+    if "RANK" in os.environ:
+        wrong += work(*args)
+    else:
+        told = multiprocessing.get_context("spawn").SimpleQueue()
+
+        def listen() -> None:
+            while not told.empty():
+                wrong.extend(told.get())
+
+        launch(_on_rank, num_ranks, told, work, args, meanwhile=listen)
+        listen()
+    if wrong:
+        raise click.ClickException("; ".join(wrong))
+
+
+def _on_rank(told: Any, work: Callable[..., list[str]], args: tuple) -> None:
+    wrong = work(*args)
+    if os.environ["RANK"] == "0":
+        told.put(wrong)
