@@ -8,7 +8,7 @@ They name their ranks by a string, as those of `iris.ccl.functional` do:
 Gradients are fused operations too: what gathers in one direction scatters sums in the other. Every rank calls backward.
 
 ``scale_a``, ``scale_b``: as `iris.ops.operations.Operations` takes them; ``dtype``: of the result, if not that of the
-matrices, or bf16 where they are fp8. Fp8 and scales have no gradient.
+matrices, or bf16 where they are fp8. Fp8 and scales have no gradient: neither products of them, nor results.
 """
 
 from collections.abc import Callable
@@ -88,18 +88,61 @@ def matmul_all_reduce(
 
 
 @custom_op("iris::all_reduce_rms_norm", mutates_args=())
-def all_reduce_rms_norm(a: Tensor, weight: Tensor, residual: Tensor, eps: float, ranks: str) -> tuple[Tensor, Tensor]:
-    """``x``, the sum of all ranks' ``a`` plus ``residual``: normalised, in the dtype of ``a``, and as it is.
+def all_reduce_rms_norm(
+    a: Tensor, weight: Tensor, residual: Tensor | None, eps: float, ranks: str, scale: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """``x``, the sum of all ranks' ``a`` plus ``residual``: normalised, and as it is.
 
-    ``a``, ``residual``: ``[..., H]``; ``weight``: ``[H]``.
+    ``a``, ``residual`` and results: ``[..., H]``; ``weight``: ``[H]``. What is given is fp16, bf16 or fp32. The first
+    result has this ``dtype``, by default that of ``a``. Fp8 is saturated, and divided by ``scale``, one float32 on the
+    device, if that is given. The second has the dtype of the residual; without one it is empty, ``[0]``, since no
+    kernel stores the sum then: give zeros to get it.
+
+    Raises `InvalidCollectiveError` for other shapes and dtypes, for a scale without fp8, and where a result of fp8 was
+    to have a gradient; `InvalidGroupError` if ``ranks`` are not all of a context. The gradient without a residual
+    forms the sum once more.
     """
-    out, x = _rows_like(a), residual.clone(memory_format=torch.contiguous_format)
-    _context(ranks).ops.all_reduce_rms_norm(out, a, weight, eps, residual=x)
+    out, x = _rows_like(a, dtype), _sums_like(a, residual)
+    _normalise(out, a, weight, eps, ranks, residual, x, scale=scale)
     return out, x
 
 
-def _rows_like(x: Tensor) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
+@custom_op("iris::all_reduce_rms_norm_by_row", mutates_args=())
+def all_reduce_rms_norm_by_row(
+    a: Tensor, weight: Tensor, residual: Tensor | None, eps: float, ranks: str, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `all_reduce_rms_norm`, to fp8 with a scale for each row, which is the third result: ``[..., 1]``, float32.
+
+    It is what makes the largest of the row the largest number of ``dtype``, and what the first result has to be
+    multiplied by: ``scale_a`` of the product behind. No gradient.
+    """
+    out, x, row_scales = _rows_like(a, dtype), _sums_like(a, residual), _scales_like(a)
+    _normalise(out, a, weight, eps, ranks, residual, x, row_scales=row_scales)
+    return out, x, row_scales
+
+
+def _normalise(
+    out: Tensor, a: Tensor, weight: Tensor, eps: float, ranks: str, residual: Tensor | None, x: Tensor,
+    **scaling: Tensor | None,
+) -> None:  # fmt: skip
+    """Fill ``out`` and ``x``, which is contiguous as the residual need not be."""
+    adds = residual is not None
+    if adds:
+        x.copy_(residual)
+    _context(ranks).ops.all_reduce_rms_norm(out, a, weight, eps, residual=x if adds else None, **scaling)
+
+
+def _rows_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+
+
+def _sums_like(a: Tensor, residual: Tensor | None) -> Tensor:
+    return a.new_empty(0) if residual is None else _rows_like(residual)
+
+
+def _scales_like(a: Tensor) -> Tensor:
+    return a.new_empty((*a.shape[:-1], 1), dtype=torch.float32)
 
 
 # What they return, for torch.compile ---------------------------------------------------------------------------------
@@ -118,7 +161,12 @@ all_gather_matmul.register_fake(_fake(lambda M, W: M * W))
 matmul_all_gather.register_fake(_fake(lambda M, W: M * W))
 matmul_reduce_scatter.register_fake(_fake(lambda M, W: M // W))
 matmul_all_reduce.register_fake(_fake(lambda M, W: M))
-all_reduce_rms_norm.register_fake(lambda a, weight, residual, eps, ranks: (_rows_like(a), _rows_like(residual)))
+all_reduce_rms_norm.register_fake(
+    lambda a, weight, residual, eps, ranks, scale=None, dtype=None: (_rows_like(a, dtype), _sums_like(a, residual))
+)
+all_reduce_rms_norm_by_row.register_fake(
+    lambda a, weight, residual, eps, ranks, dtype: (_rows_like(a, dtype), _sums_like(a, residual), _scales_like(a))
+)
 
 
 # Gradients -----------------------------------------------------------------------------------------------------------
@@ -174,20 +222,37 @@ def _matmul_all_reduce_back(ctx: Any, gradient: Tensor) -> tuple:
 
 
 def _keep_rows(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-    a, weight, _, ctx.eps, ctx.ranks = inputs
-    ctx.dtype = a.dtype
-    ctx.save_for_backward(output[1], weight)
+    a, weight, residual, ctx.eps, ctx.ranks, _, _ = inputs
+    _refuse_fp8(ctx, inputs, output)
+    ctx.dtype, ctx.adds = a.dtype, residual is not None
+    ctx.save_for_backward(output[1] if ctx.adds else a, weight)
+
+
+def _refuse_fp8(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
+    if output[0].itemsize == 1:
+        raise InvalidCollectiveError(
+            f"Normalised rows of {output[0].dtype} have no gradient. Call it under torch.no_grad(), or normalise to "
+            "fp16, bf16 or fp32."
+        )
 
 
 def _all_reduce_rms_norm_back(ctx: Any, of_out: Tensor, of_x: Tensor) -> tuple:
-    x, weight = (each.float() for each in ctx.saved_tensors)
+    x, weight = ctx.saved_tensors
+    x, gain = (x if ctx.adds else collectives.all_reduce(x, ctx.ranks)).float(), weight.float()
     shrink = torch.rsqrt(x.square().mean(-1, keepdim=True) + ctx.eps)
-    of_rows = of_out.float() * weight
-    to_x = shrink * (of_rows - x * shrink.square() * (of_rows * x).mean(-1, keepdim=True)) + of_x.float()
+    of_rows = of_out.float() * gain
+    to_x = shrink * (of_rows - x * shrink.square() * (of_rows * x).mean(-1, keepdim=True))
+    if ctx.adds:
+        to_x = to_x + of_x.float()
     to_weight = (of_out.float() * x * shrink).reshape(-1, x.shape[-1]).sum(0)
     # A rank's input is in the sums of all ranks; its weight and residual are its own.
     to_a = collectives.all_reduce(to_x.to(ctx.dtype), ctx.ranks)
-    return to_a, to_weight.to(ctx.saved_tensors[1].dtype), to_x.to(of_x.dtype), None, None
+    to_residual = to_x.to(of_x.dtype) if ctx.adds else None
+    return to_a, to_weight.to(weight.dtype), to_residual, None, None, None, None
+
+
+def _no_gradient(ctx: Any, *gradients: Tensor) -> None:
+    """Of what `_refuse_fp8` lets nobody keep."""
 
 
 all_gather_matmul.register_autograd(_all_gather_matmul_back, setup_context=_keep)
@@ -195,3 +260,4 @@ matmul_all_gather.register_autograd(_matmul_all_gather_back, setup_context=_keep
 matmul_reduce_scatter.register_autograd(_matmul_reduce_scatter_back, setup_context=_keep)
 matmul_all_reduce.register_autograd(_matmul_all_reduce_back, setup_context=_keep)
 all_reduce_rms_norm.register_autograd(_all_reduce_rms_norm_back, setup_context=_keep_rows)
+all_reduce_rms_norm_by_row.register_autograd(_no_gradient, setup_context=_refuse_fp8)

@@ -2,12 +2,15 @@
 
 import pytest
 import torch
+from covering import EVERYTHING
 
 from iris.ccl.functional import name_of
 from iris.errors import InvalidCollectiveError
 from iris.ops import functional
 
 M, N, K = 6, 5, 7  # rows of a rank's share
+OPERATIONS = ("all_gather_matmul", "matmul_all_gather", "matmul_reduce_scatter", "matmul_all_reduce")
+COMPILERS = ["aot_eager", *(["inductor"] if EVERYTHING else [])]
 
 
 def reference(name, a, b, bias):
@@ -46,15 +49,13 @@ def compare(ctx, name, compiler):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("compiler", [None, "aot_eager"])
-@pytest.mark.parametrize(
-    "name", ["all_gather_matmul", "matmul_all_gather", "matmul_reduce_scatter", "matmul_all_reduce"]
-)
+@pytest.mark.parametrize("compiler", [None, *COMPILERS])
+@pytest.mark.parametrize("name", OPERATIONS)
 def test_results_and_gradients(ranks, name, compiler):
     ranks.run(compare, name, compiler)
 
 
-def of_fp8(ctx, name):
+def of_fp8(ctx, name, compiler):
     W, me, ranks = ctx.num_ranks, ctx.cur_rank, name_of(ctx)
     generator = torch.Generator().manual_seed(12)
     shape = (2 * W, 16)
@@ -63,7 +64,7 @@ def of_fp8(ctx, name):
     expected = reference(name, [x.float() / 2 for x in a], [y.float().t() for y in b], [bias] * W)[me]
     x, y, z = a[me].to(ctx.device), b[me].to(ctx.device).t(), bias.to(ctx.device)
 
-    @torch.compile(backend="aot_eager", fullgraph=True)
+    @torch.compile(backend=compiler, fullgraph=True)
     def function(x, y, z, dtype):
         return getattr(functional, name)(x, y, z, ranks, scale_a=factor, dtype=dtype) * 1
 
@@ -73,6 +74,13 @@ def of_fp8(ctx, name):
         torch.testing.assert_close(result.cpu().float(), expected, rtol=2e-2, atol=5e-2)
     with pytest.raises(InvalidCollectiveError, match="product of torch.float8_e4m3fn with scales has no gradient"):
         getattr(functional, name)(x, y, z.requires_grad_(), ranks, scale_a=factor)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("compiler", COMPILERS)
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_fp8(ranks, name, compiler):
+    ranks.run(of_fp8, name, compiler)
 
 
 def with_wider_result(ctx, name):
@@ -88,9 +96,6 @@ def with_wider_result(ctx, name):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize(
-    "name", ["all_gather_matmul", "matmul_all_gather", "matmul_reduce_scatter", "matmul_all_reduce"]
-)
-@pytest.mark.parametrize("work", [of_fp8, with_wider_result])
-def test_dtypes(ranks, name, work):
-    ranks.run(work, name)
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_a_wider_result(ranks, name):
+    ranks.run(with_wider_result, name)
