@@ -16,6 +16,8 @@ CONFIGS = {
     "copies": FusedConfig(variant="copies"),
     "copies of fp8": FusedConfig(variant="copies"),
     "gluon of fp8": GLUON,
+    # What small M gets by default.
+    "vendor": FusedConfig(variant="vendor"),
 }
 OPERATIONS = ("all_gather_matmul", "matmul_all_gather", "matmul_reduce_scatter", "matmul_all_reduce")
 FP8 = {"dtype": torch.float8_e4m3fn}
