@@ -9,7 +9,7 @@ from iris.errors import InvalidConfigError
 from iris.ops import FusedConfig
 from iris.ops.cdna3 import arguments as cdna3
 from iris.ops.operations import Operations
-from ops.test_operations import matrix
+from ops.test_operations import PLACES, check_product
 from ops.test_rounds import Round
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available() and not torch.version.hip, reason="this GPU is not AMD's")
@@ -25,13 +25,12 @@ CONFIGS = {
 # M (a share of a rank, where rows are shared), N, K: multiples of tiles, and of nothing.
 SHAPES = [(64, 64, 64), (1, 1, 1), (70, 131, 97), (150, 200, 260)]
 CASES = [
-    ((64, 64, 64), torch.bfloat16, "small", "rows", "rows", False, False),
-    ((1, 1, 1), torch.float16, "wide", "sliced", "columns", True, False),
-    ((70, 131, 97), torch.bfloat16, "small", "columns", "rows", True, True),
-    ((150, 200, 260), torch.float16, "deep, chiplets", "rows", "columns", False, True),
-    ((131, 70, 40), torch.bfloat16, "shallow", "columns", "sliced", True, False),
+    ((64, 64, 64), torch.bfloat16, "small", "rows", "rows", "columns", False, False),
+    ((1, 1, 1), torch.float16, "wide", "sliced", "columns", "rows", True, False),
+    ((70, 131, 97), torch.bfloat16, "small", "columns", "rows", "sliced", True, True),
+    ((150, 200, 260), torch.float16, "deep, chiplets", "rows", "columns", "columns", False, True),
+    ((131, 70, 40), torch.bfloat16, "shallow", "columns", "sliced", "rows", True, False),
 ]
-LAYOUTS = ["rows", "columns", "sliced"]
 ROUNDS = 2 if EVERYTHING else 1
 
 
@@ -45,46 +44,16 @@ def operations(ctx):
 def check(ctx, name, cases):
     ops = operations(ctx)
     for case in cases:
-        check_case(ctx, ops, name, *case)
+        shape, dtype, config, *rest = case
+        check_product(ctx, ops, ROUNDS, name, shape, dtype, CONFIGS[config], *rest)
     ctx.barrier()
     ops.close()
-
-
-def check_case(ctx, ops, name, shape, dtype, config, layout_a, layout_b, biased, heap):
-    W, rank = ctx.num_ranks, ctx.cur_rank
-    M, N, K = shape
-    if name == "matmul_reduce_scatter":
-        M *= W
-    gathers = name in ("all_gather_matmul", "matmul_all_gather")
-    rows = W * M if gathers else M // W if name == "matmul_reduce_scatter" else M
-    out = matrix(rows, N, dtype, "rows", 0, ctx.device, ctx if heap else None)
-    for call in range(ROUNDS):
-        everyone = [
-            (matrix(M, K, dtype, layout_a, 1000 * call + 2 * r, ctx.device),
-             matrix(K, N, dtype, layout_b, 1000 * call + 2 * r + 1, ctx.device))
-            for r in range(W)
-        ]  # fmt: skip
-        products = [
-            a.double() @ (everyone[rank][1] if name == "all_gather_matmul" else b).double() for a, b in everyone
-        ]
-        expected = torch.cat(products) if gathers else sum(products)
-        if name == "matmul_reduce_scatter":
-            expected = expected.chunk(W)[rank]
-        bias = None
-        if biased:
-            bias = matrix(1, N, dtype, "rows", 7 + call, ctx.device)[0]
-            expected = expected + bias.double()
-        getattr(ops, name)(out, *everyone[rank], bias, config=CONFIGS[config])
-        bound = 4 * torch.finfo(dtype).eps * (K * W) ** 0.5 + 1e-3
-        torch.testing.assert_close(out.double(), expected, rtol=1e-2, atol=bound)
-    # A result on the heap is not written by peers any more.
-    ctx.barrier()
 
 
 @pytest.mark.ranks(*RANKS)
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_product(ranks, name):
-    everything = sample(SHAPES, [torch.float16, torch.bfloat16], list(CONFIGS), LAYOUTS, LAYOUTS, *[[False, True]] * 2)
+    everything = sample(SHAPES, [torch.float16, torch.bfloat16], list(CONFIGS), *PLACES)
     ranks.run(check, name, everything if EVERYTHING else CASES)
 
 

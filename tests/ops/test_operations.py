@@ -8,10 +8,13 @@ from ccl.calls import EVERYTHING
 from covering import sample
 
 from iris.ops import FusedConfig
+from iris.ops.call import Call
+from iris.ops.cdna3 import arguments as cdna3
 from iris.ops.copies import COPIED
 from iris.ops.hopper import arguments
 from iris.ops.hopper.arguments import Plan
 from iris.simulator import ACTIVE
+from ops.nearness import Product, Roundings, assert_as_near, through_torch, whole
 from ops.plans import planned
 
 RANKS = (1, 2, 3, 4, 5, 8) if EVERYTHING else (3,)
@@ -33,22 +36,29 @@ SHAPES = [(32, 32, 64), (1, 1, 1), (23, 37, 45), (50, 19, 70)]
 # What the Gluon kernels take: N and K are multiples of 8. Tiles have 128 rows or more, so a few cases unless all run.
 HOPPER_SHAPES = [(128, 64, 64), (15, 8, 8), (200, 96, 136), (300, 264, 72)]
 HOPPER_CASES = [
-    ((128, 64, 64), torch.bfloat16, "Hopper", "rows", "rows", False, False),
-    ((15, 8, 8), torch.float16, "Hopper", "sliced", "columns", True, False),
-    ((200, 96, 136), torch.bfloat16, "Hopper", "columns", "rows", True, True),
-    ((140, 264, 72), torch.float16, "Hopper, wide", "rows", "columns", False, True),
+    ((128, 64, 64), torch.bfloat16, "Hopper", "rows", "rows", "rows", False, False),
+    ((15, 8, 8), torch.float16, "Hopper", "sliced", "columns", "columns", True, False),
+    ((200, 96, 136), torch.bfloat16, "Hopper", "columns", "rows", "sliced", True, True),
+    ((140, 264, 72), torch.float16, "Hopper, wide", "rows", "columns", "rows", False, True),
 ]
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 LAYOUTS = ["rows", "columns", "sliced"]
+# The layouts of A, B and the result; whether there is a bias; and whether the result is on the heap.
+PLACES = [LAYOUTS, LAYOUTS, LAYOUTS, [False, True], [False, True]]
 ROUNDS = 3 if EVERYTHING else 2
 
 
-def matrix(rows, columns, dtype, layout, seed, device, ctx=None):
-    """Random, about 1 in size; laid out by rows, by columns, or inside a larger one; on the heap of ``ctx``."""
-    values = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    shape = {"rows": (rows, columns), "columns": (columns, rows), "sliced": (rows + 1, columns + 3)}[layout]
+def place(rows, columns, dtype, layout, device, ctx=None):
+    """Zeros by rows, by columns, or inside a larger matrix; on the heap of ``ctx``. And the larger one."""
+    shape = {"rows": (rows, columns), "columns": (columns, rows), "sliced": (rows + 2, columns + 5)}[layout]
     whole = ctx.zeros(*shape, dtype=dtype) if ctx else torch.zeros(shape, dtype=dtype, device=device)
-    view = {"rows": whole, "columns": whole.t(), "sliced": whole[1:, 3:]}[layout]
+    return {"rows": whole, "columns": whole.t(), "sliced": whole[1:-1, 3:-2]}[layout], whole
+
+
+def matrix(rows, columns, dtype, layout, seed, device, ctx=None):
+    """Random, about 1 in size; laid out as `place` does."""
+    values = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    view, _ = place(rows, columns, dtype, layout, device, ctx)
     view.copy_(values)
     return view
 
@@ -70,56 +80,58 @@ def result_of(name, a, b, rank):
     return sum(products).chunk(len(a))[rank] if name == "matmul_reduce_scatter" else sum(products)
 
 
-def check(ctx, name, shape, dtype, config, layout_a, layout_b, biased, heap, result=None, scaled="none"):
+def check(ctx, name, shape, dtype, config, *rest):
+    return check_product(ctx, ctx.ops, ROUNDS, name, shape, dtype, CONFIGS[config], *rest)
+
+
+def check_product(
+    ctx, ops, rounds, name, shape, dtype, config, layout_a, layout_b, layout_out, biased, heap, result=None,
+    scaled="none",
+):  # fmt: skip
     """``result``: the dtype of the result, if not that of the matrices."""
     W, rank, result = ctx.num_ranks, ctx.cur_rank, result or dtype
     M, N, K = shape
     if name == "matmul_reduce_scatter":
         M *= W
     rows_out = {"all_gather_matmul": W * M, "matmul_all_gather": W * M, "matmul_reduce_scatter": M // W}.get(name, M)
-    out = matrix(rows_out, N, result, "rows", 0, ctx.device, ctx if heap else None)
-    config = CONFIGS[config]
+    out, around = place(rows_out, N, result, layout_out, ctx.device, ctx if heap else None)
     rows = W * M if name == "all_gather_matmul" else M
-    for call in range(ROUNDS):
-        everyone = [
-            (matrix(M, K, dtype, layout_a, 1000 * call + 2 * r, ctx.device),
-             matrix(K, N, dtype, layout_b, 1000 * call + 2 * r + 1, ctx.device))
-            for r in range(W)
-        ]  # fmt: skip
-        a, b = everyone[rank]
+    for call in range(rounds):
+        a, b = (
+            [matrix(*size, dtype, layout, 1000 * call + 2 * r + seed, ctx.device) for r in range(W)]
+            for size, layout, seed in (((M, K), layout_a, 0), ((K, N), layout_b, 1))
+        )
         # Every other call's scales and bias are not aligned to more than their elements.
         begin = call % 2
         scales = [factors(scaled, rows, N, 31 * call + r, ctx.device, begin) for r in range(W)]
+        # Of a sum the ranks have the same bias, which is added once.
+        bias = matrix(1, begin + N, result, "rows", 7 + call, ctx.device)[0, begin:] if biased else None
         scale_a, scale_b = scales[rank]
+        getattr(ops, name)(out, a[rank], b[rank], bias, scale_a=scale_a, scale_b=scale_b, config=config)
+
+        used = ops._check(Call(name, out, a[rank], b[rank], bias, scale_a, scale_b), config)
+        products = [Product(*each, *lines) for *each, lines in zip(a, b, scales, strict=True)]
         if name == "all_gather_matmul":
-            everyone = [(torch.cat([x.double() for x, _ in everyone]), b)]
-            scales = [scales[rank]]
-        products = [
-            (x.double() @ y.double())
-            * (1 if of_x is None else of_x.double()[:, None])
-            * (1 if of_y is None else of_y.double())
-            for (x, y), (of_x, of_y) in zip(everyone, scales, strict=True)
-        ]
-        product = torch.cat(products) if name in ("all_gather_matmul", "matmul_all_gather") else sum(products)
+            products = [Product(torch.cat(a), b[rank], scale_a, scale_b)]
+        torchs = through_torch(name, products, bias, result, Roundings.of(name, used, ops._gluon is cdna3))
+        exact = whole(name, [product.formed_in(torch.float64) for product in products])
+        sizes = whole(name, [product.formed_in(torch.float64, torch.abs) for product in products])
+        exact = exact if bias is None else exact + bias.double()
         if name == "matmul_reduce_scatter":
-            product = product[rank * (M // W) : (rank + 1) * (M // W)]
-        bias = None
-        if biased:
-            # Of a sum the ranks have the same bias, which is added once.
-            bias = matrix(1, begin + N, result, "rows", 7 + call, ctx.device)[0, begin:]
-            product = product + bias.double()
-        getattr(ctx.ops, name)(out, a, b, bias, scale_a=scale_a, scale_b=scale_b, config=config)
-        # What the parts of a sum are rounded to on their way.
-        # Or the operands: TF32 has ten bits of a fraction.
-        by_tf32 = dtype == torch.float32 and config is not None and config.allow_tf32 and ctx.device.type == "cuda"
-        # Of fp8 Hopper adds up a few products with 14 bits.
-        by_fp8 = dtype.itemsize == 1 and ctx.device.type == "cuda"
-        least = 2**-10 if by_tf32 else 2**-12 if by_fp8 else 0
-        bound = 4 * max(torch.finfo(result).eps, least) * (K * W) ** 0.5 + 1e-3
-        torch.testing.assert_close(out.double(), product, rtol=1e-2, atol=bound)
-    # A result on the heap is not written by peers any more.
+            exact, torchs = (each.chunk(W)[rank] for each in (exact, torchs))
+        assert_as_near(out, exact, torchs, sizes, bits_of(dtype, used, ctx.device))
+    # A result on the heap is not written by peers any more, and what lies around it never was.
     ctx.barrier()
-    return out.cpu().view(torch.uint8) if name == "matmul_all_reduce" else None
+    assert around.count_nonzero() == out.count_nonzero()
+    return out.cpu().contiguous().view(torch.uint8) if name == "matmul_all_reduce" else None
+
+
+def bits_of(dtype, config, device):
+    """What products, or their sums, have while they are formed."""
+    if device.type == "cuda" and dtype == torch.float32 and config.variant == "kernel" and config.allow_tf32:
+        return 11
+    # Hopper's tensor cores add up a few products of fp8 so.
+    return 14 if device.type == "cuda" and dtype.itemsize == 1 else 24
 
 
 def cases(name, hopper):
@@ -128,11 +140,11 @@ def cases(name, hopper):
         return HOPPER_CASES
     if hopper:
         configs = ["Hopper", "Hopper, wide"]
-        return sample(HOPPER_SHAPES, DTYPES[:2], configs, LAYOUTS, LAYOUTS, [False, True], [False, True])
+        return sample(HOPPER_SHAPES, DTYPES[:2], configs, *PLACES)
     configs = [config for config in CONFIGS if "Hopper" not in config]
     if name not in COPIED:
         configs.remove("copies")
-    return sample(SHAPES, DTYPES, configs, LAYOUTS, LAYOUTS, [False, True], [False, True])
+    return sample(SHAPES, DTYPES, configs, *PLACES)
 
 
 @pytest.mark.ranks(*RANKS)
@@ -154,17 +166,17 @@ SCALED = ["A", "lines", *(["none", "all", "columns"] if EVERYTHING else [])]
 def fp8_cases(name):
     configs, results = ["vendor", "fused", "chiplets"], [torch.bfloat16, torch.float32, torch.float16]
     dtypes = [*FP8, *CDNA3S_FP8, torch.bfloat16] if EVERYTHING else [FP8[0], torch.bfloat16]
-    cases = sample(FP8_SHAPES, dtypes, configs, LAYOUTS, LAYOUTS, [False, True], [False, True], results, SCALED)
+    cases = sample(FP8_SHAPES, dtypes, configs, *PLACES, results, SCALED)
     # All that cuBLAS takes is among them.
     return cases + [
-        (shape, torch.float8_e4m3fn, config, layout_a, layout_b, True, False, result, scaled)
-        for shape, layout_a, layout_b, result, scaled in (
-            ((32, 48, 64), "rows", "columns", torch.bfloat16, "lines"),
-            ((32, 48, 64), "sliced", "sliced", torch.bfloat16, "columns"),
-            ((17, 48, 64), "columns", "rows", torch.float32, "all"),
-            ((17, 48, 64), "columns", "columns", torch.bfloat16, "lines"),
-            ((32, 48, 64), "rows", "columns", torch.float16, "none"),
-            ((1, 16, 32), "rows", "columns", torch.bfloat16, "lines"),
+        (shape, torch.float8_e4m3fn, config, layout_a, layout_b, layout_out, True, False, result, scaled)
+        for shape, layout_a, layout_b, layout_out, result, scaled in (
+            ((32, 48, 64), "rows", "columns", "rows", torch.bfloat16, "lines"),
+            ((32, 48, 64), "sliced", "sliced", "sliced", torch.bfloat16, "columns"),
+            ((17, 48, 64), "columns", "rows", "columns", torch.float32, "all"),
+            ((17, 48, 64), "columns", "columns", "rows", torch.bfloat16, "lines"),
+            ((32, 48, 64), "rows", "columns", "columns", torch.float16, "none"),
+            ((1, 16, 32), "rows", "columns", "rows", torch.bfloat16, "lines"),
         )
         for config in ("vendor", *(["copies"] if name in COPIED else []))
     ]
@@ -173,10 +185,10 @@ def fp8_cases(name):
 # K is a multiple of 16 of fp8. Elsewhere than on Hopper the Gluon kernels are for other types.
 FP8_HOPPER_SHAPES = [(128, 64, 64), (15, 24, 16), (200, 96, 144), (300, 264, 80)]
 FP8_HOPPER_CASES = [
-    ((128, 64, 64), FP8[0], "Hopper", "rows", "rows", False, False, torch.bfloat16, "none"),
-    ((15, 24, 16), FP8[1], "Hopper", "sliced", "columns", True, False, torch.float16, "all"),
-    ((200, 96, 144), FP8[0], "Hopper, deep", "columns", "columns", True, True, torch.bfloat16, "lines"),
-    ((140, 264, 80), torch.bfloat16, "Hopper", "rows", "columns", False, True, torch.bfloat16, "columns"),
+    ((128, 64, 64), FP8[0], "Hopper", "rows", "rows", "columns", False, False, torch.bfloat16, "none"),
+    ((15, 24, 16), FP8[1], "Hopper", "sliced", "columns", "rows", True, False, torch.float16, "all"),
+    ((200, 96, 144), FP8[0], "Hopper, deep", "columns", "columns", "rows", True, True, torch.bfloat16, "lines"),
+    ((140, 264, 80), torch.bfloat16, "Hopper", "rows", "columns", "sliced", False, True, torch.bfloat16, "columns"),
 ]
 
 
@@ -184,9 +196,9 @@ def fp8_hopper_cases():
     if not EVERYTHING:
         return FP8_HOPPER_CASES
     configs, dtypes = ["Hopper", "Hopper, deep"], [*FP8, torch.bfloat16]
-    axes = configs, LAYOUTS, LAYOUTS, [False, True], [False, True], DTYPES[:2], SCALED
+    axes = configs, *PLACES, DTYPES[:2], SCALED
     cases = sample(FP8_HOPPER_SHAPES, dtypes, *axes)
-    return [case for case in cases if case[1].itemsize == 1 or case[1] == case[7]]
+    return [case for case in cases if case[1].itemsize == 1 or case[1] == case[8]]
 
 
 @pytest.mark.ranks(*RANKS)
@@ -236,12 +248,12 @@ def check_split(ctx, plan, *case):
 @pytest.mark.parametrize("plan", [Plan(2, 1), Plan(3, 3, paced=True), Plan(4, 2)], ids=str)
 @pytest.mark.parametrize("name", ["all_gather_matmul", "matmul_all_gather"])
 def test_tiles_split_along_k(ranks, name, plan):
-    case = ((140, 96, 264), torch.float16, "Hopper", "rows", "columns", True, False)
+    case = ((140, 96, 264), torch.float16, "Hopper", "rows", "columns", "rows", True, False)
     ranks.run(check_split, plan, name, *case)
-    case = ((140, 96, 272), FP8[0], "Hopper", "rows", "columns", True, False, torch.float16, "lines")
+    case = ((140, 96, 272), FP8[0], "Hopper", "rows", "columns", "columns", True, False, torch.float16, "lines")
     ranks.run(check_split, plan, name, *case)
     if EVERYTHING:
-        case = ((300, 264, 328), torch.bfloat16, "Hopper, wide", "columns", "rows", False, True)
+        case = ((300, 264, 328), torch.bfloat16, "Hopper, wide", "columns", "rows", "sliced", False, True)
         ranks.run(check_split, plan, name, *case)
 
 
@@ -253,7 +265,7 @@ def check_chunks(ctx, *case):
 # Each rank has five tiles of rows, in chunks of two, two and one, of which the last has one row.
 @pytest.mark.ranks(*RANKS)
 def test_rows_that_are_sent_in_chunks(ranks):
-    ranks.run(check_chunks, (513, 72, 64), torch.bfloat16, "Hopper", "rows", "columns", True, False)
+    ranks.run(check_chunks, (513, 72, 64), torch.bfloat16, "Hopper", "rows", "columns", "rows", True, False)
 
 
 def anywhere(ctx, name):
