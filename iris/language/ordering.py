@@ -77,6 +77,12 @@ def refusal(name, value):
 
 
 @triton.constexpr_function
+def signed_type(element):
+    """The signed integer as wide as ``element``."""
+    return {8: tl.int8, 16: tl.int16, 32: tl.int32, 64: tl.int64}[element.primitive_bitwidth]
+
+
+@triton.constexpr_function
 def meeting(half):
     """What flags of that form are for, among the kinds of `iris.device_record`."""
     return "barrier" if half == "whole" else "queue"
@@ -336,8 +342,9 @@ def make_ordering(jit: Callable, lang: ModuleType, translate, failures: SimpleNa
     def unmet(seen, wanted, cmp: tl.constexpr):
         lang.static_assert(possible("cmp", cmp), refusal("cmp", cmp))
         if cmp == "reached":
-            # A wrapping difference: a count that overflows its type is still the next one.
-            return wanted - seen > 0
+            # A wrapping difference: a count that overflows its type is still the next one. Signed, also of counts that
+            # are not: theirs is never less than 0.
+            return lang.cast(wanted - seen, signed_type(wanted.dtype)) > 0
         elif cmp == "eq":
             return seen != wanted
         elif cmp == "ne":

@@ -29,14 +29,8 @@ from triton.experimental.gluon import language as gl
 
 from iris.language.address import in_simulator
 from iris.language.failures import WAIT_LIMIT_NS, gluon_failures, kind_code, triton_failures
-from iris.language.ordering import LANES, gluon_ordering, triton_ordering
+from iris.language.ordering import LANES, gluon_ordering, signed_type, triton_ordering
 from iris.language.target import on_amd
-
-
-@triton.constexpr_function
-def bits_type(element):
-    """The signed integer as wide as ``element``."""
-    return {8: tl.int8, 16: tl.int16, 32: tl.int32, 64: tl.int64}[element.primitive_bitwidth]
 
 
 @triton.constexpr_function
@@ -161,7 +155,7 @@ def make_stamped(jit: Callable, lang: ModuleType, order: SimpleNamespace, failur
         """
         if in_simulator():
             check_cleared(ptrs, mask)
-        bits: tl.constexpr = bits_type(values.dtype)
+        bits: tl.constexpr = signed_type(values.dtype)
         wire = lang.cast(values, bits, bitcast=True) ^ -1
         write_through(ptrs, lang.where(wire == 0, lang.cast(lowest(bits), bits), wire), mask)
 
@@ -191,7 +185,7 @@ def make_stamped(jit: Callable, lang: ModuleType, order: SimpleNamespace, failur
     def unmark(words, element: tl.constexpr, like):
         """What arrived in ``words``, as elements in the order in which they lie in memory, laid out as ``like``."""
         E: tl.constexpr = elements_per_word(element)
-        bits: tl.constexpr = bits_type(element)
+        bits: tl.constexpr = signed_type(element)
         words = words ^ -1
         if E == 1:
             values = words

@@ -27,8 +27,7 @@ from triton.experimental.gluon import language as gl
 from iris import device_record
 from iris.language.address import bytes_of
 from iris.language.clock import gluon_clock, triton_clock
-from iris.language.ordering import gluon_ordering, triton_ordering
-from iris.language.stamped import bits_type
+from iris.language.ordering import gluon_ordering, signed_type, triton_ordering
 from iris.switches import switched_on
 
 try:
@@ -351,7 +350,7 @@ def make_tracing(jit: Callable, lang: ModuleType, order: SimpleNamespace, clocks
             """A load has ended when what it read is there, so something that is made of all of it is stored first."""
             if self.enabled:
                 if values.dtype.scalar.is_floating():
-                    bits: tl.constexpr = bits_type(values.dtype.scalar)
+                    bits: tl.constexpr = signed_type(values.dtype.scalar)
                     write(self.buffer, row, SEEN, most(lang.cast(values, bits, bitcast=True)), row >= 0)
                 elif values.dtype.scalar.is_int():
                     write(self.buffer, row, SEEN, most(values), row >= 0)

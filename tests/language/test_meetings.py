@@ -90,8 +90,8 @@ def test_a_fence_orders_stores_before_a_relaxed_flag(ranks):
     ranks.run(fenced)
 
 
-def compare(ctx, language, cmp, held, value):
-    flag, seen = ctx.full((1,), held, dtype=torch.int64), ctx.zeros(1, dtype=torch.int64)
+def compare(ctx, language, cmp, dtype, held, value):
+    flag, seen = ctx.full((1,), held, dtype=dtype), ctx.zeros(1, dtype=dtype)
     ctx.barrier()
     getattr(meeting_kernels, f"{language}_compare")[(1,)](ctx.get_device_context(), flag, value, seen, cmp)
     ctx.barrier()
@@ -117,7 +117,25 @@ COMPARISONS = [
 @pytest.mark.parametrize(("cmp", "held", "value"), COMPARISONS)
 @pytest.mark.parametrize("language", ["triton", "gluon"])
 def test_a_wait_that_is_met_returns_the_flag(ranks, language, cmp, held, value):
-    ranks.run(compare, language, cmp, held, value)
+    ranks.run(compare, language, cmp, torch.int64, held, value)
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("cmp, past", [("ge", 0), ("ge", 1), ("reached", 0), ("reached", 1), ("reached", 1 << 30)])
+@pytest.mark.parametrize("dtype, value", [
+    (torch.int32, 5), (torch.uint32, 5), (torch.uint32, (1 << 32) - 1 - (1 << 30)), (torch.uint64, 5),
+])  # fmt: skip
+@pytest.mark.parametrize("language", ["triton", "gluon"])
+def test_a_wait_is_over_where_the_count_is_past_the_value(ranks, language, dtype, value, cmp, past):
+    ranks.run(compare, language, cmp, dtype, value + past, value)
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint32, torch.uint64])
+@pytest.mark.parametrize("language", ["triton", "gluon"])
+def test_a_count_that_has_overflowed_is_past_the_value(ranks, language, dtype):
+    info = torch.iinfo(dtype)
+    ranks.run(compare, language, "reached", dtype, info.min + 3, info.max - 1)
 
 
 def identity(ctx, language):
