@@ -10,7 +10,7 @@ from iris.language.target import launches_early
 
 
 def prepare(
-    kernel: Any, grid: tuple[int, int, int], *args: Any, cluster: int = 1, **options: int
+    kernel: Any, grid: tuple[int, int, int], *args: Any, cluster: int = 1, early: bool = True, **options: int
 ) -> Callable[..., None]:
     """Compile and load ``kernel`` for ``args`` now; the result, called with a stream's handle and args, launches it.
 
@@ -20,7 +20,9 @@ def prepare(
     the simulator, which has no streams, the handle is None, and tensors stay tensors.
 
     Where the GPU can, a launch begins while the one before it on the stream ends, so the kernel waits before it touches
-    memory: `follow_predecessor` of `iris.language.ordering`. ``options``: ``num_warps`` and others of Triton's.
+    memory: `follow_predecessor` of `iris.language.ordering`. ``early``: False for a launch that must not, since it
+    would take places that another stream's needs (`iris.ccl.communicator`). ``options``: ``num_warps`` and others of
+    Triton's.
 
     ``cluster``: so many programs that follow each other run at the same time and reach each other's shared memory. To
     Triton each is one of its own: with its ``num_ctas`` it would divide one program's blocks among them.
@@ -29,16 +31,27 @@ def prepare(
         raise ValueError(f"{grid[0]} programs are not clusters of {cluster}.")
     if simulator.ACTIVE:
         return lambda stream, args: kernel[grid](*args, **options)
-    if launches_early():
-        options["launch_pdl"] = True
-    compiled = kernel.warmup(*args, grid=grid, **options)
-    compiled[grid]  # loads it
+    compiled = _load(kernel, grid, args, early, options)
     metadata = compiled.packed_metadata
     if cluster > 1:
         # What Triton's launcher takes for ``num_ctas``: it launches as many clusters as the grid has programs.
         num_warps, _, shared = metadata
         grid, metadata = (grid[0] // cluster, *grid[1:]), (num_warps, cluster, shared)
     return launcher(compiled.run, grid, compiled.function, metadata, args)
+
+
+def registers(kernel: Any, grid: tuple[int, int, int], *args: Any, early: bool = True, **options: int) -> int:
+    """What a thread takes of them if `prepare` is given the same; on a GPU."""
+    return _load(kernel, grid, args, early, options).n_regs
+
+
+def _load(kernel: Any, grid: tuple[int, int, int], args: tuple, early: bool, options: dict[str, int]) -> Any:
+    """Compile and load a kernel."""
+    if early and launches_early():
+        options = options | {"launch_pdl": True}
+    compiled = kernel.warmup(*args, grid=grid, **options)
+    compiled[grid]  # loads it
+    return compiled
 
 
 def addresses(args: tuple) -> tuple:

@@ -12,7 +12,7 @@ from iris.ccl.select import digest, load_table, own_table
 from iris.errors import InvalidGroupError, InvalidTableError, TooManyStreamsError
 from iris.heap.symmetric import SymmetricHeap
 from iris.language.target import largest_cluster, on_nvidia, threads_per_warp
-from iris.launch import addresses, prepare
+from iris.launch import addresses, prepare, registers
 from iris.workspace import Workspace
 
 # Programs of a launch in the simulator; elsewhere it depends on the GPU.
@@ -29,9 +29,15 @@ LARGEST_SLOT = 16384
 # blocks twice as large to keep the link busy.
 UNDER_WAY = 65536
 
-# Registers that a program holds at most, of 65536 that a multiprocessor has. The rest is for programs of other streams:
-# a rank has begun one launch and another rank another one, so on each rank both must be able to begin, or at least the
-# smaller one, beside the larger.
+# Programs wait for peers. A rank may have begun a launch of one stream, and another rank one of another stream, so on
+# each rank both must be able to begin, or at least the smaller one, beside the larger. What programs take of a
+# multiprocessor is mostly registers (CUDA C++ Programming Guide, "Compute Capabilities": 65536).
+#
+# A launch has half of them; or a third, if the next launch of its stream may take places before its turn. That one has
+# a third at most, too, or it does not come early: so a stream has two thirds at most, and leaves one.
+ALL_REGISTERS = 65536
+# Through queues programs take most of a multiprocessor each, but there are fewer of them than multiprocessors
+# (`Communicator.programs`). The rest is for the small launches of other streams.
 MOST_REGISTERS = 57344
 
 # Launches, and lists of counts, that are kept.
@@ -130,8 +136,9 @@ class Communicator:
 
         Fewer than there are multiprocessors, on each of which at least one program fits: when launches of two streams
         are in flight, and a rank has all programs of the one resident and another rank all of the other, each has room
-        left for the first programs of the other launch. These meet, finish, and make room for the next. A launch that
-        begins before its turn takes no place from the one before it, all of whose programs have theirs by then.
+        left for the first programs of the other launch. These meet, finish, and make room for the next. For a launch
+        that begins before its turn the other stream's would have to find room beside that one, too, and the one before
+        it. So only those do that have a third of the multiprocessors at most.
 
         A few more than a power of two would halve what each of them has for its slots, so it is the power of two.
         """
@@ -142,6 +149,12 @@ class Communicator:
         while programs > 1 and self.slot_bytes(programs, few_sms) < min(block_bytes, LARGEST_SLOT):
             programs = power_of_two(programs) // 2
         return programs
+
+    def fitting(self, programs: int, num_warps: int) -> int:
+        """How many of so many programs fit in half of all registers, with 64 for each thread."""
+        if simulator.ACTIVE or not on_nvidia():
+            return programs
+        return max(1, min(programs, ALL_REGISTERS // 2 // (64 * threads_per_warp()) * self.num_sms // num_warps))
 
     def slot_bytes(self, programs: int, few_sms: bool) -> int:
         """Bytes of a slot where so many programs share the staging memory; a power of two."""
@@ -194,24 +207,31 @@ def power_of_two(number: int) -> int:
 
 
 def ready(
-    kernel: Any, programs: int, num_warps: int, before: tuple, tensors: tuple, after: tuple, dtype: torch.dtype
-) -> Launch:
+    comm: Communicator, kernel: Any, programs: int, num_warps: int, before: tuple, tensors: tuple, after: tuple,
+    dtype: torch.dtype, admits: bool = False,
+) -> Launch:  # fmt: skip
     """A launch of ``kernel(*before, input, output, ..., *after)``, where ``tensors`` are input, output and maybe more.
 
     Input and output are taken for memory of ``dtype``. Later calls give other tensors, whose addresses are divisible by
-    16 where these are.
+    16 where these are. ``admits``: the kernel has one more argument, `EARLY`, by which it lets the next launch begin.
     """
 
     def seen(x: torch.Tensor, y: torch.Tensor, more: tuple) -> tuple:
         return *before, as_words(x, dtype), as_words(y, dtype), *more, *after
 
-    options = {}
-    # Programs of fewer warps hold less.
-    if num_warps >= 16 and on_nvidia():
-        options["maxnreg"] = MOST_REGISTERS // (num_warps * threads_per_warp())
+    options: dict[str, int] = {}
+    if admits:
+        early, options = _share(comm, kernel, programs, num_warps, seen(tensors[0], tensors[1], tensors[2:]))
+        after = (*after, early)
+    else:
+        early = 3 * programs <= comm.num_sms
+        # Programs of fewer warps hold less.
+        if num_warps >= 16 and on_nvidia():
+            options["maxnreg"] = MOST_REGISTERS // (num_warps * threads_per_warp())
     launch = prepare(
-        kernel, (programs, 1, 1), *seen(tensors[0], tensors[1], tensors[2:]), num_warps=num_warps, **options
-    )
+        kernel, (programs, 1, 1), *seen(tensors[0], tensors[1], tensors[2:]),
+        early=early, num_warps=num_warps, **options,
+    )  # fmt: skip
     if simulator.ACTIVE:
         return lambda stream, x, y, *more: launch(stream, seen(x, y, more))
     first = addresses(before)
@@ -221,6 +241,19 @@ def ready(
 
     enqueue.keeps_alive = before
     return enqueue
+
+
+def _share(comm: Communicator, kernel: Any, programs: int, num_warps: int, args: tuple) -> tuple[bool, dict[str, int]]:
+    """Whether a launch of ``kernel(*args, EARLY)`` has a third of the registers; else options by which it has half."""
+    if simulator.ACTIVE or not on_nvidia():
+        return True, {}
+    threads = -(-programs // comm.num_sms) * num_warps * threads_per_warp()
+    for early, most in ((True, ALL_REGISTERS // 3), (False, ALL_REGISTERS // 2)):
+        held = registers(kernel, (programs, 1, 1), *args, early, early=early, num_warps=num_warps)
+        # A warp gets them for its threads by eights.
+        if threads * (-(-held // 8) * 8) <= most:
+            return early, {}
+    return False, {"maxnreg": ALL_REGISTERS // 2 // threads // 8 * 8}
 
 
 def as_words(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -164,7 +164,7 @@ def prepare_exchange(
     # Loading"). Two ranks that send to each other and then receive must not wait for that, so a message of any length
     # loads what those of other lengths need, and both ends of a message are the same kernel.
     launches = {
-        d: ready(kernel, programs, warps, before, (input, output), (*after, d), dtype)
+        d: ready(comm, kernel, programs, warps, before, (input, output), (*after, d), dtype)
         for d in ({direct} if peer is None else {True, False})
     }
     return launches[direct]
@@ -193,7 +193,8 @@ def _one_hop(
     before = (comm.workspace.context_tensor, epochs, slots)
     # No more warps than there are words for: see `receive_stamped`.
     warps = min(config.num_warps or 4, block // threads_per_warp())
-    return ready(kernel, programs, warps, before, (input, output), after, WORDS[word])
+    programs = comm.fitting(programs, warps)
+    return ready(comm, kernel, programs, warps, before, (input, output), after, WORDS[word], admits=True)
 
 
 def _block(elements: int, exchange: Exchange, word: int) -> tuple[int, int]:
@@ -227,7 +228,7 @@ def prepare_broadcast(
     after = (n, tensor.nbytes, root, comm.size, block, slot_bytes // word, choice.variant == "pull")
     kernel = gluon_broadcast if config.use_gluon else triton_broadcast
     warps = config.num_warps or max(1, min(16, block * word // 512))
-    return ready(kernel, programs, warps, before, (tensor, tensor), after, WORDS[word])
+    return ready(comm, kernel, programs, warps, before, (tensor, tensor), after, WORDS[word])
 
 
 def prepare_exchange_v(
@@ -246,4 +247,4 @@ def prepare_exchange_v(
     before = (comm.workspace.context_tensor, counts, posts, slots.view(dtype))
     after = (input.itemsize // word, comm.size, slot_bytes // word)
     warps = config.num_warps or max(1, min(16, slot_bytes // 512))
-    return ready(triton_exchange_v, programs, warps, before, (input, output, *rows), after, dtype)
+    return ready(comm, triton_exchange_v, programs, warps, before, (input, output, *rows), after, dtype)

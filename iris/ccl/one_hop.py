@@ -77,12 +77,17 @@ def make_one_hop(jit, lang, move, queue, stamped, order, Context):
         BLOCKS: tl.constexpr,
         FLAT: tl.constexpr,
         ROOTED: tl.constexpr,
+        EARLY: tl.constexpr,
     ):
-        """``BLOCKS``: that a slot has room for. ``ROOTED``: only ``root`` has a piece to send."""
+        """``BLOCKS``: that a slot has room for. ``ROOTED``: only ``root`` has a piece to send.
+
+        ``EARLY``: there is room for the next launch beside this one.
+        """
         ctx = Context.initialize(context_tensor, num_ranks=W)
         rank = ctx.cur_rank
         follow_predecessor()
-        admit_successor()
+        if EARLY:
+            admit_successor()
         # Elements of a word: the data may lie at any multiple of their size.
         PACKED: tl.constexpr = WORD_BYTES // (input.dtype.element_ty.primitive_bitwidth // 8)
         BITS: tl.constexpr = input.dtype.element_ty.primitive_bitwidth

@@ -145,15 +145,17 @@ def make_push(jit, lang, move, queue, stamped, order, failures, combining, Conte
         PART: tl.constexpr,
         OP: tl.constexpr,
         SAME: tl.constexpr,
+        EARLY: tl.constexpr,
     ):
-        """``most``: blocks that a slot has room for.
+        """``most``: blocks that a slot has room for. ``EARLY``: there is room for the next launch beside this one.
 
         ``send_step``: from what one rank wants to what the next one wants; 0 if all want the `SAME`.
         """
         ctx = Context.initialize(context_tensor, num_ranks=W)
         rank, bases = ctx.cur_rank, peers(ctx, W)
         follow_predecessor()
-        admit_successor()
+        if EARLY:
+            admit_successor()
         element: tl.constexpr = input.dtype.element_ty
         i = flat(PART, element)
         j = flat(RANKS * PART, element)
@@ -202,11 +204,13 @@ def make_push(jit, lang, move, queue, stamped, order, failures, combining, Conte
         RANKS: tl.constexpr,
         PART: tl.constexpr,
         OP: tl.constexpr,
+        EARLY: tl.constexpr,
     ):
         ctx = Context.initialize(context_tensor, num_ranks=W)
         rank, bases = ctx.cur_rank, peers(ctx, W)
         follow_predecessor()
-        admit_successor()
+        if EARLY:
+            admit_successor()
         element: tl.constexpr = input.dtype.element_ty
         WORDS: tl.constexpr = PART // elements_per_word(element)
         i = flat(PART, element)

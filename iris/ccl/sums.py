@@ -126,7 +126,9 @@ def _push(
     bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
     # The regions first, which are aligned then whatever their number.
     slots, epochs = channel[: size - 4 * most].view(bits), channel[size - 4 * most :].view(torch.int32)
-    programs = max(1, min(blocks, programs))
+    # No more warps than there is data for: they poll together.
+    warps = min(_warps(config, part_bytes), max(1, part_bytes // 512))
+    programs = comm.fitting(max(1, min(blocks, programs)), warps)
     before = (comm.workspace.context_tensor, epochs, slots)
     ranks = 1 << (comm.size - 1).bit_length()
     step, same = ((send_step,), (send_step == 0,)) if steps == 1 else ((), ())
@@ -135,9 +137,7 @@ def _push(
         (1, False): push.triton_one_shot, (1, True): push.gluon_one_shot,
         (2, False): push.triton_two_shot, (2, True): push.gluon_two_shot,
     }[steps, config.use_gluon]  # fmt: skip
-    # No more warps than there is data for: they poll together.
-    warps = min(_warps(config, part_bytes), max(1, part_bytes // 512))
-    return ready(kernel, programs, warps, before, (input, output), after, dtype)
+    return ready(comm, kernel, programs, warps, before, (input, output), after, dtype, admits=True)
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
@@ -180,7 +180,7 @@ def _ring(
         config.all_reduce_distribution != 1,
     )  # fmt: skip
     kernel = ring.gluon_ring if config.use_gluon else ring.triton_ring
-    return ready(kernel, programs, _warps(config, block * sums.itemsize), before, (input, output), after, dtype)
+    return ready(comm, kernel, programs, _warps(config, block * sums.itemsize), before, (input, output), after, dtype)
 
 
 def _atomic(
@@ -210,7 +210,7 @@ def _atomic(
     )  # fmt: skip
     after = (n, comm.size, block, slot, op, choice.variant == "spinlock")
     kernel = atomic.gluon_atomic if config.use_gluon else atomic.triton_atomic
-    return ready(kernel, programs, _warps(config, block * sums.itemsize), before, (input, output), after, dtype)
+    return ready(comm, kernel, programs, _warps(config, block * sums.itemsize), before, (input, output), after, dtype)
 
 
 def _queued(
@@ -237,7 +237,7 @@ def _queued(
         wanted = to or range(comm.size)
         direct = to is not None and output.nbytes > 65536
         after = (*steps, output.nbytes, wanted.start, wanted.stop, *sizes, direct)
-    return ready(kernel, programs, _warps(config, block * dtype.itemsize), before, (input, output), after, dtype)
+    return ready(comm, kernel, programs, _warps(config, block * dtype.itemsize), before, (input, output), after, dtype)
 
 
 @dataclass(frozen=True)

@@ -28,9 +28,8 @@ SMALLEST_PIECE = 256
 MOST_COLUMNS = 32768
 MOST_WARPS = 8
 # Registers of a thread, on NVIDIA: a multiprocessor of these has room for 16 warps (CUDA C++ Programming Guide,
-# "Compute Capabilities": 65536 registers). Programs wait for peers, so when a rank has begun a call on one stream and
-# another rank a call on another, there must be room for both: a launch has half of the warps; or a third, if the next
-# launch of its stream takes places before its turn.
+# "Compute Capabilities": 65536 registers). A launch has half of the warps; or a third, if the next launch of its stream
+# may take places before its turn: see `iris.ccl.communicator.ALL_REGISTERS`.
 REGISTERS, WARPS, EARLY_WARPS = 128, 8, 5
 # Warps of a program in a cluster, whose programs begin together or not at all. With two of them each takes an eighth of
 # a multiprocessor's registers at most, which collectives leave (`iris.ccl.communicator.MOST_REGISTERS`). And a program
@@ -250,6 +249,7 @@ class AllReduceRmsNorm:
             (programs, 1, 1),
             *arguments(call, 0.5),
             cluster=pieces if clustered else 1,
+            early=early,
             num_warps=warps,
             **options,
         )
@@ -269,7 +269,8 @@ class AllReduceRmsNorm:
         most = 2 * self._context.get_cu_count() if self._on_gpu else SIMULATED_PROGRAMS
         warps = max(1, min(MOST_WARPS, columns * call.input.itemsize // (16 * threads_per_warp())))
         grid = (min(power_of_two(call.rows), most), 1, 1)
-        launch = prepare(rms_norm, grid, *arguments(call, room(call), 0.5), num_warps=warps)
+        # It waits for the sums, which may be of a launch that lets the next one begin, and takes what places there are.
+        launch = prepare(rms_norm, grid, *arguments(call, room(call), 0.5), early=False, num_warps=warps)
 
         def enqueue(given: Rows, eps: float, stream: int | None) -> None:
             total = room(given)

@@ -184,6 +184,41 @@ def test_two_streams(ranks, sizes):
     ranks.run(two_streams, sizes)
 
 
+def crossing(ctx, n):
+    """Every second rank has begun the sums of one stream when it comes to the other's; the others the other way round.
+
+    There are several, of which the next ones may take places before their turn.
+    """
+    streams = torch.cuda.Stream(), torch.cuda.Stream()
+    inputs = [torch.full((n,), float(1 + k), dtype=torch.bfloat16, device=ctx.device) for k in range(2)]
+    outputs = [torch.zeros_like(x) for x in inputs]
+
+    def sums(k):
+        with torch.cuda.stream(streams[k]):
+            for _ in range(4):
+                ctx.ccl.all_reduce(outputs[k], inputs[k])
+
+    for round in range(8):
+        torch.cuda.synchronize()
+        ctx.barrier()
+        first = (ctx.cur_rank + round) % 2 if round else 0
+        sums(first)
+        # They are in their places. First uses come in the same order on all ranks.
+        time.sleep(0.02)
+        sums(1 - first)
+    end = time.monotonic() + 10
+    while time.monotonic() < end and not all(stream.query() for stream in streams):
+        time.sleep(0.01)
+    assert all(stream.query() for stream in streams), "each waits for the other"
+    for k in range(2):
+        assert (outputs[k] == (1 + k) * ctx.num_ranks).all()
+
+
+@pytest.mark.parametrize("n", [1 << 16, 1 << 18, 1 << 21])
+def test_sums_of_two_streams_leave_room_for_each_other(ranks, n):
+    ranks.run(crossing, n)
+
+
 def around(ctx, n):
     """Each rank sends to the next on one stream and receives from the one before on another, more than queues hold."""
     after, before = (ctx.cur_rank + 1) % ctx.num_ranks, (ctx.cur_rank - 1) % ctx.num_ranks

@@ -14,12 +14,12 @@ from codegen.offline import TARGETS, by_turns, compile_for, targets_by_turns
 from codegen.operations import is_barrier, is_data, releases
 from iris.ccl.atomic import gluon_atomic, triton_atomic
 from iris.ccl.broadcast import triton_broadcast
-from iris.ccl.communicator import MOST_REGISTERS
+from iris.ccl.communicator import ALL_REGISTERS, MOST_REGISTERS
 from iris.ccl.exchange import triton_exchange
 from iris.ccl.exchange_v import triton_exchange_v
 from iris.ccl.one_hop import gluon_one_hop, triton_one_hop
 from iris.ccl.pull import triton_pull
-from iris.ccl.push import gluon_one_shot, triton_one_shot
+from iris.ccl.push import BLOCK_BYTES, WARP_BYTES, gluon_one_shot, gluon_two_shot, triton_one_shot, triton_push
 from iris.ccl.ring import triton_ring
 from iris.ccl.two_shot import triton_two_shot
 
@@ -57,7 +57,7 @@ COLLECTIVES = {
     **dict.fromkeys(["part_step", "block_step", "limit_step", "out_part_step", "in_length", "most"], 4096),
     **{"flags": INT32, "locks": INT32, "accumulators": FLOAT32, "rings": 2},
     **{"W": W, "RANKS": 4, "BLOCK": 4096, "BLOCK_M": 1, "BLOCK_N": 4096, "SLOT": 8192, "PART": 2048, "OP": "sum"},
-    **dict.fromkeys(["SAME", "DIRECT", "FLAT", "SPREADS", "STRIDING", "LOCKED", "PULLS"], True),
+    **dict.fromkeys(["SAME", "DIRECT", "FLAT", "SPREADS", "STRIDING", "LOCKED", "PULLS", "EARLY"], True),
     **dict.fromkeys(["PARTITIONED", "ROOTED"], False),
 }
 ELEMENTS = {
@@ -212,9 +212,49 @@ def test_parts_of_all_ranks_are_under_way_together(kernel):
 )
 def test_programs_leave_room_for_others(kernel):
     """Those of 8 warps by themselves; of more, the registers are limited."""
-    code = compile_for("sm_90", kernel, *arguments_of(kernel), num_warps=8).instructions()
-    registers = 1 + max(int(number) for line in code for number in re.findall(r"\bR(\d+)\b", line))
-    assert 8 * 32 * -(-registers // 8) * 8 <= MOST_REGISTERS
+    assert 8 * registers_of_a_warp(kernel, arguments_of(kernel), 8) <= MOST_REGISTERS
+
+
+def registers_of_a_warp(kernel, arguments, warps):
+    """For programs of so many warps; all threads get them by eights."""
+    code = compile_for("sm_90", kernel, *arguments, num_warps=warps).instructions()
+    return 32 * -(-(1 + max(int(number) for line in code for number in re.findall(r"\bR(\d+)\b", line))) // 8) * 8
+
+
+def pushing(kernel, size, part_bytes, early):
+    """Arguments of a push of bf16 among so many ranks."""
+    given = ARGUMENTS | COLLECTIVES | ELEMENTS["push"] | {"W": size, "RANKS": size, "PART": part_bytes // 2}
+    return [(given | {"EARLY": early})[name] for name in kernel.arg_names]
+
+
+PUSHES = [triton_one_shot, gluon_one_shot, triton_push.two_shot, gluon_two_shot]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("kernel", by_turns(PUSHES))
+def test_pushes_leave_room_for_those_of_another_stream(kernel, size):
+    """Of the two programs of each multiprocessor, half of the registers where they are largest."""
+    part = BLOCK_BYTES // size
+    warps = part // WARP_BYTES
+    assert 2 * warps * registers_of_a_warp(kernel, pushing(kernel, size, part, False), warps) <= ALL_REGISTERS // 2
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("kernel", by_turns(PUSHES))
+def test_small_pushes_leave_room_for_the_next_one_too(kernel, size):
+    assert 2 * registers_of_a_warp(kernel, pushing(kernel, size, WARP_BYTES, True), 1) <= ALL_REGISTERS // 3
+
+
+@pytest.mark.parametrize("kernel", by_turns([triton_one_hop, gluon_one_hop]))
+def test_one_hop_leaves_room_for_the_next_one_too(kernel):
+    assert 4 * registers_of_a_warp(kernel, arguments_of(kernel), 4) <= ALL_REGISTERS // 3
+
+
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize("kernel", by_turns([*PUSHES, triton_one_hop, gluon_one_hop]))
+def test_the_next_launch_is_let_in_only_where_there_is_room(kernel, early):
+    arguments = dict(zip(kernel.arg_names, arguments_of(kernel), strict=True)) | {"EARLY": early}
+    assert ("griddepcontrol.launch_dependents" in compile_for("sm_90", kernel, *arguments.values()).text) == early
 
 
 def test_no_kernel_is_missing():

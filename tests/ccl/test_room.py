@@ -1,0 +1,36 @@
+"""What a launch of pushes takes of a multiprocessor: a third, and the next one may begin before its turn, or half."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from iris.ccl import communicator
+
+GPU = SimpleNamespace(num_sms=132)
+
+
+@pytest.fixture
+def share(monkeypatch):
+    """By programs, warps of each, and registers that a thread takes as it is compiled."""
+
+    def of(programs, num_warps, held):
+        monkeypatch.setattr(communicator, "simulator", SimpleNamespace(ACTIVE=False))
+        monkeypatch.setattr(communicator, "on_nvidia", lambda: True)
+        monkeypatch.setattr(communicator, "registers", lambda *given, **options: held)
+        return communicator._share(GPU, None, programs, num_warps, ())
+
+    return of
+
+
+@pytest.mark.parametrize(
+    ("programs", "num_warps", "held", "early"),
+    [(1, 1, 255, True), (264, 1, 176, True), (264, 2, 176, False), (264, 2, 103, True), (264, 4, 64, True),
+     (264, 4, 101, False), (132, 4, 120, True), (264, 8, 40, True), (264, 8, 41, False)],
+)  # fmt: skip
+def test_a_launch_that_takes_a_third_lets_the_next_one_begin(share, programs, num_warps, held, early):
+    assert share(programs, num_warps, held) == (early, {})
+
+
+@pytest.mark.parametrize(("programs", "num_warps", "held", "most"), [(264, 8, 65, 64), (264, 4, 163, 128)])
+def test_no_launch_takes_more_than_half(share, programs, num_warps, held, most):
+    assert share(programs, num_warps, held) == (False, {"maxnreg": most})
