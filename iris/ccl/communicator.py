@@ -37,8 +37,11 @@ UNDER_WAY = 65536
 # a third at most, too, or it does not come early: so a stream has two thirds at most, and leaves one.
 ALL_REGISTERS = 65536
 # Through queues programs take most of a multiprocessor each, but there are fewer of them than multiprocessors
-# (`Communicator.programs`). The rest is for the small launches of other streams.
-MOST_REGISTERS = 57344
+# (`Communicator.programs`). The rest is for the small launches of other streams. Registers belong to four partitions,
+# and a warp to one of them: 16 warps leave 4096 of the 16384 in each, for a warp of 128 a thread, which is what
+# `iris.ops.normalisation.CLUSTER_WARPS` counts on.
+# The first bound is by which code was measured; between two ranks most of it is within the other one anyway.
+FIRST_BOUND, MOST_REGISTERS = 57344, 49152
 
 # Launches, and lists of counts, that are kept.
 KEPT = 4096
@@ -227,7 +230,7 @@ def ready(
         early = 3 * programs <= comm.num_sms
         # Programs of fewer warps hold less.
         if num_warps >= 16 and on_nvidia():
-            options["maxnreg"] = MOST_REGISTERS // (num_warps * threads_per_warp())
+            options = _most(kernel, programs, num_warps, seen(tensors[0], tensors[1], tensors[2:]), early)
     launch = prepare(
         kernel, (programs, 1, 1), *seen(tensors[0], tensors[1], tensors[2:]),
         early=early, num_warps=num_warps, **options,
@@ -241,6 +244,14 @@ def ready(
 
     enqueue.keeps_alive = before
     return enqueue
+
+
+def _most(kernel: Any, programs: int, num_warps: int, args: tuple, early: bool) -> dict[str, int]:
+    """Options by which a program of ``kernel(*args)`` takes `MOST_REGISTERS`."""
+    threads = num_warps * threads_per_warp()
+    options = {"maxnreg": FIRST_BOUND // threads}
+    held = registers(kernel, (programs, 1, 1), *args, early=early, num_warps=num_warps, **options)
+    return options if held * threads <= MOST_REGISTERS else {"maxnreg": MOST_REGISTERS // threads}
 
 
 def _share(comm: Communicator, kernel: Any, programs: int, num_warps: int, args: tuple) -> tuple[bool, dict[str, int]]:

@@ -32,10 +32,10 @@ MOST_WARPS = 8
 # may take places before its turn: see `iris.ccl.communicator.ALL_REGISTERS`.
 REGISTERS, WARPS, EARLY_WARPS = 128, 8, 5
 # Warps of a program in a cluster, whose programs begin together or not at all. With two of them each takes an eighth of
-# a multiprocessor's registers at most, which collectives leave (`iris.ccl.communicator.MOST_REGISTERS`). And a program
-# begins on a multiprocessor only where the memory that shared memory and L1 cache divide is divided for as many of its
-# kind as there could be: for 25 of 1.25 KiB by the registers of two warps, not for 32 as with one; 32 KiB are there
-# beside kernels that use none (`tests/ops/test_room.py`).
+# a multiprocessor's registers at most, a warp a quarter of a partition's, which collectives leave in each of the four
+# (`iris.ccl.communicator.MOST_REGISTERS`). And a program begins on a multiprocessor only where the memory that shared
+# memory and L1 cache divide is divided for as many of its kind as there could be: for 25 of 1.25 KiB by the registers
+# of two warps, not for 32 as with one; 32 KiB are there beside kernels that use none (`tests/ops/test_room.py`).
 # Bytes that a thread holds there at most: in one shot of the pieces of all ranks; and of one piece and what is computed
 # from it, which is four times as much.
 CLUSTER_WARPS, CLUSTER_BYTES = 2, 256

@@ -206,10 +206,10 @@ def crossing(ctx, n):
         # They are in their places. First uses come in the same order on all ranks.
         time.sleep(0.02)
         sums(1 - first)
-    end = time.monotonic() + 10
-    while time.monotonic() < end and not all(stream.query() for stream in streams):
-        time.sleep(0.01)
-    assert all(stream.query() for stream in streams), "each waits for the other"
+        end = time.monotonic() + 10
+        while time.monotonic() < end and not all(stream.query() for stream in streams):
+            time.sleep(0.01)
+        assert all(stream.query() for stream in streams), "each waits for the other"
     for k in range(2):
         assert (outputs[k] == (1 + k) * ctx.num_ranks).all()
 

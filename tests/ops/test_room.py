@@ -14,19 +14,19 @@ from iris.ccl.communicator import MOST_REGISTERS
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="the simulator has room for all")
 # Programs on each multiprocessor, and their threads. Elements that each of these holds.
-PROGRAMS, THREADS, ELEMENTS = 4, 128, 96
+PROGRAMS, THREADS, ELEMENTS = 4, 128, 80
 # Reads of the host's memory, of about 2 us, after which a kernel gives up.
 PATIENCE = 2_000_000
 
 
 @triton.jit
 def hold(flag, began, memory, THREADS: tl.constexpr, SHARED: tl.constexpr, PATIENCE: tl.constexpr):
-    """Keep 96 elements a thread, and as much shared memory as to sort ``SHARED`` elements takes, until ``flag``."""
-    i, j = tl.arange(0, 64 * THREADS), tl.arange(0, 32 * THREADS)
+    """Keep 80 elements a thread, and as much shared memory as to sort ``SHARED`` elements takes, until ``flag``."""
+    i, j = tl.arange(0, 64 * THREADS), tl.arange(0, 16 * THREADS)
     x, y = tl.load(memory + i), tl.load(memory + j + 64 * THREADS)
     if SHARED > 0:
         s = tl.arange(0, SHARED)
-        tl.store(memory + s + 96 * THREADS, tl.sort(tl.load(memory + s + 96 * THREADS)))
+        tl.store(memory + s + 80 * THREADS, tl.sort(tl.load(memory + s + 80 * THREADS)))
     tl.atomic_add(began, 1)
     turns = 0
     while (tl.load(flag, volatile=True) == 0) & (turns < PATIENCE):
@@ -99,41 +99,43 @@ def test_it_begins_beside_kernels_that_wait(ranks, rows, columns, cluster, share
     ranks.run(beside, rows, columns, cluster, shared)
 
 
-def crossing(ctx, rows, columns):
-    """Every second rank has begun the norm when it comes to the all-gather, and the others the other way round."""
+def crossing(ctx, collective, rows, columns):
+    """Every second rank has begun the norm when it comes to the collective, and the others the other way round."""
     rank, size, n = ctx.cur_rank, ctx.num_ranks, 32 << 20
+    gathers = collective == "all_gather"
     mine = torch.empty(n, dtype=torch.bfloat16, device=ctx.device)
-    gathered = torch.empty(size * n, dtype=torch.bfloat16, device=ctx.device)
+    moved = torch.empty(size * n if gathers else n, dtype=torch.bfloat16, device=ctx.device)
     x = torch.empty(rows, columns, dtype=torch.bfloat16, device=ctx.device)
     out, weight = torch.zeros_like(x), torch.ones_like(x[0])
     streams = torch.cuda.Stream(), torch.cuda.Stream()
 
-    def gather():
+    def move():
         with torch.cuda.stream(streams[0]):
-            ctx.ccl.all_gather(gathered, mine)
+            getattr(ctx.ccl, collective)(moved, mine)
 
     def norm():
         with torch.cuda.stream(streams[1]):
             ctx.ops.all_reduce_rms_norm(out, x, weight, 0.0)
 
-    gather(), norm()
+    move(), norm()
     for round in range(6):
         ctx.barrier()
         mine.fill_(rank + 8 * round), x.fill_(rank + 1 - 4 * (round % 2))
         torch.cuda.synchronize()
         ctx.barrier()
-        first, second = (gather, norm) if (rank + round) % 2 else (norm, gather)
+        first, second = (move, norm) if (rank + round) % 2 else (norm, move)
         first()
         time.sleep(0.05)
         second()
         assert until(lambda: all(stream.query() for stream in streams), 10), "each waits for the other"
         wanted = torch.arange(size, device=ctx.device) + 8 * round
-        assert (gathered.view(size, n) == wanted[:, None]).all()
+        assert ((moved.view(size, n) == wanted[:, None]) if gathers else (moved == wanted.sum())).all()
         total = sum(range(1, size + 1)) - 4 * size * (round % 2)
         torch.testing.assert_close(out, torch.full_like(out, (total > 0) - (total < 0)))
 
 
 @pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("collective", ["all_gather", "all_reduce"])
 @pytest.mark.parametrize("rows, columns", [(1, 4096), (16, 8192)])
-def test_neither_waits_for_what_another_rank_has_begun(ranks, rows, columns):
-    ranks.run(crossing, rows, columns)
+def test_neither_waits_for_what_another_rank_has_begun(ranks, collective, rows, columns):
+    ranks.run(crossing, collective, rows, columns)
