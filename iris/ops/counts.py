@@ -2,7 +2,10 @@
 
 A call's number on a rank, its epoch, is one more than that of the last call with the same counts; each program keeps
 it for itself. Counts only rise, by the same in every call, so that a count of ``epoch`` times that means that
-everything of this call, and of all before it, is there. Nothing is reset; comparisons wrap.
+everything of this call, and of all before it, is there. A program without a tile adds to ``done`` at once, maybe before
+another one's add of the call before is here, so the total may be reached without that one. What it stands for is here
+even then: the early program's rank has left that call, so it has acquired all of the adds to its own ``done``, which
+come behind the stores to all ranks, and its own add releases what it has acquired. Nothing is reset; comparisons wrap.
 
 * ``ready[r]``, set by program 0 of rank r on every rank when r's kernel begins: r's stream is past its last call, of
   any kind, so what that one left in r's memory has been used and may be written over (`iris.ops.arena`). Every program
