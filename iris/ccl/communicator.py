@@ -34,14 +34,14 @@ UNDER_WAY = 65536
 # multiprocessor is mostly registers (CUDA C++ Programming Guide, "Compute Capabilities": 65536).
 #
 # A launch has half of them; or a third, if the next launch of its stream may take places before its turn. That one has
-# a third at most, too, or it does not come early: so a stream has two thirds at most, and leaves one.
+# a third at most, too, or it does not come early: so a stream has two thirds at most, and leaves one. (With queues it
+# comes early as well: it leaves multiprocessors.)
 ALL_REGISTERS = 65536
 # Through queues programs take most of a multiprocessor each, but there are fewer of them than multiprocessors
 # (`Communicator.programs`). The rest is for the small launches of other streams. Registers belong to four partitions,
 # and a warp to one of them: 16 warps leave 4096 of the 16384 in each, for a warp of 128 a thread, which is what
 # `iris.ops.normalisation.CLUSTER_WARPS` counts on.
-# The first bound is by which code was measured; between two ranks most of it is within the other one anyway.
-FIRST_BOUND, MOST_REGISTERS = 57344, 49152
+MOST_REGISTERS = 49152
 
 # Launches, and lists of counts, that are kept.
 KEPT = 4096
@@ -139,9 +139,8 @@ class Communicator:
 
         Fewer than there are multiprocessors, on each of which at least one program fits: when launches of two streams
         are in flight, and a rank has all programs of the one resident and another rank all of the other, each has room
-        left for the first programs of the other launch. These meet, finish, and make room for the next. For a launch
-        that begins before its turn the other stream's would have to find room beside that one, too, and the one before
-        it. So only those do that have a third of the multiprocessors at most.
+        left for the first programs of the other launch. These meet, finish, and make room for the next. A launch that
+        begins before its turn leaves the same multiprocessors, on which the one before it has a third at most.
 
         A few more than a power of two would halve what each of them has for its slots, so it is the power of two.
         """
@@ -222,15 +221,13 @@ def ready(
     def seen(x: torch.Tensor, y: torch.Tensor, more: tuple) -> tuple:
         return *before, as_words(x, dtype), as_words(y, dtype), *more, *after
 
-    options: dict[str, int] = {}
+    early, options = True, {}
     if admits:
         early, options = _share(comm, kernel, programs, num_warps, seen(tensors[0], tensors[1], tensors[2:]))
         after = (*after, early)
-    else:
-        early = 3 * programs <= comm.num_sms
+    elif num_warps >= 16 and on_nvidia():
         # Programs of fewer warps hold less.
-        if num_warps >= 16 and on_nvidia():
-            options = _most(kernel, programs, num_warps, seen(tensors[0], tensors[1], tensors[2:]), early)
+        options = {"maxnreg": MOST_REGISTERS // (num_warps * threads_per_warp())}
     launch = prepare(
         kernel, (programs, 1, 1), *seen(tensors[0], tensors[1], tensors[2:]),
         early=early, num_warps=num_warps, **options,
@@ -244,14 +241,6 @@ def ready(
 
     enqueue.keeps_alive = before
     return enqueue
-
-
-def _most(kernel: Any, programs: int, num_warps: int, args: tuple, early: bool) -> dict[str, int]:
-    """Options by which a program of ``kernel(*args)`` takes `MOST_REGISTERS`."""
-    threads = num_warps * threads_per_warp()
-    options = {"maxnreg": FIRST_BOUND // threads}
-    held = registers(kernel, (programs, 1, 1), *args, early=early, num_warps=num_warps, **options)
-    return options if held * threads <= MOST_REGISTERS else {"maxnreg": MOST_REGISTERS // threads}
 
 
 def _share(comm: Communicator, kernel: Any, programs: int, num_warps: int, args: tuple) -> tuple[bool, dict[str, int]]:

@@ -46,7 +46,7 @@ MARGIN = {1: 1.2, 2: 1.03}
 def choose(call: Call, size: int, programs: int, on_gpu: bool, by_vendor: bool) -> FusedConfig:
     """The configuration of least time. ``by_vendor``: whether the vendor's GEMM can do the call."""
     # Products of float32 in the precision that torch's are in.
-    otherwise = VENDOR if by_vendor else FusedConfig(allow_tf32=torch.backends.cuda.matmul.allow_tf32)
+    otherwise = VENDOR if by_vendor else FusedConfig(allow_tf32=allows_tf32())
     if not on_gpu or not call.out.numel() or not call.a.numel() or size == 1 and by_vendor:
         return otherwise
     ways = {}
@@ -61,6 +61,11 @@ def choose(call: Call, size: int, programs: int, on_gpu: bool, by_vendor: bool) 
         return otherwise
     best = min(ways, key=ways.__getitem__)
     return otherwise if by_vendor and MARGIN[call.a.itemsize] * ways[best] >= vendor_us(call, size) else best
+
+
+def allows_tf32() -> bool:
+    """Whether torch's products of float32 may be rounded to TF32."""
+    return torch.backends.cuda.matmul.allow_tf32
 
 
 def plan(call: Call, size: int, programs: int, config: FusedConfig) -> Plan:

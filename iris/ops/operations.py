@@ -19,7 +19,7 @@ from iris.ops.all_gather_matmul import all_gather_matmul
 from iris.ops.buffers import Buffers, Needs
 from iris.ops.call import Call, told
 from iris.ops.cdna3 import arguments as cdna3
-from iris.ops.choose import choose, plan
+from iris.ops.choose import allows_tf32, choose, plan
 from iris.ops.config import FusedConfig
 from iris.ops.hopper import arguments as hopper
 from iris.ops.hopper.sender import Sender
@@ -272,9 +272,7 @@ class Operations:
             used = dataclasses.replace(config, variant="vendor")
         if used is None:
             by_vendor = vendors_problem is None
-            # As torch is set now, which may change.
-            precision = torch.backends.cuda.matmul.allow_tf32
-            key = (call.name, call.a.shape, call.b.shape, call.a.dtype, call.out.dtype, by_vendor, precision)
+            key = (call.name, call.a.shape, call.b.shape, call.a.dtype, call.out.dtype, by_vendor, allows_tf32())
             used = self._chosen.get(key)
             if used is None:
                 programs = self._most_programs()
@@ -290,7 +288,8 @@ class Operations:
                 f"FusedConfig(variant='copies') is for {' and '.join(copies.COPIED)}, and not for {call.name}()."
             )
         if used.use_gluon and used.variant != "kernel":
-            raise InvalidConfigError(f"FusedConfig(variant={used.variant!r}, use_gluon=True): the kernel is in Gluon.")
+            asked = f"variant={used.variant!r}" if used is config else f"all_reduce_variant={used.all_reduce_variant!r}"
+            raise InvalidConfigError(f"FusedConfig({asked}, use_gluon=True): the kernel is in Gluon.")
         if used.use_gluon:
             problem = self._gluon.problem(call, used, self._context.num_ranks)
             if problem:

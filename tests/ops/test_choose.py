@@ -75,14 +75,18 @@ def test_products_of_fp8(name, monkeypatch):
     assert choose(of_fp8("all_gather_matmul", 1024, 8192, 28672), 4, PROGRAMS, True, True) != COPIES
 
 
+@pytest.mark.parametrize("allow_tf32", [False, True])
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_what_the_vendor_cannot_do(name):
+def test_what_the_vendor_cannot_do(name, allow_tf32, monkeypatch):
+    """The kernels do, of float32 in the precision that torch's products have."""
+    monkeypatch.setattr("iris.ops.choose.allows_tf32", lambda: allow_tf32)
+    plain = FusedConfig(allow_tf32=allow_tf32)
     # Scales of bf16, say, or float8_e5m2.
     assert choose(call(name, 4096, 8192, 8192), 4, PROGRAMS, True, False).use_gluon
     assert choose(of_fp8(name, 64, 8192, 8192, 1), 1, PROGRAMS, True, False).use_gluon
     for given in (call(name, 4096, 8196, 8192), call(name, 4096, 8192, 8192, torch.float32)):
-        assert choose(given, 4, PROGRAMS, True, False) == FusedConfig()
-    assert choose(call(name, 4096, 8192, 8192), 4, PROGRAMS, False, False) == FusedConfig()
+        assert choose(given, 4, PROGRAMS, True, False) == plain
+    assert choose(call(name, 4096, 8192, 8192), 4, PROGRAMS, False, False) == plain
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import torch
 from ccl.calls import EVERYTHING
 from covering import sample
 
+from iris.ccl.config import ALL_REDUCE_VARIANTS
 from iris.ops import FusedConfig
 from iris.ops.call import Call
 from iris.ops.cdna3 import arguments as cdna3
@@ -341,3 +342,20 @@ def of_no_rows(ctx):
 @pytest.mark.skipif(torch.version.hip is not None, reason="Hopper's kernel")
 def test_a_product_of_no_rows_can_be_prepared(ranks):
     ranks.run(of_no_rows)
+
+
+def sum_by(ctx, variant):
+    generator = torch.Generator().manual_seed(5)
+    a, b = (torch.randn(ctx.num_ranks, *shape, generator=generator).to(ctx.device) for shape in ((33, 40), (40, 24)))
+    bias, out = torch.arange(24.0, device=ctx.device), torch.empty(33, 24, device=ctx.device)
+    config = FusedConfig(all_reduce_variant=variant)
+    for call in range(ROUNDS):
+        ctx.ops.matmul_all_reduce(out, (1 + call) * a[ctx.cur_rank], b[ctx.cur_rank], bias, config=config)
+        exact = (1 + call) * torch.bmm(a.double(), b.double()).sum(0) + bias
+        torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-3)
+    assert ctx.ops.matmul_all_reduce_preamble(out, a[0], b[0], config=config) is None
+
+
+@pytest.mark.parametrize("variant", [name for name in ALL_REDUCE_VARIANTS if name != "two_shot"])
+def test_sums_by_another_all_reduce(ranks, variant):
+    ranks.run(sum_by, variant)
