@@ -1,4 +1,4 @@
-"""What a launch takes of a multiprocessor: of pushes a third, and the next one may begin before its turn, or half."""
+"""What a launch of pushes takes of a multiprocessor: a third, and the next one may begin before its turn, or half."""
 
 from types import SimpleNamespace
 
@@ -29,12 +29,6 @@ def share(monkeypatch):
 )  # fmt: skip
 def test_a_launch_that_takes_a_third_lets_the_next_one_begin(share, programs, num_warps, held, early):
     assert share(programs, num_warps, held) == (early, {})
-
-
-@pytest.mark.parametrize(("held", "most"), [(96, 112), (97, 96), (112, 96)])
-def test_queued_collectives_leave_a_quarter_of_each_partition(monkeypatch, held, most):
-    monkeypatch.setattr(communicator, "registers", lambda *given, **options: held)
-    assert communicator._most(None, 128, 16, (), early=False) == {"maxnreg": most}
 
 
 @pytest.mark.parametrize(("programs", "num_warps", "held", "most"), [(264, 8, 65, 64), (264, 4, 163, 128)])
