@@ -65,7 +65,18 @@ def prepare_all_reduce(
         return _ring(comm, choice, name, output, input, dtype, n, config, stream, capturing)
     if choice.variant in ("atomic", "spinlock"):
         return _atomic(comm, choice, name, output, input, dtype, n, config, stream, capturing)
-    return _queued(comm, choice, name, output, input, dtype, n, None, range(comm.size), config, stream, capturing)
+    launch = _queued(comm, choice, name, output, input, dtype, n, None, range(comm.size), config, stream, capturing)
+    return launch if comm.size > 1 else _unless_in_place(launch)
+
+
+def _unless_in_place(launch: Launch) -> Launch:
+    """Of one rank, whose sum is its input: there is nothing to do where that is the output."""
+
+    def enqueue(stream: int | None, input: torch.Tensor, output: torch.Tensor) -> None:
+        if input.data_ptr() != output.data_ptr():
+            launch(stream, input, output)
+
+    return enqueue
 
 
 def prepare_reduce_scatter(
