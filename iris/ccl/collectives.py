@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from iris.capture import capture_id
 from iris.ccl import checks, moves, sums
-from iris.ccl.communicator import KEPT, Communicator, Launch, Rows
+from iris.ccl.communicator import Communicator, Launch, Rows
 from iris.ccl.config import Config, ReduceOp
 from iris.ccl.work import Work
 from iris.errors import (
@@ -16,6 +16,7 @@ from iris.errors import (
     InvalidCollectiveError,
 )
 from iris.heap.history import debugging
+from iris.launch import KEPT
 from iris.world import check_process_group
 
 DEBUGGING = debugging()

@@ -12,7 +12,7 @@ from iris.ccl.select import digest, load_table, own_table
 from iris.errors import InvalidGroupError, InvalidTableError, TooManyStreamsError
 from iris.heap.symmetric import SymmetricHeap
 from iris.language.target import largest_cluster, on_nvidia, threads_per_warp
-from iris.launch import addresses, prepare, registers
+from iris.launch import KEPT, addresses, prepare, registers
 from iris.workspace import Workspace
 
 # Programs of a launch in the simulator; elsewhere it depends on the GPU.
@@ -42,9 +42,6 @@ ALL_REGISTERS = 65536
 # and a warp to one of them: 16 warps leave 4096 of the 16384 in each, for a warp of 128 a thread, which is what
 # `iris.ops.normalisation.CLUSTER_WARPS` counts on.
 MOST_REGISTERS = 49152
-
-# Launches, and lists of counts, that are kept.
-KEPT = 4096
 
 Launch = Callable[..., None]
 """Called with a stream's handle, input, output and what else the kernel takes."""

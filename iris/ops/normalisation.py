@@ -8,14 +8,14 @@ import torch
 from iris.capture import capture_id
 from iris.ccl import Config
 from iris.ccl.checks import compare_calls
-from iris.ccl.communicator import KEPT, SIMULATED_PROGRAMS, power_of_two
+from iris.ccl.communicator import SIMULATED_PROGRAMS, power_of_two
 from iris.ccl.push import SLOTS
 from iris.ccl.select import choose_all_reduce
 from iris.ccl.sums import PUSHES, SHARE_OF_WORKSPACE
 from iris.errors import FirstUseInCaptureError, InvalidCollectiveError
 from iris.heap.history import debugging
 from iris.language.target import on_nvidia, threads_per_warp
-from iris.launch import addresses, prepare
+from iris.launch import addresses, prepare, remember
 from iris.ops.all_reduce_rms_norm import one_shot_rms_norm, rms_norm, two_shot_rms_norm
 from iris.ops.call import check_devices, told
 
@@ -193,9 +193,7 @@ class AllReduceRmsNorm:
         # Numbers of rows share memory and launches up to the next power of two.
         key = (power_of_two(call.rows), *call.kind(), stream, capture)
         if key not in self._launches:
-            if len(self._launches) == KEPT:
-                self._launches.clear()
-            self._launches[key] = self._prepare(call, stream, capture is not None)
+            remember(self._launches, key, self._prepare(call, stream, capture is not None))
         self._launches[key](call, float(eps), stream)
 
     def close(self) -> None:

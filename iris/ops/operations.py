@@ -8,12 +8,11 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from iris import simulator
 from iris.ccl.checks import compare_calls
-from iris.ccl.communicator import KEPT
 from iris.ccl.work import Work
 from iris.errors import InvalidConfigError
 from iris.heap.history import debugging
 from iris.heap.tensor_map import places
-from iris.launch import addresses, prepare
+from iris.launch import addresses, prepare, remember
 from iris.ops import copies, vendor
 from iris.ops.all_gather_matmul import all_gather_matmul
 from iris.ops.buffers import Buffers, Needs
@@ -441,13 +440,6 @@ class Operations:
 
     def _stream(self) -> int | None:
         return torch._C._cuda_getCurrentRawStream(self._context.gpu_id) if self._on_gpu else None
-
-
-def remember(known: dict, key: tuple, value: Any) -> None:
-    """For the next calls like this one; of a program whose shapes always change, the last few thousand."""
-    if len(known) == KEPT:
-        known.clear()
-    known[key] = value
 
 
 def _kind_of(argument: Any) -> Any:
