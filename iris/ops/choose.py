@@ -4,10 +4,11 @@ The times are of a model with few numbers, all measured on 2 and 4 H200 (docs/pe
 a tile takes for each k, what the link carries beside a product, what the vendor's GEMM and a collective take one behind
 the other. Elsewhere than on Hopper the vendor's GEMM and a collective are used.
 
-For products of fp8 it has what their tiles, and the vendor's chunks, take on one H200. What is moved beside them was
-measured with bf16 on 4, so a way has to be better by more.
+For products of fp8 it has what their tiles, and the vendor's chunks, take on one H200 and on 2. What is moved beside
+them on 4 was measured with bf16.
 """
 
+import numpy as np
 import torch
 
 from iris.ops.call import Call
@@ -18,29 +19,29 @@ from iris.ops.hopper.arguments import Plan
 
 VENDOR, COPIES = FusedConfig(variant="vendor"), FusedConfig(variant="copies")
 # Nanoseconds for each k of a tile of 128 rows and so many columns, of elements of so many bytes.
-TILE_NS = {2: {256: 11.4, 128: 6.1, 64: 5.1}, 1: {128: 3.7, 64: 2.6}}
+TILE_NS = {2: {256: 11.4, 128: 6.1, 64: 5.1}, 1: {128: 3.6, 64: 2.6}}
 # Bytes of each row of a tile of A: what TMA's layout of shared memory keeps together.
 DEPTH = 128
-# GB/s over the link: stores alone, and beside a product, which is slowed down to so much of its speed meanwhile; the
-# copy engine, which slows it down little; and collectives alone, with a result on the heap and elsewhere, where a
-# gathered A is. Microseconds between two copies.
-STORES, STORES_BESIDE, PRODUCT_BESIDE, ENGINE, COLLECTIVE, STAGED, BETWEEN_COPIES = 350, 280, 0.79, 360, 290, 170, 4
+# GB/s over the link: stores alone, and beside a product, which is slowed down to so much of its speed meanwhile, of
+# elements of so many bytes; collectives alone, with a result on the heap and elsewhere, where a gathered A is; and the
+# copy engine, which slows a product down little. Microseconds that each copy takes besides, with the word behind it.
+STORES, STORES_BESIDE, PRODUCT_BESIDE = 350, 280, {1: 0.9, 2: 0.79}
+COLLECTIVE, STAGED, ENGINE, COPY = 290, 170, 388, 6
 # By how much of the time that paced stores take the product beside them takes longer.
 PACED_LOSS = 0.07
-# Microseconds that one more split of 128 x 256 costs, and into how many splits a tile is cut.
-SPLITTING, MOST_SPLITS = 20, 8
+# Microseconds that one more split of 128 x 256 costs where its product takes no longer than so many, and less where it
+# does; and into how many splits a tile is cut.
+SPLITTING, SHORT, MOST_SPLITS = 20, 40, 8
 # The vendor's GEMM: 10^12 operations a second, of elements of so many bytes; GB/s that it reads B at, where that takes
 # longer.
 OPERATIONS, READING = {1: 1250, 2: 700}, 4000
 # Of a small one of fp8, nanoseconds for each k of as many tiles of 128 x 128 as there are multiprocessors; microseconds
-# besides, of such a round and of a launch.
-ROUND_NS, ROUND, NEXT_LAUNCH = 3.0, 1.9, 2
-# GB/s of the copy engine where a chunk has 8 MiB.
-ENGINE_BY_CHUNKS = 300
+# besides, of such a round and of a launch; and how much longer it takes beside copies.
+ROUND_NS, ROUND, NEXT_LAUNCH, BESIDE_COPIES = 3.0, 1.9, 2, 1.1
 # Microseconds: of a fused kernel's meetings, of a GEMM's launch and of a collective, however small.
 MEETING, LAUNCH, SMALL = 12, 5, 12
-# What a way has to be faster by, of elements of so many bytes.
-MARGIN = {1: 1.2, 2: 1.03}
+# What a way has to be faster by than the vendor's, and tiles with splits than without.
+MARGIN = 1.03
 
 
 def choose(call: Call, size: int, programs: int, on_gpu: bool, by_vendor: bool) -> FusedConfig:
@@ -60,7 +61,7 @@ def choose(call: Call, size: int, programs: int, on_gpu: bool, by_vendor: bool) 
     if not ways:
         return otherwise
     best = min(ways, key=ways.__getitem__)
-    return otherwise if by_vendor and MARGIN[call.a.itemsize] * ways[best] >= vendor_us(call, size) else best
+    return otherwise if by_vendor and MARGIN * ways[best] >= vendor_us(call, size) else best
 
 
 def allows_tf32() -> bool:
@@ -75,18 +76,47 @@ def plan(call: Call, size: int, programs: int, config: FusedConfig) -> Plan:
         return Plan()
     tiles = tiles_of(call, size, config)
     if call.name == "all_gather_matmul":
-        # Those of the rows that come last; or of few, in which own rows are all that there is to do at first, all.
-        in_last = (len(call.a) - 1) % hopper.chunk_rows(call.a, config) + 1
-        last = -(-in_last // config.block_size_m) * -(-call.b.shape[1] // config.block_size_n)
-        last = last if tiles > 2 * programs else tiles
+        counts = splittable(call, size, programs, config)
     else:
-        last = tiles % programs or min(tiles, programs)
-    # Two rounds of splits at most: more are not faster, and their products take memory.
-    most = min(MOST_SPLITS, -(-call.a.shape[1] // config.block_size_k), 2 * programs // last)
-    plans = [Plan(), *(Plan(splits, last) for splits in range(2, most + 1))]
+        counts = [tiles % programs or min(tiles, programs)]
+    plans = [Plan()]
+    for last in counts:
+        # Three rounds of splits at most: more are not faster, and their products take memory.
+        most = min(MOST_SPLITS, -(-call.a.shape[1] // config.block_size_k), 3 * programs // last)
+        plans += [Plan(splits, last) for splits in range(2, most + 1)]
     if call.name == "matmul_all_gather":
         plans = [each._replace(paced=is_paced(call, size, programs, config, each)) for each in plans]
-    return min(plans, key=lambda each: fused_us(call, size, programs, config, each))
+    times = [fused_us(call, size, programs, config, each) for each in plans]
+    best = min(range(len(plans)), key=times.__getitem__)
+    return plans[best] if MARGIN * times[best] < times[0] else plans[0]
+
+
+def chunks_of(call: Call, size: int, config: FusedConfig) -> list[tuple[int, float]]:
+    """What all_gather_matmul multiplies, in its order: how many tiles, and microseconds until their rows are there."""
+    rows, depth = call.a.shape
+    step, columns = hopper.chunk_rows(call.a, config), -(-call.b.shape[1] // config.block_size_n)
+    chunks, there = [], 0.0
+    for rank in range(size):
+        for first in range(0, rows, step):
+            height = min(step, rows - first)
+            there += COPY + height * depth * call.a.itemsize / 1e3 / ENGINE if rank else 0
+            chunks.append((-(-height // config.block_size_m) * columns, there))
+    return chunks
+
+
+def splittable(call: Call, size: int, programs: int, config: FusedConfig) -> list[int]:
+    """Of all_gather_matmul: how many of the last tiles splitting may pay for."""
+    tiles = tiles_of(call, size, config)
+    if tiles <= 2 * programs:
+        # In which own rows are all that there is to do at first.
+        return [tiles]
+    chunks, whole = chunks_of(call, size, config), tile_us(call, config)
+    last, end = chunks[-1]
+    if end + whole < product_us(call, size, programs, config, Plan()):
+        # Whatever comes last, it comes in time.
+        return []
+    # Those of the last chunk, or of all that come so late that a whole tile would be done behind it.
+    return sorted({last, sum(count for count, there in chunks if there > max(0, end - whole))})
 
 
 def is_paced(call: Call, size: int, programs: int, config: FusedConfig, plan: Plan) -> bool:
@@ -121,7 +151,8 @@ def tile_us(call: Call, config: FusedConfig) -> float:
 
 def split_us(call: Call, config: FusedConfig, plan: Plan) -> float:
     """Microseconds of a split tile."""
-    return tile_us(call, config) / plan.splits + (plan.splits - 1) * SPLITTING * config.block_size_n / 256
+    unit = tile_us(call, config) / plan.splits
+    return unit + (plan.splits - 1) * SPLITTING * config.block_size_n / 256 * min(1, SHORT / unit)
 
 
 def product_us(call: Call, size: int, programs: int, config: FusedConfig, plan: Plan) -> float:
@@ -133,39 +164,54 @@ def product_us(call: Call, size: int, programs: int, config: FusedConfig, plan: 
 
 def fused_us(call: Call, size: int, programs: int, config: FusedConfig, plan: Plan) -> float:
     """Microseconds of the Gluon kernel of that configuration."""
-    rows, depth = call.a.shape
+    if call.name == "all_gather_matmul":
+        return MEETING + scheduled_us(call, size, programs, config, plan)
     tiles = tiles_of(call, size, config)
     product = product_us(call, size, programs, config, plan)
     sent = sent_bytes(call, size) / 1e3
-    if call.name == "all_gather_matmul":
-        # The rows that come last are multiplied when they have come.
-        copies = (size - 1) * -(-rows // hopper.chunk_rows(call.a, config))
-        return MEETING + max(product, sent / ENGINE + copies * BETWEEN_COPIES + split_us(call, config, plan))
     if call.name == "matmul_all_gather":
         # What the tiles of the last round are sent in comes behind.
         units = tiles + plan.last * (plan.splits - 1)
         last = min(1, ((units - 1) % programs + 1) / plan.splits / tiles) * sent
         if plan.paced:
             return MEETING + product + (PACED_LOSS * (sent - last) + last) / STORES
-        return MEETING + together_us(product, sent - last) + last / STORES
+        return MEETING + together_us(call, product, sent - last) + last / STORES
     # The last sums come behind their parts.
     steps = 2 if call.name == "matmul_all_reduce" else 1
-    return MEETING + together_us(product, steps * sent) + tile_us(call, config) / 3
+    return MEETING + together_us(call, product, steps * sent) + tile_us(call, config) / 3
 
 
-def together_us(product: float, sent: float) -> float:
+def scheduled_us(call: Call, size: int, programs: int, config: FusedConfig, plan: Plan) -> float:
+    """Microseconds of all_gather_matmul, whose programs begin a unit when they have done the last, and its rows are
+    there."""
+    counts, times = zip(*chunks_of(call, size, config), strict=True)
+    there, whole = np.repeat(times, counts), sum(counts) - plan.last
+    there = np.concatenate([there[:whole], np.repeat(there[whole:], plan.splits)])
+    takes = np.full(len(there), split_us(call, config, plan))
+    takes[:whole] = tile_us(call, config)
+    done = np.zeros(programs)
+    for begin in range(0, len(there), programs):
+        units = slice(begin, begin + programs)
+        busy = done[: len(there[units])]
+        np.maximum(busy, there[units], out=busy)
+        busy += takes[units]
+    return float(done.max())
+
+
+def together_us(call: Call, product: float, sent: float) -> float:
     """Microseconds of a product that takes so many alone, and of so many kilobytes that programs store beside it."""
-    both = min(product / PRODUCT_BESIDE, sent / STORES_BESIDE)
-    return both + (product - both * PRODUCT_BESIDE) + (sent - both * STORES_BESIDE) / STORES
+    beside = PRODUCT_BESIDE[call.a.itemsize]
+    both = min(product / beside, sent / STORES_BESIDE)
+    return both + (product - both * beside) + (sent - both * STORES_BESIDE) / STORES
 
 
 def copies_us(call: Call, size: int, programs: int) -> float:
     """Microseconds of the vendor's GEMM of fp8 by chunks, beside copies."""
     depth, columns = call.b.shape
     pieces = chunks(call.rows // size, columns, programs)
-    rounds = [-(-tiles(rows.stop - rows.start, columns) // programs) for rows in pieces]
-    times = [NEXT_LAUNCH + number * (ROUND + ROUND_NS * depth / 1e3) for number in rounds]
-    moved = sent_bytes(call, size) / 1e3 / ENGINE_BY_CHUNKS + (size - 1) * len(pieces) * BETWEEN_COPIES
+    rounds = [max(1, tiles(rows.stop - rows.start, columns) / programs) for rows in pieces]
+    times = [NEXT_LAUNCH + BESIDE_COPIES * number * (ROUND + ROUND_NS * depth / 1e3) for number in rounds]
+    moved = sent_bytes(call, size) / 1e3 / ENGINE + (size - 1) * len(pieces) * COPY
     # Sums of what has come are formed behind all.
     added = call.out.nbytes * (size + 1) / READING / 1e3 if call.name == "matmul_reduce_scatter" else 0
     return MEETING + max(size * sum(times), moved + times[-1]) + added

@@ -62,15 +62,18 @@ def of_fp8(name, M, N, K, size=4):
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_products_of_fp8(name, monkeypatch):
     monkeypatch.setattr("iris.ops.copies.TILE", 128)
-    large = choose(of_fp8(name, 8192, 28672, 8192), 4, PROGRAMS, True, True)
+    large = choose(of_fp8(name, 4096, 14336, 4096), 4, PROGRAMS, True, True)
     # Deeper than tiles of wider types, and as many bytes.
     assert large.use_gluon and large.block_size_k == 128 and large.block_size_n <= 128
     assert choose(of_fp8(name, 64, 8192, 8192), 4, PROGRAMS, True, True) == VENDOR
     assert choose(of_fp8(name, 8192, 8192, 8192), 4, PROGRAMS, False, True) == VENDOR
     assert choose(of_fp8(name, 8192, 8192, 8192, 1), 1, PROGRAMS, True, True) == VENDOR
-    # Between two ranks little is moved, and the vendor's chunks lose less than half a round.
+    # As measured between two ranks: copies that bring rows cost a product less than copies that take its result away,
+    # but where that is deep and little is taken.
     halves = choose(of_fp8(name, 8192, 8192, 8192, 2), 2, PROGRAMS, True, True)
-    assert halves == COPIES if name in COPIED else halves.use_gluon
+    assert halves == COPIES if name == "all_gather_matmul" else halves.use_gluon
+    deep = choose(of_fp8(name, 8192, 4608, 36864, 2), 2, PROGRAMS, True, True)
+    assert deep == COPIES if name in COPIED else deep.use_gluon
     # A part of 256 rows has 32 tiles for the vendor's chunks, which take as long as 132.
     assert choose(of_fp8("all_gather_matmul", 1024, 8192, 28672), 4, PROGRAMS, True, True) != COPIES
 
@@ -104,14 +107,19 @@ WIDE = FusedConfig(use_gluon=True, block_size_m=128, block_size_n=256)
 
 
 def test_programs_share_the_tiles_of_a_round_that_is_not_full():
+    narrow = replace(WIDE, block_size_n=128)
     # 288 tiles: two rounds, and 24 tiles of which each has room for five programs.
     given = call("matmul_all_gather", 8192, 4608, 36864)
     assert choose(given, 4, PROGRAMS, True, True).use_gluon
     assert plan(given, 4, PROGRAMS, WIDE) == Plan(5, 24, paced=True)
     # 512 tiles: three rounds, and 116 tiles.
     assert plan(call("matmul_all_gather", 8192, 8192, 8192), 4, PROGRAMS, WIDE) == Plan(paced=True)
+    # 128 deep tiles: of two rounds of splits the first is sent beside the second.
+    assert plan(call("matmul_all_gather", 1024, 8192, 28672), 4, PROGRAMS, narrow) == Plan(2, 128, paced=True)
+    # 576 tiles, 36 of each chunk of rows: those of the chunks that come while a tile is multiplied, in three splits
+    # each, of which there are programs for all of a chunk.
+    assert plan(call("all_gather_matmul", 8192, 4608, 36864), 4, PROGRAMS, narrow) == Plan(3, 108)
     # Few tiles, and those of the last rank's rows, which come when half of the time is over.
-    narrow = replace(WIDE, block_size_n=128)
     assert plan(call("all_gather_matmul", 1024, 8192, 28672), 4, PROGRAMS, narrow).last == 128
     # The product takes longest: whatever comes last, it has come in time.
     assert plan(call("all_gather_matmul", 8192, 28672, 8192), 4, PROGRAMS, WIDE) == Plan()
