@@ -161,6 +161,10 @@ def one_shot_rms_norm(
         event = ctx.tracing.begin_wait_for_data(parts, rank)
         total = add_up(parts, own, words, H - piece * PIECE, rank, W, PIECE, "sum", ctx._record())
         ctx.tracing.record_event_end(event)
+        # Here, where the meeting hides it.
+        old = region(slots, room * PIECES, unit, epoch + (SLOTS - 1), W * PIECE)
+        for s in tl.static_range(W):
+            clear_marked(old + s * PIECE + i, inside & (rank != s))
         x = tl.where(inside, total.to(tl.float32), 0) + added.to(tl.float32)
         gain = gain.to(tl.float32)
         squares, peak = over_the_row(
@@ -172,9 +176,6 @@ def one_shot_rms_norm(
             x, squares, peak, gain, at, inside, residual, out, scale, row_scales, row, piece == 0, eps,
             H, ADDS, SCALED, BY_ROW, LARGEST,
         )  # fmt: skip
-        old = region(slots, room * PIECES, unit, epoch + (SLOTS - 1), W * PIECE)
-        for s in tl.static_range(W):
-            clear_marked(old + s * PIECE + i, inside & (rank != s))
         keep(epochs + unit, (epoch + 1) % SLOTS)
 
 
@@ -278,6 +279,9 @@ def two_shot_rms_norm(
                 element, j, all_words // (PART // E), ctx._record(),
             )  # fmt: skip
             ctx.tracing.record_event_end(event)
+            old = region(slots, room * PIECES, done, epoch + (SLOTS - 1), REGION)
+            clear_marked(old + j, (j < W * PART) & (j // PART != rank))
+            clear_marked(old + W * PART + j, inside)
             x = tl.where(inside, total.to(tl.float32), 0) + added.to(tl.float32)
             squares, peak = over_the_row(
                 tl.sum(x * x, axis=0), tl.max(tl.abs(x * gain), axis=0) if BY_ROW else 0.0,
@@ -288,9 +292,6 @@ def two_shot_rms_norm(
                 x, squares, peak, gain.to(tl.float32), at, inside, residual, out, scale, row_scales, done // PIECES,
                 piece == 0, eps, H, ADDS, SCALED, BY_ROW, LARGEST,
             )  # fmt: skip
-            old = region(slots, room * PIECES, done, epoch + (SLOTS - 1), REGION)
-            clear_marked(old + j, (j < W * PART) & (j // PART != rank))
-            clear_marked(old + W * PART + j, inside)
             keep(epochs + done, (epoch + 1) % SLOTS)
 
 
