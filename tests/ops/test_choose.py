@@ -7,7 +7,7 @@ import torch
 
 from iris.ops import FusedConfig
 from iris.ops.call import Call
-from iris.ops.choose import COPIES, VENDOR, choose, plan
+from iris.ops.choose import COPIES, COPY, ENGINE, VENDOR, choose, plan, scheduled_us, tile_us
 from iris.ops.copies import COPIED, chunks, tiles
 from iris.ops.hopper.arguments import Plan
 
@@ -123,6 +123,14 @@ def test_programs_share_the_tiles_of_a_round_that_is_not_full():
     assert plan(call("all_gather_matmul", 1024, 8192, 28672), 4, PROGRAMS, narrow).last == 128
     # The product takes longest: whatever comes last, it has come in time.
     assert plan(call("all_gather_matmul", 8192, 28672, 8192), 4, PROGRAMS, WIDE) == Plan()
+
+
+def test_a_tile_waits_for_its_rows_and_its_program():
+    # Two ranks with a tile each: one program does one after the other, two begin when the rows are there.
+    given = call("all_gather_matmul", 256, 512, 8192, size=2)
+    tile, copied = tile_us(given, WIDE), COPY + given.a.nbytes / 1e3 / ENGINE
+    assert scheduled_us(given, 2, 1, WIDE, Plan()) == pytest.approx(2 * tile)
+    assert scheduled_us(given, 2, 2, WIDE, Plan()) == pytest.approx(copied + tile)
 
 
 def test_stores_take_their_time_where_the_product_is_longer_than_they():
