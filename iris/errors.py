@@ -105,7 +105,7 @@ class RankOutOfRangeError(IrisError, ValueError):
 
 
 class InvalidGroupError(IrisError, ValueError):
-    """Something that is no process group, or one that this rank is not a member of."""
+    """Something that is no process group, or one that this rank is not a member of, or whose GPUs differ."""
 
 
 class MappingError(IrisError, RuntimeError):

@@ -11,7 +11,7 @@ from iris.ccl.queue import COUNTS, GOT, MAX_RANKS, MET, SENT, SLOTS, WORDS, regi
 from iris.ccl.select import digest, load_table, own_table
 from iris.errors import InvalidGroupError, InvalidTableError, TooManyStreamsError
 from iris.heap.symmetric import SymmetricHeap
-from iris.language.target import largest_cluster, on_nvidia, threads_per_warp
+from iris.language.target import architecture, largest_cluster, on_nvidia, threads_per_warp
 from iris.launch import KEPT, addresses, prepare, registers
 from iris.workspace import Workspace
 
@@ -92,8 +92,13 @@ class Communicator:
         self.heap_table = torch.tensor(table, dtype=torch.int64, device=self.device)
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "simulator"
         self.table = load_table(name, self.size)
-        told = group.all_gather((digest(self.table), num_sms, largest_cluster()), "the first collective of a group")
-        tables, numbers, clusters = zip(*told, strict=True)
+        own = (digest(self.table), num_sms, largest_cluster(), architecture())
+        told = group.all_gather(own, "the first collective of a group")
+        tables, numbers, clusters, architectures = zip(*told, strict=True)
+        if len(set(architectures)) > 1:
+            # Which kernel carries a call is each rank's own choice, by its GPU.
+            theirs = ", ".join(f"rank {rank} has {each}" for rank, each in zip(group.ranks, architectures, strict=True))
+            raise InvalidGroupError(f"The GPUs of a group must have one architecture: {theirs}. Use those of one kind.")
         # Launches are of as many programs on all ranks.
         self.num_sms, self.largest_cluster = min(numbers), min(clusters)
         if len(set(tables)) > 1:

@@ -65,7 +65,7 @@ def largest_cluster():
 
 
 def architecture():
-    """90 on Hopper, "gfx942" on CDNA3. Asked on the host, and not in the simulator."""
+    """90 on Hopper, "gfx942" on CDNA3, "simulator" there. On the host."""
     from triton.runtime import driver
 
-    return driver.active.get_current_target().arch
+    return "simulator" if simulator.ACTIVE else driver.active.get_current_target().arch

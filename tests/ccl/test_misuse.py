@@ -1,6 +1,7 @@
 """Calls that make no sense are refused before anything is enqueued: what was wrong, what was given, what to do."""
 
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -267,6 +268,19 @@ def without_this_rank(ctx):
 @pytest.mark.ranks(2, exactly=True)
 def test_a_group_without_this_rank_and_a_root_outside_the_group(ranks):
     ranks.run(without_this_rank)
+
+
+def with_other_gpus(ctx):
+    import iris
+
+    with iris.iris(1 << 20) as own, mock.patch("iris.ccl.communicator.architecture", lambda: 80 + 10 * own.cur_rank):
+        for use in (own.ccl.communicator, lambda: own.ccl.all_reduce(own.zeros(1), own.zeros(1))):
+            with pytest.raises(InvalidGroupError, match="must have one architecture: rank 0 has 80, rank 1 has 90"):
+                use()
+
+
+def test_gpus_of_different_architectures(ranks):
+    ranks.run(with_other_gpus)
 
 
 def after_the_end(ctx):
