@@ -161,7 +161,7 @@ def one_shot_rms_norm(
         event = ctx.tracing.begin_wait_for_data(parts, rank)
         total = add_up(parts, own, words, H - piece * PIECE, rank, W, PIECE, "sum", ctx._record())
         ctx.tracing.record_event_end(event)
-        # Here, where the meeting hides it.
+        # What the last call's slot held was read in that call, so it can be cleared beside the meeting.
         old = region(slots, room * PIECES, unit, epoch + (SLOTS - 1), W * PIECE)
         for s in tl.static_range(W):
             clear_marked(old + s * PIECE + i, inside & (rank != s))

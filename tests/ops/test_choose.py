@@ -65,6 +65,8 @@ def test_products_of_fp8(name, monkeypatch):
     large = choose(of_fp8(name, 4096, 14336, 4096), 4, PROGRAMS, True, True)
     # Deeper than tiles of wider types, and as many bytes.
     assert large.use_gluon and large.block_size_k == 128 and large.block_size_n <= 128
+    larger = choose(of_fp8(name, 8192, 28672, 8192), 4, PROGRAMS, True, True)
+    assert larger == COPIES if name == "all_gather_matmul" else larger.use_gluon
     assert choose(of_fp8(name, 64, 8192, 8192), 4, PROGRAMS, True, True) == VENDOR
     assert choose(of_fp8(name, 8192, 8192, 8192), 4, PROGRAMS, False, True) == VENDOR
     assert choose(of_fp8(name, 8192, 8192, 8192, 1), 1, PROGRAMS, True, True) == VENDOR
