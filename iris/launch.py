@@ -1,5 +1,6 @@
 """Launching a kernel of the library's own, at the cost of the driver's call and not of the JIT's argument handling."""
 
+import ctypes
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,8 @@ from iris.language.target import launches_early
 
 # Launches, or what leads to them, that are kept of a sort.
 KEPT = 4096
+# CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+CARVEOUT = 9
 
 
 def prepare(
@@ -38,9 +41,24 @@ def prepare(
     metadata = compiled.packed_metadata
     if cluster > 1:
         # What Triton's launcher takes for ``num_ctas``: it launches as many clusters as the grid has programs.
+        _divide_memory(compiled.function)
         num_warps, _, shared = metadata
         grid, metadata = (grid[0] // cluster, *grid[1:]), (num_warps, cluster, shared)
     return launcher(compiled.run, grid, compiled.function, metadata, args)
+
+
+def _divide_memory(function: int) -> None:
+    """Have a multiprocessor's memory divided into 32 KiB of shared memory, and L1 cache, for what ``function`` runs.
+
+    A program begins only where shared memory is as large as its kernel prefers: by the driver's choice, as much as all
+    programs of its kind take that a multiprocessor could run. Beside other kernels, which use none, there are 32 KiB,
+    and a small program with some would wait for their end (CUDA Driver API, "cuFuncSetAttribute":
+    PREFERRED_SHARED_MEMORY_CARVEOUT, in percent; seen in `tests/ops/test_room.py`).
+    """
+    memory = torch.cuda.get_device_properties().shared_memory_per_multiprocessor
+    error = ctypes.CDLL("libcuda.so.1").cuFuncSetAttribute(ctypes.c_void_p(function), CARVEOUT, 100 * 32768 // memory)
+    if error:
+        raise RuntimeError(f"The driver could not divide a multiprocessor's memory ({error}).")
 
 
 def registers(kernel: Any, grid: tuple[int, int, int], *args: Any, early: bool = True, **options: int) -> int:

@@ -4,95 +4,184 @@ A cluster is programs whose numbers follow each other. NVIDIA's GPUs from comput
 time, on multiprocessors that reach each other's shared memory (PTX ISA, "Cluster of Cooperative Thread Arrays");
 `iris.launch.prepare` launches them. The simulator has what is here in `iris.simulator.cluster`; AMD has no clusters.
 
-Each program has an mbarrier, and a place for the numbers of each. Why that is in order: a program comes to the
-cluster's barrier with its mbarrier initialised, and its fence shows that to the cluster (PTX ISA, "membar / fence":
-mbarrier_init); it writes to the others behind that barrier. Numbers are written by asynchronous stores, which count
+It is all about time, which is mostly that of a way to another multiprocessor. So warps of a program do not meet before:
+each adds up what its threads have and tells that to all programs, and each thread adds up what came.
+
+Each program has an mbarrier, and a place for the numbers of each warp of each. Why that is in order: a program comes to
+the cluster's barrier with its mbarrier initialised, and its fence shows that to the cluster (PTX ISA, "membar / fence":
+mbarrier_init); warps write to the others behind that barrier. Numbers are written by asynchronous stores, which count
 their bytes on the receiver's mbarrier when they are there, a release at the cluster's scope; who awaits the bytes
-acquires at that scope (PTX ISA, "st.async", "mbarrier.try_wait"). No program ends without the numbers of all, so nobody
-writes to one that is gone. A launch has one meeting, so nothing is used twice.
+acquires at that scope (PTX ISA, "st.async", "mbarrier.try_wait"). No thread ends without the numbers of all, so nobody
+writes to a program that is gone. A launch has one meeting, so nothing is used twice.
 """
 
 import triton
 import triton.language as tl
+from triton.language.extra import cuda
 
 from iris.language.address import in_simulator
 
+# How sums are formed, and peaks.
+OPERATIONS = tl.constexpr(("add.f32", "max.NaN.f32"))
+
 
 @triton.constexpr_function
-def simulated(value, peak, programs):
+def simulated(values, peaks, programs):
     # Imported here: Triton follows the global names of a constexpr_function.
     from iris.simulator import cluster
 
-    return cluster.meet(value, peak, programs)
+    return cluster.meet(values, peaks, programs)
 
 
 @triton.constexpr_function
-def opening(programs):
-    """An mbarrier that awaits 8 bytes from each program; 16 bytes behind it begin the places."""
+def opening(numbers):
+    """An mbarrier that awaits so many numbers; 16 bytes behind it begin their places."""
     return f"""{{
     .reg .pred first;
     .reg .b32 thread;
-    .shared .align 16 .b8 meeting[{16 + 8 * programs}];
+    .shared .align 16 .b8 meeting[{16 + 4 * numbers}];
     mov.u32 $0, meeting;
     mov.u32 thread, %tid.x;
     setp.eq.u32 first, thread, 0;
     @first mbarrier.init.shared::cta.b64 [meeting], 1;
     @first fence.mbarrier_init.release.cluster;
-    @first mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [meeting], {8 * programs};
+    @first mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [meeting], {4 * numbers};
     barrier.cluster.arrive.relaxed.aligned;
     }}"""
 
 
 @triton.constexpr_function
-def exchange(programs):
-    """Thread k sends to program k. All threads wait, and combine what came in the order of programs."""
-    combined = "".join(
-        f"""
-    ld.shared::cta.v2.f32 {{a, b}}, [$2 + {16 + 8 * program}];
-    add.f32 sum, sum, a;
-    max.NaN.f32 largest, largest, b;"""
-        for program in range(1, programs)
-    )
+def entering(programs, warps, kinds):
+    """Thread k of a warp writes to program k: where its mbarrier is, or 0 if there is none; where the numbers go."""
     return f"""{{
-    .reg .pred sends, complete;
-    .reg .b32 thread, place, meeting;
-    .reg .f32 sum, largest, a, b;
-    barrier.cluster.wait.acquire.aligned;
+    .reg .pred sends;
+    .reg .b32 thread, warp, number;
     mov.u32 thread, %tid.x;
+    shr.u32 warp, thread, 5;
+    and.b32 thread, thread, 31;
     setp.lt.u32 sends, thread, {programs};
-    mov.u32 place, %cluster_ctarank;
-    mad.lo.u32 place, place, 8, $2;
-    @sends mapa.shared::cluster.u32 place, place, thread;
-    @sends mapa.shared::cluster.u32 meeting, $2, thread;
-    @sends st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [place + 16], {{$3, $4}}, [meeting];
-    await:
-    mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 complete, [$2], 0;
-    @!complete bra await;
-    ld.shared::cta.v2.f32 {{sum, largest}}, [$2 + 16];{combined}
-    mov.f32 $0, sum;
-    mov.f32 $1, largest;
+    mov.u32 $0, 0;
+    @sends mapa.shared::cluster.u32 $0, $2, thread;
+    mov.u32 number, %cluster_ctarank;
+    mad.lo.u32 number, number, {warps}, warp;
+    mad.lo.u32 $1, number, {4 * kinds}, $0;
+    add.u32 $1, $1, 16;
+    barrier.cluster.wait.acquire.aligned;
     }}"""
 
 
+@triton.constexpr_function
+def combined(operation, names):
+    """Leaves in the first register what comes of all, two by two, so that few additions wait for each other."""
+    code, apart = "", 1
+    while apart < len(names):
+        for one, other in zip(names[:: 2 * apart], names[apart :: 2 * apart], strict=False):
+            code += f"{operation} {one}, {one}, {other};\n"
+        apart *= 2
+    return code
+
+
+@triton.constexpr_function
+def telling(share, kinds):
+    """Of each kind a thread has a ``share`` of the values. Operands: nothing, mbarriers, places, values, peaks."""
+    names = [[f"own{kind}_{k}" for k in range(share)] for kind in range(kinds)]
+    code = ""
+    for kind, own in enumerate(names):
+        code += "".join(f".reg .b32 {x};\nmov.b32 {x}, ${(3 + kind) * share + k};\n" for k, x in enumerate(own))
+        code += combined(OPERATIONS[kind], own)
+    for apart in (16, 8, 4, 2, 1):
+        for kind in range(kinds):
+            own = names[kind][0]
+            code += f"shfl.sync.bfly.b32 other, {own}, {apart}, 31, -1;\n{OPERATIONS[kind]} {own}, {own}, other;\n"
+    vector, told = (".v2", "{own0_0, own1_0}") if kinds == 2 else ("", "own0_0")
+    return f"""{{
+    .reg .pred sends;
+    .reg .b32 other;
+    {code}
+    setp.ne.u32 sends, ${share}, 0;
+    @sends st.async.weak.shared::cluster.mbarrier::complete_tx::bytes{vector}.b32 [${2 * share}], {told}, [${share}];
+    {"".join(f"mov.b32 ${k}, 0;" for k in range(share))}
+    }}"""
+
+
+@triton.constexpr_function
+def hearing(numbers, kinds):
+    """All threads wait, and combine what came in the same order."""
+    names, wide = [f"told{k}" for k in range(numbers)], min(4, numbers)
+    code = "".join(
+        f"ld.shared::cta.v{wide}.b32 {{{', '.join(names[k : k + wide])}}}, [${kinds} + {16 + 4 * k}];\n"
+        for k in range(0, numbers, wide)
+    )
+    for kind in range(kinds):
+        code += combined(OPERATIONS[kind], names[kind::kinds]) + f"mov.b32 ${kind}, {names[kind]};\n"
+    return f"""{{
+    .reg .pred complete;
+    .reg .b32 {", ".join(names)};
+    await:
+    mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 complete, [${kinds}], 0;
+    @!complete bra await;
+    {code}
+    }}"""
+
+
+@triton.constexpr_function
+def operands(outputs, inputs):
+    """The constraints of so many registers."""
+    return ",".join(["=&r"] * outputs + ["r"] * inputs + ["~{memory}"])
+
+
 @triton.jit
-def open_meeting(PROGRAMS: tl.constexpr):
-    """Where the memory of a meeting is. All `PROGRAMS` of the cluster call this, once, before `meet`."""
+def open_meeting(PROGRAMS: tl.constexpr, PEAKS: tl.constexpr):
+    """Where the memory of a meeting is. All `PROGRAMS` of the cluster, 16 at most, call this, and `enter`, and `meet`.
+
+    ``PEAKS``: whether they look for a largest value, too.
+    """
     if in_simulator():
         return 0
     else:
-        return tl.inline_asm_elementwise(opening(PROGRAMS), "=r,~{memory}", [], dtype=tl.int32, is_pure=False, pack=1)
+        code: tl.constexpr = opening(PROGRAMS * cuda.num_warps() * (1 + PEAKS))
+        return tl.inline_asm_elementwise(code, operands(1, 0), [], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
-def meet(meeting, value, peak, PROGRAMS: tl.constexpr):
-    """The sum of all programs' float32 ``value`` and the largest ``peak``, NaN if one is: the same bits in all of them.
+def enter(meeting, PROGRAMS: tl.constexpr, PEAKS: tl.constexpr):
+    """Wait until all have opened it. Returns what `meet` wants to know, which is another thing in each thread."""
+    if in_simulator():
+        return 0, 0
+    else:
+        code: tl.constexpr = entering(PROGRAMS, cuda.num_warps(), 1 + PEAKS)
+        return tl.inline_asm_elementwise(
+            code, operands(2, 1), [meeting], dtype=(tl.int32, tl.int32), is_pure=False, pack=1
+        )
 
-    All of the cluster call this, or none. 8 bytes from each to each, in one step.
+
+@triton.jit
+def meet(meeting, entered, values, peaks, PROGRAMS: tl.constexpr, PEAKS: tl.constexpr):
+    """The sum of all programs' float32 ``values`` and, with ``PEAKS``, the largest of their ``peaks``, NaN if one is.
+
+    The same bits in all of them. Blocks of one dimension, with an element for each thread or more. 4 or 8 bytes from
+    each warp to each program, in one step.
     """
     if in_simulator():
-        return simulated(value, peak, PROGRAMS)
+        return simulated(values, peaks if PEAKS else tl.zeros_like(values), PROGRAMS)
     else:
-        return tl.inline_asm_elementwise(
-            exchange(PROGRAMS), "=f,=f,r,f,f,~{memory}", [meeting, value, peak], dtype=(tl.float32, tl.float32),
-            is_pure=False, pack=1,
-        )  # fmt: skip
+        # What a thread has of a block are the operands of one piece of code: each element is in one thread, wherever.
+        share: tl.constexpr = values.shape[0] // cuda.num_threads()
+        numbers: tl.constexpr = PROGRAMS * cuda.num_warps() * (1 + PEAKS)
+        if PEAKS:
+            tl.inline_asm_elementwise(
+                telling(share, 2), operands(share, 4 * share), [entered[0], entered[1], values, peaks],
+                dtype=tl.int32, is_pure=False, pack=share,
+            )  # fmt: skip
+            return tl.inline_asm_elementwise(
+                hearing(numbers, 2), operands(2, 1), [meeting], dtype=(tl.float32, tl.float32), is_pure=False, pack=1
+            )
+        else:
+            tl.inline_asm_elementwise(
+                telling(share, 1), operands(share, 3 * share), [entered[0], entered[1], values],
+                dtype=tl.int32, is_pure=False, pack=share,
+            )  # fmt: skip
+            total = tl.inline_asm_elementwise(
+                hearing(numbers, 1), operands(1, 1), [meeting], dtype=tl.float32, is_pure=False, pack=1
+            )
+            return total, 0.0

@@ -20,14 +20,16 @@ A sum is rounded to the input's type, as an all-reduce would, and what follows i
 
 import triton
 import triton.language as tl
+from triton.language.extra import cuda
 
 from iris.ccl.combine import PROPAGATE
 from iris.ccl.push import SLOTS, triton_push
 from iris.language.address import triton_translate
-from iris.language.cluster import meet, open_meeting
+from iris.language.cluster import enter, meet, open_meeting
 from iris.language.context import DeviceContext
 from iris.language.ordering import triton_ordering
 from iris.language.stamped import elements_per_word, triton_stamped
+from iris.language.target import on_nvidia
 
 add_up, peers, region = triton_push.add_up, triton_push.peers, triton_push.region
 follow_predecessor, admit_successor, keep = (
@@ -45,14 +47,14 @@ AHEAD = tl.constexpr(1)
 
 @triton.jit
 def normalise(
-    x, squares, peak, gain, at, inside, residual, out, scale, row_scales, row, leads, eps,
+    x, squares, peak, gain, at, inside, residual, out, divisor, row_scales, row, leads, eps,
     H: tl.constexpr, ADDS: tl.constexpr, SCALED: tl.constexpr, BY_ROW: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
     """Finish what is ``at`` some place in a row.
 
     ``x``: sums and residuals; ``gain``: the weight. ``squares``: the sum of x * x over the row, ``peak``: the largest
-    absolute value of x * gain. ``leads``: this program writes what a row has once. ``LARGEST``: of what ``out`` can
-    hold, if that is fp8; else 0.
+    absolute value of x * gain; ``divisor``: the given scale. ``leads``: this program writes what a row has once.
+    ``LARGEST``: of what ``out`` can hold, if that is fp8; else 0.
     """
     shrink = tl.rsqrt(squares / H + eps)
     y = x * shrink * gain
@@ -62,7 +64,7 @@ def normalise(
         tl.store(row_scales + row, factor, mask=leads)
         y = y / factor
     if SCALED:
-        y = y / tl.load(scale)
+        y = y / divisor
     if LARGEST > 0:
         y = tl.maximum(y, -LARGEST, propagate_nan=PROPAGATE)
         y = tl.minimum(y, LARGEST, propagate_nan=PROPAGATE)
@@ -83,17 +85,30 @@ def share(partials, value, piece, stamp, PIECES: tl.constexpr, LANES: tl.constex
 
 @triton.jit
 def over_the_row(
-    squares, peak, meeting, partials, piece, stamp, BY_ROW: tl.constexpr,
+    squares, heights, meeting, entered, partials, piece, stamp, BY_ROW: tl.constexpr,
     PIECES: tl.constexpr, LANES: tl.constexpr, CLUSTERED: tl.constexpr, rank, record,
 ):  # fmt: skip
-    """The sum of all pieces' ``squares``, and the largest ``peak``. ``partials``: the row's, for either of them."""
+    """The sum of all pieces' ``squares``, and the largest of their ``heights``. ``partials``: the row's, for either."""
     if CLUSTERED:
-        squares, peak = meet(meeting, squares, peak, PIECES)
-    elif PIECES > 1:
-        squares = tl.sum(share(partials, squares, piece, stamp, PIECES, LANES, rank, record), axis=0)
-        if BY_ROW:
-            peak = tl.max(share(partials + PIECES, peak, piece, stamp, PIECES, LANES, rank, record), axis=0)
-    return squares, peak
+        total, peak = meet(meeting, entered, squares, heights, PIECES, BY_ROW)
+    else:
+        total, peak = tl.sum(squares, axis=0), tl.max(heights, axis=0) if BY_ROW else 0.0
+        if PIECES > 1:
+            total = tl.sum(share(partials, total, piece, stamp, PIECES, LANES, rank, record), axis=0)
+            if BY_ROW:
+                peak = tl.max(share(partials + PIECES, peak, piece, stamp, PIECES, LANES, rank, record), axis=0)
+    return total, peak
+
+
+@triton.jit
+def widen(x):
+    """``x`` in float32. On NVIDIA from pairs of bf16, which one fast instruction has rounded, and not a slow one each."""
+    if on_nvidia() and x.dtype == tl.bfloat16 and x.shape[0] >= 2 * cuda.num_threads():
+        return tl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=&r,=r,r", [x], dtype=tl.float32, is_pure=True, pack=2
+        )
+    else:
+        return x.to(tl.float32)
 
 
 @triton.jit
@@ -137,7 +152,7 @@ def one_shot_rms_norm(
     """
     ctx = DeviceContext.initialize(context_tensor, num_ranks=W)
     rank, bases = ctx.cur_rank, peers(ctx, W)
-    meeting = open_meeting(PIECES) if CLUSTERED else 0
+    meeting = open_meeting(PIECES, BY_ROW) if CLUSTERED else 0
     follow_predecessor()
     if EARLY:
         admit_successor()
@@ -152,31 +167,33 @@ def one_shot_rms_norm(
         own = tl.load(input + at, mask=inside)
         added = load_or_zero(residual, at, inside, ADDS)
         gain = tl.load(weight + columns, mask=inside, other=0)
+        divisor = tl.load(scale) if SCALED else 1.0
         parts = region(slots, room * PIECES, unit, epoch, W * PIECE)
         for distance in tl.static_range(1, W):
             to = triton_translate(parts + rank * PIECE, ctx.base, bases[distance - 1])
             event = ctx.tracing.begin_move("store", parts + i, (rank + distance) % W, inside)
             send_marked(to + i, own, inside)
             ctx.tracing.record_event_end(event)
-        event = ctx.tracing.begin_wait_for_data(parts, rank)
-        total = add_up(parts, own, words, H - piece * PIECE, rank, W, PIECE, "sum", ctx._record())
-        ctx.tracing.record_event_end(event)
-        # What the last call's slot held was read in that call, so it can be cleared beside the meeting.
+        # While the data are under way. What the last call's slot held was read in that call.
         old = region(slots, room * PIECES, unit, epoch + (SLOTS - 1), W * PIECE)
         for s in tl.static_range(W):
             clear_marked(old + s * PIECE + i, inside & (rank != s))
-        x = tl.where(inside, total.to(tl.float32), 0) + added.to(tl.float32)
-        gain = gain.to(tl.float32)
+        keep(epochs + unit, (epoch + 1) % SLOTS)
+        entered = enter(meeting, PIECES, BY_ROW) if CLUSTERED else 0
+        event = ctx.tracing.begin_wait_for_data(parts, rank)
+        total = add_up(parts, own, words, H - piece * PIECE, rank, W, PIECE, "sum", ctx._record())
+        ctx.tracing.record_event_end(event)
+        x = tl.where(inside, widen(total), 0) + widen(added)
+        gain = widen(gain)
         squares, peak = over_the_row(
-            tl.sum(x * x, axis=0), tl.max(tl.abs(x * gain), axis=0) if BY_ROW else 0.0,
-            meeting, partials + 2 * row * PIECES, piece, epoch + 1, BY_ROW, PIECES, LANES, CLUSTERED,
+            x * x, tl.abs(x * gain) if BY_ROW else 0.0,
+            meeting, entered, partials + 2 * row * PIECES, piece, epoch + 1, BY_ROW, PIECES, LANES, CLUSTERED,
             rank, ctx._record(),
         )  # fmt: skip
         normalise(
-            x, squares, peak, gain, at, inside, residual, out, scale, row_scales, row, piece == 0, eps,
+            x, squares, peak, gain, at, inside, residual, out, divisor, row_scales, row, piece == 0, eps,
             H, ADDS, SCALED, BY_ROW, LARGEST,
         )  # fmt: skip
-        keep(epochs + unit, (epoch + 1) % SLOTS)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -218,7 +235,7 @@ def two_shot_rms_norm(
     """
     ctx = DeviceContext.initialize(context_tensor, num_ranks=W)
     rank, bases = ctx.cur_rank, peers(ctx, W)
-    meeting = open_meeting(PIECES) if CLUSTERED else 0
+    meeting = open_meeting(PIECES, BY_ROW) if CLUSTERED else 0
     follow_predecessor()
     if EARLY:
         admit_successor()
@@ -232,7 +249,9 @@ def two_shot_rms_norm(
     begin = piece * W * PART
     inside = (j < W * PART) & (begin + j < H)
     gain = tl.load(weight + begin + j, mask=inside, other=0)
+    divisor = tl.load(scale) if SCALED else 1.0
     steps = (rows * PIECES - first + stride - 1) // stride
+    entered = enter(meeting, PIECES, BY_ROW) if CLUSTERED else 0
     for step in range(0, steps + 2 * AHEAD):
         # Loaded long before it is wanted.
         done = first + (step - 2 * AHEAD) * stride
@@ -282,14 +301,14 @@ def two_shot_rms_norm(
             old = region(slots, room * PIECES, done, epoch + (SLOTS - 1), REGION)
             clear_marked(old + j, (j < W * PART) & (j // PART != rank))
             clear_marked(old + W * PART + j, inside)
-            x = tl.where(inside, total.to(tl.float32), 0) + added.to(tl.float32)
+            x = tl.where(inside, widen(total), 0) + widen(added)
             squares, peak = over_the_row(
-                tl.sum(x * x, axis=0), tl.max(tl.abs(x * gain), axis=0) if BY_ROW else 0.0,
-                meeting, partials + 2 * (done - piece), piece, epoch + 1, BY_ROW, PIECES, LANES, CLUSTERED,
+                x * x, tl.abs(x * gain) if BY_ROW else 0.0,
+                meeting, entered, partials + 2 * (done - piece), piece, epoch + 1, BY_ROW, PIECES, LANES, CLUSTERED,
                 rank, ctx._record(),
             )  # fmt: skip
             normalise(
-                x, squares, peak, gain.to(tl.float32), at, inside, residual, out, scale, row_scales, done // PIECES,
+                x, squares, peak, gain.to(tl.float32), at, inside, residual, out, divisor, row_scales, done // PIECES,
                 piece == 0, eps, H, ADDS, SCALED, BY_ROW, LARGEST,
             )  # fmt: skip
             keep(epochs + done, (epoch + 1) % SLOTS)
@@ -306,12 +325,13 @@ def rms_norm(
     j = tl.arange(0, ROW)
     inside = j < H
     gain = tl.load(weight + j, mask=inside, other=0).to(tl.float32)
+    divisor = tl.load(scale) if SCALED else 1.0
     for row in range(tl.program_id(0), rows, tl.num_programs(0)):
         at = row.to(tl.int64) * H + j
         added = load_or_zero(residual, at, inside, ADDS).to(tl.float32)
         x = tl.load(input + at, mask=inside, other=0).to(tl.float32) + added
         peak = tl.max(tl.abs(x * gain), axis=0) if BY_ROW else 0.0
         normalise(
-            x, tl.sum(x * x, axis=0), peak, gain, at, inside, residual, out, scale, row_scales, row, True, eps,
+            x, tl.sum(x * x, axis=0), peak, gain, at, inside, residual, out, divisor, row_scales, row, True, eps,
             H, ADDS, SCALED, BY_ROW, LARGEST,
         )  # fmt: skip

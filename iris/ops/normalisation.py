@@ -23,22 +23,20 @@ DEBUGGING = debugging()
 
 SUMMED = (torch.float16, torch.bfloat16, torch.float32)
 NARROW = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
-# Elements of a row that a program has at least. Columns of a row at most: one program's registers hold it.
-SMALLEST_PIECE = 256
+# Elements of a row that a program adds up at least. Columns of a row at most: one program's registers hold it.
+SMALLEST_PART = 256
 MOST_COLUMNS = 32768
 MOST_WARPS = 8
 # Registers of a thread, on NVIDIA: a multiprocessor of these has room for 16 warps (CUDA C++ Programming Guide,
 # "Compute Capabilities": 65536 registers). A launch has half of the warps; or a third, if the next launch of its stream
 # may take places before its turn: see `iris.ccl.communicator.ALL_REGISTERS`.
 REGISTERS, WARPS, EARLY_WARPS = 128, 8, 5
-# Warps of a program in a cluster, whose programs begin together or not at all. With two of them each takes an eighth of
-# a multiprocessor's registers at most, a warp a quarter of a partition's, which collectives leave in each of the four
-# (`iris.ccl.communicator.MOST_REGISTERS`). And a program begins on a multiprocessor only where the memory that shared
-# memory and L1 cache divide is divided for as many of its kind as there could be: for 25 of 1.25 KiB by the registers
-# of two warps, not for 32 as with one; 32 KiB are there beside kernels that use none (`tests/ops/test_room.py`).
-# Bytes that a thread holds there at most: in one shot of the pieces of all ranks; and of one piece and what is computed
-# from it, which is four times as much.
-CLUSTER_WARPS, CLUSTER_BYTES = 2, 256
+# Bytes that a thread of a program in a cluster holds at most: in one shot of the pieces of all ranks; and of one piece
+# and what is computed from it, which is four times as much. Such a program has no more warps than that asks for, since
+# they have to agree in every round of polling; and two at most: programs of a cluster begin together or not at all, and
+# of two warps each takes an eighth of a multiprocessor's registers at most, a warp a quarter of a partition's, which
+# collectives leave in each of the four (`iris.ccl.communicator.MOST_REGISTERS`).
+CLUSTER_BYTES, CLUSTER_WARPS = 256, 2
 
 Launch = Callable[["Rows", float, int | None], None]
 """Called with a call like the one it was made for, `eps` and the stream's handle."""
@@ -135,26 +133,29 @@ def divide(variant: str, size: int, room: int, columns: int, itemsize: int, sms:
     # At least as many words as a warp has threads: each polls one of its own (`iris.language.stamped`).
     fewest = threads * max(1, 4 // itemsize)
     ranks = 1 if variant == "one_shot" else size
-    most = SIMULATED_PROGRAMS if sms is None else 2 * sms
+
+    def held(piece: int) -> int:
+        """Bytes, of all ranks' parts or of what comes of them."""
+        return piece * itemsize * max(4, size if variant == "one_shot" else 1)
 
     def cut(clustered: bool) -> Division:
         """Into as many pieces as there may be."""
-        least_warps, most_warps = (CLUSTER_WARPS, CLUSTER_WARPS) if clustered else (1, MOST_WARPS)
-        most_pieces = cluster if clustered else most
-        least = least_warps * fewest
-        smallest, pieces = max(SMALLEST_PIECE, ranks * least), 1
-        while 2 * pieces * smallest <= power_of_two(columns) and 2 * pieces <= min(most_pieces, most // room):
+        programs = SIMULATED_PROGRAMS if sms is None else (4 if clustered else 2) * sms
+        most_pieces = min(cluster, programs // room) if clustered else programs // room
+        pieces = 1
+        while 2 * pieces * ranks * SMALLEST_PART <= power_of_two(columns) and 2 * pieces <= most_pieces:
             pieces *= 2
         if variant == "one_shot":
-            piece = part = block = max(least, power_of_two(columns) // pieces)
+            piece = part = block = max(fewest, power_of_two(columns) // pieces)
             # 16 bytes a thread of what is polled; or 32 of a piece if each thread still polls a word.
             share = block * itemsize // 16
         else:
             # Parts begin at multiples of 16 bytes.
             part = -(-columns // (8 * pieces * ranks)) * 8
-            piece, block = max(least, power_of_two(ranks * part)), max(least, power_of_two(part))
+            piece, block = max(fewest, power_of_two(ranks * part)), max(fewest, power_of_two(part))
             share = min(piece * itemsize // 32, block * itemsize // 4)
-        warps = max(least_warps, min(most_warps, share // threads))
+        most_warps = max(1, held(piece) // (threads * CLUSTER_BYTES)) if clustered else MOST_WARPS
+        warps = max(1, min(most_warps, share // threads))
         # Pieces of a row are under way together, so there must be room for all programs.
         while sms is not None and pieces > 1 and warps > 1 and room * pieces * warps > WARPS * sms:
             warps //= 2
@@ -162,8 +163,7 @@ def divide(variant: str, size: int, room: int, columns: int, itemsize: int, sms:
 
     # Fewer pieces that meet in shared memory are faster than more that meet in L2.
     division = cut(clustered=True)
-    held = division.piece * itemsize * max(4, size if variant == "one_shot" else 1)
-    fits = held <= CLUSTER_WARPS * threads * CLUSTER_BYTES
+    fits = held(division.piece) <= division.warps * threads * CLUSTER_BYTES and division.warps <= CLUSTER_WARPS
     return division if division.pieces > 1 and fits else cut(clustered=False)
 
 

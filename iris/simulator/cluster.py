@@ -37,14 +37,13 @@ class Meeting:
             grid.observe("cluster meeting", where, self.told.copy(), tl.int32, lambda: False, waits_for=waits_for)
 
 
-def meet(value: tl.tensor, peak: tl.tensor | float, programs: int) -> tuple[tl.tensor, tl.tensor]:
-    """The sum of all ``value`` and the largest ``peak``: the same bits in all programs."""
+def meet(values: tl.tensor, peaks: tl.tensor, programs: int) -> tuple[tl.tensor, tl.tensor]:
+    """The sum of all ``values`` and the largest of ``peaks``: the same bits in all programs."""
     task = grid.current()
     (x, y, z), (columns, rows, _) = task.index, task.launch.dims
     number = (z * rows + y) * columns + x
     meeting = task.launch.meetings.setdefault(number // programs, Meeting(programs))
-    numbers = (told.handle.data.item() if isinstance(told, tl.tensor) else told for told in (value, peak))
-    meeting.tell(number % programs, *numbers)
+    meeting.tell(number % programs, np.add.reduce(values.handle.data), np.maximum.reduce(peaks.handle.data))
     meeting.wait()
     return tuple(
         tl.tensor(TensorHandle(operation.reduce(told)[None], tl.float32), tl.float32)

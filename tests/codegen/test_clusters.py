@@ -1,25 +1,44 @@
 """How programs of a cluster meet, in the code for a GPU that has clusters."""
 
 import pytest
+import torch
 
 from codegen.offline import compile_for
 from codegen.test_every_kernel import ARGUMENTS, OPERATIONS, ROWS
 from iris.ops.all_reduce_rms_norm import one_shot_rms_norm, two_shot_rms_norm
 
-PIECES = 16
-ARRIVES = f"mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [meeting], {8 * PIECES};"
-BEFORE_THE_LAUNCHS_TURN = [
-    "mbarrier.init", "fence.mbarrier_init.release.cluster", ARRIVES, "barrier.cluster.arrive.relaxed",
-]  # fmt: skip
-BEHIND_THE_DATA = ["barrier.cluster.wait.acquire", "st.async", "mbarrier.try_wait.parity.acquire.cluster"]
-IN_ORDER = [*BEFORE_THE_LAUNCHS_TURN, "griddepcontrol.wait", *BEHIND_THE_DATA]
+
+def compiled(kernel, pieces, warps, **more):
+    cluster = {"CLUSTERED": True, "PIECES": pieces, "PIECE": 512, "PART": 128, "BLOCK": 128, "LANES": 64}
+    given = ARGUMENTS | OPERATIONS | ROWS | cluster | more
+    return compile_for("sm_90", kernel, *[given[name] for name in kernel.arg_names], num_warps=warps)
 
 
+@pytest.mark.parametrize(("pieces", "warps", "by_row"), [(2, 1, False), (4, 1, True), (8, 2, True), (16, 2, False)])
 @pytest.mark.parametrize("kernel", [one_shot_rms_norm, two_shot_rms_norm], ids=["one shot", "two shot"])
-def test_programs_of_a_row_meet_once_in_shared_memory(kernel):
-    cluster = {"CLUSTERED": True, "PIECES": PIECES, "PIECE": 256, "PART": 64, "BLOCK": 64, "LANES": 32}
-    given = ARGUMENTS | OPERATIONS | ROWS | cluster
-    text = compile_for("sm_90", kernel, *[given[name] for name in kernel.arg_names]).text
-    places = [text.index(instruction) for instruction in IN_ORDER]
+def test_programs_of_a_row_meet_once_in_shared_memory(kernel, pieces, warps, by_row):
+    nbytes = 4 * (1 + by_row) * warps * pieces
+    in_order = [
+        "mbarrier.init", "fence.mbarrier_init.release.cluster",
+        f"mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [meeting], {nbytes};",
+        "barrier.cluster.arrive.relaxed",
+        # What follows is behind the launch before this one.
+        "griddepcontrol.wait", "barrier.cluster.wait.acquire", "st.async",
+        "mbarrier.try_wait.parity.acquire.cluster",
+    ]  # fmt: skip
+    code = compiled(kernel, pieces, warps, BY_ROW=by_row)
+    assert code.instructions(), "the assembler takes it"
+    places = [code.text.index(instruction) for instruction in in_order]
     assert places == sorted(places)
-    assert all(text.count(instruction) == 1 for instruction in IN_ORDER)
+    assert all(code.text.count(instruction) == 1 for instruction in in_order)
+
+
+def test_a_row_of_bf16_is_rounded_by_pairs_and_no_warp_waits_for_another_behind_its_data():
+    tensors = {name: torch.zeros(64, dtype=torch.bfloat16) for name in ("input", "residual", "weight", "out")}
+    code = compiled(
+        one_shot_rms_norm, 16, 2, slots=torch.zeros(64, dtype=torch.int16), BY_ROW=False, **tensors
+    ).instructions()
+    told = next(number for number, line in enumerate(code) if "STAS" in line)
+    *_, last_barrier = (number for number, line in enumerate(code) if "BAR.SYNC" in line)
+    assert not any("F2F." in line for line in code)
+    assert any("F2FP.BF16" in line for line in code[last_barrier:told]) and last_barrier < told

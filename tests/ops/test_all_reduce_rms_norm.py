@@ -19,7 +19,7 @@ from iris.ops import functional, normalisation
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 EPS = 1e-5
-# By the all-reduce's variant: rows and columns. Rows that several programs share, in the second case so that the last
+# By the all-reduce's variant: rows and columns. Rows that several programs share, in the first case so that the last
 # program gets nothing; more rows than programs, as short as can be; rows whose last part is shorter, and more of them
 # than programs; and what is left to an all-reduce and a kernel behind it.
 SHAPES = [
@@ -357,14 +357,14 @@ def test_programs_that_wait_for_each_other_all_have_a_place():
         if division.pieces > 1:
             assert room * division.pieces * division.warps <= normalisation.WARPS * SMS
         if division.clustered:
-            assert 1 < division.pieces <= cluster and division.warps == normalisation.CLUSTER_WARPS
+            assert 1 < division.pieces <= cluster and division.warps <= normalisation.CLUSTER_WARPS
 
 
 @pytest.mark.parametrize(
     "variant, room, columns, pieces, warps",
     [
-        ("one_shot", 1, 4096, 16, 2), ("one_shot", 16, 8192, 16, 2), ("two_shot_push", 32, 8192, 8, 2),
-        ("two_shot_push", 64, 8192, 4, 2), ("two_shot_push", 1024, 8192, 1, 8),
+        ("one_shot", 1, 4096, 16, 1), ("one_shot", 16, 8192, 16, 1), ("two_shot_push", 32, 8192, 8, 1),
+        ("two_shot_push", 128, 8192, 4, 2), ("two_shot_push", 1024, 8192, 1, 8),
     ],
 )  # fmt: skip
 def test_few_rows_have_several_programs_each(variant, room, columns, pieces, warps):

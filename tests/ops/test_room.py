@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 
 from iris.ccl.communicator import MOST_REGISTERS
+from iris.language.cluster import enter, meet, open_meeting
+from iris.launch import addresses, prepare
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="the simulator has room for all")
 # Programs on each multiprocessor, and their threads. Elements that each of these holds.
@@ -44,15 +46,19 @@ def until(condition, seconds):
     return condition()
 
 
-def beside(ctx, rows, columns, cluster, shared):
-    comm = ctx.ccl.communicator()
-    largest = comm.largest_cluster
-    comm.largest_cluster = min(cluster, largest)
-    ctx.ops._all_reduce_rms_norm._launches.clear()
+@triton.jit
+def meet_once(out, N: tl.constexpr):
+    """A cluster whose programs take so few registers that a multiprocessor could run as many as it ever does."""
+    meeting = open_meeting(N, False)
+    entered = enter(meeting, N, False)
+    total, _ = meet(meeting, entered, tl.arange(0, 32) + tl.program_id(0).to(tl.float32), 0.0, N, False)
+    tl.store(out + tl.program_id(0), total)
+
+
+def begins_beside(ctx, enqueue, out, shared):
+    """``enqueue`` what writes ``out`` while other kernels hold all they may, and wait."""
     flag, began = torch.ones(1, dtype=torch.int32).pin_memory(), torch.zeros(1, dtype=torch.int32, device=ctx.device)
     memory = torch.zeros(ELEMENTS * THREADS + shared, device=ctx.device)
-    x = torch.ones(rows, columns, dtype=torch.bfloat16, device=ctx.device)
-    out, weight = torch.zeros_like(x), torch.ones_like(x[0])
     holding, calling, asking = (torch.cuda.Stream() for _ in range(3))
     programs = PROGRAMS * ctx.get_cu_count()
 
@@ -64,7 +70,7 @@ def beside(ctx, rows, columns, cluster, shared):
 
     def call():
         with torch.cuda.stream(calling):
-            ctx.ops.all_reduce_rms_norm(out, x, weight)
+            enqueue()
             return calling.record_event()
 
     def all_hold():
@@ -85,10 +91,23 @@ def beside(ctx, rows, columns, cluster, shared):
     finally:
         flag.fill_(1)
         torch.cuda.synchronize()
-        comm.largest_cluster = largest
-        ctx.ops._all_reduce_rms_norm._launches.clear()
     assert held and waited, "the other kernel did not hold what it should"
     assert done, "the call waited until the other kernel had ended"
+
+
+def norm_beside(ctx, rows, columns, cluster, shared):
+    comm = ctx.ccl.communicator()
+    largest = comm.largest_cluster
+    comm.largest_cluster = min(cluster, largest)
+    ctx.ops._all_reduce_rms_norm._launches.clear()
+    x = torch.ones(rows, columns, dtype=torch.bfloat16, device=ctx.device)
+    out, weight = torch.zeros_like(x), torch.ones_like(x[0])
+
+    try:
+        begins_beside(ctx, lambda: ctx.ops.all_reduce_rms_norm(out, x, weight), out, shared)
+    finally:
+        comm.largest_cluster = largest
+        ctx.ops._all_reduce_rms_norm._launches.clear()
     torch.testing.assert_close(out, torch.ones_like(out))
 
 
@@ -96,7 +115,25 @@ def beside(ctx, rows, columns, cluster, shared):
 @pytest.mark.parametrize("cluster", [1, 8, 16])
 @pytest.mark.parametrize("rows, columns", [(1, 4096), (16, 8192)])
 def test_it_begins_beside_kernels_that_wait(ranks, rows, columns, cluster, shared):
-    ranks.run(beside, rows, columns, cluster, shared)
+    ranks.run(norm_beside, rows, columns, cluster, shared)
+
+
+def cluster_beside(ctx, cluster, shared):
+    out = torch.zeros(cluster, device=ctx.device)
+    launch = prepare(meet_once, (cluster, 1, 1), out, cluster, cluster=cluster, early=False, num_warps=1)
+
+    def meeting():
+        launch(torch.cuda.current_stream().cuda_stream, addresses((out, cluster)))
+
+    begins_beside(ctx, meeting, out, shared)
+    # The numbers of 32 threads, and what each program adds to all of its own.
+    assert (out == cluster * 496 + 16 * cluster * (cluster - 1)).all()
+
+
+@pytest.mark.parametrize("shared", [0, 4096])
+@pytest.mark.parametrize("cluster", [2, 8, 16])
+def test_so_do_programs_of_a_cluster_that_are_small(ranks, cluster, shared):
+    ranks.run(cluster_beside, cluster, shared)
 
 
 def crossing(ctx, collective, rows, columns):
