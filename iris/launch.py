@@ -51,9 +51,10 @@ def _divide_memory(function: int) -> None:
     """Have a multiprocessor's memory divided into 32 KiB of shared memory, and L1 cache, for what ``function`` runs.
 
     A program begins only where shared memory is as large as its kernel prefers: by the driver's choice, as much as all
-    programs of its kind take that a multiprocessor could run. Beside other kernels, which use none, there are 32 KiB,
-    and a small program with some would wait for their end (CUDA Driver API, "cuFuncSetAttribute":
-    PREFERRED_SHARED_MEMORY_CARVEOUT, in percent; seen in `tests/ops/test_room.py`).
+    programs of its kind take that a multiprocessor could run. A multiprocessor on which kernels without shared memory
+    run has 32 KiB of it, where a small program with some would wait for their end (CUDA Driver API,
+    "cuFuncSetAttribute": PREFERRED_SHARED_MEMORY_CARVEOUT, in percent, for which the next larger size is taken; seen in
+    `tests/ops/test_room.py`).
     """
     memory = torch.cuda.get_device_properties().shared_memory_per_multiprocessor
     error = ctypes.CDLL("libcuda.so.1").cuFuncSetAttribute(ctypes.c_void_p(function), CARVEOUT, 100 * 32768 // memory)

@@ -132,10 +132,11 @@ def operands(outputs, inputs):
 
 @triton.jit
 def open_meeting(PROGRAMS: tl.constexpr, PEAKS: tl.constexpr):
-    """Where the memory of a meeting is. All `PROGRAMS` of the cluster, 16 at most, call this, and `enter`, and `meet`.
+    """Where the memory of a meeting is. All `PROGRAMS` of the cluster call this, and `enter`, and `meet`.
 
-    ``PEAKS``: whether they look for a largest value, too.
+    They are 2, 4, 8 or 16. ``PEAKS``: whether they look for a largest value, too.
     """
+    tl.static_assert(PROGRAMS == 2 or PROGRAMS == 4 or PROGRAMS == 8 or PROGRAMS == 16, "2, 4, 8 or 16 programs meet")
     if in_simulator():
         return 0
     else:
@@ -167,6 +168,7 @@ def meet(meeting, entered, values, peaks, PROGRAMS: tl.constexpr, PEAKS: tl.cons
     else:
         # What a thread has of a block are the operands of one piece of code: each element is in one thread, wherever.
         share: tl.constexpr = values.shape[0] // cuda.num_threads()
+        tl.static_assert(share > 0, "there must be a value for each thread")
         numbers: tl.constexpr = PROGRAMS * cuda.num_warps() * (1 + PEAKS)
         if PEAKS:
             tl.inline_asm_elementwise(

@@ -102,7 +102,10 @@ def over_the_row(
 
 @triton.jit
 def widen(x):
-    """``x`` in float32. On NVIDIA from pairs of bf16, which one fast instruction has rounded, not a slow one each."""
+    """``x`` in float32. On NVIDIA bf16 is taken by pairs, so that what rounded it, in front of this, makes pairs too.
+
+    That is one fast instruction, F2FP, and not a slow one for each element, F2F.
+    """
     if on_nvidia() and x.dtype == tl.bfloat16 and x.shape[0] >= 2 * cuda.num_threads():
         return tl.inline_asm_elementwise(
             "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=&r,=r,r", [x], dtype=tl.float32, is_pure=True, pack=2

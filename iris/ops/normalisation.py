@@ -23,8 +23,9 @@ DEBUGGING = debugging()
 
 SUMMED = (torch.float16, torch.bfloat16, torch.float32)
 NARROW = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
-# Elements of a row that a program adds up at least. Columns of a row at most: one program's registers hold it.
-SMALLEST_PART = 256
+# Elements of a row that a program has at least, in one shot, and twice as many in two; and of them that a rank adds up.
+SMALLEST_PIECE, SMALLEST_PART = 256, 128
+# Columns of a row at most: one program's registers hold it.
 MOST_COLUMNS = 32768
 MOST_WARPS = 8
 # Registers of a thread, on NVIDIA: a multiprocessor of these has room for 16 warps (CUDA C++ Programming Guide,
@@ -142,8 +143,9 @@ def divide(variant: str, size: int, room: int, columns: int, itemsize: int, sms:
         """Into as many pieces as there may be."""
         programs = SIMULATED_PROGRAMS if sms is None else (4 if clustered else 2) * sms
         most_pieces = min(cluster, programs // room) if clustered else programs // room
+        smallest = SMALLEST_PIECE if ranks == 1 else max(2 * SMALLEST_PIECE, ranks * SMALLEST_PART)
         pieces = 1
-        while 2 * pieces * ranks * SMALLEST_PART <= power_of_two(columns) and 2 * pieces <= most_pieces:
+        while 2 * pieces * smallest <= power_of_two(columns) and 2 * pieces <= most_pieces:
             pieces *= 2
         if variant == "one_shot":
             piece = part = block = max(fewest, power_of_two(columns) // pieces)
@@ -154,7 +156,7 @@ def divide(variant: str, size: int, room: int, columns: int, itemsize: int, sms:
             part = -(-columns // (8 * pieces * ranks)) * 8
             piece, block = max(fewest, power_of_two(ranks * part)), max(fewest, power_of_two(part))
             share = min(piece * itemsize // 32, block * itemsize // 4)
-        most_warps = max(1, held(piece) // (threads * CLUSTER_BYTES)) if clustered else MOST_WARPS
+        most_warps = power_of_two(-(-held(piece) // (threads * CLUSTER_BYTES))) if clustered else MOST_WARPS
         warps = max(1, min(most_warps, share // threads))
         # Pieces of a row are under way together, so there must be room for all programs.
         while sms is not None and pieces > 1 and warps > 1 and room * pieces * warps > WARPS * sms:

@@ -33,12 +33,27 @@ def test_programs_of_a_row_meet_once_in_shared_memory(kernel, pieces, warps, by_
     assert all(code.text.count(instruction) == 1 for instruction in in_order)
 
 
-def test_a_row_of_bf16_is_rounded_by_pairs_and_no_warp_waits_for_another_behind_its_data():
+def bf16(pieces, warps):
+    """What the GPU runs of rows of bf16 in one shot, in order."""
     tensors = {name: torch.zeros(64, dtype=torch.bfloat16) for name in ("input", "residual", "weight", "out")}
-    code = compiled(
-        one_shot_rms_norm, 16, 2, slots=torch.zeros(64, dtype=torch.int16), BY_ROW=False, **tensors
-    ).instructions()
+    slots = torch.zeros(64, dtype=torch.int16)
+    return compiled(one_shot_rms_norm, pieces, warps, slots=slots, BY_ROW=False, **tensors).instructions()
+
+
+def test_a_row_of_bf16_is_rounded_by_pairs_and_no_warp_waits_for_another_behind_its_data():
+    code = bf16(16, 2)
     told = next(number for number, line in enumerate(code) if "STAS" in line)
     *_, last_barrier = (number for number, line in enumerate(code) if "BAR.SYNC" in line)
     assert not any("F2F." in line for line in code)
     assert any("F2FP.BF16" in line for line in code[last_barrier:told]) and last_barrier < told
+
+
+def test_what_can_be_done_while_data_are_on_their_way_is():
+    """Behind the last store to a peer, and in front of the first look for what peers have stored."""
+    code = bf16(16, 2)
+    stores = [number for number, line in enumerate(code) if "STG" in line]
+    looks = next(number for number, line in enumerate(code) if "LDG" in line and "STRONG.SYS" in line)
+    entered = next(number for number, line in enumerate(code) if "UCGABAR_WAIT" in line)
+    # To three peers, of which each thread has 8 elements; then the slots of four ranks, and the epoch.
+    sent, cleared = stores[:3], [number for number in stores[3:] if number < looks]
+    assert sent[-1] < entered < looks and len(cleared) == 5
