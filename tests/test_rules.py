@@ -33,11 +33,12 @@ def test_only_ordering_acquires_and_releases():
     assert found == ["language/ordering.py"]
 
 
-def test_inline_assembly_orders_reads_a_clock_or_is_of_clusters():
+def test_inline_assembly_orders_reads_a_clock_or_is_of_clusters_or_pairs():
     assert [file for file in files_with(r"inline_asm_elementwise\(") if "simulator" not in file] == [
         "language/clock.py",
         "language/cluster.py",
         "language/ordering.py",
+        "language/pairs.py",
     ]
 
 

@@ -20,7 +20,6 @@ A sum is rounded to the input's type, as an all-reduce would, and what follows i
 
 import triton
 import triton.language as tl
-from triton.language.extra import cuda
 
 from iris.ccl.combine import PROPAGATE
 from iris.ccl.push import SLOTS, triton_push
@@ -28,8 +27,8 @@ from iris.language.address import triton_translate
 from iris.language.cluster import enter, meet, open_meeting
 from iris.language.context import DeviceContext
 from iris.language.ordering import triton_ordering
+from iris.language.pairs import widen
 from iris.language.stamped import elements_per_word, triton_stamped
-from iris.language.target import on_nvidia
 
 add_up, peers, region = triton_push.add_up, triton_push.peers, triton_push.region
 follow_predecessor, admit_successor, keep = (
@@ -98,20 +97,6 @@ def over_the_row(
             if BY_ROW:
                 peak = tl.max(share(partials + PIECES, peak, piece, stamp, PIECES, LANES, rank, record), axis=0)
     return total, peak
-
-
-@triton.jit
-def widen(x):
-    """``x`` in float32. On NVIDIA bf16 is taken by pairs, so that what rounded it, in front of this, makes pairs too.
-
-    That is one fast instruction, F2FP, and not a slow one for each element, F2F.
-    """
-    if on_nvidia() and x.dtype == tl.bfloat16 and x.shape[0] >= 2 * cuda.num_threads():
-        return tl.inline_asm_elementwise(
-            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=&r,=r,r", [x], dtype=tl.float32, is_pure=True, pack=2
-        )
-    else:
-        return x.to(tl.float32)
 
 
 @triton.jit
