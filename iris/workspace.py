@@ -78,7 +78,7 @@ class Workspace:
         key = (operation, stream, capture)
         if key not in self._channels:
             room = -(-size // ALIGNMENT) * ALIGNMENT
-            if room > self._end - self._start:
+            if room > self.room:
                 raise ChannelsExhaustedError(readable(size), readable(self.size), len(self._channels), self._captures())
             if capturing:
                 self._end -= room
@@ -88,6 +88,11 @@ class Workspace:
                 self._start += room
             self._channels[key] = Channel(self._bytes[begin : begin + size], counts, told)
         return self._channels[key].memory
+
+    @property
+    def room(self) -> int:
+        """Bytes that no channel has."""
+        return self._end - self._start
 
     def name_at(self, offset: int) -> tuple[str, str]:
         """What uses the memory there, and which of its bytes that is, in words."""

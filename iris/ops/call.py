@@ -62,7 +62,7 @@ class Call(NamedTuple):
         """A factor for each row that is multiplied here and each column, or none at all."""
         if not self.scaled:
             return None, None
-        one = torch.ones(1, device=self.a.device)
+        one = torch.ones(1, dtype=torch.float32, device=self.a.device)
         wanted = ((self.scale_a, self.rows), (self.scale_b, self.b.shape[1]))
         return tuple((one if scale is None else scale).reshape(-1).expand(n).contiguous() for scale, n in wanted)
 
@@ -101,18 +101,19 @@ class Call(NamedTuple):
             rows *= size
         if tuple(out.shape) != (rows, N):
             return f"out has to be [{rows}, {N}]"
-        if self.bias is not None and tuple(self.bias.shape) != (N,):
-            return f"the bias has {N} elements, one a column"
+        if self.bias is not None and (tuple(self.bias.shape) != (N,) or self.bias.dtype not in WIDE):
+            return f"the bias has {N} elements, one a column, of fp16, bf16 or fp32"
         for role, scale, most in (("scale_a", self.scale_a, self.rows), ("scale_b", self.scale_b, N)):
             if scale is not None and (scale.dtype != torch.float32 or scale.numel() not in (1, most)):
                 return f"{role} is float32, of 1 or {most} elements"
         for role, matrix in (("A", a), ("B", b)):
-            if _overlap(out, matrix):
+            if overlap(out, matrix):
                 return f"out and {role} overlap in memory; give it an output of its own"
         return None
 
 
-def _overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
+def overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether what lies between the first element and the last of one is of the other, too."""
     if not x.numel() or not y.numel():
         return False
     (x_begin, x_end), (y_begin, y_end) = _span(x), _span(y)

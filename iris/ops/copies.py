@@ -87,6 +87,8 @@ def add_parts(parts, bias, out, share, N, stride_om, stride_on, W: tl.constexpr,
 class Copies:
     """The stream of copies that goes with one workspace, and its meetings with the peers, ready to be launched."""
 
+    # As `iris.ops.workspaces` makes what this takes views of.
+    @torch.inference_mode(False)
     def __init__(self, buffers: Buffers, rank: int, size: int, device: torch.device, programs: int) -> None:
         self.rank, self.size, self.programs = rank, size, programs
         # By rank.

@@ -35,7 +35,22 @@ def _context(ranks: str) -> Iris:
     return context
 
 
-def _out(a: Tensor, b: Tensor, rows: int, dtype: torch.dtype | None) -> Tensor:
+# Rows of the result, by those of A and the number of ranks.
+ROWS = {
+    "all_gather_matmul": lambda M, W: M * W,
+    "matmul_all_gather": lambda M, W: M * W,
+    "matmul_reduce_scatter": lambda M, W: M // W,
+    "matmul_all_reduce": lambda M, W: M,
+}
+
+
+def _out(name: str, a: Tensor, b: Tensor, size: int, dtype: torch.dtype | None) -> Tensor:
+    if not a.dim() == b.dim() == 2:
+        raise InvalidCollectiveError(
+            f"{name}() with A {list(a.shape)} and B {list(b.shape)}: they are matrices, with two dimensions."
+        )
+    # The shape and not the length, which torch.compile would take for a constant.
+    rows = ROWS[name](a.shape[0], size)
     return a.new_empty(rows, b.shape[1], dtype=dtype or (torch.bfloat16 if a.itemsize == 1 else a.dtype))
 
 
@@ -46,7 +61,7 @@ def all_gather_matmul(
 ) -> Tensor:  # fmt: skip
     """The rows of all ranks' ``a``, times ``b``: ``(M / W, K)``, ``(K, N)`` → ``(M, N)``."""
     context = _context(ranks)
-    out = _out(a, b, len(a) * context.num_ranks, dtype)
+    out = _out("all_gather_matmul", a, b, context.num_ranks, dtype)
     context.ops.all_gather_matmul(out, a, b, bias, scale_a=scale_a, scale_b=scale_b)
     return out
 
@@ -58,7 +73,7 @@ def matmul_all_gather(
 ) -> Tensor:  # fmt: skip
     """The rows of every rank's ``a b``: ``(M, K)``, ``(K, N)`` → ``(W * M, N)``."""
     context = _context(ranks)
-    out = _out(a, b, len(a) * context.num_ranks, dtype)
+    out = _out("matmul_all_gather", a, b, context.num_ranks, dtype)
     context.ops.matmul_all_gather(out, a, b, bias, scale_a=scale_a, scale_b=scale_b)
     return out
 
@@ -70,7 +85,7 @@ def matmul_reduce_scatter(
 ) -> Tensor:  # fmt: skip
     """This rank's rows of the sum of all ranks' ``a b``: ``(M, K)``, ``(K, N)`` → ``(M / W, N)``."""
     context = _context(ranks)
-    out = _out(a, b, len(a) // context.num_ranks, dtype)
+    out = _out("matmul_reduce_scatter", a, b, context.num_ranks, dtype)
     context.ops.matmul_reduce_scatter(out, a, b, bias, scale_a=scale_a, scale_b=scale_b)
     return out
 
@@ -82,7 +97,7 @@ def matmul_all_reduce(
 ) -> Tensor:  # fmt: skip
     """The sum of all ranks' ``a b``: ``(M, K)``, ``(K, N)`` → ``(M, N)``."""
     context = _context(ranks)
-    out = _out(a, b, len(a), dtype)
+    out = _out("matmul_all_reduce", a, b, context.num_ranks, dtype)
     context.ops.matmul_all_reduce(out, a, b, bias, scale_a=scale_a, scale_b=scale_b)
     return out
 
@@ -148,19 +163,17 @@ def _scales_like(a: Tensor) -> Tensor:
 # What they return, for torch.compile ---------------------------------------------------------------------------------
 
 
-def _fake(rows: Callable[[int, int], int]) -> Callable[..., Tensor]:
-    """``rows``: of the result, by those of A and the number of ranks."""
-
+def _fake(name: str) -> Callable[..., Tensor]:
     def result(a, b, bias, ranks, scale_a=None, scale_b=None, dtype=None):
-        return _out(a, b, rows(len(a), size_of(ranks)), dtype)
+        return _out(name, a, b, size_of(ranks), dtype)
 
     return result
 
 
-all_gather_matmul.register_fake(_fake(lambda M, W: M * W))
-matmul_all_gather.register_fake(_fake(lambda M, W: M * W))
-matmul_reduce_scatter.register_fake(_fake(lambda M, W: M // W))
-matmul_all_reduce.register_fake(_fake(lambda M, W: M))
+all_gather_matmul.register_fake(_fake("all_gather_matmul"))
+matmul_all_gather.register_fake(_fake("matmul_all_gather"))
+matmul_reduce_scatter.register_fake(_fake("matmul_reduce_scatter"))
+matmul_all_reduce.register_fake(_fake("matmul_all_reduce"))
 all_reduce_rms_norm.register_fake(
     lambda a, weight, residual, eps, ranks, scale=None, dtype=None: (_rows_like(a, dtype), _sums_like(a, residual))
 )
@@ -184,21 +197,21 @@ def _keep(ctx: Any, inputs: tuple, output: Tensor) -> None:
 
 
 def _saved(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """A, B, and the gradient in their dtype."""
+    """A, B, and the gradient in their dtype, which a bias' gradient is not rounded to."""
     a, b = ctx.saved_tensors
     return a, b, gradient.to(a.dtype)
 
 
 def _bias(ctx: Any, gradient: Tensor) -> Tensor | None:
     """Of a bias that was added to each row that ``gradient`` has here."""
-    return gradient.sum(0).to(ctx.bias_dtype) if ctx.bias_dtype else None
+    return gradient.sum(0, dtype=torch.float32).to(ctx.bias_dtype) if ctx.bias_dtype else None
 
 
 def _all_gather_matmul_back(ctx: Any, gradient: Tensor) -> tuple:
-    a, b, gradient = _saved(ctx, gradient)
+    a, b, rounded = _saved(ctx, gradient)
     # Each rank multiplied all rows, so a row's gradient is a sum over the ranks, of which its owner gets all.
-    to_a = matmul_reduce_scatter(gradient, b.t(), None, ctx.ranks)
-    to_b = torch.mm(collectives.all_gather(a, ctx.ranks).t(), gradient)
+    to_a = matmul_reduce_scatter(rounded, b.t(), None, ctx.ranks)
+    to_b = torch.mm(collectives.all_gather(a, ctx.ranks).t(), rounded)
     return to_a, to_b, _bias(ctx, gradient), None, None, None, None
 
 
@@ -209,15 +222,15 @@ def _matmul_all_gather_back(ctx: Any, gradient: Tensor) -> tuple:
 
 
 def _matmul_reduce_scatter_back(ctx: Any, gradient: Tensor) -> tuple:
-    a, b, gradient = _saved(ctx, gradient)
-    to_a = all_gather_matmul(gradient, b.t(), None, ctx.ranks)
-    to_b = torch.mm(a.t(), collectives.all_gather(gradient, ctx.ranks))
+    a, b, rounded = _saved(ctx, gradient)
+    to_a = all_gather_matmul(rounded, b.t(), None, ctx.ranks)
+    to_b = torch.mm(a.t(), collectives.all_gather(rounded, ctx.ranks))
     return to_a, to_b, _bias(ctx, gradient), None, None, None, None
 
 
 def _matmul_all_reduce_back(ctx: Any, gradient: Tensor) -> tuple:
-    a, b, gradient = _saved(ctx, gradient)
-    total = collectives.all_reduce(gradient, ctx.ranks)
+    a, b, rounded = _saved(ctx, gradient)
+    total = collectives.all_reduce(rounded, ctx.ranks)
     return torch.mm(total, b.t()), torch.mm(a.t(), total), _bias(ctx, gradient), None, None, None, None
 
 

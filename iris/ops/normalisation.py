@@ -17,7 +17,7 @@ from iris.heap.history import debugging
 from iris.language.target import on_nvidia, threads_per_warp
 from iris.launch import addresses, prepare, remember
 from iris.ops.all_reduce_rms_norm import one_shot_rms_norm, rms_norm, two_shot_rms_norm
-from iris.ops.call import check_devices, told
+from iris.ops.call import check_devices, overlap, told
 
 DEBUGGING = debugging()
 
@@ -28,6 +28,8 @@ SMALLEST_PIECE, SMALLEST_PART = 256, 128
 # Columns of a row at most: one program's registers hold it.
 MOST_COLUMNS = 32768
 MOST_WARPS = 8
+# Of the group's memory, the part that stays free for others.
+ROOM_LEFT = 4
 # Registers of a thread, on NVIDIA: a multiprocessor of these has room for 16 warps (CUDA C++ Programming Guide,
 # "Compute Capabilities": 65536 registers). A launch has half of the warps; or a third, if the next launch of its stream
 # may take places before its turn: see `iris.ccl.communicator.ALL_REGISTERS`.
@@ -70,7 +72,8 @@ class Rows(NamedTuple):
 
     def given(self) -> dict[str, torch.Tensor]:
         """The tensors by their roles."""
-        return {role: tensor for role, tensor in self._asdict().items() if tensor is not None}
+        needed = ("out", "input", "weight")
+        return {role: tensor for role, tensor in self._asdict().items() if tensor is not None or role in needed}
 
     def _problem(self) -> str | None:
         """What is wrong, in words."""
@@ -84,6 +87,8 @@ class Rows(NamedTuple):
                 return f"{role} has the shape of input, and is contiguous"
         if self.residual is not None and self.residual.dtype not in SUMMED:
             return "the residual is fp16, bf16 or fp32"
+        if self.residual is not None and overlap(self.out, self.residual):
+            return "out and the residual, which is written too, overlap in memory; give it an output of its own"
         if self.out.dtype not in SUMMED + NARROW:
             return "out is fp8, fp16, bf16 or fp32"
         if self.out.dtype not in NARROW and (self.scale is not None or self.row_scales is not None):
@@ -217,7 +222,9 @@ class AllReduceRmsNorm:
         )
         units = room * pieces
         slot_bytes = -(-SLOTS.value * units * PUSHES[variant] * comm.size * part * itemsize // 16) * 16
-        if slot_bytes > comm.workspace.size // SHARE_OF_WORKSPACE:
+        # Every shape has a channel, which is kept, and however many there are the collectives need room for theirs.
+        nbytes, memory = slot_bytes + 20 * units, comm.workspace
+        if slot_bytes > memory.size // SHARE_OF_WORKSPACE or memory.room - nbytes < memory.size // ROOM_LEFT:
             return self._behind_all_reduce(call)
         programs = min(units, SIMULATED_PROGRAMS if sms is None else WARPS * sms // warps)
         early = sms is not None and programs * warps <= EARLY_WARPS * sms
@@ -230,7 +237,7 @@ class AllReduceRmsNorm:
         # By the constants too: of what programs tell each other, each call writes the words that it reads.
         channel = comm.workspace.channel(
             f"all_reduce_rms_norm of {room} rows of {call.columns} {call.input.dtype} in {shape}, {constants}",
-            stream, capturing, slot_bytes + 20 * units, slice(slot_bytes + 16 * units, None),
+            stream, capturing, nbytes, slice(slot_bytes + 16 * units, None),
         )  # fmt: skip
         # The regions first, which are aligned then whatever their number; what programs of a row tell each other.
         slots = channel[:slot_bytes].view({2: torch.int16, 4: torch.int32}[itemsize])

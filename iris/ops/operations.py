@@ -240,6 +240,9 @@ class Operations:
         if DEBUGGING and not (self._on_gpu and torch.cuda.is_current_stream_capturing()):
             self._compare(call, used)
         by_vendor = used.variant == "vendor"
+        if call.bias is not None:
+            # As kernels take it.
+            call = call._replace(bias=call.bias.contiguous())
         if used.use_gluon:
             call = self._gluon.with_operands_that_fit(call, self._context.num_ranks)
         needs = None if by_vendor else self._needs(call, used)

@@ -104,7 +104,7 @@ def _factors(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     if call.scaled_by_lines:
         rows, columns = call.scales()
         return rows[:, None], _aligned(columns)[None, :]
-    one = torch.ones((), device=call.a.device)
+    one = torch.ones((), dtype=torch.float32, device=call.a.device)
     return tuple(one if scale is None else _aligned(scale.reshape(())) for scale in (call.scale_a, call.scale_b))
 
 

@@ -36,6 +36,8 @@ class Workspaces:
                 self._take_over(needs, stream, capture)
         return self._used[key]
 
+    # What is made in inference mode could not be written outside it.
+    @torch.inference_mode(False)
     def make(self, needs: Needs) -> Buffers:
         """For calls of one kind that will be given it. Collective; blocks the host."""
         return self._make(needs.count_bytes, needs.data_bytes).take(needs)
@@ -59,6 +61,7 @@ class Workspaces:
         context = self._context
         return Arena(context._world.group, context.device, context._record, count_bytes, data_bytes)
 
+    @torch.inference_mode(False)
     def _take(self, needs: Needs, stream: int | None) -> None:
         """Of the stream's arena, or of a larger one in its place.
 

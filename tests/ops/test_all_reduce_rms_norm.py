@@ -12,7 +12,7 @@ from covering import EVERYTHING, covering
 from iris.ccl import communicator
 from iris.ccl import functional as collectives
 from iris.ccl.push import SLOTS
-from iris.errors import InvalidCollectiveError, InvalidGroupError
+from iris.errors import InvalidCollectiveError, InvalidGroupError, NotATensorError
 from iris.language.target import largest_cluster, threads_per_warp
 from iris.ops import functional, normalisation
 
@@ -319,6 +319,7 @@ def misuse(ctx):
         ("weight has one dimension", (x, x, weight[:8]), {}),
         ("out has the shape of input", (x[:2], x, weight), {}),
         ("residual has the shape of input, and is contiguous", (x, x, weight), {"residual": x.t().contiguous().t()}),
+        ("overlap in memory", (fresh := torch.empty_like(x), x, weight), {"residual": fresh}),
         ("are for an out of fp8", (x, x, weight), {"row_scales": scales}),
         ("and not both", (fp8, x, weight), {"row_scales": scales, "scale": scales[:1]}),
         ("one element of float32", (fp8, x, weight), {"scale": scales}),
@@ -328,6 +329,8 @@ def misuse(ctx):
     for text, args, options in wrong:
         with pytest.raises(InvalidCollectiveError, match=text):
             ctx.ops.all_reduce_rms_norm(*args, **options)
+    with pytest.raises(NotATensorError):
+        ctx.ops.all_reduce_rms_norm(x, x, None)
     # Names of groups are kept by their group.
     group = dist.new_group([ctx.cur_rank], use_local_synchronization=True)
     with pytest.raises(InvalidGroupError, match="among all ranks"):
@@ -338,6 +341,22 @@ def misuse(ctx):
 
 def test_misuse(ranks):
     ranks.run(misuse)
+
+
+def with_little_room(ctx):
+    """Each shape has memory that is kept. What would be the collectives' is not taken, and the call is right."""
+    before = normalisation.ROOM_LEFT
+    try:
+        for columns, normalisation.ROOM_LEFT in ((1031, before), (1033, 1)):
+            rounds(ctx, "one_shot", (16, columns), FP32, FP32, None, True, CLUSTERS[-1])
+    finally:
+        normalisation.ROOM_LEFT = before
+    used = " ".join(ctx.ccl.communicator().workspace.progress())
+    assert "16 rows of 1031" in used and "of 1033" not in used
+
+
+def test_many_shapes_leave_room_for_the_collectives(ranks):
+    ranks.run(with_little_room)
 
 
 def beyond_the_row(ctx, cluster):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from covering import EVERYTHING
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from iris.ccl.functional import name_of
 from iris.errors import InvalidCollectiveError
@@ -55,6 +56,41 @@ def compare(ctx, name, compiler):
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_results_and_gradients(ranks, name, compiler):
     ranks.run(compare, name, compiler)
+
+
+def of_any_rows(ctx, name):
+    """One program for all numbers of rows."""
+    torch.compiler.reset()
+    ranks, b = name_of(ctx), torch.ones(K, N, device=ctx.device)
+    compiler = CompileCounterWithBackend("aot_eager")
+    function = torch.compile(
+        lambda a: getattr(functional, name)(a, b, None, ranks), backend=compiler, fullgraph=True, dynamic=True
+    )
+    for rows in range(3, 7):
+        a = torch.full((ctx.num_ranks * rows, K), float(rows + ctx.cur_rank), device=ctx.device)
+        torch.testing.assert_close(function(a), getattr(functional, name)(a, b, None, ranks))
+    assert compiler.frame_count == 1
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_compiled_for_any_number_of_rows(ranks, name):
+    ranks.run(of_any_rows, name)
+
+
+def with_a_wider_bias(ctx, name):
+    """A bias' gradient is not rounded to the matrices' dtype."""
+    W, ranks = ctx.num_ranks, name_of(ctx)
+    a, b = (torch.ones(shape, dtype=torch.bfloat16, device=ctx.device) for shape in ((8 * W, 16), (16, 8)))
+    bias = torch.zeros(8, device=ctx.device, requires_grad=True)
+    result = getattr(functional, name)(a, b, bias, ranks, dtype=torch.float32)
+    weights = torch.rand(result.shape, generator=torch.Generator().manual_seed(3)).to(ctx.device)
+    (result * weights).sum().backward()
+    torch.testing.assert_close(bias.grad, weights.sum(0))
+
+
+@pytest.mark.parametrize("name", [name for name in OPERATIONS if name != "matmul_all_gather"])
+def test_the_gradient_of_a_wider_bias(ranks, name):
+    ranks.run(with_a_wider_bias, name)
 
 
 def of_fp8(ctx, name, compiler):

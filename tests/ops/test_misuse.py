@@ -40,6 +40,12 @@ CASES = {
     "integers": (InvalidCollectiveError, "fp8, fp16, bf16 or fp32", {"A": torch.zeros(A, dtype=torch.int32)}, {}),
     "dtypes": (InvalidCollectiveError, "one dtype", {"A": torch.zeros(A, dtype=torch.float16)}, {}),
     "bias": (InvalidCollectiveError, "the bias has 4 elements", {"bias": (8,)}, {}),
+    "dtype of the bias": (
+        InvalidCollectiveError,
+        "bias has 4 elements",
+        {"bias": torch.zeros(4, dtype=torch.int32)},
+        {},
+    ),
     "scale": (InvalidCollectiveError, "scale_a is float32, of 1 or 8 elements", {}, {"scale_a": torch.ones(3)}),
     "scales by the vendor": (
         InvalidConfigError,

@@ -331,6 +331,52 @@ def test_product_of_parameters(ranks, name):
     ranks.run(of_parameters, name)
 
 
+def with_biases(ctx, name):
+    """A bias is a vector as any other: a column, or one number for all. Whatever carries the call."""
+    size, rank, (M, N) = ctx.num_ranks, ctx.cur_rank, (16 * ctx.num_ranks, 64)
+    a, b = (
+        [matrix(*shape, torch.bfloat16, "rows", 10 * seed + shape[1], ctx.device) for seed in range(size)]
+        for shape in ((M, 64), (64, N))
+    )
+    exact = result_of(name, a, b, rank)
+    out = torch.empty(exact.shape, dtype=torch.bfloat16, device=ctx.device)
+    of_columns = torch.arange(2.0 * N, dtype=torch.bfloat16, device=ctx.device).view(N, 2)[:, 1]
+    known = ["vendor", "fused", *(["copies"] if name in COPIED else [])]
+    if torch.version.hip is None:
+        known.append("Hopper")
+    for bias in (of_columns, of_columns[3].expand(N), of_columns.float()[:, None].expand(N, 2)[:, 1]):
+        for config in (None, *(CONFIGS[way] for way in known)):
+            if bias.dtype != out.dtype and config is not None and config.variant != "kernel":
+                continue  # which the vendor's GEMM does not add
+            getattr(ctx.ops, name)(out.zero_(), a[rank], b[rank], bias, config=config)
+            torch.testing.assert_close(out.double(), exact + bias.double(), rtol=1e-2, atol=1e-1)
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_a_bias_lies_as_it_likes(ranks, name):
+    ranks.run(with_biases, name)
+
+
+def in_two_modes(ctx, way):
+    """What a call leaves for the next ones can be written in training after an evaluation, and the other way round."""
+    size, rank = ctx.num_ranks, ctx.cur_rank
+    a = [matrix(128, 64, torch.bfloat16, "rows", seed, ctx.device) for seed in range(size)]
+    b = matrix(64, 64, torch.bfloat16, "rows", 9, ctx.device)
+    exact = torch.cat(a).double() @ b.double()
+    for mode in (True, False, True):
+        with torch.inference_mode(mode):
+            out = torch.empty(exact.shape, dtype=torch.bfloat16, device=ctx.device)
+            ctx.ops.all_gather_matmul(out, a[rank], b, config=CONFIGS[way])
+        torch.testing.assert_close(out.double(), exact, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("way", ["fused", "Hopper", "copies"])
+def test_evaluation_and_training(ranks, way):
+    if way == "Hopper" and torch.version.hip is not None:
+        pytest.skip("Hopper's kernel")
+    ranks.run(in_two_modes, way)
+
+
 def of_no_rows(ctx):
     out, a, b = (torch.empty(shape, dtype=torch.bfloat16, device=ctx.device) for shape in ((0, 64), (0, 64), (64, 64)))
     workspace = ctx.ops.all_gather_matmul_preamble(out, a, b, config=CONFIGS["Hopper"])

@@ -16,6 +16,8 @@ from iris.ops.hopper.all_gather_matmul import start
 class Sender:
     """What goes with one workspace: a stream, and where a rank's rows of A go in the memory of its peers."""
 
+    # As `iris.ops.workspaces` makes what this takes views of.
+    @torch.inference_mode(False)
     def __init__(self, buffers: Buffers, rank: int, size: int, rows: int, depth: int, chunk: int) -> None:
         device = buffers.data.device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
