@@ -61,13 +61,14 @@ def test_results_and_gradients(ranks, name, compiler):
 def of_any_rows(ctx, name):
     """One program for all numbers of rows."""
     torch.compiler.reset()
-    ranks, b = name_of(ctx), torch.ones(K, N, device=ctx.device)
+    ranks, generator = name_of(ctx), torch.Generator().manual_seed(ctx.cur_rank)
+    b = torch.rand(K, N, generator=generator).to(ctx.device)
     compiler = CompileCounterWithBackend("aot_eager")
     function = torch.compile(
         lambda a: getattr(functional, name)(a, b, None, ranks), backend=compiler, fullgraph=True, dynamic=True
     )
     for rows in range(3, 7):
-        a = torch.full((ctx.num_ranks * rows, K), float(rows + ctx.cur_rank), device=ctx.device)
+        a = torch.rand(ctx.num_ranks * rows, K, generator=generator).to(ctx.device)
         torch.testing.assert_close(function(a), getattr(functional, name)(a, b, None, ranks))
     assert compiler.frame_count == 1
 

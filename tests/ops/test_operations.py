@@ -377,6 +377,26 @@ def test_evaluation_and_training(ranks, way):
     ranks.run(in_two_modes, way)
 
 
+def in_another_default(ctx):
+    """Factors are float32, whatever torch makes of numbers; with one for A alone, for its rows, and with none."""
+    fp8 = torch.float8_e4m3fnuz if torch.version.hip else torch.float8_e4m3fn
+    a = torch.arange(16 * 32, dtype=torch.float32, device=ctx.device).view(16, 32).remainder(7).to(fp8)
+    b = torch.arange(16 * 32, dtype=torch.float32, device=ctx.device).view(16, 32).remainder(5).to(fp8).t()
+    rows, out = torch.arange(1.0, 17, device=ctx.device), torch.empty(16, 16, dtype=torch.bfloat16, device=ctx.device)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        for scale in (None, rows[2], rows[:, None]):
+            ctx.ops.matmul_all_reduce(out, a, b, scale_a=scale)
+            exact = ctx.num_ranks * (a.double() @ b.double()) * (1 if scale is None else scale.double())
+            torch.testing.assert_close(out.double(), exact, rtol=2e-2, atol=0)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_fp8_where_torch_has_another_default_dtype(ranks):
+    ranks.run(in_another_default)
+
+
 def of_no_rows(ctx):
     out, a, b = (torch.empty(shape, dtype=torch.bfloat16, device=ctx.device) for shape in ((0, 64), (0, 64), (64, 64)))
     workspace = ctx.ops.all_gather_matmul_preamble(out, a, b, config=CONFIGS["Hopper"])
