@@ -295,10 +295,11 @@ def make_ordering(jit: Callable, lang: ModuleType, translate, failures: SimpleNa
         return old
 
     @jit
-    def signal(flag_ptr, value, op: tl.constexpr):
-        """Publish everything that the block did so far: a release of ``value`` into a flag, at system scope.
+    def signal(flag_ptr, value, op: tl.constexpr, scope: tl.constexpr = SYS):
+        """Publish everything that the block did so far: a release of ``value`` into a flag.
 
-        Returns what the flag holds behind it.
+        At "gpu" ``scope`` for programs of this GPU alone: it does not wait for what is on its way to peers. Returns
+        what the flag holds behind it.
         """
         lang.static_assert(possible("op", op), refusal("op", op))
         lang.static_assert(flag_ptr.dtype.element_ty.is_int(), "the flag of a signal must be an integer")
@@ -306,10 +307,10 @@ def make_ordering(jit: Callable, lang: ModuleType, translate, failures: SimpleNa
         # not a store, which has no release in Triton before 3.9.
         value = lang.cast(value, flag_ptr.dtype.element_ty)
         if op == "set":
-            atomic("xchg", flag_ptr, value, None, "release", "sys")
+            atomic("xchg", flag_ptr, value, None, "release", scope)
             return value
         else:
-            return atomic("add", flag_ptr, value, None, "release", "sys") + value
+            return atomic("add", flag_ptr, value, None, "release", scope) + value
 
     @jit
     def poll(flag_ptrs, mask):

@@ -113,11 +113,25 @@ class Call(NamedTuple):
 
 
 def overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Whether what lies between the first element and the last of one is of the other, too."""
+    """Whether what lies between the first element and the last of one is of the other, too.
+
+    But for columns of one larger matrix that lie side by side.
+    """
     if not x.numel() or not y.numel():
         return False
     (x_begin, x_end), (y_begin, y_end) = _span(x), _span(y)
-    return x_begin < y_end and y_begin < x_end
+    return x_begin < y_end and y_begin < x_end and not _side_by_side(x, y)
+
+
+def _side_by_side(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether these are different columns of one larger matrix."""
+    pitch = x.stride(0) * x.itemsize
+    by_rows = x.dim() == y.dim() == 2 and x.stride(1) == y.stride(1) == 1
+    if not by_rows or not pitch or y.stride(0) * y.itemsize != pitch:
+        return False
+    # Where in its row a line of y begins, if one of x begins in front.
+    begin = (y.data_ptr() - x.data_ptr()) % pitch
+    return x.shape[1] * x.itemsize <= begin and begin + y.shape[1] * y.itemsize <= pitch
 
 
 def _span(x: torch.Tensor) -> tuple[int, int]:

@@ -27,8 +27,8 @@ DEPTH = 128
 # copy engine, which slows a product down little. Microseconds that each copy takes besides, with the word behind it.
 STORES, STORES_BESIDE, PRODUCT_BESIDE = 350, 280, {1: 0.9, 2: 0.79}
 COLLECTIVE, STAGED, ENGINE, COPY = 290, 170, 388, 6
-# By how much of the time that paced stores take the product beside them takes longer.
-PACED_LOSS = 0.07
+# By how much of the time that paced stores take the product beside them takes longer, by tiles as above.
+PACED_LOSS = {2: {256: 0.04, 128: 0.11, 64: 0.11}, 1: {128: 0.07, 64: 0.07}}
 # Microseconds that one more split of 128 x 256 costs where its product takes no longer than so many, and less where it
 # does; and into how many splits a tile is cut.
 SPLITTING, SHORT, MOST_SPLITS = 20, 40, 8
@@ -75,7 +75,10 @@ def plan(call: Call, size: int, programs: int, config: FusedConfig) -> Plan:
     if "reduce" in call.name or size == 1 or len(call.a) < config.block_size_m or not call.out.numel():
         return Plan()
     tiles = tiles_of(call, size, config)
-    if call.name == "all_gather_matmul":
+    if (MARGIN - 1) * tiles > programs:
+        # Splits save less than a round, which of so many does not matter.
+        counts = []
+    elif call.name == "all_gather_matmul":
         counts = splittable(call, size, programs, config)
     else:
         counts = [tiles % programs or min(tiles, programs)]
@@ -174,7 +177,8 @@ def fused_us(call: Call, size: int, programs: int, config: FusedConfig, plan: Pl
         units = tiles + plan.last * (plan.splits - 1)
         last = min(1, ((units - 1) % programs + 1) / plan.splits / tiles) * sent
         if plan.paced:
-            return MEETING + product + (PACED_LOSS * (sent - last) + last) / STORES
+            loss = PACED_LOSS[call.a.itemsize][config.block_size_n]
+            return MEETING + product + (loss * (sent - last) + last) / STORES
         return MEETING + together_us(call, product, sent - last) + last / STORES
     # The last sums come behind their parts.
     steps = 2 if call.name == "matmul_all_reduce" else 1

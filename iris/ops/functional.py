@@ -216,9 +216,10 @@ def _all_gather_matmul_back(ctx: Any, gradient: Tensor) -> tuple:
 
 
 def _matmul_all_gather_back(ctx: Any, gradient: Tensor) -> tuple:
-    a, b, gradient = _saved(ctx, gradient)
+    # Of these rows, from all ranks: added up in the result's dtype, which may be wider than that of the matrices.
     own = collectives.reduce_scatter(gradient, ctx.ranks)
-    return torch.mm(own, b.t()), torch.mm(a.t(), own), _bias(ctx, own), None, None, None, None
+    a, b, rounded = _saved(ctx, own)
+    return torch.mm(rounded, b.t()), torch.mm(a.t(), rounded), _bias(ctx, own), None, None, None, None
 
 
 def _matmul_reduce_scatter_back(ctx: Any, gradient: Tensor) -> tuple:

@@ -33,7 +33,7 @@ import triton.language as tl
 from iris.ccl.combine import accumulator
 from iris.language.context import aggregate
 from iris.language.ordering import LANES, triton_ordering
-from iris.x.tile import columns_of, rows_of
+from iris.x.tile import columns_of, kept, rows_of
 
 # More than two signals of each of 2^15 ranks; a power of two.
 PERIOD = tl.constexpr(1 << 17)
@@ -44,14 +44,17 @@ lanes = triton_ordering.lanes
 
 @aggregate
 class AllReduceConfig:
-    """How `all_reduce` adds up: ``variant`` "one_shot", "two_shot", "atomic" or "spinlock", and its ``locks``."""
+    """How `all_reduce` adds up: ``variant`` "one_shot", "two_shot", "atomic" or "spinlock", and its ``locks``.
+
+    "atomic" has none.
+    """
 
     variant: tl.constexpr
-    locks: tl.tensor
+    locks: tl.tensor | tl.constexpr
 
     @triton.constexpr_function
-    def __init__(self, variant, locks):
-        self.variant, self.locks = tl.constexpr(variant), locks
+    def __init__(self, variant, locks=None):
+        self.variant, self.locks = tl.constexpr(variant), kept(locks)
 
 
 @triton.jit

@@ -106,6 +106,15 @@ def overlapping(ctx):
     whole = torch.zeros(64, device=ctx.device)
     with pytest.raises(InvalidCollectiveError, match="out and A overlap"):
         ctx.ops.matmul_all_reduce(whole[:32].view(8, 4), whole[16:64].view(8, 6), torch.zeros(B, device=ctx.device))
+    whole = torch.rand(8, 12, device=ctx.device)
+    with pytest.raises(InvalidCollectiveError, match="out and A overlap"):
+        ctx.ops.matmul_all_reduce(whole[:, 5:9], whole[:, :6], torch.zeros(B, device=ctx.device))
+    # Columns beside those of A are others.
+    ctx.ops.matmul_all_reduce(whole[:, 6:10], whole[:, :6], torch.ones(B, device=ctx.device))
+    own = whole[:, :6].sum(1, keepdim=True).expand(8, 4)
+    total = torch.empty(8, 4, device=ctx.device)
+    ctx.ccl.all_reduce(total, own.contiguous())
+    torch.testing.assert_close(whole[:, 6:10], total)
 
 
 def test_a_result_over_an_operand(ranks):

@@ -255,7 +255,7 @@ def multiply(
         took = cycles() - since if PACED else 0
         if units.SPLIT:
             if split < splits - 1:
-                hand_over(units, ctx, tile, split, acc, HALF)
+                hand_over(units, tile, split, acc, HALF)
             elif splits > 1:
                 acc = add_up(units, ctx, tile, acc, HALF)
         if split == splits - 1:

@@ -19,6 +19,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from iris.language.context import aggregate
+from iris.language.ordering import gluon_ordering
+
+signal = gluon_ordering.signal
 
 
 @aggregate
@@ -115,11 +118,11 @@ def partial_of(units, tile, split, like, HALF: gl.constexpr):
 
 
 @gluon.jit
-def hand_over(units, ctx, tile, split, products, HALF: gl.constexpr):
+def hand_over(units, tile, split, products, HALF: gl.constexpr):
     """Leave the products of any split but the last: the count is released behind them, and acquired in `add_up`."""
     values = flat(products)
     gl.store(partial_of(units, tile, split, values, HALF), values)
-    ctx.signal(units.arrived + 2 * units.slot(tile) + HALF, 1, ctx.cur_rank, op="add")
+    signal(units.arrived + 2 * units.slot(tile) + HALF, 1, "add", "gpu")
 
 
 @gluon.jit
