@@ -54,6 +54,12 @@ def test_tiles_are_narrower_where_wide_ones_leave_multiprocessors_idle():
     assert choose(call("matmul_reduce_scatter", 8192, 28672, 8192), 4, PROGRAMS, True, True).block_size_n == 256
 
 
+def test_tiles_are_wide_where_stores_go_on_beside_them():
+    # Narrow ones would leave less behind the last product, and lose more to what is stored all the while.
+    assert choose(call("matmul_all_gather", 8192, 8192, 8192), 4, PROGRAMS, True, True).block_size_n == 256
+    assert choose(call("all_gather_matmul", 8192, 8192, 8192), 4, PROGRAMS, True, True).block_size_n == 128
+
+
 def of_fp8(name, M, N, K, size=4):
     given = call(name, M, N, K, size=size)
     return given._replace(a=given.a.to(torch.float8_e4m3fn), b=given.b.to(torch.float8_e4m3fn))
