@@ -22,6 +22,7 @@ from iris.bench.collectives import microseconds_of_each, ready
 from iris.bench.report import environment
 from iris.context import Iris
 from iris.ops import FusedConfig
+from iris.ops.choose import by_triton
 from iris.ops.copies import COPIED
 
 PRODUCTS = ("all_gather_matmul", "matmul_all_gather", "matmul_reduce_scatter", "matmul_all_reduce")
@@ -140,7 +141,7 @@ def case(ctx: Iris, operation: str, library: str, x: Operands) -> Callable[[], o
     configs = {
         "iris": None,
         "iris gluon": FusedConfig(use_gluon=True, block_size_m=128, block_size_n=columns, block_size_k=depth),
-        "iris triton": FusedConfig(),
+        "iris triton": by_triton(x.a.itemsize, x.a.is_cuda),
         "iris copies": FusedConfig(variant="copies"),
     }
     if library in configs:

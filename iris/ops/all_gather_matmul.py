@@ -37,7 +37,6 @@ def all_gather_matmul(
     N,
     K,
     stride_am,
-    stride_ak,
     stride_bk,
     stride_bn,
     stride_om,
@@ -57,7 +56,8 @@ def all_gather_matmul(
     BIASED: tl.constexpr,
     SCALED: tl.constexpr,
 ):
-    """``a``: this rank's ``[m, K]``. ``gathered``: ``[W, m, K]``, contiguous. ``out``: ``[W * m, N]``, anywhere.
+    """``a``: this rank's ``[m, K]``, by rows. ``gathered``: ``[W, m, K]``, contiguous. ``out``: ``[W * m, N]``,
+    anywhere.
 
     ``SENDERS``: programs that send; ``SEND_M`` divides ``BLOCK_M``. ``scale_a``: of all rows, ``[W * m]``.
     """
@@ -75,8 +75,7 @@ def all_gather_matmul(
             rows = slab * BLOCK_M + piece % pieces // across * SEND_M + tl.arange(0, SEND_M)
             columns = piece % across * SEND_K + tl.arange(0, SEND_K)
             mask = (rows < m)[:, None] & (columns < K)[None, :]
-            from_a = rows.to(tl.int64)[:, None] * stride_am + columns.to(tl.int64)[None, :] * stride_ak
-            data = tl.load(a + from_a, mask=mask)
+            data = tl.load(a + (rows.to(tl.int64)[:, None] * stride_am + columns[None, :]), mask=mask)
             to = gathered + rank * step + (rows.to(tl.int64)[:, None] * K + columns[None, :])
             for distance in range(1, W):
                 ctx.store(to, data, (rank + distance) % W, mask=mask)
@@ -95,21 +94,17 @@ def all_gather_matmul(
                 slab = peers_line // (W - 1 if W > 1 else 1)
             local = slab * BLOCK_M + tl.arange(0, BLOCK_M)
             columns = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
-            if owner == rank:
-                work = ctx.tracing.record_event_start(TraceEvent.compute, pid_m=line, pid_n=pid_n)
-                total = product(
-                    a, b, local, columns, m, N, K, stride_am, stride_ak, stride_bk, stride_bn,
-                    BLOCK_K, CACHE_A, CACHE_B, ALLOW_TF32,
-                )  # fmt: skip
-                ctx.tracing.record_event_end(work)
-            else:
+            own = owner == rank
+            if not own:
                 ctx.wait(counts + ARRIVED + owner * slabs + slab, epoch * pieces, cmp="reached")
-                work = ctx.tracing.record_event_start(TraceEvent.compute, pid_m=line, pid_n=pid_n)
-                total = product(
-                    gathered + owner * step, b, local, columns, m, N, K, K, 1, stride_bk, stride_bn,
-                    BLOCK_K, CACHE_A, CACHE_B, ALLOW_TF32,
-                )  # fmt: skip
-                ctx.tracing.record_event_end(work)
+            # One loop for both, which has all of the shared memory for its stages.
+            source, stride = tl.where(own, a, gathered + owner * step), tl.where(own, stride_am, K)
+            work = ctx.tracing.record_event_start(TraceEvent.compute, pid_m=line, pid_n=pid_n)
+            total = product(
+                source, b, local, columns, m, N, K, stride, 1, stride_bk, stride_bn,
+                BLOCK_K, CACHE_A, CACHE_B, ALLOW_TF32,
+            )  # fmt: skip
+            ctx.tracing.record_event_end(work)
             total = scaled(total, scale_a, scale_b, owner * m + local, columns, (owner + 1) * m, N, SCALED)
             if BIASED:
                 total += tl.load(bias + columns, mask=columns < N, other=0)[None, :].to(tl.float32)

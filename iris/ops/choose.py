@@ -8,6 +8,8 @@ For products of fp8 it has what their tiles, and the vendor's chunks, take on on
 them on 4 was measured with bf16.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 
@@ -18,6 +20,11 @@ from iris.ops.hopper import arguments as hopper
 from iris.ops.hopper.arguments import Plan
 
 VENDOR, COPIES = FusedConfig(variant="vendor"), FusedConfig(variant="copies")
+# The fastest tiles of the Triton kernels on Hopper, of elements of so many bytes.
+TRITON = {
+    2: FusedConfig(block_size_m=128, block_size_n=256),
+    1: FusedConfig(block_size_m=128, block_size_n=128, block_size_k=128),
+}
 # Nanoseconds for each k of a tile of 128 rows and so many columns, of elements of so many bytes.
 TILE_NS = {2: {256: 11.4, 128: 6.1, 64: 5.1}, 1: {128: 3.6, 64: 2.6}}
 # Bytes of each row of a tile of A: what TMA's layout of shared memory keeps together.
@@ -47,7 +54,7 @@ MARGIN = 1.03
 def choose(call: Call, size: int, programs: int, on_gpu: bool, by_vendor: bool) -> FusedConfig:
     """The configuration of least time. ``by_vendor``: whether the vendor's GEMM can do the call."""
     # Products of float32 in the precision that torch's are in.
-    otherwise = VENDOR if by_vendor else FusedConfig(allow_tf32=allows_tf32())
+    otherwise = VENDOR if by_vendor else replace(by_triton(call.a.itemsize, on_gpu), allow_tf32=allows_tf32())
     if not on_gpu or not call.out.numel() or not call.a.numel() or size == 1 and by_vendor:
         return otherwise
     ways = {}
@@ -62,6 +69,12 @@ def choose(call: Call, size: int, programs: int, on_gpu: bool, by_vendor: bool) 
         return otherwise
     best = min(ways, key=ways.__getitem__)
     return otherwise if by_vendor and MARGIN * ways[best] >= vendor_us(call, size) else best
+
+
+def by_triton(itemsize: int, on_gpu: bool) -> FusedConfig:
+    """The Triton kernel, with the tiles that are known to be good ones for elements of so many bytes."""
+    known = TRITON if on_gpu and not torch.version.hip else {}
+    return known.get(itemsize, FusedConfig())
 
 
 def allows_tf32() -> bool:

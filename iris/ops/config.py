@@ -20,7 +20,8 @@ class FusedConfig:
         others, for all_gather_matmul and matmul_reduce_scatter; or the vendor's GEMM and a collective, one behind the
         other. What follows is for the kernel.
     block_size_m, block_size_n, block_size_k : int
-        Rows, columns and depth of a tile; powers of two from 16 on. Of float32 a tile has half the depth.
+        Rows, columns and depth of a tile; powers of two from 16 on. Of float32 a tile has half the depth. On Hopper the
+        Triton kernel is fastest with 128, 256 and 64, of fp8 128, 128 and 128 (`iris.ops.choose.TRITON`).
     group_size_m : int
         Rows of tiles that are computed one column after the other, since they share what the L2 cache holds of B. Not
         for all_gather_matmul but by the Gluon kernel for Hopper: the others take tiles as their rows arrive.

@@ -245,6 +245,9 @@ class Operations:
             call = call._replace(bias=call.bias.contiguous())
         if used.use_gluon:
             call = self._gluon.with_operands_that_fit(call, self._context.num_ranks)
+        elif used.variant == "kernel" and call.name == "all_gather_matmul" and call.a.stride(1) != 1:
+            # Rows are sent, and multiplied, as they lie.
+            call = call._replace(a=call.a.contiguous())
         needs = None if by_vendor else self._needs(call, used)
         if workspace is not None:
             self._workspaces.check(call.name, workspace, needs and needs.kind)
@@ -324,9 +327,7 @@ class Operations:
             options = {"num_warps": 4}
         else:
             kernel, programs, args = self._arguments(call, config, buffers, place, result, programs)
-            # all_gather_matmul has two loops, whose stages lie side by side in shared memory.
-            stages = config.num_stages - (call.name == "all_gather_matmul" and config.num_stages > 2)
-            options = {"num_warps": config.num_warps, "num_stages": stages}
+            options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
         key = (buffers.kind, *map(_kind_of, args))
         launch = self._launches.get(key)
         if launch is None:
@@ -416,7 +417,7 @@ class Operations:
         if call.name == "all_gather_matmul":
             senders = config.senders(programs, W)
             memory = (buffers.context_tensor, buffers.counts, buffers.data)
-            numbers = (M, N, K, *strides, W, senders, SEND_M, SEND_K, *blocks)
+            numbers = (M, N, K, strides[0], *strides[2:], W, senders, SEND_M, SEND_K, *blocks)
             return all_gather_matmul, max(programs, senders + 1), (*memory, *tensors, *numbers, *options)
         memory = (buffers.context_tensor, place, buffers.counts)
         tail = (W, *blocks, config.group_size_m)

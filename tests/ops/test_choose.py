@@ -7,7 +7,7 @@ import torch
 
 from iris.ops import FusedConfig
 from iris.ops.call import Call
-from iris.ops.choose import COPIES, COPY, ENGINE, VENDOR, choose, plan, scheduled_us, tile_us
+from iris.ops.choose import COPIES, COPY, ENGINE, TRITON, VENDOR, choose, plan, scheduled_us, tile_us
 from iris.ops.copies import COPIED, chunks, tiles
 from iris.ops.hopper.arguments import Plan
 
@@ -91,12 +91,12 @@ def test_products_of_fp8(name, monkeypatch):
 def test_what_the_vendor_cannot_do(name, allow_tf32, monkeypatch):
     """The kernels do, of float32 in the precision that torch's products have."""
     monkeypatch.setattr("iris.ops.choose.allows_tf32", lambda: allow_tf32)
-    plain = FusedConfig(allow_tf32=allow_tf32)
+    plain, known = (replace(config, allow_tf32=allow_tf32) for config in (FusedConfig(), TRITON[2]))
     # Scales of bf16, say, or float8_e5m2.
     assert choose(call(name, 4096, 8192, 8192), 4, PROGRAMS, True, False).use_gluon
     assert choose(of_fp8(name, 64, 8192, 8192, 1), 1, PROGRAMS, True, False).use_gluon
-    for given in (call(name, 4096, 8196, 8192), call(name, 4096, 8192, 8192, torch.float32)):
-        assert choose(given, 4, PROGRAMS, True, False) == plain
+    assert choose(call(name, 4096, 8196, 8192), 4, PROGRAMS, True, False) == known
+    assert choose(call(name, 4096, 8192, 8192, torch.float32), 4, PROGRAMS, True, False) == plain
     assert choose(call(name, 4096, 8192, 8192), 4, PROGRAMS, False, False) == plain
 
 
