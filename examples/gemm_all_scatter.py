@@ -57,5 +57,7 @@ def compare(ctx: iris.Iris, workload: Workload, name: str, matmul_all_scatter: C
 
 
 def room(workload: Workload, num_ranks: int) -> int:
-    """Bytes of the result; the flags fit what `workload.command` adds."""
-    return workload.m * workload.n * workload.dtype.itemsize
+    """Bytes of the result, and more than the flags of 10 and 11 have, four for each tile of 128 x 256."""
+    columns = workload.n // num_ranks
+    tiles = (workload.m // 128 + 1) * (columns // 256 + 1)
+    return workload.m * workload.n * workload.dtype.itemsize + 4 * tiles

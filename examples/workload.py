@@ -127,6 +127,14 @@ def size_of_sums(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return (a.float().square() @ b.float().square()).sqrt()
 
 
+def size_of_means(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor | None = None) -> torch.Tensor:
+    """The same of attention, whose sums are of values times the softmax of scores."""
+    scores = q.float() @ k.float().mT / q.shape[-1] ** 0.5
+    if seen is not None:
+        scores = scores.masked_fill(~seen, -torch.inf)
+    return size_of_sums(scores.softmax(dim=-1), v)
+
+
 def check(
     actual: torch.Tensor, exact: torch.Tensor, torchs: torch.Tensor, where: str, sizes: torch.Tensor | None = None
 ) -> None:

@@ -7,7 +7,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from gemm_all_reduce import compare  # noqa: E402
 from workload import Workload, command  # noqa: E402
-from wrapper import Workspace, matmul_all_reduce  # noqa: E402
+from wrapper import BLOCK_M, BLOCK_N, Workspace, matmul_all_reduce  # noqa: E402
 
 import iris  # noqa: E402
 
@@ -18,7 +18,8 @@ def main(ctx: iris.Iris, workload: Workload) -> None:
 
 
 def room(workload: Workload, num_ranks: int) -> int:
-    return workload.m * workload.n * workload.dtype.itemsize
+    tiles = (workload.m // BLOCK_M + 1) * (workload.n // BLOCK_N + 1)
+    return workload.m * workload.n * workload.dtype.itemsize + 4 * tiles
 
 
 if __name__ == "__main__":

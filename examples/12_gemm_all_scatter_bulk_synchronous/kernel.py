@@ -47,7 +47,7 @@ def all_scatter(
         rows = tile // tiles_n * BLOCK_M + tl.arange(0, BLOCK_M)
         columns = tile % tiles_n * BLOCK_N + tl.arange(0, BLOCK_N)
         mask = (rows < M)[:, None] & (columns < N)[None, :]
-        at = rows.to(tl.int64)[:, None] * stride_cm + (ctx.cur_rank * N + columns)[None, :] * stride_cn
+        at = rows.to(tl.int64)[:, None] * stride_cm + (ctx.cur_rank * N + columns).to(tl.int64)[None, :] * stride_cn
         data = tl.load(c + at, mask=mask)
         for distance in range(1, W):
             ctx.store(c + at, data, (ctx.cur_rank + distance) % W, mask=mask)

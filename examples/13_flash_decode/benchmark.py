@@ -8,7 +8,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from workload import SIMULATED, Workload, check, command, random, report, share, trace, validated  # noqa: E402
+from workload import SIMULATED, Workload, check, command, random, report, share, size_of_means, trace, validated  # noqa: E402
 from wrapper import FlashDecode  # noqa: E402
 
 import iris  # noqa: E402
@@ -62,7 +62,8 @@ def main(ctx: iris.Iris, workload: Workload, heads: int = HEADS, kv_heads: int =
                 whole = torch.cat(parts, dim=2).repeat_interleave(heads // kv_heads, dim=1)
                 exact = attention(q[sequence].double(), *whole.double())
                 where = f"rank {rank} in round {round}, sequence {sequence}"
-                check(out[sequence], exact, attention(q[sequence], *whole), where)
+                sizes = size_of_means(q[sequence][:, None], *whole)
+                check(out[sequence], exact, attention(q[sequence], *whole), where, sizes)
         validated(ctx, "Flash decode", workload)
     if workload.trace:
         prepare(0)

@@ -51,7 +51,7 @@ def _attend(
     COLUMNS: tl.constexpr = max(16, triton.next_power_of_2(DIM))
     heads, dims = tl.arange(0, HEADS), tl.arange(0, COLUMNS)
     inside = (dims < DIM)[None, :]
-    pair, chunk = task // CHUNKS, task % CHUNKS
+    pair, chunk = task.to(tl.int64) // CHUNKS, task % CHUNKS
     at_query = (pair * GROUP + heads)[:, None] * DIM + dims[None, :]
     query = tl.load(q + at_query, mask=(heads < GROUP)[:, None] & inside, other=0)
     # Whole blocks, but for the last chunk's.
@@ -64,7 +64,7 @@ def _attend(
     for begin in range(chunk * size, end, BLOCK):
         positions = begin + tl.arange(0, BLOCK)
         here = positions < end
-        at = (pair.to(tl.int64) * capacity + positions)[:, None] * DIM + dims[None, :]
+        at = (pair * capacity + positions)[:, None] * DIM + dims[None, :]
         keys = tl.load(k + at, mask=here[:, None] & inside, other=0)
         values = tl.load(v + at, mask=here[:, None] & inside, other=0)
         scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * scale
@@ -75,7 +75,7 @@ def _attend(
         total = tl.dot(weights.to(values.dtype), values, total * kept[:, None], input_precision="ieee")
         highest = higher
     mean = total / tl.where(weight > 0, weight, 1)[:, None]
-    _store_rows(rows + task * GROUP * (DIM + PAD), mean, highest + tl.log2(weight), GROUP, DIM)
+    _store_rows(rows + task.to(tl.int64) * GROUP * (DIM + PAD), mean, highest + tl.log2(weight), GROUP, DIM)
 
 
 @triton.jit
@@ -102,7 +102,9 @@ def _combine(rows, stride, N: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constex
 @triton.jit
 def _combine_ranks(gathered, out, pair, pairs, W: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr):
     """The output of one pair from what all ranks have sent."""
-    result, _ = _combine(gathered + pair * GROUP * (DIM + PAD), pairs * GROUP * (DIM + PAD), W, GROUP, DIM)
+    # 64 bits: many sequences have more than 2^31 words in all.
+    pair, row = pair.to(tl.int64), tl.cast(GROUP * (DIM + PAD), tl.int64)
+    result, _ = _combine(gathered + pair * row, pairs * row, W, GROUP, DIM)
     heads, dims = tl.arange(0, result.shape[0]), tl.arange(0, result.shape[1])
     mask = (heads < GROUP)[:, None] & (dims < DIM)[None, :]
     at = (pair * GROUP + heads)[:, None] * DIM + dims[None, :]
@@ -141,9 +143,9 @@ def flash_decode(
         ctx.tracing.record_event_end(work)
         # Releases this chunk's rows to the program that ends the last one, and acquires the others' for it.
         if ctx.atomic_add(ended + pair, 1, ctx.cur_rank, scope="gpu") == epoch * CHUNKS - 1:
-            first = partial + pair * CHUNKS * GROUP * (DIM + PAD)
+            first = partial + pair.to(tl.int64) * CHUNKS * GROUP * (DIM + PAD)
             results, logs = _combine(first, GROUP * (DIM + PAD), CHUNKS, GROUP, DIM)
-            mine = gathered + (ctx.cur_rank * pairs + pair) * GROUP * (DIM + PAD)
+            mine = gathered + (ctx.cur_rank * pairs + pair).to(tl.int64) * GROUP * (DIM + PAD)
             for distance in range(1, W + 1):
                 peer = (ctx.cur_rank + distance) % W
                 sent = ctx.tracing.record_event_start(TraceEvent.put, peer, mine + words, pair, mask=words < ROW)
@@ -176,9 +178,9 @@ def flash_decode_share(
         _attend(partial, q, k, v, lengths, task, capacity, scale, GROUP, DIM, KV_HEADS, CHUNKS, BLOCK)
         ctx.tracing.record_event_end(work)
         if ctx.atomic_add(ended + pair, 1, ctx.cur_rank, scope="gpu") == epoch * CHUNKS - 1:
-            first = partial + pair * CHUNKS * GROUP * (DIM + PAD)
+            first = partial + pair.to(tl.int64) * CHUNKS * GROUP * (DIM + PAD)
             results, logs = _combine(first, GROUP * (DIM + PAD), CHUNKS, GROUP, DIM)
-            _store_rows(share + pair * GROUP * (DIM + PAD), results, logs, GROUP, DIM)
+            _store_rows(share + pair.to(tl.int64) * GROUP * (DIM + PAD), results, logs, GROUP, DIM)
     keep(epochs + program, epoch)
 
 

@@ -48,8 +48,10 @@ class FlashDecode:
         The more bytes are on their way, the better the memory is used. NVIDIA's has room for two steps of 64 KiB, AMD's
         for one of 32.
         """
-        tile = 16384 if torch.version.hip else 32768
-        return max(16, min(128, tile // triton.next_power_of_2(row)))
+        tile, row = 16384 if torch.version.hip else 32768, triton.next_power_of_2(row)
+        # Of many query heads to one of keys and values: what they have themselves, from 32 KiB on, leaves less.
+        queries = max(16, triton.next_power_of_2(self.group)) * row
+        return max(16, min(128, tile * 32768 // max(32768, queries) // row))
 
     def _chunks(self, capacity: int) -> int:
         """Into how many chunks a share is cut, to keep all programs busy. Each has a price of its own, and a block."""

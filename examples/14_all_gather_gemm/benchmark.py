@@ -10,7 +10,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from workload import Workload, check, command, random, report, share, size_of_sums, trace, validated  # noqa: E402
-from wrapper import Workspace, all_gather_matmul_by_pull, all_gather_matmul_by_push  # noqa: E402
+from wrapper import BLOCK_M, Workspace, all_gather_matmul_by_pull, all_gather_matmul_by_push  # noqa: E402
 
 import iris  # noqa: E402
 
@@ -69,7 +69,7 @@ def main(ctx: iris.Iris, workload: Workload, pull: bool | None = None) -> None:
 
 def room(workload: Workload, num_ranks: int) -> int:
     # A rank's rows, and those of all.
-    return 2 * workload.m * workload.k * workload.dtype.itemsize
+    return 2 * workload.m * workload.k * workload.dtype.itemsize + 4 * (workload.m // BLOCK_M + num_ranks)
 
 
 if __name__ == "__main__":

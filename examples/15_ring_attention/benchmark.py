@@ -7,7 +7,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from workload import Workload, check, command, random, report, share, trace, validated  # noqa: E402
+from workload import Workload, check, command, random, report, share, size_of_means, trace, validated  # noqa: E402
 from wrapper import GatherThenAttend, RingAttention, SendAndAttend  # noqa: E402
 
 import iris  # noqa: E402
@@ -42,7 +42,7 @@ def main(ctx: iris.Iris, workload: Workload) -> None:
             inputs = q[head].flatten(0, 1), *(everyone[:, i, head].flatten(0, 2) for i in range(2))
             exact, torchs = attention(*(x.double() for x in inputs), seen), attention(*inputs, seen)
             where = f"rank {rank} in round {round}, head {head}, {'causal' if causal else 'whole'}"
-            check(out[head].flatten(0, 1), exact, torchs, where)
+            check(out[head].flatten(0, 1), exact, torchs, where, size_of_means(*inputs, seen))
 
     for causal in (True, False):
         sizes = (ctx, heads, length, dim, dtype, causal)

@@ -11,6 +11,8 @@ PAIRS = 64
 SEND_T, SEND_H = 8, 2048
 FETCH_T, FETCH_H = 4, 1024
 BLOCK_M, BLOCK_N = 128, 256
+# A program compares all experts with all: a block in Triton has up to 2^20 elements.
+MOST_EXPERTS = 1024
 
 
 class ExpertParallel:
@@ -26,6 +28,8 @@ class ExpertParallel:
         W, device = ctx.get_num_ranks(), ctx.device
         if num_experts % W:
             raise ValueError(f"{num_experts} experts cannot be dealt out evenly to {W} ranks.")
+        if num_experts > MOST_EXPERTS:
+            raise ValueError(f"There are {num_experts} experts, and dispatch takes up to {MOST_EXPERTS}.")
         self.ctx, self.num_experts, self.local, self.top = ctx, num_experts, num_experts // W, top
         self.programs = ctx.get_cu_count() if device.type == "cuda" else 4
         pairs = num_tokens * top
@@ -87,5 +91,5 @@ def multiply(
     W, local = counts.shape
     grouped_gemm[(programs,)](
         rows, weights, results, counts, counts.stride(0), rows.shape[1], W, local, triton.next_power_of_2(local),
-        BLOCK_M, BLOCK_N, 128 // rows.itemsize, num_warps=8, num_stages=3,
+        BLOCK_M, BLOCK_N, 128 // rows.itemsize, num_warps=8, num_stages=2 if torch.version.hip else 3,
     )  # fmt: skip

@@ -46,6 +46,14 @@ NAMES = {
     OP.XCHG: "atomic_xchg",
 }
 
+
+def of(name: str, dtype: tl.dtype) -> OP:
+    """The operation "ADD", "MIN", "MAX", "AND", "OR" or "XOR" on elements of ``dtype``."""
+    if dtype.is_floating() and name == "ADD":
+        return OP.FADD
+    return getattr(OP, f"U{name}" if dtype.is_int_unsigned() and name in ("MIN", "MAX") else name)
+
+
 ORDERS = {
     ir.MEM_SEMANTIC.RELAXED: "relaxed",
     ir.MEM_SEMANTIC.ACQUIRE: "acquire",

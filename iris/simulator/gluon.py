@@ -26,6 +26,22 @@ SharedMemory = gl_core.shared_memory_descriptor
 """A view of a program's shared memory; its handle is a view of the array."""
 
 
+class _Beside(np.ndarray):
+    """What an index that is out of range leads to. To name it is no mistake, as with a predicate that is off."""
+
+    index: int | None = None
+    count: int | None = None
+
+    def __array_finalize__(self, source: Any) -> None:
+        self.index, self.count = getattr(source, "index", None), getattr(source, "count", None)
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise IndexError(f"index {self.index} of {self.count} in shared memory (`%` of a negative number is negative)")
+
+    __setitem__ = copy = _refuse
+    flat = ctypes = property(_refuse)
+
+
 class Semantic(TritonSemantic):
     """Triton's semantic layer, and what Gluon adds to it."""
 
@@ -38,6 +54,9 @@ class Semantic(TritonSemantic):
         # Python's 0 and 1 come as int32; a 64-bit pointer compares 8 bytes.
         element = ptr.dtype.element_ty
         return super().atomic_cas(ptr, self.cast(cmp, element), self.cast(val, element), sem, scope)
+
+    def _has_native_tma(self) -> bool:
+        return True
 
     # Layouts --------------------------------------------------------------------------------------------------------
 
@@ -110,11 +129,18 @@ class Semantic(TritonSemantic):
         return SharedMemory(view, mem_desc.dtype, shape, layout or mem_desc.layout, shape)
 
     def memdesc_index(self, mem_desc: SharedMemory, index: Any) -> SharedMemory:
-        return self._view(mem_desc, mem_desc.handle[integer(index)])
+        number = integer(index)
+        if 0 <= number < len(mem_desc.handle):
+            return self._view(mem_desc, mem_desc.handle[number])
+        beside = np.full(mem_desc.shape[1:], dtypes.poison(mem_desc.dtype)).view(_Beside)
+        beside.index, beside.count = number, len(mem_desc.handle)
+        return self._view(mem_desc, beside)
 
     def memdesc_slice(self, mem_desc: SharedMemory, start: int, length: int, dim: int) -> SharedMemory:
-        every = (slice(None),) * dim
-        return self._view(mem_desc, mem_desc.handle[(*every, slice(integer(start), integer(start) + integer(length)))])
+        first, end = integer(start), integer(start) + integer(length)
+        if not 0 <= first <= end <= mem_desc.shape[dim]:
+            raise IndexError(f"elements {first} to {end} of {mem_desc.shape[dim]} in shared memory")
+        return self._view(mem_desc, mem_desc.handle[(*(slice(None),) * dim, slice(first, end))])
 
     def memdesc_trans(self, mem_desc: SharedMemory, order: Sequence[int]) -> SharedMemory:
         return self._view(mem_desc, mem_desc.handle.transpose(order))

@@ -85,6 +85,8 @@ class Task:
     body: Callable[[], None]
     num_warps: int
     parent: "Task | None" = None
+    partition: int | None = None
+    """Which one of its program: 0 is the default one, that of the program's own warps; None if there is one only."""
     children: int = 0
     joining: bool = False
     thread: int = 0
@@ -257,15 +259,17 @@ class Launch:
 
     def fork(self, parent: Task, bodies: Sequence[Callable[[], None]], num_warps: Sequence[int]) -> None:
         """Add partitions that run beside ``parent``; `join` waits for them."""
-        for body, warps in zip(bodies, num_warps, strict=True):
+        parent.partition = 0
+        for number, (body, warps) in enumerate(zip(bodies, num_warps, strict=True), 1):
             parent.children += 1
-            self._partitions.append(Task(self, parent.index, body, warps, parent))
+            self._partitions.append(Task(self, parent.index, body, warps, parent, number))
 
     def join(self, parent: Task) -> None:
         if parent.children:
             parent.joining = True
             self._pass_on()
             self._park(parent)
+        parent.partition = None
 
     def progress(self) -> None:
         """Something has changed: nobody is known to wait in vain."""

@@ -58,8 +58,9 @@ def waits(waiting: "Iterable[Task]", bottom: CodeType) -> list[Wait]:
     groups: dict[tuple, list[tuple[int, int, int]]] = defaultdict(list)
     for task in waiting:
         if task.poll is not None:
-            groups[_describe(task.poll, frames.get(task.thread), bottom)].append(task.index)
-    return [Wait(_programs(indices), *what) for what, indices in groups.items()]
+            what = (task.partition, *_describe(task.poll, frames.get(task.thread), bottom))
+            groups[what].append(task.index)
+    return [Wait(_programs(indices, partition), *what) for (partition, *what), indices in groups.items()]
 
 
 def error(kernel: str, limit_s: float | None, waits: list[Wait]) -> IrisTimeoutError:
@@ -79,11 +80,12 @@ def error(kernel: str, limit_s: float | None, waits: list[Wait]) -> IrisTimeoutE
     )
 
 
-def _programs(indices: list[tuple[int, int, int]]) -> str:
+def _programs(indices: list[tuple[int, int, int]], partition: int | None) -> str:
     indices = sorted(set(indices))
     shown = ", ".join(str(index) for index in indices[:4])
     more = f", ... ({len(indices)} in all)" if len(indices) > 4 else ""
-    return f"program{'s' if len(indices) > 1 else ''} {shown}{more}"
+    of = "" if partition is None else f"partition {partition} of "
+    return f"{of}program{'s' if len(indices) > 1 else ''} {shown}{more}"
 
 
 def _describe(poll: "Poll", frame: FrameType | None, bottom: CodeType) -> tuple:

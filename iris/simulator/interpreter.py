@@ -224,6 +224,15 @@ class Builder(InterpreterBuilder):
         values = self.create_masked_load(pointers, inside, desc.fill(), *policy, False)
         return TensorHandle(desc.rounded(values.data), desc.element)
 
+    def create_descriptor_reduce(self, kind, desc: TensorMap, value: TensorHandle, indices) -> None:
+        pointers, inside = desc.materialize_pointers(indices)
+        self.reduce(kind.name, pointers, value, inside)
+
+    def reduce(self, name: str, pointers: TensorHandle, value: TensorHandle, inside: TensorHandle) -> None:
+        """Each element by itself, in no order (PTX ISA, cp.reduce.async.bulk.tensor: relaxed, of GPU scope)."""
+        operation = atomics.of(name, value.dtype.scalar)
+        self.create_atomic_rmw(operation, pointers, value, inside, ir.MEM_SEMANTIC.RELAXED, ir.MEM_SYNC_SCOPE.GPU)
+
     def create_atomic_cas(self, ptr, cmp, val, sem, scope) -> TensorHandle:
         expected, new = (np.broadcast_to(operand.data, ptr.data.shape) for operand in (cmp, val))
         with _recorded(ptr.data, sem, scope) as record:

@@ -67,6 +67,11 @@ def _not(value: Any) -> Any:
     return semantic.not_(value) if isinstance(value, tl.tensor) and value.type.is_block() else not value
 
 
+def _joined(left: Any, right: Any) -> list:
+    """``[n] + block.shape``: to the compiler lists and tuples are one type."""
+    return [*left, *right]
+
+
 def counted(*bounds: Any, **options: Any) -> Iterator[tl.tensor]:
     """``range`` in a kernel: counts in tensors of the bounds' integer type."""
     bounds = tuple(tl.core._unwrap_if_constexpr(bound) for bound in bounds)
@@ -85,6 +90,7 @@ _HELPERS: dict[str, Callable] = {
     "__simulated_or__": _or,
     "__simulated_not__": _not,
     "__simulated_compare__": _compare,
+    "__simulated_joined__": _joined,
     "__simulated_range__": counted,
     "__simulated_min__": lambda *values, **options: tl.core.builtin_min(*values, **options),
     "__simulated_max__": lambda *values, **options: tl.core.builtin_max(*values, **options),
@@ -128,6 +134,13 @@ class _Rewriter(ast.NodeTransformer):
         self.generic_visit(node)
         return self._call(node, "not", node.operand) if isinstance(node.op, ast.Not) else node
 
+    def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
+        self.generic_visit(node)
+        displayed = any(isinstance(side, (ast.List, ast.Tuple)) or _is_joined(side) for side in (node.left, node.right))
+        if isinstance(node.op, ast.Add) and displayed:
+            return self._call(node, "joined", node.left, node.right)
+        return node
+
     def visit_Compare(self, node: ast.Compare) -> ast.AST:
         self.generic_visit(node)
         if len(node.ops) == 1:
@@ -144,6 +157,10 @@ class _Rewriter(ast.NodeTransformer):
         if isinstance(node.func, ast.Name) and node.func.id in _BUILTINS - self._shadowed:
             node.func.id = f"__simulated_{node.func.id}__"
         return node
+
+
+def _is_joined(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "__simulated_joined__"
 
 
 def _source(function: FunctionType) -> str | None:

@@ -64,7 +64,7 @@ def invalidate(mbarrier: SharedMemory, **_: Any) -> None:
 
 def arrive(mbarrier: SharedMemory, *, count: Any = 1, pred: Any = True, **_: Any) -> None:
     if truth(pred):
-        _arrive(mbarrier, integer(count), 0)
+        _arrive(mbarrier, integer(count), 0, alone=False)
 
 
 def expect(mbarrier: SharedMemory, bytes: Any = None, pred: Any = True, *, bytes_per_cta: Any = None, **_: Any) -> None:
@@ -73,9 +73,20 @@ def expect(mbarrier: SharedMemory, bytes: Any = None, pred: Any = True, *, bytes
         _arrive(mbarrier, 1, integer(bytes if bytes_per_cta is None else bytes_per_cta))
 
 
-def _arrive(mbarrier: SharedMemory, arrivals: int, announced: int) -> None:
-    if update(mbarrier, arrivals, announced):
-        # Who waits goes on before the next line of who has arrived: the order that finds an arrival which is too early.
+def _arrive(mbarrier: SharedMemory, arrivals: int, announced: int, alone: bool = True) -> None:
+    """``alone``: what this program does next is part of what it arrives for, as are copies behind `expect`."""
+    before = int(mbarrier.handle.flat[0])
+    over = update(mbarrier, arrivals, announced)
+    # Who waits goes on before the next line of who has arrived: the order that finds an arrival which is too early.
+    # If others have yet to arrive, they come before that.
+    while not (over or alone):
+        seen = int(mbarrier.handle.flat[0])
+        grid.give_way()
+        now = int(mbarrier.handle.flat[0])
+        over = (now ^ before) & 1 == 1
+        if now == seen:
+            return
+    if over:
         grid.give_way()
 
 
@@ -131,8 +142,17 @@ def _observe(mbarrier: SharedMemory, state: _State) -> None:
         mbarrier.handle.reshape(-1).copy(),
         mbarrier.dtype,
         lambda: False,
-        waits_for=f"phase {state.phase} of an mbarrier, which lacks {missing}",
+        waits_for=f"phase {state.phase} of {_name(mbarrier)}, which lacks {missing}",
     )
+
+
+def _name(mbarrier: SharedMemory) -> str:
+    """With its number among those that were allocated with it."""
+    word = mbarrier.handle
+    allocated = word if word.base is None else word.base
+    if allocated.size == 1:
+        return "an mbarrier"
+    return f"mbarrier {(word.ctypes.data - allocated.ctypes.data) // word.itemsize} of {allocated.size}"
 
 
 def replacements() -> dict[Any, Callable]:

@@ -5,7 +5,6 @@ steps: that it has read shared memory, which may then be overwritten, and that o
 `store_wait` with ``read_only=False`` waits for the second; else it happens when the program ends.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -83,11 +82,13 @@ def store(tensor_desc: Any, coord: Any, src: SharedMemory, *_: Any, **__: Any) -
 
 
 def reduction(name: str) -> Callable:
-    """The store that combines with what is there: ``name`` is that of Triton's atomic operation."""
+    """The store that combines with what is there: by ``name``, as "add"."""
 
-    def reduce(tensor_desc: Any, coord: Any, src: SharedMemory) -> None:
-        # Each element by itself, in no order (PTX ISA, cp.reduce.async.bulk.tensor).
-        _issue(tensor_desc, coord, src, functools.partial(getattr(tl.core, name), sem="relaxed"))
+    def put(pointers: tl.tensor, values: tl.tensor, inside: tl.tensor) -> None:
+        semantic.builder.reduce(name.upper(), pointers.handle, values.handle, inside.handle)
+
+    def reduce(tensor_desc: Any, coord: Any, src: SharedMemory, *_: Any, **__: Any) -> None:
+        _issue(tensor_desc, coord, src, put)
 
     return reduce
 
@@ -138,5 +139,5 @@ def replacements() -> dict[Any, Callable]:
     }
     for operation in ("add", "min", "max", "and", "or", "xor"):
         if hasattr(gl_tma, f"async_atomic_{operation}"):
-            names[f"async_atomic_{operation}"] = reduction(f"atomic_{operation}")
+            names[f"async_atomic_{operation}"] = reduction(operation)
     return {getattr(gl_tma, name): function for name, function in names.items()}

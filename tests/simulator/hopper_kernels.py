@@ -22,7 +22,7 @@ import iris  # noqa: F401 (kernels are defined after it)
 # Triton 3.6's names are other than 3.9's.
 load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
-add = getattr(tma, "async_atomic_add", None)  # 3.6 has none
+add, largest = getattr(tma, "async_atomic_add", None), getattr(tma, "async_atomic_max", None)  # 3.6 has none
 fetch_line = getattr(async_copy, "async_load", async_copy.async_copy_global_to_shared)
 block_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
@@ -79,6 +79,8 @@ def write_block(target, first, out, row, column, R: gl.constexpr, C: gl.constexp
     fence_async_shared()
     if HOW == "add":
         add(target, [row, column], block)
+    elif HOW == "max":
+        largest(target, [row, column], block)
     else:
         store(target, [row, column], block)
     if HOW == "visible":
@@ -119,6 +121,18 @@ def misused(HOW: gl.constexpr):
 
 
 @gluon.jit
+def name_beside(out, first, HOW: gl.constexpr):
+    """What lies at ``first``, of two lines and barriers: named, and used if ``HOW`` says so."""
+    lines = gl.allocate_shared_memory(gl.float32, [2, 128], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    barrier, line = barriers(2, 1).index(first), lines.index(first)
+    mbarrier.arrive(barrier, count=1, pred=HOW == "arrive")
+    if HOW == "load":
+        gl.store(out + gl.arange(0, 128, LINE), line.load(LINE))
+    if HOW == "slice":
+        lines.index(0).slice(100, 64)
+
+
+@gluon.jit
 def copy_by_threads(source, out, n, BLOCK: gl.constexpr, BARRIER: gl.constexpr, FORGET: gl.constexpr = ""):
     buffers = gl.allocate_shared_memory(gl.float32, [2, BLOCK], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     copied = barriers(2, 1)
@@ -147,7 +161,7 @@ def copy_by_threads(source, out, n, BLOCK: gl.constexpr, BARRIER: gl.constexpr, 
 
 @gluon.jit
 def copy(source, target, columns, ROWS: gl.constexpr, COLUMNS: gl.constexpr, FORGET: gl.constexpr = ""):
-    buffers = gl.allocate_shared_memory(source.dtype, [2, ROWS, COLUMNS], source.layout)
+    buffers = gl.allocate_shared_memory(source.dtype, [2] + source.block_type.shape, source.layout)
     loaded = barriers(2, 1)
     row = gl.program_id(0) * ROWS
     blocks = gl.cdiv(columns, COLUMNS)
@@ -297,10 +311,12 @@ def multiply(tiles_a, tiles_b, loaded, freed, K, HALF: gl.constexpr, FORGET: gl.
         product = warpgroup_mma(
             tiles_a.index(2 * stage + HALF), tiles_b.index(stage).permute((1, 0)), acc, is_async=True
         )
-        if FORGET == "order":  # frees the tiles before they have been read
+        # Frees the tiles before they have been read.
+        early: gl.constexpr = FORGET == "order" or FORGET == "order of one" and HALF == 0
+        if early:
             mbarrier.arrive(freed.index(stage), count=1)
         acc = warpgroup_mma_wait(0, deps=[product])
-        if FORGET != "order" and FORGET != "arrive":
+        if not early and FORGET != "arrive":
             mbarrier.arrive(freed.index(stage), count=1)
     return (acc,)
 

@@ -75,12 +75,33 @@ def test_a_store_is_read_before_it_can_be_seen(how):
 
 
 @pytest.mark.skipif(not NEWER, reason="this Triton's TMA cannot add")
-def test_a_store_that_adds():
-    target, seen = torch.arange(160, dtype=torch.int32).reshape(10, 16), torch.zeros(1, dtype=torch.int32)
+@pytest.mark.parametrize("how, combine", [("add", torch.add), ("max", torch.maximum)])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.bfloat16])
+def test_a_store_that_combines(how, combine, dtype):
+    target, seen = torch.arange(160).reshape(10, 16).to(dtype) - 110, torch.zeros(1, dtype=dtype)
     expected = target.clone()
-    expected[6:] += 5
-    kernels.write_block[(1,)](kernels.descriptor(target, [8, 16]), target, seen, 6, 0, 8, 16, "add")
+    expected[6:] = combine(target[6:], torch.tensor(5, dtype=dtype))
+    kernels.write_block[(1,)](kernels.descriptor(target, [8, 16]), target, seen, 6, 0, 8, 16, how)
     assert torch.equal(target, expected)
+
+
+# Shared memory --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("first", [-1, 0, 1, 2])
+@pytest.mark.parametrize("how", ["", "arrive", "load"])
+def test_what_lies_beside_shared_memory_may_be_named_and_not_used(first, how):
+    # As `(i - 1) % 2` does, which is -1 at first: `%` is C's in Triton.
+    if how and first not in (0, 1):
+        with pytest.raises(IndexError, match=f"index {first} of 2 in shared memory"):
+            kernels.name_beside[(1,)](torch.zeros(128), first, how)
+    else:
+        kernels.name_beside[(1,)](torch.zeros(128), first, how)
+
+
+def test_a_slice_lies_within_shared_memory():
+    with pytest.raises(IndexError, match="elements 100 to 164 of 128"):
+        kernels.name_beside[(1,)](torch.zeros(128), 0, "slice")
 
 
 # mbarriers ------------------------------------------------------------------------------------------------------------
@@ -183,14 +204,20 @@ def test_a_product_by_partitions(dtype, shape, stages):
 
 @pytest.mark.parametrize(
     "forget, place",
-    [("arrive", ("load_tiles", "mbarrier.wait(freed")), ("expect", ("multiply", "mbarrier.wait(loaded"))],
+    [
+        ("arrive", ("load_tiles", "mbarrier.wait(freed", [2], "lacks 2 of 2 arrivals")),
+        ("expect", ("multiply", "mbarrier.wait(loaded", [0, 1], "lacks 1 of 1 arrivals")),
+    ],
 )
 def test_partitions_that_wait_for_each_other_are_reported(limit, forget, place):
-    function, line = getattr(kernels, place[0]), place[1]
+    function, line, partitions, missing = getattr(kernels, place[0]), *place[1:]
     with pytest.raises(IrisTimeoutError) as error:
         run(kernels.launch_specialized_matmul(*operands(128, 64, 400, torch.bfloat16), FORGET=forget))
     assert "kernel 'specialized_matmul'" in str(error.value)
-    assert f":{line_of(function, line)} in {place[0]}: waits for phase" in str(error.value)
+    where = f"{kernels.__file__}:{line_of(function, line)} in {place[0]}"
+    for partition in partitions:
+        who = f"partition {partition} of program (0, 0, 0) at {where}"
+        assert f"{who}: waits for phase 0 of mbarrier 0 of 2, which {missing}" in str(error.value)
 
 
 # What is not waited for -----------------------------------------------------------------------------------------------
@@ -210,7 +237,7 @@ def forgetful_copy_by_threads(forget, n):
 
 def forgetful_product(forget, K):
     a, b, c = operands(128, 64, K, torch.bfloat16)
-    launch = kernels.launch_specialized_matmul if forget == "order" else kernels.launch_matmul
+    launch = kernels.launch_specialized_matmul if forget.startswith("order") else kernels.launch_matmul
     run(launch(a, b, c, FORGET=forget))
     return c, (a.float() @ b.float().T).bfloat16()
 
@@ -226,6 +253,7 @@ def forgetful_product(forget, K):
         (forgetful_product, "result", 400),
         (forgetful_product, "store", 400),
         (forgetful_product, "order", 400),
+        (forgetful_product, "order of one", 400),
     ],
 )
 def test_a_wait_that_is_missing_gives_wrong_numbers(kernel, forget, size):

@@ -63,3 +63,41 @@ def test_what_tma_cannot_address_is_an_error(offset, width, column, message):
     source = memory[offset : offset + 10 * width].view(10, width)
     with pytest.raises(ValueError, match=message):
         copy_block_of[(1,)](source, out, 10, width, 0, column, 8, 32)
+
+
+@triton.jit
+def combine(source, target, HOW: tl.constexpr):
+    block = source.load([0, 0])
+    if HOW == "add":
+        target.atomic_add([0, 0], block)
+    elif HOW == "min":
+        target.atomic_min([0, 0], block)
+    elif HOW == "max":
+        target.atomic_max([0, 0], block)
+    elif HOW == "and":
+        target.atomic_and([0, 0], block)
+    elif HOW == "or":
+        target.atomic_or([0, 0], block)
+    else:
+        target.atomic_xor([0, 0], block)
+
+
+@pytest.mark.parametrize(
+    "how, combined, dtypes",
+    [
+        ("add", torch.add, [torch.float32, torch.float16, torch.bfloat16, torch.int32]),
+        ("min", torch.minimum, [torch.bfloat16, torch.float16, torch.int32]),
+        ("max", torch.maximum, [torch.bfloat16, torch.float16, torch.int32]),
+        ("and", torch.bitwise_and, [torch.int32]),
+        ("or", torch.bitwise_or, [torch.int32]),
+        ("xor", torch.bitwise_xor, [torch.int32]),
+    ],
+)
+def test_a_store_that_combines(how, combined, dtypes):
+    for dtype in dtypes:
+        generator = torch.Generator().manual_seed(1)
+        source, target = (torch.randint(-99, 99, (12, 32), generator=generator).to(dtype) for _ in range(2))
+        expected = combined(source, target)
+        combine[(1,)](*(TensorDescriptor.from_tensor(tensor, [8, 32]) for tensor in (source, target[:5])), how)
+        assert torch.equal(target[:5], expected[:5])
+        assert not torch.equal(target[5:], expected[5:])
