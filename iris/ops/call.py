@@ -125,9 +125,10 @@ def overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
 
 def _side_by_side(x: torch.Tensor, y: torch.Tensor) -> bool:
     """Whether these are different columns of one larger matrix."""
+    if not x.dim() == y.dim() == 2 or not x.stride(1) == y.stride(1) == 1:
+        return False
     pitch = x.stride(0) * x.itemsize
-    by_rows = x.dim() == y.dim() == 2 and x.stride(1) == y.stride(1) == 1
-    if not by_rows or not pitch or y.stride(0) * y.itemsize != pitch:
+    if not pitch or y.stride(0) * y.itemsize != pitch:
         return False
     # Where in its row a line of y begins, if one of x begins in front.
     begin = (y.data_ptr() - x.data_ptr()) % pitch

@@ -46,14 +46,6 @@ NAMES = {
     OP.XCHG: "atomic_xchg",
 }
 
-
-def of(name: str, dtype: tl.dtype) -> OP:
-    """The operation "ADD", "MIN", "MAX", "AND", "OR" or "XOR" on elements of ``dtype``."""
-    if dtype.is_floating() and name == "ADD":
-        return OP.FADD
-    return getattr(OP, f"U{name}" if dtype.is_int_unsigned() and name in ("MIN", "MAX") else name)
-
-
 ORDERS = {
     ir.MEM_SEMANTIC.RELAXED: "relaxed",
     ir.MEM_SEMANTIC.ACQUIRE: "acquire",
@@ -61,6 +53,13 @@ ORDERS = {
     ir.MEM_SEMANTIC.ACQUIRE_RELEASE: "acq_rel",
 }
 SCOPES = {ir.MEM_SYNC_SCOPE.CTA: "cta", ir.MEM_SYNC_SCOPE.GPU: "gpu", ir.MEM_SYNC_SCOPE.SYSTEM: "sys"}
+
+
+def of(name: str, dtype: tl.dtype) -> OP:
+    """The operation "ADD", "MIN", "MAX", "AND", "OR" or "XOR" on elements of ``dtype``."""
+    if dtype.is_floating() and name == "ADD":
+        return OP.FADD
+    return getattr(OP, f"U{name}" if dtype.is_int_unsigned() and name in ("MIN", "MAX") else name)
 
 
 def apply(op: OP, old: np.ndarray, operand: np.ndarray, dtype: tl.dtype) -> np.ndarray:

@@ -63,30 +63,29 @@ def invalidate(mbarrier: SharedMemory, **_: Any) -> None:
 
 
 def arrive(mbarrier: SharedMemory, *, count: Any = 1, pred: Any = True, **_: Any) -> None:
-    if truth(pred):
-        _arrive(mbarrier, integer(count), 0, alone=False)
-
-
-def expect(mbarrier: SharedMemory, bytes: Any = None, pred: Any = True, *, bytes_per_cta: Any = None, **_: Any) -> None:
-    """Announce bytes, and arrive once: Gluon's `expect` is PTX's ``mbarrier.arrive.expect_tx``."""
-    if truth(pred):
-        _arrive(mbarrier, 1, integer(bytes if bytes_per_cta is None else bytes_per_cta))
-
-
-def _arrive(mbarrier: SharedMemory, arrivals: int, announced: int, alone: bool = True) -> None:
-    """``alone``: what this program does next is part of what it arrives for, as are copies behind `expect`."""
+    if not truth(pred):
+        return
     before = int(mbarrier.handle.flat[0])
-    over = update(mbarrier, arrivals, announced)
-    # Who waits goes on before the next line of who has arrived: the order that finds an arrival which is too early.
-    # If others have yet to arrive, they come before that.
-    while not (over or alone):
+    over = update(mbarrier, integer(count))
+    # Who has yet to arrive, and then who waits for it, goes on before the next line of who has arrived: the order that
+    # finds an arrival which is too early. By the word, as others may invalidate the barrier behind the phase, which is
+    # its lowest bit.
+    while not over:
         seen = int(mbarrier.handle.flat[0])
         grid.give_way()
         now = int(mbarrier.handle.flat[0])
-        over = (now ^ before) & 1 == 1
         if now == seen:
             return
-    if over:
+        over = (now ^ before) & 1 == 1
+    grid.give_way()
+
+
+def expect(mbarrier: SharedMemory, bytes: Any = None, pred: Any = True, *, bytes_per_cta: Any = None, **_: Any) -> None:
+    """Announce bytes, and arrive once: Gluon's `expect` is PTX's ``mbarrier.arrive.expect_tx``.
+
+    The copies behind it are part of what it arrives for, so who has yet to arrive need not come before them.
+    """
+    if truth(pred) and update(mbarrier, 1, integer(bytes if bytes_per_cta is None else bytes_per_cta)):
         grid.give_way()
 
 

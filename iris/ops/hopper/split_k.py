@@ -119,7 +119,10 @@ def partial_of(units, tile, split, like, HALF: gl.constexpr):
 
 @gluon.jit
 def hand_over(units, tile, split, products, HALF: gl.constexpr):
-    """Leave the products of any split but the last: the count is released behind them, and acquired in `add_up`."""
+    """Leave the products of any split but the last.
+
+    The count is released behind them, for this GPU, whose programs alone acquire it, in `add_up`.
+    """
     values = flat(products)
     gl.store(partial_of(units, tile, split, values, HALF), values)
     signal(units.arrived + 2 * units.slot(tile) + HALF, 1, "add", "gpu")
