@@ -24,11 +24,12 @@ class FusedConfig:
         Triton kernel is fastest with 128, 256 and 64, of fp8 128, 128 and 128 (`iris.ops.choose.TRITON`).
     group_size_m : int
         Rows of tiles that are computed one column after the other, since they share what the L2 cache holds of B. Not
-        for all_gather_matmul but by the Gluon kernel for Hopper: the others take tiles as their rows arrive.
+        for all_gather_matmul by the Gluon kernel for CDNA3, which takes tiles as their rows arrive.
     num_sms : int
         Programs at most, each of which may take an SM (NVIDIA) or CU (AMD). Default: all of them.
     comm_sms : int
-        Programs of `all_gather_matmul` that move A while the others multiply. Default: a sixteenth.
+        Programs of `all_gather_matmul` that move A, while the others multiply. Default: a sixteenth; of the Triton
+        kernel, whose senders multiply as well behind that, also all that have no tile of their own rank's rows.
     num_xcds, chunk_size : int
         Chiplets of the GPU (MI300X: 8), and tiles that go to one of them in turn: 1 and 1 are as if it had none.
     cache_modifier_a, cache_modifier_b : ".ca", ".cg", ".cv"
@@ -72,9 +73,9 @@ class FusedConfig:
                     f"FusedConfig({field.name}={getattr(self, field.name)!r}) cannot work: {field.name} is {problem}."
                 )
 
-    def senders(self, programs: int, size: int) -> int:
-        """Of ``programs``, those that move A to the other ranks."""
-        return max(1, min(self.comm_sms or programs // 16, programs - 1)) if size > 1 else 0
+    def senders(self, programs: int, size: int, idle: int = 0) -> int:
+        """Of ``programs``, those that move A to the other ranks; ``idle`` have nothing to multiply at first."""
+        return max(1, min(self.comm_sms or max(programs // 16, idle), programs - 1)) if size > 1 else 0
 
 
 def _problem(name: str, value: object) -> str | None:

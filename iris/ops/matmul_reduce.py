@@ -7,8 +7,8 @@ stores its sums to all.
 
 Over the link, each rank: (W - 1) / W times M N elements out, in one step; for all rows twice that, in two.
 
-The parts travel in the type of the result, as they do through the vendor's library, and are added up in float32, in the
-order of ranks.
+The parts travel in the type of the result, as they do through the vendor's library, and are added up in float32: to a
+rank's own product those of the ranks behind it, one after the other.
 """
 
 import triton
@@ -76,6 +76,8 @@ def matmul_reduce(
     tiles_m, tiles_n = tl.cdiv(share, BLOCK_M), tl.cdiv(N, BLOCK_N)
     tiles = tiles_m * tiles_n
     element: tl.constexpr = parts.dtype.element_ty
+    # Whom the last tile went to, and its number: this rank, if to nobody.
+    to, sent = rank, 0
     for number in range(first, W * tiles, programs):
         owner = (rank + 1 + number // tiles) % W
         tile = number % tiles
@@ -91,6 +93,9 @@ def matmul_reduce(
             BLOCK_K, CACHE_A, CACHE_B, ALLOW_TF32,
         )  # fmt: skip
         ctx.tracing.record_event_end(work)
+        if to != rank:
+            # Behind the next product: by then the stores are there, and the release has little to wait for.
+            ctx.signal(counts + ARRIVED + sent, 1, to, op="add")
         total = scaled(total, scale_a, scale_b, rows, columns, stop, N, SCALED)
         if number == first:
             await_ready(ctx, counts, epoch)
@@ -98,16 +103,11 @@ def matmul_reduce(
         step = share.to(tl.int64) * N
         if owner != rank:
             ctx.store(parts + rank * step + at, total.to(element), owner, mask=mask)
-            ctx.signal(counts + ARRIVED + tile, 1, owner, op="add")
         else:
             ctx.wait(counts + ARRIVED + tile, epoch * (W - 1), cmp="reached")
-            own = total
-            total = tl.zeros_like(own)
-            for source in tl.static_range(W):
-                if source == rank:
-                    total += own
-                else:
-                    total += tl.load(parts + source * step + at, mask=mask, other=0).to(tl.float32)
+            for distance in tl.static_range(1, W):
+                source = (rank + distance) % W
+                total += tl.load(parts + source * step + at, mask=mask, other=0).to(tl.float32)
             if BIASED:
                 total += tl.load(bias + columns, mask=columns < N, other=0)[None, :].to(tl.float32)
             result = total.to(out.dtype.element_ty)
@@ -118,6 +118,9 @@ def matmul_reduce(
                     places.store(there, result, (rank + distance) % W, mask=mask)
             else:
                 tl.store(out + (local.to(tl.int64)[:, None] * stride_om + at_n), result, mask=mask)
+        to, sent = owner, tile
+    if to != rank:
+        ctx.signal(counts + ARRIVED + sent, 1, to, op="add")
     if SPREADS:
         await_done(ctx, counts, epoch)
     end(counts, epoch)

@@ -391,7 +391,8 @@ class Operations:
             return hopper.needs(kind, call, config, self._plan(call, config), W, direct)
         share = -(-M // W)
         if call.name == "all_gather_matmul":
-            return Needs(kind, W * -(-M // config.block_size_m), W * M * K, call.a.dtype)
+            # Of slabs of rows; and of the tiles that are taken, by chiplet.
+            return Needs(kind, W * -(-M // config.block_size_m) + config.num_xcds, W * M * K, call.a.dtype)
         if config.variant == "copies":
             # Parts that came, and parts to be sent.
             return Needs(kind, 0, 2 * M * N, call.out.dtype)
@@ -415,10 +416,13 @@ class Operations:
         options = (config.num_xcds, config.chunk_size, config.cache_modifier_a or "", config.cache_modifier_b or "",
                    config.allow_tf32, call.bias is not None, call.scaled)  # fmt: skip
         if call.name == "all_gather_matmul":
-            senders = config.senders(programs, W)
+            own_tiles = -(-M // config.block_size_m) * -(-N // config.block_size_n)
+            senders = config.senders(programs, W, programs - own_tiles)
             memory = (buffers.context_tensor, buffers.counts, buffers.data)
-            numbers = (M, N, K, strides[0], *strides[2:], W, senders, SEND_M, SEND_K, *blocks)
-            return all_gather_matmul, max(programs, senders + 1), (*memory, *tensors, *numbers, *options)
+            numbers = (M, N, K, strides[0], *strides[2:], W, senders, SEND_M, SEND_K, *blocks, config.group_size_m)
+            # Who takes tiles for a chiplet is a program on it.
+            options = (min(config.num_xcds, programs), *options[1:])
+            return all_gather_matmul, programs, (*memory, *tensors, *numbers, *options)
         memory = (buffers.context_tensor, place, buffers.counts)
         tail = (W, *blocks, config.group_size_m)
         if call.name == "matmul_all_gather":

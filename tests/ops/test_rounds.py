@@ -1,5 +1,7 @@
 """Round after round on one workspace: other data each time, no meeting of hosts in between, a rank that comes late."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -8,9 +10,13 @@ from iris.ops.copies import COPIED
 from iris.ops.hopper.arguments import Plan
 from ops.plans import planned
 
+TRITON = FusedConfig(block_size_m=16, block_size_n=32, block_size_k=16)
 GLUON = FusedConfig(use_gluon=True, block_size_m=128, block_size_n=64)
 CONFIGS = {
-    "triton": FusedConfig(block_size_m=16, block_size_n=32, block_size_k=16),
+    "triton": TRITON,
+    # Of which each has a count of tiles: for programs that are dealt out unevenly, and for fewer programs.
+    "triton, chiplets": replace(TRITON, num_sms=3, num_xcds=2),
+    "triton, few programs": replace(TRITON, num_sms=2, num_xcds=3),
     "gluon": GLUON,
     "split": GLUON,
     "copies": FusedConfig(variant="copies"),
@@ -23,7 +29,12 @@ OPERATIONS = ("all_gather_matmul", "matmul_all_gather", "matmul_reduce_scatter",
 FP8 = {"dtype": torch.float8_e4m3fn}
 OPERANDS = {"split": {"K": 192}, "copies of fp8": FP8, "gluon of fp8": FP8}
 # What only some operations have.
-ONLY = {"copies": COPIED, "copies of fp8": COPIED, "split": ("all_gather_matmul", "matmul_all_gather")}
+ONLY = {
+    **dict.fromkeys(["triton, chiplets", "triton, few programs"], ["all_gather_matmul"]),
+    "copies": COPIED,
+    "copies of fp8": COPIED,
+    "split": ("all_gather_matmul", "matmul_all_gather"),
+}
 CASES = [(name, config) for name in OPERATIONS for config in CONFIGS if name in ONLY.get(config, OPERATIONS)]
 M, N = 48, 96  # a rank's rows, in whole
 LATE = 2_000_000  # cycles: about a millisecond
