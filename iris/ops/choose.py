@@ -36,6 +36,8 @@ STORES, STORES_BESIDE, PRODUCT_BESIDE = 350, 280, {1: 0.9, 2: 0.79}
 COLLECTIVE, STAGED, ENGINE, COPY = 290, 170, 388, 6
 # By how much of the time that paced stores take the product beside them takes longer, by tiles as above.
 PACED_LOSS = {2: {256: 0.04, 128: 0.11, 64: 0.11}, 1: {128: 0.07, 64: 0.07}}
+# Microseconds at most in which a tile of 128 x 256 is added up: those of the last round come behind all products.
+LAST_SUMS = 8
 # Microseconds that one more split of 128 x 256 costs where its product takes no longer than so many, and less where it
 # does; and into how many splits a tile is cut.
 SPLITTING, SHORT, MOST_SPLITS = 20, 40, 8
@@ -193,9 +195,9 @@ def fused_us(call: Call, size: int, programs: int, config: FusedConfig, plan: Pl
             loss = PACED_LOSS[call.a.itemsize][config.block_size_n]
             return MEETING + product + (loss * (sent - last) + last) / STORES
         return MEETING + together_us(call, product, sent - last) + last / STORES
-    # The last sums come behind their parts.
     steps = 2 if call.name == "matmul_all_reduce" else 1
-    return MEETING + together_us(call, product, steps * sent) + tile_us(call, config) / 3
+    last = min(tile_us(call, config) / 3, LAST_SUMS * config.block_size_n / 256)
+    return MEETING + together_us(call, product, steps * sent) + last
 
 
 def scheduled_us(call: Call, size: int, programs: int, config: FusedConfig, plan: Plan) -> float:

@@ -54,6 +54,13 @@ def test_tiles_are_narrower_where_wide_ones_leave_multiprocessors_idle():
     assert choose(call("matmul_reduce_scatter", 8192, 28672, 8192), 4, PROGRAMS, True, True).block_size_n == 256
 
 
+@pytest.mark.parametrize("name", ["matmul_reduce_scatter", "matmul_all_reduce"])
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_last_sums_take_no_longer_where_products_are_deep(name, size):
+    # Two rounds of deep tiles, which would be slower than the vendor's GEMM if a part of a tile came behind them.
+    assert choose(call(name, 1024, 8192, 28672, size=size), size, PROGRAMS, True, True) == WIDE
+
+
 def test_tiles_are_wide_where_stores_go_on_beside_them():
     # Narrow ones would leave less behind the last product, and lose more to what is stored all the while.
     assert choose(call("matmul_all_gather", 8192, 8192, 8192), 4, PROGRAMS, True, True).block_size_n == 256
