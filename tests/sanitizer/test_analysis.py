@@ -184,7 +184,6 @@ def test_notes_of_several_threads_of_python_are_complete(tmp_path):
     def note(thread):
         for round in range(rounds):
             recorder.came((thread, round))
-            recorder.flush()
 
     interval = sys.getswitchinterval()
     with sanitizer.recording(tmp_path, 0, 1):

@@ -20,13 +20,41 @@ pytest_plugins = ["iris.simulator.sanitizer.fixture"]
 BROKEN = Path(__file__).parent / "broken"
 
 
-def check(*arguments, launcher=("-m", "iris"), **variables):
+# Both ranks race and are killed, without having met anywhere that is seen.
+KILLED = """
+import os, signal, sys, time
+from pathlib import Path
+import torch
+import iris
+from iris.spawn import launch
+sys.path.insert(0, sys.argv[1])
+from read_without_wait import exchange
+
+def worker(folder):
+    ctx = iris.iris(heap_size=1 << 20)
+    rank = ctx.get_rank()
+    inbox, result, flag = (ctx.zeros(64, dtype=torch.int32) for _ in range(3))
+    ctx.barrier()
+    exchange[(1,)](inbox, result, flag, rank, ctx.get_heap_bases(), 64, True)
+    (folder / f"raced{rank}").touch()
+    while not (folder / f"raced{1 - rank}").exists():
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+if __name__ == "__main__":
+    launch(worker, 2, Path(__file__).parent)
+"""
+
+
+def run(*command, **variables):
     environment = {name: value for name, value in os.environ.items() if not name.startswith("IRIS_")}
     environment |= {"PYTHONPATH": import_path(), **variables}
-    return subprocess.run(
-        [sys.executable, *launcher, "check", *map(str, arguments)],
-        env=environment, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+    command = [sys.executable, *map(str, command)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+
+
+def check(*arguments, launcher=("-m", "iris"), **variables):
+    return run(*launcher, "check", *arguments, **variables)
 
 
 def test_a_finding():
@@ -60,12 +88,21 @@ def test_a_program_that_fails_for_another_reason(tmp_path, iris_check):
 
 @pytest.mark.parametrize(("arguments", "status"), [([], 1), *([(["--corrected"], 0)] if EVERYTHING else [])])
 def test_a_program_that_nobody_checks_from_outside_reports_when_it_ends(arguments, status):
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("IRIS_")}
-    environment |= {"PYTHONPATH": import_path(), "IRIS_SANITIZE": "1", "IRIS_SIMULATOR": "1"}
-    command = [sys.executable, BROKEN / "volatile_poll.py", *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    done = run(BROKEN / "volatile_poll.py", *arguments, IRIS_SANITIZE="1", IRIS_SIMULATOR="1")
     assert done.returncode == status, done.stderr
     assert ("iris-check: race/missing-acquire: " in done.stderr) == bool(status)
+
+
+@pytest.mark.parametrize("command", [("-m", "iris", "check"), ()], ids=["checked", "by itself"])
+def test_what_killed_ranks_have_done_is_told(tmp_path, command):
+    """As are those that a launcher ends, once a race has made one of them fail."""
+    program = tmp_path / "killed.py"
+    program.write_text(KILLED)
+    done = run(*command, program, BROKEN, TMPDIR=str(tmp_path), IRIS_SANITIZE="1", IRIS_SIMULATOR="1")
+    assert done.returncode == 1, done.stderr
+    told = done.stdout if command else done.stderr
+    assert "iris-check: race: " in told and "read_without_wait.py:" in told
+    assert not list(tmp_path.glob("iris-check*")), "no notes are left behind"
 
 
 def test_whoever_ends_the_command_ends_the_program(tmp_path):

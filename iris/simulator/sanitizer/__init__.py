@@ -13,7 +13,6 @@ go on (`deadlock`).
 import contextlib
 import os
 import random
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -84,8 +83,7 @@ def start_if_wanted(group: "Group") -> None:
     if folder is None:
         from iris.simulator.sanitizer.at_exit import report_at_exit
 
-        folder = group.all_gather(tempfile.mkdtemp(prefix="iris-check-") if group.rank == 0 else None, "a folder")[0]
-        report_at_exit(Path(folder), group.rank, group.size)
+        folder = report_at_exit(group)
     start(Path(folder), rank, num_ranks)
     if SEED_VARIABLE in os.environ:
         from iris.simulator import grid

@@ -431,7 +431,7 @@ def notes_in(folder: Path) -> dict[int, Iterator[Any]]:
         with open(path, "rb") as file:
             while True:
                 try:
-                    yield from pickle.load(file)
+                    yield pickle.load(file)
                 except (EOFError, pickle.UnpicklingError):  # the process was ended while it wrote
                     return
 

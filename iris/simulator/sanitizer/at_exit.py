@@ -1,38 +1,79 @@
-"""What a program that nobody checks from outside is told when it ends."""
+"""What a program that nobody checks from outside is told when it ends.
+
+Its ranks may be killed, the first as well, when a race has made one of them fail. So a process beside them reports.
+"""
 
 import os
 import shutil
+import subprocess
 import sys
-import time
+import tempfile
 from multiprocessing.util import Finalize
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from iris.simulator.sanitizer import VARIABLE
 from iris.simulator.sanitizer.analysis import analyse
 from iris.simulator.sanitizer.check import FOUND
 
-# What peers get to end, once the first rank has: one that was killed never will.
+if TYPE_CHECKING:
+    from iris.world import Group
+
+# What peers get to end, once the first rank has: they may be waiting for it, until whoever started them ends them.
 PATIENCE_S = 10.0
-INTERVAL_S = 0.02
+
+# In the folder: a pipe that each rank holds open as long as it lives. Who reads it comes to its end when all are gone.
+ALIVE = "alive"
 
 
-def report_at_exit(folder: Path, rank: int, num_ranks: int) -> None:
-    """When this process ends, say that its notes are whole; on the first rank, report, with exit status 1 if found."""
+def report_at_exit(group: "Group") -> Path:
+    """A folder for the ranks' notes. Once all have ended, however they did, it is told what was found in them; the
+    first rank has exit status 1 then. Collective over the world.
+    """
+    made = None
+    if group.rank == 0:
+        made = tempfile.mkdtemp(prefix="iris-check-")
+        os.mkfifo(f"{made}/{ALIVE}")
+    folder = Path(group.all_gather(made, "a folder")[0])
+    # For reading, too: to open a pipe for nothing but writing takes a reader (fifo(7)).
+    alive = os.open(folder / ALIVE, os.O_RDWR)
+    if group.rank == 0:
+        reporter = _start_reporter(folder)
+        # Behind the recorder's own, which ends its notes.
+        Finalize(None, _hear, (reporter, alive), exitpriority=1)
+    return folder
 
-    def say_so() -> None:
-        (folder / f"over{rank}").touch()
 
-    def report() -> None:
-        deadline = time.monotonic() + PATIENCE_S
-        while len(list(folder.glob("over*"))) < num_ranks - 1 and time.monotonic() < deadline:
-            time.sleep(INTERVAL_S)
-        found = analyse(folder)
-        shutil.rmtree(folder, ignore_errors=True)
-        for finding in found:
-            print(finding, file=sys.stderr)
-        if found:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(FOUND)
+def _start_reporter(folder: Path) -> subprocess.Popen:
+    environment = os.environ | {"IRIS_SIMULATOR": "1", VARIABLE: "0", "PYTHONPATH": os.pathsep.join(sys.path)}
+    with open(folder / ALIVE, "rb") as alive:
+        # In a session of its own: who ends a program may end its group of processes.
+        return subprocess.Popen(
+            [sys.executable, "-m", __name__, folder],
+            env=environment, stdin=alive, stdout=subprocess.DEVNULL, start_new_session=True,
+        )  # fmt: skip
 
-    # Behind the recorder's own, which writes its last notes.
-    Finalize(None, report if rank == 0 else say_so, exitpriority=1)
+
+def _hear(reporter: subprocess.Popen, alive: int) -> None:
+    os.close(alive)
+    try:
+        found = reporter.wait(PATIENCE_S) == FOUND
+    except subprocess.TimeoutExpired:
+        return
+    if found:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(FOUND)
+
+
+def _report(folder: Path) -> int:
+    sys.stdin.buffer.read()
+    found = analyse(folder)
+    shutil.rmtree(folder, ignore_errors=True)
+    for finding in found:
+        print(finding, file=sys.stderr)
+    return FOUND if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(_report(Path(sys.argv[1])))

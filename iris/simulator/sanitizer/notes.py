@@ -50,9 +50,6 @@ from iris.simulator.sanitizer.events import (
 from iris.simulator.sanitizer.host import HostAccesses
 from iris.simulator.sanitizer.waits import Wait, wait_of
 
-# Notes are written to the file when there are so many.
-KEPT = 4096
-
 # Memory of nobody's yet: no program means to write it, and a float of it is a large number.
 UNDEFINED = 0xCB
 
@@ -75,7 +72,6 @@ class Recorder:
         # Launches of several threads of Python take turns, but what the host does in one goes on beside another's.
         self._one_thread = threading.RLock()
         self._file = open(folder / f"rank{rank}.events", "ab")
-        self._notes: list[Any] = []
         self._places: dict[tuple, int] = {}
         self._mapped = -1
         self._starts = self._ends = np.empty(0, dtype=np.int64)
@@ -104,18 +100,12 @@ class Recorder:
     # Notes ----------------------------------------------------------------------------------------------------------
 
     def note(self, event: Any) -> None:
+        """Written at once: a race makes one rank fail, and whoever has started the others ends them on the spot. If a
+        release were lost with a rank, what others have acquired would look like a race, too.
+        """
         with self._one_thread:
-            self._notes.append(event)
-            if len(self._notes) >= KEPT:
-                self.flush()
-
-    def flush(self) -> None:
-        """Whatever becomes of this process, others can read what it has noted so far."""
-        with self._one_thread:
-            if self._notes:
-                pickle.dump(self._notes, self._file, protocol=pickle.HIGHEST_PROTOCOL)
-                self._file.flush()
-                self._notes = []
+            pickle.dump(event, self._file, protocol=pickle.HIGHEST_PROTOCOL)
+            self._file.flush()
 
     def close(self) -> None:
         if self._file.closed:
@@ -123,7 +113,6 @@ class Recorder:
         self._at_exit.cancel()
         self._host.__exit__(None, None, None)
         self.liveness.leave()
-        self.flush()
         self._file.close()
         self._counter.close()
         os.close(self._lock)
@@ -240,13 +229,11 @@ class Recorder:
         caller = self._callers.get(id(launch)) if wait.place[0].startswith(lines.IRIS) else None
         place = Place(launch.name, Line(*wait.place), caller and lines.known(caller))
         self.note(Waiting(launch.name, wait.programs, wait.what, place, wait.flag or ""))
-        self.flush()
 
     def out_of_step(self, text: str) -> None:
         """The host waits for other ranks, for what ``text`` says, and they wait for something else."""
         place = Place(None, lines.known(lines.line_of(sys._getframe(1))))
         self.note(Waiting(None, "the host", f"waits in {text}", place, ""))
-        self.flush()
 
     def fenced(self) -> None:
         """The program that runs orders what it did before what it will do, for everyone."""
@@ -318,7 +305,6 @@ class Recorder:
     def awaiting(self, key: tuple, ranks: tuple[int, ...], text: str) -> Iterator[None]:
         """While this lasts the host waits until ``ranks`` have come, or sent; any, if there are none."""
         self.note(Awaiting(key, ranks, self._place(), text, self.liveness.over()))
-        self.flush()
         self.liveness.meets()
         try:
             yield
@@ -346,7 +332,6 @@ class Recorder:
 
     def wrong(self, kind: str, text: str, place: int | None = None) -> None:
         self.note(Wrong(kind, text, place))
-        self.flush()
 
     # Where ----------------------------------------------------------------------------------------------------------
 
