@@ -82,6 +82,7 @@ def make_device_context(
     ordered_atomic, ordered_cas = order.atomic, order.atomic_cas
     check_pointer = failures.check_pointer
     ordered_signal, ordered_wait, ordered_fence, ordered_barrier = order.signal, order.wait, order.fence, order.barrier
+    ordered_bulk_copies = order.order_bulk_copies
     ordered_signal_ranks, ordered_wait_ranks = order.signal_ranks, order.wait_ranks
     Tracing, trace_into = trace.Tracing, trace.trace_into
     lanes = order.lanes
@@ -261,6 +262,14 @@ def make_device_context(
         def fence(self):
             """Order everything that this block did before everything that it will do, for observers on any rank."""
             ordered_fence()
+
+        @jit
+        def order_bulk_copies(self):
+            """Order what this block has acquired or stored before the copies by TMA that it will issue.
+
+            Between `wait` and such a copy of what has been waited for. Nothing on AMD, which has none.
+            """
+            ordered_bulk_copies()
 
         @jit
         def put_signal(self, from_ptr, to_ptr, flag_ptr, value, to_rank, mask=None):

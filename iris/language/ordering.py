@@ -104,6 +104,15 @@ def note_fence():
         sanitizer.recorder.fenced()
 
 
+@triton.constexpr_function
+def note_proxy_fence():
+    """In the simulator: tell the sanitizer, if one looks on."""
+    from iris.simulator import sanitizer
+
+    if sanitizer.recorder is not None:
+        sanitizer.recorder.proxy_fenced()
+
+
 @triton.jit
 def _triton_lanes():
     return tl.arange(0, LANES)
@@ -206,6 +215,8 @@ def make_ordering(jit: Callable, lang: ModuleType, translate, failures: SimpleNa
 
         They access memory through another proxy than loads and stores do (PTX ISA, "Async proxy").
         """
+        if in_simulator():
+            note_proxy_fence()
         if on_nvidia():
             lang.inline_asm_elementwise(
                 "fence.proxy.async; mov.b32 $0, 0;", "=r,~{memory}", [], dtype=lang.int32, is_pure=False, pack=1

@@ -93,6 +93,7 @@ class Task:
     gate: LockType = field(default_factory=_closed_gate)
     seen: dict[tuple[str, int], int] = field(default_factory=dict)
     issued_at: int | None = None  # of what a GPU does beside the program: the sanitizer's number of the line that asked
+    async_proxy: bool = False  # what it accesses now, TMA does, and not its threads
     poll: Poll | None = None
     repeated: Counter[tuple[str, int]] = field(default_factory=Counter)
     """What it has looked at since it saw anything new, and how often."""

@@ -5,9 +5,11 @@ steps: that it has read shared memory, which may then be overwritten, and that o
 `store_wait` with ``read_only=False`` waits for the second; else it happens when the program ends.
 """
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import triton.language as tl
 from triton.experimental.gluon.language.nvidia.hopper import tma as gl_tma
 from triton.experimental.gluon.nvidia import hopper
@@ -67,7 +69,12 @@ def load(
     block = _block(tensor_desc, result)
     pointers, inside = _pointers(block, coord)
     fill = make_tensor(block.fill().data, block.element)
-    source = Source(lambda: block.rounded(tl.core.load(pointers, inside, fill).handle.data), block.element)
+
+    def read() -> np.ndarray:
+        with _async_proxy():
+            return block.rounded(tl.core.load(pointers, inside, fill).handle.data)
+
+    source = Source(read, block.element)
     result.handle[...] = dtypes.poison(block.element)
 
     def complete() -> None:
@@ -107,10 +114,26 @@ def _issue(tensor_desc: Any, coord: Any, src: SharedMemory, put: Callable) -> No
 
     def read() -> None:
         values = make_tensor(source.at_completion(), block.element)
-        in_flight.writes.append(sanitizer.from_here(lambda: put(pointers, values, inside)))
+
+        def write() -> None:
+            with _async_proxy():
+                put(pointers, values, inside)
+
+        in_flight.writes.append(sanitizer.from_here(write))
 
     in_flight.stores.issue(read)
     in_flight.stores.commit()
+
+
+@contextlib.contextmanager
+def _async_proxy() -> Iterator[None]:
+    """While this lasts, memory is accessed as TMA accesses it (PTX ISA, "Async proxy")."""
+    task = grid.current()
+    task.async_proxy = True
+    try:
+        yield
+    finally:
+        task.async_proxy = False
 
 
 def _block(tensor_desc: Any, memory: SharedMemory) -> TensorMap:

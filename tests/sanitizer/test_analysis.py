@@ -18,11 +18,13 @@ from iris.simulator.sanitizer.events import (
     Accessed,
     Awaiting,
     Came,
+    Finished,
     Known,
     Launched,
     Line,
     Met,
     Place,
+    ProxyFenced,
     Spans,
     Synchronised,
 )
@@ -106,6 +108,32 @@ def test_a_wait_may_count_on_the_first_value_that_ends_it(wait, kinds):
     }
     findings = Analysis(notes).run()
     assert [finding.kind for finding in findings for _ in range(finding.count)] == kinds, findings
+
+
+FENCE = ProxyFenced(1, 1)
+STORE, TMA_STORE = Accessed(1, 1, 0, DATA, WRITE), Accessed(1, 1, 0, DATA, WRITE, async_proxy=True)
+LOAD, TMA_LOAD = Accessed(1, 1, 0, DATA, READ), Accessed(1, 1, 0, DATA, READ, async_proxy=True)
+FLAG_SET = Synchronised(1, 1, 1, 0, FLAG, WRITE, releases=True, acquires=False, scope="sys")
+FLAG_SEEN = Synchronised(2, 1, 1, 0, FLAG, READ, releases=False, acquires=True, scope="sys")
+
+
+@pytest.mark.parametrize("sent, received, fenced", [
+    ([STORE, FLAG_SET], [FLAG_SEEN, TMA_LOAD], False),
+    ([STORE, FLAG_SET], [FENCE, FLAG_SEEN, TMA_LOAD], False),
+    ([FENCE, STORE, FLAG_SET], [FLAG_SEEN, TMA_LOAD], False),
+    ([STORE, FLAG_SET], [FLAG_SEEN, FENCE, TMA_LOAD], True),
+    ([STORE, FENCE, FLAG_SET], [FLAG_SEEN, TMA_LOAD], True),
+    ([STORE, FLAG_SET], [FLAG_SEEN, LOAD], True),
+    ([TMA_STORE, FLAG_SET], [FLAG_SEEN, TMA_LOAD], True),
+    ([], [STORE, TMA_LOAD], False),
+    ([], [STORE, FENCE, TMA_LOAD], True),
+    ([], [TMA_STORE, TMA_LOAD], True),
+    ([], [STORE, Finished(1), Launched(1), TMA_LOAD], True),
+])  # fmt: skip
+def test_tma_fetches_what_others_have_stored_behind_a_proxy_fence_alone(sent, received, fenced):
+    """PTX ISA, "Async proxy". The fence may stand on either side of the flag; launches, and TMA itself, need none."""
+    findings = Analysis({0: [*begin("send"), *sent], 2: [*begin("receive"), *received]}).run()
+    assert [finding.kind for finding in findings] == ([] if fenced else ["race/missing-proxy-fence"]), findings
 
 
 def test_a_hosts_copy_of_a_flag_may_be_gone_through_before_it_was_made():

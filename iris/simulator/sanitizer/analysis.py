@@ -35,6 +35,7 @@ from iris.simulator.sanitizer.events import (
     Line,
     Met,
     Place,
+    ProxyFenced,
     Spans,
     Synchronised,
     Waiting,
@@ -61,7 +62,7 @@ class Access(NamedTuple):
     ``atomic``: at which scope it is, or nothing. ``blank``: the host's zeros. ``flag``: a kernel's access to so few
     bytes that they may be meant as one. ``before``: the write that this one wrote over; of a read, the first one by the
     same program of what was there then. ``readers``: of a write, the set of those who had read what it wrote over.
-    ``stale``: the program's last wait told it nothing new.
+    ``stale``: the program's last wait told it nothing new. ``async_proxy``: by TMA.
     """
 
     thread_slot: int
@@ -76,6 +77,7 @@ class Access(NamedTuple):
     before: int
     readers: int = 0
     stale: bool = False
+    async_proxy: bool = False
 
 
 class Rank:
@@ -189,7 +191,7 @@ class Analysis:
                     part.forget()
             case Launched(launch):
                 host = self._hosts[rank.number]
-                rank.bases[launch] = host.clock
+                rank.bases[launch] = clocks.fenced(host.clock)
                 host.advance()
             case Finished(launch):
                 host = self._hosts[rank.number]
@@ -202,6 +204,8 @@ class Analysis:
                 self._who(rank, launch, program).gather()
             case Fenced(launch, program):
                 self._who(rank, launch, program).fence()
+            case ProxyFenced(launch, program):
+                self._who(rank, launch, program).fence_proxies()
             case Wrong(kind, text, place):
                 self._findings.add_wrong(kind, rank.number, text, None if place is None else rank.places[place])
             case Waiting():
@@ -242,7 +246,7 @@ class Analysis:
         copied = "sys" if flag and host and not event.blank else ""
         access = Access(
             thread.slot, thread.tick, rank.number, place, event.kind, copied, host, event.blank, small and not host, 0,
-            stale=thread.heard_nothing,
+            stale=thread.heard_nothing, async_proxy=event.async_proxy,
         )  # fmt: skip
         for part in self._shadow.bytes(event.spans):
             writers = part.writers()
@@ -267,7 +271,8 @@ class Analysis:
         thread = self._who(rank, event.launch, event.program)
         place = rank.places[event.place]
         access = Access(
-            thread.slot, thread.tick, rank.number, place, event.kind, event.scope, False, False, False, 0
+            thread.slot, thread.tick, rank.number, place, event.kind, event.scope, False, False, False, 0,
+            async_proxy=event.async_proxy,
         )  # fmt: skip
         for part in self._shadow.bytes(event.spans):
             writers = part.writers()
@@ -328,7 +333,7 @@ class Analysis:
             for other in self._sets[number]:
                 o = self._accesses[other]
                 same = o.kind == access.kind and o.atomic == access.atomic
-                if not (same and thread.knows(o.thread_slot, o.tick).all()):
+                if not (same and thread.knows(o.thread_slot, o.tick)[: clocks.ASYNC_PROXY].all()):
                     stay.append(other)
                 elif access.kind == READ and o.thread_slot == thread.slot:
                     first = o.before or other
@@ -368,6 +373,10 @@ class Analysis:
             return
         known = thread.knows(other.thread_slot, other.tick)
         if known[clocks.AS_WRITTEN]:
+            fetches = access.async_proxy and access.kind == READ
+            if fetches and not (other.async_proxy or known[clocks.ASYNC_PROXY]):
+                kind = "race/missing-proxy-fence"
+                self._findings.add_race(kind, Side.of(other), Side.of(access), spans.space, offset)
             return
         if both_atomic:
             self._findings.add_race("race/scope", Side.of(other), Side.of(access), spans.space, offset, LOST)

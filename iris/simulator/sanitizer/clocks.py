@@ -4,20 +4,31 @@ Each program, and each rank's host, has a *slot*, and counts up a *tick* there a
 says of each slot up to which tick all that it did comes before: what slot s did at tick t comes before whoever has
 ``clock[s] >= t`` (Lamport; Fidge and Mattern; for races: FastTrack, Flanagan and Freund 2009).
 
-There are five clocks at a time. In the first an edge is what the program asked for: a release and an acquire of the
+There are six clocks at a time. In the first an edge is what the program asked for: a release and an acquire of the
 same words, both at a scope that holds the two programs (PTX ISA, "Memory Consistency Model": morally strong, causality
-order). The others take the program for better than it is, each in another way, to find out what a race is for want of.
+order). The next four take the program for better than it is, each in another way, to find out what a race is for want
+of. The last has the edges of the first, and is of what comes before copies by TMA: only what a proxy fence came behind.
+
+Such copies go through the async proxy, loads and stores through the generic one, and who accesses memory through two
+needs a fence between them (PTX ISA, "Async proxy"). The manual does not say in whose thread: so it counts wherever it
+stands on the way from one access to the other, as an alias proxy fence does ("Causality Order"). Launches need none
+("Memory synchronization": those by the CUDA API keep the order of proxies), nor does what TMA has written, behind which
+there is one (an "implicit generic-async proxy fence" where a copy completes).
 """
 
 from typing import NamedTuple
 
 import numpy as np
 
-AS_WRITTEN, ANY_SCOPE, ALL_RELEASE, ALL_ACQUIRE, BOTH = range(5)
-"""As the program says; each at system scope; besides, each write to a flag a release; each read an acquire; both."""
-HOW = 5
+AS_WRITTEN, ANY_SCOPE, ALL_RELEASE, ALL_ACQUIRE, BOTH, ASYNC_PROXY = range(6)
+"""As the program says; each at system scope; besides, each write to a flag a release; each read an acquire; both; as
+the program says to TMA."""
+HOW = 6
 
-AS_ASKED_RELEASE, AS_ASKED_ACQUIRE = [AS_WRITTEN, ANY_SCOPE, ALL_ACQUIRE], [AS_WRITTEN, ANY_SCOPE, ALL_RELEASE]
+AS_SAID = [AS_WRITTEN, ASYNC_PROXY]
+"""The clocks in which scopes are what they are."""
+
+AS_ASKED_RELEASE, AS_ASKED_ACQUIRE = [*AS_SAID, ANY_SCOPE, ALL_ACQUIRE], [*AS_SAID, ANY_SCOPE, ALL_RELEASE]
 """The clocks in which only what is asked for as a release, or as an acquire, is one."""
 
 REACHES_RANK, REACHES_ALL = ("gpu", "sys"), ("sys",)
@@ -45,6 +56,13 @@ def merged(target: np.ndarray, source: np.ndarray, how: list[int]) -> np.ndarray
     result[:, : target.shape[1]] = target
     part = result[how, : source.shape[1]]
     result[how, : source.shape[1]] = np.maximum(part, source[how])
+    return result
+
+
+def fenced(clock: np.ndarray) -> np.ndarray:
+    """``clock`` behind a proxy fence: what it has comes before copies by TMA, too. It is not changed."""
+    result = clock.copy()
+    result[ASYNC_PROXY] = result[AS_WRITTEN]
     return result
 
 
@@ -82,7 +100,7 @@ class Thread:
             self.clock = wider
         else:
             self.clock = self.clock.copy()
-        self.clock[:, self.slot] = tick
+        self.clock[:ASYNC_PROXY, self.slot] = tick
 
     def advance(self) -> None:
         """What is done from here on, nobody knows of who has this clock by now."""
@@ -97,6 +115,10 @@ class Thread:
         self.clock = merged(self.clock, self._seen_relaxed, AS_ASKED_ACQUIRE)
         self._seen_relaxed = empty()
         self._fenced = self._met = self.clock
+        self.advance()
+
+    def fence_proxies(self) -> None:
+        self.clock = fenced(self.clock)
         self.advance()
 
     def learn(self, clock: np.ndarray) -> None:
@@ -117,10 +139,10 @@ class Thread:
                 if self._met is not None:
                     mine = merged(mine, self._met, AS_ASKED_RELEASE)
             if scope in REACHES_ALL:
-                how.append(AS_WRITTEN)
+                how += AS_SAID
             to_all = merged(to_all, mine, how)
             if scope in REACHES_RANK:
-                own = merged(to_rank.get(self.rank, empty()), mine, [AS_WRITTEN])
+                own = merged(to_rank.get(self.rank, empty()), mine, AS_SAID)
                 to_rank = {**to_rank, self.rank: own}
         else:
             to_all = merged(to_all, self.clock, how)
@@ -128,7 +150,7 @@ class Thread:
                 how = AS_ASKED_RELEASE if scope in REACHES_ALL else [ANY_SCOPE, ALL_ACQUIRE]
                 to_all = merged(to_all, self._fenced, how)
                 if scope in REACHES_RANK:
-                    own = merged(to_rank.get(self.rank, empty()), self._fenced, [AS_WRITTEN])
+                    own = merged(to_rank.get(self.rank, empty()), self._fenced, AS_SAID)
                     to_rank = {**to_rank, self.rank: own}
         return Released(to_all, to_rank)
 
@@ -138,14 +160,14 @@ class Thread:
         if asked:
             how += [ANY_SCOPE, ALL_RELEASE]
             if scope in REACHES_ALL:
-                how.append(AS_WRITTEN)
+                how += AS_SAID
             if scope in REACHES_RANK and self.rank in released.to_rank:
-                self.clock = merged(self.clock, released.to_rank[self.rank], [AS_WRITTEN])
+                self.clock = merged(self.clock, released.to_rank[self.rank], AS_SAID)
         else:
             how_seen = AS_ASKED_ACQUIRE if scope in REACHES_ALL else [ANY_SCOPE, ALL_RELEASE]
             self._seen_relaxed = merged(self._seen_relaxed, released.to_all, how_seen)
             if scope in REACHES_RANK and self.rank in released.to_rank:
-                self._seen_relaxed = merged(self._seen_relaxed, released.to_rank[self.rank], [AS_WRITTEN])
+                self._seen_relaxed = merged(self._seen_relaxed, released.to_rank[self.rank], AS_SAID)
         self.clock = merged(self.clock, released.to_all, how)
         # Ticks only grow.
         self.heard_nothing = asked and self.clock[AS_WRITTEN].sum() == before[AS_WRITTEN].sum()

@@ -81,7 +81,7 @@ class Accessed(NamedTuple):
     """A load or store, or the host's with torch.
 
     ``undefined``: what was read looks as if nobody had written it. ``blank``: the host made it zeros. ``number``: as of
-    `Synchronised`, for the read of a single element, which may be meant as a look at a flag.
+    `Synchronised`, for the read of a single element, which may be meant as a look at a flag. ``async_proxy``: by TMA.
     """
 
     launch: int
@@ -92,6 +92,7 @@ class Accessed(NamedTuple):
     undefined: bool = False
     blank: bool = False
     number: int | None = None
+    async_proxy: bool = False
 
 
 class Synchronised(NamedTuple):
@@ -101,7 +102,7 @@ class Synchronised(NamedTuple):
     "cta", "gpu" or "sys". ``message``: words that carry their own arrival. ``gathered``: what other threads of the
     block did before is released too. ``undefined``: as of `Accessed`. ``looks``: who waits may do this; a release that
     adds to what is there, or takes its place, is no look. ``before``, ``after``: what a word held and holds, if it is
-    one. ``wait``: for what it is read.
+    one. ``wait``: for what it is read. ``async_proxy``: by TMA.
     """
 
     number: int
@@ -120,6 +121,7 @@ class Synchronised(NamedTuple):
     before: int | None = None
     after: int | None = None
     wait: "Wait | None" = None
+    async_proxy: bool = False
 
 
 class Gathered(NamedTuple):
@@ -131,6 +133,13 @@ class Gathered(NamedTuple):
 
 class Fenced(NamedTuple):
     """A program orders all that it did before all that it will do, at system scope."""
+
+    launch: int
+    program: int
+
+
+class ProxyFenced(NamedTuple):
+    """A program orders what comes before it, by loads and stores, before the copies by TMA that it will issue."""
 
     launch: int
     program: int

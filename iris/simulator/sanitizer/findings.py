@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from iris.simulator.sanitizer.analysis import Access
 
 # Of a race that shows in several ways, the one that says most of its cause.
-TELLING = ("race/scope", "race/missing-release", "race/missing-acquire", "race/reuse", "race")
+TELLING = ("race/scope", "race/missing-release", "race/missing-acquire", "race/reuse", "race",
+           "race/missing-proxy-fence")  # fmt: skip
 
 REMEDIES = {
     "race/scope": "there is a release and an acquire, but at a scope that does not hold both programs, as 'sys' would",
@@ -21,6 +22,7 @@ REMEDIES = {
     "race/missing-acquire": "the flag between them is not read by an acquire, as ctx.wait() would",
     "race/reuse": "the memory is written anew before its reader is known to have read what was there",
     "race": "no release and acquire orders them",
+    "race/missing-proxy-fence": "a copy by TMA, unlike a load, needs ctx.order_bulk_copies() in front of it",
 }
 LOST = "both are atomic, but at a scope that does not hold both programs, as 'sys' would, so one may be lost"
 VERBS = {READ: "reads", WRITE: "writes", UPDATE: "updates"}

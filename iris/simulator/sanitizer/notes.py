@@ -42,6 +42,7 @@ from iris.simulator.sanitizer.events import (
     Line,
     Met,
     Place,
+    ProxyFenced,
     Spans,
     Synchronised,
     Waiting,
@@ -176,7 +177,7 @@ class Recorder:
         undefined = values is not None and _undefined(values)
         for spans in self.spans(pointers, size):
             self.bounds.check(self, spans, kind, place)
-            self.note(Accessed(*who, place, spans, kind, undefined, number=number))
+            self.note(Accessed(*who, place, spans, kind, undefined, False, number, grid.current().async_proxy))
         if kind == WRITE:
             self._stored_since_meeting.add(who)
 
@@ -214,7 +215,7 @@ class Recorder:
             self.note(
                 Synchronised(
                     number, *who, place, spans, kind, releases, acquires, scope, message, gathered, undefined, looks,
-                    before, after, wait,
+                    before, after, wait, grid.current().async_proxy,
                 )
             )  # fmt: skip
 
@@ -240,6 +241,12 @@ class Recorder:
         who = self._who()
         if who is not None:
             self.note(Fenced(*who))
+
+    def proxy_fenced(self) -> None:
+        """The program that runs orders what comes before this before the copies by TMA that it will issue."""
+        who = self._who()
+        if who is not None:
+            self.note(ProxyFenced(*who))
 
     def gathered(self) -> None:
         """The threads of the program that runs meet."""
