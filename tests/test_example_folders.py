@@ -102,6 +102,123 @@ def test_sizes_that_an_example_cannot_take(ranks, folder, sizes, dtype, words, o
     ranks.run(refused, folder, sizes, dtype, words, options)
 
 
+def zeros(*size, dtype=BF16):
+    return torch.zeros(size, dtype=dtype)
+
+
+def decode(ctx, wrapper):
+    flash_decode = wrapper.FlashDecode(ctx, 2, 4, 2, 16, 8, BF16)
+    yield flash_decode, dict(
+        out=zeros(2, 4, 16), q=zeros(2, 4, 16), k=zeros(2, 2, 8, 16), v=zeros(2, 2, 8, 16),
+        lengths=zeros(2, dtype=torch.int32),
+    )  # fmt: skip
+
+
+def ring(ctx, wrapper):
+    for form in (wrapper.RingAttention, wrapper.GatherThenAttend, wrapper.SendAndAttend):
+        yield form(ctx, 2, 8, 16, BF16), {name: zeros(2, 2, 8, 16) for name in ("out", "q", "k", "v")}
+
+
+def experts(ctx, wrapper):
+    layer = wrapper.ExpertParallel(ctx, 4, 8, 6, 2, BF16)
+    chosen = zeros(4, 2, dtype=torch.int32)
+    yield layer.dispatch, dict(x=zeros(4, 8), experts=chosen)
+    yield layer.apply, dict(weights=zeros(6, 8, 8))
+    yield layer.combine, dict(out=zeros(4, 8), experts=chosen, gates=zeros(4, 2, dtype=FP32))
+
+
+def refuse_tensors(ctx, folder, calls):
+    spoiled = {
+        r"has strides .* Give a contiguous tensor": lambda x: x.new_zeros(*x.shape, 2)[..., 0],
+        r"is .* Give .* of torch\.(bfloat16|float32|int32)": lambda x: x.to(torch.float64),
+        r"is .* Give \[": lambda x: x[..., 1:].contiguous(),
+    }
+    with imported(folder):
+        for call, given in calls(ctx, importlib.import_module("wrapper")):
+            for name, tensor in given.items():
+                for words, spoil in spoiled.items():
+                    with pytest.raises(ValueError, match=f"^{name}.* {words}"):
+                        call(**given | {name: spoil(tensor)})
+
+
+@pytest.mark.skipif(not SIMULATED, reason="of tensors on the CPU")
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize(
+    ("folder", "calls"),
+    [("13_flash_decode", decode), ("15_ring_attention", ring), ("16_moe_dispatch_combine", experts)],
+)
+def test_tensors_that_a_kernel_would_misread(ranks, folder, calls):
+    """Kernels that take no strides are given contiguous tensors, of the dtypes and shapes that they are made for."""
+    ranks.run(refuse_tensors, folder, calls)
+
+
+def refuse_products(ctx, folder, name):
+    with imported(folder):
+        multiply = getattr(importlib.import_module("wrapper"), name)
+        a, b, c = zeros(16, 32), zeros(32, 24), zeros(16, 24)
+        for wrong, given in (("b", (c, a, b[1:])), ("b", (c, a, b.float())), ("c", (c[:, 1:], a, b))):
+            with pytest.raises(ValueError, match=f"^{wrong} is .* Give "):
+                multiply(ctx, *given)
+
+
+@pytest.mark.skipif(not SIMULATED, reason="of tensors on the CPU")
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize(
+    ("folder", "name"),
+    [
+        ("07_gemm_all_scatter", "matmul_all_scatter"),
+        ("07_gemm_all_scatter/gluon", "matmul_all_scatter"),
+        ("10_gemm_all_scatter_wg_specialization", "matmul_all_scatter"),
+        ("11_gemm_all_scatter_producer_consumer", "matmul_all_scatter"),
+        ("12_gemm_all_scatter_bulk_synchronous", "matmul_all_scatter"),
+        ("14_all_gather_gemm", "all_gather_matmul_by_pull"),
+    ],
+)
+def test_matrices_that_do_not_fit_together(ranks, folder, name):
+    ranks.run(refuse_products, folder, name)
+
+
+def run_wide_heads(ctx):
+    with imported("13_flash_decode") as example:
+        example.main(ctx, Workload(1, 34, 576, BF16, rounds=2), heads=32, kv_heads=1)
+
+
+@pytest.mark.ranks(2, exactly=True)
+def test_more_heads_than_a_program_has_room_for(ranks):
+    """Of one head of keys and values: they are dealt out to several."""
+    ranks.run(run_wide_heads)
+
+
+def refuse_sizes(ctx, folder, make, words):
+    with imported(folder), pytest.raises(ValueError, match=words):
+        make(importlib.import_module("wrapper"), ctx)
+
+
+def wide_decode(wrapper, ctx):
+    wrapper.FlashDecode(ctx, 1, 1, 1, 576, 8, FP32)
+
+
+def wide_ring(wrapper, ctx):
+    wrapper.RingAttention(ctx, 1, 8, 576, FP32)
+
+
+def uneven_layer(wrapper, ctx):
+    wrapper.TensorParallelMLP(ctx, 4, 7, BF16)
+
+
+@pytest.mark.ranks(2, exactly=True)
+@pytest.mark.parametrize(
+    ("folder", "make", "words"),
+    [
+        ("13_flash_decode", wide_decode, "Give a dim of up to 512, or a narrower dtype"),
+        ("15_ring_attention", wide_ring, "Give a dim of up to 512, or a narrower dtype"),
+        ("17_tensor_parallel_mlp", uneven_layer, "A width of 7 .* Give a multiple of 2"),
+    ],
+)
+def test_sizes_that_a_wrapper_cannot_take(ranks, folder, make, words):
+    ranks.run(refuse_sizes, folder, make, words)
+
+
 def run_gradients(ctx):
     with imported("07_gemm_all_scatter/gluon"):
         from wrapper import MatmulAllScatter

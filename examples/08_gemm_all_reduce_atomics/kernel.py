@@ -4,8 +4,8 @@ A program multiplies its tiles one after the other. Each product goes out by ato
 sums, while the next one is computed: so the link is hidden behind products, but for the last tiles. Then the program
 goes through its tiles again, waits until the parts of all ranks have arrived, and rounds the sums to the result.
 
-Over the link, each rank: 4 M N bytes to every peer, in one step. The bytes are twice those of bf16 parts, which could
-not be added without rounding each time.
+Over the link, each rank: 4 M N bytes and a count for each tile to every peer, in one step. The bytes are twice those of
+bf16 parts, which could not be added without rounding each time.
 
 Memory, and what orders it:
 

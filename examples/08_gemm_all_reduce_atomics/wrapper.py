@@ -2,6 +2,7 @@
 
 import torch
 import triton
+from arguments import check_tensors
 from kernel import gemm_all_reduce
 
 import iris
@@ -17,7 +18,7 @@ class Workspace:
     """
 
     def __init__(self, ctx: iris.Iris, M: int, N: int) -> None:
-        self.programs = ctx.get_cu_count() if ctx.device.type == "cuda" else 4
+        self.programs = 4 if iris.simulator.ACTIVE else ctx.get_cu_count()
         self.sums = ctx.zeros(2, M, N, dtype=torch.float32)
         self.arrived = ctx.zeros(triton.cdiv(M, BLOCK_M) * triton.cdiv(N, BLOCK_N), dtype=torch.int32)
         self.epochs = torch.zeros(self.programs, device=ctx.device, dtype=torch.int32)
@@ -30,6 +31,7 @@ def matmul_all_reduce(ctx: iris.Iris, c: torch.Tensor, a: torch.Tensor, b: torch
     ``a``: ``[M, K / W]`` and ``b``: ``[K / W, N]``, this rank's part of K. ``c``: ``[M, N]``; all three anywhere.
     """
     (M, K), N = a.shape, b.shape[1]
+    check_tensors(ctx.device, a=(a, a.dtype, M, K), b=(b, a.dtype, K, N), c=(c, c.dtype, M, N))
     if workspace.sums.shape[1:] != (M, N):
         raise ValueError(f"The workspace is for results of {list(workspace.sums.shape[1:])}, and this is of {[M, N]}.")
     # In front of the additions: all ranks are past the last call, which cleared the sums that this one adds to.

@@ -5,8 +5,8 @@ have, it loads the W parts of the tile, adds them up in the order of ranks in fl
 bits on every rank. `iris.x.all_reduce_one_shot` does all of that; it keeps the flags, one a tile. While a program waits
 or loads, others multiply.
 
-Over the link, each rank: M N elements in from every peer, in one step behind a signal. The parts travel in the type of
-the result.
+Over the link, each rank: M N elements in from every peer, in one step behind a signal a tile. The parts travel in the
+type of the result.
 
 What orders a call and the next one is in the flags too: a rank writes its part of a tile when all have read that of
 the last call. So there is no barrier, neither in front nor behind. The flags only rise and are never reset.

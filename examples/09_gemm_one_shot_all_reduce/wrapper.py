@@ -2,6 +2,7 @@
 
 import torch
 import triton
+from arguments import check_tensors
 from kernel import gemm_all_reduce
 
 import iris
@@ -16,7 +17,7 @@ class Workspace:
     """
 
     def __init__(self, ctx: iris.Iris, M: int, N: int, dtype: torch.dtype) -> None:
-        self.programs = ctx.get_cu_count() if ctx.device.type == "cuda" else 4
+        self.programs = 4 if iris.simulator.ACTIVE else ctx.get_cu_count()
         self.part = ctx.empty(M, N, dtype=dtype)
         self.flags = ctx.zeros(triton.cdiv(M, BLOCK_M) * triton.cdiv(N, BLOCK_N), dtype=torch.int32)
         ctx.barrier()
@@ -28,6 +29,7 @@ def matmul_all_reduce(ctx: iris.Iris, c: torch.Tensor, a: torch.Tensor, b: torch
     ``a``: ``[M, K / W]`` and ``b``: ``[K / W, N]``, this rank's part of K. ``c``: ``[M, N]``; all three anywhere.
     """
     (M, K), N = a.shape, b.shape[1]
+    check_tensors(ctx.device, a=(a, a.dtype, M, K), b=(b, a.dtype, K, N), c=(c, c.dtype, M, N))
     if workspace.part.shape != (M, N):
         raise ValueError(f"The workspace is for results of {list(workspace.part.shape)}, and this is of {[M, N]}.")
     # A tile's depth is the same number of bytes in every dtype.

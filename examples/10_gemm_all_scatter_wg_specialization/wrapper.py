@@ -4,12 +4,13 @@ import weakref
 
 import torch
 import triton
+from arguments import check_tensors
 from kernel import gemm_all_scatter
 
 import iris
 
 BLOCK_M, BLOCK_N, BYTES_K = 128, 256, 128
-# Of the multiprocessors of a GPU, so many send: as many as fill the links of an H200, and no more.
+# Of the multiprocessors of a GPU an eighth send, up to so many: as fill the links of an H200, and no more.
 COMM_SMS = 16
 
 
@@ -17,8 +18,9 @@ class Workspace:
     """What the calls of one size count in. Made by all ranks together, at the first; they meet on the host."""
 
     def __init__(self, ctx: iris.Iris, tiles: int) -> None:
-        on_gpu = ctx.device.type == "cuda"
-        self.programs, self.senders = (ctx.get_cu_count(), COMM_SMS) if on_gpu else (4, 2)
+        # Who multiplies waits for nobody, so that two programs may even take turns.
+        self.programs = 4 if iris.simulator.ACTIVE else max(2, ctx.get_cu_count())
+        self.senders = 2 if iris.simulator.ACTIVE else min(COMM_SMS, max(1, self.programs // 8))
         self.finished = ctx.zeros(tiles, dtype=torch.int32)
         self.meetings = ctx.zeros(self.programs, ctx.get_num_ranks(), dtype=torch.int32)
         self.epochs = ctx.zeros(self.programs, dtype=torch.int32)
@@ -35,7 +37,8 @@ def matmul_all_scatter(ctx: iris.Iris, c: torch.Tensor, a: torch.Tensor, b: torc
     ``a``: ``[M, K]``, the same on all ranks. ``b``: ``[K, N / W]``, this rank's columns. ``c``: ``[M, N]``, symmetric.
     Calls of one size are on one stream, or in one graph, at a time; the first is outside of graphs.
     """
-    (M, K), N = a.shape, b.shape[1]
+    (M, K), N, W = a.shape, b.shape[1], ctx.get_num_ranks()
+    check_tensors(ctx.device, a=(a, a.dtype, M, K), b=(b, a.dtype, K, N), c=(c, c.dtype, M, W * N))
     mine = c[:, ctx.get_rank() * N :][:, :N]
     tiles = triton.cdiv(M, BLOCK_M) * triton.cdiv(N, BLOCK_N)
     made = _workspaces.setdefault(ctx, {})
@@ -44,6 +47,6 @@ def matmul_all_scatter(ctx: iris.Iris, c: torch.Tensor, a: torch.Tensor, b: torc
     counts = made[M, N]
     gemm_all_scatter[(counts.programs,)](
         ctx.get_device_context(), counts.finished, counts.meetings, counts.epochs, a, b, mine, M, N, K,
-        *a.stride(), *b.stride(), *c.stride(), ctx.get_num_ranks(), counts.senders,
+        *a.stride(), *b.stride(), *c.stride(), W, counts.senders,
         BLOCK_M, BLOCK_N, BYTES_K // a.itemsize, num_warps=8,
     )  # fmt: skip

@@ -5,12 +5,13 @@ import weakref
 
 import torch
 import triton
+from arguments import check_tensors
 from kernel import all_scatter, gemm
 
 import iris
 
 BLOCK_M, BLOCK_N, BYTES_K = 128, 256, 128
-# Of the multiprocessors of a GPU, so many send: as many as fill the links of an H200, and no more.
+# Of the multiprocessors of a GPU an eighth send, up to so many: as fill the links of an H200, and no more.
 COMM_SMS = 16
 
 
@@ -18,9 +19,14 @@ class Workspace:
     """What the calls of one size count in. Made by all ranks together, at the first; they meet on the host."""
 
     def __init__(self, ctx: iris.Iris, tiles: int) -> None:
-        on_gpu = ctx.device.type == "cuda"
-        self.producers, self.consumers = (ctx.get_cu_count() - COMM_SMS, COMM_SMS) if on_gpu else (4, 2)
-        self.side = torch.cuda.Stream(ctx.device) if on_gpu else None
+        simulated, multiprocessors = iris.simulator.ACTIVE, ctx.get_cu_count()
+        if multiprocessors < 2 and not simulated:
+            raise ValueError(
+                "Two kernels run side by side, and this GPU has one multiprocessor: take example 10 or 07."
+            )
+        self.consumers = 2 if simulated else min(COMM_SMS, max(1, multiprocessors // 8))
+        self.producers = 4 if simulated else multiprocessors - self.consumers
+        self.side = None if simulated else torch.cuda.Stream(ctx.device)
         self.finished = ctx.zeros(tiles, dtype=torch.int32)
         self.meetings = ctx.zeros(self.consumers, ctx.get_num_ranks(), dtype=torch.int32)
         self.produced = ctx.zeros(self.producers, dtype=torch.int32)
@@ -39,6 +45,7 @@ def matmul_all_scatter(ctx: iris.Iris, c: torch.Tensor, a: torch.Tensor, b: torc
     Calls of one size are on one stream, or in one graph, at a time; the first is outside of graphs.
     """
     (M, K), N, W = a.shape, b.shape[1], ctx.get_num_ranks()
+    check_tensors(ctx.device, a=(a, a.dtype, M, K), b=(b, a.dtype, K, N), c=(c, c.dtype, M, W * N))
     mine = c[:, ctx.get_rank() * N :][:, :N]
     tiles = triton.cdiv(M, BLOCK_M) * triton.cdiv(N, BLOCK_N)
     made = _workspaces.setdefault(ctx, {})

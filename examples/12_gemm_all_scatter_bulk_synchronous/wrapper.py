@@ -1,6 +1,7 @@
 """The launch of the two kernels, with what has to stand between them and the neighbours' calls."""
 
 import torch
+from arguments import check_tensors
 from kernel import all_scatter, gemm
 
 import iris
@@ -13,17 +14,16 @@ def matmul_all_scatter(ctx: iris.Iris, c: torch.Tensor, a: torch.Tensor, b: torc
 
     ``a``: ``[M, K]``, the same on all ranks. ``b``: ``[K, N / W]``, this rank's columns. ``c``: ``[M, N]``, symmetric.
     """
-    (M, K), N = a.shape, b.shape[1]
+    (M, K), N, W = a.shape, b.shape[1], ctx.get_num_ranks()
+    check_tensors(ctx.device, a=(a, a.dtype, M, K), b=(b, a.dtype, K, N), c=(c, c.dtype, M, W * N))
     mine = c[:, ctx.get_rank() * N :][:, :N]
-    programs = ctx.get_cu_count() if ctx.device.type == "cuda" else 4
+    programs = 4 if iris.simulator.ACTIVE else ctx.get_cu_count()
     gemm[(programs,)](
         ctx.get_device_context(), a, b, mine, M, N, K, *a.stride(), *b.stride(), *c.stride(),
         BLOCK_M, BLOCK_N, BYTES_K // a.itemsize, num_warps=8,
     )  # fmt: skip
     # In front of the stores: all ranks are past what they did with the last call's result.
     ctx.device_barrier()
-    all_scatter[(programs,)](
-        ctx.get_device_context(), c, M, N, *c.stride(), ctx.get_num_ranks(), BLOCK_M, BLOCK_N, num_warps=8
-    )
+    all_scatter[(programs,)](ctx.get_device_context(), c, M, N, *c.stride(), W, BLOCK_M, BLOCK_N, num_warps=8)
     # Behind them: what the peers have stored here is visible to what comes next on this stream.
     ctx.device_barrier()

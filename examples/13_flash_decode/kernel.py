@@ -1,11 +1,11 @@
 """Attention of one new token a sequence, whose keys and values are shared among the ranks, in one kernel.
 
-A task is a chunk of the positions that this rank holds of one sequence, for one head of keys and values and the group
-of query heads that use it. Its result is partial: the mean of the values under the softmax of this chunk alone, and the
-logarithm of that softmax's denominator. From these, any number of partial results are combined exactly. Whichever
-program ends the last chunk of a pair, of sequence and head, combines all of its chunks, and stores the result of this
-rank to all ranks. A program that has no tasks left takes pairs of the output, waits until all ranks have sent theirs,
-and combines them.
+A task is a chunk of the positions that this rank holds of one sequence, for a group of query heads that use one head of
+keys and values: all that do, or a part of them if that is what a program has room for. Its result is partial: the mean
+of the values under the softmax of this chunk alone, and the logarithm of that softmax's denominator. From these, any
+number of partial results are combined exactly. Whichever program ends the last chunk of a pair, of sequence and group,
+combines all of its chunks, and stores the result of this rank to all ranks. A program that has no tasks left takes
+pairs of the output, waits until all ranks have sent theirs, and combines them.
 
 Every rank combines everything: one hop. To combine at an owner and gather what it has made would send fewer bytes, and
 take a hop more, which costs more than bytes do in messages this small. What travels is float32.
@@ -26,6 +26,8 @@ keep = triton_ordering.keep
 
 # A partial result is a row: the mean, then the logarithm. So many words more than the mean has keep rows aligned.
 PAD = tl.constexpr(4)
+# Words of partial results that a program loads at a time to combine them: 64 in a thread's registers.
+COMBINED = tl.constexpr(16384)
 
 
 @triton.jit
@@ -40,10 +42,12 @@ def _store_rows(rows, results, logs, GROUP: tl.constexpr, DIM: tl.constexpr):
 @triton.jit
 def _attend(
     rows, q, k, v, lengths, task, capacity, scale,
-    GROUP: tl.constexpr, DIM: tl.constexpr, KV_HEADS: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
+    GROUP: tl.constexpr, DIM: tl.constexpr, GROUPS: tl.constexpr, SHARED: tl.constexpr, CHUNKS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The partial results of one chunk into ``rows[task]``, by online softmax.
 
+    Of a sequence there are GROUPS groups of query heads; SHARED of them, side by side, use one head of keys and values.
     A chunk without positions has zeros, and the logarithm of a denominator of 0: it weighs nothing.
     """
     # A matrix product has at least 16 rows.
@@ -55,7 +59,7 @@ def _attend(
     at_query = (pair * GROUP + heads)[:, None] * DIM + dims[None, :]
     query = tl.load(q + at_query, mask=(heads < GROUP)[:, None] & inside, other=0)
     # Whole blocks, but for the last chunk's.
-    length = tl.load(lengths + pair // KV_HEADS)
+    length = tl.load(lengths + pair // GROUPS)
     size = tl.cdiv(tl.cdiv(length, BLOCK), CHUNKS) * BLOCK
     end = tl.minimum((chunk + 1) * size, length)
     highest = tl.full((HEADS,), float("-inf"), dtype=tl.float32)
@@ -64,7 +68,7 @@ def _attend(
     for begin in range(chunk * size, end, BLOCK):
         positions = begin + tl.arange(0, BLOCK)
         here = positions < end
-        at = (pair * capacity + positions)[:, None] * DIM + dims[None, :]
+        at = (pair // SHARED * capacity + positions)[:, None] * DIM + dims[None, :]
         keys = tl.load(k + at, mask=here[:, None] & inside, other=0)
         values = tl.load(v + at, mask=here[:, None] & inside, other=0)
         scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * scale
@@ -81,21 +85,28 @@ def _attend(
 @triton.jit
 def _combine(rows, stride, N: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr):
     """Of N partial results of one pair, ``stride`` words apart, the mean under all of their softmax, and the log."""
-    PARTS: tl.constexpr = triton.next_power_of_2(N)
     HEADS: tl.constexpr = triton.next_power_of_2(GROUP)
     COLUMNS: tl.constexpr = triton.next_power_of_2(DIM)
-    parts, heads, dims = tl.arange(0, PARTS), tl.arange(0, HEADS), tl.arange(0, COLUMNS)
-    here = (parts < N)[:, None] & (heads < GROUP)[None, :]
-    at = rows + parts[:, None] * stride + heads[None, :] * (DIM + PAD)
-    logs = tl.load(at + DIM, mask=here, other=float("-inf"))
-    inside = here[:, :, None] & (dims < DIM)[None, None, :]
-    results = tl.load(at[:, :, None] + dims[None, None, :], mask=inside, other=0)
-    highest = tl.max(logs, axis=0)
-    # Of a sequence without any position all logarithms are -inf, and their differences would be no numbers.
-    highest = tl.where(highest > float("-inf"), highest, 0)
-    weights = tl.exp2(logs - highest[None, :])
-    weight = tl.sum(weights, axis=0)
-    total = tl.sum(results * weights[:, :, None], axis=0)
+    # Mostly all of them at once, which loads nothing twice and waits once.
+    PARTS: tl.constexpr = min(triton.next_power_of_2(N), max(1, COMBINED // (HEADS * COLUMNS)))
+    heads, dims = tl.arange(0, HEADS), tl.arange(0, COLUMNS)
+    highest = tl.full((HEADS,), float("-inf"), dtype=tl.float32)
+    weight = tl.zeros((HEADS,), dtype=tl.float32)
+    total = tl.zeros((HEADS, COLUMNS), dtype=tl.float32)
+    for first in range(0, N, PARTS):
+        parts = first + tl.arange(0, PARTS)
+        here = (parts < N)[:, None] & (heads < GROUP)[None, :]
+        at = rows + parts[:, None] * stride + heads[None, :] * (DIM + PAD)
+        logs = tl.load(at + DIM, mask=here, other=float("-inf"))
+        inside = here[:, :, None] & (dims < DIM)[None, None, :]
+        results = tl.load(at[:, :, None] + dims[None, None, :], mask=inside, other=0)
+        higher = tl.maximum(highest, tl.max(logs, axis=0))
+        # Of a sequence without any position all logarithms are -inf, and their differences would be no numbers.
+        shift = tl.where(higher > float("-inf"), higher, 0)
+        kept, weights = tl.exp2(highest - shift), tl.exp2(logs - shift[None, :])
+        weight = weight * kept + tl.sum(weights, axis=0)
+        total = total * kept[:, None] + tl.sum(results * weights[:, :, None], axis=0)
+        highest = higher
     return total / tl.where(weight > 0, weight, 1)[:, None], highest + tl.log2(weight)
 
 
@@ -115,8 +126,8 @@ def _combine_ranks(gathered, out, pair, pairs, W: tl.constexpr, GROUP: tl.conste
 @triton.jit(do_not_specialize=["pairs"])
 def flash_decode(
     context_tensor, epochs, ended, arrived, partial, gathered, q, k, v, lengths, out, pairs, capacity, scale,
-    W: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, KV_HEADS: tl.constexpr, CHUNKS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    W: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, GROUPS: tl.constexpr, SHARED: tl.constexpr,
+    CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """``partial``: rows of this rank, ``[pairs, CHUNKS, GROUP]``; ``gathered``: of all, ``[2, W, pairs, GROUP]``.
 
@@ -139,7 +150,7 @@ def flash_decode(
     for task in range(program, pairs * CHUNKS, programs):
         pair = task // CHUNKS
         work = ctx.tracing.record_event_start(TraceEvent.compute, pid_m=pair, pid_n=task)
-        _attend(partial, q, k, v, lengths, task, capacity, scale, GROUP, DIM, KV_HEADS, CHUNKS, BLOCK)
+        _attend(partial, q, k, v, lengths, task, capacity, scale, GROUP, DIM, GROUPS, SHARED, CHUNKS, BLOCK)
         ctx.tracing.record_event_end(work)
         # Releases this chunk's rows to the program that ends the last one, and acquires the others' for it.
         if ctx.atomic_add(ended + pair, 1, ctx.cur_rank, scope="gpu") == epoch * CHUNKS - 1:
@@ -166,7 +177,8 @@ def flash_decode(
 @triton.jit(do_not_specialize=["pairs"])
 def flash_decode_share(
     context_tensor, epochs, ended, partial, share, q, k, v, lengths, pairs, capacity, scale,
-    GROUP: tl.constexpr, DIM: tl.constexpr, KV_HEADS: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
+    GROUP: tl.constexpr, DIM: tl.constexpr, GROUPS: tl.constexpr, SHARED: tl.constexpr, CHUNKS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """What `flash_decode` sends, into this rank's ``share``: rows, ``[pairs, GROUP]``."""
     ctx = DeviceContext.initialize(context_tensor)
@@ -175,7 +187,7 @@ def flash_decode_share(
     for task in range(program, pairs * CHUNKS, programs):
         pair = task // CHUNKS
         work = ctx.tracing.record_event_start(TraceEvent.compute, pid_m=pair, pid_n=task)
-        _attend(partial, q, k, v, lengths, task, capacity, scale, GROUP, DIM, KV_HEADS, CHUNKS, BLOCK)
+        _attend(partial, q, k, v, lengths, task, capacity, scale, GROUP, DIM, GROUPS, SHARED, CHUNKS, BLOCK)
         ctx.tracing.record_event_end(work)
         if ctx.atomic_add(ended + pair, 1, ctx.cur_rank, scope="gpu") == epoch * CHUNKS - 1:
             first = partial + pair.to(tl.int64) * CHUNKS * GROUP * (DIM + PAD)

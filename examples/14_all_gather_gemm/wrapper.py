@@ -2,6 +2,7 @@
 
 import torch
 import triton
+from arguments import check_tensors
 from kernel import pull, push
 
 import iris
@@ -11,7 +12,8 @@ SEND_K = 128
 
 
 def _programs(ctx: iris.Iris) -> int:
-    return ctx.get_cu_count() if ctx.device.type == "cuda" else 4
+    # By push some send, and wait for nobody: so two may even take turns.
+    return 4 if iris.simulator.ACTIVE else max(2, ctx.get_cu_count())
 
 
 def all_gather_matmul_by_pull(ctx: iris.Iris, c: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
@@ -19,12 +21,13 @@ def all_gather_matmul_by_pull(ctx: iris.Iris, c: torch.Tensor, a: torch.Tensor, 
 
     ``a``: ``[m, K]``, this rank's rows, symmetric. ``b``: ``[K, N]``, anywhere. ``c``: ``[W * m, N]``, anywhere.
     """
-    (m, K), N = a.shape, b.shape[1]
+    (m, K), N, W = a.shape, b.shape[1], ctx.get_num_ranks()
+    check_tensors(ctx.device, a=(a, a.dtype, m, K), b=(b, a.dtype, K, N), c=(c, c.dtype, W * m, N))
     # In front of the loads: what the peers wrote into their rows before the call is visible.
     ctx.device_barrier()
     # A tile's depth is the same number of bytes in every dtype.
     pull[(_programs(ctx),)](
-        ctx.get_device_context(), a, b, c, m, N, K, *a.stride(), *b.stride(), *c.stride(), ctx.get_num_ranks(),
+        ctx.get_device_context(), a, b, c, m, N, K, *a.stride(), *b.stride(), *c.stride(), W,
         BLOCK_M, BLOCK_N, 128 // a.element_size(), num_warps=8,
     )  # fmt: skip
     # Behind them: all have read this rank's rows, which may change now.
@@ -51,11 +54,12 @@ class Workspace:
 
 def all_gather_matmul_by_push(ctx: iris.Iris, c: torch.Tensor, b: torch.Tensor, workspace: Workspace) -> None:
     """The same, with this rank's rows in ``workspace.a``."""
-    (_, m, K), N = workspace.gathered.shape, b.shape[1]
+    (W, m, K), N = workspace.gathered.shape, b.shape[1]
+    check_tensors(ctx.device, b=(b, workspace.a.dtype, K, N), c=(c, c.dtype, W * m, N))
     # In front of the stores: all ranks are past the last call, which multiplied what these write over.
     ctx.device_barrier()
     push[(workspace.programs,)](
         ctx.get_device_context(), workspace.gathered, b, c, workspace.arrived, workspace.epochs, m, N, K,
-        *b.stride(), *c.stride(), ctx.get_num_ranks(), workspace.senders, SEND_K,
+        *b.stride(), *c.stride(), W, workspace.senders, SEND_K,
         BLOCK_M, BLOCK_N, 128 // b.element_size(), num_warps=8,
     )  # fmt: skip

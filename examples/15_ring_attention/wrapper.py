@@ -5,9 +5,14 @@ import math
 import torch
 import torch.distributed as dist
 import triton
+from arguments import check_contiguous
 from kernel import attention, ring_attention
 
 import iris
+
+# Bytes of a tile of queries, and of one head, rounded up to a power of two, as a matrix product has at least 16 rows.
+QUERIES = 32 << 10
+HEAD = QUERIES // 16
 
 
 class Attention:
@@ -16,17 +21,29 @@ class Attention:
     def __init__(
         self, ctx: iris.Iris, heads: int, length: int, dim: int, dtype: torch.dtype, causal: bool = True
     ) -> None:
+        head = triton.next_power_of_2(dim) * dtype.itemsize
+        if head > HEAD:
+            raise ValueError(
+                f"A head of {dim} takes {head} bytes in {dtype}, rounded up to a power of two, and a program has room "
+                f"for {HEAD}. Give a dim of up to {HEAD // dtype.itemsize}, or a narrower dtype."
+            )
         self.ctx, self.heads, self.length, self.dim, self.causal = ctx, heads, length, dim, causal
+        self.expected = (dtype, heads, 2, length, dim)
         self.rank, self.num_ranks = ctx.get_rank(), ctx.get_num_ranks()
         self.scale = math.log2(math.e) / math.sqrt(dim)  # the kernel's exponentials are to the base of 2
-        on_gpu, row = ctx.device.type == "cuda", triton.next_power_of_2(dim) * dtype.itemsize
         # Tiles of keys and values of 32 KiB each, of which a multiprocessor of NVIDIA's holds two pairs and the
-        # queries; half of that and one pair on AMD's.
-        tile = (16384 if torch.version.hip else 32768) // row
-        self.block_m = min(128, max(16, 32768 // row)) if on_gpu else 16
-        self.block_n = min(128, max(16, tile)) if on_gpu else 16
+        # queries; half of that and one pair on AMD's. Of the widest heads a product's 16 rows are 32 KiB: those AMD's
+        # do not fetch ahead, and take keys and values one behind the other.
+        step = 16384 if torch.version.hip else 32768
+        self.block_m = 16 if iris.simulator.ACTIVE else min(128, QUERIES // head)
+        self.block_n = 16 if iris.simulator.ACTIVE else max(16, min(128, step // head))
         self.tiles = 2 * math.ceil(length / self.block_m)
-        self.options = dict(num_warps=8, num_stages=2 if torch.version.hip else 3)
+        stages = 3 if not torch.version.hip else 2 if self.block_n * head <= step else 1
+        self.options = dict(num_warps=8, num_stages=stages)
+
+    def check(self, **tensors: torch.Tensor) -> None:
+        """That they are ``[heads, 2, length, dim]``, contiguous."""
+        check_contiguous(self.ctx.device, **{name: (tensor, *self.expected) for name, tensor in tensors.items()})
 
     def attend(self, q, k, v, out, state, first: int, steps: int, stride_owner: int) -> None:
         last = first + steps == self.num_ranks
@@ -43,10 +60,12 @@ class RingAttention(Attention):
         self, ctx: iris.Iris, heads: int, length: int, dim: int, dtype: torch.dtype, causal: bool = True
     ) -> None:
         super().__init__(ctx, heads, length, dim, dtype, causal)
-        on_gpu, W = ctx.device.type == "cuda", self.num_ranks
-        self.programs = ctx.get_cu_count() if on_gpu else 4
+        W, multiprocessors = self.num_ranks, ctx.get_cu_count()
+        if multiprocessors < 2 and not iris.simulator.ACTIVE:
+            raise ValueError("Some programs send while others attend, and this GPU has one multiprocessor.")
+        self.programs = 4 if iris.simulator.ACTIVE else multiprocessors
         # The more ranks, the less there is to compute while a block travels.
-        self.senders = 0 if W == 1 else min(32, 4 * W) if on_gpu else 2
+        self.senders = 0 if W == 1 else min(32, 4 * W, self.programs // 2)
         self.slots = min(heads, 2 * math.ceil(self.programs / self.tiles))
         self.blocks = ctx.empty(self.slots, max(1, W - 1), 2, 2, length, dim, dtype=dtype)
         counts = dict(dtype=torch.int64)
@@ -61,6 +80,7 @@ class RingAttention(Attention):
         Enqueued on the current stream; can be captured. All are ``[heads, 2, length, dim]``, contiguous: of rank r
         chunks r and 2 W - 1 - r of the sequence.
         """
+        self.check(out=out, q=q, k=k, v=v)
         ring_attention[(self.programs,)](
             self.ctx.get_device_context(), self.epochs, self.tickets, self.arrived, self.freed, self.blocks,
             q, k, v, out, self.heads, self.length, self.scale, self.num_ranks, self.dim, self.causal, self.slots,
@@ -80,6 +100,7 @@ class GatherThenAttend(Attention):
         self.state = [torch.empty(1, device=ctx.device)] * 3
 
     def __call__(self, out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        self.check(out=out, q=q, k=k, v=v)
         dist.all_gather_into_tensor(self.k, k)
         dist.all_gather_into_tensor(self.v, v)
         self.alone(out, q)
@@ -102,6 +123,7 @@ class SendAndAttend(Attention):
         self.state = [torch.empty(size, device=ctx.device) for size in [(*rows, dim), rows, rows]]
 
     def __call__(self, out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        self.check(out=out, q=q, k=k, v=v)
         left, right = (self.rank - 1) % self.num_ranks, (self.rank + 1) % self.num_ranks
         for step in range(self.num_ranks):
             messages, following = [], self.blocks[step % 2]

@@ -2,6 +2,7 @@
 
 import torch
 import triton
+from arguments import check_contiguous
 from kernel import combine, dispatch, grouped_gemm
 
 import iris
@@ -31,7 +32,7 @@ class ExpertParallel:
         if num_experts > MOST_EXPERTS:
             raise ValueError(f"There are {num_experts} experts, and dispatch takes up to {MOST_EXPERTS}.")
         self.ctx, self.num_experts, self.local, self.top = ctx, num_experts, num_experts // W, top
-        self.programs = ctx.get_cu_count() if device.type == "cuda" else 4
+        self.programs = 4 if iris.simulator.ACTIVE else ctx.get_cu_count()
         pairs = num_tokens * top
         # As many rows as come when all tokens choose the experts of one rank alone.
         self.inbox = ctx.empty(W * pairs, hidden, dtype=dtype)
@@ -53,10 +54,12 @@ class ExpertParallel:
 
     def dispatch(self, x: torch.Tensor, experts: torch.Tensor) -> None:
         """Each row of ``x``, ``[T, H]``, to the inboxes of its ``experts``, ``[T, top]`` of int32, both contiguous."""
-        (T, H), W = x.shape, self.ctx.get_num_ranks()
-        if T * self.top > len(self.order) or H != self.inbox.shape[1]:
-            room = [len(self.order) // self.top, self.inbox.shape[1]]
-            raise ValueError(f"x is {[T, H]}, and there is room for tokens of {room}.")
+        T, H, W = len(x), self.inbox.shape[1], self.ctx.get_num_ranks()
+        if T * self.top > len(self.order):
+            raise ValueError(f"x has {T} tokens, and there is room for {len(self.order) // self.top}.")
+        check_contiguous(
+            self.ctx.device, x=(x, self.inbox.dtype, T, H), experts=(experts, torch.int32, T, self.top)
+        )  # fmt: skip
         dispatch[(self.programs,)](
             self.ctx.get_device_context(), x, experts, self.inbox, self.order, self.rows, self.tallies, self.tallied,
             self.table, self.counted, self.epochs, T, H, W, self.num_experts,
@@ -67,13 +70,19 @@ class ExpertParallel:
         self.ctx.device_barrier()
 
     def apply(self, weights: torch.Tensor) -> None:
-        """What is in the inbox times this rank's ``weights``, ``[E / W, H, H]``."""
+        """What is in the inbox times this rank's ``weights``, ``[E / W, H, H]``, contiguous."""
+        H = self.inbox.shape[1]
+        check_contiguous(self.ctx.device, weights=(weights, self.inbox.dtype, self.local, H, H))
         mine = self.table[:, self.ctx.get_rank() * self.local :][:, : self.local]
         multiply(self.results, self.inbox, weights, mine, self.programs)
 
     def combine(self, out: torch.Tensor, experts: torch.Tensor, gates: torch.Tensor) -> None:
-        """``out``, ``[T, H]``: the sums of each row's results times its ``gates``, ``[T, top]`` of float32."""
-        T, H = out.shape
+        """``out``, ``[T, H]``: the sums of each row's results times its ``gates``, float32 ``[T, top]``; contiguous."""
+        T, H = len(out), self.inbox.shape[1]
+        check_contiguous(
+            self.ctx.device, out=(out, self.inbox.dtype, T, H), experts=(experts, torch.int32, T, self.top),
+            gates=(gates, torch.float32, T, self.top),
+        )  # fmt: skip
         block = min(FETCH_H, triton.next_power_of_2(H))
         # In front of the loads: the peers' results are there.
         self.ctx.device_barrier()

@@ -22,7 +22,10 @@ class TensorParallelMLP(torch.nn.Module):
     def __init__(self, ctx: iris.Iris, hidden: int, wide: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.ranks = name_of(ctx)
-        mine = wide // ctx.get_num_ranks()
+        W = ctx.get_num_ranks()
+        if wide % W:
+            raise ValueError(f"A width of {wide} cannot be dealt out evenly to {W} ranks. Give a multiple of {W}.")
+        mine = wide // W
         self.w1 = torch.nn.Parameter(torch.empty(hidden, mine, device=ctx.device, dtype=dtype))
         self.w2 = torch.nn.Parameter(torch.empty(mine, hidden, device=ctx.device, dtype=dtype))
 

@@ -1,91 +1,221 @@
-"""The kernels of the examples with a folder of their own compile for every target, and their loads are wide."""
+"""What the examples launch compiles for every target, fits its shared memory, and moves 16 bytes at a time.
 
-import importlib.util
+Their own wrappers launch it, with their tiles, warps and stages, on a GPU that is not there: kernels and arguments are
+only written down. Tensors are without memory, so sizes are those of real use.
+"""
+
+import importlib
 import sys
 from pathlib import Path
+from typing import NamedTuple
+from unittest import mock
 
 import pytest
 import torch
-from triton.experimental.gluon._runtime import GluonJITFunction
-from triton.runtime.jit import JITFunction
+from covering import EVERYTHING
+from triton.runtime.jit import JITFunction, KernelInterface
 
 from codegen.offline import TARGETS, compile_for, targets_by_turns
 from codegen.operations import is_data
-from iris.ops.hopper.arguments import tensor_map
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+# Bytes that a program may have: of H100 and H200, MI300 and MI350.
+SHARED_MEMORY = {"sm_90": 227 << 10, "gfx942": 64 << 10, "gfx950": 160 << 10}
+W = 4
 
-DTYPES = (torch.bfloat16, torch.float32, torch.int32, torch.int64)
-BF16, FP32, INT32, INT64 = (torch.zeros(4096, dtype=dtype) for dtype in DTYPES)
-SQUARE = torch.empty(4096, 4096, dtype=torch.bfloat16)
-# An argument for each parameter that a GEMM has: matrices by rows, all multiples of 16.
-GEMM = {
-    **{"context_tensor": INT64, "W": 4},
-    **dict.fromkeys(["a", "b", "c"], BF16),
-    **dict.fromkeys(["M", "N", "K", "stride_am", "stride_bk", "stride_cm"], 4096),
-    **dict.fromkeys(["stride_ak", "stride_bn", "stride_cn"], 1),
-    **{"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64},
-}
-# By folder: what its kernels take besides, or otherwise.
-ARGUMENTS = {
-    "07_gemm_all_scatter": {},
-    "07_gemm_all_scatter/gluon": {"a": tensor_map(SQUARE, [64, 64]), "b": tensor_map(SQUARE, [64, 256]), "STAGES": 3},
-    "08_gemm_all_reduce_atomics": {"sums": FP32, "arrived": INT32, "epochs": INT32, "GROUP_M": 8},
-    "09_gemm_one_shot_all_reduce": {"part": BF16, "flags": INT32, "GROUP_M": 8},
-    "10_gemm_all_scatter_wg_specialization": {"finished": INT32, "meetings": INT32, "epochs": INT32, "SENDERS": 16},
-    "11_gemm_all_scatter_producer_consumer": {"finished": INT32, "meetings": INT32, "epochs": INT32},
-    "12_gemm_all_scatter_bulk_synchronous": {},
-    "13_flash_decode": {
-        **dict.fromkeys(["epochs", "ended", "arrived"], INT64),
-        **dict.fromkeys(["q", "k", "v", "out"], BF16),
-        **dict.fromkeys(["partial", "gathered", "share"], FP32),
-        **{"lengths": INT32, "pairs": 64, "capacity": 16384, "scale": 0.1},
-        **{"GROUP": 4, "DIM": 128, "KV_HEADS": 8, "CHUNKS": 2, "BLOCK": 128},
-    },
-    "14_all_gather_gemm": {
-        **{"gathered": BF16, "arrived": INT32, "epochs": INT32, "m": 4096, "SENDERS": 16, "SEND_K": 128},
-    },
-    "15_ring_attention": {
-        **dict.fromkeys(["epochs", "tickets", "arrived", "freed"], INT64),
-        **dict.fromkeys(["q", "k", "v", "out", "blocks"], BF16),
-        **dict.fromkeys(["totals", "highests", "weights"], FP32),
-        **{"heads": 16, "length": 2048, "scale": 0.1, "rank": 3, "first_step": 0, "steps": 4},
-        **{"stride_owner": 16 * 4096 * 128, "DIM": 128, "CAUSAL": True, "FIRST": True, "LAST": True},
-        **{"SLOTS": 8, "SENDERS": 16, "SEND_M": 64, "BLOCK_N": 64},
-    },
-    "16_moe_dispatch_combine": {
-        **dict.fromkeys(["x", "inbox", "weights", "results", "out"], BF16),
-        **dict.fromkeys(["experts", "order", "rows", "tallies", "tallied", "table", "counted", "epochs"], INT32),
-        **{"counts": INT32, "stride_counts": 32, "gates": torch.zeros(4096), "T": 4096, "H": 2048, "E": 32},
-        **{"EXPERTS": 32, "LOCAL": 8, "TOP": 2, "PAIRS": 64, "BLOCK_T": 4, "BLOCK_H": 1024},
-    },
-}
+
+class Context:
+    """What the wrappers ask an Iris context for."""
+
+    device = torch.device("meta")
+
+    def __init__(self, multiprocessors):
+        self.multiprocessors = multiprocessors
+
+    def get_rank(self):
+        return 1
+
+    def get_num_ranks(self):
+        return W
+
+    def get_cu_count(self):
+        return self.multiprocessors
+
+    def get_device_context(self):
+        return tensor(64, dtype=torch.int64)
+
+    def empty(self, *size, dtype=torch.float32):
+        return tensor(*size, dtype=dtype)
+
+    zeros = empty
+
+    def barrier(self):
+        pass
+
+    device_barrier = barrier
+
+
+class Launch(NamedTuple):
+    kernel: KernelInterface
+    grid: tuple
+    arguments: tuple
+    options: dict
+
+    @property
+    def name(self):
+        return self.kernel.fn.__name__
+
+
+def tensor(*size, dtype=torch.bfloat16):
+    return torch.empty(*size, dtype=dtype, device="meta")
+
+
+def launches(folder, call, multiprocessors=132, target="sm_90"):
+    """What ``call`` has the folder's wrapper launch on such a GPU."""
+    written = []
+
+    def write_down(kernel, grid):
+        return lambda *arguments, **options: written.append(Launch(kernel, grid, arguments, options))
+
+    with (
+        mock.patch.object(torch.version, "hip", "a version" if target.startswith("gfx") else None),
+        mock.patch.multiple(torch.cuda, Stream=mock.DEFAULT, stream=mock.DEFAULT, current_stream=mock.DEFAULT),
+        mock.patch.multiple(torch.distributed, all_gather_into_tensor=mock.DEFAULT),
+        mock.patch.object(KernelInterface, "__getitem__", write_down),
+        mock.patch.object(sys, "path", [str(EXAMPLES / folder), str(EXAMPLES), *sys.path]),
+    ):
+        # Neighbours of other examples have these names too.
+        for name in ("kernel", "wrapper"):
+            sys.modules.pop(name, None)
+        call(importlib.import_module("wrapper"), Context(multiprocessors))
+    return written
+
+
+def all_scatter(wrapper, ctx, M=8192, N=4608, K=36864):
+    wrapper.matmul_all_scatter(ctx, tensor(M, N), tensor(M, K), tensor(K, N // W))
+
+
+def all_reduce(wrapper, ctx, *of_parts, M=4096, N=8192, K=14336):
+    workspace = wrapper.Workspace(ctx, M, N, *of_parts)
+    wrapper.matmul_all_reduce(ctx, tensor(M, N), tensor(M, K // W), tensor(K // W, N), workspace)
+
+
+def one_shot(wrapper, ctx):
+    all_reduce(wrapper, ctx, torch.bfloat16)
+
+
+def decode(wrapper, ctx, heads=32, kv_heads=8, dim=128, forms=(True, False), batch=8, capacity=8192):
+    q, k = tensor(batch, heads, dim), tensor(batch, kv_heads, capacity, dim)
+    for fused in forms:
+        flash_decode = wrapper.FlashDecode(ctx, batch, heads, kv_heads, dim, capacity, q.dtype, fused)
+        flash_decode(q, q, k, k, tensor(batch, dtype=torch.int32))
+
+
+def decode_latents(wrapper, ctx):
+    """Of multi-head latent attention: many wide heads to one of keys and values."""
+    decode(wrapper, ctx, heads=128, kv_heads=1, dim=576, forms=[True])
+
+
+def all_gather(wrapper, ctx, M=8192, N=2048, K=8192):
+    b, c = tensor(K, N), tensor(M, N)
+    wrapper.all_gather_matmul_by_pull(ctx, c, tensor(M // W, K), b)
+    wrapper.all_gather_matmul_by_push(ctx, c, b, wrapper.Workspace(ctx, M // W, K, b.dtype))
+
+
+def ring(wrapper, ctx, heads=16, length=2048, dim=128):
+    q, sizes = tensor(heads, 2, length, dim), (ctx, heads, length, dim, torch.bfloat16)
+    wrapper.RingAttention(*sizes)(q, q, q, q)
+    wrapper.GatherThenAttend(*sizes)(q, q, q, q)
+
+
+def ring_of_wide_heads(wrapper, ctx):
+    ring(wrapper, ctx, dim=1024)
+
+
+def experts(wrapper, ctx, T=4096, H=2048, E=32, top=2):
+    x, chosen = tensor(T, H), tensor(T, top, dtype=torch.int32)
+    layer = wrapper.ExpertParallel(ctx, T, H, E, top, x.dtype)
+    layer.dispatch(x, chosen)
+    layer.apply(tensor(E // W, H, H))
+    layer.combine(x, chosen, tensor(T, top, dtype=torch.float32))
+
+
+CALLS = [
+    # First, and so for gfx942, whose shared memory its tiles of float32 fill.
+    ("08_gemm_all_reduce_atomics", all_reduce),
+    ("07_gemm_all_scatter/gluon", all_scatter),
+    ("07_gemm_all_scatter", all_scatter),
+    ("09_gemm_one_shot_all_reduce", one_shot),
+    ("10_gemm_all_scatter_wg_specialization", all_scatter),
+    ("11_gemm_all_scatter_producer_consumer", all_scatter),
+    ("12_gemm_all_scatter_bulk_synchronous", all_scatter),
+    ("13_flash_decode", decode),
+    ("14_all_gather_gemm", all_gather),
+    ("15_ring_attention", ring),
+    ("16_moe_dispatch_combine", experts),
+    ("13_flash_decode", decode_latents),
+    *([("15_ring_attention", ring_of_wide_heads)] if EVERYTHING else []),
+]
 # For one GPU alone.
 ONLY = {"07_gemm_all_scatter/gluon": ("sm_90",)}
 
 
 def kernels():
-    """What each kernel.py launches: jitted functions whose parameters all have an argument."""
-    for folder, own in ARGUMENTS.items():
-        file = EXAMPLES / folder / "kernel.py"
-        spec = importlib.util.spec_from_file_location(folder, file)
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[folder] = module
-        spec.loader.exec_module(module)
-        for name, value in vars(module).items():
-            if isinstance(value, (JITFunction, GluonJITFunction)) and not name.startswith("_"):
-                if Path(value.fn.__code__.co_filename) == file:
-                    yield pytest.param(value, GEMM | own, ONLY.get(folder, tuple(TARGETS)), id=f"{folder}:{name}")
+    """Each kernel of each call, for the targets whose turn it is."""
+    number = 0
+    for folder, call in CALLS:
+        by_target = {target: launches(folder, call, target=target) for target in ONLY.get(folder, TARGETS)}
+        for at, launch in enumerate(by_target["sm_90"]):
+            for target in targets_by_turns(number):
+                if target in by_target:
+                    yield pytest.param(target, by_target[target][at], id=f"{target}-{folder}:{launch.name}")
+            number += 1
 
 
-def with_targets():
-    for number, kernel in enumerate(kernels()):
-        for target in targets_by_turns(number):
-            if target in kernel.values[2]:
-                yield pytest.param(target, *kernel.values[:2], id=f"{target}-{kernel.id}")
-
-
-@pytest.mark.parametrize(("target", "kernel", "arguments"), with_targets())
-def test_kernel(target, kernel, arguments):
-    compiled = compile_for(target, kernel, *[arguments[name] for name in kernel.arg_names])
+@pytest.mark.parametrize(("target", "launch"), list(kernels()))
+def test_kernel(target, launch):
+    compiled = compile_for(target, launch.kernel, *launch.arguments, **launch.options)
     assert any(map(is_data, compiled.operations()))
+    assert compiled.shared <= SHARED_MEMORY[target]
+
+
+@pytest.mark.parametrize("folder", dict(CALLS))
+def test_every_kernel_is_launched(folder):
+    written = [launch for example, call in CALLS if example == folder for launch in launches(example, call)]
+    own = written[0].kernel.fn
+    assert {launch.name for launch in written} == {
+        name
+        for name, value in own.__globals__.items()
+        if isinstance(value, JITFunction) and value.fn.__code__.co_filename == own.__code__.co_filename
+        if not name.startswith("_")
+    }
+
+
+FEW = pytest.mark.parametrize("multiprocessors", [2, 14, 16, 20])
+
+
+@FEW
+@pytest.mark.parametrize(
+    ("folder", "call"),
+    [
+        ("10_gemm_all_scatter_wg_specialization", all_scatter),
+        ("14_all_gather_gemm", all_gather),
+        ("15_ring_attention", ring),
+    ],
+)
+def test_few_programs_have_both_roles(folder, call, multiprocessors):
+    (launch,) = [each for each in launches(folder, call, multiprocessors) if "SENDERS" in each.kernel.arg_names]
+    senders = launch.arguments[launch.kernel.arg_names.index("SENDERS")]
+    assert 0 < senders < launch.grid[0] <= multiprocessors
+
+
+@FEW
+def test_two_kernels_fit_few_multiprocessors(multiprocessors):
+    producer, consumer = launches("11_gemm_all_scatter_producer_consumer", all_scatter, multiprocessors)
+    assert producer.grid[0] > 0 < consumer.grid[0]
+    assert producer.grid[0] + consumer.grid[0] <= multiprocessors
+
+
+def test_two_kernels_need_two_multiprocessors():
+    with pytest.raises(ValueError, match="this GPU has one multiprocessor"):
+        launches("11_gemm_all_scatter_producer_consumer", all_scatter, multiprocessors=1)

@@ -1,6 +1,7 @@
 """The launch of the kernel, and the same as a step that autograd can go back over."""
 
 import torch
+from arguments import check_tensors
 from kernel import gemm_all_scatter
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -19,7 +20,8 @@ def matmul_all_scatter(ctx: iris.Iris, c: torch.Tensor, a: torch.Tensor, b: torc
     ``a``: ``[M, K]``, the same on all ranks. ``b``: ``[K, N / W]``, this rank's columns. ``c``: ``[M, N]``, symmetric.
     All of one dtype, fp16 or bf16; the rows of ``a`` and ``b`` begin at multiples of 16 bytes, as TMA has it.
     """
-    (M, K), N = a.shape, b.shape[1]
+    (M, K), N, W = a.shape, b.shape[1], ctx.get_num_ranks()
+    check_tensors(ctx.device, a=(a, a.dtype, M, K), b=(b, a.dtype, K, N), c=(c, a.dtype, M, W * N))
     if a.dtype not in ELEMENTS or not a.dtype == b.dtype == c.dtype:
         raise ValueError(f"a, b and c have one dtype, fp16 or bf16; these are {a.dtype}, {b.dtype} and {c.dtype}.")
     for name, matrix in (("a", a), ("b", b)):
@@ -28,7 +30,7 @@ def matmul_all_scatter(ctx: iris.Iris, c: torch.Tensor, a: torch.Tensor, b: torc
                 f"{name} is not by rows that begin at multiples of 16 bytes: its strides are {matrix.stride()}."
             )
     mine = c[:, ctx.get_rank() * N :][:, :N]
-    programs = ctx.get_cu_count() if ctx.device.type == "cuda" else 3
+    programs = 3 if iris.simulator.ACTIVE else ctx.get_cu_count()
     # In front of the stores: all ranks are past what they did with the last call's result.
     ctx.device_barrier()
     gemm_all_scatter[(programs,)](

@@ -1,0 +1,22 @@
+"""What wrappers ask of the tensors that they are given, before they launch anything."""
+
+import torch
+
+
+def check_tensors(device: torch.device, **expected: tuple) -> None:
+    """Raise `ValueError` unless all are on ``device``, and what they should be: ``name=(tensor, dtype, *shape)``."""
+    for name, (tensor, dtype, *shape) in expected.items():
+        if (tensor.device, tensor.dtype, list(tensor.shape)) != (device, dtype, shape):
+            given = f"{list(tensor.shape)} of {tensor.dtype} on {tensor.device}"
+            raise ValueError(f"{name} is {given}. Give {shape} of {dtype} on {device}.")
+
+
+def check_contiguous(device: torch.device, **expected: tuple) -> None:
+    """The same for a kernel that takes no strides: its tensors are contiguous too."""
+    check_tensors(device, **expected)
+    for name, (tensor, _, *shape) in expected.items():
+        if not tensor.is_contiguous():
+            raise ValueError(
+                f"{name}, {shape}, has strides of {list(tensor.stride())}, and the kernel takes none. "
+                "Give a contiguous tensor."
+            )
