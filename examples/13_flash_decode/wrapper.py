@@ -48,10 +48,11 @@ class FlashDecode:
         self.pairs, self.groups = batch * heads // self.group, heads // self.group
         self.programs = 4 if iris.simulator.ACTIVE else ctx.get_cu_count()
         # The more bytes are on their way, the better the memory is used. NVIDIA's multiprocessors have shared memory
-        # for two steps of 32 KiB of keys and as many of values, AMD's for one of 16. Of the widest heads a product's 16
-        # positions are 32 KiB: those AMD's do not fetch ahead, and take keys and values one behind the other.
+        # for two steps of 32 KiB of keys and as many of values, AMD's for one of 16; and for 32 of weights, 256 bytes a
+        # head of 128. Of the widest heads a product's 16 positions are 32 KiB: those AMD's do not fetch ahead, and take
+        # keys and values one behind the other.
         step = 16384 if torch.version.hip else 32768
-        self.block = 16 if iris.simulator.ACTIVE else max(16, min(128, step // head))
+        self.block = 16 if iris.simulator.ACTIVE else max(16, min(256 // dtype.itemsize, step // head))
         stages = 3 if not torch.version.hip else 2 if self.block * head <= step else 1
         self.options = dict(num_warps=8, num_stages=stages)
         self.chunks = self._chunks(capacity)

@@ -32,11 +32,12 @@ class Attention:
         self.rank, self.num_ranks = ctx.get_rank(), ctx.get_num_ranks()
         self.scale = math.log2(math.e) / math.sqrt(dim)  # the kernel's exponentials are to the base of 2
         # Tiles of keys and values of 32 KiB each, of which a multiprocessor of NVIDIA's holds two pairs and the
-        # queries; half of that and one pair on AMD's. Of the widest heads a product's 16 rows are 32 KiB: those AMD's
-        # do not fetch ahead, and take keys and values one behind the other.
+        # queries; half of that and one pair on AMD's; and of weights 32 KiB, 256 bytes a query of 128. Of the widest
+        # heads a product's 16 rows are 32 KiB: those AMD's do not fetch ahead, and take keys and values one behind the
+        # other.
         step = 16384 if torch.version.hip else 32768
         self.block_m = 16 if iris.simulator.ACTIVE else min(128, QUERIES // head)
-        self.block_n = 16 if iris.simulator.ACTIVE else max(16, min(128, step // head))
+        self.block_n = 16 if iris.simulator.ACTIVE else max(16, min(256 // dtype.itemsize, step // head))
         self.tiles = 2 * math.ceil(length / self.block_m)
         stages = 3 if not torch.version.hip else 2 if self.block_n * head <= step else 1
         self.options = dict(num_warps=8, num_stages=stages)

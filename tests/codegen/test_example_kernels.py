@@ -6,6 +6,7 @@ only written down. Tensors are without memory, so sizes are those of real use.
 
 import importlib
 import sys
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
@@ -104,16 +105,12 @@ def one_shot(wrapper, ctx):
     all_reduce(wrapper, ctx, torch.bfloat16)
 
 
-def decode(wrapper, ctx, heads=32, kv_heads=8, dim=128, forms=(True, False), batch=8, capacity=8192):
-    q, k = tensor(batch, heads, dim), tensor(batch, kv_heads, capacity, dim)
+def decode(wrapper, ctx, heads=32, kv_heads=8, dim=128, dtype=torch.bfloat16, forms=(True, False)):
+    batch, capacity = 8, 8192
+    q, k = tensor(batch, heads, dim, dtype=dtype), tensor(batch, kv_heads, capacity, dim, dtype=dtype)
     for fused in forms:
-        flash_decode = wrapper.FlashDecode(ctx, batch, heads, kv_heads, dim, capacity, q.dtype, fused)
+        flash_decode = wrapper.FlashDecode(ctx, batch, heads, kv_heads, dim, capacity, dtype, fused)
         flash_decode(q, q, k, k, tensor(batch, dtype=torch.int32))
-
-
-def decode_latents(wrapper, ctx):
-    """Of multi-head latent attention: many wide heads to one of keys and values."""
-    decode(wrapper, ctx, heads=128, kv_heads=1, dim=576, forms=[True])
 
 
 def all_gather(wrapper, ctx, M=8192, N=2048, K=8192):
@@ -122,14 +119,10 @@ def all_gather(wrapper, ctx, M=8192, N=2048, K=8192):
     wrapper.all_gather_matmul_by_push(ctx, c, b, wrapper.Workspace(ctx, M // W, K, b.dtype))
 
 
-def ring(wrapper, ctx, heads=16, length=2048, dim=128):
-    q, sizes = tensor(heads, 2, length, dim), (ctx, heads, length, dim, torch.bfloat16)
+def ring(wrapper, ctx, heads=16, length=2048, dim=128, dtype=torch.bfloat16):
+    q, sizes = tensor(heads, 2, length, dim, dtype=dtype), (ctx, heads, length, dim, dtype)
     wrapper.RingAttention(*sizes)(q, q, q, q)
     wrapper.GatherThenAttend(*sizes)(q, q, q, q)
-
-
-def ring_of_wide_heads(wrapper, ctx):
-    ring(wrapper, ctx, dim=1024)
 
 
 def experts(wrapper, ctx, T=4096, H=2048, E=32, top=2):
@@ -153,9 +146,16 @@ CALLS = [
     ("14_all_gather_gemm", all_gather),
     ("15_ring_attention", ring),
     ("16_moe_dispatch_combine", experts),
-    ("13_flash_decode", decode_latents),
-    *([("15_ring_attention", ring_of_wide_heads)] if EVERYTHING else []),
+    # Multi-head latent attention: many wide heads to one of keys and values.
+    ("13_flash_decode", partial(decode, heads=128, kv_heads=1, dim=576, forms=[True])),
 ]
+if EVERYTHING:
+    # Where keys take most of the memory, and where the weights do.
+    CALLS += [
+        ("13_flash_decode", partial(decode, heads=128, kv_heads=1, dim=32, dtype=torch.float32, forms=[True])),
+        ("15_ring_attention", partial(ring, dim=1024)),
+        ("15_ring_attention", partial(ring, dim=32, dtype=torch.float32)),
+    ]
 # For one GPU alone.
 ONLY = {"07_gemm_all_scatter/gluon": ("sm_90",)}
 
