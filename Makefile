@@ -12,7 +12,7 @@ PARTS := test-simulator test-operations test-compiled test-sanitized test-oldest
 OPERATIONS := language ops sanitizer test_docs.py
 
 # What runs under the sanitizer only; and besides, in `make test-all`, all that uses ranks.
-SANITIZED := x test_example_folders.py
+SANITIZED := x ops/test_rounds.py test_example_folders.py
 ALSO_SANITIZED := $(if $(IRIS_TEST_ALL),language ops ccl heap tracing $(addprefix test_,$(addsuffix .py,\
 	bench context docs examples tensors world)))
 
@@ -32,7 +32,7 @@ test-simulator:
 	$(RUN) -m pytest -q tests $(addprefix --ignore tests/,codegen $(OPERATIONS) $(SANITIZED))
 
 test-operations:
-	$(RUN) -m pytest -q $(addprefix tests/,$(OPERATIONS))
+	$(RUN) -m pytest -q $(addprefix tests/,$(OPERATIONS)) $(addprefix --ignore tests/,$(SANITIZED))
 
 test-compiled:
 	IRIS_SIMULATOR=0 $(RUN) -m pytest -q tests/codegen

@@ -10,6 +10,7 @@ from iris.barrier_diagnosis import explain
 from iris.device_record import DeviceRecord
 from iris.errors import IrisTimeoutError
 from iris.heap import describe_address
+from iris.ops.counts import DONE
 
 OTHER_GRID = "the ranks have launched different grids"
 OTHER_EPOCHS = "So the ranks count differently"
@@ -104,5 +105,5 @@ def test_the_memory_of_the_library_is_named(ctx):
     out, a, b = ctx.zeros(8, 8), torch.ones(8, 8), torch.ones(8, 8)
     buffers = ctx.ops.matmul_all_reduce_preamble(out, a, b)
     if buffers is not None:
-        text = give_up(buffers.counts.data_ptr() + 4 * 1088, "reached", WANTED=1)
+        text = give_up(buffers.counts.data_ptr() + 4 * DONE.value, "reached", WANTED=1)
         assert "rank 0's workspace of matmul_all_reduce(" in text and "what peers have finished" in text

@@ -2,10 +2,11 @@
 
 Every rank begins with its own rows, which are there already. Meanwhile the first programs of each send its rows to all
 peers, a slab of BLOCK_M rows after the other, in strips of SEND_M rows. A tile waits until all strips of its rows have
-arrived, and tiles come in the order in which slabs do: the first slab of every peer, then the second. Who has sent all
-that it has to multiplies as well: a program that is free takes the next tile that nobody has.
+arrived, and tiles come in the order in which slabs do: the first slab of every peer, then the second. A program takes
+the next strip, or tile, that nobody has; and those that send go on to tiles when there are no strips left.
 
-Nobody waits in a circle: those who send wait for nobody but until all ranks have begun, and take tiles behind that.
+Nobody waits in a circle, however few programs run at a time: before any sender takes a tile, which may have to wait,
+all strips of its rank have been taken, by programs that run and wait for nobody but until all ranks have begun.
 
 Over the link, each rank: its ``[m, K]`` of A to every peer, W - 1 times m K elements out, in one step.
 """
@@ -25,17 +26,21 @@ await_ready, begin, end, follow_predecessor, tell_arrived = (
 
 
 @triton.jit
-def next_tile(taken, epoch, tiles, XCDS: tl.constexpr, CHUNK: tl.constexpr):
-    """The next tile that nobody has, of those for this program's chiplet, of which each has a count in ``taken``.
+def take(ticket, epoch, things, takers):
+    """The number of the next thing that nobody has; behind the last it is ``things`` or more.
 
-    Every tile is taken once, and every program takes one too many; so a count rises by the same in every call, and
-    needs no reset. It orders nothing: what a tile is made of has flags of its own.
+    Every thing is taken once, and each of so many ``takers`` takes one too many; so the count rises by the same in
+    every call, and needs no reset. It orders nothing: what a tile is made of has flags of its own.
     """
-    program, programs = tl.program_id(0), tl.num_programs(0)
-    chiplet = program % XCDS
-    each_call = tl.cdiv(tiles - chiplet, XCDS) + tl.cdiv(programs - chiplet, XCDS)
-    turn = tl.atomic_add(taken + chiplet, 1, sem="relaxed", scope="gpu") - (epoch - 1) * each_call
-    return on_chiplets(turn * XCDS + chiplet, tiles, XCDS, CHUNK)
+    return tl.atomic_add(ticket, 1, sem="relaxed", scope="gpu") - (epoch - 1) * (things + takers)
+
+
+@triton.jit
+def take_tile(tickets, epoch, tiles, XCDS: tl.constexpr, CHUNK: tl.constexpr):
+    """The next of the tiles for this program's chiplet, each of which has a ticket of its own."""
+    chiplet = tl.program_id(0) % XCDS
+    theirs, takers = tl.cdiv(tiles - chiplet, XCDS), tl.cdiv(tl.num_programs(0) - chiplet, XCDS)
+    return on_chiplets(take(tickets + chiplet, epoch, theirs, takers) * XCDS + chiplet, tiles, XCDS, CHUNK)
 
 
 # A number of rows may be 1, and is no constant then.
@@ -77,19 +82,20 @@ def all_gather_matmul(
     """``a``: this rank's ``[m, K]``, by rows. ``gathered``: ``[W, m, K]``, contiguous. ``out``: ``[W * m, N]``,
     anywhere.
 
-    ``SENDERS``: programs that send; ``SEND_M`` divides ``BLOCK_M``. ``scale_a``: of all rows, ``[W * m]``. ``XCDS``: no
-    more than there are programs.
+    ``SENDERS``: programs that send first; ``SEND_M`` divides ``BLOCK_M``. ``scale_a``: of all rows, ``[W * m]``.
+    ``XCDS``: no more than there are programs.
     """
     follow_predecessor()
     ctx = DeviceContext.initialize(context_tensor, num_ranks=W)
     rank = ctx.cur_rank
     epoch = begin(ctx, counts)
-    program = tl.program_id(0)
     slabs, strips = tl.cdiv(m, BLOCK_M), BLOCK_M // SEND_M
     step = m.to(tl.int64) * K
-    if program < SENDERS:
+    tickets = counts + ARRIVED + W * slabs
+    if tl.program_id(0) < SENDERS:
         await_ready(ctx, counts, epoch)
-        for strip in range(program, slabs * strips, SENDERS):
+        strip = take(tickets, epoch, slabs * strips, SENDERS)
+        while strip < slabs * strips:
             rows = strip * SEND_M + tl.arange(0, SEND_M)
             for first in range(0, K, SEND_K):
                 columns = first + tl.arange(0, SEND_K)
@@ -100,13 +106,13 @@ def all_gather_matmul(
                     ctx.store(to, data, (rank + distance) % W, mask=mask)
             # Once a strip: a release waits until the stores before it are there.
             tell_arrived(ctx, counts, rank * slabs + strip // strips)
+            strip = take(tickets, epoch, slabs * strips, SENDERS)
     tiles_n = tl.cdiv(N, BLOCK_N)
     peers: tl.constexpr = W - 1 if W > 1 else 1
     own_tiles, tiles = slabs * tiles_n, W * slabs * tiles_n
-    taken = counts + ARRIVED + W * slabs
-    number = next_tile(taken, epoch, tiles, XCDS, CHUNK)
+    number = take_tile(tickets + 1, epoch, tiles, XCDS, CHUNK)
     while number < tiles:
-        # Own slabs, then those of the peers by turns: nobody waits for these while there are own ones.
+        # Own slabs come first, so that rows of peers have that time to arrive; then those of the peers by turns.
         own = number < own_tiles
         owner = rank
         if own:
@@ -132,5 +138,5 @@ def all_gather_matmul(
         mask = (local < m)[:, None] & (columns < N)[None, :]
         at = (owner * m + local).to(tl.int64)[:, None] * stride_om + columns.to(tl.int64)[None, :] * stride_on
         tl.store(out + at, total.to(out.dtype.element_ty), mask=mask)
-        number = next_tile(taken, epoch, tiles, XCDS, CHUNK)
+        number = take_tile(tickets + 1, epoch, tiles, XCDS, CHUNK)
     end(counts, epoch)

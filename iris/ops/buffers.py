@@ -15,8 +15,8 @@ ALIGNMENT = 1024
 class Needs(NamedTuple):
     """What a call's workspace has: ``parts`` counts of parts, ``elements`` of ``dtype``; ``kind`` as in `Buffers`.
 
-    And for tiles that several programs compute, by halves (`iris.ops.hopper.split_k`): ``halves`` counts, and
-    ``partials``, so many float32 of each rank's own.
+    ``tickets``: counts by which programs take what nobody has. For tiles that several programs compute, by halves
+    (`iris.ops.hopper.split_k`): ``halves`` counts, and ``partials``, so many float32 of each rank's own.
     """
 
     kind: tuple
@@ -25,11 +25,12 @@ class Needs(NamedTuple):
     dtype: torch.dtype
     halves: int = 0
     partials: int = 0
+    tickets: int = 0
 
     @property
     def count_bytes(self) -> int:
         """Of all counts, rounded up."""
-        return round_up(4 * (ARRIVED.value + self.parts + self.halves))
+        return round_up(4 * (ARRIVED.value + self.parts + self.tickets + self.halves))
 
     @property
     def sent_bytes(self) -> int:
@@ -75,7 +76,8 @@ class Buffers:
         self.needs, self.kind, self.arena = needs, needs.kind, arena
         self.mover: Any = None
         self.mapping, self.context_tensor, self.places = arena.mapping, arena.context_tensor, arena.places
-        self._halves = ARRIVED.value + needs.parts
+        self._tickets = ARRIVED.value + needs.parts
+        self._halves = self._tickets + needs.tickets
         self._counts = slice(first_count, first_count + needs.count_bytes)
         self._data = slice(first_byte, first_byte + needs.elements * needs.dtype.itemsize)
         whole = self.mapping.buffer
@@ -116,6 +118,8 @@ class Buffers:
             return None
         if word >= self._halves:
             return f"splits of half {(word - self._halves) % 2} of split tile {(word - self._halves) // 2}"
+        if word >= self._tickets:
+            return f"ticket {word - self._tickets} of what programs take"
         if word >= ARRIVED.value:
             return f"what has arrived of part {word - ARRIVED.value}"
         if word >= DONE.value:
@@ -136,7 +140,7 @@ class Buffers:
         return [
             f"workspace of {self.use}: {counts[: READY.value].max()} calls over, begun by each rank "
             f"{self.begun()}, finished by peers {counts[DONE.value]}, arrived of each part "
-            f"{contents(counts[ARRIVED.value : self._halves])}"
+            f"{contents(counts[ARRIVED.value : self._tickets])}"
         ]
 
     def _snapshot(self) -> np.ndarray:

@@ -28,8 +28,8 @@ class FusedConfig:
     num_sms : int
         Programs at most, each of which may take an SM (NVIDIA) or CU (AMD). Default: all of them.
     comm_sms : int
-        Programs of `all_gather_matmul` that move A, while the others multiply. Default: a sixteenth; of the Triton
-        kernel, whose senders multiply as well behind that, also all that have no tile of their own rank's rows.
+        Programs of `all_gather_matmul` that send A: in Triton before they multiply, on CDNA3 instead of it; the kernel
+        for Hopper has none. Default: a sixteenth, in Triton at least all that find no tile of their own rank's rows.
     num_xcds, chunk_size : int
         Chiplets of the GPU (MI300X: 8), and tiles that go to one of them in turn: 1 and 1 are as if it had none.
     cache_modifier_a, cache_modifier_b : ".ca", ".cg", ".cv"
@@ -43,9 +43,9 @@ class FusedConfig:
         The kernel in Gluon. For Hopper: TMA, wgmma and warps with roles. Its tiles have 128 or 256 rows and up to 256
         columns, 32768 elements at most; of fp8 16384, and 128 is the best depth. On AMD CDNA3: matrix cores and buffer
         loads; compiled and simulated, never run there. Warps and stages are their own, and what is said here of caches
-        is not for them.
+        is not for them; of chiplets not for Hopper's.
     num_warps, num_stages : int
-        Of the Triton kernel.
+        Of the Triton kernel. Stages by default: 3, and 2 on AMD, whose shared memory has room for no more on MI300.
     """
 
     block_size_m: int = 256
@@ -63,7 +63,7 @@ class FusedConfig:
     comm_sms: int | None = None
     use_gluon: bool = False
     num_warps: int = 8
-    num_stages: int = 3
+    num_stages: int | None = None
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -86,7 +86,7 @@ def _problem(name: str, value: object) -> str | None:
         return None if value in _CHOICES[name] else f"one of {', '.join(map(repr, _CHOICES[name]))}"
     if name in ("allow_tf32", "use_gluon"):
         return None if isinstance(value, bool) else "True or False"
-    if name in ("num_sms", "comm_sms") and value is None:
+    if name in ("num_sms", "comm_sms", "num_stages") and value is None:
         return None
     if not isinstance(value, int) or isinstance(value, bool):
         return "a whole number"

@@ -31,7 +31,7 @@ import triton.language as tl
 from iris import simulator
 from iris.language.context import DeviceContext
 from iris.launch import addresses, prepare
-from iris.ops.buffers import Buffers
+from iris.ops.buffers import Buffers, Needs
 from iris.ops.call import Call
 from iris.ops.counts import DONE, READY, triton_counts
 from iris.ops.vendor import Product
@@ -84,6 +84,14 @@ def add_parts(parts, bias, out, share, N, stride_om, stride_on, W: tl.constexpr,
         tl.store(out + (i // N * stride_om + i % N * stride_on), total.to(out.dtype.element_ty), mask=mask)
 
 
+def needs(kind: tuple, call: Call, size: int) -> Needs:
+    """The workspace of a call."""
+    if call.name == "all_gather_matmul":
+        return Needs(kind, 0, size * call.a.numel(), call.a.dtype)
+    # Parts that came, and parts to be sent.
+    return Needs(kind, 0, 2 * len(call.a) * call.b.shape[1], call.out.dtype)
+
+
 class Copies:
     """The stream of copies that goes with one workspace, and its meetings with the peers, ready to be launched."""
 
@@ -108,11 +116,25 @@ class Copies:
 
     def add(self, parts: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
         """Enqueue `add_parts` on the current stream."""
+        launch, args = self._adder(parts, bias, out)
+        launch(self._current(), addresses(args))
+
+    def _adder(self, parts: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> tuple:
+        """`add_parts`, ready to be launched, and all that it gets."""
         args = (parts, bias, out, *out.shape, *out.stride(), self.size, bias is not None, 2048)
         key = (out.stride(), *(None if x is None else (x.dtype, x.data_ptr() % 16) for x in (bias, out)))
         if key not in self._launches:
             self._launches[key] = prepare(add_parts, (self.programs, 1, 1), *args, num_warps=4)
-        self._launches[key](self._current(), addresses(args))
+        return self._launches[key], args
+
+    def prepare(self, call: Call) -> None:
+        """Compile what carries this call besides."""
+        if call.name == "matmul_reduce_scatter":
+            self._adder(self.parts(call)[0], call.bias, call.out)
+
+    def parts(self, call: Call) -> torch.Tensor:
+        """Of matmul_reduce_scatter: ``[2, W, share, N]``, what came and what is to be sent, by rank."""
+        return self.data[self.rank].view(2, self.size, *call.out.shape)
 
     def _current(self) -> int | None:
         return None if self._stream is None else torch.cuda.current_stream().cuda_stream
@@ -183,7 +205,7 @@ def all_gather_matmul(copies: Copies, call: Call) -> None:
 
 def matmul_reduce_scatter(copies: Copies, call: Call) -> None:
     share, N = call.out.shape
-    parts, sent = copies.data[copies.rank].view(2, copies.size, share, N)
+    parts, sent = copies.parts(call)
     product = Product(call)
 
     def multiply(out: torch.Tensor, begin: int, end: int) -> None:

@@ -29,11 +29,11 @@ from triton.experimental.gluon import language as gl
 
 from iris.language.ordering import LANES, gluon_ordering, triton_ordering
 
-# Words of an operation's counts: epochs by program, of 1024 at most; `ready` by rank, of 64 at most; `done` on a line
-# of its own; `arrived` by part.
-READY = tl.constexpr(1024)
-DONE = tl.constexpr(1024 + 64)
-ARRIVED = tl.constexpr(1024 + 64 + 32)
+# Words of an operation's counts: epochs by program; `ready` by rank; `done` on a line of its own; `arrived` by part.
+MOST_PROGRAMS, MOST_RANKS = 1024, 128
+READY = tl.constexpr(MOST_PROGRAMS)
+DONE = tl.constexpr(MOST_PROGRAMS + MOST_RANKS)
+ARRIVED = tl.constexpr(MOST_PROGRAMS + MOST_RANKS + 32)
 
 
 def make_counts(jit: Callable, lang: ModuleType, order: SimpleNamespace) -> SimpleNamespace:

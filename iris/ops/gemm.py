@@ -103,3 +103,9 @@ def make_on_chiplets(jit: Callable) -> Callable:
 
 
 on_chiplets, gluon_on_chiplets = make_on_chiplets(triton.jit), make_on_chiplets(gluon.jit)
+
+
+@gluon.jit
+def by_halves(x):
+    """The left and the right half of a block's columns; no thread gets any from another."""
+    return x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute((0, 2, 1)).split()

@@ -1,6 +1,7 @@
 """`ctx.ops`: products of matrices with their communication, checked and enqueued."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,24 +14,20 @@ from iris.errors import InvalidConfigError
 from iris.heap.history import debugging
 from iris.heap.tensor_map import places
 from iris.launch import addresses, prepare, remember
-from iris.ops import copies, vendor
-from iris.ops.all_gather_matmul import all_gather_matmul
+from iris.ops import copies, portable, vendor
 from iris.ops.buffers import Buffers, Needs
 from iris.ops.call import Call, told
 from iris.ops.cdna3 import arguments as cdna3
 from iris.ops.choose import allows_tf32, choose, plan
 from iris.ops.config import FusedConfig
+from iris.ops.counts import MOST_PROGRAMS
 from iris.ops.hopper import arguments as hopper
 from iris.ops.hopper.sender import Sender
-from iris.ops.matmul_all_gather import matmul_all_gather
-from iris.ops.matmul_reduce import matmul_reduce
 from iris.ops.normalisation import AllReduceRmsNorm, Rows
 from iris.ops.workspaces import Workspaces
 
 # Programs in the simulator; on a GPU there is one for each multiprocessor.
 SIMULATED_PROGRAMS = 4
-# Rows and columns of A that a program of all_gather_matmul sends at a time: 32 KiB of bfloat16.
-SEND_M, SEND_K = 16, 1024
 
 DEBUGGING = debugging()
 
@@ -240,14 +237,7 @@ class Operations:
         if DEBUGGING and not (self._on_gpu and torch.cuda.is_current_stream_capturing()):
             self._compare(call, used)
         by_vendor = used.variant == "vendor"
-        if call.bias is not None:
-            # As kernels take it.
-            call = call._replace(bias=call.bias.contiguous())
-        if used.use_gluon:
-            call = self._gluon.with_operands_that_fit(call, self._context.num_ranks)
-        elif used.variant == "kernel" and call.name == "all_gather_matmul" and call.a.stride(1) != 1:
-            # Rows are sent, and multiplied, as they lie.
-            call = call._replace(a=call.a.contiguous())
+        call = self._with_operands_that_fit(call, used)
         needs = None if by_vendor else self._needs(call, used)
         if workspace is not None:
             self._workspaces.check(call.name, workspace, needs and needs.kind)
@@ -263,43 +253,59 @@ class Operations:
                 self._fuse(call, used, buffers)
         return Work(self._on_gpu) if async_op else None
 
+    @torch.no_grad()
     def _prepare(self, call: Call, config: FusedConfig | None) -> Buffers | None:
         used = self._check(call, config)
-        return None if used.variant == "vendor" else self._workspaces.make(self._needs(call, used))
+        if used.variant == "vendor":
+            return None
+        buffers = self._workspaces.make(self._needs(call, used))
+        if call.out.numel():
+            # A graph may be captured next, in which nothing can be compiled.
+            call = self._with_operands_that_fit(call, used)
+            if used.variant == "copies":
+                self._mover(buffers).prepare(call)
+            else:
+                self._prepared(call, used, buffers)
+        return buffers
 
     def _check(self, call: Call, config: FusedConfig | None) -> FusedConfig:
         """The configuration that carries the call."""
         self._context.heap.check_open()
         call.check(self._context.device, self._context.num_ranks, config)
-        vendors_problem = vendor.problem(call)
-        used = config
-        if config is not None and call.name == "matmul_all_reduce" and config.all_reduce_variant != "two_shot":
-            used = dataclasses.replace(config, variant="vendor")
-        if used is None:
-            by_vendor = vendors_problem is None
-            key = (call.name, call.a.shape, call.b.shape, call.a.dtype, call.out.dtype, by_vendor, allows_tf32())
-            used = self._chosen.get(key)
-            if used is None:
-                programs = self._most_programs()
-                used = choose(call, self._context.num_ranks, programs, self._on_gpu, by_vendor)
-                remember(self._chosen, key, used)
-        if used.variant != "kernel" and vendors_problem:
-            raise InvalidConfigError(
-                f"FusedConfig(variant={used.variant!r}) cannot do this {call.name}() with the vendor's GEMM: "
-                f"{vendors_problem}. Use the kernel."
-            )
-        if used.variant == "copies" and call.name not in copies.COPIED:
+        vendors_problem, used = vendor.problem(call), config
+        if config is None:
+            used = self._choose(call, vendors_problem is None)
+        elif config.variant == "copies" and call.name not in copies.COPIED:
             raise InvalidConfigError(
                 f"FusedConfig(variant='copies') is for {' and '.join(copies.COPIED)}, and not for {call.name}()."
             )
+        elif call.name == "matmul_all_reduce" and config.all_reduce_variant != "two_shot":
+            used = dataclasses.replace(config, variant="vendor")
+        asked = f"variant={used.variant!r}" if used is config else f"all_reduce_variant={used.all_reduce_variant!r}"
+        if used.variant != "kernel" and vendors_problem:
+            raise InvalidConfigError(
+                f"FusedConfig({asked}) cannot do this {call.name}() with the vendor's GEMM: {vendors_problem}. "
+                "Leave it out: then a kernel does it."
+            )
         if used.use_gluon and used.variant != "kernel":
-            asked = f"variant={used.variant!r}" if used is config else f"all_reduce_variant={used.all_reduce_variant!r}"
-            raise InvalidConfigError(f"FusedConfig({asked}, use_gluon=True): the kernel is in Gluon.")
+            raise InvalidConfigError(
+                f"FusedConfig({asked}, use_gluon=True): the kernel is in Gluon, and {asked} takes the vendor's GEMM. "
+                "Leave one of them out."
+            )
         if used.use_gluon:
             problem = self._gluon.problem(call, used, self._context.num_ranks)
             if problem:
                 raise InvalidConfigError(f"FusedConfig(use_gluon=True) cannot do this {call.name}(): {problem}.")
         return used
+
+    def _choose(self, call: Call, by_vendor: bool) -> FusedConfig:
+        """What is chosen where the caller does not say."""
+        key = (call.name, call.a.shape, call.b.shape, call.a.dtype, call.out.dtype, by_vendor, allows_tf32())
+        chosen = self._chosen.get(key)
+        if chosen is None:
+            chosen = choose(call, self._context.num_ranks, self._most_programs(), self._on_gpu, by_vendor)
+            remember(self._chosen, key, chosen)
+        return chosen
 
     def _compare(self, call: Call, config: FusedConfig) -> None:
         """In debug mode: that all ranks make the same call, with the result at the same place if peers store it."""
@@ -309,32 +315,18 @@ class Operations:
             said += f", out at offset {place:#x} of the heap with strides {list(call.out.stride())}"
         compare_calls(self._context._world.group, said)
 
+    def _with_operands_that_fit(self, call: Call, config: FusedConfig) -> Call:
+        """The call as what carries it takes it: with copies of what does not lie so."""
+        if call.bias is not None:
+            call = call._replace(bias=call.bias.contiguous())
+        if config.variant != "kernel":
+            return call
+        kernels = self._gluon if config.use_gluon else portable
+        return kernels.with_operands_that_fit(call, self._context.num_ranks)
+
     def _fuse(self, call: Call, config: FusedConfig, buffers: Buffers) -> None:
         """Enqueue the kernel."""
-        direct, result = self._result(call, config, buffers)
-        programs = self._programs(config)
-        place = self._context.get_device_context() if direct else buffers.context_tensor
-        if config.use_gluon and self._gluon is cdna3:
-            W = self._context.num_ranks
-            kernel, programs, args = cdna3.arguments(call, config, buffers, W, place, result, programs)
-            options = {"num_warps": cdna3.WARPS.value}
-        elif config.use_gluon:
-            memory = self._context.heap.mapping if direct else buffers.mapping
-            memory_places = self._heap_places() if direct else buffers.places
-            kernel, args = hopper.arguments(
-                call, config, self._plan(call, config), buffers, self._context.num_ranks, memory, memory_places, result
-            )
-            options = {"num_warps": 4}
-        else:
-            kernel, programs, args = self._arguments(call, config, buffers, place, result, programs)
-            options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-        key = (buffers.kind, *map(_kind_of, args))
-        launch = self._launches.get(key)
-        if launch is None:
-            launch = prepare(kernel, (programs, 1, 1), *args, **options)
-            remember(self._launches, key, launch)
-        by_engine = config.use_gluon and self._gluon is hopper and call.name == "all_gather_matmul"
-        sender = self._sender(call, config, buffers) if by_engine else None
+        launch, args, result, sender = self._prepared(call, config, buffers)
         if sender:
             sender.send(call.a)
         launch(self._stream(), addresses(args))
@@ -342,6 +334,35 @@ class Operations:
             sender.join()
         if result is not call.out:
             call.out.copy_(result)
+
+    def _prepared(
+        self, call: Call, config: FusedConfig, buffers: Buffers
+    ) -> tuple[Callable[..., None], tuple, torch.Tensor, Sender | None]:
+        """The kernel, ready to be launched; all that it gets; where it leaves the result; what sends A beside it."""
+        direct, result = self._result(call, config, buffers)
+        programs, W, sender = self._programs(config), self._context.num_ranks, None
+        place = self._context.get_device_context() if direct else buffers.context_tensor
+        if config.use_gluon and self._gluon is hopper:
+            memory = self._context.heap.mapping if direct else buffers.mapping
+            memory_places = self._heap_places() if direct else buffers.places
+            kernel, args = hopper.arguments(
+                call, config, self._plan(call, config), buffers, W, memory, memory_places, result
+            )
+            options = {"num_warps": 4}
+            if call.name == "all_gather_matmul":
+                sender = self._sender(call, config, buffers)
+        elif config.use_gluon:
+            kernel, programs, args = cdna3.arguments(call, config, buffers, W, place, result, programs)
+            options = {"num_warps": cdna3.WARPS.value}
+        else:
+            kernel, programs, args = portable.arguments(call, config, buffers, W, place, result, programs)
+            options = portable.options(config)
+        key = (buffers.kind, *map(_kind_of, args))
+        launch = self._launches.get(key)
+        if launch is None:
+            launch = prepare(kernel, (programs, 1, 1), *args, **options)
+            remember(self._launches, key, launch)
+        return launch, args, result, sender
 
     def _sender(self, call: Call, config: FusedConfig, buffers: Buffers) -> Sender:
         if buffers.mover is None:
@@ -373,13 +394,16 @@ class Operations:
 
     def _copy(self, call: Call, buffers: Buffers) -> None:
         """Enqueue products and copies on their streams."""
+        carry = copies.all_gather_matmul if call.name == "all_gather_matmul" else copies.matmul_reduce_scatter
+        carry(self._mover(buffers), call)
+
+    def _mover(self, buffers: Buffers) -> copies.Copies:
         if buffers.mover is None:
             context = self._context
             buffers.mover = copies.Copies(
                 buffers, context.cur_rank, context.num_ranks, context.device, self._most_programs()
             )
-        carry = copies.all_gather_matmul if call.name == "all_gather_matmul" else copies.matmul_reduce_scatter
-        carry(buffers.mover, call)
+        return buffers.mover
 
     def _needs(self, call: Call, config: FusedConfig) -> Needs:
         W, (M, K), N = self._context.num_ranks, call.a.shape, call.b.shape[1]
@@ -389,50 +413,14 @@ class Operations:
         kind = (call.name, M, N, K, call.a.dtype, call.out.dtype, direct, config_of_all)
         if config.use_gluon and self._gluon is hopper:
             return hopper.needs(kind, call, config, self._plan(call, config), W, direct)
-        share = -(-M // W)
-        if call.name == "all_gather_matmul":
-            # Of slabs of rows; and of the tiles that are taken, by chiplet.
-            return Needs(kind, W * -(-M // config.block_size_m) + config.num_xcds, W * M * K, call.a.dtype)
         if config.variant == "copies":
-            # Parts that came, and parts to be sent.
-            return Needs(kind, 0, 2 * M * N, call.out.dtype)
-        if call.name == "matmul_all_gather":
-            return Needs(kind, 0, 0 if direct else W * M * N, call.out.dtype)
-        tiles = -(-share // config.block_size_m) * -(-N // config.block_size_n)
-        result = M * N if call.name == "matmul_all_reduce" and not direct else 0
-        return Needs(kind, tiles, W * share * N + result, call.out.dtype)
-
-    def _arguments(
-        self, call: Call, config: FusedConfig, buffers: Buffers, place: torch.Tensor, result: torch.Tensor,
-        programs: int,
-    ) -> tuple:  # fmt: skip
-        """The Triton kernel, its programs, and all that it gets."""
-        W, (M, K), N = self._context.num_ranks, call.a.shape, call.b.shape[1]
-        # What a tile of a wider type has less of, so that as many fit. A product of fp8 takes 32 at least.
-        depth = max(32 if call.a.itemsize == 1 else 16, config.block_size_k * 2 // max(2, call.a.itemsize))
-        blocks = (config.block_size_m, config.block_size_n, depth)
-        strides = call.strides(result)
-        tensors = (call.a, call.b, call.bias, *call.scales(), result)
-        options = (config.num_xcds, config.chunk_size, config.cache_modifier_a or "", config.cache_modifier_b or "",
-                   config.allow_tf32, call.bias is not None, call.scaled)  # fmt: skip
-        if call.name == "all_gather_matmul":
-            own_tiles = -(-M // config.block_size_m) * -(-N // config.block_size_n)
-            senders = config.senders(programs, W, programs - own_tiles)
-            memory = (buffers.context_tensor, buffers.counts, buffers.data)
-            numbers = (M, N, K, strides[0], *strides[2:], W, senders, SEND_M, SEND_K, *blocks, config.group_size_m)
-            # Who takes tiles for a chiplet is a program on it.
-            options = (min(config.num_xcds, programs), *options[1:])
-            return all_gather_matmul, programs, (*memory, *tensors, *numbers, *options)
-        memory = (buffers.context_tensor, place, buffers.counts)
-        tail = (W, *blocks, config.group_size_m)
-        if call.name == "matmul_all_gather":
-            return matmul_all_gather, programs, (*memory, *tensors, M, N, K, *strides, *tail, *options)
-        spreads = call.name == "matmul_all_reduce"
-        numbers = (M, N, K, -(-M // W), *strides, *tail, spreads)
-        return matmul_reduce, programs, (*memory, buffers.data, *tensors, *numbers, *options)
+            return copies.needs(kind, call, W)
+        return portable.needs(kind, call, config, W, direct)
 
     def _most_programs(self) -> int:
-        return SIMULATED_PROGRAMS if simulator.ACTIVE else self._context.ccl.communicator().num_sms
+        if simulator.ACTIVE:
+            return SIMULATED_PROGRAMS
+        return min(self._context.ccl.communicator().num_sms, MOST_PROGRAMS)
 
     def _plan(self, call: Call, config: FusedConfig) -> hopper.Plan:
         key = (call.name, call.a.shape, call.b.shape, call.a.dtype, config)

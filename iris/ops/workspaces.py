@@ -8,6 +8,7 @@ from iris.capture import capture_id
 from iris.errors import FirstUseInCaptureError, InvalidCollectiveError
 from iris.ops.arena import COUNT_BYTES, Arena
 from iris.ops.buffers import Buffers, Needs
+from iris.ops.counts import MOST_RANKS
 
 # By how much the data of an arena grow at least: of numbers of rows that rise one by one, few are too large for it.
 GROWTH = 1.5
@@ -59,6 +60,10 @@ class Workspaces:
 
     def _make(self, count_bytes: int, data_bytes: int) -> Arena:
         context = self._context
+        if context.num_ranks > MOST_RANKS:
+            raise InvalidCollectiveError(
+                f"Fused operations are for up to {MOST_RANKS} ranks, and there are {context.num_ranks}."
+            )
         return Arena(context._world.group, context.device, context._record, count_bytes, data_bytes)
 
     @torch.inference_mode(False)

@@ -6,7 +6,9 @@ from covering import EVERYTHING
 
 from codegen.offline import compile_for
 from codegen.test_every_kernel import ARGUMENTS, OPERATIONS
+from iris.ops import portable
 from iris.ops.all_gather_matmul import all_gather_matmul
+from iris.ops.choose import by_triton
 from iris.ops.matmul_all_gather import matmul_all_gather
 from iris.ops.matmul_reduce import matmul_reduce
 
@@ -46,3 +48,23 @@ def test_products(target, dtype, kernel):
     if target == "sm_90" and dtype.itemsize == 1:
         # The tensor cores add up a step from zero, and float32 the steps: as many additions as a thread has sums.
         assert code.text.count("add.f32") >= 256 * 64 // 256
+
+
+# Bytes that a program may have: of H100 and H200, and of MI300.
+SHARED_MEMORY = {"sm_90": 227 << 10, "gfx942": 64 << 10}
+DTYPES = [torch.bfloat16, torch.float32, torch.float8_e4m3fn]
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.fn.__name__)
+@pytest.mark.parametrize(
+    "target, dtype", [(target, dtype) for dtype in DTYPES for target in SHARED_MEMORY][: None if EVERYTHING else 2]
+)
+def test_what_is_chosen_fits_shared_memory(target, dtype, kernel, monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", "7.0" if target.startswith("gfx") else None)
+    config = by_triton(dtype.itemsize, on_gpu=True)
+    a, out = torch.zeros(4096).to(dtype), torch.zeros(4096, dtype=dtype if dtype.itemsize > 1 else torch.bfloat16)
+    given = ARGUMENTS | OPERATIONS | dict.fromkeys(["a", "b", "gathered"], a) | {"out": out, "parts": out}
+    given |= {"BLOCK_M": config.block_size_m, "BLOCK_N": config.block_size_n}
+    given |= {"BLOCK_K": config.block_size_k * 2 // max(2, dtype.itemsize)}
+    code = compile_for(target, kernel, *(given[name] for name in kernel.arg_names), **portable.options(config))
+    assert code.shared <= SHARED_MEMORY[target]

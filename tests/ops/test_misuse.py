@@ -59,6 +59,18 @@ CASES = {
         {},
         {"bias": torch.ones(4, dtype=torch.float16), "config": FusedConfig(variant="vendor")},
     ),
+    "the same by a collective": (
+        InvalidConfigError,
+        r"FusedConfig\(all_reduce_variant='ring'\) cannot",
+        {"bias": torch.ones(4, dtype=torch.float16)},
+        {"config": FusedConfig(all_reduce_variant="ring")},
+    ),
+    "copies and a collective": (
+        InvalidConfigError,
+        r"variant='copies'\) is for all_gather_matmul and",
+        {},
+        {"config": FusedConfig(variant="copies", all_reduce_variant="ring")},
+    ),
     "no Gluon": (InvalidConfigError, "one dtype, fp16 or bf16", {}, {"config": FusedConfig(use_gluon=True)}),
     "odd rows": (InvalidConfigError, "a multiple of 16 bytes", HALVES, {"config": FusedConfig(use_gluon=True)}),
     "large tiles": (

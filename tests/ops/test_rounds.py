@@ -10,12 +10,13 @@ from iris.ops.copies import COPIED
 from iris.ops.hopper.arguments import Plan
 from ops.plans import planned
 
-TRITON = FusedConfig(block_size_m=16, block_size_n=32, block_size_k=16)
+# Of all_gather_matmul several slabs of rows, in several strips each, which several programs send.
+TRITON = FusedConfig(block_size_m=32, block_size_n=32, block_size_k=16, comm_sms=2)
 GLUON = FusedConfig(use_gluon=True, block_size_m=128, block_size_n=64)
 CONFIGS = {
     "triton": TRITON,
     # Of which each has a count of tiles: for programs that are dealt out unevenly, and for fewer programs.
-    "triton, chiplets": replace(TRITON, num_sms=3, num_xcds=2),
+    "triton, chiplets": replace(TRITON, num_sms=3, num_xcds=2, block_size_k=256),
     "triton, few programs": replace(TRITON, num_sms=2, num_xcds=3),
     "gluon": GLUON,
     "split": GLUON,
@@ -27,7 +28,8 @@ CONFIGS = {
 }
 OPERATIONS = ("all_gather_matmul", "matmul_all_gather", "matmul_reduce_scatter", "matmul_all_reduce")
 FP8 = {"dtype": torch.float8_e4m3fn}
-OPERANDS = {"split": {"K": 192}, "copies of fp8": FP8, "gluon of fp8": FP8}
+# Strips are sent in pieces of 1024 columns.
+OPERANDS = {"triton, chiplets": {"K": 1100}, "split": {"K": 192}, "copies of fp8": FP8, "gluon of fp8": FP8}
 # What only some operations have.
 ONLY = {
     **dict.fromkeys(["triton, chiplets", "triton, few programs"], ["all_gather_matmul"]),

@@ -9,14 +9,10 @@ of 128 bytes are to go, so 64 columns at a time pass through shared memory, wher
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from iris.ops.gemm import by_halves
+
 STRIP = gl.constexpr(64)
 STRIP_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 8], [8, 8], [8, 1], [1, 0]))
-
-
-@gluon.jit
-def by_halves(x):
-    """The left and the right half of a block's columns; no thread gets any from another."""
-    return x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute((0, 2, 1)).split()
 
 
 @gluon.jit

@@ -35,6 +35,7 @@ from iris.language.address import bytes_of
 from iris.language.clock import gluon_clock
 from iris.language.context import aggregate
 from iris.language.tracing import TraceEvent
+from iris.ops.gemm import by_halves
 from iris.ops.hopper.pace import leave_time
 from iris.ops.hopper.split_k import add_up, hand_over, part_of_depth
 
@@ -146,12 +147,6 @@ def load_tile(
             fetch(b, [k, column], full, pipeline.tiles_b.index(stage))
         step += 1
     return step
-
-
-@gluon.jit
-def by_halves(x):
-    """The left and the right half of a block's columns; no thread gets any from another."""
-    return x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute((0, 2, 1)).split()
 
 
 @gluon.jit
