@@ -269,6 +269,19 @@ def _argument(value: Any, name: str, kernel: str) -> Any:
     return stock._implicit_cvt(value)
 
 
+def _dimensions(grid: Any, kernel: str) -> tuple[int, ...]:
+    try:
+        dims = tuple(map(operator.index, grid))
+    except TypeError:
+        dims = ()
+    if not 1 <= len(dims) <= 3:
+        raise LaunchError(
+            f"Kernel {kernel!r} has the grid {grid!r}. A grid is a tuple of one to three whole numbers, or a function "
+            "that returns one."
+        )
+    return dims
+
+
 # What replaces the methods of Triton's classes -----------------------------------------------------------------------
 
 
@@ -320,9 +333,12 @@ def launch(self: InterpretedFunction, *args: Any, grid: Any, warmup: bool, **kwa
     for name in kwargs:
         if name not in parameters and name not in _options():
             raise LaunchError(f"Kernel {kernel!r} has no parameter {name!r}, and the compiler no option of that name.")
-    bound = signature.bind(*args, **{name: value for name, value in kwargs.items() if name in parameters})
+    try:
+        bound = signature.bind(*args, **{name: value for name, value in kwargs.items() if name in parameters})
+    except TypeError as error:
+        raise LaunchError(f"Kernel {kernel!r} takes ({', '.join(parameters)}): {error}.") from None
     bound.apply_defaults()
-    dims = tuple(map(operator.index, grid(dict(bound.arguments)) if callable(grid) else grid))
+    dims = _dimensions(grid(dict(bound.arguments)) if callable(grid) else grid, kernel)
     values = {
         name: value if _is_constant(parameters[name].annotation) else _argument(value, name, kernel)
         for name, value in bound.arguments.items()

@@ -66,8 +66,8 @@ def test_compiler_options_are_accepted():
     assert y[8] == 1
 
 
-def launch(x, **options):
-    add_one[(1,)](x, torch.zeros(9), 8, 8, **options)
+def launch(x, grid=(1,), **options):
+    add_one[grid](x, torch.zeros(9), 8, 8, **options)
 
 
 class HostContext:
@@ -88,6 +88,10 @@ class HostContext:
             r"'x' of kernel 'add_one' is the host's context: .* ctx.get_device_context\(\)",
         ),
         (lambda: launch(torch.zeros(8, dtype=torch.complex64)), "'x' of kernel 'add_one' has dtype torch.complex64"),
+        (lambda: add_one[(1,)](torch.zeros(8)), r"'add_one' takes \(x, y, n, B\): missing .*'y'"),
+        (lambda: launch(torch.zeros(8), grid=4), "'add_one' has the grid 4. A grid is a tuple"),
+        (lambda: launch(torch.zeros(8), grid=lambda _: (0.5,)), r"'add_one' has the grid \(0.5,\)"),
+        (lambda: launch(torch.zeros(8), grid=(1, 1, 1, 1)), r"'add_one' has the grid \(1, 1, 1, 1\)"),
     ],
 )
 def test_what_no_gpu_would_take_is_refused(call, text):
