@@ -77,6 +77,21 @@ def refusal(name, value):
 
 
 @triton.constexpr_function
+def is_flag(kind):
+    return kind.is_ptr() and kind.element_ty.is_int() and kind.element_ty.primitive_bitwidth in (32, 64)
+
+
+@triton.constexpr_function
+def no_flag(kind):
+    return f"a flag is one integer of 32 or 64 bits, given by a scalar pointer to it, and not by {kind}"
+
+
+@triton.constexpr_function
+def is_block(kind):
+    return kind.is_block()
+
+
+@triton.constexpr_function
 def signed_type(element):
     """The signed integer as wide as ``element``."""
     return {8: tl.int8, 16: tl.int16, 32: tl.int32, 64: tl.int64}[element.primitive_bitwidth]
@@ -313,10 +328,11 @@ def make_ordering(jit: Callable, lang: ModuleType, translate, failures: SimpleNa
         what the flag holds behind it.
         """
         lang.static_assert(possible("op", op), refusal("op", op))
-        lang.static_assert(flag_ptr.dtype.element_ty.is_int(), "the flag of a signal must be an integer")
+        lang.static_assert(is_flag(flag_ptr.type), no_flag(flag_ptr.type))
         # An exchange and not a compare-and-swap, whose order AMD's compiler ignores before Triton 3.7; an exchange and
         # not a store, which has no release in Triton before 3.9.
         value = lang.cast(value, flag_ptr.dtype.element_ty)
+        lang.static_assert(not is_block(value.type), "a flag is set to one value, and not to a block of them")
         if op == "set":
             atomic("xchg", flag_ptr, value, None, "release", scope)
             return value
@@ -352,7 +368,6 @@ def make_ordering(jit: Callable, lang: ModuleType, translate, failures: SimpleNa
 
     @jit
     def unmet(seen, wanted, cmp: tl.constexpr):
-        lang.static_assert(possible("cmp", cmp), refusal("cmp", cmp))
         if cmp == "reached":
             # A wrapping difference: a count that overflows its type is still the next one. Signed, also of counts that
             # are not: theirs is never less than 0.
@@ -373,7 +388,10 @@ def make_ordering(jit: Callable, lang: ModuleType, translate, failures: SimpleNa
     @jit
     def wait(flag_ptr, value, cmp: tl.constexpr, record):
         """Return the flag's value once ``flag <cmp> value`` holds; whatever was published before it is then visible."""
+        lang.static_assert(possible("cmp", cmp), refusal("cmp", cmp))
+        lang.static_assert(is_flag(flag_ptr.type), no_flag(flag_ptr.type))
         wanted = lang.cast(value, flag_ptr.dtype.element_ty)
+        lang.static_assert(not is_block(wanted.type), "a flag is compared to one value, and not to a block of them")
         seen = poll(flag_ptr, None)
         if WAIT_LIMIT_NS == 0:
             while unmet(seen, wanted, cmp):

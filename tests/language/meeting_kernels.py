@@ -146,6 +146,18 @@ def gluon_tell(context_tensor, flag, value, peer, OP: gl.constexpr):
 
 
 @triton.jit
+def several(context_tensor, flags, peer, FORM: tl.constexpr):
+    """Blocks where a flag and its value are one each."""
+    ctx = DeviceContext.initialize(context_tensor)
+    if FORM == "signal":
+        ctx.signal(flags + tl.arange(0, 1), 1, peer)
+    elif FORM == "wait":
+        ctx.wait(flags + tl.arange(0, 1), 0)
+    else:
+        ctx.wait(flags, tl.arange(0, 2))
+
+
+@triton.jit
 def triton_identity(context_tensor, out, RANK: tl.constexpr, NUM_RANKS: tl.constexpr):
     """The four names, with rank and size given as constants: they may serve as a shape."""
     ctx = DeviceContext.initialize(context_tensor, RANK, NUM_RANKS)

@@ -166,8 +166,13 @@ def misuse_flags(ctx, language):
         compare[(1,)](ctx.get_device_context(), flag, 1, seen, "=")
     with pytest.raises(AssertionError, match="op='sub' is not possible; .*'add'"):
         tell[(1,)](ctx.get_device_context(), flag, 1, ctx.cur_rank, "sub")
-    with pytest.raises(AssertionError, match="must be an integer"):
+    with pytest.raises(AssertionError, match="not by pointer<fp32>"):
         tell[(1,)](ctx.get_device_context(), ctx.zeros(1), 1, ctx.cur_rank, "set")
+    with pytest.raises(AssertionError, match="not by pointer<fp32>"):
+        compare[(1,)](ctx.get_device_context(), ctx.zeros(1), 0, seen, "eq")
+    for form, words in (("signal", "not by <"), ("wait", "not by <"), ("value", "compared to one value")):
+        with pytest.raises(AssertionError, match=words):
+            meeting_kernels.several[(1,)](ctx.get_device_context(), flag, ctx.cur_rank, form)
     ctx.barrier()
 
 

@@ -45,6 +45,19 @@ if __name__ == "__main__":
     launch(worker, 2, Path(__file__).parent)
 """
 
+# A comparison that there is not.
+REFUSED = """
+import torch, triton
+import iris
+
+@triton.jit
+def receive(context_tensor, flag):
+    iris.DeviceContext.initialize(context_tensor).wait(flag, 1, cmp=">=")
+
+ctx = iris.iris(heap_size=1 << 20)
+receive[(1,)](ctx.get_device_context(), ctx.ones(1, dtype=torch.int32))
+"""
+
 
 def run(*command, **variables):
     environment = {name: value for name, value in os.environ.items() if not name.startswith("IRIS_")}
@@ -76,9 +89,10 @@ def test_ranks_that_allocate_differently(iris_check):
     assert finding.kind == "asymmetric" and "own_buffer_first.py:" in finding.sentence
 
 
-def test_a_program_that_fails_for_another_reason(tmp_path, iris_check):
+@pytest.mark.parametrize("text", ["raise SystemExit(7)", REFUSED], ids=["ends", "refused"])
+def test_a_program_that_fails_for_another_reason(tmp_path, iris_check, text):
     program = tmp_path / "fails.py"
-    program.write_text("raise SystemExit(7)")
+    program.write_text(text)
     done = check(program)
     said = "iris-check: nothing found; the program failed for another reason, told above.\n"
     assert (done.returncode, done.stdout) == (2, said)
