@@ -62,6 +62,11 @@ def check_pair(
         raise InvalidCollectiveError(
             f"{name}() takes an output of the input's dtype; it got {output.dtype} and {input.dtype}."
         )
+    if times_out is not None and input.numel() * times_in % times_out:
+        raise InvalidCollectiveError(
+            f"{name}() among {comm.size} ranks takes an input whose elements are a multiple of {times_out}; it got "
+            f"{list(input.shape)}, which are {input.numel()}."
+        )
     if times_in is not None and output.numel() * times_out != input.numel() * times_in:
         expected = input.numel() * times_in // times_out
         raise InvalidCollectiveError(
