@@ -15,6 +15,7 @@ from triton.runtime.interpreter import TensorHandle
 
 from iris.errors import IrisTimeoutError
 from iris.simulator import dtypes
+from iris.switches import switched_on
 
 if TYPE_CHECKING:
     from iris.simulator.grid import Poll, Task
@@ -23,6 +24,8 @@ MOST_LINES = 8
 
 _LIBRARIES = (str(Path(__file__).parents[1]) + os.sep, str(Path(triton.__file__).parent) + os.sep)
 _SIMULATOR = str(Path(__file__).parent) + os.sep
+# Their calls are compared between ranks in debug mode.
+_COLLECTIVE = tuple(_LIBRARIES[0] + name + os.sep for name in ("ccl", "ops"))
 _SYMBOLS = {"eq": "==", "ne": "!=", "gt": ">", "ge": ">=", "lt": "<", "le": "<=", "reached": "at or past"}
 
 
@@ -71,12 +74,14 @@ def error(kernel: str, limit_s: float | None, waits: list[Wait]) -> IrisTimeoutE
     number = rank()
     who = "" if number is None else f"Rank {number}: "
     text = "\n".join(f"  {line}" for line in lines)
+    advice = "Look at who should have written these flags."
+    if any(wait.place[0].startswith(_COLLECTIVE) for wait in waits) and not switched_on("IRIS_DEBUG"):
+        advice = "Look at whether all ranks make this call, and alike: IRIS_DEBUG=1 on all ranks compares them."
     return IrisTimeoutError(
-        f"{who}kernel {kernel!r} waits, and no rank can go on any more:\n{text}\n"
-        "Look at who should have written these flags."
+        f"{who}kernel {kernel!r} waits, and no rank can go on any more:\n{text}\n{advice}"
         if limit_s is None
         else f"{who}kernel {kernel!r} has waited for {limit_s:g} s, and nothing has changed:\n{text}\n"
-        f"Look at who should have written these flags. IRIS_WAIT_TIMEOUT_S sets the limit (0: none)."
+        f"{advice} IRIS_WAIT_TIMEOUT_S sets the limit (0: none)."
     )
 
 

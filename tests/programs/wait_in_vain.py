@@ -123,7 +123,7 @@ def leave_alone(ctx):
     sums, product = torch.empty_like(x), ctx.zeros(64, 64, dtype=torch.float16)
     large = torch.ones(1 << 20, device=ctx.device)
     queued, tiles = iris.ccl.Config(all_reduce_variant="two_shot"), iris.ops.FusedConfig(**small)
-    missing = told("for data from rank 1", "holds")
+    missing = told("for data from rank 1", "IRIS_DEBUG=1 on all ranks")
     calls = {
         ("of all_reduce or reduce_scatter", missing): lambda: ctx.ccl.all_reduce(sums, x),
         ("queues of", missing): lambda: ctx.ccl.all_reduce(large, large.clone(), config=queued),
