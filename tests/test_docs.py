@@ -31,6 +31,7 @@ from covering import EVERYTHING
 import iris
 import iris.gluon
 from iris import errors
+from iris.__main__ import commands as command_line
 from iris.spawn import launch
 
 ROOT = Path(__file__).parent.parent
@@ -338,6 +339,18 @@ def test_the_reference_says_what_each_error_derives_from():
         if inspect.isclass(kind) and issubclass(kind, errors.IrisError) and kind is not errors.IrisError:
             builtin = next(base.__name__ for base in kind.__bases__ if base is not errors.IrisError)
             assert f"\n| `{name}` | `{builtin}` |" in page
+
+
+def test_the_first_page_leads_to_all_others():
+    linked = set(re.findall(r"\]\(([\w-]+\.md)\)", (DOCS / "index.md").read_text()))
+    assert linked | {"index.md"} == {page.name for page in DOCS.glob("*.md")}
+
+
+def test_the_reference_has_each_command():
+    page = (DOCS / "host-reference.md").read_text()
+    for name, command in command_line.commands.items():
+        for words in [f"{name} {each}" for each in getattr(command, "commands", ())] or [name]:
+            assert f"`python -m iris {words}" in page, words
 
 
 @pytest.mark.parametrize("page", PAGES, ids=where)
