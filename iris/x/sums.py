@@ -90,7 +90,7 @@ def all_reduce_atomic(tile, dst, ctx):
 def all_reduce_spinlock(tile, dst, locks, ctx):
     """Add a tile to every rank's ``dst``, one rank at a time, in float32 but rounded to the type of ``dst`` each time.
 
-    ``dst`` as in `all_reduce_atomic`, and of any type. ``locks``: int32, one a tile, 0 while free: an array of its own,
+    ``dst`` as in `all_reduce_atomic`, and of any type. ``locks``: one a tile, 0 while free: an array of its own,
     whose locks do not count. Over the link: the tile, twice for each peer, in two steps and those of the lock.
     """
     rows, columns = rows_of(tile), columns_of(tile)
