@@ -14,16 +14,19 @@ M, N, BLOCK = 4096, 8192, (64, 128)
 CALLS = {
     "all_gather rows": (tile_kernels.all_gather, (BF16, BF16, M, N, 4 * M, N, N, 1, 0)),
     "all_gather columns": (tile_kernels.all_gather, (BF16, BF16, M, N, M, 4 * N, 4 * N, 1, 1)),
-    "all_to_all": (tile_kernels.all_to_all, (BF16, BF16, M, N, N // 4, N, 1, False)),
-    "gather": (tile_kernels.gather, (BF16, BF16, M, N, 1)),
+    "all_to_all": (tile_kernels.all_to_all, (BF16, BF16, BF16, M, N, N // 4, N, 1, N, 1, False)),
+    "gather": (tile_kernels.gather, (BF16, BF16, M, N, N, 1, 1)),
     **{
         f"all_reduce {variant}": (
             tile_kernels.all_reduce,
-            (BF16, BF16, BF16, INT32, M, N, 1024, 1024, variant, variant != "two_shot"),
+            (BF16, BF16, BF16, locks, M, N, N, 1, N, 1, 1024, 1024, variant, variant != "two_shot"),
         )
-        for variant in ("one_shot", "two_shot", "atomic", "spinlock")
+        for variant, locks in (("one_shot", INT64), ("two_shot", INT32), ("atomic", INT32), ("spinlock", INT64))
     },
-    "reduce_scatter": (tile_kernels.reduce_scatter, (BF16, BF16, BF16, INT32, M, N, M // 4, 1024, 1024, 1024)),
+    "reduce_scatter": (
+        tile_kernels.reduce_scatter,
+        (BF16, BF16, BF16, INT32, M, N, N, 1, N, 1, M // 4, 1024, 1024, 1024),
+    ),
 }
 
 

@@ -1,4 +1,6 @@
-"""Tiles between ranks: every primitive, any shape, and calls that follow each other with nobody resetting locks."""
+"""Tiles between ranks: every primitive, any shape and strides, and calls in a row with nobody resetting locks."""
+
+from functools import partial
 
 import pytest
 import torch
@@ -16,16 +18,22 @@ MOVED = [torch.bfloat16, torch.float32, torch.int8, torch.float8_e4m3fn, *MORE]
 SUMMED = [torch.bfloat16, torch.float32, torch.int32, torch.float8_e4m3fn, *MORE]
 RANKS = (1, 2, 3, 4, 5, 8) if EVERYTHING else (3,)
 CALLS = 5 if EVERYTHING else 3
+# Whether the columns of src, and of dst, lie in one piece, and not the rows.
+BY_COLUMNS = [[False, True], [False, True]]
 
 
 def tiles(M, N, block):
     return triton.cdiv(M, block[0]), triton.cdiv(N, block[1])
 
 
-def on_heap(ctx, tensor):
-    copy = ctx.empty(tuple(tensor.shape), dtype=tensor.dtype)
-    copy.copy_(tensor)
-    return copy
+def matrix(make, shape, dtype, by_columns):
+    """One matrix or several of zeros, made by a function like `torch.zeros`."""
+    *several, M, N = shape
+    return make(*several, N, M, dtype=dtype).mT if by_columns else make(*shape, dtype=dtype)
+
+
+def on_heap(ctx, tensor, by_columns):
+    return matrix(ctx.zeros, tensor.shape, tensor.dtype, by_columns).copy_(tensor)
 
 
 def numbers(shape, dtype, rank, call=0):
@@ -44,19 +52,18 @@ def expected_sum(shape, dtype, size, call=0):
     return total.to(dtype)
 
 
-def gathered(ctx, shape, block, dtype, dim, columns_first):
+def gathered(ctx, shape, block, dtype, dim, by_columns):
     M, N = shape
     shards = [pattern(shape, dtype, rank) for rank in range(ctx.num_ranks)]
     values = shards[ctx.cur_rank].to(ctx.device)
     whole = (M * ctx.num_ranks, N) if dim == 0 else (M, N * ctx.num_ranks)
-    dst = ctx.zeros(*(whole[::-1] if columns_first else whole), dtype=dtype)
-    dst = dst.t() if columns_first else dst
+    dst = matrix(ctx.zeros, whole, dtype, by_columns)
     ctx.barrier()
     tile_kernels.all_gather[tiles(M, N, block)](
         ctx.get_device_context(), values, dst, M, N, *whole, *dst.stride(), dim, *block
     )
     ctx.barrier()
-    assert_same_bits(dst.contiguous(), torch.cat(shards, dim))
+    assert_same_bits(dst, torch.cat(shards, dim))
 
 
 @pytest.mark.ranks(*RANKS)
@@ -65,14 +72,19 @@ def test_all_gather(ranks):
         ranks.run(gathered, *case)
 
 
-def exchanged(ctx, rows, per_rank, block, dtype, holds):
+def exchanged(ctx, rows, per_rank, block, dtype, holds, src_by_columns, dst_by_columns):
     size, rank = ctx.num_ranks, ctx.cur_rank
     shape = (rows, per_rank * size)
     inputs = [pattern(shape, dtype, peer) for peer in range(size)]
-    dst = ctx.zeros(*shape, dtype=dtype)
+    # Of a tile that brings its values, src has nothing to say.
+    src = matrix(partial(torch.zeros, device=ctx.device), shape, dtype, src_by_columns)
+    values = inputs[rank].to(ctx.device)
+    if not holds:
+        src.copy_(values)
+    dst = matrix(ctx.zeros, shape, dtype, dst_by_columns)
     ctx.barrier()
     tile_kernels.all_to_all[tiles(*shape, block)](
-        ctx.get_device_context(), inputs[rank].to(ctx.device), dst, *shape, per_rank, *dst.stride(), holds, *block
+        ctx.get_device_context(), values, src, dst, *shape, per_rank, *src.stride(), *dst.stride(), holds, *block
     )
     ctx.barrier()
     assert_same_bits(dst, torch.cat([x[:, rank * per_rank : (rank + 1) * per_rank] for x in inputs], 1))
@@ -81,18 +93,18 @@ def exchanged(ctx, rows, per_rank, block, dtype, holds):
 @pytest.mark.ranks(*RANKS)
 def test_all_to_all(ranks):
     """Chunks narrower than a tile, wider, and none of its divisors."""
-    for case in covering([1, 19], [1, 5, 40], BLOCKS, MOVED, [False, True]):
+    for case in covering([1, 19], [1, 5, 40], BLOCKS, MOVED, [False, True], *BY_COLUMNS):
         ranks.run(exchanged, *case)
 
 
-def fetched(ctx, shape, block, dtype):
+def fetched(ctx, shape, block, dtype, by_columns):
     M, N = shape
-    src = on_heap(ctx, pattern(shape, dtype, ctx.cur_rank))
+    src = on_heap(ctx, pattern(shape, dtype, ctx.cur_rank), by_columns)
     grid = tiles(M, N, block)
     ctx.barrier()
     for source in range(ctx.num_ranks):
         dst = torch.ones(grid[0] * block[0], grid[1] * block[1], dtype=dtype, device=ctx.device)
-        tile_kernels.gather[grid](ctx.get_device_context(), src, dst, M, N, source, *block)
+        tile_kernels.gather[grid](ctx.get_device_context(), src, dst, M, N, *src.stride(), source, *block)
         assert_same_bits(dst[:M, :N].contiguous(), pattern(shape, dtype, source))
         dst[:M, :N] = 0
         assert not dst.float().any(), "behind the edge are zeros"
@@ -101,23 +113,27 @@ def fetched(ctx, shape, block, dtype):
 
 @pytest.mark.ranks(*RANKS)
 def test_gather(ranks):
-    for case in covering(SHAPES, BLOCKS, MOVED):
+    for case in covering(SHAPES, BLOCKS, MOVED, [False, True]):
         ranks.run(fetched, *case)
 
 
-def locks_near(ctx, count, start):
-    """Locks as they are after so many calls that they overflow in the next ones."""
-    return ctx.full((count,), start, dtype=torch.int32)
+# Locks at first, and as they are after so many calls that they overflow 32 bits in the next ones.
+LOCKS = [(torch.int32, 0), (torch.int32, -(1 << 17)), (torch.int64, (1 << 32) - (1 << 17))]
 
 
-def reduced(ctx, shape, block, dtype, variant, holds, start):
+def locks_of(ctx, grid, dtype, start):
+    return ctx.full((grid[0] * grid[1],), start, dtype=dtype)
+
+
+def reduced(ctx, variant, shape, block, dtype, holds, locks, src_by_columns, dst_by_columns):
     """Two launches of several calls each, with no meeting between them; data differ in each."""
     size, (M, N) = ctx.num_ranks, shape
     grid = tiles(M, N, block)
     calls = CALLS if holds else 1
-    locks = locks_near(ctx, grid[0] * grid[1], start)
+    locks = locks_of(ctx, grid, *locks)
     first = 0
-    src, outs = ctx.zeros(M, N, dtype=dtype), [ctx.zeros(calls, M, N, dtype=dtype) for _ in range(2)]
+    src = matrix(ctx.zeros, shape, dtype, src_by_columns)
+    outs = [matrix(ctx.zeros, (calls, M, N), dtype, dst_by_columns) for _ in range(2)]
     ctx.barrier()
     for out in outs:
         values = torch.stack([numbers(shape, dtype, ctx.cur_rank, first + call) for call in range(calls)])
@@ -126,8 +142,9 @@ def reduced(ctx, shape, block, dtype, variant, holds, start):
             # On return from the last call nobody reads it any more.
             src.copy_(values[0])
         tile_kernels.all_reduce[grid](
-            ctx.get_device_context(), values, src, out, locks, M, N, calls, M * N, variant, holds, *block
-        )
+            ctx.get_device_context(), values, src, out, locks, M, N, *src.stride(), *out.stride()[1:], calls, M * N,
+            variant, holds, *block,
+        )  # fmt: skip
         first += calls
     ctx.barrier()
     for n, out in enumerate(outs):
@@ -138,19 +155,35 @@ def reduced(ctx, shape, block, dtype, variant, holds, start):
 @pytest.mark.ranks(*RANKS)
 @pytest.mark.parametrize("variant", ["one_shot", "two_shot"])
 def test_all_reduce(ranks, variant):
-    for shape, block, dtype, holds, start in covering(SHAPES, BLOCKS, SUMMED, [True, False], [0, -(1 << 17)]):
-        ranks.run(reduced, shape, block, dtype, variant, holds, start)
+    for case in covering(SHAPES, BLOCKS, SUMMED, [True, False], LOCKS, *BY_COLUMNS):
+        ranks.run(reduced, variant, *case)
 
 
-def added(ctx, shape, block, dtype, variant):
+def added(ctx, variant, shape, block, dtype, locks, by_columns):
     """Whole numbers, whose sums are exact in any order."""
     M, N = shape
     grid = tiles(M, N, block)
     inputs = [(pattern(shape, torch.int8, rank) % 8).to(dtype) for rank in range(ctx.num_ranks)]
-    dst, locks = on_heap(ctx, torch.ones(shape, dtype=dtype)), ctx.zeros(grid[0] * grid[1], dtype=torch.int32)
+    dst = on_heap(ctx, torch.ones(shape, dtype=dtype), by_columns)
+    locks = ctx.zeros(grid[0] * grid[1], dtype=locks)
     ctx.barrier()
     values = inputs[ctx.cur_rank].to(ctx.device)
-    tile_kernels.all_reduce[grid](ctx.get_device_context(), values, dst, dst, locks, M, N, 1, 0, variant, True, *block)
+    tile_kernels.all_reduce[grid](
+        ctx.get_device_context(),
+        values,
+        dst,
+        dst,
+        locks,
+        M,
+        N,
+        *dst.stride(),
+        *dst.stride(),
+        1,
+        0,
+        variant,
+        True,
+        *block,
+    )
     ctx.barrier()
     assert_same_bits(dst, sum(inputs) + torch.ones(shape, dtype=dtype))
     assert not locks.any()
@@ -159,24 +192,28 @@ def added(ctx, shape, block, dtype, variant):
 @pytest.mark.ranks(*RANKS)
 @pytest.mark.parametrize("variant", ["atomic", "spinlock"])
 def test_all_reduce_in_any_order(ranks, variant):
-    for case in covering(SHAPES, BLOCKS, [torch.float32, torch.float16, torch.int32]):
-        ranks.run(added, *case, variant)
+    for case in covering(
+        SHAPES, BLOCKS, [torch.float32, torch.float16, torch.int32], [torch.int32, torch.int64], [False, True]
+    ):
+        ranks.run(added, variant, *case)
 
 
-def scattered(ctx, M, columns, block, dtype, start):
+def scattered(ctx, M, columns, block, dtype, locks, src_by_columns, dst_by_columns):
     size, rank = ctx.num_ranks, ctx.cur_rank
     rows = triton.cdiv(M, size)
     grid = tiles(M, columns, block)
-    locks = locks_near(ctx, grid[0] * grid[1], start)
+    locks = locks_of(ctx, grid, *locks)
     values = torch.stack([numbers((M, columns), dtype, rank, call) for call in range(CALLS)]).to(ctx.device)
     # What lies behind the matrix is not added up, and what lies behind a rank's rows is not written.
     around = torch.full((rows * size, columns), 7, dtype=torch.float32).to(dtype)
-    src = on_heap(ctx, around)
-    dst = around[:rows].repeat(CALLS + 1, 1, 1).to(ctx.device)
+    src = on_heap(ctx, around, src_by_columns)
+    dst = matrix(partial(torch.zeros, device=ctx.device), (CALLS + 1, rows, columns), dtype, dst_by_columns)
+    dst.copy_(around[:rows])
     ctx.barrier()
     tile_kernels.reduce_scatter[grid](
-        ctx.get_device_context(), values, src, dst, locks, M, columns, rows, CALLS, M * columns, rows * columns, *block
-    )
+        ctx.get_device_context(), values, src, dst, locks, M, columns, *src.stride(), *dst.stride()[1:], rows, CALLS,
+        M * columns, rows * columns, *block,
+    )  # fmt: skip
     ctx.barrier()
     for call in range(CALLS):
         expected = around.clone()
@@ -189,11 +226,11 @@ def scattered(ctx, M, columns, block, dtype, start):
 @pytest.mark.ranks(*RANKS)
 def test_reduce_scatter(ranks):
     """Shards of which a tile has several, and shards of several tiles; shards of fewer rows, and of none."""
-    for rows, *case in covering([1, 5, 20], [1, 33], BLOCKS, SUMMED, [0, -(1 << 17)]):
+    for rows, *case in covering([1, 5, 20], [1, 33], BLOCKS, SUMMED, LOCKS, *BY_COLUMNS):
         for M in {rows, rows * ranks.num_ranks}:
             ranks.run(scattered, M, *case)
 
 
 @pytest.mark.ranks(2)
 def test_reduce_scatter_of_an_odd_row(ranks):
-    ranks.run(scattered, 5, 33, BLOCKS[0], torch.float32, 0)
+    ranks.run(scattered, 5, 33, BLOCKS[0], torch.float32, LOCKS[0], False, False)

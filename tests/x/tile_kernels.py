@@ -24,24 +24,37 @@ def all_gather(context, values, dst, M, N, MS, NS, sm, sn, DIM: tl.constexpr, BM
 
 @triton.jit
 def all_to_all(
-    context, src, dst, M, N, per_rank, dst_m, dst_n, HOLDS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
+    context,
+    values,
+    src,
+    dst,
+    M,
+    N,
+    per_rank,
+    src_m,
+    src_n,
+    dst_m,
+    dst_n,
+    HOLDS: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
 ):
     ctx = DeviceContext.initialize(context)
     pid_m, pid_n = tl.program_id(0), tl.program_id(1)
-    src_view = iris.x.make_tensor_view(src, M, N, N, 1)
+    src_view = iris.x.make_tensor_view(src, M, N, src_m, src_n)
     dst_view = iris.x.make_tensor_view(dst, M, N, dst_m, dst_n)
     if HOLDS:
-        iris.x.all_to_all(tile_at(src, M, N, pid_m, pid_n, BM, BN), src_view, dst_view, per_rank, ctx)
+        iris.x.all_to_all(tile_at(values, M, N, pid_m, pid_n, BM, BN), src_view, dst_view, per_rank, ctx)
     else:
         iris.x.all_to_all(iris.x.TileView(pid_m, pid_n, BM, BN), src_view, dst_view, per_rank, ctx)
 
 
 @triton.jit
-def gather(context, src, dst, M, N, source, BM: tl.constexpr, BN: tl.constexpr):
+def gather(context, src, dst, M, N, src_m, src_n, source, BM: tl.constexpr, BN: tl.constexpr):
     ctx = DeviceContext.initialize(context)
     pid_m, pid_n = tl.program_id(0), tl.program_id(1)
     tile = iris.x.TileView(pid_m, pid_n, BM, BN)
-    data = iris.x.gather(tile, iris.x.make_tensor_view(src, M, N, N, 1), source, ctx)
+    data = iris.x.gather(tile, iris.x.make_tensor_view(src, M, N, src_m, src_n), source, ctx)
     rows = pid_m * BM + tl.arange(0, BM)[:, None]
     columns = pid_n * BN + tl.arange(0, BN)[None, :]
     # The whole block, so that what is behind the edge shows too.
@@ -57,6 +70,10 @@ def all_reduce(
     locks,
     M,
     N,
+    src_m,
+    src_n,
+    dst_m,
+    dst_n,
     calls,
     step,
     VARIANT: tl.constexpr,
@@ -69,8 +86,8 @@ def all_reduce(
     pid_m, pid_n = tl.program_id(0), tl.program_id(1)
     config = iris.x.AllReduceConfig(VARIANT) if VARIANT == "atomic" else iris.x.AllReduceConfig(VARIANT, locks)
     for call in range(calls):
-        src_view = iris.x.make_tensor_view(src, M, N, N, 1)
-        dst_view = iris.x.make_tensor_view(dst + call * step, M, N, N, 1)
+        src_view = iris.x.make_tensor_view(src, M, N, src_m, src_n)
+        dst_view = iris.x.make_tensor_view(dst + call * step, M, N, dst_m, dst_n)
         if HOLDS:
             tile = tile_at(values + call * step, M, N, pid_m, pid_n, BM, BN)
             iris.x.all_reduce(tile, src_view, dst_view, config, ctx)
@@ -80,11 +97,27 @@ def all_reduce(
 
 @triton.jit
 def reduce_scatter(
-    context, values, src, dst, locks, M, N, shard, calls, step, dst_step, BM: tl.constexpr, BN: tl.constexpr
+    context,
+    values,
+    src,
+    dst,
+    locks,
+    M,
+    N,
+    src_m,
+    src_n,
+    dst_m,
+    dst_n,
+    shard,
+    calls,
+    step,
+    dst_step,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
 ):
     ctx = DeviceContext.initialize(context)
     for call in range(calls):
         tile = tile_at(values + call * step, M, N, tl.program_id(0), tl.program_id(1), BM, BN)
-        src_view = iris.x.make_tensor_view(src, M, N, N, 1)
-        dst_view = iris.x.make_tensor_view(dst + call * dst_step, shard, N, N, 1)
+        src_view = iris.x.make_tensor_view(src, M, N, src_m, src_n)
+        dst_view = iris.x.make_tensor_view(dst + call * dst_step, shard, N, dst_m, dst_n)
         iris.x.reduce_scatter(tile, src_view, dst_view, locks, ctx)
