@@ -21,6 +21,7 @@ from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 from iris.bench.collectives import microseconds_of_each, ready
 from iris.bench.report import environment
 from iris.context import Iris
+from iris.errors import InvalidConfigError
 from iris.ops import FusedConfig
 from iris.ops.choose import by_triton
 from iris.ops.copies import COPIED
@@ -42,6 +43,16 @@ SHAPES = [
 SWEEP = [(1 << i, 8192, 8192) for i in range(4, 15)]
 NORM_SHAPES = [(rows, columns, 0) for columns in (4096, 8192) for rows in (1, 2, 4, 8, 16, 32, 64, 128, 256)]
 EPS = 1e-6
+# Of which sizes each rank has its part.
+SHARED = {
+    "all_gather_matmul": "MN",
+    "matmul_all_gather": "M",
+    "matmul_reduce_scatter": "MK",
+    "matmul_all_reduce": "K",
+    NORM: "",
+}
+# How a reason begins that is none to worry about: a library cannot do this call.
+NOT_AVAILABLE = "not available: "
 
 
 def default_shapes(num_ranks: int) -> list[tuple[int, int, int]]:
@@ -49,8 +60,23 @@ def default_shapes(num_ranks: int) -> list[tuple[int, int, int]]:
     return [*SHAPES, (1024 * num_ranks, 4096 * num_ranks, 4096), *NORM_SHAPES]
 
 
+def problem(operation: str, shape: tuple[int, int, int], num_ranks: int) -> str | None:
+    """Why the operation cannot be measured with this shape, in words; None if it can.
+
+    The norm is not of shapes with K, nor a product of those without: such shapes are not for it, and no problem.
+    """
+    sizes = dict(zip("MNK", shape, strict=True))
+    empty = [name for name in "MN" if not sizes[name]]
+    if empty:
+        return f"{' and '.join(empty)} must be 1 or more"
+    uneven = [f"{name}={sizes[name]}" for name in SHARED[operation] if sizes[name] % num_ranks]
+    if uneven:
+        return f"{num_ranks} ranks share {' and '.join(uneven)}; give a multiple of {num_ranks}"
+    return None
+
+
 class Row(NamedTuple):
-    """One measurement. ``microseconds``: none where the reason is given."""
+    """One measurement. ``microseconds``: none where the reason is given, which ``failed`` or is no call of this kind."""
 
     operation: str
     M: int
@@ -60,6 +86,11 @@ class Row(NamedTuple):
     library: str
     microseconds: float | None
     reason: str = ""
+
+    @property
+    def failed(self) -> bool:
+        """Whether the library should have measured this, and did not or was wrong."""
+        return bool(self.reason) and not self.reason.startswith(NOT_AVAILABLE)
 
 
 class Operands(NamedTuple):
@@ -220,6 +251,8 @@ def measure(
                         reason = check(ctx, operation, call, x)
                     else:
                         call()
+                except InvalidConfigError as error:
+                    reason = f"{NOT_AVAILABLE}{error}"
                 except Exception as error:  # a peer's failure is a result too
                     reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
                 # One rank's failure is everybody's, so that all go on with the same case.
