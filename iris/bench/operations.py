@@ -51,7 +51,7 @@ SHARED = {
     "matmul_all_reduce": "K",
     NORM: "",
 }
-# How a reason begins that is none to worry about: a library cannot do this call.
+# How the reason begins where a library does not take this shape or dtype.
 NOT_AVAILABLE = "not available: "
 
 
@@ -60,23 +60,32 @@ def default_shapes(num_ranks: int) -> list[tuple[int, int, int]]:
     return [*SHAPES, (1024 * num_ranks, 4096 * num_ranks, 4096), *NORM_SHAPES]
 
 
-def problem(operation: str, shape: tuple[int, int, int], num_ranks: int) -> str | None:
-    """Why the operation cannot be measured with this shape, in words; None if it can.
+def is_of(operation: str, shape: tuple[int, int, int]) -> bool:
+    """Whether the shape is meant for the operation: K is 0 in those of `NORM`, and only there."""
+    return (operation == NORM) == (shape[2] == 0)
 
-    The norm is not of shapes with K, nor a product of those without: such shapes are not for it, and no problem.
-    """
+
+def problem(operation: str, shape: tuple[int, int, int], num_ranks: int) -> str | None:
+    """Why a shape that is meant for the operation cannot be measured, in words; None if it can."""
     sizes = dict(zip("MNK", shape, strict=True))
-    empty = [name for name in "MN" if not sizes[name]]
-    if empty:
-        return f"{' and '.join(empty)} must be 1 or more"
-    uneven = [f"{name}={sizes[name]}" for name in SHARED[operation] if sizes[name] % num_ranks]
-    if uneven:
-        return f"{num_ranks} ranks share {' and '.join(uneven)}; give a multiple of {num_ranks}"
+    for name in "MN":
+        if not sizes[name]:
+            return f"{name} is 0; give 1 or more"
+    for name in SHARED[operation]:
+        if sizes[name] % num_ranks:
+            return f"{num_ranks} ranks cannot share {name}={sizes[name]} in {operation}; give a multiple of {num_ranks}"
     return None
 
 
+def has(library: str, operation: str) -> bool:
+    """Whether the library has the operation, for whatever shapes and dtypes."""
+    if operation == NORM:
+        return library in ("iris", "all_reduce", "vendor")
+    return library != "all_reduce" and (operation in COPIED or library not in ("iris copies", "torch"))
+
+
 class Row(NamedTuple):
-    """One measurement. ``microseconds``: none where the reason is given, which ``failed`` or is no call of this kind."""
+    """One measurement. ``microseconds``: none where the reason is given."""
 
     operation: str
     M: int
@@ -89,7 +98,7 @@ class Row(NamedTuple):
 
     @property
     def failed(self) -> bool:
-        """Whether the library should have measured this, and did not or was wrong."""
+        """Whether there is no time, or a wrong result, of what the library can do."""
         return bool(self.reason) and not self.reason.startswith(NOT_AVAILABLE)
 
 
@@ -160,14 +169,14 @@ def vendor(operation: str, x: Operands) -> Callable[[], object]:
     }[operation]
 
 
-def case(ctx: Iris, operation: str, library: str, x: Operands) -> Callable[[], object] | None:
-    """A call of the library, if it has that operation."""
+def case(ctx: Iris, operation: str, library: str, x: Operands) -> Callable[[], object]:
+    """A call of the library, which has that operation."""
     if operation == NORM:
         return {
             "iris": lambda: ctx.ops.all_reduce_rms_norm(x.out, x.a, x.b, EPS),
             "all_reduce": lambda: ctx.ccl.all_reduce(x.whole, x.a),
             "vendor": vendor(operation, x),
-        }.get(library)
+        }[library]
     columns, depth = (256, 64) if x.factor is None else (128, 128)
     configs = {
         "iris": None,
@@ -176,14 +185,10 @@ def case(ctx: Iris, operation: str, library: str, x: Operands) -> Callable[[], o
         "iris copies": FusedConfig(variant="copies"),
     }
     if library in configs:
-        if library == "iris copies" and operation not in COPIED:
-            return None
         factors = {"scale_a": x.factor, "scale_b": x.factor}
         return lambda: getattr(ctx.ops, operation)(x.out, x.a, x.b, **factors, config=configs[library])
     if library == "vendor":
         return vendor(operation, x)
-    if library == "all_reduce":
-        return None
     if library == "gemm":
         if operation == "all_gather_matmul":
             return lambda: x.multiply(x.whole, x.out)
@@ -191,8 +196,8 @@ def case(ctx: Iris, operation: str, library: str, x: Operands) -> Callable[[], o
     return torchs(operation, x)
 
 
-def torchs(operation: str, x: Operands) -> Callable[[], object] | None:
-    """A call of torch's fused operator, if it has that operation."""
+def torchs(operation: str, x: Operands) -> Callable[[], object]:
+    """A call of torch's fused operator."""
     group, operators = dist.group.WORLD.group_name, torch.ops.symm_mem
     enable_symm_mem_for_group(group)
     if x.factor is not None:
@@ -204,11 +209,11 @@ def torchs(operation: str, x: Operands) -> Callable[[], object] | None:
             "matmul_reduce_scatter": lambda: operators.fused_scaled_matmul_reduce_scatter(
                 x.a, x.b, one, one, "sum", 0, 0, group, list(x.whole.shape), None, None, dtype, False
             ),
-        }.get(operation)
+        }[operation]
     return {
         "all_gather_matmul": lambda: operators.fused_all_gather_matmul(x.a, [x.b], 0, group),
         "matmul_reduce_scatter": lambda: operators.fused_matmul_reduce_scatter(x.a, x.b, "sum", 0, group),
-    }.get(operation)
+    }[operation]
 
 
 def check(ctx: Iris, operation: str, call: Callable[[], object], x: Operands) -> str:
@@ -232,32 +237,38 @@ def check(ctx: Iris, operation: str, call: Callable[[], object], x: Operands) ->
 def measure(
     ctx: Iris, operations: list[str], shapes: list[tuple[int, int, int]], libraries: list[str], dtype: torch.dtype
 ) -> Iterator[Row]:
-    """All rows, as they come. Collective over the world; the rows are the same on all ranks."""
+    """All rows, as they come: of shapes that the operation can be measured with, by libraries that have it.
+
+    Collective over the world; the rows are the same on all ranks.
+    """
     ctx.device_barrier()
     for shape in shapes:
         for operation in operations:
-            if (operation == NORM) != (shape[2] == 0):
+            if not is_of(operation, shape) or problem(operation, shape, ctx.num_ranks):
                 continue
             x = operands(ctx, operation, shape, dtype)
             reasons, readied = {}, {}
             nbytes = x.a.nbytes if operation == NORM else 8 << 20
             for library in libraries:
+                if not has(library, operation):
+                    continue
                 reason, call = "", None
                 try:
                     call = case(ctx, operation, library, x)
-                    if call is None:
-                        continue
                     if library.startswith("iris"):
                         reason = check(ctx, operation, call, x)
                     else:
                         call()
                 except InvalidConfigError as error:
-                    reason = f"{NOT_AVAILABLE}{error}"
+                    # Of the configuration that stands for a library; one that Iris chose itself has to do.
+                    reason = f"{'' if library == 'iris' else NOT_AVAILABLE}{error}"
                 except Exception as error:  # a peer's failure is a result too
                     reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
                 # One rank's failure is everybody's, so that all go on with the same case.
                 everyone = [ctx.broadcast(reason, rank) for rank in range(ctx.num_ranks)]
-                reasons[library] = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(everyone) if text)
+                if len(set(everyone)) > 1:
+                    reason = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(everyone) if text)
+                reasons[library] = reason
                 if not reasons[library]:
                     # At once, as a graph takes over the memory of the call before it.
                     readied[library] = ready(ctx, call, nbytes)

@@ -40,8 +40,19 @@ def run(
         "sweep": measuring.SWEEP if sweep else [],
     }
     sizes = list(dict.fromkeys(itertools.chain(*pictures.values())))
-    if not any((name == measuring.NORM) == (K == 0) for name in chosen for _, _, K in sizes):
+    asked = [(name, size) for name in chosen for size in sizes if measuring.is_of(name, size)]
+    if not asked:
         raise click.UsageError("Nothing to measure: products have shapes MxNxK, and all_reduce_rms_norm MxNx0.")
+    # What is measured by default is left out where the ranks cannot share it.
+    problems = {(name, size): measuring.problem(name, size, num_ranks) for name, size in asked}
+    for (_, size), problem in problems.items():
+        if problem and (size in shapes or all(problems.values())):
+            raise click.UsageError(f"--shape {'x'.join(map(str, size))} cannot be measured: {problem}.")
+    if libraries and not any(measuring.has(library, name) for library in libraries for name, _ in asked):
+        raise click.UsageError(
+            f"Nothing to measure: {' and '.join(libraries)} cannot do {' or '.join(chosen)}. "
+            "Leave out --library or --operation, or give another."
+        )
     ranks.measure(num_ranks, run_on_rank, chosen, libraries, dtype, sizes, pictures, floors, out)
 
 
@@ -74,7 +85,7 @@ def run_on_rank(
                     drawn = [row for row in rows if row[1:4] in shown]
                     plots.draw_operations(out, file_name(picture, dtype, ctx.get_num_ranks()), drawn)
     missed = [f"{row.operation} of {row.M} x {row.N} x {row.K} by {row.library}: {row.reason}"
-              for row in rows if row.reason and row.library.startswith("iris")]  # fmt: skip
+              for row in rows if row.failed and row.library.startswith("iris")]  # fmt: skip
     if floors is not None:
         missed += below_floor(floors, "ops", ctx.get_num_ranks(), figures(rows))
     return missed
@@ -95,7 +106,7 @@ def figures(rows: list[measuring.Row]) -> dict[str, float]:
 
 
 def show(rows: list[measuring.Row]) -> None:
-    """A table: a line a shape, a column a library."""
+    """A table: a line a shape, a column a library; and below it why a library does not take a shape or dtype."""
     libraries = list(dict.fromkeys(row.library for row in rows))
     table = Table("operation", "M, N, K", *(f"{library}, us" for library in libraries))
     cells = {(row[:4], row.library): row for row in rows}
@@ -103,6 +114,12 @@ def show(rows: list[measuring.Row]) -> None:
         line = []
         for library in libraries:
             row = cells.get((case, library))
-            line.append("-" if row is None else row.reason or f"{row.microseconds:.1f}")
+            if row is None or row.reason and not row.failed:
+                line.append("-")
+            else:
+                line.append(row.reason or f"{row.microseconds:.1f}")
         table.add_row(case[0], ", ".join(str(size) for size in case[1:] if size), *line)
-    Console(width=150).print(table)
+    console = Console(width=150)
+    console.print(table)
+    for library, reason in dict.fromkeys((row.library, row.reason) for row in rows if row.reason and not row.failed):
+        console.print(f"{library}: {reason}", markup=False, highlight=False)

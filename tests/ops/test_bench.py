@@ -83,6 +83,49 @@ def test_make_perf_measures_all_that_has_a_floor():
     assert all(set(bounds) == set(measured) for bounds in floors.values())
 
 
+def of_fp32(ctx):
+    return list(operations.measure(ctx, ["matmul_all_gather"], [(32, 16, 32)], ["iris", "iris gluon"], torch.float32))
+
+
+def test_what_a_library_cannot_do_is_no_failure(ranks, capsys):
+    rows, *_ = ranks.run(of_fp32)
+    ours, gluons = rows
+    assert ours.microseconds > 0 and gluons.microseconds is None
+    assert not ours.failed and not gluons.failed and ours._replace(reason="wrong result").failed
+    ops_command.show(rows)
+    told = capsys.readouterr().out
+    assert re.search(r"32, 16, 32 +│ +[\d.]+ +│ - +│", told)
+    assert "iris gluon: not available: FusedConfig(use_gluon=True) cannot do this" in " ".join(told.split())
+
+
+@pytest.mark.parametrize(
+    ("names", "libraries", "shapes", "words"),
+    [
+        ((), (), [(31, 16, 32)], "--shape 31x16x32 .*2 ranks cannot share M=31 in all_gather_matmul.* multiple of 2"),
+        (("matmul_all_reduce",), (), [(32, 16, 33)], "share K=33 in matmul_all_reduce"),
+        ((), (), [(8, 8, 8), (0, 16, 32)], "--shape 0x16x32 cannot be measured: M is 0; give 1 or more"),
+        ((), (), [(8, 0, 0)], "N is 0"),
+        (("matmul_all_gather",), ("iris copies",), [], "Nothing to measure: iris copies cannot do matmul_all_gather"),
+        (("matmul_all_gather",), (), [(8, 4096, 0)], "Nothing to measure: products have shapes MxNxK"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(names, libraries, shapes, words, monkeypatch):
+    monkeypatch.setattr(ops_command.ranks, "number", lambda asked: asked)
+    monkeypatch.setattr(ops_command.ranks, "measure", lambda *args: pytest.fail("measures"))
+    with pytest.raises(click.UsageError, match=words):
+        ops_command.run(names, libraries, "bfloat16", tuple(shapes), False, None, None, 2)
+
+
+def test_usual_shapes_are_left_out_where_ranks_cannot_share_them(monkeypatch):
+    """Three ranks share the last product, and the rows to normalise, which each of them has in whole."""
+    given = []
+    monkeypatch.setattr(ops_command.ranks, "number", lambda asked: asked)
+    monkeypatch.setattr(ops_command.ranks, "measure", lambda *args: given.append(args))
+    ops_command.run((), (), "bfloat16", (), False, None, None, 3)
+    assert given and operations.problem("all_gather_matmul", operations.SHAPES[0], 3)
+    assert not operations.problem("all_gather_matmul", (3072, 12288, 4096), 3)
+
+
 def spoilt(ctx):
     x = operations.operands(ctx, "matmul_all_reduce", (32, 16, 32), torch.float32)
     call = operations.case(ctx, "matmul_all_reduce", "iris", x)
