@@ -124,8 +124,8 @@ def all_gather_matmul(
         columns = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
         if not own:
             ctx.wait(counts + ARRIVED + owner * slabs + slab, epoch * strips, cmp="reached")
-        # One loop for both, which has all of the shared memory for its stages. Triton 3.6 for AMD cannot compile a choice
-        # between pointers of which one is a sum.
+        # One loop for both, which has all of the shared memory for its stages. Triton 3.6 for AMD cannot compile a
+        # choice between pointers of which one is a sum.
         source, stride = tl.where(own, a, gathered), tl.where(own, stride_am, K)
         source += tl.where(own, 0, owner * step)
         work = ctx.tracing.record_event_start(TraceEvent.compute, pid_m=owner * slabs + slab, pid_n=pid_n)
