@@ -10,7 +10,8 @@ from iris.barrier_diagnosis import explain
 from iris.device_record import DeviceRecord
 from iris.errors import IrisTimeoutError
 from iris.heap import describe_address
-from iris.ops.counts import DONE
+from iris.ops import FusedConfig
+from iris.ops.counts import ARRIVED, DONE
 
 OTHER_GRID = "the ranks have launched different grids"
 OTHER_EPOCHS = "So the ranks count differently"
@@ -102,8 +103,10 @@ def test_the_memory_of_the_library_is_named(ctx):
     text = give_up(queues.data_ptr(), "queue", WANTED=4, RANKS=1)
     assert "queues of" in text and "Behind: rank 0, which has put in 3 and taken 2." in text
     assert "for data from its peers" in give_up(queues.data_ptr(), "data")
-    out, a, b = ctx.zeros(8, 8), torch.ones(8, 8), torch.ones(8, 8)
-    buffers = ctx.ops.matmul_all_reduce_preamble(out, a, b)
-    if buffers is not None:
-        text = give_up(buffers.counts.data_ptr() + 4 * DONE.value, "reached", WANTED=1)
-        assert "rank 0's workspace of matmul_all_reduce(" in text and "what peers have finished" in text
+    out, a, b = (ctx.zeros(8, 8) for _ in range(3))
+    buffers = ctx.ops.matmul_all_reduce_preamble(out, a, b, config=FusedConfig())
+    text = give_up(buffers.counts.data_ptr() + 4 * DONE.value, "reached", WANTED=1)
+    assert "rank 0's workspace of matmul_all_reduce(" in text and "what peers have finished" in text
+    buffers = ctx.ops.all_gather_matmul_preamble(out, a, b, config=FusedConfig())
+    for word, words in ((0, "what has arrived of part 0"), (1, "ticket 0 of what programs take")):
+        assert words in give_up(buffers.counts.data_ptr() + 4 * (ARRIVED.value + word), "reached", WANTED=1)

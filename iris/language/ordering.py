@@ -110,22 +110,13 @@ def warp_layout(num_warps):
 
 
 @triton.constexpr_function
-def note_fence():
-    """In the simulator: tell the sanitizer, if one looks on."""
+def note(event):
+    """In the simulator: tell the sanitizer of the event, if one looks on."""
     # Imported here: Triton follows the global names of a constexpr_function.
     from iris.simulator import sanitizer
 
     if sanitizer.recorder is not None:
-        sanitizer.recorder.fenced()
-
-
-@triton.constexpr_function
-def note_proxy_fence():
-    """In the simulator: tell the sanitizer, if one looks on."""
-    from iris.simulator import sanitizer
-
-    if sanitizer.recorder is not None:
-        sanitizer.recorder.proxy_fenced()
+        getattr(sanitizer.recorder, event)()
 
 
 @triton.jit
@@ -220,7 +211,7 @@ def make_ordering(jit: Callable, lang: ModuleType, translate, failures: SimpleNa
         # others did; then the fence; and a barrier behind it, for what one thread has read and others go on from.
         gather_block()
         if in_simulator():
-            note_fence()
+            note("fenced")
         system_fence()
         block_barrier()
 
@@ -231,7 +222,7 @@ def make_ordering(jit: Callable, lang: ModuleType, translate, failures: SimpleNa
         They access memory through another proxy than loads and stores do (PTX ISA, "Async proxy").
         """
         if in_simulator():
-            note_proxy_fence()
+            note("proxy_fenced")
         if on_nvidia():
             lang.inline_asm_elementwise(
                 "fence.proxy.async; mov.b32 $0, 0;", "=r,~{memory}", [], dtype=lang.int32, is_pure=False, pack=1

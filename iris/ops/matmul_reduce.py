@@ -94,7 +94,8 @@ def matmul_reduce(
         )  # fmt: skip
         ctx.tracing.record_event_end(work)
         if to != rank:
-            # Behind the next product: by then the stores are there, and the release has little to wait for.
+            # Behind the next product: by then the stores are there, and the release has little to wait for. And in
+            # front of whatever this program waits for next, so that nobody waits in a circle.
             ctx.signal(counts + ARRIVED + sent, 1, to, op="add")
         total = scaled(total, scale_a, scale_b, rows, columns, stop, N, SCALED)
         if number == first:
