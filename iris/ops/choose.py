@@ -12,7 +12,9 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from triton.testing import get_dram_gbps
 
+from iris import simulator
 from iris.ops.call import Call
 from iris.ops.config import FusedConfig
 from iris.ops.copies import COPIED, chunks, tiles
@@ -41,9 +43,11 @@ LAST_SUMS = 8
 # Microseconds that one more split of 128 x 256 costs where its product takes no longer than so many, and less where it
 # does; and into how many splits a tile is cut.
 SPLITTING, SHORT, MOST_SPLITS = 20, 40, 8
-# The vendor's GEMM: 10^12 operations a second, of elements of so many bytes; GB/s that it reads B at, where that takes
-# longer.
-OPERATIONS, READING = {1: 1250, 2: 700}, 4000
+# The vendor's GEMM: 10^12 operations a second, of elements of so many bytes.
+OPERATIONS = {1: 1250, 2: 700}
+# The part of a memory's rate that B is read at, and the part of that by tiles of fewer than 256 columns. Bytes of a B
+# that the L2 cache keeps for tiles of other rows; how often a larger one is read where all ranks' tiles come by turns.
+READING, NARROW, CACHED, READ_BY_TURNS = 0.82, 0.9, 50e6, 1.5
 # Of a small one of fp8, nanoseconds for each k of as many tiles of 128 x 128 as there are multiprocessors; microseconds
 # besides, of such a round and of a launch; and how much longer it takes beside copies.
 ROUND_NS, ROUND, NEXT_LAUNCH, BESIDE_COPIES = 3.0, 1.9, 2, 1.1
@@ -86,7 +90,7 @@ def allows_tf32() -> bool:
 
 def plan(call: Call, size: int, programs: int, config: FusedConfig) -> Plan:
     """The plan of least time, of a call of the Gluon kernel for Hopper."""
-    # Of few rows B takes longest to read, and nothing of that is said here.
+    # Of few rows B takes longest to read, which splits do not change.
     if "reduce" in call.name or size == 1 or len(call.a) < config.block_size_m or not call.out.numel():
         return Plan()
     tiles = tiles_of(call, size, config)
@@ -142,6 +146,22 @@ def is_paced(call: Call, size: int, programs: int, config: FusedConfig, plan: Pl
     return sent_bytes(call, size) / 1e3 / STORES < product_us(call, size, programs, config, plan)
 
 
+def reading() -> float:
+    """GB/s that a GPU reads B at: in the simulator, an H200."""
+    return READING * (4917 if simulator.ACTIVE else get_dram_gbps())
+
+
+def read_us(call: Call, size: int, config: FusedConfig) -> float:
+    """Microseconds in which a fused kernel reads B, as often as it needs it, from memory."""
+    times = 1.0
+    if call.b.nbytes > CACHED and call.name == "all_gather_matmul":
+        times = size * -(-len(call.a) // hopper.chunk_rows(call.a, config))
+    elif call.b.nbytes > CACHED and "reduce" in call.name:
+        times = READ_BY_TURNS
+    rate = reading() * (1 if config.block_size_n == 256 else NARROW)
+    return times * call.b.nbytes / 1e3 / rate
+
+
 def sent_bytes(call: Call, size: int) -> float:
     """That each rank sends in one step."""
     (rows, depth), columns = call.a.shape, call.b.shape[1]
@@ -183,9 +203,9 @@ def product_us(call: Call, size: int, programs: int, config: FusedConfig, plan: 
 def fused_us(call: Call, size: int, programs: int, config: FusedConfig, plan: Plan) -> float:
     """Microseconds of the Gluon kernel of that configuration."""
     if call.name == "all_gather_matmul":
-        return MEETING + scheduled_us(call, size, programs, config, plan)
+        return MEETING + max(scheduled_us(call, size, programs, config, plan), read_us(call, size, config))
     tiles = tiles_of(call, size, config)
-    product = product_us(call, size, programs, config, plan)
+    product = max(product_us(call, size, programs, config, plan), read_us(call, size, config))
     sent = sent_bytes(call, size) / 1e3
     if call.name == "matmul_all_gather":
         # What the tiles of the last round are sent in comes behind.
@@ -232,7 +252,7 @@ def copies_us(call: Call, size: int, programs: int) -> float:
     times = [NEXT_LAUNCH + BESIDE_COPIES * number * (ROUND + ROUND_NS * depth / 1e3) for number in rounds]
     moved = sent_bytes(call, size) / 1e3 / ENGINE + (size - 1) * len(pieces) * COPY
     # Sums of what has come are formed behind all.
-    added = call.out.nbytes * (size + 1) / READING / 1e3 if call.name == "matmul_reduce_scatter" else 0
+    added = call.out.nbytes * (size + 1) / reading() / 1e3 if call.name == "matmul_reduce_scatter" else 0
     return MEETING + max(size * sum(times), moved + times[-1]) + added
 
 
@@ -241,7 +261,7 @@ def vendor_us(call: Call, size: int) -> float:
     (rows, depth), columns = call.a.shape, call.b.shape[1]
     multiplied = size * rows if call.name == "all_gather_matmul" else rows
     rate, read = OPERATIONS[call.a.itemsize], depth * columns * call.b.itemsize
-    product = max(2 * multiplied * depth * columns / rate / 1e6, read / READING / 1e3)
+    product = max(2 * multiplied * depth * columns / rate / 1e6, read / reading() / 1e3)
     steps = 2 if call.name == "matmul_all_reduce" else 1
     rate = STAGED if call.name == "all_gather_matmul" else COLLECTIVE
     return LAUNCH + product + SMALL + steps * sent_bytes(call, size) / rate / 1e3

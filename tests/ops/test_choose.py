@@ -7,9 +7,9 @@ import torch
 
 from iris.ops import FusedConfig
 from iris.ops.call import Call
-from iris.ops.choose import COPIES, COPY, ENGINE, TRITON, VENDOR, choose, plan, scheduled_us, tile_us
+from iris.ops.choose import COPIES, COPY, ENGINE, TRITON, VENDOR, choose, plan, read_us, reading, scheduled_us, tile_us
 from iris.ops.copies import COPIED, chunks, tiles
-from iris.ops.hopper.arguments import Plan
+from iris.ops.hopper.arguments import Plan, chunk_rows
 
 OPERATIONS = ("all_gather_matmul", "matmul_all_gather", "matmul_reduce_scatter", "matmul_all_reduce")
 PROGRAMS = 132  # of an H200
@@ -65,6 +65,20 @@ def test_tiles_are_wide_where_stores_go_on_beside_them():
     # Narrow ones would leave less behind the last product, and lose more to what is stored all the while.
     assert choose(call("matmul_all_gather", 8192, 8192, 8192), 4, PROGRAMS, True, True).block_size_n == 256
     assert choose(call("all_gather_matmul", 8192, 8192, 8192), 4, PROGRAMS, True, True).block_size_n == 128
+
+
+@pytest.mark.parametrize("columns, depth", [(16384, 16384), (57344, 8192), (28672, 4096)])
+def test_tiles_of_few_rows_take_as_long_as_b_is_read(columns, depth):
+    few, more = (call("all_gather_matmul", rows, columns, depth, size=2) for rows in (256, 512))
+    # Of 128 rows on each of two ranks B is read twice, where the vendor's GEMM reads it once.
+    assert choose(few, 2, PROGRAMS, True, True) == VENDOR
+    assert choose(more, 2, PROGRAMS, True, True).use_gluon
+    assert read_us(few, 2, WIDE) == read_us(more, 2, WIDE) == pytest.approx(2 * few.b.nbytes / 1e3 / reading())
+
+
+@pytest.mark.parametrize("rows, height", [(64, 128), (256, 256), (512, 256), (640, 384), (1024, 256), (4096, 1024)])
+def test_a_chunk_of_rows_is_worth_reading_b_for(rows, height):
+    assert chunk_rows(torch.empty(rows, 57344, dtype=torch.bfloat16, device="meta"), WIDE) == height
 
 
 def of_fp8(name, M, N, K, size=4):

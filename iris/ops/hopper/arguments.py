@@ -30,7 +30,8 @@ SHARED_MEMORY = 227 << 10
 # What the products are sent, and parts of sums fetched, in.
 STRIP_SHAPE = [STRIP.value, PANEL.value]
 # Chunks that a rank's rows of A are sent in, at most, and bytes of one, at least: what comes behind a copy costs time.
-MOST_CHUNKS, LEAST_CHUNK_BYTES = 4, 8 << 20
+# And rows: for each chunk all of B is read, which takes longer than to multiply 128 rows by it.
+MOST_CHUNKS, LEAST_CHUNK_BYTES, LEAST_CHUNK_ROWS = 4, 8 << 20, 256
 # Blocks of a rank's tiles: what is sent has the time of one to arrive, and nothing hides what comes of the last one.
 # Few where the sums go to all ranks and the link is busier than the multiprocessors: below this depth, on H200.
 FEW_BLOCKS, MANY_BLOCKS, DEEP = 4, 16, 3300
@@ -133,7 +134,7 @@ def stages(call: Call, config: FusedConfig) -> int:
 
 def chunk_rows(a: torch.Tensor, config: FusedConfig) -> int:
     """Rows of A that are sent together: a multiple of a tile's."""
-    chunks = max(1, min(MOST_CHUNKS, a.nbytes // LEAST_CHUNK_BYTES))
+    chunks = max(1, min(MOST_CHUNKS, a.nbytes // LEAST_CHUNK_BYTES, len(a) // LEAST_CHUNK_ROWS))
     return max(1, -(-len(a) // (chunks * config.block_size_m))) * config.block_size_m
 
 
