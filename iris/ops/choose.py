@@ -153,13 +153,16 @@ def reading() -> float:
 
 def read_us(call: Call, size: int, config: FusedConfig) -> float:
     """Microseconds in which a fused kernel reads B, as often as it needs it, from memory."""
-    times = 1.0
+    parts = size if "reduce" in call.name else 1
+    rows, narrow, times = len(call.a) // parts, config.block_size_n < 256, 1.0
+    # Tiles that follow each other along the rows share what they read, if they keep pace. The last do not where they
+    # are narrow and not full: 192 rows took longer than 256.
+    behind = narrow and rows > config.block_size_m and rows % config.block_size_m > 0
     if call.b.nbytes > CACHED and call.name == "all_gather_matmul":
-        times = size * -(-len(call.a) // hopper.chunk_rows(call.a, config))
-    elif call.b.nbytes > CACHED and "reduce" in call.name:
-        times = READ_BY_TURNS
-    rate = reading() * (1 if config.block_size_n == 256 else NARROW)
-    return times * call.b.nbytes / 1e3 / rate
+        times = size * (-(-rows // hopper.chunk_rows(call.a, config)) + behind)
+    elif call.b.nbytes > CACHED:
+        times = (READ_BY_TURNS if parts > 1 else 1) * (1 + behind)
+    return times * call.b.nbytes / 1e3 / reading() / (NARROW if narrow else 1)
 
 
 def sent_bytes(call: Call, size: int) -> float:
@@ -193,19 +196,27 @@ def split_us(call: Call, config: FusedConfig, plan: Plan) -> float:
     return unit + (plan.splits - 1) * SPLITTING * config.block_size_n / 256 * min(1, SHORT / unit)
 
 
+def rounds_us(units: int, programs: int, each: float, read: float) -> float:
+    """Microseconds of units of so many ``each``, or of what all of a round ``read``, if that takes longer."""
+    full, rest = divmod(units, programs)
+    return full * max(each, programs * read) + (max(each, rest * read) if rest else 0)
+
+
 def product_us(call: Call, size: int, programs: int, config: FusedConfig, plan: Plan) -> float:
-    """Microseconds of all tiles: of whole rounds, and of those that are split."""
-    rounds = -(-(tiles_of(call, size, config) - plan.last) // programs)
-    last_rounds = -(-plan.last * plan.splits // programs)
-    return rounds * tile_us(call, config) + last_rounds * split_us(call, config, plan)
+    """Microseconds of all tiles: of rounds of whole ones, and of splits."""
+    tiles = tiles_of(call, size, config)
+    each, part = tile_us(call, config), split_us(call, config, plan)
+    read = read_us(call, size, config) / tiles
+    whole, split = (tiles - plan.last, each, read), (plan.last * plan.splits, part, read / plan.splits)
+    return sum(rounds_us(units, programs, *times) for units, *times in (whole, split))
 
 
 def fused_us(call: Call, size: int, programs: int, config: FusedConfig, plan: Plan) -> float:
     """Microseconds of the Gluon kernel of that configuration."""
     if call.name == "all_gather_matmul":
-        return MEETING + max(scheduled_us(call, size, programs, config, plan), read_us(call, size, config))
+        return MEETING + scheduled_us(call, size, programs, config, plan)
     tiles = tiles_of(call, size, config)
-    product = max(product_us(call, size, programs, config, plan), read_us(call, size, config))
+    product = product_us(call, size, programs, config, plan)
     sent = sent_bytes(call, size) / 1e3
     if call.name == "matmul_all_gather":
         # What the tiles of the last round are sent in comes behind.
@@ -228,12 +239,14 @@ def scheduled_us(call: Call, size: int, programs: int, config: FusedConfig, plan
     there = np.concatenate([there[:whole], np.repeat(there[whole:], plan.splits)])
     takes = np.full(len(there), split_us(call, config, plan))
     takes[:whole] = tile_us(call, config)
+    read = np.full(len(there), read_us(call, size, config) / sum(counts))
+    read[whole:] /= plan.splits
     done = np.zeros(programs)
     for begin in range(0, len(there), programs):
         units = slice(begin, begin + programs)
         busy = done[: len(there[units])]
         np.maximum(busy, there[units], out=busy)
-        busy += takes[units]
+        busy += np.maximum(takes[units], read[units].sum())
     return float(done.max())
 
 

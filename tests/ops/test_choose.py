@@ -7,12 +7,30 @@ import torch
 
 from iris.ops import FusedConfig
 from iris.ops.call import Call
-from iris.ops.choose import COPIES, COPY, ENGINE, TRITON, VENDOR, choose, plan, read_us, reading, scheduled_us, tile_us
+from iris.ops.choose import (
+    COPIES,
+    COPY,
+    ENGINE,
+    TRITON,
+    VENDOR,
+    choose,
+    plan,
+    read_us,
+    rounds_us,
+    scheduled_us,
+    tile_us,
+)
 from iris.ops.copies import COPIED, chunks, tiles
 from iris.ops.hopper.arguments import Plan, chunk_rows
 
 OPERATIONS = ("all_gather_matmul", "matmul_all_gather", "matmul_reduce_scatter", "matmul_all_reduce")
-PROGRAMS = 132  # of an H200
+PROGRAMS, READING = 132, 4000  # of an H200
+
+
+@pytest.fixture(autouse=True)
+def h200(monkeypatch):
+    """Whose memory the choice is for, whichever GPU the tests run on."""
+    monkeypatch.setattr("iris.ops.choose.reading", lambda: READING)
 
 
 def call(name, M, N, K, dtype=torch.bfloat16, size=4):
@@ -73,7 +91,21 @@ def test_tiles_of_few_rows_take_as_long_as_b_is_read(columns, depth):
     # Of 128 rows on each of two ranks B is read twice, where the vendor's GEMM reads it once.
     assert choose(few, 2, PROGRAMS, True, True) == VENDOR
     assert choose(more, 2, PROGRAMS, True, True).use_gluon
-    assert read_us(few, 2, WIDE) == read_us(more, 2, WIDE) == pytest.approx(2 * few.b.nbytes / 1e3 / reading())
+    assert read_us(few, 2, WIDE) == read_us(more, 2, WIDE) == pytest.approx(2 * few.b.nbytes / 1e3 / READING)
+
+
+def test_a_round_takes_as_long_as_its_tiles_read():
+    assert rounds_us(264, 132, 2.0, 0.01) == pytest.approx(2 * 2.0)
+    assert rounds_us(264, 132, 2.0, 0.02) == pytest.approx(2 * 132 * 0.02)
+    # Of few tiles each takes its own time.
+    assert rounds_us(144, 132, 2.0, 0.02) == pytest.approx(132 * 0.02 + 2.0)
+
+
+@pytest.mark.parametrize("columns", [64, 128, 256])
+def test_the_last_of_narrow_tiles_read_b_for_themselves_if_they_are_not_full(columns):
+    tile = replace(WIDE, block_size_n=columns)
+    full, rest = (read_us(call("matmul_all_gather", rows, 8192, 28672, size=1), 1, tile) for rows in (256, 192))
+    assert rest == pytest.approx(full * (2 if columns < 256 else 1))
 
 
 @pytest.mark.parametrize("rows, height", [(64, 128), (256, 256), (512, 256), (640, 384), (1024, 256), (4096, 1024)])
