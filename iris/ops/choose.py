@@ -1,8 +1,8 @@
 """How a fused operation is carried out where the caller does not say: by what each way should take.
 
-The times are of a model with few numbers, all measured on 2 and 4 H200 (docs/performance.md, "Fused operations"): what
-a tile takes for each k, what the link carries beside a product, what the vendor's GEMM and a collective take one behind
-the other. Elsewhere than on Hopper the vendor's GEMM and a collective are used.
+The times are of a model with few numbers, all measured on 2 and 4 H200 (docs/performance-lessons.md, "The choice"):
+what a tile takes for each k, what the link carries beside a product, what the vendor's GEMM and a collective take one
+behind the other. Elsewhere than on Hopper the vendor's GEMM and a collective are used.
 
 For products of fp8 it has what their tiles, and the vendor's chunks, take on one H200 and on 2. What is moved beside
 them on 4 was measured with bf16.

@@ -7,7 +7,7 @@ the rows of its right neighbour, and so on, which is the order in which they com
 several programs a tile (`iris.ops.hopper.split_k`).
 
 Over the link, each rank: its ``[m, K]`` of A to every peer, W - 1 times m K elements out, in one step. No
-multiprocessor moves any of it (docs/performance.md, "Fused operations").
+multiprocessor moves any of it (docs/performance-lessons.md, "Copy engines").
 
 Why a chunk is there when its word is: copies of a stream follow each other (CUDA C++ Programming Guide, "Streams"). The
 loader reads the word with acquire, and orders its TMA behind that. Why both may be written again in the next call:

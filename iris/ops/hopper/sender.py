@@ -2,7 +2,7 @@
 
 Each rank sends all of its rows to its left neighbour, which uses them first, then to the next. So at a time each rank
 sends to one other, and each receives from one. Where every chunk went to all peers before the next chunk, ranks drifted
-apart, met at the same receiver, and half of the bandwidth was lost (docs/performance.md, "Fused operations").
+apart, met at the same receiver, and half of the bandwidth was lost (docs/performance-lessons.md, "Copy engines").
 """
 
 import torch

@@ -119,7 +119,7 @@ def send_products(pipeline, tracing, peers, place, like, rank, row, column, rows
 
     ``peers``: where a rank's are is the slice ``place`` of it. ``like``: a pointer into memory of the same group. A
     strip at a time: more of them on their way than the link takes at once would stand in the way of what the loader
-    fetches (docs/performance.md, "Fused operations").
+    fetches (docs/performance-lessons.md, "Sending beside a product").
     """
     event = tracing.begin_bulk("put", like, rank, bytes_within(pipeline, row, column, rows, N))
     for panel in range(pipeline.products.shape[0]):
