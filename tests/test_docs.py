@@ -4,6 +4,7 @@ A code block without a checker for its language fails. The rules for writers:
 
 * ``python``: a block whose first statement is an import begins a program, any other continues the one above. Programs
   run on two ranks. One that begins with a comment ``# name.py`` is run by the commands on the page that name the file.
+  One that imports from Triton's ``nvidia.hopper`` is left out on GPUs before Hopper, and on AMD's.
 * ``bash``: a command a line. Those that take seconds are run; of the others, every file, target, option and service
   that they name must exist.
 * ``text``: what the block before it prints, on one of the ranks; ``...`` stands for anything.
@@ -25,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import UNDER_TORCHRUN, import_path
 from covering import EVERYTHING
 
@@ -120,12 +122,19 @@ def test_every_block_has_a_checker(page):
 # Programs ------------------------------------------------------------------------------------------------------------
 
 
+def runs_here(program):
+    """Whether there is TMA, if the program uses it."""
+    if iris.simulator.ACTIVE or not any("nvidia.hopper" in block.text for block in program.blocks):
+        return True
+    return torch.version.hip is None and torch.cuda.get_device_capability() >= (9, 0)
+
+
 def run_programs(ctx, page):
     """Run the page's programs on this rank; what each block printed, by its line."""
     printed = {}
     with tempfile.TemporaryDirectory() as folder:
         for program in programs_of(page):
-            if program.name is not None:
+            if program.name is not None or not runs_here(program):
                 continue
             namespace = {"__name__": "__main__"}
             for block in program.blocks:
