@@ -173,7 +173,7 @@ def chunks(rows: int, columns: int, programs: int) -> list[slice]:
     return [slice(begin, stop) for begin, stop in zip(cuts, cuts[1:], strict=False)]
 
 
-def all_gather_matmul(copies: Copies, call: Call) -> None:
+def _all_gather_matmul(copies: Copies, call: Call) -> None:
     m, K = call.a.shape
     gathered = copies.data[copies.rank].view(copies.size, m, K)
     product = Product(call)
@@ -203,7 +203,7 @@ def all_gather_matmul(copies: Copies, call: Call) -> None:
     copies.join()
 
 
-def matmul_reduce_scatter(copies: Copies, call: Call) -> None:
+def _matmul_reduce_scatter(copies: Copies, call: Call) -> None:
     share, N = call.out.shape
     parts, sent = copies.parts(call)
     product = Product(call)
@@ -230,3 +230,11 @@ def matmul_reduce_scatter(copies: Copies, call: Call) -> None:
     copies.meet("await done")
     copies.add(parts, call.bias, call.out)
     copies.meet("end")
+
+
+def enqueue(copies: Copies, call: Call) -> None:
+    """Products on the current stream, copies on their own."""
+    if call.name == "all_gather_matmul":
+        _all_gather_matmul(copies, call)
+    else:
+        _matmul_reduce_scatter(copies, call)

@@ -1,43 +1,25 @@
 """`ctx.ops`: products of matrices with their communication, checked and enqueued."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from iris import simulator
 from iris.ccl.checks import compare_calls
 from iris.ccl.work import Work
 from iris.errors import InvalidConfigError
 from iris.heap.history import debugging
-from iris.heap.tensor_map import places
-from iris.launch import addresses, prepare, remember
-from iris.ops import copies, portable, vendor
+from iris.launch import remember
+from iris.ops import copies, vendor
 from iris.ops.buffers import Buffers, Needs
 from iris.ops.call import Call, told
-from iris.ops.cdna3 import arguments as cdna3
-from iris.ops.choose import allows_tf32, choose, plan
+from iris.ops.choose import allows_tf32, choose
 from iris.ops.config import FusedConfig
-from iris.ops.counts import MOST_PROGRAMS
-from iris.ops.hopper import arguments as hopper
-from iris.ops.hopper.sender import Sender
+from iris.ops.kernel import Kernels
 from iris.ops.normalisation import AllReduceRmsNorm, Rows
 from iris.ops.workspaces import Workspaces
 
-# Programs in the simulator; on a GPU there is one for each multiprocessor.
-SIMULATED_PROGRAMS = 4
-
 DEBUGGING = debugging()
-
-# Those to whose results peers store.
-STORED_BY_PEERS = ("matmul_all_gather", "matmul_all_reduce")
-VENDORS = {
-    "all_gather_matmul": vendor.all_gather_matmul,
-    "matmul_all_gather": vendor.matmul_all_gather,
-    "matmul_reduce_scatter": vendor.matmul_reduce_scatter,
-}
 
 
 class Operations:
@@ -57,13 +39,9 @@ class Operations:
     def __init__(self, context: Any) -> None:
         self._context = context
         self._on_gpu = context.device.type == "cuda"
-        # Whose Gluon kernels; the simulator runs both.
-        self._gluon = cdna3 if torch.version.hip else hopper
+        self._kernels = Kernels(context)
         self._workspaces = Workspaces(context)
-        self._launches: dict[tuple, Any] = {}
         self._chosen: dict[tuple, FusedConfig] = {}
-        self._plans: dict[tuple, hopper.Plan] = {}
-        self._places: torch.Tensor | None = None
         self._all_reduce_rms_norm = AllReduceRmsNorm(context)
 
     def all_gather_matmul(
@@ -225,7 +203,7 @@ class Operations:
     def close(self) -> None:
         """Let go of the workspaces. The caller guarantees that no kernel uses them any more, on any rank."""
         self._workspaces.close()
-        self._launches.clear()
+        self._kernels.close()
         self._all_reduce_rms_norm.close()
 
     # What they share -------------------------------------------------------------------------------------------------
@@ -236,21 +214,19 @@ class Operations:
         used = self._check(call, config)
         if DEBUGGING and not (self._on_gpu and torch.cuda.is_current_stream_capturing()):
             self._compare(call, used)
-        by_vendor = used.variant == "vendor"
         call = self._with_operands_that_fit(call, used)
-        needs = None if by_vendor else self._needs(call, used)
+        needs = None if used.variant == "vendor" else self._needs(call, used)
         if workspace is not None:
             self._workspaces.check(call.name, workspace, needs and needs.kind)
-        if by_vendor and call.name == "matmul_all_reduce":
-            vendor.matmul_all_reduce(self._context, call, used.all_reduce_variant)
-        elif by_vendor:
-            VENDORS[call.name](self._context, call)
+        if used.variant == "vendor":
+            vendor.enqueue(self._context, call, used.all_reduce_variant)
         elif call.out.numel():
-            buffers = workspace or self._workspaces.find(needs, self._stream())
+            stream = torch._C._cuda_getCurrentRawStream(self._context.gpu_id) if self._on_gpu else None
+            buffers = workspace or self._workspaces.find(needs, stream)
             if used.variant == "copies":
-                self._copy(call, buffers)
+                copies.enqueue(self._copies(buffers), call)
             else:
-                self._fuse(call, used, buffers)
+                self._kernels.enqueue(call, used, buffers, stream)
         return Work(self._on_gpu) if async_op else None
 
     @torch.no_grad()
@@ -263,13 +239,16 @@ class Operations:
             # A graph may be captured next, in which nothing can be compiled.
             call = self._with_operands_that_fit(call, used)
             if used.variant == "copies":
-                self._mover(buffers).prepare(call)
+                self._copies(buffers).prepare(call)
             else:
-                self._prepared(call, used, buffers)
+                self._kernels.prepare(call, used, buffers)
         return buffers
 
     def _check(self, call: Call, config: FusedConfig | None) -> FusedConfig:
-        """The configuration that carries the call."""
+        """Raise unless the call fits together and ``config`` can carry it; returns the configuration that does.
+
+        That is ``config``, or what is chosen where the caller gives none.
+        """
         self._context.heap.check_open()
         call.check(self._context.device, self._context.num_ranks, config)
         vendors_problem, used = vendor.problem(call), config
@@ -293,7 +272,7 @@ class Operations:
                 "Leave one of them out."
             )
         if used.use_gluon:
-            problem = self._gluon.problem(call, used, self._context.num_ranks)
+            problem = self._kernels.gluon.problem(call, used, self._context.num_ranks)
             if problem:
                 raise InvalidConfigError(f"FusedConfig(use_gluon=True) cannot do this {call.name}(): {problem}.")
         return used
@@ -303,14 +282,14 @@ class Operations:
         key = (call.name, call.a.shape, call.b.shape, call.a.dtype, call.out.dtype, by_vendor, allows_tf32())
         chosen = self._chosen.get(key)
         if chosen is None:
-            chosen = choose(call, self._context.num_ranks, self._most_programs(), self._on_gpu, by_vendor)
+            chosen = choose(call, self._context.num_ranks, self._kernels.most_programs(), self._on_gpu, by_vendor)
             remember(self._chosen, key, chosen)
         return chosen
 
     def _compare(self, call: Call, config: FusedConfig) -> None:
         """In debug mode: that all ranks make the same call, with the result at the same place if peers store it."""
         said = f"{call.name}() with {told(call.given())}, {config}"
-        if config.variant == "kernel" and self._direct(call, config):
+        if config.variant == "kernel" and self._kernels.direct(call, config):
             place = call.out.data_ptr() - self._context.heap.mapping.bases[self._context.cur_rank]
             said += f", out at offset {place:#x} of the heap with strides {list(call.out.stride())}"
         compare_calls(self._context._world.group, said)
@@ -319,129 +298,22 @@ class Operations:
         """The call as what carries it takes it: with copies of what does not lie so."""
         if call.bias is not None:
             call = call._replace(bias=call.bias.contiguous())
-        if config.variant != "kernel":
-            return call
-        kernels = self._gluon if config.use_gluon else portable
-        return kernels.with_operands_that_fit(call, self._context.num_ranks)
-
-    def _fuse(self, call: Call, config: FusedConfig, buffers: Buffers) -> None:
-        """Enqueue the kernel."""
-        launch, args, result, sender = self._prepared(call, config, buffers)
-        if sender:
-            sender.send(call.a)
-        launch(self._stream(), addresses(args))
-        if sender:
-            sender.join()
-        if result is not call.out:
-            call.out.copy_(result)
-
-    def _prepared(
-        self, call: Call, config: FusedConfig, buffers: Buffers
-    ) -> tuple[Callable[..., None], tuple, torch.Tensor, Sender | None]:
-        """The kernel, ready to be launched; all that it gets; where it leaves the result; what sends A beside it."""
-        direct, result = self._result(call, config, buffers)
-        programs, W, sender = self._programs(config), self._context.num_ranks, None
-        place = self._context.get_device_context() if direct else buffers.context_tensor
-        if config.use_gluon and self._gluon is hopper:
-            memory = self._context.heap.mapping if direct else buffers.mapping
-            memory_places = self._heap_places() if direct else buffers.places
-            kernel, args = hopper.arguments(
-                call, config, self._plan(call, config), buffers, W, memory, memory_places, result
-            )
-            options = {"num_warps": 4}
-            if call.name == "all_gather_matmul":
-                sender = self._sender(call, config, buffers)
-        elif config.use_gluon:
-            kernel, programs, args = cdna3.arguments(call, config, buffers, W, place, result, programs)
-            options = {"num_warps": cdna3.WARPS.value}
-        else:
-            kernel, programs, args = portable.arguments(call, config, buffers, W, place, result, programs)
-            options = portable.options(config)
-        key = (buffers.kind, *map(_kind_of, args))
-        launch = self._launches.get(key)
-        if launch is None:
-            launch = prepare(kernel, (programs, 1, 1), *args, **options)
-            remember(self._launches, key, launch)
-        return launch, args, result, sender
-
-    def _sender(self, call: Call, config: FusedConfig, buffers: Buffers) -> Sender:
-        if buffers.mover is None:
-            (rows, depth), context = call.a.shape, self._context
-            chunk = hopper.chunk_rows(call.a, config)
-            buffers.mover = Sender(buffers, context.cur_rank, context.num_ranks, rows, depth, chunk)
-        return buffers.mover
-
-    def _result(self, call: Call, config: FusedConfig, buffers: Buffers) -> tuple[bool, torch.Tensor]:
-        """Where a kernel leaves the result, and whether peers store it on the heap."""
-        direct = self._direct(call, config)
-        if direct or call.name not in STORED_BY_PEERS:
-            return direct, call.out
-        W, rows = self._context.num_ranks, len(call.a)
-        parts = 0 if call.name == "matmul_all_gather" else W * -(-rows // W) * call.b.shape[1]
-        return False, buffers.data[parts:].view(call.out.shape)
-
-    def _direct(self, call: Call, config: FusedConfig) -> bool:
-        """Whether peers store into the result, and can where it is."""
-        if call.name not in STORED_BY_PEERS:
-            return False
-        by_tma = config.use_gluon and self._gluon is hopper
-        return self._context.is_symmetric(call.out) and (not by_tma or hopper.fits_tma(call.out))
-
-    def _heap_places(self) -> torch.Tensor:
-        if self._places is None:
-            self._places = places(self._context.heap.mapping)
-        return self._places
-
-    def _copy(self, call: Call, buffers: Buffers) -> None:
-        """Enqueue products and copies on their streams."""
-        carry = copies.all_gather_matmul if call.name == "all_gather_matmul" else copies.matmul_reduce_scatter
-        carry(self._mover(buffers), call)
-
-    def _mover(self, buffers: Buffers) -> copies.Copies:
-        if buffers.mover is None:
-            context = self._context
-            buffers.mover = copies.Copies(
-                buffers, context.cur_rank, context.num_ranks, context.device, self._most_programs()
-            )
-        return buffers.mover
+        return self._kernels.with_operands_that_fit(call, config) if config.variant == "kernel" else call
 
     def _needs(self, call: Call, config: FusedConfig) -> Needs:
-        W, (M, K), N = self._context.num_ranks, call.a.shape, call.b.shape[1]
-        direct = self._direct(call, config)
+        """The memory of a call by a kernel or by copies; equal ones share it."""
+        direct = config.variant == "kernel" and self._kernels.direct(call, config)
         # The precision is each rank's own, and the memory the same.
         config_of_all = dataclasses.replace(config, allow_tf32=True)
-        kind = (call.name, M, N, K, call.a.dtype, call.out.dtype, direct, config_of_all)
-        if config.use_gluon and self._gluon is hopper:
-            return hopper.needs(kind, call, config, self._plan(call, config), W, direct)
+        extents = (len(call.a), call.b.shape[1], call.a.shape[1])
+        kind = (call.name, *extents, call.a.dtype, call.out.dtype, direct, config_of_all)
         if config.variant == "copies":
-            return copies.needs(kind, call, W)
-        return portable.needs(kind, call, config, W, direct)
+            return copies.needs(kind, call, self._context.num_ranks)
+        return self._kernels.needs(kind, call, config, direct)
 
-    def _most_programs(self) -> int:
-        if simulator.ACTIVE:
-            return SIMULATED_PROGRAMS
-        return min(self._context.ccl.communicator().num_sms, MOST_PROGRAMS)
-
-    def _plan(self, call: Call, config: FusedConfig) -> hopper.Plan:
-        key = (call.name, call.a.shape, call.b.shape, call.a.dtype, config)
-        chosen = self._plans.get(key)
-        if chosen is None:
-            chosen = plan(call, self._context.num_ranks, self._programs(config), config)
-            remember(self._plans, key, chosen)
-        return chosen
-
-    def _programs(self, config: FusedConfig) -> int:
-        """Of a kernel with this configuration."""
-        return min(config.num_sms or self._most_programs(), self._most_programs())
-
-    def _stream(self) -> int | None:
-        return torch._C._cuda_getCurrentRawStream(self._context.gpu_id) if self._on_gpu else None
-
-
-def _kind_of(argument: Any) -> Any:
-    """What of a kernel's argument a prepared launch is for."""
-    if isinstance(argument, torch.Tensor):
-        return argument.dtype, argument.data_ptr() % 16
-    if isinstance(argument, TensorDescriptor):
-        return argument.base.dtype, *argument.block_shape
-    return argument
+    def _copies(self, buffers: Buffers) -> copies.Copies:
+        """The stream and the meetings that belong to the workspace of calls by copies; made with its first call."""
+        if buffers.mover is None:
+            context, programs = self._context, self._kernels.most_programs()
+            buffers.mover = copies.Copies(buffers, context.cur_rank, context.num_ranks, context.device, programs)
+        return buffers.mover

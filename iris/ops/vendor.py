@@ -108,19 +108,19 @@ def _factors(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     return tuple(one if scale is None else _aligned(scale.reshape(())) for scale in (call.scale_a, call.scale_b))
 
 
-def all_gather_matmul(ctx: Any, call: Call) -> None:
+def _all_gather_matmul(ctx: Any, call: Call, all_reduce_variant: str) -> None:
     gathered = call.a.new_empty(call.rows, call.a.shape[1])
     ctx.ccl.all_gather(gathered, call.a)
     Product(call)(call.out, gathered, call.bias)
 
 
-def matmul_all_gather(ctx: Any, call: Call) -> None:
+def _matmul_all_gather(ctx: Any, call: Call, all_reduce_variant: str) -> None:
     own = call.out.new_empty(len(call.a), call.out.shape[1])
     Product(call)(own, call.a, call.bias)
     ctx.ccl.all_gather(call.out, own)
 
 
-def matmul_reduce_scatter(ctx: Any, call: Call) -> None:
+def _matmul_reduce_scatter(ctx: Any, call: Call, all_reduce_variant: str) -> None:
     whole = call.out.new_empty(len(call.a), call.out.shape[1])
     Product(call)(whole, call.a, None)
     ctx.ccl.reduce_scatter(call.out, whole, op=ReduceOp.SUM)
@@ -128,8 +128,21 @@ def matmul_reduce_scatter(ctx: Any, call: Call) -> None:
         call.out.add_(call.bias)
 
 
-def matmul_all_reduce(ctx: Any, call: Call, variant: str) -> None:
+def _matmul_all_reduce(ctx: Any, call: Call, all_reduce_variant: str) -> None:
     Product(call)(call.out, call.a, None)
-    ctx.ccl.all_reduce(call.out, call.out, config=_ALL_REDUCES[variant])
+    ctx.ccl.all_reduce(call.out, call.out, config=_ALL_REDUCES[all_reduce_variant])
     if call.bias is not None:
         call.out.add_(call.bias)
+
+
+_OPERATIONS = {
+    "all_gather_matmul": _all_gather_matmul,
+    "matmul_all_gather": _matmul_all_gather,
+    "matmul_reduce_scatter": _matmul_reduce_scatter,
+    "matmul_all_reduce": _matmul_all_reduce,
+}
+
+
+def enqueue(ctx: Any, call: Call, all_reduce_variant: str) -> None:
+    """The GEMM and the collective, on the current stream. ``all_reduce_variant``: of `matmul_all_reduce`."""
+    _OPERATIONS[call.name](ctx, call, all_reduce_variant)

@@ -7,8 +7,8 @@ import contextlib
 def planned(ctx, plan):
     """While this lasts, the plan of every fused operation of the context; None leaves the choice to it."""
     if plan is not None:
-        ctx.ops._plan = lambda call, config: plan
+        ctx.ops._kernels.plan = lambda call, config: plan
     try:
         yield
     finally:
-        ctx.ops.__dict__.pop("_plan", None)
+        ctx.ops._kernels.__dict__.pop("plan", None)

@@ -37,7 +37,7 @@ ROUNDS = 2 if EVERYTHING else 1
 def operations(ctx):
     """With AMD's kernels, whatever this machine has."""
     made = Operations(ctx)
-    made._gluon = cdna3
+    made._kernels.gluon = cdna3
     return made
 
 

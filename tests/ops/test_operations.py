@@ -114,7 +114,7 @@ def check_product(
         products = [Product(*each, *lines) for *each, lines in zip(a, b, scales, strict=True)]
         if name == "all_gather_matmul":
             products = [Product(torch.cat(a), b[rank], scale_a, scale_b)]
-        torchs = through_torch(name, products, bias, result, Roundings.of(name, used, ops._gluon is cdna3))
+        torchs = through_torch(name, products, bias, result, Roundings.of(name, used, ops._kernels.gluon is cdna3))
         exact = whole(name, [product.formed_in(torch.float64) for product in products])
         sizes = whole(name, [product.formed_in(torch.float64, torch.abs) for product in products])
         exact = exact if bias is None else exact + bias.double()

@@ -1,5 +1,7 @@
 """What the kernels of this folder are launched with, and which calls they are for."""
 
+from typing import Any
+
 import torch
 
 from iris import simulator
@@ -77,3 +79,8 @@ def arguments(
     numbers = (M, N, K, -(-M // size), *call.strides(result))
     spreads = call.name == "matmul_all_reduce"
     return cdna3_matmul_reduce, programs, (*front, buffers.data, *tensors, *numbers, *tiles, spreads, *tail)
+
+
+def options(config: FusedConfig) -> dict[str, Any]:
+    """Triton's. A program of these kernels has as many warps as their layouts are made for."""
+    return {"num_warps": WARPS.value}

@@ -201,3 +201,8 @@ def arguments(
     cut = max(1, min(cut, tiles // 16))
     tail = (rows, columns, depth, share, *strides, *blocks, cut, config.group_size_m, spreads, of_a, of_b, *last)
     return hopper_matmul_reduce, (*front, own, peers, buffers.places, a, b, *factors, result, *out, *tail)
+
+
+def options(config: FusedConfig) -> dict[str, Any]:
+    """Triton's. These are the warps of the first multiplier; the other roles have theirs besides."""
+    return {"num_warps": 4}

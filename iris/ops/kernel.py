@@ -1,0 +1,161 @@
+"""The variant "kernel": which kernel carries a call, where it leaves the result, and its launch.
+
+There are three families, each with a file of what its kernels are launched with: `iris.ops.portable` has those in
+Triton, `iris.ops.hopper` and `iris.ops.cdna3` those in Gluon.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from iris import simulator
+from iris.heap.tensor_map import places
+from iris.launch import addresses, prepare, remember
+from iris.ops import portable
+from iris.ops.buffers import Buffers, Needs
+from iris.ops.call import Call
+from iris.ops.cdna3 import arguments as cdna3
+from iris.ops.choose import plan
+from iris.ops.config import FusedConfig
+from iris.ops.counts import MOST_PROGRAMS
+from iris.ops.hopper import arguments as hopper
+from iris.ops.hopper.sender import Sender
+
+# Programs in the simulator; on a GPU there is one for each multiprocessor.
+SIMULATED_PROGRAMS = 4
+# The operations to whose results peers store.
+STORED_BY_PEERS = ("matmul_all_gather", "matmul_all_reduce")
+
+
+class Launch(NamedTuple):
+    """A kernel for one call, compiled and loaded."""
+
+    run: Callable[..., None]
+    args: tuple
+    result: torch.Tensor
+    """Where the kernel leaves the result: ``out``, or in the workspace."""
+    sender: Sender | None
+    """What sends A beside the kernel, if that does not do it itself."""
+
+
+class Kernels:
+    """The fused kernels of one context. All ranks ask for the same."""
+
+    def __init__(self, context: Any) -> None:
+        self._context = context
+        # Whose Gluon kernels; the simulator runs both.
+        self.gluon = cdna3 if torch.version.hip else hopper
+        self._launches: dict[tuple, Callable[..., None]] = {}
+        self._plans: dict[tuple, hopper.Plan] = {}
+        self._heap_places: torch.Tensor | None = None
+
+    def most_programs(self) -> int:
+        """Programs of a launch, if the configuration does not say."""
+        if simulator.ACTIVE:
+            return SIMULATED_PROGRAMS
+        return min(self._context.ccl.communicator().num_sms, MOST_PROGRAMS)
+
+    def with_operands_that_fit(self, call: Call, config: FusedConfig) -> Call:
+        """The call, with copies of matrices that the kernel cannot use as they lie."""
+        family = self.gluon if config.use_gluon else portable
+        return family.with_operands_that_fit(call, self._context.num_ranks)
+
+    def direct(self, call: Call, config: FusedConfig) -> bool:
+        """Whether peers store into ``out`` itself: they do where it is on the heap, and TMA can, if that stores."""
+        if call.name not in STORED_BY_PEERS:
+            return False
+        return self._context.is_symmetric(call.out) and (not self._is_hoppers(config) or hopper.fits_tma(call.out))
+
+    def needs(self, kind: tuple, call: Call, config: FusedConfig, direct: bool) -> Needs:
+        """The workspace of a call, whose result peers store to where it is if ``direct``."""
+        W = self._context.num_ranks
+        if self._is_hoppers(config):
+            return hopper.needs(kind, call, config, self.plan(call, config), W, direct)
+        return portable.needs(kind, call, config, W, direct)
+
+    def enqueue(self, call: Call, config: FusedConfig, buffers: Buffers, stream: int | None) -> None:
+        """On the current stream, whose handle is given; None in the simulator."""
+        launch = self.prepare(call, config, buffers)
+        if launch.sender:
+            launch.sender.send(call.a)
+        launch.run(stream, addresses(launch.args))
+        if launch.sender:
+            launch.sender.join()
+        if launch.result is not call.out:
+            call.out.copy_(launch.result)
+
+    def prepare(self, call: Call, config: FusedConfig, buffers: Buffers) -> Launch:
+        """Compile and load what carries the call, if no call like it has."""
+        W, programs = self._context.num_ranks, self._programs(config)
+        direct = self.direct(call, config)
+        result = call.out if direct or call.name not in STORED_BY_PEERS else self._staged(call, buffers)
+        sender = None
+        if self._is_hoppers(config):
+            memory = self._context.heap.mapping if direct else buffers.mapping
+            memory_places = self._places() if direct else buffers.places
+            kernel, args = hopper.arguments(
+                call, config, self.plan(call, config), buffers, W, memory, memory_places, result
+            )
+            options = hopper.options(config)
+            if call.name == "all_gather_matmul":
+                sender = self._sender(call, config, buffers)
+        else:
+            place = self._context.get_device_context() if direct else buffers.context_tensor
+            family = cdna3 if config.use_gluon else portable
+            kernel, programs, args = family.arguments(call, config, buffers, W, place, result, programs)
+            options = family.options(config)
+        key = (buffers.kind, *map(_kind_of, args))
+        run = self._launches.get(key)
+        if run is None:
+            run = prepare(kernel, (programs, 1, 1), *args, **options)
+            remember(self._launches, key, run)
+        return Launch(run, args, result, sender)
+
+    def plan(self, call: Call, config: FusedConfig) -> hopper.Plan:
+        """Of a kernel for Hopper: how it divides its tiles among programs, by time."""
+        key = (call.name, call.a.shape, call.b.shape, call.a.dtype, config)
+        chosen = self._plans.get(key)
+        if chosen is None:
+            chosen = plan(call, self._context.num_ranks, self._programs(config), config)
+            remember(self._plans, key, chosen)
+        return chosen
+
+    def close(self) -> None:
+        """Forget all launches."""
+        self._launches.clear()
+
+    def _is_hoppers(self, config: FusedConfig) -> bool:
+        return config.use_gluon and self.gluon is hopper
+
+    def _programs(self, config: FusedConfig) -> int:
+        return min(config.num_sms or self.most_programs(), self.most_programs())
+
+    def _staged(self, call: Call, buffers: Buffers) -> torch.Tensor:
+        """The place in the workspace where peers store the result: behind the parts of a sum, if it is one."""
+        W, rows = self._context.num_ranks, len(call.a)
+        parts = 0 if call.name == "matmul_all_gather" else W * -(-rows // W) * call.b.shape[1]
+        return buffers.data[parts:].view(call.out.shape)
+
+    def _sender(self, call: Call, config: FusedConfig, buffers: Buffers) -> Sender:
+        if buffers.mover is None:
+            (rows, depth), context = call.a.shape, self._context
+            chunk = hopper.chunk_rows(call.a, config)
+            buffers.mover = Sender(buffers, context.cur_rank, context.num_ranks, rows, depth, chunk)
+        return buffers.mover
+
+    def _places(self) -> torch.Tensor:
+        """Where the heap of each rank is in a tensor map of all."""
+        if self._heap_places is None:
+            self._heap_places = places(self._context.heap.mapping)
+        return self._heap_places
+
+
+def _kind_of(argument: Any) -> Any:
+    """What of a kernel's argument a prepared launch is for."""
+    if isinstance(argument, torch.Tensor):
+        return argument.dtype, argument.data_ptr() % 16
+    if isinstance(argument, TensorDescriptor):
+        return argument.base.dtype, *argument.block_shape
+    return argument
