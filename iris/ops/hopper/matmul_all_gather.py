@@ -81,6 +81,7 @@ def write(pipeline, units, order, ctx, counts, bias, peers, places, PACED: gl.co
             send_products_to_all(pipeline, pace, ctx, peers, places, counts, row, column, order.rows, order.columns)
             free_products(pipeline)
             done += 1
+    # For the strips that stay on this rank: those to peers are there.
     await_bulk_stores()
     await_done(ctx, counts, units.epoch)
 

@@ -137,7 +137,6 @@ def write(
             place = gl.load(parts_places + owner)
             send_products(pipeline, ctx.tracing, peers_parts, place, counts, owner, row, column, rows, N)
             free_products(pipeline)
-            await_bulk_stores()
             ctx.signal(counts + ARRIVED + tile, 1, owner, op="add")
         else:
             ctx.wait(counts + ARRIVED + tile, units.epoch * (W - 1), cmp="reached")
@@ -149,6 +148,7 @@ def write(
             free_products(pipeline)
         done += 1
     if SPREADS:
+        # For the strips that stay on this rank: those to peers are there.
         await_bulk_stores()
         await_done(ctx, counts, units.epoch)
 

@@ -117,9 +117,10 @@ def bytes_within(pipeline, row, column, rows, N):
 def send_products(pipeline, tracing, peers, place, like, rank, row, column, rows, N):
     """Copy the products to rows and columns from these on, below ``rows`` and ``N``, of ``rank``.
 
-    ``peers``: where a rank's are is the slice ``place`` of it. ``like``: a pointer into memory of the same group. A
-    strip at a time: more of them on their way than the link takes at once would stand in the way of what the loader
-    fetches (docs/performance-lessons.md, "Sending beside a product").
+    ``peers``: a rank's rows and columns are the slice ``place`` of it. ``like``: a pointer into memory of the same
+    group, for traces. A strip at a time: more of them on their way than the link takes at once would stand in the way
+    of what the loader fetches (docs/performance-lessons.md, "Sending beside a product"). On return all are in the
+    rank's memory, so that a signal tells of them.
     """
     event = tracing.begin_bulk("put", like, rank, bytes_within(pipeline, row, column, rows, N))
     for panel in range(pipeline.products.shape[0]):
@@ -133,8 +134,8 @@ def send_products(pipeline, tracing, peers, place, like, rank, row, column, rows
 def send_products_to_all(pipeline, pace, ctx, peers, places, like, row, column, rows, N):
     """The same to every rank, at its slice of ``places``, each strip when its turn comes (`iris.ops.hopper.pace`).
 
-    A strip goes to all peers at once, so that no two ranks are likely to send to the same one. What stays here need not
-    be waited for.
+    A strip goes to all peers at once, so that no two ranks are likely to send to the same one. On return what peers get
+    is in their memory; what stays here may still be on its way, until `await_bulk_stores`.
     """
     W: gl.constexpr = ctx.num_ranks
     TURNS: gl.constexpr = pipeline.products.shape[2] // STRIP
