@@ -11,17 +11,24 @@ told from what it replaced, so programs of earlier interfaces, which set the loc
 
 In each call a tile's lock on each rank rises by `PERIOD` in all:
 
-* `all_reduce_one_shot` and `reduce_scatter`. Every rank adds 1 to every rank's lock when its tile lies in ``src``, and
-  1 when it has read the others'; rank 0 adds what is missing to `PERIOD`.
-* `all_reduce_two_shot`. One rank adds the tile up. The others add 1 to its lock when theirs lies in ``src``; it adds
-  what is missing to its own, and `PERIOD` to theirs when the sum lies in their ``dst``.
+* `all_reduce_one_shot` and `reduce_scatter`. Every rank adds 1 to every rank's lock when its tile lies in ``src``: its
+  first signal; and 1 when it has read the others': its last. That of rank 0 is what is missing to `PERIOD`.
+* `all_reduce_two_shot`. One rank adds the tile up. The others add 1 to its lock when theirs lies in ``src``: their
+  first signals. It adds what is missing to its own, and `PERIOD` to theirs when the sum lies in their ``dst``.
 
-Who writes: every rank, by adding with release. Who reads: the lock's own rank, with acquire. Where a call starts: let k
-calls be over on this rank, which had to see a first signal of every rank in each of them. So what its lock may still
-lack are last signals of call k, less than PERIOD - W in all since its own is there. And what it may have beyond are W -
-1 first signals of the next call: no rank can be further without this one's. So k PERIOD is the multiple of PERIOD at or
-below ``lock + PERIOD - W``. A rank stores into ``src`` once its lock has reached that, when everybody has read what lay
-there. Comparisons wrap, and PERIOD divides 2^32, so counts may overflow.
+Who writes: every rank, by adding with release. Who reads: the lock's own rank, with acquire.
+
+Where a call starts: let k calls be over on this rank. The last of them waited until the lock was (k - 1) PERIOD + W, or
+in two-shot k PERIOD, which a rank that adds the tile up brings its own lock to. And locks do not fall, so this one is
+at k PERIOD - (PERIOD - W) or above. It is at k PERIOD + W - 1 or below: of call k + 1 a first signal of each peer may
+be here and nothing else, as nobody gets further without this rank's. So k PERIOD is the multiple of PERIOD at or below
+``lock + PERIOD - W``.
+
+Why a rank may store into ``src`` once its lock has reached k PERIOD: all signals of k calls are here, and everybody has
+read what lay there. Or some last signals are still on their way, and first ones of call k + 1 are here in their place.
+Such a one stands for them: its sender saw its own lock at k PERIOD, so it has acquired the last signals of all, or what
+stands for them in turn, and releases what it has acquired. It is the same where a rank waits for first signals, and has
+last ones in their place. Comparisons wrap, and PERIOD divides 2^32, so counts may overflow.
 
 Programs wait for their peers here. So all ranks call for the same tiles, and the programs that do so are resident at
 once, or take their tiles in the same order.
