@@ -15,13 +15,14 @@ import triton
 import triton.language as tl
 
 from iris.language.context import DeviceContext
+from iris.language.ordering import triton_ordering
 from iris.language.tracing import TraceEvent
 from iris.ops.counts import ARRIVED, triton_counts
 from iris.ops.gemm import on_chiplets, product, scaled, triton_place
 
-await_ready, begin, end, follow_predecessor, tell_arrived = (
-    triton_counts.await_ready, triton_counts.begin, triton_counts.end, triton_counts.follow_predecessor,
-    triton_counts.tell_arrived,
+follow_predecessor = triton_ordering.follow_predecessor
+await_ready, begin, end, tell_arrived = (
+    triton_counts.await_ready, triton_counts.begin, triton_counts.end, triton_counts.tell_arrived,
 )  # fmt: skip
 
 

@@ -93,7 +93,6 @@ def make_counts(jit: Callable, lang: ModuleType, order: SimpleNamespace) -> Simp
         tell_arrived=tell_arrived,
         await_done=await_done,
         end=end,
-        follow_predecessor=order.follow_predecessor,
     )
 
 

@@ -9,14 +9,15 @@ import triton
 import triton.language as tl
 
 from iris.language.context import DeviceContext
+from iris.language.ordering import triton_ordering
 from iris.language.tracing import TraceEvent
 from iris.ops.counts import triton_counts
 from iris.ops.gemm import on_chiplets, product, scaled, triton_place
 from iris.x import Tile, all_gather, make_tensor_view
 
-await_done, await_ready, begin, end, follow_predecessor = (
+follow_predecessor = triton_ordering.follow_predecessor
+await_done, await_ready, begin, end = (
     triton_counts.await_done, triton_counts.await_ready, triton_counts.begin, triton_counts.end,
-    triton_counts.follow_predecessor,
 )  # fmt: skip
 
 

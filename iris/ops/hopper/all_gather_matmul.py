@@ -20,17 +20,16 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from iris.language.context import DeviceContext, IrisDeviceCtx, aggregate
-from iris.language.ordering import gluon_ordering
+from iris.language.ordering import gluon_ordering, triton_ordering
 from iris.ops.counts import ARRIVED, triton_counts
 from iris.ops.gemm import gluon_place
 from iris.ops.hopper.pipeline import REGISTERS, WARPS, load_tile, make_pipeline, multiply
 from iris.ops.hopper.split_k import Units
 from iris.ops.hopper.writer import await_products, free_products, store_products
 
-order_bulk_copies, gluon_follow = gluon_ordering.order_bulk_copies, gluon_ordering.follow_predecessor
-await_ready, begin, end, triton_follow = (
-    triton_counts.await_ready, triton_counts.begin, triton_counts.end, triton_counts.follow_predecessor,
-)  # fmt: skip
+order_bulk_copies = gluon_ordering.order_bulk_copies
+gluon_follow, triton_follow = gluon_ordering.follow_predecessor, triton_ordering.follow_predecessor
+await_ready, begin, end = triton_counts.await_ready, triton_counts.begin, triton_counts.end
 
 
 @triton.jit

@@ -18,10 +18,9 @@ from iris.ops.hopper.pipeline import REGISTERS, WARPS, load_tile, make_pipeline,
 from iris.ops.hopper.split_k import Units
 from iris.ops.hopper.writer import add_bias, await_products, free_products, send_products_to_all, strips_of
 
-await_bulk_stores = gluon_ordering.await_bulk_stores
-await_done, await_ready, begin, end, follow_predecessor = (
+await_bulk_stores, follow_predecessor = gluon_ordering.await_bulk_stores, gluon_ordering.follow_predecessor
+await_done, await_ready, begin, end = (
     gluon_counts.await_done, gluon_counts.await_ready, gluon_counts.begin, gluon_counts.end,
-    gluon_counts.follow_predecessor,
 )  # fmt: skip
 
 

@@ -26,10 +26,11 @@ from iris.ops.hopper.pipeline import REGISTERS, WARPS, load_tile, make_pipeline,
 from iris.ops.hopper.split_k import whole_tiles
 from iris.ops.hopper.writer import await_products, free_products, send_products, send_products_to_all
 
-await_bulk_stores, order_bulk_copies = gluon_ordering.await_bulk_stores, gluon_ordering.order_bulk_copies
-await_done, await_ready, begin, end, follow_predecessor = (
+await_bulk_stores, follow_predecessor, order_bulk_copies = (
+    gluon_ordering.await_bulk_stores, gluon_ordering.follow_predecessor, gluon_ordering.order_bulk_copies,
+)  # fmt: skip
+await_done, await_ready, begin, end = (
     gluon_counts.await_done, gluon_counts.await_ready, gluon_counts.begin, gluon_counts.end,
-    gluon_counts.follow_predecessor,
 )  # fmt: skip
 
 
