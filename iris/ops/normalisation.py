@@ -17,7 +17,7 @@ from iris.heap.history import debugging
 from iris.language.target import on_nvidia, threads_per_warp
 from iris.launch import addresses, prepare, remember
 from iris.ops.all_reduce_rms_norm import one_shot_rms_norm, rms_norm, two_shot_rms_norm
-from iris.ops.call import check_devices, overlap, told
+from iris.ops.call import check_devices, told
 
 DEBUGGING = debugging()
 
@@ -87,8 +87,9 @@ class Rows(NamedTuple):
                 return f"{role} has the shape of input, and is contiguous"
         if self.residual is not None and self.residual.dtype not in SUMMED:
             return "the residual is fp16, bf16 or fp32"
-        if self.residual is not None and overlap(self.out, self.residual):
-            return "out and the residual, which is written too, overlap in memory; give it an output of its own"
+        clash = self._clash()
+        if clash:
+            return f"{clash} overlap in memory, in a way that it does not allow; give it an output of its own"
         if self.out.dtype not in SUMMED + NARROW:
             return "out is fp8, fp16, bf16 or fp32"
         if self.out.dtype not in NARROW and (self.scale is not None or self.row_scales is not None):
@@ -104,6 +105,19 @@ class Rows(NamedTuple):
             return f"row_scales are {self.rows} contiguous elements of float32, one a row"
         return None
 
+    def _clash(self) -> str | None:
+        """What is written where something else lies, but for an input that is written over in whole, row by row."""
+        if self.residual is not None and _overlap(self.out, self.residual):
+            return "out and residual"
+        for written, tensor in (("out", self.out), ("residual", self.residual)):
+            for read, other in (("input", self.input), ("weight", self.weight)):
+                # What is not contiguous is copied before.
+                if tensor is None or not other.is_contiguous() or not _overlap(tensor, other):
+                    continue
+                if read == "weight" or (tensor.data_ptr(), tensor.dtype) != (other.data_ptr(), other.dtype):
+                    return f"{written} and {read}"
+        return None
+
     def kind(self) -> tuple:
         """What makes the code of one call differ from another's."""
         return tuple(x if x is None else (x.dtype, x.data_ptr() % 16) for x in self) + (self.columns,)
@@ -112,6 +126,11 @@ class Rows(NamedTuple):
         """`ADDS`, `SCALED`, `BY_ROW` and `LARGEST` of the kernels."""
         largest = torch.finfo(self.out.dtype).max if self.out.dtype in NARROW else 0.0
         return self.residual is not None, self.scale is not None, self.row_scales is not None, largest
+
+
+def _overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether two contiguous tensors share memory."""
+    return x.data_ptr() < y.data_ptr() + y.nbytes and y.data_ptr() < x.data_ptr() + x.nbytes
 
 
 class Division(NamedTuple):

@@ -194,7 +194,7 @@ class Operations:
 
         An ``out`` of fp8 is saturated. It may be divided by ``scale``, one float32 on the device; or each row by the
         largest of its absolute values over the largest number of the dtype, which is stored in ``row_scales``, float32,
-        one a row. Out and residual are contiguous.
+        one a row. Out and residual are contiguous. Either may be ``input`` itself, which is written over then.
         """
         self._context.heap.check_open()
         self._all_reduce_rms_norm(Rows(out, input, weight, residual, scale, row_scales), eps)

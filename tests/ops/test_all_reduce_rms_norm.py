@@ -311,15 +311,41 @@ def test_registrations(ranks):
     ranks.run(registered)
 
 
+def in_place(ctx, variant, shape):
+    """The input is written over, by the rows that it becomes or by what these are of."""
+    everyone = inputs(ctx, 0, shape, FP32)
+    total, weight = sum(everyone), data(99, shape[1:], FP32)
+    with by(ctx, variant):
+        for residual in (None, everyone[ctx.cur_rank]):
+            given = everyone[ctx.cur_rank].clone().to(ctx.device)
+            out = given if residual is None else torch.empty_like(given)
+            added = None if residual is None else given
+            ctx.ops.all_reduce_rms_norm(out, given, weight.to(ctx.device), EPS, residual=added)
+            wanted_x, wanted = expected(total, residual, weight)
+            torch.testing.assert_close(out.cpu().double(), wanted, rtol=1e-5, atol=1e-5)
+            if added is not None:
+                torch.testing.assert_close(added.cpu().double(), wanted_x, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("variant, shape", SHAPES)
+def test_in_place(ranks, variant, shape):
+    ranks.run(in_place, variant, shape)
+
+
 def misuse(ctx):
     x, weight = torch.ones(4, 16, dtype=BF16, device=ctx.device), torch.ones(16, dtype=BF16, device=ctx.device)
     scales = torch.ones(4, device=ctx.device)
     fp8 = torch.empty(4, 16, dtype=E4M3, device=ctx.device)
+    whole = torch.ones(5, 16, dtype=BF16, device=ctx.device)
     wrong = [
         ("weight has one dimension", (x, x, weight[:8]), {}),
         ("out has the shape of input", (x[:2], x, weight), {}),
         ("residual has the shape of input, and is contiguous", (x, x, weight), {"residual": x.t().contiguous().t()}),
-        ("overlap in memory", (fresh := torch.empty_like(x), x, weight), {"residual": fresh}),
+        ("out and residual overlap in memory", (fresh := torch.empty_like(x), x, weight), {"residual": fresh}),
+        ("out and input overlap in memory", (whole[1:], whole[:4], weight), {}),
+        ("out and input overlap in memory", (x.view(E4M3)[:2].view(4, 16), x, weight), {}),
+        ("residual and input overlap in memory", (fresh, whole[1:], weight), {"residual": whole[:4]}),
+        ("out and weight overlap in memory", (whole[:4], x, whole[2]), {}),
         ("are for an out of fp8", (x, x, weight), {"row_scales": scales}),
         ("and not both", (fp8, x, weight), {"row_scales": scales, "scale": scales[:1]}),
         ("one element of float32", (fp8, x, weight), {"scale": scales}),
