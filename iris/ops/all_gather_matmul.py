@@ -5,8 +5,9 @@ peers, a slab of BLOCK_M rows after the other, in strips of SEND_M rows. A tile 
 arrived, and tiles come in the order in which slabs do: the first slab of every peer, then the second. A program takes
 the next strip, or tile, that nobody has; and those that send go on to tiles when there are no strips left.
 
-Nobody waits in a circle, however few programs run at a time: before any sender takes a tile, which may have to wait,
-all strips of its rank have been taken, by programs that run and wait for nobody but until all ranks have begun.
+Nobody waits in a circle, however few programs run at a time. The senders are the first programs of the grid, which a
+GPU begins first. Before any of them takes a tile, which may have to wait, all strips of its rank have been taken, by
+programs that run and wait for nobody but until all ranks have begun.
 
 Over the link, each rank: its ``[m, K]`` of A to every peer, W - 1 times m K elements out, in one step.
 """

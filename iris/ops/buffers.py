@@ -9,14 +9,17 @@ from iris.errors import HeapClosedError, WorkspaceTooSmallError, readable
 from iris.heap.dump import contents
 from iris.ops.counts import ARRIVED, DONE, READY
 
+# Bytes: counts and data begin at multiples of these, as tensors on the heap do.
 ALIGNMENT = 1024
 
 
 class Needs(NamedTuple):
-    """What a call's workspace has: ``parts`` counts of parts, ``elements`` of ``dtype``; ``kind`` as in `Buffers`.
+    """What a call's workspace has to have; ``kind`` as in `Buffers`.
 
-    ``tickets``: counts by which programs take what nobody has. For tiles that several programs compute, by halves
-    (`iris.ops.hopper.split_k`): ``halves`` counts, and ``partials``, so many float32 of each rank's own.
+    ``parts``: counts of what has arrived, one for each part that travels by itself. ``elements`` of ``dtype``: what
+    peers store, or load. ``tickets``: counts by which programs take what nobody has. For tiles that several programs
+    compute (`iris.ops.hopper.split_k`): ``halves``, a count for each half of such a tile, and ``partials``, so many
+    float32, which are each rank's own.
     """
 
     kind: tuple

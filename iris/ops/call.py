@@ -8,9 +8,9 @@ from iris.ccl.checks import check_tensor
 from iris.errors import InvalidCollectiveError, InvalidConfigError, WrongDeviceError
 from iris.ops.config import FusedConfig
 
-# What CDNA3 has for the others.
-CDNA3S = (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
-NARROW = (torch.float8_e4m3fn, torch.float8_e5m2, *CDNA3S)
+# CDNA3's formats of fp8, which have no negative zero; other GPUs have the other two.
+FNUZ = (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+NARROW = (torch.float8_e4m3fn, torch.float8_e5m2, *FNUZ)
 WIDE = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -24,13 +24,13 @@ def check_devices(name: str, given: dict[str, torch.Tensor], device: torch.devic
             )
 
 
-def told(given: dict[str, torch.Tensor]) -> str:
-    """What an error says of the tensors."""
+def described(given: dict[str, torch.Tensor]) -> str:
+    """The tensors by their roles, for errors: shapes and dtypes."""
     return ", ".join(f"{role} {list(tensor.shape)} {tensor.dtype}" for role, tensor in given.items())
 
 
 class Call(NamedTuple):
-    """``a``: ``[M, K]``, this rank's; ``b``: ``[K, N]``."""
+    """What one of the four products was called with. ``a``: ``[M, K]``, this rank's; ``b``: ``[K, N]``."""
 
     name: str
     out: torch.Tensor
@@ -73,7 +73,7 @@ class Call(NamedTuple):
         check_devices(self.name, self.given(), device)
         problem = self._problem(size)
         if problem:
-            raise InvalidCollectiveError(f"{self.name}() of {size} ranks with {told(self.given())}: {problem}.")
+            raise InvalidCollectiveError(f"{self.name}() of {size} ranks with {described(self.given())}: {problem}.")
 
     def given(self) -> dict[str, torch.Tensor]:
         """The tensors by their roles."""
@@ -88,7 +88,7 @@ class Call(NamedTuple):
             return "out, A and B are matrices, with two dimensions"
         if a.dtype != b.dtype or a.dtype not in NARROW + WIDE or out.dtype not in WIDE:
             return "A and B have one dtype, fp8, fp16, bf16 or fp32, and out is fp16, bf16 or fp32"
-        if a.dtype in CDNA3S and a.is_cuda and not torch.version.hip:
+        if a.dtype in FNUZ and a.is_cuda and not torch.version.hip:
             return f"{a.dtype} is for AMD's CDNA3"
         if a.shape[1] != b.shape[0]:
             return f"B needs as many rows as A has columns, {a.shape[1]}"
@@ -113,9 +113,9 @@ class Call(NamedTuple):
 
 
 def overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Whether what lies between the first element and the last of one is of the other, too.
+    """Whether the memory from one's first element to its last meets that of the other.
 
-    But for columns of one larger matrix that lie side by side.
+    Columns of one larger matrix that lie side by side do not overlap, though their rows lie in turn.
     """
     if not x.numel() or not y.numel():
         return False
@@ -124,13 +124,13 @@ def overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
 
 
 def _side_by_side(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Whether these are different columns of one larger matrix."""
+    """Whether these are columns of one larger matrix, and none of them the same."""
     if not x.dim() == y.dim() == 2 or not x.stride(1) == y.stride(1) == 1:
         return False
     pitch = x.stride(0) * x.itemsize
     if not pitch or y.stride(0) * y.itemsize != pitch:
         return False
-    # Where in its row a line of y begins, if one of x begins in front.
+    # Where a row of y begins in a row of the larger matrix, if that begins where one of x does.
     begin = (y.data_ptr() - x.data_ptr()) % pitch
     return x.shape[1] * x.itemsize <= begin and begin + y.shape[1] * y.itemsize <= pitch
 

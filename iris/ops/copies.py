@@ -51,7 +51,7 @@ TILE = 8 if simulator.ACTIVE else 128
 # One binary for all peers.
 @triton.jit(do_not_specialize=["peer"])
 def meet(context_tensor, counts, peer, W: tl.constexpr, WHAT: tl.constexpr):
-    """One word to or from peers, or none but this rank's epoch."""
+    """One step of a call's protocol: a word to all peers or to one, the wait for theirs, or at its end its epoch."""
     follow_predecessor()
     ctx = DeviceContext.initialize(context_tensor, num_ranks=W)
     epoch = tl.load(counts)

@@ -17,12 +17,10 @@ from iris.heap.history import debugging
 from iris.language.target import on_nvidia, threads_per_warp
 from iris.launch import addresses, prepare, remember
 from iris.ops.all_reduce_rms_norm import one_shot_rms_norm, rms_norm, two_shot_rms_norm
-from iris.ops.call import check_devices, told
+from iris.ops.call import NARROW, WIDE, check_devices, described
 
 DEBUGGING = debugging()
 
-SUMMED = (torch.float16, torch.bfloat16, torch.float32)
-NARROW = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 # Elements of a row that a program has at least, in one shot, and twice as many in two; and of them that a rank adds up.
 SMALLEST_PIECE, SMALLEST_PART = 256, 128
 # Columns of a row at most: one program's registers hold it.
@@ -41,12 +39,12 @@ REGISTERS, WARPS, EARLY_WARPS = 128, 8, 5
 # collectives leave in each of the four (`iris.ccl.communicator.MOST_REGISTERS`).
 CLUSTER_BYTES, CLUSTER_WARPS = 256, 2
 
-Launch = Callable[["Rows", float, int | None], None]
+Launch = Callable[["NormCall", float, int | None], None]
 """Called with a call like the one it was made for, `eps` and the stream's handle."""
 
 
-class Rows(NamedTuple):
-    """One call. All are contiguous but ``input``: ``[..., H]``, and ``weight``: ``[H]``."""
+class NormCall(NamedTuple):
+    """A call of `all_reduce_rms_norm`. ``input``: ``[..., H]``; ``weight``: ``[H]``; what is besides is contiguous."""
 
     out: torch.Tensor
     input: torch.Tensor
@@ -68,7 +66,7 @@ class Rows(NamedTuple):
         check_devices("all_reduce_rms_norm", self.given(), device)
         problem = self._problem()
         if problem:
-            raise InvalidCollectiveError(f"all_reduce_rms_norm() with {told(self.given())}: {problem}.")
+            raise InvalidCollectiveError(f"all_reduce_rms_norm() with {described(self.given())}: {problem}.")
 
     def given(self) -> dict[str, torch.Tensor]:
         """The tensors by their roles."""
@@ -80,17 +78,17 @@ class Rows(NamedTuple):
         x, columns = self.input, self.columns
         if self.weight.dim() != 1 or x.dim() == 0 or x.shape[-1] != columns or not 0 < columns <= MOST_COLUMNS:
             return f"weight has one dimension, of as many elements as a row of input has, 1 to {MOST_COLUMNS}"
-        if x.dtype not in SUMMED or self.weight.dtype not in SUMMED:
+        if x.dtype not in WIDE or self.weight.dtype not in WIDE:
             return "input and weight are fp16, bf16 or fp32"
         for role, tensor in (("out", self.out), ("residual", self.residual)):
             if tensor is not None and (tensor.shape != x.shape or not tensor.is_contiguous()):
                 return f"{role} has the shape of input, and is contiguous"
-        if self.residual is not None and self.residual.dtype not in SUMMED:
+        if self.residual is not None and self.residual.dtype not in WIDE:
             return "the residual is fp16, bf16 or fp32"
         clash = self._clash()
         if clash:
             return f"{clash} overlap in memory, in a way that it does not allow; give it an output of its own"
-        if self.out.dtype not in SUMMED + NARROW:
+        if self.out.dtype not in WIDE + NARROW:
             return "out is fp8, fp16, bf16 or fp32"
         if self.out.dtype not in NARROW and (self.scale is not None or self.row_scales is not None):
             return "scale and row_scales are for an out of fp8"
@@ -202,7 +200,7 @@ class AllReduceRmsNorm:
         self._used = False
         self._launches: dict[tuple, Launch] = {}
 
-    def __call__(self, call: Rows, eps: float) -> None:
+    def __call__(self, call: NormCall, eps: float) -> None:
         call.check(self._context.device)
         if not call.out.numel():
             return
@@ -214,7 +212,8 @@ class AllReduceRmsNorm:
         if capture is not None and not self._used:
             raise FirstUseInCaptureError("all_reduce_rms_norm()")
         if DEBUGGING and capture is None:
-            compare_calls(self._context._world.group, f"all_reduce_rms_norm() with {told(call.given())}, eps={eps}")
+            said = f"all_reduce_rms_norm() with {described(call.given())}, eps={eps}"
+            compare_calls(self._context._world.group, said)
         self._used = True
         # Numbers of rows share memory and launches up to the next power of two.
         key = (power_of_two(call.rows), *call.kind(), stream, capture)
@@ -226,7 +225,7 @@ class AllReduceRmsNorm:
         """Forget all launches. The caller guarantees that no graph with them will be replayed."""
         self._launches.clear()
 
-    def _prepare(self, call: Rows, stream: int | None, capturing: bool) -> Launch:
+    def _prepare(self, call: NormCall, stream: int | None, capturing: bool) -> Launch:
         """A function that enqueues calls like this one."""
         comm, room, itemsize = self._context.ccl.communicator(), power_of_two(call.rows), call.input.itemsize
         variant = "one_shot"
@@ -265,7 +264,7 @@ class AllReduceRmsNorm:
         front = (comm.workspace.context_tensor, epochs, partials, slots)
         back = (comm.size, call.columns, *shape, early, *constants)
 
-        def arguments(given: Rows, eps: float) -> tuple:
+        def arguments(given: NormCall, eps: float) -> tuple:
             out, input, weight, residual, scale, row_scales = given
             return (*front, input, residual, weight, out, scale, row_scales, given.rows, room, eps, *back)
 
@@ -281,15 +280,15 @@ class AllReduceRmsNorm:
         )
         return lambda given, eps, stream: launch(stream, addresses(arguments(given, eps)))
 
-    def _behind_all_reduce(self, call: Rows) -> Launch:
+    def _behind_all_reduce(self, call: NormCall) -> Launch:
         """Of many rows: the sums, and a kernel that normalises them."""
         columns, constants = power_of_two(call.columns), call.constants()
 
-        def arguments(given: Rows, total: torch.Tensor, eps: float) -> tuple:
+        def arguments(given: NormCall, total: torch.Tensor, eps: float) -> tuple:
             out, _, weight, residual, scale, row_scales = given
             return (total, residual, weight, out, scale, row_scales, given.rows, eps, call.columns, columns, *constants)
 
-        def room(given: Rows) -> torch.Tensor:
+        def room(given: NormCall) -> torch.Tensor:
             return given.out if given.out.dtype == given.input.dtype else torch.empty_like(given.input)
 
         most = 2 * self._context.get_cu_count() if self._on_gpu else SIMULATED_PROGRAMS
@@ -298,7 +297,7 @@ class AllReduceRmsNorm:
         # It waits for the sums, which may be of a launch that lets the next one begin, and takes what places there are.
         launch = prepare(rms_norm, grid, *arguments(call, room(call), 0.5), early=False, num_warps=warps)
 
-        def enqueue(given: Rows, eps: float, stream: int | None) -> None:
+        def enqueue(given: NormCall, eps: float, stream: int | None) -> None:
             total = room(given)
             self._context.ccl.all_reduce(total, given.input)
             launch(stream, addresses(arguments(given, total, eps)))

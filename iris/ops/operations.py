@@ -1,4 +1,7 @@
-"""`ctx.ops`: products of matrices with their communication, checked and enqueued."""
+"""`ctx.ops`: what a fused operation is asked for, whether that fits together, and which way carries it.
+
+The ways are `iris.ops.kernel`, `iris.ops.copies` and `iris.ops.vendor`.
+"""
 
 import dataclasses
 from typing import Any
@@ -12,11 +15,11 @@ from iris.heap.history import debugging
 from iris.launch import remember
 from iris.ops import copies, vendor
 from iris.ops.buffers import Buffers, Needs
-from iris.ops.call import Call, told
+from iris.ops.call import Call, described
 from iris.ops.choose import allows_tf32, choose
 from iris.ops.config import FusedConfig
 from iris.ops.kernel import Kernels
-from iris.ops.normalisation import AllReduceRmsNorm, Rows
+from iris.ops.normalisation import AllReduceRmsNorm, NormCall
 from iris.ops.workspaces import Workspaces
 
 DEBUGGING = debugging()
@@ -31,9 +34,13 @@ class Operations:
     where a call needs more memory than any before it on the stream.
 
     Arguments of all: ``bias``, of N elements, added once; ``scale_a`` and ``scale_b``, float32, a factor for all of A
-    or B, or one a row of A and a column of B; ``config``, a `FusedConfig` for a kernel of this library, None for what
-    is chosen; ``async_op``, whether to return a `Work`; ``workspace``, what the preamble returned, for one stream or
-    graph at a time. A graph without one takes over that of the calls on a stream before the capture.
+    or B, or one a row of A and a column of B; ``config``, a `FusedConfig` that says how it is carried out, None for
+    what is chosen; ``async_op``, whether to return a `Work`; ``workspace``, what the preamble returned, for one stream
+    or graph at a time. A graph without one takes over that of the calls on a stream before the capture.
+
+    Before anything is enqueued they raise `NotATensorError`, `WrongDeviceError`, `InvalidCollectiveError` (shapes and
+    dtypes that do not fit together), `InvalidConfigError` (a configuration that cannot do it), `WorkspaceTooSmallError`
+    and `HeapClosedError` (a workspace for other calls, or closed), or `FirstUseInCaptureError`.
     """
 
     def __init__(self, context: Any) -> None:
@@ -197,7 +204,7 @@ class Operations:
         one a row. Out and residual are contiguous. Either may be ``input`` itself, which is written over then.
         """
         self._context.heap.check_open()
-        self._all_reduce_rms_norm(Rows(out, input, weight, residual, scale, row_scales), eps)
+        self._all_reduce_rms_norm(NormCall(out, input, weight, residual, scale, row_scales), eps)
         return Work(self._on_gpu) if async_op else None
 
     def close(self) -> None:
@@ -288,7 +295,7 @@ class Operations:
 
     def _compare(self, call: Call, config: FusedConfig) -> None:
         """In debug mode: that all ranks make the same call, with the result at the same place if peers store it."""
-        said = f"{call.name}() with {told(call.given())}, {config}"
+        said = f"{call.name}() with {described(call.given())}, {config}"
         if config.variant == "kernel" and self._kernels.direct(call, config):
             place = call.out.data_ptr() - self._context.heap.mapping.bases[self._context.cur_rank]
             said += f", out at offset {place:#x} of the heap with strides {list(call.out.stride())}"

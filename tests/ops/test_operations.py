@@ -160,13 +160,13 @@ def test_product(ranks, name, hopper):
 # What cuBLAS takes of fp8, and what it does not.
 FP8_SHAPES = [(32, 48, 64), (23, 37, 45), *([(1, 16, 32)] if EVERYTHING else [])]
 FP8 = [torch.float8_e4m3fn, torch.float8_e5m2]
-CDNA3S_FP8 = [torch.float8_e4m3fnuz, torch.float8_e5m2fnuz] if ACTIVE or torch.version.hip else []
+FNUZ = [torch.float8_e4m3fnuz, torch.float8_e5m2fnuz] if ACTIVE or torch.version.hip else []
 SCALED = ["A", "lines", *(["none", "all", "columns"] if EVERYTHING else [])]
 
 
 def fp8_cases(name):
     configs, results = ["vendor", "fused", "chiplets"], [torch.bfloat16, torch.float32, torch.float16]
-    dtypes = [*FP8, *CDNA3S_FP8, torch.bfloat16] if EVERYTHING else [FP8[0], torch.bfloat16]
+    dtypes = [*FP8, *FNUZ, torch.bfloat16] if EVERYTHING else [FP8[0], torch.bfloat16]
     cases = sample(FP8_SHAPES, dtypes, configs, *PLACES, results, SCALED)
     # All that cuBLAS takes is among them.
     return cases + [

@@ -24,16 +24,17 @@ from iris.ops.hopper.writer import STRIP
 ALIGNMENT = 16
 # What the tensor cores multiply; fp8 on Hopper has these.
 OPERANDS = ELEMENTS | {torch.float8_e4m3fn: gl.float8e4nv, torch.float8_e5m2: gl.float8e5}
-# Elements of a tile: sums take registers, and those of fp8 twice.
-MOST, MOST_NARROW = 128 * 256, 128 * 128
+# Elements of a tile at most: its sums are in registers, and those of fp8 twice (`iris.ops.hopper.pipeline.multiply`).
+LARGEST_TILE, LARGEST_TILE_OF_FP8 = 128 * 256, 128 * 128
 SHARED_MEMORY = 227 << 10
-# What the products are sent, and parts of sums fetched, in.
+# In such pieces are products sent, and parts of sums fetched.
 STRIP_SHAPE = [STRIP.value, PANEL.value]
 # Chunks that a rank's rows of A are sent in, at most, and bytes of one, at least: what comes behind a copy costs time.
 # And rows: for each chunk all of B is read, which takes longer than to multiply 128 rows by it.
 MOST_CHUNKS, LEAST_CHUNK_BYTES, LEAST_CHUNK_ROWS = 4, 8 << 20, 256
-# Blocks of a rank's tiles: what is sent has the time of one to arrive, and nothing hides what comes of the last one.
-# Few where the sums go to all ranks and the link is busier than the multiprocessors: below this depth, on H200.
+# Blocks that a rank's tiles of a sum are cut in (`iris.ops.hopper.matmul_reduce`): what is sent has the time of one to
+# arrive, and nothing hides what comes of the last one. Few where the sums go to all ranks and the link is busier than
+# the multiprocessors: below this depth, on H200.
 FEW_BLOCKS, MANY_BLOCKS, DEEP = 4, 16, 3300
 
 
@@ -68,7 +69,7 @@ def problem(call: Call, config: FusedConfig, size: int) -> str | None:
         return f"each of {size} ranks adds up some rows, and there are {len(call.a)}"
     if config.block_size_m not in (128, 256) or config.block_size_n not in (64, 128, 256):
         return "the Gluon kernels have tiles of 128 or 256 rows, and 64, 128 or 256 columns"
-    most = MOST_NARROW if narrow else MOST
+    most = LARGEST_TILE_OF_FP8 if narrow else LARGEST_TILE
     if config.block_size_m * config.block_size_n > most:
         return f"the Gluon kernels have tiles of {most} elements at most, of {call.a.dtype}"
     # The tensor cores take 32 bytes of each row at a time.
@@ -92,7 +93,7 @@ def by_columns(matrix: torch.Tensor) -> bool:
 
 
 def by_rows(matrix: torch.Tensor) -> torch.Tensor:
-    """A copy."""
+    """A copy of the matrix, by rows."""
     return matrix.clone(memory_format=torch.contiguous_format)
 
 

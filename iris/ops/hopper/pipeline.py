@@ -17,7 +17,8 @@ Four kinds of mbarrier (PTX ISA, "mbarrier") hand the memory on; phases alternat
   does it arrive. Awaited by the loader; the ring is empty at first, which is as if phase 1 had been completed.
 * ``filled``: both halves of the products are in shared memory, for loads and for TMA, and their time with them: each
   group's stores and its fence come before its barrier, and that before the arrival. Awaited by the writer.
-* ``emptied``: the writer has read the products: its loads have their values at its barrier. Awaited by the multipliers.
+* ``emptied``: the writer has read the products: its loads have their values at its barrier, and its copies by TMA have
+  been waited for. Awaited by the multipliers.
 """
 
 import triton

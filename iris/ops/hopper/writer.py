@@ -64,7 +64,7 @@ def with_bias(values, bias, columns, N):
 
 @gluon.jit
 def add_bias(pipeline, bias, column, N):
-    """To products that are to be sent."""
+    """Add the bias to the products where they are, in shared memory, for TMA to send them."""
     for panel in range(pipeline.products.shape[0]):
         columns = column + columns_of(pipeline, panel)
         for strip in gl.static_range(pipeline.products.shape[2] // STRIP):
@@ -106,7 +106,7 @@ def put_strip(pipeline, peers, place, row, column, panel, strip: gl.constexpr):
 
 @gluon.jit
 def bytes_within(pipeline, row, column, rows, N):
-    """Of a tile at this row and column, below ``rows`` and ``N``."""
+    """How many bytes of the tile at this row and column are of rows below ``rows`` and columns below ``N``."""
     PANELS: gl.constexpr = pipeline.products.shape[0] // 2
     HALF: gl.constexpr = pipeline.products.shape[2]
     there = gl.minimum(rows - row, 2 * HALF) * gl.minimum(N - column, PANELS * PANEL)
@@ -159,7 +159,7 @@ def send_products_to_all(pipeline, pace, ctx, peers, places, like, row, column, 
 
 @gluon.jit
 def free_products(pipeline):
-    """The writer, when it has read them, and its copies have."""
+    """Let the multipliers write the next products: the writer has read these, and its copies by TMA have."""
     tma.store_wait(0)
     block_barrier()
     mbarrier.arrive(pipeline.emptied.index(0), count=1)
