@@ -2,20 +2,18 @@
 
 import pytest
 import torch
-from ccl.calls import EVERYTHING
-from covering import sample
+from covering import EVERYTHING, sample
 
 from iris.errors import InvalidConfigError
 from iris.ops import FusedConfig
 from iris.ops.cdna3 import arguments as cdna3
 from iris.ops.operations import Operations
-from ops.test_operations import PLACES, check_product
+from ops.products import OPERATIONS, PLACES, check_product
 from ops.test_rounds import Round
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available() and not torch.version.hip, reason="this GPU is not AMD's")
 
 RANKS = (1, 2, 3) if EVERYTHING else (2,)
-OPERATIONS = ("all_gather_matmul", "matmul_all_gather", "matmul_reduce_scatter", "matmul_all_reduce")
 CONFIGS = {
     "small": FusedConfig(use_gluon=True, block_size_m=64, block_size_n=64, block_size_k=64, num_sms=3),
     "wide": FusedConfig(use_gluon=True, block_size_m=64, block_size_n=256, block_size_k=64, group_size_m=1),

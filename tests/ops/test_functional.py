@@ -8,9 +8,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from iris.ccl.functional import name_of
 from iris.errors import InvalidCollectiveError
 from iris.ops import functional
+from ops.products import OPERATIONS
 
 M, N, K = 6, 5, 7  # rows of a rank's share
-OPERATIONS = ("all_gather_matmul", "matmul_all_gather", "matmul_reduce_scatter", "matmul_all_reduce")
 COMPILERS = ["aot_eager", *(["inductor"] if EVERYTHING else [])]
 
 

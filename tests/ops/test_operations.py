@@ -4,34 +4,16 @@ from unittest import mock
 
 import pytest
 import torch
-from ccl.calls import EVERYTHING
-from covering import sample
+from covering import EVERYTHING, sample
 
 from iris.ccl.config import ALL_REDUCE_VARIANTS
 from iris.ops import FusedConfig
-from iris.ops.call import Call
-from iris.ops.cdna3 import arguments as cdna3
 from iris.ops.copies import COPIED
 from iris.ops.hopper import arguments
 from iris.ops.hopper.arguments import Plan
-from iris.simulator import ACTIVE
-from ops.nearness import Product, Roundings, assert_as_near, through_torch, whole
 from ops.plans import planned
+from ops.products import CONFIGS, DTYPES, OPERATIONS, PLACES, RANKS, ROUNDS, SMALL, check, matrix, result_of
 
-RANKS = (1, 2, 3, 4, 5, 8) if EVERYTHING else (3,)
-OPERATIONS = ("all_gather_matmul", "matmul_all_gather", "matmul_reduce_scatter", "matmul_all_reduce")
-# Small tiles, so that small matrices have many.
-SMALL = {"block_size_m": 16, "block_size_n": 16, "block_size_k": 32}
-CONFIGS = {
-    "vendor": None,
-    "fused": FusedConfig(**SMALL),
-    "copies": FusedConfig(variant="copies"),
-    "few programs": FusedConfig(**SMALL, num_sms=2, comm_sms=1, group_size_m=2),
-    "Hopper": FusedConfig(use_gluon=True, block_size_m=128, block_size_n=64, num_sms=3),
-    "Hopper, wide": FusedConfig(use_gluon=True, block_size_m=128, block_size_n=256),
-    "Hopper, deep": FusedConfig(use_gluon=True, block_size_m=128, block_size_n=128, block_size_k=128),
-    "chiplets": FusedConfig(**SMALL, num_xcds=2, chunk_size=1, allow_tf32=False),
-}
 # M (a share of a rank, where rows are shared), N, K: multiples of tiles, and of nothing.
 SHAPES = [(32, 32, 64), (1, 1, 1), (23, 37, 45), (50, 19, 70)]
 # What the Gluon kernels take: N and K are multiples of 8. Tiles have 128 rows or more, so a few cases unless all run.
@@ -42,97 +24,6 @@ HOPPER_CASES = [
     ((200, 96, 136), torch.bfloat16, "Hopper", "columns", "rows", "sliced", True, True),
     ((140, 264, 72), torch.float16, "Hopper, wide", "rows", "columns", "rows", False, True),
 ]
-DTYPES = [torch.float16, torch.bfloat16, torch.float32]
-LAYOUTS = ["rows", "columns", "sliced"]
-# The layouts of A, B and the result; whether there is a bias; and whether the result is on the heap.
-PLACES = [LAYOUTS, LAYOUTS, LAYOUTS, [False, True], [False, True]]
-ROUNDS = 3 if EVERYTHING else 2
-
-
-def place(rows, columns, dtype, layout, device, ctx=None):
-    """Zeros by rows, by columns, or inside a larger matrix; on the heap of ``ctx``. And the larger one."""
-    shape = {"rows": (rows, columns), "columns": (columns, rows), "sliced": (rows + 2, columns + 5)}[layout]
-    whole = ctx.zeros(*shape, dtype=dtype) if ctx else torch.zeros(shape, dtype=dtype, device=device)
-    return {"rows": whole, "columns": whole.t(), "sliced": whole[1:-1, 3:-2]}[layout], whole
-
-
-def matrix(rows, columns, dtype, layout, seed, device, ctx=None):
-    """Random, about 1 in size; laid out as `place` does."""
-    values = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    view, _ = place(rows, columns, dtype, layout, device, ctx)
-    view.copy_(values)
-    return view
-
-
-def factors(kind, rows, columns, seed, device, begin):
-    """Scales of A and B, as they are given: from that element on of a larger tensor."""
-    generator = torch.Generator().manual_seed(seed)
-    counts = {"none": (0, 0), "all": (1, 1), "A": (1, 0), "lines": (rows, columns), "columns": (1, columns)}[kind]
-    return [0.5 + torch.rand(begin + n, generator=generator).to(device)[begin:] if n else None for n in counts]
-
-
-def result_of(name, a, b, rank):
-    """That of a rank, in float64, of everyone's matrices."""
-    if name == "all_gather_matmul":
-        return torch.cat(a).double() @ b[rank].double()
-    products = [x.double() @ y.double() for x, y in zip(a, b, strict=True)]
-    if name == "matmul_all_gather":
-        return torch.cat(products)
-    return sum(products).chunk(len(a))[rank] if name == "matmul_reduce_scatter" else sum(products)
-
-
-def check(ctx, name, shape, dtype, config, *rest):
-    return check_product(ctx, ctx.ops, ROUNDS, name, shape, dtype, CONFIGS[config], *rest)
-
-
-def check_product(
-    ctx, ops, rounds, name, shape, dtype, config, layout_a, layout_b, layout_out, biased, heap, result=None,
-    scaled="none",
-):  # fmt: skip
-    """``result``: the dtype of the result, if not that of the matrices."""
-    W, rank, result = ctx.num_ranks, ctx.cur_rank, result or dtype
-    M, N, K = shape
-    if name == "matmul_reduce_scatter":
-        M *= W
-    rows_out = {"all_gather_matmul": W * M, "matmul_all_gather": W * M, "matmul_reduce_scatter": M // W}.get(name, M)
-    out, around = place(rows_out, N, result, layout_out, ctx.device, ctx if heap else None)
-    rows = W * M if name == "all_gather_matmul" else M
-    for call in range(rounds):
-        a, b = (
-            [matrix(*size, dtype, layout, 1000 * call + 2 * r + seed, ctx.device) for r in range(W)]
-            for size, layout, seed in (((M, K), layout_a, 0), ((K, N), layout_b, 1))
-        )
-        # Every other call's scales and bias are not aligned to more than their elements.
-        begin = call % 2
-        scales = [factors(scaled, rows, N, 31 * call + r, ctx.device, begin) for r in range(W)]
-        # Of a sum the ranks have the same bias, which is added once.
-        bias = matrix(1, begin + N, result, "rows", 7 + call, ctx.device)[0, begin:] if biased else None
-        scale_a, scale_b = scales[rank]
-        getattr(ops, name)(out, a[rank], b[rank], bias, scale_a=scale_a, scale_b=scale_b, config=config)
-
-        used = ops._check(Call(name, out, a[rank], b[rank], bias, scale_a, scale_b), config)
-        products = [Product(*each, *lines) for *each, lines in zip(a, b, scales, strict=True)]
-        if name == "all_gather_matmul":
-            products = [Product(torch.cat(a), b[rank], scale_a, scale_b)]
-        torchs = through_torch(name, products, bias, result, Roundings.of(name, used, ops._kernels.gluon is cdna3))
-        exact = whole(name, [product.formed_in(torch.float64) for product in products])
-        sizes = whole(name, [product.formed_in(torch.float64, torch.abs) for product in products])
-        exact = exact if bias is None else exact + bias.double()
-        if name == "matmul_reduce_scatter":
-            exact, torchs = (each.chunk(W)[rank] for each in (exact, torchs))
-        assert_as_near(out, exact, torchs, sizes, bits_of(dtype, used, ctx.device))
-    # A result on the heap is not written by peers any more, and what lies around it never was.
-    ctx.barrier()
-    assert around.count_nonzero() == out.count_nonzero()
-    return out.cpu().contiguous().view(torch.uint8) if name == "matmul_all_reduce" else None
-
-
-def bits_of(dtype, config, device):
-    """What products, or their sums, have while they are formed."""
-    if device.type == "cuda" and dtype == torch.float32 and config.variant == "kernel" and config.allow_tf32:
-        return 11
-    # Hopper's tensor cores add up a few products of fp8 so.
-    return 14 if device.type == "cuda" and dtype.itemsize == 1 else 24
 
 
 def cases(name, hopper):
@@ -157,88 +48,6 @@ def test_product(ranks, name, hopper):
         assert results[0] is None or all(torch.equal(result, results[0]) for result in results)
 
 
-# What cuBLAS takes of fp8, and what it does not.
-FP8_SHAPES = [(32, 48, 64), (23, 37, 45), *([(1, 16, 32)] if EVERYTHING else [])]
-FP8 = [torch.float8_e4m3fn, torch.float8_e5m2]
-FNUZ = [torch.float8_e4m3fnuz, torch.float8_e5m2fnuz] if ACTIVE or torch.version.hip else []
-SCALED = ["A", "lines", *(["none", "all", "columns"] if EVERYTHING else [])]
-
-
-def fp8_cases(name):
-    configs, results = ["vendor", "fused", "chiplets"], [torch.bfloat16, torch.float32, torch.float16]
-    dtypes = [*FP8, *FNUZ, torch.bfloat16] if EVERYTHING else [FP8[0], torch.bfloat16]
-    cases = sample(FP8_SHAPES, dtypes, configs, *PLACES, results, SCALED)
-    # All that cuBLAS takes is among them.
-    return cases + [
-        (shape, torch.float8_e4m3fn, config, layout_a, layout_b, layout_out, True, False, result, scaled)
-        for shape, layout_a, layout_b, layout_out, result, scaled in (
-            ((32, 48, 64), "rows", "columns", "rows", torch.bfloat16, "lines"),
-            ((32, 48, 64), "sliced", "sliced", "sliced", torch.bfloat16, "columns"),
-            ((17, 48, 64), "columns", "rows", "columns", torch.float32, "all"),
-            ((17, 48, 64), "columns", "columns", "rows", torch.bfloat16, "lines"),
-            ((32, 48, 64), "rows", "columns", "columns", torch.float16, "none"),
-            ((1, 16, 32), "rows", "columns", "rows", torch.bfloat16, "lines"),
-        )
-        for config in ("vendor", *(["copies"] if name in COPIED else []))
-    ]
-
-
-# K is a multiple of 16 of fp8. Elsewhere than on Hopper the Gluon kernels are for other types.
-FP8_HOPPER_SHAPES = [(128, 64, 64), (15, 24, 16), (200, 96, 144), (300, 264, 80)]
-FP8_HOPPER_CASES = [
-    ((128, 64, 64), FP8[0], "Hopper", "rows", "rows", "columns", False, False, torch.bfloat16, "none"),
-    ((15, 24, 16), FP8[1], "Hopper", "sliced", "columns", "rows", True, False, torch.float16, "all"),
-    ((200, 96, 144), FP8[0], "Hopper, deep", "columns", "columns", "rows", True, True, torch.bfloat16, "lines"),
-    ((140, 264, 80), torch.bfloat16, "Hopper", "rows", "columns", "sliced", False, True, torch.bfloat16, "columns"),
-]
-
-
-def fp8_hopper_cases():
-    if not EVERYTHING:
-        return FP8_HOPPER_CASES
-    configs, dtypes = ["Hopper", "Hopper, deep"], [*FP8, torch.bfloat16]
-    axes = configs, *PLACES, DTYPES[:2], SCALED
-    cases = sample(FP8_HOPPER_SHAPES, dtypes, *axes)
-    return [case for case in cases if case[1].itemsize == 1 or case[1] == case[8]]
-
-
-@pytest.mark.ranks(*RANKS)
-@pytest.mark.parametrize("hopper", [False, True], ids=["", "hopper"])
-@pytest.mark.parametrize("name", OPERATIONS)
-def test_product_of_fp8_and_with_scales(ranks, name, hopper):
-    for case in fp8_hopper_cases() if hopper else fp8_cases(name):
-        ranks.run(check, name, *case)
-
-
-def odd_fp8(ctx, name, config):
-    """Lines that are one and the same in memory; sums of nothing, whose bias is left; no columns, and a factor each."""
-    W, rank, rows = ctx.num_ranks, ctx.cur_rank, 4 * ctx.num_ranks
-    # Sums of nothing are not for TMA.
-    for K, N in ((32, 16), (32, 0), *([] if config == "Hopper" else [(0, 16)])):
-        a = [matrix(1, K, FP8[0], "rows", 10 + r, ctx.device).expand(rows, K) for r in range(W)]
-        b = [matrix(K, 1, FP8[0], "rows", 50 + r, ctx.device).expand(K, N) for r in range(W)]
-        bias = matrix(1, N, torch.bfloat16, "rows", 90 + K, ctx.device)[0]
-        # The same on all ranks, and another one for each line: they are what results differ by.
-        gathers = name == "all_gather_matmul"
-        scale_a, scale_b = (torch.arange(1, n + 1, device=ctx.device) / 8 for n in (W * rows if gathers else rows, N))
-        of_a = scale_a.chunk(W) if gathers else W * [scale_a]
-        scaled = [x.double() * line[:, None] for x, line in zip(a, of_a, strict=True)]
-        columns = [y.double() * scale_b for y in b]
-        exact = result_of(name, scaled, columns, rank) + bias.double()
-        # What parts, sums and biases are rounded to, element by element: less than what neighbours differ by.
-        largest = result_of(name, [x.abs() for x in scaled], [y.abs() for y in columns], rank) + bias.double().abs()
-        out = torch.full(exact.shape, 7.0, dtype=torch.bfloat16, device=ctx.device)
-        options = {"scale_a": scale_a, "scale_b": scale_b, "config": CONFIGS[config]}
-        getattr(ctx.ops, name)(out, a[rank], b[rank], bias, **options)
-        assert ((out.double() - exact).abs() <= 2**-7 * largest).all()
-
-
-@pytest.mark.parametrize("name", OPERATIONS)
-def test_odd_products_of_fp8(ranks, name):
-    for config in ("vendor", "Hopper", *(["copies"] if name in COPIED else [])):
-        ranks.run(odd_fp8, name, config)
-
-
 def check_split(ctx, plan, *case):
     with planned(ctx, plan):
         check(ctx, *case)
@@ -251,7 +60,18 @@ def check_split(ctx, plan, *case):
 def test_tiles_split_along_k(ranks, name, plan):
     case = ((140, 96, 264), torch.float16, "Hopper", "rows", "columns", "rows", True, False)
     ranks.run(check_split, plan, name, *case)
-    case = ((140, 96, 272), FP8[0], "Hopper", "rows", "columns", "columns", True, False, torch.float16, "lines")
+    case = (
+        (140, 96, 272),
+        torch.float8_e4m3fn,
+        "Hopper",
+        "rows",
+        "columns",
+        "columns",
+        True,
+        False,
+        torch.float16,
+        "lines",
+    )
     ranks.run(check_split, plan, name, *case)
     if EVERYTHING:
         case = ((300, 264, 328), torch.bfloat16, "Hopper, wide", "columns", "rows", "sliced", False, True)
@@ -320,7 +140,7 @@ def of_parameters(ctx, name):
     )
     exact = result_of(name, a, b, rank)
     out = torch.empty(exact.shape, device=ctx.device)
-    for config in (CONFIGS["vendor"], CONFIGS["fused"], *([CONFIGS["copies"]] if name in COPIED else [])):
+    for config in (CONFIGS["chosen"], CONFIGS["fused"], *([CONFIGS["copies"]] if name in COPIED else [])):
         getattr(ctx.ops, name)(out.zero_(), a[rank].requires_grad_(), b[rank].requires_grad_(), config=config)
         torch.testing.assert_close(out.double(), exact, rtol=1e-2, atol=1e-2)
         assert not out.requires_grad
@@ -341,11 +161,11 @@ def with_biases(ctx, name):
     exact = result_of(name, a, b, rank)
     out = torch.empty(exact.shape, dtype=torch.bfloat16, device=ctx.device)
     of_columns = torch.arange(2.0 * N, dtype=torch.bfloat16, device=ctx.device).view(N, 2)[:, 1]
-    known = ["vendor", "fused", *(["copies"] if name in COPIED else [])]
+    known = ["chosen", "fused", *(["copies"] if name in COPIED else [])]
     if torch.version.hip is None:
         known.append("Hopper")
     for bias in (of_columns, of_columns[3].expand(N), of_columns.float()[:, None].expand(N, 2)[:, 1]):
-        for config in (None, *(CONFIGS[way] for way in known)):
+        for config in (FusedConfig(variant="vendor"), *(CONFIGS[way] for way in known)):
             if bias.dtype != out.dtype and config is not None and config.variant != "kernel":
                 continue  # which the vendor's GEMM does not add
             getattr(ctx.ops, name)(out.zero_(), a[rank], b[rank], bias, config=config)
@@ -375,26 +195,6 @@ def test_evaluation_and_training(ranks, way):
     if way == "Hopper" and torch.version.hip is not None:
         pytest.skip("Hopper's kernel")
     ranks.run(in_two_modes, way)
-
-
-def in_another_default(ctx):
-    """Factors are float32, whatever torch makes of numbers; with one for A alone, for its rows, and with none."""
-    fp8 = torch.float8_e4m3fnuz if torch.version.hip else torch.float8_e4m3fn
-    a = torch.arange(16 * 32, dtype=torch.float32, device=ctx.device).view(16, 32).remainder(7).to(fp8)
-    b = torch.arange(16 * 32, dtype=torch.float32, device=ctx.device).view(16, 32).remainder(5).to(fp8).t()
-    rows, out = torch.arange(1.0, 17, device=ctx.device), torch.empty(16, 16, dtype=torch.bfloat16, device=ctx.device)
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        for scale in (None, rows[2], rows[:, None]):
-            ctx.ops.matmul_all_reduce(out, a, b, scale_a=scale)
-            exact = ctx.num_ranks * (a.double() @ b.double()) * (1 if scale is None else scale.double())
-            torch.testing.assert_close(out.double(), exact, rtol=2e-2, atol=0)
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
-def test_fp8_where_torch_has_another_default_dtype(ranks):
-    ranks.run(in_another_default)
 
 
 def of_no_rows(ctx):

@@ -9,6 +9,7 @@ from iris.ops import FusedConfig
 from iris.ops.copies import COPIED
 from iris.ops.hopper.arguments import Plan
 from ops.plans import planned
+from ops.products import OPERATIONS
 
 # Of all_gather_matmul several slabs of rows, in several strips each, which several programs send.
 TRITON = FusedConfig(block_size_m=32, block_size_n=32, block_size_k=16, comm_sms=2)
@@ -26,7 +27,6 @@ CONFIGS = {
     # What small M gets by default.
     "vendor": FusedConfig(variant="vendor"),
 }
-OPERATIONS = ("all_gather_matmul", "matmul_all_gather", "matmul_reduce_scatter", "matmul_all_reduce")
 FP8 = {"dtype": torch.float8_e4m3fn}
 # Strips are sent in pieces of 1024 columns.
 OPERANDS = {"triton, chiplets": {"K": 1100}, "split": {"K": 192}, "copies of fp8": FP8, "gluon of fp8": FP8}
