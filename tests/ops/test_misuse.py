@@ -195,30 +195,6 @@ def test_calls_that_differ_in_debug_mode(ranks, mistaken, what):
     ranks.run(differ, what)
 
 
-def prepared(ctx, name):
-    """Every operation takes what its preamble returned, call after call, and None where there is nothing to prepare."""
-    W, preamble = ctx.num_ranks, getattr(ctx.ops, f"{name}_preamble")
-    rows = {"all_gather_matmul": 4 * W * W, "matmul_all_gather": 4 * W * W, "matmul_reduce_scatter": 4}.get(name, 4 * W)
-    shapes = (rows, 5), (4 * W, 6), (6, 5)
-    out, a, b = (torch.ones(shape, device=ctx.device) for shape in shapes)
-    of_ranks = 1 if "gather" in name else W
-    config = FusedConfig(block_size_m=16, block_size_n=16, block_size_k=16)
-    workspace = preamble(out, a, b, config=config)
-    for factor in (1, 2, 3):
-        getattr(ctx.ops, name)(out, factor * a, b, config=config, workspace=workspace)
-        assert (out == factor * 6 * of_ranks).all()
-    ctx.barrier()
-    workspace.close()
-    assert preamble(out, a, b, config=FusedConfig(variant="vendor")) is None
-
-
-@pytest.mark.parametrize(
-    "name", ["all_gather_matmul", "matmul_all_gather", "matmul_reduce_scatter", "matmul_all_reduce"]
-)
-def test_workspaces(ranks, name):
-    ranks.run(prepared, name)
-
-
 @pytest.mark.parametrize(
     ("field", "value", "words"),
     [("block_size_m", 48, "power of two"), ("num_sms", 0, "at least 1"), ("cache_modifier_a", ".xx", "one of"),

@@ -12,7 +12,7 @@ from iris.ops.copies import COPIED
 from iris.ops.hopper import arguments
 from iris.ops.hopper.arguments import Plan
 from ops.plans import planned
-from ops.products import CONFIGS, DTYPES, OPERATIONS, PLACES, RANKS, ROUNDS, SMALL, check, matrix, result_of
+from ops.products import CONFIGS, DTYPES, FP8, OPERATIONS, PLACES, RANKS, ROUNDS, SMALL, check, matrix, result_of
 
 # M (a share of a rank, where rows are shared), N, K: multiples of tiles, and of nothing.
 SHAPES = [(32, 32, 64), (1, 1, 1), (23, 37, 45), (50, 19, 70)]
@@ -60,18 +60,7 @@ def check_split(ctx, plan, *case):
 def test_tiles_split_along_k(ranks, name, plan):
     case = ((140, 96, 264), torch.float16, "Hopper", "rows", "columns", "rows", True, False)
     ranks.run(check_split, plan, name, *case)
-    case = (
-        (140, 96, 272),
-        torch.float8_e4m3fn,
-        "Hopper",
-        "rows",
-        "columns",
-        "columns",
-        True,
-        False,
-        torch.float16,
-        "lines",
-    )
+    case = ((140, 96, 272), FP8[0], "Hopper", "rows", "columns", "columns", True, False, torch.float16, "lines")
     ranks.run(check_split, plan, name, *case)
     if EVERYTHING:
         case = ((300, 264, 328), torch.bfloat16, "Hopper, wide", "columns", "rows", "sliced", False, True)

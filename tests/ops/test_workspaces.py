@@ -9,9 +9,10 @@ import torch
 from iris import simulator
 from iris.errors import FirstUseInCaptureError
 from iris.heap.mapping import count_made, mappings
-from iris.ops import workspaces
+from iris.ops import FusedConfig, workspaces
 from iris.ops.arena import Arena
 from iris.ops.copies import Copies
+from ops.products import OPERATIONS
 from ops.test_rounds import CASES, CONFIGS, LATE, OPERANDS, Round
 
 ROWS = (48, 16, 33, 128)
@@ -53,6 +54,28 @@ def in_turn(ctx):
 @pytest.mark.ranks(2, 4)
 def test_kinds_in_turn(ranks):
     ranks.run(in_turn)
+
+
+def prepared(ctx, name):
+    """Every operation takes what its preamble returned, call after call, and None where there is nothing to prepare."""
+    W, preamble = ctx.num_ranks, getattr(ctx.ops, f"{name}_preamble")
+    rows = {"all_gather_matmul": 4 * W * W, "matmul_all_gather": 4 * W * W, "matmul_reduce_scatter": 4}.get(name, 4 * W)
+    shapes = (rows, 5), (4 * W, 6), (6, 5)
+    out, a, b = (torch.ones(shape, device=ctx.device) for shape in shapes)
+    of_ranks = 1 if "gather" in name else W
+    config = FusedConfig(block_size_m=16, block_size_n=16, block_size_k=16)
+    workspace = preamble(out, a, b, config=config)
+    for factor in (1, 2, 3):
+        getattr(ctx.ops, name)(out, factor * a, b, config=config, workspace=workspace)
+        assert (out == factor * 6 * of_ranks).all()
+    ctx.barrier()
+    workspace.close()
+    assert preamble(out, a, b, config=FusedConfig(variant="vendor")) is None
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_calls_with_a_workspace_of_their_own(ranks, name):
+    ranks.run(prepared, name)
 
 
 def overtake(ctx):
