@@ -229,8 +229,3 @@ def test_reduce_scatter(ranks):
     for rows, *case in covering([1, 5, 20], [1, 33], BLOCKS, SUMMED, LOCKS, *BY_COLUMNS):
         for M in {rows, rows * ranks.num_ranks}:
             ranks.run(scattered, M, *case)
-
-
-@pytest.mark.ranks(2)
-def test_reduce_scatter_of_an_odd_row(ranks):
-    ranks.run(scattered, 5, 33, BLOCKS[0], torch.float32, LOCKS[0], False, False)
