@@ -2,6 +2,8 @@
 
 import torch
 
+import iris
+
 
 def check_tensors(device: torch.device, **expected: tuple) -> None:
     """Raise `ValueError` unless all are on ``device``, and what they should be: ``name=(tensor, dtype, *shape)``."""
@@ -20,3 +22,10 @@ def check_contiguous(device: torch.device, **expected: tuple) -> None:
                 f"{name}, {shape}, has strides of {list(tensor.stride())}, and the kernel takes none. "
                 "Give a contiguous tensor."
             )
+
+
+def check_symmetric(ctx: iris.Iris, **tensors: torch.Tensor) -> None:
+    """Raise `ValueError` unless all are on the heap: a kernel would take other memory for a peer's copy."""
+    for name, tensor in tensors.items():
+        if not ctx.is_symmetric(tensor):
+            raise ValueError(f"{name} is not on the symmetric heap, where peers reach it. Make it with ctx.empty().")

@@ -152,30 +152,33 @@ def test_tensors_that_a_kernel_would_misread(ranks, folder, calls):
     ranks.run(refuse_tensors, folder, calls)
 
 
-def refuse_products(ctx, folder, name):
+def refuse_products(ctx, folder, name, symmetric):
     with imported(folder):
         multiply = getattr(importlib.import_module("wrapper"), name)
         a, b, c = zeros(16, 32), zeros(32, 24), zeros(16, 24)
         for wrong, given in (("b", (c, a, b[1:])), ("b", (c, a, b.float())), ("c", (c[:, 1:], a, b))):
             with pytest.raises(ValueError, match=f"^{wrong} is .* Give "):
                 multiply(ctx, *given)
+        with pytest.raises(ValueError, match=f"^{symmetric} is not on the symmetric heap"):
+            multiply(ctx, c, a, b)
 
 
 @pytest.mark.skipif(not SIMULATED, reason="of tensors on the CPU")
 @pytest.mark.ranks(1)
 @pytest.mark.parametrize(
-    ("folder", "name"),
+    ("folder", "name", "symmetric"),
     [
-        ("07_gemm_all_scatter", "matmul_all_scatter"),
-        ("07_gemm_all_scatter/gluon", "matmul_all_scatter"),
-        ("10_gemm_all_scatter_wg_specialization", "matmul_all_scatter"),
-        ("11_gemm_all_scatter_producer_consumer", "matmul_all_scatter"),
-        ("12_gemm_all_scatter_bulk_synchronous", "matmul_all_scatter"),
-        ("14_all_gather_gemm", "all_gather_matmul_by_pull"),
+        ("07_gemm_all_scatter", "matmul_all_scatter", "c"),
+        ("07_gemm_all_scatter/gluon", "matmul_all_scatter", "c"),
+        ("10_gemm_all_scatter_wg_specialization", "matmul_all_scatter", "c"),
+        ("11_gemm_all_scatter_producer_consumer", "matmul_all_scatter", "c"),
+        ("12_gemm_all_scatter_bulk_synchronous", "matmul_all_scatter", "c"),
+        ("14_all_gather_gemm", "all_gather_matmul_by_pull", "a"),
     ],
 )
-def test_matrices_that_do_not_fit_together(ranks, folder, name):
-    ranks.run(refuse_products, folder, name)
+def test_matrices_that_do_not_fit_together(ranks, folder, name, symmetric):
+    """Nor with the kernel, which reaches the peers' copies of one of them."""
+    ranks.run(refuse_products, folder, name, symmetric)
 
 
 def run_wide_heads(ctx):

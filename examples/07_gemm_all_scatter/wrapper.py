@@ -1,7 +1,7 @@
 """The launch of the kernel, with what has to stand between it and the neighbours' calls."""
 
 import torch
-from arguments import check_tensors
+from arguments import check_symmetric, check_tensors
 from kernel import gemm_all_scatter
 
 import iris
@@ -16,6 +16,7 @@ def matmul_all_scatter(ctx: iris.Iris, c: torch.Tensor, a: torch.Tensor, b: torc
     """
     (M, K), N, W = a.shape, b.shape[1], ctx.get_num_ranks()
     check_tensors(ctx.device, a=(a, a.dtype, M, K), b=(b, a.dtype, K, N), c=(c, c.dtype, M, W * N))
+    check_symmetric(ctx, c=c)
     mine = c[:, ctx.get_rank() * N :][:, :N]
     programs = 4 if iris.simulator.ACTIVE else ctx.get_cu_count()
     # In front of the stores: all ranks are past what they did with the last call's result.

@@ -2,7 +2,7 @@
 
 import torch
 import triton
-from arguments import check_tensors
+from arguments import check_symmetric, check_tensors
 from kernel import pull, push
 
 import iris
@@ -23,6 +23,7 @@ def all_gather_matmul_by_pull(ctx: iris.Iris, c: torch.Tensor, a: torch.Tensor, 
     """
     (m, K), N, W = a.shape, b.shape[1], ctx.get_num_ranks()
     check_tensors(ctx.device, a=(a, a.dtype, m, K), b=(b, a.dtype, K, N), c=(c, c.dtype, W * m, N))
+    check_symmetric(ctx, a=a)
     # In front of the loads: what the peers wrote into their rows before the call is visible.
     ctx.device_barrier()
     # A tile's depth is the same number of bytes in every dtype.

@@ -50,6 +50,9 @@ class Context:
 
     zeros = empty
 
+    def is_symmetric(self, tensor):
+        return True
+
     def barrier(self):
         pass
 

@@ -1,7 +1,7 @@
 """The launch of the kernel, and the same as a step that autograd can go back over."""
 
 import torch
-from arguments import check_tensors
+from arguments import check_symmetric, check_tensors
 from kernel import gemm_all_scatter
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -22,8 +22,9 @@ def matmul_all_scatter(ctx: iris.Iris, c: torch.Tensor, a: torch.Tensor, b: torc
     """
     (M, K), N, W = a.shape, b.shape[1], ctx.get_num_ranks()
     check_tensors(ctx.device, a=(a, a.dtype, M, K), b=(b, a.dtype, K, N), c=(c, a.dtype, M, W * N))
-    if a.dtype not in ELEMENTS or not a.dtype == b.dtype == c.dtype:
-        raise ValueError(f"a, b and c have one dtype, fp16 or bf16; these are {a.dtype}, {b.dtype} and {c.dtype}.")
+    check_symmetric(ctx, c=c)
+    if a.dtype not in ELEMENTS:
+        raise ValueError(f"a, b and c are of {a.dtype}, and the tensor cores of this kernel take fp16 and bf16.")
     for name, matrix in (("a", a), ("b", b)):
         if matrix.stride(1) != 1 or matrix.stride(0) * matrix.itemsize % 16 or matrix.data_ptr() % 16:
             raise ValueError(
