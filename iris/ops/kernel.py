@@ -66,12 +66,12 @@ class Kernels:
         """Whether peers store into ``out`` itself: they do where it is on the heap, and TMA can, if that stores."""
         if call.name not in STORED_BY_PEERS:
             return False
-        return self._context.is_symmetric(call.out) and (not self._is_hoppers(config) or hopper.fits_tma(call.out))
+        return self._context.is_symmetric(call.out) and (not self._is_for_hopper(config) or hopper.fits_tma(call.out))
 
     def needs(self, kind: tuple, call: Call, config: FusedConfig, direct: bool) -> Needs:
         """The workspace of a call, whose result peers store to where it is if ``direct``."""
         W = self._context.num_ranks
-        if self._is_hoppers(config):
+        if self._is_for_hopper(config):
             return hopper.needs(kind, call, config, self.plan(call, config), W, direct)
         return portable.needs(kind, call, config, W, direct)
 
@@ -92,7 +92,7 @@ class Kernels:
         direct = self.direct(call, config)
         result = call.out if direct or call.name not in STORED_BY_PEERS else self._staged(call, buffers)
         sender = None
-        if self._is_hoppers(config):
+        if self._is_for_hopper(config):
             memory = self._context.heap.mapping if direct else buffers.mapping
             memory_places = self._places() if direct else buffers.places
             kernel, args = hopper.arguments(
@@ -126,7 +126,8 @@ class Kernels:
         """Forget all launches."""
         self._launches.clear()
 
-    def _is_hoppers(self, config: FusedConfig) -> bool:
+    def _is_for_hopper(self, config: FusedConfig) -> bool:
+        """Whether the kernel is one of `iris.ops.hopper`, whose arguments are tensor maps."""
         return config.use_gluon and self.gluon is hopper
 
     def _programs(self, config: FusedConfig) -> int:
