@@ -65,6 +65,8 @@ def test_fused_operations(name, tile, by_columns, split):
     sends = name != "all_gather_matmul"
     assert ("cp.async.bulk.tensor.3d.global" in text) == ("cp.async.bulk.wait_group 0" in text) == sends
     assert ("fence.proxy.async;" in text) == (name != "matmul_all_gather")
+    # TMA finds what was stored to shared memory: the barriers, and the products of each multiplier.
+    assert text.count("fence.proxy.async.shared::cta") >= 3
     # What stays here, and what a split hands over, is stored 16 bytes at a time, and parts are fetched by TMA.
     split = split and "reduce" not in name
     assert ("st.global.v4.b32" in text) == (name in ("all_gather_matmul", "matmul_reduce_scatter") or split)
