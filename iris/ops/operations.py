@@ -208,7 +208,11 @@ class Operations:
         return Work(self._on_gpu) if async_op else None
 
     def close(self) -> None:
-        """Let go of the workspaces. The caller guarantees that no kernel uses them any more, on any rank."""
+        """Give back the memory of all calls, those in graphs too; later calls get new.
+
+        The caller guarantees that no kernel uses it any more, on any rank, and that no graph captured so far will be
+        replayed. Workspaces that a preamble returned are the caller's, and closed by their own ``close()``.
+        """
         self._workspaces.close()
         self._kernels.close()
         self._all_reduce_rms_norm.close()
