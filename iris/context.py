@@ -20,6 +20,7 @@ from iris.ops.operations import Operations
 from iris.simulator import sanitizer
 from iris.tensors import Factories
 from iris.tracing.recording import Tracing
+from iris.untraced import untraced
 from iris.workspace import Workspace
 from iris.world import Group
 
@@ -107,6 +108,7 @@ class Iris(Factories):
         self.heap.check_open()
         return self._device_context
 
+    @untraced("the ranks meet on the host")
     def barrier(self, stream: torch.cuda.Stream | None = None, group: dist.ProcessGroup | None = None) -> None:
         """Drain ``stream`` (default: the device), then meet all ranks of ``group`` (default: the world).
 
@@ -119,6 +121,7 @@ class Iris(Factories):
         else:
             self._group(group).all_gather(None, "a barrier of a group")
 
+    @untraced("a barrier is a launch by the host")
     def device_barrier(self, group: dist.ProcessGroup | None = None) -> None:
         """Enqueue a barrier of ``group`` (default: the world) on the current stream; the host does not wait.
 
@@ -142,6 +145,7 @@ class Iris(Factories):
         stream = torch._C._cuda_getCurrentRawStream(self.gpu_id) if on_gpu else None
         self._barriers[group].enqueue(stream, capturing)
 
+    @untraced("the ranks meet on the host")
     def broadcast(self, value: Any, src: int = 0, *, source_rank: int | None = None) -> Any:
         """Every rank gets ``src``'s ``value``: a number, tensor, array or any object that can be pickled.
 
@@ -191,6 +195,7 @@ class Iris(Factories):
         """Log ``message`` at level ERROR with the rank in front."""
         self._log(logging.ERROR, message)
 
+    @untraced("the ranks meet on the host")
     def close(self) -> None:
         """Give the heap back. Collective; blocks the host until every rank has closed. A second call does nothing.
 

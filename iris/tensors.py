@@ -21,6 +21,7 @@ from iris.errors import (
     WrongDeviceError,
 )
 from iris.heap import SymmetricHeap
+from iris.untraced import untraced_methods
 
 Size = int | Sequence["Size"]
 Number = int | float | complex | bool
@@ -30,6 +31,7 @@ _PYTHON_TYPES = {float: torch.float64, int: torch.int64, bool: torch.bool, compl
 _FORMATS = (torch.contiguous_format, torch.preserve_format)
 
 
+@untraced_methods("the symmetric heap is the host's, and graphs know no addresses")
 class Factories:
     """The factories, for a class that has a ``heap``.
 

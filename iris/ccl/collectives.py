@@ -17,12 +17,14 @@ from iris.errors import (
 )
 from iris.heap.history import debugging
 from iris.launch import KEPT
+from iris.untraced import untraced_methods
 from iris.world import check_process_group
 
 DEBUGGING = debugging()
 NOTHING = torch.empty(0)
 
 
+@untraced_methods("ctx.ccl is for the host; iris.ccl.functional has its collectives as operators for graphs")
 class Collectives:
     """The collectives among the ranks of a group, by default all of them; made by `iris.iris`, as ``ctx.ccl``.
 

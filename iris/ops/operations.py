@@ -21,10 +21,12 @@ from iris.ops.config import FusedConfig
 from iris.ops.kernel import Kernels
 from iris.ops.normalisation import AllReduceRmsNorm, NormCall
 from iris.ops.workspaces import Workspaces
+from iris.untraced import untraced_methods
 
 DEBUGGING = debugging()
 
 
+@untraced_methods("ctx.ops is for the host; iris.ops.functional has the same as operators for graphs")
 class Operations:
     """Fused operations among all ranks; made by `iris.iris`, as ``ctx.ops``.
 

@@ -28,6 +28,7 @@ from iris.errors import KernelDefinedTooEarlyError, LaunchError, NotOnCpuError
 from iris.simulator import dtypes, sanitizer, tma
 from iris.simulator import grid as scheduler
 from iris.simulator.gluon import semantic
+from iris.untraced import untraced
 
 # What rewritten code calls -------------------------------------------------------------------------------------------
 
@@ -286,6 +287,7 @@ def _dimensions(grid: Any, kernel: str) -> tuple[int, ...]:
 
 
 _stock_init = InterpretedFunction.__init__
+in_python = untraced("the simulator runs kernels in Python")
 
 
 def define(self: InterpretedFunction, fn: FunctionType, **options: Any) -> None:
@@ -320,6 +322,7 @@ def call(self: InterpretedFunction, *args: Any, **kwargs: Any) -> Any:
     return rewritten(self)(*args, **kwargs)
 
 
+@in_python
 def launch(self: InterpretedFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
     """``kernel[grid](...)``. Options of the compiler are accepted; only ``num_warps`` has a meaning here."""
     if warmup:
@@ -378,6 +381,7 @@ def install() -> None:
     InterpretedFunction.__call__ = call
     InterpretedFunction.run = launch
     JITFunction.run = JITFunction.__call__ = defined_too_early
+    in_python(Autotuner.run)
     Autotuner._bench = first_config
     Autotuner.check_disk_cache = lambda self, key, configs, choose: choose()
     stock._get_np_dtype = dtypes.storage  # the same, remembered

@@ -51,6 +51,23 @@ def test_an_autotuned_kernel_runs_once_in_its_first_configuration(kernel, option
     assert tuned.best_config is CONFIGS[0]
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("autotuned", [False, True])
+def test_a_kernel_in_a_compiled_function(autotuned):
+    torch.compiler.reset()
+    kernel, options = (triton.autotune(CONFIGS, key=["n"])(add_one), {}) if autotuned else (add_one, {"B": 32})
+
+    @torch.compile(backend="aot_eager")
+    def function(x):
+        x, y = torch.sin(x), torch.zeros(len(x) + 1)
+        kernel[lambda meta: (triton.cdiv(meta["n"], meta["B"]),)](x, y, len(x), **options)
+        return 2 * y
+
+    for n in (100, 70):
+        x = torch.randn(n)
+        torch.testing.assert_close(function(x), 2 * torch.cat([torch.sin(x) + 1, torch.tensor([(n + 31) // 32])]))
+
+
 def test_heuristics_and_pruning_choose_as_they_do_on_a_gpu():
     chosen = triton.heuristics({"B": lambda args: triton.next_power_of_2(args["n"])})(add_one)
     pruned = triton.autotune(CONFIGS, key=["n"], prune_configs_by={"early_config_prune": lambda c, *_, **__: c[1:]})

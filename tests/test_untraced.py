@@ -1,0 +1,69 @@
+"""The host's calls inside a function for torch.compile: the graph breaks there, and results are as without."""
+
+import pytest
+import torch
+from torch._dynamo.exc import Unsupported
+
+from iris.ops import FusedConfig
+
+
+def reduced(ctx, x):
+    ctx.ccl.all_reduce(result := torch.empty_like(x), x)
+    return result
+
+
+def waited_for(ctx, x):
+    workspace = ctx.ccl.all_reduce_preamble(result := torch.empty_like(x), x)
+    ctx.ccl.all_reduce(result, x, async_op=True, workspace=workspace).wait()
+    return result
+
+
+def multiplied(ctx, x):
+    config = FusedConfig(block_size_m=16, block_size_n=16, block_size_k=16)
+    ctx.ops.matmul_all_reduce(result := torch.empty(4, 5, device=ctx.device), x, x.new_ones(6, 5), config=config)
+    return result
+
+
+def normalised(ctx, x):
+    ctx.ops.all_reduce_rms_norm(result := torch.empty_like(x), x, x.new_ones(6))
+    return result
+
+
+def copied(ctx, x):
+    on_heap = ctx.zeros(4, 6).copy_(x)
+    ctx.barrier()
+    return ctx.peer(on_heap, 0) + int(ctx.is_symmetric(on_heap))
+
+
+def met(ctx, x):
+    ctx.device_barrier()
+    return x
+
+
+CALLS = {
+    reduced: "ctx.ccl is for the host; iris.ccl.functional",
+    waited_for: "ctx.ccl is for the host; iris.ccl.functional",
+    multiplied: "ctx.ops is for the host; iris.ops.functional",
+    normalised: "ctx.ops is for the host; iris.ops.functional",
+    copied: "the symmetric heap",
+    met: "a barrier",
+}
+
+
+def compiled(ctx, call, why):
+    torch.compiler.reset()
+    x = torch.rand(4, 6, generator=torch.Generator().manual_seed(3)).to(ctx.device)
+
+    def function(x):
+        return 2 * call(ctx, torch.sin(x))
+
+    for rows in (x, x + 1):
+        torch.testing.assert_close(torch.compile(function, backend="aot_eager")(rows), function(rows))
+    torch.compiler.reset()  # what has broken once runs as it is
+    with pytest.raises(Unsupported, match=why):
+        torch.compile(function, backend="aot_eager", fullgraph=True)(x)
+
+
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
+def test_a_graph_breaks_at_calls_of_the_host(ranks, call):
+    ranks.run(compiled, call, CALLS[call])
