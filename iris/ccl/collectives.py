@@ -471,7 +471,7 @@ class Collectives:
                 comm, exchange, dense, dense, used, stream, capture is not None, peer))  # fmt: skip
         launch(stream, dense, dense)
         if name == "recv" and dense is not tensor:
-            tensor.copy_(dense)
+            _copy(tensor, dense)
         return Work(self._on_gpu) if async_op else None
 
     def _rows(
@@ -546,7 +546,7 @@ class Collectives:
     ) -> Work | None:
         launch(stream, source, result)
         if result is not output:
-            output.copy_(result)
+            _copy(output, result)
         return Work(self._on_gpu) if async_op else None
 
 
@@ -575,6 +575,12 @@ def _has_rows(tensor: torch.Tensor) -> bool:
 def _to_read(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor, or a plain copy: what has another order in memory here may have yet another one on other ranks."""
     return tensor if _is_plain(tensor) else tensor.resolve_neg().resolve_conj().contiguous()
+
+
+@torch.no_grad()
+def _copy(output: torch.Tensor, result: torch.Tensor) -> None:
+    """What kernels do without autograd's knowledge, to a parameter as well."""
+    output.copy_(result)
 
 
 def _to_write(tensor: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.library import custom_op
 
 from iris.ccl.config import ReduceOp
-from iris.errors import InvalidGroupError, UnsupportedReductionError
+from iris.errors import InvalidCollectiveError, InvalidGroupError, UnsupportedReductionError
 
 
 class Ranks(NamedTuple):
@@ -59,6 +59,12 @@ def size_of(name: str) -> int:
     return context.num_ranks if group is None else group.size()
 
 
+def _rows(name: str, input: Tensor) -> int:
+    if input.dim() == 0:
+        raise InvalidCollectiveError(f"{name}() takes rows, and the input has no dimension: give it x.reshape(1).")
+    return input.shape[0]
+
+
 def _like(input: Tensor, rows: int | None = None) -> Tensor:
     """A contiguous tensor of the shape of ``input``, or with so many ``rows``."""
     return input.new_empty(input.shape if rows is None else (rows, *input.shape[1:]))
@@ -77,7 +83,7 @@ def all_reduce(input: Tensor, ranks: str, op: str = "sum") -> Tensor:
 def all_gather(input: Tensor, ranks: str) -> Tensor:
     """Every rank's ``input``, by rank along the first dimension: ``(M, ...)`` → ``(W * M, ...)``."""
     context, group = find(ranks)
-    output = _like(input, input.shape[0] * size_of(ranks))
+    output = _like(input, _rows("all_gather", input) * size_of(ranks))
     context.ccl.all_gather(output, input, group=group)
     return output
 
@@ -86,7 +92,13 @@ def all_gather(input: Tensor, ranks: str) -> Tensor:
 def reduce_scatter(input: Tensor, ranks: str, op: str = "sum") -> Tensor:
     """The rank's part of the ranks' combined ``input``: ``(W * M, ...)`` → ``(M, ...)``."""
     context, group = find(ranks)
-    output = _like(input, input.shape[0] // size_of(ranks))
+    rows, size = _rows("reduce_scatter", input), size_of(ranks)
+    if rows % size:
+        raise InvalidCollectiveError(
+            f"reduce_scatter() among {size} ranks takes an input whose number of rows is a multiple of {size}; it got "
+            f"{list(input.shape)}."
+        )
+    output = _like(input, rows // size)
     context.ccl.reduce_scatter(output, input, op=ReduceOp(op), group=group)
     return output
 
@@ -121,8 +133,10 @@ def reduce(input: Tensor, ranks: str, dst: int = 0, op: str = "sum") -> Tensor:
 # What they return, for torch.compile ---------------------------------------------------------------------------------
 
 all_reduce.register_fake(lambda input, ranks, op="sum": _like(input))
-all_gather.register_fake(lambda input, ranks: _like(input, input.shape[0] * size_of(ranks)))
-reduce_scatter.register_fake(lambda input, ranks, op="sum": _like(input, input.shape[0] // size_of(ranks)))
+all_gather.register_fake(lambda input, ranks: _like(input, _rows("all_gather", input) * size_of(ranks)))
+reduce_scatter.register_fake(
+    lambda input, ranks, op="sum": _like(input, _rows("reduce_scatter", input) // size_of(ranks))
+)
 all_to_all.register_fake(lambda input, ranks: _like(input))
 broadcast.register_fake(lambda input, ranks, src=0: _like(input))
 reduce.register_fake(lambda input, ranks, dst=0, op="sum": _like(input))

@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from ccl.calls import EVERYTHING
 from iris.ccl import functional
-from iris.errors import InvalidGroupError, UnsupportedReductionError
+from iris.errors import InvalidCollectiveError, InvalidGroupError, UnsupportedReductionError
 
 
 def reference(call, inputs, rank, argument):
@@ -102,7 +102,34 @@ def refused(ctx):
         functional.all_reduce(x, ranks, "max").sum().backward()
     with pytest.raises(InvalidGroupError, match="'nowhere'.*name_of"):
         functional.all_reduce(x.detach(), "nowhere")
+    for gather in (functional.all_gather, torch.compile(functional.all_gather, backend="aot_eager")):
+        with pytest.raises(Exception, match=r"all_gather\(\) takes rows.*x.reshape\(1\)"):
+            gather(x.detach().sum(), ranks)
+    with pytest.raises(InvalidCollectiveError, match=r"number of rows is a multiple of 2; it got \[3, 2\]"):
+        functional.reduce_scatter(torch.ones(3, 2, device=ctx.device), ranks)
 
 
 def test_what_makes_no_sense_is_refused(ranks):
     ranks.run(refused)
+
+
+def into_parameters(ctx):
+    """Columns of a matrix, which are copied: kernels cannot write them as they lie."""
+    me = ctx.cur_rank
+    parameter = torch.nn.Parameter(torch.full((3, 2), float(me), device=ctx.device).t())
+    given = torch.full((2, 3), 5.0 + me, device=ctx.device)
+    derived = torch.full((3, 2), 1.0 + me, device=ctx.device, requires_grad=True).t() * 2
+    for call, expected in (
+        (lambda: ctx.ccl.broadcast(parameter, 1), 1),
+        (lambda: ctx.ccl.all_reduce(parameter, given), 11),
+        (lambda: ctx.ccl.send(given, 0) if me else ctx.ccl.recv(parameter, 1), 11 if me else 6),
+        (lambda: ctx.ccl.broadcast(derived, 1), 11 if me else 6),
+    ):
+        call()
+        assert (parameter == expected).all() and parameter.requires_grad and parameter.is_leaf
+    assert (derived == 4).all() and derived.grad_fn.name() == "MulBackward0"
+
+
+@pytest.mark.ranks(2, exactly=True)
+def test_parameters_are_written_as_other_tensors_are(ranks):
+    ranks.run(into_parameters)
