@@ -18,7 +18,7 @@ def run(program, limit, **kwargs):
 def test_a_wait_in_vain_is_reported():
     result = run([TESTS / "programs" / "wait_in_vain.py"], "2")
     assert result.returncode == 0, result.stderr
-    assert result.stdout.count("found:") == 7 and "FAILED" not in result.stdout, result.stdout
+    assert result.stdout.count("found:") == 8 and "FAILED" not in result.stdout, result.stdout
     assert result.stdout.count("done") == 2
 
 

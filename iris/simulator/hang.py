@@ -26,6 +26,8 @@ _LIBRARIES = (str(Path(__file__).parents[1]) + os.sep, str(Path(triton.__file__)
 _SIMULATOR = str(Path(__file__).parent) + os.sep
 # Their calls are compared between ranks in debug mode.
 _COLLECTIVE = tuple(_LIBRARIES[0] + name + os.sep for name in ("ccl", "ops"))
+# In the name of their memory (`iris.ccl.communicator`); no other rank knows of them, with which to compare.
+_MESSAGES = " for messages "
 _SYMBOLS = {"eq": "==", "ne": "!=", "gt": ">", "ge": ">=", "lt": "<", "le": "<=", "reached": "at or past"}
 
 
@@ -75,7 +77,12 @@ def error(kernel: str, limit_s: float | None, waits: list[Wait]) -> IrisTimeoutE
     who = "" if number is None else f"Rank {number}: "
     text = "\n".join(f"  {line}" for line in lines)
     advice = "Look at who should have written these flags."
-    if any(wait.place[0].startswith(_COLLECTIVE) for wait in waits) and not switched_on("IRIS_DEBUG"):
+    if any(_MESSAGES in (wait.flag or "") for wait in waits):
+        advice = (
+            "Look at whether each recv() has a send() on the other rank, and each send() a recv(), of as many bytes "
+            "and in the same order."
+        )
+    elif any(wait.place[0].startswith(_COLLECTIVE) for wait in waits) and not switched_on("IRIS_DEBUG"):
         advice = "Look at whether all ranks make this call, and alike: IRIS_DEBUG=1 on all ranks compares them."
     return IrisTimeoutError(
         f"{who}kernel {kernel!r} waits, and no rank can go on any more:\n{text}\n{advice}"

@@ -130,6 +130,9 @@ def leave_alone(ctx):
         ("workspace of matmul_all_reduce(", "calls begun by each rank: [2, 1]"): (
             lambda: ctx.ops.matmul_all_reduce(product, a, b, config=tiles)
         ),
+        ("for messages down", told("queues of", "each recv() has a send() on the other rank")): (
+            lambda: ctx.ccl.send(x, 0) if ctx.get_rank() else ctx.ccl.recv(x, 1)
+        ),
     }
     for texts, call in calls.items():
         call()
