@@ -241,6 +241,10 @@ class NotTheCallerError(IrisError, ValueError):
     """A device operation got another rank where it takes the caller's."""
 
 
+class InvalidTileError(IrisError, TypeError):
+    """An operation of `iris.x` got something else where it takes a tile, a view of a matrix or the device context."""
+
+
 class InvalidConfigError(IrisError, ValueError):
     """A field of `iris.ccl.Config` has a value that cannot work."""
 

@@ -35,6 +35,14 @@ def check_tensor(name: str, tensor: object) -> None:
         )
 
 
+def check_at_root(comm: Communicator, name: str, role: str, tensor: object, root: int) -> None:
+    """That it is a tensor, where the root of the collective takes one and the others may give None."""
+    if tensor is None:
+        way = "from" if role == "input" else "to"
+        raise NotATensorError(tensor, f"{name}() {way} rank {comm.ranks[root]} needs an {role} there")
+    check_tensor(name, tensor)
+
+
 def check_config(config: Config | None) -> Config:
     """``config``, or the default."""
     used = DEFAULT if config is None else config

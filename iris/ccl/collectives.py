@@ -149,7 +149,7 @@ class Collectives:
         root = checks.rank_in_group(comm, "dst", dst, self._context.num_ranks)
         here = comm.rank == root
         if here:
-            checks.check_tensor("gather", output)
+            checks.check_at_root(comm, "gather", "output", output, root)
         source = _to_read(input)
         target = output if here else source
         result = _to_write(target)
@@ -182,7 +182,7 @@ class Collectives:
         root = checks.rank_in_group(comm, "src", src, self._context.num_ranks)
         here = comm.rank == root
         if here:
-            checks.check_tensor("scatter", input)
+            checks.check_at_root(comm, "scatter", "input", input, root)
         result = _to_write(output)
         source = _to_read(input) if here else result
         key = self._key(("scatter", root), result, source, config, stream, capture)
@@ -381,7 +381,7 @@ class Collectives:
         root = checks.rank_in_group(comm, "dst", dst, self._context.num_ranks)
         here = comm.rank == root
         if here:
-            checks.check_tensor("reduce", output)
+            checks.check_at_root(comm, "reduce", "output", output, root)
         target = output if here else input
         source = _to_read(input)
         result = _to_write(target) if here else source

@@ -216,7 +216,8 @@ def _rewrite(function: FunctionType, source: str | None) -> FunctionType:
     closure = tuple(cells[name] for name in code.co_freevars)
     result = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, closure)
     result.__kwdefaults__ = function.__kwdefaults__
-    result.__qualname__ = function.__qualname__
+    # For what Python says of missing arguments; where a method was made is no matter of who calls it.
+    result.__qualname__ = function.__qualname__.rpartition("<locals>.")[2]
     return result
 
 

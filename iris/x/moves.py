@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from iris.x.tile import columns_of, rows_of
+from iris.x.tile import check, columns_of, rows_of
 
 
 @triton.jit
@@ -13,6 +13,7 @@ def all_gather(tile, dst, dim: tl.constexpr, ctx):
     The shards lie one behind the other along ``dim``: with 0, ``dst`` is ``[W * M, N]`` for shards of ``[M, N]``, with
     1 it is ``[M, W * N]``; on the heap of every rank. Over the link: the tile, once to each peer, in one step.
     """
+    check("all_gather", ctx, tile, True, dst=dst)
     tl.static_assert(dim == 0 or dim == 1, "dim must be 0 (rows) or 1 (columns)")
     if dim == 0:
         height = dst.M // ctx.num_ranks
@@ -46,6 +47,7 @@ def all_to_all(tile, src, dst, N_per_rank, ctx):
     `TileView` they are loaded from ``src``. A tile may have columns for several ranks. Over the link: what is for
     peers, once, in one step.
     """
+    check("all_to_all", ctx, tile, False, src=src, dst=dst)
     rows, columns = rows_of(tile), columns_of(tile)
     there = (rows < src.M) & (columns < src.N)
     if tile.HOLDS_DATA:
@@ -66,6 +68,7 @@ def gather(tile, src, source_rank, ctx):
 
     ``src``: ``[M, N]``, on the heap of every rank. Over the link: the tile, once, in one step, a round trip.
     """
+    check("gather", ctx, tile, False, src=src)
     rows, columns = rows_of(tile), columns_of(tile)
     mask = (rows < src.M) & (columns < src.N)
     return ctx.load(src.at(rows, columns), source_rank, mask=mask, other=0.0)

@@ -40,7 +40,7 @@ import triton.language as tl
 from iris.ccl.combine import accumulator
 from iris.language.context import aggregate
 from iris.language.ordering import LANES, triton_ordering
-from iris.x.tile import columns_of, kept, rows_of
+from iris.x.tile import check, columns_of, kept, rows_of
 
 # More than two signals of each of 2^15 ranks; a power of two.
 PERIOD = tl.constexpr(1 << 17)
@@ -85,6 +85,7 @@ def all_reduce_atomic(tile, dst, ctx):
     ``dst``: ``[M, N]``, on the heap of every rank, with what the sum begins with, zeros for example. It is complete
     behind a barrier. Over the link: the tile, once to each peer, in one step.
     """
+    check("all_reduce_atomic", ctx, tile, True, dst=dst)
     rows, columns = rows_of(tile), columns_of(tile)
     mask = (rows < dst.M) & (columns < dst.N)
     data = tile.data.to(dst.ptr.dtype.element_ty)
@@ -100,6 +101,7 @@ def all_reduce_spinlock(tile, dst, locks, ctx):
     ``dst`` as in `all_reduce_atomic`, and of any type. ``locks``: one a tile, 0 while free: an array of its own,
     whose locks do not count. Over the link: the tile, twice for each peer, in two steps and those of the lock.
     """
+    check("all_reduce_spinlock", ctx, tile, True, dst=dst)
     rows, columns = rows_of(tile), columns_of(tile)
     mask = (rows < dst.M) & (columns < dst.N)
     element: tl.constexpr = dst.ptr.dtype.element_ty
@@ -167,6 +169,7 @@ def all_reduce_one_shot(tile, src, dst, locks, ctx):
     write nothing: the call itself tells the others that the tile is there. Over the link: W - 1 tiles in, in one step
     behind a signal.
     """
+    check("all_reduce_one_shot", ctx, tile, False, src=src, dst=dst)
     lock = locks + src.number_of(tile)
     start = begin(tile, src, lock, ctx)
     signal_all(lock, 1, ctx)
@@ -186,6 +189,7 @@ def all_reduce_two_shot(tile, src, dst, locks, ctx):
     ``src`` and ``locks`` as in `all_reduce_one_shot`; ``dst`` too, but on the heap of every rank. Tiles are added up by
     the ranks in turn. Over the link, on average over W tiles: (W - 1) / W tiles in for the sum, and as much out.
     """
+    check("all_reduce_two_shot", ctx, tile, False, src=src, dst=dst)
     number = src.number_of(tile)
     lock = locks + number
     start = begin(tile, src, lock, ctx)
@@ -214,6 +218,7 @@ def reduce_scatter(tile, src, dst, locks, ctx):
     anywhere; it gets this rank's rows, and what lies behind them is left alone. All ranks call for all tiles, which may
     have rows of several ranks. Over the link: this rank's rows of W - 1 tiles in, in one step behind a signal.
     """
+    check("reduce_scatter", ctx, tile, False, src=src, dst=dst)
     lock = locks + src.number_of(tile)
     start = begin(tile, src, lock, ctx)
     signal_all(lock, 1, ctx)

@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from iris.errors import InvalidTileError
 from iris.language.context import aggregate
 
 
@@ -80,6 +81,34 @@ class TensorView:
 def kept(value):
     """Triton unwraps the constants among a constexpr_function's arguments; they are to stay constants."""
     return value if isinstance(value, tl.tensor) else tl.constexpr(value)
+
+
+@triton.constexpr_function
+def check(name, ctx, tile, holds_data, **views):
+    """Raise unless these are what the operation ``name`` takes; ``holds_data``: whether its tile has to."""
+    if not hasattr(ctx, "num_ranks"):
+        raise InvalidTileError(
+            f"{name}() takes the context that iris.DeviceContext.initialize(context_tensor, rank, num_ranks) makes, "
+            f"and got {_told(ctx)}."
+        )
+    if not hasattr(tile, "pid_m") or (holds_data and not tile.HOLDS_DATA):
+        wanted = "Tile(pid_m, pid_n, block_m, block_n, data)"
+        if not holds_data:
+            wanted += " or TileView(pid_m, pid_n, block_m, block_n)"
+        raise InvalidTileError(f"{name}() takes iris.x.{wanted}, and got {_told(tile)}.")
+    for role, view in views.items():
+        if not hasattr(view, "at"):
+            wanted = "make_tensor_view(ptr, M, N, stride_m, stride_n)"
+            raise InvalidTileError(f"{name}() takes {role} as iris.x.{wanted}, and got {_told(view)}.")
+
+
+@triton.constexpr_function
+def _told(value):
+    if isinstance(value, TileView):
+        return "a TileView, which has no data"
+    if isinstance(value, tl.tensor):
+        return "a pointer" if value.dtype.is_ptr() else f"a tensor of {value.dtype}"
+    return f"a {type(value).__name__}"
 
 
 @triton.jit

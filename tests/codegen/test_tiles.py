@@ -1,11 +1,15 @@
 """The code of tile primitives: 16-byte accesses for peers as for this rank, and locks that are released in order."""
 
+import re
+
 import pytest
 import torch
+from triton.compiler.errors import CompilationError
 from x import tile_kernels
 
 from codegen.offline import TARGETS, compile_for
 from codegen.operations import is_data
+from iris.errors import InvalidTileError
 
 INT64, INT32 = torch.zeros(4096, dtype=torch.int64), torch.zeros(4096, dtype=torch.int32)
 BF16 = torch.zeros(4096, dtype=torch.bfloat16)
@@ -51,3 +55,13 @@ def test_tile(target, call):
         if " release, " in line:
             before = [each for each in lines[max(0, i - 25) : i] if "barrier" in each or "tt.store" in each]
             assert before and "barrier" in before[-1], lines[max(0, i - 25) : i + 1]
+
+
+@pytest.mark.parametrize("what", tile_kernels.MISTAKES)
+def test_what_is_no_tile_no_view_or_no_context(what):
+    with pytest.raises(CompilationError) as caught:
+        compile_for("sm_90", tile_kernels.mistaken, INT64, BF16, INT32, M, N, what, *BLOCK)
+    reason = caught.value
+    while reason.__cause__:
+        reason = reason.__cause__
+    assert isinstance(reason, InvalidTileError) and re.match(tile_kernels.MISTAKES[what], str(reason))

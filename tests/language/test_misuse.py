@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import triton
 
 import iris
 from iris.errors import InvalidContextError, NotSymmetricError, NotTheCallerError, RankOutOfRangeError
@@ -179,3 +180,18 @@ def misuse_flags(ctx, language):
 @pytest.mark.parametrize("language", ["triton", "gluon"])
 def test_comparisons_operations_and_types_that_flags_do_not_have(ranks, language):
     ranks.run(misuse_flags, language)
+
+
+@triton.jit
+def to_nobody(context_tensor, target):
+    iris.DeviceContext.initialize(context_tensor).store(target, 1.0)
+
+
+def without_a_rank(ctx):
+    with pytest.raises(TypeError, match=r"^Context.store\(\) missing 1 required positional argument: 'to_rank'"):
+        to_nobody[(1,)](ctx.get_device_context(), ctx.zeros(1))
+    ctx.barrier()
+
+
+def test_a_store_to_no_rank(ranks):
+    ranks.run(without_a_rank)

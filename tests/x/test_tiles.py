@@ -9,6 +9,7 @@ from ccl.calls import EVERYTHING
 from covering import covering
 from patterns import assert_same_bits, pattern
 
+from iris.errors import InvalidTileError
 from x import tile_kernels
 
 SHAPES = [(16, 32), (1, 1), (23, 45), (40, 7)]
@@ -229,3 +230,14 @@ def test_reduce_scatter(ranks):
     for rows, *case in covering([1, 5, 20], [1, 33], BLOCKS, SUMMED, LOCKS, *BY_COLUMNS):
         for M in {rows, rows * ranks.num_ranks}:
             ranks.run(scattered, M, *case)
+
+
+def mistaken(ctx, what, message):
+    with pytest.raises(InvalidTileError, match=message):
+        tile_kernels.mistaken[(1,)](ctx.get_device_context(), ctx.zeros(16, 16), ctx.zeros(1), 16, 16, what, 16, 16)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU Triton says it: tests/codegen/test_tiles.py")
+@pytest.mark.parametrize("what", tile_kernels.MISTAKES)
+def test_what_is_no_tile_no_view_or_no_context(ranks, what):
+    ranks.run(mistaken, what, tile_kernels.MISTAKES[what])

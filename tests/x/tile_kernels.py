@@ -121,3 +121,26 @@ def reduce_scatter(
         src_view = iris.x.make_tensor_view(src, M, N, src_m, src_n)
         dst_view = iris.x.make_tensor_view(dst + call * dst_step, shard, N, dst_m, dst_n)
         iris.x.reduce_scatter(tile, src_view, dst_view, locks, ctx)
+
+
+@triton.jit
+def mistaken(context, dst, locks, M, N, WHAT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
+    ctx = DeviceContext.initialize(context)
+    view, place = iris.x.make_tensor_view(dst, M, N, N, 1), iris.x.TileView(0, 0, BM, BN)
+    if WHAT == "data":
+        iris.x.all_gather(place, view, 0, ctx)
+    elif WHAT == "view":
+        iris.x.all_reduce_one_shot(place, view, dst, locks, ctx)
+    elif WHAT == "tile":
+        iris.x.gather(dst, view, 0, ctx)
+    else:
+        iris.x.gather(place, view, 0, context)
+
+
+# What is said where something else was given in this place.
+MISTAKES = {
+    "data": r"all_gather\(\) takes iris.x.Tile\(.*, data\), and got a TileView, which has no data",
+    "view": r"all_reduce_one_shot\(\) takes dst as iris.x.make_tensor_view\(.*\), and got a pointer",
+    "tile": r"gather\(\) takes iris.x.Tile\(.*\) or TileView\(.*\), and got a pointer",
+    "context": r"gather\(\) takes the context that iris.DeviceContext.initialize\(.*\) makes, and got a pointer",
+}
