@@ -7,6 +7,9 @@ They name their ranks by a string, as those of `iris.ccl.functional` do:
 
 Gradients are fused operations too: what gathers in one direction scatters sums in the other. Every rank calls backward.
 
+Under ``torch.autocast`` a product is one of its dtype, as ``torch.nn.functional.linear`` is: of matrices that are not
+fp8, and with a bias in the dtype of the result.
+
 ``scale_a``, ``scale_b``: as `iris.ops.operations.Operations` takes them; ``dtype``: of the result, if not that of the
 matrices, or bf16 where they are fp8. Fp8 and scales have no gradient: neither products of them, nor results.
 """
@@ -16,12 +19,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.library import custom_op
+from torch.library import Library, custom_op
 
 from iris.ccl import functional as collectives
 from iris.ccl.functional import find, size_of
 from iris.context import Iris
 from iris.errors import InvalidCollectiveError, InvalidGroupError
+from iris.ops.call import WIDE
 
 
 def _context(ranks: str) -> Iris:
@@ -180,6 +184,31 @@ all_reduce_rms_norm.register_fake(
 all_reduce_rms_norm_by_row.register_fake(
     lambda a, weight, residual, eps, ranks, dtype: (_rows_like(a, dtype), _sums_like(a, residual), _scales_like(a))
 )
+
+
+# Under torch.autocast ------------------------------------------------------------------------------------------------
+
+
+def _autocast(name: str, device_type: str) -> Callable[..., Tensor]:
+    """What torch calls in the operator's place where autocast is on. The gradients are of what was given."""
+    product = getattr(torch.ops.iris, name).default
+
+    def call(a, b, bias, ranks, scale_a=None, scale_b=None, dtype=None):
+        narrow = torch.get_autocast_dtype(device_type)
+        if a.dtype in WIDE and b.dtype in WIDE:
+            a, b = a.to(narrow), b.to(narrow)
+            bias = None if bias is None else bias.to(dtype or narrow)
+        with torch.autocast(device_type, enabled=False):
+            return product(a, b, bias, ranks, scale_a, scale_b, dtype)
+
+    return call
+
+
+# Kept, since what it has registered goes with it.
+_library = Library("iris", "FRAGMENT")
+for _name in ROWS:
+    for _device_type in ("cpu", "cuda"):
+        _library.impl(_name, _autocast(_name, _device_type), f"Autocast{_device_type.upper()}")
 
 
 # Gradients -----------------------------------------------------------------------------------------------------------

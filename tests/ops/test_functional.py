@@ -141,3 +141,47 @@ def with_wider_result(ctx, name):
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_a_wider_result(ranks, name):
     ranks.run(with_wider_result, name)
+
+
+def under_autocast(ctx, name, compiler):
+    """Weights of float32 meet what another layer has made in the narrow dtype, and get gradients of float32."""
+    torch.compiler.reset()
+    W, ranks, device = ctx.num_ranks, name_of(ctx), ctx.device.type
+    generator = torch.Generator().manual_seed(4)
+    x, first, b = (torch.randn(shape, generator=generator).to(ctx.device) for shape in ((4 * W, 8), (8, 16), (16, 5)))
+    bias = torch.randn(5, generator=generator).to(ctx.device)
+    operation = getattr(functional, name)
+
+    def layers(x, first, b, bias):
+        with torch.autocast(device, torch.bfloat16):
+            return operation(x @ first, b, bias, ranks)
+
+    given = [each.clone().requires_grad_() for each in (x, first, b, bias)]
+    result = (torch.compile(layers, backend=compiler, fullgraph=True) if compiler else layers)(*given)
+    assert result.dtype == torch.bfloat16
+    result.square().sum().backward()
+
+    exact = [each.clone().requires_grad_() for each in (x, first, b, bias)]
+    narrow = [each.bfloat16() for each in exact]
+    expected = operation(narrow[0] @ narrow[1], narrow[2], narrow[3], ranks)
+    expected.square().sum().backward()
+    torch.testing.assert_close(result, expected)
+    # A compiler may leave a rounding out.
+    grads = [each.grad for each in given], [each.grad for each in exact]
+    torch.testing.assert_close(*grads, rtol=1e-2, atol=1e-1)
+
+    with torch.autocast(device, torch.float16):
+        assert operation(x, first, None, ranks).dtype == torch.float16
+        assert operation(x, first, None, ranks, dtype=torch.float32).dtype == torch.float32
+        fp8, scale = first.to(torch.float8_e4m3fn), torch.ones(1, device=ctx.device)
+        rows = x.new_ones(16 * W, 8).to(torch.float8_e4m3fn)
+        assert operation(rows, fp8, None, ranks, scale_a=scale).dtype == torch.bfloat16
+        with pytest.raises(InvalidCollectiveError, match="one dtype"):
+            operation(x.double(), first, None, ranks)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("compiler", [None, *COMPILERS])
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_autocast(ranks, name, compiler):
+    ranks.run(under_autocast, name, compiler)
