@@ -106,6 +106,8 @@ class Call(NamedTuple):
         for role, scale, most in (("scale_a", self.scale_a, self.rows), ("scale_b", self.scale_b, N)):
             if scale is not None and (scale.dtype != torch.float32 or scale.numel() not in (1, most)):
                 return f"{role} is float32, of 1 or {most} elements"
+        if out.is_neg():
+            return "out is to be read with the other sign, as the imaginary part of a conjugate; give it another output"
         for role, matrix in (("A", a), ("B", b)):
             if overlap(out, matrix):
                 return f"out and {role} overlap in memory; give it an output of its own"

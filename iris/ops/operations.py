@@ -311,7 +311,11 @@ class Operations:
         """The call as what carries it takes it: with copies of what does not lie so."""
         if call.bias is not None:
             call = call._replace(bias=call.bias.contiguous())
-        return self._kernels.with_operands_that_fit(call, config) if config.variant == "kernel" else call
+        if config.variant != "kernel":
+            return call
+        # What torch has negated without writing it, as the imaginary part of a conjugate.
+        call = call._replace(a=call.a.resolve_neg(), b=call.b.resolve_neg())
+        return self._kernels.with_operands_that_fit(call, config)
 
     def _needs(self, call: Call, config: FusedConfig) -> Needs:
         """The memory of a call by a kernel or by copies; equal ones share it."""

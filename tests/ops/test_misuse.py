@@ -85,6 +85,12 @@ CASES = {
         ALIGNED,
         {"config": FusedConfig(use_gluon=True, block_size_m=128, block_size_n=256, block_size_k=128)},
     ),
+    "another sign": (
+        InvalidCollectiveError,
+        "the other sign",
+        {"out": torch.zeros(OUT, dtype=torch.cfloat).conj().imag},
+        {},
+    ),
     "config": (InvalidConfigError, "not an iris.ops.FusedConfig", {}, {"config": "fast"}),
 }
 

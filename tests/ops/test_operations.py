@@ -140,6 +140,28 @@ def test_product_of_parameters(ranks, name):
     ranks.run(of_parameters, name)
 
 
+def with_another_sign(ctx, name):
+    """The imaginary part of a conjugate lies in memory with the other sign, and only torch knows."""
+    size, rank = ctx.num_ranks, ctx.cur_rank
+    a, b = (
+        [matrix(*shape, torch.float32, "rows", 10 * seed + shape[1], ctx.device) for seed in range(size)]
+        for shape in ((5 * size, 6), (6, 4))
+    )
+    exact = result_of(name, a, b, rank)
+    out = torch.empty(exact.shape, device=ctx.device)
+    for config in (CONFIGS["vendor"], CONFIGS["fused"], *([CONFIGS["copies"]] if name in COPIED else [])):
+        negated_a, negated_b = (torch.complex(torch.zeros_like(x), -x).conj().imag for x in (a[rank], b[rank]))
+        assert negated_a.is_neg() and negated_b.is_neg()
+        for read in ((negated_a, b[rank]), (a[rank], negated_b)):
+            getattr(ctx.ops, name)(out.zero_(), *read, config=config)
+            torch.testing.assert_close(out.double(), exact, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_product_of_what_is_read_with_another_sign(ranks, name):
+    ranks.run(with_another_sign, name)
+
+
 def with_biases(ctx, name):
     """A bias is a vector as any other: a column, or one number for all. Whatever carries the call."""
     size, rank, (M, N) = ctx.num_ranks, ctx.cur_rank, (16 * ctx.num_ranks, 64)
