@@ -11,7 +11,7 @@ from iris import world
 from iris.ccl.collectives import Collectives
 from iris.device_barrier import DeviceBarrier
 from iris.device_record import DeviceRecord
-from iris.errors import FirstUseInCaptureError, RankOutOfRangeError
+from iris.errors import FirstUseInCaptureError, NotPicklableError, RankOutOfRangeError
 from iris.heap import SymmetricHeap, describe_address
 from iris.language.context import context_tensor
 from iris.language.functional import heap_bases_tensor
@@ -75,6 +75,16 @@ class Iris(Factories):
 
     def __repr__(self) -> str:
         return f"<Iris rank {self.cur_rank} of {self.num_ranks}, heap of {self.heap_size} bytes on {self.device}>"
+
+    def __copy__(self) -> "Iris":
+        return self
+
+    def __deepcopy__(self, memo: dict) -> "Iris":
+        """The context itself: a copy of a module that holds one works on the same ranks and heap."""
+        return self
+
+    def __reduce__(self) -> tuple:
+        raise NotPicklableError()
 
     def get_rank(self) -> int:
         """This rank, from 0 on."""

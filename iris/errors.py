@@ -150,6 +150,16 @@ class NotATensorError(IrisError, TypeError):
         super().__init__(f"{needed}, and this is a {type(value).__name__}: {value!r:.60}.")
 
 
+class NotPicklableError(IrisError, TypeError):
+    """A context was to be sent to another process, or saved."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "A context is of this process, whose ranks and memory it knows, and cannot be pickled. Make one in each "
+            "process, with iris.iris(); of a module that holds one, save the state_dict()."
+        )
+
+
 class FreedTensorError(IrisError, RuntimeError):
     """The memory of the tensor was given back with `free()` before."""
 

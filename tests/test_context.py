@@ -1,7 +1,10 @@
 """The host's side of a context: identity, barriers on host and device, broadcast, two contexts at once, closing."""
 
 import logging
+import pickle
 import time
+from copy import copy as copy_of
+from copy import deepcopy
 
 import numpy
 import pytest
@@ -11,7 +14,14 @@ import triton
 import triton.language as tl
 
 import iris
-from iris.errors import FirstUseInCaptureError, HeapClosedError, InvalidGroupError, OutOfStepError, RankOutOfRangeError
+from iris.errors import (
+    FirstUseInCaptureError,
+    HeapClosedError,
+    InvalidGroupError,
+    NotPicklableError,
+    OutOfStepError,
+    RankOutOfRangeError,
+)
 
 ON_GPU = torch.cuda.is_available()
 
@@ -265,6 +275,28 @@ def two_contexts(ctx):
 
 def test_two_contexts_live_side_by_side_and_a_closed_one_says_so(ranks):
     ranks.run(two_contexts)
+
+
+class Sum(torch.nn.Module):
+    def __init__(self, ctx):
+        super().__init__()
+        self.ctx, self.weight = ctx, torch.nn.Parameter(torch.ones(4, device=ctx.device))
+
+    def forward(self):
+        self.ctx.ccl.all_reduce(total := torch.empty_like(self.weight), self.weight)
+        return total
+
+
+def copied(ctx):
+    module = Sum(ctx)
+    for other in (deepcopy(module), copy_of(module)):
+        assert other.ctx is ctx and other().tolist() == [ctx.num_ranks] * 4
+    with pytest.raises(NotPicklableError, match="Make one in each process.*state_dict"):
+        pickle.dumps(module)
+
+
+def test_a_module_with_a_context_can_be_copied_and_not_pickled(ranks):
+    ranks.run(copied)
 
 
 def collect_messages(ctx, level):
