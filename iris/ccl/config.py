@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, fields
 from enum import Enum
 
-from iris.errors import InvalidConfigError
+from iris.errors import InvalidConfigError, UnsupportedReductionError
 
 
 class ReduceOp(Enum):
@@ -15,6 +15,11 @@ class ReduceOp(Enum):
     MIN = "min"
     MAX = "max"
     PRODUCT = "product"
+
+    @classmethod
+    def _missing_(cls, value: object) -> None:
+        known = ", ".join(repr(op.value) for op in cls)
+        raise UnsupportedReductionError(f"op={value!r} is not one of {known}.")
 
 
 ALL_REDUCE_VARIANTS = ("auto", "two_shot", "one_shot", "atomic", "ring", "spinlock")

@@ -19,6 +19,8 @@ from torch.library import custom_op
 
 from iris.ccl.config import ReduceOp
 from iris.errors import InvalidCollectiveError, InvalidGroupError, UnsupportedReductionError
+from iris.untraced import untraced
+from iris.world import check_process_group
 
 
 class Ranks(NamedTuple):
@@ -34,11 +36,20 @@ _named: dict[str, Ranks] = {}
 def name_of(ctx: Any, group: dist.ProcessGroup | None = None) -> str:
     """The name of the ranks of ``group`` (default: all) that use ``ctx``; the same for equal arguments. Local.
 
-    It does not keep the context alive.
+    It does not keep the context alive. In a function for torch.compile the first call breaks the graph.
     """
     for name, ranks in _named.items():
         if ranks.context() is ctx and ranks.group is group:
             return name
+    return _new_name(ctx, group)
+
+
+@untraced("the first call of name_of() for these ranks is in a compiled function; make it before")
+def _new_name(ctx: Any, group: dist.ProcessGroup | None) -> str:
+    if not hasattr(ctx, "ccl"):
+        raise InvalidGroupError(f"name_of() takes a context, as iris.iris() makes one, and got {ctx!r:.60}.")
+    if group is not None:
+        check_process_group(group)
     name = f"iris.{len(_named)}"
     _named[name] = Ranks(weakref.ref(ctx), group)
     return name

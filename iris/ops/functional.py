@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.library import Library, custom_op
 
@@ -31,7 +32,7 @@ from iris.ops.call import WIDE
 def _context(ranks: str) -> Iris:
     """Whose ranks they are: all of a context's, since the fused operations are among these."""
     context, group = find(ranks)
-    if group is not None:
+    if group not in (None, dist.group.WORLD):
         raise InvalidGroupError(
             "The fused operations are among all ranks of a context, and this is the name of a group. Take "
             "iris.ccl.functional.name_of(ctx)."

@@ -3,7 +3,9 @@
 import pytest
 import torch
 import torch.distributed as dist
+from torch._dynamo.exc import Unsupported
 
+import iris
 from ccl.calls import EVERYTHING
 from iris.ccl import functional
 from iris.errors import InvalidCollectiveError, InvalidGroupError, UnsupportedReductionError
@@ -102,6 +104,11 @@ def refused(ctx):
         functional.all_reduce(x, ranks, "max").sum().backward()
     with pytest.raises(InvalidGroupError, match="'nowhere'.*name_of"):
         functional.all_reduce(x.detach(), "nowhere")
+    with pytest.raises(UnsupportedReductionError, match="op='mean' is not one of 'sum', 'avg'"):
+        functional.all_reduce(x.detach(), ranks, "mean")
+    for given, message in (((None,), "takes a context.*None"), ((ctx, [0]), r"group=\[0\] is not a process group")):
+        with pytest.raises(InvalidGroupError, match=message):
+            functional.name_of(*given)
     for gather in (functional.all_gather, torch.compile(functional.all_gather, backend="aot_eager")):
         with pytest.raises(Exception, match=r"all_gather\(\) takes rows.*x.reshape\(1\)"):
             gather(x.detach().sum(), ranks)
@@ -111,6 +118,27 @@ def refused(ctx):
 
 def test_what_makes_no_sense_is_refused(ranks):
     ranks.run(refused)
+
+
+def named_inside(ctx):
+    """Ranks that have a name stay in the graph; the first call that asks for it breaks the graph."""
+    with iris.iris(1 << 16) as own:
+        torch.compiler.reset()
+
+        def doubled(x):
+            return 2 * functional.all_reduce(x, functional.name_of(own))
+
+        x = torch.ones(4, device=ctx.device)
+        with pytest.raises(Unsupported, match=r"first call of name_of\(\).*make it before"):
+            torch.compile(doubled, backend="aot_eager", fullgraph=True)(x)
+        torch.compiler.reset()
+        assert torch.compile(doubled, backend="aot_eager")(x).tolist() == [2 * ctx.num_ranks] * 4
+        torch.compiler.reset()
+        assert torch.compile(doubled, backend="aot_eager", fullgraph=True)(x).tolist() == [2 * ctx.num_ranks] * 4
+
+
+def test_a_name_is_asked_for_in_a_compiled_function(ranks):
+    ranks.run(named_inside)
 
 
 def into_parameters(ctx):

@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from covering import EVERYTHING
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from iris.ccl.functional import name_of
-from iris.errors import InvalidCollectiveError
+from iris.errors import InvalidCollectiveError, InvalidGroupError
 from iris.ops import functional
 from ops.products import OPERATIONS
 
@@ -185,3 +186,15 @@ def under_autocast(ctx, name, compiler):
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_autocast(ranks, name, compiler):
     ranks.run(under_autocast, name, compiler)
+
+
+def of_the_world(ctx):
+    """Of which the default group is another word."""
+    ranks, x = name_of(ctx, dist.group.WORLD), torch.eye(4, device=ctx.device)
+    torch.testing.assert_close(functional.matmul_all_reduce(x, x, None, ranks), ctx.num_ranks * x)
+    with pytest.raises(InvalidGroupError, match="among all ranks of a context"):
+        functional.matmul_all_reduce(x, x, None, name_of(ctx, dist.new_group()))
+
+
+def test_ranks_of_the_default_group(ranks):
+    ranks.run(of_the_world)
