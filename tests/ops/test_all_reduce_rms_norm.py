@@ -135,6 +135,21 @@ def test_in_place(ranks, variant, shape):
     ranks.run(in_place, variant, shape)
 
 
+def over_what_a_graph_needs(ctx, role):
+    """A buffer or a residual that is used again before backward: autograd says so."""
+    given = {"out": torch.ones(4, 12, device=ctx.device), "residual": torch.ones(4, 12, device=ctx.device)}
+    loss = (torch.ones(4, 12, device=ctx.device, requires_grad=True) * given[role]).sum()
+    rows, weight = torch.ones(4, 12, device=ctx.device), torch.ones(12, device=ctx.device)
+    ctx.ops.all_reduce_rms_norm(given["out"], rows, weight, residual=given["residual"])
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("role", ["out", "residual"])
+def test_a_result_over_what_a_graph_needs(ranks, role):
+    ranks.run(over_what_a_graph_needs, role)
+
+
 def misuse(ctx):
     x, weight = torch.ones(4, 16, dtype=BF16, device=ctx.device), torch.ones(16, dtype=BF16, device=ctx.device)
     scales = torch.ones(4, device=ctx.device)

@@ -140,6 +140,27 @@ def test_product_of_parameters(ranks, name):
     ranks.run(of_parameters, name)
 
 
+def over_what_a_graph_needs(ctx, name):
+    """A buffer that is used again before backward: autograd says so, whatever has carried the call."""
+    size, rows = ctx.num_ranks, 5 * ctx.num_ranks
+    a, b = torch.ones(rows, 6, device=ctx.device), torch.ones(6, 4, device=ctx.device)
+    shape = result_of(name, [a] * size, [b] * size, 0).shape
+    for out in (torch.empty(shape, device=ctx.device), ctx.empty(shape)):
+        for config in (CONFIGS["vendor"], CONFIGS["fused"], *([CONFIGS["copies"]] if name in COPIED else [])):
+            getattr(ctx.ops, name)(out, a, b, config=config)
+            loss = (torch.ones_like(out).requires_grad_() * out).sum()
+            getattr(ctx.ops, name)(out, a, b, config=config)
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                loss.backward()
+    with torch.inference_mode():
+        getattr(ctx.ops, name)(torch.empty(shape, device=ctx.device), a, b)
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_a_result_over_what_a_graph_needs(ranks, name):
+    ranks.run(over_what_a_graph_needs, name)
+
+
 def with_another_sign(ctx, name):
     """The imaginary part of a conjugate lies in memory with the other sign, and only torch knows."""
     size, rank = ctx.num_ranks, ctx.cur_rank
