@@ -215,6 +215,10 @@ for _name in ROWS:
 # Gradients -----------------------------------------------------------------------------------------------------------
 
 
+# The operands' places among an operator's arguments.
+A, B, BIAS = range(3)
+
+
 def _keep(ctx: Any, inputs: tuple, output: Tensor) -> None:
     a, b, bias, ctx.ranks, scale_a, scale_b, _ = inputs
     if a.itemsize == 1 or scale_a is not None or scale_b is not None:
@@ -234,14 +238,19 @@ def _saved(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def _bias(ctx: Any, gradient: Tensor) -> Tensor | None:
     """Of a bias that was added to each row that ``gradient`` has here."""
-    return gradient.sum(0, dtype=torch.float32).to(ctx.bias_dtype) if ctx.bias_dtype else None
+    return gradient.sum(0, dtype=torch.float32).to(ctx.bias_dtype) if ctx.needs_input_grad[BIAS] else None
+
+
+def _product(ctx: Any, operand: int, x: Tensor, y: Tensor) -> Tensor | None:
+    """The gradient of an operand, if it is to have one, which no other rank notices; collectives are called anyway."""
+    return torch.mm(x, y) if ctx.needs_input_grad[operand] else None
 
 
 def _all_gather_matmul_back(ctx: Any, gradient: Tensor) -> tuple:
     a, b, rounded = _saved(ctx, gradient)
     # Each rank multiplied all rows, so a row's gradient is a sum over the ranks, of which its owner gets all.
     to_a = matmul_reduce_scatter(rounded, b.t(), None, ctx.ranks)
-    to_b = torch.mm(collectives.all_gather(a, ctx.ranks).t(), rounded)
+    to_b = _product(ctx, B, collectives.all_gather(a, ctx.ranks).t(), rounded)
     return to_a, to_b, _bias(ctx, gradient), None, None, None, None
 
 
@@ -249,20 +258,22 @@ def _matmul_all_gather_back(ctx: Any, gradient: Tensor) -> tuple:
     # Of these rows, from all ranks: added up in the result's dtype, which may be wider than that of the matrices.
     own = collectives.reduce_scatter(gradient, ctx.ranks)
     a, b, rounded = _saved(ctx, own)
-    return torch.mm(rounded, b.t()), torch.mm(a.t(), rounded), _bias(ctx, own), None, None, None, None
+    to_a, to_b = _product(ctx, A, rounded, b.t()), _product(ctx, B, a.t(), rounded)
+    return to_a, to_b, _bias(ctx, own), None, None, None, None
 
 
 def _matmul_reduce_scatter_back(ctx: Any, gradient: Tensor) -> tuple:
     a, b, rounded = _saved(ctx, gradient)
     to_a = all_gather_matmul(rounded, b.t(), None, ctx.ranks)
-    to_b = torch.mm(a.t(), collectives.all_gather(rounded, ctx.ranks))
+    to_b = _product(ctx, B, a.t(), collectives.all_gather(rounded, ctx.ranks))
     return to_a, to_b, _bias(ctx, gradient), None, None, None, None
 
 
 def _matmul_all_reduce_back(ctx: Any, gradient: Tensor) -> tuple:
     a, b, rounded = _saved(ctx, gradient)
     total = collectives.all_reduce(rounded, ctx.ranks)
-    return torch.mm(total, b.t()), torch.mm(a.t(), total), _bias(ctx, gradient), None, None, None, None
+    to_a, to_b = _product(ctx, A, total, b.t()), _product(ctx, B, a.t(), total)
+    return to_a, to_b, _bias(ctx, gradient), None, None, None, None
 
 
 def _keep_rows(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:

@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 from covering import EVERYTHING
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from iris.ccl.functional import name_of
 from iris.errors import InvalidCollectiveError, InvalidGroupError
@@ -186,6 +187,43 @@ def under_autocast(ctx, name, compiler):
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_autocast(ranks, name, compiler):
     ranks.run(under_autocast, name, compiler)
+
+
+class Products(TorchDispatchMode):
+    """Counts those that are no part of a fused operation."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten.mm.default
+        return func(*args, **(kwargs or {}))
+
+
+# Products of a rank's own in backward, of the gradient of A and of B; the others are fused.
+OWN_PRODUCTS = {
+    "all_gather_matmul": (0, 1),
+    "matmul_all_gather": (1, 1),
+    "matmul_reduce_scatter": (0, 1),
+    "matmul_all_reduce": (1, 1),
+}
+
+
+def frozen(ctx, name):
+    """Of what has no gradient a rank computes none, and the others get theirs, whatever is frozen here."""
+    W, ranks = ctx.num_ranks, name_of(ctx)
+    a, b = (torch.ones(shape, device=ctx.device) for shape in ((4 * W, 6), (6, 5)))
+    for learned in ((True, False), (False, True), (ctx.cur_rank == 0, True)):
+        given = [x.clone().requires_grad_(wanted) for x, wanted in zip((a, b), learned, strict=True)]
+        loss = getattr(functional, name)(*given, None, ranks).sum()
+        with Products() as products:
+            loss.backward()
+        assert products.count == sum(n for n, wanted in zip(OWN_PRODUCTS[name], learned, strict=True) if wanted)
+        assert [x.grad is not None for x in given] == list(learned)
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_what_is_frozen(ranks, name):
+    ranks.run(frozen, name)
 
 
 def of_the_world(ctx):
