@@ -146,7 +146,11 @@ def over_what_a_graph_needs(ctx, name):
     a, b = torch.ones(rows, 6, device=ctx.device), torch.ones(6, 4, device=ctx.device)
     shape = result_of(name, [a] * size, [b] * size, 0).shape
     for out in (torch.empty(shape, device=ctx.device), ctx.empty(shape)):
-        for config in (CONFIGS["vendor"], CONFIGS["fused"], *([CONFIGS["copies"]] if name in COPIED else [])):
+        for config in (
+            FusedConfig(variant="vendor"),
+            CONFIGS["fused"],
+            *([CONFIGS["copies"]] if name in COPIED else []),
+        ):
             getattr(ctx.ops, name)(out, a, b, config=config)
             loss = (torch.ones_like(out).requires_grad_() * out).sum()
             getattr(ctx.ops, name)(out, a, b, config=config)
@@ -170,7 +174,7 @@ def with_another_sign(ctx, name):
     )
     exact = result_of(name, a, b, rank)
     out = torch.empty(exact.shape, device=ctx.device)
-    for config in (CONFIGS["vendor"], CONFIGS["fused"], *([CONFIGS["copies"]] if name in COPIED else [])):
+    for config in (FusedConfig(variant="vendor"), CONFIGS["fused"], *([CONFIGS["copies"]] if name in COPIED else [])):
         negated_a, negated_b = (torch.complex(torch.zeros_like(x), -x).conj().imag for x in (a[rank], b[rank]))
         assert negated_a.is_neg() and negated_b.is_neg()
         for read in ((negated_a, b[rank]), (a[rank], negated_b)):
