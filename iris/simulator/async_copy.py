@@ -47,6 +47,9 @@ def _load(memory: SharedMemory, pointers: tl.tensor, mask: Any, other: Any) -> N
         return values if mask is None or other is not None else np.where(mask.handle.data, values, poison)
 
     source = Source(read, memory.dtype)
+    partitions, this = grid.sharing()
+    if partitions is not None:
+        partitions.writes(this, memory.handle, "copies to")
     memory.handle[...] = poison
 
     def complete() -> None:
@@ -79,6 +82,7 @@ def mbarrier_arrive(barrier: SharedMemory, increment_count: Any = True) -> None:
     threads, copies = THREADS_OF_A_WARP * task.num_warps, task.in_flight.copies.issued()
     if truth(increment_count):
         mbarrier.update(barrier, arrivals=-threads)
+    mbarrier.told(barrier)
 
     def arrive() -> None:
         for copy in copies:

@@ -7,7 +7,7 @@ may wait for one another.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,10 +17,8 @@ from triton.language.semantic import TritonSemantic
 
 from iris.simulator import dtypes, grid
 from iris.simulator.interpreter import Builder, MissingOperation
+from iris.simulator.partitions import LARGEST_FLAG
 from iris.simulator.reductions import make_tensor
-
-# A larger tile that is read twice is data, not a flag.
-LARGEST_FLAG = 32
 
 SharedMemory = gl_core.shared_memory_descriptor
 """A view of a program's shared memory; its handle is a view of the array."""
@@ -105,7 +103,13 @@ class Semantic(TritonSemantic):
 
     def shared_load(self, mem_desc: SharedMemory, layout: Any = None) -> tl.tensor:
         values = mem_desc.handle.copy()
-        if values.size <= LARGEST_FLAG and grid.current().partitioned:
+        partitions, task = grid.sharing()
+        if partitions is None:
+            pass
+        elif values.size > LARGEST_FLAG:
+            partitions.reads(task, mem_desc.handle)
+        else:
+            partitions.meets(task)
             address = np.array([mem_desc.handle.ctypes.data], dtype=np.uint64)
             grid.observe("shared-memory load", address, values.reshape(-1), mem_desc.dtype, lambda: False)
         return make_tensor(values, mem_desc.dtype)
@@ -113,7 +117,12 @@ class Semantic(TritonSemantic):
     def shared_store(self, mem_desc: SharedMemory, value: tl.tensor) -> None:
         if list(value.shape) != list(mem_desc.shape) or value.dtype != mem_desc.dtype:
             raise ValueError(f"a {value.type} cannot be stored to shared memory {mem_desc.dtype} {mem_desc.shape}")
+        partitions, task = grid.sharing()
+        if partitions is not None and mem_desc.handle.size > LARGEST_FLAG:
+            partitions.writes(task, mem_desc.handle)
         mem_desc.handle[...] = value.handle.data
+        if partitions is not None and mem_desc.handle.size <= LARGEST_FLAG:
+            partitions.meets(task)
 
     def shared_dealloc(self, mem_desc: SharedMemory) -> None:
         pass
@@ -161,6 +170,15 @@ class Semantic(TritonSemantic):
 
 
 semantic = Semantic(Builder())
+
+
+def will_read(memory: SharedMemory, verb: str) -> Callable[[], None]:
+    """What is to be called when a read of ``memory`` has ended that the current task begins now."""
+    partitions, task = grid.sharing()
+    return _nothing if partitions is None else partitions.will_read(task, memory.handle, verb)
+
+
+def _nothing() -> None: ...
 
 
 def integer(value: Any) -> int:

@@ -23,6 +23,7 @@ import triton.language as tl
 
 from iris.simulator import hang, interrupts, sanitizer
 from iris.simulator.asynchronous import InFlight
+from iris.simulator.partitions import Partitions
 
 SHORTEST_SLEEP_S = 50e-6
 LONGEST_SLEEP_S = 1e-3
@@ -87,6 +88,8 @@ class Task:
     parent: "Task | None" = None
     partition: int | None = None
     """Which one of its program: 0 is the default one, that of the program's own warps; None if there is one only."""
+    partitions: Partitions | None = None
+    """What its partitions do to shared memory, while it has any."""
     children: int = 0
     joining: bool = False
     thread: int = 0
@@ -186,6 +189,19 @@ def stored() -> None:
         _current.stores = True
 
 
+def sharing() -> tuple[Partitions | None, Task]:
+    """What the partitions of the current program do to shared memory, if it has any; the current task."""
+    task = current()
+    return task.program.partitions, task
+
+
+def may_be_flag() -> None:
+    """Note that the current task uses memory by which partitions may tell each other something."""
+    partitions, task = sharing()
+    if partitions is not None:
+        partitions.meets(task)
+
+
 def give_way() -> None:
     """Let the partitions of the current program, and who else waits, go on before it does."""
     task = _current
@@ -260,7 +276,7 @@ class Launch:
 
     def fork(self, parent: Task, bodies: Sequence[Callable[[], None]], num_warps: Sequence[int]) -> None:
         """Add partitions that run beside ``parent``; `join` waits for them."""
-        parent.partition = 0
+        parent.partition, parent.partitions = 0, Partitions()
         for number, (body, warps) in enumerate(zip(bodies, num_warps, strict=True), 1):
             parent.children += 1
             self._partitions.append(Task(self, parent.index, body, warps, parent, number))
@@ -270,7 +286,7 @@ class Launch:
             parent.joining = True
             self._pass_on()
             self._park(parent)
-        parent.partition = None
+        parent.partition = parent.partitions = None
 
     def progress(self) -> None:
         """Something has changed: nobody is known to wait in vain."""

@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 
 MOST_LINES = 8
 
-_LIBRARIES = (str(Path(__file__).parents[1]) + os.sep, str(Path(triton.__file__).parent) + os.sep)
-_SIMULATOR = str(Path(__file__).parent) + os.sep
+SIMULATOR = str(Path(__file__).parent) + os.sep
+TRITON = str(Path(triton.__file__).parent) + os.sep
+_LIBRARIES = (str(Path(__file__).parents[1]) + os.sep, TRITON)
 # Their calls are compared between ranks in debug mode.
 _COLLECTIVE = tuple(_LIBRARIES[0] + name + os.sep for name in ("ccl", "ops"))
 # In the name of their memory (`iris.ccl.communicator`); no other rank knows of them, with which to compare.
@@ -114,10 +115,10 @@ def _describe(poll: "Poll", frame: FrameType | None, bottom: CodeType) -> tuple:
 
 def _place(stack: list[FrameType]) -> tuple[str, int, str]:
     """The user's line: the innermost frame outside the libraries, or else the kernel itself."""
-    first = next(i for i, frame in enumerate(stack) if frame.f_code.co_filename.startswith(_SIMULATOR))
+    first = next(i for i, frame in enumerate(stack) if frame.f_code.co_filename.startswith(SIMULATOR))
     stack = stack[first:]  # what the simulator itself calls is nobody's line
     users = [frame for frame in stack if not frame.f_code.co_filename.startswith(_LIBRARIES)]
-    kernels = [frame for frame in stack if not frame.f_code.co_filename.startswith(_SIMULATOR)]
+    kernels = [frame for frame in stack if not frame.f_code.co_filename.startswith(SIMULATOR)]
     frame = users[0] if users else kernels[-1]
     return frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name
 

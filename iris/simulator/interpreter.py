@@ -184,6 +184,7 @@ class Builder(InterpreterBuilder):
                 recorder.accessed(pointers, values.itemsize, READ, values, number)
             grid.looked(pointers, values, ptrs.get_element_ty())
             return result
+        grid.may_be_flag()
         with recorder.numbered() if recorder is not None else contextlib.nullcontext() as number:
             result = super().create_masked_load(ptrs, mask, other, *policy, **named)
         active = np.broadcast_to(mask.data, ptrs.data.shape)
@@ -301,6 +302,7 @@ class Builder(InterpreterBuilder):
 @contextlib.contextmanager
 def _recorded(pointers: np.ndarray, sem: Any, scope: Any) -> Iterator[Callable[..., None]]:
     """Around an atomic operation, which tells what it found and did. (numpy's arrays of no dimension are scalars.)"""
+    grid.may_be_flag()
     recorder = sanitizer.recorder
     if recorder is None:
         yield lambda old, kind, **_: None

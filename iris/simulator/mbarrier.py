@@ -65,6 +65,7 @@ def invalidate(mbarrier: SharedMemory, **_: Any) -> None:
 def arrive(mbarrier: SharedMemory, *, count: Any = 1, pred: Any = True, **_: Any) -> None:
     if not truth(pred):
         return
+    told(mbarrier)
     before = int(mbarrier.handle.flat[0])
     over = update(mbarrier, integer(count))
     # Who has yet to arrive, and then who waits for it, goes on before the next line of who has arrived: the order that
@@ -85,7 +86,10 @@ def expect(mbarrier: SharedMemory, bytes: Any = None, pred: Any = True, *, bytes
 
     The copies behind it are part of what it arrives for, so who has yet to arrive need not come before them.
     """
-    if truth(pred) and update(mbarrier, 1, integer(bytes if bytes_per_cta is None else bytes_per_cta)):
+    if not truth(pred):
+        return
+    told(mbarrier)
+    if update(mbarrier, 1, integer(bytes if bytes_per_cta is None else bytes_per_cta)):
         grid.give_way()
 
 
@@ -104,6 +108,9 @@ def update(mbarrier: SharedMemory, arrivals: int = 0, announced: int = 0) -> boo
     over = state.pending == 0 and state.awaited_bytes == 0
     if over:
         state.pending, state.phase = state.count, state.phase ^ 1
+        partitions, _ = grid.sharing()
+        if partitions is not None:
+            partitions.phase_ends(mbarrier.handle)
     state.put(mbarrier)
     return over
 
@@ -125,6 +132,16 @@ def wait(mbarrier: SharedMemory, phase: Any, pred: Any = True, deps: Any = (), *
             announced.popleft()()
         else:
             _observe(mbarrier, state)
+    partitions, task = grid.sharing()
+    if waiting and partitions is not None:
+        partitions.waited(task, mbarrier.handle)
+
+
+def told(mbarrier: SharedMemory) -> None:
+    """Who waits for the phase will know what the current task knows now."""
+    partitions, task = grid.sharing()
+    if partitions is not None:
+        partitions.arrives(task, mbarrier.handle)
 
 
 def _announced(mbarrier: SharedMemory) -> Any:

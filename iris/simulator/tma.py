@@ -18,7 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor as TritonDescriptor
 from iris.errors import NotInSimulatorError
 from iris.simulator import dtypes, grid, mbarrier, sanitizer
 from iris.simulator.asynchronous import Source
-from iris.simulator.gluon import SharedMemory, integer, semantic, truth
+from iris.simulator.gluon import SharedMemory, integer, semantic, truth, will_read
 from iris.simulator.reductions import make_tensor
 from iris.simulator.tensor_map import TensorMap
 
@@ -75,6 +75,9 @@ def load(
             return block.rounded(tl.core.load(pointers, inside, fill).handle.data)
 
     source = Source(read, block.element)
+    partitions, task = grid.sharing()
+    if partitions is not None:
+        partitions.writes(task, result.handle, "writes by TMA", told=barrier.handle)
     result.handle[...] = dtypes.poison(block.element)
 
     def complete() -> None:
@@ -111,8 +114,10 @@ def _issue(tensor_desc: Any, coord: Any, src: SharedMemory, put: Callable) -> No
     block = _block(tensor_desc, src)
     pointers, inside = _pointers(block, coord)
     source, in_flight = Source(src.handle.copy, block.element), grid.current().in_flight
+    has_read = will_read(src, "reads by TMA")
 
     def read() -> None:
+        has_read()
         values = make_tensor(source.at_completion(), block.element)
 
         def write() -> None:

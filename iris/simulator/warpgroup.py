@@ -15,7 +15,7 @@ from triton.runtime.interpreter import TensorHandle
 
 from iris.simulator import dtypes, grid
 from iris.simulator.asynchronous import Source
-from iris.simulator.gluon import SharedMemory, integer, semantic, truth
+from iris.simulator.gluon import SharedMemory, integer, semantic, truth, will_read
 
 Accumulator = hopper.warpgroup_mma_accumulator
 """A product that has not been waited for: nothing else can be done with it."""
@@ -40,8 +40,11 @@ def warpgroup_mma(
     poison = np.full(kind.shape, dtypes.poison(kind.scalar))
     added = acc.handle if truth(use_acc) else TensorHandle(np.zeros_like(poison), kind.scalar)
     result = TensorHandle(poison, kind.scalar)
+    have_read = [will_read(x, "reads by wgmma") for x in (a, b) if isinstance(x, SharedMemory)]
 
     def complete() -> None:
+        for has_read in have_read:
+            has_read()
         operands = (TensorHandle(source.at_completion(), x.dtype) for source, x in ((left, a), (right, b)))
         result.data[...] = semantic.builder.create_dot(*operands, added).data
 

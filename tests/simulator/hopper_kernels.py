@@ -307,7 +307,8 @@ def multiply(tiles_a, tiles_b, loaded, freed, K, HALF: gl.constexpr, FORGET: gl.
     acc = gl.zeros([M, N], gl.float32, accumulator(N, tiles_a.dtype))
     for i in range(gl.cdiv(K, BK)):
         stage = i % S
-        mbarrier.wait(loaded.index(stage), i // S & 1)
+        if FORGET != "load" or HALF == 0:
+            mbarrier.wait(loaded.index(stage), i // S & 1)
         product = warpgroup_mma(
             tiles_a.index(2 * stage + HALF), tiles_b.index(stage).permute((1, 0)), acc, is_async=True
         )
@@ -316,7 +317,7 @@ def multiply(tiles_a, tiles_b, loaded, freed, K, HALF: gl.constexpr, FORGET: gl.
         if early:
             mbarrier.arrive(freed.index(stage), count=1)
         acc = warpgroup_mma_wait(0, deps=[product])
-        if not early and FORGET != "arrive":
+        if not early and FORGET != "arrive" and (FORGET != "arrival of one" or HALF == 0):
             mbarrier.arrive(freed.index(stage), count=1)
     return (acc,)
 
@@ -333,7 +334,7 @@ def specialized_matmul(
 ):
     tiles_a = gl.allocate_shared_memory(a.dtype, [2 * S, M, BK], a.layout)
     tiles_b = gl.allocate_shared_memory(b.dtype, [S, N, BK], b.layout)
-    loaded, freed = barriers(S, 1), barriers(S, 2)
+    loaded, freed = barriers(S, 1), barriers(S, 1 if FORGET == "arrival of one" else 2)
     row, column = gl.program_id(0) * 2 * M, gl.program_id(1) * N
     acc = gl.warp_specialize(
         [
@@ -345,6 +346,28 @@ def specialized_matmul(
         [168, 24],
     )[0]
     write(c, row, column, acc, FORGET)
+
+
+@gluon.jit
+def put(block, is_there):
+    block.store(gl.full(block.shape, 5, block.dtype, TILE))
+    mbarrier.arrive(is_there, count=1)
+
+
+@gluon.jit
+def take(block, is_there, out, FORGET: gl.constexpr):
+    if FORGET != "wait":
+        mbarrier.wait(is_there, 0)
+    rows, columns = gl.arange(0, 32, gl.SliceLayout(1, TILE)), gl.arange(0, 32, gl.SliceLayout(0, TILE))
+    gl.store(out + rows[:, None] * 32 + columns[None, :], block.load(TILE))
+
+
+@gluon.jit
+def hand_over(out, FORGET: gl.constexpr = ""):
+    """One partition stores a block, another stores it to ``out``."""
+    block = gl.allocate_shared_memory(gl.float32, [32, 32], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    is_there = barriers(1, 1).index(0)
+    gl.warp_specialize([(put, (block, is_there)), (take, (block, is_there, out, FORGET))], [4], [24])
 
 
 def launch_specialized_matmul(a, b, c, blocks=(64, 64, 64), stages=2, **options):

@@ -237,8 +237,7 @@ def forgetful_copy_by_threads(forget, n):
 
 def forgetful_product(forget, K):
     a, b, c = operands(128, 64, K, torch.bfloat16)
-    launch = kernels.launch_specialized_matmul if forget.startswith("order") else kernels.launch_matmul
-    run(launch(a, b, c, FORGET=forget))
+    run(kernels.launch_matmul(a, b, c, FORGET=forget))
     return c, (a.float() @ b.float().T).bfloat16()
 
 
@@ -252,8 +251,6 @@ def forgetful_product(forget, K):
         (forgetful_product, "product", 400),
         (forgetful_product, "result", 400),
         (forgetful_product, "store", 400),
-        (forgetful_product, "order", 400),
-        (forgetful_product, "order of one", 400),
     ],
 )
 def test_a_wait_that_is_missing_gives_wrong_numbers(kernel, forget, size):
@@ -261,6 +258,26 @@ def test_a_wait_that_is_missing_gives_wrong_numbers(kernel, forget, size):
     torch.testing.assert_close(found, expected)
     found, expected = kernel(forget, size)
     assert not torch.allclose(found, expected, rtol=0.1, atol=0.1)
+
+
+@pytest.mark.parametrize("forget", ["load", "order", "order of one", "arrival of one"])
+def test_partitions_race_in_whatever_order_they_run(forget):
+    with pytest.raises(RuntimeError, match="a race in shared memory") as error:
+        run(kernels.launch_specialized_matmul(*operands(128, 64, 400, torch.bfloat16), FORGET=forget))
+    reads = f"reads by wgmma at {kernels.__file__}:{line_of(kernels.multiply, 'product = warpgroup_mma(')}"
+    assert reads in str(error.value)
+    assert f"partition 2 writes by TMA at {kernels.__file__}:" in str(error.value)
+
+
+def test_a_block_that_a_partition_stores_must_be_waited_for():
+    out = torch.zeros(32, 32)
+    kernels.hand_over[(1,)](out)
+    assert torch.all(out == 5)
+    with pytest.raises(RuntimeError) as error:
+        kernels.hand_over[(1,)](out, "wait")
+    read = f"partition 1 reads at {kernels.__file__}:{line_of(kernels.take, 'block.load')}"
+    written = f"partition 0 writes at {kernels.__file__}:{line_of(kernels.put, 'block.store')}"
+    assert f"{read} what {written}, and nothing orders the two" in str(error.value)
 
 
 @pytest.mark.parametrize("kernel", [forgetful_copy, forgetful_product])
