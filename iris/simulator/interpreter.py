@@ -9,6 +9,7 @@ waiting.
 import contextlib
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -27,13 +28,22 @@ class MissingOperation(AttributeError):
     """A builtin needs an operation that is not here; whoever knows the builtin's name says so to the user."""
 
 
+@dataclass(frozen=True)
+class Options(InterpreterOptions):
+    """What builtins ask the compiler's options for."""
+
+    sanitize_overflow: bool = False
+    """Integers wrap, as they do in a kernel that is not compiled for debugging; the check costs ten operations."""
+    enable_iisan: bool = False
+    allowed_dot_input_precisions: tuple[str, ...] = ("tf32", "tf32x3", "ieee", "bf16x3", "bf16x6")
+
+
 class Builder(InterpreterBuilder):
     """What a ``tl`` operation does to numpy arrays and to memory."""
 
     def __init__(self) -> None:
         super().__init__()
-        # Integers wrap, as they do in a kernel that is not compiled for debugging; the check costs ten operations.
-        self.options = InterpreterOptions(sanitize_overflow=False)
+        self.options = Options()
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("create_"):

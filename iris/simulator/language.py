@@ -19,7 +19,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
 from iris.errors import NotInSimulatorError
-from iris.simulator import async_copy, libdevice, matrix_core, mbarrier, reductions, shapes, tma, warpgroup
+from iris.simulator import async_copy, libdevice, matrix_core, mbarrier, reductions, scaled, shapes, tma, warpgroup
 from iris.simulator.aggregates import method
 from iris.simulator.gluon import semantic
 from iris.simulator.interpreter import MissingOperation
@@ -47,13 +47,6 @@ def _static_print(*values: Any, **options: Any) -> None:
     print(*values, **options)
 
 
-def _unavailable(name: str) -> Callable:
-    def unavailable(*_: Any, **__: Any) -> None:
-        raise NotInSimulatorError(name)
-
-    return unavailable
-
-
 def _replacements() -> dict[Any, Any]:
     """What stands in for a builtin that does not reach the semantic layer as it should, by the builtin."""
     core = tl.core
@@ -68,9 +61,9 @@ def _replacements() -> dict[Any, Any]:
         core.multiple_of: _same,
         core.max_contiguous: _same,
         core.max_constancy: _same,
-        core.map_elementwise: _unavailable("map_elementwise"),
+        core.map_elementwise: matrix_core.unavailable("map_elementwise"),
     }
-    for unit in (matrix_core, mbarrier, async_copy, tma, warpgroup):
+    for unit in (matrix_core, mbarrier, async_copy, scaled, tma, warpgroup):
         replaced.update(unit.replacements())
     return replaced
 
@@ -78,6 +71,8 @@ def _replacements() -> dict[Any, Any]:
 def _bind(builtin: Callable) -> Callable:
     """``builtin`` with the simulator's semantic layer."""
     inner = getattr(builtin, "__wrapped__", builtin)  # past the check that it is called by the compiler
+    if not _takes_semantic(inner):
+        return builtin  # such as asks the compiler for a layout
 
     @functools.wraps(builtin)
     def bound(*args: Any, _semantic: Any = None, **kwargs: Any) -> Any:
@@ -112,7 +107,11 @@ _FORWARDING = _forwarding(_same).__code__
 
 def _is_unmarked_builtin(member: FunctionType) -> bool:
     """The compiler passes its semantic layer to any method that takes it; not all of Gluon's are marked."""
-    return not member.__name__.startswith("_") and "_semantic" in inspect.signature(member).parameters
+    return not member.__name__.startswith("_") and _takes_semantic(member)
+
+
+def _takes_semantic(function: Callable) -> bool:
+    return "_semantic" in inspect.signature(function).parameters
 
 
 class _Binder:

@@ -1,13 +1,14 @@
-"""Products of matrices in registers, and AMD's loads and stores by a base and offsets."""
+"""Products of matrices in registers, and what AMD has: accesses by a base and offsets, hints to the compiler."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import triton.language as tl
 from triton.experimental.gluon import language as gl
 
 from iris.errors import NotInSimulatorError
-from iris.simulator.gluon import semantic
+from iris.simulator.gluon import integer, semantic
+from iris.simulator.reductions import make_tensor
 
 
 def multiply_add(a: tl.tensor, b: tl.tensor, acc: tl.tensor, *_: Any, **__: Any) -> tl.tensor:
@@ -15,8 +16,24 @@ def multiply_add(a: tl.tensor, b: tl.tensor, acc: tl.tensor, *_: Any, **__: Any)
     return tl.tensor(semantic.builder.create_dot(a.handle, b.handle, acc.handle), acc.type)
 
 
-def mfma_scaled(*_: Any, **__: Any) -> None:
-    raise NotInSimulatorError("mfma_scaled")
+def unavailable(name: str) -> Callable:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise NotInSimulatorError(name)
+
+    return refuse
+
+
+def sliced(source: tl.tensor, shape: Sequence[Any], offsets: Sequence[Any]) -> tl.tensor:
+    """`amd.slice`: a block of ``source``, which is in registers."""
+    part = tuple(slice(integer(first), integer(first) + integer(n)) for first, n in zip(offsets, shape, strict=True))
+    values = source.handle.data[part]
+    if list(values.shape) != list(map(integer, shape)):
+        raise ValueError(f"a slice {shape} at {offsets} is not within a tensor {source.shape}")
+    return make_tensor(values, source.dtype)
+
+
+def sched_barrier(allow: Any = None) -> None:
+    """Nothing: what the compiler may move past it makes no difference here."""
 
 
 def buffer_load(ptr, offsets, mask=None, other=None, cache=None):
@@ -43,10 +60,13 @@ def buffer_atomic(name: str) -> Callable:
 def replacements() -> dict[Any, Callable]:
     """What stands in for which of Gluon's builtins."""
     replaced: dict[Any, Callable] = {gl.dot_fma: multiply_add, gl.nvidia.ampere.mma_v2: multiply_add}
-    replaced[gl.amd.cdna4.mfma_scaled] = mfma_scaled
+    if hasattr(gl.amd, "slice"):  # Triton 3.6 has neither
+        replaced |= {gl.amd.slice: sliced, gl.amd.hint.sched_barrier: sched_barrier}
     for module in (gl.amd.cdna3, gl.amd.cdna4):
         for name, value in vars(module).items():
-            if name == "mfma":
+            if name in ("scaled_downcast", "get_scaled_upcast_fp4_scale_layout"):
+                replaced[value] = unavailable(name)
+            elif name == "mfma":
                 replaced[value] = multiply_add
             elif name in ("buffer_load", "buffer_store"):
                 replaced[value] = buffer_load if name == "buffer_load" else buffer_store

@@ -92,3 +92,18 @@ def test_a_copy_past_registers_on_cdna4():
 def test_a_masked_buffer_load_on_cdna(target):
     text = compiled(target, (cdna_kernels.load_behind_the_end, None, (LINE, LINE, 4096, 1024), {}))
     assert "buffer_load_dwordx4" in text and "buffer_store_dwordx4" in text
+
+
+@pytest.mark.parametrize("a, b", [("e4m3", "e5m2"), ("e2m1", "e4m3")])
+def test_a_product_with_factors_on_cdna4(a, b):
+    stored = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "e2m1": torch.uint8}
+    exponents = torch.empty(4096, dtype=torch.uint8)
+    pointers = (torch.empty(1, dtype=stored[a]), exponents, torch.empty(1, dtype=stored[b]), exponents, LINE)
+    launch = (cdna_kernels.mfma_scaled, None, (*pointers, a, b, 64, 32, 128), {"num_warps": 2})
+    assert "v_mfma_scale_f32_32x32x64" in compiled("gfx950", launch)
+
+
+@pytest.mark.skipif(not NEWER, reason="this Triton has neither slices of registers nor hints")
+@pytest.mark.parametrize("target", ["gfx942", "gfx950"])
+def test_a_slice_of_registers_and_a_hint_on_cdna(target):
+    assert "global_store" in compiled(target, (cdna_kernels.lower_half, None, (LINE, LINE), {}))

@@ -2,7 +2,7 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.amd import cdna3
+from triton.experimental.gluon.language.amd import cdna3, cdna4
 from triton.experimental.gluon.language.amd.cdna4 import async_copy
 
 import iris  # noqa: F401 (kernels are defined after it)
@@ -96,3 +96,41 @@ def copy_past_registers(x, out, n, BLOCK: gl.constexpr, FORGET: gl.constexpr = F
     if not FORGET:
         async_copy.wait_group(0)
     gl.store(out + i, tile.load(layout))
+
+
+@gluon.jit
+def load_matrix(pointer, R: gl.constexpr, C: gl.constexpr, LAYOUT: gl.constexpr):
+    rows, columns = gl.arange(0, R, gl.SliceLayout(1, LAYOUT)), gl.arange(0, C, gl.SliceLayout(0, LAYOUT))
+    return gl.load(pointer + rows[:, None] * C + columns[None, :])
+
+
+@gluon.jit
+def mfma_scaled(
+    a, factors_a, b, factors_b, out, A: gl.constexpr, B: gl.constexpr, M: gl.constexpr, N: gl.constexpr, K: gl.constexpr
+):
+    """out = a @ b + 1 in the formats ``A`` and ``B``; gfx950 has it. Factors: of 32 numbers along K, or None."""
+    products: gl.constexpr = gl.amd.AMDMFMALayout(4, [32, 32, 64], True, [2, 1])
+    left: gl.constexpr = gl.DotOperandLayout(0, products, 16)
+    right: gl.constexpr = gl.DotOperandLayout(1, products, 16)
+    of_left = None
+    if factors_a is not None:
+        of_left = load_matrix(factors_a, M, K // 32, cdna4.get_mfma_scale_layout(left, [M, K // 32]))
+    of_right = None
+    if factors_b is not None:
+        of_right = load_matrix(factors_b, N, K // 32, cdna4.get_mfma_scale_layout(right, [N, K // 32]))
+    tile_a = load_matrix(a, M, K // 2 if A == "e2m1" else K, left)
+    tile_b = load_matrix(b, K // 2 if B == "e2m1" else K, N, right)
+    acc = gl.full([M, N], 1, gl.float32, products)
+    acc = cdna4.mfma_scaled(tile_a, of_left, A, tile_b, of_right, B, acc)
+    rows, columns = gl.arange(0, M, gl.SliceLayout(1, products)), gl.arange(0, N, gl.SliceLayout(0, products))
+    gl.store(out + rows[:, None] * N + columns[None, :], acc)
+
+
+@gluon.jit
+def lower_half(x, out):
+    layout: gl.constexpr = gl.BlockedLayout([1, 4], [8, 8], [4, 1], [1, 0])
+    tile = load_matrix(x, 64, 32, layout)
+    gl.amd.hint.sched_barrier()
+    half = gl.amd.slice(tile, [32, 32], [32, 0])
+    rows, columns = gl.arange(0, 32, gl.SliceLayout(1, layout)), gl.arange(0, 32, gl.SliceLayout(0, layout))
+    gl.store(out + rows[:, None] * 32 + columns[None, :], half)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from triton.experimental.gluon import language as gl
 
 from iris.simulator import ACTIVE
 from simulator import cdna_kernels as kernels
@@ -45,3 +46,10 @@ def test_a_copy_past_registers_is_there_when_it_has_been_waited_for(forget):
     x, out = torch.ones(1024), torch.full((1024,), 7.0)
     kernels.copy_past_registers[(1,)](x, out, 1000, 1024, forget)
     assert torch.equal(out, (torch.arange(1024) < 1000).float()) != forget
+
+
+@pytest.mark.skipif(not hasattr(gl.amd, "hint"), reason="this Triton has neither")
+def test_a_slice_of_registers_and_a_hint():
+    x, out = torch.randn(64, 32), torch.zeros(32, 32)
+    kernels.lower_half[(1,)](x, out)
+    assert torch.equal(out, x[32:])

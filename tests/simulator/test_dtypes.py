@@ -173,9 +173,10 @@ def test_reduction_along_an_axis():
 
 
 @triton.jit
-def matmul(a, b, out, N: tl.constexpr):
+def matmul(a, b, out, N: tl.constexpr, PRECISION: tl.constexpr = None):
     i, j = tl.arange(0, N)[:, None], tl.arange(0, N)[None, :]
-    tl.store(out + i * N + j, tl.dot(tl.load(a + i * N + j), tl.load(b + i * N + j)))
+    product = tl.dot(tl.load(a + i * N + j), tl.load(b + i * N + j), input_precision=PRECISION)
+    tl.store(out + i * N + j, product)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float8_e5m2, torch.int8])
@@ -185,6 +186,13 @@ def test_dot(dtype):
     out = torch.zeros(32, 32, dtype=accumulated)
     matmul[(1,)](a, b, out, 32)
     assert torch.equal(out, (a.double() @ b.double()).to(accumulated))
+
+
+@pytest.mark.parametrize("precision", ["tf32", "tf32x3", "ieee", "bf16x3", "bf16x6"])
+def test_dot_of_float32_is_exact_in_every_precision(precision):
+    a, b, out = torch.randn(32, 32), torch.randn(32, 32), torch.zeros(32, 32)
+    matmul[(1,)](a, b, out, 32, precision)
+    torch.testing.assert_close(out.double(), a.double() @ b.double(), rtol=1e-5, atol=1e-5)
 
 
 @triton.jit
