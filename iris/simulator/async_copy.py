@@ -12,7 +12,7 @@ from triton.experimental.gluon.language.amd.cdna4 import async_copy as cdna4
 from triton.experimental.gluon.language.nvidia.ampere import async_copy as ampere
 
 from iris.simulator import dtypes, grid, mbarrier
-from iris.simulator.asynchronous import Source
+from iris.simulator.asynchronous import Destination, Source
 from iris.simulator.gluon import SharedMemory, integer, semantic, truth
 
 THREADS_OF_A_WARP = 32  # of NVIDIA's, where each thread of a program signals a barrier
@@ -50,10 +50,10 @@ def _load(memory: SharedMemory, pointers: tl.tensor, mask: Any, other: Any) -> N
     partitions, this = grid.sharing()
     if partitions is not None:
         partitions.writes(this, memory.handle, "copies to")
-    memory.handle[...] = poison
+    destination = Destination(memory.handle, memory.dtype)
 
     def complete() -> None:
-        memory.handle[...] = source.at_completion()
+        destination.complete(source.at_completion())
 
     grid.current().in_flight.copies.issue(complete)
 

@@ -4,7 +4,8 @@ They may run at any moment between the two, so a program that is right must not 
 something waits for it, and
 
 * what an operation has yet to write in shared memory or registers is poison (NaN where the type has one),
-* an element of its source that changes between issue and completion counts as poison.
+* an element of its source that changes between issue and completion counts as poison, and so does one of its
+  destination that something else writes.
 
 So a wait that is missing, or comes too late, shows as wrong numbers instead of a race that is lost now and then.
 """
@@ -75,6 +76,20 @@ class InFlight:
         writes, self.writes = self.writes, []
         for operation in writes:
             operation()
+
+
+class Destination:
+    """What an operation writes in shared memory at some time between now and its completion."""
+
+    def __init__(self, memory: np.ndarray, element: tl.dtype) -> None:
+        self._memory = memory
+        self._poison = dtypes.poison(element)
+        memory[...] = self._poison
+
+    def complete(self, values: np.ndarray) -> None:
+        bits = f"u{self._memory.itemsize}"
+        untouched = self._memory.view(bits) == self._poison.view(bits)
+        self._memory[...] = np.where(untouched, values, self._poison)
 
 
 class Source:

@@ -16,8 +16,8 @@ from triton.experimental.gluon.nvidia import hopper
 from triton.tools.tensor_descriptor import TensorDescriptor as TritonDescriptor
 
 from iris.errors import NotInSimulatorError
-from iris.simulator import dtypes, grid, mbarrier, sanitizer
-from iris.simulator.asynchronous import Source
+from iris.simulator import grid, mbarrier, sanitizer
+from iris.simulator.asynchronous import Destination, Source
 from iris.simulator.gluon import SharedMemory, integer, semantic, truth, will_read
 from iris.simulator.reductions import make_tensor
 from iris.simulator.tensor_map import TensorMap
@@ -78,10 +78,10 @@ def load(
     partitions, task = grid.sharing()
     if partitions is not None:
         partitions.writes(task, result.handle, "writes by TMA", told=barrier.handle)
-    result.handle[...] = dtypes.poison(block.element)
+    destination = Destination(result.handle, block.element)
 
     def complete() -> None:
-        result.handle[...] = source.at_completion()
+        destination.complete(source.at_completion())
         mbarrier.update(barrier, announced=-result.handle.nbytes)
 
     mbarrier.announce(barrier, complete)

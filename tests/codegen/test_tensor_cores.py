@@ -54,6 +54,8 @@ SMALL = {
     "read_block": ((BLOCK, ONE, 0, 0, 8, 16), "mbarrier.arrive.expect_tx"),
     "write_block": ((BLOCK, ONE, ONE, 0, 0, 8, 16, "read"), "cp.async.bulk.wait_group.read"),
     "read_block_of": ((LINE, ONE, 64, 64, 0, 0, 8, 16), "tensormap.replace"),
+    "write_twice": ((BLOCK, ONE, 8, 16, "load"), "cp.async.bulk.tensor.2d.shared"),
+    "hand_over": ((LINE,), "mbarrier.try_wait"),
     "phases": ((ONE, 2), "mbarrier.arrive"),
     "misused": (("often",), "mbarrier.arrive"),
     "product of shared memory": ((A, B, C, 64, 64, 32, False, True), "wgmma.mma_async"),

@@ -91,6 +91,29 @@ def write_block(target, first, out, row, column, R: gl.constexpr, C: gl.constexp
 
 
 @gluon.jit
+def write_twice(source, out, R: gl.constexpr, C: gl.constexpr, SECOND: gl.constexpr, FORGET: gl.constexpr = ""):
+    """A block loaded, and then another one, or fives, in its place."""
+    block = gl.allocate_shared_memory(source.dtype, [R, C], source.layout)
+    loaded = barriers(2, 1)
+    mbarrier.expect(loaded.index(0), source.block_type.nbytes)
+    load(source, [0, 0], loaded.index(0), block)
+    if FORGET != "wait":
+        mbarrier.wait(loaded.index(0), 0)
+    if SECOND == "store":
+        block.store(gl.full([R, C], 5, source.dtype, TILE))
+    else:
+        fence_async_shared()
+        mbarrier.expect(loaded.index(1), source.block_type.nbytes)
+        load(source, [R, 0], loaded.index(1), block)
+    if FORGET == "wait":
+        mbarrier.wait(loaded.index(0), 0)
+    if SECOND != "store":
+        mbarrier.wait(loaded.index(1), 0)
+    rows, columns = gl.arange(0, R, gl.SliceLayout(1, TILE)), gl.arange(0, C, gl.SliceLayout(0, TILE))
+    gl.store(out + rows[:, None] * C + columns[None, :], block.load(TILE))
+
+
+@gluon.jit
 def phases(out, ARRIVALS: gl.constexpr, FORGET: gl.constexpr = ""):
     barrier = barriers(1, ARRIVALS).index(0)
     mbarrier.wait(barrier, 1)  # for the phase before the first

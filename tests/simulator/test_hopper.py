@@ -260,6 +260,16 @@ def test_a_wait_that_is_missing_gives_wrong_numbers(kernel, forget, size):
     assert not torch.allclose(found, expected, rtol=0.1, atol=0.1)
 
 
+@pytest.mark.parametrize("second", ["load", "store"])
+def test_a_place_that_is_written_while_a_copy_to_it_is_under_way_holds_poison(second):
+    source, out = values(32, 32), torch.zeros(16, 32, dtype=torch.bfloat16)
+    block = kernels.descriptor(source, [16, 32])
+    kernels.write_twice[(1,)](block, out, 16, 32, second)
+    assert torch.equal(out, torch.full_like(out, 5) if second == "store" else source[16:])
+    kernels.write_twice[(1,)](block, out, 16, 32, second, "wait")
+    assert torch.all(out.isnan())
+
+
 @pytest.mark.parametrize("forget", ["load", "order", "order of one", "arrival of one"])
 def test_partitions_race_in_whatever_order_they_run(forget):
     with pytest.raises(RuntimeError, match="a race in shared memory") as error:
