@@ -5,6 +5,9 @@ phase what those knew who arrived in it, and that the copies are there which sig
 Model", causality order). So each partition has a clock of what it knows, and each byte of shared memory has who wrote
 it and who read it last. A mistake is found also if the scheduler happened to run the two in the order that was meant.
 
+TMA and tensor cores read shared memory another way than threads write it, so there must be a fence between the two, on
+either side (PTX ISA, "Async proxy"). Within a partition, recent compilers see to that.
+
 Atomic operations on global memory, and small blocks of shared memory, may be flags: they are taken to order everything.
 """
 
@@ -28,7 +31,14 @@ LARGEST_FLAG = 32
 """So many elements may be a flag that partitions poll; a larger block is data."""
 
 Clock = dict[Hashable, int]
-"""How much is known of each: of a partition, how often it has told something; of an mbarrier, its finished phases."""
+"""How much is known of each: of a partition, how often it has told something; of an mbarrier, its finished phases.
+
+Of `Fenced(partition)`, how much of that has a fence behind it.
+"""
+
+
+class Fenced(NamedTuple):
+    partition: "Task"
 
 
 class Access(NamedTuple):
@@ -100,6 +110,12 @@ class Partitions:
         _join(self._clocks[task], self._flags)
         self._tell(task, self._flags)
 
+    def fences(self, task: "Task") -> None:
+        clock = self._clocks[task]
+        clock.setdefault(task, 1)
+        clock |= {Fenced(who): when for who, when in clock.items() if isinstance(who, type(task))}
+        clock[task] += 1  # what it writes from now on has no fence behind it
+
     def _tell(self, task: "Task", told: Clock) -> None:
         clock = self._clocks[task]
         clock.setdefault(task, 1)
@@ -108,16 +124,16 @@ class Partitions:
 
     # What is accessed -----------------------------------------------------------------------------------------------
 
-    def reads(self, task: "Task", view: np.ndarray, verb: str = "reads") -> None:
-        self.will_read(task, view, verb)()
+    def reads(self, task: "Task", view: np.ndarray) -> None:
+        self.will_read(task, view, "reads", fenced=False)()
 
-    def will_read(self, task: "Task", view: np.ndarray, verb: str) -> Callable[[], None]:
-        """What is to be called when a read has ended that begins now."""
+    def will_read(self, task: "Task", view: np.ndarray, verb: str, fenced: bool = True) -> Callable[[], None]:
+        """What is to be called when a read has ended that begins now. ``fenced``: it wants a fence before it."""
         place = _place()
 
         def ended() -> None:
             marks, access = self._of(view), self._by(task, verb, place)
-            self._check(task, marks.of(marks.written, view), access)
+            self._check(task, marks.of(marks.written, view), access, fenced)
             marks.of(marks.read[task], view)[...] = self._note(access)
 
         return ended
@@ -149,16 +165,24 @@ class Partitions:
             marks = self._marks[memory.ctypes.data] = _Marks(memory)
         return marks
 
-    def _check(self, task: "Task", marks: np.ndarray, access: Access) -> None:
+    def _check(self, task: "Task", marks: np.ndarray, access: Access, fenced: bool = False) -> None:
         clock, first = self._clocks[task], marks.flat[0]
         for number in (first,) if (marks == first).all() else np.unique(marks):
             earlier = self._accesses[number]
             if earlier.when > clock.get(earlier.who, 0):
-                raise RuntimeError(
-                    f"a race in shared memory: partition {access.partition} {access.verb} at {access.place} what "
-                    f"partition {earlier.partition} {earlier.verb} at {earlier.place}, and nothing orders the two: "
-                    "an mbarrier is not waited for, or lacks an arrival"
-                )
+                missing = "nothing orders the two: an mbarrier is not waited for, or lacks an arrival"
+            elif fenced and earlier.verb == "writes" and earlier.who is not task and self._lacks_fence(clock, earlier):
+                missing = "no fence_async_shared stands between the two"
+            else:
+                continue
+            raise RuntimeError(
+                f"a race in shared memory: partition {access.partition} {access.verb} at {access.place} what "
+                f"partition {earlier.partition} {earlier.verb} at {earlier.place}, and {missing}"
+            )
+
+    @staticmethod
+    def _lacks_fence(clock: Clock, access: Access) -> bool:
+        return access.when > clock.get(Fenced(access.who), 0)
 
 
 def _join(clock: Clock, other: Clock) -> None:

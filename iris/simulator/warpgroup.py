@@ -66,7 +66,10 @@ def warpgroup_mma_wait(num_outstanding: Any = 0, deps: Sequence[Any] | None = No
 
 
 def fence_async_shared(cluster: Any = False) -> None:
-    """Nothing: all accesses of shared memory go the same way here."""
+    """All accesses of shared memory go the same way here; that it is not forgotten is looked at between partitions."""
+    partitions, task = grid.sharing()
+    if partitions is not None:
+        partitions.fences(task)
 
 
 def _type(value: tl.tensor | Accumulator) -> tl.block_type:

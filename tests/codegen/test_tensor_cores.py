@@ -56,6 +56,7 @@ SMALL = {
     "read_block_of": ((LINE, ONE, 64, 64, 0, 0, 8, 16), "tensormap.replace"),
     "write_twice": ((BLOCK, ONE, 8, 16, "load"), "cp.async.bulk.tensor.2d.shared"),
     "hand_over": ((LINE,), "mbarrier.try_wait"),
+    "hand_to_tma": ((BLOCK, "reader"), "fence.proxy.async"),
     "phases": ((ONE, 2), "mbarrier.arrive"),
     "misused": (("often",), "mbarrier.arrive"),
     "product of shared memory": ((A, B, C, 64, 64, 32, False, True), "wgmma.mma_async"),
@@ -109,3 +110,8 @@ def test_a_product_with_factors_on_cdna4(a, b):
 @pytest.mark.parametrize("target", ["gfx942", "gfx950"])
 def test_a_slice_of_registers_and_a_hint_on_cdna(target):
     assert "global_store" in compiled(target, (cdna_kernels.lower_half, None, (LINE, LINE), {}))
+
+
+def test_the_compiler_fences_nothing_between_partitions():
+    """The simulator therefore says that it is missing."""
+    assert "fence.proxy.async" not in compiled("sm_90", (hopper_kernels.hand_to_tma, None, (BLOCK, ""), {}))

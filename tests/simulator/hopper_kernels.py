@@ -372,8 +372,10 @@ def specialized_matmul(
 
 
 @gluon.jit
-def put(block, is_there):
+def put(block, is_there, FENCE: gl.constexpr):
     block.store(gl.full(block.shape, 5, block.dtype, TILE))
+    if FENCE == "writer":
+        fence_async_shared()
     mbarrier.arrive(is_there, count=1)
 
 
@@ -390,7 +392,23 @@ def hand_over(out, FORGET: gl.constexpr = ""):
     """One partition stores a block, another stores it to ``out``."""
     block = gl.allocate_shared_memory(gl.float32, [32, 32], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     is_there = barriers(1, 1).index(0)
-    gl.warp_specialize([(put, (block, is_there)), (take, (block, is_there, out, FORGET))], [4], [24])
+    gl.warp_specialize([(put, (block, is_there, "")), (take, (block, is_there, out, FORGET))], [4], [24])
+
+
+@gluon.jit
+def send(block, is_there, target, FENCE: gl.constexpr):
+    mbarrier.wait(is_there, 0)
+    if FENCE == "reader":
+        fence_async_shared()
+    store(target, [0, 0], block)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def hand_to_tma(target, FENCE: gl.constexpr):
+    block = gl.allocate_shared_memory(target.dtype, target.block_type.shape, target.layout)
+    is_there = barriers(1, 1).index(0)
+    gl.warp_specialize([(put, (block, is_there, FENCE)), (send, (block, is_there, target, FENCE))], [4], [24])
 
 
 def launch_specialized_matmul(a, b, c, blocks=(64, 64, 64), stages=2, **options):

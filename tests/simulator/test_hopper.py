@@ -290,6 +290,18 @@ def test_a_block_that_a_partition_stores_must_be_waited_for():
     assert f"{read} what {written}, and nothing orders the two" in str(error.value)
 
 
+@pytest.mark.parametrize("fence", ["writer", "reader", ""])
+def test_a_block_that_one_partition_stores_and_tma_reads_for_another_wants_a_fence(fence):
+    target = torch.zeros(32, 32)
+    launch = kernels.hand_to_tma, (1,), [kernels.descriptor(target, [32, 32]), fence], {}
+    if fence:
+        run(launch)
+        assert torch.all(target == 5)
+    else:
+        with pytest.raises(RuntimeError, match="no fence_async_shared stands between the two"):
+            run(launch)
+
+
 @pytest.mark.parametrize("kernel", [forgetful_copy, forgetful_product])
 def test_a_barrier_that_is_used_again_must_have_been_waited_for(kernel):
     with pytest.raises(RuntimeError, match="an earlier phase has not been waited for"):
