@@ -15,10 +15,13 @@ import triton.language as tl
 from triton.experimental.gluon.language import _core as gl_core
 from triton.language.semantic import TritonSemantic
 
-from iris.simulator import dtypes, grid
+from iris.simulator import dtypes, grid, sanitizer
 from iris.simulator.interpreter import Builder, MissingOperation
 from iris.simulator.partitions import LARGEST_FLAG
 from iris.simulator.reductions import make_tensor
+
+FLAGS = 0
+"""In the place of an mbarrier's address: all words of shared memory that may be flags."""
 
 SharedMemory = gl_core.shared_memory_descriptor
 """A view of a program's shared memory; its handle is a view of the array."""
@@ -104,12 +107,10 @@ class Semantic(TritonSemantic):
     def shared_load(self, mem_desc: SharedMemory, layout: Any = None) -> tl.tensor:
         values = mem_desc.handle.copy()
         partitions, task = grid.sharing()
-        if partitions is None:
-            pass
-        elif values.size > LARGEST_FLAG:
+        if partitions is not None and values.size > LARGEST_FLAG:
             partitions.reads(task, mem_desc.handle)
-        else:
-            partitions.meets(task)
+        elif partitions is not None:
+            _may_be_flag()
             address = np.array([mem_desc.handle.ctypes.data], dtype=np.uint64)
             grid.observe("shared-memory load", address, values.reshape(-1), mem_desc.dtype, lambda: False)
         return make_tensor(values, mem_desc.dtype)
@@ -121,8 +122,8 @@ class Semantic(TritonSemantic):
         if partitions is not None and mem_desc.handle.size > LARGEST_FLAG:
             partitions.writes(task, mem_desc.handle)
         mem_desc.handle[...] = value.handle.data
-        if partitions is not None and mem_desc.handle.size <= LARGEST_FLAG:
-            partitions.meets(task)
+        if mem_desc.handle.size <= LARGEST_FLAG:
+            _may_be_flag()
 
     def shared_dealloc(self, mem_desc: SharedMemory) -> None:
         pass
@@ -179,6 +180,14 @@ def will_read(memory: SharedMemory, verb: str) -> Callable[[], None]:
 
 
 def _nothing() -> None: ...
+
+
+def _may_be_flag() -> None:
+    """The current task uses a word of shared memory by which partitions may tell each other something."""
+    grid.may_be_flag()
+    if sanitizer.recorder is not None and grid.current().partitioned:
+        sanitizer.recorder.told(FLAGS, True)
+        sanitizer.recorder.heard(FLAGS)
 
 
 def integer(value: Any) -> int:

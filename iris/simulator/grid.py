@@ -95,7 +95,7 @@ class Task:
     thread: int = 0
     gate: LockType = field(default_factory=_closed_gate)
     seen: dict[tuple[str, int], int] = field(default_factory=dict)
-    issued_at: int | None = None  # of what a GPU does beside the program: the sanitizer's number of the line that asked
+    issued_at: tuple | None = None  # of what a GPU does beside the program: where it was asked for, and by whom
     async_proxy: bool = False  # what it accesses now, TMA does, and not its threads
     poll: Poll | None = None
     repeated: Counter[tuple[str, int]] = field(default_factory=Counter)
@@ -276,16 +276,20 @@ class Launch:
 
     def fork(self, parent: Task, bodies: Sequence[Callable[[], None]], num_warps: Sequence[int]) -> None:
         """Add partitions that run beside ``parent``; `join` waits for them."""
-        parent.partition, parent.partitions = 0, Partitions()
+        parent.partition, parent.partitions = 0, Partitions(len(bodies))
         for number, (body, warps) in enumerate(zip(bodies, num_warps, strict=True), 1):
             parent.children += 1
             self._partitions.append(Task(self, parent.index, body, warps, parent, number))
+        if sanitizer.recorder is not None:
+            sanitizer.recorder.forked(parent, len(bodies))
 
     def join(self, parent: Task) -> None:
         if parent.children:
             parent.joining = True
             self._pass_on()
             self._park(parent)
+        if parent.partitions is not None and sanitizer.recorder is not None:
+            sanitizer.recorder.joined(parent, parent.partitions.count)
         parent.partition = parent.partitions = None
 
     def progress(self) -> None:

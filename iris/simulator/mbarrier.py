@@ -108,9 +108,12 @@ def update(mbarrier: SharedMemory, arrivals: int = 0, announced: int = 0) -> boo
     over = state.pending == 0 and state.awaited_bytes == 0
     if over:
         state.pending, state.phase = state.count, state.phase ^ 1
-        partitions, _ = grid.sharing()
-        if partitions is not None:
+    partitions, _ = grid.sharing()
+    if partitions is not None:
+        if over:
             partitions.phase_ends(mbarrier.handle)
+        if sanitizer.recorder is not None:
+            sanitizer.recorder.told(mbarrier.handle.ctypes.data, over)
     state.put(mbarrier)
     return over
 
@@ -135,6 +138,8 @@ def wait(mbarrier: SharedMemory, phase: Any, pred: Any = True, deps: Any = (), *
     partitions, task = grid.sharing()
     if waiting and partitions is not None:
         partitions.waited(task, mbarrier.handle)
+        if sanitizer.recorder is not None:
+            sanitizer.recorder.heard(mbarrier.handle.ctypes.data)
 
 
 def told(mbarrier: SharedMemory) -> None:

@@ -82,7 +82,8 @@ class _Marks:
 class Partitions:
     """Of one program, from `warp_specialize` until all its partitions are done."""
 
-    def __init__(self) -> None:
+    def __init__(self, count: int) -> None:
+        self.count = count
         self._clocks: defaultdict[Task, Clock] = defaultdict(dict)
         self._barriers: defaultdict[int, _Barrier] = defaultdict(_Barrier)
         self._flags: Clock = {}

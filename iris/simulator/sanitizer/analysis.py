@@ -29,7 +29,10 @@ from iris.simulator.sanitizer.events import (
     Came,
     Fenced,
     Finished,
+    Forked,
     Gathered,
+    Heard,
+    Joined,
     Known,
     Launched,
     Line,
@@ -38,6 +41,7 @@ from iris.simulator.sanitizer.events import (
     ProxyFenced,
     Spans,
     Synchronised,
+    Told,
     Waiting,
     Wrong,
 )
@@ -113,6 +117,9 @@ class Analysis:
         # What the hosts knew that have come to a meeting, or sent a message; and how many have gone on from there.
         self._came: dict[tuple, dict[int, np.ndarray]] = defaultdict(dict)
         self._gone_on: dict[tuple, int] = defaultdict(int)
+        # What those knew who have signalled an mbarrier, and those whose signals are of phases that are over.
+        self._told: dict[tuple, np.ndarray] = defaultdict(clocks.empty)
+        self._over_phases: dict[tuple, np.ndarray] = defaultdict(clocks.empty)
         self._last_release = 0
         self._findings = Findings()
         self._hosts = {number: self._thread(number, HOST, clocks.empty()) for number in self._ranks}
@@ -202,6 +209,24 @@ class Analysis:
                 host.advance()
             case Gathered(launch, program):
                 self._who(rank, launch, program).gather()
+            case Forked(launch, program, partitions):
+                parent = self._who(rank, launch, program)
+                for partition in partitions:
+                    self._who(rank, launch, partition).learn(parent.clock)
+                parent.advance()
+            case Joined(launch, program, partitions):
+                for partition in partitions:
+                    child = self._who(rank, launch, partition)
+                    self._who(rank, launch, program).learn(child.clock)
+                    child.advance()
+            case Told(launch, program, key, ends):
+                thread, key = self._who(rank, launch, program), (rank.number, launch, *key)
+                self._told[key] = clocks.joined(self._told[key], thread.clock)
+                thread.advance()
+                if ends:
+                    self._over_phases[key] = self._told[key]
+            case Heard(launch, program, key):
+                self._who(rank, launch, program).learn(self._over_phases[(rank.number, launch, *key)])
             case Fenced(launch, program):
                 self._who(rank, launch, program).fence()
             case ProxyFenced(launch, program):

@@ -131,6 +131,42 @@ class Gathered(NamedTuple):
     program: int
 
 
+class Forked(NamedTuple):
+    """A program goes on beside ``partitions`` of it, which have numbers like programs."""
+
+    launch: int
+    program: int
+    partitions: tuple[int, ...]
+
+
+class Joined(NamedTuple):
+    """All ``partitions`` of a program are done."""
+
+    launch: int
+    program: int
+    partitions: tuple[int, ...]
+
+
+class Told(NamedTuple):
+    """A partition, or a copy that it has issued, signals an mbarrier; ``ends``: that ends its phase.
+
+    ``key``: another one for each mbarrier.
+    """
+
+    launch: int
+    program: int
+    key: tuple
+    ends: bool
+
+
+class Heard(NamedTuple):
+    """A partition has waited for a phase of the mbarrier."""
+
+    launch: int
+    program: int
+    key: tuple
+
+
 class Fenced(NamedTuple):
     """A program orders all that it did before all that it will do, at system scope."""
 

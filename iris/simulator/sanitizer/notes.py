@@ -36,7 +36,10 @@ from iris.simulator.sanitizer.events import (
     Came,
     Fenced,
     Finished,
+    Forked,
     Gathered,
+    Heard,
+    Joined,
     Known,
     Launched,
     Line,
@@ -45,6 +48,7 @@ from iris.simulator.sanitizer.events import (
     ProxyFenced,
     Spans,
     Synchronised,
+    Told,
     Waiting,
     Wrong,
 )
@@ -192,6 +196,8 @@ class Recorder:
         who = self._who()
         if who is None or not pointers.size:
             return
+        if scope == "cta" and grid.current().partitioned:
+            scope = "gpu"  # what partitions are to each other is more than programs, which have the scopes
         releases, acquires = sem in ("release", "acq_rel") or message, sem in ("acquire", "acq_rel") or message
         word = values.size == 1 and values.dtype.kind in "iu" and not message
         wait = wait_of(sys._getframe(1)) if word and acquires and kind == READ else None
@@ -255,6 +261,36 @@ class Recorder:
             self._stored_since_meeting.discard(who)
             self.note(Gathered(*who))
 
+    def forked(self, parent: Any, partitions: int) -> None:
+        """A program goes on beside so many partitions of it."""
+        self._of_partitions(Forked, parent, partitions)
+
+    def joined(self, parent: Any, partitions: int) -> None:
+        """They are done."""
+        self._of_partitions(Joined, parent, partitions)
+
+    def _of_partitions(self, event: type, parent: Any, partitions: int) -> None:
+        who = self._number_of(parent, 0)
+        if who is not None:
+            numbers = (self._number_of(parent, partition)[1] for partition in range(1, partitions + 1))
+            self.note(event(*who, tuple(numbers)))
+
+    def told(self, address: int, ends: bool) -> None:
+        """A partition signals the mbarrier there, or a copy does that it has issued; whether that ends its phase."""
+        who = self._who()
+        if who is not None:
+            self.note(Told(*who, self._of_program(address), ends))
+
+    def heard(self, address: int) -> None:
+        """A partition has waited for the mbarrier there."""
+        who = self._who()
+        if who is not None:
+            self.note(Heard(*who, self._of_program(address)))
+
+    @staticmethod
+    def _of_program(address: int) -> tuple:
+        return grid.current().index, address
+
     def is_message(self) -> bool:
         """Whether what accesses memory now is the library's function for words that carry their own arrival."""
         frame = sys._getframe(2)
@@ -265,11 +301,11 @@ class Recorder:
         return False
 
     def from_here(self, operation: Callable[[], None]) -> Callable[[], None]:
-        place = self._place()
+        place, who = self._place(), self._who()
 
         def carry_out() -> None:
             task = grid.current()
-            before, task.issued_at = task.issued_at, place
+            before, task.issued_at = task.issued_at, (place, who)
             try:
                 operation()
             finally:
@@ -379,12 +415,17 @@ class Recorder:
         if not grid.in_kernel():
             return None
         task = grid.current()
+        if task.issued_at is not None:
+            return task.issued_at[1]
+        return self._number_of(task, task.partition or 0)
+
+    def _number_of(self, task: Any, partition: int) -> tuple[int, int] | None:
+        """That of its launch and its own, which is the program's for the first partition."""
         number = self._launches.get(id(task.launch))
         if number is None:  # of a launch that began before anybody wanted to know
             return None
-        x, y, z = task.index
-        dims = task.launch.dims
-        return number, 1 + (z * dims[1] + y) * dims[0] + x
+        (x, y, z), (columns, rows, layers) = task.index, task.launch.dims
+        return number, 1 + ((partition * layers + z) * rows + y) * columns + x
 
     def _place(self) -> int:
         """The number of the user's line that is being done; in the library's own kernels, of the kernel's.
@@ -392,7 +433,7 @@ class Recorder:
         Of what a GPU does beside the program, the line that has asked for it.
         """
         if grid.in_kernel() and (issued_at := grid.current().issued_at) is not None:
-            return issued_at
+            return issued_at[0]
         return self._number(lines.line_of(sys._getframe(2)))
 
     def _place_of(self, error: BaseException) -> int:
