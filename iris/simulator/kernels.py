@@ -24,7 +24,7 @@ from triton.runtime.autotuner import Autotuner
 from triton.runtime.interpreter import InterpretedFunction, TensorHandle
 from triton.runtime.jit import JITFunction, mangle_type
 
-from iris.errors import KernelDefinedTooEarlyError, LaunchError, NotOnCpuError
+from iris.errors import KernelDefinedTooEarlyError, LaunchError, NotInSimulatorError, NotOnCpuError
 from iris.simulator import dtypes, sanitizer, tma
 from iris.simulator import grid as scheduler
 from iris.simulator.gluon import semantic
@@ -314,6 +314,10 @@ def _signature(self: InterpretedFunction) -> inspect.Signature:
         return self._signature
 
 
+class GluonFunction(InterpretedFunction):
+    """What `gluon.jit` makes."""
+
+
 def call(self: InterpretedFunction, *args: Any, **kwargs: Any) -> Any:
     """A call from within a kernel."""
     if not scheduler.in_kernel():
@@ -331,6 +335,9 @@ def launch(self: InterpretedFunction, *args: Any, grid: Any, warmup: bool, **kwa
     for hook in self.pre_run_hooks:
         hook(*args, **kwargs)
     num_warps = kwargs.get("num_warps", 4)
+    if isinstance(self, GluonFunction) and (num_ctas := kwargs.get("num_ctas", 1)) > 1:
+        # To Triton's kernels it makes no difference; layouts say what of Gluon's lies in which CTA.
+        raise NotInSimulatorError(f"num_ctas={num_ctas} of a Gluon kernel")
     signature = _signature(self)
     parameters = signature.parameters
     kernel = self.fn.__name__

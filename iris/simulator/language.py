@@ -23,7 +23,7 @@ from iris.simulator import async_copy, libdevice, matrix_core, mbarrier, reducti
 from iris.simulator.aggregates import method
 from iris.simulator.gluon import semantic
 from iris.simulator.interpreter import MissingOperation
-from iris.simulator.kernels import counted
+from iris.simulator.kernels import GluonFunction, counted
 
 _LANGUAGES = ("triton.language", "triton.experimental.gluon.language")
 
@@ -176,7 +176,7 @@ def install() -> None:
     binder.forward()
     libdevice.install()
     shapes.install()
-    gluon_runtime.GluonJITFunction = InterpretedFunction
+    gluon_runtime.GluonJITFunction = GluonFunction
     _install_tensor()
     _install_constexpr()
     tl.dtype.to_ir = lambda self, builder: self

@@ -211,3 +211,16 @@ if hasattr(gl.nvidia.hopper.tma, "async_load_im2col"):  # Triton 3.6 has no im2c
 def test_what_is_not_there_is_named(kernel, name):
     with pytest.raises(NotInSimulatorError, match=f"^{name} .*iris.simulator.ACTIVE"):
         kernel[(1,)](torch.zeros(1))
+
+
+@gluon.jit
+def one(x):
+    gl.store(x, gl.num_ctas())
+
+
+def test_a_kernel_is_one_cta():
+    x = torch.zeros(1)
+    one[(1,)](x, num_ctas=1)
+    assert x.item() == 1
+    with pytest.raises(NotInSimulatorError, match="num_ctas=2 of a Gluon kernel"):
+        one[(1,)](x, num_ctas=2)
