@@ -11,7 +11,7 @@ import triton.language as tl
 from triton.experimental.gluon.language.amd.cdna4 import async_copy as cdna4
 from triton.experimental.gluon.language.nvidia.ampere import async_copy as ampere
 
-from iris.simulator import dtypes, grid, mbarrier
+from iris.simulator import grid, mbarrier
 from iris.simulator.asynchronous import Destination, Source
 from iris.simulator.gluon import SharedMemory, integer, semantic, truth
 
@@ -33,24 +33,23 @@ def buffer_load_to_shared(
 def global_load_to_shared(
     dest: SharedMemory, ptr: tl.tensor, mask: Any = None, other: Any = None, *_: Any, **__: Any
 ) -> None:
-    """AMD's: where the mask is off, ``other``; without one nothing is written there, and who knows what there was."""
+    """AMD's: where the mask is off, ``other``; without one nothing is written there."""
     _load(dest, ptr, mask, other)
 
 
 def _load(memory: SharedMemory, pointers: tl.tensor, mask: Any, other: Any) -> None:
     if list(pointers.shape) != list(memory.shape) or pointers.dtype.element_ty != memory.dtype:
         raise ValueError(f"{pointers.type} cannot be copied to shared memory {memory.dtype} {memory.shape}")
-    poison = dtypes.poison(memory.dtype)
 
     def read() -> np.ndarray:
-        values = tl.core.load(pointers, mask, None if mask is None else other).handle.data
-        return values if mask is None or other is not None else np.where(mask.handle.data, values, poison)
+        return tl.core.load(pointers, mask, None if mask is None else other).handle.data
 
     source = Source(read, memory.dtype)
     partitions, this = grid.sharing()
     if partitions is not None:
         partitions.writes(this, memory.handle, "copies to")
-    destination = Destination(memory.handle, memory.dtype)
+    written = True if mask is None or other is not None else mask.handle.data
+    destination = Destination(memory.handle, memory.dtype, written)
 
     def complete() -> None:
         destination.complete(source.at_completion())

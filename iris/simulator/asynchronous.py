@@ -79,17 +79,17 @@ class InFlight:
 
 
 class Destination:
-    """What an operation writes in shared memory at some time between now and its completion."""
+    """The elements ``written`` of memory, which an operation writes at some time between now and its completion."""
 
-    def __init__(self, memory: np.ndarray, element: tl.dtype) -> None:
-        self._memory = memory
+    def __init__(self, memory: np.ndarray, element: tl.dtype, written: bool | np.ndarray = True) -> None:
+        self._memory, self._written = memory, written
         self._poison = dtypes.poison(element)
-        memory[...] = self._poison
+        np.copyto(memory, self._poison, where=written)
 
     def complete(self, values: np.ndarray) -> None:
         bits = f"u{self._memory.itemsize}"
         untouched = self._memory.view(bits) == self._poison.view(bits)
-        self._memory[...] = np.where(untouched, values, self._poison)
+        np.copyto(self._memory, np.where(untouched, values, self._poison), where=self._written)
 
 
 class Source:

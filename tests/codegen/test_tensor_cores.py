@@ -86,8 +86,9 @@ def test_products_on_cdna(target, version, direct, dtype):
     assert ("lds" in "".join(line for line in text.splitlines() if "buffer_load" in line)) == direct
 
 
-def test_a_copy_past_registers_on_cdna4():
-    launch = (cdna_kernels.copy_past_registers, None, (LINE, LINE, 4096, 1024), {})
+@pytest.mark.parametrize("other", [0.0, None])
+def test_a_copy_past_registers_on_cdna4(other):
+    launch = (cdna_kernels.copy_past_registers, None, (LINE, LINE, 4096, 1024), {"OTHER": other})
     assert "global_load_lds_dwordx4" in compiled("gfx950", launch)
 
 

@@ -86,12 +86,13 @@ def load_behind_the_end(x, out, n, BLOCK: gl.constexpr):
 
 
 @gluon.jit
-def copy_past_registers(x, out, n, BLOCK: gl.constexpr, FORGET: gl.constexpr = False):
+def copy_past_registers(x, out, n, BLOCK: gl.constexpr, FORGET: gl.constexpr = False, OTHER: gl.constexpr = 0.0):
     """Through shared memory, by loads from global memory whose addresses are pointers: gfx950 has them of 16 bytes."""
     layout: gl.constexpr = gl.BlockedLayout([4], [64], [4], [0])
     i = gl.arange(0, BLOCK, layout)
     tile = gl.allocate_shared_memory(x.dtype.element_ty, [BLOCK], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    async_copy.global_load_to_shared(tile, x + i, mask=i < n, other=0.0)
+    tile.store(gl.full([BLOCK], 3, x.dtype.element_ty, layout))
+    async_copy.global_load_to_shared(tile, x + i, mask=i < n, other=OTHER)
     async_copy.commit_group()
     if not FORGET:
         async_copy.wait_group(0)

@@ -48,6 +48,14 @@ def test_a_copy_past_registers_is_there_when_it_has_been_waited_for(forget):
     assert torch.equal(out, (torch.arange(1024) < 1000).float()) != forget
 
 
+@pytest.mark.parametrize("other", [0.0, None])
+def test_where_a_copy_past_registers_is_masked(other):
+    """Without another value, what was there stays."""
+    x, out = torch.ones(1024), torch.full((1024,), 7.0)
+    kernels.copy_past_registers[(1,)](x, out, 1000, 1024, OTHER=other)
+    assert torch.all(out[1000:] == (3.0 if other is None else other)) and torch.all(out[:1000] == 1)
+
+
 @pytest.mark.skipif(not hasattr(gl.amd, "hint"), reason="this Triton has neither")
 def test_a_slice_of_registers_and_a_hint():
     x, out = torch.randn(64, 32), torch.zeros(32, 32)
