@@ -2,7 +2,10 @@
 
 import torch
 
+from iris.untraced import untraced_methods
 
+
+@untraced_methods("what is enqueued is waited for by the host")
 class Work:
     """A collective that has been enqueued on a stream. Methods as those of ``torch.distributed.Work``."""
 
