@@ -97,8 +97,10 @@ def test_tiles_of_few_rows_take_as_long_as_b_is_read(columns, depth):
 def test_a_round_takes_as_long_as_its_tiles_read():
     assert rounds_us(264, 132, 2.0, 0.01) == pytest.approx(2 * 2.0)
     assert rounds_us(264, 132, 2.0, 0.02) == pytest.approx(2 * 132 * 0.02)
-    # Of few tiles each takes its own time.
+    # Of few tiles each takes its own time, unless these read a lot, for which few programs are slower than all.
     assert rounds_us(144, 132, 2.0, 0.02) == pytest.approx(132 * 0.02 + 2.0)
+    assert rounds_us(66, 132, 2.0, 0.02) == 2.0
+    assert 66 * 0.04 < rounds_us(66, 132, 2.0, 0.04) < 132 * 0.04
 
 
 @pytest.mark.parametrize("columns", [64, 128, 256])
@@ -175,6 +177,8 @@ def test_programs_share_the_tiles_of_a_round_that_is_not_full():
     assert plan(given, 4, PROGRAMS, WIDE) == Plan(5, 24, paced=True)
     # 512 tiles: three rounds, and 116 tiles.
     assert plan(call("matmul_all_gather", 8192, 8192, 8192), 4, PROGRAMS, WIDE) == Plan(paced=True)
+    # 64 tiles, for which B is read too slowly by half of all programs.
+    assert plan(call("matmul_all_gather", 256, 16384, 16384, size=2), 2, PROGRAMS, WIDE).splits > 1
     # 128 deep tiles: of two rounds of splits the first is sent beside the second.
     assert plan(call("matmul_all_gather", 1024, 8192, 28672), 4, PROGRAMS, narrow) == Plan(2, 128, paced=True)
     # 576 tiles, 36 of each chunk of rows: those of the chunks that come while a tile is multiplied, in three splits
