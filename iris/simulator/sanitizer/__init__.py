@@ -2,8 +2,9 @@
 
 Each rank notes down what it does (`notes`, and `host` for what it does with torch). Afterwards, `analysis` goes
 through the notes of all ranks in an order in which they could have been made, with a vector clock for each program
-(`clocks`) and, for each byte, who wrote and read it last (`shadow`): what no release and acquire has put in order is a
-data race, whichever came first this time, and whatever more of its flag a wait has seen than it asks for (`waits`).
+(`clocks`); for each byte there is who wrote and read it last (`shadow`). What no release and acquire has put in order
+is a data race (`races`), whichever came first this time, and whatever more of its flag a wait has seen than it asks for
+(`waits`).
 What shows at once is noted where it happens: accesses outside of allocations (`bounds`), and programs of which none can
 go on (`deadlock`).
 

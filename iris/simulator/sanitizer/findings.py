@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from iris.simulator.sanitizer.events import PRIVATE, READ, UPDATE, WRITE, Line, Place, Spans, Waiting
 
 if TYPE_CHECKING:
-    from iris.simulator.sanitizer.analysis import Access
+    from iris.simulator.sanitizer.races import Access
 
 # Of a race that shows in several ways, the one that says most of its cause.
 TELLING = ("race/scope", "race/missing-release", "race/missing-acquire", "race/reuse", "race",
