@@ -186,7 +186,7 @@ class Builder(InterpreterBuilder):
         if not any(map(_rereads_memory, (*policy, *named.values()))):
             # Who looks at one element may be looking at a flag.
             looks = recorder is not None and ptrs.data.size == 1
-            with recorder.numbered() if looks else contextlib.nullcontext() as number:
+            with recorder.notes.numbered() if looks else contextlib.nullcontext() as number:
                 result = super().create_masked_load(ptrs, mask, other, *policy, **named)
             active = np.broadcast_to(mask.data, ptrs.data.shape)
             pointers, values = ptrs.data[active], result.data[active]
@@ -195,7 +195,7 @@ class Builder(InterpreterBuilder):
             grid.looked(pointers, values, ptrs.get_element_ty())
             return result
         grid.may_be_flag()
-        with recorder.numbered() if recorder is not None else contextlib.nullcontext() as number:
+        with recorder.notes.numbered() if recorder is not None else contextlib.nullcontext() as number:
             result = super().create_masked_load(ptrs, mask, other, *policy, **named)
         active = np.broadcast_to(mask.data, ptrs.data.shape)
         if active.any():
@@ -214,7 +214,7 @@ class Builder(InterpreterBuilder):
         pointers, values = ptrs.data[active], np.broadcast_to(value.data, ptrs.data.shape)[active]
         recorder.reaches(pointers, WRITE)
         if recorder.is_message():
-            with recorder.numbered() as number:
+            with recorder.notes.numbered() as number:
                 super().create_masked_store(ptrs, value, mask, *policy, **named)
                 recorder.synchronised(number, pointers, values, WRITE, "relaxed", "sys", message=True)
         else:
@@ -319,7 +319,7 @@ def _recorded(pointers: np.ndarray, sem: Any, scope: Any) -> Iterator[Callable[.
         return
     recorder.reaches(pointers, UPDATE)
     order, message = (atomics.ORDERS[sem], atomics.SCOPES[scope]), recorder.is_message()
-    with recorder.numbered() as number:
+    with recorder.notes.numbered() as number:
         yield lambda old, kind, **how: recorder.synchronised(
             number, np.atleast_1d(pointers), np.atleast_1d(old), kind, *order, message, **how
         )

@@ -10,7 +10,7 @@ import pytest
 
 from iris.simulator import sanitizer
 from iris.simulator.sanitizer import deadlock
-from iris.simulator.sanitizer.analysis import Analysis, notes_in
+from iris.simulator.sanitizer.analysis import Analysis
 from iris.simulator.sanitizer.events import (
     HOST,
     READ,
@@ -28,6 +28,7 @@ from iris.simulator.sanitizer.events import (
     Spans,
     Synchronised,
 )
+from iris.simulator.sanitizer.notes import notes_in
 from iris.simulator.sanitizer.waits import Wait
 
 DATA = Spans(("heap", 2), np.array([64]), np.array([128]))

@@ -1,10 +1,10 @@
 """Finds what one-sided programs do wrong: the simulator sees every access of every rank.
 
-Each rank notes down what it does (`notes`, and `host` for what it does with torch). Afterwards, `analysis` goes
-through the notes of all ranks in an order in which they could have been made, with a vector clock for each program
-(`clocks`); for each byte there is who wrote and read it last (`shadow`). What no release and acquire has put in order
-is a data race (`races`), whichever came first this time, and whatever more of its flag a wait has seen than it asks for
-(`waits`).
+Each rank takes down what it does (`recorder`, and `host` for what it does with torch) in a file (`notes`). Afterwards,
+`analysis` goes through the notes of all ranks in an order in which they could have been made, with a vector clock for
+each program (`clocks`); for each byte there is who wrote and read it last (`shadow`). What no release and acquire has
+put in order is a data race (`races`), whichever came first this time, and whatever more of its flag a wait has seen
+than it asks for (`waits`).
 What shows at once is noted where it happens: accesses outside of allocations (`bounds`), and programs of which none can
 go on (`deadlock`).
 
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, TypeVar
 from iris.switches import switched_on
 
 if TYPE_CHECKING:
-    from iris.simulator.sanitizer.notes import Recorder
+    from iris.simulator.sanitizer.recorder import Recorder
     from iris.world import Group
 
 Error = TypeVar("Error", bound=Exception)
@@ -43,7 +43,7 @@ def with_gaps(size: int) -> int:
 def start(folder: Path, rank: int, num_ranks: int) -> None:
     """Take down what this process does from here on, as ``rank``, in a folder that all ranks share."""
     global recorder
-    from iris.simulator.sanitizer.notes import Recorder
+    from iris.simulator.sanitizer.recorder import Recorder
 
     recorder = Recorder(folder, rank, num_ranks)
 

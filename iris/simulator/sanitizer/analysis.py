@@ -9,7 +9,6 @@ What is followed here is who knows of whom: each program and each host is a `Thr
 launches, meetings, fences and the mbarriers of partitions.
 """
 
-import pickle
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
@@ -44,6 +43,7 @@ from iris.simulator.sanitizer.events import (
     Wrong,
 )
 from iris.simulator.sanitizer.findings import Finding, Findings
+from iris.simulator.sanitizer.notes import notes_in
 from iris.simulator.sanitizer.races import Races
 
 
@@ -214,20 +214,6 @@ class Analysis:
             taken = [others[program].slot for others in rank.programs.values() if program in others]
             programs[program] = self._thread(rank.number, program, rank.bases.get(launch, clocks.empty()), taken)
         return programs[program]
-
-
-def notes_in(folder: Path) -> dict[int, Iterator[Any]]:
-    """What the ranks have noted in a folder, by rank."""
-
-    def events(path: Path) -> Iterator[Any]:
-        with open(path, "rb") as file:
-            while True:
-                try:
-                    yield pickle.load(file)
-                except (EOFError, pickle.UnpicklingError):  # the process was ended while it wrote
-                    return
-
-    return {int(path.stem.removeprefix("rank")): events(path) for path in folder.glob("rank*.events")}
 
 
 def analyse(folder: Path) -> list[Finding]:

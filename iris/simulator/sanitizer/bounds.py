@@ -15,7 +15,7 @@ from iris.simulator.sanitizer import GAP
 from iris.simulator.sanitizer.events import PRIVATE, READ, Spans
 
 if TYPE_CHECKING:
-    from iris.simulator.sanitizer.notes import Recorder
+    from iris.simulator.sanitizer.recorder import Recorder
 
 
 class Bounds:

@@ -16,7 +16,7 @@ from iris.simulator.sanitizer import indexed
 from iris.simulator.sanitizer.events import READ, UPDATE, WRITE
 
 if TYPE_CHECKING:
-    from iris.simulator.sanitizer.notes import Recorder
+    from iris.simulator.sanitizer.recorder import Recorder
 
 
 class HostAccesses(TorchDispatchMode):

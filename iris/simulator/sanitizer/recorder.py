@@ -1,0 +1,371 @@
+"""Takes down what this process does: each access, and what orders accesses, as the simulator and the host tell it.
+
+Each becomes an event of whoever did it (a program, one of its partitions or the host), with the user's line that it was
+done in and the bytes of a space that it was done to; `Notes` writes the events.
+"""
+
+import contextlib
+import itertools
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from multiprocessing.util import Finalize
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+
+from iris.errors import NotSymmetricError, NotTheCallerError, RankOutOfRangeError
+from iris.heap import symmetric
+from iris.simulator import grid
+from iris.simulator.sanitizer import bounds, lines, uninitialised
+from iris.simulator.sanitizer.deadlock import Liveness
+from iris.simulator.sanitizer.events import (
+    HOST,
+    PRIVATE,
+    READ,
+    WRITE,
+    Accessed,
+    Allocated,
+    Awaiting,
+    Came,
+    Fenced,
+    Finished,
+    Forked,
+    Gathered,
+    Heard,
+    Joined,
+    Launched,
+    Line,
+    Met,
+    Place,
+    ProxyFenced,
+    Synchronised,
+    Told,
+    Waiting,
+    Wrong,
+)
+from iris.simulator.sanitizer.host import HostAccesses
+from iris.simulator.sanitizer.notes import Notes
+from iris.simulator.sanitizer.spaces import Spaces
+from iris.simulator.sanitizer.waits import Wait, wait_of
+
+# From this version on a release is one of the whole block; before it, of the thread that does it and what that has
+# met in a barrier.
+_GATHERS = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9)
+
+# The device functions that send and receive words which carry their own arrival (`iris.language.stamped`).
+_MESSAGES = frozenset({"write_through", "reread", "inspect", "send_place", "receive_places"})
+
+
+class Recorder:
+    """Of one rank. Its notes are in ``folder``, which all ranks share."""
+
+    def __init__(self, folder: Path, rank: int, num_ranks: int) -> None:
+        self.notes = Notes(folder, rank)
+        self._spaces = Spaces(rank)
+        self._launches: dict[int, int] = {}
+        self._launching: dict[int, threading.Thread] = {}
+        self._callers: dict[int, tuple[CodeType, int] | None] = {}
+        self._numbers = itertools.count(1)
+        self._stored_since_meeting: set[tuple[int, int]] = set()
+        self._polled: dict[tuple, tuple[int, bytes, Wait | None]] = {}
+        self.bounds = bounds.Bounds()
+        self.liveness = Liveness(folder, rank, num_ranks)
+        self._host = HostAccesses(self)
+        self._host.__enter__()
+        for heap in symmetric.live_heaps():
+            for block, _ in heap.allocations():
+                address = heap.bases[heap.group.rank] + block.offset
+                self.allocated(address, block.size, block.text, undefined=False)
+        # Also in processes that multiprocessing has started, which run no function of atexit's.
+        self._at_exit = Finalize(None, self.close, exitpriority=20)
+
+    def close(self) -> None:
+        if self.notes.closed:
+            return
+        self._at_exit.cancel()
+        self._host.__exit__(None, None, None)
+        self.liveness.leave()
+        self.notes.close()
+
+    # What the simulator does ----------------------------------------------------------------------------------------
+
+    def launched(self, launch: Any) -> None:
+        self.liveness.runs()
+        self._launches[id(launch)] = next(self._numbers)
+        self._launching[id(launch)] = threading.current_thread()
+        self._callers[id(launch)] = lines.line_of(sys._getframe(1))
+        self.notes.add(Launched(self._launches[id(launch)]))
+
+    def finished(self, launch: Any) -> None:
+        self.notes.add(Finished(self._launches.pop(id(launch))))
+        del self._launching[id(launch)], self._callers[id(launch)]
+        numbers = set(self._launches.values())
+        self._stored_since_meeting = {who for who in self._stored_since_meeting if who[0] in numbers}
+        self._polled = {key: seen for key, seen in self._polled.items() if key[0] in numbers}
+        self.liveness.on_host()
+
+    def is_over(self, repeats: int) -> bool:
+        """All programs of a launch have polled in vain, each ``repeats`` times in a row: can anybody go on?"""
+        busy = set(self._launching.values())
+        # What another thread of Python will do, nobody knows.
+        if any(not thread.daemon and thread not in busy for thread in threading.enumerate()):
+            return self.liveness.over()
+        return self.liveness.is_over(repeats)
+
+    def reaches(self, pointers: np.ndarray, kind: int) -> None:
+        """The program that runs is about to access memory. There is some, or it ends here, and not in a fault."""
+        outside = self._spaces.private(pointers)
+        if outside.size and not (bounds.is_mapped(int(outside.min())) and bounds.is_mapped(int(outside.max()))):
+            verb = "reads" if kind == READ else "writes"
+            raise NotSymmetricError(f"It {verb} address {int(outside.min()):#x}, where this process has no memory.")
+
+    def accessed(
+        self, pointers: np.ndarray, size: int, kind: int, values: np.ndarray | None = None, number: int | None = None
+    ) -> None:
+        """The program that runs has loaded or stored elements of ``size`` bytes."""
+        who = self._who()
+        if who is None or not pointers.size:
+            return
+        place = self._place()
+        undefined = values is not None and uninitialised.seen_in(values)
+        for spans in self._spaces.spans(pointers, size):
+            self.bounds.check(self, spans, kind, place)
+            self.notes.add(Accessed(*who, place, spans, kind, undefined, False, number, grid.current().async_proxy))
+        if kind == WRITE:
+            self._stored_since_meeting.add(who)
+
+    def synchronised(
+        self, number: int, pointers: np.ndarray, values: np.ndarray, kind: int, sem: str, scope: str,
+        message: bool = False, compares: bool = False, changed: bool = True, after: np.ndarray | None = None,
+    ) -> None:  # fmt: skip
+        """The program that runs has done this while it held ``number``. ``values``: what was there before.
+
+        ``changed``: it is not what is there now; ``after``: what is.
+        """
+        who = self._who()
+        if who is None or not pointers.size:
+            return
+        if scope == "cta" and grid.current().partitioned:
+            scope = "gpu"  # what partitions are to each other is more than programs, which have the scopes
+        releases, acquires = sem in ("release", "acq_rel") or message, sem in ("acquire", "acq_rel") or message
+        word = values.size == 1 and values.dtype.kind in "iu" and not message
+        wait = wait_of(sys._getframe(1)) if word and acquires and kind == READ else None
+        place = self._place()
+        if kind == READ:
+            # Who polls again for the same when no flag has been written since learns nothing.
+            key, found = (*who, place, sem, scope, pointers.tobytes()), (self.notes.changes(), values.tobytes(), wait)
+            if self._polled.get(key) == found:
+                return
+            self._polled[key] = found
+        elif changed:
+            self.notes.count_change()
+            self.liveness.changed()
+        gathered = message or _GATHERS or who not in self._stored_since_meeting
+        looks = acquires or not releases or compares
+        undefined = kind != WRITE and uninitialised.seen_in(values)
+        before = int(values.flat[0]) if word else None
+        after = int(np.ravel(values if after is None else after)[0]) if word else None
+        for spans in self._spaces.spans(pointers, values.itemsize):
+            self.bounds.check(self, spans, kind, place)
+            self.notes.add(
+                Synchronised(
+                    number, *who, place, spans, kind, releases, acquires, scope, message, gathered, undefined, looks,
+                    before, after, wait, grid.current().async_proxy,
+                )
+            )  # fmt: skip
+
+    def failed(self, error: BaseException) -> None:
+        """A program has raised this: a mistake of the kinds that have a name, or something else."""
+        kind = next((kind for type, kind in _KINDS.items() if isinstance(error, type)), None)
+        if kind is not None:
+            self.wrong(kind, f"stops: {error}", self._place_of(error) if error.__traceback__ else self._place())
+
+    def waits(self, launch: Any, wait: Any) -> None:
+        """These programs wait, and nobody can go on."""
+        caller = self._callers.get(id(launch)) if wait.place[0].startswith(lines.IRIS) else None
+        place = Place(launch.name, Line(*wait.place), caller and lines.known(caller))
+        self.notes.add(Waiting(launch.name, wait.programs, wait.what, place, wait.flag or ""))
+
+    def out_of_step(self, text: str) -> None:
+        """The host waits for other ranks, for what ``text`` says, and they wait for something else."""
+        place = Place(None, lines.known(lines.line_of(sys._getframe(1))))
+        self.notes.add(Waiting(None, "the host", f"waits in {text}", place, ""))
+
+    def fenced(self) -> None:
+        """The program that runs orders what it did before what it will do, for everyone."""
+        who = self._who()
+        if who is not None:
+            self.notes.add(Fenced(*who))
+
+    def proxy_fenced(self) -> None:
+        """The program that runs orders what comes before this before the copies by TMA that it will issue."""
+        who = self._who()
+        if who is not None:
+            self.notes.add(ProxyFenced(*who))
+
+    def gathered(self) -> None:
+        """The threads of the program that runs meet."""
+        who = self._who()
+        if who in self._stored_since_meeting:
+            self._stored_since_meeting.discard(who)
+            self.notes.add(Gathered(*who))
+
+    def forked(self, parent: Any, partitions: int) -> None:
+        """A program goes on beside so many partitions of it."""
+        self._of_partitions(Forked, parent, partitions)
+
+    def joined(self, parent: Any, partitions: int) -> None:
+        """They are done."""
+        self._of_partitions(Joined, parent, partitions)
+
+    def _of_partitions(self, event: type, parent: Any, partitions: int) -> None:
+        who = self._number_of(parent, 0)
+        if who is not None:
+            numbers = (self._number_of(parent, partition)[1] for partition in range(1, partitions + 1))
+            self.notes.add(event(*who, tuple(numbers)))
+
+    def told(self, address: int, ends: bool) -> None:
+        """A partition signals the mbarrier there, or a copy does that it has issued; whether that ends its phase."""
+        who = self._who()
+        if who is not None:
+            self.notes.add(Told(*who, self._of_program(address), ends))
+
+    def heard(self, address: int) -> None:
+        """A partition has waited for the mbarrier there."""
+        who = self._who()
+        if who is not None:
+            self.notes.add(Heard(*who, self._of_program(address)))
+
+    @staticmethod
+    def _of_program(address: int) -> tuple:
+        return grid.current().index, address
+
+    def is_message(self) -> bool:
+        """Whether what accesses memory now is the library's function for words that carry their own arrival."""
+        frame = sys._getframe(2)
+        while frame is not None and lines.owner(frame.f_code) == lines.OTHER:
+            if frame.f_code.co_name in _MESSAGES and frame.f_code.co_filename.startswith(lines.LANGUAGE):
+                return True
+            frame = frame.f_back
+        return False
+
+    def from_here(self, operation: Callable[[], None]) -> Callable[[], None]:
+        place, who = self._place(), self._who()
+
+        def carry_out() -> None:
+            task = grid.current()
+            before, task.issued_at = task.issued_at, (place, who)
+            try:
+                operation()
+            finally:
+                task.issued_at = before
+
+        return carry_out
+
+    # What the host does ---------------------------------------------------------------------------------------------
+
+    def host_accessed(self, addresses: np.ndarray, size: int, element: int, kind: int, blank: bool = False) -> None:
+        """With torch, ``size`` bytes at each of ``addresses``: elements of ``element`` bytes, or 0 if their values
+        are not used. Memory that is no mapping's is this rank's alone.
+        """
+        place = self._place()
+        for spans in self._spaces.spans(addresses, size):
+            if spans.space[0] != PRIVATE:
+                self.bounds.check(self, spans, kind, place)
+                undefined = element and any(uninitialised.seen_at(address, size, element) for address in addresses)
+                self.notes.add(Accessed(0, HOST, place, spans, kind, bool(undefined), blank))
+        if kind != READ:
+            self.liveness.changed()
+
+    def came(self, key: tuple) -> None:
+        """The host comes to a meeting, or sends a message, for which it does not wait here."""
+        self.notes.add(Came(key, self.liveness.over()))
+
+    @contextlib.contextmanager
+    def meeting(self, key: tuple, ranks: tuple[int, ...], text: str) -> Iterator[None]:
+        """While this lasts the host is in a meeting of ``ranks``, for what ``text`` says."""
+        self.came(key)
+        with self.awaiting(key, ranks, text):
+            yield
+        self.met(key, ranks)
+
+    def met(self, key: tuple, ranks: tuple[int, ...]) -> None:
+        """The host knows that ``ranks`` have come, or sent, and so what they did before."""
+        self.notes.add(Met(key, ranks))
+
+    @contextlib.contextmanager
+    def awaiting(self, key: tuple, ranks: tuple[int, ...], text: str) -> Iterator[None]:
+        """While this lasts the host waits until ``ranks`` have come, or sent; any, if there are none."""
+        self.notes.add(Awaiting(key, ranks, self._place(), text, self.liveness.over()))
+        self.liveness.meets()
+        try:
+            yield
+        finally:
+            self.liveness.on_host()
+
+    def allocated(self, address: int, size: int, text: str, undefined: bool) -> None:
+        if not size:
+            return
+        undefined = undefined and uninitialised.fill(address, size)
+        (spans,) = self._spaces.spans(np.array([address], dtype=np.int64), size)
+        self.bounds.learn(spans)
+        self.notes.add(Allocated(spans, text, self._place(), undefined))
+
+    def given(self, name: str, tensor: torch.Tensor) -> None:
+        """A launch begins that has this argument. Of memory that is this rank's alone, that is all that one knows."""
+        if tensor.numel() and tensor.layout == torch.strided:
+            storage = tensor.untyped_storage()
+            (spans,) = self._spaces.spans(np.array([storage.data_ptr()], dtype=np.int64), storage.nbytes())
+            if spans.space[0] == PRIVATE:
+                text = f"{symmetric.tensor_text(tensor.shape, tensor.dtype)}, the argument {name!r},"
+                self.notes.add(Allocated(spans, text, self._place(), False))
+
+    def wrong(self, kind: str, text: str, place: int | None = None) -> None:
+        self.notes.add(Wrong(kind, text, place))
+
+    # Who, and where ------------------------------------------------------------------------------------------------
+
+    def _who(self) -> tuple[int, int] | None:
+        if not grid.in_kernel():
+            return None
+        task = grid.current()
+        if task.issued_at is not None:
+            return task.issued_at[1]
+        return self._number_of(task, task.partition or 0)
+
+    def _number_of(self, task: Any, partition: int) -> tuple[int, int] | None:
+        """That of its launch and its own, which is the program's for the first partition."""
+        number = self._launches.get(id(task.launch))
+        if number is None:  # of a launch that began before anybody wanted to know
+            return None
+        (x, y, z), (columns, rows, layers) = task.index, task.launch.dims
+        return number, 1 + ((partition * layers + z) * rows + y) * columns + x
+
+    def _place(self) -> int:
+        """The number of the user's line that is being done; in the library's own kernels, of the kernel's.
+
+        Of what a GPU does beside the program, the line that has asked for it.
+        """
+        if grid.in_kernel() and (issued_at := grid.current().issued_at) is not None:
+            return issued_at[0]
+        return self._number(lines.line_of(sys._getframe(2)))
+
+    def _place_of(self, error: BaseException) -> int:
+        """The same, of what has raised ``error``."""
+        return self._number(lines.line_of_error(error))
+
+    def _number(self, line: tuple[CodeType, int] | None) -> int:
+        kernel, caller = None, None
+        if grid.in_kernel():
+            kernel = grid.current().launch.name
+            if line is not None and lines.owner(line[0]) == lines.LIBRARY:
+                caller = self._callers.get(id(grid.current().launch))
+        return self.notes.number_of(Place(kernel, lines.known(line), caller and lines.known(caller)))
+
+
+_KINDS = {RankOutOfRangeError: "rank", NotSymmetricError: "bounds", NotTheCallerError: "rank"}
