@@ -11,7 +11,7 @@ import triton.language as tl
 from triton.experimental.gluon.language.amd.cdna4 import async_copy as cdna4
 from triton.experimental.gluon.language.nvidia.ampere import async_copy as ampere
 
-from iris.simulator import grid, mbarrier
+from iris.simulator import mbarrier, tasks
 from iris.simulator.asynchronous import Destination, Source
 from iris.simulator.gluon import SharedMemory, integer, semantic, truth
 
@@ -45,7 +45,7 @@ def _load(memory: SharedMemory, pointers: tl.tensor, mask: Any, other: Any) -> N
         return tl.core.load(pointers, mask, None if mask is None else other).handle.data
 
     source = Source(read, memory.dtype)
-    partitions, this = grid.sharing()
+    partitions, this = tasks.sharing()
     if partitions is not None:
         partitions.writes(this, memory.handle, "copies to")
     written = True if mask is None or other is not None else mask.handle.data
@@ -54,15 +54,15 @@ def _load(memory: SharedMemory, pointers: tl.tensor, mask: Any, other: Any) -> N
     def complete() -> None:
         destination.complete(source.at_completion())
 
-    grid.current().in_flight.copies.issue(complete)
+    tasks.current().in_flight.copies.issue(complete)
 
 
 def commit_group() -> None:
-    grid.current().in_flight.copies.commit()
+    tasks.current().in_flight.copies.commit()
 
 
 def wait_group(num_outstanding: Any = 0) -> None:
-    grid.current().in_flight.copies.wait(integer(num_outstanding))
+    tasks.current().in_flight.copies.wait(integer(num_outstanding))
 
 
 def wait_group_or_all(num_outstanding: Any = 0) -> None:
@@ -77,7 +77,7 @@ def mbarrier_arrive(barrier: SharedMemory, increment_count: Any = True) -> None:
 
     With ``increment_count`` the phase counts these arrivals in addition to those that the barrier was made for.
     """
-    task = grid.current()
+    task = tasks.current()
     threads, copies = THREADS_OF_A_WARP * task.num_warps, task.in_flight.copies.issued()
     if truth(increment_count):
         mbarrier.update(barrier, arrivals=-threads)

@@ -9,7 +9,7 @@ import numpy as np
 import triton.language as tl
 from triton.runtime.interpreter import TensorHandle
 
-from iris.simulator import grid
+from iris.simulator import tasks
 
 
 @dataclass
@@ -34,12 +34,12 @@ class Meeting:
         while not self.told.all():
             missing = ", ".join(map(str, np.flatnonzero(self.told == 0)))
             waits_for = f"programs {missing} of its cluster of {self.programs}"
-            grid.observe("cluster meeting", where, self.told.copy(), tl.int32, lambda: False, waits_for=waits_for)
+            tasks.observe("cluster meeting", where, self.told.copy(), tl.int32, lambda: False, waits_for=waits_for)
 
 
 def meet(values: tl.tensor, peaks: tl.tensor, programs: int) -> tuple[tl.tensor, tl.tensor]:
     """The sum of all ``values`` and the largest of ``peaks``: the same bits in all programs."""
-    task = grid.current()
+    task = tasks.current()
     (x, y, z), (columns, rows, _) = task.index, task.launch.dims
     number = (z * rows + y) * columns + x
     meeting = task.launch.meetings.setdefault(number // programs, Meeting(programs))

@@ -15,7 +15,7 @@ import triton.language as tl
 from triton.experimental.gluon.language import _core as gl_core
 from triton.language.semantic import TritonSemantic
 
-from iris.simulator import dtypes, grid, sanitizer
+from iris.simulator import dtypes, sanitizer, tasks
 from iris.simulator.interpreter import Builder, MissingOperation
 from iris.simulator.partitions import LARGEST_FLAG
 from iris.simulator.reductions import make_tensor
@@ -82,13 +82,13 @@ class Semantic(TritonSemantic):
         return 1
 
     def num_warps(self, generator: Any = None) -> int:
-        return grid.current().num_warps
+        return tasks.current().num_warps
 
     def warp_specialize(
         self, functions_and_args: Sequence, worker_num_warps: Sequence[int], worker_num_regs: Any, generator: Any = None
     ) -> Any:
         (default, default_args), *workers = functions_and_args
-        task = grid.current()
+        task = tasks.current()
         bodies = [functools.partial(function, *args) for function, args in workers]
         task.launch.fork(task, bodies, worker_num_warps)
         result = default(*default_args)
@@ -106,19 +106,19 @@ class Semantic(TritonSemantic):
 
     def shared_load(self, mem_desc: SharedMemory, layout: Any = None) -> tl.tensor:
         values = mem_desc.handle.copy()
-        partitions, task = grid.sharing()
+        partitions, task = tasks.sharing()
         if partitions is not None and values.size > LARGEST_FLAG:
             partitions.reads(task, mem_desc.handle)
         elif partitions is not None:
             _may_be_flag()
             address = np.array([mem_desc.handle.ctypes.data], dtype=np.uint64)
-            grid.observe("shared-memory load", address, values.reshape(-1), mem_desc.dtype, lambda: False)
+            tasks.observe("shared-memory load", address, values.reshape(-1), mem_desc.dtype, lambda: False)
         return make_tensor(values, mem_desc.dtype)
 
     def shared_store(self, mem_desc: SharedMemory, value: tl.tensor) -> None:
         if list(value.shape) != list(mem_desc.shape) or value.dtype != mem_desc.dtype:
             raise ValueError(f"a {value.type} cannot be stored to shared memory {mem_desc.dtype} {mem_desc.shape}")
-        partitions, task = grid.sharing()
+        partitions, task = tasks.sharing()
         if partitions is not None and mem_desc.handle.size > LARGEST_FLAG:
             partitions.writes(task, mem_desc.handle)
         mem_desc.handle[...] = value.handle.data
@@ -175,7 +175,7 @@ semantic = Semantic(Builder())
 
 def will_read(memory: SharedMemory, verb: str) -> Callable[[], None]:
     """What is to be called when a read of ``memory`` has ended that the current task begins now."""
-    partitions, task = grid.sharing()
+    partitions, task = tasks.sharing()
     return _nothing if partitions is None else partitions.will_read(task, memory.handle, verb)
 
 
@@ -184,8 +184,8 @@ def _nothing() -> None: ...
 
 def _may_be_flag() -> None:
     """The current task uses a word of shared memory by which partitions may tell each other something."""
-    grid.may_be_flag()
-    if sanitizer.recorder is not None and grid.current().partitioned:
+    tasks.may_be_flag()
+    if sanitizer.recorder is not None and tasks.current().partitioned:
         sanitizer.recorder.told(FLAGS, True)
         sanitizer.recorder.heard(FLAGS)
 

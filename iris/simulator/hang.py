@@ -18,7 +18,7 @@ from iris.simulator import dtypes
 from iris.switches import switched_on
 
 if TYPE_CHECKING:
-    from iris.simulator.grid import Poll, Task
+    from iris.simulator.tasks import Poll, Task
 
 MOST_LINES = 8
 

@@ -2,7 +2,7 @@
 
 Triton's semantic layer turns each ``tl`` operation into calls of a builder. The interpreter's builder answers them with
 numpy; this one derives from it and mends arithmetic on bf16 and fp8, rounding, NaN in minima and maxima, masked
-atomics, and atomics on types that numpy lacks. It also tells `grid` of every operation by which a program may be
+atomics, and atomics on types that numpy lacks. It also tells `tasks` of every operation by which a program may be
 waiting.
 """
 
@@ -19,7 +19,7 @@ from triton._C.libtriton import ir
 from triton.runtime.interpreter import InterpreterBuilder, InterpreterOptions, TensorHandle
 
 from iris.errors import NotInSimulatorError
-from iris.simulator import atomics, dtypes, grid, libdevice, sanitizer
+from iris.simulator import atomics, dtypes, libdevice, sanitizer, tasks
 from iris.simulator.sanitizer.events import READ, UPDATE, WRITE
 from iris.simulator.tensor_map import TensorMap
 
@@ -62,11 +62,11 @@ class Builder(InterpreterBuilder):
 
     @property
     def grid_idx(self) -> tuple[int, int, int]:
-        return grid.current().index
+        return tasks.current().index
 
     @property
     def grid_dim(self) -> tuple[int, int, int]:
-        return grid.current().launch.dims
+        return tasks.current().launch.dims
 
     # Constants ------------------------------------------------------------------------------------------------------
 
@@ -192,9 +192,9 @@ class Builder(InterpreterBuilder):
             pointers, values = ptrs.data[active], result.data[active]
             if recorder is not None:
                 recorder.accessed(pointers, values.itemsize, READ, values, number)
-            grid.looked(pointers, values, ptrs.get_element_ty())
+            tasks.looked(pointers, values, ptrs.get_element_ty())
             return result
-        grid.may_be_flag()
+        tasks.may_be_flag()
         with recorder.notes.numbered() if recorder is not None else contextlib.nullcontext() as number:
             result = super().create_masked_load(ptrs, mask, other, *policy, **named)
         active = np.broadcast_to(mask.data, ptrs.data.shape)
@@ -202,11 +202,11 @@ class Builder(InterpreterBuilder):
             pointers, values = ptrs.data[active], result.data[active]
             if recorder is not None:
                 recorder.synchronised(number, pointers, values, READ, "relaxed", "sys", recorder.is_message())
-            grid.observe("load", pointers, values, ptrs.get_element_ty(), _never)
+            tasks.observe("load", pointers, values, ptrs.get_element_ty(), _never)
         return result
 
     def create_masked_store(self, ptrs, value, mask, *policy, **named):
-        grid.stored()
+        tasks.stored()
         recorder = sanitizer.recorder
         if recorder is None:
             return super().create_masked_store(ptrs, value, mask, *policy, **named)
@@ -249,7 +249,7 @@ class Builder(InterpreterBuilder):
         with _recorded(ptr.data, sem, scope) as record:
             old = atomics.compare_and_swap(ptr.data, expected, new, sem)
             record(old, UPDATE if atomics.swapped(expected, new, old) else READ, compares=True, after=new)
-        grid.observe(
+        tasks.observe(
             "atomic_cas",
             ptr.data,
             old,
@@ -275,7 +275,7 @@ class Builder(InterpreterBuilder):
                 kind = WRITE if op == atomics.OP.XCHG else UPDATE if changed else READ
                 record(old, kind, changed=changed, after=after)
             result[active] = old
-            grid.observe(
+            tasks.observe(
                 atomics.NAMES[op],
                 pointers,
                 old,
@@ -291,7 +291,7 @@ class Builder(InterpreterBuilder):
             result = super().create_masked_load(ptr, mask, None, None, True)
             record(result.data[active], READ)
         if pointers.size:
-            grid.observe("load", pointers, result.data[active], ptr.get_element_ty(), _never)
+            tasks.observe("load", pointers, result.data[active], ptr.get_element_ty(), _never)
         return result
 
     def create_atomic_poll(self, ptr, expected, timeout_ns, sem, scope) -> TensorHandle:
@@ -306,13 +306,13 @@ class Builder(InterpreterBuilder):
             if matched.all() or (end is not None and time.monotonic_ns() >= end):
                 return TensorHandle(matched, tl.int1)
             waiting = ~matched
-            grid.observe("atomic_poll", ptr.data[waiting], found[waiting], ptr.get_element_ty(), _never, expected.data)
+            tasks.observe("atomic_poll", ptr.data[waiting], found[waiting], ptr.get_element_ty(), _never, expected.data)
 
 
 @contextlib.contextmanager
 def _recorded(pointers: np.ndarray, sem: Any, scope: Any) -> Iterator[Callable[..., None]]:
     """Around an atomic operation, which tells what it found and did. (numpy's arrays of no dimension are scalars.)"""
-    grid.may_be_flag()
+    tasks.may_be_flag()
     recorder = sanitizer.recorder
     if recorder is None:
         yield lambda old, kind, **_: None

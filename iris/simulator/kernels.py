@@ -25,7 +25,7 @@ from triton.runtime.interpreter import InterpretedFunction, TensorHandle
 from triton.runtime.jit import JITFunction, mangle_type
 
 from iris.errors import KernelDefinedTooEarlyError, LaunchError, NotInSimulatorError, NotOnCpuError
-from iris.simulator import dtypes, sanitizer, tma
+from iris.simulator import dtypes, sanitizer, tasks, tma
 from iris.simulator import grid as scheduler
 from iris.simulator.gluon import semantic
 from iris.untraced import untraced
@@ -320,7 +320,7 @@ class GluonFunction(InterpretedFunction):
 
 def call(self: InterpretedFunction, *args: Any, **kwargs: Any) -> Any:
     """A call from within a kernel."""
-    if not scheduler.in_kernel():
+    if not tasks.in_kernel():
         raise LaunchError(
             f"{self.fn.__name__!r} was called outside a kernel. Launch it with a grid: {self.fn.__name__}[grid](...)."
         )

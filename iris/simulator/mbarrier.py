@@ -14,7 +14,7 @@ import triton.language as tl
 from triton.experimental.gluon.language.nvidia.ampere import mbarrier as ampere
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier as hopper
 
-from iris.simulator import grid, sanitizer
+from iris.simulator import sanitizer, tasks
 from iris.simulator.asynchronous import Operation
 from iris.simulator.gluon import SharedMemory, integer, semantic, truth
 
@@ -73,12 +73,12 @@ def arrive(mbarrier: SharedMemory, *, count: Any = 1, pred: Any = True, **_: Any
     # its lowest bit.
     while not over:
         seen = int(mbarrier.handle.flat[0])
-        grid.give_way()
+        tasks.give_way()
         now = int(mbarrier.handle.flat[0])
         if now == seen:
             return
         over = (now ^ before) & 1 == 1
-    grid.give_way()
+    tasks.give_way()
 
 
 def expect(mbarrier: SharedMemory, bytes: Any = None, pred: Any = True, *, bytes_per_cta: Any = None, **_: Any) -> None:
@@ -90,7 +90,7 @@ def expect(mbarrier: SharedMemory, bytes: Any = None, pred: Any = True, *, bytes
         return
     told(mbarrier)
     if update(mbarrier, 1, integer(bytes if bytes_per_cta is None else bytes_per_cta)):
-        grid.give_way()
+        tasks.give_way()
 
 
 def update(mbarrier: SharedMemory, arrivals: int = 0, announced: int = 0) -> bool:
@@ -108,7 +108,7 @@ def update(mbarrier: SharedMemory, arrivals: int = 0, announced: int = 0) -> boo
     over = state.pending == 0 and state.awaited_bytes == 0
     if over:
         state.pending, state.phase = state.count, state.phase ^ 1
-    partitions, _ = grid.sharing()
+    partitions, _ = tasks.sharing()
     if partitions is not None:
         if over:
             partitions.phase_ends(mbarrier.handle)
@@ -135,7 +135,7 @@ def wait(mbarrier: SharedMemory, phase: Any, pred: Any = True, deps: Any = (), *
             announced.popleft()()
         else:
             _observe(mbarrier, state)
-    partitions, task = grid.sharing()
+    partitions, task = tasks.sharing()
     if waiting and partitions is not None:
         partitions.waited(task, mbarrier.handle)
         if sanitizer.recorder is not None:
@@ -144,20 +144,20 @@ def wait(mbarrier: SharedMemory, phase: Any, pred: Any = True, deps: Any = (), *
 
 def told(mbarrier: SharedMemory) -> None:
     """Who waits for the phase will know what the current task knows now."""
-    partitions, task = grid.sharing()
+    partitions, task = tasks.sharing()
     if partitions is not None:
         partitions.arrives(task, mbarrier.handle)
 
 
 def _announced(mbarrier: SharedMemory) -> Any:
-    return grid.current().program.in_flight.announced[mbarrier.handle.ctypes.data]
+    return tasks.current().program.in_flight.announced[mbarrier.handle.ctypes.data]
 
 
 def _observe(mbarrier: SharedMemory, state: _State) -> None:
     missing = f"{state.pending} of {state.count} arrivals"
     if state.awaited_bytes:
         missing += f" and {state.awaited_bytes} announced bytes"
-    grid.observe(
+    tasks.observe(
         "mbarrier wait",
         np.array([mbarrier.handle.ctypes.data], dtype=np.uint64),
         mbarrier.handle.reshape(-1).copy(),

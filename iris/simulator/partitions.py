@@ -23,7 +23,7 @@ import numpy as np
 from iris.simulator import hang
 
 if TYPE_CHECKING:
-    from iris.simulator.grid import Task
+    from iris.simulator.tasks import Task
 
 _BELOW_KERNELS = (hang.SIMULATOR, hang.TRITON)
 

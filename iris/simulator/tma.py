@@ -16,7 +16,7 @@ from triton.experimental.gluon.nvidia import hopper
 from triton.tools.tensor_descriptor import TensorDescriptor as TritonDescriptor
 
 from iris.errors import NotInSimulatorError
-from iris.simulator import grid, mbarrier, sanitizer
+from iris.simulator import mbarrier, sanitizer, tasks
 from iris.simulator.asynchronous import Destination, Source
 from iris.simulator.gluon import SharedMemory, integer, semantic, truth, will_read
 from iris.simulator.reductions import make_tensor
@@ -75,7 +75,7 @@ def load(
             return block.rounded(tl.core.load(pointers, inside, fill).handle.data)
 
     source = Source(read, block.element)
-    partitions, task = grid.sharing()
+    partitions, task = tasks.sharing()
     if partitions is not None:
         partitions.writes(task, result.handle, "writes by TMA", told=barrier.handle)
     destination = Destination(result.handle, block.element)
@@ -104,7 +104,7 @@ def reduction(name: str) -> Callable:
 
 
 def store_wait(pendings: Any, read_only: Any = True) -> None:
-    in_flight = grid.current().in_flight
+    in_flight = tasks.current().in_flight
     in_flight.stores.wait(integer(pendings))
     if not truth(read_only):
         in_flight.write()
@@ -113,7 +113,7 @@ def store_wait(pendings: Any, read_only: Any = True) -> None:
 def _issue(tensor_desc: Any, coord: Any, src: SharedMemory, put: Callable) -> None:
     block = _block(tensor_desc, src)
     pointers, inside = _pointers(block, coord)
-    source, in_flight = Source(src.handle.copy, block.element), grid.current().in_flight
+    source, in_flight = Source(src.handle.copy, block.element), tasks.current().in_flight
     has_read = will_read(src, "reads by TMA")
 
     def read() -> None:
@@ -133,7 +133,7 @@ def _issue(tensor_desc: Any, coord: Any, src: SharedMemory, put: Callable) -> No
 @contextlib.contextmanager
 def _async_proxy() -> Iterator[None]:
     """While this lasts, memory is accessed as TMA accesses it (PTX ISA, "Async proxy")."""
-    task = grid.current()
+    task = tasks.current()
     task.async_proxy = True
     try:
         yield

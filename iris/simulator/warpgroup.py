@@ -13,7 +13,7 @@ import triton.language as tl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.runtime.interpreter import TensorHandle
 
-from iris.simulator import dtypes, grid
+from iris.simulator import dtypes, tasks
 from iris.simulator.asynchronous import Source
 from iris.simulator.gluon import SharedMemory, integer, semantic, truth, will_read
 
@@ -48,7 +48,7 @@ def warpgroup_mma(
         operands = (TensorHandle(source.at_completion(), x.dtype) for source, x in ((left, a), (right, b)))
         result.data[...] = semantic.builder.create_dot(*operands, added).data
 
-    products = grid.current().in_flight.products
+    products = tasks.current().in_flight.products
     products.issue(complete)
     products.commit()
     if truth(is_async):
@@ -60,14 +60,14 @@ def warpgroup_mma(
 def warpgroup_mma_wait(num_outstanding: Any = 0, deps: Sequence[Any] | None = None) -> Any:
     if deps is None:
         raise ValueError("warpgroup_mma_wait needs deps: the products that it waits for")
-    grid.current().in_flight.products.wait(integer(num_outstanding))
+    tasks.current().in_flight.products.wait(integer(num_outstanding))
     results = tuple(tl.tensor(dep.handle, _type(dep)) if isinstance(dep, Accumulator) else dep for dep in deps)
     return results[0] if len(results) == 1 else results
 
 
 def fence_async_shared(cluster: Any = False) -> None:
     """All accesses of shared memory go the same way here; that it is not forgotten is looked at between partitions."""
-    partitions, task = grid.sharing()
+    partitions, task = tasks.sharing()
     if partitions is not None:
         partitions.fences(task)
 

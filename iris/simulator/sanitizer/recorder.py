@@ -20,7 +20,7 @@ import triton
 
 from iris.errors import NotSymmetricError, NotTheCallerError, RankOutOfRangeError
 from iris.heap import symmetric
-from iris.simulator import grid
+from iris.simulator import tasks
 from iris.simulator.sanitizer import bounds, lines, uninitialised
 from iris.simulator.sanitizer.deadlock import Liveness
 from iris.simulator.sanitizer.events import (
@@ -135,7 +135,7 @@ class Recorder:
         undefined = values is not None and uninitialised.seen_in(values)
         for spans in self._spaces.spans(pointers, size):
             self.bounds.check(self, spans, kind, place)
-            self.notes.add(Accessed(*who, place, spans, kind, undefined, False, number, grid.current().async_proxy))
+            self.notes.add(Accessed(*who, place, spans, kind, undefined, False, number, tasks.current().async_proxy))
         if kind == WRITE:
             self._stored_since_meeting.add(who)
 
@@ -150,7 +150,7 @@ class Recorder:
         who = self._who()
         if who is None or not pointers.size:
             return
-        if scope == "cta" and grid.current().partitioned:
+        if scope == "cta" and tasks.current().partitioned:
             scope = "gpu"  # what partitions are to each other is more than programs, which have the scopes
         releases, acquires = sem in ("release", "acq_rel") or message, sem in ("acquire", "acq_rel") or message
         word = values.size == 1 and values.dtype.kind in "iu" and not message
@@ -175,7 +175,7 @@ class Recorder:
             self.notes.add(
                 Synchronised(
                     number, *who, place, spans, kind, releases, acquires, scope, message, gathered, undefined, looks,
-                    before, after, wait, grid.current().async_proxy,
+                    before, after, wait, tasks.current().async_proxy,
                 )
             )  # fmt: skip
 
@@ -243,7 +243,7 @@ class Recorder:
 
     @staticmethod
     def _of_program(address: int) -> tuple:
-        return grid.current().index, address
+        return tasks.current().index, address
 
     def is_message(self) -> bool:
         """Whether what accesses memory now is the library's function for words that carry their own arrival."""
@@ -258,7 +258,7 @@ class Recorder:
         place, who = self._place(), self._who()
 
         def carry_out() -> None:
-            task = grid.current()
+            task = tasks.current()
             before, task.issued_at = task.issued_at, (place, who)
             try:
                 operation()
@@ -331,9 +331,9 @@ class Recorder:
     # Who, and where ------------------------------------------------------------------------------------------------
 
     def _who(self) -> tuple[int, int] | None:
-        if not grid.in_kernel():
+        if not tasks.in_kernel():
             return None
-        task = grid.current()
+        task = tasks.current()
         if task.issued_at is not None:
             return task.issued_at[1]
         return self._number_of(task, task.partition or 0)
@@ -351,7 +351,7 @@ class Recorder:
 
         Of what a GPU does beside the program, the line that has asked for it.
         """
-        if grid.in_kernel() and (issued_at := grid.current().issued_at) is not None:
+        if tasks.in_kernel() and (issued_at := tasks.current().issued_at) is not None:
             return issued_at[0]
         return self._number(lines.line_of(sys._getframe(2)))
 
@@ -361,10 +361,10 @@ class Recorder:
 
     def _number(self, line: tuple[CodeType, int] | None) -> int:
         kernel, caller = None, None
-        if grid.in_kernel():
-            kernel = grid.current().launch.name
+        if tasks.in_kernel():
+            kernel = tasks.current().launch.name
             if line is not None and lines.owner(line[0]) == lines.LIBRARY:
-                caller = self._callers.get(id(grid.current().launch))
+                caller = self._callers.get(id(tasks.current().launch))
         return self.notes.number_of(Place(kernel, lines.known(line), caller and lines.known(caller)))
 
 

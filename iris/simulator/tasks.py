@@ -1,0 +1,184 @@
+"""The task that runs, a program or one of its partitions, and how it tells that it may be waiting.
+
+The operations of a kernel ask here whose they are, and say what they have looked at and found there. Who finds the same
+again polls, and another should have its turn: whose that is, `iris.simulator.grid` decides.
+"""
+
+import threading
+from _thread import LockType
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import triton.language as tl
+
+from iris.simulator.asynchronous import InFlight
+from iris.simulator.partitions import Partitions
+
+if TYPE_CHECKING:
+    from iris.simulator.grid import Launch
+
+# How many observations a task remembers: more than any loop polls in turn.
+REMEMBERED = 1 << 14
+
+# Plain loads of so many elements at most may look at flags, how many of the same make a poll, and the time that such a
+# one may add to the count: 1 ms for each load, since who only happens to load the same again is at work in between.
+MOST_FLAGS, LOOKS_OF_A_POLL, LONGEST_LOOKS_S = 1024, 1000, 1.0
+
+
+def closed_gate() -> LockType:
+    """A lock to wait at: one thread acquires it, another opens it by releasing it."""
+    gate = threading.Lock()
+    gate.acquire()
+    return gate
+
+
+@dataclass(frozen=True)
+class Poll:
+    """What a program saw when it looked at memory again and found it unchanged."""
+
+    operation: str
+    pointers: np.ndarray
+    values: np.ndarray
+    element: tl.dtype
+    expected: np.ndarray | None
+    waits_for: str | None
+
+
+@dataclass(eq=False)
+class Task:
+    """A program, or a partition of one, and the thread that it runs on."""
+
+    launch: "Launch"
+    index: tuple[int, int, int]
+    body: Callable[[], None]
+    num_warps: int
+    parent: "Task | None" = None
+    partition: int | None = None
+    """Which one of its program: 0 is the default one, that of the program's own warps; None if there is one only."""
+    partitions: Partitions | None = None
+    """What its partitions do to shared memory, while it has any."""
+    children: int = 0
+    joining: bool = False
+    thread: int = 0
+    gate: LockType = field(default_factory=closed_gate)
+    seen: dict[tuple[str, int], int] = field(default_factory=dict)
+    issued_at: tuple | None = None  # of what a GPU does beside the program: where it was asked for, and by whom
+    async_proxy: bool = False  # what it accesses now, TMA does, and not its threads
+    poll: Poll | None = None
+    repeated: Counter[tuple[str, int]] = field(default_factory=Counter)
+    """What it has looked at since it saw anything new, and how often."""
+    looks: Counter[int] = field(default_factory=Counter)
+    """What it has loaded with its values, and how often, as plain loads."""
+    stores: bool = False
+    """Whether it has stored anything since such a load was last taken for a poll."""
+    in_flight: InFlight = field(default_factory=InFlight)
+
+    @property
+    def program(self) -> "Task":
+        """The task of the whole program, whose partition this is or which it is itself."""
+        return self.parent or self
+
+    @property
+    def partitioned(self) -> bool:
+        """Whether it shares its program's shared memory with another task."""
+        return self.children > 0 or self.parent is not None
+
+
+running: Task | None = None
+"""The task that has the baton. Its launch assigns this, and calls no function for it: an interrupt that came in there
+would be raised, and lose the baton (`iris.simulator.interrupts`).
+"""
+
+
+def in_kernel() -> bool:
+    """Whether a task runs now, on this thread: while a launch rests, others of Python's go on."""
+    return running is not None and running.thread == threading.get_ident()
+
+
+def current() -> Task:
+    """The task that runs now."""
+    if running is None:
+        raise RuntimeError("a kernel's operation was used outside a kernel")
+    return running
+
+
+def observe(
+    operation: str,
+    pointers: np.ndarray,
+    values: np.ndarray,
+    element: tl.dtype,
+    changed: Callable[[], bool],
+    expected: np.ndarray | None = None,
+    waits_for: str | None = None,
+) -> None:
+    """Note that the current program has looked at memory, and let others run if it saw nothing new.
+
+    ``changed`` tells whether the operation itself changed memory; it is asked only if it matters. ``waits_for`` says in
+    words what is missing, where the values alone do not.
+    """
+    task = running
+    if task is None:
+        return
+    task.launch.leave_if_failed()
+    key, now = (operation, hash(pointers.tobytes())), hash(values.tobytes())
+    if task.seen.get(key) != now or changed():
+        if len(task.seen) >= REMEMBERED:
+            task.seen.clear()
+        task.seen[key] = now
+        task.repeated.clear()
+        task.launch.progress()
+        task.launch.take_turns_by_chance(task)
+        return
+    task.poll = Poll(operation, pointers, values, element, expected, waits_for)
+    task.repeated[key] += 1
+    task.launch.let_others_run(task)
+
+
+def looked(pointers: np.ndarray, values: np.ndarray, element: tl.dtype) -> None:
+    """Note that the current program has loaded these, without saying that they may change meanwhile.
+
+    Who loads the same so often may wait for a program that has not had its turn, or for nobody.
+    """
+    task = running
+    if task is None or not 0 < pointers.size <= MOST_FLAGS:
+        return
+    if len(task.looks) >= REMEMBERED:
+        task.looks.clear()
+    key = hash((pointers.tobytes(), values.tobytes()))
+    task.looks[key] += 1
+    if task.looks[key] == 1:
+        task.launch.progress()
+    elif task.looks[key] % LOOKS_OF_A_POLL == 0:
+        task.launch.leave_if_failed()
+        task.poll = Poll("plain loads", pointers, values, element, None, None)
+        stores, task.stores = task.stores, False
+        task.launch.let_others_run(task, 0.0 if stores else LONGEST_LOOKS_S)
+
+
+def stored() -> None:
+    """Note that the current program has stored something: it is at work, however often it loads the same."""
+    if running is not None:
+        running.stores = True
+
+
+def sharing() -> tuple[Partitions | None, Task]:
+    """What the partitions of the current program do to shared memory, if it has any; the current task."""
+    task = current()
+    return task.program.partitions, task
+
+
+def may_be_flag() -> None:
+    """Note that the current task uses memory by which partitions may tell each other something."""
+    partitions, task = sharing()
+    if partitions is not None:
+        partitions.meets(task)
+
+
+def give_way() -> None:
+    """Let the partitions of the current program, and who else waits, go on before it does."""
+    task = running
+    if task is not None and task.partitioned:
+        task.launch.let_waiting_run(task)
