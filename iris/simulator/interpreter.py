@@ -23,6 +23,9 @@ from iris.simulator import atomics, dtypes, libdevice, sanitizer, tasks
 from iris.simulator.sanitizer.events import READ, UPDATE, WRITE
 from iris.simulator.tensor_map import TensorMap
 
+# What products are added up in, where the factors leave no choice.
+SUMS_OF = {tl.int8: tl.int32, tl.bfloat16: tl.float32, tl.float32: tl.float32, tl.float64: tl.float64}
+
 
 class MissingOperation(AttributeError):
     """A builtin needs an operation that is not here; whoever knows the builtin's name says so to the user."""
@@ -151,6 +154,12 @@ class Builder(InterpreterBuilder):
         return TensorHandle(((left * right) >> bits).astype(unsigned).view(lhs.data.dtype), lhs.dtype.scalar)
 
     def create_dot(self, a: TensorHandle, b: TensorHandle, d: TensorHandle, *precision: Any) -> TensorHandle:
+        factor, summed = a.dtype.scalar, d.dtype.scalar
+        if SUMS_OF.get(factor, summed) != summed or (summed == tl.float64) != (factor == tl.float64):
+            raise TypeError(
+                f"A product of {factor} is added to {summed}, for which there is no instruction, nor does it compile. "
+                f"Give an accumulator of {SUMS_OF.get(factor, tl.float32)}."
+            )
         left, right, accumulator = dtypes.widen(a), dtypes.widen(b), dtypes.widen(d)
         if d.dtype.scalar.is_int():
             # Exact in float64 (|a.b| < 2^53), which has a fast product where integers have none.

@@ -196,6 +196,28 @@ def test_dot_of_float32_is_exact_in_every_precision(precision):
 
 
 @triton.jit
+def accumulate(a, out, N: tl.constexpr):
+    at = tl.arange(0, N)[:, None] * N + tl.arange(0, N)[None, :]
+    left = tl.load(a + at)
+    tl.store(out + at, tl.dot(left, left, tl.load(out + at)))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "accumulated", "right"),
+    [
+        (torch.float64, torch.float32, "fp64"),
+        (torch.float16, torch.float64, "fp32"),
+        (torch.bfloat16, torch.float16, "fp32"),
+        (torch.int8, torch.float32, "int32"),
+    ],
+)
+def test_dot_into_a_type_that_its_sums_are_not_of(dtype, accumulated, right):
+    """Triton calls the result what the factors say, whatever the sums are in: it compiles for no GPU."""
+    with pytest.raises(TypeError, match=f"Give an accumulator of {right}"):
+        accumulate[(1,)](torch.ones(16, 16, dtype=dtype), torch.zeros(16, 16, dtype=accumulated), 16)
+
+
+@triton.jit
 def nan_and_logic(x, out, N: tl.constexpr):
     i = tl.arange(0, N)
     a = tl.load(x + i)
