@@ -5,6 +5,12 @@ import torch
 import iris
 
 
+def check_dtype(dtype: torch.dtype) -> None:
+    """Raise `ValueError` unless it is one whose products kernels here add up, which they do in float32."""
+    if dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        raise ValueError(f"The kernel multiplies float16, bfloat16 or float32, and was given {dtype}.")
+
+
 def check_tensors(device: torch.device, **expected: tuple) -> None:
     """Raise `ValueError` unless all are on ``device``, and what they should be: ``name=(tensor, dtype, *shape)``."""
     for name, (tensor, dtype, *shape) in expected.items():

@@ -6,6 +6,7 @@ import os
 import random
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -220,6 +221,59 @@ def uneven_layer(wrapper, ctx):
 )
 def test_sizes_that_a_wrapper_cannot_take(ranks, folder, make, words):
     ranks.run(refuse_sizes, folder, make, words)
+
+
+def all_scatter_of(dtype, wrapper, ctx):
+    wrapper.matmul_all_scatter(ctx, *[zeros(4, 4, dtype=dtype)] * 3)
+
+
+def all_reduce_of(dtype, wrapper, ctx):
+    wrapper.matmul_all_reduce(ctx, *[zeros(4, 4, dtype=dtype)] * 3, workspace=None)
+
+
+def pull_of(dtype, wrapper, ctx):
+    wrapper.all_gather_matmul_by_pull(ctx, *[zeros(4, 4, dtype=dtype)] * 3)
+
+
+def push_of(dtype, wrapper, ctx):
+    wrapper.Workspace(ctx, 4, 4, dtype)
+
+
+def decode_of(dtype, wrapper, ctx):
+    wrapper.FlashDecode(ctx, 1, 4, 2, 16, 8, dtype)
+
+
+def ring_of(dtype, wrapper, ctx):
+    wrapper.RingAttention(ctx, 2, 8, 16, dtype)
+
+
+def experts_of(dtype, wrapper, ctx):
+    wrapper.ExpertParallel(ctx, 4, 8, 6, 2, dtype)
+
+
+@pytest.mark.skipif(not SIMULATED, reason="of tensors on the CPU")
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize(
+    ("folder", "call"),
+    [
+        ("07_gemm_all_scatter", all_scatter_of),
+        ("07_gemm_all_scatter/gluon", all_scatter_of),
+        ("08_gemm_all_reduce_atomics", all_reduce_of),
+        ("09_gemm_one_shot_all_reduce", all_reduce_of),
+        ("10_gemm_all_scatter_wg_specialization", all_scatter_of),
+        ("11_gemm_all_scatter_producer_consumer", all_scatter_of),
+        ("12_gemm_all_scatter_bulk_synchronous", all_scatter_of),
+        ("13_flash_decode", decode_of),
+        ("14_all_gather_gemm", pull_of),
+        ("14_all_gather_gemm", push_of),
+        ("15_ring_attention", ring_of),
+        ("16_moe_dispatch_combine", experts_of),
+    ],
+)
+def test_a_dtype_that_a_kernel_does_not_multiply(ranks, folder, call):
+    """Sums are in float32: of float64 they would be less than was asked for."""
+    words = r"multiplies .*float16.*, and was given torch\.float64"
+    ranks.run(refuse_sizes, folder, partial(call, torch.float64), words)
 
 
 def run_gradients(ctx):

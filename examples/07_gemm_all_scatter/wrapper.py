@@ -1,7 +1,7 @@
 """The launch of the kernel, with what has to stand between it and the neighbours' calls."""
 
 import torch
-from arguments import check_symmetric, check_tensors
+from arguments import check_dtype, check_symmetric, check_tensors
 from kernel import gemm_all_scatter
 
 import iris
@@ -15,6 +15,7 @@ def matmul_all_scatter(ctx: iris.Iris, c: torch.Tensor, a: torch.Tensor, b: torc
     ``a``: ``[M, K]``, the same on all ranks. ``b``: ``[K, N / W]``, this rank's columns. ``c``: ``[M, N]``, symmetric.
     """
     (M, K), N, W = a.shape, b.shape[1], ctx.get_num_ranks()
+    check_dtype(a.dtype)
     check_tensors(ctx.device, a=(a, a.dtype, M, K), b=(b, a.dtype, K, N), c=(c, c.dtype, M, W * N))
     check_symmetric(ctx, c=c)
     mine = c[:, ctx.get_rank() * N :][:, :N]

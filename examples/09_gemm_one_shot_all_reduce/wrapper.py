@@ -2,7 +2,7 @@
 
 import torch
 import triton
-from arguments import check_tensors
+from arguments import check_dtype, check_tensors
 from kernel import gemm_all_reduce
 
 import iris
@@ -29,6 +29,7 @@ def matmul_all_reduce(ctx: iris.Iris, c: torch.Tensor, a: torch.Tensor, b: torch
     ``a``: ``[M, K / W]`` and ``b``: ``[K / W, N]``, this rank's part of K. ``c``: ``[M, N]``; all three anywhere.
     """
     (M, K), N = a.shape, b.shape[1]
+    check_dtype(a.dtype)
     check_tensors(ctx.device, a=(a, a.dtype, M, K), b=(b, a.dtype, K, N), c=(c, c.dtype, M, N))
     if workspace.part.shape != (M, N):
         raise ValueError(f"The workspace is for results of {list(workspace.part.shape)}, and this is of {[M, N]}.")

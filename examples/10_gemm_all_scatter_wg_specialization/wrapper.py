@@ -4,7 +4,7 @@ import weakref
 
 import torch
 import triton
-from arguments import check_symmetric, check_tensors
+from arguments import check_dtype, check_symmetric, check_tensors
 from kernel import gemm_all_scatter
 
 import iris
@@ -38,6 +38,7 @@ def matmul_all_scatter(ctx: iris.Iris, c: torch.Tensor, a: torch.Tensor, b: torc
     Calls of one size are on one stream, or in one graph, at a time; the first is outside of graphs.
     """
     (M, K), N, W = a.shape, b.shape[1], ctx.get_num_ranks()
+    check_dtype(a.dtype)
     check_tensors(ctx.device, a=(a, a.dtype, M, K), b=(b, a.dtype, K, N), c=(c, c.dtype, M, W * N))
     check_symmetric(ctx, c=c)
     mine = c[:, ctx.get_rank() * N :][:, :N]

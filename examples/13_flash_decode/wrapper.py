@@ -5,7 +5,7 @@ import math
 import torch
 import torch.distributed as dist
 import triton
-from arguments import check_contiguous
+from arguments import check_contiguous, check_dtype
 from kernel import PAD, combine_shares, flash_decode, flash_decode_share
 
 import iris
@@ -29,6 +29,7 @@ class FlashDecode:
         fused: bool = True,
     ) -> None:  # fmt: skip
         """``capacity``: positions for which a rank's share of a sequence has room."""
+        check_dtype(dtype)
         if heads % kv_heads:
             raise ValueError(f"There are {heads} heads, which is no multiple of {kv_heads} heads of keys and values.")
         head = triton.next_power_of_2(dim) * dtype.itemsize

@@ -2,7 +2,7 @@
 
 import torch
 import triton
-from arguments import check_symmetric, check_tensors
+from arguments import check_dtype, check_symmetric, check_tensors
 from kernel import pull, push
 
 import iris
@@ -22,6 +22,7 @@ def all_gather_matmul_by_pull(ctx: iris.Iris, c: torch.Tensor, a: torch.Tensor, 
     ``a``: ``[m, K]``, this rank's rows, symmetric. ``b``: ``[K, N]``, anywhere. ``c``: ``[W * m, N]``, anywhere.
     """
     (m, K), N, W = a.shape, b.shape[1], ctx.get_num_ranks()
+    check_dtype(a.dtype)
     check_tensors(ctx.device, a=(a, a.dtype, m, K), b=(b, a.dtype, K, N), c=(c, c.dtype, W * m, N))
     check_symmetric(ctx, a=a)
     # In front of the loads: what the peers wrote into their rows before the call is visible.
@@ -42,6 +43,7 @@ class Workspace:
     """
 
     def __init__(self, ctx: iris.Iris, m: int, K: int, dtype: torch.dtype) -> None:
+        check_dtype(dtype)
         W, self.programs = ctx.get_num_ranks(), _programs(ctx)
         # An eighth of the programs keep the link busy.
         self.senders = max(1, self.programs // 8)

@@ -5,7 +5,7 @@ import math
 import torch
 import torch.distributed as dist
 import triton
-from arguments import check_contiguous
+from arguments import check_contiguous, check_dtype
 from kernel import attention, ring_attention
 
 import iris
@@ -21,6 +21,7 @@ class Attention:
     def __init__(
         self, ctx: iris.Iris, heads: int, length: int, dim: int, dtype: torch.dtype, causal: bool = True
     ) -> None:
+        check_dtype(dtype)
         head = triton.next_power_of_2(dim) * dtype.itemsize
         if head > HEAD:
             raise ValueError(

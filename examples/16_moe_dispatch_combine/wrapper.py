@@ -2,7 +2,7 @@
 
 import torch
 import triton
-from arguments import check_contiguous
+from arguments import check_contiguous, check_dtype
 from kernel import combine, dispatch, grouped_gemm
 
 import iris
@@ -27,6 +27,7 @@ class ExpertParallel:
         self, ctx: iris.Iris, num_tokens: int, hidden: int, num_experts: int, top: int, dtype: torch.dtype
     ) -> None:
         W, device = ctx.get_num_ranks(), ctx.device
+        check_dtype(dtype)
         if num_experts % W:
             raise ValueError(f"{num_experts} experts cannot be dealt out evenly to {W} ranks.")
         if num_experts > MOST_EXPERTS:

@@ -21,10 +21,10 @@ def matmul_all_scatter(ctx: iris.Iris, c: torch.Tensor, a: torch.Tensor, b: torc
     All of one dtype, fp16 or bf16; the rows of ``a`` and ``b`` begin at multiples of 16 bytes, as TMA has it.
     """
     (M, K), N, W = a.shape, b.shape[1], ctx.get_num_ranks()
+    if a.dtype not in ELEMENTS:
+        raise ValueError(f"The kernel multiplies float16 or bfloat16, and was given {a.dtype}.")
     check_tensors(ctx.device, a=(a, a.dtype, M, K), b=(b, a.dtype, K, N), c=(c, a.dtype, M, W * N))
     check_symmetric(ctx, c=c)
-    if a.dtype not in ELEMENTS:
-        raise ValueError(f"a, b and c are of {a.dtype}, and the tensor cores of this kernel take fp16 and bf16.")
     for name, matrix in (("a", a), ("b", b)):
         if matrix.stride(1) != 1 or matrix.stride(0) * matrix.itemsize % 16 or matrix.data_ptr() % 16:
             raise ValueError(
