@@ -125,6 +125,7 @@ def experts(ctx, wrapper):
     chosen = zeros(4, 2, dtype=torch.int32)
     yield layer.dispatch, dict(x=zeros(4, 8), experts=chosen)
     yield layer.apply, dict(weights=zeros(6, 8, 8))
+    layer.dispatch(zeros(4, 8), chosen)
     yield layer.combine, dict(out=zeros(4, 8), experts=chosen, gates=zeros(4, 2, dtype=FP32))
 
 
@@ -180,6 +181,37 @@ def refuse_products(ctx, folder, name, symmetric):
 def test_matrices_that_do_not_fit_together(ranks, folder, name, symmetric):
     """Nor with the kernel, which reaches the peers' copies of one of them."""
     ranks.run(refuse_products, folder, name, symmetric)
+
+
+def refuse_other_results(ctx):
+    with imported("09_gemm_one_shot_all_reduce"):
+        wrapper = importlib.import_module("wrapper")
+        workspace = wrapper.Workspace(ctx, 4, 4, BF16)
+        with pytest.raises(ValueError, match=r"^c is .*float32.* Give .*bfloat16"):
+            wrapper.matmul_all_reduce(ctx, zeros(4, 4, dtype=FP32), zeros(4, 4), zeros(4, 4), workspace)
+
+
+@pytest.mark.skipif(not SIMULATED, reason="of tensors on the CPU")
+@pytest.mark.ranks(1)
+def test_results_of_another_dtype_than_the_parts(ranks):
+    """These would be rounded to what the parts travel in."""
+    ranks.run(refuse_other_results)
+
+
+def refuse_other_tokens(ctx):
+    with imported("16_moe_dispatch_combine"):
+        layer = importlib.import_module("wrapper").ExpertParallel(ctx, 4, 8, 6, 2, BF16)
+        chosen, gates = zeros(4, 2, dtype=torch.int32), zeros(4, 2, dtype=FP32)
+        layer.dispatch(zeros(3, 8), chosen[:3])
+        with pytest.raises(ValueError, match=r"^out is \[4, 8\].* Give \[3, 8\]"):
+            layer.combine(zeros(4, 8), chosen, gates)
+
+
+@pytest.mark.skipif(not SIMULATED, reason="of tensors on the CPU")
+@pytest.mark.ranks(1)
+def test_more_tokens_than_were_dispatched(ranks):
+    """Nobody has said where the results of the others are."""
+    ranks.run(refuse_other_tokens)
 
 
 def run_wide_heads(ctx):

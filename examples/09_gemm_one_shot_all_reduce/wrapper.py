@@ -13,7 +13,7 @@ BLOCK_M, BLOCK_N, GROUP_M = 128, 256, 8
 class Workspace:
     """This rank's part and the flags, for results of ``[M, N]``. Made collectively; for one stream or graph at a time.
 
-    On the heap: M N elements, and 4 bytes a tile.
+    ``dtype``: of the results, in which parts travel. On the heap: M N elements, and 4 bytes a tile.
     """
 
     def __init__(self, ctx: iris.Iris, M: int, N: int, dtype: torch.dtype) -> None:
@@ -30,7 +30,7 @@ def matmul_all_reduce(ctx: iris.Iris, c: torch.Tensor, a: torch.Tensor, b: torch
     """
     (M, K), N = a.shape, b.shape[1]
     check_dtype(a.dtype)
-    check_tensors(ctx.device, a=(a, a.dtype, M, K), b=(b, a.dtype, K, N), c=(c, c.dtype, M, N))
+    check_tensors(ctx.device, a=(a, a.dtype, M, K), b=(b, a.dtype, K, N), c=(c, workspace.part.dtype, M, N))
     if workspace.part.shape != (M, N):
         raise ValueError(f"The workspace is for results of {list(workspace.part.shape)}, and this is of {[M, N]}.")
     # A tile's depth is the same number of bytes in every dtype.

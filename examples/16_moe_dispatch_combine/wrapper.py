@@ -45,6 +45,8 @@ class ExpertParallel:
         self.epochs = torch.zeros(self.programs, dtype=torch.int32, device=device)
         self.tallies = torch.empty(self.programs, num_experts, dtype=torch.int32, device=device)
         self.order, self.rows = torch.empty(2, pairs, dtype=torch.int32, device=device)
+        # Of the last dispatch, whose rows `combine` fetches.
+        self.tokens = 0
         # The first call's counts may come early, but not before the zeros are there.
         ctx.barrier()
 
@@ -54,13 +56,18 @@ class ExpertParallel:
         return num_ranks * (2 * num_tokens * top * hidden * dtype.itemsize + 4 * num_experts) + (16 << 10)
 
     def dispatch(self, x: torch.Tensor, experts: torch.Tensor) -> None:
-        """Each row of ``x``, ``[T, H]``, to the inboxes of its ``experts``, ``[T, top]`` of int32, both contiguous."""
+        """Each row of ``x``, ``[T, H]``, to the inboxes of its ``experts``, ``[T, top]`` of int32, both contiguous.
+
+        Experts are numbers from 0 to E - 1, rank by rank, and a token may have one of them twice. They are on the
+        device, so nobody looks whether they are: another number is stored into memory that is somebody else's.
+        """
         T, H, W = len(x), self.inbox.shape[1], self.ctx.get_num_ranks()
         if T * self.top > len(self.order):
             raise ValueError(f"x has {T} tokens, and there is room for {len(self.order) // self.top}.")
         check_contiguous(
             self.ctx.device, x=(x, self.inbox.dtype, T, H), experts=(experts, torch.int32, T, self.top)
         )  # fmt: skip
+        self.tokens = T
         dispatch[(self.programs,)](
             self.ctx.get_device_context(), x, experts, self.inbox, self.order, self.rows, self.tallies, self.tallied,
             self.table, self.counted, self.epochs, T, H, W, self.num_experts,
@@ -78,8 +85,11 @@ class ExpertParallel:
         multiply(self.results, self.inbox, weights, mine, self.programs)
 
     def combine(self, out: torch.Tensor, experts: torch.Tensor, gates: torch.Tensor) -> None:
-        """``out``, ``[T, H]``: the sums of each row's results times its ``gates``, float32 ``[T, top]``; contiguous."""
-        T, H = len(out), self.inbox.shape[1]
+        """``out``, ``[T, H]``: the sums of each row's results times its ``gates``, float32 ``[T, top]``; contiguous.
+
+        ``T`` and ``experts``: those of the last `dispatch`.
+        """
+        T, H = self.tokens, self.inbox.shape[1]
         check_contiguous(
             self.ctx.device, out=(out, self.inbox.dtype, T, H), experts=(experts, torch.int32, T, self.top),
             gates=(gates, torch.float32, T, self.top),
