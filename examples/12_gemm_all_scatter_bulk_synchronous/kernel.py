@@ -40,14 +40,14 @@ def gemm(
 def all_scatter(
     context_tensor, c, M, N, stride_cm, stride_cn, W: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """This rank's ``N`` columns of ``c`` to the same place on every peer, beginning with the right neighbour."""
+    """``c``, this rank's ``N`` columns, to the same place on every peer, beginning with the right neighbour."""
     ctx = DeviceContext.initialize(context_tensor, num_ranks=W)
     tiles_n = tl.cdiv(N, BLOCK_N)
     for tile in range(tl.program_id(0), tl.cdiv(M, BLOCK_M) * tiles_n, tl.num_programs(0)):
         rows = tile // tiles_n * BLOCK_M + tl.arange(0, BLOCK_M)
         columns = tile % tiles_n * BLOCK_N + tl.arange(0, BLOCK_N)
         mask = (rows < M)[:, None] & (columns < N)[None, :]
-        at = rows.to(tl.int64)[:, None] * stride_cm + (ctx.cur_rank * N + columns).to(tl.int64)[None, :] * stride_cn
+        at = rows.to(tl.int64)[:, None] * stride_cm + columns.to(tl.int64)[None, :] * stride_cn
         data = tl.load(c + at, mask=mask)
         for distance in range(1, W):
             ctx.store(c + at, data, (ctx.cur_rank + distance) % W, mask=mask)

@@ -26,6 +26,6 @@ def matmul_all_scatter(ctx: iris.Iris, c: torch.Tensor, a: torch.Tensor, b: torc
     )  # fmt: skip
     # In front of the stores: all ranks are past what they did with the last call's result.
     ctx.device_barrier()
-    all_scatter[(programs,)](ctx.get_device_context(), c, M, N, *c.stride(), W, BLOCK_M, BLOCK_N, num_warps=8)
+    all_scatter[(programs,)](ctx.get_device_context(), mine, M, N, *c.stride(), W, BLOCK_M, BLOCK_N, num_warps=8)
     # Behind them: what the peers have stored here is visible to what comes next on this stream.
     ctx.device_barrier()
