@@ -39,9 +39,10 @@ def every_pair(ctx: iris.Iris, kernel: Any, outcome: Callable, size: int) -> Non
         ``outcome(mine, theirs)``, given the sources of caller and peer, says what the caller's and the peer's
         ``target`` hold after `LAUNCHES` launches; they began with zeros.
     size
-        Bytes of ``source``.
+        Bytes of ``source``, of which whole words of 4 are moved.
     """
     n, rank, num_ranks = size // 4, ctx.get_rank(), ctx.get_num_ranks()
+    size = 4 * n
     source, target = ctx.empty(n, dtype=torch.int32), ctx.empty(n, dtype=torch.int32)
     milliseconds = ctx.zeros(num_ranks, num_ranks, dtype=torch.float64)
     for call, (caller, peer) in enumerate(permutations(range(num_ranks), 2)):
@@ -76,9 +77,10 @@ def everyone(ctx: iris.Iris, kernel: Any, size: int) -> None:
         ``kernel(source, target, n, rank, num_ranks, heap_bases, BLOCK)``; ``source`` is int32 ``[n]``, ``target``
         ``[num_ranks, n]``. It fills row p of ``target`` with the source of rank p, but for the rank's own row.
     size
-        Bytes of ``source``.
+        Bytes of ``source``, of which whole words of 4 are moved.
     """
     n, rank, num_ranks = size // 4, ctx.get_rank(), ctx.get_num_ranks()
+    size = 4 * n
     source, target = ctx.empty(n, dtype=torch.int32), ctx.empty(num_ranks, n, dtype=torch.int32)
     milliseconds = ctx.zeros(num_ranks, dtype=torch.float64)
     for call in range(2):

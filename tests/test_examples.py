@@ -103,19 +103,20 @@ def test_wrong_data_are_noticed(ranks):
 @pytest.mark.parametrize(
     ("launcher", "program", "printed"),
     [
-        ([], EXAMPLES / "01_store.py", "store: 65536 bytes from each rank to each"),
+        # What is said to have moved is what moves, whole words.
+        ([], [EXAMPLES / "01_store.py", "--size=65539"], "store: 65536 bytes from each rank to each"),
         (
             ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
-            MESSAGES / "signal_wait.py",
-            "from rank 0 to rank 1 are right",
+            [MESSAGES / "signal_wait.py", "--size=16003"],
+            "messages of 16000 bytes from rank 0 to rank 1 are right",
         ),
-        ([], COLLECTIVES / "all_reduce.py", "all_reduce: 3 rounds of 20000 bytes among 2 ranks are right"),
+        ([], [COLLECTIVES / "all_reduce.py"], "all_reduce: 3 rounds of 20000 bytes among 2 ranks are right"),
     ],
     ids=["alone", "torchrun", "collective"],
 )
 def test_program(launcher, program, printed):
     result = subprocess.run(
-        [sys.executable, *launcher, program],
+        [sys.executable, *launcher, *program],
         env={**os.environ, "PYTHONPATH": import_path()},
         capture_output=True,
         text=True,

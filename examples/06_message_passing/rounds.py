@@ -36,7 +36,7 @@ PRODUCER, CONSUMER = 0, 1
 
 
 def pass_messages(ctx: iris.Iris, size: int, handle: torch.Tensor, produce: Any, consume: Any) -> None:
-    """Pass messages of ``size`` bytes from rank 0 to rank 1, `ROUNDS` of them twice, and check every element.
+    """Pass messages of ``size`` bytes, whole words of 4, from rank 0 to rank 1, `ROUNDS` of them twice; check them all.
 
     Parameters
     ----------
@@ -50,6 +50,7 @@ def pass_messages(ctx: iris.Iris, size: int, handle: torch.Tensor, produce: Any,
     if ctx.get_num_ranks() < 2:
         raise ValueError("Message passing needs two ranks, and there is one: torchrun --nproc-per-node 2.")
     n, rank = size // 4, ctx.get_rank()
+    size = 4 * n
     grid = (triton.cdiv(n, BLOCK),)
     source, inbox = ctx.empty(ROUNDS, n, dtype=torch.int32), ctx.empty(n, dtype=torch.int32)
     result = ctx.empty(ROUNDS, n, dtype=torch.int32)
