@@ -26,7 +26,8 @@ class Workspace:
 def matmul_all_reduce(ctx: iris.Iris, c: torch.Tensor, a: torch.Tensor, b: torch.Tensor, workspace: Workspace) -> None:
     """``c = a b``, added up over all ranks, on each of them. Enqueued on the current stream; can be captured.
 
-    ``a``: ``[M, K / W]`` and ``b``: ``[K / W, N]``, this rank's part of K. ``c``: ``[M, N]``; all three anywhere.
+    ``a``: ``[M, K / W]`` and ``b``: ``[K / W, N]``, this rank's part of K. ``c``: ``[M, N]``, of the
+    workspace's dtype. All three anywhere.
     """
     (M, K), N = a.shape, b.shape[1]
     check_dtype(a.dtype)

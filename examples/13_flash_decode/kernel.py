@@ -1,11 +1,12 @@
 """Attention of one new token a sequence, whose keys and values are shared among the ranks, in one kernel.
 
-A task is a chunk of the positions that this rank holds of one sequence, for a group of query heads that use one head of
-keys and values: all that do, or a part of them if that is what a program has room for. Its result is partial: the mean
-of the values under the softmax of this chunk alone, and the logarithm of that softmax's denominator. From these, any
-number of partial results are combined exactly. Whichever program ends the last chunk of a pair, of sequence and group,
-combines all of its chunks, and stores the result of this rank to all ranks. A program that has no tasks left takes
-pairs of the output, waits until all ranks have sent theirs, and combines them.
+A task is a chunk of the positions that this rank holds of one sequence (split-KV), for a group of query heads that use
+one head of keys and values: all that do, or a part of them if that is what a program has room for. Its result is
+partial: the mean of the values under the softmax of this chunk alone, and the log-sum-exp of its scores, which is the
+logarithm of that softmax's denominator. From these, any number of partial results are combined exactly. Whichever
+program ends the last chunk of a pair, of sequence and group, combines all of its chunks, and stores the result of this
+rank to all ranks. A program that has no tasks left takes pairs of the output, waits until all ranks have sent theirs,
+and combines them.
 
 Every rank combines everything: one hop. To combine at an owner and gather what it has made would send fewer bytes, and
 take a hop more, which costs more than bytes do in messages this small. What travels is float32.
@@ -24,19 +25,20 @@ from iris.language.ordering import triton_ordering
 
 keep = triton_ordering.keep
 
-# A partial result is a row: the mean, then the logarithm. So many words more than the mean has keep rows aligned.
+# A partial result is a row: the mean, then the log-sum-exp (LSE), to the base of 2. So many words more than the mean
+# has keep rows aligned.
 PAD = tl.constexpr(4)
 # Words of partial results that a program loads at a time to combine them: 64 in a thread's registers.
 COMBINED = tl.constexpr(16384)
 
 
 @triton.jit
-def _store_rows(rows, results, logs, GROUP: tl.constexpr, DIM: tl.constexpr):
+def _store_rows(rows, results, lse, GROUP: tl.constexpr, DIM: tl.constexpr):
     """The partial results of a pair's query heads."""
     heads, dims = tl.arange(0, results.shape[0]), tl.arange(0, results.shape[1])
     at = rows + heads * (DIM + PAD)
     tl.store(at[:, None] + dims[None, :], results, mask=(heads < GROUP)[:, None] & (dims < DIM)[None, :])
-    tl.store(at + DIM, logs, mask=heads < GROUP)
+    tl.store(at + DIM, lse, mask=heads < GROUP)
 
 
 @triton.jit
@@ -48,7 +50,7 @@ def _attend(
     """The partial results of one chunk into ``rows[task]``, by online softmax.
 
     Of a sequence there are GROUPS groups of query heads; SHARED of them, side by side, use one head of keys and values.
-    A chunk without positions has zeros, and the logarithm of a denominator of 0: it weighs nothing.
+    A chunk without positions has zeros, and a log-sum-exp of -inf: it weighs nothing.
     """
     # A matrix product has at least 16 rows.
     HEADS: tl.constexpr = max(16, triton.next_power_of_2(GROUP))
@@ -84,7 +86,7 @@ def _attend(
 
 @triton.jit
 def _combine(rows, stride, N: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr):
-    """Of N partial results of one pair, ``stride`` words apart, the mean under all of their softmax, and the log."""
+    """Of N partial results of one pair, ``stride`` words apart, the mean under all of their softmax, and its LSE."""
     HEADS: tl.constexpr = triton.next_power_of_2(GROUP)
     COLUMNS: tl.constexpr = triton.next_power_of_2(DIM)
     # Mostly all of them at once, which loads nothing twice and waits once.
@@ -97,13 +99,13 @@ def _combine(rows, stride, N: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constex
         parts = first + tl.arange(0, PARTS)
         here = (parts < N)[:, None] & (heads < GROUP)[None, :]
         at = rows + parts[:, None] * stride + heads[None, :] * (DIM + PAD)
-        logs = tl.load(at + DIM, mask=here, other=float("-inf"))
+        lse = tl.load(at + DIM, mask=here, other=float("-inf"))
         inside = here[:, :, None] & (dims < DIM)[None, None, :]
         results = tl.load(at[:, :, None] + dims[None, None, :], mask=inside, other=0)
-        higher = tl.maximum(highest, tl.max(logs, axis=0))
-        # Of a sequence without any position all logarithms are -inf, and their differences would be no numbers.
+        higher = tl.maximum(highest, tl.max(lse, axis=0))
+        # Of a sequence without any position all LSEs are -inf, and their differences would be no numbers.
         shift = tl.where(higher > float("-inf"), higher, 0)
-        kept, weights = tl.exp2(highest - shift), tl.exp2(logs - shift[None, :])
+        kept, weights = tl.exp2(highest - shift), tl.exp2(lse - shift[None, :])
         weight = weight * kept + tl.sum(weights, axis=0)
         total = total * kept[:, None] + tl.sum(results * weights[:, :, None], axis=0)
         highest = higher
@@ -155,12 +157,12 @@ def flash_decode(
         # Releases this chunk's rows to the program that ends the last one, and acquires the others' for it.
         if ctx.atomic_add(ended + pair, 1, ctx.cur_rank, scope="gpu") == epoch * CHUNKS - 1:
             first = partial + pair.to(tl.int64) * CHUNKS * GROUP * (DIM + PAD)
-            results, logs = _combine(first, GROUP * (DIM + PAD), CHUNKS, GROUP, DIM)
+            results, lse = _combine(first, GROUP * (DIM + PAD), CHUNKS, GROUP, DIM)
             mine = gathered + (ctx.cur_rank * pairs + pair).to(tl.int64) * GROUP * (DIM + PAD)
             for distance in range(1, W + 1):
                 peer = (ctx.cur_rank + distance) % W
                 sent = ctx.tracing.record_event_start(TraceEvent.put, peer, mine + words, pair, mask=words < ROW)
-                _store_rows(ctx.translate(mine, peer), results, logs, GROUP, DIM)
+                _store_rows(ctx.translate(mine, peer), results, lse, GROUP, DIM)
                 ctx.tracing.record_event_end(sent)
             # Behind these stores one is added on every rank, this one too. In one operation: a release waits until all
             # before it has been performed, so that of several, one for each peer, each would wait for the last one.
@@ -191,8 +193,8 @@ def flash_decode_share(
         ctx.tracing.record_event_end(work)
         if ctx.atomic_add(ended + pair, 1, ctx.cur_rank, scope="gpu") == epoch * CHUNKS - 1:
             first = partial + pair.to(tl.int64) * CHUNKS * GROUP * (DIM + PAD)
-            results, logs = _combine(first, GROUP * (DIM + PAD), CHUNKS, GROUP, DIM)
-            _store_rows(share + pair.to(tl.int64) * GROUP * (DIM + PAD), results, logs, GROUP, DIM)
+            results, lse = _combine(first, GROUP * (DIM + PAD), CHUNKS, GROUP, DIM)
+            _store_rows(share + pair.to(tl.int64) * GROUP * (DIM + PAD), results, lse, GROUP, DIM)
     keep(epochs + program, epoch)
 
 

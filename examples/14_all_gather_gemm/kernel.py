@@ -16,7 +16,8 @@ The counts of push:
 * ``epochs[program]``: calls so far. Each program keeps it for itself, in memory, which is right in a CUDA graph too.
 
 A peer's slab is written over in the next call. That begins with a barrier of all ranks, which a rank enters when its
-call is over. Its call is not over before all slabs have come, since each is a part of some tile.
+call is over. Its call is not over before all slabs have come, since each is a part of some tile. A rank's own slabs are
+read on this rank alone: they may change as soon as its call is over.
 """
 
 import triton

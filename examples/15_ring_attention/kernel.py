@@ -1,9 +1,9 @@
 """Attention over a sequence that the ranks share: keys and values travel around the ring while they are used.
 
-A sequence is cut in 2 W chunks, and rank r has chunks r and 2 W - 1 - r of the queries, keys and values: with a causal
-mask all ranks then have the same work. What a rank has of the keys and values of one head is a block, and a chunk of it
-a part. In step i a rank works with the block of rank r - i: in step 0 with its own, later with what its left neighbour
-has sent.
+A sequence is cut in 2 W chunks, and rank r has chunks r and 2 W - 1 - r of the queries, keys and values (zigzag): with
+a causal mask all ranks then have the same work. What a rank has of the keys and values of one head is a block, and a
+chunk of it a part. In step i a rank works with the block of rank r - i: in step 0 with its own, later with what its
+left neighbour has sent.
 
 One kernel. Its first programs send: part by part and head by head, this rank's own block and then each that arrives,
 to the right neighbour. The others attend: a task is a tile of the queries of one head, whose softmax stays in registers
