@@ -25,6 +25,7 @@ from iris import DeviceContext, TraceEvent
 from iris.language.ordering import triton_ordering
 from iris.ops.gemm import product, triton_place
 
+# A store behind the load of the same word by every warp: none may find the new number in the place of the old one.
 keep = triton_ordering.keep
 
 
@@ -49,9 +50,7 @@ def gemm_all_reduce(
         rows = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
         columns = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
         work = ctx.tracing.record_event_start(TraceEvent.compute, pid_m=pid_m, pid_n=pid_n)
-        total = product(
-            a, b, rows, columns, M, N, K, stride_am, stride_ak, stride_bk, stride_bn, BLOCK_K, "", "", False
-        )
+        total = product(a, b, rows, columns, M, N, K, stride_am, stride_ak, stride_bk, stride_bn, BLOCK_K)
         ctx.tracing.record_event_end(work)
         iris.x.all_reduce_atomic(iris.x.Tile(pid_m, pid_n, BLOCK_M, BLOCK_N, total), now, ctx)
         for distance in range(1, W + 1):

@@ -37,8 +37,6 @@ def gemm_all_reduce(
         rows = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
         columns = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
         work = ctx.tracing.record_event_start(TraceEvent.compute, pid_m=pid_m, pid_n=pid_n)
-        total = product(
-            a, b, rows, columns, M, N, K, stride_am, stride_ak, stride_bk, stride_bn, BLOCK_K, "", "", False
-        )
+        total = product(a, b, rows, columns, M, N, K, stride_am, stride_ak, stride_bk, stride_bn, BLOCK_K)
         ctx.tracing.record_event_end(work)
         iris.x.all_reduce_one_shot(iris.x.Tile(pid_m, pid_n, BLOCK_M, BLOCK_N, total), parts, result, flags, ctx)

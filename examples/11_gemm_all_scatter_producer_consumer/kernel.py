@@ -26,6 +26,7 @@ from iris import DeviceContext, TraceEvent
 from iris.language.ordering import triton_ordering
 from iris.ops.gemm import product, triton_place
 
+# A store behind the load of the same word by every warp: none may find the new number in the place of the old one.
 keep = triton_ordering.keep
 
 
@@ -48,9 +49,7 @@ def gemm(
     for tile in range(tl.program_id(0), tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N), tl.num_programs(0)):
         rows, columns = _place(tile, M, N, BLOCK_M, BLOCK_N)
         work = ctx.tracing.record_event_start(TraceEvent.compute, pid_m=tile)
-        total = product(
-            a, b, rows, columns, M, N, K, stride_am, stride_ak, stride_bk, stride_bn, BLOCK_K, "", "", False
-        )
+        total = product(a, b, rows, columns, M, N, K, stride_am, stride_ak, stride_bk, stride_bn, BLOCK_K)
         ctx.tracing.record_event_end(work)
         at = rows.to(tl.int64)[:, None] * stride_cm + columns.to(tl.int64)[None, :] * stride_cn
         tl.store(c + at, total.to(c.dtype.element_ty), mask=(rows < M)[:, None] & (columns < N)[None, :])

@@ -27,6 +27,7 @@ from iris import DeviceContext, TraceEvent
 from iris.language.ordering import triton_ordering
 from iris.ops.gemm import product
 
+# A store behind the load of the same word by every warp: none may find the new number in the place of the old one.
 keep = triton_ordering.keep
 
 
@@ -46,9 +47,8 @@ def pull(
         columns = tile % tiles_n * BLOCK_N + tl.arange(0, BLOCK_N)
         work = ctx.tracing.record_event_start(TraceEvent.compute, pid_m=owner, pid_n=tile)
         total = product(
-            ctx.translate(a, owner), b, rows, columns, m, N, K, stride_am, stride_ak, stride_bk, stride_bn,
-            BLOCK_K, "", "", False,
-        )  # fmt: skip
+            ctx.translate(a, owner), b, rows, columns, m, N, K, stride_am, stride_ak, stride_bk, stride_bn, BLOCK_K
+        )
         ctx.tracing.record_event_end(work)
         mask = (rows < m)[:, None] & (columns < N)[None, :]
         at = (owner * m + rows).to(tl.int64)[:, None] * stride_cm + columns.to(tl.int64)[None, :] * stride_cn
@@ -92,10 +92,7 @@ def push(
             rows = slab * BLOCK_M + tl.arange(0, BLOCK_M)
             columns = tile % tiles_n * BLOCK_N + tl.arange(0, BLOCK_N)
             work = ctx.tracing.record_event_start(TraceEvent.compute, pid_m=owner, pid_n=tile)
-            total = product(
-                gathered + owner * size, b, rows, columns, m, N, K, K, 1, stride_bk, stride_bn,
-                BLOCK_K, "", "", False,
-            )  # fmt: skip
+            total = product(gathered + owner * size, b, rows, columns, m, N, K, K, 1, stride_bk, stride_bn, BLOCK_K)
             ctx.tracing.record_event_end(work)
             mask = (rows < m)[:, None] & (columns < N)[None, :]
             at = (owner * m + rows).to(tl.int64)[:, None] * stride_cm + columns.to(tl.int64)[None, :] * stride_cn

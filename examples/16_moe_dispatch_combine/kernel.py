@@ -15,6 +15,7 @@ from iris import DeviceContext, TraceEvent
 from iris.language.ordering import triton_ordering
 from iris.ops.gemm import product, triton_place
 
+# A store behind the load of the same word by every warp: none may find the new number in the place of the old one.
 keep = triton_ordering.keep
 
 
@@ -133,7 +134,7 @@ def grouped_gemm(
         rows = first + pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
         columns = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
         matrix = weights + own.to(tl.int64) * H * H
-        total = product(inbox, matrix, rows, columns, last, H, H, H, 1, H, 1, BLOCK_K, "", "", False)
+        total = product(inbox, matrix, rows, columns, last, H, H, H, 1, H, 1, BLOCK_K)
         mask = (rows < last)[:, None] & (columns < H)[None, :]
         tl.store(results + rows.to(tl.int64)[:, None] * H + columns[None, :], total.to(results.dtype.element_ty), mask)
 

@@ -8,6 +8,9 @@ from triton.experimental import gluon
 
 from iris.language.target import on_nvidia
 
+# No cache modifier.
+PLAIN = tl.constexpr("")
+
 
 @triton.constexpr_function
 def precision(allow_tf32):
@@ -49,12 +52,13 @@ def product(
     stride_bk,
     stride_bn,
     BLOCK_K: tl.constexpr,
-    CACHE_A: tl.constexpr,
-    CACHE_B: tl.constexpr,
-    ALLOW_TF32: tl.constexpr,
+    CACHE_A: tl.constexpr = PLAIN,
+    CACHE_B: tl.constexpr = PLAIN,
+    ALLOW_TF32: tl.constexpr = False,
 ):
     """Rows of A below ``stop_m`` times columns of B below N, in float32; zeros behind these.
 
+    ``CACHE_A``, ``CACHE_B``: the cache modifiers of loads. ``ALLOW_TF32``: float32 is rounded to TF32 for the product.
     ``rows`` and ``columns`` are neighbours, and stay so: a clamp at the edge would make each load one of an element.
     """
     k = tl.arange(0, BLOCK_K)
