@@ -35,7 +35,8 @@ def matmul_all_scatter(ctx: iris.Iris, c: torch.Tensor, a: torch.Tensor, b: torc
     """``c = a [b of rank 0, b of rank 1, …]`` on every rank. Enqueued on the current stream; can be captured.
 
     ``a``: ``[M, K]``, the same on all ranks. ``b``: ``[K, N / W]``, this rank's columns. ``c``: ``[M, N]``, symmetric.
-    Calls of one size are on one stream, or in one graph, at a time; the first is outside of graphs.
+    Calls of one size are on one stream, or in one graph, at a time. The first makes what they count in on the heap, and
+    meets the other ranks on the host, so it is outside of graphs.
     """
     (M, K), N, W = a.shape, b.shape[1], ctx.get_num_ranks()
     check_dtype(a.dtype)

@@ -86,7 +86,7 @@ class FlashDecode:
 
         Enqueued on the current stream; can be captured. All contiguous. ``q``, ``out``: ``[batch, heads, dim]``, the
         same on all ranks. ``k``, ``v``: ``[batch, kv_heads, capacity, dim]``, this rank's. ``lengths``: int32
-        ``[batch]``, how many of these positions each sequence has, which may be none.
+        ``[batch]``, how many of these positions each sequence has, from none to ``capacity``; nobody looks.
         """
         ctx, W = self.ctx, self.ctx.get_num_ranks()
         check_contiguous(
