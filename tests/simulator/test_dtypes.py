@@ -213,8 +213,11 @@ def accumulate(a, out, N: tl.constexpr):
 )
 def test_dot_into_a_type_that_its_sums_are_not_of(dtype, accumulated, right):
     """Triton calls the result what the factors say, whatever the sums are in: it compiles for no GPU."""
-    with pytest.raises(TypeError, match=f"Give an accumulator of {right}"):
+    # Triton 3.6 asserts what newer ones leave to the compiler.
+    with pytest.raises((TypeError, AssertionError)) as refused:
         accumulate[(1,)](torch.ones(16, 16, dtype=dtype), torch.zeros(16, 16, dtype=accumulated), 16)
+    if refused.type is TypeError or not triton.__version__.startswith("3.6"):
+        assert f"Give an accumulator of {right}" in str(refused.value)
 
 
 @triton.jit
