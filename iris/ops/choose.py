@@ -48,8 +48,8 @@ OPERATIONS = {1: 1250, 2: 700}
 # The part of a memory's rate that B is read at, and the part of that by tiles of fewer than 256 columns. Bytes of a B
 # that the L2 cache keeps for tiles of other rows; how often a larger one is read where all ranks' tiles come by turns.
 READING, NARROW, CACHED, READ_BY_TURNS = 0.82, 0.9, 50e6, 1.5
-# How much slower fewer programs read than there may be: by this power of their part of all.
-FEW_READERS = -0.3
+# Of P programs n read at (n / P) to this power of that rate.
+FEW_READERS = 0.3
 # Of a small one of fp8, nanoseconds for each k of as many tiles of 128 x 128 as there are multiprocessors; microseconds
 # besides, of such a round and of a launch; and how much longer it takes beside copies.
 ROUND_NS, ROUND, NEXT_LAUNCH, BESIDE_COPIES = 3.0, 1.9, 2, 1.1
@@ -200,7 +200,7 @@ def split_us(call: Call, config: FusedConfig, plan: Plan) -> float:
 
 def round_us(units: int, programs: int, each: float | np.ndarray, read: float) -> float | np.ndarray:
     """Microseconds of a round of units of so many ``each``, or of what all of them ``read``, if that takes longer."""
-    return np.maximum(each, read * (units / programs) ** FEW_READERS)
+    return np.maximum(each, read * (programs / units) ** FEW_READERS)
 
 
 def rounds_us(units: int, programs: int, each: float, read: float) -> float:

@@ -120,17 +120,21 @@ def test_lines_that_begin_far_apart(ranks):
     ranks.run(far_apart)
 
 
+def small(ctx, name):
+    """Room for the result, this rank's A and B, other numbers on each, and the result in float64."""
+    a, b = (
+        [matrix(*shape, torch.float32, "rows", 10 * seed + shape[1], ctx.device) for seed in range(ctx.num_ranks)]
+        for shape in ((5 * ctx.num_ranks, 6), (6, 4))
+    )
+    exact = result_of(name, a, b, ctx.cur_rank)
+    return torch.empty(exact.shape, device=ctx.device), a[ctx.cur_rank], b[ctx.cur_rank], exact
+
+
 def of_parameters(ctx, name):
     """Matrices with gradients are multiplied like others, whatever carries it, and the result has none."""
-    size, rank = ctx.num_ranks, ctx.cur_rank
-    a, b = (
-        [matrix(*shape, torch.float32, "rows", 10 * seed + shape[1], ctx.device) for seed in range(size)]
-        for shape in ((5 * size, 6), (6, 4))
-    )
-    exact = result_of(name, a, b, rank)
-    out = torch.empty(exact.shape, device=ctx.device)
+    out, a, b, exact = small(ctx, name)
     for config in (CONFIGS["chosen"], CONFIGS["fused"], *([CONFIGS["copies"]] if name in COPIED else [])):
-        getattr(ctx.ops, name)(out.zero_(), a[rank].requires_grad_(), b[rank].requires_grad_(), config=config)
+        getattr(ctx.ops, name)(out.zero_(), a.requires_grad_(), b.requires_grad_(), config=config)
         torch.testing.assert_close(out.double(), exact, rtol=1e-2, atol=1e-2)
         assert not out.requires_grad
 
@@ -167,17 +171,11 @@ def test_a_result_over_what_a_graph_needs(ranks, name):
 
 def with_another_sign(ctx, name):
     """The imaginary part of a conjugate lies in memory with the other sign, and only torch knows."""
-    size, rank = ctx.num_ranks, ctx.cur_rank
-    a, b = (
-        [matrix(*shape, torch.float32, "rows", 10 * seed + shape[1], ctx.device) for seed in range(size)]
-        for shape in ((5 * size, 6), (6, 4))
-    )
-    exact = result_of(name, a, b, rank)
-    out = torch.empty(exact.shape, device=ctx.device)
+    out, a, b, exact = small(ctx, name)
     for config in (FusedConfig(variant="vendor"), CONFIGS["fused"], *([CONFIGS["copies"]] if name in COPIED else [])):
-        negated_a, negated_b = (torch.complex(torch.zeros_like(x), -x).conj().imag for x in (a[rank], b[rank]))
+        negated_a, negated_b = (torch.complex(torch.zeros_like(x), -x).conj().imag for x in (a, b))
         assert negated_a.is_neg() and negated_b.is_neg()
-        for read in ((negated_a, b[rank]), (a[rank], negated_b)):
+        for read in ((negated_a, b), (a, negated_b)):
             getattr(ctx.ops, name)(out.zero_(), *read, config=config)
             torch.testing.assert_close(out.double(), exact, rtol=1e-2, atol=1e-2)
 
