@@ -104,9 +104,11 @@ def plan(call: Call, size: int, programs: int, config: FusedConfig) -> Plan:
     else:
         counts = [tiles % programs or min(tiles, programs)]
     plans = [Plan()]
+    # Three rounds of splits at most: more are not faster, and their products take memory. One, where B takes longer to
+    # read than to multiply: more splits do not read it sooner.
+    rounds = 1 if read_us(call, size, config) > tiles / programs * tile_us(call, config) else 3
     for last in counts:
-        # Three rounds of splits at most: more are not faster, and their products take memory.
-        most = min(MOST_SPLITS, -(-call.a.shape[1] // config.block_size_k), 3 * programs // last)
+        most = min(MOST_SPLITS, -(-call.a.shape[1] // config.block_size_k), rounds * programs // last)
         plans += [Plan(splits, last) for splits in range(2, most + 1)]
     if call.name == "matmul_all_gather":
         plans = [each._replace(paced=is_paced(call, size, programs, config, each)) for each in plans]

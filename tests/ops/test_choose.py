@@ -177,8 +177,6 @@ def test_programs_share_the_tiles_of_a_round_that_is_not_full():
     assert plan(given, 4, PROGRAMS, WIDE) == Plan(5, 24, paced=True)
     # 512 tiles: three rounds, and 116 tiles.
     assert plan(call("matmul_all_gather", 8192, 8192, 8192), 4, PROGRAMS, WIDE) == Plan(paced=True)
-    # 64 tiles, for which B is read too slowly by half of all programs.
-    assert plan(call("matmul_all_gather", 256, 16384, 16384, size=2), 2, PROGRAMS, WIDE).splits > 1
     # 128 deep tiles: of two rounds of splits the first is sent beside the second.
     assert plan(call("matmul_all_gather", 1024, 8192, 28672), 4, PROGRAMS, narrow) == Plan(2, 128, paced=True)
     # 576 tiles, 36 of each chunk of rows: those of the chunks that come while a tile is multiplied, in three splits
@@ -188,6 +186,14 @@ def test_programs_share_the_tiles_of_a_round_that_is_not_full():
     assert plan(call("all_gather_matmul", 1024, 8192, 28672), 4, PROGRAMS, narrow).last == 128
     # The product takes longest: whatever comes last, it has come in time.
     assert plan(call("all_gather_matmul", 8192, 28672, 8192), 4, PROGRAMS, WIDE) == Plan()
+
+
+@pytest.mark.parametrize("reading", [READING, 2750], ids=["H200", "H100"])
+def test_programs_share_what_they_read(reading, monkeypatch):
+    monkeypatch.setattr("iris.ops.choose.reading", lambda: reading)
+    # 64 tiles, for which B is read too slowly by half of all programs. Two splits are as many as there are programs
+    # for; more would be no faster, as it is not the product that takes longest.
+    assert plan(call("matmul_all_gather", 256, 16384, 16384, size=2), 2, PROGRAMS, WIDE) == Plan(2, 64, paced=True)
 
 
 def test_a_tile_waits_for_its_rows_and_its_program():
