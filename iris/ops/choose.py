@@ -104,11 +104,9 @@ def plan(call: Call, size: int, programs: int, config: FusedConfig) -> Plan:
     else:
         counts = [tiles % programs or min(tiles, programs)]
     plans = [Plan()]
-    # Three rounds of splits at most: more are not faster, and their products take memory. One, where B takes longer to
-    # read than to multiply: more splits do not read it sooner.
-    rounds = 1 if read_us(call, size, config) > tiles / programs * tile_us(call, config) else 3
     for last in counts:
-        most = min(MOST_SPLITS, -(-call.a.shape[1] // config.block_size_k), rounds * programs // last)
+        # Three rounds of splits at most: more are not faster, and their products take memory.
+        most = min(MOST_SPLITS, -(-call.a.shape[1] // config.block_size_k), 3 * programs // last)
         plans += [Plan(splits, last) for splits in range(2, most + 1)]
     if call.name == "matmul_all_gather":
         plans = [each._replace(paced=is_paced(call, size, programs, config, each)) for each in plans]
@@ -197,7 +195,12 @@ def tile_us(call: Call, config: FusedConfig) -> float:
 def split_us(call: Call, config: FusedConfig, plan: Plan) -> float:
     """Microseconds of a split tile."""
     unit = tile_us(call, config) / plan.splits
-    return unit + (plan.splits - 1) * SPLITTING * config.block_size_n / 256 * min(1, SHORT / unit)
+    return unit + (plan.splits - 1) * handing_over_us(config) * min(1, SHORT / unit)
+
+
+def handing_over_us(config: FusedConfig) -> float:
+    """Microseconds of one split, at most."""
+    return SPLITTING * config.block_size_n / 256
 
 
 def round_us(units: int, programs: int, each: float | np.ndarray, read: float) -> float | np.ndarray:
@@ -214,11 +217,13 @@ def rounds_us(units: int, programs: int, each: float, read: float) -> float:
 
 def product_us(call: Call, size: int, programs: int, config: FusedConfig, plan: Plan) -> float:
     """Microseconds of all tiles: of rounds of whole ones, and of splits."""
-    tiles = tiles_of(call, size, config)
+    tiles, units = tiles_of(call, size, config), plan.last * plan.splits
     each, part = tile_us(call, config), split_us(call, config, plan)
     read = read_us(call, size, config) / tiles
-    whole, split = (tiles - plan.last, each, read), (plan.last * plan.splits, part, read / plan.splits)
-    return sum(rounds_us(units, programs, *times) for units, *times in (whole, split))
+    # While splits are handed over nothing is read, which takes longer where it is reading that takes the time.
+    further = max(0, -(-units // programs) - 1) if programs * read / plan.splits > part else 0
+    splits = rounds_us(units, programs, part, read / plan.splits) + further * handing_over_us(config)
+    return rounds_us(tiles - plan.last, programs, each, read) + splits
 
 
 def fused_us(call: Call, size: int, programs: int, config: FusedConfig, plan: Plan) -> float:

@@ -191,8 +191,8 @@ def test_programs_share_the_tiles_of_a_round_that_is_not_full():
 @pytest.mark.parametrize("reading", [READING, 2750], ids=["H200", "H100"])
 def test_programs_share_what_they_read(reading, monkeypatch):
     monkeypatch.setattr("iris.ops.choose.reading", lambda: reading)
-    # 64 tiles, for which B is read too slowly by half of all programs. Two splits are as many as there are programs
-    # for; more would be no faster, as it is not the product that takes longest.
+    # 64 tiles, for which B is read too slowly by half of all programs. More than two splits would be handed over while
+    # B is read, which takes longer than to multiply.
     assert plan(call("matmul_all_gather", 256, 16384, 16384, size=2), 2, PROGRAMS, WIDE) == Plan(2, 64, paced=True)
 
 
