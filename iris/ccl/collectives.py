@@ -18,6 +18,7 @@ from iris.errors import (
 from iris.heap.history import debugging
 from iris.launch import KEPT
 from iris.untraced import untraced_methods
+from iris.versions import note_written
 from iris.world import check_process_group
 
 DEBUGGING = debugging()
@@ -129,7 +130,7 @@ class Collectives:
             checks.check_pair(comm, "broadcast", tensor, tensor, 1, 1)
             launch = self._remember(comm, key, config, dense, lambda used: moves.prepare_broadcast(
                 comm, root, dense, used, stream, capture is not None))  # fmt: skip
-        return self._leave(launch, stream, dense, dense, tensor, async_op)
+        return self._leave(launch, stream, dense, dense, None if comm.rank == root else tensor, async_op)
 
     def gather(
         self,
@@ -162,7 +163,7 @@ class Collectives:
                 capture is not None))  # fmt: skip
         if here and source.data_ptr() != result.data_ptr() + comm.rank * source.nbytes:
             checks.check_overlap("gather", result, source)
-        return self._leave(launch, stream, source, result, target, async_op)
+        return self._leave(launch, stream, source, result, output if here else None, async_op)
 
     def scatter(
         self,
@@ -237,6 +238,7 @@ class Collectives:
                 comm, output, input, rows, used, stream, capture is not None))  # fmt: skip
         checks.check_overlap("all_to_all_v", output, input)
         launch(stream, input, output, *rows)
+        note_written(output)
         return Work(self._on_gpu) if async_op else None
 
     def send(
@@ -394,7 +396,7 @@ class Collectives:
                 comm, op, root, result, source, used, stream, capture is not None))  # fmt: skip
         if here and source.data_ptr() != result.data_ptr():
             checks.check_overlap("reduce", result, source)
-        return self._leave(launch, stream, source, result, target if here else result, async_op)
+        return self._leave(launch, stream, source, result, output if here else None, async_op)
 
     def barrier(self, *, group: dist.ProcessGroup | None = None, async_op: bool = False) -> Work | None:
         """As ``ctx.device_barrier``: what a rank enqueued before it is visible to every rank's work behind it."""
@@ -470,8 +472,7 @@ class Collectives:
             launch = self._remember(comm, key, config, dense, lambda used: moves.prepare_exchange(
                 comm, exchange, dense, dense, used, stream, capture is not None, peer))  # fmt: skip
         launch(stream, dense, dense)
-        if name == "recv" and dense is not tensor:
-            _copy(tensor, dense)
+        _finish(tensor if name == "recv" else None, dense)
         return Work(self._on_gpu) if async_op else None
 
     def _rows(
@@ -541,12 +542,12 @@ class Collectives:
         stream: int | None,
         source: torch.Tensor,
         result: torch.Tensor,
-        output: torch.Tensor,
+        output: torch.Tensor | None,
         async_op: bool,
     ) -> Work | None:
+        """``output``: what is written on this rank, or None."""
         launch(stream, source, result)
-        if result is not output:
-            _copy(output, result)
+        _finish(output, result)
         return Work(self._on_gpu) if async_op else None
 
 
@@ -577,10 +578,14 @@ def _to_read(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if _is_plain(tensor) else tensor.resolve_neg().resolve_conj().contiguous()
 
 
-@torch.no_grad()
-def _copy(output: torch.Tensor, result: torch.Tensor) -> None:
-    """What kernels do without autograd's knowledge, to a parameter as well."""
-    output.copy_(result)
+def _finish(output: torch.Tensor | None, result: torch.Tensor) -> None:
+    """Leave the result in ``output``, if any is written, to which kernels do it without autograd's knowledge."""
+    if output is result:
+        note_written(output)
+    elif output is not None:
+        # To a parameter as well.
+        with torch.no_grad():
+            output.copy_(result)
 
 
 def _to_write(tensor: torch.Tensor) -> torch.Tensor:

@@ -22,6 +22,7 @@ from iris.ops.kernel import Kernels
 from iris.ops.normalisation import AllReduceRmsNorm, NormCall
 from iris.ops.workspaces import Workspaces
 from iris.untraced import untraced_methods
+from iris.versions import note_written
 
 DEBUGGING = debugging()
 
@@ -207,9 +208,9 @@ class Operations:
         """
         self._context.heap.check_open()
         self._all_reduce_rms_norm(NormCall(out, input, weight, residual, scale, row_scales), eps)
-        _note_written(out)
-        if residual is not None:
-            _note_written(residual)
+        for written in (out, residual, row_scales):
+            if written is not None:
+                note_written(written)
         return Work(self._on_gpu) if async_op else None
 
     def close(self) -> None:
@@ -243,7 +244,7 @@ class Operations:
                 copies.enqueue(self._copies(buffers), call)
             else:
                 self._kernels.enqueue(call, used, buffers, stream)
-        _note_written(call.out)
+        note_written(call.out)
         return Work(self._on_gpu) if async_op else None
 
     @torch.no_grad()
@@ -338,10 +339,3 @@ class Operations:
             context, programs = self._context, self._kernels.most_programs()
             buffers.mover = copies.Copies(buffers, context.cur_rank, context.num_ranks, context.device, programs)
         return buffers.mover
-
-
-def _note_written(tensor: torch.Tensor) -> None:
-    """As torch does where it writes itself: a graph that has kept the tensor for its gradients says so, and uses no
-    other values."""
-    if not tensor.is_inference():
-        torch.autograd.graph.increment_version(tensor)

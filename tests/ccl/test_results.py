@@ -6,6 +6,7 @@ same on all ranks. Nothing beside the result is written: tensors lie inside larg
 
 import importlib
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -354,6 +355,41 @@ def handles(ctx):
 @pytest.mark.ranks(1, 3)
 def test_handles_and_the_barrier(ranks):
     ranks.run(handles)
+
+
+def written(ctx):
+    """Autograd learns of what is written, here or by peers, and of nothing else."""
+    ccl, size, root = ctx.ccl, ctx.num_ranks, ctx.cur_rank == 0
+    one, other, every, parts = (torch.ones(n * 4, device=ctx.device) for n in (1, 1, size, size))
+    places = ([4] * size, [4 * r for r in range(size)])
+    calls = {
+        "all_gather": (every, one, True),
+        "all_to_all": (every, parts, True),
+        "gather": (every, one, root),
+        "scatter": (one, every, True),
+        "all_reduce": (other, one, True),
+        "reduce_scatter": (one, every, True),
+        "reduce": (other, one, root),
+    }
+    calls = [(partial(getattr(ccl, name), output, input), output, input, is_written)
+             for name, (output, input, is_written) in calls.items()]  # fmt: skip
+    calls += [
+        (partial(ccl.all_to_all_v, every, parts, *places, *places), every, parts, True),
+        (partial(ccl.broadcast, one), one, other, not root),
+        (partial(ccl.send, one, 1) if root else partial(ccl.recv, one, 0), one, other, not root),
+        (partial(ccl.all_reduce, one, one), one, other, True),
+    ]
+    for call, output, input, is_written in calls:
+        versions = output._version, input._version
+        call()
+        assert (output._version > versions[0], input._version > versions[1]) == (is_written, False), call
+    with torch.inference_mode():
+        ccl.all_reduce(torch.empty(4, device=ctx.device), one)
+
+
+@pytest.mark.ranks(2, exactly=True)
+def test_autograd_learns_of_what_is_written(ranks):
+    ranks.run(written)
 
 
 def reference(ctx, module, tiles):

@@ -136,16 +136,21 @@ def test_in_place(ranks, variant, shape):
 
 
 def over_what_a_graph_needs(ctx, role):
-    """A buffer or a residual that is used again before backward: autograd says so."""
-    given = {"out": torch.ones(4, 12, device=ctx.device), "residual": torch.ones(4, 12, device=ctx.device)}
-    loss = (torch.ones(4, 12, device=ctx.device, requires_grad=True) * given[role]).sum()
+    """A buffer, a residual or scales that are used again before backward: autograd says so."""
+    given = {"out": (4, 12), "residual": (4, 12), "row_scales": (4,)}
+    given = {name: torch.ones(shape, device=ctx.device) for name, shape in given.items()}
+    loss = (torch.ones(1, device=ctx.device, requires_grad=True) * given[role]).sum()
     rows, weight = torch.ones(4, 12, device=ctx.device), torch.ones(12, device=ctx.device)
-    ctx.ops.all_reduce_rms_norm(given["out"], rows, weight, residual=given["residual"])
+    if role == "row_scales":
+        given["out"] = given["out"].to(E4M3)
+    else:
+        del given["row_scales"]
+    ctx.ops.all_reduce_rms_norm(given.pop("out"), rows, weight, **given)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 
 
-@pytest.mark.parametrize("role", ["out", "residual"])
+@pytest.mark.parametrize("role", ["out", "residual", "row_scales"])
 def test_a_result_over_what_a_graph_needs(ranks, role):
     ranks.run(over_what_a_graph_needs, role)
 

@@ -1,0 +1,10 @@
+"""Versions of tensors, by which autograd knows whether values that it has kept were written over."""
+
+import torch
+
+
+def note_written(tensor: torch.Tensor) -> None:
+    """As torch does where it writes itself: a graph that has kept the tensor for its gradients says so, and uses no
+    other values."""
+    if not tensor.is_inference():
+        torch.autograd.graph.increment_version(tensor)
