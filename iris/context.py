@@ -170,7 +170,8 @@ class Iris(Factories):
         self._drain(None)
         if self.num_ranks == 1:
             return value
-        is_tensor = isinstance(value, torch.Tensor)
+        # What has no memory of its own shape, as a sparse one, goes as any other object.
+        is_tensor = isinstance(value, torch.Tensor) and value.layout == torch.strided
         sent = None
         if self.cur_rank == src:
             sent = (value.shape, value.dtype, value.device.type) if is_tensor else value
@@ -179,7 +180,7 @@ class Iris(Factories):
             return value if self.cur_rank == src else sent
         shape, dtype, device_type = sent
         if self.cur_rank == src:
-            buffer = value.detach().to(self.device).contiguous()
+            buffer = value.detach().to(self.device).resolve_conj().resolve_neg().contiguous()
         else:
             buffer = torch.empty(shape, dtype=dtype, device=self.device)
         if buffer.numel():

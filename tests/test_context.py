@@ -221,6 +221,8 @@ VALUES = [
     torch.tensor(3, dtype=torch.int8),
     torch.zeros(0, 4),
     torch.randn(4, 5, generator=torch.Generator().manual_seed(5)).T.bfloat16(),
+    torch.tensor([1 + 2j, 3 - 4j]).conj(),
+    torch.tensor([[0.0, 5.0], [6.0, 0.0]]).to_sparse(),
     numpy.arange(5, dtype=numpy.uint16),
 ]
 
