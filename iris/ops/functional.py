@@ -24,12 +24,11 @@ from torch.library import Library, custom_op
 
 from iris.ccl import functional as collectives
 from iris.ccl.functional import find, size_of
-from iris.context import Iris
 from iris.errors import InvalidCollectiveError, InvalidGroupError
 from iris.ops.call import WIDE
 
 
-def _context(ranks: str) -> Iris:
+def _context(ranks: str) -> Any:
     """Whose ranks they are: all of a context's, since the fused operations are among these."""
     context, group = find(ranks)
     if group not in (None, dist.group.WORLD):

@@ -1,5 +1,8 @@
 """Fused operations as operators: torch.compile keeps them in one graph, with the gradients of plain torch."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -51,6 +54,11 @@ def compare(ctx, name, compiler):
     (result * weights[me]).sum().backward()
     sum((each * weight).sum() for each, weight in zip(expected, weights, strict=True)).backward()
     torch.testing.assert_close([each.grad for each in mine], [each[me].grad for each in (a, b, bias)])
+
+
+def test_they_are_there_once_iris_is_imported():
+    names = "iris.ops.functional, iris.ccl.functional, torch.ops.iris.matmul_all_reduce, torch.ops.iris.all_reduce"
+    subprocess.run([sys.executable, "-c", f"import iris, torch; {names}"], check=True, timeout=150)
 
 
 @pytest.mark.ranks(2)
