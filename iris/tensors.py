@@ -7,6 +7,7 @@ and starts at a multiple of 1024 bytes.
 """
 
 import math
+import numbers
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -141,7 +142,8 @@ class Factories:
         if len(args) == 1 and "end" not in bounds:
             args, bounds = (), {"end": args[0], **bounds}
         values = _bounds(*args, **bounds)
-        inferred = torch.int64 if all(isinstance(value, int) for value in values) else torch.get_default_dtype()
+        whole = all(isinstance(value, numbers.Integral) for value in values)
+        inferred = torch.int64 if whole else torch.get_default_dtype()
         filled = _known(dtype) or (inferred if out is None else out.dtype)
         target = self._place((_length(*values, filled),), filled, dtype, out)
         return _finish(target, requires_grad, lambda: torch.arange(*values, out=target, device=target.device))
@@ -380,7 +382,7 @@ def _bounds(
 
 def _length(start: Number, end: Number, step: Number, dtype: torch.dtype) -> int:
     """The number of elements of torch.arange, which computes it in the dtype of the result."""
-    if step == 0 or (end - start) * step < 0:
+    if step == 0 or not 0 <= (end - start) * step < math.inf:
         torch.arange(start, end, step)  # raises torch's own error
     if dtype == torch.int64:
         return len(range(int(start), int(end), int(step)))

@@ -1,5 +1,6 @@
 """The factories: torch's tensors, on the heap."""
 
+import numpy
 import pytest
 import torch
 
@@ -67,6 +68,7 @@ CALLS = {
     "arange to a name": lambda t: t.arange(end=4),
     "arange with a dtype": lambda t: t.arange(6, dtype=torch.bfloat16),
     "arange of nothing": lambda t: t.arange(0),
+    "arange of numpy's integers": lambda t: t.arange(numpy.int64(2), numpy.int32(9)),
     "linspace": lambda t: t.linspace(-1, 1, 7),
     "linspace of complex": lambda t: t.linspace(0, 1 + 1j, 3),
     "linspace of tensors": lambda t: t.linspace(torch.tensor(0.0), torch.tensor(3.0), 4, dtype=torch.float64),
@@ -256,6 +258,12 @@ def test_what_the_heap_does_not_have_is_refused(ctx, call):
 def test_arguments_that_do_not_fit_are_refused(ctx, call):
     with pytest.raises(TypeError):
         call(ctx)
+
+
+@pytest.mark.parametrize("bound", [float("nan"), float("inf")])
+def test_arange_without_an_end_raises_as_torch_does(ctx, bound):
+    with pytest.raises(RuntimeError, match="unsupported range"):
+        ctx.arange(bound)
 
 
 @pytest.mark.parametrize(
