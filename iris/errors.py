@@ -252,7 +252,7 @@ class NotTheCallerError(IrisError, ValueError):
 
 
 class InvalidTileError(IrisError, TypeError):
-    """An operation of `iris.x` got something else where it takes a tile, a view of a matrix or the device context."""
+    """An operation of `iris.x` got something else where it takes a tile, a view of a matrix, locks or the context."""
 
 
 class InvalidConfigError(IrisError, ValueError):

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from iris.x.tile import check, columns_of, rows_of
+from iris.x.tile import check, check_choice, columns_of, rows_of
 
 
 @triton.jit
@@ -14,7 +14,7 @@ def all_gather(tile, dst, dim: tl.constexpr, ctx):
     1 it is ``[M, W * N]``; on the heap of every rank. Over the link: the tile, once to each peer, in one step.
     """
     check("all_gather", ctx, tile, True, dst=dst)
-    tl.static_assert(dim == 0 or dim == 1, "dim must be 0 (rows) or 1 (columns)")
+    check_choice("dim", dim, 0, 1)
     if dim == 0:
         height = dst.M // ctx.num_ranks
         _store_shard(tile, dst, height, dst.N, ctx.cur_rank * height, 0, ctx)

@@ -38,9 +38,10 @@ import triton
 import triton.language as tl
 
 from iris.ccl.combine import accumulator
+from iris.errors import InvalidTileError
 from iris.language.context import aggregate
 from iris.language.ordering import LANES, triton_ordering
-from iris.x.tile import check, columns_of, kept, rows_of
+from iris.x.tile import check, check_choice, check_locks, columns_of, kept, rows_of, told
 
 # More than two signals of each of 2^15 ranks; a power of two.
 PERIOD = tl.constexpr(1 << 17)
@@ -64,9 +65,20 @@ class AllReduceConfig:
         self.variant, self.locks = tl.constexpr(variant), kept(locks)
 
 
+@triton.constexpr_function
+def check_config(config):
+    """Raise unless this is an `AllReduceConfig`."""
+    if not hasattr(config, "variant"):
+        raise InvalidTileError(
+            f"all_reduce() takes config as iris.x.AllReduceConfig(variant, locks), and got {told(config)}."
+        )
+
+
 @triton.jit
 def all_reduce(tile, src, dst, config, ctx):
     """`all_reduce_one_shot`, or another variant, as an `AllReduceConfig` says."""
+    check_config(config)
+    check_choice("variant", config.variant, "one_shot", "two_shot", "atomic", "spinlock")
     if config.variant == "one_shot":
         all_reduce_one_shot(tile, src, dst, config.locks, ctx)
     elif config.variant == "two_shot":
@@ -74,7 +86,6 @@ def all_reduce(tile, src, dst, config, ctx):
     elif config.variant == "spinlock":
         all_reduce_spinlock(tile, dst, config.locks, ctx)
     else:
-        tl.static_assert(config.variant == "atomic", "variant must be 'one_shot', 'two_shot', 'atomic' or 'spinlock'")
         all_reduce_atomic(tile, dst, ctx)
 
 
@@ -102,6 +113,7 @@ def all_reduce_spinlock(tile, dst, locks, ctx):
     whose locks do not count. Over the link: the tile, twice for each peer, in two steps and those of the lock.
     """
     check("all_reduce_spinlock", ctx, tile, True, dst=dst)
+    check_locks("all_reduce_spinlock", locks)
     rows, columns = rows_of(tile), columns_of(tile)
     mask = (rows < dst.M) & (columns < dst.N)
     element: tl.constexpr = dst.ptr.dtype.element_ty
@@ -170,6 +182,7 @@ def all_reduce_one_shot(tile, src, dst, locks, ctx):
     behind a signal.
     """
     check("all_reduce_one_shot", ctx, tile, False, src=src, dst=dst)
+    check_locks("all_reduce_one_shot", locks)
     lock = locks + src.number_of(tile)
     start = begin(tile, src, lock, ctx)
     signal_all(lock, 1, ctx)
@@ -190,6 +203,7 @@ def all_reduce_two_shot(tile, src, dst, locks, ctx):
     the ranks in turn. Over the link, on average over W tiles: (W - 1) / W tiles in for the sum, and as much out.
     """
     check("all_reduce_two_shot", ctx, tile, False, src=src, dst=dst)
+    check_locks("all_reduce_two_shot", locks)
     number = src.number_of(tile)
     lock = locks + number
     start = begin(tile, src, lock, ctx)
@@ -219,6 +233,7 @@ def reduce_scatter(tile, src, dst, locks, ctx):
     have rows of several ranks. Over the link: this rank's rows of W - 1 tiles in, in one step behind a signal.
     """
     check("reduce_scatter", ctx, tile, False, src=src, dst=dst)
+    check_locks("reduce_scatter", locks)
     lock = locks + src.number_of(tile)
     start = begin(tile, src, lock, ctx)
     signal_all(lock, 1, ctx)

@@ -3,8 +3,9 @@
 import triton
 import triton.language as tl
 
-from iris.errors import InvalidTileError
+from iris.errors import InvalidTileError, UnknownChoiceError
 from iris.language.context import aggregate
+from iris.language.ordering import is_flag
 
 
 @aggregate
@@ -89,26 +90,44 @@ def check(name, ctx, tile, holds_data, **views):
     if not hasattr(ctx, "num_ranks"):
         raise InvalidTileError(
             f"{name}() takes the context that iris.DeviceContext.initialize(context_tensor, rank, num_ranks) makes, "
-            f"and got {_told(ctx)}."
+            f"and got {told(ctx)}."
         )
     if not hasattr(tile, "pid_m") or (holds_data and not tile.HOLDS_DATA):
         wanted = "Tile(pid_m, pid_n, block_m, block_n, data)"
         if not holds_data:
             wanted += " or TileView(pid_m, pid_n, block_m, block_n)"
-        raise InvalidTileError(f"{name}() takes iris.x.{wanted}, and got {_told(tile)}.")
+        raise InvalidTileError(f"{name}() takes iris.x.{wanted}, and got {told(tile)}.")
     for role, view in views.items():
         if not hasattr(view, "at"):
             wanted = "make_tensor_view(ptr, M, N, stride_m, stride_n)"
-            raise InvalidTileError(f"{name}() takes {role} as iris.x.{wanted}, and got {_told(view)}.")
+            raise InvalidTileError(f"{name}() takes {role} as iris.x.{wanted}, and got {told(view)}.")
 
 
 @triton.constexpr_function
-def _told(value):
+def check_locks(name, locks):
+    """Raise unless these are the locks of the operation ``name``."""
+    if not isinstance(locks, tl.tensor) or not is_flag(locks.dtype):
+        raise InvalidTileError(
+            f"{name}() takes locks as a pointer to int32 or int64 on the heap, one for each tile and zeros at first, "
+            f"and got {told(locks)}."
+        )
+
+
+@triton.constexpr_function
+def check_choice(name, value, *possible):
+    """Raise unless the argument ``name`` has one of the ``possible`` values."""
+    if value not in possible:
+        raise UnknownChoiceError(name, value, possible)
+
+
+@triton.constexpr_function
+def told(value):
+    """What a caller gave, for errors."""
     if isinstance(value, TileView):
         return "a TileView, which has no data"
     if isinstance(value, tl.tensor):
-        return "a pointer" if value.dtype.is_ptr() else f"a tensor of {value.dtype}"
-    return f"a {type(value).__name__}"
+        return f"a pointer to {value.dtype.element_ty}" if value.dtype.is_ptr() else f"a tensor of {value.dtype}"
+    return "None" if value is None else f"a {type(value).__name__}"
 
 
 @triton.jit

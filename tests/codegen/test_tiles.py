@@ -9,7 +9,7 @@ from x import tile_kernels
 
 from codegen.offline import TARGETS, compile_for
 from codegen.operations import is_data
-from iris.errors import InvalidTileError
+from iris.errors import IrisError
 
 INT64, INT32 = torch.zeros(4096, dtype=torch.int64), torch.zeros(4096, dtype=torch.int32)
 BF16 = torch.zeros(4096, dtype=torch.bfloat16)
@@ -58,10 +58,10 @@ def test_tile(target, call):
 
 
 @pytest.mark.parametrize("what", tile_kernels.MISTAKES)
-def test_what_is_no_tile_no_view_or_no_context(what):
+def test_what_does_not_fit_is_told(what):
     with pytest.raises(CompilationError) as caught:
         compile_for("sm_90", tile_kernels.mistaken, INT64, BF16, INT32, M, N, what, *BLOCK)
     reason = caught.value
     while reason.__cause__:
         reason = reason.__cause__
-    assert isinstance(reason, InvalidTileError) and re.match(tile_kernels.MISTAKES[what], str(reason))
+    assert isinstance(reason, IrisError) and re.match(tile_kernels.MISTAKES[what], str(reason))

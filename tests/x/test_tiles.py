@@ -9,7 +9,7 @@ from ccl.calls import EVERYTHING
 from covering import covering
 from patterns import assert_same_bits, pattern
 
-from iris.errors import InvalidTileError
+from iris.errors import IrisError
 from x import tile_kernels
 
 SHAPES = [(16, 32), (1, 1), (23, 45), (40, 7)]
@@ -233,11 +233,11 @@ def test_reduce_scatter(ranks):
 
 
 def mistaken(ctx, what, message):
-    with pytest.raises(InvalidTileError, match=message):
+    with pytest.raises(IrisError, match=message):
         tile_kernels.mistaken[(1,)](ctx.get_device_context(), ctx.zeros(16, 16), ctx.zeros(1), 16, 16, what, 16, 16)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU Triton says it: tests/codegen/test_tiles.py")
 @pytest.mark.parametrize("what", tile_kernels.MISTAKES)
-def test_what_is_no_tile_no_view_or_no_context(ranks, what):
+def test_what_does_not_fit_is_told(ranks, what):
     ranks.run(mistaken, what, tile_kernels.MISTAKES[what])

@@ -133,6 +133,16 @@ def mistaken(context, dst, locks, M, N, WHAT: tl.constexpr, BM: tl.constexpr, BN
         iris.x.all_reduce_one_shot(place, view, dst, locks, ctx)
     elif WHAT == "tile":
         iris.x.gather(dst, view, 0, ctx)
+    elif WHAT == "dim":
+        iris.x.all_gather(iris.x.Tile(0, 0, BM, BN, iris.x.gather(place, view, 0, ctx)), view, -1, ctx)
+    elif WHAT == "no locks":
+        iris.x.all_reduce(place, view, view, iris.x.AllReduceConfig("two_shot"), ctx)
+    elif WHAT == "locks":
+        iris.x.reduce_scatter(place, view, view, dst, ctx)
+    elif WHAT == "config":
+        iris.x.all_reduce(place, view, view, "one_shot", ctx)
+    elif WHAT == "variant":
+        iris.x.all_reduce(place, view, view, iris.x.AllReduceConfig("ring", locks), ctx)
     else:
         iris.x.gather(place, view, 0, context)
 
@@ -142,5 +152,10 @@ MISTAKES = {
     "data": r"all_gather\(\) takes iris.x.Tile\(.*, data\), and got a TileView, which has no data",
     "view": r"all_reduce_one_shot\(\) takes dst as iris.x.make_tensor_view\(.*\), and got a pointer",
     "tile": r"gather\(\) takes iris.x.Tile\(.*\) or TileView\(.*\), and got a pointer",
+    "dim": r"dim=-1 is not possible; it takes one of 0, 1",
+    "no locks": r"all_reduce_two_shot\(\) takes locks as a pointer to int32 or int64 .*, and got None",
+    "locks": r"reduce_scatter\(\) takes locks as a pointer to int32 or int64 .*, and got a pointer to \w",
+    "config": r"all_reduce\(\) takes config as iris.x.AllReduceConfig\(variant, locks\), and got a str",
+    "variant": r"variant='ring' is not possible; it takes one of 'one_shot', 'two_shot', 'atomic', 'spinlock'",
     "context": r"gather\(\) takes the context that iris.DeviceContext.initialize\(.*\) makes, and got a pointer",
 }
