@@ -28,6 +28,13 @@ from iris.world import Group
 class Iris(Factories):
     """A rank's part of a symmetric heap, and what can be done with it. Made by `iris.iris`; a context manager.
 
+    Parameters
+    ----------
+    heap_size : int
+        Bytes of the heap, the same on all ranks.
+    process_group : torch.distributed.ProcessGroup, optional
+        Whose members are the ranks of the context; by default all ranks of the program.
+
     Attributes
     ----------
     cur_rank, num_ranks : int
@@ -185,7 +192,7 @@ class Iris(Factories):
             buffer = torch.empty(shape, dtype=dtype, device=self.device)
         if buffer.numel():
             # Bytes, since not every backend has every dtype.
-            dist.broadcast(buffer.reshape(-1).view(torch.uint8), src)
+            dist.broadcast(buffer.reshape(-1).view(torch.uint8), group=self._world.group.process_group, group_src=src)
         if self.cur_rank == src:
             return value
         return buffer.cpu() if device_type == "cpu" else buffer

@@ -258,6 +258,20 @@ def test_broadcast_of_a_heap_tensor_and_from_a_rank_that_is_not_there(ranks):
     ranks.run(send_from_heap)
 
 
+def send_in_a_part(ctx):
+    """The members' ranks are not those of the world."""
+    members = dist.new_group([1, 2])
+    if ctx.get_rank() in (1, 2):
+        with iris.Iris(1 << 20, process_group=members) as part:
+            tensor = torch.full((3,), float(part.get_rank()), device=part.device)
+            assert part.broadcast(tensor, 1).tolist() == [1.0] * 3
+
+
+@pytest.mark.ranks(3)
+def test_broadcast_among_the_ranks_of_a_context(ranks):
+    ranks.run(send_in_a_part)
+
+
 def two_contexts(ctx):
     with iris.iris(1 << 20) as other:
         mine, theirs = ctx.zeros(10), other.ones(10)
