@@ -33,6 +33,10 @@ def check_tensor(name: str, tensor: object) -> None:
             f"{name}() takes tensors with memory of their own, and got a {type(tensor).__name__}. Pass what it wraps "
             "(of a DTensor, x.to_local()), or use iris.ccl.functional where torch traces."
         )
+    if tensor.layout != torch.strided:
+        raise InvalidCollectiveError(
+            f"{name}() takes tensors of the layout torch.strided, and got one of {tensor.layout}. Pass x.to_dense()."
+        )
 
 
 def check_at_root(comm: Communicator, name: str, role: str, tensor: object, root: int) -> None:

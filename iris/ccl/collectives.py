@@ -433,9 +433,9 @@ class Collectives:
         """The group's communicator, the current stream, and which capture is recording it (None: none is)."""
         if self._context.heap.closed:
             self._context.heap.check_open()
-        if output.__class__ is not torch.Tensor or input.__class__ is not torch.Tensor:
-            checks.check_tensor(name, output)
-            checks.check_tensor(name, input)
+        for tensor in (output, input):
+            if tensor.__class__ is not torch.Tensor or tensor.layout is not torch.strided:
+                checks.check_tensor(name, tensor)
         stream = capture = None
         if self._on_gpu:
             # The raw handle: making a Stream object costs the host ten times as much.

@@ -34,6 +34,7 @@ ALIGNED = {
 }
 CASES = {
     "no tensor": (NotATensorError, "matmul_all_reduce.. takes tensors", {"A": None}, {}),
+    "a sparse tensor": (InvalidCollectiveError, r"x.to_dense\(\)", {"A": torch.zeros(A).to_sparse()}, {}),
     "dimensions": (InvalidCollectiveError, "two dimensions", {"A": (2, 8, 6)}, {}),
     "inner size": (InvalidCollectiveError, "as many rows as A has columns, 6", {"B": (5, 4)}, {}),
     "result": (InvalidCollectiveError, r"out has to be \[8, 4\]", {"out": (4, 4)}, {}),
