@@ -227,9 +227,8 @@ def ready(
     if admits:
         early, options = _share(comm, kernel, programs, num_warps, seen(tensors[0], tensors[1], tensors[2:]))
         after = (*after, early)
-    elif num_warps >= 16 and on_nvidia():
-        # Programs of fewer warps hold less.
-        options = {"maxnreg": MOST_REGISTERS // (num_warps * threads_per_warp())}
+    elif on_nvidia():
+        options = leaving_room(num_warps * threads_per_warp())
     launch = prepare(
         kernel, (programs, 1, 1), *seen(tensors[0], tensors[1], tensors[2:]),
         early=early, num_warps=num_warps, **options,
@@ -243,6 +242,13 @@ def ready(
 
     enqueue.keeps_alive = before
     return enqueue
+
+
+def leaving_room(threads: int) -> dict[str, int]:
+    """Options by which a program of so many threads holds `MOST_REGISTERS` at most, however many ranks' parts it has."""
+    most = MOST_REGISTERS // threads
+    # A thread has no more by itself.
+    return {"maxnreg": most} if most < 255 else {}
 
 
 def _share(comm: Communicator, kernel: Any, programs: int, num_warps: int, args: tuple) -> tuple[bool, dict[str, int]]:
