@@ -245,7 +245,7 @@ def ready(
 
 
 def leaving_room(threads: int) -> dict[str, int]:
-    """Options by which a program of so many threads holds `MOST_REGISTERS` at most, however many ranks' parts it has."""
+    """Options by which a program of so many threads, with parts of many ranks too, holds `MOST_REGISTERS` at most."""
     most = MOST_REGISTERS // threads
     # A thread has no more by itself.
     return {"maxnreg": most} if most < 255 else {}
