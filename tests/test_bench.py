@@ -16,7 +16,7 @@ from covering import EVERYTHING
 from iris.__main__ import commands
 from iris.bench import collectives, plots, report, tune
 from iris.bench import ranks as ranks_of_a_bench
-from iris.bench.timing import Operands, do_bench
+from iris.bench.timing import Operands, counts, do_bench
 from iris.ccl import Config
 from iris.ccl.select import ELSEWHERE, Choice, choose, name_in_table
 from iris.ccl.sums import PUSHES, pushes
@@ -31,6 +31,12 @@ KIB = 1 << 10
 )
 def test_bus_bandwidth_counts_what_each_link_must_carry(collective, share):
     assert collectives.bus_bytes(collective, 1000, 4) == 1000 * share
+
+
+@pytest.mark.parametrize("nbytes, size, part", [(1024, 4, 256), (1024, 7, 144), (1 << 20, 6, 174752), (16, 5, 16)])
+def test_any_number_of_ranks_shares_a_size_by_the_widest_accesses(nbytes, size, part):
+    for itemsize in (2, 4):
+        assert counts(nbytes, itemsize, size) == (size * part // itemsize, size * part // itemsize, part // itemsize)
 
 
 LIBRARIES = ["iris", "iris gluon", "nccl"]
@@ -123,6 +129,8 @@ def tuned(ctx):
     return table
 
 
+# Three ranks share no size in KiB.
+@pytest.mark.ranks(3)
 def test_a_table_is_measured_and_carries_every_call(ranks):
     first, *others = ranks.run(tuned)
     assert all(table == first for table in others), "ranks have different tables"

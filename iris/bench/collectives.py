@@ -18,7 +18,7 @@ import torch.distributed as dist
 from iris import simulator
 from iris.bench import peers
 from iris.bench.report import environment
-from iris.bench.timing import Operands, capture, do_bench, microseconds_in_turns
+from iris.bench.timing import Operands, capture, counts, do_bench, microseconds_in_turns
 from iris.ccl import Config
 from iris.context import Iris
 
@@ -146,16 +146,14 @@ def measure(
     ctx.device_barrier()
     # NCCL's communicator exists after its first call, and windows need it.
     dist.all_reduce(torch.zeros(1, device=ctx.device))
-    most = max(sizes) // dtype.itemsize
     windows, pool = [], None
     if "nccl windows" in libraries:
-        windows, pool = peers.windows((most, most, most // ctx.num_ranks), dtype, ctx.device)
+        windows, pool = peers.windows(counts(max(sizes), dtype.itemsize, ctx.num_ranks), dtype, ctx.device)
     for nbytes in sizes:
-        count = nbytes // dtype.itemsize // ctx.num_ranks * ctx.num_ranks
-        counts = (count, count, count // ctx.num_ranks)
-        heap = Operands(*(ctx.empty(n, dtype=dtype) for n in counts))
-        plain = Operands(*(torch.empty(n, dtype=dtype, device=ctx.device) for n in counts))
-        registered = Operands(*(window[:n] for window, n in zip(windows, counts, strict=True))) if windows else None
+        shared = counts(nbytes, dtype.itemsize, ctx.num_ranks)
+        heap = Operands(*(ctx.empty(n, dtype=dtype) for n in shared))
+        plain = Operands(*(torch.empty(n, dtype=dtype, device=ctx.device) for n in shared))
+        registered = Operands(*(window[:n] for window, n in zip(windows, shared, strict=True))) if windows else None
         for collective in collectives:
             for limit in sms:
                 for library in libraries:
@@ -171,7 +169,7 @@ def measure(
                     reasons = [ctx.broadcast(reason, rank) for rank in range(ctx.num_ranks)]
                     reason = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(reasons) if text)
                     spent = None if reason else microseconds(ctx, call, nbytes)
-                    moved = bus_bytes(collective, nbytes, ctx.num_ranks)
+                    moved = bus_bytes(collective, heap.whole.nbytes, ctx.num_ranks)
                     yield Row(collective, name, nbytes, limit, library, spent, spent and moved / spent / 1e3, reason)
             ctx.ccl.release_graphs()
         del heap, plain, registered

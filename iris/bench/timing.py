@@ -129,6 +129,15 @@ def microseconds_in_turns(
     return [sorted(mine)[replays // 2] for mine in times]
 
 
+def counts(nbytes: int, itemsize: int, size: int) -> tuple[int, int, int]:
+    """Elements of `Operands` of ``nbytes``: a little less where ``size`` ranks could not share that.
+
+    Parts are a multiple of 16 bytes, so that any number of ranks moves them by the widest accesses.
+    """
+    part = max(1, nbytes // (16 * size)) * 16 // itemsize
+    return part * size, part * size, part
+
+
 class Operands(NamedTuple):
     """Tensors of one size for the collectives: the input and output of ``[n]``, and a rank's part of ``[n / W]``."""
 

@@ -12,7 +12,7 @@ import torch
 import iris
 from iris.bench.collectives import COLLECTIVES, iris_calls, microseconds
 from iris.bench.report import environment
-from iris.bench.timing import Operands
+from iris.bench.timing import Operands, counts
 from iris.ccl.communicator import Communicator
 from iris.ccl.config import FEW_SMS, Config
 from iris.ccl.one_hop import LARGEST_PIECE
@@ -66,8 +66,7 @@ def tune(ctx: Iris, sizes: list[int], report: Callable[[str], None]) -> Table:
         for sms in (None, FEW_SMS):
             found: dict[str, list[tuple[int, dict[Pick, float]]]] = {name: [] for name in COLLECTIVES}
             for nbytes in sizes:
-                n = nbytes // 2
-                operands = Operands(*(ctx.randn(m, dtype=torch.bfloat16) for m in (n, n, n // ctx.num_ranks)))
+                operands = Operands(*(ctx.randn(n, dtype=torch.bfloat16) for n in counts(nbytes, 2, ctx.num_ranks)))
                 for name, call in iris_calls(ctx, operands, Config(comm_sms=sms)).items():
                     key = name_in_table(name, sms is not None)
                     times = {}
