@@ -113,12 +113,13 @@ def of_fp8(ctx, name, compiler):
     shape = (2 * W, 16)
     a, b = ([torch.randn(shape, generator=generator).to(torch.float8_e4m3fn) for _ in range(W)] for _ in range(2))
     factor, bias = torch.tensor([0.5], device=ctx.device), torch.randn(2 * W, generator=generator)
-    expected = reference(name, [x.float() / 2 for x in a], [y.float().t() for y in b], [bias] * W)[me]
+    factors = {"scale_a": factor, "scale_b": factor / 2}
+    expected = reference(name, [x.float() / 2 for x in a], [y.float().t() / 4 for y in b], [bias] * W)[me]
     x, y, z = a[me].to(ctx.device), b[me].to(ctx.device).t(), bias.to(ctx.device)
 
     @torch.compile(backend=compiler, fullgraph=True)
     def function(x, y, z, dtype):
-        return getattr(functional, name)(x, y, z, ranks, scale_a=factor, dtype=dtype) * 1
+        return getattr(functional, name)(x, y, z, ranks, **factors, dtype=dtype) * 1
 
     for dtype in (None, torch.float32):
         result = function(x, y, z, dtype)
@@ -126,6 +127,9 @@ def of_fp8(ctx, name, compiler):
         torch.testing.assert_close(result.cpu().float(), expected, rtol=2e-2, atol=5e-2)
     with pytest.raises(InvalidCollectiveError, match="product of torch.float8_e4m3fn with scales has no gradient"):
         getattr(functional, name)(x, y, z.requires_grad_(), ranks, scale_a=factor)
+    for scale in factors:
+        with pytest.raises(InvalidCollectiveError, match="product of torch.float32 with scales has no gradient"):
+            getattr(functional, name)(x.float(), y.float(), z, ranks, **{scale: factor})
 
 
 @pytest.mark.ranks(2)
@@ -183,11 +187,16 @@ def under_autocast(ctx, name, compiler):
     with torch.autocast(device, torch.float16):
         assert operation(x, first, None, ranks).dtype == torch.float16
         assert operation(x, first, None, ranks, dtype=torch.float32).dtype == torch.float32
-        fp8, scale = first.to(torch.float8_e4m3fn), torch.ones(1, device=ctx.device)
-        rows = x.new_ones(16 * W, 8).to(torch.float8_e4m3fn)
-        assert operation(rows, fp8, None, ranks, scale_a=scale).dtype == torch.bfloat16
+        wider = operation(x, first, x[0].repeat(2), ranks, dtype=torch.float32)
+        torch.testing.assert_close(
+            wider - operation(x, first, None, ranks, dtype=torch.float32), x[0].repeat(2) + 0 * wider
+        )
+        factors = torch.full((1,), 0.5, device=ctx.device), torch.full((1,), 0.25, device=ctx.device)
+        of_fp8 = operation(*(each.to(torch.float8_e4m3fn) for each in (x, first)), None, ranks, *factors)
         with pytest.raises(InvalidCollectiveError, match="one dtype"):
             operation(x.double(), first, None, ranks)
+    given = (each.to(torch.float8_e4m3fn) for each in (x, first))
+    assert torch.equal(of_fp8, operation(*given, None, ranks, *factors)) and of_fp8.dtype == torch.bfloat16
 
 
 @pytest.mark.ranks(2)
@@ -232,6 +241,18 @@ def frozen(ctx, name):
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_what_is_frozen(ranks, name):
     ranks.run(frozen, name)
+
+
+def of_a_vector(ctx, name):
+    x = torch.ones(4, 4, device=ctx.device)
+    for a, b in ((x[0], x), (x, x[0])):
+        with pytest.raises(InvalidCollectiveError, match=rf"{name}\(\) with A .* and B .*: they are matrices"):
+            getattr(functional, name)(a, b, None, name_of(ctx))
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_operands_are_matrices(ranks, name):
+    ranks.run(of_a_vector, name)
 
 
 def of_the_world(ctx):

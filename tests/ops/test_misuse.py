@@ -1,5 +1,7 @@
 """What a fused operation cannot do is said before anything is enqueued, on the rank that asked for it."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -11,8 +13,9 @@ from iris.errors import (
     MismatchedCollectiveError,
     NotATensorError,
     WorkspaceTooSmallError,
+    WrongDeviceError,
 )
-from iris.ops import FusedConfig, normalisation, operations
+from iris.ops import FusedConfig, normalisation, operations, workspaces
 
 OUT, A, B = (8, 4), (8, 6), (6, 4)
 
@@ -40,6 +43,12 @@ CASES = {
     "result": (InvalidCollectiveError, r"out has to be \[8, 4\]", {"out": (4, 4)}, {}),
     "integers": (InvalidCollectiveError, "fp8, fp16, bf16 or fp32", {"A": torch.zeros(A, dtype=torch.int32)}, {}),
     "dtypes": (InvalidCollectiveError, "one dtype", {"A": torch.zeros(A, dtype=torch.float16)}, {}),
+    "dtype of the result": (
+        InvalidCollectiveError,
+        "out is fp16, bf16 or fp32",
+        {"out": torch.zeros(OUT, dtype=torch.int32)},
+        {},
+    ),
     "bias": (InvalidCollectiveError, "the bias has 4 elements", {"bias": (8,)}, {}),
     "dtype of the bias": (
         InvalidCollectiveError,
@@ -48,6 +57,12 @@ CASES = {
         {},
     ),
     "scale": (InvalidCollectiveError, "scale_a is float32, of 1 or 8 elements", {}, {"scale_a": torch.ones(3)}),
+    "dtype of a scale": (
+        InvalidCollectiveError,
+        "scale_b is float32, of 1 or 4 elements",
+        {},
+        {"scale_b": torch.ones(1, dtype=torch.float64)},
+    ),
     "scales by the vendor": (
         InvalidConfigError,
         "vendor's GEMM: scales are for fp8",
@@ -73,7 +88,31 @@ CASES = {
         {"config": FusedConfig(variant="copies", all_reduce_variant="ring")},
     ),
     "no Gluon": (InvalidConfigError, "one dtype, fp16 or bf16", {}, {"config": FusedConfig(use_gluon=True)}),
+    "Gluon and the vendor": (
+        InvalidConfigError,
+        r"use_gluon=True\): the kernel is in Gluon, and variant='vendor' takes the vendor's GEMM",
+        {},
+        {"config": FusedConfig(use_gluon=True, variant="vendor")},
+    ),
+    "no columns": (
+        InvalidConfigError,
+        "A has no columns",
+        {role: ALIGNED[role][:, :0] for role in "A"} | {"out": ALIGNED["out"], "B": ALIGNED["B"][:0]},
+        {"config": FusedConfig(use_gluon=True)},
+    ),
+    "fewer rows than ranks": (
+        InvalidConfigError,
+        r"each of \d ranks adds up some rows, and there are 1",
+        ALIGNED | {role: ALIGNED[role][:1] for role in ("out", "A")},
+        {"config": FusedConfig(use_gluon=True)},
+    ),
     "odd rows": (InvalidConfigError, "a multiple of 16 bytes", HALVES, {"config": FusedConfig(use_gluon=True)}),
+    "low tiles": (
+        InvalidConfigError,
+        "tiles of 128 or 256 rows, and 64, 128 or 256 columns",
+        ALIGNED,
+        {"config": FusedConfig(use_gluon=True, block_size_m=64)},
+    ),
     "large tiles": (
         InvalidConfigError,
         "32768 elements",
@@ -125,9 +164,14 @@ def overlapping(ctx):
     whole = torch.zeros(64, device=ctx.device)
     with pytest.raises(InvalidCollectiveError, match="out and A overlap"):
         ctx.ops.matmul_all_reduce(whole[:32].view(8, 4), whole[16:64].view(8, 6), torch.zeros(B, device=ctx.device))
+    with pytest.raises(InvalidCollectiveError, match="out and B overlap"):
+        ctx.ops.matmul_all_reduce(whole[:32].view(8, 4), torch.zeros(A, device=ctx.device), whole[16:40].view(6, 4))
     whole = torch.rand(8, 12, device=ctx.device)
-    with pytest.raises(InvalidCollectiveError, match="out and A overlap"):
-        ctx.ops.matmul_all_reduce(whole[:, 5:9], whole[:, :6], torch.zeros(B, device=ctx.device))
+    for columns_of_out, columns_of_a in ((slice(5, 9), slice(6)), (slice(4), slice(3, 9))):
+        with pytest.raises(InvalidCollectiveError, match="out and A overlap"):
+            ctx.ops.matmul_all_reduce(
+                whole[:, columns_of_out], whole[:, columns_of_a], torch.zeros(B, device=ctx.device)
+            )
     # Columns beside those of A are others.
     ctx.ops.matmul_all_reduce(whole[:, 6:10], whole[:, :6], torch.ones(B, device=ctx.device))
     own = whole[:, :6].sum(1, keepdim=True).expand(8, 4)
@@ -140,13 +184,59 @@ def test_a_result_over_an_operand(ranks):
     ranks.run(overlapping)
 
 
+def elsewhere(ctx):
+    out, a, b = (torch.zeros(shape, device=ctx.device) for shape in (OUT, A, B))
+    with pytest.raises(WrongDeviceError, match="B of matmul_all_reduce.. is on meta, and this context works on"):
+        ctx.ops.matmul_all_reduce(out, a, b.to("meta"))
+    with pytest.raises(WrongDeviceError, match="weight of all_reduce_rms_norm.. is on meta"):
+        ctx.ops.all_reduce_rms_norm(a, a, torch.ones(6, device="meta"))
+
+
+def test_tensors_on_another_device(ranks):
+    ranks.run(elsewhere)
+
+
+def too_many(ctx):
+    """Ranks have so many words among the counts; behind these are others."""
+    given = [torch.zeros(shape, device=ctx.device) for shape in (OUT, A, B)]
+    most, workspaces.MOST_RANKS = workspaces.MOST_RANKS, ctx.num_ranks - 1
+    try:
+        with pytest.raises(InvalidCollectiveError, match=f"for up to 1 ranks, and there are {ctx.num_ranks}"):
+            ctx.ops.matmul_all_reduce_preamble(*given, config=FusedConfig())
+    finally:
+        workspaces.MOST_RANKS = most
+
+
+@pytest.mark.ranks(2, exactly=True)
+def test_more_ranks_than_there_are_counts_for(ranks):
+    ranks.run(too_many)
+
+
+def of_a_closed_context(ctx):
+    out, a, b = (torch.zeros(shape, device=ctx.device) for shape in (OUT, A, B))
+    with iris.iris(heap_size=1 << 16) as other:
+        pass
+    for call in (
+        lambda: other.ops.matmul_all_reduce(out, a, b),
+        lambda: other.ops.matmul_all_reduce_preamble(out, a, b),
+        lambda: other.ops.all_reduce_rms_norm(a, a, a[0]),
+    ):
+        with pytest.raises(HeapClosedError, match="closed"):
+            call()
+
+
+def test_a_closed_context(ranks):
+    ranks.run(of_a_closed_context)
+
+
 def other_workspace(ctx):
     out, a, b = (torch.zeros(shape, device=ctx.device) for shape in (OUT, A, B))
     config = FusedConfig(block_size_m=16, block_size_n=16, block_size_k=16)
     assert ctx.ops.matmul_all_reduce_preamble(out, a, b) is None
     workspace = ctx.ops.matmul_all_reduce_preamble(out, a, b, config=config)
-    for _ in range(2):
-        ctx.ops.matmul_all_reduce(out, a + 1, b + 1, config=config, workspace=workspace)
+    # The precision of products is each rank's own choice.
+    for carried in (config, replace(config, allow_tf32=False)):
+        ctx.ops.matmul_all_reduce(out, a + 1, b + 1, config=carried, workspace=workspace)
         assert (out == 6 * ctx.num_ranks).all()
     with pytest.raises(WorkspaceTooSmallError, match="prepared for matmul_all_reduce.8, 4, 6"):
         ctx.ops.matmul_all_reduce(out[:4], a[:4], b, config=config, workspace=workspace)
