@@ -33,7 +33,9 @@ def test_bus_bandwidth_counts_what_each_link_must_carry(collective, share):
     assert collectives.bus_bytes(collective, 1000, 4) == 1000 * share
 
 
-@pytest.mark.parametrize("nbytes, size, part", [(1024, 4, 256), (1024, 7, 144), (1 << 20, 6, 174752), (16, 5, 16)])
+@pytest.mark.parametrize(
+    "nbytes, size, part", [(8, 2, 4), (16, 3, 4), (1024, 4, 256), (1024, 7, 144), (1 << 20, 6, 174752)]
+)
 def test_any_number_of_ranks_shares_a_size_by_the_widest_accesses(nbytes, size, part):
     for itemsize in (2, 4):
         assert counts(nbytes, itemsize, size) == (size * part // itemsize, size * part // itemsize, part // itemsize)

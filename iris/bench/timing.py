@@ -132,9 +132,10 @@ def microseconds_in_turns(
 def counts(nbytes: int, itemsize: int, size: int) -> tuple[int, int, int]:
     """Elements of `Operands` of ``nbytes``: a little less where ``size`` ranks could not share that.
 
-    Parts are a multiple of 16 bytes, so that any number of ranks moves them by the widest accesses.
+    Parts of 16 bytes and more are a multiple of that, so that any number of ranks moves them by the widest accesses.
     """
-    part = max(1, nbytes // (16 * size)) * 16 // itemsize
+    part = nbytes // size
+    part = max(1, (part - part % 16 if part > 16 else part) // itemsize)
     return part * size, part * size, part
 
 
