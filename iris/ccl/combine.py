@@ -13,7 +13,12 @@ PROPAGATE = tl.constexpr(tl.PropagateNan.ALL)
 
 @triton.constexpr_function
 def accumulator(element):
-    """float32 for what is no wider, float64 for itself; integers are exact, or wrap, in their own type."""
+    """float32 for what is no wider, float64 for itself; integers are exact, or wrap, in their own type.
+
+    Booleans are counted, so that a sum of them is a logical "or", and not what is left of it in one bit.
+    """
+    if element.is_bool():
+        return tl.int32
     return tl.float32 if element.is_floating() and element.primitive_bitwidth <= 32 else element
 
 

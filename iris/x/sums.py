@@ -1,7 +1,8 @@
 """Tiles of all ranks, added up.
 
-Sums are formed in float32 (float64 for float64, integers in their own type) and rounded once, except in the atomic and
-spinlock variants, which add to what is in memory already, in the order in which ranks come.
+Sums are formed in float32 (float64 for float64, integers in their own type; of booleans they are the logical "or") and
+rounded once, except in the atomic and spinlock variants, which add to what is in memory already, in the order in which
+ranks come.
 
 **Locks** (int32 or int64, one a tile, on the heap, zeros at first; an array for each ``src``). They count and are never
 reset, so calls may follow each other without a barrier between them, and in graphs. Zeroing them between calls, behind

@@ -16,7 +16,7 @@ SHAPES = [(16, 32), (1, 1), (23, 45), (40, 7)]
 BLOCKS = [(16, 16), (8, 32)]
 MORE = [torch.float16, torch.float64, torch.float8_e5m2] if EVERYTHING else []
 MOVED = [torch.bfloat16, torch.float32, torch.int8, torch.float8_e4m3fn, *MORE]
-SUMMED = [torch.bfloat16, torch.float32, torch.int32, torch.float8_e4m3fn, *MORE]
+SUMMED = [torch.bfloat16, torch.float32, torch.int32, torch.bool, torch.float8_e4m3fn, *MORE]
 RANKS = (1, 2, 3, 4, 5, 8) if EVERYTHING else (3,)
 CALLS = 5 if EVERYTHING else 3
 # Whether the columns of src, and of dst, lie in one piece, and not the rows.
