@@ -41,6 +41,13 @@ class UnknownChoiceError(IrisError, ValueError):
         super().__init__(f"{name}={value!r} is not possible; it takes one of {', '.join(map(repr, possible))}.")
 
 
+class InvalidCountError(IrisError, ValueError):
+    """An argument that counts something is not a number of such things."""
+
+    def __init__(self, name: str, value: object, what: str) -> None:
+        super().__init__(f"{name}={value!r} is not possible: it is a number of {what}, 1 or more.")
+
+
 class ChannelsExhaustedError(IrisError, RuntimeError):
     """A group has no memory left for another channel."""
 

@@ -20,7 +20,7 @@ from iris.bench.timing import Operands, counts, do_bench
 from iris.ccl import Config
 from iris.ccl.select import ELSEWHERE, Choice, choose, name_in_table
 from iris.ccl.sums import PUSHES, pushes
-from iris.errors import InvalidTableError
+from iris.errors import InvalidCountError, InvalidTableError
 
 KIB = 1 << 10
 
@@ -265,5 +265,5 @@ def test_every_gpu_is_a_rank(monkeypatch):
 
 
 def test_nothing_is_not_timed():
-    with pytest.raises(ValueError, match="n_repeat=0 is not possible"):
+    with pytest.raises(InvalidCountError, match="n_repeat=0 is not possible"):
         do_bench(lambda: None, n_repeat=0)

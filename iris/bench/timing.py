@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from iris import simulator
-from iris.errors import UnknownChoiceError
+from iris.errors import InvalidCountError, UnknownChoiceError
 
 _MODES: dict[str, Callable[[torch.Tensor], Any]] = {
     "min": lambda times: times.min().item(),
@@ -46,7 +46,7 @@ def do_bench(
     if return_mode not in _MODES:
         raise UnknownChoiceError("return_mode", return_mode, _MODES)
     if n_repeat < 1:
-        raise ValueError(f"n_repeat={n_repeat!r} is not possible: at least one repetition is timed.")
+        raise InvalidCountError("n_repeat", n_repeat, "repetitions that are timed")
     on_gpu = not simulator.ACTIVE and torch.cuda.is_available()
     for _ in range(n_warmup):
         preamble_fn()

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from iris.device_record import DeviceRecord
-from iris.errors import InvalidSettingError, NotTracingError
+from iris.errors import InvalidCountError, InvalidSettingError, NotTracingError
 from iris.heap.mapping import mappings, snapshot
 from iris.language.tracing import ADDRESS, ASKED, HEADER, LAST_LOOKS, ROOM, TRACES_ALL, WORDS
 from iris.shared_folder import whole
@@ -140,10 +140,11 @@ class Tracing:
     def enable(self, max_events: int = MAX_EVENTS) -> None:
         """Record from here on, up to so many events a rank, 112 bytes each. Forgets what was recorded before.
 
-        Collective; blocks the host. The clocks of the ranks are compared, here and in `export`.
+        Collective; blocks the host. The clocks of the ranks are compared, here and in `export`. Raises
+        `InvalidCountError` for less than one event.
         """
         if not isinstance(max_events, int) or max_events < 1:
-            raise ValueError(f"max_events={max_events!r} is not possible: it is a number of events, 1 or more.")
+            raise InvalidCountError("max_events", max_events, "events")
         self._drain()
         buffer = torch.zeros(HEADER.value + max_events * WORDS.value, dtype=torch.int64, device=self._device)
         buffer[ROOM.value] = max_events

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import iris
-from iris.errors import NotTracingError, PeerFailedError
+from iris.errors import InvalidCountError, NotTracingError, PeerFailedError
 from iris.language.tracing import HEADER, ROOM, WORDS
 from tracing.traced_kernels import KERNELS, LOOKED, LOOKS, NAMES, polls, scatter
 
@@ -206,7 +206,7 @@ def test_a_number_of_events_that_is_none_is_refused(ranks, number):
 
 
 def refused(ctx, number):
-    with pytest.raises(ValueError, match=f"max_events={number}"):
+    with pytest.raises(InvalidCountError, match=f"max_events={number}"):
         ctx.tracing.enable(max_events=number)
 
 
