@@ -134,7 +134,7 @@ def mistaken(context, dst, locks, M, N, WHAT: tl.constexpr, BM: tl.constexpr, BN
     elif WHAT == "tile":
         iris.x.gather(dst, view, 0, ctx)
     elif WHAT == "dim":
-        iris.x.all_gather(iris.x.Tile(0, 0, BM, BN, iris.x.gather(place, view, 0, ctx)), view, -1, ctx)
+        iris.x.all_gather(iris.x.Tile(0, 0, BM, BN, iris.x.gather(place, view, ctx.cur_rank, ctx)), view, -1, ctx)
     elif WHAT == "no locks":
         iris.x.all_reduce(place, view, view, iris.x.AllReduceConfig("two_shot"), ctx)
     elif WHAT == "locks":
