@@ -70,7 +70,7 @@ def collectives(ctx, group, members):
     assert torch.equal(part, everyone.sum(0).view(size, 6)[rank])
     dist.reduce_scatter(part, list(own.view(size, 6).unbind()), dist.ReduceOp.MIN, group=group)
     assert torch.equal(part, everyone.amin(0).view(size, 6)[rank])
-    counts = [2 * peer + 1 for peer in range(size)]
+    counts = [2 * peer % 6 + 1 for peer in range(size)]
     part = torch.empty(counts[rank], device=ctx.device)
     dist.reduce_scatter(part, list(own[: sum(counts)].split(counts)), group=group)
     assert torch.equal(part, everyone.sum(0)[: sum(counts)].split(counts)[rank])
@@ -123,12 +123,14 @@ def test_collectives(ranks):
     ranks.run(of_all_and_of_some)
 
 
-FEATURES, HIDDEN, ROWS, STEPS = 12, 20, 4, 3
+FEATURES, STEPS = 12, 3
+HIDDEN, ROWS = 10, 4  # of each rank
 
 
 def model(ctx):
     torch.manual_seed(1)
-    layers = torch.nn.Linear(FEATURES, HIDDEN), torch.nn.GELU(), torch.nn.Linear(HIDDEN, FEATURES)
+    hidden = HIDDEN * ctx.num_ranks
+    layers = torch.nn.Linear(FEATURES, hidden), torch.nn.GELU(), torch.nn.Linear(hidden, FEATURES)
     return torch.nn.Sequential(*layers).to(ctx.device)
 
 

@@ -46,7 +46,7 @@ def test_a_pointer_of_another_context_or_of_none_and_a_rank_that_is_not_there(ra
 
 def wrong_caller(ctx):
     source, target = ctx.zeros(100), ctx.zeros(100)
-    other = 1 - ctx.cur_rank
+    other = (ctx.cur_rank + 1) % ctx.num_ranks
     args = ctx.get_device_context(), ctx.get_heap_bases(), source, target, 100, other, ctx.cur_rank, "put"
     with pytest.raises(NotTheCallerError, match=f"Rank {ctx.cur_rank} .* passed {other}"):
         move_kernels.triton_functional[(1,)](*args, 128)

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+import triton
 
 import iris
 from iris.errors import InvalidCountError, NotTracingError, PeerFailedError
@@ -128,7 +129,7 @@ def to_all(ctx, n):
     box = ctx.zeros(ctx.get_num_ranks() * 64, dtype=torch.int32)
     ctx.tracing.enable()
     ctx.barrier()
-    scatter[(1,)](ctx.get_device_context(), box, n, 4, 64)
+    scatter[(1,)](ctx.get_device_context(), box, n, triton.next_power_of_2(ctx.get_num_ranks()), 64)
     ctx.barrier()
     return ctx.tracing.timeline()
 
