@@ -65,8 +65,9 @@ def problem(call: Call, config: FusedConfig, size: int) -> str | None:
         return "A has no columns"
     if call.a.shape[1] * call.a.itemsize % ALIGNMENT or call.b.shape[1] * call.out.itemsize % ALIGNMENT:
         return f"the rows of A and of the result need a multiple of {ALIGNMENT} bytes"
-    if call.name == "matmul_all_reduce" and -(-len(call.a) // size) * (size - 1) >= len(call.a):
-        return f"each of {size} ranks adds up some rows, and there are {len(call.a)}"
+    share = -(-len(call.a) // size)
+    if call.name == "matmul_all_reduce" and share * (size - 1) >= len(call.a):
+        return f"of {len(call.a)} rows, {share} for each of {size} ranks, the last has none to sum; leave use_gluon out"
     if config.block_size_m not in (128, 256) or config.block_size_n not in (64, 128, 256):
         return "the Gluon kernels have tiles of 128 or 256 rows, and 64, 128 or 256 columns"
     most = LARGEST_TILE_OF_FP8 if narrow else LARGEST_TILE
