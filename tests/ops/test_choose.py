@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from iris import simulator
 from iris.ops import FusedConfig
 from iris.ops.call import Call
 from iris.ops.choose import (
@@ -22,6 +23,7 @@ from iris.ops.choose import (
 )
 from iris.ops.copies import COPIED, chunks, tiles
 from iris.ops.hopper.arguments import Plan, chunk_rows
+from iris.ops.operations import Operations
 
 OPERATIONS = ("all_gather_matmul", "matmul_all_gather", "matmul_reduce_scatter", "matmul_all_reduce")
 PROGRAMS, READING = 132, 4000  # of an H200
@@ -141,6 +143,16 @@ def test_products_of_fp8(name, monkeypatch):
     assert choose(of_fp8("all_gather_matmul", 1024, 8192, 28672), 4, PROGRAMS, True, True) != COPIES
 
 
+@pytest.mark.parametrize(
+    "comm_sms, programs, size, idle, senders",
+    [(None, 132, 4, 0, 8), (None, 132, 4, 20, 20), (None, 132, 4, 132, 131), (16, 132, 4, 20, 16),
+     (200, 132, 4, 0, 131),
+     (None, 1, 4, 0, 1), (16, 132, 1, 0, 0)],
+)  # fmt: skip
+def test_how_many_programs_send_rows(comm_sms, programs, size, idle, senders):
+    assert FusedConfig(comm_sms=comm_sms).senders(programs, size, idle) == senders
+
+
 @pytest.mark.parametrize("allow_tf32", [False, True])
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_what_the_vendor_cannot_do(name, allow_tf32, monkeypatch):
@@ -153,6 +165,35 @@ def test_what_the_vendor_cannot_do(name, allow_tf32, monkeypatch):
     assert choose(call(name, 4096, 8196, 8192), 4, PROGRAMS, True, False) == known
     assert choose(call(name, 4096, 8192, 8192, torch.float32), 4, PROGRAMS, True, False) == plain
     assert choose(call(name, 4096, 8192, 8192), 4, PROGRAMS, False, False) == plain
+
+
+def remembered(ctx):
+    """Calls of one shape, with other dtypes, settings and configurations."""
+    ops = Operations(ctx)
+    ops._on_gpu = True  # what is chosen there
+
+    def given(dtype, out_dtype=torch.bfloat16):
+        made = call("matmul_all_gather", 256, 1280, 6144, dtype, size=2)
+        return made._replace(out=made.out.to(out_dtype))
+
+    for out_dtype, in_gluon in ((torch.bfloat16, True), (torch.float32, False)):
+        assert ops._choose(given(torch.bfloat16, out_dtype), False).use_gluon == in_gluon
+    before = torch.backends.cuda.matmul.allow_tf32
+    try:
+        for allowed in (True, False):
+            torch.backends.cuda.matmul.allow_tf32 = allowed
+            assert ops._choose(given(torch.float32, torch.float32), False).allow_tf32 == allowed
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+    narrow, kernels = replace(WIDE, block_size_n=128), ops._kernels
+    cases = [(given(torch.bfloat16), WIDE), (given(torch.bfloat16), narrow), (given(torch.float8_e4m3fn), narrow)]
+    plans = [plan(made, 2, kernels.most_programs(), config) for made, config in cases]
+    assert len(set(plans)) == 3 and [kernels.plan(*case) for case in cases] == plans
+
+
+@pytest.mark.skipif(not simulator.ACTIVE, reason="for the number of programs there")
+def test_what_was_chosen_is_for_calls_like_it(ranks):
+    ranks.run(remembered)
 
 
 @pytest.mark.parametrize(
