@@ -1,5 +1,6 @@
 """Fused operations against float64: any shape, layout, dtype and place, by the vendor's GEMM and by one kernel."""
 
+import itertools
 from unittest import mock
 
 import pytest
@@ -150,7 +151,7 @@ def over_what_a_graph_needs(ctx, name):
     size, rows = ctx.num_ranks, 5 * ctx.num_ranks
     a, b = torch.ones(rows, 6, device=ctx.device), torch.ones(6, 4, device=ctx.device)
     shape = result_of(name, [a] * size, [b] * size, 0).shape
-    for out in (torch.empty(shape, device=ctx.device), ctx.empty(shape)):
+    for out in (ctx.empty(shape), torch.empty(shape, device=ctx.device)):
         for config in (
             FusedConfig(variant="vendor"),
             CONFIGS["fused"],
@@ -218,11 +219,16 @@ def in_two_modes(ctx, way):
     a = [matrix(128, 64, torch.bfloat16, "rows", seed, ctx.device) for seed in range(size)]
     b = matrix(64, 64, torch.bfloat16, "rows", 9, ctx.device)
     exact = torch.cat(a).double() @ b.double()
-    for mode in (True, False, True):
+    with torch.inference_mode():
+        out = torch.empty(exact.shape, dtype=torch.bfloat16, device=ctx.device)
+        prepared = ctx.ops.all_gather_matmul_preamble(out, a[rank], b, config=CONFIGS[way])
+    for mode, workspace in itertools.product((True, False, True), (None, prepared)):
         with torch.inference_mode(mode):
             out = torch.empty(exact.shape, dtype=torch.bfloat16, device=ctx.device)
-            ctx.ops.all_gather_matmul(out, a[rank], b, config=CONFIGS[way])
+            ctx.ops.all_gather_matmul(out, a[rank], b, config=CONFIGS[way], workspace=workspace)
         torch.testing.assert_close(out.double(), exact, rtol=1e-2, atol=1e-2)
+    ctx.barrier()
+    prepared.close()
 
 
 @pytest.mark.parametrize("way", ["fused", "Hopper", "copies"])

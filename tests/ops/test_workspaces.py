@@ -11,6 +11,7 @@ from iris.errors import FirstUseInCaptureError
 from iris.heap.mapping import count_made, mappings
 from iris.ops import FusedConfig, workspaces
 from iris.ops.arena import Arena
+from iris.ops.buffers import Needs
 from iris.ops.copies import Copies
 from ops.products import OPERATIONS
 from ops.test_rounds import CASES, CONFIGS, LATE, OPERANDS, Round
@@ -56,6 +57,12 @@ def test_kinds_in_turn(ranks):
     ranks.run(in_turn)
 
 
+@pytest.mark.parametrize("field", ["parts", "tickets", "halves"])
+def test_counts_have_room(field):
+    kind = Needs(("kind",), 0, 0, torch.float32)
+    assert kind._replace(**{field: 1024}).count_bytes == kind.count_bytes + 4 * 1024
+
+
 def prepared(ctx, name):
     """Every operation takes what its preamble returned, call after call, and None where there is nothing to prepare."""
     W, preamble = ctx.num_ranks, getattr(ctx.ops, f"{name}_preamble")
@@ -66,7 +73,8 @@ def prepared(ctx, name):
     config = FusedConfig(block_size_m=16, block_size_n=16, block_size_k=16)
     workspace = preamble(out, a, b, config=config)
     for factor in (1, 2, 3):
-        getattr(ctx.ops, name)(out, factor * a, b, config=config, workspace=workspace)
+        work = getattr(ctx.ops, name)(out, factor * a, b, config=config, workspace=workspace, async_op=True)
+        work.wait()
         assert (out == factor * 6 * of_ranks).all()
     ctx.barrier()
     workspace.close()
@@ -127,8 +135,8 @@ def count_up(ctx):
     counts, workspaces.COUNT_BYTES = workspaces.COUNT_BYTES, 3 * 5120
     try:
         wrong, made = torch.zeros((), dtype=torch.int64, device=ctx.device), count_made()
-        # None needs more data than the first.
-        for number, rows in enumerate([*range(16, 0, -1), *range(1, 17)]):
+        # None needs more data than the first, but the last: the three kinds before it move to larger memory with it.
+        for number, rows in enumerate([*range(16, 0, -1), *range(1, 16), *[17, 13, 14, 15] * 2]):
             call(ctx, OPERATION, "triton", rows, number, wrong)
         assert count_made() - made >= 32 // 3 and len(arenas()) == 1 and wrong.item() == 0
     finally:
