@@ -45,7 +45,7 @@ def same_bits(ctx):
     for variant in ("one_shot", "two_shot_push"):
         out, x = torch.empty(shape, dtype=BF16, device=ctx.device), data(77, shape, BF16).to(ctx.device)
         with by(ctx, variant):
-            ctx.ops.all_reduce_rms_norm(out, given, weight, EPS, residual=x)
+            ctx.ops.all_reduce_rms_norm(out, given, weight, EPS, residual=x, async_op=True).wait()
         results.append((out.cpu(), x.cpu()))
         for rank in range(ctx.num_ranks):
             assert torch.equal(ctx.broadcast(out, rank).cpu(), out.cpu())
@@ -159,9 +159,11 @@ def misuse(ctx):
     x, weight = torch.ones(4, 16, dtype=BF16, device=ctx.device), torch.ones(16, dtype=BF16, device=ctx.device)
     scales = torch.ones(4, device=ctx.device)
     fp8 = torch.empty(4, 16, dtype=E4M3, device=ctx.device)
-    whole = torch.ones(5, 16, dtype=BF16, device=ctx.device)
+    whole, long = (torch.ones(shape, dtype=BF16, device=ctx.device) for shape in ((5, 16), (2, 32769)))
     wrong = [
         ("weight has one dimension", (x, x, weight[:8]), {}),
+        ("weight has one dimension, .* 1 to 32768", (x[:, :0], x[:, :0], weight[:0]), {}),
+        ("weight has one dimension, .* 1 to 32768", (long, long, long[0]), {}),
         ("out has the shape of input", (x[:2], x, weight), {}),
         ("residual has the shape of input, and is contiguous", (x, x, weight), {"residual": x.t().contiguous().t()}),
         ("out and residual overlap in memory", (fresh := torch.empty_like(x), x, weight), {"residual": fresh}),
@@ -172,8 +174,14 @@ def misuse(ctx):
         ("are for an out of fp8", (x, x, weight), {"row_scales": scales}),
         ("and not both", (fp8, x, weight), {"row_scales": scales, "scale": scales[:1]}),
         ("one element of float32", (fp8, x, weight), {"scale": scales}),
+        ("one element of float32", (fp8, x, weight), {"scale": scales[:1].double()}),
         ("4 contiguous elements of float32", (fp8, x, weight), {"row_scales": scales[:2]}),
-        ("fp16, bf16 or fp32", (x, x.int(), weight), {}),
+        ("4 contiguous elements of float32", (fp8, x, weight), {"row_scales": scales.double()}),
+        ("4 contiguous elements of float32", (fp8, x, weight), {"row_scales": scales.repeat(2)[::2]}),
+        ("input and weight are fp16, bf16 or fp32", (x, x.int(), weight), {}),
+        ("input and weight are fp16, bf16 or fp32", (x, x, weight.double()), {}),
+        ("residual is fp16, bf16 or fp32", (x, x, weight), {"residual": x.double()}),
+        ("out is fp8, fp16, bf16 or fp32", (x.double(), x, weight), {}),
     ]
     for text, args, options in wrong:
         with pytest.raises(InvalidCollectiveError, match=text):
