@@ -183,25 +183,70 @@ def test_matrices_that_do_not_fit_together(ranks, folder, name, symmetric):
     ranks.run(refuse_products, folder, name, symmetric)
 
 
-def refuse_other_results(ctx):
-    with imported("09_gemm_one_shot_all_reduce"):
-        wrapper = importlib.import_module("wrapper")
-        workspace = wrapper.Workspace(ctx, 4, 4, BF16)
-        with pytest.raises(ValueError, match=r"^c is .*float32.* Give .*bfloat16"):
-            wrapper.matmul_all_reduce(ctx, zeros(4, 4, dtype=FP32), zeros(4, 4), zeros(4, 4), workspace)
+def refuse_unaligned_rows(ctx):
+    with imported("07_gemm_all_scatter/gluon"):
+        multiply = importlib.import_module("wrapper").matmul_all_scatter
+        a, b, c = zeros(16, 32), zeros(32, 24), ctx.zeros(16, 24, dtype=BF16)
+        by_columns, odd, one_behind = zeros(32, 16).t(), zeros(32, 25)[:, :24], zeros(32, 32)[:, 1:25]
+        for wrong, given in (("a", (by_columns, b)), ("b", (a, odd)), ("b", (a, one_behind))):
+            with pytest.raises(ValueError, match=f"^{wrong} is not by rows that begin at multiples of 16 bytes"):
+                multiply(ctx, c, *given)
 
 
 @pytest.mark.skipif(not SIMULATED, reason="of tensors on the CPU")
 @pytest.mark.ranks(1)
-def test_results_of_another_dtype_than_the_parts(ranks):
-    """These would be rounded to what the parts travel in."""
-    ranks.run(refuse_other_results)
+def test_matrices_that_tma_cannot_fetch(ranks):
+    ranks.run(refuse_unaligned_rows)
+
+
+def all_reduce_by(wrapper, ctx, *dtype):
+    workspace = wrapper.Workspace(ctx, 4, 4, *dtype)
+    return lambda c, a, b: wrapper.matmul_all_reduce(ctx, c, a, b, workspace)
+
+
+def push_by(wrapper, ctx, *dtype):
+    workspace = wrapper.Workspace(ctx, 4, 4, *dtype)
+    return lambda c, a, b: wrapper.all_gather_matmul_by_push(ctx, c, b, workspace)
+
+
+def refuse_for_a_workspace(ctx, folder, make, dtype, cases):
+    with imported(folder):
+        multiply = make(importlib.import_module("wrapper"), ctx, *dtype)
+        for words, *given in cases:
+            with pytest.raises(ValueError, match=words):
+                multiply(*given)
+
+
+SQUARE, LOW = zeros(4, 4), zeros(3, 4)
+ANOTHER_SHAPE = (r"workspace is for results of \[4, 4\], and this is of \[3, 4\]", LOW, LOW, SQUARE)
+
+
+@pytest.mark.skipif(not SIMULATED, reason="of tensors on the CPU")
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize(
+    ("folder", "make", "dtype", "cases"),
+    [
+        ("08_gemm_all_reduce_atomics", all_reduce_by, (), [ANOTHER_SHAPE, ("^b is ", SQUARE, SQUARE, LOW)]),
+        (
+            "09_gemm_one_shot_all_reduce",
+            all_reduce_by,
+            (BF16,),
+            # Which would be rounded to what the parts travel in.
+            [ANOTHER_SHAPE, (r"^c is .*float32.* Give .*bfloat16", SQUARE.float(), SQUARE, SQUARE)],
+        ),
+        ("14_all_gather_gemm", push_by, (BF16,), [("^b is ", SQUARE, SQUARE, LOW), ("^c is ", LOW, SQUARE, SQUARE)]),
+    ],
+)
+def test_matrices_that_a_workspace_is_not_for(ranks, folder, make, dtype, cases):
+    ranks.run(refuse_for_a_workspace, folder, make, dtype, cases)
 
 
 def refuse_other_tokens(ctx):
     with imported("16_moe_dispatch_combine"):
         layer = importlib.import_module("wrapper").ExpertParallel(ctx, 4, 8, 6, 2, BF16)
         chosen, gates = zeros(4, 2, dtype=torch.int32), zeros(4, 2, dtype=FP32)
+        with pytest.raises(ValueError, match=r"^x has 5 tokens, and there is room for 4"):
+            layer.dispatch(zeros(5, 8), zeros(5, 2, dtype=torch.int32))
         layer.dispatch(zeros(3, 8), chosen[:3])
         with pytest.raises(ValueError, match=r"^out is \[4, 8\].* Give \[3, 8\]"):
             layer.combine(zeros(4, 8), chosen, gates)
@@ -209,8 +254,8 @@ def refuse_other_tokens(ctx):
 
 @pytest.mark.skipif(not SIMULATED, reason="of tensors on the CPU")
 @pytest.mark.ranks(1)
-def test_more_tokens_than_were_dispatched(ranks):
-    """Nobody has said where the results of the others are."""
+def test_more_tokens_than_there_is_room_for_or_than_were_dispatched(ranks):
+    """Of the latter nobody has said where the results are."""
     ranks.run(refuse_other_tokens)
 
 
@@ -238,6 +283,18 @@ def wide_ring(wrapper, ctx):
     wrapper.RingAttention(ctx, 1, 8, 576, FP32)
 
 
+def uneven_heads(wrapper, ctx):
+    wrapper.FlashDecode(ctx, 1, 5, 2, 16, 8, BF16)
+
+
+def uneven_experts(wrapper, ctx):
+    wrapper.ExpertParallel(ctx, 4, 8, 7, 2, BF16)
+
+
+def many_experts(wrapper, ctx):
+    wrapper.ExpertParallel(ctx, 4, 8, 1026, 2, BF16)
+
+
 def uneven_layer(wrapper, ctx):
     wrapper.TensorParallelMLP(ctx, 4, 7, BF16)
 
@@ -248,6 +305,9 @@ def uneven_layer(wrapper, ctx):
     [
         ("13_flash_decode", wide_decode, "Give a dim of up to 512, or a narrower dtype"),
         ("15_ring_attention", wide_ring, "Give a dim of up to 512, or a narrower dtype"),
+        ("13_flash_decode", uneven_heads, "5 heads, which is no multiple of 2 heads of keys and values"),
+        ("16_moe_dispatch_combine", uneven_experts, "7 experts cannot be dealt out evenly to 2 ranks"),
+        ("16_moe_dispatch_combine", many_experts, "1026 experts, and dispatch takes up to 1024"),
         ("17_tensor_parallel_mlp", uneven_layer, "A width of 7 .* Give a multiple of 2"),
     ],
 )
