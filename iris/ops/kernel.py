@@ -122,10 +122,6 @@ class Kernels:
             remember(self._plans, key, chosen)
         return chosen
 
-    def close(self) -> None:
-        """Forget all launches."""
-        self._launches.clear()
-
     def _is_for_hopper(self, config: FusedConfig) -> bool:
         """Whether the kernel is one of `iris.ops.hopper`, whose arguments are tensor maps."""
         return config.use_gluon and self.gluon is hopper

@@ -220,7 +220,6 @@ class Operations:
         replayed. Workspaces that a preamble returned are the caller's, and closed by their own ``close()``.
         """
         self._workspaces.close()
-        self._kernels.close()
         self._all_reduce_rms_norm.close()
 
     # What they share -------------------------------------------------------------------------------------------------
