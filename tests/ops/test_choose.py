@@ -146,8 +146,7 @@ def test_products_of_fp8(name, monkeypatch):
 @pytest.mark.parametrize(
     "comm_sms, programs, size, idle, senders",
     [(None, 132, 4, 0, 8), (None, 132, 4, 20, 20), (None, 132, 4, 132, 131), (16, 132, 4, 20, 16),
-     (200, 132, 4, 0, 131),
-     (None, 1, 4, 0, 1), (16, 132, 1, 0, 0)],
+     (200, 132, 4, 0, 131), (None, 1, 4, 0, 1), (16, 132, 1, 0, 0)],
 )  # fmt: skip
 def test_how_many_programs_send_rows(comm_sms, programs, size, idle, senders):
     assert FusedConfig(comm_sms=comm_sms).senders(programs, size, idle) == senders
@@ -189,6 +188,17 @@ def remembered(ctx):
     cases = [(given(torch.bfloat16), WIDE), (given(torch.bfloat16), narrow), (given(torch.float8_e4m3fn), narrow)]
     plans = [plan(made, 2, kernels.most_programs(), config) for made, config in cases]
     assert len(set(plans)) == 3 and [kernels.plan(*case) for case in cases] == plans
+
+
+def residents(ctx):
+    """Programs wait for each other, so there are no more than have a place at one time."""
+    kernels = Operations(ctx)._kernels
+    asked = [kernels._programs(FusedConfig(num_sms=n)) for n in (1, None, 1 << 20)]
+    assert asked == [1, kernels.most_programs(), kernels.most_programs()]
+
+
+def test_no_more_programs_than_have_a_place(ranks):
+    ranks.run(residents)
 
 
 @pytest.mark.skipif(not simulator.ACTIVE, reason="for the number of programs there")

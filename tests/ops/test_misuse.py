@@ -307,7 +307,8 @@ def test_calls_that_differ_in_debug_mode(ranks, mistaken, what):
 
 @pytest.mark.parametrize(
     ("field", "value", "words"),
-    [("block_size_m", 48, "power of two"), ("num_sms", 0, "at least 1"), ("cache_modifier_a", ".xx", "one of"),
+    [("block_size_m", 48, "power of two"), ("block_size_n", 2048, "to 1024"), ("block_size_k", 8, "from 16"),
+     ("num_sms", 0, "at least 1"), ("cache_modifier_a", ".xx", "one of"),
      ("all_reduce_variant", "tree", "two_shot"), ("allow_tf32", 1, "True or False"), ("num_warps", 64, "from 1 to 32")],
 )  # fmt: skip
 def test_configurations(field, value, words):
