@@ -6,6 +6,7 @@ from covering import EVERYTHING, sample
 
 from iris.errors import InvalidConfigError
 from iris.ops import FusedConfig
+from iris.ops.call import Call
 from iris.ops.cdna3 import arguments as cdna3
 from iris.ops.operations import Operations
 from ops.products import OPERATIONS, PLACES, check_product
@@ -16,7 +17,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available() and not torch.version.
 RANKS = (1, 2, 3) if EVERYTHING else (2,)
 CONFIGS = {
     "small": FusedConfig(use_gluon=True, block_size_m=64, block_size_n=64, block_size_k=64, num_sms=3),
-    "wide": FusedConfig(use_gluon=True, block_size_m=64, block_size_n=256, block_size_k=64, group_size_m=1),
+    "wide": FusedConfig(use_gluon=True, block_size_m=64, block_size_n=256, block_size_k=64, group_size_m=1, num_sms=1),
     "deep, chiplets": FusedConfig(use_gluon=True, block_size_m=128, block_size_n=128, block_size_k=128, num_xcds=2),
     "shallow": FusedConfig(use_gluon=True, block_size_m=128, block_size_n=128, block_size_k=32),
 }
@@ -74,21 +75,35 @@ def test_rounds(ranks, name):
     ranks.run(play, name)
 
 
-def refuse(ctx, name, words, config):
-    ops = operations(ctx)
-    a, b = (torch.zeros(64, 64, dtype=torch.bfloat16, device=ctx.device) for _ in range(2))
-    out = torch.zeros(64 * ctx.num_ranks, 64, dtype=torch.bfloat16, device=ctx.device)
+def refuse(ctx, name, words, config, result=torch.bfloat16, columns=64, depth=64):
+    ops, dtypes = operations(ctx), (result, torch.bfloat16, torch.bfloat16)
+    shapes = (64 * ctx.num_ranks, columns), (64, depth), (depth, columns)
+    out, a, b = (
+        torch.zeros((), dtype=dtype, device=ctx.device).expand(shape)
+        for dtype, shape in zip(dtypes, shapes, strict=True)
+    )
     with pytest.raises(InvalidConfigError, match=words):
         getattr(ops, name)(out, a, b, config=FusedConfig(use_gluon=True, **config))
 
 
 @pytest.mark.parametrize(
-    ("name", "words", "config"),
+    ("name", "words", "config", "given"),
     [
-        ("matmul_all_gather", "64, 128 or 256 rows and columns", {"block_size_m": 32}),
-        ("matmul_all_gather", "64 KiB of shared memory", {"block_size_n": 256, "block_size_k": 128}),
-        ("matmul_all_gather", "each of 512 threads", {"block_size_k": 32}),
+        ("matmul_all_gather", "64, 128 or 256 rows and columns", {"block_size_m": 32}, ()),
+        ("matmul_all_gather", "64 KiB of shared memory", {"block_size_n": 256, "block_size_k": 128}, ()),
+        ("matmul_all_gather", "each of 512 threads", {"block_size_k": 32}, ()),
+        ("matmul_all_gather", "one dtype, fp16 or bf16", {}, (torch.float32,)),
+        ("matmul_all_gather", "A has no columns", {}, (torch.bfloat16, 64, 0)),
+        ("matmul_all_gather", "of up to 2796202 columns", {}, (torch.bfloat16, 2796203)),
     ],
 )
-def test_what_the_kernels_cannot_do(ranks, name, words, config):
-    ranks.run(refuse, name, words, config)
+def test_what_the_kernels_cannot_do(ranks, name, words, config, given):
+    ranks.run(refuse, name, words, config, *given)
+
+
+def test_lines_that_begin_too_far_apart_are_copied():
+    """Further than what the kernels' offsets reach."""
+    far = torch.empty_strided((64, 64), (1 << 22, 1), dtype=torch.bfloat16, device="meta")
+    call = Call("matmul_all_gather", torch.empty(128, 64, device="meta"), far, far.t(), None, None, None)
+    fits = cdna3.with_operands_that_fit(call, 2)
+    assert fits.a.stride() == fits.b.stride() == (64, 1)
