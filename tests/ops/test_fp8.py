@@ -66,7 +66,7 @@ def test_product_of_fp8_and_with_scales(ranks, name, hopper):
 
 
 def odd_fp8(ctx, name, config):
-    """Lines that are one and the same in memory; sums of nothing, whose bias is left; no columns, and a factor each."""
+    """Lines that are one and the same in memory; sums of nothing, whose bias is left; no columns; factors with gaps."""
     W, rank, rows = ctx.num_ranks, ctx.cur_rank, 4 * ctx.num_ranks
     # Sums of nothing are not for TMA.
     for K, N in ((32, 16), (32, 0), *([] if config == "Hopper" else [(0, 16)])):
@@ -75,7 +75,8 @@ def odd_fp8(ctx, name, config):
         bias = matrix(1, N, torch.bfloat16, "rows", 90 + K, ctx.device)[0]
         # The same on all ranks, and another one for each line: they are what results differ by.
         gathers = name == "all_gather_matmul"
-        scale_a, scale_b = (torch.arange(1, n + 1, device=ctx.device) / 8 for n in (W * rows if gathers else rows, N))
+        lengths = (W * rows if gathers else rows, N)
+        scale_a, scale_b = ((torch.arange(2, 2 * n + 2, device=ctx.device) / 16)[::2] for n in lengths)
         of_a = scale_a.chunk(W) if gathers else W * [scale_a]
         scaled = [x.double() * line[:, None] for x, line in zip(a, of_a, strict=True)]
         columns = [y.double() * scale_b for y in b]

@@ -23,7 +23,7 @@ HOPPER_SHAPES = [(128, 64, 64), (47, 8, 8), (200, 96, 136), (300, 264, 72)]
 HOPPER_CASES = [
     ((128, 64, 64), torch.bfloat16, "Hopper", "rows", "rows", "rows", False, False),
     ((47, 8, 8), torch.float16, "Hopper", "sliced", "columns", "columns", True, False),
-    ((200, 96, 136), torch.bfloat16, "Hopper", "columns", "rows", "sliced", True, True),
+    ((200, 96, 136), torch.bfloat16, "Hopper", "columns", "sliced", "sliced", True, True),
     ((140, 264, 72), torch.float16, "Hopper, wide", "rows", "columns", "rows", False, True),
 ]
 
@@ -257,7 +257,9 @@ def sum_by(ctx, variant):
     bias, out = torch.arange(24.0, device=ctx.device), torch.empty(33, 24, device=ctx.device)
     config = FusedConfig(all_reduce_variant=variant)
     for call in range(ROUNDS):
-        ctx.ops.matmul_all_reduce(out, (1 + call) * a[ctx.cur_rank], b[ctx.cur_rank], bias, config=config)
+        with mock.patch.object(ctx.ccl, "all_reduce", wraps=ctx.ccl.all_reduce) as all_reduce:
+            ctx.ops.matmul_all_reduce(out, (1 + call) * a[ctx.cur_rank], b[ctx.cur_rank], bias, config=config)
+        assert all_reduce.call_args.kwargs["config"].all_reduce_variant == variant
         exact = (1 + call) * torch.bmm(a.double(), b.double()).sum(0) + bias
         torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-3)
     assert ctx.ops.matmul_all_reduce_preamble(out, a[0], b[0], config=config) is None
