@@ -108,6 +108,8 @@ class Call(NamedTuple):
                 return f"{role} is float32, of 1 or {most} elements"
         if out.is_neg():
             return "out is to be read with the other sign, as the imaginary part of a conjugate; give it another output"
+        if any(n > 1 and not stride for n, stride in zip(out.shape, out.stride(), strict=True)):
+            return "elements of out are one place in memory, as those of x.expand() are; give it an output of its own"
         for role, matrix in (("A", a), ("B", b)):
             if overlap(out, matrix):
                 return f"out and {role} overlap in memory; give it an output of its own"

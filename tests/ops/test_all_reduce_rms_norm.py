@@ -135,6 +135,21 @@ def test_in_place(ranks, variant, shape):
     ranks.run(in_place, variant, shape)
 
 
+def with_gaps(ctx, variant, shape):
+    """Neither the elements of a row of the input nor those of the weight are neighbours in memory."""
+    everyone, weight = inputs(ctx, 0, shape, FP32), data(99, shape[1:], FP32)
+    given, factors = (x.repeat_interleave(2, -1).to(ctx.device)[..., ::2] for x in (everyone[ctx.cur_rank], weight))
+    out = torch.empty(shape, device=ctx.device)
+    with by(ctx, variant):
+        ctx.ops.all_reduce_rms_norm(out, given, factors, EPS)
+    torch.testing.assert_close(out.cpu().double(), expected(sum(everyone), None, weight)[1], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("variant, shape", SHAPES)
+def test_operands_with_gaps(ranks, variant, shape):
+    ranks.run(with_gaps, variant, shape)
+
+
 def over_what_a_graph_needs(ctx, role):
     """A buffer, a residual or scales that are used again before backward: autograd says so."""
     given = {"out": (4, 12), "residual": (4, 12), "row_scales": (4,)}

@@ -175,6 +175,8 @@ def test_rows_that_cannot_be_shared(ranks):
 
 def overlapping(ctx):
     whole = torch.zeros(64, device=ctx.device)
+    with pytest.raises(InvalidCollectiveError, match="elements of out are one place in memory"):
+        ctx.ops.matmul_all_reduce(whole[:4].expand(8, 4), whole[16:64].view(8, 6), torch.zeros(B, device=ctx.device))
     with pytest.raises(InvalidCollectiveError, match="out and A overlap"):
         ctx.ops.matmul_all_reduce(whole[:32].view(8, 4), whole[16:64].view(8, 6), torch.zeros(B, device=ctx.device))
     with pytest.raises(InvalidCollectiveError, match="out and B overlap"):
