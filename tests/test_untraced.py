@@ -5,6 +5,7 @@ import torch
 from torch._dynamo.exc import Unsupported
 
 from iris.ops import FusedConfig
+from iris.untraced import untraced
 
 
 def reduced(ctx, x):
@@ -67,3 +68,22 @@ def compiled(ctx, call, why):
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
 def test_a_graph_breaks_at_calls_of_the_host(ranks, call):
     ranks.run(compiled, call, CALLS[call])
+
+
+@pytest.mark.parametrize("has_marks", [True, False])
+def test_a_torch_without_marks_for_functions(has_marks, monkeypatch):
+    if not has_marks:
+        monkeypatch.setattr("iris.untraced.set_code_exec_strategy", None)
+    torch.compiler.reset()
+
+    @untraced("of the reason")
+    def outside(x):
+        return x + float(x.sum())
+
+    def function(x):
+        return 2 * outside(x)
+
+    assert torch.compile(function, backend="eager")(torch.ones(3)).tolist() == [8, 8, 8]
+    torch.compiler.reset()
+    with pytest.raises(Unsupported, match="of the reason"):
+        torch.compile(function, backend="eager", fullgraph=True)(torch.ones(3))
