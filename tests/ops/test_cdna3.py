@@ -76,12 +76,10 @@ def test_rounds(ranks, name):
 
 
 def refuse(ctx, name, words, config, result=torch.bfloat16, columns=64, depth=64):
-    ops, dtypes = operations(ctx), (result, torch.bfloat16, torch.bfloat16)
-    shapes = (64 * ctx.num_ranks, columns), (64, depth), (depth, columns)
-    out, a, b = (
-        torch.zeros((), dtype=dtype, device=ctx.device).expand(shape)
-        for dtype, shape in zip(dtypes, shapes, strict=True)
-    )
+    ops = operations(ctx)
+    # Nobody touches their memory.
+    a, b = (torch.empty(shape, dtype=torch.bfloat16, device=ctx.device) for shape in ((64, depth), (depth, columns)))
+    out = torch.empty(64 * ctx.num_ranks, columns, dtype=result, device=ctx.device)
     with pytest.raises(InvalidConfigError, match=words):
         getattr(ops, name)(out, a, b, config=FusedConfig(use_gluon=True, **config))
 
