@@ -102,7 +102,7 @@ CASES = {
     ),
     "fewer rows than ranks": (
         InvalidConfigError,
-        r"each of \d ranks adds up some rows, and there are 1",
+        r"of 1 rows, 1 for each of \d ranks, the last has none to sum",
         ALIGNED | {role: ALIGNED[role][:1] for role in ("out", "A")},
         {"config": FusedConfig(use_gluon=True)},
     ),
