@@ -579,7 +579,7 @@ def _to_read(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _finish(output: torch.Tensor | None, result: torch.Tensor) -> None:
-    """Leave the result in ``output``, if any is written, to which kernels do it without autograd's knowledge."""
+    """Copy the result to ``output``, or tell autograd that kernels have written it there. None: this rank gets none."""
     if output is result:
         note_written(output)
     elif output is not None:
