@@ -35,6 +35,8 @@ from iris.untraced import untraced
 
 def _assigned(value: Any) -> Any:
     """What a name stands for after ``name = value``: numbers become tensors, as in the compiler."""
+    if hasattr(value, "_fields"):
+        return type(value)(*map(tl.core._unwrap_if_constexpr, value))  # which makes a plain tuple of a named one
     value = tl.core._unwrap_if_constexpr(value)
     return semantic.to_tensor(value) if isinstance(value, (bool, int, float)) else value
 

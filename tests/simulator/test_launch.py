@@ -6,6 +6,7 @@ import textwrap
 import time
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import module_from_spec, spec_from_file_location
+from typing import NamedTuple
 
 import numpy
 import pytest
@@ -165,3 +166,27 @@ def test_first_launches_by_several_threads(tmp_path):
     finally:
         gc.callbacks.remove(let_others_run)
     assert out.tolist() == [lines * (lines - 1)] * count
+
+
+class Interval(NamedTuple):
+    first: tl.tensor
+    length: tl.constexpr
+
+
+@triton.jit
+def shifted(interval, by):
+    moved = Interval(interval.first + by, interval.length)
+    return moved
+
+
+@triton.jit
+def fill(out, interval):
+    result = shifted(interval, 2)
+    offsets = result.first + tl.arange(0, 8)
+    tl.store(out + offsets, 1, mask=offsets < result.first + result.length)
+
+
+def test_a_named_tuple_keeps_its_names_when_it_is_assigned():
+    out = torch.zeros(16, dtype=torch.int32)
+    fill[(1,)](out, Interval(3, 6))
+    assert out.nonzero().flatten().tolist() == [5, 6, 7, 8, 9, 10]
