@@ -181,6 +181,7 @@ class Builder(InterpreterBuilder):
 
     def create_fp_to_fp(self, src: TensorHandle, dst_type: tl.dtype, rounding: Any) -> TensorHandle:
         toward_zero = rounding == ir.ROUNDING_MODE.RTZ
+        _check_conversion(src.dtype.scalar, dst_type.scalar, toward_zero)
         return TensorHandle(dtypes.narrow(dtypes.widen(src), dst_type.scalar, toward_zero), dst_type.scalar)
 
     # Memory ---------------------------------------------------------------------------------------------------------
@@ -331,6 +332,22 @@ def _recorded(pointers: np.ndarray, sem: Any, scope: Any) -> Iterator[Callable[.
     with recorder.notes.numbered() as number:
         yield lambda old, kind, **how: recorder.synchronised(
             number, np.atleast_1d(pointers), np.atleast_1d(old), kind, *order, message, **how
+        )
+
+
+def _check_conversion(source: tl.dtype, target: tl.dtype, toward_zero: bool) -> None:
+    """Refuse what Triton compiles for no GPU."""
+    # Those of 4 and those of 5 bits of exponent alike, and AMD's forms of them.
+    narrow = [dtype for dtype in (source, target) if dtype.is_fp8()]
+    if source != target and (len(narrow) == 2 or (narrow and tl.float64 in (source, target))):
+        raise TypeError(
+            f"A conversion from {source} to {target} does not compile: convert to {tl.float32} first, and that to "
+            f"{target}."
+        )
+    if toward_zero and (source == tl.float64 or (target.is_fp8() and target != tl.float8e5)):
+        raise TypeError(
+            f'A conversion from {source} to {target} with fp_downcast_rounding="rtz" does not compile: every GPU '
+            "rounds float32 to float16, bfloat16 and fp8e5 in this way."
         )
 
 

@@ -83,8 +83,14 @@ def convert(x, out, N: tl.constexpr):
     tl.store(out + i, tl.load(x + i).to(out.dtype.element_ty))
 
 
-@pytest.mark.parametrize("target", [torch.float32, *FLOATS])
-@pytest.mark.parametrize("source", [torch.float32, *FLOATS])
+WIDE = [torch.float32, torch.float16, torch.bfloat16]
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [(source, target) for source in [torch.float32, *FLOATS] for target in WIDE]
+    + [(source, target) for source in WIDE for target in FLOATS if target not in WIDE],
+)
 def test_conversion_rounds_to_nearest_even_and_saturates_in_eight_bits(source, target):
     special = torch.tensor([0.0, 1e9, -1e9, float("nan"), 448.0, 460.0, 480.0, 1 + 2**-8, 1 + 3 * 2**-8, 2.0**-9, 0.3])
     x = saturated(torch.cat([special, torch.linspace(-70, 70, N - len(special))]), source)
@@ -93,16 +99,36 @@ def test_conversion_rounds_to_nearest_even_and_saturates_in_eight_bits(source, t
     torch.testing.assert_close(out.float(), saturated(x.float(), target).float(), rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        (torch.float8_e4m3fn, torch.float8_e5m2),
+        (torch.float8_e5m2, torch.float8_e4m3fn),
+        (torch.float64, torch.float8_e5m2),
+        (torch.float8_e4m3fn, torch.float64),
+    ],
+)
+def test_a_conversion_that_does_not_compile_is_refused(source, target):
+    with pytest.raises(TypeError, match="does not compile: convert to fp32 first"):
+        convert[(1,)](torch.ones(N).to(source), torch.zeros(N).to(target), N)
+
+
 @triton.jit
 def truncate(x, out, N: tl.constexpr):
     i = tl.arange(0, N)
-    tl.store(out + i, tl.load(x + i).to(tl.bfloat16, fp_downcast_rounding="rtz"))
+    tl.store(out + i, tl.load(x + i).to(out.dtype.element_ty, fp_downcast_rounding="rtz"))
 
 
 def test_conversion_toward_zero():
     x, out = values(torch.float32, 2), torch.zeros(N, dtype=torch.bfloat16)
     truncate[(1,)](x, out, N)
     assert torch.equal(out.view(torch.uint16), (x.view(torch.int32) >> 16).to(torch.uint16))
+
+
+@pytest.mark.parametrize(("source", "target"), [(torch.float64, torch.float16), (torch.float32, torch.float8_e4m3fn)])
+def test_rounding_toward_zero_that_does_not_compile_is_refused(source, target):
+    with pytest.raises(TypeError, match="rtz.* does not compile"):
+        truncate[(1,)](torch.ones(N, dtype=source), torch.zeros(N).to(target), N)
 
 
 @triton.jit
