@@ -22,7 +22,7 @@ from iris.versions import note_written
 from iris.world import check_process_group
 
 DEBUGGING = debugging()
-NOTHING = torch.empty(0)
+NOTHING, STRIDED = torch.empty(0), torch.strided
 
 
 @untraced_methods("ctx.ccl is for the host; iris.ccl.functional has its collectives as operators for graphs")
@@ -433,9 +433,9 @@ class Collectives:
         """The group's communicator, the current stream, and which capture is recording it (None: none is)."""
         if self._context.heap.closed:
             self._context.heap.check_open()
-        for tensor in (output, input):
-            if tensor.__class__ is not torch.Tensor or tensor.layout is not torch.strided:
-                checks.check_tensor(name, tensor)
+        if not (output.__class__ is input.__class__ is torch.Tensor and output.layout is input.layout is STRIDED):
+            checks.check_tensor(name, output)
+            checks.check_tensor(name, input)
         stream = capture = None
         if self._on_gpu:
             # The raw handle: making a Stream object costs the host ten times as much.
