@@ -69,10 +69,29 @@ def narrow(values: np.ndarray, dtype: tl.dtype, toward_zero: bool = False) -> np
     exact = values
     if target.itemsize == 1:
         limit = torch.finfo(target).max
-        values = np.clip(values, -limit, limit)
+        # Toward zero infinity stays what it is: the lower bits of a float16 are left off.
+        values = np.where(toward_zero & np.isinf(values), values, np.clip(values, -limit, limit))
     rounded = torch.from_numpy(values).to(target)
     bits = rounded.view(torch.uint16 if target.itemsize == 2 else torch.uint8).numpy()
     return _step_toward_zero(bits, rounded.to(torch.float32).numpy(), exact) if toward_zero else bits
+
+
+def to_integer(values: np.ndarray, dtype: tl.dtype) -> np.ndarray:
+    """Floating-point ``values`` as the integer type ``dtype``, toward zero.
+
+    What is out of range becomes the nearest number of the type, and NaN becomes zero, or where either has 64 bits the
+    number whose highest bit alone is set (PTX ISA, "cvt"; H100 does so). 8 bits are the lower ones of 16.
+    """
+    stored = storage(dtype)
+    wide = np.dtype(f"{stored.kind}{max(2, stored.itemsize)}")
+    info, whole = np.iinfo(wide), np.trunc(values.astype(np.float64))
+    # A power of two, as the largest number may be none that float64 has.
+    below, above, nothing = whole < info.min, whole >= 2.0 ** (info.max.bit_length()), np.isnan(whole)
+    result = np.where(below | above | nothing, 0, whole).astype(wide)
+    result[below], result[above] = info.min, info.max
+    if max(values.itemsize, wide.itemsize) == 8:
+        result[nothing] = np.array([1 << (8 * wide.itemsize - 1)], f"u{wide.itemsize}").view(wide)
+    return result.astype(stored)
 
 
 def _step_toward_zero(stored: np.ndarray, rounded: np.ndarray, exact: np.ndarray) -> np.ndarray:

@@ -179,6 +179,11 @@ class Builder(InterpreterBuilder):
     def cast_impl(self, src: TensorHandle, dst_type: tl.dtype) -> TensorHandle:
         return self._result(dtypes.widen(src), dst_type.scalar)
 
+    def create_fp_to_si(self, src: TensorHandle, dst_type: tl.dtype) -> TensorHandle:
+        return TensorHandle(dtypes.to_integer(dtypes.widen(src), dst_type.scalar), dst_type.scalar)
+
+    create_fp_to_ui = create_fp_to_si
+
     def create_fp_to_fp(self, src: TensorHandle, dst_type: tl.dtype, rounding: Any) -> TensorHandle:
         toward_zero = rounding == ir.ROUNDING_MODE.RTZ
         _check_conversion(src.dtype.scalar, dst_type.scalar, toward_zero)
@@ -245,8 +250,11 @@ class Builder(InterpreterBuilder):
         values = self.create_masked_load(pointers, inside, desc.fill(), *policy, False)
         return TensorHandle(desc.rounded(values.data), desc.element)
 
+    def create_descriptor_store(self, desc: TensorMap, value: TensorHandle, indices) -> None:
+        super().create_descriptor_store(desc.as_written(), value, indices)
+
     def create_descriptor_reduce(self, kind, desc: TensorMap, value: TensorHandle, indices) -> None:
-        pointers, inside = desc.materialize_pointers(indices)
+        pointers, inside = desc.as_written().materialize_pointers(indices)
         self.reduce(kind.name, pointers, value, inside)
 
     def reduce(self, name: str, pointers: TensorHandle, value: TensorHandle, inside: TensorHandle) -> None:

@@ -1,6 +1,8 @@
 """Tensor descriptors: a tensor in global memory of which rectangular blocks are read and written by coordinates.
 
-The TMA unit fills what lies outside the tensor, and writes nothing there (PTX ISA, "Tensors", out-of-bound access).
+The TMA unit fills what lies outside the tensor, and writes nothing there (PTX ISA, "Tensors", out-of-bound access), but
+for one thing: it writes 16 bytes at a time. A row that ends between goes on to the next multiple of them, as was seen
+on H100, and as Triton says of its descriptors' `store`.
 """
 
 from collections.abc import Sequence
@@ -12,7 +14,7 @@ from triton.runtime.interpreter import TensorDescHandle, TensorHandle
 from iris.simulator import dtypes
 
 # Of the base, of every stride but the last, and of a block's first coordinate in the last dimension (CUDA driver API,
-# cuTensorMapEncodeTiled; Triton's own checks).
+# cuTensorMapEncodeTiled; Triton's own checks). And what is written of a row.
 ALIGNMENT = 16
 
 
@@ -37,6 +39,12 @@ class TensorMap(TensorDescHandle):
         steps = [stride * self._itemsize for stride in self._strides[:-1]]
         if any(number % ALIGNMENT for number in (int(base.data.item()), *steps)):
             raise ValueError(f"the base or a stride of a tensor descriptor is not a multiple of {ALIGNMENT} bytes")
+
+    def as_written(self) -> "TensorMap":
+        """The tensor with rows as long as what is written of them."""
+        unit = ALIGNMENT // self._itemsize
+        shape = (*self._shape[:-1], -(-self._shape[-1] // unit) * unit)
+        return TensorMap(self.base, shape, self._strides, self.block_shape, self._nan)
 
     def materialize_pointers(self, offsets: Sequence[TensorHandle]) -> tuple[TensorHandle, TensorHandle]:
         """What Triton's interpreter asks for."""

@@ -112,7 +112,7 @@ def store_wait(pendings: Any, read_only: Any = True) -> None:
 
 def _issue(tensor_desc: Any, coord: Any, src: SharedMemory, put: Callable) -> None:
     block = _block(tensor_desc, src)
-    pointers, inside = _pointers(block, coord)
+    pointers, inside = _pointers(block.as_written(), coord)
     source, in_flight = Source(src.handle.copy, block.element), tasks.current().in_flight
     has_read = will_read(src, "reads by TMA")
 

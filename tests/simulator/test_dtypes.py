@@ -125,10 +125,40 @@ def test_conversion_toward_zero():
     assert torch.equal(out.view(torch.uint16), (x.view(torch.int32) >> 16).to(torch.uint16))
 
 
+def test_infinity_toward_zero_stays_infinite():
+    x, out = torch.tensor([float("inf"), 1e9, -float("inf"), 60_000.0]), torch.zeros(4).to(torch.float8_e5m2)
+    truncate[(1,)](x, out, 4)
+    assert out.float().tolist() == [float("inf"), 57344, -float("inf"), 57344]
+
+
 @pytest.mark.parametrize(("source", "target"), [(torch.float64, torch.float16), (torch.float32, torch.float8_e4m3fn)])
 def test_rounding_toward_zero_that_does_not_compile_is_refused(source, target):
     with pytest.raises(TypeError, match="rtz.* does not compile"):
         truncate[(1,)](torch.ones(N, dtype=source), torch.zeros(N).to(target), N)
+
+
+NAN, INF = float("nan"), float("inf")
+HIGHEST_BIT = -(2**63)
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "expected"),
+    [
+        (torch.float32, torch.int32, [2**31 - 1, -(2**31), 65504, 0, 5]),
+        (torch.float32, torch.int64, [2**63 - 1, HIGHEST_BIT, 65504, HIGHEST_BIT, 5]),
+        (torch.float64, torch.int32, [2**31 - 1, -(2**31), 65504, -(2**31), 5]),
+        (torch.bfloat16, torch.int16, [2**15 - 1, -(2**15), 2**15 - 1, 0, 5]),
+        (torch.float32, torch.uint16, [2**16 - 1, 0, 65504, 0, 5]),
+        # By 16 bits: of 32767, of -32768 and of 65504 what the lower byte holds.
+        (torch.float16, torch.int8, [-1, 0, -1, 0, 5]),
+        (torch.float32, torch.uint8, [255, 0, 224, 0, 5]),
+    ],
+)
+def test_a_number_that_an_integer_does_not_reach_becomes_the_nearest(source, target, expected):
+    x, out = torch.tensor([INF, -INF, 65504.0, NAN, 5.9]).to(source), torch.zeros(5, dtype=target)
+    for n in range(5):
+        convert[(1,)](x[n:], out[n:], 1)
+    assert out.tolist() == expected
 
 
 @triton.jit

@@ -42,6 +42,27 @@ def test_only_the_tensor_is_written(dtype, made):
     assert torch.equal(target.float(), expected)
 
 
+@triton.jit
+def write_block(source, target, columns, HOW: tl.constexpr, C: tl.constexpr):
+    block = tl.make_tensor_descriptor(source, [4, C], [C, 1], [4, C]).load([0, 0])
+    written = tl.make_tensor_descriptor(target, [4, columns], [C, 1], [4, C])
+    if HOW == "store":
+        written.store([0, 0], block)
+    else:
+        written.atomic_add([0, 0], block)
+
+
+@pytest.mark.parametrize(
+    "dtype, columns, written", [(torch.float16, 30, 32), (torch.int32, 13, 16), (torch.int32, 8, 8)]
+)
+@pytest.mark.parametrize("how", ["store", "add"])
+def test_rows_are_written_by_16_bytes(how, dtype, columns, written):
+    source, target = torch.arange(1, 129).view(4, 32).to(dtype), torch.zeros(4, 32, dtype=dtype)
+    write_block[(1,)](source, target, columns, how, 32)
+    source[:, written:] = 0
+    assert torch.equal(target, source)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float8_e5m2])
 @pytest.mark.parametrize("padding", ["zero", "nan"])
 def test_a_block_is_filled_outside_the_tensor(dtype, padding):
