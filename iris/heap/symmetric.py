@@ -272,6 +272,13 @@ class SymmetricHeap:
                 return block
         return None
 
+    def successor(self, number: int, offset: int, size: int) -> Block | None:
+        """The block in use that has some of these bytes, which were those of block ``number``, since that is gone."""
+        if number in self._blocks:
+            return None
+        blocks = self._blocks.copy().values()
+        return next((each for each in blocks if each.offset < offset + size and offset < each.offset + each.size), None)
+
     def name_at(self, offset: int) -> tuple[str, str]:
         """Which tensor is there, or was until it died, and what of it, in words."""
         block, origin = self.block_at(offset), ""

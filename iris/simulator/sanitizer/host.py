@@ -175,6 +175,7 @@ class HostAccesses(TorchDispatchMode):
     def _touch(self, value: Any, kind: int, uses: bool, blank: bool = False) -> None:
         for tensor in _tensors(value):
             if _is_seen(tensor):
+                self._recorder.used(tensor, "reads" if kind == READ else "writes")
                 self._recorder.host_accessed(*_runs(tensor), tensor.element_size() if uses else 0, kind, blank)
 
 

@@ -20,6 +20,7 @@ import triton
 
 from iris.errors import NotSymmetricError, NotTheCallerError, RankOutOfRangeError
 from iris.heap import symmetric
+from iris.heap.lifetime import Life
 from iris.simulator import tasks
 from iris.simulator.sanitizer import bounds, lines, uninitialised
 from iris.simulator.sanitizer.deadlock import Liveness
@@ -318,12 +319,28 @@ class Recorder:
 
     def given(self, name: str, tensor: torch.Tensor) -> None:
         """A launch begins that has this argument. Of memory that is this rank's alone, that is all that one knows."""
+        self.used(tensor, f"gives a kernel as {name!r}")
         if tensor.numel() and tensor.layout == torch.strided:
             storage = tensor.untyped_storage()
             (spans,) = self._spaces.spans(np.array([storage.data_ptr()], dtype=np.int64), storage.nbytes())
             if spans.space[0] == PRIVATE:
                 text = f"{symmetric.tensor_text(tensor.shape, tensor.dtype)}, the argument {name!r},"
                 self.notes.add(Allocated(spans, text, self._place(), False))
+
+    def used(self, tensor: torch.Tensor, verb: str) -> None:
+        """This tensor is used. If it was freed, its memory may be another's by now, and accesses look right."""
+        if tensor.layout != torch.strided:
+            return
+        storage = tensor.untyped_storage()
+        life = getattr(storage, "iris_owner", None)
+        if not isinstance(life, Life) or not life.freed:
+            return
+        (spans,) = self._spaces.spans(np.array([storage.data_ptr()], dtype=np.int64), storage.nbytes())
+        heap, offset = symmetric.heap_named(spans.space[0]), int(spans.begins[0])
+        owner = None if heap is None else heap.successor(life.number, offset, storage.nbytes())
+        if owner is not None:
+            text = symmetric.tensor_text(tensor.shape, tensor.dtype)
+            self.wrong("freed", f"{verb} {text}, which has been freed: {owner.origin} has its memory", self._place())
 
     def wrong(self, kind: str, text: str, place: int | None = None) -> None:
         self.notes.add(Wrong(kind, text, place))
