@@ -11,7 +11,7 @@ from iris import world
 from iris.ccl.collectives import Collectives
 from iris.device_barrier import DeviceBarrier
 from iris.device_record import DeviceRecord
-from iris.errors import FirstUseInCaptureError, NotPicklableError, RankOutOfRangeError
+from iris.errors import FirstUseInCaptureError, NotAStreamError, NotPicklableError, RankOutOfRangeError
 from iris.heap import SymmetricHeap, describe_address
 from iris.language.context import context_tensor
 from iris.language.functional import heap_bases_tensor
@@ -130,7 +130,8 @@ class Iris(Factories):
         """Drain ``stream`` (default: the device), then meet all ranks of ``group`` (default: the world).
 
         Collective over the group; blocks the host. A barrier of the world also frees the memory of tensors that have
-        died on every rank. Raises `IrisTimeoutError` if a kernel gave up a wait, or a rank does not come.
+        died on every rank. Raises `IrisTimeoutError` if a kernel gave up a wait, or a rank does not come, and
+        `NotAStreamError` if ``stream`` is something else, such as the flags of a kernel's barrier.
         """
         self._drain(stream)
         if group is None or group is dist.group.WORLD:
@@ -256,6 +257,8 @@ class Iris(Factories):
     def _drain(self, stream: torch.cuda.Stream | None = None) -> None:
         """Wait on the host for ``stream`` (None: the device), and raise what its kernels have recorded."""
         self.heap.check_open()
+        if not isinstance(stream, torch.cuda.Stream | None):
+            raise NotAStreamError(stream)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device) if stream is None else stream.synchronize()
             # On the drained stream: the current one may be waiting for a peer.

@@ -157,6 +157,17 @@ class NotATensorError(IrisError, TypeError):
         super().__init__(f"{needed}, and this is a {type(value).__name__}: {value!r:.60}.")
 
 
+class NotAStreamError(IrisError, TypeError):
+    """Something else was given to the host's barrier as a stream, for example the flags of a barrier in a kernel."""
+
+    def __init__(self, value: object) -> None:
+        given = f"a tensor of shape {list(value.shape)}" if hasattr(value, "shape") else f"{value!r:.60}"
+        super().__init__(
+            f"The barrier of the host takes a torch.cuda.Stream whose work it waits for, or nothing, and got {given}. "
+            "Flags are for the barrier of the device context, inside a kernel."
+        )
+
+
 class NotPicklableError(IrisError, TypeError):
     """A context was to be sent to another process, or saved."""
 

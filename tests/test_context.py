@@ -18,6 +18,7 @@ from iris.errors import (
     FirstUseInCaptureError,
     HeapClosedError,
     InvalidGroupError,
+    NotAStreamError,
     NotPicklableError,
     OutOfStepError,
     RankOutOfRangeError,
@@ -333,6 +334,16 @@ def test_messages_carry_the_rank_and_can_be_silenced(ranks):
     results = ranks.run(collect_messages, iris.WARNING)
     for rank, texts in enumerate(results):
         assert texts == [f"[{rank}/{ranks.num_ranks}] {text}: 100% of it" for text in ("warning", "error")]
+
+
+def meet_by_flags(ctx):
+    with pytest.raises(NotAStreamError, match=r"tensor of shape \[4, 2\].* inside a kernel"):
+        ctx.barrier(ctx.zeros(4, 2, dtype=torch.int32))
+    ctx.barrier()
+
+
+def test_the_hosts_barrier_is_not_that_of_kernels(ranks):
+    ranks.run(meet_by_flags)
 
 
 def misuse_groups(ctx):
