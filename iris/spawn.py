@@ -13,6 +13,7 @@ from typing import Any
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, start_processes
 
 from iris import simulator
+from iris.errors import InvalidCountError
 
 # How often the starting process looks up from its ranks.
 INTERVAL_S = 0.1
@@ -39,12 +40,16 @@ def launch(worker: Callable, num_ranks: int, *args: Any, meanwhile: Callable[[],
 
     Raises
     ------
+    InvalidCountError
+        ``num_ranks`` is no number of ranks, 1 or more: 0 for example, of GPUs where there are none.
     SystemExit
         A rank failed: the others are ended, and the text names the rank and holds its traceback.
     """
     if "RANK" in os.environ:
         worker(*args)
         return
+    if not isinstance(num_ranks, int) or num_ranks < 1:
+        raise InvalidCountError("num_ranks", num_ranks, "ranks to start")
     # In the simulator ranks are copies of one process that has imported this package, which takes most of a start.
     # With GPUs the import asks for them, and a copy could not use them any more.
     method = "forkserver" if simulator.ACTIVE else "spawn"

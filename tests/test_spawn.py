@@ -9,6 +9,7 @@ import time
 import pytest
 from conftest import TESTS, UNDER_TORCHRUN, import_path
 
+from iris.errors import InvalidCountError
 from iris.spawn import launch
 
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR")
@@ -49,6 +50,13 @@ def test_a_rank_that_fails_ends_the_others_and_is_named(how, told):
         launch(fail_on_rank_1, 2, how)
     assert str(caught.value.code).startswith("Rank 1 of 2 failed:")
     assert told in caught.value.code
+
+
+@pytest.mark.skipif(UNDER_TORCHRUN, reason="the ranks are there already")
+@pytest.mark.parametrize("num_ranks", [0, -1, 2.0])
+def test_a_program_without_ranks_does_not_seem_to_have_succeeded(tmp_path, num_ranks):
+    with pytest.raises(InvalidCountError, match=f"num_ranks={num_ranks} is not possible"):
+        launch(write_environment, num_ranks, tmp_path)
 
 
 def sleep(folder):
