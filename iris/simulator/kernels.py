@@ -324,7 +324,8 @@ def call(self: InterpretedFunction, *args: Any, **kwargs: Any) -> Any:
     """A call from within a kernel."""
     if not tasks.in_kernel():
         raise LaunchError(
-            f"{self.fn.__name__!r} was called outside a kernel. Launch it with a grid: {self.fn.__name__}[grid](...)."
+            f"{self.fn.__name__!r} was called outside a kernel. Call it inside one or, if it is a kernel itself, "
+            f"launch it with a grid: {self.fn.__name__}[grid](...)."
         )
     return rewritten(self)(*args, **kwargs)
 

@@ -97,7 +97,10 @@ class HostContext:
     ("call", "text"),
     [
         (lambda: launch(torch.zeros(8), num_warp=4), "'add_one' has no parameter 'num_warp'"),
-        (lambda: add_one(torch.zeros(8), torch.zeros(9), 8, 8), r"outside a kernel.*add_one\[grid\]"),
+        (
+            lambda: add_one(torch.zeros(8), torch.zeros(9), 8, 8),
+            r"outside a kernel. Call it inside one or, .*add_one\[grid\]",
+        ),
         (lambda: launch([1.0] * 8), "'x' of kernel 'add_one' is a list"),
         (lambda: launch(numpy.zeros(8)), "'x' of kernel 'add_one' is a ndarray"),
         (lambda: launch("x"), "'x' of kernel 'add_one' is a str"),
