@@ -216,6 +216,17 @@ class InvalidContextError(IrisError, ValueError):
     """A kernel got a device context, or heap bases, of no open heap."""
 
 
+class WorkerNotImportableError(IrisError, TypeError):
+    """New processes cannot import the function that they are to call."""
+
+    def __init__(self, worker: object) -> None:
+        super().__init__(
+            f"Ranks are new processes, which import the function that they call, and cannot import {worker!r}. Define "
+            "it at the top level of a file: a lambda, a function in another one, or one of a notebook, of `python -c` "
+            "or of standard input will not do."
+        )
+
+
 class LaunchError(IrisError, TypeError):
     """A kernel was called or launched in a way that no GPU would take."""
 

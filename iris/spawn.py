@@ -2,8 +2,10 @@
 
 import multiprocessing
 import os
+import pickle
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -13,7 +15,7 @@ from typing import Any
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, start_processes
 
 from iris import simulator
-from iris.errors import InvalidCountError
+from iris.errors import InvalidCountError, WorkerNotImportableError
 
 # How often the starting process looks up from its ranks.
 INTERVAL_S = 0.1
@@ -40,6 +42,8 @@ def launch(worker: Callable, num_ranks: int, *args: Any, meanwhile: Callable[[],
 
     Raises
     ------
+    WorkerNotImportableError
+        ``worker`` is no function at the top level of a file, but a lambda for example, or one of a notebook.
     InvalidCountError
         ``num_ranks`` is no number of ranks, 1 or more: 0 for example, of GPUs where there are none.
     SystemExit
@@ -50,6 +54,7 @@ def launch(worker: Callable, num_ranks: int, *args: Any, meanwhile: Callable[[],
         return
     if not isinstance(num_ranks, int) or num_ranks < 1:
         raise InvalidCountError("num_ranks", num_ranks, "ranks to start")
+    _check_importable(worker)
     # In the simulator ranks are copies of one process that has imported this package, which takes most of a start.
     # With GPUs the import asks for them, and a copy could not use them any more.
     method = "forkserver" if simulator.ACTIVE else "spawn"
@@ -66,6 +71,18 @@ def launch(worker: Callable, num_ranks: int, *args: Any, meanwhile: Callable[[],
     finally:
         for process in context.processes:
             process.kill()
+
+
+def _check_importable(worker: Callable) -> None:
+    """Ranks find the worker by its name. Where the program has no file they may find another one of that name."""
+    try:
+        named = pickle.dumps(worker)
+    except (pickle.PicklingError, AttributeError):
+        raise WorkerNotImportableError(worker) from None
+    main = sys.modules["__main__"]
+    has_file = main.__spec__ is not None or os.path.exists(getattr(main, "__file__", ""))
+    if b"__main__" in named and not has_file:
+        raise WorkerNotImportableError(worker)
 
 
 def _free_port() -> int:

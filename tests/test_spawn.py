@@ -9,7 +9,7 @@ import time
 import pytest
 from conftest import TESTS, UNDER_TORCHRUN, import_path
 
-from iris.errors import InvalidCountError
+from iris.errors import InvalidCountError, WorkerNotImportableError
 from iris.spawn import launch
 
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR")
@@ -57,6 +57,24 @@ def test_a_rank_that_fails_ends_the_others_and_is_named(how, told):
 def test_a_program_without_ranks_does_not_seem_to_have_succeeded(tmp_path, num_ranks):
     with pytest.raises(InvalidCountError, match=f"num_ranks={num_ranks} is not possible"):
         launch(write_environment, num_ranks, tmp_path)
+
+
+@pytest.mark.skipif(UNDER_TORCHRUN, reason="the ranks are there already")
+def test_a_worker_that_ranks_cannot_find_by_its_name_is_refused():
+    with pytest.raises(WorkerNotImportableError, match="cannot import <function .*<lambda>"):
+        launch(lambda: None, 2)
+
+
+PROGRAM = "from iris.spawn import launch\ndef main(): print('done')\nlaunch(main, 2)"
+
+
+@pytest.mark.skipif(UNDER_TORCHRUN, reason="the ranks are there already")
+@pytest.mark.parametrize("arguments", [["-c", PROGRAM], ["-"]], ids=["-c", "standard input"])
+def test_a_program_without_a_file_starts_no_ranks_and_says_why(arguments):
+    command = [sys.executable, *arguments]
+    environment = {**os.environ, "PYTHONPATH": import_path()}
+    done = subprocess.run(command, input=PROGRAM, env=environment, capture_output=True, text=True, timeout=60)
+    assert "WorkerNotImportableError: Ranks are new processes" in done.stderr
 
 
 def sleep(folder):
