@@ -1,5 +1,6 @@
 """Starts the ranks of a program on this machine, so that it runs by itself as well as under torchrun."""
 
+import contextlib
 import multiprocessing
 import os
 import pickle
@@ -8,7 +9,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import wait
 from typing import Any
 
@@ -60,7 +61,8 @@ def launch(worker: Callable, num_ranks: int, *args: Any, meanwhile: Callable[[],
     method = "forkserver" if simulator.ACTIVE else "spawn"
     multiprocessing.get_context("forkserver").set_forkserver_preload(["iris"])
     given = worker, args, dict(os.environ), num_ranks, _free_port()
-    context = start_processes(_run, given, nprocs=num_ranks, join=False, start_method=method)
+    with _decided():
+        context = start_processes(_run, given, nprocs=num_ranks, join=False, start_method=method)
     try:
         while not context.join(INTERVAL_S):
             if meanwhile is not None:
@@ -83,6 +85,20 @@ def _check_importable(worker: Callable) -> None:
     has_file = main.__spec__ is not None or os.path.exists(getattr(main, "__file__", ""))
     if b"__main__" in named and not has_file:
         raise WorkerNotImportableError(worker)
+
+
+@contextlib.contextmanager
+def _decided() -> Iterator[None]:
+    """In the simulator, the process that is copied does not decide anew that it is one, nor say so again."""
+    setting = os.environ.get(simulator.VARIABLE)
+    if simulator.ACTIVE:
+        os.environ[simulator.VARIABLE] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop(simulator.VARIABLE, None)
+        if setting is not None:
+            os.environ[simulator.VARIABLE] = setting
 
 
 def _free_port() -> int:

@@ -7,6 +7,7 @@ import sys
 import time
 
 import pytest
+import torch
 from conftest import TESTS, UNDER_TORCHRUN, import_path
 
 from iris.errors import InvalidCountError, WorkerNotImportableError
@@ -75,6 +76,16 @@ def test_a_program_without_a_file_starts_no_ranks_and_says_why(arguments):
     environment = {**os.environ, "PYTHONPATH": import_path()}
     done = subprocess.run(command, input=PROGRAM, env=environment, capture_output=True, text=True, timeout=60)
     assert "WorkerNotImportableError: Ranks are new processes" in done.stderr
+
+
+@pytest.mark.skipif(UNDER_TORCHRUN or torch.cuda.is_available(), reason="the simulator does not switch itself on")
+def test_a_program_says_once_that_its_ranks_are_simulated():
+    source = "import os, test_spawn; test_spawn.launch(os.getpid, 2); assert 'IRIS_SIMULATOR' not in os.environ"
+    environment = {**os.environ, "PYTHONPATH": import_path(TESTS)}
+    environment.pop("IRIS_SIMULATOR", None)
+    command = [sys.executable, "-c", source]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=60)
+    assert done.stderr.count("kernels run in the simulator") == 1
 
 
 def sleep(folder):
