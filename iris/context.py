@@ -257,7 +257,7 @@ class Iris(Factories):
     def _drain(self, stream: torch.cuda.Stream | None = None) -> None:
         """Wait on the host for ``stream`` (None: the device), and raise what its kernels have recorded."""
         self.heap.check_open()
-        if not isinstance(stream, torch.cuda.Stream | None):
+        if not isinstance(stream, torch.cuda.Stream | torch.Stream | None):
             raise NotAStreamError(stream)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device) if stream is None else stream.synchronize()
