@@ -83,7 +83,7 @@ class PeerFailedError(IrisError, RuntimeError):
 
 
 class PeerLostError(IrisError, ConnectionError):
-    """The store through which the ranks talk is gone, most often because the process that held it has ended."""
+    """A rank's program has ended while others wait for it, or the store is gone through which the ranks talk."""
 
 
 class ProcessUnreachableError(IrisError, ConnectionError):

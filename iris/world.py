@@ -13,7 +13,9 @@ import functools
 import os
 import pickle
 import socket
+import sys
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -45,6 +47,8 @@ OVERLAP_VARIABLE = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 
 # How long a process that ends waits for peers that are still reading what it sent: they need milliseconds.
 LEAVE_LIMIT_S = 5.0
+# What a process that has ended meets for.
+ENDED = "the end of the program"
 
 
 def names(ranks: Sequence[int]) -> str:
@@ -97,6 +101,8 @@ class Group:
     _made: Counter[str] = Counter()
     # The group that met last, by process group. Whoever comes to a meeting has left all earlier ones.
     _latest: "dict[str, Group]" = {}
+    # All of the process: peers may be waiting in any of them when it ends.
+    _all: "weakref.WeakSet[Group]" = weakref.WeakSet()
 
     def __init__(self, process_group: dist.ProcessGroup | None) -> None:
         self.process_group = process_group
@@ -116,10 +122,8 @@ class Group:
         self.name = f"{process_group.group_name}/iris/{number}"
         self.store = dist.PrefixStore(f"iris/{number}", store)
         self.store.set(f"-1/{self.rank}", "")
-        if dist.get_rank() == 0:
-            # The store lives with rank 0 (if not with torchrun's agent), and must not end under peers that read it. The
-            # others need nothing of each other, and do not look at a store that may have ended.
-            _stay_for_peers(os.getpid())
+        Group._all.add(self)
+        _part_from_peers(os.getpid())
         self.timeout = store.timeout.total_seconds()
 
     def all_gather(self, value: Any, what: str, orders: bool = True) -> list[Any]:
@@ -141,7 +145,7 @@ class Group:
         OutOfStepError
             Members met for different things, on every member.
         PeerLostError
-            The store is gone.
+            The store is gone, or a member's program has ended.
         """
         if self.size == 1:
             return [value]
@@ -174,6 +178,12 @@ class Group:
             raise self._lost(what) from error
         met = dict(zip(peers, map(pickle.loads, texts), strict=True))
         met[self.rank] = (what, value)
+        ended = [self.ranks[rank] for rank, (other, _) in sorted(met.items()) if other == ENDED]
+        if ended:
+            raise PeerLostError(
+                f"Rank {self.ranks[self.rank]} waits in {what}, and {names(ended)} will not come: the program has "
+                "ended there. Is every rank of the group making this call?"
+            )
         if any(other != what for other, _ in met.values()):
             if sanitizer.recorder is not None:
                 sanitizer.recorder.out_of_step(what)
@@ -225,6 +235,10 @@ class Group:
     def _peers(self) -> list[int]:
         return [rank for rank in range(self.size) if rank != self.rank]
 
+    def _say_goodbye(self) -> None:
+        """Come to the next meeting for the last time: whoever waits there waits no longer."""
+        self.store.set(f"{self.meetings}/{self.rank}", pickle.dumps((ENDED, None)))
+
     def _leave(self, deadline: float) -> None:
         """Wait until every peer has read the last meeting's values, or ``deadline``."""
         keys = [f"{self.meetings - 2}/{rank}" for rank in self._peers()]
@@ -250,23 +264,29 @@ class Group:
         )
 
 
-def _leave_groups() -> None:
+def _leave_groups(stays: bool) -> None:
+    # Of a program that has failed whoever started it tells, and ends the others; these must not be faster with less.
+    if sys.exc_info()[0] is None and not hasattr(sys, "last_value"):
+        for group in Group._all:
+            with contextlib.suppress(dist.DistError):
+                group._say_goodbye()
     deadline = time.monotonic() + LEAVE_LIMIT_S
-    for group in Group._latest.values():
-        try:
+    for group in Group._latest.values() if stays else ():
+        with contextlib.suppress(dist.DistError):
             group._leave(deadline)
-        except dist.DistError:
-            continue
 
 
 @functools.cache
-def _stay_for_peers(process: int) -> None:
-    """When the process of this number ends, it waits for its peers to leave their groups' last meetings.
+def _part_from_peers(process: int) -> None:
+    """When the process of this number ends, it tells its peers, and rank 0 waits for them to leave their last meetings.
+
+    The store lives with rank 0 (if not with torchrun's agent), and must not end under peers that read it. The others
+    need nothing of each other.
 
     Not by atexit, which processes that multiprocessing forks do not run; and such a process forgets what its parent has
     registered.
     """
-    Finalize(None, _leave_groups, exitpriority=10)
+    Finalize(None, _leave_groups, args=(dist.get_rank() == 0,), exitpriority=10)
 
 
 @dataclass(frozen=True)

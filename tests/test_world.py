@@ -165,7 +165,7 @@ def test_a_store_may_be_a_file(ranks, tmp_path):
 
 
 PROGRAM = """
-import os, sys
+import re, sys
 import torch.distributed as dist
 from iris import world
 from iris.errors import PeerLostError
@@ -174,19 +174,28 @@ assert here.size == 2 and here.device.type == "cpu" and dist.get_backend() == "g
 for turn in range(3):
     values = here.group.all_gather((here.rank, turn), "a test")
     assert values == [(0, turn), (1, turn)]
-if here.rank == 0:
-    sys.exit()  # and the store with it, once rank 1 has read the last values
+leaves, text = int(sys.argv[1]), sys.argv[2]
+if here.rank == leaves:
+    sys.exit()  # if it is rank 0, and the store with it, once rank 1 has read the last values
 try:
     here.group.all_gather(None, "a test")
 except PeerLostError as error:
-    assert "Rank 1 lost its connection to the other ranks in a test" in str(error)
+    assert re.match(text, str(error)), error
 else:
-    raise AssertionError("the loss of the store was not noticed")
+    raise AssertionError("the end of a rank was not noticed")
 """
 
 
 @pytest.mark.skipif(UNDER_TORCHRUN, reason="starts ranks of its own; run it without torchrun")
-def test_a_world_is_found_in_torchruns_environment():
+@pytest.mark.parametrize(
+    ("leaves", "text"),
+    [
+        (1, "Rank 0 waits in a test, and rank 1 will not come: the program has ended there"),
+        # Whose store may have gone before rank 1 looks.
+        (0, "Rank 1 (waits in a test, and rank 0 will not come|lost its connection to the other ranks in a test)"),
+    ],
+)
+def test_a_world_is_found_in_torchruns_environment_and_an_end_is_noticed(leaves, text):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
@@ -194,7 +203,7 @@ def test_a_world_is_found_in_torchruns_environment():
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")}
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", PROGRAM],
+            [sys.executable, "-c", PROGRAM, str(leaves), text],
             env=inherited | variables | {"RANK": str(rank)},
             stderr=subprocess.PIPE,
             text=True,
