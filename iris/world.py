@@ -265,7 +265,8 @@ class Group:
 
 
 def _leave_groups(stays: bool) -> None:
-    # Of a program that has failed whoever started it tells, and ends the others; these must not be faster with less.
+    # If the program has failed, its launcher tells the cause and ends the other ranks. That this one does not come must
+    # not be told in its place.
     if sys.exc_info()[0] is None and not hasattr(sys, "last_value"):
         for group in Group._all:
             with contextlib.suppress(dist.DistError):

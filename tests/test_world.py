@@ -166,20 +166,24 @@ def test_a_store_may_be_a_file(ranks, tmp_path):
 
 PROGRAM = """
 import re, sys
+from datetime import timedelta
 import torch.distributed as dist
 from iris import world
-from iris.errors import PeerLostError
+from iris.errors import IrisTimeoutError, PeerLostError
 here = world.join()
 assert here.size == 2 and here.device.type == "cpu" and dist.get_backend() == "gloo"
 for turn in range(3):
     values = here.group.all_gather((here.rank, turn), "a test")
     assert values == [(0, turn), (1, turn)]
-leaves, text = int(sys.argv[1]), sys.argv[2]
-if here.rank == leaves:
+leaves, how, text = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+if here.rank == leaves and how == "ends":
     sys.exit()  # if it is rank 0, and the store with it, once rank 1 has read the last values
+if how == "fails":
+    dist.distributed_c10d._get_process_group_store(dist.group.WORLD).set_timeout(timedelta(seconds=2))
+    assert here.rank != leaves, "which the launcher tells"
 try:
     here.group.all_gather(None, "a test")
-except PeerLostError as error:
+except (PeerLostError, IrisTimeoutError) as error:
     assert re.match(text, str(error)), error
 else:
     raise AssertionError("the end of a rank was not noticed")
@@ -188,14 +192,20 @@ else:
 
 @pytest.mark.skipif(UNDER_TORCHRUN, reason="starts ranks of its own; run it without torchrun")
 @pytest.mark.parametrize(
-    ("leaves", "text"),
+    ("leaves", "how", "text"),
     [
-        (1, "Rank 0 waits in a test, and rank 1 will not come: the program has ended there"),
+        (1, "ends", "Rank 0 waits in a test, and rank 1 will not come: the program has ended there"),
         # Whose store may have gone before rank 1 looks.
-        (0, "Rank 1 (waits in a test, and rank 0 will not come|lost its connection to the other ranks in a test)"),
+        (
+            0,
+            "ends",
+            "Rank 1 (waits in a test, and rank 0 will not come|lost its connection to the other ranks in a test)",
+        ),
+        # Then the launcher tells the cause, and nothing else must be told in its place.
+        (1, "fails", "Rank 0 waited .* s in a test, and rank 1 has not come"),
     ],
 )
-def test_a_world_is_found_in_torchruns_environment_and_an_end_is_noticed(leaves, text):
+def test_a_world_is_found_in_torchruns_environment_and_an_end_is_noticed(leaves, how, text):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
@@ -203,16 +213,16 @@ def test_a_world_is_found_in_torchruns_environment_and_an_end_is_noticed(leaves,
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")}
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, str(leaves), text],
+            [sys.executable, "-c", PROGRAM, str(leaves), how, text],
             env=inherited | variables | {"RANK": str(rank)},
             stderr=subprocess.PIPE,
             text=True,
         )
         for rank in range(2)
     ]
-    for process in processes:
+    for rank, process in enumerate(processes):
         _, errors = process.communicate(timeout=60)
-        assert process.returncode == 0, errors
+        assert process.returncode == (rank == leaves and how == "fails"), errors
 
 
 def seats(**changes):
