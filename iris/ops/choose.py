@@ -31,10 +31,10 @@ TRITON = {
 TILE_NS = {2: {256: 11.4, 128: 6.1, 64: 5.1}, 1: {128: 3.6, 64: 2.6}}
 # Bytes of each row of a tile of A: what TMA's layout of shared memory keeps together.
 DEPTH = 128
-# GB/s over the link: stores alone, and beside a product, which is slowed down to so much of its speed meanwhile, of
-# elements of so many bytes; collectives alone, with a result on the heap and elsewhere, where a gathered A is; and the
+# GB/s over the link: stores alone, paced, and beside a product, which is slowed down to so much of its speed meanwhile,
+# of elements of so many bytes; collectives alone, with a result on the heap and elsewhere, where a gathered A is; and the
 # copy engine, which slows a product down little. Microseconds that each copy takes besides, with the word behind it.
-STORES, STORES_BESIDE, PRODUCT_BESIDE = 350, 280, {1: 0.9, 2: 0.79}
+STORES, PACED_STORES, STORES_BESIDE, PRODUCT_BESIDE = 350, 320, 280, {1: 0.9, 2: 0.79}
 COLLECTIVE, STAGED, ENGINE, COPY = 290, 170, 388, 6
 # By how much of the time that paced stores take the product beside them takes longer, by tiles as above.
 PACED_LOSS = {2: {256: 0.04, 128: 0.11, 64: 0.11}, 1: {128: 0.07, 64: 0.07}}
@@ -234,13 +234,17 @@ def fused_us(call: Call, size: int, programs: int, config: FusedConfig, plan: Pl
     product = product_us(call, size, programs, config, plan)
     sent = sent_bytes(call, size) / 1e3
     if call.name == "matmul_all_gather":
-        # What the tiles of the last round are sent in comes behind.
+        # What the tiles of the last round are sent in comes behind. The link has nothing to do until the first is done.
         units = tiles + plan.last * (plan.splits - 1)
         last = min(1, ((units - 1) % programs + 1) / plan.splits / tiles) * sent
+        whole = plan if plan.last == tiles else Plan()
+        first = product_us(call, size, programs, config, whole) / -(-tiles * whole.splits // programs)
         if plan.paced:
-            loss = PACED_LOSS[call.a.itemsize][config.block_size_n]
-            return MEETING + product + (loss * (sent - last) + last) / STORES
-        return MEETING + together_us(call, product, sent - last) + last / STORES
+            rate, slowed = PACED_STORES, product + PACED_LOSS[call.a.itemsize][config.block_size_n] * (sent - last) / STORES
+        else:
+            rate, beside = STORES, PRODUCT_BESIDE[call.a.itemsize]
+            slowed = min(product / beside, product + (1 - beside) * (sent - last) / STORES_BESIDE)
+        return MEETING + max(slowed, first + (sent - last) / rate) + last / STORES
     steps = 2 if call.name == "matmul_all_reduce" else 1
     last = min(tile_us(call, config) / 3, LAST_SUMS * config.block_size_n / 256)
     return MEETING + together_us(call, product, steps * sent) + last
