@@ -4,8 +4,7 @@ The times are of a model with few numbers, all measured on 2 and 4 H200 (docs/pe
 what a tile takes for each k, what the link carries beside a product, what the vendor's GEMM and a collective take one
 behind the other. Elsewhere than on Hopper the vendor's GEMM and a collective are used.
 
-For products of fp8 it has what their tiles, and the vendor's chunks, take on one H200 and on 2. What is moved beside
-them on 4 was measured with bf16.
+For products of fp8 it has what their tiles, and the vendor's chunks, take on one H200, on 2 and on 4.
 """
 
 from dataclasses import replace
@@ -32,13 +31,15 @@ TILE_NS = {2: {256: 11.4, 128: 6.1, 64: 5.1}, 1: {128: 3.6, 64: 2.6}}
 # Bytes of each row of a tile of A: what TMA's layout of shared memory keeps together.
 DEPTH = 128
 # GB/s over the link: stores alone, paced, and beside a product, which is slowed down to so much of its speed meanwhile,
-# of elements of so many bytes; collectives alone, with a result on the heap and elsewhere, where a gathered A is; and the
-# copy engine, which slows a product down little. Microseconds that each copy takes besides, with the word behind it.
+# of elements of so many bytes; collectives alone, with a result on the heap and elsewhere, where a gathered A is.
 STORES, PACED_STORES, STORES_BESIDE, PRODUCT_BESIDE = 350, 320, 280, {1: 0.9, 2: 0.79}
-COLLECTIVE, STAGED, ENGINE, COPY = 290, 170, 388, 6
+COLLECTIVE, STAGED = 290, 170
+# The copy engine's, which slows a product down little; and where products by chunks go on beside it, to several peers.
+# Microseconds that each copy takes besides, with the word behind it.
+ENGINE, ENGINE_BESIDE, COPY = 388, 330, 6
 # By how much of the time that paced stores take the product beside them takes longer, by tiles as above.
 PACED_LOSS = {2: {256: 0.04, 128: 0.11, 64: 0.11}, 1: {128: 0.07, 64: 0.07}}
-# Microseconds at most in which a tile of 128 x 256 is added up: those of the last round come behind all products.
+# Microseconds at most in which a peer's part of a tile of 128 x 256 is added; of the last round, behind all products.
 LAST_SUMS = 8
 # Microseconds that one more split of 128 x 256 costs where its product takes no longer than so many, and less where it
 # does; and into how many splits a tile is cut.
@@ -51,8 +52,8 @@ READING, NARROW, CACHED, READ_BY_TURNS = 0.82, 0.9, 50e6, 1.5
 # Of P programs n read at (n / P) to this power of that rate.
 FEW_READERS = 0.3
 # Of a small one of fp8, nanoseconds for each k of as many tiles of 128 x 128 as there are multiprocessors; microseconds
-# besides, of such a round and of a launch; and how much longer it takes beside copies.
-ROUND_NS, ROUND, NEXT_LAUNCH, BESIDE_COPIES = 3.0, 1.9, 2, 1.1
+# besides, of such a round and of a launch; and by how much longer it takes beside copies to each peer.
+ROUND_NS, ROUND, NEXT_LAUNCH, BESIDE_COPIES = 3.0, 1.9, 2, 0.06
 # Microseconds: of a fused kernel's meetings, of a GEMM's launch and of a collective, however small.
 MEETING, LAUNCH, SMALL = 12, 5, 12
 # What a way has to be faster by than the vendor's, and tiles with splits than without.
@@ -240,13 +241,14 @@ def fused_us(call: Call, size: int, programs: int, config: FusedConfig, plan: Pl
         whole = plan if plan.last == tiles else Plan()
         first = product_us(call, size, programs, config, whole) / -(-tiles * whole.splits // programs)
         if plan.paced:
-            rate, slowed = PACED_STORES, product + PACED_LOSS[call.a.itemsize][config.block_size_n] * (sent - last) / STORES
+            rate, loss = PACED_STORES, PACED_LOSS[call.a.itemsize][config.block_size_n]
+            slowed = product + loss * (sent - last) / STORES
         else:
             rate, beside = STORES, PRODUCT_BESIDE[call.a.itemsize]
             slowed = min(product / beside, product + (1 - beside) * (sent - last) / STORES_BESIDE)
         return MEETING + max(slowed, first + (sent - last) / rate) + last / STORES
     steps = 2 if call.name == "matmul_all_reduce" else 1
-    last = min(tile_us(call, config) / 3, LAST_SUMS * config.block_size_n / 256)
+    last = min(tile_us(call, config) / 3, LAST_SUMS * (size - 1) * config.block_size_n / 256)
     return MEETING + together_us(call, product, steps * sent) + last
 
 
@@ -281,8 +283,9 @@ def copies_us(call: Call, size: int, programs: int) -> float:
     depth, columns = call.b.shape
     pieces = chunks(call.rows // size, columns, programs)
     rounds = [max(1, tiles(rows.stop - rows.start, columns) / programs) for rows in pieces]
-    times = [NEXT_LAUNCH + BESIDE_COPIES * number * (ROUND + ROUND_NS * depth / 1e3) for number in rounds]
-    moved = sent_bytes(call, size) / 1e3 / ENGINE + (size - 1) * len(pieces) * COPY
+    beside, engine = 1 + BESIDE_COPIES * (size - 1), ENGINE if size == 2 else ENGINE_BESIDE
+    times = [NEXT_LAUNCH + beside * number * (ROUND + ROUND_NS * depth / 1e3) for number in rounds]
+    moved = sent_bytes(call, size) / 1e3 / engine + (size - 1) * len(pieces) * COPY
     # Sums of what has come are formed behind all.
     added = call.out.nbytes * (size + 1) / reading() / 1e3 if call.name == "matmul_reduce_scatter" else 0
     return MEETING + max(size * sum(times), moved + times[-1]) + added

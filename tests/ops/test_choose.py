@@ -75,10 +75,20 @@ def test_tiles_are_narrower_where_wide_ones_leave_multiprocessors_idle():
 
 
 @pytest.mark.parametrize("name", ["matmul_reduce_scatter", "matmul_all_reduce"])
-@pytest.mark.parametrize("size", [2, 4])
-def test_the_last_sums_take_no_longer_where_products_are_deep(name, size):
-    # Two rounds of deep tiles, which would be slower than the vendor's GEMM if a part of a tile came behind them.
-    assert choose(call(name, 1024, 8192, 28672, size=size), size, PROGRAMS, True, True) == WIDE
+@pytest.mark.parametrize("size, columns", [(2, 256), (4, 128)])
+def test_the_last_sums_take_no_longer_where_products_are_deep(name, size, columns):
+    # Two rounds of deep tiles, which would be slower than the vendor's GEMM if a part of a tile came behind them. What
+    # does come behind, a part of each peer's, is half of it for narrow tiles.
+    chosen = choose(call(name, 1024, 8192, 28672, size=size), size, PROGRAMS, True, True)
+    assert chosen == replace(WIDE, block_size_n=columns)
+
+
+def test_tiles_are_narrow_where_the_link_waits_for_the_first():
+    for size, columns, narrow in ((4, 14336, 128), (4, 16384, 128), (8, 14336, 64), (2, 14336, 256)):
+        chosen = choose(call("matmul_all_gather", 4096, columns, 4096, size=size), size, PROGRAMS, True, True)
+        assert chosen == replace(WIDE, block_size_n=narrow)
+    # Where it waits, no split that makes the product shorter helps.
+    assert plan(call("matmul_all_gather", 4096, 28672, 8192, size=8), 8, PROGRAMS, WIDE) == Plan()
 
 
 def test_tiles_are_wide_where_stores_go_on_beside_them():
@@ -128,8 +138,9 @@ def test_products_of_fp8(name, monkeypatch):
     large = choose(of_fp8(name, 4096, 14336, 4096), 4, PROGRAMS, True, True)
     # Deeper than tiles of wider types, and as many bytes.
     assert large.use_gluon and large.block_size_k == 128 and large.block_size_n <= 128
-    larger = choose(of_fp8(name, 8192, 28672, 8192), 4, PROGRAMS, True, True)
-    assert larger == COPIES if name == "all_gather_matmul" else larger.use_gluon
+    # Copies to several peers, beside a product, take longer than to one.
+    assert choose(of_fp8(name, 8192, 4608, 36864), 4, PROGRAMS, True, True).use_gluon
+    assert choose(of_fp8(name, 8192, 8192, 8192), 4, PROGRAMS, True, True).use_gluon
     assert choose(of_fp8(name, 64, 8192, 8192), 4, PROGRAMS, True, True) == VENDOR
     assert choose(of_fp8(name, 8192, 8192, 8192), 4, PROGRAMS, False, True) == VENDOR
     assert choose(of_fp8(name, 8192, 8192, 8192, 1), 1, PROGRAMS, True, True) == VENDOR

@@ -205,7 +205,8 @@ def with_biases(ctx, name):
             if bias.dtype != out.dtype and config is not None and config.variant != "kernel":
                 continue  # which the vendor's GEMM does not add
             getattr(ctx.ops, name)(out.zero_(), a[rank], b[rank], bias, config=config)
-            torch.testing.assert_close(out.double(), exact + bias.double(), rtol=1e-2, atol=1e-1)
+            # Each rank's part of a sum is rounded, by 0.12 at most; the biases of two columns differ by 2.
+            torch.testing.assert_close(out.double(), exact + bias.double(), rtol=1e-2, atol=0.5)
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
