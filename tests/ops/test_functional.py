@@ -141,10 +141,8 @@ def test_fp8(ranks, name, compiler):
 
 def with_wider_result(ctx, name):
     """Of bf16 with a result of float32, the gradients come in the dtypes of what they are of."""
-    ranks = name_of(ctx)
-    given = [
-        torch.ones(shape, dtype=torch.bfloat16, device=ctx.device, requires_grad=True) for shape in ((6, 8), (8, 4))
-    ]
+    ranks, shapes = name_of(ctx), ((3 * ctx.num_ranks, 8), (8, 4))
+    given = [torch.ones(shape, dtype=torch.bfloat16, device=ctx.device, requires_grad=True) for shape in shapes]
     result = getattr(functional, name)(*given, None, ranks, dtype=torch.float32)
     assert result.dtype == torch.float32
     result.sum().backward()
