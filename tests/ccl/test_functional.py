@@ -84,12 +84,14 @@ def test_results_and_gradients_in_a_group(ranks):
 
 
 def check_registrations(ctx):
-    ranks, x = functional.name_of(ctx), torch.randn(12, 6, device=ctx.device, requires_grad=True)
+    ranks, shape = functional.name_of(ctx), (2 * ctx.num_ranks, 3 * ctx.num_ranks)
+    x = torch.randn(shape, device=ctx.device, requires_grad=True)
     for call, argument in CALLS:
         arguments = () if argument is None else (argument,)
         checks = ("test_schema", "test_autograd_registration", "test_faketensor")
         torch.library.opcheck(getattr(functional, call), (x, ranks, *arguments), test_utils=checks)
-    assert torch.ops.iris.all_gather.default(x.detach(), ranks).shape == (12 * ctx.num_ranks, 6)
+    gathered = torch.ops.iris.all_gather.default(x.detach(), ranks)
+    assert gathered.shape == (ctx.num_ranks * shape[0], shape[1])
 
 
 def test_registrations(ranks):
