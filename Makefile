@@ -45,7 +45,7 @@ test-oldest:
 	$(OLDEST) -m pytest -q tests/test_acceptance.py tests/simulator $(OLDEST_PROGRAMS) $(if $(IRIS_TEST_ALL),tests/sanitizer)
 
 test-all: export IRIS_TEST_ALL = 1
-test-all: test       ## every combination
+test-all: test       ## every combination, on up to 8 ranks, and more rounds: hours
 
 test-gpu:            ## the same tests on RANKS GPUs of this machine
 	$(TORCHRUN) -m pytest -q -x tests --ignore tests/codegen --ignore tests/simulator

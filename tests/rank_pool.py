@@ -16,6 +16,10 @@ from datetime import timedelta
 from multiprocessing.connection import wait
 from pathlib import Path
 
+# Before numpy is loaded, here and in the processes that are started: threads that share cores with those of other ranks
+# wait for each other, and a small product takes many times as long.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 import torch
 import torch.distributed as dist
 

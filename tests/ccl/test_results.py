@@ -83,7 +83,7 @@ def test_sums_are_rounded_once(ranks, collective):
 def test_in_place(ranks, collective):
     cases = [
         Case(collective, shape, dtype, input_place=place, output_place=place, in_place=True)
-        for shape, dtype, place in covering([(1,), (7, 129)], [torch.bfloat16, torch.int32], PLACES)
+        for shape, dtype, place in covering([(1,), (7, 129)], [torch.bfloat16, torch.int32], PLACES, ranks=ranks)
     ]
     run(ranks, cases)
 
@@ -136,6 +136,7 @@ def test_columns_and_rows_that_lie_apart(ranks):
             ["contiguous", "sliced", "mixed"],
             PLACES,
             CONFIGS,
+            ranks=ranks,
         )
     ]
     large = [Case("all_gather", (90, 300), torch.float32, layout="mixed", output_place=place) for place in PLACES]
@@ -166,12 +167,13 @@ def test_all_gather_of_tiles(ranks):
             [(8, 256), (32, 64), (16, 32)],
             [(16, 64), (20, 40)],
             [torch.float16, torch.bfloat16, torch.float32],
+            ranks=ranks,
         )
     ]
     run(ranks, cases)
 
 
-@pytest.mark.ranks(*(RANKS[1:] if EVERYTHING else [3]))
+@mainly(3)
 @pytest.mark.parametrize("variant", ["one_shot", "two_shot", "ring", "atomic", "spinlock"])
 def test_variants_of_all_reduce(ranks, variant):
     """Each of them in all places, in place, in both languages, and with more blocks than programs."""
@@ -187,7 +189,7 @@ def test_variants_of_all_reduce(ranks, variant):
             config=(("all_reduce_variant", variant), ("comm_sms", sms), ("use_gluon", gluon)),
         )
         for count, dtype, place, in_place, sms, gluon in covering(
-            [1, 1000, 9001], dtypes, PLACES, [False, True], [1, 7], [False, True]
+            [1, 1000, 9001], dtypes, PLACES, [False, True], [1, 7], [False, True], ranks=ranks
         )
     ]
     run(ranks, cases)
@@ -211,7 +213,7 @@ def test_rings(ranks):
             ),
         )
         for count, op, rings, distribution, slice_n in covering(
-            [3, 20_003], list(ReduceOp), [1, 2, 3], [0, 1], [None, 256]
+            [3, 20_003], list(ReduceOp), [1, 2, 3], [0, 1], [None, 256], ranks=ranks
         )
     ]
     run(ranks, cases)
@@ -265,7 +267,7 @@ def pulled_results(ctx, cases):
         return results(ctx, cases)
 
 
-@pytest.mark.ranks(*(RANKS[1:] if EVERYTHING else [2, 5]))
+@mainly(2, 5)
 def test_inputs_that_are_read_where_they_lie(ranks):
     """Or not, since one of the ranks has its input or output elsewhere than on the heap."""
     cases = [
@@ -277,6 +279,7 @@ def test_inputs_that_are_read_where_they_lie(ranks):
             [("heap", "heap"), ("mixed", "heap"), ("heap", "mixed"), ("unaligned", "elsewhere")],
             [False, True],
             [False, True],
+            ranks=ranks,
         )
     ]
     for case, *seen in zip(cases, *ranks.run(pulled_results, cases), strict=True):

@@ -2,13 +2,14 @@
 
 import torch
 from covering import EVERYTHING
+from covering import RANKS as ALL_RANKS
 
 from iris.ops import FusedConfig
 from iris.ops.call import Call
 from iris.ops.cdna3 import arguments as cdna3
 from ops.nearness import Product, Roundings, assert_as_near, through_torch, whole
 
-RANKS = (1, 2, 3, 4, 5, 8) if EVERYTHING else (3,)
+RANKS = ALL_RANKS if EVERYTHING else (3,)
 OPERATIONS = ("all_gather_matmul", "matmul_all_gather", "matmul_reduce_scatter", "matmul_all_reduce")
 # Small tiles, so that small matrices have many.
 SMALL = {"block_size_m": 16, "block_size_n": 16, "block_size_k": 32}

@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from covering import EVERYTHING, covering
+from covering import EVERYTHING, RANKS, covering
 
 from iris.ccl import functional as collectives
 from iris.errors import InvalidCollectiveError, InvalidGroupError, NotATensorError
@@ -19,22 +19,15 @@ SHAPES = [
     ("one_shot", (2, 3000)), ("two_shot_push", (1, 1153)), ("one_shot", (70, 1)), ("two_shot_push", (7, 1111)),
     ("two_shot_push", (21, 200)), ("two_shot", (9, 777)),
 ]  # fmt: skip
-CASES = [
-    (*shape, dtype, out or dtype, scaling, adds, cluster)
-    for shape, dtype, (out, scaling), adds, cluster in covering(
-        SHAPES,
-        [BF16, FP16, FP32],
-        [(None, None), (E4M3, "given"), (E4M3, "by row"), (E5M2, None)],
-        [False, True],
-        CLUSTERS,
-    )
-]
+RESULTS = [(None, None), (E4M3, "given"), (E4M3, "by row"), (E5M2, None)]
 
 
-@pytest.mark.ranks(1, 2, 3, 4) if EVERYTHING else pytest.mark.ranks(3)
-@pytest.mark.parametrize("case", range(len(CASES)))
-def test_results(ranks, case):
-    ranks.run(rounds, *CASES[case])
+@pytest.mark.ranks(*(RANKS if EVERYTHING else (3,)))
+def test_results(ranks):
+    for shape, dtype, (out, scaling), *rest in covering(
+        SHAPES, [BF16, FP16, FP32], RESULTS, [False, True], CLUSTERS, ranks=ranks
+    ):
+        ranks.run(rounds, *shape, dtype, out or dtype, scaling, *rest)
 
 
 def same_bits(ctx):

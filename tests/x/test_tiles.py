@@ -5,8 +5,8 @@ from functools import partial
 import pytest
 import torch
 import triton
-from ccl.calls import EVERYTHING
-from covering import covering
+from covering import EVERYTHING, covering
+from covering import RANKS as ALL_RANKS
 from patterns import assert_same_bits, pattern
 
 from iris.errors import IrisError
@@ -17,8 +17,8 @@ BLOCKS = [(16, 16), (8, 32)]
 MORE = [torch.float16, torch.float64, torch.float8_e5m2] if EVERYTHING else []
 MOVED = [torch.bfloat16, torch.float32, torch.int8, torch.float8_e4m3fn, *MORE]
 SUMMED = [torch.bfloat16, torch.float32, torch.int32, torch.bool, torch.float8_e4m3fn, *MORE]
-RANKS = (1, 2, 3, 4, 5, 8) if EVERYTHING else (3,)
-CALLS = 5 if EVERYTHING else 3
+RANKS = ALL_RANKS if EVERYTHING else (3,)
+CALLS = 3
 # Whether the columns of src, and of dst, lie in one piece, and not the rows.
 BY_COLUMNS = [[False, True], [False, True]]
 
@@ -69,7 +69,7 @@ def gathered(ctx, shape, block, dtype, dim, by_columns):
 
 @pytest.mark.ranks(*RANKS)
 def test_all_gather(ranks):
-    for case in covering(SHAPES, BLOCKS, MOVED, [0, 1], [False, True]):
+    for case in covering(SHAPES, BLOCKS, MOVED, [0, 1], [False, True], ranks=ranks):
         ranks.run(gathered, *case)
 
 
@@ -94,7 +94,7 @@ def exchanged(ctx, rows, per_rank, block, dtype, holds, src_by_columns, dst_by_c
 @pytest.mark.ranks(*RANKS)
 def test_all_to_all(ranks):
     """Chunks narrower than a tile, wider, and none of its divisors."""
-    for case in covering([1, 19], [1, 5, 40], BLOCKS, MOVED, [False, True], *BY_COLUMNS):
+    for case in covering([1, 19], [1, 5, 40], BLOCKS, MOVED, [False, True], *BY_COLUMNS, ranks=ranks):
         ranks.run(exchanged, *case)
 
 
@@ -114,7 +114,7 @@ def fetched(ctx, shape, block, dtype, by_columns):
 
 @pytest.mark.ranks(*RANKS)
 def test_gather(ranks):
-    for case in covering(SHAPES, BLOCKS, MOVED, [False, True]):
+    for case in covering(SHAPES, BLOCKS, MOVED, [False, True], ranks=ranks):
         ranks.run(fetched, *case)
 
 
@@ -156,7 +156,7 @@ def reduced(ctx, variant, shape, block, dtype, holds, locks, src_by_columns, dst
 @pytest.mark.ranks(*RANKS)
 @pytest.mark.parametrize("variant", ["one_shot", "two_shot"])
 def test_all_reduce(ranks, variant):
-    for case in covering(SHAPES, BLOCKS, SUMMED, [True, False], LOCKS, *BY_COLUMNS):
+    for case in covering(SHAPES, BLOCKS, SUMMED, [True, False], LOCKS, *BY_COLUMNS, ranks=ranks):
         ranks.run(reduced, variant, *case)
 
 
@@ -193,9 +193,8 @@ def added(ctx, variant, shape, block, dtype, locks, by_columns):
 @pytest.mark.ranks(*RANKS)
 @pytest.mark.parametrize("variant", ["atomic", "spinlock"])
 def test_all_reduce_in_any_order(ranks, variant):
-    for case in covering(
-        SHAPES, BLOCKS, [torch.float32, torch.float16, torch.int32], [torch.int32, torch.int64], [False, True]
-    ):
+    dtypes = [torch.float32, torch.float16, torch.int32]
+    for case in covering(SHAPES, BLOCKS, dtypes, [torch.int32, torch.int64], [False, True], ranks=ranks):
         ranks.run(added, variant, *case)
 
 
@@ -227,7 +226,7 @@ def scattered(ctx, M, columns, block, dtype, locks, src_by_columns, dst_by_colum
 @pytest.mark.ranks(*RANKS)
 def test_reduce_scatter(ranks):
     """Shards of which a tile has several, and shards of several tiles; shards of fewer rows, and of none."""
-    for rows, *case in covering([1, 5, 20], [1, 33], BLOCKS, SUMMED, LOCKS, *BY_COLUMNS):
+    for rows, *case in covering([1, 5, 20], [1, 33], BLOCKS, SUMMED, LOCKS, *BY_COLUMNS, ranks=ranks):
         for M in {rows, rows * ranks.num_ranks}:
             ranks.run(scattered, M, *case)
 
