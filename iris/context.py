@@ -169,32 +169,42 @@ class Iris(Factories):
 
         Collective over the world; blocks the host. Each rank's kernels are over before, as at a `barrier`: what is sent
         may be what peers have put there. Ranks other than ``src`` may pass None. A tensor arrives on the device type
-        that it has on ``src``, outside the heap. ``source_rank`` is an older name of ``src``.
+        that it has on ``src``, outside the heap. ``source_rank`` is an older name of ``src``. What fails on one rank,
+        as a value that cannot be pickled, is `PeerFailedError` on the others.
         """
         self.heap.check_open()
         src = src if source_rank is None else source_rank
-        if src not in range(self.num_ranks):
-            raise sanitizer.told(RankOutOfRangeError(src, self.num_ranks))
-        self._drain(None)
-        if self.num_ranks == 1:
-            return value
+        group, is_source, buffer = self._world.group, self.cur_rank == src, None
         # What has no memory of its own shape, as a sparse one, goes as any other object.
         is_tensor = isinstance(value, torch.Tensor) and value.layout == torch.strided
-        sent = None
-        if self.cur_rank == src:
-            sent = (value.shape, value.dtype, value.device.type) if is_tensor else value
-        is_tensor, sent = self._world.group.all_gather((is_tensor, sent), f"broadcast from rank {src}")[src]
-        if not is_tensor:
-            return value if self.cur_rank == src else sent
-        shape, dtype, device_type = sent
-        if self.cur_rank == src:
+
+        def offer() -> tuple[bool, Any]:
+            nonlocal buffer
+            if src not in range(self.num_ranks):
+                raise sanitizer.told(RankOutOfRangeError(src, self.num_ranks))
+            self._drain(None)
+            if not is_source or self.num_ranks == 1:
+                return False, None
+            if not is_tensor:
+                return False, value
             buffer = value.detach().to(self.device).resolve_conj().resolve_neg().contiguous()
-        else:
-            buffer = torch.empty(shape, dtype=dtype, device=self.device)
+            return True, (value.shape, value.dtype, value.device.type)
+
+        is_tensor, sent = group.agree(offer, f"broadcast from rank {src}")[src]
+        if not is_tensor:
+            return value if is_source else sent
+        shape, dtype, device_type = sent
+
+        def make_room() -> None:
+            nonlocal buffer
+            if not is_source:
+                buffer = torch.empty(shape, dtype=dtype, device=self.device)
+
+        group.agree(make_room, f"make room for what rank {src} broadcasts")
         if buffer.numel():
             # Bytes, since not every backend has every dtype.
-            dist.broadcast(buffer.reshape(-1).view(torch.uint8), group=self._world.group.process_group, group_src=src)
-        if self.cur_rank == src:
+            dist.broadcast(buffer.reshape(-1).view(torch.uint8), group=group.process_group, group_src=src)
+        if is_source:
             return value
         return buffer.cpu() if device_type == "cpu" else buffer
 

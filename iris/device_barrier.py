@@ -35,9 +35,12 @@ class DeviceBarrier:
     def __init__(self, workspace: Workspace) -> None:
         self._workspace = workspace
         self._size = 4 * workspace.group.size
+
         # Compile and load first, then meet: no rank's kernel waits while another's is still being compiled.
-        self._prepare(self._channel("flags to compile device_barrier() with", None, False))
-        workspace.group.all_gather(None, "the first device barrier of a group")
+        def compile_first() -> None:
+            self._prepare(self._channel("flags to compile device_barrier() with", None, False))
+
+        workspace.group.agree(compile_first, "compile its first device barrier of a group")
         self._launches: dict[int | None, Callable[[int | None], None]] = {}
 
     def enqueue(self, stream: int | None, capturing: bool) -> None:

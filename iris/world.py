@@ -132,7 +132,7 @@ class Group:
         Parameters
         ----------
         value
-            Anything that can be pickled.
+            Anything that can be pickled. What may fail on some members, as a user's value, is for `agree`.
         what
             What the members meet for, the same words on all of them: it completes "while waiting for …" in the errors.
         orders
@@ -202,7 +202,7 @@ class Group:
         Parameters
         ----------
         step
-            Called once on each member. What it returns must be picklable.
+            Called once on each member. That what it returns can be pickled is part of the step.
         what
             Completes "could not …", the same words on all members.
 
@@ -218,9 +218,11 @@ class Group:
         PeerFailedError
             On the others, with the text of the error.
         """
+        if self.size == 1:
+            return [step()]
         result, failure = None, None
         try:
-            result = step()
+            result = pickle.dumps(step())
         except Exception as error:
             failure = error
         text = failure and f"{type(failure).__name__}: {failure}"
@@ -230,7 +232,7 @@ class Group:
         failed = [(self.ranks[rank], text) for rank, (_, text) in enumerate(outcomes) if text is not None]
         if failed:
             raise PeerFailedError("; ".join(f"rank {rank} could not {what}: {text}" for rank, text in failed))
-        return [result for result, _ in outcomes]
+        return [pickle.loads(result) for result, _ in outcomes]
 
     def _peers(self) -> list[int]:
         return [rank for rank in range(self.size) if rank != self.rank]
@@ -339,14 +341,11 @@ def join(process_group: dist.ProcessGroup | None = None) -> World:
     if not dist.is_initialized() and "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         _initialise()
     group = Group(process_group or (dist.group.WORLD if dist.is_initialized() else None))
-    device = choose_device()
-    if device.type == "cuda":
-        # Where kernels are compiled and launched, also if only the process group was told.
-        torch.cuda.set_device(device)
     if simulator.ACTIVE:
         simulator.hang.rank = lambda: group.ranks[group.rank]
         sanitizer.start_if_wanted(group)
-    seats = group.agree(lambda: find_seat(device), "find out where it runs")
+    seats = group.agree(take_seat, "find out where it runs")
+    device = choose_device()
     check_one_host(seats)
     check_own_gpus(seats)
     group.agree(lambda: check_peer_access(seats, group.rank, device), "reach the GPUs of its peers")
@@ -381,6 +380,15 @@ def choose_device() -> torch.device:
     if bound is not None and bound.type == "cuda":
         return bound
     return torch.device("cuda", torch.cuda.current_device())
+
+
+def take_seat() -> Seat:
+    """Go to this process's device. Raises what torch raises where that is out of order, and as `find_seat`."""
+    device = choose_device()
+    if device.type == "cuda":
+        # Where kernels are compiled and launched, also if only the process group was told.
+        torch.cuda.set_device(device)
+    return find_seat(device)
 
 
 def find_seat(device: torch.device) -> Seat:

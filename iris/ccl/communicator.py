@@ -90,10 +90,13 @@ class Communicator:
         bases = dict(zip(heap.group.ranks, heap.bases, strict=True))
         table = [*(bases[rank] for rank in group.ranks), heap.mapped_size]
         self.heap_table = torch.tensor(table, dtype=torch.int64, device=self.device)
-        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "simulator"
-        self.table = load_table(name, self.size)
-        own = (digest(self.table), num_sms, largest_cluster(), architecture())
-        told = group.all_gather(own, "the first collective of a group")
+
+        def introduce() -> tuple[str, int, int, int | str]:
+            name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "simulator"
+            self.table = load_table(name, self.size)
+            return digest(self.table), num_sms, largest_cluster(), architecture()
+
+        told = group.agree(introduce, "begin its first collective of a group")
         tables, numbers, clusters, architectures = zip(*told, strict=True)
         if len(set(architectures)) > 1:
             # Which kernel carries a call is each rank's own choice, by its GPU.

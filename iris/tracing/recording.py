@@ -146,7 +146,13 @@ class Tracing:
         if not isinstance(max_events, int) or max_events < 1:
             raise InvalidCountError("max_events", max_events, "events")
         self._drain()
-        buffer = torch.zeros(HEADER.value + max_events * WORDS.value, dtype=torch.int64, device=self._device)
+        size, buffer = HEADER.value + max_events * WORDS.value, None
+
+        def make_room() -> None:
+            nonlocal buffer
+            buffer = torch.zeros(size, dtype=torch.int64, device=self._device)
+
+        self._group.agree(make_room, "make room for its events")
         buffer[ROOM.value] = max_events
         self._record.trace_into(buffer)
         self._buffer = buffer
@@ -194,14 +200,22 @@ class Tracing:
 
     def _assembled(self, wanted: bool) -> Timeline | None:
         """By way of files, as it may be more than the store of a process group should hold; ranks are on one host."""
-        recording = self.recording()
-        folder = tempfile.mkdtemp(prefix="iris-trace-") if self._group.rank == 0 else None
-        folder = Path(self._group.all_gather(folder, "a folder for the events of all ranks")[0])
+        recording, timeline = self.recording(), None
+
+        def make_folder() -> str | None:
+            return tempfile.mkdtemp(prefix="iris-trace-") if self._group.rank == 0 else None
+
+        folder = Path(self._group.agree(make_folder, "make a folder for the events of all ranks")[0])
         file = folder / f"{self._rank}.npz"
+
+        def read() -> None:
+            nonlocal timeline
+            if wanted:
+                timeline = assemble([Recording.load(each) for each in folder.glob("*.npz")])
+
         try:
             self._group.agree(lambda: recording.save(file), "save its events")
-            timeline = assemble([Recording.load(each) for each in folder.glob("*.npz")]) if wanted else None
-            self._group.all_gather(None, "the end of the reading of events")
+            self._group.agree(read, "read the events of all ranks")
         finally:
             file.unlink(missing_ok=True)
         if self._group.rank == 0:

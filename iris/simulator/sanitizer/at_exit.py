@@ -30,11 +30,15 @@ def report_at_exit(group: "Group") -> Path:
     """A folder for the ranks' notes. Once all have ended, however they did, it is told what was found in them; the
     first rank has exit status 1 then. Collective over the world.
     """
-    made = None
-    if group.rank == 0:
+
+    def make_folder() -> str | None:
+        if group.rank:
+            return None
         made = tempfile.mkdtemp(prefix="iris-check-")
         os.mkfifo(f"{made}/{ALIVE}")
-    folder = Path(group.all_gather(made, "a folder")[0])
+        return made
+
+    folder = Path(group.agree(make_folder, "make a folder for the notes of all ranks")[0])
     # For reading, too: to open a pipe for nothing but writing takes a reader (fifo(7)).
     alive = os.open(folder / ALIVE, os.O_RDWR)
     if group.rank == 0:
