@@ -69,6 +69,16 @@ def check_context(rank, num_ranks):
         )
 
 
+@triton.constexpr_function
+def refuse(name):
+    """Raise: a kernel has called the class of this name as if that made a context."""
+    from iris.errors import InvalidContextError
+
+    raise InvalidContextError(
+        f"{name}(...) makes no device context: write {name}.initialize(...), with what ctx.get_device_context() gives."
+    )
+
+
 def make_device_context(
     jit: Callable,
     lang: ModuleType,
@@ -96,7 +106,9 @@ def make_device_context(
         tracing: Tracing
 
         @triton.constexpr_function
-        def __init__(self, cur_rank, num_ranks, base, table, tracing):
+        def __init__(self, cur_rank=None, num_ranks=None, base=None, table=None, tracing=None):
+            if table is None:
+                refuse(name)
             # Triton unwraps the constants among a constexpr_function's arguments; they are to stay constants.
             self.cur_rank = cur_rank if isinstance(cur_rank, tl.tensor) else tl.constexpr(cur_rank)
             self.num_ranks = num_ranks if isinstance(num_ranks, tl.tensor) else tl.constexpr(num_ranks)

@@ -8,15 +8,18 @@ import sys
 
 import pytest
 import torch
+import triton
 from conftest import TESTS, import_path
 from covering import EVERYTHING, covering, sample
 from language import atomic_kernels
 from language.test_atomics import CASES, ORDERS
+from language.test_misuse import by_its_class, by_its_class_gluon
 from tracing.traced_kernels import KERNELS, NAMES
 
 from codegen import device_kernels as kernels
 from codegen.offline import TARGETS, compile_for
 from codegen.operations import is_acquire, is_barrier, is_data, releases
+from iris.gluon import IrisDeviceCtx
 
 DTYPES = [
     torch.bool,
@@ -233,3 +236,10 @@ def test_only_a_wait_with_a_limit_reads_the_clock(limit):
     command = [sys.executable, "-c", CLOCKS_OF_A_WAIT, *targets]
     printed = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.split()
     assert printed == [str(limit == "2.5")] * 8
+
+
+def test_a_context_that_is_made_by_its_class_alone_is_told_by_the_compiler():
+    with pytest.raises(triton.CompilationError, match=r"write DeviceContext\.initialize\("):
+        compile_for("sm_90", by_its_class, CONTEXT)
+    with pytest.raises(triton.CompilationError, match=r"write IrisDeviceCtx\.initialize\("):
+        compile_for("gfx942", by_its_class_gluon, CONTEXT, IrisDeviceCtx)

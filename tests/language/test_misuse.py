@@ -3,9 +3,12 @@
 import pytest
 import torch
 import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
 
 import iris
 from iris.errors import InvalidContextError, NotSymmetricError, NotTheCallerError, RankOutOfRangeError
+from iris.gluon import IrisDeviceCtx
 from language import atomic_kernels, meeting_kernels, move_kernels
 
 pytestmark = [
@@ -98,6 +101,29 @@ def wrong_context(ctx):
 
 def test_what_is_no_context_is_told(ranks):
     ranks.run(wrong_context)
+
+
+@triton.jit
+def by_its_class(context_tensor):
+    iris.DeviceContext(context_tensor)
+
+
+@gluon.jit
+def by_its_class_gluon(context_tensor, Context: gl.constexpr):
+    Context(context_tensor, tracing=True)
+
+
+def without_initialize(ctx):
+    context = ctx.get_device_context()
+    with pytest.raises(InvalidContextError, match=r"write DeviceContext\.initialize\("):
+        by_its_class[(1,)](context)
+    with pytest.raises(InvalidContextError, match=r"write IrisDeviceCtx\.initialize\("):
+        by_its_class_gluon[(1,)](context, IrisDeviceCtx)
+    ctx.barrier()
+
+
+def test_a_context_is_not_made_by_its_class_alone(ranks):
+    ranks.run(without_initialize)
 
 
 def translated(ctx, language):
