@@ -8,7 +8,7 @@ import torch
 
 from iris import simulator
 from iris.ccl.queue import COUNTS, GOT, MAX_RANKS, MET, SENT, SLOTS, WORDS, region_bytes
-from iris.ccl.select import digest, load_table, own_table
+from iris.ccl.select import ELSEWHERE, digest, load_table, own_table
 from iris.errors import InvalidGroupError, InvalidTableError, TooManyStreamsError
 from iris.heap.symmetric import SymmetricHeap
 from iris.language.target import architecture, largest_cluster, on_nvidia, threads_per_warp
@@ -70,6 +70,9 @@ class Communicator:
         int64 ``[size + 1]``: where the symmetric heap of each member begins, in this rank's addresses; its bytes.
     num_sms, largest_cluster : int
         Of the least of the members' GPUs: multiprocessors, and programs that a cluster has at most.
+    alike : bool
+        Whether all members' GPUs are of one kind. Else what depends on a GPU's speed must not be chosen by that: each
+        rank would come to another choice.
     table : Table
         By which variants are chosen.
     launches : dict
@@ -91,20 +94,24 @@ class Communicator:
         table = [*(bases[rank] for rank in group.ranks), heap.mapped_size]
         self.heap_table = torch.tensor(table, dtype=torch.int64, device=self.device)
 
-        def introduce() -> tuple[str, int, int, int | str]:
-            name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "simulator"
-            self.table = load_table(name, self.size)
-            return digest(self.table), num_sms, largest_cluster(), architecture()
+        def introduce() -> tuple[str, str, int, int, int | str]:
+            kind = kind_of(self.device)
+            self.table = load_table(kind, self.size)
+            return kind, digest(self.table), num_sms, largest_cluster(), architecture()
 
         told = group.agree(introduce, "begin its first collective of a group")
-        tables, numbers, clusters, architectures = zip(*told, strict=True)
+        kinds, tables, numbers, clusters, architectures = zip(*told, strict=True)
         if len(set(architectures)) > 1:
             # Which kernel carries a call is each rank's own choice, by its GPU.
             theirs = ", ".join(f"rank {rank} has {each}" for rank, each in zip(group.ranks, architectures, strict=True))
             raise InvalidGroupError(f"The GPUs of a group must have one architecture: {theirs}. Use those of one kind.")
         # Launches are of as many programs on all ranks.
         self.num_sms, self.largest_cluster = min(numbers), min(clusters)
-        if len(set(tables)) > 1:
+        self.alike = len(set(kinds)) == 1
+        if not self.alike:
+            # Nothing was measured among GPUs of several kinds.
+            self.table = dict(ELSEWHERE)
+        elif len(set(tables)) > 1:
             raise InvalidTableError(
                 f"The ranks choose collectives by different tables. Give all of them the same {own_table()}, or none."
             )
@@ -206,6 +213,11 @@ class Communicator:
         most = counts.reshape(-1, COUNTS.value // MAX_RANKS, MAX_RANKS)[:, :, : self.size].max(axis=0)
         sent, got, calls = (most[row.value // MAX_RANKS].tolist() for row in (SENT, GOT, MET))
         return f"blocks sent to each rank {sent}, got from each {got}; calls that read in place {calls[self.rank]}"
+
+
+def kind_of(device: torch.device) -> str:
+    """Which kind of GPU it is: those of one kind are equally fast."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "simulator"
 
 
 def power_of_two(number: int) -> int:

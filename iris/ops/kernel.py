@@ -57,6 +57,10 @@ class Kernels:
             return SIMULATED_PROGRAMS
         return min(self._context.ccl.communicator().num_sms, MOST_PROGRAMS)
 
+    def choosable(self) -> bool:
+        """Whether ranks that choose what is fastest, each by its own GPU, choose the same."""
+        return self._context.ccl.communicator().alike
+
     def with_operands_that_fit(self, call: Call, config: FusedConfig) -> Call:
         """The call, with copies of matrices that the kernel cannot use as they lie."""
         family = self.gluon if config.use_gluon else portable
@@ -118,7 +122,8 @@ class Kernels:
         key = (call.name, call.a.shape, call.b.shape, call.a.dtype, config)
         chosen = self._plans.get(key)
         if chosen is None:
-            chosen = plan(call, self._context.num_ranks, self._programs(config), config)
+            W, programs = self._context.num_ranks, self._programs(config)
+            chosen = plan(call, W, programs, config) if self.choosable() else hopper.Plan()
             remember(self._plans, key, chosen)
         return chosen
 

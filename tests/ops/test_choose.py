@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+import iris
 from iris import simulator
 from iris.ops import FusedConfig
 from iris.ops.call import Call
@@ -199,6 +200,27 @@ def remembered(ctx):
     cases = [(given(torch.bfloat16), WIDE), (given(torch.bfloat16), narrow), (given(torch.float8_e4m3fn), narrow)]
     plans = [plan(made, 2, kernels.most_programs(), config) for made, config in cases]
     assert len(set(plans)) == 3 and [kernels.plan(*case) for case in cases] == plans
+
+
+def of_two_kinds(ctx):
+    """Each rank's GPU reads its memory at another rate, by which each would choose another way."""
+    with iris.iris(1 << 20) as mixed, pytest.MonkeyPatch.context() as patch:
+        rate, kind = [(1000, "slow"), (4000, "fast")][mixed.cur_rank]
+        patch.setattr("iris.ops.choose.reading", lambda: rate)
+        patch.setattr("iris.ccl.communicator.kind_of", lambda device: kind)
+        patch.setattr(mixed.ops, "_on_gpu", True)  # what is chosen there
+        patch.setattr(mixed.ops._kernels, "most_programs", lambda: PROGRAMS)
+        made = call("all_gather_matmul", 1024, 8192, 8192, size=2)
+        alone = choose(made, 2, PROGRAMS, True, True), plan(made, 2, PROGRAMS, WIDE)
+        return alone, (mixed.ops._choose(made, True), mixed.ops._kernels.plan(made, WIDE))
+
+
+@pytest.mark.ranks(2, exactly=True)
+@pytest.mark.skipif(not simulator.ACTIVE, reason="each rank plays another GPU")
+def test_gpus_of_two_kinds_choose_one_way(ranks):
+    (slow, one), (fast, other) = ranks.run(of_two_kinds)
+    assert slow[0] != fast[0] and slow[1] != fast[1]
+    assert one == other == (VENDOR, Plan())
 
 
 def residents(ctx):
