@@ -1,7 +1,7 @@
 """The operations of Triton's CPU interpreter, with those right that it gets wrong.
 
 Triton's semantic layer turns each ``tl`` operation into calls of a builder. The interpreter's builder answers them with
-numpy; this one derives from it and mends arithmetic on bf16 and fp8, rounding, NaN in minima and maxima, masked
+numpy; this one derives from it and mends arithmetic on bf16, fp8, rounding, NaN in minima and maxima, masked
 atomics, and atomics on types that numpy lacks. It also tells `tasks` of every operation by which a program may be
 waiting.
 """
@@ -102,6 +102,7 @@ class Builder(InterpreterBuilder):
         return TensorHandle(values.astype(dtypes.storage(dtype), copy=False), dtype)
 
     def binary_op(self, lhs: TensorHandle, rhs: TensorHandle, op: Callable) -> TensorHandle:
+        check_arithmetic(lhs.dtype.scalar)
         left, right = dtypes.widen(lhs), dtypes.widen(rhs)
         if left.dtype == np.bool_ and op in (np.add, np.subtract, np.multiply):
             # int1 is an integer of one bit; numpy's bool saturates.
@@ -110,9 +111,11 @@ class Builder(InterpreterBuilder):
         return self._result(values, tl.int1 if values.dtype == np.bool_ else lhs.dtype.scalar)
 
     def unary_op(self, arg: TensorHandle, op: Callable) -> TensorHandle:
+        check_arithmetic(arg.dtype.scalar)
         return self._result(op(dtypes.widen(arg)), arg.dtype.scalar)
 
     def ternary_op(self, lhs: TensorHandle, rhs: TensorHandle, other: TensorHandle, op: Callable) -> TensorHandle:
+        check_arithmetic(other.dtype.scalar)
         return self._result(op(dtypes.widen(lhs), dtypes.widen(rhs), dtypes.widen(other)), other.dtype.scalar)
 
     def create_select(self, condition: TensorHandle, lhs: TensorHandle, rhs: TensorHandle) -> TensorHandle:
@@ -340,6 +343,15 @@ def _recorded(pointers: np.ndarray, sem: Any, scope: Any) -> Iterator[Callable[.
     with recorder.notes.numbered() as number:
         yield lambda old, kind, **how: recorder.synchronised(
             number, np.atleast_1d(pointers), np.atleast_1d(old), kind, *order, message, **how
+        )
+
+
+def check_arithmetic(dtype: tl.dtype) -> None:
+    """Refuse what Triton compiles for no GPU: of fp8 only absolute values, choices and conversions."""
+    if dtype.is_fp8():
+        raise TypeError(
+            f"Arithmetic on {dtype} does not compile, nor do comparisons and scans of it: convert to {tl.float32} "
+            "first, and the result back."
         )
 
 

@@ -12,6 +12,7 @@ import triton.language as tl
 from triton.runtime.interpreter import TensorHandle
 
 from iris.simulator import dtypes
+from iris.simulator.interpreter import check_arithmetic
 
 _FAST_REDUCTIONS = {
     tl.standard._sum_combine.fn: np.add,
@@ -62,6 +63,8 @@ def associative_scan(input, axis, combine_fn, reverse=False, **_: Any):  # noqa:
     step = -1 if reverse else 1
     arrays = [np.moveaxis(operand.handle.data, axis, 0)[::step] for operand in operands]
     types = [operand.dtype for operand in operands]
+    for dtype in types:
+        check_arithmetic(dtype)
     ufunc = _fast(_FAST_SCANS, combine_fn, types)
     if ufunc is not None:
         arrays = [ufunc.accumulate(arrays[0], axis=0, dtype=arrays[0].dtype)]

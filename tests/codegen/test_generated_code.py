@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 import triton
+import triton.language as tl
 from conftest import TESTS, import_path
 from covering import EVERYTHING, covering, sample
 from language import atomic_kernels
@@ -243,3 +244,31 @@ def test_a_context_that_is_made_by_its_class_alone_is_told_by_the_compiler():
         compile_for("sm_90", by_its_class, CONTEXT)
     with pytest.raises(triton.CompilationError, match=r"write IrisDeviceCtx\.initialize\("):
         compile_for("gfx942", by_its_class_gluon, CONTEXT, IrisDeviceCtx)
+
+
+@triton.jit
+def of_fp8(x, out, OP: tl.constexpr):
+    i = tl.arange(0, 16)
+    a, b = tl.load(x + i), tl.load(x + 16 + i)
+    if OP == "scaled":
+        a = a * 2.0 + 1.5
+    elif OP == "negative":
+        a = -a
+    elif OP == "larger":
+        a = tl.maximum(a, b)
+    elif OP == "chosen":
+        a = tl.where(a == b, a, b)
+    elif OP == "scanned":
+        a = tl.cumsum(a, 0)
+    tl.store(out + i, tl.abs(a))
+
+
+@pytest.mark.parametrize("op", ["scaled", "negative", "larger", "chosen", "scanned", "absolute"])
+@pytest.mark.parametrize("target, dtype", [("sm_90", torch.float8_e4m3fn), ("gfx942", torch.float8_e4m3fnuz)])
+def test_what_the_simulator_refuses_of_fp8_does_not_compile(target, dtype, op):
+    x = torch.zeros(64, dtype=torch.uint8).view(dtype)
+    if op == "absolute":
+        compile_for(target, of_fp8, x, x, op)
+    else:
+        with pytest.raises((RuntimeError, triton.CompilationError)):
+            compile_for(target, of_fp8, x, x, op)

@@ -69,12 +69,17 @@ REFERENCE = {
 
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_arithmetic(dtype):
+    """Of fp8 nothing but absolute values: for no GPU does the rest compile (`tests/codegen/test_generated_code.py`)."""
     x, y = values(dtype, 0), values(dtype, 1)
     for op, reference in REFERENCE.items():
         out = torch.zeros(N).to(dtype)
+        if dtype.itemsize == 1 and op != "abs":
+            with pytest.raises(TypeError, match="Arithmetic on fp8.* does not compile.*: convert to fp32 first"):
+                arithmetic[(1,)](x, y, out, op, N)
+            continue
         arithmetic[(1,)](x, y, out, op, N)
-        expected = reference(x.float(), y.float(), lambda t: saturated(t, dtype))
-        assert torch.equal(out.float(), saturated(expected, dtype).float()), op
+        expected = reference(x.float(), y.float(), lambda t: t.to(dtype))
+        assert torch.equal(out.float(), expected.to(dtype).float()), op
 
 
 @triton.jit
