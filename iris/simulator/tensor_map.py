@@ -2,7 +2,8 @@
 
 The TMA unit fills what lies outside the tensor, and writes nothing there (PTX ISA, "Tensors", out-of-bound access), but
 for one thing: it writes 16 bytes at a time. A row that ends between goes on to the next multiple of them, as was seen
-on H100, and as Triton says of its descriptors' `store`.
+on H100, and as Triton says of its descriptors' `store`. A block that is read may begin in front of the tensor. One that
+is written may not: an H100 ends the kernel with "illegal instruction".
 """
 
 from collections.abc import Sequence
@@ -31,6 +32,7 @@ class TensorMap(TensorDescHandle):
         self._shape = tuple(shape)
         self._strides = tuple(strides)
         self._nan = nan
+        self._is_written = False
         self._itemsize = dtypes.storage(self.element).itemsize
         if not len(self._shape) == len(self._strides) == len(self.block_shape) > 0:
             raise ValueError(f"shape {shape}, strides {strides} and block shape {block_shape} differ in their lengths")
@@ -44,7 +46,9 @@ class TensorMap(TensorDescHandle):
         """The tensor with rows as long as what is written of them."""
         unit = ALIGNMENT // self._itemsize
         shape = (*self._shape[:-1], -(-self._shape[-1] // unit) * unit)
-        return TensorMap(self.base, shape, self._strides, self.block_shape, self._nan)
+        written = TensorMap(self.base, shape, self._strides, self.block_shape, self._nan)
+        written._is_written = True
+        return written
 
     def materialize_pointers(self, offsets: Sequence[TensorHandle]) -> tuple[TensorHandle, TensorHandle]:
         """What Triton's interpreter asks for."""
@@ -56,6 +60,11 @@ class TensorMap(TensorDescHandle):
             raise ValueError(f"{len(coordinates)} coordinates for a tensor descriptor of {len(self._shape)} dimensions")
         if coordinates[-1] * self._itemsize % ALIGNMENT:
             raise ValueError(f"the last of the coordinates {coordinates} is not a multiple of {ALIGNMENT} bytes")
+        if self._is_written and min(coordinates) < 0:
+            raise ValueError(
+                f"a block is stored at {list(coordinates)}: TMA stores none that begins in front of the tensor, though "
+                "it loads such blocks. Begin at 0 or behind, with a smaller block, or store with pointers and a mask"
+            )
         addresses = np.array(int(self.base.data.item()), dtype=np.int64)
         inside = np.array(True)
         for axis, (first, size, stride) in enumerate(zip(coordinates, self._shape, self._strides, strict=True)):

@@ -56,6 +56,15 @@ def test_a_block_is_filled_outside_the_tensor(padding, row, column):
     torch.testing.assert_close(out, around[30 + row : 46 + row, 60 + column : 124 + column], equal_nan=True)
 
 
+@pytest.mark.parametrize("row, column", [(-3, 16), (5, -32)])
+def test_no_block_is_stored_in_front_of_the_tensor(row, column):
+    target = torch.zeros(10, 48, dtype=torch.bfloat16)
+    block = kernels.descriptor(target, [16, 64])
+    with pytest.raises(ValueError, match=rf"stored at \[{row}, {column}\]: .* in front of the tensor") as caught:
+        kernels.write_block[(1,)](block, target, torch.zeros(1, dtype=torch.bfloat16), row, column, 16, 64, "read")
+    assert "write_block" in [frame.name for frame in caught.traceback]
+
+
 def test_a_descriptor_that_the_kernel_makes():
     source, out = values(10, 40), torch.ones(16, 64, dtype=torch.bfloat16)
     kernels.read_block_of[(1,)](source, out, 10, 40, 2, 0, 16, 64)

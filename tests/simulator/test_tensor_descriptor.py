@@ -87,6 +87,24 @@ def test_what_tma_cannot_address_is_an_error(offset, width, column, message):
 
 
 @triton.jit
+def store_zeros(target, row, column, HOW: tl.constexpr):
+    block = tl.zeros([8, 32], tl.float32)
+    if HOW == "store":
+        target.store([row, column], block)
+    else:
+        target.atomic_add([row, column], block)
+
+
+@pytest.mark.parametrize("row, column", [(-2, 0), (0, -32)])
+@pytest.mark.parametrize("how", ["store", "add"])
+def test_no_block_is_stored_in_front_of_the_tensor(how, row, column):
+    block = TensorDescriptor.from_tensor(torch.zeros(10, 64), [8, 32])
+    with pytest.raises(ValueError, match=rf"stored at \[{row}, {column}\]: .* in front of the tensor") as caught:
+        store_zeros[(1,)](block, row, column, how)
+    assert "store_zeros" in [frame.name for frame in caught.traceback]
+
+
+@triton.jit
 def combine(source, target, HOW: tl.constexpr):
     block = source.load([0, 0])
     if HOW == "add":
