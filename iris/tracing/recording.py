@@ -143,13 +143,14 @@ class Tracing:
         Collective; blocks the host. The clocks of the ranks are compared, here and in `export`. Raises
         `InvalidCountError` for less than one event.
         """
-        if not isinstance(max_events, int) or max_events < 1:
-            raise InvalidCountError("max_events", max_events, "events")
-        self._drain()
-        size, buffer = HEADER.value + max_events * WORDS.value, None
+        buffer = None
 
         def make_room() -> None:
             nonlocal buffer
+            if not isinstance(max_events, int) or max_events < 1:
+                raise InvalidCountError("max_events", max_events, "events")
+            self._drain()
+            size = HEADER.value + max_events * WORDS.value
             buffer = torch.zeros(size, dtype=torch.int64, device=self._device)
 
         self._group.agree(make_room, "make room for its events")
