@@ -39,6 +39,13 @@ _mappings: "weakref.WeakValueDictionary[int, Mapping]" = weakref.WeakValueDictio
 _made: Counter[str] = Counter()
 
 
+class Memory:
+    """What keeps addresses valid for as long as it lives, which others may follow by a weak reference."""
+
+    def __init__(self, held: Any) -> None:
+        self._held = held
+
+
 @dataclass
 class Mapping:
     """One rank's view of memory that a group shares.
@@ -57,8 +64,8 @@ class Mapping:
         The device of the tensors over it.
     bases : tuple of int
         The address, in this process, of each rank's bytes; congruent modulo 16.
-    memory : object
-        What keeps the addresses valid for as long as it lives; None once closed.
+    memory : Memory
+        What keeps the addresses valid for as long as it lives, as it does while a tensor is over it; None once closed.
     owner : callable
         Returns what uses the memory, or None: a weak reference. It has methods ``name_at(offset)``, what the memory is
         for and which part of that is there, and ``describe_offset(offset)``, both in one text.
@@ -70,7 +77,7 @@ class Mapping:
     size: int
     device: torch.device
     bases: tuple[int, ...]
-    memory: Any
+    memory: Memory | None
     owner: Callable[[], Any] = lambda: None
 
     def storage(self, rank: int, offset: int, size: int, owner: Any = None) -> torch.UntypedStorage:
@@ -164,7 +171,7 @@ def create(group: Group, size: int, device: torch.device) -> Mapping:
         asked = ", ".join(f"{readable(size)} on rank {rank}" for rank, size in zip(group.ranks, sizes, strict=True))
         raise MismatchedHeapError(f"A heap has the same size on every rank, and these differ: {asked}.")
     rounded = round_up(max(sizes[0], 1))
-    bases, memory = provider.share(group, rounded, device)
+    bases, held = provider.share(group, rounded, device)
 
     def check_congruence() -> None:
         if len({base % CONGRUENCE for base in bases}) > 1:
@@ -175,9 +182,10 @@ def create(group: Group, size: int, device: torch.device) -> Mapping:
 
     group.agree(check_congruence, "map the heaps at congruent addresses")
     name = f"{group.name}/memory/{_made[group.name]}"
-    _made[group.name] += 1
-    mapping = Mapping(name, group.ranks, group.rank, rounded, device, tuple(bases), memory)
+    mapping = Mapping(name, group.ranks, group.rank, rounded, device, tuple(bases), Memory(held))
     _mappings[bases[group.rank]] = mapping
+    # Behind it: another thread that sees this number looks for it.
+    _made[group.name] += 1
     return mapping
 
 

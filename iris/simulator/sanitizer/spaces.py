@@ -5,6 +5,7 @@ Such a part is a space, and so is all other memory of a process, whose offsets a
 """
 
 import threading
+import weakref
 
 import numpy as np
 
@@ -13,13 +14,16 @@ from iris.simulator.sanitizer.events import PRIVATE, Spans
 
 
 class Spaces:
-    """Those that ``rank``'s process has, which may map more at any time."""
+    """Those that ``rank``'s process has, which may map more at any time, also where something was that is gone."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
         # Another thread may see a new mapping meanwhile.
         self._one_thread = threading.RLock()
-        self._mapped = -1
+        # Begin, end and space of each part of a mapping, for as long as that is there.
+        self._parts: weakref.WeakKeyDictionary[mapping.Memory, list] = weakref.WeakKeyDictionary()
+        # How many mappings had been made, and how many of them were there, when one looked.
+        self._seen = -1, 0
         self._starts = self._ends = np.empty(0, dtype=np.int64)
         self._spaces: list[tuple[str, int]] = []
 
@@ -43,7 +47,7 @@ class Spaces:
 
     def _space_of(self, addresses: np.ndarray) -> np.ndarray:
         with self._one_thread:
-            if mapping.count_made() != self._mapped:
+            if (mapping.count_made(), len(self._parts)) != self._seen:
                 self._see_mappings()
             if not len(self._starts):
                 return np.full(addresses.shape, -1)
@@ -51,12 +55,17 @@ class Spaces:
             return np.where((index >= 0) & (addresses < self._ends[index]), index, -1)
 
     def _see_mappings(self) -> None:
-        self._mapped = mapping.count_made()
-        found = sorted(
-            (base, base + each.size, (each.name, rank))
-            for each in mapping.mappings()
-            for rank, base in zip(each.ranks, each.bases, strict=True)
-        )
+        made = mapping.count_made()
+        for each in mapping.mappings():
+            # One that is closed stays where it was until its last tensor dies.
+            if each.memory is not None and each.memory not in self._parts:
+                self._parts[each.memory] = [
+                    (base, base + each.size, (each.name, rank))
+                    for rank, base in zip(each.ranks, each.bases, strict=True)
+                ]
+        # Before they are gone through, as one may go meanwhile.
+        self._seen = made, len(self._parts)
+        found = sorted(part for parts in self._parts.values() for part in parts)
         self._starts = np.array([start for start, _, _ in found], dtype=np.int64)
         self._ends = np.array([end for _, end, _ in found], dtype=np.int64)
         self._spaces = [space for _, _, space in found]
