@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
 from iris.simulator import hang, interrupts, sanitizer, tasks
 from iris.simulator.partitions import Partitions
@@ -225,8 +226,10 @@ class Launch:
         self.live.add(task)
         self.progress()
         try:
-            # What a GPU does silently, numpy warns of.
-            with np.errstate(all="ignore"):
+            # What a GPU does silently, numpy warns of. And what the simulator does with torch, conversions for example,
+            # is not the host's use of it: a mode of torch's that watches that, as the sanitizer does, would take longer
+            # than the program.
+            with np.errstate(all="ignore"), torch._C._DisableTorchDispatch():
                 task.body()
                 self.join(task)
                 task.in_flight.write()

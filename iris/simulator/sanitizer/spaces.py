@@ -33,8 +33,10 @@ class Spaces:
         result = []
         with self._one_thread:
             index = self._space_of(addresses)
-            for space in np.unique(index):
-                there = addresses[index == space]
+            # Nearly always all are in one.
+            only = (index == index[:1]).all()
+            for space in index[:1] if only else np.unique(index):
+                there = addresses if only else addresses[index == space]
                 origin = 0 if space < 0 else int(self._starts[space])
                 name = (PRIVATE, self._rank) if space < 0 else self._spaces[space]
                 result.append(Spans(name, *_merged(there - origin, size)))
@@ -73,6 +75,8 @@ class Spaces:
 
 def _merged(addresses: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
     """Where the bytes of elements at ``addresses`` begin and end, neighbours as one."""
+    if len(addresses) == 1:
+        return addresses, addresses + size
     steps = np.diff(addresses)
     if (steps <= 0).any():
         addresses = np.unique(addresses)
