@@ -60,11 +60,14 @@ MEETING, LAUNCH, SMALL = 12, 5, 12
 MARGIN = 1.03
 
 
-def choose(call: Call, size: int, programs: int, on_gpu: bool, by_vendor: bool) -> FusedConfig:
-    """The configuration of least time. ``by_vendor``: whether the vendor's GEMM can do the call."""
+def choose(call: Call, size: int, programs: int, by_time: bool, by_vendor: bool) -> FusedConfig:
+    """The configuration of least time, where ranks may go ``by_time``: on GPUs, of one kind.
+
+    ``by_vendor``: whether the vendor's GEMM can do the call.
+    """
     # Products of float32 in the precision that torch's are in.
-    otherwise = VENDOR if by_vendor else replace(by_triton(call.a.itemsize, on_gpu), allow_tf32=allows_tf32())
-    if not on_gpu or not call.out.numel() or not call.a.numel() or size == 1 and by_vendor:
+    otherwise = VENDOR if by_vendor else replace(by_triton(call.a.itemsize, by_time), allow_tf32=allows_tf32())
+    if not by_time or not call.out.numel() or not call.a.numel() or size == 1 and by_vendor:
         return otherwise
     ways = {}
     for columns in TILE_NS.get(call.a.itemsize, ()):

@@ -1,7 +1,7 @@
 """The operations of Triton's CPU interpreter, with those right that it gets wrong.
 
 Triton's semantic layer turns each ``tl`` operation into calls of a builder. The interpreter's builder answers them with
-numpy; this one derives from it and mends arithmetic on bf16, fp8, rounding, NaN in minima and maxima, masked
+numpy; this one derives from it and mends arithmetic on bf16, rounding, NaN in minima and maxima, masked
 atomics, and atomics on types that numpy lacks. It also tells `tasks` of every operation by which a program may be
 waiting.
 """

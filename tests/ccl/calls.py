@@ -329,9 +329,9 @@ def _digest(tensor):
 def sample(number, seed, *axes):
     """So many combinations, at random but always the same: each value of an axis about as often as any other.
 
-    Ten times as many where everything is to be tested; all of them would be tens of thousands.
+    Twenty times as many where everything is to be tested; all of them would be tens of thousands.
     """
-    number *= 10 if EVERYTHING else 1
+    number *= 20 if EVERYTHING else 1
     columns = []
     for position, axis in enumerate(map(list, axes)):
         generator = random.Random(f"{seed} {position}")

@@ -197,6 +197,8 @@ def with_biases(ctx, name):
     exact = result_of(name, a, b, rank)
     out = torch.empty(exact.shape, dtype=torch.bfloat16, device=ctx.device)
     of_columns = torch.arange(2.0 * N, dtype=torch.bfloat16, device=ctx.device).view(N, 2)[:, 1]
+    # Each rank's part of a sum is rounded, by an eighth at most; the biases of two columns differ by 2.
+    near = 0.1 if "gather" in name else size / 8
     known = ["chosen", "fused", *(["copies"] if name in COPIED else [])]
     if torch.version.hip is None:
         known.append("Hopper")
@@ -205,8 +207,7 @@ def with_biases(ctx, name):
             if bias.dtype != out.dtype and config is not None and config.variant != "kernel":
                 continue  # which the vendor's GEMM does not add
             getattr(ctx.ops, name)(out.zero_(), a[rank], b[rank], bias, config=config)
-            # Each rank's part of a sum is rounded, by 0.12 at most; the biases of two columns differ by 2.
-            torch.testing.assert_close(out.double(), exact + bias.double(), rtol=1e-2, atol=0.5)
+            torch.testing.assert_close(out.double(), exact + bias.double(), rtol=1e-2, atol=near)
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
