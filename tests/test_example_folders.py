@@ -259,6 +259,34 @@ def test_more_tokens_than_there_is_room_for_or_than_were_dispatched(ranks):
     ranks.run(refuse_other_tokens)
 
 
+def drop_tokens(ctx):
+    """Of three tokens the first is dropped, the second has its second expert alone, the third its first, on each rank.
+
+    Experts multiply by 2, and by 3, and so on.
+    """
+    with imported("16_moe_dispatch_combine"):
+        W, rank, H, device = ctx.num_ranks, ctx.cur_rank, 64, ctx.device
+        in_front = ctx.full((8, H), 5, dtype=BF16)
+        layer = importlib.import_module("wrapper").ExpertParallel(ctx, 3, H, 2 * W, 2, BF16)
+        for memory in (layer.inbox, layer.results):
+            memory.fill_(torch.nan)
+        ctx.barrier()
+        x = 1 + torch.arange(3, device=device)[:, None].expand(3, H).to(BF16).contiguous()
+        chosen = torch.tensor([[-1, -1], [-1, 2 * W - 1], [0, -1]], dtype=torch.int32, device=device)
+        gates = torch.where(chosen < 0, torch.nan, 1.0)
+        factors = 2.0 + 2 * rank + torch.arange(2, device=device)
+        layer.dispatch(x, chosen)
+        layer.apply((factors[:, None, None] * torch.eye(H, device=device)).to(BF16))
+        layer.combine(out := torch.empty_like(x), chosen, gates)
+        ctx.barrier()
+        assert out.tolist() == [[0] * H, [2.0 * (2 * W + 1)] * H, [3.0 * 2] * H]
+        assert in_front.eq(5).all()
+
+
+def test_tokens_that_no_expert_gets(ranks):
+    ranks.run(drop_tokens)
+
+
 def run_wide_heads(ctx):
     with imported("13_flash_decode") as example:
         example.main(ctx, Workload(1, 34, 576, BF16, rounds=2), heads=32, kv_heads=1)

@@ -19,7 +19,7 @@ BALANCED = 2
 
 
 def route(ctx: iris.Iris, round: int, rank: int, T: int, E: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The experts of each of a rank's tokens and their gates, int32 and float32, ``[T, TOP]``."""
+    """The experts of each of a rank's tokens, -1 for none, and their gates, int32 and float32, ``[T, TOP]``."""
     scores = random(ctx, 10**6 * (rank + 1) + round, T, E, dtype=torch.float32)
     if round % 3 == 0:
         # Very uneven, and nothing at all for the last rank.
@@ -30,7 +30,11 @@ def route(ctx: iris.Iris, round: int, rank: int, T: int, E: int) -> tuple[torch.
     if round % 3 == 1:
         # All tokens of all ranks twice to one expert.
         experts.fill_(round % E)
-    return experts.int(), gates / gates.sum(dim=1, keepdim=True)
+    gates /= gates.sum(dim=1, keepdim=True)
+    if round % 3 == 0:
+        # Dropped, as if the experts were full: of some tokens the second choice, of some both.
+        experts[::3, 1] = experts[::5] = -1
+    return experts.int(), gates
 
 
 def through_experts(

@@ -26,7 +26,8 @@ def dispatch(
     W: tl.constexpr, E: tl.constexpr, EXPERTS: tl.constexpr, TOP: tl.constexpr, PAIRS: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """``x``: ``[T, H]``. ``experts``: ``[T, TOP]``, those of each token. ``rows``: the same, where in ``inbox`` it is.
+    """``x``: ``[T, H]``. ``experts``: ``[T, TOP]``, those of each token, or -1 where it has none; then it is not sent.
+    ``rows``: the same, where in ``inbox`` it is.
 
     Programs have equal shares of the tokens. ``EXPERTS``: the power of two that E fits in. Symmetric: ``inbox``,
     ``table``, the counts of each rank by expert, ``[W, E]``, and two kinds of flags, which only rise:
@@ -87,20 +88,22 @@ def dispatch(
         token = begin + tl.arange(0, BLOCK_T)
         here = token < last
         # All loads before all stores, which the compiler cannot know to be of other memory.
-        places, to = (), ()
+        places, to, routed = (), (), ()
         for j in tl.static_range(TOP):
-            chosen = tl.load(experts + token * TOP + j, mask=here, other=0)
+            chosen = tl.load(experts + token * TOP + j, mask=here, other=-1)
             place = tl.load(order + token * TOP + j, mask=here, other=0)
             places += (place + tl.sum(tl.where(chosen[:, None] == expert[None, :], start[None, :], 0), axis=1),)
-            to += (ctx.translate(inbox, chosen // LOCAL) + places[j].to(tl.int64) * H,)
+            to += (ctx.translate(inbox, tl.maximum(chosen, 0) // LOCAL) + places[j].to(tl.int64) * H,)
+            routed += ((chosen >= 0)[:, None],)
         for begin_h in range(0, H, BLOCK_H):
             column = begin_h + tl.arange(0, BLOCK_H)[None, :]
             mask = here[:, None] & (column < H)
             data = tl.load(x + token.to(tl.int64)[:, None] * H + column, mask=mask)
             for j in tl.static_range(TOP):
                 owner = tl.load(experts + token * TOP + j, mask=here, other=0) // LOCAL
-                sent = ctx.tracing.record_event_start(TraceEvent.put, owner[:, None], inbox + column, mask=mask)
-                tl.store(to[j][:, None] + column, data, mask=mask)
+                goes = routed[j] & (column < H)
+                sent = ctx.tracing.record_event_start(TraceEvent.put, owner[:, None], inbox + column, mask=goes)
+                tl.store(to[j][:, None] + column, data, mask=goes)
                 ctx.tracing.record_event_end(sent)
         for j in tl.static_range(TOP):
             tl.store(rows + token * TOP + j, places[j], mask=here)
@@ -156,11 +159,13 @@ def combine(
     mask = here[:, None] & (column < H)
     total = tl.zeros((BLOCK_T, BLOCK_H), dtype=tl.float32)
     for j in tl.static_range(TOP):
-        owner = tl.load(experts + token * TOP + j, mask=here, other=0) // LOCAL
+        chosen = tl.load(experts + token * TOP + j, mask=here, other=-1)
+        routed, owner = chosen >= 0, tl.maximum(chosen, 0) // LOCAL
         place = tl.load(rows + token * TOP + j, mask=here, other=0)
-        gate = tl.load(gates + token * TOP + j, mask=here, other=0)
+        gate = tl.where(routed, tl.load(gates + token * TOP + j, mask=here, other=0), 0)
         result = ctx.translate(results, owner) + place.to(tl.int64) * H
-        got = ctx.tracing.record_event_start(TraceEvent.load, owner[:, None], results + column, mask=mask)
-        total += gate[:, None] * tl.load(result[:, None] + column, mask=mask, other=0).to(tl.float32)
+        comes = routed[:, None] & (column < H)
+        got = ctx.tracing.record_event_start(TraceEvent.load, owner[:, None], results + column, mask=comes)
+        total += gate[:, None] * tl.load(result[:, None] + column, mask=comes, other=0).to(tl.float32)
         ctx.tracing.record_event_end(got)
     tl.store(out + token.to(tl.int64)[:, None] * H + column, total.to(out.dtype.element_ty), mask=mask)

@@ -58,8 +58,9 @@ class ExpertParallel:
     def dispatch(self, x: torch.Tensor, experts: torch.Tensor) -> None:
         """Each row of ``x``, ``[T, H]``, to the inboxes of its ``experts``, ``[T, top]`` of int32, both contiguous.
 
-        Experts are numbers from 0 to E - 1, rank by rank, and a token may have one of them twice. They are on the
-        device, so nobody looks whether they are: another number is stored into memory that is somebody else's.
+        Experts are numbers from 0 to E - 1, rank by rank, and a token may have one of them twice. -1 is no expert: a
+        token that is dropped there goes nowhere, and gets nothing from there. They are on the device, so nobody looks
+        whether they are such numbers: with another one, rows are stored into memory that is somebody else's.
         """
         T, H, W = len(x), self.inbox.shape[1], self.ctx.get_num_ranks()
         if T * self.top > len(self.order):
