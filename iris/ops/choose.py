@@ -32,15 +32,15 @@ TILE_NS = {2: {256: 11.4, 128: 6.1, 64: 5.1}, 1: {128: 3.6, 64: 2.6}}
 DEPTH = 128
 # GB/s over the link: stores alone, paced, and beside a product, which is slowed down to so much of its speed meanwhile,
 # of elements of so many bytes; collectives alone, with a result on the heap and elsewhere, where a gathered A is.
-STORES, PACED_STORES, STORES_BESIDE, PRODUCT_BESIDE = 350, 320, 280, {1: 0.9, 2: 0.79}
+STORES, PACED_STORES, STORES_BESIDE, PRODUCT_BESIDE = 350, 320, 320, {1: 0.9, 2: 0.79}
 COLLECTIVE, STAGED = 290, 170
 # The copy engine's, which slows a product down little; and where products by chunks go on beside it, to several peers.
 # Microseconds that each copy takes besides, with the word behind it.
 ENGINE, ENGINE_BESIDE, COPY = 388, 330, 6
 # By how much of the time that paced stores take the product beside them takes longer, by tiles as above.
-PACED_LOSS = {2: {256: 0.04, 128: 0.11, 64: 0.11}, 1: {128: 0.07, 64: 0.07}}
-# Microseconds at most in which a peer's part of a tile of 128 x 256 is added; of the last round, behind all products.
-LAST_SUMS = 8
+PACED_LOSS = {2: {256: 0.08, 128: 0.06, 64: 0.08}, 1: {128: 0.07, 64: 0.07}}
+# Microseconds at most in which a peer's part of a tile of 128 x 256 is added behind all products: of the last round.
+LAST_SUMS = 5
 # Microseconds that one more split of 128 x 256 costs where its product takes no longer than so many, and less where it
 # does; and into how many splits a tile is cut.
 SPLITTING, SHORT, MOST_SPLITS = 20, 40, 8

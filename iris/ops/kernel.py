@@ -70,7 +70,8 @@ class Kernels:
         """Whether peers store into ``out`` itself: they do where it is on the heap, and TMA can, if that stores."""
         if call.name not in STORED_BY_PEERS:
             return False
-        return self._context.is_symmetric(call.out) and (not self._is_for_hopper(config) or hopper.fits_tma(call.out))
+        by_tma = self._is_for_hopper(config) and call.name == "matmul_all_gather"
+        return self._context.is_symmetric(call.out) and (not by_tma or hopper.fits_tma(call.out))
 
     def needs(self, kind: tuple, call: Call, config: FusedConfig, direct: bool) -> Needs:
         """The workspace of a call, whose result peers store to where it is if ``direct``."""
@@ -95,18 +96,18 @@ class Kernels:
         W, programs = self._context.num_ranks, self._programs(config)
         direct = self.direct(call, config)
         result = call.out if direct or call.name not in STORED_BY_PEERS else self._staged(call, buffers)
+        place = self._context.get_device_context() if direct else buffers.context_tensor
         sender = None
         if self._is_for_hopper(config):
             memory = self._context.heap.mapping if direct else buffers.mapping
             memory_places = self._places() if direct else buffers.places
             kernel, args = hopper.arguments(
-                call, config, self.plan(call, config), buffers, W, memory, memory_places, result
+                call, config, self.plan(call, config), buffers, W, memory, memory_places, place, result
             )
             options = hopper.options(config)
             if call.name == "all_gather_matmul":
                 sender = self._sender(call, config, buffers)
         else:
-            place = self._context.get_device_context() if direct else buffers.context_tensor
             family = cdna3 if config.use_gluon else portable
             kernel, programs, args = family.arguments(call, config, buffers, W, place, result, programs)
             options = family.options(config)

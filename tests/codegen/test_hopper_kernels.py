@@ -48,9 +48,8 @@ def arguments(name, tile, by_columns, split, dtype=torch.bfloat16, lines=(False,
         front = (INT64, INT32, map_a, map_b, *factors, peers(out), INT32, *of_splits, M, N, K, *plan)
         return hopper_matmul_all_gather, (*front, W, *tile, 3, split, not split, 8, a_by_columns, by_columns, *last)
     spreads = name == "matmul_all_reduce"
-    result = (out, peers(out), INT32) if spreads else (out, None, None)
-    front = (INT64, INT32, peers(out), peers(out), INT32, map_a, map_b, *factors, *result, M, N, K, M // W, N, 1)
-    return hopper_matmul_reduce, (*front, W, *tile, 3, 4, 8, spreads, a_by_columns, by_columns, *last)
+    front = (INT64, INT64, INT32, peers(out), peers(out), INT32, map_a, map_b, *factors, out, M, N, K, M // W, N, 1)
+    return hopper_matmul_reduce, (*front, W, *tile, 3, 8, spreads, a_by_columns, by_columns, *last)
 
 
 @pytest.mark.parametrize(
@@ -67,13 +66,15 @@ def test_fused_operations(name, tile, by_columns, split):
     assert ("fence.proxy.async;" in text) == (name != "matmul_all_gather")
     # TMA finds what was stored to shared memory: the barriers, and the products of each multiplier.
     assert text.count("fence.proxy.async.shared::cta") >= 3
-    # What stays here, and what a split hands over, is stored 16 bytes at a time, and parts are fetched by TMA.
+    # What is stored from registers, is 16 bytes at a time: sums, what stays here, what a split hands over.
     split = split and "reduce" not in name
-    assert ("st.global.v4.b32" in text) == (name in ("all_gather_matmul", "matmul_reduce_scatter") or split)
+    assert ("st.global.v4.b32" in text) == (name != "matmul_all_gather" or split)
     # Each of 128 threads of a multiplier: its products of half a tile.
     of_splits = tile[0] // 2 * tile[1] // 128 // 4
     assert len(re.findall(r"ld\.global\.v4\.b32", text)) >= (2 * of_splits if split else 0)
     assert not split or "global.v2" not in text
+    # Who is done takes the next by a ticket: programs their tiles, and adders their panels.
+    assert text.count("atom.global.gpu.relaxed.add.u32") == (2 if "reduce" in name else 1)
     assert ("%clock64" in text) == (name == "matmul_all_gather" and not split)
     assert ("cp.async.bulk.tensor.3d.shared" in text) == ("reduce" in name)
     memory = [line for line in text.splitlines() if re.search(r"\b(ld|st|atom|red)\.(?!param|shared)|griddep", line)]

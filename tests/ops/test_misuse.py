@@ -100,12 +100,6 @@ CASES = {
         {role: ALIGNED[role][:, :0] for role in "A"} | {"out": ALIGNED["out"], "B": ALIGNED["B"][:0]},
         {"config": FusedConfig(use_gluon=True)},
     ),
-    "fewer rows than ranks": (
-        InvalidConfigError,
-        r"of 1 rows, 1 for each of \d ranks, the last has none to sum",
-        ALIGNED | {role: ALIGNED[role][:1] for role in ("out", "A")},
-        {"config": FusedConfig(use_gluon=True)},
-    ),
     "odd rows": (InvalidConfigError, "a multiple of 16 bytes", HALVES, {"config": FusedConfig(use_gluon=True)}),
     "low tiles": (
         InvalidConfigError,
@@ -157,19 +151,6 @@ def tiles_of_fp8(ctx, words, tile):
 )
 def test_tiles_of_fp8(ranks, words, tile):
     ranks.run(tiles_of_fp8, words, tile)
-
-
-def rows_for_all_but_the_last(ctx):
-    a, b = (torch.zeros(shape, dtype=torch.bfloat16, device=ctx.device) for shape in ((ctx.num_ranks + 1, 8), (8, 8)))
-    words = f"of {len(a)} rows, 2 for each of {ctx.num_ranks} ranks, the last has none"
-    with pytest.raises(InvalidConfigError, match=words):
-        ctx.ops.matmul_all_reduce(torch.zeros_like(a), a, b, config=FusedConfig(use_gluon=True, block_size_m=128))
-
-
-@pytest.mark.skipif(torch.version.hip is not None, reason="Hopper's kernel")
-@pytest.mark.ranks(3, exactly=True)
-def test_a_rank_without_rows_to_add_up(ranks):
-    ranks.run(rows_for_all_but_the_last)
 
 
 def test_rows_that_cannot_be_shared(ranks):

@@ -25,6 +25,7 @@ from iris.ops.counts import ARRIVED, triton_counts
 from iris.ops.gemm import gluon_place
 from iris.ops.hopper.pipeline import REGISTERS, WARPS, load_tile, make_pipeline, multiply
 from iris.ops.hopper.split_k import Units
+from iris.ops.hopper.tile_scheduler import await_next, tell_next
 from iris.ops.hopper.writer import await_products, free_products, store_products
 
 order_bulk_copies = gluon_ordering.order_bulk_copies
@@ -106,24 +107,26 @@ class Order:
 def load(pipeline, units, order, ctx, counts, a, gathered, b, K, BY_COLUMNS_B: gl.constexpr):
     """The loader's part."""
     chunks = order.chunks()
-    step = 0
-    for number in range(gl.program_id(0), units.count(), gl.num_programs(0)):
+    number, nth, step = gl.program_id(0), 0, 0
+    while number < units.count():
         tile, split, splits = units.at(number)
-        owner, nth, row, column = order.place(tile)
+        owner, chunk, row, column = order.place(tile)
         if owner == order.rank:
             step = load_tile(pipeline, a, b, row, column, K, split, splits, step, False, BY_COLUMNS_B)
         else:
-            ctx.wait(counts + ARRIVED + owner * chunks + nth, units.epoch, cmp="reached")
+            ctx.wait(counts + ARRIVED + owner * chunks + chunk, units.epoch, cmp="reached")
             order_bulk_copies()
             row += owner * chunks * order.chunk
             step = load_tile(pipeline, gathered, b, row, column, K, split, splits, step, False, BY_COLUMNS_B)
+        number = tell_next(pipeline, units, nth)
+        nth += 1
 
 
 @gluon.jit
 def write(pipeline, units, order, bias, out, stride_om, stride_on, BIASED: gl.constexpr):
     """The writer's part."""
-    done = 0
-    for number in range(gl.program_id(0), units.count(), gl.num_programs(0)):
+    number, nth, done = gl.program_id(0), 0, 0
+    while number < units.count():
         tile, split, splits = units.at(number)
         if split == splits - 1:
             owner, _, row, column = order.place(tile)
@@ -132,6 +135,8 @@ def write(pipeline, units, order, bias, out, stride_om, stride_on, BIASED: gl.co
             store_products(pipeline, bias, out, begin + row, column, stop, order.columns, stride_om, stride_on, BIASED)
             free_products(pipeline)
             done += 1
+        number = await_next(pipeline, nth)
+        nth += 1
 
 
 # A number of rows or tiles may be 1, and is no constant then.
@@ -181,7 +186,7 @@ def hopper_all_gather_matmul(
     epoch = gl.load(counts)
     pipeline = make_pipeline(tensor_map_a, tensor_map_b, out.dtype.element_ty, BLOCK_M, BLOCK_N, STAGES)
     order = Order(ctx.cur_rank, m, chunk, W * m, N, W, BLOCK_M, BLOCK_N, GROUP)
-    units = Units(order.count(), splits, last, partials, arrived, epoch, SPLIT)
+    units = Units(order.count(), splits, last, partials, arrived, epoch, counts + ARRIVED + W * order.chunks(), SPLIT)
     gl.warp_specialize(
         [
             (multiply, (pipeline, ctx, units, order, scale_a, scale_b, K, 0, LINES_A, LINES_B, False, BY_COLUMNS_B)),

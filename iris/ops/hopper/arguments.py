@@ -13,8 +13,8 @@ from iris.language.target import architecture
 from iris.ops.buffers import Buffers, Needs
 from iris.ops.call import Call
 from iris.ops.config import FusedConfig
+from iris.ops.hopper.adder import SLOTS
 from iris.ops.hopper.all_gather_matmul import hopper_all_gather_matmul
-from iris.ops.hopper.landing import SLOTS
 from iris.ops.hopper.matmul_all_gather import hopper_matmul_all_gather
 from iris.ops.hopper.matmul_reduce import hopper_matmul_reduce
 from iris.ops.hopper.pipeline import PANEL
@@ -32,10 +32,6 @@ STRIP_SHAPE = [STRIP.value, PANEL.value]
 # Chunks that a rank's rows of A are sent in, at most, and bytes of one, at least: what comes behind a copy costs time.
 # And rows: for each chunk all of B is read, which takes longer than to multiply 128 rows by it.
 MOST_CHUNKS, LEAST_CHUNK_BYTES, LEAST_CHUNK_ROWS = 4, 8 << 20, 256
-# Blocks that a rank's tiles of a sum are cut in (`iris.ops.hopper.matmul_reduce`): what is sent has the time of one to
-# arrive, and nothing hides what comes of the last one. Few where the sums go to all ranks and the link is busier than
-# the multiprocessors: below this depth, on H200.
-FEW_BLOCKS, MANY_BLOCKS, DEEP = 4, 16, 3300
 
 
 class Plan(NamedTuple):
@@ -65,9 +61,6 @@ def problem(call: Call, config: FusedConfig, size: int) -> str | None:
         return "A has no columns"
     if call.a.shape[1] * call.a.itemsize % ALIGNMENT or call.b.shape[1] * call.out.itemsize % ALIGNMENT:
         return f"the rows of A and of the result need a multiple of {ALIGNMENT} bytes"
-    share = -(-len(call.a) // size)
-    if call.name == "matmul_all_reduce" and share * (size - 1) >= len(call.a):
-        return f"of {len(call.a)} rows, {share} for each of {size} ranks, the last has none to sum; leave use_gluon out"
     if config.block_size_m not in (128, 256) or config.block_size_n not in (64, 128, 256):
         return "the Gluon kernels have tiles of 128 or 256 rows, and 64, 128 or 256 columns"
     most = LARGEST_TILE_OF_FP8 if narrow else LARGEST_TILE
@@ -154,19 +147,19 @@ def needs(kind: tuple, call: Call, config: FusedConfig, plan: Plan, size: int, d
     kind = (*kind, plan)
     if call.name == "all_gather_matmul":
         chunks = -(-rows // chunk_rows(call.a, config))
-        return Needs(kind, size * chunks, size * gathered_rows(call.a, config) * depth, call.a.dtype, *split)
+        return Needs(kind, size * chunks, size * gathered_rows(call.a, config) * depth, call.a.dtype, *split, tickets=1)
     if call.name == "matmul_all_gather":
-        return Needs(kind, 0, 0 if direct else size * rows * columns, dtype, *split)
+        return Needs(kind, 0, 0 if direct else size * rows * columns, dtype, *split, tickets=1)
     share = -(-rows // size)
     result = rows * columns if call.name == "matmul_all_reduce" and not direct else 0
-    return Needs(kind, -(-share // M) * -(-columns // N), size * share * columns + result, dtype)
+    return Needs(kind, -(-share // M) * -(-columns // N), size * share * columns + result, dtype, tickets=2)
 
 
 def arguments(
     call: Call, config: FusedConfig, plan: Plan, buffers: Buffers, size: int, memory: Mapping, memory_places: Any,
-    result: torch.Tensor,
+    place: torch.Tensor, result: torch.Tensor,
 ) -> tuple:  # fmt: skip
-    """The kernel and all that it gets. ``result`` lies in ``memory``, if peers store it."""
+    """The kernel and all that it gets. ``result`` lies in ``memory``, whose context is ``place``, if peers store it."""
     M, N, K = config.block_size_m, config.block_size_n, config.block_size_k
     (rows, depth), columns = call.a.shape, call.b.shape[1]
     a, b = tensor_map(call.a, [M // 2, K]), tensor_map(call.b, [K, N])
@@ -194,15 +187,9 @@ def arguments(
     own = TensorDescriptor.from_tensor(parts, block, gl.NVMMASharedLayout.get_default_for(block, ELEMENTS[parts.dtype]))
     peers = peers_map(buffers.mapping, parts[rank], STRIP_SHAPE)
     spreads = call.name == "matmul_all_reduce"
-    out, strides = (None, None), result.stride()
-    if spreads:
-        mine = result[rank * share : (rank + 1) * share]
-        out = (peers_map(memory, mine, STRIP_SHAPE), memory_places)
-    cut = FEW_BLOCKS if spreads and depth < DEEP else MANY_BLOCKS
-    tiles = -(-share // M) * -(-columns // N)
-    cut = max(1, min(cut, tiles // 16))
-    tail = (rows, columns, depth, share, *strides, *blocks, cut, config.group_size_m, spreads, of_a, of_b, *last)
-    return hopper_matmul_reduce, (*front, own, peers, buffers.places, a, b, *factors, result, *out, *tail)
+    tail = (rows, columns, depth, share, *result.stride(), *blocks, config.group_size_m, spreads, of_a, of_b, *last)
+    front = (buffers.context_tensor, place, buffers.counts)
+    return hopper_matmul_reduce, (*front, own, peers, buffers.places, a, b, *factors, result, *tail)
 
 
 def options(config: FusedConfig) -> dict[str, Any]:

@@ -11,11 +11,12 @@ from triton.experimental.gluon import language as gl
 
 from iris.language.context import IrisDeviceCtx, aggregate
 from iris.language.ordering import gluon_ordering
-from iris.ops.counts import gluon_counts
+from iris.ops.counts import ARRIVED, gluon_counts
 from iris.ops.gemm import gluon_place
 from iris.ops.hopper.pace import at_once, until_next
 from iris.ops.hopper.pipeline import REGISTERS, WARPS, load_tile, make_pipeline, multiply
 from iris.ops.hopper.split_k import Units
+from iris.ops.hopper.tile_scheduler import await_next, tell_next
 from iris.ops.hopper.writer import add_bias, await_products, free_products, send_products_to_all, strips_of
 
 await_bulk_stores, follow_predecessor = gluon_ordering.await_bulk_stores, gluon_ordering.follow_predecessor
@@ -57,29 +58,34 @@ class Order:
 @gluon.jit
 def load(pipeline, units, order, a, b, K, BY_COLUMNS_A: gl.constexpr, BY_COLUMNS_B: gl.constexpr):
     """The loader's part."""
-    step = 0
-    for number in range(gl.program_id(0), units.count(), gl.num_programs(0)):
+    number, nth, step = gl.program_id(0), 0, 0
+    while number < units.count():
         tile, split, splits = units.at(number)
         row, column = order.at(tile)
         step = load_tile(pipeline, a, b, row, column, K, split, splits, step, BY_COLUMNS_A, BY_COLUMNS_B)
+        number = tell_next(pipeline, units, nth)
+        nth += 1
 
 
 @gluon.jit
 def write(pipeline, units, order, ctx, counts, bias, peers, places, PACED: gl.constexpr, BIASED: gl.constexpr):
     """The writer's part."""
     await_ready(ctx, counts, units.epoch)
-    done = 0
-    for number in range(gl.program_id(0), units.count(), gl.num_programs(0)):
+    number, nth, done = gl.program_id(0), 0, 0
+    while number < units.count():
+        following = await_next(pipeline, nth)
         tile, split, splits = units.at(number)
         if split == splits - 1:
             row, column = order.at(tile)
             await_products(pipeline, done)
-            pace = until_next(pipeline.took, units, number, splits, strips_of(pipeline)) if PACED else at_once()
+            pace = until_next(pipeline.took, units, following, splits, strips_of(pipeline)) if PACED else at_once()
             if BIASED:
                 add_bias(pipeline, bias, column, order.columns)
             send_products_to_all(pipeline, pace, ctx, peers, places, counts, row, column, order.rows, order.columns)
             free_products(pipeline)
             done += 1
+        number = following
+        nth += 1
     # For the strips that stay on this rank: those to peers are there.
     await_bulk_stores()
     await_done(ctx, counts, units.epoch)
@@ -127,7 +133,7 @@ def hopper_matmul_all_gather(
     epoch = begin(ctx, counts)
     pipeline = make_pipeline(tensor_map_a, tensor_map_b, tensor_map_peers.dtype, BLOCK_M, BLOCK_N, STAGES)
     order = Order(M, N, BLOCK_M, BLOCK_N, GROUP)
-    units = Units(order.count(), splits, last, partials, arrived, epoch, SPLIT)
+    units = Units(order.count(), splits, last, partials, arrived, epoch, counts + ARRIVED, SPLIT)
     gl.warp_specialize(
         [
             (multiply, (pipeline, ctx, units, order, scale_a, scale_b, K, 0, LINES_A, LINES_B, BY_COLUMNS_A,

@@ -1,15 +1,15 @@
 """out = the sum of all ranks' A B: its rows shared among the ranks, or all of them on every rank.
 
-The tiles of a rank's rows are cut in blocks. Each rank computes a block of every peer's tiles, by turns, and the writer
-sends them to whom they belong; then the block of its own tiles that came before, to which the
-writer adds what the peers have sent of it, in float32 and in the order of ranks. So what is sent has the time of a
-block to arrive, and both the link and the sums are busy all the while. For all rows on every rank the writer then sends
-the sums to all. The multipliers wait for nobody.
+Each rank computes a tile of every rank's rows, by turns, and the writer sends it to whom it belongs: its own to its own
+memory. A fifth role, the adder, adds up what has come of this rank's tiles (`iris.ops.hopper.adder`), and for all rows
+on every rank sends the sums to all. So neither the multipliers nor the writer wait for peers, and the link is busy from
+the first tile on.
 
 Over the link, each rank: (W - 1) / W times M N elements out, in one step; for all rows twice that, in two. Parts travel
-in the type of the result, as they do through the vendor's library.
+in the type of the result, as they do through the vendor's library. Through the L2 cache besides: this rank's own part,
+out and in.
 
-Nobody waits in a circle: what a tile's sum waits for comes earlier in the order, which is the same on all ranks.
+Nobody waits in a circle: adders wait for writers, and these for nobody but the link.
 """
 
 import triton
@@ -20,28 +20,26 @@ from iris.language.context import IrisDeviceCtx, aggregate
 from iris.language.ordering import gluon_ordering
 from iris.ops.counts import ARRIVED, gluon_counts
 from iris.ops.gemm import gluon_place
-from iris.ops.hopper.landing import add_parts, make_landing
-from iris.ops.hopper.pace import at_once
-from iris.ops.hopper.pipeline import REGISTERS, WARPS, load_tile, make_pipeline, multiply
+from iris.ops.hopper.adder import add, make_landing
+from iris.ops.hopper.pipeline import load_tile, make_pipeline, multiply
 from iris.ops.hopper.split_k import whole_tiles
-from iris.ops.hopper.writer import await_products, free_products, send_products, send_products_to_all
+from iris.ops.hopper.tile_scheduler import await_next, tell_next
+from iris.ops.hopper.writer import await_products, free_products, keep_products, send_products
 
-await_bulk_stores, follow_predecessor, order_bulk_copies = (
-    gluon_ordering.await_bulk_stores, gluon_ordering.follow_predecessor, gluon_ordering.order_bulk_copies,
-)  # fmt: skip
-await_done, await_ready, begin, end = (
-    gluon_counts.await_done, gluon_counts.await_ready, gluon_counts.begin, gluon_counts.end,
-)  # fmt: skip
+# As in `iris.ops.hopper.pipeline`, and the adder, a warp beside the writer and the loader.
+WARPS = gl.constexpr([4, 2, 1, 1])
+REGISTERS = gl.constexpr([184, 136, 136, 136])
+
+follow_predecessor = gluon_ordering.follow_predecessor
+await_ready, begin, end = gluon_counts.await_ready, gluon_counts.begin, gluon_counts.end
 
 
 @aggregate
 class Order:
-    """The tiles of all ranks' rows, by number.
+    """The tiles of all ranks' rows, by number: the first of each rank's, this rank's last, then the second of each, ...
 
-    Blocks of `size` tiles come in the order: peers' block 0; peers' block 1, own block 0; peers' block 2, own block 1;
-    ...; own last block. Tiles of the peers come by turns, so that at all times some programs of each rank send to every
-    other: where all sent to one they met, sooner or later, at the same receiver. The last of a block may be tiles that
-    there are not; their number is too large.
+    At all times some programs of each rank send to every other: where all sent to one they met, sooner or later, at the
+    same receiver.
     """
 
     rank: gl.tensor
@@ -51,11 +49,10 @@ class Order:
     W: gl.constexpr
     BLOCK_M: gl.constexpr
     BLOCK_N: gl.constexpr
-    BLOCKS: gl.constexpr
     GROUP: gl.constexpr
 
     @triton.constexpr_function
-    def __init__(self, rank, share, rows, columns, W, BLOCK_M, BLOCK_N, BLOCKS, GROUP):
+    def __init__(self, rank, share, rows, columns, W, BLOCK_M, BLOCK_N, GROUP):
         self.rank = rank
         self.share = share
         self.rows = rows
@@ -63,7 +60,6 @@ class Order:
         self.W = gl.constexpr(W)
         self.BLOCK_M = gl.constexpr(BLOCK_M)
         self.BLOCK_N = gl.constexpr(BLOCK_N)
-        self.BLOCKS = gl.constexpr(BLOCKS)
         self.GROUP = gl.constexpr(GROUP)
 
     @gluon.jit
@@ -72,92 +68,74 @@ class Order:
         return gl.cdiv(self.share, self.BLOCK_M), gl.cdiv(self.columns, self.BLOCK_N)
 
     @gluon.jit
-    def size(self):
+    def count(self):
         tiles_m, tiles_n = self.tiles()
-        return gl.cdiv(tiles_m * tiles_n, self.BLOCKS)
+        return self.W * tiles_m * tiles_n
 
     @gluon.jit
-    def count(self):
-        return self.W * self.BLOCKS * self.size()
+    def rows_of(self, owner):
+        """How many rows of the sum are a rank's: of the last ones fewer, or none."""
+        return gl.minimum(self.share, self.rows - owner * self.share)
+
+    @gluon.jit
+    def in_share(self, tile):
+        """The first row of a rank's tile among its rows, and its first column."""
+        tiles_m, tiles_n = self.tiles()
+        pid_m, pid_n = gluon_place(tile, tiles_m, tiles_n, self.GROUP)
+        return pid_m * self.BLOCK_M, pid_n * self.BLOCK_N
 
     @gluon.jit
     def place(self, number):
-        """Whose rows a tile is of, which of theirs it is, its first row among them, and its first column."""
-        tiles_m, tiles_n = self.tiles()
-        size = self.size()
-        peers: gl.constexpr = self.W - 1
-        last = (self.W * self.BLOCKS - 1) * size
-        # As if an own block, which there is not, came behind the first of the peers.
-        shifted = number + gl.where(number < peers * size, 0, size)
-        turn, inside = shifted // (self.W * size), shifted % (self.W * size)
-        own = (inside >= peers * size) | (number >= last)
-        block = gl.where(number >= last, self.BLOCKS - 1, gl.where(own, turn - 1, turn))
-        if peers == 0:
-            owner, theirs = self.rank, inside
-        else:
-            owner, theirs = (self.rank + 1 + inside % peers) % self.W, inside // peers
-        in_block = gl.where(number >= last, number - last, gl.where(own, inside - peers * size, theirs))
-        tile = block * size + in_block
-        pid_m, pid_n = gluon_place(gl.minimum(tile, tiles_m * tiles_n - 1), tiles_m, tiles_n, self.GROUP)
-        return gl.where(own, self.rank, owner), tile, pid_m * self.BLOCK_M, pid_n * self.BLOCK_N
+        """Whose rows a tile is of, and which of theirs it is."""
+        return (self.rank + 1 + number % self.W) % self.W, number // self.W
 
     @gluon.jit
     def at(self, number):
         """The first row and column of a tile, of A and of B."""
-        owner, _, row, column = self.place(number)
+        owner, tile = self.place(number)
+        row, column = self.in_share(tile)
         return owner * self.share + row, column
 
 
 @gluon.jit
 def load(pipeline, units, order, a, b, K, BY_COLUMNS_A: gl.constexpr, BY_COLUMNS_B: gl.constexpr):
     """The loader's part."""
-    step = 0
-    for number in range(gl.program_id(0), units.count(), gl.num_programs(0)):
+    number, nth, step = gl.program_id(0), 0, 0
+    while number < units.count():
         row, column = order.at(number)
         step = load_tile(pipeline, a, b, row, column, K, 0, 1, step, BY_COLUMNS_A, BY_COLUMNS_B)
+        number = tell_next(pipeline, units, nth)
+        nth += 1
 
 
 @gluon.jit
-def write(
-    pipeline, units, order, landing, ctx, counts, parts, peers_parts, parts_places, bias, out, peers_out, out_places,
-    stride_om, stride_on, SPREADS: gl.constexpr, BIASED: gl.constexpr,
-):  # fmt: skip
+def write(pipeline, units, order, ctx, counts, peers_parts, parts_places):
     """The writer's part."""
-    W: gl.constexpr = ctx.num_ranks
-    rank, share, N = ctx.cur_rank, order.share, order.columns
-    tiles_m, tiles_n = order.tiles()
     await_ready(ctx, counts, units.epoch)
-    done, fetched = 0, 0
-    for number in range(gl.program_id(0), units.count(), gl.num_programs(0)):
-        owner, tile, row, column = order.place(number)
-        rows = gl.minimum(share, order.rows - owner * share)
+    number, done = gl.program_id(0), 0
+    while number < units.count():
+        owner, tile = order.place(number)
+        row, column = order.in_share(tile)
         await_products(pipeline, done)
-        if tile >= tiles_m * tiles_n:
-            free_products(pipeline)
-        elif owner != rank:
-            place = gl.load(parts_places + owner)
-            send_products(pipeline, ctx.tracing, peers_parts, place, counts, owner, row, column, rows, N)
-            free_products(pipeline)
-            ctx.signal(counts + ARRIVED + tile, 1, owner, op="add")
+        place = gl.load(parts_places + owner)
+        if owner == order.rank:
+            keep_products(pipeline, peers_parts, place, row, column)
         else:
-            ctx.wait(counts + ARRIVED + tile, units.epoch * (W - 1), cmp="reached")
-            order_bulk_copies()
-            fetched = add_parts(pipeline, landing, parts, fetched, bias, out, rank, W, row, column, rows, N, stride_om,
-                                stride_on, SPREADS, BIASED)  # fmt: skip
-            if SPREADS:
-                send_products_to_all(pipeline, at_once(), ctx, peers_out, out_places, counts, row, column, rows, N)
-            free_products(pipeline)
+            send_products(
+                pipeline, ctx.tracing, peers_parts, place, counts, owner, row, column, order.rows_of(owner),
+                order.columns,
+            )  # fmt: skip
+        free_products(pipeline)
+        ctx.signal(counts + ARRIVED + tile, 1, owner, op="add")
+        number = await_next(pipeline, done)
         done += 1
-    if SPREADS:
-        # For the strips that stay on this rank: those to peers are there.
-        await_bulk_stores()
-        await_done(ctx, counts, units.epoch)
 
 
 # A number of rows may be 1, and is no constant then.
 @gluon.jit(do_not_specialize=["M", "share"])
 def hopper_matmul_reduce(
     context_tensor,
+    out_context,
     counts,
     tensor_map_parts,
     tensor_map_peers,
@@ -168,8 +146,6 @@ def hopper_matmul_reduce(
     scale_a,
     scale_b,
     out,
-    tensor_map_out,
-    out_places,
     M,
     N,
     K,
@@ -180,7 +156,6 @@ def hopper_matmul_reduce(
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
-    BLOCKS: gl.constexpr,
     GROUP: gl.constexpr,
     SPREADS: gl.constexpr,
     BY_COLUMNS_A: gl.constexpr,
@@ -192,26 +167,29 @@ def hopper_matmul_reduce(
     """``share``: rows that a rank adds up, M over W.
 
     ``tensor_map_parts``: on this rank ``[W, share, N]``, rank r's products in parts[r]. ``tensor_map_peers``: this
-    rank's part on every rank, at ``parts_places``, int32 ``[W]``. With ``SPREADS`` the result is ``tensor_map_out``:
-    this rank's rows of it on every rank, at ``out_places``; else ``out``, ``[share, N]``. ``scale_a``, ``scale_b``:
+    rank's part on every rank, at ``parts_places``, int32 ``[W]``. ``out``: ``[share, N]``; with ``SPREADS`` ``[M, N]``,
+    the same place on every rank, in ``out_context``'s memory. ``scale_a``, ``scale_b``:
     float32, one number, or with ``LINES_A`` ``[M]`` and with ``LINES_B`` ``[N]``; or None.
     """
     follow_predecessor()
     ctx = IrisDeviceCtx.initialize(context_tensor, num_ranks=W)
+    out_ctx = IrisDeviceCtx.initialize(out_context, num_ranks=W)
     epoch = begin(ctx, counts)
     landing = make_landing(tensor_map_parts)
     pipeline = make_pipeline(tensor_map_a, tensor_map_b, tensor_map_parts.dtype, BLOCK_M, BLOCK_N, STAGES)
-    order = Order(ctx.cur_rank, share, M, N, W, BLOCK_M, BLOCK_N, BLOCKS, GROUP)
-    units = whole_tiles(order.count(), counts, epoch)
+    order = Order(ctx.cur_rank, share, M, N, W, BLOCK_M, BLOCK_N, GROUP)
+    tiles_m, tiles_n = order.tiles()
+    units = whole_tiles(order.count(), counts, epoch, counts + ARRIVED + tiles_m * tiles_n)
     gl.warp_specialize(
         [
             (multiply, (pipeline, ctx, units, order, scale_a, scale_b, K, 0, LINES_A, LINES_B, BY_COLUMNS_A,
                         BY_COLUMNS_B)),
             (multiply, (pipeline, ctx, units, order, scale_a, scale_b, K, 1, LINES_A, LINES_B, BY_COLUMNS_A,
                         BY_COLUMNS_B)),
-            (write, (pipeline, units, order, landing, ctx, counts, tensor_map_parts, tensor_map_peers, parts_places,
-                     bias, out, tensor_map_out, out_places, stride_om, stride_on, SPREADS, BIASED)),
+            (write, (pipeline, units, order, ctx, counts, tensor_map_peers, parts_places)),
             (load, (pipeline, units, order, tensor_map_a, tensor_map_b, K, BY_COLUMNS_A, BY_COLUMNS_B)),
+            (add, (pipeline, landing, units, order, ctx, counts, tensor_map_parts, bias, out, out_ctx,
+                   stride_om, stride_on, SPREADS, BIASED)),
         ],
         WARPS,
         REGISTERS,

@@ -19,13 +19,9 @@ from triton.experimental.gluon import language as gl
 from iris.language.address import in_simulator
 from iris.language.clock import gluon_clock
 from iris.language.context import aggregate
+from iris.ops.hopper.tile_scheduler import one_element
 
 cycles = gluon_clock.cycles
-
-
-@gluon.constexpr_function
-def one_element(warps):
-    return gl.BlockedLayout([1], [32], [warps], [0])
 
 
 @gluon.jit
@@ -56,9 +52,8 @@ def at_once():
 
 
 @gluon.jit
-def until_next(took, units, number, splits, strips):
-    """For the ``strips`` of unit ``number``, which is there, a tile in ``splits``: until the program's next unit is."""
-    following = number + gl.num_programs(0)
+def until_next(took, units, following, splits, strips):
+    """For the ``strips`` of a tile in ``splits``, which is there: until the program's next unit, ``following``, is."""
     _, _, next_splits = units.at(following)
     time = gl.sum(took.load(one_element(gl.num_warps())), axis=0) * splits // next_splits
     return Pace(cycles(), gl.where(following < units.count(), time // strips, 0), True)

@@ -5,10 +5,10 @@ A program is twelve warps in four partitions, and computes one tile of BLOCK_M x
 * the **loader**, one warp, fetches tiles of A and B by TMA into a ring of ``stages``;
 * two **multipliers**, a warp group each, multiply the upper and the lower half of a tile's rows (wgmma), scale and
   round the products and leave them in shared memory;
-* the **writer**, two warps, takes them from there to where they belong: to peers, by TMA, or into a sum with theirs.
+* the **writer**, two warps, takes them from there to where they belong: to peers, by TMA, or into the result.
 
-So while the writer stores over the link, or waits for peers, the multipliers are at the next tile, and the loader ahead
-of both. All partitions walk the same tiles in the same order.
+So while the writer stores over the link the multipliers are at the next tile, and the loader ahead of both. All
+partitions walk the same tiles in the same order: those that the loader has taken (`iris.ops.hopper.tile_scheduler`).
 
 Four kinds of mbarrier (PTX ISA, "mbarrier") hand the memory on; phases alternate, from 0 on:
 
@@ -39,6 +39,7 @@ from iris.language.tracing import TraceEvent
 from iris.ops.gemm import by_halves
 from iris.ops.hopper.pace import leave_time
 from iris.ops.hopper.split_k import add_up, hand_over, part_of_depth
+from iris.ops.hopper.tile_scheduler import READERS, SLOTS, await_next
 
 # Triton 3.6's names are other than 3.9's.
 fetch = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
@@ -74,7 +75,8 @@ class Pipeline:
 
     Tiles of A lie by halves, of stage s in ``tiles_a[2 s]`` and ``tiles_a[2 s + 1]``. The products lie by panels of
     half a tile's rows and `PANEL` columns, the upper half's first, each in the shape in which TMA takes it to a rank:
-    ``[panels, 1, rows, PANEL]``. ``took[0]``: cycles of their product, where stores are paced.
+    ``[panels, 1, rows, PANEL]``. ``took[0]``: cycles of their product, where stores are paced. ``numbers``: a ring, of
+    the units that come next (`iris.ops.hopper.tile_scheduler`).
     """
 
     tiles_a: gl.shared_memory_descriptor
@@ -85,9 +87,12 @@ class Pipeline:
     freed: gl.shared_memory_descriptor
     filled: gl.shared_memory_descriptor
     emptied: gl.shared_memory_descriptor
+    numbers: gl.shared_memory_descriptor
+    told: gl.shared_memory_descriptor
+    taken: gl.shared_memory_descriptor
 
     @triton.constexpr_function
-    def __init__(self, tiles_a, tiles_b, products, took, loaded, freed, filled, emptied):
+    def __init__(self, tiles_a, tiles_b, products, took, loaded, freed, filled, emptied, numbers, told, taken):
         self.tiles_a = tiles_a
         self.tiles_b = tiles_b
         self.products = products
@@ -96,6 +101,9 @@ class Pipeline:
         self.freed = freed
         self.filled = filled
         self.emptied = emptied
+        self.numbers = numbers
+        self.told = told
+        self.taken = taken
 
 
 @gluon.jit
@@ -111,6 +119,9 @@ def make_pipeline(a, b, element: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: g
         barriers(STAGES, 2),
         barriers(1, 2),
         barriers(1, 1),
+        gl.allocate_shared_memory(gl.int32, [SLOTS, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0])),
+        barriers(SLOTS, 1),
+        barriers(SLOTS, READERS),
     )
     # TMA, which completes barriers, must find them initialised.
     fence_async_shared()
@@ -210,8 +221,8 @@ def multiply(
         of_rows = gl.load(scale_a)
     if scale_b is not None and not LINES_B:
         of_columns = gl.load(scale_b)
-    step, done = 0, 0
-    for number in range(gl.program_id(0), units.count(), gl.num_programs(0)):
+    number, nth, step, done = gl.program_id(0), 0, 0, 0
+    while number < units.count():
         tile, split, splits = units.at(number)
         begin, end = part_of_depth(split, splits, K, BLOCK_K)
         since = cycles() if PACED else 0
@@ -265,3 +276,5 @@ def multiply(
             leave_all(pipeline, acc.to(pipeline.products.dtype), HALF)
             mbarrier.arrive(pipeline.filled.index(0), count=1)
             done += 1
+        number = await_next(pipeline, nth)
+        nth += 1

@@ -8,10 +8,10 @@ The program of the last split adds up. The others leave their products, in float
 order of splits, the last one first: the same bits in every call. To and from the L2 cache, for each split tile:
 ``splits`` - 1 times its elements, of 4 bytes; nothing over the link.
 
-Why nobody waits in a circle: the splits that one waits for come earlier in the order of units, and every program goes
-through its units in that order. Why ``partials`` may be written again: the call before is over, as launches of a stream
-follow each other, and only one stream uses them. ``arrived`` is never reset: each call adds ``splits`` - 1 to it, so at
-that many times the epoch everything of this call is there, and nothing of the next one.
+Why nobody waits in a circle: the splits that one waits for come earlier in the order of units, in which programs take
+them, and every program goes through its own in that order. Why ``partials`` may be written again: the call before is
+over, as launches of a stream follow each other, and only one stream uses them. ``arrived`` is never reset: each call
+adds ``splits`` - 1 to it, so at that many times the epoch all of this call is there, and nothing of the next one.
 """
 
 import triton
@@ -26,7 +26,10 @@ signal = gluon_ordering.signal
 
 @aggregate
 class Units:
-    """What the programs of a launch do, by number: each unit is a tile or a split of one."""
+    """What the programs of a launch do, by number: each unit is a tile or a split of one.
+
+    ``ticket``: what programs take them by (`iris.ops.hopper.tile_scheduler`).
+    """
 
     tiles: gl.tensor
     splits: gl.tensor
@@ -34,16 +37,18 @@ class Units:
     partials: gl.tensor
     arrived: gl.tensor
     epoch: gl.tensor
+    ticket: gl.tensor
     SPLIT: gl.constexpr
 
     @triton.constexpr_function
-    def __init__(self, tiles, splits, last, partials, arrived, epoch, SPLIT):
+    def __init__(self, tiles, splits, last, partials, arrived, epoch, ticket, SPLIT):
         self.tiles = tiles
         self.splits = splits
         self.last = last
         self.partials = partials
         self.arrived = arrived
         self.epoch = epoch
+        self.ticket = ticket
         self.SPLIT = gl.constexpr(SPLIT)
 
     @gluon.jit
@@ -74,9 +79,9 @@ class Units:
 
 
 @gluon.jit
-def whole_tiles(tiles, counts, epoch):
+def whole_tiles(tiles, counts, epoch, ticket):
     """Units none of which is a split. Nothing reads the fields that splits would need: any values of their types do."""
-    return Units(tiles, tiles, tiles, counts, counts, epoch, False)
+    return Units(tiles, tiles, tiles, counts, counts, epoch, ticket, False)
 
 
 @gluon.jit

@@ -131,6 +131,15 @@ def send_products(pipeline, tracing, peers, place, like, rank, row, column, rows
 
 
 @gluon.jit
+def keep_products(pipeline, peers, place, row, column):
+    """The same to this rank's own memory, all strips at a time: that is near. In place on return."""
+    for panel in range(pipeline.products.shape[0]):
+        for strip in gl.static_range(pipeline.products.shape[2] // STRIP):
+            put_strip(pipeline, peers, place, row, column, panel, strip)
+    await_bulk_stores()
+
+
+@gluon.jit
 def send_products_to_all(pipeline, pace, ctx, peers, places, like, row, column, rows, N):
     """The same to every rank, at its slice of ``places``, each strip when its turn comes (`iris.ops.hopper.pace`).
 

@@ -1,0 +1,61 @@
+"""Which program computes which unit: who is done takes the next one.
+
+Programs do not keep pace: the link takes more of some multiprocessors' stores than of others', by a tenth or two
+(docs/performance-lessons.md, "Who is done takes the next"). So only its first unit is a program's own from the start.
+Its loader, which is ahead of the other roles, draws a ticket for each further one (`iris.ops.counts`) behind the loads
+of the one before, where the ring of stages is full, and tells the others through a ring of numbers in shared memory. A
+program draws one behind each of its units, so all draw as many as there are units, in every call.
+
+Two kinds of mbarrier hand the numbers on, with phases as in `iris.ops.hopper.pipeline`:
+
+* ``told[s]``: a number is in slot s; the loader's store comes before its barrier, and that before the arrival. Awaited
+  by both multipliers and the writer.
+* ``taken[s]``: these three have read slot s; their loads have their values at their barriers. Awaited by the loader.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+block_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+
+# Numbers in the ring: the writer is two units behind the loader, or more where these are short; then the loader waits.
+SLOTS = gl.constexpr(4)
+READERS = gl.constexpr(3)
+
+
+@gluon.constexpr_function
+def one_element(warps):
+    """The layout of a number that a partition of so many warps loads or stores."""
+    return gl.BlockedLayout([1], [32], [warps], [0])
+
+
+@gluon.jit
+def take(ticket, count, epoch):
+    """Of ``count`` numbers the next that no program has in the call of this epoch: at first each has its own. Or one of
+    ``count`` or more, if there is none."""
+    earlier = (epoch - 1) * count
+    return gl.num_programs(0) + gl.atomic_add(ticket, 1, sem="relaxed", scope="gpu") - earlier
+
+
+@gluon.jit
+def tell_next(pipeline, units, nth):
+    """The loader, behind the ``nth`` unit of this program: takes the next one, and tells the other roles."""
+    number = take(units.ticket, units.count(), units.epoch)
+    slot = nth % SLOTS
+    mbarrier.wait(pipeline.taken.index(slot), nth // SLOTS & 1 ^ 1)
+    pipeline.numbers.index(slot).store(gl.full([1], 0, gl.int32, one_element(gl.num_warps())) + number)
+    block_barrier()
+    mbarrier.arrive(pipeline.told.index(slot), count=1)
+    return number
+
+
+@gluon.jit
+def await_next(pipeline, nth):
+    """Another role: which unit comes behind the ``nth`` of this program."""
+    slot = nth % SLOTS
+    mbarrier.wait(pipeline.told.index(slot), nth // SLOTS & 1)
+    number = gl.sum(pipeline.numbers.index(slot).load(one_element(gl.num_warps())), axis=0)
+    block_barrier()
+    mbarrier.arrive(pipeline.taken.index(slot), count=1)
+    return number
