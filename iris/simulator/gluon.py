@@ -139,7 +139,12 @@ class Semantic(TritonSemantic):
         return SharedMemory(view, mem_desc.dtype, shape, layout or mem_desc.layout, shape)
 
     def memdesc_index(self, mem_desc: SharedMemory, index: Any) -> SharedMemory:
-        number = integer(index)
+        number, order = integer(index), getattr(mem_desc.layout, "order", ())
+        if len(order) == len(mem_desc.shape):
+            raise ValueError(
+                f"shared memory {mem_desc.shape} cannot be indexed: its layout, of order {order}, has that dimension; "
+                "compilers take one of the dimensions behind it"
+            )
         if 0 <= number < len(mem_desc.handle):
             return self._view(mem_desc, mem_desc.handle[number])
         beside = np.full(mem_desc.shape[1:], dtypes.poison(mem_desc.dtype)).view(_Beside)

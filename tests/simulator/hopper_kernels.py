@@ -153,6 +153,8 @@ def name_beside(out, first, HOW: gl.constexpr):
         gl.store(out + gl.arange(0, 128, LINE), line.load(LINE))
     if HOW == "slice":
         lines.index(0).slice(100, 64)
+    if HOW == "of all dimensions":
+        gl.allocate_shared_memory(gl.float32, [2, 128], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])).index(first)
 
 
 @gluon.jit

@@ -113,6 +113,13 @@ def test_a_slice_lies_within_shared_memory():
         kernels.name_beside[(1,)](torch.zeros(128), 0, "slice")
 
 
+def test_an_index_needs_a_layout_of_what_lies_behind_it():
+    with pytest.raises(
+        ValueError, match=r"\[2, 128\] cannot be indexed: its layout, of order \[1, 0\], has that dimension"
+    ):
+        kernels.name_beside[(1,)](torch.zeros(128), 0, "of all dimensions")
+
+
 # mbarriers ------------------------------------------------------------------------------------------------------------
 
 
