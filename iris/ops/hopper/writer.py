@@ -109,7 +109,7 @@ def bytes_within(pipeline, row, column, rows, N):
     """How many bytes of the tile at this row and column are of rows below ``rows`` and columns below ``N``."""
     PANELS: gl.constexpr = pipeline.products.shape[0] // 2
     HALF: gl.constexpr = pipeline.products.shape[2]
-    there = gl.minimum(rows - row, 2 * HALF) * gl.minimum(N - column, PANELS * PANEL)
+    there = gl.maximum(gl.minimum(rows - row, 2 * HALF), 0) * gl.minimum(N - column, PANELS * PANEL)
     return there * bytes_of(pipeline.products.dtype)
 
 
