@@ -14,7 +14,7 @@ come behind the stores to all ranks, and its own add releases what it has acquir
 * ``done``, to which every program of every rank adds 1 behind all of its stores to this rank, with release. Program 0
   waits for all with acquire, and the kernel does not end before it. For results that peers store; what travels in parts
   is waited for part by part.
-* ``arrived[t]``, to which a peer adds 1 behind its stores of part t, with release; who uses part t waits for it.
+* ``arrived[t]``, to which whoever sends of part t adds 1 behind its stores, with release; who uses part t waits for it.
 * Tickets, behind these: a program adds 1, on its own rank alone, and takes what has that number. They order nothing. In
   a call all programs together add the same as in every other, and its launch comes behind that of the call before.
 

@@ -142,8 +142,8 @@ class Semantic(TritonSemantic):
         number, order = integer(index), getattr(mem_desc.layout, "order", ())
         if len(order) == len(mem_desc.shape):
             raise ValueError(
-                f"shared memory {mem_desc.shape} cannot be indexed: its layout, of order {order}, has that dimension; "
-                "compilers take one of the dimensions behind it"
+                f"shared memory {mem_desc.shape} cannot be indexed: its layout, of order {order}, has that dimension. "
+                "Give it a layout of the dimensions behind the first, which is all that compiles"
             )
         if 0 <= number < len(mem_desc.handle):
             return self._view(mem_desc, mem_desc.handle[number])

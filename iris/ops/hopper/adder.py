@@ -18,11 +18,12 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from iris.language.context import aggregate
 from iris.language.ordering import gluon_ordering
 from iris.ops.counts import ARRIVED, gluon_counts
-from iris.ops.hopper.pipeline import PANEL, barriers, block_barrier, fetch
+from iris.ops.hopper.pipeline import PANEL, barriers, fetch
 from iris.ops.hopper.tile_scheduler import take
 from iris.ops.hopper.writer import STRIP
 
-order_bulk_copies, await_done = gluon_ordering.order_bulk_copies, gluon_counts.await_done
+block_barrier, order_bulk_copies = gluon_ordering.block_barrier, gluon_ordering.order_bulk_copies
+await_done = gluon_counts.await_done
 
 # Pieces in shared memory, 4 KiB each: what fits beside a pipeline with tiles of 128 x 256.
 SLOTS = gl.constexpr(4)
@@ -88,7 +89,7 @@ def add(
         order_bulk_copies()
         for number in gl.static_range(min(SLOTS, PIECES)):
             fetch_piece(landing, parts, W, row, column, number, begun)
-        # While the first pieces are on their way.
+        # While the first pieces are on their way. Panels have a ticket of their own, behind that of tiles.
         following = take(units.ticket + 1, count, units.epoch)
         columns = column + gl.arange(0, PANEL, gl.SliceLayout(0, LAYOUT))
         number = 0

@@ -21,14 +21,14 @@ from iris.language.ordering import gluon_ordering
 from iris.ops.counts import ARRIVED, gluon_counts
 from iris.ops.gemm import gluon_place
 from iris.ops.hopper.adder import add, make_landing
-from iris.ops.hopper.pipeline import load_tile, make_pipeline, multiply
+from iris.ops.hopper.pipeline import REGISTERS, WARPS, load_tile, make_pipeline, multiply
 from iris.ops.hopper.split_k import whole_tiles
 from iris.ops.hopper.tile_scheduler import await_next, tell_next
 from iris.ops.hopper.writer import await_products, free_products, keep_products, send_products
 
-# As in `iris.ops.hopper.pipeline`, and the adder, a warp beside the writer and the loader.
-WARPS = gl.constexpr([4, 2, 1, 1])
-REGISTERS = gl.constexpr([184, 136, 136, 136])
+# And the adder's: a warp beside the writer and the loader, which share a number of registers.
+WARPS_WITH_ADDER = gl.constexpr([*WARPS.value, 1])
+REGISTERS_WITH_ADDER = gl.constexpr([*REGISTERS.value, REGISTERS.value[-1]])
 
 follow_predecessor = gluon_ordering.follow_predecessor
 await_ready, begin, end = gluon_counts.await_ready, gluon_counts.begin, gluon_counts.end
@@ -168,8 +168,8 @@ def hopper_matmul_reduce(
 
     ``tensor_map_parts``: on this rank ``[W, share, N]``, rank r's products in parts[r]. ``tensor_map_peers``: this
     rank's part on every rank, at ``parts_places``, int32 ``[W]``. ``out``: ``[share, N]``; with ``SPREADS`` ``[M, N]``,
-    the same place on every rank, in ``out_context``'s memory. ``scale_a``, ``scale_b``:
-    float32, one number, or with ``LINES_A`` ``[M]`` and with ``LINES_B`` ``[N]``; or None.
+    the same place on every rank, in ``out_context``'s memory. ``scale_a``, ``scale_b``: float32, one number, or with
+    ``LINES_A`` ``[M]`` and with ``LINES_B`` ``[N]``; or None.
     """
     follow_predecessor()
     ctx = IrisDeviceCtx.initialize(context_tensor, num_ranks=W)
@@ -191,7 +191,7 @@ def hopper_matmul_reduce(
             (add, (pipeline, landing, units, order, ctx, counts, tensor_map_parts, bias, out, out_ctx,
                    stride_om, stride_on, SPREADS, BIASED)),
         ],
-        WARPS,
-        REGISTERS,
+        WARPS_WITH_ADDER,
+        REGISTERS_WITH_ADDER,
     )  # fmt: skip
     end(counts, epoch)

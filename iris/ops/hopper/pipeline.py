@@ -35,6 +35,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from iris.language.address import bytes_of
 from iris.language.clock import gluon_clock
 from iris.language.context import aggregate
+from iris.language.ordering import gluon_ordering
 from iris.language.tracing import TraceEvent
 from iris.ops.gemm import by_halves
 from iris.ops.hopper.pace import leave_time
@@ -43,8 +44,7 @@ from iris.ops.hopper.tile_scheduler import READERS, SLOTS, await_next
 
 # Triton 3.6's names are other than 3.9's.
 fetch = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
-cycles = gluon_clock.cycles
-block_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+cycles, block_barrier = gluon_clock.cycles, gluon_ordering.block_barrier
 
 # Of the second multiplier, the writer and the loader: warps, and registers a thread. A warp group has one number of
 # registers, and the last two share one. The first multiplier has what is left of 3 x 168.

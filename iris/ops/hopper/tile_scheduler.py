@@ -17,7 +17,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-block_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+from iris.language.ordering import gluon_ordering
+
+block_barrier = gluon_ordering.block_barrier
 
 # Numbers in the ring: the writer is two units behind the loader, or more where these are short; then the loader waits.
 SLOTS = gl.constexpr(4)

@@ -10,11 +10,13 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from iris.language.address import bytes_of
 from iris.language.ordering import LANES, gluon_ordering
 from iris.ops.hopper.pace import await_turn
-from iris.ops.hopper.pipeline import PANEL, block_barrier
+from iris.ops.hopper.pipeline import PANEL
 
 # Triton 3.6's name is another than 3.9's.
 put = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
-await_bulk_stores, lanes = gluon_ordering.await_bulk_stores, gluon_ordering.lanes
+await_bulk_stores, block_barrier, lanes = (
+    gluon_ordering.await_bulk_stores, gluon_ordering.block_barrier, gluon_ordering.lanes,
+)  # fmt: skip
 
 # Rows of a strip: what is sent at a time, and what the writer has in registers at a time, 32 elements a thread.
 STRIP = gl.constexpr(32)

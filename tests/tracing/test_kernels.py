@@ -10,15 +10,23 @@ from covering import EVERYTHING
 
 from iris import simulator
 
+COLLECTIVES, OPERATIONS = "traced_collectives.py", "traced_operations.py"
+# With how many ranks, and how many ways there are.
+SAMPLE = [(COLLECTIVES, "2", 14), (OPERATIONS, "3", 7)]
+MORE = [(COLLECTIVES, "3", 16), (COLLECTIVES, "4", 16), (OPERATIONS, "2", 7), (OPERATIONS, "4", 7)]
+
 
 @pytest.mark.skipif(UNDER_TORCHRUN, reason="starts ranks of its own; run it without torchrun")
 @pytest.mark.skipif(not simulator.ACTIVE, reason="its program has as many ranks as it pleases")
-@pytest.mark.parametrize(("count", "ways"), [("2", 14), *([("3", 16), ("4", 16)] if EVERYTHING else [])])
-def test_every_way_of_every_collective_tells_what_it_moves(count, ways):
-    program = TESTS / "programs" / "traced_collectives.py"
+@pytest.mark.parametrize(("program", "count", "ways"), [*SAMPLE, *(MORE if EVERYTHING else [])])
+def test_every_way_of_every_operation_tells_what_it_moves(program, count, ways):
     environment = {**os.environ, "IRIS_TRACE": "1", "PYTHONPATH": import_path()}
     done = subprocess.run(
-        [sys.executable, program, count], env=environment, capture_output=True, text=True, timeout=240
+        [sys.executable, TESTS / "programs" / program, count],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"{ways} ways among {count} ranks move what they say.\n"
