@@ -118,7 +118,7 @@ def load(pipeline, units, order, ctx, counts, a, gathered, b, K, BY_COLUMNS_B: g
             order_bulk_copies()
             row += owner * chunks * order.chunk
             step = load_tile(pipeline, gathered, b, row, column, K, split, splits, step, False, BY_COLUMNS_B)
-        number = tell_next(pipeline, units, nth)
+        number = tell_next(pipeline, units, number, nth)
         nth += 1
 
 
@@ -135,7 +135,7 @@ def write(pipeline, units, order, bias, out, stride_om, stride_on, BIASED: gl.co
             store_products(pipeline, bias, out, begin + row, column, stop, order.columns, stride_om, stride_on, BIASED)
             free_products(pipeline)
             done += 1
-        number = await_next(pipeline, nth)
+        number = await_next(pipeline, units, number, nth)
         nth += 1
 
 
@@ -186,7 +186,7 @@ def hopper_all_gather_matmul(
     epoch = gl.load(counts)
     pipeline = make_pipeline(tensor_map_a, tensor_map_b, out.dtype.element_ty, BLOCK_M, BLOCK_N, STAGES)
     order = Order(ctx.cur_rank, m, chunk, W * m, N, W, BLOCK_M, BLOCK_N, GROUP)
-    units = Units(order.count(), splits, last, partials, arrived, epoch, counts + ARRIVED + W * order.chunks(), SPLIT)
+    units = Units(order.count(), splits, last, partials, arrived, epoch, counts, SPLIT, False)
     gl.warp_specialize(
         [
             (multiply, (pipeline, ctx, units, order, scale_a, scale_b, K, 0, LINES_A, LINES_B, False, BY_COLUMNS_B)),

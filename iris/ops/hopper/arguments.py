@@ -147,7 +147,7 @@ def needs(kind: tuple, call: Call, config: FusedConfig, plan: Plan, size: int, d
     kind = (*kind, plan)
     if call.name == "all_gather_matmul":
         chunks = -(-rows // chunk_rows(call.a, config))
-        return Needs(kind, size * chunks, size * gathered_rows(call.a, config) * depth, call.a.dtype, *split, tickets=1)
+        return Needs(kind, size * chunks, size * gathered_rows(call.a, config) * depth, call.a.dtype, *split)
     if call.name == "matmul_all_gather":
         return Needs(kind, 0, 0 if direct else size * rows * columns, dtype, *split, tickets=1)
     share = -(-rows // size)

@@ -63,7 +63,7 @@ def load(pipeline, units, order, a, b, K, BY_COLUMNS_A: gl.constexpr, BY_COLUMNS
         tile, split, splits = units.at(number)
         row, column = order.at(tile)
         step = load_tile(pipeline, a, b, row, column, K, split, splits, step, BY_COLUMNS_A, BY_COLUMNS_B)
-        number = tell_next(pipeline, units, nth)
+        number = tell_next(pipeline, units, number, nth)
         nth += 1
 
 
@@ -73,7 +73,7 @@ def write(pipeline, units, order, ctx, counts, bias, peers, places, PACED: gl.co
     await_ready(ctx, counts, units.epoch)
     number, nth, done = gl.program_id(0), 0, 0
     while number < units.count():
-        following = await_next(pipeline, nth)
+        following = await_next(pipeline, units, number, nth)
         tile, split, splits = units.at(number)
         if split == splits - 1:
             row, column = order.at(tile)
@@ -133,7 +133,7 @@ def hopper_matmul_all_gather(
     epoch = begin(ctx, counts)
     pipeline = make_pipeline(tensor_map_a, tensor_map_b, tensor_map_peers.dtype, BLOCK_M, BLOCK_N, STAGES)
     order = Order(M, N, BLOCK_M, BLOCK_N, GROUP)
-    units = Units(order.count(), splits, last, partials, arrived, epoch, counts + ARRIVED, SPLIT)
+    units = Units(order.count(), splits, last, partials, arrived, epoch, counts + ARRIVED, SPLIT, True)
     gl.warp_specialize(
         [
             (multiply, (pipeline, ctx, units, order, scale_a, scale_b, K, 0, LINES_A, LINES_B, BY_COLUMNS_A,

@@ -104,7 +104,7 @@ def load(pipeline, units, order, a, b, K, BY_COLUMNS_A: gl.constexpr, BY_COLUMNS
     while number < units.count():
         row, column = order.at(number)
         step = load_tile(pipeline, a, b, row, column, K, 0, 1, step, BY_COLUMNS_A, BY_COLUMNS_B)
-        number = tell_next(pipeline, units, nth)
+        number = tell_next(pipeline, units, number, nth)
         nth += 1
 
 
@@ -127,7 +127,7 @@ def write(pipeline, units, order, ctx, counts, peers_parts, parts_places):
             )  # fmt: skip
         free_products(pipeline)
         ctx.signal(counts + ARRIVED + tile, 1, owner, op="add")
-        number = await_next(pipeline, done)
+        number = await_next(pipeline, units, number, done)
         done += 1
 
 

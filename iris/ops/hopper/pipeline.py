@@ -276,5 +276,5 @@ def multiply(
             leave_all(pipeline, acc.to(pipeline.products.dtype), HALF)
             mbarrier.arrive(pipeline.filled.index(0), count=1)
             done += 1
-        number = await_next(pipeline, nth)
+        number = await_next(pipeline, units, number, nth)
         nth += 1

@@ -28,7 +28,7 @@ signal = gluon_ordering.signal
 class Units:
     """What the programs of a launch do, by number: each unit is a tile or a split of one.
 
-    ``ticket``: what programs take them by (`iris.ops.hopper.tile_scheduler`).
+    ``ticket``: what programs take them by, if they do (`iris.ops.hopper.tile_scheduler`).
     """
 
     tiles: gl.tensor
@@ -39,9 +39,10 @@ class Units:
     epoch: gl.tensor
     ticket: gl.tensor
     SPLIT: gl.constexpr
+    BY_TICKETS: gl.constexpr
 
     @triton.constexpr_function
-    def __init__(self, tiles, splits, last, partials, arrived, epoch, ticket, SPLIT):
+    def __init__(self, tiles, splits, last, partials, arrived, epoch, ticket, SPLIT, BY_TICKETS):
         self.tiles = tiles
         self.splits = splits
         self.last = last
@@ -50,6 +51,7 @@ class Units:
         self.epoch = epoch
         self.ticket = ticket
         self.SPLIT = gl.constexpr(SPLIT)
+        self.BY_TICKETS = gl.constexpr(BY_TICKETS)
 
     @gluon.jit
     def count(self):
@@ -81,7 +83,7 @@ class Units:
 @gluon.jit
 def whole_tiles(tiles, counts, epoch, ticket):
     """Units none of which is a split. Nothing reads the fields that splits would need: any values of their types do."""
-    return Units(tiles, tiles, tiles, counts, counts, epoch, ticket, False)
+    return Units(tiles, tiles, tiles, counts, counts, epoch, ticket, False, True)
 
 
 @gluon.jit

@@ -1,10 +1,13 @@
-"""Which program computes which unit: who is done takes the next one.
+"""Which program computes which unit: where they send, who is done takes the next one.
 
-Programs do not keep pace: the link takes more of some multiprocessors' stores than of others', by a tenth or two
-(docs/performance-lessons.md, "Who is done takes the next"). So only its first unit is a program's own from the start.
-Its loader, which is ahead of the other roles, draws a ticket for each further one (`iris.ops.counts`) behind the loads
-of the one before, where the ring of stages is full, and tells the others through a ring of numbers in shared memory. A
-program draws one behind each of its units, so all draw as many as there are units, in every call.
+Programs that send do not keep pace: the link takes more of some multiprocessors' stores than of others', by a tenth or
+two (docs/performance-lessons.md, "Who is done takes the next"). So only its first unit is a program's own from the
+start. Its loader, which is ahead of the other roles, draws a ticket for each further one (`iris.ops.counts`) behind the
+loads of the one before, where the ring of stages is full, and tells the others through a ring of numbers in shared
+memory. A program draws one behind each of its units, so all draw as many as there are units, in every call.
+
+Programs that send nothing keep pace, and the L2 cache has for one what another has loaded. Their units are their own
+from the start, as many apart as there are programs.
 
 Two kinds of mbarrier hand the numbers on, with phases as in `iris.ops.hopper.pipeline`:
 
@@ -41,8 +44,10 @@ def take(ticket, count, epoch):
 
 
 @gluon.jit
-def tell_next(pipeline, units, nth):
-    """The loader, behind the ``nth`` unit of this program: takes the next one, and tells the other roles."""
+def tell_next(pipeline, units, number, nth):
+    """The loader, behind the ``nth`` unit of this program, ``number``: takes the next, and tells the other roles."""
+    if not units.BY_TICKETS:
+        return number + gl.num_programs(0)
     number = take(units.ticket, units.count(), units.epoch)
     slot = nth % SLOTS
     mbarrier.wait(pipeline.taken.index(slot), nth // SLOTS & 1 ^ 1)
@@ -53,8 +58,10 @@ def tell_next(pipeline, units, nth):
 
 
 @gluon.jit
-def await_next(pipeline, nth):
-    """Another role: which unit comes behind the ``nth`` of this program."""
+def await_next(pipeline, units, number, nth):
+    """Another role: which unit comes behind the ``nth`` of this program, ``number``."""
+    if not units.BY_TICKETS:
+        return number + gl.num_programs(0)
     slot = nth % SLOTS
     mbarrier.wait(pipeline.told.index(slot), nth // SLOTS & 1)
     number = gl.sum(pipeline.numbers.index(slot).load(one_element(gl.num_warps())), axis=0)
