@@ -99,48 +99,64 @@ def plan(call: Call, size: int, programs: int, config: FusedConfig) -> Plan:
     # Of few rows B takes longest to read, which splits do not change.
     if "reduce" in call.name or size == 1 or len(call.a) < config.block_size_m or not call.out.numel():
         return Plan()
+    whole = [Plan()]
+    if call.name == "all_gather_matmul":
+        # The first is taken if they take as long: it has fewer copies.
+        whole = [Plan(together=chunks) for chunks in (hopper.MOST_CHUNKS, 2)]
+    split = [plan for each in whole for plan in with_splits(call, size, programs, config, each)]
+    whole, split = (
+        [each._replace(paced=is_paced(call, size, programs, config, each)) for each in plans]
+        for plans in (whole, split)
+    )
+
+    def time(plan: Plan) -> float:
+        return fused_us(call, size, programs, config, plan)
+
+    best, best_split = min(whole, key=time), min(split, key=time, default=None)
+    return best_split if best_split and MARGIN * time(best_split) < time(best) else best
+
+
+def with_splits(call: Call, size: int, programs: int, config: FusedConfig, plan: Plan) -> list[Plan]:
+    """The plan with each number of splits that may pay."""
     tiles = tiles_of(call, size, config)
     if (MARGIN - 1) * tiles > programs:
         # Splits save less than a round, which of so many does not matter.
-        counts = []
-    elif call.name == "all_gather_matmul":
-        counts = splittable(call, size, programs, config)
+        return []
+    if call.name == "all_gather_matmul":
+        counts = splittable(call, size, programs, config, plan)
     else:
         counts = [tiles % programs or min(tiles, programs)]
-    plans = [Plan()]
+    plans = []
     for last in counts:
         # Three rounds of splits at most: more are not faster, and their products take memory.
         most = min(MOST_SPLITS, -(-call.a.shape[1] // config.block_size_k), 3 * programs // last)
-        plans += [Plan(splits, last) for splits in range(2, most + 1)]
-    if call.name == "matmul_all_gather":
-        plans = [each._replace(paced=is_paced(call, size, programs, config, each)) for each in plans]
-    times = [fused_us(call, size, programs, config, each) for each in plans]
-    best = min(range(len(plans)), key=times.__getitem__)
-    return plans[best] if MARGIN * times[best] < times[0] else plans[0]
+        plans += [plan._replace(splits=splits, last=last) for splits in range(2, most + 1)]
+    return plans
 
 
-def chunks_of(call: Call, size: int, config: FusedConfig) -> list[tuple[int, float]]:
+def chunks_of(call: Call, size: int, config: FusedConfig, plan: Plan) -> list[tuple[int, float]]:
     """What all_gather_matmul multiplies, in its order: how many tiles, and microseconds until their rows are there."""
     rows, depth = call.a.shape
     step, columns = hopper.chunk_rows(call.a, config), -(-call.b.shape[1] // config.block_size_n)
     chunks, there = [], 0.0
     for rank in range(size):
-        for first in range(0, rows, step):
-            height = min(step, rows - first)
+        together = step * (plan.together if rank < size - 1 else 1)
+        for first in range(0, rows, together):
+            height = min(together, rows - first)
             there += COPY + height * depth * call.a.itemsize / 1e3 / ENGINE if rank else 0
             chunks.append((-(-height // config.block_size_m) * columns, there))
     return chunks
 
 
-def splittable(call: Call, size: int, programs: int, config: FusedConfig) -> list[int]:
+def splittable(call: Call, size: int, programs: int, config: FusedConfig, plan: Plan) -> list[int]:
     """Of all_gather_matmul: how many of the last tiles splitting may pay for."""
     tiles = tiles_of(call, size, config)
     if tiles <= 2 * programs:
         # In which own rows are all that there is to do at first.
         return [tiles]
-    chunks, whole = chunks_of(call, size, config), tile_us(call, config)
+    chunks, whole = chunks_of(call, size, config, plan), tile_us(call, config)
     last, end = chunks[-1]
-    if end + whole < product_us(call, size, programs, config, Plan()):
+    if end + whole < product_us(call, size, programs, config, plan):
         # Whatever comes last, it comes in time.
         return []
     # Those of the last chunk, or of all that come so late that a whole tile would be done behind it.
@@ -149,6 +165,8 @@ def splittable(call: Call, size: int, programs: int, config: FusedConfig) -> lis
 
 def is_paced(call: Call, size: int, programs: int, config: FusedConfig, plan: Plan) -> bool:
     """Whether stores leave the link time to rest: not where it takes longer than the product."""
+    if call.name != "matmul_all_gather":
+        return False
     return sent_bytes(call, size) / 1e3 / STORES < product_us(call, size, programs, config, plan)
 
 
@@ -157,7 +175,7 @@ def reading() -> float:
     return READING * (4917 if simulator.ACTIVE else get_dram_gbps())
 
 
-def read_us(call: Call, size: int, config: FusedConfig) -> float:
+def read_us(call: Call, size: int, config: FusedConfig, plan: Plan) -> float:
     """Microseconds in which a fused kernel reads B, as often as it needs it, from memory."""
     parts = size if "reduce" in call.name else 1
     rows, narrow, times = len(call.a) // parts, config.block_size_n < 256, 1.0
@@ -165,7 +183,7 @@ def read_us(call: Call, size: int, config: FusedConfig) -> float:
     # are narrow and not full: 192 rows took longer than 256.
     behind = narrow and rows > config.block_size_m and rows % config.block_size_m > 0
     if call.b.nbytes > CACHED and call.name == "all_gather_matmul":
-        times = size * (-(-rows // hopper.chunk_rows(call.a, config)) + behind)
+        times = len(chunks_of(call, size, config, plan)) + size * behind
     elif call.b.nbytes > CACHED:
         times = (READ_BY_TURNS if parts > 1 else 1) * (1 + behind)
     return times * call.b.nbytes / 1e3 / reading() / (NARROW if narrow else 1)
@@ -223,7 +241,7 @@ def product_us(call: Call, size: int, programs: int, config: FusedConfig, plan: 
     """Microseconds of all tiles: of rounds of whole ones, and of splits."""
     tiles, units = tiles_of(call, size, config), plan.last * plan.splits
     each, part = tile_us(call, config), split_us(call, config, plan)
-    read = read_us(call, size, config) / tiles
+    read = read_us(call, size, config, plan) / tiles
     # While splits are handed over nothing is read, which takes longer where it is reading that takes the time.
     further = max(0, -(-units // programs) - 1) if programs * read / plan.splits > part else 0
     splits = rounds_us(units, programs, part, read / plan.splits) + further * handing_over_us(config)
@@ -258,12 +276,12 @@ def fused_us(call: Call, size: int, programs: int, config: FusedConfig, plan: Pl
 def scheduled_us(call: Call, size: int, programs: int, config: FusedConfig, plan: Plan) -> float:
     """Microseconds of all_gather_matmul, whose programs begin a unit when they have done the last, and its rows are
     there."""
-    counts, times = zip(*chunks_of(call, size, config), strict=True)
+    counts, times = zip(*chunks_of(call, size, config, plan), strict=True)
     there, whole = np.repeat(times, counts), sum(counts) - plan.last
     there = np.concatenate([there[:whole], np.repeat(there[whole:], plan.splits)])
     takes = np.full(len(there), split_us(call, config, plan))
     takes[:whole] = tile_us(call, config)
-    read = np.full(len(there), read_us(call, size, config) / sum(counts))
+    read = np.full(len(there), read_us(call, size, config, plan) / sum(counts))
     read[whole:] /= plan.splits
     done = np.zeros(programs)
     for begin in range(0, len(there), programs):

@@ -144,8 +144,8 @@ class Kernels:
     def _sender(self, call: Call, config: FusedConfig, buffers: Buffers) -> Sender:
         if buffers.mover is None:
             (rows, depth), context = call.a.shape, self._context
-            chunk = hopper.chunk_rows(call.a, config)
-            buffers.mover = Sender(buffers, context.cur_rank, context.num_ranks, rows, depth, chunk)
+            chunk, together = hopper.chunk_rows(call.a, config), self.plan(call, config).together
+            buffers.mover = Sender(buffers, context.cur_rank, context.num_ranks, rows, depth, chunk, together)
         return buffers.mover
 
     def _places(self) -> torch.Tensor:

@@ -42,7 +42,7 @@ def arguments(name, tile, by_columns, split, dtype=torch.bfloat16, lines=(False,
     map_a, map_b = tensor_map(a, [rows // 2, depth]), tensor_map(b, [depth, columns])
     if name == "all_gather_matmul":
         gathered = tensor_map(all_rows, [rows // 2, depth])
-        front = (INT64, INT32, map_a, gathered, map_b, *factors, out, *of_splits, M, 1024, N, K, N, 1, *plan)
+        front = (INT64, INT32, map_a, gathered, map_b, *factors, out, *of_splits, M, 1024, 2, N, K, N, 1, *plan)
         return hopper_all_gather_matmul, (*front, W, *tile, 3, split, 8, by_columns, *last)
     if name == "matmul_all_gather":
         front = (INT64, INT32, map_a, map_b, *factors, peers(out), INT32, *of_splits, M, N, K, *plan)

@@ -94,7 +94,6 @@ def test_tiles_are_wide_where_stores_go_on_beside_them():
     # Narrow ones leave less behind the last product, which matters less the more tiles there are, and fetch more.
     assert choose(call("matmul_all_gather", 8192, 28672, 8192), 4, PROGRAMS, True, True).block_size_n == 256
     assert choose(call("matmul_all_gather", 8192, 8192, 8192), 4, PROGRAMS, True, True).block_size_n == 128
-    assert choose(call("all_gather_matmul", 8192, 8192, 8192), 4, PROGRAMS, True, True).block_size_n == 128
 
 
 @pytest.mark.parametrize("columns, depth", [(16384, 16384), (57344, 8192), (28672, 4096)])
@@ -103,7 +102,11 @@ def test_tiles_of_few_rows_take_as_long_as_b_is_read(columns, depth):
     # Of 128 rows on each of two ranks B is read twice, where the vendor's GEMM reads it once.
     assert choose(few, 2, PROGRAMS, True, True) == VENDOR
     assert choose(more, 2, PROGRAMS, True, True).use_gluon
-    assert read_us(few, 2, WIDE) == read_us(more, 2, WIDE) == pytest.approx(2 * few.b.nbytes / 1e3 / READING)
+    assert (
+        read_us(few, 2, WIDE, Plan())
+        == read_us(more, 2, WIDE, Plan())
+        == pytest.approx(2 * few.b.nbytes / 1e3 / READING)
+    )
 
 
 def test_a_round_takes_as_long_as_its_tiles_read():
@@ -118,7 +121,7 @@ def test_a_round_takes_as_long_as_its_tiles_read():
 @pytest.mark.parametrize("columns", [64, 128, 256])
 def test_the_last_of_narrow_tiles_read_b_for_themselves_if_they_are_not_full(columns):
     tile = replace(WIDE, block_size_n=columns)
-    full, rest = (read_us(call("matmul_all_gather", rows, 8192, 28672, size=1), 1, tile) for rows in (256, 192))
+    full, rest = (read_us(call("matmul_all_gather", rows, 8192, 28672, size=1), 1, tile, Plan()) for rows in (256, 192))
     assert rest == pytest.approx(full * (2 if columns < 256 else 1))
 
 
@@ -264,11 +267,11 @@ def test_programs_share_the_tiles_of_a_round_that_is_not_full():
     assert plan(call("matmul_all_gather", 1024, 8192, 28672), 4, PROGRAMS, narrow) == Plan(2, 128, paced=True)
     # 576 tiles, 36 of each chunk of rows: those of the chunks that come while a tile is multiplied, in three splits
     # each, of which there are programs for all of a chunk.
-    assert plan(call("all_gather_matmul", 8192, 4608, 36864), 4, PROGRAMS, narrow) == Plan(3, 108)
+    assert plan(call("all_gather_matmul", 8192, 4608, 36864), 4, PROGRAMS, narrow) == Plan(3, 108, together=2)
     # Few tiles, and those of the last rank's rows, which come when half of the time is over.
     assert plan(call("all_gather_matmul", 1024, 8192, 28672), 4, PROGRAMS, narrow).last == 128
     # The product takes longest: whatever comes last, it has come in time.
-    assert plan(call("all_gather_matmul", 8192, 28672, 8192), 4, PROGRAMS, WIDE) == Plan()
+    assert plan(call("all_gather_matmul", 8192, 28672, 8192), 4, PROGRAMS, WIDE) == Plan(together=4)
 
 
 @pytest.mark.parametrize("reading", [READING, 2750], ids=["H200", "H100"])

@@ -70,15 +70,18 @@ def test_tiles_split_along_k(ranks, name, plan):
         ranks.run(check_split, plan, name, *case)
 
 
-def check_chunks(ctx, *case):
-    with mock.patch.object(arguments, "LEAST_CHUNK_BYTES", 1):
+def check_chunks(ctx, plan, *case):
+    with mock.patch.object(arguments, "LEAST_CHUNK_BYTES", 1), planned(ctx, plan):
         check(ctx, "all_gather_matmul", *case)
 
 
-# Each rank has five tiles of rows, in chunks of two, two and one, of which the last has one row.
+# Each rank has five tiles of rows, in chunks of two, two and one, of which the last has one row. All ranks but one get
+# so many chunks at once.
 @pytest.mark.ranks(*RANKS)
-def test_rows_that_are_sent_in_chunks(ranks):
-    ranks.run(check_chunks, (513, 72, 64), torch.bfloat16, "Hopper", "rows", "columns", "rows", True, False)
+@pytest.mark.parametrize("together", [1, 2, 4])
+def test_rows_that_are_sent_in_chunks(ranks, together):
+    case = ((513, 72, 64), torch.bfloat16, "Hopper", "rows", "columns", "rows", True, False)
+    ranks.run(check_chunks, Plan(together=together), *case)
 
 
 def anywhere(ctx, name):

@@ -6,6 +6,9 @@ sends each chunk to a peer, and behind it, on the same stream, one word: the epo
 the rows of its right neighbour, and so on, which is the order in which they come. What comes last may be multiplied by
 several programs a tile (`iris.ops.hopper.split_k`).
 
+A copy takes time however small it is, and for each chunk all of B is read again. So chunks are long, but for those of
+the last rank, for which programs wait: there each has ``chunk`` rows, elsewhere ``together`` times as many.
+
 Over the link, each rank: its ``[m, K]`` of A to every peer, W - 1 times m K elements out, in one step. No
 multiprocessor moves any of it (docs/performance-lessons.md, "Copy engines").
 
@@ -50,6 +53,7 @@ class Order:
     rank: gl.tensor
     m: gl.tensor
     chunk: gl.tensor
+    together: gl.tensor
     rows: gl.tensor
     columns: gl.tensor
     W: gl.constexpr
@@ -58,10 +62,11 @@ class Order:
     GROUP: gl.constexpr
 
     @triton.constexpr_function
-    def __init__(self, rank, m, chunk, rows, columns, W, BLOCK_M, BLOCK_N, GROUP):
+    def __init__(self, rank, m, chunk, together, rows, columns, W, BLOCK_M, BLOCK_N, GROUP):
         self.rank = rank
         self.m = m
         self.chunk = chunk
+        self.together = together
         self.rows = rows
         self.columns = columns
         self.W = gl.constexpr(W)
@@ -71,8 +76,13 @@ class Order:
 
     @gluon.jit
     def chunks(self):
-        """Of one rank."""
+        """Of one rank at most."""
         return gl.cdiv(self.m, self.chunk)
+
+    @gluon.jit
+    def rows_of_chunk(self, owner):
+        """Of this rank's or another's."""
+        return gl.where(owner == (self.rank + self.W - 1) % self.W, self.chunk, self.chunk * self.together)
 
     @gluon.jit
     def tiles(self):
@@ -89,12 +99,13 @@ class Order:
         """Whose rows a tile is of, in which chunk of them, its first row among them, and its first column."""
         tiles_m, tiles_n = self.tiles()
         owner, theirs = (self.rank + tile // (tiles_m * tiles_n)) % self.W, tile % (tiles_m * tiles_n)
-        in_chunk = self.chunk // self.BLOCK_M
+        chunk = self.rows_of_chunk(owner)
+        in_chunk = chunk // self.BLOCK_M
         nth = theirs // (in_chunk * tiles_n)
         # The last chunk may have fewer rows.
         height = gl.minimum(in_chunk, tiles_m - nth * in_chunk)
         pid_m, pid_n = gluon_place(theirs % (in_chunk * tiles_n), height, tiles_n, self.GROUP)
-        return owner, nth, nth * self.chunk + pid_m * self.BLOCK_M, pid_n * self.BLOCK_N
+        return owner, nth, nth * chunk + pid_m * self.BLOCK_M, pid_n * self.BLOCK_N
 
     @gluon.jit
     def at(self, tile):
@@ -140,7 +151,7 @@ def write(pipeline, units, order, bias, out, stride_om, stride_on, BIASED: gl.co
 
 
 # A number of rows or tiles may be 1, and is no constant then.
-@gluon.jit(do_not_specialize=["m", "splits", "last"])
+@gluon.jit(do_not_specialize=["m", "together", "splits", "last"])
 def hopper_all_gather_matmul(
     context_tensor,
     counts,
@@ -155,6 +166,7 @@ def hopper_all_gather_matmul(
     arrived,
     m,
     chunk,
+    together,
     N,
     K,
     stride_om,
@@ -174,8 +186,8 @@ def hopper_all_gather_matmul(
 ):
     """A is this rank's ``[m, K]``, gathered ``[W, chunks * chunk, K]``, by rows; ``out``: ``[W * m, N]``, anywhere.
 
-    ``chunk``: rows that arrive together, a multiple of ``BLOCK_M``. Those of another rank begin where a tile does, so
-    that none is fetched while it arrives: what a tile has behind a rank's last row is nobody's.
+    ``chunk``: a multiple of ``BLOCK_M``. Rows that arrive together begin where a tile does, so that none is fetched
+    while it arrives: what a tile has behind a rank's last row is nobody's.
 
     ``scale_a``, ``scale_b``: float32, one number, or with ``LINES_A`` ``[W * m]`` and with ``LINES_B`` ``[N]``; or
     None.
@@ -185,7 +197,7 @@ def hopper_all_gather_matmul(
     ctx = IrisDeviceCtx.initialize(context_tensor, num_ranks=W)
     epoch = gl.load(counts)
     pipeline = make_pipeline(tensor_map_a, tensor_map_b, out.dtype.element_ty, BLOCK_M, BLOCK_N, STAGES)
-    order = Order(ctx.cur_rank, m, chunk, W * m, N, W, BLOCK_M, BLOCK_N, GROUP)
+    order = Order(ctx.cur_rank, m, chunk, together, W * m, N, W, BLOCK_M, BLOCK_N, GROUP)
     units = Units(order.count(), splits, last, partials, arrived, epoch, counts, SPLIT, False)
     gl.warp_specialize(
         [

@@ -37,12 +37,14 @@ MOST_CHUNKS, LEAST_CHUNK_BYTES, LEAST_CHUNK_ROWS = 4, 8 << 20, 256
 class Plan(NamedTuple):
     """What of a launch is chosen by time, beside its configuration.
 
-    The ``last`` tiles are cut into ``splits`` along K; stores to peers are ``paced``.
+    The ``last`` tiles are cut into ``splits`` along K; stores to peers are ``paced``. Of a gathered A, so many chunks
+    of a rank's rows go ``together`` where they are not the last (`iris.ops.hopper.all_gather_matmul`).
     """
 
     splits: int = 1
     last: int = 0
     paced: bool = False
+    together: int = 1
 
 
 def is_hopper() -> bool:
@@ -173,7 +175,7 @@ def arguments(
     split, at = (buffers.partials, buffers.split_counts), (plan.splits, plan.last)
     if call.name == "all_gather_matmul":
         gathered = tensor_map(buffers.data.view(-1, depth), [M // 2, K])
-        numbers = (rows, chunk_rows(call.a, config), columns, depth, *result.stride(), *at)
+        numbers = (rows, chunk_rows(call.a, config), plan.together, columns, depth, *result.stride(), *at)
         tail = (*blocks, plan.splits > 1, config.group_size_m, of_b, *last)
         return hopper_all_gather_matmul, (*front, a, gathered, b, *factors, result, *split, *numbers, *tail)
     if call.name == "matmul_all_gather":

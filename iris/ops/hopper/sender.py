@@ -18,7 +18,9 @@ class Sender:
 
     # As `iris.ops.workspaces` makes what this takes views of.
     @torch.inference_mode(False)
-    def __init__(self, buffers: Buffers, rank: int, size: int, rows: int, depth: int, chunk: int) -> None:
+    def __init__(
+        self, buffers: Buffers, rank: int, size: int, rows: int, depth: int, chunk: int, together: int
+    ) -> None:
         device = buffers.data.device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._args = (buffers.context_tensor, buffers.counts, size)
@@ -30,8 +32,10 @@ class Sender:
             peer = (rank - distance) % size
             there = buffers.peer(peer).view(size, -1, depth)[rank, :rows]
             arrived = buffers.peer_counts(peer)[ARRIVED.value + rank * -(-rows // chunk) :]
-            for number, begin in enumerate(range(0, rows, chunk)):
-                part = slice(begin, begin + chunk)
+            # Short chunks for the peer to which these rows are the last.
+            step = chunk * (together if distance < size - 1 else 1)
+            for number, begin in enumerate(range(0, rows, step)):
+                part = slice(begin, begin + step)
                 self._jobs.append((part, there[part], arrived[number : number + 1]))
 
     def send(self, a: torch.Tensor) -> None:
