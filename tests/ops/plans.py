@@ -1,6 +1,9 @@
 """The Hopper kernels' plans, which a model chooses that small matrices mean nothing to."""
 
 import contextlib
+from unittest import mock
+
+from iris.ops.hopper import arguments
 
 
 @contextlib.contextmanager
@@ -12,3 +15,8 @@ def planned(ctx, plan):
         yield
     finally:
         ctx.ops._kernels.__dict__.pop("plan", None)
+
+
+def short_chunks():
+    """While this lasts, rows of a gathered A are sent in as many chunks as those of a large one."""
+    return mock.patch.multiple(arguments, LEAST_CHUNK_BYTES=1, LEAST_CHUNK_ROWS=1)

@@ -8,7 +8,7 @@ import torch
 from iris.ops import FusedConfig
 from iris.ops.copies import COPIED
 from iris.ops.hopper.arguments import Plan
-from ops.plans import planned
+from ops.plans import planned, short_chunks
 from ops.products import OPERATIONS
 
 # Of all_gather_matmul several slabs of rows, in several strips each, which several programs send.
@@ -82,9 +82,9 @@ def with_its_plan(ctx, worker, name, config):
         worker(ctx, name, config)
 
 
-def play(ctx, name, config):
+def play(ctx, name, config, **sizes):
     on_gpu = ctx.device.type == "cuda"
-    data = Round(ctx, name, **OPERANDS.get(config, {}))
+    data = Round(ctx, name, **OPERANDS.get(config, sizes))
     out = ctx.zeros(*data.expected(0).shape, dtype=torch.bfloat16)
     wrong = torch.zeros((), dtype=torch.int64, device=ctx.device)
     for number in range(2000 if on_gpu else 3):
@@ -100,6 +100,17 @@ def play(ctx, name, config):
 @pytest.mark.parametrize("name, config", CASES)
 def test_rounds(ranks, name, config):
     ranks.run(with_its_plan, play, name, config)
+
+
+def play_with_chunks(ctx):
+    # Of three tiles of a rank's rows one comes at a time, or two of a rank that has another one behind it.
+    with planned(ctx, Plan(together=2)), short_chunks():
+        play(ctx, "all_gather_matmul", "gluon", M=257)
+
+
+@pytest.mark.ranks(3)
+def test_rounds_of_rows_that_come_in_chunks(ranks):
+    ranks.run(play_with_chunks)
 
 
 def replay(ctx, name, config):
