@@ -1,10 +1,11 @@
 """Stores to peers, spread over the product that they go on beside.
 
-A multiprocessor's TMA carries out what it is asked for one after the other, so a store that the link does not take at
-once holds up the loader's fetches behind it. Tiles are ready on all multiprocessors at about the same time; if all sent
-theirs at once, the link would be too slow for a while and the product stand still, and then the link would have nothing
-to do (docs/performance-lessons.md, "Sending beside a product"). So the strips of a tile leave by turns, evenly over the
-time until the next tile is ready. Behind a program's last tile there is no product to hold up, and they leave at once.
+Stores that the link does not take at once hold up what the same multiprocessor's loader fetches: in TMA, which carries
+out one after the other what it is asked for, and on their further way, as ordinary stores do, too. Tiles are ready on
+all multiprocessors at about the same time; if all sent theirs at once, the link would be too slow for a while and the
+product stand still, and then the link would have nothing to do (docs/performance-lessons.md, "Sending beside a
+product"). So the strips of a tile leave by turns, evenly over the time until the next tile is ready. Behind a program's
+last tile there is no product to hold up, and they leave at once.
 
 The time is what the product of the tile has taken, by the first multiplier's clock. The multiplier leaves it in shared
 memory in front of the products, when the writer has emptied these of the last tile, and so has read its time. What the
