@@ -74,8 +74,8 @@ def check_chunks(ctx, plan, *case):
         check(ctx, "all_gather_matmul", *case)
 
 
-# Each rank has five tiles of rows, in chunks of two, two and one, of which the last has one row. To all peers but one so
-# many of these go together.
+# Each rank has five tiles of rows, in chunks of two, two and one, of which the last has one row. To all peers but one
+# so many of these go together.
 @pytest.mark.ranks(*RANKS)
 @pytest.mark.parametrize("together", [1, 2])
 def test_rows_that_are_sent_in_chunks(ranks, together):
