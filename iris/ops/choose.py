@@ -140,9 +140,9 @@ def chunks_of(call: Call, size: int, config: FusedConfig, plan: Plan) -> list[tu
     step, columns = hopper.chunk_rows(call.a, config), -(-call.b.shape[1] // config.block_size_n)
     chunks, there = [], 0.0
     for rank in range(size):
-        together = step * (plan.together if rank < size - 1 else 1)
-        for first in range(0, rows, together):
-            height = min(together, rows - first)
+        chunk = step * (plan.together if rank < size - 1 else 1)
+        for first in range(0, rows, chunk):
+            height = min(chunk, rows - first)
             there += COPY + height * depth * call.a.itemsize / 1e3 / ENGINE if rank else 0
             chunks.append((-(-height // config.block_size_m) * columns, there))
     return chunks
