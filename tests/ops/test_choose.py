@@ -16,6 +16,7 @@ from iris.ops.choose import (
     TRITON,
     VENDOR,
     choose,
+    chunks_of,
     plan,
     read_us,
     rounds_us,
@@ -280,6 +281,16 @@ def test_programs_share_what_they_read(reading, monkeypatch):
     # 64 tiles, for which B is read too slowly by half of all programs. More than two splits would be handed over while
     # B is read, which takes longer than to multiply.
     assert plan(call("matmul_all_gather", 256, 16384, 16384, size=2), 2, PROGRAMS, WIDE) == Plan(2, 64, paced=True)
+
+
+def test_chunks_are_long_but_for_those_of_the_last_rank():
+    given = call("all_gather_matmul", 8192, 8192, 8192)
+    short, long = (chunks_of(given, 4, WIDE, Plan(together=chunks)) for chunks in (1, 4))
+    assert [count for count, _ in short] == 16 * [32] and [count for count, _ in long] == 3 * [128] + 4 * [32]
+    # Of four ranks' rows own ones are there, and six copies are fewer than twelve.
+    assert short[-1][1] - long[-1][1] == pytest.approx(6 * COPY)
+    chosen = choose(given, 4, PROGRAMS, True, True)
+    assert chosen.block_size_n == 256 and plan(given, 4, PROGRAMS, chosen) == Plan(together=4)
 
 
 def test_a_tile_waits_for_its_rows_and_its_program():

@@ -84,7 +84,7 @@ def with_its_plan(ctx, worker, name, config):
 
 def play(ctx, name, config, **sizes):
     on_gpu = ctx.device.type == "cuda"
-    data = Round(ctx, name, **OPERANDS.get(config, sizes))
+    data = Round(ctx, name, **OPERANDS.get(config, {}) | sizes)
     out = ctx.zeros(*data.expected(0).shape, dtype=torch.bfloat16)
     wrong = torch.zeros((), dtype=torch.int64, device=ctx.device)
     for number in range(2000 if on_gpu else 3):
