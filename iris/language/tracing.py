@@ -44,7 +44,8 @@ TRACE = tl.constexpr(device_record.TRACE)
 
 # The header: rows that were asked for, rows that there are, and contexts that were initialised; then the last looks,
 # where there are rows: 1 more than the row of a look, if that may go on, else 0. By context, each of which is of one
-# program; or by program, where there is none. Those that share a word are not under way at one time.
+# program; or by program, where there is none. Partitions of a program share a word, and run at one time: a look takes
+# the row out of it as it begins, and any other event what is there, so whoever has a row has it alone.
 ASKED, ROOM, CONTEXTS, LAST_LOOKS = map(tl.constexpr, (0, 1, 2, 16))
 NUM_LAST_LOOKS = tl.constexpr(4096)
 HEADER = tl.constexpr(LAST_LOOKS.value + NUM_LAST_LOOKS.value)
@@ -116,6 +117,7 @@ def may_look(op, mask):
 def make_tracing(jit: Callable, lang: ModuleType, order: SimpleNamespace, clocks: SimpleNamespace) -> SimpleNamespace:
     """What records, in the language that ``(jit, lang)`` stand for."""
     clock, block_barrier, linear_program_id = clocks.clock, order.block_barrier, order.linear_program_id
+    atomic = order.atomic
 
     @jit
     def least(x):
@@ -187,7 +189,7 @@ def make_tracing(jit: Callable, lang: ModuleType, order: SimpleNamespace, clocks
 
     @jit
     def last_look(buffer, context):
-        """Where the row of this program's last look is. One thread of it reads and writes it, and the words there."""
+        """Where the row of this program's last look is."""
         number = lang.cast(context, lang.int64)
         return buffer + LAST_LOOKS + lang.where(number == 0, linear_program_id(), number) % NUM_LAST_LOOKS
 
@@ -204,7 +206,7 @@ def make_tracing(jit: Callable, lang: ModuleType, order: SimpleNamespace, clocks
         room = lang.load(buffer + ROOM)
         program = linear_program_id() + (lang.cast(context, lang.int64) << 32)
         last = last_look(buffer, context)
-        again, before = room < 0, lang.cast(-1, lang.int64)
+        nothing, before, again = lang.cast(0, lang.int64), lang.cast(-1, lang.int64), room < 0
         if lanes is not None:
             row = lang.atomic_add(buffer + ASKED + lanes * 0, one + lanes * 0, mask=asked, sem="relaxed", scope="gpu")
             here = asked & (row < room)
@@ -215,8 +217,9 @@ def make_tracing(jit: Callable, lang: ModuleType, order: SimpleNamespace, clocks
             row = lang.atomic_add(buffer + ASKED, one, sem="relaxed", scope="gpu")
             here = row < room
         else:
-            before = lang.load(last, mask=room > 0, other=0) - 1
-            again = look & (before >= 0)
+            # Behind what the last look, which may be another partition's, has written into its row.
+            before = atomic("xchg", last, nothing, room > 0, "acquire", "gpu") - 1
+            again = look & (room > 0) & (before >= 0)
             again = again & (read(buffer, before, PROGRAM, again) == program)
             again = again & (read(buffer, before, NAME, again) == name)
             again = again & (read(buffer, before, TARGET, again) == target)
@@ -224,7 +227,8 @@ def make_tracing(jit: Callable, lang: ModuleType, order: SimpleNamespace, clocks
             again = again & (read(buffer, before, VALUE, again) == lang.cast(value, lang.int64))
             row = lang.atomic_add(buffer + ASKED, one, mask=again == 0, sem="relaxed", scope="gpu")
             here = (again == 0) & (row < room)
-        lang.store(last, one * 0, mask=room > 0)
+        if look is None:
+            lang.atomic_xchg(last, nothing, mask=room > 0, sem="relaxed", scope="gpu")
         write(buffer, row, NAME, name, here)
         write(buffer, row, FORM, form_of(form), here)
         write(buffer, row, PROGRAM, program, here)
@@ -391,7 +395,8 @@ def make_tracing(jit: Callable, lang: ModuleType, order: SimpleNamespace, clocks
             changed = (looks > 0) & (read(self.buffer, place, SEEN, here) != lang.cast(seen, lang.int64))
             write(self.buffer, row, LOOKS, looks + 1, here)
             self.end_flag(row, seen, now)
-            lang.store(last_look(self.buffer, self.context), lang.where(over | changed, 0, place + 1), mask=here)
+            left = lang.where(over | changed, 0, place + 1)
+            atomic("xchg", last_look(self.buffer, self.context), left, here, "release", "gpu")
 
         @jit
         def begin_atomic(self, op: tl.constexpr, ptr, rank, val, mask):

@@ -9,9 +9,13 @@ import torch.distributed as dist
 import triton
 import triton.language as tl
 from torch.distributed import _functional_collectives
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
 
 import iris
 from iris.ccl import Config
+from iris.gluon import IrisDeviceCtx
+from iris.language.tracing import BEGAN, ENDED, LOOKS, NAME
 from iris.ops import FusedConfig
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
@@ -64,6 +68,32 @@ def barrier_behind_messages(ctx):
     dist.barrier()
     assert data.tolist() == [i + (ctx.cur_rank + 2) % 3 for i in range(64)]
     ctx.barrier()
+
+
+@gluon.jit
+def look_at(ctx, flag, times):
+    for _ in range(times):
+        work = ctx.tracing.record_event_start(iris.TraceEvent.compute)
+        ctx.tracing.record_event_end(work)
+        ctx.atomic_add(flag, 0, ctx.cur_rank)
+        ctx.atomic_add(flag, 0, ctx.cur_rank)
+
+
+@gluon.jit
+def look_in_partitions(context_tensor, flag):
+    ctx = IrisDeviceCtx.initialize(context_tensor, tracing=True)
+    gl.warp_specialize([(look_at, (ctx, flag, 9)), (look_at, (ctx, flag, 12))], [4], [24])
+
+
+def looks_of_partitions(ctx):
+    """Partitions of a program look at one flag at one time, and none has another's row of the trace."""
+    flag = ctx.zeros(1, dtype=torch.int32)
+    ctx.tracing.enable()
+    look_in_partitions[(1,)](ctx.get_device_context(), flag)
+    events = ctx.tracing.recording().events
+    assert (events[:, NAME.value] == iris.TraceEvent.compute.value).sum() == 9 + 12
+    assert events[:, LOOKS.value].sum() == 2 * (9 + 12)
+    assert (events[:, BEGAN.value] <= events[:, ENDED.value]).all()
 
 
 @triton.jit
@@ -181,6 +211,7 @@ RIGHT = [
     calls_that_end_on_their_own,
     rows_of_a_tensor,
     waits_for_what_is_there,
+    looks_of_partitions,
 ]
 
 
