@@ -20,7 +20,10 @@ ALSO_SANITIZED := $(if $(IRIS_TEST_ALL),language ops ccl heap tracing $(addprefi
 OLDEST_TARGETS := $(if $(IRIS_TEST_ALL),,-k "not gfx")
 OLDEST_PROGRAMS := $(if $(IRIS_TEST_ALL),,-k "not torchrun")
 
-.PHONY: demo test test-all $(PARTS) test-gpu perf lint fix docs setup setup-oldest
+# One after the other, as each wants the GPUs for itself; and all of them, whichever misses its floors.
+MEASURED := perf-accesses perf-collectives perf-operations
+
+.PHONY: demo test test-all $(PARTS) test-gpu perf $(MEASURED) lint fix docs setup setup-oldest
 
 demo: setup          ## two ranks exchange data from inside Triton and Gluon kernels
 	$(RUN) -m iris demo
@@ -48,11 +51,18 @@ test-all: export IRIS_TEST_ALL = 1
 test-all: test       ## every combination, on up to 8 ranks, and more rounds: hours
 
 test-gpu:            ## the same tests on RANKS GPUs of this machine
-	$(TORCHRUN) -m pytest -q -x tests --ignore tests/codegen --ignore tests/simulator
+	$(TORCHRUN) -m pytest -q -x tests $(addprefix --ignore tests/,codegen sanitizer simulator)
 
 perf:                ## measures on RANKS GPUs, and fails below the floors of benchmarks/floors.json
+	$(MAKE) --keep-going --jobs 1 --no-print-directory $(MEASURED)
+
+perf-accesses:
 	$(TORCHRUN) benchmarks/point_to_point.py --floors benchmarks/floors.json
+
+perf-collectives:
 	$(TORCHRUN) -m iris bench ccl --library iris --library nccl --sizes 8,128,8192,65536 --floors benchmarks/floors.json
+
+perf-operations:
 	$(TORCHRUN) -m iris bench ops --library iris --library vendor --floors benchmarks/floors.json \
 	  --shape 8192x8192x8192 --shape 1024x8192x28672 --shape 4096x16384x4096 --shape 8x4096x0 --shape 16x8192x0
 
