@@ -395,6 +395,7 @@ def make_tracing(jit: Callable, lang: ModuleType, order: SimpleNamespace, clocks
             changed = (looks > 0) & (read(self.buffer, place, SEEN, here) != lang.cast(seen, lang.int64))
             write(self.buffer, row, LOOKS, looks + 1, here)
             self.end_flag(row, seen, now)
+            # Behind all that this look has written there, for whoever takes the row next.
             left = lang.where(over | changed, 0, place + 1)
             atomic("xchg", last_look(self.buffer, self.context), left, here, "release", "gpu")
 

@@ -337,10 +337,10 @@ def host_cost(ctx, name):
 
 @pytest.mark.parametrize("name", ["all_gather", "all_reduce", "reduce_scatter", "all_to_all", "broadcast"])
 def test_what_a_call_costs_the_host(ranks, name):
-    """8 us, or on a slower host twice what torch takes for its smallest kernel."""
+    """8 us, or on a slower host half as much again as torch takes for its smallest kernel."""
     costs = ranks.run(host_cost, name)
     print(costs)
-    assert all(mine <= max(HOST_COST_US, 2 * torchs) for mine, torchs in costs), costs
+    assert all(mine <= max(HOST_COST_US, 1.5 * torchs) for mine, torchs in costs), costs
 
 
 def first_in_capture(ctx):
