@@ -27,6 +27,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
 from conftest import UNDER_TORCHRUN, import_path
 from covering import EVERYTHING
 
@@ -181,11 +182,8 @@ class Commands:
                 assert re.search(rf"^{extra} = \[", project, flags=re.M)
 
     def python(self, *arguments):
-        if arguments[0] in self.programs:
+        if arguments[0] in self.programs or arguments[:2] == ("-m", "iris"):
             return [sys.executable, *arguments]
-        if arguments[:2] == ("-m", "iris"):
-            # The demonstration has a test of its own.
-            return [sys.executable, *arguments, *(["--help"] if "demo" in arguments else [])]
         if arguments[:2] == ("-m", "pytest") and arguments[-1] in self.programs:
             return [sys.executable, *arguments]
         if arguments[:2] == ("-m", "pytest"):
@@ -194,12 +192,18 @@ class Commands:
 
     def torchrun(self, *arguments):
         if "-m" in arguments:
-            # Ranks of its own, which another test has started; here, that the command and its options are there.
-            return [sys.executable, *arguments[arguments.index("-m") :], "--help"]
+            # Ranks of its own, which another test has started.
+            return self._understood(arguments[arguments.index("-m") :])
         first = next(i for i, argument in enumerate(arguments) if argument.endswith(".py"))
         if arguments[first] in self.programs:
             return [sys.executable, "-m", "torch.distributed.run", *arguments]
         self._exists(*arguments[first:])
+
+    def _understood(self, arguments):
+        """The command of Iris is there, and its options."""
+        assert arguments[:2] == ("-m", "iris")
+        asked = CliRunner().invoke(command_line, [*arguments[2:], "--help"])
+        assert asked.exit_code == 0, asked.output
 
     def _exists(self, path, *arguments):
         assert (ROOT / path).exists()
