@@ -29,8 +29,10 @@ from iris.ops.copies import COPIED
 PRODUCTS = ("all_gather_matmul", "matmul_all_gather", "matmul_reduce_scatter", "matmul_all_reduce")
 NORM = "all_reduce_rms_norm"
 OPERATIONS = (*PRODUCTS, NORM)
-# "gemm" and "all_reduce": the vendor's product, and Iris' all-reduce, alone.
-LIBRARIES = ("iris", "iris gluon", "iris triton", "iris copies", "vendor", "torch", "gemm", "all_reduce")
+# "gemm" and "all_reduce": the vendor's product, and Iris' all-reduce, alone. "iris residual": a norm with one.
+LIBRARIES = (
+    "iris", "iris gluon", "iris triton", "iris copies", "iris residual", "vendor", "torch", "gemm", "all_reduce",
+)  # fmt: skip
 # Layers of large models, and of one small batch.
 SHAPES = [
     (8192, 4608, 36864),
@@ -79,9 +81,10 @@ def problem(operation: str, shape: tuple[int, int, int], num_ranks: int) -> str 
 
 def has(library: str, operation: str) -> bool:
     """Whether the library has the operation, for whatever shapes and dtypes."""
+    of_norm = ("iris residual", "all_reduce")
     if operation == NORM:
-        return library in ("iris", "all_reduce", "vendor")
-    return library != "all_reduce" and (operation in COPIED or library not in ("iris copies", "torch"))
+        return library in ("iris", "vendor", *of_norm)
+    return library not in of_norm and (operation in COPIED or library not in ("iris copies", "torch"))
 
 
 class Row(NamedTuple):
@@ -105,7 +108,8 @@ class Row(NamedTuple):
 class Operands(NamedTuple):
     """Of one rank: ``a [m, k]``, ``b [k, n]``, ``out``, and ``whole``: what is gathered, a product or a sum alone.
 
-    Of `NORM`, ``a`` are the rows and ``b`` is the weight. Of fp8, ``factor`` is what A and B are multiplied by.
+    Of `NORM`, ``a`` are the rows, ``b`` is the weight, and ``residual`` is the same on all ranks. Of fp8, ``factor`` is
+    what A and B are multiplied by.
     """
 
     a: torch.Tensor
@@ -113,6 +117,7 @@ class Operands(NamedTuple):
     out: torch.Tensor
     whole: torch.Tensor
     factor: torch.Tensor | None = None
+    residual: torch.Tensor | None = None
 
     def multiply(self, a: torch.Tensor, out: torch.Tensor) -> None:
         """``out = a b``, by the vendor's GEMM."""
@@ -144,14 +149,15 @@ def operands(ctx: Iris, operation: str, shape: tuple[int, int, int], dtype: torc
     if operation == "matmul_all_gather":
         return Operands(random(M // W, K), b(K, N), out(M, N), random(M // W, N, dtype=result), factor)
     if operation == NORM:
-        return Operands(random(M, N), random(N), out(M, N), out(M, N))
+        a, weight = random(M, N), random(N)
+        return Operands(a, weight, out(M, N), out(M, N), residual=ctx.broadcast(a, 0).clone())
     rows = M // W if operation == "matmul_reduce_scatter" else M
     return Operands(random(M, K // W), b(K // W, N), out(rows, N), random(M, N, dtype=result), factor)
 
 
 def vendor(operation: str, x: Operands) -> Callable[[], object]:
     """The vendor's GEMM and torch.distributed's collective, one behind the other."""
-    a, b, out, whole, _ = x
+    a, b, out, whole, *_ = x
 
     def gather(result: torch.Tensor, own: torch.Tensor) -> None:
         # As bytes, since not every library knows fp8.
@@ -174,6 +180,7 @@ def case(ctx: Iris, operation: str, library: str, x: Operands) -> Callable[[], o
     if operation == NORM:
         return {
             "iris": lambda: ctx.ops.all_reduce_rms_norm(x.out, x.a, x.b, EPS),
+            "iris residual": lambda: ctx.ops.all_reduce_rms_norm(x.out, x.a, x.b, EPS, residual=x.residual),
             "all_reduce": lambda: ctx.ccl.all_reduce(x.whole, x.a),
             "vendor": vendor(operation, x),
         }[library]
@@ -216,11 +223,14 @@ def torchs(operation: str, x: Operands) -> Callable[[], object]:
     }[operation]
 
 
-def check(ctx: Iris, operation: str, call: Callable[[], object], x: Operands) -> str:
+def check(ctx: Iris, operation: str, library: str, call: Callable[[], object], x: Operands) -> str:
     """An empty string if a call gives what the vendor does; else what is wrong."""
     if operation == NORM:
         x.whole.copy_(x.a)
-        wanted = vendor(operation, x)()[-1].float()
+        dist.all_reduce(x.whole)
+        if library == "iris residual":
+            x.whole.add_(x.residual)
+        wanted = torch.nn.functional.rms_norm(x.whole, x.b.shape, x.b, EPS).float()
         x.whole.zero_()  # whose sums stay what they are, however often they are formed
     else:
         vendor(operation, x)()
@@ -256,7 +266,7 @@ def measure(
                 try:
                     call = case(ctx, operation, library, x)
                     if library.startswith("iris"):
-                        reason = check(ctx, operation, call, x)
+                        reason = check(ctx, operation, library, call, x)
                     else:
                         call()
                 except InvalidConfigError as error:

@@ -29,7 +29,7 @@ CALLS = {
     },
     "reduce_scatter": (
         tile_kernels.reduce_scatter,
-        (BF16, BF16, BF16, INT32, M, N, N, 1, N, 1, M // 4, 1024, 1024, 1024),
+        (BF16, BF16, BF16, INT32, M, N, N, 1, N, 1, M // 4, 1024, 1024, 1024, True),
     ),
 }
 

@@ -12,7 +12,7 @@ from iris.bench import operations, ops_command, plots
 
 
 def measured(ctx):
-    libraries = ["iris", "iris triton", "iris copies", "vendor", "gemm", "all_reduce"]
+    libraries = ["iris", "iris triton", "iris copies", "iris residual", "vendor", "gemm", "all_reduce"]
     shapes = [(32, 16, 32), (48, 16, 32), (3, 40, 0), (5, 24, 0)]
     return list(operations.measure(ctx, list(operations.OPERATIONS), shapes, libraries, torch.float32))
 
@@ -25,7 +25,7 @@ def test_what_is_measured(ranks, tmp_path):
     by_copies = {row.operation for row in rows if row.library == "iris copies"}
     assert by_copies == {"all_gather_matmul", "matmul_reduce_scatter"}
     norms = [row.library for row in rows if row.operation == operations.NORM]
-    assert norms == 2 * ["iris", "vendor", "all_reduce"]
+    assert norms == 2 * ["iris", "iris residual", "vendor", "all_reduce"]
     assert len(rows) == 2 * (4 * 4 + len(by_copies)) + len(norms)
     operations.write(tmp_path, "operations_2", 2, rows)
     written = json.loads((tmp_path / "operations_2.json").read_text())
@@ -131,8 +131,8 @@ def test_usual_shapes_are_left_out_where_ranks_cannot_share_them(monkeypatch):
 def spoilt(ctx):
     x = operations.operands(ctx, "matmul_all_reduce", (32, 16, 32), torch.float32)
     call = operations.case(ctx, "matmul_all_reduce", "iris", x)
-    assert operations.check(ctx, "matmul_all_reduce", call, x) == ""
-    assert "wrong result" in operations.check(ctx, "matmul_all_reduce", lambda: (call(), x.out[3].zero_()), x)
+    assert operations.check(ctx, "matmul_all_reduce", "iris", call, x) == ""
+    assert "wrong result" in operations.check(ctx, "matmul_all_reduce", "iris", lambda: (call(), x.out[3].zero_()), x)
 
 
 def test_a_wrong_result_is_noticed(ranks):

@@ -198,7 +198,8 @@ def test_all_reduce_in_any_order(ranks, variant):
         ranks.run(added, variant, *case)
 
 
-def scattered(ctx, M, columns, block, dtype, locks, src_by_columns, dst_by_columns):
+def scattered(ctx, M, columns, block, dtype, holds, locks, src_by_columns, dst_by_columns):
+    """Several calls in one launch, or one in each of several, with no meeting between them; data differ in each."""
     size, rank = ctx.num_ranks, ctx.cur_rank
     rows = triton.cdiv(M, size)
     grid = tiles(M, columns, block)
@@ -210,10 +211,15 @@ def scattered(ctx, M, columns, block, dtype, locks, src_by_columns, dst_by_colum
     dst = matrix(partial(torch.zeros, device=ctx.device), (CALLS + 1, rows, columns), dtype, dst_by_columns)
     dst.copy_(around[:rows])
     ctx.barrier()
-    tile_kernels.reduce_scatter[grid](
-        ctx.get_device_context(), values, src, dst, locks, M, columns, *src.stride(), *dst.stride()[1:], rows, CALLS,
-        M * columns, rows * columns, *block,
-    )  # fmt: skip
+    calls = CALLS if holds else 1
+    for first in range(0, CALLS, calls):
+        if not holds:
+            # On return from the last call nobody reads it any more.
+            src[:M].copy_(values[first])
+        tile_kernels.reduce_scatter[grid](
+            ctx.get_device_context(), values, src, dst[first:], locks, M, columns, *src.stride(), *dst.stride()[1:],
+            rows, calls, M * columns, rows * columns, holds, *block,
+        )  # fmt: skip
     ctx.barrier()
     for call in range(CALLS):
         expected = around.clone()
@@ -226,7 +232,7 @@ def scattered(ctx, M, columns, block, dtype, locks, src_by_columns, dst_by_colum
 @pytest.mark.ranks(*RANKS)
 def test_reduce_scatter(ranks):
     """Shards of which a tile has several, and shards of several tiles; shards of fewer rows, and of none."""
-    for rows, *case in covering([1, 5, 20], [1, 33], BLOCKS, SUMMED, LOCKS, *BY_COLUMNS, ranks=ranks):
+    for rows, *case in covering([1, 5, 20], [1, 33], BLOCKS, SUMMED, [True, False], LOCKS, *BY_COLUMNS, ranks=ranks):
         for M in {rows, rows * ranks.num_ranks}:
             ranks.run(scattered, M, *case)
 

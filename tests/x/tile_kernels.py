@@ -112,15 +112,20 @@ def reduce_scatter(
     calls,
     step,
     dst_step,
+    HOLDS: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
     ctx = DeviceContext.initialize(context)
+    pid_m, pid_n = tl.program_id(0), tl.program_id(1)
     for call in range(calls):
-        tile = tile_at(values + call * step, M, N, tl.program_id(0), tl.program_id(1), BM, BN)
         src_view = iris.x.make_tensor_view(src, M, N, src_m, src_n)
         dst_view = iris.x.make_tensor_view(dst + call * dst_step, shard, N, dst_m, dst_n)
-        iris.x.reduce_scatter(tile, src_view, dst_view, locks, ctx)
+        if HOLDS:
+            tile = tile_at(values + call * step, M, N, pid_m, pid_n, BM, BN)
+            iris.x.reduce_scatter(tile, src_view, dst_view, locks, ctx)
+        else:
+            iris.x.reduce_scatter(iris.x.TileView(pid_m, pid_n, BM, BN), src_view, dst_view, locks, ctx)
 
 
 @triton.jit
