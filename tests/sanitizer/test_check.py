@@ -58,8 +58,6 @@ ctx = iris.iris(heap_size=1 << 20)
 receive[(1,)](ctx.get_device_context(), ctx.ones(1, dtype=torch.int32))
 """
 
-FAILING = {"refused": REFUSED, "ends": "raise SystemExit(7)"}
-
 
 def run(*command, **variables):
     environment = {name: value for name, value in os.environ.items() if not name.startswith("IRIS_")}
@@ -91,10 +89,10 @@ def test_ranks_that_allocate_differently(iris_check):
     assert finding.kind == "asymmetric" and "own_buffer_first.py:" in finding.sentence
 
 
-@pytest.mark.parametrize("how", FAILING if EVERYTHING else ["refused"])
-def test_a_program_that_fails_for_another_reason(tmp_path, iris_check, how):
+@pytest.mark.parametrize("text", ["raise SystemExit(7)", REFUSED], ids=["ends", "refused"])
+def test_a_program_that_fails_for_another_reason(tmp_path, iris_check, text):
     program = tmp_path / "fails.py"
-    program.write_text(FAILING[how])
+    program.write_text(text)
     done = check(program)
     said = "iris-check: nothing found; the program failed for another reason, told above.\n"
     assert (done.returncode, done.stdout) == (2, said)
@@ -109,7 +107,7 @@ def test_a_program_that_nobody_checks_from_outside_reports_when_it_ends(argument
     assert ("iris-check: race/missing-acquire: " in done.stderr) == bool(status)
 
 
-@pytest.mark.parametrize("command", [("-m", "iris", "check"), *([()] if EVERYTHING else [])])
+@pytest.mark.parametrize("command", [("-m", "iris", "check"), ()], ids=["checked", "by itself"])
 def test_what_killed_ranks_have_done_is_told(tmp_path, command):
     """As are those that a launcher ends, once a race has made one of them fail."""
     program = tmp_path / "killed.py"
