@@ -6,7 +6,7 @@ from `IrisError` and from the built-in error that a caller would expect, so both
 """
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 def readable(size: int) -> str:
@@ -17,6 +17,12 @@ def readable(size: int) -> str:
     scaled = size / (1 << 10 * power)
     text = f"{scaled:.4g} {('KiB', 'MiB', 'GiB', 'TiB')[power - 1]}"
     return text if float(f"{scaled:.4g}") == scaled else f"{text} ({size} bytes)"
+
+
+def names(ranks: Sequence[int]) -> str:
+    """``rank 3``, ``ranks 0 and 3``, ``ranks 0, 1 and 3``."""
+    *most, last = [str(rank) for rank in ranks]
+    return f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"
 
 
 class IrisError(Exception):

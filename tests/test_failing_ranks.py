@@ -11,6 +11,7 @@ import iris.device_barrier
 import iris.tracing.recording
 from iris import world
 from iris.errors import PeerFailedError
+from iris.world import placement
 
 
 def collective(ctx):
@@ -29,7 +30,7 @@ CALLS = {
     "waiting for its kernels": (broadcast(lambda: 3), (iris.Iris, "_drain"), "broadcast from rank"),
     "no room for what comes": (
         lambda ctx: ctx.broadcast(torch.arange(6)), (torch, "empty"), "make room for what rank 0 broadcasts"),
-    "its device": (lambda ctx: world.join(), (world, "choose_device"), "find out where it runs"),
+    "its device": (lambda ctx: world.join(), (placement, "choose_device"), "find out where it runs"),
     "its table of collectives": (collective, (iris.ccl.communicator, "load_table"), "begin its first collective"),
     "the compiler": (
         lambda ctx: ctx.device_barrier(dist.new_group()), (iris.device_barrier, "prepare"), "compile its first"),

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from conftest import UNDER_TORCHRUN
 from torch.distributed import distributed_c10d
 
-from iris import world
 from iris.errors import (
     InvalidGroupError,
     IrisTimeoutError,
@@ -25,7 +24,7 @@ from iris.errors import (
     SeveralHostsError,
     SharedDeviceError,
 )
-from iris.world import Group, Seat
+from iris.world import Group, Seat, bootstrap, placement
 
 
 def everyone():
@@ -235,30 +234,30 @@ def seats(**changes):
 
 
 def test_ranks_on_one_host_may_have_names_of_their_own():
-    world.check_one_host(seats())
+    placement.check_one_host(seats())
 
 
 def test_ranks_on_several_hosts_are_told():
     with pytest.raises(SeveralHostsError, match="rank 0 on box0; rank 1 on box1; rank 2 on box2"):
-        world.check_one_host(seats(host=["one", "one", "two"]))
+        placement.check_one_host(seats(host=["one", "one", "two"]))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_no_gpu_and_no_simulator_is_told(monkeypatch):
-    monkeypatch.setattr(world.simulator, "ACTIVE", False)
+    monkeypatch.setattr(placement.simulator, "ACTIVE", False)
     with pytest.raises(NoGpuForRankError, match="no GPU here, and IRIS_SIMULATOR=0 forbids the simulator"):
-        world.find_seat(world.choose_device())
+        placement.find_seat(placement.choose_device())
 
 
 def test_two_ranks_on_one_gpu_are_told(monkeypatch):
-    monkeypatch.delenv(world.OVERLAP_VARIABLE, raising=False)
+    monkeypatch.delenv(placement.OVERLAP_VARIABLE, raising=False)
     shared = seats(gpu=["GPU-7", "GPU-8", "GPU-7"])
     with pytest.raises(SharedDeviceError, match=r"Ranks 0 and 2 use the same GPU .*set_device\(LOCAL_RANK\)"):
-        world.check_own_gpus(shared)
-    world.check_own_gpus(seats())
-    world.check_own_gpus(seats(gpu=[None] * 3))
-    monkeypatch.setenv(world.OVERLAP_VARIABLE, "1")
-    world.check_own_gpus(shared)
+        placement.check_own_gpus(shared)
+    placement.check_own_gpus(seats())
+    placement.check_own_gpus(seats(gpu=[None] * 3))
+    monkeypatch.setenv(placement.OVERLAP_VARIABLE, "1")
+    placement.check_own_gpus(shared)
 
 
 def test_gpus_without_peer_access_are_told(monkeypatch):
@@ -274,10 +273,10 @@ def test_gpus_without_peer_access_are_told(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=visible[index]))
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", can_access)
     with pytest.raises(NoPeerAccessError, match=r"cuda:1 \(H200\) of rank 0 cannot access .* of rank 2\."):
-        world.check_peer_access(seats(), 0, torch.device("cuda:1"))
+        placement.check_peer_access(seats(), 0, torch.device("cuda:1"))
     assert asked == [(1, 0)]
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *_: True)
-    world.check_peer_access(seats(), 0, torch.device("cuda:1"))
+    placement.check_peer_access(seats(), 0, torch.device("cuda:1"))
 
 
 @pytest.mark.parametrize(
@@ -291,25 +290,25 @@ def test_gpus_without_peer_access_are_told(monkeypatch):
     ],
 )
 def test_the_device_is_the_process_groups_or_the_current_one(monkeypatch, simulated, gpus, bound, expected):
-    monkeypatch.setattr(world.simulator, "ACTIVE", simulated)
+    monkeypatch.setattr(placement.simulator, "ACTIVE", simulated)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     group = SimpleNamespace(WORLD=SimpleNamespace(bound_device_id=torch.device(bound) if bound else None))
     monkeypatch.setattr(dist, "group", group)
-    assert world.choose_device() == torch.device(expected)
+    assert placement.choose_device() == torch.device(expected)
 
 
 @pytest.mark.parametrize(("local_rank", "visible", "chosen"), [("3", 8, 3), ("3", 1, 0)])
 def test_torchrun_gives_each_rank_a_gpu_and_nccl(monkeypatch, local_rank, visible, chosen):
     calls = []
-    monkeypatch.setattr(world, "_on_gpu", lambda: True)
+    monkeypatch.setattr(bootstrap, "on_gpu", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
     monkeypatch.setattr(torch.cuda, "set_device", lambda index: calls.append(index))
     monkeypatch.setattr(dist, "init_process_group", lambda backend: calls.append(backend))
     monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=None))
-    monkeypatch.setattr(world.atexit, "register", lambda function: None)
+    monkeypatch.setattr(bootstrap.atexit, "register", lambda function: None)
     monkeypatch.setenv("LOCAL_RANK", local_rank)
     monkeypatch.setenv("RANK", "11")
-    world._initialise()
+    bootstrap.initialise()
     assert calls == [chosen, "nccl"]

@@ -1,0 +1,83 @@
+"""Finds the world of this process.
+
+Rank and size come from ``torch.distributed``. A process that torchrun started and that has not initialised it yet is
+initialised here; a process that nobody started is a world of one rank, without any process group.
+"""
+
+import atexit
+import os
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from iris import simulator
+from iris.simulator import sanitizer
+from iris.world.group import Group
+from iris.world.placement import check_one_host, check_own_gpus, check_peer_access, choose_device, on_gpu, take_seat
+
+
+@dataclass(frozen=True)
+class World:
+    """All ranks, and this rank's device.
+
+    Attributes
+    ----------
+    group : Group
+        Every rank of the program, or of the process group that it was joined for.
+    device : torch.device
+        Where this rank's heap lives: its GPU, or the CPU.
+    """
+
+    group: Group
+    device: torch.device
+
+    @property
+    def rank(self) -> int:
+        return self.group.rank
+
+    @property
+    def size(self) -> int:
+        return self.group.size
+
+
+def join(process_group: dist.ProcessGroup | None = None) -> World:
+    """Find the world of this process: all ranks, or those of ``process_group``. Collective; blocks the host.
+
+    Raises
+    ------
+    NoGpuForRankError
+        Without a GPU and with ``IRIS_SIMULATOR=0``; `PeerFailedError` on ranks that have one.
+    SeveralHostsError, SharedDeviceError
+        On every rank, when ranks are on several hosts or two of them use one GPU.
+    NoPeerAccessError
+        When a rank's GPU cannot reach another's; `PeerFailedError` on ranks whose GPU can reach all.
+    """
+    if not dist.is_initialized() and "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        initialise()
+    group = Group(process_group or (dist.group.WORLD if dist.is_initialized() else None))
+    if simulator.ACTIVE:
+        simulator.hang.rank = lambda: group.ranks[group.rank]
+        sanitizer.start_if_wanted(group)
+    seats = group.agree(take_seat, "find out where it runs")
+    device = choose_device()
+    check_one_host(seats)
+    check_own_gpus(seats)
+    group.agree(lambda: check_peer_access(seats, group.rank, device), "reach the GPUs of its peers")
+    return World(group, device)
+
+
+def initialise() -> None:
+    if on_gpu():
+        # A process may see only its own GPU (CUDA_VISIBLE_DEVICES set per rank), hence the remainder. Where that makes
+        # two ranks share a GPU, `check_own_gpus` says so.
+        local_rank = int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
+        torch.cuda.set_device(local_rank % torch.cuda.device_count())
+    dist.init_process_group("nccl" if on_gpu() else "gloo")
+    ours = dist.group.WORLD
+
+    def destroy() -> None:
+        if dist.is_initialized() and dist.group.WORLD is ours:
+            dist.destroy_process_group()
+
+    atexit.register(destroy)
