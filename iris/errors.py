@@ -218,6 +218,17 @@ class KernelDefinedTooEarlyError(IrisError, RuntimeError):
         )
 
 
+class KernelSourceMissingError(IrisError, ValueError):
+    """The simulator cannot read the source of a kernel, and no compiler could."""
+
+    def __init__(self, kernel: str, place: str) -> None:
+        super().__init__(
+            f"The source of kernel {kernel!r} ({place}) cannot be read, or is another one by now. Triton works on the "
+            "text of a kernel, on a GPU as in the simulator: define it in a file that is there while the program runs, "
+            "or in a notebook, not with exec(), with `python -c`, at Python's prompt or in a .pyc file without its .py."
+        )
+
+
 class InvalidContextError(IrisError, ValueError):
     """A kernel got a device context, or heap bases, of no open heap."""
 

@@ -23,7 +23,8 @@ from iris.simulator import async_copy, libdevice, matrix_core, mbarrier, reducti
 from iris.simulator.aggregates import method
 from iris.simulator.gluon import semantic
 from iris.simulator.interpreter import MissingOperation
-from iris.simulator.kernels import GluonFunction, counted
+from iris.simulator.kernels import GluonFunction
+from iris.simulator.rewriting import counted
 
 _LANGUAGES = ("triton.language", "triton.experimental.gluon.language")
 

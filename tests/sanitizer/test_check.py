@@ -58,6 +58,28 @@ ctx = iris.iris(heap_size=1 << 20)
 receive[(1,)](ctx.get_device_context(), ctx.ones(1, dtype=torch.int32))
 """
 
+# What a rank does anyway: torch's compiler takes a second and 100 MB of each process that imports it.
+NO_COMPILER = """
+import os, sys
+import torch, triton, triton.language as tl
+import iris
+
+assert "torch._dynamo" not in sys.modules, "by import iris"
+
+@triton.jit
+def kernel(context_tensor, x):
+    iris.DeviceContext.initialize(context_tensor).atomic_add(x, 1, 0)
+
+with iris.iris(heap_size=1 << 20) as ctx:
+    x, out = ctx.zeros(8), torch.empty(8)
+    kernel[(2,)](ctx.get_device_context(), x)
+    ctx.ccl.all_reduce(out, x)
+    ctx.ops.matmul_all_reduce(ctx.zeros(8, 8), torch.ones(8, 8), torch.ones(8, 8))
+    ctx.barrier()
+    assert out.tolist() == [2] + 7 * [0], out
+assert "torch._dynamo" not in sys.modules, "by a rank"
+"""
+
 
 def run(*command, **variables):
     environment = {name: value for name, value in os.environ.items() if not name.startswith("IRIS_")}
@@ -98,6 +120,14 @@ def test_a_program_that_fails_for_another_reason(tmp_path, iris_check, text):
     assert (done.returncode, done.stdout) == (2, said)
     with pytest.raises(subprocess.CalledProcessError):
         iris_check(program)
+
+
+@pytest.mark.parametrize("command", [("-m", "iris", "check"), ()], ids=["checked", "by itself"])
+def test_no_rank_imports_the_compiler(tmp_path, command):
+    program = tmp_path / "program.py"
+    program.write_text(NO_COMPILER)
+    done = run(*command, program, IRIS_SIMULATOR="1")
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(("arguments", "status"), [([], 1), *([(["--corrected"], 0)] if EVERYTHING else [])])

@@ -2,6 +2,7 @@
 
 import gc
 import linecache
+import py_compile
 import textwrap
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +17,7 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from iris.errors import LaunchError
+from iris.errors import KernelSourceMissingError, LaunchError
 from iris.simulator import ACTIVE
 
 assert ACTIVE
@@ -146,6 +147,47 @@ def test_a_kernel_is_what_it_was_when_it_was_defined(tmp_path):
     x = torch.zeros(1)
     module.kernel[(1,)](x)
     assert x.item() == 5
+
+
+KERNEL = """
+import triton, triton.language as tl
+from triton.experimental import gluon
+
+@{decorator}
+def kernel(x):
+    value = 5
+    tl.store(x, value)
+"""
+
+
+def run_as_string(source, tmp_path):
+    exec(source, {"__name__": "typed"})
+
+
+def run_where_another_text_has_the_name(source, tmp_path):
+    other = "def another(x):\n    pass\n" * 8
+    linecache.cache["<string>"] = (len(other), None, other.splitlines(keepends=True), "<string>")
+    try:
+        run_as_string(source, tmp_path)
+    finally:
+        del linecache.cache["<string>"]
+
+
+def run_from_bytecode_alone(source, tmp_path):
+    file, compiled = tmp_path / "gone.py", tmp_path / "gone.pyc"
+    file.write_text(source)
+    py_compile.compile(str(file), str(compiled), doraise=True)
+    file.unlink()
+    spec = spec_from_file_location("gone", compiled)
+    spec.loader.exec_module(module_from_spec(spec))
+
+
+@pytest.mark.parametrize("run", [run_as_string, run_where_another_text_has_the_name, run_from_bytecode_alone])
+@pytest.mark.parametrize("decorator", ["triton.jit", "gluon.jit"])
+def test_a_kernel_whose_source_cannot_be_read_is_refused(tmp_path, run, decorator):
+    """It would run as the Python that it is, where ``value`` is no tensor."""
+    with pytest.raises(KernelSourceMissingError, match=r"kernel 'kernel' \(.*:5\) cannot be read"):
+        run(KERNEL.format(decorator=decorator), tmp_path)
 
 
 def test_first_launches_by_several_threads(tmp_path):

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from iris.simulator.sanitizer import indexed
 from iris.simulator.sanitizer.events import READ, UPDATE, WRITE
+from iris.untraced import untraced
 
 if TYPE_CHECKING:
     from iris.simulator.sanitizer.recorder import Recorder
@@ -53,6 +54,12 @@ class HostAccesses(TorchDispatchMode):
         """It changes nothing, so programs may be compiled under it."""
         return True
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Torch would import its compiler at the first operation to leave `__torch_dispatch__` out of graphs."""
+        return False
+
+    @untraced("the sanitizer looks at what torch does")
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         if func.namespace == "c10d" or (func.namespace == "_c10d_functional" and func._opname != "wait_tensor"):
