@@ -1,8 +1,9 @@
 """What a kernel tells its host: the first thing that went wrong in it, noted in device memory.
 
-Kernels write the record where a wait exceeds its limit (`iris.wait_limit`) and, with ``IRIS_DEBUG=1``, where they reach
-a peer by a pointer that is not in their context's heap. The host looks at it whenever it has drained a stream anyway.
-With neither switched on, there is nothing of it in the generated code.
+Kernels write the record where a wait exceeds its limit (`iris.wait_limit`); with ``IRIS_DEBUG=1``, where they reach a
+peer by a pointer that is not in their context's heap; and where a lock of `iris.x` holds what only its caller can have
+put there. The host looks at it whenever it has drained a stream anyway. With neither of the first two switched on, only
+the code of `iris.x` has anything of it.
 """
 
 from collections.abc import Callable
@@ -11,7 +12,7 @@ import numpy as np
 import torch
 
 from iris.barrier_diagnosis import explain
-from iris.errors import IrisTimeoutError, NotSymmetricError
+from iris.errors import ForeignLockValueError, IrisTimeoutError, NotSymmetricError
 from iris.heap.history import debugging
 from iris.heap.mapping import locate
 from iris.heap.symmetric import SymmetricHeap
@@ -19,7 +20,7 @@ from iris.wait_limit import NANOSECONDS, VARIABLE
 from iris.world import names
 
 # Words of the record. Of a barrier, SEEN is a bit for each rank from FIRST on that has arrived, of RANKS ranks; of
-# data, a bit for each rank whose data are missing. PROGRAMS: of the launch.
+# data, a bit for each rank whose data are missing. PROGRAMS: of the launch. Of a foreign lock, WANTED is its rank.
 CLAIMED, CLOCK, PROGRAM, FLAG, WANTED, SEEN, KIND, FIRST, RANKS, PROGRAMS = range(10)
 WORDS = 10
 # Behind them, and not part of what is said once and then forgotten: the address at which kernels that are traced write
@@ -28,8 +29,8 @@ TRACE, NO_TRACE, SIZE = 15, 16, 19
 BARRIER_LANES = 32
 
 # What the record is about: a wait, by its comparison; a barrier; a pointer; words that carry their own arrival; the
-# queues of a collective; a lock.
-KINDS = ("eq", "ne", "gt", "ge", "lt", "le", "barrier", "pointer", "data", "queue", "lock", "reached")
+# queues of a collective; a lock; a lock of tiles that somebody else has written.
+KINDS = ("eq", "ne", "gt", "ge", "lt", "le", "barrier", "pointer", "data", "queue", "lock", "reached", "foreign")
 _SYMBOLS = {"eq": "==", "ne": "!=", "gt": ">", "ge": ">=", "lt": "<", "le": "<=", "reached": "at or past"}
 
 CHECKS_POINTERS: bool = debugging()
@@ -52,7 +53,7 @@ class DeviceRecord:
     def raise_if_claimed(self, rank: int, describe: Callable[[int], str | None]) -> None:
         """Raise what a drained stream's kernels have recorded, and forget it.
 
-        Copies from the device if anything is switched on. ``describe`` turns an address into words, or returns None.
+        Copies from the device. ``describe`` turns an address into words, or returns None.
 
         Raises
         ------
@@ -60,9 +61,9 @@ class DeviceRecord:
             A wait exceeded its limit.
         NotSymmetricError
             A kernel reached a peer by a pointer that is not in its context's heap.
+        ForeignLockValueError
+            A kernel found a lock of `iris.x` that somebody else had written.
         """
-        if NANOSECONDS == 0 and not CHECKS_POINTERS:
-            return
         words = self._words.tolist()
         if not words[CLAIMED]:
             return
@@ -75,6 +76,8 @@ class DeviceRecord:
                 "heap_bases). Pass tensors that this context has made: ctx.zeros(), ctx.as_symmetric(), ..."
             )
         wanted, seen = words[WANTED], words[SEEN]
+        if kind == "foreign":
+            raise ForeignLockValueError(rank, wanted, place, seen)
         if kind == "barrier":
             what = f"in a barrier for epoch {wanted} ({place}). {_arrivals(words)}"
         elif kind == "queue":

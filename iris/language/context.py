@@ -320,6 +320,15 @@ def make_device_context(
             self.tracing.end_flags(events, wanted)
 
         @jit
+        def _wait_unless(self, flag_ptr, value, stop: tl.constexpr):
+            """Wait until the flag has reached ``value``, or one of its bits in ``stop`` is set; returns the flag."""
+            self._check(flag_ptr, None, self.cur_rank)
+            event = self.tracing.begin_flag("wait", flag_ptr, self.cur_rank, value, None)
+            seen = ordered_wait(flag_ptr, value, "reached", self._record(), stop)
+            self.tracing.end_flag(event, seen, seen)
+            return seen
+
+        @jit
         def _record(self):
             return record_of(self.table)
 

@@ -38,6 +38,9 @@ SYS = tl.constexpr("sys")
 SET = tl.constexpr("set")
 WHOLE = tl.constexpr("whole")
 
+# What a lock holds while somebody has it: "HELD" in ASCII, which nobody stores there by mistake.
+HELD = tl.constexpr(0x48454C44)
+
 # A barrier's flags are exchanged by so many lanes at once: a warp. All releases of a warp share one system fence;
 # a loop over single releases would pay for a fence each.
 LANES = tl.constexpr(device_record.BARRIER_LANES)
@@ -358,8 +361,10 @@ def make_ordering(jit: Callable, lang: ModuleType, translate, failures: SimpleNa
         return lang.atomic_add(ptrs, nothing, mask=mask, sem="relaxed", scope="sys")
 
     @jit
-    def unmet(seen, wanted, cmp: tl.constexpr):
-        if cmp == "reached":
+    def unmet(seen, wanted, cmp: tl.constexpr, stop: tl.constexpr):
+        if stop != 0:
+            return unmet(seen, wanted, cmp, 0) & ((seen & stop) == 0)
+        elif cmp == "reached":
             # A wrapping difference: a count that overflows its type is still the next one. Signed, also of counts that
             # are not: theirs is never less than 0.
             return lang.cast(wanted - seen, signed_type(wanted.dtype)) > 0
@@ -377,22 +382,25 @@ def make_ordering(jit: Callable, lang: ModuleType, translate, failures: SimpleNa
             return seen > wanted
 
     @jit
-    def wait(flag_ptr, value, cmp: tl.constexpr, record):
-        """Return the flag's value once ``flag <cmp> value`` holds; whatever was published before it is then visible."""
+    def wait(flag_ptr, value, cmp: tl.constexpr, record, stop: tl.constexpr = 0):
+        """Return the flag's value once ``flag <cmp> value`` holds; whatever was published before it is then visible.
+
+        ``stop``: bits of the flag, each of which ends the wait as well.
+        """
         lang.static_assert(possible("cmp", cmp), refusal("cmp", cmp))
         lang.static_assert(is_flag(flag_ptr.type), no_flag(flag_ptr.type))
         wanted = lang.cast(value, flag_ptr.dtype.element_ty)
         lang.static_assert(not is_block(wanted.type), "a flag is compared to one value, and not to a block of them")
         seen = poll(flag_ptr, None)
         if WAIT_LIMIT_NS == 0:
-            while unmet(seen, wanted, cmp):
+            while unmet(seen, wanted, cmp, stop):
                 seen = poll(flag_ptr, None)
         else:
             since = nanoseconds(record)
-            waiting = unmet(seen, wanted, cmp)
+            waiting = unmet(seen, wanted, cmp, stop)
             while waiting:
                 seen = poll(flag_ptr, None)
-                waiting = unmet(seen, wanted, cmp)
+                waiting = unmet(seen, wanted, cmp, stop)
                 if waiting:
                     if expired(record, since):
                         write_record(record, flag_ptr, wanted, seen, kind_code(cmp), 0, 0)
@@ -402,19 +410,23 @@ def make_ordering(jit: Callable, lang: ModuleType, translate, failures: SimpleNa
 
     @jit
     def lock(lock_ptr, record):
-        """Take a lock, 0 while it is free: what its last holder did is visible then. One program a lock at a time."""
-        taken = atomic_cas(lock_ptr, 0, 1, "acquire", "sys")
+        """Take a lock, 0 while it is free: what its last holder did is visible then. One program a lock at a time.
+
+        Returns 0; or, if the lock is neither free nor `HELD`, what it holds: then it has not been taken.
+        """
+        taken = atomic_cas(lock_ptr, 0, HELD, "acquire", "sys")
         if WAIT_LIMIT_NS == 0:
-            while taken != 0:
-                taken = atomic_cas(lock_ptr, 0, 1, "acquire", "sys")
+            while taken == HELD:
+                taken = atomic_cas(lock_ptr, 0, HELD, "acquire", "sys")
         else:
             since = nanoseconds(record)
-            while taken != 0:
-                taken = atomic_cas(lock_ptr, 0, 1, "acquire", "sys")
-                if taken != 0:
+            while taken == HELD:
+                taken = atomic_cas(lock_ptr, 0, HELD, "acquire", "sys")
+                if taken == HELD:
                     if expired(record, since):
                         write_record(record, lock_ptr, 0, taken, kind_code("lock"), 0, 0)
                         taken = taken * 0
+        return taken
 
     @jit
     def unlock(lock_ptr):

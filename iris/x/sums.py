@@ -4,32 +4,7 @@ Sums are formed in float32 (float64 for float64, integers in their own type; of 
 rounded once, except in the atomic and spinlock variants, which add to what is in memory already, in the order in which
 ranks come.
 
-**Locks** (int32 or int64, one a tile, on the heap, zeros at first; an array for each ``src``). They count and are never
-reset, so calls may follow each other without a barrier between them, and in graphs. Zeroing them between calls, behind
-a barrier, does no harm. Anything else that a caller writes there does: peers may have added to the lock before this
-rank calls, so an exchange takes their signals away, and a 1 looks like one of them. No word that a caller sets can be
-told from what it replaced, so programs of earlier interfaces, which set the lock to 1 before they call, leave that out.
-
-In each call a tile's lock on each rank rises by `PERIOD` in all:
-
-* `all_reduce_one_shot` and `reduce_scatter`. Every rank adds 1 to every rank's lock when its tile lies in ``src``: its
-  first signal; and 1 when it has read the others': its last. That of rank 0 is what is missing to `PERIOD`.
-* `all_reduce_two_shot`. One rank adds the tile up. The others add 1 to its lock when theirs lies in ``src``: their
-  first signals. It adds what is missing to its own, and `PERIOD` to theirs when the sum lies in their ``dst``.
-
-Who writes: every rank, by adding with release. Who reads: the lock's own rank, with acquire.
-
-Where a call starts: let k calls be over on this rank. The last of them waited until the lock was (k - 1) PERIOD + W, or
-in two-shot k PERIOD, which a rank that adds the tile up brings its own lock to. And locks do not fall, so this one is
-at k PERIOD - (PERIOD - W) or above. It is at k PERIOD + W - 1 or below: of call k + 1 a first signal of each peer may
-be here and nothing else, as nobody gets further without this rank's. So k PERIOD is the multiple of PERIOD at or below
-``lock + PERIOD - W``.
-
-Why a rank may store into ``src`` once its lock has reached k PERIOD: all signals of k calls are here, and everybody has
-read what lay there. Or some last signals are still on their way, and first ones of call k + 1 are here in their place.
-Such a one stands for them: its sender saw its own lock at k PERIOD, so it has acquired the last signals of all, or what
-stands for them in turn, and releases what it has acquired. It is the same where a rank waits for first signals, and has
-last ones in their place. Comparisons wrap, and PERIOD divides 2^32, so counts may overflow.
+How ranks tell each other that a tile is there, and has been read: `iris.x.locks`.
 
 Programs wait for their peers here. So all ranks call for the same tiles, and the programs that do so are resident at
 once, or take their tiles in the same order.
@@ -41,14 +16,11 @@ import triton.language as tl
 from iris.ccl.combine import accumulator
 from iris.errors import InvalidTileError
 from iris.language.context import aggregate
-from iris.language.ordering import LANES, triton_ordering
+from iris.language.ordering import triton_ordering
+from iris.x.locks import PERIOD, SIGNAL, arrived, begin, finish, report, signal_all
 from iris.x.tile import check, check_choice, check_locks, columns_of, kept, rows_of, told
 
-# More than two signals of each of 2^15 ranks; a power of two.
-PERIOD = tl.constexpr(1 << 17)
-
 lock_of, unlock_of = triton_ordering.lock, triton_ordering.unlock
-lanes = triton_ordering.lanes
 
 
 @aggregate
@@ -123,33 +95,13 @@ def all_reduce_spinlock(tile, dst, locks, ctx):
         to = (ctx.cur_rank + distance) % ctx.num_ranks
         lock = ctx.translate(locks + dst.number_of(tile), to)
         at = ctx.translate(dst.at(rows, columns), to)
-        lock_of(lock, ctx._record())
-        total = tl.load(at, mask=mask, other=0.0).to(ACC) + tile.data.to(ACC)
-        tl.store(at, total.to(element), mask=mask)
-        unlock_of(lock)
-
-
-@triton.jit
-def begin(tile, src, lock, ctx):
-    """Put the tile into ``src``, if it brings its values, once nobody reads what lay there; the count to go on from."""
-    now = ctx.atomic_add(lock, 0, ctx.cur_rank, sem="relaxed")
-    start = (now + PERIOD - ctx.num_ranks) & -PERIOD
-    ctx.wait(lock, start, cmp="reached")
-    if tile.HOLDS_DATA:
-        rows, columns = rows_of(tile), columns_of(tile)
-        data = tile.data.to(src.ptr.dtype.element_ty)
-        tl.store(src.at(rows, columns), data, mask=(rows < src.M) & (columns < src.N))
-    return start
-
-
-@triton.jit
-def signal_all(lock, value, ctx):
-    """Add to every rank's lock, behind everything that the block did."""
-    ctx._check(lock, None, ctx.cur_rank)
-    for first in range(0, ctx.num_ranks, LANES):
-        to = first + lanes()
-        values = tl.zeros_like(to).to(lock.dtype.element_ty) + value
-        ctx._signal_ranks(lock, values, to, to < ctx.num_ranks, "add")
+        taken = lock_of(lock, ctx._record())
+        if taken == 0:
+            total = tl.load(at, mask=mask, other=0.0).to(ACC) + tile.data.to(ACC)
+            tl.store(at, total.to(element), mask=mask)
+            unlock_of(lock)
+        else:
+            report(locks + dst.number_of(tile), taken, to, ctx)
 
 
 @triton.jit
@@ -159,17 +111,6 @@ def add_up(pointers, mask, element: tl.constexpr, ctx):
     for rank in range(1, ctx.num_ranks):
         total += ctx.load(pointers, rank, mask=mask, other=0.0).to(accumulator(element))
     return total
-
-
-@triton.jit
-def finish(tile, lock, start, ctx):
-    """Tell all ranks that this one has read their tiles; a `TileView` waits until its own has been read by all."""
-    if ctx.cur_rank == 0:
-        signal_all(lock, PERIOD - 2 * ctx.num_ranks + 1, ctx)
-    else:
-        signal_all(lock, 1, ctx)
-    if not tile.HOLDS_DATA:
-        ctx.wait(lock, start + PERIOD, cmp="reached")
 
 
 @triton.jit
@@ -185,15 +126,15 @@ def all_reduce_one_shot(tile, src, dst, locks, ctx):
     check("all_reduce_one_shot", ctx, tile, False, src=src, dst=dst)
     check_locks("all_reduce_one_shot", locks)
     lock = locks + src.number_of(tile)
-    start = begin(tile, src, lock, ctx)
-    signal_all(lock, 1, ctx)
-    ctx.wait(lock, start + ctx.num_ranks, cmp="reached")
-    rows, columns = rows_of(tile), columns_of(tile)
-    mask = (rows < src.M) & (columns < src.N)
-    element: tl.constexpr = dst.ptr.dtype.element_ty
-    total = add_up(src.at(rows, columns), mask, src.ptr.dtype.element_ty, ctx)
-    tl.store(dst.at(rows, columns), total.to(element), mask=mask)
-    finish(tile, lock, start, ctx)
+    start, good = begin(tile, src, lock, ctx)
+    if good:
+        signal_all(lock, SIGNAL, ctx)
+        if arrived(lock, start + SIGNAL * ctx.num_ranks, ctx):
+            rows, columns = rows_of(tile), columns_of(tile)
+            mask = (rows < src.M) & (columns < src.N)
+            total = add_up(src.at(rows, columns), mask, src.ptr.dtype.element_ty, ctx)
+            tl.store(dst.at(rows, columns), total.to(dst.ptr.dtype.element_ty), mask=mask)
+            finish(tile, lock, start, ctx)
 
 
 @triton.jit
@@ -207,21 +148,21 @@ def all_reduce_two_shot(tile, src, dst, locks, ctx):
     check_locks("all_reduce_two_shot", locks)
     number = src.number_of(tile)
     lock = locks + number
-    start = begin(tile, src, lock, ctx)
+    start, good = begin(tile, src, lock, ctx)
     owner = number % ctx.num_ranks
-    if ctx.cur_rank == owner:
-        ctx.wait(lock, start + ctx.num_ranks - 1, cmp="reached")
-        rows, columns = rows_of(tile), columns_of(tile)
-        mask = (rows < src.M) & (columns < src.N)
-        total = add_up(src.at(rows, columns), mask, src.ptr.dtype.element_ty, ctx).to(dst.ptr.dtype.element_ty)
-        for distance in range(1, ctx.num_ranks + 1):
-            ctx.store(dst.at(rows, columns), total, (owner + distance) % ctx.num_ranks, mask=mask)
-        for distance in range(1, ctx.num_ranks):
-            ctx.signal(lock, PERIOD, (owner + distance) % ctx.num_ranks, op="add")
-        ctx.signal(lock, PERIOD - ctx.num_ranks + 1, owner, op="add")
-    else:
-        ctx.signal(lock, 1, owner, op="add")
-        ctx.wait(lock, start + PERIOD, cmp="reached")
+    if good:
+        if ctx.cur_rank != owner:
+            ctx.signal(lock, SIGNAL, owner, op="add")
+            arrived(lock, start + PERIOD, ctx)
+        elif arrived(lock, start + SIGNAL * (ctx.num_ranks - 1), ctx):
+            rows, columns = rows_of(tile), columns_of(tile)
+            mask = (rows < src.M) & (columns < src.N)
+            total = add_up(src.at(rows, columns), mask, src.ptr.dtype.element_ty, ctx).to(dst.ptr.dtype.element_ty)
+            for distance in range(1, ctx.num_ranks + 1):
+                ctx.store(dst.at(rows, columns), total, (owner + distance) % ctx.num_ranks, mask=mask)
+            for distance in range(1, ctx.num_ranks):
+                ctx.signal(lock, PERIOD, (owner + distance) % ctx.num_ranks, op="add")
+            ctx.signal(lock, PERIOD - SIGNAL * (ctx.num_ranks - 1), owner, op="add")
 
 
 @triton.jit
@@ -236,15 +177,16 @@ def reduce_scatter(tile, src, dst, locks, ctx):
     check("reduce_scatter", ctx, tile, False, src=src, dst=dst)
     check_locks("reduce_scatter", locks)
     lock = locks + src.number_of(tile)
-    start = begin(tile, src, lock, ctx)
-    signal_all(lock, 1, ctx)
-    ctx.wait(lock, start + ctx.num_ranks, cmp="reached")
-    rows, columns = rows_of(tile), columns_of(tile)
-    # By src, which has one shape on all ranks: a rank that has fewer rows may pass a dst of just these.
-    shard = tl.cdiv(src.M, ctx.num_ranks)
-    first = ctx.cur_rank * shard
-    mine = (rows >= first) & (rows < first + tl.minimum(shard, dst.M))
-    mask = mine & (rows < src.M) & (columns < src.N)
-    total = add_up(src.at(rows, columns), mask, src.ptr.dtype.element_ty, ctx)
-    tl.store(dst.at(rows - first, columns), total.to(dst.ptr.dtype.element_ty), mask=mask)
-    finish(tile, lock, start, ctx)
+    start, good = begin(tile, src, lock, ctx)
+    if good:
+        signal_all(lock, SIGNAL, ctx)
+        if arrived(lock, start + SIGNAL * ctx.num_ranks, ctx):
+            rows, columns = rows_of(tile), columns_of(tile)
+            # By src, which has one shape on all ranks: a rank that has fewer rows may pass a dst of just these.
+            shard = tl.cdiv(src.M, ctx.num_ranks)
+            first = ctx.cur_rank * shard
+            mine = (rows >= first) & (rows < first + tl.minimum(shard, dst.M))
+            mask = mine & (rows < src.M) & (columns < src.N)
+            total = add_up(src.at(rows, columns), mask, src.ptr.dtype.element_ty, ctx)
+            tl.store(dst.at(rows - first, columns), total.to(dst.ptr.dtype.element_ty), mask=mask)
+            finish(tile, lock, start, ctx)

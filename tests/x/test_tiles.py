@@ -10,6 +10,7 @@ from covering import RANKS as ALL_RANKS
 from patterns import assert_same_bits, pattern
 
 from iris.errors import IrisError
+from iris.x.locks import PERIOD
 from x import tile_kernels
 
 SHAPES = [(16, 32), (1, 1), (23, 45), (40, 7)]
@@ -119,7 +120,7 @@ def test_gather(ranks):
 
 
 # As they are after so many calls that they overflow 32 bits in the next one: those of int32 begin anew, at 0.
-LOCKS = [(torch.int32, -(1 << 17)), (torch.int64, (1 << 32) - (1 << 17))]
+LOCKS = [(torch.int32, -PERIOD.value), (torch.int64, (1 << 32) - PERIOD.value)]
 
 
 def locks_of(ctx, grid, dtype, start):

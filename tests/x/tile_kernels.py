@@ -129,6 +129,27 @@ def reduce_scatter(
 
 
 @triton.jit
+def written_lock(
+    context, values, src, dst, locks, M, N, shard, write, OPERATION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
+):
+    """A call as older programs make it: store the tile, set the tile's lock to ``write`` (unless 0), and then call."""
+    ctx = DeviceContext.initialize(context)
+    pid_m, pid_n = tl.program_id(0), tl.program_id(1)
+    tile = tile_at(values, M, N, pid_m, pid_n, BM, BN)
+    src_view, dst_view = iris.x.make_tensor_view(src, M, N, N, 1), iris.x.make_tensor_view(dst, M, N, N, 1)
+    if write != 0:
+        tl.atomic_xchg(locks + src_view.number_of(tile), write, sem="release", scope="sys")
+    if OPERATION == "one_shot":
+        iris.x.all_reduce_one_shot(tile, src_view, dst_view, locks, ctx)
+    elif OPERATION == "two_shot":
+        iris.x.all_reduce_two_shot(tile, src_view, dst_view, locks, ctx)
+    elif OPERATION == "reduce_scatter":
+        iris.x.reduce_scatter(tile, src_view, iris.x.make_tensor_view(dst, shard, N, N, 1), locks, ctx)
+    else:
+        iris.x.all_reduce_spinlock(tile, dst_view, locks, ctx)
+
+
+@triton.jit
 def mistaken(context, dst, locks, M, N, WHAT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
     ctx = DeviceContext.initialize(context)
     view, place = iris.x.make_tensor_view(dst, M, N, N, 1), iris.x.TileView(0, 0, BM, BN)

@@ -1,0 +1,157 @@
+"""Locks: how ranks tell each other that a tile lies in ``src``, and that it has been read.
+
+**Locks** (int32 or int64, one a tile, on the heap, zeros at first; an array for each ``src``). They count signals and
+are never reset, so calls may follow each other without a barrier between them, and in graphs. Zeroing them between
+calls, behind a barrier, does no harm.
+
+In each call a tile's lock on each rank rises by `PERIOD` in all:
+
+* `all_reduce_one_shot` and `reduce_scatter`. Every rank adds 1 `SIGNAL` to every rank's lock when its tile lies in
+  ``src``: its first signal; and 1 when it has read the others': its last. That of rank 0 is what is missing to
+  `PERIOD`.
+* `all_reduce_two_shot`. One rank adds the tile up. The others add 1 `SIGNAL` to its lock when theirs lies in ``src``:
+  their first signals. It adds what is missing to its own, and `PERIOD` to theirs when the sum lies in their ``dst``.
+
+Who writes: every rank, by adding with release. Who reads: the lock's own rank, with acquire.
+
+Where a call starts, counted in signals: let k calls be over on this rank. The last of them waited until the lock was
+(k - 1) PERIOD + W, or in two-shot k PERIOD, which a rank that adds the tile up brings its own lock to. And locks do not
+fall, so this one is at k PERIOD - (PERIOD - W) or above. It is at k PERIOD + W - 1 or below: of call k + 1 a first
+signal of each peer may be here and nothing else, as nobody gets further without this rank's. So k PERIOD is the
+multiple of PERIOD at or below ``lock + PERIOD - W``.
+
+Why a rank may store into ``src`` once its lock has reached k PERIOD: all signals of k calls are here, and everybody has
+read what lay there. Or some last signals are still on their way, and first ones of call k + 1 are here in their place.
+Such a one stands for them: its sender saw its own lock at k PERIOD, so it has acquired the last signals of all, or what
+stands for them in turn, and releases what it has acquired. It is the same where a rank waits for first signals, and has
+last ones in their place. Comparisons wrap, and PERIOD divides 2^32, so counts may overflow.
+
+**Locks that somebody else writes.** A caller that sets its lock to 1 takes away the signals that have come already.
+That must not end in wrong sums, so a lock shows who has written it:
+
+1. Signals are multiples of `SIGNAL`, 2^16. The lower 16 bits stay 0, whatever number of signals arrives before or after
+   a caller's store. Of the other bits a call can begin only with what its protocol leaves there: less than 2 W signals
+   above or below a multiple of `PERIOD`.
+2. A rank looks at its lock as the call begins, in the atomic operation that it needs anyway. If it finds anything else
+   there, it sends no signal of this call. It sets `GIVEN_UP` in the lock of each rank, and reports its own.
+3. A wait ends when its lock has what it waits for, or else when one of its lower 16 bits is set: this rank leaves the
+   tile out, asks the peers' locks which of them has been written, and reports that.
+
+So nobody waits for ever for a rank that has left a tile out. `GIVEN_UP` stays, and later calls for the tile report it
+too, until the locks are zeroed behind a barrier. Where all is well there is nothing of this on the link.
+"""
+
+import triton
+import triton.language as tl
+
+from iris.language.address import in_simulator
+from iris.language.failures import kind_code, triton_failures
+from iris.language.ordering import LANES, triton_ordering
+from iris.x.tile import columns_of, rows_of
+
+SIGNAL = tl.constexpr(1 << 16)
+
+# More than two signals of each of 2047 ranks; a power of two.
+PERIOD = tl.constexpr(SIGNAL.value << 12)
+
+# In the lower 16 bits: a peer has found its own lock written.
+GIVEN_UP = tl.constexpr(1 << 15)
+
+lanes = triton_ordering.lanes
+write_record = triton_failures.write_record
+
+
+@triton.constexpr_function
+def raise_foreign_value(lock, word, owner, caller):
+    """In the simulator: raise that a lock of rank ``owner`` holds what nobody of `iris.x` has put there."""
+    from iris.errors import ForeignLockValueError
+    from iris.heap.mapping import describe_address
+
+    lock, word, owner, caller = (
+        value.handle.data.item() if isinstance(value, tl.tensor) else value for value in (lock, word, owner, caller)
+    )
+    raise ForeignLockValueError(caller, owner, describe_address(lock), word)
+
+
+@triton.jit
+def report(lock, word, owner, ctx):
+    """Tell the host that rank ``owner``'s copy of ``lock`` holds ``word``, which nobody of `iris.x` has put there."""
+    if in_simulator():
+        raise_foreign_value(lock, word, owner, ctx.cur_rank)
+    else:
+        write_record(ctx._record(), lock, owner, word, kind_code("foreign"), 0, ctx.num_ranks)
+
+
+@triton.jit
+def written(word, ctx):
+    """Whether somebody else has written a lock that holds this."""
+    around = 2 * SIGNAL * ctx.num_ranks
+    return ((word & (GIVEN_UP - 1)) != 0) | (((word + around) & (PERIOD - 1)) >= 2 * around)
+
+
+@triton.jit
+def give_up(lock, word, ctx):
+    """Leave the tile out on all ranks, as this rank's lock holds ``word``; report whose lock has been written."""
+    owner = ctx.cur_rank
+    found = word
+    if written(word, ctx):
+        for distance in range(1, ctx.num_ranks + 1):
+            ctx.atomic_or(lock, GIVEN_UP, (ctx.cur_rank + distance) % ctx.num_ranks, sem="relaxed")
+    else:
+        for peer in range(ctx.num_ranks):
+            there = ctx.atomic_add(lock, 0, peer, sem="relaxed")
+            if written(there, ctx):
+                owner = peer
+                found = there
+    report(lock, found, owner, ctx)
+
+
+@triton.jit
+def begin(tile, src, lock, ctx):
+    """Put the tile into ``src``, if it brings its values, once nobody reads what lay there.
+
+    Returns the count to go on from, and whether to: not where the tile is left out.
+    """
+    now = ctx.atomic_add(lock, 0, ctx.cur_rank, sem="relaxed")
+    start = (now + PERIOD - SIGNAL * ctx.num_ranks) & -PERIOD
+    good = ((now & (SIGNAL - 1)) == 0) & (written(now, ctx) == 0)
+    if good:
+        good = arrived(lock, start, ctx)
+        if tile.HOLDS_DATA:
+            rows, columns = rows_of(tile), columns_of(tile)
+            data = tile.data.to(src.ptr.dtype.element_ty)
+            tl.store(src.at(rows, columns), data, mask=good & (rows < src.M) & (columns < src.N))
+    else:
+        give_up(lock, now, ctx)
+    return start, good
+
+
+@triton.jit
+def arrived(lock, wanted, ctx):
+    """Wait until this rank's lock has reached ``wanted``; False if the tile is to be left out instead."""
+    seen = ctx._wait_unless(lock, wanted, SIGNAL - 1)
+    good = seen - wanted >= 0
+    if (good == 0) & ((seen & (SIGNAL - 1)) != 0):
+        give_up(lock, seen, ctx)
+    return good
+
+
+@triton.jit
+def signal_all(lock, value, ctx):
+    """Add to every rank's lock, behind everything that the block did."""
+    ctx._check(lock, None, ctx.cur_rank)
+    for first in range(0, ctx.num_ranks, LANES):
+        to = first + lanes()
+        values = tl.zeros_like(to).to(lock.dtype.element_ty) + value
+        ctx._signal_ranks(lock, values, to, to < ctx.num_ranks, "add")
+
+
+@triton.jit
+def finish(tile, lock, start, ctx):
+    """Tell all ranks that this one has read their tiles; a `TileView` waits until its own has been read by all."""
+    if ctx.cur_rank == 0:
+        signal_all(lock, PERIOD - SIGNAL * (2 * ctx.num_ranks - 1), ctx)
+    else:
+        signal_all(lock, SIGNAL, ctx)
+    if not tile.HOLDS_DATA:
+        arrived(lock, start + PERIOD, ctx)
