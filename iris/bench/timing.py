@@ -37,7 +37,8 @@ def do_bench(
     Parameters
     ----------
     fn : what to time.
-    barrier_fn : called before every repetition, so that ranks start together: ``ctx.barrier``.
+    barrier_fn : called before every repetition, so that ranks start together, and before its ``preamble_fn``, so that
+        no peer's ``fn`` is still at work on what that touches: ``ctx.barrier``. In the warm-up too.
     preamble_fn : called before every repetition and not timed, for example to clear an output.
     n_warmup, n_repeat : repetitions before the timing, and in it, where there is at least one.
     quantiles : if given, these quantiles of the times are returned, as a list (a number, for one quantile).
@@ -49,7 +50,9 @@ def do_bench(
         raise InvalidCountError("n_repeat", n_repeat, "repetitions that are timed")
     on_gpu = not simulator.ACTIVE and torch.cuda.is_available()
     for _ in range(n_warmup):
+        barrier_fn()
         preamble_fn()
+        barrier_fn()
         fn()
     if on_gpu:
         # Written before every repetition, so that none finds its data in the L2 cache.
@@ -58,6 +61,7 @@ def do_bench(
         ends = [torch.cuda.Event(enable_timing=True) for _ in range(n_repeat)]
     milliseconds = []
     for repeat in range(n_repeat):
+        barrier_fn()
         preamble_fn()
         if on_gpu:
             flush.zero_()
