@@ -267,3 +267,10 @@ def test_every_gpu_is_a_rank(monkeypatch):
 def test_nothing_is_not_timed():
     with pytest.raises(InvalidCountError, match="n_repeat=0 is not possible"):
         do_bench(lambda: None, n_repeat=0)
+
+
+def test_ranks_meet_before_what_prepares_a_repetition_and_before_the_repetition():
+    calls = []
+    named = [lambda name=name: calls.append(name) for name in ("fn", "barrier", "preamble")]
+    do_bench(*named, n_warmup=2, n_repeat=3)
+    assert calls == ["barrier", "preamble", "barrier", "fn"] * 5 + ["barrier"]
