@@ -7,12 +7,14 @@ import click
 from iris import requirements
 from iris.bench.options import DTYPES, FACTORS, NUM_RANKS, Numbers
 from iris.errors import IrisError, ProcessUnreachableError
+from iris.launcher import forget_callers_rank
 
 
 class _Commands(click.Group):
     """Errors of Iris are for the reader: their text and exit status 1, without a traceback."""
 
     def invoke(self, ctx: click.Context) -> object:
+        forget_callers_rank()
         try:
             return super().invoke(ctx)
         except IrisError as error:
@@ -82,10 +84,16 @@ def demo(ranks: int) -> None:
 @commands.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 @click.option("--seed", type=int, help="Let programs take turns by chance: which turns, this number says.")
 @click.option("--schedules", type=click.IntRange(1), default=1, show_default=True, help="How many of these to try.")
+@click.option(
+    "--time-limit", type=click.FloatRange(0), default=300, show_default=True,
+    help="Seconds that a run may take. Then it is ended, and where its ranks were is a finding. 0: no limit.",
+)  # fmt: skip
 @click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
 @click.argument("program", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-def check(seed: int | None, schedules: int, form: str, program: Path, arguments: tuple[str, ...]) -> None:
+def check(
+    seed: int | None, schedules: int, time_limit: float, form: str, program: Path, arguments: tuple[str, ...]
+) -> None:
     """Run PROGRAM in the simulator, and report races, deadlocks and wrong accesses, whether they showed or not.
 
     Exit status: 0 if nothing was found, 1 if something was, 2 if the program failed for another reason.
@@ -93,7 +101,7 @@ def check(seed: int | None, schedules: int, form: str, program: Path, arguments:
     requirements.check()
     from iris.simulator.sanitizer import check
 
-    raise SystemExit(check.run(program, arguments, seed, schedules, form))
+    raise SystemExit(check.run(program, arguments, seed, schedules, form, time_limit))
 
 
 def drawable(context: click.Context, parameter: click.Parameter, path: Path | None) -> Path | None:

@@ -70,6 +70,10 @@ class TooManyStreamsError(IrisError, RuntimeError):
     """Messages between two ranks are on more streams than there is staging for."""
 
 
+class FolderError(IrisError, OSError):
+    """A folder or a file that is needed cannot be used; the message says which, what for, and why."""
+
+
 class NotTracingError(IrisError, RuntimeError):
     """Events were asked for that nobody has recorded."""
 

@@ -1,34 +1,101 @@
-"""A folder in which the ranks of one run leave files for each other, for commands that run a program on every rank."""
+"""Folders in which the ranks of one run leave files for each other, for commands that run a program on every rank.
 
+The folder for temporary files is open to all users of the machine. So no name in it is taken for this run's own before
+it is known to be a folder of this user that nobody else may enter.
+"""
+
+import contextlib
+import fcntl
 import os
 import shutil
+import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from iris.errors import FolderError
+from iris.program import undisturbed
+
 INTERVAL_S = 0.05
+
+
+def own_folder(name: str) -> Path:
+    """A new folder for temporary files, which this user alone may enter. Who asks for it removes it.
+
+    Raises
+    ------
+    FolderError
+        There is no place for temporary files.
+    """
+    try:
+        return Path(tempfile.mkdtemp(prefix=f"{name}-"))
+    except OSError as error:
+        raise FolderError(f"No folder for temporary files can be made: {error}. TMPDIR names another place.") from error
 
 
 @contextmanager
 def shared_folder(name: str, number: int = 0) -> Iterator[Path]:
-    """The same one for all ranks of a torchrun, of which each runs this, with equal arguments; else one of its own."""
+    """The same one for all ranks of a torchrun, of which each runs this, with equal arguments; else one of its own.
+
+    The last rank to leave takes it away, also if an error or a signal makes it leave.
+    """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
-        with tempfile.TemporaryDirectory(prefix=f"{name}-") as folder:
-            yield Path(folder)
+        folder = own_folder(name)
+        try:
+            yield folder
+        finally:
+            with undisturbed():
+                shutil.rmtree(folder, ignore_errors=True)
         return
-    # The agent that started the ranks is the parent of all, and its port nobody else's.
-    own = f"{name}-{os.getuid()}-{os.environ['MASTER_PORT']}-{os.getppid()}-{number}"
-    folder = Path(tempfile.gettempdir()) / own
-    folder.mkdir(mode=0o700, exist_ok=True)
-    if folder.stat().st_uid != os.getuid():
-        raise PermissionError(f"{folder} is another user's, so what is in it cannot be trusted.")
-    yield folder
-    # The last to leave takes it away: whoever has read what the others left has nothing more to say.
-    (folder / f"left{os.environ['RANK']}").touch()
-    if len(list(folder.glob("left*"))) == int(os.environ["WORLD_SIZE"]):
-        shutil.rmtree(folder, ignore_errors=True)
+    # The agent that started the ranks is the parent of all, and its port nobody else's. Numbers of processes come back,
+    # but not with the same start.
+    own = f"{name}-{os.getuid()}-{os.environ['MASTER_PORT']}-{os.getppid()}-{_start_of(os.getppid())}-{number}"
+    folder = _temporary() / own
+    here = _enter(folder)
+    try:
+        yield folder
+    finally:
+        with undisturbed():
+            # Each rank that is there holds a shared lock. Who gets the only one is the last.
+            fcntl.flock(here, fcntl.LOCK_UN)
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(here, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+            os.close(here)
+
+
+def _temporary() -> Path:
+    try:
+        return Path(tempfile.gettempdir())
+    except OSError as error:
+        raise FolderError(f"There is no place for temporary files: {error}. TMPDIR names one.") from error
+
+
+def _start_of(process: int) -> str:
+    """When it was started, in ticks of the system's clock (proc(5), ``stat``, the 22nd field)."""
+    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
+
+
+def _enter(folder: Path) -> int:
+    """Make the folder, if no other rank has; returns a descriptor of it that holds the shared lock."""
+    try:
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(folder, 0o700)
+        here = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        # ENOTDIR: O_NOFOLLOW and O_DIRECTORY of a symbolic link.
+        raise FolderError(f"The folder {folder}, in which the ranks leave files, cannot be used: {error}.") from error
+    status = os.fstat(here)
+    if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
+        os.close(here)
+        raise FolderError(
+            f"The folder {folder}, in which the ranks leave files, is user {status.st_uid}'s, or open to other users: "
+            "what is in it cannot be trusted. Remove it, or set TMPDIR to a folder of your own."
+        )
+    fcntl.flock(here, fcntl.LOCK_SH)
+    return here
 
 
 @contextmanager

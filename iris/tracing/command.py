@@ -1,14 +1,14 @@
 """``python -m iris trace``: runs a program with every kernel traced, and shows what its ranks did."""
 
 import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 
 from iris.language.tracing import VARIABLE
+from iris.launcher import forget_other_launchers
+from iris.program import as_command, running
 from iris.shared_folder import await_, leave, shared_folder
 from iris.tracing import chrome, picture, summary
 from iris.tracing.recording import EVENTS_VARIABLE, FOLDER_VARIABLE, Recording
@@ -17,10 +17,12 @@ from iris.tracing.timeline import Timeline, assemble
 
 def run(program: Path, arguments: Sequence[str], out: Path, image: Path | None, max_events: int) -> int:
     """Returns the exit status, which is the program's; 1 if it recorded nothing. The first rank speaks for all."""
+    forget_other_launchers()
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    with shared_folder("iris-trace") as folder:
-        environment = os.environ | {VARIABLE: "1", FOLDER_VARIABLE: str(folder), EVENTS_VARIABLE: str(max_events)}
-        status = subprocess.run([sys.executable, program, *arguments], env=environment).returncode
+    with as_command(), shared_folder("iris-trace") as folder:
+        settings = {VARIABLE: "1", FOLDER_VARIABLE: str(folder), EVENTS_VARIABLE: str(max_events)}
+        with running(program, arguments, settings) as process:
+            status = process.wait()
         leave(folder / f"over{rank}", status)
         if rank:
             return status

@@ -4,7 +4,6 @@ import itertools
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from multiprocessing.util import Finalize
@@ -17,7 +16,7 @@ from iris.device_record import DeviceRecord
 from iris.errors import InvalidCountError, InvalidSettingError, NotTracingError
 from iris.heap.mapping import mappings, snapshot
 from iris.language.tracing import ADDRESS, ASKED, HEADER, LAST_LOOKS, ROOM, TRACES_ALL, WORDS
-from iris.shared_folder import whole
+from iris.shared_folder import own_folder, whole
 from iris.tracing import chrome
 from iris.tracing.clock import Clock, Comparison
 from iris.tracing.timeline import Timeline, assemble
@@ -204,7 +203,7 @@ class Tracing:
         recording, timeline = self.recording(), None
 
         def make_folder() -> str | None:
-            return tempfile.mkdtemp(prefix="iris-trace-") if self._group.rank == 0 else None
+            return str(own_folder("iris-trace")) if self._group.rank == 0 else None
 
         folder = Path(self._group.agree(make_folder, "make a folder for the events of all ranks")[0])
         file = folder / f"{self._rank}.npz"
@@ -217,8 +216,10 @@ class Tracing:
         try:
             self._group.agree(lambda: recording.save(file), "save its events")
             self._group.agree(read, "read the events of all ranks")
-        finally:
-            file.unlink(missing_ok=True)
+        except BaseException:
+            # Any rank, as the first one may have been killed.
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
         if self._group.rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
         return timeline

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from iris import inspection
 from iris.switches import switched_on
 
 if TYPE_CHECKING:
@@ -43,8 +44,10 @@ def with_gaps(size: int) -> int:
 def start(folder: Path, rank: int, num_ranks: int) -> None:
     """Take down what this process does from here on, as ``rank``, in a folder that all ranks share."""
     global recorder
+    from iris.simulator.sanitizer import whereabouts
     from iris.simulator.sanitizer.recorder import Recorder
 
+    whereabouts.sign(folder, rank)
     recorder = Recorder(folder, rank, num_ranks)
 
 
@@ -90,3 +93,9 @@ def start_if_wanted(group: "Group") -> None:
         from iris.simulator import grid
 
         grid.chance = random.Random(f"{os.environ[SEED_VARIABLE]} of rank {rank}")
+
+
+if FOLDER_VARIABLE in os.environ:
+    # `check` asks where this process is, if it does not end: also one that has no context yet, or is a fork.
+    inspection.listen()
+    os.register_at_fork(after_in_child=inspection.listen)

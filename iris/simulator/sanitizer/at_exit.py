@@ -7,11 +7,11 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from iris.shared_folder import own_folder
 from iris.simulator.sanitizer import VARIABLE
 from iris.simulator.sanitizer.analysis import analyse
 from iris.simulator.sanitizer.check import FOUND
@@ -34,9 +34,9 @@ def report_at_exit(group: "Group") -> Path:
     def make_folder() -> str | None:
         if group.rank:
             return None
-        made = tempfile.mkdtemp(prefix="iris-check-")
-        os.mkfifo(f"{made}/{ALIVE}")
-        return made
+        made = own_folder("iris-check")
+        os.mkfifo(made / ALIVE)
+        return str(made)
 
     folder = Path(group.agree(make_folder, "make a folder for the notes of all ranks")[0])
     # For reading, too: to open a pipe for nothing but writing takes a reader (fifo(7)).

@@ -1,22 +1,26 @@
 """``python -m iris check``: runs a program under the sanitizer, and says what it found."""
 
 import os
-import signal
+import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from iris.shared_folder import await_, leave, shared_folder
-from iris.simulator.sanitizer import FOLDER_VARIABLE, SEED_VARIABLE, VARIABLE, findings
+from iris.launcher import forget_other_launchers
+from iris.program import as_command, members, running
+from iris.shared_folder import await_, leave, own_folder, shared_folder
+from iris.simulator.sanitizer import FOLDER_VARIABLE, SEED_VARIABLE, VARIABLE, findings, whereabouts
 from iris.simulator.sanitizer.analysis import analyse
 from iris.simulator.sanitizer.deadlock import Onlooker
 from iris.simulator.sanitizer.findings import Finding
 
 FOUND, FAILED = 1, 2
 """Exit statuses: something was found; the program failed, or could not be run, and nothing was found."""
+
+TIME_LIMIT_S = 300.0
+"""What a run gets, if nobody says how much."""
 
 # What the program gets to end by itself once its ranks are known to wait for each other.
 ENDING_S = 10.0
@@ -25,17 +29,20 @@ ENDING_HOSTS_S = 2.0
 INTERVAL_S = 0.05
 
 
-def run(program: Path, arguments: Sequence[str], seed: int | None, schedules: int, form: str) -> int:
-    """Run the program once for each schedule, until something is found; returns the exit status."""
-    # Whoever ends this command ends the program with it.
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+def run(program: Path, arguments: Sequence[str], seed: int | None, schedules: int, form: str, time_limit: float) -> int:
+    """Run the program once for each schedule, until something is found; returns the exit status.
+
+    ``time_limit``: in seconds, of each run; 0 for none.
+    """
     seeds = [seed] if schedules == 1 else [(seed or 0) + number for number in range(schedules)]
-    for number, this in enumerate(seeds):
-        with shared_folder("iris-check", number) as folder:
-            status, found = _judge(program, arguments, folder, this)
-        if status:
-            seeds = [this]
-            break
+    forget_other_launchers()
+    with as_command():
+        for number, this in enumerate(seeds):
+            with shared_folder("iris-check", number) as folder:
+                status, found = _judge(program, arguments, folder, this, time_limit)
+            if status:
+                seeds = [this]
+                break
     # Under torchrun the first rank speaks for all. Who fails before it has spoken would end it.
     if int(os.environ.get("RANK", "0")):
         return 0
@@ -43,9 +50,11 @@ def run(program: Path, arguments: Sequence[str], seed: int | None, schedules: in
     return status
 
 
-def _judge(program: Path, arguments: Sequence[str], folder: Path, seed: int | None) -> tuple[int, list[Finding]]:
+def _judge(
+    program: Path, arguments: Sequence[str], folder: Path, seed: int | None, time_limit: float
+) -> tuple[int, list[Finding]]:
     """One run: its exit status, and what was found. Under torchrun the first rank judges for all."""
-    failed = _run_once(program, arguments, folder, seed)
+    failed = _run_once(program, arguments, folder, seed, time_limit)
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     leave(folder / f"over{rank}", failed)
     verdict = folder / "verdict"
@@ -53,14 +62,16 @@ def _judge(program: Path, arguments: Sequence[str], folder: Path, seed: int | No
         await_(verdict.exists)
         return int(verdict.read_text()), []
     await_(lambda: len(list(folder.glob("over*"))) == size)
-    found = analyse(folder)
+    found = _found_in(folder, time_limit)
     any_failed = any(path.read_text() != "0" for path in folder.glob("over*"))
     status = FOUND if found else FAILED if any_failed else 0
     leave(verdict, status)
     return status, found
 
 
-def findings_of(program: Path | str, *arguments: str, seed: int | None = None) -> list[Finding]:
+def findings_of(
+    program: Path | str, *arguments: str, seed: int | None = None, time_limit: float = TIME_LIMIT_S
+) -> list[Finding]:
     """What is wrong in one run of a program that starts its own ranks.
 
     Raises
@@ -68,40 +79,40 @@ def findings_of(program: Path | str, *arguments: str, seed: int | None = None) -
     subprocess.CalledProcessError
         It failed, and nothing was found to be the reason.
     """
-    with tempfile.TemporaryDirectory(prefix="iris-check-") as folder:
-        status = _run_once(Path(program), arguments, Path(folder), seed)
-        found = analyse(Path(folder))
+    folder = own_folder("iris-check")
+    try:
+        status = _run_once(Path(program), arguments, folder, seed, time_limit)
+        found = _found_in(folder, time_limit)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
     if status and not found:
         raise subprocess.CalledProcessError(status, [str(program), *arguments])
     return found
 
 
-def _run_once(program: Path, arguments: Sequence[str], folder: Path, seed: int | None) -> int:
+def _run_once(program: Path, arguments: Sequence[str], folder: Path, seed: int | None, time_limit: float) -> int:
     # In debug mode allocations know the lines that made them.
-    environment = os.environ | {
-        VARIABLE: "1", FOLDER_VARIABLE: str(folder), "IRIS_SIMULATOR": "1", "IRIS_DEBUG": "1",
-    }  # fmt: skip
+    settings = {VARIABLE: "1", FOLDER_VARIABLE: str(folder), "IRIS_SIMULATOR": "1", "IRIS_DEBUG": "1"}
     if seed is not None:
-        environment[SEED_VARIABLE] = str(seed)
+        settings[SEED_VARIABLE] = str(seed)
     # What the program prints is not part of the report.
-    process = subprocess.Popen(
-        [sys.executable, program, *arguments], env=environment, stdout=sys.stderr, start_new_session=True
-    )
-    try:
-        onlooker, over_since = Onlooker(folder), None
+    with running(program, arguments, settings, stdout=sys.stderr) as process:
+        begin, onlooker, over_since = time.monotonic(), Onlooker(folder), None
         while process.poll() is None:
             time.sleep(INTERVAL_S)
+            now = time.monotonic()
             if over_since is None and onlooker.is_over():
-                over_since = time.monotonic()
-            if over_since is None:
-                continue
-            if time.monotonic() - over_since > ENDING_S or onlooker.hosts_wait_s() > ENDING_HOSTS_S:
+                over_since = now
+            if over_since is not None and (now - over_since > ENDING_S or onlooker.hosts_wait_s() > ENDING_HOSTS_S):
                 break
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+            if over_since is None and time_limit and now - begin > time_limit:
+                whereabouts.note(folder, members())
+                break
     return process.returncode
+
+
+def _found_in(folder: Path, time_limit: float) -> list[Finding]:
+    return analyse(folder) + whereabouts.findings(folder, time_limit)
 
 
 def _tell(found: list[Finding], form: str, seeds: list[int | None], failed: bool) -> None:

@@ -64,11 +64,11 @@ def as_json(findings: list[Finding]) -> str:
 
 
 def where(place: Place) -> str:
-    called = f", called by {_line(place.caller)}" if place.caller else ""
-    return _line(place.line) + called
+    called = f", called by {line_text(place.caller)}" if place.caller else ""
+    return line_text(place.line) + called
 
 
-def _line(line: Line) -> str:
+def line_text(line: Line) -> str:
     inside = f" in {line.function}" if line.function != "<module>" else ""
     return f"{_shown(line.file)}:{line.number}{inside}"
 

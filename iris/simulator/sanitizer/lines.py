@@ -63,8 +63,12 @@ def known(line: tuple[CodeType, int] | None) -> Line:
 
 @functools.cache
 def owner(code: CodeType) -> str:
-    """Whose line a frame with this code shows: the user's, one of this library's kernels', a package's, or nobody's."""
-    name = code.co_filename
-    if name.startswith(_OTHER):
+    """Whose line a frame with this code shows."""
+    return owner_of(code.co_filename)
+
+
+def owner_of(file: str) -> str:
+    """Whose lines those of a file are: the user's, one of this library's kernels', a package's, or nobody's."""
+    if file.startswith(_OTHER):
         return OTHER
-    return LIBRARY if name.startswith(IRIS) else INSTALLED if name.startswith(_INSTALLED) else USER
+    return LIBRARY if file.startswith(IRIS) else INSTALLED if file.startswith(_INSTALLED) else USER

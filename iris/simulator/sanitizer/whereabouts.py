@@ -1,0 +1,78 @@
+"""Where the ranks of a program are that does not end: the command asks each of its processes, before it ends them."""
+
+import json
+import os
+import re
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from iris import inspection
+from iris.errors import ProcessUnreachableError
+from iris.simulator.sanitizer import lines
+from iris.simulator.sanitizer.events import Line
+from iris.simulator.sanitizer.findings import Finding, line_text
+
+# As `inspection.find_threads` writes them.
+_FRAME = re.compile(r"(?P<file>.+):(?P<number>\d+) in (?P<function>.*?): ")
+
+
+def sign(folder: Path, rank: int) -> None:
+    """This process is ``rank``."""
+    (folder / f"rank{rank}.process").write_text(str(os.getpid()))
+
+
+def note(folder: Path, processes: list[int]) -> None:
+    """Ask these processes, and leave their answers in the folder. Under torchrun each rank's command has its own."""
+    with ThreadPoolExecutor(max(1, len(processes))) as pool:
+        answers = [answer for answer in pool.map(_ask, processes) if answer is not None]
+    (folder / f"whereabouts.{os.getpid()}").write_text(json.dumps(answers))
+
+
+def _ask(process: int) -> dict[str, Any] | None:
+    try:
+        return {"process": process, "threads": inspection.ask(process)["threads"]}
+    except ProcessUnreachableError:  # it runs something else, or nothing in Python
+        return None
+
+
+def findings(folder: Path, time_limit: float) -> list[Finding]:
+    """What `note` has left there, as a finding."""
+    told = list(folder.glob("whereabouts.*"))
+    if not told:
+        return []
+    answers = {answer["process"]: answer["threads"] for file in told for answer in json.loads(file.read_text())}
+    ranks = {int(file.stem.removeprefix("rank")): int(file.read_text()) for file in folder.glob("rank*.process")}
+    places = []
+    for rank, process in sorted(ranks.items()):
+        places += _places(f"rank {rank}", answers.pop(process, None))
+    # What has made no context is told of where no rank has, too.
+    if not ranks:
+        for process, threads in sorted(answers.items()):
+            places += _places(f"process {process}", threads)
+    sentence = f"the program has not ended within {time_limit:g} s (--time-limit): " + (
+        "; ".join(f"{who} {where}" for who, where in places) or "none of its processes uses Iris"
+    )
+    return [Finding("deadlock", sentence, places)]
+
+
+def _places(who: str, threads: list[dict[str, Any]] | None) -> list[tuple[str, str]]:
+    """The user's line that each thread is at: the main thread first, and others if they are at one."""
+    if threads is None:
+        return [(who, "has ended, or does not answer")]
+    main, *others = threads
+    found = [(who, f"is at {line_text(_line(main['stack'])[0])}")]
+    for thread in others:
+        line, is_users = _line(thread["stack"])
+        if is_users:
+            found.append((f"{who}, thread {thread['name']}", f"is at {line_text(line)}"))
+    return found
+
+
+def _line(stack: list[str]) -> tuple[Line, bool]:
+    """The innermost line of the user's, or else of anybody's."""
+    frames = [
+        Line(found["file"], int(found["number"]), found["function"]) for found in map(_FRAME.match, stack) if found
+    ]
+    users = [line for line in frames if lines.owner_of(line.file) == lines.USER]
+    return (users or frames or [lines.known(None)])[-1], bool(users)
