@@ -22,8 +22,8 @@ COMMANDS_VARIABLE = "IRIS_COMMANDS"
 
 # What ends by itself when the processes are gone for which it works, and tidies up behind them.
 _HELPERS = (b"multiprocessing.resource_tracker", b"torch_shm_manager")
-# What these get for that, and what all processes get to go once they are killed.
-HELPERS_S, GOING_S = 2.0, 10.0
+# What these get for that; what a program gets to end by itself; and all processes to go, once they are killed.
+HELPERS_S, LEAVING_S, GOING_S = 2.0, 2.0, 10.0
 INTERVAL_S = 0.01
 
 _ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -97,6 +97,11 @@ def running(
         yield process
     finally:
         with undisturbed():
+            if process is not None and process.poll() is None:
+                # Like a Ctrl-C, at which it removes its own temporary files.
+                process.send_signal(signal.SIGINT)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(LEAVING_S)
             _end_all()
             if process is not None:
                 process.wait()

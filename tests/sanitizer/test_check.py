@@ -149,18 +149,94 @@ def test_what_killed_ranks_have_done_is_told(tmp_path, command):
     assert not list(tmp_path.glob("iris-check*")), "no notes are left behind"
 
 
-def test_whoever_ends_the_command_ends_the_program(tmp_path):
-    program, told = tmp_path / "sleeps.py", tmp_path / "number"
-    program.write_text(f"import os, time\nopen({str(told)!r}, 'w').write(str(os.getpid()))\ntime.sleep(600)")
-    command = [sys.executable, "-m", "iris", "check", program]
-    with subprocess.Popen(command, env={**os.environ, "PYTHONPATH": import_path()}) as checking:
-        while not (told.exists() and told.read_text()):
-            assert checking.poll() is None
+# A rank, one that has left its parent, and one in a session of its own whose parent is gone, as a daemon is.
+FAMILY = """
+import os, subprocess, sys, time
+from pathlib import Path
+
+def sign():
+    (Path(sys.argv[1]) / str(os.getpid())).touch()
+
+if not os.fork():
+    os.setsid()
+    if not os.fork():
+        sign()
+        time.sleep(600)
+    os._exit(0)
+sign()
+if len(sys.argv) == 2:
+    subprocess.Popen([sys.executable, *sys.argv, "again"], start_new_session=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize(("command", "number"), [
+    ("check", signal.SIGTERM), ("trace", signal.SIGINT),
+    *([("check", signal.SIGINT), ("check", signal.SIGHUP), ("trace", signal.SIGTERM)] if EVERYTHING else []),
+])  # fmt: skip
+def test_whoever_ends_the_command_ends_all_of_the_program(tmp_path, command, number):
+    program, family, temporary = tmp_path / "family.py", tmp_path / "family", tmp_path / "temporary"
+    program.write_text(FAMILY)
+    family.mkdir(), temporary.mkdir()
+    environment = {**os.environ, "PYTHONPATH": import_path(), "TMPDIR": str(temporary)}
+    with subprocess.Popen([sys.executable, "-m", "iris", command, program, family], env=environment) as running:
+        while len(list(family.iterdir())) < 4:
+            assert running.poll() is None
             time.sleep(0.05)
-        checking.terminate()
-        assert checking.wait(30) == 128 + signal.SIGTERM
-    with pytest.raises(ProcessLookupError):
-        os.kill(int(told.read_text()), 0)
+        assert list(temporary.iterdir())
+        running.send_signal(number)
+        assert running.wait(30) == 128 + number
+    for process in family.iterdir():
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(process.name), 0)
+    assert not list(temporary.iterdir())
+
+
+# Rank 0 waits for what no rank will do, and no one sees that it does; rank 1 waits for rank 0.
+ENDLESS = """
+import threading
+import iris
+from iris.spawn import launch
+
+def wait():
+    threading.Event().wait()
+
+def worker():
+    ctx = iris.iris(heap_size=1 << 20)
+    if ctx.get_rank() == 0:
+        wait()
+    ctx.barrier()
+
+if __name__ == "__main__":
+    launch(worker, 2)
+"""
+
+
+def test_a_time_limit_says_where_every_rank_was(tmp_path):
+    program = tmp_path / "endless.py"
+    program.write_text(ENDLESS)
+    done = check("--time-limit", 15, program, TMPDIR=str(tmp_path))
+    assert done.returncode == 1, done.stderr
+    first, *places, last = done.stdout.splitlines()
+    assert first.startswith("iris-check: deadlock: the program has not ended within 15 s (--time-limit): rank 0 is at ")
+    wanted = [f"{program}:7 in wait", f"{program}:13 in worker"]
+    assert places == [f"    rank {rank}: is at {where}" for rank, where in enumerate(wanted)]
+    assert [path.name for path in tmp_path.iterdir()] == ["endless.py"]
+
+
+@pytest.mark.parametrize("by", ["torchrun", "another launcher"])
+def test_a_rank_runs_a_program_of_its_own(tmp_path, by):
+    """Not as the rank that it is: the others of its world would not come."""
+    program = tmp_path / "program.py"
+    program.write_text("import iris\nassert iris.iris(heap_size=1 << 20).get_num_ranks() == 1")
+    rank = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    command = ["-m", "iris", "check", program]
+    if by == "torchrun":
+        rank["TORCHELASTIC_RUN_ID"] = "some"
+        command = ["-c", "import subprocess, sys; sys.exit(subprocess.call([sys.executable, *sys.argv[1:]]))", *command]
+    done = run(*command, **rank)
+    assert (done.returncode, done.stdout) == (0, "iris-check: nothing found.\n"), done.stderr
+    assert "The environment is that of rank 1" in done.stderr
 
 
 def test_schedules_stop_at_the_first_that_fails():

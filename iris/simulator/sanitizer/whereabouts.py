@@ -24,32 +24,34 @@ def sign(folder: Path, rank: int) -> None:
 
 def note(folder: Path, processes: list[int]) -> None:
     """Ask these processes, and leave their answers in the folder. Under torchrun each rank's command has its own."""
+    ranks = {int(file.stem.removeprefix("rank")): int(file.read_text() or 0) for file in folder.glob("rank*.process")}
     with ThreadPoolExecutor(max(1, len(processes))) as pool:
-        answers = [answer for answer in pool.map(_ask, processes) if answer is not None]
-    (folder / f"whereabouts.{os.getpid()}").write_text(json.dumps(answers))
+        threads = dict(zip(processes, pool.map(_ask, processes), strict=True))
+    told = [{"rank": rank, "threads": threads.pop(process)} for rank, process in ranks.items() if process in threads]
+    # What has made no context.
+    told += [{"process": process, "threads": found} for process, found in threads.items() if found is not None]
+    (folder / f"whereabouts.{os.getpid()}").write_text(json.dumps({"ranks": list(ranks), "told": told}))
 
 
-def _ask(process: int) -> dict[str, Any] | None:
+def _ask(process: int) -> list[dict[str, Any]] | None:
     try:
-        return {"process": process, "threads": inspection.ask(process)["threads"]}
+        return inspection.ask(process)["threads"]
     except ProcessUnreachableError:  # it runs something else, or nothing in Python
         return None
 
 
 def findings(folder: Path, time_limit: float) -> list[Finding]:
     """What `note` has left there, as a finding."""
-    told = list(folder.glob("whereabouts.*"))
-    if not told:
+    notes = [json.loads(file.read_text()) for file in folder.glob("whereabouts.*")]
+    if not notes:
         return []
-    answers = {answer["process"]: answer["threads"] for file in told for answer in json.loads(file.read_text())}
-    ranks = {int(file.stem.removeprefix("rank")): int(file.read_text()) for file in folder.glob("rank*.process")}
-    places = []
-    for rank, process in sorted(ranks.items()):
-        places += _places(f"rank {rank}", answers.pop(process, None))
-    # What has made no context is told of where no rank has, too.
-    if not ranks:
-        for process, threads in sorted(answers.items()):
-            places += _places(f"process {process}", threads)
+    told = [each for note in notes for each in note["told"]]
+    ranks: dict[int, Any] = {rank: None for note in notes for rank in note["ranks"]}
+    ranks |= {each["rank"]: each["threads"] for each in told if "rank" in each}
+    places = [place for rank, threads in sorted(ranks.items()) for place in _places(f"rank {rank}", threads)]
+    # Where there is no rank, what has become of them shows elsewhere.
+    for each in told if not ranks else ():
+        places += _places(f"process {each['process']}", each["threads"])
     sentence = f"the program has not ended within {time_limit:g} s (--time-limit): " + (
         "; ".join(f"{who} {where}" for who, where in places) or "none of its processes uses Iris"
     )
