@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from iris import world
+from iris.arguments import index
 from iris.ccl.collectives import Collectives
 from iris.device_barrier import DeviceBarrier
 from iris.device_record import DeviceRecord
@@ -174,13 +175,13 @@ class Iris(Factories):
         """
         self.heap.check_open()
         src = src if source_rank is None else source_rank
-        group, is_source, buffer = self._world.group, self.cur_rank == src, None
+        group, is_source, buffer = self._world.group, self.cur_rank == index(src), None
         # What has no memory of its own shape, as a sparse one, goes as any other object.
         is_tensor = isinstance(value, torch.Tensor) and value.layout == torch.strided
 
         def offer() -> tuple[bool, Any]:
             nonlocal buffer
-            if src not in range(self.num_ranks):
+            if index(src) not in range(self.num_ranks):
                 raise sanitizer.told(RankOutOfRangeError(src, self.num_ranks))
             self._drain(None)
             if not is_source or self.num_ranks == 1:
@@ -190,7 +191,7 @@ class Iris(Factories):
             buffer = value.detach().to(self.device).resolve_conj().resolve_neg().contiguous()
             return True, (value.shape, value.dtype, value.device.type)
 
-        is_tensor, sent = group.agree(offer, f"broadcast from rank {src}")[src]
+        is_tensor, sent = group.agree(offer, f"broadcast from rank {src}")[index(src)]
         if not is_tensor:
             return value if is_source else sent
         shape, dtype, device_type = sent

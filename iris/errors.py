@@ -50,8 +50,16 @@ class UnknownChoiceError(IrisError, ValueError):
 class InvalidCountError(IrisError, ValueError):
     """An argument that counts something is not a number of such things."""
 
-    def __init__(self, name: str, value: object, what: str) -> None:
-        super().__init__(f"{name}={value!r} is not possible: it is a number of {what}, 1 or more.")
+    def __init__(self, name: str, value: object, what: str, least: int = 1) -> None:
+        super().__init__(f"{name}={value!r:.60} is not possible: it is a number of {what}, {least} or more.")
+
+
+class InvalidArgumentError(IrisError, TypeError):
+    """An argument has a type that the call does not take, or one is missing or too many."""
+
+
+class InvalidValueError(IrisError, RuntimeError, ValueError):
+    """An argument has a value that the call cannot do anything with, such as a range without an end."""
 
 
 class ChannelsExhaustedError(IrisError, RuntimeError):
@@ -117,7 +125,7 @@ class RankOutOfRangeError(IrisError, ValueError):
 
     def __init__(self, rank: object, size: int) -> None:
         super().__init__(
-            f"There is no rank {rank!r}: the group has {size}, so a rank is a number from 0 to {size - 1}."
+            f"There is no rank {rank!r}: the group has {size}, so a rank is a whole number from 0 to {size - 1}."
         )
 
 

@@ -2,6 +2,8 @@
 
 import logging
 
+from iris.errors import UnknownChoiceError
+
 logger = logging.getLogger("iris")
 
 
@@ -14,7 +16,10 @@ class _UntilConfigured(logging.StreamHandler):
 
 def set_logger_level(level: int) -> None:
     """Show messages of ``level`` (``iris.DEBUG``, ``INFO``, ``WARNING``, ``ERROR``) and above; INFO at first."""
-    logger.setLevel(level)
+    try:
+        logger.setLevel(level)
+    except (TypeError, ValueError):
+        raise UnknownChoiceError("level", level, ("iris.DEBUG", "INFO", "WARNING", "ERROR")) from None
 
 
 if not logger.handlers:

@@ -16,6 +16,7 @@ from typing import Any
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, start_processes
 
 from iris import simulator
+from iris.arguments import check_callable, count
 from iris.errors import InvalidCountError, WorkerNotImportableError
 
 # How often the starting process looks up from its ranks.
@@ -50,10 +51,11 @@ def launch(worker: Callable, num_ranks: int, *args: Any, meanwhile: Callable[[],
     SystemExit
         A rank failed: the others are ended, and the text names the rank and holds its traceback.
     """
+    check_callable("worker", worker)
     if "RANK" in os.environ:
         worker(*args)
         return
-    if not isinstance(num_ranks, int) or num_ranks < 1:
+    if count(num_ranks) is None:
         raise InvalidCountError("num_ranks", num_ranks, "ranks to start")
     _check_importable(worker)
     # In the simulator ranks are copies of one process that has imported this package, which takes most of a start.

@@ -6,30 +6,38 @@ with three differences: the device can only be the heap's, the layout only strid
 and starts at a multiple of 1024 bytes.
 """
 
-import math
 import numbers
-import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from iris.arguments import (
+    Number,
+    Size,
+    ask,
+    bounds_of_arange,
+    check_flag,
+    check_generator,
+    check_random,
+    dtype_of,
+    dtype_of_full,
+    length_of_arange,
+    scalar,
+    shape_of,
+)
 from iris.errors import (
-    InvalidDtypeError,
+    InvalidArgumentError,
     InvalidLayoutError,
     InvalidOutputError,
+    InvalidValueError,
     NotATensorError,
     WrongDeviceError,
 )
 from iris.heap import SymmetricHeap
 from iris.untraced import untraced_methods
 
-Size = int | Sequence["Size"]
-Number = int | float | complex | bool
-
-# As torch reads Python's types.
-_PYTHON_TYPES = {float: torch.float64, int: torch.int64, bool: torch.bool, complex: torch.complex128}
-_FORMATS = (torch.contiguous_format, torch.preserve_format)
+_FORMATS = (None, torch.contiguous_format, torch.preserve_format)
 
 
 @untraced_methods("the symmetric heap is the host's, and graphs know no addresses")
@@ -57,6 +65,8 @@ class Factories:
         A layout other than strided.
     WrongDeviceError (RuntimeError)
         A device that is not the heap's.
+    InvalidArgumentError (TypeError), InvalidValueError, InvalidShapeError (RuntimeError), InvalidDtypeError (TypeError)
+        An argument is of another type, or has a value, that torch does not take either.
     InvalidOutputError (RuntimeError)
         ``out`` has the wrong size or dtype, or is not on the heap.
     HeapOutOfMemoryError (MemoryError)
@@ -78,8 +88,9 @@ class Factories:
         memory_format: torch.memory_format = torch.contiguous_format,
     ) -> torch.Tensor:
         """A tensor with undefined content, as `torch.empty`."""
-        self._check(layout, device, pin_memory, memory_format)
-        return _finish(self._place(_shape(sizes, size), dtype or torch.get_default_dtype(), dtype, out), requires_grad)
+        self._check(layout, device, pin_memory, requires_grad)
+        _check_format(memory_format)
+        return _finish(self._place(shape_of("empty", sizes, size), dtype, out), requires_grad)
 
     def zeros(
         self,
@@ -93,7 +104,7 @@ class Factories:
         pin_memory: bool = False,
     ) -> torch.Tensor:
         """Zeros, as `torch.zeros`."""
-        return self._filled(0, _shape(sizes, size), out, dtype, layout, device, requires_grad, pin_memory)
+        return self._filled(0, shape_of("zeros", sizes, size), out, dtype, layout, device, requires_grad, pin_memory)
 
     def ones(
         self,
@@ -107,7 +118,7 @@ class Factories:
         pin_memory: bool = False,
     ) -> torch.Tensor:
         """Ones, as `torch.ones`."""
-        return self._filled(1, _shape(sizes, size), out, dtype, layout, device, requires_grad, pin_memory)
+        return self._filled(1, shape_of("ones", sizes, size), out, dtype, layout, device, requires_grad, pin_memory)
 
     def full(
         self,
@@ -122,8 +133,9 @@ class Factories:
         pin_memory: bool = False,
     ) -> torch.Tensor:
         """``fill_value`` everywhere, as `torch.full`."""
-        self._check(layout, device, pin_memory)
-        target = self._place(flatten((size,)), dtype or _dtype_of(_scalar(fill_value)), dtype, out)
+        self._check(layout, device, pin_memory, requires_grad)
+        inferred = dtype_of_full("full", "fill_value", fill_value, dtype_of(dtype))
+        target = self._place(shape_of("full", (), size), dtype, out, inferred)
         return _finish(target, requires_grad, lambda: target.fill_(fill_value))
 
     def arange(
@@ -138,14 +150,12 @@ class Factories:
         **bounds: Number,
     ) -> torch.Tensor:
         """``arange(end)``, ``arange(start, end)`` or ``arange(start, end, step)``, as `torch.arange`."""
-        self._check(layout, device, pin_memory)
-        if len(args) == 1 and "end" not in bounds:
-            args, bounds = (), {"end": args[0], **bounds}
-        values = _bounds(*args, **bounds)
+        self._check(layout, device, pin_memory, requires_grad)
+        values = bounds_of_arange(*args, **bounds)
         whole = all(isinstance(value, numbers.Integral) for value in values)
         inferred = torch.int64 if whole else torch.get_default_dtype()
-        filled = _known(dtype) or (inferred if out is None else out.dtype)
-        target = self._place((_length(*values, filled),), filled, dtype, out)
+        filled = dtype_of(dtype) or (out.dtype if isinstance(out, torch.Tensor) else inferred)
+        target = self._place((length_of_arange(*values, filled),), dtype, out, inferred)
         return _finish(target, requires_grad, lambda: torch.arange(*values, out=target, device=target.device))
 
     def linspace(
@@ -162,12 +172,18 @@ class Factories:
         pin_memory: bool = False,
     ) -> torch.Tensor:
         """``steps`` values from ``start`` to ``end``, both included, as `torch.linspace`."""
-        self._check(layout, device, pin_memory)
-        (count,) = flatten((steps,))
-        ends = (_scalar(start), _scalar(end), count)
-        inferred = dtype or _dtype_of(1j if any(isinstance(value, complex) for value in ends) else 1.0)
-        target = self._place((count,), inferred, dtype, out)
-        return _finish(target, requires_grad, lambda: torch.linspace(*ends, out=target, device=target.device))
+        self._check(layout, device, pin_memory, requires_grad)
+        shape = shape_of("linspace", (), steps)
+        if len(shape) != 1:
+            raise InvalidArgumentError(f"linspace() takes one number of steps, and got steps={steps!r:.60}.")
+        ends, wanted = (scalar(start), scalar(end)), dtype_of(dtype)
+        inferred = ask(
+            f"linspace(start={start!r:.60}, end={end!r:.60})",
+            "start and end are numbers",
+            lambda: torch.linspace(*ends, 1, dtype=wanted, device="cpu"),
+        ).dtype
+        target = self._place(shape, dtype, out, inferred)
+        return _finish(target, requires_grad, lambda: torch.linspace(*ends, *shape, out=target, device=target.device))
 
     def rand(
         self,
@@ -182,8 +198,8 @@ class Factories:
         pin_memory: bool = False,
     ) -> torch.Tensor:
         """Uniform in [0, 1), as `torch.rand`: the same numbers from the same generator."""
-        self._check(layout, device, pin_memory)
-        target = self._place(_shape(sizes, size), dtype or torch.get_default_dtype(), dtype, out)
+        self._check(layout, device, pin_memory, requires_grad)
+        target = self._random("rand", shape_of("rand", sizes, size), dtype, out, generator)
         return _finish(target, requires_grad, _filler(torch.rand, target, generator))
 
     def randn(
@@ -199,8 +215,8 @@ class Factories:
         pin_memory: bool = False,
     ) -> torch.Tensor:
         """Normal with mean 0 and variance 1, as `torch.randn`: the same numbers from the same generator."""
-        self._check(layout, device, pin_memory)
-        target = self._place(_shape(sizes, size), dtype or torch.get_default_dtype(), dtype, out)
+        self._check(layout, device, pin_memory, requires_grad)
+        target = self._random("randn", shape_of("randn", sizes, size), dtype, out, generator)
         return _finish(target, requires_grad, _filler(torch.randn, target, generator))
 
     def randint(
@@ -218,29 +234,32 @@ class Factories:
         pin_memory: bool = False,
     ) -> torch.Tensor:
         """Integers in [low, high): ``randint(high, size)`` or ``randint(low, high, size)``, as `torch.randint`."""
-        self._check(layout, device, pin_memory)
+        self._check(layout, device, pin_memory, requires_grad)
         given = {"low": low, "high": high, "size": size}
         unnamed = [name for name, value in given.items() if value is None]
         if len(args) == len(unnamed) - 1 and low is None:
             given["low"] = 0
             unnamed.remove("low")
         if len(args) != len(unnamed):
-            raise TypeError(f"randint() takes (high, size) or (low, high, size); it was given {args} and {given}.")
+            raise InvalidArgumentError(
+                f"randint() takes (high, size) or (low, high, size); it was given {args} and {given}."
+            )
         given |= dict(zip(unnamed, args, strict=True))
-        bounds, shape = (given["low"], given["high"]), flatten((given["size"],))
-        target = self._place(shape, dtype or torch.int64, dtype, out)
-        return _finish(target, requires_grad, _filler(torch.randint, target, generator, *bounds))
+        bounds, shape = {"low": given["low"], "high": given["high"]}, shape_of("randint", (), given["size"])
+        target = self._random("randint", shape, dtype, out, generator, torch.int64, **bounds)
+        values = map(scalar, bounds.values())
+        return _finish(target, requires_grad, _filler(torch.randint, target, generator, *values))
 
     def uniform(
         self, size: Size, low: float = 0.0, high: float = 1.0, dtype: torch.dtype = torch.float
     ) -> torch.Tensor:
         """Uniform in [low, high)."""
-        target = self._place(flatten((size,)), dtype, dtype, None)
-        return _finish(target, False, lambda: target.uniform_(low, high))
+        target = self._random("uniform", shape_of("uniform", (), size), dtype, None, low=low, high=high)
+        return _finish(target, False, lambda: target.uniform_(scalar(low), scalar(high)))
 
     def allocate(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
         """``num_elements`` elements in one dimension, with undefined content."""
-        return self.empty(num_elements, dtype=dtype)
+        return self._place(shape_of("allocate", (), num_elements), dtype, None)
 
     def empty_like(self, input: torch.Tensor, **options: Any) -> torch.Tensor:
         """`empty` with the shape and dtype of ``input``, as `torch.empty_like`."""
@@ -288,23 +307,34 @@ class Factories:
         return self.heap.peer(tensor, rank)
 
     def _filled(self, value, shape, out, dtype, layout, device, requires_grad, pin_memory) -> torch.Tensor:
-        self._check(layout, device, pin_memory)
-        target = self._place(shape, dtype or torch.get_default_dtype(), dtype, out)
+        self._check(layout, device, pin_memory, requires_grad)
+        target = self._place(shape, dtype, out)
         return _finish(target, requires_grad, lambda: target.fill_(value))
+
+    def _random(self, name, shape, dtype, out, generator=None, inferred=None, **bounds) -> torch.Tensor:
+        """Room for random numbers, which torch draws: of such a dtype, between such bounds."""
+        check_generator(generator, self.heap.device)
+        drawn = dtype_of(dtype) or (out.dtype if isinstance(out, torch.Tensor) else inferred)
+        check_random(name, drawn or torch.get_default_dtype(), **bounds)
+        return self._place(shape, dtype, out, inferred)
 
     def _like(self, factory, input, memory_format=torch.preserve_format, dtype=None, **options) -> torch.Tensor:
         if not isinstance(input, torch.Tensor):
             raise NotATensorError(input)
         _check_format(memory_format)
-        return factory(input.shape, dtype=dtype or input.dtype, **options)
+        return factory(input.shape, dtype=input.dtype if dtype is None else dtype, **options)
 
     def _place(
-        self, shape: Sequence[int], inferred: torch.dtype, wanted: torch.dtype | None, out: torch.Tensor | None
+        self,
+        shape: tuple[int, ...],
+        dtype: torch.dtype | type | None,
+        out: torch.Tensor | None,
+        inferred: torch.dtype | None = None,
     ) -> torch.Tensor:
-        """Where the values go: a new tensor, or ``out`` in the right shape."""
-        inferred, wanted = _known(inferred), _known(wanted)
+        """Where the values go: a new tensor of ``dtype``, else ``inferred``, else the default; or ``out``, shaped."""
+        wanted = dtype_of(dtype)
         if out is None:
-            return self.heap.empty(shape, inferred)
+            return self.heap.empty(shape, wanted or inferred or torch.get_default_dtype())
         if not isinstance(out, torch.Tensor):
             raise NotATensorError(out)
         count = torch.Size(shape).numel()
@@ -316,15 +346,17 @@ class Factories:
             raise InvalidOutputError("The output tensor is not on the symmetric heap")
         return out if out.shape == torch.Size(shape) else out.view(shape)
 
-    def _check(self, layout, device, pin_memory=False, memory_format=torch.contiguous_format) -> None:
-        if layout != torch.strided:
+    def _check(self, layout, device, pin_memory=False, requires_grad=False) -> None:
+        check_flag("requires_grad", requires_grad)
+        check_flag("pin_memory", pin_memory)
+        if layout is not None and layout is not torch.strided:
             raise InvalidLayoutError(f"Tensors on the symmetric heap have the layout torch.strided, not {layout}.")
         if pin_memory:
             raise InvalidLayoutError("Memory of the symmetric heap cannot be pinned: leave pin_memory out.")
-        _check_format(memory_format)
         if device is None:
             return
-        asked, own = torch.device(device), self.heap.device
+        takes = "a device is a torch.device, or its name"
+        asked, own = ask(f"device={device!r:.60}", takes, lambda: torch.device(device)), self.heap.device
         # torch's "cuda" means the current GPU.
         index = torch.cuda.current_device() if asked.type == "cuda" == own.type and asked.index is None else asked.index
         if asked.type != own.type or (own.type != "cpu" and index != own.index):
@@ -334,59 +366,9 @@ class Factories:
             )
 
 
-def flatten(size: Sequence[Size]) -> tuple[int, ...]:
-    """Sizes as torch takes them, ``(2, 3)`` or ``((2, 3),)``, and nested further, as one tuple."""
-    shape: list[int] = []
-    for extent in size:
-        if isinstance(extent, Sequence) and not isinstance(extent, str):  # a letter of a string is a string
-            shape += flatten(extent)
-        else:
-            shape.append(operator.index(extent))
-    return tuple(shape)
-
-
-def _shape(sizes: tuple[Size, ...], size: Size | None) -> tuple[int, ...]:
-    """The shape of a factory's call: ``f(2, 3)``, ``f((2, 3))`` or ``f(size=(2, 3))``."""
-    if bool(sizes) == (size is not None):
-        raise TypeError(f"A size is needed once, as in (2, 3) or size=(2, 3); it was given as {sizes} and size={size}.")
-    return flatten(sizes if size is None else (size,))
-
-
 def _check_format(memory_format: torch.memory_format) -> None:
-    if memory_format not in _FORMATS:
+    if not any(memory_format is each for each in _FORMATS):
         raise InvalidLayoutError(f"Tensors on the symmetric heap are contiguous; {memory_format} is not possible.")
-
-
-def _known(dtype: torch.dtype | type | None) -> torch.dtype | None:
-    dtype = _PYTHON_TYPES.get(dtype, dtype)
-    if dtype is not None and not isinstance(dtype, torch.dtype):
-        raise InvalidDtypeError(f"A dtype is one of torch's, such as torch.float32; {dtype!r} is none.")
-    return dtype
-
-
-def _scalar(value: Number | torch.Tensor) -> Number:
-    return value.item() if isinstance(value, torch.Tensor) else value
-
-
-def _dtype_of(value: Number) -> torch.dtype:
-    return torch.full((), value, device="meta").dtype
-
-
-def _bounds(
-    start: Number | torch.Tensor = 0, end: Number | torch.Tensor | None = None, step: Number | torch.Tensor = 1
-) -> tuple[Number, Number, Number]:
-    if end is None:
-        raise TypeError("arange() takes (end), (start, end) or (start, end, step); it was given no end.")
-    return _scalar(start), _scalar(end), _scalar(step)
-
-
-def _length(start: Number, end: Number, step: Number, dtype: torch.dtype) -> int:
-    """The number of elements of torch.arange, which computes it in the dtype of the result."""
-    if step == 0 or not 0 <= (end - start) * step < math.inf:
-        torch.arange(start, end, step)  # raises torch's own error
-    if dtype == torch.int64:
-        return len(range(int(start), int(end), int(step)))
-    return math.ceil((end - start) / step)
 
 
 def _filler(
@@ -396,6 +378,11 @@ def _filler(
 
 
 def _finish(target: torch.Tensor, requires_grad: bool, fill: Callable[[], torch.Tensor] | None = None) -> torch.Tensor:
+    if requires_grad and not (target.is_floating_point() or target.is_complex()):
+        raise InvalidValueError(
+            f"requires_grad=True is not possible for {target.dtype}: only floating-point and complex numbers have "
+            "gradients."
+        )
     if fill is not None:
         with torch.no_grad():
             fill()

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import torch
 
 from iris import simulator
-from iris.errors import InvalidCountError, UnknownChoiceError
+from iris.arguments import check_callable, count, real
+from iris.errors import InvalidArgumentError, InvalidCountError, InvalidValueError, UnknownChoiceError
 
 _MODES: dict[str, Callable[[torch.Tensor], Any]] = {
     "min": lambda times: times.min().item(),
@@ -44,10 +45,21 @@ def do_bench(
     quantiles : if given, these quantiles of the times are returned, as a list (a number, for one quantile).
     return_mode : "mean", "median", "min", "max", or "all" for the list of times.
     """
-    if return_mode not in _MODES:
+    for name, function in (("fn", fn), ("barrier_fn", barrier_fn), ("preamble_fn", preamble_fn)):
+        check_callable(name, function)
+    if not isinstance(return_mode, str) or return_mode not in _MODES:
         raise UnknownChoiceError("return_mode", return_mode, _MODES)
-    if n_repeat < 1:
+    if count(n_warmup, least=0) is None:
+        raise InvalidCountError("n_warmup", n_warmup, "repetitions before the timing", least=0)
+    if count(n_repeat) is None:
         raise InvalidCountError("n_repeat", n_repeat, "repetitions that are timed")
+    if quantiles is not None:
+        try:
+            quantiles = [real("quantiles", each) for each in list(quantiles)]
+        except TypeError:
+            raise InvalidArgumentError(f"quantiles={quantiles!r:.60} is not a list of numbers from 0 to 1.") from None
+        if not all(0 <= each <= 1 for each in quantiles):
+            raise InvalidValueError(f"quantiles={quantiles!r:.60} is not a list of numbers from 0 to 1.")
     on_gpu = not simulator.ACTIVE and torch.cuda.is_available()
     for _ in range(n_warmup):
         barrier_fn()

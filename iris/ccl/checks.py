@@ -1,6 +1,5 @@
 """What a collective may be asked for: checked before anything is enqueued, and between ranks in debug mode."""
 
-import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,6 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from iris.arguments import index
 from iris.ccl.communicator import Communicator
 from iris.ccl.config import DEFAULT, Config, ReduceOp
 from iris.errors import (
@@ -51,7 +51,7 @@ def check_config(config: Config | None) -> Config:
     """``config``, or the default."""
     used = DEFAULT if config is None else config
     if not isinstance(used, Config):
-        raise InvalidConfigError(f"config={config!r} is not an iris.ccl.Config.")
+        raise InvalidConfigError(f"config={config!r:.60} is not possible: it is an iris.ccl.Config, or None.")
     if used.threads_per_warp not in (None, threads_per_warp()):
         raise InvalidConfigError(
             f"Config(threads_per_warp={used.threads_per_warp}) cannot work: this machine has {threads_per_warp()}."
@@ -89,13 +89,14 @@ def check_pair(
 
 def rank_in_group(comm: Communicator, name: str, rank: int, num_ranks: int) -> int:
     """A rank of the world, of ``num_ranks``, as a rank of the group."""
-    if rank not in comm.ranks:
-        if not isinstance(rank, int):
-            raise InvalidCollectiveError(f"{name}={rank!r} is not a rank, which is a number: {name}=0.")
-        if not 0 <= rank < num_ranks:
-            raise sanitizer.told(RankOutOfRangeError(rank, num_ranks))
-        raise UnknownChoiceError(name, rank, comm.ranks)
-    return comm.ranks.index(rank)
+    number = index(rank)
+    if number not in comm.ranks:
+        if number is None:
+            raise InvalidCollectiveError(f"{name}={rank!r:.60} is not a rank, which is a whole number: {name}=0.")
+        if not 0 <= number < num_ranks:
+            raise sanitizer.told(RankOutOfRangeError(number, num_ranks))
+        raise UnknownChoiceError(name, number, comm.ranks)
+    return comm.ranks.index(number)
 
 
 def check_overlap(name: str, output: torch.Tensor, input: torch.Tensor) -> None:
@@ -135,10 +136,10 @@ def check_rows(comm: Communicator, lists: tuple[Any, ...]) -> tuple[torch.Tensor
 def counts(name: str, values: Sequence[int], size: int) -> tuple[int, ...]:
     """A count or displacement a rank, as numbers."""
     try:
-        numbers = tuple(map(operator.index, values.tolist() if isinstance(values, torch.Tensor) else values))
+        numbers = tuple(map(index, values.tolist() if isinstance(values, torch.Tensor) else values))
     except TypeError:
         numbers = ()
-    if len(numbers) != size or min(numbers, default=0) < 0:
+    if len(numbers) != size or any(number is None or not 0 <= number < 1 << 63 for number in numbers):
         raise InvalidCollectiveError(
             f"{name} takes {size} whole numbers of elements, one a rank, none negative: {values!r}."
         )

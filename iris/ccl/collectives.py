@@ -406,6 +406,8 @@ class Collectives:
     def communicator(self, group: dist.ProcessGroup | None = None) -> Communicator:
         """What the collectives of ``group`` share. The first call for a group is collective and blocks the host."""
         self._context.heap.check_open()
+        if group is not None:
+            check_process_group(group)
         if group not in self._communicators:
             workspace = self._context._workspace(group)
             self._communicators[group] = Communicator(workspace, self._context.heap, self._context.get_cu_count())

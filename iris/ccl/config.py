@@ -32,6 +32,9 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 _POWERS_OF_TWO = ("block_size_m", "block_size_n", "num_warps", "chunk_size")
 _COUNTS = ("swizzle_size", "comm_sms", "num_xcds", "all_reduce_num_rings", "all_reduce_ring_slice_n", "num_stages")
 
+# Kernels take numbers of 32 bits.
+MOST = (1 << 31) - 1
+
 # So many SMs, or fewer, want other variants and larger blocks than a GPU that is free for a collective.
 FEW_SMS = 32
 
@@ -134,7 +137,8 @@ class Config:
 def _problem(name: str, value: object) -> str | None:
     """What ``name`` should have been, if ``value`` is not that."""
     if name in _CHOICES:
-        return None if value in _CHOICES[name] else f"one of {', '.join(map(repr, _CHOICES[name]))}"
+        known = isinstance(value, str) and value in _CHOICES[name]
+        return None if known else f"one of {', '.join(map(repr, _CHOICES[name]))}"
     if name in ("use_gluon", "batch_invariant"):
         return None if isinstance(value, bool) else "True or False"
     if not isinstance(value, int) or isinstance(value, bool):
@@ -143,12 +147,12 @@ def _problem(name: str, value: object) -> str | None:
         limit = 32 if name == "num_warps" else 1 << 20
         return None if 0 < value <= limit and value & (value - 1) == 0 else f"a power of two from 1 to {limit}"
     if name in _COUNTS:
-        return None if value > 0 else "at least 1"
+        return None if 0 < value <= MOST else f"at least 1, and at most {MOST}"
     if name == "all_reduce_distribution":
         return None if value in (0, 1) else "0 (striding) or 1 (side by side)"
     if name == "threads_per_warp":
         return None if value in (32, 64) else "32 (NVIDIA) or 64 (AMD CDNA)"
-    return None if value >= 0 else "at least 0"
+    return None if 0 <= value <= MOST else f"at least 0, and at most {MOST}"
 
 
 DEFAULT = Config()

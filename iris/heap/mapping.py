@@ -4,7 +4,6 @@ A provider (`iris.heap.host`, `iris.heap.gpu`) gets the memory and says at which
 A `Mapping` is what the rest of the library needs to know about it.
 """
 
-import operator
 import os
 import weakref
 from collections import Counter
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from iris.arguments import index
 from iris.errors import (
     HeapClosedError,
     HeapTooLargeError,
@@ -94,7 +94,7 @@ class Mapping:
         """
         if self.memory is None:
             raise HeapClosedError("This memory was closed; nothing new can be made on it.")
-        if rank not in range(len(self.bases)):
+        if index(rank) not in range(len(self.bases)):
             raise sanitizer.told(RankOutOfRangeError(rank, len(self.bases)))
         storage = torch._C._construct_storage_from_data_pointer(self.bases[rank] + offset, self.device, size)
         # A storage keeps its Python object, with its attributes, for as long as a tensor uses it.
@@ -152,11 +152,8 @@ def create(group: Group, size: int, device: torch.device) -> Mapping:
     provider = host if device.type == "cpu" else gpu
 
     def check_size() -> int:
-        try:
-            asked = operator.index(size)
-        except TypeError:
-            raise InvalidHeapSizeError(size) from None
-        if asked < 0:
+        asked = index(size)
+        if asked is None or asked < 0 or isinstance(size, bool):
             raise InvalidHeapSizeError(size)
         total = total_memory(device)
         if asked > total:

@@ -69,7 +69,7 @@ class Call(NamedTuple):
     def check(self, device: torch.device, size: int, config: Any) -> None:
         """Raise unless this can be computed on ``device`` by ``size`` ranks."""
         if config is not None and not isinstance(config, FusedConfig):
-            raise InvalidConfigError(f"config={config!r} is not an iris.ops.FusedConfig.")
+            raise InvalidConfigError(f"config={config!r:.60} is not possible: it is an iris.ops.FusedConfig, or None.")
         check_devices(self.name, self.given(), device)
         problem = self._problem(size)
         if problem:

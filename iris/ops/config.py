@@ -2,11 +2,16 @@
 
 from dataclasses import dataclass, fields
 
-from iris.ccl.config import ALL_REDUCE_VARIANTS
+from iris.ccl.config import ALL_REDUCE_VARIANTS, MOST
 from iris.errors import InvalidConfigError
 
 _CACHE_MODIFIERS = (None, ".ca", ".cg", ".cv")
-_CHOICES = {"variant": ("kernel", "copies", "vendor"), "all_reduce_variant": ALL_REDUCE_VARIANTS}
+_CHOICES = {
+    "variant": ("kernel", "copies", "vendor"),
+    "all_reduce_variant": ALL_REDUCE_VARIANTS,
+    "cache_modifier_a": _CACHE_MODIFIERS,
+    "cache_modifier_b": _CACHE_MODIFIERS,
+}
 
 
 @dataclass(frozen=True)
@@ -80,10 +85,9 @@ class FusedConfig:
 
 def _problem(name: str, value: object) -> str | None:
     """What ``name`` should have been, if ``value`` is not that."""
-    if name.startswith("cache_modifier"):
-        return None if value in _CACHE_MODIFIERS else f"one of {', '.join(map(repr, _CACHE_MODIFIERS))}"
     if name in _CHOICES:
-        return None if value in _CHOICES[name] else f"one of {', '.join(map(repr, _CHOICES[name]))}"
+        known = isinstance(value, str | None) and value in _CHOICES[name]
+        return None if known else f"one of {', '.join(map(repr, _CHOICES[name]))}"
     if name in ("allow_tf32", "use_gluon"):
         return None if isinstance(value, bool) else "True or False"
     if name in ("num_sms", "comm_sms", "num_stages") and value is None:
@@ -94,4 +98,4 @@ def _problem(name: str, value: object) -> str | None:
         return None if 16 <= value <= 1024 and value & (value - 1) == 0 else "a power of two from 16 to 1024"
     if name == "num_warps":
         return None if 1 <= value <= 32 and value & (value - 1) == 0 else "a power of two from 1 to 32"
-    return None if value > 0 else "at least 1"
+    return None if 0 < value <= MOST else f"at least 1, and at most {MOST}"

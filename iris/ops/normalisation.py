@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from iris.arguments import real
 from iris.capture import capture_id
 from iris.ccl import Config
 from iris.ccl.checks import compare_calls
@@ -202,6 +203,7 @@ class AllReduceRmsNorm:
 
     def __call__(self, call: NormCall, eps: float) -> None:
         call.check(self._context.device)
+        eps = eps if eps.__class__ is float else real("eps", eps)
         if not call.out.numel():
             return
         call = call._replace(input=call.input.contiguous(), weight=call.weight.contiguous())
@@ -219,7 +221,7 @@ class AllReduceRmsNorm:
         key = (power_of_two(call.rows), *call.kind(), stream, capture)
         if key not in self._launches:
             remember(self._launches, key, self._prepare(call, stream, capture is not None))
-        self._launches[key](call, float(eps), stream)
+        self._launches[key](call, eps, stream)
 
     def close(self) -> None:
         """Forget all launches. The caller guarantees that no graph with them will be replayed."""

@@ -12,8 +12,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from iris.arguments import count
 from iris.device_record import DeviceRecord
-from iris.errors import InvalidCountError, InvalidSettingError, NotTracingError
+from iris.errors import InvalidArgumentError, InvalidCountError, InvalidSettingError, NotTracingError
 from iris.heap.mapping import mappings, snapshot
 from iris.language.tracing import ADDRESS, ASKED, HEADER, LAST_LOOKS, ROOM, TRACES_ALL, WORDS
 from iris.shared_folder import own_folder, whole
@@ -146,10 +147,10 @@ class Tracing:
 
         def make_room() -> None:
             nonlocal buffer
-            if not isinstance(max_events, int) or max_events < 1:
+            if count(max_events) is None:
                 raise InvalidCountError("max_events", max_events, "events")
             self._drain()
-            size = HEADER.value + max_events * WORDS.value
+            size = HEADER.value + count(max_events) * WORDS.value
             buffer = torch.zeros(size, dtype=torch.int64, device=self._device)
 
         self._group.agree(make_room, "make room for its events")
@@ -182,6 +183,12 @@ class Tracing:
         OSError, PeerFailedError
             A rank could not write its file: on that rank, and on the others.
         """
+
+        def check_path() -> None:
+            if not isinstance(path, str | os.PathLike):
+                raise InvalidArgumentError(f"path={path!r:.60} is not possible: it is the name of a file.")
+
+        self._group.agree(check_path, "find where to write its events")
         path, first = Path(path), self._group.rank == 0
         timeline = self._assembled(wanted=first or not merge)
         if not merge and self._group.size > 1:

@@ -55,7 +55,7 @@ def join(process_group: dist.ProcessGroup | None = None) -> World:
     """
     if not dist.is_initialized() and "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         initialise()
-    group = Group(process_group or (dist.group.WORLD if dist.is_initialized() else None))
+    group = Group(dist.group.WORLD if process_group is None and dist.is_initialized() else process_group)
     if simulator.ACTIVE:
         simulator.hang.rank = lambda: group.ranks[group.rank]
         sanitizer.start_if_wanted(group)

@@ -1,0 +1,227 @@
+"""What the calls of the host take as arguments: what torch takes, and errors of their own for anything else."""
+
+import collections
+import math
+
+import numpy
+import pytest
+import torch
+
+import iris
+from iris.ccl import Config
+from iris.errors import IrisError
+from iris.ops import FusedConfig
+
+
+class Index:
+    """An integer of another library."""
+
+    def __index__(self):
+        return 3
+
+
+# Two of each kind in which Python, numpy and torch have numbers and sizes, and what is neither.
+VALUES = {
+    "None": None,
+    "a string": "3",
+    "bytes": b"3",
+    "a float": 3.0,
+    "True": True,
+    "NaN": math.nan,
+    "infinity": math.inf,
+    "complex": 3j,
+    "negative": -1,
+    "2**31": 2**31,
+    "2**63": 2**63,
+    "2**70": 2**70,
+    "numpy's integer": numpy.int32(3),
+    "numpy's float": numpy.float64(3.0),
+    "numpy's bool": numpy.bool_(True),
+    "numpy's array of one": numpy.array([3]),
+    "numpy's array": numpy.array([2, 3]),
+    "a tensor's integer": torch.tensor(3),
+    "a tensor's float": torch.tensor(3.0),
+    "a tensor's bool": torch.tensor(True),
+    "a tensor": torch.tensor([2, 3]),
+    "a size": torch.Size([2, 3]),
+    "an empty list": [],
+    "a list with None": [2, None],
+    "a list with a string": [2, "3"],
+    "a list with a float": (2, 1.0),
+    "a negative extent": (2, -1),
+    "True first": [True, 2],
+    "True second": (2, True),
+    "numpy's integer in a tuple": (numpy.int64(3), 2),
+    "a tensor's integer in a list": [torch.tensor(3), 2],
+    "no elements": (2**62, 0),
+    "no elements of too many": (2**62, 2**62, 0),
+    "a range": range(2, 4),
+    "a deque": collections.deque([2]),
+    "a set": {2},
+    "a dict": {2: 3},
+    "an object": object(),
+    "a type": Index,
+    "a dtype": torch.int8,
+}
+
+
+class Torch:
+    """torch, with the names that Iris adds to it."""
+
+    def __getattr__(self, name):
+        return getattr(torch, name)
+
+    def allocate(self, count, dtype):
+        return torch.empty(count, dtype=dtype)
+
+    def uniform(self, size, low=0.0, high=1.0, dtype=torch.float):
+        return torch.empty(size, dtype=dtype).uniform_(low, high)
+
+
+FACTORIES = {
+    "the size of empty": lambda t, v: t.empty(v),
+    "the size of zeros, by name": lambda t, v: t.zeros(size=v),
+    "the second extent of ones": lambda t, v: t.ones(2, v),
+    "the size of full": lambda t, v: t.full(v, 1),
+    "the size of randint": lambda t, v: t.randint(5, v),
+    "the size of uniform": lambda t, v: t.uniform(v),
+    "the count of allocate": lambda t, v: t.allocate(v, torch.int16),
+    "the steps of linspace": lambda t, v: t.linspace(0, 1, v),
+    "the value of full": lambda t, v: t.full((2,), v),
+    "the value of full, of int8": lambda t, v: t.full((2,), v, dtype=torch.int8),
+    "the value of full_like": lambda t, v: t.full_like(torch.ones(2, 3), v),
+    "the end of arange": lambda t, v: t.arange(v),
+    "the start of arange": lambda t, v: t.arange(v, 4),
+    "the step of arange": lambda t, v: t.arange(0, 6, v),
+    "the start of linspace": lambda t, v: t.linspace(v, 9, 3),
+    "high of randint": lambda t, v: t.randint(v, (2,)),
+    "low of randint": lambda t, v: t.randint(v, 5, (2,)),
+    "high of randint, of int8": lambda t, v: t.randint(0, v, (2,), dtype=torch.int8),
+    "low of uniform": lambda t, v: t.uniform(2, v),
+    "a dtype": lambda t, v: t.zeros(2, dtype=v),
+    "requires_grad": lambda t, v: t.zeros(2, requires_grad=v),
+    "requires_grad of integers": lambda t, v: t.zeros(2, dtype=torch.int32, requires_grad=v),
+    "pin_memory": lambda t, v: t.zeros(2, pin_memory=None if v is True else v),
+    "a memory format": lambda t, v: t.empty(2, memory_format=v),
+    "a generator": lambda t, v: t.rand(2, generator=v),
+    "a dtype of rand": lambda t, v: t.rand(2, dtype=v),
+}
+SIZES = [name for name in FACTORIES if name.startswith(("the size", "the second extent", "the count", "the steps"))]
+
+# What Iris takes besides: sizes nested further, and integers of any kind where torch takes tuples or Python's alone.
+ALSO_SIZES = {
+    "numpy's integer", "a tensor's integer", "a size", "an empty list", "True first", "numpy's integer in a tuple",
+    "a tensor's integer in a list", "no elements", "True second",
+}  # fmt: skip
+# What no heap of this size holds.
+TOO_LARGE = ("2**31",)
+
+
+@pytest.fixture(scope="module")
+def ctx():
+    with iris.iris(1 << 22) as context:
+        yield context
+
+
+def _outcome(call):
+    """The shape and dtype of what ``call`` makes, or the error that it ends in."""
+    try:
+        result = call()
+    except Exception as error:
+        return error
+    return tuple(result.shape), result.dtype
+
+
+@pytest.mark.parametrize("argument", FACTORIES)
+def test_the_factories_take_what_torch_takes(ctx, argument):
+    """And refuse what torch refuses, with an error of Iris that names the call and is torch's kind of error."""
+    make = FACTORIES[argument]
+    for kind, value in VALUES.items():
+        if kind in TOO_LARGE and argument in (*SIZES, "the end of arange"):
+            continue
+        # A call may resize the tensor that it is given.
+        expected, result = _outcome(lambda: make(Torch(), value)), _outcome(lambda: make(ctx, value))  # noqa: B023
+        case = f"{argument}: {kind}, torch: {expected!r:.200}, Iris: {result!r:.200}"
+        if not isinstance(expected, Exception):
+            assert result == expected, case
+        elif isinstance(result, Exception):
+            assert isinstance(result, IrisError | MemoryError), case
+            assert isinstance(result, TypeError | RuntimeError | ValueError | MemoryError), case
+            assert "unsupported operand" not in str(result) and len(str(result)) > 40, case
+        else:
+            assert argument in SIZES and kind in ALSO_SIZES, case
+
+
+HERE = {
+    "heap_size": lambda ctx, v: iris.iris(v).close(),
+    "process_group": lambda ctx, v: iris.Iris(1 << 20, process_group=v).close(),
+    "peer()": lambda ctx, v: ctx.peer(ctx.zeros(4), v),
+    "broadcast()": lambda ctx, v: ctx.broadcast(1, v),
+    "barrier() of a stream": lambda ctx, v: ctx.barrier(v),
+    "barrier() of a group": lambda ctx, v: ctx.barrier(group=v),
+    "device_barrier()": lambda ctx, v: ctx.device_barrier(v),
+    "free()": lambda ctx, v: ctx.free(v),
+    "communicator()": lambda ctx, v: ctx.ccl.communicator(v),
+    "release_graphs()": lambda ctx, v: ctx.ccl.release_graphs(v),
+    "src": lambda ctx, v: ctx.ccl.broadcast(ctx.zeros(4), v),
+    "dst": lambda ctx, v: ctx.ccl.reduce(ctx.zeros(4), ctx.ones(4), v),
+    "op": lambda ctx, v: ctx.ccl.all_reduce(ctx.zeros(4), ctx.ones(4), op=v),
+    "group": lambda ctx, v: ctx.ccl.all_gather(ctx.zeros(4), ctx.ones(4), group=v),
+    "config": lambda ctx, v: ctx.ccl.all_to_all(ctx.zeros(4), ctx.ones(4), config=v),
+    "workspace": lambda ctx, v: ctx.ccl.all_reduce(ctx.zeros(4), ctx.ones(4), workspace=v),
+    "counts": lambda ctx, v: ctx.ccl.all_to_all_v(ctx.zeros(4), ctx.ones(4), v, [0], [1], [0]),
+    "a displacement": lambda ctx, v: ctx.ccl.all_to_all_v(ctx.zeros(4), ctx.ones(4), [1], [v], [1], [0]),
+    "an output": lambda ctx, v: ctx.ccl.reduce_scatter(v, ctx.ones(4)),
+    "a product's config": lambda ctx, v: ctx.ops.matmul_all_gather(*(ctx.ones(16, 16) for _ in "ABC"), config=v),
+    "a product's bias": lambda ctx, v: ctx.ops.matmul_all_gather(*(ctx.ones(16, 16) for _ in "ABC"), v),
+    "eps": lambda ctx, v: ctx.ops.all_reduce_rms_norm(ctx.ones(2, 4), ctx.ones(2, 4), ctx.ones(4), v),
+    "max_events": lambda ctx, v: ctx.tracing.enable(v),
+    "fn": lambda ctx, v: iris.do_bench(v, n_repeat=1),
+    "barrier_fn": lambda ctx, v: iris.do_bench(int, v, n_repeat=1),
+    "n_warmup": lambda ctx, v: iris.do_bench(int, n_warmup=v, n_repeat=1),
+    "n_repeat": lambda ctx, v: iris.do_bench(int, n_repeat=v),
+    "quantiles": lambda ctx, v: iris.do_bench(int, n_repeat=1, quantiles=v),
+    "return_mode": lambda ctx, v: iris.do_bench(int, n_repeat=1, return_mode=v),
+    "Config": lambda ctx, v: [Config(**{name: v}) for name in Config.__dataclass_fields__],
+    "FusedConfig": lambda ctx, v: [FusedConfig(**{name: v}) for name in FusedConfig.__dataclass_fields__],
+}
+NOTHING = {"None"}
+INTEGERS = {"numpy's integer", "a tensor's integer"}
+NUMBERS = INTEGERS | {
+    "a float", "True", "NaN", "infinity", "negative", "2**31", "2**63", "2**70", "numpy's float", "a tensor's float",
+    "a tensor's bool",
+}  # fmt: skip
+# The kinds of values that each takes. (There is one rank, so that no other number is a rank.)
+TAKEN = {
+    "eps": NUMBERS,
+    "fn": {"a type"},
+    "barrier_fn": {"a type"},
+    "a displacement": INTEGERS | {"True"},
+    "quantiles": NOTHING | {"an empty list"},
+}
+TAKEN |= dict.fromkeys(("heap_size", "max_events", "n_warmup", "n_repeat"), INTEGERS)
+TAKEN |= {
+    name: NOTHING
+    for name in HERE
+    if name in ("process_group", "config", "workspace", "Config", "communicator()", "release_graphs()")
+    or "group" in name or "barrier()" in name or "product" in name
+}  # fmt: skip
+# These would take it, and for long.
+ENDLESS = {(name, "2**31") for name in ("heap_size", "max_events", "n_warmup", "n_repeat")}
+
+
+@pytest.mark.parametrize("argument", HERE)
+def test_other_calls_refuse_in_words_of_their_own(ctx, argument):
+    """Whatever they are given: an error of Iris, or it is what the call is said to take."""
+    for kind, value in VALUES.items():
+        if (argument, kind) in ENDLESS:
+            continue
+        try:
+            HERE[argument](ctx, value)
+        except IrisError as error:
+            assert len(str(error)) > 40, f"{argument}: {kind}: {error}"
+            assert kind not in TAKEN.get(argument, ()), f"{argument}: {kind}: {error}"
+        except Exception as error:
+            pytest.fail(f"{argument}: {kind} ends in {error!r}")
+        else:
+            assert kind in TAKEN.get(argument, ()), f"{argument}: {kind} is taken"
