@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from iris import world
-from iris.arguments import index
+from iris.arg_parser import index
 from iris.ccl.collectives import Collectives
 from iris.device_barrier import DeviceBarrier
 from iris.device_record import DeviceRecord

@@ -16,7 +16,7 @@ from typing import Any
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, start_processes
 
 from iris import simulator
-from iris.arguments import check_callable, count
+from iris.arg_parser import check_callable, count
 from iris.errors import InvalidCountError, WorkerNotImportableError
 
 # How often the starting process looks up from its ranks.

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from iris.arguments import (
+from iris.arg_parser import (
     Number,
     Size,
     ask,

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from iris import simulator
-from iris.arguments import check_callable, count, real
+from iris.arg_parser import check_callable, count, real
 from iris.errors import InvalidArgumentError, InvalidCountError, InvalidValueError, UnknownChoiceError
 
 _MODES: dict[str, Callable[[torch.Tensor], Any]] = {

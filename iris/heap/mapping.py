@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from iris.arguments import index
+from iris.arg_parser import index
 from iris.errors import (
     HeapClosedError,
     HeapTooLargeError,

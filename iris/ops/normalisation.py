@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from iris.arguments import real
+from iris.arg_parser import real
 from iris.capture import capture_id
 from iris.ccl import Config
 from iris.ccl.checks import compare_calls

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from iris.arguments import count
+from iris.arg_parser import count
 from iris.device_record import DeviceRecord
 from iris.errors import InvalidArgumentError, InvalidCountError, InvalidSettingError, NotTracingError
 from iris.heap.mapping import mappings, snapshot
