@@ -1,6 +1,7 @@
 """The Iris context of a rank: a world, a symmetric heap, the factories of tensors on it, and the meetings of ranks."""
 
 import logging
+import pickle
 from types import TracebackType
 from typing import Any
 
@@ -187,19 +188,21 @@ class Iris(Factories):
             if not is_source or self.num_ranks == 1:
                 return False, None
             if not is_tensor:
-                return False, value
+                # Pickled, and so never through the store, which asks nobody who he is.
+                buffer = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(self.device)
+                return False, len(buffer)
             buffer = value.detach().to(self.device).resolve_conj().resolve_neg().contiguous()
-            return True, (value.shape, value.dtype, value.device.type)
+            return True, (list(value.shape), str(value.dtype).removeprefix("torch."), value.device.type)
 
         is_tensor, sent = group.agree(offer, f"broadcast from rank {src}")[index(src)]
-        if not is_tensor:
-            return value if is_source else sent
-        shape, dtype, device_type = sent
+        if self.num_ranks == 1:
+            return value
+        shape, dtype, device_type = sent if is_tensor else ([sent], "uint8", self.device.type)
 
         def make_room() -> None:
             nonlocal buffer
             if not is_source:
-                buffer = torch.empty(shape, dtype=dtype, device=self.device)
+                buffer = torch.empty(shape, dtype=getattr(torch, dtype), device=self.device)
 
         group.agree(make_room, f"make room for what rank {src} broadcasts")
         if buffer.numel():
@@ -207,6 +210,8 @@ class Iris(Factories):
             dist.broadcast(buffer.reshape(-1).view(torch.uint8), group=group.process_group, group_src=src)
         if is_source:
             return value
+        if not is_tensor:
+            return pickle.loads(buffer.cpu().numpy())
         return buffer.cpu() if device_type == "cpu" else buffer
 
     def debug(self, message: object) -> None:

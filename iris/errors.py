@@ -6,7 +6,7 @@ from `IrisError` and from the built-in error that a caller would expect, so both
 """
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 
 def readable(size: int) -> str:
@@ -96,12 +96,27 @@ class OutOfStepError(IrisError, RuntimeError):
     """Ranks met at different points of the program: one is in one collective call, another in a different one."""
 
 
+class MismatchedSettingsError(IrisError, RuntimeError):
+    """An environment variable that all ranks must share is set on some of them."""
+
+    def __init__(self, variable: str, ranks: Mapping[str, Sequence[int]]) -> None:
+        found = "; ".join(f"{value} on {names(those)}" for value, those in ranks.items())
+        super().__init__(
+            f"The ranks differ in {variable}: {found}. Give all ranks the same environment: it decides what they do "
+            "together."
+        )
+
+
 class PeerFailedError(IrisError, RuntimeError):
     """A collective step worked here and failed on another rank, so it was undone here too."""
 
 
 class PeerLostError(IrisError, ConnectionError):
-    """A rank's program has ended while others wait for it, or the store is gone through which the ranks talk."""
+    """A rank has died, or its program has ended, while others wait for it; or the store is gone that ranks need."""
+
+
+class InvalidMessageError(IrisError, RuntimeError):
+    """What lies in the store for a rank is no message of this version of Iris."""
 
 
 class ProcessUnreachableError(IrisError, ConnectionError):

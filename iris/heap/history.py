@@ -105,11 +105,12 @@ class History:
         raise AsymmetricHeapError(message + " Every rank must make the same allocations in the same order.")
 
     def _first_difference(self, group: Group) -> str:
-        histories = group.all_gather(self.calls, "a comparison of the heaps' allocations")
+        mine = [(call.size, str(call)) for call in self.calls]
+        histories = group.all_gather(mine, "a comparison of the heaps' allocations")
         for index in range(max(map(len, histories))):
             calls = [history[index] if index < len(history) else None for history in histories]
-            if len({call and call.size for call in calls}) > 1:
-                alike = _alike(group, [str(call) if call else "no further allocation" for call in calls])
+            if len({call and call[0] for call in calls}) > 1:
+                alike = _alike(group, [call[1] if call else "no further allocation" for call in calls])
                 number = self.count - len(self.calls) + index + 1
                 texts = "; ".join(f"{text} on {names(ranks)}" for text, ranks in alike)
                 return f" Allocation {number} is the first that differs: {texts}."

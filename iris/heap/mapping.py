@@ -7,7 +7,7 @@ A `Mapping` is what the rest of the library needs to know about it.
 import os
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,6 +66,8 @@ class Mapping:
         The address, in this process, of each rank's bytes; congruent modulo 16.
     memory : Memory
         What keeps the addresses valid for as long as it lives, as it does while a tensor is over it; None once closed.
+    lost : callable
+        Returns which members have ended, in words: `iris.world.group.Group.lost`.
     owner : callable
         Returns what uses the memory, or None: a weak reference. It has methods ``name_at(offset)``, what the memory is
         for and which part of that is there, and ``describe_offset(offset)``, both in one text.
@@ -78,6 +80,7 @@ class Mapping:
     device: torch.device
     bases: tuple[int, ...]
     memory: Memory | None
+    lost: Callable[[bool], list[str]]
     owner: Callable[[], Any] = lambda: None
 
     def storage(self, rank: int, offset: int, size: int, owner: Any = None) -> torch.UntypedStorage:
@@ -179,7 +182,7 @@ def create(group: Group, size: int, device: torch.device) -> Mapping:
 
     group.agree(check_congruence, "map the heaps at congruent addresses")
     name = f"{group.name}/memory/{_made[group.name]}"
-    mapping = Mapping(name, group.ranks, group.rank, rounded, device, tuple(bases), Memory(held))
+    mapping = Mapping(name, group.ranks, group.rank, rounded, device, tuple(bases), Memory(held), group.lost)
     _mappings[bases[group.rank]] = mapping
     # Behind it: another thread that sees this number looks for it.
     _made[group.name] += 1
@@ -215,6 +218,15 @@ def describe_address(address: int) -> str | None:
     owner = mapping.owner()
     what = f"memory at offset {offset:#x}" if owner is None else owner.describe_offset(offset)
     return f"rank {mapping.ranks[rank]}'s {what}"
+
+
+def lost_at(addresses: Iterable[int], well: bool) -> list[str]:
+    """Which ranks have ended that share the memory of any of these addresses, and how, in words. Local; any thread.
+
+    ``well``: also those whose programs have ended well.
+    """
+    found = {mapping.name: mapping for mapping, *_ in filter(None, map(locate, addresses))}
+    return list(dict.fromkeys(text for mapping in found.values() for text in mapping.lost(well)))
 
 
 def count_made() -> int:

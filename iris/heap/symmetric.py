@@ -364,7 +364,8 @@ class SymmetricHeap:
         """Take back what no rank uses any more. Collective; what each rank brought is returned."""
         ready = array("Q", self._lifetimes.collect())
         report = Report(self._history.summary(point), ready.tobytes(), self._lifetimes.waiting(), late)
-        reports = self.group.all_gather(report, "a barrier or allocation of the context")
+        brought = self.group.all_gather(report, "a barrier or allocation of the context")
+        reports = [Report(Summary(*summary), *rest) for summary, *rest in brought]
         self._history.compare(self.group, [each.summary for each in reports])
         everyone = (1 << self.group.size) - 1
         for rank, each in enumerate(reports):

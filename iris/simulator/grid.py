@@ -41,6 +41,10 @@ chance: random.Random | None = None
 SHARE_OF_TURNS = 0.25
 LATEST_S = 2e-3
 
+# After so long without any change, a wait is taken for one for a rank that has died, if one has; or for one whose
+# program has ended well: another rank may still be at work on what it left. And how often to ask.
+LOST_S, LEFT_S, LOST_INTERVAL_S = 1.0, 2.0, 0.1
+
 _baton = threading.Lock()
 
 
@@ -133,7 +137,7 @@ class Launch:
     def progress(self) -> None:
         """Something has changed: nobody is known to wait in vain."""
         self._polls, self._polling_s = 0, 0.0
-        self._waited = 0.0
+        self._waited, self._ask_at = 0.0, LOST_S
         self._polled_at = time.monotonic()
         self._sleep = SHORTEST_SLEEP_S
 
@@ -268,9 +272,15 @@ class Launch:
         """Everyone polls in vain: let other launches and processes run for a moment."""
         start = time.monotonic()
         self._waited += min(start - self._polled_at, self._polling_s)
+        live = [each for each in self.live if not each.joining]
+        if self._waited >= self._ask_at:
+            self._ask_at = self._waited + LOST_INTERVAL_S
+            if lost := hang.lost(live, well=self._waited >= LEFT_S):
+                self.fail(hang.lost_error(self.name, hang.waits(live, Launch._execute.__code__), lost))
+                raise _Unwound
         deadlock = sanitizer.recorder is not None and sanitizer.recorder.is_over(self._repeats())
         if deadlock or (limit_s and self._waited >= limit_s):
-            waits = hang.waits([live for live in self.live if not live.joining], Launch._execute.__code__)
+            waits = hang.waits(live, Launch._execute.__code__)
             if sanitizer.recorder is not None:
                 for wait in waits:
                     sanitizer.recorder.waits(self, wait)

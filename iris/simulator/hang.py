@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from triton.runtime.interpreter import TensorHandle
 
-from iris.errors import IrisTimeoutError
+from iris.errors import IrisTimeoutError, PeerLostError
 from iris.simulator import dtypes
 from iris.switches import switched_on
 
@@ -69,14 +69,23 @@ def waits(waiting: "Iterable[Task]", bottom: CodeType) -> list[Wait]:
     return [Wait(_programs(indices, partition), *what) for (partition, *what), indices in groups.items()]
 
 
+def lost(waiting: "Iterable[Task]", well: bool) -> list[str]:
+    """Which ranks have ended for which one of these may wait, and how, in words. ``well``: also those that did well."""
+    try:
+        from iris.heap.mapping import lost_at
+    except ImportError:  # the simulator also runs kernels that have no heap
+        return []
+    return lost_at((int(task.poll.pointers.flat[0]) for task in waiting if task.poll is not None), well)
+
+
+def lost_error(kernel: str, waits: list[Wait], gone: list[str]) -> PeerLostError:
+    """The error that says who waits for what, which may be one of the ranks that are ``gone``."""
+    return PeerLostError(f"{_who()}kernel {kernel!r} waits, and {'; '.join(gone)}.\n{_lines(waits)}")
+
+
 def error(kernel: str, limit_s: float | None, waits: list[Wait]) -> IrisTimeoutError:
     """The error that says who waits for what. ``limit_s``: for so long; None: no rank can go on any more."""
-    lines = list(map(str, waits))
-    if len(lines) > MOST_LINES:
-        lines = [*lines[:MOST_LINES], f"... and {len(lines) - MOST_LINES} more places"]
-    number = rank()
-    who = "" if number is None else f"Rank {number}: "
-    text = "\n".join(f"  {line}" for line in lines)
+    who, text = _who(), _lines(waits)
     advice = "Look at who should have written these flags."
     if any(_MESSAGES in (wait.flag or "") for wait in waits):
         advice = (
@@ -91,6 +100,18 @@ def error(kernel: str, limit_s: float | None, waits: list[Wait]) -> IrisTimeoutE
         else f"{who}kernel {kernel!r} has waited for {limit_s:g} s, and nothing has changed:\n{text}\n"
         f"{advice} IRIS_WAIT_TIMEOUT_S sets the limit (0: none)."
     )
+
+
+def _who() -> str:
+    number = rank()
+    return "" if number is None else f"Rank {number}: "
+
+
+def _lines(waits: list[Wait]) -> str:
+    lines = list(map(str, waits))
+    if len(lines) > MOST_LINES:
+        lines = [*lines[:MOST_LINES], f"... and {len(lines) - MOST_LINES} more places"]
+    return "\n".join(f"  {line}" for line in lines)
 
 
 def _programs(indices: list[tuple[int, int, int]], partition: int | None) -> str:

@@ -88,8 +88,12 @@ class Clock:
                 )  # fmt: skip
         self._rounds += ROUNDS
         mine = times.cpu().numpy()
-        leaders = group.all_gather(mine if group.rank == 0 else None, "the times of the first rank")[0]
-        return Comparison(int(mine[0, 0, 0]), 0, 0) if group.rank == 0 else ahead(leaders[group.rank], mine[group.rank])
+        leaders = group.all_gather(mine.tolist() if group.rank == 0 else None, "the times of the first rank")[0]
+        return (
+            Comparison(int(mine[0, 0, 0]), 0, 0)
+            if group.rank == 0
+            else ahead(np.array(leaders[group.rank]), mine[group.rank])
+        )
 
 
 def ahead(leader: np.ndarray, follower: np.ndarray) -> Comparison:

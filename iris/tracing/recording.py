@@ -209,26 +209,27 @@ class Tracing:
         """By way of files, as it may be more than the store of a process group should hold; ranks are on one host."""
         recording, timeline = self.recording(), None
 
-        def make_folder() -> str | None:
-            return str(own_folder("iris-trace")) if self._group.rank == 0 else None
+        folder: str | None = None
 
-        folder = Path(self._group.agree(make_folder, "make a folder for the events of all ranks")[0])
-        file = folder / f"{self._rank}.npz"
+        def make_folder() -> str | None:
+            nonlocal folder
+            if self._group.rank == 0:
+                folder = str(own_folder("iris-trace"))
+            return folder
 
         def read() -> None:
             nonlocal timeline
             if wanted:
-                timeline = assemble([Recording.load(each) for each in folder.glob("*.npz")])
+                timeline = assemble([Recording.load(each) for each in Path(folder).glob("*.npz")])
 
         try:
-            self._group.agree(lambda: recording.save(file), "save its events")
+            folder = self._group.agree(make_folder, "make a folder for the events of all ranks")[0]
+            self._group.agree(lambda: recording.save(Path(folder, f"{self._rank}.npz")), "save its events")
             self._group.agree(read, "read the events of all ranks")
-        except BaseException:
-            # Any rank, as the first one may have been killed.
-            shutil.rmtree(folder, ignore_errors=True)
-            raise
-        if self._group.rank == 0:
-            shutil.rmtree(folder, ignore_errors=True)
+        finally:
+            # By every rank, for any may have died; each comes here when all have read, or none will.
+            if folder is not None:
+                shutil.rmtree(folder, ignore_errors=True)
         return timeline
 
     def recording(self, alone: bool = False) -> Recording:

@@ -6,15 +6,25 @@ initialised here; a process that nobody started is a world of one rank, without 
 
 import atexit
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from iris import simulator
+from iris.errors import MismatchedSettingsError
 from iris.simulator import sanitizer
 from iris.world.group import Group
-from iris.world.placement import check_one_host, check_own_gpus, check_peer_access, choose_device, on_gpu, take_seat
+from iris.world.placement import (
+    Seat,
+    check_one_host,
+    check_own_gpus,
+    check_peer_access,
+    choose_device,
+    on_gpu,
+    take_seat,
+)
 
 
 @dataclass(frozen=True)
@@ -48,6 +58,8 @@ def join(process_group: dist.ProcessGroup | None = None) -> World:
     ------
     NoGpuForRankError
         Without a GPU and with ``IRIS_SIMULATOR=0``; `PeerFailedError` on ranks that have one.
+    MismatchedSettingsError
+        On every rank, when an environment variable is set on some that must be set on all or none.
     SeveralHostsError, SharedDeviceError
         On every rank, when ranks are on several hosts or two of them use one GPU.
     NoPeerAccessError
@@ -56,15 +68,32 @@ def join(process_group: dist.ProcessGroup | None = None) -> World:
     if not dist.is_initialized() and "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         initialise()
     group = Group(dist.group.WORLD if process_group is None and dist.is_initialized() else process_group)
+    check_settings(group, group.all_gather(settings(), "the comparison of settings"))
     if simulator.ACTIVE:
         simulator.hang.rank = lambda: group.ranks[group.rank]
         sanitizer.start_if_wanted(group)
-    seats = group.agree(take_seat, "find out where it runs")
+    seats = [Seat(*seat) for seat in group.agree(take_seat, "find out where it runs")]
     device = choose_device()
     check_one_host(seats)
     check_own_gpus(seats)
     group.agree(lambda: check_peer_access(seats, group.rank, device), "reach the GPUs of its peers")
     return World(group, device)
+
+
+def settings() -> dict[str, str]:
+    """What decides in which meetings a rank takes part, by environment variable: ``"0"`` or ``"1"``."""
+    asked = {variable: os.environ.get(variable) or "0" for variable in ("IRIS_DEBUG", "IRIS_SANITIZE", "IRIS_TRACE")}
+    return asked | {simulator.VARIABLE: str(int(simulator.ACTIVE))}
+
+
+def check_settings(group: Group, settings: Sequence[dict[str, str]]) -> None:
+    """Raise `MismatchedSettingsError` unless the settings of all ranks are alike."""
+    for variable in settings[0]:
+        ranks: dict[str, list[int]] = {}
+        for rank, each in zip(group.ranks, settings, strict=True):
+            ranks.setdefault(each[variable], []).append(rank)
+        if len(ranks) > 1:
+            raise MismatchedSettingsError(variable, ranks)
 
 
 def initialise() -> None:

@@ -1,14 +1,17 @@
-"""How a process takes leave of its peers when its program ends."""
+"""How a process takes leave of its peers when its program ends, and what it says of the reason."""
 
 import contextlib
 import functools
 import sys
 import time
 import weakref
+from dataclasses import dataclass
 from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
+
+from iris.world.peers import Peer
 
 if TYPE_CHECKING:
     from iris.world.group import Group
@@ -17,24 +20,70 @@ if TYPE_CHECKING:
 LEAVE_LIMIT_S = 5.0
 # What a process that has ended meets for.
 ENDED = "the end of the program"
+# Of an error's text, so much is told.
+LONGEST_TEXT = 500
+
+
+@dataclass
+class Attendance:
+    """The meetings of one group as far as others still read what this rank has brought to them.
+
+    Attributes
+    ----------
+    store : torch.distributed.Store
+        Not the group's own client: this one keeps the server alive where the process holds it.
+    members : list of Peer or None
+        By rank in the group; None for this rank and those that have not introduced themselves.
+    rank : int
+    latest : int
+        The number of the last meeting that this rank has left.
+    """
+
+    store: dist.Store
+    members: list[Peer | None]
+    rank: int
+    latest: int = -1
+
+    def is_over(self) -> bool:
+        """Whether every peer has left the last meeting too, or is gone.
+
+        Whoever leaves a meeting deletes what it brought to the one before.
+        """
+        return not any(
+            self.store.check([f"{self.latest - 1}/{rank}"])
+            for rank, peer in enumerate(self.members)
+            if rank != self.rank and not (peer is not None and peer.ended)
+        )
+
 
 # All of the process: peers may be waiting in any of them when it ends.
 groups: "weakref.WeakSet[Group]" = weakref.WeakSet()
-# The group that met last, by process group. Whoever comes to a meeting has left all earlier ones.
-latest: "dict[str, Group]" = {}
+# Of the group that met last, by process group. Whoever comes to a meeting has left all earlier ones.
+latest: dict[str, Attendance] = {}
+
+
+def _failure() -> str | None:
+    """What the program ends by, in words; None if it ends well as far as it knows."""
+    error = sys.exc_info()[1] or getattr(sys, "last_value", None)
+    if isinstance(error, SystemExit):
+        if not error.code:
+            return None
+        # Whoever starts a function in a process turns its error into this one.
+        cause = error.__context__
+        error = cause if isinstance(cause, Exception) else error
+    return error and f"{type(error).__name__}: {error}"[:LONGEST_TEXT]
 
 
 def _leave_groups(stays: bool) -> None:
-    # If the program has failed, its launcher tells the cause and ends the other ranks. That this one does not come must
-    # not be told in its place.
-    if sys.exc_info()[0] is None and not hasattr(sys, "last_value"):
-        for group in groups:
-            with contextlib.suppress(dist.DistError):
-                group.say_goodbye()
-    deadline = time.monotonic() + LEAVE_LIMIT_S
-    for group in latest.values() if stays else ():
+    failure = _failure()
+    for group in list(groups):
         with contextlib.suppress(dist.DistError):
-            group.leave(deadline)
+            group.say_goodbye(failure)
+    deadline = time.monotonic() + LEAVE_LIMIT_S
+    for attendance in latest.values() if stays else ():
+        with contextlib.suppress(dist.DistError):
+            while not attendance.is_over() and time.monotonic() < deadline:
+                time.sleep(1e-3)
 
 
 @functools.cache

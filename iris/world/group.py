@@ -1,25 +1,49 @@
-"""Ranks that meet on the host, through the *store* of their process group: its small key-value server.
+"""Ranks that meet on the host, through the store of their process group.
 
-Nothing here touches a GPU, so ranks can meet while their kernels wait for each other.
+Nothing here touches a GPU, so ranks can meet while their kernels wait for each other. A meeting ends for all: with
+everybody's values, or with an error that names who has not come, or has died.
 """
 
 import contextlib
 import os
-import pickle
 import time
+import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from iris.errors import InvalidGroupError, IrisTimeoutError, OutOfStepError, PeerFailedError, PeerLostError, names
+from iris.errors import (
+    InvalidGroupError,
+    InvalidMessageError,
+    IrisTimeoutError,
+    OutOfStepError,
+    PeerFailedError,
+    PeerLostError,
+    names,
+)
 from iris.simulator import sanitizer
-from iris.world import farewell
-from iris.world.farewell import ENDED
+from iris.world import farewell, peers, wire
+from iris.world.farewell import ENDED, Attendance
+from iris.world.peers import Identity, Peer
+from iris.world.store import LONGEST_PAUSE_S, await_keys, own_client
 
 T = TypeVar("T")
+
+# How often a meeting asks the store for what only it knows: who the other members are, and who has died elsewhere.
+INTERVAL_S = 0.25
+# What a rank that has said that it fails gets to end, so that its launcher hears of it before it hears of the others.
+ENDING_S = 0.8
+# What the system gets to notice that a process has ended whose connection is gone already.
+NOTICE_S = 0.5
+
+# How a member has ended that did so well.
+OVER = "the program has ended there"
+
+# The processes of the ranks of the world, for each default process group.
+_processes: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, Peer]]" = weakref.WeakKeyDictionary()
 
 
 def check_process_group(group: object) -> None:
@@ -52,7 +76,10 @@ class Group:
     name : str
         Another one for every group of the process, and the same on all its members.
     store : torch.distributed.Store
-        The members' own, on every host.
+        The members' own, on every host; through a connection that no other group uses, so threads can meet in several
+        groups at once. A group is for one thread at a time.
+    members : list of Peer or None
+        The processes of the other members, by rank in the group; None for this one, and for those not yet known.
     meetings : int
         How many there have been, the same number on all members.
 
@@ -81,11 +108,18 @@ class Group:
         number = Group._made[process_group.group_name]
         Group._made[process_group.group_name] += 1
         self.name = f"{process_group.group_name}/iris/{number}"
-        self.store = dist.PrefixStore(f"iris/{number}", store)
+        self.store = dist.PrefixStore(f"iris/{number}", own_client(store))
+        self.timeout = store.timeout.total_seconds()
+        world = dist.group.WORLD if dist.is_initialized() else process_group
+        self._known = _processes.setdefault(world, {})
+        self.members: list[Peer | None] = [self._known.get(rank) for rank in self.ranks]
+        self.members[self.rank] = None
+        self._attendance = Attendance(dist.PrefixStore(f"iris/{number}", store), self.members, self.rank)
+        # Before anything else of this group, so whoever reads the rest finds it.
+        self.store.set(f"who/{self.rank}", wire.encode(peers.own_identity()))
         self.store.set(f"-1/{self.rank}", "")
         farewell.groups.add(self)
         farewell.register(os.getpid())
-        self.timeout = store.timeout.total_seconds()
 
     def all_gather(self, value: Any, what: str, orders: bool = True) -> list[Any]:
         """Every member's ``value``, by rank in the group. Collective; blocks the host; no GPU takes part.
@@ -93,7 +127,8 @@ class Group:
         Parameters
         ----------
         value
-            Anything that can be pickled. What may fail on some members, as a user's value, is for `agree`.
+            Of the types of `iris.world.wire`; named tuples arrive as plain ones. What may fail on some members is for
+            `agree`.
         what
             What the members meet for, the same words on all of them: it completes "while waiting for …" in the errors.
         orders
@@ -106,45 +141,47 @@ class Group:
         OutOfStepError
             Members met for different things, on every member.
         PeerLostError
-            The store is gone, or a member's program has ended.
+            A member has died, or its program has ended; or the store is gone.
+        InvalidMessageError
+            What a member brought is not of this version of Iris.
         """
         if self.size == 1:
             return [value]
-        # Before the meeting counts: a value that cannot be pickled must not put this member out of step.
-        text = pickle.dumps((what, value))
+        # Before the meeting counts: a value that cannot be sent must not put this member out of step.
+        text = wire.encode((what, value))
         recorder = sanitizer.recorder if orders else None
         key = (self.name, self.meetings)
         with recorder.meeting(key, self.ranks, what) if recorder is not None else contextlib.nullcontext():
             return self._exchange(value, what, text)
 
     def _exchange(self, value: Any, what: str, text: bytes) -> list[Any]:
-        """`all_gather` of what is pickled as ``text``."""
+        """`all_gather` of what is encoded as ``text``."""
         this, last = self.meetings, self.meetings - 1
         self.meetings += 1
-        peers = self._peers()
-        keys = [f"{this}/{rank}" for rank in peers]
+        self._next_look = 0.0
+        others = self._peers()
+        keys = [f"{this}/{rank}" for rank in others]
         try:
             self.store.set(f"{this}/{self.rank}", text)
-            if self.store.has_extended_api():
-                texts = self.store.multi_get(keys)
-            else:
-                texts = [self.store.get(key) for key in keys]
+            if not await_keys(self.store, keys, self.timeout, lambda waited: self._look(this, what, waited)):
+                raise self._timed_out(this, what)
+            met = dict(zip(others, map(self._decode, others, self._read(keys)), strict=True))
+            for rank in others:
+                if self.members[rank] is None:
+                    self._introduce(rank)
+            ended = [rank for rank, (other, _) in met.items() if other == ENDED]
+            if ended:
+                for rank in ended:
+                    self._await_end(rank)
+                raise self._lost(what, ended)
             # Whoever has come to this meeting has left the last one, so nobody will read this any more. That it is gone
             # also tells the others that this meeting's values have been read.
             self.store.delete_key(f"{last}/{self.rank}")
-            farewell.latest[self.process_group.group_name] = self
-        except dist.DistStoreError as error:
-            raise self._timed_out(this, what) from error
+            self._attendance.latest = this
+            farewell.latest[self.process_group.group_name] = self._attendance
         except dist.DistNetworkError as error:
-            raise self._lost(what) from error
-        met = dict(zip(peers, map(pickle.loads, texts), strict=True))
+            raise self._store_lost(what) from error
         met[self.rank] = (what, value)
-        ended = [self.ranks[rank] for rank, (other, _) in sorted(met.items()) if other == ENDED]
-        if ended:
-            raise PeerLostError(
-                f"Rank {self.ranks[self.rank]} waits in {what}, and {names(ended)} will not come: the program has "
-                "ended there. Is every rank of the group making this call?"
-            )
         if any(other != what for other, _ in met.values()):
             if sanitizer.recorder is not None:
                 sanitizer.recorder.out_of_step(what)
@@ -163,7 +200,7 @@ class Group:
         Parameters
         ----------
         step
-            Called once on each member. That what it returns can be pickled is part of the step.
+            Called once on each member. That what it returns can be sent is part of the step (`all_gather`).
         what
             Completes "could not …", the same words on all members.
 
@@ -183,36 +220,135 @@ class Group:
             return [step()]
         result, failure = None, None
         try:
-            result = pickle.dumps(step())
+            result = step()
+            wire.encode(result)
         except Exception as error:
             failure = error
         text = failure and f"{type(failure).__name__}: {failure}"
-        outcomes = self.all_gather((result, text), f"a meeting to {what}")
+        outcomes = self.all_gather((None if failure else result, text), f"a meeting to {what}")
         if failure is not None:
-            raise failure
+            try:
+                raise failure
+            finally:
+                del failure  # its traceback holds this frame: no cycle is to keep what the step has made
         failed = [(self.ranks[rank], text) for rank, (_, text) in enumerate(outcomes) if text is not None]
         if failed:
             raise PeerFailedError("; ".join(f"rank {rank} could not {what}: {text}" for rank, text in failed))
-        return [pickle.loads(result) for result, _ in outcomes]
+        return [result for result, _ in outcomes]
 
     def _peers(self) -> list[int]:
         return [rank for rank in range(self.size) if rank != self.rank]
 
-    def say_goodbye(self) -> None:
-        """Come to the next meeting for the last time: whoever waits there waits no longer."""
-        self.store.set(f"{self.meetings}/{self.rank}", pickle.dumps((ENDED, None)))
+    def _read(self, keys: list[str]) -> list[bytes]:
+        if self.store.has_extended_api():
+            return self.store.multi_get(keys)
+        return [self.store.get(key) for key in keys]
 
-    def leave(self, deadline: float) -> None:
-        """Wait until every peer has read the last meeting's values, or ``deadline``."""
-        keys = [f"{self.meetings - 2}/{rank}" for rank in self._peers()]
-        while any(self.store.check([key]) for key in keys) and time.monotonic() < deadline:
-            time.sleep(1e-3)
+    def _decode(self, rank: int, text: bytes) -> tuple[str, Any]:
+        try:
+            what, value = wire.decode(text)
+        except ValueError as error:
+            raise InvalidMessageError(
+                f"In a meeting of ranks, what lies in the store for rank {self.ranks[rank]} is no message of this "
+                f"version of Iris ({error}). Do all ranks run the same version, and can nobody else reach the store?"
+            ) from error
+        return what, value
+
+    def _introduce(self, rank: int) -> None:
+        """Find out which process a member is, if it has said so."""
+        if self.store.check([f"who/{rank}"]):
+            try:
+                identity = Identity(*wire.decode(self.store.get(f"who/{rank}")))
+            except (TypeError, ValueError):  # of another version: that is told when it comes to the meeting
+                return
+            self.members[rank] = self._known[self.ranks[rank]] = peers.watch(identity)
+
+    def say_goodbye(self, failure: str | None) -> None:
+        """Come to the next meeting for the last time: whoever waits there waits no longer.
+
+        ``failure``: what the program ends by, in words.
+        """
+        self.store.set(f"{self.meetings}/{self.rank}", wire.encode((ENDED, failure)))
+        if failure is not None:
+            self.store.set(f"failure/{self.rank}", failure)
+
+    # Who does not come ----------------------------------------------------------------------------------------------
+
+    def lost(self, well: bool) -> list[str]:
+        """Which members have ended: "rank 3 is gone: its process (77) was killed by SIGKILL". Local; any thread.
+
+        ``well``: also those whose programs have ended well.
+        """
+        ended = [rank for rank in self._ended() if well or self.members[rank].status != 0]
+        return [f"rank {self.ranks[rank]} is gone: {how}" for rank, how in self._how_ended(ended).items()]
+
+    def _ended(self) -> list[int]:
+        return [rank for rank, peer in enumerate(self.members) if peer is not None and peer.ended]
+
+    def _look(self, this: int, what: str, waited: float) -> None:
+        """Raise `PeerLostError` if a member is known to come no more. Called again and again by who waits."""
+        if waited >= self._next_look:
+            self._next_look = waited + INTERVAL_S
+            self._ask_the_store()
+        ended = self._ended()
+        # Who has ended well after it came is no loss yet. Others may have come since they were looked for.
+        lost = [rank for rank in ended if self.members[rank].status or not self._came(this, rank)]
+        if lost and not self.store.check([f"{this}/{rank}" for rank in self._peers()]):
+            raise self._lost(what, lost)
+
+    def _ask_the_store(self) -> None:
+        """Who the members are of which this rank does not know that, and which have ended on other hosts."""
+        for rank in self._peers():
+            peer = self.members[rank]
+            if peer is None:
+                self._introduce(rank)
+            elif not peer.watched and not peer.ended and self.store.check([f"ended/{rank}"]):
+                text = self.store.get(f"ended/{rank}").decode()
+                peer.status, peer.ended = int(text) if text else None, True
+
+    def report_end(self, peer: Peer) -> None:
+        """Tell members that cannot see it (they are on other hosts) that a process has ended. Local; any thread."""
+        if peer in self.members and any(other is not None and not other.watched for other in self.members):
+            text = "" if peer.status is None else str(peer.status)
+            self.store.set(f"ended/{self.members.index(peer)}", text)
+
+    def _came(self, this: int, rank: int) -> bool:
+        key = f"{this}/{rank}"
+        return self.store.check([key]) and self._decode(rank, self.store.get(key))[0] != ENDED
+
+    def _lost(self, what: str, lost: list[int]) -> Exception:
+        hows = self._how_ended(lost)
+        texts = [f"rank {self.ranks[rank]} will not come: {how}" for rank, how in hows.items()]
+        over = " Is every rank of the group making this call?" if OVER in hows.values() else ""
+        return PeerLostError(f"Rank {self.ranks[self.rank]} waits in {what}, and {'; '.join(texts)}.{over}")
+
+    def _how_ended(self, ended: Sequence[int]) -> dict[int, str]:
+        """How members have ended, in words; without those that only failed because another one was lost."""
+        hows = {}
+        for rank in ended:
+            failure = None
+            with contextlib.suppress(dist.DistError):
+                if self.store.check([f"failure/{rank}"]):
+                    failure = self.store.get(f"failure/{rank}").decode(errors="replace")
+            peer = self.members[rank]
+            if failure is not None:
+                hows[rank] = f"the program has failed there with {failure}"
+            else:
+                hows[rank] = str(peer) if peer is not None and peer.ended and peer.status != 0 else OVER
+        causes = {rank: how for rank, how in hows.items() if f"with {PeerLostError.__name__}: " not in how}
+        return causes or hows
+
+    def _await_end(self, rank: int) -> None:
+        """Give a member that has said that it fails the time to end, so that its launcher hears of it first."""
+        peer, deadline = self.members[rank], time.monotonic() + ENDING_S
+        while peer is not None and peer.watched and not peer.ended and time.monotonic() < deadline:
+            time.sleep(LONGEST_PAUSE_S)
 
     def _timed_out(self, this: int, what: str) -> Exception:
         try:
             missing = [self.ranks[rank] for rank in range(self.size) if not self.store.check([f"{this}/{rank}"])]
         except dist.DistNetworkError:
-            return self._lost(what)
+            return self._store_lost(what)
         verb = "has" if len(missing) == 1 else "have"
         return IrisTimeoutError(
             f"Rank {self.ranks[self.rank]} waited {self.timeout:g} s in {what}, "
@@ -220,8 +356,24 @@ class Group:
             + "Is every rank of the group making this call? The limit is the time-out of the process group."
         )
 
-    def _lost(self, what: str) -> Exception:
+    def _store_lost(self, what: str) -> Exception:
+        """The connection has ended before the system has told which process has."""
+        deadline = time.monotonic() + NOTICE_S
+        while not self._ended() and time.monotonic() < deadline:
+            time.sleep(LONGEST_PAUSE_S)
+        if self._ended():
+            return self._lost(what, self._ended())
+        holder = "torchrun" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else "rank 0, mostly"
         return PeerLostError(
             f"Rank {self.ranks[self.rank]} lost its connection to the other ranks in {what}. "
-            "The process that holds the store has most likely ended; look for an error in its output."
+            f"The process that holds the store ({holder}) has most likely ended; look for an error in its output."
         )
+
+
+def _report_end(peer: Peer) -> None:
+    for group in list(farewell.groups):
+        with contextlib.suppress(dist.DistError):
+            group.report_end(peer)
+
+
+peers.listeners.append(_report_end)

@@ -3,20 +3,20 @@
 import os
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from iris import simulator
 from iris.errors import NoGpuForRankError, NoPeerAccessError, SeveralHostsError, SharedDeviceError, names
+from iris.world.peers import host_id
 
 # torch's own switch; the same one must do for Iris, or the two would contradict each other.
 OVERLAP_VARIABLE = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 
 
-@dataclass(frozen=True)
-class Seat:
+class Seat(NamedTuple):
     """Where a rank runs: what tells two hosts, or two GPUs, apart."""
 
     host: str
@@ -55,13 +55,7 @@ def find_seat(device: torch.device) -> Seat:
             f"torch finds no GPU here, and {simulator.VARIABLE}=0 forbids the simulator. Unset that to run kernels on "
             "the CPU; `python -m iris info` says what is missing for a GPU."
         )
-    host_name = socket.gethostname()
-    try:
-        # Containers of one host have host names of their own, and one boot id.
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            host = file.read().strip()
-    except OSError:
-        host = host_name
+    host, host_name = host_id(), socket.gethostname()
     if device.type == "cpu":
         return Seat(host, host_name, None, None)
     properties = torch.cuda.get_device_properties(device)

@@ -3,6 +3,8 @@
 import gc
 import os
 import resource
+import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -164,7 +166,7 @@ def wait_for_a_peers_kernel(ctx):
     heap.meet()
     assert heap.stats().count == 1, "memory came back while a kernel was using it"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(symmetric_module.time, "sleep", sleep)
+        patch.setattr(symmetric_module, "time", SimpleNamespace(sleep=sleep, monotonic=time.monotonic))
         heap.empty((4 * KIB,), torch.int8)
     return polls
 
@@ -176,11 +178,11 @@ def test_memory_comes_back_when_the_last_kernel_has_finished(ranks):
 
 def wait_in_vain(ctx):
     heap = shared_heap(ctx, 4 * KIB)
-    heap.group.timeout = 0.05
+    heap.group.timeout = 0.5
     if heap.group.rank == 1:
         heap.record_stream(FakeStream())
     heap.empty((4 * KIB,), torch.int8)
-    with pytest.raises(TimeoutError, match=r"Kernels on rank 1 have kept freed memory in use for 0\.05 s"):
+    with pytest.raises(TimeoutError, match=r"Kernels on rank 1 have kept freed memory in use for 0\.5 s"):
         heap.empty((4 * KIB,), torch.int8)
 
 

@@ -1,0 +1,196 @@
+"""Watches the processes of this host's other ranks, so that the death of one is known at once.
+
+A pidfd becomes readable when its process ends, however that happens (pidfd_open(2)). One thread holds those of all
+peers and is blocked in poll(2) until then, which costs nothing. A stopped process (SIGSTOP) has not ended.
+"""
+
+import contextlib
+import fcntl
+import os
+import select
+import signal
+import socket
+import struct
+import threading
+from collections.abc import Callable
+from typing import NamedTuple
+
+# linux/pidfd.h, Linux 6.15: what is known of a process that has been reaped. The request holds the size of the
+# structure's first version; the exit status is its last word.
+PIDFD_GET_INFO, PIDFD_INFO_EXIT, PIDFD_INFO = 0xC040FF0B, 1 << 3, "QQ12i"
+
+# How often to look at peers of which there is no pidfd: the system is older than Linux 5.3, or a container forbids it.
+INTERVAL_S = 0.25
+
+
+def host_id() -> str:
+    """Another one for each host, and the same in all its containers, which have host names of their own."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return file.read().strip()
+    except OSError:
+        return socket.gethostname()
+
+
+class Identity(NamedTuple):
+    """A process: its host, the namespace of its number there, its number, and when it began (numbers are reused)."""
+
+    host: str
+    namespace: str
+    number: int
+    began: str
+
+
+class Peer:
+    """A process of another rank.
+
+    Attributes
+    ----------
+    identity : Identity
+    watched : bool
+        Whether its end is noticed here. That of one on another host, or in another namespace, is not.
+    ended : bool
+    status : int or None
+        How it ended, as `subprocess.Popen.returncode`: the exit status, or minus the signal. None: not known.
+    """
+
+    def __init__(self, identity: Identity) -> None:
+        self.identity = identity
+        self.watched = identity[:2] == own_identity()[:2]
+        self.ended = False
+        self.status: int | None = None
+
+    def __str__(self) -> str:
+        """How it ended, behind its rank: "its process (77) was killed by SIGKILL"."""
+        who = f"its process ({self.identity.number})"
+        if self.status is None:
+            return f"{who} has ended"
+        if self.status >= 0:
+            return f"{who} has ended with exit status {self.status}"
+        try:
+            name = signal.Signals(-self.status).name
+        except ValueError:  # one of the real-time signals
+            name = f"signal {-self.status}"
+        return f"{who} was killed by {name}"
+
+
+listeners: list[Callable[[Peer], None]] = []
+"""Called with each peer that has ended, in the thread that watches."""
+
+_lock = threading.Lock()
+_peers: dict[Identity, Peer] = {}
+_waker = -1  # an eventfd(2) that lets the thread look for new peers
+_own: Identity | None = None
+
+
+def own_identity() -> Identity:
+    """This process."""
+    global _own
+    if _own is None:
+        namespace = os.readlink("/proc/self/ns/pid")
+        _own = Identity(host_id(), namespace, os.getpid(), _stat(os.getpid())[1])
+    return _own
+
+
+def watch(identity: Identity) -> Peer:
+    """The process of that identity, from now on until it ends. Local; equal identities give the same object."""
+    global _waker
+    with _lock:
+        if identity not in _peers:
+            _peers[identity] = Peer(identity)
+            if _waker < 0:
+                _waker = os.eventfd(0, os.EFD_CLOEXEC)
+                threading.Thread(target=_watch, args=(_waker,), name="iris-peers", daemon=True).start()
+            os.eventfd_write(_waker, 1)
+        return _peers[identity]
+
+
+def _forget() -> None:
+    """In a forked child, which has no such thread and another number."""
+    global _waker, _own, _lock
+    _waker, _own, _lock = -1, None, threading.Lock()
+    _peers.clear()
+
+
+os.register_at_fork(after_in_child=_forget)
+
+
+def _watch(waker: int) -> None:
+    poll, open_ones = select.poll(), {}
+    polled: set[Peer] = set()  # those without a pidfd
+    poll.register(waker, select.POLLIN)
+    while True:
+        for file, _ in poll.poll(1000 * INTERVAL_S if polled else None):
+            if file == waker:
+                os.eventfd_read(waker)
+                with _lock:
+                    new = [peer for peer in _peers.values() if peer.watched and not peer.ended]
+                for peer in set(new) - polled - set(open_ones.values()):
+                    _open(peer, poll, open_ones, polled)
+            else:
+                peer = open_ones.pop(file)
+                poll.unregister(file)
+                _end(peer, _exit_status(peer.identity.number, file))
+                os.close(file)
+        for peer in [each for each in polled if not _lives(each)]:
+            polled.discard(peer)
+            _end(peer, _exit_status(peer.identity.number, None))
+
+
+def _open(peer: Peer, poll: select.poll, open_ones: dict[int, Peer], polled: set[Peer]) -> None:
+    try:
+        file = os.pidfd_open(peer.identity.number)
+    except ProcessLookupError:
+        _end(peer, None)
+        return
+    except (OSError, AttributeError):
+        polled.add(peer)
+        return
+    if not _is(peer):
+        os.close(file)
+        _end(peer, None)
+        return
+    open_ones[file] = peer
+    poll.register(file, select.POLLIN)
+
+
+def _end(peer: Peer, status: int | None) -> None:
+    peer.status, peer.ended = status, True
+    for listener in listeners:
+        listener(peer)
+
+
+def _is(peer: Peer) -> bool:
+    """Whether the process that has its number now is the one that is meant."""
+    return _stat(peer.identity.number)[1] == peer.identity.began
+
+
+def _lives(peer: Peer) -> bool:
+    return _stat(peer.identity.number)[0] not in "ZX" and _is(peer)
+
+
+def _exit_status(number: int, pidfd: int | None) -> int | None:
+    """How a process ended that has ended just now."""
+    code = None
+    state, _, last = _stat(number)
+    if state == "Z":
+        # Whoever started it has not asked yet. Its exit code is the last field for those who may look (proc(5)).
+        code = int(last)
+    elif pidfd is not None:
+        info = bytearray(struct.pack(PIDFD_INFO, PIDFD_INFO_EXIT, *[0] * 13))
+        with contextlib.suppress(OSError):  # an older system does not know the request
+            fcntl.ioctl(pidfd, PIDFD_GET_INFO, info)
+            mask, *_, exit_code = struct.unpack(PIDFD_INFO, info)
+            code = exit_code if mask & PIDFD_INFO_EXIT else None
+    return None if code is None else os.waitstatus_to_exitcode(code)
+
+
+def _stat(number: int) -> tuple[str, str, str]:
+    """The state of a process, when it began and its exit code; empty texts if there is none of that number."""
+    try:
+        with open(f"/proc/{number}/stat") as file:
+            # The name, in parentheses, may hold anything.
+            fields = file.read().rpartition(")")[2].split()
+    except OSError:
+        return "X", "", ""
+    return fields[0], fields[19], fields[-1]

@@ -1,0 +1,58 @@
+"""What ranks say to each other when they meet: plain values as JSON, so that nothing that is read can run code.
+
+Whoever can reach the store can write there, and the store asks nobody who he is. Objects of users travel through the
+process group instead, as in torch's object collectives.
+"""
+
+import base64
+import json
+from typing import Any
+
+_PLAIN = (str, int, float, bool, type(None))
+
+
+def encode(value: Any) -> bytes:
+    """None, bool, int, float, str, bytes, and lists, tuples (named ones become plain) and dicts of these.
+
+    Raises
+    ------
+    TypeError
+        There is something else in it.
+    """
+    return json.dumps(_tagged(value)).encode()
+
+
+def decode(text: bytes) -> Any:
+    """What was encoded. Raises `ValueError` if nothing was."""
+    try:
+        return _untagged(json.loads(text))
+    except (TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from error
+
+
+def _tagged(value: Any) -> Any:
+    if isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, list):
+        return [_tagged(each) for each in value]
+    # JSON has no tuples, no bytes, and only texts as keys: an object of one entry says which it is.
+    if isinstance(value, tuple):
+        return {"tuple": [_tagged(each) for each in value]}
+    if isinstance(value, bytes):
+        return {"bytes": base64.b64encode(value).decode()}
+    if isinstance(value, dict):
+        return {"dict": [[_tagged(key), _tagged(each)] for key, each in value.items()]}
+    raise TypeError(f"A {type(value).__name__} cannot be sent in a meeting of ranks: {value!r:.60}.")
+
+
+def _untagged(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_untagged(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    ((tag, content),) = value.items()
+    if tag == "bytes":
+        return base64.b64decode(content, validate=True)
+    if tag == "dict":
+        return {_untagged(key): _untagged(each) for key, each in content}
+    return {"tuple": tuple}[tag](map(_untagged, content))
