@@ -23,8 +23,9 @@ from triton.experimental.gluon import language as gl
 
 from iris import device_record
 from iris.language.address import check_copy, check_reach, gluon_translate, in_simulator, triton_translate
+from iris.language.atomics import make_atomics
 from iris.language.failures import CHECKS_POINTERS, WAIT_LIMIT_NS, gluon_failures, triton_failures
-from iris.language.ordering import ACQ_REL, SET, SYS, WHOLE, gluon_ordering, triton_ordering
+from iris.language.ordering import SET, WHOLE, gluon_ordering, triton_ordering
 from iris.language.tracing import TRACES_ALL, gluon_tracing, triton_tracing
 
 try:
@@ -89,8 +90,8 @@ def make_device_context(
     name: str,
 ) -> Any:
     """The class of the device context in the language that ``(jit, lang)`` stand for."""
-    ordered_atomic, ordered_cas = order.atomic, order.atomic_cas
     check_pointer = failures.check_pointer
+    atomics = make_atomics(jit, order)
     ordered_signal, ordered_wait, ordered_fence, ordered_barrier = order.signal, order.wait, order.fence, order.barrier
     ordered_bulk_copies = order.order_bulk_copies
     ordered_signal_ranks, ordered_wait_ranks = order.signal_ranks, order.wait_ranks
@@ -125,10 +126,13 @@ def make_device_context(
             return move(ptr, self.base, lang.load(self.table + rank))
 
         @jit
-        def _peers(self, ptr, rank, mask):
-            """`translate` of a pointer that is used here and now, under ``mask``."""
+        def _peers(self, ptr, rank, mask, hint: tl.constexpr = None):
+            """`translate` of a pointer that is used here and now, under ``mask``; a multiple of ``hint`` elements."""
             self._check(ptr, mask, rank)
-            return self.translate(ptr, rank)
+            moved = self.translate(ptr, rank)
+            if hint is not None:
+                moved = lang.multiple_of(moved, hint)
+            return moved
 
         @jit
         def _check(self, ptr, mask, rank):
@@ -147,11 +151,12 @@ def make_device_context(
             other=None,
             cache_modifier: tl.constexpr = None,
             volatile: tl.constexpr = False,
+            hint: tl.constexpr = None,
         ):
             """Read ``from_rank``'s copy of ``ptr``."""
             event = self.tracing.begin_move("load", ptr, from_rank, mask)
             values = lang.load(
-                self._peers(ptr, from_rank, mask),
+                self._peers(ptr, from_rank, mask, hint),
                 mask=mask,
                 other=other,
                 cache_modifier=cache_modifier,
@@ -161,90 +166,83 @@ def make_device_context(
             return values
 
         @jit
-        def store(self, ptr, value, to_rank, mask=None, cache_modifier: tl.constexpr = None):
+        def store(self, ptr, value, to_rank, mask=None, cache_modifier: tl.constexpr = None, hint: tl.constexpr = None):
             """Write ``to_rank``'s copy of ``ptr``."""
             event = self.tracing.begin_move("store", ptr, to_rank, mask)
-            lang.store(self._peers(ptr, to_rank, mask), value, mask=mask, cache_modifier=cache_modifier)
+            lang.store(self._peers(ptr, to_rank, mask, hint), value, mask=mask, cache_modifier=cache_modifier)
             self.tracing.record_event_end(event)
 
         @jit
-        def get(self, from_ptr, to_ptr, from_rank, mask=None, other=None):
+        def get(
+            self,
+            from_ptr,
+            to_ptr,
+            from_rank,
+            mask=None,
+            other=None,
+            load_cache_modifier: tl.constexpr = None,
+            store_cache_modifier: tl.constexpr = None,
+            hint: tl.constexpr = None,
+        ):
             """Read ``from_rank``'s copy of ``from_ptr`` into the caller's ``to_ptr``."""
             event = self.tracing.begin_move("get", from_ptr, from_rank, mask)
-            lang.store(to_ptr, lang.load(self._peers(from_ptr, from_rank, mask), mask=mask, other=other), mask=mask)
+            source = self._peers(from_ptr, from_rank, mask, hint)
+            value = lang.load(source, mask=mask, other=other, cache_modifier=load_cache_modifier)
+            lang.store(to_ptr, value, mask=mask, cache_modifier=store_cache_modifier)
             self.tracing.record_event_end(event)
 
         @jit
-        def put(self, from_ptr, to_ptr, to_rank, mask=None, other=None):
+        def put(
+            self,
+            from_ptr,
+            to_ptr,
+            to_rank,
+            mask=None,
+            other=None,
+            load_cache_modifier: tl.constexpr = None,
+            store_cache_modifier: tl.constexpr = None,
+            hint: tl.constexpr = None,
+        ):
             """Read the caller's ``from_ptr``, write ``to_rank``'s copy of ``to_ptr``."""
             event = self.tracing.begin_move("put", to_ptr, to_rank, mask)
-            lang.store(self._peers(to_ptr, to_rank, mask), lang.load(from_ptr, mask=mask, other=other), mask=mask)
+            value = lang.load(from_ptr, mask=mask, other=other, cache_modifier=load_cache_modifier)
+            target = self._peers(to_ptr, to_rank, mask, hint)
+            lang.store(target, value, mask=mask, cache_modifier=store_cache_modifier)
             self.tracing.record_event_end(event)
 
         @jit
-        def copy(self, src_ptr, dst_ptr, from_rank, to_rank, mask=None, other=None):
+        def copy(
+            self,
+            src_ptr,
+            dst_ptr,
+            from_rank,
+            to_rank,
+            mask=None,
+            other=None,
+            load_cache_modifier: tl.constexpr = None,
+            store_cache_modifier: tl.constexpr = None,
+            hint: tl.constexpr = None,
+        ):
             """Move ``from_rank``'s copy of ``src_ptr`` to ``to_rank``'s of ``dst_ptr``; the caller is one of them."""
             if in_simulator():
                 check_copy(from_rank, to_rank, self.cur_rank)
             event = self.tracing.begin_copy(dst_ptr, from_rank, to_rank, self.cur_rank, mask)
-            value = lang.load(self._peers(src_ptr, from_rank, mask), mask=mask, other=other)
-            lang.store(self._peers(dst_ptr, to_rank, mask), value, mask=mask)
+            source = self._peers(src_ptr, from_rank, mask, hint)
+            value = lang.load(source, mask=mask, other=other, cache_modifier=load_cache_modifier)
+            target = self._peers(dst_ptr, to_rank, mask, hint)
+            lang.store(target, value, mask=mask, cache_modifier=store_cache_modifier)
             self.tracing.record_event_end(event)
 
-        @jit
-        def _atomic(self, op: tl.constexpr, ptr, val, to_rank, mask, sem: tl.constexpr, scope: tl.constexpr):
-            event = self.tracing.begin_atomic(op, ptr, to_rank, val, mask)
-            old = ordered_atomic(op, self._peers(ptr, to_rank, mask), val, mask, sem, scope)
-            self.tracing.end_atomic(event, op, old, val, mask)
-            return old
-
-        @jit
-        def atomic_add(self, ptr, val, to_rank, mask=None, sem: tl.constexpr = ACQ_REL, scope: tl.constexpr = SYS):
-            """Add ``val`` to ``to_rank``'s copy; returns the old value, as the other atomics do."""
-            return self._atomic("add", ptr, val, to_rank, mask, sem, scope)
-
-        @jit
-        def atomic_sub(self, ptr, val, to_rank, mask=None, sem: tl.constexpr = ACQ_REL, scope: tl.constexpr = SYS):
-            """Subtract ``val`` from ``to_rank``'s copy."""
-            return self._atomic("sub", ptr, val, to_rank, mask, sem, scope)
-
-        @jit
-        def atomic_xchg(self, ptr, val, to_rank, mask=None, sem: tl.constexpr = ACQ_REL, scope: tl.constexpr = SYS):
-            """Put ``val`` in the place of ``to_rank``'s copy."""
-            return self._atomic("xchg", ptr, val, to_rank, mask, sem, scope)
-
-        @jit
-        def atomic_and(self, ptr, val, to_rank, mask=None, sem: tl.constexpr = ACQ_REL, scope: tl.constexpr = SYS):
-            """Bitwise and of ``to_rank``'s copy with ``val``."""
-            return self._atomic("and", ptr, val, to_rank, mask, sem, scope)
-
-        @jit
-        def atomic_or(self, ptr, val, to_rank, mask=None, sem: tl.constexpr = ACQ_REL, scope: tl.constexpr = SYS):
-            """Bitwise or of ``to_rank``'s copy with ``val``."""
-            return self._atomic("or", ptr, val, to_rank, mask, sem, scope)
-
-        @jit
-        def atomic_xor(self, ptr, val, to_rank, mask=None, sem: tl.constexpr = ACQ_REL, scope: tl.constexpr = SYS):
-            """Bitwise exclusive or of ``to_rank``'s copy with ``val``."""
-            return self._atomic("xor", ptr, val, to_rank, mask, sem, scope)
-
-        @jit
-        def atomic_min(self, ptr, val, to_rank, mask=None, sem: tl.constexpr = ACQ_REL, scope: tl.constexpr = SYS):
-            """The smaller of ``to_rank``'s copy and ``val``."""
-            return self._atomic("min", ptr, val, to_rank, mask, sem, scope)
-
-        @jit
-        def atomic_max(self, ptr, val, to_rank, mask=None, sem: tl.constexpr = ACQ_REL, scope: tl.constexpr = SYS):
-            """The larger of ``to_rank``'s copy and ``val``."""
-            return self._atomic("max", ptr, val, to_rank, mask, sem, scope)
-
-        @jit
-        def atomic_cas(self, ptr, cmp, val, to_rank, sem: tl.constexpr = ACQ_REL, scope: tl.constexpr = SYS):
-            """Put ``val`` in the place of ``to_rank``'s copy where that equals ``cmp``; returns the old value."""
-            event = self.tracing.begin_cas(ptr, to_rank, cmp)
-            old = ordered_cas(self._peers(ptr, to_rank, None), cmp, val, sem, scope)
-            self.tracing.end_cas(event, old, cmp, val)
-            return old
+        _atomic = atomics.atomic
+        atomic_add = atomics.atomic_add
+        atomic_sub = atomics.atomic_sub
+        atomic_xchg = atomics.atomic_xchg
+        atomic_and = atomics.atomic_and
+        atomic_or = atomics.atomic_or
+        atomic_xor = atomics.atomic_xor
+        atomic_min = atomics.atomic_min
+        atomic_max = atomics.atomic_max
+        atomic_cas = atomics.atomic_cas
 
         @jit
         def signal(self, flag_ptr, value, to_rank, op: tl.constexpr = SET):
@@ -284,10 +282,10 @@ def make_device_context(
             ordered_bulk_copies()
 
         @jit
-        def put_signal(self, from_ptr, to_ptr, flag_ptr, value, to_rank, mask=None):
-            """`put`, then `signal`: when ``to_rank`` sees the flag, it sees the data."""
+        def put_signal(self, from_ptr, to_ptr, flag_ptr, value, to_rank, mask=None, op: tl.constexpr = SET):
+            """`put`, then `signal` with ``op``: when ``to_rank`` sees the flag, it sees the data."""
             self.put(from_ptr, to_ptr, to_rank, mask=mask)
-            self.signal(flag_ptr, value, to_rank)
+            self.signal(flag_ptr, value, to_rank, op)
 
         @jit
         def barrier(self, flags_ptr, epoch=None):

@@ -112,6 +112,8 @@ def triton_signal_wait(context_tensor, data, flag, n, to_rank, BLOCK: tl.constex
         ctx.signal(flag, n, to_rank)
     elif OP == "signal_add":
         ctx.signal(flag, n, to_rank, op="add")
+    elif OP == "put_signal":
+        ctx.put_signal(data + offsets, data + offsets, flag, n, to_rank, op="add")
     elif OP == "wait":
         ctx.wait(flag, n)
     elif OP == "barrier":
@@ -135,6 +137,8 @@ def gluon_signal_wait(context_tensor, data, flag, n, to_rank, BLOCK: gl.constexp
         ctx.signal(flag, n, to_rank)
     elif OP == "signal_add":
         ctx.signal(flag, n, to_rank, op="add")
+    elif OP == "put_signal":
+        ctx.put_signal(data + offsets, data + offsets, flag, n, to_rank, op="add")
     elif OP == "wait":
         ctx.wait(flag, n)
     elif OP == "barrier":

@@ -99,7 +99,7 @@ def test_no_distance_between_heaps_is_truncated_to_32_bits(target, form):
     assert all(op.startswith("global_") for op in data_accesses(compiled)), data_accesses(compiled)
 
 
-RELEASES = ["signal", "signal_add", "barrier", "cas", "atomic"]
+RELEASES = ["signal", "signal_add", "put_signal", "barrier", "cas", "atomic"]
 ACQUIRES = ["wait", "barrier", "cas", "atomic"]
 
 

@@ -11,10 +11,13 @@ from iris.gluon import IrisDeviceCtx
 
 
 @triton.jit
-def triton_ring(context_tensor, inbox, outbox, results, arrived, taken, first, rounds, n, BLOCK: tl.constexpr):
+def triton_ring(
+    context_tensor, inbox, outbox, results, arrived, taken, first, rounds, n, ADDS: tl.constexpr, BLOCK: tl.constexpr
+):
     """Each round sends fresh data to the next rank, and hands the inbox back to the previous one when it was read.
 
-    ``arrived`` counts rounds that the previous rank has put; ``taken`` counts rounds that the next rank has read.
+    ``arrived`` counts rounds that the previous rank has put: it sets the count, or ADDS to it. ``taken`` counts rounds
+    that the next rank has read.
     """
     ctx = DeviceContext.initialize(context_tensor)
     following = (ctx.cur_rank + 1) % ctx.num_ranks
@@ -26,7 +29,10 @@ def triton_ring(context_tensor, inbox, outbox, results, arrived, taken, first, r
         tl.store(outbox + offsets, ctx.cur_rank * 1000003 + i * 1009 + offsets, mask=mask)
         # The next rank has read what was put a round ago, so its inbox may be overwritten.
         ctx.wait(taken + pid, i, cmp="ge")
-        ctx.put_signal(outbox + offsets, inbox + offsets, arrived + pid, i + 1, following, mask=mask)
+        if ADDS:
+            ctx.put_signal(outbox + offsets, inbox + offsets, arrived + pid, 1, following, mask=mask, op="add")
+        else:
+            ctx.put_signal(outbox + offsets, inbox + offsets, arrived + pid, i + 1, following, mask=mask)
         ctx.wait(arrived + pid, i + 1, cmp="ge")
         data = tl.load(inbox + offsets, mask=mask)
         wrong = tl.sum((mask & (data != previous * 1000003 + i * 1009 + offsets)).to(tl.int32), axis=0)
@@ -36,7 +42,9 @@ def triton_ring(context_tensor, inbox, outbox, results, arrived, taken, first, r
 
 
 @gluon.jit
-def gluon_ring(context_tensor, inbox, outbox, results, arrived, taken, first, rounds, n, BLOCK: gl.constexpr):
+def gluon_ring(
+    context_tensor, inbox, outbox, results, arrived, taken, first, rounds, n, ADDS: gl.constexpr, BLOCK: gl.constexpr
+):
     ctx = IrisDeviceCtx.initialize(context_tensor)
     layout: gl.constexpr = gl.BlockedLayout([1], [iris_gl.threads_per_warp()], [gl.num_warps()], [0])
     following = (ctx.cur_rank + 1) % ctx.num_ranks
@@ -47,7 +55,10 @@ def gluon_ring(context_tensor, inbox, outbox, results, arrived, taken, first, ro
     for i in range(first, first + rounds):
         gl.store(outbox + offsets, ctx.cur_rank * 1000003 + i * 1009 + offsets, mask=mask)
         ctx.wait(taken + pid, i, cmp="ge")
-        ctx.put_signal(outbox + offsets, inbox + offsets, arrived + pid, i + 1, following, mask=mask)
+        if ADDS:
+            ctx.put_signal(outbox + offsets, inbox + offsets, arrived + pid, 1, following, mask=mask, op="add")
+        else:
+            ctx.put_signal(outbox + offsets, inbox + offsets, arrived + pid, i + 1, following, mask=mask)
         ctx.wait(arrived + pid, i + 1, cmp="ge")
         data = gl.load(inbox + offsets, mask=mask)
         wrong = gl.sum((mask & (data != previous * 1000003 + i * 1009 + offsets)).to(gl.int32), axis=0)

@@ -13,7 +13,7 @@ RANKS = (1, 2, 3, 8) if EVERYTHING or ON_GPU else (1, 3)
 ROUNDS = 1000 if ON_GPU else 40
 
 
-def ring(ctx, language, dtype, late_rank):
+def ring(ctx, language, dtype, adds, late_rank):
     rank, size = ctx.get_rank(), ctx.get_num_ranks()
     programs, block, n = 3, 128, 300
     inbox, outbox = ctx.zeros(n, dtype=torch.int32), ctx.zeros(n, dtype=torch.int32)
@@ -27,7 +27,7 @@ def ring(ctx, language, dtype, late_rank):
             time.sleep(0.01)
         first = launch * (ROUNDS // 4)
         kernel[(programs,)](
-            ctx.get_device_context(), inbox, outbox, results, arrived, taken, first, ROUNDS // 4, n, block
+            ctx.get_device_context(), inbox, outbox, results, arrived, taken, first, ROUNDS // 4, n, adds, block
         )
     ctx.barrier()
     assert results.item() == 0
@@ -36,10 +36,11 @@ def ring(ctx, language, dtype, late_rank):
 
 @pytest.mark.ranks(*RANKS)
 @pytest.mark.parametrize(
-    ("language", "dtype", "late_rank"), covering(["triton", "gluon"], [torch.int32, torch.int64], [0, 1])
+    ("language", "dtype", "adds", "late_rank"),
+    covering(["triton", "gluon"], [torch.int32, torch.int64], [False, True], [0, 1]),
 )
-def test_put_signal_and_wait_pass_changing_data_round_a_ring(ranks, language, dtype, late_rank):
-    ranks.run(ring, language, dtype, late_rank)
+def test_put_signal_and_wait_pass_changing_data_round_a_ring(ranks, language, dtype, adds, late_rank):
+    ranks.run(ring, language, dtype, adds, late_rank)
 
 
 def exchange(ctx, language, dtype, use_epoch, start):

@@ -6,7 +6,7 @@ import triton
 from covering import covering
 from patterns import assert_same_bits, fill, pattern
 
-from language import move_kernels
+from language import move_kernels, option_kernels
 
 DTYPES = [
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64,
@@ -161,3 +161,37 @@ def move_with_options(ctx, language, operation):
 @pytest.mark.parametrize("operation", ["other", "get other", "cache", "volatile", "functional", "functional get"])
 def test_optional_arguments(ranks, language, operation):
     ranks.run(move_with_options, language, operation)
+
+
+def move_with_modifiers(ctx, language, operation, hint):
+    """Behind ``begin`` elements, which is a multiple of the hint; of each operation the right elements move."""
+    rank, size = ctx.get_rank(), ctx.get_num_ranks()
+    peer, origin, begin, n = (rank + 1) % size, (rank - 1) % size, 16, 64
+    source, target = ctx.empty(128, dtype=torch.int32), ctx.zeros(128, dtype=torch.int32)
+    fill(source, rank)
+    ctx.barrier()
+    getattr(option_kernels, f"{language}_moves")[(1,)](
+        ctx.get_device_context(), source, target, begin, peer, operation, ".cg", ".wt", hint, n
+    )
+    ctx.barrier()
+    of = {each: pattern((128,), torch.int32, each) for each in (rank, peer, origin)}
+    expected = torch.zeros(128, dtype=torch.int32)
+    if operation == "load":
+        expected[:n] = of[peer][begin : begin + n]
+    elif operation in ("get", "copy"):
+        expected[begin : begin + n] = of[peer][begin : begin + n]
+    elif operation == "put":
+        expected[begin : begin + n] = of[origin][begin : begin + n]
+    elif operation == "cas":
+        expected[begin] = of[origin][begin]
+    else:
+        expected[begin : begin + n] = of[origin][:n]
+    assert_same_bits(target, expected)
+
+
+@pytest.mark.parametrize(
+    ("language", "operation", "hint"),
+    covering(["triton", "gluon"], ["load", "store", "get", "put", "copy", "add", "cas"], [None, 16]),
+)
+def test_modifiers_and_hints_of_the_context(ranks, language, operation, hint):
+    ranks.run(move_with_modifiers, language, operation, hint)

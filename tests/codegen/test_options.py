@@ -1,0 +1,56 @@
+"""Cache modifiers and hints of the context's operations are in the generated code, in both languages."""
+
+import re
+
+import pytest
+import torch
+from covering import covering
+from language import option_kernels
+
+from codegen.offline import compile_for
+
+CONTEXT = torch.zeros(16, dtype=torch.int64)
+# The words of the access on NVIDIA, and on AMD, where some modifiers are as none.
+LOADS = {".ca": (".ca", None), ".cg": (".cg", "nt"), ".cv": (".cv", "sc0 sc1")}
+STORES = {".cg": (".cg", None), ".cs": (".cs", "nt"), ".wt": (".wt", "sc0 sc1")}
+READS, WRITES = ("load", "get", "put", "copy"), ("store", "get", "put", "copy")
+
+
+def compiled(target, language, operation, load, store, hint):
+    data = torch.zeros(4096, dtype=torch.float16 if operation == "add" else torch.float32)
+    kernel = getattr(option_kernels, f"{language}_moves")
+    return compile_for(target, kernel, CONTEXT, data, data, 7, 1, operation, load, store, hint, 1024).text
+
+
+def accesses(text, kind):
+    return re.findall(rf"^\s*(?:@\S+\s+)?((?:{kind})[^;\n]*)", text, re.M)
+
+
+@pytest.mark.parametrize(
+    ("language", "operation", "load", "store"), covering(["triton", "gluon"], [*READS, "store"], LOADS, STORES)
+)
+@pytest.mark.parametrize("target", ["sm_90", "gfx942"])
+def test_a_cache_modifier_is_that_of_the_access(target, language, operation, load, store):
+    on_amd = target != "sm_90"
+    text = compiled(target, language, operation, load, store, None)
+    read = accesses(text, "(?:global|buffer)_load" if on_amd else r"ld\.global")
+    written = accesses(text, "(?:global|buffer)_store" if on_amd else r"st\.global")
+    for words, found, here in ((LOADS[load], read, READS), (STORES[store], written, WRITES)):
+        if operation in here and words[on_amd]:
+            assert any(words[on_amd] in access for access in found), found
+
+
+@pytest.mark.parametrize(
+    ("language", "operation"), covering(["triton", "gluon"], ["load", "store", "get", "put", "copy", "add"])
+)
+def test_a_hint_makes_accesses_of_a_peer_wide(language, operation):
+    """On NVIDIA; for AMD's Gluon the layout alone says how wide an access is."""
+    peers = r"ld\.global\.cg|st\.global\.wt|red\.global"
+    for hint, wide in ((None, False), (16, True)):
+        found = accesses(compiled("sm_90", language, operation, ".cg", ".wt", hint), peers)
+        assert any(re.search(r"\.v4\.b32|\.v8\.f16", access) for access in found) == wide, found
+
+
+@pytest.mark.parametrize("language", ["triton", "gluon"])
+def test_a_compare_and_swap_takes_a_hint(language):
+    assert re.search(r"atom\.\S+\.cas\.", compiled("sm_90", language, "cas", None, None, 16))
