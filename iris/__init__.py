@@ -19,13 +19,14 @@ from iris import requirements as requirements  # isort: skip
 from iris import simulator  # isort: skip
 from logging import DEBUG, ERROR, INFO, WARNING
 
-from iris import ccl, errors, experimental, gluon, ops, x
+from iris import ccl, errors, experimental, gluon, ops, spawn, x
 from iris.bench.timing import do_bench
 from iris.context import Iris, iris
 from iris.language.context import DeviceContext
 from iris.language.functional import triton_functions
 from iris.language.tracing import TraceEvent
 from iris.log import set_logger_level
+from iris.x import AllReduceConfig, TensorView, Tile, TileView, make_tensor_view
 
 # Older names of the device context.
 Context = DeviceContext
@@ -51,9 +52,13 @@ __all__ = [
     "ERROR",
     "INFO",
     "WARNING",
+    "AllReduceConfig",
     "Context",
     "DeviceContext",
     "Iris",
+    "TensorView",
+    "Tile",
+    "TileView",
     "TraceEvent",
     "TritonContext",
     "atomic_add",
@@ -74,10 +79,12 @@ __all__ = [
     "gluon",
     "iris",
     "load",
+    "make_tensor_view",
     "ops",
     "put",
     "set_logger_level",
     "simulator",
+    "spawn",
     "store",
     "x",
 ]

@@ -16,10 +16,13 @@ from iris.x.sums import (
     all_reduce_two_shot,
     reduce_scatter,
 )
-from iris.x.tile import Tile, TileView, make_tensor_view
+from iris.x.tile import TensorView, Tile, TileView, make_tensor_view
+
+from iris.x import methods as methods  # isort: skip
 
 __all__ = [
     "AllReduceConfig",
+    "TensorView",
     "Tile",
     "TileView",
     "all_gather",

@@ -6,10 +6,12 @@ import pytest
 import torch
 from triton.compiler.errors import CompilationError
 from x import tile_kernels
+from x.method_kernels import operate
 
 from codegen.offline import TARGETS, compile_for
 from codegen.operations import is_data
 from iris.errors import IrisError
+from iris.x.methods import METHODS
 
 INT64, INT32 = torch.zeros(4096, dtype=torch.int64), torch.zeros(4096, dtype=torch.int32)
 BF16 = torch.zeros(4096, dtype=torch.bfloat16)
@@ -65,3 +67,12 @@ def test_what_does_not_fit_is_told(what):
     while reason.__cause__:
         reason = reason.__cause__
     assert isinstance(reason, IrisError) and re.match(tile_kernels.MISTAKES[what], str(reason))
+
+
+@pytest.mark.parametrize("operation", METHODS)
+def test_a_method_is_its_function_in_the_generated_code(operation):
+    texts = [
+        compile_for("sm_90", operate, INT64, BF16, BF16, BF16, INT32, BF16, operation, method, 16, 2).operations()
+        for method in (False, True)
+    ]
+    assert texts[0] == texts[1]

@@ -1,0 +1,89 @@
+"""The operations of `iris.x` as methods of the device context, as older programs call them.
+
+    ctx.all_gather(tile, dst, 0)          # iris.x.all_gather(tile, dst, 0, ctx)
+
+The arguments are those of the functions, without ``ctx``.
+"""
+
+import triton
+import triton.language as tl
+
+from iris import simulator
+from iris.language.context import DeviceContext
+from iris.simulator import aggregates
+from iris.x import moves, sums
+
+
+@triton.jit
+def all_gather(ctx, tile, dst, dim: tl.constexpr):
+    """`iris.x.all_gather`."""
+    moves.all_gather(tile, dst, dim, ctx)
+
+
+@triton.jit
+def all_to_all(ctx, tile, src, dst, N_per_rank):
+    """`iris.x.all_to_all`."""
+    moves.all_to_all(tile, src, dst, N_per_rank, ctx)
+
+
+@triton.jit
+def gather(ctx, tile, src, source_rank):
+    """`iris.x.gather`."""
+    return moves.gather(tile, src, source_rank, ctx)
+
+
+@triton.jit
+def all_reduce(ctx, tile, src, dst, config):
+    """`iris.x.all_reduce`."""
+    sums.all_reduce(tile, src, dst, config, ctx)
+
+
+@triton.jit
+def all_reduce_atomic(ctx, tile, dst):
+    """`iris.x.all_reduce_atomic`."""
+    sums.all_reduce_atomic(tile, dst, ctx)
+
+
+@triton.jit
+def all_reduce_spinlock(ctx, tile, dst, locks):
+    """`iris.x.all_reduce_spinlock`."""
+    sums.all_reduce_spinlock(tile, dst, locks, ctx)
+
+
+@triton.jit
+def all_reduce_one_shot(ctx, tile, src, dst, locks):
+    """`iris.x.all_reduce_one_shot`."""
+    sums.all_reduce_one_shot(tile, src, dst, locks, ctx)
+
+
+@triton.jit
+def all_reduce_two_shot(ctx, tile, src, dst, locks):
+    """`iris.x.all_reduce_two_shot`."""
+    sums.all_reduce_two_shot(tile, src, dst, locks, ctx)
+
+
+@triton.jit
+def reduce_scatter(ctx, tile, src, dst, locks):
+    """`iris.x.reduce_scatter`."""
+    sums.reduce_scatter(tile, src, dst, locks, ctx)
+
+
+METHODS = {
+    "all_gather": all_gather,
+    "all_to_all": all_to_all,
+    "gather": gather,
+    "all_reduce": all_reduce,
+    "all_reduce_atomic": all_reduce_atomic,
+    "all_reduce_spinlock": all_reduce_spinlock,
+    "all_reduce_one_shot": all_reduce_one_shot,
+    "all_reduce_two_shot": all_reduce_two_shot,
+    "reduce_scatter": reduce_scatter,
+}
+
+for _name, _method in METHODS.items():
+    if simulator.ACTIVE:
+        setattr(DeviceContext, _name, aggregates.method(_method))
+    else:
+        setattr(DeviceContext, _name, _method)
+        # What the place in Triton's cache of kernels with a context depends on: an edit of these recompiles them.
+        DeviceContext.hash_attrs.append(_method)
