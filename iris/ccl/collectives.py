@@ -325,6 +325,8 @@ class Collectives:
     ) -> "sums.Preparation":
         """Prepare `all_reduce` for tensors of this size; calls that are no larger may share what it returns.
 
+        Without ``group`` it is for calls of any group of this context.
+
         The memory itself belongs to the stream (see `iris.workspace`); this makes its first use happen now.
         """
         comm, stream, capture = self._enter("all_reduce_preamble", group, output, input, config)
@@ -332,7 +334,7 @@ class Collectives:
         checks.check_config(config)
         if workspace is not None and _preparation(workspace).covers(comm, output, input):
             return workspace
-        return sums.Preparation(comm, input.nbytes, input.dtype)
+        return sums.Preparation(comm, input.nbytes, input.dtype, any_group=group is None)
 
     def reduce_scatter(
         self,

@@ -47,9 +47,10 @@ class Config:
     ----------
     block_size_m, block_size_n : int
         Rows and columns of a block that a program moves at a time; powers of two. For all_gather, all_to_all, and the
-        sums of "two_shot", "ring", "atomic" and "spinlock"; small calls have blocks of their own. Blocks of 16 KiB fit
-        among any ranks, and leave memory for fewer programs among many. The last three count the bytes of what they
-        add up in, float32 for narrower floats, and the last two have room for 8 KiB.
+        sums of "two_shot", "ring", "atomic" and "spinlock"; small calls have blocks of their own. There is room for
+        blocks of 16 KiB, with fewer programs among many ranks; a larger block is moved in parts, fewer rows at a time.
+        The last three count the bytes of what they add up in, float32 for narrower floats, and the last two have room
+        for 8 KiB.
     swizzle_size, num_xcds, chunk_size, num_stages, waves_per_eu : int
         Accepted for programs that set them, and without effect: blocks are dealt out one by one, which leaves
         nothing to swizzle, and no kernel here is pipelined by the compiler.
@@ -119,6 +120,13 @@ class Config:
         if self.block_size_m is None and self.block_size_n is None:
             return None
         return self.block_size_m or 8, self.block_size_n or 256
+
+    def block_that_fits(self, itemsize: int, room: int) -> tuple[int, int]:
+        """`block_shape`, or as much of it as takes ``room`` bytes at most: half its rows, and again, then columns."""
+        rows, columns = self.block_shape
+        while rows * columns * itemsize > room:
+            rows, columns = (rows // 2, columns) if rows > 1 else (1, columns // 2)
+        return rows, columns
 
     def block_bytes(self, itemsize: int) -> int:
         """Of such a block, or 0."""

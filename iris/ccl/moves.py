@@ -129,13 +129,7 @@ def prepare_exchange(
     elif not tiled:
         block_m, block_n = _block(slot_bytes // word, e, word)
     else:
-        block_m, block_n = config.block_shape
-        if config.block_bytes(input.itemsize) > slot_bytes:
-            raise InvalidConfigError(
-                f"A block of {block_m} x {block_n} elements of {input.dtype} does not fit a slot of {slot_bytes} bytes "
-                f"between {comm.size} ranks: choose block_size_m * block_size_n of at most "
-                f"{slot_bytes // input.itemsize}."
-            )
+        block_m, block_n = config.block_that_fits(input.itemsize, slot_bytes)
         # A block is so many elements on all ranks, also where they lie in a way that takes narrower words.
         word = min(word, block_n * input.itemsize)
         block_n = block_n * input.itemsize // word

@@ -156,15 +156,9 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype.is_floating_point and dtype.itemsize <= 4 else dtype
 
 
-def _block(config: Config, dtype: torch.dtype, slot_bytes: int) -> int:
-    """Elements of ``dtype`` that a slot takes: all that fit, or as the configuration says."""
-    nbytes = config.block_bytes(dtype.itemsize) or slot_bytes
-    if nbytes > slot_bytes:
-        raise InvalidConfigError(
-            f"A block of {nbytes // dtype.itemsize} elements of {dtype} does not fit a slot of {readable(slot_bytes)}: "
-            f"choose block_size_m * block_size_n of at most {slot_bytes // dtype.itemsize}."
-        )
-    return nbytes // dtype.itemsize
+def _block(config: Config, dtype: torch.dtype, room: int) -> int:
+    """Elements of ``dtype`` of a block: as many as fit in ``room`` bytes, or fewer if the configuration says so."""
+    return min(config.block_bytes(dtype.itemsize) or room, room) // dtype.itemsize
 
 
 def _ring(
@@ -257,24 +251,38 @@ class Preparation:
 
     Attributes
     ----------
+    communicator : Communicator
+        Of the group that was given, or of all ranks.
     size : int
         Bytes of the largest input.
     dtype : torch.dtype
+    any_group : bool
+        Whether no group was given: then it is for those of any group of the context.
     """
 
     communicator: Communicator
     size: int
     dtype: torch.dtype
+    any_group: bool = False
 
     def covers(self, comm: Communicator, output: torch.Tensor, input: torch.Tensor) -> bool:
         """Whether a call may use it."""
-        return comm is self.communicator and input.dtype == self.dtype and input.nbytes <= self.size
+        return self._covers_group(comm) and input.dtype == self.dtype and input.nbytes <= self.size
 
     def check(self, comm: Communicator, output: torch.Tensor, input: torch.Tensor) -> None:
         """Raise `WorkspaceTooSmallError` unless a call may use it."""
-        if not self.covers(comm, output, input):
-            group = "" if comm is self.communicator else ", and of another group"
-            raise WorkspaceTooSmallError(
-                f"The workspace was prepared for {readable(self.size)} of {self.dtype}; this all_reduce has "
-                f"{readable(input.nbytes)} of {input.dtype}{group}. Call all_reduce_preamble() with these tensors."
-            )
+        if self.covers(comm, output, input):
+            return
+        if self._covers_group(comm):
+            mine, other = f"{readable(self.size)} of {self.dtype}", f"has {readable(input.nbytes)} of {input.dtype}"
+        elif comm.heap is self.communicator.heap:
+            mine, other = f"the group of ranks {self.communicator.ranks}", f"is of the group of ranks {comm.ranks}"
+        else:
+            mine, other = "another Iris context", "is of this one"
+        raise WorkspaceTooSmallError(
+            f"The workspace was prepared for {mine}; this all_reduce {other}. Call all_reduce_preamble() with these "
+            "tensors and this group; one that is called without a group is for all groups of its context."
+        )
+
+    def _covers_group(self, comm: Communicator) -> bool:
+        return comm is self.communicator or (self.any_group and comm.heap is self.communicator.heap)

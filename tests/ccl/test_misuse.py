@@ -155,12 +155,6 @@ REFUSED = {
         ),
         InvalidConfigError, ValueError, r"one_shot.*floating-point.*two_shot",
     ),
-    "blocks that are larger than slots": (
-        lambda ccl, ctx: ccl.all_gather(
-            ctx.zeros(8), ctx.zeros(4), config=Config(block_size_m=256, block_size_n=256)
-        ),
-        InvalidConfigError, ValueError, r"256 x 256 .*does not fit .*at most \d+",
-    ),
     "Gluon where there is none": (
         lambda ccl, ctx: ccl.all_to_all_v(
             ctx.zeros(2), ctx.zeros(2), [1, 1], [0, 1], [1, 1], [0, 1], config=Config(use_gluon=True)

@@ -16,6 +16,7 @@ from patterns import assert_same_bits, pattern
 from ccl.calls import EVERYTHING, LAYOUTS, MOVES, PLACES, RANKS, SUMS, Arena, Case, chosen, mainly, perform, sample
 from iris.ccl import Config, ReduceOp, communicator
 from iris.ccl.queue import SLOTS
+from iris.errors import WorkspaceTooSmallError
 
 ARENA_BYTES = 48 << 20
 
@@ -164,8 +165,9 @@ def test_all_gather_of_tiles(ranks):
         for gluon, variant, (block_m, block_n), shape, dtype in covering(
             [False, True],
             ["persistent", "partitioned"],
-            [(8, 256), (32, 64), (16, 32)],
-            [(16, 64), (20, 40)],
+            # The last ones do not fit a slot, and are moved in parts.
+            [(8, 256), (32, 64), (16, 32), (128, 128), (1, 1 << 20)],
+            [(16, 64), (20, 40), (130, 72)],
             [torch.float16, torch.bfloat16, torch.float32],
             ranks=ranks,
         )
@@ -251,12 +253,13 @@ def results_of_scarce_memory(ctx, cases):
 
 @mainly(3)
 def test_the_largest_blocks_have_slots_if_not_for_all_programs(ranks):
-    config = (("block_size_m", 4), ("block_size_n", 512))
-    ways = {"all_reduce": [("all_reduce_variant", variant) for variant in ("two_shot", "ring")]}
+    """Larger ones, of 1 MiB here, move in parts."""
+    ways = {"all_reduce": [("all_reduce_variant", variant) for variant in ("two_shot", "ring", "atomic", "spinlock")]}
     cases = [
-        Case(collective, (20_001,), torch.float64, config=(*config, *([way] if way else [])))
+        Case(collective, (20_001,), torch.float64, config=(("block_size_m", m), ("block_size_n", n), *way))
         for collective in ("all_gather", "all_to_all", "scatter", "reduce_scatter", "all_reduce")
-        for way in ways.get(collective, [None])
+        for way in ([(each,) for each in ways.get(collective, [])] or [()])
+        for m, n in ((4, 512), (256, 512))
     ]
     slices = (("all_reduce_variant", "ring"), ("all_reduce_ring_slice_n", 4096))
     ranks.run(results_of_scarce_memory, [*cases, Case("all_reduce", (20_001,), torch.float32, config=slices)])
@@ -338,6 +341,17 @@ def prepared(ctx):
     for count in (5000, 17):
         assert ctx.ccl.all_reduce(result[:count], given[:count], workspace=workspace) is None
         assert result[:count].unique().tolist() == [ctx.num_ranks * (ctx.num_ranks + 1) / 2]
+    # Prepared without a group it is for any; for a group it is for that one alone.
+    group = torch.distributed.new_group([ctx.num_ranks - 1])
+    if ctx.cur_rank == ctx.num_ranks - 1:
+        ctx.ccl.all_reduce(result, given, group=group, workspace=workspace)
+        assert result.unique().tolist() == [ctx.num_ranks]
+        of_group = ctx.ccl.all_reduce_preamble(result, given, group=group)
+        ctx.ccl.all_reduce(result, given, group=group, workspace=of_group)
+        if ctx.num_ranks > 1:
+            with pytest.raises(WorkspaceTooSmallError, match=r"for the group of ranks .*; this all_reduce is of"):
+                ctx.ccl.all_reduce(result, given, workspace=of_group)
+    ctx.barrier()
 
 
 def test_a_prepared_workspace(ranks):
