@@ -45,6 +45,42 @@ def take_tile(tickets, epoch, tiles, XCDS: tl.constexpr, CHUNK: tl.constexpr):
     return on_chiplets(take(tickets + chiplet, epoch, theirs, takers) * XCDS + chiplet, tiles, XCDS, CHUNK)
 
 
+@triton.jit
+def send(
+    ctx,
+    counts,
+    ticket,
+    epoch,
+    a,
+    gathered,
+    m,
+    K,
+    stride_am,
+    slabs,
+    strips,
+    W: tl.constexpr,
+    SENDERS: tl.constexpr,
+    SEND_M: tl.constexpr,
+    SEND_K: tl.constexpr,
+):
+    """One of the ``SENDERS``: store strips of this rank's ``[m, K]`` to its place in every peer's ``[W, m, K]``."""
+    await_ready(ctx, counts, epoch)
+    rank, step = ctx.cur_rank, m.to(tl.int64) * K
+    strip = take(ticket, epoch, slabs * strips, SENDERS)
+    while strip < slabs * strips:
+        rows = strip * SEND_M + tl.arange(0, SEND_M)
+        for first in range(0, K, SEND_K):
+            columns = first + tl.arange(0, SEND_K)
+            mask = (rows < m)[:, None] & (columns < K)[None, :]
+            data = tl.load(a + (rows.to(tl.int64)[:, None] * stride_am + columns[None, :]), mask=mask)
+            to = gathered + rank * step + (rows.to(tl.int64)[:, None] * K + columns[None, :])
+            for distance in range(1, W):
+                ctx.store(to, data, (rank + distance) % W, mask=mask)
+        # Once a strip: a release waits until the stores before it are there.
+        tell_arrived(ctx, counts, rank * slabs + strip // strips)
+        strip = take(ticket, epoch, slabs * strips, SENDERS)
+
+
 # A number of rows may be 1, and is no constant then.
 @triton.jit(do_not_specialize=["m"])
 def all_gather_matmul(
@@ -95,20 +131,7 @@ def all_gather_matmul(
     step = m.to(tl.int64) * K
     tickets = counts + ARRIVED + W * slabs
     if tl.program_id(0) < SENDERS:
-        await_ready(ctx, counts, epoch)
-        strip = take(tickets, epoch, slabs * strips, SENDERS)
-        while strip < slabs * strips:
-            rows = strip * SEND_M + tl.arange(0, SEND_M)
-            for first in range(0, K, SEND_K):
-                columns = first + tl.arange(0, SEND_K)
-                mask = (rows < m)[:, None] & (columns < K)[None, :]
-                data = tl.load(a + (rows.to(tl.int64)[:, None] * stride_am + columns[None, :]), mask=mask)
-                to = gathered + rank * step + (rows.to(tl.int64)[:, None] * K + columns[None, :])
-                for distance in range(1, W):
-                    ctx.store(to, data, (rank + distance) % W, mask=mask)
-            # Once a strip: a release waits until the stores before it are there.
-            tell_arrived(ctx, counts, rank * slabs + strip // strips)
-            strip = take(tickets, epoch, slabs * strips, SENDERS)
+        send(ctx, counts, tickets, epoch, a, gathered, m, K, stride_am, slabs, strips, W, SENDERS, SEND_M, SEND_K)
     tiles_n = tl.cdiv(N, BLOCK_N)
     peers: tl.constexpr = W - 1 if W > 1 else 1
     own_tiles, tiles = slabs * tiles_n, W * slabs * tiles_n

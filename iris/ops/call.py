@@ -13,6 +13,9 @@ FNUZ = (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 NARROW = (torch.float8_e4m3fn, torch.float8_e5m2, *FNUZ)
 WIDE = (torch.float16, torch.bfloat16, torch.float32)
 
+# The operations that gather A: its rows, and its columns, which a caller asks for by gather_dim="k".
+GATHERS_ROWS, GATHERS_COLUMNS = GATHERS_A = ("all_gather_matmul", "all_gather_matmul_k")
+
 
 def check_devices(name: str, given: dict[str, torch.Tensor], device: torch.device) -> None:
     """Raise unless these are tensors on ``device``, by their roles."""
@@ -30,7 +33,10 @@ def described(given: dict[str, torch.Tensor]) -> str:
 
 
 class Call(NamedTuple):
-    """What one of the four products was called with. ``a``: ``[M, K]``, this rank's; ``b``: ``[K, N]``."""
+    """What one of the products was called with. ``a``: ``[M, K]``, this rank's; ``b``: ``[K, N]``.
+
+    Of `GATHERS_COLUMNS`, ``b`` is ``[W K, N]``.
+    """
 
     name: str
     out: torch.Tensor
@@ -39,6 +45,11 @@ class Call(NamedTuple):
     bias: torch.Tensor | None
     scale_a: torch.Tensor | None
     scale_b: torch.Tensor | None
+
+    @property
+    def title(self) -> str:
+        """The operation as its caller writes it, for errors."""
+        return "all_gather_matmul(gather_dim='k')" if self.name == GATHERS_COLUMNS else f"{self.name}()"
 
     @property
     def scaled(self) -> bool:
@@ -52,7 +63,7 @@ class Call(NamedTuple):
     @property
     def rows(self) -> int:
         """Rows that are multiplied here."""
-        return len(self.out) if self.name == "all_gather_matmul" else len(self.a)
+        return len(self.out) if self.name == GATHERS_ROWS else len(self.a)
 
     def strides(self, result: torch.Tensor) -> tuple[int, ...]:
         """Of A, B and the result, as kernels take them."""
@@ -73,7 +84,7 @@ class Call(NamedTuple):
         check_devices(self.name, self.given(), device)
         problem = self._problem(size)
         if problem:
-            raise InvalidCollectiveError(f"{self.name}() of {size} ranks with {described(self.given())}: {problem}.")
+            raise InvalidCollectiveError(f"{self.title} of {size} ranks with {described(self.given())}: {problem}.")
 
     def given(self) -> dict[str, torch.Tensor]:
         """The tensors by their roles."""
@@ -90,14 +101,16 @@ class Call(NamedTuple):
             return "A and B have one dtype, fp8, fp16, bf16 or fp32, and out is fp16, bf16 or fp32"
         if a.dtype in FNUZ and a.is_cuda and not torch.version.hip:
             return f"{a.dtype} is for AMD's CDNA3"
-        if a.shape[1] != b.shape[0]:
+        if self.name == GATHERS_COLUMNS and a.shape[1] * size != b.shape[0]:
+            return f"B needs as many rows as the A of all ranks have columns, {a.shape[1] * size}"
+        if self.name != GATHERS_COLUMNS and a.shape[1] != b.shape[0]:
             return f"B needs as many rows as A has columns, {a.shape[1]}"
         rows, N = len(a), b.shape[1]
         if self.name == "matmul_reduce_scatter":
             if rows % size:
                 return "the rows of A are shared among the ranks, so they are a multiple of these"
             rows //= size
-        elif self.name != "matmul_all_reduce":
+        elif self.name not in ("matmul_all_reduce", GATHERS_COLUMNS):
             rows *= size
         if tuple(out.shape) != (rows, N):
             return f"out has to be [{rows}, {N}]"

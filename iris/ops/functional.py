@@ -42,6 +42,7 @@ def _context(ranks: str) -> Any:
 # Rows of the result, by those of A and the number of ranks.
 ROWS = {
     "all_gather_matmul": lambda M, W: M * W,
+    "all_gather_matmul_k": lambda M, W: M,
     "matmul_all_gather": lambda M, W: M * W,
     "matmul_reduce_scatter": lambda M, W: M // W,
     "matmul_all_reduce": lambda M, W: M,
@@ -67,6 +68,18 @@ def all_gather_matmul(
     context = _context(ranks)
     out = _out("all_gather_matmul", a, b, context.num_ranks, dtype)
     context.ops.all_gather_matmul(out, a, b, bias, scale_a=scale_a, scale_b=scale_b)
+    return out
+
+
+@custom_op("iris::all_gather_matmul_k", mutates_args=())
+def all_gather_matmul_k(
+    a: Tensor, b: Tensor, bias: Tensor | None, ranks: str, scale_a: Tensor | None = None,
+    scale_b: Tensor | None = None, dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
+    """The columns of all ranks' ``a``, times ``b``: ``(M, K / W)``, ``(K, N)`` → ``(M, N)``."""
+    context = _context(ranks)
+    out = _out("all_gather_matmul_k", a, b, context.num_ranks, dtype)
+    context.ops.all_gather_matmul(out, a, b, bias, gather_dim="k", scale_a=scale_a, scale_b=scale_b)
     return out
 
 
@@ -175,6 +188,7 @@ def _fake(name: str) -> Callable[..., Tensor]:
 
 
 all_gather_matmul.register_fake(_fake("all_gather_matmul"))
+all_gather_matmul_k.register_fake(_fake("all_gather_matmul_k"))
 matmul_all_gather.register_fake(_fake("matmul_all_gather"))
 matmul_reduce_scatter.register_fake(_fake("matmul_reduce_scatter"))
 matmul_all_reduce.register_fake(_fake("matmul_all_reduce"))
@@ -253,6 +267,14 @@ def _all_gather_matmul_back(ctx: Any, gradient: Tensor) -> tuple:
     return to_a, to_b, _bias(ctx, gradient), None, None, None, None
 
 
+def _all_gather_matmul_k_back(ctx: Any, gradient: Tensor) -> tuple:
+    a, b, rounded = _saved(ctx, gradient)
+    # As above with all that is transposed: the rows that ranks share are those of A's transpose.
+    to_a = matmul_reduce_scatter(b, rounded.t(), None, ctx.ranks).t()
+    to_b = _product(ctx, B, collectives.all_gather(a.t().contiguous(), ctx.ranks), rounded)
+    return to_a, to_b, _bias(ctx, gradient), None, None, None, None
+
+
 def _matmul_all_gather_back(ctx: Any, gradient: Tensor) -> tuple:
     # Of these rows, from all ranks: added up in the result's dtype, which may be wider than that of the matrices.
     own = collectives.reduce_scatter(gradient, ctx.ranks)
@@ -310,6 +332,7 @@ def _no_gradient(ctx: Any, *gradients: Tensor) -> None:
 
 
 all_gather_matmul.register_autograd(_all_gather_matmul_back, setup_context=_keep)
+all_gather_matmul_k.register_autograd(_all_gather_matmul_k_back, setup_context=_keep)
 matmul_all_gather.register_autograd(_matmul_all_gather_back, setup_context=_keep)
 matmul_reduce_scatter.register_autograd(_matmul_reduce_scatter_back, setup_context=_keep)
 matmul_all_reduce.register_autograd(_matmul_all_reduce_back, setup_context=_keep)

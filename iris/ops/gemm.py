@@ -55,8 +55,9 @@ def product(
     CACHE_A: tl.constexpr = PLAIN,
     CACHE_B: tl.constexpr = PLAIN,
     ALLOW_TF32: tl.constexpr = False,
+    total=None,
 ):
-    """Rows of A below ``stop_m`` times columns of B below N, in float32; zeros behind these.
+    """Rows of A below ``stop_m`` times columns of B below N, in float32; zeros behind these. Added to ``total``.
 
     ``CACHE_A``, ``CACHE_B``: the cache modifiers of loads. ``ALLOW_TF32``: float32 is rounded to TF32 for the product.
     ``rows`` and ``columns`` are neighbours, and stay so: a clamp at the edge would make each load one of an element.
@@ -66,7 +67,8 @@ def product(
     y = b + (k.to(tl.int64)[:, None] * stride_bk + columns.to(tl.int64)[None, :] * stride_bn)
     step_a, step_b = tl.cast(stride_ak, tl.int64) * BLOCK_K, tl.cast(stride_bk, tl.int64) * BLOCK_K
     inside_m, inside_n = (rows < stop_m)[:, None], (columns < N)[None, :]
-    total = tl.zeros((rows.shape[0], columns.shape[0]), dtype=tl.float32)
+    if total is None:
+        total = tl.zeros((rows.shape[0], columns.shape[0]), dtype=tl.float32)
     for begin in range(0, K, BLOCK_K):
         here = k < K - begin
         left = tl.load(x, mask=inside_m & here[None, :], other=0.0, cache_modifier=CACHE_A)

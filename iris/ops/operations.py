@@ -10,12 +10,12 @@ import torch
 
 from iris.ccl.checks import compare_calls
 from iris.ccl.work import Work
-from iris.errors import InvalidConfigError
+from iris.errors import InvalidConfigError, UnknownChoiceError
 from iris.heap.history import debugging
 from iris.launch import remember
 from iris.ops import copies, vendor
 from iris.ops.buffers import Buffers, Needs
-from iris.ops.call import Call, described
+from iris.ops.call import GATHERS_COLUMNS, GATHERS_ROWS, Call, described
 from iris.ops.choose import allows_tf32, choose
 from iris.ops.config import FusedConfig
 from iris.ops.kernel import Kernels
@@ -61,14 +61,20 @@ class Operations:
         B: torch.Tensor,
         bias: torch.Tensor | None = None,
         *,
+        gather_dim: str = "m",
         scale_a: torch.Tensor | None = None,
         scale_b: torch.Tensor | None = None,
         config: FusedConfig | None = None,
         async_op: bool = False,
         workspace: Buffers | None = None,
     ) -> Work | None:
-        """``out = A B + bias``, where the rows of A lie on the ranks: ``(M / W, K)``, ``(K, N)`` → ``(M, N)``."""
-        call = Call("all_gather_matmul", out, A_shard, B, bias, scale_a, scale_b)
+        """``out = A B + bias``, where the rows of A lie on the ranks: ``(M / W, K)``, ``(K, N)`` → ``(M, N)``.
+
+        With ``gather_dim="k"`` its columns do, those of rank 0 first: ``(M, K / W)``, ``(K, N)`` → ``(M, N)``. Sums
+        over the ranks are formed in float32 and rounded once, in the same order everywhere. By the vendor's GEMM or the
+        Triton kernel: not with ``use_gluon`` or by copies.
+        """
+        call = Call(_gathering(gather_dim), out, A_shard, B, bias, scale_a, scale_b)
         return self._run(call, config, async_op, workspace)
 
     def all_gather_matmul_preamble(
@@ -78,12 +84,13 @@ class Operations:
         B: torch.Tensor,
         bias: torch.Tensor | None = None,
         *,
+        gather_dim: str = "m",
         scale_a: torch.Tensor | None = None,
         scale_b: torch.Tensor | None = None,
         config: FusedConfig | None = None,
     ) -> Buffers | None:
         """The workspace of calls like this one; None where none is needed. Collective; blocks the host."""
-        return self._prepare(Call("all_gather_matmul", out, A_shard, B, bias, scale_a, scale_b), config)
+        return self._prepare(Call(_gathering(gather_dim), out, A_shard, B, bias, scale_a, scale_b), config)
 
     def matmul_all_gather(
         self,
@@ -273,14 +280,14 @@ class Operations:
             used = self._choose(call, vendors_problem is None)
         elif config.variant == "copies" and call.name not in copies.COPIED:
             raise InvalidConfigError(
-                f"FusedConfig(variant='copies') is for {' and '.join(copies.COPIED)}, and not for {call.name}()."
+                f"FusedConfig(variant='copies') is for {' and '.join(copies.COPIED)}, and not for {call.title}."
             )
         elif call.name == "matmul_all_reduce" and config.all_reduce_variant != "two_shot":
             used = dataclasses.replace(config, variant="vendor")
         asked = f"variant={used.variant!r}" if used is config else f"all_reduce_variant={used.all_reduce_variant!r}"
         if used.variant != "kernel" and vendors_problem:
             raise InvalidConfigError(
-                f"FusedConfig({asked}) cannot do this {call.name}() with the vendor's GEMM: {vendors_problem}. "
+                f"FusedConfig({asked}) cannot do this {call.title} with the vendor's GEMM: {vendors_problem}. "
                 "Leave it out: then a kernel does it."
             )
         if used.use_gluon and used.variant != "kernel":
@@ -289,9 +296,12 @@ class Operations:
                 "Leave one of them out."
             )
         if used.use_gluon:
-            problem = self._kernels.gluon.problem(call, used, self._context.num_ranks)
+            if call.name == GATHERS_COLUMNS:
+                problem = "its kernel is in Triton"
+            else:
+                problem = self._kernels.gluon.problem(call, used, self._context.num_ranks)
             if problem:
-                raise InvalidConfigError(f"FusedConfig(use_gluon=True) cannot do this {call.name}(): {problem}.")
+                raise InvalidConfigError(f"FusedConfig(use_gluon=True) cannot do this {call.title}: {problem}.")
         return used
 
     def _choose(self, call: Call, by_vendor: bool) -> FusedConfig:
@@ -306,7 +316,7 @@ class Operations:
 
     def _compare(self, call: Call, config: FusedConfig) -> None:
         """In debug mode: that all ranks make the same call, with the result at the same place if peers store it."""
-        said = f"{call.name}() with {described(call.given())}, {config}"
+        said = f"{call.title} with {described(call.given())}, {config}"
         if config.variant == "kernel" and self._kernels.direct(call, config):
             place = call.out.data_ptr() - self._context.heap.mapping.bases[self._context.cur_rank]
             said += f", out at offset {place:#x} of the heap with strides {list(call.out.stride())}"
@@ -339,3 +349,10 @@ class Operations:
             context, programs = self._context, self._kernels.most_programs()
             buffers.mover = copies.Copies(buffers, context.cur_rank, context.num_ranks, context.device, programs)
         return buffers.mover
+
+
+def _gathering(gather_dim: str) -> str:
+    """The name of the operation that gathers A in this dimension."""
+    if gather_dim not in ("m", "k"):
+        raise UnknownChoiceError("gather_dim", gather_dim, ("m", "k"))
+    return GATHERS_ROWS if gather_dim == "m" else GATHERS_COLUMNS

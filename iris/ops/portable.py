@@ -5,8 +5,9 @@ from typing import Any
 import torch
 
 from iris.ops.all_gather_matmul import all_gather_matmul
+from iris.ops.all_gather_matmul_k import all_gather_matmul_k
 from iris.ops.buffers import Buffers, Needs
-from iris.ops.call import Call
+from iris.ops.call import GATHERS_A, GATHERS_ROWS, Call
 from iris.ops.config import FusedConfig
 from iris.ops.matmul_all_gather import matmul_all_gather
 from iris.ops.matmul_reduce import matmul_reduce
@@ -17,7 +18,7 @@ SEND_M, SEND_K = 16, 1024
 
 def with_operands_that_fit(call: Call, size: int) -> Call:
     """The call, with a copy of A by rows where it is gathered: rows are sent, and multiplied, as they lie."""
-    if call.name == "all_gather_matmul" and call.a.stride(1) != 1:
+    if call.name in GATHERS_A and call.a.stride(1) != 1:
         return call._replace(a=call.a.contiguous())
     return call
 
@@ -25,7 +26,7 @@ def with_operands_that_fit(call: Call, size: int) -> Call:
 def needs(kind: tuple, call: Call, config: FusedConfig, size: int, direct: bool) -> Needs:
     """The workspace of a call, whose result peers store to where it is if ``direct``; of CDNA3's kernels, too."""
     (M, K), N, dtype = call.a.shape, call.b.shape[1], call.out.dtype
-    if call.name == "all_gather_matmul":
+    if call.name in GATHERS_A:
         # A ticket for strips of rows, and one for the tiles of each chiplet.
         slabs = size * -(-M // config.block_size_m)
         return Needs(kind, slabs, size * M * K, call.a.dtype, tickets=1 + config.num_xcds)
@@ -54,12 +55,13 @@ def arguments(
     chiplets = (min(config.num_xcds, programs), config.chunk_size)
     tail = (*chiplets, config.cache_modifier_a or "", config.cache_modifier_b or "", config.allow_tf32,
             call.bias is not None, call.scaled)  # fmt: skip
-    if call.name == "all_gather_matmul":
+    if call.name in GATHERS_A:
         own_tiles = -(-M // config.block_size_m) * -(-N // config.block_size_n)
         senders = config.senders(programs, size, programs - own_tiles)
         memory = (buffers.context_tensor, buffers.counts, buffers.data)
         numbers = (M, N, K, strides[0], *strides[2:], size, senders, SEND_M, SEND_K)
-        return all_gather_matmul, programs, (*memory, *tensors, *numbers, *tiles, *tail)
+        kernel = all_gather_matmul if call.name == GATHERS_ROWS else all_gather_matmul_k
+        return kernel, programs, (*memory, *tensors, *numbers, *tiles, *tail)
     memory = (buffers.context_tensor, place, buffers.counts)
     if call.name == "matmul_all_gather":
         return matmul_all_gather, programs, (*memory, *tensors, M, N, K, *strides, size, *tiles, *tail)

@@ -114,6 +114,14 @@ def _all_gather_matmul(ctx: Any, call: Call, all_reduce_variant: str) -> None:
     Product(call)(call.out, gathered, call.bias)
 
 
+def _all_gather_matmul_k(ctx: Any, call: Call, all_reduce_variant: str) -> None:
+    (M, K), W = call.a.shape, ctx.num_ranks
+    gathered = call.a.new_empty(W * M, K)
+    ctx.ccl.all_gather(gathered, call.a)
+    # One product, so that the sum over the ranks is rounded once: their columns are put side by side before it.
+    Product(call)(call.out, gathered.view(W, M, K).transpose(0, 1).reshape(M, W * K), call.bias)
+
+
 def _matmul_all_gather(ctx: Any, call: Call, all_reduce_variant: str) -> None:
     own = call.out.new_empty(len(call.a), call.out.shape[1])
     Product(call)(own, call.a, call.bias)
@@ -137,6 +145,7 @@ def _matmul_all_reduce(ctx: Any, call: Call, all_reduce_variant: str) -> None:
 
 _OPERATIONS = {
     "all_gather_matmul": _all_gather_matmul,
+    "all_gather_matmul_k": _all_gather_matmul_k,
     "matmul_all_gather": _matmul_all_gather,
     "matmul_reduce_scatter": _matmul_reduce_scatter,
     "matmul_all_reduce": _matmul_all_reduce,
