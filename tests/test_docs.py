@@ -12,7 +12,6 @@ A code block without a checker for its language fails. The rules for writers:
 
 import ast
 import contextlib
-import importlib.util
 import inspect
 import io
 import os
@@ -172,6 +171,9 @@ class Commands:
         assert re.search(rf"^{target}:", makefile, flags=re.M)
         for setting in settings:
             assert re.search(rf"^{setting.partition('=')[0]} \?=", makefile, flags=re.M)
+
+    def source(self, script):
+        assert script.removesuffix("activate") + "python" in (ROOT / "Makefile").read_text()
 
     def pip(self, action, *arguments):
         assert action == "install"
@@ -380,11 +382,3 @@ def test_what_a_page_names_exists(page):
         assert (ROOT / path).exists(), path
     known = variables_of_the_package() | {"IRIS_TEST_ALL"}
     assert set(re.findall(r"\bIRIS_[A-Z_]+\b", text)) <= known
-
-
-@alone
-@pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="mkdocs is not installed")
-def test_the_site_builds(tmp_path):
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=COMMAND_LIMIT_S)
-    assert done.returncode == 0, done.stderr

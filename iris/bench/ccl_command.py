@@ -10,6 +10,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 import iris
+from iris import simulator
 from iris.bench import collectives as measuring
 from iris.bench import ranks
 from iris.bench.ceilings import ceilings
@@ -63,6 +64,8 @@ def run_on_rank(
             show(rows)
             for name, rate in ceiling.items():
                 click.echo(f"{name}: {rate:.0f}")
+            if simulator.ACTIVE:
+                click.echo(simulator.TIMES)
             if out is not None:
                 measuring.write(out, ctx.get_num_ranks(), rows, ceiling)
                 if find_spec("matplotlib"):

@@ -10,6 +10,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 import iris
+from iris import simulator
 from iris.bench import operations as measuring
 from iris.bench import plots, ranks
 from iris.bench.report import below_floor
@@ -80,6 +81,8 @@ def run_on_rank(
                     measuring.write(out, name, ctx.get_num_ranks(), rows)
         if ctx.get_rank() == 0:
             show(rows)
+            if simulator.ACTIVE:
+                click.echo(simulator.TIMES)
             if out is not None:
                 for picture, shown in pictures.items():
                     drawn = [row for row in rows if row[1:4] in shown]

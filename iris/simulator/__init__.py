@@ -59,5 +59,8 @@ def _activate() -> None:
 ACTIVE: bool = _decide()
 """Whether kernels of this process run in the simulator."""
 
+TIMES = "Kernels ran in the simulator: times and GB/s are those of this computer's CPU, and say nothing about a GPU."
+"""For people, wherever times are shown that may be the simulator's."""
+
 if ACTIVE:
     _activate()

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 
+from iris import simulator
 from iris.tracing.timeline import READS, Event, Timeline, busy, length, overlap
 
 
@@ -126,6 +127,8 @@ def show(timeline: Timeline, console: Console) -> None:
     console.print(
         f"{events} events of {len(timeline.devices)} ranks in {end:.1f} µs, {flows} flows from cause to wait."
     )
+    if "cpu" in timeline.devices.values():
+        console.print(simulator.TIMES)
     worst = max(timeline.clock_error.values(), default=0.0)
     console.print(f"Clocks agree within {worst:.3f} µs." if worst else "All ranks read one clock.")
     for rank, lost in timeline.lost.items():

@@ -1,6 +1,6 @@
 """The operations of `iris.x` as methods of the device context, as older programs call them.
 
-    ctx.all_gather(tile, dst, 0)          # iris.x.all_gather(tile, dst, 0, ctx)
+    ctx.all_gather(tile, dst, 0)          # iris.x.all_gather(tile, dst, 0, self)
 
 The arguments are those of the functions, without ``ctx``.
 """
@@ -15,57 +15,57 @@ from iris.x import moves, sums
 
 
 @triton.jit
-def all_gather(ctx, tile, dst, dim: tl.constexpr):
+def all_gather(self, tile, dst, dim: tl.constexpr):
     """`iris.x.all_gather`."""
-    moves.all_gather(tile, dst, dim, ctx)
+    moves.all_gather(tile, dst, dim, self)
 
 
 @triton.jit
-def all_to_all(ctx, tile, src, dst, N_per_rank):
+def all_to_all(self, tile, src, dst, N_per_rank):
     """`iris.x.all_to_all`."""
-    moves.all_to_all(tile, src, dst, N_per_rank, ctx)
+    moves.all_to_all(tile, src, dst, N_per_rank, self)
 
 
 @triton.jit
-def gather(ctx, tile, src, source_rank):
+def gather(self, tile, src, source_rank):
     """`iris.x.gather`."""
-    return moves.gather(tile, src, source_rank, ctx)
+    return moves.gather(tile, src, source_rank, self)
 
 
 @triton.jit
-def all_reduce(ctx, tile, src, dst, config):
+def all_reduce(self, tile, src, dst, config):
     """`iris.x.all_reduce`."""
-    sums.all_reduce(tile, src, dst, config, ctx)
+    sums.all_reduce(tile, src, dst, config, self)
 
 
 @triton.jit
-def all_reduce_atomic(ctx, tile, dst):
+def all_reduce_atomic(self, tile, dst):
     """`iris.x.all_reduce_atomic`."""
-    sums.all_reduce_atomic(tile, dst, ctx)
+    sums.all_reduce_atomic(tile, dst, self)
 
 
 @triton.jit
-def all_reduce_spinlock(ctx, tile, dst, locks):
+def all_reduce_spinlock(self, tile, dst, locks):
     """`iris.x.all_reduce_spinlock`."""
-    sums.all_reduce_spinlock(tile, dst, locks, ctx)
+    sums.all_reduce_spinlock(tile, dst, locks, self)
 
 
 @triton.jit
-def all_reduce_one_shot(ctx, tile, src, dst, locks):
+def all_reduce_one_shot(self, tile, src, dst, locks):
     """`iris.x.all_reduce_one_shot`."""
-    sums.all_reduce_one_shot(tile, src, dst, locks, ctx)
+    sums.all_reduce_one_shot(tile, src, dst, locks, self)
 
 
 @triton.jit
-def all_reduce_two_shot(ctx, tile, src, dst, locks):
+def all_reduce_two_shot(self, tile, src, dst, locks):
     """`iris.x.all_reduce_two_shot`."""
-    sums.all_reduce_two_shot(tile, src, dst, locks, ctx)
+    sums.all_reduce_two_shot(tile, src, dst, locks, self)
 
 
 @triton.jit
-def reduce_scatter(ctx, tile, src, dst, locks):
+def reduce_scatter(self, tile, src, dst, locks):
     """`iris.x.reduce_scatter`."""
-    sums.reduce_scatter(tile, src, dst, locks, ctx)
+    sums.reduce_scatter(tile, src, dst, locks, self)
 
 
 METHODS = {
