@@ -332,13 +332,13 @@ class ForeignLockValueError(IrisError, RuntimeError):
     """A lock of an operation of `iris.x` holds what no signal leaves there: the caller has written it."""
 
     def __init__(self, rank: int, owner: int, place: str | None, value: int) -> None:
-        whose = "its own lock" if owner == rank else f"rank {owner}'s copy of the lock"
         super().__init__(
-            f"Rank {rank}: an operation of iris.x left a tile out, since {whose} at {place or 'an unknown place'} "
-            f"holds {value:#x}, which no operation of iris.x has put there. Signals may be lost, so results are not "
-            "valid. Write nothing to locks: the operation itself tells the other ranks that its tile is there, so "
-            "take out what older programs do before the call, tl.atomic_xchg(locks + tile, 1). Then zero the locks on "
-            "all ranks, and meet in a barrier. Each src has locks of its own, and so has all_reduce_spinlock."
+            f"Rank {rank}: an operation of iris.x left a tile out, since the lock at {place or 'an unknown place'} "
+            f"holds {value:#x} on rank {owner}, which no operation of iris.x has put there. Signals may be lost, so "
+            "results are not valid. Write nothing to locks: the operation itself tells the other ranks that its tile "
+            "is there, so take out what older programs do before the call, tl.atomic_xchg(locks + tile, 1). Then zero "
+            "the locks on all ranks, and meet in a barrier. Each src has locks of its own, and so has "
+            "all_reduce_spinlock."
         )
 
 

@@ -102,7 +102,7 @@ def give_up(lock, word, ctx):
             there = ctx.atomic_add(lock, 0, peer, sem="relaxed")
             if written(there, ctx):
                 owner = peer
-                found = there
+                found = there & ~GIVEN_UP
     report(lock, found, owner, ctx)
 
 
