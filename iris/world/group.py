@@ -112,7 +112,7 @@ class Group:
         self.timeout = store.timeout.total_seconds()
         world = dist.group.WORLD if dist.is_initialized() else process_group
         self._known = _processes.setdefault(world, {})
-        self.members: list[Peer | None] = [self._known.get(rank) for rank in self.ranks]
+        self.members = [self._known.get(rank) for rank in self.ranks]
         self.members[self.rank] = None
         self._attendance = Attendance(dist.PrefixStore(f"iris/{number}", store), self.members, self.rank)
         # Before anything else of this group, so whoever reads the rest finds it.
