@@ -94,6 +94,7 @@ class Group:
 
     def __init__(self, process_group: dist.ProcessGroup | None) -> None:
         self.process_group = process_group
+        self.members: list[Peer | None] = [None]
         self.meetings = 0
         if process_group is None:
             self.rank, self.size, self.ranks = 0, 1, (0,)
