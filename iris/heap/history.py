@@ -30,13 +30,19 @@ def debugging() -> bool:
 
 
 class Call(NamedTuple):
-    """One allocation, as the user wrote it."""
+    """One allocation, as the user wrote it: ``function`` of this package, in a ``line`` of ``caller``."""
 
     size: int
     shape: tuple[int, ...]
     dtype: torch.dtype
     function: str
-    place: str
+    file: str
+    line: int
+    caller: str
+
+    @property
+    def place(self) -> str:
+        return f"{shown(self.file)}:{self.line}"
 
     def __str__(self) -> str:
         return f"{self.function}() of {tensor_text(self.shape, self.dtype)} at {self.place}"
@@ -96,16 +102,19 @@ class History:
         message = f"The ranks' programs differ in what they allocate on the heap: {'; '.join(lines)}."
         if len({each.count for each in summaries}) == 1 and len({each.digest for each in summaries}) > 1:
             message += " The sizes or the offsets differ."
+        calls: dict[int, tuple[str, int, str]] = {}
         if all(each.debug for each in summaries):
-            message += self._first_difference(group)
+            text, calls = self._first_difference(group)
+            message += text
         else:
             message += f" Set {VARIABLE}=1 on all ranks to name the call."
         if sanitizer.recorder is not None:
-            sanitizer.recorder.wrong("asymmetric", message)
+            sanitizer.recorder.asymmetric(message, calls)
         raise AsymmetricHeapError(message + " Every rank must make the same allocations in the same order.")
 
-    def _first_difference(self, group: Group) -> str:
-        mine = [(call.size, str(call)) for call in self.calls]
+    def _first_difference(self, group: Group) -> tuple[str, dict[int, tuple[str, int, str]]]:
+        """In words; and by rank the file, line and function of the call that differs, if there is one."""
+        mine = [(call.size, str(call), (call.file, call.line, call.caller)) for call in self.calls]
         histories = group.all_gather(mine, "a comparison of the heaps' allocations")
         for index in range(max(map(len, histories))):
             calls = [history[index] if index < len(history) else None for history in histories]
@@ -113,8 +122,9 @@ class History:
                 alike = _alike(group, [call[1] if call else "no further allocation" for call in calls])
                 number = self.count - len(self.calls) + index + 1
                 texts = "; ".join(f"{text} on {names(ranks)}" for text, ranks in alike)
-                return f" Allocation {number} is the first that differs: {texts}."
-        return ""
+                lines = {rank: call[2] for rank, call in zip(group.ranks, calls, strict=True) if call}
+                return f" Allocation {number} is the first that differs: {texts}.", lines
+        return "", {}
 
 
 def _alike(group: Group, values: Sequence) -> list[tuple]:
@@ -130,11 +140,20 @@ def tensor_text(shape: Sequence[int], dtype: torch.dtype) -> str:
     return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
 
 
-def _user_call() -> tuple[str, str]:
-    """The function of this package that the user called, and the user's ``file:line``."""
+def shown(file: str) -> str:
+    """Its path from the working directory, if it lies in there, or else as it is."""
+    try:
+        relative = os.path.relpath(file)
+    except OSError:  # the working directory is gone, or not to be read
+        return file
+    return file if relative.startswith("..") else relative
+
+
+def _user_call() -> tuple[str, str, int, str]:
+    """The function of this package that the user called, and the user's file, line and function."""
     frame = sys._getframe(1)
     function = frame.f_code.co_name
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         function = frame.f_code.co_name
         frame = frame.f_back
-    return function, f"{os.path.relpath(frame.f_code.co_filename)}:{frame.f_lineno}"
+    return function, frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name

@@ -82,6 +82,11 @@ class Task:
         return self.parent or self
 
     @property
+    def text(self) -> str:
+        """Which one it is, in words."""
+        return f"partition {self.partition} of " * bool(self.partition) + f"program {self.index}"
+
+    @property
     def partitioned(self) -> bool:
         """Whether it shares its program's shared memory with another task."""
         return self.children > 0 or self.parent is not None

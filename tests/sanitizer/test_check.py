@@ -97,8 +97,13 @@ def test_a_finding():
     assert done.returncode == 1, done.stderr
     first, *places = done.stdout.splitlines()
     assert first.startswith("iris-check: race/missing-release: kernel ")
-    assert "int32[64] on rank 1 at byte 0" in first and "'send' of rank 0" in first
-    assert all(place.startswith("    ") and "relaxed_flag.py:" in place for place in places[:2])
+    assert "'receive' of rank 1, program (0, 0, 0), reads int32[64] on rank 1, element [0] (offset 0x0 of" in first
+    assert "'send' of rank 0, program (0, 0, 0), writes" in first
+    assert "the flag between them, int32[1] on rank 1, element [0] (offset 0x2800 of the heap), is not written" in first
+    what = ["writes, rank 0", "reads, rank 1", "writes the flag, rank 0", "reads the flag, rank 1"]
+    lines = [22, 34, 24, 33]
+    for place, said, line in zip(places[:-1], what, lines, strict=True):
+        assert place.startswith(f"    {said}: ") and f"relaxed_flag.py:{line} in " in place
 
 
 def test_nothing_found_as_json():
@@ -109,6 +114,8 @@ def test_nothing_found_as_json():
 def test_ranks_that_allocate_differently(iris_check):
     (finding,) = iris_check(BROKEN / "own_buffer_first.py")
     assert finding.kind == "asymmetric" and "own_buffer_first.py:" in finding.sentence
+    assert [(what, finding.count) for what, _ in finding.places] == [("rank 0", 1), ("rank 1", 1)]
+    assert all("own_buffer_first.py:25 in " in where for _, where in finding.places)
 
 
 @pytest.mark.parametrize("text", ["raise SystemExit(7)", REFUSED], ids=["ends", "refused"])

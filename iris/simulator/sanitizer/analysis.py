@@ -58,6 +58,7 @@ class Rank:
         self.awaiting: Awaiting | None = None
         self.programs: dict[int, dict[int, Thread]] = defaultdict(dict)
         self.bases: dict[int, Any] = {}
+        self.launches: dict[int, Launched] = {}
 
 
 class Analysis:
@@ -159,6 +160,7 @@ class Analysis:
                     self._races.forget(spans)
             case Launched(launch):
                 host = self._hosts[rank.number]
+                rank.launches[launch] = event
                 rank.bases[launch] = clocks.fenced(host.clock)
                 host.advance()
             case Finished(launch):
@@ -167,6 +169,7 @@ class Analysis:
                     host.learn(thread.clock)
                     self._ticks[thread.slot] = thread.tick
                 rank.bases.pop(launch, None)
+                rank.launches.pop(launch, None)
                 host.advance()
             case Gathered(launch, program):
                 self._who(rank, launch, program).gather()
@@ -192,19 +195,22 @@ class Analysis:
                 self._who(rank, launch, program).fence()
             case ProxyFenced(launch, program):
                 self._who(rank, launch, program).fence_proxies()
-            case Wrong(kind, text, place):
-                self._findings.add_wrong(kind, rank.number, text, None if place is None else rank.places[place])
+            case Wrong(place=place):
+                self._findings.add_wrong(rank.number, event, None if place is None else rank.places[place])
             case Waiting():
                 self._findings.add_waiting(rank.number, event)
 
     # Who ------------------------------------------------------------------------------------------------------------
 
-    def _thread(self, rank: int, program: int, clock: Any, taken: Collection[int] = ()) -> Thread:
-        """``taken``: the slots of programs of this number in launches that run beside this one's."""
+    def _thread(self, rank: int, program: int, clock: Any, taken: Collection[int] = (), text: str = "") -> Thread:
+        """``taken``: the slots of programs of this number in launches that run beside this one's.
+
+        ``text``: the program, in words.
+        """
         beside = 0
         while (slot := self._slots.setdefault((rank, program, beside), len(self._slots))) in taken:
             beside += 1
-        return Thread(rank, slot, self._ticks[slot] + 1, clock)
+        return Thread(rank, slot, self._ticks[slot] + 1, clock, text)
 
     def _who(self, rank: Rank, launch: int, program: int) -> Thread:
         if program == HOST:
@@ -212,7 +218,9 @@ class Analysis:
         programs = rank.programs[launch]
         if program not in programs:
             taken = [others[program].slot for others in rank.programs.values() if program in others]
-            programs[program] = self._thread(rank.number, program, rank.bases.get(launch, clocks.empty()), taken)
+            base = rank.bases.get(launch, clocks.empty())
+            text = rank.launches[launch].program_text(program) if launch in rank.launches else ""
+            programs[program] = self._thread(rank.number, program, base, taken, text)
         return programs[program]
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from iris.heap import symmetric
-from iris.simulator.sanitizer import GAP
+from iris.simulator.sanitizer import GAP, elements
 from iris.simulator.sanitizer.events import PRIVATE, READ, Spans
 
 if TYPE_CHECKING:
@@ -94,12 +94,12 @@ class Table:
         if index >= 0 and offset < self._ends[index] + GAP:
             begin, end, in_use, text = self.live[index]
             if offset < end:
-                freed = "" if in_use else ", which has been freed,"
-                return f"{text}{freed} at byte {offset - begin} (offset {offset:#x})"
-            near.append((offset - end, f"{text}, {_bytes(offset - end)}past its end"))
+                freed = "" if in_use else ", which has been freed"
+                return f"{text}{freed}{elements.element(text, offset - begin)} (offset {offset:#x})"
+            near.append((offset - end, f"{text}, {_distance(text, offset - end)}past its end"))
         if index + 1 < len(self.live) and offset >= self._begins[index + 1] - GAP:
             begin, _, _, text = self.live[index + 1]
-            near.append((begin - offset, f"{text}, {_bytes(begin - offset)}in front of it"))
+            near.append((begin - offset, f"{text}, {_distance(text, begin - offset)}in front of it"))
         if not near:
             return f"heap at offset {offset:#x}, where no tensor is"
         return f"{' or '.join(text for _, text in sorted(near))} (offset {offset:#x})"
@@ -111,8 +111,8 @@ class Table:
         return next((text for begin, end, _, text in self.gone if begin <= offset < end), None)
 
 
-def _bytes(distance: int) -> str:
-    return f"{distance} bytes " if distance else "just "
+def _distance(tensor: str, distance: int) -> str:
+    return f"{elements.number_of(tensor, distance)} " if distance else "just "
 
 
 _mapped_ranges: list[tuple[int, int]] = []

@@ -78,10 +78,10 @@ class Released(NamedTuple):
 
 
 class Thread:
-    """A program, or a rank's host, as it goes on."""
+    """A program, or a rank's host, as it goes on. ``program``: which one, in words; nothing for the host."""
 
-    def __init__(self, rank: int, slot: int, tick: int, clock: np.ndarray) -> None:
-        self.rank, self.slot, self.tick = rank, slot, tick
+    def __init__(self, rank: int, slot: int, tick: int, clock: np.ndarray, program: str = "") -> None:
+        self.rank, self.slot, self.tick, self.program = rank, slot, tick, program
         # Not changed once it is here: others may hold it.
         self.clock = clock
         self._met: np.ndarray | None = None

@@ -32,7 +32,8 @@ class Line(NamedTuple):
 class Place(NamedTuple):
     """Where something was done. A rank numbers its places; events name them by number.
 
-    ``caller``: of what the library's kernels do, the line that called the library.
+    ``caller``: of what the library's kernels do, the line that called the library; of what a kernel's functions do,
+    the line of the kernel.
     """
 
     kernel: str | None
@@ -68,7 +69,17 @@ class Allocated(NamedTuple):
 
 
 class Launched(NamedTuple):
+    """``dims``: of the grid."""
+
     launch: int
+    dims: tuple[int, int, int] = (1, 1, 1)
+
+    def program_text(self, number: int) -> str:
+        """The program of this number, in words. Those of partitions follow those of the programs."""
+        (columns, rows, layers), index = self.dims, number - 1
+        partition, index = divmod(index, columns * rows * layers)
+        text = f"program {(index % columns, index // columns % rows, index // (columns * rows))}"
+        return f"partition {partition} of {text}" if partition else text
 
 
 class Finished(NamedTuple):
@@ -215,11 +226,16 @@ class Met(NamedTuple):
 
 
 class Wrong(NamedTuple):
-    """A mistake that shows on one rank alone. ``place``: None if there is none to name."""
+    """A mistake that shows on one rank alone. ``place``: None if there is none to name.
+
+    ``program``: which one, in words. ``places``: of a mistake that all ranks make together, where each does.
+    """
 
     kind: str
     text: str
     place: int | None
+    program: str = ""
+    places: tuple[tuple[int, Line], ...] = ()
 
 
 class Waiting(NamedTuple):

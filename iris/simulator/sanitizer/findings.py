@@ -1,15 +1,18 @@
 """What is wrong, said once each: kinds, sentences and places."""
 
 import json
-import os
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from iris.simulator.sanitizer.events import PRIVATE, READ, UPDATE, WRITE, Line, Place, Spans, Waiting
+from iris.heap.history import shown
+from iris.simulator.sanitizer.elements import element
+from iris.simulator.sanitizer.events import PRIVATE, READ, UPDATE, WRITE, Line, Place, Spans, Waiting, Wrong
+from iris.world import names
 
 if TYPE_CHECKING:
+    from iris.simulator.sanitizer.carriers import Carrier
     from iris.simulator.sanitizer.races import Access
 
 # Of a race that shows in several ways, the one that says most of its cause.
@@ -17,50 +20,60 @@ TELLING = ("race/scope", "race/missing-release", "race/missing-acquire", "race/r
            "race/missing-proxy-fence")  # fmt: skip
 
 REMEDIES = {
-    "race/scope": "there is a release and an acquire, but at a scope that does not hold both programs, as 'sys' would",
-    "race/missing-release": "the flag between them is not written by a release, as ctx.signal() would",
-    "race/missing-acquire": "the flag between them is not read by an acquire, as ctx.wait() would",
+    "race/scope": "{flag} is released and acquired at a scope that does not hold both programs, as 'sys' would",
+    "race/missing-release": "{flag} is not written by a release, as ctx.signal() would",
+    "race/missing-acquire": "{flag} is not read by an acquire, as ctx.wait() would",
     "race/reuse": "the memory is written anew before its reader is known to have read what was there",
     "race": "no release and acquire orders them",
     "race/missing-proxy-fence": "a copy by TMA, unlike a load, needs ctx.order_bulk_copies() in front of it",
 }
+FLAGGED = ("race/scope", "race/missing-release", "race/missing-acquire")
 LOST = "both are atomic, but at a scope that does not hold both programs, as 'sys' would, so one may be lost"
+# Of a deadlock, so many waits are told in full for each place.
+MOST_AT_A_PLACE = 8
 VERBS = {READ: "reads", WRITE: "writes", UPDATE: "updates"}
 
 
 class Side(NamedTuple):
-    """One of the accesses of a finding."""
+    """One of the accesses of a finding. ``program``: which of its kernel's, in words; nothing for the host."""
 
     rank: int
     verb: str
     place: Place
+    program: str = ""
 
     @classmethod
     def of(cls, access: "Access") -> "Side":
-        return cls(access.rank, VERBS[access.kind], access.place)
+        return cls(access.rank, VERBS[access.kind], access.place, access.program)
 
     def __str__(self) -> str:
-        who = f"kernel {self.place.kernel!r}" if self.place.kernel else "the host"
-        return f"{who} of rank {self.rank}"
+        return who_is(self.place, self.rank, self.program)
 
 
 @dataclass
 class Finding:
-    """One mistake, and how often it was seen. ``places``: what was done there, and where."""
+    """One mistake. ``places``: what was done there, and where; ``count``: how often it was seen, on which ``ranks``."""
 
     kind: str
     sentence: str
     places: list[tuple[str, str]]
     count: int = 1
+    ranks: list[int] = field(default_factory=list)
 
     def __str__(self) -> str:
-        times = f" (seen {self.count} times)" if self.count > 1 else ""
+        times = f" (seen {self.count} times, on {names(self.ranks)})" if self.count > 1 else ""
         lines = [f"iris-check: {self.kind}: {self.sentence}{times}"]
         return "\n".join(lines + [f"    {what}: {where}" for what, where in self.places])
 
 
 def as_json(findings: list[Finding]) -> str:
     return json.dumps([asdict(finding) for finding in findings], indent=1)
+
+
+def who_is(place: Place | None, rank: int, program: str) -> str:
+    if place is None or place.kernel is None:
+        return f"the host of rank {rank}"
+    return f"kernel {place.kernel!r} of rank {rank}" + (f", {program}," if program else "")
 
 
 def where(place: Place) -> str:
@@ -70,21 +83,23 @@ def where(place: Place) -> str:
 
 def line_text(line: Line) -> str:
     inside = f" in {line.function}" if line.function != "<module>" else ""
-    return f"{_shown(line.file)}:{line.number}{inside}"
-
-
-def _shown(file: str) -> str:
-    relative = os.path.relpath(file)
-    return file if relative.startswith("..") else relative
+    return f"{shown(line.file)}:{line.number}{inside}"
 
 
 @dataclass
 class _Race:
+    """The first that was seen between two lines in one tensor, and what is the same of others.
+
+    ``flag``: by which the later of the two might know of the first.
+    """
+
     sides: tuple[Side, Side]
     space: tuple[str, int]
     offset: int
     remedy: str | None
+    flag: "Carrier | None"
     kinds: Counter = field(default_factory=Counter)
+    ranks: set[int] = field(default_factory=set)
 
 
 class Findings:
@@ -110,26 +125,41 @@ class Findings:
         return known is not None and known[0] == int(spans.ends[0])
 
     def add_race(
-        self, kind: str, one: Side, other: Side, space: tuple[str, int], offset: int, remedy: str | None = None
-    ) -> None:
-        """``remedy``: what is said instead of what is said of the kind."""
-        # Which of the two came first, and on which ranks, is chance.
-        key = frozenset(((one.place, one.verb), (other.place, other.verb)))
-        self._races.setdefault(key, _Race((one, other), space, offset, remedy)).kinds[kind] += 1
+        self, kind: str, one: Side, other: Side, space: tuple[str, int], offset: int,
+        remedy: str | None = None, flag: "Carrier | None" = None,
+    ) -> None:  # fmt: skip
+        """``remedy``: what is said instead of what is said of the kind; ``flag``: by which the later might know."""
+        # Which of the two came first, on which ranks and in which element, is chance.
+        allocation = self._allocation(space, offset)
+        key = frozenset((one.place, other.place)), space[0], allocation and allocation[0]
+        race = self._races.setdefault(key, _Race((one, other), space, offset, remedy, flag))
+        race.kinds[kind] += 1
+        race.ranks |= {one.rank, other.rank}
 
     def add_undefined(self, side: Side, space: tuple[str, int], offset: int) -> None:
         allocation = self._allocation(space, offset)
         if allocation is None or not allocation[3]:
             return
         sentence = f"{side} {side.verb} {self._memory(space, offset)}, which nobody has written"
-        self._add("uninitialised", (side.place,), sentence, [(f"{side.verb}, rank {side.rank}", where(side.place))])
-        self._others["uninitialised", side.place].places[1:] = [("allocated", where(allocation[2]))]
+        places = [(f"{side.verb}, rank {side.rank}", where(side.place)), ("allocated", where(allocation[2]))]
+        self._add("uninitialised", (side.place, *space[:1], allocation[0]), side.rank, sentence, places)
 
-    def add_wrong(self, kind: str, rank: int, text: str, place: Place | None) -> None:
-        who = f"rank {rank}" if place is None or place.kernel is None else f"kernel {place.kernel!r} of rank {rank}"
-        sentence = text if kind == "asymmetric" else f"{who} {text}"
-        key = () if kind == "asymmetric" else (place,)
-        self._add(kind, key, sentence, [] if place is None else [(f"rank {rank}", where(place))])
+    def add_wrong(self, rank: int, event: Wrong, place: Place | None) -> None:
+        if event.kind == "asymmetric":
+            self._add_asymmetric(rank, event, place)
+            return
+        who = f"rank {rank}" if place is None or place.kernel is None else who_is(place, rank, event.program)
+        places = [] if place is None else [(f"rank {rank}", where(place))]
+        self._add(event.kind, (place,), rank, f"{who} {event.text}", places)
+
+    def _add_asymmetric(self, rank: int, event: Wrong, place: Place) -> None:
+        """All ranks tell of it. Who has made no call that differs is where the ranks met."""
+        at = dict(event.places)
+        at.setdefault(rank, place.line)
+        known = self._others.setdefault(("asymmetric",), Finding("asymmetric", event.text, []))
+        places = dict(known.places) | {f"rank {number}": line_text(line) for number, line in at.items()}
+        known.places = sorted(places.items(), key=lambda place: int(place[0].split()[1]))
+        known.ranks = sorted({*known.ranks, *at})
 
     def add_waiting(self, rank: int, event: Waiting) -> None:
         self._waiting[rank, event.place, event.flag] = rank, event
@@ -137,33 +167,48 @@ class Findings:
     def sorted(self) -> list[Finding]:
         return [*map(self._race, self._races.values()), *self._others.values(), *self._deadlock()]
 
-    def _add(self, kind: str, key: tuple, sentence: str, places: list[tuple[str, str]]) -> None:
+    def _add(self, kind: str, key: tuple, rank: int, sentence: str, places: list[tuple[str, str]]) -> None:
         if (kind, *key) in self._others:
             self._others[(kind, *key)].count += 1
         else:
             self._others[(kind, *key)] = Finding(kind, sentence, places)
+        known = self._others[(kind, *key)]
+        known.ranks = sorted({*known.ranks, rank})
 
     def _race(self, race: _Race) -> Finding:
         kind = min(race.kinds, key=TELLING.index)
         one, other = race.sides
-        sentence = (
-            f"{other} {other.verb} {self._memory(race.space, race.offset)}, which {one} {one.verb}, in no order: "
-            f"{race.remedy or REMEDIES[kind]}"
-        )
+        remedy, flag = race.remedy or REMEDIES[kind], race.flag
         places = [(f"{side.verb}, rank {side.rank}", where(side.place)) for side in race.sides]
-        return Finding(kind, sentence, places, race.kinds.total())
+        if kind in FLAGGED and flag is not None:
+            remedy = remedy.format(flag=f"the flag between them, {self._memory(flag.space, flag.offset)},")
+            # Of each line, one rank is the example.
+            written = {where(each.place): each.rank for each in reversed(flag.writers)}
+            places += [(f"writes the flag, rank {rank}", line) for line, rank in written.items()]
+            places.append((f"reads the flag, rank {flag.reader.rank}", where(flag.reader.place)))
+        memory = self._memory(race.space, race.offset)
+        return Finding(
+            kind, f"{other} {other.verb} {memory}, which {one} {one.verb}, in no order: "
+            + remedy.format(flag="the flag between them"), places, race.kinds.total(), sorted(race.ranks),
+        )  # fmt: skip
 
     def _deadlock(self) -> list[Finding]:
         if not self._waiting:
             return []
-        waits = list(self._waiting.values())
-        told = "; ".join(
-            f"{event.programs}{f' of kernel {event.kernel!r}' if event.kernel else ''} of rank {rank} {event.text}"
-            + (f" (flag: {event.flag})" if event.flag else "")
-            for rank, event in waits
-        )
-        sentence = f"nobody can go on: {told}"
-        return [Finding("deadlock", sentence, [(f"waits, rank {rank}", where(event.place)) for rank, event in waits])]
+        told, places, shown_at, left = [], {}, Counter(), 0
+        for rank, event in self._waiting.values():
+            shown_at[event.place] += 1
+            places.setdefault((f"waits, rank {rank}", where(event.place)))
+            if shown_at[event.place] > MOST_AT_A_PLACE:
+                left += 1
+                continue
+            told.append(
+                f"{event.programs}{f' of kernel {event.kernel!r}' if event.kernel else ''} of rank {rank} {event.text}"
+                + (f" (flag: {event.flag})" if event.flag else "")
+            )
+        more = f"; and {left} more at these places" if left else ""
+        ranks = sorted({rank for rank, _ in self._waiting.values()})
+        return [Finding("deadlock", f"nobody can go on: {'; '.join(told)}{more}", list(places), ranks=ranks)]
 
     def _allocation(self, space: tuple[str, int], offset: int) -> tuple[int, str, Place, bool] | None:
         """Of the tensor there: where it begins, its text, the line that made it, and whether it was left undefined."""
@@ -181,8 +226,8 @@ class Findings:
             if allocation is None:
                 return f"memory of rank {rank} alone at {offset:#x}"
             begin, text, *_ = allocation
-            return f"{text} on rank {rank} at byte {offset - begin} of its memory"
+            return f"{text} on rank {rank}{element(text, offset - begin) or f' at byte {offset - begin}'}"
         if allocation is None:
             return f"the library's memory on rank {rank} at offset {offset:#x}"
         begin, text, *_ = allocation
-        return f"{text} on rank {rank} at byte {offset - begin} (offset {offset:#x} of the heap)"
+        return f"{text} on rank {rank}{element(text, offset - begin)} (offset {offset:#x} of the heap)"

@@ -46,15 +46,27 @@ def line_of(frame: FrameType | None) -> tuple[CodeType, int] | None:
     return line
 
 
-def line_of_error(error: BaseException) -> tuple[CodeType, int] | None:
-    """The same, of what has raised ``error``."""
-    line, trace = None, error.__traceback__
+def kernel_line_of(frame: FrameType | None) -> tuple[CodeType, int] | None:
+    """The outermost line of the user's in the program that runs, from ``frame`` on: that of the kernel itself."""
+    line = None
+    while frame is not None and frame.f_code is not _BOTTOM:
+        if owner(frame.f_code) == USER:
+            line = frame.f_code, frame.f_lineno
+        frame = frame.f_back
+    return line
+
+
+def lines_of_error(error: BaseException) -> tuple[tuple[CodeType, int] | None, tuple[CodeType, int] | None]:
+    """The lines of `line_of` and of `kernel_line_of`, of what has raised ``error``."""
+    line, outermost, trace = None, None, error.__traceback__
     while trace is not None:
         whose = owner(trace.tb_frame.f_code)
         if whose == USER or (line is None and whose in (LIBRARY, INSTALLED)):
             line = trace.tb_frame.f_code, trace.tb_lineno
+        if whose == USER and outermost is None:
+            outermost = line
         trace = trace.tb_next
-    return line
+    return line, outermost
 
 
 def known(line: tuple[CodeType, int] | None) -> Line:

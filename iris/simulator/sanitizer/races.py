@@ -9,7 +9,10 @@ acquires it learns it here.
 from collections import defaultdict
 from typing import NamedTuple
 
+import numpy as np
+
 from iris.simulator.sanitizer import clocks, shadow
+from iris.simulator.sanitizer.carriers import Carrier, Carriers
 from iris.simulator.sanitizer.clocks import Released, Thread
 from iris.simulator.sanitizer.events import HOST, READ, UPDATE, WRITE, Accessed, Line, Place, Spans, Synchronised
 from iris.simulator.sanitizer.findings import LOST, Findings, Side
@@ -33,7 +36,7 @@ class Access(NamedTuple):
     ``atomic``: at which scope it is, or nothing. ``blank``: the host's zeros. ``flag``: a kernel's access to so few
     bytes that they may be meant as one. ``before``: the write that this one wrote over; of a read, the first one by the
     same program of what was there then. ``readers``: of a write, the set of those who had read what it wrote over.
-    ``stale``: the program's last wait told it nothing new. ``async_proxy``: by TMA.
+    ``stale``: the program's last wait told it nothing new. ``async_proxy``: by TMA. ``program``: which one, in words.
     """
 
     thread_slot: int
@@ -49,6 +52,7 @@ class Access(NamedTuple):
     readers: int = 0
     stale: bool = False
     async_proxy: bool = False
+    program: str = ""
 
 
 class Races:
@@ -66,6 +70,7 @@ class Races:
         self._holders: dict[int, int] = defaultdict(int)
         self._flags: dict[tuple, Flag] = {}
         self._last_release = 0
+        self._carriers = Carriers()
 
     def forget(self, spans: Spans) -> None:
         """These bytes are new memory."""
@@ -81,16 +86,18 @@ class Races:
         copied = "sys" if flag and host and not event.blank else ""
         access = Access(
             thread.slot, thread.tick, thread.rank, place, event.kind, copied, host, event.blank, small and not host, 0,
-            stale=thread.heard_nothing, async_proxy=event.async_proxy,
+            stale=thread.heard_nothing, async_proxy=event.async_proxy, program=thread.program,
         )  # fmt: skip
         for part in self._shadow.bytes(event.spans):
             writers = part.writers()
             self._check_writers(thread, access, writers, event.spans, event.undefined)
             if event.kind == READ:
                 self._add_to_sets(thread, access, part, event.spans)
+                before = thread.clock
                 for number, _ in part.releases() if event.number is not None else ():
                     if number:
                         thread.acquire(self._released[number], False, "sys")
+                self._note_carrier(thread, before, access, part, event.spans)
             else:
                 sets = part.sets()
                 for number, offset in sets:
@@ -106,7 +113,7 @@ class Races:
         """``thread`` has done what others may do at the same time, and by which it may tell them, or hear of them."""
         access = Access(
             thread.slot, thread.tick, thread.rank, place, event.kind, event.scope, False, False, False, 0,
-            async_proxy=event.async_proxy,
+            async_proxy=event.async_proxy, program=thread.program,
         )  # fmt: skip
         for part in self._shadow.bytes(event.spans):
             writers = part.writers()
@@ -120,9 +127,11 @@ class Races:
                 heard = [self._released.get(number) for number, _ in releases]
             else:
                 heard = []
+            known = thread.clock
             for released in heard:
                 if released is not None:
                     thread.acquire(released, event.acquires, event.scope, event.looks)
+            self._note_carrier(thread, known, access, part, event.spans)
             if event.kind != READ:
                 before = {old: None if event.message else self._released.get(old) for old, _ in releases}
                 self._replace_releases(part, before, thread, event.releases, event.scope, event.gathered)
@@ -130,6 +139,15 @@ class Races:
                     number, writer = part.releases()[0][0], writers[0][0]
                     flag.write(event.after, thread, self._released[number], (number, writer))
         thread.advance()
+
+    def _note_carrier(
+        self, thread: Thread, before: np.ndarray, access: Access, part: shadow.Bytes, spans: Spans
+    ) -> None:
+        if thread.clock is not before:
+            (writer, offset), numbers = part.writers()[0], self._sets[part.sets()[0][0]]
+            wrote = [self._accesses[number] for number in (*numbers, writer)]
+            writers = tuple(each for each in wrote if each.kind != READ and not each.blank)
+            self._carriers.heard(thread, before, Carrier(spans.space, offset, Side.of(access), writers))
 
     def _flag_in(self, part: shadow.Bytes, event: Synchronised) -> Flag | None:
         """What is known of the values of the word that ``event`` is of, if it is of one."""
@@ -226,6 +244,7 @@ class Races:
         if known[clocks.BOTH] and not known[: clocks.BOTH].any() and not is_flag:
             # By nothing but what was added to the data themselves, or written over them.
             kind = None
+        flag = kind and self._carriers.between(thread, other)
         if kind is None:
             plain, atomic = (access, other) if other.atomic else (other, access)
             if atomic.atomic and plain.flag:
@@ -234,7 +253,7 @@ class Races:
                 kind = "race/reuse"
             else:
                 kind = "race"
-        self._findings.add_race(kind, Side.of(other), Side.of(access), spans.space, offset)
+        self._findings.add_race(kind, Side.of(other), Side.of(access), spans.space, offset, flag=flag)
 
     @staticmethod
     def _at_once(a: Access, b: Access) -> bool:

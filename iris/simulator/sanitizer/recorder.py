@@ -100,7 +100,7 @@ class Recorder:
         self._launches[id(launch)] = next(self._numbers)
         self._launching[id(launch)] = threading.current_thread()
         self._callers[id(launch)] = lines.line_of(sys._getframe(1))
-        self.notes.add(Launched(self._launches[id(launch)]))
+        self.notes.add(Launched(self._launches[id(launch)], launch.dims))
 
     def finished(self, launch: Any) -> None:
         self.notes.add(Finished(self._launches.pop(id(launch))))
@@ -343,7 +343,13 @@ class Recorder:
             self.wrong("freed", f"{verb} {text}, which has been freed: {owner.origin} has its memory", self._place())
 
     def wrong(self, kind: str, text: str, place: int | None = None) -> None:
-        self.notes.add(Wrong(kind, text, place))
+        """The program that runs, or the host, has made this mistake."""
+        self.notes.add(Wrong(kind, text, place, tasks.current().text if tasks.in_kernel() else ""))
+
+    def asymmetric(self, text: str, calls: dict[int, tuple[str, int, str]]) -> None:
+        """The ranks allocate differently. ``calls``: file, line and function of the first that differ, by rank."""
+        places = tuple((rank, Line(*call)) for rank, call in calls.items())
+        self.notes.add(Wrong("asymmetric", text, self._place(), places=places))
 
     # Who, and where ------------------------------------------------------------------------------------------------
 
@@ -370,18 +376,21 @@ class Recorder:
         """
         if tasks.in_kernel() and (issued_at := tasks.current().issued_at) is not None:
             return issued_at[0]
-        return self._number(lines.line_of(sys._getframe(2)))
+        frame = sys._getframe(2)
+        return self._number(lines.line_of(frame), lines.kernel_line_of(frame) if tasks.in_kernel() else None)
 
     def _place_of(self, error: BaseException) -> int:
         """The same, of what has raised ``error``."""
-        return self._number(lines.line_of_error(error))
+        return self._number(*lines.lines_of_error(error))
 
-    def _number(self, line: tuple[CodeType, int] | None) -> int:
+    def _number(self, line: tuple[CodeType, int] | None, outermost: tuple[CodeType, int] | None) -> int:
         kernel, caller = None, None
         if tasks.in_kernel():
             kernel = tasks.current().launch.name
             if line is not None and lines.owner(line[0]) == lines.LIBRARY:
                 caller = self._callers.get(id(tasks.current().launch))
+            elif outermost is not None and outermost[0] is not line[0]:
+                caller = outermost
         return self.notes.number_of(Place(kernel, lines.known(line), caller and lines.known(caller)))
 
 

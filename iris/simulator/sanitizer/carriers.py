@@ -1,0 +1,69 @@
+"""By which flag a program has come to know of another: what the report of a race names, if that was not enough.
+
+Each time that a look at a word tells a program more of others, by the most generous of the `clocks`, one notes which
+word that was, and who had written it last.
+"""
+
+from collections import defaultdict
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from iris.simulator.sanitizer import clocks
+
+if TYPE_CHECKING:
+    from iris.simulator.sanitizer.clocks import Thread
+    from iris.simulator.sanitizer.findings import Side
+    from iris.simulator.sanitizer.races import Access
+
+# So many words one behind the other lie between two programs, at most, where one looks for the one that is at fault.
+LONGEST_CHAIN = 32
+
+
+class Carrier(NamedTuple):
+    """The word at ``offset`` of ``space``, at which ``reader`` has looked when ``writers`` had written it."""
+
+    space: tuple[str, int]
+    offset: int
+    reader: "Side"
+    writers: tuple["Access", ...]
+
+
+class Carriers:
+    """Of all programs, by the slots of their clocks."""
+
+    def __init__(self) -> None:
+        # By the slots of who has heard and of whom: the words that told of it in turn, each with the last tick it told.
+        self._heard: dict[tuple[int, int], list[tuple[int, Carrier]]] = defaultdict(list)
+
+    def heard(self, thread: "Thread", before: np.ndarray, carrier: Carrier) -> None:
+        """By ``carrier`` the clocks of ``thread`` have become what they are; they were ``before``."""
+        now, then = thread.clock[clocks.BOTH], before[clocks.BOTH]
+        more = now.copy()
+        more[: len(then)] -= then
+        for slot in np.flatnonzero(more):
+            told = self._heard[thread.slot, int(slot)]
+            if told and told[-1][1][:2] == carrier[:2]:
+                told.pop()
+            told.append((int(now[slot]), carrier))
+
+    def between(self, thread: "Thread", access: "Access") -> Carrier | None:
+        """The word by which ``thread`` knows of ``access``, but not as the program is written."""
+        found = self._first(thread.slot, access)
+        for _ in range(LONGEST_CHAIN):
+            if found is None or any(writer.thread_slot == access.thread_slot for writer in found.writers):
+                break
+            # A word that is in order: what is not, is how its writer knows.
+            earlier = [
+                carrier for writer in found.writers
+                if thread.knows(writer.thread_slot, writer.tick)[clocks.AS_WRITTEN]
+                and (carrier := self._first(writer.thread_slot, access)) is not None
+            ]  # fmt: skip
+            if not earlier:
+                break
+            found = earlier[0]
+        return found
+
+    def _first(self, slot: int, access: "Access") -> Carrier | None:
+        told = self._heard.get((slot, access.thread_slot), ())
+        return next((carrier for tick, carrier in told if tick >= access.tick), None)

@@ -1,0 +1,43 @@
+"""Which element of a tensor a byte of its memory is in, by the text that names the tensor: ``int32[4, 8]``.
+
+The tensors of the heap are contiguous. Of others, the text is of their storage if they are not.
+"""
+
+import math
+import re
+
+import torch
+
+_TENSOR = re.compile(r"(\w+)\[([\d, ]*)\]")
+
+
+def element(tensor: str, byte: int) -> str:
+    """``, element [1, 5]``; of a tensor without dimensions, or what is no tensor, nothing."""
+    parts = _parts(tensor)
+    if parts is None or not parts[1]:
+        return ""
+    size, shape = parts
+    number, index = byte // size, []
+    for extent in reversed(shape):
+        number, within = divmod(number, extent)
+        index.append(within)
+    return f", element {index[::-1]}"
+
+
+def number_of(tensor: str, distance: int) -> str:
+    """``3 elements``: how many of the tensor's are in so many bytes; bytes, if they are not whole."""
+    size, _ = _parts(tensor) or (1, ())
+    number, rest = divmod(distance, size)
+    unit = "byte" if rest or _parts(tensor) is None else "element"
+    number = distance if rest else number
+    return f"{number} {unit}{'s' * (number != 1)}"
+
+
+def _parts(tensor: str) -> tuple[int, list[int]] | None:
+    """The bytes of an element, and the shape."""
+    found = _TENSOR.match(tensor)
+    dtype = getattr(torch, found[1], None) if found else None
+    if not isinstance(dtype, torch.dtype):
+        return None
+    shape = [int(extent) for extent in found[2].split(",") if extent]
+    return (dtype.itemsize, shape) if math.prod(shape) else None
