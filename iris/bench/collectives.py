@@ -21,6 +21,7 @@ from iris.bench.report import environment
 from iris.bench.timing import Operands, capture, counts, do_bench, microseconds_in_turns
 from iris.ccl import Config
 from iris.context import Iris
+from iris.files import written
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 LIBRARIES = ("iris", "iris gluon", "nccl", "nccl windows", "torch")
@@ -201,10 +202,11 @@ def _case(
 
 def write(folder: Path, num_ranks: int, rows: list[Row], ceiling: dict[str, float]) -> None:
     """The rows as CSV and JSON, the latter with what they depend on."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / f"collectives_{num_ranks}.csv", "w", newline="") as file:
+    table = folder / f"collectives_{num_ranks}.csv"
+    with written(table), open(table, "w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(Row._fields)
         writer.writerows(rows)
     result = {**environment(), "num_ranks": num_ranks, **ceiling, "rows": [row._asdict() for row in rows]}
-    (folder / f"collectives_{num_ranks}.json").write_text(json.dumps(result, indent=1) + "\n")
+    with written(table):
+        table.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")

@@ -22,6 +22,7 @@ from iris.bench.collectives import microseconds_of_each, ready
 from iris.bench.report import environment
 from iris.context import Iris
 from iris.errors import InvalidConfigError
+from iris.files import written
 from iris.ops import FusedConfig
 from iris.ops.choose import by_triton
 from iris.ops.copies import COPIED
@@ -295,10 +296,11 @@ def measure(
 
 def write(folder: Path, name: str, num_ranks: int, rows: list[Row]) -> None:
     """The rows as CSV and JSON, the latter with what they depend on."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / f"{name}.csv", "w", newline="") as file:
+    table = folder / f"{name}.csv"
+    with written(table), open(table, "w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(Row._fields)
         writer.writerows(rows)
     result = {**environment(), "num_ranks": num_ranks, "rows": [row._asdict() for row in rows]}
-    (folder / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+    with written(table):
+        table.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")

@@ -13,12 +13,14 @@ import torch
 import triton
 
 from iris import simulator
+from iris.files import written
+from iris.heap.history import shown
 
 
 def command() -> str:
     """What was typed, wherever the project lies: a module by its name, and torchrun if there are several ranks."""
     program = Path(sys.argv[0])
-    what = ["-m", program.parent.name] if program.name == "__main__.py" else [os.path.relpath(program)]
+    what = ["-m", program.parent.name] if program.name == "__main__.py" else [shown(str(program))]
     ranks = os.environ.get("WORLD_SIZE")
     return shlex.join([*(["torchrun", "--nproc-per-node", ranks] if ranks else ["python"]), *what, *sys.argv[1:]])
 
@@ -38,8 +40,8 @@ def environment() -> dict[str, Any]:
 
 def save(path: Path, num_ranks: int, figures: dict[str, float]) -> None:
     """Write ``figures`` (name with unit → value) as JSON; called by one rank."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({**environment(), "num_ranks": num_ranks, "figures": figures}, indent=2) + "\n")
+    with written(path):
+        path.write_text(json.dumps({**environment(), "num_ranks": num_ranks, "figures": figures}, indent=2) + "\n")
 
 
 def below_floor(floors: Path, benchmark: str, num_ranks: int, figures: dict[str, float]) -> list[str]:

@@ -19,6 +19,8 @@ from iris.ccl.one_hop import LARGEST_PIECE
 from iris.ccl.select import Choice, Table, name_in_table, own_table
 from iris.ccl.sums import PUSHES, pushes
 from iris.context import Iris
+from iris.errors import FolderError
+from iris.files import check_writable, written
 
 # Variants of each collective, and the programs to try for those that are bound by the link: of `FEW_SMS`, fewer may be
 # faster.
@@ -47,12 +49,18 @@ def chosen_by(size: int, collective: str, nbytes: int) -> int:
 
 def run(sizes: list[int], out: Path | None) -> list[str]:
     """``python -m iris tune`` on one rank. Nothing can be wrong with what it finds."""
+    out = out or own_table()
+    if out is None:
+        raise FolderError(
+            "The table has no place: HOME is not set, and the system does not know this user. Give --out."
+        )
+    check_writable(out)
     with iris.iris(4 * sizes[-1] + (64 << 20)) as ctx:
         table = tune(ctx, sizes, lambda line: ctx.get_rank() == 0 and click.echo(line))
         if ctx.get_rank() == 0:
             name = environment()["device"] if ctx.device.type == "cuda" else "simulator"
-            write(out or own_table(), name, ctx.get_num_ranks(), table)
-            click.echo(f"Written to {out or own_table()}")
+            write(out, name, ctx.get_num_ranks(), table)
+            click.echo(f"Written to {out}")
     return []
 
 
@@ -142,5 +150,5 @@ def write(file: Path, device: str, size: int, table: Table) -> None:
     """Add ``table`` to those in ``file``."""
     tables = json.loads(file.read_text()) if file.exists() else {}
     tables.setdefault(device, {})[str(size)] = table
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(tables, indent=1) + "\n")
+    with written(file):
+        file.write_text(json.dumps(tables, indent=1) + "\n")

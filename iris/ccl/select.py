@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from iris.ccl.config import Config
 from iris.errors import InvalidConfigError, InvalidTableError
+from iris.log import logger
 
 # Variants of all_reduce that a user may ask for whose sums do not depend on the size of a call, nor on the place in it:
 # every element is added up in the order of ranks. So it is in every variant that "auto" chooses.
@@ -53,9 +54,12 @@ ELSEWHERE: Table = {
 }
 
 
-def own_table() -> Path:
-    """Where ``python -m iris tune`` writes what it measured on this machine."""
-    config = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
+def own_table() -> Path | None:
+    """Where ``python -m iris tune`` writes what it measured on this machine; None for a user who has no home."""
+    try:
+        config = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
+    except RuntimeError:  # HOME is not set, and the system does not know the user
+        return None
     return Path(config) / "iris" / "collectives.json"
 
 
@@ -63,10 +67,18 @@ def load_table(device: str, size: int) -> Table:
     """The table for ``size`` ranks on devices of this name: measured here, shipped, or `ELSEWHERE`."""
     table = dict(ELSEWHERE)
     for file in (Path(__file__).with_name("tables.json"), own_table()):
-        if not file.exists():
+        try:
+            text = file.read_text() if file is not None else None
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except OSError as error:
+            # Of a home that this user may not enter, too, where there need not be a table.
+            logger.info("The table of collectives %s cannot be read (%s): going on without it.", file, error.strerror)
+            continue
+        if text is None:
             continue
         try:
-            measured = json.loads(file.read_text()).get(device, {}).get(str(size), {})
+            measured = json.loads(text).get(device, {}).get(str(size), {})
             table |= {name: [Choice(*row) for row in rows] for name, rows in measured.items()}
         except (ValueError, TypeError, AttributeError) as error:
             raise InvalidTableError(

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
 
+from iris.files import written
 from iris.tracing.timeline import Event, Timeline, tracks
 
 # Threads of a program: so many things at a time.
@@ -21,8 +22,7 @@ CATEGORIES = {"compute": "compute", "wait": "wait", "barrier": "wait", "signal":
 
 def write(timeline: Timeline, path: Path) -> None:
     """``path`` becomes a file that https://ui.perfetto.dev opens."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "w") as file:
+    with written(path), open(path, "w") as file:
         file.write(f'{{"displayTimeUnit": "ns",\n"otherData": {json.dumps(_about(timeline))},\n"traceEvents": [')
         # One by one, as all of them would be a text of hundreds of megabytes.
         for number, record in enumerate(_records(timeline)):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from iris.files import check_writable
 from iris.language.tracing import VARIABLE
 from iris.launcher import forget_other_launchers
 from iris.program import as_command, running
@@ -18,6 +19,8 @@ from iris.tracing.timeline import Timeline, assemble
 def run(program: Path, arguments: Sequence[str], out: Path, image: Path | None, max_events: int) -> int:
     """Returns the exit status, which is the program's; 1 if it recorded nothing. The first rank speaks for all."""
     forget_other_launchers()
+    for path in filter(None, (out, image)):
+        check_writable(path)
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     with as_command(), shared_folder("iris-trace") as folder:
         settings = {VARIABLE: "1", FOLDER_VARIABLE: str(folder), EVENTS_VARIABLE: str(max_events)}

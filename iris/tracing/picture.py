@@ -5,6 +5,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from iris.files import written
 from iris.tracing.summary import is_remote
 from iris.tracing.timeline import READS, Event, Timeline, tracks
 
@@ -81,8 +82,8 @@ def draw(timeline: Timeline, path: Path) -> None:
     axes.legend(handles=handles, loc="lower left", bbox_to_anchor=(0, 1), ncols=len(COLOURS), frameon=False)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, bbox_inches="tight", dpi=120, metadata={"Date": None} if path.suffix == ".svg" else None)
+    with written(path):
+        figure.savefig(path, bbox_inches="tight", dpi=120, metadata={"Date": None} if path.suffix == ".svg" else None)
     pyplot.close(figure)
 
 

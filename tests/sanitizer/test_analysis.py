@@ -4,6 +4,7 @@ import sys
 import threading
 import time
 import tracemalloc
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -194,7 +195,7 @@ def test_another_thread_of_python_may_help(tmp_path):
     asked = threading.Event()
     with sanitizer.recording(tmp_path, 0, 1):
         recorder = sanitizer.recorder
-        recorder.launched(object())
+        recorder.launched(SimpleNamespace(dims=(1, 1, 1)))
 
         def over():
             return any([recorder.is_over(deadlock.ENOUGH) for _ in range(2 * deadlock.ENOUGH)])

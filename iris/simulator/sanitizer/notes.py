@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from iris.errors import FolderError
 from iris.simulator.sanitizer.events import Known, Place
 
 
@@ -32,8 +33,14 @@ class Notes:
         release were lost with a rank, what others have acquired would look like a race, too.
         """
         with self._one_thread:
-            pickle.dump(event, self._file, protocol=pickle.HIGHEST_PROTOCOL)
-            self._file.flush()
+            try:
+                pickle.dump(event, self._file, protocol=pickle.HIGHEST_PROTOCOL)
+                self._file.flush()
+            except OSError as error:
+                raise FolderError(
+                    f"What this rank does cannot be noted in {self._file.name}: {error.strerror}. The notes of a long "
+                    "program are gigabytes; TMPDIR names another place for them."
+                ) from error
 
     def number_of(self, place: Place) -> int:
         """By which events name it."""

@@ -1,0 +1,27 @@
+"""Files that a user names: whoever cannot write one is told which, and why."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from iris.errors import FolderError
+
+
+def check_writable(path: Path) -> None:
+    """Raise `FolderError` if no file can be made at ``path``: before the work that it is for."""
+    there = next(
+        folder for folder in (path, *path.absolute().parents) if folder == Path("/") or os.path.lexists(folder)
+    )
+    if not os.access(there, os.W_OK):
+        raise FolderError(f"{path} cannot be written: {there} is not this user's to write. Give another path.")
+
+
+@contextlib.contextmanager
+def written(path: Path) -> Iterator[None]:
+    """While the block writes ``path``, whose folder is made."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as error:
+        raise FolderError(f"{path} cannot be written: {error}.") from error
