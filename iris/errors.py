@@ -275,6 +275,18 @@ class LaunchError(IrisError, TypeError):
     """A kernel was called or launched in a way that no GPU would take."""
 
 
+class KernelBoundsError(IrisError, IndexError, ValueError):
+    """A kernel used a place outside of its shared memory, or had TMA store in front of a tensor."""
+
+
+class MbarrierError(IrisError, RuntimeError):
+    """An mbarrier was used before ``init`` or after ``invalidate``, or got more arrivals than it counts."""
+
+
+class UnclearedMemoryError(IrisError, RuntimeError):
+    """Words that carry their own arrival were sent to memory that nobody had cleared."""
+
+
 class NotInSimulatorError(IrisError, NotImplementedError):
     """A kernel used an operation that the simulator does not have."""
 

@@ -15,6 +15,7 @@ import triton.language as tl
 from triton.experimental.gluon.language import _core as gl_core
 from triton.language.semantic import TritonSemantic
 
+from iris.errors import KernelBoundsError
 from iris.simulator import dtypes, sanitizer, tasks
 from iris.simulator.interpreter import Builder, MissingOperation
 from iris.simulator.partitions import LARGEST_FLAG
@@ -37,7 +38,8 @@ class _Beside(np.ndarray):
         self.index, self.count = getattr(source, "index", None), getattr(source, "count", None)
 
     def _refuse(self, *_: Any, **__: Any) -> Any:
-        raise IndexError(f"index {self.index} of {self.count} in shared memory (`%` of a negative number is negative)")
+        text = f"index {self.index} of {self.count} in shared memory (`%` of a negative number is negative)"
+        raise sanitizer.mistake("bounds", KernelBoundsError(text))
 
     __setitem__ = copy = _refuse
     flat = ctypes = property(_refuse)
@@ -154,7 +156,8 @@ class Semantic(TritonSemantic):
     def memdesc_slice(self, mem_desc: SharedMemory, start: int, length: int, dim: int) -> SharedMemory:
         first, end = integer(start), integer(start) + integer(length)
         if not 0 <= first <= end <= mem_desc.shape[dim]:
-            raise IndexError(f"elements {first} to {end} of {mem_desc.shape[dim]} in shared memory")
+            text = f"elements {first} to {end} of {mem_desc.shape[dim]} in shared memory"
+            raise sanitizer.mistake("bounds", KernelBoundsError(text))
         return self._view(mem_desc, mem_desc.handle[(*(slice(None),) * dim, slice(first, end))])
 
     def memdesc_trans(self, mem_desc: SharedMemory, order: Sequence[int]) -> SharedMemory:

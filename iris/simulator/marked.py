@@ -8,6 +8,9 @@ import numpy as np
 from triton._C.libtriton import interpreter as _native
 from triton.runtime.interpreter import TensorHandle
 
+from iris.errors import UnclearedMemoryError
+from iris.simulator import sanitizer
+
 
 def check_cleared(pointers: TensorHandle, mask: np.ndarray) -> None:
     """Raise unless the integers that ``pointers`` point to are 0 where ``mask`` is true."""
@@ -15,7 +18,8 @@ def check_cleared(pointers: TensorHandle, mask: np.ndarray) -> None:
     element = np.dtype(f"i{pointers.dtype.scalar.element_ty.primitive_bitwidth // 8}")
     left = _native.load(pointers.data, where, np.zeros(where.shape, element), element)
     if left.any():
-        raise RuntimeError(
+        error = UnclearedMemoryError(
             f"{np.count_nonzero(left)} of {np.count_nonzero(where)} elements go to memory that holds older ones: "
             "whoever read those has not cleared them"
         )
+        raise sanitizer.mistake("race/reuse", error)

@@ -14,6 +14,7 @@ import triton.language as tl
 from triton.experimental.gluon.language.nvidia.ampere import mbarrier as ampere
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier as hopper
 
+from iris.errors import MbarrierError
 from iris.simulator import sanitizer, tasks
 from iris.simulator.asynchronous import Operation
 from iris.simulator.gluon import SharedMemory, integer, semantic, truth
@@ -36,7 +37,8 @@ class _State:
         mask = (1 << COUNT_BITS) - 1
         state = cls(word >> 1 & mask, word >> 1 + COUNT_BITS & mask, word >> 1 + 2 * COUNT_BITS, word & 1)
         if not state.count or abs(state.awaited_bytes) >> BYTES_BITS - 1:
-            raise RuntimeError("an mbarrier is used before init, or after invalidate")
+            error = MbarrierError("an mbarrier is used before init, or after invalidate")
+            raise sanitizer.mistake("uninitialised", error)
         return state
 
     def put(self, mbarrier: SharedMemory) -> None:
@@ -99,10 +101,11 @@ def update(mbarrier: SharedMemory, arrivals: int = 0, announced: int = 0) -> boo
     state.pending -= arrivals
     state.awaited_bytes += announced
     if not 0 <= state.pending < 1 << COUNT_BITS:
-        raise RuntimeError(
+        error = MbarrierError(
             f"more than {state.count} arrivals in one phase of an mbarrier: "
             "its count is too small, or an earlier phase has not been waited for"
         )
+        raise sanitizer.mistake("race", error)
     if abs(state.awaited_bytes) >> BYTES_BITS - 1:
         raise RuntimeError(f"an mbarrier cannot await {state.awaited_bytes} bytes")
     over = state.pending == 0 and state.awaited_bytes == 0

@@ -12,7 +12,8 @@ import numpy as np
 import triton.language as tl
 from triton.runtime.interpreter import TensorDescHandle, TensorHandle
 
-from iris.simulator import dtypes
+from iris.errors import KernelBoundsError
+from iris.simulator import dtypes, sanitizer
 
 # Of the base, of every stride but the last, and of a block's first coordinate in the last dimension (CUDA driver API,
 # cuTensorMapEncodeTiled; Triton's own checks). And what is written of a row.
@@ -61,10 +62,11 @@ class TensorMap(TensorDescHandle):
         if coordinates[-1] * self._itemsize % ALIGNMENT:
             raise ValueError(f"the last of the coordinates {coordinates} is not a multiple of {ALIGNMENT} bytes")
         if self._is_written and min(coordinates) < 0:
-            raise ValueError(
+            error = KernelBoundsError(
                 f"a block is stored at {list(coordinates)}: TMA stores none that begins in front of the tensor, though "
                 "it loads such blocks. Begin at 0 or behind, with a smaller block, or store with pointers and a mask"
             )
+            raise sanitizer.mistake("bounds", error)
         addresses = np.array(int(self.base.data.item()), dtype=np.int64)
         inside = np.array(True)
         for axis, (first, size, stride) in enumerate(zip(coordinates, self._shape, self._strides, strict=True)):

@@ -70,6 +70,12 @@ def told(error: Error) -> Error:
     return error
 
 
+def mistake(kind: str, error: Error) -> Error:
+    """``error``, which a program is about to raise: a mistake of its kernel, and a finding of this kind."""
+    error.iris_finding = kind  # type: ignore[attr-defined]
+    return error
+
+
 def from_here(operation: Callable[[], None]) -> Callable[[], None]:
     """``operation``, which will be carried out later, noted as the doing of the line that is being done now."""
     return operation if recorder is None else recorder.from_here(operation)

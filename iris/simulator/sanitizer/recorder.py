@@ -182,7 +182,8 @@ class Recorder:
 
     def failed(self, error: BaseException) -> None:
         """A program has raised this: a mistake of the kinds that have a name, or something else."""
-        kind = next((kind for type, kind in _KINDS.items() if isinstance(error, type)), None)
+        named = next((kind for type, kind in _KINDS.items() if isinstance(error, type)), None)
+        kind = getattr(error, "iris_finding", named)
         if kind is not None:
             self.wrong(kind, f"stops: {error}", self._place_of(error) if error.__traceback__ else self._place())
 
