@@ -110,7 +110,7 @@ def _free_port() -> int:
 
 
 def _run(rank: int, worker: Callable, args: tuple, environment: dict[str, str], num_ranks: int, port: int) -> None:
-    threading.Thread(target=_end_with_the_starting_process, daemon=True).start()
+    threading.Thread(target=_end_with_the_starting_process, name="iris-parent", daemon=True).start()
     # The process that was copied may have been started before the caller changed something.
     os.environ.clear()
     os.environ.update(

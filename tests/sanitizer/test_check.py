@@ -231,6 +231,36 @@ def test_a_time_limit_says_where_every_rank_was(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["endless.py"]
 
 
+# The signal is one that nobody gives.
+POLLING = """
+import time
+import torch
+import iris
+from iris.spawn import launch
+
+def worker():
+    ctx = iris.iris(heap_size=1 << 20)
+    flags = ctx.zeros(4, dtype=torch.int32)
+    ctx.barrier()
+    while ctx.get_rank() == 0 and flags[2].item() == 0:
+        time.sleep(0.01)
+    ctx.barrier()
+
+if __name__ == "__main__":
+    launch(worker, 2)
+"""
+
+
+def test_a_host_that_polls_what_nobody_writes_is_a_deadlock(tmp_path, iris_check):
+    program = tmp_path / "polling.py"
+    program.write_text(POLLING)
+    (finding,) = iris_check(program)
+    assert finding.kind == "deadlock"
+    assert "the host of rank 0 polls what nobody will change any more (flag: rank 0's int32[4]" in finding.sentence
+    assert ", element 2 (offset 0x8)); the host of rank 1 waits in a barrier" in finding.sentence
+    assert finding.places == [(f"waits, rank {r}", f"{program}:{11 + 2 * r} in worker") for r in range(2)]
+
+
 @pytest.mark.parametrize("by", ["torchrun", "another launcher"])
 def test_a_rank_runs_a_program_of_its_own(tmp_path, by):
     """Not as the rank that it is: the others of its world would not come."""

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-ON_HOST, RUNS, STUCK, MEETS, GONE = range(5)
-"""What a rank is doing; STUCK: all of its programs poll in vain."""
+ON_HOST, RUNS, STUCK, MEETS, GONE, POLLS = range(6)
+"""What a rank is doing; STUCK: all of its programs poll in vain; POLLS: its host does."""
 
 # Polls in vain, one after the other, that are taken for waiting.
 ENOUGH = 32
@@ -21,7 +21,11 @@ ENOUGH = 32
 # A rank that leaves a meeting may need so long to say so: where a rank is stuck in a kernel, and where none is.
 LEAVING_S, LEAVING_HOSTS_S = 2.0, 5.0
 
-_WORDS = 3  # of a rank: what it does, its changes, and at which count of all changes it was stuck
+# A host that polls has looked again within so many seconds: else it may have gone on to something else.
+LOOKING_S = 2.0
+
+# Of a rank: what it does, its changes, at which count of all changes it was stuck, and when it said so, in ms.
+_WORDS = 4
 
 
 class Onlooker:
@@ -59,6 +63,11 @@ class Onlooker:
             return np.zeros(0, dtype=np.int64)
 
 
+def _milliseconds() -> int:
+    """By a clock that all processes of a host have."""
+    return time.monotonic_ns() // 1_000_000
+
+
 class Liveness:
     """What this rank says of itself, and sees of the others. Words of 8 bytes are written at once."""
 
@@ -92,6 +101,25 @@ class Liveness:
         """Whether somebody has found that nobody can go on."""
         return bool(self._over[0])
 
+    def changes(self) -> int:
+        """How often all ranks have changed memory."""
+        return int(self._ranks[:, 1].sum())
+
+    def polls(self, changes: int) -> bool:
+        """The host of this rank looks in vain, at this count of changes, and long since: can anybody go on?"""
+        self._mine[2:] = changes, _milliseconds()
+        self._mine[0] = POLLS
+        doing = self._ranks[:, 0]
+        if (self._stuck(changes) | (doing == MEETS) | (doing == GONE)).all() and self.changes() == changes:
+            self._over[0] = 1
+        return self.over()
+
+    def _stuck(self, changes: int) -> np.ndarray:
+        """Which ranks poll in vain at this count of changes."""
+        doing, at, when = self._ranks[:, 0], self._ranks[:, 2], self._ranks[:, 3]
+        looks = (doing == POLLS) & (_milliseconds() - when < 1000 * LOOKING_S)
+        return ((doing == STUCK) | looks) & (at == changes)
+
     def changed(self) -> None:
         """This rank has changed memory."""
         self._mine[1] += 1
@@ -107,8 +135,7 @@ class Liveness:
             self._mine[0] = RUNS
             return self.over()
         self._mine[0], self._mine[2] = STUCK, changes
-        doing, at = self._ranks[:, 0], self._ranks[:, 2]
-        stuck = (doing == STUCK) & (at == changes)
+        doing, stuck = self._ranks[:, 0], self._stuck(changes)
         if not (stuck | (doing == MEETS) | (doing == GONE)).all() or int(self._ranks[:, 1].sum()) != changes:
             self._since = None
         elif stuck.all():

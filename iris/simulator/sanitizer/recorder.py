@@ -51,6 +51,7 @@ from iris.simulator.sanitizer.events import (
 )
 from iris.simulator.sanitizer.host import HostAccesses
 from iris.simulator.sanitizer.notes import Notes
+from iris.simulator.sanitizer.polls import HostPolls
 from iris.simulator.sanitizer.spaces import Spaces
 from iris.simulator.sanitizer.waits import Wait, wait_of
 
@@ -76,6 +77,7 @@ class Recorder:
         self._polled: dict[tuple, tuple[int, bytes, Wait | None]] = {}
         self.bounds = bounds.Bounds()
         self.liveness = Liveness(folder, rank, num_ranks)
+        self._polls = HostPolls(self.liveness, self.notes)
         self._host = HostAccesses(self)
         self._host.__enter__()
         for heap in symmetric.live_heaps():
@@ -182,10 +184,11 @@ class Recorder:
 
     def failed(self, error: BaseException) -> None:
         """A program has raised this: a mistake of the kinds that have a name, or something else."""
-        named = next((kind for type, kind in _KINDS.items() if isinstance(error, type)), None)
-        kind = getattr(error, "iris_finding", named)
+        kinds = (kind for type, kind in _KINDS.items() if isinstance(error, type))
+        kind = getattr(error, "iris_finding", None) or next(kinds, None)
         if kind is not None:
-            self.wrong(kind, f"stops: {error}", self._place_of(error) if error.__traceback__ else self._place())
+            raised = self._number(*lines.lines_of_error(error)) if error.__traceback__ else self._place()
+            self.wrong(kind, f"stops: {error}", raised)
 
     def waits(self, launch: Any, wait: Any) -> None:
         """These programs wait, and nobody can go on."""
@@ -281,6 +284,8 @@ class Recorder:
                 self.bounds.check(self, spans, kind, place)
                 undefined = element and any(uninitialised.seen_at(address, size, element) for address in addresses)
                 self.notes.add(Accessed(0, HOST, place, spans, kind, bool(undefined), blank))
+                if kind == READ:
+                    self._polls.looked(int(addresses[0]), spans, lines.line_of(sys._getframe(1)))
         if kind != READ:
             self.liveness.changed()
 
@@ -349,8 +354,7 @@ class Recorder:
 
     def asymmetric(self, text: str, calls: dict[int, tuple[str, int, str]]) -> None:
         """The ranks allocate differently. ``calls``: file, line and function of the first that differ, by rank."""
-        places = tuple((rank, Line(*call)) for rank, call in calls.items())
-        self.notes.add(Wrong("asymmetric", text, self._place(), places=places))
+        self.notes.add(Wrong("asymmetric", text, self._place(), "", tuple((r, Line(*c)) for r, c in calls.items())))
 
     # Who, and where ------------------------------------------------------------------------------------------------
 
@@ -379,10 +383,6 @@ class Recorder:
             return issued_at[0]
         frame = sys._getframe(2)
         return self._number(lines.line_of(frame), lines.kernel_line_of(frame) if tasks.in_kernel() else None)
-
-    def _place_of(self, error: BaseException) -> int:
-        """The same, of what has raised ``error``."""
-        return self._number(*lines.lines_of_error(error))
 
     def _number(self, line: tuple[CodeType, int] | None, outermost: tuple[CodeType, int] | None) -> int:
         kernel, caller = None, None
