@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from iris.world import Group
 
 # What peers get to end, once the first rank has: they may be waiting for it, until whoever started them ends them.
-PATIENCE_S = 10.0
+PATIENCE_S = 30.0
 
 # In the folder: a pipe that each rank holds open as long as it lives. Who reads it comes to its end when all are gone.
 ALIVE = "alive"
