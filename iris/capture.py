@@ -1,31 +1,128 @@
-"""Which CUDA (or HIP) graph is being captured on a stream. torch says whether, and not which."""
+"""What torch does not say of the capture of a CUDA (or HIP) graph: which one it is, and which may share memory.
 
+Graphs of one memory pool, and graphs whose first call is on one stream, are taken for graphs that never run at once:
+the first is torch's own rule ("CUDA semantics", "Graph memory management"), the second is that of calls outside a
+graph. They are one *line*, and what calls of one line use of the library's memory they share, as calls of a stream do.
+Branches of one graph, which run side by side, are told apart by the streams that they are captured on.
+"""
+
+import contextlib
 import ctypes
 import functools
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 
 from iris.errors import MappingError
 
+# Captures that are remembered: some may be under way at once, in threads.
+REMEMBERED = 1024
+RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+
 
 @functools.cache
-def _query() -> ctypes._CFuncPtr:
-    # The driver's own library, which is loaded already: cuStreamGetCaptureInfo of the CUDA Driver API ("Stream
-    # Management") and its twin in HIP. What lies behind the id is optional in both.
-    if torch.version.hip:
-        return ctypes.CDLL("libamdhip64.so").hipStreamGetCaptureInfo
-    return ctypes.CDLL("libcuda.so.1").cuStreamGetCaptureInfo_v2
+def _driver() -> ctypes.CDLL:
+    # The driver's own library, which is loaded already.
+    return ctypes.CDLL("libamdhip64.so" if torch.version.hip else "libcuda.so.1")
+
+
+def _call(name: str, hip: str, *arguments: object) -> None:
+    error = getattr(_driver(), hip if torch.version.hip else name)(*arguments)
+    if error:
+        raise MappingError(f"The driver could not tell about the capture of a graph: {name}() returned {error}.")
 
 
 def capture_id(stream: int) -> int:
     """A number that is unique to the capture in progress on the stream with this handle."""
     status, number = ctypes.c_int(), ctypes.c_ulonglong()
     arguments = [ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(number)]
+    # cuStreamGetCaptureInfo of the CUDA Driver API ("Stream Management") and its twin in HIP. What lies behind the id
+    # is optional in both.
     if not torch.version.hip:
         arguments += [None, None, None]
-    error = _query()(*arguments)
-    if error:
-        raise MappingError(
-            f"The driver could not tell which graph stream {stream:#x} is being captured into ({error})."
-        )
+    _call("cuStreamGetCaptureInfo_v2", "hipStreamGetCaptureInfo", *arguments)
     return number.value
+
+
+class GraphLine(NamedTuple):
+    """Captured calls that follow each other: of the n-th line of graphs, in the n-th branch. Equal on all ranks."""
+
+    graphs: int
+    branch: int
+
+
+Line = int | GraphLine | None
+"""What calls follow each other in: a stream, by its handle (None in the simulator), or a line of graphs."""
+
+
+class Lines:
+    """Those of one group, numbered in order of use, which is the same on every rank of a symmetric program."""
+
+    def __init__(self) -> None:
+        self._graphs: dict[object, int] = {}
+        self._captures: dict[int, tuple[int, dict[int, GraphLine]]] = {}
+        self._made = 0
+
+    def find(self, stream: int) -> GraphLine:
+        """That of a call which is being captured on the stream with this handle."""
+        capture = capture_id(stream)
+        if capture not in self._captures:
+            if len(self._captures) == REMEMBERED:
+                del self._captures[next(iter(self._captures))]
+            self._captures[capture] = self._find_graphs(stream, capture_pool(capture)), {}
+        graphs, branches = self._captures[capture]
+        if stream not in branches:
+            branches[stream] = GraphLine(graphs, len(branches))
+        return branches[stream]
+
+    def forget(self) -> None:
+        """All of them: graphs that are captured from now on are of other lines."""
+        self._graphs, self._captures = {}, {}
+
+    def _find_graphs(self, stream: int, pool: tuple[int, int] | None) -> int:
+        known = self._graphs.get(pool, self._graphs.get(stream))
+        if known is None:
+            known, self._made = self._made, self._made + 1
+        if pool is not None:
+            self._graphs[pool] = known
+        self._graphs.setdefault(stream, known)
+        return known
+
+
+@functools.lru_cache(REMEMBERED)
+def capture_pool(capture: int) -> tuple[int, int] | None:
+    """The memory pool of this capture, which is in progress on the current stream, or None if torch has set up none."""
+    # torch tells the pool of a graph only when it is captured, so ask where a tensor that is made now lies.
+    address = torch.empty(1, dtype=torch.uint8, device="cuda").data_ptr()
+    for segment in torch.cuda.memory_snapshot():
+        if segment["address"] <= address < segment["address"] + segment["total_size"]:
+            pool = tuple(segment["segment_pool_id"])
+            return pool if any(pool) else None
+    return None
+
+
+@contextlib.contextmanager
+def outside_captures(device: torch.device) -> Iterator[None]:
+    """What is enqueued and allocated here is part of no graph, also while one is captured on the current stream.
+
+    It is on a stream of its own. The driver refuses what might disturb a capture, above all to allocate, where the
+    thread does not say that it knows (CUDA Driver API, cuThreadExchangeStreamCaptureMode).
+    """
+    if device.type != "cuda":
+        yield
+        return
+    mode = ctypes.c_int(RELAXED)
+    name = "cuThreadExchangeStreamCaptureMode", "hipThreadExchangeStreamCaptureMode"
+    with torch.cuda.device(device), torch.cuda.stream(_side_stream(device)):
+        _call(*name, ctypes.byref(mode))
+        try:
+            yield
+        finally:
+            _call(*name, ctypes.byref(mode))
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    # Of high priority, since torch hands out such streams from a pool that few others take theirs from.
+    return torch.cuda.Stream(device, priority=-1)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from iris import world
 from iris.arg_parser import index
@@ -136,6 +137,8 @@ class Iris(Factories):
         `NotAStreamError` if ``stream`` is something else, such as the flags of a kernel's barrier.
         """
         self._drain(stream)
+        if stream is None:
+            self._forget_destroyed_groups()
         if group is None or group is dist.group.WORLD:
             self.heap.meet()
         else:
@@ -243,11 +246,6 @@ class Iris(Factories):
             self.tracing.save()
         finally:
             self._release()
-        # The library's own memory goes with those that use it. (Not after an error: kernels may be waiting in it.)
-        self._barriers.clear()
-        self.ccl.close()
-        self.ops.close()
-        self._workspaces.clear()
 
     def __enter__(self) -> "Iris":
         return self
@@ -262,13 +260,33 @@ class Iris(Factories):
             try:
                 self.tracing.save(alone=True)
             finally:
-                self._release()
+                # The library's own memory stays as long as the context, since kernels may be waiting in it.
+                self.heap.close()
 
     def _release(self) -> None:
-        """Unmap, without meeting the others. The caller guarantees that this rank's kernels are over."""
+        """Give all memory back, without meeting the others. The caller guarantees that this rank's kernels are over."""
         for workspace in self._workspaces.values():
             workspace.close()
         self.heap.close()
+        # The library's own memory goes with those that use it.
+        self._barriers.clear()
+        self.ccl.close()
+        self.ops.close()
+        self._workspaces.clear()
+
+    def _forget_destroyed_groups(self) -> None:
+        """Give back the memory of groups that torch has destroyed."""
+        there = distributed_c10d._world.pg_map
+        gone = [group for group in self._groups if group is not None and group not in there]
+        if gone and self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        for group in gone:
+            del self._groups[group]
+            self._barriers.pop(group, None)
+            self.ccl.forget(group)
+            workspace = self._workspaces.pop(group, None)
+            if workspace is not None:
+                workspace.close()
 
     def _drain(self, stream: torch.cuda.Stream | None = None) -> None:
         """Wait on the host for ``stream`` (None: the device), and raise what its kernels have recorded."""
@@ -290,6 +308,7 @@ class Iris(Factories):
 
     def _workspace(self, process_group: dist.ProcessGroup | None) -> Workspace:
         if process_group not in self._workspaces:
+            self._forget_destroyed_groups()
             self._workspaces[process_group] = Workspace(self._group(process_group), self.device, self._record)
         return self._workspaces[process_group]
 

@@ -9,10 +9,11 @@ from collections.abc import Callable
 import torch
 import triton
 
+from iris.capture import Line
 from iris.language.context import DeviceContext
 from iris.language.ordering import triton_ordering
 from iris.launch import addresses, prepare
-from iris.workspace import Workspace
+from iris.workspace import Channel, Workspace
 
 follow_predecessor, admit_successor = triton_ordering.follow_predecessor, triton_ordering.admit_successor
 
@@ -38,26 +39,25 @@ class DeviceBarrier:
 
         # Compile and load first, then meet: no rank's kernel waits while another's is still being compiled.
         def compile_first() -> None:
-            self._prepare(self._channel("flags to compile device_barrier() with", None, False))
+            self._prepare(channel)
 
+        channel = self._channel("flags to compile device_barrier() with", None)
         workspace.group.agree(compile_first, "compile its first device barrier of a group")
-        self._launches: dict[int | None, Callable[[int | None], None]] = {}
+        self._launches: dict[Line, Callable[[int | None], None]] = {}
 
     def enqueue(self, stream: int | None, capturing: bool) -> None:
         """Enqueue on the stream with this handle (None in the simulator); ``capturing``: a graph is recording it."""
-        if capturing:
-            self._prepare(self._channel(FLAGS, stream, capturing))(stream)
-            return
-        if stream not in self._launches:
-            self._launches[stream] = self._prepare(self._channel(FLAGS, stream, capturing))
-        self._launches[stream](stream)
+        line = self._workspace.line(stream, True) if capturing else stream
+        if line not in self._launches:
+            self._launches[line] = self._prepare(self._channel(FLAGS, line))
+        self._launches[line](stream)
 
-    def _channel(self, operation: str, stream: int | None, capturing: bool) -> torch.Tensor:
-        return self._workspace.channel(operation, stream, capturing, self._size, slice(None))
+    def _channel(self, operation: str, line: Line) -> Channel:
+        return self._workspace.channel(operation, line, self._size, slice(None))
 
-    def _prepare(self, channel: torch.Tensor) -> Callable[[int | None], None]:
+    def _prepare(self, channel: Channel) -> Callable[[int | None], None]:
         # One warp: it holds all flags, so one fence serves them all, and there is no other warp to wait for.
-        args = (self._workspace.context_tensor, channel.view(torch.int32))
+        args = (channel.context_tensor, channel.memory.view(torch.int32))
         launch = prepare(_barrier_kernel, (1, 1, 1), *args, num_warps=1)
         launched = addresses(args)
 

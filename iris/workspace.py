@@ -1,30 +1,37 @@
 """The library's own symmetric memory: flags and staging of one group's channels, apart from what users allocate.
 
-A *channel* is memory that one operation uses on one stream. Two uses that may overlap in time never share one:
+A *channel* is memory that one operation uses in calls that follow each other. Two uses that may overlap in time never
+share one:
 
 * Outside a graph a channel belongs to (operation, n-th stream on which this rank used it). Streams are numbered in
   order of first use, which is the same on every rank of a symmetric program; their handles are not.
-* Inside a CUDA graph it belongs to (capture, operation, n-th stream of that capture). A graph may be replayed at any
-  time and beside other work, and nobody can see its end, so its channels are not used again before all ranks have said
-  that their graphs are gone.
+* Inside a CUDA graph it belongs to (operation, line of graphs, branch of the graph): see `iris.capture`. Graphs of one
+  line never run at once, so on each rank the calls that use the channel follow each other, whichever graph is replayed:
+  a kernel begins when the one before it is over, or lets it begin, as on a stream. The ranks replay the same graphs in
+  the same order, so the n-th call on a channel is the same one everywhere. That is all that a channel asks for, since
+  what it counts is in device memory. A graph may be replayed on any stream, beside eager calls, so these have other
+  channels.
 
-Channels lie in the order of their first use: those of streams from the start, those of captures from the end, so that
-captures do not shift the others. They are zero at first. What is in them counts epochs for the life of the context and
-is never reset, so no call needs the host, nor a meeting beforehand.
+Channels lie in blocks of segments that all groups of the same ranks share (`iris.heap.segments`). A group has no memory
+before its first channel, and takes another block when the last one is full: what it needs, or a quarter of what it has.
+Eager calls and graphs have blocks of their own, so that those of graphs can be given back.
+
+Channels are zero at first. What is in them counts epochs for the life of the group and is never reset, so no call needs
+the host, nor a meeting beforehand.
 """
 
-import weakref
 from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from iris.capture import capture_id
+from iris.capture import GraphLine, Line, Lines, outside_captures
 from iris.device_record import DeviceRecord
 from iris.errors import ChannelsExhaustedError, readable
-from iris.heap import mapping
+from iris.heap import mapping, segments
 from iris.heap.dump import contents
+from iris.heap.segments import Block
 from iris.language.context import context_tensor
 from iris.world import Group
 
@@ -32,116 +39,174 @@ from iris.world import Group
 # hence one compiled specialisation.
 ALIGNMENT = 1024
 
-# A 128th of the device's memory: 1.1 GiB of an H200. The largest channels have 32 MiB, or a 16th of it for pushed sums.
+# A 128th of the device's memory at most: 1.1 GiB of an H200. The largest channels have 32 MiB, or a 16th of it for
+# pushed sums.
 SHARE_OF_MEMORY = 128
+# A block has so many bytes at least, and no more than the largest beyond what is needed at once. Memory of the host
+# takes no room until it is used.
+SMALLEST_BLOCK = {"cpu": 8 << 20, "cuda": 512 << 10}
+LARGEST_BLOCK = 32 << 20
 
 
 class Channel(NamedTuple):
-    """``memory``: uint8. ``counts``: which of it are int32 that count epochs; ``told``: what these are, in words."""
+    """``memory``: uint8. ``context_tensor``: what kernels initialise a device context of that memory from.
+
+    ``counts``: which of the bytes are int32 that count epochs; ``told``: what these are, in words.
+    """
 
     memory: torch.Tensor
+    context_tensor: torch.Tensor
+    block: Block
+    begin: int
     counts: slice
     told: Callable[[np.ndarray], str]
 
 
+Key = tuple[str, Line]
+
+
 class Workspace:
-    """Collective over ``group``: its members map each other's workspace, and meet before anyone uses it."""
+    """Collective over ``group``: its members meet. It has no memory at first."""
 
     def __init__(self, group: Group, device: torch.device, record: DeviceRecord) -> None:
-        self.group, self.device = group, device
-        self.size = mapping.total_memory(device) // SHARE_OF_MEMORY // ALIGNMENT * ALIGNMENT
+        self.group, self.device, self._record = group, device, record
+        self._lines = Lines()
+        self._segments = segments.join(group, device)
+        most = mapping.total_memory(device) // SHARE_OF_MEMORY // ALIGNMENT * ALIGNMENT
         # Members of one group may have different GPUs.
-        self.size = min(group.all_gather(self.size, "the first operation of a group (size of its memory)"))
-        self._mapping = mapping.create(group, self.size, device)
-        self._mapping.owner = weakref.ref(self)
-        self._bytes = self._mapping.buffer
-        if device.type == "cuda":
-            # Memory of the host is zero already, and takes no room until it is used.
-            self._bytes.zero_()
-            torch.cuda.synchronize(device)
-        group.all_gather(None, "the first operation of a group (its memory)")
-        self._channels: dict[tuple[str, int | None, int | None], Channel] = {}
-        self._start, self._end = 0, self.size
-        self.bases = self._mapping.bases
-        self.context_tensor = context_tensor(group.rank, self.bases, self.size, record.address, device)
+        self.limit = min(group.all_gather(most, "the first operation of a group (the most memory it may have)"))
+        self._channels: dict[Key, Channel] = {}
+        self._eager, self._captured = _Blocks(), _Blocks()
+        self._context_tensors: dict[str, torch.Tensor] = {}
+
+    def line(self, stream: int | None, capturing: bool) -> Line:
+        """That of a call on the stream with this handle (None in the simulator), maybe in a graph's capture."""
+        return self._lines.find(stream) if capturing else stream
 
     def channel(
-        self, operation: str, stream: int | None, capturing: bool, size: int, counts: slice,
+        self, operation: str, line: Line, size: int, counts: slice,
         told: Callable[[np.ndarray], str] = contents,
-    ) -> torch.Tensor:  # fmt: skip
-        """This rank's ``size`` bytes for ``operation`` on a stream (its handle; None in the simulator): uint8.
+    ) -> Channel:  # fmt: skip
+        """``size`` bytes for ``operation`` on a `line`.
 
-        ``capturing``: a graph is recording the stream. Equal calls get equal channels, with the size of the first.
-        ``operation``, ``counts`` and ``told`` (see `Channel`) are also for people: to say what a hung kernel waits for.
+        Equal calls get equal channels, with the size of the first. Collective, and blocks the host, where another block
+        is needed. ``operation``, ``counts`` and ``told`` (see `Channel`) are also for people: to say what a hung kernel
+        waits for.
         """
-        capture = capture_id(stream) if capturing else None
-        key = (operation, stream, capture)
+        key = (operation, line)
         if key not in self._channels:
+            blocks = self._captured if isinstance(line, GraphLine) else self._eager
             room = -(-size // ALIGNMENT) * ALIGNMENT
-            if room > self.room:
-                raise ChannelsExhaustedError(readable(size), readable(self.size), len(self._channels), self._captures())
-            if capturing:
-                self._end -= room
-                begin = self._end
-            else:
-                begin = self._start
-                self._start += room
-            self._channels[key] = Channel(self._bytes[begin : begin + size], counts, told)
-        return self._channels[key].memory
+            if room > blocks.room:
+                self._grow(blocks, room)
+            block, begin = blocks.cut(room)
+            memory = block.memory[begin : begin + size]
+            self._channels[key] = Channel(memory, self._context_tensor(block), block, begin, counts, told)
+        return self._channels[key]
 
     @property
     def room(self) -> int:
-        """Bytes that no channel has."""
-        return self._end - self._start
+        """Bytes that it may still take."""
+        return self.limit - self._eager.size - self._captured.size
 
-    def name_at(self, offset: int) -> tuple[str, str]:
-        """What uses the memory there, and which of its bytes that is, in words."""
+    def name_in(self, block: Block, offset: int) -> tuple[str, str]:
+        """What uses the block there, and which of its bytes that is, in words."""
         for key, channel in self._channels.copy().items():
-            within = offset - channel.memory.storage_offset()
-            if 0 <= within < len(channel.memory):
-                return self._name(key), f"byte {within}"
-        return f"memory of the library at offset {offset:#x}", "which nothing uses"
+            if channel.block is block and 0 <= offset - channel.begin < len(channel.memory):
+                return self._name(key), f"byte {offset - channel.begin}"
+        return f"memory of the library at offset {block.begin + offset:#x}", "which nothing uses"
 
-    def describe_offset(self, offset: int) -> str:
-        """The same for messages about waits."""
-        return ", ".join(self.name_at(offset))
-
-    def progress(self) -> list[str]:
-        """The channels that have been used, with their counts on this rank. Local; any thread; waits for no kernel."""
+    def progress_in(self, block: Block) -> list[str]:
+        """The block's channels that have been used, with their counts on this rank. Local; any thread; waits for no
+        kernel."""
         lines = []
         for key, channel in self._channels.copy().items():
+            if channel.block is not block:
+                continue
             begin, end, _ = channel.counts.indices(len(channel.memory))
-            at = channel.memory.storage_offset() + begin
-            counts = self._mapping.snapshot(at, end - begin).view(np.int32)
+            at = block.begin + channel.begin + begin
+            counts = block.mapping.snapshot(at, end - begin).view(np.int32)
             if counts.any():
                 lines.append(f"{self._name(key)}: {channel.told(counts)}")
         return lines
 
+    def progress(self) -> list[str]:
+        """The same of all blocks."""
+        return [line for block in (*self._eager.blocks, *self._captured.blocks) for line in self.progress_in(block)]
+
     def release_captures(self) -> None:
-        """Take back the channels of all captures. Collective; blocks the host.
+        """Give back the channels of all captures. Collective; blocks the host.
 
         The caller guarantees that no graph will be replayed that was captured before.
         """
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+        # Not before all replays are over, which the peers' have to do with this rank's memory.
         self.group.all_gather(None, "the release of graphs: all replays are over")
-        self._bytes[self._end :].zero_()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        self._end = self.size
-        self._channels = {key: channel for key, channel in self._channels.items() if key[2] is None}
-        self.group.all_gather(None, "the release of graphs: the memory is ready")
+        self._channels = {key: channel for key, channel in self._channels.items() if not isinstance(key[1], GraphLine)}
+        self._lines.forget()
+        self._segments.give_back(self._captured.blocks)
+        self._captured = _Blocks()
+        self.group.all_gather(None, "the release of graphs: the memory is free")
 
     def close(self) -> None:
-        """Unmap. The caller guarantees that no kernel uses the channels any more, on any rank."""
-        self._mapping.close()
+        """Give all memory back. Local. The caller guarantees that no kernel of this rank uses it any more."""
+        self._segments.give_back([*self._eager.blocks, *self._captured.blocks])
+        # They go when no group of the same ranks is left.
+        del self._segments
+        self._channels, self._eager, self._captured = {}, _Blocks(), _Blocks()
 
-    def _name(self, key: tuple[str, int | None, int | None]) -> str:
-        operation, stream, capture = key
-        if capture is not None:
+    def _grow(self, blocks: "_Blocks", room: int) -> None:
+        used = self._eager.size + self._captured.size
+        if used + room > self.limit:
+            graphs = len({key[1].graphs for key in self._channels if isinstance(key[1], GraphLine)})
+            raise ChannelsExhaustedError(readable(room), readable(self.limit), len(self._channels), graphs)
+        size = room
+        if self.group.size > 1:
+            # More than is needed now, so that it has to be done a few times only.
+            more = max(SMALLEST_BLOCK[self.device.type], min(blocks.size // 4, LARGEST_BLOCK))
+            size = min(max(room, more), self.limit - used)
+        blocks.add(self._segments.take(self.group, size, self, "make room for another operation of a group"))
+
+    def _context_tensor(self, block: Block) -> torch.Tensor:
+        shared = block.mapping
+        if shared.name not in self._context_tensors:
+            with outside_captures(self.device):
+                self._context_tensors[shared.name] = context_tensor(
+                    self.group.rank, shared.bases, shared.size, self._record.address, self.device
+                )
+        return self._context_tensors[shared.name]
+
+    def _name(self, key: Key) -> str:
+        operation, line = key
+        if isinstance(line, GraphLine):
             return f"{operation} in a captured graph"
-        streams = [other for name, other, of in self._channels.copy() if (name, of) == (operation, None)]
-        return f"{operation} on stream {streams.index(stream) + 1} of {len(streams)}"
+        streams = [of for name, of in self._channels.copy() if name == operation and not isinstance(of, GraphLine)]
+        return f"{operation} on stream {streams.index(line) + 1} of {len(streams)}"
 
-    def _captures(self) -> int:
-        return len({capture for _, _, capture in self._channels if capture is not None})
+
+class _Blocks:
+    """From the last of which channels are cut, one behind the other."""
+
+    def __init__(self) -> None:
+        self.blocks: list[Block] = []
+        self._begin = 0
+
+    @property
+    def size(self) -> int:
+        """Bytes of all."""
+        return sum(block.size for block in self.blocks)
+
+    @property
+    def room(self) -> int:
+        """Bytes of the last that no channel has."""
+        return self.blocks[-1].size - self._begin if self.blocks else 0
+
+    def add(self, block: Block) -> None:
+        self.blocks.append(block)
+        self._begin = 0
+
+    def cut(self, size: int) -> tuple[Block, int]:
+        """The block, and where in it ``size`` bytes begin, for which there is room."""
+        begin, self._begin = self._begin, self._begin + size
+        return self.blocks[-1], begin

@@ -96,10 +96,8 @@ def test_the_memory_of_the_library_is_named(ctx):
     text = give_up(channels["flags of device_barrier()"].data_ptr(), "barrier", WANTED=2, RANKS=1, PROGRAMS=1)
     assert "in a barrier for epoch 2 (rank 0's flags of device_barrier() on stream 1 of 1, byte 0)" in text
     assert "Rank 0 has not arrived: it is at epoch 1, the one before." in text
-    ctx.ccl.communicator()
-    channels = {operation: channel.memory for (operation, *_), channel in workspace._channels.items()}
-    queues = next(channel for name, channel in channels.items() if name.startswith("queues of"))
-    queues[:8].view(torch.int64).fill_((3 << 32) | 2)
+    queues = ctx.ccl.communicator().queues(None, 2, False).words
+    queues[:1].fill_((3 << 32) | 2)
     text = give_up(queues.data_ptr(), "queue", WANTED=4, RANKS=1)
     assert "queues of" in text and "Behind: rank 0, which has put in 3 and taken 2." in text
     assert "for data from its peers" in give_up(queues.data_ptr(), "data")

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from iris.capture import capture_id
+from iris.capture import GraphLine, Line, capture_id
 from iris.ccl import checks, moves, sums
 from iris.ccl.communicator import Communicator, Launch, Rows
 from iris.ccl.config import Config, ReduceOp
@@ -60,19 +60,18 @@ class Collectives:
         ``(M, N)`` → ``(W * M, N)``; in general ``output`` has W times the elements of ``input``. ``input`` may be its
         own place in ``output``. A 2-D input may have rows that are apart.
         """
-        comm, stream, capture = self._enter("all_gather", group, output, input, config)
+        comm, stream, line = self._enter("all_gather", group, output, input, config)
         source = input if _has_rows(input) else _to_read(input)
         result = _to_write(output)
         # What is plain goes as one row, unless it is cut into tiles.
         plain = config is None and source.is_contiguous()
         call = "all_gather" if plain else ("all_gather", source.shape, source.stride())
-        key = self._key(call, result, source, config, stream, capture)
+        key = self._key(call, result, source, config, line)
         launch = comm.launches.get(key)
         if launch is None:
             checks.check_pair(comm, "all_gather", output, input, comm.size, 1)
             launch = self._remember(comm, key, config, result, lambda used: moves.prepare_exchange(
-                comm, moves.all_gather(comm, source, result, used), result, source, used, stream,
-                capture is not None))  # fmt: skip
+                comm, moves.all_gather(comm, source, result, used), result, source, used, line))  # fmt: skip
         inside = result.data_ptr() + comm.rank * source.nbytes
         if source.data_ptr() != inside or not source.is_contiguous():
             checks.check_overlap("all_gather", result, source)
@@ -91,12 +90,10 @@ class Collectives:
 
         ``(M, N * W)``: a chunk is N columns. One dimension: a chunk is a W-th of the elements.
         """
-        comm, stream, capture = self._enter("all_to_all", group, output, input, config)
+        comm, stream, line = self._enter("all_to_all", group, output, input, config)
         source = input if _has_rows(input) else _to_read(input)
         result = _to_write(output)
-        key = self._key(
-            ("all_to_all", source.shape, source.stride(), result.shape), result, source, config, stream, capture
-        )
+        key = self._key(("all_to_all", source.shape, source.stride(), result.shape), result, source, config, line)
         launch = comm.launches.get(key)
         if launch is None:
             checks.check_pair(comm, "all_to_all", output, input, 1, 1)
@@ -106,8 +103,7 @@ class Collectives:
                     f"dimension is a multiple of {comm.size}; it got {list(input.shape)} and {list(output.shape)}."
                 )
             launch = self._remember(comm, key, config, result, lambda used: moves.prepare_exchange(
-                comm, moves.all_to_all(comm, source, result), result, source, used, stream,
-                capture is not None))  # fmt: skip
+                comm, moves.all_to_all(comm, source, result), result, source, used, line))  # fmt: skip
         checks.check_overlap("all_to_all", result, source)
         return self._leave(launch, stream, source, result, output, async_op)
 
@@ -121,15 +117,15 @@ class Collectives:
         config: Config | None = None,
     ) -> Work | None:
         """Copy ``tensor`` of rank ``src`` (its rank in the world) into ``tensor`` of every rank."""
-        comm, stream, capture = self._enter("broadcast", group, tensor, tensor, config, src)
+        comm, stream, line = self._enter("broadcast", group, tensor, tensor, config, src)
         root = checks.rank_in_group(comm, "src", src, self._context.num_ranks)
         dense = _to_read(tensor)
-        key = self._key(("broadcast", root), dense, dense, config, stream, capture)
+        key = self._key(("broadcast", root), dense, dense, config, line)
         launch = comm.launches.get(key)
         if launch is None:
             checks.check_pair(comm, "broadcast", tensor, tensor, 1, 1)
             launch = self._remember(comm, key, config, dense, lambda used: moves.prepare_broadcast(
-                comm, root, dense, used, stream, capture is not None))  # fmt: skip
+                comm, root, dense, used, line))  # fmt: skip
         return self._leave(launch, stream, dense, dense, None if comm.rank == root else tensor, async_op)
 
     def gather(
@@ -146,7 +142,7 @@ class Collectives:
 
         ``output`` is not looked at elsewhere, and may be None.
         """
-        comm, stream, capture = self._enter("gather", group, input, input, config, dst)
+        comm, stream, line = self._enter("gather", group, input, input, config, dst)
         root = checks.rank_in_group(comm, "dst", dst, self._context.num_ranks)
         here = comm.rank == root
         if here:
@@ -154,13 +150,12 @@ class Collectives:
         source = _to_read(input)
         target = output if here else source
         result = _to_write(target)
-        key = self._key(("gather", root), result, source, config, stream, capture)
+        key = self._key(("gather", root), result, source, config, line)
         launch = comm.launches.get(key)
         if launch is None:
             checks.check_pair(comm, "gather", target, input, comm.size if here else 1, 1)
             launch = self._remember(comm, key, config, result, lambda used: moves.prepare_exchange(
-                comm, moves.gather(comm, root, source, result), result, source, used, stream,
-                capture is not None))  # fmt: skip
+                comm, moves.gather(comm, root, source, result), result, source, used, line))  # fmt: skip
         if here and source.data_ptr() != result.data_ptr() + comm.rank * source.nbytes:
             checks.check_overlap("gather", result, source)
         return self._leave(launch, stream, source, result, output if here else None, async_op)
@@ -179,20 +174,19 @@ class Collectives:
 
         ``input`` has W times the elements of ``output``; it is not looked at elsewhere, and may be None.
         """
-        comm, stream, capture = self._enter("scatter", group, output, output, config, src)
+        comm, stream, line = self._enter("scatter", group, output, output, config, src)
         root = checks.rank_in_group(comm, "src", src, self._context.num_ranks)
         here = comm.rank == root
         if here:
             checks.check_at_root(comm, "scatter", "input", input, root)
         result = _to_write(output)
         source = _to_read(input) if here else result
-        key = self._key(("scatter", root), result, source, config, stream, capture)
+        key = self._key(("scatter", root), result, source, config, line)
         launch = comm.launches.get(key)
         if launch is None:
             checks.check_pair(comm, "scatter", output, source, 1, comm.size if here else 1)
             launch = self._remember(comm, key, config, result, lambda used: moves.prepare_exchange(
-                comm, moves.scatter(comm, root, source, result), result, source, used, stream,
-                capture is not None))  # fmt: skip
+                comm, moves.scatter(comm, root, source, result), result, source, used, line))  # fmt: skip
         if here and result.data_ptr() != source.data_ptr() + comm.rank * result.nbytes:
             checks.check_overlap("scatter", result, source)
         return self._leave(launch, stream, source, result, output, async_op)
@@ -216,13 +210,14 @@ class Collectives:
         int64 tensors on the device, which the host does not look at; then the caller guarantees that they stay within
         the tensors. What rank r sends to this rank must be as many as ``recv_counts[r]``. Both tensors are contiguous.
         """
-        comm, stream, capture = self._enter("all_to_all_v", group, output, input, config)
+        comm, stream, line = self._enter("all_to_all_v", group, output, input, config)
         if not (input.is_contiguous() and output.is_contiguous()):
             raise InvalidCollectiveError(
                 "all_to_all_v() counts elements in the order of memory, so input and output must be contiguous; the "
                 f"strides are {input.stride()} and {output.stride()}. Pass x.contiguous()."
             )
         lists = (send_counts, send_displs, recv_counts, recv_displs)
+        capture = capture_id(stream) if isinstance(line, GraphLine) else None
         if DEBUGGING and capture is None:
             checks.compare_counts(comm, send_counts, recv_counts)
         if isinstance(send_counts, torch.Tensor) and send_counts.device.type == "cuda":
@@ -230,12 +225,12 @@ class Collectives:
         else:
             rows = self._rows(comm, lists, output.numel(), input.numel(), stream, capture)
         aligned = tuple(row.data_ptr() & 15 for row in rows)
-        key = self._key(("all_to_all_v", aligned), output, input, config, stream, capture)
+        key = self._key(("all_to_all_v", aligned), output, input, config, line)
         launch = comm.launches.get(key)
         if launch is None:
             checks.check_pair(comm, "all_to_all_v", output, input, None, None)
             launch = self._remember(comm, key, config, None, lambda used: moves.prepare_exchange_v(
-                comm, output, input, rows, used, stream, capture is not None))  # fmt: skip
+                comm, output, input, rows, used, line))  # fmt: skip
         checks.check_overlap("all_to_all_v", output, input)
         launch(stream, input, output, *rows)
         note_written(output)
@@ -257,13 +252,11 @@ class Collectives:
         `all_to_all_v`. The first collective of a group is called by all of its ranks, so it cannot be a message between
         two of four (`communicator`).
         """
-        comm, stream, capture = self._enter("send", group, tensor, tensor, config)
+        comm, stream, line = self._enter("send", group, tensor, tensor, config)
         peer = checks.rank_in_group(comm, "dst", dst, self._context.num_ranks)
         source = _to_read(tensor)
         everyone_to = range(peer, peer + 1)
-        return self._message(
-            comm, "send", peer, everyone_to, range(0), source, tensor, stream, capture, config, async_op
-        )
+        return self._message(comm, "send", peer, everyone_to, range(0), source, tensor, stream, line, config, async_op)
 
     def recv(
         self,
@@ -275,11 +268,11 @@ class Collectives:
         config: Config | None = None,
     ) -> Work | None:
         """Receive into ``tensor`` what rank ``src`` (its rank in the world) gives to `send`: as many bytes."""
-        comm, stream, capture = self._enter("recv", group, tensor, tensor, config)
+        comm, stream, line = self._enter("recv", group, tensor, tensor, config)
         peer = checks.rank_in_group(comm, "src", src, self._context.num_ranks)
         result = _to_write(tensor)
         sources = range(peer, peer + 1)
-        return self._message(comm, "recv", peer, range(0), sources, result, tensor, stream, capture, config, async_op)
+        return self._message(comm, "recv", peer, range(0), sources, result, tensor, stream, line, config, async_op)
 
     # Combining data --------------------------------------------------------------------------------------------------
 
@@ -299,17 +292,17 @@ class Collectives:
         Sums are formed in float32 (float64 for float64, integers in their own type, which wraps) and rounded once.
         Every rank gets the same bits. ``workspace`` is what `all_reduce_preamble` returned.
         """
-        comm, stream, capture = self._enter("all_reduce", group, output, input, config, None, op)
+        comm, stream, line = self._enter("all_reduce", group, output, input, config, None, op)
         if workspace is not None:
             _preparation(workspace).check(comm, output, input)
         source, result = _to_read(input), _to_write(output)
-        key = self._key(("all_reduce", id(op)), result, source, config, stream, capture)
+        key = self._key(("all_reduce", id(op)), result, source, config, line)
         launch = comm.launches.get(key)
         if launch is None:
             checks.check_pair(comm, "all_reduce", output, input, 1, 1)
             sums.check(op, input.dtype)
             launch = self._remember(comm, key, config, result, lambda used: sums.prepare_all_reduce(
-                comm, op, result, source, used, stream, capture is not None))  # fmt: skip
+                comm, op, result, source, used, line))  # fmt: skip
         if source.data_ptr() != result.data_ptr():
             checks.check_overlap("all_reduce", result, source)
         return self._leave(launch, stream, source, result, output, async_op)
@@ -329,7 +322,7 @@ class Collectives:
 
         The memory itself belongs to the stream (see `iris.workspace`); this makes its first use happen now.
         """
-        comm, stream, capture = self._enter("all_reduce_preamble", group, output, input, config)
+        comm, stream, line = self._enter("all_reduce_preamble", group, output, input, config)
         checks.check_pair(comm, "all_reduce_preamble", output, input, 1, 1)
         checks.check_config(config)
         if workspace is not None and _preparation(workspace).covers(comm, output, input):
@@ -351,16 +344,16 @@ class Collectives:
         ``input`` has W times the elements of ``output``, as for ``torch.distributed.reduce_scatter_tensor``.
         Rounding as in `all_reduce`. ``output`` may be its own part of ``input``.
         """
-        comm, stream, capture = self._enter("reduce_scatter", group, output, input, config, None, op)
+        comm, stream, line = self._enter("reduce_scatter", group, output, input, config, None, op)
         source = _to_read(input)
         result = _to_write(output)
-        key = self._key(("reduce_scatter", id(op)), result, source, config, stream, capture)
+        key = self._key(("reduce_scatter", id(op)), result, source, config, line)
         launch = comm.launches.get(key)
         if launch is None:
             checks.check_pair(comm, "reduce_scatter", output, input, 1, comm.size)
             sums.check(op, input.dtype)
             launch = self._remember(comm, key, config, result, lambda used: sums.prepare_reduce_scatter(
-                comm, op, result, source, used, stream, capture is not None))  # fmt: skip
+                comm, op, result, source, used, line))  # fmt: skip
         if result.data_ptr() != source.data_ptr() + comm.rank * result.nbytes:
             checks.check_overlap("reduce_scatter", result, source)
         return self._leave(launch, stream, source, result, output, async_op)
@@ -381,7 +374,7 @@ class Collectives:
         ``output`` is not touched elsewhere, and may be None; on ``dst`` it may be the ``input``. Rounding as in
         `all_reduce`.
         """
-        comm, stream, capture = self._enter("reduce", group, input, input, config, dst, op)
+        comm, stream, line = self._enter("reduce", group, input, input, config, dst, op)
         root = checks.rank_in_group(comm, "dst", dst, self._context.num_ranks)
         here = comm.rank == root
         if here:
@@ -389,13 +382,13 @@ class Collectives:
         target = output if here else input
         source = _to_read(input)
         result = _to_write(target) if here else source
-        key = self._key(("reduce", id(op), root), result, source, config, stream, capture)
+        key = self._key(("reduce", id(op), root), result, source, config, line)
         launch = comm.launches.get(key)
         if launch is None:
             checks.check_pair(comm, "reduce", target, input, 1, 1)
             sums.check(op, input.dtype)
             launch = self._remember(comm, key, config, result, lambda used: sums.prepare_reduce(
-                comm, op, root, result, source, used, stream, capture is not None))  # fmt: skip
+                comm, op, root, result, source, used, line))  # fmt: skip
         if here and source.data_ptr() != result.data_ptr():
             checks.check_overlap("reduce", result, source)
         return self._leave(launch, stream, source, result, output if here else None, async_op)
@@ -415,6 +408,10 @@ class Collectives:
             self._communicators[group] = Communicator(workspace, self._context.heap, self._context.get_cu_count())
         return self._communicators[group]
 
+    def forget(self, group: dist.ProcessGroup) -> None:
+        """Let go of a group. The caller guarantees that no kernel of its calls runs any more on this rank."""
+        self._communicators.pop(group, None)
+
     def close(self) -> None:
         """Let go of the groups. The caller guarantees that no kernel of theirs runs any more, on any rank."""
         self._communicators.clear()
@@ -422,8 +419,8 @@ class Collectives:
     def release_graphs(self, group: dist.ProcessGroup | None = None) -> None:
         """Give back the memory of the collectives, and barriers, in CUDA graphs. Collective; blocks the host.
 
-        Each capture keeps flags and staging, since nobody can see whether its graph will be replayed. The caller
-        guarantees that none of the graphs captured so far will be.
+        Graphs keep flags and staging, since nobody can see whether they will be replayed. The caller guarantees that
+        none of those captured so far will be.
         """
         comm, _, _ = self._enter("release_graphs", group, NOTHING, NOTHING, None)
         comm.release_graphs()
@@ -433,19 +430,18 @@ class Collectives:
     def _enter(
         self, name: str, group: dist.ProcessGroup | None, output: torch.Tensor, input: torch.Tensor,
         config: Config | None, root: int | None = None, op: ReduceOp | None = None,
-    ) -> tuple[Communicator, int | None, int | None]:  # fmt: skip
-        """The group's communicator, the current stream, and which capture is recording it (None: none is)."""
+    ) -> tuple[Communicator, int | None, Line]:  # fmt: skip
+        """The group's communicator, the current stream, and what the call follows others in."""
         if self._context.heap.closed:
             self._context.heap.check_open()
         if not (output.__class__ is input.__class__ is torch.Tensor and output.layout is input.layout is STRIDED):
             checks.check_tensor(name, output)
             checks.check_tensor(name, input)
-        stream = capture = None
+        stream, capturing = None, False
         if self._on_gpu:
             # The raw handle: making a Stream object costs the host ten times as much.
             stream = torch._C._cuda_getCurrentRawStream(self._index)
-            if torch._C._cuda_isCurrentStreamCapturing():
-                capture = capture_id(stream)
+            capturing = torch._C._cuda_isCurrentStreamCapturing()
         if group is not None:
             if group is dist.group.WORLD:
                 group = None
@@ -453,28 +449,28 @@ class Collectives:
                 check_process_group(group)
         comm = self._communicators.get(group)
         if comm is None:
-            if capture is not None:
+            if capturing:
                 raise FirstUseInCaptureError(f"{name}()")
             comm = self.communicator(group)
-        if DEBUGGING and capture is None:
+        if DEBUGGING and not capturing:
             checks.compare(comm, name, input, config, root, op)
-        return comm, stream, capture
+        return comm, stream, comm.workspace.line(stream, True) if capturing else stream
 
     def _message(
         self, comm: Communicator, name: str, peer: int, to: range, sources: range, dense: torch.Tensor,
-        tensor: torch.Tensor, stream: int | None, capture: int | None, config: Config | None, async_op: bool,
+        tensor: torch.Tensor, stream: int | None, line: Line, config: Config | None, async_op: bool,
     ) -> Work | None:  # fmt: skip
         """`send` and `recv`: an exchange that two ranks alone know of."""
         if peer == comm.rank:
             raise InvalidCollectiveError(f"Rank {comm.ranks[peer]} calls {name}() with itself as the other rank.")
-        key = self._key((name, peer), dense, dense, config, stream, capture)
+        key = self._key((name, peer), dense, dense, config, line)
         launch = comm.launches.get(key)
         if launch is None:
             checks.check_pair(comm, name, tensor, tensor, 1, 1)
             piece = dense.nbytes
             exchange = moves.Exchange(1, piece, piece, piece, 0, 0, piece, to, sources)
             launch = self._remember(comm, key, config, dense, lambda used: moves.prepare_exchange(
-                comm, exchange, dense, dense, used, stream, capture is not None, peer))  # fmt: skip
+                comm, exchange, dense, dense, used, line, peer))  # fmt: skip
         launch(stream, dense, dense)
         _finish(tensor if name == "recv" else None, dense)
         return Work(self._on_gpu) if async_op else None
@@ -516,15 +512,14 @@ class Collectives:
         output: torch.Tensor,
         input: torch.Tensor,
         config: Config | None,
-        stream: int | None,
-        capture: int | None,
+        line: Line,
     ) -> tuple:
         """All that a prepared launch depends on; ``call`` has what the collective wants to know of shapes."""
         return (
             call,
             input.device, input.dtype, input.numel(), input.data_ptr() & 15,
             output.device, output.dtype, output.numel(), output.data_ptr() & 15,
-            id(config), stream, capture,
+            id(config), line,
         )  # fmt: skip
 
     def _remember(

@@ -1,5 +1,6 @@
 """What the collectives of one group share: its memory, who its members are, and launches that are ready."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -7,13 +8,14 @@ import numpy as np
 import torch
 
 from iris import simulator
-from iris.ccl.queue import COUNTS, GOT, MAX_RANKS, MET, SENT, SLOTS, WORDS, region_bytes
+from iris.capture import GraphLine, Line
+from iris.ccl.queue import COUNTS, GOT, MAX_RANKS, MET, SENT, SLOTS, WORDS, region_bytes, slots_bytes
 from iris.ccl.select import ELSEWHERE, digest, load_table, own_table
 from iris.errors import InvalidGroupError, InvalidTableError, TooManyStreamsError
 from iris.heap.symmetric import SymmetricHeap
 from iris.language.target import architecture, largest_cluster, on_nvidia, threads_per_warp
 from iris.launch import KEPT, addresses, prepare, registers
-from iris.workspace import Workspace
+from iris.workspace import Channel, Workspace
 
 # Programs of a launch in the simulator; elsewhere it depends on the GPU.
 SIMULATED_PROGRAMS = 8
@@ -22,8 +24,10 @@ SIMULATED_PROGRAMS = 8
 P2P_PROGRAMS = 2 if simulator.ACTIVE else 32
 P2P_STREAMS = 2
 
-# Bytes of all slots of a channel, and of a slot at most, which is what 512 threads move in two instructions each.
+# Bytes of all slots of a channel, and of one for messages, which every group has.
 STAGING_BYTES = (4 << 20) if simulator.ACTIVE else (32 << 20)
+P2P_STAGING_BYTES = 4 << 20
+# Bytes of a slot at most, which is what 512 threads move in two instructions each.
 LARGEST_SLOT = 16384
 # Bytes that a program reads at once, from all ranks together, where programs are few: between two ranks it then takes
 # blocks twice as large to keep the link busy.
@@ -57,6 +61,20 @@ class Rows(NamedTuple):
     device: tuple[torch.Tensor, ...]
     sent: tuple[int, int]
     received: tuple[int, int]
+
+
+class Queues(NamedTuple):
+    """``counts``: int32, ``words``: int64, ``slots``: uint8; see `iris.ccl.queue`."""
+
+    context_tensor: torch.Tensor
+    counts: torch.Tensor
+    words: torch.Tensor
+    slots: torch.Tensor
+    slot_bytes: int
+
+    def seen_as(self, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        """What kernels that move ``dtype`` take."""
+        return self.context_tensor, self.counts, self.words, self.slots.view(dtype)
 
 
 class Communicator:
@@ -117,19 +135,17 @@ class Communicator:
             )
         self.launches: dict[Any, Launch] = {}
         self._streams_to: dict[tuple[int, bool], list[int | None]] = {}
+        self.p2p_slot_bytes = self._slot_bytes(P2P_STAGING_BYTES, P2P_PROGRAMS, LARGEST_SLOT)
         # One more for graphs: of what is captured from a rank to another, one replay may run at a time.
-        self._point_to_point = {
-            (up, n): self.queues(None, False, P2P_PROGRAMS, False, f"messages {'up' if up else 'down'} of stream {n}")
-            for up in (True, False)
-            for n in range(P2P_STREAMS + 1)
-        }
+        staging = range(P2P_STREAMS + 1) if self.size > 1 else ()
+        self._point_to_point = [self._p2p_channel(n) for n in staging]
         self.configs: list[object] = []
         self.rows: dict[Any, Rows] = {}
 
     def release_graphs(self) -> None:
         """Forget all that was prepared for graphs; see `iris.workspace.Workspace.release_captures`."""
         self.workspace.release_captures()
-        self.launches = {key: launch for key, launch in self.launches.items() if key[-1] is None}
+        self.launches = {key: launch for key, launch in self.launches.items() if not isinstance(key[-1], GraphLine)}
         self.rows = {key: rows for key, rows in self.rows.items() if key[-1] is None}
 
     def forget(self) -> None:
@@ -172,47 +188,76 @@ class Communicator:
 
     def slot_bytes(self, programs: int, few_sms: bool) -> int:
         """Bytes of a slot where so many programs share the staging memory; a power of two."""
-        share = STAGING_BYTES // (power_of_two(programs) * SLOTS * self.size)
         largest = max(LARGEST_SLOT, UNDER_WAY // power_of_two(self.size)) if few_sms else LARGEST_SLOT
+        return self._slot_bytes(STAGING_BYTES, programs, largest)
+
+    def _slot_bytes(self, staging: int, programs: int, largest: int) -> int:
+        share = staging // (power_of_two(programs) * SLOTS * self.size)
         return min(largest, 1 << (share.bit_length() - 1))
 
-    def point_to_point(self, peer: int, sends: bool, stream: int | None, capturing: bool) -> tuple[Any, ...]:
-        """Queues like `queues`, of `P2P_PROGRAMS` programs, for messages to ``peer`` alone, or from it.
+    def point_to_point(self, peer: int, sends: bool, line: Line) -> Queues:
+        """Queues of `P2P_PROGRAMS` programs, for messages to ``peer`` alone, or from it.
 
         The other ranks know nothing of these calls, so the memory is set aside when the group is first used. The n-th
         stream on which this rank sends to ``peer`` meets the n-th on which ``peer`` receives from it. Messages up and
         down the ranks have queues of their own, since a rank may send on one stream while it receives on another.
         """
         up = (self.rank < peer) == sends
-        if capturing:
-            return self._point_to_point[up, P2P_STREAMS]
+        if isinstance(line, GraphLine):
+            return self._p2p_queues(self._point_to_point[P2P_STREAMS], up)
         streams = self._streams_to.setdefault((peer, sends), [])
-        if stream not in streams:
+        if line not in streams:
             if len(streams) == P2P_STREAMS:
                 raise TooManyStreamsError(
                     f"Messages between ranks {self.ranks[self.rank]} and {self.ranks[peer]} have been on {P2P_STREAMS} "
                     "streams in this direction, which is as many as there is staging for. Send and receive on these."
                 )
-            streams.append(stream)
-        return self._point_to_point[up, streams.index(stream)]
+            streams.append(line)
+        return self._p2p_queues(self._point_to_point[streams.index(line)], up)
 
-    def queues(
-        self, stream: int | None, capturing: bool, programs: int, few_sms: bool, use: str = "collectives"
-    ) -> tuple[Any, ...]:
-        """Queues for ``programs`` programs: counts (int32), words (int64), slots (uint8), bytes of a slot."""
+    def _p2p_channel(self, n: int) -> Channel:
+        """Counts of messages up, and down; words of both; slots, which they share: the senders up are the lower ranks,
+        and those down the higher."""
+        size = 2 * region_bytes(P2P_PROGRAMS, self.size, 0) + slots_bytes(P2P_PROGRAMS, self.size, self.p2p_slot_bytes)
+        counts = slice(0, 2 * P2P_PROGRAMS * COUNTS.value * 4)
+        told = functools.partial(_told, self.rank, self.size)
+        return self.workspace.channel(f"queues of {P2P_PROGRAMS} programs for messages", n, size, counts, told)
+
+    def _p2p_queues(self, channel: Channel, up: bool) -> Queues:
+        counts, words = P2P_PROGRAMS * COUNTS.value * 4, P2P_PROGRAMS * WORDS.value * 8
+        first_count, first_word = (0, 2 * counts) if up else (counts, 2 * counts + words)
+        return Queues(
+            channel.context_tensor,
+            channel.memory[first_count:][:counts].view(torch.int32),
+            channel.memory[first_word:][:words].view(torch.int64),
+            channel.memory[2 * (counts + words) :],
+            self.p2p_slot_bytes,
+        )
+
+    def queues(self, line: Line, programs: int, few_sms: bool) -> Queues:
+        """Queues for ``programs`` programs of collectives."""
         most, slot_bytes = power_of_two(programs), self.slot_bytes(programs, few_sms)
         size = region_bytes(most, self.size, slot_bytes)
-        name = f"queues of {most} programs with slots of {slot_bytes} bytes for {use}"
+        name = f"queues of {most} programs with slots of {slot_bytes} bytes for collectives"
         words = most * COUNTS.value * 4
-        channel = self.workspace.channel(name, stream, capturing, size, slice(0, words), self._told)
-        slots = words + most * WORDS.value * 8
-        return channel[:words].view(torch.int32), channel[words:slots].view(torch.int64), channel[slots:], slot_bytes
+        told = functools.partial(_told, self.rank, self.size)
+        channel = self.workspace.channel(name, line, size, slice(0, words), told)
+        memory, slots = channel.memory, words + most * WORDS.value * 8
+        return Queues(
+            channel.context_tensor,
+            memory[:words].view(torch.int32),
+            memory[words:slots].view(torch.int64),
+            # One rank has no peer that could use any.
+            memory[slots:] if self.size > 1 else memory,
+            slot_bytes,
+        )
 
-    def _told(self, counts: np.ndarray) -> str:
-        """What a program has put into the queue to each rank, and taken out, at most."""
-        most = counts.reshape(-1, COUNTS.value // MAX_RANKS, MAX_RANKS)[:, :, : self.size].max(axis=0)
-        sent, got, calls = (most[row.value // MAX_RANKS].tolist() for row in (SENT, GOT, MET))
-        return f"blocks sent to each rank {sent}, got from each {got}; calls that read in place {calls[self.rank]}"
+
+def _told(rank: int, size: int, counts: np.ndarray) -> str:
+    """What a program of a rank has put into the queue to each rank, and taken out, at most."""
+    most = counts.reshape(-1, COUNTS.value // MAX_RANKS, MAX_RANKS)[:, :, :size].max(axis=0)
+    sent, got, calls = (most[row.value // MAX_RANKS].tolist() for row in (SENT, GOT, MET))
+    return f"blocks sent to each rank {sent}, got from each {got}; calls that read in place {calls[rank]}"
 
 
 def kind_of(device: torch.device) -> str:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from iris.capture import Line
 from iris.ccl import one_hop
 from iris.ccl.broadcast import gluon_broadcast, triton_broadcast
 from iris.ccl.communicator import P2P_PROGRAMS, Communicator, Launch, power_of_two, ready
@@ -86,7 +87,7 @@ def word_bytes(*values: int) -> int:
 
 def prepare_exchange(
     comm: Communicator, exchange: Exchange, output: torch.Tensor, input: torch.Tensor, config: Config,
-    stream: int | None, capturing: bool, peer: int | None = None,
+    line: Line, peer: int | None = None,
 ) -> Launch:  # fmt: skip
     """A launch of ``exchange`` on a stream, for tensors that lie like these.
 
@@ -103,7 +104,7 @@ def prepare_exchange(
         hops = {"one_hop"} if piece <= one_hop.LARGEST_PIECE and not asked else set()
         choice = choose(comm.table, collective, piece, config, {"exchange"} | hops)
         if choice.variant == "one_hop":
-            return _one_hop(comm, e, output, input, config, stream, capturing)
+            return _one_hop(comm, e, output, input, config, line)
         programs = choice.programs
     lengths = (e.row, e.in_pitch, e.out_pitch, e.send_step, e.recv_step)
     begins = (input.storage_offset() * input.itemsize, output.storage_offset() * output.itemsize)
@@ -120,7 +121,7 @@ def prepare_exchange(
                 f"be {programs}: raise comm_sms, choose smaller blocks, or use 'persistent'."
             )
         programs = programs // comm.size * comm.size
-    slot_bytes = comm.slot_bytes(programs if peer is None else P2P_PROGRAMS, few_sms)
+    slot_bytes = comm.slot_bytes(programs, few_sms) if peer is None else comm.p2p_slot_bytes
     # Rows that are apart on this rank need not be on others, so their blocks are those of a piece in one row.
     tiled = config.block_shape is not None
     rows = "one" if e.rows == 1 and not tiled else "together" if e.send_step == 0 and not tiled else "apart"
@@ -141,16 +142,16 @@ def prepare_exchange(
     else:
         programs = min(programs, blocks)
     if peer is None:
-        counts, posts, slots, slot_bytes = comm.queues(stream, capturing, programs, few_sms)
+        queues = comm.queues(line, programs, few_sms)
     else:
-        counts, posts, slots, slot_bytes = comm.point_to_point(peer, len(e.to) > 0, stream, capturing)
+        queues = comm.point_to_point(peer, len(e.to) > 0, line)
     warps = config.num_warps or max(1, min(16, block_m * block_n * word // 512))
     dtype = WORDS[word]
-    before = (comm.workspace.context_tensor, counts, posts, slots.view(dtype), comm.heap_table)
+    before = (*queues.seen_as(dtype), comm.heap_table)
     after = (
         e.rows, e.row // word, *(length // word for length in lengths[1:]), e.length,
         e.to.start, e.to.stop, e.sources.start, e.sources.stop,
-        comm.size, block_m, block_n, slot_bytes // word, e.send_step == 0, rows, partitioned,
+        comm.size, block_m, block_n, queues.slot_bytes // word, e.send_step == 0, rows, partitioned,
     )  # fmt: skip
     kernel = gluon_exchange if config.use_gluon else triton_exchange
     direct = e.rows * e.row > SMALLEST_DIRECT
@@ -166,7 +167,7 @@ def prepare_exchange(
 
 def _one_hop(
     comm: Communicator, e: Exchange, output: torch.Tensor, input: torch.Tensor, config: Config,
-    stream: int | None, capturing: bool, root: int | None = None,
+    line: Line, root: int | None = None,
 ) -> Launch:  # fmt: skip
     lengths = (e.row, e.in_pitch, e.out_pitch, e.send_step, e.recv_step)
     begins = (input.storage_offset() * input.itemsize, output.storage_offset() * output.itemsize)
@@ -176,15 +177,16 @@ def _one_hop(
     epochs_bytes, slots_bytes = one_hop.channel_bytes(comm.size, block)
     use = f"one hop of {block} words of all_gather, all_to_all or broadcast"
     size = epochs_bytes + slots_bytes
-    channel = comm.workspace.channel(use, stream, capturing, size, slice(0, epochs_bytes))
-    epochs, slots = channel[:epochs_bytes].view(torch.int32), channel[epochs_bytes:].view(torch.int64)
+    channel = comm.workspace.channel(use, line, size, slice(0, epochs_bytes))
+    memory = channel.memory
+    epochs, slots = memory[:epochs_bytes].view(torch.int32), memory[epochs_bytes:].view(torch.int64)
     programs = max(1, min(-(-piece // (4 * block)) * comm.size, most))
     flat = e.rows == 1
     steps = tuple(length // word for length in lengths)
     blocks = one_hop.LARGEST_PIECE // (4 * block)
     after = (piece // word, *steps, 0 if root is None else root, comm.size, block, blocks, flat, root is not None)
     kernel = one_hop.gluon_one_hop if config.use_gluon else one_hop.triton_one_hop
-    before = (comm.workspace.context_tensor, epochs, slots)
+    before = (channel.context_tensor, epochs, slots)
     # No more warps than there are words for: see `receive_stamped`.
     warps = min(config.num_warps or 4, block // threads_per_warp())
     programs = comm.fitting(programs, warps)
@@ -199,9 +201,7 @@ def _block(elements: int, exchange: Exchange, word: int) -> tuple[int, int]:
     return elements // block_n, block_n
 
 
-def prepare_broadcast(
-    comm: Communicator, root: int, tensor: torch.Tensor, config: Config, stream: int | None, capturing: bool
-) -> Launch:
+def prepare_broadcast(comm: Communicator, root: int, tensor: torch.Tensor, config: Config, line: Line) -> Launch:
     """A launch of broadcast from rank ``root`` of the group on a stream, for tensors that lie like this."""
     to = range(comm.size) if comm.rank == root else range(0)
     e = Exchange(1, tensor.nbytes, tensor.nbytes, tensor.nbytes, 0, 0, tensor.nbytes, to, range(root, root + 1))
@@ -209,17 +209,17 @@ def prepare_broadcast(
     passed_on = {"deal", "pull"} if comm.size > 2 else set()
     choice = choose(comm.table, "broadcast", tensor.nbytes, config, {"exchange"} | hops | passed_on)
     if choice.variant == "one_hop":
-        return _one_hop(comm, e, tensor, tensor, config, stream, capturing, root)
+        return _one_hop(comm, e, tensor, tensor, config, line, root)
     if choice.variant == "exchange":
-        return prepare_exchange(comm, e, tensor, tensor, config, stream, capturing)
+        return prepare_exchange(comm, e, tensor, tensor, config, line)
     word = word_bytes(tensor.nbytes, tensor.storage_offset() * tensor.itemsize, tensor.data_ptr())
     programs = comm.programs(choice.programs)
     block = comm.slot_bytes(programs, config.few_sms) // word
     n = tensor.nbytes // word
     programs = min(programs, -(-n // (block * (comm.size - 1))))
-    counts, posts, slots, slot_bytes = comm.queues(stream, capturing, programs, config.few_sms)
-    before = (comm.workspace.context_tensor, counts, posts, slots.view(WORDS[word]), comm.heap_table)
-    after = (n, tensor.nbytes, root, comm.size, block, slot_bytes // word, choice.variant == "pull")
+    queues = comm.queues(line, programs, config.few_sms)
+    before = (*queues.seen_as(WORDS[word]), comm.heap_table)
+    after = (n, tensor.nbytes, root, comm.size, block, queues.slot_bytes // word, choice.variant == "pull")
     kernel = gluon_broadcast if config.use_gluon else triton_broadcast
     warps = config.num_warps or max(1, min(16, block * word // 512))
     return ready(comm, kernel, programs, warps, before, (tensor, tensor), after, WORDS[word])
@@ -227,7 +227,7 @@ def prepare_broadcast(
 
 def prepare_exchange_v(
     comm: Communicator, output: torch.Tensor, input: torch.Tensor, rows: tuple[torch.Tensor, ...], config: Config,
-    stream: int | None, capturing: bool,
+    line: Line,
 ) -> Launch:  # fmt: skip
     """A launch of all_to_all_v on a stream, for tensors that lie like these; it takes the ``rows`` as well."""
     if config.use_gluon:
@@ -236,9 +236,9 @@ def prepare_exchange_v(
     word = word_bytes(input.itemsize, *begins, input.data_ptr(), output.data_ptr())
     # What lies in the pieces is known to the device alone, so all programs come.
     programs = comm.programs(config.comm_sms)
-    counts, posts, slots, slot_bytes = comm.queues(stream, capturing, programs, config.few_sms)
+    queues = comm.queues(line, programs, config.few_sms)
     dtype = WORDS[word]
-    before = (comm.workspace.context_tensor, counts, posts, slots.view(dtype))
-    after = (input.itemsize // word, comm.size, slot_bytes // word)
-    warps = config.num_warps or max(1, min(16, slot_bytes // 512))
+    before = queues.seen_as(dtype)
+    after = (input.itemsize // word, comm.size, queues.slot_bytes // word)
+    warps = config.num_warps or max(1, min(16, queues.slot_bytes // 512))
     return ready(comm, triton_exchange_v, programs, warps, before, (input, output, *rows), after, dtype)

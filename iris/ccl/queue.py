@@ -65,9 +65,14 @@ NUM_SLOTS = tl.constexpr(SLOTS)
 HIGH, LOW = tl.constexpr("high"), tl.constexpr("low")
 
 
+def slots_bytes(programs: int, size: int, slot_bytes: int) -> int:
+    """Bytes of all slots of the queues of ``programs`` programs of a group of ``size`` ranks."""
+    return programs * size * SLOTS * slot_bytes if size > 1 else 0
+
+
 def region_bytes(programs: int, size: int, slot_bytes: int) -> int:
-    """Bytes of the queues of ``programs`` programs of a group of ``size`` ranks."""
-    return programs * (COUNTS.value * 4 + WORDS.value * 8 + size * SLOTS * slot_bytes)
+    """Bytes of the queues: counts, words and slots."""
+    return programs * (COUNTS.value * 4 + WORDS.value * 8) + slots_bytes(programs, size, slot_bytes)
 
 
 @triton.constexpr_function

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
+from iris.capture import Line
 from iris.ccl import atomic, pull, push, ring, two_shot
 from iris.ccl.communicator import Communicator, Launch, power_of_two, ready
 from iris.ccl.config import Config, ReduceOp
@@ -16,7 +17,7 @@ MARKED = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.flo
 
 # Variants that push marked elements, and in how many steps.
 PUSHES = {"one_shot": 1, "two_shot_push": 2}
-# Their channels are several times as large as the sums, and every stream and graph has its own: a sixteenth at most.
+# Their channels are several times as large as the sums, and every stream has its own: a sixteenth at most.
 SHARE_OF_WORKSPACE = 16
 
 
@@ -48,7 +49,7 @@ def elements(dtype: torch.dtype, op: ReduceOp) -> tuple[torch.dtype, int, str]:
 
 def prepare_all_reduce(
     comm: Communicator, op: ReduceOp, output: torch.Tensor, input: torch.Tensor, config: Config,
-    stream: int | None, capturing: bool,
+    line: Line,
 ) -> Launch:  # fmt: skip
     """A launch of all_reduce on a stream, for tensors that lie like these."""
     dtype, times, name = elements(input.dtype, op)
@@ -59,13 +60,13 @@ def prepare_all_reduce(
         fitting = pushes(comm, input.nbytes) if marked else set()
         choice = choose_all_reduce(comm.table, input.nbytes, marked, fitting, config)
     if choice.variant in PUSHES:
-        return _push(comm, choice, name, output, input, dtype, times * input.numel(), 0, config, stream, capturing)
+        return _push(comm, choice, name, output, input, dtype, times * input.numel(), 0, config, line)
     n = times * input.numel()
     if choice.variant == "ring":
-        return _ring(comm, choice, name, output, input, dtype, n, config, stream, capturing)
+        return _ring(comm, choice, name, output, input, dtype, n, config, line)
     if choice.variant in ("atomic", "spinlock"):
-        return _atomic(comm, choice, name, output, input, dtype, n, config, stream, capturing)
-    launch = _queued(comm, choice, name, output, input, dtype, n, None, range(comm.size), config, stream, capturing)
+        return _atomic(comm, choice, name, output, input, dtype, n, config, line)
+    launch = _queued(comm, choice, name, output, input, dtype, n, None, range(comm.size), config, line)
     return launch if comm.size > 1 else _unless_in_place(launch)
 
 
@@ -81,7 +82,7 @@ def _unless_in_place(launch: Launch) -> Launch:
 
 def prepare_reduce_scatter(
     comm: Communicator, op: ReduceOp, output: torch.Tensor, input: torch.Tensor, config: Config,
-    stream: int | None, capturing: bool,
+    line: Line,
 ) -> Launch:  # fmt: skip
     """A launch of reduce_scatter on a stream, for tensors that lie like these."""
     dtype, times, name = elements(input.dtype, op)
@@ -89,20 +90,20 @@ def prepare_reduce_scatter(
     fitting = pushes(comm, output.nbytes) & {"one_shot"} if dtype in MARKED and comm.size > 1 else set()
     choice = choose(comm.table, "reduce_scatter", input.nbytes, config, {"two_shot", "pull"} | fitting)
     if choice.variant == "one_shot":
-        return _push(comm, choice, name, output, input, dtype, n, n, config, stream, capturing)
-    return _queued(comm, choice, name, output, input, dtype, n, n, None, config, stream, capturing)
+        return _push(comm, choice, name, output, input, dtype, n, n, config, line)
+    return _queued(comm, choice, name, output, input, dtype, n, n, None, config, line)
 
 
 def prepare_reduce(
     comm: Communicator, op: ReduceOp, root: int, output: torch.Tensor, input: torch.Tensor, config: Config,
-    stream: int | None, capturing: bool,
+    line: Line,
 ) -> Launch:  # fmt: skip
     """A launch of reduce to rank ``root`` of the group on a stream, for tensors that lie like these."""
     dtype, times, name = elements(input.dtype, op)
     n = times * input.numel()
     choice = Choice(None, "two_shot", config.comm_sms)
     to = range(root, root + 1)
-    return _queued(comm, choice, name, output, input, dtype, n, None, to, config, stream, capturing)
+    return _queued(comm, choice, name, output, input, dtype, n, None, to, config, line)
 
 
 def _warps(config: Config, part: int) -> int:
@@ -119,28 +120,29 @@ def _push_room(comm: Communicator, steps: int, nbytes: int, programs: int) -> tu
 
 def pushes(comm: Communicator, nbytes: int) -> set[str]:
     """The variants that push, if sums of ``nbytes`` do not take more than their share of the group's memory."""
-    room = comm.workspace.size // SHARE_OF_WORKSPACE
+    room = comm.workspace.limit // SHARE_OF_WORKSPACE
     return {name for name, steps in PUSHES.items() if _push_room(comm, steps, nbytes, 2 * comm.num_sms)[2] <= room}
 
 
 def _push(
     comm: Communicator, choice: Choice, op: str, output: torch.Tensor, input: torch.Tensor, dtype: torch.dtype,
-    n: int, send_step: int, config: Config, stream: int | None, capturing: bool,
+    n: int, send_step: int, config: Config, line: Line,
 ) -> Launch:  # fmt: skip
     programs = choice.programs or 2 * comm.num_sms
     steps = PUSHES[choice.variant]
     part_bytes, most, size = _push_room(comm, steps, n * dtype.itemsize, programs)
     use = f"push of {most} blocks of {part_bytes} bytes in {steps} steps of all_reduce or reduce_scatter"
-    channel = comm.workspace.channel(use, stream, capturing, size, slice(size - 4 * most, size))
+    channel = comm.workspace.channel(use, line, size, slice(size - 4 * most, size))
     part = part_bytes // dtype.itemsize
     blocks = -(-n // (part if steps == 1 else part * comm.size))
     bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
     # The regions first, which are aligned then whatever their number.
-    slots, epochs = channel[: size - 4 * most].view(bits), channel[size - 4 * most :].view(torch.int32)
+    memory = channel.memory
+    slots, epochs = memory[: size - 4 * most].view(bits), memory[size - 4 * most :].view(torch.int32)
     # No more warps than there is data for: they poll together.
     warps = min(_warps(config, part_bytes), max(1, part_bytes // 512))
     programs = comm.fitting(max(1, min(blocks, programs)), warps)
-    before = (comm.workspace.context_tensor, epochs, slots)
+    before = (channel.context_tensor, epochs, slots)
     ranks = 1 << (comm.size - 1).bit_length()
     step, same = ((send_step,), (send_step == 0,)) if steps == 1 else ((), ())
     after = (n, most, *step, comm.size, ranks, part, op, *same)
@@ -163,7 +165,7 @@ def _block(config: Config, dtype: torch.dtype, room: int) -> int:
 
 def _ring(
     comm: Communicator, choice: Choice, op: str, output: torch.Tensor, input: torch.Tensor, dtype: torch.dtype,
-    n: int, config: Config, stream: int | None, capturing: bool,
+    n: int, config: Config, line: Line,
 ) -> Launch:  # fmt: skip
     sums, slice_n = accumulator(dtype), config.all_reduce_ring_slice_n
     asked = max(config.block_bytes(sums.itemsize), (slice_n or 0) * sums.itemsize)
@@ -178,10 +180,10 @@ def _ring(
             )
         block = slice_n
     programs = min(programs, -(-n // (block * comm.size)))
-    counts, words, slots, slot_bytes = comm.queues(stream, capturing, programs, config.few_sms)
-    before = (comm.workspace.context_tensor, counts, words, slots.view(sums))
+    queues = comm.queues(line, programs, config.few_sms)
+    before = queues.seen_as(sums)
     after = (
-        n, config.all_reduce_num_rings or 2, comm.size, block, slot_bytes // sums.itemsize, op,
+        n, config.all_reduce_num_rings or 2, comm.size, block, queues.slot_bytes // sums.itemsize, op,
         config.all_reduce_distribution != 1,
     )  # fmt: skip
     kernel = ring.gluon_ring if config.use_gluon else ring.triton_ring
@@ -190,7 +192,7 @@ def _ring(
 
 def _atomic(
     comm: Communicator, choice: Choice, op: str, output: torch.Tensor, input: torch.Tensor, dtype: torch.dtype,
-    n: int, config: Config, stream: int | None, capturing: bool,
+    n: int, config: Config, line: Line,
 ) -> Launch:  # fmt: skip
     if op not in ("sum", "avg"):
         raise UnsupportedReductionError(
@@ -208,10 +210,11 @@ def _atomic(
     locks = most * 2 * atomic.ACCUMULATOR_BYTES
     flags = locks + most * atomic.LOCK_BYTES
     use = f"accumulators of {most} programs of all_reduce"
-    channel = comm.workspace.channel(use, stream, capturing, size, slice(flags, size))
+    channel = comm.workspace.channel(use, line, size, slice(flags, size))
+    memory = channel.memory
     before = (
-        comm.workspace.context_tensor, channel[flags:].view(torch.int32), channel[locks:flags].view(torch.int32),
-        channel[:locks].view(sums),
+        channel.context_tensor, memory[flags:].view(torch.int32), memory[locks:flags].view(torch.int32),
+        memory[:locks].view(sums),
     )  # fmt: skip
     after = (n, comm.size, block, slot, op, choice.variant == "spinlock")
     kernel = atomic.gluon_atomic if config.use_gluon else atomic.triton_atomic
@@ -220,7 +223,7 @@ def _atomic(
 
 def _queued(
     comm: Communicator, choice: Choice, op: str, output: torch.Tensor, input: torch.Tensor, dtype: torch.dtype,
-    n: int, step: int | None, to: range | None, config: Config, stream: int | None, capturing: bool,
+    n: int, step: int | None, to: range | None, config: Config, line: Line,
 ) -> Launch:  # fmt: skip
     """Parts of ``step`` elements that lie behind each other, or (None) blocks each with its parts."""
     programs = comm.programs(choice.programs, config.block_bytes(dtype.itemsize), config.few_sms)
@@ -230,10 +233,10 @@ def _queued(
     part_step = block if step is None else step
     limit_step = block if step is None else 0
     programs = min(programs, -(-n // block_step))
-    counts, words, slots, slot_bytes = comm.queues(stream, capturing, programs, config.few_sms)
-    before = (comm.workspace.context_tensor, counts, words, slots.view(dtype), comm.heap_table)
+    queues = comm.queues(line, programs, config.few_sms)
+    before = (*queues.seen_as(dtype), comm.heap_table)
     steps = (n, part_step, block_step, limit_step, 0 if step is not None else block)
-    sizes = (comm.size, block, slot_bytes // dtype.itemsize, op, to is not None)
+    sizes = (comm.size, block, queues.slot_bytes // dtype.itemsize, op, to is not None)
     if choice.variant == "pull":
         kernel = pull.gluon_pull if config.use_gluon else pull.triton_pull
         after = (*steps, input.nbytes, output.nbytes, *sizes)

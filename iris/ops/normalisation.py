@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 
 from iris.arg_parser import real
-from iris.capture import capture_id
+from iris.capture import Line
 from iris.ccl import Config
 from iris.ccl.checks import compare_calls
 from iris.ccl.communicator import SIMULATED_PROGRAMS, power_of_two
@@ -207,27 +207,28 @@ class AllReduceRmsNorm:
         if not call.out.numel():
             return
         call = call._replace(input=call.input.contiguous(), weight=call.weight.contiguous())
-        stream = capture = None
+        stream, capturing = None, False
         if self._on_gpu:
             stream = torch._C._cuda_getCurrentRawStream(self._context.gpu_id)
-            capture = capture_id(stream) if torch._C._cuda_isCurrentStreamCapturing() else None
-        if capture is not None and not self._used:
+            capturing = torch._C._cuda_isCurrentStreamCapturing()
+        if capturing and not self._used:
             raise FirstUseInCaptureError("all_reduce_rms_norm()")
-        if DEBUGGING and capture is None:
+        if DEBUGGING and not capturing:
             said = f"all_reduce_rms_norm() with {described(call.given())}, eps={eps}"
             compare_calls(self._context._world.group, said)
         self._used = True
         # Numbers of rows share memory and launches up to the next power of two.
-        key = (power_of_two(call.rows), *call.kind(), stream, capture)
+        line = self._context._workspaces[None].line(stream, True) if capturing else stream
+        key = (power_of_two(call.rows), *call.kind(), line)
         if key not in self._launches:
-            remember(self._launches, key, self._prepare(call, stream, capture is not None))
+            remember(self._launches, key, self._prepare(call, line))
         self._launches[key](call, eps, stream)
 
     def close(self) -> None:
         """Forget all launches. The caller guarantees that no graph with them will be replayed."""
         self._launches.clear()
 
-    def _prepare(self, call: NormCall, stream: int | None, capturing: bool) -> Launch:
+    def _prepare(self, call: NormCall, line: Line) -> Launch:
         """A function that enqueues calls like this one."""
         comm, room, itemsize = self._context.ccl.communicator(), power_of_two(call.rows), call.input.itemsize
         variant = "one_shot"
@@ -244,7 +245,7 @@ class AllReduceRmsNorm:
         slot_bytes = -(-SLOTS.value * units * PUSHES[variant] * comm.size * part * itemsize // 16) * 16
         # Every shape has a channel, which is kept, and however many there are the collectives need room for theirs.
         nbytes, memory = slot_bytes + 20 * units, comm.workspace
-        if slot_bytes > memory.size // SHARE_OF_WORKSPACE or memory.room - nbytes < memory.size // ROOM_LEFT:
+        if slot_bytes > memory.limit // SHARE_OF_WORKSPACE or memory.room - nbytes < memory.limit // ROOM_LEFT:
             return self._behind_all_reduce(call)
         programs = min(units, SIMULATED_PROGRAMS if sms is None else WARPS * sms // warps)
         early = sms is not None and programs * warps <= EARLY_WARPS * sms
@@ -255,15 +256,15 @@ class AllReduceRmsNorm:
             kernel, shape = two_shot_rms_norm, (pieces, piece, part, block, lanes, clustered)
         constants = call.constants()
         # By the constants too: of what programs tell each other, each call writes the words that it reads.
-        channel = comm.workspace.channel(
+        channel = memory.channel(
             f"all_reduce_rms_norm of {room} rows of {call.columns} {call.input.dtype} in {shape}, {constants}",
-            stream, capturing, nbytes, slice(slot_bytes + 16 * units, None),
+            line, nbytes, slice(slot_bytes + 16 * units, None),
         )  # fmt: skip
         # The regions first, which are aligned then whatever their number; what programs of a row tell each other.
-        slots = channel[:slot_bytes].view({2: torch.int16, 4: torch.int32}[itemsize])
-        partials = channel[slot_bytes : slot_bytes + 16 * units].view(torch.int64)
-        epochs = channel[slot_bytes + 16 * units :].view(torch.int32)
-        front = (comm.workspace.context_tensor, epochs, partials, slots)
+        slots = channel.memory[:slot_bytes].view({2: torch.int16, 4: torch.int32}[itemsize])
+        partials = channel.memory[slot_bytes : slot_bytes + 16 * units].view(torch.int64)
+        epochs = channel.memory[slot_bytes + 16 * units :].view(torch.int32)
+        front = (channel.context_tensor, epochs, partials, slots)
         back = (comm.size, call.columns, *shape, early, *constants)
 
         def arguments(given: NormCall, eps: float) -> tuple:

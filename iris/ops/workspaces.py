@@ -1,10 +1,10 @@
-"""Which symmetric memory a call of a fused operation uses: that of its stream, of its graph, or what it is given."""
+"""Which symmetric memory a call of a fused operation uses: that of its stream, of its graphs, or what it is given."""
 
 from typing import Any
 
 import torch
 
-from iris.capture import capture_id
+from iris.capture import GraphLine, Line, Lines, outside_captures
 from iris.errors import FirstUseInCaptureError, InvalidCollectiveError
 from iris.ops.arena import COUNT_BYTES, Arena
 from iris.ops.buffers import Buffers, Needs
@@ -20,22 +20,21 @@ class Workspaces:
     def __init__(self, context: Any) -> None:
         self._context = context
         self._on_gpu = context.device.type == "cuda"
-        # Streams by handle, None in the simulator; and which graph is being captured there, or None.
-        self._used: dict[tuple[tuple, int | None, int | None], Buffers] = {}
-        self._arenas: dict[int | None, Arena] = {}
+        self._lines = Lines()
+        self._used: dict[tuple[tuple, Line], Buffers] = {}
+        self._arenas: dict[Line, Arena] = {}
 
     def find(self, needs: Needs, stream: int | None) -> Buffers:
         """What a call on the current stream uses. Collective, and blocks the host, if there was no room yet."""
-        capture = None
+        line: Line = stream
         if self._on_gpu and torch.cuda.is_current_stream_capturing():
-            capture = capture_id(stream)
-        key = (needs.kind, stream, capture)
-        if key not in self._used:
-            if capture is None:
-                self._take(needs, stream)
+            line = self._lines.find(stream)
+        if (needs.kind, line) not in self._used:
+            if isinstance(line, GraphLine):
+                self._take_captured(needs, line)
             else:
-                self._take_over(needs, stream, capture)
-        return self._used[key]
+                self._take(needs, line)
+        return self._used[needs.kind, line]
 
     # What is made in inference mode could not be written outside it.
     @torch.inference_mode(False)
@@ -85,7 +84,7 @@ class Workspaces:
             count_bytes = sum(each.count_bytes for each in wanted)
             self._arenas[stream] = self._make(max(COUNT_BYTES, count_bytes), data_bytes)
         for each in wanted:
-            self._used[each.kind, stream, None] = self._arenas[stream].take(each)
+            self._used[each.kind, stream] = self._arenas[stream].take(each)
 
     def _let_go(self, stream: int | None) -> None:
         """Of a stream's arena, which is unmapped. All that uses it is on the current stream, or joined to it.
@@ -99,16 +98,20 @@ class Workspaces:
         self._used = {key: buffers for key, buffers in self._used.items() if buffers.arena is not arena}
         arena.close()
 
-    def _take_over(self, needs: Needs, stream: int | None, capture: int) -> None:
-        """A graph keeps what a call like it has used on a stream, with all that lies in the same arena.
+    @torch.inference_mode(False)
+    def _take_captured(self, needs: Needs, line: GraphLine) -> None:
+        """Of the arena of a line of graphs, or of a new one beside it, which has room for all that eager calls use.
 
-        Of several streams' the first that was made, which is the same one on all ranks.
+        Nothing can be compiled in a capture, so there has been an eager call. The arena before is kept, since the
+        graphs that use it may be replayed.
         """
-        owners = [owner for owner in self._arenas if (needs.kind, owner, None) in self._used]
-        if not owners:
+        eager = {kind: buffers.needs for (kind, of), buffers in self._used.items() if not isinstance(of, GraphLine)}
+        if needs.kind not in eager:
             raise FirstUseInCaptureError(f"{needs.kind[0]}() of this shape")
-        arena = self._arenas.pop(owners[0])
-        taken = {key: buffers for key, buffers in self._used.items() if buffers.arena is arena}
-        kept = {key: buffers for key, buffers in self._used.items() if key not in taken}
-        # What the graph has used of another arena before goes on there.
-        self._used = {(kind, stream, capture): buffers for (kind, _, _), buffers in taken.items()} | kept
+        if line not in self._arenas or not self._arenas[line].has_room(needs):
+            count_bytes = sum(each.count_bytes for each in eager.values())
+            with outside_captures(self._context.device):
+                self._arenas[line] = self._make(
+                    max(COUNT_BYTES, count_bytes), max(each.data_bytes for each in eager.values())
+                )
+        self._used[needs.kind, line] = self._arenas[line].take(needs)

@@ -69,7 +69,8 @@ class Clock:
     def __init__(self, workspace: Workspace) -> None:
         self._workspace, self._rounds = workspace, 0
         size = 4 * workspace.group.size
-        self._flags = workspace.channel("the comparison of clocks", None, False, size, slice(size)).view(torch.int32)
+        channel = workspace.channel("the comparison of clocks", None, size, slice(size))
+        self._flags, self._context_tensor = channel.memory.view(torch.int32), channel.context_tensor
 
     def compare(self) -> Comparison:
         """This rank's clock against the first rank's. Collective; blocks the host; nothing else may be running."""
@@ -83,7 +84,7 @@ class Clock:
             if group.rank in (0, other):
                 peer = other if group.rank == 0 else 0
                 exchange_times[(1,)](
-                    self._workspace.context_tensor, self._flags, peer, self._rounds, times[other], ROUNDS,
+                    self._context_tensor, self._flags, peer, self._rounds, times[other], ROUNDS,
                     LEADS=group.rank == 0, num_warps=1,
                 )  # fmt: skip
         self._rounds += ROUNDS

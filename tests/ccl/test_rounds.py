@@ -216,7 +216,7 @@ def set_counts(ctx, to):
     """As if ``to`` (int32) calls and blocks had been, on a quiet world: what the library counts in device memory."""
     place = (to & 0xFFFF) << 48
     place -= (place >> 63) << 64
-    for (operation, _, _), channel in ctx.ccl._communicators[None].workspace._channels.items():
+    for (operation, _), channel in ctx.ccl._communicators[None].workspace._channels.items():
         channel = channel.memory
         if operation.startswith("one hop of"):
             epochs_bytes, _ = one_hop.channel_bytes(ctx.num_ranks, int(operation.split()[3]))
@@ -224,7 +224,8 @@ def set_counts(ctx, to):
         elif operation.startswith("accumulators of"):
             channel[-4 * int(operation.split()[2]) * ctx.num_ranks :].view(torch.int32).fill_(to)
         elif operation.startswith("queues of"):
-            programs = int(operation.split()[2])
+            # Those for messages have counts, and words, of both directions.
+            programs = int(operation.split()[2]) * (2 if operation.endswith("messages") else 1)
             counts, words = programs * COUNTS.value * 4, programs * WORDS.value * 8
             channel[:counts].view(torch.int32).fill_(to)
             rows = channel[counts : counts + words].view(torch.int64).view(programs, WORDS.value)
