@@ -320,8 +320,10 @@ class Iris(Factories):
         return self.is_symmetric(tensor)
 
 
-def iris(heap_size: int = 1 << 30) -> Iris:
+def iris(heap_size: int = 1 << 30, *, process_group: dist.ProcessGroup | None = None) -> Iris:
     """Make a context with a symmetric heap of ``heap_size`` bytes. Collective over all ranks; blocks the host.
+
+    ``process_group``: whose members are its ranks, and who make it; by default all ranks of the program.
 
     ``torch.distributed`` decides rank, size and device. Not initialised: under torchrun's environment it is initialised
     here (NCCL with a GPU a rank, else Gloo); without one this is a world of one rank.
@@ -332,4 +334,4 @@ def iris(heap_size: int = 1 << 30) -> Iris:
     MismatchedHeapError
         On the ranks that are at fault; `PeerFailedError` on the others. See `iris.errors`.
     """
-    return Iris(heap_size)
+    return Iris(heap_size, process_group=process_group)

@@ -264,7 +264,8 @@ def send_in_a_part(ctx):
     members = [ctx.num_ranks - 2, ctx.num_ranks - 1]
     group = dist.new_group(members)
     if ctx.cur_rank in members:
-        with iris.Iris(1 << 20, process_group=group) as part:
+        with iris.iris(1 << 20, process_group=group) as part:
+            assert part.num_ranks == 2
             tensor = torch.full((3,), float(part.get_rank()), device=part.device)
             assert part.broadcast(tensor, 1).tolist() == [1.0] * 3
 

@@ -1,6 +1,7 @@
 """How a collective is carried out, where the caller knows better than the library's choice."""
 
 import math
+import warnings
 from dataclasses import dataclass, fields
 from enum import Enum
 
@@ -34,6 +35,13 @@ _COUNTS = ("swizzle_size", "comm_sms", "num_xcds", "all_reduce_num_rings", "all_
 
 # Kernels take numbers of 32 bits.
 MOST = (1 << 31) - 1
+
+# Accepted for programs that set them, and said once in a process.
+_WITHOUT_EFFECT = (
+    "swizzle_size", "num_xcds", "chunk_size", "num_stages", "waves_per_eu", "reduce_scatter_variant",
+    "all_to_all_variant",
+)  # fmt: skip
+_told: set[str] = set()
 
 # So many SMs, or fewer, want other variants and larger blocks than a GPU that is free for a collective.
 FEW_SMS = 32
@@ -112,6 +120,14 @@ class Config:
             raise InvalidConfigError(
                 f"Config(block_size_m={self.block_size_m}, block_size_n={self.block_size_n}) cannot work: a block has "
                 "at most 1048576 elements, which is the compiler's limit."
+            )
+        idle = [name for name in _WITHOUT_EFFECT if getattr(self, name) is not None and name not in _told]
+        if idle:
+            _told.update(idle)
+            warnings.warn(
+                f"iris.ccl.Config({', '.join(f'{name}={getattr(self, name)!r}' for name in idle)}): no collective has "
+                "a use for what is set here, so leave it out.",
+                stacklevel=3,
             )
 
     @property

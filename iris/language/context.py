@@ -25,6 +25,7 @@ from iris import device_record
 from iris.language.address import check_copy, check_reach, gluon_translate, in_simulator, triton_translate
 from iris.language.atomics import make_atomics
 from iris.language.failures import CHECKS_POINTERS, WAIT_LIMIT_NS, gluon_failures, triton_failures
+from iris.language.initialisation import check_context, is_switch, refuse
 from iris.language.ordering import SET, WHOLE, gluon_ordering, triton_ordering
 from iris.language.tracing import TRACES_ALL, gluon_tracing, triton_tracing
 
@@ -53,31 +54,6 @@ def _digest() -> str:
     return hashlib.sha256(
         sources + f"{WAIT_LIMIT_NS.value} {CHECKS_POINTERS.value} {TRACES_ALL.value}".encode()
     ).hexdigest()[:12]
-
-
-@triton.constexpr_function
-def check_context(rank, num_ranks):
-    """In the simulator: raise unless these can come from a context tensor, before anything is looked up by them."""
-    from iris.errors import InvalidContextError
-
-    rank, num_ranks = (
-        value.handle.data.item() if isinstance(value, tl.tensor) else value for value in (rank, num_ranks)
-    )
-    if not 0 <= rank < num_ranks < 1 << 16:
-        raise InvalidContextError(
-            f"A device context cannot have rank {rank} of {num_ranks}. Initialise it from ctx.get_device_context(), "
-            "and with this rank and the number of ranks, if they are given."
-        )
-
-
-@triton.constexpr_function
-def refuse(name):
-    """Raise: a kernel has called the class of this name as if that made a context."""
-    from iris.errors import InvalidContextError
-
-    raise InvalidContextError(
-        f"{name}(...) makes no device context: write {name}.initialize(...), with what ctx.get_device_context() gives."
-    )
 
 
 def make_device_context(
@@ -364,7 +340,7 @@ def make_device_context(
         return lang.cast(lang.load(context_tensor + NUM_RANKS), lang.int32)
 
     @jit
-    def initialize(context_tensor, rank=None, num_ranks=None, tracing: tl.constexpr = False):
+    def identify(context_tensor, rank, num_ranks, tracing: tl.constexpr):
         return connect(
             context_tensor,
             rank_of(context_tensor) if rank is None else rank,
@@ -372,11 +348,23 @@ def make_device_context(
             tracing,
         )
 
-    @jit
-    def initialize_traced_second(context_tensor, tracing: tl.constexpr = False, rank=None, num_ranks=None):
-        return initialize(context_tensor, rank, num_ranks, tracing)
+    # Triton's form takes `tracing` last and Gluon's second. Each takes the other's order too, from programs that name
+    # none of the three: True and False are no rank, and a rank is neither.
 
-    # Gluon's form takes `tracing` second.
+    @jit
+    def initialize(context_tensor, rank=None, num_ranks=None, tracing=False):
+        if is_switch(rank):
+            return identify(context_tensor, num_ranks, None if is_switch(tracing) else tracing, rank)
+        else:
+            return identify(context_tensor, rank, num_ranks, tracing)
+
+    @jit
+    def initialize_traced_second(context_tensor, tracing=False, rank=None, num_ranks=None):
+        if is_switch(tracing):
+            return identify(context_tensor, rank, num_ranks, tracing)
+        else:
+            return identify(context_tensor, tracing, rank, num_ranks if is_switch(num_ranks) else False)
+
     Context.initialize = staticmethod(initialize if lang is tl else initialize_traced_second)
     # Older names, and what Triton's aggregates do not take as members.
     Context.rank = property(lambda self: self.cur_rank)

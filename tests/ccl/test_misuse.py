@@ -1,6 +1,7 @@
 """Calls that make no sense are refused before anything is enqueued: what was wrong, what was given, what to do."""
 
 import time
+import warnings
 from unittest import mock
 
 import pytest
@@ -246,6 +247,23 @@ def test_a_configuration_says_what_is_possible(field, value, message):
     with pytest.raises(InvalidConfigError, match=rf"{field}={value!r}.*{message}") as caught:
         Config(**{field: value})
     assert isinstance(caught.value, ValueError)
+
+
+IDLE = {
+    **dict.fromkeys(["swizzle_size", "num_xcds", "chunk_size", "num_stages", "waves_per_eu"], 1),
+    "reduce_scatter_variant": "two_shot",
+    "all_to_all_variant": "persistent",
+}
+
+
+@pytest.mark.parametrize("field", IDLE)
+def test_a_field_without_effect_is_told_once(field, monkeypatch):
+    monkeypatch.setattr("iris.ccl.config._told", set())
+    with pytest.warns(UserWarning, match=rf"Config\({field}=.*no collective has a use"):
+        Config(**{field: IDLE[field]})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Config(**{field: IDLE[field]})
 
 
 def test_a_block_has_a_limit():

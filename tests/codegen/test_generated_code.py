@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from conftest import TESTS, import_path
 from covering import EVERYTHING, covering, sample
-from language import atomic_kernels
+from language import atomic_kernels, initialise_kernels
 from language.test_atomics import CASES, ORDERS
 from language.test_misuse import by_its_class, by_its_class_gluon
 from tracing.traced_kernels import KERNELS, NAMES
@@ -272,3 +272,17 @@ def test_what_the_simulator_refuses_of_fp8_does_not_compile(target, dtype, op):
     else:
         with pytest.raises((RuntimeError, triton.CompilationError)):
             compile_for(target, of_fp8, x, x, op)
+
+
+@pytest.mark.parametrize("form", range(8))
+@pytest.mark.parametrize("language", ["triton", "gluon"])
+def test_a_context_is_initialised_in_either_order(language, form):
+    kernel = getattr(initialise_kernels, f"{language}_initialise")
+    seen = torch.zeros(16, dtype=torch.int32)
+    for target in ("sm_90", "gfx942"):
+        # The contexts that are traced are counted.
+        counted = [
+            bool(re.search(r"atom|red\.global", compile_for(target, kernel, CONTEXT, seen, 3, 4, form, traced).text))
+            for traced in (False, True)
+        ]
+        assert counted == [False, form > 0]
