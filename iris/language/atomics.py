@@ -1,7 +1,7 @@
 """The atomic operations of the device context, on any rank's copy, written once for Triton and Gluon.
 
 Each returns the old value. ``sem``: "relaxed", "acquire", "release" or "acq_rel", of the whole block; ``scope``: "cta",
-"gpu" or "sys". ``hint``: what the pointer is a multiple of, in elements.
+"gpu" or "sys". ``hint``: what the translated pointer is a multiple of, in bytes.
 """
 
 from collections.abc import Callable

@@ -103,7 +103,7 @@ def make_device_context(
 
         @jit
         def _peers(self, ptr, rank, mask, hint: tl.constexpr = None):
-            """`translate` of a pointer that is used here and now, under ``mask``; a multiple of ``hint`` elements."""
+            """`translate` of a pointer that is used here and now, under ``mask``; a multiple of ``hint`` bytes."""
             self._check(ptr, mask, rank)
             moved = self.translate(ptr, rank)
             if hint is not None:
