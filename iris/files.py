@@ -10,11 +10,9 @@ from iris.errors import FolderError
 
 def check_writable(path: Path) -> None:
     """Raise `FolderError` if no file can be made at ``path``: before the work that it is for."""
-    there = next(
-        folder for folder in (path, *path.absolute().parents) if folder == Path("/") or os.path.lexists(folder)
-    )
-    if not os.access(there, os.W_OK):
-        raise FolderError(f"{path} cannot be written: {there} is not this user's to write. Give another path.")
+    there = next(each for each in (path, *path.absolute().parents) if os.path.lexists(each) or each == Path("/"))
+    if not os.access(there, os.W_OK) or not (there == path or there.is_dir()):
+        raise FolderError(f"{path} cannot be written: {there} is no folder that this user may write to.")
 
 
 @contextlib.contextmanager
