@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,7 +14,9 @@ from conftest import import_path
 from covering import EVERYTHING
 
 from iris.errors import InvalidSettingError
+from iris.program import members, running
 from iris.simulator import sanitizer
+from iris.simulator.sanitizer import whereabouts
 
 pytest_plugins = ["iris.simulator.sanitizer.fixture"]
 
@@ -219,16 +222,43 @@ if __name__ == "__main__":
 """
 
 
-def test_a_time_limit_says_where_every_rank_was(tmp_path):
-    program = tmp_path / "endless.py"
+def test_at_the_time_limit_every_rank_is_asked_where_it_is(tmp_path):
+    program, folder = tmp_path / "endless.py", tmp_path / "notes"
     program.write_text(ENDLESS)
-    done = check("--time-limit", 15, program, TMPDIR=str(tmp_path))
-    assert done.returncode == 1, done.stderr
-    first, *places, last = done.stdout.splitlines()
-    assert first.startswith("iris-check: deadlock: the program has not ended within 15 s (--time-limit): rank 0 is at ")
-    wanted = [f"{program}:7 in wait", f"{program}:13 in worker"]
-    assert places == [f"    rank {rank}: is at {where}" for rank, where in enumerate(wanted)]
-    assert [path.name for path in tmp_path.iterdir()] == ["endless.py"]
+    folder.mkdir()
+    settings = {"IRIS_SANITIZE": "1", "IRIS_SANITIZE_FOLDER": str(folder), "IRIS_SIMULATOR": "1"}
+    places = [(f"rank {rank}", f"is at {program}:{line}") for rank, line in enumerate(["7 in wait", "13 in worker"])]
+    with running(program, [], settings | {"PYTHONPATH": import_path()}):
+        until = time.monotonic() + 100
+        found = []
+        while time.monotonic() < until and (not found or found[0].places != places):
+            whereabouts.note(folder, members())
+            found = whereabouts.findings(folder, 8)
+    (finding,) = found
+    assert finding.places == places
+    start = "the program has not ended within 8 s (--time-limit): rank 0 is at "
+    assert finding.kind == "deadlock" and finding.sentence.startswith(start)
+    assert not members()
+
+
+def test_a_time_limit_ends_the_program(tmp_path):
+    program = tmp_path / "sleeps.py"
+    program.write_text("import time; time.sleep(600)")
+    done = check("--time-limit", 3, program, TMPDIR=str(tmp_path))
+    said = "iris-check: deadlock: the program has not ended within 3 s (--time-limit): none of its processes uses Iris"
+    assert (done.returncode, done.stdout.splitlines()) == (1, [said, "iris-check: 1 found."]), done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["sleeps.py"]
+
+
+def test_an_access_in_a_function_of_a_kernel_names_the_kernels_line_too(iris_check):
+    (finding,) = iris_check(BROKEN / "stage_too_far.py")
+    assert (finding.kind, finding.count, finding.ranks) == ("bounds", 2, [0, 1])
+    assert (
+        "kernel 'pass_on' of rank " in finding.sentence
+        and ", program (0, 0, 0), stops: index 2 of 2" in finding.sentence
+    )
+    ((_, where),) = finding.places
+    assert re.search(r"stage_too_far\.py:23 in keep, called by \S+stage_too_far\.py:34 in pass_on", where)
 
 
 # The signal is one that nobody gives.

@@ -4,7 +4,7 @@ Each time that a look at a word tells a program more of others, by the most gene
 word that was, and who had written it last.
 """
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from iris.simulator.sanitizer.clocks import Thread
     from iris.simulator.sanitizer.findings import Side
     from iris.simulator.sanitizer.races import Access
+
+# Looks that are remembered of each program: of a race, the second access comes soon behind the look that is at fault.
+REMEMBERED = 64
 
 # So many words one behind the other lie between two programs, at most, where one looks for the one that is at fault.
 LONGEST_CHAIN = 32
@@ -33,19 +36,15 @@ class Carriers:
     """Of all programs, by the slots of their clocks."""
 
     def __init__(self) -> None:
-        # By the slots of who has heard and of whom: the words that told of it in turn, each with the last tick it told.
-        self._heard: dict[tuple[int, int], list[tuple[int, Carrier]]] = defaultdict(list)
+        # The words by which each has come to know more, in turn, with what it knew then.
+        self._heard: dict[int, deque[tuple[np.ndarray, Carrier]]] = defaultdict(lambda: deque(maxlen=REMEMBERED))
 
     def heard(self, thread: "Thread", before: np.ndarray, carrier: Carrier) -> None:
         """By ``carrier`` the clocks of ``thread`` have become what they are; they were ``before``."""
-        now, then = thread.clock[clocks.BOTH], before[clocks.BOTH]
-        more = now.copy()
-        more[: len(then)] -= then
-        for slot in np.flatnonzero(more):
-            told = self._heard[thread.slot, int(slot)]
-            if told and told[-1][1][:2] == carrier[:2]:
-                told.pop()
-            told.append((int(now[slot]), carrier))
+        now, then = thread.clock[clocks.BOTH].copy(), before[clocks.BOTH]
+        # Ticks only grow.
+        if now.sum() != then.sum():
+            self._heard[thread.slot].append((now, carrier))
 
     def between(self, thread: "Thread", access: "Access") -> Carrier | None:
         """The word by which ``thread`` knows of ``access``, but not as the program is written."""
@@ -65,5 +64,10 @@ class Carriers:
         return found
 
     def _first(self, slot: int, access: "Access") -> Carrier | None:
-        told = self._heard.get((slot, access.thread_slot), ())
-        return next((carrier for tick, carrier in told if tick >= access.tick), None)
+        """Of the words by which who has this slot came to know, the one that told of ``access``."""
+        heard = self._heard.get(slot, ())
+        for number, (known, carrier) in enumerate(heard):
+            if len(known) > access.thread_slot and known[access.thread_slot] >= access.tick:
+                # An older one may have told of it that is forgotten.
+                return carrier if number or len(heard) < REMEMBERED else None
+        return None
