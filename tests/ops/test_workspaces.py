@@ -149,7 +149,7 @@ def test_more_kinds_than_there_are_counts_for(ranks):
 
 
 def capture(ctx, name, config):
-    """Graphs keep what was used before; calls beside them get other memory, and each graph too."""
+    """Graphs of one line share memory, those of others have their own, and so have calls beside them."""
     ctx.ops.close()
     wrong = torch.zeros((), dtype=torch.int64, device=ctx.device)
     data = [Round(ctx, name, M=rows) for rows in ROWS]
@@ -164,27 +164,24 @@ def capture(ctx, name, config):
         for each, out in zip(data, outs, strict=True):
             wrong.add_((out.float() != each.expected(turn)).sum())
 
-    def record():
+    def record(stream=None):
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, stream=stream):
             number.add_(1)
             calls()
         return graph
 
-    # The last one has the most rows, and so new memory, in which those before it have room too.
-    calls()
-    graphs = [record()]
     with pytest.raises(FirstUseInCaptureError, match=f"{name}.* of this shape"):
         record()
     torch.cuda.synchronize()
     calls()
-    graphs.append(record())
-    assert len(arenas()) == 2
+    graphs = [record(), record(), record(torch.cuda.Stream())]
+    assert len(arenas()) == 3
     number.zero_()
     for turn in range(1, 201):
         if turn % 40 == ctx.cur_rank:
             torch.cuda._sleep(LATE)
-        graphs[turn % 2].replay()
+        graphs[turn % 3].replay()
         compare(turn)
         calls()
         compare(turn)
