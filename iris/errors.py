@@ -65,12 +65,12 @@ class InvalidValueError(IrisError, RuntimeError, ValueError):
 class ChannelsExhaustedError(IrisError, RuntimeError):
     """A group has no memory left for another channel."""
 
-    def __init__(self, wanted: str, size: str, channels: int, captures: int) -> None:
+    def __init__(self, wanted: str, size: str, channels: int, lines: int) -> None:
         super().__init__(
-            f"The {size} that this group has for flags and staging are in use by {channels} channels, and another "
-            f"needs {wanted}. Each operation has one a stream, and one more in each CUDA graph ({captures} so far), "
-            "which it keeps. Use fewer streams, capture once and replay, or give back the channels of graphs that are "
-            "gone with ctx.ccl.release_graphs()."
+            f"The {size} that this group may have for flags and staging are in use by {channels} channels, and another "
+            f"needs {wanted}. Each operation has one a stream, and one for all graphs of a pool or of a capture stream "
+            f"({lines} of these so far), which they keep. Use fewer streams, capture on one stream what never runs at "
+            "once, or give back the channels of graphs that are gone with ctx.ccl.release_graphs()."
         )
 
 

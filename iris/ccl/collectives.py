@@ -30,9 +30,10 @@ class Collectives:
     """The collectives among the ranks of a group, by default all of them; made by `iris.iris`, as ``ctx.ccl``.
 
     Every member of the group calls the same collective with tensors of equal shape and dtype, in the same order on its
-    stream. A call is enqueued on the current stream; the host does not wait. It may be captured in a CUDA graph, once
-    the group has been used before. Tensors may be anywhere on the context's device; large results on the symmetric heap
-    are written by the peers directly. Tensors that are not contiguous are copied, where not said otherwise.
+    stream. A call is enqueued on the current stream; the host does not wait, but where a first call of its kind needs
+    memory and meets the ranks. It may be captured in a CUDA graph, once the group has been used before. Tensors may be
+    anywhere on the context's device; large results on the symmetric heap are written by the peers directly. Tensors
+    that are not contiguous are copied, where not said otherwise.
 
     Arguments of all: ``group``, a process group that this rank is in; ``async_op``, whether to return a `Work`;
     ``config``, a `Config`, the same on all members.
