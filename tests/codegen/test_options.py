@@ -10,8 +10,8 @@ from language import option_kernels
 from codegen.offline import compile_for
 
 CONTEXT = torch.zeros(16, dtype=torch.int64)
-# The words of the access on NVIDIA, and on AMD, where some modifiers are as none.
-LOADS = {".ca": (".ca", None), ".cg": (".cg", "nt"), ".cv": (".cv", "sc0 sc1")}
+# The words of the access on NVIDIA and on AMD; None where some version of Triton takes the modifier for none.
+LOADS = {".ca": (".ca", None), ".cg": (".cg", "nt"), ".cv": (None, "sc0 sc1")}
 STORES = {".cg": (".cg", None), ".cs": (".cs", "nt"), ".wt": (".wt", "sc0 sc1")}
 READS, WRITES = ("load", "get", "put", "copy"), ("store", "get", "put", "copy")
 
