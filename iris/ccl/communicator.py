@@ -23,6 +23,8 @@ SIMULATED_PROGRAMS = 8
 # Programs of a message between two ranks, and streams on which a rank may send to another.
 P2P_PROGRAMS = 2 if simulator.ACTIVE else 32
 P2P_STREAMS = 2
+# One more for graphs.
+P2P_SETS = P2P_STREAMS + 1
 
 # Bytes of all slots of a channel, and of one for messages, which every group has.
 STAGING_BYTES = (4 << 20) if simulator.ACTIVE else (32 << 20)
@@ -136,9 +138,7 @@ class Communicator:
         self.launches: dict[Any, Launch] = {}
         self._streams_to: dict[tuple[int, bool], list[int | None]] = {}
         self.p2p_slot_bytes = self._slot_bytes(P2P_STAGING_BYTES, P2P_PROGRAMS, LARGEST_SLOT)
-        # One more for graphs: of what is captured from a rank to another, one replay may run at a time.
-        staging = range(P2P_STREAMS + 1) if self.size > 1 else ()
-        self._point_to_point = [self._p2p_channel(n) for n in staging]
+        self._p2p_channel = self._set_aside() if self.size > 1 else None
         self.configs: list[object] = []
         self.rows: dict[Any, Rows] = {}
 
@@ -204,7 +204,7 @@ class Communicator:
         """
         up = (self.rank < peer) == sends
         if isinstance(line, GraphLine):
-            return self._p2p_queues(self._point_to_point[P2P_STREAMS], up)
+            return self._p2p_queues(P2P_STREAMS, up)
         streams = self._streams_to.setdefault((peer, sends), [])
         if line not in streams:
             if len(streams) == P2P_STREAMS:
@@ -213,24 +213,30 @@ class Communicator:
                     "streams in this direction, which is as many as there is staging for. Send and receive on these."
                 )
             streams.append(line)
-        return self._p2p_queues(self._point_to_point[streams.index(line)], up)
+        return self._p2p_queues(streams.index(line), up)
 
-    def _p2p_channel(self, n: int) -> Channel:
-        """Counts of messages up, and down; words of both; slots, which they share: the senders up are the lower ranks,
-        and those down the higher."""
-        size = 2 * region_bytes(P2P_PROGRAMS, self.size, 0) + slots_bytes(P2P_PROGRAMS, self.size, self.p2p_slot_bytes)
-        counts = slice(0, 2 * P2P_PROGRAMS * COUNTS.value * 4)
+    def _set_aside(self) -> Channel:
+        """For messages: counts, words and slots of each stream; those of graphs come last, of which one replay may run
+        at a time. Counts and words are those of messages up, then down. Slots serve both: up, the senders are the lower
+        ranks, and down, the higher."""
+        size = P2P_SETS * (
+            2 * region_bytes(P2P_PROGRAMS, self.size, 0) + slots_bytes(P2P_PROGRAMS, self.size, self.p2p_slot_bytes)
+        )
+        counts = slice(0, P2P_SETS * 2 * P2P_PROGRAMS * COUNTS.value * 4)
         told = functools.partial(_told, self.rank, self.size)
-        return self.workspace.channel(f"queues of {P2P_PROGRAMS} programs for messages", n, size, counts, told)
+        return self.workspace.channel(f"queues of {P2P_PROGRAMS} programs for messages", None, size, counts, told)
 
-    def _p2p_queues(self, channel: Channel, up: bool) -> Queues:
+    def _p2p_queues(self, n: int, up: bool) -> Queues:
         counts, words = P2P_PROGRAMS * COUNTS.value * 4, P2P_PROGRAMS * WORDS.value * 8
-        first_count, first_word = (0, 2 * counts) if up else (counts, 2 * counts + words)
+        slots = slots_bytes(P2P_PROGRAMS, self.size, self.p2p_slot_bytes)
+        which, memory = 2 * n + (not up), self._p2p_channel.memory
+        first_word = 2 * P2P_SETS * counts
+        first_slot = first_word + 2 * P2P_SETS * words
         return Queues(
-            channel.context_tensor,
-            channel.memory[first_count:][:counts].view(torch.int32),
-            channel.memory[first_word:][:words].view(torch.int64),
-            channel.memory[2 * (counts + words) :],
+            self._p2p_channel.context_tensor,
+            memory[which * counts :][:counts].view(torch.int32),
+            memory[first_word + which * words :][:words].view(torch.int64),
+            memory[first_slot + n * slots :][:slots],
             self.p2p_slot_bytes,
         )
 

@@ -15,6 +15,7 @@ from hesitation import hesitant
 
 from ccl.calls import EVERYTHING, LAYOUTS, MOVES, PLACES, SUMS, Arena, Case, chosen, mainly, perform
 from iris.ccl import Config, ReduceOp, one_hop
+from iris.ccl.communicator import P2P_SETS
 from iris.ccl.queue import COUNTS, MAX_RANKS, POSTS, WORDS
 from iris.ccl.queue import PLACES as PLACES_FROM
 
@@ -224,8 +225,8 @@ def set_counts(ctx, to):
         elif operation.startswith("accumulators of"):
             channel[-4 * int(operation.split()[2]) * ctx.num_ranks :].view(torch.int32).fill_(to)
         elif operation.startswith("queues of"):
-            # Those for messages have counts, and words, of both directions.
-            programs = int(operation.split()[2]) * (2 if operation.endswith("messages") else 1)
+            # Those for messages have counts, and words, of both directions on each stream.
+            programs = int(operation.split()[2]) * (2 * P2P_SETS if operation.endswith("messages") else 1)
             counts, words = programs * COUNTS.value * 4, programs * WORDS.value * 8
             channel[:counts].view(torch.int32).fill_(to)
             rows = channel[counts : counts + words].view(torch.int64).view(programs, WORDS.value)
