@@ -5,7 +5,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from iris.errors import FolderError
+from iris.errors import FolderError, IrisError
 
 
 def check_writable(path: Path) -> None:
@@ -21,5 +21,7 @@ def written(path: Path) -> Iterator[None]:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield
+    except IrisError:
+        raise
     except OSError as error:
         raise FolderError(f"{path} cannot be written: {error}.") from error

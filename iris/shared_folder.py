@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from iris.errors import FolderError
+from iris.files import written
 from iris.program import undisturbed
 
 INTERVAL_S = 0.05
@@ -102,8 +103,9 @@ def _enter(folder: Path) -> int:
 def whole(path: Path) -> Iterator[Path]:
     """Where to write a file for other ranks: it is at ``path`` when it is whole."""
     unfinished = path.with_name(f"unfinished-{path.name}")
-    yield unfinished
-    unfinished.rename(path)
+    with written(path):
+        yield unfinished
+        unfinished.rename(path)
 
 
 def leave(path: Path, status: int) -> None:

@@ -75,6 +75,10 @@ def launch(worker: Callable, num_ranks: int, *args: Any, meanwhile: Callable[[],
     finally:
         for process in context.processes:
             process.kill()
+        # In which torch has a rank leave its traceback.
+        for file in filter(None, context.error_files):
+            with contextlib.suppress(OSError):
+                os.unlink(file)
 
 
 def _check_importable(worker: Callable) -> None:

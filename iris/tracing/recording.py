@@ -15,7 +15,6 @@ import torch
 from iris.arg_parser import count
 from iris.device_record import DeviceRecord
 from iris.errors import InvalidArgumentError, InvalidCountError, InvalidSettingError, NotTracingError
-from iris.files import written
 from iris.heap.mapping import mappings, snapshot
 from iris.language.tracing import ADDRESS, ASKED, HEADER, LAST_LOOKS, ROOM, TRACES_ALL, WORDS
 from iris.shared_folder import own_folder, whole
@@ -76,7 +75,7 @@ class Recording:
     def save(self, path: Path) -> None:
         """To a file that is there when it is whole."""
         header = asdict(self) | {"events": None}
-        with written(path), whole(path) as unfinished, open(unfinished, "wb") as file:
+        with whole(path) as unfinished, open(unfinished, "wb") as file:
             np.savez(file, header=np.array(json.dumps(header)), events=self.events)
 
     @staticmethod

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from iris import inspection
+from iris.files import written
 from iris.switches import switched_on
 
 if TYPE_CHECKING:
@@ -47,8 +48,9 @@ def start(folder: Path, rank: int, num_ranks: int) -> None:
     from iris.simulator.sanitizer import whereabouts
     from iris.simulator.sanitizer.recorder import Recorder
 
-    whereabouts.sign(folder, rank)
-    recorder = Recorder(folder, rank, num_ranks)
+    with written(folder / f"rank{rank}.events"):
+        whereabouts.sign(folder, rank)
+        recorder = Recorder(folder, rank, num_ranks)
 
 
 @contextlib.contextmanager

@@ -73,7 +73,7 @@ class Liveness:
 
     def __init__(self, folder: Path, rank: int, num_ranks: int) -> None:
         file = os.open(folder / "ranks", os.O_RDWR | os.O_CREAT, 0o600)
-        os.ftruncate(file, 8 * (1 + _WORDS * num_ranks))
+        os.posix_fallocate(file, 0, 8 * (1 + _WORDS * num_ranks))
         self._memory = mmap.mmap(file, 8 * (1 + _WORDS * num_ranks))
         os.close(file)
         words = np.frombuffer(self._memory, dtype=np.int64)

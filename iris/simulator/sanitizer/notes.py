@@ -25,7 +25,8 @@ class Notes:
         self._places: dict[Place, int] = {}
         # The counters of all ranks: a file that is locked while one of them takes a number.
         self._lock = os.open(folder / "counter", os.O_RDWR | os.O_CREAT, 0o600)
-        os.ftruncate(self._lock, 16)
+        # A page of a mapping for which the disk has no room would end the process when it is touched.
+        os.posix_fallocate(self._lock, 0, 16)
         self._counter = mmap.mmap(self._lock, 16)
 
     def add(self, event: Any) -> None:
