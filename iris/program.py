@@ -39,7 +39,8 @@ def as_command() -> Iterator[None]:
     """
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     for each in _ENDING_SIGNALS:
-        signal.signal(each, _end_command)
+        if signal.getsignal(each) is not signal.SIG_IGN:  # as nohup(1) wants it
+            signal.signal(each, _end_command)
     try:
         yield
     finally:

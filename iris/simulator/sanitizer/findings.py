@@ -86,19 +86,22 @@ def line_text(line: Line) -> str:
     return f"{shown(line.file)}:{line.number}{inside}"
 
 
-@dataclass
-class _Race:
-    """The first that was seen between two lines in one tensor, and what is the same of others.
-
-    ``flag``: by which the later of the two might know of the first.
-    """
+class _Example(NamedTuple):
+    """A race at the byte at ``offset`` of ``space``; ``flag``: by which the later side might know of the first."""
 
     sides: tuple[Side, Side]
     space: tuple[str, int]
     offset: int
     remedy: str | None
     flag: "Carrier | None"
+
+
+@dataclass
+class _Race:
+    """All races between two lines in one tensor: how many of each kind, and the first of it."""
+
     kinds: Counter = field(default_factory=Counter)
+    examples: dict[str, _Example] = field(default_factory=dict)
     ranks: set[int] = field(default_factory=set)
 
 
@@ -130,10 +133,11 @@ class Findings:
     ) -> None:  # fmt: skip
         """``remedy``: what is said instead of what is said of the kind; ``flag``: by which the later might know."""
         # Which of the two came first, on which ranks and in which element, is chance.
-        allocation = self._allocation(space, offset)
-        key = frozenset((one.place, other.place)), space[0], allocation and allocation[0]
-        race = self._races.setdefault(key, _Race((one, other), space, offset, remedy, flag))
+        begin, text, *_ = self._allocation(space, offset) or (None, None)
+        key = frozenset((one.place, other.place)), space[0], text if space[0] == PRIVATE else begin
+        race = self._races.setdefault(key, _Race())
         race.kinds[kind] += 1
+        race.examples.setdefault(kind, _Example((one, other), space, offset, remedy, flag))
         race.ranks |= {one.rank, other.rank}
 
     def add_undefined(self, side: Side, space: tuple[str, int], offset: int) -> None:
@@ -142,7 +146,7 @@ class Findings:
             return
         sentence = f"{side} {side.verb} {self._memory(space, offset)}, which nobody has written"
         places = [(f"{side.verb}, rank {side.rank}", where(side.place)), ("allocated", where(allocation[2]))]
-        self._add("uninitialised", (side.place, *space[:1], allocation[0]), side.rank, sentence, places)
+        self._add("uninitialised", (side.place, allocation[1]), side.rank, sentence, places)
 
     def add_wrong(self, rank: int, event: Wrong, place: Place | None) -> None:
         if event.kind == "asymmetric":
@@ -177,16 +181,16 @@ class Findings:
 
     def _race(self, race: _Race) -> Finding:
         kind = min(race.kinds, key=TELLING.index)
-        one, other = race.sides
-        remedy, flag = race.remedy or REMEDIES[kind], race.flag
-        places = [(f"{side.verb}, rank {side.rank}", where(side.place)) for side in race.sides]
+        (one, other), space, offset, remedy, flag = race.examples[kind]
+        remedy = remedy or REMEDIES[kind]
+        places = [(f"{side.verb}, rank {side.rank}", where(side.place)) for side in (one, other)]
         if kind in FLAGGED and flag is not None:
             remedy = remedy.format(flag=f"the flag between them, {self._memory(flag.space, flag.offset)},")
             # Of each line, one rank is the example.
             written = {where(each.place): each.rank for each in reversed(flag.writers)}
             places += [(f"writes the flag, rank {rank}", line) for line, rank in written.items()]
             places.append((f"reads the flag, rank {flag.reader.rank}", where(flag.reader.place)))
-        memory = self._memory(race.space, race.offset)
+        memory = self._memory(space, offset)
         return Finding(
             kind, f"{other} {other.verb} {memory}, which {one} {one.verb}, in no order: "
             + remedy.format(flag="the flag between them"), places, race.kinds.total(), sorted(race.ranks),
