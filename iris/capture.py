@@ -1,4 +1,5 @@
-"""What torch does not say of the capture of a CUDA (or HIP) graph: which one it is, and which may share memory.
+"""What torch does not say of the capture of a CUDA (or HIP) graph: which one it is, which may share memory, and what
+may be done in the midst of it.
 
 Graphs of one memory pool, and graphs whose first call is on one stream, are taken for graphs that never run at once:
 the first is torch's own rule ("CUDA semantics", "Graph memory management"), the second is that of calls outside a
@@ -14,11 +15,12 @@ from typing import NamedTuple
 
 import torch
 
-from iris.errors import MappingError
+from iris import simulator
+from iris.errors import FirstUseInCaptureError, MappingError
 
 # Captures that are remembered: some may be under way at once, in threads.
 REMEMBERED = 1024
-RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED, and hipStreamCaptureModeRelaxed
 
 
 @functools.cache
@@ -106,23 +108,42 @@ def capture_pool(capture: int) -> tuple[int, int] | None:
 def outside_captures(device: torch.device) -> Iterator[None]:
     """What is enqueued and allocated here is part of no graph, also while one is captured on the current stream.
 
-    It is on a stream of its own. The driver refuses what might disturb a capture, above all to allocate, where the
-    thread does not say that it knows (CUDA Driver API, cuThreadExchangeStreamCaptureMode).
+    It is on a stream of its own. What is to be kept is allocated by `iris.kept.keep`.
     """
     if device.type != "cuda":
         yield
         return
+    with torch.cuda.device(device), torch.cuda.stream(side_stream(device)), relaxed():
+        yield
+
+
+@contextlib.contextmanager
+def relaxed() -> Iterator[None]:
+    """Where this thread may allocate, and load kernels, also while a graph is captured.
+
+    The driver refuses what might disturb a capture where the thread does not say that it knows (CUDA Driver API,
+    cuThreadExchangeStreamCaptureMode).
+    """
     mode = ctypes.c_int(RELAXED)
     name = "cuThreadExchangeStreamCaptureMode", "hipThreadExchangeStreamCaptureMode"
-    with torch.cuda.device(device), torch.cuda.stream(_side_stream(device)):
+    _call(*name, ctypes.byref(mode))
+    try:
+        yield
+    finally:
         _call(*name, ctypes.byref(mode))
-        try:
-            yield
-        finally:
-            _call(*name, ctypes.byref(mode))
+
+
+def refuse_in_capture(call: str) -> None:
+    """Raise `FirstUseInCaptureError` for a ``call`` in a capture that has to be made before.
+
+    Before anything that the driver refuses there, so that the capture, though not complete, can be ended.
+    """
+    if not simulator.ACTIVE and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        raise FirstUseInCaptureError(call)
 
 
 @functools.cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
+def side_stream(device: torch.device) -> torch.cuda.Stream:
+    """A stream on which the host's own copies do not wait for kernels."""
     # Of high priority, since torch hands out such streams from a pool that few others take theirs from.
     return torch.cuda.Stream(device, priority=-1)

@@ -11,10 +11,11 @@ from torch.distributed import distributed_c10d
 
 from iris import world
 from iris.arg_parser import index
+from iris.capture import refuse_in_capture
 from iris.ccl.collectives import Collectives
 from iris.device_barrier import DeviceBarrier
 from iris.device_record import DeviceRecord
-from iris.errors import FirstUseInCaptureError, NotAStreamError, NotPicklableError, RankOutOfRangeError
+from iris.errors import NotAStreamError, NotPicklableError, RankOutOfRangeError
 from iris.heap import SymmetricHeap, describe_address
 from iris.language.context import context_tensor
 from iris.language.functional import heap_bases_tensor
@@ -25,7 +26,7 @@ from iris.tensors import Factories
 from iris.tracing.recording import Tracing
 from iris.untraced import untraced
 from iris.workspace import Workspace
-from iris.world import Group
+from iris.world import Group, check_process_group
 
 
 class Iris(Factories):
@@ -59,6 +60,7 @@ class Iris(Factories):
     """
 
     def __init__(self, heap_size: int = 1 << 30, *, process_group: dist.ProcessGroup | None = None) -> None:
+        refuse_in_capture("context")
         self._world = world.join(process_group)
         self.cur_rank, self.num_ranks = self._world.rank, self._world.size
         self.device = self._world.device
@@ -157,13 +159,13 @@ class Iris(Factories):
         self.heap.check_open()
         if group is dist.group.WORLD:
             group = None
-        self._group(group)
+        if group is not None:
+            check_process_group(group)
+        if group not in self._barriers:
+            refuse_in_capture("device_barrier()")
+            self._barriers[group] = DeviceBarrier(self._workspace(group))
         on_gpu = self.device.type == "cuda"
         capturing = on_gpu and torch.cuda.is_current_stream_capturing()
-        if group not in self._barriers:
-            if capturing:
-                raise FirstUseInCaptureError("device_barrier()")
-            self._barriers[group] = DeviceBarrier(self._workspace(group))
         # The raw handle: making a Stream object costs the host ten times as much.
         stream = torch._C._cuda_getCurrentRawStream(self.gpu_id) if on_gpu else None
         self._barriers[group].enqueue(stream, capturing)

@@ -16,6 +16,7 @@ from iris.errors import ForeignLockValueError, IrisTimeoutError, NotSymmetricErr
 from iris.heap.history import debugging
 from iris.heap.mapping import locate
 from iris.heap.symmetric import SymmetricHeap
+from iris.kept import keep
 from iris.wait_limit import NANOSECONDS, VARIABLE
 from iris.world import names
 
@@ -41,7 +42,7 @@ class DeviceRecord:
     """The record of one rank's device."""
 
     def __init__(self, device: torch.device) -> None:
-        memory = torch.zeros(SIZE, dtype=torch.int64, device=device)
+        memory = keep(lambda: torch.zeros(SIZE, dtype=torch.int64, device=device), device)
         self._words, self._trace = memory[:WORDS], memory[TRACE : TRACE + 1]
         self._trace[0] = memory[NO_TRACE:].data_ptr()
         self.address = memory.data_ptr()

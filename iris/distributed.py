@@ -17,9 +17,9 @@ programs that send before they receive would wait for each other.
 its first tensor: a group that is never used costs nothing, and no rank outside it takes part.
 """
 
-import functools
-from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate
+import sys
+from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -27,87 +27,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from iris import simulator
+from iris.capture import refuse_in_capture
 from iris.ccl.collectives import Collectives
-from iris.ccl.config import Config, ReduceOp
-from iris.ccl.work import Work
 from iris.context import Iris
-from iris.errors import InvalidCollectiveError, UnsupportedReductionError, WrongDeviceError
+from iris.distributed_calls import BarrierWork, EnqueuedWork, deal_out, exchange, flat, keep_for, on_a_stream
+from iris.errors import InvalidCollectiveError, InvalidGroupError, WrongDeviceError
 
 NAME = "iris"
-
-# Enough for most of the link's bandwidth.
-BESIDE_COMPUTATION = Config(comm_sms=32)
-
-
-class EnqueuedWork(Work, dist.Work):
-    """A call that has been enqueued on the current stream, and the tensors that it writes."""
-
-    def __init__(self, outputs: Any, device: torch.device) -> None:
-        dist.Work.__init__(self)
-        Work.__init__(self, device.type == "cuda")
-        self._outputs, self._device = outputs, device
-        self._stream = torch.cuda.current_stream(device) if self._event else None
-
-    def get_future(self) -> torch.futures.Future:
-        """A future of the outputs: whoever waits for it lets the current stream wait."""
-        future = torch.futures.Future(devices=[self._device] if self._event else None)
-        # It stands for what is on the current stream when it gets its result.
-        with torch.cuda.stream(self._stream):
-            future.set_result(self._outputs)
-        return future
-
-    def result(self) -> Any:
-        """The tensors that the call writes."""
-        return self._outputs
-
-
-class BarrierWork(EnqueuedWork):
-    """A barrier, for which the host waits too."""
-
-    def __init__(self, context: Iris) -> None:
-        super().__init__([], context.device)
-        self._context = context
-
-    def wait(self, timeout: object = None) -> bool:
-        """Return when all ranks have come. Raises what a kernel has recorded, as ``ctx.barrier()`` does."""
-        super().wait()
-        self._context._drain(torch.cuda.current_stream() if self._event else None)
-        return True
-
-
-class _BesideComputation:
-    """``ccl`` for calls that the program does not wait for at once: on few multiprocessors, the rest computes."""
-
-    def __init__(self, ccl: Collectives) -> None:
-        self._ccl = ccl
-
-    def __getattr__(self, call: str) -> Callable[..., Any]:
-        return functools.partial(getattr(self._ccl, call), config=BESIDE_COMPUTATION)
-
-
-def _call(method: Callable[..., Any]) -> Callable[..., dist.Work]:
-    """A method that torch calls, from ``method(self, ccl, ...)``, which enqueues it and returns what it writes.
-
-    On the current stream; what is asked for with ``async_op=True``, as DDP does, on one of the group's own, beside
-    what the program enqueues next. With tensors on the CPU beside a GPU it is the method of the CPU's backend instead.
-    """
-
-    @functools.wraps(method)
-    def call(self: "ProcessGroup", *args: Any, **kwargs: Any) -> dist.Work:
-        tensors = list(_tensors([*args, *kwargs.values()]))
-        device = tensors[0].device
-        if device.type != self.device_type:
-            return getattr(self._beside(device), method.__name__)(*args, **kwargs)
-        ccl, stream = self.context(device).ccl, None
-        if any(getattr(value, "asyncOp", False) for value in [*args, *kwargs.values()]):
-            ccl, stream = _BesideComputation(ccl), self._stream_for("collectives", device)
-        # Parameters require gradients, and are written all the same.
-        with torch.no_grad(), torch.cuda.stream(stream):
-            outputs = method(self, ccl, *args, **kwargs)
-            _keep(tensors, stream)
-            return EnqueuedWork(outputs, device)
-
-    return call
 
 
 class ProcessGroup(dist.ProcessGroup):
@@ -118,7 +44,11 @@ class ProcessGroup(dist.ProcessGroup):
     """
 
     # torch asks backends for these before it uses what not all of them have.
-    supports_splitting = supports_coalescing = supports_time_estimate = False
+    supports_coalescing = supports_time_estimate = False
+    supports_splitting = True
+    # Of a backend, which split_group() copies.
+    options = None
+    _bound_device_id: torch.device | None = None
 
     def __init__(self, options: Any) -> None:
         """Local. ``options``: what ``torch.distributed`` hands to backends with an extended API."""
@@ -129,12 +59,14 @@ class ProcessGroup(dist.ProcessGroup):
         self._gloo: dist.ProcessGroup | None = None
         self._streams: dict[Any, torch.cuda.Stream] = {}
 
-    def context(self, device: torch.device) -> Iris:
+    def context(self, device: torch.device, call: str = "context") -> Iris:
         """The group's context, on ``device``. The first call is collective over the group and blocks the host.
 
-        Its heap is empty, for the collectives take tensors from anywhere.
+        Its heap is empty, for the collectives take tensors from anywhere. Raises `FirstUseInCaptureError` where
+        ``call`` is the first of the group and in a capture.
         """
         if self._context is None:
+            refuse_in_capture(f"{call}() of torch.distributed")
             if device.type == "cuda" and device.index is not None:
                 torch.cuda.set_device(device)
             self._context = Iris(0, process_group=self)
@@ -195,6 +127,55 @@ class ProcessGroup(dist.ProcessGroup):
     def abort(self) -> None:
         """Nothing: kernels that wait in vain end by their own time limit, and memory that they use stays."""
 
+    # Splitting --------------------------------------------------------------------------------------------------------
+
+    @property
+    def bound_device_id(self) -> torch.device | None:
+        """The device of init_process_group(device_id=...), which torch gives to the group that this one replaces.
+
+        So split_group(), which asks for one, gets the current one. Raises `InvalidGroupError` there in the simulator.
+        """
+        if self._bound_device_id is not None or sys._getframe(1).f_code.co_name != "split_group":
+            return self._bound_device_id
+        if self.device_type == "cpu":
+            raise InvalidGroupError(
+                "torch.distributed.split_group() is for groups on GPUs. In the simulator make the same group with "
+                "torch.distributed.new_group(ranks), which works on GPUs too."
+            )
+        return torch.device("cuda", torch.cuda.current_device())
+
+    @bound_device_id.setter
+    def bound_device_id(self, device: torch.device | None) -> None:
+        self._bound_device_id = device
+
+    def split_group(
+        self, ranks: list[int], timeout: Any = None, opts: Any = None, group_name: str | None = None,
+        group_desc: str | None = None, device_types: Any = None,
+    ) -> "ProcessGroup | None":  # fmt: skip
+        """The group of these of this group's ranks; None where this rank is none of them. Local: it meets when used."""
+        if self.rank() not in ranks:
+            return None
+        part = ProcessGroup(
+            SimpleNamespace(
+                group_rank=ranks.index(self.rank()),
+                group_size=len(ranks),
+                store=dist.PrefixStore(f"{group_name}/", self._store),
+                timeout=timeout or self._timeout,
+                group_id=group_name,
+            )
+        )
+        part._set_group_desc(group_desc or "")
+        return part
+
+    def get_group_store(self) -> dist.Store:
+        return self._store
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        """Nothing: a group meets when it is first used."""
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Nothing: there are none."""
+
     # Calls on a stream follow each other without the host, so there is nothing to gain by holding them back.
 
     def start_coalescing(self, device: torch.device) -> None:
@@ -208,34 +189,34 @@ class ProcessGroup(dist.ProcessGroup):
 
     # Collectives ------------------------------------------------------------------------------------------------------
 
-    @_call
+    @on_a_stream
     def allreduce(self, ccl: Collectives, tensors: list[Tensor], opts: Any) -> Any:
         for tensor in tensors:
-            ccl.all_reduce(tensor, tensor, op=_operation(opts))
+            ccl.all_reduce(tensor, tensor, op=opts.reduceOp)
         return tensors
 
     allreduce_coalesced = allreduce
 
-    @_call
+    @on_a_stream
     def broadcast(self, ccl: Collectives, tensors: list[Tensor], opts: Any) -> Any:
         for tensor in tensors:
             ccl.broadcast(tensor, self._rank_in_world(opts.rootRank))
         return tensors
 
-    @_call
+    @on_a_stream
     def reduce(self, ccl: Collectives, tensors: list[Tensor], opts: Any) -> Any:
         for tensor in tensors:
             output = tensor if opts.rootRank == self.rank() else None
-            ccl.reduce(output, tensor, self._rank_in_world(opts.rootRank), op=_operation(opts))
+            ccl.reduce(output, tensor, self._rank_in_world(opts.rootRank), op=opts.reduceOp)
         return tensors
 
-    @_call
+    @on_a_stream
     def allgather(self, ccl: Collectives, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Any:
         for parts, mine in zip(outputs, inputs, strict=True):
             if all(part.numel() == mine.numel() for part in parts):
                 together = mine.new_empty(self.size(), mine.numel())
                 ccl.all_gather(together, mine)
-                _deal_out(together, parts)
+                deal_out(together, parts)
             else:  # on every rank, for all know all sizes
                 parts[self.rank()].copy_(mine)
                 for rank, part in enumerate(parts):
@@ -245,12 +226,12 @@ class ProcessGroup(dist.ProcessGroup):
     def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> dist.Work:
         return self.allgather([list(parts) for parts in zip(*outputs, strict=True)], inputs)
 
-    @_call
+    @on_a_stream
     def _allgather_base(self, ccl: Collectives, output: Tensor, input: Tensor, opts: Any = None) -> Any:
         ccl.all_gather(output, input)
         return [output]
 
-    @_call
+    @on_a_stream
     def allgather_into_tensor_coalesced(
         self, ccl: Collectives, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> Any:
@@ -260,33 +241,33 @@ class ProcessGroup(dist.ProcessGroup):
 
     all_gather_single, all_gather_single_coalesced = _allgather_base, allgather_into_tensor_coalesced
 
-    @_call
+    @on_a_stream
     def reduce_scatter(self, ccl: Collectives, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Any:
         for output, parts in zip(outputs, inputs, strict=True):
             if all(part.numel() == output.numel() for part in parts):
-                ccl.reduce_scatter(output, _flat(parts), op=_operation(opts))
+                ccl.reduce_scatter(output, flat(parts), op=opts.reduceOp)
             else:
                 for rank, part in enumerate(parts):
                     target = output if rank == self.rank() else None
-                    ccl.reduce(target, part, self._rank_in_world(rank), op=_operation(opts))
+                    ccl.reduce(target, part, self._rank_in_world(rank), op=opts.reduceOp)
         return outputs
 
-    @_call
+    @on_a_stream
     def _reduce_scatter_base(self, ccl: Collectives, output: Tensor, input: Tensor, opts: Any) -> Any:
-        ccl.reduce_scatter(output, input, op=_operation(opts))
+        ccl.reduce_scatter(output, input, op=opts.reduceOp)
         return [output]
 
-    @_call
+    @on_a_stream
     def reduce_scatter_tensor_coalesced(
         self, ccl: Collectives, outputs: list[Tensor], inputs: list[Tensor], opts: Any
     ) -> Any:
         for output, input in zip(outputs, inputs, strict=True):
-            ccl.reduce_scatter(output, input, op=_operation(opts))
+            ccl.reduce_scatter(output, input, op=opts.reduceOp)
         return outputs
 
     reduce_scatter_single, reduce_scatter_single_coalesced = _reduce_scatter_base, reduce_scatter_tensor_coalesced
 
-    @_call
+    @on_a_stream
     def alltoall_base(
         self, ccl: Collectives, output: Tensor, input: Tensor, output_rows: list[int], input_rows: list[int],
         opts: Any = None,
@@ -294,7 +275,7 @@ class ProcessGroup(dist.ProcessGroup):
         received = output if output.is_contiguous() else torch.empty_like(output, memory_format=torch.contiguous_format)
         if output_rows or input_rows:
             receive, send = (self._elements(x, rows) for x, rows in ((output, output_rows), (input, input_rows)))
-            _exchange(ccl, received, input.contiguous(), receive, send)
+            exchange(ccl, received, input.contiguous(), receive, send)
         else:
             ccl.all_to_all(received.view(-1), input.reshape(-1))
         if received is not output:
@@ -303,26 +284,26 @@ class ProcessGroup(dist.ProcessGroup):
 
     all_to_all_single = alltoall_base
 
-    @_call
+    @on_a_stream
     def alltoall(self, ccl: Collectives, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
         receive, send = ([part.numel() for part in parts] for parts in (outputs, inputs))
         received = inputs[0].new_empty(sum(receive))
-        _exchange(ccl, received, _flat(inputs), receive, send)
-        _deal_out(received.split(receive), outputs)
+        exchange(ccl, received, flat(inputs), receive, send)
+        deal_out(received.split(receive), outputs)
         return outputs
 
-    @_call
+    @on_a_stream
     def gather(self, ccl: Collectives, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Any:
         here, mine = opts.rootRank == self.rank(), inputs[0]
         together = mine.new_empty(self.size(), mine.numel()) if here else None
         ccl.gather(together, mine, self._rank_in_world(opts.rootRank))
         if here:
-            _deal_out(together, outputs[0])
+            deal_out(together, outputs[0])
         return outputs
 
-    @_call
+    @on_a_stream
     def scatter(self, ccl: Collectives, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Any:
-        parts = _flat(inputs[0]) if opts.rootRank == self.rank() else None
+        parts = flat(inputs[0]) if opts.rootRank == self.rank() else None
         ccl.scatter(outputs[0], parts, self._rank_in_world(opts.rootRank))
         return outputs
 
@@ -330,7 +311,7 @@ class ProcessGroup(dist.ProcessGroup):
         device = opts.device if opts is not None and opts.device is not None else torch.device(self.device_type)
         if device.type == "cpu" and self._has_gloo():
             return self._beside(device).barrier(opts)
-        context = self.context(device)
+        context = self.context(device, "barrier")
         context.ccl.barrier()
         return BarrierWork(context)
 
@@ -349,11 +330,11 @@ class ProcessGroup(dist.ProcessGroup):
         device = tensors[0].device
         if device.type != self.device_type:
             return getattr(self._beside(device), call)(tensors, peer, tag)
-        ccl, stream = self.context(device).ccl, self._stream_for((call, peer), device)
+        ccl, stream = self.context(device, call).ccl, self._stream_for((call, peer), device)
         with torch.no_grad(), torch.cuda.stream(stream):
             for tensor in tensors:
                 getattr(ccl, call)(tensor, self._rank_in_world(peer))
-            _keep(tensors, stream)
+            keep_for(tensors, stream)
             return EnqueuedWork(tensors, device)
 
     def _stream_for(self, use: Any, device: torch.device) -> torch.cuda.Stream | None:
@@ -374,46 +355,6 @@ class ProcessGroup(dist.ProcessGroup):
         if not rows:
             return [tensor.numel() // self.size()] * self.size()
         return [count * (tensor.numel() // max(tensor.shape[0], 1)) for count in rows]
-
-
-def _operation(opts: Any) -> ReduceOp:
-    name = opts.reduceOp.op.name
-    if name not in ReduceOp.__members__:
-        raise UnsupportedReductionError(
-            f"The Iris backend has no ReduceOp.{name}: it knows {', '.join(ReduceOp.__members__)}."
-        )
-    return ReduceOp[name]
-
-
-def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:
-    """All tensors in nested sequences."""
-    for value in values:
-        if isinstance(value, (list, tuple)):
-            yield from _tensors(value)
-        elif isinstance(value, Tensor):
-            yield value
-
-
-def _keep(tensors: Sequence[Tensor], stream: torch.cuda.Stream | None) -> None:
-    """Their memory is not given to others before the stream is done, though they may die before anyone waits for it."""
-    if stream is not None:
-        for tensor in tensors:
-            tensor.record_stream(stream)
-
-
-def _flat(parts: Sequence[Tensor]) -> Tensor:
-    return torch.cat([part.reshape(-1) for part in parts])
-
-
-def _deal_out(pieces: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
-    for piece, output in zip(pieces, outputs, strict=True):
-        output.copy_(piece.view(output.shape))
-
-
-def _exchange(ccl: Collectives, output: Tensor, input: Tensor, receive: list[int], send: list[int]) -> None:
-    """Counts of elements, a rank each; what is for or from a rank lies behind that of the rank before."""
-    receive_from, send_from = ([0, *accumulate(counts[:-1])] for counts in (receive, send))
-    ccl.all_to_all_v(output, input, send, send_from, receive, receive_from)
 
 
 def create(options: Any, backend_options: Any) -> ProcessGroup:

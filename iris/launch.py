@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from iris import simulator
+from iris.capture import relaxed
 from iris.language.target import launches_early
 
 # Launches, or what leads to them, that are kept of a sort.
@@ -71,8 +72,9 @@ def _load(kernel: Any, grid: tuple[int, int, int], args: tuple, early: bool, opt
     """Compile and load a kernel."""
     if early and launches_early():
         options = options | {"launch_pdl": True}
-    compiled = kernel.warmup(*args, grid=grid, **options)
-    compiled[grid]  # loads it
+    with relaxed():
+        compiled = kernel.warmup(*args, grid=grid, **options)
+        compiled[grid]  # loads it
     return compiled
 
 

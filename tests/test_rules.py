@@ -76,6 +76,56 @@ def test_a_floor_does_not_import_what_is_above_it(floor):
                 assert not re.search(rf"(from|import) iris\.{higher}\b", code(file)), (name(file), higher)
 
 
+# Functions that allocate on a device and keep nothing of it beyond the call, or nothing that has memory.
+TEMPORARIES = {
+    "ccl/collectives.py": {"_to_write", "_factors"},
+    "ccl/communicator.py": {"as_words"},
+    "ccl/functional.py": {"_like", "_reduce"},
+    "ccl/reduction.py": {"on_device"},
+    "context.py": {"make_room"},
+    "distributed.py": {"allgather", "alltoall_base", "alltoall", "gather"},
+    "heap/mapping.py": {"peer", "snapshot"},
+    "heap/symmetric.py": {"empty", "peer"},
+    "ops/call.py": {"scales"},
+    "ops/functional.py": {"_out", "_rows_like", "_sums_like", "_scales_like"},
+    "ops/normalisation.py": {"room"},
+    "ops/vendor.py": {"_scaled", "_factors", "_all_gather_matmul", "_matmul_all_gather", "_matmul_reduce_scatter"},
+    "tensors.py": {"arange"},
+    "tracing/clock.py": {"compare"},
+}
+MAKES_A_TENSOR = re.compile(r"torch\.(tensor|as_tensor|zeros|ones|empty|full|arange)")
+MAKES_ONE_LIKE_ANOTHER = re.compile(r"torch\.\w+_like|.+\.new_(empty|zeros|ones|full)")
+
+
+def allocators(file):
+    """The functions that allocate on a device outside `iris.kept.keep`."""
+    found = set()
+
+    def visit(node, function):
+        if isinstance(node, ast.FunctionDef):
+            function = node.name
+        if isinstance(node, ast.Call):
+            called = ast.unparse(node.func)
+            if called == "keep":
+                return
+            given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+            on_device = given.get("device", "'cpu'") not in ("'cpu'", "'meta'")
+            if MAKES_ONE_LIKE_ANOTHER.fullmatch(called) or (MAKES_A_TENSOR.fullmatch(called) and on_device):
+                found.add(function)
+        for child in ast.iter_child_nodes(node):
+            visit(child, function)
+
+    visit(ast.parse(file.read_text()), None)
+    return found
+
+
+def test_what_is_kept_is_allocated_by_keep():
+    """Else it may lie in the pool of a graph (iris/kept.py). Who adds a temporary has seen that nothing keeps it."""
+    apart = ("bench/", "demo/", "simulator/", "info.py", "kept.py")
+    found = {name(file): allocators(file) for file in SOURCES if not name(file).startswith(apart)}
+    assert {file: functions for file, functions in found.items() if functions} == TEMPORARIES
+
+
 def test_files_with_kernels_keep_their_annotations():
     for file in [*SOURCES, *(ROOT / "examples").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]:
         text = file.read_text()

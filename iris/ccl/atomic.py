@@ -42,7 +42,7 @@ def make_atomic(
     Context: type,
 ):  # fmt: skip
     """The kernel in the language that ``(jit, lang)`` stand for."""
-    flat, blocks_of, conclude = queue.flat, queue.blocks_of, combining.conclude
+    flat, blocks_of, scaled, conclude = queue.flat, queue.blocks_of, combining.scaled, combining.conclude
     follow_predecessor = queue.follow_predecessor
     lock, unlock = order.lock, order.unlock
 
@@ -54,6 +54,7 @@ def make_atomic(
         accumulators,
         input,
         output,
+        factors,
         n,
         W: tl.constexpr,
         BLOCK: tl.constexpr,
@@ -74,7 +75,7 @@ def make_atomic(
         i = flat(BLOCK, element)
         for block in range(p, blocks_of(n, BLOCK), lang.num_programs(0)):
             k = lang.cast(block, lang.int64) * BLOCK + i
-            value = lang.cast(lang.load(input + k, mask=k < n), ACC)
+            value = scaled(lang.cast(lang.load(input + k, mask=k < n), ACC), factors, rank, OP)
             mine = accumulators + (p * 2 + (epoch & 1)) * SLOT + i
             for distance in range(0, W):
                 to = (rank + distance) % W

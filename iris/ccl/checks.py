@@ -4,8 +4,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from iris.arg_parser import index
 from iris.ccl.communicator import Communicator
@@ -21,6 +19,7 @@ from iris.errors import (
 )
 from iris.language.target import threads_per_warp
 from iris.simulator import sanitizer
+from iris.stand_ins import in_transform, stand_in
 from iris.world import Group
 
 
@@ -28,11 +27,11 @@ def check_tensor(name: str, tensor: object) -> None:
     """That it is one, with memory of its own."""
     if not isinstance(tensor, torch.Tensor):
         raise NotATensorError(tensor, f"{name}() takes tensors")
-    if isinstance(tensor, FakeTensor) or is_traceable_wrapper_subclass(tensor):
-        raise InvalidCollectiveError(
-            f"{name}() takes tensors with memory of their own, and got a {type(tensor).__name__}. Pass what it wraps "
-            "(of a DTensor, x.to_local()), or use iris.ccl.functional where torch traces."
-        )
+    # Inside a transform of torch.func the class says nothing.
+    if tensor.__class__ is not torch.Tensor or in_transform():
+        problem = stand_in(tensor)
+        if problem:
+            raise InvalidCollectiveError(f"{name}() takes tensors with memory of their own, and got {problem}")
     if tensor.layout != torch.strided:
         raise InvalidCollectiveError(
             f"{name}() takes tensors of the layout torch.strided, and got one of {tensor.layout}. Pass x.to_dense()."

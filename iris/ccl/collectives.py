@@ -6,17 +6,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from iris.capture import GraphLine, Line, capture_id
-from iris.ccl import checks, moves, sums
-from iris.ccl.communicator import Communicator, Launch, Rows
+from iris.capture import GraphLine, Line, refuse_in_capture
+from iris.ccl import checks, counts, moves, sums
+from iris.ccl.communicator import Communicator, Launch
 from iris.ccl.config import Config, ReduceOp
+from iris.ccl.reduction import PREMUL_SUM, Factor, on_device, reduction
 from iris.ccl.work import Work
 from iris.errors import (
     FirstUseInCaptureError,
     InvalidCollectiveError,
 )
 from iris.heap.history import debugging
-from iris.launch import KEPT
 from iris.untraced import untraced_methods
 from iris.versions import note_written
 from iris.world import check_process_group
@@ -218,13 +218,12 @@ class Collectives:
                 f"strides are {input.stride()} and {output.stride()}. Pass x.contiguous()."
             )
         lists = (send_counts, send_displs, recv_counts, recv_displs)
-        capture = capture_id(stream) if isinstance(line, GraphLine) else None
-        if DEBUGGING and capture is None:
+        if DEBUGGING and not isinstance(line, GraphLine):
             checks.compare_counts(comm, send_counts, recv_counts)
         if isinstance(send_counts, torch.Tensor) and send_counts.device.type == "cuda":
             rows = checks.check_rows(comm, lists)
         else:
-            rows = self._rows(comm, lists, output.numel(), input.numel(), stream, capture)
+            rows = counts.on_device(comm, lists, output.numel(), input.numel(), line)
         aligned = tuple(row.data_ptr() & 15 for row in rows)
         key = self._key(("all_to_all_v", aligned), output, input, config, line)
         launch = comm.launches.get(key)
@@ -282,7 +281,7 @@ class Collectives:
         output: torch.Tensor,
         input: torch.Tensor,
         *,
-        op: ReduceOp = ReduceOp.SUM,
+        op: Any = ReduceOp.SUM,
         group: dist.ProcessGroup | None = None,
         async_op: bool = False,
         config: Config | None = None,
@@ -293,7 +292,11 @@ class Collectives:
         Sums are formed in float32 (float64 for float64, integers in their own type, which wraps) and rounded once.
         Every rank gets the same bits. ``workspace`` is what `all_reduce_preamble` returned.
         """
+        factor = None
+        if op.__class__ is not ReduceOp:
+            op, factor = reduction(op)
         comm, stream, line = self._enter("all_reduce", group, output, input, config, None, op)
+        factors = () if factor is None else self._factors(comm, factor, input, group)
         if workspace is not None:
             _preparation(workspace).check(comm, output, input)
         source, result = _to_read(input), _to_write(output)
@@ -303,10 +306,10 @@ class Collectives:
             checks.check_pair(comm, "all_reduce", output, input, 1, 1)
             sums.check(op, input.dtype)
             launch = self._remember(comm, key, config, result, lambda used: sums.prepare_all_reduce(
-                comm, op, result, source, used, line))  # fmt: skip
+                comm, op, result, source, factors, used, line))  # fmt: skip
         if source.data_ptr() != result.data_ptr():
             checks.check_overlap("all_reduce", result, source)
-        return self._leave(launch, stream, source, result, output, async_op)
+        return self._leave(launch, stream, source, result, output, async_op, factors)
 
     def all_reduce_preamble(
         self,
@@ -335,7 +338,7 @@ class Collectives:
         output: torch.Tensor,
         input: torch.Tensor,
         *,
-        op: ReduceOp = ReduceOp.SUM,
+        op: Any = ReduceOp.SUM,
         group: dist.ProcessGroup | None = None,
         async_op: bool = False,
         config: Config | None = None,
@@ -345,7 +348,11 @@ class Collectives:
         ``input`` has W times the elements of ``output``, as for ``torch.distributed.reduce_scatter_tensor``.
         Rounding as in `all_reduce`. ``output`` may be its own part of ``input``.
         """
+        factor = None
+        if op.__class__ is not ReduceOp:
+            op, factor = reduction(op)
         comm, stream, line = self._enter("reduce_scatter", group, output, input, config, None, op)
+        factors = () if factor is None else self._factors(comm, factor, input, group)
         source = _to_read(input)
         result = _to_write(output)
         key = self._key(("reduce_scatter", id(op)), result, source, config, line)
@@ -354,10 +361,10 @@ class Collectives:
             checks.check_pair(comm, "reduce_scatter", output, input, 1, comm.size)
             sums.check(op, input.dtype)
             launch = self._remember(comm, key, config, result, lambda used: sums.prepare_reduce_scatter(
-                comm, op, result, source, used, line))  # fmt: skip
+                comm, op, result, source, factors, used, line))  # fmt: skip
         if result.data_ptr() != source.data_ptr() + comm.rank * result.nbytes:
             checks.check_overlap("reduce_scatter", result, source)
-        return self._leave(launch, stream, source, result, output, async_op)
+        return self._leave(launch, stream, source, result, output, async_op, factors)
 
     def reduce(
         self,
@@ -365,7 +372,7 @@ class Collectives:
         input: torch.Tensor,
         dst: int = 0,
         *,
-        op: ReduceOp = ReduceOp.SUM,
+        op: Any = ReduceOp.SUM,
         group: dist.ProcessGroup | None = None,
         async_op: bool = False,
         config: Config | None = None,
@@ -375,7 +382,11 @@ class Collectives:
         ``output`` is not touched elsewhere, and may be None; on ``dst`` it may be the ``input``. Rounding as in
         `all_reduce`.
         """
+        factor = None
+        if op.__class__ is not ReduceOp:
+            op, factor = reduction(op)
         comm, stream, line = self._enter("reduce", group, input, input, config, dst, op)
+        factors = () if factor is None else self._factors(comm, factor, input, group)
         root = checks.rank_in_group(comm, "dst", dst, self._context.num_ranks)
         here = comm.rank == root
         if here:
@@ -389,10 +400,10 @@ class Collectives:
             checks.check_pair(comm, "reduce", target, input, 1, 1)
             sums.check(op, input.dtype)
             launch = self._remember(comm, key, config, result, lambda used: sums.prepare_reduce(
-                comm, op, root, result, source, used, line))  # fmt: skip
+                comm, op, root, result, source, factors, used, line))  # fmt: skip
         if here and source.data_ptr() != result.data_ptr():
             checks.check_overlap("reduce", result, source)
-        return self._leave(launch, stream, source, result, output if here else None, async_op)
+        return self._leave(launch, stream, source, result, output if here else None, async_op, factors)
 
     def barrier(self, *, group: dist.ProcessGroup | None = None, async_op: bool = False) -> Work | None:
         """As ``ctx.device_barrier``: what a rank enqueued before it is visible to every rank's work behind it."""
@@ -405,6 +416,7 @@ class Collectives:
         if group is not None:
             check_process_group(group)
         if group not in self._communicators:
+            refuse_in_capture("collective")
             workspace = self._context._workspace(group)
             self._communicators[group] = Communicator(workspace, self._context.heap, self._context.get_cu_count())
         return self._communicators[group]
@@ -430,7 +442,7 @@ class Collectives:
 
     def _enter(
         self, name: str, group: dist.ProcessGroup | None, output: torch.Tensor, input: torch.Tensor,
-        config: Config | None, root: int | None = None, op: ReduceOp | None = None,
+        config: Config | None, root: int | None = None, op: Any = None,
     ) -> tuple[Communicator, int | None, Line]:  # fmt: skip
         """The group's communicator, the current stream, and what the call follows others in."""
         if self._context.heap.closed:
@@ -476,36 +488,18 @@ class Collectives:
         _finish(tensor if name == "recv" else None, dense)
         return Work(self._on_gpu) if async_op else None
 
-    def _rows(
-        self, comm: Communicator, lists: tuple[Sequence[int] | torch.Tensor, ...], room: int, available: int,
-        stream: int | None, capture: int | None,
-    ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-        """Counts and displacements on the device, as `iris.ccl.exchange_v` reads them."""
-        names = ("send_counts", "send_displs", "recv_counts", "recv_displs")
-        numbers = tuple(checks.counts(name, values, comm.size) for name, values in zip(names, lists, strict=True))
-        key = numbers, stream, capture
-        if key not in comm.rows:
-            if numbers[0][comm.rank] != numbers[2][comm.rank]:
-                raise InvalidCollectiveError(
-                    f"all_to_all_v(): rank {comm.ranks[comm.rank]} sends {numbers[0][comm.rank]} elements to itself "
-                    f"and receives {numbers[2][comm.rank]}."
-                )
-            if len(comm.rows) >= KEPT:
-                # Kernels that read them may be on their way, on this stream, or in a graph: of others nothing is freed.
-                comm.rows = {key: rows for key, rows in comm.rows.items() if key[1] != stream or key[2] is not None}
-            # Pinned and kept, so that the copy needs no host and may be part of a graph.
-            host = torch.tensor(numbers, dtype=torch.int64, pin_memory=self._on_gpu)
-            comm.rows[key] = Rows(
-                host, host.to(comm.device, non_blocking=True).unbind(), *map(checks.end, numbers[::2], numbers[1::2])
-            )
-        rows = comm.rows[key]
-        for what, limit, (end, rank) in (("input", available, rows.sent), ("output", room, rows.received)):
-            if end > limit:
-                raise InvalidCollectiveError(
-                    f"all_to_all_v(): the elements for rank {comm.ranks[rank]} end at {end}, and the {what} has "
-                    f"{limit}."
-                )
-        return rows.device
+    def _factors(
+        self, comm: Communicator, factor: Factor, input: torch.Tensor, group: dist.ProcessGroup | None
+    ) -> tuple[torch.Tensor]:
+        """Of PREMUL_SUM: every rank's factor on the device, in the type that sums are formed in."""
+        sums.check(PREMUL_SUM, input.dtype)
+        dtype, _, _ = sums.elements(input.dtype, PREMUL_SUM)
+        own = on_device(factor, sums.accumulator(dtype), comm.device)
+        if comm.size == 1:
+            return (own,)
+        everyone = own.new_empty(comm.size)
+        self.all_gather(everyone, own, group=group)
+        return (everyone,)
 
     def _key(
         self,
@@ -516,10 +510,20 @@ class Collectives:
         line: Line,
     ) -> tuple:
         """All that a prepared launch depends on; ``call`` has what the collective wants to know of shapes."""
+        try:
+            reads, writes = input.data_ptr(), output.data_ptr()
+        except RuntimeError:
+            reads = writes = None
+        if not (reads and writes):
+            # Nothing, or a stand-in of torch.func, whose class says nothing.
+            name = call if isinstance(call, str) else call[0]
+            checks.check_tensor(name, output)
+            checks.check_tensor(name, input)
+            reads, writes = input.data_ptr(), output.data_ptr()
         return (
             call,
-            input.device, input.dtype, input.numel(), input.data_ptr() & 15,
-            output.device, output.dtype, output.numel(), output.data_ptr() & 15,
+            input.device, input.dtype, input.numel(), reads & 15,
+            output.device, output.dtype, output.numel(), writes & 15,
             id(config), line,
         )  # fmt: skip
 
@@ -544,14 +548,15 @@ class Collectives:
         result: torch.Tensor,
         output: torch.Tensor | None,
         async_op: bool,
+        more: tuple[torch.Tensor, ...] = (),
     ) -> Work | None:
-        """``output``: what is written on this rank, or None."""
-        launch(stream, source, result)
+        """``output``: what is written on this rank, or None. ``more``: what else the kernel takes."""
+        launch(stream, source, result, *more)
         _finish(output, result)
         return Work(self._on_gpu) if async_op else None
 
 
-def _nothing(stream: int | None, source: torch.Tensor, result: torch.Tensor) -> None:
+def _nothing(stream: int | None, source: torch.Tensor, result: torch.Tensor, *more: torch.Tensor) -> None:
     """The launch of a collective of no elements."""
 
 

@@ -26,6 +26,17 @@ def make_combine(jit: Callable, lang: ModuleType) -> SimpleNamespace:
     """The device functions of this file in the language that ``(jit, lang)`` stand for."""
 
     @jit
+    def scaled(value, factors, source, OP: tl.constexpr):
+        """``value`` of rank ``source``, of the accumulator's type, as it goes into the sum: times the rank's factor.
+
+        ``factors``: ``[W]``, of the accumulator's type; None for all operations but "premul_sum".
+        """
+        if OP == "premul_sum":
+            return value * lang.load(factors + source)
+        else:
+            return value
+
+    @jit
     def combine(a, b, OP: tl.constexpr):
         """``a`` and ``b``, of the accumulator's type, as one."""
         if OP == "min":
@@ -44,7 +55,7 @@ def make_combine(jit: Callable, lang: ModuleType) -> SimpleNamespace:
             total = total / W
         return lang.cast(total, element)
 
-    return SimpleNamespace(combine=combine, conclude=conclude)
+    return SimpleNamespace(scaled=scaled, combine=combine, conclude=conclude)
 
 
 triton_combine = make_combine(triton.jit, tl)

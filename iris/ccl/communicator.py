@@ -13,6 +13,7 @@ from iris.ccl.queue import COUNTS, GOT, MAX_RANKS, MET, SENT, SLOTS, WORDS, regi
 from iris.ccl.select import ELSEWHERE, digest, load_table, own_table
 from iris.errors import InvalidGroupError, InvalidTableError, TooManyStreamsError
 from iris.heap.symmetric import SymmetricHeap
+from iris.kept import keep
 from iris.language.target import architecture, largest_cluster, on_nvidia, threads_per_warp
 from iris.launch import KEPT, addresses, prepare, registers
 from iris.workspace import Channel, Workspace
@@ -53,18 +54,6 @@ Launch = Callable[..., None]
 """Called with a stream's handle, input, output and what else the kernel takes."""
 
 
-class Rows(NamedTuple):
-    """Counts and displacements of an `all_to_all_v`, which a kernel may read on its way: on the host and the device.
-
-    ``sent`` and ``received``: where the last element ends in input and output, and which rank's it is.
-    """
-
-    host: torch.Tensor
-    device: tuple[torch.Tensor, ...]
-    sent: tuple[int, int]
-    received: tuple[int, int]
-
-
 class Queues(NamedTuple):
     """``counts``: int32, ``words``: int64, ``slots``: uint8; see `iris.ccl.queue`."""
 
@@ -99,8 +88,8 @@ class Communicator:
         Launches that were prepared, by what makes one differ from another.
     configs : list
         The configurations that these keys name by their addresses.
-    rows : dict
-        `Rows` by their numbers, stream and capture.
+    tables : dict
+        Counts and displacements (`iris.ccl.counts`) by line.
     """
 
     def __init__(self, workspace: Workspace, heap: SymmetricHeap, num_sms: int) -> None:
@@ -112,7 +101,7 @@ class Communicator:
         self.device = workspace.device
         bases = dict(zip(heap.group.ranks, heap.bases, strict=True))
         table = [*(bases[rank] for rank in group.ranks), heap.mapped_size]
-        self.heap_table = torch.tensor(table, dtype=torch.int64, device=self.device)
+        self.heap_table = keep(lambda: torch.tensor(table, dtype=torch.int64, device=self.device), self.device)
 
         def introduce() -> tuple[str, str, int, int, int | str]:
             kind = kind_of(self.device)
@@ -140,13 +129,13 @@ class Communicator:
         self.p2p_slot_bytes = self._slot_bytes(P2P_STAGING_BYTES, P2P_PROGRAMS, LARGEST_SLOT)
         self._p2p_channel = self._set_aside() if self.size > 1 else None
         self.configs: list[object] = []
-        self.rows: dict[Any, Rows] = {}
+        self.tables: dict[Line, Any] = {}
 
     def release_graphs(self) -> None:
         """Forget all that was prepared for graphs; see `iris.workspace.Workspace.release_captures`."""
         self.workspace.release_captures()
         self.launches = {key: launch for key, launch in self.launches.items() if not isinstance(key[-1], GraphLine)}
-        self.rows = {key: rows for key, rows in self.rows.items() if key[-1] is None}
+        self.tables = {line: table for line, table in self.tables.items() if not isinstance(line, GraphLine)}
 
     def forget(self) -> None:
         """Prepare every launch anew, by the `table` as it is now."""
@@ -278,12 +267,13 @@ def power_of_two(number: int) -> int:
 
 def ready(
     comm: Communicator, kernel: Any, programs: int, num_warps: int, before: tuple, tensors: tuple, after: tuple,
-    dtype: torch.dtype, admits: bool = False,
+    dtype: torch.dtype, admits: bool = False, **compiling: Any,
 ) -> Launch:  # fmt: skip
     """A launch of ``kernel(*before, input, output, ..., *after)``, where ``tensors`` are input, output and maybe more.
 
     Input and output are taken for memory of ``dtype``. Later calls give other tensors, whose addresses are divisible by
     16 where these are. ``admits``: the kernel has one more argument, `EARLY`, by which it lets the next launch begin.
+    ``compiling``: more options of Triton's compiler.
     """
 
     def seen(x: torch.Tensor, y: torch.Tensor, more: tuple) -> tuple:
@@ -291,13 +281,13 @@ def ready(
 
     early, options = True, {}
     if admits:
-        early, options = _share(comm, kernel, programs, num_warps, seen(tensors[0], tensors[1], tensors[2:]))
+        early, options = _share(comm, kernel, programs, num_warps, seen(tensors[0], tensors[1], tensors[2:]), compiling)
         after = (*after, early)
     elif on_nvidia():
         options = leaving_room(num_warps * threads_per_warp())
     launch = prepare(
         kernel, (programs, 1, 1), *seen(tensors[0], tensors[1], tensors[2:]),
-        early=early, num_warps=num_warps, **options,
+        early=early, num_warps=num_warps, **options, **compiling,
     )  # fmt: skip
     if simulator.ACTIVE:
         return lambda stream, x, y, *more: launch(stream, seen(x, y, more))
@@ -317,13 +307,15 @@ def leaving_room(threads: int) -> dict[str, int]:
     return {"maxnreg": most} if most < 255 else {}
 
 
-def _share(comm: Communicator, kernel: Any, programs: int, num_warps: int, args: tuple) -> tuple[bool, dict[str, int]]:
+def _share(
+    comm: Communicator, kernel: Any, programs: int, num_warps: int, args: tuple, compiling: dict[str, Any]
+) -> tuple[bool, dict[str, int]]:
     """Whether a launch of ``kernel(*args, EARLY)`` has a third of the registers; else options by which it has half."""
     if simulator.ACTIVE or not on_nvidia():
         return True, {}
     threads = -(-programs // comm.num_sms) * num_warps * threads_per_warp()
     for early, most in ((True, ALL_REGISTERS // 3), (False, ALL_REGISTERS // 2)):
-        held = registers(kernel, (programs, 1, 1), *args, early, early=early, num_warps=num_warps)
+        held = registers(kernel, (programs, 1, 1), *args, early, early=early, num_warps=num_warps, **compiling)
         # A warp gets them for its threads by eights.
         if threads * (-(-held // 8) * 8) <= most:
             return early, {}

@@ -6,7 +6,8 @@ They name their ranks by a string, since a graph holds no objects:
     total = functional.all_reduce(x, ranks)              # also torch.ops.iris.all_reduce
 
 Collective, and enqueued on the current stream like those of `ctx.ccl`. Gradients are collectives too: every rank of the
-group calls backward. Operations are "sum", "avg", "min", "max" and "product"; the first two have gradients.
+group calls backward. Operations are "sum", "avg", "min", "max" and "product", or those members of `ReduceOp` or
+``torch.distributed.ReduceOp``; the first two have gradients.
 """
 
 import weakref
@@ -18,9 +19,12 @@ from torch import Tensor
 from torch.library import custom_op
 
 from iris.ccl.config import ReduceOp
+from iris.ccl.reduction import name_of as name_of_reduction
 from iris.errors import InvalidCollectiveError, InvalidGroupError, UnsupportedReductionError
 from iris.untraced import untraced
 from iris.world import check_process_group
+
+Op = str | ReduceOp | dist.ReduceOp.RedOpType
 
 
 class Ranks(NamedTuple):
@@ -81,9 +85,13 @@ def _like(input: Tensor, rows: int | None = None) -> Tensor:
     return input.new_empty(input.shape if rows is None else (rows, *input.shape[1:]))
 
 
-@custom_op("iris::all_reduce", mutates_args=())
-def all_reduce(input: Tensor, ranks: str, op: str = "sum") -> Tensor:
+def all_reduce(input: Tensor, ranks: str, op: Op = "sum") -> Tensor:
     """Every rank's ``input`` combined, on every rank."""
+    return _all_reduce(input, ranks, name_of_reduction(op))
+
+
+@custom_op("iris::all_reduce", mutates_args=())
+def _all_reduce(input: Tensor, ranks: str, op: str = "sum") -> Tensor:
     context, group = find(ranks)
     output = _like(input)
     context.ccl.all_reduce(output, input, op=ReduceOp(op), group=group)
@@ -99,9 +107,13 @@ def all_gather(input: Tensor, ranks: str) -> Tensor:
     return output
 
 
-@custom_op("iris::reduce_scatter", mutates_args=())
-def reduce_scatter(input: Tensor, ranks: str, op: str = "sum") -> Tensor:
+def reduce_scatter(input: Tensor, ranks: str, op: Op = "sum") -> Tensor:
     """The rank's part of the ranks' combined ``input``: ``(W * M, ...)`` → ``(M, ...)``."""
+    return _reduce_scatter(input, ranks, name_of_reduction(op))
+
+
+@custom_op("iris::reduce_scatter", mutates_args=())
+def _reduce_scatter(input: Tensor, ranks: str, op: str = "sum") -> Tensor:
     context, group = find(ranks)
     rows, size = _rows("reduce_scatter", input), size_of(ranks)
     if rows % size:
@@ -132,9 +144,13 @@ def broadcast(input: Tensor, ranks: str, src: int = 0) -> Tensor:
     return output
 
 
-@custom_op("iris::reduce", mutates_args=())
-def reduce(input: Tensor, ranks: str, dst: int = 0, op: str = "sum") -> Tensor:
+def reduce(input: Tensor, ranks: str, dst: int = 0, op: Op = "sum") -> Tensor:
     """Every rank's ``input`` combined, on rank ``dst`` (its rank in the world); zeros on the others."""
+    return _reduce(input, ranks, dst, name_of_reduction(op))
+
+
+@custom_op("iris::reduce", mutates_args=())
+def _reduce(input: Tensor, ranks: str, dst: int = 0, op: str = "sum") -> Tensor:
     context, group = find(ranks)
     output = torch.zeros_like(input, memory_format=torch.contiguous_format)
     context.ccl.reduce(output, input, dst, op=ReduceOp(op), group=group)
@@ -143,14 +159,14 @@ def reduce(input: Tensor, ranks: str, dst: int = 0, op: str = "sum") -> Tensor:
 
 # What they return, for torch.compile ---------------------------------------------------------------------------------
 
-all_reduce.register_fake(lambda input, ranks, op="sum": _like(input))
+_all_reduce.register_fake(lambda input, ranks, op="sum": _like(input))
 all_gather.register_fake(lambda input, ranks: _like(input, _rows("all_gather", input) * size_of(ranks)))
-reduce_scatter.register_fake(
+_reduce_scatter.register_fake(
     lambda input, ranks, op="sum": _like(input, _rows("reduce_scatter", input) // size_of(ranks))
 )
 all_to_all.register_fake(lambda input, ranks: _like(input))
 broadcast.register_fake(lambda input, ranks, src=0: _like(input))
-reduce.register_fake(lambda input, ranks, dst=0, op="sum": _like(input))
+_reduce.register_fake(lambda input, ranks, dst=0, op="sum": _like(input))
 
 
 # Gradients -----------------------------------------------------------------------------------------------------------
@@ -178,14 +194,14 @@ def _reduce_back(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
     return sent / size_of(ranks) if _linear(op) == "avg" else sent, None, None, None
 
 
-all_reduce.register_autograd(
+_all_reduce.register_autograd(
     lambda ctx, gradient: (all_reduce(gradient, ctx.arguments[0], _linear(ctx.arguments[1])), None, None),
     setup_context=_keep_arguments,
 )
 all_gather.register_autograd(
     lambda ctx, gradient: (reduce_scatter(gradient, *ctx.arguments), None), setup_context=_keep_arguments
 )
-reduce_scatter.register_autograd(_scatter_back, setup_context=_keep_arguments)
+_reduce_scatter.register_autograd(_scatter_back, setup_context=_keep_arguments)
 all_to_all.register_autograd(
     lambda ctx, gradient: (all_to_all(gradient, *ctx.arguments), None), setup_context=_keep_arguments
 )
@@ -193,4 +209,4 @@ all_to_all.register_autograd(
 broadcast.register_autograd(
     lambda ctx, gradient: (reduce(gradient, *ctx.arguments), None, None), setup_context=_keep_arguments
 )
-reduce.register_autograd(_reduce_back, setup_context=_keep_arguments)
+_reduce.register_autograd(_reduce_back, setup_context=_keep_arguments)

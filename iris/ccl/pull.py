@@ -32,7 +32,7 @@ def make_pull(
     follow_predecessor = queue.follow_predecessor
     pointer_at, blocks_of = queue.pointer_at, queue.blocks_of
     permit, tell, hear, meet = queue.permit, queue.tell, queue.hear, queue.meet
-    combine, conclude = combining.combine, combining.conclude
+    scaled, combine, conclude = combining.scaled, combining.combine, combining.conclude
 
     @jit
     def pull(
@@ -43,6 +43,7 @@ def make_pull(
         heap_table,
         input,
         output,
+        factors,
         n,
         part_step,
         block_step,
@@ -100,9 +101,9 @@ def make_pull(
                     event = ctx.tracing.begin_move("load", input + i, s, mask)
                     parts += (lang.load(sources[s] + k, mask=mask),)
                     ctx.tracing.end_load(event, parts[s])
-                total = lang.cast(parts[0], ACC)
+                total = scaled(lang.cast(parts[0], ACC), factors, 0, OP)
                 for s in lang.static_range(1, W):
-                    total = combine(total, lang.cast(parts[s], ACC), OP)
+                    total = combine(total, scaled(lang.cast(parts[s], ACC), factors, s, OP), OP)
                 result = conclude(total, element, W, OP)
                 lang.store(output + rank * out_part_step + k, result, mask=mask)
                 if SPREADS:
@@ -112,7 +113,7 @@ def make_pull(
                         ctx.tracing.record_event_end(event)
         else:
             add_up(
-                ctx, row, own_words, slots, heap_table, input, output, n, part_step, block_step, limit_step,
+                ctx, row, own_words, slots, heap_table, input, output, factors, n, part_step, block_step, limit_step,
                 out_part_step, length, 0, W, W, BLOCK, SLOT, OP, SPREADS, SPREADS,
             )  # fmt: skip
         meet(ctx, row, calls, others, W)

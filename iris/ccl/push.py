@@ -59,7 +59,7 @@ def channel_bytes(size: int, blocks: int, part: int, steps: int) -> int:
 
 def make_push(jit, lang, move, queue, stamped, order, failures, combining, Context):
     """Both kernels, and what they are made of, in the language that ``(jit, lang)`` stand for."""
-    flat, combine, conclude = queue.flat, combining.combine, combining.conclude
+    flat, scaled, combine, conclude = queue.flat, combining.scaled, combining.combine, combining.conclude
     send_marked, receive_marked, clear_marked = stamped.send_marked, stamped.receive_marked, stamped.clear_marked
     words_at, awaited, absent, unmark = stamped.words_at, stamped.awaited, stamped.absent, stamped.unmark
     nanoseconds, expired, note_absent = failures.nanoseconds, failures.expired, stamped.note_absent
@@ -67,7 +67,7 @@ def make_push(jit, lang, move, queue, stamped, order, failures, combining, Conte
     reread, keep = order.reread, order.keep
 
     @jit
-    def add_up(parts, own, k, count, rank, W: tl.constexpr, PART: tl.constexpr, OP: tl.constexpr, record):
+    def add_up(parts, own, k, count, rank, W: tl.constexpr, PART: tl.constexpr, OP: tl.constexpr, record, factors=None):
         """Wait for the first ``count`` elements of every rank's part and combine them in the order of ranks.
 
         ``own`` is the caller's; ``k``: numbers of all words of a part. All parts are read in each round of polling, so
@@ -103,6 +103,7 @@ def make_push(jit, lang, move, queue, stamped, order, failures, combining, Conte
         total = lang.cast(own, ACC)
         for s in lang.static_range(W):
             value = lang.where(rank == s, lang.cast(own, ACC), lang.cast(unmark(words[s], element, own), ACC))
+            value = scaled(value, factors, s, OP)
             if s == 0:
                 total = value
             else:
@@ -137,6 +138,7 @@ def make_push(jit, lang, move, queue, stamped, order, failures, combining, Conte
         slots,
         input,
         output,
+        factors,
         n,
         most,
         send_step,
@@ -186,7 +188,7 @@ def make_push(jit, lang, move, queue, stamped, order, failures, combining, Conte
                 own = lang.load(input + lang.cast(rank, lang.int64) * send_step + k, mask=k < n)
                 parts = region(slots, most, block, epoch, W * PART)
                 event = ctx.tracing.begin_wait_for_data(parts, rank)
-                total = add_up(parts, own, words, n - block * PART, rank, W, PART, OP, ctx._record())
+                total = add_up(parts, own, words, n - block * PART, rank, W, PART, OP, ctx._record(), factors)
                 ctx.tracing.record_event_end(event)
                 lang.store(output + k, total, mask=k < n)
                 leave(slots, epochs, most, block, epoch, j, rank, W, PART, 1)
@@ -198,6 +200,7 @@ def make_push(jit, lang, move, queue, stamped, order, failures, combining, Conte
         slots,
         input,
         output,
+        factors,
         n,
         most,
         W: tl.constexpr,
@@ -237,7 +240,8 @@ def make_push(jit, lang, move, queue, stamped, order, failures, combining, Conte
                 k = (block * W + rank) * PART + i
                 own = lang.load(input + k, mask=k < n)
                 event = ctx.tracing.begin_wait_for_data(parts, rank)
-                total = add_up(parts, own, words, n - (block * W + rank) * PART, rank, W, PART, OP, ctx._record())
+                left = n - (block * W + rank) * PART
+                total = add_up(parts, own, words, left, rank, W, PART, OP, ctx._record(), factors)
                 ctx.tracing.record_event_end(event)
                 lang.store(output + k, total, mask=k < n)
                 for distance in lang.static_range(1, W):

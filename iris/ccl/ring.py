@@ -34,7 +34,7 @@ def make_ring(jit: Callable, lang: ModuleType, queue: SimpleNamespace, combining
     follow_predecessor, keep = queue.follow_predecessor, queue.keep
     queue_address, pointer_at = queue.queue_address, queue.pointer_at
     await_room, await_blocks, post = queue.await_room, queue.await_blocks, queue.post
-    combine, conclude = combining.combine, combining.conclude
+    scaled, combine, conclude = combining.scaled, combining.combine, combining.conclude
 
     @jit
     def there(slots, queues, sent, right, SLOT: tl.constexpr):
@@ -55,6 +55,7 @@ def make_ring(jit: Callable, lang: ModuleType, queue: SimpleNamespace, combining
         slots,
         input,
         output,
+        factors,
         n,
         rings,
         W: tl.constexpr,
@@ -94,7 +95,7 @@ def make_ring(jit: Callable, lang: ModuleType, queue: SimpleNamespace, combining
             base = lang.cast(turn, lang.int64) * W
             chunk = rank
             k = (base + chunk) * BLOCK + i
-            total = lang.cast(lang.load(input + k, mask=k < n), ACC)
+            total = scaled(lang.cast(lang.load(input + k, mask=k < n), ACC), factors, rank, OP)
             for _ in range(1, W):
                 await_room(ctx, own_words, sent, to, W)
                 event = ctx.tracing.begin_move("store", slots + i, right, k < n)
@@ -104,7 +105,7 @@ def make_ring(jit: Callable, lang: ModuleType, queue: SimpleNamespace, combining
                 post(ctx, own_words, sent, got, neighbours)
                 chunk = (chunk + W - forward) % W
                 k = (base + chunk) * BLOCK + i
-                own = lang.cast(lang.load(input + k, mask=k < n), ACC)
+                own = scaled(lang.cast(lang.load(input + k, mask=k < n), ACC), factors, rank, OP)
                 await_blocks(ctx, own_words, got, source, W)
                 total = combine(lang.load(here(slots, got, left, W, SLOT) + i, mask=k < n), own, OP)
                 got = lang.where(source, got + 1, got)

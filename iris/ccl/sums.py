@@ -1,6 +1,7 @@
 """The collectives that combine data: which kernel carries each, and with which numbers."""
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
@@ -8,6 +9,7 @@ from iris.capture import Line
 from iris.ccl import atomic, pull, push, ring, two_shot
 from iris.ccl.communicator import Communicator, Launch, power_of_two, ready
 from iris.ccl.config import Config, ReduceOp
+from iris.ccl.reduction import PREMUL_SUM, PremulSum
 from iris.ccl.select import Choice, choose, choose_all_reduce
 from iris.errors import InvalidConfigError, UnsupportedReductionError, WorkspaceTooSmallError, readable
 
@@ -21,23 +23,54 @@ PUSHES = {"one_shot": 1, "two_shot_push": 2}
 SHARE_OF_WORKSPACE = 16
 
 
-def check(op: ReduceOp, dtype: torch.dtype) -> None:
+Op = ReduceOp | PremulSum
+
+
+class Operands(NamedTuple):
+    """What is combined, as kernels take it.
+
+    Attributes
+    ----------
+    op : str
+        The operation on elements of ``dtype``.
+    dtype : torch.dtype
+        What ``input`` and ``output`` are taken for.
+    factors : tuple of torch.Tensor
+        Of PREMUL_SUM alone: ``[W]``, each rank's, of the type that sums are formed in.
+    """
+
+    op: str
+    dtype: torch.dtype
+    input: torch.Tensor
+    output: torch.Tensor
+    factors: tuple[torch.Tensor, ...]
+
+    def ready(
+        self, comm: Communicator, kernel: Any, programs: int, num_warps: int, before: tuple, after: tuple,
+        admits: bool = False,
+    ) -> Launch:  # fmt: skip
+        """As `iris.ccl.communicator.ready`, of a kernel that takes factors, or None, behind the output."""
+        if not self.factors:
+            after = (None, *after)
+        tensors = (self.input, self.output, *self.factors)
+        # Products of their own: in a fused multiply-add the variants might round differently.
+        options = {"enable_fp_fusion": False} if self.factors else {}
+        return ready(comm, kernel, programs, num_warps, before, tensors, after, self.dtype, admits, **options)
+
+
+def check(op: Op, dtype: torch.dtype) -> None:
     """Raise `UnsupportedReductionError` unless ``op`` has a meaning for ``dtype``."""
-    if not isinstance(op, ReduceOp):
-        raise UnsupportedReductionError(
-            f"op={op!r} is not one of iris.ccl.ReduceOp: {', '.join(o.name for o in ReduceOp)}."
-        )
     if dtype.is_floating_point and dtype not in MARKED | {torch.float8_e4m3fnuz, torch.float8_e5m2fnuz}:
         raise UnsupportedReductionError(f"{dtype} cannot be combined: convert it, or move it as it is.")
-    if dtype.is_complex and op not in (ReduceOp.SUM, ReduceOp.AVG):
+    if dtype.is_complex and op not in (ReduceOp.SUM, ReduceOp.AVG, PREMUL_SUM):
         raise UnsupportedReductionError(f"{op} has no meaning for {dtype}, which has no order; SUM and AVG have.")
-    if op is ReduceOp.AVG and not (dtype.is_floating_point or dtype.is_complex):
+    if op in (ReduceOp.AVG, PREMUL_SUM) and not (dtype.is_floating_point or dtype.is_complex):
         raise UnsupportedReductionError(
             f"{op} of {dtype} would not be of that type: use SUM and divide, or a float type."
         )
 
 
-def elements(dtype: torch.dtype, op: ReduceOp) -> tuple[torch.dtype, int, str]:
+def elements(dtype: torch.dtype, op: Op) -> tuple[torch.dtype, int, str]:
     """What kernels take ``dtype`` for, how many of these an element is, and the operation on them."""
     if dtype.is_complex:
         return {8: torch.float32, 16: torch.float64, 4: torch.float16}[dtype.itemsize], 2, op.value
@@ -48,11 +81,12 @@ def elements(dtype: torch.dtype, op: ReduceOp) -> tuple[torch.dtype, int, str]:
 
 
 def prepare_all_reduce(
-    comm: Communicator, op: ReduceOp, output: torch.Tensor, input: torch.Tensor, config: Config,
-    line: Line,
+    comm: Communicator, op: Op, output: torch.Tensor, input: torch.Tensor, factors: tuple[torch.Tensor, ...],
+    config: Config, line: Line,
 ) -> Launch:  # fmt: skip
     """A launch of all_reduce on a stream, for tensors that lie like these."""
     dtype, times, name = elements(input.dtype, op)
+    operands = Operands(name, dtype, input, output, factors)
     marked = dtype in MARKED and comm.size > 1
     if comm.size == 1:
         choice = Choice(None, "two_shot", config.comm_sms)
@@ -60,14 +94,14 @@ def prepare_all_reduce(
         fitting = pushes(comm, input.nbytes) if marked else set()
         choice = choose_all_reduce(comm.table, input.nbytes, marked, fitting, config)
     if choice.variant in PUSHES:
-        return _push(comm, choice, name, output, input, dtype, times * input.numel(), 0, config, line)
+        return _push(comm, choice, operands, times * input.numel(), 0, config, line)
     n = times * input.numel()
     if choice.variant == "ring":
-        return _ring(comm, choice, name, output, input, dtype, n, config, line)
+        return _ring(comm, choice, operands, n, config, line)
     if choice.variant in ("atomic", "spinlock"):
-        return _atomic(comm, choice, name, output, input, dtype, n, config, line)
-    launch = _queued(comm, choice, name, output, input, dtype, n, None, range(comm.size), config, line)
-    return launch if comm.size > 1 else _unless_in_place(launch)
+        return _atomic(comm, choice, operands, n, config, line)
+    launch = _queued(comm, choice, operands, n, None, range(comm.size), config, line)
+    return launch if comm.size > 1 or factors else _unless_in_place(launch)
 
 
 def _unless_in_place(launch: Launch) -> Launch:
@@ -81,29 +115,31 @@ def _unless_in_place(launch: Launch) -> Launch:
 
 
 def prepare_reduce_scatter(
-    comm: Communicator, op: ReduceOp, output: torch.Tensor, input: torch.Tensor, config: Config,
-    line: Line,
+    comm: Communicator, op: Op, output: torch.Tensor, input: torch.Tensor, factors: tuple[torch.Tensor, ...],
+    config: Config, line: Line,
 ) -> Launch:  # fmt: skip
     """A launch of reduce_scatter on a stream, for tensors that lie like these."""
     dtype, times, name = elements(input.dtype, op)
+    operands = Operands(name, dtype, input, output, factors)
     n = times * output.numel()
     fitting = pushes(comm, output.nbytes) & {"one_shot"} if dtype in MARKED and comm.size > 1 else set()
     choice = choose(comm.table, "reduce_scatter", input.nbytes, config, {"two_shot", "pull"} | fitting)
     if choice.variant == "one_shot":
-        return _push(comm, choice, name, output, input, dtype, n, n, config, line)
-    return _queued(comm, choice, name, output, input, dtype, n, n, None, config, line)
+        return _push(comm, choice, operands, n, n, config, line)
+    return _queued(comm, choice, operands, n, n, None, config, line)
 
 
 def prepare_reduce(
-    comm: Communicator, op: ReduceOp, root: int, output: torch.Tensor, input: torch.Tensor, config: Config,
-    line: Line,
+    comm: Communicator, op: Op, root: int, output: torch.Tensor, input: torch.Tensor,
+    factors: tuple[torch.Tensor, ...], config: Config, line: Line,
 ) -> Launch:  # fmt: skip
     """A launch of reduce to rank ``root`` of the group on a stream, for tensors that lie like these."""
     dtype, times, name = elements(input.dtype, op)
+    operands = Operands(name, dtype, input, output, factors)
     n = times * input.numel()
     choice = Choice(None, "two_shot", config.comm_sms)
     to = range(root, root + 1)
-    return _queued(comm, choice, name, output, input, dtype, n, None, to, config, line)
+    return _queued(comm, choice, operands, n, None, to, config, line)
 
 
 def _warps(config: Config, part: int) -> int:
@@ -125,9 +161,9 @@ def pushes(comm: Communicator, nbytes: int) -> set[str]:
 
 
 def _push(
-    comm: Communicator, choice: Choice, op: str, output: torch.Tensor, input: torch.Tensor, dtype: torch.dtype,
-    n: int, send_step: int, config: Config, line: Line,
-) -> Launch:  # fmt: skip
+    comm: Communicator, choice: Choice, operands: Operands, n: int, send_step: int, config: Config, line: Line
+) -> Launch:
+    dtype = operands.dtype
     programs = choice.programs or 2 * comm.num_sms
     steps = PUSHES[choice.variant]
     part_bytes, most, size = _push_room(comm, steps, n * dtype.itemsize, programs)
@@ -145,12 +181,12 @@ def _push(
     before = (channel.context_tensor, epochs, slots)
     ranks = 1 << (comm.size - 1).bit_length()
     step, same = ((send_step,), (send_step == 0,)) if steps == 1 else ((), ())
-    after = (n, most, *step, comm.size, ranks, part, op, *same)
+    after = (n, most, *step, comm.size, ranks, part, operands.op, *same)
     kernel = {
         (1, False): push.triton_one_shot, (1, True): push.gluon_one_shot,
         (2, False): push.triton_two_shot, (2, True): push.gluon_two_shot,
     }[steps, config.use_gluon]  # fmt: skip
-    return ready(comm, kernel, programs, warps, before, (input, output), after, dtype, admits=True)
+    return operands.ready(comm, kernel, programs, warps, before, after, admits=True)
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
@@ -163,10 +199,8 @@ def _block(config: Config, dtype: torch.dtype, room: int) -> int:
     return min(config.block_bytes(dtype.itemsize) or room, room) // dtype.itemsize
 
 
-def _ring(
-    comm: Communicator, choice: Choice, op: str, output: torch.Tensor, input: torch.Tensor, dtype: torch.dtype,
-    n: int, config: Config, line: Line,
-) -> Launch:  # fmt: skip
+def _ring(comm: Communicator, choice: Choice, operands: Operands, n: int, config: Config, line: Line) -> Launch:
+    dtype = operands.dtype
     sums, slice_n = accumulator(dtype), config.all_reduce_ring_slice_n
     asked = max(config.block_bytes(sums.itemsize), (slice_n or 0) * sums.itemsize)
     programs = comm.programs(choice.programs, asked, config.few_sms)
@@ -183,18 +217,16 @@ def _ring(
     queues = comm.queues(line, programs, config.few_sms)
     before = queues.seen_as(sums)
     after = (
-        n, config.all_reduce_num_rings or 2, comm.size, block, queues.slot_bytes // sums.itemsize, op,
+        n, config.all_reduce_num_rings or 2, comm.size, block, queues.slot_bytes // sums.itemsize, operands.op,
         config.all_reduce_distribution != 1,
     )  # fmt: skip
     kernel = ring.gluon_ring if config.use_gluon else ring.triton_ring
-    return ready(comm, kernel, programs, _warps(config, block * sums.itemsize), before, (input, output), after, dtype)
+    return operands.ready(comm, kernel, programs, _warps(config, block * sums.itemsize), before, after)
 
 
-def _atomic(
-    comm: Communicator, choice: Choice, op: str, output: torch.Tensor, input: torch.Tensor, dtype: torch.dtype,
-    n: int, config: Config, line: Line,
-) -> Launch:  # fmt: skip
-    if op not in ("sum", "avg"):
+def _atomic(comm: Communicator, choice: Choice, operands: Operands, n: int, config: Config, line: Line) -> Launch:
+    dtype = operands.dtype
+    if operands.op not in ("sum", "avg", "premul_sum"):
         raise UnsupportedReductionError(
             f"Config(all_reduce_variant={choice.variant!r}) adds: it is for SUM and AVG of numbers. Use 'two_shot' or "
             "'auto'."
@@ -216,16 +248,17 @@ def _atomic(
         channel.context_tensor, memory[flags:].view(torch.int32), memory[locks:flags].view(torch.int32),
         memory[:locks].view(sums),
     )  # fmt: skip
-    after = (n, comm.size, block, slot, op, choice.variant == "spinlock")
+    after = (n, comm.size, block, slot, operands.op, choice.variant == "spinlock")
     kernel = atomic.gluon_atomic if config.use_gluon else atomic.triton_atomic
-    return ready(comm, kernel, programs, _warps(config, block * sums.itemsize), before, (input, output), after, dtype)
+    return operands.ready(comm, kernel, programs, _warps(config, block * sums.itemsize), before, after)
 
 
 def _queued(
-    comm: Communicator, choice: Choice, op: str, output: torch.Tensor, input: torch.Tensor, dtype: torch.dtype,
-    n: int, step: int | None, to: range | None, config: Config, line: Line,
+    comm: Communicator, choice: Choice, operands: Operands, n: int, step: int | None, to: range | None,
+    config: Config, line: Line,
 ) -> Launch:  # fmt: skip
     """Parts of ``step`` elements that lie behind each other, or (None) blocks each with its parts."""
+    dtype, input, output = operands.dtype, operands.input, operands.output
     programs = comm.programs(choice.programs, config.block_bytes(dtype.itemsize), config.few_sms)
     slot_bytes = comm.slot_bytes(programs, config.few_sms)
     block = _block(config, dtype, slot_bytes)
@@ -236,7 +269,7 @@ def _queued(
     queues = comm.queues(line, programs, config.few_sms)
     before = (*queues.seen_as(dtype), comm.heap_table)
     steps = (n, part_step, block_step, limit_step, 0 if step is not None else block)
-    sizes = (comm.size, block, queues.slot_bytes // dtype.itemsize, op, to is not None)
+    sizes = (comm.size, block, queues.slot_bytes // dtype.itemsize, operands.op, to is not None)
     if choice.variant == "pull":
         kernel = pull.gluon_pull if config.use_gluon else pull.triton_pull
         after = (*steps, input.nbytes, output.nbytes, *sizes)
@@ -245,7 +278,7 @@ def _queued(
         wanted = to or range(comm.size)
         direct = to is not None and output.nbytes > 65536
         after = (*steps, output.nbytes, wanted.start, wanted.stop, *sizes, direct)
-    return ready(comm, kernel, programs, _warps(config, block * dtype.itemsize), before, (input, output), after, dtype)
+    return operands.ready(comm, kernel, programs, _warps(config, block * dtype.itemsize), before, after)
 
 
 @dataclass(frozen=True)

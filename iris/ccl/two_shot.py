@@ -32,7 +32,7 @@ def make_two_shot(jit, lang, queue, combining, Context):
     await_room, await_blocks, post, await_taken = (
         queue.await_room, queue.await_blocks, queue.post, queue.await_taken,
     )  # fmt: skip
-    combine, conclude = combining.combine, combining.conclude
+    scaled, combine, conclude = combining.scaled, combining.combine, combining.conclude
 
     @jit
     def add_up(
@@ -43,6 +43,7 @@ def make_two_shot(jit, lang, queue, combining, Context):
         heap_table,
         input,
         output,
+        factors,
         n,
         part_step,
         block_step,
@@ -116,7 +117,7 @@ def make_two_shot(jit, lang, queue, combining, Context):
                     # Its own slots hold nothing; the address is a valid one.
                     there = slots + slot_of(p, s, got, W) * SLOT + i
                     value = lang.load(there, mask=mask & (rank != s))
-                    value = lang.cast(lang.where(rank == s, own, value), ACC)
+                    value = scaled(lang.cast(lang.where(rank == s, own, value), ACC), factors, s, OP)
                     if s == 0:
                         total = value
                     else:
@@ -170,6 +171,7 @@ def make_two_shot(jit, lang, queue, combining, Context):
         heap_table,
         input,
         output,
+        factors,
         n,
         part_step,
         block_step,
@@ -193,7 +195,7 @@ def make_two_shot(jit, lang, queue, combining, Context):
         ctx = Context.initialize(context_tensor, num_ranks=W)
         add_up(
             ctx, counts + lang.program_id(0) * COUNTS, words + lang.program_id(0) * WORDS, slots, heap_table,
-            input, output, n, part_step, block_step, limit_step, out_part_step, length, to_first, to_last,
+            input, output, factors, n, part_step, block_step, limit_step, out_part_step, length, to_first, to_last,
             W, BLOCK, SLOT, OP, SPREADS, DIRECT,
         )  # fmt: skip
 

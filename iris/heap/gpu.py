@@ -1,7 +1,6 @@
 """Memory shared between the GPUs of one host, by ``torch.distributed._symmetric_memory`` (CUDA and ROCm)."""
 
 import contextlib
-import functools
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -11,8 +10,10 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import _register_process_group, _SymmetricMemory, _unregister_process_group
 
+from iris.capture import side_stream
 from iris.errors import HeapTooLargeError, MappingError, readable
 from iris.heap.allocator import ALIGNMENT
+from iris.kept import keep
 from iris.world import Group
 
 
@@ -49,12 +50,6 @@ def total_memory(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).total_memory
 
 
-@functools.cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    # Of high priority, since torch hands out such streams from a pool that few others take theirs from.
-    return torch.cuda.Stream(device, priority=-1)
-
-
 def snapshot(memory: torch.Tensor) -> np.ndarray:
     """A copy of ``memory``, uint8 and contiguous, as it is now.
 
@@ -62,7 +57,7 @@ def snapshot(memory: torch.Tensor) -> np.ndarray:
     which may wait for a kernel that hangs (CUDA C++ Programming Guide, "Lazy Loading" and "Implicit Synchronization").
     """
     # The device too: a thread that is at another one must not come back to it by making a context there.
-    with torch.cuda.device(memory.device), torch.cuda.stream(_side_stream(memory.device)):
+    with torch.cuda.device(memory.device), torch.cuda.stream(side_stream(memory.device)):
         return memory.cpu().numpy()
 
 
@@ -85,7 +80,7 @@ def share(group: Group, size: int, device: torch.device) -> tuple[list[int], Any
         nonlocal own
         try:
             if group.size == 1:
-                own = torch.empty(room, dtype=torch.uint8, device=device)
+                own = keep(lambda: torch.empty(room, dtype=torch.uint8, device=device), device)
             else:
                 # Not torch.distributed._symmetric_memory.empty: that takes from a memory pool, where the block may
                 # begin anywhere in an allocation that is shared with others, at different places on different ranks.
@@ -101,7 +96,8 @@ def share(group: Group, size: int, device: torch.device) -> tuple[list[int], Any
         nonlocal handle
         try:
             with _without_multicast(), _registered(group) as name:
-                handle = _SymmetricMemory.rendezvous(own, name)
+                # Which allocates too: tables of the peers' addresses.
+                handle = keep(lambda: _SymmetricMemory.rendezvous(own, name), device)
         except RuntimeError as error:
             raise MappingError(
                 f"torch could not share memory of {device} with the other ranks' GPUs: {_first_line(error)}. "

@@ -13,6 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from iris.heap.mapping import Mapping
+from iris.kept import keep
 
 ELEMENTS = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 # TMA's strides are below 2^40 bytes (CUDA driver API, cuTensorMapEncodeTiled).
@@ -22,7 +23,8 @@ LARGEST_STEP = 1 << 30
 def places(mapping: Mapping) -> torch.Tensor:
     """The slice of each rank: int32 ``[W]``, on the mapping's device."""
     lowest, step = min(mapping.bases), _step(mapping)
-    return torch.tensor([(base - lowest) // step for base in mapping.bases], dtype=torch.int32, device=mapping.device)
+    slices = [(base - lowest) // step for base in mapping.bases]
+    return keep(lambda: torch.tensor(slices, dtype=torch.int32, device=mapping.device), mapping.device)
 
 
 def peers_map(mapping: Mapping, matrix: torch.Tensor, block: list[int]) -> TensorDescriptor:

@@ -22,6 +22,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from iris import device_record
+from iris.kept import keep
 from iris.language.address import check_copy, check_reach, gluon_translate, in_simulator, triton_translate
 from iris.language.atomics import make_atomics
 from iris.language.failures import CHECKS_POINTERS, WAIT_LIMIT_NS, gluon_failures, triton_failures
@@ -44,7 +45,8 @@ EQ = tl.constexpr("eq")
 
 def context_tensor(rank: int, bases: Sequence[int], size: int, record: int, device: torch.device) -> torch.Tensor:
     """What a kernel initialises its context from: int64 ``[num_ranks + 4]`` on ``device``, opaque to users."""
-    return torch.tensor([rank, len(bases), *bases, record, size], dtype=torch.int64, device=device)
+    words = [rank, len(bases), *bases, record, size]
+    return keep(lambda: torch.tensor(words, dtype=torch.int64, device=device), device)
 
 
 def _digest() -> str:

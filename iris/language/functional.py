@@ -15,6 +15,7 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from iris.kept import keep
 from iris.language.address import check_copy, check_reach, gluon_translate, in_simulator, triton_translate
 from iris.language.failures import CHECKS_POINTERS, gluon_failures, triton_failures
 from iris.language.ordering import ACQ_REL, SYS, gluon_ordering, triton_ordering
@@ -23,7 +24,8 @@ from iris.language.tracing import TRACES_ALL, gluon_tracing, triton_tracing
 
 def heap_bases_tensor(bases: Sequence[int], size: int, record: int, device: torch.device) -> torch.Tensor:
     """What the functions take: int64 ``[num_ranks]`` on ``device``; in front of it, the device record and the size."""
-    return torch.tensor([record, size, *bases], dtype=torch.int64, device=device)[2:]
+    words = [record, size, *bases]
+    return keep(lambda: torch.tensor(words, dtype=torch.int64, device=device), device)[2:]
 
 
 def make_functions(

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from iris.capture import refuse_in_capture
 from iris.ccl.checks import compare_calls
 from iris.ccl.work import Work
 from iris.errors import InvalidConfigError, UnknownChoiceError
@@ -52,6 +53,7 @@ class Operations:
         self._kernels = Kernels(context)
         self._workspaces = Workspaces(context)
         self._chosen: dict[tuple, FusedConfig] = {}
+        self._uses_vendor = False
         self._all_reduce_rms_norm = AllReduceRmsNorm(context)
 
     def all_gather_matmul(
@@ -242,6 +244,10 @@ class Operations:
         if workspace is not None:
             self._workspaces.check(call.name, workspace, needs and needs.kind)
         if used.variant == "vendor":
+            if not self._uses_vendor:
+                # The vendor's library sets itself up in its first product.
+                refuse_in_capture(f"{call.name}()")
+                self._uses_vendor = True
             vendor.enqueue(self._context, call, used.all_reduce_variant)
         elif call.out.numel():
             stream = torch._C._cuda_getCurrentRawStream(self._context.gpu_id) if self._on_gpu else None

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from iris.capture import GraphLine, Line, Lines, outside_captures
+from iris.capture import GraphLine, Line, Lines, outside_captures, refuse_in_capture
 from iris.errors import FirstUseInCaptureError, InvalidCollectiveError
 from iris.ops.arena import COUNT_BYTES, Arena
 from iris.ops.buffers import Buffers, Needs
@@ -40,6 +40,7 @@ class Workspaces:
     @torch.inference_mode(False)
     def make(self, needs: Needs) -> Buffers:
         """For calls of one kind that will be given it. Collective; blocks the host."""
+        refuse_in_capture(f"{needs.kind[0]}_preamble()")
         return self._make(needs.count_bytes, needs.data_bytes).take(needs)
 
     def check(self, name: str, given: Any, kind: tuple | None) -> None:

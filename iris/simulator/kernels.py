@@ -21,6 +21,7 @@ from iris.simulator import dtypes, sanitizer, tasks, tma
 from iris.simulator import grid as scheduler
 from iris.simulator.gluon import semantic
 from iris.simulator.rewriting import rewrite, source_of
+from iris.stand_ins import stand_in
 from iris.untraced import untraced
 
 # How a kernel is launched --------------------------------------------------------------------------------------------
@@ -38,6 +39,9 @@ _pointer_types: dict[torch.dtype, tl.pointer_type] = {}
 def _argument(value: Any, name: str, kernel: str) -> Any:
     """What a kernel sees of an argument that is not a compile-time constant."""
     if isinstance(value, torch.Tensor):
+        problem = stand_in(value)
+        if problem:
+            raise LaunchError(f"Argument {name!r} of kernel {kernel!r} is {problem}")
         if value.device.type != "cpu":
             raise NotOnCpuError(kernel, name, value.device)
         if value.dtype not in _pointer_types:

@@ -16,6 +16,7 @@ from iris.arg_parser import count
 from iris.device_record import DeviceRecord
 from iris.errors import InvalidArgumentError, InvalidCountError, InvalidSettingError, NotTracingError
 from iris.heap.mapping import mappings, snapshot
+from iris.kept import keep
 from iris.language.tracing import ADDRESS, ASKED, HEADER, LAST_LOOKS, ROOM, TRACES_ALL, WORDS
 from iris.shared_folder import own_folder, whole
 from iris.tracing import chrome
@@ -151,7 +152,7 @@ class Tracing:
                 raise InvalidCountError("max_events", max_events, "events")
             self._drain()
             size = HEADER.value + count(max_events) * WORDS.value
-            buffer = torch.zeros(size, dtype=torch.int64, device=self._device)
+            buffer = keep(lambda: torch.zeros(size, dtype=torch.int64, device=self._device), self._device)
 
         self._group.agree(make_room, "make room for its events")
         buffer[ROOM.value] = max_events

@@ -148,7 +148,7 @@ REFUSED = {
     ),
     "no configuration": (
         lambda ccl, ctx: ccl.all_reduce(*[ctx.zeros(4)] * 2, config={"comm_sms": 4}),
-        InvalidConfigError, ValueError, r"comm_sms.* is not an iris.ccl.Config",
+        InvalidConfigError, ValueError, r"comm_sms.* is not possible: it is an iris.ccl.Config",
     ),
     "one shot of integers": (
         lambda ccl, ctx: ccl.all_reduce(

@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import iris.distributed  # noqa: F401 (registers the backend)
-from iris.errors import InvalidCollectiveError, UnsupportedReductionError, WrongDeviceError
+from iris.errors import InvalidCollectiveError, InvalidGroupError, UnsupportedReductionError, WrongDeviceError
 
 ROOT = Path(__file__).parents[2]
 
@@ -203,7 +203,7 @@ def test_compiled_collectives(ranks):
 
 def refused(ctx):
     group, x = make_group(ctx), torch.zeros(4, device=ctx.device)
-    with pytest.raises(UnsupportedReductionError, match="no ReduceOp.BXOR: it knows SUM, AVG"):
+    with pytest.raises(UnsupportedReductionError, match="no ReduceOp.BXOR: it has SUM, AVG.*all_gather"):
         dist.all_reduce(x, dist.ReduceOp.BXOR, group=group)
     with pytest.raises(InvalidCollectiveError, match="give recv.. a src"):
         dist.recv(x, group=group)
@@ -213,6 +213,40 @@ def refused(ctx):
 
 def test_what_the_backend_does_not_have(ranks):
     ranks.run(refused)
+
+
+def split(ctx):
+    """Which torch does where the default group has a device, and an accelerator is there."""
+    me, world = ctx.cur_rank, make_group(ctx)
+    with pytest.MonkeyPatch.context() as patch:
+        if ctx.device.type == "cpu":
+            patch.setattr(torch.accelerator, "is_available", lambda: True)
+            patch.setattr(torch.accelerator, "current_accelerator", lambda: ctx.device)
+        patch.setattr(dist.group.WORLD, "bound_device_id", torch.device(ctx.device.type, ctx.gpu_id))
+        halves = dist.split_group(world, [[1, 3], [0, 2]], group_desc="halves")
+        inner = dist.split_group(halves, [[1]])
+    total = values(ctx, 5, me)
+    dist.all_reduce(total, group=halves)
+    assert torch.equal(total, values(ctx, 5, me) + values(ctx, 5, (me + 2) % 4))
+    assert (inner is None) == (me < 2)
+    if inner is not None:
+        dist.all_reduce(total, group=inner)
+        assert dist.get_process_group_ranks(inner) == [me]
+    if ctx.device.type == "cpu":
+        # What torch's function of this name asks the default group.
+        def split_group(group):
+            return group.bound_device_id
+
+        with pytest.raises(InvalidGroupError, match=r"new_group\(ranks\)"):
+            split_group(world)
+    ctx.barrier()
+    for group in filter(None, (inner, halves, world)):
+        dist.destroy_process_group(group)
+
+
+@pytest.mark.ranks(4, exactly=True)
+def test_a_group_is_split(ranks):
+    ranks.run(split)
 
 
 def beside_gloo(ctx):

@@ -1,0 +1,83 @@
+"""Counts and displacements of `all_to_all_v` as its kernel reads them: rows of int64 on the device, one word a rank.
+
+Those that a stream has used before lie in a table of its own, so a call with the same numbers copies nothing. When the
+table is full it is begun anew: what is written over has been read by then, since the copies are on the stream whose
+kernels read them. A graph copies its numbers in each replay, to memory that is the graph's.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from iris.capture import GraphLine, Line
+from iris.ccl import checks
+from iris.ccl.communicator import Communicator
+from iris.errors import InvalidCollectiveError
+from iris.kept import keep
+
+NAMES = ("send_counts", "send_displs", "recv_counts", "recv_displs")
+# Rows of numbers in a stream's table: so many sets of four.
+MOST = 512
+
+
+class Numbers(NamedTuple):
+    """``device``: the four rows, or None in a graph. ``sent``, ``received``: where the last element of input and output
+    ends, and which rank's it is."""
+
+    host: torch.Tensor
+    device: tuple[torch.Tensor, ...] | None
+    sent: tuple[int, int]
+    received: tuple[int, int]
+
+
+class Table:
+    """The numbers of one stream, or of a line of graphs."""
+
+    def __init__(self, comm: Communicator, captured: bool) -> None:
+        shape = (MOST, 4, comm.size)
+        device = comm.device
+        self._comm = comm
+        self._memory = None if captured else keep(lambda: torch.empty(shape, dtype=torch.int64, device=device), device)
+        self._numbers: dict[tuple, Numbers] = {}
+
+    def find(self, numbers: tuple[tuple[int, ...], ...]) -> Numbers:
+        if numbers not in self._numbers:
+            self._numbers[numbers] = self._make(numbers)
+        return self._numbers[numbers]
+
+    def _make(self, numbers: tuple[tuple[int, ...], ...]) -> Numbers:
+        comm = self._comm
+        if numbers[0][comm.rank] != numbers[2][comm.rank]:
+            raise InvalidCollectiveError(
+                f"all_to_all_v(): rank {comm.ranks[comm.rank]} sends {numbers[0][comm.rank]} elements to itself "
+                f"and receives {numbers[2][comm.rank]}."
+            )
+        # Pinned, so that the copy does not block the host. Graphs need it as long as they are replayed.
+        host = torch.tensor(numbers, dtype=torch.int64, pin_memory=comm.device.type == "cuda")
+        rows = None
+        if self._memory is not None:
+            if len(self._numbers) == MOST:
+                self._numbers.clear()
+            place = self._memory[len(self._numbers)]
+            rows = place.copy_(host, non_blocking=True).unbind()
+        return Numbers(host, rows, *map(checks.end, numbers[::2], numbers[1::2]))
+
+
+def on_device(
+    comm: Communicator, lists: tuple[Sequence[int] | torch.Tensor, ...], room: int, available: int,
+    line: Line,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    """The four ``lists``, checked and on the device, for a call with so many elements of output and of input."""
+    numbers = tuple(checks.counts(name, values, comm.size) for name, values in zip(NAMES, lists, strict=True))
+    if line not in comm.tables:
+        comm.tables[line] = Table(comm, isinstance(line, GraphLine))
+    found = comm.tables[line].find(numbers)
+    for what, limit, (end, rank) in (("input", available, found.sent), ("output", room, found.received)):
+        if end > limit:
+            raise InvalidCollectiveError(
+                f"all_to_all_v(): the elements for rank {comm.ranks[rank]} end at {end}, and the {what} has {limit}."
+            )
+    if found.device is None:
+        return found.host.to(comm.device, non_blocking=True).unbind()
+    return found.device

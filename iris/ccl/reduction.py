@@ -1,0 +1,91 @@
+"""What ``op`` may be: one of this library's `ReduceOp`, or one of torch's, with the factor that PREMUL_SUM has."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from iris.ccl.config import ReduceOp
+from iris.errors import UnsupportedReductionError, WrongDeviceError
+
+
+class PremulSum:
+    """A sum into which each rank's input goes times the rank's factor: torch's and NCCL's PREMUL_SUM."""
+
+    name, value = "PREMUL_SUM", "premul_sum"
+
+    def __str__(self) -> str:
+        return "ReduceOp.PREMUL_SUM"
+
+
+PREMUL_SUM = PremulSum()
+
+Factor = float | torch.Tensor
+
+INSTEAD = "Gather with all_gather() and combine what every rank then has; of booleans, MIN is 'and' and MAX is 'or'."
+_OF_TORCH = {getattr(dist.ReduceOp, op.name): op for op in ReduceOp}
+# Looked up, since torch.compile can follow that.
+_NAMES = {op: op.value for op in ReduceOp} | {torchs: op.value for torchs, op in _OF_TORCH.items()}
+
+
+def reduction(op: Any) -> tuple[ReduceOp | PremulSum, Factor | None]:
+    """The operation that ``op`` names, and PREMUL_SUM's factor.
+
+    Raises
+    ------
+    UnsupportedReductionError
+        It is none of those that there are, or PREMUL_SUM without a factor.
+    """
+    if isinstance(op, ReduceOp):
+        return op, None
+    # By the class, since isinstance() takes torch's constants for both of torch's classes.
+    if op.__class__ is dist.ReduceOp:
+        # What torch makes of its constants for a backend, and PREMUL_SUM, whose factor only pickling shows.
+        if op.op == dist.ReduceOp.PREMUL_SUM:
+            return PREMUL_SUM, op.__getstate__()[1]
+        op = op.op
+    if op.__class__ is not dist.ReduceOp.RedOpType:
+        raise UnsupportedReductionError(
+            f"op={op!r} is not one of iris.ccl.ReduceOp ({', '.join(each.name for each in ReduceOp)}), nor of "
+            "torch.distributed.ReduceOp."
+        )
+    if op == dist.ReduceOp.PREMUL_SUM:
+        raise UnsupportedReductionError(
+            "ReduceOp.PREMUL_SUM needs a factor: torch.distributed._make_nccl_premul_sum(factor), or, where torch has "
+            "it, ReduceOp.PREMUL_SUM(factor)."
+        )
+    if op not in _OF_TORCH:
+        raise UnsupportedReductionError(
+            f"Iris has no ReduceOp.{op.name}: it has {', '.join(each.name for each in ReduceOp)} and PREMUL_SUM. "
+            + INSTEAD
+        )
+    return _OF_TORCH[op], None
+
+
+def name_of(op: Any) -> str:
+    """What the operators of `iris.ccl.functional` call it; a name itself may be one."""
+    if isinstance(op, str):
+        return op
+    if op in _NAMES:
+        return _NAMES[op]
+    if reduction(op)[0] is PREMUL_SUM:
+        raise UnsupportedReductionError(
+            "op=PREMUL_SUM is for torch.distributed and ctx.ccl. Multiply the input by the factor and use 'sum'."
+        )
+    return name_of(op.op)
+
+
+def on_device(factor: Factor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """This rank's factor as kernels read it: one element of ``dtype`` on ``device``."""
+    if not isinstance(factor, torch.Tensor):
+        return torch.full((1,), factor, dtype=dtype, device=device)
+    if factor.is_complex():
+        raise UnsupportedReductionError(f"The factor of PREMUL_SUM is a real number, and not of {factor.dtype}.")
+    if factor.device not in (device, torch.device("cpu")):
+        raise WrongDeviceError(
+            f"The factor of PREMUL_SUM is on {factor.device}, and this context works on {device}. Move it there first."
+        )
+    if factor.device.type == "cuda":
+        # A stream of the group's own may be reading it when the caller lets go of it.
+        factor.record_stream(torch.cuda.current_stream(device))
+    return factor.detach().to(device, dtype, copy=True).reshape(1)

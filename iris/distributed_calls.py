@@ -1,0 +1,124 @@
+"""How a method of `iris.distributed` becomes a call on a stream, and the handles of torch.distributed it returns."""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from iris.ccl.collectives import Collectives
+from iris.ccl.config import Config
+from iris.ccl.work import Work
+from iris.context import Iris
+
+# Enough for most of the link's bandwidth.
+BESIDE_COMPUTATION = Config(comm_sms=32)
+
+
+class EnqueuedWork(Work, dist.Work):
+    """A call that has been enqueued on the current stream, and the tensors that it writes."""
+
+    def __init__(self, outputs: Any, device: torch.device) -> None:
+        dist.Work.__init__(self)
+        Work.__init__(self, device.type == "cuda")
+        self._outputs, self._device = outputs, device
+        self._stream = torch.cuda.current_stream(device) if self._event else None
+
+    def get_future(self) -> torch.futures.Future:
+        """A future of the outputs: whoever waits for it lets the current stream wait."""
+        future = torch.futures.Future(devices=[self._device] if self._event else None)
+        # It stands for what is on the current stream when it gets its result.
+        with torch.cuda.stream(self._stream):
+            future.set_result(self._outputs)
+        return future
+
+    def result(self) -> Any:
+        """The tensors that the call writes."""
+        return self._outputs
+
+
+class BarrierWork(EnqueuedWork):
+    """A barrier, for which the host waits too."""
+
+    def __init__(self, context: Iris) -> None:
+        super().__init__([], context.device)
+        self._context = context
+
+    def wait(self, timeout: object = None) -> bool:
+        """Return when all ranks have come. Raises what a kernel has recorded, as ``ctx.barrier()`` does.
+
+        In a capture the host does not wait: the graph has a barrier on the stream.
+        """
+        super().wait()
+        if self._event is None or not torch.cuda.is_current_stream_capturing():
+            self._context._drain(torch.cuda.current_stream() if self._event else None)
+        return True
+
+
+class _BesideComputation:
+    """``ccl`` for calls that the program does not wait for at once: on few multiprocessors, the rest computes."""
+
+    def __init__(self, ccl: Collectives) -> None:
+        self._ccl = ccl
+
+    def __getattr__(self, call: str) -> Callable[..., Any]:
+        return functools.partial(getattr(self._ccl, call), config=BESIDE_COMPUTATION)
+
+
+def on_a_stream(method: Callable[..., Any]) -> Callable[..., dist.Work]:
+    """A method that torch calls, from ``method(self, ccl, ...)``, which enqueues it and returns what it writes.
+
+    On the current stream; what is asked for with ``async_op=True``, as DDP does, on one of the group's own, beside
+    what the program enqueues next. With tensors on the CPU beside a GPU it is the method of the CPU's backend instead.
+    """
+
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> dist.Work:
+        tensors = list(tensors_in([*args, *kwargs.values()]))
+        device = tensors[0].device
+        if device.type != self.device_type:
+            return getattr(self._beside(device), method.__name__)(*args, **kwargs)
+        ccl, stream = self.context(device, method.__name__).ccl, None
+        if any(getattr(value, "asyncOp", False) for value in [*args, *kwargs.values()]):
+            ccl, stream = _BesideComputation(ccl), self._stream_for("collectives", device)
+        # Parameters require gradients, and are written all the same.
+        with torch.no_grad(), torch.cuda.stream(stream):
+            outputs = method(self, ccl, *args, **kwargs)
+            keep_for(tensors, stream)
+            return EnqueuedWork(outputs, device)
+
+    return call
+
+
+def tensors_in(values: Sequence[Any]) -> Iterator[Tensor]:
+    """All tensors in nested sequences."""
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            yield from tensors_in(value)
+        elif isinstance(value, Tensor):
+            yield value
+
+
+def keep_for(tensors: Sequence[Tensor], stream: torch.cuda.Stream | None) -> None:
+    """Their memory is not given to others before the stream is done, though they may die before anyone waits for it."""
+    if stream is not None:
+        for tensor in tensors:
+            tensor.record_stream(stream)
+
+
+def flat(parts: Sequence[Tensor]) -> Tensor:
+    return torch.cat([part.reshape(-1) for part in parts])
+
+
+def deal_out(pieces: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+    for piece, output in zip(pieces, outputs, strict=True):
+        output.copy_(piece.view(output.shape))
+
+
+def exchange(ccl: Collectives, output: Tensor, input: Tensor, receive: list[int], send: list[int]) -> None:
+    """Counts of elements, a rank each; what is for or from a rank lies behind that of the rank before."""
+    receive_from, send_from = ([0, *accumulate(counts[:-1])] for counts in (receive, send))
+    ccl.all_to_all_v(output, input, send, send_from, receive, receive_from)
