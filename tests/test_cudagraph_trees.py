@@ -36,7 +36,9 @@ def products(x, b, ranks, group):
     y = functional.matmul_all_reduce(x, b, None, ranks) / 64
     y = functional.all_gather_matmul(y[:, :K].contiguous(), b, None, ranks) / 64
     y = functional.matmul_reduce_scatter(y[:, :K].contiguous(), b, None, ranks) / 64
-    return functional.matmul_all_gather(y[:, :K].contiguous(), b, None, ranks)[:M, :K] / 64
+    y = functional.matmul_all_gather(y[:, :K].contiguous(), b, None, ranks)[:M, :K] / 64
+    whole = b.repeat(dist.get_world_size(group), 1)
+    return functional.all_gather_matmul_k(y.contiguous(), whole, None, ranks)[:, :K] / 64
 
 
 def norms(x, b, ranks, group):

@@ -55,7 +55,7 @@ COLLECTIVES = {
     **dict.fromkeys(["to_last", "from_last"], 4),
     **dict.fromkeys(["N", "row", "in_pitch", "out_pitch", "send_step", "recv_step", "length"], 4096),
     **dict.fromkeys(["part_step", "block_step", "limit_step", "out_part_step", "in_length", "most"], 4096),
-    **{"flags": INT32, "locks": INT32, "accumulators": FLOAT32, "rings": 2},
+    **{"flags": INT32, "locks": INT32, "accumulators": FLOAT32, "rings": 2, "factors": None},
     **{"W": W, "RANKS": 4, "BLOCK": 4096, "BLOCK_M": 1, "BLOCK_N": 4096, "SLOT": 8192, "PART": 2048, "OP": "sum"},
     **dict.fromkeys(["SAME", "DIRECT", "FLAT", "SPREADS", "STRIDING", "LOCKED", "PULLS", "EARLY"], True),
     **dict.fromkeys(["PARTITIONED", "ROOTED"], False),
@@ -187,6 +187,20 @@ def test_accumulators_are_added_to_without_a_lock(target, kernel):
     arguments = ARGUMENTS | COLLECTIVES | ELEMENTS["atomic"] | {"LOCKED": False}
     code = compile_for(target, kernel, *[arguments[name] for name in kernel.arg_names]).ttgir
     assert re.search(r"atomic_rmw fadd, relaxed, sys, .*tensor<4096x", code) and "atomic_cas" not in code
+
+
+@pytest.mark.parametrize(
+    "kernel",
+    by_turns([triton_one_shot, gluon_two_shot, triton_two_shot, triton_pull, triton_ring, gluon_atomic]),
+)
+def test_inputs_are_multiplied_and_added_apart(kernel):
+    """As fused, the product would not be rounded, and every variant might do it for another term of a sum."""
+    given = dict(zip(kernel.arg_names, arguments_of(kernel), strict=True)) | {"OP": "premul_sum", "factors": FLOAT32}
+    arguments = (given | {"LOCKED": True} if "LOCKED" in given else given).values()
+    code = compile_for("sm_90", kernel, *arguments, enable_fp_fusion=False).text
+    assert re.search(r"mul(\.rn)?\.f32", code) and "fma.rn.f32" not in code
+    plain = compile_for("sm_90", kernel, *arguments_of(kernel)).text
+    assert not re.search(r"mul(\.rn)?\.f32", plain)
 
 
 @pytest.mark.parametrize("kernel", [triton_one_hop, gluon_one_hop])
