@@ -48,6 +48,10 @@ class Block:
         self.user = weakref.ref(user)
         segment.blocks.add(self)
 
+    def leave(self) -> None:
+        """Its memory is not this user's any more."""
+        self._segment.blocks.discard(self)
+
 
 class _Segment:
     """One mapping, which it says the uses of."""
@@ -128,8 +132,10 @@ class Segments:
 
     def give_back(self, blocks: Iterable[Block]) -> None:
         """For others of the same ranks. Local. The caller guarantees that no kernel of this rank uses them any more."""
-        with self._lock:
-            self._returned.update(block.serial for block in blocks)
+        for block in blocks:
+            block.leave()
+            with self._lock:
+                self._returned.add(block.serial)
 
     def _choose(self, returned: set[int], size: int) -> tuple[int, int, int, int, bool]:
         """The serial number of a new block, its segment's, where it begins, bytes of the segment if that is to be made
