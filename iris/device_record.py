@@ -14,7 +14,7 @@ import torch
 from iris.barrier_diagnosis import explain
 from iris.errors import ForeignLockValueError, IrisTimeoutError, NotSymmetricError
 from iris.heap.history import debugging
-from iris.heap.mapping import locate
+from iris.heap.mapping import locate, lost_at
 from iris.heap.symmetric import SymmetricHeap
 from iris.kept import keep
 from iris.wait_limit import NANOSECONDS, VARIABLE
@@ -89,9 +89,10 @@ class DeviceRecord:
             what = f"for a lock that another program holds ({place})."
         else:
             what = f"for a flag to be {_SYMBOLS[kind]} {wanted}; it held {seen} ({place})."
+        gone = "".join(f" {text}." for text in lost_at([words[FLAG]], well=True))
         raise IrisTimeoutError(
-            f"{who} waited for more than {NANOSECONDS / 1e9:g} s {what} The kernel went on without it, so its results "
-            f"are not valid. Look at who should have signalled; {VARIABLE} sets the limit."
+            f"{who} waited for more than {NANOSECONDS / 1e9:g} s {what}{gone} The kernel went on without it, so its "
+            f"results are not valid. Look at who should have signalled; {VARIABLE} sets the limit."
         )
 
 

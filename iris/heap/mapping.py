@@ -67,7 +67,7 @@ class Mapping:
     memory : Memory
         What keeps the addresses valid for as long as it lives, as it does while a tensor is over it; None once closed.
     lost : callable
-        Returns which members have ended, in words: `iris.world.group.Group.lost`.
+        Returns which members have ended, in words: `iris.world.members.Members.lost`.
     owner : callable
         Returns what uses the memory, or None: a weak reference. It has methods ``name_at(offset)``, what the memory is
         for and which part of that is there, and ``describe_offset(offset)``, both in one text.
@@ -182,7 +182,7 @@ def create(group: Group, size: int, device: torch.device) -> Mapping:
 
     group.agree(check_congruence, "map the heaps at congruent addresses")
     name = f"{group.name}/memory/{_made[group.name]}"
-    mapping = Mapping(name, group.ranks, group.rank, rounded, device, tuple(bases), Memory(held), group.lost)
+    mapping = Mapping(name, group.ranks, group.rank, rounded, device, tuple(bases), Memory(held), group.members.lost)
     _mappings[bases[group.rank]] = mapping
     # Behind it: another thread that sees this number looks for it.
     _made[group.name] += 1

@@ -73,6 +73,11 @@ class _Segment:
         """The same for messages about waits."""
         return ", ".join(self.name_at(offset))
 
+    def uses(self) -> list[str]:
+        """What has blocks of it, each in words. Local; any thread; asks no device."""
+        users = ((block, block.user()) for block in list(self.blocks))
+        return [user.name_in(block, 0)[0] for block, user in users if user is not None]
+
     def progress(self) -> list[str]:
         """What its blocks' users have done, on this rank. Local; any thread; waits for no kernel."""
         users = ((block, block.user()) for block in sorted(self.blocks, key=lambda each: each.begin))

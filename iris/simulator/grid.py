@@ -284,7 +284,7 @@ class Launch:
             if sanitizer.recorder is not None:
                 for wait in waits:
                     sanitizer.recorder.waits(self, wait)
-            self.fail(hang.error(self.name, None if deadlock else limit_s, waits))
+            self.fail(hang.error(self.name, None if deadlock else limit_s, waits, hang.lost(live, well=True)))
             raise _Unwound
         self._polls, self._polling_s = 0, 0.0
         _baton.release()

@@ -83,11 +83,16 @@ def lost_error(kernel: str, waits: list[Wait], gone: list[str]) -> PeerLostError
     return PeerLostError(f"{_who()}kernel {kernel!r} waits, and {'; '.join(gone)}.\n{_lines(waits)}")
 
 
-def error(kernel: str, limit_s: float | None, waits: list[Wait]) -> IrisTimeoutError:
-    """The error that says who waits for what. ``limit_s``: for so long; None: no rank can go on any more."""
+def error(kernel: str, limit_s: float | None, waits: list[Wait], gone: list[str]) -> IrisTimeoutError:
+    """The error that says who waits for what. ``limit_s``: for so long; None: no rank can go on any more.
+
+    ``gone``: which ranks have ended, and how.
+    """
     who, text = _who(), _lines(waits)
     advice = "Look at who should have written these flags."
-    if any(_MESSAGES in (wait.flag or "") for wait in waits):
+    if gone:
+        advice = f"{'; '.join(gone)}."
+    elif any(_MESSAGES in (wait.flag or "") for wait in waits):
         advice = (
             "Look at whether each recv() has a send() on the other rank, and each send() a recv(), of as many bytes "
             "and in the same order."

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 # How long a process that ends waits for peers that are still reading what it sent: they need milliseconds.
 LEAVE_LIMIT_S = 5.0
+# For how long the last word of the process with the store can be read.
+LAST_WORD_S = 0.05
 # What a process that has ended meets for.
 ENDED = "the end of the program"
 # Of an error's text, so much is told.
@@ -74,11 +76,19 @@ def _failure() -> str | None:
     return error and f"{type(error).__name__}: {error}"[:LONGEST_TEXT]
 
 
-def _leave_groups(stays: bool) -> None:
-    failure = _failure()
+def leave(failure: str | None) -> None:
+    """Tell the members of all groups that this process comes no more. ``failure``: what it ends by, in words."""
     for group in list(groups):
         with contextlib.suppress(dist.DistError):
             group.say_goodbye(failure)
+
+
+def _leave_groups(stays: bool) -> None:
+    failure = _failure()
+    leave(failure)
+    if stays and failure is not None:
+        # The store goes with it, and this is the last that others can read there. They look more often than that.
+        time.sleep(LAST_WORD_S)
     deadline = time.monotonic() + LEAVE_LIMIT_S
     for attendance in latest.values() if stays else ():
         with contextlib.suppress(dist.DistError):

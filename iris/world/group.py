@@ -7,9 +7,8 @@ everybody's values, or with an error that names who has not come, or has died.
 import contextlib
 import os
 import time
-import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -25,25 +24,17 @@ from iris.errors import (
     names,
 )
 from iris.simulator import sanitizer
-from iris.world import farewell, peers, wire
+from iris.world import farewell, wire
 from iris.world.farewell import ENDED, Attendance
-from iris.world.peers import Identity, Peer
+from iris.world.members import OVER, Members
 from iris.world.store import LONGEST_PAUSE_S, await_keys, own_client
 
 T = TypeVar("T")
 
 # How often a meeting asks the store for what only it knows: who the other members are, and who has died elsewhere.
 INTERVAL_S = 0.25
-# What a rank that has said that it fails gets to end, so that its launcher hears of it before it hears of the others.
-ENDING_S = 0.8
 # What the system gets to notice that a process has ended whose connection is gone already.
 NOTICE_S = 0.5
-
-# How a member has ended that did so well.
-OVER = "the program has ended there"
-
-# The processes of the ranks of the world, for each default process group.
-_processes: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, Peer]]" = weakref.WeakKeyDictionary()
 
 
 def check_process_group(group: object) -> None:
@@ -78,8 +69,10 @@ class Group:
     store : torch.distributed.Store
         The members' own, on every host; through a connection that no other group uses, so threads can meet in several
         groups at once. A group is for one thread at a time.
-    members : list of Peer or None
-        The processes of the other members, by rank in the group; None for this one, and for those not yet known.
+    members : iris.world.members.Members
+        Their processes.
+    step : str or None
+        What the members are about to do together (`agree`), while this one does its part.
     meetings : int
         How many there have been, the same number on all members.
 
@@ -94,13 +87,13 @@ class Group:
 
     def __init__(self, process_group: dist.ProcessGroup | None) -> None:
         self.process_group = process_group
-        self.members: list[Peer | None] = [None]
-        self.meetings = 0
+        self.meetings, self.step = 0, None
         if process_group is None:
             self.rank, self.size, self.ranks = 0, 1, (0,)
             self.name = f"alone/{Group._made['alone']}"
             Group._made["alone"] += 1
             self.timeout = distributed_c10d.default_pg_timeout.total_seconds()
+            self.members = Members(None, self.ranks, self.rank)
             return
         check_process_group(process_group)
         self.rank, self.size = process_group.rank(), process_group.size()
@@ -109,15 +102,15 @@ class Group:
         number = Group._made[process_group.group_name]
         Group._made[process_group.group_name] += 1
         self.name = f"{process_group.group_name}/iris/{number}"
-        self.store = dist.PrefixStore(f"iris/{number}", own_client(store))
+        try:
+            self.store = dist.PrefixStore(f"iris/{number}", own_client(store))
+        except dist.DistNetworkError as error:
+            raise self._disconnected("the making of a group") from error
         self.timeout = store.timeout.total_seconds()
-        world = dist.group.WORLD if dist.is_initialized() else process_group
-        self._known = _processes.setdefault(world, {})
-        self.members = [self._known.get(rank) for rank in self.ranks]
-        self.members[self.rank] = None
-        self._attendance = Attendance(dist.PrefixStore(f"iris/{number}", store), self.members, self.rank)
-        # Before anything else of this group, so whoever reads the rest finds it.
-        self.store.set(f"who/{self.rank}", wire.encode(peers.own_identity()))
+        # Before anything else of this group, so whoever reads the rest finds who has written it.
+        self.members = Members(self.store, self.ranks, self.rank)
+        first = dist.PrefixStore(f"iris/{number}", store)
+        self._attendance = Attendance(first, self.members.processes, self.rank)
         self.store.set(f"-1/{self.rank}", "")
         farewell.groups.add(self)
         farewell.register(os.getpid())
@@ -167,13 +160,12 @@ class Group:
             if not await_keys(self.store, keys, self.timeout, lambda waited: self._look(this, what, waited)):
                 raise self._timed_out(this, what)
             met = dict(zip(others, map(self._decode, others, self._read(keys)), strict=True))
-            for rank in others:
-                if self.members[rank] is None:
-                    self._introduce(rank)
+            if self.members.unknown():
+                self.members.ask()
             ended = [rank for rank, (other, _) in met.items() if other == ENDED]
+            self.members.failures.update({rank: met[rank][1] for rank in ended if met[rank][1] is not None})
             if ended:
-                for rank in ended:
-                    self._await_end(rank)
+                self.members.await_ends(ended)
                 raise self._lost(what, ended)
             # Whoever has come to this meeting has left the last one, so nobody will read this any more. That it is gone
             # also tells the others that this meeting's values have been read.
@@ -220,11 +212,14 @@ class Group:
         if self.size == 1:
             return [step()]
         result, failure = None, None
+        self.step = what
         try:
             result = step()
             wire.encode(result)
         except Exception as error:
             failure = error
+        finally:
+            self.step = None
         text = failure and f"{type(failure).__name__}: {failure}"
         outcomes = self.all_gather((None if failure else result, text), f"a meeting to {what}")
         if failure is not None:
@@ -255,95 +250,42 @@ class Group:
             ) from error
         return what, value
 
-    def _introduce(self, rank: int) -> None:
-        """Find out which process a member is, if it has said so."""
-        if self.store.check([f"who/{rank}"]):
-            try:
-                identity = Identity(*wire.decode(self.store.get(f"who/{rank}")))
-            except (TypeError, ValueError):  # of another version: that is told when it comes to the meeting
-                return
-            self.members[rank] = self._known[self.ranks[rank]] = peers.watch(identity)
-
     def say_goodbye(self, failure: str | None) -> None:
         """Come to the next meeting for the last time: whoever waits there waits no longer.
 
         ``failure``: what the program ends by, in words.
         """
+        if self.members.store_is_gone:
+            return
         self.store.set(f"{self.meetings}/{self.rank}", wire.encode((ENDED, failure)))
         if failure is not None:
-            self.store.set(f"failure/{self.rank}", failure)
+            self.members.leave_word(failure)
 
     # Who does not come ----------------------------------------------------------------------------------------------
-
-    def lost(self, well: bool) -> list[str]:
-        """Which members have ended: "rank 3 is gone: its process (77) was killed by SIGKILL". Local; any thread.
-
-        ``well``: also those whose programs have ended well.
-        """
-        ended = [rank for rank in self._ended() if well or self.members[rank].status != 0]
-        return [f"rank {self.ranks[rank]} is gone: {how}" for rank, how in self._how_ended(ended).items()]
-
-    def _ended(self) -> list[int]:
-        return [rank for rank, peer in enumerate(self.members) if peer is not None and peer.ended]
 
     def _look(self, this: int, what: str, waited: float) -> None:
         """Raise `PeerLostError` if a member is known to come no more. Called again and again by who waits."""
         if waited >= self._next_look:
             self._next_look = waited + INTERVAL_S
-            self._ask_the_store()
-        ended = self._ended()
+            self.members.ask()
+            unknown = self.members.unknown()
+            if unknown and waited >= INTERVAL_S and self.members.are_gone():
+                raise self._lost(what, unknown)
+        ended = self.members.ended()
         # Who has ended well after it came is no loss yet. Others may have come since they were looked for.
-        lost = [rank for rank in ended if self.members[rank].status or not self._came(this, rank)]
+        lost = [rank for rank in ended if self.members.processes[rank].status or not self._came(this, rank)]
         if lost and not self.store.check([f"{this}/{rank}" for rank in self._peers()]):
             raise self._lost(what, lost)
-
-    def _ask_the_store(self) -> None:
-        """Who the members are of which this rank does not know that, and which have ended on other hosts."""
-        for rank in self._peers():
-            peer = self.members[rank]
-            if peer is None:
-                self._introduce(rank)
-            elif not peer.watched and not peer.ended and self.store.check([f"ended/{rank}"]):
-                text = self.store.get(f"ended/{rank}").decode()
-                peer.status, peer.ended = int(text) if text else None, True
-
-    def report_end(self, peer: Peer) -> None:
-        """Tell members that cannot see it (they are on other hosts) that a process has ended. Local; any thread."""
-        if peer in self.members and any(other is not None and not other.watched for other in self.members):
-            text = "" if peer.status is None else str(peer.status)
-            self.store.set(f"ended/{self.members.index(peer)}", text)
 
     def _came(self, this: int, rank: int) -> bool:
         key = f"{this}/{rank}"
         return self.store.check([key]) and self._decode(rank, self.store.get(key))[0] != ENDED
 
     def _lost(self, what: str, lost: list[int]) -> Exception:
-        hows = self._how_ended(lost)
+        hows = self.members.how_ended(lost)
         texts = [f"rank {self.ranks[rank]} will not come: {how}" for rank, how in hows.items()]
         over = " Is every rank of the group making this call?" if OVER in hows.values() else ""
         return PeerLostError(f"Rank {self.ranks[self.rank]} waits in {what}, and {'; '.join(texts)}.{over}")
-
-    def _how_ended(self, ended: Sequence[int]) -> dict[int, str]:
-        """How members have ended, in words; without those that only failed because another one was lost."""
-        hows = {}
-        for rank in ended:
-            failure = None
-            with contextlib.suppress(dist.DistError):
-                if self.store.check([f"failure/{rank}"]):
-                    failure = self.store.get(f"failure/{rank}").decode(errors="replace")
-            peer = self.members[rank]
-            if failure is not None:
-                hows[rank] = f"the program has failed there with {failure}"
-            else:
-                hows[rank] = str(peer) if peer is not None and peer.ended and peer.status != 0 else OVER
-        causes = {rank: how for rank, how in hows.items() if f"with {PeerLostError.__name__}: " not in how}
-        return causes or hows
-
-    def _await_end(self, rank: int) -> None:
-        """Give a member that has said that it fails the time to end, so that its launcher hears of it first."""
-        peer, deadline = self.members[rank], time.monotonic() + ENDING_S
-        while peer is not None and peer.watched and not peer.ended and time.monotonic() < deadline:
-            time.sleep(LONGEST_PAUSE_S)
 
     def _timed_out(self, this: int, what: str) -> Exception:
         try:
@@ -359,22 +301,17 @@ class Group:
 
     def _store_lost(self, what: str) -> Exception:
         """The connection has ended before the system has told which process has."""
+        self.members.store_is_gone = True
         deadline = time.monotonic() + NOTICE_S
-        while not self._ended() and time.monotonic() < deadline:
+        while not self.members.ended() and time.monotonic() < deadline:
             time.sleep(LONGEST_PAUSE_S)
-        if self._ended():
-            return self._lost(what, self._ended())
-        holder = "torchrun" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else "rank 0, mostly"
+        if ended := self.members.ended():
+            return self._lost(what, ended)
+        return self._disconnected(what)
+
+    def _disconnected(self, what: str) -> Exception:
+        holder = "torchrun" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else "that of rank 0, mostly"
         return PeerLostError(
             f"Rank {self.ranks[self.rank]} lost its connection to the other ranks in {what}. "
             f"The process that holds the store ({holder}) has most likely ended; look for an error in its output."
         )
-
-
-def _report_end(peer: Peer) -> None:
-    for group in list(farewell.groups):
-        with contextlib.suppress(dist.DistError):
-            group.report_end(peer)
-
-
-peers.listeners.append(_report_end)

@@ -1,0 +1,141 @@
+"""The processes of a group's ranks: which they are, which of them have ended, and how."""
+
+import contextlib
+import time
+import weakref
+from collections.abc import Sequence
+
+import torch.distributed as dist
+
+from iris.errors import PeerLostError
+from iris.world import farewell, peers, strangers, wire
+from iris.world.peers import Identity, Peer
+from iris.world.store import LONGEST_PAUSE_S
+
+# What a rank that has said that it fails gets to end, so that its launcher hears of it before it hears of the others.
+ENDING_S = 0.8
+
+# How a member has ended that did so well.
+OVER = "the program has ended there"
+
+# The processes of the ranks of the world, for each default process group.
+_processes: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, Peer]]" = weakref.WeakKeyDictionary()
+
+
+class Members:
+    """The members of one group. Local but for the store, in which each member says who it is.
+
+    Parameters
+    ----------
+    store
+        The group's; None in a group of one.
+    ranks
+        Their ranks in the world, by rank in the group.
+    rank
+        This one, in the group.
+
+    Attributes
+    ----------
+    processes : list of Peer or None
+        By rank in the group; None for this one, and for those that are not known yet.
+    failures : dict of int to str
+        What members have said that they end by.
+    store_is_gone : bool
+        Nothing more is asked there then.
+    """
+
+    def __init__(self, store: dist.Store | None, ranks: tuple[int, ...], rank: int) -> None:
+        self._store, self._ranks, self._rank = store, ranks, rank
+        self.store_is_gone = store is None
+        self.failures: dict[int, str] = {}
+        # Ranks keep their processes as long as the default process group lives, and so are known in all later groups.
+        world = dist.group.WORLD if dist.is_initialized() else None
+        self._known: dict[int, Peer] = {} if world is None else _processes.setdefault(world, {})
+        self.processes: list[Peer | None] = [self._known.get(each) for each in ranks]
+        self.processes[rank] = None
+        if store is not None:
+            store.set(f"who/{rank}", wire.encode(peers.own_identity()))
+
+    def unknown(self) -> list[int]:
+        """The members whose processes are not known yet."""
+        return [rank for rank, peer in enumerate(self.processes) if peer is None and rank != self._rank]
+
+    def ended(self) -> list[int]:
+        """The members whose processes have ended, as far as they are known."""
+        return [rank for rank, peer in enumerate(self.processes) if peer is not None and peer.ended]
+
+    def ask(self) -> None:
+        """Ask the store who the members are that are not known, and which have ended on other hosts."""
+        for rank in self.unknown():
+            if self._store.check([f"who/{rank}"]):
+                # Of another version of Iris: that is told when it comes to a meeting.
+                with contextlib.suppress(TypeError, ValueError):
+                    identity = Identity(*wire.decode(self._store.get(f"who/{rank}")))
+                    self.processes[rank] = self._known[self._ranks[rank]] = peers.watch(identity)
+        for rank, peer in enumerate(self.processes):
+            elsewhere = peer is not None and not peer.watched and not peer.ended
+            if elsewhere and self._store.check([f"ended/{rank}"]):
+                text = self._store.get(f"ended/{rank}").decode()
+                peer.status, peer.ended = int(text) if text else None, True
+
+    def are_gone(self) -> bool:
+        """Whether those that are not known have ended."""
+        known = [peer.identity.number for peer in self._known.values()]
+        return strangers.are_gone(self._store, known)
+
+    def report_end(self, peer: Peer) -> None:
+        """Tell members that cannot see it, for they are on other hosts, that a process has ended. Any thread."""
+        if peer in self.processes and any(other is not None and not other.watched for other in self.processes):
+            text = "" if peer.status is None else str(peer.status)
+            self._store.set(f"ended/{self.processes.index(peer)}", text)
+
+    def leave_word(self, failure: str) -> None:
+        """What this rank's program ends by, in words."""
+        self._store.set(f"failure/{self._rank}", failure)
+
+    def lost(self, well: bool) -> list[str]:
+        """Which members have ended: "rank 3 is gone: its process (77) was killed by SIGKILL". Any thread.
+
+        ``well``: also those whose programs have ended well.
+        """
+        ended = [rank for rank in self.ended() if well or self.processes[rank].status != 0]
+        return [f"rank {self._ranks[rank]} is gone: {how}" for rank, how in self.how_ended(ended).items()]
+
+    def how_ended(self, ended: Sequence[int]) -> dict[int, str]:
+        """How members have ended, in words; without those that only failed because another one was lost."""
+        hows = {}
+        for rank in ended:
+            peer, failure = self.processes[rank], self._failure(rank)
+            if failure is not None:
+                hows[rank] = f"the program has failed there with {failure}"
+            elif peer is None:
+                hows[rank] = "its process has ended before it could be known"
+            else:
+                hows[rank] = str(peer) if peer.ended and peer.status != 0 else OVER
+        causes = {rank: how for rank, how in hows.items() if f"with {PeerLostError.__name__}: " not in how}
+        return causes or hows
+
+    def _failure(self, rank: int) -> str | None:
+        if rank not in self.failures and not self.store_is_gone:
+            try:
+                if self._store.check([f"failure/{rank}"]):
+                    self.failures[rank] = self._store.get(f"failure/{rank}").decode(errors="replace")
+            except dist.DistError:
+                self.store_is_gone = True
+        return self.failures.get(rank)
+
+    def await_ends(self, leaving: Sequence[int]) -> None:
+        """Give members that have said that they come no more the time to end: their launcher is to hear of it first."""
+        deadline = time.monotonic() + ENDING_S
+        here = [peer for peer in (self.processes[rank] for rank in leaving) if peer is not None and peer.watched]
+        while not all(peer.ended for peer in here) and time.monotonic() < deadline:
+            time.sleep(LONGEST_PAUSE_S)
+
+
+def _report_end(peer: Peer) -> None:
+    for group in list(farewell.groups):
+        with contextlib.suppress(dist.DistError):
+            group.members.report_end(peer)
+
+
+peers.listeners.append(_report_end)

@@ -1,0 +1,188 @@
+"""A rank ends on the way: the others are told at once which, and how, and nothing is left of it."""
+
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import dying
+import pytest
+import torch.distributed as dist
+from conftest import TESTS, UNDER_TORCHRUN, import_path
+from covering import EVERYTHING, sample
+
+import iris
+from iris.errors import MismatchedSettingsError, PeerLostError
+from iris.spawn import launch
+
+pytestmark = pytest.mark.skipif(UNDER_TORCHRUN or not iris.simulator.ACTIVE, reason="starts simulated ranks of its own")
+
+RANKS = 2
+TOLD_S, OVER_S = 3.0, 60.0
+SAID = {
+    "killed": "was killed by SIGKILL",
+    "segfault": "was killed by SIGSEGV",
+    "os._exit": "the program has ended there",
+    "exception": "ValueError: the end of this rank",
+    "sys.exit": "the program has ended there",
+}
+
+# In the sample each value comes up once; ranks of torchrun take seconds to start.
+CASES = [dying.HOWS, dying.WHERES, ("plain", "spawn"), (0, 1)]
+CASES = sample(*CASES, together=len(CASES) if EVERYTHING else 1)
+CASES += sample(dying.HOWS, dying.WHERES, ["torchrun"], (0, 1), together=4) if EVERYTHING else [
+    ("killed", "barrier", "torchrun", 1)
+]  # fmt: skip
+
+
+def free_port():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def run_rank(rank, port, environment, worker, arguments):
+    os.environ.update(
+        environment, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS), MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )  # fmt: skip
+    worker(*arguments)
+
+
+def start(worker, *arguments, environments=({}, {})):
+    """Ranks that nobody looks after."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["iris"])
+    port = free_port()
+    processes = [
+        context.Process(target=run_rank, args=(rank, port, environments[rank], worker, arguments))
+        for rank in range(RANKS)
+    ]
+    for process in processes:
+        process.start()
+    return processes
+
+
+def end(processes):
+    for process in processes:
+        process.join(OVER_S)
+        still_there = process.is_alive()
+        process.kill()
+        assert not still_there, "a rank did not end"
+    return [process.exitcode for process in processes]
+
+
+def plain(how, where, victim, folder):
+    temporary = folder / "temporary"
+    temporary.mkdir()
+    codes = end(start(dying.main, how, where, victim, folder, environments=[{"TMPDIR": str(temporary)}] * RANKS))
+    assert codes[1 - victim] == 1
+    told = json.loads((folder / str(1 - victim)).read_text())
+    assert told["error"].startswith("PeerLostError: ") and f"rank {victim}" in told["error"], told
+    # A rank is known from its first meeting on; and with rank 0 ends the store, in which it leaves word of its error.
+    if where != "init":
+        without_word = how == "exception" and victim == 0 and where in ("kernel", "collective", "between")
+        assert ("has ended with exit status 1" if without_word else SAID[how]) in told["error"], told
+    assert told["after_s"] < TOLD_S, told
+    assert told.get("held", 0) == 0, "memory that had been mapped before the death"
+    assert list(temporary.iterdir()) == []
+
+
+def spawn(how, where, victim, folder):
+    begin = time.monotonic()
+    with pytest.raises(SystemExit, match=f"[Rr]ank {victim} ") as caught:
+        launch(dying.main, RANKS, how, where, victim, folder)
+    ended_well = how in ("os._exit", "sys.exit")
+    assert str(caught.value).startswith(f"Rank {1 - victim if ended_well else victim} of {RANKS} failed")
+    assert time.monotonic() - begin < OVER_S
+    assert multiprocessing.active_children() == []
+
+
+def torchrun(how, where, victim, folder):
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(RANKS), "--master-port"]
+    command += [str(free_port()), TESTS / "dying.py", how, where, str(victim), folder]
+    environment = {**os.environ, "PYTHONPATH": import_path(TESTS), "IRIS_SIMULATOR": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=OVER_S)
+    assert done.returncode != 0
+    # Its own summary names who failed first; where that one has ended well, the other one says it.
+    assert f"rank      : {victim} " in done.stderr or f"rank {victim} " in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize(("how", "where", "launcher", "victim"), CASES)
+def test_the_others_are_told(how, where, launcher, victim, tmp_path):
+    {"plain": plain, "spawn": spawn, "torchrun": torchrun}[launcher](how, where, victim, tmp_path)
+
+
+def meet(folder, how):
+    """Rank 1 stops before a barrier; rank 0 waits there, and gets a signal."""
+    ctx = iris.iris(1 << 20)
+    ctx.barrier()
+    if ctx.cur_rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(7))
+    (folder / f"waits{ctx.cur_rank}").touch()
+    try:
+        ctx.barrier()
+    except (KeyboardInterrupt, SystemExit) as error:
+        (folder / "interrupted").write_text(type(error).__name__)
+        raise
+    except PeerLostError:
+        assert how != "nothing"
+
+
+@pytest.mark.parametrize(
+    ("how", "interrupt"), [("nothing", ""), ("SIGINT", "KeyboardInterrupt"), ("SIGTERM", "SystemExit")]
+)
+def test_a_stopped_rank_is_waited_for_and_a_signal_ends_the_wait(how, interrupt, tmp_path):
+    processes = start(meet, tmp_path, how)
+    deadline = time.monotonic() + OVER_S
+    while not (tmp_path / "waits0").exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    time.sleep(1.5)
+    assert all(process.is_alive() for process in processes)
+    if interrupt:
+        os.kill(processes[0].pid, getattr(signal, how))
+        processes[0].join(TOLD_S)
+        assert processes[0].exitcode in (1, 7)
+        assert (tmp_path / "interrupted").read_text() == interrupt
+    os.kill(processes[1].pid, signal.SIGCONT)
+    codes = end(processes)
+    assert codes[1] == 0 and (codes[0] == 0) == (not interrupt)
+
+
+def differ(folder):
+    try:
+        iris.iris(1 << 20)
+    except MismatchedSettingsError as error:
+        (folder / os.environ["RANK"]).write_text(str(error))
+
+
+@pytest.mark.parametrize("variable", ["IRIS_DEBUG", "IRIS_TRACE", "IRIS_SANITIZE"])
+def test_settings_that_differ_are_named_on_all_ranks(variable, tmp_path):
+    end(start(differ, tmp_path, environments=({variable: "0"}, {variable: "1"})))
+    for rank in range(RANKS):
+        assert (tmp_path / str(rank)).read_text() == ""
+
+
+def keep_group(folder):
+    """Groups come and go, and with them their connections."""
+    with iris.iris(1 << 20) as ctx:
+
+        def use():
+            group = dist.new_group()
+            ctx.barrier(group=group)
+            ctx._groups.pop(group)
+            dist.destroy_process_group(group)
+            return len(os.listdir("/proc/self/fd"))
+
+        counts = [use() for _ in range(12)]
+        assert counts[-1] <= counts[5] + 2, counts
+
+
+def test_a_group_that_is_gone_keeps_no_connection():
+    assert end(start(keep_group, Path())) == [0, 0]
