@@ -114,10 +114,12 @@ def warp_layout(num_warps):
 
 @triton.constexpr_function
 def note(event):
-    """In the simulator: tell the sanitizer of the event, if one looks on."""
+    """In the simulator: tell the sanitizer of the event, if one looks on, and partitions of a fence."""
     # Imported here: Triton follows the global names of a constexpr_function.
-    from iris.simulator import sanitizer
+    from iris.simulator import sanitizer, tasks
 
+    if event == "fenced":
+        tasks.fenced()
     if sanitizer.recorder is not None:
         getattr(sanitizer.recorder, event)()
 

@@ -11,7 +11,7 @@ import triton.language as tl
 from triton.experimental.gluon.language.amd.cdna4 import async_copy as cdna4
 from triton.experimental.gluon.language.nvidia.ampere import async_copy as ampere
 
-from iris.simulator import mbarrier, tasks
+from iris.simulator import mbarrier, sanitizer, tasks
 from iris.simulator.asynchronous import Destination, Source
 from iris.simulator.gluon import SharedMemory, integer, semantic, truth
 
@@ -46,15 +46,16 @@ def _load(memory: SharedMemory, pointers: tl.tensor, mask: Any, other: Any) -> N
 
     source = Source(read, memory.dtype)
     partitions, this = tasks.sharing()
+    copies = this.in_flight.copies
     if partitions is not None:
-        partitions.writes(this, memory.handle, "copies to")
+        partitions.writes(this, memory.handle, "copies to", told=copies)
     written = True if mask is None or other is not None else mask.handle.data
     destination = Destination(memory.handle, memory.dtype, written)
 
     def complete() -> None:
         destination.complete(source.at_completion())
 
-    tasks.current().in_flight.copies.issue(complete)
+    copies.issue(sanitizer.from_here(complete))
 
 
 def commit_group() -> None:
@@ -62,7 +63,7 @@ def commit_group() -> None:
 
 
 def wait_group(num_outstanding: Any = 0) -> None:
-    tasks.current().in_flight.copies.wait(integer(num_outstanding))
+    tasks.wait_for(tasks.current().in_flight.copies, integer(num_outstanding))
 
 
 def wait_group_or_all(num_outstanding: Any = 0) -> None:
@@ -77,8 +78,9 @@ def mbarrier_arrive(barrier: SharedMemory, increment_count: Any = True) -> None:
 
     With ``increment_count`` the phase counts these arrivals in addition to those that the barrier was made for.
     """
-    task = tasks.current()
-    threads, copies = THREADS_OF_A_WARP * task.num_warps, task.in_flight.copies.issued()
+    partitions, task = tasks.sharing()
+    groups, threads = task.in_flight.copies, THREADS_OF_A_WARP * task.num_warps
+    copies, number = groups.issued(), groups.number
     if truth(increment_count):
         mbarrier.update(barrier, arrivals=-threads)
     mbarrier.told(barrier)
@@ -86,6 +88,8 @@ def mbarrier_arrive(barrier: SharedMemory, increment_count: Any = True) -> None:
     def arrive() -> None:
         for copy in copies:
             copy()
+        if partitions is not None:
+            partitions.arrive(groups, number, barrier.handle)
         mbarrier.update(barrier, arrivals=threads)
 
     mbarrier.announce(barrier, arrive)

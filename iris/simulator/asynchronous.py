@@ -17,13 +17,13 @@ from dataclasses import dataclass, field
 import numpy as np
 import triton.language as tl
 
-from iris.simulator import dtypes, sanitizer
+from iris.simulator import dtypes
 
 Operation = Callable[[], None]
 
 
 def _once(operation: Operation) -> Operation:
-    left = [sanitizer.from_here(operation)]
+    left = [operation]
 
     def complete() -> None:
         while left:
@@ -33,9 +33,13 @@ def _once(operation: Operation) -> Operation:
 
 
 class Groups:
-    """Operations of one kind, in the order of issue: committed in groups, awaited by how many groups may be left."""
+    """Operations of one kind, in the order of issue: committed in groups, awaited by how many groups may be left.
+
+    ``number``: that of the group that is open, from 1 on; ``over``: so many groups have been waited for.
+    """
 
     def __init__(self) -> None:
+        self.number, self.over = 1, 0
         self._open: list[Operation] = []
         self._committed: deque[list[Operation]] = deque()
 
@@ -45,6 +49,7 @@ class Groups:
     def commit(self) -> None:
         self._committed.append(self._open)
         self._open = []
+        self.number += 1
 
     def issued(self) -> list[Operation]:
         """All that are not known to be complete, in their order."""
@@ -55,6 +60,7 @@ class Groups:
         while len(self._committed) > outstanding:
             for operation in self._committed.popleft():
                 operation()
+            self.over += 1
 
 
 @dataclass(eq=False)

@@ -7,7 +7,7 @@ may wait for one another.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -17,12 +17,10 @@ from triton.language.semantic import TritonSemantic
 
 from iris.errors import KernelBoundsError
 from iris.simulator import dtypes, sanitizer, tasks
+from iris.simulator.asynchronous import Groups
 from iris.simulator.interpreter import Builder, MissingOperation
 from iris.simulator.partitions import LARGEST_FLAG
 from iris.simulator.reductions import make_tensor
-
-FLAGS = 0
-"""In the place of an mbarrier's address: all words of shared memory that may be flags."""
 
 SharedMemory = gl_core.shared_memory_descriptor
 """A view of a program's shared memory; its handle is a view of the array."""
@@ -109,10 +107,10 @@ class Semantic(TritonSemantic):
     def shared_load(self, mem_desc: SharedMemory, layout: Any = None) -> tl.tensor:
         values = mem_desc.handle.copy()
         partitions, task = tasks.sharing()
-        if partitions is not None and values.size > LARGEST_FLAG:
+        if partitions is not None and not _may_be_flag(task, mem_desc):
             partitions.reads(task, mem_desc.handle)
         elif partitions is not None:
-            _may_be_flag()
+            _used_flag(mem_desc, writes=False)
             address = np.array([mem_desc.handle.ctypes.data], dtype=np.uint64)
             tasks.observe("shared-memory load", address, values.reshape(-1), mem_desc.dtype, lambda: False)
         return make_tensor(values, mem_desc.dtype)
@@ -121,11 +119,12 @@ class Semantic(TritonSemantic):
         if list(value.shape) != list(mem_desc.shape) or value.dtype != mem_desc.dtype:
             raise ValueError(f"a {value.type} cannot be stored to shared memory {mem_desc.dtype} {mem_desc.shape}")
         partitions, task = tasks.sharing()
-        if partitions is not None and mem_desc.handle.size > LARGEST_FLAG:
+        flag = _may_be_flag(task, mem_desc)
+        if partitions is not None and not flag:
             partitions.writes(task, mem_desc.handle)
         mem_desc.handle[...] = value.handle.data
-        if mem_desc.handle.size <= LARGEST_FLAG:
-            _may_be_flag()
+        if flag:
+            _used_flag(mem_desc, writes=True)
 
     def shared_dealloc(self, mem_desc: SharedMemory) -> None:
         pass
@@ -181,21 +180,31 @@ class Semantic(TritonSemantic):
 semantic = Semantic(Builder())
 
 
-def will_read(memory: SharedMemory, verb: str) -> Callable[[], None]:
-    """What is to be called when a read of ``memory`` has ended that the current task begins now."""
+def will_read(memory: SharedMemory, verb: str, groups: Groups) -> None:
+    """The current task has begun a read of ``memory``, an operation of the group that is open."""
     partitions, task = tasks.sharing()
-    return _nothing if partitions is None else partitions.will_read(task, memory.handle, verb)
+    if partitions is not None:
+        partitions.reads(task, memory.handle, verb, groups)
 
 
-def _nothing() -> None: ...
+def _may_be_flag(task: tasks.Task, memory: SharedMemory) -> bool:
+    return task.partitioned and memory.handle.size <= LARGEST_FLAG
 
 
-def _may_be_flag() -> None:
-    """The current task uses a word of shared memory by which partitions may tell each other something."""
-    tasks.may_be_flag()
-    if sanitizer.recorder is not None and tasks.current().partitioned:
-        sanitizer.recorder.told(FLAGS, True)
-        sanitizer.recorder.heard(FLAGS)
+def _used_flag(memory: SharedMemory, writes: bool) -> None:
+    """The current task has read, or written, words of shared memory by which partitions may tell each other something.
+
+    A load hears, and does not tell.
+    """
+    offsets = np.indices(memory.handle.shape).reshape(memory.handle.ndim, -1)
+    words = memory.handle.ctypes.data + np.array(memory.handle.strides, dtype=np.int64) @ offsets
+    tasks.used_flags(words, reads=not writes, writes=writes, releases=True)
+    if sanitizer.recorder is not None:
+        for word in words.tolist():
+            if writes:
+                sanitizer.recorder.told(word, True)
+            else:
+                sanitizer.recorder.heard(word)
 
 
 def integer(value: Any) -> int:

@@ -48,6 +48,10 @@ LOST_S, LEFT_S, LOST_INTERVAL_S = 1.0, 2.0, 0.1
 _baton = threading.Lock()
 
 
+class TaskThread(threading.Thread):
+    """One that a launch has begun: no part of the program that launches."""
+
+
 class _Unwound(BaseException):
     """Raised in a parked program whose launch has failed, to leave its frames."""
 
@@ -118,10 +122,14 @@ class Launch:
 
     def fork(self, parent: Task, bodies: Sequence[Callable[[], None]], num_warps: Sequence[int]) -> None:
         """Add partitions that run beside ``parent``; `join` waits for them."""
-        parent.partition, parent.partitions = 0, Partitions(len(bodies))
-        for number, (body, warps) in enumerate(zip(bodies, num_warps, strict=True), 1):
-            parent.children += 1
-            self._partitions.append(Task(self, parent.index, body, warps, parent, number))
+        children = [
+            Task(self, parent.index, body, warps, parent, number)
+            for number, (body, warps) in enumerate(zip(bodies, num_warps, strict=True), 1)
+        ]
+        parent.partition, parent.partitions, parent.forked = 0, parent.partitions or Partitions(), children
+        parent.partitions.fork(parent, children)
+        parent.children += len(children)
+        self._partitions.extend(children)
         if sanitizer.recorder is not None:
             sanitizer.recorder.forked(parent, len(bodies))
 
@@ -130,9 +138,14 @@ class Launch:
             parent.joining = True
             self._pass_on()
             self._park(parent)
-        if parent.partitions is not None and sanitizer.recorder is not None:
-            sanitizer.recorder.joined(parent, parent.partitions.count)
-        parent.partition = parent.partitions = None
+        if not parent.forked:
+            return
+        parent.partitions.join(parent, parent.forked)
+        if sanitizer.recorder is not None:
+            sanitizer.recorder.joined(parent, len(parent.forked))
+        else:
+            parent.partitions = None
+        parent.partition, parent.forked = None, []
 
     def progress(self) -> None:
         """Something has changed: nobody is known to wait in vain."""
@@ -205,7 +218,7 @@ class Launch:
 
     def _begin_on_new_thread(self, task: Task, parking: Task | None = None) -> None:
         try:
-            threading.Thread(target=self._work_when_given_the_baton, args=(task,), daemon=True).start()
+            TaskThread(target=self._work_when_given_the_baton, args=(task,), daemon=True).start()
         except RuntimeError:  # the system has no more threads: this program fails, and with it the launch
             self._partitions.appendleft(task)
             raise

@@ -7,6 +7,7 @@ waiting.
 """
 
 import contextlib
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from triton.runtime.interpreter import InterpreterBuilder, InterpreterOptions, T
 
 from iris.errors import NotInSimulatorError
 from iris.simulator import atomics, dtypes, libdevice, sanitizer, tasks
+from iris.simulator.sanitizer import waits
 from iris.simulator.sanitizer.events import READ, UPDATE, WRITE
 from iris.simulator.tensor_map import TensorMap
 
@@ -212,12 +214,12 @@ class Builder(InterpreterBuilder):
                 recorder.accessed(pointers, values.itemsize, READ, values, number)
             tasks.looked(pointers, values, ptrs.get_element_ty())
             return result
-        tasks.may_be_flag()
         with recorder.notes.numbered() if recorder is not None else contextlib.nullcontext() as number:
             result = super().create_masked_load(ptrs, mask, other, *policy, **named)
         active = np.broadcast_to(mask.data, ptrs.data.shape)
         if active.any():
             pointers, values = ptrs.data[active], result.data[active]
+            tasks.used_flags(pointers, writes=False, acquires=False, releases=False)
             if recorder is not None:
                 recorder.synchronised(number, pointers, values, READ, "relaxed", "sys", recorder.is_message())
             tasks.observe("load", pointers, values, ptrs.get_element_ty(), _never)
@@ -294,7 +296,7 @@ class Builder(InterpreterBuilder):
                 after = atomics.apply(op, old, operand, element)
                 changed = after.tobytes() != old.tobytes()
                 kind = WRITE if op == atomics.OP.XCHG else UPDATE if changed else READ
-                record(old, kind, changed=changed, after=after)
+                record(old, kind, changed=changed, after=after, adds=op == atomics.OP.ADD)
             result[active] = old
             tasks.observe(
                 atomics.NAMES[op],
@@ -333,17 +335,29 @@ class Builder(InterpreterBuilder):
 @contextlib.contextmanager
 def _recorded(pointers: np.ndarray, sem: Any, scope: Any) -> Iterator[Callable[..., None]]:
     """Around an atomic operation, which tells what it found and did. (numpy's arrays of no dimension are scalars.)"""
-    tasks.may_be_flag()
-    recorder = sanitizer.recorder
+    recorder, asked = sanitizer.recorder, atomics.ORDERS[sem]
+    partitioned = tasks.current().partitioned
+
+    def use_flags(kind: int) -> None:
+        if partitioned:
+            writes = kind != READ
+            # Who drops what was there has heard nothing that it could go on by.
+            acquires = asked in ("acquire", "acq_rel") and not (writes and waits.is_dropped(sys._getframe(2)))
+            tasks.used_flags(pointers, writes=writes, acquires=acquires, releases=asked in ("release", "acq_rel"))
+
     if recorder is None:
-        yield lambda old, kind, **_: None
+        yield lambda old, kind, **_: use_flags(kind)
         return
     recorder.reaches(pointers, UPDATE)
-    order, message = (atomics.ORDERS[sem], atomics.SCOPES[scope]), recorder.is_message()
+    message = recorder.is_message()
+
+    def record(old: np.ndarray, kind: int, **how: Any) -> None:
+        use_flags(kind)
+        where, before = np.atleast_1d(pointers), np.atleast_1d(old)
+        recorder.synchronised(number, where, before, kind, asked, atomics.SCOPES[scope], message, **how)
+
     with recorder.notes.numbered() as number:
-        yield lambda old, kind, **how: recorder.synchronised(
-            number, np.atleast_1d(pointers), np.atleast_1d(old), kind, *order, message, **how
-        )
+        yield record
 
 
 def check_arithmetic(dtype: tl.dtype) -> None:

@@ -123,7 +123,7 @@ def update(mbarrier: SharedMemory, arrivals: int = 0, announced: int = 0) -> boo
 
 def announce(mbarrier: SharedMemory, operation: Operation) -> None:
     """Hold ``operation``, which signals the barrier at its end, back until something waits for that."""
-    _announced(mbarrier).append(sanitizer.from_here(operation))
+    _announced(mbarrier).append(sanitizer.from_here(operation, mbarrier.handle.ctypes.data))
 
 
 def wait(mbarrier: SharedMemory, phase: Any, pred: Any = True, deps: Any = (), **_: Any) -> None:

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import triton.language as tl
 
-from iris.simulator.asynchronous import InFlight
+from iris.simulator import sanitizer
+from iris.simulator.asynchronous import Groups, InFlight
 from iris.simulator.partitions import Partitions
 
 if TYPE_CHECKING:
@@ -59,7 +60,9 @@ class Task:
     partition: int | None = None
     """Which one of its program: 0 is the default one, that of the program's own warps; None if there is one only."""
     partitions: Partitions | None = None
-    """What its partitions do to shared memory, while it has any."""
+    """What it does to shared memory, if that is looked at."""
+    forked: "list[Task]" = field(default_factory=list)
+    """Its partitions, other than the default one, until it has joined them; ``children``: those that run."""
     children: int = 0
     joining: bool = False
     thread: int = 0
@@ -89,7 +92,7 @@ class Task:
     @property
     def partitioned(self) -> bool:
         """Whether it shares its program's shared memory with another task."""
-        return self.children > 0 or self.parent is not None
+        return self.partition is not None
 
 
 running: Task | None = None
@@ -170,16 +173,39 @@ def stored() -> None:
 
 
 def sharing() -> tuple[Partitions | None, Task]:
-    """What the partitions of the current program do to shared memory, if it has any; the current task."""
+    """What the current program does to shared memory, if that is looked at; the current task."""
     task = current()
-    return task.program.partitions, task
+    program = task.program
+    if program.partitions is None and sanitizer.recorder is not None:
+        program.partitions = Partitions()
+    return program.partitions, task
 
 
-def may_be_flag() -> None:
-    """Note that the current task uses memory by which partitions may tell each other something."""
+def wait_for(groups: Groups, outstanding: int) -> None:
+    """The current task waits for what it has issued, see `Groups.wait`."""
+    groups.wait(outstanding)
     partitions, task = sharing()
     if partitions is not None:
-        partitions.meets(task)
+        partitions.awaited(task, groups)
+
+
+def used_flags(words: np.ndarray, *, reads: bool = True, writes: bool, acquires: bool = True, releases: bool) -> None:
+    """Note that the current task has read, or written, words by which partitions may tell each other something."""
+    task = current()
+    partitions = task.program.partitions
+    if partitions is None or not task.partitioned:
+        return
+    if reads:
+        partitions.acquires(task, words, acquires)
+    if writes:
+        partitions.releases(task, words, releases)
+
+
+def fenced() -> None:
+    """Note that the current task orders what it has done to flags, and to all else in global memory."""
+    task = current()
+    if task.program.partitions is not None:
+        task.program.partitions.orders(task)
 
 
 def give_way() -> None:

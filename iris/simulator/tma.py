@@ -105,7 +105,7 @@ def reduction(name: str) -> Callable:
 
 def store_wait(pendings: Any, read_only: Any = True) -> None:
     in_flight = tasks.current().in_flight
-    in_flight.stores.wait(integer(pendings))
+    tasks.wait_for(in_flight.stores, integer(pendings))
     if not truth(read_only):
         in_flight.write()
 
@@ -114,17 +114,18 @@ def _issue(tensor_desc: Any, coord: Any, src: SharedMemory, put: Callable) -> No
     block = _block(tensor_desc, src)
     pointers, inside = _pointers(block.as_written(), coord)
     source, in_flight = Source(src.handle.copy, block.element), tasks.current().in_flight
-    has_read = will_read(src, "reads by TMA")
+    will_read(src, "reads by TMA", in_flight.stores)
+    values: list[tl.tensor] = []
+
+    def write() -> None:
+        with _async_proxy():
+            put(pointers, values.pop(), inside)
+
+    write_in_time = sanitizer.from_here(write)
 
     def read() -> None:
-        has_read()
-        values = make_tensor(source.at_completion(), block.element)
-
-        def write() -> None:
-            with _async_proxy():
-                put(pointers, values, inside)
-
-        in_flight.writes.append(sanitizer.from_here(write))
+        values.append(make_tensor(source.at_completion(), block.element))
+        in_flight.writes.append(write_in_time)
 
     in_flight.stores.issue(read)
     in_flight.stores.commit()

@@ -40,27 +40,27 @@ def warpgroup_mma(
     poison = np.full(kind.shape, dtypes.poison(kind.scalar))
     added = acc.handle if truth(use_acc) else TensorHandle(np.zeros_like(poison), kind.scalar)
     result = TensorHandle(poison, kind.scalar)
-    have_read = [will_read(x, "reads by wgmma") for x in (a, b) if isinstance(x, SharedMemory)]
+    products = tasks.current().in_flight.products
+    for memory in (a, b):
+        if isinstance(memory, SharedMemory):
+            will_read(memory, "reads by wgmma", products)
 
     def complete() -> None:
-        for has_read in have_read:
-            has_read()
         operands = (TensorHandle(source.at_completion(), x.dtype) for source, x in ((left, a), (right, b)))
         result.data[...] = semantic.builder.create_dot(*operands, added).data
 
-    products = tasks.current().in_flight.products
     products.issue(complete)
     products.commit()
     if truth(is_async):
         return Accumulator(result, kind)
-    products.wait(0)
+    tasks.wait_for(products, 0)
     return tl.tensor(result, kind)
 
 
 def warpgroup_mma_wait(num_outstanding: Any = 0, deps: Sequence[Any] | None = None) -> Any:
     if deps is None:
         raise ValueError("warpgroup_mma_wait needs deps: the products that it waits for")
-    tasks.current().in_flight.products.wait(integer(num_outstanding))
+    tasks.wait_for(tasks.current().in_flight.products, integer(num_outstanding))
     results = tuple(tl.tensor(dep.handle, _type(dep)) if isinstance(dep, Accumulator) else dep for dep in deps)
     return results[0] if len(results) == 1 else results
 

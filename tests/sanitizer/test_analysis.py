@@ -15,6 +15,7 @@ from iris.simulator.sanitizer.analysis import Analysis
 from iris.simulator.sanitizer.events import (
     HOST,
     READ,
+    UPDATE,
     WRITE,
     Accessed,
     Awaiting,
@@ -29,6 +30,7 @@ from iris.simulator.sanitizer.events import (
     Spans,
     Synchronised,
 )
+from iris.simulator.sanitizer.flags import Verdicts
 from iris.simulator.sanitizer.notes import notes_in
 from iris.simulator.sanitizer.waits import Wait
 
@@ -46,7 +48,7 @@ def coming_to(*ranks, last=False):
 
 
 def meeting_of(*ranks):
-    return [*coming_to(*ranks), Met(("some", 0), ranks)]
+    return [*coming_to(*ranks), Met(("some", 0), ranks, len(ranks))]
 
 
 def store_and_signal(number):
@@ -110,6 +112,71 @@ def test_a_wait_may_count_on_the_first_value_that_ends_it(wait, kinds):
     }
     findings = Analysis(notes).run()
     assert [finding.kind for finding in findings for _ in range(finding.count)] == kinds, findings
+
+
+@pytest.mark.parametrize("behind", [0, 1, 500, 999])
+def test_a_wait_may_count_on_a_value_of_long_ago(behind):
+    """Rank 0 stores and raises the flag, 1000 times; rank 2 comes when all is done, and waits for one of the first."""
+    raised = 1000
+
+    def chunk(number):
+        return Spans(("heap", 2), np.array([64 + 4 * number]), np.array([68 + 4 * number]))
+
+    def send():
+        yield from begin("send")
+        for number in range(raised):
+            yield Accessed(1, 1, 0, chunk(number), WRITE)
+            yield Synchronised(
+                number, 1, 1, 0, FLAG, WRITE, releases=True, acquires=False, scope="sys", before=number,
+                after=number + 1,
+            )  # fmt: skip
+
+    def receive():
+        yield from begin("receive")
+        yield Synchronised(
+            raised, 1, 1, 0, FLAG, READ, releases=False, acquires=True, scope="sys", before=raised, after=raised,
+            wait=Wait("ge", behind + 1, 32),
+        )  # fmt: skip
+        for number in range(raised):
+            yield Accessed(1, 1, 0, chunk(number), READ)
+
+    findings = Analysis({0: send(), 2: receive()}).run()
+    assert sum(finding.count for finding in findings) == raised - 1 - behind
+
+
+@pytest.mark.parametrize("seen, wait, found", [
+    (1, Wait("ge", 1, 32), 1),
+    (2, Wait("ge", 1, 32), 2),
+    (2, Wait("ge", 2, 32), 2),
+    (3, Wait("ge", 2, 32), 3),
+    (3, Wait("ge", 3, 32), 0),
+    (2, None, 2),
+    (3, None, 0),
+])  # fmt: skip
+def test_a_count_of_several_says_how_many_and_not_who(seen, wait, found):
+    """Three ranks store a part each and add 1, in no order. Rank 3 looks when it is ``seen``, and reads those parts."""
+
+    def part(rank):
+        return Spans(("heap", 2), np.array([64 + 4 * rank]), np.array([68 + 4 * rank]))
+
+    def send(rank):
+        # Whoever comes behind the look does what those did that came before it.
+        number = rank if rank < seen else rank + 1
+        how = {"releases": True, "acquires": False, "scope": "sys", "adds": True}
+        add = Synchronised(number, 1, 1, 0, FLAG, UPDATE, **how, before=rank, after=rank + 1)
+        return [*begin("send"), Accessed(1, 1, 0, part(rank), WRITE), add]
+
+    look = Synchronised(
+        seen, 1, 1, 0, FLAG, READ, releases=False, acquires=True, scope="sys", before=seen, after=seen, wait=wait
+    )
+    notes = {rank: send(rank) for rank in range(3)}
+    notes[3] = [*begin("receive"), look, *(Accessed(1, 1, 0, part(rank), READ) for rank in range(seen))]
+    verdicts = Verdicts()
+    first = Analysis({rank: iter(events) for rank, events in notes.items()}, verdicts=verdicts)
+    assert first.run() == []
+    assert verdicts.learn(first.luck()) == bool(found)
+    findings = Analysis(notes, verdicts=verdicts).run()
+    assert sum(finding.count for finding in findings) == found
 
 
 FENCE = ProxyFenced(1, 1)

@@ -78,9 +78,13 @@ def mistake(kind: str, error: Error) -> Error:
     return error
 
 
-def from_here(operation: Callable[[], None]) -> Callable[[], None]:
-    """``operation``, which will be carried out later, noted as the doing of the line that is being done now."""
-    return operation if recorder is None else recorder.from_here(operation)
+def from_here(operation: Callable[[], None], mbarrier: int | None = None) -> Callable[[], None]:
+    """``operation``, which will be carried out later, noted as the doing of the line that is being done now.
+
+    It comes behind what has been done here by now, and in no order with what is done next. Who carries it out has
+    waited for it; or, if it tells of its end by the ``mbarrier`` at that address, who waits for that.
+    """
+    return operation if recorder is None else recorder.from_here(operation, mbarrier)
 
 
 def start_if_wanted(group: "Group") -> None:

@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 
 from iris.simulator.sanitizer import clocks
-from iris.simulator.sanitizer.clocks import Thread
+from iris.simulator.sanitizer.clocks import Operation, Thread
 from iris.simulator.sanitizer.deadlock import Onlooker
 from iris.simulator.sanitizer.events import (
-    HOST,
     PRIVATE,
     Accessed,
     Allocated,
+    Awaited,
     Awaiting,
     Came,
     Fenced,
@@ -31,20 +31,29 @@ from iris.simulator.sanitizer.events import (
     Forked,
     Gathered,
     Heard,
+    HostHeard,
+    HostTold,
+    Issued,
     Joined,
     Known,
     Launched,
     Met,
     Place,
     ProxyFenced,
+    Renewed,
+    SharedRace,
     Synchronised,
     Told,
     Waiting,
     Wrong,
 )
 from iris.simulator.sanitizer.findings import Finding, Findings
+from iris.simulator.sanitizer.flags import Moment, Verdicts
 from iris.simulator.sanitizer.notes import notes_in
 from iris.simulator.sanitizer.races import Races
+
+# The notes are gone through so often at most: what is not known by luck any more may show more that is.
+TIMES = 4
 
 
 class Rank:
@@ -59,12 +68,15 @@ class Rank:
         self.programs: dict[int, dict[int, Thread]] = defaultdict(dict)
         self.bases: dict[int, Any] = {}
         self.launches: dict[int, Launched] = {}
+        # By launch: the latest operation of each slot; and of each program, which kinds of them it has issued.
+        self.operations: dict[int, dict[int, Operation]] = defaultdict(dict)
+        self.kinds: dict[int, dict[int, dict[int | None, int]]] = defaultdict(lambda: defaultdict(dict))
 
 
 class Analysis:
     """Goes through the notes once. ``over``: they end where nobody could go on any more."""
 
-    def __init__(self, notes: "dict[int, Iterable[Any]]", over: bool = False) -> None:
+    def __init__(self, notes: "dict[int, Iterable[Any]]", over: bool = False, verdicts: Verdicts | None = None) -> None:
         self._over = over
         self._ranks = {number: Rank(number, iter(events)) for number, events in sorted(notes.items())}
         self._slots: dict[tuple[int, int, int], int] = {}
@@ -76,8 +88,8 @@ class Analysis:
         self._told: dict[tuple, np.ndarray] = defaultdict(clocks.empty)
         self._over_phases: dict[tuple, np.ndarray] = defaultdict(clocks.empty)
         self._findings = Findings()
-        self._races = Races(self._findings)
-        self._hosts = {number: self._thread(number, HOST, clocks.empty()) for number in self._ranks}
+        self._races = Races(self._findings, verdicts or Verdicts())
+        self._hosts: dict[tuple[int, int], Thread] = {}
 
     def run(self) -> list[Finding]:
         while self._step():
@@ -85,6 +97,10 @@ class Analysis:
         if self._over:
             self._tell_who_waits()
         return self._findings.sorted()
+
+    def luck(self) -> dict[Moment, frozenset[Moment]]:
+        """Looks at flags that have seen what they may not count on, see `flags`."""
+        return self._races.luck()
 
     def _step(self) -> bool:
         """Go on to the next event that orders ranks, and past it; False at the end of all notes."""
@@ -107,12 +123,13 @@ class Analysis:
 
     def _meet(self, rank: Rank) -> None:
         met, rank.next, rank.awaiting = rank.next, None, None
-        host = self._hosts[rank.number]
-        for clock in self._came[met.key].values():
-            host.learn(clock)
+        host = self._host(rank, met.thread)
+        for number in met.ranks:
+            # If the notes of a rank end before, it has not come.
+            host.learn(self._came[met.key].get(number, host.clock))
         host.advance()
         self._gone_on[met.key] += 1
-        if self._gone_on[met.key] == len(met.ranks):
+        if self._gone_on[met.key] == met.takers:
             del self._came[met.key], self._gone_on[met.key]
 
     def _tell_who_waits(self) -> None:
@@ -144,32 +161,44 @@ class Analysis:
         match event:
             case Known(number, place):
                 rank.places[number] = place
-            case Came(key, last):
+            case Came(key, last, number):
+                host = self._host(rank, number)
                 if not last:
-                    self._came[key][rank.number] = self._hosts[rank.number].clock
-                self._hosts[rank.number].advance()
+                    self._came[key][rank.number] = host.clock
+                host.advance()
+            case HostTold(number, key):
+                host = self._host(rank, number)
+                self._told[rank.number, key] = clocks.joined(self._told[rank.number, key], host.clock)
+                host.advance()
+            case HostHeard(number, key):
+                self._host(rank, number).learn(self._told[rank.number, key])
+            case Renewed(spans):
+                self._races.forget(spans)
             case Awaiting():
                 rank.awaiting = event
             case Accessed():
                 self._access(rank, event)
-            case Allocated(spans, text, place, undefined):
+            case Allocated(spans, text, place, undefined, new):
                 # An argument may have been given to a launch, too, that still runs.
                 in_use = spans.space[0] == PRIVATE and rank.bases and self._findings.knows(spans)
                 self._findings.allocated(spans, text, rank.places[place], undefined)
-                if not in_use:
+                if new and not in_use:
                     self._races.forget(spans)
-            case Launched(launch):
-                host = self._hosts[rank.number]
+            case Launched(launch, _, number):
+                host = self._host(rank, number)
                 rank.launches[launch] = event
                 rank.bases[launch] = clocks.fenced(host.clock)
                 host.advance()
-            case Finished(launch):
-                host = self._hosts[rank.number]
-                for thread in rank.programs.pop(launch, {}).values():
-                    host.learn(thread.clock)
-                    self._ticks[thread.slot] = thread.tick
+            case Finished(launch, number):
+                host = self._host(rank, number)
+                # What has been issued and not awaited is over, too.
+                threads = [*rank.programs.pop(launch, {}).values(), *rank.operations.pop(launch, {}).values()]
+                for thread in threads:
+                    host.learn(thread.knowledge())
+                    self._ticks[thread.slot] = max(self._ticks[thread.slot], thread.tick)
                 rank.bases.pop(launch, None)
                 rank.launches.pop(launch, None)
+                rank.kinds.pop(launch, None)
                 host.advance()
             case Gathered(launch, program):
                 self._who(rank, launch, program).gather()
@@ -183,10 +212,20 @@ class Analysis:
                     child = self._who(rank, launch, partition)
                     self._who(rank, launch, program).learn(child.clock)
                     child.advance()
+            case Issued(launch, program, operation, key):
+                rank.programs[launch][operation] = self._operation(rank, launch, program, key)
+            case Awaited(launch, program, operation):
+                over = rank.programs[launch].pop(operation)
+                self._who(rank, launch, program).learn(over.knowledge())
+            case SharedRace():
+                places = [rank.places[place] for _, _, place in (event.first, event.second)]
+                self._findings.add_shared_race(rank.number, event, *places)
             case Told(launch, program, key, ends):
                 thread, key = self._who(rank, launch, program), (rank.number, launch, *key)
-                self._told[key] = clocks.joined(self._told[key], thread.clock)
+                self._told[key] = clocks.joined(self._told[key], thread.knowledge())
                 thread.advance()
+                if program < 0:
+                    del rank.programs[launch][program]
                 if ends:
                     self._over_phases[key] = self._told[key]
             case Heard(launch, program, key):
@@ -202,6 +241,12 @@ class Analysis:
 
     # Who ------------------------------------------------------------------------------------------------------------
 
+    def _host(self, rank: Rank, number: int) -> Thread:
+        """One of its threads of Python."""
+        if (rank.number, number) not in self._hosts:
+            self._hosts[rank.number, number] = self._thread(rank.number, -number, clocks.empty())
+        return self._hosts[rank.number, number]
+
     def _thread(self, rank: int, program: int, clock: Any, taken: Collection[int] = (), text: str = "") -> Thread:
         """``taken``: the slots of programs of this number in launches that run beside this one's.
 
@@ -212,9 +257,20 @@ class Analysis:
             beside += 1
         return Thread(rank, slot, self._ticks[slot] + 1, clock, text)
 
+    def _operation(self, rank: Rank, launch: int, program: int, key: int | None) -> Operation:
+        issuer, operations = self._who(rank, launch, program), rank.operations[launch]
+        # Addresses differ from one run to the next; the slots are the same.
+        kinds = rank.kinds[launch][program]
+        kind = kinds.setdefault(key, len(kinds))
+        slot = self._slots.setdefault((rank.number, issuer.slot, -1 - kind), len(self._slots))
+        self._ticks[slot] += 1
+        operations[slot] = Operation(issuer, slot, self._ticks[slot])
+        issuer.advance()
+        return operations[slot]
+
     def _who(self, rank: Rank, launch: int, program: int) -> Thread:
-        if program == HOST:
-            return self._hosts[rank.number]
+        if launch == 0:
+            return self._host(rank, program)
         programs = rank.programs[launch]
         if program not in programs:
             taken = [others[program].slot for others in rank.programs.values() if program in others]
@@ -226,4 +282,10 @@ class Analysis:
 
 def analyse(folder: Path) -> list[Finding]:
     """What is wrong in the program whose ranks have noted what they did in ``folder``."""
-    return Analysis(notes_in(folder), Onlooker(folder).is_over()).run()
+    over, verdicts = Onlooker(folder).is_over(), Verdicts()
+    for _ in range(TIMES):
+        analysis = Analysis(notes_in(folder), over, verdicts)
+        findings = analysis.run()
+        if not verdicts.learn(analysis.luck()):
+            break
+    return findings

@@ -124,6 +124,10 @@ class Thread:
     def learn(self, clock: np.ndarray) -> None:
         self.clock = joined(self.clock, clock)
 
+    def knowledge(self) -> np.ndarray:
+        """What who knows of its end knows."""
+        return self.clock
+
     def release(self, before: Released | None, asked: bool, scope: str, whole: bool) -> Released:
         """Into a word in which ``before`` was. ``whole``: for what the block's other threads did, too."""
         to_all = before.to_all if before is not None else empty()
@@ -177,3 +181,23 @@ class Thread:
         if slot >= self.clock.shape[1]:
             return np.zeros(HOW, dtype=bool)
         return self.clock[:, slot] >= tick
+
+
+class Operation(Thread):
+    """What a GPU does beside a program, a copy: behind what came before it there, and in no order with what follows.
+
+    All that it does is at one tick. Operations of a slot end one after the other, and do not know that of each other.
+    """
+
+    def __init__(self, issuer: Thread, slot: int, tick: int) -> None:
+        super().__init__(issuer.rank, slot, tick, issuer.clock, issuer.program)
+        self._over, self.clock = self.clock, issuer.clock
+
+    def advance(self) -> None: ...
+
+    def learn(self, clock: np.ndarray) -> None:
+        super().learn(clock)
+        self._over = joined(self._over, clock)
+
+    def knowledge(self) -> np.ndarray:
+        return self._over

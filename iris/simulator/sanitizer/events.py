@@ -12,7 +12,10 @@ if TYPE_CHECKING:
     from iris.simulator.sanitizer.waits import Wait
 
 HOST = 0
-"""In the place of a program's number, which counts from 1: what the host does with torch."""
+"""In the place of a program's number, which counts from 1: what the host does with torch.
+
+Events of the host's are of launch 0; other threads of Python than the one that made the context have numbers from 1.
+"""
 
 READ, WRITE, UPDATE = 1, 2, 3
 """What an operation does to memory; an update is both."""
@@ -60,19 +63,31 @@ class Known(NamedTuple):
 
 
 class Allocated(NamedTuple):
-    """Memory of this rank. ``text``: its tensor; ``undefined``: nobody has written it."""
+    """Memory of this rank. ``text``: its tensor; ``undefined``: nobody has written it.
+
+    ``new``: whatever was there before is gone. Of a kernel's argument one does not know, but `Renewed` says so where
+    another thread may still use what was there.
+    """
 
     spans: Spans
     text: str
     place: int
     undefined: bool
+    new: bool = True
+
+
+class Renewed(NamedTuple):
+    """New memory of this process alone, whatever was there before."""
+
+    spans: Spans
 
 
 class Launched(NamedTuple):
-    """``dims``: of the grid."""
+    """``dims``: of the grid; ``thread``: the host's that launches."""
 
     launch: int
     dims: tuple[int, int, int] = (1, 1, 1)
+    thread: int = HOST
 
     def program_text(self, number: int) -> str:
         """The program of this number, in words. Those of partitions follow those of the programs."""
@@ -83,9 +98,24 @@ class Launched(NamedTuple):
 
 
 class Finished(NamedTuple):
-    """All programs of a launch are over."""
+    """All programs of a launch are over, and its thread of the host knows it."""
 
     launch: int
+    thread: int = HOST
+
+
+class HostTold(NamedTuple):
+    """A thread of the host tells another what it knows, by something that has this key."""
+
+    thread: int
+    key: int
+
+
+class HostHeard(NamedTuple):
+    """A thread knows what others have told there."""
+
+    thread: int
+    key: int
 
 
 class Accessed(NamedTuple):
@@ -113,7 +143,8 @@ class Synchronised(NamedTuple):
     "cta", "gpu" or "sys". ``message``: words that carry their own arrival. ``gathered``: what other threads of the
     block did before is released too. ``undefined``: as of `Accessed`. ``looks``: who waits may do this; a release that
     adds to what is there, or takes its place, is no look. ``before``, ``after``: what a word held and holds, if it is
-    one. ``wait``: for what it is read. ``async_proxy``: by TMA.
+    one. ``wait``: for what it is read. ``async_proxy``: by TMA. ``adds``: an update that adds to what is there.
+    ``dropped``: nobody uses what it returns. ``once``: the host looks, and does not wait.
     """
 
     number: int
@@ -133,6 +164,9 @@ class Synchronised(NamedTuple):
     after: int | None = None
     wait: "Wait | None" = None
     async_proxy: bool = False
+    adds: bool = False
+    dropped: bool = False
+    once: bool = False
 
 
 class Gathered(NamedTuple):
@@ -158,8 +192,29 @@ class Joined(NamedTuple):
     partitions: tuple[int, ...]
 
 
+class Issued(NamedTuple):
+    """A program has issued what a GPU does beside it, a copy: from here on, and as ``operation``, like a program.
+
+    ``key``: of those that have the same one, each ends before the next; another one for each mbarrier that tells the
+    end, or None.
+    """
+
+    launch: int
+    program: int
+    operation: int
+    key: int | None
+
+
+class Awaited(NamedTuple):
+    """A program, or an operation, knows that ``operation`` is over."""
+
+    launch: int
+    program: int
+    operation: int
+
+
 class Told(NamedTuple):
-    """A partition, or a copy that it has issued, signals an mbarrier; ``ends``: that ends its phase.
+    """A program, one of its partitions, or an operation, signals an mbarrier; ``ends``: that ends its phase.
 
     ``key``: another one for each mbarrier.
     """
@@ -171,7 +226,7 @@ class Told(NamedTuple):
 
 
 class Heard(NamedTuple):
-    """A partition has waited for a phase of the mbarrier."""
+    """A program, or one of its partitions, has waited for a phase of the mbarrier."""
 
     launch: int
     program: int
@@ -200,6 +255,7 @@ class Came(NamedTuple):
 
     key: tuple
     last: bool = False
+    thread: int = HOST
 
 
 class Awaiting(NamedTuple):
@@ -218,11 +274,27 @@ class Awaiting(NamedTuple):
 class Met(NamedTuple):
     """They have: what they did before comes before what the host does from here on.
 
-    Between the two a kernel may have run that another thread has launched.
+    Between the two a kernel may have run that another thread has launched. ``ranks``: those whose coming the host then
+    knows of; ``takers``: so many ranks know of any, each of as many as its part in the meeting tells it of.
     """
 
     key: tuple
     ranks: tuple[int, ...]
+    takers: int
+    thread: int = HOST
+
+
+class SharedRace(NamedTuple):
+    """Two accesses to a program's shared memory: by which partition, what it does, and where; and what is missing.
+
+    ``program``: that of the second, in words.
+    """
+
+    kind: str
+    program: str
+    first: tuple[int | None, str, int]
+    second: tuple[int | None, str, int]
+    missing: str
 
 
 class Wrong(NamedTuple):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from iris.heap.history import shown
 from iris.simulator.sanitizer.elements import element
-from iris.simulator.sanitizer.events import PRIVATE, READ, UPDATE, WRITE, Line, Place, Spans, Waiting, Wrong
+from iris.simulator.sanitizer.events import PRIVATE, READ, UPDATE, WRITE, Line, Place, SharedRace, Spans, Waiting, Wrong
 from iris.world import names
 
 if TYPE_CHECKING:
@@ -164,6 +164,17 @@ class Findings:
         places = dict(known.places) | {f"rank {number}": line_text(line) for number, line in at.items()}
         known.places = sorted(places.items(), key=lambda place: int(place[0].split()[1]))
         known.ranks = sorted({*known.ranks, *at})
+
+    def add_shared_race(self, rank: int, event: SharedRace, first: Place, second: Place) -> None:
+        """``first``, ``second``: the places of its two accesses."""
+        (partition, verb, _), (later, later_verb, _) = event.first, event.second
+        who = "it" if partition == later else f"partition {partition}"
+        sentence = (
+            f"{who_is(second, rank, event.program)} {later_verb} shared memory that {who} {verb}, in no order: "
+            f"{event.missing}"
+        )
+        places = [(f"{verb}, rank {rank}", where(first)), (f"{later_verb}, rank {rank}", where(second))]
+        self._add(event.kind, (first, second, verb, later_verb), rank, sentence, places)
 
     def add_waiting(self, rank: int, event: Waiting) -> None:
         self._waiting[rank, event.place, event.flag] = rank, event

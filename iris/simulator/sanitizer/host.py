@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from iris.simulator.sanitizer import indexed
+from iris.simulator.sanitizer import indexed, rooted
 from iris.simulator.sanitizer.events import READ, UPDATE, WRITE
 from iris.untraced import untraced
 
@@ -66,24 +66,55 @@ class HostAccesses(TorchDispatchMode):
             return self._meet(func, args, kwargs)
         if func._opname.endswith("_like") or func._opname.startswith("new_"):
             # Only the shape of what they are given counts.
-            return func(*args, **kwargs)
+            return self._renewed(func, func(*args, **kwargs))
         if torch.Tag.inplace_view in func.tags:
             # A new shape for what stays as it is.
             return func(*args, **kwargs)
+        flags = []
         for argument, value in zip(func._schema.arguments, _given(func, args, kwargs), strict=False):
             # What is returned as it was given, or as a view of it, has not been read.
             alias = argument.alias_info
             if alias is None or alias.is_write:
                 kind = READ if alias is None else WRITE if func in _OVERWRITE or argument.is_out else UPDATE
                 uses = _uses(func, args, kwargs, kind)
-                if args and value is args[0] and (func in indexed.READS or func in indexed.WRITES):
+                if kind == READ and self._recorder.may_be_flag(value):
+                    flags.append(value)
+                elif args and value is args[0] and (func in indexed.READS or func in indexed.WRITES):
                     if _is_seen(value):
                         where, size = indexed.addresses(func, args, kwargs), value.element_size()
                         self._recorder.host_accessed(where, size, size if uses else 0, kind)
                 else:
                     blank = func is _ZERO or (func is _FILL and args[1] == 0)
                     self._touch(value, kind, uses, blank)
-        return func(*args, **kwargs)
+        with self._looking_at(flags):
+            return self._renewed(func, func(*args, **kwargs))
+
+    @contextlib.contextmanager
+    def _looking_at(self, flags: list[torch.Tensor]) -> Iterator[None]:
+        """Around an operation that reads these."""
+        if not flags:
+            yield
+            return
+        with self._recorder.notes.numbered() as number:
+            yield
+            for flag in flags:
+                self._recorder.used(flag, "reads")
+                self._recorder.host_looked(number, flag)
+
+    def _renewed(self, func: Any, result: Any) -> Any:
+        """``result``, in which ``func`` has allocated memory, that others may have used before."""
+        if self._recorder.threads.several():
+            values = result if isinstance(result, (list, tuple)) else [result]
+            for returned, value in zip(func._schema.returns, values, strict=False):
+                if returned.alias_info is None:
+                    for tensor in filter(_is_seen, _tensors(value)):
+                        storage = tensor.untyped_storage()
+                        self._recorder.renewed(storage.data_ptr(), storage.nbytes())
+        return result
+
+    def in_thread(self) -> "_InThread":
+        """Around what another thread of Python does."""
+        return _InThread(self)
 
     def _meet(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """A collective of torch's, or a message: a rank comes, or sends, here, and hears of the others in `wait`."""
@@ -91,8 +122,9 @@ class HostAccesses(TorchDispatchMode):
         group = next((g for argument, value in given if (g := _process_group(argument.name, value)) is not None), None)
         ranks, here = () if group is None else _ranks_of(group), dist.get_rank()
         name = _name_of(group)
-        hears_root = func._opname == "broadcast_" and ranks and ranks[args[2]] != here
-        sends = not hears_root and not func._opname.startswith("recv_")
+        given_by_name = {argument.name: value for argument, value in given}
+        told, takers = rooted.heard(func._opname, given_by_name, ranks, here) if ranks else (None, 0)
+        sends = not (rooted.is_from_root(func._opname) and told) and not func._opname.startswith("recv_")
         # Of what a collective of c10d writes, its schema says nothing but by names.
         receives = func.namespace == "c10d" and func._opname not in ("send", "barrier")
         for argument, value in given:
@@ -118,7 +150,7 @@ class HostAccesses(TorchDispatchMode):
                 # From whom it came is known when it is there.
                 call = _Call(outputs, f"{text} from any rank", (name, ranks, args[2]), ())
             case _ if ranks:
-                call = _Call(outputs, text, self._next_key(name, ranks), ranks)
+                call = _Call(outputs, text, self._next_key(name, ranks), told or ranks, told, takers)
                 self._recorder.came(call.key)
             case _:
                 call = _Call(outputs)
@@ -147,13 +179,13 @@ class HostAccesses(TorchDispatchMode):
 
     def _end(self, call: "_Call", work: dist.Work | None = None) -> None:
         """What it wrote is there, and what the others did before they came, or sent, is known."""
-        key, ranks = call.key, call.ranks
-        if key and not ranks:
+        key, heard = call.key, call.ranks if call.heard is None else call.heard
+        if key and not call.ranks:
             name, group, tag = key
-            ranks = (group[work._source_rank()],)
-            key = self._next_key(name, (*ranks, dist.get_rank()), tag)
-        if key:
-            self._recorder.met(key, ranks)
+            heard = (group[work._source_rank()],)
+            key = self._next_key(name, (*heard, dist.get_rank()), tag)
+        if key and heard:
+            self._recorder.met(key, heard, call.takers)
         self._touch(call.outputs, WRITE, uses=False)
 
     def end(self, handle: Any, wait: Callable[[], Any], only_looks: bool) -> Any:
@@ -183,23 +215,42 @@ class HostAccesses(TorchDispatchMode):
         for tensor in _tensors(value):
             if _is_seen(tensor):
                 self._recorder.used(tensor, "reads" if kind == READ else "writes")
-                self._recorder.host_accessed(*_runs(tensor), tensor.element_size() if uses else 0, kind, blank)
+                self._recorder.host_accessed(*runs(tensor), tensor.element_size() if uses else 0, kind, blank)
 
 
-# Ways to read a whole tensor that are no operations of torch's; None is inherited.
-_UNSEEN = {name: vars(torch.Tensor).get(name) for name in ("tolist", "__repr__", "__reduce_ex__")}
+class _InThread(TorchDispatchMode):
+    """What the accesses of the process are told of one thread, as modes are."""
+
+    def __init__(self, accesses: HostAccesses) -> None:
+        super().__init__()
+        self._accesses = accesses
+
+    is_infra_mode, _should_skip_dynamo = HostAccesses.is_infra_mode, HostAccesses._should_skip_dynamo
+
+    @untraced("the sanitizer looks at what torch does")
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        return HostAccesses.__torch_dispatch__(self._accesses, func, types, args, kwargs)
+
+
+# Ways to read a whole tensor that are no operations of torch's; None is inherited. Of what numpy gets one knows nothing
+# more, nor of a copy to where the tensor is already.
+_READS = ("tolist", "__repr__", "__reduce_ex__", "numpy", "__array__", "cpu")
+_UNSEEN = {name: vars(torch.Tensor).get(name) for name in _READS}
 
 
 class _Call(NamedTuple):
-    """A call of torch.distributed: what it writes, and of which ranks' coming, or sending, its end tells.
+    """A call of torch.distributed: what it writes, for which ranks it may wait, and whose coming its end tells of.
 
-    ``ranks``: none of a message from any rank; then ``key`` has its group, the ranks of that, and its tag.
+    ``ranks``: none of a message from any rank; then ``key`` has its group, the ranks of that, and its tag. ``heard``:
+    None for all of ``ranks``; ``takers``: so many ranks hear of some.
     """
 
     outputs: list
     text: str = ""
     key: tuple = ()
     ranks: tuple[int, ...] = ()
+    heard: tuple[int, ...] | None = None
+    takers: int = 1
 
 
 _GET_FUTURE = dist.Work.get_future
@@ -247,10 +298,14 @@ def _looking(accesses: HostAccesses, method: Callable) -> Callable:
 
     @functools.wraps(method)
     def look(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if type(tensor) in (torch.Tensor, torch.nn.Parameter):
-            # What is printed without having been written harms nobody.
-            accesses._touch(tensor, READ, uses=method.__name__ != "__repr__")
-        return method(tensor, *args, **kwargs)
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+            return method(tensor, *args, **kwargs)
+        flags = [tensor] if accesses._recorder.may_be_flag(tensor) else []
+        if not flags:
+            # What is printed, or copied, without having been written harms nobody.
+            accesses._touch(tensor, READ, uses=method.__name__ in ("tolist", "__reduce_ex__"))
+        with accesses._looking_at(flags):
+            return method(tensor, *args, **kwargs)
 
     return look
 
@@ -323,7 +378,7 @@ def _name_of(group: dist.ProcessGroup | None) -> str:
         return ""
 
 
-def _runs(tensor: torch.Tensor) -> tuple[np.ndarray, int]:
+def runs(tensor: torch.Tensor) -> tuple[np.ndarray, int]:
     """Where the tensor's elements lie, those side by side as one: addresses, and bytes at each."""
     size, outer = tensor.element_size(), []
     for stride, extent in sorted(zip(tensor.stride(), tensor.shape, strict=True)):

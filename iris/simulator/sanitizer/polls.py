@@ -15,6 +15,7 @@ from iris.simulator.sanitizer import lines
 from iris.simulator.sanitizer.deadlock import ENOUGH, Liveness
 from iris.simulator.sanitizer.events import Place, Spans, Waiting
 from iris.simulator.sanitizer.notes import Notes
+from iris.simulator.sanitizer.threads import Threads
 
 # Who only reads the same memory often is not at it for so long.
 POLLING_S = 5.0
@@ -26,8 +27,8 @@ MOST_LOOKS = 1 << 12
 class HostPolls:
     """Of one rank's host, as long as its memory stays as it is."""
 
-    def __init__(self, liveness: Liveness, notes: Notes) -> None:
-        self._liveness, self._notes = liveness, notes
+    def __init__(self, liveness: Liveness, notes: Notes, threads: Threads) -> None:
+        self._liveness, self._notes, self._threads = liveness, notes, threads
         self._looks: Counter[Any] = Counter()
         self._changes, self._since, self._told = -1, 0.0, False
 
@@ -39,18 +40,12 @@ class HostPolls:
             self._changes, self._since = changes, time.monotonic()
             self._looks.clear()
         self._looks[what] += 1
-        if self._told or self._looks[what] < ENOUGH or time.monotonic() - self._since < POLLING_S or _has_company():
+        if self._told or self._looks[what] < ENOUGH or time.monotonic() - self._since < POLLING_S:
+            return
+        if self._threads.may_help({threading.current_thread()}):
             return
         if self._liveness.polls(changes):
             self._told = True
             place = Place(None, lines.known(line))
             flag = describe_address(address) or f"address {address:#x}"
             self._notes.add(Waiting(None, "the host", "polls what nobody will change any more", place, flag))
-
-
-def _has_company() -> bool:
-    """Whether there is another thread of the program's, of which nobody knows what it will do."""
-    return any(
-        thread is not threading.current_thread() and not thread.name.startswith("iris-")
-        for thread in threading.enumerate()
-    )

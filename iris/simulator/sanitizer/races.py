@@ -14,9 +14,9 @@ import numpy as np
 from iris.simulator.sanitizer import clocks, shadow
 from iris.simulator.sanitizer.carriers import Carrier, Carriers
 from iris.simulator.sanitizer.clocks import Released, Thread
-from iris.simulator.sanitizer.events import HOST, READ, UPDATE, WRITE, Accessed, Line, Place, Spans, Synchronised
+from iris.simulator.sanitizer.events import READ, UPDATE, WRITE, Accessed, Line, Place, Spans, Synchronised
 from iris.simulator.sanitizer.findings import LOST, Findings, Side
-from iris.simulator.sanitizer.waits import Flag
+from iris.simulator.sanitizer.flags import Flag, Moment, Verdicts
 
 # A plain store of so many bytes at most may be meant as a flag.
 FLAG_BYTES = 8
@@ -56,10 +56,13 @@ class Access(NamedTuple):
 
 
 class Races:
-    """Of one program, in all memory of all ranks; ``findings`` gets them."""
+    """Of one program, in all memory of all ranks; ``findings`` gets them. ``verdicts``: see `flags`."""
 
-    def __init__(self, findings: Findings) -> None:
-        self._findings = findings
+    def __init__(self, findings: Findings, verdicts: Verdicts) -> None:
+        self._findings, self._verdicts = findings, verdicts
+        # Of the updates that verdicts name: what they have released themselves.
+        self._alone: dict[Moment, Released] = {}
+        self._luck: dict[Moment, frozenset[Moment]] = {}
         self._shadow = shadow.Shadow()
         nothing = Place(None, Line("?", 0, "?"))
         self._accesses = [Access(0, 0, -1, nothing, WRITE, atomic="", host=True, blank=True, flag=False, before=0)]
@@ -79,7 +82,7 @@ class Races:
 
     def accessed(self, thread: Thread, place: Place, event: Accessed) -> None:
         """``thread`` has loaded or stored data, at this place of its program."""
-        host = event.program == HOST
+        host = event.launch == 0
         small = int((event.spans.ends - event.spans.begins).sum()) <= FLAG_BYTES
         flag = small and event.kind == WRITE
         # A copy engine's writes of a word are seen whole, and programs may poll it.
@@ -112,7 +115,7 @@ class Races:
     def synchronised(self, thread: Thread, place: Place, event: Synchronised) -> None:
         """``thread`` has done what others may do at the same time, and by which it may tell them, or hear of them."""
         access = Access(
-            thread.slot, thread.tick, thread.rank, place, event.kind, event.scope, False, False, False, 0,
+            thread.slot, thread.tick, thread.rank, place, event.kind, event.scope, event.once, False, False, 0,
             async_proxy=event.async_proxy, program=thread.program,
         )  # fmt: skip
         for part in self._shadow.bytes(event.spans):
@@ -120,24 +123,23 @@ class Races:
             self._check_writers(thread, access, writers, event.spans, event.undefined and event.kind != WRITE)
             self._add_to_sets(thread, access, part, event.spans)
             releases = part.releases()
-            flag = self._flag_in(part, event)
-            if flag is not None and event.wait is not None:
-                heard = [flag.ending(event.wait, thread)]
-            elif event.kind != WRITE or not event.message:
-                heard = [self._released.get(number) for number, _ in releases]
-            else:
-                heard = []
-            known = thread.clock
-            for released in heard:
+            flag, before_it = self._flag_in(part, event), thread.clock
+            known = before_it[clocks.AS_WRITTEN]
+            for released in self._heard(thread, event, flag, releases):
                 if released is not None:
                     thread.acquire(released, event.acquires, event.scope, event.looks)
-            self._note_carrier(thread, known, access, part, event.spans)
+            self._note_carrier(thread, before_it, access, part, event.spans)
             if event.kind != READ:
                 before = {old: None if event.message else self._released.get(old) for old, _ in releases}
                 self._replace_releases(part, before, thread, event.releases, event.scope, event.gathered)
                 if flag is not None:
+                    if event.kind == UPDATE and not event.adds:
+                        flag.write_otherwise()
                     number, writer = part.releases()[0][0], writers[0][0]
-                    flag.write(event.after, thread, self._released[number], (number, writer))
+                    added = event.after - event.before if event.adds else None
+                    flag.write(event.after, added, thread, known, self._released[number], (number, writer))
+                    if (moment := (thread.slot, thread.tick)) in self._verdicts.wanted:
+                        self._alone[moment] = thread.release(None, event.releases, event.scope, event.gathered)
         thread.advance()
 
     def _note_carrier(
@@ -149,13 +151,36 @@ class Races:
             writers = tuple(each for each in wrote if each.kind != READ and not each.blank)
             self._carriers.heard(thread, before, Carrier(spans.space, offset, Side.of(access), writers))
 
+    def _heard(
+        self, thread: Thread, event: Synchronised, flag: Flag | None, releases: list[tuple[int, int]]
+    ) -> list[Released | None]:
+        """What ``thread`` may learn by ``event`` from a word that holds ``releases``."""
+        if (event.kind == WRITE and event.message) or event.dropped:
+            return []
+        # Who changes what it looks at, as a lock, is in an order with the others whichever comes first.
+        if flag is not None and event.kind == READ:
+            flag.look(event.wait, thread, thread.clock[clocks.AS_WRITTEN])
+            reliable = self._verdicts.of.get((thread.slot, thread.tick))
+            if reliable is not None:
+                return [self._alone.get(moment) for moment in reliable]
+            if event.wait is not None and flag.in_order:
+                return [flag.first(event.wait, thread)] if event.wait.ends_at(event.before) else []
+        return [self._released.get(number) for number, _ in releases]
+
+    def luck(self) -> dict[Moment, frozenset[Moment]]:
+        """See `flags`."""
+        return dict(self._luck) | {look: reliable for flag in self._flags.values() for look, reliable in flag.luck()}
+
     def _flag_in(self, part: shadow.Bytes, event: Synchronised) -> Flag | None:
         """What is known of the values of the word that ``event`` is of, if it is of one."""
         if event.before is None:
             return None
         state = part.releases()[0][0], part.writers()[0][0]
         word = event.spans.space, int(event.spans.begins[0])
-        if word not in self._flags or not self._flags[word].holds(event.before, state):
+        flag = self._flags.get(word)
+        if flag is None or not flag.holds(event.before, state):
+            if flag is not None:
+                self._luck.update(flag.luck())
             self._flags[word] = Flag(event.before, self._released.get(state[0]), state)
         return self._flags[word]
 

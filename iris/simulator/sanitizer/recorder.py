@@ -4,56 +4,52 @@ Each becomes an event of whoever did it (a program, one of its partitions or the
 done in and the bytes of a space that it was done to; `Notes` writes the events.
 """
 
-import contextlib
 import itertools
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from multiprocessing.util import Finalize
 from pathlib import Path
 from types import CodeType
 from typing import Any
 
 import numpy as np
-import torch
 import triton
 
 from iris.errors import NotSymmetricError, NotTheCallerError, RankOutOfRangeError
 from iris.heap import symmetric
-from iris.heap.lifetime import Life
 from iris.simulator import tasks
 from iris.simulator.sanitizer import bounds, lines, uninitialised
 from iris.simulator.sanitizer.deadlock import Liveness
 from iris.simulator.sanitizer.events import (
-    HOST,
-    PRIVATE,
     READ,
     WRITE,
     Accessed,
-    Allocated,
-    Awaiting,
-    Came,
+    Awaited,
     Fenced,
     Finished,
     Forked,
     Gathered,
     Heard,
+    Issued,
     Joined,
     Launched,
     Line,
-    Met,
     Place,
     ProxyFenced,
+    SharedRace,
     Synchronised,
     Told,
     Waiting,
     Wrong,
 )
 from iris.simulator.sanitizer.host import HostAccesses
+from iris.simulator.sanitizer.host_recorder import HostRecorder
 from iris.simulator.sanitizer.notes import Notes
 from iris.simulator.sanitizer.polls import HostPolls
 from iris.simulator.sanitizer.spaces import Spaces
-from iris.simulator.sanitizer.waits import Wait, wait_of
+from iris.simulator.sanitizer.threads import Threads
+from iris.simulator.sanitizer.waits import Wait, is_dropped, wait_of
 
 # From this version on a release is one of the whole block; before it, of the thread that does it and what that has
 # met in a barrier.
@@ -63,21 +59,22 @@ _GATHERS = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9)
 _MESSAGES = frozenset({"write_through", "reread", "inspect", "send_place", "receive_places"})
 
 
-class Recorder:
+class Recorder(HostRecorder):
     """Of one rank. Its notes are in ``folder``, which all ranks share."""
 
     def __init__(self, folder: Path, rank: int, num_ranks: int) -> None:
         self.notes = Notes(folder, rank)
         self._spaces = Spaces(rank)
         self._launches: dict[int, int] = {}
-        self._launching: dict[int, threading.Thread] = {}
+        self._launching: dict[int, tuple[threading.Thread, int]] = {}
         self._callers: dict[int, tuple[CodeType, int] | None] = {}
         self._numbers = itertools.count(1)
         self._stored_since_meeting: set[tuple[int, int]] = set()
         self._polled: dict[tuple, tuple[int, bytes, Wait | None]] = {}
         self.bounds = bounds.Bounds()
         self.liveness = Liveness(folder, rank, num_ranks)
-        self._polls = HostPolls(self.liveness, self.notes)
+        self.threads = Threads(self.notes, lambda: self._host.in_thread())
+        self._polls = HostPolls(self.liveness, self.notes, self.threads)
         self._host = HostAccesses(self)
         self._host.__enter__()
         for heap in symmetric.live_heaps():
@@ -91,6 +88,7 @@ class Recorder:
         if self.notes.closed:
             return
         self._at_exit.cancel()
+        self.threads.close()
         self._host.__exit__(None, None, None)
         self.liveness.leave()
         self.notes.close()
@@ -100,13 +98,14 @@ class Recorder:
     def launched(self, launch: Any) -> None:
         self.liveness.runs()
         self._launches[id(launch)] = next(self._numbers)
-        self._launching[id(launch)] = threading.current_thread()
+        self._launching[id(launch)] = threading.current_thread(), self.threads.current()
         self._callers[id(launch)] = lines.line_of(sys._getframe(1))
-        self.notes.add(Launched(self._launches[id(launch)], launch.dims))
+        self.notes.add(Launched(self._launches[id(launch)], launch.dims, self.threads.current()))
 
     def finished(self, launch: Any) -> None:
-        self.notes.add(Finished(self._launches.pop(id(launch))))
-        del self._launching[id(launch)], self._callers[id(launch)]
+        _, thread = self._launching.pop(id(launch))
+        self.notes.add(Finished(self._launches.pop(id(launch)), thread))
+        del self._callers[id(launch)]
         numbers = set(self._launches.values())
         self._stored_since_meeting = {who for who in self._stored_since_meeting if who[0] in numbers}
         self._polled = {key: seen for key, seen in self._polled.items() if key[0] in numbers}
@@ -114,9 +113,8 @@ class Recorder:
 
     def is_over(self, repeats: int) -> bool:
         """All programs of a launch have polled in vain, each ``repeats`` times in a row: can anybody go on?"""
-        busy = set(self._launching.values())
         # What another thread of Python will do, nobody knows.
-        if any(not thread.daemon and thread not in busy for thread in threading.enumerate()):
+        if self.threads.may_help({thread for thread, _ in self._launching.values()}):
             return self.liveness.over()
         return self.liveness.is_over(repeats)
 
@@ -145,10 +143,11 @@ class Recorder:
     def synchronised(
         self, number: int, pointers: np.ndarray, values: np.ndarray, kind: int, sem: str, scope: str,
         message: bool = False, compares: bool = False, changed: bool = True, after: np.ndarray | None = None,
+        adds: bool = False,
     ) -> None:  # fmt: skip
         """The program that runs has done this while it held ``number``. ``values``: what was there before.
 
-        ``changed``: it is not what is there now; ``after``: what is.
+        ``changed``: it is not what is there now; ``after``: what is; ``adds``: the difference depends on no value.
         """
         who = self._who()
         if who is None or not pointers.size:
@@ -169,6 +168,7 @@ class Recorder:
             self.notes.count_change()
             self.liveness.changed()
         gathered = message or _GATHERS or who not in self._stored_since_meeting
+        dropped = kind != READ and not compares and is_dropped(sys._getframe(1))
         looks = acquires or not releases or compares
         undefined = kind != WRITE and uninitialised.seen_in(values)
         before = int(values.flat[0]) if word else None
@@ -178,7 +178,7 @@ class Recorder:
             self.notes.add(
                 Synchronised(
                     number, *who, place, spans, kind, releases, acquires, scope, message, gathered, undefined, looks,
-                    before, after, wait, tasks.current().async_proxy,
+                    before, after, wait, tasks.current().async_proxy, adds, dropped,
                 )
             )  # fmt: skip
 
@@ -235,13 +235,16 @@ class Recorder:
             self.notes.add(event(*who, tuple(numbers)))
 
     def told(self, address: int, ends: bool) -> None:
-        """A partition signals the mbarrier there, or a copy does that it has issued; whether that ends its phase."""
+        """The program that runs, or a copy that it has issued, signals the mbarrier there; whether that ends a phase.
+
+        Also of a word of shared memory that may be a flag: whoever loads it next has waited for what it then tells.
+        """
         who = self._who()
         if who is not None:
             self.notes.add(Told(*who, self._of_program(address), ends))
 
     def heard(self, address: int) -> None:
-        """A partition has waited for the mbarrier there."""
+        """The program that runs has waited for the mbarrier there."""
         who = self._who()
         if who is not None:
             self.notes.add(Heard(*who, self._of_program(address)))
@@ -259,94 +262,39 @@ class Recorder:
             frame = frame.f_back
         return False
 
-    def from_here(self, operation: Callable[[], None]) -> Callable[[], None]:
+    def from_here(self, operation: Callable[[], None], mbarrier: int | None) -> Callable[[], None]:
+        """See `iris.simulator.sanitizer.from_here`."""
         place, who = self._place(), self._who()
+        if who is None:
+            return operation
+        launch, program = who
+        # Programs have numbers above 0.
+        beside = launch, -next(self._numbers)
+        self.notes.add(Issued(launch, program, beside[1], mbarrier))
 
         def carry_out() -> None:
             task = tasks.current()
-            before, task.issued_at = task.issued_at, (place, who)
+            before, task.issued_at = task.issued_at, (place, beside)
             try:
                 operation()
             finally:
                 task.issued_at = before
+            if mbarrier is None:
+                self.notes.add(Awaited(*self._who(), beside[1]))
 
         return carry_out
 
-    # What the host does ---------------------------------------------------------------------------------------------
+    def place(self) -> int:
+        """Where the program that runs is now."""
+        return self._place()
 
-    def host_accessed(self, addresses: np.ndarray, size: int, element: int, kind: int, blank: bool = False) -> None:
-        """With torch, ``size`` bytes at each of ``addresses``: elements of ``element`` bytes, or 0 if their values
-        are not used. Memory that is no mapping's is this rank's alone.
-        """
-        place = self._place()
-        for spans in self._spaces.spans(addresses, size):
-            if spans.space[0] != PRIVATE:
-                self.bounds.check(self, spans, kind, place)
-                undefined = element and any(uninitialised.seen_at(address, size, element) for address in addresses)
-                self.notes.add(Accessed(0, HOST, place, spans, kind, bool(undefined), blank))
-                if kind == READ:
-                    self._polls.looked(int(addresses[0]), spans, lines.line_of(sys._getframe(1)))
-        if kind != READ:
-            self.liveness.changed()
+    def shared_race(
+        self, kind: str, first: tuple[int | None, str, int], second: tuple[int | None, str, int], missing: str
+    ) -> None:
+        """Two accesses to shared memory, each by a partition, if there are several, with its verb and place."""
+        self.notes.add(SharedRace(kind, tasks.current().text, first, second, missing))
 
-    def came(self, key: tuple) -> None:
-        """The host comes to a meeting, or sends a message, for which it does not wait here."""
-        self.notes.add(Came(key, self.liveness.over()))
-
-    @contextlib.contextmanager
-    def meeting(self, key: tuple, ranks: tuple[int, ...], text: str) -> Iterator[None]:
-        """While this lasts the host is in a meeting of ``ranks``, for what ``text`` says."""
-        self.came(key)
-        with self.awaiting(key, ranks, text):
-            yield
-        self.met(key, ranks)
-
-    def met(self, key: tuple, ranks: tuple[int, ...]) -> None:
-        """The host knows that ``ranks`` have come, or sent, and so what they did before."""
-        self.notes.add(Met(key, ranks))
-
-    @contextlib.contextmanager
-    def awaiting(self, key: tuple, ranks: tuple[int, ...], text: str) -> Iterator[None]:
-        """While this lasts the host waits until ``ranks`` have come, or sent; any, if there are none."""
-        self.notes.add(Awaiting(key, ranks, self._place(), text, self.liveness.over()))
-        self.liveness.meets()
-        try:
-            yield
-        finally:
-            self.liveness.on_host()
-
-    def allocated(self, address: int, size: int, text: str, undefined: bool) -> None:
-        if not size:
-            return
-        undefined = undefined and uninitialised.fill(address, size)
-        (spans,) = self._spaces.spans(np.array([address], dtype=np.int64), size)
-        self.bounds.learn(spans)
-        self.notes.add(Allocated(spans, text, self._place(), undefined))
-
-    def given(self, name: str, tensor: torch.Tensor) -> None:
-        """A launch begins that has this argument. Of memory that is this rank's alone, that is all that one knows."""
-        self.used(tensor, f"gives a kernel as {name!r}")
-        if tensor.numel() and tensor.layout == torch.strided:
-            storage = tensor.untyped_storage()
-            (spans,) = self._spaces.spans(np.array([storage.data_ptr()], dtype=np.int64), storage.nbytes())
-            if spans.space[0] == PRIVATE:
-                text = f"{symmetric.tensor_text(tensor.shape, tensor.dtype)}, the argument {name!r},"
-                self.notes.add(Allocated(spans, text, self._place(), False))
-
-    def used(self, tensor: torch.Tensor, verb: str) -> None:
-        """This tensor is used. If it was freed, its memory may be another's by now, and accesses look right."""
-        if tensor.layout != torch.strided:
-            return
-        storage = tensor.untyped_storage()
-        life = getattr(storage, "iris_owner", None)
-        if not isinstance(life, Life) or not life.freed:
-            return
-        (spans,) = self._spaces.spans(np.array([storage.data_ptr()], dtype=np.int64), storage.nbytes())
-        heap, offset = symmetric.heap_named(spans.space[0]), int(spans.begins[0])
-        owner = None if heap is None else heap.successor(life.number, offset, storage.nbytes())
-        if owner is not None:
-            text = symmetric.tensor_text(tensor.shape, tensor.dtype)
-            self.wrong("freed", f"{verb} {text}, which has been freed: {owner.origin} has its memory", self._place())
+    # What is wrong at once, who, and where -------------------------------------------------------------------------
 
     def wrong(self, kind: str, text: str, place: int | None = None) -> None:
         """The program that runs, or the host, has made this mistake."""
@@ -355,8 +303,6 @@ class Recorder:
     def asymmetric(self, text: str, calls: dict[int, tuple[str, int, str]]) -> None:
         """The ranks allocate differently. ``calls``: file, line and function of the first that differ, by rank."""
         self.notes.add(Wrong("asymmetric", text, self._place(), "", tuple((r, Line(*c)) for r, c in calls.items())))
-
-    # Who, and where ------------------------------------------------------------------------------------------------
 
     def _who(self) -> tuple[int, int] | None:
         if not tasks.in_kernel():

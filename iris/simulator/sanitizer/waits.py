@@ -1,24 +1,17 @@
-"""What a wait may count on: the first value of its flag that ends it, and not the one that it happens to see.
+"""What a program does with what it sees of a flag: it waits for a value, goes on by it, or drops it."""
 
-A count may have been raised further meanwhile. What came with those values was there by luck, and another time it is
-not: a sender that waits for one credit too few sees them all, if its receiver is fast.
-"""
-
+import ast
 import dis
 import functools
 import itertools
+import linecache
 import operator
-from collections import deque
 from types import CodeType, FrameType
 from typing import NamedTuple
 
 import triton.language as tl
 
-from iris.simulator.sanitizer import clocks, lines
-from iris.simulator.sanitizer.clocks import Released, Thread
-
-# So many values of a flag are remembered. Of a wait for an older one, the oldest of them counts.
-REMEMBERED = 8
+from iris.simulator.sanitizer import lines
 
 _COMPARISONS = {name: getattr(operator, name) for name in ("eq", "ne", "gt", "ge", "lt", "le")}
 
@@ -58,50 +51,52 @@ def wait_of(frame: FrameType | None) -> Wait | None:
     )
 
 
+def is_dropped(frame: FrameType | None) -> bool:
+    """Whether nobody uses what the operation returns that a program does here: it cannot go on by what it sees."""
+    while frame is not None:
+        whose = lines.owner(frame.f_code)
+        if whose != lines.OTHER or frame.f_code.co_filename.startswith(lines.LANGUAGE):
+            if frame.f_lasti in _unused(frame.f_code):
+                return True
+            if whose != lines.OTHER or frame.f_lasti not in _returned(frame.f_code):
+                return False
+        frame = frame.f_back
+    return False
+
+
 @functools.cache
 def _unused(code: CodeType) -> frozenset[int]:
     """Where ``code`` calls something whose result it drops, caches that follow the instruction included."""
+    return _followed_by("POP_TOP", code)
+
+
+@functools.cache
+def _returned(code: CodeType) -> frozenset[int]:
+    """Where it returns the result as it is."""
+    return _followed_by("RETURN_VALUE", code)
+
+
+def _followed_by(name: str, code: CodeType) -> frozenset[int]:
     instructions = list(dis.get_instructions(code))
-    found = [(one, other) for one, other in itertools.pairwise(instructions) if other.opname == "POP_TOP"]
+    found = [(one, other) for one, other in itertools.pairwise(instructions) if other.opname == name]
     return frozenset(offset for one, other in found for offset in range(one.offset, other.offset))
 
 
-class _Value(NamedTuple):
-    """``slot``, ``tick``: of who wrote it, see `clocks`; ``released``: with it, if anything."""
-
-    value: int
-    slot: int
-    tick: int
-    released: Released | None
+def is_in_wait(code: CodeType, line: int) -> bool:
+    """Whether this line of the host's is in a loop that ends by what it sees: ``while``, or ``for`` with a break."""
+    return line in _lines_of_waits(code.co_filename)
 
 
-class Flag:
-    """The last values of a word; when one began to look, ``value``, with what was ``released``.
-
-    ``state``: what else tells that it is the same, the numbers of its release and of who wrote it as data.
-    """
-
-    def __init__(self, value: int, released: Released | None, state: tuple[int, int]) -> None:
-        self._values = deque([_Value(value, -1, 0, released)], REMEMBERED)
-        self._state = state
-
-    def holds(self, value: int, state: tuple[int, int]) -> bool:
-        """Whether the word has been written by `write` alone. A host's copies are not, and have no place among values:
-        when one of them is looked at, later ones may have been gone through already."""
-        return self._values[-1].value == value and self._state == state
-
-    def write(self, value: int, thread: Thread, released: Released | None, state: tuple[int, int]) -> None:
-        self._values.append(_Value(value, thread.slot, thread.tick, released))
-        self._state = state
-
-    def ending(self, wait: Wait, thread: Thread) -> Released | None:
-        """What ``thread`` may count on behind ``wait``."""
-        first = None
-        for each in reversed(self._values):
-            if not wait.ends_at(each.value):
-                break
-            first = each
-            if each.slot >= 0 and thread.knows(each.slot, each.tick)[clocks.AS_WRITTEN]:
-                # It cannot see an older one.
-                break
-        return first and first.released
+@functools.cache
+def _lines_of_waits(file: str) -> frozenset[int]:
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError, RecursionError):
+        return frozenset()
+    loops = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.While)
+        or (isinstance(node, ast.For) and any(isinstance(each, ast.Break) for each in ast.walk(node)))
+    ]
+    return frozenset(line for loop in loops for line in range(loop.lineno, (loop.end_lineno or loop.lineno) + 1))

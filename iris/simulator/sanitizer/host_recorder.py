@@ -1,0 +1,166 @@
+"""Takes down what the host of a rank does: its accesses with torch, meetings, and memory that it allocates or uses."""
+
+import contextlib
+import ctypes
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from iris.heap import symmetric
+from iris.heap.lifetime import Life
+from iris.simulator.sanitizer import bounds, lines, uninitialised
+from iris.simulator.sanitizer.deadlock import Liveness
+from iris.simulator.sanitizer.events import (
+    PRIVATE,
+    READ,
+    Accessed,
+    Allocated,
+    Awaiting,
+    Came,
+    Met,
+    Renewed,
+    Synchronised,
+)
+from iris.simulator.sanitizer.host import runs
+from iris.simulator.sanitizer.notes import Notes
+from iris.simulator.sanitizer.polls import HostPolls
+from iris.simulator.sanitizer.spaces import Spaces
+from iris.simulator.sanitizer.threads import Threads
+from iris.simulator.sanitizer.waits import is_in_wait
+from iris.simulator.tasks import MOST_FLAGS
+
+# What the host may poll, as `DeviceContext.wait` does.
+_FLAGS = (torch.int32, torch.int64, torch.uint32, torch.uint64)
+
+
+class HostRecorder:
+    """The half of `iris.simulator.sanitizer.recorder.Recorder` that is of the host."""
+
+    notes: Notes
+    threads: Threads
+    liveness: Liveness
+    bounds: bounds.Bounds
+    _spaces: Spaces
+    _polled: dict
+    _polls: HostPolls
+
+    def host_accessed(self, addresses: np.ndarray, size: int, element: int, kind: int, blank: bool = False) -> None:
+        """With torch, ``size`` bytes at each of ``addresses``: elements of ``element`` bytes, or 0 if their values
+        are not used. Memory that is no mapping's is this rank's alone.
+        """
+        place, thread = self._place(), self.threads.current()
+        for spans in self._spaces.spans(addresses, size):
+            if spans.space[0] != PRIVATE:
+                self.bounds.check(self, spans, kind, place)
+                undefined = element and any(uninitialised.seen_at(address, size, element) for address in addresses)
+                self.notes.add(Accessed(0, thread, place, spans, kind, bool(undefined), blank))
+                if kind == READ:
+                    self._polls.looked(int(addresses[0]), spans, lines.line_of(sys._getframe(1)))
+            elif self.threads.several() and size * len(addresses) <= uninitialised.LARGEST:
+                self.notes.add(Accessed(0, thread, place, spans, kind, False, blank))
+        if kind != READ:
+            self.liveness.changed()
+
+    def may_be_flag(self, tensor: Any) -> bool:
+        """Whether who reads this may look at flags: at one, or in a loop that ends by what it sees at several."""
+        if not isinstance(tensor, torch.Tensor) or tensor.dtype not in _FLAGS or not 0 < tensor.numel() <= MOST_FLAGS:
+            return False
+        if tensor.device.type != "cpu" or tensor.layout != torch.strided:
+            return False
+        if self._spaces.private(np.array([tensor.data_ptr()], dtype=np.int64)).size:
+            return False
+        return tensor.numel() == 1 or self._is_in_wait()
+
+    @staticmethod
+    def _is_in_wait() -> bool:
+        line = lines.line_of(sys._getframe(2))
+        return line is not None and is_in_wait(*line)
+
+    def host_looked(self, number: int, tensor: torch.Tensor) -> None:
+        """With torch, at what may be flags, while it held ``number``."""
+        place, thread, (addresses, size) = self._place(), self.threads.current(), runs(tensor)
+        values = b"".join(ctypes.string_at(address, size) for address in addresses.tolist())
+        for spans in self._spaces.spans(addresses, size):
+            self._polls.looked(tensor.data_ptr(), spans, lines.line_of(sys._getframe(1)))
+        key, found = (thread, place, tensor.data_ptr()), (self.notes.changes(), values, None)
+        if self._polled.get(key) == found:
+            return
+        self._polled[key] = found
+        value = int.from_bytes(values, sys.byteorder, signed=True) if tensor.numel() == 1 else None
+        undefined = any(uninitialised.seen_at(address, size, tensor.element_size()) for address in addresses)
+        for spans in self._spaces.spans(addresses, size):
+            self.bounds.check(self, spans, READ, place)
+            self.notes.add(
+                Synchronised(
+                    number, 0, thread, place, spans, READ, releases=False, acquires=True, scope="sys", before=value,
+                    after=value, undefined=undefined, once=not self._is_in_wait(),
+                )
+            )  # fmt: skip
+
+    def renewed(self, address: int, size: int) -> None:
+        """Torch has allocated this, if it is memory of this rank alone."""
+        (spans,) = self._spaces.spans(np.array([address], dtype=np.int64), size)
+        if spans.space[0] == PRIVATE:
+            self.notes.add(Renewed(spans))
+
+    def came(self, key: tuple) -> None:
+        """The host comes to a meeting, or sends a message, for which it does not wait here."""
+        self.notes.add(Came(key, self.liveness.over(), self.threads.current()))
+
+    @contextlib.contextmanager
+    def meeting(self, key: tuple, ranks: tuple[int, ...], text: str) -> Iterator[None]:
+        """While this lasts the host is in a meeting of ``ranks``, for what ``text`` says."""
+        self.came(key)
+        with self.awaiting(key, ranks, text):
+            yield
+        self.met(key, ranks, len(ranks))
+
+    def met(self, key: tuple, ranks: tuple[int, ...], takers: int) -> None:
+        """The host knows that ``ranks`` have come, or sent, and so what they did before. ``takers``: see `Met`."""
+        self.notes.add(Met(key, ranks, takers, self.threads.current()))
+
+    @contextlib.contextmanager
+    def awaiting(self, key: tuple, ranks: tuple[int, ...], text: str) -> Iterator[None]:
+        """While this lasts the host waits until ``ranks`` have come, or sent; any, if there are none."""
+        self.notes.add(Awaiting(key, ranks, self._place(), text, self.liveness.over()))
+        self.liveness.meets()
+        try:
+            yield
+        finally:
+            self.liveness.on_host()
+
+    def allocated(self, address: int, size: int, text: str, undefined: bool) -> None:
+        if not size:
+            return
+        undefined = undefined and uninitialised.fill(address, size)
+        (spans,) = self._spaces.spans(np.array([address], dtype=np.int64), size)
+        self.bounds.learn(spans)
+        self.notes.add(Allocated(spans, text, self._place(), undefined))
+
+    def given(self, name: str, tensor: torch.Tensor) -> None:
+        """A launch begins that has this argument. Of memory that is this rank's alone, that is all that one knows."""
+        self.used(tensor, f"gives a kernel as {name!r}")
+        if tensor.numel() and tensor.layout == torch.strided:
+            storage = tensor.untyped_storage()
+            (spans,) = self._spaces.spans(np.array([storage.data_ptr()], dtype=np.int64), storage.nbytes())
+            if spans.space[0] == PRIVATE:
+                text = f"{symmetric.tensor_text(tensor.shape, tensor.dtype)}, the argument {name!r},"
+                self.notes.add(Allocated(spans, text, self._place(), False, not self.threads.several()))
+
+    def used(self, tensor: torch.Tensor, verb: str) -> None:
+        """This tensor is used. If it was freed, its memory may be another's by now, and accesses look right."""
+        if tensor.layout != torch.strided:
+            return
+        storage = tensor.untyped_storage()
+        life = getattr(storage, "iris_owner", None)
+        if not isinstance(life, Life) or not life.freed:
+            return
+        (spans,) = self._spaces.spans(np.array([storage.data_ptr()], dtype=np.int64), storage.nbytes())
+        heap, offset = symmetric.heap_named(spans.space[0]), int(spans.begins[0])
+        owner = None if heap is None else heap.successor(life.number, offset, storage.nbytes())
+        if owner is not None:
+            text = symmetric.tensor_text(tensor.shape, tensor.dtype)
+            self.wrong("freed", f"{verb} {text}, which has been freed: {owner.origin} has its memory", self._place())

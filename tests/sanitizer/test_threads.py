@@ -1,0 +1,131 @@
+"""What orders threads of Python, of which each is a host: the same two accesses, with and without it."""
+
+import queue
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from iris.simulator import sanitizer
+from iris.simulator.sanitizer.analysis import analyse
+
+N = 64
+
+
+def beside(write, told):
+    """Write in another thread, which then calls ``told``; the thread."""
+    thread = threading.Thread(target=lambda: (write(), told()))
+    thread.start()
+    return thread
+
+
+def join(write, ordered):
+    thread = beside(write, lambda: None)
+    if ordered:
+        thread.join()
+    return thread.join
+
+
+def is_alive(write, ordered):
+    thread = beside(write, lambda: None)
+    while ordered and thread.is_alive():
+        pass
+    return thread.join
+
+
+def event(write, ordered):
+    done = threading.Event()
+    thread = beside(write, done.set)
+    if ordered:
+        done.wait()
+    return thread.join
+
+
+def looked_at_event(write, ordered):
+    done = threading.Event()
+    thread = beside(write, done.set)
+    while ordered and not done.is_set():
+        pass
+    return thread.join
+
+
+def condition(write, ordered):
+    changed, said = threading.Condition(), []
+
+    def say():
+        with changed:
+            said.append(1)
+            changed.notify()
+
+    thread = beside(write, say)
+    if ordered:
+        with changed:
+            changed.wait_for(lambda: said)
+    return thread.join
+
+
+def handed_over(kind):
+    def by_queue(write, ordered):
+        items = kind()
+        thread = beside(write, lambda: items.put(1))
+        if ordered:
+            items.get()
+        return thread.join
+
+    return by_queue
+
+
+def future(write, ordered):
+    executor = ThreadPoolExecutor(1)
+    called = executor.submit(write)
+    if ordered:
+        called.result()
+    return executor.shutdown
+
+
+def second_call(write, ordered):
+    """In a thread that waits for work already: what is done before the call comes before it."""
+    executor, x = ThreadPoolExecutor(1), torch.zeros(N)
+    executor.submit(int).result()
+    x.add_(1)
+    called = executor.submit(x.sum)
+    write()
+    called.result() if ordered else x.add_(1)
+    return executor.shutdown
+
+
+WAYS = [
+    join, is_alive, event, looked_at_event, condition, future, second_call, handed_over(queue.Queue),
+    handed_over(lambda: queue.SimpleQueue()),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+@pytest.mark.parametrize("way", WAYS)
+def test_who_knows_of_a_thread_comes_behind_it(tmp_path, way, ordered):
+    with sanitizer.recording(tmp_path, 0, 1):
+        x = torch.zeros(N)
+        end = way(lambda: x.fill_(1), ordered)
+        x.sum()
+        end()
+    kinds = [finding.kind for finding in analyse(tmp_path)]
+    assert kinds == ([] if ordered else ["race"])
+
+
+def test_memory_that_is_given_back_may_be_anybodys(tmp_path):
+    """Torch gives what one thread has freed to another, which need not know."""
+    done = []
+
+    def work():
+        for _ in range(20):
+            torch.ones(1 << 14).mul_(2)
+        done.append(1)
+
+    with sanitizer.recording(tmp_path, 0, 1):
+        thread = threading.Thread(target=work)
+        thread.start()
+        while not done:
+            torch.ones(1 << 14).mul_(3)
+        thread.join()
+    assert analyse(tmp_path) == []
