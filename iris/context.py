@@ -212,7 +212,10 @@ class Iris(Factories):
         group.agree(make_room, f"make room for what rank {src} broadcasts")
         if buffer.numel():
             # Bytes, since not every backend has every dtype.
-            dist.broadcast(buffer.reshape(-1).view(torch.uint8), group=group.process_group, group_src=src)
+            try:
+                dist.broadcast(buffer.reshape(-1).view(torch.uint8), group=group.process_group, group_src=src)
+            except RuntimeError as error:
+                raise group.why(error, f"broadcast from rank {src}") from error
         if is_source:
             return value
         if not is_tensor:

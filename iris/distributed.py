@@ -32,6 +32,7 @@ from iris.ccl.collectives import Collectives
 from iris.context import Iris
 from iris.distributed_calls import BarrierWork, EnqueuedWork, deal_out, exchange, flat, keep_for, on_a_stream
 from iris.errors import InvalidCollectiveError, InvalidGroupError, WrongDeviceError
+from iris.world.members import await_all
 
 NAME = "iris"
 
@@ -360,8 +361,8 @@ class ProcessGroup(dist.ProcessGroup):
 def create(options: Any, backend_options: Any) -> ProcessGroup:
     """Make the group that torch asks for; what `register_backend` is given. Collective; blocks the host."""
     # Behind this torch drops what it made for the CPU, to which other members may still be connecting.
-    options.store.set(f"made/{options.group_rank}", "")
-    options.store.wait([f"made/{rank}" for rank in range(options.group_size)], options.timeout)
+    ranks = options.global_ranks_in_group or range(options.group_size)
+    await_all(options.store, options.group_rank, ranks, options.timeout.total_seconds())
     return ProcessGroup(options)
 
 

@@ -299,15 +299,20 @@ class Group:
             + "Is every rank of the group making this call? The limit is the time-out of the process group."
         )
 
-    def _store_lost(self, what: str) -> Exception:
-        """The connection has ended before the system has told which process has."""
-        self.members.store_is_gone = True
+    def why(self, error: Exception, what: str) -> Exception:
+        """What to raise for an error in which a call with the other members has ended: `PeerLostError` if one is gone.
+
+        Connections end a moment before the system tells which process has.
+        """
         deadline = time.monotonic() + NOTICE_S
         while not self.members.ended() and time.monotonic() < deadline:
             time.sleep(LONGEST_PAUSE_S)
-        if ended := self.members.ended():
-            return self._lost(what, ended)
-        return self._disconnected(what)
+        ended = self.members.ended()
+        return self._lost(what, ended) if ended else error
+
+    def _store_lost(self, what: str) -> Exception:
+        self.members.store_is_gone = True
+        return self.why(self._disconnected(what), what)
 
     def _disconnected(self, what: str) -> Exception:
         holder = "torchrun" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else "that of rank 0, mostly"

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from iris.errors import PeerLostError
+from iris.errors import IrisTimeoutError, PeerLostError, names
 from iris.world import farewell, peers, strangers, wire
 from iris.world.peers import Identity, Peer
-from iris.world.store import LONGEST_PAUSE_S
+from iris.world.store import LONGEST_PAUSE_S, await_keys
 
 # What a rank that has said that it fails gets to end, so that its launcher hears of it before it hears of the others.
 ENDING_S = 0.8
@@ -130,6 +130,44 @@ class Members:
         here = [peer for peer in (self.processes[rank] for rank in leaving) if peer is not None and peer.watched]
         while not all(peer.ended for peer in here) and time.monotonic() < deadline:
             time.sleep(LONGEST_PAUSE_S)
+
+
+def await_all(store: dist.Store, rank: int, ranks: Sequence[int], timeout_s: float) -> None:
+    """Wait until all ranks are here, where a group is made of which there are no processes known yet.
+
+    Parameters
+    ----------
+    store
+        The new group's.
+    rank
+        This one in it.
+    ranks
+        All of it, by their ranks in the world.
+
+    Raises
+    ------
+    PeerLostError
+        One that is known from other groups has ended.
+    IrisTimeoutError
+    """
+    known: dict[int, Peer] = _processes.get(dist.group.WORLD, {}) if dist.is_initialized() else {}
+    store.set(f"made/{rank}", "")
+
+    def missing() -> list[int]:
+        return [each for number, each in enumerate(ranks) if not store.check([f"made/{number}"])]
+
+    def look(_: float) -> None:
+        ended = [each for each in ranks if each in known and known[each].ended]
+        if ended and (lost := [each for each in missing() if each in ended]):
+            raise PeerLostError(
+                f"A group of {names(ranks)} is made, and rank {lost[0]} will not come: {known[lost[0]]}."
+            )
+
+    if not await_keys(store, [f"made/{number}" for number in range(len(ranks))], timeout_s, look):
+        raise IrisTimeoutError(
+            f"A group of {names(ranks)} is made, and {names(missing() or ranks)} did not come within {timeout_s:g} s, "
+            "the time limit of the group. Does every rank of the program call new_group()?"
+        )
 
 
 def _report_end(peer: Peer) -> None:
