@@ -73,15 +73,19 @@ def make_translate(jit: Callable, lang: ModuleType) -> Any:
     """`translate` as a device function of the language that ``(jit, lang)`` stand for."""
 
     @jit
-    def translate(ptr, from_base, to_base):
+    def translate(ptr, from_base, to_base, hint: tl.constexpr = None):
         """The address in the heap at ``to_base`` of what ``ptr`` points to in the heap at ``from_base``.
 
         ``ptr`` may be a scalar or a block of pointers; the bases are int64, scalars or blocks that broadcast with it.
+        ``hint``: what the address is a multiple of, in bytes, as for ``multiple_of``.
         """
         element: tl.constexpr = ptr.dtype.scalar.element_ty
         other: tl.constexpr = other_type_of_width(element)
         per_16_bytes: tl.constexpr = elements_per_16_bytes(element)
         moved = lang.cast(ptr, lang.pointer_type(other), bitcast=True) + ((to_base - from_base) >> 4) * per_16_bytes
+        if hint is not None:
+            # Said of the sum itself: of what a function returns, Triton 3.6 forgets it.
+            moved = lang.multiple_of(moved, hint)
         return lang.cast(moved, lang.pointer_type(element), bitcast=True)
 
     return translate

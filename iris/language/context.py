@@ -107,10 +107,7 @@ def make_device_context(
         def _peers(self, ptr, rank, mask, hint: tl.constexpr = None):
             """`translate` of a pointer that is used here and now, under ``mask``; a multiple of ``hint`` bytes."""
             self._check(ptr, mask, rank)
-            moved = self.translate(ptr, rank)
-            if hint is not None:
-                moved = lang.multiple_of(moved, hint)
-            return moved
+            return move(ptr, self.base, lang.load(self.table + rank), hint)
 
         @jit
         def _check(self, ptr, mask, rank):

@@ -62,10 +62,7 @@ def make_functions(
             check_reach(ptr, mask, base, to_rank)
         elif CHECKS_POINTERS:
             check_pointer(ptr, mask, base, lang.load(heap_bases - 1), record_of(heap_bases))
-        moved = move(ptr, base, lang.load(heap_bases + to_rank))
-        if hint is not None:
-            moved = lang.multiple_of(moved, hint)
-        return moved
+        return move(ptr, base, lang.load(heap_bases + to_rank), hint)
 
     @jit
     def load(

@@ -45,7 +45,7 @@ def test_a_cache_modifier_is_that_of_the_access(target, language, operation, loa
 )
 def test_a_hint_makes_accesses_of_a_peer_wide(language, operation):
     """On NVIDIA; for AMD's Gluon the layout alone says how wide an access is."""
-    peers = r"ld\.global\.cg|st\.global\.wt|red\.global"
+    peers = r"ld\.global\.cg|st\.global\.wt|(?:red|atom)\.global"
     for hint, wide in ((None, False), (16, True)):
         found = accesses(compiled("sm_90", language, operation, ".cg", ".wt", hint), peers)
         assert any(re.search(r"\.v4\.b32|\.v8\.f16", access) for access in found) == wide, found
