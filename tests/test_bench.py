@@ -124,7 +124,7 @@ def test_floors(tmp_path):
 def tuned(ctx):
     lines = []
     comm = ctx.ccl.communicator()
-    assert pushes(comm, KIB) == set(PUSHES) and not pushes(comm, comm.workspace.size)
+    assert pushes(comm, KIB) == set(PUSHES) and not pushes(comm, comm.workspace.limit)
     before = comm.table
     table = tune.tune(ctx, [16 * KIB, 32 * KIB], lines.append)
     assert ctx.ccl.communicator().table == before and len(lines) == 2 * len(table)
