@@ -135,16 +135,23 @@ class Iris(Factories):
         """Drain ``stream`` (default: the device), then meet all ranks of ``group`` (default: the world).
 
         Collective over the group; blocks the host. A barrier of the world also frees the memory of tensors that have
-        died on every rank. Raises `IrisTimeoutError` if a kernel gave up a wait, or a rank does not come, and
-        `NotAStreamError` if ``stream`` is something else, such as the flags of a kernel's barrier.
+        died on every rank. Raises `IrisTimeoutError` if a kernel gave up a wait, or a rank does not come,
+        `GroupAbortedError` if the group is broken, and `NotAStreamError` if ``stream`` is something else, such as the
+        flags of a kernel's barrier.
         """
         self._drain(stream)
         if stream is None:
             self._forget_destroyed_groups()
-        if group is None or group is dist.group.WORLD:
+        if group is dist.group.WORLD:
+            group = None
+        members = self._group(group)
+        self._check_whole(group)
+        if group is None:
             self.heap.meet()
         else:
-            self._group(group).all_gather(None, "a barrier of a group")
+            members.all_gather(None, "a barrier of a group")
+        # All have drained their streams: what has broken the group is known now.
+        self._check_whole(group)
 
     @untraced("a barrier is a launch by the host")
     def device_barrier(self, group: dist.ProcessGroup | None = None) -> None:
@@ -166,6 +173,7 @@ class Iris(Factories):
             self._barriers[group] = DeviceBarrier(self._workspace(group))
         on_gpu = self.device.type == "cuda"
         capturing = on_gpu and torch.cuda.is_current_stream_capturing()
+        self._check_whole(group)
         # The raw handle: making a Stream object costs the host ten times as much.
         stream = torch._C._cuda_getCurrentRawStream(self.gpu_id) if on_gpu else None
         self._barriers[group].enqueue(stream, capturing)
@@ -242,13 +250,15 @@ class Iris(Factories):
     def close(self) -> None:
         """Give the heap back. Collective; blocks the host until every rank has closed. A second call does nothing.
 
-        The caller guarantees that no kernel uses the heap any more.
+        The caller guarantees that no kernel uses the heap any more. Of ranks whose group is broken each closes alone.
         """
         if self.heap.closed:
             return
-        self.barrier()
+        broken = bool(self._workspaces[None].abort_flag.state[0])
+        if not broken:
+            self.barrier()
         try:
-            self.tracing.save()
+            self.tracing.save(alone=broken)
         finally:
             self._release()
 
@@ -303,6 +313,17 @@ class Iris(Factories):
             # On the drained stream: the current one may be waiting for a peer.
             with torch.cuda.stream(stream):
                 self._record.raise_if_claimed(self.cur_rank, describe_address)
+        self._raise_recorded()
+
+    def _raise_recorded(self) -> None:
+        """Raise what kernels of the library have recorded, as far as it is known. Local; does not wait."""
+        for workspace in self._workspaces.values():
+            workspace.abort_flag.raise_recorded(describe_address)
+
+    def _check_whole(self, process_group: dist.ProcessGroup | None) -> None:
+        """Raise `GroupAbortedError` if the group is broken."""
+        if process_group in self._workspaces:
+            self._workspaces[process_group].abort_flag.check()
 
     def _group(self, process_group: dist.ProcessGroup | None) -> Group:
         if not isinstance(process_group, dist.ProcessGroup | None):

@@ -50,7 +50,11 @@ class DeviceBarrier:
         line = self._workspace.line(stream, True) if capturing else stream
         if line not in self._launches:
             self._launches[line] = self._prepare(self._channel(FLAGS, line))
-        self._launches[line](stream)
+        try:
+            self._launches[line](stream)
+        except BaseException as error:
+            self._workspace.abort_flag.interrupted("device_barrier", error)
+            raise
 
     def _channel(self, operation: str, line: Line) -> Channel:
         return self._workspace.channel(operation, line, self._size, slice(None))

@@ -6,13 +6,13 @@ put there. The host looks at it whenever it has drained a stream anyway. With ne
 the code of `iris.x` has anything of it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 
 from iris.barrier_diagnosis import explain
-from iris.errors import ForeignLockValueError, IrisTimeoutError, NotSymmetricError
+from iris.errors import ForeignLockValueError, IrisError, IrisTimeoutError, MismatchedCollectiveError, NotSymmetricError
 from iris.heap.history import debugging
 from iris.heap.mapping import locate, lost_at
 from iris.heap.symmetric import SymmetricHeap
@@ -24,14 +24,21 @@ from iris.world import names
 # data, a bit for each rank whose data are missing. PROGRAMS: of the launch. Of a foreign lock, WANTED is its rank.
 CLAIMED, CLOCK, PROGRAM, FLAG, WANTED, SEEN, KIND, FIRST, RANKS, PROGRAMS = range(10)
 WORDS = 10
-# Behind them, and not part of what is said once and then forgotten: the address at which kernels that are traced write
-# their events; and the header of a trace without room, for as long as there is no other.
+# Behind them, and not part of what is said once and then forgotten. Of the record of a group (`iris.abort`): where in
+# the host's memory a kernel copies what it has recorded, and where it stores which number for all members to see; 0 in
+# the record of users' kernels. The address at which kernels that are traced write their events; and the header of a
+# trace without room, for as long as there is no other.
+SECTION, STATE, MEMBER = 10, 11, 12
 TRACE, NO_TRACE, SIZE = 15, 16, 19
 BARRIER_LANES = 32
 
 # What the record is about: a wait, by its comparison; a barrier; a pointer; words that carry their own arrival; the
-# queues of a collective; a lock; a lock of tiles that somebody else has written.
-KINDS = ("eq", "ne", "gt", "ge", "lt", "le", "barrier", "pointer", "data", "queue", "lock", "reached", "foreign")
+# queues of a collective; a lock; a lock of tiles that somebody else has written; messages of unequal size; what the
+# root of a collective has refused.
+KINDS = (
+    *("eq", "ne", "gt", "ge", "lt", "le", "barrier", "pointer", "data", "queue", "lock", "reached"),
+    *("foreign", "size", "refused"),
+)
 _SYMBOLS = {"eq": "==", "ne": "!=", "gt": ">", "ge": ">=", "lt": "<", "le": "<=", "reached": "at or past"}
 
 CHECKS_POINTERS: bool = debugging()
@@ -39,20 +46,29 @@ CHECKS_POINTERS: bool = debugging()
 
 
 class DeviceRecord:
-    """The record of one rank's device."""
+    """The records of one rank's device: that of users' kernels, and one for each group of the library's own.
+
+    They are apart, since once a wait has expired all waits of kernels with the same record give up at once: the calls
+    of other groups go on.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        memory = keep(lambda: torch.zeros(SIZE, dtype=torch.int64, device=device), device)
-        self._words, self._trace = memory[:WORDS], memory[TRACE : TRACE + 1]
-        self._trace[0] = memory[NO_TRACE:].data_ptr()
-        self.address = memory.data_ptr()
+        self._device = device
+        self._records: list[torch.Tensor] = []
+        self.address = self._make({}).data_ptr()
+        self._words = self._records[0][:WORDS]
+
+    def of_group(self, section: int, state: int, member: int) -> torch.Tensor:
+        """One more record, whose kernels tell the host too: see `iris.abort`."""
+        return self._make({SECTION: section, STATE: state, MEMBER: member, TRACE: self._records[0][TRACE].item()})
 
     def trace_into(self, buffer: torch.Tensor) -> None:
         """Have kernels that are traced write their events there. The caller keeps the memory alive."""
-        self._trace[0] = buffer.data_ptr()
+        for words in self._records:
+            words[TRACE] = buffer.data_ptr()
 
     def raise_if_claimed(self, rank: int, describe: Callable[[int], str | None]) -> None:
-        """Raise what a drained stream's kernels have recorded, and forget it.
+        """Raise what a drained stream's kernels of users have recorded, and forget it.
 
         Copies from the device. ``describe`` turns an address into words, or returns None.
 
@@ -66,34 +82,66 @@ class DeviceRecord:
             A kernel found a lock of `iris.x` that somebody else had written.
         """
         words = self._words.tolist()
-        if not words[CLAIMED]:
-            return
-        self._words.zero_()
-        kind, who = KINDS[words[KIND]], f"Rank {rank}: program {words[PROGRAM]} of a kernel"
-        place = describe(words[FLAG]) or f"address {words[FLAG]:#x}, not in any heap"
-        if kind == "pointer":
-            raise NotSymmetricError(
-                f"{who} reached a peer by way of a pointer to {place}, and not to the heap of the kernel's context (or "
-                "heap_bases). Pass tensors that this context has made: ctx.zeros(), ctx.as_symmetric(), ..."
-            )
-        wanted, seen = words[WANTED], words[SEEN]
-        if kind == "foreign":
-            raise ForeignLockValueError(rank, wanted, place, seen)
-        if kind == "barrier":
-            what = f"in a barrier for epoch {wanted} ({place}). {_arrivals(words)}"
-        elif kind == "queue":
-            what = f"in a collective for block {wanted}, or for room for it ({place}). {_queues(words)}"
-        elif kind == "data":
-            what = f"for data from {_sources(words)} ({place})."
-        elif kind == "lock":
-            what = f"for a lock that another program holds ({place})."
-        else:
-            what = f"for a flag to be {_SYMBOLS[kind]} {wanted}; it held {seen} ({place})."
-        gone = "".join(f" {text}." for text in lost_at([words[FLAG]], well=True))
-        raise IrisTimeoutError(
-            f"{who} waited for more than {NANOSECONDS / 1e9:g} s {what}{gone} The kernel went on without it, so its "
-            f"results are not valid. Look at who should have signalled; {VARIABLE} sets the limit."
+        if words[CLAIMED]:
+            self._words.zero_()
+            raise error_of(words, rank, describe)
+
+    def _make(self, values: dict[int, int]) -> torch.Tensor:
+        words = keep(lambda: torch.zeros(SIZE, dtype=torch.int64, device=self._device), self._device)
+        values = {TRACE: words[NO_TRACE:].data_ptr()} | values
+        # The host waits for the copy: streams that use the record next need not.
+        words.copy_(torch.tensor([values.get(word, 0) for word in range(SIZE)]))
+        self._records.append(words)
+        return words
+
+
+def error_of(
+    words: list[int], rank: int, describe: Callable[[int], str | None], ranks: Sequence[int] = ()
+) -> IrisError:
+    """What a kernel of this ``rank`` has recorded, as an error. ``ranks``: of the group, in the world."""
+    kind, who = KINDS[words[KIND]], f"Rank {rank}: program {words[PROGRAM]} of a kernel"
+    if kind == "size":
+        return unequal(words, rank, ranks)
+    place = describe(words[FLAG]) or f"address {words[FLAG]:#x}, not in any heap"
+    if kind == "pointer":
+        return NotSymmetricError(
+            f"{who} reached a peer by way of a pointer to {place}, and not to the heap of the kernel's context (or "
+            "heap_bases). Pass tensors that this context has made: ctx.zeros(), ctx.as_symmetric(), ..."
         )
+    wanted, seen = words[WANTED], words[SEEN]
+    if kind == "foreign":
+        return ForeignLockValueError(rank, wanted, place, seen)
+    if kind == "barrier":
+        what = f"in a barrier for epoch {wanted} ({place}). {_arrivals(words)}"
+    elif kind == "queue":
+        what = f"in a collective for block {wanted}, or for room for it ({place}). {_queues(words)}"
+    elif kind == "data":
+        what = f"for data from {_sources(words)} ({place})."
+    elif kind == "lock":
+        what = f"for a lock that another program holds ({place})."
+    else:
+        what = f"for a flag to be {_SYMBOLS[kind]} {wanted}; it held {seen} ({place})."
+    gone = "".join(f" {text}." for text in lost_at([words[FLAG]], well=True))
+    return IrisTimeoutError(
+        f"{who} waited for more than {NANOSECONDS / 1e9:g} s {what}{gone} The kernel went on without it, so its "
+        f"results are not valid. Look at who should have signalled; {VARIABLE} sets the limit."
+    )
+
+
+def from_afar(words: list[int], rank: int, ranks: Sequence[int]) -> str:
+    """The same of a kernel of another rank, whose addresses mean nothing here."""
+    if KINDS[words[KIND]] == "size":
+        return str(unequal(words, rank, ranks))
+    return f"A kernel of rank {rank} waited for more than {NANOSECONDS / 1e9:g} s and gave up."
+
+
+def unequal(words: list[int], rank: int, ranks: Sequence[int]) -> MismatchedCollectiveError:
+    """Messages of unequal size, which the receiver, ``rank``, has recorded."""
+    return MismatchedCollectiveError(
+        f"The sizes of messages do not agree: rank {ranks[words[FIRST]]} sent {words[SEEN]} bytes, where rank {rank} "
+        f"receives {words[WANTED]}. Nothing of that message was received. Give both calls tensors, or counts, of the "
+        "same number of bytes."
+    )
 
 
 def _arrivals(words: list[int]) -> str:

@@ -17,6 +17,7 @@ programs that send before they receive would wait for each other.
 its first tensor: a group that is never used costs nothing, and no rank outside it takes part.
 """
 
+import functools
 import sys
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -30,8 +31,19 @@ from iris import simulator
 from iris.capture import refuse_in_capture
 from iris.ccl.collectives import Collectives
 from iris.context import Iris
-from iris.distributed_calls import BarrierWork, EnqueuedWork, deal_out, exchange, flat, keep_for, on_a_stream
+from iris.distributed_calls import (
+    BarrierWork,
+    EnqueuedWork,
+    HostBarrierWork,
+    SimulatedMessage,
+    deal_out,
+    exchange,
+    flat,
+    keep_for,
+    on_a_stream,
+)
 from iris.errors import InvalidCollectiveError, InvalidGroupError, WrongDeviceError
+from iris.simulator.streams import Stream
 from iris.world.members import await_all
 
 NAME = "iris"
@@ -58,7 +70,7 @@ class ProcessGroup(dist.ProcessGroup):
         self.device_type = "cpu" if simulator.ACTIVE else "cuda"
         self._context: Iris | None = None
         self._gloo: dist.ProcessGroup | None = None
-        self._streams: dict[Any, torch.cuda.Stream] = {}
+        self._streams: dict[Any, torch.cuda.Stream | Stream] = {}
 
     def context(self, device: torch.device, call: str = "context") -> Iris:
         """The group's context, on ``device``. The first call is collective over the group and blocks the host.
@@ -126,7 +138,12 @@ class ProcessGroup(dist.ProcessGroup):
         self._gloo = None
 
     def abort(self) -> None:
-        """Nothing: kernels that wait in vain end by their own time limit, and memory that they use stays."""
+        """Break the group: later calls are errors, on every rank. Local.
+
+        Kernels that wait in vain end by their own time limit, and memory that they use stays.
+        """
+        if self._context is not None:
+            self._context._workspaces[None].abort_flag.abort(f"rank {self._context.cur_rank} called abort().")
 
     # Splitting --------------------------------------------------------------------------------------------------------
 
@@ -311,7 +328,8 @@ class ProcessGroup(dist.ProcessGroup):
     def barrier(self, opts: Any = None) -> dist.Work:
         device = opts.device if opts is not None and opts.device is not None else torch.device(self.device_type)
         if device.type == "cpu" and self._has_gloo():
-            return self._beside(device).barrier(opts)
+            work = self._beside(device).barrier(opts)
+            return work if self._context is None else HostBarrierWork(self._context, work)
         context = self.context(device, "barrier")
         context.ccl.barrier()
         return BarrierWork(context)
@@ -332,16 +350,29 @@ class ProcessGroup(dist.ProcessGroup):
         if device.type != self.device_type:
             return getattr(self._beside(device), call)(tensors, peer, tag)
         ccl, stream = self.context(device, call).ccl, self._stream_for((call, peer), device)
-        with torch.no_grad(), torch.cuda.stream(stream):
-            for tensor in tensors:
-                getattr(ccl, call)(tensor, self._rank_in_world(peer))
+
+        def enqueue() -> None:
+            with torch.no_grad():
+                for tensor in tensors:
+                    getattr(ccl, call)(tensor, self._rank_in_world(peer))
+
+        if isinstance(stream, Stream):
+            # The ranks meet here, if it is the first use of the group.
+            flag = ccl.communicator().abort_flag
+            flag.check()
+            return SimulatedMessage(tensors, device, stream.enqueue(enqueue), functools.partial(flag.interrupted, call))
+        with torch.cuda.stream(stream):
+            enqueue()
             keep_for(tensors, stream)
             return EnqueuedWork(tensors, device)
 
-    def _stream_for(self, use: Any, device: torch.device) -> torch.cuda.Stream | None:
-        """The group's own stream for some calls, behind what is on the current one; None in the simulator."""
+    def _stream_for(self, use: Any, device: torch.device) -> torch.cuda.Stream | Stream | None:
+        """The group's own stream for some calls, behind what is on the current one.
+
+        In the simulator messages have one, and collectives None.
+        """
         if device.type != "cuda":
-            return None
+            return None if use == "collectives" else self._streams.setdefault(use, Stream())
         if use not in self._streams:
             # Before computation that waits for a place as well: all other ranks wait for the last one.
             self._streams[use] = torch.cuda.Stream(device, priority=-1)

@@ -13,6 +13,7 @@ from iris.ccl.collectives import Collectives
 from iris.ccl.config import Config
 from iris.ccl.work import Work
 from iris.context import Iris
+from iris.simulator.streams import Enqueued
 
 # Enough for most of the link's bandwidth.
 BESIDE_COMPUTATION = Config(comm_sms=32)
@@ -40,6 +41,59 @@ class EnqueuedWork(Work, dist.Work):
         return self._outputs
 
 
+class SimulatedMessage(EnqueuedWork):
+    """A message in the simulator, which a thread sends or receives."""
+
+    def __init__(
+        self, outputs: Any, device: torch.device, enqueued: Enqueued, interrupted: Callable[..., None]
+    ) -> None:
+        super().__init__(outputs, device)
+        self._enqueued, self._interrupted = enqueued, interrupted
+
+    def wait(self, timeout: object = None) -> bool:
+        """Return when the message has been sent or received. Raises what has gone wrong."""
+        try:
+            self._enqueued.wait()
+        except KeyboardInterrupt as error:
+            self._interrupted(error)
+            raise
+        return True
+
+    def is_completed(self) -> bool:
+        return self._enqueued.is_over()
+
+    def get_future(self) -> torch.futures.Future:
+        future = torch.futures.Future()
+
+        def settle() -> None:
+            try:
+                self._enqueued.wait()
+                future.set_result(self._outputs)
+            except Exception as error:
+                future.set_exception(error)
+
+        Enqueued(settle)
+        return future
+
+
+class HostBarrierWork(EnqueuedWork):
+    """A barrier of the hosts, by Gloo, of a group that has been used on the GPU as well."""
+
+    def __init__(self, context: Iris, barrier: dist.Work) -> None:
+        super().__init__([], context.device)
+        self._context, self._barrier = context, barrier
+
+    def wait(self, timeout: object = None) -> bool:
+        """Return when all ranks have come. Raises what has broken the group, as far as it is known."""
+        self._barrier.wait()
+        self._context._raise_recorded()
+        self._context._check_whole(None)
+        return True
+
+    def is_completed(self) -> bool:
+        return self._barrier.is_completed()
+
+
 class BarrierWork(EnqueuedWork):
     """A barrier, for which the host waits too."""
 
@@ -55,6 +109,7 @@ class BarrierWork(EnqueuedWork):
         super().wait()
         if self._event is None or not torch.cuda.is_current_stream_capturing():
             self._context._drain(torch.cuda.current_stream() if self._event else None)
+            self._context._check_whole(None)
         return True
 
 

@@ -119,6 +119,17 @@ class InvalidMessageError(IrisError, RuntimeError):
     """What lies in the store for a rank is no message of this version of Iris."""
 
 
+class GroupAbortedError(IrisError, RuntimeError):
+    """A group was used again in which a wait gave up, a call was interrupted, or messages were of unequal size."""
+
+    def __init__(self, ranks: Iterable[int], why: str) -> None:
+        super().__init__(
+            f"The group of ranks {list(ranks)} is broken, as an aborted communicator is: its ranks are out of step, so "
+            f"results would be wrong. The cause: {why}\nOther groups go on. To go on with these ranks, close the "
+            "context on all of them and make a new one with iris.iris(); or make a new process group, if this is one."
+        )
+
+
 class ProcessUnreachableError(IrisError, ConnectionError):
     """A process that was to say what it is doing cannot be asked, or does not answer."""
 

@@ -26,6 +26,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from iris.abort import AbortFlag
 from iris.capture import GraphLine, Line, Lines, outside_captures
 from iris.device_record import DeviceRecord
 from iris.errors import ChannelsExhaustedError, readable
@@ -69,12 +70,13 @@ class Workspace:
     """Collective over ``group``: its members meet. It has no memory at first."""
 
     def __init__(self, group: Group, device: torch.device, record: DeviceRecord) -> None:
-        self.group, self.device, self._record = group, device, record
+        self.group, self.device = group, device
         self._lines = Lines()
         self._segments = segments.join(group, device)
         most = mapping.total_memory(device) // SHARE_OF_MEMORY // ALIGNMENT * ALIGNMENT
         # Members of one group may have different GPUs.
         self.limit = min(group.all_gather(most, "the first operation of a group (the most memory it may have)"))
+        self.abort_flag = AbortFlag(group, device, record)
         self._channels: dict[Key, Channel] = {}
         self._eager, self._captured = _Blocks(), _Blocks()
         self._context_tensors: dict[str, torch.Tensor] = {}
@@ -151,6 +153,7 @@ class Workspace:
 
     def close(self) -> None:
         """Give all memory back. Local. The caller guarantees that no kernel of this rank uses it any more."""
+        self.abort_flag.close()
         self._segments.give_back([*self._eager.blocks, *self._captured.blocks])
         # They go when no group of the same ranks is left.
         del self._segments
@@ -173,7 +176,7 @@ class Workspace:
         if shared.name not in self._context_tensors:
             with outside_captures(self.device):
                 self._context_tensors[shared.name] = context_tensor(
-                    self.group.rank, shared.bases, shared.size, self._record.address, self.device
+                    self.group.rank, shared.bases, shared.size, self.abort_flag.record, self.device
                 )
         return self._context_tensors[shared.name]
 

@@ -79,7 +79,7 @@ def test_a_floor_does_not_import_what_is_above_it(floor):
 # Functions that allocate on a device and keep nothing of it beyond the call, or nothing that has memory.
 TEMPORARIES = {
     "capture.py": {"capture_pool"},
-    "ccl/collectives.py": {"_to_write", "_factors"},
+    "ccl/collectives.py": {"_factors", "_to_write", "gather", "scatter", "reduce", "take_part"},
     "ccl/communicator.py": {"as_words"},
     "ccl/functional.py": {"_like", "_reduce"},
     "ccl/reduction.py": {"on_device"},

@@ -19,7 +19,9 @@ def test_a_wait_in_vain_is_reported():
     result = run([TESTS / "programs" / "wait_in_vain.py"], "2")
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("found:") == 8 and "FAILED" not in result.stdout, result.stdout
-    assert result.stdout.count("done") == 2
+    # Six groups, on both ranks; the last is the context's own, in two calls.
+    assert result.stdout.count("aborted:") == 2 * 6, result.stdout
+    assert result.stdout.count("sums of a new context: [2.0]") == 2 and result.stdout.count("done") == 2
 
 
 @pytest.mark.parametrize("limit", ["soon", "-1", *(["inf", "nan"] if EVERYTHING else [])])

@@ -1,7 +1,7 @@
 """`ctx.ccl`: the collectives of a context, checked and enqueued."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -11,10 +11,13 @@ from iris.ccl import checks, counts, moves, sums
 from iris.ccl.communicator import Communicator, Launch
 from iris.ccl.config import Config, ReduceOp
 from iris.ccl.reduction import PREMUL_SUM, Factor, on_device, reduction
+from iris.ccl.refusal import refuse, refuse_broadcast
 from iris.ccl.work import Work
 from iris.errors import (
     FirstUseInCaptureError,
+    GroupAbortedError,
     InvalidCollectiveError,
+    IrisError,
 )
 from iris.heap.history import debugging
 from iris.untraced import untraced_methods
@@ -76,7 +79,7 @@ class Collectives:
         inside = result.data_ptr() + comm.rank * source.nbytes
         if source.data_ptr() != inside or not source.is_contiguous():
             checks.check_overlap("all_gather", result, source)
-        return self._leave(launch, stream, source, result, output, async_op)
+        return self._leave(comm, "all_gather", launch, stream, source, result, output, async_op)
 
     def all_to_all(
         self,
@@ -106,7 +109,7 @@ class Collectives:
             launch = self._remember(comm, key, config, result, lambda used: moves.prepare_exchange(
                 comm, moves.all_to_all(comm, source, result), result, source, used, line))  # fmt: skip
         checks.check_overlap("all_to_all", result, source)
-        return self._leave(launch, stream, source, result, output, async_op)
+        return self._leave(comm, "all_to_all", launch, stream, source, result, output, async_op)
 
     def broadcast(
         self,
@@ -118,16 +121,24 @@ class Collectives:
         config: Config | None = None,
     ) -> Work | None:
         """Copy ``tensor`` of rank ``src`` (its rank in the world) into ``tensor`` of every rank."""
-        comm, stream, line = self._enter("broadcast", group, tensor, tensor, config, src)
-        root = checks.rank_in_group(comm, "src", src, self._context.num_ranks)
-        dense = _to_read(tensor)
-        key = self._key(("broadcast", root), dense, dense, config, line)
-        launch = comm.launches.get(key)
-        if launch is None:
-            checks.check_pair(comm, "broadcast", tensor, tensor, 1, 1)
-            launch = self._remember(comm, key, config, dense, lambda used: moves.prepare_broadcast(
-                comm, root, dense, used, line))  # fmt: skip
-        return self._leave(launch, stream, dense, dense, None if comm.rank == root else tensor, async_op)
+        try:
+            comm, stream, line = self._enter("broadcast", group, tensor, tensor, config, src)
+            root = checks.rank_in_group(comm, "src", src, self._context.num_ranks)
+            dense = _to_read(tensor)
+            key = self._key(("broadcast", root), dense, dense, config, line)
+            launch = comm.launches.get(key)
+            if launch is None:
+                checks.check_pair(comm, "broadcast", tensor, tensor, 1, 1)
+                launch = self._remember(comm, key, config, dense, lambda used: moves.prepare_broadcast(
+                    comm, root, dense, used, line))  # fmt: skip
+        except IrisError as error:
+            self._refuse_broadcast(error, tensor, src, group, config)
+        if not comm.refuses:
+            comm.broadcasts += 1
+            comm.state[comm.begun] = comm.broadcasts
+        return self._leave(
+            comm, "broadcast", launch, stream, dense, dense, None if comm.rank == root else tensor, async_op
+        )
 
     def gather(
         self,
@@ -146,20 +157,32 @@ class Collectives:
         comm, stream, line = self._enter("gather", group, input, input, config, dst)
         root = checks.rank_in_group(comm, "dst", dst, self._context.num_ranks)
         here = comm.rank == root
-        if here:
-            checks.check_at_root(comm, "gather", "output", output, root)
-        source = _to_read(input)
-        target = output if here else source
-        result = _to_write(target)
-        key = self._key(("gather", root), result, source, config, line)
-        launch = comm.launches.get(key)
-        if launch is None:
-            checks.check_pair(comm, "gather", target, input, comm.size if here else 1, 1)
-            launch = self._remember(comm, key, config, result, lambda used: moves.prepare_exchange(
-                comm, moves.gather(comm, root, source, result), result, source, used, line))  # fmt: skip
-        if here and source.data_ptr() != result.data_ptr() + comm.rank * source.nbytes:
-            checks.check_overlap("gather", result, source)
-        return self._leave(launch, stream, source, result, output if here else None, async_op)
+        try:
+            if here:
+                checks.check_at_root(comm, "gather", "output", output, root)
+            source = _to_read(input)
+            target = output if here else source
+            result = _to_write(target)
+            key = self._key(("gather", root), result, source, config, line)
+            launch = comm.launches.get(key)
+            if launch is None:
+                checks.check_pair(comm, "gather", target, input, comm.size if here else 1, 1)
+                launch = self._remember(comm, key, config, None, lambda used: moves.prepare_exchange(
+                    comm, moves.gather(comm, root, source, result), result, source, used, line))  # fmt: skip
+            if here and source.data_ptr() != result.data_ptr() + comm.rank * source.nbytes:
+                checks.check_overlap("gather", result, source)
+        except IrisError as error:
+            if not here:
+                raise
+            refuse(
+                comm,
+                "gather",
+                error,
+                stream,
+                isinstance(line, GraphLine),
+                lambda: self.gather(input.new_empty(comm.size * input.numel()), input, dst, group=group, config=config),
+            )
+        return self._leave(comm, "gather", launch, stream, source, result, output if here else None, async_op)
 
     def scatter(
         self,
@@ -178,19 +201,33 @@ class Collectives:
         comm, stream, line = self._enter("scatter", group, output, output, config, src)
         root = checks.rank_in_group(comm, "src", src, self._context.num_ranks)
         here = comm.rank == root
-        if here:
-            checks.check_at_root(comm, "scatter", "input", input, root)
-        result = _to_write(output)
-        source = _to_read(input) if here else result
-        key = self._key(("scatter", root), result, source, config, line)
-        launch = comm.launches.get(key)
-        if launch is None:
-            checks.check_pair(comm, "scatter", output, source, 1, comm.size if here else 1)
-            launch = self._remember(comm, key, config, result, lambda used: moves.prepare_exchange(
-                comm, moves.scatter(comm, root, source, result), result, source, used, line))  # fmt: skip
-        if here and result.data_ptr() != source.data_ptr() + comm.rank * result.nbytes:
-            checks.check_overlap("scatter", result, source)
-        return self._leave(launch, stream, source, result, output, async_op)
+        try:
+            if here:
+                checks.check_at_root(comm, "scatter", "input", input, root)
+            result = _to_write(output)
+            source = _to_read(input) if here else result
+            key = self._key(("scatter", root), result, source, config, line)
+            launch = comm.launches.get(key)
+            if launch is None:
+                checks.check_pair(comm, "scatter", output, source, 1, comm.size if here else 1)
+                launch = self._remember(comm, key, config, None, lambda used: moves.prepare_exchange(
+                    comm, moves.scatter(comm, root, source, result), result, source, used, line))  # fmt: skip
+            if here and result.data_ptr() != source.data_ptr() + comm.rank * result.nbytes:
+                checks.check_overlap("scatter", result, source)
+        except IrisError as error:
+            if not here:
+                raise
+            refuse(
+                comm,
+                "scatter",
+                error,
+                stream,
+                isinstance(line, GraphLine),
+                lambda: self.scatter(
+                    output, output.new_zeros(comm.size * output.numel()), src, group=group, config=config
+                ),
+            )
+        return self._leave(comm, "scatter", launch, stream, source, result, output, async_op)
 
     def all_to_all_v(
         self,
@@ -232,7 +269,11 @@ class Collectives:
             launch = self._remember(comm, key, config, None, lambda used: moves.prepare_exchange_v(
                 comm, output, input, rows, used, line))  # fmt: skip
         checks.check_overlap("all_to_all_v", output, input)
-        launch(stream, input, output, *rows)
+        try:
+            launch(stream, input, output, *rows)
+        except BaseException as error:
+            comm.abort_flag.interrupted("all_to_all_v", error)
+            raise
         note_written(output)
         return Work(self._on_gpu) if async_op else None
 
@@ -309,7 +350,7 @@ class Collectives:
                 comm, op, result, source, factors, used, line))  # fmt: skip
         if source.data_ptr() != result.data_ptr():
             checks.check_overlap("all_reduce", result, source)
-        return self._leave(launch, stream, source, result, output, async_op, factors)
+        return self._leave(comm, "all_reduce", launch, stream, source, result, output, async_op, factors)
 
     def all_reduce_preamble(
         self,
@@ -364,7 +405,7 @@ class Collectives:
                 comm, op, result, source, factors, used, line))  # fmt: skip
         if result.data_ptr() != source.data_ptr() + comm.rank * result.nbytes:
             checks.check_overlap("reduce_scatter", result, source)
-        return self._leave(launch, stream, source, result, output, async_op, factors)
+        return self._leave(comm, "reduce_scatter", launch, stream, source, result, output, async_op, factors)
 
     def reduce(
         self,
@@ -382,28 +423,40 @@ class Collectives:
         ``output`` is not touched elsewhere, and may be None; on ``dst`` it may be the ``input``. Rounding as in
         `all_reduce`.
         """
-        factor = None
+        asked, factor = op, None
         if op.__class__ is not ReduceOp:
             op, factor = reduction(op)
         comm, stream, line = self._enter("reduce", group, input, input, config, dst, op)
         factors = () if factor is None else self._factors(comm, factor, input, group)
         root = checks.rank_in_group(comm, "dst", dst, self._context.num_ranks)
         here = comm.rank == root
-        if here:
-            checks.check_at_root(comm, "reduce", "output", output, root)
-        target = output if here else input
-        source = _to_read(input)
-        result = _to_write(target) if here else source
-        key = self._key(("reduce", id(op), root), result, source, config, line)
-        launch = comm.launches.get(key)
-        if launch is None:
-            checks.check_pair(comm, "reduce", target, input, 1, 1)
-            sums.check(op, input.dtype)
-            launch = self._remember(comm, key, config, result, lambda used: sums.prepare_reduce(
-                comm, op, root, result, source, factors, used, line))  # fmt: skip
-        if here and source.data_ptr() != result.data_ptr():
-            checks.check_overlap("reduce", result, source)
-        return self._leave(launch, stream, source, result, output if here else None, async_op, factors)
+        try:
+            if here:
+                checks.check_at_root(comm, "reduce", "output", output, root)
+            target = output if here else input
+            source = _to_read(input)
+            result = _to_write(target) if here else source
+            key = self._key(("reduce", id(op), root), result, source, config, line)
+            launch = comm.launches.get(key)
+            if launch is None:
+                checks.check_pair(comm, "reduce", target, input, 1, 1)
+                sums.check(op, input.dtype)
+                launch = self._remember(comm, key, config, result, lambda used: sums.prepare_reduce(
+                    comm, op, root, result, source, factors, used, line))  # fmt: skip
+            if here and source.data_ptr() != result.data_ptr():
+                checks.check_overlap("reduce", result, source)
+        except IrisError as error:
+            if not here:
+                raise
+            refuse(
+                comm,
+                "reduce",
+                error,
+                stream,
+                isinstance(line, GraphLine),
+                lambda: self.reduce(torch.empty_like(input), input, dst, op=asked, group=group, config=config),
+            )
+        return self._leave(comm, "reduce", launch, stream, source, result, output if here else None, async_op, factors)
 
     def barrier(self, *, group: dist.ProcessGroup | None = None, async_op: bool = False) -> Work | None:
         """As ``ctx.device_barrier``: what a rank enqueued before it is visible to every rank's work behind it."""
@@ -465,9 +518,30 @@ class Collectives:
             if capturing:
                 raise FirstUseInCaptureError(f"{name}()")
             comm = self.communicator(group)
-        if DEBUGGING and not capturing:
+        if comm.state[0]:
+            raise comm.abort_flag.error()
+        if DEBUGGING and not capturing and not comm.refuses:
             checks.compare(comm, name, input, config, root, op)
         return comm, stream, comm.workspace.line(stream, True) if capturing else stream
+
+    def _refuse_broadcast(
+        self, error: IrisError, tensor: object, src: int, group: dist.ProcessGroup | None, config: Config | None
+    ) -> NoReturn:
+        if isinstance(error, GroupAbortedError) or not isinstance(group, dist.ProcessGroup | None):
+            raise error
+        comm = self._communicators.get(None if group is dist.group.WORLD else group)
+        if comm is None:
+            raise error
+        capturing, stream, take_part = False, None, None
+        if self._on_gpu:
+            capturing, stream = torch.cuda.is_current_stream_capturing(), torch.cuda.current_stream().cuda_stream
+        if isinstance(tensor, torch.Tensor):
+
+            def take_part() -> None:
+                self.broadcast(torch.zeros(tensor.shape, dtype=tensor.dtype, device=comm.device), src, group=group,
+                               config=config)  # fmt: skip
+
+        refuse_broadcast(comm, error, src == comm.ranks[comm.rank], stream, capturing, take_part)
 
     def _message(
         self, comm: Communicator, name: str, peer: int, to: range, sources: range, dense: torch.Tensor,
@@ -481,10 +555,14 @@ class Collectives:
         if launch is None:
             checks.check_pair(comm, name, tensor, tensor, 1, 1)
             piece = dense.nbytes
-            exchange = moves.Exchange(1, piece, piece, piece, 0, 0, piece, to, sources)
-            launch = self._remember(comm, key, config, dense, lambda used: moves.prepare_exchange(
+            exchange = moves.Exchange(1, piece, piece, piece, 0, 0, piece, to, sources, True)
+            launch = self._remember(comm, key, config, None, lambda used: moves.prepare_exchange(
                 comm, exchange, dense, dense, used, line, peer))  # fmt: skip
-        launch(stream, dense, dense)
+        try:
+            launch(stream, dense, dense)
+        except BaseException as error:
+            comm.abort_flag.interrupted(name, error)
+            raise
         _finish(tensor if name == "recv" else None, dense)
         return Work(self._on_gpu) if async_op else None
 
@@ -542,6 +620,8 @@ class Collectives:
 
     def _leave(
         self,
+        comm: Communicator,
+        name: str,
         launch: Launch,
         stream: int | None,
         source: torch.Tensor,
@@ -551,7 +631,11 @@ class Collectives:
         more: tuple[torch.Tensor, ...] = (),
     ) -> Work | None:
         """``output``: what is written on this rank, or None. ``more``: what else the kernel takes."""
-        launch(stream, source, result, *more)
+        try:
+            launch(stream, source, result, *more)
+        except BaseException as error:
+            comm.abort_flag.interrupted(name, error)
+            raise
         _finish(output, result)
         return Work(self._on_gpu) if async_op else None
 

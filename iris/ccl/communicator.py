@@ -8,10 +8,12 @@ import numpy as np
 import torch
 
 from iris import simulator
+from iris.abort import BEGUN
 from iris.capture import GraphLine, Line
 from iris.ccl.queue import COUNTS, GOT, MAX_RANKS, MET, SENT, SLOTS, WORDS, region_bytes, slots_bytes
 from iris.ccl.select import ELSEWHERE, digest, load_table, own_table
 from iris.errors import InvalidGroupError, InvalidTableError, TooManyStreamsError
+from iris.heap import describe_address
 from iris.heap.symmetric import SymmetricHeap
 from iris.kept import keep
 from iris.language.target import architecture, largest_cluster, on_nvidia, threads_per_warp
@@ -75,6 +77,12 @@ class Communicator:
     ----------
     rank, size : int
         This rank in the group, and the number of members.
+    abort_flag, state
+        Whether the group is broken: its flag, and the words of which the first is 0 if it is not.
+    refuses : bool
+        Whether this rank takes part in a call that it has refused as its root.
+    broadcasts, begun : int
+        How many broadcasts have been called, and where in the ``state`` that is told: see `iris.ccl.refusal`.
     heap_table : torch.Tensor
         int64 ``[size + 1]``: where the symmetric heap of each member begins, in this rank's addresses; its bytes.
     num_sms, largest_cluster : int
@@ -97,6 +105,9 @@ class Communicator:
         if group.size > MAX_RANKS:
             raise InvalidGroupError(f"A group of {group.size} ranks: the collectives are for {MAX_RANKS} at most.")
         self.workspace, self.heap = workspace, heap
+        self.state, self.abort_flag = workspace.abort_flag.state, workspace.abort_flag
+        self.refuses = False
+        self.broadcasts, self.begun = 0, self.abort_flag.place(BEGUN, group.rank)
         self.rank, self.size, self.ranks = group.rank, group.size, group.ranks
         self.device = workspace.device
         bases = dict(zip(heap.group.ranks, heap.bases, strict=True))
@@ -290,7 +301,13 @@ def ready(
         early=early, num_warps=num_warps, **options, **compiling,
     )  # fmt: skip
     if simulator.ACTIVE:
-        return lambda stream, x, y, *more: launch(stream, seen(x, y, more))
+
+        def run(stream: int | None, x: torch.Tensor, y: torch.Tensor, *more: torch.Tensor) -> None:
+            launch(stream, seen(x, y, more))
+            # It is over, and so what has gone wrong in it is known.
+            comm.abort_flag.raise_recorded(describe_address)
+
+        return run
     first = addresses(before)
 
     def enqueue(stream: int | None, x: torch.Tensor, y: torch.Tensor, *more: torch.Tensor) -> None:
@@ -326,6 +343,8 @@ def as_words(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """One element of ``dtype`` where ``tensor`` begins: what a kernel needs to know of it."""
     if tensor.dtype == dtype:
         return tensor
+    if not tensor.numel():  # nothing is read or written
+        return torch.empty(1, dtype=dtype, device=tensor.device)
     begin = tensor.storage_offset() * tensor.itemsize
     first = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     return first.set_(tensor.untyped_storage(), begin, (dtype.itemsize,)).view(dtype)

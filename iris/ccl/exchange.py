@@ -27,14 +27,20 @@ from triton.experimental.gluon import language as gl
 from iris import simulator
 from iris.ccl.queue import (
     AHEAD,
+    ASKED,
     COUNTS,
     GOT,
+    MESSAGES_FROM,
+    MESSAGES_TO,
     NUM_SLOTS,
     SENT,
+    SIZES,
     WORDS,
     gluon_queue,
     triton_queue,
 )
+from iris.ccl.sizes import gluon_sizes, triton_sizes
+from iris.language.address import bytes_of
 from iris.language.context import DeviceContext, IrisDeviceCtx
 
 # From so many programs that send between two ranks, with so many blocks each, others copy.
@@ -42,12 +48,14 @@ SENDERS = tl.constexpr(2 if simulator.ACTIVE else 8)
 BLOCKS_EACH = tl.constexpr(8)
 
 
-def make_exchange(jit, lang, queue: SimpleNamespace, Context):
+def make_exchange(jit, lang, queue: SimpleNamespace, sizes: SimpleNamespace, Context):
     """The kernel in the language that ``(jit, lang)`` stand for."""
     pick, among, flat, lanes, blocks_of = queue.pick, queue.among, queue.flat, queue.lanes, queue.blocks_of
     follow_predecessor, slot_of, keep = queue.follow_predecessor, queue.slot_of, queue.keep
     queue_address, pointer_at, offer, find = queue.queue_address, queue.pointer_at, queue.offer, queue.find
     await_room, await_blocks, post, finish = queue.await_room, queue.await_blocks, queue.post, queue.finish
+    tell_size, hear_sizes = sizes.tell_size, sizes.hear_sizes
+    refuse, record_unequal = sizes.refuse, sizes.record_unequal
 
     @jit
     def cell(block, blocks_n, index, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr):
@@ -90,12 +98,17 @@ def make_exchange(jit, lang, queue: SimpleNamespace, Context):
         SAME: tl.constexpr,
         ROWS: tl.constexpr,
         PARTITIONED: tl.constexpr,
+        PROGRAMS: tl.constexpr,
+        QUEUES: tl.constexpr,
         DIRECT: tl.constexpr,
     ):
         """``ROWS``: a piece is "one" row, or rows "apart"; or a block is so many elements of all rows "together", as it
         is on other ranks, where they are one row.
 
         ``PARTITIONED``: a program serves one rank, with a W-th of the others; else its blocks go to every rank.
+
+        ``PROGRAMS``: of the largest call, where sizes are compared (`iris.ccl.sizes`), with queues for ``QUEUES``; 0
+        where they are not. Such a rank sends or receives, and does not do both.
         """
         follow_predecessor()
         ctx = Context.initialize(context_tensor, num_ranks=W)
@@ -117,14 +130,40 @@ def make_exchange(jit, lang, queue: SimpleNamespace, Context):
         sent = lang.load(row + SENT + lanes(), mask=others, other=0)
         got = lang.load(row + GOT + lanes(), mask=others, other=0)
         address = queue_address(ctx, slots, W, SLOT, to)
+        receivers = to
+        if PROGRAMS > 0:
+            piece = lang.cast(M, lang.int64) * N * bytes_of(input.dtype.element_ty)
+            pieces = piece + lang.cast(lanes() * 0, lang.int64)
+            messages_to = lang.load(row + MESSAGES_TO + lanes(), mask=receivers, other=0) + 1
+            messages_from = lang.load(row + MESSAGES_FROM + lanes(), mask=sources, other=0) + 1
+            tell_size(ctx, own_words, piece, messages_to, receivers, SIZES)
         queued = to
         direct_here = False
         if DIRECT:
             calls_from, direct_here = offer(ctx, row, own_words, heap_table, output, length, W, sources)
+            if PROGRAMS > 0:
+                tell_size(ctx, own_words, piece, messages_from, sources, ASKED)
+                asked = hear_sizes(ctx, own_words, messages_to, receivers, ASKED)
+                to = receivers & (asked == pieces)
             calls_to, place = find(ctx, row, own_words, heap_table, to)
             queued = to & (place == 0)
             address = lang.where(queued, address, place)
         takes = (direct_here == 0) & (from_first < from_last)
+        if PROGRAMS > 0:
+            theirs = hear_sizes(ctx, own_words, messages_from, sources, SIZES)
+            wrong = sources & (theirs != pieces)
+            unequal = lang.max(lang.cast(wrong, lang.int32), axis=0) > 0
+            if unequal:
+                block_bytes = BLOCK_N * bytes_of(input.dtype.element_ty)
+                refuse(
+                    ctx, counts, words, theirs, pieces, messages_from, sources, block_bytes, PROGRAMS, QUEUES, DIRECT
+                )  # fmt: skip
+                record_unequal(ctx, own_words, theirs, pieces, wrong)
+            # Nothing is taken from anyone then, nor written by anyone whose size differs.
+            takes = takes & (unequal == 0)
+            writers = sources & (unequal == 0)
+        else:
+            writers = sources
         sends = to_first < to_last
         any_queued = lang.max(lang.cast(queued, lang.int32), axis=0) > 0
 
@@ -137,11 +176,17 @@ def make_exchange(jit, lang, queue: SimpleNamespace, Context):
         blocks = blocks_of(M, BLOCK_M) * blocks_n
         if ROWS == "together":
             blocks = blocks_of(lang.cast(M, lang.int64) * N, BLOCK_M * BLOCK_N)
+        if PROGRAMS > 0:
+            # An empty message has an empty block: what goes ahead of the receiver is limited by its room for blocks.
+            blocks = lang.maximum(blocks, 1)
         # Of each other rank: whether it gets anything, where that begins, and its place there if it needs no queue.
         gets, begins, places = (), (), ()
         for i in lang.static_range(W - 1):
             d = (rank + 1 + (p + i) % (W - 1)) % W
-            gets += ((d >= to_first) & (d < to_last),)
+            if DIRECT and PROGRAMS > 0:
+                gets += (pick(lang.cast(to, lang.int32), d) > 0,)
+            else:
+                gets += ((d >= to_first) & (d < to_last),)
             begins += (input + lang.cast(d, lang.int64) * send_step,)
             places += (pointer_at(slots, pick(address, d)) + lang.cast(rank, lang.int64) * recv_step,)
 
@@ -210,10 +255,13 @@ def make_exchange(jit, lang, queue: SimpleNamespace, Context):
         keep(row + SENT + lanes(), sent, queued)
         keep(row + GOT + lanes(), got, sources & takes)
         if DIRECT:
-            finish(ctx, row, calls_to, to & (queued == 0), calls_from, sources & (direct_here != 0), W)
+            finish(ctx, row, calls_to, to & (queued == 0), calls_from, writers & (direct_here != 0), W)
+        if PROGRAMS > 0:
+            keep(row + MESSAGES_TO + lanes(), messages_to, receivers)
+            keep(row + MESSAGES_FROM + lanes(), messages_from, sources)
 
     return exchange
 
 
-triton_exchange = make_exchange(triton.jit, tl, triton_queue, DeviceContext)
-gluon_exchange = make_exchange(gluon.jit, gl, gluon_queue, IrisDeviceCtx)
+triton_exchange = make_exchange(triton.jit, tl, triton_queue, triton_sizes, DeviceContext)
+gluon_exchange = make_exchange(gluon.jit, gl, gluon_queue, gluon_sizes, IrisDeviceCtx)

@@ -2,19 +2,24 @@
 
 Lengths and places are read from device memory, so whoever computes them there needs no host. Over the link: each piece
 once, in one step, through the queues of `iris.ccl.queue`. A pair takes as many rounds as its piece has blocks, the two
-directions of a pair are independent, and a rank that has nothing for another says nothing to it.
+directions of a pair are independent. Each program first tells each other rank how many bytes its rank sends there. That
+rank compares them with what it receives before it takes a block; where they differ nothing is received, and the other
+pairs go on (`iris.ccl.sizes`).
 """
 
 import triton
 import triton.language as tl
 
-from iris.ccl.queue import AHEAD, COUNTS, GOT, NUM_SLOTS, SENT, WORDS, triton_queue
+from iris.ccl.queue import AHEAD, COUNTS, GOT, MESSAGES_FROM, MESSAGES_TO, NUM_SLOTS, SENT, SIZES, WORDS, triton_queue
+from iris.ccl.sizes import triton_sizes
+from iris.language.address import bytes_of
 from iris.language.context import DeviceContext
 
 pick, among, flat, lanes = triton_queue.pick, triton_queue.among, triton_queue.flat, triton_queue.lanes
 queue_address, pointer_at = triton_queue.queue_address, triton_queue.pointer_at
 follow_predecessor, slot_of, keep = triton_queue.follow_predecessor, triton_queue.slot_of, triton_queue.keep
 await_room, await_blocks, post = triton_queue.await_room, triton_queue.await_blocks, triton_queue.post
+tell_size, hear_sizes, record_unequal = triton_sizes.tell_size, triton_sizes.hear_sizes, triton_sizes.record_unequal
 
 
 @triton.jit
@@ -56,8 +61,13 @@ def triton_exchange_v(
     recv_words = tl.load(recv_counts + lanes(), mask=everyone, other=0) * factor
     send_rounds = rounds_of(send_words, BLOCK)
     recv_rounds = tl.where(others, rounds_of(recv_words, BLOCK), 0)
+    word_bytes: tl.constexpr = bytes_of(input.dtype.element_ty)
+    messages_to = tl.load(row + MESSAGES_TO + lanes(), mask=others, other=0) + 1
+    messages_from = tl.load(row + MESSAGES_FROM + lanes(), mask=others, other=0) + 1
+    tell_size(ctx, own_words, send_words * word_bytes, messages_to, others, SIZES)
+    own_words_sent = tl.minimum(pick(send_words, rank), pick(recv_words, rank))
     i = flat(BLOCK, input.dtype.element_ty)
-    last = tl.maximum(tl.max(send_rounds, axis=0), tl.max(recv_rounds, axis=0) + AHEAD)
+    last = tl.maximum(tl.maximum(tl.max(send_rounds, axis=0), tl.max(recv_rounds, axis=0) + AHEAD), AHEAD + 1)
     for step in range(0, last):
         sends = others & (step < send_rounds)
         await_room(ctx, own_words, sent, sends, W)
@@ -68,13 +78,25 @@ def triton_exchange_v(
                 mask = k < pick(send_words, d)
                 data = tl.load(input + tl.load(send_displs + d) * factor + k, mask=mask)
                 if d == rank:
-                    tl.store(output + tl.load(recv_displs + d) * factor + k, data, mask=mask)
+                    kept = k < own_words_sent
+                    tl.store(output + tl.load(recv_displs + d) * factor + k, data, mask=kept)
                 else:
                     slot = pointer_at(slots, pick(queues, d)) + (pick(sent, d) & (NUM_SLOTS - 1)) * BLOCK
                     event = ctx.tracing.begin_move("store", slots + i, d, mask)
                     tl.store(slot + i, data, mask=mask)
                     ctx.tracing.record_event_end(event)
         sent = tl.where(sends, sent + 1, sent)
+        if step == AHEAD:
+            theirs = hear_sizes(ctx, own_words, messages_from, others, SIZES)
+            wrong = (others & (theirs != recv_words * word_bytes)) | ((lanes() == rank) & (send_words != recv_words))
+            if tl.max(wrong.to(tl.int32), axis=0) > 0:
+                # As if what they send had been taken.
+                theirs = tl.where(others, theirs, send_words * word_bytes)
+                refused = others & wrong
+                got = tl.where(refused, got + rounds_of(theirs // word_bytes, BLOCK).to(tl.int32), got)
+                recv_rounds = tl.where(refused, 0, recv_rounds)
+                post(ctx, own_words, sent, got, refused)
+                record_unequal(ctx, own_words, theirs, recv_words * word_bytes, wrong)
         receives = others & (step >= AHEAD) & (step - AHEAD < recv_rounds)
         await_blocks(ctx, own_words, got, receives, W)
         k = (p + (step - AHEAD) * tl.num_programs(0)).to(tl.int64) * BLOCK + i
@@ -89,3 +111,5 @@ def triton_exchange_v(
         post(ctx, own_words, sent, got, sends | receives)
     keep(row + SENT + lanes(), sent, others)
     keep(row + GOT + lanes(), got, others)
+    keep(row + MESSAGES_TO + lanes(), messages_to, others)
+    keep(row + MESSAGES_FROM + lanes(), messages_from, others)

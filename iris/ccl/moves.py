@@ -12,6 +12,7 @@ from iris.ccl.communicator import P2P_PROGRAMS, Communicator, Launch, power_of_t
 from iris.ccl.config import Config
 from iris.ccl.exchange import gluon_exchange, triton_exchange
 from iris.ccl.exchange_v import triton_exchange_v
+from iris.ccl.queue import COUNTS
 from iris.ccl.select import choose
 from iris.errors import InvalidConfigError
 from iris.language.target import threads_per_warp
@@ -50,6 +51,8 @@ class Exchange:
     length: int
     to: range
     sources: range
+    matched: bool = False
+    """Whether sizes are compared: of what is addressed to one rank."""
 
 
 def all_gather(comm: Communicator, input: torch.Tensor, output: torch.Tensor, config: Config) -> Exchange:
@@ -72,12 +75,12 @@ def all_to_all(comm: Communicator, input: torch.Tensor, output: torch.Tensor) ->
 
 def gather(comm: Communicator, root: int, input: torch.Tensor, output: torch.Tensor) -> Exchange:
     piece, sources = input.nbytes, range(comm.size) if comm.rank == root else range(0)
-    return Exchange(1, piece, piece, piece, 0, piece, output.nbytes, range(root, root + 1), sources)
+    return Exchange(1, piece, piece, piece, 0, piece, output.nbytes, range(root, root + 1), sources, True)
 
 
 def scatter(comm: Communicator, root: int, input: torch.Tensor, output: torch.Tensor) -> Exchange:
     piece, to = output.nbytes, range(comm.size) if comm.rank == root else range(0)
-    return Exchange(1, piece, piece, piece, piece, 0, output.nbytes, to, range(root, root + 1))
+    return Exchange(1, piece, piece, piece, piece, 0, output.nbytes, to, range(root, root + 1), True)
 
 
 def word_bytes(*values: int) -> int:
@@ -111,6 +114,9 @@ def prepare_exchange(
     word = word_bytes(*lengths, *begins, input.data_ptr(), output.data_ptr())
     few_sms = config.few_sms and peer is None
     if peer is None:
+        if e.matched:
+            # As between two ranks: calls of all sizes share their queues, which are to be small.
+            programs = programs or P2P_PROGRAMS
         programs = comm.programs(programs, config.block_bytes(input.itemsize), few_sms)
     else:
         programs = comm.programs(min(programs or P2P_PROGRAMS, P2P_PROGRAMS))
@@ -137,12 +143,14 @@ def prepare_exchange(
     blocks = -(-e.rows // block_m) * -(-(e.row // word) // block_n)
     if rows == "together":
         blocks = -(-e.rows * e.row // (block_n * word))
+    most = programs
     if partitioned:
         programs = max(1, min(programs // comm.size, blocks)) * comm.size
     else:
-        programs = min(programs, blocks)
+        programs = max(1, min(programs, blocks))
     if peer is None:
-        queues = comm.queues(line, programs, few_sms)
+        # What is matched meets in the same queues whatever its size.
+        queues = comm.queues(line, most if e.matched else programs, few_sms)
     else:
         queues = comm.point_to_point(peer, len(e.to) > 0, line)
     warps = config.num_warps or max(1, min(16, block_m * block_n * word // 512))
@@ -152,6 +160,7 @@ def prepare_exchange(
         e.rows, e.row // word, *(length // word for length in lengths[1:]), e.length,
         e.to.start, e.to.stop, e.sources.start, e.sources.stop,
         comm.size, block_m, block_n, queues.slot_bytes // word, e.send_step == 0, rows, partitioned,
+        *((most, queues.counts.numel() // COUNTS.value) if e.matched else (0, 0)),
     )  # fmt: skip
     kernel = gluon_exchange if config.use_gluon else triton_exchange
     direct = e.rows * e.row > SMALLEST_DIRECT

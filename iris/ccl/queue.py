@@ -54,12 +54,14 @@ SLOTS = 4
 AHEAD = tl.constexpr(1)
 
 # A program's counts: rows of MAX_RANKS int32.
-DONE, SENT, GOT, CALLS_TO, CALLS_FROM, MET = (tl.constexpr(i * MAX_RANKS) for i in range(6))
-COUNTS = tl.constexpr(6 * MAX_RANKS)
+DONE, SENT, GOT, CALLS_TO, CALLS_FROM, MET, MESSAGES_TO, MESSAGES_FROM = (tl.constexpr(i * MAX_RANKS) for i in range(8))
+COUNTS = tl.constexpr(8 * MAX_RANKS)
 
 # A program's words: rows of MAX_RANKS int64.
-POSTS, PLACES, INPUTS, OUTPUTS = (tl.constexpr(i * MAX_RANKS) for i in range(4))
-WORDS = tl.constexpr(4 * MAX_RANKS)
+POSTS, PLACES, INPUTS, OUTPUTS, ASKED, SIZES = (tl.constexpr(i * MAX_RANKS) for i in range(6))
+# SIZES has a row for each of so many messages that follow each other (`iris.ccl.sizes`).
+MESSAGES = 8
+WORDS = tl.constexpr((5 + MESSAGES) * MAX_RANKS)
 
 NUM_SLOTS = tl.constexpr(SLOTS)
 HIGH, LOW = tl.constexpr("high"), tl.constexpr("low")

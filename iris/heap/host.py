@@ -37,10 +37,28 @@ def share(group: Group, size: int, device: torch.device) -> tuple[list[int], Any
     memory : object
         Keeps them mapped while it lives.
     """
+    maps = _share(group, size, range(group.size))
+    return [address_of(each) for each in maps], maps
+
+
+def share_one(group: Group, size: int) -> mmap.mmap:
+    """The same ``size`` bytes for all members, zeros. Collective; blocks the host."""
+    return _share(group, size, range(1))[0]
+
+
+def address_of(memory: mmap.mmap) -> int:
+    """Where it is mapped in this process."""
+    return torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+
+
+def _share(group: Group, size: int, owners: range) -> list[mmap.mmap]:
+    """``size`` bytes of each of the ``owners``, by rank in the group, as all members have them mapped."""
     file = -1
 
-    def make() -> tuple[int, int, int]:
+    def make() -> tuple[int, int, int] | None:
         nonlocal file
+        if group.rank not in owners:
+            return None
         try:
             file = os.memfd_create("iris-heap", os.MFD_CLOEXEC)
             os.fchmod(file, 0o600)
@@ -52,7 +70,8 @@ def share(group: Group, size: int, device: torch.device) -> tuple[list[int], Any
     maps: list[mmap.mmap] = []
 
     def attach() -> None:
-        for rank, (process, number, inode) in enumerate(files):
+        for rank in owners:
+            process, number, inode = files[rank]
             path = f"/proc/{process}/fd/{number}"
             try:
                 peer = file if rank == group.rank else os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -79,4 +98,4 @@ def share(group: Group, size: int, device: torch.device) -> tuple[list[int], Any
     finally:
         if file >= 0:
             os.close(file)
-    return [torch.frombuffer(each, dtype=torch.uint8).data_ptr() for each in maps], maps
+    return maps

@@ -61,12 +61,20 @@ class _Segment:
         shared.owner = weakref.ref(self)
         self.blocks: weakref.WeakSet[Block] = weakref.WeakSet()
 
-    def name_at(self, offset: int) -> tuple[str, str]:
-        """What uses the memory there, and which of its bytes that is, in words."""
+    def user_at(self, offset: int) -> tuple[Any, Block] | None:
+        """Who has the block that is there."""
         for block in list(self.blocks):
             user = block.user()
             if user is not None and block.begin <= offset < block.begin + block.size:
-                return user.name_in(block, offset - block.begin)
+                return user, block
+        return None
+
+    def name_at(self, offset: int) -> tuple[str, str]:
+        """What uses the memory there, and which of its bytes that is, in words."""
+        found = self.user_at(offset)
+        if found is not None:
+            user, block = found
+            return user.name_in(block, offset - block.begin)
         return f"memory of the library at offset {offset:#x}", "which nothing uses"
 
     def describe_offset(self, offset: int) -> str:

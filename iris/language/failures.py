@@ -30,6 +30,10 @@ KIND = tl.constexpr(device_record.KIND)
 FIRST = tl.constexpr(device_record.FIRST)
 RANKS = tl.constexpr(device_record.RANKS)
 PROGRAMS = tl.constexpr(device_record.PROGRAMS)
+WORDS = tl.constexpr(device_record.WORDS)
+SECTION = tl.constexpr(device_record.SECTION)
+STATE = tl.constexpr(device_record.STATE)
+MEMBER = tl.constexpr(device_record.MEMBER)
 
 
 @triton.constexpr_function
@@ -64,13 +68,14 @@ def make_failures(jit: Callable, lang: ModuleType, clock: SimpleNamespace) -> Si
 
     @jit
     def write_record(record, flag_ptr, wanted, seen, kind: tl.constexpr, first, num_ranks):
-        """Whoever comes first claims the record and fills it in; the host reads it once the kernel is over."""
-        if (
-            lang.atomic_cas(
-                record + CLAIMED, lang.cast(0, lang.int64), lang.cast(1, lang.int64), sem="relaxed", scope="gpu"
-            )
-            == 0
-        ):
+        """Whoever comes first claims the record and fills it in; the host reads it once the kernel is over.
+
+        Returns whether that was this program.
+        """
+        before = lang.atomic_cas(
+            record + CLAIMED, lang.cast(0, lang.int64), lang.cast(1, lang.int64), sem="relaxed", scope="gpu"
+        )
+        if before == 0:
             lang.store(record + PROGRAM, lang.cast(linear_program_id(), lang.int64))
             lang.store(record + FLAG, lang.cast(flag_ptr, lang.int64))
             lang.store(record + WANTED, lang.cast(wanted, lang.int64))
@@ -80,6 +85,7 @@ def make_failures(jit: Callable, lang: ModuleType, clock: SimpleNamespace) -> Si
             lang.store(record + RANKS, lang.cast(num_ranks, lang.int64))
             programs = lang.num_programs(0) * lang.num_programs(1) * lang.num_programs(2)
             lang.store(record + PROGRAMS, lang.cast(programs, lang.int64))
+        return before == 0
 
     @jit
     def check_pointer(ptr, mask, base, size, record):

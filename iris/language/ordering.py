@@ -29,7 +29,16 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from iris import device_record
 from iris.language.address import gluon_translate, in_simulator, triton_translate
-from iris.language.failures import WAIT_LIMIT_NS, gluon_failures, kind_code, triton_failures
+from iris.language.failures import (
+    MEMBER,
+    SECTION,
+    STATE,
+    WAIT_LIMIT_NS,
+    WORDS,
+    gluon_failures,
+    kind_code,
+    triton_failures,
+)
 from iris.language.target import cas_ignores_its_order, launches_early, on_amd, on_nvidia, threads_per_warp
 
 ACQ_REL = tl.constexpr("acq_rel")
@@ -221,6 +230,25 @@ def make_ordering(jit: Callable, lang: ModuleType, translate, failures: SimpleNa
         block_barrier()
 
     @jit
+    def give_up(record, flag_ptr, wanted, seen, kind: tl.constexpr, first, num_ranks):
+        """Record that a wait has failed (`iris.language.failures`), and break the group, if the record is a group's.
+
+        Who writes and reads the host's memory: one program of a rank, the one that claims the rank's record, writes the
+        section of that rank and then the state; hosts of all ranks read the state and then the section. The fence
+        between these stores, all of one thread, orders them. Several ranks may write the state; any of them will do.
+        """
+        if write_record(record, flag_ptr, wanted, seen, kind, first, num_ranks):
+            section = lang.load(record + SECTION)
+            if section != 0:
+                there = lang.cast(section, lang.pointer_type(lang.int64))
+                for word in lang.static_range(WORDS):
+                    lang.store(there + word, lang.load(record + word))
+                system_fence()
+                state = lang.cast(lang.load(record + STATE), lang.pointer_type(lang.int64))
+                lang.store(state, lang.load(record + MEMBER))
+                system_fence()
+
+    @jit
     def order_bulk_copies():
         """What the block has acquired comes before the copies by TMA that its threads issue from here on.
 
@@ -405,7 +433,7 @@ def make_ordering(jit: Callable, lang: ModuleType, translate, failures: SimpleNa
                 waiting = unmet(seen, wanted, cmp, stop)
                 if waiting:
                     if expired(record, since):
-                        write_record(record, flag_ptr, wanted, seen, kind_code(cmp), 0, 0)
+                        give_up(record, flag_ptr, wanted, seen, kind_code(cmp), 0, 0)
                         waiting = waiting & False
         block_barrier()
         return seen
@@ -426,7 +454,7 @@ def make_ordering(jit: Callable, lang: ModuleType, translate, failures: SimpleNa
                 taken = atomic_cas(lock_ptr, 0, HELD, "acquire", "sys")
                 if taken == HELD:
                     if expired(record, since):
-                        write_record(record, lock_ptr, 0, taken, kind_code("lock"), 0, 0)
+                        give_up(record, lock_ptr, 0, taken, kind_code("lock"), 0, 0)
                         taken = taken * 0
         return taken
 
@@ -493,7 +521,7 @@ def make_ordering(jit: Callable, lang: ModuleType, translate, failures: SimpleNa
                         # The flags of one barrier all await one value; those of a queue may not, so: the largest.
                         most = lang.max(lang.where(here, wanted, 0), axis=0)
                         row = lang.min(lang.cast(flag_ptrs, lang.int64), axis=0)
-                        write_record(record, row, most, there, kind_code(meeting(half)), first, num_ranks)
+                        give_up(record, row, most, there, kind_code(meeting(half)), first, num_ranks)
                         missing = missing * 0
         block_barrier()
 
@@ -538,6 +566,7 @@ def make_ordering(jit: Callable, lang: ModuleType, translate, failures: SimpleNa
         lock=lock,
         unlock=unlock,
         fence=fence,
+        give_up=give_up,
         keep=keep,
         order_bulk_copies=order_bulk_copies,
         await_bulk_stores=await_bulk_stores,

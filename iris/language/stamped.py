@@ -88,7 +88,7 @@ def _gluon_laid_out(values, like):
 def make_stamped(jit: Callable, lang: ModuleType, order: SimpleNamespace, failures: SimpleNamespace) -> SimpleNamespace:
     """The device functions of this file in the language that ``(jit, lang)`` stand for."""
     reread, inspect, lanes = order.reread, order.inspect, order.lanes
-    expired, nanoseconds, write_record = failures.expired, failures.nanoseconds, failures.write_record
+    expired, nanoseconds, give_up = failures.expired, failures.nanoseconds, order.give_up
     laid_out = _triton_laid_out if lang is tl else _gluon_laid_out
 
     @jit
@@ -118,7 +118,7 @@ def make_stamped(jit: Callable, lang: ModuleType, order: SimpleNamespace, failur
     def note_absent(ptrs, without, wanted, late, record):
         """Record the first of ``ptrs`` that is ``without``, and a bit for each rank that is ``late`` with its data."""
         first = lang.min(lang.where(without, lang.cast(ptrs, lang.int64), HIGHEST), axis=0)
-        write_record(record, first, wanted, late, kind_code("data"), 0, 0)
+        give_up(record, first, wanted, late, kind_code("data"), 0, 0)
 
     @jit
     def send_stamped(ptrs, words, stamp, mask):

@@ -13,7 +13,7 @@ import weakref
 
 import torch
 
-from iris.device_record import DeviceRecord
+from iris.abort import AbortFlag
 from iris.heap import mapping
 from iris.heap.tensor_map import places
 from iris.language.context import context_tensor
@@ -35,14 +35,14 @@ class Arena:
         What kernels initialise a device context of this memory from.
     places : torch.Tensor
         Where that of each rank is in a tensor map of all: see `iris.heap.tensor_map`.
-    record : DeviceRecord
-        Of the context that it belongs to.
+    abort_flag : AbortFlag
+        Of the group that it belongs to.
     """
 
     def __init__(
-        self, group: Group, device: torch.device, record: DeviceRecord, count_bytes: int, data_bytes: int
+        self, group: Group, device: torch.device, abort_flag: AbortFlag, count_bytes: int, data_bytes: int
     ) -> None:
-        self.record = record
+        self.abort_flag = abort_flag
         self.data_bytes = data_bytes
         # Where the next kind's counts begin, and where they have to end.
         self._next, self._first_byte = 0, round_up(count_bytes)
@@ -54,7 +54,7 @@ class Arena:
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
         self.places = places(self.mapping)
-        self.context_tensor = context_tensor(group.rank, self.mapping.bases, size, record.address, device)
+        self.context_tensor = context_tensor(group.rank, self.mapping.bases, size, abort_flag.record, device)
         group.all_gather(None, "a workspace of fused operations")
 
     def has_room(self, needs: Needs) -> bool:

@@ -52,6 +52,7 @@ class Operations:
         self._on_gpu = context.device.type == "cuda"
         self._kernels = Kernels(context)
         self._workspaces = Workspaces(context)
+        self._abort_flag = context._workspace(None).abort_flag
         self._chosen: dict[tuple, FusedConfig] = {}
         self._uses_vendor = False
         self._all_reduce_rms_norm = AllReduceRmsNorm(context)
@@ -216,7 +217,12 @@ class Operations:
         one a row. Out and residual are contiguous. Either may be ``input`` itself, which is written over then.
         """
         self._context.heap.check_open()
-        self._all_reduce_rms_norm(NormCall(out, input, weight, residual, scale, row_scales), eps)
+        self._abort_flag.check()
+        try:
+            self._all_reduce_rms_norm(NormCall(out, input, weight, residual, scale, row_scales), eps)
+        except BaseException as error:
+            self._abort_flag.interrupted("all_reduce_rms_norm", error)
+            raise
         for written in (out, residual, row_scales):
             if written is not None:
                 note_written(written)
@@ -243,19 +249,23 @@ class Operations:
         needs = None if used.variant == "vendor" else self._needs(call, used)
         if workspace is not None:
             self._workspaces.check(call.name, workspace, needs and needs.kind)
-        if used.variant == "vendor":
-            if not self._uses_vendor:
-                # The vendor's library sets itself up in its first product.
-                refuse_in_capture(f"{call.name}()")
-                self._uses_vendor = True
-            vendor.enqueue(self._context, call, used.all_reduce_variant)
-        elif call.out.numel():
-            stream = torch._C._cuda_getCurrentRawStream(self._context.gpu_id) if self._on_gpu else None
-            buffers = workspace or self._workspaces.find(needs, stream)
-            if used.variant == "copies":
-                copies.enqueue(self._copies(buffers), call)
-            else:
-                self._kernels.enqueue(call, used, buffers, stream)
+        try:
+            if used.variant == "vendor":
+                if not self._uses_vendor:
+                    # The vendor's library sets itself up in its first product.
+                    refuse_in_capture(f"{call.name}()")
+                    self._uses_vendor = True
+                vendor.enqueue(self._context, call, used.all_reduce_variant)
+            elif call.out.numel():
+                stream = torch._C._cuda_getCurrentRawStream(self._context.gpu_id) if self._on_gpu else None
+                buffers = workspace or self._workspaces.find(needs, stream)
+                if used.variant == "copies":
+                    copies.enqueue(self._copies(buffers), call)
+                else:
+                    self._kernels.enqueue(call, used, buffers, stream)
+        except BaseException as error:
+            self._abort_flag.interrupted(call.name, error)
+            raise
         note_written(call.out)
         return Work(self._on_gpu) if async_op else None
 
@@ -280,6 +290,7 @@ class Operations:
         That is ``config``, or what is chosen where the caller gives none.
         """
         self._context.heap.check_open()
+        self._abort_flag.check()
         call.check(self._context.device, self._context.num_ranks, config)
         vendors_problem, used = vendor.problem(call), config
         if config is None:

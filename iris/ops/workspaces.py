@@ -47,7 +47,7 @@ class Workspaces:
         """Raise unless a call of this kind can use what it is given; one of the vendor's, of no kind, uses nothing."""
         if not isinstance(given, Buffers):
             raise InvalidCollectiveError(f"workspace={given!r} is not what {name}_preamble() returned.")
-        if given.arena.record is not self._context._record:
+        if given.arena.abort_flag is not self._context._workspace(None).abort_flag:
             raise InvalidCollectiveError(f"The workspace given to {name}() was prepared by another context.")
         given.check((name, "by the vendor's GEMM, which needs none") if kind is None else kind)
 
@@ -64,7 +64,7 @@ class Workspaces:
             raise InvalidCollectiveError(
                 f"Fused operations are for up to {MOST_RANKS} ranks, and there are {context.num_ranks}."
             )
-        return Arena(context._world.group, context.device, context._record, count_bytes, data_bytes)
+        return Arena(context._world.group, context.device, context._workspace(None).abort_flag, count_bytes, data_bytes)
 
     @torch.inference_mode(False)
     def _take(self, needs: Needs, stream: int | None) -> None:

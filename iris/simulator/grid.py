@@ -33,6 +33,10 @@ LONGEST_POLL_S = 5e-3
 limit_s: float = 30.0
 """How long a launch may wait without any change; 0 for ever. IRIS_WAIT_TIMEOUT_S replaces it at activation."""
 
+watchers: list[Callable[[Callable[[], list[int]]], BaseException | None]] = []
+"""Asked while all programs of a launch wait, with a function that returns the addresses at which they do; the launch
+ends with the error that one of them returns."""
+
 chance: random.Random | None = None
 """Decides whose turn it is, if that is to be left to chance: also where nobody waits."""
 
@@ -281,6 +285,11 @@ class Launch:
         live = [task for task in self.live if not task.joining]
         return min((max(task.repeated.values(), default=0) for task in live), default=0)
 
+    def _polled(self) -> list[int]:
+        """Where programs wait."""
+        polls = [task.poll for task in self.live if task.poll is not None and task.poll.pointers.size]
+        return [int(poll.pointers.flat[0]) for poll in polls]
+
     def _rest(self, task: Task) -> None:
         """Everyone polls in vain: let other launches and processes run for a moment."""
         start = time.monotonic()
@@ -299,6 +308,11 @@ class Launch:
                     sanitizer.recorder.waits(self, wait)
             self.fail(hang.error(self.name, None if deadlock else limit_s, waits, hang.lost(live, well=True)))
             raise _Unwound
+        for watcher in watchers:
+            error = watcher(self._polled)
+            if error is not None:
+                self.fail(error)
+                raise _Unwound
         self._polls, self._polling_s = 0, 0.0
         _baton.release()
         try:

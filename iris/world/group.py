@@ -73,6 +73,8 @@ class Group:
         Their processes.
     step : str or None
         What the members are about to do together (`agree`), while this one does its part.
+    check_whole : callable or None
+        Raises if the group is broken (`iris.abort`): who waits in a meeting then waits no longer.
     meetings : int
         How many there have been, the same number on all members.
 
@@ -88,6 +90,7 @@ class Group:
     def __init__(self, process_group: dist.ProcessGroup | None) -> None:
         self.process_group = process_group
         self.meetings, self.step = 0, None
+        self.check_whole: Callable[[], None] | None = None
         if process_group is None:
             self.rank, self.size, self.ranks = 0, 1, (0,)
             self.name = f"alone/{Group._made['alone']}"
@@ -265,6 +268,8 @@ class Group:
 
     def _look(self, this: int, what: str, waited: float) -> None:
         """Raise `PeerLostError` if a member is known to come no more. Called again and again by who waits."""
+        if self.check_whole is not None:
+            self.check_whole()
         if waited >= self._next_look:
             self._next_look = waited + INTERVAL_S
             self.members.ask()

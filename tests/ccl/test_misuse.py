@@ -70,10 +70,6 @@ REFUSED = {
         lambda ccl, ctx: ccl.all_reduce([0.0], ctx.zeros(1)),
         NotATensorError, TypeError, r"all_reduce\(\) takes tensors, .* list: \[0.0\]",
     ),
-    "no tensor at the root": (
-        lambda ccl, ctx: ccl.gather(None, ctx.zeros(1), dst=ctx.cur_rank),
-        NotATensorError, TypeError, r"gather\(\) to rank \d needs an output there, .*None",
-    ),
     "a tensor without memory": (
         lambda ccl, ctx: ccl.all_reduce(*[FakeTensorMode().from_tensor(torch.zeros(4))] * 2),
         InvalidCollectiveError, ValueError, r"all_reduce\(\) takes tensors with memory.*FakeTensor.*functional",

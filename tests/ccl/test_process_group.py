@@ -96,12 +96,15 @@ def collectives(ctx, group, members):
     assert torch.equal(scattered, everyone[-1].view(size, 6)[rank])
 
     if size > 1:
-        received = torch.empty_like(own)
         after, before = members[(rank + 1) % size], members[rank - 1]
-        calls = [dist.P2POp(dist.isend, own, after, group), dist.P2POp(dist.irecv, received, before, group)]
-        for work in dist.batch_isend_irecv(calls):
-            work.wait()
-        assert torch.equal(received, everyone[rank - 1])
+        # In any order, and of more than a queue holds.
+        for repeats, order in ((1, 1), (1, -1), (6_000, -1)):
+            sent = own.repeat(repeats)
+            received = torch.empty_like(sent)
+            calls = [dist.P2POp(dist.isend, sent, after, group), dist.P2POp(dist.irecv, received, before, group)]
+            for work in dist.batch_isend_irecv(calls[::order]):
+                work.wait()
+            assert torch.equal(received, everyone[rank - 1].repeat(repeats))
 
     objects = [None] * size
     dist.all_gather_object(objects, {"rank": rank}, group=group)

@@ -57,6 +57,7 @@ COLLECTIVES = {
     **dict.fromkeys(["part_step", "block_step", "limit_step", "out_part_step", "in_length", "most"], 4096),
     **{"flags": INT32, "locks": INT32, "accumulators": FLOAT32, "rings": 2, "factors": None},
     **{"W": W, "RANKS": 4, "BLOCK": 4096, "BLOCK_M": 1, "BLOCK_N": 4096, "SLOT": 8192, "PART": 2048, "OP": "sum"},
+    **dict.fromkeys(["PROGRAMS", "QUEUES"], 8),
     **dict.fromkeys(["SAME", "DIRECT", "FLAT", "SPREADS", "STRIDING", "LOCKED", "PULLS", "EARLY"], True),
     **dict.fromkeys(["PARTITIONED", "ROOTED"], False),
 }
@@ -91,7 +92,16 @@ ROWS = {
 }
 # A link's chain is followed, and counters counted, one element at a time.
 # How an element lies to the words it is moved as is known on the device alone.
-SCALAR = {"exchange_times", "triton_exchange_v", "meet", "ping_pong", "chase", "count_up", "count", "_barrier_kernel"}
+SCALAR = {
+    "exchange_times",
+    "triton_exchange_v",
+    "meet",
+    "ping_pong",
+    "chase",
+    "count_up",
+    "count",
+    "_barrier_kernel",
+}
 
 
 def load(file):

@@ -7,12 +7,13 @@ import os
 import time
 
 import torch
+import torch.distributed as dist
 import triton
 import triton.language as tl
 from acceptance._launch import launch
 
 import iris
-from iris.errors import IrisTimeoutError
+from iris.errors import GroupAbortedError, IrisTimeoutError
 
 LIMIT_S = float(os.environ["IRIS_WAIT_TIMEOUT_S"])
 
@@ -53,12 +54,25 @@ def expect_timeout(ctx, enqueue, *texts):
         print("FAILED: nothing was raised", flush=True)
 
 
+def expect_aborted(call, *texts):
+    """On every rank, since a wait of the group has been given up."""
+    try:
+        call()
+    except GroupAbortedError as error:
+        missing = [text for text in texts if text not in str(error)]
+        print(f"{'FAILED, no ' + repr(missing) if missing else 'aborted'}: {error}", flush=True)
+    else:
+        print("FAILED: nothing was raised", flush=True)
+
+
 def worker(rank, world_size):
     ctx = iris.iris(1 << 20)
     flags = ctx.full((4,), 3, dtype=torch.int32)
     flags[2:] = 9
     ctx.device_barrier()
     ctx.barrier()
+    group = dist.new_group()
+    ctx.device_barrier(group)
     if rank == 0:
         # Programs 2 and 3 go through, 0 and 1 do not.
         expect_timeout(
@@ -67,17 +81,16 @@ def worker(rank, world_size):
         late = "Rank 0 has arrived. Rank 1 has not arrived: it is at epoch 1, the one before."
         expect_timeout(
             ctx,
-            ctx.device_barrier,
+            lambda: ctx.device_barrier(group),
             "in a barrier for epoch 2",
             "rank 0's flags of device_barrier() on stream 1",
             told(late, "the ranks are at [2, 1]"),
         )
-        # A time-out is said once, and the context goes on.
+        # A time-out is said once, and the context goes on, without the group.
         flags.fill_(8)
         wait_kernel[(4,)](ctx.get_device_context(), flags, 7)
     ctx.barrier()
-    if rank == 1:
-        ctx.device_barrier()  # what rank 0 waited for in vain: it has long arrived
+    expect_aborted(lambda: ctx.device_barrier(group), "rank 0")
     # A wait within the limit is no time-out, neither at first nor after a pause that is longer than the limit.
     for turn in range(3):
         ctx.barrier()
@@ -125,21 +138,30 @@ def leave_alone(ctx):
     queued, tiles = iris.ccl.Config(all_reduce_variant="two_shot"), iris.ops.FusedConfig(**small)
     missing = told("for data from rank 1", "IRIS_DEBUG=1 on all ranks")
     calls = {
-        ("of all_reduce or reduce_scatter", missing): lambda: ctx.ccl.all_reduce(sums, x),
-        ("queues of", missing): lambda: ctx.ccl.all_reduce(large, large.clone(), config=queued),
-        ("workspace of matmul_all_reduce(", "calls begun by each rank: [2, 1]"): (
-            lambda: ctx.ops.matmul_all_reduce(product, a, b, config=tiles)
+        ("of all_reduce or reduce_scatter", missing): lambda group: ctx.ccl.all_reduce(sums, x, group=group),
+        ("queues of", missing): lambda group: ctx.ccl.all_reduce(large, large.clone(), config=queued, group=group),
+        ("for messages", told("queues of", "each recv() has a send() on the other rank")): (
+            lambda group: ctx.ccl.send(x, 0, group=group) if ctx.get_rank() else ctx.ccl.recv(x, 1, group=group)
         ),
-        ("for messages down", told("queues of", "each recv() has a send() on the other rank")): (
-            lambda: ctx.ccl.send(x, 0) if ctx.get_rank() else ctx.ccl.recv(x, 1)
+        # Of the world, which is broken then.
+        ("workspace of matmul_all_reduce(", "calls begun by each rank: [2, 1]"): (
+            lambda group: ctx.ops.matmul_all_reduce(product, a, b, config=tiles)
         ),
     }
     for texts, call in calls.items():
-        call()
+        group = dist.new_group()
+        call(group)
         ctx.barrier()
         if ctx.get_rank() == 0:
-            expect_timeout(ctx, call, *texts)
-        ctx.barrier()
+            expect_timeout(ctx, lambda: call(group), *texts)  # noqa: B023
+        dist.barrier()
+        expect_aborted(lambda: call(group), "rank 0")  # noqa: B023
+    expect_aborted(ctx.barrier)
+    ctx.close()
+    ctx = iris.iris(1 << 20)
+    ctx.ccl.all_reduce(sums, torch.ones_like(x))
+    ctx.barrier()
+    print(f"sums of a new context: {sums.tolist()[:1]}", flush=True)
 
 
 if __name__ == "__main__":

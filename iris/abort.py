@@ -1,0 +1,201 @@
+"""The abort flag of a group: whether the group is broken, in the host's memory, for all members to see.
+
+After a wait that gave up, a call that was interrupted or messages of unequal size the ranks are out of step, and later
+calls would return what belongs to earlier ones. So the group is aborted, as a communicator of NCCL is
+(``ncclCommAbort``): every later call of it is an error, on every rank. Other groups go on.
+
+The flag is memory that all members map. A call reads one word of it, without asking the GPU: 0 while all is well. A
+kernel that gives up writes it too (`iris.language.ordering.give_up`): the memory is registered with CUDA, so that
+kernels can store to it.
+
+Layout: the state, which is 0 or names the member that aborted; then a section of each member: what its kernel has
+recorded, in the words of `iris.device_record`, and what its host says about it. Each member writes its own section
+before the state, and nobody resets either, so whoever sees the state can read the section; if a host has not said
+anything yet, the kernel's record stands for it.
+"""
+
+import ctypes
+import mmap
+import weakref
+from collections.abc import Callable
+
+import torch
+
+from iris import simulator
+from iris.device_record import CLAIMED, WORDS, DeviceRecord, error_of, from_afar
+from iris.errors import GroupAbortedError, IrisError, MappingError
+from iris.heap import host
+from iris.heap.mapping import locate
+from iris.world import Group
+
+# The state: 1 + the member that aborted; and whether ranks that wait leave at once, or when their own limit is over.
+MEMBER_BITS = 32
+AT_ONCE = 1 << MEMBER_BITS
+
+SECTION_BYTES = 2048
+# In a section, in int64 words: the broadcasts that the member has begun and refused (`iris.ccl.refusal`); how many
+# bytes of text there are; and in bytes where these begin.
+BEGUN, REFUSED = 13, 14
+TEXT_LENGTH = 15
+TEXT = 128
+LONGEST_TEXT = SECTION_BYTES - TEXT
+
+# cudaHostRegisterPortable | cudaHostRegisterMapped (CUDA Runtime API, "cudaHostRegister"); HIP has the same numbers.
+REGISTER_MAPPED = 3
+
+# Those of this process, for who waits and wonders why.
+_flags: "weakref.WeakSet[AbortFlag]" = weakref.WeakSet()
+# What the GPU may still write to. It stays mapped until it is closed.
+_registered: "set[AbortFlag]" = set()
+
+
+class AbortFlag:
+    """Collective over ``group``; blocks the host.
+
+    Attributes
+    ----------
+    state : memoryview
+        int64; the first word is 0 while the group is whole.
+    record_words : torch.Tensor
+        The device record of the group's kernels.
+    record : int
+        Its address.
+    """
+
+    def __init__(self, group: Group, device: torch.device, record: DeviceRecord) -> None:
+        self._group = group
+        size = -(-SECTION_BYTES * (1 + group.size) // mmap.PAGESIZE) * mmap.PAGESIZE
+        self._memory = host.share_one(group, size)
+        self.state = memoryview(self._memory).cast("q")
+        self._address = host.address_of(self._memory)
+        self._told = False
+        seen_by_gpu = self._address
+        if device.type == "cuda":
+
+            def register() -> None:
+                nonlocal seen_by_gpu
+                seen_by_gpu = _register(self._address, size)
+                _registered.add(self)
+
+            group.agree(register, "share the abort flag of a group with its GPU")
+        own = seen_by_gpu + SECTION_BYTES * (1 + group.rank)
+        self.record_words = record.of_group(own, seen_by_gpu, 1 + group.rank)
+        self.record = self.record_words.data_ptr()
+        group.check_whole = self.check
+        _flags.add(self)
+
+    def abort(self, why: str, at_once: bool = True) -> None:
+        """Break the group, by the host. ``at_once``: ranks that wait in the simulator do not wait any longer."""
+        self._say(why)
+        if not self.state[0]:
+            self.state[0] = 1 + self._group.rank + (AT_ONCE if at_once else 0)
+
+    def interrupted(self, call: str, error: BaseException) -> None:
+        """Break the group since a ``call`` of it has ended with this ``error``, unless it had not begun.
+
+        What Iris refuses has not begun: all ranks may have refused it, and go on.
+        """
+        if isinstance(error, IrisError) and not isinstance(error, TimeoutError | ConnectionError):
+            return
+        rank = self._group.ranks[self._group.rank]
+        # Who waits finds by itself that time is over, or that a rank is lost.
+        finds = isinstance(error, TimeoutError | ConnectionError)
+        self.abort(f"{call}() of rank {rank} ended with {_described(error)}", at_once=not finds)
+
+    def place(self, word: int, member: int) -> int:
+        """Where in the `state` a word of a member's section is."""
+        return SECTION_BYTES * (1 + member) // 8 + word
+
+    def explain(self, why: str) -> None:
+        """Say why a kernel of this rank will break the group."""
+        self._say(why)
+        self._told = True
+
+    def check(self) -> None:
+        """Raise `GroupAbortedError` if the group is broken. In the path of a call, look at ``state[0]`` instead."""
+        if self.state[0]:
+            raise self.error()
+
+    def error(self) -> GroupAbortedError:
+        """That the group is broken, and why."""
+        member = (self.state[0] & (AT_ONCE - 1)) - 1
+        return GroupAbortedError(self._group.ranks, self._why(member))
+
+    def raise_recorded(self, describe: Callable[[int], str | None]) -> None:
+        """Raise what a kernel of this rank has recorded, once. The caller has drained its stream."""
+        if not self.state[0] or self._told:
+            return
+        words = self._words(self._group.rank)
+        if words[CLAIMED]:
+            self._told = True
+            error = error_of(words, self._group.ranks[self._group.rank], describe, self._group.ranks)
+            self._say(_described(error))
+            self.state[0] |= AT_ONCE
+            raise error
+
+    def close(self) -> None:
+        """The caller guarantees that no kernel of the group runs any more on this rank."""
+        if self in _registered:
+            _registered.discard(self)
+            torch.cuda.cudart().cudaHostUnregister(self._address)
+        _flags.discard(self)
+        self._group.check_whole = None
+        # Now, and not when a collector comes: a mapping holds a descriptor.
+        self.state.release()
+        self._memory.close()
+
+    def _say(self, text: str) -> None:
+        """For the other members, in this one's section."""
+        data = text.encode()[:LONGEST_TEXT]
+        begin = SECTION_BYTES * (1 + self._group.rank)
+        self._memory[begin + TEXT : begin + TEXT + len(data)] = data
+        self.state[self.place(TEXT_LENGTH, self._group.rank)] = len(data)
+
+    def _why(self, member: int) -> str:
+        begin = SECTION_BYTES * (1 + member)
+        length = self.state[self.place(TEXT_LENGTH, member)]
+        if length:
+            return self._memory[begin + TEXT : begin + TEXT + length].decode(errors="ignore")
+        return from_afar(self._words(member), self._group.ranks[member], self._group.ranks)
+
+    def _words(self, member: int) -> list[int]:
+        begin = self.place(CLAIMED, member)
+        return self.state[begin : begin + WORDS].tolist()
+
+
+def _watch(polled: Callable[[], list[int]]) -> GroupAbortedError | None:
+    """For who waits in the simulator, in memory at these addresses: the error with which to wait no longer."""
+    broken = [flag for flag in _flags if flag.state[0] >= AT_ONCE]
+    for address in polled() if broken else ():
+        found = locate(address)
+        owner = found[0].owner() if found else None
+        # Memory that groups share is of the one whose block is there.
+        used = owner.user_at(found[2]) if hasattr(owner, "user_at") else (owner, None)
+        flag = getattr(used[0], "abort_flag", None) if used else None
+        if flag in broken:
+            return flag.error()
+    return None
+
+
+if simulator.ACTIVE:
+    simulator.grid.watchers.append(_watch)
+
+
+def _described(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+def _register(address: int, size: int) -> int:
+    """Let kernels store to the host's memory; returns its address there."""
+    error = torch.cuda.cudart().cudaHostRegister(address, size, REGISTER_MAPPED)
+    if int(error):
+        raise MappingError(f"The GPU cannot be given memory of the host (cudaHostRegister: error {int(error)}).")
+    pointer = ctypes.c_void_p()
+    if torch.version.hip:
+        find = ctypes.CDLL("libamdhip64.so").hipHostGetDevicePointer
+    else:
+        find = ctypes.CDLL("libcuda.so.1").cuMemHostGetDevicePointer_v2
+    error = find(ctypes.byref(pointer), ctypes.c_void_p(address), 0)
+    if error:
+        raise MappingError(f"The GPU has no address for memory of the host (error {error}).")
+    return pointer.value

@@ -1,0 +1,108 @@
+"""A root that refuses what it alone gives to a collective: the others have nothing to refuse, and would wait for it.
+
+So the root takes part with other memory of the size that the others' tensors have, and breaks the group behind that
+(`iris.abort`), in the order of its stream: a member that has not come yet must not find the group broken before it has
+taken part. Nothing of it is in the way of a call that is right.
+
+A broadcast has one argument, which all ranks may refuse. So each member tells in the memory of the abort flag which
+broadcast, by its number, it has begun or refused; and the root that refuses one looks there what the others do.
+"""
+
+import time
+from collections.abc import Callable
+from typing import NoReturn
+
+import triton
+
+from iris.abort import BEGUN, REFUSED
+from iris.ccl.communicator import Communicator
+from iris.errors import IrisError
+from iris.language.failures import kind_code
+from iris.language.ordering import triton_ordering
+from iris.launch import addresses, prepare
+
+follow_predecessor, give_up = triton_ordering.follow_predecessor, triton_ordering.give_up
+
+# How long a root looks what the others do; after that those that come find the group broken.
+LONGEST_LOOK_S = 10.0
+
+
+@triton.jit
+def break_group(record):
+    """Break the group whose device record this is; the host has said why."""
+    follow_predecessor()
+    give_up(record, record, 0, 0, kind_code("refused"), 0, 0)
+
+
+def refuse(
+    comm: Communicator,
+    name: str,
+    error: IrisError,
+    stream: int | None,
+    capturing: bool,
+    take_part: Callable[[], object],
+) -> NoReturn:
+    """Raise ``error``, which the root of a collective alone has found, and leave nobody waiting.
+
+    ``take_part``: the same call with memory of the root's own. Where that is refused too, so it is on the other ranks.
+    Nor is there anybody who waits while a graph is captured.
+    """
+    if comm.refuses or capturing:
+        raise error
+    comm.refuses = True
+    try:
+        take_part()
+    except IrisError:
+        raise error from None
+    finally:
+        comm.refuses = False
+    _break_behind(comm, name, error, stream)
+    raise error
+
+
+def refuse_broadcast(
+    comm: Communicator, error: IrisError, is_root: bool, stream: int | None, capturing: bool,
+    take_part: Callable[[], object] | None,
+) -> NoReturn:  # fmt: skip
+    """Raise ``error``, with which a broadcast was refused here; if the root alone has refused it, leave nobody waiting.
+
+    ``take_part`` as for `refuse`, or None if nobody knows how much the others wait for.
+    """
+    if comm.refuses or capturing:
+        raise error
+    comm.broadcasts += 1
+    state, place = comm.state, comm.abort_flag.place
+    state[place(REFUSED, comm.rank)] = comm.broadcasts
+    if not is_root:
+        raise error
+    peers = [rank for rank in range(comm.size) if rank != comm.rank]
+    deadline = time.monotonic() + LONGEST_LOOK_S
+    while True:
+        waiting = any(state[place(BEGUN, peer)] >= comm.broadcasts for peer in peers)
+        late = any(state[place(REFUSED, peer)] < comm.broadcasts for peer in peers)
+        if waiting or not late or time.monotonic() > deadline:
+            break
+        time.sleep(1e-3)
+    if not waiting and not late:
+        raise error
+    if waiting and take_part is not None:
+        comm.refuses = True
+        try:
+            take_part()
+        finally:
+            comm.refuses = False
+        _break_behind(comm, "broadcast", error, stream)
+    else:
+        comm.abort_flag.abort(_why(comm, "broadcast", error))
+    raise error
+
+
+def _break_behind(comm: Communicator, name: str, error: IrisError, stream: int | None) -> None:
+    """Break the group behind what is enqueued on the stream."""
+    comm.abort_flag.explain(_why(comm, name, error))
+    args = (comm.abort_flag.record_words,)
+    prepare(break_group, (1, 1, 1), *args, num_warps=1)(stream, addresses(args))
+
+
+def _why(comm: Communicator, name: str, error: IrisError) -> str:
+    return f"rank {comm.ranks[comm.rank]} is the root of {name}(), and refused it: {error}"

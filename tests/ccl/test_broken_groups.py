@@ -1,0 +1,232 @@
+"""A group whose ranks are out of step is broken: its calls are errors on every rank, those of other groups go on."""
+
+import functools
+import os
+import signal
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import UNDER_TORCHRUN
+from covering import covering
+
+import iris
+from iris.ccl import Config
+from iris.errors import (
+    GroupAbortedError,
+    InvalidCollectiveError,
+    IrisError,
+    MismatchedCollectiveError,
+    NotATensorError,
+    WrongDeviceError,
+)
+
+GUARD = 32
+
+
+class Room:
+    """Memory for a result between zeros, on the heap or not."""
+
+    def __init__(self, ctx, on_heap):
+        make = ctx.zeros if on_heap else functools.partial(torch.zeros, device=ctx.device)
+        self.whole, self.used, self.on_heap = make(1 << 19), slice(0), on_heap
+
+    def take(self, elements):
+        self.whole.zero_()
+        self.used = slice(GUARD, GUARD + elements)
+        return self.whole[self.used]
+
+    def is_kept_around(self):
+        return not self.whole[: self.used.start].any() and not self.whole[self.used.stop :].any()
+
+
+def filled(ctx, elements, round_=0):
+    return torch.arange(elements, device=ctx.device) + 1000.0 * (ctx.cur_rank + 1) + round_
+
+
+def offsets(counts):
+    return [sum(counts[:i]) for i in range(len(counts))]
+
+
+def send(ctx, sent, received, room, **options):
+    """From rank 0 to the last one."""
+    last = ctx.num_ranks - 1
+    if ctx.cur_rank == 0:
+        ctx.ccl.send(filled(ctx, sent), last, **options)
+    elif ctx.cur_rank == last:
+        ctx.ccl.recv(room.take(received), 0, **options)
+
+
+def gather(ctx, sent, received, room, **options):
+    """To rank 0, where the last one sends another number."""
+    last = ctx.num_ranks - 1
+    inbox = room.take(received * ctx.num_ranks)
+    ctx.ccl.gather(inbox, filled(ctx, sent if ctx.cur_rank == last else received), 0, **options)
+
+
+def scatter(ctx, sent, received, room, **options):
+    """From rank 0, of which the last one takes another number."""
+    elements = received if ctx.cur_rank == ctx.num_ranks - 1 else sent
+    ctx.ccl.scatter(room.take(elements), filled(ctx, sent * ctx.num_ranks), 0, **options)
+
+
+def all_to_all_v(ctx, sent, received, room, *, config, **options):
+    """Pieces of other sizes for each pair; one does not fit. On a GPU also with counts there."""
+    rank, size, last = ctx.cur_rank, ctx.num_ranks, ctx.num_ranks - 1
+    sends = [sent if (rank, peer) == (0, last) else 100 * peer + rank for peer in range(size)]
+    receives = [received if (peer, rank) == (0, last) else 100 * rank + peer for peer in range(size)]
+    lists = [sends, offsets(sends), receives, offsets(receives)]
+    if room.on_heap and ctx.device.type == "cuda":
+        lists = [torch.tensor(each, device=ctx.device) for each in lists]
+    ctx.ccl.all_to_all_v(room.take(sum(receives)), filled(ctx, sum(sends)), *lists, **options)
+
+
+# Elements: of one block; of none; through the slots of a queue several times, by more programs than the other end has;
+# and on both sides of the size from which results on the heap are written where they are.
+SIZES = [(3, 4), (4, 3), (0, 4), (4, 0), (90_000, 70_000), (4, 90_000), (90_000, 4), (17_000, 16_000)]
+CALLS = [send, gather, scatter, all_to_all_v]
+CASES = covering(CALLS, SIZES, [False, True], [False, True])
+
+
+def until_it_is_told(ctx, group, *calls):
+    """What the calls raise, one after the other; and then each call of the group raises that it is broken."""
+    errors = []
+    for call in (*calls, lambda: ctx.device_barrier(group), lambda: ctx.barrier(group=group)):
+        try:
+            call()
+        except (GroupAbortedError, MismatchedCollectiveError) as error:
+            errors.append(str(error))
+    assert errors and all("messages" in each and "bytes" in each for each in errors), errors
+    x = torch.ones(4, device=ctx.device)
+    for call in (lambda: ctx.ccl.all_reduce(x, x, group=group), lambda: ctx.barrier(group=group)):
+        with pytest.raises(GroupAbortedError, match="(?s)sizes of messages do not agree.*iris.iris"):
+            call()
+
+
+def unequal(ctx, case):
+    call, (sent, received), on_heap, use_gluon = CASES[case]
+    broken, whole = dist.new_group(), dist.new_group()
+    x = filled(ctx, 4)
+    for group in (broken, whole):
+        ctx.ccl.all_reduce(torch.empty_like(x), x, group=group)
+    config = Config(use_gluon=use_gluon)
+    room = Room(ctx, on_heap)
+    call(ctx, 5, 5, room, group=broken, config=config)  # equal ones go through
+    until_it_is_told(ctx, broken, lambda: call(ctx, sent, received, room, group=broken, config=config))
+    assert room.is_kept_around()
+    total = torch.empty_like(x)
+    ctx.ccl.all_reduce(total, x, group=whole)
+    assert total.tolist() == sum(filled(ctx, 4) - 1000 * ctx.cur_rank + 1000 * r for r in range(ctx.num_ranks)).tolist()
+    ctx.barrier()
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("case", range(len(CASES)))
+def test_messages_of_unequal_size_break_the_group(ranks, mistaken, case):
+    ranks.run(unequal, case)
+
+
+# What rank 0 refuses, as the root, where the others have nothing to refuse; and how all call it.
+REFUSED = {
+    "no output": (NotATensorError, lambda ccl, x, group: ccl.gather(None, x, 0, group=group)),
+    "a short output": (InvalidCollectiveError, lambda ccl, x, group: ccl.gather(x.clone(), x, 0, group=group)),
+    "no input": (NotATensorError, lambda ccl, x, group: ccl.scatter(x, None, 0, group=group)),
+    "another dtype": (InvalidCollectiveError, lambda ccl, x, group: ccl.scatter(x, x.double(), 0, group=group)),
+    "no tensor": (
+        NotATensorError,
+        lambda ccl, x, group: ccl.broadcast(x if ccl._context.cur_rank else None, group=group),
+    ),
+    "a tensor elsewhere": (
+        WrongDeviceError,
+        lambda ccl, x, group: ccl.broadcast(x if ccl._context.cur_rank else x.to("meta"), group=group),
+    ),
+    "no sum": (NotATensorError, lambda ccl, x, group: ccl.reduce(None, x, 0, group=group)),
+}
+
+
+def refused(ctx, name):
+    error, call = REFUSED[name]
+    broken, whole = dist.new_group(), dist.new_group()
+    x = filled(ctx, 4)
+    for group in (broken, whole):
+        ctx.ccl.all_reduce(torch.empty_like(x), x, group=group)
+    told = []
+    for attempt in (lambda: call(ctx.ccl, x, broken), lambda: ctx.device_barrier(broken), lambda: ctx.barrier()):
+        try:
+            attempt()
+        except IrisError as found:
+            told.append(found)
+    if ctx.cur_rank == 0:
+        assert type(told[0]) is error
+    with pytest.raises(GroupAbortedError, match="rank 0 is the root of .*, and refused it"):
+        ctx.ccl.all_reduce(torch.empty_like(x), x, group=broken)
+    ctx.ccl.all_reduce(torch.empty_like(x), x, group=whole)
+    ctx.barrier()
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_the_root_refuses_is_an_error_on_every_rank(ranks, mistaken, name):
+    ranks.run(refused, name)
+
+
+def interrupted(ctx):
+    """Ctrl-C on rank 0, in a call for which the last rank does not come."""
+    broken, last = dist.new_group(), ctx.num_ranks - 1
+    x = filled(ctx, 4)
+    ctx.ccl.all_reduce(x, x, group=broken)
+    ctx.barrier()
+    if ctx.cur_rank == 0:
+        timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            ctx.ccl.all_reduce(x, x, group=broken)
+        timer.join()
+    elif ctx.cur_rank != last:
+        with pytest.raises(GroupAbortedError, match="all_reduce.. of rank 0 ended with KeyboardInterrupt"):
+            ctx.ccl.all_reduce(x, x, group=broken)
+    dist.barrier()
+    with pytest.raises(GroupAbortedError, match="all_reduce.. of rank 0 ended with KeyboardInterrupt"):
+        ctx.ccl.all_gather(torch.empty(4 * ctx.num_ranks, device=ctx.device), x, group=broken)
+    ctx.barrier()
+
+
+@pytest.mark.skipif(UNDER_TORCHRUN, reason="on a GPU a call does not wait")
+@pytest.mark.ranks(3)
+def test_an_interrupt_breaks_the_group_and_who_waits_leaves(ranks, mistaken):
+    ranks.run(interrupted)
+
+
+def broken_context(ctx):
+    own = iris.iris(1 << 20)
+    x, y = torch.ones(4, device=ctx.device), torch.empty(4, device=ctx.device)
+    a, c = (torch.ones(16, 16, device=ctx.device) for _ in range(2))
+    own.ccl.all_reduce(y, x)
+    own.barrier()
+    ctx.barrier()
+    if own.cur_rank == 0:
+        own.ccl.communicator().abort_flag.abort("rank 0 says so.")
+    ctx.barrier()
+    ops, weight = own.ops, torch.ones(16, device=ctx.device)
+    calls = [
+        lambda: own.ccl.all_reduce(y, x), lambda: own.ccl.broadcast(x), lambda: own.ccl.send(x, 0),
+        lambda: own.ccl.barrier(), own.device_barrier, own.barrier,
+        lambda: ops.matmul_all_reduce(c, a, a), lambda: ops.matmul_all_reduce_preamble(c, a, a),
+        lambda: ops.all_reduce_rms_norm(c, a, weight),
+    ]  # fmt: skip
+    for call in calls:
+        with pytest.raises(GroupAbortedError, match="rank 0 says so"):
+            call()
+    own.close()
+    with iris.iris(1 << 20) as again:
+        again.ccl.all_reduce(y, x)
+        again.barrier()
+    assert y.tolist() == [ctx.num_ranks] * 4
+    ctx.ccl.all_reduce(y, x)
+    ctx.barrier()
+
+
+@pytest.mark.ranks(2)
+def test_every_call_of_a_broken_context_is_an_error_and_a_new_one_works(ranks):
+    ranks.run(broken_context)
