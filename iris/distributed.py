@@ -42,7 +42,7 @@ from iris.distributed_calls import (
     keep_for,
     on_a_stream,
 )
-from iris.errors import InvalidCollectiveError, InvalidGroupError, WrongDeviceError
+from iris.errors import HeapClosedError, InvalidCollectiveError, InvalidGroupError, WrongDeviceError
 from iris.simulator.streams import Stream
 from iris.world.members import await_all
 
@@ -69,6 +69,7 @@ class ProcessGroup(dist.ProcessGroup):
         self._store, self._timeout, self._name = options.store, options.timeout, options.group_id
         self.device_type = "cpu" if simulator.ACTIVE else "cuda"
         self._context: Iris | None = None
+        self._is_shut_down = False
         self._gloo: dist.ProcessGroup | None = None
         self._streams: dict[Any, torch.cuda.Stream | Stream] = {}
 
@@ -79,6 +80,10 @@ class ProcessGroup(dist.ProcessGroup):
         ``call`` is the first of the group and in a capture.
         """
         if self._context is None:
+            if self._is_shut_down:
+                raise HeapClosedError(
+                    "This process group was destroyed. Make another one: torch.distributed.new_group()."
+                )
             refuse_in_capture(f"{call}() of torch.distributed")
             if device.type == "cuda" and device.index is not None:
                 torch.cuda.set_device(device)
@@ -135,6 +140,8 @@ class ProcessGroup(dist.ProcessGroup):
             if self.device_type == "cuda":
                 torch.cuda.synchronize(self._context.device)
             self._context._release()
+        # With its connection to the store. Programs keep groups that they have destroyed.
+        self._context, self._is_shut_down = None, True
         self._gloo = None
 
     def abort(self) -> None:

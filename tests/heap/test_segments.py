@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from iris.errors import HeapClosedError
 from iris.heap.mapping import count_made, mappings
 from iris.workspace import Workspace
 from iris.world import Group
@@ -67,8 +68,8 @@ def test_groups_of_the_same_ranks_at_once(ranks):
 
 
 def leave_nothing(ctx, rounds):
-    """Groups that are used, on the backend and by a context, and destroyed."""
-    x = torch.ones(8, device=ctx.device)
+    """Groups that are used, on the backend and by a context, and destroyed; those of the backend are still held."""
+    x, destroyed = torch.ones(8, device=ctx.device), []
 
     def use(number):
         group = dist.new_group(backend=f"{ctx.device.type}:iris" if number % 2 else None)
@@ -78,6 +79,10 @@ def leave_nothing(ctx, rounds):
             ctx.ccl.all_reduce(x, x, group=group)
             ctx.device_barrier(group)
         dist.destroy_process_group(group)
+        if number % 2:
+            destroyed.append(group)
+            with pytest.raises(HeapClosedError, match="was destroyed"):
+                group.allreduce([x], dist.AllreduceOptions())
 
     def left():
         ctx.barrier()
