@@ -24,6 +24,8 @@ Factor = float | torch.Tensor
 
 INSTEAD = "Gather with all_gather() and combine what every rank then has; of booleans, MIN is 'and' and MAX is 'or'."
 _OF_TORCH = {getattr(dist.ReduceOp, op.name): op for op in ReduceOp}
+# By number: comparing torch's constants takes a microsecond each, and every call of the backend brings one.
+_OF_NUMBER = {torchs.value: op for torchs, op in _OF_TORCH.items()}
 # Looked up, since torch.compile can follow that.
 _NAMES = {op: op.value for op in ReduceOp} | {torchs: op.value for torchs, op in _OF_TORCH.items()}
 
@@ -40,6 +42,9 @@ def reduction(op: Any) -> tuple[ReduceOp | PremulSum, Factor | None]:
         return op, None
     # By the class, since isinstance() takes torch's constants for both of torch's classes.
     if op.__class__ is dist.ReduceOp:
+        ours = _OF_NUMBER.get(op.op.value)
+        if ours is not None:
+            return ours, None
         # What torch makes of its constants for a backend, and PREMUL_SUM, whose factor only pickling shows.
         if op.op == dist.ReduceOp.PREMUL_SUM:
             return PREMUL_SUM, op.__getstate__()[1]
