@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +16,9 @@ from iris.errors import HeapTooLargeError, MappingError, readable
 from iris.heap.allocator import ALIGNMENT
 from iris.kept import keep
 from iris.world import Group
+
+# Held by the thread of this process that exchanges handles.
+_exchanging = threading.Lock()
 
 
 class CountingStore(dist.Store):
@@ -114,7 +118,8 @@ def share(group: Group, size: int, device: torch.device) -> tuple[list[int], Any
         if group.size == 1:
             starts = [own.data_ptr()]
         else:
-            group.agree(exchange, "share its heap with its peers")
+            with turn(group):
+                group.agree(exchange, "share its heap with its peers")
             starts = list(handle.buffer_ptrs)
     except BaseException:
         # The traceback keeps this frame, and the frame would keep the memory.
@@ -122,6 +127,32 @@ def share(group: Group, size: int, device: torch.device) -> tuple[list[int], Any
         raise
     # Whole pages are mapped, so an address has the same remainder in every process, and all agree on what to skip.
     return [start + -start % ALIGNMENT for start in starts], (own, handle)
+
+
+@contextlib.contextmanager
+def turn(group: Group) -> Iterator[None]:
+    """Here no other thread of any member exchanges handles. Collective; blocks the host.
+
+    torch sends handles through a socket that is named after the process, so a process can do one exchange at a time.
+    Threads that use two groups may come in another order on each rank. So the members try at once, which nobody waits
+    in; if one of them fails, they take the locks one after the other, in the order of their ranks in the world. All
+    groups have that order, so no circle of waits can come to be.
+    """
+    what = "its turn to share memory"
+    mine = _exchanging.acquire(blocking=False)
+    try:
+        if not all(group.all_gather(mine, what)):
+            if mine:
+                _exchanging.release()
+                mine = False
+            for rank in sorted(group.ranks):
+                if rank == group.ranks[group.rank]:
+                    mine = _exchanging.acquire()
+                group.all_gather(None, what)
+        yield
+    finally:
+        if mine:
+            _exchanging.release()
 
 
 @contextlib.contextmanager

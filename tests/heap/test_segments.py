@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from iris.errors import HeapClosedError
+from iris.heap.gpu import turn
 from iris.heap.mapping import count_made, mappings
 from iris.workspace import Workspace
 from iris.world import Group
@@ -65,6 +66,39 @@ def two_groups(ctx, rounds):
 @pytest.mark.ranks(2, 3)
 def test_groups_of_the_same_ranks_at_once(ranks):
     ranks.run(two_groups, 4)
+
+
+def take_turns(ctx, rounds):
+    """Threads of two groups exchange handles, which a process can do once at a time; each rank begins with another."""
+    groups = [Group(dist.new_group()) for _ in range(2)]
+    inside, most, done, failures = [], [], [], []
+
+    def exchange(group):
+        try:
+            for number in range(rounds):
+                with turn(group):
+                    inside.append(group.name)
+                    most.append(len(inside))
+                    group.all_gather(number, "an exchange")
+                    time.sleep(1e-3 * (number % 3))
+                    inside.remove(group.name)
+                done.append(number)
+        except BaseException as error:
+            failures.append(error)
+
+    order = groups if ctx.cur_rank % 2 else groups[::-1]
+    threads = [threading.Thread(target=exchange, args=(group,)) for group in order]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures, failures
+    assert max(most) == 1 and sorted(done) == sorted([*range(rounds)] * 2)
+
+
+@pytest.mark.ranks(2, 3)
+def test_one_exchange_of_handles_at_a_time(ranks):
+    ranks.run(take_turns, 20)
 
 
 def leave_nothing(ctx, rounds):
