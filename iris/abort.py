@@ -43,7 +43,7 @@ LONGEST_TEXT = SECTION_BYTES - TEXT
 # cudaHostRegisterPortable | cudaHostRegisterMapped (CUDA Runtime API, "cudaHostRegister"); HIP has the same numbers.
 REGISTER_MAPPED = 3
 
-# Those of this process, for who waits and wonders why.
+# All flags of this process, where a kernel that waits in the simulator looks whether its group is broken.
 _flags: "weakref.WeakSet[AbortFlag]" = weakref.WeakSet()
 # What the GPU may still write to. It stays mapped until it is closed.
 _registered: "set[AbortFlag]" = set()
@@ -77,7 +77,11 @@ class AbortFlag:
                 seen_by_gpu = _register(self._address, size)
                 _registered.add(self)
 
-            group.agree(register, "share the abort flag of a group with its GPU")
+            try:
+                group.agree(register, "share the abort flag of a group with its GPU")
+            except BaseException:
+                self.close()
+                raise
         own = seen_by_gpu + SECTION_BYTES * (1 + group.rank)
         self.record_words = record.of_group(own, seen_by_gpu, 1 + group.rank)
         self.record = self.record_words.data_ptr()
@@ -98,7 +102,7 @@ class AbortFlag:
         if isinstance(error, IrisError) and not isinstance(error, TimeoutError | ConnectionError):
             return
         rank = self._group.ranks[self._group.rank]
-        # Who waits finds by itself that time is over, or that a rank is lost.
+        # The other ranks notice a time limit or a lost rank by themselves, and report it in their own words.
         finds = isinstance(error, TimeoutError | ConnectionError)
         self.abort(f"{call}() of rank {rank} ended with {_described(error)}", at_once=not finds)
 
@@ -164,12 +168,15 @@ class AbortFlag:
 
 
 def _watch(polled: Callable[[], list[int]]) -> GroupAbortedError | None:
-    """For who waits in the simulator, in memory at these addresses: the error with which to wait no longer."""
+    """The error that ends a launch of the simulator whose programs wait for flags of a broken group; None if none does.
+
+    ``polled`` returns the addresses of the flags.
+    """
     broken = [flag for flag in _flags if flag.state[0] >= AT_ONCE]
     for address in polled() if broken else ():
         found = locate(address)
         owner = found[0].owner() if found else None
-        # Memory that groups share is of the one whose block is there.
+        # Groups share segments: the block at the address says which group it is.
         used = owner.user_at(found[2]) if hasattr(owner, "user_at") else (owner, None)
         flag = getattr(used[0], "abort_flag", None) if used else None
         if flag in broken:

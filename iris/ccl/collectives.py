@@ -6,6 +6,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from iris.arg_parser import index
 from iris.capture import GraphLine, Line, refuse_in_capture
 from iris.ccl import checks, counts, moves, sums
 from iris.ccl.communicator import Communicator, Launch
@@ -497,7 +498,10 @@ class Collectives:
         self, name: str, group: dist.ProcessGroup | None, output: torch.Tensor, input: torch.Tensor,
         config: Config | None, root: int | None = None, op: Any = None,
     ) -> tuple[Communicator, int | None, Line]:  # fmt: skip
-        """The group's communicator, the current stream, and what the call follows others in."""
+        """The group's communicator, the current stream's handle, and the `Line` of the call.
+
+        Raises `GroupAbortedError` if the group is broken.
+        """
         if self._context.heap.closed:
             self._context.heap.check_open()
         if not (output.__class__ is input.__class__ is torch.Tensor and output.layout is input.layout is STRIDED):
@@ -541,7 +545,7 @@ class Collectives:
                 self.broadcast(torch.zeros(tensor.shape, dtype=tensor.dtype, device=comm.device), src, group=group,
                                config=config)  # fmt: skip
 
-        refuse_broadcast(comm, error, src == comm.ranks[comm.rank], stream, capturing, take_part)
+        refuse_broadcast(comm, error, index(src) == comm.ranks[comm.rank], stream, capturing, take_part)
 
     def _message(
         self, comm: Communicator, name: str, peer: int, to: range, sources: range, dense: torch.Tensor,

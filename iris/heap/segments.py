@@ -54,7 +54,7 @@ class Block:
 
 
 class _Segment:
-    """One mapping, which it says the uses of."""
+    """One mapping, and the blocks of it that are in use."""
 
     def __init__(self, shared: mapping.Mapping) -> None:
         self.mapping = shared
@@ -93,12 +93,12 @@ class _Segment:
 
 
 class Segments:
-    """Those of the groups of the same ranks, which hold it: see `join`.
+    """The segments that groups of the same ranks share: see `join`. It lives as long as one of these groups.
 
     Attributes
     ----------
     name : str
-        That of the group which made it: another one for all, and the same on all ranks.
+        That of the group that made it: unique, and the same on all ranks.
     """
 
     def __init__(self, group: Group, device: torch.device) -> None:
@@ -136,6 +136,9 @@ class Segments:
             except BaseException:
                 with self._lock:
                     self._taken.pop(serial, None)
+                if new:
+                    # The first rank does not know its size, so nobody would ever take a block of it.
+                    self._segments.pop(number, None)
                 raise
         if leads and new:
             with self._lock:
@@ -151,8 +154,11 @@ class Segments:
                 self._returned.add(block.serial)
 
     def _choose(self, returned: set[int], size: int) -> tuple[int, int, int, int, bool]:
-        """The serial number of a new block, its segment's, where it begins, bytes of the segment if that is to be made
-        (else 0), and whether nobody has used the memory before. On the first rank."""
+        """Where a new block goes. On the first rank.
+
+        Returns the block's serial number, its segment's number, the byte of the segment at which it begins, the bytes
+        of the segment if that is to be made (else 0), and whether the memory is known to be zero.
+        """
         for serial in returned:
             self._taken.pop(serial, None)
         serial, self._blocks_made = self._blocks_made, self._blocks_made + 1
@@ -188,7 +194,7 @@ _shared: "weakref.WeakValueDictionary[tuple[tuple[int, ...], torch.device], Segm
 
 
 def join(group: Group, device: torch.device) -> Segments:
-    """Those that the group shares with others. Collective; blocks the host. A group of one rank has its own."""
+    """The segments of the group's ranks. Collective; blocks the host. A group of one rank has its own."""
     if group.size == 1:
         return Segments(group, device)
     key = (group.ranks, device)
