@@ -286,6 +286,10 @@ class LaunchError(IrisError, TypeError):
     """A kernel was called or launched in a way that no GPU would take."""
 
 
+class SharedMemoryRaceError(IrisError, RuntimeError):
+    """Two accesses to the shared memory of a program, of which one writes, that nothing orders."""
+
+
 class KernelBoundsError(IrisError, IndexError, ValueError):
     """A kernel used a place outside of its shared memory, or had TMA store in front of a tensor."""
 

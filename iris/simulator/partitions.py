@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from iris.errors import SharedMemoryRaceError
 from iris.simulator import hang, sanitizer
 
 if TYPE_CHECKING:
@@ -248,7 +249,7 @@ class Partitions:
             sides = [(each.partition, each.verb, each.place) for each in (earlier, access)]
             sanitizer.recorder.shared_race(kind, *sides, missing)
             return
-        raise RuntimeError(
+        raise SharedMemoryRaceError(
             f"a race in shared memory: partition {access.partition} {access.verb} at {access.place} what "
             f"partition {earlier.partition} {earlier.verb} at {earlier.place}, and nothing orders the two: {missing}"
         )

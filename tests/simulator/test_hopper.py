@@ -5,7 +5,7 @@ import inspect
 import pytest
 import torch
 
-from iris.errors import IrisTimeoutError
+from iris.errors import IrisTimeoutError, SharedMemoryRaceError
 from iris.simulator import ACTIVE, grid
 from simulator import hopper_kernels as kernels
 
@@ -288,7 +288,7 @@ def test_a_place_that_is_written_while_a_copy_to_it_is_under_way_holds_poison(se
 
 @pytest.mark.parametrize("forget", ["load", "order", "order of one", "arrival of one"])
 def test_partitions_race_in_whatever_order_they_run(forget):
-    with pytest.raises(RuntimeError, match="a race in shared memory") as error:
+    with pytest.raises(SharedMemoryRaceError, match="a race in shared memory") as error:
         run(kernels.launch_specialized_matmul(*operands(128, 64, 400, torch.bfloat16), FORGET=forget))
     reads = f"reads by wgmma at {kernels.__file__}:{line_of(kernels.multiply, 'product = warpgroup_mma(')}"
     assert reads in str(error.value)
@@ -299,7 +299,7 @@ def test_a_block_that_a_partition_stores_must_be_waited_for():
     out = torch.zeros(32, 32)
     kernels.hand_over[(1,)](out)
     assert torch.all(out == 5)
-    with pytest.raises(RuntimeError) as error:
+    with pytest.raises(SharedMemoryRaceError) as error:
         kernels.hand_over[(1,)](out, "wait")
     read = f"partition 1 reads at {kernels.__file__}:{line_of(kernels.take, 'block.load')}"
     written = f"partition 0 writes at {kernels.__file__}:{line_of(kernels.put, 'block.store')}"
@@ -314,7 +314,7 @@ def test_a_block_that_one_partition_stores_and_tma_reads_for_another_wants_a_fen
         run(launch)
         assert torch.all(target == 5)
     else:
-        with pytest.raises(RuntimeError, match="no fence_async_shared stands between the two"):
+        with pytest.raises(SharedMemoryRaceError, match="no fence_async_shared stands between the two"):
             run(launch)
 
 
