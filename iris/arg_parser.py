@@ -36,7 +36,7 @@ def index(value: object) -> int | None:
 
 
 def count(value: object, least: int = 1) -> int | None:
-    """The same for a number of things, ``least`` or more: True is not one."""
+    """``value`` as an integer that counts something, ``least`` or more; None for anything else, such as True."""
     number = None if isinstance(value, bool) else index(value)
     return number if number is not None and least <= number <= _LARGEST else None
 
@@ -83,13 +83,13 @@ def dtype_of(dtype: torch.dtype | type | None) -> torch.dtype | None:
 
 
 def check_flag(name: str, value: object) -> None:
-    """That it is True, False or None, which stands for False in torch."""
+    """Raise `InvalidArgumentError` unless ``value`` is True, False or None, which stands for False in torch."""
     if value is not None and not isinstance(value, bool):
         raise InvalidArgumentError(f"{name}={value!r:.60} is not possible: it is True or False.")
 
 
 def check_callable(name: str, value: object) -> None:
-    """That it can be called."""
+    """Raise `InvalidArgumentError` unless ``value`` can be called."""
     if not callable(value):
         raise InvalidArgumentError(f"{name}={value!r:.60} is not possible: it is a function, which is called.")
 
@@ -108,9 +108,10 @@ def scalar(value: Any) -> Any:
 
 
 def ask(call: str, takes: str, trial: Callable[[], T]) -> T:
-    """What torch's ``trial`` returns; if it refuses, an error about ``call``, which has the arguments in it.
+    """What torch's ``trial`` returns.
 
-    ``takes`` says of which types they have to be.
+    If torch refuses, raises `InvalidDtypeError`, `InvalidArgumentError` (a type) or `InvalidValueError` (a value).
+    ``call``: the user's call with its arguments, for the message; ``takes``: of which types these have to be.
     """
     try:
         return trial()
@@ -124,7 +125,7 @@ def ask(call: str, takes: str, trial: Callable[[], T]) -> T:
 
 
 def dtype_of_full(call: str, name: str, value: Any, dtype: torch.dtype | None = None) -> torch.dtype:
-    """Of a tensor that is ``value`` everywhere, if that is a number, which ``dtype`` can hold."""
+    """The dtype of a tensor that is ``value`` everywhere. Raises, as `ask` does, unless it is a number that fits."""
     takes = f"{name} is a number, or a tensor with one and no dimensions"
 
     def trial() -> torch.dtype:
@@ -157,7 +158,10 @@ def length_of_arange(start: Number, end: Number, step: Number, dtype: torch.dtyp
 
 
 def check_random(name: str, dtype: torch.dtype, **bounds: Any) -> None:
-    """That torch draws values of ``dtype`` between such bounds: "rand", "randn", "randint" or "uniform"."""
+    """Raise, as `ask` does, unless torch can draw values of ``dtype`` between these bounds.
+
+    ``name``: "rand", "randn", "randint" or "uniform".
+    """
     given = "".join(f"{role}={value!r:.60}, " for role, value in bounds.items())
     values = tuple(map(scalar, bounds.values()))
 
@@ -172,7 +176,7 @@ def check_random(name: str, dtype: torch.dtype, **bounds: Any) -> None:
 
 
 def check_generator(generator: object, device: torch.device) -> None:
-    """That it is None or a generator of random numbers on the type of ``device``."""
+    """Raise `InvalidArgumentError` unless it is None, or a torch.Generator for ``device``'s type."""
     if generator is None:
         return
     if not isinstance(generator, torch.Generator):
@@ -185,7 +189,7 @@ def check_generator(generator: object, device: torch.device) -> None:
 
 
 def _flat(size: Sequence[Size]) -> list[Any]:
-    """What is in these lists and tuples, and in those in them."""
+    """The elements of nested lists and tuples, in order."""
     extents = []
     for extent in size:
         extents += _flat(extent) if isinstance(extent, list | tuple) else [extent]

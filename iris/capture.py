@@ -1,5 +1,5 @@
-"""What torch does not say of the capture of a CUDA (or HIP) graph: which one it is, which may share memory, and what
-may be done in the midst of it.
+"""What torch does not say about captures of CUDA (or HIP) graphs: which capture is in progress, which graphs may share
+memory, and how to allocate and load kernels during one.
 
 Graphs of one memory pool, and graphs whose first call is on one stream, are taken for graphs that never run at once:
 the first is torch's own rule ("CUDA semantics", "Graph memory management"), the second is that of calls outside a
@@ -59,7 +59,7 @@ Line = int | GraphLine | None
 
 
 class Lines:
-    """Those of one group, numbered in order of use, which is the same on every rank of a symmetric program."""
+    """The lines of one group, numbered in order of use, which is the same on every rank of a symmetric program."""
 
     def __init__(self) -> None:
         self._graphs: dict[object, int] = {}
@@ -67,7 +67,7 @@ class Lines:
         self._made = 0
 
     def find(self, stream: int) -> GraphLine:
-        """That of a call which is being captured on the stream with this handle."""
+        """The line of a call that is being captured on the stream with this handle."""
         capture = capture_id(stream)
         if capture not in self._captures:
             if len(self._captures) == REMEMBERED:
@@ -79,7 +79,7 @@ class Lines:
         return branches[stream]
 
     def forget(self) -> None:
-        """All of them: graphs that are captured from now on are of other lines."""
+        """Forget all lines: graphs that are captured from now on belong to new ones."""
         self._graphs, self._captures = {}, {}
 
     def _find_graphs(self, stream: int, pool: tuple[int, int] | None) -> int:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from iris import peer_loss, world  # noqa: F401 (peer_loss: attends from here on)
+from iris import peer_loss, world  # noqa: F401 (importing peer_loss registers what it does when a peer ends)
 from iris.arg_parser import index
 from iris.capture import refuse_in_capture
 from iris.ccl.collectives import Collectives
@@ -250,7 +250,7 @@ class Iris(Factories):
     def close(self) -> None:
         """Give the heap back. Collective; blocks the host until every rank has closed. A second call does nothing.
 
-        The caller guarantees that no kernel uses the heap any more. Of ranks whose group is broken each closes alone.
+        The caller guarantees that no kernel uses the heap any more. If the group is broken, each rank closes alone.
         """
         if self.heap.closed:
             return

@@ -2,8 +2,8 @@
 
 Kernels write the record where a wait exceeds its limit (`iris.wait_limit`); with ``IRIS_DEBUG=1``, where they reach a
 peer by a pointer that is not in their context's heap; and where a lock of `iris.x` holds what only its caller can have
-put there. The host looks at it whenever it has drained a stream anyway. With neither of the first two switched on, only
-the code of `iris.x` has anything of it.
+put there. The host looks at it whenever it has drained a stream anyway. With neither the limit nor debug mode switched
+on, only kernels that use `iris.x` have code for it.
 """
 
 from collections.abc import Callable, Sequence

@@ -132,12 +132,13 @@ def on_a_stream(method: Callable[..., Any]) -> Callable[..., dist.Work]:
 
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> dist.Work:
-        tensors = list(tensors_in([*args, *kwargs.values()]))
+        given = [*args, *kwargs.values()]
+        tensors = list(tensors_in(given))
         device = tensors[0].device
         if device.type != self.device_type:
             return getattr(self._beside(device), method.__name__)(*args, **kwargs)
         ccl, stream = self.context(device, method.__name__).ccl, None
-        if any(getattr(value, "asyncOp", False) for value in [*args, *kwargs.values()]):
+        if any(getattr(value, "asyncOp", False) for value in given):
             ccl, stream = _BesideComputation(ccl), self._stream_for("collectives", device)
         # Parameters require gradients, and are written all the same.
         with torch.no_grad(), torch.cuda.stream(stream):

@@ -28,14 +28,14 @@ VARIABLE = "IRIS_PEER_LOST"
 GRACE_S = 10.0
 # For telling the other ranks why this one ends, which may not return.
 TELLING_S = 0.5
-# So many of the library's calls are listed, those that were used last.
+# How many of the library's calls are listed at most: those that were used last.
 MOST_CALLS = 3
 # How often to look whether kernels wait for a rank whose program has ended well.
 INTERVAL_S = 1.0
 
 _LIBRARIES = (str(Path(__file__).parent) + os.sep, str(Path(torch.__file__).parent) + os.sep)
 
-# The devices whose memory is shared, and whoever waits for them.
+# The devices whose memory is shared with a rank that has ended. The lock is held while a thread waits for them.
 _devices: set[torch.device] = set()
 _draining = threading.Lock()
 

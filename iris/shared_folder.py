@@ -38,9 +38,10 @@ def own_folder(name: str) -> Path:
 
 @contextmanager
 def shared_folder(name: str, number: int = 0) -> Iterator[Path]:
-    """The same one for all ranks of a torchrun, of which each runs this, with equal arguments; else one of its own.
+    """A folder that all ranks of one torchrun share; each of them calls this with equal arguments.
 
-    The last rank to leave takes it away, also if an error or a signal makes it leave.
+    Without torchrun, a folder of this process alone. The last rank that leaves the block removes the folder, also if it
+    leaves by an error or a signal. Raises `FolderError` if there is no place for the folder, or it is another user's.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         folder = own_folder(name)
@@ -50,8 +51,8 @@ def shared_folder(name: str, number: int = 0) -> Iterator[Path]:
             with undisturbed():
                 shutil.rmtree(folder, ignore_errors=True)
         return
-    # The agent that started the ranks is the parent of all, and its port nobody else's. Numbers of processes come back,
-    # but not with the same start.
+    # The agent that started the ranks is the parent of all, and nobody else has its port. The system uses numbers of
+    # processes again, but not with the same time of start.
     own = f"{name}-{os.getuid()}-{os.environ['MASTER_PORT']}-{os.getppid()}-{_start_of(os.getppid())}-{number}"
     folder = _temporary() / own
     here = _enter(folder)
@@ -115,6 +116,6 @@ def leave(path: Path, status: int) -> None:
 
 
 def await_(condition: Callable[[], bool]) -> None:
-    """Until it holds."""
+    """Return when ``condition`` holds; the caller sees to it that it will."""
     while not condition():
         time.sleep(INTERVAL_S)

@@ -82,7 +82,7 @@ class Workspace:
         self._context_tensors: dict[str, torch.Tensor] = {}
 
     def line(self, stream: int | None, capturing: bool) -> Line:
-        """That of a call on the stream with this handle (None in the simulator), maybe in a graph's capture."""
+        """The line of a call on the stream with this handle (None in the simulator), which may be capturing a graph."""
         return self._lines.find(stream) if capturing else stream
 
     def channel(
@@ -133,7 +133,7 @@ class Workspace:
         return lines
 
     def progress(self) -> list[str]:
-        """The same of all blocks."""
+        """`progress_in` of all blocks."""
         return [line for block in (*self._eager.blocks, *self._captured.blocks) for line in self.progress_in(block)]
 
     def release_captures(self) -> None:
@@ -189,7 +189,7 @@ class Workspace:
 
 
 class _Blocks:
-    """From the last of which channels are cut, one behind the other."""
+    """Blocks of one kind, eager calls' or graphs'. Channels are cut from the last one, one behind the other."""
 
     def __init__(self) -> None:
         self.blocks: list[Block] = []

@@ -6,6 +6,7 @@ import math
 import numpy
 import pytest
 import torch
+from torch_factories import Torch
 
 import iris
 from iris.ccl import Config
@@ -63,19 +64,6 @@ VALUES = {
     "a type": Index,
     "a dtype": torch.int8,
 }
-
-
-class Torch:
-    """torch, with the names that Iris adds to it."""
-
-    def __getattr__(self, name):
-        return getattr(torch, name)
-
-    def allocate(self, count, dtype):
-        return torch.empty(count, dtype=dtype)
-
-    def uniform(self, size, low=0.0, high=1.0, dtype=torch.float):
-        return torch.empty(size, dtype=dtype).uniform_(low, high)
 
 
 FACTORIES = {

@@ -3,6 +3,7 @@
 import numpy
 import pytest
 import torch
+from torch_factories import Torch
 
 from iris import world
 from iris.errors import (
@@ -27,19 +28,6 @@ class Tensors(Factories):
 @pytest.fixture(scope="module")
 def ctx():
     return Tensors()
-
-
-class Torch:
-    """torch, with the names that Iris adds to it."""
-
-    def __getattr__(self, name):
-        return getattr(torch, name)
-
-    def allocate(self, count, dtype):
-        return torch.empty(count, dtype=dtype)
-
-    def uniform(self, size, low=0.0, high=1.0, dtype=torch.float):
-        return torch.empty(size, dtype=dtype).uniform_(low, high)
 
 
 MODEL = torch.arange(6.0, dtype=torch.float64).view(2, 3)

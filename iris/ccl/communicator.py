@@ -82,7 +82,7 @@ class Communicator:
     refuses : bool
         Whether this rank takes part in a call that it has refused as its root.
     broadcasts, begun : int
-        How many broadcasts have been called, and where in the ``state`` that is told: see `iris.ccl.refusal`.
+        How many broadcasts this rank has called, and which word of ``state`` says so: see `iris.ccl.refusal`.
     heap_table : torch.Tensor
         int64 ``[size + 1]``: where the symmetric heap of each member begins, in this rank's addresses; its bytes.
     num_sms, largest_cluster : int

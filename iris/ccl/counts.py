@@ -1,8 +1,8 @@
 """Counts and displacements of `all_to_all_v` as its kernel reads them: rows of int64 on the device, one word a rank.
 
-Those that a stream has used before lie in a table of its own, so a call with the same numbers copies nothing. When the
-table is full it is begun anew: what is written over has been read by then, since the copies are on the stream whose
-kernels read them. A graph copies its numbers in each replay, to memory that is the graph's.
+Each stream has a table of the numbers that it has used, so a call with the same numbers copies nothing. A full table is
+filled again from the start. What is written over has been read by then, since the copies are on the stream whose
+kernels read the table. A graph copies its numbers in each replay, to memory of the graph.
 """
 
 from collections.abc import Sequence
@@ -22,8 +22,11 @@ MOST = 512
 
 
 class Numbers(NamedTuple):
-    """``device``: the four rows, or None in a graph. ``sent``, ``received``: where the last element of input and output
-    ends, and which rank's it is."""
+    """One set of counts and displacements.
+
+    ``host``: int64 ``[4, W]``, pinned. ``device``: its rows on the device, or None in a graph. ``sent``, ``received``:
+    how many elements of input and of output are used, and which rank the last of them belongs to.
+    """
 
     host: torch.Tensor
     device: tuple[torch.Tensor, ...] | None

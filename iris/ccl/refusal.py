@@ -1,11 +1,13 @@
-"""A root that refuses what it alone gives to a collective: the others have nothing to refuse, and would wait for it.
+"""What happens when the root of a collective refuses an argument that it alone gives.
 
-So the root takes part with other memory of the size that the others' tensors have, and breaks the group behind that
-(`iris.abort`), in the order of its stream: a member that has not come yet must not find the group broken before it has
-taken part. Nothing of it is in the way of a call that is right.
+The other ranks see nothing wrong, and would wait for the root. So the root takes part with memory of its own, of the
+size that the others' tensors have. Behind that, in the order of its stream, it breaks the group (`iris.abort`): a
+member that has not come yet must not find the group broken before it has taken part. Calls whose arguments are right
+pay nothing for this but a broadcast's count.
 
-A broadcast has one argument, which all ranks may refuse. So each member tells in the memory of the abort flag which
-broadcast, by its number, it has begun or refused; and the root that refuses one looks there what the others do.
+All ranks give the tensor of a broadcast, so all may refuse it, and then nobody waits. So each member writes to the
+memory of the abort flag the number of the last broadcast that it has begun, and of the last that it has refused. A root
+that refuses one reads there what the others do.
 """
 
 import time
@@ -23,7 +25,7 @@ from iris.launch import addresses, prepare
 
 follow_predecessor, give_up = triton_ordering.follow_predecessor, triton_ordering.give_up
 
-# How long a root looks what the others do; after that those that come find the group broken.
+# Seconds for which a root watches what the others do. It breaks the group then, and members that come later find it so.
 LONGEST_LOOK_S = 10.0
 
 
@@ -44,8 +46,8 @@ def refuse(
 ) -> NoReturn:
     """Raise ``error``, which the root of a collective alone has found, and leave nobody waiting.
 
-    ``take_part``: the same call with memory of the root's own. Where that is refused too, so it is on the other ranks.
-    Nor is there anybody who waits while a graph is captured.
+    ``take_part``: the same call with memory of the root's own. If that is refused too, the other ranks have refused the
+    call as well, and nobody waits. Nobody waits while a graph is captured, either.
     """
     if comm.refuses or capturing:
         raise error

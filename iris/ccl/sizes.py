@@ -2,10 +2,10 @@
 
 Each program of a sender tells the program of the receiver with the same number how many bytes its rank sends, before
 the first block: a word of 8 bytes, which carries its own arrival (`iris.language.stamped`). The receiver compares it
-with its own size before it takes a block. The word is on its way before the data, so it costs no step; of what the
-queue holds nothing is outside of the library's memory, so a sender needs no answer before it sends. Where a sender
-writes to the receiver's tensor itself, the receiver's size comes with the place of it (`iris.ccl.queue`), and the
-sender compares as well.
+with its own size before it takes a block. The word is on its way before the data, so it costs no step. The slots of a
+queue are the library's own memory, so a sender needs no answer before it fills them. Where a sender writes to the
+receiver's tensor itself, the receiver's size comes with the place of it (`iris.ccl.queue`), and the sender compares as
+well.
 
     sizes[p, n % 8, s]    at the receiver: the bytes that s sends in message n; written by s alone
     asked[p, d]           at the sender: the bytes that d receives; written by d alone

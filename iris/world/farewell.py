@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 LEAVE_LIMIT_S = 5.0
 # For how long the last word of the process with the store can be read.
 LAST_WORD_S = 0.05
-# What a process that has ended meets for.
+# What a process that ends writes in the place of its next meeting's purpose.
 ENDED = "the end of the program"
-# Of an error's text, so much is told.
+# Characters of an error's text that peers are told at most.
 LONGEST_TEXT = 500
 
 
@@ -58,9 +58,10 @@ class Attendance:
         )
 
 
-# All of the process: peers may be waiting in any of them when it ends.
+# All groups of this process: peers may be waiting in any of them when it ends.
 groups: "weakref.WeakSet[Group]" = weakref.WeakSet()
-# Of the group that met last, by process group. Whoever comes to a meeting has left all earlier ones.
+# By the name of a process group, of the group over it that met last: whoever comes to a meeting has left all earlier
+# ones, also those of other groups over the same process group.
 latest: dict[str, Attendance] = {}
 
 

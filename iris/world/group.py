@@ -65,7 +65,7 @@ class Group:
     timeout : float
         Seconds after which a meeting fails: the time limit that ``torch.distributed`` was initialised with.
     name : str
-        Another one for every group of the process, and the same on all its members.
+        Unique among the groups of the process, and the same on all members.
     store : torch.distributed.Store
         The members' own, on every host; through a connection that no other group uses, so threads can meet in several
         groups at once. A group is for one thread at a time.

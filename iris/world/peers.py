@@ -24,7 +24,7 @@ INTERVAL_S = 0.25
 
 
 def host_id() -> str:
-    """Another one for each host, and the same in all its containers, which have host names of their own."""
+    """A text that is unique to this host, and the same in all of its containers, which have host names of their own."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return file.read().strip()

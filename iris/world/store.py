@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 
-# Between two looks: a share of what was waited already, so that a wait becomes longer by no more than that, and at most
-# so long. A wait inside the store itself would hear of its end a little sooner, but of no signal (Ctrl-C) and no death.
+# The pause between two looks, in seconds, is a share of the time waited so far, so a wait lasts longer by no more than
+# that share; and it is never more than LONGEST_PAUSE_S. A wait inside the store itself would end a little sooner, but
+# neither a signal (Ctrl-C) nor a death would interrupt it.
 SHARE, LONGEST_PAUSE_S = 1 / 8, 5e-3
 # A pause takes the system longer than asking a few times does (prctl(2), PR_SET_TIMERSLACK: 50 µs).
 NO_PAUSE_S = 3e-4

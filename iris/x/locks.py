@@ -21,10 +21,11 @@ signal of each peer may be here and nothing else, as nobody gets further without
 multiple of PERIOD at or below ``lock + PERIOD - W``.
 
 Why a rank may store into ``src`` once its lock has reached k PERIOD: all signals of k calls are here, and everybody has
-read what lay there. Or some last signals are still on their way, and first ones of call k + 1 are here in their place.
-Such a one stands for them: its sender saw its own lock at k PERIOD, so it has acquired the last signals of all, or what
-stands for them in turn, and releases what it has acquired. It is the same where a rank waits for first signals, and has
-last ones in their place. Comparisons wrap, and PERIOD divides 2^32, so counts may overflow.
+read what lay there. Or some last signals are still on their way, and as many first signals of call k + 1 are here
+instead. That is as good. The sender of such a first signal saw its own lock at k PERIOD. So it has acquired the last
+signals of all ranks, or first signals to which the same applies, and its own signal releases what it has acquired. The
+same argument holds where a rank waits for first signals and has last ones instead. Comparisons wrap, and PERIOD divides
+2^32, so counts may overflow.
 
 **Locks that somebody else writes.** A caller that sets its lock to 1 takes away the signals that have come already.
 That must not end in wrong sums, so a lock shows who has written it:
@@ -38,7 +39,7 @@ That must not end in wrong sums, so a lock shows who has written it:
    tile out, asks the peers' locks which of them has been written, and reports that.
 
 So nobody waits for ever for a rank that has left a tile out. `GIVEN_UP` stays, and later calls for the tile report it
-too, until the locks are zeroed behind a barrier. Where all is well there is nothing of this on the link.
+too, until the locks are zeroed behind a barrier. Calls whose locks are in order send nothing more for this.
 """
 
 import triton

@@ -33,7 +33,7 @@ class Carrier(NamedTuple):
 
 
 class Carriers:
-    """Of all programs, by the slots of their clocks."""
+    """The words by which programs have come to know of others, by the slots of the programs' clocks."""
 
     def __init__(self) -> None:
         # The words by which each has come to know more, in turn, with what it knew then.

@@ -65,8 +65,8 @@ class Known(NamedTuple):
 class Allocated(NamedTuple):
     """Memory of this rank. ``text``: its tensor; ``undefined``: nobody has written it.
 
-    ``new``: whatever was there before is gone. Of a kernel's argument one does not know, but `Renewed` says so where
-    another thread may still use what was there.
+    ``new``: whatever was there before is gone. It is False for a kernel's argument where several threads are at work:
+    `Renewed` tells of new memory then.
     """
 
     spans: Spans

@@ -1,4 +1,4 @@
-"""What who looks at a flag may count on: what came before in every order of its updates that shows it the same.
+"""What a reader of a flag may count on: what came before it in every order of the flag's updates that ends its wait.
 
 A flag may have been raised further than its wait asks for, and a count may be the sum of other updates than those that
 it happens to be of. What came with those was there by luck, and another time it is not: a sender that waits for one
@@ -53,7 +53,7 @@ class _Look(NamedTuple):
 
 
 class _Releases:
-    """What was released with each value."""
+    """What was released with each value of a flag: a whole one every `STRIDE` values, and the changes between."""
 
     def __init__(self, first: Released | None) -> None:
         self._last = self._whole = first

@@ -219,7 +219,7 @@ class HostAccesses(TorchDispatchMode):
 
 
 class _InThread(TorchDispatchMode):
-    """What the accesses of the process are told of one thread, as modes are."""
+    """Hands the operations of one more thread to the process' `HostAccesses`: torch keeps modes by thread."""
 
     def __init__(self, accesses: HostAccesses) -> None:
         super().__init__()
@@ -232,8 +232,8 @@ class _InThread(TorchDispatchMode):
         return HostAccesses.__torch_dispatch__(self._accesses, func, types, args, kwargs)
 
 
-# Ways to read a whole tensor that are no operations of torch's; None is inherited. Of what numpy gets one knows nothing
-# more, nor of a copy to where the tensor is already.
+# Ways to read a whole tensor that are no operations of torch's; None: inherited. `cpu` is one of them, since it copies
+# nothing of a tensor that is on the CPU. What numpy does with the memory afterwards is not seen.
 _READS = ("tolist", "__repr__", "__reduce_ex__", "numpy", "__array__", "cpu")
 _UNSEEN = {name: vars(torch.Tensor).get(name) for name in _READS}
 

@@ -17,7 +17,7 @@ from iris.simulator.sanitizer.events import Place, Spans, Waiting
 from iris.simulator.sanitizer.notes import Notes
 from iris.simulator.sanitizer.threads import Threads
 
-# Who only reads the same memory often is not at it for so long.
+# Seconds after which it counts as waiting: programs that merely read the same memory often do other things meanwhile.
 POLLING_S = 5.0
 
 # So many looks are remembered; who looks at more different things reads data.

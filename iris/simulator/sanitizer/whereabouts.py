@@ -1,4 +1,4 @@
-"""Where the ranks of a program are that does not end: the command asks each of its processes, before it ends them."""
+"""Where the ranks of a program are when its time limit is over: `check` asks each process before it ends them all."""
 
 import json
 import os
@@ -18,7 +18,7 @@ _FRAME = re.compile(r"(?P<file>.+):(?P<number>\d+) in (?P<function>.*?): ")
 
 
 def sign(folder: Path, rank: int) -> None:
-    """This process is ``rank``."""
+    """Note in the folder that this process is ``rank``."""
     (folder / f"rank{rank}.process").write_text(str(os.getpid()))
 
 
