@@ -95,12 +95,15 @@ def start_if_wanted(group: "Group") -> None:
     if not switched_on(VARIABLE) or recorder is not None:
         return
     rank, num_ranks = group.ranks[group.rank], max(group.ranks) + 1
-    folder = os.environ.get(FOLDER_VARIABLE)
-    if folder is None:
+    if FOLDER_VARIABLE in os.environ:
+        from iris.simulator.sanitizer.launches import own_launch
+
+        folder = own_launch(Path(os.environ[FOLDER_VARIABLE]))
+    else:
         from iris.simulator.sanitizer.at_exit import report_at_exit
 
         folder = report_at_exit(group)
-    start(Path(folder), rank, num_ranks)
+    start(folder, rank, num_ranks)
     if SEED_VARIABLE in os.environ:
         from iris.simulator import grid
 

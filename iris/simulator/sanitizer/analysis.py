@@ -281,7 +281,7 @@ class Analysis:
 
 
 def analyse(folder: Path) -> list[Finding]:
-    """What is wrong in the program whose ranks have noted what they did in ``folder``."""
+    """What is wrong in the launch whose ranks have noted what they did in ``folder``."""
     over, verdicts = Onlooker(folder).is_over(), Verdicts()
     for _ in range(TIMES):
         analysis = Analysis(notes_in(folder), over, verdicts)

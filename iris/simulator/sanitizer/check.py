@@ -14,7 +14,8 @@ from iris.shared_folder import await_, leave, own_folder, shared_folder
 from iris.simulator.sanitizer import FOLDER_VARIABLE, SEED_VARIABLE, VARIABLE, findings, whereabouts
 from iris.simulator.sanitizer.analysis import analyse
 from iris.simulator.sanitizer.deadlock import Onlooker
-from iris.simulator.sanitizer.findings import Finding
+from iris.simulator.sanitizer.findings import Finding, united
+from iris.simulator.sanitizer.launches import launches_in
 
 FOUND, FAILED = 1, 2
 """Exit statuses: something was found; the program failed, or could not be run, and nothing was found."""
@@ -97,10 +98,14 @@ def _run_once(program: Path, arguments: Sequence[str], folder: Path, seed: int |
         settings[SEED_VARIABLE] = str(seed)
     # What the program prints is not part of the report.
     with running(program, arguments, settings, stdout=sys.stderr) as process:
-        begin, onlooker, over_since = time.monotonic(), Onlooker(folder), None
+        begin, launch, onlooker, over_since = time.monotonic(), folder, Onlooker(folder), None
         while process.poll() is None:
             time.sleep(INTERVAL_S)
             now = time.monotonic()
+            latest = max(launches_in(folder), default=folder)
+            if latest != launch:
+                # The program has gone on, whatever has become of the ranks before.
+                launch, onlooker, over_since = latest, Onlooker(latest), None
             if over_since is None and onlooker.is_over():
                 over_since = now
             if over_since is not None and (now - over_since > ENDING_S or onlooker.hosts_wait_s() > ENDING_HOSTS_S):
@@ -112,7 +117,8 @@ def _run_once(program: Path, arguments: Sequence[str], folder: Path, seed: int |
 
 
 def _found_in(folder: Path, time_limit: float) -> list[Finding]:
-    return analyse(folder) + whereabouts.findings(folder, time_limit)
+    found = [finding for launch in launches_in(folder) for finding in analyse(launch)]
+    return united(found) + whereabouts.findings(folder, time_limit)
 
 
 def _tell(found: list[Finding], form: str, seeds: list[int | None], failed: bool) -> None:

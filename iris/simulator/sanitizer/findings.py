@@ -66,6 +66,19 @@ class Finding:
         return "\n".join(lines + [f"    {what}: {where}" for what, where in self.places])
 
 
+def united(findings: list[Finding]) -> list[Finding]:
+    """Those of several launches: a mistake that shows at the same lines in some of them is said once."""
+    known: dict[tuple, Finding] = {}
+    for finding in findings:
+        # Which ranks are the example, and which of two accesses was seen first, differs from launch to launch.
+        lines = frozenset((what.partition(",")[0], line) for what, line in finding.places)
+        same = known.setdefault((finding.kind, lines or finding.sentence), finding)
+        if same is not finding:
+            same.count += finding.count
+            same.ranks = sorted({*same.ranks, *finding.ranks})
+    return list(known.values())
+
+
 def as_json(findings: list[Finding]) -> str:
     return json.dumps([asdict(finding) for finding in findings], indent=1)
 

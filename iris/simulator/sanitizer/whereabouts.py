@@ -12,6 +12,7 @@ from iris.errors import ProcessUnreachableError
 from iris.simulator.sanitizer import lines
 from iris.simulator.sanitizer.events import Line
 from iris.simulator.sanitizer.findings import Finding, line_text
+from iris.simulator.sanitizer.launches import launches_in
 
 # As `inspection.find_threads` writes them.
 _FRAME = re.compile(r"(?P<file>.+):(?P<number>\d+) in (?P<function>.*?): ")
@@ -23,8 +24,12 @@ def sign(folder: Path, rank: int) -> None:
 
 
 def note(folder: Path, processes: list[int]) -> None:
-    """Ask these processes, and leave their answers in the folder. Under torchrun each rank's command has its own."""
-    ranks = {int(file.stem.removeprefix("rank")): int(file.read_text() or 0) for file in folder.glob("rank*.process")}
+    """Ask these processes, and leave their answers in the folder. Under torchrun each rank's command has its own.
+
+    The ranks are those of the program's latest launch.
+    """
+    signed = [file for launch in launches_in(folder)[-1:] for file in launch.glob("rank*.process")]
+    ranks = {int(file.stem.removeprefix("rank")): int(file.read_text() or 0) for file in signed}
     with ThreadPoolExecutor(max(1, len(processes))) as pool:
         threads = dict(zip(processes, pool.map(_ask, processes), strict=True))
     told = [{"rank": rank, "threads": threads.pop(process)} for rank, process in ranks.items() if process in threads]
