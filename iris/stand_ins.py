@@ -16,7 +16,7 @@ def in_transform() -> bool:
 def stand_in(tensor: torch.Tensor) -> str | None:
     """What the tensor is if no kernel can be given it, and what to do: the end of a sentence. None if it can."""
     kind = type(tensor).__name__
-    if isinstance(tensor, FakeTensor) or tensor.device.type == "meta":
+    if isinstance(tensor, FakeTensor):
         return (
             f"a tensor without memory ({kind} on {tensor.device}), as torch has where it traces. Make the call an "
             f"operator (torch.library.custom_op), or use those of {OPERATORS}."

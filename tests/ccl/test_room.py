@@ -17,7 +17,7 @@ def share(monkeypatch):
         monkeypatch.setattr(communicator, "simulator", SimpleNamespace(ACTIVE=False))
         monkeypatch.setattr(communicator, "on_nvidia", lambda: True)
         monkeypatch.setattr(communicator, "registers", lambda *given, **options: held)
-        return communicator._share(GPU, None, programs, num_warps, ())
+        return communicator._share(GPU, None, programs, num_warps, (), {})
 
     return of
 

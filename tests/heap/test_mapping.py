@@ -219,6 +219,7 @@ def test_a_killed_rank_leaves_nothing_behind():
 def test_what_torch_cannot_share_is_told(monkeypatch):
     """The error of a GPU machine whose processes cannot exchange memory, without the GPUs."""
     monkeypatch.setattr(gpu._SymmetricMemory, "empty_strided_p2p", lambda *_: torch.empty(SIZE), raising=False)
+    monkeypatch.setattr(gpu, "keep", lambda make, device: make())
 
     def refuse(*_):
         assert os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] == "1"
@@ -241,6 +242,9 @@ class PairOfRanks:
 
     def agree(self, step, what):
         return [step(), None]
+
+    def all_gather(self, value, what):
+        return [value, value]
 
 
 def test_a_gpu_without_room_is_told(monkeypatch):

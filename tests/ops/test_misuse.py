@@ -119,7 +119,7 @@ CASES = {
         ALIGNED,
         {"config": FusedConfig(use_gluon=True, block_size_m=128, block_size_n=256, block_size_k=128)},
     ),
-    "config": (InvalidConfigError, "not an iris.ops.FusedConfig", {}, {"config": "fast"}),
+    "config": (InvalidConfigError, "config='fast' is not possible: it is an iris.ops", {}, {"config": "fast"}),
 }
 
 
