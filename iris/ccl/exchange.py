@@ -28,8 +28,11 @@ from iris import simulator
 from iris.ccl.queue import (
     AHEAD,
     ASKED,
+    CALLS_FROM,
+    CALLS_TO,
     COUNTS,
     GOT,
+    LONGEST_QUEUED,
     MESSAGES_FROM,
     MESSAGES_TO,
     NUM_SLOTS,
@@ -142,8 +145,9 @@ def make_exchange(jit, lang, queue: SimpleNamespace, sizes: SimpleNamespace, Con
         if DIRECT:
             calls_from, direct_here = offer(ctx, row, own_words, heap_table, output, length, W, sources)
             if PROGRAMS > 0:
-                tell_size(ctx, own_words, piece, messages_from, sources, ASKED)
-                asked = hear_sizes(ctx, own_words, messages_to, receivers, ASKED)
+                tell_size(ctx, own_words, piece, calls_from, sources, ASKED)
+                asking = lang.load(row + CALLS_TO + lanes(), mask=receivers, other=0) + 1
+                asked = hear_sizes(ctx, own_words, asking, receivers, ASKED)
                 to = receivers & (asked == pieces)
             calls_to, place = find(ctx, row, own_words, heap_table, to)
             queued = to & (place == 0)
@@ -155,13 +159,19 @@ def make_exchange(jit, lang, queue: SimpleNamespace, sizes: SimpleNamespace, Con
             unequal = lang.max(lang.cast(wrong, lang.int32), axis=0) > 0
             if unequal:
                 block_bytes = BLOCK_N * bytes_of(input.dtype.element_ty)
+                if DIRECT:
+                    calls_before = calls_from - 1
+                else:
+                    calls_before = lang.load(row + CALLS_FROM + lanes(), mask=sources, other=0)
+                puts = (theirs <= LONGEST_QUEUED) | ((wrong == 0) & (direct_here == 0))
                 refuse(
-                    ctx, counts, words, theirs, pieces, messages_from, sources, block_bytes, PROGRAMS, QUEUES, DIRECT
+                    ctx, counts, words, theirs, pieces, calls_before, puts, sources, block_bytes,
+                    PROGRAMS, QUEUES, DIRECT,
                 )  # fmt: skip
                 record_unequal(ctx, own_words, theirs, pieces, wrong)
             # Nothing is taken from anyone then, nor written by anyone whose size differs.
             takes = takes & (unequal == 0)
-            writers = sources & (unequal == 0)
+            writers = sources & (wrong == 0)
         else:
             writers = sources
         sends = to_first < to_last
@@ -257,8 +267,11 @@ def make_exchange(jit, lang, queue: SimpleNamespace, sizes: SimpleNamespace, Con
         if DIRECT:
             finish(ctx, row, calls_to, to & (queued == 0), calls_from, writers & (direct_here != 0), W)
         if PROGRAMS > 0:
+            if DIRECT:
+                keep(row + CALLS_TO + lanes(), asking, receivers)
             keep(row + MESSAGES_TO + lanes(), messages_to, receivers)
-            keep(row + MESSAGES_FROM + lanes(), messages_from, sources)
+            if unequal == 0:
+                keep(row + MESSAGES_FROM + lanes(), messages_from, sources)
 
     return exchange
 

@@ -12,13 +12,10 @@ from iris.ccl.communicator import P2P_PROGRAMS, Communicator, Launch, power_of_t
 from iris.ccl.config import Config
 from iris.ccl.exchange import gluon_exchange, triton_exchange
 from iris.ccl.exchange_v import triton_exchange_v
-from iris.ccl.queue import COUNTS
+from iris.ccl.queue import COUNTS, LONGEST_QUEUED
 from iris.ccl.select import choose
 from iris.errors import InvalidConfigError
 from iris.language.target import threads_per_warp
-
-# Above this it pays to ask where the result lies, which costs a hop, and to spare the way through the queue.
-SMALLEST_DIRECT = 64 << 10
 
 WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -163,7 +160,7 @@ def prepare_exchange(
         *((most, queues.counts.numel() // COUNTS.value) if e.matched else (0, 0)),
     )  # fmt: skip
     kernel = gluon_exchange if config.use_gluon else triton_exchange
-    direct = e.rows * e.row > SMALLEST_DIRECT
+    direct = e.rows * e.row > LONGEST_QUEUED.value
     # CUDA may hold up the loading of a kernel until those that run have ended (CUDA C++ Programming Guide, "Lazy
     # Loading"). Two ranks that send to each other and then receive must not wait for that, so a message of any length
     # loads what those of other lengths need, and both ends of a message are the same kernel.

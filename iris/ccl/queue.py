@@ -49,6 +49,8 @@ from iris.language.target import threads_per_warp
 # Ranks that a block of lanes holds: the largest group.
 MAX_RANKS = BARRIER_LANES
 SLOTS = 4
+# Above so many bytes it pays to ask where the result lies, which costs a hop, and to spare the way through the queue.
+LONGEST_QUEUED = tl.constexpr(64 << 10)
 # Rounds between sending a block and expecting it at the other end. A round sends two blocks at most (`two_shot`), so
 # 2 * AHEAD + 2 slots are enough. More rounds ahead measured slower: blocks are smaller then, for the same memory.
 AHEAD = tl.constexpr(1)
@@ -58,10 +60,10 @@ DONE, SENT, GOT, CALLS_TO, CALLS_FROM, MET, MESSAGES_TO, MESSAGES_FROM = (tl.con
 COUNTS = tl.constexpr(8 * MAX_RANKS)
 
 # A program's words: rows of MAX_RANKS int64.
-POSTS, PLACES, INPUTS, OUTPUTS, ASKED, SIZES = (tl.constexpr(i * MAX_RANKS) for i in range(6))
-# SIZES has a row for each of so many messages that follow each other (`iris.ccl.sizes`).
+POSTS, PLACES, INPUTS, OUTPUTS, ASKED, _, SIZES = (tl.constexpr(i * MAX_RANKS) for i in range(7))
+# SIZES has a row for each of so many messages that follow each other, and ASKED for two (`iris.ccl.sizes`).
 MESSAGES = 8
-WORDS = tl.constexpr((5 + MESSAGES) * MAX_RANKS)
+WORDS = tl.constexpr((6 + MESSAGES) * MAX_RANKS)
 
 NUM_SLOTS = tl.constexpr(SLOTS)
 HIGH, LOW = tl.constexpr("high"), tl.constexpr("low")
