@@ -127,6 +127,28 @@ def test_messages_of_unequal_size_break_the_group(ranks, mistaken, case):
     ranks.run(unequal, case)
 
 
+def unequal_in_a_row(ctx, sent, received):
+    """As a batch of sends to a receiver of another dtype is: on a GPU all are enqueued before the host knows."""
+    group = dist.new_group()
+    room = Room(ctx, False)
+    send(ctx, 5, 5, room, group=group)
+    ctx.barrier()
+
+    def messages():
+        for _ in range(12):
+            send(ctx, sent, received, room, group=group)
+
+    until_it_is_told(ctx, group, messages)
+    assert room.is_kept_around()
+    ctx.barrier()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("sent", "received"), [(3, 4), (5, 16_000), (90_000, 70_000), (70_000, 90_000)])
+def test_unequal_messages_in_a_row_leave_nobody_waiting(ranks, mistaken, sent, received):
+    ranks.run(unequal_in_a_row, sent, received)
+
+
 # What rank 0 refuses, as the root, where the others have nothing to refuse; and how all call it.
 REFUSED = {
     "no output": (NotATensorError, lambda ccl, x, group: ccl.gather(None, x, 0, group=group)),
