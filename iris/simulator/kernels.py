@@ -20,7 +20,7 @@ from iris.errors import KernelDefinedTooEarlyError, LaunchError, NotInSimulatorE
 from iris.simulator import dtypes, sanitizer, tasks, tma
 from iris.simulator import grid as scheduler
 from iris.simulator.gluon import semantic
-from iris.simulator.rewriting import rewrite, source_of
+from iris.simulator.rewriting import lines_of, rewrite
 from iris.stand_ins import stand_in
 from iris.untraced import untraced
 
@@ -100,15 +100,15 @@ in_python = untraced("the simulator runs kernels in Python")
 def define(self: InterpretedFunction, fn: FunctionType, **options: Any) -> None:
     _stock_init(self, fn, **options)
     # Read now, as the compiler does: by the time of the first launch someone may have edited the file.
-    self._source = source_of(fn)
+    self._lines = lines_of(fn)
 
 
 def rewritten(self: InterpretedFunction) -> FunctionType:
     try:
         return self._simulated
     except AttributeError:
-        source = self._source if hasattr(self, "_source") else source_of(self.fn)  # defined before the simulator
-        self._simulated = rewrite(self.fn, source)
+        lines = self._lines if hasattr(self, "_lines") else lines_of(self.fn)  # defined before the simulator
+        self._simulated = rewrite(self.fn, lines)
         return self._simulated
 
 

@@ -159,21 +159,21 @@ def _is_joined(node: ast.AST) -> bool:
     return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "__simulated_joined__"
 
 
-def source_of(function: FunctionType) -> str:
-    """The text of the function, decorators included.
+def lines_of(function: FunctionType) -> list[str]:
+    """The text of the function's file, from its first decorator on. Where it ends takes long to find: `rewrite` does.
 
     Without it the function would run as the Python that it is, and compute something else: `KernelSourceMissingError`.
     """
     code = function.__code__
     try:
-        lines, _ = inspect.findsource(function)
-        source = "".join(inspect.getblock(lines[code.co_firstlineno - 1 :]))
-    except (OSError, TypeError, IndexError, SyntaxError):
-        source = ""
+        lines = inspect.findsource(function)[0][code.co_firstlineno - 1 :]
+    except (OSError, TypeError, IndexError):
+        lines = []
     # There may be another text: of a file that was edited, or of something else that is called "<string>".
-    if not re.search(rf"\bdef\s+{code.co_name}\s*\(", source):
+    definition = next((line for line in lines if re.match(r"\s*def\b", line)), "")
+    if not re.match(rf"\s*def\s+{code.co_name}\s*\(", definition):
         raise KernelSourceMissingError(code.co_name, f"{code.co_filename}:{code.co_firstlineno}")
-    return source
+    return lines
 
 
 def _definition(source: str, first_line: int) -> ast.FunctionDef:
@@ -212,9 +212,10 @@ def _constant(code: CodeType, name: str) -> CodeType:
     return next(c for c in code.co_consts if isinstance(c, CodeType) and c.co_name == name)
 
 
-def rewrite(function: FunctionType, source: str) -> FunctionType:
-    """The Python function that does what the kernel with this source would."""
+def rewrite(function: FunctionType, lines: list[str]) -> FunctionType:
+    """The Python function that does what the kernel whose text begins with these lines would."""
     original = function.__code__
+    source = "".join(inspect.getblock(lines))
     shadowed = _BUILTINS & {*function.__globals__, *original.co_varnames, *original.co_freevars}
     with _one_thread:
         code = _rewritten_code(original, original.co_filename, source, shadowed)
