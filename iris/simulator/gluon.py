@@ -43,8 +43,28 @@ class _Beside(np.ndarray):
     flat = ctypes = property(_refuse)
 
 
+# Of which an operation between two has operands and a result of that type, whatever it is. By identity: the language
+# has one object for each.
+_KEPT = {id(dtype) for dtype in (
+    tl.int1, tl.int8, tl.int16, tl.int32, tl.int64, tl.uint8, tl.uint16, tl.uint32, tl.uint64, tl.float32, tl.float64,
+)}  # fmt: skip
+
+
 class Semantic(TritonSemantic):
     """Triton's semantic layer, and what Gluon adds to it."""
+
+    # The compiler asks these two once for each operation of a kernel, the simulator each time that it carries one out.
+    # What most operations have is answered first.
+
+    def binary_op_type_checking_impl(self, lhs: Any, rhs: Any, *args: Any, **kwargs: Any) -> tuple:
+        if type(lhs) is type(rhs) is tl.tensor and lhs.dtype is rhs.dtype and id(lhs.dtype) in _KEPT:
+            return self.broadcast_impl_value(lhs, rhs)
+        return super().binary_op_type_checking_impl(lhs, rhs, *args, **kwargs)
+
+    def broadcast_impl_value(self, lhs: tl.tensor, rhs: tl.tensor) -> tuple:
+        if lhs.shape is rhs.shape:  # `iris.simulator.shapes` makes each once
+            return lhs, rhs
+        return super().broadcast_impl_value(lhs, rhs)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

@@ -9,7 +9,17 @@ from typing import Any
 
 import triton.language as tl
 
-unwrapped = tl.core._unwrap_if_constexpr
+_unwrapped = tl.core._unwrap_if_constexpr
+# Of which most are what the language unwraps, and which hold nothing.
+_BARE = {tl.tensor, tl.dtype, tl.block_type, tl.pointer_type, int, bool, float, str, type(None)}
+
+
+def unwrapped(value: Any) -> Any:
+    """What the language's own gives, which asks for lists and tuples first."""
+    kind = type(value)
+    if kind is tl.constexpr:
+        return value.value
+    return value if kind in _BARE else _unwrapped(value)
 
 
 def _remember_types() -> None:
@@ -49,5 +59,6 @@ def _remember_tensors() -> None:
 
 def install() -> None:
     """For the life of the process."""
+    tl.core._unwrap_if_constexpr = unwrapped
     _remember_types()
     _remember_tensors()
