@@ -12,6 +12,7 @@ import torch
 from click.testing import CliRunner
 from conftest import UNDER_TORCHRUN, import_path
 from covering import EVERYTHING
+from preloaded import LIMIT_S, python
 
 from iris.__main__ import commands
 from iris.bench import collectives, plots, report, tune
@@ -204,11 +205,11 @@ def started(*arguments):
     """The command where no ranks are, and two can be started."""
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     return subprocess.run(
-        [sys.executable, "-m", "iris", *map(str, arguments)],
+        [*python(), "-m", "iris", *map(str, arguments)],
         env={**environment, "PYTHONPATH": import_path(), "IRIS_SIMULATOR": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=LIMIT_S,
     )
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from conftest import UNDER_TORCHRUN, import_path
+from preloaded import LIMIT_S, python
 from rich.console import Console
 
 from iris import demo, info
@@ -22,13 +23,14 @@ ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.skipif(UNDER_TORCHRUN, reason="starts processes of its own")
 
 
-def python(*args, first_on_path=(), **environment):
+def run(*args, first_on_path=(), **environment):
     return subprocess.run(
-        [sys.executable, *args],
+        # A copy has Triton.
+        [*([sys.executable] if first_on_path else python()), *args],
         env={**os.environ, "PYTHONPATH": import_path(*first_on_path), **environment},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=LIMIT_S,
     )
 
 
@@ -40,7 +42,7 @@ def without_triton(tmp_path):
 
 
 def test_info_for_machines():
-    result = python("-m", "iris", "info", "--json", IRIS_SIMULATOR="1")
+    result = run("-m", "iris", "info", "--json", IRIS_SIMULATOR="1")
     assert result.returncode == 0, result.stderr
     report = json.loads(result.stdout)
     assert report["versions"]["torch"] and report["versions"]["triton"]
@@ -72,27 +74,27 @@ def test_info_names_what_is_missing():
 
 
 def test_without_triton_importing_says_what_to_do(without_triton):
-    result = python("-c", "import iris", first_on_path=without_triton)
+    result = run("-c", "import iris", first_on_path=without_triton)
     assert result.returncode == 1
     assert "iris.errors.TritonMissingError: Iris needs Triton" in result.stderr
     assert "pip install" in result.stderr
 
 
 def test_without_triton_info_still_runs(without_triton):
-    result = python("-m", "iris", "info", first_on_path=without_triton)
+    result = run("-m", "iris", "info", first_on_path=without_triton)
     assert result.returncode == 1
     assert "Triton cannot be imported" in result.stdout
     assert "Traceback" not in result.stderr
 
 
 def test_without_triton_the_demo_says_so(without_triton):
-    result = python("-m", "iris", "demo", first_on_path=without_triton)
+    result = run("-m", "iris", "demo", first_on_path=without_triton)
     assert result.returncode == 1
     assert result.stderr.startswith("Error: Iris needs Triton")
 
 
 def test_demo():
-    result = python("-m", "iris", "demo", IRIS_SIMULATOR="1")
+    result = run("-m", "iris", "demo", IRIS_SIMULATOR="1")
     assert result.returncode == 0, result.stderr
     assert "2 ranks in the simulator, IRIS_SIMULATOR=1" in result.stdout
     assert result.stdout.count("✓") == len(steps.STEPS) + 1

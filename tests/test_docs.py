@@ -19,7 +19,6 @@ import re
 import runpy
 import shlex
 import subprocess
-import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +28,7 @@ import torch
 from click.testing import CliRunner
 from conftest import UNDER_TORCHRUN, import_path
 from covering import EVERYTHING
+from preloaded import LIMIT_S, python
 
 import iris
 import iris.gluon
@@ -39,7 +39,6 @@ from iris.spawn import launch
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
-COMMAND_LIMIT_S = 120
 
 alone = pytest.mark.skipif(UNDER_TORCHRUN, reason="starts processes of its own; run it without torchrun")
 
@@ -185,9 +184,9 @@ class Commands:
 
     def python(self, *arguments):
         if arguments[0] in self.programs or arguments[:2] == ("-m", "iris"):
-            return [sys.executable, *arguments]
+            return [*python(), *arguments]
         if arguments[:2] == ("-m", "pytest") and arguments[-1] in self.programs:
-            return [sys.executable, *arguments]
+            return [*python(), *arguments]
         if arguments[:2] == ("-m", "pytest"):
             arguments = [argument for argument in arguments[2:] if argument != "-q"]
         self._exists(*arguments)
@@ -198,7 +197,7 @@ class Commands:
             return self._understood(arguments[arguments.index("-m") :])
         first = next(i for i, argument in enumerate(arguments) if argument.endswith(".py"))
         if arguments[first] in self.programs:
-            return [sys.executable, "-m", "torch.distributed.run", *arguments]
+            return [*python(), "-m", "torch.distributed.run", *arguments]
         self._exists(*arguments[first:])
 
     def _understood(self, arguments):
@@ -255,7 +254,7 @@ def test_the_commands_work(page, line, block, tmp_path):
             cwd=tmp_path,
             capture_output=True,
             text=True,
-            timeout=COMMAND_LIMIT_S,
+            timeout=LIMIT_S,
         )
         # What the pages check has a mistake.
         assert done.returncode == (1 if "check" in words else 0), done.stdout + done.stderr

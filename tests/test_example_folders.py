@@ -14,6 +14,7 @@ import torch
 from conftest import UNDER_TORCHRUN, import_path
 from covering import EVERYTHING
 from hesitation import hesitant
+from preloaded import LIMIT_S, python
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 sys.path.append(str(EXAMPLES))
@@ -454,11 +455,11 @@ def test_every_folder_is_tested():
 
 def run_program(folder, *arguments):
     result = subprocess.run(
-        [sys.executable, EXAMPLES / folder / "benchmark.py", "-r", "2", *arguments],
+        [*python(), EXAMPLES / folder / "benchmark.py", "-r", "2", *arguments],
         env={**os.environ, "PYTHONPATH": import_path()},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=LIMIT_S,
     )
     assert result.returncode == 0, result.stderr
     return result.stdout

@@ -3,12 +3,12 @@
 import importlib
 import os
 import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from conftest import UNDER_TORCHRUN, import_path
+from preloaded import LIMIT_S, python
 
 import iris
 
@@ -116,11 +116,11 @@ def test_wrong_data_are_noticed(ranks):
 )
 def test_program(launcher, program, printed):
     result = subprocess.run(
-        [sys.executable, *launcher, *program],
+        [*python(), *launcher, *program],
         env={**os.environ, "PYTHONPATH": import_path()},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=LIMIT_S,
     )
     assert result.returncode == 0, result.stderr
     assert printed in result.stdout

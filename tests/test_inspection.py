@@ -12,6 +12,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from conftest import TESTS, UNDER_TORCHRUN, import_path
+from preloaded import LIMIT_S, python
 
 import iris
 from iris import inspection
@@ -77,7 +78,7 @@ def hung(tmp_path_factory):
     """The numbers of two processes, ranks 0 and 1, that hang: one in a barrier in a kernel, one on the host."""
     folder = tmp_path_factory.mktemp("hung")
     environment = {**os.environ, "PYTHONPATH": import_path(TESTS), "IRIS_WAIT_TIMEOUT_S": "0"}
-    with subprocess.Popen([sys.executable, TESTS / "programs" / "hang.py", folder], env=environment) as started:
+    with subprocess.Popen([*python(), TESTS / "programs" / "hang.py", folder], env=environment) as started:
         numbers = [await_text(folder / str(rank)) for rank in range(2)]
         try:
             await_answer(numbers[0], HUNG[0], HUNG[1])
@@ -170,5 +171,5 @@ os.wait()
 print("parent", inspection.ask(os.getpid())["pid"] == os.getpid())
 """
     environment = {**os.environ, "PYTHONPATH": import_path()}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([*python(), "-c", program], env=environment, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.stdout == "child True\nparent True\n", done.stderr

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 from conftest import UNDER_TORCHRUN
+from preloaded import LIMIT_S
 
 import iris
 
 ROOT = Path(__file__).parent.parent
-LIMIT_S = 120
 
 
 def names():

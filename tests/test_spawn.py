@@ -3,13 +3,13 @@
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 
 import pytest
 import torch
 from conftest import TESTS, UNDER_TORCHRUN, import_path
+from preloaded import LIMIT_S, python
 
 from iris.errors import InvalidCountError, WorkerNotImportableError
 from iris.spawn import launch
@@ -75,9 +75,9 @@ PROGRAM = "from iris.spawn import launch\ndef main(): print('done')\nlaunch(main
 @pytest.mark.skipif(UNDER_TORCHRUN, reason="the ranks are there already")
 @pytest.mark.parametrize("arguments", [["-c", PROGRAM], ["-"]], ids=["-c", "standard input"])
 def test_a_program_without_a_file_starts_no_ranks_and_says_why(arguments):
-    command = [sys.executable, *arguments]
+    command = [*python(), *arguments]
     environment = {**os.environ, "PYTHONPATH": import_path()}
-    done = subprocess.run(command, input=PROGRAM, env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, input=PROGRAM, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
     assert "WorkerNotImportableError: Ranks are new processes" in done.stderr
 
 
@@ -86,8 +86,8 @@ def test_a_program_says_once_that_its_ranks_are_simulated():
     source = "import os, test_spawn; test_spawn.launch(os.getpid, 2); assert 'IRIS_SIMULATOR' not in os.environ"
     environment = {**os.environ, "PYTHONPATH": import_path(TESTS)}
     environment.pop("IRIS_SIMULATOR", None)
-    command = [sys.executable, "-c", source]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=60)
+    command = [*python(), "-c", source]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=LIMIT_S)
     assert done.stderr.count("kernels run in the simulator") == 1
 
 
@@ -110,7 +110,7 @@ def is_alive(number):
 @pytest.mark.skipif(UNDER_TORCHRUN, reason="the ranks are there already")
 def test_ranks_end_with_whoever_started_them_however_that_ended(tmp_path):
     environment = {**os.environ, "PYTHONPATH": import_path(TESTS)}
-    command = [sys.executable, "-c", STARTS, tmp_path]
+    command = [*python(), "-c", STARTS, tmp_path]
     with subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL) as started:
         while not all((tmp_path / str(rank)).exists() and (tmp_path / str(rank)).read_text() for rank in range(2)):
             assert started.poll() is None

@@ -2,16 +2,16 @@
 
 import os
 import subprocess
-import sys
 
 import pytest
 from conftest import TESTS, UNDER_TORCHRUN, import_path
 from covering import EVERYTHING
+from preloaded import LIMIT_S, python
 
 
 def run(program, limit, **kwargs):
     environment = {**os.environ, "IRIS_WAIT_TIMEOUT_S": limit, "PYTHONPATH": import_path(TESTS)}
-    return subprocess.run([sys.executable, *program], env=environment, capture_output=True, text=True, timeout=90)
+    return subprocess.run([*python(), *program], env=environment, capture_output=True, text=True, timeout=LIMIT_S)
 
 
 @pytest.mark.skipif(UNDER_TORCHRUN, reason="starts ranks of its own; run it without torchrun")

@@ -4,7 +4,6 @@ import os
 import pickle
 import socket
 import subprocess
-import sys
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -12,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import UNDER_TORCHRUN
+from preloaded import LIMIT_S, python
 from torch.distributed import distributed_c10d
 
 from iris.errors import (
@@ -258,7 +258,7 @@ def test_a_world_is_found_in_torchruns_environment_and_an_end_is_noticed(leaves,
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")}
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, str(leaves), how, text],
+            [*python(), "-c", PROGRAM, str(leaves), how, text],
             env=inherited | variables | {"RANK": str(rank)},
             stderr=subprocess.PIPE,
             text=True,
@@ -266,7 +266,7 @@ def test_a_world_is_found_in_torchruns_environment_and_an_end_is_noticed(leaves,
         for rank in range(2)
     ]
     for rank, process in enumerate(processes):
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=LIMIT_S)
         assert process.returncode == (rank == leaves and how == "fails"), errors
 
 

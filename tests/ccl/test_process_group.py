@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import import_path
+from preloaded import LIMIT_S
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -323,5 +324,7 @@ assert x.tolist() == [1.0] * 3 and dist.get_backend_config() == "cuda:iris"
 dist.destroy_process_group()
 """
     environment = {**os.environ, "PYTHONPATH": import_path(tmp_path), "IRIS_SIMULATOR": "1"}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=LIMIT_S
+    )
     assert done.returncode == 0, done.stderr

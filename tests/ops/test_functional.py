@@ -1,12 +1,12 @@
 """Fused operations as operators: torch.compile keeps them in one graph, with the gradients of plain torch."""
 
 import subprocess
-import sys
 
 import pytest
 import torch
 import torch.distributed as dist
 from covering import EVERYTHING
+from preloaded import LIMIT_S, python
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -58,7 +58,7 @@ def compare(ctx, name, compiler):
 
 def test_they_are_there_once_iris_is_imported():
     names = "iris.ops.functional, iris.ccl.functional, torch.ops.iris.matmul_all_reduce, torch.ops.iris.all_reduce"
-    subprocess.run([sys.executable, "-c", f"import iris, torch; {names}"], check=True, timeout=150)
+    subprocess.run([*python(), "-c", f"import iris, torch; {names}"], check=True, timeout=LIMIT_S)
 
 
 @pytest.mark.ranks(2)

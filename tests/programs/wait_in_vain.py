@@ -99,7 +99,7 @@ def worker(rank, world_size):
         if rank == 0:
             wait_kernel[(1,)](ctx.get_device_context(), flags, 20 + turn)
         else:
-            time.sleep(0.4)
+            time.sleep(0.2)
             send_kernel[(1,)](ctx.get_device_context(), flags, 20 + turn)
     ctx.barrier()
     disagree(ctx)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from conftest import import_path
 from covering import EVERYTHING
+from preloaded import LIMIT_S, python
 
 from iris.errors import InvalidSettingError
 from iris.program import members, running
@@ -84,11 +85,11 @@ assert "torch._dynamo" not in sys.modules, "by a rank"
 """
 
 
-def run(*command, **variables):
+def run(*command, start=python, **variables):
     environment = {name: value for name, value in os.environ.items() if not name.startswith("IRIS_")}
     environment |= {"PYTHONPATH": import_path(), **variables}
-    command = [sys.executable, *map(str, command)]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    command = [*start(), *map(str, command)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
 
 
 def check(*arguments, launcher=("-m", "iris"), **variables):
@@ -302,7 +303,7 @@ def test_a_rank_runs_a_program_of_its_own(tmp_path, by):
     if by == "torchrun":
         rank["TORCHELASTIC_RUN_ID"] = "some"
         command = ["-c", "import subprocess, sys; sys.exit(subprocess.call([sys.executable, *sys.argv[1:]]))", *command]
-    done = run(*command, **rank)
+    done = run(*command, start=lambda: [sys.executable], **rank)  # which looks at its parent
     assert (done.returncode, done.stdout) == (0, "iris-check: nothing found.\n"), done.stderr
     assert "The environment is that of rank 1" in done.stderr
 

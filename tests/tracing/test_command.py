@@ -2,12 +2,12 @@
 
 import json
 import subprocess
-import sys
 from collections import defaultdict
 
 import pytest
 from conftest import TESTS, UNDER_TORCHRUN, import_path
 from covering import EVERYTHING
+from preloaded import LIMIT_S, python
 
 from iris import simulator
 
@@ -40,7 +40,7 @@ pytestmark = [
 def run(*command, cwd):
     environment = {"PYTHONPATH": import_path(EXAMPLES, MESSAGES), "PATH": "/usr/bin:/bin", "IRIS_SIMULATOR": "1"}
     return subprocess.run(
-        [sys.executable, *map(str, command)], env=environment, cwd=cwd, capture_output=True, text=True, timeout=120
+        [*python(), *map(str, command)], env=environment, cwd=cwd, capture_output=True, text=True, timeout=LIMIT_S
     )
 
 
@@ -170,7 +170,7 @@ def test_where_nothing_can_be_written_is_said_before_the_program_runs(options, s
 
 @pytest.mark.parametrize("value", ["yes", "2"])
 def test_a_switch_that_means_nothing_is_refused(value):
-    command = [sys.executable, "-c", "import iris"]
+    command = [*python(), "-c", "import iris"]
     environment = {"PYTHONPATH": import_path(), "PATH": "/usr/bin:/bin", "IRIS_TRACE": value}
     result = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert f"IRIS_TRACE='{value}' is not valid" in result.stderr

@@ -2,11 +2,11 @@
 
 import os
 import subprocess
-import sys
 
 import pytest
 from conftest import TESTS, UNDER_TORCHRUN, import_path
 from covering import EVERYTHING
+from preloaded import LIMIT_S, python
 
 from iris import simulator
 
@@ -22,11 +22,11 @@ MORE = [(COLLECTIVES, "3", 16), (COLLECTIVES, "4", 16), (OPERATIONS, "2", 7), (O
 def test_every_way_of_every_operation_tells_what_it_moves(program, count, ways):
     environment = {**os.environ, "IRIS_TRACE": "1", "PYTHONPATH": import_path()}
     done = subprocess.run(
-        [sys.executable, TESTS / "programs" / program, count],
+        [*python(), TESTS / "programs" / program, count],
         env=environment,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=LIMIT_S,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"{ways} ways among {count} ranks move what they say.\n"

@@ -1,0 +1,295 @@
+"""Starts Python programs as copies of a process that has imported torch and Triton, most of what a short program takes.
+
+``[*python(), "-m", "iris", "info"]`` is a command like ``[sys.executable, "-m", "iris", "info"]``: environment, working
+directory, open files, exit status and signals are its own, but its parent is the template. What it starts by
+`sys.executable` is copied, too, also by multiprocessing for its ranks. With IRIS_TEST_ALL=1 nothing is copied, and
+`python` is ``sys.executable``.
+
+Three processes take part: the template, which has the imports, and forks; its copy, which is the program; and the
+command, a small process that hands its own files to the copy, passes on signals, and ends as the copy does.
+"""
+
+import atexit
+import json
+import os
+import signal
+import socket
+import sys
+
+EVERYTHING = os.environ.get("IRIS_TEST_ALL") == "1"
+# What takes so long hangs, however many others the machine is busy with.
+LIMIT_S = 600
+PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# In the template's environment, so that a copy can put its own there, where /proc shows it.
+ROOM, ROOM_BYTES = "IRIS_TEST_ROOM", 1 << 16
+
+_command = None
+
+
+def python():
+    """The beginning of a command that runs a Python program."""
+    global _command
+    if EVERYTHING:
+        return [sys.executable]
+    if _command is None:
+        _command = start_template()
+    return [_command]
+
+
+def start_template():
+    """Returns the program that has it copied."""
+    import shutil
+    import subprocess
+    import tempfile
+
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind("")  # a name of the system's choice, which goes with the socket: unix(7), autobind
+    listener.listen()
+    folder = tempfile.mkdtemp(prefix="iris-python-")
+    program = os.path.join(folder, "python")
+    with open(program, "w") as file:
+        command = f'"{sys.executable}" -I -S "{__file__}" command {listener.getsockname().hex()}'
+        file.write(f'#!/bin/sh\nexec {command} "$@"\n')
+    os.chmod(program, 0o700)
+    # It ends when its standard input does.
+    template = subprocess.Popen(
+        [sys.executable, __file__, "template", str(listener.fileno()), program],
+        stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, pass_fds=[listener.fileno()],
+        env={**os.environ, ROOM: " " * ROOM_BYTES},
+    )  # fmt: skip
+    listener.close()
+
+    def end():
+        template.stdin.close()
+        template.wait()
+        shutil.rmtree(folder, ignore_errors=True)
+
+    atexit.register(end)
+    return program
+
+
+# The command ---------------------------------------------------------------------------------------------------------
+
+
+def command(address, *arguments):
+    files = [file for file in map(int, os.listdir("/proc/self/fd")) if is_inherited(file)]
+    with socket.socket(socket.AF_UNIX) as template:
+        template.connect(bytes.fromhex(address))
+        request = {"arguments": arguments, "environment": dict(os.environ), "folder": os.getcwd(), "files": files}
+        text = json.dumps(request).encode()
+        socket.send_fds(template, [len(text).to_bytes(8, "little")], files)
+        template.sendall(text)
+        answers = template.makefile("rb")
+        program = int(answers.readline())
+        for number in PASSED_ON:
+            signal.signal(number, lambda number, _: os.kill(program, number))
+        status = os.waitstatus_to_exitcode(int(answers.readline()))
+    if status < 0:
+        if -status != signal.SIGKILL:
+            signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+    os._exit(status)
+
+
+def is_inherited(file):
+    try:
+        return os.get_inheritable(file)
+    except OSError:  # that of the listing, which is over
+        return False
+
+
+# The template --------------------------------------------------------------------------------------------------------
+
+
+def serve(listener):
+    """Fork for each command. Returns in the copies, what each of them is to run."""
+    import gc
+    import selectors
+
+    import numpy  # noqa: F401
+    import torch.distributed  # noqa: F401
+    import triton  # noqa: F401
+
+    gc.freeze()  # what a collection touches is no longer shared with the copies
+    for number in PASSED_ON:
+        signal.signal(number, signal.SIG_IGN)
+    selector = selectors.DefaultSelector()
+    selector.register(listener, selectors.EVENT_READ)
+    selector.register(0, selectors.EVENT_READ)
+    while True:
+        for key, _ in selector.select():
+            if key.fileobj == 0:
+                os._exit(0)
+            elif key.fileobj is listener:
+                connection, _ = listener.accept()
+                files, request = receive(connection)
+                program = os.fork() if request else None
+                if program == 0:
+                    request = json.loads(request)
+                    # Before others have their numbers, which they would close at their own end.
+                    for each in [connection, *(key.fileobj for key in selector.get_map().values())]:
+                        if not isinstance(each, int):
+                            each.close()
+                    selector.close()
+                    open_as(files, request.pop("files"))
+                    return request
+                for file in files:
+                    os.close(file)
+                if program is None or not answer(connection, program):
+                    connection.close()
+                if program is not None:
+                    ended = os.pidfd_open(program)
+                    selector.register(ended, selectors.EVENT_READ, (program, connection))
+                    if connection.fileno() >= 0:
+                        selector.register(connection, selectors.EVENT_READ, program)
+            elif key.fileobj not in selector.get_map():
+                pass  # it has ended, and its command's end was found at the same time
+            elif isinstance(key.data, int):
+                os.kill(key.data, signal.SIGKILL)  # the command has been killed
+                selector.unregister(key.fileobj)
+            else:
+                program, connection = key.data
+                _, status = os.waitpid(program, 0)
+                selector.unregister(key.fileobj)
+                os.close(key.fileobj)
+                if connection.fileno() >= 0:
+                    if connection in selector.get_map():
+                        selector.unregister(connection)
+                    answer(connection, status)
+                    connection.close()
+
+
+def receive(connection):
+    """The command's files and its request, which is empty if it was killed before it had said all."""
+    head, files, _, _ = socket.recv_fds(connection, 8, 250)
+    text, length = b"", int.from_bytes(head, "little")
+    while len(text) < length:
+        part = connection.recv(length - len(text))
+        if not part:
+            return files, b""
+        text += part
+    return files, text
+
+
+def answer(connection, number):
+    try:
+        connection.sendall(f"{number}\n".encode())
+    except OSError:  # the command has been killed
+        return False
+    return True
+
+
+def open_as(files, numbers):
+    """These files, under these numbers, and no others."""
+    import fcntl
+
+    apart = [fcntl.fcntl(file, fcntl.F_DUPFD, 1000) for file in files]
+    for other in map(int, os.listdir("/proc/self/fd")):
+        if other < 1000:
+            try:
+                os.close(other)
+            except OSError:  # that of the listing, which is over
+                pass
+    for file, number in zip(apart, numbers, strict=True):
+        os.dup2(file, number)
+        os.close(file)
+
+
+def become(arguments, environment, folder):
+    """Make this process what ``python *arguments`` would be, and run its program."""
+    import multiprocessing
+    import random
+    import runpy
+    import types
+
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    installed = [path for path in sys.path[1:] if path not in paths]
+    os.environ.clear()
+    os.environ.update(environment)
+    show_environment(environment)
+    os.chdir(folder)
+    multiprocessing.process.ORIGINAL_DIR = folder
+    random.seed()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in set(PASSED_ON) - {signal.SIGINT}:
+        signal.signal(number, signal.SIG_DFL)
+    main = types.ModuleType("__main__")
+    main.__builtins__ = __builtins__
+    sys.modules["__main__"] = main
+    while arguments[0] in ("-u", "-B"):
+        if arguments.pop(0) == "-u":
+            sys.stdout.reconfigure(write_through=True)
+    first, *rest = arguments
+    begins = {"-c": "", "-": "", "-m": os.getcwd()}.get(first, os.path.dirname(os.path.realpath(first)))
+    sys.path[:] = [begins, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep)), *installed]
+    multiprocessing.set_executable(sys.executable)
+    if first == "-m":
+        sys.argv[:] = ["-m", *rest[1:]]
+        runpy._run_module_as_main(rest[0])
+        return
+    if first == "-c":
+        sys.argv[:] = ["-c", *rest[1:]]
+        code = compile(rest[0], "<string>", "exec")
+    elif first == "-":
+        sys.argv[:] = ["-", *rest]
+        code = compile(sys.stdin.read(), "<stdin>", "exec")
+    else:
+        sys.argv[:] = [first, *rest]
+        main.__file__ = os.path.abspath(first)
+        with open(first, "rb") as file:
+            code = compile(file.read(), main.__file__, "exec")
+    exec(code, main.__dict__)
+
+
+def show_environment(environment):
+    """In /proc, where the environment with which a process was started stands (proc_pid_environ(5))."""
+    import ctypes
+
+    with open("/proc/self/stat") as stat:
+        begin, end = map(int, stat.read().rpartition(")")[2].split()[47:49])
+    text = b"".join(f"{name}={value}\0".encode() for name, value in environment.items())
+    ctypes.memmove(begin, text.ljust(end - begin, b"\0"), end - begin)
+
+
+def status_of(program):
+    """The exit status with which Python would end."""
+    try:
+        program()
+    except SystemExit as ended:
+        if isinstance(ended.code, int):
+            return ended.code
+        if ended.code is not None:
+            print(ended.code, file=sys.stderr)
+        return ended.code is not None
+    except BaseException as error:
+        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
+        sys.last_exc = error
+        sys.excepthook(type(error), error, error.__traceback__)
+        return -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+    return 0
+
+
+def end(status):
+    """What Python does at its end but take all modules apart, which takes longer than most programs."""
+    import threading
+
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):  # nobody reads any more, or it is closed
+            pass
+    if status < 0:
+        signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+    os._exit(status & 0xFF)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "command":
+        command(*sys.argv[2:])
+    else:
+        request = serve(socket.socket(fileno=int(sys.argv[2])))
+        sys.executable = sys.argv[3]
+        end(status_of(lambda: become(**request)))
