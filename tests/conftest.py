@@ -1,4 +1,5 @@
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,8 @@ UNDER_TORCHRUN = "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def pytest_sessionstart():
+    # A shell that starts pytest in the background has it ignore Ctrl-C, and so would all programs of the tests.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if UNDER_TORCHRUN:
         Torchrun.join()
 

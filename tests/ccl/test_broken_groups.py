@@ -3,7 +3,6 @@
 import functools
 import os
 import signal
-import threading
 
 import pytest
 import torch
@@ -21,6 +20,7 @@ from iris.errors import (
     NotATensorError,
     WrongDeviceError,
 )
+from iris.simulator import grid
 
 GUARD = 32
 
@@ -193,6 +193,12 @@ def test_what_the_root_refuses_is_an_error_on_every_rank(ranks, mistaken, name):
     ranks.run(refused, name)
 
 
+def interrupt(_):
+    """Once all programs of a launch wait."""
+    grid.watchers.remove(interrupt)
+    os.kill(os.getpid(), signal.SIGINT)
+
+
 def interrupted(ctx):
     """Ctrl-C on rank 0, in a call for which the last rank does not come."""
     broken, last = dist.new_group(), ctx.num_ranks - 1
@@ -200,11 +206,9 @@ def interrupted(ctx):
     ctx.ccl.all_reduce(x, x, group=broken)
     ctx.barrier()
     if ctx.cur_rank == 0:
-        timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
-        timer.start()
+        grid.watchers.append(interrupt)
         with pytest.raises(KeyboardInterrupt):
             ctx.ccl.all_reduce(x, x, group=broken)
-        timer.join()
     elif ctx.cur_rank != last:
         with pytest.raises(GroupAbortedError, match="all_reduce.. of rank 0 ended with KeyboardInterrupt"):
             ctx.ccl.all_reduce(x, x, group=broken)
