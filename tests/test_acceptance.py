@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from conftest import UNDER_TORCHRUN, import_path
+from preloaded import LIMIT_S, python
 
 PROGRAMS = Path(__file__).parent / "acceptance"
 
@@ -20,12 +21,14 @@ pytestmark = pytest.mark.skipif(UNDER_TORCHRUN, reason="starts ranks of its own;
     ids=["alone", "torchrun"],
 )
 def test_program(program, launcher):
+    # Of each program, and by each launcher, one starts as people start it.
+    start = [sys.executable] if ("gluon" in program) == bool(launcher) else python()
     result = subprocess.run(
-        [sys.executable, *launcher, PROGRAMS / program],
+        [*start, *launcher, PROGRAMS / program],
         env={**os.environ, "PYTHONPATH": import_path()},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=LIMIT_S,
     )
     assert result.returncode == 0, result.stderr
     assert result.stderr.count(": ok") == 2

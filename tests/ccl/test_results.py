@@ -55,7 +55,7 @@ def meaningful(dtype, op):
 @pytest.mark.ranks(*RANKS)
 @pytest.mark.parametrize("collective", MOVES)
 def test_data_arrive_bit_by_bit(ranks, collective):
-    most, all_ranks = (12, 32) if EVERYTHING else (8, 24)
+    most, all_ranks = (12, 32) if EVERYTHING else (8, 16)
     roots, number = [0, ranks.num_ranks - 1], min(most, all_ranks // ranks.num_ranks)
     cases = [
         Case(collective, shape, dtype, root=root, input_place=source, output_place=target, layout=layout)

@@ -3,6 +3,7 @@
 import contextlib
 
 import torch
+from covering import EVERYTHING
 
 from iris.ccl.push import SLOTS
 from iris.language.target import largest_cluster
@@ -59,7 +60,8 @@ def rounds(ctx, variant, shape, dtype, out_dtype, scaling, adds, cluster):
     scale = torch.tensor([0.25], device=ctx.device) if scaling == "given" else None
     row_scales = torch.empty(shape[0], device=ctx.device) if scaling == "by row" else None
     with by(ctx, variant, cluster):
-        for round in range(SLOTS.value + 1):  # each slot, and one again
+        # Each slot, and one again; calls that follow each other are a test of their own, too.
+        for round in range(SLOTS.value + 1 if EVERYTHING else 2):
             everyone = inputs(ctx, round, shape, dtype)
             residual = data(77 + round, shape, dtype) if adds else None
             given = everyone[ctx.cur_rank].to(ctx.device)
