@@ -1,8 +1,10 @@
 import os
 import signal
+import sys
 from pathlib import Path
 
 import pytest
+from preloaded import python
 from rank_pool import RankPool, Torchrun
 
 TESTS = Path(__file__).parent
@@ -53,6 +55,13 @@ def mistaken(monkeypatch):
     Nor does it change the heap for them.
     """
     monkeypatch.delenv("IRIS_SANITIZE", raising=False)
+
+
+@pytest.fixture
+def iris_check(iris_check, monkeypatch):
+    """The sanitizer's, with copies for the processes that it starts."""
+    monkeypatch.setattr(sys, "executable", python()[0])
+    return iris_check
 
 
 @pytest.fixture(scope="session")
