@@ -4,13 +4,16 @@ import contextlib
 import multiprocessing
 import os
 import pickle
+import shutil
 import signal
 import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import wait
+from multiprocessing.util import get_temp_dir
 from typing import Any
 
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, start_processes
@@ -62,23 +65,26 @@ def launch(worker: Callable, num_ranks: int, *args: Any, meanwhile: Callable[[],
     # With GPUs the import asks for them, and a copy could not use them any more.
     method = "forkserver" if simulator.ACTIVE else "spawn"
     multiprocessing.get_context("forkserver").set_forkserver_preload(["iris"])
-    given = worker, args, dict(os.environ), num_ranks, _free_port()
-    with _decided():
-        context = start_processes(_run, given, nprocs=num_ranks, join=False, start_method=method)
-    try:
-        while not context.join(INTERVAL_S):
-            if meanwhile is not None:
-                meanwhile()
-    except (ProcessRaisedException, ProcessExitedException) as error:
-        text = error.msg.partition("following error:\n")[2] or f"{error.msg}\n"
-        raise SystemExit(f"Rank {error.error_index} of {num_ranks} failed:\n{text}") from None
-    finally:
-        for process in context.processes:
-            process.kill()
-        # In which torch has a rank leave its traceback.
-        for file in filter(None, context.error_files):
-            with contextlib.suppress(OSError):
-                os.unlink(file)
+    # In which that process listens. It is removed when this one ends, unless a signal ends it.
+    folder = get_temp_dir() if method == "forkserver" else None
+    with reserved_port() as port:
+        given = worker, args, dict(os.environ), num_ranks, port, folder
+        with _decided():
+            context = start_processes(_run, given, nprocs=num_ranks, join=False, start_method=method)
+        try:
+            while not context.join(INTERVAL_S):
+                if meanwhile is not None:
+                    meanwhile()
+        except (ProcessRaisedException, ProcessExitedException) as error:
+            text = error.msg.partition("following error:\n")[2] or f"{error.msg}\n"
+            raise SystemExit(f"Rank {error.error_index} of {num_ranks} failed:\n{text}") from None
+        finally:
+            for process in context.processes:
+                process.kill()
+            # In which torch has a rank leave its traceback.
+            for file in filter(None, context.error_files):
+                with contextlib.suppress(OSError):
+                    os.unlink(file)
 
 
 def _check_importable(worker: Callable) -> None:
@@ -107,14 +113,33 @@ def _decided() -> Iterator[None]:
             os.environ[simulator.VARIABLE] = setting
 
 
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
+@contextlib.contextmanager
+def reserved_port() -> Iterator[int]:
+    """A port on which a store can listen, and which the system gives to nobody else while the block lasts.
+
+    A port that is only looked up can be another program's by the time that rank 0 listens there, seconds later. This
+    one is bound. Nobody listens, so whoever asks for it by its number and sets SO_REUSEADDR, as torch's store does,
+    gets it all the same (socket(7)).
+    """
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        yield holder.getsockname()[1]
 
 
-def _run(rank: int, worker: Callable, args: tuple, environment: dict[str, str], num_ranks: int, port: int) -> None:
-    threading.Thread(target=_end_with_the_starting_process, name="iris-parent", daemon=True).start()
+def _run(
+    rank: int,
+    worker: Callable,
+    args: tuple,
+    environment: dict[str, str],
+    num_ranks: int,
+    port: int,
+    folder: str | None,
+) -> None:
+    starting_process = multiprocessing.parent_process()
+    threading.Thread(
+        target=_end_with_it, args=(starting_process.sentinel, folder), name="iris-parent", daemon=True
+    ).start()
     # The process that was copied may have been started before the caller changed something.
     os.environ.clear()
     os.environ.update(
@@ -125,12 +150,22 @@ def _run(rank: int, worker: Callable, args: tuple, environment: dict[str, str], 
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
     )
-    worker(*args)
+    try:
+        worker(*args)
+    except Exception:
+        if starting_process.is_alive():
+            raise
+        # Nobody would read, or remove, the file in which torch leaves it for that process.
+        traceback.print_exc()
+        sys.exit(1)
 
 
-def _end_with_the_starting_process() -> None:
-    """However that ended: of a rank that is left alone nobody knows, and it may wait for ever and hold a GPU."""
-    wait([multiprocessing.parent_process().sentinel])
+def _end_with_it(starting_process: int, folder: str | None) -> None:
+    """End when the starting process has, however: of a rank that is left alone nobody knows, and it may wait for ever
+    and hold a GPU. ``folder`` is that process's, for temporary files."""
+    wait([starting_process])
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)
     os.kill(os.getpid(), signal.SIGINT)
     time.sleep(GRACE_S)
     os._exit(1)

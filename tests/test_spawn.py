@@ -2,17 +2,20 @@
 
 import os
 import signal
+import socket
 import subprocess
 import tempfile
 import time
 
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import TESTS, UNDER_TORCHRUN, import_path
+from covering import EVERYTHING
 from preloaded import LIMIT_S, python
 
 from iris.errors import InvalidCountError, WorkerNotImportableError
-from iris.spawn import launch
+from iris.spawn import launch, reserved_port
 
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR")
 
@@ -91,6 +94,16 @@ def test_a_program_says_once_that_its_ranks_are_simulated():
     assert done.stderr.count("kernels run in the simulator") == 1
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1", ""], ids=["this address", "any address"])
+def test_the_port_of_the_ranks_is_theirs_until_a_store_listens_there(host):
+    with reserved_port() as port:
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind((host, port))
+        store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+        store.set("key", "value")
+        assert dist.TCPStore("127.0.0.1", port).get("key") == b"value"
+
+
 def sleep(folder):
     (folder / os.environ["RANK"]).write_text(str(os.getpid()))
     time.sleep(600)
@@ -108,8 +121,11 @@ def is_alive(number):
 
 
 @pytest.mark.skipif(UNDER_TORCHRUN, reason="the ranks are there already")
-def test_ranks_end_with_whoever_started_them_however_that_ended(tmp_path):
-    environment = {**os.environ, "PYTHONPATH": import_path(TESTS)}
+@pytest.mark.parametrize("number", [signal.SIGKILL, *([signal.SIGTERM, signal.SIGINT] if EVERYTHING else [])])
+def test_ranks_end_with_whoever_started_them_and_nothing_is_left(tmp_path, number):
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    environment = {**os.environ, "PYTHONPATH": import_path(TESTS), "TMPDIR": str(temporary)}
     command = [*python(), "-c", STARTS, tmp_path]
     with subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL) as started:
         while not all((tmp_path / str(rank)).exists() and (tmp_path / str(rank)).read_text() for rank in range(2)):
@@ -117,8 +133,9 @@ def test_ranks_end_with_whoever_started_them_however_that_ended(tmp_path):
             time.sleep(0.05)
         ranks = [int((tmp_path / str(rank)).read_text()) for rank in range(2)]
         assert all(map(is_alive, ranks))
-        started.send_signal(signal.SIGKILL)
-    end = time.monotonic() + 30
+        started.send_signal(number)
+    end = time.monotonic() + LIMIT_S
     while any(map(is_alive, ranks)) and time.monotonic() < end:
         time.sleep(0.05)
     assert not any(map(is_alive, ranks))
+    assert list(temporary.iterdir()) == []

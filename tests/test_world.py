@@ -2,7 +2,6 @@
 
 import os
 import pickle
-import socket
 import subprocess
 from datetime import timedelta
 from types import SimpleNamespace
@@ -24,6 +23,7 @@ from iris.errors import (
     SeveralHostsError,
     SharedDeviceError,
 )
+from iris.spawn import reserved_port
 from iris.world import Group, Seat, bootstrap, placement, wire
 
 
@@ -251,23 +251,21 @@ else:
     ],
 )
 def test_a_world_is_found_in_torchruns_environment_and_an_end_is_noticed(leaves, how, text):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    variables = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "IRIS_SIMULATOR": "1"}
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")}
-    processes = [
-        subprocess.Popen(
-            [*python(), "-c", PROGRAM, str(leaves), how, text],
-            env=inherited | variables | {"RANK": str(rank)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    for rank, process in enumerate(processes):
-        _, errors = process.communicate(timeout=LIMIT_S)
-        assert process.returncode == (rank == leaves and how == "fails"), errors
+    with reserved_port() as port:
+        variables = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "IRIS_SIMULATOR": "1"}
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")}
+        processes = [
+            subprocess.Popen(
+                [*python(), "-c", PROGRAM, str(leaves), how, text],
+                env=inherited | variables | {"RANK": str(rank)},
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(2)
+        ]
+        for rank, process in enumerate(processes):
+            _, errors = process.communicate(timeout=LIMIT_S)
+            assert process.returncode == (rank == leaves and how == "fails"), errors
 
 
 def seats(**changes):
