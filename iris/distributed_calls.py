@@ -54,7 +54,7 @@ class SimulatedMessage(EnqueuedWork):
         """Return when the message has been sent or received. Raises what has gone wrong."""
         try:
             self._enqueued.wait()
-        except KeyboardInterrupt as error:
+        except BaseException as error:
             self._interrupted(error)
             raise
         return True

@@ -29,6 +29,8 @@ LONGEST_SLEEP_S = 1e-3
 # Time that one poll may add to the count of how long nothing has changed. It keeps a program that works for minutes
 # between two polls from being taken for one that waits.
 LONGEST_POLL_S = 5e-3
+# And one rest between two rounds: a process that was stopped meanwhile (SIGSTOP, Ctrl-Z) has not waited for so long.
+LONGEST_REST_S = 0.1
 
 limit_s: float = 30.0
 """How long a launch may wait without any change; 0 for ever. IRIS_WAIT_TIMEOUT_S replaces it at activation."""
@@ -318,7 +320,7 @@ class Launch:
         try:
             time.sleep(self._sleep)
         finally:
-            self._waited += time.monotonic() - start
+            self._waited += min(time.monotonic() - start, LONGEST_REST_S)
             _baton.acquire()
             tasks.running = task
         self._polled_at = time.monotonic()

@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -244,22 +245,64 @@ def test_a_hang_in_the_library_names_the_callers_line_the_tensor_and_what_is_wan
     )
 
 
-@pytest.fixture
-def interruptible():
-    """Ctrl-C as in a terminal: a process that a shell starts in the background ignores it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
+def quit_with_7(number, frame):
+    raise SystemExit(7)
+
+
+HANDLERS = [
+    (signal.SIGINT, signal.default_int_handler, KeyboardInterrupt),  # Ctrl-C, as in a terminal
+    (signal.SIGINT, quit_with_7, SystemExit),
+    (signal.SIGTERM, quit_with_7, SystemExit),
+]
 
 
 @pytest.mark.parametrize("poll", [wait_for, look_at], ids=["atomic", "plain"])
-def test_an_interrupt_ends_a_launch(poll, interruptible):
+@pytest.mark.parametrize(("number", "handler", "error"), HANDLERS, ids=["Ctrl-C", "own Ctrl-C", "SIGTERM"])
+def test_a_signal_ends_a_launch_by_what_its_handler_raises(poll, number, handler, error):
     flag, out = torch.zeros(1, dtype=torch.int32), torch.zeros(1)
-    for programs in (1, 4):
-        with pytest.raises(KeyboardInterrupt):
-            # On a busy machine it may come before the launch.
-            threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
-            poll[(programs,)](flag, out)
+    before = signal.signal(number, handler)
+    try:
+        for programs in (1, 4):
+            with pytest.raises(error):
+                # On a busy machine it may come before the launch.
+                threading.Timer(0.1, os.kill, (os.getpid(), number)).start()
+                poll[(programs,)](flag, out)
+            assert signal.getsignal(number) is handler
+    finally:
+        signal.signal(number, before)
+    # The next launch runs as ever.
+    release[(1,)](flag)
+    poll[(1,)](flag, out)
+
+
+def test_a_signal_whose_handler_raises_nothing_ends_nothing():
+    flag, out, came = torch.zeros(1, dtype=torch.int32), torch.zeros(1), []
+    before = signal.signal(signal.SIGTERM, lambda *_: came.append(1))
+    try:
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        threading.Timer(0.2, flag.fill_, (1,)).start()
+        wait_for[(2,)](flag, out)
+        while not came:
+            time.sleep(0.01)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_process_that_was_stopped_has_not_waited_for_so_long(monkeypatch):
+    """Its clock goes on meanwhile: here by a minute, when the programs rest for the first time."""
+    stopped_s = 0.0
+
+    def rest(seconds):
+        nonlocal stopped_s
+        time.sleep(seconds)
+        stopped_s = 60.0
+
+    monkeypatch.setattr(grid, "limit_s", 30.0)
+    monkeypatch.setattr(grid, "time", SimpleNamespace(sleep=rest, monotonic=lambda: time.monotonic() + stopped_s))
+    flag = torch.zeros(1, dtype=torch.int32)
+    threading.Timer(0.05, flag.fill_, (1,)).start()
+    wait_for[(2,)](flag, torch.zeros(1))
+    assert stopped_s
 
 
 @triton.jit
