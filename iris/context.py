@@ -15,7 +15,7 @@ from iris.capture import refuse_in_capture
 from iris.ccl.collectives import Collectives
 from iris.device_barrier import DeviceBarrier
 from iris.device_record import DeviceRecord
-from iris.errors import NotAStreamError, NotPicklableError, RankOutOfRangeError
+from iris.errors import NotAStreamError, NotPicklableError, PeerLostError, RankOutOfRangeError
 from iris.heap import SymmetricHeap, describe_address
 from iris.language.context import context_tensor
 from iris.language.functional import heap_bases_tensor
@@ -250,17 +250,24 @@ class Iris(Factories):
     def close(self) -> None:
         """Give the heap back. Collective; blocks the host until every rank has closed. A second call does nothing.
 
-        The caller guarantees that no kernel uses the heap any more. If the group is broken, each rank closes alone.
+        The caller guarantees that no kernel uses the heap any more. If the group is broken, each rank closes alone; if
+        a rank has died, the others close all the same, and then raise `PeerLostError`.
         """
         if self.heap.closed:
             return
-        broken = bool(self._workspaces[None].abort_flag.state[0])
-        if not broken:
-            self.barrier()
+        alone = bool(self._workspaces[None].abort_flag.state[0])
+        lost = None
+        if not alone:
+            try:
+                self.barrier()
+            except PeerLostError as error:
+                alone, lost = True, error
         try:
-            self.tracing.save(alone=broken)
+            self.tracing.save(alone=alone)
         finally:
             self._release()
+        if lost is not None:
+            raise lost
 
     def __enter__(self) -> "Iris":
         return self
