@@ -44,7 +44,7 @@ from iris.distributed_calls import (
 )
 from iris.errors import HeapClosedError, InvalidCollectiveError, InvalidGroupError, WrongDeviceError
 from iris.simulator.streams import Stream
-from iris.world.members import await_all
+from iris.world.members import await_all, introduce
 
 NAME = "iris"
 
@@ -400,8 +400,10 @@ def create(options: Any, backend_options: Any) -> ProcessGroup:
     """Make the group that torch asks for; what `register_backend` is given. Collective; blocks the host."""
     # Behind this torch drops what it made for the CPU, to which other members may still be connecting.
     ranks = options.global_ranks_in_group or range(options.group_size)
-    await_all(options.store, options.group_rank, ranks, options.timeout.total_seconds())
-    return ProcessGroup(options)
+    processes = await_all(options.store, options.group_rank, ranks, options.timeout.total_seconds())
+    group = ProcessGroup(options)
+    introduce(group, processes)
+    return group
 
 
 dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu", "cuda"])

@@ -6,7 +6,6 @@ everybody's values, or with an error that names who has not come, or has died.
 
 import contextlib
 import os
-import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -26,15 +25,10 @@ from iris.errors import (
 from iris.simulator import sanitizer
 from iris.world import farewell, wire
 from iris.world.farewell import ENDED, Attendance
-from iris.world.members import OVER, Members
-from iris.world.store import LONGEST_PAUSE_S, await_keys, own_client
+from iris.world.members import INTERVAL_S, NOTICE_S, OVER, Members, await_
+from iris.world.store import await_keys, own_client
 
 T = TypeVar("T")
-
-# How often a meeting asks the store for what only it knows: who the other members are, and who has died elsewhere.
-INTERVAL_S = 0.25
-# What the system gets to notice that a process has ended whose connection is gone already.
-NOTICE_S = 0.5
 
 
 def check_process_group(group: object) -> None:
@@ -309,9 +303,7 @@ class Group:
 
         Connections end a moment before the system tells which process has.
         """
-        deadline = time.monotonic() + NOTICE_S
-        while not self.members.ended() and time.monotonic() < deadline:
-            time.sleep(LONGEST_PAUSE_S)
+        await_(self.members.ended, NOTICE_S)
         ended = self.members.ended()
         return self._lost(what, ended) if ended else error
 

@@ -3,7 +3,8 @@
 import contextlib
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch.distributed as dist
 
@@ -17,6 +18,13 @@ ENDING_S = 0.8
 
 # How a member has ended that did so well.
 OVER = "the program has ended there"
+# Or before it had made a group with this one.
+UNKNOWN = "its process has ended before it could be known"
+
+# How often a wait asks the store for what only it knows: who the other members are, and who has died elsewhere.
+INTERVAL_S = 0.25
+# What the system gets to notice that a process has ended whose connection is gone already.
+NOTICE_S = 0.5
 
 # The processes of the ranks of the world, for each default process group.
 _processes: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, Peer]]" = weakref.WeakKeyDictionary()
@@ -109,7 +117,7 @@ class Members:
             if failure is not None:
                 hows[rank] = f"the program has failed there with {failure}"
             elif peer is None:
-                hows[rank] = "its process has ended before it could be known"
+                hows[rank] = UNKNOWN
             else:
                 hows[rank] = str(peer) if peer.ended and peer.status != 0 else OVER
         causes = {rank: how for rank, how in hows.items() if f"with {PeerLostError.__name__}: " not in how}
@@ -126,14 +134,12 @@ class Members:
 
     def await_ends(self, leaving: Sequence[int]) -> None:
         """Give members that have said that they come no more the time to end: their launcher is to hear of it first."""
-        deadline = time.monotonic() + ENDING_S
         here = [peer for peer in (self.processes[rank] for rank in leaving) if peer is not None and peer.watched]
-        while not all(peer.ended for peer in here) and time.monotonic() < deadline:
-            time.sleep(LONGEST_PAUSE_S)
+        await_(lambda: all(peer.ended for peer in here), ENDING_S)
 
 
-def await_all(store: dist.Store, rank: int, ranks: Sequence[int], timeout_s: float) -> None:
-    """Wait until all ranks are here, where a group is made of which there are no processes known yet.
+def await_all(store: dist.Store, rank: int, ranks: Sequence[int], timeout_s: float) -> dict[int, Peer]:
+    """Wait until all ranks are here, where a group is made. Returns their processes, by rank in the world.
 
     Parameters
     ----------
@@ -147,27 +153,70 @@ def await_all(store: dist.Store, rank: int, ranks: Sequence[int], timeout_s: flo
     Raises
     ------
     PeerLostError
-        One that is known from other groups has ended.
+        One has ended that is known from other groups, or that was there when the default process group was made.
     IrisTimeoutError
     """
-    known: dict[int, Peer] = _processes.get(dist.group.WORLD, {}) if dist.is_initialized() else {}
-    store.set(f"made/{rank}", "")
+    world = dist.group.WORLD if dist.is_initialized() else None
+    known: dict[int, Peer] = {} if world is None else _processes.setdefault(world, {})
+    keys = [f"made/{number}" for number in range(len(ranks))]
+    next_look = INTERVAL_S
 
     def missing() -> list[int]:
-        return [each for number, each in enumerate(ranks) if not store.check([f"made/{number}"])]
+        return [each for each, key in zip(ranks, keys, strict=True) if not store.check([key])]
 
-    def look(_: float) -> None:
-        ended = [each for each in ranks if each in known and known[each].ended]
-        if ended and (lost := [each for each in missing() if each in ended]):
-            raise PeerLostError(
-                f"A group of {names(ranks)} is made, and rank {lost[0]} will not come: {known[lost[0]]}."
+    def ended() -> list[int]:
+        return [each for each in ranks if each in known and known[each].ended]
+
+    def ask() -> None:
+        for each, key in zip(ranks, keys, strict=True):
+            if each not in known and key != keys[rank] and store.check([key]):
+                with contextlib.suppress(TypeError, ValueError):  # of another version of Iris
+                    known[each] = peers.watch(Identity(*wire.decode(store.get(key))))
+
+    def look(waited: float) -> None:
+        nonlocal next_look
+        lost = ended()
+        if waited >= next_look and world is not None:
+            next_look = waited + INTERVAL_S
+            ask()
+            if strangers.are_gone(store, [peer.identity.number for peer in known.values()]):
+                lost += [each for each in ranks if each not in known]
+        if lost and (lost := [each for each in missing() if each in lost]):
+            raise _lost(ranks, lost[0], known)
+
+    try:
+        store.set(keys[rank], wire.encode(peers.own_identity()))
+        if not await_keys(store, keys, timeout_s, look):
+            raise IrisTimeoutError(
+                f"A group of {names(ranks)} is made, and {names(missing() or ranks)} did not come within {timeout_s:g} "
+                "s, the time limit of the group. Does every rank of the program call new_group()?"
             )
+        ask()
+    except dist.DistNetworkError as error:
+        # The process that holds the store has most likely ended, and it is one of these.
+        if await_(ended, NOTICE_S):
+            raise _lost(ranks, ended()[0], known) from error
+        raise
+    return known
 
-    if not await_keys(store, [f"made/{number}" for number in range(len(ranks))], timeout_s, look):
-        raise IrisTimeoutError(
-            f"A group of {names(ranks)} is made, and {names(missing() or ranks)} did not come within {timeout_s:g} s, "
-            "the time limit of the group. Does every rank of the program call new_group()?"
-        )
+
+def _lost(ranks: Sequence[int], lost: int, known: dict[int, Peer]) -> PeerLostError:
+    how = known.get(lost, UNKNOWN)
+    return PeerLostError(f"A group of {names(ranks)} is made, and rank {lost} will not come: {how}.")
+
+
+def await_(condition: Callable[[], Any], limit_s: float) -> bool:
+    """Whether something came to be true within the limit."""
+    deadline = time.monotonic() + limit_s
+    while not (is_so := bool(condition())) and time.monotonic() < deadline:
+        time.sleep(LONGEST_PAUSE_S)
+    return is_so
+
+
+def introduce(process_group: dist.ProcessGroup, processes: dict[int, Peer]) -> None:
+    """Note the processes of a group that has just been made: from now on, if it is the default one."""
+    if not dist.is_initialized():
+        _processes[process_group] = processes
 
 
 def _report_end(peer: Peer) -> None:
