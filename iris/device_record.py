@@ -24,6 +24,9 @@ from iris.world import names
 # data, a bit for each rank whose data are missing. PROGRAMS: of the launch. Of a foreign lock, WANTED is its rank.
 CLAIMED, CLOCK, PROGRAM, FLAG, WANTED, SEEN, KIND, FIRST, RANKS, PROGRAMS = range(10)
 WORDS = 10
+# What CLAIMED holds, 0 at first. With a wait that gave up all others of the same record give up; with what is NOTED
+# besides, they wait on: what they wait for comes.
+NOTED, GAVE_UP = 1, 2
 # Behind them, and not part of what is said once and then forgotten. Of the record of a group (`iris.abort`): where in
 # the host's memory a kernel copies what it has recorded, and where it stores which number for all members to see; 0 in
 # the record of users' kernels. The address at which kernels that are traced write their events; and the header of a
@@ -39,6 +42,7 @@ KINDS = (
     *("eq", "ne", "gt", "ge", "lt", "le", "barrier", "pointer", "data", "queue", "lock", "reached"),
     *("foreign", "size", "refused"),
 )
+NOTED_KINDS = ("size", "refused")
 _SYMBOLS = {"eq": "==", "ne": "!=", "gt": ">", "ge": ">=", "lt": "<", "le": "<=", "reached": "at or past"}
 
 CHECKS_POINTERS: bool = debugging()

@@ -34,11 +34,18 @@ WORDS = tl.constexpr(device_record.WORDS)
 SECTION = tl.constexpr(device_record.SECTION)
 STATE = tl.constexpr(device_record.STATE)
 MEMBER = tl.constexpr(device_record.MEMBER)
+GAVE_UP = tl.constexpr(device_record.GAVE_UP)
 
 
 @triton.constexpr_function
 def kind_code(kind):
     return list(KINDS).index(kind)
+
+
+@triton.constexpr_function
+def claim_of(code):
+    """What `CLAIMED` holds of the kind with this code."""
+    return device_record.NOTED if KINDS[code] in device_record.NOTED_KINDS else device_record.GAVE_UP
 
 
 def make_failures(jit: Callable, lang: ModuleType, clock: SimpleNamespace) -> SimpleNamespace:
@@ -64,7 +71,7 @@ def make_failures(jit: Callable, lang: ModuleType, clock: SimpleNamespace) -> Si
     def expired(record, since):
         # Once one wait has expired every other gives up at once: the launch is lost, and should end soon.
         claimed = lang.atomic_add(record + CLAIMED, lang.cast(0, lang.int64), sem="relaxed", scope="gpu")
-        return (claimed != 0) | (nanoseconds(record) - since > WAIT_LIMIT_NS)
+        return (claimed == GAVE_UP) | (nanoseconds(record) - since > WAIT_LIMIT_NS)
 
     @jit
     def write_record(record, flag_ptr, wanted, seen, kind: tl.constexpr, first, num_ranks):
@@ -72,9 +79,9 @@ def make_failures(jit: Callable, lang: ModuleType, clock: SimpleNamespace) -> Si
 
         Returns whether that was this program.
         """
-        before = lang.atomic_cas(
-            record + CLAIMED, lang.cast(0, lang.int64), lang.cast(1, lang.int64), sem="relaxed", scope="gpu"
-        )
+        claim = lang.cast(claim_of(kind), lang.int64)
+        # A maximum: a wait that gives up behind what was only noted lets the others give up as well.
+        before = lang.atomic_max(record + CLAIMED, claim, sem="relaxed", scope="gpu")
         if before == 0:
             lang.store(record + PROGRAM, lang.cast(linear_program_id(), lang.int64))
             lang.store(record + FLAG, lang.cast(flag_ptr, lang.int64))
