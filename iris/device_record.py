@@ -59,17 +59,20 @@ class DeviceRecord:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._records: list[torch.Tensor] = []
+        # Where events go, on the host as well: a group is first used while kernels wait, for which nothing may wait.
+        self._trace: int | None = None
         self.address = self._make({}).data_ptr()
         self._words = self._records[0][:WORDS]
 
     def of_group(self, section: int, state: int, member: int) -> torch.Tensor:
         """One more record, whose kernels tell the host too: see `iris.abort`."""
-        return self._make({SECTION: section, STATE: state, MEMBER: member, TRACE: self._records[0][TRACE].item()})
+        return self._make({SECTION: section, STATE: state, MEMBER: member})
 
     def trace_into(self, buffer: torch.Tensor) -> None:
         """Have kernels that are traced write their events there. The caller keeps the memory alive."""
+        self._trace = buffer.data_ptr()
         for words in self._records:
-            words[TRACE] = buffer.data_ptr()
+            words[TRACE] = self._trace
 
     def raise_if_claimed(self, rank: int, describe: Callable[[int], str | None]) -> None:
         """Raise what a drained stream's kernels of users have recorded, and forget it.
@@ -91,10 +94,11 @@ class DeviceRecord:
             raise error_of(words, rank, describe)
 
     def _make(self, values: dict[int, int]) -> torch.Tensor:
-        words = keep(lambda: torch.zeros(SIZE, dtype=torch.int64, device=self._device), self._device)
-        values = {TRACE: words[NO_TRACE:].data_ptr()} | values
-        # The host waits for the copy: streams that use the record next need not.
-        words.copy_(torch.tensor([values.get(word, 0) for word in range(SIZE)]))
+        def fill(words: torch.Tensor) -> torch.Tensor:
+            filled = {TRACE: self._trace or words[NO_TRACE:].data_ptr()} | values
+            return words.copy_(torch.tensor([filled.get(word, 0) for word in range(SIZE)]))
+
+        words = keep(lambda: fill(torch.empty(SIZE, dtype=torch.int64, device=self._device)), self._device)
         self._records.append(words)
         return words
 
