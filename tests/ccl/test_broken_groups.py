@@ -89,10 +89,19 @@ CALLS = [send, gather, scatter, all_to_all_v]
 CASES = covering(CALLS, SIZES, [False, True], [False, True], [2, 3])
 
 
+def settle(ctx):
+    """On a GPU, whose kernels tell it later: when all are over, every rank knows. Each would else go on with some calls
+    that others refuse, and wait for them."""
+    if ctx.device.type == "cuda":
+        torch.cuda.synchronize(ctx.device)
+        dist.barrier()
+
+
 def until_it_is_told(ctx, group, *calls):
     """What the calls raise, one after the other; and then each call of the group raises that it is broken."""
     errors = []
-    for call in (*calls, lambda: ctx.device_barrier(group), lambda: ctx.barrier(group=group)):
+    more = (lambda: settle(ctx), lambda: ctx.device_barrier(group), lambda: ctx.barrier(group=group))
+    for call in (*calls, *more):
         try:
             call()
         except (GroupAbortedError, MismatchedCollectiveError) as error:
@@ -112,7 +121,9 @@ def unequal(ctx, case):
         ctx.ccl.all_reduce(torch.empty_like(x), x, group=group)
     config = Config(use_gluon=use_gluon)
     room = Room(ctx, on_heap)
-    call(ctx, 5, 5, room, group=broken, config=config)  # equal ones go through
+    # Equal ones go through. Of the same sizes, so that both kernels are compiled, and no wait comes to its limit.
+    for elements in dict.fromkeys((5, sent, received)):
+        call(ctx, elements, elements, room, group=broken, config=config)
     until_it_is_told(ctx, broken, lambda: call(ctx, sent, received, room, group=broken, config=config))
     assert room.is_kept_around()
     total = torch.empty_like(x)
@@ -133,10 +144,14 @@ def unequal_in_a_row(ctx, sent, received):
     """As a batch of sends to a receiver of another dtype is: on a GPU all are enqueued before the host knows."""
     group = dist.new_group()
     room = Room(ctx, False)
-    send(ctx, 5, 5, room, group=group)
+    for elements in (5, sent, received):
+        send(ctx, elements, elements, room, group=group)
     ctx.barrier()
 
     def messages():
+        if ctx.device.type == "cuda":
+            # About a tenth of a second, in which all are enqueued.
+            torch.cuda._sleep(200_000_000)
         for _ in range(12):
             send(ctx, sent, received, room, group=group)
 
@@ -176,7 +191,10 @@ def refused(ctx, name):
     for group in (broken, whole):
         ctx.ccl.all_reduce(torch.empty_like(x), x, group=group)
     told = []
-    for attempt in (lambda: call(ctx.ccl, x, broken), lambda: ctx.device_barrier(broken), lambda: ctx.barrier()):
+    attempts = (
+        lambda: call(ctx.ccl, x, broken), lambda: settle(ctx), lambda: ctx.device_barrier(broken), ctx.barrier,
+    )  # fmt: skip
+    for attempt in attempts:
         try:
             attempt()
         except IrisError as found:
