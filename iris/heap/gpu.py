@@ -131,12 +131,13 @@ def share(group: Group, size: int, device: torch.device) -> tuple[list[int], Any
 
 @contextlib.contextmanager
 def turn(group: Group) -> Iterator[None]:
-    """Here no other thread of any member exchanges handles. Collective; blocks the host.
+    """Here no other thread of any member exchanges handles. Collective, right behind a meeting; blocks the host.
 
     torch sends handles through a socket that is named after the process, so a process can do one exchange at a time.
     Threads that use two groups may come in another order on each rank. So the members try at once, which nobody waits
     in; if one of them fails, they take the locks one after the other, in the order of their ranks in the world. All
-    groups have that order, so no circle of waits can come to be.
+    groups have that order, so no circle of waits can come to be. Nobody holds a lock while a member has yet to come, as
+    one that does something else before might need that lock: all have just met.
     """
     what = "its turn to share memory"
     mine = _exchanging.acquire(blocking=False)
