@@ -94,7 +94,12 @@ class Lines:
 
 @functools.lru_cache(REMEMBERED)
 def capture_pool(capture: int) -> tuple[int, int] | None:
-    """The memory pool of this capture, which is in progress on the current stream, or None if torch has set up none."""
+    """The memory pool of this capture, which is in progress on the current stream, or None if torch has set up none.
+
+    None also where the memory is not torch's own, and so nobody says which pool it is of.
+    """
+    if torch.cuda.get_allocator_backend() != "native":
+        return None
     # torch tells the pool of a graph only when it is captured, so ask where a tensor that is made now lies.
     address = torch.empty(1, dtype=torch.uint8, device="cuda").data_ptr()
     for segment in torch.cuda.memory_snapshot():
