@@ -23,7 +23,7 @@ from iris.workspace import Channel, Workspace
 # Programs of a launch in the simulator; elsewhere it depends on the GPU.
 SIMULATED_PROGRAMS = 8
 
-# Programs of a message between two ranks, and streams on which a rank may send to another.
+# Programs of a message between two ranks at most, and streams on which a rank may send to another.
 P2P_PROGRAMS = 2 if simulator.ACTIVE else 32
 P2P_STREAMS = 2
 # One more for graphs.
@@ -87,6 +87,8 @@ class Communicator:
         int64 ``[size + 1]``: where the symmetric heap of each member begins, in this rank's addresses; its bytes.
     num_sms, largest_cluster : int
         Of the least of the members' GPUs: multiprocessors, and programs that a cluster has at most.
+    p2p_programs : int
+        Of a message between two ranks.
     alike : bool
         Whether all members' GPUs are of one kind. Else what depends on a GPU's speed must not be chosen by that: each
         rank would come to another choice.
@@ -137,7 +139,8 @@ class Communicator:
             )
         self.launches: dict[Any, Launch] = {}
         self._streams_to: dict[tuple[int, bool], list[int | None]] = {}
-        self.p2p_slot_bytes = self._slot_bytes(P2P_STAGING_BYTES, P2P_PROGRAMS, LARGEST_SLOT)
+        self.p2p_programs = P2P_PROGRAMS if simulator.ACTIVE else message_programs(self.size, self.num_sms)
+        self.p2p_slot_bytes = self._slot_bytes(P2P_STAGING_BYTES, self.p2p_programs, LARGEST_SLOT)
         self._p2p_channel = self._set_aside() if self.size > 1 else None
         self.configs: list[object] = []
         self.tables: dict[Line, Any] = {}
@@ -196,7 +199,7 @@ class Communicator:
         return min(largest, 1 << (share.bit_length() - 1))
 
     def point_to_point(self, peer: int, sends: bool, line: Line) -> Queues:
-        """Queues of `P2P_PROGRAMS` programs, for messages to ``peer`` alone, or from it.
+        """Queues of `p2p_programs` programs, for messages to ``peer`` alone, or from it.
 
         The other ranks know nothing of these calls, so the memory is set aside when the group is first used. The n-th
         stream on which this rank sends to ``peer`` meets the n-th on which ``peer`` receives from it. Messages up and
@@ -220,15 +223,16 @@ class Communicator:
         at a time. Counts and words are those of messages up, then down. Slots serve both: up, the senders are the lower
         ranks, and down, the higher."""
         size = P2P_SETS * (
-            2 * region_bytes(P2P_PROGRAMS, self.size, 0) + slots_bytes(P2P_PROGRAMS, self.size, self.p2p_slot_bytes)
+            2 * region_bytes(self.p2p_programs, self.size, 0)
+            + slots_bytes(self.p2p_programs, self.size, self.p2p_slot_bytes)
         )
-        counts = slice(0, P2P_SETS * 2 * P2P_PROGRAMS * COUNTS.value * 4)
+        counts = slice(0, P2P_SETS * 2 * self.p2p_programs * COUNTS.value * 4)
         told = functools.partial(_told, self.rank, self.size)
-        return self.workspace.channel(f"queues of {P2P_PROGRAMS} programs for messages", None, size, counts, told)
+        return self.workspace.channel(f"queues of {self.p2p_programs} programs for messages", None, size, counts, told)
 
     def _p2p_queues(self, n: int, up: bool) -> Queues:
-        counts, words = P2P_PROGRAMS * COUNTS.value * 4, P2P_PROGRAMS * WORDS.value * 8
-        slots = slots_bytes(P2P_PROGRAMS, self.size, self.p2p_slot_bytes)
+        counts, words = self.p2p_programs * COUNTS.value * 4, self.p2p_programs * WORDS.value * 8
+        slots = slots_bytes(self.p2p_programs, self.size, self.p2p_slot_bytes)
         which, memory = 2 * n + (not up), self._p2p_channel.memory
         first_word = 2 * P2P_SETS * counts
         first_slot = first_word + 2 * P2P_SETS * words
@@ -269,6 +273,16 @@ def _told(rank: int, size: int, counts: np.ndarray) -> str:
 def kind_of(device: torch.device) -> str:
     """Which kind of GPU it is: those of one kind are equally fast."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "simulator"
+
+
+def message_programs(size: int, num_sms: int) -> int:
+    """Programs of a message in a group of ``size`` ranks, each of which takes a multiprocessor; a power of two.
+
+    A rank may receive from all others, on a stream each, before it sends to the first: what waits there leaves
+    multiprocessors for the programs that send, which wait for their own counterparts alone.
+    """
+    most = max(1, min(P2P_PROGRAMS, (num_sms - 1) // max(1, size - 1)))
+    return 1 << (most.bit_length() - 1)
 
 
 def power_of_two(number: int) -> int:

@@ -8,7 +8,7 @@ import torch
 from iris.capture import Line
 from iris.ccl import one_hop
 from iris.ccl.broadcast import gluon_broadcast, triton_broadcast
-from iris.ccl.communicator import P2P_PROGRAMS, Communicator, Launch, power_of_two, ready
+from iris.ccl.communicator import Communicator, Launch, power_of_two, ready
 from iris.ccl.config import Config
 from iris.ccl.exchange import gluon_exchange, triton_exchange
 from iris.ccl.exchange_v import triton_exchange_v
@@ -113,10 +113,10 @@ def prepare_exchange(
     if peer is None:
         if e.matched:
             # As between two ranks: calls of all sizes share their queues, which are to be small.
-            programs = programs or P2P_PROGRAMS
+            programs = programs or comm.p2p_programs
         programs = comm.programs(programs, config.block_bytes(input.itemsize), few_sms)
     else:
-        programs = comm.programs(min(programs or P2P_PROGRAMS, P2P_PROGRAMS))
+        programs = comm.programs(min(programs or comm.p2p_programs, comm.p2p_programs))
     if partitioned:
         if programs < comm.size:
             raise InvalidConfigError(

@@ -1,4 +1,5 @@
-"""What a launch of pushes takes of a multiprocessor: a third, and the next one may begin before its turn, or half."""
+"""What launches take of the multiprocessors: pushes a third of one, and the next may begin before its turn, or half;
+messages from all others leave some."""
 
 from types import SimpleNamespace
 
@@ -34,3 +35,12 @@ def test_a_launch_that_takes_a_third_lets_the_next_one_begin(share, programs, nu
 @pytest.mark.parametrize(("programs", "num_warps", "held", "most"), [(264, 8, 65, 64), (264, 4, 163, 128)])
 def test_no_launch_takes_more_than_half(share, programs, num_warps, held, most):
     assert share(programs, num_warps, held) == (False, {"maxnreg": most})
+
+
+@pytest.mark.parametrize(
+    ("num_sms", "sizes", "programs"), [(132, [1, 2, 4, 5], 32), (132, [6, 8], 16), (108, [2, 4], 32), (108, [8], 8)]
+)
+def test_messages_from_all_others_leave_room_for_one_to_send(monkeypatch, num_sms, sizes, programs):
+    monkeypatch.setattr(communicator, "P2P_PROGRAMS", 32)
+    for size in sizes:
+        assert communicator.message_programs(size, num_sms) == programs and (size - 1) * programs < num_sms
