@@ -19,7 +19,7 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from iris.ccl.queue import AHEAD, COUNTS, GOT, INPUTS, MET, NUM_SLOTS, SENT, WORDS, gluon_queue, triton_queue
+from iris.ccl.queue import AHEAD, COUNTS, DONE, GOT, INPUTS, MET, NUM_SLOTS, SENT, WORDS, gluon_queue, triton_queue
 from iris.language.context import DeviceContext, IrisDeviceCtx
 
 
@@ -123,7 +123,7 @@ def make_broadcast(jit, lang, queue, Context):
             post(ctx, own_words, sent, got, others)
         keep(row + SENT + lanes(), sent, others)
         keep(row + GOT + lanes(), got, others)
-        finish(ctx, row, calls_to, fellows & (queued == 0), calls_from, fellows & (direct_here != 0), W)
+        finish(ctx, row + DONE, calls_to, fellows & (queued == 0), calls_from, fellows & (direct_here != 0), W)
 
     @jit
     def fetch(ctx, places, output, n, root, W: tl.constexpr, BLOCK: tl.constexpr):

@@ -27,10 +27,8 @@ from triton.experimental.gluon import language as gl
 from iris import simulator
 from iris.ccl.queue import (
     AHEAD,
-    ASKED,
-    CALLS_FROM,
-    CALLS_TO,
     COUNTS,
+    DONE,
     GOT,
     LONGEST_QUEUED,
     MESSAGES_FROM,
@@ -39,6 +37,7 @@ from iris.ccl.queue import (
     SENT,
     SIZES,
     WORDS,
+    WRITTEN,
     gluon_queue,
     triton_queue,
 )
@@ -57,8 +56,8 @@ def make_exchange(jit, lang, queue: SimpleNamespace, sizes: SimpleNamespace, Con
     follow_predecessor, slot_of, keep = queue.follow_predecessor, queue.slot_of, queue.keep
     queue_address, pointer_at, offer, find = queue.queue_address, queue.pointer_at, queue.offer, queue.find
     await_room, await_blocks, post, finish = queue.await_room, queue.await_blocks, queue.post, queue.finish
-    tell_size, hear_sizes = sizes.tell_size, sizes.hear_sizes
-    refuse, record_unequal = sizes.refuse, sizes.record_unequal
+    tell_word, hear_words, ask, find_target = sizes.tell_word, sizes.hear_words, sizes.ask, sizes.find_target
+    refuse, record_unequal, count_messages = sizes.refuse, sizes.record_unequal, sizes.count_messages
 
     @jit
     def cell(block, blocks_n, index, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr):
@@ -139,33 +138,28 @@ def make_exchange(jit, lang, queue: SimpleNamespace, sizes: SimpleNamespace, Con
             pieces = piece + lang.cast(lanes() * 0, lang.int64)
             messages_to = lang.load(row + MESSAGES_TO + lanes(), mask=receivers, other=0) + 1
             messages_from = lang.load(row + MESSAGES_FROM + lanes(), mask=sources, other=0) + 1
-            tell_size(ctx, own_words, piece, messages_to, receivers, SIZES)
+            tell_word(ctx, own_words, piece, messages_to, receivers, SIZES)
         queued = to
         direct_here = False
         if DIRECT:
-            calls_from, direct_here = offer(ctx, row, own_words, heap_table, output, length, W, sources)
             if PROGRAMS > 0:
-                tell_size(ctx, own_words, piece, calls_from, sources, ASKED)
-                asking = lang.load(row + CALLS_TO + lanes(), mask=receivers, other=0) + 1
-                asked = hear_sizes(ctx, own_words, asking, receivers, ASKED)
-                to = receivers & (asked == pieces)
-            calls_to, place = find(ctx, row, own_words, heap_table, to)
+                direct_here = ask(ctx, own_words, heap_table, output, length, piece, messages_from, sources, W)
+                to, place = find_target(ctx, own_words, heap_table, pieces, messages_to, receivers)
+            else:
+                calls_from, direct_here = offer(ctx, row, own_words, heap_table, output, length, W, sources)
+                calls_to, place = find(ctx, row, own_words, heap_table, to)
             queued = to & (place == 0)
             address = lang.where(queued, address, place)
         takes = (direct_here == 0) & (from_first < from_last)
         if PROGRAMS > 0:
-            theirs = hear_sizes(ctx, own_words, messages_from, sources, SIZES)
+            theirs = hear_words(ctx, own_words, messages_from, sources, SIZES)
             wrong = sources & (theirs != pieces)
             unequal = lang.max(lang.cast(wrong, lang.int32), axis=0) > 0
             if unequal:
                 block_bytes = BLOCK_N * bytes_of(input.dtype.element_ty)
-                if DIRECT:
-                    calls_before = calls_from - 1
-                else:
-                    calls_before = lang.load(row + CALLS_FROM + lanes(), mask=sources, other=0)
                 puts = (theirs <= LONGEST_QUEUED) | ((wrong == 0) & (direct_here == 0))
                 refuse(
-                    ctx, counts, words, theirs, pieces, calls_before, puts, sources, block_bytes,
+                    ctx, counts, words, theirs, pieces, messages_from, puts, sources, block_bytes,
                     PROGRAMS, QUEUES, DIRECT,
                 )  # fmt: skip
                 record_unequal(ctx, own_words, theirs, pieces, wrong)
@@ -264,14 +258,13 @@ def make_exchange(jit, lang, queue: SimpleNamespace, sizes: SimpleNamespace, Con
         # Only what this call has changed: another message may be under way on another stream, to or from another rank.
         keep(row + SENT + lanes(), sent, queued)
         keep(row + GOT + lanes(), got, sources & takes)
-        if DIRECT:
-            finish(ctx, row, calls_to, to & (queued == 0), calls_from, writers & (direct_here != 0), W)
+        written, writing = to & (queued == 0), writers & (direct_here != 0)
         if PROGRAMS > 0:
             if DIRECT:
-                keep(row + CALLS_TO + lanes(), asking, receivers)
-            keep(row + MESSAGES_TO + lanes(), messages_to, receivers)
-            if unequal == 0:
-                keep(row + MESSAGES_FROM + lanes(), messages_from, sources)
+                finish(ctx, row + WRITTEN, messages_to, written, messages_from, writing, W)
+            count_messages(counts, messages_to, receivers, messages_from, sources, QUEUES)
+        elif DIRECT:
+            finish(ctx, row + DONE, calls_to, written, calls_from, writing, W)
 
     return exchange
 

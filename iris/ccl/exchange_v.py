@@ -19,7 +19,8 @@ pick, among, flat, lanes = triton_queue.pick, triton_queue.among, triton_queue.f
 queue_address, pointer_at = triton_queue.queue_address, triton_queue.pointer_at
 follow_predecessor, slot_of, keep = triton_queue.follow_predecessor, triton_queue.slot_of, triton_queue.keep
 await_room, await_blocks, post = triton_queue.await_room, triton_queue.await_blocks, triton_queue.post
-tell_size, hear_sizes, record_unequal = triton_sizes.tell_size, triton_sizes.hear_sizes, triton_sizes.record_unequal
+tell_word, hear_words, record_unequal = triton_sizes.tell_word, triton_sizes.hear_words, triton_sizes.record_unequal
+count_messages = triton_sizes.count_messages
 
 
 @triton.jit
@@ -44,8 +45,12 @@ def triton_exchange_v(
     factor,
     W: tl.constexpr,
     BLOCK: tl.constexpr,
+    QUEUES: tl.constexpr,
 ):
-    """Elements for, and from, each rank, and where they begin: int64, one a rank. ``factor``: words of an element."""
+    """Elements for, and from, each rank, and where they begin: int64, one a rank. ``factor``: words of an element.
+
+    ``QUEUES``: that there are.
+    """
     follow_predecessor()
     ctx = DeviceContext.initialize(context_tensor, num_ranks=W)
     rank = ctx.cur_rank
@@ -64,7 +69,7 @@ def triton_exchange_v(
     word_bytes: tl.constexpr = bytes_of(input.dtype.element_ty)
     messages_to = tl.load(row + MESSAGES_TO + lanes(), mask=others, other=0) + 1
     messages_from = tl.load(row + MESSAGES_FROM + lanes(), mask=others, other=0) + 1
-    tell_size(ctx, own_words, send_words * word_bytes, messages_to, others, SIZES)
+    tell_word(ctx, own_words, send_words * word_bytes, messages_to, others, SIZES)
     own_words_sent = tl.minimum(pick(send_words, rank), pick(recv_words, rank))
     i = flat(BLOCK, input.dtype.element_ty)
     last = tl.maximum(tl.maximum(tl.max(send_rounds, axis=0), tl.max(recv_rounds, axis=0) + AHEAD), AHEAD + 1)
@@ -87,7 +92,7 @@ def triton_exchange_v(
                     ctx.tracing.record_event_end(event)
         sent = tl.where(sends, sent + 1, sent)
         if step == AHEAD:
-            theirs = hear_sizes(ctx, own_words, messages_from, others, SIZES)
+            theirs = hear_words(ctx, own_words, messages_from, others, SIZES)
             wrong = (others & (theirs != recv_words * word_bytes)) | ((lanes() == rank) & (send_words != recv_words))
             if tl.max(wrong.to(tl.int32), axis=0) > 0:
                 # As if what they send had been taken.
@@ -111,5 +116,4 @@ def triton_exchange_v(
         post(ctx, own_words, sent, got, sends | receives)
     keep(row + SENT + lanes(), sent, others)
     keep(row + GOT + lanes(), got, others)
-    keep(row + MESSAGES_TO + lanes(), messages_to, others)
-    keep(row + MESSAGES_FROM + lanes(), messages_from, others)
+    count_messages(counts, messages_to, others, messages_from, others, QUEUES)

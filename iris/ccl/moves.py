@@ -245,6 +245,6 @@ def prepare_exchange_v(
     queues = comm.queues(line, programs, config.few_sms)
     dtype = WORDS[word]
     before = queues.seen_as(dtype)
-    after = (input.itemsize // word, comm.size, queues.slot_bytes // word)
+    after = (input.itemsize // word, comm.size, queues.slot_bytes // word, queues.counts.numel() // COUNTS.value)
     warps = config.num_warps or max(1, min(16, queues.slot_bytes // 512))
     return ready(comm, triton_exchange_v, programs, warps, before, (input, output, *rows), after, dtype)

@@ -56,14 +56,16 @@ LONGEST_QUEUED = tl.constexpr(64 << 10)
 AHEAD = tl.constexpr(1)
 
 # A program's counts: rows of MAX_RANKS int32.
-DONE, SENT, GOT, CALLS_TO, CALLS_FROM, MET, MESSAGES_TO, MESSAGES_FROM = (tl.constexpr(i * MAX_RANKS) for i in range(8))
-COUNTS = tl.constexpr(8 * MAX_RANKS)
+DONE, SENT, GOT, CALLS_TO, CALLS_FROM, MET, MESSAGES_TO, MESSAGES_FROM, WRITTEN = (
+    tl.constexpr(i * MAX_RANKS) for i in range(9)
+)  # fmt: skip
+COUNTS = tl.constexpr(9 * MAX_RANKS)
 
 # A program's words: rows of MAX_RANKS int64.
-POSTS, PLACES, INPUTS, OUTPUTS, ASKED, _, SIZES = (tl.constexpr(i * MAX_RANKS) for i in range(7))
-# SIZES has a row for each of so many messages that follow each other, and ASKED for two (`iris.ccl.sizes`).
+POSTS, PLACES, INPUTS, OUTPUTS, ASKED, _, TARGETS, _, SIZES = (tl.constexpr(i * MAX_RANKS) for i in range(9))
+# SIZES has a row for each of so many messages that follow each other, ASKED and TARGETS for two (`iris.ccl.sizes`).
 MESSAGES = 8
-WORDS = tl.constexpr((6 + MESSAGES) * MAX_RANKS)
+WORDS = tl.constexpr((8 + MESSAGES) * MAX_RANKS)
 
 NUM_SLOTS = tl.constexpr(SLOTS)
 HIGH, LOW = tl.constexpr("high"), tl.constexpr("low")
@@ -209,10 +211,13 @@ def make_queue(
         ctx._signal_ranks(words + POSTS + ctx.cur_rank, word, lanes(), peers)
 
     @jit
-    def finish(ctx, row, calls_to, to, calls_from, sources, W: tl.constexpr):
-        """Say "all written" to the ranks ``to`` that were written directly, and hear it from ``sources``."""
-        ctx._signal_ranks(row + DONE + ctx.cur_rank, calls_to, lanes(), to)
-        ctx._wait_ranks(row + DONE + lanes(), calls_from, sources, 0, W)
+    def finish(ctx, flags, calls_to, to, calls_from, sources, W: tl.constexpr):
+        """Say "all written" to the ranks ``to`` that were written directly, and hear it from ``sources``.
+
+        ``flags``: the row `DONE`, or `WRITTEN` of messages whose sizes are compared.
+        """
+        ctx._signal_ranks(flags + ctx.cur_rank, calls_to, lanes(), to)
+        ctx._wait_ranks(flags + lanes(), calls_from, sources, 0, W)
 
     @jit
     def meet(ctx, row, calls, others, W: tl.constexpr):
@@ -229,7 +234,8 @@ def make_queue(
 
 
 QUEUE_FUNCTIONS = {
-    "pick", "among", "blocks_of", "queue_address", "pointer_at", "offer", "find", "permit", "tell", "hear", "meet",
+    "pick", "among", "blocks_of", "queue_address", "pointer_at", "place_of", "offer", "find", "permit", "tell", "hear",
+    "meet",
     "await_room", "await_blocks", "await_taken", "post", "finish", "slot_of", "follow_predecessor", "keep",
 }  # fmt: skip
 

@@ -4,32 +4,33 @@ Each program of a sender tells the program of the receiver with the same number 
 the first block: a word of 8 bytes, which carries its own arrival (`iris.language.stamped`). The receiver compares it
 with its own size before it takes a block. The word is on its way before the data, so it costs no step. The slots of a
 queue are the library's own memory, so a sender needs no answer before it fills them. Where a sender writes to the
-receiver's tensor itself, the receiver's size comes with the place of it (`iris.ccl.queue`), and the sender compares as
-well.
+receiver's tensor itself, the receiver's size comes with the place of it, and the sender compares as well.
 
-    sizes[p, n % 8, s]    at the receiver: the bytes that s sends in message n; written by s alone
-    asked[p, n % 2, d]    at the sender: the bytes that d receives in the n-th that asks for a place; written by d alone
-    messages_to, messages_from    how many messages program p has sent and received: the stamps of sizes
+    sizes[p, n % 8, s]      at the receiver: the bytes that s sends in message n; written by s alone
+    asked[p, n % 2, d]      at the sender: the bytes that d receives in message n; written by d alone
+    targets[p, n % 2, d]    at the sender: where d wants them, an offset in the heap, plus one; or 0, in the queue
+    written[p, s]           at the receiver: the last message that s has written to its place
+    messages_to, messages_from    how many messages there have been, the same number for all programs of both ends
 
-What is asked for has the stamp of the place: of 16 bits, it would come round between two messages that ask for one,
-did it count the others too.
+A small message has fewer programs than a large one, so program 0, which each has, counts for those that do not run. All
+words of message n have its number as their stamp, whatever the two ends take it for; so none is ever taken for one of
+another message. Who has read a word clears it, since the stamps come round.
 
-A size is not written over before it is read. A sender is ahead of its receiver by no more messages than a queue has
-slots, 4, since each puts in a block, be it an empty one; by one more, whose size it has told while it waits for room;
-and by one that it has written to its place. In an exchange of all with all nobody is ahead by more than one call, since
-each hears the others' sizes. A receiver that has refused a message may ask for the next one before the sender has seen
-that, but not for the one behind it: it must hear the size of the next one first, which the sender tells in a later
-launch.
+A word is not written over before it is read. A sender is ahead of its receiver by no more messages than the queue of
+program 0 has slots, 4, since each puts in a block there, be it an empty one; by one more, whose size it has told while
+it waits for room; and by one that it has written to its place. In an exchange of all with all nobody is ahead by more
+than one call, since each hears the others' sizes. A receiver that has refused a message may ask for the next one before
+the sender has seen that, but not for the one behind it: it must hear the size of the next one first, which the sender
+tells in a later launch.
 
-If the sizes differ the receiver takes nothing, and no program of the sender may wait. Nor may one in messages of the
-same sizes that follow, enqueued before the host knew: as where all are of another type at the other end. Behind them,
-messages of other sizes may wait until their limit, if they were enqueued so early.
+If the sizes differ the receiver takes nothing, and no program of the sender may wait; nor may one in the messages that
+follow, of whatever sizes, enqueued before the host knew.
 
 * Each program of the receiver that runs gives its sender credit for all blocks that this will put into its queue, as if
-  it had taken them, and counts the message as the sender does. How many these are follows from the size, as it does
-  whether the sender asks for a place; it then sees that it is to put in nothing.
-* A smaller message has fewer programs. Program 0 does the same for the queues of programs that run at the sender alone;
-  and to programs that run at the receiver alone it hands the size, which nobody else tells them.
+  it had taken them. How many these are follows from the size, as it does whether the sender asks for a place; it then
+  sees that it is to put in nothing.
+* Program 0 does the same for the queues of programs that run at the sender alone; and to programs that run at the
+  receiver alone it hands the size, which nobody else tells them.
 * The receiver records it, which breaks the group (`iris.abort`): so the sender's rank knows.
 """
 
@@ -43,16 +44,16 @@ from triton.experimental.gluon import language as gl
 
 from iris.ccl.queue import (
     ASKED,
-    CALLS_FROM,
     COUNTS,
     GOT,
     LONGEST_QUEUED,
     MAX_RANKS,
     MESSAGES,
     MESSAGES_FROM,
-    PLACES,
+    MESSAGES_TO,
     SENT,
     SIZES,
+    TARGETS,
     WORDS,
     gluon_queue,
     triton_queue,
@@ -72,29 +73,68 @@ def make_sizes(
     """The device functions of this file in the language that ``(jit, lang)`` stand for."""
     send_place, receive_places = stamped.send_place, stamped.receive_places
     lanes, give_up, keep, pick, post = order.lanes, order.give_up, order.keep, queues.pick, queues.post
+    place_of = queues.place_of
 
     @jit
-    def row_of(words, calls, ROW: tl.constexpr):
-        """Where in the ``words`` of a program the sizes of the messages of these numbers lie, that of rank 0.
-
-        ``calls``: counts of messages for `SIZES`, and for `ASKED` of those that ask for a place.
-        """
+    def row_of(words, messages, ROW: tl.constexpr):
+        """Where in the ``words`` of a program those of the messages of these numbers lie, that of rank 0."""
         if ROW == SIZES:
-            return words + SIZES + (calls & (NUM_MESSAGES - 1)) * ROW_RANKS
+            return words + SIZES + (messages & (NUM_MESSAGES - 1)) * ROW_RANKS
         else:
-            return words + ROW + (calls & 1) * ROW_RANKS
+            return words + ROW + (messages & 1) * ROW_RANKS
 
     @jit
-    def tell_size(ctx, words, nbytes, calls, peers, ROW: tl.constexpr):
-        """Tell ``peers`` how many bytes their messages have, of these numbers, in the row `SIZES` or `ASKED`."""
+    def stamp_of(messages):
+        """Of the words of a message: 1 to 2^15. A cleared word has 0."""
+        return (messages & 0x7FFF) + 1
+
+    @jit
+    def tell_word(ctx, words, value, messages, peers, ROW: tl.constexpr):
+        """Tell ``peers`` a value below 2^48 of the messages of these numbers: `SIZES`, `ASKED` or `TARGETS`."""
         there = lang.load(ctx.table + lanes(), mask=peers, other=0)
-        theirs = move(row_of(words, calls, ROW) + ctx.cur_rank, ctx.base, there)
-        send_place(theirs, nbytes + lang.cast(lanes() * 0, lang.int64), calls, peers)
+        theirs = move(row_of(words, messages, ROW) + ctx.cur_rank, ctx.base, there)
+        send_place(theirs, value + lang.cast(lanes() * 0, lang.int64), stamp_of(messages), peers)
 
     @jit
-    def hear_sizes(ctx, words, calls, peers, ROW: tl.constexpr):
-        """What ``peers`` say of the messages of these numbers; int64 lanes."""
-        return receive_places(row_of(words, calls, ROW) + lanes(), calls, peers, ctx._record())
+    def hear_words(ctx, words, messages, peers, ROW: tl.constexpr):
+        """What ``peers`` `tell_word` of the messages of these numbers; int64 lanes."""
+        here = row_of(words, messages, ROW) + lanes()
+        heard = receive_places(here, stamp_of(messages), peers, ctx._record())
+        send_place(here, lang.cast(lanes() * 0, lang.int64), lanes() * 0, peers)
+        return heard
+
+    @jit
+    def ask(ctx, words, heap_table, output, length, nbytes, messages, sources, W: tl.constexpr):
+        """Ask ``sources`` for ``nbytes`` each, and tell them where these go; returns whether that is on the heap.
+
+        What used the memory before was an earlier kernel, which is over: there is nothing to release.
+        """
+        offset, direct = place_of(ctx, heap_table, output, length, W)
+        tell_word(ctx, words, lang.where(direct, offset + 1, 0), messages, sources, TARGETS)
+        tell_word(ctx, words, nbytes, messages, sources, ASKED)
+        return direct
+
+    @jit
+    def find_target(ctx, words, heap_table, nbytes, messages, receivers):
+        """Which ``receivers`` `ask` for as many bytes as they are sent, and an address each, 0 for the queue."""
+        asked = hear_words(ctx, words, messages, receivers, ASKED)
+        to = receivers & (asked == nbytes)
+        offset = hear_words(ctx, words, messages, to, TARGETS)
+        base = lang.load(heap_table + lanes(), mask=to, other=0)
+        return to, lang.where(to & (offset > 0), base + offset - 1, 0)
+
+    @jit
+    def count_messages(counts, messages_to, receivers, messages_from, sources, QUEUES: tl.constexpr):
+        """That these messages are over: each program for itself, and program 0 for all that do not run."""
+        p = lang.program_id(0)
+        keep(counts + p * COUNTS + MESSAGES_TO + lanes(), messages_to, receivers)
+        keep(counts + p * COUNTS + MESSAGES_FROM + lanes(), messages_from, sources)
+        if p == 0:
+            # Behind the barriers of `keep`, and nobody has loaded them.
+            for q in range(lang.num_programs(0), QUEUES):
+                idle = counts + q * COUNTS
+                lang.store(idle + MESSAGES_TO + lanes(), messages_to, mask=receivers)
+                lang.store(idle + MESSAGES_FROM + lanes(), messages_from, mask=sources)
 
     @jit
     def record_unequal(ctx, words, theirs, own, wrong):
@@ -110,60 +150,48 @@ def make_sizes(
         return blocks, lang.minimum(blocks, PROGRAMS)
 
     @jit
-    def pass_over(ctx, row, words, p, theirs, calls, puts, block_bytes, sources, PROGRAMS: tl.constexpr):
-        """Let the senders' program ``p`` put in all that it has, and count the message as that counts it.
+    def pass_over(ctx, row, words, p, theirs, puts, block_bytes, sources, PROGRAMS: tl.constexpr):
+        """Let the senders' program ``p`` put in all that it has.
 
-        ``calls``: `CALLS_FROM` before the message. ``puts``: the senders that do not see from the size that is asked
-        for, or from the place, that they are to put nothing into the queue.
+        ``puts``: the senders that do not see from the size that is asked for, or from the place, that they are to put
+        nothing into the queue.
         """
         blocks, programs = programs_of(theirs, block_bytes, PROGRAMS)
-        runs = sources & (p < programs)
-        steps = lang.where(runs & puts, (blocks - p + programs - 1) // programs, 0)
+        steps = lang.where(sources & puts & (p < programs), (blocks - p + programs - 1) // programs, 0)
         sent = lang.load(row + SENT + lanes(), mask=sources, other=0)
         got = lang.load(row + GOT + lanes(), mask=sources, other=0) + lang.cast(steps, lang.int32)
-        messages = lang.load(row + MESSAGES_FROM + lanes(), mask=sources, other=0)
         post(ctx, words, sent, got, sources)
         keep(row + GOT + lanes(), got, sources)
-        keep(row + MESSAGES_FROM + lanes(), messages + 1, runs)
-        keep(row + CALLS_FROM + lanes(), calls + lang.cast(runs & (theirs > LONGEST_QUEUED), lang.int32), sources)
 
     @jit
     def refuse(
-        ctx, counts, words, theirs, own, calls, puts, sources, block_bytes,
+        ctx, counts, words, theirs, own, messages, puts, sources, block_bytes,
         PROGRAMS: tl.constexpr, QUEUES: tl.constexpr, DIRECT: tl.constexpr,
     ):  # fmt: skip
-        """Take nothing of messages of ``theirs`` bytes, where ``own`` were to come, and let nobody wait.
+        """Take nothing of these messages of ``theirs`` bytes, where ``own`` were to come, and let nobody wait.
 
-        ``calls``, ``puts``: see `pass_over`. ``PROGRAMS``: that a message has at most; ``QUEUES``: that there are.
-        ``DIRECT``: senders have been told size and place already.
+        ``puts``: see `pass_over`. ``PROGRAMS``: that a message has at most; ``QUEUES``: that there are. ``DIRECT``: all
+        programs that run have asked for their parts already.
         """
         p = lang.program_id(0)
-        row, own_words = counts + p * COUNTS, words + p * WORDS
+        own_words = words + p * WORDS
         _, programs = programs_of(theirs, block_bytes, PROGRAMS)
         asks = sources & (theirs > LONGEST_QUEUED)
-        if DIRECT:
-            # Who does not ask does not count it, so the next place has the same number: it is not to be taken for that.
-            unread = sources & ((p >= programs) | (theirs <= LONGEST_QUEUED))
-            heaps = lang.load(ctx.table + lanes(), mask=unread, other=0)
-            asked, place = row_of(own_words, calls + 1, ASKED), own_words + PLACES
-            send_place(move(asked + ctx.cur_rank, ctx.base, heaps), lang.cast(lanes() * 0, lang.int64), calls, unread)
-            send_place(move(place + ctx.cur_rank, ctx.base, heaps), lang.cast(lanes() * 0, lang.int64), calls, unread)
-        else:
-            tell_size(ctx, own_words, own, calls + 1, asks & (p < programs), ASKED)
+        if not DIRECT:
+            tell_word(ctx, own_words, own, messages, asks & (p < programs), ASKED)
         if p == 0:
             for q in range(1, lang.num_programs(0)):
-                alone = sources & (q >= programs)
-                number = lang.load(counts + q * COUNTS + MESSAGES_FROM + lanes(), mask=alone, other=0) + 1
-                send_place(row_of(words + q * WORDS, number, SIZES) + lanes(), theirs, number, alone)
+                here = row_of(words + q * WORDS, messages, SIZES) + lanes()
+                send_place(here, theirs, stamp_of(messages), sources & (q >= programs))
             for q in range(lang.num_programs(0), QUEUES):
-                there, own_row = words + q * WORDS, counts + q * COUNTS
-                before = lang.load(own_row + CALLS_FROM + lanes(), mask=sources, other=0)
-                tell_size(ctx, there, own, before + 1, asks & (q < programs), ASKED)
-                pass_over(ctx, own_row, there, q, theirs, before, puts, block_bytes, sources, PROGRAMS)
-        pass_over(ctx, row, own_words, p, theirs, calls, puts, block_bytes, sources, PROGRAMS)
+                there = words + q * WORDS
+                tell_word(ctx, there, own, messages, asks & (q < programs), ASKED)
+                pass_over(ctx, counts + q * COUNTS, there, q, theirs, puts, block_bytes, sources, PROGRAMS)
+        pass_over(ctx, counts + p * COUNTS, own_words, p, theirs, puts, block_bytes, sources, PROGRAMS)
 
     return SimpleNamespace(
-        tell_size=tell_size, hear_sizes=hear_sizes, record_unequal=record_unequal, refuse=refuse
+        tell_word=tell_word, hear_words=hear_words, ask=ask, find_target=find_target, count_messages=count_messages,
+        record_unequal=record_unequal, refuse=refuse,
     )  # fmt: skip
 
 

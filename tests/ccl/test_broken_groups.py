@@ -2,13 +2,15 @@
 
 import functools
 import os
+import random
 import signal
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from conftest import UNDER_TORCHRUN
-from covering import covering
+from covering import EVERYTHING, covering
 
 import iris
 from iris.ccl import Config
@@ -140,30 +142,47 @@ def test_messages_of_unequal_size_break_the_group(ranks, mistaken, call):
             ranks.run(unequal, case)
 
 
-def unequal_in_a_row(ctx, sent, received):
-    """As a batch of sends to a receiver of another dtype is: on a GPU all are enqueued before the host knows."""
+def unaware(ctx, pairs):
+    """What is enqueued before the hosts know of the first unequal message; here they do not ask."""
     group = dist.new_group()
-    room = Room(ctx, False)
-    for elements in (5, sent, received):
+    room = Room(ctx, len(pairs) % 2 == 0)
+    # Both ends are compiled before, so that no wait comes to its limit.
+    for elements in dict.fromkeys(elements for pair in pairs for elements in pair):
         send(ctx, elements, elements, room, group=group)
     ctx.barrier()
-
-    def messages():
-        if ctx.device.type == "cuda":
-            # About a tenth of a second, in which all are enqueued.
-            torch.cuda._sleep(200_000_000)
-        for _ in range(12):
+    comm = ctx.ccl.communicator(group)
+    flag, comm.abort_flag, comm.state = comm.abort_flag, SimpleNamespace(raise_recorded=lambda describe: None), [0]
+    try:
+        for sent, received in pairs:
             send(ctx, sent, received, room, group=group)
-
-    until_it_is_told(ctx, group, messages)
+    finally:
+        comm.abort_flag, comm.state = flag, flag.state
+    settle(ctx)
+    sent, received = pairs[-1]
+    if ctx.cur_rank and sent == received:
+        assert torch.equal(room.whole[room.used], filled(ctx, sent) - 1000 * ctx.cur_rank)
     assert room.is_kept_around()
+    dist.barrier()
+    until_it_is_told(ctx, group)
     ctx.barrier()
+
+
+def in_a_row():
+    """As a batch to a receiver of another dtype; in another order; and of any sizes."""
+    some = [0, 4, 5, 9_000, 16_000, 17_000, 70_000, 90_000]
+    rows = [[pair] * 12 for pair in [(3, 4), (5, 16_000), (90_000, 70_000), (70_000, 90_000)]]
+    rows += [[(4, 90_000), (90_000, 4), (4, 4)], [(90_000, 5), (5, 90_000), (90_000, 90_000)]]
+    for seed in range(20 if EVERYTHING else 4):
+        chosen = random.Random(seed)
+        pairs = [(chosen.choice(some), chosen.choice(some)) for _ in range(8)]
+        rows.append([(5, 6), *pairs, *[(size, size) for size in chosen.sample(some, 1 + seed % 2)]])
+    return rows
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize(("sent", "received"), [(3, 4), (5, 16_000), (90_000, 70_000), (70_000, 90_000)])
-def test_unequal_messages_in_a_row_leave_nobody_waiting(ranks, mistaken, sent, received):
-    ranks.run(unequal_in_a_row, sent, received)
+@pytest.mark.parametrize("pairs", in_a_row(), ids=str)
+def test_unequal_messages_in_a_row_leave_nobody_waiting(ranks, mistaken, pairs):
+    ranks.run(unaware, pairs)
 
 
 # What rank 0 refuses, as the root, where the others have nothing to refuse; and how all call it.
