@@ -64,7 +64,8 @@ def shared_folder(name: str, number: int = 0) -> Iterator[Path]:
             fcntl.flock(here, fcntl.LOCK_UN)
             with contextlib.suppress(BlockingIOError):
                 fcntl.flock(here, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(folder, ignore_errors=True)
+                if _is_at(here, folder):
+                    shutil.rmtree(folder, ignore_errors=True)
             os.close(here)
 
 
@@ -82,13 +83,28 @@ def _start_of(process: int) -> str:
 
 def _enter(folder: Path) -> int:
     """Make the folder, if no other rank has; returns a descriptor of it that holds the shared lock."""
-    try:
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(folder, 0o700)
-        here = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError as error:
-        # ENOTDIR: O_NOFOLLOW and O_DIRECTORY of a symbolic link.
-        raise FolderError(f"The folder {folder}, in which the ranks leave files, cannot be used: {error}.") from error
+    while True:
+        try:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(folder, 0o700)
+            try:
+                here = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            except FileNotFoundError:  # the last of other ranks has removed it since
+                continue
+        except OSError as error:
+            # ENOTDIR: O_NOFOLLOW and O_DIRECTORY of a symbolic link.
+            raise FolderError(
+                f"The folder {folder}, in which the ranks leave files, cannot be used: {error}."
+            ) from error
+        _check_own(here, folder)
+        fcntl.flock(here, fcntl.LOCK_SH)
+        # Between the opening and the lock the last of other ranks may have removed it, too.
+        if _is_at(here, folder):
+            return here
+        os.close(here)
+
+
+def _check_own(here: int, folder: Path) -> None:
     status = os.fstat(here)
     if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
         os.close(here)
@@ -96,8 +112,14 @@ def _enter(folder: Path) -> int:
             f"The folder {folder}, in which the ranks leave files, is user {status.st_uid}'s, or open to other users: "
             "what is in it cannot be trusted. Remove it, or set TMPDIR to a folder of your own."
         )
-    fcntl.flock(here, fcntl.LOCK_SH)
-    return here
+
+
+def _is_at(here: int, folder: Path) -> bool:
+    """Whether the open folder is the one at that path, and not one that was removed."""
+    try:
+        return os.path.samestat(os.fstat(here), os.lstat(folder))
+    except FileNotFoundError:
+        return False
 
 
 @contextmanager

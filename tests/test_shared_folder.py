@@ -1,5 +1,6 @@
 """Folders that the ranks of a run share: the same for all of them, nobody else's, and gone when the last has left."""
 
+import fcntl
 import os
 import tempfile
 from contextlib import ExitStack
@@ -45,6 +46,41 @@ def test_it_is_gone_after_an_error_too(under_torchrun):
     with pytest.raises(KeyboardInterrupt), shared_folder("iris-test"):
         raise KeyboardInterrupt
     assert not list(under_torchrun.iterdir())
+
+
+def nothing(folder):
+    folder.rmdir()
+
+
+def another(folder):
+    folder.rename(folder.with_name("removed"))
+    folder.mkdir(mode=0o700)
+
+
+@pytest.mark.parametrize("step", ["open", "flock"])
+@pytest.mark.parametrize("leave", [nothing, another])
+def test_it_may_be_removed_while_a_rank_enters(under_torchrun, monkeypatch, step, leave):
+    """What a rank is in is at the path. The last of other ranks may leave just before this one opens or locks it."""
+    module = os if step == "open" else fcntl
+    real, left = getattr(module, step), []
+
+    def late(*args, **options):
+        if not left:
+            left.append(1)
+            leave(*under_torchrun.iterdir())
+        return real(*args, **options)
+
+    monkeypatch.setattr(module, step, late)
+    with shared_folder("iris-test") as folder, shared_folder("iris-test") as same:
+        assert left and folder == same and folder.is_dir()
+    assert not folder.exists()
+
+
+def test_a_rank_that_leaves_removes_no_folder_of_others(under_torchrun):
+    """It may be between its two locks when the last but one removes the folder, and others make one anew."""
+    with shared_folder("iris-test") as folder:
+        another(folder)
+    assert folder.is_dir()
 
 
 def link(folder, tmp_path):
