@@ -18,6 +18,7 @@ its first tensor: a group that is never used costs nothing, and no rank outside 
 """
 
 import functools
+import inspect
 import sys
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -47,6 +48,8 @@ from iris.simulator.streams import Stream
 from iris.world.members import await_all, introduce
 
 NAME = "iris"
+
+_SPLIT_GROUP = inspect.unwrap(dist.split_group).__code__
 
 
 class ProcessGroup(dist.ProcessGroup):
@@ -158,9 +161,13 @@ class ProcessGroup(dist.ProcessGroup):
     def bound_device_id(self) -> torch.device | None:
         """The device of init_process_group(device_id=...), which torch gives to the group that this one replaces.
 
-        So split_group(), which asks for one, gets the current one. Raises `InvalidGroupError` there in the simulator.
+        So torch's split_group(), which asks for one, gets the current one. Raises `InvalidGroupError` there in the
+        simulator.
         """
-        if self._bound_device_id is not None or sys._getframe(1).f_code.co_name != "split_group":
+        # Who asks makes the difference. torch reads this property in other places as well, and no value would do for
+        # all: None ends split_group(); from any device new_group() concludes that NCCL may split this group's
+        # communicator (split_from), and barrier() that the program has chosen that device.
+        if self._bound_device_id is not None or sys._getframe(1).f_code is not _SPLIT_GROUP:
             return self._bound_device_id
         if self.device_type == "cpu":
             raise InvalidGroupError(

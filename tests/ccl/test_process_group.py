@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from conftest import import_path
 from preloaded import LIMIT_S
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -236,13 +237,6 @@ def split(ctx):
     if inner is not None:
         dist.all_reduce(total, group=inner)
         assert dist.get_process_group_ranks(inner) == [me]
-    if ctx.device.type == "cpu":
-        # What torch's function of this name asks the default group.
-        def split_group(group):
-            return group.bound_device_id
-
-        with pytest.raises(InvalidGroupError, match=r"new_group\(ranks\)"):
-            split_group(world)
     ctx.barrier()
     for group in filter(None, (inner, halves, world)):
         dist.destroy_process_group(group)
@@ -251,6 +245,27 @@ def split(ctx):
 @pytest.mark.ranks(4, exactly=True)
 def test_a_group_is_split(ranks):
     ranks.run(split)
+
+
+def split_without_a_device(ctx):
+    """Where Iris is the default group's backend: it has no device of its own, and torch asks for one to split it."""
+    world, parts = make_group(ctx), [[rank] for rank in range(ctx.num_ranks)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(distributed_c10d._world, "default_pg", world)
+        assert world.bound_device_id is None
+        if ctx.device.type == "cpu":
+            with pytest.raises(InvalidGroupError, match=r"new_group\(ranks\)"):
+                dist.split_group(world, parts)
+        else:
+            alone = dist.split_group(world, parts)
+            assert alone.size() == 1 and alone.bound_device_id == ctx.device
+            dist.destroy_process_group(alone)
+    ctx.barrier()
+    dist.destroy_process_group(world)
+
+
+def test_a_default_group_without_a_device_is_split(ranks):
+    ranks.run(split_without_a_device)
 
 
 def beside_gloo(ctx):
