@@ -173,16 +173,8 @@ class Collectives:
             if here and source.data_ptr() != result.data_ptr() + comm.rank * source.nbytes:
                 checks.check_overlap("gather", result, source)
         except IrisError as error:
-            if not here:
-                raise
-            refuse(
-                comm,
-                "gather",
-                error,
-                stream,
-                isinstance(line, GraphLine),
-                lambda: self.gather(input.new_empty(comm.size * input.numel()), input, dst, group=group, config=config),
-            )
+            refuse(comm, "gather", error, here, stream, line, lambda: self.gather(
+                input.new_empty(comm.size * input.numel()), input, dst, group=group, config=config))  # fmt: skip
         return self._leave(comm, "gather", launch, stream, source, result, output if here else None, async_op)
 
     def scatter(
@@ -216,18 +208,8 @@ class Collectives:
             if here and result.data_ptr() != source.data_ptr() + comm.rank * result.nbytes:
                 checks.check_overlap("scatter", result, source)
         except IrisError as error:
-            if not here:
-                raise
-            refuse(
-                comm,
-                "scatter",
-                error,
-                stream,
-                isinstance(line, GraphLine),
-                lambda: self.scatter(
-                    output, output.new_zeros(comm.size * output.numel()), src, group=group, config=config
-                ),
-            )
+            refuse(comm, "scatter", error, here, stream, line, lambda: self.scatter(
+                output, output.new_zeros(comm.size * output.numel()), src, group=group, config=config))  # fmt: skip
         return self._leave(comm, "scatter", launch, stream, source, result, output, async_op)
 
     def all_to_all_v(
@@ -447,16 +429,8 @@ class Collectives:
             if here and source.data_ptr() != result.data_ptr():
                 checks.check_overlap("reduce", result, source)
         except IrisError as error:
-            if not here:
-                raise
-            refuse(
-                comm,
-                "reduce",
-                error,
-                stream,
-                isinstance(line, GraphLine),
-                lambda: self.reduce(torch.empty_like(input), input, dst, op=asked, group=group, config=config),
-            )
+            refuse(comm, "reduce", error, here, stream, line, lambda: self.reduce(
+                torch.empty_like(input), input, dst, op=asked, group=group, config=config))  # fmt: skip
         return self._leave(comm, "reduce", launch, stream, source, result, output if here else None, async_op, factors)
 
     def barrier(self, *, group: dist.ProcessGroup | None = None, async_op: bool = False) -> Work | None:

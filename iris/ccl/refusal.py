@@ -17,6 +17,7 @@ from typing import NoReturn
 import triton
 
 from iris.abort import BEGUN, REFUSED
+from iris.capture import GraphLine, Line
 from iris.ccl.communicator import Communicator
 from iris.errors import IrisError
 from iris.language.failures import kind_code
@@ -37,19 +38,15 @@ def break_group(record):
 
 
 def refuse(
-    comm: Communicator,
-    name: str,
-    error: IrisError,
-    stream: int | None,
-    capturing: bool,
+    comm: Communicator, name: str, error: IrisError, here: bool, stream: int | None, line: Line,
     take_part: Callable[[], object],
-) -> NoReturn:
-    """Raise ``error``, which the root of a collective alone has found, and leave nobody waiting.
+) -> NoReturn:  # fmt: skip
+    """Raise ``error``, which a rank has found; if it is the root of the collective, leave nobody waiting.
 
-    ``take_part``: the same call with memory of the root's own. If that is refused too, the other ranks have refused the
-    call as well, and nobody waits. Nobody waits while a graph is captured, either.
+    ``here``: whether it is the root. ``take_part``: the same call with memory of the root's own. If that is refused
+    too, the other ranks have refused the call as well, and nobody waits. Nor does anybody while a graph is captured.
     """
-    if comm.refuses or capturing:
+    if not here or comm.refuses or isinstance(line, GraphLine):
         raise error
     comm.refuses = True
     try:
