@@ -33,9 +33,9 @@ MEMBER_BITS = 32
 AT_ONCE = 1 << MEMBER_BITS
 
 SECTION_BYTES = 2048
-# In a section, in int64 words: the broadcasts that the member has begun and refused (`iris.ccl.refusal`); how many
-# bytes of text there are; and in bytes where these begin.
-BEGUN, REFUSED = 13, 14
+# In a section, in int64 words: how many bytes the last broadcast has that the member has begun, and how many broadcasts
+# it has begun and refused (`iris.ccl.refusal`); how many bytes of text there are; and in bytes where these begin.
+BEGUN_BYTES, BEGUN, REFUSED = 12, 13, 14
 TEXT_LENGTH = 15
 TEXT = 128
 LONGEST_TEXT = SECTION_BYTES - TEXT

@@ -133,9 +133,10 @@ class Collectives:
                 launch = self._remember(comm, key, config, dense, lambda used: moves.prepare_broadcast(
                     comm, root, dense, used, line))  # fmt: skip
         except IrisError as error:
-            self._refuse_broadcast(error, tensor, src, group, config)
+            self._refuse_broadcast(error, src, group, config)
         if not comm.refuses:
             comm.broadcasts += 1
+            comm.state[comm.begun_bytes] = dense.nbytes
             comm.state[comm.begun] = comm.broadcasts
         return self._leave(
             comm, "broadcast", launch, stream, dense, dense, None if comm.rank == root else tensor, async_op
@@ -503,21 +504,20 @@ class Collectives:
         return comm, stream, comm.workspace.line(stream, True) if capturing else stream
 
     def _refuse_broadcast(
-        self, error: IrisError, tensor: object, src: int, group: dist.ProcessGroup | None, config: Config | None
+        self, error: IrisError, src: int, group: dist.ProcessGroup | None, config: Config | None
     ) -> NoReturn:
         if isinstance(error, GroupAbortedError) or not isinstance(group, dist.ProcessGroup | None):
             raise error
         comm = self._communicators.get(None if group is dist.group.WORLD else group)
         if comm is None:
             raise error
-        capturing, stream, take_part = False, None, None
+        capturing, stream = False, None
         if self._on_gpu:
             capturing, stream = torch.cuda.is_current_stream_capturing(), torch.cuda.current_stream().cuda_stream
-        if isinstance(tensor, torch.Tensor):
 
-            def take_part() -> None:
-                self.broadcast(torch.zeros(tensor.shape, dtype=tensor.dtype, device=comm.device), src, group=group,
-                               config=config)  # fmt: skip
+        def take_part(size: int) -> None:
+            own = torch.zeros(size, dtype=torch.uint8, device=comm.device)
+            self.broadcast(own, src, group=group, config=config if isinstance(config, Config) else None)
 
         refuse_broadcast(comm, error, index(src) == comm.ranks[comm.rank], stream, capturing, take_part)
 

@@ -6,8 +6,8 @@ member that has not come yet must not find the group broken before it has taken 
 pay nothing for this but a broadcast's count.
 
 All ranks give the tensor of a broadcast, so all may refuse it, and then nobody waits. So each member writes to the
-memory of the abort flag the number of the last broadcast that it has begun, and of the last that it has refused. A root
-that refuses one reads there what the others do.
+memory of the abort flag the number of the last broadcast that it has begun, with its size, and of the last that it has
+refused. A root that refuses one reads there what the others do, and how much they wait for.
 """
 
 import time
@@ -16,7 +16,7 @@ from typing import NoReturn
 
 import triton
 
-from iris.abort import BEGUN, REFUSED
+from iris.abort import BEGUN, BEGUN_BYTES, REFUSED
 from iris.capture import GraphLine, Line
 from iris.ccl.communicator import Communicator
 from iris.errors import IrisError
@@ -61,11 +61,11 @@ def refuse(
 
 def refuse_broadcast(
     comm: Communicator, error: IrisError, is_root: bool, stream: int | None, capturing: bool,
-    take_part: Callable[[], object] | None,
+    take_part: Callable[[int], object],
 ) -> NoReturn:  # fmt: skip
     """Raise ``error``, with which a broadcast was refused here; if the root alone has refused it, leave nobody waiting.
 
-    ``take_part`` as for `refuse`, or None if nobody knows how much the others wait for.
+    ``take_part``: a broadcast of so many bytes of the root's own.
     """
     if comm.refuses or capturing:
         raise error
@@ -77,22 +77,22 @@ def refuse_broadcast(
     peers = [rank for rank in range(comm.size) if rank != comm.rank]
     deadline = time.monotonic() + LONGEST_LOOK_S
     while True:
-        waiting = any(state[place(BEGUN, peer)] >= comm.broadcasts for peer in peers)
+        waiting = [peer for peer in peers if state[place(BEGUN, peer)] >= comm.broadcasts]
         late = any(state[place(REFUSED, peer)] < comm.broadcasts for peer in peers)
         if waiting or not late or time.monotonic() > deadline:
             break
         time.sleep(1e-3)
     if not waiting and not late:
         raise error
-    if waiting and take_part is not None:
-        comm.refuses = True
-        try:
-            take_part()
-        finally:
-            comm.refuses = False
-        _break_behind(comm, "broadcast", error, stream)
-    else:
+    if not waiting:
         comm.abort_flag.abort(_why(comm, "broadcast", error))
+        raise error
+    comm.refuses = True
+    try:
+        take_part(state[place(BEGUN_BYTES, waiting[0])])
+    finally:
+        comm.refuses = False
+    _break_behind(comm, "broadcast", error, stream)
     raise error
 
 

@@ -232,6 +232,27 @@ def test_what_the_root_refuses_is_an_error_on_every_rank(ranks, mistaken, name):
     ranks.run(refused, name)
 
 
+def takes_part(ctx, elements):
+    """Who waits for the root gets as much data as it waits for: kernels on a GPU do not see that a group is broken."""
+    broken, x = dist.new_group(), filled(ctx, elements).double()
+    ctx.ccl.all_reduce(torch.empty_like(x), x, group=broken)
+    if ctx.cur_rank:
+        ctx.ccl.broadcast(x, group=broken)
+        assert x.count_nonzero() == 0
+    else:
+        with pytest.raises(NotATensorError):
+            ctx.ccl.broadcast("none", group=broken)
+    ctx.barrier()
+    with pytest.raises(GroupAbortedError, match="rank 0 is the root of broadcast.., and refused it"):
+        ctx.ccl.broadcast(x, group=broken)
+
+
+@pytest.mark.ranks(2, exactly=True)
+@pytest.mark.parametrize("elements", [5, 300_000])
+def test_the_root_takes_part_in_a_broadcast_of_which_it_has_no_tensor(ranks, mistaken, elements):
+    ranks.run(takes_part, elements)
+
+
 def interrupt(_):
     """Once all programs of a launch wait."""
     grid.watchers.remove(interrupt)
