@@ -16,11 +16,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.library import custom_op
+from torch.library import register_autograd, register_fake
 
 from iris.ccl.config import ReduceOp
 from iris.ccl.reduction import name_of as name_of_reduction
 from iris.errors import InvalidCollectiveError, InvalidGroupError, UnsupportedReductionError
+from iris.operators import operator
 from iris.untraced import untraced
 from iris.world import check_process_group
 
@@ -90,7 +91,7 @@ def all_reduce(input: Tensor, ranks: str, op: Op = "sum") -> Tensor:
     return _all_reduce(input, ranks, name_of_reduction(op))
 
 
-@custom_op("iris::all_reduce", mutates_args=())
+@operator("all_reduce")
 def _all_reduce(input: Tensor, ranks: str, op: str = "sum") -> Tensor:
     context, group = find(ranks)
     output = _like(input)
@@ -98,7 +99,7 @@ def _all_reduce(input: Tensor, ranks: str, op: str = "sum") -> Tensor:
     return output
 
 
-@custom_op("iris::all_gather", mutates_args=())
+@operator("all_gather")
 def all_gather(input: Tensor, ranks: str) -> Tensor:
     """Every rank's ``input``, by rank along the first dimension: ``(M, ...)`` → ``(W * M, ...)``."""
     context, group = find(ranks)
@@ -112,7 +113,7 @@ def reduce_scatter(input: Tensor, ranks: str, op: Op = "sum") -> Tensor:
     return _reduce_scatter(input, ranks, name_of_reduction(op))
 
 
-@custom_op("iris::reduce_scatter", mutates_args=())
+@operator("reduce_scatter")
 def _reduce_scatter(input: Tensor, ranks: str, op: str = "sum") -> Tensor:
     context, group = find(ranks)
     rows, size = _rows("reduce_scatter", input), size_of(ranks)
@@ -126,7 +127,7 @@ def _reduce_scatter(input: Tensor, ranks: str, op: str = "sum") -> Tensor:
     return output
 
 
-@custom_op("iris::all_to_all", mutates_args=())
+@operator("all_to_all")
 def all_to_all(input: Tensor, ranks: str) -> Tensor:
     """Chunk r of the columns goes to rank r: ``(M, N * W)`` → ``(M, N * W)``."""
     context, group = find(ranks)
@@ -135,7 +136,7 @@ def all_to_all(input: Tensor, ranks: str) -> Tensor:
     return output
 
 
-@custom_op("iris::broadcast", mutates_args=())
+@operator("broadcast")
 def broadcast(input: Tensor, ranks: str, src: int = 0) -> Tensor:
     """``input`` of rank ``src`` (its rank in the world), on every rank."""
     context, group = find(ranks)
@@ -149,7 +150,7 @@ def reduce(input: Tensor, ranks: str, dst: int = 0, op: Op = "sum") -> Tensor:
     return _reduce(input, ranks, dst, name_of_reduction(op))
 
 
-@custom_op("iris::reduce", mutates_args=())
+@operator("reduce")
 def _reduce(input: Tensor, ranks: str, dst: int = 0, op: str = "sum") -> Tensor:
     context, group = find(ranks)
     output = torch.zeros_like(input, memory_format=torch.contiguous_format)
@@ -159,14 +160,14 @@ def _reduce(input: Tensor, ranks: str, dst: int = 0, op: str = "sum") -> Tensor:
 
 # What they return, for torch.compile ---------------------------------------------------------------------------------
 
-_all_reduce.register_fake(lambda input, ranks, op="sum": _like(input))
-all_gather.register_fake(lambda input, ranks: _like(input, _rows("all_gather", input) * size_of(ranks)))
-_reduce_scatter.register_fake(
-    lambda input, ranks, op="sum": _like(input, _rows("reduce_scatter", input) // size_of(ranks))
+register_fake(_all_reduce, lambda input, ranks, op="sum": _like(input))
+register_fake(all_gather, lambda input, ranks: _like(input, _rows("all_gather", input) * size_of(ranks)))
+register_fake(
+    _reduce_scatter, lambda input, ranks, op="sum": _like(input, _rows("reduce_scatter", input) // size_of(ranks))
 )
-all_to_all.register_fake(lambda input, ranks: _like(input))
-broadcast.register_fake(lambda input, ranks, src=0: _like(input))
-_reduce.register_fake(lambda input, ranks, dst=0, op="sum": _like(input))
+register_fake(all_to_all, lambda input, ranks: _like(input))
+register_fake(broadcast, lambda input, ranks, src=0: _like(input))
+register_fake(_reduce, lambda input, ranks, dst=0, op="sum": _like(input))
 
 
 # Gradients -----------------------------------------------------------------------------------------------------------
@@ -194,19 +195,20 @@ def _reduce_back(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
     return sent / size_of(ranks) if _linear(op) == "avg" else sent, None, None, None
 
 
-_all_reduce.register_autograd(
+register_autograd(
+    _all_reduce,
     lambda ctx, gradient: (all_reduce(gradient, ctx.arguments[0], _linear(ctx.arguments[1])), None, None),
     setup_context=_keep_arguments,
 )
-all_gather.register_autograd(
-    lambda ctx, gradient: (reduce_scatter(gradient, *ctx.arguments), None), setup_context=_keep_arguments
+register_autograd(
+    all_gather, lambda ctx, gradient: (reduce_scatter(gradient, *ctx.arguments), None), setup_context=_keep_arguments
 )
-_reduce_scatter.register_autograd(_scatter_back, setup_context=_keep_arguments)
-all_to_all.register_autograd(
-    lambda ctx, gradient: (all_to_all(gradient, *ctx.arguments), None), setup_context=_keep_arguments
+register_autograd(_reduce_scatter, _scatter_back, setup_context=_keep_arguments)
+register_autograd(
+    all_to_all, lambda ctx, gradient: (all_to_all(gradient, *ctx.arguments), None), setup_context=_keep_arguments
 )
 # The same call on all ranks, though one alone has a gradient: a compiler would drop a call that only gives zeros.
-broadcast.register_autograd(
-    lambda ctx, gradient: (reduce(gradient, *ctx.arguments), None, None), setup_context=_keep_arguments
+register_autograd(
+    broadcast, lambda ctx, gradient: (reduce(gradient, *ctx.arguments), None, None), setup_context=_keep_arguments
 )
-_reduce.register_autograd(_reduce_back, setup_context=_keep_arguments)
+register_autograd(_reduce, _reduce_back, setup_context=_keep_arguments)

@@ -20,11 +20,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.library import Library, custom_op
+from torch.library import register_autograd, register_fake
 
 from iris.ccl import functional as collectives
 from iris.ccl.functional import find, size_of
 from iris.errors import InvalidCollectiveError, InvalidGroupError
+from iris.operators import LIBRARY, operator
 from iris.ops.call import WIDE
 
 
@@ -59,7 +60,7 @@ def _out(name: str, a: Tensor, b: Tensor, size: int, dtype: torch.dtype | None) 
     return a.new_empty(rows, b.shape[1], dtype=dtype or (torch.bfloat16 if a.itemsize == 1 else a.dtype))
 
 
-@custom_op("iris::all_gather_matmul", mutates_args=())
+@operator("all_gather_matmul")
 def all_gather_matmul(
     a: Tensor, b: Tensor, bias: Tensor | None, ranks: str, scale_a: Tensor | None = None,
     scale_b: Tensor | None = None, dtype: torch.dtype | None = None,
@@ -71,7 +72,7 @@ def all_gather_matmul(
     return out
 
 
-@custom_op("iris::all_gather_matmul_k", mutates_args=())
+@operator("all_gather_matmul_k")
 def all_gather_matmul_k(
     a: Tensor, b: Tensor, bias: Tensor | None, ranks: str, scale_a: Tensor | None = None,
     scale_b: Tensor | None = None, dtype: torch.dtype | None = None,
@@ -83,7 +84,7 @@ def all_gather_matmul_k(
     return out
 
 
-@custom_op("iris::matmul_all_gather", mutates_args=())
+@operator("matmul_all_gather")
 def matmul_all_gather(
     a: Tensor, b: Tensor, bias: Tensor | None, ranks: str, scale_a: Tensor | None = None,
     scale_b: Tensor | None = None, dtype: torch.dtype | None = None,
@@ -95,7 +96,7 @@ def matmul_all_gather(
     return out
 
 
-@custom_op("iris::matmul_reduce_scatter", mutates_args=())
+@operator("matmul_reduce_scatter")
 def matmul_reduce_scatter(
     a: Tensor, b: Tensor, bias: Tensor | None, ranks: str, scale_a: Tensor | None = None,
     scale_b: Tensor | None = None, dtype: torch.dtype | None = None,
@@ -107,7 +108,7 @@ def matmul_reduce_scatter(
     return out
 
 
-@custom_op("iris::matmul_all_reduce", mutates_args=())
+@operator("matmul_all_reduce")
 def matmul_all_reduce(
     a: Tensor, b: Tensor, bias: Tensor | None, ranks: str, scale_a: Tensor | None = None,
     scale_b: Tensor | None = None, dtype: torch.dtype | None = None,
@@ -119,7 +120,7 @@ def matmul_all_reduce(
     return out
 
 
-@custom_op("iris::all_reduce_rms_norm", mutates_args=())
+@operator("all_reduce_rms_norm")
 def all_reduce_rms_norm(
     a: Tensor, weight: Tensor, residual: Tensor | None, eps: float, ranks: str, scale: Tensor | None = None,
     dtype: torch.dtype | None = None,
@@ -140,7 +141,7 @@ def all_reduce_rms_norm(
     return out, x
 
 
-@custom_op("iris::all_reduce_rms_norm_by_row", mutates_args=())
+@operator("all_reduce_rms_norm_by_row")
 def all_reduce_rms_norm_by_row(
     a: Tensor, weight: Tensor, residual: Tensor | None, eps: float, ranks: str, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -187,16 +188,18 @@ def _fake(name: str) -> Callable[..., Tensor]:
     return result
 
 
-all_gather_matmul.register_fake(_fake("all_gather_matmul"))
-all_gather_matmul_k.register_fake(_fake("all_gather_matmul_k"))
-matmul_all_gather.register_fake(_fake("matmul_all_gather"))
-matmul_reduce_scatter.register_fake(_fake("matmul_reduce_scatter"))
-matmul_all_reduce.register_fake(_fake("matmul_all_reduce"))
-all_reduce_rms_norm.register_fake(
-    lambda a, weight, residual, eps, ranks, scale=None, dtype=None: (_rows_like(a, dtype), _sums_like(a, residual))
+register_fake(all_gather_matmul, _fake("all_gather_matmul"))
+register_fake(all_gather_matmul_k, _fake("all_gather_matmul_k"))
+register_fake(matmul_all_gather, _fake("matmul_all_gather"))
+register_fake(matmul_reduce_scatter, _fake("matmul_reduce_scatter"))
+register_fake(matmul_all_reduce, _fake("matmul_all_reduce"))
+register_fake(
+    all_reduce_rms_norm,
+    lambda a, weight, residual, eps, ranks, scale=None, dtype=None: (_rows_like(a, dtype), _sums_like(a, residual)),
 )
-all_reduce_rms_norm_by_row.register_fake(
-    lambda a, weight, residual, eps, ranks, dtype: (_rows_like(a, dtype), _sums_like(a, residual), _scales_like(a))
+register_fake(
+    all_reduce_rms_norm_by_row,
+    lambda a, weight, residual, eps, ranks, dtype: (_rows_like(a, dtype), _sums_like(a, residual), _scales_like(a)),
 )
 
 
@@ -218,11 +221,9 @@ def _autocast(name: str, device_type: str) -> Callable[..., Tensor]:
     return call
 
 
-# Kept, since what it has registered goes with it.
-_library = Library("iris", "FRAGMENT")
 for _name in ROWS:
     for _device_type in ("cpu", "cuda"):
-        _library.impl(_name, _autocast(_name, _device_type), f"Autocast{_device_type.upper()}")
+        LIBRARY.impl(_name, _autocast(_name, _device_type), f"Autocast{_device_type.upper()}")
 
 
 # Gradients -----------------------------------------------------------------------------------------------------------
@@ -331,10 +332,10 @@ def _no_gradient(ctx: Any, *gradients: Tensor) -> None:
     """Of what `_refuse_fp8` lets nobody keep."""
 
 
-all_gather_matmul.register_autograd(_all_gather_matmul_back, setup_context=_keep)
-all_gather_matmul_k.register_autograd(_all_gather_matmul_k_back, setup_context=_keep)
-matmul_all_gather.register_autograd(_matmul_all_gather_back, setup_context=_keep)
-matmul_reduce_scatter.register_autograd(_matmul_reduce_scatter_back, setup_context=_keep)
-matmul_all_reduce.register_autograd(_matmul_all_reduce_back, setup_context=_keep)
-all_reduce_rms_norm.register_autograd(_all_reduce_rms_norm_back, setup_context=_keep_rows)
-all_reduce_rms_norm_by_row.register_autograd(_no_gradient, setup_context=_refuse_fp8)
+register_autograd(all_gather_matmul, _all_gather_matmul_back, setup_context=_keep)
+register_autograd(all_gather_matmul_k, _all_gather_matmul_k_back, setup_context=_keep)
+register_autograd(matmul_all_gather, _matmul_all_gather_back, setup_context=_keep)
+register_autograd(matmul_reduce_scatter, _matmul_reduce_scatter_back, setup_context=_keep)
+register_autograd(matmul_all_reduce, _matmul_all_reduce_back, setup_context=_keep)
+register_autograd(all_reduce_rms_norm, _all_reduce_rms_norm_back, setup_context=_keep_rows)
+register_autograd(all_reduce_rms_norm_by_row, _no_gradient, setup_context=_refuse_fp8)

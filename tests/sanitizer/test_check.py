@@ -67,6 +67,8 @@ NO_COMPILER = """
 import os, sys
 import torch, triton, triton.language as tl
 import iris
+from iris.ccl import functional
+from iris.ops import functional as fused
 
 assert "torch._dynamo" not in sys.modules, "by import iris"
 
@@ -79,6 +81,8 @@ with iris.iris(heap_size=1 << 20) as ctx:
     kernel[(2,)](ctx.get_device_context(), x)
     ctx.ccl.all_reduce(out, x)
     ctx.ops.matmul_all_reduce(ctx.zeros(8, 8), torch.ones(8, 8), torch.ones(8, 8))
+    ranks, ones = functional.name_of(ctx), torch.ones(8, 8, requires_grad=True)
+    fused.matmul_all_reduce(ones, functional.all_reduce(ones, ranks), None, ranks).sum().backward()
     ctx.barrier()
     assert out.tolist() == [2] + 7 * [0], out
 assert "torch._dynamo" not in sys.modules, "by a rank"
