@@ -218,6 +218,21 @@ def ops(
     ops_command.run(operations, libraries, dtype, shapes, sweep, floors, out, num_ranks)
 
 
+@bench.command()
+@click.option("--groups", type=click.IntRange(1), default=8, show_default=True, help="Further groups of each kind.")
+@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Write the figures as JSON.")
+@NUM_RANKS
+def memory(groups: int, out: Path | None, num_ranks: int | None) -> None:
+    """How much GPU memory process groups take: the first use of one, each further one, groups of one rank.
+
+    Among ranks that it starts, or under torchrun. Nothing else may use the GPUs meanwhile.
+    """
+    requirements.check()
+    from iris.bench import memory, ranks
+
+    ranks.measure(ranks.number(num_ranks), memory.run_on_rank, groups, out)
+
+
 @commands.command()
 @click.option("--largest", type=click.IntRange(1), default=256 << 10, show_default=True, help="Largest size, in KiB.")
 @click.option("--smallest", type=click.IntRange(1), default=8, show_default=True, help="Smallest size, in KiB.")

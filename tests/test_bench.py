@@ -1,6 +1,8 @@
 """The benchmark of collectives and the tuning of their tables: what they measure, check, choose and write."""
 
+import contextlib
 import csv
+import io
 import itertools
 import json
 import os
@@ -14,8 +16,9 @@ from conftest import UNDER_TORCHRUN, import_path
 from covering import EVERYTHING
 from preloaded import LIMIT_S, python
 
+from iris import simulator
 from iris.__main__ import commands
-from iris.bench import collectives, plots, report, tune
+from iris.bench import collectives, memory, plots, report, tune
 from iris.bench import ranks as ranks_of_a_bench
 from iris.bench.timing import Operands, counts, do_bench
 from iris.ccl import Config
@@ -228,6 +231,24 @@ def test_a_benchmark_starts_its_ranks(tmp_path):
     assert written["command"].startswith("torchrun --nproc-per-node 2 -m iris bench ops")
 
 
+def memory_of_groups(ctx, file):
+    with contextlib.redirect_stdout(io.StringIO()) as told:
+        assert memory.run_on_rank(2, file) == []
+    return told.getvalue().splitlines()
+
+
+def test_memory_of_groups(ranks, tmp_path):
+    told, *others = ranks.run(memory_of_groups, tmp_path / "memory.json")
+    assert not any(others)
+    figures = json.loads((tmp_path / "memory.json").read_text())["figures"]
+    of_all, further, of_one, _, _ = figures.values()
+    assert [float(line.split(": ")[1].split()[0]) for line in told[:5]] == [round(each, 2) for each in figures.values()]
+    if simulator.ACTIVE:
+        assert told[5:] == [memory.NOTE]
+    else:
+        assert 0 <= further <= of_all and of_one < 2
+
+
 @pytest.mark.skipif(UNDER_TORCHRUN, reason="starts ranks of its own")
 @pytest.mark.skipif(not EVERYTHING, reason="starts ranks as the one above does")
 @pytest.mark.parametrize(
@@ -245,7 +266,7 @@ def test_other_measurements_start_as_many_as_they_are_told(command, tmp_path):
 
 @pytest.mark.parametrize(("gpus", "asked", "words"), [(0, "", "cannot start any: there are 0 GPUs"),
                                                       (2, "-r 3", "cannot start 3: there are 2 GPUs")])  # fmt: skip
-@pytest.mark.parametrize("command", ["bench ccl", "bench ops", "tune"])
+@pytest.mark.parametrize("command", ["bench ccl", "bench ops", "bench memory", "tune"])
 def test_ranks_that_cannot_be_started(command, gpus, asked, words, monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setattr(ranks_of_a_bench.simulator, "ACTIVE", False)

@@ -1,8 +1,9 @@
 """Fused operations side by side: Iris in each of its ways, the vendor's GEMM with NCCL or RCCL, torch's, GEMM alone.
 
 All in one run, by turns, on the same random data. A shape is (M, N, K) of the whole product. For all_gather_matmul and
-matmul_all_gather each rank has M / W rows of A and N / W, or all, columns of B; for the sums it has K / W columns of A
-and rows of B. all_reduce_rms_norm has M rows of N columns and no K. Every result of Iris is compared with that of the
+matmul_all_gather each rank has M / W rows of A and N / W, or all, columns of B; for all_gather_matmul_k, which is
+all_gather_matmul with ``gather_dim="k"``, K / W columns of A and all of B; for the sums it has K / W columns of A and
+rows of B. all_reduce_rms_norm has M rows of N columns and no K. Every result of Iris is compared with that of the
 vendor once before it is timed.
 
 Of fp8 A lies by rows and B by columns, as cuBLAS takes them, the result is bf16, and the factors are 1.
@@ -27,7 +28,8 @@ from iris.ops import FusedConfig
 from iris.ops.choose import by_triton
 from iris.ops.copies import COPIED
 
-PRODUCTS = ("all_gather_matmul", "matmul_all_gather", "matmul_reduce_scatter", "matmul_all_reduce")
+GATHER_K = "all_gather_matmul_k"
+PRODUCTS = ("all_gather_matmul", GATHER_K, "matmul_all_gather", "matmul_reduce_scatter", "matmul_all_reduce")
 NORM = "all_reduce_rms_norm"
 OPERATIONS = (*PRODUCTS, NORM)
 # "gemm" and "all_reduce": the vendor's product, and Iris' all-reduce, alone. "iris residual": a norm with one.
@@ -49,6 +51,7 @@ EPS = 1e-6
 # Of which sizes each rank has its part.
 SHARED = {
     "all_gather_matmul": "MN",
+    GATHER_K: "K",
     "matmul_all_gather": "M",
     "matmul_reduce_scatter": "MK",
     "matmul_all_reduce": "K",
@@ -85,6 +88,8 @@ def has(library: str, operation: str) -> bool:
     of_norm = ("iris residual", "all_reduce")
     if operation == NORM:
         return library in ("iris", "vendor", *of_norm)
+    if operation == GATHER_K:
+        return library in ("iris", "iris triton", "vendor", "gemm")
     return library not in of_norm and (operation in COPIED or library not in ("iris copies", "torch"))
 
 
@@ -147,6 +152,8 @@ def operands(ctx: Iris, operation: str, shape: tuple[int, int, int], dtype: torc
 
     if operation == "all_gather_matmul":
         return Operands(random(M // W, K), b(K, N // W), out(M, N // W), random(M, K), factor)
+    if operation == GATHER_K:
+        return Operands(random(M, K // W), b(K, N), out(M, N), random(M, K), factor)
     if operation == "matmul_all_gather":
         return Operands(random(M // W, K), b(K, N), out(M, N), random(M // W, N, dtype=result), factor)
     if operation == NORM:
@@ -165,11 +172,19 @@ def vendor(operation: str, x: Operands) -> Callable[[], object]:
         # As bytes, since not every library knows fp8.
         dist.all_gather_into_tensor(result.view(torch.uint8), own.view(torch.uint8))
 
+    # What is gathered of A that is split along K, the columns of one rank behind those of another.
+    parts = a.new_empty(whole.numel() // a.shape[1], a.shape[1]) if operation == GATHER_K else None
+
+    def side_by_side() -> None:
+        columns = whole.view(torch.uint8).unflatten(1, (-1, a.shape[1] * a.itemsize))
+        columns.copy_(parts.view(torch.uint8).unflatten(0, (-1, len(a))).transpose(0, 1))
+
     def of(*calls: Callable[[], object]) -> Callable[[], object]:
         return lambda: [call() for call in calls]
 
     return {
         "all_gather_matmul": of(lambda: gather(whole, a), lambda: x.multiply(whole, out)),
+        GATHER_K: of(lambda: gather(parts, a), side_by_side, lambda: x.multiply(whole, out)),
         "matmul_all_gather": of(lambda: x.multiply(a, whole), lambda: gather(out, whole)),
         "matmul_reduce_scatter": of(lambda: x.multiply(a, whole), lambda: dist.reduce_scatter_tensor(out, whole)),
         "matmul_all_reduce": of(lambda: x.multiply(a, out), lambda: dist.all_reduce(out)),
@@ -194,12 +209,14 @@ def case(ctx: Iris, operation: str, library: str, x: Operands) -> Callable[[], o
         "iris copies": FusedConfig(variant="copies"),
     }
     if library in configs:
-        factors = {"scale_a": x.factor, "scale_b": x.factor}
-        return lambda: getattr(ctx.ops, operation)(x.out, x.a, x.b, **factors, config=configs[library])
+        options = {"scale_a": x.factor, "scale_b": x.factor, "config": configs[library]}
+        if operation == GATHER_K:
+            return lambda: ctx.ops.all_gather_matmul(x.out, x.a, x.b, gather_dim="k", **options)
+        return lambda: getattr(ctx.ops, operation)(x.out, x.a, x.b, **options)
     if library == "vendor":
         return vendor(operation, x)
     if library == "gemm":
-        if operation == "all_gather_matmul":
+        if operation in ("all_gather_matmul", GATHER_K):
             return lambda: x.multiply(x.whole, x.out)
         return lambda: x.multiply(x.a, x.whole)
     return torchs(operation, x)

@@ -26,7 +26,7 @@ def test_what_is_measured(ranks, tmp_path):
     assert by_copies == {"all_gather_matmul", "matmul_reduce_scatter"}
     norms = [row.library for row in rows if row.operation == operations.NORM]
     assert norms == 2 * ["iris", "iris residual", "vendor", "all_reduce"]
-    assert len(rows) == 2 * (4 * 4 + len(by_copies)) + len(norms)
+    assert len(rows) == 2 * (4 * 5 + len(by_copies)) + len(norms)
     operations.write(tmp_path, "operations_2", 2, rows)
     written = json.loads((tmp_path / "operations_2.json").read_text())
     assert [operations.Row(**row) for row in written["rows"]] == rows
@@ -45,7 +45,7 @@ def of_fp8(ctx):
 def test_products_of_fp8(ranks):
     rows, *_ = ranks.run(of_fp8)
     assert not [row for row in rows if row.reason] and all(row.microseconds > 0 for row in rows)
-    assert len(rows) == 4 * 5 + 2
+    assert len(rows) == 4 * 5 + 2 + 4
     # What is written of other types does not take the place of that of bf16.
     assert ops_command.file_name("operations", "bfloat16", 2) == "operations_2"
     assert ops_command.file_name("sweep", "float8_e4m3fn", 2) == "sweep_float8_e4m3fn_2"
@@ -82,7 +82,7 @@ def test_make_perf_measures_all_that_has_a_floor():
     measured = ops_command.figures(rows)
     floors = json.loads((ROOT / "benchmarks" / "floors.json").read_text())["NVIDIA H200"]["ops"]
     assert len(measured) == len(rows) / 2
-    assert all(set(bounds) == set(measured) for bounds in floors.values())
+    assert all(set(bounds) <= set(measured) for bounds in floors.values())
 
 
 def of_fp32(ctx):
