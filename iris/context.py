@@ -15,13 +15,20 @@ from iris.capture import refuse_in_capture
 from iris.ccl.collectives import Collectives
 from iris.device_barrier import DeviceBarrier
 from iris.device_record import DeviceRecord
-from iris.errors import NotAStreamError, NotPicklableError, PeerLostError, RankOutOfRangeError
+from iris.errors import (
+    InvalidArgumentError,
+    NotAStreamError,
+    NotPicklableError,
+    PeerLostError,
+    RankOutOfRangeError,
+)
 from iris.heap import SymmetricHeap, describe_address
 from iris.language.context import context_tensor
 from iris.language.functional import heap_bases_tensor
 from iris.log import logger
 from iris.ops.operations import Operations
 from iris.simulator import sanitizer
+from iris.stand_ins import stand_in
 from iris.tensors import Factories
 from iris.tracing.recording import Tracing
 from iris.untraced import untraced
@@ -204,6 +211,9 @@ class Iris(Factories):
                 # Pickled, and so never through the store, which asks nobody who he is.
                 buffer = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(self.device)
                 return False, len(buffer)
+            problem = stand_in(value)
+            if problem:
+                raise InvalidArgumentError(f"broadcast() sends tensors with memory of their own, and got {problem}")
             buffer = value.detach().to(self.device).resolve_conj().resolve_neg().contiguous()
             return True, (list(value.shape), str(value.dtype).removeprefix("torch."), value.device.type)
 

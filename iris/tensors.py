@@ -35,6 +35,7 @@ from iris.errors import (
     WrongDeviceError,
 )
 from iris.heap import SymmetricHeap
+from iris.stand_ins import stand_in
 from iris.untraced import untraced_methods
 
 _FORMATS = (None, torch.contiguous_format, torch.preserve_format)
@@ -296,6 +297,9 @@ class Factories:
         """
         if self.heap.is_symmetric(tensor):
             return tensor
+        problem = stand_in(tensor)
+        if problem:
+            raise InvalidArgumentError(f"as_symmetric() copies tensors with memory of their own, and got {problem}")
         return self.heap.empty(tensor.shape, tensor.dtype).copy_(tensor.detach())
 
     def free(self, tensor: torch.Tensor) -> None:

@@ -19,7 +19,7 @@ from iris.errors import (
 )
 from iris.language.target import threads_per_warp
 from iris.simulator import sanitizer
-from iris.stand_ins import in_transform, stand_in
+from iris.stand_ins import stand_in
 from iris.world import Group
 
 
@@ -27,15 +27,9 @@ def check_tensor(name: str, tensor: object) -> None:
     """That it is one, with memory of its own."""
     if not isinstance(tensor, torch.Tensor):
         raise NotATensorError(tensor, f"{name}() takes tensors")
-    # Inside a transform of torch.func the class says nothing.
-    if tensor.__class__ is not torch.Tensor or in_transform():
-        problem = stand_in(tensor)
-        if problem:
-            raise InvalidCollectiveError(f"{name}() takes tensors with memory of their own, and got {problem}")
-    if tensor.layout != torch.strided:
-        raise InvalidCollectiveError(
-            f"{name}() takes tensors of the layout torch.strided, and got one of {tensor.layout}. Pass x.to_dense()."
-        )
+    problem = "a nested tensor. Pass its parts, x.unbind()." if tensor.is_nested else stand_in(tensor)
+    if problem:
+        raise InvalidCollectiveError(f"{name}() takes tensors with memory of their own, and got {problem}")
 
 
 def check_at_root(comm: Communicator, name: str, role: str, tensor: object, root: int) -> None:
@@ -64,6 +58,7 @@ def check_pair(
 ) -> None:  # fmt: skip
     """That both are on the device, of one dtype, and ``times_out`` outputs as long as ``times_in`` inputs."""
     for role, tensor in (("output", output), ("input", input)):
+        check_tensor(name, tensor)
         if tensor.device != comm.device:
             raise WrongDeviceError(
                 f"The {role} of {name}() is on {tensor.device}, and this context works on {comm.device}. "

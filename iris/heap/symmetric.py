@@ -223,8 +223,11 @@ class SymmetricHeap:
         self.check_open()
         if not isinstance(tensor, torch.Tensor):
             raise NotATensorError(tensor)
-        # The data pointer of a tensor without elements is null, that of its storage is not.
-        address = tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else 0
+        try:
+            # The data pointer of a tensor without elements is null, that of its storage is not.
+            address = tensor.untyped_storage().data_ptr()
+        except (RuntimeError, ValueError):  # of one without memory (`iris.stand_ins`)
+            return False
         return tensor.device == self.device and self._base <= address < self._base + self.mapping.size
 
     def offset(self, tensor: torch.Tensor) -> int:

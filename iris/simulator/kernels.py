@@ -45,7 +45,7 @@ def _argument(value: Any, name: str, kernel: str) -> Any:
         if value.device.type != "cpu":
             raise NotOnCpuError(kernel, name, value.device)
         if value.dtype not in _pointer_types:
-            if value.dtype.is_complex:
+            if value.dtype.is_complex or value.is_quantized:
                 raise LaunchError(
                     f"Argument {name!r} of kernel {kernel!r} has dtype {value.dtype}, which Triton lacks."
                 )
