@@ -46,7 +46,7 @@ def refuse(
     ``here``: whether it is the root. ``take_part``: the same call with memory of the root's own. If that is refused
     too, the other ranks have refused the call as well, and nobody waits. Nor does anybody while a graph is captured.
     """
-    if not here or comm.refuses or isinstance(line, GraphLine):
+    if not here or comm.size == 1 or comm.refuses or isinstance(line, GraphLine):
         raise error
     comm.refuses = True
     try:

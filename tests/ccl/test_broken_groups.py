@@ -232,6 +232,22 @@ def test_what_the_root_refuses_is_an_error_on_every_rank(ranks, mistaken, name):
     ranks.run(refused, name)
 
 
+def refused_alone(ctx, name):
+    error, call = REFUSED[name]
+    x = filled(ctx, 4)
+    group = [dist.new_group([rank]) for rank in range(ctx.num_ranks)][ctx.cur_rank]
+    if ctx.cur_rank == 0:
+        with pytest.raises(error):
+            call(ctx.ccl, x, group)
+    ctx.ccl.all_reduce(out := torch.empty_like(x), x, group=group)
+    assert torch.equal(out, x)
+
+
+@pytest.mark.parametrize("name", [name for name in REFUSED if name != "a short output"])
+def test_a_refusal_does_not_break_a_group_of_one(ranks, name):
+    ranks.run(refused_alone, name)
+
+
 def takes_part(ctx, elements):
     """Who waits for the root gets as much data as it waits for: kernels on a GPU do not see that a group is broken."""
     broken, x = dist.new_group(), filled(ctx, elements).double()
