@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 
 from iris import requirements
-from iris.bench.options import DTYPES, FACTORS, NUM_RANKS, Numbers
+from iris.bench.options import DTYPES, FACTORS, NUM_RANKS, Floors, Numbers
 from iris.errors import IrisError, ProcessUnreachableError
 from iris.launcher import forget_callers_rank
 
@@ -160,7 +160,7 @@ def bench() -> None:
     show_default=True,
     help="Multiprocessors to use at most; 0: each library's choice.",
 )
-@click.option("--floors", type=click.Path(exists=True, path_type=Path), help="Fail below the figures of this file.")
+@click.option("--floors", type=Floors(), help="Fail below the figures of this file.")
 @click.option("--out", type=click.Path(path_type=Path), help="Folder for CSV, JSON and pictures.")
 @NUM_RANKS
 def ccl(
@@ -199,7 +199,7 @@ def ccl(
     help="MxNxK of a product, MxNx0 of rows to normalise; if not given, those of large models.",
 )
 @click.option("--sweep", is_flag=True, help="M from 16 to 16384, with N = K = 8192, besides these.")
-@click.option("--floors", type=click.Path(exists=True, path_type=Path), help="Fail below the figures of this file.")
+@click.option("--floors", type=Floors(), help="Fail below the figures of this file.")
 @click.option("--out", type=click.Path(path_type=Path), help="Folder for CSV, JSON and pictures.")
 @NUM_RANKS
 def ops(

@@ -1,5 +1,8 @@
 """What options of the benchmarks take, checked before anything runs."""
 
+import json
+from pathlib import Path
+
 import click
 
 DTYPES = click.Choice(["float16", "bfloat16", "float32"])
@@ -12,6 +15,21 @@ NUM_RANKS = click.option(
     help="How many ranks to start: one for each GPU of this machine if not given, 2 in the simulator. Ignored by "
     "torchrun.",
 )  # fmt: skip
+
+
+class Floors(click.Path):
+    """A file of floors, as `iris.bench.report.below_floor` reads it."""
+
+    def __init__(self) -> None:
+        super().__init__(exists=True, dir_okay=False, path_type=Path)
+
+    def convert(self, value: object, parameter: click.Parameter | None, context: click.Context | None) -> Path:
+        path = super().convert(value, parameter, context)
+        try:
+            json.loads(path.read_text())
+        except (OSError, ValueError) as error:
+            self.fail(f"{str(path)!r} is not JSON that can be read: {error}.", parameter, context)
+        return path
 
 
 class Numbers(click.ParamType):
