@@ -68,7 +68,7 @@ class AbortFlag:
         self._memory = host.share_one(group, size)
         self.state = memoryview(self._memory).cast("q")
         self._address = host.address_of(self._memory)
-        self._told = False
+        self._told = self._ends_waits = False
         seen_by_gpu = self._address
         if device.type == "cuda":
 
@@ -125,6 +125,14 @@ class AbortFlag:
         member = (self.state[0] & (AT_ONCE - 1)) - 1
         return GroupAbortedError(self._group.ranks, self._why(member))
 
+    def ends_waits(self) -> bool:
+        """Whether who waits in the simulator leaves at once, asked after each round of looks at what is waited for.
+
+        True from the second time on: what came before the abort is found by the looks in between.
+        """
+        before, self._ends_waits = self._ends_waits, self.state[0] >= AT_ONCE
+        return before
+
     def raise_recorded(self, describe: Callable[[int], str | None]) -> None:
         """Raise what a kernel of this rank has recorded, once. The caller has drained its stream."""
         if not self.state[0] or self._told:
@@ -172,7 +180,7 @@ def _watch(polled: Callable[[], list[int]]) -> GroupAbortedError | None:
 
     ``polled`` returns the addresses of the flags.
     """
-    broken = [flag for flag in _flags if flag.state[0] >= AT_ONCE]
+    broken = [flag for flag in _flags if flag.ends_waits()]
     for address in polled() if broken else ():
         found = locate(address)
         owner = found[0].owner() if found else None
