@@ -10,6 +10,7 @@ command, a small process that hands its own files to the copy, passes on signals
 """
 
 import atexit
+import contextlib
 import json
 import os
 import signal
@@ -118,6 +119,8 @@ def serve(listener):
     selector.register(0, selectors.EVENT_READ)
     while True:
         for key, _ in selector.select():
+            if selector.get_map().get(key.fd) is not key:
+                continue  # a program and its command have ended at the same time
             if key.fileobj == 0:
                 os._exit(0)
             elif key.fileobj is listener:
@@ -135,48 +138,44 @@ def serve(listener):
                     return request
                 for file in files:
                     os.close(file)
-                if program is None or not answer(connection, program):
+                if program is None:
                     connection.close()
-                if program is not None:
-                    ended = os.pidfd_open(program)
-                    selector.register(ended, selectors.EVENT_READ, (program, connection))
-                    if connection.fileno() >= 0:
-                        selector.register(connection, selectors.EVENT_READ, program)
-            elif key.fileobj not in selector.get_map():
-                pass  # it has ended, and its command's end was found at the same time
+                else:
+                    answer(connection, program)
+                    selector.register(os.pidfd_open(program), selectors.EVENT_READ, (program, connection))
+                    selector.register(connection, selectors.EVENT_READ, program)
             elif isinstance(key.data, int):
                 os.kill(key.data, signal.SIGKILL)  # the command has been killed
                 selector.unregister(key.fileobj)
             else:
                 program, connection = key.data
-                _, status = os.waitpid(program, 0)
                 selector.unregister(key.fileobj)
                 os.close(key.fileobj)
-                if connection.fileno() >= 0:
-                    if connection in selector.get_map():
-                        selector.unregister(connection)
-                    answer(connection, status)
-                    connection.close()
+                if connection in selector.get_map():
+                    selector.unregister(connection)
+                answer(connection, os.waitpid(program, 0)[1])
+                connection.close()
 
 
 def receive(connection):
     """The command's files and its request, which is empty if it was killed before it had said all."""
-    head, files, _, _ = socket.recv_fds(connection, 8, 250)
-    text, length = b"", int.from_bytes(head, "little")
-    while len(text) < length:
-        part = connection.recv(length - len(text))
-        if not part:
-            return files, b""
-        text += part
+    files, text = [], b""
+    try:
+        head, files, _, _ = socket.recv_fds(connection, 8, 250)
+        length = int.from_bytes(head, "little")
+        while len(text) < length:
+            part = connection.recv(length - len(text))
+            if not part:
+                return files, b""
+            text += part
+    except OSError:
+        text = b""
     return files, text
 
 
 def answer(connection, number):
-    try:
+    with contextlib.suppress(OSError):  # the command has been killed
         connection.sendall(f"{number}\n".encode())
-    except OSError:  # the command has been killed
-        return False
-    return True
 
 
 def open_as(files, numbers):
@@ -186,10 +185,8 @@ def open_as(files, numbers):
     apart = [fcntl.fcntl(file, fcntl.F_DUPFD, 1000) for file in files]
     for other in map(int, os.listdir("/proc/self/fd")):
         if other < 1000:
-            try:
+            with contextlib.suppress(OSError):  # that of the listing, which is over
                 os.close(other)
-            except OSError:  # that of the listing, which is over
-                pass
     for file, number in zip(apart, numbers, strict=True):
         os.dup2(file, number)
         os.close(file)
@@ -276,10 +273,8 @@ def end(status):
     threading._shutdown()
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        try:
+        with contextlib.suppress(OSError, ValueError):  # nobody reads any more, or it is closed
             stream.flush()
-        except (OSError, ValueError):  # nobody reads any more, or it is closed
-            pass
     if status < 0:
         signal.signal(-status, signal.SIG_DFL)
         os.kill(os.getpid(), -status)
