@@ -91,14 +91,14 @@ def hung(tmp_path_factory):
 
 
 def await_text(file):
-    end = time.monotonic() + 90
+    end = time.monotonic() + LIMIT_S
     while not file.exists() and time.monotonic() < end:
         time.sleep(0.05)
     return int(file.read_text())
 
 
 def await_answer(number, *texts):
-    end = time.monotonic() + 60
+    end = time.monotonic() + LIMIT_S
     while any(text not in inspection.show(inspection.ask(number)) for text in texts) and time.monotonic() < end:
         time.sleep(0.05)
 

@@ -371,7 +371,7 @@ def different(ctx, what):
         begin = time.monotonic()
         with pytest.raises(MismatchedCollectiveError, match=f"rank 0 .*{told[what][0]}.*rank 1.*{told[what][1]}"):
             calls[what]()
-        assert time.monotonic() - begin < 20
+        assert time.monotonic() - begin < 35  # the process group would wait longer
         ctx.ccl.all_reduce(*[torch.zeros(4, device=ctx.device)] * 2)
         # What two ranks say to each other is no matter of the group's, and counts may differ if they fit.
         message = torch.full((7,), float(ctx.cur_rank), device=ctx.device)

@@ -200,7 +200,7 @@ def test_whoever_ends_the_command_ends_all_of_the_program(tmp_path, command, num
             time.sleep(0.05)
         assert list(temporary.iterdir())
         running.send_signal(number)
-        assert running.wait(30) == 128 + number
+        assert running.wait(LIMIT_S) == 128 + number
     for process in family.iterdir():
         with pytest.raises(ProcessLookupError):
             os.kill(int(process.name), 0)
