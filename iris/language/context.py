@@ -180,8 +180,9 @@ def make_device_context(
         ):
             """Read the caller's ``from_ptr``, write ``to_rank``'s copy of ``to_ptr``."""
             event = self.tracing.begin_move("put", to_ptr, to_rank, mask)
-            value = lang.load(from_ptr, mask=mask, other=other, cache_modifier=load_cache_modifier)
+            # Where the peer is, is on its way before the data are.
             target = self._peers(to_ptr, to_rank, mask, hint)
+            value = lang.load(from_ptr, mask=mask, other=other, cache_modifier=load_cache_modifier)
             lang.store(target, value, mask=mask, cache_modifier=store_cache_modifier)
             self.tracing.record_event_end(event)
 
