@@ -16,6 +16,8 @@ from iris.ops.cdna3.product import WARPS
 NAMES = ["all_gather_matmul", "matmul_all_gather", "matmul_reduce_scatter", "matmul_all_reduce"]
 LARGEST = (256, 256, 64)
 TILES = [(256, 64, 64), (256, 128, 64), LARGEST, (128, 128, 128), (64, 256, 64)]
+# Whether A and B lie by rows.
+LINES = [(True, False), (False, True), (True, True)]
 W, N = 4, 4096
 INT64, INT32 = torch.zeros(16, dtype=torch.int64), torch.zeros(4096, dtype=torch.int32)
 INSTRUCTIONS = {
@@ -26,7 +28,8 @@ INSTRUCTIONS = {
 }
 
 
-def compiled(target, name, tile, dtype, by_lines_a, by_lines_b, share=N // W):
+def launch(name, tile, dtype, by_lines_a, by_lines_b, share=N // W):
+    """The kernel and its arguments."""
     matrix = torch.zeros(4096, dtype=dtype)
     strides = ((N, 1) if by_lines_a else (1, N)) + ((1, N) if by_lines_b else (N, 1)) + (N, 1)
     front, tail = (INT64, INT64, INT32), (8, 1, by_lines_a, by_lines_b, True)
@@ -42,6 +45,11 @@ def compiled(target, name, tile, dtype, by_lines_a, by_lines_b, share=N // W):
         kernel, spreads = cdna3_matmul_reduce, name == "matmul_all_reduce"
         numbers = (N, N, N, share, *strides)
         args = (*front, matrix, matrix, matrix, matrix, matrix, *numbers, W, *tile, 8, spreads, *tail)
+    return kernel, args
+
+
+def compiled(target, *of_launch, **more):
+    kernel, args = launch(*of_launch, **more)
     return compile_for(target, kernel, *args, num_warps=WARPS.value)
 
 
@@ -51,9 +59,7 @@ def loop(text):
     return re.findall(r"^\s+([a-z]+_\w+(?: vmcnt\(\d+\))?)", piece, flags=re.M)
 
 
-CASES = covering(
-    NAMES, TILES, ["gfx942", "gfx950"], [torch.bfloat16, torch.float16], [(True, False), (False, True), (True, True)]
-)
+CASES = covering(NAMES, TILES, ["gfx942", "gfx950"], [torch.bfloat16, torch.float16], LINES)
 
 
 @pytest.mark.parametrize(("name", "tile", "target", "dtype", "by_lines"), CASES)

@@ -4,18 +4,28 @@ import pytest
 import torch
 
 from codegen.offline import compile_for
-from codegen.test_every_kernel import ARGUMENTS, OPERATIONS, ROWS
+from codegen.test_every_kernel import arguments_of
 from iris.ops.all_reduce_rms_norm import one_shot_rms_norm, two_shot_rms_norm
 
+KERNELS = [one_shot_rms_norm, two_shot_rms_norm]
+# Pieces, warps, and whether a row has a factor of its own.
+CASES = [(2, 1, False), (4, 1, True), (8, 2, True), (16, 2, False)]
+CLUSTER = {"CLUSTERED": True, "PIECE": 512, "PART": 128, "BLOCK": 128, "LANES": 64}
 
-def compiled(kernel, pieces, warps, **more):
-    cluster = {"CLUSTERED": True, "PIECES": pieces, "PIECE": 512, "PART": 128, "BLOCK": 128, "LANES": 64}
-    given = ARGUMENTS | OPERATIONS | ROWS | cluster | more
-    return compile_for("sm_90", kernel, *[given[name] for name in kernel.arg_names], num_warps=warps)
+
+def arguments(kernel, pieces, **more):
+    return arguments_of(kernel, PIECES=pieces, **CLUSTER, **more)
 
 
-@pytest.mark.parametrize(("pieces", "warps", "by_row"), [(2, 1, False), (4, 1, True), (8, 2, True), (16, 2, False)])
-@pytest.mark.parametrize("kernel", [one_shot_rms_norm, two_shot_rms_norm], ids=["one shot", "two shot"])
+def of_bf16(pieces):
+    """Of rows of bf16 in one shot: the kernel and its arguments."""
+    tensors = {name: torch.zeros(64, dtype=torch.bfloat16) for name in ("input", "residual", "weight", "out")}
+    slots = torch.zeros(64, dtype=torch.int16)
+    return one_shot_rms_norm, arguments(one_shot_rms_norm, pieces, slots=slots, BY_ROW=False, **tensors)
+
+
+@pytest.mark.parametrize(("pieces", "warps", "by_row"), CASES)
+@pytest.mark.parametrize("kernel", KERNELS, ids=["one shot", "two shot"])
 def test_programs_of_a_row_meet_once_in_shared_memory(kernel, pieces, warps, by_row):
     nbytes = 4 * (1 + by_row) * warps * pieces
     in_order = [
@@ -26,7 +36,7 @@ def test_programs_of_a_row_meet_once_in_shared_memory(kernel, pieces, warps, by_
         "griddepcontrol.wait", "barrier.cluster.wait.acquire", "st.async",
         "mbarrier.try_wait.parity.acquire.cluster",
     ]  # fmt: skip
-    code = compiled(kernel, pieces, warps, BY_ROW=by_row)
+    code = compile_for("sm_90", kernel, *arguments(kernel, pieces, BY_ROW=by_row), num_warps=warps)
     assert code.instructions(), "the assembler takes it"
     places = [code.text.index(instruction) for instruction in in_order]
     assert places == sorted(places)
@@ -34,10 +44,9 @@ def test_programs_of_a_row_meet_once_in_shared_memory(kernel, pieces, warps, by_
 
 
 def bf16(pieces, warps):
-    """What the GPU runs of rows of bf16 in one shot, in order."""
-    tensors = {name: torch.zeros(64, dtype=torch.bfloat16) for name in ("input", "residual", "weight", "out")}
-    slots = torch.zeros(64, dtype=torch.int16)
-    return compiled(one_shot_rms_norm, pieces, warps, slots=slots, BY_ROW=False, **tensors).instructions()
+    """What the GPU runs of them, in order."""
+    kernel, arguments = of_bf16(pieces)
+    return compile_for("sm_90", kernel, *arguments, num_warps=warps).instructions()
 
 
 def test_a_row_of_bf16_is_rounded_by_pairs_and_no_warp_waits_for_another_behind_its_data():

@@ -141,17 +141,17 @@ def kernels():
             if {"ccl", "ops", "x"} & set(file.relative_to(ROOT).parts) and not is_launched(value):
                 continue
             if Path(value.fn.__code__.co_filename) == file:
-                yield pytest.param(value, id=f"{file.relative_to(ROOT)}:{name}")
+                yield f"{file.relative_to(ROOT)}:{name}", value
 
 
-def with_targets(parameters):
-    for number, parameter in enumerate(parameters):
+def with_targets(kernels):
+    for number, (name, kernel) in enumerate(kernels):
         for target in targets_by_turns(number):
-            yield pytest.param(target, *parameter.values, id=f"{target}-{parameter.id}")
+            yield pytest.param(target, kernel, id=f"{target}-{name}")
 
 
-def arguments_of(kernel):
-    """One for each of its parameters."""
+def arguments_of(kernel, **instead):
+    """One for each of its parameters: of those that have another here, ``instead``."""
     place = Path(kernel.fn.__code__.co_filename)
     given = ARGUMENTS
     if place.parent.name == "ccl":
@@ -164,7 +164,7 @@ def arguments_of(kernel):
         given = given | {"counter": INT64}
     if kernel.fn.__name__ == "exchange_times":
         given = given | {"times": INT64, "ROUNDS": 8, "LEADS": True}
-    return [given[name] for name in kernel.arg_names]
+    return [(given | instead)[name] for name in kernel.arg_names]
 
 
 COMPILED = list(with_targets(kernels()))
@@ -194,19 +194,24 @@ def test_kernel(target, kernel):
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("kernel", [triton_atomic, gluon_atomic])
 def test_accumulators_are_added_to_without_a_lock(target, kernel):
-    arguments = ARGUMENTS | COLLECTIVES | ELEMENTS["atomic"] | {"LOCKED": False}
-    code = compile_for(target, kernel, *[arguments[name] for name in kernel.arg_names]).ttgir
+    code = compile_for(target, kernel, *arguments_of(kernel, LOCKED=False)).ttgir
     assert re.search(r"atomic_rmw fadd, relaxed, sys, .*tensor<4096x", code) and "atomic_cas" not in code
 
 
-@pytest.mark.parametrize(
-    "kernel",
-    by_turns([triton_one_shot, gluon_two_shot, triton_two_shot, triton_pull, triton_ring, gluon_atomic]),
-)
+MULTIPLIED = {
+    "triton one_shot push": triton_one_shot,
+    "gluon two_shot push": gluon_two_shot,
+    "triton two_shot": triton_two_shot,
+    "triton pull": triton_pull,
+    "triton ring": triton_ring,
+    "gluon atomic": gluon_atomic,
+}
+
+
+@pytest.mark.parametrize("kernel", by_turns([*MULTIPLIED.values()]))
 def test_inputs_are_multiplied_and_added_apart(kernel):
     """As fused, the product would not be rounded, and every variant might do it for another term of a sum."""
-    given = dict(zip(kernel.arg_names, arguments_of(kernel), strict=True)) | {"OP": "premul_sum", "factors": FLOAT32}
-    arguments = (given | {"LOCKED": True} if "LOCKED" in given else given).values()
+    arguments = arguments_of(kernel, OP="premul_sum", factors=FLOAT32)
     code = compile_for("sm_90", kernel, *arguments, enable_fp_fusion=False).text
     assert re.search(r"mul(\.rn)?\.f32", code) and "fma.rn.f32" not in code
     plain = compile_for("sm_90", kernel, *arguments_of(kernel)).text
@@ -215,29 +220,33 @@ def test_inputs_are_multiplied_and_added_apart(kernel):
 
 @pytest.mark.parametrize("kernel", [triton_one_hop, gluon_one_hop])
 def test_words_of_a_broadcast_travel_two_at_a_time(kernel):
-    arguments = ARGUMENTS | COLLECTIVES | ELEMENTS["one_hop"] | {"FLAT": True, "ROOTED": True}
-    code = compile_for("sm_90", kernel, *[arguments[name] for name in kernel.arg_names]).text
+    code = compile_for("sm_90", kernel, *arguments_of(kernel, ROOTED=True)).text
     assert "st.global.v2.b64" in code and "ld.volatile.global.v2.b64" in code
     assert not re.search(r"st\.global\.b64|ld\.volatile\.global\.b64", code)
 
 
 @pytest.mark.parametrize("kernel", [triton_one_shot, gluon_one_shot])
 def test_parts_of_all_ranks_are_under_way_together(kernel):
-    arguments = ARGUMENTS | COLLECTIVES | ELEMENTS["push"] | {"PART": 256}
-    code = compile_for("sm_90", kernel, *[arguments[name] for name in kernel.arg_names], num_warps=1).instructions()
+    code = compile_for("sm_90", kernel, *arguments_of(kernel, PART=256), num_warps=1).instructions()
     loads = [i for i, line in enumerate(code) if "LDG.E.128.STRONG" in line]
     # Between the loads of the first and of the last part nothing waits for one: there is not room for what would.
-    assert len(loads) == arguments["W"] and loads[-1] - loads[0] < 16, "\n".join(code[loads[0] : loads[-1]])
+    assert len(loads) == W and loads[-1] - loads[0] < 16, "\n".join(code[loads[0] : loads[-1]])
 
 
-@pytest.mark.parametrize(
-    "kernel",
-    by_turns([triton_exchange, triton_exchange_v, triton_two_shot, triton_pull, triton_broadcast, triton_ring]),
-)
+ROOMY = {
+    "triton exchange": triton_exchange,
+    "triton exchange_v": triton_exchange_v,
+    "triton two_shot": triton_two_shot,
+    "triton pull": triton_pull,
+    "triton broadcast": triton_broadcast,
+    "triton ring": triton_ring,
+}
+
+
+@pytest.mark.parametrize("kernel", by_turns([*ROOMY.values()]))
 def test_programs_leave_room_for_others(kernel):
     """Also where they have the parts of eight ranks in registers."""
-    arguments = (dict(zip(kernel.arg_names, arguments_of(kernel), strict=True)) | {"W": 8}).values()
-    assert 8 * registers_of_a_warp(kernel, arguments, 8, **leaving_room(8 * 32)) <= MOST_REGISTERS
+    assert 8 * registers_of_a_warp(kernel, arguments_of(kernel, W=8), 8, **leaving_room(8 * 32)) <= MOST_REGISTERS
 
 
 def registers_of_a_warp(kernel, arguments, warps, **options):
@@ -248,15 +257,19 @@ def registers_of_a_warp(kernel, arguments, warps, **options):
 
 def pushing(kernel, size, part_bytes, early):
     """Arguments of a push of bf16 among so many ranks."""
-    given = ARGUMENTS | COLLECTIVES | ELEMENTS["push"] | {"W": size, "RANKS": size, "PART": part_bytes // 2}
-    return [(given | {"EARLY": early})[name] for name in kernel.arg_names]
+    return arguments_of(kernel, W=size, RANKS=size, PART=part_bytes // 2, EARLY=early)
 
 
-PUSHES = [triton_one_shot, gluon_one_shot, triton_push.two_shot, gluon_two_shot]
+PUSHES = {
+    "triton one_shot push": triton_one_shot,
+    "gluon one_shot push": gluon_one_shot,
+    "triton two_shot push": triton_push.two_shot,
+    "gluon two_shot push": gluon_two_shot,
+}
 
 
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("kernel", by_turns(PUSHES))
+@pytest.mark.parametrize("kernel", by_turns([*PUSHES.values()]))
 def test_pushes_leave_room_for_those_of_another_stream(kernel, size):
     """Of the two programs of each multiprocessor, half of the registers where they are largest."""
     part = BLOCK_BYTES // size
@@ -265,7 +278,7 @@ def test_pushes_leave_room_for_those_of_another_stream(kernel, size):
 
 
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("kernel", by_turns(PUSHES))
+@pytest.mark.parametrize("kernel", by_turns([*PUSHES.values()]))
 def test_small_pushes_leave_room_for_the_next_one_too(kernel, size):
     assert 2 * registers_of_a_warp(kernel, pushing(kernel, size, WARP_BYTES, True), 1) <= ALL_REGISTERS // 3
 
@@ -276,15 +289,15 @@ def test_one_hop_leaves_room_for_the_next_one_too(kernel):
 
 
 @pytest.mark.parametrize("early", [True, False])
-@pytest.mark.parametrize("kernel", by_turns([*PUSHES, triton_one_hop, gluon_one_hop]))
+@pytest.mark.parametrize("kernel", by_turns([*PUSHES.values(), triton_one_hop, gluon_one_hop]))
 def test_the_next_launch_is_let_in_only_where_there_is_room(kernel, early):
-    arguments = dict(zip(kernel.arg_names, arguments_of(kernel), strict=True)) | {"EARLY": early}
-    assert ("griddepcontrol.launch_dependents" in compile_for("sm_90", kernel, *arguments.values()).text) == early
+    code = compile_for("sm_90", kernel, *arguments_of(kernel, EARLY=early)).text
+    assert ("griddepcontrol.launch_dependents" in code) == early
 
 
 def test_no_kernel_is_missing():
     """The examples, the benchmarks, the demo and the library have kernels of their own, and they were found."""
-    found = [str(parameter.id) for parameter in kernels()]
+    found = [name for name, _ in kernels()]
     for place in (
         "iris/device_barrier",
         "iris/ccl/atomic",
@@ -310,10 +323,7 @@ def test_no_kernel_is_missing():
     [each for each in COMPILED if re.search("exchange.py|broadcast|two_shot.py|pull|push|ring", each.id)],
 )
 def test_where_peers_are_is_looked_up_before_the_loops(target, kernel):
-    place = Path(kernel.fn.__code__.co_filename)
-    arguments = ARGUMENTS | COLLECTIVES | ELEMENTS.get(place.stem, {})
-    code = compile_for(target, kernel, *[arguments[name] for name in kernel.arg_names]).ttgir
-    lines = code.splitlines()
+    lines = compile_for(target, kernel, *arguments_of(kernel)).ttgir.splitlines()
     begin = next(i for i, line in enumerate(lines) if " scf.for " in line)
     # The tables of bases are the only memory of int64 that is read one word at a time.
     indent = len(lines[begin]) - len(lines[begin].lstrip())

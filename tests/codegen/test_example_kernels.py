@@ -20,8 +20,8 @@ from codegen.offline import TARGETS, compile_for, targets_by_turns
 from codegen.operations import is_data
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-# Bytes that a program may have: of H100 and H200, MI300 and MI350.
-SHARED_MEMORY = {"sm_90": 227 << 10, "gfx942": 64 << 10, "gfx950": 160 << 10}
+# Bytes that a program may have: of H100 and H200, B200, MI300 and MI350.
+SHARED_MEMORY = {"sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10, "gfx950": 160 << 10}
 W = 4
 
 
@@ -152,13 +152,12 @@ CALLS = [
     # Multi-head latent attention: many wide heads to one of keys and values.
     ("13_flash_decode", partial(decode, heads=128, kv_heads=1, dim=576, forms=[True])),
 ]
-if EVERYTHING:
-    # Where keys take most of the memory, and where the weights do.
-    CALLS += [
-        ("13_flash_decode", partial(decode, heads=128, kv_heads=1, dim=32, dtype=torch.float32, forms=[True])),
-        ("15_ring_attention", partial(ring, dim=1024)),
-        ("15_ring_attention", partial(ring, dim=32, dtype=torch.float32)),
-    ]
+# Where keys take most of the memory, and where the weights do.
+LARGE = [
+    ("13_flash_decode", partial(decode, heads=128, kv_heads=1, dim=32, dtype=torch.float32, forms=[True])),
+    ("15_ring_attention", partial(ring, dim=1024)),
+    ("15_ring_attention", partial(ring, dim=32, dtype=torch.float32)),
+]
 # For one GPU alone.
 ONLY = {"07_gemm_all_scatter/gluon": ("sm_90",)}
 
@@ -166,7 +165,7 @@ ONLY = {"07_gemm_all_scatter/gluon": ("sm_90",)}
 def kernels():
     """Each kernel of each call, for the targets whose turn it is."""
     number = 0
-    for folder, call in CALLS:
+    for folder, call in CALLS + (LARGE if EVERYTHING else []):
         by_target = {target: launches(folder, call, target=target) for target in ONLY.get(folder, TARGETS)}
         for at, launch in enumerate(by_target["sm_90"]):
             for target in targets_by_turns(number):

@@ -5,7 +5,7 @@ import torch
 from covering import EVERYTHING
 
 from codegen.offline import compile_for
-from codegen.test_every_kernel import ARGUMENTS, OPERATIONS
+from codegen.test_every_kernel import arguments_of
 from iris.ops import portable
 from iris.ops.all_gather_matmul import all_gather_matmul
 from iris.ops.choose import by_triton
@@ -36,14 +36,20 @@ CASES = [
 ]
 
 
+# The dtypes that are multiplied with factors.
+SCALED = list(dict.fromkeys(dtype for _, dtype in INSTRUCTIONS))
+
+
+def arguments(kernel, dtype):
+    """Of a product of this dtype with factors, B by columns."""
+    given = dict.fromkeys(["a", "b", "gathered"], torch.zeros(4096).to(dtype)) | {"out": BF16, "parts": BF16}
+    given |= {"scale_a": SCALES, "scale_b": SCALES, "SCALED": True, "BLOCK_K": 32 if dtype == torch.float32 else 64}
+    return arguments_of(kernel, **given, stride_bk=1, stride_bn=4096)
+
+
 @pytest.mark.parametrize(("target", "dtype", "kernel"), CASES)
 def test_products(target, dtype, kernel):
-    a = torch.zeros(4096).to(dtype)
-    given = ARGUMENTS | OPERATIONS | dict.fromkeys(["a", "b", "gathered"], a) | {"out": BF16, "parts": BF16}
-    given |= {"scale_a": SCALES, "scale_b": SCALES, "SCALED": True, "BLOCK_K": 32 if dtype == torch.float32 else 64}
-    given |= {"stride_bk": 1, "stride_bn": 4096}
-    arguments = [given[name] for name in kernel.arg_names]
-    code = compile_for(target, kernel, *arguments, num_warps=8, num_stages=2)
+    code = compile_for(target, kernel, *arguments(kernel, dtype), num_warps=8, num_stages=2)
     assert INSTRUCTIONS[target, dtype] in code.text
     if target == "sm_90" and dtype.itemsize == 1:
         # The tensor cores add up a step from zero, and float32 the steps: as many additions as a thread has sums.
@@ -55,16 +61,22 @@ SHARED_MEMORY = {"sm_90": 227 << 10, "gfx942": 64 << 10}
 DTYPES = [torch.bfloat16, torch.float32, torch.float8_e4m3fn]
 
 
+def as_chosen(kernel, dtype):
+    """Arguments and options of a product of this dtype, with what is chosen for a GPU (of `torch.version.hip`)."""
+    config = by_triton(dtype.itemsize, on_gpu=True)
+    a, out = torch.zeros(4096).to(dtype), torch.zeros(4096, dtype=dtype if dtype.itemsize > 1 else torch.bfloat16)
+    given = dict.fromkeys(["a", "b", "gathered"], a) | {"out": out, "parts": out}
+    given |= {"BLOCK_M": config.block_size_m, "BLOCK_N": config.block_size_n}
+    given |= {"BLOCK_K": config.block_size_k * 2 // max(2, dtype.itemsize)}
+    return arguments_of(kernel, **given), portable.options(config)
+
+
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.fn.__name__)
 @pytest.mark.parametrize(
     "target, dtype", [(target, dtype) for dtype in DTYPES for target in SHARED_MEMORY][: None if EVERYTHING else 2]
 )
 def test_what_is_chosen_fits_shared_memory(target, dtype, kernel, monkeypatch):
     monkeypatch.setattr(torch.version, "hip", "7.0" if target.startswith("gfx") else None)
-    config = by_triton(dtype.itemsize, on_gpu=True)
-    a, out = torch.zeros(4096).to(dtype), torch.zeros(4096, dtype=dtype if dtype.itemsize > 1 else torch.bfloat16)
-    given = ARGUMENTS | OPERATIONS | dict.fromkeys(["a", "b", "gathered"], a) | {"out": out, "parts": out}
-    given |= {"BLOCK_M": config.block_size_m, "BLOCK_N": config.block_size_n}
-    given |= {"BLOCK_K": config.block_size_k * 2 // max(2, dtype.itemsize)}
-    code = compile_for(target, kernel, *(given[name] for name in kernel.arg_names), **portable.options(config))
+    arguments, options = as_chosen(kernel, dtype)
+    code = compile_for(target, kernel, *arguments, **options)
     assert code.shared <= SHARED_MEMORY[target]

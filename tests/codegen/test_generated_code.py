@@ -44,13 +44,21 @@ CONTEXT = torch.zeros(16, dtype=torch.int64)
 
 
 def exists(target, dtype):
-    return not (target == "sm_90" and dtype in (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz))
+    return target.startswith("gfx") or dtype not in (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 
 
 def tensors(dtype):
     # Of the size of a few elements: AMD's compiler treats tensors below 2 GiB specially, and must not truncate
     # distances.
     return torch.zeros(64, dtype=torch.uint8).view(dtype), torch.zeros(64, dtype=torch.uint8).view(dtype)
+
+
+def access(form, dtype, masked):
+    """A kernel that loads and stores blocks of which each thread has 16 bytes at a time, and its arguments."""
+    per_thread = 16 // dtype.itemsize
+    block = 16 * 32 * per_thread if form.endswith("2d") else 4096
+    of_layout = (per_thread,) if form.startswith("gluon") else ()
+    return getattr(kernels, form), (CONTEXT, *tensors(dtype), 4096, 1, block, masked, *of_layout)
 
 
 def data_accesses(compiled):
@@ -67,14 +75,8 @@ def data_accesses(compiled):
     [case for case in covering(TARGETS, FORMS, DTYPES, [False, True]) if exists(case[0], case[2])],
 )
 def test_remote_accesses_are_16_bytes_wide(target, form, dtype, masked):
-    source, destination = tensors(dtype)
-    per_thread = 16 // dtype.itemsize
-    options = {"PER_THREAD": per_thread} if form.startswith("gluon") else {}
-    block = 16 * 32 * per_thread if form.endswith("2d") else 4096
-    compiled = compile_for(
-        target, getattr(kernels, form), CONTEXT, source, destination, 4096, 1, BLOCK=block, MASKED=masked, **options
-    )
-    accesses = data_accesses(compiled)
+    kernel, arguments = access(form, dtype, masked)
+    accesses = data_accesses(compile_for(target, kernel, *arguments))
     assert any("st" in op for op in accesses) and any("l" in op and "ld" in op or "load" in op for op in accesses)
     wide = r"(ld|st)\.global[\w.:]*\.(v4\.b32|v2\.b64)|(global|buffer)_(load|store)_dwordx4"
     assert all(re.fullmatch(wide, op) for op in accesses), accesses
@@ -103,10 +105,15 @@ RELEASES = ["signal", "signal_add", "put_signal", "barrier", "cas", "atomic"]
 ACQUIRES = ["wait", "barrier", "cas", "atomic"]
 
 
-def ordering_case(target, language, op):
+def ordering(language, op):
+    """A kernel that does ``op`` behind its stores and in front of its loads, and its arguments."""
     flag = torch.zeros(16, dtype=torch.int32)
-    kernel = getattr(kernels, f"{language}_signal_wait")
-    return compile_for(target, kernel, CONTEXT, torch.zeros(4096), flag, 7, 1, BLOCK=1024, OP=op).operations()
+    return getattr(kernels, f"{language}_signal_wait"), (CONTEXT, torch.zeros(4096), flag, 7, 1, 1024, op)
+
+
+def ordering_case(target, language, op):
+    kernel, arguments = ordering(language, op)
+    return compile_for(target, kernel, *arguments).operations()
 
 
 @pytest.mark.parametrize(("target", "language", "op"), covering(TARGETS, ["triton", "gluon"], RELEASES))
@@ -117,7 +124,7 @@ def test_a_block_barrier_stands_between_the_blocks_stores_and_a_release(target, 
     assert stores
     between = operations[stores[-1] + 1 : release]
     assert any(map(is_barrier, between)), operations
-    if target != "sm_90":
+    if target.startswith("gfx"):
         assert "buffer_wbl2" in between
         barrier = next(i for i, operation in enumerate(between) if is_barrier(operation))
         assert "s_waitcnt vmcnt(0)" in between[:barrier], "a wave's stores are not drained before the barrier"
@@ -156,20 +163,28 @@ def test_a_translated_pointer_keeps_base_loads_out_of_the_loop():
     assert operations.index("st.global.v4.b32") > max(i for i, op in enumerate(operations) if op == "ld.global.b64")
 
 
+ATOMIC_FORMS = ["triton_context", "triton_functional", "gluon_context", "gluon_functional"]
+
+
 def atomics():
     """Every atomic of every dtype in every form, and orders by turns; in `make test-all`, every combination."""
-    axes = TARGETS, ["triton_context", "triton_functional", "gluon_context", "gluon_functional"], CASES
+    axes = TARGETS, ATOMIC_FORMS, CASES
     if EVERYTHING:
         return itertools.product(*axes, ORDERS)
     return [(*case, order) for case, order in zip(sample(*axes), itertools.cycle(ORDERS), strict=False)]
 
 
-@pytest.mark.parametrize(("target", "form", "case", "order"), atomics())
-def test_every_atomic_compiles_for_every_dtype(target, form, case, order):
+def atomic(form, case, order):
+    """A kernel that does this atomic, and its arguments."""
     operation, dtype = case
     data = torch.zeros(64, dtype=torch.uint8).view(dtype)
-    arguments = CONTEXT, CONTEXT, data, data, data, 300, 0, 1, operation, *order, 128
-    compiled = compile_for(target, getattr(atomic_kernels, form), *arguments)
+    return getattr(atomic_kernels, form), (CONTEXT, CONTEXT, data, data, data, 300, 0, 1, operation, *order, 128)
+
+
+@pytest.mark.parametrize(("target", "form", "case", "order"), atomics())
+def test_every_atomic_compiles_for_every_dtype(target, form, case, order):
+    kernel, arguments = atomic(form, case, order)
+    compiled = compile_for(target, kernel, *arguments)
     assert re.search(r"\b(atom|red)\.global|(global|buffer)_atomic", compiled.text)
 
 
@@ -201,15 +216,21 @@ def test_kernels_with_checked_pointers_compile(target):
     assert printed[:-2] == ["True"] * (6 * len(masks))
 
 
-CLOCK = {"sm_90": "%globaltimer", "gfx942": "s_memrealtime", "gfx950": "s_memrealtime"}
+CLOCK = {"sm_90": "%globaltimer", "sm_100": "%globaltimer", "gfx942": "s_memrealtime", "gfx950": "s_memrealtime"}
+
+
+def everything(language, traced):
+    """A kernel that does all that is traced, and its arguments."""
+    numbers, flags, words = (torch.zeros(4096, dtype=dtype) for dtype in (torch.float32, torch.int32, torch.int64))
+    return KERNELS[language], (words, numbers, flags, flags, 100, 128, traced)
 
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("language", KERNELS)
 @pytest.mark.parametrize("traced", [False, True])
 def test_only_a_traced_kernel_reads_the_clock(target, language, traced):
-    numbers, flags, words = (torch.zeros(4096, dtype=dtype) for dtype in (torch.float32, torch.int32, torch.int64))
-    code = compile_for(target, KERNELS[language], words, numbers, flags, flags, 100, BLOCK=128, TRACED=traced).text
+    kernel, arguments = everything(language, traced)
+    code = compile_for(target, kernel, *arguments).text
     # Once where each event begins, and once where it ends; AMD's assembly has the line in other forms besides.
     assert code.count(CLOCK[target]) >= 2 * len(NAMES) if traced else CLOCK[target] not in code
 
@@ -274,15 +295,18 @@ def test_what_the_simulator_refuses_of_fp8_does_not_compile(target, dtype, op):
             compile_for(target, of_fp8, x, x, op)
 
 
+def initialisation(language, form, traced):
+    """A kernel that makes a context in this way, and its arguments."""
+    seen = torch.zeros(16, dtype=torch.int32)
+    return getattr(initialise_kernels, f"{language}_initialise"), (CONTEXT, seen, 3, 4, form, traced)
+
+
 @pytest.mark.parametrize("form", range(8))
 @pytest.mark.parametrize("language", ["triton", "gluon"])
 def test_a_context_is_initialised_in_either_order(language, form):
-    kernel = getattr(initialise_kernels, f"{language}_initialise")
-    seen = torch.zeros(16, dtype=torch.int32)
     for target in ("sm_90", "gfx942"):
-        # The contexts that are traced are counted.
-        counted = [
-            bool(re.search(r"atom|red\.global", compile_for(target, kernel, CONTEXT, seen, 3, 4, form, traced).text))
-            for traced in (False, True)
-        ]
-        assert counted == [False, form > 0]
+        for traced in (False, True):
+            kernel, arguments = initialisation(language, form, traced)
+            # The contexts that are traced are counted.
+            counted = bool(re.search(r"atom|red\.global", compile_for(target, kernel, *arguments).text))
+            assert counted == (traced and form > 0)

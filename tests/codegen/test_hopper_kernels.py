@@ -52,10 +52,15 @@ def arguments(name, tile, by_columns, split, dtype=torch.bfloat16, lines=(False,
     return hopper_matmul_reduce, (*front, W, *tile, 3, 8, spreads, a_by_columns, by_columns, *last)
 
 
-@pytest.mark.parametrize(
-    ("name", "tile", "by_columns", "split"),
-    by_turns(covering(NAMES, [(128, 256), (128, 64), (256, 128)], [False, True], [False, True])),
-)
+CASES = covering(NAMES, [(128, 256), (128, 64), (256, 128)], [False, True], [False, True])
+CASES_OF_FP8 = covering(NAMES, [(128, 128), (128, 64)], [(True, True), (True, False)])
+
+
+def of_fp8(name, tile, lines):
+    return arguments(name, tile, True, "gather" in name, torch.float8_e4m3fn, lines)
+
+
+@pytest.mark.parametrize(("name", "tile", "by_columns", "split"), by_turns(CASES))
 def test_fused_operations(name, tile, by_columns, split):
     kernel, given = arguments(name, tile, by_columns, split)
     text = compile_for("sm_90", kernel, *given, num_warps=4).text
@@ -81,11 +86,9 @@ def test_fused_operations(name, tile, by_columns, split):
     assert ["griddepcontrol.wait" in line for line in memory] == [True] + [False] * (len(memory) - 1)
 
 
-@pytest.mark.parametrize(
-    ("name", "tile", "lines"), by_turns(covering(NAMES, [(128, 128), (128, 64)], [(True, True), (True, False)]))
-)
+@pytest.mark.parametrize(("name", "tile", "lines"), by_turns(CASES_OF_FP8))
 def test_fused_operations_of_fp8(name, tile, lines):
-    kernel, given = arguments(name, tile, True, "gather" in name, torch.float8_e4m3fn, lines)
+    kernel, given = of_fp8(name, tile, lines)
     text = compile_for("sm_90", kernel, *given, num_warps=4).text
     products = re.findall(rf"wgmma\.mma_async\S*m64n{tile[1]}k32\.f32\.e4m3\.e4m3 .*, (\S+), 1, 1;", text)
     # Two multipliers: of a stage's four products the first begins with zero, and is waited for with the others.

@@ -16,19 +16,26 @@ STORES = {".cg": (".cg", None), ".cs": (".cs", "nt"), ".wt": (".wt", "sc0 sc1")}
 READS, WRITES = ("load", "get", "put", "copy"), ("store", "get", "put", "copy")
 
 
-def compiled(target, language, operation, load, store, hint):
+def move(language, operation, load, store, hint):
+    """A kernel that does this operation so, and its arguments."""
     data = torch.zeros(4096, dtype=torch.float16 if operation == "add" else torch.float32)
-    kernel = getattr(option_kernels, f"{language}_moves")
-    return compile_for(target, kernel, CONTEXT, data, data, 7, 1, operation, load, store, hint, 1024).text
+    return getattr(option_kernels, f"{language}_moves"), (CONTEXT, data, data, 7, 1, operation, load, store, hint, 1024)
+
+
+def compiled(target, *of_move):
+    kernel, arguments = move(*of_move)
+    return compile_for(target, kernel, *arguments).text
 
 
 def accesses(text, kind):
     return re.findall(rf"^\s*(?:@\S+\s+)?((?:{kind})[^;\n]*)", text, re.M)
 
 
-@pytest.mark.parametrize(
-    ("language", "operation", "load", "store"), covering(["triton", "gluon"], [*READS, "store"], LOADS, STORES)
-)
+CASES = covering(["triton", "gluon"], [*READS, "store"], LOADS, STORES)
+HINTED = covering(["triton", "gluon"], ["load", "store", "get", "put", "copy", "add"])
+
+
+@pytest.mark.parametrize(("language", "operation", "load", "store"), CASES)
 @pytest.mark.parametrize("target", ["sm_90", "gfx942"])
 def test_a_cache_modifier_is_that_of_the_access(target, language, operation, load, store):
     on_amd = target != "sm_90"
@@ -40,9 +47,7 @@ def test_a_cache_modifier_is_that_of_the_access(target, language, operation, loa
             assert any(words[on_amd] in access for access in found), found
 
 
-@pytest.mark.parametrize(
-    ("language", "operation"), covering(["triton", "gluon"], ["load", "store", "get", "put", "copy", "add"])
-)
+@pytest.mark.parametrize(("language", "operation"), HINTED)
 def test_a_hint_makes_accesses_of_a_peer_wide(language, operation):
     """On NVIDIA; for AMD's Gluon the layout alone says how wide an access is."""
     peers = r"ld\.global\.cg|st\.global\.wt|(?:red|atom)\.global"

@@ -69,10 +69,11 @@ def test_what_does_not_fit_is_told(what):
     assert isinstance(reason, IrisError) and re.match(tile_kernels.MISTAKES[what], str(reason))
 
 
+def operation_by(operation, method):
+    return INT64, BF16, BF16, BF16, INT32, BF16, operation, method, 16, 2
+
+
 @pytest.mark.parametrize("operation", METHODS)
 def test_a_method_is_its_function_in_the_generated_code(operation):
-    texts = [
-        compile_for("sm_90", operate, INT64, BF16, BF16, BF16, INT32, BF16, operation, method, 16, 2).operations()
-        for method in (False, True)
-    ]
+    texts = [compile_for("sm_90", operate, *operation_by(operation, method)).operations() for method in (False, True)]
     assert texts[0] == texts[1]
