@@ -41,6 +41,7 @@ test-operations:
 
 test-compiled:
 	IRIS_SIMULATOR=0 $(RUN) -m pytest -q tests/codegen
+	$(if $(IRIS_TEST_ALL),$(RUN) scripts/digests.py)
 
 test-sanitized:
 	IRIS_SANITIZE=1 $(RUN) -m pytest -q $(addprefix tests/,$(SANITIZED) $(ALSO_SANITIZED))

@@ -1,6 +1,8 @@
 """Compiling a kernel for a GPU that is not there, with the argument specialisation of a real launch."""
 
 import re
+import tempfile
+from unittest import mock
 
 import torch
 import triton
@@ -96,3 +98,22 @@ def compile_for(target, kernel, *args, **options):
     kernel.device_caches.clear()
     compiled = kernel.warmup(*args, grid=(1,), **options)
     return Compiled(compiled.asm, compiled.metadata.shared)
+
+
+def assembly_for(target, kernel, *args, **options):
+    """The text of `compile_for` alone: the vendor's assembler, most of the time for NVIDIA, does not run.
+
+    Nothing comes from Triton's cache, and nothing is left there: what has no binary is of no use to anybody.
+    """
+    with (
+        tempfile.TemporaryDirectory() as empty,
+        mock.patch.object(triton.knobs.cache, "dir", empty),
+        mock.patch.object(triton.knobs.runtime, "add_stages_inspection_hook", _without_binary),
+    ):
+        return compile_for(target, kernel, *args, **options).text
+
+
+def _without_binary(backend=None, stages=None, *_):
+    if backend is None:  # newer versions of Triton ask for a part of the cache's key
+        return "", ""
+    stages[backend.binary_ext] = lambda text, metadata: b""
