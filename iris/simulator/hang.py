@@ -42,12 +42,13 @@ rank: Callable[[], int | None] = _rank_of_environment
 
 
 class Wait(NamedTuple):
-    """Programs that wait at one place for one thing. ``place``: file, line and function."""
+    """Programs that wait at one place for one thing. ``place``: file, line and function; ``addresses``: of flags."""
 
     programs: str
     place: tuple[str, int, str]
     what: str
     flag: str | None
+    addresses: tuple[int, ...]
 
     def __str__(self) -> str:
         file, line, function = self.place
@@ -128,15 +129,15 @@ def _programs(indices: list[tuple[int, int, int]], partition: int | None) -> str
 
 
 def _describe(poll: "Poll", frame: FrameType | None, bottom: CodeType) -> tuple:
-    """The last three fields of a `Wait`."""
+    """The fields of a `Wait` behind the first."""
     stack = []
     while frame is not None and frame.f_code is not bottom:
         stack.append(frame)
         frame = frame.f_back
     if poll.waits_for is not None:
-        return _place(stack), f"waits for {poll.waits_for}", None
+        return _place(stack), f"waits for {poll.waits_for}", None, ()
     address = int(poll.pointers.flat[0])
-    return _place(stack), _wanted(poll, stack), _flag(address, poll.pointers.size)
+    return _place(stack), _wanted(poll, stack), _flag(address, poll.pointers.size), tuple(poll.pointers.flat)
 
 
 def _place(stack: list[FrameType]) -> tuple[str, int, str]:

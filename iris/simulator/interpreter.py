@@ -212,6 +212,9 @@ class Builder(InterpreterBuilder):
             pointers, values = ptrs.data[active], result.data[active]
             if recorder is not None:
                 recorder.accessed(pointers, values.itemsize, READ, values, number)
+                if 0 < pointers.size <= tasks.MOST_FLAGS and recorder.polls(pointers):
+                    tasks.observe("plain loads", pointers, values, ptrs.get_element_ty(), _never)
+                    return result
             tasks.looked(pointers, values, ptrs.get_element_ty())
             return result
         with recorder.notes.numbered() if recorder is not None else contextlib.nullcontext() as number:
@@ -221,6 +224,7 @@ class Builder(InterpreterBuilder):
             pointers, values = ptrs.data[active], result.data[active]
             tasks.used_flags(pointers, writes=False, acquires=False, releases=False)
             if recorder is not None:
+                recorder.polls(pointers)
                 recorder.synchronised(number, pointers, values, READ, "relaxed", "sys", recorder.is_message())
             tasks.observe("load", pointers, values, ptrs.get_element_ty(), _never)
         return result
@@ -354,6 +358,8 @@ def _recorded(pointers: np.ndarray, sem: Any, scope: Any) -> Iterator[Callable[.
     def record(old: np.ndarray, kind: int, **how: Any) -> None:
         use_flags(kind)
         where, before = np.atleast_1d(pointers), np.atleast_1d(old)
+        if kind == READ:
+            recorder.polls(where)
         recorder.synchronised(number, where, before, kind, asked, atomics.SCOPES[scope], message, **how)
 
     with recorder.notes.numbered() as number:

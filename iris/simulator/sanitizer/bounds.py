@@ -4,11 +4,13 @@ An allocation is as long as it was asked for, not as long as it was rounded up. 
 gap behind each (`iris.simulator.sanitizer.GAP`), so that what runs over the end of one does not land in the next.
 """
 
+import gc
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
 from iris.heap import symmetric
 from iris.simulator.sanitizer import GAP, elements
@@ -17,12 +19,17 @@ from iris.simulator.sanitizer.events import PRIVATE, READ, Spans
 if TYPE_CHECKING:
     from iris.simulator.sanitizer.recorder import Recorder
 
+# So many tensors of torch's that hold flags are remembered.
+MOST_TENSORS = 64
+
 
 class Bounds:
     """The allocations of this process' heaps as its ranks have them: the same offsets on all."""
 
     def __init__(self) -> None:
         self._known: dict[str, tuple[tuple[int, ...], Table]] = {}
+        # Those of torch's that have been asked for.
+        self._tensors: list[tuple[int, int]] = []
 
     def check(self, recorder: "Recorder", spans: Spans, kind: int, place: int) -> None:
         """Note the first of these accesses that should not be, if there is one."""
@@ -36,6 +43,19 @@ class Bounds:
             reason, offset = wrong
             text = f"{verb} rank {rank}'s {self._table(heap).describe(offset)}"
             recorder.wrong(reason, text, place)
+
+    def outside_of_tensors(self, addresses: list[int]) -> list[int]:
+        """Those of these at which no tensor of torch's has memory, nor had when one looked last."""
+        unknown = [each for each in addresses if not _is_in(self._tensors, each)]
+        if unknown:
+            found = [t for t in _tensors() if any(t[0] <= each < t[1] for each in unknown)]
+            self._tensors = [*self._tensors[-MOST_TENSORS:], *found]
+        return [each for each in unknown if not _is_in(self._tensors, each)]
+
+    def is_outside(self, spans: Spans) -> bool:
+        """Whether these bytes of a heap are in no tensor."""
+        heap = symmetric.heap_named(spans.space[0])
+        return heap is not None and self._table(heap).first_wrong(spans) is not None
 
     def learn(self, spans: Spans) -> None:
         """There is a new allocation. When it is gone again, one knows what has been there."""
@@ -115,6 +135,19 @@ def _distance(tensor: str, distance: int) -> str:
     return f"{elements.number_of(tensor, distance)} " if distance else "just "
 
 
+def _is_in(ranges: list[tuple[int, int]], address: int) -> bool:
+    return any(begin <= address < end for begin, end in ranges)
+
+
+def _tensors() -> Iterator[tuple[int, int]]:
+    """Where the memory of each tensor of this process begins and ends. Takes a while."""
+    for each in gc.get_objects():
+        if type(each) in (torch.Tensor, torch.nn.Parameter) and each.layout == torch.strided:
+            storage = each.untyped_storage()
+            if storage.device.type == "cpu":
+                yield storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+
+
 _mapped_ranges: list[tuple[int, int]] = []
 
 
@@ -124,7 +157,7 @@ def is_mapped(address: int) -> bool:
 
 
 def _in_ranges(address: int) -> bool:
-    return any(begin <= address < end for begin, end in _mapped_ranges)
+    return _is_in(_mapped_ranges, address)
 
 
 def _read_ranges() -> bool:

@@ -311,10 +311,14 @@ class Wrong(NamedTuple):
 
 
 class Waiting(NamedTuple):
-    """A program that waits, or the host, when nobody can go on any more. ``flag``: what it waits for, in words."""
+    """A program that waits, or the host, when nobody can go on any more. ``flag``: what it waits for, in words.
+
+    ``outside``: it waits for what is in no tensor, which is told as a mistake of its own.
+    """
 
     kernel: str | None
     programs: str
     text: str
     place: Place
     flag: str
+    outside: bool = False

@@ -221,7 +221,8 @@ class Findings:
         )  # fmt: skip
 
     def _deadlock(self) -> list[Finding]:
-        if not self._waiting:
+        # Where that is mended first, the others may go on.
+        if not self._waiting or any(event.outside for _, event in self._waiting.values()):
             return []
         told, places, shown_at, left = [], {}, Counter(), 0
         for rank, event in self._waiting.values():

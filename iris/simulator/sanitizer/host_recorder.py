@@ -11,7 +11,7 @@ import torch
 
 from iris.heap import symmetric
 from iris.heap.lifetime import Life
-from iris.simulator.sanitizer import bounds, lines, uninitialised
+from iris.simulator.sanitizer import bounds, lines, loops, uninitialised
 from iris.simulator.sanitizer.deadlock import Liveness
 from iris.simulator.sanitizer.events import (
     PRIVATE,
@@ -29,7 +29,6 @@ from iris.simulator.sanitizer.notes import Notes
 from iris.simulator.sanitizer.polls import HostPolls
 from iris.simulator.sanitizer.spaces import Spaces
 from iris.simulator.sanitizer.threads import Threads
-from iris.simulator.sanitizer.waits import is_in_wait
 from iris.simulator.tasks import MOST_FLAGS
 
 # What the host may poll, as `DeviceContext.wait` does.
@@ -77,7 +76,7 @@ class HostRecorder:
     @staticmethod
     def _is_in_wait() -> bool:
         line = lines.line_of(sys._getframe(2))
-        return line is not None and is_in_wait(*line)
+        return line is not None and loops.is_in_wait(line[0].co_filename, line[1])
 
     def host_looked(self, number: int, tensor: torch.Tensor) -> None:
         """With torch, at what may be flags, while it held ``number``."""

@@ -28,7 +28,7 @@ _OTHER = (
 )
 
 # Below a program's frames lies this one.
-_BOTTOM = grid.Launch._execute.__code__
+BOTTOM = grid.Launch._execute.__code__
 
 
 def line_of(frame: FrameType | None) -> tuple[CodeType, int] | None:
@@ -36,7 +36,7 @@ def line_of(frame: FrameType | None) -> tuple[CodeType, int] | None:
     packages that are installed, the innermost of theirs.
     """
     line = None
-    while frame is not None and frame.f_code is not _BOTTOM:
+    while frame is not None and frame.f_code is not BOTTOM:
         whose = owner(frame.f_code)
         if whose == USER:
             return frame.f_code, frame.f_lineno
@@ -49,7 +49,7 @@ def line_of(frame: FrameType | None) -> tuple[CodeType, int] | None:
 def kernel_line_of(frame: FrameType | None) -> tuple[CodeType, int] | None:
     """The outermost line of the user's in the program that runs, from ``frame`` on: that of the kernel itself."""
     line = None
-    while frame is not None and frame.f_code is not _BOTTOM:
+    while frame is not None and frame.f_code is not BOTTOM:
         if owner(frame.f_code) == USER:
             line = frame.f_code, frame.f_lineno
         frame = frame.f_back

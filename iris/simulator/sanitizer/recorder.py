@@ -19,7 +19,7 @@ import triton
 from iris.errors import NotSymmetricError, NotTheCallerError, RankOutOfRangeError
 from iris.heap import symmetric
 from iris.simulator import tasks
-from iris.simulator.sanitizer import bounds, lines, uninitialised
+from iris.simulator.sanitizer import bounds, lines, uninitialised, waits
 from iris.simulator.sanitizer.deadlock import Liveness
 from iris.simulator.sanitizer.events import (
     READ,
@@ -49,7 +49,7 @@ from iris.simulator.sanitizer.notes import Notes
 from iris.simulator.sanitizer.polls import HostPolls
 from iris.simulator.sanitizer.spaces import Spaces
 from iris.simulator.sanitizer.threads import Threads
-from iris.simulator.sanitizer.waits import Wait, is_dropped, wait_of
+from iris.simulator.sanitizer.waits import Wait
 
 # From this version on a release is one of the whole block; before it, of the thread that does it and what that has
 # met in a barrier.
@@ -71,6 +71,8 @@ class Recorder(HostRecorder):
         self._numbers = itertools.count(1)
         self._stored_since_meeting: set[tuple[int, int]] = set()
         self._polled: dict[tuple, tuple[int, bytes, Wait | None]] = {}
+        # What loops of a launch have looked at that is in no tensor.
+        self._strays: set[tuple[int, int]] = set()
         self.bounds = bounds.Bounds()
         self.liveness = Liveness(folder, rank, num_ranks)
         self.threads = Threads(self.notes, lambda: self._host.in_thread())
@@ -109,6 +111,7 @@ class Recorder(HostRecorder):
         numbers = set(self._launches.values())
         self._stored_since_meeting = {who for who in self._stored_since_meeting if who[0] in numbers}
         self._polled = {key: seen for key, seen in self._polled.items() if key[0] in numbers}
+        self._strays = {stray for stray in self._strays if stray[0] in numbers}
         self.liveness.on_host()
 
     def is_over(self, repeats: int) -> bool:
@@ -124,6 +127,20 @@ class Recorder(HostRecorder):
         if outside.size and not (bounds.is_mapped(int(outside.min())) and bounds.is_mapped(int(outside.max()))):
             verb = "reads" if kind == READ else "writes"
             raise NotSymmetricError(f"It {verb} address {int(outside.min()):#x}, where this process has no memory.")
+
+    def polls(self, pointers: np.ndarray) -> bool:
+        """Whether the program that runs spins on what it has loaded here. That there is a tensor is looked at, too."""
+        who = self._who()
+        if who is None or not waits.spins(sys._getframe(1)):
+            return False
+        private = self._spaces.private(pointers).tolist()
+        # To look for tensors takes a while.
+        new = [address for address in private if (who[0], address) not in self._strays]
+        outside = self.bounds.outside_of_tensors(new)
+        if outside:
+            self.wrong("bounds", f"reads address {outside[0]:#x}, where no tensor is", self._place())
+            self._strays |= {(who[0], address) for address in outside}
+        return True
 
     def accessed(
         self, pointers: np.ndarray, size: int, kind: int, values: np.ndarray | None = None, number: int | None = None
@@ -156,7 +173,7 @@ class Recorder(HostRecorder):
             scope = "gpu"  # what partitions are to each other is more than programs, which have the scopes
         releases, acquires = sem in ("release", "acq_rel") or message, sem in ("acquire", "acq_rel") or message
         word = values.size == 1 and values.dtype.kind in "iu" and not message
-        wait = wait_of(sys._getframe(1)) if word and acquires and kind == READ else None
+        wait = waits.wait_of(sys._getframe(1)) if word and acquires and kind == READ else None
         place = self._place()
         if kind == READ:
             # Who polls again for the same when no flag has been written since learns nothing.
@@ -168,7 +185,7 @@ class Recorder(HostRecorder):
             self.notes.count_change()
             self.liveness.changed()
         gathered = message or _GATHERS or who not in self._stored_since_meeting
-        dropped = kind != READ and not compares and is_dropped(sys._getframe(1))
+        dropped = kind != READ and not compares and waits.is_dropped(sys._getframe(1))
         looks = acquires or not releases or compares
         undefined = kind != WRITE and uninitialised.seen_in(values)
         before = int(values.flat[0]) if word else None
@@ -194,7 +211,17 @@ class Recorder(HostRecorder):
         """These programs wait, and nobody can go on."""
         caller = self._callers.get(id(launch)) if wait.place[0].startswith(lines.IRIS) else None
         place = Place(launch.name, Line(*wait.place), caller and lines.known(caller))
-        self.notes.add(Waiting(launch.name, wait.programs, wait.what, place, wait.flag or ""))
+        outside = self._is_outside(wait, place)
+        self.notes.add(Waiting(launch.name, wait.programs, wait.what, place, wait.flag or "", outside))
+
+    def _is_outside(self, wait: Any, place: Place) -> bool:
+        """Whether these programs wait for what is in no tensor. If that is in no heap, nobody may have noted it yet."""
+        addresses = np.array(wait.addresses, dtype=np.int64)
+        unknown = self.bounds.outside_of_tensors(self._spaces.private(addresses).tolist())
+        if unknown:
+            text = f"reads address {unknown[0]:#x}, where no tensor is"
+            self.notes.add(Wrong("bounds", text, self.notes.number_of(place), wait.programs))
+        return bool(unknown) or any(map(self.bounds.is_outside, self._spaces.spans(addresses, 1)))
 
     def out_of_step(self, text: str) -> None:
         """The host waits for other ranks, for what ``text`` says, and they wait for something else."""

@@ -4,14 +4,13 @@ import ast
 import dis
 import functools
 import itertools
-import linecache
 import operator
 from types import CodeType, FrameType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import triton.language as tl
 
-from iris.simulator.sanitizer import lines
+from iris.simulator.sanitizer import lines, loops
 
 _COMPARISONS = {name: getattr(operator, name) for name in ("eq", "ne", "gt", "ge", "lt", "le")}
 
@@ -30,16 +29,21 @@ class Wait(NamedTuple):
 
 
 def wait_of(frame: FrameType | None) -> Wait | None:
-    """For what a program polls that has got here; None if not in a `DeviceContext.wait` whose value nobody uses.
+    """For what a program polls that has got here: in a `DeviceContext.wait`, or in the condition of a loop of its own.
 
-    Who goes on by the value that it has seen may count on that one.
+    None if the program uses the value for something else, too. Who goes on by the value that it has seen may count on
+    that one.
     """
     while frame is not None and lines.owner(frame.f_code) == lines.OTHER:
         if frame.f_code.co_name == "wait" and frame.f_code.co_filename == lines.LANGUAGE + "ordering.py":
-            break
+            return _of_the_language(frame)
         frame = frame.f_back
-    else:
-        return None
+    condition = None if frame is None else loops.condition_at(frame.f_code.co_filename, frame.f_lineno)
+    wanted = None if condition is None else _number(condition.wanted, frame)
+    return None if wanted is None else Wait(condition.cmp, wanted, 64)
+
+
+def _of_the_language(frame: FrameType) -> Wait | None:
     names, caller = frame.f_locals, frame.f_back
     while caller is not None and lines.owner(caller.f_code) == lines.OTHER:
         caller = caller.f_back
@@ -49,6 +53,27 @@ def wait_of(frame: FrameType | None) -> Wait | None:
     return Wait(
         tl.core._unwrap_if_constexpr(names["cmp"]), int(wanted.handle.data.item()), wanted.dtype.primitive_bitwidth
     )
+
+
+def _number(node: ast.expr, frame: FrameType) -> int | None:
+    """The whole number that an expression is in this frame; None if it is none, or calls something to find out."""
+    code = _calculation(node)
+    if code is None:
+        return None
+    try:
+        value: Any = tl.core._unwrap_if_constexpr(eval(code, frame.f_globals, frame.f_locals))
+    except Exception:  # the program will raise it, too
+        return None
+    if isinstance(value, tl.tensor) and not value.type.is_block() and value.dtype.is_int():
+        return int(value.handle.data.item())
+    return value if isinstance(value, int) else None
+
+
+@functools.cache
+def _calculation(node: ast.expr) -> CodeType | None:
+    if any(isinstance(each, (ast.Call, ast.NamedExpr, ast.Subscript)) for each in ast.walk(node)):
+        return None
+    return compile(ast.Expression(node), "<what a loop waits for>", "eval")
 
 
 def is_dropped(frame: FrameType | None) -> bool:
@@ -82,21 +107,17 @@ def _followed_by(name: str, code: CodeType) -> frozenset[int]:
     return frozenset(offset for one, other in found for offset in range(one.offset, other.offset))
 
 
-def is_in_wait(code: CodeType, line: int) -> bool:
-    """Whether this line of the host's is in a loop that ends by what it sees: ``while``, or ``for`` with a break."""
-    return line in _lines_of_waits(code.co_filename)
+def spins(frame: FrameType | None) -> bool:
+    """Whether what is loaded here is all that a loop of the program waits for: the same again is no progress.
 
-
-@functools.cache
-def _lines_of_waits(file: str) -> frozenset[int]:
-    try:
-        tree = ast.parse("".join(linecache.getlines(file)))
-    except (SyntaxError, ValueError, RecursionError):
-        return frozenset()
-    loops = [
-        node
-        for node in ast.walk(tree)
-        if isinstance(node, ast.While)
-        or (isinstance(node, ast.For) and any(isinstance(each, ast.Break) for each in ast.walk(node)))
-    ]
-    return frozenset(line for loop in loops for line in range(loop.lineno, (loop.end_lineno or loop.lineno) + 1))
+    So is not what the library looks up for itself, as where a peer's memory is.
+    """
+    while frame is not None and frame.f_code is not lines.BOTTOM:
+        whose = lines.owner(frame.f_code)
+        if whose == lines.OTHER:
+            if frame.f_code.co_filename.startswith(lines.LANGUAGE) and frame.f_code.co_name != "load":
+                return False
+        elif whose != lines.LIBRARY and loops.spins_at(frame.f_code.co_filename, frame.f_lineno):
+            return True
+        frame = frame.f_back
+    return False
