@@ -3,6 +3,7 @@
 import queue
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.pool import ThreadPool
 
 import pytest
 import torch
@@ -65,6 +66,27 @@ def condition(write, ordered):
     return thread.join
 
 
+def locked(kind):
+    def by_lock(write, ordered):
+        taken, done = kind(), []
+
+        def beside_it():
+            with taken:
+                write()
+                done.append(1)
+
+        thread = threading.Thread(target=beside_it)
+        thread.start()
+        found = not ordered
+        while not found:
+            taken.acquire()
+            found = bool(done)
+            taken.release()
+        return thread.join
+
+    return by_lock
+
+
 def handed_over(kind):
     def by_queue(write, ordered):
         items = kind()
@@ -84,6 +106,14 @@ def future(write, ordered):
     return executor.shutdown
 
 
+def pool_of_threads(write, ordered):
+    pool = ThreadPool(1)
+    called = pool.apply_async(write)
+    if ordered:
+        called.get()
+    return lambda: (pool.close(), pool.join())
+
+
 def second_call(write, ordered):
     """In a thread that waits for work already: what is done before the call comes before it."""
     executor, x = ThreadPoolExecutor(1), torch.zeros(N)
@@ -97,7 +127,8 @@ def second_call(write, ordered):
 
 WAYS = [
     join, is_alive, event, looked_at_event, condition, future, second_call, handed_over(queue.Queue),
-    handed_over(lambda: queue.SimpleQueue()),
+    handed_over(lambda: queue.SimpleQueue()), locked(lambda: threading.Lock()), locked(lambda: threading.RLock()),
+    locked(threading.Condition), pool_of_threads,
 ]  # fmt: skip
 
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from iris import inspection
 from iris.files import written
+from iris.simulator.sanitizer import locks
 from iris.switches import switched_on
 
 if TYPE_CHECKING:
@@ -109,6 +110,9 @@ def start_if_wanted(group: "Group") -> None:
 
         grid.chance = random.Random(f"{os.environ[SEED_VARIABLE]} of rank {rank}")
 
+
+if switched_on(VARIABLE):
+    locks.replace()
 
 if FOLDER_VARIABLE in os.environ:
     # `check` asks where this process is, if it does not end: also one that has no context yet, or is a fork.

@@ -9,6 +9,7 @@ What is followed here is who knows of whom: each program and each host is a `Thr
 launches, meetings, fences and the mbarriers of partitions.
 """
 
+import itertools
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
@@ -250,11 +251,14 @@ class Analysis:
     def _thread(self, rank: int, program: int, clock: Any, taken: Collection[int] = (), text: str = "") -> Thread:
         """``taken``: the slots of programs of this number in launches that run beside this one's.
 
-        ``text``: the program, in words.
+        A slot also stays with those that are over as long as ``clock`` does not know of them: threads of the host that
+        launch in no order may do so one behind the other this time. ``text``: the program, in words.
         """
-        beside = 0
-        while (slot := self._slots.setdefault((rank, program, beside), len(self._slots))) in taken:
-            beside += 1
+        for beside in itertools.count():
+            slot = self._slots.setdefault((rank, program, beside), len(self._slots))
+            known = clock[clocks.AS_WRITTEN, slot] if slot < clock.shape[1] else 0
+            if slot not in taken and known >= self._ticks[slot]:
+                break
         return Thread(rank, slot, self._ticks[slot] + 1, clock, text)
 
     def _operation(self, rank: Rank, launch: int, program: int, key: int | None) -> Operation:

@@ -34,6 +34,8 @@ class Notes:
         release were lost with a rank, what others have acquired would look like a race, too.
         """
         with self._one_thread:
+            if self._file.closed:  # by another thread than the one that goes on
+                return
             try:
                 pickle.dump(event, self._file, protocol=pickle.HIGHEST_PROTOCOL)
                 self._file.flush()
@@ -75,7 +77,8 @@ class Notes:
         return self._file.closed
 
     def close(self) -> None:
-        self._file.close()
+        with self._one_thread:
+            self._file.close()
         self._counter.close()
         os.close(self._lock)
 

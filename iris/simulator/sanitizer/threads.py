@@ -2,25 +2,33 @@
 
 In the simulator a thread is what a stream is on a GPU: its launches run one after the other, beside those of others. So
 each that the program starts is a host of its own. What it did before comes before what another does that knows of it:
-by `start` and `join`, by what `threading` and `queue` build on conditions, and by what an executor is given and gives
-back. Threads of this library's, and those that no `start` was seen of, count as the one that made the context.
+by `start` and `join`, by locks (`locks`), by what `threading` and `queue` build on conditions, and by what an executor
+is given and gives back. Threads of this library's, and those that no `start` was seen of, count as the one that made
+the context; or, if they carry out a call that goes on beside a thread, for the call (`calls`).
 """
 
 import concurrent.futures
 import contextlib
 import functools
 import itertools
+import multiprocessing.pool
 import queue
 import threading
 import weakref
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from iris.simulator.grid import TaskThread
+from iris.simulator.sanitizer import locks
+from iris.simulator.sanitizer.calls import Call
 from iris.simulator.sanitizer.events import HOST, HostHeard, HostTold
 
 if TYPE_CHECKING:
     from iris.simulator.sanitizer.notes import Notes
+
+# So many of the latest tasks that executors were given are told apart.
+MOST_TASKS = 256
 
 # Threads of these wait for what the program does, and launch nothing.
 _HELPERS = ("iris", "torch", "multiprocessing", "tqdm")
@@ -42,21 +50,75 @@ class Threads:
         self._apart: set[threading.Thread] = set()
         self._joining: dict[threading.Thread, threading.Thread] = {}
         self._replaced = [(of, name, vars(of)[name], new(self, vars(of)[name])) for of, name, new in _REPLACED]
+        # Calls that have begun and that nobody has waited for.
+        self.calls: set[Call] = set()
+        # The numbers of streams; those of calls that are over, by the threads that know it; and those of tasks.
+        self._streams: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._spare: dict[int, list[int]] = defaultdict(list)
+        self._tasks: deque[int] = deque(maxlen=MOST_TASKS)
+        locks.threads = self
+        locks.replace()
         for of, name, _, new in self._replaced:
             setattr(of, name, new)
 
     def close(self) -> None:
-        self._telling = False
+        self._telling, locks.threads = False, None
+        locks.restore()
         for of, name, before, _ in self._replaced:
             setattr(of, name, before)
 
     def current(self) -> int:
-        """The number of this thread, in the place of a program's."""
-        return getattr(self._this, "number", HOST)
+        """The number of this thread, or of the call that it carries out, in the place of a program's."""
+        call = self.call()
+        return getattr(self._this, "number", HOST) if call is None else call.number
+
+    def call(self) -> Call | None:
+        """The call that this thread carries out."""
+        return getattr(self._this, "call", None)
+
+    def begin(self, place: int, stream: Any = None) -> Call:
+        """A call is made here. ``stream``: on which it follows the calls before it, if it is on one."""
+        if stream is not None:
+            number = self._streams.setdefault(stream, next(self._count))
+        else:
+            spare = self._spare[self.current()]
+            number = spare.pop() if spare else next(self._count)
+        return Call(self, self._notes, number, place)
+
+    def free(self, number: int) -> None:
+        """The current thread knows that the call of this number is over, and may give the number to the next."""
+        if number not in self._tasks and number not in self._streams.values():
+            self._spare[self.current()].append(number)
+
+    def begin_task(self) -> Call:
+        """An executor of several threads is given something here: in whichever of them, it is in no order with others.
+
+        Except with what is so far behind it that it has the same number again.
+        """
+        self._tasks.append(self._tasks[0] if len(self._tasks) == MOST_TASKS else next(self._count))
+        self._telling = True
+        return Call(self, self._notes, self._tasks[-1], None)
+
+    @contextlib.contextmanager
+    def carrying_out(self, call: Call) -> Iterator[None]:
+        """While this lasts, what this thread does counts as the call's."""
+        before, self._this.call = self.call(), call
+        try:
+            yield
+        finally:
+            self._this.call = before
+
+    def watched(self) -> contextlib.AbstractContextManager:
+        """Around what a thread does that no `start` was seen of."""
+        return self._watched()
+
+    def new_number(self) -> int:
+        """Another one each time, for a thread, a call or a thing."""
+        return next(self._count)
 
     def several(self) -> bool:
         """Whether some may be at work beside each other."""
-        return bool(self._apart)
+        return bool(self._apart or self.calls)
 
     def may_help(self, busy: set[threading.Thread]) -> bool:
         """Whether a thread may still do something, other than those that are ``busy`` with launches that wait."""
@@ -84,7 +146,7 @@ class Threads:
 
     def start(self, thread: threading.Thread) -> None:
         """It is about to be started."""
-        if isinstance(thread, TaskThread) or _is_helper(thread):
+        if _is_helper(thread) and _module_of(thread) != "multiprocessing.pool":
             return
         self._numbers[thread] = next(self._count)
         self._apart.add(thread)
@@ -123,11 +185,17 @@ class Threads:
 
 
 def _is_helper(thread: threading.Thread) -> bool:
+    """Whether it does nothing for the program by itself. (A pool's worker does; who hands work on to it does not.)"""
     if isinstance(thread, (TaskThread, threading._DummyThread)):
         return True
+    is_worker = getattr(thread, "_target", None) is multiprocessing.pool.worker
+    return not is_worker and _module_of(thread).partition(".")[0] in _HELPERS
+
+
+def _module_of(thread: threading.Thread) -> str:
+    """Of what it runs."""
     target = getattr(thread, "_target", None)
-    module = type(thread).__module__ if target is None else getattr(target, "__module__", None) or ""
-    return module.partition(".")[0] in _HELPERS
+    return type(thread).__module__ if target is None else getattr(target, "__module__", None) or ""
 
 
 # What stands in for what, and tells it -----------------------------------------------------------------------------
@@ -162,6 +230,27 @@ def _is_alive(threads: Threads, method: Callable) -> Callable:
         return alive
 
     return is_alive
+
+
+def _make(threads: Threads, method: Callable) -> Callable:
+    @functools.wraps(method)
+    def make(condition: threading.Condition, lock: Any = None) -> None:
+        method(condition, lock)
+        lock, acquire, release = condition._lock, condition.acquire, condition.release
+
+        def acquired(*args: Any, **kwargs: Any) -> bool:
+            taken = acquire(*args, **kwargs)
+            if taken:
+                threads.hears(lock)
+            return taken
+
+        def released() -> None:
+            threads.tells(lock)
+            release()
+
+        condition.acquire, condition.release = acquired, released
+
+    return make
 
 
 def _enter(threads: Threads, method: Callable) -> Callable:
@@ -217,11 +306,20 @@ def _is_set(threads: Threads, method: Callable) -> Callable:
 def _submit(threads: Threads, method: Callable) -> Callable:
     @functools.wraps(method)
     def submit(executor: Any, function: Callable, /, *args: Any, **kwargs: Any) -> Any:
-        def given() -> Any:
-            threads.hears(given)
-            return function(*args, **kwargs)
+        call = threads.begin_task() if executor._max_workers > 1 else None
 
-        threads.tells(given)
+        def given() -> Any:
+            if call is None:
+                threads.hears(given)
+                return function(*args, **kwargs)
+            try:
+                with call.carried_out():
+                    return function(*args, **kwargs)
+            finally:
+                call.awaited()
+
+        if call is None:
+            threads.tells(given)
         with threads.deaf():
             return method(executor, given)
 
@@ -260,6 +358,7 @@ _REPLACED = [
     (threading.Thread, "start", _start),
     (threading.Thread, "join", _join),
     (threading.Thread, "is_alive", _is_alive),
+    (threading.Condition, "__init__", _make),
     (threading.Condition, "__enter__", _enter),
     (threading.Condition, "__exit__", _exit),
     (threading.Condition, "wait", _wait),

@@ -1,0 +1,45 @@
+"""Calls that go on beside the thread that makes them, as torch's with ``async_op=True``, and what executors are given.
+
+Such a call is like a thread of Python's that the caller starts, and that who waits for the call joins: it comes behind
+what was done before it was made, and in no order with what is done until somebody has waited for it. Calls of one
+number follow each other.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from iris.simulator.sanitizer.events import HostHeard, HostTold
+
+if TYPE_CHECKING:
+    from iris.simulator.sanitizer.notes import Notes
+    from iris.simulator.sanitizer.threads import Threads
+
+
+class Call:
+    """Made here. ``place``: the line that has asked for all that it does, if it has none of its own."""
+
+    def __init__(self, threads: "Threads", notes: "Notes", number: int, place: int | None) -> None:
+        self.number, self.place = number, place
+        self._threads, self._notes = threads, notes
+        self._begun, self._over = threads.new_number(), threads.new_number()
+        notes.add(HostTold(threads.current(), self._begun))
+        threads.calls.add(self)
+
+    @contextlib.contextmanager
+    def carried_out(self) -> Iterator[None]:
+        """While this lasts, this thread carries it out, or a part of it."""
+        self._notes.add(HostHeard(self.number, self._begun))
+        try:
+            with self._threads.carrying_out(self):
+                yield
+        finally:
+            self._notes.add(HostTold(self.number, self._over))
+
+    def awaited(self) -> None:
+        """The current thread knows that it is over, and those before it."""
+        self._notes.add(HostHeard(self._threads.current(), self._over))
+        over = {call for call in list(self._threads.calls) if call.number == self.number and call._begun <= self._begun}
+        self._threads.calls -= over
+        if self in over:
+            self._threads.free(self.number)

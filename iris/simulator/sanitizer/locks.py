@@ -1,0 +1,84 @@
+"""Locks of the program: who takes one knows what was done before it was last given back.
+
+`threading.Lock` makes a lock in C, whose methods nobody can replace. So while somebody wants to know, locks that the
+program makes are of the classes here. Others make their own locks as before: the library's, torch's and the standard
+library's, which `threads` knows by what they are for, and whose order no program may count on.
+"""
+
+import _thread
+import sys
+import threading
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from iris.simulator.sanitizer.threads import Threads
+
+threads: "Threads | None" = None
+"""Are told who takes a lock and who gives it back."""
+
+
+class _Told:
+    """A lock that tells of it. ``_lock``: the one in C."""
+
+    _lock: Any
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        taken = self._lock.acquire(blocking, timeout)
+        if taken and threads is not None:
+            threads.hears(self)
+        return taken
+
+    def release(self) -> None:
+        if threads is not None:
+            threads.tells(self)
+        self._lock.release()
+
+    __enter__ = acquire
+
+    def __exit__(self, *error: Any) -> None:
+        self.release()
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_lock":
+            raise AttributeError(name)
+        return getattr(self._lock, name)
+
+    def __repr__(self) -> str:
+        return repr(self._lock)
+
+
+class Lock(_Told):
+    def __new__(cls) -> Any:
+        return super().__new__(cls) if _is_programs(sys._getframe(1)) else _thread.allocate_lock()
+
+    def __init__(self) -> None:
+        self._lock = _thread.allocate_lock()
+
+
+class RLock(_Told):
+    def __new__(cls) -> Any:
+        return super().__new__(cls) if _is_programs(sys._getframe(1)) else _thread.RLock()
+
+    def __init__(self) -> None:
+        self._lock = _thread.RLock()
+
+
+_OTHERS = frozenset({"iris", "torch", "triton", *sys.stdlib_module_names})
+
+_REPLACED = {"Lock": Lock, "RLock": RLock}
+_BEFORE = {name: getattr(threading, name) for name in _REPLACED}
+
+
+def replace() -> None:
+    for name, new in _REPLACED.items():
+        setattr(threading, name, new)
+
+
+def restore() -> None:
+    for name, before in _BEFORE.items():
+        setattr(threading, name, before)
+
+
+def _is_programs(frame: FrameType) -> bool:
+    return frame.f_globals.get("__name__", "").partition(".")[0] not in _OTHERS
