@@ -214,8 +214,10 @@ class ProcessGroup(dist.ProcessGroup):
         pass
 
     def end_coalescing(self, device: torch.device) -> dist.Work:
+        # Behind the calls before it on that stream.
+        enqueue, sign = simulator.sanitizer.beside("coalescing", self, EnqueuedWork, in_thread=False)
         with torch.cuda.stream(self._stream_for("collectives", device)):
-            return EnqueuedWork([], device)
+            return sign(enqueue([], device))
 
     _start_coalescing, _end_coalescing = start_coalescing, end_coalescing
 
@@ -374,7 +376,9 @@ class ProcessGroup(dist.ProcessGroup):
             # The ranks meet here, if it is the first use of the group.
             flag = ccl.communicator().abort_flag
             flag.check()
-            return SimulatedMessage(tensors, device, stream.enqueue(enqueue), functools.partial(flag.interrupted, call))
+            enqueue, sign = simulator.sanitizer.beside(call, stream, enqueue, in_thread=True)
+            message = stream.enqueue(enqueue)
+            return sign(SimulatedMessage(tensors, device, message, functools.partial(flag.interrupted, call)))
         with torch.cuda.stream(stream):
             enqueue()
             keep_for(tensors, stream)

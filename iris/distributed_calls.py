@@ -13,6 +13,7 @@ from iris.ccl.collectives import Collectives
 from iris.ccl.config import Config
 from iris.ccl.work import Work
 from iris.context import Iris
+from iris.simulator import sanitizer
 from iris.simulator.streams import Enqueued
 
 # Enough for most of the link's bandwidth.
@@ -28,9 +29,22 @@ class EnqueuedWork(Work, dist.Work):
         self._outputs, self._device = outputs, device
         self._stream = torch.cuda.current_stream(device) if self._event else None
 
+    def wait(self, timeout: object = None) -> bool:
+        """Let the current stream wait for the call; the host does not wait."""
+        super().wait(timeout)
+        sanitizer.ended(self)
+        return True
+
+    def is_completed(self) -> bool:
+        over = super().is_completed()
+        if over:
+            sanitizer.ended(self)
+        return over
+
     def get_future(self) -> torch.futures.Future:
         """A future of the outputs: whoever waits for it lets the current stream wait."""
         future = torch.futures.Future(devices=[self._device] if self._event else None)
+        sanitizer.promised(self, future)
         # It stands for what is on the current stream when it gets its result.
         with torch.cuda.stream(self._stream):
             future.set_result(self._outputs)
@@ -57,13 +71,18 @@ class SimulatedMessage(EnqueuedWork):
         except BaseException as error:
             self._interrupted(error)
             raise
+        sanitizer.ended(self)
         return True
 
     def is_completed(self) -> bool:
-        return self._enqueued.is_over()
+        over = self._enqueued.is_over()
+        if over:
+            sanitizer.ended(self)
+        return over
 
     def get_future(self) -> torch.futures.Future:
         future = torch.futures.Future()
+        sanitizer.promised(self, future)
 
         def settle() -> None:
             try:
@@ -138,15 +157,28 @@ def on_a_stream(method: Callable[..., Any]) -> Callable[..., dist.Work]:
         if device.type != self.device_type:
             return getattr(self._beside(device), method.__name__)(*args, **kwargs)
         ccl, stream = self.context(device, method.__name__).ccl, None
-        if any(getattr(value, "asyncOp", False) for value in given):
+        asynchronous = any(getattr(value, "asyncOp", False) for value in given)
+        if asynchronous:
             ccl, stream = _BesideComputation(ccl), self._stream_for("collectives", device)
-        # Parameters require gradients, and are written all the same.
-        with torch.no_grad(), torch.cuda.stream(stream):
-            outputs = method(self, ccl, *args, **kwargs)
-            keep_for(tensors, stream)
-            return EnqueuedWork(outputs, device)
+
+        given = method, self, ccl, stream, device, tensors, args, kwargs
+        if not asynchronous or sanitizer.recorder is None:
+            return _enqueue(*given)
+        enqueue, sign = sanitizer.beside(method.__name__, self, functools.partial(_enqueue, *given), in_thread=False)
+        return sign(enqueue())
 
     return call
+
+
+def _enqueue(
+    method: Callable[..., Any], group: Any, ccl: Any, stream: torch.cuda.Stream | None, device: torch.device,
+    tensors: list[Tensor], args: tuple, kwargs: dict[str, Any],
+) -> EnqueuedWork:  # fmt: skip
+    # Parameters require gradients, and are written all the same.
+    with torch.no_grad(), torch.cuda.stream(stream):
+        outputs = method(group, ccl, *args, **kwargs)
+        keep_for(tensors, stream)
+        return EnqueuedWork(outputs, device)
 
 
 def tensors_in(values: Sequence[Any]) -> Iterator[Tensor]:

@@ -202,6 +202,43 @@ def waits_for_what_is_there(ctx):
     assert out.tolist() == (list(range(64)) if ctx.cur_rank == 1 else [0] * 64)
 
 
+def messages_around(ctx):
+    """Each rank sends to the next and receives from the one before, on two streams of one group's memory."""
+    group, size = dist.new_group(backend="iris"), ctx.num_ranks
+    sent, received = torch.arange(64) + 100 * ctx.cur_rank, torch.zeros(64, dtype=torch.int64)
+    for order in (1, -1):
+        calls = [
+            dist.P2POp(dist.isend, sent, (ctx.cur_rank + 1) % size, group),
+            dist.P2POp(dist.irecv, received, (ctx.cur_rank - 1) % size, group),
+        ]
+        for work in dist.batch_isend_irecv(calls[::order]):
+            work.wait()
+        sent.add_(1)
+        before = (ctx.cur_rank - 1) % size
+        assert received.tolist() == [i + 100 * before + (order < 0) for i in range(64)]
+    sums = [torch.ones(4), torch.full((4,), 2.0)]
+    with dist._coalescing_manager(group, torch.device("cpu"), async_ops=True) as together:
+        for each in sums:
+            dist.all_reduce(each, group=group)
+    together.wait()
+    assert [each.sum().item() for each in sums] == [4 * size, 8 * size]
+    dist.destroy_process_group(group)
+
+
+def calls_that_torch_waits_for(ctx):
+    """It does so in C++, where nobody sees it."""
+    for backend in ("gloo", "iris"):
+        group = dist.new_group(backend=backend)
+        layer = torch.nn.Linear(4, 4, bias=False)
+        torch.nn.init.ones_(layer.weight)
+        model = torch.nn.parallel.DistributedDataParallel(layer, process_group=group)
+        model(torch.full((1, 4), 1.0 + ctx.cur_rank)).sum().backward()
+        assert layer.weight.grad.unique().tolist() == [2.0]
+        summed = _functional_collectives.all_reduce(layer.weight.grad, "sum", group)
+        assert (summed + 1).unique().tolist() == [1 + 2.0 * ctx.num_ranks]
+        dist.destroy_process_group(group)
+
+
 RIGHT = [
     broadcast_in_place,
     scale_of_a_row,
@@ -212,6 +249,8 @@ RIGHT = [
     rows_of_a_tensor,
     waits_for_what_is_there,
     looks_of_partitions,
+    messages_around,
+    calls_that_torch_waits_for,
 ]
 
 

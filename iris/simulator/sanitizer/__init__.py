@@ -16,7 +16,7 @@ import os
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from iris import inspection
 from iris.files import written
@@ -86,6 +86,30 @@ def from_here(operation: Callable[[], None], mbarrier: int | None = None) -> Cal
     waited for it; or, if it tells of its end by the ``mbarrier`` at that address, who waits for that.
     """
     return operation if recorder is None else recorder.from_here(operation, mbarrier)
+
+
+def beside(
+    call: str, stream: Any, operation: Callable[..., Any], in_thread: bool
+) -> tuple[Callable[..., Any], Callable[[Any], Any]]:
+    """``operation``, which carries out a call that goes on beside the host, and how to sign the handle of the call.
+
+    ``stream``: that on which it follows the calls before it. ``in_thread``: it is carried out in a thread of its own.
+    """
+    if recorder is None:
+        return operation, lambda handle: handle
+    return recorder.beside(call, stream, operation, in_thread)
+
+
+def ended(handle: Any) -> None:
+    """The current thread knows that the call is over of which ``handle`` is, if it is of one."""
+    if recorder is not None:
+        recorder.ended(handle)
+
+
+def promised(handle: Any, future: Any) -> None:
+    """Who waits for ``future`` knows that the call is over of which ``handle`` is."""
+    if recorder is not None:
+        recorder.promised(handle, future)
 
 
 def start_if_wanted(group: "Group") -> None:

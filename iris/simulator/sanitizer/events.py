@@ -36,12 +36,13 @@ class Place(NamedTuple):
     """Where something was done. A rank numbers its places; events name them by number.
 
     ``caller``: of what the library's kernels do, the line that called the library; of what a kernel's functions do,
-    the line of the kernel.
+    the line of the kernel. ``call``: that goes on beside its thread, in words; the line is the one that made it.
     """
 
     kernel: str | None
     line: Line
     caller: Line | None = None
+    call: str | None = None
 
 
 class Spans(NamedTuple):

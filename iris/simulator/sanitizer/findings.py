@@ -28,6 +28,7 @@ REMEDIES = {
     "race/missing-proxy-fence": "a copy by TMA, unlike a load, needs ctx.order_bulk_copies() in front of it",
 }
 FLAGGED = ("race/scope", "race/missing-release", "race/missing-acquire")
+UNAWAITED = "nobody has waited for the call in between, as its wait() would"
 LOST = "both are atomic, but at a scope that does not hold both programs, as 'sys' would, so one may be lost"
 # Of a deadlock, so many waits are told in full for each place.
 MOST_AT_A_PLACE = 8
@@ -84,6 +85,8 @@ def as_json(findings: list[Finding]) -> str:
 
 
 def who_is(place: Place | None, rank: int, program: str) -> str:
+    if place is not None and place.call is not None:
+        return f"{place.call} of rank {rank}"
     if place is None or place.kernel is None:
         return f"the host of rank {rank}"
     return f"kernel {place.kernel!r} of rank {rank}" + (f", {program}," if program else "")
@@ -139,6 +142,10 @@ class Findings:
         """Whether there is an allocation of just these bytes."""
         known = self._allocated[spans.space].get(int(spans.begins[0]))
         return known is not None and known[0] == int(spans.ends[0])
+
+    def is_librarys(self, space: tuple[str, int], offset: int) -> bool:
+        """Whether this is memory that ranks share, and no tensor of the program's."""
+        return space[0] != PRIVATE and self._allocation(space, offset) is None
 
     def add_race(
         self, kind: str, one: Side, other: Side, space: tuple[str, int], offset: int,
@@ -206,6 +213,8 @@ class Findings:
     def _race(self, race: _Race) -> Finding:
         kind = min(race.kinds, key=TELLING.index)
         (one, other), space, offset, remedy, flag = race.examples[kind]
+        if kind == "race" and any(side.place.call for side in (one, other)):
+            remedy = UNAWAITED
         remedy = remedy or REMEDIES[kind]
         places = [(f"{side.verb}, rank {side.rank}", where(side.place)) for side in (one, other)]
         if kind in FLAGGED and flag is not None:

@@ -3,7 +3,7 @@
 import contextlib
 import ctypes
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ import torch
 from iris.heap import symmetric
 from iris.heap.lifetime import Life
 from iris.simulator.sanitizer import bounds, lines, loops, uninitialised
+from iris.simulator.sanitizer.calls import Call
 from iris.simulator.sanitizer.deadlock import Liveness
 from iris.simulator.sanitizer.events import (
     PRIVATE,
@@ -21,10 +22,12 @@ from iris.simulator.sanitizer.events import (
     Awaiting,
     Came,
     Met,
+    Place,
     Renewed,
     Synchronised,
 )
-from iris.simulator.sanitizer.host import runs
+from iris.simulator.sanitizer.host import HostAccesses, runs
+from iris.simulator.sanitizer.meetings import goes_to_the_program
 from iris.simulator.sanitizer.notes import Notes
 from iris.simulator.sanitizer.polls import HostPolls
 from iris.simulator.sanitizer.spaces import Spaces
@@ -45,6 +48,7 @@ class HostRecorder:
     _spaces: Spaces
     _polled: dict
     _polls: HostPolls
+    _host: HostAccesses
 
     def host_accessed(self, addresses: np.ndarray, size: int, element: int, kind: int, blank: bool = False) -> None:
         """With torch, ``size`` bytes at each of ``addresses``: elements of ``element`` bytes, or 0 if their values
@@ -104,6 +108,38 @@ class HostRecorder:
         (spans,) = self._spaces.spans(np.array([address], dtype=np.int64), size)
         if spans.space[0] == PRIVATE:
             self.notes.add(Renewed(spans))
+
+    def begun(self, name: str, stream: Any = None) -> Call:
+        """The host makes a call of ``torch.distributed`` that goes on beside it; ``stream``: on which, if on one."""
+        line = lines.known(lines.line_of(sys._getframe(1)))
+        place = self.notes.number_of(Place(None, line, call=f"torch.distributed's {name}"))
+        return self.threads.begin(place, stream)
+
+    def beside(
+        self, name: str, stream: Any, operation: Callable[..., Any], in_thread: bool
+    ) -> tuple[Callable[..., Any], Callable[[Any], Any]]:
+        """See `iris.simulator.sanitizer.beside`."""
+        if not goes_to_the_program(sys._getframe(1)):
+            return operation, lambda handle: handle
+        call = self.begun(name, stream)
+
+        def carry_out(*args: Any) -> Any:
+            with self.threads.watched() if in_thread else contextlib.nullcontext(), call.carried_out():
+                return operation(*args)
+
+        def sign(handle: Any) -> Any:
+            self._host.meetings.begin(handle, call)
+            return handle
+
+        return carry_out, sign
+
+    def ended(self, handle: Any) -> None:
+        """The current thread knows that the call is over of which ``handle`` is."""
+        self._host.meetings.end(handle, lambda: True, only_looks=True)
+
+    def promised(self, handle: Any, future: Any) -> None:
+        """``future`` is of the call of which ``handle`` is."""
+        self._host.meetings.promised([handle], future)
 
     def came(self, key: tuple) -> None:
         """The host comes to a meeting, or sends a message, for which it does not wait here."""

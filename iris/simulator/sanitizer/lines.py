@@ -17,9 +17,11 @@ USER, LIBRARY, INSTALLED, OTHER = "user", "library", "installed", "other"
 IRIS = str(Path(__file__).parents[2]) + os.sep
 LANGUAGE = IRIS + "language" + os.sep
 
+SIMULATOR = IRIS + "simulator" + os.sep
+
 _INSTALLED = tuple(sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib"))
 _OTHER = (
-    str(Path(__file__).parents[1]) + os.sep,
+    SIMULATOR,
     LANGUAGE,
     str(Path(triton.__file__).parent) + os.sep,
     str(Path(torch.__file__).parent) + os.sep,

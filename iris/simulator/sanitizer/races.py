@@ -261,6 +261,9 @@ class Races:
                 kind = "race/missing-proxy-fence"
                 self._findings.add_race(kind, Side.of(other), Side.of(access), spans.space, offset)
             return
+        if access.place.call and other.place.call and self._findings.is_librarys(spans.space, offset):
+            # Calls of several streams share words of its own there, of which each minds some; no program can help it.
+            return
         if both_atomic:
             self._findings.add_race("race/scope", Side.of(other), Side.of(access), spans.space, offset, LOST)
             return
@@ -274,7 +277,7 @@ class Races:
             plain, atomic = (access, other) if other.atomic else (other, access)
             if atomic.atomic and plain.flag:
                 kind = "race/missing-acquire" if plain.kind == READ else "race/missing-release"
-            elif self._is_reuse(thread, access, other, offset, spans):
+            elif not (access.place.call or other.place.call) and self._is_reuse(thread, access, other, offset, spans):
                 kind = "race/reuse"
             else:
                 kind = "race"

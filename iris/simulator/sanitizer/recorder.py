@@ -20,6 +20,7 @@ from iris.errors import NotSymmetricError, NotTheCallerError, RankOutOfRangeErro
 from iris.heap import symmetric
 from iris.simulator import tasks
 from iris.simulator.sanitizer import bounds, lines, uninitialised, waits
+from iris.simulator.sanitizer.calls import Call
 from iris.simulator.sanitizer.deadlock import Liveness
 from iris.simulator.sanitizer.events import (
     READ,
@@ -68,6 +69,7 @@ class Recorder(HostRecorder):
         self._launches: dict[int, int] = {}
         self._launching: dict[int, tuple[threading.Thread, int]] = {}
         self._callers: dict[int, tuple[CodeType, int] | None] = {}
+        self._calls: dict[int, Call] = {}
         self._numbers = itertools.count(1)
         self._stored_since_meeting: set[tuple[int, int]] = set()
         self._polled: dict[tuple, tuple[int, bytes, Wait | None]] = {}
@@ -102,12 +104,15 @@ class Recorder(HostRecorder):
         self._launches[id(launch)] = next(self._numbers)
         self._launching[id(launch)] = threading.current_thread(), self.threads.current()
         self._callers[id(launch)] = lines.line_of(sys._getframe(1))
+        if (call := self.threads.call()) is not None:
+            self._calls[id(launch)] = call
         self.notes.add(Launched(self._launches[id(launch)], launch.dims, self.threads.current()))
 
     def finished(self, launch: Any) -> None:
         _, thread = self._launching.pop(id(launch))
         self.notes.add(Finished(self._launches.pop(id(launch)), thread))
         del self._callers[id(launch)]
+        self._calls.pop(id(launch), None)
         numbers = set(self._launches.values())
         self._stored_since_meeting = {who for who in self._stored_since_meeting if who[0] in numbers}
         self._polled = {key: seen for key, seen in self._polled.items() if key[0] in numbers}
@@ -350,8 +355,11 @@ class Recorder(HostRecorder):
     def _place(self) -> int:
         """The number of the user's line that is being done; in the library's own kernels, of the kernel's.
 
-        Of what a GPU does beside the program, the line that has asked for it.
+        Of what goes on beside the program, on a GPU or as a call, the line that has asked for it.
         """
+        call = self._calls.get(id(tasks.current().launch)) if tasks.in_kernel() else self.threads.call()
+        if call is not None and call.place is not None:
+            return call.place
         if tasks.in_kernel() and (issued_at := tasks.current().issued_at) is not None:
             return issued_at[0]
         frame = sys._getframe(2)
