@@ -19,7 +19,7 @@ LANGUAGE = IRIS + "language" + os.sep
 
 SIMULATOR = IRIS + "simulator" + os.sep
 
-_INSTALLED = tuple(sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib"))
+_INSTALLED = tuple(os.sep + name + os.sep for name in ("site-packages", "dist-packages"))
 _OTHER = (
     SIMULATOR,
     LANGUAGE,
@@ -85,4 +85,6 @@ def owner_of(file: str) -> str:
     """Whose lines those of a file are: the user's, one of this library's kernels', a package's, or nobody's."""
     if file.startswith(_OTHER):
         return OTHER
-    return LIBRARY if file.startswith(IRIS) else INSTALLED if file.startswith(_INSTALLED) else USER
+    if file.startswith(IRIS):
+        return LIBRARY
+    return INSTALLED if any(folder in file for folder in _INSTALLED) else USER
