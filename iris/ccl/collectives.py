@@ -572,9 +572,8 @@ class Collectives:
             reads = writes = None
         if not (reads and writes):
             # Nothing, or a stand-in of torch.func, whose class says nothing.
-            name = call if isinstance(call, str) else call[0]
-            checks.check_tensor(name, output)
-            checks.check_tensor(name, input)
+            checks.check_tensor(_name(call), output)
+            checks.check_tensor(_name(call), input)
             reads, writes = input.data_ptr(), output.data_ptr()
         return (
             call,
@@ -592,7 +591,12 @@ class Collectives:
         make: Callable[[Config], Launch],
     ) -> Launch:
         used = checks.check_config(config)
-        launch = make(used) if result is None or result.numel() else _nothing
+        try:
+            launch = make(used) if result is None or result.numel() else _nothing
+        except BaseException as error:
+            # The first call of a kind compiles, and may meet the other ranks: seconds, in which a signal may come.
+            comm.abort_flag.interrupted(_name(key[0]), error)
+            raise
         comm.remember(key, config, launch)
         return launch
 
@@ -616,6 +620,11 @@ class Collectives:
             raise
         _finish(output, result)
         return Work(self._on_gpu) if async_op else None
+
+
+def _name(call: Any) -> str:
+    """Of the collective, from what `_key` is given."""
+    return call if isinstance(call, str) else call[0]
 
 
 def _nothing(stream: int | None, source: torch.Tensor, result: torch.Tensor, *more: torch.Tensor) -> None:

@@ -13,7 +13,7 @@ from conftest import UNDER_TORCHRUN
 from covering import EVERYTHING, covering
 
 import iris
-from iris.ccl import Config
+from iris.ccl import Config, moves, sums
 from iris.errors import (
     GroupAbortedError,
     InvalidCollectiveError,
@@ -301,6 +301,39 @@ def interrupted(ctx):
 @pytest.mark.ranks(3)
 def test_an_interrupt_breaks_the_group_and_who_waits_leaves(ranks, mistaken):
     ranks.run(interrupted)
+
+
+FIRST_CALLS = {
+    "all_gather": (moves, "prepare_exchange", lambda ccl, out, x, group: ccl.all_gather(out, x, group=group)),
+    "broadcast": (moves, "prepare_broadcast", lambda ccl, out, x, group: ccl.broadcast(x, group=group)),
+    "all_reduce": (sums, "prepare_all_reduce", lambda ccl, out, x, group: ccl.all_reduce(x, x, group=group)),
+}
+
+
+def interrupted_while_it_prepares(ctx, name):
+    """Ctrl-C on rank 0, in the first call of its kind, which has launched nothing yet."""
+    module, prepare, call = FIRST_CALLS[name]
+    broken = dist.new_group()
+    x, out = filled(ctx, 12), filled(ctx, 12 * ctx.num_ranks)
+    ctx.ccl.communicator(broken)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    if ctx.cur_rank == 0:
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(module, prepare, interrupt)
+            call(ctx.ccl, out, x, broken)
+    dist.barrier()
+    with pytest.raises(GroupAbortedError, match=f"{name}.. of rank 0 ended with KeyboardInterrupt"):
+        call(ctx.ccl, out, x, broken)
+    ctx.barrier()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", FIRST_CALLS)
+def test_an_interrupt_before_the_launch_breaks_the_group(ranks, mistaken, name):
+    ranks.run(interrupted_while_it_prepares, name)
 
 
 def broken_context(ctx):
