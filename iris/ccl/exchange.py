@@ -127,10 +127,11 @@ def make_exchange(jit, lang, queue: SimpleNamespace, sizes: SimpleNamespace, Con
             first, stride = p // W, lang.num_programs(0) // W
         to = among(to_first, to_last, rank)
         sources = among(from_first, from_last, rank)
-        # Both counts of all peers, since they are posted together.
-        others = among(0, W, rank)
-        sent = lang.load(row + SENT + lanes(), mask=others, other=0)
-        got = lang.load(row + GOT + lanes(), mask=others, other=0)
+        # Both counts of each peer, since they are posted together. A message to another rank, or from it, may be
+        # under way on another stream, and change that one's.
+        peers = to | sources
+        sent = lang.load(row + SENT + lanes(), mask=peers, other=0)
+        got = lang.load(row + GOT + lanes(), mask=peers, other=0)
         address = queue_address(ctx, slots, W, SLOT, to)
         receivers = to
         if PROGRAMS > 0:

@@ -13,6 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 import iris
+import iris.distributed  # noqa: F401 (registers the backend)
 from iris.ccl import Config
 from iris.gluon import IrisDeviceCtx
 from iris.language.tracing import BEGAN, ENDED, LOOKS, NAME
@@ -205,17 +206,16 @@ def waits_for_what_is_there(ctx):
 def messages_around(ctx):
     """Each rank sends to the next and receives from the one before, on two streams of one group's memory."""
     group, size = dist.new_group(backend="iris"), ctx.num_ranks
-    sent, received = torch.arange(64) + 100 * ctx.cur_rank, torch.zeros(64, dtype=torch.int64)
-    for order in (1, -1):
-        calls = [
-            dist.P2POp(dist.isend, sent, (ctx.cur_rank + 1) % size, group),
-            dist.P2POp(dist.irecv, received, (ctx.cur_rank - 1) % size, group),
-        ]
+    after, before = (ctx.cur_rank + 1) % size, (ctx.cur_rank - 1) % size
+    # Of one block, and of more than a queue holds.
+    for order, elements in ((1, 64), (-1, 50_000)):
+        sent = torch.arange(elements) + 100_000 * ctx.cur_rank + order
+        received = torch.zeros_like(sent)
+        calls = [dist.P2POp(dist.isend, sent, after, group), dist.P2POp(dist.irecv, received, before, group)]
         for work in dist.batch_isend_irecv(calls[::order]):
             work.wait()
         sent.add_(1)
-        before = (ctx.cur_rank - 1) % size
-        assert received.tolist() == [i + 100 * before + (order < 0) for i in range(64)]
+        assert torch.equal(received, torch.arange(elements) + 100_000 * before + order)
     sums = [torch.ones(4), torch.full((4,), 2.0)]
     with dist._coalescing_manager(group, torch.device("cpu"), async_ops=True) as together:
         for each in sums:

@@ -143,10 +143,6 @@ class Findings:
         known = self._allocated[spans.space].get(int(spans.begins[0]))
         return known is not None and known[0] == int(spans.ends[0])
 
-    def is_librarys(self, space: tuple[str, int], offset: int) -> bool:
-        """Whether this is memory that ranks share, and no tensor of the program's."""
-        return space[0] != PRIVATE and self._allocation(space, offset) is None
-
     def add_race(
         self, kind: str, one: Side, other: Side, space: tuple[str, int], offset: int,
         remedy: str | None = None, flag: "Carrier | None" = None,

@@ -261,9 +261,6 @@ class Races:
                 kind = "race/missing-proxy-fence"
                 self._findings.add_race(kind, Side.of(other), Side.of(access), spans.space, offset)
             return
-        if access.place.call and other.place.call and self._findings.is_librarys(spans.space, offset):
-            # Calls of several streams share words of its own there, of which each minds some; no program can help it.
-            return
         if both_atomic:
             self._findings.add_race("race/scope", Side.of(other), Side.of(access), spans.space, offset, LOST)
             return
