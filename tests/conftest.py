@@ -10,6 +10,10 @@ from rank_pool import RankPool, Torchrun
 TESTS = Path(__file__).parent
 UNDER_TORCHRUN = "TORCHELASTIC_RUN_ID" in os.environ
 
+# The server of torch's store asks the system for the name of each client, one after the other. Where no name server
+# answers, that takes 10 s a client unless it is told to give up earlier (resolv.conf(5)).
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
 
 def pytest_sessionstart():
     # A shell that starts pytest in the background has it ignore Ctrl-C, and so would all programs of the tests.
