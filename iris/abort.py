@@ -33,12 +33,15 @@ MEMBER_BITS = 32
 AT_ONCE = 1 << MEMBER_BITS
 
 SECTION_BYTES = 2048
-# In a section, in int64 words: how many bytes the last broadcast has that the member has begun, and how many broadcasts
-# it has begun and refused (`iris.ccl.refusal`); how many bytes of text there are; and in bytes where these begin.
-BEGUN_BYTES, BEGUN, REFUSED = 12, 13, 14
+# In a section, in int64 words: how many broadcasts the member has begun and refused (`iris.ccl.refusal`); how many
+# bytes of text there are; and in bytes where these begin. At its end: how many bytes the last broadcasts have that the
+# member has begun, the n-th in word n % SIZES_KEPT.
+BEGUN, REFUSED = 13, 14
 TEXT_LENGTH = 15
 TEXT = 128
-LONGEST_TEXT = SECTION_BYTES - TEXT
+SIZES_KEPT = 16
+BEGUN_SIZES = SECTION_BYTES // 8 - SIZES_KEPT
+LONGEST_TEXT = SECTION_BYTES - TEXT - 8 * SIZES_KEPT
 
 # cudaHostRegisterPortable | cudaHostRegisterMapped (CUDA Runtime API, "cudaHostRegister"); HIP has the same numbers.
 REGISTER_MAPPED = 3

@@ -6,6 +6,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from iris.abort import SIZES_KEPT
 from iris.arg_parser import index
 from iris.capture import GraphLine, Line, refuse_in_capture
 from iris.ccl import checks, counts, moves, sums
@@ -136,7 +137,7 @@ class Collectives:
             self._refuse_broadcast(error, src, group, config)
         if not comm.refuses:
             comm.broadcasts += 1
-            comm.state[comm.begun_bytes] = dense.nbytes
+            comm.state[comm.begun_sizes + comm.broadcasts % SIZES_KEPT] = dense.nbytes
             comm.state[comm.begun] = comm.broadcasts
         return self._leave(
             comm, "broadcast", launch, stream, dense, dense, None if comm.rank == root else tensor, async_op

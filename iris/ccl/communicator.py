@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from iris import simulator
-from iris.abort import BEGUN, BEGUN_BYTES
+from iris.abort import BEGUN, BEGUN_SIZES
 from iris.capture import GraphLine, Line
 from iris.ccl.queue import COUNTS, GOT, MAX_RANKS, MET, SENT, SLOTS, WORDS, region_bytes, slots_bytes
 from iris.ccl.select import ELSEWHERE, digest, load_table, own_table
@@ -81,9 +81,9 @@ class Communicator:
         Whether the group is broken: its flag, and the words of which the first is 0 if it is not.
     refuses : bool
         Whether this rank takes part in a call that it has refused as its root.
-    broadcasts, begun, begun_bytes : int
-        How many broadcasts this rank has called; which word of ``state`` says so, and which how large the last one is:
-        see `iris.ccl.refusal`.
+    broadcasts, begun, begun_sizes : int
+        How many broadcasts this rank has called; which word of ``state`` says so, and where the sizes of the last ones
+        begin: see `iris.ccl.refusal`.
     heap_table : torch.Tensor
         int64 ``[size + 1]``: where the symmetric heap of each member begins, in this rank's addresses; its bytes.
     num_sms, largest_cluster : int
@@ -111,7 +111,7 @@ class Communicator:
         self.state, self.abort_flag = workspace.abort_flag.state, workspace.abort_flag
         self.refuses = False
         self.broadcasts = 0
-        self.begun, self.begun_bytes = (self.abort_flag.place(word, group.rank) for word in (BEGUN, BEGUN_BYTES))
+        self.begun, self.begun_sizes = (self.abort_flag.place(word, group.rank) for word in (BEGUN, BEGUN_SIZES))
         self.rank, self.size, self.ranks = group.rank, group.size, group.ranks
         self.device = workspace.device
         bases = dict(zip(heap.group.ranks, heap.bases, strict=True))

@@ -6,8 +6,8 @@ member that has not come yet must not find the group broken before it has taken 
 pay nothing for this but a broadcast's count.
 
 All ranks give the tensor of a broadcast, so all may refuse it, and then nobody waits. So each member writes to the
-memory of the abort flag the number of the last broadcast that it has begun, with its size, and of the last that it has
-refused. A root that refuses one reads there what the others do, and how much they wait for.
+memory of the abort flag the number of the last broadcast that it has begun, the sizes of the last few, and the number
+of the last that it has refused. A root that refuses one reads there what the others do, and how much they wait for.
 """
 
 import time
@@ -16,7 +16,7 @@ from typing import NoReturn
 
 import triton
 
-from iris.abort import BEGUN, BEGUN_BYTES, REFUSED
+from iris.abort import BEGUN, BEGUN_SIZES, REFUSED, SIZES_KEPT
 from iris.capture import GraphLine, Line
 from iris.ccl.communicator import Communicator
 from iris.errors import IrisError
@@ -84,16 +84,28 @@ def refuse_broadcast(
         time.sleep(1e-3)
     if not waiting and not late:
         raise error
-    if not waiting:
+    size = begun_size(comm, waiting[0]) if waiting else None
+    if size is None:
         comm.abort_flag.abort(_why(comm, "broadcast", error))
         raise error
     comm.refuses = True
     try:
-        take_part(state[place(BEGUN_BYTES, waiting[0])])
+        take_part(size)
     finally:
         comm.refuses = False
     _break_behind(comm, "broadcast", error, stream)
     raise error
+
+
+def begun_size(comm: Communicator, member: int) -> int | None:
+    """Bytes of this broadcast as a member has begun it, or None if it has begun so many since that nobody knows.
+
+    On a GPU its host may have enqueued later ones, of other sizes. It writes a size before the number of the broadcast,
+    so the word is still this one's if the number, read behind it, is not yet about to come round.
+    """
+    state, place = comm.state, comm.abort_flag.place
+    size = state[place(BEGUN_SIZES + comm.broadcasts % SIZES_KEPT, member)]
+    return size if state[place(BEGUN, member)] < comm.broadcasts + SIZES_KEPT - 1 else None
 
 
 def _break_behind(comm: Communicator, name: str, error: IrisError, stream: int | None) -> None:

@@ -13,7 +13,9 @@ from conftest import UNDER_TORCHRUN
 from covering import EVERYTHING, covering
 
 import iris
+from iris.abort import SIZES_KEPT
 from iris.ccl import Config, moves, sums
+from iris.ccl.refusal import begun_size
 from iris.errors import (
     GroupAbortedError,
     InvalidCollectiveError,
@@ -270,6 +272,25 @@ def takes_part(ctx, elements):
 @pytest.mark.parametrize("elements", [5, 300_000])
 def test_the_root_takes_part_in_a_broadcast_of_which_it_has_no_tensor(ranks, mistaken, elements):
     ranks.run(takes_part, elements)
+
+
+def sizes_of_broadcasts(ctx):
+    """A member may be ahead of the root that refuses one: which size that one has is known until its word is reused."""
+    group, rounds = dist.new_group(), 20
+    for number in range(1, rounds + 1):
+        ctx.ccl.broadcast(filled(ctx, number), group=group)
+    ctx.barrier()
+    comm = ctx.ccl.communicator(group)
+    for number in range(1, rounds + 1):
+        comm.broadcasts = number
+        known = number > rounds - SIZES_KEPT + 1
+        for member in range(comm.size):
+            assert begun_size(comm, member) == (4 * number if known else None)
+
+
+@pytest.mark.ranks(2)
+def test_a_root_that_refuses_knows_how_large_the_broadcast_is(ranks, mistaken):
+    ranks.run(sizes_of_broadcasts)
 
 
 def interrupt(_):
