@@ -100,12 +100,15 @@ def capture_pool(capture: int) -> tuple[int, int] | None:
     """
     if torch.cuda.get_allocator_backend() != "native":
         return None
-    # torch tells the pool of a graph only when it is captured, so ask where a tensor that is made now lies.
-    address = torch.empty(1, dtype=torch.uint8, device="cuda").data_ptr()
-    for segment in torch.cuda.memory_snapshot():
-        if segment["address"] <= address < segment["address"] + segment["total_size"]:
-            pool = tuple(segment["segment_pool_id"])
-            return pool if any(pool) else None
+    # torch tells the pool of a graph only when it is captured, so ask where a tensor that is made now lies. The
+    # snapshot is of so many objects that Python may collect garbage here. Old graphs in it are destroyed then, by which
+    # the driver takes this capture for disturbed.
+    with relaxed():
+        address = torch.empty(1, dtype=torch.uint8, device="cuda").data_ptr()
+        for segment in torch.cuda.memory_snapshot():
+            if segment["address"] <= address < segment["address"] + segment["total_size"]:
+                pool = tuple(segment["segment_pool_id"])
+                return pool if any(pool) else None
     return None
 
 

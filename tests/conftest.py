@@ -79,7 +79,11 @@ def _pools():
 @pytest.fixture
 def ranks(request, _pools):
     """Runs ``worker(ctx, *args)`` on every rank: ``ranks.run(worker, *args)`` returns a result a rank."""
+    from iris import simulator
+
     count = request.param
+    if not (UNDER_TORCHRUN or simulator.ACTIVE):
+        pytest.fail("On GPUs ranks are started by torchrun: make test-gpu. With IRIS_SIMULATOR=1 they are simulated.")
     if count not in _pools:
         for pool in _pools.values():
             pool.close()

@@ -21,6 +21,7 @@ import torch.distributed as dist
 import triton
 
 import iris
+import iris.distributed  # noqa: F401 (registers the backend)
 from iris.errors import PeerLostError
 from iris.heap import mapping
 

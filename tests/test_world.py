@@ -24,7 +24,8 @@ from iris.errors import (
     SharedDeviceError,
 )
 from iris.spawn import reserved_port
-from iris.world import Group, Seat, bootstrap, placement, wire
+from iris.world import Group, Seat, bootstrap, placement, strangers, wire
+from iris.world.store import tcp_store
 
 
 def everyone():
@@ -142,6 +143,27 @@ def test_a_value_arrives_as_it_was_sent(value):
 def test_what_is_no_message_is_refused(text):
     with pytest.raises(ValueError):
         wire.decode(text)
+
+
+def share_a_connection(ctx):
+    """Groups of all, and of this rank alone, have no connections to the store of their own."""
+    first = everyone()
+    port = tcp_store(first.store).port
+    counts, kept = [], []
+    for number in range(4):
+        alone = [dist.new_group([rank]) for rank in range(first.size)]
+        kept += [Group(dist.new_group()), Group(alone[first.rank])]
+        for group in kept:
+            assert group.all_gather(number, "a test") == [number] * group.size
+        first.all_gather(None, "count connections")
+        counts.append(len(strangers._connections(port)))
+        first.all_gather(None, "go on")
+    assert len(set(counts)) == 1, counts
+
+
+@pytest.mark.ranks(2)
+def test_groups_share_a_connection_to_the_store(ranks):
+    ranks.run(share_a_connection)
 
 
 def fail_in_one(ctx):

@@ -26,8 +26,7 @@ INSTEAD = "Gather with all_gather() and combine what every rank then has; of boo
 _OF_TORCH = {getattr(dist.ReduceOp, op.name): op for op in ReduceOp}
 # By number: comparing torch's constants takes a microsecond each, and every call of the backend brings one.
 _OF_NUMBER = {torchs.value: op for torchs, op in _OF_TORCH.items()}
-# Looked up, since torch.compile can follow that.
-_NAMES = {op: op.value for op in ReduceOp} | {torchs: op.value for torchs, op in _OF_TORCH.items()}
+_NAMES_OF_NUMBERS = {number: op.value for number, op in _OF_NUMBER.items()}
 
 
 def reduction(op: Any) -> tuple[ReduceOp | PremulSum, Factor | None]:
@@ -71,8 +70,11 @@ def name_of(op: Any) -> str:
     """What the operators of `iris.ccl.functional` call it; a name itself may be one."""
     if isinstance(op, str):
         return op
-    if op in _NAMES:
-        return _NAMES[op]
+    if isinstance(op, ReduceOp):
+        return op.value
+    # By number: torch.compile of torch 2.11 follows that, but neither hashes nor compares torch's constants.
+    if op.__class__ is dist.ReduceOp.RedOpType and op.value in _NAMES_OF_NUMBERS:
+        return _NAMES_OF_NUMBERS[op.value]
     if reduction(op)[0] is PREMUL_SUM:
         raise UnsupportedReductionError(
             "op=PREMUL_SUM is for torch.distributed and ctx.ccl. Multiply the input by the factor and use 'sum'."

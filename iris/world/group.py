@@ -26,7 +26,7 @@ from iris.simulator import sanitizer
 from iris.world import farewell, wire
 from iris.world.farewell import ENDED, Attendance
 from iris.world.members import INTERVAL_S, NOTICE_S, OVER, Members, await_
-from iris.world.store import await_keys, own_client
+from iris.world.store import await_keys, own_client, shared_client
 
 T = TypeVar("T")
 
@@ -61,8 +61,8 @@ class Group:
     name : str
         Unique among the groups of the process, and the same on all members.
     store : torch.distributed.Store
-        The members' own, on every host; through a connection that no other group uses, so threads can meet in several
-        groups at once. A group is for one thread at a time.
+        The members' own, on every host; not through torch's connection, so threads can meet in several groups at once.
+        A group is for one thread at a time.
     members : iris.world.members.Members
         Their processes.
     step : str or None
@@ -96,18 +96,21 @@ class Group:
         self.rank, self.size = process_group.rank(), process_group.size()
         self.ranks = tuple(dist.get_process_group_ranks(process_group))
         store = distributed_c10d._get_process_group_store(process_group)
+        world = distributed_c10d._get_default_store()
         number = Group._made[process_group.group_name]
         Group._made[process_group.group_name] += 1
         self.name = f"{process_group.group_name}/iris/{number}"
+        # torch gives most groups a part of the default group's store, apart from others by the group's name.
+        has_part = isinstance(store, dist.PrefixStore) and world in (store, store.underlying_store)
+        whole, part = (world, self.name) if has_part else (store, f"iris/{number}")
         try:
-            self.store = dist.PrefixStore(f"iris/{number}", own_client(store))
+            self.store = dist.PrefixStore(part, shared_client(whole) if has_part else own_client(whole))
         except dist.DistNetworkError as error:
             raise self._disconnected("the making of a group") from error
         self.timeout = store.timeout.total_seconds()
         # Before anything else of this group, so whoever reads the rest finds who has written it.
         self.members = Members(self.store, self.ranks, self.rank)
-        first = dist.PrefixStore(f"iris/{number}", store)
-        self._attendance = Attendance(first, self.members.processes, self.rank)
+        self._attendance = Attendance(dist.PrefixStore(part, whole), self.members.processes, self.rank)
         self.store.set(f"-1/{self.rank}", "")
         farewell.groups.add(self)
         farewell.register(os.getpid())

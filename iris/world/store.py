@@ -3,6 +3,7 @@
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
@@ -24,8 +25,31 @@ def tcp_store(store: dist.Store) -> dist.TCPStore | None:
     return store if isinstance(store, dist.TCPStore) else None
 
 
+# By the store of torch's default group.
+_clients: "weakref.WeakKeyDictionary[dist.Store, dist.Store]" = weakref.WeakKeyDictionary()
+_connecting = threading.Lock()
+
+
+def shared_client(store: dist.Store) -> dist.Store:
+    """The one connection to the server of ``store`` that all who ask for it share, beside that of torch itself.
+
+    torch locks a connection while a thread uses it, in a wait for as long as that takes. Whoever shares this one only
+    looks (`await_keys`), so threads do not wait for each other. One for each group would be too many: the server's one
+    thread asks the system for the name of each client, which takes seconds where no name server answers.
+
+    Raises `torch.distributed.DistNetworkError` if there is no server any more.
+    """
+    with _connecting:
+        if store not in _clients:
+            client = own_client(store)
+            if client is store:
+                return store
+            _clients[store] = client
+        return _clients[store]
+
+
 def own_client(store: dist.Store) -> dist.Store:
-    """A connection of its own to the same server: torch locks one while a thread uses it. Signals interrupt it.
+    """A new connection to the same server. Signals interrupt it.
 
     Raises `torch.distributed.DistNetworkError` if there is no server any more.
     """

@@ -1,6 +1,9 @@
 """Calls in CUDA graphs: those of graphs that never run at once share memory, others have their own."""
 
+import gc
 import random
+import weakref
+from unittest import mock
 
 import pytest
 import torch
@@ -172,3 +175,34 @@ def first_of_a_size(ctx):
 @needs_graphs
 def test_memory_that_is_taken_inside_a_capture(ranks):
     ranks.run(first_of_a_size)
+
+
+def with_garbage(ctx):
+    """A graph in a cycle of garbage, which is collected while a capture's first call asks where torch's memory lies."""
+    read = torch.cuda.memory_snapshot
+
+    def collect_and_read():
+        gc.collect()
+        return read()
+
+    with iris.iris(1 << 20) as own, mock.patch.object(torch.cuda, "memory_snapshot", collect_and_read):
+        x = torch.ones(100, device=own.device)
+        own.ccl.all_reduce(x, x)
+        graphs = [torch.cuda.CUDAGraph() for _ in range(2)]
+        with torch.cuda.graph(graphs[0]):
+            own.ccl.all_reduce(x, x)
+        freed = weakref.ref(graphs[0])
+        graphs[0].itself = graphs[0]
+        with torch.cuda.graph(graphs[1]):
+            graphs[0] = None
+            assert freed() is not None
+            own.ccl.all_reduce(x, x)
+            assert freed() is None
+        graphs[1].replay()
+        assert (x == own.num_ranks**2).all()
+        own.barrier()
+
+
+@needs_graphs
+def test_old_graphs_that_are_collected_during_a_capture(ranks):
+    ranks.run(with_garbage)

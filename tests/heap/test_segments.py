@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import iris.distributed  # noqa: F401 (registers the backend)
 from iris.errors import HeapClosedError
 from iris.heap.gpu import turn
 from iris.heap.mapping import count_made, mappings
