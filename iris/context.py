@@ -204,6 +204,10 @@ class Iris(Factories):
             nonlocal buffer
             if index(src) not in range(self.num_ranks):
                 raise sanitizer.told(RankOutOfRangeError(src, self.num_ranks))
+            # Before the device's record is read, which inside a transform of torch.func is not possible either.
+            problem = is_tensor and stand_in(value)
+            if problem:
+                raise InvalidArgumentError(f"broadcast() sends tensors with memory of their own, and got {problem}")
             self._drain(None)
             if not is_source or self.num_ranks == 1:
                 return False, None
@@ -211,9 +215,6 @@ class Iris(Factories):
                 # Pickled, and so never through the store, which asks nobody who he is.
                 buffer = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(self.device)
                 return False, len(buffer)
-            problem = stand_in(value)
-            if problem:
-                raise InvalidArgumentError(f"broadcast() sends tensors with memory of their own, and got {problem}")
             buffer = value.detach().to(self.device).resolve_conj().resolve_neg().contiguous()
             return True, (list(value.shape), str(value.dtype).removeprefix("torch."), value.device.type)
 

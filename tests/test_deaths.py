@@ -205,3 +205,22 @@ def keep_group(folder):
 def test_a_group_that_is_gone_keeps_no_connection():
     with running(keep_group, Path()) as ranks:
         assert ends(ranks) == [0, 0]
+
+
+def come_late(port):
+    """With a backend that does not connect the ranks, as NCCL, to a store that waits for nobody, as torchrun's."""
+    from torch.testing._internal.distributed import fake_pg  # noqa: F401 (registers the backend "fake")
+
+    rank = int(os.environ["RANK"])
+    os.environ.update(MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
+    time.sleep(1.5 * rank)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("fake", store=store, rank=rank, world_size=RANKS)
+    with iris.iris(1 << 20) as ctx:
+        ctx.barrier()
+
+
+def test_a_rank_that_comes_late_is_not_dead():
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with running(come_late, server.port) as ranks:
+        assert ends(ranks) == [0, 0]

@@ -1,9 +1,10 @@
 """Whether ranks that have not introduced themselves are still there.
 
-Of a rank that ends before it has made a group nobody knows the process. But since `init_process_group` every rank has a
+Of a rank that ends before it has made a group nobody knows the process. But from `init_process_group` on it has a
 connection to the store. Where all ranks are on this host, the system lists these connections (proc(5), /proc/net/tcp),
 and the files of the processes that are known: what is left over belongs to strangers. Where nothing is left over, there
-are none.
+are none. They have ended then, if it is sure that all had come: with NCCL, ranks that torchrun has started go on from
+`init_process_group` before others have begun it.
 """
 
 import os
@@ -17,15 +18,17 @@ from iris.world.store import tcp_store
 
 # The state of a connection whose both ends are open (Linux, include/net/tcp_states.h).
 ESTABLISHED = "01"
+# Backends whose groups are made when all members are there.
+MEETING_BACKENDS = ("gloo", "iris")
 
 
 def are_gone(store: dist.Store, known: Iterable[int]) -> bool:
-    """Whether no process but this one and those with the numbers ``known`` is connected to the store.
+    """Whether all ranks had come, and no process but this one and those with the numbers ``known`` is connected still.
 
     False also where that cannot be told.
     """
     store = tcp_store(store)
-    if store is None or not _is_of_this_host(store.host):
+    if store is None or not _is_of_this_host(store.host) or not _all_had_come(store):
         return False
     try:
         # In this order: whoever connects meanwhile is missed by neither.
@@ -33,6 +36,17 @@ def are_gone(store: dist.Store, known: Iterable[int]) -> bool:
         return not _connections(store.port) - ours
     except (OSError, ValueError):
         return False
+
+
+def _all_had_come(store: dist.TCPStore) -> bool:
+    """Whether nobody is still to come, if only known ranks are connected.
+
+    The backend has had all meet; or rank 0 has the store, and torch has it wait there for all to be connected, as it
+    does for ``env://``: then it is not known before. Who gives torch a store may have one that waits for nobody.
+    """
+    is_of_rank_0 = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    has_waited = is_of_rank_0 and os.environ.get("MASTER_PORT") == str(store.port)
+    return has_waited or any(name in dist.get_backend_config() for name in MEETING_BACKENDS)
 
 
 def _is_of_this_host(host: str) -> bool:
