@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 import iris
+import iris.distributed  # registers the backend, where Iris is not installed
 from iris import simulator
 from iris.bench.report import save
 from iris.context import Iris
