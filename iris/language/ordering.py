@@ -56,6 +56,12 @@ LANES = tl.constexpr(device_record.BARRIER_LANES)
 
 
 @triton.constexpr_function
+def bits_of(element):
+    """The integers whose bits elements of this dtype are swapped by: themselves, if they are integers."""
+    return element if element.is_int() else tl.core.get_int_dtype(element.primitive_bitwidth, True)
+
+
+@triton.constexpr_function
 def releases(sem):
     return sem in ("release", "acq_rel")
 
@@ -337,7 +343,11 @@ def make_ordering(jit: Callable, lang: ModuleType, translate, failures: SimpleNa
             gather_block()
             if fenced:
                 system_fence()
-        old = lang.atomic_cas(ptr, cmp, val, sem=sem, scope=scope)
+        # By bits: Triton 3.6 for AMD cannot compile a swap of floats.
+        bits: tl.constexpr = bits_of(element)
+        ptr = lang.cast(ptr, lang.pointer_type(bits), bitcast=True)
+        cmp, val = lang.cast(cmp, bits, bitcast=True), lang.cast(val, bits, bitcast=True)
+        old = lang.cast(lang.atomic_cas(ptr, cmp, val, sem=sem, scope=scope), element, bitcast=True)
         if acquires(sem):
             if fenced:
                 system_fence()

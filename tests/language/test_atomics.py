@@ -116,7 +116,8 @@ def swap(ctx, language, dtype, functional):
 
 
 @pytest.mark.parametrize(
-    ("language", "dtype", "functional"), covering(["triton", "gluon"], [torch.int32, torch.int64], [False, True])
+    ("language", "dtype", "functional"),
+    covering(["triton", "gluon"], [torch.int32, torch.int64, torch.float32, torch.float64], [False, True]),
 )
 def test_compare_and_swap_compares_the_whole_element(ranks, language, dtype, functional):
     ranks.run(swap, language, dtype, functional)
@@ -189,7 +190,8 @@ def swap_block(ctx, language, dtype, functional):
 
 
 @pytest.mark.parametrize(
-    ("language", "dtype", "functional"), covering(["triton", "gluon"], [torch.int32, torch.int64], [False, True])
+    ("language", "dtype", "functional"),
+    covering(["triton", "gluon"], [torch.int32, torch.int64, torch.float32, torch.float64], [False, True]),
 )
 def test_compare_and_swap_of_a_block_with_one_expected_value(ranks, language, dtype, functional):
     ranks.run(swap_block, language, dtype, functional)
