@@ -118,12 +118,13 @@ def begin(tile, src, lock, ctx):
     good = ((now & (SIGNAL - 1)) == 0) & (written(now, ctx) == 0)
     if good:
         good = arrived(lock, start, ctx)
-        if tile.HOLDS_DATA:
-            rows, columns = rows_of(tile), columns_of(tile)
-            data = tile.data.to(src.ptr.dtype.element_ty)
-            tl.store(src.at(rows, columns), data, mask=good & (rows < src.M) & (columns < src.N))
     else:
         give_up(lock, now, ctx)
+    if tile.HOLDS_DATA:
+        # Under no condition but the mask: Triton 3.6 for Blackwell cannot compile the use of a product under another.
+        rows, columns = rows_of(tile), columns_of(tile)
+        data = tile.data.to(src.ptr.dtype.element_ty)
+        tl.store(src.at(rows, columns), data, mask=good & (rows < src.M) & (columns < src.N))
     return start, good
 
 
