@@ -2,12 +2,15 @@
 
 import contextlib
 import csv
+import functools
 import io
 import itertools
 import json
 import os
 import subprocess
 import sys
+import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,7 +23,7 @@ from iris import simulator
 from iris.__main__ import commands
 from iris.bench import collectives, memory, plots, report, tune
 from iris.bench import ranks as ranks_of_a_bench
-from iris.bench.timing import Operands, counts, do_bench
+from iris.bench.timing import Operands, capture, counts, do_bench
 from iris.ccl import Config
 from iris.ccl.select import ELSEWHERE, Choice, choose, name_in_table
 from iris.ccl.sums import PUSHES, pushes
@@ -43,6 +46,18 @@ def test_bus_bandwidth_counts_what_each_link_must_carry(collective, share):
 def test_any_number_of_ranks_shares_a_size_by_the_widest_accesses(nbytes, size, part):
     for itemsize in (2, 4):
         assert counts(nbytes, itemsize, size) == (size * part // itemsize, size * part // itemsize, part // itemsize)
+
+
+def test_a_graph_keeps_the_memory_of_its_calls(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", SimpleNamespace)
+    monkeypatch.setattr(torch.cuda, "graph", contextlib.nullcontext)
+    own = torch.zeros(1)
+    freed = weakref.ref(own)
+    graph = capture(functools.partial(own.add_, 1), lambda: None, per_graph=3)
+    del own
+    assert freed().item() == 3
+    del graph
+    assert freed() is None
 
 
 LIBRARIES = ["iris", "iris gluon", "nccl"]

@@ -113,9 +113,11 @@ def capture(fn: Callable[[], Any], barrier_fn: Callable[[], Any], per_graph: int
     """A graph of ``per_graph`` calls of ``fn``, with ``barrier_fn`` once in front, so that ranks start together.
 
     That is ``ctx.device_barrier``. Both must be capturable and have been called before. Calls of ``fn`` follow each
-    other without a gap, so what it moves should not fit the L2 cache unless that is meant.
+    other without a gap, so what it moves should not fit the L2 cache unless that is meant. The graph keeps ``fn``,
+    and so the memory that this alone has.
     """
     graph = torch.cuda.CUDAGraph()
+    graph.keeps_alive = fn, barrier_fn
     with torch.cuda.graph(graph):
         barrier_fn()
         for _ in range(per_graph):
