@@ -52,14 +52,15 @@ def test_few_rows_are_not_worth_a_kernel_of_large_tiles(name):
     assert choose(call(name, 4096, 8192, 8192), 4, PROGRAMS, True, True).use_gluon
 
 
-def test_columns_of_a_go_to_the_triton_kernel_where_its_programs_have_tiles():
+def test_columns_of_a_go_to_the_triton_kernel_where_its_programs_have_many_tiles():
     def chosen(rows, dtype, on_gpu=True, by_vendor=True):
         a, b = (torch.empty(shape, dtype=dtype, device="meta") for shape in ((rows, 4096), (8192, 4096)))
         given = Call("all_gather_matmul_k", torch.empty(rows, 4096, dtype=dtype, device="meta"), a, b, None, None, None)
         return choose(given, 2, PROGRAMS, on_gpu, by_vendor)
 
     assert chosen(4096, torch.bfloat16) == TRITON[2]
-    assert chosen(256, torch.bfloat16) == chosen(4096, torch.float32) == chosen(4096, torch.bfloat16, False) == VENDOR
+    assert chosen(2048, torch.bfloat16) == chosen(256, torch.bfloat16) == VENDOR
+    assert chosen(4096, torch.float32) == chosen(4096, torch.bfloat16, False) == VENDOR
     assert chosen(256, torch.float32, by_vendor=False).variant == "kernel"
 
 
