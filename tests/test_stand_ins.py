@@ -34,7 +34,8 @@ def copy_in_gluon(x, y):
 
 
 def fake(function, x):
-    return function(FakeTensorMode().from_tensor(x))
+    with FakeTensorMode() as mode:
+        return function(mode.from_tensor(x))
 
 
 def distributed(function, x):

@@ -42,7 +42,7 @@ def shared_client(store: dist.Store) -> dist.Store:
     with _connecting:
         if store not in _clients:
             client = own_client(store)
-            if client is store:
+            if client is store:  # kept here, it would keep itself
                 return store
             _clients[store] = client
         return _clients[store]
