@@ -14,6 +14,7 @@ from preloaded import LIMIT_S, python
 from torch.distributed import distributed_c10d
 
 from iris.errors import (
+    GroupAbortedError,
     InvalidGroupError,
     InvalidMessageError,
     IrisTimeoutError,
@@ -186,6 +187,29 @@ def fail_in_one(ctx):
 @pytest.mark.ranks(1, 3)
 def test_a_step_works_on_all_or_raises_on_all(ranks):
     ranks.run(fail_in_one)
+
+
+def break_behind_a_meeting(ctx):
+    """Rank 0 comes last to a meeting and breaks the group after it, before the others have seen it come."""
+    group = everyone()
+    here = group.meetings
+
+    def check_whole():
+        dist.barrier()
+        while not group.store.check([f"{here}/0"]):
+            pass
+        raise GroupAbortedError(group.ranks, "rank 0 says so.")
+
+    if group.rank == 0:
+        dist.barrier()
+    else:
+        group.check_whole = check_whole
+    assert group.all_gather(group.rank * 7, "a test") == [7 * rank for rank in range(group.size)]
+
+
+@pytest.mark.ranks(2, 4)
+def test_a_group_that_breaks_behind_a_meeting_leaves_the_meeting_whole(ranks):
+    ranks.run(break_behind_a_meeting)
 
 
 def stay_away(ctx):

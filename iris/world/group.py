@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from iris.errors import (
+    GroupAbortedError,
     InvalidGroupError,
     InvalidMessageError,
     IrisTimeoutError,
@@ -264,9 +265,15 @@ class Group:
     # Who does not come ----------------------------------------------------------------------------------------------
 
     def _look(self, this: int, what: str, waited: float) -> None:
-        """Raise `PeerLostError` if a member is known to come no more. Called again and again by who waits."""
+        """Raise if a member is known to come no more, or the group is broken. Called again and again by who waits."""
         if self.check_whole is not None:
-            self.check_whole()
+            try:
+                self.check_whole()
+            except GroupAbortedError:
+                # Not if all have come by now: a member may have left this meeting and broken the group after it, and a
+                # meeting ends well on all members or on none.
+                if not self._all_came(this):
+                    raise
         if waited >= self._next_look:
             self._next_look = waited + INTERVAL_S
             self.members.ask()
@@ -276,8 +283,11 @@ class Group:
         ended = self.members.ended()
         # Who has ended well after it came is no loss yet. Others may have come since they were looked for.
         lost = [rank for rank in ended if self.members.processes[rank].status or not self._came(this, rank)]
-        if lost and not self.store.check([f"{this}/{rank}" for rank in self._peers()]):
+        if lost and not self._all_came(this):
             raise self._lost(what, lost)
+
+    def _all_came(self, this: int) -> bool:
+        return self.store.check([f"{this}/{rank}" for rank in self._peers()])
 
     def _came(self, this: int, rank: int) -> bool:
         key = f"{this}/{rank}"
