@@ -23,7 +23,22 @@ from iris import ccl, errors, experimental, gluon, ops, spawn, x
 from iris.bench.timing import do_bench
 from iris.context import Iris, iris
 from iris.language.context import DeviceContext
-from iris.language.functional import triton_functions
+from iris.language.functional import (
+    atomic_add,
+    atomic_and,
+    atomic_cas,
+    atomic_max,
+    atomic_min,
+    atomic_or,
+    atomic_sub,
+    atomic_xchg,
+    atomic_xor,
+    copy,
+    get,
+    load,
+    put,
+    store,
+)
 from iris.language.tracing import TraceEvent
 from iris.log import set_logger_level
 from iris.x import AllReduceConfig, TensorView, Tile, TileView, make_tensor_view
@@ -32,20 +47,6 @@ from iris.x import AllReduceConfig, TensorView, Tile, TileView, make_tensor_view
 Context = DeviceContext
 TritonContext = DeviceContext
 
-load = triton_functions.load
-store = triton_functions.store
-get = triton_functions.get
-put = triton_functions.put
-copy = triton_functions.copy
-atomic_add = triton_functions.atomic_add
-atomic_sub = triton_functions.atomic_sub
-atomic_xchg = triton_functions.atomic_xchg
-atomic_and = triton_functions.atomic_and
-atomic_or = triton_functions.atomic_or
-atomic_xor = triton_functions.atomic_xor
-atomic_min = triton_functions.atomic_min
-atomic_max = triton_functions.atomic_max
-atomic_cas = triton_functions.atomic_cas
 
 __all__ = [
     "DEBUG",

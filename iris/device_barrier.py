@@ -11,11 +11,9 @@ import triton
 
 from iris.capture import Line
 from iris.language.context import DeviceContext
-from iris.language.ordering import triton_ordering
+from iris.language.ordering import admit_successor, follow_predecessor
 from iris.launch import addresses, prepare
 from iris.workspace import Channel, Workspace
-
-follow_predecessor, admit_successor = triton_ordering.follow_predecessor, triton_ordering.admit_successor
 
 FLAGS = "flags of device_barrier()"
 

@@ -11,9 +11,7 @@ from conftest import TESTS, UNDER_TORCHRUN, import_path
 from preloaded import LIMIT_S, python
 
 from iris.device_record import KIND, KINDS, SIZE
-from iris.language.failures import kind_code, triton_failures
-
-expired, nanoseconds, write_record = triton_failures.expired, triton_failures.nanoseconds, triton_failures.write_record
+from iris.language.failures import expired, kind_code, nanoseconds, write_record
 
 
 @pytest.mark.skipif(UNDER_TORCHRUN, reason="starts ranks of its own; run it without torchrun")

@@ -22,11 +22,8 @@ import triton.language as tl
 
 import iris
 from iris import DeviceContext, TraceEvent
-from iris.language.ordering import triton_ordering
-from iris.ops.gemm import product, triton_place
-
-# A store behind the load of the same word by every warp: none may find the new number in the place of the old one.
-keep = triton_ordering.keep
+from iris.language.ordering import keep  # a store, behind every warp's load of the same word
+from iris.ops.gemm import place, product
 
 
 @triton.jit
@@ -46,7 +43,7 @@ def gemm_all_reduce(
     tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
 
     for tile in range(program, tiles_m * tiles_n, programs):
-        pid_m, pid_n = triton_place(tile, tiles_m, tiles_n, GROUP_M)
+        pid_m, pid_n = place(tile, tiles_m, tiles_n, GROUP_M)
         rows = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
         columns = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
         work = ctx.tracing.record_event_start(TraceEvent.compute, pid_m=pid_m, pid_n=pid_n)
@@ -58,7 +55,7 @@ def gemm_all_reduce(
 
     for tile in range(program, tiles_m * tiles_n, programs):
         ctx.wait(arrived + tile, epoch * W, cmp="reached")
-        pid_m, pid_n = triton_place(tile, tiles_m, tiles_n, GROUP_M)
+        pid_m, pid_n = place(tile, tiles_m, tiles_n, GROUP_M)
         rows = (pid_m * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
         columns = (pid_n * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
         mask = (rows < M) & (columns < N)

@@ -23,17 +23,14 @@ import triton
 import triton.language as tl
 
 from iris import DeviceContext, TraceEvent
-from iris.language.ordering import triton_ordering
-from iris.ops.gemm import product, triton_place
-
-# A store behind the load of the same word by every warp: none may find the new number in the place of the old one.
-keep = triton_ordering.keep
+from iris.language.ordering import keep  # a store, behind every warp's load of the same word
+from iris.ops.gemm import place, product
 
 
 @triton.jit
 def _place(tile, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """The rows and columns of a tile."""
-    pid_m, pid_n = triton_place(tile, tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), 8)
+    pid_m, pid_n = place(tile, tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), 8)
     return pid_m * BLOCK_M + tl.arange(0, BLOCK_M), pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
 
 

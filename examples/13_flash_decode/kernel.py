@@ -21,10 +21,7 @@ import triton
 import triton.language as tl
 
 from iris import DeviceContext, TraceEvent
-from iris.language.ordering import triton_ordering
-
-# A store behind the load of the same word by every warp: none may find the new number in the place of the old one.
-keep = triton_ordering.keep
+from iris.language.ordering import keep  # a store, behind every warp's load of the same word
 
 # A partial result is a row: the mean, then the log-sum-exp (LSE), to the base of 2. So many words more than the mean
 # has keep rows aligned.

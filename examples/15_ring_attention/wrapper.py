@@ -15,6 +15,10 @@ QUERIES = 32 << 10
 HEAD = QUERIES // 16
 
 
+def capability(device: torch.device) -> tuple[int, int]:
+    return (9, 0) if iris.simulator.ACTIVE else torch.cuda.get_device_capability(device)
+
+
 class Attention:
     """What all forms share. ``length``: of a chunk, of which each rank has two."""
 
@@ -35,12 +39,15 @@ class Attention:
         # Tiles of keys and values of 32 KiB each, of which a multiprocessor of NVIDIA's holds two pairs and the
         # queries; half of that and one pair on AMD's; and of weights 32 KiB, 256 bytes a query of 128. Of the widest
         # heads a product's 16 rows are 32 KiB: those AMD's do not fetch ahead, and take keys and values one behind the
-        # other.
+        # other. Compiled for Blackwell, two pairs take 2 KiB more than there are, so one pair.
         step = 16384 if torch.version.hip else 32768
         self.block_m = 16 if iris.simulator.ACTIVE else min(128, QUERIES // head)
         self.block_n = 16 if iris.simulator.ACTIVE else max(16, min(256 // dtype.itemsize, step // head))
         self.tiles = 2 * math.ceil(length / self.block_m)
-        stages = 3 if not torch.version.hip else 2 if self.block_n * head <= step else 1
+        if torch.version.hip:
+            stages = 2 if self.block_n * head <= step else 1
+        else:
+            stages = 2 if capability(ctx.device) >= (10, 0) else 3
         self.options = dict(num_warps=8, num_stages=stages)
 
     def check(self, **tensors: torch.Tensor) -> None:

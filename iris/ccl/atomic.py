@@ -13,18 +13,13 @@ behind a block barrier, and a release is cumulative (PTX ISA, "Memory Consistenc
 A call clears as much as it used, so between calls all is zero, whatever their sizes.
 """
 
-from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
-
-import triton
 import triton.language as tl
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
 
-from iris.ccl.combine import gluon_combine, triton_combine
-from iris.ccl.queue import gluon_queue, triton_queue
-from iris.language.context import DeviceContext, IrisDeviceCtx
-from iris.language.ordering import RELAXED, SYS, gluon_ordering, triton_ordering
+from iris.ccl.combine import conclude, scaled
+from iris.ccl.queue import blocks_of, flat
+from iris.language.context import DeviceContext
+from iris.language.jit import jit
+from iris.language.ordering import RELAXED, SYS, follow_predecessor, lock, unlock
 
 # Bytes of an accumulator: what 512 threads hold in four registers each.
 ACCUMULATOR_BYTES = 8192
@@ -37,63 +32,48 @@ def channel_bytes(size: int, programs: int) -> int:
     return programs * (2 * ACCUMULATOR_BYTES + LOCK_BYTES + 4 * size)
 
 
-def make_atomic(
-    jit: Callable, lang: ModuleType, queue: SimpleNamespace, order: SimpleNamespace, combining: SimpleNamespace,
-    Context: type,
-):  # fmt: skip
-    """The kernel in the language that ``(jit, lang)`` stand for."""
-    flat, blocks_of, scaled, conclude = queue.flat, queue.blocks_of, combining.scaled, combining.conclude
-    follow_predecessor = queue.follow_predecessor
-    lock, unlock = order.lock, order.unlock
-
-    @jit
-    def atomic(
-        context_tensor,
-        flags,
-        locks,
-        accumulators,
-        input,
-        output,
-        factors,
-        n,
-        W: tl.constexpr,
-        BLOCK: tl.constexpr,
-        SLOT: tl.constexpr,
-        OP: tl.constexpr,
-        LOCKED: tl.constexpr,
-    ):
-        """``accumulators``: ``[programs, 2, SLOT]``, of which ``BLOCK`` are used. ``locks``: ``[programs, 32]``."""
-        follow_predecessor()
-        ctx = Context.initialize(context_tensor, num_ranks=W)
-        rank = ctx.cur_rank
-        p = lang.program_id(0)
-        element: tl.constexpr = input.dtype.element_ty
-        ACC: tl.constexpr = accumulators.dtype.element_ty
-        own_lock = locks + p * 32
-        # The column of a rank in its own flags is the epoch that it has reached.
-        epoch = lang.load(flags + p * W + rank)
-        i = flat(BLOCK, element)
-        for block in range(p, blocks_of(n, BLOCK), lang.num_programs(0)):
-            k = lang.cast(block, lang.int64) * BLOCK + i
-            value = scaled(lang.cast(lang.load(input + k, mask=k < n), ACC), factors, rank, OP)
-            mine = accumulators + (p * 2 + (epoch & 1)) * SLOT + i
-            for distance in range(0, W):
-                to = (rank + distance) % W
-                if LOCKED:
-                    there, its_lock = ctx.translate(mine, to), ctx.translate(own_lock, to)
-                    lock(its_lock, ctx._record())
-                    lang.store(there, lang.load(there, mask=k < n) + value, mask=k < n)
-                    unlock(its_lock)
-                else:
-                    ctx.atomic_add(mine, value, to, mask=k < n, sem=RELAXED, scope=SYS)
-            epoch += 1
-            ctx.barrier(flags, epoch)
-            total = lang.load(mine, mask=k < n)
-            lang.store(output + k, conclude(total, element, W, OP), mask=k < n)
-            lang.store(mine, lang.zeros_like(total), mask=k < n)
-
-    return atomic
-
-
-triton_atomic = make_atomic(triton.jit, tl, triton_queue, triton_ordering, triton_combine, DeviceContext)
-gluon_atomic = make_atomic(gluon.jit, gl, gluon_queue, gluon_ordering, gluon_combine, IrisDeviceCtx)
+@jit
+def atomic(
+    context_tensor,
+    flags,
+    locks,
+    accumulators,
+    input,
+    output,
+    factors,
+    n,
+    W: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SLOT: tl.constexpr,
+    OP: tl.constexpr,
+    LOCKED: tl.constexpr,
+):
+    """``accumulators``: ``[programs, 2, SLOT]``, of which ``BLOCK`` are used. ``locks``: ``[programs, 32]``."""
+    follow_predecessor()
+    ctx = DeviceContext.initialize(context_tensor, num_ranks=W)
+    rank = ctx.cur_rank
+    p = tl.program_id(0)
+    element: tl.constexpr = input.dtype.element_ty
+    ACC: tl.constexpr = accumulators.dtype.element_ty
+    own_lock = locks + p * 32
+    # The column of a rank in its own flags is the epoch that it has reached.
+    epoch = tl.load(flags + p * W + rank)
+    i = flat(BLOCK, element)
+    for block in range(p, blocks_of(n, BLOCK), tl.num_programs(0)):
+        k = tl.cast(block, tl.int64) * BLOCK + i
+        value = scaled(tl.cast(tl.load(input + k, mask=k < n), ACC), factors, rank, OP)
+        mine = accumulators + (p * 2 + (epoch & 1)) * SLOT + i
+        for distance in range(0, W):
+            to = (rank + distance) % W
+            if LOCKED:
+                there, its_lock = ctx.translate(mine, to), ctx.translate(own_lock, to)
+                lock(its_lock, ctx._record())
+                tl.store(there, tl.load(there, mask=k < n) + value, mask=k < n)
+                unlock(its_lock)
+            else:
+                ctx.atomic_add(mine, value, to, mask=k < n, sem=RELAXED, scope=SYS)
+        epoch += 1
+        ctx.barrier(flags, epoch)
+        total = tl.load(mine, mask=k < n)
+        tl.store(output + k, conclude(total, element, W, OP), mask=k < n)
+        tl.store(mine, tl.zeros_like(total), mask=k < n)

@@ -14,181 +14,194 @@ wait for, as in `iris.ccl.pull`: a meeting in front, to learn where the tensors 
 are dealt.
 """
 
-import triton
 import triton.language as tl
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
 
-from iris.ccl.queue import AHEAD, COUNTS, DONE, GOT, INPUTS, MET, NUM_SLOTS, SENT, WORDS, gluon_queue, triton_queue
-from iris.language.context import DeviceContext, IrisDeviceCtx
+from iris.ccl.queue import (
+    AHEAD,
+    COUNTS,
+    DONE,
+    GOT,
+    INPUTS,
+    MET,
+    NUM_SLOTS,
+    SENT,
+    WORDS,
+    among,
+    await_blocks,
+    await_room,
+    blocks_of,
+    find,
+    finish,
+    flat,
+    hear,
+    meet,
+    offer,
+    pick,
+    pointer_at,
+    post,
+    queue_address,
+    slot_of,
+    tell,
+)
+from iris.language.context import DeviceContext
+from iris.language.jit import jit
+from iris.language.ordering import follow_predecessor, keep, lanes
 
 
-def make_broadcast(jit, lang, queue, Context):
-    """The kernel in the language that ``(jit, lang)`` stand for."""
-    pick, among, flat, lanes, blocks_of = queue.pick, queue.among, queue.flat, queue.lanes, queue.blocks_of
-    follow_predecessor, slot_of, keep = queue.follow_predecessor, queue.slot_of, queue.keep
-    queue_address, pointer_at, offer, find = queue.queue_address, queue.pointer_at, queue.offer, queue.find
-    await_room, await_blocks, post, finish = queue.await_room, queue.await_blocks, queue.post, queue.finish
-    tell, hear, meet = queue.tell, queue.hear, queue.meet
+@jit
+def deal(
+    ctx,
+    row,
+    own_words,
+    slots,
+    heap_table,
+    input,
+    output,
+    n,
+    length,
+    root,
+    W: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SLOT: tl.constexpr,
+):
+    rank = ctx.cur_rank
+    p = tl.program_id(0)
+    programs = tl.num_programs(0)
+    others = among(0, W, rank)
+    sent = tl.load(row + SENT + lanes(), mask=others, other=0)
+    got = tl.load(row + GOT + lanes(), mask=others, other=0)
+    queues = queue_address(ctx, slots, W, SLOT, others)
+    # The ranks that this one passes its part on to, and gets the other parts from.
+    fellows = others & (lanes() != root) & (rank != root)
+    from_root = others & (lanes() == root)
+    calls_from, direct_here = offer(ctx, row, own_words, heap_table, output, length, W, fellows)
+    calls_to, place = find(ctx, row, own_words, heap_table, fellows)
+    queued = fellows & (place == 0)
+    address = tl.where(queued, queues, place)
+    any_queued = tl.max(tl.cast(queued, tl.int32), axis=0) > 0
+    mine = (rank + (W - 1) - root) % W
 
-    @jit
-    def deal(
-        ctx,
-        row,
-        own_words,
-        slots,
-        heap_table,
-        input,
-        output,
-        n,
-        length,
-        root,
-        W: tl.constexpr,
-        BLOCK: tl.constexpr,
-        SLOT: tl.constexpr,
-    ):
-        rank = ctx.cur_rank
-        p = lang.program_id(0)
-        programs = lang.num_programs(0)
-        others = among(0, W, rank)
-        sent = lang.load(row + SENT + lanes(), mask=others, other=0)
-        got = lang.load(row + GOT + lanes(), mask=others, other=0)
-        queues = queue_address(ctx, slots, W, SLOT, others)
-        # The ranks that this one passes its part on to, and gets the other parts from.
-        fellows = others & (lanes() != root) & (rank != root)
-        from_root = others & (lanes() == root)
-        calls_from, direct_here = offer(ctx, row, own_words, heap_table, output, length, W, fellows)
-        calls_to, place = find(ctx, row, own_words, heap_table, fellows)
-        queued = fellows & (place == 0)
-        address = lang.where(queued, queues, place)
-        any_queued = lang.max(lang.cast(queued, lang.int32), axis=0) > 0
-        mine = (rank + (W - 1) - root) % W
-
-        i = flat(BLOCK, input.dtype.element_ty)
-        blocks = blocks_of(n, (W - 1) * BLOCK)
-        steps = (blocks - p + programs - 1) // programs
-        last = steps + AHEAD
-        if direct_here == 0:
-            last = last + AHEAD
+    i = flat(BLOCK, input.dtype.element_ty)
+    blocks = blocks_of(n, (W - 1) * BLOCK)
+    steps = (blocks - p + programs - 1) // programs
+    last = steps + AHEAD
+    if direct_here == 0:
+        last = last + AHEAD
+    if rank == root:
+        last = steps
+    for step in range(0, last):
         if rank == root:
-            last = steps
-        for step in range(0, last):
-            if rank == root:
-                await_room(ctx, own_words, sent, others, W)
-                t = lang.cast(p + step * programs, lang.int64)
-                parts = ()
-                for q in lang.static_range(W - 1):
-                    k = (t * (W - 1) + q) * BLOCK + i
-                    parts += (lang.load(input + k, mask=k < n),)
-                for q in lang.static_range(W - 1):
-                    d = (root + 1 + q) % W
-                    slot = pointer_at(slots, pick(queues, d)) + (pick(sent, d) & (NUM_SLOTS - 1)) * SLOT
-                    mask = (t * (W - 1) + q) * BLOCK + i < n
-                    event = ctx.tracing.begin_move("store", slots + i, d, mask)
-                    lang.store(slot + i, parts[q], mask=mask)
-                    ctx.tracing.record_event_end(event)
-                sent = lang.where(others, sent + 1, sent)
-            else:
-                if (step >= AHEAD) & (step < steps + AHEAD):
-                    t = lang.cast(p + (step - AHEAD) * programs, lang.int64)
-                    k = (t * (W - 1) + mine) * BLOCK + i
-                    await_blocks(ctx, own_words, got, from_root, W)
-                    data = lang.load(slots + slot_of(p, root, got, W) * SLOT + i, mask=k < n)
-                    got = lang.where(from_root, got + 1, got)
-                    lang.store(output + k, data, mask=k < n)
-                    if any_queued:
-                        await_room(ctx, own_words, sent, queued, W)
-                    for distance in range(1, W):
-                        d = (rank + distance) % W
-                        if d != root:
-                            begin = pointer_at(slots, pick(address, d))
-                            event = ctx.tracing.begin_move("store", slots + i, d, k < n)
-                            if pick(lang.cast(queued, lang.int32), d) > 0:
-                                slot = begin + (pick(sent, d) & (NUM_SLOTS - 1)) * SLOT
-                                lang.store(slot + i, data, mask=k < n)
-                            else:
-                                lang.store(begin + k, data, mask=k < n)
-                            ctx.tracing.record_event_end(event)
-                    sent = lang.where(queued, sent + 1, sent)
-                if (step >= 2 * AHEAD) & (direct_here == 0):
-                    t = lang.cast(p + (step - 2 * AHEAD) * programs, lang.int64)
-                    await_blocks(ctx, own_words, got, fellows, W)
-                    for distance in range(1, W):
-                        s = (rank + distance) % W
-                        if s != root:
-                            k = (t * (W - 1) + (s + (W - 1) - root) % W) * BLOCK + i
-                            data = lang.load(slots + slot_of(p, s, got, W) * SLOT + i, mask=k < n)
-                            lang.store(output + k, data, mask=k < n)
-                    got = lang.where(fellows, got + 1, got)
-            post(ctx, own_words, sent, got, others)
-        keep(row + SENT + lanes(), sent, others)
-        keep(row + GOT + lanes(), got, others)
-        finish(ctx, row + DONE, calls_to, fellows & (queued == 0), calls_from, fellows & (direct_here != 0), W)
-
-    @jit
-    def fetch(ctx, places, output, n, root, W: tl.constexpr, BLOCK: tl.constexpr):
-        """Read the own part of the root's tensor, which lies with the others at ``places``, and pass it on."""
-        rank = ctx.cur_rank
-        i = flat(BLOCK, output.dtype.element_ty)
-        source = pointer_at(output, pick(places, root))
-        fellows, gets = (), ()
-        for distance in lang.static_range(1, W):
-            d = (rank + distance) % W
-            fellows += (pointer_at(output, pick(places, d)),)
-            gets += (d != root,)
-        mine = (rank + (W - 1) - root) % W
-        for block in range(lang.program_id(0), blocks_of(n, (W - 1) * BLOCK), lang.num_programs(0)):
-            k = (lang.cast(block, lang.int64) * (W - 1) + mine) * BLOCK + i
-            event = ctx.tracing.begin_move("load", output + i, root, k < n)
-            data = lang.load(source + k, mask=k < n)
-            ctx.tracing.end_load(event, data)
-            for distance in lang.static_range(1, W):
-                get = gets[distance - 1]
-                event = ctx.tracing.begin_move("store", output + i, (rank + distance) % W, k < n, get)
-                lang.store(fellows[distance - 1] + k, data, mask=(k < n) & get)
+            await_room(ctx, own_words, sent, others, W)
+            t = tl.cast(p + step * programs, tl.int64)
+            parts = ()
+            for q in tl.static_range(W - 1):
+                k = (t * (W - 1) + q) * BLOCK + i
+                parts += (tl.load(input + k, mask=k < n),)
+            for q in tl.static_range(W - 1):
+                d = (root + 1 + q) % W
+                slot = pointer_at(slots, pick(queues, d)) + (pick(sent, d) & (NUM_SLOTS - 1)) * SLOT
+                mask = (t * (W - 1) + q) * BLOCK + i < n
+                event = ctx.tracing.begin_move("store", slots + i, d, mask)
+                tl.store(slot + i, parts[q], mask=mask)
                 ctx.tracing.record_event_end(event)
-            lang.store(output + k, data, mask=k < n)
+            sent = tl.where(others, sent + 1, sent)
+        else:
+            if (step >= AHEAD) & (step < steps + AHEAD):
+                t = tl.cast(p + (step - AHEAD) * programs, tl.int64)
+                k = (t * (W - 1) + mine) * BLOCK + i
+                await_blocks(ctx, own_words, got, from_root, W)
+                data = tl.load(slots + slot_of(p, root, got, W) * SLOT + i, mask=k < n)
+                got = tl.where(from_root, got + 1, got)
+                tl.store(output + k, data, mask=k < n)
+                if any_queued:
+                    await_room(ctx, own_words, sent, queued, W)
+                for distance in range(1, W):
+                    d = (rank + distance) % W
+                    if d != root:
+                        begin = pointer_at(slots, pick(address, d))
+                        event = ctx.tracing.begin_move("store", slots + i, d, k < n)
+                        if pick(tl.cast(queued, tl.int32), d) > 0:
+                            slot = begin + (pick(sent, d) & (NUM_SLOTS - 1)) * SLOT
+                            tl.store(slot + i, data, mask=k < n)
+                        else:
+                            tl.store(begin + k, data, mask=k < n)
+                        ctx.tracing.record_event_end(event)
+                sent = tl.where(queued, sent + 1, sent)
+            if (step >= 2 * AHEAD) & (direct_here == 0):
+                t = tl.cast(p + (step - 2 * AHEAD) * programs, tl.int64)
+                await_blocks(ctx, own_words, got, fellows, W)
+                for distance in range(1, W):
+                    s = (rank + distance) % W
+                    if s != root:
+                        k = (t * (W - 1) + (s + (W - 1) - root) % W) * BLOCK + i
+                        data = tl.load(slots + slot_of(p, s, got, W) * SLOT + i, mask=k < n)
+                        tl.store(output + k, data, mask=k < n)
+                got = tl.where(fellows, got + 1, got)
+        post(ctx, own_words, sent, got, others)
+    keep(row + SENT + lanes(), sent, others)
+    keep(row + GOT + lanes(), got, others)
+    finish(ctx, row + DONE, calls_to, fellows & (queued == 0), calls_from, fellows & (direct_here != 0), W)
 
-    @jit
-    def broadcast(
-        context_tensor,
-        counts,
-        words,
-        slots,
-        heap_table,
-        input,
-        output,
-        n,
-        length,
-        root,
-        W: tl.constexpr,
-        BLOCK: tl.constexpr,
-        SLOT: tl.constexpr,
-        PULLS: tl.constexpr,
-    ):
-        follow_predecessor()
-        ctx = Context.initialize(context_tensor, num_ranks=W)
-        row = counts + lang.program_id(0) * COUNTS
-        own_words = words + lang.program_id(0) * WORDS
-        if PULLS:
-            rank = ctx.cur_rank
-            others = among(0, W, rank)
-            calls = lang.load(row + MET + rank) + 1
-            here = tell(ctx, own_words + INPUTS, heap_table, input, length, calls, others, W)
-            places = hear(ctx, own_words + INPUTS, heap_table, calls, others)
-            # The peers' words are read without an order; what lies behind them is read below.
-            ctx.fence()
-            if here & (lang.max(lang.cast(others & (places == 0), lang.int32), axis=0) == 0):
-                if rank != root:
-                    fetch(ctx, places, output, n, root, W, BLOCK)
-            else:
-                deal(ctx, row, own_words, slots, heap_table, input, output, n, length, root, W, BLOCK, SLOT)
-            meet(ctx, row, calls, others, W)
+
+@jit
+def fetch(ctx, places, output, n, root, W: tl.constexpr, BLOCK: tl.constexpr):
+    """Read the own part of the root's tensor, which lies with the others at ``places``, and pass it on."""
+    rank = ctx.cur_rank
+    i = flat(BLOCK, output.dtype.element_ty)
+    source = pointer_at(output, pick(places, root))
+    fellows, gets = (), ()
+    for distance in tl.static_range(1, W):
+        d = (rank + distance) % W
+        fellows += (pointer_at(output, pick(places, d)),)
+        gets += (d != root,)
+    mine = (rank + (W - 1) - root) % W
+    for block in range(tl.program_id(0), blocks_of(n, (W - 1) * BLOCK), tl.num_programs(0)):
+        k = (tl.cast(block, tl.int64) * (W - 1) + mine) * BLOCK + i
+        event = ctx.tracing.begin_move("load", output + i, root, k < n)
+        data = tl.load(source + k, mask=k < n)
+        ctx.tracing.end_load(event, data)
+        for distance in tl.static_range(1, W):
+            get = gets[distance - 1]
+            event = ctx.tracing.begin_move("store", output + i, (rank + distance) % W, k < n, get)
+            tl.store(fellows[distance - 1] + k, data, mask=(k < n) & get)
+            ctx.tracing.record_event_end(event)
+        tl.store(output + k, data, mask=k < n)
+
+
+@jit
+def broadcast(
+    context_tensor,
+    counts,
+    words,
+    slots,
+    heap_table,
+    input,
+    output,
+    n,
+    length,
+    root,
+    W: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SLOT: tl.constexpr,
+    PULLS: tl.constexpr,
+):
+    follow_predecessor()
+    ctx = DeviceContext.initialize(context_tensor, num_ranks=W)
+    row = counts + tl.program_id(0) * COUNTS
+    own_words = words + tl.program_id(0) * WORDS
+    if PULLS:
+        rank = ctx.cur_rank
+        others = among(0, W, rank)
+        calls = tl.load(row + MET + rank) + 1
+        here = tell(ctx, own_words + INPUTS, heap_table, input, length, calls, others, W)
+        places = hear(ctx, own_words + INPUTS, heap_table, calls, others)
+        # The peers' words are read without an order; what lies behind them is read below.
+        ctx.fence()
+        if here & (tl.max(tl.cast(others & (places == 0), tl.int32), axis=0) == 0):
+            if rank != root:
+                fetch(ctx, places, output, n, root, W, BLOCK)
         else:
             deal(ctx, row, own_words, slots, heap_table, input, output, n, length, root, W, BLOCK, SLOT)
-
-    return broadcast
-
-
-triton_broadcast = make_broadcast(triton.jit, tl, triton_queue, DeviceContext)
-gluon_broadcast = make_broadcast(gluon.jit, gl, gluon_queue, IrisDeviceCtx)
+        meet(ctx, row, calls, others, W)
+    else:
+        deal(ctx, row, own_words, slots, heap_table, input, output, n, length, root, W, BLOCK, SLOT)

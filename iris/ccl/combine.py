@@ -1,12 +1,9 @@
 """How elements are combined: in which type, in which order, and how rounded."""
 
-from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
-
 import triton
 import triton.language as tl
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
+
+from iris.language.jit import jit
 
 PROPAGATE = tl.constexpr(tl.PropagateNan.ALL)
 
@@ -22,41 +19,34 @@ def accumulator(element):
     return tl.float32 if element.is_floating() and element.primitive_bitwidth <= 32 else element
 
 
-def make_combine(jit: Callable, lang: ModuleType) -> SimpleNamespace:
-    """The device functions of this file in the language that ``(jit, lang)`` stand for."""
+@jit
+def scaled(value, factors, source, OP: tl.constexpr):
+    """``value`` of rank ``source``, of the accumulator's type, as it goes into the sum: times the rank's factor.
 
-    @jit
-    def scaled(value, factors, source, OP: tl.constexpr):
-        """``value`` of rank ``source``, of the accumulator's type, as it goes into the sum: times the rank's factor.
-
-        ``factors``: ``[W]``, of the accumulator's type; None for all operations but "premul_sum".
-        """
-        if OP == "premul_sum":
-            return value * lang.load(factors + source)
-        else:
-            return value
-
-    @jit
-    def combine(a, b, OP: tl.constexpr):
-        """``a`` and ``b``, of the accumulator's type, as one."""
-        if OP == "min":
-            return lang.minimum(a, b, propagate_nan=PROPAGATE)
-        elif OP == "max":
-            return lang.maximum(a, b, propagate_nan=PROPAGATE)
-        elif OP == "product":
-            return a * b
-        else:
-            return a + b
-
-    @jit
-    def conclude(total, element: tl.constexpr, W: tl.constexpr, OP: tl.constexpr):
-        """The result in its own type: the only rounding, but for that of the sum itself."""
-        if OP == "avg":
-            total = total / W
-        return lang.cast(total, element)
-
-    return SimpleNamespace(scaled=scaled, combine=combine, conclude=conclude)
+    ``factors``: ``[W]``, of the accumulator's type; None for all operations but "premul_sum".
+    """
+    if OP == "premul_sum":
+        return value * tl.load(factors + source)
+    else:
+        return value
 
 
-triton_combine = make_combine(triton.jit, tl)
-gluon_combine = make_combine(gluon.jit, gl)
+@jit
+def combine(a, b, OP: tl.constexpr):
+    """``a`` and ``b``, of the accumulator's type, as one."""
+    if OP == "min":
+        return tl.minimum(a, b, propagate_nan=PROPAGATE)
+    elif OP == "max":
+        return tl.maximum(a, b, propagate_nan=PROPAGATE)
+    elif OP == "product":
+        return a * b
+    else:
+        return a + b
+
+
+@jit
+def conclude(total, element: tl.constexpr, W: tl.constexpr, OP: tl.constexpr):
+    """The result in its own type: the only rounding, but for that of the sum itself."""
+    if OP == "avg":
+        total = total / W
+    return tl.cast(total, element)

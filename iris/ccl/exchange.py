@@ -17,12 +17,7 @@ so that none is hit by all at once. Elements are integers of the widest type tha
 here.
 """
 
-from types import SimpleNamespace
-
-import triton
 import triton.language as tl
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
 
 from iris import simulator
 from iris.ccl.queue import (
@@ -38,237 +33,236 @@ from iris.ccl.queue import (
     SIZES,
     WORDS,
     WRITTEN,
-    gluon_queue,
-    triton_queue,
+    among,
+    await_blocks,
+    await_room,
+    blocks_of,
+    find,
+    finish,
+    flat,
+    offer,
+    pick,
+    pointer_at,
+    post,
+    queue_address,
+    slot_of,
 )
-from iris.ccl.sizes import gluon_sizes, triton_sizes
+from iris.ccl.sizes import ask, count_messages, find_target, hear_words, record_unequal, refuse, tell_word
 from iris.language.address import bytes_of
-from iris.language.context import DeviceContext, IrisDeviceCtx
+from iris.language.context import DeviceContext
+from iris.language.jit import jit
+from iris.language.ordering import follow_predecessor, keep, lanes
 
 # From so many programs that send between two ranks, with so many blocks each, others copy.
 SENDERS = tl.constexpr(2 if simulator.ACTIVE else 8)
 BLOCKS_EACH = tl.constexpr(8)
 
 
-def make_exchange(jit, lang, queue: SimpleNamespace, sizes: SimpleNamespace, Context):
-    """The kernel in the language that ``(jit, lang)`` stand for."""
-    pick, among, flat, lanes, blocks_of = queue.pick, queue.among, queue.flat, queue.lanes, queue.blocks_of
-    follow_predecessor, slot_of, keep = queue.follow_predecessor, queue.slot_of, queue.keep
-    queue_address, pointer_at, offer, find = queue.queue_address, queue.pointer_at, queue.offer, queue.find
-    await_room, await_blocks, post, finish = queue.await_room, queue.await_blocks, queue.post, queue.finish
-    tell_word, hear_words, ask, find_target = sizes.tell_word, sizes.hear_words, sizes.ask, sizes.find_target
-    refuse, record_unequal, count_messages = sizes.refuse, sizes.record_unequal, sizes.count_messages
+@jit
+def cell(block, blocks_n, index, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr):
+    """Row and column of each element of a block, and whether the piece has it: none behind the last block."""
+    block = tl.cast(block, tl.int64)
+    k = block * (BLOCK_M * BLOCK_N) + index
+    if ROWS == "one":
+        return k * 0, k, k < N
+    if ROWS == "together":
+        return k // N, k % N, k < tl.cast(M, tl.int64) * N
+    r = block // blocks_n * BLOCK_M + index // BLOCK_N
+    c = block % blocks_n * BLOCK_N + index % BLOCK_N
+    return r, c, (r < M) & (c < N)
 
-    @jit
-    def cell(block, blocks_n, index, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr):
-        """Row and column of each element of a block, and whether the piece has it: none behind the last block."""
-        block = lang.cast(block, lang.int64)
-        k = block * (BLOCK_M * BLOCK_N) + index
-        if ROWS == "one":
-            return k * 0, k, k < N
-        if ROWS == "together":
-            return k // N, k % N, k < lang.cast(M, lang.int64) * N
-        r = block // blocks_n * BLOCK_M + index // BLOCK_N
-        c = block % blocks_n * BLOCK_N + index % BLOCK_N
-        return r, c, (r < M) & (c < N)
 
-    # One binary for all ranks and both ends of a message.
-    @jit(do_not_specialize=["to_first", "to_last", "from_first", "from_last"])
-    def exchange(
-        context_tensor,
-        counts,
-        words,
-        slots,
-        heap_table,
-        input,
-        output,
-        M,
-        N,
-        in_pitch,
-        out_pitch,
-        send_step,
-        recv_step,
-        length,
-        to_first,
-        to_last,
-        from_first,
-        from_last,
-        W: tl.constexpr,
-        BLOCK_M: tl.constexpr,
-        BLOCK_N: tl.constexpr,
-        SLOT: tl.constexpr,
-        SAME: tl.constexpr,
-        ROWS: tl.constexpr,
-        PARTITIONED: tl.constexpr,
-        PROGRAMS: tl.constexpr,
-        QUEUES: tl.constexpr,
-        DIRECT: tl.constexpr,
-    ):
-        """``ROWS``: a piece is "one" row, or rows "apart"; or a block is so many elements of all rows "together", as it
-        is on other ranks, where they are one row.
+# One binary for all ranks and both ends of a message.
+@jit(do_not_specialize=["to_first", "to_last", "from_first", "from_last"])
+def exchange(
+    context_tensor,
+    counts,
+    words,
+    slots,
+    heap_table,
+    input,
+    output,
+    M,
+    N,
+    in_pitch,
+    out_pitch,
+    send_step,
+    recv_step,
+    length,
+    to_first,
+    to_last,
+    from_first,
+    from_last,
+    W: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SLOT: tl.constexpr,
+    SAME: tl.constexpr,
+    ROWS: tl.constexpr,
+    PARTITIONED: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    QUEUES: tl.constexpr,
+    DIRECT: tl.constexpr,
+):
+    """``ROWS``: a piece is "one" row, or rows "apart"; or a block is so many elements of all rows "together", as it
+    is on other ranks, where they are one row.
 
-        ``PARTITIONED``: a program serves one rank, with a W-th of the others; else its blocks go to every rank.
+    ``PARTITIONED``: a program serves one rank, with a W-th of the others; else its blocks go to every rank.
 
-        ``PROGRAMS``: of the largest call, where sizes are compared (`iris.ccl.sizes`), with queues for ``QUEUES``; 0
-        where they are not. Such a rank sends or receives, and does not do both.
-        """
-        follow_predecessor()
-        ctx = Context.initialize(context_tensor, num_ranks=W)
-        rank = ctx.cur_rank
-        p = lang.program_id(0)
-        BLOCK: tl.constexpr = BLOCK_M * BLOCK_N
-        row = counts + p * COUNTS
-        own_words = words + p * WORDS
-        first, stride = p, lang.num_programs(0)
-        if PARTITIONED:
-            to_first = (rank + p % W) % W
-            from_first = (rank + W - p % W) % W
-            to_last, from_last = to_first + 1, from_first + 1
-            first, stride = p // W, lang.num_programs(0) // W
-        to = among(to_first, to_last, rank)
-        sources = among(from_first, from_last, rank)
-        # Both counts of each peer, since they are posted together. A message to another rank, or from it, may be
-        # under way on another stream, and change that one's.
-        peers = to | sources
-        sent = lang.load(row + SENT + lanes(), mask=peers, other=0)
-        got = lang.load(row + GOT + lanes(), mask=peers, other=0)
-        address = queue_address(ctx, slots, W, SLOT, to)
-        receivers = to
+    ``PROGRAMS``: of the largest call, where sizes are compared (`iris.ccl.sizes`), with queues for ``QUEUES``; 0
+    where they are not. Such a rank sends or receives, and does not do both.
+    """
+    follow_predecessor()
+    ctx = DeviceContext.initialize(context_tensor, num_ranks=W)
+    rank = ctx.cur_rank
+    p = tl.program_id(0)
+    BLOCK: tl.constexpr = BLOCK_M * BLOCK_N
+    row = counts + p * COUNTS
+    own_words = words + p * WORDS
+    first, stride = p, tl.num_programs(0)
+    if PARTITIONED:
+        to_first = (rank + p % W) % W
+        from_first = (rank + W - p % W) % W
+        to_last, from_last = to_first + 1, from_first + 1
+        first, stride = p // W, tl.num_programs(0) // W
+    to = among(to_first, to_last, rank)
+    sources = among(from_first, from_last, rank)
+    # Both counts of each peer, since they are posted together. A message to another rank, or from it, may be
+    # under way on another stream, and change that one's.
+    peers = to | sources
+    sent = tl.load(row + SENT + lanes(), mask=peers, other=0)
+    got = tl.load(row + GOT + lanes(), mask=peers, other=0)
+    address = queue_address(ctx, slots, W, SLOT, to)
+    receivers = to
+    if PROGRAMS > 0:
+        piece = tl.cast(M, tl.int64) * N * bytes_of(input.dtype.element_ty)
+        pieces = piece + tl.cast(lanes() * 0, tl.int64)
+        messages_to = tl.load(row + MESSAGES_TO + lanes(), mask=receivers, other=0) + 1
+        messages_from = tl.load(row + MESSAGES_FROM + lanes(), mask=sources, other=0) + 1
+        tell_word(ctx, own_words, piece, messages_to, receivers, SIZES)
+    queued = to
+    direct_here = False
+    if DIRECT:
         if PROGRAMS > 0:
-            piece = lang.cast(M, lang.int64) * N * bytes_of(input.dtype.element_ty)
-            pieces = piece + lang.cast(lanes() * 0, lang.int64)
-            messages_to = lang.load(row + MESSAGES_TO + lanes(), mask=receivers, other=0) + 1
-            messages_from = lang.load(row + MESSAGES_FROM + lanes(), mask=sources, other=0) + 1
-            tell_word(ctx, own_words, piece, messages_to, receivers, SIZES)
-        queued = to
-        direct_here = False
-        if DIRECT:
-            if PROGRAMS > 0:
-                direct_here = ask(ctx, own_words, heap_table, output, length, piece, messages_from, sources, W)
-                to, place = find_target(ctx, own_words, heap_table, pieces, messages_to, receivers)
-            else:
-                calls_from, direct_here = offer(ctx, row, own_words, heap_table, output, length, W, sources)
-                calls_to, place = find(ctx, row, own_words, heap_table, to)
-            queued = to & (place == 0)
-            address = lang.where(queued, address, place)
-        takes = (direct_here == 0) & (from_first < from_last)
-        if PROGRAMS > 0:
-            theirs = hear_words(ctx, own_words, messages_from, sources, SIZES)
-            wrong = sources & (theirs != pieces)
-            unequal = lang.max(lang.cast(wrong, lang.int32), axis=0) > 0
-            if unequal:
-                block_bytes = BLOCK_N * bytes_of(input.dtype.element_ty)
-                puts = (theirs <= LONGEST_QUEUED) | ((wrong == 0) & (direct_here == 0))
-                refuse(
-                    ctx, counts, words, theirs, pieces, messages_from, puts, sources, block_bytes,
-                    PROGRAMS, QUEUES, DIRECT,
-                )  # fmt: skip
-                record_unequal(ctx, own_words, theirs, pieces, wrong)
-            # Nothing is taken from anyone then, nor written by anyone whose size differs.
-            takes = takes & (unequal == 0)
-            writers = sources & (wrong == 0)
+            direct_here = ask(ctx, own_words, heap_table, output, length, piece, messages_from, sources, W)
+            to, place = find_target(ctx, own_words, heap_table, pieces, messages_to, receivers)
         else:
-            writers = sources
-        sends = to_first < to_last
-        any_queued = lang.max(lang.cast(queued, lang.int32), axis=0) > 0
+            calls_from, direct_here = offer(ctx, row, own_words, heap_table, output, length, W, sources)
+            calls_to, place = find(ctx, row, own_words, heap_table, to)
+        queued = to & (place == 0)
+        address = tl.where(queued, address, place)
+    takes = (direct_here == 0) & (from_first < from_last)
+    if PROGRAMS > 0:
+        theirs = hear_words(ctx, own_words, messages_from, sources, SIZES)
+        wrong = sources & (theirs != pieces)
+        unequal = tl.max(tl.cast(wrong, tl.int32), axis=0) > 0
+        if unequal:
+            block_bytes = BLOCK_N * bytes_of(input.dtype.element_ty)
+            puts = (theirs <= LONGEST_QUEUED) | ((wrong == 0) & (direct_here == 0))
+            refuse(
+                ctx, counts, words, theirs, pieces, messages_from, puts, sources, block_bytes,
+                PROGRAMS, QUEUES, DIRECT,
+            )  # fmt: skip
+            record_unequal(ctx, own_words, theirs, pieces, wrong)
+        # Nothing is taken from anyone then, nor written by anyone whose size differs.
+        takes = takes & (unequal == 0)
+        writers = sources & (wrong == 0)
+    else:
+        writers = sources
+    sends = to_first < to_last
+    any_queued = tl.max(tl.cast(queued, tl.int32), axis=0) > 0
 
-        own = output + lang.cast(rank, lang.int64) * recv_step
-        own_input = input + lang.cast(rank, lang.int64) * send_step
-        in_place = lang.cast(own, lang.int64) == lang.cast(own_input, lang.int64)
-        copies = (rank >= to_first) & (rank < to_last) & (in_place == 0)
-        index = flat(BLOCK, input.dtype.element_ty)
-        blocks_n = blocks_of(N, BLOCK_N)
-        blocks = blocks_of(M, BLOCK_M) * blocks_n
-        if ROWS == "together":
-            blocks = blocks_of(lang.cast(M, lang.int64) * N, BLOCK_M * BLOCK_N)
-        if PROGRAMS > 0:
-            # An empty message has an empty block: what goes ahead of the receiver is limited by its room for blocks.
-            blocks = lang.maximum(blocks, 1)
-        # Of each other rank: whether it gets anything, where that begins, and its place there if it needs no queue.
-        gets, begins, places = (), (), ()
-        for i in lang.static_range(W - 1):
-            d = (rank + 1 + (p + i) % (W - 1)) % W
-            if DIRECT and PROGRAMS > 0:
-                gets += (pick(lang.cast(to, lang.int32), d) > 0,)
-            else:
-                gets += ((d >= to_first) & (d < to_last),)
-            begins += (input + lang.cast(d, lang.int64) * send_step,)
-            places += (pointer_at(slots, pick(address, d)) + lang.cast(rank, lang.int64) * recv_step,)
-
-        if any_queued | takes:
-            steps = (blocks - first + stride - 1) // stride
-            for step in range(0, steps + AHEAD):
-                if (step < steps) & sends:
-                    if any_queued:
-                        await_room(ctx, own_words, sent, queued, W)
-                    r, c, mask = cell(first + step * stride, blocks_n, index, M, N, BLOCK_M, BLOCK_N, ROWS)
-                    for i in lang.static_range(W - 1):
-                        if gets[i]:
-                            d = (rank + 1 + (p + i) % (W - 1)) % W
-                            data = lang.load(begins[i] + (r * in_pitch + c), mask=mask)
-                            event = ctx.tracing.begin_move("store", slots + index, d, mask)
-                            if pick(lang.cast(queued, lang.int32), d) > 0:
-                                begin = pointer_at(slots, pick(address, d))
-                                lang.store(begin + (pick(sent, d) & (NUM_SLOTS - 1)) * SLOT + index, data, mask=mask)
-                            else:
-                                lang.store(places[i] + (r * out_pitch + c), data, mask=mask)
-                            ctx.tracing.record_event_end(event)
-                    data = lang.load(own_input + (r * in_pitch + c), mask=mask & copies)
-                    lang.store(own + (r * out_pitch + c), data, mask=mask & copies)
-                    if any_queued:
-                        sent = lang.where(queued, sent + 1, sent)
-                if (step >= AHEAD) & takes:
-                    await_blocks(ctx, own_words, got, sources, W)
-                    block = first + (step - AHEAD) * stride
-                    r, c, mask = cell(block, blocks_n, index, M, N, BLOCK_M, BLOCK_N, ROWS)
-                    at_output = r * out_pitch + c
-                    for distance in range(1, W):
-                        s = (rank + distance) % W
-                        if (s >= from_first) & (s < from_last):
-                            data = lang.load(slots + slot_of(p, s, got, W) * SLOT + index, mask=mask)
-                            lang.store(output + lang.cast(s, lang.int64) * recv_step + at_output, data, mask=mask)
-                    got = lang.where(sources, got + 1, got)
-                post(ctx, own_words, sent, got, queued | (sources & takes))
+    own = output + tl.cast(rank, tl.int64) * recv_step
+    own_input = input + tl.cast(rank, tl.int64) * send_step
+    in_place = tl.cast(own, tl.int64) == tl.cast(own_input, tl.int64)
+    copies = (rank >= to_first) & (rank < to_last) & (in_place == 0)
+    index = flat(BLOCK, input.dtype.element_ty)
+    blocks_n = blocks_of(N, BLOCK_N)
+    blocks = blocks_of(M, BLOCK_M) * blocks_n
+    if ROWS == "together":
+        blocks = blocks_of(tl.cast(M, tl.int64) * N, BLOCK_M * BLOCK_N)
+    if PROGRAMS > 0:
+        # An empty message has an empty block: what goes ahead of the receiver is limited by its room for blocks.
+        blocks = tl.maximum(blocks, 1)
+    # Of each other rank: whether it gets anything, where that begins, and its place there if it needs no queue.
+    gets, begins, places = (), (), ()
+    for i in tl.static_range(W - 1):
+        d = (rank + 1 + (p + i) % (W - 1)) % W
+        if DIRECT and PROGRAMS > 0:
+            gets += (pick(tl.cast(to, tl.int32), d) > 0,)
         else:
-            # Straight to its place: nothing to wait for.
-            if W == 2:
-                # The copy is as much work as the sending here. In one program it holds up the stores over the link, so
-                # where there are enough of both, half of the programs send and the others copy.
-                half = lang.num_programs(0) // 2
-                split = gets[0] & copies & (half >= SENDERS) & (blocks >= half * BLOCKS_EACH)
-                sender = p < half
-                gets = (gets[0] & (sender | (split == 0)),)
-                copies = copies & ((sender == 0) | (split == 0))
-                first = lang.where(split & (sender == 0), p - half, first)
-                stride = lang.where(split, lang.where(sender, half, lang.num_programs(0) - half), stride)
-            # All loads before all stores, which the compiler cannot know to be of other memory.
-            for block in range(first, lang.where(sends, blocks, 0), stride):
+            gets += ((d >= to_first) & (d < to_last),)
+        begins += (input + tl.cast(d, tl.int64) * send_step,)
+        places += (pointer_at(slots, pick(address, d)) + tl.cast(rank, tl.int64) * recv_step,)
+
+    if any_queued | takes:
+        steps = (blocks - first + stride - 1) // stride
+        for step in range(0, steps + AHEAD):
+            if (step < steps) & sends:
+                if any_queued:
+                    await_room(ctx, own_words, sent, queued, W)
+                r, c, mask = cell(first + step * stride, blocks_n, index, M, N, BLOCK_M, BLOCK_N, ROWS)
+                for i in tl.static_range(W - 1):
+                    if gets[i]:
+                        d = (rank + 1 + (p + i) % (W - 1)) % W
+                        data = tl.load(begins[i] + (r * in_pitch + c), mask=mask)
+                        event = ctx.tracing.begin_move("store", slots + index, d, mask)
+                        if pick(tl.cast(queued, tl.int32), d) > 0:
+                            begin = pointer_at(slots, pick(address, d))
+                            tl.store(begin + (pick(sent, d) & (NUM_SLOTS - 1)) * SLOT + index, data, mask=mask)
+                        else:
+                            tl.store(places[i] + (r * out_pitch + c), data, mask=mask)
+                        ctx.tracing.record_event_end(event)
+                data = tl.load(own_input + (r * in_pitch + c), mask=mask & copies)
+                tl.store(own + (r * out_pitch + c), data, mask=mask & copies)
+                if any_queued:
+                    sent = tl.where(queued, sent + 1, sent)
+            if (step >= AHEAD) & takes:
+                await_blocks(ctx, own_words, got, sources, W)
+                block = first + (step - AHEAD) * stride
                 r, c, mask = cell(block, blocks_n, index, M, N, BLOCK_M, BLOCK_N, ROWS)
-                data = (lang.load(own_input + (r * in_pitch + c), mask=mask & (SAME | copies)),)
-                for i in lang.static_range(W - 1):
-                    if SAME:
-                        data += (data[0],)
-                    else:
-                        data += (lang.load(begins[i] + (r * in_pitch + c), mask=mask & gets[i]),)
-                for i in lang.static_range(W - 1):
-                    d = (rank + 1 + (p + i) % (W - 1)) % W
-                    event = ctx.tracing.begin_move("store", slots + index, d, mask, gets[i])
-                    lang.store(places[i] + (r * out_pitch + c), data[i + 1], mask=mask & gets[i])
-                    ctx.tracing.record_event_end(event)
-                lang.store(own + (r * out_pitch + c), data[0], mask=mask & copies)
-        # Only what this call has changed: another message may be under way on another stream, to or from another rank.
-        keep(row + SENT + lanes(), sent, queued)
-        keep(row + GOT + lanes(), got, sources & takes)
-        written, writing = to & (queued == 0), writers & (direct_here != 0)
-        if PROGRAMS > 0:
-            if DIRECT:
-                finish(ctx, row + WRITTEN, messages_to, written, messages_from, writing, W)
-            count_messages(counts, messages_to, receivers, messages_from, sources, QUEUES)
-        elif DIRECT:
-            finish(ctx, row + DONE, calls_to, written, calls_from, writing, W)
-
-    return exchange
-
-
-triton_exchange = make_exchange(triton.jit, tl, triton_queue, triton_sizes, DeviceContext)
-gluon_exchange = make_exchange(gluon.jit, gl, gluon_queue, gluon_sizes, IrisDeviceCtx)
+                at_output = r * out_pitch + c
+                for distance in range(1, W):
+                    s = (rank + distance) % W
+                    if (s >= from_first) & (s < from_last):
+                        data = tl.load(slots + slot_of(p, s, got, W) * SLOT + index, mask=mask)
+                        tl.store(output + tl.cast(s, tl.int64) * recv_step + at_output, data, mask=mask)
+                got = tl.where(sources, got + 1, got)
+            post(ctx, own_words, sent, got, queued | (sources & takes))
+    else:
+        # Straight to its place: nothing to wait for.
+        if W == 2:
+            # The copy is as much work as the sending here. In one program it holds up the stores over the link, so
+            # where there are enough of both, half of the programs send and the others copy.
+            half = tl.num_programs(0) // 2
+            split = gets[0] & copies & (half >= SENDERS) & (blocks >= half * BLOCKS_EACH)
+            sender = p < half
+            gets = (gets[0] & (sender | (split == 0)),)
+            copies = copies & ((sender == 0) | (split == 0))
+            first = tl.where(split & (sender == 0), p - half, first)
+            stride = tl.where(split, tl.where(sender, half, tl.num_programs(0) - half), stride)
+        # All loads before all stores, which the compiler cannot know to be of other memory.
+        for block in range(first, tl.where(sends, blocks, 0), stride):
+            r, c, mask = cell(block, blocks_n, index, M, N, BLOCK_M, BLOCK_N, ROWS)
+            data = (tl.load(own_input + (r * in_pitch + c), mask=mask & (SAME | copies)),)
+            for i in tl.static_range(W - 1):
+                if SAME:
+                    data += (data[0],)
+                else:
+                    data += (tl.load(begins[i] + (r * in_pitch + c), mask=mask & gets[i]),)
+            for i in tl.static_range(W - 1):
+                d = (rank + 1 + (p + i) % (W - 1)) % W
+                event = ctx.tracing.begin_move("store", slots + index, d, mask, gets[i])
+                tl.store(places[i] + (r * out_pitch + c), data[i + 1], mask=mask & gets[i])
+                ctx.tracing.record_event_end(event)
+            tl.store(own + (r * out_pitch + c), data[0], mask=mask & copies)
+    # Only what this call has changed: another message may be under way on another stream, to or from another rank.
+    keep(row + SENT + lanes(), sent, queued)
+    keep(row + GOT + lanes(), got, sources & takes)
+    written, writing = to & (queued == 0), writers & (direct_here != 0)
+    if PROGRAMS > 0:
+        if DIRECT:
+            finish(ctx, row + WRITTEN, messages_to, written, messages_from, writing, W)
+        count_messages(counts, messages_to, receivers, messages_from, sources, QUEUES)
+    elif DIRECT:
+        finish(ctx, row + DONE, calls_to, written, calls_from, writing, W)

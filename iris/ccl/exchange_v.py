@@ -10,17 +10,30 @@ pairs go on (`iris.ccl.sizes`).
 import triton
 import triton.language as tl
 
-from iris.ccl.queue import AHEAD, COUNTS, GOT, MESSAGES_FROM, MESSAGES_TO, NUM_SLOTS, SENT, SIZES, WORDS, triton_queue
-from iris.ccl.sizes import triton_sizes
+from iris.ccl.queue import (
+    AHEAD,
+    COUNTS,
+    GOT,
+    MESSAGES_FROM,
+    MESSAGES_TO,
+    NUM_SLOTS,
+    SENT,
+    SIZES,
+    WORDS,
+    among,
+    await_blocks,
+    await_room,
+    flat,
+    pick,
+    pointer_at,
+    post,
+    queue_address,
+    slot_of,
+)
+from iris.ccl.sizes import count_messages, hear_words, record_unequal, tell_word
 from iris.language.address import bytes_of
 from iris.language.context import DeviceContext
-
-pick, among, flat, lanes = triton_queue.pick, triton_queue.among, triton_queue.flat, triton_queue.lanes
-queue_address, pointer_at = triton_queue.queue_address, triton_queue.pointer_at
-follow_predecessor, slot_of, keep = triton_queue.follow_predecessor, triton_queue.slot_of, triton_queue.keep
-await_room, await_blocks, post = triton_queue.await_room, triton_queue.await_blocks, triton_queue.post
-tell_word, hear_words, record_unequal = triton_sizes.tell_word, triton_sizes.hear_words, triton_sizes.record_unequal
-count_messages = triton_sizes.count_messages
+from iris.language.ordering import follow_predecessor, keep, lanes
 
 
 @triton.jit
@@ -31,7 +44,7 @@ def rounds_of(counts, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def triton_exchange_v(
+def exchange_v(
     context_tensor,
     counts,
     words,

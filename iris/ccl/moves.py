@@ -7,11 +7,10 @@ import torch
 
 from iris.capture import Line
 from iris.ccl import one_hop
-from iris.ccl.broadcast import gluon_broadcast, triton_broadcast
+from iris.ccl.broadcast import broadcast
 from iris.ccl.communicator import Communicator, Launch, power_of_two, ready
 from iris.ccl.config import Config
-from iris.ccl.exchange import gluon_exchange, triton_exchange
-from iris.ccl.exchange_v import triton_exchange_v
+from iris.ccl.exchange_v import exchange_v
 from iris.ccl.queue import COUNTS, LONGEST_QUEUED
 from iris.ccl.select import choose
 from iris.errors import InvalidConfigError
@@ -159,7 +158,7 @@ def prepare_exchange(
         comm.size, block_m, block_n, queues.slot_bytes // word, e.send_step == 0, rows, partitioned,
         *((most, queues.counts.numel() // COUNTS.value) if e.matched else (0, 0)),
     )  # fmt: skip
-    kernel = gluon_exchange if config.use_gluon else triton_exchange
+    kernel = exchange.gluon if config.use_gluon else exchange
     direct = e.rows * e.row > LONGEST_QUEUED.value
     # CUDA may hold up the loading of a kernel until those that run have ended (CUDA C++ Programming Guide, "Lazy
     # Loading"). Two ranks that send to each other and then receive must not wait for that, so a message of any length
@@ -191,7 +190,7 @@ def _one_hop(
     steps = tuple(length // word for length in lengths)
     blocks = one_hop.LARGEST_PIECE // (4 * block)
     after = (piece // word, *steps, 0 if root is None else root, comm.size, block, blocks, flat, root is not None)
-    kernel = one_hop.gluon_one_hop if config.use_gluon else one_hop.triton_one_hop
+    kernel = one_hop.one_hop.gluon if config.use_gluon else one_hop.one_hop
     before = (channel.context_tensor, epochs, slots)
     # No more warps than there are words for: see `receive_stamped`.
     warps = min(config.num_warps or 4, block // threads_per_warp())
@@ -226,7 +225,7 @@ def prepare_broadcast(comm: Communicator, root: int, tensor: torch.Tensor, confi
     queues = comm.queues(line, programs, config.few_sms)
     before = (*queues.seen_as(WORDS[word]), comm.heap_table)
     after = (n, tensor.nbytes, root, comm.size, block, queues.slot_bytes // word, choice.variant == "pull")
-    kernel = gluon_broadcast if config.use_gluon else triton_broadcast
+    kernel = broadcast.gluon if config.use_gluon else broadcast
     warps = config.num_warps or max(1, min(16, block * word // 512))
     return ready(comm, kernel, programs, warps, before, (tensor, tensor), after, WORDS[word])
 
@@ -247,4 +246,4 @@ def prepare_exchange_v(
     before = queues.seen_as(dtype)
     after = (input.itemsize // word, comm.size, queues.slot_bytes // word, queues.counts.numel() // COUNTS.value)
     warps = config.num_warps or max(1, min(16, queues.slot_bytes // 512))
-    return ready(comm, triton_exchange_v, programs, warps, before, (input, output, *rows), after, dtype)
+    return ready(comm, exchange_v, programs, warps, before, (input, output, *rows), after, dtype)

@@ -11,16 +11,14 @@ rank in its call e - 1, which is over. A rank that sent in e - 1 had left e - 2 
 order), where it last read this slot. Calls of other sizes leave a block's epoch, and its slots, as they are.
 """
 
-import triton
 import triton.language as tl
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
 
-from iris.ccl.queue import gluon_queue, triton_queue
-from iris.language.address import gluon_translate, triton_translate
-from iris.language.context import DeviceContext, IrisDeviceCtx
-from iris.language.ordering import gluon_ordering, triton_ordering
-from iris.language.stamped import gluon_stamped, triton_stamped
+from iris.ccl.queue import flat
+from iris.language.address import translate
+from iris.language.context import DeviceContext
+from iris.language.jit import jit
+from iris.language.ordering import admit_successor, follow_predecessor, keep
+from iris.language.stamped import receive_stamped, send_stamped
 
 WORD_BYTES = tl.constexpr(4)
 LARGEST_PIECE = 256 << 10
@@ -44,111 +42,96 @@ def channel_bytes(size: int, block: int) -> tuple[int, int]:
     return blocks * RANKS.value * 4, 2 * blocks * size * block * 8
 
 
-def make_one_hop(jit, lang, move, queue, stamped, order, Context):
-    """The kernel in the language that ``(jit, lang)`` stand for."""
-    flat, keep = queue.flat, order.keep
-    follow_predecessor, admit_successor = order.follow_predecessor, order.admit_successor
-    send_stamped, receive_stamped = stamped.send_stamped, stamped.receive_stamped
+@jit
+def position(k, row, pitch, FLAT: tl.constexpr):
+    """The place of a piece's element k: rows of ``row`` elements begin ``pitch`` apart."""
+    if FLAT:
+        return k
+    else:
+        return tl.cast(k // row, tl.int64) * pitch + k % row
 
-    @jit
-    def position(k, row, pitch, FLAT: tl.constexpr):
-        """The place of a piece's element k: rows of ``row`` elements begin ``pitch`` apart."""
-        if FLAT:
-            return k
-        else:
-            return lang.cast(k // row, lang.int64) * pitch + k % row
 
-    @jit
-    def one_hop(
-        context_tensor,
-        epochs,
-        slots,
-        input,
-        output,
-        n,
-        row,
-        in_pitch,
-        out_pitch,
-        send_step,
-        recv_step,
-        root,
-        W: tl.constexpr,
-        BLOCK: tl.constexpr,
-        BLOCKS: tl.constexpr,
-        FLAT: tl.constexpr,
-        ROOTED: tl.constexpr,
-        EARLY: tl.constexpr,
-    ):
-        """``BLOCKS``: that a slot has room for. ``ROOTED``: only ``root`` has a piece to send.
+@jit
+def one_hop(
+    context_tensor,
+    epochs,
+    slots,
+    input,
+    output,
+    n,
+    row,
+    in_pitch,
+    out_pitch,
+    send_step,
+    recv_step,
+    root,
+    W: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    FLAT: tl.constexpr,
+    ROOTED: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """``BLOCKS``: that a slot has room for. ``ROOTED``: only ``root`` has a piece to send.
 
-        ``EARLY``: there is room for the next launch beside this one.
-        """
-        ctx = Context.initialize(context_tensor, num_ranks=W)
-        rank = ctx.cur_rank
-        follow_predecessor()
-        if EARLY:
-            admit_successor()
-        # Elements of a word: the data may lie at any multiple of their size.
-        PACKED: tl.constexpr = WORD_BYTES // (input.dtype.element_ty.primitive_bitwidth // 8)
-        BITS: tl.constexpr = input.dtype.element_ty.primitive_bitwidth
-        i = flat(BLOCK, lang.int64)
-        units = (n + BLOCK * PACKED - 1) // (BLOCK * PACKED) * W
-        for unit in range(lang.program_id(0), units, lang.num_programs(0)):
-            b = unit // W
-            to = (rank + unit % W) % W
-            # With the other loads, and not behind them.
-            base = lang.load(ctx.table + to)
-            epoch = lang.load(epochs + b * RANKS + unit % W) + 1
-            word = lang.zeros_like(i)
-            for j in lang.static_range(PACKED):
+    ``EARLY``: there is room for the next launch beside this one.
+    """
+    ctx = DeviceContext.initialize(context_tensor, num_ranks=W)
+    rank = ctx.cur_rank
+    follow_predecessor()
+    if EARLY:
+        admit_successor()
+    # Elements of a word: the data may lie at any multiple of their size.
+    PACKED: tl.constexpr = WORD_BYTES // (input.dtype.element_ty.primitive_bitwidth // 8)
+    BITS: tl.constexpr = input.dtype.element_ty.primitive_bitwidth
+    i = flat(BLOCK, tl.int64)
+    units = (n + BLOCK * PACKED - 1) // (BLOCK * PACKED) * W
+    for unit in range(tl.program_id(0), units, tl.num_programs(0)):
+        b = unit // W
+        to = (rank + unit % W) % W
+        # With the other loads, and not behind them.
+        base = tl.load(ctx.table + to)
+        epoch = tl.load(epochs + b * RANKS + unit % W) + 1
+        word = tl.zeros_like(i)
+        for j in tl.static_range(PACKED):
+            k = (b * BLOCK + i) * PACKED + j
+            at = tl.cast(to, tl.int64) * send_step + position(k, row, in_pitch, FLAT)
+            here = k < n
+            if ROOTED:
+                # Elsewhere the input may be the output, which other programs are storing to.
+                here = here & (rank == root)
+            part = tl.cast(tl.load(input + at, mask=here, other=0), tl.int32)
+            if not ROOTED:
+                if to == rank:
+                    own = tl.cast(rank, tl.int64) * recv_step + position(k, row, out_pitch, FLAT)
+                    tl.store(output + own, tl.cast(part, input.dtype.element_ty), mask=k < n)
+            if PACKED > 1:
+                part = (part & ((1 << BITS) - 1)) << (j * BITS)
+            word = word | part
+        if to != rank:
+            slot = slots + (((epoch & 1) * BLOCKS + b) * W + rank) * BLOCK
+            needed = (b * BLOCK + i) * PACKED < n
+            if ROOTED:
+                needed = needed & ((rank == root) | (i < REPLY))
+            event = ctx.tracing.begin_move("store", slot + i, to, needed)
+            send_stamped(translate(slot, ctx.base, base) + i, word, epoch, needed | ((epoch & 0xFFFF) < 2))
+            ctx.tracing.record_event_end(event)
+    for unit in range(tl.program_id(0), units, tl.num_programs(0)):
+        b = unit // W
+        source = (rank + W - unit % W) % W
+        epoch = tl.load(epochs + b * RANKS + unit % W) + 1
+        if source != rank:
+            slot = slots + (((epoch & 1) * BLOCKS + b) * W + source) * BLOCK
+            there = (b * BLOCK + i) * PACKED < n
+            wanted = there
+            if ROOTED:
+                there = there & ((source == root) | (i < REPLY))
+                wanted = there & (source == root)
+            event = ctx.tracing.begin_wait_for_data(slot, rank)
+            word = receive_stamped(slot + i, epoch, there, source, ctx._record())
+            ctx.tracing.record_event_end(event)
+            for j in tl.static_range(PACKED):
                 k = (b * BLOCK + i) * PACKED + j
-                at = lang.cast(to, lang.int64) * send_step + position(k, row, in_pitch, FLAT)
-                here = k < n
-                if ROOTED:
-                    # Elsewhere the input may be the output, which other programs are storing to.
-                    here = here & (rank == root)
-                part = lang.cast(lang.load(input + at, mask=here, other=0), lang.int32)
-                if not ROOTED:
-                    if to == rank:
-                        own = lang.cast(rank, lang.int64) * recv_step + position(k, row, out_pitch, FLAT)
-                        lang.store(output + own, lang.cast(part, input.dtype.element_ty), mask=k < n)
-                if PACKED > 1:
-                    part = (part & ((1 << BITS) - 1)) << (j * BITS)
-                word = word | part
-            if to != rank:
-                slot = slots + (((epoch & 1) * BLOCKS + b) * W + rank) * BLOCK
-                needed = (b * BLOCK + i) * PACKED < n
-                if ROOTED:
-                    needed = needed & ((rank == root) | (i < REPLY))
-                event = ctx.tracing.begin_move("store", slot + i, to, needed)
-                send_stamped(move(slot, ctx.base, base) + i, word, epoch, needed | ((epoch & 0xFFFF) < 2))
-                ctx.tracing.record_event_end(event)
-        for unit in range(lang.program_id(0), units, lang.num_programs(0)):
-            b = unit // W
-            source = (rank + W - unit % W) % W
-            epoch = lang.load(epochs + b * RANKS + unit % W) + 1
-            if source != rank:
-                slot = slots + (((epoch & 1) * BLOCKS + b) * W + source) * BLOCK
-                there = (b * BLOCK + i) * PACKED < n
-                wanted = there
-                if ROOTED:
-                    there = there & ((source == root) | (i < REPLY))
-                    wanted = there & (source == root)
-                event = ctx.tracing.begin_wait_for_data(slot, rank)
-                word = receive_stamped(slot + i, epoch, there, source, ctx._record())
-                ctx.tracing.record_event_end(event)
-                for j in lang.static_range(PACKED):
-                    k = (b * BLOCK + i) * PACKED + j
-                    at = lang.cast(source, lang.int64) * recv_step + position(k, row, out_pitch, FLAT)
-                    lang.store(
-                        output + at, lang.cast(word >> (j * BITS), input.dtype.element_ty), mask=wanted & (k < n)
-                    )
-            keep(epochs + b * RANKS + unit % W, epoch)
-
-    return one_hop
-
-
-triton_one_hop = make_one_hop(
-    triton.jit, tl, triton_translate, triton_queue, triton_stamped, triton_ordering, DeviceContext
-)
-gluon_one_hop = make_one_hop(gluon.jit, gl, gluon_translate, gluon_queue, gluon_stamped, gluon_ordering, IrisDeviceCtx)
+                at = tl.cast(source, tl.int64) * recv_step + position(k, row, out_pitch, FLAT)
+                tl.store(output + at, tl.cast(word >> (j * BITS), input.dtype.element_ty), mask=wanted & (k < n))
+        keep(epochs + b * RANKS + unit % W, epoch)

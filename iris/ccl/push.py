@@ -17,20 +17,27 @@ parts from all, has heard from it.)
 Sums are formed in the order of ranks, on each rank or on one, so all ranks have the same bits.
 """
 
-from types import SimpleNamespace
-
-import triton
 import triton.language as tl
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
 
-from iris.ccl.combine import accumulator, gluon_combine, triton_combine
-from iris.ccl.queue import gluon_queue, triton_queue
-from iris.language.address import gluon_translate, triton_translate
-from iris.language.context import DeviceContext, IrisDeviceCtx
-from iris.language.failures import WAIT_LIMIT_NS, gluon_failures, triton_failures
-from iris.language.ordering import gluon_ordering, triton_ordering
-from iris.language.stamped import elements_per_word, gluon_stamped, triton_stamped, word_type
+from iris.ccl.combine import accumulator, combine, conclude, scaled
+from iris.ccl.queue import flat
+from iris.language.address import translate
+from iris.language.context import DeviceContext
+from iris.language.failures import WAIT_LIMIT_NS, expired, nanoseconds
+from iris.language.jit import jit
+from iris.language.ordering import admit_successor, follow_predecessor, keep, reread
+from iris.language.stamped import (
+    absent,
+    awaited,
+    clear_marked,
+    elements_per_word,
+    note_absent,
+    receive_marked,
+    send_marked,
+    unmark,
+    word_type,
+    words_at,
+)
 from iris.language.target import threads_per_warp
 
 # Bytes that a block's parts have together, at most; the parts of W ranks are powers of two.
@@ -57,240 +64,207 @@ def channel_bytes(size: int, blocks: int, part: int, steps: int) -> int:
     return blocks * (4 + SLOTS.value * steps * size * part)
 
 
-def make_push(jit, lang, move, queue, stamped, order, failures, combining, Context):
-    """Both kernels, and what they are made of, in the language that ``(jit, lang)`` stand for."""
-    flat, scaled, combine, conclude = queue.flat, combining.scaled, combining.combine, combining.conclude
-    send_marked, receive_marked, clear_marked = stamped.send_marked, stamped.receive_marked, stamped.clear_marked
-    words_at, awaited, absent, unmark = stamped.words_at, stamped.awaited, stamped.absent, stamped.unmark
-    nanoseconds, expired, note_absent = failures.nanoseconds, failures.expired, stamped.note_absent
-    follow_predecessor, admit_successor = order.follow_predecessor, order.admit_successor
-    reread, keep = order.reread, order.keep
+@jit
+def add_up(parts, own, k, count, rank, W: tl.constexpr, PART: tl.constexpr, OP: tl.constexpr, record, factors=None):
+    """Wait for the first ``count`` elements of every rank's part and combine them in the order of ranks.
 
-    @jit
-    def add_up(parts, own, k, count, rank, W: tl.constexpr, PART: tl.constexpr, OP: tl.constexpr, record, factors=None):
-        """Wait for the first ``count`` elements of every rank's part and combine them in the order of ranks.
-
-        ``own`` is the caller's; ``k``: numbers of all words of a part. All parts are read in each round of polling, so
-        that their loads are under way together: also what is beyond ``count``, as a mask would take the words apart.
-        """
-        element: tl.constexpr = own.dtype
-        ACC: tl.constexpr = accumulator(element)
-        WORDS: tl.constexpr = PART // elements_per_word(element)
-        begins, bits = words_at(parts, element), awaited(k, count, element)
-        if WAIT_LIMIT_NS > 0:
-            since = nanoseconds(record)
+    ``own`` is the caller's; ``k``: numbers of all words of a part. All parts are read in each round of polling, so
+    that their loads are under way together: also what is beyond ``count``, as a mask would take the words apart.
+    """
+    element: tl.constexpr = own.dtype
+    ACC: tl.constexpr = accumulator(element)
+    WORDS: tl.constexpr = PART // elements_per_word(element)
+    begins, bits = words_at(parts, element), awaited(k, count, element)
+    if WAIT_LIMIT_NS > 0:
+        since = nanoseconds(record)
+    words = ()
+    for _s in tl.static_range(W):
+        words += (bits * 0,)
+    missing = 1
+    while missing > 0:
         words = ()
-        for _s in lang.static_range(W):
-            words += (bits * 0,)
-        missing = 1
-        while missing > 0:
-            words = ()
-            for s in lang.static_range(W):
-                words += (reread(begins + (s * WORDS + k), (k < WORDS) & (rank != s)),)
-            late = bits * 0
-            for s in lang.static_range(W):
-                late = late | lang.where(rank == s, 0, absent(words[s], bits, element))
-            missing = lang.max(lang.cast(late != 0, lang.int32), axis=0)
-            if WAIT_LIMIT_NS > 0:
-                if missing > 0:
-                    if expired(record, since):
-                        ranks = lang.cast(0, lang.int64)
-                        for s in lang.static_range(W):
-                            none = (rank != s) & (absent(words[s], bits, element) != 0)
-                            ranks = ranks | (lang.cast(lang.max(lang.cast(none, lang.int32), axis=0), lang.int64) << s)
-                        note_absent(begins + k, bits != 0, 0, ranks, record)
-                        missing = missing * 0
-        total = lang.cast(own, ACC)
-        for s in lang.static_range(W):
-            value = lang.where(rank == s, lang.cast(own, ACC), lang.cast(unmark(words[s], element, own), ACC))
-            value = scaled(value, factors, s, OP)
-            if s == 0:
-                total = value
-            else:
-                total = combine(total, value, OP)
-        return conclude(total, element, W, OP)
+        for s in tl.static_range(W):
+            words += (reread(begins + (s * WORDS + k), (k < WORDS) & (rank != s)),)
+        late = bits * 0
+        for s in tl.static_range(W):
+            late = late | tl.where(rank == s, 0, absent(words[s], bits, element))
+        missing = tl.max(tl.cast(late != 0, tl.int32), axis=0)
+        if WAIT_LIMIT_NS > 0:
+            if missing > 0:
+                if expired(record, since):
+                    ranks = tl.cast(0, tl.int64)
+                    for s in tl.static_range(W):
+                        none = (rank != s) & (absent(words[s], bits, element) != 0)
+                        ranks = ranks | (tl.cast(tl.max(tl.cast(none, tl.int32), axis=0), tl.int64) << s)
+                    note_absent(begins + k, bits != 0, 0, ranks, record)
+                    missing = missing * 0
+    total = tl.cast(own, ACC)
+    for s in tl.static_range(W):
+        value = tl.where(rank == s, tl.cast(own, ACC), tl.cast(unmark(words[s], element, own), ACC))
+        value = scaled(value, factors, s, OP)
+        if s == 0:
+            total = value
+        else:
+            total = combine(total, value, OP)
+    return conclude(total, element, W, OP)
 
-    @jit
-    def peers(ctx, W: tl.constexpr):
-        """Where the workspaces of the other ranks begin, the right neighbour first."""
-        bases = ()
-        for distance in lang.static_range(1, W):
-            bases += (lang.load(ctx.table + (ctx.cur_rank + distance) % W),)
-        return bases
 
-    @jit
-    def region(slots, most, block, epoch, REGION: tl.constexpr):
-        """A block's part of a slot. What a call uses lies side by side: blocks within slots."""
-        return slots + (lang.cast(epoch % SLOTS, lang.int64) * most + block) * REGION
+@jit
+def peers(ctx, W: tl.constexpr):
+    """Where the workspaces of the other ranks begin, the right neighbour first."""
+    bases = ()
+    for distance in tl.static_range(1, W):
+        bases += (tl.load(ctx.table + (ctx.cur_rank + distance) % W),)
+    return bases
 
-    @jit
-    def leave(slots, epochs, most, block, epoch, j, rank, W: tl.constexpr, PART: tl.constexpr, STEPS: tl.constexpr):
-        """Clear what peers have put into the last epoch's slot, and count this one."""
-        old = region(slots, most, block, epoch + (SLOTS - 1), STEPS * W * PART)
-        for step in lang.static_range(STEPS):
-            clear_marked(old + step * W * PART + j, (j < W * PART) & (j // PART != rank))
-        keep(epochs + block, (epoch + 1) % SLOTS)
 
-    @jit
-    def one_shot(
-        context_tensor,
-        epochs,
-        slots,
-        input,
-        output,
-        factors,
-        n,
-        most,
-        send_step,
-        W: tl.constexpr,
-        RANKS: tl.constexpr,
-        PART: tl.constexpr,
-        OP: tl.constexpr,
-        SAME: tl.constexpr,
-        EARLY: tl.constexpr,
-    ):
-        """``most``: blocks that a slot has room for. ``EARLY``: there is room for the next launch beside this one.
+@jit
+def region(slots, most, block, epoch, REGION: tl.constexpr):
+    """A block's part of a slot. What a call uses lies side by side: blocks within slots."""
+    return slots + (tl.cast(epoch % SLOTS, tl.int64) * most + block) * REGION
 
-        ``send_step``: from what one rank wants to what the next one wants; 0 if all want the `SAME`.
-        """
-        ctx = Context.initialize(context_tensor, num_ranks=W)
-        rank, bases = ctx.cur_rank, peers(ctx, W)
-        follow_predecessor()
-        if EARLY:
-            admit_successor()
-        element: tl.constexpr = input.dtype.element_ty
-        i = flat(PART, element)
-        j = flat(RANKS * PART, element)
-        words = flat(PART // elements_per_word(element), word_type(element))
-        first, stride = lang.program_id(0), lang.num_programs(0)
-        steps = ((n + PART - 1) // PART - first + stride - 1) // stride
-        for step in range(0, steps + AHEAD):
-            if step < steps:
-                block = first + step * stride
-                mine = region(slots, most, block, lang.load(epochs + block), W * PART) + rank * PART
-                k = block * PART + i
-                # All loads before all stores, which the compiler cannot know to be of other memory.
-                parts = ()
-                for distance in lang.static_range(1, W):
-                    to = lang.cast((rank + distance) % W, lang.int64)
-                    if SAME and distance > 1:
-                        parts += (parts[0],)
-                    else:
-                        parts += (lang.load(input + to * send_step + k, mask=k < n),)
-                for distance in lang.static_range(1, W):
-                    event = ctx.tracing.begin_move("store", mine + i, (rank + distance) % W, k < n)
-                    send_marked(move(mine, ctx.base, bases[distance - 1]) + i, parts[distance - 1], k < n)
-                    ctx.tracing.record_event_end(event)
-            if step >= AHEAD:
-                block = first + (step - AHEAD) * stride
-                epoch = lang.load(epochs + block)
-                k = block * PART + i
-                own = lang.load(input + lang.cast(rank, lang.int64) * send_step + k, mask=k < n)
-                parts = region(slots, most, block, epoch, W * PART)
-                event = ctx.tracing.begin_wait_for_data(parts, rank)
-                total = add_up(parts, own, words, n - block * PART, rank, W, PART, OP, ctx._record(), factors)
+
+@jit
+def leave(slots, epochs, most, block, epoch, j, rank, W: tl.constexpr, PART: tl.constexpr, STEPS: tl.constexpr):
+    """Clear what peers have put into the last epoch's slot, and count this one."""
+    old = region(slots, most, block, epoch + (SLOTS - 1), STEPS * W * PART)
+    for step in tl.static_range(STEPS):
+        clear_marked(old + step * W * PART + j, (j < W * PART) & (j // PART != rank))
+    keep(epochs + block, (epoch + 1) % SLOTS)
+
+
+@jit
+def one_shot(
+    context_tensor,
+    epochs,
+    slots,
+    input,
+    output,
+    factors,
+    n,
+    most,
+    send_step,
+    W: tl.constexpr,
+    RANKS: tl.constexpr,
+    PART: tl.constexpr,
+    OP: tl.constexpr,
+    SAME: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """``most``: blocks that a slot has room for. ``EARLY``: there is room for the next launch beside this one.
+
+    ``send_step``: from what one rank wants to what the next one wants; 0 if all want the `SAME`.
+    """
+    ctx = DeviceContext.initialize(context_tensor, num_ranks=W)
+    rank, bases = ctx.cur_rank, peers(ctx, W)
+    follow_predecessor()
+    if EARLY:
+        admit_successor()
+    element: tl.constexpr = input.dtype.element_ty
+    i = flat(PART, element)
+    j = flat(RANKS * PART, element)
+    words = flat(PART // elements_per_word(element), word_type(element))
+    first, stride = tl.program_id(0), tl.num_programs(0)
+    steps = ((n + PART - 1) // PART - first + stride - 1) // stride
+    for step in range(0, steps + AHEAD):
+        if step < steps:
+            block = first + step * stride
+            mine = region(slots, most, block, tl.load(epochs + block), W * PART) + rank * PART
+            k = block * PART + i
+            # All loads before all stores, which the compiler cannot know to be of other memory.
+            parts = ()
+            for distance in tl.static_range(1, W):
+                to = tl.cast((rank + distance) % W, tl.int64)
+                if SAME and distance > 1:
+                    parts += (parts[0],)
+                else:
+                    parts += (tl.load(input + to * send_step + k, mask=k < n),)
+            for distance in tl.static_range(1, W):
+                event = ctx.tracing.begin_move("store", mine + i, (rank + distance) % W, k < n)
+                send_marked(translate(mine, ctx.base, bases[distance - 1]) + i, parts[distance - 1], k < n)
                 ctx.tracing.record_event_end(event)
-                lang.store(output + k, total, mask=k < n)
-                leave(slots, epochs, most, block, epoch, j, rank, W, PART, 1)
+        if step >= AHEAD:
+            block = first + (step - AHEAD) * stride
+            epoch = tl.load(epochs + block)
+            k = block * PART + i
+            own = tl.load(input + tl.cast(rank, tl.int64) * send_step + k, mask=k < n)
+            parts = region(slots, most, block, epoch, W * PART)
+            event = ctx.tracing.begin_wait_for_data(parts, rank)
+            total = add_up(parts, own, words, n - block * PART, rank, W, PART, OP, ctx._record(), factors)
+            ctx.tracing.record_event_end(event)
+            tl.store(output + k, total, mask=k < n)
+            leave(slots, epochs, most, block, epoch, j, rank, W, PART, 1)
 
-    @jit
-    def two_shot(
-        context_tensor,
-        epochs,
-        slots,
-        input,
-        output,
-        factors,
-        n,
-        most,
-        W: tl.constexpr,
-        RANKS: tl.constexpr,
-        PART: tl.constexpr,
-        OP: tl.constexpr,
-        EARLY: tl.constexpr,
-    ):
-        ctx = Context.initialize(context_tensor, num_ranks=W)
-        rank, bases = ctx.cur_rank, peers(ctx, W)
-        follow_predecessor()
-        if EARLY:
-            admit_successor()
-        element: tl.constexpr = input.dtype.element_ty
-        WORDS: tl.constexpr = PART // elements_per_word(element)
-        i = flat(PART, element)
-        j = flat(RANKS * PART, element)
-        words, all_words = flat(WORDS, word_type(element)), flat(RANKS * WORDS, word_type(element))
-        first, stride = lang.program_id(0), lang.num_programs(0)
-        steps = ((n + W * PART - 1) // (W * PART) - first + stride - 1) // stride
-        for step in range(0, steps + 2 * AHEAD):
-            if step < steps:
-                block = first + step * stride
-                mine = region(slots, most, block, lang.load(epochs + block), 2 * W * PART) + rank * PART
-                parts = ()
-                for distance in lang.static_range(1, W):
-                    k = (block * W + (rank + distance) % W) * PART + i
-                    parts += (lang.load(input + k, mask=k < n),)
-                for distance in lang.static_range(1, W):
-                    k = (block * W + (rank + distance) % W) * PART + i
-                    event = ctx.tracing.begin_move("store", mine + i, (rank + distance) % W, k < n)
-                    send_marked(move(mine, ctx.base, bases[distance - 1]) + i, parts[distance - 1], k < n)
-                    ctx.tracing.record_event_end(event)
-            if (step >= AHEAD) & (step < steps + AHEAD):
-                block = first + (step - AHEAD) * stride
-                parts = region(slots, most, block, lang.load(epochs + block), 2 * W * PART)
-                k = (block * W + rank) * PART + i
-                own = lang.load(input + k, mask=k < n)
-                event = ctx.tracing.begin_wait_for_data(parts, rank)
-                left = n - (block * W + rank) * PART
-                total = add_up(parts, own, words, left, rank, W, PART, OP, ctx._record(), factors)
+
+@jit
+def two_shot(
+    context_tensor,
+    epochs,
+    slots,
+    input,
+    output,
+    factors,
+    n,
+    most,
+    W: tl.constexpr,
+    RANKS: tl.constexpr,
+    PART: tl.constexpr,
+    OP: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    ctx = DeviceContext.initialize(context_tensor, num_ranks=W)
+    rank, bases = ctx.cur_rank, peers(ctx, W)
+    follow_predecessor()
+    if EARLY:
+        admit_successor()
+    element: tl.constexpr = input.dtype.element_ty
+    WORDS: tl.constexpr = PART // elements_per_word(element)
+    i = flat(PART, element)
+    j = flat(RANKS * PART, element)
+    words, all_words = flat(WORDS, word_type(element)), flat(RANKS * WORDS, word_type(element))
+    first, stride = tl.program_id(0), tl.num_programs(0)
+    steps = ((n + W * PART - 1) // (W * PART) - first + stride - 1) // stride
+    for step in range(0, steps + 2 * AHEAD):
+        if step < steps:
+            block = first + step * stride
+            mine = region(slots, most, block, tl.load(epochs + block), 2 * W * PART) + rank * PART
+            parts = ()
+            for distance in tl.static_range(1, W):
+                k = (block * W + (rank + distance) % W) * PART + i
+                parts += (tl.load(input + k, mask=k < n),)
+            for distance in tl.static_range(1, W):
+                k = (block * W + (rank + distance) % W) * PART + i
+                event = ctx.tracing.begin_move("store", mine + i, (rank + distance) % W, k < n)
+                send_marked(translate(mine, ctx.base, bases[distance - 1]) + i, parts[distance - 1], k < n)
                 ctx.tracing.record_event_end(event)
-                lang.store(output + k, total, mask=k < n)
-                for distance in lang.static_range(1, W):
-                    event = ctx.tracing.begin_move("store", parts + i, (rank + distance) % W, k < n)
-                    send_marked(move(parts + (W + rank) * PART, ctx.base, bases[distance - 1]) + i, total, k < n)
-                    ctx.tracing.record_event_end(event)
-            if step >= 2 * AHEAD:
-                block = first + (step - 2 * AHEAD) * stride
-                epoch = lang.load(epochs + block)
-                k = block * W * PART + j
-                # The sums lie beside each other as they do in the output.
-                there = (j < W * PART) & (j // PART != rank) & (k < n)
-                sums = region(slots, most, block, epoch, 2 * W * PART) + W * PART
-                sources = all_words // WORDS
-                others = (sources < W) & (sources != rank)
-                bits = lang.where(others, awaited(all_words, n - block * W * PART, element), 0)
-                event = ctx.tracing.begin_wait_for_data(sums, rank)
-                total = receive_marked(
-                    words_at(sums, element) + all_words, others, bits, element, j, sources, ctx._record()
-                )
+        if (step >= AHEAD) & (step < steps + AHEAD):
+            block = first + (step - AHEAD) * stride
+            parts = region(slots, most, block, tl.load(epochs + block), 2 * W * PART)
+            k = (block * W + rank) * PART + i
+            own = tl.load(input + k, mask=k < n)
+            event = ctx.tracing.begin_wait_for_data(parts, rank)
+            left = n - (block * W + rank) * PART
+            total = add_up(parts, own, words, left, rank, W, PART, OP, ctx._record(), factors)
+            ctx.tracing.record_event_end(event)
+            tl.store(output + k, total, mask=k < n)
+            for distance in tl.static_range(1, W):
+                event = ctx.tracing.begin_move("store", parts + i, (rank + distance) % W, k < n)
+                send_marked(translate(parts + (W + rank) * PART, ctx.base, bases[distance - 1]) + i, total, k < n)
                 ctx.tracing.record_event_end(event)
-                lang.store(output + k, total, mask=there)
-                leave(slots, epochs, most, block, epoch, j, rank, W, PART, 2)
-
-    return SimpleNamespace(one_shot=one_shot, two_shot=two_shot, add_up=add_up, peers=peers, region=region)
-
-
-triton_push = make_push(
-    triton.jit,
-    tl,
-    triton_translate,
-    triton_queue,
-    triton_stamped,
-    triton_ordering,
-    triton_failures,
-    triton_combine,
-    DeviceContext,
-)
-gluon_push = make_push(
-    gluon.jit,
-    gl,
-    gluon_translate,
-    gluon_queue,
-    gluon_stamped,
-    gluon_ordering,
-    gluon_failures,
-    gluon_combine,
-    IrisDeviceCtx,
-)
-# Kernels have names of their own.
-triton_one_shot, triton_two_shot = triton_push.one_shot, triton_push.two_shot
-gluon_one_shot, gluon_two_shot = gluon_push.one_shot, gluon_push.two_shot
+        if step >= 2 * AHEAD:
+            block = first + (step - 2 * AHEAD) * stride
+            epoch = tl.load(epochs + block)
+            k = block * W * PART + j
+            # The sums lie beside each other as they do in the output.
+            there = (j < W * PART) & (j // PART != rank) & (k < n)
+            sums = region(slots, most, block, epoch, 2 * W * PART) + W * PART
+            sources = all_words // WORDS
+            others = (sources < W) & (sources != rank)
+            bits = tl.where(others, awaited(all_words, n - block * W * PART, element), 0)
+            event = ctx.tracing.begin_wait_for_data(sums, rank)
+            total = receive_marked(
+                words_at(sums, element) + all_words, others, bits, element, j, sources, ctx._record()
+            )
+            ctx.tracing.record_event_end(event)
+            tl.store(output + k, total, mask=there)
+            leave(slots, epochs, most, block, epoch, j, rank, W, PART, 2)

@@ -32,18 +32,15 @@ each other where their input lies, with release, behind everything earlier on th
 its output written. The own column counts the calls, as in a barrier (`iris.language.ordering`).
 """
 
-from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
-
 import triton
 import triton.language as tl
-from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from iris.device_record import BARRIER_LANES
-from iris.language.address import bytes_of, gluon_translate, triton_translate
-from iris.language.ordering import gluon_ordering, triton_ordering
-from iris.language.stamped import gluon_stamped, triton_stamped
+from iris.language.address import bytes_of, translate
+from iris.language.jit import gluon_version_of, jit
+from iris.language.ordering import keep, lanes
+from iris.language.stamped import receive_places, send_place
 from iris.language.target import threads_per_warp
 
 # Ranks that a block of lanes holds: the largest group.
@@ -89,148 +86,152 @@ def flat_layout(block, itemsize, num_warps):
 
 
 @triton.jit
-def _triton_flat(block: tl.constexpr, element: tl.constexpr):
+def flat(block: tl.constexpr, element: tl.constexpr):
     return tl.arange(0, block)
 
 
-@gluon.jit
+@gluon_version_of(flat)
 def _gluon_flat(block: tl.constexpr, element: tl.constexpr):
     return gl.arange(0, block, layout=flat_layout(block, bytes_of(element), gl.num_warps()))
 
 
-def make_queue(
-    jit: Callable, lang: ModuleType, move: Callable, order: SimpleNamespace, stamped: SimpleNamespace
-) -> SimpleNamespace:
-    """The device functions of the queues in the language that ``(jit, lang)`` stand for."""
-    lanes, follow_predecessor, keep = order.lanes, order.follow_predecessor, order.keep
-    send_place, receive_places = stamped.send_place, stamped.receive_places
+@jit
+def pick(values, rank):
+    """The value of one lane."""
+    return tl.sum(tl.where(lanes() == rank, values, 0), axis=0)
 
-    @jit
-    def pick(values, rank):
-        """The value of one lane."""
-        return lang.sum(lang.where(lanes() == rank, values, 0), axis=0)
 
-    @jit
-    def among(first, last, rank):
-        """Lanes of the ranks from ``first`` to before ``last``, without the caller."""
-        peer = lanes()
-        return (peer >= first) & (peer < last) & (peer != rank)
+@jit
+def among(first, last, rank):
+    """Lanes of the ranks from ``first`` to before ``last``, without the caller."""
+    peer = lanes()
+    return (peer >= first) & (peer < last) & (peer != rank)
 
-    @jit
-    def blocks_of(n, size):
-        """How many blocks of ``size`` have ``n`` elements, which an int32 may just hold; int32."""
-        return lang.cast((lang.cast(n, lang.int64) + size - 1) // size, lang.int32)
 
-    @jit
-    def queue_address(ctx, slots, W: tl.constexpr, SLOT: tl.constexpr, to):
-        """Where the caller's queues begin at each of the ranks ``to``; int64 lanes."""
-        mine = slots + (lang.cast(lang.program_id(0), lang.int64) * W + ctx.cur_rank) * (NUM_SLOTS * SLOT)
-        return lang.load(ctx.table + lanes(), mask=to, other=0) + (lang.cast(mine, lang.int64) - ctx.base)
+@jit
+def blocks_of(n, size):
+    """How many blocks of ``size`` have ``n`` elements, which an int32 may just hold; int32."""
+    return tl.cast((tl.cast(n, tl.int64) + size - 1) // size, tl.int32)
 
-    @jit
-    def pointer_at(like, address):
-        """``address`` as a pointer of the type and alignment of ``like``; a multiple of 16 bytes is between them."""
-        return move(like, lang.cast(like, lang.int64), address)
 
-    @jit
-    def place_of(ctx, heap_table, tensor, length, W: tl.constexpr):
-        """Where a tensor lies in the heap, and whether it does."""
-        offset = lang.cast(tensor, lang.int64) - lang.load(heap_table + ctx.cur_rank)
-        # Aligned as the peers' pointers assume; what is not takes the queue.
-        direct = (offset >= 0) & (offset + length <= lang.load(heap_table + W)) & (offset % 16 == 0)
-        return offset, direct
+@jit
+def queue_address(ctx, slots, W: tl.constexpr, SLOT: tl.constexpr, to):
+    """Where the caller's queues begin at each of the ranks ``to``; int64 lanes."""
+    mine = slots + (tl.cast(tl.program_id(0), tl.int64) * W + ctx.cur_rank) * (NUM_SLOTS * SLOT)
+    return tl.load(ctx.table + lanes(), mask=to, other=0) + (tl.cast(mine, tl.int64) - ctx.base)
 
-    @jit
-    def permit(ctx, words, heap_table, output, length, calls, ranks, W: tl.constexpr):
-        """Tell ``ranks`` where they may write; returns whether that is on the heap, else they may not.
 
-        What used the memory before was an earlier kernel, which is over: there is nothing to release.
-        """
-        offset, direct = place_of(ctx, heap_table, output, length, W)
-        theirs = move(words + ctx.cur_rank, ctx.base, lang.load(ctx.table + lanes(), mask=ranks, other=0))
-        send_place(theirs, lang.where(direct, offset + 1, 0), calls, ranks)
-        return direct
+@jit
+def pointer_at(like, address):
+    """``address`` as a pointer of the type and alignment of ``like``; a multiple of 16 bytes is between them."""
+    return translate(like, tl.cast(like, tl.int64), address)
 
-    @jit
-    def tell(ctx, words, heap_table, tensor, length, calls, others, W: tl.constexpr):
-        """Tell all ranks where a tensor lies that they may read; returns whether that is on the heap."""
-        offset, direct = place_of(ctx, heap_table, tensor, length, W)
-        word = lang.where(direct, offset + 1, 0) | (lang.cast(calls & 0xFFFF, lang.int64) << 48)
-        nothing = lang.cast(lanes() * 0, lang.int64)
-        ctx._signal_ranks(words + ctx.cur_rank, word + nothing, lanes(), others)
-        return direct
 
-    @jit
-    def hear(ctx, words, heap_table, calls, others):
-        """What all ranks `tell`, or `permit`: an address each, 0 where it is not on the heap."""
-        offset = receive_places(words + lanes(), calls + lanes() * 0, others, ctx._record())
-        base = lang.load(heap_table + lanes(), mask=others, other=0)
-        return lang.where(others & (offset > 0), base + offset - 1, 0)
+@jit
+def place_of(ctx, heap_table, tensor, length, W: tl.constexpr):
+    """Where a tensor lies in the heap, and whether it does."""
+    offset = tl.cast(tensor, tl.int64) - tl.load(heap_table + ctx.cur_rank)
+    # Aligned as the peers' pointers assume; what is not takes the queue.
+    direct = (offset >= 0) & (offset + length <= tl.load(heap_table + W)) & (offset % 16 == 0)
+    return offset, direct
 
-    @jit
-    def offer(ctx, row, words, heap_table, output, length, W: tl.constexpr, sources):
-        """Tell the ranks ``sources`` where their data go; returns the count of such calls, and if it is direct."""
-        calls = lang.load(row + CALLS_FROM + lanes(), mask=sources, other=0) + 1
-        direct = permit(ctx, words + PLACES, heap_table, output, length, calls, sources, W)
-        keep(row + CALLS_FROM + lanes(), calls, sources)
-        return calls, direct
 
-    @jit
-    def find(ctx, row, words, heap_table, to):
-        """Where the ranks ``to`` want their data: the count of such calls, and an address each, 0 for the queue."""
-        calls = lang.load(row + CALLS_TO + lanes(), mask=to, other=0) + 1
-        offset = receive_places(words + PLACES + lanes(), calls, to, ctx._record())
-        keep(row + CALLS_TO + lanes(), calls, to)
-        base = lang.load(heap_table + lanes(), mask=to, other=0)
-        return calls, lang.where(to & (offset > 0), base + offset - 1, 0)
+@jit
+def permit(ctx, words, heap_table, output, length, calls, ranks, W: tl.constexpr):
+    """Tell ``ranks`` where they may write; returns whether that is on the heap, else they may not.
 
-    @jit
-    def slot_of(p, s, got, W: tl.constexpr):
-        """Which slot of this rank holds the next block from rank ``s``."""
-        return lang.cast((p * W + s) * NUM_SLOTS + (pick(got, s) & (NUM_SLOTS - 1)), lang.int64)
+    What used the memory before was an earlier kernel, which is over: there is nothing to release.
+    """
+    offset, direct = place_of(ctx, heap_table, output, length, W)
+    theirs = translate(words + ctx.cur_rank, ctx.base, tl.load(ctx.table + lanes(), mask=ranks, other=0))
+    send_place(theirs, tl.where(direct, offset + 1, 0), calls, ranks)
+    return direct
 
-    @jit
-    def await_room(ctx, words, sent, to, W: tl.constexpr):
-        """Wait for room for another block in the queues to the ranks ``to``."""
-        ctx._wait_ranks(words + POSTS + lanes(), sent + 1 - NUM_SLOTS, to, 0, W, LOW)
 
-    @jit
-    def await_blocks(ctx, words, got, sources, W: tl.constexpr):
-        """Wait for the next block in the queues from the ranks ``sources``."""
-        ctx._wait_ranks(words + POSTS + lanes(), got + 1, sources, 0, W, HIGH)
+@jit
+def tell(ctx, words, heap_table, tensor, length, calls, others, W: tl.constexpr):
+    """Tell all ranks where a tensor lies that they may read; returns whether that is on the heap."""
+    offset, direct = place_of(ctx, heap_table, tensor, length, W)
+    word = tl.where(direct, offset + 1, 0) | (tl.cast(calls & 0xFFFF, tl.int64) << 48)
+    nothing = tl.cast(lanes() * 0, tl.int64)
+    ctx._signal_ranks(words + ctx.cur_rank, word + nothing, lanes(), others)
+    return direct
 
-    @jit
-    def await_taken(ctx, words, sent, to, W: tl.constexpr):
-        """Wait until the ranks ``to`` have taken all that they were sent."""
-        ctx._wait_ranks(words + POSTS + lanes(), sent, to, 0, W, LOW)
 
-    @jit
-    def post(ctx, words, sent, got, peers):
-        """Tell ``peers`` what was put in and taken out: behind all writes to their slots, and all reads of the own."""
-        word = (lang.cast(sent, lang.int64) << 32) | (lang.cast(got, lang.int64) & 0xFFFFFFFF)
-        ctx._signal_ranks(words + POSTS + ctx.cur_rank, word, lanes(), peers)
+@jit
+def hear(ctx, words, heap_table, calls, others):
+    """What all ranks `tell`, or `permit`: an address each, 0 where it is not on the heap."""
+    offset = receive_places(words + lanes(), calls + lanes() * 0, others, ctx._record())
+    base = tl.load(heap_table + lanes(), mask=others, other=0)
+    return tl.where(others & (offset > 0), base + offset - 1, 0)
 
-    @jit
-    def finish(ctx, flags, calls_to, to, calls_from, sources, W: tl.constexpr):
-        """Say "all written" to the ranks ``to`` that were written directly, and hear it from ``sources``.
 
-        ``flags``: the row `DONE`, or `WRITTEN` of messages whose sizes are compared.
-        """
-        ctx._signal_ranks(flags + ctx.cur_rank, calls_to, lanes(), to)
-        ctx._wait_ranks(flags + lanes(), calls_from, sources, 0, W)
+@jit
+def offer(ctx, row, words, heap_table, output, length, W: tl.constexpr, sources):
+    """Tell the ranks ``sources`` where their data go; returns the count of such calls, and if it is direct."""
+    calls = tl.load(row + CALLS_FROM + lanes(), mask=sources, other=0) + 1
+    direct = permit(ctx, words + PLACES, heap_table, output, length, calls, sources, W)
+    keep(row + CALLS_FROM + lanes(), calls, sources)
+    return calls, direct
 
-    @jit
-    def meet(ctx, row, calls, others, W: tl.constexpr):
-        """The end of a call in which peers' inputs were read: all have read, and written, when anyone goes on."""
-        ctx._signal_ranks(row + MET + ctx.cur_rank, calls + lanes() * 0, lanes(), others)
-        keep(row + MET + ctx.cur_rank, calls)
-        ctx._wait_ranks(row + MET + lanes(), calls + lanes() * 0, others, 0, W)
 
-    return SimpleNamespace(
-        **{name: value for name, value in locals().items() if name in QUEUE_FUNCTIONS},
-        lanes=lanes,
-        flat=_triton_flat if lang is tl else _gluon_flat,
-    )
+@jit
+def find(ctx, row, words, heap_table, to):
+    """Where the ranks ``to`` want their data: the count of such calls, and an address each, 0 for the queue."""
+    calls = tl.load(row + CALLS_TO + lanes(), mask=to, other=0) + 1
+    offset = receive_places(words + PLACES + lanes(), calls, to, ctx._record())
+    keep(row + CALLS_TO + lanes(), calls, to)
+    base = tl.load(heap_table + lanes(), mask=to, other=0)
+    return calls, tl.where(to & (offset > 0), base + offset - 1, 0)
+
+
+@jit
+def slot_of(p, s, got, W: tl.constexpr):
+    """Which slot of this rank holds the next block from rank ``s``."""
+    return tl.cast((p * W + s) * NUM_SLOTS + (pick(got, s) & (NUM_SLOTS - 1)), tl.int64)
+
+
+@jit
+def await_room(ctx, words, sent, to, W: tl.constexpr):
+    """Wait for room for another block in the queues to the ranks ``to``."""
+    ctx._wait_ranks(words + POSTS + lanes(), sent + 1 - NUM_SLOTS, to, 0, W, LOW)
+
+
+@jit
+def await_blocks(ctx, words, got, sources, W: tl.constexpr):
+    """Wait for the next block in the queues from the ranks ``sources``."""
+    ctx._wait_ranks(words + POSTS + lanes(), got + 1, sources, 0, W, HIGH)
+
+
+@jit
+def await_taken(ctx, words, sent, to, W: tl.constexpr):
+    """Wait until the ranks ``to`` have taken all that they were sent."""
+    ctx._wait_ranks(words + POSTS + lanes(), sent, to, 0, W, LOW)
+
+
+@jit
+def post(ctx, words, sent, got, peers):
+    """Tell ``peers`` what was put in and taken out: behind all writes to their slots, and all reads of the own."""
+    word = (tl.cast(sent, tl.int64) << 32) | (tl.cast(got, tl.int64) & 0xFFFFFFFF)
+    ctx._signal_ranks(words + POSTS + ctx.cur_rank, word, lanes(), peers)
+
+
+@jit
+def finish(ctx, flags, calls_to, to, calls_from, sources, W: tl.constexpr):
+    """Say "all written" to the ranks ``to`` that were written directly, and hear it from ``sources``.
+
+    ``flags``: the row `DONE`, or `WRITTEN` of messages whose sizes are compared.
+    """
+    ctx._signal_ranks(flags + ctx.cur_rank, calls_to, lanes(), to)
+    ctx._wait_ranks(flags + lanes(), calls_from, sources, 0, W)
+
+
+@jit
+def meet(ctx, row, calls, others, W: tl.constexpr):
+    """The end of a call in which peers' inputs were read: all have read, and written, when anyone goes on."""
+    ctx._signal_ranks(row + MET + ctx.cur_rank, calls + lanes() * 0, lanes(), others)
+    keep(row + MET + ctx.cur_rank, calls)
+    ctx._wait_ranks(row + MET + lanes(), calls + lanes() * 0, others, 0, W)
 
 
 QUEUE_FUNCTIONS = {
@@ -238,6 +239,3 @@ QUEUE_FUNCTIONS = {
     "meet",
     "await_room", "await_blocks", "await_taken", "post", "finish", "slot_of", "follow_predecessor", "keep",
 }  # fmt: skip
-
-triton_queue = make_queue(triton.jit, tl, triton_translate, triton_ordering, triton_stamped)
-gluon_queue = make_queue(gluon.jit, gl, gluon_translate, gluon_ordering, gluon_stamped)

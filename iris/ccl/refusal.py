@@ -21,10 +21,8 @@ from iris.capture import GraphLine, Line
 from iris.ccl.communicator import Communicator
 from iris.errors import IrisError
 from iris.language.failures import kind_code
-from iris.language.ordering import triton_ordering
+from iris.language.ordering import follow_predecessor, give_up
 from iris.launch import addresses, prepare
-
-follow_predecessor, give_up = triton_ordering.follow_predecessor, triton_ordering.give_up
 
 # Seconds for which a root watches what the others do. It breaks the group then, and members that come later find it so.
 LONGEST_LOOK_S = 10.0

@@ -15,124 +15,122 @@ behind finds the block that it waits for, since its left neighbour sent that bef
 right neighbour has taken all but the last of the blocks before.
 """
 
-from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
-
-import triton
 import triton.language as tl
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
 
-from iris.ccl.combine import accumulator, gluon_combine, triton_combine
-from iris.ccl.queue import COUNTS, GOT, NUM_SLOTS, SENT, WORDS, gluon_queue, triton_queue
-from iris.language.context import DeviceContext, IrisDeviceCtx
+from iris.ccl.combine import accumulator, combine, conclude, scaled
+from iris.ccl.queue import (
+    COUNTS,
+    GOT,
+    NUM_SLOTS,
+    SENT,
+    WORDS,
+    await_blocks,
+    await_room,
+    blocks_of,
+    flat,
+    pick,
+    pointer_at,
+    post,
+    queue_address,
+)
+from iris.language.context import DeviceContext
+from iris.language.jit import jit
+from iris.language.ordering import follow_predecessor, keep, lanes
 
 
-def make_ring(jit: Callable, lang: ModuleType, queue: SimpleNamespace, combining: SimpleNamespace, Context: type):
-    """The kernel in the language that ``(jit, lang)`` stand for."""
-    pick, flat, lanes, blocks_of = queue.pick, queue.flat, queue.lanes, queue.blocks_of
-    follow_predecessor, keep = queue.follow_predecessor, queue.keep
-    queue_address, pointer_at = queue.queue_address, queue.pointer_at
-    await_room, await_blocks, post = queue.await_room, queue.await_blocks, queue.post
-    scaled, combine, conclude = combining.scaled, combining.combine, combining.conclude
+@jit
+def there(slots, queues, sent, right, SLOT: tl.constexpr):
+    """The slot of the right neighbour for the next block."""
+    return pointer_at(slots, pick(queues, right)) + (pick(sent, right) & (NUM_SLOTS - 1)) * SLOT
 
-    @jit
-    def there(slots, queues, sent, right, SLOT: tl.constexpr):
-        """The slot of the right neighbour for the next block."""
-        return pointer_at(slots, pick(queues, right)) + (pick(sent, right) & (NUM_SLOTS - 1)) * SLOT
 
-    @jit
-    def here(slots, got, left, W: tl.constexpr, SLOT: tl.constexpr):
-        """The slot of this rank that holds the next block of the left neighbour."""
-        queue_number = lang.cast(lang.program_id(0), lang.int64) * W + left
-        return slots + (queue_number * NUM_SLOTS + (pick(got, left) & (NUM_SLOTS - 1))) * SLOT
+@jit
+def here(slots, got, left, W: tl.constexpr, SLOT: tl.constexpr):
+    """The slot of this rank that holds the next block of the left neighbour."""
+    queue_number = tl.cast(tl.program_id(0), tl.int64) * W + left
+    return slots + (queue_number * NUM_SLOTS + (pick(got, left) & (NUM_SLOTS - 1))) * SLOT
 
-    @jit
-    def ring(
-        context_tensor,
-        counts,
-        words,
-        slots,
-        input,
-        output,
-        factors,
-        n,
-        rings,
-        W: tl.constexpr,
-        BLOCK: tl.constexpr,
-        SLOT: tl.constexpr,
-        OP: tl.constexpr,
-        STRIDING: tl.constexpr,
-    ):
-        """``slots`` of the accumulator's type. `STRIDING`: a program's chunks lie apart, else side by side."""
-        follow_predecessor()
-        ctx = Context.initialize(context_tensor, num_ranks=W)
-        rank = ctx.cur_rank
-        p = lang.program_id(0)
-        programs = lang.num_programs(0)
-        element: tl.constexpr = input.dtype.element_ty
-        ACC: tl.constexpr = accumulator(element)
-        row = counts + p * COUNTS
-        own_words = words + p * WORDS
-        forward = lang.where(p % rings % 2 == 0, 1, W - 1)
-        right = (rank + forward) % W
-        left = (rank + W - forward) % W
-        to, source = lanes() == right, lanes() == left
-        # Both counts of both neighbours, since they are posted together.
-        neighbours = to | source
-        sent = lang.load(row + SENT + lanes(), mask=neighbours, other=0)
-        got = lang.load(row + GOT + lanes(), mask=neighbours, other=0)
-        queues = queue_address(ctx, slots, W, SLOT, to)
 
-        i = flat(BLOCK, element)
-        narrow = lang.cast(slots, lang.pointer_type(element), bitcast=True)
-        turns = blocks_of(n, W * BLOCK)
-        first, stride, last = p, programs, turns
-        if not STRIDING:
-            share = (turns + programs - 1) // programs
-            first, stride, last = p * share, 1, lang.minimum(turns, (p + 1) * share)
-        for turn in range(first, last, stride):
-            base = lang.cast(turn, lang.int64) * W
-            chunk = rank
+@jit
+def ring(
+    context_tensor,
+    counts,
+    words,
+    slots,
+    input,
+    output,
+    factors,
+    n,
+    rings,
+    W: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SLOT: tl.constexpr,
+    OP: tl.constexpr,
+    STRIDING: tl.constexpr,
+):
+    """``slots`` of the accumulator's type. `STRIDING`: a program's chunks lie apart, else side by side."""
+    follow_predecessor()
+    ctx = DeviceContext.initialize(context_tensor, num_ranks=W)
+    rank = ctx.cur_rank
+    p = tl.program_id(0)
+    programs = tl.num_programs(0)
+    element: tl.constexpr = input.dtype.element_ty
+    ACC: tl.constexpr = accumulator(element)
+    row = counts + p * COUNTS
+    own_words = words + p * WORDS
+    forward = tl.where(p % rings % 2 == 0, 1, W - 1)
+    right = (rank + forward) % W
+    left = (rank + W - forward) % W
+    to, source = lanes() == right, lanes() == left
+    # Both counts of both neighbours, since they are posted together.
+    neighbours = to | source
+    sent = tl.load(row + SENT + lanes(), mask=neighbours, other=0)
+    got = tl.load(row + GOT + lanes(), mask=neighbours, other=0)
+    queues = queue_address(ctx, slots, W, SLOT, to)
+
+    i = flat(BLOCK, element)
+    narrow = tl.cast(slots, tl.pointer_type(element), bitcast=True)
+    turns = blocks_of(n, W * BLOCK)
+    first, stride, last = p, programs, turns
+    if not STRIDING:
+        share = (turns + programs - 1) // programs
+        first, stride, last = p * share, 1, tl.minimum(turns, (p + 1) * share)
+    for turn in range(first, last, stride):
+        base = tl.cast(turn, tl.int64) * W
+        chunk = rank
+        k = (base + chunk) * BLOCK + i
+        total = scaled(tl.cast(tl.load(input + k, mask=k < n), ACC), factors, rank, OP)
+        for _ in range(1, W):
+            await_room(ctx, own_words, sent, to, W)
+            event = ctx.tracing.begin_move("store", slots + i, right, k < n)
+            tl.store(there(slots, queues, sent, right, SLOT) + i, total, mask=k < n)
+            ctx.tracing.record_event_end(event)
+            sent = tl.where(to, sent + 1, sent)
+            post(ctx, own_words, sent, got, neighbours)
+            chunk = (chunk + W - forward) % W
             k = (base + chunk) * BLOCK + i
-            total = scaled(lang.cast(lang.load(input + k, mask=k < n), ACC), factors, rank, OP)
-            for _ in range(1, W):
-                await_room(ctx, own_words, sent, to, W)
-                event = ctx.tracing.begin_move("store", slots + i, right, k < n)
-                lang.store(there(slots, queues, sent, right, SLOT) + i, total, mask=k < n)
-                ctx.tracing.record_event_end(event)
-                sent = lang.where(to, sent + 1, sent)
-                post(ctx, own_words, sent, got, neighbours)
-                chunk = (chunk + W - forward) % W
-                k = (base + chunk) * BLOCK + i
-                own = scaled(lang.cast(lang.load(input + k, mask=k < n), ACC), factors, rank, OP)
-                await_blocks(ctx, own_words, got, source, W)
-                total = combine(lang.load(here(slots, got, left, W, SLOT) + i, mask=k < n), own, OP)
-                got = lang.where(source, got + 1, got)
-            result = conclude(total, element, W, OP)
-            lang.store(output + k, result, mask=k < n)
-            for _ in range(1, W):
-                await_room(ctx, own_words, sent, to, W)
-                slot = lang.cast(there(slots, queues, sent, right, SLOT), lang.pointer_type(element), bitcast=True)
-                event = ctx.tracing.begin_move("store", narrow + i, right, k < n)
-                lang.store(slot + i, result, mask=k < n)
-                ctx.tracing.record_event_end(event)
-                sent = lang.where(to, sent + 1, sent)
-                post(ctx, own_words, sent, got, neighbours)
-                chunk = (chunk + W - forward) % W
-                k = (base + chunk) * BLOCK + i
-                await_blocks(ctx, own_words, got, source, W)
-                slot = lang.cast(here(slots, got, left, W, SLOT), lang.pointer_type(element), bitcast=True)
-                result = lang.load(slot + i, mask=k < n)
-                lang.store(output + k, result, mask=k < n)
-                got = lang.where(source, got + 1, got)
-        # The left neighbour's next block, of whatever call, may need the slot of the last one.
-        post(ctx, own_words, sent, got, neighbours)
-        keep(row + SENT + lanes(), sent, neighbours)
-        keep(row + GOT + lanes(), got, neighbours)
-
-    return ring
-
-
-triton_ring = make_ring(triton.jit, tl, triton_queue, triton_combine, DeviceContext)
-gluon_ring = make_ring(gluon.jit, gl, gluon_queue, gluon_combine, IrisDeviceCtx)
+            own = scaled(tl.cast(tl.load(input + k, mask=k < n), ACC), factors, rank, OP)
+            await_blocks(ctx, own_words, got, source, W)
+            total = combine(tl.load(here(slots, got, left, W, SLOT) + i, mask=k < n), own, OP)
+            got = tl.where(source, got + 1, got)
+        result = conclude(total, element, W, OP)
+        tl.store(output + k, result, mask=k < n)
+        for _ in range(1, W):
+            await_room(ctx, own_words, sent, to, W)
+            slot = tl.cast(there(slots, queues, sent, right, SLOT), tl.pointer_type(element), bitcast=True)
+            event = ctx.tracing.begin_move("store", narrow + i, right, k < n)
+            tl.store(slot + i, result, mask=k < n)
+            ctx.tracing.record_event_end(event)
+            sent = tl.where(to, sent + 1, sent)
+            post(ctx, own_words, sent, got, neighbours)
+            chunk = (chunk + W - forward) % W
+            k = (base + chunk) * BLOCK + i
+            await_blocks(ctx, own_words, got, source, W)
+            slot = tl.cast(here(slots, got, left, W, SLOT), tl.pointer_type(element), bitcast=True)
+            result = tl.load(slot + i, mask=k < n)
+            tl.store(output + k, result, mask=k < n)
+            got = tl.where(source, got + 1, got)
+    # The left neighbour's next block, of whatever call, may need the slot of the last one.
+    post(ctx, own_words, sent, got, neighbours)
+    keep(row + SENT + lanes(), sent, neighbours)
+    keep(row + GOT + lanes(), got, neighbours)

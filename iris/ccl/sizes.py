@@ -34,13 +34,7 @@ follow, of whatever sizes, enqueued before the host knew.
 * The receiver records it, which breaks the group (`iris.abort`): so the sender's rank knows.
 """
 
-from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
-
-import triton
 import triton.language as tl
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
 
 from iris.ccl.queue import (
     ASKED,
@@ -55,145 +49,139 @@ from iris.ccl.queue import (
     SIZES,
     TARGETS,
     WORDS,
-    gluon_queue,
-    triton_queue,
+    pick,
+    place_of,
+    post,
 )
-from iris.language.address import gluon_translate, triton_translate
+from iris.language.address import translate
 from iris.language.failures import kind_code
-from iris.language.ordering import gluon_ordering, triton_ordering
-from iris.language.stamped import gluon_stamped, triton_stamped
+from iris.language.jit import jit
+from iris.language.ordering import give_up, keep, lanes
+from iris.language.stamped import receive_places, send_place
 
 NUM_MESSAGES, ROW_RANKS = tl.constexpr(MESSAGES), tl.constexpr(MAX_RANKS)
 
 
-def make_sizes(
-    jit: Callable, lang: ModuleType, move: Callable, order: SimpleNamespace, stamped: SimpleNamespace,
-    queues: SimpleNamespace,
-) -> SimpleNamespace:  # fmt: skip
-    """The device functions of this file in the language that ``(jit, lang)`` stand for."""
-    send_place, receive_places = stamped.send_place, stamped.receive_places
-    lanes, give_up, keep, pick, post = order.lanes, order.give_up, order.keep, queues.pick, queues.post
-    place_of = queues.place_of
-
-    @jit
-    def row_of(words, messages, ROW: tl.constexpr):
-        """Where in the ``words`` of a program those of the messages of these numbers lie, that of rank 0."""
-        if ROW == SIZES:
-            return words + SIZES + (messages & (NUM_MESSAGES - 1)) * ROW_RANKS
-        else:
-            return words + ROW + (messages & 1) * ROW_RANKS
-
-    @jit
-    def stamp_of(messages):
-        """Of the words of a message: 1 to 2^15. A cleared word has 0."""
-        return (messages & 0x7FFF) + 1
-
-    @jit
-    def tell_word(ctx, words, value, messages, peers, ROW: tl.constexpr):
-        """Tell ``peers`` a value below 2^48 of the messages of these numbers: `SIZES`, `ASKED` or `TARGETS`."""
-        there = lang.load(ctx.table + lanes(), mask=peers, other=0)
-        theirs = move(row_of(words, messages, ROW) + ctx.cur_rank, ctx.base, there)
-        send_place(theirs, value + lang.cast(lanes() * 0, lang.int64), stamp_of(messages), peers)
-
-    @jit
-    def hear_words(ctx, words, messages, peers, ROW: tl.constexpr):
-        """What ``peers`` `tell_word` of the messages of these numbers; int64 lanes."""
-        here = row_of(words, messages, ROW) + lanes()
-        heard = receive_places(here, stamp_of(messages), peers, ctx._record())
-        send_place(here, lang.cast(lanes() * 0, lang.int64), lanes() * 0, peers)
-        return heard
-
-    @jit
-    def ask(ctx, words, heap_table, output, length, nbytes, messages, sources, W: tl.constexpr):
-        """Ask ``sources`` for ``nbytes`` each, and tell them where these go; returns whether that is on the heap.
-
-        What used the memory before was an earlier kernel, which is over: there is nothing to release.
-        """
-        offset, direct = place_of(ctx, heap_table, output, length, W)
-        tell_word(ctx, words, lang.where(direct, offset + 1, 0), messages, sources, TARGETS)
-        tell_word(ctx, words, nbytes, messages, sources, ASKED)
-        return direct
-
-    @jit
-    def find_target(ctx, words, heap_table, nbytes, messages, receivers):
-        """Which ``receivers`` `ask` for as many bytes as they are sent, and an address each, 0 for the queue."""
-        asked = hear_words(ctx, words, messages, receivers, ASKED)
-        to = receivers & (asked == nbytes)
-        offset = hear_words(ctx, words, messages, to, TARGETS)
-        base = lang.load(heap_table + lanes(), mask=to, other=0)
-        return to, lang.where(to & (offset > 0), base + offset - 1, 0)
-
-    @jit
-    def count_messages(counts, messages_to, receivers, messages_from, sources, QUEUES: tl.constexpr):
-        """That these messages are over: each program for itself, and program 0 for all that do not run."""
-        p = lang.program_id(0)
-        keep(counts + p * COUNTS + MESSAGES_TO + lanes(), messages_to, receivers)
-        keep(counts + p * COUNTS + MESSAGES_FROM + lanes(), messages_from, sources)
-        if p == 0:
-            # Behind the barriers of `keep`, and nobody has loaded them.
-            for q in range(lang.num_programs(0), QUEUES):
-                idle = counts + q * COUNTS
-                lang.store(idle + MESSAGES_TO + lanes(), messages_to, mask=receivers)
-                lang.store(idle + MESSAGES_FROM + lanes(), messages_from, mask=sources)
-
-    @jit
-    def record_unequal(ctx, words, theirs, own, wrong):
-        """That what the ranks ``wrong`` send, ``theirs``, is not what this rank receives, ``own``; int64 lanes."""
-        source = lang.max(lang.where(wrong, lanes(), -1), axis=0)
-        flag = words + SIZES + source
-        give_up(ctx._record(), flag, pick(own, source), pick(theirs, source), kind_code("size"), source, 0)
-
-    @jit
-    def programs_of(theirs, block_bytes, PROGRAMS: tl.constexpr):
-        """Blocks of messages of so many bytes, and the programs that send them; int64 lanes."""
-        blocks = lang.maximum((theirs + block_bytes - 1) // block_bytes, 1)
-        return blocks, lang.minimum(blocks, PROGRAMS)
-
-    @jit
-    def pass_over(ctx, row, words, p, theirs, puts, block_bytes, sources, PROGRAMS: tl.constexpr):
-        """Let the senders' program ``p`` put in all that it has.
-
-        ``puts``: the senders that do not see from the size that is asked for, or from the place, that they are to put
-        nothing into the queue.
-        """
-        blocks, programs = programs_of(theirs, block_bytes, PROGRAMS)
-        steps = lang.where(sources & puts & (p < programs), (blocks - p + programs - 1) // programs, 0)
-        sent = lang.load(row + SENT + lanes(), mask=sources, other=0)
-        got = lang.load(row + GOT + lanes(), mask=sources, other=0) + lang.cast(steps, lang.int32)
-        post(ctx, words, sent, got, sources)
-        keep(row + GOT + lanes(), got, sources)
-
-    @jit
-    def refuse(
-        ctx, counts, words, theirs, own, messages, puts, sources, block_bytes,
-        PROGRAMS: tl.constexpr, QUEUES: tl.constexpr, DIRECT: tl.constexpr,
-    ):  # fmt: skip
-        """Take nothing of these messages of ``theirs`` bytes, where ``own`` were to come, and let nobody wait.
-
-        ``puts``: see `pass_over`. ``PROGRAMS``: that a message has at most; ``QUEUES``: that there are. ``DIRECT``: all
-        programs that run have asked for their parts already.
-        """
-        p = lang.program_id(0)
-        own_words = words + p * WORDS
-        _, programs = programs_of(theirs, block_bytes, PROGRAMS)
-        asks = sources & (theirs > LONGEST_QUEUED)
-        if not DIRECT:
-            tell_word(ctx, own_words, own, messages, asks & (p < programs), ASKED)
-        if p == 0:
-            for q in range(1, lang.num_programs(0)):
-                here = row_of(words + q * WORDS, messages, SIZES) + lanes()
-                send_place(here, theirs, stamp_of(messages), sources & (q >= programs))
-            for q in range(lang.num_programs(0), QUEUES):
-                there = words + q * WORDS
-                tell_word(ctx, there, own, messages, asks & (q < programs), ASKED)
-                pass_over(ctx, counts + q * COUNTS, there, q, theirs, puts, block_bytes, sources, PROGRAMS)
-        pass_over(ctx, counts + p * COUNTS, own_words, p, theirs, puts, block_bytes, sources, PROGRAMS)
-
-    return SimpleNamespace(
-        tell_word=tell_word, hear_words=hear_words, ask=ask, find_target=find_target, count_messages=count_messages,
-        record_unequal=record_unequal, refuse=refuse,
-    )  # fmt: skip
+@jit
+def row_of(words, messages, ROW: tl.constexpr):
+    """Where in the ``words`` of a program those of the messages of these numbers lie, that of rank 0."""
+    if ROW == SIZES:
+        return words + SIZES + (messages & (NUM_MESSAGES - 1)) * ROW_RANKS
+    else:
+        return words + ROW + (messages & 1) * ROW_RANKS
 
 
-triton_sizes = make_sizes(triton.jit, tl, triton_translate, triton_ordering, triton_stamped, triton_queue)
-gluon_sizes = make_sizes(gluon.jit, gl, gluon_translate, gluon_ordering, gluon_stamped, gluon_queue)
+@jit
+def stamp_of(messages):
+    """Of the words of a message: 1 to 2^15. A cleared word has 0."""
+    return (messages & 0x7FFF) + 1
+
+
+@jit
+def tell_word(ctx, words, value, messages, peers, ROW: tl.constexpr):
+    """Tell ``peers`` a value below 2^48 of the messages of these numbers: `SIZES`, `ASKED` or `TARGETS`."""
+    there = tl.load(ctx.table + lanes(), mask=peers, other=0)
+    theirs = translate(row_of(words, messages, ROW) + ctx.cur_rank, ctx.base, there)
+    send_place(theirs, value + tl.cast(lanes() * 0, tl.int64), stamp_of(messages), peers)
+
+
+@jit
+def hear_words(ctx, words, messages, peers, ROW: tl.constexpr):
+    """What ``peers`` `tell_word` of the messages of these numbers; int64 lanes."""
+    here = row_of(words, messages, ROW) + lanes()
+    heard = receive_places(here, stamp_of(messages), peers, ctx._record())
+    send_place(here, tl.cast(lanes() * 0, tl.int64), lanes() * 0, peers)
+    return heard
+
+
+@jit
+def ask(ctx, words, heap_table, output, length, nbytes, messages, sources, W: tl.constexpr):
+    """Ask ``sources`` for ``nbytes`` each, and tell them where these go; returns whether that is on the heap.
+
+    What used the memory before was an earlier kernel, which is over: there is nothing to release.
+    """
+    offset, direct = place_of(ctx, heap_table, output, length, W)
+    tell_word(ctx, words, tl.where(direct, offset + 1, 0), messages, sources, TARGETS)
+    tell_word(ctx, words, nbytes, messages, sources, ASKED)
+    return direct
+
+
+@jit
+def find_target(ctx, words, heap_table, nbytes, messages, receivers):
+    """Which ``receivers`` `ask` for as many bytes as they are sent, and an address each, 0 for the queue."""
+    asked = hear_words(ctx, words, messages, receivers, ASKED)
+    to = receivers & (asked == nbytes)
+    offset = hear_words(ctx, words, messages, to, TARGETS)
+    base = tl.load(heap_table + lanes(), mask=to, other=0)
+    return to, tl.where(to & (offset > 0), base + offset - 1, 0)
+
+
+@jit
+def count_messages(counts, messages_to, receivers, messages_from, sources, QUEUES: tl.constexpr):
+    """That these messages are over: each program for itself, and program 0 for all that do not run."""
+    p = tl.program_id(0)
+    keep(counts + p * COUNTS + MESSAGES_TO + lanes(), messages_to, receivers)
+    keep(counts + p * COUNTS + MESSAGES_FROM + lanes(), messages_from, sources)
+    if p == 0:
+        # Behind the barriers of `keep`, and nobody has loaded them.
+        for q in range(tl.num_programs(0), QUEUES):
+            idle = counts + q * COUNTS
+            tl.store(idle + MESSAGES_TO + lanes(), messages_to, mask=receivers)
+            tl.store(idle + MESSAGES_FROM + lanes(), messages_from, mask=sources)
+
+
+@jit
+def record_unequal(ctx, words, theirs, own, wrong):
+    """That what the ranks ``wrong`` send, ``theirs``, is not what this rank receives, ``own``; int64 lanes."""
+    source = tl.max(tl.where(wrong, lanes(), -1), axis=0)
+    flag = words + SIZES + source
+    give_up(ctx._record(), flag, pick(own, source), pick(theirs, source), kind_code("size"), source, 0)
+
+
+@jit
+def programs_of(theirs, block_bytes, PROGRAMS: tl.constexpr):
+    """Blocks of messages of so many bytes, and the programs that send them; int64 lanes."""
+    blocks = tl.maximum((theirs + block_bytes - 1) // block_bytes, 1)
+    return blocks, tl.minimum(blocks, PROGRAMS)
+
+
+@jit
+def pass_over(ctx, row, words, p, theirs, puts, block_bytes, sources, PROGRAMS: tl.constexpr):
+    """Let the senders' program ``p`` put in all that it has.
+
+    ``puts``: the senders that do not see from the size that is asked for, or from the place, that they are to put
+    nothing into the queue.
+    """
+    blocks, programs = programs_of(theirs, block_bytes, PROGRAMS)
+    steps = tl.where(sources & puts & (p < programs), (blocks - p + programs - 1) // programs, 0)
+    sent = tl.load(row + SENT + lanes(), mask=sources, other=0)
+    got = tl.load(row + GOT + lanes(), mask=sources, other=0) + tl.cast(steps, tl.int32)
+    post(ctx, words, sent, got, sources)
+    keep(row + GOT + lanes(), got, sources)
+
+
+@jit
+def refuse(
+    ctx, counts, words, theirs, own, messages, puts, sources, block_bytes,
+    PROGRAMS: tl.constexpr, QUEUES: tl.constexpr, DIRECT: tl.constexpr,
+):  # fmt: skip
+    """Take nothing of these messages of ``theirs`` bytes, where ``own`` were to come, and let nobody wait.
+
+    ``puts``: see `pass_over`. ``PROGRAMS``: that a message has at most; ``QUEUES``: that there are. ``DIRECT``: all
+    programs that run have asked for their parts already.
+    """
+    p = tl.program_id(0)
+    own_words = words + p * WORDS
+    _, programs = programs_of(theirs, block_bytes, PROGRAMS)
+    asks = sources & (theirs > LONGEST_QUEUED)
+    if not DIRECT:
+        tell_word(ctx, own_words, own, messages, asks & (p < programs), ASKED)
+    if p == 0:
+        for q in range(1, tl.num_programs(0)):
+            here = row_of(words + q * WORDS, messages, SIZES) + lanes()
+            send_place(here, theirs, stamp_of(messages), sources & (q >= programs))
+        for q in range(tl.num_programs(0), QUEUES):
+            there = words + q * WORDS
+            tell_word(ctx, there, own, messages, asks & (q < programs), ASKED)
+            pass_over(ctx, counts + q * COUNTS, there, q, theirs, puts, block_bytes, sources, PROGRAMS)
+    pass_over(ctx, counts + p * COUNTS, own_words, p, theirs, puts, block_bytes, sources, PROGRAMS)

@@ -183,8 +183,8 @@ def _push(
     step, same = ((send_step,), (send_step == 0,)) if steps == 1 else ((), ())
     after = (n, most, *step, comm.size, ranks, part, operands.op, *same)
     kernel = {
-        (1, False): push.triton_one_shot, (1, True): push.gluon_one_shot,
-        (2, False): push.triton_two_shot, (2, True): push.gluon_two_shot,
+        (1, False): push.one_shot, (1, True): push.one_shot.gluon,
+        (2, False): push.two_shot, (2, True): push.two_shot.gluon,
     }[steps, config.use_gluon]  # fmt: skip
     return operands.ready(comm, kernel, programs, warps, before, after, admits=True)
 
@@ -220,7 +220,7 @@ def _ring(comm: Communicator, choice: Choice, operands: Operands, n: int, config
         n, config.all_reduce_num_rings or 2, comm.size, block, queues.slot_bytes // sums.itemsize, operands.op,
         config.all_reduce_distribution != 1,
     )  # fmt: skip
-    kernel = ring.gluon_ring if config.use_gluon else ring.triton_ring
+    kernel = ring.ring.gluon if config.use_gluon else ring.ring
     return operands.ready(comm, kernel, programs, _warps(config, block * sums.itemsize), before, after)
 
 
@@ -249,7 +249,7 @@ def _atomic(comm: Communicator, choice: Choice, operands: Operands, n: int, conf
         memory[:locks].view(sums),
     )  # fmt: skip
     after = (n, comm.size, block, slot, operands.op, choice.variant == "spinlock")
-    kernel = atomic.gluon_atomic if config.use_gluon else atomic.triton_atomic
+    kernel = atomic.atomic.gluon if config.use_gluon else atomic.atomic
     return operands.ready(comm, kernel, programs, _warps(config, block * sums.itemsize), before, after)
 
 
@@ -271,10 +271,10 @@ def _queued(
     steps = (n, part_step, block_step, limit_step, 0 if step is not None else block)
     sizes = (comm.size, block, queues.slot_bytes // dtype.itemsize, operands.op, to is not None)
     if choice.variant == "pull":
-        kernel = pull.gluon_pull if config.use_gluon else pull.triton_pull
+        kernel = pull.pull.gluon if config.use_gluon else pull.pull
         after = (*steps, input.nbytes, output.nbytes, *sizes)
     else:
-        kernel = two_shot.gluon_two_shot if config.use_gluon else two_shot.triton_two_shot
+        kernel = two_shot.two_shot.gluon if config.use_gluon else two_shot.two_shot
         wanted = to or range(comm.size)
         direct = to is not None and output.nbytes > 65536
         after = (*steps, output.nbytes, wanted.start, wanted.stop, *sizes, direct)

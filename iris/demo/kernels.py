@@ -7,9 +7,7 @@ from triton.experimental.gluon import language as gl
 
 from iris.gluon import IrisDeviceCtx, threads_per_warp
 from iris.language.context import DeviceContext
-from iris.language.functional import triton_functions
-
-remote_store = triton_functions.store
+from iris.language.functional import store as remote_store
 
 
 @triton.jit

@@ -11,16 +11,11 @@ sum is written so that the compiler can see what it needs for 16-byte accesses, 
   tensor of less than 2 GiB (its ``tt.pointer_range`` speaks of the local tensor, and the peer's lies elsewhere).
 """
 
-from collections.abc import Callable
-from types import ModuleType
-from typing import Any
-
 import triton
 import triton.language as tl
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
 
 from iris import simulator
+from iris.language.jit import jit
 
 _OTHER_TYPE_OF_WIDTH = {
     "floating": {8: tl.int8, 16: tl.int16, 32: tl.int32, 64: tl.int64},
@@ -69,27 +64,18 @@ def check_copy(from_rank, to_rank, caller):
     reach.check_copy(*stored)
 
 
-def make_translate(jit: Callable, lang: ModuleType) -> Any:
-    """`translate` as a device function of the language that ``(jit, lang)`` stand for."""
+@jit
+def translate(ptr, from_base, to_base, hint: tl.constexpr = None):
+    """The address in the heap at ``to_base`` of what ``ptr`` points to in the heap at ``from_base``.
 
-    @jit
-    def translate(ptr, from_base, to_base, hint: tl.constexpr = None):
-        """The address in the heap at ``to_base`` of what ``ptr`` points to in the heap at ``from_base``.
-
-        ``ptr`` may be a scalar or a block of pointers; the bases are int64, scalars or blocks that broadcast with it.
-        ``hint``: what the address is a multiple of, in bytes, as for ``multiple_of``.
-        """
-        element: tl.constexpr = ptr.dtype.scalar.element_ty
-        other: tl.constexpr = other_type_of_width(element)
-        per_16_bytes: tl.constexpr = elements_per_16_bytes(element)
-        moved = lang.cast(ptr, lang.pointer_type(other), bitcast=True) + ((to_base - from_base) >> 4) * per_16_bytes
-        if hint is not None:
-            # Said of the sum itself: of what a function returns, Triton 3.6 forgets it.
-            moved = lang.multiple_of(moved, hint)
-        return lang.cast(moved, lang.pointer_type(element), bitcast=True)
-
-    return translate
-
-
-triton_translate = make_translate(triton.jit, tl)
-gluon_translate = make_translate(gluon.jit, gl)
+    ``ptr`` may be a scalar or a block of pointers; the bases are int64, scalars or blocks that broadcast with it.
+    ``hint``: what the address is a multiple of, in bytes, as for ``multiple_of``.
+    """
+    element: tl.constexpr = ptr.dtype.scalar.element_ty
+    other: tl.constexpr = other_type_of_width(element)
+    per_16_bytes: tl.constexpr = elements_per_16_bytes(element)
+    moved = tl.cast(ptr, tl.pointer_type(other), bitcast=True) + ((to_base - from_base) >> 4) * per_16_bytes
+    if hint is not None:
+        # Said of the sum itself: of what a function returns, Triton 3.6 forgets it.
+        moved = tl.multiple_of(moved, hint)
+    return tl.cast(moved, tl.pointer_type(element), bitcast=True)

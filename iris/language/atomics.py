@@ -4,173 +4,165 @@ Each returns the old value. ``sem``: "relaxed", "acquire", "release" or "acq_rel
 "gpu" or "sys". ``hint``: what the translated pointer is a multiple of, in bytes.
 """
 
-from collections.abc import Callable
-from types import SimpleNamespace
-
 import triton.language as tl
 
+from iris.language.jit import jit
 from iris.language.ordering import ACQ_REL, SYS
+from iris.language.ordering import atomic as ordered_atomic
+from iris.language.ordering import atomic_cas as ordered_cas
 
 
-def make_atomics(jit: Callable, order: SimpleNamespace) -> SimpleNamespace:
-    """The methods, in the language of ``jit``; ``self`` is a device context."""
-    ordered_atomic, ordered_cas = order.atomic, order.atomic_cas
+@jit
+def atomic(
+    self,
+    op: tl.constexpr,
+    ptr,
+    val,
+    to_rank,
+    mask,
+    sem: tl.constexpr,
+    scope: tl.constexpr,
+    hint: tl.constexpr,
+):
+    event = self.tracing.begin_atomic(op, ptr, to_rank, val, mask)
+    old = ordered_atomic(op, self._peers(ptr, to_rank, mask, hint), val, mask, sem, scope)
+    self.tracing.end_atomic(event, op, old, val, mask)
+    return old
 
-    @jit
-    def atomic(
-        self,
-        op: tl.constexpr,
-        ptr,
-        val,
-        to_rank,
-        mask,
-        sem: tl.constexpr,
-        scope: tl.constexpr,
-        hint: tl.constexpr,
-    ):
-        event = self.tracing.begin_atomic(op, ptr, to_rank, val, mask)
-        old = ordered_atomic(op, self._peers(ptr, to_rank, mask, hint), val, mask, sem, scope)
-        self.tracing.end_atomic(event, op, old, val, mask)
-        return old
 
-    @jit
-    def atomic_add(
-        self,
-        ptr,
-        val,
-        to_rank,
-        mask=None,
-        sem: tl.constexpr = ACQ_REL,
-        scope: tl.constexpr = SYS,
-        hint: tl.constexpr = None,
-    ):
-        """Add ``val`` to ``to_rank``'s copy; returns the old value, as the other atomics do."""
-        return self._atomic("add", ptr, val, to_rank, mask, sem, scope, hint)
+@jit
+def atomic_add(
+    self,
+    ptr,
+    val,
+    to_rank,
+    mask=None,
+    sem: tl.constexpr = ACQ_REL,
+    scope: tl.constexpr = SYS,
+    hint: tl.constexpr = None,
+):
+    """Add ``val`` to ``to_rank``'s copy; returns the old value, as the other atomics do."""
+    return self._atomic("add", ptr, val, to_rank, mask, sem, scope, hint)
 
-    @jit
-    def atomic_sub(
-        self,
-        ptr,
-        val,
-        to_rank,
-        mask=None,
-        sem: tl.constexpr = ACQ_REL,
-        scope: tl.constexpr = SYS,
-        hint: tl.constexpr = None,
-    ):
-        """Subtract ``val`` from ``to_rank``'s copy."""
-        return self._atomic("sub", ptr, val, to_rank, mask, sem, scope, hint)
 
-    @jit
-    def atomic_xchg(
-        self,
-        ptr,
-        val,
-        to_rank,
-        mask=None,
-        sem: tl.constexpr = ACQ_REL,
-        scope: tl.constexpr = SYS,
-        hint: tl.constexpr = None,
-    ):
-        """Put ``val`` in the place of ``to_rank``'s copy."""
-        return self._atomic("xchg", ptr, val, to_rank, mask, sem, scope, hint)
+@jit
+def atomic_sub(
+    self,
+    ptr,
+    val,
+    to_rank,
+    mask=None,
+    sem: tl.constexpr = ACQ_REL,
+    scope: tl.constexpr = SYS,
+    hint: tl.constexpr = None,
+):
+    """Subtract ``val`` from ``to_rank``'s copy."""
+    return self._atomic("sub", ptr, val, to_rank, mask, sem, scope, hint)
 
-    @jit
-    def atomic_and(
-        self,
-        ptr,
-        val,
-        to_rank,
-        mask=None,
-        sem: tl.constexpr = ACQ_REL,
-        scope: tl.constexpr = SYS,
-        hint: tl.constexpr = None,
-    ):
-        """Bitwise and of ``to_rank``'s copy with ``val``."""
-        return self._atomic("and", ptr, val, to_rank, mask, sem, scope, hint)
 
-    @jit
-    def atomic_or(
-        self,
-        ptr,
-        val,
-        to_rank,
-        mask=None,
-        sem: tl.constexpr = ACQ_REL,
-        scope: tl.constexpr = SYS,
-        hint: tl.constexpr = None,
-    ):
-        """Bitwise or of ``to_rank``'s copy with ``val``."""
-        return self._atomic("or", ptr, val, to_rank, mask, sem, scope, hint)
+@jit
+def atomic_xchg(
+    self,
+    ptr,
+    val,
+    to_rank,
+    mask=None,
+    sem: tl.constexpr = ACQ_REL,
+    scope: tl.constexpr = SYS,
+    hint: tl.constexpr = None,
+):
+    """Put ``val`` in the place of ``to_rank``'s copy."""
+    return self._atomic("xchg", ptr, val, to_rank, mask, sem, scope, hint)
 
-    @jit
-    def atomic_xor(
-        self,
-        ptr,
-        val,
-        to_rank,
-        mask=None,
-        sem: tl.constexpr = ACQ_REL,
-        scope: tl.constexpr = SYS,
-        hint: tl.constexpr = None,
-    ):
-        """Bitwise exclusive or of ``to_rank``'s copy with ``val``."""
-        return self._atomic("xor", ptr, val, to_rank, mask, sem, scope, hint)
 
-    @jit
-    def atomic_min(
-        self,
-        ptr,
-        val,
-        to_rank,
-        mask=None,
-        sem: tl.constexpr = ACQ_REL,
-        scope: tl.constexpr = SYS,
-        hint: tl.constexpr = None,
-    ):
-        """The smaller of ``to_rank``'s copy and ``val``."""
-        return self._atomic("min", ptr, val, to_rank, mask, sem, scope, hint)
+@jit
+def atomic_and(
+    self,
+    ptr,
+    val,
+    to_rank,
+    mask=None,
+    sem: tl.constexpr = ACQ_REL,
+    scope: tl.constexpr = SYS,
+    hint: tl.constexpr = None,
+):
+    """Bitwise and of ``to_rank``'s copy with ``val``."""
+    return self._atomic("and", ptr, val, to_rank, mask, sem, scope, hint)
 
-    @jit
-    def atomic_max(
-        self,
-        ptr,
-        val,
-        to_rank,
-        mask=None,
-        sem: tl.constexpr = ACQ_REL,
-        scope: tl.constexpr = SYS,
-        hint: tl.constexpr = None,
-    ):
-        """The larger of ``to_rank``'s copy and ``val``."""
-        return self._atomic("max", ptr, val, to_rank, mask, sem, scope, hint)
 
-    @jit
-    def atomic_cas(
-        self,
-        ptr,
-        cmp,
-        val,
-        to_rank,
-        sem: tl.constexpr = ACQ_REL,
-        scope: tl.constexpr = SYS,
-        hint: tl.constexpr = None,
-    ):
-        """Put ``val`` in the place of ``to_rank``'s copy where that equals ``cmp``; returns the old value."""
-        event = self.tracing.begin_cas(ptr, to_rank, cmp)
-        old = ordered_cas(self._peers(ptr, to_rank, None, hint), cmp, val, sem, scope)
-        self.tracing.end_cas(event, old, cmp, val)
-        return old
+@jit
+def atomic_or(
+    self,
+    ptr,
+    val,
+    to_rank,
+    mask=None,
+    sem: tl.constexpr = ACQ_REL,
+    scope: tl.constexpr = SYS,
+    hint: tl.constexpr = None,
+):
+    """Bitwise or of ``to_rank``'s copy with ``val``."""
+    return self._atomic("or", ptr, val, to_rank, mask, sem, scope, hint)
 
-    return SimpleNamespace(
-        atomic=atomic,
-        atomic_add=atomic_add,
-        atomic_sub=atomic_sub,
-        atomic_xchg=atomic_xchg,
-        atomic_and=atomic_and,
-        atomic_or=atomic_or,
-        atomic_xor=atomic_xor,
-        atomic_min=atomic_min,
-        atomic_max=atomic_max,
-        atomic_cas=atomic_cas,
-    )
+
+@jit
+def atomic_xor(
+    self,
+    ptr,
+    val,
+    to_rank,
+    mask=None,
+    sem: tl.constexpr = ACQ_REL,
+    scope: tl.constexpr = SYS,
+    hint: tl.constexpr = None,
+):
+    """Bitwise exclusive or of ``to_rank``'s copy with ``val``."""
+    return self._atomic("xor", ptr, val, to_rank, mask, sem, scope, hint)
+
+
+@jit
+def atomic_min(
+    self,
+    ptr,
+    val,
+    to_rank,
+    mask=None,
+    sem: tl.constexpr = ACQ_REL,
+    scope: tl.constexpr = SYS,
+    hint: tl.constexpr = None,
+):
+    """The smaller of ``to_rank``'s copy and ``val``."""
+    return self._atomic("min", ptr, val, to_rank, mask, sem, scope, hint)
+
+
+@jit
+def atomic_max(
+    self,
+    ptr,
+    val,
+    to_rank,
+    mask=None,
+    sem: tl.constexpr = ACQ_REL,
+    scope: tl.constexpr = SYS,
+    hint: tl.constexpr = None,
+):
+    """The larger of ``to_rank``'s copy and ``val``."""
+    return self._atomic("max", ptr, val, to_rank, mask, sem, scope, hint)
+
+
+@jit
+def atomic_cas(
+    self,
+    ptr,
+    cmp,
+    val,
+    to_rank,
+    sem: tl.constexpr = ACQ_REL,
+    scope: tl.constexpr = SYS,
+    hint: tl.constexpr = None,
+):
+    """Put ``val`` in the place of ``to_rank``'s copy where that equals ``cmp``; returns the old value."""
+    event = self.tracing.begin_cas(ptr, to_rank, cmp)
+    old = ordered_cas(self._peers(ptr, to_rank, None, hint), cmp, val, sem, scope)
+    self.tracing.end_cas(event, old, cmp, val)
+    return old

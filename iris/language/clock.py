@@ -1,14 +1,10 @@
 """The clocks that a kernel can read."""
 
-from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
-
 import triton
 import triton.language as tl
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
 
 from iris.language.address import in_simulator
+from iris.language.jit import jit
 from iris.language.target import on_nvidia
 
 
@@ -19,38 +15,30 @@ def host_nanoseconds():
     return time.monotonic_ns()
 
 
-def make_clock(jit: Callable, lang: ModuleType) -> SimpleNamespace:
-    """The device functions of this file in the language that ``(jit, lang)`` stand for."""
-
-    @jit
-    def clock():
-        """Nanoseconds on the clock that all programs of this GPU share, as each thread reads it; in order with memory
-        operations, as the compiler is told. In the simulator the host's, which all ranks share.
-        """
-        if in_simulator():
-            return host_nanoseconds()
-        elif on_nvidia():
-            return lang.inline_asm_elementwise(
-                "mov.u64 $0, %globaltimer;", "=l,~{memory}", [], dtype=lang.int64, is_pure=False, pack=1
-            )
-        else:
-            # s_memrealtime counts at 100 MHz on CDNA (AMD Instinct MI300 ISA, "S_MEMREALTIME").
-            return 10 * lang.inline_asm_elementwise(
-                "s_memrealtime $0\n\ts_waitcnt lgkmcnt(0)", "=s,~{memory}", [], dtype=lang.int64, is_pure=False, pack=1
-            )
-
-    @jit
-    def cycles():
-        """What the multiprocessor's own counter says, of NVIDIA's: read in no time, and of no use on another one."""
-        if in_simulator():
-            return host_nanoseconds()
-        else:
-            return lang.inline_asm_elementwise(
-                "mov.u64 $0, %clock64;", "=l,~{memory}", [], dtype=lang.int64, is_pure=False, pack=1
-            )
-
-    return SimpleNamespace(clock=clock, cycles=cycles)
+@jit
+def clock():
+    """Nanoseconds on the clock that all programs of this GPU share, as each thread reads it; in order with memory
+    operations, as the compiler is told. In the simulator the host's, which all ranks share.
+    """
+    if in_simulator():
+        return host_nanoseconds()
+    elif on_nvidia():
+        return tl.inline_asm_elementwise(
+            "mov.u64 $0, %globaltimer;", "=l,~{memory}", [], dtype=tl.int64, is_pure=False, pack=1
+        )
+    else:
+        # s_memrealtime counts at 100 MHz on CDNA (AMD Instinct MI300 ISA, "S_MEMREALTIME").
+        return 10 * tl.inline_asm_elementwise(
+            "s_memrealtime $0\n\ts_waitcnt lgkmcnt(0)", "=s,~{memory}", [], dtype=tl.int64, is_pure=False, pack=1
+        )
 
 
-triton_clock = make_clock(triton.jit, tl)
-gluon_clock = make_clock(gluon.jit, gl)
+@jit
+def cycles():
+    """What the multiprocessor's own counter says, of NVIDIA's: read in no time, and of no use on another one."""
+    if in_simulator():
+        return host_nanoseconds()
+    else:
+        return tl.inline_asm_elementwise(
+            "mov.u64 $0, %clock64;", "=l,~{memory}", [], dtype=tl.int64, is_pure=False, pack=1
+        )

@@ -10,30 +10,29 @@ peer moves the bytes of its unmasked elements over the link, once; on the caller
 """
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
 
 from iris import device_record
 from iris.kept import keep
-from iris.language.address import check_copy, check_reach, gluon_translate, in_simulator, triton_translate
-from iris.language.atomics import make_atomics
-from iris.language.failures import CHECKS_POINTERS, WAIT_LIMIT_NS, gluon_failures, triton_failures
+from iris.language import atomics
+from iris.language.address import check_copy, check_reach, in_simulator, translate
+from iris.language.failures import CHECKS_POINTERS, WAIT_LIMIT_NS, check_pointer
 from iris.language.initialisation import check_context, is_switch, refuse
-from iris.language.ordering import SET, WHOLE, gluon_ordering, triton_ordering
-from iris.language.tracing import TRACES_ALL, gluon_tracing, triton_tracing
-
-try:
-    from triton import aggregate
-except ImportError:  # Triton < 3.8
-    from triton.language.core import _aggregate as aggregate
+from iris.language.jit import aggregate, jit
+from iris.language.ordering import SET, WHOLE, lanes
+from iris.language.ordering import barrier as ordered_barrier
+from iris.language.ordering import fence as ordered_fence
+from iris.language.ordering import order_bulk_copies as ordered_bulk_copies
+from iris.language.ordering import signal as ordered_signal
+from iris.language.ordering import signal_ranks as ordered_signal_ranks
+from iris.language.ordering import wait as ordered_wait
+from iris.language.ordering import wait_ranks as ordered_wait_ranks
+from iris.language.tracing import TRACES_ALL, Tracing, trace_into
 
 # The words of the context tensor: rank, num_ranks, a base for each rank, the address of the device record, the size.
 RANK = tl.constexpr(0)
@@ -58,327 +57,313 @@ def _digest() -> str:
     ).hexdigest()[:12]
 
 
-def make_device_context(
-    jit: Callable,
-    lang: ModuleType,
-    move: Any,
-    order: SimpleNamespace,
-    failures: SimpleNamespace,
-    trace: SimpleNamespace,
-    name: str,
-) -> Any:
-    """The class of the device context in the language that ``(jit, lang)`` stand for."""
-    check_pointer = failures.check_pointer
-    atomics = make_atomics(jit, order)
-    ordered_signal, ordered_wait, ordered_fence, ordered_barrier = order.signal, order.wait, order.fence, order.barrier
-    ordered_bulk_copies = order.order_bulk_copies
-    ordered_signal_ranks, ordered_wait_ranks = order.signal_ranks, order.wait_ranks
-    Tracing, trace_into = trace.Tracing, trace.trace_into
-    lanes = order.lanes
+@aggregate
+class DeviceContext:
+    cur_rank: tl.tensor | tl.constexpr
+    num_ranks: tl.tensor | tl.constexpr
+    base: tl.tensor
+    table: tl.tensor
+    tracing: Tracing
 
-    @aggregate
-    class Context:
-        cur_rank: tl.tensor | tl.constexpr
-        num_ranks: tl.tensor | tl.constexpr
-        base: tl.tensor
-        table: tl.tensor
-        tracing: Tracing
-
-        @triton.constexpr_function
-        def __init__(self, cur_rank=None, num_ranks=None, base=None, table=None, tracing=None):
-            if table is None:
-                refuse(name)
-            # Triton unwraps the constants among a constexpr_function's arguments; they are to stay constants.
-            self.cur_rank = cur_rank if isinstance(cur_rank, tl.tensor) else tl.constexpr(cur_rank)
-            self.num_ranks = num_ranks if isinstance(num_ranks, tl.tensor) else tl.constexpr(num_ranks)
-            self.base = base
-            self.table = table
-            self.tracing = tracing
-
-        @jit
-        def translate(self, ptr, rank):
-            """The address of ``rank``'s copy of ``ptr``: hoist it out of a loop that returns to the same peer."""
-            if in_simulator():
-                # Where ``ptr`` is used, and under which mask, is not known here.
-                check_reach(ptr, False, self.base, rank)
-            return move(ptr, self.base, lang.load(self.table + rank))
-
-        @jit
-        def _peers(self, ptr, rank, mask, hint: tl.constexpr = None):
-            """`translate` of a pointer that is used here and now, under ``mask``; a multiple of ``hint`` bytes."""
-            self._check(ptr, mask, rank)
-            return move(ptr, self.base, lang.load(self.table + rank), hint)
-
-        @jit
-        def _check(self, ptr, mask, rank):
-            """That ``ptr`` is this heap's: always in the simulator, on a GPU where it was asked for."""
-            if in_simulator():
-                check_reach(ptr, mask, self.base, rank)
-            elif CHECKS_POINTERS:
-                check_pointer(ptr, mask, self.base, self._behind_bases(1), self._record())
-
-        @jit
-        def load(
-            self,
-            ptr,
-            from_rank,
-            mask=None,
-            other=None,
-            cache_modifier: tl.constexpr = None,
-            volatile: tl.constexpr = False,
-            hint: tl.constexpr = None,
-        ):
-            """Read ``from_rank``'s copy of ``ptr``."""
-            event = self.tracing.begin_move("load", ptr, from_rank, mask)
-            values = lang.load(
-                self._peers(ptr, from_rank, mask, hint),
-                mask=mask,
-                other=other,
-                cache_modifier=cache_modifier,
-                volatile=volatile,
-            )
-            self.tracing.end_load(event, values)
-            return values
-
-        @jit
-        def store(self, ptr, value, to_rank, mask=None, cache_modifier: tl.constexpr = None, hint: tl.constexpr = None):
-            """Write ``to_rank``'s copy of ``ptr``."""
-            event = self.tracing.begin_move("store", ptr, to_rank, mask)
-            lang.store(self._peers(ptr, to_rank, mask, hint), value, mask=mask, cache_modifier=cache_modifier)
-            self.tracing.record_event_end(event)
-
-        @jit
-        def get(
-            self,
-            from_ptr,
-            to_ptr,
-            from_rank,
-            mask=None,
-            other=None,
-            load_cache_modifier: tl.constexpr = None,
-            store_cache_modifier: tl.constexpr = None,
-            hint: tl.constexpr = None,
-        ):
-            """Read ``from_rank``'s copy of ``from_ptr`` into the caller's ``to_ptr``."""
-            event = self.tracing.begin_move("get", from_ptr, from_rank, mask)
-            source = self._peers(from_ptr, from_rank, mask, hint)
-            value = lang.load(source, mask=mask, other=other, cache_modifier=load_cache_modifier)
-            lang.store(to_ptr, value, mask=mask, cache_modifier=store_cache_modifier)
-            self.tracing.record_event_end(event)
-
-        @jit
-        def put(
-            self,
-            from_ptr,
-            to_ptr,
-            to_rank,
-            mask=None,
-            other=None,
-            load_cache_modifier: tl.constexpr = None,
-            store_cache_modifier: tl.constexpr = None,
-            hint: tl.constexpr = None,
-        ):
-            """Read the caller's ``from_ptr``, write ``to_rank``'s copy of ``to_ptr``."""
-            event = self.tracing.begin_move("put", to_ptr, to_rank, mask)
-            # Where the peer is, is on its way before the data are.
-            target = self._peers(to_ptr, to_rank, mask, hint)
-            value = lang.load(from_ptr, mask=mask, other=other, cache_modifier=load_cache_modifier)
-            lang.store(target, value, mask=mask, cache_modifier=store_cache_modifier)
-            self.tracing.record_event_end(event)
-
-        @jit
-        def copy(
-            self,
-            src_ptr,
-            dst_ptr,
-            from_rank,
-            to_rank,
-            mask=None,
-            other=None,
-            load_cache_modifier: tl.constexpr = None,
-            store_cache_modifier: tl.constexpr = None,
-            hint: tl.constexpr = None,
-        ):
-            """Move ``from_rank``'s copy of ``src_ptr`` to ``to_rank``'s of ``dst_ptr``; the caller is one of them."""
-            if in_simulator():
-                check_copy(from_rank, to_rank, self.cur_rank)
-            event = self.tracing.begin_copy(dst_ptr, from_rank, to_rank, self.cur_rank, mask)
-            source = self._peers(src_ptr, from_rank, mask, hint)
-            value = lang.load(source, mask=mask, other=other, cache_modifier=load_cache_modifier)
-            target = self._peers(dst_ptr, to_rank, mask, hint)
-            lang.store(target, value, mask=mask, cache_modifier=store_cache_modifier)
-            self.tracing.record_event_end(event)
-
-        _atomic = atomics.atomic
-        atomic_add = atomics.atomic_add
-        atomic_sub = atomics.atomic_sub
-        atomic_xchg = atomics.atomic_xchg
-        atomic_and = atomics.atomic_and
-        atomic_or = atomics.atomic_or
-        atomic_xor = atomics.atomic_xor
-        atomic_min = atomics.atomic_min
-        atomic_max = atomics.atomic_max
-        atomic_cas = atomics.atomic_cas
-
-        @jit
-        def signal(self, flag_ptr, value, to_rank, op: tl.constexpr = SET):
-            """Set ``to_rank``'s flag to ``value``, or add to it, after everything that this block did so far.
-
-            A scalar integer flag of 32 or 64 bits. Who waits for it with `wait` sees all that came before.
-            """
-            event = self.tracing.begin_flag("signal", flag_ptr, to_rank, value, None)
-            now = ordered_signal(self._peers(flag_ptr, to_rank, None), value, op)
-            self.tracing.end_flag(event, now, now)
-
-        @jit
-        def wait(self, flag_ptr, value, cmp: tl.constexpr = EQ):
-            """Wait until the caller's own flag compares as ``cmp`` to ``value``: eq ne gt ge lt le reached; returns it.
-
-            "reached" is for counts that only rise: at ``value`` or past it, also where the count has overflowed since.
-
-            What its sender did before `signal` is visible to the whole block afterwards.
-            """
-            self._check(flag_ptr, None, self.cur_rank)
-            event = self.tracing.begin_flag("wait", flag_ptr, self.cur_rank, value, None)
-            seen = ordered_wait(flag_ptr, value, cmp, self._record())
-            self.tracing.end_flag(event, seen, seen)
-            return seen
-
-        @jit
-        def fence(self):
-            """Order everything that this block did before everything that it will do, for observers on any rank."""
-            ordered_fence()
-
-        @jit
-        def order_bulk_copies(self):
-            """Order what this block has acquired or stored before the copies by TMA that it will issue.
-
-            Between `wait` and such a copy of what has been waited for. Nothing on AMD, which has none.
-            """
-            ordered_bulk_copies()
-
-        @jit
-        def put_signal(self, from_ptr, to_ptr, flag_ptr, value, to_rank, mask=None, op: tl.constexpr = SET):
-            """`put`, then `signal` with ``op``: when ``to_rank`` sees the flag, it sees the data."""
-            self.put(from_ptr, to_ptr, to_rank, mask=mask)
-            self.signal(flag_ptr, value, to_rank, op)
-
-        @jit
-        def barrier(self, flags_ptr, epoch=None):
-            """Program p of this rank meets program p of every other rank.
-
-            ``flags_ptr``: int32 or int64 ``[number of programs, num_ranks]`` on the heap, zeros before the first use
-            and used by one launch at a time. With ``epoch`` None the flags count by themselves, which is what a CUDA
-            graph needs; otherwise the caller passes 1, 2, 3, ... All ranks must launch the same number of programs, and
-            no more than can be resident at once.
-            """
-            self._check(flags_ptr, None, self.cur_rank)
-            event = self.tracing.begin_flag("barrier", flags_ptr, self.cur_rank, 0, None, "meeting")
-            reached = ordered_barrier(
-                flags_ptr, epoch, self.cur_rank, self.num_ranks, self.table, self.base, self._record()
-            )
-            self.tracing.end_flag(event, reached, reached)
-
-        # For the library's own kernels, which wait for many ranks at a time.
-
-        @jit
-        def _signal_ranks(self, flag_ptr, values, peers, here, op: tl.constexpr = SET):
-            events = self.tracing.begin_flags("signal", "flag", flag_ptr, peers, values, here)
-            now = ordered_signal_ranks(flag_ptr, values, peers, here, self.table, self.base, op)
-            self.tracing.end_flags(events, now)
-
-        @jit
-        def _wait_ranks(self, flag_ptrs, wanted, here, first, num_ranks, half: tl.constexpr = WHOLE):
-            events = self.tracing.begin_flags("wait", half, flag_ptrs, first + lanes(), wanted, here)
-            ordered_wait_ranks(flag_ptrs, wanted, here, first, num_ranks, self._record(), half)
-            self.tracing.end_flags(events, wanted)
-
-        @jit
-        def _wait_unless(self, flag_ptr, value, stop: tl.constexpr):
-            """Wait until the flag has reached ``value``, or one of its bits in ``stop`` is set; returns the flag."""
-            self._check(flag_ptr, None, self.cur_rank)
-            event = self.tracing.begin_flag("wait", flag_ptr, self.cur_rank, value, None)
-            seen = ordered_wait(flag_ptr, value, "reached", self._record(), stop)
-            self.tracing.end_flag(event, seen, seen)
-            return seen
-
-        @jit
-        def _record(self):
-            return record_of(self.table)
-
-        @jit
-        def _behind_bases(self, word):
-            return behind_bases(self.table, word)
+    @triton.constexpr_function
+    def __init__(self, cur_rank=None, num_ranks=None, base=None, table=None, tracing=None):
+        if table is None:
+            refuse(type(self).__name__)
+        # Triton unwraps the constants among a constexpr_function's arguments; they are to stay constants.
+        self.cur_rank = cur_rank if isinstance(cur_rank, tl.tensor) else tl.constexpr(cur_rank)
+        self.num_ranks = num_ranks if isinstance(num_ranks, tl.tensor) else tl.constexpr(num_ranks)
+        self.base = base
+        self.table = table
+        self.tracing = tracing
 
     @jit
-    def behind_bases(table, word):
-        # By the tensor's own number of ranks, whatever a caller may have passed as `num_ranks`.
-        return lang.load(table + lang.load(table - BASES + NUM_RANKS) + word)
-
-    @jit
-    def record_of(table):
-        return lang.cast(behind_bases(table, 0), lang.pointer_type(lang.int64))
-
-    @jit
-    def connect(context_tensor, rank, num_ranks, tracing: tl.constexpr):
+    def translate(self, ptr, rank):
+        """The address of ``rank``'s copy of ``ptr``: hoist it out of a loop that returns to the same peer."""
         if in_simulator():
-            check_context(rank, num_ranks)
-        table = context_tensor + BASES
-        base = lang.load(table + rank)
-        if tracing or TRACES_ALL:
-            trace = trace_into(record_of(table), base, True)
-        else:
-            trace = Tracing(False, 0, 0, 0)
-        return Context(rank, num_ranks, base, table, trace)
+            # Where ``ptr`` is used, and under which mask, is not known here.
+            check_reach(ptr, False, self.base, rank)
+        return translate(ptr, self.base, tl.load(self.table + rank))
 
     @jit
-    def rank_of(context_tensor):
-        return lang.cast(lang.load(context_tensor + RANK), lang.int32)
+    def _peers(self, ptr, rank, mask, hint: tl.constexpr = None):
+        """`translate` of a pointer that is used here and now, under ``mask``; a multiple of ``hint`` bytes."""
+        self._check(ptr, mask, rank)
+        return translate(ptr, self.base, tl.load(self.table + rank), hint)
 
     @jit
-    def num_ranks_of(context_tensor):
-        return lang.cast(lang.load(context_tensor + NUM_RANKS), lang.int32)
+    def _check(self, ptr, mask, rank):
+        """That ``ptr`` is this heap's: always in the simulator, on a GPU where it was asked for."""
+        if in_simulator():
+            check_reach(ptr, mask, self.base, rank)
+        elif CHECKS_POINTERS:
+            check_pointer(ptr, mask, self.base, self._behind_bases(1), self._record())
 
     @jit
-    def identify(context_tensor, rank, num_ranks, tracing: tl.constexpr):
-        return connect(
-            context_tensor,
-            rank_of(context_tensor) if rank is None else rank,
-            num_ranks_of(context_tensor) if num_ranks is None else num_ranks,
-            tracing,
+    def load(
+        self,
+        ptr,
+        from_rank,
+        mask=None,
+        other=None,
+        cache_modifier: tl.constexpr = None,
+        volatile: tl.constexpr = False,
+        hint: tl.constexpr = None,
+    ):
+        """Read ``from_rank``'s copy of ``ptr``."""
+        event = self.tracing.begin_move("load", ptr, from_rank, mask)
+        values = tl.load(
+            self._peers(ptr, from_rank, mask, hint),
+            mask=mask,
+            other=other,
+            cache_modifier=cache_modifier,
+            volatile=volatile,
         )
-
-    # Triton's form takes `tracing` last and Gluon's second. Each takes the other's order too, from programs that name
-    # none of the three: True and False are no rank, and a rank is neither.
-
-    @jit
-    def initialize(context_tensor, rank=None, num_ranks=None, tracing=False):
-        if is_switch(rank):
-            return identify(context_tensor, num_ranks, None if is_switch(tracing) else tracing, rank)
-        else:
-            return identify(context_tensor, rank, num_ranks, tracing)
+        self.tracing.end_load(event, values)
+        return values
 
     @jit
-    def initialize_traced_second(context_tensor, tracing=False, rank=None, num_ranks=None):
-        if is_switch(tracing):
-            return identify(context_tensor, rank, num_ranks, tracing)
-        else:
-            return identify(context_tensor, tracing, rank, num_ranks if is_switch(num_ranks) else False)
+    def store(self, ptr, value, to_rank, mask=None, cache_modifier: tl.constexpr = None, hint: tl.constexpr = None):
+        """Write ``to_rank``'s copy of ``ptr``."""
+        event = self.tracing.begin_move("store", ptr, to_rank, mask)
+        tl.store(self._peers(ptr, to_rank, mask, hint), value, mask=mask, cache_modifier=cache_modifier)
+        self.tracing.record_event_end(event)
 
-    Context.initialize = staticmethod(initialize if lang is tl else initialize_traced_second)
+    @jit
+    def get(
+        self,
+        from_ptr,
+        to_ptr,
+        from_rank,
+        mask=None,
+        other=None,
+        load_cache_modifier: tl.constexpr = None,
+        store_cache_modifier: tl.constexpr = None,
+        hint: tl.constexpr = None,
+    ):
+        """Read ``from_rank``'s copy of ``from_ptr`` into the caller's ``to_ptr``."""
+        event = self.tracing.begin_move("get", from_ptr, from_rank, mask)
+        source = self._peers(from_ptr, from_rank, mask, hint)
+        value = tl.load(source, mask=mask, other=other, cache_modifier=load_cache_modifier)
+        tl.store(to_ptr, value, mask=mask, cache_modifier=store_cache_modifier)
+        self.tracing.record_event_end(event)
+
+    @jit
+    def put(
+        self,
+        from_ptr,
+        to_ptr,
+        to_rank,
+        mask=None,
+        other=None,
+        load_cache_modifier: tl.constexpr = None,
+        store_cache_modifier: tl.constexpr = None,
+        hint: tl.constexpr = None,
+    ):
+        """Read the caller's ``from_ptr``, write ``to_rank``'s copy of ``to_ptr``."""
+        event = self.tracing.begin_move("put", to_ptr, to_rank, mask)
+        # Where the peer is, is on its way before the data are.
+        target = self._peers(to_ptr, to_rank, mask, hint)
+        value = tl.load(from_ptr, mask=mask, other=other, cache_modifier=load_cache_modifier)
+        tl.store(target, value, mask=mask, cache_modifier=store_cache_modifier)
+        self.tracing.record_event_end(event)
+
+    @jit
+    def copy(
+        self,
+        src_ptr,
+        dst_ptr,
+        from_rank,
+        to_rank,
+        mask=None,
+        other=None,
+        load_cache_modifier: tl.constexpr = None,
+        store_cache_modifier: tl.constexpr = None,
+        hint: tl.constexpr = None,
+    ):
+        """Move ``from_rank``'s copy of ``src_ptr`` to ``to_rank``'s of ``dst_ptr``; the caller is one of them."""
+        if in_simulator():
+            check_copy(from_rank, to_rank, self.cur_rank)
+        event = self.tracing.begin_copy(dst_ptr, from_rank, to_rank, self.cur_rank, mask)
+        source = self._peers(src_ptr, from_rank, mask, hint)
+        value = tl.load(source, mask=mask, other=other, cache_modifier=load_cache_modifier)
+        target = self._peers(dst_ptr, to_rank, mask, hint)
+        tl.store(target, value, mask=mask, cache_modifier=store_cache_modifier)
+        self.tracing.record_event_end(event)
+
+    _atomic = atomics.atomic
+    atomic_add = atomics.atomic_add
+    atomic_sub = atomics.atomic_sub
+    atomic_xchg = atomics.atomic_xchg
+    atomic_and = atomics.atomic_and
+    atomic_or = atomics.atomic_or
+    atomic_xor = atomics.atomic_xor
+    atomic_min = atomics.atomic_min
+    atomic_max = atomics.atomic_max
+    atomic_cas = atomics.atomic_cas
+
+    @jit
+    def signal(self, flag_ptr, value, to_rank, op: tl.constexpr = SET):
+        """Set ``to_rank``'s flag to ``value``, or add to it, after everything that this block did so far.
+
+        A scalar integer flag of 32 or 64 bits. Who waits for it with `wait` sees all that came before.
+        """
+        event = self.tracing.begin_flag("signal", flag_ptr, to_rank, value, None)
+        now = ordered_signal(self._peers(flag_ptr, to_rank, None), value, op)
+        self.tracing.end_flag(event, now, now)
+
+    @jit
+    def wait(self, flag_ptr, value, cmp: tl.constexpr = EQ):
+        """Wait until the caller's own flag compares as ``cmp`` to ``value``: eq ne gt ge lt le reached; returns it.
+
+        "reached" is for counts that only rise: at ``value`` or past it, also where the count has overflowed since.
+
+        What its sender did before `signal` is visible to the whole block afterwards.
+        """
+        self._check(flag_ptr, None, self.cur_rank)
+        event = self.tracing.begin_flag("wait", flag_ptr, self.cur_rank, value, None)
+        seen = ordered_wait(flag_ptr, value, cmp, self._record())
+        self.tracing.end_flag(event, seen, seen)
+        return seen
+
+    @jit
+    def fence(self):
+        """Order everything that this block did before everything that it will do, for observers on any rank."""
+        ordered_fence()
+
+    @jit
+    def order_bulk_copies(self):
+        """Order what this block has acquired or stored before the copies by TMA that it will issue.
+
+        Between `wait` and such a copy of what has been waited for. Nothing on AMD, which has none.
+        """
+        ordered_bulk_copies()
+
+    @jit
+    def put_signal(self, from_ptr, to_ptr, flag_ptr, value, to_rank, mask=None, op: tl.constexpr = SET):
+        """`put`, then `signal` with ``op``: when ``to_rank`` sees the flag, it sees the data."""
+        self.put(from_ptr, to_ptr, to_rank, mask=mask)
+        self.signal(flag_ptr, value, to_rank, op)
+
+    @jit
+    def barrier(self, flags_ptr, epoch=None):
+        """Program p of this rank meets program p of every other rank.
+
+        ``flags_ptr``: int32 or int64 ``[number of programs, num_ranks]`` on the heap, zeros before the first use
+        and used by one launch at a time. With ``epoch`` None the flags count by themselves, which is what a CUDA
+        graph needs; otherwise the caller passes 1, 2, 3, ... All ranks must launch the same number of programs, and
+        no more than can be resident at once.
+        """
+        self._check(flags_ptr, None, self.cur_rank)
+        event = self.tracing.begin_flag("barrier", flags_ptr, self.cur_rank, 0, None, "meeting")
+        reached = ordered_barrier(
+            flags_ptr, epoch, self.cur_rank, self.num_ranks, self.table, self.base, self._record()
+        )
+        self.tracing.end_flag(event, reached, reached)
+
+    # For the library's own kernels, which wait for many ranks at a time.
+
+    @jit
+    def _signal_ranks(self, flag_ptr, values, peers, here, op: tl.constexpr = SET):
+        events = self.tracing.begin_flags("signal", "flag", flag_ptr, peers, values, here)
+        now = ordered_signal_ranks(flag_ptr, values, peers, here, self.table, self.base, op)
+        self.tracing.end_flags(events, now)
+
+    @jit
+    def _wait_ranks(self, flag_ptrs, wanted, here, first, num_ranks, half: tl.constexpr = WHOLE):
+        events = self.tracing.begin_flags("wait", half, flag_ptrs, first + lanes(), wanted, here)
+        ordered_wait_ranks(flag_ptrs, wanted, here, first, num_ranks, self._record(), half)
+        self.tracing.end_flags(events, wanted)
+
+    @jit
+    def _wait_unless(self, flag_ptr, value, stop: tl.constexpr):
+        """Wait until the flag has reached ``value``, or one of its bits in ``stop`` is set; returns the flag."""
+        self._check(flag_ptr, None, self.cur_rank)
+        event = self.tracing.begin_flag("wait", flag_ptr, self.cur_rank, value, None)
+        seen = ordered_wait(flag_ptr, value, "reached", self._record(), stop)
+        self.tracing.end_flag(event, seen, seen)
+        return seen
+
+    @jit
+    def _record(self):
+        return record_of(self.table)
+
+    @jit
+    def _behind_bases(self, word):
+        return behind_bases(self.table, word)
+
+
+@jit
+def behind_bases(table, word):
+    # By the tensor's own number of ranks, whatever a caller may have passed as `num_ranks`.
+    return tl.load(table + tl.load(table - BASES + NUM_RANKS) + word)
+
+
+@jit
+def record_of(table):
+    return tl.cast(behind_bases(table, 0), tl.pointer_type(tl.int64))
+
+
+@jit
+def connect(context_tensor, rank, num_ranks, tracing: tl.constexpr):
+    if in_simulator():
+        check_context(rank, num_ranks)
+    table = context_tensor + BASES
+    base = tl.load(table + rank)
+    if tracing or TRACES_ALL:
+        trace = trace_into(record_of(table), base, True)
+    else:
+        trace = Tracing(False, 0, 0, 0)
+    return DeviceContext(rank, num_ranks, base, table, trace)
+
+
+@jit
+def rank_of(context_tensor):
+    return tl.cast(tl.load(context_tensor + RANK), tl.int32)
+
+
+@jit
+def num_ranks_of(context_tensor):
+    return tl.cast(tl.load(context_tensor + NUM_RANKS), tl.int32)
+
+
+@jit
+def identify(context_tensor, rank, num_ranks, tracing: tl.constexpr):
+    return connect(
+        context_tensor,
+        rank_of(context_tensor) if rank is None else rank,
+        num_ranks_of(context_tensor) if num_ranks is None else num_ranks,
+        tracing,
+    )
+
+
+# Triton's form takes `tracing` last and Gluon's second. Each takes the other's order too, from programs that name none
+# of the three: True and False are no rank, and a rank is neither.
+
+
+@jit
+def initialize(context_tensor, rank=None, num_ranks=None, tracing=False):
+    if is_switch(rank):
+        return identify(context_tensor, num_ranks, None if is_switch(tracing) else tracing, rank)
+    else:
+        return identify(context_tensor, rank, num_ranks, tracing)
+
+
+@jit
+def initialize_traced_second(context_tensor, tracing=False, rank=None, num_ranks=None):
+    if is_switch(tracing):
+        return identify(context_tensor, rank, num_ranks, tracing)
+    else:
+        return identify(context_tensor, tracing, rank, num_ranks if is_switch(num_ranks) else False)
+
+
+IrisDeviceCtx = DeviceContext.gluon
+IrisDeviceCtx.__name__ = "IrisDeviceCtx"
+DeviceContext.initialize = staticmethod(initialize)
+IrisDeviceCtx.initialize = staticmethod(initialize_traced_second.gluon)
+for _class in (DeviceContext, IrisDeviceCtx):
     # Older names, and what Triton's aggregates do not take as members.
-    Context.rank = property(lambda self: self.cur_rank)
-    Context.world_size = property(lambda self: self.num_ranks)
+    _class.rank = property(lambda self: self.cur_rank)
+    _class.world_size = property(lambda self: self.num_ranks)
     # A class that is passed to a kernel as a constexpr enters Triton's compile cache by its name alone. The digest
     # makes an edit of these files, or other settings, recompile the kernels that use it.
-    Context.__name__ = name
-    Context.__qualname__ = f"{name}_{_digest()}"
-    return Context
-
-
-DeviceContext = make_device_context(
-    triton.jit, tl, triton_translate, triton_ordering, triton_failures, triton_tracing, "DeviceContext"
-)
-IrisDeviceCtx = make_device_context(
-    gluon.jit, gl, gluon_translate, gluon_ordering, gluon_failures, gluon_tracing, "IrisDeviceCtx"
-)
+    _class.__qualname__ = f"{_class.__name__}_{_digest()}"

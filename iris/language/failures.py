@@ -4,16 +4,12 @@ Waits have a time limit when ``IRIS_WAIT_TIMEOUT_S`` is set (`iris.wait_limit`);
 waited for what (`iris.device_record`) and returns. Without a limit none of that is in the generated code.
 """
 
-from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
-
 import triton
 import triton.language as tl
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
 
 from iris import device_record, simulator, wait_limit
-from iris.language.clock import gluon_clock, triton_clock
+from iris.language.clock import clock
+from iris.language.jit import jit
 
 KINDS = device_record.KINDS
 WAIT_LIMIT_NS = tl.constexpr(0 if simulator.ACTIVE else wait_limit.NANOSECONDS)
@@ -48,77 +44,65 @@ def claim_of(code):
     return device_record.NOTED if KINDS[code] in device_record.NOTED_KINDS else device_record.GAVE_UP
 
 
-def make_failures(jit: Callable, lang: ModuleType, clock: SimpleNamespace) -> SimpleNamespace:
-    """The device functions of this file in the language that ``(jit, lang)`` stand for."""
-    read_clock = clock.clock
-
-    @jit
-    def linear_program_id():
-        row = lang.program_id(2) * lang.num_programs(1) + lang.program_id(1)
-        return row * lang.num_programs(0) + lang.program_id(0)
-
-    @jit
-    def nanoseconds(record):
-        """The GPU's clock, the same for all threads of the block."""
-        now = read_clock()
-        # Threads read the clock at different moments, and a loop must leave in all of them at once. A scalar atomic is
-        # done by one thread and its result handed to the others: the latest moment that any program has posted. Read
-        # back behind the post, since what an atomic returns is older than it, maybe by a whole idle period.
-        lang.atomic_max(record + CLOCK, now, sem="relaxed", scope="gpu")
-        return lang.atomic_add(record + CLOCK, lang.cast(0, lang.int64), sem="relaxed", scope="gpu")
-
-    @jit
-    def expired(record, since):
-        # Once one wait has expired every other gives up at once: the launch is lost, and should end soon.
-        claimed = lang.atomic_add(record + CLAIMED, lang.cast(0, lang.int64), sem="relaxed", scope="gpu")
-        return (claimed == GAVE_UP) | (nanoseconds(record) - since > WAIT_LIMIT_NS)
-
-    @jit
-    def write_record(record, flag_ptr, wanted, seen, kind: tl.constexpr, first, num_ranks):
-        """Whoever comes first claims the record and fills it in; the host reads it once the kernel is over.
-
-        Returns whether that was this program.
-        """
-        claim = lang.cast(claim_of(kind), lang.int64)
-        # A maximum: a wait that gives up behind what was only noted lets the others give up as well.
-        before = lang.atomic_max(record + CLAIMED, claim, sem="relaxed", scope="gpu")
-        if before == 0:
-            lang.store(record + PROGRAM, lang.cast(linear_program_id(), lang.int64))
-            lang.store(record + FLAG, lang.cast(flag_ptr, lang.int64))
-            lang.store(record + WANTED, lang.cast(wanted, lang.int64))
-            lang.store(record + SEEN, lang.cast(seen, lang.int64))
-            lang.store(record + KIND, lang.cast(kind, lang.int64))
-            lang.store(record + FIRST, lang.cast(first, lang.int64))
-            lang.store(record + RANKS, lang.cast(num_ranks, lang.int64))
-            programs = lang.num_programs(0) * lang.num_programs(1) * lang.num_programs(2)
-            lang.store(record + PROGRAMS, lang.cast(programs, lang.int64))
-        return before == 0
-
-    @jit
-    def check_pointer(ptr, mask, base, size, record):
-        """Record a pointer, among those that ``mask`` lets through, outside the heap of ``size`` bytes at ``base``."""
-        address = lang.cast(ptr, lang.int64)
-        outside = (address < base) | (address >= base + size)
-        if mask is not None:
-            outside = outside & mask
-        wrong = lang.where(outside, address, 0)
-        if wrong.type.is_block():
-            if len(wrong.shape) == 3:
-                wrong = lang.max(wrong, axis=2)
-            if len(wrong.shape) == 2:
-                wrong = lang.max(wrong, axis=1)
-            wrong = lang.max(wrong, axis=0)
-        if wrong != 0:
-            write_record(record, wrong, base, 0, kind_code("pointer"), 0, 0)
-
-    return SimpleNamespace(
-        linear_program_id=linear_program_id,
-        nanoseconds=nanoseconds,
-        expired=expired,
-        write_record=write_record,
-        check_pointer=check_pointer,
-    )
+@jit
+def linear_program_id():
+    row = tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
+    return row * tl.num_programs(0) + tl.program_id(0)
 
 
-triton_failures = make_failures(triton.jit, tl, triton_clock)
-gluon_failures = make_failures(gluon.jit, gl, gluon_clock)
+@jit
+def nanoseconds(record):
+    """The GPU's clock, the same for all threads of the block."""
+    now = clock()
+    # Threads read the clock at different moments, and a loop must leave in all of them at once. A scalar atomic is
+    # done by one thread and its result handed to the others: the latest moment that any program has posted. Read
+    # back behind the post, since what an atomic returns is older than it, maybe by a whole idle period.
+    tl.atomic_max(record + CLOCK, now, sem="relaxed", scope="gpu")
+    return tl.atomic_add(record + CLOCK, tl.cast(0, tl.int64), sem="relaxed", scope="gpu")
+
+
+@jit
+def expired(record, since):
+    # Once one wait has expired every other gives up at once: the launch is lost, and should end soon.
+    claimed = tl.atomic_add(record + CLAIMED, tl.cast(0, tl.int64), sem="relaxed", scope="gpu")
+    return (claimed == GAVE_UP) | (nanoseconds(record) - since > WAIT_LIMIT_NS)
+
+
+@jit
+def write_record(record, flag_ptr, wanted, seen, kind: tl.constexpr, first, num_ranks):
+    """Whoever comes first claims the record and fills it in; the host reads it once the kernel is over.
+
+    Returns whether that was this program.
+    """
+    claim = tl.cast(claim_of(kind), tl.int64)
+    # A maximum: a wait that gives up behind what was only noted lets the others give up as well.
+    before = tl.atomic_max(record + CLAIMED, claim, sem="relaxed", scope="gpu")
+    if before == 0:
+        tl.store(record + PROGRAM, tl.cast(linear_program_id(), tl.int64))
+        tl.store(record + FLAG, tl.cast(flag_ptr, tl.int64))
+        tl.store(record + WANTED, tl.cast(wanted, tl.int64))
+        tl.store(record + SEEN, tl.cast(seen, tl.int64))
+        tl.store(record + KIND, tl.cast(kind, tl.int64))
+        tl.store(record + FIRST, tl.cast(first, tl.int64))
+        tl.store(record + RANKS, tl.cast(num_ranks, tl.int64))
+        programs = tl.num_programs(0) * tl.num_programs(1) * tl.num_programs(2)
+        tl.store(record + PROGRAMS, tl.cast(programs, tl.int64))
+    return before == 0
+
+
+@jit
+def check_pointer(ptr, mask, base, size, record):
+    """Record a pointer, among those that ``mask`` lets through, outside the heap of ``size`` bytes at ``base``."""
+    address = tl.cast(ptr, tl.int64)
+    outside = (address < base) | (address >= base + size)
+    if mask is not None:
+        outside = outside & mask
+    wrong = tl.where(outside, address, 0)
+    if wrong.type.is_block():
+        if len(wrong.shape) == 3:
+            wrong = tl.max(wrong, axis=2)
+        if len(wrong.shape) == 2:
+            wrong = tl.max(wrong, axis=1)
+        wrong = tl.max(wrong, axis=0)
+    if wrong != 0:
+        write_record(record, wrong, base, 0, kind_code("pointer"), 0, 0)

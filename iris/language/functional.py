@@ -5,21 +5,19 @@ The rank whose address space the pointer is in comes first. ``hint`` asserts tha
 dimension) is a multiple of so many bytes, as ``tl.multiple_of``; it is never needed for 16-byte accesses.
 """
 
-from collections.abc import Callable, Sequence
-from types import ModuleType, SimpleNamespace
-from typing import Any
+from collections.abc import Sequence
 
 import torch
-import triton
 import triton.language as tl
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
 
 from iris.kept import keep
-from iris.language.address import check_copy, check_reach, gluon_translate, in_simulator, triton_translate
-from iris.language.failures import CHECKS_POINTERS, gluon_failures, triton_failures
-from iris.language.ordering import ACQ_REL, SYS, gluon_ordering, triton_ordering
-from iris.language.tracing import TRACES_ALL, gluon_tracing, triton_tracing
+from iris.language.address import check_copy, check_reach, in_simulator, translate
+from iris.language.failures import CHECKS_POINTERS, check_pointer
+from iris.language.jit import jit
+from iris.language.ordering import ACQ_REL, SYS
+from iris.language.ordering import atomic as ordered_atomic
+from iris.language.ordering import atomic_cas as ordered_cas
+from iris.language.tracing import TRACES_ALL, Tracing, trace_into
 
 
 def heap_bases_tensor(bases: Sequence[int], size: int, record: int, device: torch.device) -> torch.Tensor:
@@ -28,318 +26,302 @@ def heap_bases_tensor(bases: Sequence[int], size: int, record: int, device: torc
     return keep(lambda: torch.tensor(words, dtype=torch.int64, device=device), device)[2:]
 
 
-def make_functions(
-    jit: Callable,
-    lang: ModuleType,
-    move: Any,
-    order: SimpleNamespace,
-    failures: SimpleNamespace,
-    trace: SimpleNamespace,
-) -> SimpleNamespace:
-    """The functions in the language that ``(jit, lang)`` stand for."""
-    ordered_atomic, ordered_cas, check_pointer = order.atomic, order.atomic_cas, failures.check_pointer
-    Tracing, trace_into = trace.Tracing, trace.trace_into
-
-    @jit
-    def record_of(heap_bases):
-        return lang.cast(lang.load(heap_bases - 2), lang.pointer_type(lang.int64))
-
-    @jit
-    def tracing_of(heap_bases, rank):
-        """What the caller, which is ``rank``, records with."""
-        if TRACES_ALL:
-            return trace_into(record_of(heap_bases), lang.load(heap_bases + rank), False)
-        else:
-            return Tracing(False, 0, 0, 0)
-
-    @jit
-    def translate(ptr, from_rank, to_rank, heap_bases, mask, hint: tl.constexpr):
-        """The address of ``to_rank``'s copy of ``ptr``, which points into ``from_rank``'s heap and is used under
-        ``mask``.
-        """
-        base = lang.load(heap_bases + from_rank)
-        if in_simulator():
-            check_reach(ptr, mask, base, to_rank)
-        elif CHECKS_POINTERS:
-            check_pointer(ptr, mask, base, lang.load(heap_bases - 1), record_of(heap_bases))
-        return move(ptr, base, lang.load(heap_bases + to_rank), hint)
-
-    @jit
-    def load(
-        pointer,
-        to_rank,
-        from_rank,
-        heap_bases,
-        mask=None,
-        other=None,
-        cache_modifier: tl.constexpr = None,
-        volatile: tl.constexpr = False,
-        hint: tl.constexpr = None,
-    ):
-        """Read ``from_rank``'s copy of ``pointer``; ``to_rank`` is the caller."""
-        tracing = tracing_of(heap_bases, to_rank)
-        event = tracing.begin_move("load", pointer, from_rank, mask)
-        source = translate(pointer, to_rank, from_rank, heap_bases, mask, hint)
-        values = lang.load(source, mask=mask, other=other, cache_modifier=cache_modifier, volatile=volatile)
-        tracing.end_load(event, values)
-        return values
-
-    @jit
-    def store(
-        pointer,
-        value,
-        from_rank,
-        to_rank,
-        heap_bases,
-        mask=None,
-        hint: tl.constexpr = None,
-        cache_modifier: tl.constexpr = None,
-    ):
-        """Write ``to_rank``'s copy of ``pointer``; ``from_rank`` is the caller."""
-        tracing = tracing_of(heap_bases, from_rank)
-        event = tracing.begin_move("store", pointer, to_rank, mask)
-        target = translate(pointer, from_rank, to_rank, heap_bases, mask, hint)
-        lang.store(target, value, mask=mask, cache_modifier=cache_modifier)
-        tracing.record_event_end(event)
-
-    @jit
-    def get(
-        from_ptr,
-        to_ptr,
-        from_rank,
-        to_rank,
-        heap_bases,
-        mask=None,
-        other=None,
-        load_cache_modifier: tl.constexpr = None,
-        store_cache_modifier: tl.constexpr = None,
-        hint: tl.constexpr = None,
-    ):
-        """Read ``to_rank``'s copy of ``from_ptr`` into the caller's ``to_ptr``; ``from_rank`` is the caller."""
-        tracing = tracing_of(heap_bases, from_rank)
-        event = tracing.begin_move("get", from_ptr, to_rank, mask)
-        source = translate(from_ptr, from_rank, to_rank, heap_bases, mask, hint)
-        value = lang.load(source, mask=mask, other=other, cache_modifier=load_cache_modifier)
-        lang.store(to_ptr, value, mask=mask, cache_modifier=store_cache_modifier)
-        tracing.record_event_end(event)
-
-    @jit
-    def put(
-        from_ptr,
-        to_ptr,
-        from_rank,
-        to_rank,
-        heap_bases,
-        mask=None,
-        other=None,
-        load_cache_modifier: tl.constexpr = None,
-        store_cache_modifier: tl.constexpr = None,
-        hint: tl.constexpr = None,
-    ):
-        """Read the caller's ``from_ptr``, write ``to_rank``'s copy of ``to_ptr``; ``from_rank`` is the caller."""
-        tracing = tracing_of(heap_bases, from_rank)
-        event = tracing.begin_move("put", to_ptr, to_rank, mask)
-        value = lang.load(from_ptr, mask=mask, other=other, cache_modifier=load_cache_modifier)
-        target = translate(to_ptr, from_rank, to_rank, heap_bases, mask, hint)
-        lang.store(target, value, mask=mask, cache_modifier=store_cache_modifier)
-        tracing.record_event_end(event)
-
-    @jit
-    def copy(
-        src_ptr,
-        dst_ptr,
-        from_rank,
-        to_rank,
-        cur_rank,
-        heap_bases,
-        mask=None,
-        other=None,
-        load_cache_modifier: tl.constexpr = None,
-        store_cache_modifier: tl.constexpr = None,
-        hint: tl.constexpr = None,
-    ):
-        """Move ``from_rank``'s copy of ``src_ptr`` to ``to_rank``'s copy of ``dst_ptr``; ``cur_rank`` is the caller.
-
-        Both pointers are in the caller's heap, and the caller is one of the two ranks.
-        """
-        if in_simulator():
-            check_copy(from_rank, to_rank, cur_rank)
-        tracing = tracing_of(heap_bases, cur_rank)
-        event = tracing.begin_copy(dst_ptr, from_rank, to_rank, cur_rank, mask)
-        source = translate(src_ptr, cur_rank, from_rank, heap_bases, mask, hint)
-        value = lang.load(source, mask=mask, other=other, cache_modifier=load_cache_modifier)
-        target = translate(dst_ptr, cur_rank, to_rank, heap_bases, mask, hint)
-        lang.store(target, value, mask=mask, cache_modifier=store_cache_modifier)
-        tracing.record_event_end(event)
-
-    @jit
-    def atomic(
-        op: tl.constexpr, pointer, val, from_rank, to_rank, heap_bases, mask, sem: tl.constexpr, scope: tl.constexpr,
-        hint: tl.constexpr,
-    ):  # fmt: skip
-        tracing = tracing_of(heap_bases, from_rank)
-        event = tracing.begin_atomic(op, pointer, to_rank, val, mask)
-        target = translate(pointer, from_rank, to_rank, heap_bases, mask, hint)
-        old = ordered_atomic(op, target, val, mask, sem, scope)
-        tracing.end_atomic(event, op, old, val, mask)
-        return old
-
-    @jit
-    def atomic_add(
-        pointer,
-        val,
-        from_rank,
-        to_rank,
-        heap_bases,
-        mask=None,
-        sem: tl.constexpr = ACQ_REL,
-        scope: tl.constexpr = SYS,
-        hint: tl.constexpr = None,
-    ):
-        """Add ``val`` to ``to_rank``'s copy; returns the old value, as the other atomics do."""
-        return atomic("add", pointer, val, from_rank, to_rank, heap_bases, mask, sem, scope, hint)
-
-    @jit
-    def atomic_sub(
-        pointer,
-        val,
-        from_rank,
-        to_rank,
-        heap_bases,
-        mask=None,
-        sem: tl.constexpr = ACQ_REL,
-        scope: tl.constexpr = SYS,
-        hint: tl.constexpr = None,
-    ):
-        """Subtract ``val`` from ``to_rank``'s copy."""
-        return atomic("sub", pointer, val, from_rank, to_rank, heap_bases, mask, sem, scope, hint)
-
-    @jit
-    def atomic_xchg(
-        pointer,
-        val,
-        from_rank,
-        to_rank,
-        heap_bases,
-        mask=None,
-        sem: tl.constexpr = ACQ_REL,
-        scope: tl.constexpr = SYS,
-        hint: tl.constexpr = None,
-    ):
-        """Put ``val`` in the place of ``to_rank``'s copy."""
-        return atomic("xchg", pointer, val, from_rank, to_rank, heap_bases, mask, sem, scope, hint)
-
-    @jit
-    def atomic_and(
-        pointer,
-        val,
-        from_rank,
-        to_rank,
-        heap_bases,
-        mask=None,
-        sem: tl.constexpr = ACQ_REL,
-        scope: tl.constexpr = SYS,
-        hint: tl.constexpr = None,
-    ):
-        """Bitwise and of ``to_rank``'s copy with ``val``."""
-        return atomic("and", pointer, val, from_rank, to_rank, heap_bases, mask, sem, scope, hint)
-
-    @jit
-    def atomic_or(
-        pointer,
-        val,
-        from_rank,
-        to_rank,
-        heap_bases,
-        mask=None,
-        sem: tl.constexpr = ACQ_REL,
-        scope: tl.constexpr = SYS,
-        hint: tl.constexpr = None,
-    ):
-        """Bitwise or of ``to_rank``'s copy with ``val``."""
-        return atomic("or", pointer, val, from_rank, to_rank, heap_bases, mask, sem, scope, hint)
-
-    @jit
-    def atomic_xor(
-        pointer,
-        val,
-        from_rank,
-        to_rank,
-        heap_bases,
-        mask=None,
-        sem: tl.constexpr = ACQ_REL,
-        scope: tl.constexpr = SYS,
-        hint: tl.constexpr = None,
-    ):
-        """Bitwise exclusive or of ``to_rank``'s copy with ``val``."""
-        return atomic("xor", pointer, val, from_rank, to_rank, heap_bases, mask, sem, scope, hint)
-
-    @jit
-    def atomic_min(
-        pointer,
-        val,
-        from_rank,
-        to_rank,
-        heap_bases,
-        mask=None,
-        sem: tl.constexpr = ACQ_REL,
-        scope: tl.constexpr = SYS,
-        hint: tl.constexpr = None,
-    ):
-        """The smaller of ``to_rank``'s copy and ``val``."""
-        return atomic("min", pointer, val, from_rank, to_rank, heap_bases, mask, sem, scope, hint)
-
-    @jit
-    def atomic_max(
-        pointer,
-        val,
-        from_rank,
-        to_rank,
-        heap_bases,
-        mask=None,
-        sem: tl.constexpr = ACQ_REL,
-        scope: tl.constexpr = SYS,
-        hint: tl.constexpr = None,
-    ):
-        """The larger of ``to_rank``'s copy and ``val``."""
-        return atomic("max", pointer, val, from_rank, to_rank, heap_bases, mask, sem, scope, hint)
-
-    @jit
-    def atomic_cas(
-        pointer,
-        cmp,
-        val,
-        from_rank,
-        to_rank,
-        heap_bases,
-        sem: tl.constexpr = ACQ_REL,
-        scope: tl.constexpr = SYS,
-        hint: tl.constexpr = None,
-    ):
-        """Put ``val`` in the place of ``to_rank``'s copy where that equals ``cmp``; returns the old value."""
-        tracing = tracing_of(heap_bases, from_rank)
-        event = tracing.begin_cas(pointer, to_rank, cmp)
-        old = ordered_cas(translate(pointer, from_rank, to_rank, heap_bases, None, hint), cmp, val, sem, scope)
-        tracing.end_cas(event, old, cmp, val)
-        return old
-
-    return SimpleNamespace(
-        load=load,
-        store=store,
-        get=get,
-        put=put,
-        copy=copy,
-        atomic_add=atomic_add,
-        atomic_sub=atomic_sub,
-        atomic_xchg=atomic_xchg,
-        atomic_and=atomic_and,
-        atomic_or=atomic_or,
-        atomic_xor=atomic_xor,
-        atomic_min=atomic_min,
-        atomic_max=atomic_max,
-        atomic_cas=atomic_cas,
-    )
+@jit
+def record_of(heap_bases):
+    return tl.cast(tl.load(heap_bases - 2), tl.pointer_type(tl.int64))
 
 
-triton_functions = make_functions(triton.jit, tl, triton_translate, triton_ordering, triton_failures, triton_tracing)
-gluon_functions = make_functions(gluon.jit, gl, gluon_translate, gluon_ordering, gluon_failures, gluon_tracing)
+@jit
+def tracing_of(heap_bases, rank):
+    """What the caller, which is ``rank``, records with."""
+    if TRACES_ALL:
+        return trace_into(record_of(heap_bases), tl.load(heap_bases + rank), False)
+    else:
+        return Tracing(False, 0, 0, 0)
+
+
+@jit
+def peer_address(ptr, from_rank, to_rank, heap_bases, mask, hint: tl.constexpr):
+    """The address of ``to_rank``'s copy of ``ptr``, which points into ``from_rank``'s heap and is used under
+    ``mask``.
+    """
+    base = tl.load(heap_bases + from_rank)
+    if in_simulator():
+        check_reach(ptr, mask, base, to_rank)
+    elif CHECKS_POINTERS:
+        check_pointer(ptr, mask, base, tl.load(heap_bases - 1), record_of(heap_bases))
+    return translate(ptr, base, tl.load(heap_bases + to_rank), hint)
+
+
+@jit
+def load(
+    pointer,
+    to_rank,
+    from_rank,
+    heap_bases,
+    mask=None,
+    other=None,
+    cache_modifier: tl.constexpr = None,
+    volatile: tl.constexpr = False,
+    hint: tl.constexpr = None,
+):
+    """Read ``from_rank``'s copy of ``pointer``; ``to_rank`` is the caller."""
+    tracing = tracing_of(heap_bases, to_rank)
+    event = tracing.begin_move("load", pointer, from_rank, mask)
+    source = peer_address(pointer, to_rank, from_rank, heap_bases, mask, hint)
+    values = tl.load(source, mask=mask, other=other, cache_modifier=cache_modifier, volatile=volatile)
+    tracing.end_load(event, values)
+    return values
+
+
+@jit
+def store(
+    pointer,
+    value,
+    from_rank,
+    to_rank,
+    heap_bases,
+    mask=None,
+    hint: tl.constexpr = None,
+    cache_modifier: tl.constexpr = None,
+):
+    """Write ``to_rank``'s copy of ``pointer``; ``from_rank`` is the caller."""
+    tracing = tracing_of(heap_bases, from_rank)
+    event = tracing.begin_move("store", pointer, to_rank, mask)
+    target = peer_address(pointer, from_rank, to_rank, heap_bases, mask, hint)
+    tl.store(target, value, mask=mask, cache_modifier=cache_modifier)
+    tracing.record_event_end(event)
+
+
+@jit
+def get(
+    from_ptr,
+    to_ptr,
+    from_rank,
+    to_rank,
+    heap_bases,
+    mask=None,
+    other=None,
+    load_cache_modifier: tl.constexpr = None,
+    store_cache_modifier: tl.constexpr = None,
+    hint: tl.constexpr = None,
+):
+    """Read ``to_rank``'s copy of ``from_ptr`` into the caller's ``to_ptr``; ``from_rank`` is the caller."""
+    tracing = tracing_of(heap_bases, from_rank)
+    event = tracing.begin_move("get", from_ptr, to_rank, mask)
+    source = peer_address(from_ptr, from_rank, to_rank, heap_bases, mask, hint)
+    value = tl.load(source, mask=mask, other=other, cache_modifier=load_cache_modifier)
+    tl.store(to_ptr, value, mask=mask, cache_modifier=store_cache_modifier)
+    tracing.record_event_end(event)
+
+
+@jit
+def put(
+    from_ptr,
+    to_ptr,
+    from_rank,
+    to_rank,
+    heap_bases,
+    mask=None,
+    other=None,
+    load_cache_modifier: tl.constexpr = None,
+    store_cache_modifier: tl.constexpr = None,
+    hint: tl.constexpr = None,
+):
+    """Read the caller's ``from_ptr``, write ``to_rank``'s copy of ``to_ptr``; ``from_rank`` is the caller."""
+    tracing = tracing_of(heap_bases, from_rank)
+    event = tracing.begin_move("put", to_ptr, to_rank, mask)
+    value = tl.load(from_ptr, mask=mask, other=other, cache_modifier=load_cache_modifier)
+    target = peer_address(to_ptr, from_rank, to_rank, heap_bases, mask, hint)
+    tl.store(target, value, mask=mask, cache_modifier=store_cache_modifier)
+    tracing.record_event_end(event)
+
+
+@jit
+def copy(
+    src_ptr,
+    dst_ptr,
+    from_rank,
+    to_rank,
+    cur_rank,
+    heap_bases,
+    mask=None,
+    other=None,
+    load_cache_modifier: tl.constexpr = None,
+    store_cache_modifier: tl.constexpr = None,
+    hint: tl.constexpr = None,
+):
+    """Move ``from_rank``'s copy of ``src_ptr`` to ``to_rank``'s copy of ``dst_ptr``; ``cur_rank`` is the caller.
+
+    Both pointers are in the caller's heap, and the caller is one of the two ranks.
+    """
+    if in_simulator():
+        check_copy(from_rank, to_rank, cur_rank)
+    tracing = tracing_of(heap_bases, cur_rank)
+    event = tracing.begin_copy(dst_ptr, from_rank, to_rank, cur_rank, mask)
+    source = peer_address(src_ptr, cur_rank, from_rank, heap_bases, mask, hint)
+    value = tl.load(source, mask=mask, other=other, cache_modifier=load_cache_modifier)
+    target = peer_address(dst_ptr, cur_rank, to_rank, heap_bases, mask, hint)
+    tl.store(target, value, mask=mask, cache_modifier=store_cache_modifier)
+    tracing.record_event_end(event)
+
+
+@jit
+def atomic(
+    op: tl.constexpr, pointer, val, from_rank, to_rank, heap_bases, mask, sem: tl.constexpr, scope: tl.constexpr,
+    hint: tl.constexpr,
+):  # fmt: skip
+    tracing = tracing_of(heap_bases, from_rank)
+    event = tracing.begin_atomic(op, pointer, to_rank, val, mask)
+    target = peer_address(pointer, from_rank, to_rank, heap_bases, mask, hint)
+    old = ordered_atomic(op, target, val, mask, sem, scope)
+    tracing.end_atomic(event, op, old, val, mask)
+    return old
+
+
+@jit
+def atomic_add(
+    pointer,
+    val,
+    from_rank,
+    to_rank,
+    heap_bases,
+    mask=None,
+    sem: tl.constexpr = ACQ_REL,
+    scope: tl.constexpr = SYS,
+    hint: tl.constexpr = None,
+):
+    """Add ``val`` to ``to_rank``'s copy; returns the old value, as the other atomics do."""
+    return atomic("add", pointer, val, from_rank, to_rank, heap_bases, mask, sem, scope, hint)
+
+
+@jit
+def atomic_sub(
+    pointer,
+    val,
+    from_rank,
+    to_rank,
+    heap_bases,
+    mask=None,
+    sem: tl.constexpr = ACQ_REL,
+    scope: tl.constexpr = SYS,
+    hint: tl.constexpr = None,
+):
+    """Subtract ``val`` from ``to_rank``'s copy."""
+    return atomic("sub", pointer, val, from_rank, to_rank, heap_bases, mask, sem, scope, hint)
+
+
+@jit
+def atomic_xchg(
+    pointer,
+    val,
+    from_rank,
+    to_rank,
+    heap_bases,
+    mask=None,
+    sem: tl.constexpr = ACQ_REL,
+    scope: tl.constexpr = SYS,
+    hint: tl.constexpr = None,
+):
+    """Put ``val`` in the place of ``to_rank``'s copy."""
+    return atomic("xchg", pointer, val, from_rank, to_rank, heap_bases, mask, sem, scope, hint)
+
+
+@jit
+def atomic_and(
+    pointer,
+    val,
+    from_rank,
+    to_rank,
+    heap_bases,
+    mask=None,
+    sem: tl.constexpr = ACQ_REL,
+    scope: tl.constexpr = SYS,
+    hint: tl.constexpr = None,
+):
+    """Bitwise and of ``to_rank``'s copy with ``val``."""
+    return atomic("and", pointer, val, from_rank, to_rank, heap_bases, mask, sem, scope, hint)
+
+
+@jit
+def atomic_or(
+    pointer,
+    val,
+    from_rank,
+    to_rank,
+    heap_bases,
+    mask=None,
+    sem: tl.constexpr = ACQ_REL,
+    scope: tl.constexpr = SYS,
+    hint: tl.constexpr = None,
+):
+    """Bitwise or of ``to_rank``'s copy with ``val``."""
+    return atomic("or", pointer, val, from_rank, to_rank, heap_bases, mask, sem, scope, hint)
+
+
+@jit
+def atomic_xor(
+    pointer,
+    val,
+    from_rank,
+    to_rank,
+    heap_bases,
+    mask=None,
+    sem: tl.constexpr = ACQ_REL,
+    scope: tl.constexpr = SYS,
+    hint: tl.constexpr = None,
+):
+    """Bitwise exclusive or of ``to_rank``'s copy with ``val``."""
+    return atomic("xor", pointer, val, from_rank, to_rank, heap_bases, mask, sem, scope, hint)
+
+
+@jit
+def atomic_min(
+    pointer,
+    val,
+    from_rank,
+    to_rank,
+    heap_bases,
+    mask=None,
+    sem: tl.constexpr = ACQ_REL,
+    scope: tl.constexpr = SYS,
+    hint: tl.constexpr = None,
+):
+    """The smaller of ``to_rank``'s copy and ``val``."""
+    return atomic("min", pointer, val, from_rank, to_rank, heap_bases, mask, sem, scope, hint)
+
+
+@jit
+def atomic_max(
+    pointer,
+    val,
+    from_rank,
+    to_rank,
+    heap_bases,
+    mask=None,
+    sem: tl.constexpr = ACQ_REL,
+    scope: tl.constexpr = SYS,
+    hint: tl.constexpr = None,
+):
+    """The larger of ``to_rank``'s copy and ``val``."""
+    return atomic("max", pointer, val, from_rank, to_rank, heap_bases, mask, sem, scope, hint)
+
+
+@jit
+def atomic_cas(
+    pointer,
+    cmp,
+    val,
+    from_rank,
+    to_rank,
+    heap_bases,
+    sem: tl.constexpr = ACQ_REL,
+    scope: tl.constexpr = SYS,
+    hint: tl.constexpr = None,
+):
+    """Put ``val`` in the place of ``to_rank``'s copy where that equals ``cmp``; returns the old value."""
+    tracing = tracing_of(heap_bases, from_rank)
+    event = tracing.begin_cas(pointer, to_rank, cmp)
+    old = ordered_cas(peer_address(pointer, from_rank, to_rank, heap_bases, None, hint), cmp, val, sem, scope)
+    tracing.end_cas(event, old, cmp, val)
+    return old

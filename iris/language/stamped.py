@@ -19,17 +19,14 @@ test took so many instructions and predicates that the loads of several ranks' p
 0.4 us of each sum.
 """
 
-from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
-
 import triton
 import triton.language as tl
-from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from iris.language.address import in_simulator
-from iris.language.failures import WAIT_LIMIT_NS, gluon_failures, kind_code, triton_failures
-from iris.language.ordering import LANES, gluon_ordering, signed_type, triton_ordering
+from iris.language.failures import WAIT_LIMIT_NS, expired, kind_code, nanoseconds
+from iris.language.jit import gluon_version_of, jit
+from iris.language.ordering import LANES, give_up, inspect, lanes, reread, signed_type
 from iris.language.target import on_amd
 
 
@@ -76,198 +73,187 @@ def lowest(element):
 
 
 @triton.jit
-def _triton_laid_out(values, like):
+def laid_out(values, like):
     return values
 
 
-@gluon.jit
+@gluon_version_of(laid_out)
 def _gluon_laid_out(values, like):
     return gl.convert_layout(values, like.type.layout, assert_trivial=True)
 
 
-def make_stamped(jit: Callable, lang: ModuleType, order: SimpleNamespace, failures: SimpleNamespace) -> SimpleNamespace:
-    """The device functions of this file in the language that ``(jit, lang)`` stand for."""
-    reread, inspect, lanes = order.reread, order.inspect, order.lanes
-    expired, nanoseconds, give_up = failures.expired, failures.nanoseconds, order.give_up
-    laid_out = _triton_laid_out if lang is tl else _gluon_laid_out
+@jit
+def write_through(ptrs, values, mask):
+    # On AMD a plain store may stay in the writer's L2 until the kernel ends.
+    if on_amd():
+        tl.store(ptrs, values, mask=mask, cache_modifier=".wt")
+    else:
+        tl.store(ptrs, values, mask=mask)
 
-    @jit
-    def write_through(ptrs, values, mask):
-        # On AMD a plain store may stay in the writer's L2 until the kernel ends.
-        if on_amd():
-            lang.store(ptrs, values, mask=mask, cache_modifier=".wt")
-        else:
-            lang.store(ptrs, values, mask=mask)
 
-    @jit
-    def given_up(ptrs, without, since, wanted, source, record):
-        """Whether a wait for data has exceeded its limit; notes it if so, and which of ``ptrs`` are ``without``.
+@jit
+def given_up(ptrs, without, since, wanted, source, record):
+    """Whether a wait for data has exceeded its limit; notes it if so, and which of ``ptrs`` are ``without``.
 
-        ``source``: the rank that the data come from, or for each of ``ptrs`` its own; -1 if it cannot be said.
-        """
-        over = expired(record, since)
-        if over:
-            late = lang.cast(0, lang.int64)
-            for rank in range(0, LANES):
-                missing = lang.max(lang.cast(without & (rank == source), lang.int32), axis=0)
-                late = late | (lang.cast(missing, lang.int64) << rank)
-            note_absent(ptrs, without, wanted, late, record)
-        return over
+    ``source``: the rank that the data come from, or for each of ``ptrs`` its own; -1 if it cannot be said.
+    """
+    over = expired(record, since)
+    if over:
+        late = tl.cast(0, tl.int64)
+        for rank in range(0, LANES):
+            missing = tl.max(tl.cast(without & (rank == source), tl.int32), axis=0)
+            late = late | (tl.cast(missing, tl.int64) << rank)
+        note_absent(ptrs, without, wanted, late, record)
+    return over
 
-    @jit
-    def note_absent(ptrs, without, wanted, late, record):
-        """Record the first of ``ptrs`` that is ``without``, and a bit for each rank that is ``late`` with its data."""
-        first = lang.min(lang.where(without, lang.cast(ptrs, lang.int64), HIGHEST), axis=0)
-        give_up(record, first, wanted, late, kind_code("data"), 0, 0)
 
-    @jit
-    def send_stamped(ptrs, words, stamp, mask):
-        """Store int32 ``words``, each with the int32 ``stamp``, to the int64 ``ptrs``, a peer's."""
-        low = lang.cast(words, lang.int64) & 0xFFFFFFFF
-        write_through(ptrs, low | (lang.cast(stamp, lang.int64) << 32), mask)
+@jit
+def note_absent(ptrs, without, wanted, late, record):
+    """Record the first of ``ptrs`` that is ``without``, and a bit for each rank that is ``late`` with its data."""
+    first = tl.min(tl.where(without, tl.cast(ptrs, tl.int64), HIGHEST), axis=0)
+    give_up(record, first, wanted, late, kind_code("data"), 0, 0)
 
-    @jit
-    def receive_stamped(ptrs, stamp, mask, source, record):
-        """Wait until all of the caller's own ``ptrs`` carry ``stamp``; returns the int32 words.
 
-        There must be a word for each thread. Of two threads that poll the same one, either may say for both that it is
-        there, and one of them stores what it has read: maybe the older.
-        """
-        if WAIT_LIMIT_NS > 0:
-            since = nanoseconds(record)
+@jit
+def send_stamped(ptrs, words, stamp, mask):
+    """Store int32 ``words``, each with the int32 ``stamp``, to the int64 ``ptrs``, a peer's."""
+    low = tl.cast(words, tl.int64) & 0xFFFFFFFF
+    write_through(ptrs, low | (tl.cast(stamp, tl.int64) << 32), mask)
+
+
+@jit
+def receive_stamped(ptrs, stamp, mask, source, record):
+    """Wait until all of the caller's own ``ptrs`` carry ``stamp``; returns the int32 words.
+
+    There must be a word for each thread. Of two threads that poll the same one, either may say for both that it is
+    there, and one of them stores what it has read: maybe the older.
+    """
+    if WAIT_LIMIT_NS > 0:
+        since = nanoseconds(record)
+    words = reread(ptrs, mask)
+    missing = tl.max(tl.cast(mask & (tl.cast(words >> 32, tl.int32) != stamp), tl.int32), axis=0)
+    while missing > 0:
         words = reread(ptrs, mask)
-        missing = lang.max(lang.cast(mask & (lang.cast(words >> 32, lang.int32) != stamp), lang.int32), axis=0)
-        while missing > 0:
-            words = reread(ptrs, mask)
-            missing = lang.max(lang.cast(mask & (lang.cast(words >> 32, lang.int32) != stamp), lang.int32), axis=0)
-            if WAIT_LIMIT_NS > 0:
-                if missing > 0:
-                    without = mask & (lang.cast(words >> 32, lang.int32) != stamp)
-                    if given_up(ptrs, without, since, stamp, source, record):
-                        missing = missing * 0
-        return lang.cast(words, lang.int32)
-
-    @jit
-    def send_marked(ptrs, values, mask):
-        """Store the floating-point ``values`` to ``ptrs``, a peer's, which point to integers of their width.
-
-        They are cleared: by whoever reads them, or as new memory is.
-        """
-        if in_simulator():
-            check_cleared(ptrs, mask)
-        bits: tl.constexpr = signed_type(values.dtype)
-        wire = lang.cast(values, bits, bitcast=True) ^ -1
-        write_through(ptrs, lang.where(wire == 0, lang.cast(lowest(bits), bits), wire), mask)
-
-    @jit
-    def words_at(begin, element: tl.constexpr):
-        """A pointer to marked elements as one to words of them."""
-        return lang.cast(begin, lang.pointer_type(word_type(element)), bitcast=True)
-
-    @jit
-    def awaited(k, count, element: tl.constexpr):
-        """The highest bit of each element in the words of numbers ``k`` that is among the first ``count`` elements."""
-        E: tl.constexpr = elements_per_word(element)
-        bits = lang.cast(k * 0, word_type(element))
-        for place in lang.static_range(E):
-            bits = bits | lang.where(k * E + place < count, highest_bit(element, place), 0)
-        return bits
-
-    @jit
-    def absent(words, bits, element: tl.constexpr):
-        """Those of the `awaited` ``bits`` whose elements are zero. Above such a one there may be one too many.
-
-        S. E. Anderson, "Bit Twiddling Hacks": determine if a word has a zero byte.
-        """
-        return (words - lowest_bits(element)) & (words ^ -1) & bits
-
-    @jit
-    def unmark(words, element: tl.constexpr, like):
-        """What arrived in ``words``, as elements in the order in which they lie in memory, laid out as ``like``."""
-        E: tl.constexpr = elements_per_word(element)
-        bits: tl.constexpr = signed_type(element)
-        words = words ^ -1
-        if E == 1:
-            values = words
-        elif E == 2:
-            values = lang.join(lang.cast(words, bits), lang.cast(words >> 16, bits)).reshape([2 * words.shape[0]])
-        else:
-            even = lang.join(lang.cast(words, bits), lang.cast(words >> 16, bits))
-            odd = lang.join(lang.cast(words >> 8, bits), lang.cast(words >> 24, bits))
-            values = lang.join(even, odd).reshape([4 * words.shape[0]])
-        return laid_out(lang.cast(values, element, bitcast=True), like)
-
-    @jit
-    def receive_marked(ptrs, mask, bits, element: tl.constexpr, like, source, record):
-        """Wait until all that is `awaited` in the words at the caller's own ``ptrs`` has arrived; returns the elements.
-
-        ``mask``: the words to read; ``like``: see `unmark`. As for `receive_stamped`, there must be a word for each
-        thread.
-        """
+        missing = tl.max(tl.cast(mask & (tl.cast(words >> 32, tl.int32) != stamp), tl.int32), axis=0)
         if WAIT_LIMIT_NS > 0:
-            since = nanoseconds(record)
+            if missing > 0:
+                without = mask & (tl.cast(words >> 32, tl.int32) != stamp)
+                if given_up(ptrs, without, since, stamp, source, record):
+                    missing = missing * 0
+    return tl.cast(words, tl.int32)
+
+
+@jit
+def send_marked(ptrs, values, mask):
+    """Store the floating-point ``values`` to ``ptrs``, a peer's, which point to integers of their width.
+
+    They are cleared: by whoever reads them, or as new memory is.
+    """
+    if in_simulator():
+        check_cleared(ptrs, mask)
+    bits: tl.constexpr = signed_type(values.dtype)
+    wire = tl.cast(values, bits, bitcast=True) ^ -1
+    write_through(ptrs, tl.where(wire == 0, tl.cast(lowest(bits), bits), wire), mask)
+
+
+@jit
+def words_at(begin, element: tl.constexpr):
+    """A pointer to marked elements as one to words of them."""
+    return tl.cast(begin, tl.pointer_type(word_type(element)), bitcast=True)
+
+
+@jit
+def awaited(k, count, element: tl.constexpr):
+    """The highest bit of each element in the words of numbers ``k`` that is among the first ``count`` elements."""
+    E: tl.constexpr = elements_per_word(element)
+    bits = tl.cast(k * 0, word_type(element))
+    for place in tl.static_range(E):
+        bits = bits | tl.where(k * E + place < count, highest_bit(element, place), 0)
+    return bits
+
+
+@jit
+def absent(words, bits, element: tl.constexpr):
+    """Those of the `awaited` ``bits`` whose elements are zero. Above such a one there may be one too many.
+
+    S. E. Anderson, "Bit Twiddling Hacks": determine if a word has a zero byte.
+    """
+    return (words - lowest_bits(element)) & (words ^ -1) & bits
+
+
+@jit
+def unmark(words, element: tl.constexpr, like):
+    """What arrived in ``words``, as elements in the order in which they lie in memory, laid out as ``like``."""
+    E: tl.constexpr = elements_per_word(element)
+    bits: tl.constexpr = signed_type(element)
+    words = words ^ -1
+    if E == 1:
+        values = words
+    elif E == 2:
+        values = tl.join(tl.cast(words, bits), tl.cast(words >> 16, bits)).reshape([2 * words.shape[0]])
+    else:
+        even = tl.join(tl.cast(words, bits), tl.cast(words >> 16, bits))
+        odd = tl.join(tl.cast(words >> 8, bits), tl.cast(words >> 24, bits))
+        values = tl.join(even, odd).reshape([4 * words.shape[0]])
+    return laid_out(tl.cast(values, element, bitcast=True), like)
+
+
+@jit
+def receive_marked(ptrs, mask, bits, element: tl.constexpr, like, source, record):
+    """Wait until all that is `awaited` in the words at the caller's own ``ptrs`` has arrived; returns the elements.
+
+    ``mask``: the words to read; ``like``: see `unmark`. As for `receive_stamped`, there must be a word for each
+    thread.
+    """
+    if WAIT_LIMIT_NS > 0:
+        since = nanoseconds(record)
+    words = reread(ptrs, mask)
+    missing = tl.max(tl.cast(absent(words, bits, element) != 0, tl.int32), axis=0)
+    while missing > 0:
         words = reread(ptrs, mask)
-        missing = lang.max(lang.cast(absent(words, bits, element) != 0, lang.int32), axis=0)
-        while missing > 0:
-            words = reread(ptrs, mask)
-            missing = lang.max(lang.cast(absent(words, bits, element) != 0, lang.int32), axis=0)
-            if WAIT_LIMIT_NS > 0:
-                if missing > 0:
-                    if given_up(ptrs, absent(words, bits, element) != 0, since, 0, source, record):
-                        missing = missing * 0
-        return unmark(words, element, like)
-
-    @jit
-    def clear_marked(ptrs, mask):
-        """Make the caller's own ``ptrs`` ready for what comes next; the kernel's end makes it visible to peers."""
-        lang.store(ptrs, lang.zeros_like(lang.cast(ptrs, lang.int64)).to(ptrs.dtype.element_ty), mask=mask)
-
-    @jit
-    def send_place(ptrs, place, count, mask):
-        """Store ``place``, int64 below 2^48, stamped with the low 16 bits of ``count``, to the int64 ``ptrs``.
-
-        By an exchange, since `receive_places` polls by read-modify-writes, which are atomic among their own kind (PTX
-        ISA, "Memory Consistency Model": atomicity).
-        """
-        word = place | (lang.cast(count & 0xFFFF, lang.int64) << 48)
-        lang.atomic_xchg(ptrs, word, mask=mask, sem="relaxed", scope="sys")
-
-    @jit
-    def unplaced(words, counts, mask):
-        stamps = lang.cast(words >> 48, lang.int32) & 0xFFFF
-        return mask & (stamps != (counts & 0xFFFF))
-
-    @jit
-    def receive_places(ptrs, counts, mask, record):
-        """Wait until all of the caller's own ``ptrs``, one a rank, carry their ``counts``; returns the places."""
+        missing = tl.max(tl.cast(absent(words, bits, element) != 0, tl.int32), axis=0)
         if WAIT_LIMIT_NS > 0:
-            since = nanoseconds(record)
+            if missing > 0:
+                if given_up(ptrs, absent(words, bits, element) != 0, since, 0, source, record):
+                    missing = missing * 0
+    return unmark(words, element, like)
+
+
+@jit
+def clear_marked(ptrs, mask):
+    """Make the caller's own ``ptrs`` ready for what comes next; the kernel's end makes it visible to peers."""
+    tl.store(ptrs, tl.zeros_like(tl.cast(ptrs, tl.int64)).to(ptrs.dtype.element_ty), mask=mask)
+
+
+@jit
+def send_place(ptrs, place, count, mask):
+    """Store ``place``, int64 below 2^48, stamped with the low 16 bits of ``count``, to the int64 ``ptrs``.
+
+    By an exchange, since `receive_places` polls by read-modify-writes, which are atomic among their own kind (PTX
+    ISA, "Memory Consistency Model": atomicity).
+    """
+    word = place | (tl.cast(count & 0xFFFF, tl.int64) << 48)
+    tl.atomic_xchg(ptrs, word, mask=mask, sem="relaxed", scope="sys")
+
+
+@jit
+def unplaced(words, counts, mask):
+    stamps = tl.cast(words >> 48, tl.int32) & 0xFFFF
+    return mask & (stamps != (counts & 0xFFFF))
+
+
+@jit
+def receive_places(ptrs, counts, mask, record):
+    """Wait until all of the caller's own ``ptrs``, one a rank, carry their ``counts``; returns the places."""
+    if WAIT_LIMIT_NS > 0:
+        since = nanoseconds(record)
+    words = inspect(ptrs, mask)
+    missing = tl.max(tl.cast(unplaced(words, counts, mask), tl.int32), axis=0)
+    while missing > 0:
         words = inspect(ptrs, mask)
-        missing = lang.max(lang.cast(unplaced(words, counts, mask), lang.int32), axis=0)
-        while missing > 0:
-            words = inspect(ptrs, mask)
-            missing = lang.max(lang.cast(unplaced(words, counts, mask), lang.int32), axis=0)
-            if WAIT_LIMIT_NS > 0:
-                if missing > 0:
-                    if given_up(ptrs, unplaced(words, counts, mask), since, 0, lanes(), record):
-                        missing = missing * 0
-        return words & 0xFFFFFFFFFFFF
-
-    return SimpleNamespace(
-        send_place=send_place,
-        receive_places=receive_places,
-        send_stamped=send_stamped,
-        receive_stamped=receive_stamped,
-        send_marked=send_marked,
-        receive_marked=receive_marked,
-        words_at=words_at,
-        awaited=awaited,
-        absent=absent,
-        unmark=unmark,
-        clear_marked=clear_marked,
-        note_absent=note_absent,
-    )
-
-
-triton_stamped = make_stamped(triton.jit, tl, triton_ordering, triton_failures)
-gluon_stamped = make_stamped(gluon.jit, gl, gluon_ordering, gluon_failures)
+        missing = tl.max(tl.cast(unplaced(words, counts, mask), tl.int32), axis=0)
+        if WAIT_LIMIT_NS > 0:
+            if missing > 0:
+                if given_up(ptrs, unplaced(words, counts, mask), since, 0, lanes(), record):
+                    missing = missing * 0
+    return words & 0xFFFFFFFFFFFF

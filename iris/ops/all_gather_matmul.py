@@ -16,15 +16,10 @@ import triton
 import triton.language as tl
 
 from iris.language.context import DeviceContext
-from iris.language.ordering import triton_ordering
+from iris.language.ordering import follow_predecessor
 from iris.language.tracing import TraceEvent
-from iris.ops.counts import ARRIVED, triton_counts
-from iris.ops.gemm import on_chiplets, product, scaled, triton_place
-
-follow_predecessor = triton_ordering.follow_predecessor
-await_ready, begin, end, tell_arrived = (
-    triton_counts.await_ready, triton_counts.begin, triton_counts.end, triton_counts.tell_arrived,
-)  # fmt: skip
+from iris.ops.counts import ARRIVED, await_ready, begin, end, tell_arrived
+from iris.ops.gemm import on_chiplets, place, product, scaled
 
 
 @triton.jit
@@ -141,9 +136,9 @@ def all_gather_matmul(
         own = number < own_tiles
         owner = rank
         if own:
-            slab, pid_n = triton_place(number, slabs, tiles_n, GROUP)
+            slab, pid_n = place(number, slabs, tiles_n, GROUP)
         else:
-            line, pid_n = triton_place(number - own_tiles, peers * slabs, tiles_n, GROUP)
+            line, pid_n = place(number - own_tiles, peers * slabs, tiles_n, GROUP)
             owner, slab = (rank + 1 + line % peers) % W, line // peers
         local = slab * BLOCK_M + tl.arange(0, BLOCK_M)
         columns = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)

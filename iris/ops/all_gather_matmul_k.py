@@ -15,14 +15,11 @@ import triton
 import triton.language as tl
 
 from iris.language.context import DeviceContext
-from iris.language.ordering import triton_ordering
+from iris.language.ordering import follow_predecessor
 from iris.language.tracing import TraceEvent
 from iris.ops.all_gather_matmul import send, take_tile
-from iris.ops.counts import ARRIVED, triton_counts
-from iris.ops.gemm import product, scaled, triton_place
-
-follow_predecessor = triton_ordering.follow_predecessor
-begin, end = triton_counts.begin, triton_counts.end
+from iris.ops.counts import ARRIVED, begin, end
+from iris.ops.gemm import place, product, scaled
 
 
 # A number of rows may be 1, and is no constant then.
@@ -79,7 +76,7 @@ def all_gather_matmul_k(
     tiles = slabs * tiles_n
     number = take_tile(tickets + 1, epoch, tiles, XCDS, CHUNK)
     while number < tiles:
-        slab, pid_n = triton_place(number, slabs, tiles_n, GROUP)
+        slab, pid_n = place(number, slabs, tiles_n, GROUP)
         rows = slab * BLOCK_M + tl.arange(0, BLOCK_M)
         columns = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
         total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)

@@ -22,23 +22,22 @@ import triton
 import triton.language as tl
 
 from iris.ccl.combine import PROPAGATE
-from iris.ccl.push import SLOTS, triton_push
-from iris.language.address import triton_translate
+from iris.ccl.push import SLOTS, add_up, peers, region
+from iris.language.address import translate
 from iris.language.cluster import enter, meet, open_meeting
 from iris.language.context import DeviceContext
-from iris.language.ordering import triton_ordering
+from iris.language.ordering import admit_successor, follow_predecessor, keep
 from iris.language.pairs import widen
-from iris.language.stamped import elements_per_word, triton_stamped
-
-add_up, peers, region = triton_push.add_up, triton_push.peers, triton_push.region
-follow_predecessor, admit_successor, keep = (
-    triton_ordering.follow_predecessor, triton_ordering.admit_successor, triton_ordering.keep,
-)  # fmt: skip
-clear_marked, receive_marked, send_marked = (
-    triton_stamped.clear_marked, triton_stamped.receive_marked, triton_stamped.send_marked,
-)  # fmt: skip
-awaited, words_at = triton_stamped.awaited, triton_stamped.words_at
-receive_stamped, send_stamped = triton_stamped.receive_stamped, triton_stamped.send_stamped
+from iris.language.stamped import (
+    awaited,
+    clear_marked,
+    elements_per_word,
+    receive_marked,
+    receive_stamped,
+    send_marked,
+    send_stamped,
+    words_at,
+)
 
 # Rows that a program of the two-shot kernel sends before it waits for the first of them.
 AHEAD = tl.constexpr(1)
@@ -158,7 +157,7 @@ def one_shot_rms_norm(
         divisor = tl.load(scale) if SCALED else 1.0
         parts = region(slots, room * PIECES, unit, epoch, W * PIECE)
         for distance in tl.static_range(1, W):
-            to = triton_translate(parts + rank * PIECE, ctx.base, bases[distance - 1])
+            to = translate(parts + rank * PIECE, ctx.base, bases[distance - 1])
             event = ctx.tracing.begin_move("store", parts + i, (rank + distance) % W, inside)
             send_marked(to + i, own, inside)
             ctx.tracing.record_event_end(event)
@@ -256,7 +255,7 @@ def two_shot_rms_norm(
                 parts += (tl.load(its + k, mask=(i < PART) & (k < H)),)
             for distance in tl.static_range(1, W):
                 mask = (i < PART) & (begin + (rank + distance) % W * PART + i < H)
-                to = triton_translate(mine, ctx.base, bases[distance - 1])
+                to = translate(mine, ctx.base, bases[distance - 1])
                 event = ctx.tracing.begin_move("store", mine + i, (rank + distance) % W, mask)
                 send_marked(to + i, parts[distance - 1], mask)
                 ctx.tracing.record_event_end(event)
@@ -274,7 +273,7 @@ def two_shot_rms_norm(
             send_marked(sums + i, total, mask)
             for distance in tl.static_range(1, W):
                 event = ctx.tracing.begin_move("store", sums + i, (rank + distance) % W, mask)
-                send_marked(triton_translate(sums, ctx.base, bases[distance - 1]) + i, total, mask)
+                send_marked(translate(sums, ctx.base, bases[distance - 1]) + i, total, mask)
                 ctx.tracing.record_event_end(event)
         if step >= 2 * AHEAD:
             epoch = tl.load(epochs + done)

@@ -30,15 +30,12 @@ import triton.language as tl
 
 from iris import simulator
 from iris.language.context import DeviceContext
-from iris.language.ordering import triton_ordering
+from iris.language.ordering import follow_predecessor
 from iris.launch import addresses, prepare
 from iris.ops.buffers import Buffers, Needs
 from iris.ops.call import Call
-from iris.ops.counts import DONE, READY, triton_counts
+from iris.ops.counts import DONE, READY, end, tell_ready
 from iris.ops.vendor import Product
-
-follow_predecessor = triton_ordering.follow_predecessor
-end, tell_ready = triton_counts.end, triton_counts.tell_ready
 
 # The operations that can be carried out so.
 COPIED = ("all_gather_matmul", "matmul_reduce_scatter")

@@ -21,15 +21,10 @@ come behind the stores to all ranks, and its own add releases what it has acquir
 Over the link: a word for each but tickets, in one step.
 """
 
-from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
-
-import triton
 import triton.language as tl
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
 
-from iris.language.ordering import LANES, gluon_ordering, triton_ordering
+from iris.language.jit import jit
+from iris.language.ordering import LANES, keep, lanes
 
 # Words of an operation's counts: epochs by program; `ready` by rank; `done` on a line of its own; `arrived` by part.
 MOST_PROGRAMS, MOST_RANKS = 1024, 128
@@ -38,63 +33,51 @@ DONE = tl.constexpr(MOST_PROGRAMS + MOST_RANKS)
 ARRIVED = tl.constexpr(MOST_PROGRAMS + MOST_RANKS + 32)
 
 
-def make_counts(jit: Callable, lang: ModuleType, order: SimpleNamespace) -> SimpleNamespace:
-    """The device functions of this file in the language that ``(jit, lang)`` stand for."""
-    lanes, keep = order.lanes, order.keep
-
-    @jit
-    def tell_ready(ctx, counts, epoch):
-        """That this rank's memory may be written, or read, in the call of this epoch."""
-        for first in range(0, ctx.num_ranks, LANES):
-            to = first + lanes()
-            ctx._signal_ranks(counts + READY + ctx.cur_rank, epoch + 0 * to, to, to < ctx.num_ranks)
-
-    @jit
-    def begin(ctx, counts):
-        """This call's epoch. Program 0 tells the peers that this rank's memory may be written."""
-        epoch = lang.load(counts + lang.program_id(0)) + 1
-        if lang.program_id(0) == 0:
-            tell_ready(ctx, counts, epoch)
-        return epoch
-
-    @jit
-    def await_ready(ctx, counts, epoch):
-        """Until the memory of every rank may be written."""
-        for first in range(0, ctx.num_ranks, LANES):
-            peer = first + lanes()
-            ctx._wait_ranks(counts + READY + peer, epoch + 0 * peer, peer < ctx.num_ranks, first, ctx.num_ranks)
-
-    @jit
-    def tell_arrived(ctx, counts, part):
-        """Behind this program's stores of a part to all peers."""
-        for first in range(0, ctx.num_ranks, LANES):
-            to = first + lanes()
-            here = (to < ctx.num_ranks) & (to != ctx.cur_rank)
-            ctx._signal_ranks(counts + ARRIVED + part, 1 + 0 * to, to, here, "add")
-
-    @jit
-    def await_done(ctx, counts, epoch):
-        """Behind this program's last store to peers: the kernel ends when everybody's stores to this rank are there."""
-        for first in range(0, ctx.num_ranks, LANES):
-            to = first + lanes()
-            ctx._signal_ranks(counts + DONE, 1 + 0 * to, to, to < ctx.num_ranks, "add")
-        if lang.program_id(0) == 0:
-            ctx.wait(counts + DONE, epoch * lang.num_programs(0) * ctx.num_ranks, cmp="reached")
-
-    @jit
-    def end(counts, epoch):
-        """Last of all: the next call is another one."""
-        keep(counts + lang.program_id(0), epoch)
-
-    return SimpleNamespace(
-        tell_ready=tell_ready,
-        begin=begin,
-        await_ready=await_ready,
-        tell_arrived=tell_arrived,
-        await_done=await_done,
-        end=end,
-    )
+@jit
+def tell_ready(ctx, counts, epoch):
+    """That this rank's memory may be written, or read, in the call of this epoch."""
+    for first in range(0, ctx.num_ranks, LANES):
+        to = first + lanes()
+        ctx._signal_ranks(counts + READY + ctx.cur_rank, epoch + 0 * to, to, to < ctx.num_ranks)
 
 
-triton_counts = make_counts(triton.jit, tl, triton_ordering)
-gluon_counts = make_counts(gluon.jit, gl, gluon_ordering)
+@jit
+def begin(ctx, counts):
+    """This call's epoch. Program 0 tells the peers that this rank's memory may be written."""
+    epoch = tl.load(counts + tl.program_id(0)) + 1
+    if tl.program_id(0) == 0:
+        tell_ready(ctx, counts, epoch)
+    return epoch
+
+
+@jit
+def await_ready(ctx, counts, epoch):
+    """Until the memory of every rank may be written."""
+    for first in range(0, ctx.num_ranks, LANES):
+        peer = first + lanes()
+        ctx._wait_ranks(counts + READY + peer, epoch + 0 * peer, peer < ctx.num_ranks, first, ctx.num_ranks)
+
+
+@jit
+def tell_arrived(ctx, counts, part):
+    """Behind this program's stores of a part to all peers."""
+    for first in range(0, ctx.num_ranks, LANES):
+        to = first + lanes()
+        here = (to < ctx.num_ranks) & (to != ctx.cur_rank)
+        ctx._signal_ranks(counts + ARRIVED + part, 1 + 0 * to, to, here, "add")
+
+
+@jit
+def await_done(ctx, counts, epoch):
+    """Behind this program's last store to peers: the kernel ends when everybody's stores to this rank are there."""
+    for first in range(0, ctx.num_ranks, LANES):
+        to = first + lanes()
+        ctx._signal_ranks(counts + DONE, 1 + 0 * to, to, to < ctx.num_ranks, "add")
+    if tl.program_id(0) == 0:
+        ctx.wait(counts + DONE, epoch * tl.num_programs(0) * ctx.num_ranks, cmp="reached")
+
+
+@jit
+def end(counts, epoch):
+    """Last of all: the next call is another one."""
+    keep(counts + tl.program_id(0), epoch)

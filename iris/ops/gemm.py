@@ -1,11 +1,10 @@
 """The product of one tile, and the order of tiles: what every fused kernel has of a GEMM."""
 
-from collections.abc import Callable
-
 import triton
 import triton.language as tl
 from triton.experimental import gluon
 
+from iris.language.jit import jit
 from iris.language.target import on_nvidia
 
 # No cache modifier.
@@ -18,24 +17,16 @@ def precision(allow_tf32):
     return "tf32" if allow_tf32 and on_nvidia() else "ieee"
 
 
-def make_place(jit: Callable) -> Callable:
-    """The order of tiles, in the language that ``jit`` stands for."""
+@jit
+def place(tile, tiles_m, tiles_n, GROUP: tl.constexpr):
+    """Row and column of tile number ``tile``: GROUP rows of tiles, one column after the other, then the next rows.
 
-    @jit
-    def place(tile, tiles_m, tiles_n, GROUP: tl.constexpr):
-        """Row and column of tile number ``tile``: GROUP rows of tiles, one column after the other, then the next rows.
-
-        What programs compute at one time then shares rows of A and columns of B, which the L2 cache holds.
-        """
-        in_group = GROUP * tiles_n
-        first = tile // in_group * GROUP
-        height = tl.minimum(tiles_m - first, GROUP)
-        return first + tile % in_group % height, tile % in_group // height
-
-    return place
-
-
-triton_place, gluon_place = make_place(triton.jit), make_place(gluon.jit)
+    What programs compute at one time then shares rows of A and columns of B, which the L2 cache holds.
+    """
+    in_group = GROUP * tiles_n
+    first = tile // in_group * GROUP
+    height = tl.minimum(tiles_m - first, GROUP)
+    return first + tile % in_group % height, tile % in_group // height
 
 
 @triton.jit
@@ -90,25 +81,17 @@ def scaled(total, scale_a, scale_b, rows, columns, stop_m, N, SCALED: tl.constex
         return total
 
 
-def make_on_chiplets(jit: Callable) -> Callable:
-    """Which program is where, in the language that ``jit`` stands for."""
+@jit
+def on_chiplets(program, programs, XCDS: tl.constexpr, CHUNK: tl.constexpr):
+    """The number of this program, such that CHUNK neighbours are on one chiplet.
 
-    @jit
-    def on_chiplets(program, programs, XCDS: tl.constexpr, CHUNK: tl.constexpr):
-        """The number of this program, such that CHUNK neighbours are on one chiplet.
-
-        The hardware deals programs out to the XCDS chiplets of an MI300 one by one, and each chiplet has an L2 cache of
-        its own (AMD CDNA 3 architecture, white paper: XCDs). What is left behind the last full round keeps its number.
-        """
-        turn: tl.constexpr = XCDS * CHUNK
-        chiplet, number = program % XCDS, program // XCDS
-        moved = number // CHUNK * turn + chiplet * CHUNK + number % CHUNK
-        return tl.where(program < programs // turn * turn, moved, program)
-
-    return on_chiplets
-
-
-on_chiplets, gluon_on_chiplets = make_on_chiplets(triton.jit), make_on_chiplets(gluon.jit)
+    The hardware deals programs out to the XCDS chiplets of an MI300 one by one, and each chiplet has an L2 cache of
+    its own (AMD CDNA 3 architecture, white paper: XCDs). What is left behind the last full round keeps its number.
+    """
+    turn: tl.constexpr = XCDS * CHUNK
+    chiplet, number = program % XCDS, program // XCDS
+    moved = number // CHUNK * turn + chiplet * CHUNK + number % CHUNK
+    return tl.where(program < programs // turn * turn, moved, program)
 
 
 @gluon.jit

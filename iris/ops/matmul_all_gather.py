@@ -9,16 +9,11 @@ import triton
 import triton.language as tl
 
 from iris.language.context import DeviceContext
-from iris.language.ordering import triton_ordering
+from iris.language.ordering import follow_predecessor
 from iris.language.tracing import TraceEvent
-from iris.ops.counts import triton_counts
-from iris.ops.gemm import on_chiplets, product, scaled, triton_place
+from iris.ops.counts import await_done, await_ready, begin, end
+from iris.ops.gemm import on_chiplets, place, product, scaled
 from iris.x import Tile, all_gather, make_tensor_view
-
-follow_predecessor = triton_ordering.follow_predecessor
-await_done, await_ready, begin, end = (
-    triton_counts.await_done, triton_counts.await_ready, triton_counts.begin, triton_counts.end,
-)  # fmt: skip
 
 
 @triton.jit
@@ -63,7 +58,7 @@ def matmul_all_gather(
     first = on_chiplets(tl.program_id(0), programs, XCDS, CHUNK)
     tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     for number in range(first, tiles_m * tiles_n, programs):
-        pid_m, pid_n = triton_place(number, tiles_m, tiles_n, GROUP)
+        pid_m, pid_n = place(number, tiles_m, tiles_n, GROUP)
         rows = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
         columns = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
         work = ctx.tracing.record_event_start(TraceEvent.compute, pid_m=pid_m, pid_n=pid_n)

@@ -15,15 +15,10 @@ import triton
 import triton.language as tl
 
 from iris.language.context import DeviceContext
-from iris.language.ordering import triton_ordering
+from iris.language.ordering import follow_predecessor
 from iris.language.tracing import TraceEvent
-from iris.ops.counts import ARRIVED, triton_counts
-from iris.ops.gemm import on_chiplets, product, scaled, triton_place
-
-follow_predecessor = triton_ordering.follow_predecessor
-await_done, await_ready, begin, end = (
-    triton_counts.await_done, triton_counts.await_ready, triton_counts.begin, triton_counts.end,
-)  # fmt: skip
+from iris.ops.counts import ARRIVED, await_done, await_ready, begin, end
+from iris.ops.gemm import on_chiplets, place, product, scaled
 
 
 # A number of rows may be 1, and is no constant then.
@@ -82,7 +77,7 @@ def matmul_reduce(
     for number in range(first, W * tiles, programs):
         owner = (rank + 1 + number // tiles) % W
         tile = number % tiles
-        pid_m, pid_n = triton_place(tile, tiles_m, tiles_n, GROUP)
+        pid_m, pid_n = place(tile, tiles_m, tiles_n, GROUP)
         local = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
         columns = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
         mine = (local < share) & (owner * share + local < M)

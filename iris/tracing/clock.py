@@ -17,14 +17,12 @@ import torch
 import triton
 import triton.language as tl
 
-from iris.language.clock import triton_clock
+from iris.language.clock import clock
 from iris.language.context import DeviceContext
-from iris.language.ordering import triton_ordering
+from iris.language.ordering import signal, wait
 from iris.workspace import Workspace
 
 ROUNDS = 200
-
-clock, signal, wait = triton_clock.clock, triton_ordering.signal, triton_ordering.wait
 
 
 @triton.jit

@@ -46,8 +46,8 @@ import triton
 import triton.language as tl
 
 from iris.language.address import in_simulator
-from iris.language.failures import kind_code, triton_failures
-from iris.language.ordering import LANES, triton_ordering
+from iris.language.failures import kind_code, write_record
+from iris.language.ordering import LANES, lanes
 from iris.x.tile import columns_of, rows_of
 
 SIGNAL = tl.constexpr(1 << 16)
@@ -57,9 +57,6 @@ PERIOD = tl.constexpr(SIGNAL.value << 12)
 
 # In the lower 16 bits: a peer has found its own lock written.
 GIVEN_UP = tl.constexpr(1 << 15)
-
-lanes = triton_ordering.lanes
-write_record = triton_failures.write_record
 
 
 @triton.constexpr_function

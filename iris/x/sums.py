@@ -15,12 +15,11 @@ import triton.language as tl
 
 from iris.ccl.combine import accumulator
 from iris.errors import InvalidTileError
-from iris.language.context import aggregate
-from iris.language.ordering import triton_ordering
+from iris.language.jit import triton_aggregate as aggregate
+from iris.language.ordering import lock as lock_of
+from iris.language.ordering import unlock as unlock_of
 from iris.x.locks import PERIOD, SIGNAL, arrived, begin, finish, report, signal_all
 from iris.x.tile import check, check_choice, check_locks, columns_of, kept, rows_of, told
-
-lock_of, unlock_of = triton_ordering.lock, triton_ordering.unlock
 
 
 @aggregate

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from iris.errors import InvalidTileError, UnknownChoiceError
-from iris.language.context import aggregate
+from iris.language.jit import triton_aggregate as aggregate
 from iris.language.ordering import is_flag
 
 

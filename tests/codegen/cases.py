@@ -21,7 +21,7 @@ from codegen import test_options as options
 from codegen import test_tiles as tiles
 from codegen.offline import TARGETS
 from iris.ccl.communicator import leaving_room
-from iris.ccl.exchange import gluon_exchange, triton_exchange
+from iris.ccl.exchange import exchange
 
 NVIDIA, AMD = ("sm_90", "sm_100"), ("gfx942", "gfx950")
 
@@ -76,8 +76,8 @@ def _library() -> Iterator[Case]:
 
 def _variants(target: str) -> Iterator[Case]:
     """Kernels of collectives with other arguments."""
-    atomics, one_hops = [every.triton_atomic, every.gluon_atomic], [every.triton_one_hop, every.gluon_one_hop]
-    exchanges = {"triton": triton_exchange, "gluon": gluon_exchange}
+    atomics, one_hops = [every.atomic, every.atomic.gluon], [every.one_hop, every.one_hop.gluon]
+    exchanges = {"triton": exchange, "gluon": exchange.gluon}
     apart = {"enable_fp_fusion": False}
     for language, kernel in zip(("triton", "gluon"), atomics, strict=True):
         yield Case(f"ccl {language} atomic without a lock", kernel, every.arguments_of(kernel, LOCKED=False))

@@ -22,7 +22,7 @@ DATA, CONTEXT = torch.zeros(4096), torch.zeros(16, dtype=torch.int64)
 # Small kernels, of each floor one: they take a second each.
 SAMPLE = [
     "iris/device_barrier.py:_barrier_kernel",
-    "iris/ccl/one_hop.py:triton_one_hop",
+    "iris/ccl/one_hop.py:one_hop",
     "x gather",
     "device gluon put_signal",
     "device triton everything traced",

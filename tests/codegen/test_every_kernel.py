@@ -12,16 +12,17 @@ from triton.runtime.jit import JITFunction
 
 from codegen.offline import TARGETS, by_turns, compile_for, targets_by_turns
 from codegen.operations import is_barrier, is_data, releases
-from iris.ccl.atomic import gluon_atomic, triton_atomic
-from iris.ccl.broadcast import triton_broadcast
+from iris.ccl import push
+from iris.ccl.atomic import atomic
+from iris.ccl.broadcast import broadcast
 from iris.ccl.communicator import ALL_REGISTERS, MOST_REGISTERS, leaving_room
-from iris.ccl.exchange import triton_exchange
-from iris.ccl.exchange_v import triton_exchange_v
-from iris.ccl.one_hop import gluon_one_hop, triton_one_hop
-from iris.ccl.pull import triton_pull
-from iris.ccl.push import BLOCK_BYTES, WARP_BYTES, gluon_one_shot, gluon_two_shot, triton_one_shot, triton_push
-from iris.ccl.ring import triton_ring
-from iris.ccl.two_shot import triton_two_shot
+from iris.ccl.exchange import exchange
+from iris.ccl.exchange_v import exchange_v
+from iris.ccl.one_hop import one_hop
+from iris.ccl.pull import pull
+from iris.ccl.push import BLOCK_BYTES, WARP_BYTES
+from iris.ccl.ring import ring
+from iris.ccl.two_shot import two_shot
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -94,7 +95,7 @@ ROWS = {
 # How an element lies to the words it is moved as is known on the device alone.
 SCALAR = {
     "exchange_times",
-    "triton_exchange_v",
+    "exchange_v",
     "meet",
     "ping_pong",
     "chase",
@@ -142,6 +143,8 @@ def kernels():
                 continue
             if Path(value.fn.__code__.co_filename) == file:
                 yield f"{file.relative_to(ROOT)}:{name}", value
+                if hasattr(value, "gluon"):
+                    yield f"{file.relative_to(ROOT)}:{name}.gluon", value.gluon
 
 
 def with_targets(kernels):
@@ -192,19 +195,19 @@ def test_kernel(target, kernel):
 
 
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("kernel", [triton_atomic, gluon_atomic])
+@pytest.mark.parametrize("kernel", [atomic, atomic.gluon])
 def test_accumulators_are_added_to_without_a_lock(target, kernel):
     code = compile_for(target, kernel, *arguments_of(kernel, LOCKED=False)).ttgir
     assert re.search(r"atomic_rmw fadd, relaxed, sys, .*tensor<4096x", code) and "atomic_cas" not in code
 
 
 MULTIPLIED = {
-    "triton one_shot push": triton_one_shot,
-    "gluon two_shot push": gluon_two_shot,
-    "triton two_shot": triton_two_shot,
-    "triton pull": triton_pull,
-    "triton ring": triton_ring,
-    "gluon atomic": gluon_atomic,
+    "triton one_shot push": push.one_shot,
+    "gluon two_shot push": push.two_shot.gluon,
+    "triton two_shot": two_shot,
+    "triton pull": pull,
+    "triton ring": ring,
+    "gluon atomic": atomic.gluon,
 }
 
 
@@ -218,14 +221,14 @@ def test_inputs_are_multiplied_and_added_apart(kernel):
     assert not re.search(r"mul(\.rn)?\.f32", plain)
 
 
-@pytest.mark.parametrize("kernel", [triton_one_hop, gluon_one_hop])
+@pytest.mark.parametrize("kernel", [one_hop, one_hop.gluon])
 def test_words_of_a_broadcast_travel_two_at_a_time(kernel):
     code = compile_for("sm_90", kernel, *arguments_of(kernel, ROOTED=True)).text
     assert "st.global.v2.b64" in code and "ld.volatile.global.v2.b64" in code
     assert not re.search(r"st\.global\.b64|ld\.volatile\.global\.b64", code)
 
 
-@pytest.mark.parametrize("kernel", [triton_one_shot, gluon_one_shot])
+@pytest.mark.parametrize("kernel", [push.one_shot, push.one_shot.gluon])
 def test_parts_of_all_ranks_are_under_way_together(kernel):
     code = compile_for("sm_90", kernel, *arguments_of(kernel, PART=256), num_warps=1).instructions()
     loads = [i for i, line in enumerate(code) if "LDG.E.128.STRONG" in line]
@@ -234,12 +237,12 @@ def test_parts_of_all_ranks_are_under_way_together(kernel):
 
 
 ROOMY = {
-    "triton exchange": triton_exchange,
-    "triton exchange_v": triton_exchange_v,
-    "triton two_shot": triton_two_shot,
-    "triton pull": triton_pull,
-    "triton broadcast": triton_broadcast,
-    "triton ring": triton_ring,
+    "triton exchange": exchange,
+    "triton exchange_v": exchange_v,
+    "triton two_shot": two_shot,
+    "triton pull": pull,
+    "triton broadcast": broadcast,
+    "triton ring": ring,
 }
 
 
@@ -261,10 +264,10 @@ def pushing(kernel, size, part_bytes, early):
 
 
 PUSHES = {
-    "triton one_shot push": triton_one_shot,
-    "gluon one_shot push": gluon_one_shot,
-    "triton two_shot push": triton_push.two_shot,
-    "gluon two_shot push": gluon_two_shot,
+    "triton one_shot push": push.one_shot,
+    "gluon one_shot push": push.one_shot.gluon,
+    "triton two_shot push": push.two_shot,
+    "gluon two_shot push": push.two_shot.gluon,
 }
 
 
@@ -283,13 +286,13 @@ def test_small_pushes_leave_room_for_the_next_one_too(kernel, size):
     assert 2 * registers_of_a_warp(kernel, pushing(kernel, size, WARP_BYTES, True), 1) <= ALL_REGISTERS // 3
 
 
-@pytest.mark.parametrize("kernel", by_turns([triton_one_hop, gluon_one_hop]))
+@pytest.mark.parametrize("kernel", by_turns([one_hop, one_hop.gluon]))
 def test_one_hop_leaves_room_for_the_next_one_too(kernel):
     assert 4 * registers_of_a_warp(kernel, arguments_of(kernel), 4) <= ALL_REGISTERS // 3
 
 
 @pytest.mark.parametrize("early", [True, False])
-@pytest.mark.parametrize("kernel", by_turns([*PUSHES.values(), triton_one_hop, gluon_one_hop]))
+@pytest.mark.parametrize("kernel", by_turns([*PUSHES.values(), one_hop, one_hop.gluon]))
 def test_the_next_launch_is_let_in_only_where_there_is_room(kernel, early):
     code = compile_for("sm_90", kernel, *arguments_of(kernel, EARLY=early)).text
     assert ("griddepcontrol.launch_dependents" in code) == early

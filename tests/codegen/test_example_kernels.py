@@ -84,6 +84,7 @@ def launches(folder, call, multiprocessors=132, target="sm_90"):
     with (
         mock.patch.object(torch.version, "hip", "a version" if target.startswith("gfx") else None),
         mock.patch.multiple(torch.cuda, Stream=mock.DEFAULT, stream=mock.DEFAULT, current_stream=mock.DEFAULT),
+        mock.patch.object(torch.cuda, "get_device_capability", lambda device: (10 if target == "sm_100" else 9, 0)),
         mock.patch.multiple(torch.distributed, all_gather_into_tensor=mock.DEFAULT),
         mock.patch.object(KernelInterface, "__getitem__", write_down),
         mock.patch.object(sys, "path", [str(EXAMPLES / folder), str(EXAMPLES), *sys.path]),

@@ -214,7 +214,7 @@ def to_nobody(context_tensor, target):
 
 
 def without_a_rank(ctx):
-    with pytest.raises(TypeError, match=r"^Context.store\(\) missing 1 required positional argument: 'to_rank'"):
+    with pytest.raises(TypeError, match=r"^DeviceContext.store\(\) missing 1 required positional argument: 'to_rank'"):
         to_nobody[(1,)](ctx.get_device_context(), ctx.zeros(1))
     ctx.barrier()
 

@@ -5,9 +5,7 @@ import torch
 import triton
 import triton.language as tl
 
-from iris.language.stamped import triton_stamped
-
-send_marked, clear_marked = triton_stamped.send_marked, triton_stamped.clear_marked
+from iris.language.stamped import clear_marked, send_marked
 
 
 @triton.jit

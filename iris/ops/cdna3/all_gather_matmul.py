@@ -14,22 +14,18 @@ multiplies this one: for longer than it would have to, by one tile, and only whi
 circle: those who send wait for nobody but until all ranks have begun.
 """
 
-from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from iris.language.context import IrisDeviceCtx
+from iris.language.context import DeviceContext
+from iris.language.jit import gluon_jit
 from iris.language.tracing import TraceEvent
 from iris.ops.cdna3.product import fetch_both, product
 from iris.ops.cdna3.strips import STRIP, columns_of, everywhere, rows_from, strips
-from iris.ops.counts import ARRIVED, gluon_counts
-from iris.ops.gemm import gluon_on_chiplets
-
-await_ready, begin, end, tell_arrived = (
-    gluon_counts.await_ready, gluon_counts.begin, gluon_counts.end, gluon_counts.tell_arrived,
-)  # fmt: skip
+from iris.ops.counts import ARRIVED, await_ready, begin, end, tell_arrived
+from iris.ops.gemm import on_chiplets
 
 
-@gluon.jit
+@gluon_jit
 def tile_of(number, rank, W: gl.constexpr, slabs, tiles_n):
     """Whose rows the tile is of, in which slab, and its column of tiles. Own slabs first, then peers' by turns."""
     line, pid_n = number // tiles_n, number % tiles_n
@@ -39,7 +35,7 @@ def tile_of(number, rank, W: gl.constexpr, slabs, tiles_n):
     return owner, gl.where(of_peers < 0, line, of_peers // peers), pid_n
 
 
-@gluon.jit
+@gluon_jit
 def rows_of(ctx, counts, a, gathered, owner, slab, slabs, m, K, target):
     """The owner's rows, once those of this slab are there."""
     if owner != ctx.cur_rank:
@@ -47,7 +43,7 @@ def rows_of(ctx, counts, a, gathered, owner, slab, slabs, m, K, target):
     return gl.where(owner == ctx.cur_rank, a, gathered + gl.cast(owner, gl.int64) * m * K)
 
 
-@gluon.jit
+@gluon_jit
 def send(ctx, counts, a, gathered, slabs, m, K, epoch, SENDERS: gl.constexpr, BLOCK_M: gl.constexpr):
     """The senders' part."""
     mine = gathered + gl.cast(ctx.cur_rank, gl.int64) * m * K
@@ -69,7 +65,7 @@ def send(ctx, counts, a, gathered, slabs, m, K, epoch, SENDERS: gl.constexpr, BL
 
 
 # A number of rows may be 1, and is no constant then.
-@gluon.jit(do_not_specialize=["m"])
+@gluon_jit(do_not_specialize=["m"])
 def cdna3_all_gather_matmul(
     context_tensor,
     counts,
@@ -99,7 +95,7 @@ def cdna3_all_gather_matmul(
 
     ``SENDERS``: programs that send.
     """
-    ctx = IrisDeviceCtx.initialize(context_tensor, num_ranks=W)
+    ctx = DeviceContext.initialize(context_tensor, num_ranks=W)
     rank = ctx.cur_rank
     epoch = begin(ctx, counts)
     slabs = gl.cdiv(m, BLOCK_M)
@@ -108,7 +104,7 @@ def cdna3_all_gather_matmul(
     else:
         target = epoch * gl.cdiv(K, STRIP)
         programs = gl.num_programs(0) - SENDERS
-        first = gluon_on_chiplets(gl.program_id(0) - SENDERS, programs, XCDS, CHUNK)
+        first = on_chiplets(gl.program_id(0) - SENDERS, programs, XCDS, CHUNK)
         tiles_n = gl.cdiv(N, BLOCK_N)
         tiles = W * slabs * tiles_n
         owner, slab, pid_n = tile_of(gl.minimum(first, tiles - 1), rank, W, slabs, tiles_n)

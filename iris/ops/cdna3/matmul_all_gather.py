@@ -9,29 +9,25 @@ Peers' memory is written by plain stores. The release behind the last of them is
 until its own stores are done, all meet, and one writes back what the L2 still has (`iris.language.ordering`).
 """
 
-from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from iris.language.context import IrisDeviceCtx
+from iris.language.context import DeviceContext
+from iris.language.jit import gluon_jit
 from iris.language.tracing import TraceEvent
 from iris.ops.cdna3.product import fetch_both, product
 from iris.ops.cdna3.strips import STRIP, columns_of, everywhere, rows_from, strips
-from iris.ops.counts import gluon_counts
-from iris.ops.gemm import gluon_on_chiplets, gluon_place
-
-await_done, await_ready, begin, end = (
-    gluon_counts.await_done, gluon_counts.await_ready, gluon_counts.begin, gluon_counts.end,
-)  # fmt: skip
+from iris.ops.counts import await_done, await_ready, begin, end
+from iris.ops.gemm import on_chiplets, place
 
 
-@gluon.jit
+@gluon_jit
 def tile_of(number, tiles_m, tiles_n, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, GROUP: gl.constexpr):
     """The first row and column of a tile. Behind the last one there is none: the last will do, which nobody uses."""
-    pid_m, pid_n = gluon_place(gl.minimum(number, tiles_m * tiles_n - 1), tiles_m, tiles_n, GROUP)
+    pid_m, pid_n = place(gl.minimum(number, tiles_m * tiles_n - 1), tiles_m, tiles_n, GROUP)
     return pid_m * BLOCK_M, pid_n * BLOCK_N
 
 
-@gluon.jit
+@gluon_jit
 def cdna3_matmul_all_gather(
     context_tensor,
     out_context,
@@ -61,11 +57,11 @@ def cdna3_matmul_all_gather(
     BIASED: gl.constexpr,
 ):
     """``out``: ``[W * M, N]``, the same place on every rank, in the memory that ``out_context`` is of."""
-    ctx = IrisDeviceCtx.initialize(context_tensor, num_ranks=W)
-    out_ctx = IrisDeviceCtx.initialize(out_context, num_ranks=W)
+    ctx = DeviceContext.initialize(context_tensor, num_ranks=W)
+    out_ctx = DeviceContext.initialize(out_context, num_ranks=W)
     epoch = begin(ctx, counts)
     programs = gl.num_programs(0)
-    first = gluon_on_chiplets(gl.program_id(0), programs, XCDS, CHUNK)
+    first = on_chiplets(gl.program_id(0), programs, XCDS, CHUNK)
     tiles_m, tiles_n = gl.cdiv(M, BLOCK_M), gl.cdiv(N, BLOCK_N)
     row, column = tile_of(first, tiles_m, tiles_n, BLOCK_M, BLOCK_N, GROUP)
     x, y = fetch_both(

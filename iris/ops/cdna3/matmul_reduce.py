@@ -16,22 +16,18 @@ announcement comes a product, but no wait for a peer.
 Tiles of 256 x 128 are the largest that leave enough registers for the sums.
 """
 
-from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from iris.language.context import IrisDeviceCtx
+from iris.language.context import DeviceContext
+from iris.language.jit import gluon_jit
 from iris.language.tracing import TraceEvent
 from iris.ops.cdna3.product import fetch_both, product
 from iris.ops.cdna3.strips import STRIP, columns_of, everywhere, rows_from, strips
-from iris.ops.counts import ARRIVED, gluon_counts
-from iris.ops.gemm import gluon_on_chiplets, gluon_place
-
-await_done, await_ready, begin, end = (
-    gluon_counts.await_done, gluon_counts.await_ready, gluon_counts.begin, gluon_counts.end,
-)  # fmt: skip
+from iris.ops.counts import ARRIVED, await_done, await_ready, begin, end
+from iris.ops.gemm import on_chiplets, place
 
 
-@gluon.jit
+@gluon_jit
 def tile_of(
     number, rank, W: gl.constexpr, M, share, tiles_m, tiles_n, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
     GROUP: gl.constexpr,
@@ -43,12 +39,12 @@ def tile_of(
     tiles = tiles_m * tiles_n
     number = gl.minimum(number, W * tiles - 1)
     owner = (rank + 1 + number // tiles) % W
-    pid_m, pid_n = gluon_place(number % tiles, tiles_m, tiles_n, GROUP)
+    pid_m, pid_n = place(number % tiles, tiles_m, tiles_n, GROUP)
     stop = gl.minimum((owner + 1) * share, M)
     return owner, number % tiles, owner * share + pid_m * BLOCK_M, pid_n * BLOCK_N, stop
 
 
-@gluon.jit
+@gluon_jit
 def add_parts(parts, own, rank, W: gl.constexpr, step, at, mask):
     """The sum of all ranks' parts of a strip, in float32. This rank's, ``own``, is in no memory."""
     total = gl.zeros_like(own).to(gl.float32)
@@ -59,7 +55,7 @@ def add_parts(parts, own, rank, W: gl.constexpr, step, at, mask):
     return total
 
 
-@gluon.jit
+@gluon_jit
 def cdna3_matmul_reduce(
     context_tensor,
     out_context,
@@ -95,12 +91,12 @@ def cdna3_matmul_reduce(
 
     ``out``: ``[share, N]``; with ``SPREADS`` ``[M, N]``, the same place on every rank, in ``out_context``'s memory.
     """
-    ctx = IrisDeviceCtx.initialize(context_tensor, num_ranks=W)
-    out_ctx = IrisDeviceCtx.initialize(out_context, num_ranks=W)
+    ctx = DeviceContext.initialize(context_tensor, num_ranks=W)
+    out_ctx = DeviceContext.initialize(out_context, num_ranks=W)
     rank = ctx.cur_rank
     epoch = begin(ctx, counts)
     programs = gl.num_programs(0)
-    first = gluon_on_chiplets(gl.program_id(0), programs, XCDS, CHUNK)
+    first = on_chiplets(gl.program_id(0), programs, XCDS, CHUNK)
     tiles_m, tiles_n = gl.cdiv(share, BLOCK_M), gl.cdiv(N, BLOCK_N)
     _, _, row, column, stop = tile_of(first, rank, W, M, share, tiles_m, tiles_n, BLOCK_M, BLOCK_N, GROUP)
     x, y = fetch_both(

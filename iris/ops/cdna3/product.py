@@ -25,6 +25,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.amd import cdna3
 
 from iris import simulator
+from iris.language.jit import gluon_jit
 
 WARPS = gl.constexpr(8)
 # Elements of 16 bytes, which is the most that a lane moves at once: the kernels are for types of 2 bytes.
@@ -68,7 +69,7 @@ def in_shared_memory(depth):
     return gl.SwizzledSharedLayout(VECTOR.value, max(1, 8 // words), min(8, words), [1, 0])
 
 
-@gluon.jit
+@gluon_jit
 def packed(tile):
     """Neighbours of two lines in one word of 32 bits, as they were loaded: nothing is computed.
 
@@ -80,14 +81,14 @@ def packed(tile):
     return low.to(gl.uint32) | high.to(gl.uint32) << 16
 
 
-@gluon.jit
+@gluon_jit
 def unpacked(words, element: gl.constexpr):
     """What was `packed`."""
     pairs = gl.join(words.to(gl.uint16), (words >> 16).to(gl.uint16)).to(element, bitcast=True)
     return pairs.permute((0, 2, 1)).reshape([2 * words.shape[0], words.shape[1]])
 
 
-@gluon.jit
+@gluon_jit
 def leave(tile, values, BY_LINES: gl.constexpr):
     """Store to shared memory what `fetch` returned."""
     if BY_LINES:
@@ -97,7 +98,7 @@ def leave(tile, values, BY_LINES: gl.constexpr):
         tile.store(gl.convert_layout(values, on_the_way(tile.shape[0], tile.shape[1], False), assert_trivial=True))
 
 
-@gluon.jit
+@gluon_jit
 def fetch(
     matrix, line, lines, k, K, stride_line, stride_k, LINES: gl.constexpr, BLOCK_K: gl.constexpr,
     BY_LINES: gl.constexpr,
@@ -117,7 +118,7 @@ def fetch(
     return values if BY_LINES else packed(values)
 
 
-@gluon.jit
+@gluon_jit
 def fetch_both(
     a, b, row, column, k, rows, N, K, stride_am, stride_ak, stride_bk, stride_bn, BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, BY_LINES_A: gl.constexpr, BY_LINES_B: gl.constexpr,
@@ -128,7 +129,7 @@ def fetch_both(
     return x, y
 
 
-@gluon.jit
+@gluon_jit
 def product(
     x, y, a, b, row, column, rows, next_a, next_row, next_column, next_rows, N, K, stride_am, stride_ak, stride_bk,
     stride_bn, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, BY_LINES_A: gl.constexpr,

@@ -6,16 +6,16 @@ A matrix core leaves 4 neighbours of a row with a lane, 32 bytes of each row wit
 of 128 bytes are to go, so 64 columns at a time pass through shared memory, where a step's A and B have been.
 """
 
-from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from iris.language.jit import gluon_jit
 from iris.ops.gemm import by_halves
 
 STRIP = gl.constexpr(64)
 STRIP_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 8], [8, 8], [8, 1], [1, 0]))
 
 
-@gluon.jit
+@gluon_jit
 def strips(values):
     """The products in strips of `STRIP` columns, from left to right, 16 bytes of a row with each thread."""
     if values.shape[1] == STRIP:
@@ -25,19 +25,19 @@ def strips(values):
         return strips(left) + strips(right)
 
 
-@gluon.jit
+@gluon_jit
 def rows_from(row, BLOCK_M: gl.constexpr):
     """The rows of a tile's strips."""
     return row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, STRIP_LAYOUT))
 
 
-@gluon.jit
+@gluon_jit
 def columns_of(column, strip: gl.constexpr):
     """The columns of strip number ``strip`` of a tile."""
     return column + strip * STRIP + gl.arange(0, STRIP, gl.SliceLayout(0, STRIP_LAYOUT))
 
 
-@gluon.jit
+@gluon_jit
 def everywhere(ctx, ptr):
     """The addresses of ``ptr`` on all ranks, the right neighbour's first, this rank's last.
 

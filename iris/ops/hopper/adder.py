@@ -11,19 +11,16 @@ the slot again behind a barrier of its warp, when all threads have read it.
 """
 
 import triton
-from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from iris.language.context import aggregate
-from iris.language.ordering import gluon_ordering
-from iris.ops.counts import ARRIVED, gluon_counts
+from iris.language.jit import gluon_jit
+from iris.language.jit import triton_aggregate as aggregate
+from iris.language.ordering import block_barrier, order_bulk_copies
+from iris.ops.counts import ARRIVED, await_done
 from iris.ops.hopper.pipeline import PANEL, barriers, fetch
 from iris.ops.hopper.tile_scheduler import take
 from iris.ops.hopper.writer import STRIP
-
-block_barrier, order_bulk_copies = gluon_ordering.block_barrier, gluon_ordering.order_bulk_copies
-await_done = gluon_counts.await_done
 
 # Pieces in shared memory, 4 KiB each: what fits beside a pipeline with tiles of 128 x 256.
 SLOTS = gl.constexpr(4)
@@ -44,14 +41,14 @@ class Landing:
         self.landed = landed
 
 
-@gluon.jit
+@gluon_jit
 def make_landing(parts):
     """For pieces that the descriptor ``parts`` fetches. `make_pipeline` comes behind, and shows the barriers to TMA."""
     pieces = gl.allocate_shared_memory(parts.dtype, [SLOTS, 1, STRIP, PANEL], parts.layout)
     return Landing(pieces, barriers(SLOTS, 1))
 
 
-@gluon.jit
+@gluon_jit
 def fetch_piece(landing, parts, W: gl.constexpr, row, column, number, begun):
     """Piece ``number`` of the panel at these rows and columns: of each strip every rank's, in their order."""
     slot = (begun + number) % SLOTS
@@ -60,7 +57,7 @@ def fetch_piece(landing, parts, W: gl.constexpr, row, column, number, begun):
     fetch(parts, [number % W, row + number // W * STRIP, column], full, landing.pieces.index(slot))
 
 
-@gluon.jit
+@gluon_jit
 def add(
     pipeline, landing, units, order, ctx, counts, parts, bias, out, out_ctx, stride_om, stride_on,
     SPREADS: gl.constexpr, BIASED: gl.constexpr,

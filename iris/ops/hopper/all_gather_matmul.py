@@ -19,27 +19,24 @@ loader reads the word with acquire, and orders its TMA behind that. Why both may
 
 import triton
 import triton.language as tl
-from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from iris.language.context import DeviceContext, IrisDeviceCtx, aggregate
-from iris.language.ordering import gluon_ordering, triton_ordering
-from iris.ops.counts import ARRIVED, triton_counts
-from iris.ops.gemm import gluon_place
+from iris.language.context import DeviceContext
+from iris.language.jit import gluon_jit
+from iris.language.jit import triton_aggregate as aggregate
+from iris.language.ordering import follow_predecessor, order_bulk_copies
+from iris.ops.counts import ARRIVED, await_ready, begin, end
+from iris.ops.gemm import place
 from iris.ops.hopper.pipeline import REGISTERS, WARPS, load_tile, make_pipeline, multiply
 from iris.ops.hopper.split_k import Units
 from iris.ops.hopper.tile_scheduler import await_next, tell_next
 from iris.ops.hopper.writer import await_products, free_products, store_products
 
-order_bulk_copies = gluon_ordering.order_bulk_copies
-gluon_follow, triton_follow = gluon_ordering.follow_predecessor, triton_ordering.follow_predecessor
-await_ready, begin, end = triton_counts.await_ready, triton_counts.begin, triton_counts.end
-
 
 @triton.jit
 def start(context_tensor, counts, W: tl.constexpr):
     """One program: the next epoch, in ``counts[0]``, once all ranks' memory may be written. A word to each peer."""
-    triton_follow()
+    follow_predecessor()
     ctx = DeviceContext.initialize(context_tensor, num_ranks=W)
     epoch = begin(ctx, counts)
     await_ready(ctx, counts, epoch)
@@ -74,27 +71,27 @@ class Order:
         self.BLOCK_N = gl.constexpr(BLOCK_N)
         self.GROUP = gl.constexpr(GROUP)
 
-    @gluon.jit
+    @gluon_jit
     def chunks(self):
         """Of one rank at most."""
         return gl.cdiv(self.m, self.chunk)
 
-    @gluon.jit
+    @gluon_jit
     def rows_of_chunk(self, owner):
         """Of this rank's or another's."""
         return gl.where(owner == (self.rank + self.W - 1) % self.W, self.chunk, self.chunk * self.together)
 
-    @gluon.jit
+    @gluon_jit
     def tiles(self):
         """Of one rank, along its rows and along the columns."""
         return gl.cdiv(self.m, self.BLOCK_M), gl.cdiv(self.columns, self.BLOCK_N)
 
-    @gluon.jit
+    @gluon_jit
     def count(self):
         tiles_m, tiles_n = self.tiles()
         return self.W * tiles_m * tiles_n
 
-    @gluon.jit
+    @gluon_jit
     def place(self, tile):
         """Whose rows a tile is of, in which chunk of them, its first row among them, and its first column."""
         tiles_m, tiles_n = self.tiles()
@@ -104,17 +101,17 @@ class Order:
         nth = theirs // (in_chunk * tiles_n)
         # The last chunk may have fewer rows.
         height = gl.minimum(in_chunk, tiles_m - nth * in_chunk)
-        pid_m, pid_n = gluon_place(theirs % (in_chunk * tiles_n), height, tiles_n, self.GROUP)
+        pid_m, pid_n = place(theirs % (in_chunk * tiles_n), height, tiles_n, self.GROUP)
         return owner, nth, nth * chunk + pid_m * self.BLOCK_M, pid_n * self.BLOCK_N
 
-    @gluon.jit
+    @gluon_jit
     def at(self, tile):
         """The first row and column of a tile, in the result."""
         owner, _, row, column = self.place(tile)
         return owner * self.m + row, column
 
 
-@gluon.jit
+@gluon_jit
 def load(pipeline, units, order, ctx, counts, a, gathered, b, K, BY_COLUMNS_B: gl.constexpr):
     """The loader's part."""
     chunks = order.chunks()
@@ -133,7 +130,7 @@ def load(pipeline, units, order, ctx, counts, a, gathered, b, K, BY_COLUMNS_B: g
         nth += 1
 
 
-@gluon.jit
+@gluon_jit
 def write(pipeline, units, order, bias, out, stride_om, stride_on, BIASED: gl.constexpr):
     """The writer's part."""
     number, nth, done = gl.program_id(0), 0, 0
@@ -151,7 +148,7 @@ def write(pipeline, units, order, bias, out, stride_om, stride_on, BIASED: gl.co
 
 
 # A number of rows or tiles may be 1, and is no constant then.
-@gluon.jit(do_not_specialize=["m", "together", "splits", "last"])
+@gluon_jit(do_not_specialize=["m", "together", "splits", "last"])
 def hopper_all_gather_matmul(
     context_tensor,
     counts,
@@ -193,8 +190,8 @@ def hopper_all_gather_matmul(
     None.
     ``splits``, ``last``, ``partials``, ``arrived``: of tiles that are split (`iris.ops.hopper.split_k`).
     """
-    gluon_follow()
-    ctx = IrisDeviceCtx.initialize(context_tensor, num_ranks=W)
+    follow_predecessor()
+    ctx = DeviceContext.initialize(context_tensor, num_ranks=W)
     epoch = gl.load(counts)
     pipeline = make_pipeline(tensor_map_a, tensor_map_b, out.dtype.element_ty, BLOCK_M, BLOCK_N, STAGES)
     order = Order(ctx.cur_rank, m, chunk, together, W * m, N, W, BLOCK_M, BLOCK_N, GROUP)

@@ -6,23 +6,19 @@ sending of a tile goes on beside the product of the next one, and takes as long 
 """
 
 import triton
-from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from iris.language.context import IrisDeviceCtx, aggregate
-from iris.language.ordering import gluon_ordering
-from iris.ops.counts import ARRIVED, gluon_counts
-from iris.ops.gemm import gluon_place
+from iris.language.context import DeviceContext
+from iris.language.jit import gluon_jit
+from iris.language.jit import triton_aggregate as aggregate
+from iris.language.ordering import await_bulk_stores, follow_predecessor
+from iris.ops.counts import ARRIVED, await_done, await_ready, begin, end
+from iris.ops.gemm import place
 from iris.ops.hopper.pace import at_once, until_next
 from iris.ops.hopper.pipeline import REGISTERS, WARPS, load_tile, make_pipeline, multiply
 from iris.ops.hopper.split_k import Units
 from iris.ops.hopper.tile_scheduler import await_next, tell_next
 from iris.ops.hopper.writer import add_bias, await_products, free_products, send_products_to_all, strips_of
-
-await_bulk_stores, follow_predecessor = gluon_ordering.await_bulk_stores, gluon_ordering.follow_predecessor
-await_done, await_ready, begin, end = (
-    gluon_counts.await_done, gluon_counts.await_ready, gluon_counts.begin, gluon_counts.end,
-)  # fmt: skip
 
 
 @aggregate
@@ -43,19 +39,19 @@ class Order:
         self.BLOCK_N = gl.constexpr(BLOCK_N)
         self.GROUP = gl.constexpr(GROUP)
 
-    @gluon.jit
+    @gluon_jit
     def count(self):
         return gl.cdiv(self.rows, self.BLOCK_M) * gl.cdiv(self.columns, self.BLOCK_N)
 
-    @gluon.jit
+    @gluon_jit
     def at(self, tile):
         """The first row and column of a tile."""
         tiles_m, tiles_n = gl.cdiv(self.rows, self.BLOCK_M), gl.cdiv(self.columns, self.BLOCK_N)
-        pid_m, pid_n = gluon_place(tile, tiles_m, tiles_n, self.GROUP)
+        pid_m, pid_n = place(tile, tiles_m, tiles_n, self.GROUP)
         return pid_m * self.BLOCK_M, pid_n * self.BLOCK_N
 
 
-@gluon.jit
+@gluon_jit
 def load(pipeline, units, order, a, b, K, BY_COLUMNS_A: gl.constexpr, BY_COLUMNS_B: gl.constexpr):
     """The loader's part."""
     number, nth, step = gl.program_id(0), 0, 0
@@ -67,7 +63,7 @@ def load(pipeline, units, order, a, b, K, BY_COLUMNS_A: gl.constexpr, BY_COLUMNS
         nth += 1
 
 
-@gluon.jit
+@gluon_jit
 def write(pipeline, units, order, ctx, counts, bias, peers, places, PACED: gl.constexpr, BIASED: gl.constexpr):
     """The writer's part."""
     await_ready(ctx, counts, units.epoch)
@@ -92,7 +88,7 @@ def write(pipeline, units, order, ctx, counts, bias, peers, places, PACED: gl.co
 
 
 # A number of rows or tiles may be 1, and is no constant then.
-@gluon.jit(do_not_specialize=["M", "splits", "last"])
+@gluon_jit(do_not_specialize=["M", "splits", "last"])
 def hopper_matmul_all_gather(
     context_tensor,
     counts,
@@ -129,7 +125,7 @@ def hopper_matmul_all_gather(
     ``splits``, ``last``, ``partials``, ``arrived``: of tiles that are split (`iris.ops.hopper.split_k`).
     """
     follow_predecessor()
-    ctx = IrisDeviceCtx.initialize(context_tensor, num_ranks=W)
+    ctx = DeviceContext.initialize(context_tensor, num_ranks=W)
     epoch = begin(ctx, counts)
     pipeline = make_pipeline(tensor_map_a, tensor_map_b, tensor_map_peers.dtype, BLOCK_M, BLOCK_N, STAGES)
     order = Order(M, N, BLOCK_M, BLOCK_N, GROUP)

@@ -13,13 +13,14 @@ Nobody waits in a circle: adders wait for writers, and these for nobody but the 
 """
 
 import triton
-from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from iris.language.context import IrisDeviceCtx, aggregate
-from iris.language.ordering import gluon_ordering
-from iris.ops.counts import ARRIVED, gluon_counts
-from iris.ops.gemm import gluon_place
+from iris.language.context import DeviceContext
+from iris.language.jit import gluon_jit
+from iris.language.jit import triton_aggregate as aggregate
+from iris.language.ordering import follow_predecessor
+from iris.ops.counts import ARRIVED, await_ready, begin, end
+from iris.ops.gemm import place
 from iris.ops.hopper.adder import add, make_landing
 from iris.ops.hopper.pipeline import REGISTERS, WARPS, load_tile, make_pipeline, multiply
 from iris.ops.hopper.split_k import whole_tiles
@@ -29,9 +30,6 @@ from iris.ops.hopper.writer import await_products, free_products, keep_products,
 # And the adder's: a warp beside the writer and the loader, which share a number of registers.
 WARPS_WITH_ADDER = gl.constexpr([*WARPS.value, 1])
 REGISTERS_WITH_ADDER = gl.constexpr([*REGISTERS.value, REGISTERS.value[-1]])
-
-follow_predecessor = gluon_ordering.follow_predecessor
-await_ready, begin, end = gluon_counts.await_ready, gluon_counts.begin, gluon_counts.end
 
 
 @aggregate
@@ -62,34 +60,34 @@ class Order:
         self.BLOCK_N = gl.constexpr(BLOCK_N)
         self.GROUP = gl.constexpr(GROUP)
 
-    @gluon.jit
+    @gluon_jit
     def tiles(self):
         """Of one rank, along its rows and along the columns."""
         return gl.cdiv(self.share, self.BLOCK_M), gl.cdiv(self.columns, self.BLOCK_N)
 
-    @gluon.jit
+    @gluon_jit
     def count(self):
         tiles_m, tiles_n = self.tiles()
         return self.W * tiles_m * tiles_n
 
-    @gluon.jit
+    @gluon_jit
     def rows_of(self, owner):
         """How many rows of the sum are a rank's: of the last ones fewer, or none."""
         return gl.minimum(self.share, self.rows - owner * self.share)
 
-    @gluon.jit
+    @gluon_jit
     def in_share(self, tile):
         """The first row of a rank's tile among its rows, and its first column."""
         tiles_m, tiles_n = self.tiles()
-        pid_m, pid_n = gluon_place(tile, tiles_m, tiles_n, self.GROUP)
+        pid_m, pid_n = place(tile, tiles_m, tiles_n, self.GROUP)
         return pid_m * self.BLOCK_M, pid_n * self.BLOCK_N
 
-    @gluon.jit
+    @gluon_jit
     def place(self, number):
         """Whose rows a tile is of, and which of theirs it is."""
         return (self.rank + 1 + number % self.W) % self.W, number // self.W
 
-    @gluon.jit
+    @gluon_jit
     def at(self, number):
         """The first row and column of a tile, of A and of B."""
         owner, tile = self.place(number)
@@ -97,7 +95,7 @@ class Order:
         return owner * self.share + row, column
 
 
-@gluon.jit
+@gluon_jit
 def load(pipeline, units, order, a, b, K, BY_COLUMNS_A: gl.constexpr, BY_COLUMNS_B: gl.constexpr):
     """The loader's part."""
     number, nth, step = gl.program_id(0), 0, 0
@@ -108,7 +106,7 @@ def load(pipeline, units, order, a, b, K, BY_COLUMNS_A: gl.constexpr, BY_COLUMNS
         nth += 1
 
 
-@gluon.jit
+@gluon_jit
 def write(pipeline, units, order, ctx, counts, peers_parts, parts_places):
     """The writer's part."""
     await_ready(ctx, counts, units.epoch)
@@ -132,7 +130,7 @@ def write(pipeline, units, order, ctx, counts, peers_parts, parts_places):
 
 
 # A number of rows may be 1, and is no constant then.
-@gluon.jit(do_not_specialize=["M", "share"])
+@gluon_jit(do_not_specialize=["M", "share"])
 def hopper_matmul_reduce(
     context_tensor,
     out_context,
@@ -172,8 +170,8 @@ def hopper_matmul_reduce(
     ``LINES_A`` ``[M]`` and with ``LINES_B`` ``[N]``; or None.
     """
     follow_predecessor()
-    ctx = IrisDeviceCtx.initialize(context_tensor, num_ranks=W)
-    out_ctx = IrisDeviceCtx.initialize(out_context, num_ranks=W)
+    ctx = DeviceContext.initialize(context_tensor, num_ranks=W)
+    out_ctx = DeviceContext.initialize(out_context, num_ranks=W)
     epoch = begin(ctx, counts)
     landing = make_landing(tensor_map_parts)
     pipeline = make_pipeline(tensor_map_a, tensor_map_b, tensor_map_parts.dtype, BLOCK_M, BLOCK_N, STAGES)

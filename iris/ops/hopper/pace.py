@@ -14,18 +14,16 @@ long.
 """
 
 import triton
-from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from iris.language.address import in_simulator
-from iris.language.clock import gluon_clock
-from iris.language.context import aggregate
+from iris.language.clock import cycles
+from iris.language.jit import gluon_jit
+from iris.language.jit import triton_aggregate as aggregate
 from iris.ops.hopper.tile_scheduler import one_element
 
-cycles = gluon_clock.cycles
 
-
-@gluon.jit
+@gluon_jit
 def leave_time(took, time):
     """A multiplier, in front of the products that took so many cycles."""
     took.store(gl.full([1], 0, gl.int64, one_element(gl.num_warps())) + time)
@@ -46,13 +44,13 @@ class Pace:
         self.PACED = gl.constexpr(PACED)
 
 
-@gluon.jit
+@gluon_jit
 def at_once():
     """For stores that nothing goes on beside, or that take longer than what does."""
     return Pace(gl.to_tensor(0), gl.to_tensor(0), False)
 
 
-@gluon.jit
+@gluon_jit
 def until_next(took, units, following, splits, strips):
     """For the ``strips`` of a tile in ``splits``, which is there: until the program's next unit, ``following``, is."""
     _, _, next_splits = units.at(following)
@@ -60,7 +58,7 @@ def until_next(took, units, following, splits, strips):
     return Pace(cycles(), gl.where(following < units.count(), time // strips, 0), True)
 
 
-@gluon.jit
+@gluon_jit
 def await_turn(pace, strip):
     """Until it is strip number ``strip``'s turn."""
     if pace.PACED and not in_simulator():

@@ -33,9 +33,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from iris.language.address import bytes_of
-from iris.language.clock import gluon_clock
-from iris.language.context import aggregate
-from iris.language.ordering import gluon_ordering
+from iris.language.clock import cycles
+from iris.language.jit import gluon_jit
+from iris.language.jit import triton_aggregate as aggregate
+from iris.language.ordering import block_barrier
 from iris.language.tracing import TraceEvent
 from iris.ops.gemm import by_halves
 from iris.ops.hopper.pace import leave_time
@@ -44,7 +45,6 @@ from iris.ops.hopper.tile_scheduler import READERS, SLOTS, await_next
 
 # Triton 3.6's names are other than 3.9's.
 fetch = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
-cycles, block_barrier = gluon_clock.cycles, gluon_ordering.block_barrier
 
 # Of the second multiplier, the writer and the loader: warps, and registers a thread. A warp group has one number of
 # registers, and the last two share one. The first multiplier has what is left of 3 x 168.
@@ -61,7 +61,7 @@ def accumulator(columns, element):
     return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, depth])
 
 
-@gluon.jit
+@gluon_jit
 def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
     made = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(COUNT):
@@ -106,7 +106,7 @@ class Pipeline:
         self.taken = taken
 
 
-@gluon.jit
+@gluon_jit
 def make_pipeline(a, b, element: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr):
     """For tiles that the descriptors ``a`` and ``b`` fetch, and products of type ``element``."""
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, BLOCK_M // 2, PANEL], element)
@@ -128,7 +128,7 @@ def make_pipeline(a, b, element: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: g
     return made
 
 
-@gluon.jit
+@gluon_jit
 def load_tile(
     pipeline, a, b, row, column, K, split, splits, step, BY_COLUMNS_A: gl.constexpr, BY_COLUMNS_B: gl.constexpr
 ):
@@ -161,12 +161,12 @@ def load_tile(
     return step
 
 
-@gluon.jit
+@gluon_jit
 def leave(pipeline, panel: gl.constexpr, values):
     pipeline.products.index(panel).reshape([values.shape[0], PANEL]).store(values)
 
 
-@gluon.jit
+@gluon_jit
 def leave_all(pipeline, products, HALF: gl.constexpr):
     """A multiplier's products, by panels, for loads and for TMA."""
     PANELS: gl.constexpr = pipeline.products.shape[0] // 2
@@ -189,14 +189,14 @@ def leave_all(pipeline, products, HALF: gl.constexpr):
     block_barrier()
 
 
-@gluon.jit
+@gluon_jit
 def factors(scale, first, stop, like, AXIS: gl.constexpr):
     """Those of rows or, along axis 1, columns from ``first`` on, below ``stop``, of products that lie as ``like``."""
     i = first + gl.arange(0, like.shape[AXIS], gl.SliceLayout(1 - AXIS, like.type.layout))
     return gl.expand_dims(gl.load(scale + i, mask=i < stop, other=0), 1 - AXIS)
 
 
-@gluon.jit
+@gluon_jit
 def multiply(
     pipeline, ctx, units, order, scale_a, scale_b, K, HALF: gl.constexpr, LINES_A: gl.constexpr, LINES_B: gl.constexpr,
     BY_COLUMNS_A: gl.constexpr, BY_COLUMNS_B: gl.constexpr, PACED: gl.constexpr = False,

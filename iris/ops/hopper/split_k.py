@@ -15,13 +15,11 @@ adds ``splits`` - 1 to it, so at that many times the epoch all of this call is t
 """
 
 import triton
-from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from iris.language.context import aggregate
-from iris.language.ordering import gluon_ordering
-
-signal = gluon_ordering.signal
+from iris.language.jit import gluon_jit
+from iris.language.jit import triton_aggregate as aggregate
+from iris.language.ordering import signal
 
 
 @aggregate
@@ -53,14 +51,14 @@ class Units:
         self.SPLIT = gl.constexpr(SPLIT)
         self.BY_TICKETS = gl.constexpr(BY_TICKETS)
 
-    @gluon.jit
+    @gluon_jit
     def count(self):
         if self.SPLIT:
             return self.tiles + self.last * (self.splits - 1)
         else:
             return self.tiles
 
-    @gluon.jit
+    @gluon_jit
     def at(self, number):
         """The tile of a unit, which split of it this is, and of how many."""
         if self.SPLIT:
@@ -74,26 +72,26 @@ class Units:
         else:
             return number, 0, 1
 
-    @gluon.jit
+    @gluon_jit
     def slot(self, tile):
         """Of a split tile: which of them it is."""
         return tile - (self.tiles - self.last)
 
 
-@gluon.jit
+@gluon_jit
 def whole_tiles(tiles, counts, epoch, ticket):
     """Units none of which is a split. Nothing reads the fields that splits would need: any values of their types do."""
     return Units(tiles, tiles, tiles, counts, counts, epoch, ticket, False, True)
 
 
-@gluon.jit
+@gluon_jit
 def part_of_depth(split, splits, K, BLOCK_K: gl.constexpr):
     """Where in K a split begins, and where it ends: whole blocks, of which there are at least as many as splits."""
     blocks = gl.cdiv(K, BLOCK_K)
     return split * blocks // splits * BLOCK_K, (split + 1) * blocks // splits * BLOCK_K
 
 
-@gluon.jit
+@gluon_jit
 def flat(products):
     """The products in the order in which threads have them: four neighbours are a thread's, 128 a warp's.
 
@@ -107,7 +105,7 @@ def flat(products):
     return parts.permute((0, 4, 1, 3, 5, 2, 6)).reshape([ROWS * COLUMNS])
 
 
-@gluon.jit
+@gluon_jit
 def by_rows(products, like):
     """What `flat` is given, from what it returns."""
     ROWS: gl.constexpr = like.shape[0]
@@ -116,7 +114,7 @@ def by_rows(products, like):
     return gl.convert_layout(parts.reshape([ROWS, COLUMNS]), like.type.layout, assert_trivial=True)
 
 
-@gluon.jit
+@gluon_jit
 def partial_of(units, tile, split, like, HALF: gl.constexpr):
     """Pointers to a split's products of one half of a tile's rows, `flat` as ``like`` is."""
     number = (units.slot(tile) * (units.splits - 1) + split) * 2 + HALF
@@ -124,7 +122,7 @@ def partial_of(units, tile, split, like, HALF: gl.constexpr):
     return units.partials + number.to(gl.int64) * like.shape[0] + i
 
 
-@gluon.jit
+@gluon_jit
 def hand_over(units, tile, split, products, HALF: gl.constexpr):
     """Leave the products of any split but the last.
 
@@ -135,7 +133,7 @@ def hand_over(units, tile, split, products, HALF: gl.constexpr):
     signal(units.arrived + 2 * units.slot(tile) + HALF, 1, "add", "gpu")
 
 
-@gluon.jit
+@gluon_jit
 def add_up(units, ctx, tile, products, HALF: gl.constexpr):
     """The products of the last split plus those of all others, some of which may still be under way."""
     ctx.wait(units.arrived + 2 * units.slot(tile) + HALF, units.epoch * (units.splits - 1), cmp="reached")

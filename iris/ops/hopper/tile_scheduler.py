@@ -20,9 +20,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from iris.language.ordering import gluon_ordering
-
-block_barrier = gluon_ordering.block_barrier
+from iris.language.jit import gluon_jit
+from iris.language.ordering import block_barrier
 
 # Numbers in the ring: the writer is two units behind the loader, or more where these are short; then the loader waits.
 SLOTS = gl.constexpr(4)
@@ -35,7 +34,7 @@ def one_element(warps):
     return gl.BlockedLayout([1], [32], [warps], [0])
 
 
-@gluon.jit
+@gluon_jit
 def take(ticket, count, epoch):
     """Of ``count`` numbers the next that no program has in the call of this epoch: at first each has its own. Or one of
     ``count`` or more, if there is none."""
@@ -43,7 +42,7 @@ def take(ticket, count, epoch):
     return gl.num_programs(0) + gl.atomic_add(ticket, 1, sem="relaxed", scope="gpu") - earlier
 
 
-@gluon.jit
+@gluon_jit
 def tell_next(pipeline, units, number, nth):
     """The loader, behind the ``nth`` unit of this program, ``number``: takes the next, and tells the other roles."""
     if not units.BY_TICKETS:
@@ -57,7 +56,7 @@ def tell_next(pipeline, units, number, nth):
     return number
 
 
-@gluon.jit
+@gluon_jit
 def await_next(pipeline, units, number, nth):
     """Another role: which unit comes behind the ``nth`` of this program, ``number``."""
     if not units.BY_TICKETS:

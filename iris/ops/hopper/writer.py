@@ -3,46 +3,43 @@
 It goes by panels, in which the multipliers leave them (`iris.ops.hopper.pipeline`), and by strips of these.
 """
 
-from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from iris.language.address import bytes_of
-from iris.language.ordering import LANES, gluon_ordering
+from iris.language.jit import gluon_jit
+from iris.language.ordering import LANES, await_bulk_stores, block_barrier, lanes
 from iris.ops.hopper.pace import await_turn
 from iris.ops.hopper.pipeline import PANEL
 
 # Triton 3.6's name is another than 3.9's.
 put = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
-await_bulk_stores, block_barrier, lanes = (
-    gluon_ordering.await_bulk_stores, gluon_ordering.block_barrier, gluon_ordering.lanes,
-)  # fmt: skip
 
 # Rows of a strip: what is sent at a time, and what the writer has in registers at a time, 32 elements a thread.
 STRIP = gl.constexpr(32)
 STRIP_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [2, 1], [1, 0]))
 
 
-@gluon.jit
+@gluon_jit
 def await_products(pipeline, tile):
     """The writer, before it reads the products of its tile number ``tile``."""
     mbarrier.wait(pipeline.filled.index(0), tile & 1)
 
 
-@gluon.jit
+@gluon_jit
 def strips_of(pipeline):
     """How many strips a tile has."""
     return pipeline.products.shape[0] * (pipeline.products.shape[2] // STRIP)
 
 
-@gluon.jit
+@gluon_jit
 def strip_of(pipeline, panel, strip: gl.constexpr):
     """The shared memory of `STRIP` rows of a panel."""
     ROWS: gl.constexpr = pipeline.products.shape[2]
     return pipeline.products.index(panel).reshape([ROWS, PANEL]).slice(strip * STRIP, STRIP)
 
 
-@gluon.jit
+@gluon_jit
 def rows_of(pipeline, panel, strip: gl.constexpr):
     """Which rows of the tile the strip's are."""
     ROWS: gl.constexpr = pipeline.products.shape[2]
@@ -50,21 +47,21 @@ def rows_of(pipeline, panel, strip: gl.constexpr):
     return first + gl.arange(0, STRIP, gl.SliceLayout(1, STRIP_LAYOUT))
 
 
-@gluon.jit
+@gluon_jit
 def columns_of(pipeline, panel):
     """Which columns of the tile the panel's are."""
     first = panel % (pipeline.products.shape[0] // 2) * PANEL
     return first + gl.arange(0, PANEL, gl.SliceLayout(0, STRIP_LAYOUT))
 
 
-@gluon.jit
+@gluon_jit
 def with_bias(values, bias, columns, N):
     """``values`` plus the bias of their columns, in their type: they have been rounded once, and are again."""
     added = gl.load(bias + columns, mask=columns < N, other=0).to(gl.float32)
     return (values.to(gl.float32) + added[None, :]).to(values.dtype)
 
 
-@gluon.jit
+@gluon_jit
 def add_bias(pipeline, bias, column, N):
     """Add the bias to the products where they are, in shared memory, for TMA to send them."""
     for panel in range(pipeline.products.shape[0]):
@@ -75,7 +72,7 @@ def add_bias(pipeline, bias, column, N):
     show_to_tma()
 
 
-@gluon.jit
+@gluon_jit
 def store_products(pipeline, bias, out, row, column, rows, N, stride_m, stride_n, BIASED: gl.constexpr):
     """The products, plus bias, to rows and columns of ``out`` from these on, below ``rows`` and ``N``."""
     for panel in range(pipeline.products.shape[0]):
@@ -90,14 +87,14 @@ def store_products(pipeline, bias, out, row, column, rows, N, stride_m, stride_n
             gl.store(out + (lines.to(gl.int64)[:, None] * stride_m + at_n), values, mask=mask)
 
 
-@gluon.jit
+@gluon_jit
 def show_to_tma():
     """The writer, between its stores to the products and TMA's loads of them: each thread's fence, then the barrier."""
     fence_async_shared()
     block_barrier()
 
 
-@gluon.jit
+@gluon_jit
 def put_strip(pipeline, peers, place, row, column, panel, strip: gl.constexpr):
     """Begin to copy a strip of the products to where it belongs in the slice ``place`` of ``peers``."""
     PANELS: gl.constexpr = pipeline.products.shape[0] // 2
@@ -106,7 +103,7 @@ def put_strip(pipeline, peers, place, row, column, panel, strip: gl.constexpr):
     put(peers, [place, row + panel // PANELS * HALF + strip * STRIP, column + panel % PANELS * PANEL], memory)
 
 
-@gluon.jit
+@gluon_jit
 def bytes_within(pipeline, row, column, rows, N):
     """How many bytes of the tile at this row and column are of rows below ``rows`` and columns below ``N``."""
     PANELS: gl.constexpr = pipeline.products.shape[0] // 2
@@ -115,7 +112,7 @@ def bytes_within(pipeline, row, column, rows, N):
     return there * bytes_of(pipeline.products.dtype)
 
 
-@gluon.jit
+@gluon_jit
 def send_products(pipeline, tracing, peers, place, like, rank, row, column, rows, N):
     """Copy the products to rows and columns from these on, below ``rows`` and ``N``, of ``rank``.
 
@@ -132,7 +129,7 @@ def send_products(pipeline, tracing, peers, place, like, rank, row, column, rows
     tracing.record_event_end(event)
 
 
-@gluon.jit
+@gluon_jit
 def keep_products(pipeline, peers, place, row, column):
     """The same to this rank's own memory, all strips at a time: that is near. In place on return."""
     for panel in range(pipeline.products.shape[0]):
@@ -141,7 +138,7 @@ def keep_products(pipeline, peers, place, row, column):
     await_bulk_stores()
 
 
-@gluon.jit
+@gluon_jit
 def send_products_to_all(pipeline, pace, ctx, peers, places, like, row, column, rows, N):
     """The same to every rank, at its slice of ``places``, each strip when its turn comes (`iris.ops.hopper.pace`).
 
@@ -168,7 +165,7 @@ def send_products_to_all(pipeline, pace, ctx, peers, places, like, row, column, 
             put_strip(pipeline, peers, place, row, column, panel, strip)
 
 
-@gluon.jit
+@gluon_jit
 def free_products(pipeline):
     """Let the multipliers write the next products: the writer has read these, and its copies by TMA have."""
     tma.store_wait(0)

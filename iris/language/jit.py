@@ -1,0 +1,120 @@
+"""Device functions and aggregates that are written once and used by Triton's kernels and by Gluon's.
+
+    @jit
+    def fence():            # in ``tl``, at the top level of a module; Triton's kernels call it by its name
+        ...
+    fence.gluon             # what Gluon's kernels call
+
+The Gluon version is the same code over other globals: there ``tl`` is Gluon's language, and every function and class
+that was made here is its own Gluon version. Globals are looked up when a kernel is compiled, so a function may use what
+stands further down. Where the two languages need different code, `gluon_version_of` says what Gluon's is.
+"""
+
+from collections.abc import Callable, ItemsView, KeysView
+from types import FunctionType
+from typing import Any
+
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+try:
+    from triton import aggregate as triton_aggregate
+except ImportError:  # Triton < 3.8
+    from triton.language.core import _aggregate as triton_aggregate
+
+# What stands for what in Gluon, by the identity of Triton's, which is kept with it: the language, functions, classes.
+_versions: dict[int, tuple[Any, Any]] = {id(tl): (tl, gl)}
+
+
+def in_gluon(value: Any) -> Any:
+    """The Gluon version of what was made here, and of ``tl``; anything else as it is."""
+    return _versions.get(id(value), (value, value))[1]
+
+
+class _GluonGlobals(dict):
+    """The globals of a module as its Gluon versions see them.
+
+    Only a dict can be a function's globals. Triton asks it by the methods below. So does Python, in the simulator; what
+    it has found once it keeps as an item of the dict, since it asks at every use.
+    """
+
+    def __init__(self, module: dict[str, Any]) -> None:
+        super().__init__()
+        self._module = module
+
+    def __missing__(self, name: str) -> Any:
+        value = self[name] = in_gluon(self._module[name])
+        return value
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return in_gluon(self._module[name]) if name in self._module else default
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._module
+
+    def __iter__(self):
+        return iter(self._module)
+
+    def keys(self) -> KeysView:
+        return self._module.keys()
+
+    def items(self) -> ItemsView:
+        return {name: in_gluon(value) for name, value in self._module.items()}.items()
+
+    def __or__(self, others: dict[str, Any]) -> dict[str, Any]:
+        return dict(self.items()) | others
+
+
+# By module: Triton tells constants of one name apart by the identity of the globals that they are in.
+_globals: dict[str, _GluonGlobals] = {}
+
+
+def _over_gluon(function: FunctionType) -> FunctionType:
+    """The same code over the globals of Gluon."""
+    over = _globals.setdefault(function.__module__, _GluonGlobals(function.__globals__))
+    version = FunctionType(function.__code__, over, function.__name__, function.__defaults__, function.__closure__)
+    version.__kwdefaults__, version.__annotations__ = function.__kwdefaults__, function.__annotations__
+    version.__module__, version.__qualname__ = function.__module__, function.__qualname__
+    version.__doc__ = function.__doc__
+    return version
+
+
+def jit(function: FunctionType | None = None, **options: Any) -> Any:
+    """As ``triton.jit``, with the same options; the Gluon version is the attribute ``gluon`` of what it returns."""
+    if function is None:
+        return lambda function: jit(function, **options)
+    version = triton.jit(function, **options)
+    version.gluon = gluon.jit(_over_gluon(function), **options)
+    _versions[id(version)] = (version, version.gluon)
+    return version
+
+
+def gluon_jit(function: FunctionType | None = None, **options: Any) -> Any:
+    """As ``gluon.jit``, of a function in ``gl`` that calls what was made here: by the name, not by ``.gluon``."""
+    if function is None:
+        return lambda function: gluon_jit(function, **options)
+    return gluon.jit(_over_gluon(function), **options)
+
+
+def gluon_version_of(version: Any) -> Callable[[FunctionType], Any]:
+    """Makes the function, written in ``gl``, the Gluon version of this one of ``triton.jit``."""
+
+    def register(function: FunctionType) -> Any:
+        version.gluon = gluon.jit(function)
+        _versions[id(version)] = (version, version.gluon)
+        return version.gluon
+
+    return register
+
+
+def aggregate(cls: type) -> type:
+    """As ``triton.aggregate``, of a class whose methods are made by `jit`; its attribute ``gluon`` is Gluon's."""
+    hidden = ("__dict__", "__weakref__")
+    members = {name: in_gluon(member) for name, member in vars(cls).items() if name not in hidden}
+    annotations = {name: in_gluon(kind) for name, kind in cls.__annotations__.items()}
+    in_triton = triton_aggregate(cls)
+    in_triton.gluon = triton_aggregate(type(cls.__name__, cls.__bases__, members | {"__annotations__": annotations}))
+    _versions[id(in_triton)] = (in_triton, in_triton.gluon)
+    return in_triton
