@@ -11,7 +11,7 @@ import triton
 
 from iris.capture import Line
 from iris.language.context import DeviceContext
-from iris.language.ordering import admit_successor, follow_predecessor
+from iris.language.dependent_launch import gdc_launch_dependents, gdc_wait
 from iris.launch import addresses, prepare
 from iris.workspace import Channel, Workspace
 
@@ -23,8 +23,8 @@ def _barrier_kernel(context_tensor, flags):
     # The kernels before this one are complete then, since streams run in order; the barrier's release is cumulative
     # over them, its acquire comes before the kernels behind it.
     ctx = DeviceContext.initialize(context_tensor)
-    follow_predecessor()
-    admit_successor()
+    gdc_wait()
+    gdc_launch_dependents()
     ctx.barrier(flags)
 
 

@@ -27,7 +27,7 @@ def prepare(
     the simulator, which has no streams, the handle is None, and tensors stay tensors.
 
     Where the GPU can, a launch begins while the one before it on the stream ends, so the kernel waits before it touches
-    memory: `follow_predecessor` of `iris.language.ordering`. ``early``: False for a launch that must not, since it
+    memory: `gdc_wait` of `iris.language.dependent_launch`. ``early``: False for a launch that must not, since it
     would take places that another stream's needs (`iris.ccl.communicator`). ``options``: ``num_warps`` and others of
     Triton's.
 

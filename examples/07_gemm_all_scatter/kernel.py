@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from iris import DeviceContext, TraceEvent
-from iris.ops.gemm import place, product
+from iris.ops.gemm import product, swizzle_tile
 
 
 @triton.jit
@@ -22,7 +22,7 @@ def gemm_all_scatter(
     ctx = DeviceContext.initialize(context_tensor, num_ranks=W)
     tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     for tile in range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0)):
-        pid_m, pid_n = place(tile, tiles_m, tiles_n, 8)
+        pid_m, pid_n = swizzle_tile(tile, tiles_m, tiles_n, 8)
         rows = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
         columns = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
         work = ctx.tracing.record_event_start(TraceEvent.compute, pid_m=pid_m, pid_n=pid_n)

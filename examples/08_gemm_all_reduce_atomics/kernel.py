@@ -22,8 +22,8 @@ import triton.language as tl
 
 import iris
 from iris import DeviceContext, TraceEvent
-from iris.language.ordering import keep  # a store, behind every warp's load of the same word
-from iris.ops.gemm import place, product
+from iris.language.ordering import store_after_sync  # a store, behind every warp's load of the same word
+from iris.ops.gemm import product, swizzle_tile
 
 
 @triton.jit
@@ -43,7 +43,7 @@ def gemm_all_reduce(
     tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
 
     for tile in range(program, tiles_m * tiles_n, programs):
-        pid_m, pid_n = place(tile, tiles_m, tiles_n, GROUP_M)
+        pid_m, pid_n = swizzle_tile(tile, tiles_m, tiles_n, GROUP_M)
         rows = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
         columns = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
         work = ctx.tracing.record_event_start(TraceEvent.compute, pid_m=pid_m, pid_n=pid_n)
@@ -55,11 +55,11 @@ def gemm_all_reduce(
 
     for tile in range(program, tiles_m * tiles_n, programs):
         ctx.wait(arrived + tile, epoch * W, cmp="reached")
-        pid_m, pid_n = place(tile, tiles_m, tiles_n, GROUP_M)
+        pid_m, pid_n = swizzle_tile(tile, tiles_m, tiles_n, GROUP_M)
         rows = (pid_m * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
         columns = (pid_n * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
         mask = (rows < M) & (columns < N)
         total = tl.load(now.at(rows, columns), mask=mask)
         tl.store(result.at(rows, columns), total.to(c.dtype.element_ty), mask=mask)
         tl.store(later.at(rows, columns), tl.zeros_like(total), mask=mask)
-    keep(epochs + program, epoch)
+    store_after_sync(epochs + program, epoch)

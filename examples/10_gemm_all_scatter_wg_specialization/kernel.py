@@ -23,14 +23,14 @@ import triton
 import triton.language as tl
 
 from iris import DeviceContext, TraceEvent
-from iris.language.ordering import keep  # a store, behind every warp's load of the same word
-from iris.ops.gemm import place, product
+from iris.language.ordering import store_after_sync  # a store, behind every warp's load of the same word
+from iris.ops.gemm import product, swizzle_tile
 
 
 @triton.jit
 def _place(tile, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """The rows and columns of a tile."""
-    pid_m, pid_n = place(tile, tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), 8)
+    pid_m, pid_n = swizzle_tile(tile, tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), 8)
     return pid_m * BLOCK_M + tl.arange(0, BLOCK_M), pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
 
 
@@ -88,4 +88,4 @@ def gemm_all_scatter(
             ctx, finished, epoch, meetings, c, M, N, stride_cm, stride_cn,
             program - multipliers, SENDERS, BLOCK_M, BLOCK_N,
         )  # fmt: skip
-    keep(epochs + program, epoch)
+    store_after_sync(epochs + program, epoch)

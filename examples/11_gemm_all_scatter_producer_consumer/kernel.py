@@ -23,14 +23,14 @@ import triton
 import triton.language as tl
 
 from iris import DeviceContext, TraceEvent
-from iris.language.ordering import keep  # a store, behind every warp's load of the same word
-from iris.ops.gemm import place, product
+from iris.language.ordering import store_after_sync  # a store, behind every warp's load of the same word
+from iris.ops.gemm import product, swizzle_tile
 
 
 @triton.jit
 def _place(tile, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """The rows and columns of a tile."""
-    pid_m, pid_n = place(tile, tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), 8)
+    pid_m, pid_n = swizzle_tile(tile, tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), 8)
     return pid_m * BLOCK_M + tl.arange(0, BLOCK_M), pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
 
 
@@ -51,7 +51,7 @@ def gemm(
         at = rows.to(tl.int64)[:, None] * stride_cm + columns.to(tl.int64)[None, :] * stride_cn
         tl.store(c + at, total.to(c.dtype.element_ty), mask=(rows < M)[:, None] & (columns < N)[None, :])
         ctx.signal(finished + tile, epoch, ctx.cur_rank)
-    keep(epochs + tl.program_id(0), epoch)
+    store_after_sync(epochs + tl.program_id(0), epoch)
 
 
 @triton.jit
@@ -72,4 +72,4 @@ def all_scatter(
         for distance in range(1, W):
             ctx.store(c + at, data, (ctx.cur_rank + distance) % W, mask=mask)
     ctx.barrier(meetings)
-    keep(epochs + tl.program_id(0), epoch)
+    store_after_sync(epochs + tl.program_id(0), epoch)

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from iris import DeviceContext, TraceEvent
-from iris.language.ordering import keep  # a store, behind every warp's load of the same word
+from iris.language.ordering import store_after_sync  # a store, behind every warp's load of the same word
 
 # A partial result is a row: the mean, then the log-sum-exp (LSE), to the base of 2. So many words more than the mean
 # has keep rows aligned.
@@ -171,7 +171,7 @@ def flash_decode(
         # Every second call counts here, and this is number (epoch + 1) // 2 of them.
         ctx.wait(arrived + pair, (epoch + 1) // 2 * W, cmp="ge")
         _combine_ranks(gathered, out, pair, pairs, W, GROUP, DIM)
-    keep(epochs + program, epoch)
+    store_after_sync(epochs + program, epoch)
 
 
 @triton.jit(do_not_specialize=["pairs"])
@@ -193,7 +193,7 @@ def flash_decode_share(
             first = partial + pair.to(tl.int64) * CHUNKS * GROUP * (DIM + PAD)
             results, lse = _combine(first, GROUP * (DIM + PAD), CHUNKS, GROUP, DIM)
             _store_rows(share + pair.to(tl.int64) * GROUP * (DIM + PAD), results, lse, GROUP, DIM)
-    keep(epochs + program, epoch)
+    store_after_sync(epochs + program, epoch)
 
 
 @triton.jit(do_not_specialize=["pairs"])

@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 
 from iris import DeviceContext, TraceEvent
-from iris.language.ordering import keep  # a store, behind every warp's load of the same word
+from iris.language.ordering import store_after_sync  # a store, behind every warp's load of the same word
 from iris.ops.gemm import product
 
 
@@ -94,4 +94,4 @@ def push(
             mask = (rows < m)[:, None] & (columns < N)[None, :]
             at = (owner * m + rows).to(tl.int64)[:, None] * stride_cm + columns.to(tl.int64)[None, :] * stride_cn
             tl.store(c + at, total.to(c.dtype.element_ty), mask=mask)
-    keep(epochs + program, epoch)
+    store_after_sync(epochs + program, epoch)

@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 
 from iris import DeviceContext, TraceEvent
-from iris.language.ordering import keep  # a store, behind every warp's load of the same word
+from iris.language.ordering import store_after_sync  # a store, behind every warp's load of the same word
 
 
 @triton.jit
@@ -209,7 +209,7 @@ def ring_attention(
         if W > 1:
             ctx.signal(freed + slot, 1, left, op="add")
         task = (ctx.atomic_add(tickets, 1, rank, sem="relaxed", scope="gpu") - drawn).to(tl.int32)
-    keep(epochs + program, epoch)
+    store_after_sync(epochs + program, epoch)
 
 
 @triton.jit

@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 
 from iris import DeviceContext, TraceEvent
-from iris.language.ordering import keep  # a store, behind every warp's load of the same word
-from iris.ops.gemm import place, product
+from iris.language.ordering import store_after_sync  # a store, behind every warp's load of the same word
+from iris.ops.gemm import product, swizzle_tile
 
 
 # A number of tokens may be 1, and is no constant then.
@@ -105,7 +105,7 @@ def dispatch(
         for j in tl.static_range(TOP):
             tl.store(rows + token * TOP + j, places[j], mask=here)
     # Every warp has read it long before: the waits are barriers of the block.
-    keep(epochs + program, epoch)
+    store_after_sync(epochs + program, epoch)
 
 
 @triton.jit
@@ -130,7 +130,7 @@ def grouped_gemm(
         number = tile - tl.sum(tl.where(expert < own, tiles_m * tiles_n, 0), axis=0)
         first = tl.sum(tl.where(expert < own, size, 0), axis=0)
         last = tl.sum(tl.where(expert <= own, size, 0), axis=0)
-        pid_m, pid_n = place(number, tl.cdiv(last - first, BLOCK_M), tiles_n, 8)
+        pid_m, pid_n = swizzle_tile(number, tl.cdiv(last - first, BLOCK_M), tiles_n, 8)
         rows = first + pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
         columns = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
         matrix = weights + own.to(tl.int64) * H * H

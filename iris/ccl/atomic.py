@@ -15,11 +15,12 @@ A call clears as much as it used, so between calls all is zero, whatever their s
 
 import triton.language as tl
 
-from iris.ccl.combine import conclude, scaled
+from iris.ccl.combine import finalize, scaled
 from iris.ccl.queue import blocks_of, flat
 from iris.language.context import DeviceContext
+from iris.language.dependent_launch import gdc_wait
 from iris.language.jit import jit
-from iris.language.ordering import RELAXED, SYS, follow_predecessor, lock, unlock
+from iris.language.ordering import RELAXED, SYS, lock, unlock
 
 # Bytes of an accumulator: what 512 threads hold in four registers each.
 ACCUMULATOR_BYTES = 8192
@@ -49,7 +50,7 @@ def atomic(
     LOCKED: tl.constexpr,
 ):
     """``accumulators``: ``[programs, 2, SLOT]``, of which ``BLOCK`` are used. ``locks``: ``[programs, 32]``."""
-    follow_predecessor()
+    gdc_wait()
     ctx = DeviceContext.initialize(context_tensor, num_ranks=W)
     rank = ctx.cur_rank
     p = tl.program_id(0)
@@ -75,5 +76,5 @@ def atomic(
         epoch += 1
         ctx.barrier(flags, epoch)
         total = tl.load(mine, mask=k < n)
-        tl.store(output + k, conclude(total, element, W, OP), mask=k < n)
+        tl.store(output + k, finalize(total, element, W, OP), mask=k < n)
         tl.store(mine, tl.zeros_like(total), mask=k < n)

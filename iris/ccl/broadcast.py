@@ -20,32 +20,34 @@ from iris.ccl.queue import (
     AHEAD,
     COUNTS,
     DONE,
-    GOT,
+    HEAD,
     INPUTS,
     MET,
     NUM_SLOTS,
-    SENT,
+    TAIL,
     WORDS,
+    advertise,
+    advertise_input,
     among,
-    await_blocks,
-    await_room,
     blocks_of,
-    find,
+    exit_barrier,
     finish,
     flat,
-    hear,
-    meet,
-    offer,
-    pick,
+    lane_value,
     pointer_at,
-    post,
+    publish_counters,
     queue_address,
+    resolve_inputs,
+    resolve_output,
     slot_of,
-    tell,
+    wait_blocks,
+    wait_credits,
 )
+from iris.language.barrier import lanes
 from iris.language.context import DeviceContext
+from iris.language.dependent_launch import gdc_wait
 from iris.language.jit import jit
-from iris.language.ordering import follow_predecessor, keep, lanes
+from iris.language.ordering import store_after_sync
 
 
 @jit
@@ -68,14 +70,14 @@ def deal(
     p = tl.program_id(0)
     programs = tl.num_programs(0)
     others = among(0, W, rank)
-    sent = tl.load(row + SENT + lanes(), mask=others, other=0)
-    got = tl.load(row + GOT + lanes(), mask=others, other=0)
+    sent = tl.load(row + TAIL + lanes(), mask=others, other=0)
+    got = tl.load(row + HEAD + lanes(), mask=others, other=0)
     queues = queue_address(ctx, slots, W, SLOT, others)
     # The ranks that this one passes its part on to, and gets the other parts from.
     fellows = others & (lanes() != root) & (rank != root)
     from_root = others & (lanes() == root)
-    calls_from, direct_here = offer(ctx, row, own_words, heap_table, output, length, W, fellows)
-    calls_to, place = find(ctx, row, own_words, heap_table, fellows)
+    calls_from, direct_here = advertise(ctx, row, own_words, heap_table, output, length, W, fellows)
+    calls_to, place = resolve_output(ctx, row, own_words, heap_table, fellows)
     queued = fellows & (place == 0)
     address = tl.where(queued, queues, place)
     any_queued = tl.max(tl.cast(queued, tl.int32), axis=0) > 0
@@ -91,7 +93,7 @@ def deal(
         last = steps
     for step in range(0, last):
         if rank == root:
-            await_room(ctx, own_words, sent, others, W)
+            wait_credits(ctx, own_words, sent, others, W)
             t = tl.cast(p + step * programs, tl.int64)
             parts = ()
             for q in tl.static_range(W - 1):
@@ -99,7 +101,7 @@ def deal(
                 parts += (tl.load(input + k, mask=k < n),)
             for q in tl.static_range(W - 1):
                 d = (root + 1 + q) % W
-                slot = pointer_at(slots, pick(queues, d)) + (pick(sent, d) & (NUM_SLOTS - 1)) * SLOT
+                slot = pointer_at(slots, lane_value(queues, d)) + (lane_value(sent, d) & (NUM_SLOTS - 1)) * SLOT
                 mask = (t * (W - 1) + q) * BLOCK + i < n
                 event = ctx.tracing.begin_move("store", slots + i, d, mask)
                 tl.store(slot + i, parts[q], mask=mask)
@@ -109,19 +111,19 @@ def deal(
             if (step >= AHEAD) & (step < steps + AHEAD):
                 t = tl.cast(p + (step - AHEAD) * programs, tl.int64)
                 k = (t * (W - 1) + mine) * BLOCK + i
-                await_blocks(ctx, own_words, got, from_root, W)
+                wait_blocks(ctx, own_words, got, from_root, W)
                 data = tl.load(slots + slot_of(p, root, got, W) * SLOT + i, mask=k < n)
                 got = tl.where(from_root, got + 1, got)
                 tl.store(output + k, data, mask=k < n)
                 if any_queued:
-                    await_room(ctx, own_words, sent, queued, W)
+                    wait_credits(ctx, own_words, sent, queued, W)
                 for distance in range(1, W):
                     d = (rank + distance) % W
                     if d != root:
-                        begin = pointer_at(slots, pick(address, d))
+                        begin = pointer_at(slots, lane_value(address, d))
                         event = ctx.tracing.begin_move("store", slots + i, d, k < n)
-                        if pick(tl.cast(queued, tl.int32), d) > 0:
-                            slot = begin + (pick(sent, d) & (NUM_SLOTS - 1)) * SLOT
+                        if lane_value(tl.cast(queued, tl.int32), d) > 0:
+                            slot = begin + (lane_value(sent, d) & (NUM_SLOTS - 1)) * SLOT
                             tl.store(slot + i, data, mask=k < n)
                         else:
                             tl.store(begin + k, data, mask=k < n)
@@ -129,7 +131,7 @@ def deal(
                 sent = tl.where(queued, sent + 1, sent)
             if (step >= 2 * AHEAD) & (direct_here == 0):
                 t = tl.cast(p + (step - 2 * AHEAD) * programs, tl.int64)
-                await_blocks(ctx, own_words, got, fellows, W)
+                wait_blocks(ctx, own_words, got, fellows, W)
                 for distance in range(1, W):
                     s = (rank + distance) % W
                     if s != root:
@@ -137,9 +139,9 @@ def deal(
                         data = tl.load(slots + slot_of(p, s, got, W) * SLOT + i, mask=k < n)
                         tl.store(output + k, data, mask=k < n)
                 got = tl.where(fellows, got + 1, got)
-        post(ctx, own_words, sent, got, others)
-    keep(row + SENT + lanes(), sent, others)
-    keep(row + GOT + lanes(), got, others)
+        publish_counters(ctx, own_words, sent, got, others)
+    store_after_sync(row + TAIL + lanes(), sent, others)
+    store_after_sync(row + HEAD + lanes(), got, others)
     finish(ctx, row + DONE, calls_to, fellows & (queued == 0), calls_from, fellows & (direct_here != 0), W)
 
 
@@ -148,11 +150,11 @@ def fetch(ctx, places, output, n, root, W: tl.constexpr, BLOCK: tl.constexpr):
     """Read the own part of the root's tensor, which lies with the others at ``places``, and pass it on."""
     rank = ctx.cur_rank
     i = flat(BLOCK, output.dtype.element_ty)
-    source = pointer_at(output, pick(places, root))
+    source = pointer_at(output, lane_value(places, root))
     fellows, gets = (), ()
     for distance in tl.static_range(1, W):
         d = (rank + distance) % W
-        fellows += (pointer_at(output, pick(places, d)),)
+        fellows += (pointer_at(output, lane_value(places, d)),)
         gets += (d != root,)
     mine = (rank + (W - 1) - root) % W
     for block in range(tl.program_id(0), blocks_of(n, (W - 1) * BLOCK), tl.num_programs(0)):
@@ -185,7 +187,7 @@ def broadcast(
     SLOT: tl.constexpr,
     PULLS: tl.constexpr,
 ):
-    follow_predecessor()
+    gdc_wait()
     ctx = DeviceContext.initialize(context_tensor, num_ranks=W)
     row = counts + tl.program_id(0) * COUNTS
     own_words = words + tl.program_id(0) * WORDS
@@ -193,8 +195,8 @@ def broadcast(
         rank = ctx.cur_rank
         others = among(0, W, rank)
         calls = tl.load(row + MET + rank) + 1
-        here = tell(ctx, own_words + INPUTS, heap_table, input, length, calls, others, W)
-        places = hear(ctx, own_words + INPUTS, heap_table, calls, others)
+        here = advertise_input(ctx, own_words + INPUTS, heap_table, input, length, calls, others, W)
+        places = resolve_inputs(ctx, own_words + INPUTS, heap_table, calls, others)
         # The peers' words are read without an order; what lies behind them is read below.
         ctx.fence()
         if here & (tl.max(tl.cast(others & (places == 0), tl.int32), axis=0) == 0):
@@ -202,6 +204,6 @@ def broadcast(
                 fetch(ctx, places, output, n, root, W, BLOCK)
         else:
             deal(ctx, row, own_words, slots, heap_table, input, output, n, length, root, W, BLOCK, SLOT)
-        meet(ctx, row, calls, others, W)
+        exit_barrier(ctx, row, calls, others, W)
     else:
         deal(ctx, row, own_words, slots, heap_table, input, output, n, length, root, W, BLOCK, SLOT)

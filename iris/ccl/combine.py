@@ -45,7 +45,7 @@ def combine(a, b, OP: tl.constexpr):
 
 
 @jit
-def conclude(total, element: tl.constexpr, W: tl.constexpr, OP: tl.constexpr):
+def finalize(total, element: tl.constexpr, W: tl.constexpr, OP: tl.constexpr):
     """The result in its own type: the only rounding, but for that of the sum itself."""
     if OP == "avg":
         total = total / W

@@ -10,7 +10,7 @@ import torch
 from iris import simulator
 from iris.abort import BEGUN, BEGUN_SIZES
 from iris.capture import GraphLine, Line
-from iris.ccl.queue import COUNTS, GOT, MAX_RANKS, MET, SENT, SLOTS, WORDS, region_bytes, slots_bytes
+from iris.ccl.queue import COUNTS, HEAD, MAX_RANKS, MET, SLOTS, TAIL, WORDS, region_bytes, slots_bytes
 from iris.ccl.select import ELSEWHERE, digest, load_table, own_table
 from iris.errors import InvalidGroupError, InvalidTableError, TooManyStreamsError
 from iris.heap import describe_address
@@ -268,7 +268,7 @@ class Communicator:
 def _told(rank: int, size: int, counts: np.ndarray) -> str:
     """What a program of a rank has put into the queue to each rank, and taken out, at most."""
     most = counts.reshape(-1, COUNTS.value // MAX_RANKS, MAX_RANKS)[:, :, :size].max(axis=0)
-    sent, got, calls = (most[row.value // MAX_RANKS].tolist() for row in (SENT, GOT, MET))
+    sent, got, calls = (most[row.value // MAX_RANKS].tolist() for row in (TAIL, HEAD, MET))
     return f"blocks sent to each rank {sent}, got from each {got}; calls that read in place {calls[rank]}"
 
 

@@ -24,34 +24,36 @@ from iris.ccl.queue import (
     AHEAD,
     COUNTS,
     DONE,
-    GOT,
+    HEAD,
     LONGEST_QUEUED,
     MESSAGES_FROM,
     MESSAGES_TO,
     NUM_SLOTS,
-    SENT,
     SIZES,
+    TAIL,
     WORDS,
     WRITTEN,
+    advertise,
     among,
-    await_blocks,
-    await_room,
     blocks_of,
-    find,
     finish,
     flat,
-    offer,
-    pick,
+    lane_value,
     pointer_at,
-    post,
+    publish_counters,
     queue_address,
+    resolve_output,
     slot_of,
+    wait_blocks,
+    wait_credits,
 )
 from iris.ccl.sizes import ask, count_messages, find_target, hear_words, record_unequal, refuse, tell_word
 from iris.language.address import bytes_of
+from iris.language.barrier import lanes
 from iris.language.context import DeviceContext
+from iris.language.dependent_launch import gdc_wait
 from iris.language.jit import jit
-from iris.language.ordering import follow_predecessor, keep, lanes
+from iris.language.ordering import store_after_sync
 
 # From so many programs that send between two ranks, with so many blocks each, others copy.
 SENDERS = tl.constexpr(2 if simulator.ACTIVE else 8)
@@ -112,7 +114,7 @@ def exchange(
     ``PROGRAMS``: of the largest call, where sizes are compared (`iris.ccl.sizes`), with queues for ``QUEUES``; 0
     where they are not. Such a rank sends or receives, and does not do both.
     """
-    follow_predecessor()
+    gdc_wait()
     ctx = DeviceContext.initialize(context_tensor, num_ranks=W)
     rank = ctx.cur_rank
     p = tl.program_id(0)
@@ -130,8 +132,8 @@ def exchange(
     # Both counts of each peer, since they are posted together. A message to another rank, or from it, may be
     # under way on another stream, and change that one's.
     peers = to | sources
-    sent = tl.load(row + SENT + lanes(), mask=peers, other=0)
-    got = tl.load(row + GOT + lanes(), mask=peers, other=0)
+    sent = tl.load(row + TAIL + lanes(), mask=peers, other=0)
+    got = tl.load(row + HEAD + lanes(), mask=peers, other=0)
     address = queue_address(ctx, slots, W, SLOT, to)
     receivers = to
     if PROGRAMS > 0:
@@ -147,8 +149,8 @@ def exchange(
             direct_here = ask(ctx, own_words, heap_table, output, length, piece, messages_from, sources, W)
             to, place = find_target(ctx, own_words, heap_table, pieces, messages_to, receivers)
         else:
-            calls_from, direct_here = offer(ctx, row, own_words, heap_table, output, length, W, sources)
-            calls_to, place = find(ctx, row, own_words, heap_table, to)
+            calls_from, direct_here = advertise(ctx, row, own_words, heap_table, output, length, W, sources)
+            calls_to, place = resolve_output(ctx, row, own_words, heap_table, to)
         queued = to & (place == 0)
         address = tl.where(queued, address, place)
     takes = (direct_here == 0) & (from_first < from_last)
@@ -189,27 +191,27 @@ def exchange(
     for i in tl.static_range(W - 1):
         d = (rank + 1 + (p + i) % (W - 1)) % W
         if DIRECT and PROGRAMS > 0:
-            gets += (pick(tl.cast(to, tl.int32), d) > 0,)
+            gets += (lane_value(tl.cast(to, tl.int32), d) > 0,)
         else:
             gets += ((d >= to_first) & (d < to_last),)
         begins += (input + tl.cast(d, tl.int64) * send_step,)
-        places += (pointer_at(slots, pick(address, d)) + tl.cast(rank, tl.int64) * recv_step,)
+        places += (pointer_at(slots, lane_value(address, d)) + tl.cast(rank, tl.int64) * recv_step,)
 
     if any_queued | takes:
         steps = (blocks - first + stride - 1) // stride
         for step in range(0, steps + AHEAD):
             if (step < steps) & sends:
                 if any_queued:
-                    await_room(ctx, own_words, sent, queued, W)
+                    wait_credits(ctx, own_words, sent, queued, W)
                 r, c, mask = cell(first + step * stride, blocks_n, index, M, N, BLOCK_M, BLOCK_N, ROWS)
                 for i in tl.static_range(W - 1):
                     if gets[i]:
                         d = (rank + 1 + (p + i) % (W - 1)) % W
                         data = tl.load(begins[i] + (r * in_pitch + c), mask=mask)
                         event = ctx.tracing.begin_move("store", slots + index, d, mask)
-                        if pick(tl.cast(queued, tl.int32), d) > 0:
-                            begin = pointer_at(slots, pick(address, d))
-                            tl.store(begin + (pick(sent, d) & (NUM_SLOTS - 1)) * SLOT + index, data, mask=mask)
+                        if lane_value(tl.cast(queued, tl.int32), d) > 0:
+                            begin = pointer_at(slots, lane_value(address, d))
+                            tl.store(begin + (lane_value(sent, d) & (NUM_SLOTS - 1)) * SLOT + index, data, mask=mask)
                         else:
                             tl.store(places[i] + (r * out_pitch + c), data, mask=mask)
                         ctx.tracing.record_event_end(event)
@@ -218,7 +220,7 @@ def exchange(
                 if any_queued:
                     sent = tl.where(queued, sent + 1, sent)
             if (step >= AHEAD) & takes:
-                await_blocks(ctx, own_words, got, sources, W)
+                wait_blocks(ctx, own_words, got, sources, W)
                 block = first + (step - AHEAD) * stride
                 r, c, mask = cell(block, blocks_n, index, M, N, BLOCK_M, BLOCK_N, ROWS)
                 at_output = r * out_pitch + c
@@ -228,7 +230,7 @@ def exchange(
                         data = tl.load(slots + slot_of(p, s, got, W) * SLOT + index, mask=mask)
                         tl.store(output + tl.cast(s, tl.int64) * recv_step + at_output, data, mask=mask)
                 got = tl.where(sources, got + 1, got)
-            post(ctx, own_words, sent, got, queued | (sources & takes))
+            publish_counters(ctx, own_words, sent, got, queued | (sources & takes))
     else:
         # Straight to its place: nothing to wait for.
         if W == 2:
@@ -257,8 +259,8 @@ def exchange(
                 ctx.tracing.record_event_end(event)
             tl.store(own + (r * out_pitch + c), data[0], mask=mask & copies)
     # Only what this call has changed: another message may be under way on another stream, to or from another rank.
-    keep(row + SENT + lanes(), sent, queued)
-    keep(row + GOT + lanes(), got, sources & takes)
+    store_after_sync(row + TAIL + lanes(), sent, queued)
+    store_after_sync(row + HEAD + lanes(), got, sources & takes)
     written, writing = to & (queued == 0), writers & (direct_here != 0)
     if PROGRAMS > 0:
         if DIRECT:

@@ -13,27 +13,29 @@ import triton.language as tl
 from iris.ccl.queue import (
     AHEAD,
     COUNTS,
-    GOT,
+    HEAD,
     MESSAGES_FROM,
     MESSAGES_TO,
     NUM_SLOTS,
-    SENT,
     SIZES,
+    TAIL,
     WORDS,
     among,
-    await_blocks,
-    await_room,
     flat,
-    pick,
+    lane_value,
     pointer_at,
-    post,
+    publish_counters,
     queue_address,
     slot_of,
+    wait_blocks,
+    wait_credits,
 )
 from iris.ccl.sizes import count_messages, hear_words, record_unequal, tell_word
 from iris.language.address import bytes_of
+from iris.language.barrier import lanes
 from iris.language.context import DeviceContext
-from iris.language.ordering import follow_predecessor, keep, lanes
+from iris.language.dependent_launch import gdc_wait
+from iris.language.ordering import store_after_sync
 
 
 @triton.jit
@@ -64,15 +66,15 @@ def exchange_v(
 
     ``QUEUES``: that there are.
     """
-    follow_predecessor()
+    gdc_wait()
     ctx = DeviceContext.initialize(context_tensor, num_ranks=W)
     rank = ctx.cur_rank
     p = tl.program_id(0)
     row = counts + p * COUNTS
     own_words = words + p * WORDS
     others = among(0, W, rank)
-    sent = tl.load(row + SENT + lanes(), mask=others, other=0)
-    got = tl.load(row + GOT + lanes(), mask=others, other=0)
+    sent = tl.load(row + TAIL + lanes(), mask=others, other=0)
+    got = tl.load(row + HEAD + lanes(), mask=others, other=0)
     queues = queue_address(ctx, slots, W, BLOCK, others)
     everyone = lanes() < W
     send_words = tl.load(send_counts + lanes(), mask=everyone, other=0) * factor
@@ -83,23 +85,23 @@ def exchange_v(
     messages_to = tl.load(row + MESSAGES_TO + lanes(), mask=others, other=0) + 1
     messages_from = tl.load(row + MESSAGES_FROM + lanes(), mask=others, other=0) + 1
     tell_word(ctx, own_words, send_words * word_bytes, messages_to, others, SIZES)
-    own_words_sent = tl.minimum(pick(send_words, rank), pick(recv_words, rank))
+    own_words_sent = tl.minimum(lane_value(send_words, rank), lane_value(recv_words, rank))
     i = flat(BLOCK, input.dtype.element_ty)
     last = tl.maximum(tl.maximum(tl.max(send_rounds, axis=0), tl.max(recv_rounds, axis=0) + AHEAD), AHEAD + 1)
     for step in range(0, last):
         sends = others & (step < send_rounds)
-        await_room(ctx, own_words, sent, sends, W)
+        wait_credits(ctx, own_words, sent, sends, W)
         k = (p + step * tl.num_programs(0)).to(tl.int64) * BLOCK + i
         for distance in range(0, W):
             d = (rank + distance) % W
-            if step < pick(send_rounds, d):
-                mask = k < pick(send_words, d)
+            if step < lane_value(send_rounds, d):
+                mask = k < lane_value(send_words, d)
                 data = tl.load(input + tl.load(send_displs + d) * factor + k, mask=mask)
                 if d == rank:
                     kept = k < own_words_sent
                     tl.store(output + tl.load(recv_displs + d) * factor + k, data, mask=kept)
                 else:
-                    slot = pointer_at(slots, pick(queues, d)) + (pick(sent, d) & (NUM_SLOTS - 1)) * BLOCK
+                    slot = pointer_at(slots, lane_value(queues, d)) + (lane_value(sent, d) & (NUM_SLOTS - 1)) * BLOCK
                     event = ctx.tracing.begin_move("store", slots + i, d, mask)
                     tl.store(slot + i, data, mask=mask)
                     ctx.tracing.record_event_end(event)
@@ -113,20 +115,20 @@ def exchange_v(
                 refused = others & wrong
                 got = tl.where(refused, got + rounds_of(theirs // word_bytes, BLOCK).to(tl.int32), got)
                 recv_rounds = tl.where(refused, 0, recv_rounds)
-                post(ctx, own_words, sent, got, refused)
+                publish_counters(ctx, own_words, sent, got, refused)
                 record_unequal(ctx, own_words, theirs, recv_words * word_bytes, wrong)
         receives = others & (step >= AHEAD) & (step - AHEAD < recv_rounds)
-        await_blocks(ctx, own_words, got, receives, W)
+        wait_blocks(ctx, own_words, got, receives, W)
         k = (p + (step - AHEAD) * tl.num_programs(0)).to(tl.int64) * BLOCK + i
         for distance in range(1, W):
             s = (rank + distance) % W
-            if pick(receives.to(tl.int32), s) > 0:
-                mask = k < pick(recv_words, s)
+            if lane_value(receives.to(tl.int32), s) > 0:
+                mask = k < lane_value(recv_words, s)
                 slot = slot_of(p, s, got, W)
                 data = tl.load(slots + slot * BLOCK + i, mask=mask)
                 tl.store(output + tl.load(recv_displs + s) * factor + k, data, mask=mask)
         got = tl.where(receives, got + 1, got)
-        post(ctx, own_words, sent, got, sends | receives)
-    keep(row + SENT + lanes(), sent, others)
-    keep(row + GOT + lanes(), got, others)
+        publish_counters(ctx, own_words, sent, got, sends | receives)
+    store_after_sync(row + TAIL + lanes(), sent, others)
+    store_after_sync(row + HEAD + lanes(), got, others)
     count_messages(counts, messages_to, others, messages_from, others, QUEUES)

@@ -10,6 +10,7 @@ from iris.ccl import one_hop
 from iris.ccl.broadcast import broadcast
 from iris.ccl.communicator import Communicator, Launch, power_of_two, ready
 from iris.ccl.config import Config
+from iris.ccl.exchange import exchange as exchange_kernel
 from iris.ccl.exchange_v import exchange_v
 from iris.ccl.queue import COUNTS, LONGEST_QUEUED
 from iris.ccl.select import choose
@@ -158,7 +159,7 @@ def prepare_exchange(
         comm.size, block_m, block_n, queues.slot_bytes // word, e.send_step == 0, rows, partitioned,
         *((most, queues.counts.numel() // COUNTS.value) if e.matched else (0, 0)),
     )  # fmt: skip
-    kernel = exchange.gluon if config.use_gluon else exchange
+    kernel = exchange_kernel.gluon if config.use_gluon else exchange_kernel
     direct = e.rows * e.row > LONGEST_QUEUED.value
     # CUDA may hold up the loading of a kernel until those that run have ended (CUDA C++ Programming Guide, "Lazy
     # Loading"). Two ranks that send to each other and then receive must not wait for that, so a message of any length
@@ -192,7 +193,7 @@ def _one_hop(
     after = (piece // word, *steps, 0 if root is None else root, comm.size, block, blocks, flat, root is not None)
     kernel = one_hop.one_hop.gluon if config.use_gluon else one_hop.one_hop
     before = (channel.context_tensor, epochs, slots)
-    # No more warps than there are words for: see `receive_stamped`.
+    # No more warps than there are words for: see `ll_recv`.
     warps = min(config.num_warps or 4, block // threads_per_warp())
     programs = comm.fitting(programs, warps)
     return ready(comm, kernel, programs, warps, before, (input, output), after, WORDS[word], admits=True)

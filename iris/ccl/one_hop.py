@@ -5,9 +5,9 @@ every other rank, so that all hear from all). A piece is cut into blocks; progra
 to rank r + i and receives one from rank r - i, so nothing is done one after the other. Over the link: twice the bytes
 of each piece, in one step.
 
-Words are *stamped* (`iris.language.stamped`) with the block's epoch, which its programs count in device memory, each on
-its own. Two slots take turns. Why that is enough: this rank writes slot e % 2 in its call e, and has heard from every
-rank in its call e - 1, which is over. A rank that sent in e - 1 had left e - 2 behind (kernels of a stream run in
+Words are LL messages (`iris.language.ll`). Their flag is the block's epoch, which its programs count in device memory,
+each on its own. Two slots take turns. Why that is enough: this rank writes slot e % 2 in its call e, and has heard from
+every rank in its call e - 1, which is over. A rank that sent in e - 1 had left e - 2 behind (kernels of a stream run in
 order), where it last read this slot. Calls of other sizes leave a block's epoch, and its slots, as they are.
 """
 
@@ -16,9 +16,10 @@ import triton.language as tl
 from iris.ccl.queue import flat
 from iris.language.address import translate
 from iris.language.context import DeviceContext
+from iris.language.dependent_launch import gdc_launch_dependents, gdc_wait
 from iris.language.jit import jit
-from iris.language.ordering import admit_successor, follow_predecessor, keep
-from iris.language.stamped import receive_stamped, send_stamped
+from iris.language.ll import ll_recv, ll_send
+from iris.language.ordering import store_after_sync
 
 WORD_BYTES = tl.constexpr(4)
 LARGEST_PIECE = 256 << 10
@@ -78,9 +79,9 @@ def one_hop(
     """
     ctx = DeviceContext.initialize(context_tensor, num_ranks=W)
     rank = ctx.cur_rank
-    follow_predecessor()
+    gdc_wait()
     if EARLY:
-        admit_successor()
+        gdc_launch_dependents()
     # Elements of a word: the data may lie at any multiple of their size.
     PACKED: tl.constexpr = WORD_BYTES // (input.dtype.element_ty.primitive_bitwidth // 8)
     BITS: tl.constexpr = input.dtype.element_ty.primitive_bitwidth
@@ -114,7 +115,7 @@ def one_hop(
             if ROOTED:
                 needed = needed & ((rank == root) | (i < REPLY))
             event = ctx.tracing.begin_move("store", slot + i, to, needed)
-            send_stamped(translate(slot, ctx.base, base) + i, word, epoch, needed | ((epoch & 0xFFFF) < 2))
+            ll_send(translate(slot, ctx.base, base) + i, word, epoch, needed | ((epoch & 0xFFFF) < 2))
             ctx.tracing.record_event_end(event)
     for unit in range(tl.program_id(0), units, tl.num_programs(0)):
         b = unit // W
@@ -128,10 +129,10 @@ def one_hop(
                 there = there & ((source == root) | (i < REPLY))
                 wanted = there & (source == root)
             event = ctx.tracing.begin_wait_for_data(slot, rank)
-            word = receive_stamped(slot + i, epoch, there, source, ctx._record())
+            word = ll_recv(slot + i, epoch, there, source, ctx._record())
             ctx.tracing.record_event_end(event)
             for j in tl.static_range(PACKED):
                 k = (b * BLOCK + i) * PACKED + j
                 at = tl.cast(source, tl.int64) * recv_step + position(k, row, out_pitch, FLAT)
                 tl.store(output + at, tl.cast(word >> (j * BITS), input.dtype.element_ty), mask=wanted & (k < n))
-        keep(epochs + b * RANKS + unit % W, epoch)
+        store_after_sync(epochs + b * RANKS + unit % W, epoch)

@@ -12,27 +12,28 @@ If any rank's input or output is elsewhere, all know it from the places that the
 
 import triton.language as tl
 
-from iris.ccl.combine import accumulator, combine, conclude, scaled
+from iris.ccl.combine import accumulator, combine, finalize, scaled
 from iris.ccl.queue import (
     COUNTS,
     INPUTS,
     MET,
     OUTPUTS,
     WORDS,
+    advertise_input,
     among,
     blocks_of,
+    exit_barrier,
     flat,
-    hear,
-    meet,
+    lane_value,
     permit,
-    pick,
     pointer_at,
-    tell,
+    resolve_inputs,
 )
 from iris.ccl.two_shot import add_up
+from iris.language.barrier import lanes
 from iris.language.context import DeviceContext
+from iris.language.dependent_launch import gdc_wait
 from iris.language.jit import jit
-from iris.language.ordering import follow_predecessor, lanes
 
 
 @jit
@@ -59,7 +60,7 @@ def pull(
     SPREADS: tl.constexpr,
 ):
     """Parts and steps as in `two_shot`; ``in_length`` and ``length``: bytes of input and output."""
-    follow_predecessor()
+    gdc_wait()
     ctx = DeviceContext.initialize(context_tensor, num_ranks=W)
     rank = ctx.cur_rank
     p = tl.program_id(0)
@@ -70,15 +71,15 @@ def pull(
     here = True
     if SPREADS:
         here = permit(ctx, own_words + OUTPUTS, heap_table, output, length, calls + lanes() * 0, others, W)
-    here = here & tell(ctx, own_words + INPUTS, heap_table, input, in_length, calls, others, W)
-    inputs = hear(ctx, own_words + INPUTS, heap_table, calls, others)
+    here = here & advertise_input(ctx, own_words + INPUTS, heap_table, input, in_length, calls, others, W)
+    inputs = resolve_inputs(ctx, own_words + INPUTS, heap_table, calls, others)
     # The peers' words are read without an order. Behind them lie their inputs, and where their outputs are: said
     # before, so it is not of a call so long ago that its stamp has come round.
     ctx.fence()
     missing = others & (inputs == 0)
     outputs = inputs
     if SPREADS:
-        outputs = hear(ctx, own_words + OUTPUTS, heap_table, calls, others)
+        outputs = resolve_inputs(ctx, own_words + OUTPUTS, heap_table, calls, others)
         missing = missing | (others & (outputs == 0))
     if here & (tl.max(tl.cast(missing, tl.int32), axis=0) == 0):
         element: tl.constexpr = input.dtype.element_ty
@@ -88,11 +89,11 @@ def pull(
         # This rank's part, of each rank's input and of the others' outputs.
         sources, places = (), ()
         for s in tl.static_range(W):
-            sources += (pointer_at(input, pick(inputs, s)) + tl.cast(rank, tl.int64) * part_step,)
+            sources += (pointer_at(input, lane_value(inputs, s)) + tl.cast(rank, tl.int64) * part_step,)
         if SPREADS:
             for distance in tl.static_range(1, W):
                 to = (rank + distance) % W
-                places += (pointer_at(output, pick(outputs, to)) + rank * out_part_step,)
+                places += (pointer_at(output, lane_value(outputs, to)) + rank * out_part_step,)
         for block in range(p, blocks_of(n, block_step), tl.num_programs(0)):
             k = tl.cast(block, tl.int64) * block_step + i
             mask = rank * limit_step + k < n
@@ -105,7 +106,7 @@ def pull(
             total = scaled(tl.cast(parts[0], ACC), factors, 0, OP)
             for s in tl.static_range(1, W):
                 total = combine(total, scaled(tl.cast(parts[s], ACC), factors, s, OP), OP)
-            result = conclude(total, element, W, OP)
+            result = finalize(total, element, W, OP)
             tl.store(output + rank * out_part_step + k, result, mask=mask)
             if SPREADS:
                 for distance in tl.static_range(1, W):
@@ -117,4 +118,4 @@ def pull(
             ctx, row, own_words, slots, heap_table, input, output, factors, n, part_step, block_step, limit_step,
             out_part_step, length, 0, W, W, BLOCK, SLOT, OP, SPREADS, SPREADS,
         )  # fmt: skip
-    meet(ctx, row, calls, others, W)
+    exit_barrier(ctx, row, calls, others, W)

@@ -38,9 +38,10 @@ from triton.experimental.gluon import language as gl
 
 from iris.device_record import BARRIER_LANES
 from iris.language.address import bytes_of, translate
+from iris.language.barrier import lanes
 from iris.language.jit import gluon_version_of, jit
-from iris.language.ordering import keep, lanes
-from iris.language.stamped import receive_places, send_place
+from iris.language.ll import ll_recv_places, ll_send_place
+from iris.language.ordering import store_after_sync
 from iris.language.target import threads_per_warp
 
 # Ranks that a block of lanes holds: the largest group.
@@ -53,7 +54,7 @@ LONGEST_QUEUED = tl.constexpr(64 << 10)
 AHEAD = tl.constexpr(1)
 
 # A program's counts: rows of MAX_RANKS int32.
-DONE, SENT, GOT, CALLS_TO, CALLS_FROM, MET, MESSAGES_TO, MESSAGES_FROM, WRITTEN = (
+DONE, TAIL, HEAD, CALLS_TO, CALLS_FROM, MET, MESSAGES_TO, MESSAGES_FROM, WRITTEN = (
     tl.constexpr(i * MAX_RANKS) for i in range(9)
 )  # fmt: skip
 COUNTS = tl.constexpr(9 * MAX_RANKS)
@@ -96,7 +97,7 @@ def _gluon_flat(block: tl.constexpr, element: tl.constexpr):
 
 
 @jit
-def pick(values, rank):
+def lane_value(values, rank):
     """The value of one lane."""
     return tl.sum(tl.where(lanes() == rank, values, 0), axis=0)
 
@@ -144,12 +145,12 @@ def permit(ctx, words, heap_table, output, length, calls, ranks, W: tl.constexpr
     """
     offset, direct = place_of(ctx, heap_table, output, length, W)
     theirs = translate(words + ctx.cur_rank, ctx.base, tl.load(ctx.table + lanes(), mask=ranks, other=0))
-    send_place(theirs, tl.where(direct, offset + 1, 0), calls, ranks)
+    ll_send_place(theirs, tl.where(direct, offset + 1, 0), calls, ranks)
     return direct
 
 
 @jit
-def tell(ctx, words, heap_table, tensor, length, calls, others, W: tl.constexpr):
+def advertise_input(ctx, words, heap_table, tensor, length, calls, others, W: tl.constexpr):
     """Tell all ranks where a tensor lies that they may read; returns whether that is on the heap."""
     offset, direct = place_of(ctx, heap_table, tensor, length, W)
     word = tl.where(direct, offset + 1, 0) | (tl.cast(calls & 0xFFFF, tl.int64) << 48)
@@ -159,28 +160,28 @@ def tell(ctx, words, heap_table, tensor, length, calls, others, W: tl.constexpr)
 
 
 @jit
-def hear(ctx, words, heap_table, calls, others):
-    """What all ranks `tell`, or `permit`: an address each, 0 where it is not on the heap."""
-    offset = receive_places(words + lanes(), calls + lanes() * 0, others, ctx._record())
+def resolve_inputs(ctx, words, heap_table, calls, others):
+    """What all ranks `advertise_input`, or `permit`: an address each, 0 where it is not on the heap."""
+    offset = ll_recv_places(words + lanes(), calls + lanes() * 0, others, ctx._record())
     base = tl.load(heap_table + lanes(), mask=others, other=0)
     return tl.where(others & (offset > 0), base + offset - 1, 0)
 
 
 @jit
-def offer(ctx, row, words, heap_table, output, length, W: tl.constexpr, sources):
+def advertise(ctx, row, words, heap_table, output, length, W: tl.constexpr, sources):
     """Tell the ranks ``sources`` where their data go; returns the count of such calls, and if it is direct."""
     calls = tl.load(row + CALLS_FROM + lanes(), mask=sources, other=0) + 1
     direct = permit(ctx, words + PLACES, heap_table, output, length, calls, sources, W)
-    keep(row + CALLS_FROM + lanes(), calls, sources)
+    store_after_sync(row + CALLS_FROM + lanes(), calls, sources)
     return calls, direct
 
 
 @jit
-def find(ctx, row, words, heap_table, to):
+def resolve_output(ctx, row, words, heap_table, to):
     """Where the ranks ``to`` want their data: the count of such calls, and an address each, 0 for the queue."""
     calls = tl.load(row + CALLS_TO + lanes(), mask=to, other=0) + 1
-    offset = receive_places(words + PLACES + lanes(), calls, to, ctx._record())
-    keep(row + CALLS_TO + lanes(), calls, to)
+    offset = ll_recv_places(words + PLACES + lanes(), calls, to, ctx._record())
+    store_after_sync(row + CALLS_TO + lanes(), calls, to)
     base = tl.load(heap_table + lanes(), mask=to, other=0)
     return calls, tl.where(to & (offset > 0), base + offset - 1, 0)
 
@@ -188,29 +189,29 @@ def find(ctx, row, words, heap_table, to):
 @jit
 def slot_of(p, s, got, W: tl.constexpr):
     """Which slot of this rank holds the next block from rank ``s``."""
-    return tl.cast((p * W + s) * NUM_SLOTS + (pick(got, s) & (NUM_SLOTS - 1)), tl.int64)
+    return tl.cast((p * W + s) * NUM_SLOTS + (lane_value(got, s) & (NUM_SLOTS - 1)), tl.int64)
 
 
 @jit
-def await_room(ctx, words, sent, to, W: tl.constexpr):
+def wait_credits(ctx, words, sent, to, W: tl.constexpr):
     """Wait for room for another block in the queues to the ranks ``to``."""
     ctx._wait_ranks(words + POSTS + lanes(), sent + 1 - NUM_SLOTS, to, 0, W, LOW)
 
 
 @jit
-def await_blocks(ctx, words, got, sources, W: tl.constexpr):
+def wait_blocks(ctx, words, got, sources, W: tl.constexpr):
     """Wait for the next block in the queues from the ranks ``sources``."""
     ctx._wait_ranks(words + POSTS + lanes(), got + 1, sources, 0, W, HIGH)
 
 
 @jit
-def await_taken(ctx, words, sent, to, W: tl.constexpr):
+def wait_consumed(ctx, words, sent, to, W: tl.constexpr):
     """Wait until the ranks ``to`` have taken all that they were sent."""
     ctx._wait_ranks(words + POSTS + lanes(), sent, to, 0, W, LOW)
 
 
 @jit
-def post(ctx, words, sent, got, peers):
+def publish_counters(ctx, words, sent, got, peers):
     """Tell ``peers`` what was put in and taken out: behind all writes to their slots, and all reads of the own."""
     word = (tl.cast(sent, tl.int64) << 32) | (tl.cast(got, tl.int64) & 0xFFFFFFFF)
     ctx._signal_ranks(words + POSTS + ctx.cur_rank, word, lanes(), peers)
@@ -227,15 +228,8 @@ def finish(ctx, flags, calls_to, to, calls_from, sources, W: tl.constexpr):
 
 
 @jit
-def meet(ctx, row, calls, others, W: tl.constexpr):
+def exit_barrier(ctx, row, calls, others, W: tl.constexpr):
     """The end of a call in which peers' inputs were read: all have read, and written, when anyone goes on."""
     ctx._signal_ranks(row + MET + ctx.cur_rank, calls + lanes() * 0, lanes(), others)
-    keep(row + MET + ctx.cur_rank, calls)
+    store_after_sync(row + MET + ctx.cur_rank, calls)
     ctx._wait_ranks(row + MET + lanes(), calls + lanes() * 0, others, 0, W)
-
-
-QUEUE_FUNCTIONS = {
-    "pick", "among", "blocks_of", "queue_address", "pointer_at", "place_of", "offer", "find", "permit", "tell", "hear",
-    "meet",
-    "await_room", "await_blocks", "await_taken", "post", "finish", "slot_of", "follow_predecessor", "keep",
-}  # fmt: skip

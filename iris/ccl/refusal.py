@@ -20,8 +20,9 @@ from iris.abort import BEGUN, BEGUN_SIZES, REFUSED, SIZES_KEPT
 from iris.capture import GraphLine, Line
 from iris.ccl.communicator import Communicator
 from iris.errors import IrisError
+from iris.language.dependent_launch import gdc_wait
 from iris.language.failures import kind_code
-from iris.language.ordering import follow_predecessor, give_up
+from iris.language.ordering import give_up
 from iris.launch import addresses, prepare
 
 # Seconds for which a root watches what the others do. It breaks the group then, and members that come later find it so.
@@ -31,7 +32,7 @@ LONGEST_LOOK_S = 10.0
 @triton.jit
 def break_group(record):
     """Break the group whose device record this is; the host has said why."""
-    follow_predecessor()
+    gdc_wait()
     give_up(record, record, 0, 0, kind_code("refused"), 0, 0)
 
 

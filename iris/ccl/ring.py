@@ -17,38 +17,40 @@ right neighbour has taken all but the last of the blocks before.
 
 import triton.language as tl
 
-from iris.ccl.combine import accumulator, combine, conclude, scaled
+from iris.ccl.combine import accumulator, combine, finalize, scaled
 from iris.ccl.queue import (
     COUNTS,
-    GOT,
+    HEAD,
     NUM_SLOTS,
-    SENT,
+    TAIL,
     WORDS,
-    await_blocks,
-    await_room,
     blocks_of,
     flat,
-    pick,
+    lane_value,
     pointer_at,
-    post,
+    publish_counters,
     queue_address,
+    wait_blocks,
+    wait_credits,
 )
+from iris.language.barrier import lanes
 from iris.language.context import DeviceContext
+from iris.language.dependent_launch import gdc_wait
 from iris.language.jit import jit
-from iris.language.ordering import follow_predecessor, keep, lanes
+from iris.language.ordering import store_after_sync
 
 
 @jit
 def there(slots, queues, sent, right, SLOT: tl.constexpr):
     """The slot of the right neighbour for the next block."""
-    return pointer_at(slots, pick(queues, right)) + (pick(sent, right) & (NUM_SLOTS - 1)) * SLOT
+    return pointer_at(slots, lane_value(queues, right)) + (lane_value(sent, right) & (NUM_SLOTS - 1)) * SLOT
 
 
 @jit
 def here(slots, got, left, W: tl.constexpr, SLOT: tl.constexpr):
     """The slot of this rank that holds the next block of the left neighbour."""
     queue_number = tl.cast(tl.program_id(0), tl.int64) * W + left
-    return slots + (queue_number * NUM_SLOTS + (pick(got, left) & (NUM_SLOTS - 1))) * SLOT
+    return slots + (queue_number * NUM_SLOTS + (lane_value(got, left) & (NUM_SLOTS - 1))) * SLOT
 
 
 @jit
@@ -69,7 +71,7 @@ def ring(
     STRIDING: tl.constexpr,
 ):
     """``slots`` of the accumulator's type. `STRIDING`: a program's chunks lie apart, else side by side."""
-    follow_predecessor()
+    gdc_wait()
     ctx = DeviceContext.initialize(context_tensor, num_ranks=W)
     rank = ctx.cur_rank
     p = tl.program_id(0)
@@ -84,8 +86,8 @@ def ring(
     to, source = lanes() == right, lanes() == left
     # Both counts of both neighbours, since they are posted together.
     neighbours = to | source
-    sent = tl.load(row + SENT + lanes(), mask=neighbours, other=0)
-    got = tl.load(row + GOT + lanes(), mask=neighbours, other=0)
+    sent = tl.load(row + TAIL + lanes(), mask=neighbours, other=0)
+    got = tl.load(row + HEAD + lanes(), mask=neighbours, other=0)
     queues = queue_address(ctx, slots, W, SLOT, to)
 
     i = flat(BLOCK, element)
@@ -101,36 +103,36 @@ def ring(
         k = (base + chunk) * BLOCK + i
         total = scaled(tl.cast(tl.load(input + k, mask=k < n), ACC), factors, rank, OP)
         for _ in range(1, W):
-            await_room(ctx, own_words, sent, to, W)
+            wait_credits(ctx, own_words, sent, to, W)
             event = ctx.tracing.begin_move("store", slots + i, right, k < n)
             tl.store(there(slots, queues, sent, right, SLOT) + i, total, mask=k < n)
             ctx.tracing.record_event_end(event)
             sent = tl.where(to, sent + 1, sent)
-            post(ctx, own_words, sent, got, neighbours)
+            publish_counters(ctx, own_words, sent, got, neighbours)
             chunk = (chunk + W - forward) % W
             k = (base + chunk) * BLOCK + i
             own = scaled(tl.cast(tl.load(input + k, mask=k < n), ACC), factors, rank, OP)
-            await_blocks(ctx, own_words, got, source, W)
+            wait_blocks(ctx, own_words, got, source, W)
             total = combine(tl.load(here(slots, got, left, W, SLOT) + i, mask=k < n), own, OP)
             got = tl.where(source, got + 1, got)
-        result = conclude(total, element, W, OP)
+        result = finalize(total, element, W, OP)
         tl.store(output + k, result, mask=k < n)
         for _ in range(1, W):
-            await_room(ctx, own_words, sent, to, W)
+            wait_credits(ctx, own_words, sent, to, W)
             slot = tl.cast(there(slots, queues, sent, right, SLOT), tl.pointer_type(element), bitcast=True)
             event = ctx.tracing.begin_move("store", narrow + i, right, k < n)
             tl.store(slot + i, result, mask=k < n)
             ctx.tracing.record_event_end(event)
             sent = tl.where(to, sent + 1, sent)
-            post(ctx, own_words, sent, got, neighbours)
+            publish_counters(ctx, own_words, sent, got, neighbours)
             chunk = (chunk + W - forward) % W
             k = (base + chunk) * BLOCK + i
-            await_blocks(ctx, own_words, got, source, W)
+            wait_blocks(ctx, own_words, got, source, W)
             slot = tl.cast(here(slots, got, left, W, SLOT), tl.pointer_type(element), bitcast=True)
             result = tl.load(slot + i, mask=k < n)
             tl.store(output + k, result, mask=k < n)
             got = tl.where(source, got + 1, got)
     # The left neighbour's next block, of whatever call, may need the slot of the last one.
-    post(ctx, own_words, sent, got, neighbours)
-    keep(row + SENT + lanes(), sent, neighbours)
-    keep(row + GOT + lanes(), got, neighbours)
+    publish_counters(ctx, own_words, sent, got, neighbours)
+    store_after_sync(row + TAIL + lanes(), sent, neighbours)
+    store_after_sync(row + HEAD + lanes(), got, neighbours)

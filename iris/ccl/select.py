@@ -107,15 +107,15 @@ def choose(table: Table, collective: str, nbytes: int, config: Config, possible:
     return row._replace(programs=min(limits, default=None))
 
 
-def choose_all_reduce(table: Table, nbytes: int, marked: bool, pushes: set[str], config: Config) -> Choice:
+def choose_all_reduce(table: Table, nbytes: int, lamport: bool, pushes: set[str], config: Config) -> Choice:
     """As `choose`, by the configuration's variant.
 
-    ``marked``: elements can tell that they have arrived. ``pushes``: the possible variants that need this.
+    ``lamport``: elements can be their own flags. ``pushes``: the possible variants that need this.
     """
     variant = config.all_reduce_variant
     if variant == "auto":
         return choose(table, "all_reduce", nbytes, config, {"two_shot", "pull"} | pushes)
-    if variant == "one_shot" and not marked:
+    if variant == "one_shot" and not lamport:
         raise InvalidConfigError(
             "Config(all_reduce_variant='one_shot') is for floating-point tensors, whose "
             "elements can tell that they have arrived. Use 'two_shot' or 'auto'."

@@ -1,7 +1,7 @@
 """Messages of unequal size: how both ends learn of it, so that neither waits for ever nor writes where it must not.
 
 Each program of a sender tells the program of the receiver with the same number how many bytes its rank sends, before
-the first block: a word of 8 bytes, which carries its own arrival (`iris.language.stamped`). The receiver compares it
+the first block: a word of 8 bytes, which carries its own arrival (`iris.language.ll`). The receiver compares it
 with its own size before it takes a block. The word is on its way before the data, so it costs no step. The slots of a
 queue are the library's own memory, so a sender needs no answer before it fills them. Where a sender writes to the
 receiver's tensor itself, the receiver's size comes with the place of it, and the sender compares as well.
@@ -39,25 +39,26 @@ import triton.language as tl
 from iris.ccl.queue import (
     ASKED,
     COUNTS,
-    GOT,
+    HEAD,
     LONGEST_QUEUED,
     MAX_RANKS,
     MESSAGES,
     MESSAGES_FROM,
     MESSAGES_TO,
-    SENT,
     SIZES,
+    TAIL,
     TARGETS,
     WORDS,
-    pick,
+    lane_value,
     place_of,
-    post,
+    publish_counters,
 )
 from iris.language.address import translate
+from iris.language.barrier import lanes
 from iris.language.failures import kind_code
 from iris.language.jit import jit
-from iris.language.ordering import give_up, keep, lanes
-from iris.language.stamped import receive_places, send_place
+from iris.language.ll import ll_recv_places, ll_send_place
+from iris.language.ordering import give_up, store_after_sync
 
 NUM_MESSAGES, ROW_RANKS = tl.constexpr(MESSAGES), tl.constexpr(MAX_RANKS)
 
@@ -82,15 +83,15 @@ def tell_word(ctx, words, value, messages, peers, ROW: tl.constexpr):
     """Tell ``peers`` a value below 2^48 of the messages of these numbers: `SIZES`, `ASKED` or `TARGETS`."""
     there = tl.load(ctx.table + lanes(), mask=peers, other=0)
     theirs = translate(row_of(words, messages, ROW) + ctx.cur_rank, ctx.base, there)
-    send_place(theirs, value + tl.cast(lanes() * 0, tl.int64), stamp_of(messages), peers)
+    ll_send_place(theirs, value + tl.cast(lanes() * 0, tl.int64), stamp_of(messages), peers)
 
 
 @jit
 def hear_words(ctx, words, messages, peers, ROW: tl.constexpr):
     """What ``peers`` `tell_word` of the messages of these numbers; int64 lanes."""
     here = row_of(words, messages, ROW) + lanes()
-    heard = receive_places(here, stamp_of(messages), peers, ctx._record())
-    send_place(here, tl.cast(lanes() * 0, tl.int64), lanes() * 0, peers)
+    heard = ll_recv_places(here, stamp_of(messages), peers, ctx._record())
+    ll_send_place(here, tl.cast(lanes() * 0, tl.int64), lanes() * 0, peers)
     return heard
 
 
@@ -120,10 +121,10 @@ def find_target(ctx, words, heap_table, nbytes, messages, receivers):
 def count_messages(counts, messages_to, receivers, messages_from, sources, QUEUES: tl.constexpr):
     """That these messages are over: each program for itself, and program 0 for all that do not run."""
     p = tl.program_id(0)
-    keep(counts + p * COUNTS + MESSAGES_TO + lanes(), messages_to, receivers)
-    keep(counts + p * COUNTS + MESSAGES_FROM + lanes(), messages_from, sources)
+    store_after_sync(counts + p * COUNTS + MESSAGES_TO + lanes(), messages_to, receivers)
+    store_after_sync(counts + p * COUNTS + MESSAGES_FROM + lanes(), messages_from, sources)
     if p == 0:
-        # Behind the barriers of `keep`, and nobody has loaded them.
+        # Behind the barriers of `store_after_sync`, and nobody has loaded them.
         for q in range(tl.num_programs(0), QUEUES):
             idle = counts + q * COUNTS
             tl.store(idle + MESSAGES_TO + lanes(), messages_to, mask=receivers)
@@ -135,7 +136,7 @@ def record_unequal(ctx, words, theirs, own, wrong):
     """That what the ranks ``wrong`` send, ``theirs``, is not what this rank receives, ``own``; int64 lanes."""
     source = tl.max(tl.where(wrong, lanes(), -1), axis=0)
     flag = words + SIZES + source
-    give_up(ctx._record(), flag, pick(own, source), pick(theirs, source), kind_code("size"), source, 0)
+    give_up(ctx._record(), flag, lane_value(own, source), lane_value(theirs, source), kind_code("size"), source, 0)
 
 
 @jit
@@ -154,10 +155,10 @@ def pass_over(ctx, row, words, p, theirs, puts, block_bytes, sources, PROGRAMS: 
     """
     blocks, programs = programs_of(theirs, block_bytes, PROGRAMS)
     steps = tl.where(sources & puts & (p < programs), (blocks - p + programs - 1) // programs, 0)
-    sent = tl.load(row + SENT + lanes(), mask=sources, other=0)
-    got = tl.load(row + GOT + lanes(), mask=sources, other=0) + tl.cast(steps, tl.int32)
-    post(ctx, words, sent, got, sources)
-    keep(row + GOT + lanes(), got, sources)
+    sent = tl.load(row + TAIL + lanes(), mask=sources, other=0)
+    got = tl.load(row + HEAD + lanes(), mask=sources, other=0) + tl.cast(steps, tl.int32)
+    publish_counters(ctx, words, sent, got, sources)
+    store_after_sync(row + HEAD + lanes(), got, sources)
 
 
 @jit
@@ -179,7 +180,7 @@ def refuse(
     if p == 0:
         for q in range(1, tl.num_programs(0)):
             here = row_of(words + q * WORDS, messages, SIZES) + lanes()
-            send_place(here, theirs, stamp_of(messages), sources & (q >= programs))
+            ll_send_place(here, theirs, stamp_of(messages), sources & (q >= programs))
         for q in range(tl.num_programs(0), QUEUES):
             there = words + q * WORDS
             tell_word(ctx, there, own, messages, asks & (q < programs), ASKED)

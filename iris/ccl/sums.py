@@ -6,18 +6,18 @@ from typing import Any, NamedTuple
 import torch
 
 from iris.capture import Line
-from iris.ccl import atomic, pull, push, ring, two_shot
+from iris.ccl import atomic, lamport_all_reduce, pull, ring, two_shot
 from iris.ccl.communicator import Communicator, Launch, power_of_two, ready
 from iris.ccl.config import Config, ReduceOp
 from iris.ccl.reduction import PREMUL_SUM, PremulSum
 from iris.ccl.select import Choice, choose, choose_all_reduce
 from iris.errors import InvalidConfigError, UnsupportedReductionError, WorkspaceTooSmallError, readable
 
-# A NaN of these is all ones, which is what marks "nothing yet" (`iris.language.stamped`).
-MARKED = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2}
+# Dtypes whose elements can be their own flags: all ones are a NaN (`iris.language.lamport`).
+LAMPORT = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2}
 
 
-# Variants that push marked elements, and in how many steps.
+# Variants that push elements which are their own flags, and in how many steps.
 PUSHES = {"one_shot": 1, "two_shot_push": 2}
 # Their channels are several times as large as the sums, and every stream has its own: a sixteenth at most.
 SHARE_OF_WORKSPACE = 16
@@ -60,7 +60,7 @@ class Operands(NamedTuple):
 
 def check(op: Op, dtype: torch.dtype) -> None:
     """Raise `UnsupportedReductionError` unless ``op`` has a meaning for ``dtype``."""
-    if dtype.is_floating_point and dtype not in MARKED | {torch.float8_e4m3fnuz, torch.float8_e5m2fnuz}:
+    if dtype.is_floating_point and dtype not in LAMPORT | {torch.float8_e4m3fnuz, torch.float8_e5m2fnuz}:
         raise UnsupportedReductionError(f"{dtype} cannot be combined: convert it, or move it as it is.")
     if dtype.is_complex and op not in (ReduceOp.SUM, ReduceOp.AVG, PREMUL_SUM):
         raise UnsupportedReductionError(f"{op} has no meaning for {dtype}, which has no order; SUM and AVG have.")
@@ -87,12 +87,12 @@ def prepare_all_reduce(
     """A launch of all_reduce on a stream, for tensors that lie like these."""
     dtype, times, name = elements(input.dtype, op)
     operands = Operands(name, dtype, input, output, factors)
-    marked = dtype in MARKED and comm.size > 1
+    lamport = dtype in LAMPORT and comm.size > 1
     if comm.size == 1:
         choice = Choice(None, "two_shot", config.comm_sms)
     else:
-        fitting = pushes(comm, input.nbytes) if marked else set()
-        choice = choose_all_reduce(comm.table, input.nbytes, marked, fitting, config)
+        fitting = pushes(comm, input.nbytes) if lamport else set()
+        choice = choose_all_reduce(comm.table, input.nbytes, lamport, fitting, config)
     if choice.variant in PUSHES:
         return _push(comm, choice, operands, times * input.numel(), 0, config, line)
     n = times * input.numel()
@@ -122,7 +122,7 @@ def prepare_reduce_scatter(
     dtype, times, name = elements(input.dtype, op)
     operands = Operands(name, dtype, input, output, factors)
     n = times * output.numel()
-    fitting = pushes(comm, output.nbytes) & {"one_shot"} if dtype in MARKED and comm.size > 1 else set()
+    fitting = pushes(comm, output.nbytes) & {"one_shot"} if dtype in LAMPORT and comm.size > 1 else set()
     choice = choose(comm.table, "reduce_scatter", input.nbytes, config, {"two_shot", "pull"} | fitting)
     if choice.variant == "one_shot":
         return _push(comm, choice, operands, n, n, config, line)
@@ -149,9 +149,9 @@ def _warps(config: Config, part: int) -> int:
 
 def _push_room(comm: Communicator, steps: int, nbytes: int, programs: int) -> tuple[int, int, int]:
     """Bytes of a block's part, blocks that there is room for, and bytes of the channel, for sums of ``nbytes``."""
-    part = push.part_bytes(comm.size, nbytes // (1 if steps == 1 else comm.size), programs)
+    part = lamport_all_reduce.part_bytes(comm.size, nbytes // (1 if steps == 1 else comm.size), programs)
     most = power_of_two(max(1, -(-nbytes // (part if steps == 1 else part * comm.size))))
-    return part, most, push.channel_bytes(comm.size, most, part, steps)
+    return part, most, lamport_all_reduce.channel_bytes(comm.size, most, part, steps)
 
 
 def pushes(comm: Communicator, nbytes: int) -> set[str]:
@@ -183,8 +183,8 @@ def _push(
     step, same = ((send_step,), (send_step == 0,)) if steps == 1 else ((), ())
     after = (n, most, *step, comm.size, ranks, part, operands.op, *same)
     kernel = {
-        (1, False): push.one_shot, (1, True): push.one_shot.gluon,
-        (2, False): push.two_shot, (2, True): push.two_shot.gluon,
+        (1, False): lamport_all_reduce.one_shot, (1, True): lamport_all_reduce.one_shot.gluon,
+        (2, False): lamport_all_reduce.two_shot, (2, True): lamport_all_reduce.two_shot.gluon,
     }[steps, config.use_gluon]  # fmt: skip
     return operands.ready(comm, kernel, programs, warps, before, after, admits=True)
 

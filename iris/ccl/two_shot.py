@@ -16,31 +16,33 @@ Sums are formed by one rank each, in the order of ranks, so all ranks have the s
 
 import triton.language as tl
 
-from iris.ccl.combine import accumulator, combine, conclude, scaled
+from iris.ccl.combine import accumulator, combine, finalize, scaled
 from iris.ccl.queue import (
     AHEAD,
     COUNTS,
-    GOT,
+    HEAD,
     NUM_SLOTS,
-    SENT,
+    TAIL,
     WORDS,
+    advertise,
     among,
-    await_blocks,
-    await_room,
-    await_taken,
     blocks_of,
-    find,
     flat,
-    offer,
-    pick,
+    lane_value,
     pointer_at,
-    post,
+    publish_counters,
     queue_address,
+    resolve_output,
     slot_of,
+    wait_blocks,
+    wait_consumed,
+    wait_credits,
 )
+from iris.language.barrier import lanes
 from iris.language.context import DeviceContext
+from iris.language.dependent_launch import gdc_wait
 from iris.language.jit import jit
-from iris.language.ordering import follow_predecessor, keep, lanes
+from iris.language.ordering import store_after_sync
 
 
 @jit
@@ -74,8 +76,8 @@ def add_up(
     element: tl.constexpr = input.dtype.element_ty
     ACC: tl.constexpr = accumulator(element)
     others = among(0, W, rank)
-    sent = tl.load(row + SENT + lanes(), mask=others, other=0)
-    got = tl.load(row + GOT + lanes(), mask=others, other=0)
+    sent = tl.load(row + TAIL + lanes(), mask=others, other=0)
+    got = tl.load(row + HEAD + lanes(), mask=others, other=0)
     queues = queue_address(ctx, slots, W, SLOT, others)
     keeps = (rank >= to_first) & (rank < to_last)
     to = among(to_first, to_last, rank) & SPREADS
@@ -84,8 +86,8 @@ def add_up(
     address = queues
     direct_here = rank < 0
     if DIRECT:
-        _, direct_here = offer(ctx, row, own_words, heap_table, output, length, W, sources)
-        _, place = find(ctx, row, own_words, heap_table, to)
+        _, direct_here = advertise(ctx, row, own_words, heap_table, output, length, W, sources)
+        _, place = resolve_output(ctx, row, own_words, heap_table, to)
         queued = to & (place == 0)
         address = tl.where(queued, queues, place)
     any_queued = tl.max(tl.cast(queued, tl.int32), axis=0) > 0
@@ -100,7 +102,7 @@ def add_up(
         last = last + AHEAD
     for step in range(0, last):
         if step < steps:
-            await_room(ctx, own_words, sent, others, W)
+            wait_credits(ctx, own_words, sent, others, W)
             t = tl.cast(p + step * programs, tl.int64)
             k = t * block_step + i
             # All loads before all stores, which the compiler cannot know to be of other memory.
@@ -110,7 +112,7 @@ def add_up(
                 parts += (tl.load(input + tl.cast(d, tl.int64) * part_step + k, mask=d * limit_step + k < n),)
             for distance in tl.static_range(1, W):
                 d = (rank + distance) % W
-                slot = pointer_at(slots, pick(queues, d)) + (pick(sent, d) & (NUM_SLOTS - 1)) * SLOT
+                slot = pointer_at(slots, lane_value(queues, d)) + (lane_value(sent, d) & (NUM_SLOTS - 1)) * SLOT
                 event = ctx.tracing.begin_move("store", slots + i, d, d * limit_step + k < n)
                 tl.store(slot + i, parts[distance - 1], mask=d * limit_step + k < n)
                 ctx.tracing.record_event_end(event)
@@ -120,7 +122,7 @@ def add_up(
             k = t * block_step + i
             mask = rank * limit_step + k < n
             own = tl.load(input + tl.cast(rank, tl.int64) * part_step + k, mask=mask)
-            await_blocks(ctx, own_words, got, others, W)
+            wait_blocks(ctx, own_words, got, others, W)
             total = tl.cast(own, ACC)
             for s in tl.static_range(W):
                 # Its own slots hold nothing; the address is a valid one.
@@ -132,19 +134,19 @@ def add_up(
                 else:
                     total = combine(total, value, OP)
             got = tl.where(others, got + 1, got)
-            result = conclude(total, element, W, OP)
+            result = finalize(total, element, W, OP)
             if keeps:
                 tl.store(output + rank * out_part_step + k, result, mask=mask)
             if SPREADS:
                 if any_queued:
-                    await_room(ctx, own_words, sent, queued, W)
+                    wait_credits(ctx, own_words, sent, queued, W)
                 for distance in range(1, W):
                     d = (rank + distance) % W
                     if (d >= to_first) & (d < to_last):
-                        begin = pointer_at(slots, pick(address, d))
+                        begin = pointer_at(slots, lane_value(address, d))
                         event = ctx.tracing.begin_move("store", slots + i, d, mask)
-                        if pick(tl.cast(queued, tl.int32), d) > 0:
-                            slot = begin + (pick(sent, d) & (NUM_SLOTS - 1)) * SLOT
+                        if lane_value(tl.cast(queued, tl.int32), d) > 0:
+                            slot = begin + (lane_value(sent, d) & (NUM_SLOTS - 1)) * SLOT
                             tl.store(slot + i, result, mask=mask)
                         else:
                             tl.store(begin + rank * out_part_step + k, result, mask=mask)
@@ -155,7 +157,7 @@ def add_up(
             if (step >= 2 * AHEAD) & receives:
                 t = tl.cast(p + (step - 2 * AHEAD) * programs, tl.int64)
                 k = t * block_step + i
-                await_blocks(ctx, own_words, got, sources, W)
+                wait_blocks(ctx, own_words, got, sources, W)
                 for distance in range(1, W):
                     s = (rank + distance) % W
                     mask = s * limit_step + k < n
@@ -164,12 +166,12 @@ def add_up(
                 got = tl.where(sources, got + 1, got)
         # Fewer blocks than AHEAD leave rounds with nothing to do.
         if (step < steps) | ((step >= AHEAD) & (step < steps + AHEAD)) | (step >= 2 * AHEAD):
-            post(ctx, own_words, sent, got, others)
-    keep(row + SENT + lanes(), sent, others)
-    keep(row + GOT + lanes(), got, others)
+            publish_counters(ctx, own_words, sent, got, others)
+    store_after_sync(row + TAIL + lanes(), sent, others)
+    store_after_sync(row + HEAD + lanes(), got, others)
     if DIRECT:
         # A rank posts that it took my last block behind having written the sums of it, here too.
-        await_taken(ctx, own_words, sent, sources & (direct_here != 0), W)
+        wait_consumed(ctx, own_words, sent, sources & (direct_here != 0), W)
 
 
 @jit
@@ -201,7 +203,7 @@ def two_shot(
 
     ``to_first`` to before ``to_last``: the ranks that want the sums, if it ``SPREADS`` them.
     """
-    follow_predecessor()
+    gdc_wait()
     ctx = DeviceContext.initialize(context_tensor, num_ranks=W)
     add_up(
         ctx, counts + tl.program_id(0) * COUNTS, words + tl.program_id(0) * WORDS, slots, heap_table,

@@ -21,17 +21,18 @@ from iris import device_record
 from iris.kept import keep
 from iris.language import atomics
 from iris.language.address import check_copy, check_reach, in_simulator, translate
+from iris.language.barrier import WHOLE, lanes
+from iris.language.barrier import barrier as ordered_barrier
+from iris.language.barrier import signal_ranks as ordered_signal_ranks
+from iris.language.barrier import wait_ranks as ordered_wait_ranks
 from iris.language.failures import CHECKS_POINTERS, WAIT_LIMIT_NS, check_pointer
+from iris.language.fences import fence as ordered_fence
+from iris.language.fences import order_bulk_copies as ordered_bulk_copies
 from iris.language.initialisation import check_context, is_switch, refuse
 from iris.language.jit import aggregate, jit
-from iris.language.ordering import SET, WHOLE, lanes
-from iris.language.ordering import barrier as ordered_barrier
-from iris.language.ordering import fence as ordered_fence
-from iris.language.ordering import order_bulk_copies as ordered_bulk_copies
+from iris.language.ordering import SET
 from iris.language.ordering import signal as ordered_signal
-from iris.language.ordering import signal_ranks as ordered_signal_ranks
 from iris.language.ordering import wait as ordered_wait
-from iris.language.ordering import wait_ranks as ordered_wait_ranks
 from iris.language.tracing import TRACES_ALL, Tracing, trace_into
 
 # The words of the context tensor: rank, num_ranks, a base for each rank, the address of the device record, the size.

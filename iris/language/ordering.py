@@ -20,11 +20,7 @@ Waits may have a time limit: `iris.language.failures`.
 
 import triton
 import triton.language as tl
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import tma
 
-from iris import device_record
-from iris.language.address import in_simulator, translate
 from iris.language.failures import (
     MEMBER,
     SECTION,
@@ -33,25 +29,20 @@ from iris.language.failures import (
     WORDS,
     expired,
     kind_code,
-    linear_program_id,
     nanoseconds,
     write_record,
 )
-from iris.language.jit import gluon_version_of, jit
-from iris.language.target import cas_ignores_its_order, launches_early, on_amd, on_nvidia, threads_per_warp
+from iris.language.fences import block_barrier, cta_sync, system_fence
+from iris.language.jit import jit
+from iris.language.target import cas_ignores_its_order, on_amd
 
 ACQ_REL = tl.constexpr("acq_rel")
 RELAXED = tl.constexpr("relaxed")
 SYS = tl.constexpr("sys")
 SET = tl.constexpr("set")
-WHOLE = tl.constexpr("whole")
 
 # What a lock holds while somebody has it: "HELD" in ASCII, which nobody stores there by mistake.
 HELD = tl.constexpr(0x48454C44)
-
-# A barrier's flags are exchanged by so many lanes at once: a warp. All releases of a warp share one system fence;
-# a loop over single releases would pay for a fence each.
-LANES = tl.constexpr(device_record.BARRIER_LANES)
 
 
 @triton.constexpr_function
@@ -114,135 +105,6 @@ def signed_type(element):
     return {8: tl.int8, 16: tl.int16, 32: tl.int32, 64: tl.int64}[element.primitive_bitwidth]
 
 
-@triton.constexpr_function
-def meeting(half):
-    """What flags of that form are for, among the kinds of `iris.device_record`."""
-    return "barrier" if half == "whole" else "queue"
-
-
-@triton.constexpr_function
-def warp_layout(num_warps):
-    """A warp of `LANES` lanes; further warps, and the upper half of an AMD wave, hold copies."""
-    return gl.BlockedLayout([1], [threads_per_warp()], [num_warps], [0])
-
-
-@triton.constexpr_function
-def note(event):
-    """In the simulator: tell the sanitizer of the event, if one looks on, and partitions of a fence."""
-    # Imported here: Triton follows the global names of a constexpr_function.
-    from iris.simulator import sanitizer, tasks
-
-    if event == "fenced":
-        tasks.fenced()
-    if sanitizer.recorder is not None:
-        getattr(sanitizer.recorder, event)()
-
-
-@triton.jit
-def lanes():
-    return tl.arange(0, LANES)
-
-
-@gluon_version_of(lanes)
-def _gluon_lanes():
-    return gl.arange(0, LANES, layout=warp_layout(gl.num_warps()))
-
-
-@triton.jit
-def block_barrier():
-    tl.debug_barrier()
-
-
-gluon_barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # Triton < 3.7
-
-
-@gluon_version_of(block_barrier)
-def _gluon_block_barrier():
-    gluon_barrier()
-
-
-@jit
-def gather_block():
-    """Everything that the block's threads did comes before what any of them does next."""
-    if on_amd():
-        tl.inline_asm_elementwise(
-            "s_waitcnt vmcnt(0)\n\tv_mov_b32 $0, 0",
-            "=v,~{memory}",
-            [],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
-    block_barrier()
-
-
-@jit
-def follow_predecessor():
-    """First of all in kernels that `iris.launch.prepare` launches; in others it does nothing.
-
-    Only what no launch ever writes may be read before: a device context, and where the heaps of the peers begin.
-
-    Such a kernel may begin while the launch before it on the stream ends, and waits here until that is over and its
-    memory operations have been performed; what follows is in order as after any launch, and the time that a launch
-    takes is hidden. The next one waits for this kernel alone, so no program of it may skip this. (PTX ISA,
-    "griddepcontrol"; CUDA C++ Programming Guide, "Programmatic Dependent Launch".)
-    """
-    if launches_early():
-        tl.inline_asm_elementwise(
-            "griddepcontrol.wait; mov.b32 $0, 0;", "=r,~{memory}", [], dtype=tl.int32, is_pure=False, pack=1
-        )
-
-
-@jit
-def admit_successor():
-    """Let the next launch on the stream begin, if it may begin early, once all programs have come here.
-
-    For small kernels, behind `follow_predecessor`: of a stream, one kernel at a time has places before its turn.
-    """
-    if launches_early():
-        tl.inline_asm_elementwise(
-            "griddepcontrol.launch_dependents; mov.b32 $0, 0;",
-            "=r,~{memory}",
-            [],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
-
-
-@jit
-def system_fence():
-    """Each thread orders its own earlier accesses before its later ones, for observers anywhere in the system."""
-    if on_nvidia():
-        tl.inline_asm_elementwise(
-            "fence.acq_rel.sys; mov.b32 $0, 0;", "=r,~{memory}", [], dtype=tl.int32, is_pure=False, pack=1
-        )
-    if on_amd():
-        # Write back the L2, wait for it, and drop stale lines: LLVM's AMDGPU memory model for gfx942, fence
-        # acq_rel.
-        tl.inline_asm_elementwise(
-            "buffer_wbl2 sc0 sc1\n\ts_waitcnt vmcnt(0)\n\tbuffer_inv sc0 sc1\n\tv_mov_b32 $0, 0",
-            "=v,~{memory}",
-            [],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
-
-
-@jit
-def fence():
-    """Everything that the block did comes before everything that it will do, for observers anywhere."""
-    # A release is a fence and a later write of the *same* thread (PTX ISA, "Release and acquire patterns"), an
-    # acquire a read and a later fence. So: a barrier in front, that each thread's fence be cumulative over what the
-    # others did; then the fence; and a barrier behind it, for what one thread has read and others go on from.
-    gather_block()
-    if in_simulator():
-        note("fenced")
-    system_fence()
-    block_barrier()
-
-
 @jit
 def give_up(record, flag_ptr, wanted, seen, kind: tl.constexpr, first, num_ranks):
     """Record that a wait has failed (`iris.language.failures`), and break the group, if the record is a group's.
@@ -264,48 +126,13 @@ def give_up(record, flag_ptr, wanted, seen, kind: tl.constexpr, first, num_ranks
 
 
 @jit
-def order_bulk_copies():
-    """What the block has acquired comes before the copies by TMA that its threads issue from here on.
-
-    They access memory through another proxy than loads and stores do (PTX ISA, "Async proxy").
-    """
-    if in_simulator():
-        note("proxy_fenced")
-    if on_nvidia():
-        tl.inline_asm_elementwise(
-            "fence.proxy.async; mov.b32 $0, 0;", "=r,~{memory}", [], dtype=tl.int32, is_pure=False, pack=1
-        )
-
-
-@jit
-def await_bulk_stores():
-    """Until all copies by TMA that the block's threads have issued are in memory: a release is then of them too.
-
-    Gluon's own wait is, before Triton 3.7, only for the reading of their source. (PTX ISA,
-    "cp.async.bulk.wait_group": without .read the writes have been made visible to the thread that issued them; it
-    meets the others in a barrier in front of the release.)
-    """
-    if in_simulator():
-        tma.store_wait(0, read_only=False)
-    else:
-        tl.inline_asm_elementwise(
-            "cp.async.bulk.wait_group 0; mov.b32 $0, 0;",
-            "=r,~{memory}",
-            [],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
-
-
-@jit
-def keep(ptrs, values, mask=None):
+def store_after_sync(ptrs, values, mask=None):
     """Store counts of the block's own, which it has loaded before, for its next use of them.
 
     Scalars and small blocks are loaded by each warp for itself, and stored by one of them. A warp that comes late
     to the load must not find what another has already stored.
     """
-    gather_block()
+    cta_sync()
     tl.store(ptrs, values, mask=mask)
 
 
@@ -319,7 +146,7 @@ def atomic(op: tl.constexpr, ptr, val, mask, sem: tl.constexpr, scope: tl.conste
     if one_of(op, "and", "or", "xor"):
         tl.static_assert(val.dtype.is_int(), "atomic_and, atomic_or and atomic_xor are for integers")
     if releases(sem):
-        gather_block()
+        cta_sync()
     if op == "add":
         old = tl.atomic_add(ptr, val, mask=mask, sem=sem, scope=scope)
     elif op == "sub":
@@ -353,7 +180,7 @@ def atomic_cas(ptr, cmp, val, sem: tl.constexpr, scope: tl.constexpr):
     ptr, cmp = tl.broadcast(ptr, tl.cast(cmp, element))
     ptr, val = tl.broadcast(ptr, tl.cast(val, element))
     if releases(sem):
-        gather_block()
+        cta_sync()
         if fenced:
             system_fence()
     # By bits: Triton 3.6 for AMD cannot compile a swap of floats.
@@ -397,7 +224,7 @@ def poll(flag_ptrs, mask):
 
 
 @jit
-def reread(ptrs, mask):
+def load_relaxed(ptrs, mask):
     """What is in memory now, in no order with anything else: for data that carry their own arrival.
 
     Relaxed, an element at a time (PTX ISA, "Vector Data-types": a vector access is one for each element).
@@ -412,8 +239,8 @@ def reread(ptrs, mask):
 
 
 @jit
-def inspect(ptrs, mask):
-    """As `reread`, for a few words on which all of the block goes on: every warp gets what one of them has read."""
+def load_relaxed_uniform(ptrs, mask):
+    """As `load_relaxed`, for a few words on which all of the block goes on: all warps get what one has read."""
     ptrs, nothing = tl.broadcast(ptrs, tl.cast(0, ptrs.dtype.scalar.element_ty))
     return tl.atomic_add(ptrs, nothing, mask=mask, sem="relaxed", scope="sys")
 
@@ -493,102 +320,3 @@ def lock(lock_ptr, record):
 def unlock(lock_ptr):
     """Give a lock back, behind everything that the block did."""
     signal(lock_ptr, 0, "set")
-
-
-@jit
-def count(flags, here, half: tl.constexpr):
-    """The flags, or the "high" or "low" 32 bits of flags that hold two counts."""
-    if half == "high":
-        return tl.cast(poll(flags, here) >> 32, tl.int32)
-    elif half == "low":
-        return tl.cast(poll(flags, here), tl.int32)
-    else:
-        return poll(flags, here)
-
-
-@jit
-def behind(flags, wanted, here, half: tl.constexpr):
-    """By how much the slowest of these flags is behind what is ``wanted`` of it; 0 or less: none is."""
-    # A wrapping difference: a count that overflows its type is still the next one.
-    return tl.max(tl.where(here, wanted - count(flags, here, half), 0), axis=0)
-
-
-@jit
-def arrivals(flags, wanted, here, half: tl.constexpr):
-    """A bit for each of `LANES` flags: has it arrived?"""
-    there = (here == 0) | (wanted - count(flags, here, half) <= 0)
-    return tl.sum(tl.cast(there, tl.int64) << lanes(), axis=0)
-
-
-@jit
-def signal_ranks(flag_ptr, values, peers, here, table, base, op: tl.constexpr = SET):
-    """Publish everything that the block did so far: ``values`` into the copies of ``flag_ptr`` of ``peers``.
-
-    ``op``: "set" or "add". ``values``, ``peers`` and the mask ``here`` are blocks of `lanes`: one fence serves all
-    of these releases. Returns what the flags hold behind them.
-    """
-    gather_block()
-    flags = translate(flag_ptr, base, tl.load(table + peers, mask=here, other=0))
-    if op == "set":
-        tl.atomic_xchg(flags, values, mask=here, sem="release", scope="sys")
-        return values
-    else:
-        return tl.atomic_add(flags, values, mask=here, sem="release", scope="sys") + values
-
-
-@jit
-def wait_ranks(flag_ptrs, wanted, here, first, num_ranks, record, half: tl.constexpr = WHOLE):
-    """Wait until each of the caller's own flags, where ``here``, has reached ``wanted`` (wrapping, like epochs).
-
-    Blocks of `lanes`, for the ranks from ``first`` on; what was published with the flags is visible afterwards.
-    ``half``: "high" or "low", where flags of 64 bits hold two counts.
-    """
-    missing = behind(flag_ptrs, wanted, here, half)
-    if WAIT_LIMIT_NS == 0:
-        while missing > 0:
-            missing = behind(flag_ptrs, wanted, here, half)
-    else:
-        since = nanoseconds(record)
-        while missing > 0:
-            missing = behind(flag_ptrs, wanted, here, half)
-            if missing > 0:
-                if expired(record, since):
-                    there = arrivals(flag_ptrs, wanted, here, half)
-                    # The flags of one barrier all await one value; those of a queue may not, so: the largest.
-                    most = tl.max(tl.where(here, wanted, 0), axis=0)
-                    row = tl.min(tl.cast(flag_ptrs, tl.int64), axis=0)
-                    give_up(record, row, most, there, kind_code(meeting(half)), first, num_ranks)
-                    missing = missing * 0
-    block_barrier()
-
-
-@jit
-def barrier(flags_ptr, epoch, rank, num_ranks, table, base, record):
-    """Program p of every rank meets program p of every other; what was written before is visible behind it.
-
-    ``flags_ptr``: int32 or int64, symmetric, ``[programs, num_ranks]``, zeros at first. ``flags[p, r]`` is the last
-    epoch in which rank r's program p arrived. Rank r alone writes it, into every rank's copy; each rank reads its
-    own copy of the whole row. The column of a rank in its own copy is where it keeps its own epoch.
-
-    Why a flag can be reused in the next epoch: r announces e + 1 only behind the barrier of e, hence after every
-    rank announced e, but maybe before a slow rank has *seen* r's e. That rank waits for e *or later*, so it loses
-    nothing; and r cannot reach e + 2 before the slow rank has announced e + 1. Flags never need resetting.
-
-    Returns the epoch. Over the link: one flag to each peer, in one step.
-    """
-    tl.static_assert(one_of(flags_ptr.dtype.element_ty, tl.int32, tl.int64),
-                       "the flags of a barrier must be int32 or int64")  # fmt: skip
-    row = flags_ptr + tl.cast(linear_program_id(), tl.int64) * num_ranks
-    if epoch is None:
-        # An atomic: a second barrier in the same kernel must not find the first one's line in the L1.
-        reached = tl.atomic_add(row + rank, tl.cast(0, flags_ptr.dtype.element_ty), sem="relaxed", scope="gpu") + 1
-    else:
-        reached = tl.cast(epoch, flags_ptr.dtype.element_ty)
-    for first in range(0, num_ranks, LANES):
-        peer = first + lanes()
-        # Releases everything that the block did, to peers and to this rank's later epochs alike.
-        signal_ranks(row + rank, reached + tl.zeros_like(peer), peer, peer < num_ranks, table, base)
-    for first in range(0, num_ranks, LANES):
-        peer = first + lanes()
-        wait_ranks(row + peer, reached + tl.zeros_like(peer), peer < num_ranks, first, num_ranks, record)
-    return reached

@@ -3,28 +3,40 @@
 A context that was initialised with ``tracing=True`` has these events of its own operations, and of what the kernel
 names itself between ``ctx.tracing.record_event_start`` and ``record_event_end``. With ``IRIS_TRACE=1``, which is what
 ``python -m iris trace`` sets, every context is traced, and every functional operation. Elsewhere there is nothing of it
-in the generated code.
-
-An event takes a row of `WORDS` int64 of the rank's trace buffer, behind its header of `HEADER` words; nothing goes over
-the link. Rows are handed out by an atomic counter, so they are in the order in which events began, more or less; those
-that do not fit are counted and lost. A look at a flag by an atomic operation that changes nothing is no event of its
-own, if nothing came since this program's last look at it that saw the same: the row of that one goes on. So who polls
-in a loop of its own does not fill the buffer. Times are those of the GPU's own clock: `iris.tracing.clock` makes them
-one clock.
+in the generated code. Where the events are written: `iris.language.trace_buffer`.
 
 An event begins when the first warp comes to it, and ends when the last one has left it: a block barrier stands in front
 of the end. What was loaded is there then; what was stored has been issued, and may be on the link yet.
+
+A look at a flag by an atomic operation that changes nothing is no event of its own, if nothing came since this
+program's last look at it that saw the same: the row of that one goes on. So who polls in a loop of its own does not
+fill the buffer.
 """
 
 import triton
 import triton.language as tl
 
-from iris import device_record
 from iris.language.address import bytes_of
-from iris.language.clock import clock
-from iris.language.failures import linear_program_id
 from iris.language.jit import aggregate, jit
-from iris.language.ordering import atomic, block_barrier, signed_type
+from iris.language.ordering import atomic, signed_type
+from iris.language.trace_buffer import (
+    AFTER,
+    CONTEXTS,
+    LOOKING,
+    LOOKS,
+    NAMES,
+    SEEN,
+    TRACE,
+    begin,
+    end,
+    last_look,
+    least,
+    most,
+    number_of,
+    read,
+    total,
+    write,
+)
 from iris.switches import switched_on
 
 VARIABLE = "IRIS_TRACE"
@@ -32,37 +44,7 @@ VARIABLE = "IRIS_TRACE"
 TRACES_ALL = tl.constexpr(switched_on(VARIABLE))
 """Whether every kernel is traced, whatever its context says."""
 
-TRACE = tl.constexpr(device_record.TRACE)
-
-# The header: rows that were asked for, rows that there are, and contexts that were initialised; then the last looks,
-# where there are rows: 1 more than the row of a look, if that may go on, else 0. By context, each of which is of one
-# program; or by program, where there is none. Partitions of a program share a word, and run at one time: a look takes
-# the row out of it as it begins, and any other event what is there, so whoever has a row has it alone.
-ASKED, ROOM, CONTEXTS, LAST_LOOKS = map(tl.constexpr, (0, 1, 2, 16))
-NUM_LAST_LOOKS = tl.constexpr(4096)
-HEADER = tl.constexpr(LAST_LOOKS.value + NUM_LAST_LOOKS.value)
-
-# A row. NAME and FORM: numbers of `NAMES` and `FORMS`. PROGRAM: its number, and in the upper half that of the context,
-# which tells launches apart; 0 where there is none. TARGET: the rank that is reached. ADDRESS: in the caller's heap;
-# of a block of pointers, where that begins. VALUE: what a flag is set to, or awaited for; SEEN: what the operation
-# found in it, and AFTER: what it left there. LOOKS: how many looks at a flag the event is.
-(
-    BEGAN, ENDED, NAME, FORM, PROGRAM, TARGET, ADDRESS, BYTES, VALUE, SEEN, AFTER, PID_M, PID_N, LOOKS,
-) = map(tl.constexpr, range(14))  # fmt: skip
-WORDS = tl.constexpr(14)
-
-NAMES = (
-    "load", "store", "get", "put", "copy", "atomic_add", "atomic_sub", "atomic_cas", "atomic_xchg", "atomic_xor",
-    "atomic_and", "atomic_or", "atomic_min", "atomic_max", "signal", "wait", "barrier", "compute",
-)  # fmt: skip
-
-# An event that the kernel has named itself; a move of data; an operation on one flag, whose values count; the
-# same of a flag that has been reached, whole or in one half; a barrier; data that carry their own arrival.
-FORMS = ("named", "move", "flag", "whole", "high", "low", "meeting", "data")
 FLAG = tl.constexpr("flag")
-
-# Atomic operations that change nothing with an operand of 0.
-LOOKING = ("add", "sub", "or", "xor")
 
 SEVERAL = tl.constexpr(-2)
 """The target of an event that reaches more than one rank."""
@@ -84,16 +66,6 @@ for _number, _name in enumerate(NAMES):
 
 
 @triton.constexpr_function
-def number_of(name):
-    return list(NAMES).index(name)
-
-
-@triton.constexpr_function
-def form_of(name):
-    return list(FORMS).index(name)
-
-
-@triton.constexpr_function
 def is_flag(value):
     """Whether this is one integer, or the pointer to one."""
     element = value.dtype.element_ty if value.dtype.is_ptr() else value.dtype
@@ -104,30 +76,6 @@ def is_flag(value):
 def may_look(op, mask):
     """Whether the atomic operation, on a flag, is a look at it if its operand is 0."""
     return op in LOOKING and mask is None
-
-
-@jit
-def least(x):
-    if x.type.is_block():
-        return least(tl.min(x, axis=len(x.shape) - 1))
-    else:
-        return x
-
-
-@jit
-def most(x):
-    if x.type.is_block():
-        return most(tl.max(x, axis=len(x.shape) - 1))
-    else:
-        return x
-
-
-@jit
-def total(x):
-    if x.type.is_block():
-        return total(tl.sum(x, axis=len(x.shape) - 1))
-    else:
-        return x
 
 
 @jit
@@ -146,12 +94,6 @@ def extent(ptr, rank, mask, base):
     first = least(ranks)
     address = base if places.type.is_block() else places
     return address, moved, tl.where(first == most(ranks), first, SEVERAL)
-
-
-@jit
-def write(buffer, row, word, value, here):
-    at = tl.cast(row, tl.int64) * WORDS
-    tl.store(buffer + HEADER + at + word, tl.cast(value, tl.int64) + at * 0, mask=here)
 
 
 @jit
@@ -174,75 +116,6 @@ def after(op: tl.constexpr, old, val):
         return tl.maximum(old, val)
     else:
         return val
-
-
-@jit
-def read(buffer, row, word, here):
-    return tl.load(buffer + HEADER + row * WORDS + word, mask=here, other=0)
-
-
-@jit
-def last_look(buffer, context):
-    """Where the row of this program's last look is."""
-    number = tl.cast(context, tl.int64)
-    return buffer + LAST_LOOKS + tl.where(number == 0, linear_program_id(), number) % NUM_LAST_LOOKS
-
-
-@jit
-def begin(
-    buffer, context, name, form: tl.constexpr, target, address, moved, value, pid_m, pid_n, lanes=None, asked=None,
-    look=None,
-):  # fmt: skip
-    """Begin an event, or one for each of ``lanes``, if ``asked``; returns its row, -1 if there is none.
-
-    ``look``: whether it may be one more of several looks, which go on in the row of the last one.
-    """
-    one = tl.cast(1, tl.int64)
-    room = tl.load(buffer + ROOM)
-    program = linear_program_id() + (tl.cast(context, tl.int64) << 32)
-    last = last_look(buffer, context)
-    nothing, before, again = tl.cast(0, tl.int64), tl.cast(-1, tl.int64), room < 0
-    if lanes is not None:
-        row = tl.atomic_add(buffer + ASKED + lanes * 0, one + lanes * 0, mask=asked, sem="relaxed", scope="gpu")
-        here = asked & (row < room)
-    elif asked is not None:
-        row = tl.atomic_add(buffer + ASKED, one, mask=asked, sem="relaxed", scope="gpu")
-        here = asked & (row < room)
-    elif look is None:
-        row = tl.atomic_add(buffer + ASKED, one, sem="relaxed", scope="gpu")
-        here = row < room
-    else:
-        # Behind what the last look, which may be another partition's, has written into its row.
-        before = atomic("xchg", last, nothing, room > 0, "acquire", "gpu") - 1
-        again = look & (room > 0) & (before >= 0)
-        again = again & (read(buffer, before, PROGRAM, again) == program)
-        again = again & (read(buffer, before, NAME, again) == name)
-        again = again & (read(buffer, before, TARGET, again) == target)
-        again = again & (read(buffer, before, ADDRESS, again) == address)
-        again = again & (read(buffer, before, VALUE, again) == tl.cast(value, tl.int64))
-        row = tl.atomic_add(buffer + ASKED, one, mask=again == 0, sem="relaxed", scope="gpu")
-        here = (again == 0) & (row < room)
-    if look is None:
-        tl.atomic_xchg(last, nothing, mask=room > 0, sem="relaxed", scope="gpu")
-    write(buffer, row, NAME, name, here)
-    write(buffer, row, FORM, form_of(form), here)
-    write(buffer, row, PROGRAM, program, here)
-    write(buffer, row, TARGET, target, here)
-    write(buffer, row, ADDRESS, address, here)
-    write(buffer, row, BYTES, moved, here)
-    write(buffer, row, VALUE, value, here)
-    write(buffer, row, PID_M, pid_m, here)
-    write(buffer, row, PID_N, pid_n, here)
-    # Last of all, so that what comes before is not part of the event.
-    write(buffer, row, BEGAN, clock(), here)
-    # As narrow as the constant that stands for it where nothing is traced, so that branches agree.
-    return tl.cast(tl.where(here, row, tl.where(again, before, -1)), tl.int32)
-
-
-@jit
-def end(buffer, row):
-    block_barrier()
-    write(buffer, row, ENDED, clock(), row >= 0)
 
 
 @aggregate

@@ -16,10 +16,10 @@ import triton
 import triton.language as tl
 
 from iris.language.context import DeviceContext
-from iris.language.ordering import follow_predecessor
+from iris.language.dependent_launch import gdc_wait
 from iris.language.tracing import TraceEvent
 from iris.ops.counts import ARRIVED, await_ready, begin, end, tell_arrived
-from iris.ops.gemm import on_chiplets, place, product, scaled
+from iris.ops.gemm import product, remap_xcd, scaled, swizzle_tile
 
 
 @triton.jit
@@ -37,7 +37,7 @@ def take_tile(tickets, epoch, tiles, XCDS: tl.constexpr, CHUNK: tl.constexpr):
     """The next of the tiles for this program's chiplet, each of which has a ticket of its own."""
     chiplet = tl.program_id(0) % XCDS
     theirs, takers = tl.cdiv(tiles - chiplet, XCDS), tl.cdiv(tl.num_programs(0) - chiplet, XCDS)
-    return on_chiplets(take(tickets + chiplet, epoch, theirs, takers) * XCDS + chiplet, tiles, XCDS, CHUNK)
+    return remap_xcd(take(tickets + chiplet, epoch, theirs, takers) * XCDS + chiplet, tiles, XCDS, CHUNK)
 
 
 @triton.jit
@@ -118,7 +118,7 @@ def all_gather_matmul(
     ``SENDERS``: programs that send first; ``SEND_M`` divides ``BLOCK_M``. ``scale_a``: of all rows, ``[W * m]``.
     ``XCDS``: no more than there are programs.
     """
-    follow_predecessor()
+    gdc_wait()
     ctx = DeviceContext.initialize(context_tensor, num_ranks=W)
     rank = ctx.cur_rank
     epoch = begin(ctx, counts)
@@ -136,9 +136,9 @@ def all_gather_matmul(
         own = number < own_tiles
         owner = rank
         if own:
-            slab, pid_n = place(number, slabs, tiles_n, GROUP)
+            slab, pid_n = swizzle_tile(number, slabs, tiles_n, GROUP)
         else:
-            line, pid_n = place(number - own_tiles, peers * slabs, tiles_n, GROUP)
+            line, pid_n = swizzle_tile(number - own_tiles, peers * slabs, tiles_n, GROUP)
             owner, slab = (rank + 1 + line % peers) % W, line // peers
         local = slab * BLOCK_M + tl.arange(0, BLOCK_M)
         columns = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)

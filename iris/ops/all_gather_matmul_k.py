@@ -15,11 +15,11 @@ import triton
 import triton.language as tl
 
 from iris.language.context import DeviceContext
-from iris.language.ordering import follow_predecessor
+from iris.language.dependent_launch import gdc_wait
 from iris.language.tracing import TraceEvent
 from iris.ops.all_gather_matmul import send, take_tile
 from iris.ops.counts import ARRIVED, begin, end
-from iris.ops.gemm import place, product, scaled
+from iris.ops.gemm import product, scaled, swizzle_tile
 
 
 # A number of rows may be 1, and is no constant then.
@@ -63,7 +63,7 @@ def all_gather_matmul_k(
 
     ``SENDERS``: programs that send first; ``SEND_M`` divides ``BLOCK_M``. ``XCDS``: no more than there are programs.
     """
-    follow_predecessor()
+    gdc_wait()
     ctx = DeviceContext.initialize(context_tensor, num_ranks=W)
     rank = ctx.cur_rank
     epoch = begin(ctx, counts)
@@ -76,7 +76,7 @@ def all_gather_matmul_k(
     tiles = slabs * tiles_n
     number = take_tile(tickets + 1, epoch, tiles, XCDS, CHUNK)
     while number < tiles:
-        slab, pid_n = place(number, slabs, tiles_n, GROUP)
+        slab, pid_n = swizzle_tile(number, slabs, tiles_n, GROUP)
         rows = slab * BLOCK_M + tl.arange(0, BLOCK_M)
         columns = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
         total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)

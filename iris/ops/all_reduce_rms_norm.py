@@ -1,19 +1,19 @@
 """out = RMSNorm(sum of all ranks' input + residual), in the all-reduce's own pass over the data.
 
-The sum of `iris.ccl.push`, by rows: who has received a part of a row has it in registers, adds the residual, and needs
-only the mean of the row's squares to write the normalised part. So the row is neither written nor read in between, and
-nothing is launched behind the all-reduce. Over the link, as there. *One shot*: W - 1 times the bytes, in one step; *two
-shot*: 2 (W - 1) / W times the bytes, in two, of which the second sends the sums: each rank normalises every row, which
-costs less than to send both the normalised row and the residual.
+The sum of `iris.ccl.lamport_all_reduce`, by rows: who has received a part of a row has it in registers, adds the
+residual, and needs only the mean of the row's squares to write the normalised part. So the row is neither written nor
+read in between, and nothing is launched behind the all-reduce. Over the link, as there. *One shot*: W - 1 times the
+bytes, in one step; *two shot*: 2 (W - 1) / W times the bytes, in two, of which the second sends the sums: each rank
+normalises every row, which costs less than to send both the normalised row and the residual.
 
 Of few rows each has several programs, which would else leave most multiprocessors idle, and a program that did all of a
 row would be slower than the link. Each of them adds up its piece, and they tell each other the sum of its squares: in
-the shared memory of their cluster (`iris.language.cluster`), or else in words that carry their own arrival
-(`iris.language.stamped`) with the number of the epoch. Every call that has the row writes the word and reads it in the
+the shared memory of their cluster (`iris.language.cluster`), or else by LL messages (`iris.language.ll`) with
+the number of the epoch as their flag. Every call that has the row writes the word and reads it in the
 same launch, so what is there before has another number.
 
-Slots, epochs and why three of them are in order: see `iris.ccl.push`, with a piece of a row for a block. A residual is
-read by the one program that writes it.
+Slots, epochs and why three of them are in order: see `iris.ccl.lamport_all_reduce`, with a piece of a row for a block.
+A residual is read by the one program that writes it.
 
 A sum is rounded to the input's type, as an all-reduce would, and what follows is computed in float32.
 """
@@ -22,22 +22,15 @@ import triton
 import triton.language as tl
 
 from iris.ccl.combine import PROPAGATE
-from iris.ccl.push import SLOTS, add_up, peers, region
+from iris.ccl.lamport_all_reduce import SLOTS, add_up, peers, region
 from iris.language.address import translate
 from iris.language.cluster import enter, meet, open_meeting
 from iris.language.context import DeviceContext
-from iris.language.ordering import admit_successor, follow_predecessor, keep
+from iris.language.dependent_launch import gdc_launch_dependents, gdc_wait
+from iris.language.lamport import elements_per_word, lamport_clear, lamport_recv, lamport_send, sentinel_mask, words_at
+from iris.language.ll import ll_recv, ll_send
+from iris.language.ordering import store_after_sync
 from iris.language.pairs import widen
-from iris.language.stamped import (
-    awaited,
-    clear_marked,
-    elements_per_word,
-    receive_marked,
-    receive_stamped,
-    send_marked,
-    send_stamped,
-    words_at,
-)
 
 # Rows that a program of the two-shot kernel sends before it waits for the first of them.
 AHEAD = tl.constexpr(1)
@@ -76,8 +69,8 @@ def share(partials, value, piece, stamp, PIECES: tl.constexpr, LANES: tl.constex
     """The float32 ``value`` of every program of a row, and zeros; ``LANES``: as many as there are threads, or more."""
     k = tl.arange(0, LANES)
     words = tl.cast(value, tl.int32, bitcast=True) + 0 * k
-    send_stamped(partials + k, words, stamp, k == piece)
-    words = receive_stamped(partials + k, stamp, k < PIECES, rank, record)
+    ll_send(partials + k, words, stamp, k == piece)
+    words = ll_recv(partials + k, stamp, k < PIECES, rank, record)
     return tl.where(k < PIECES, tl.cast(words, tl.float32, bitcast=True), 0)
 
 
@@ -140,9 +133,9 @@ def one_shot_rms_norm(
     ctx = DeviceContext.initialize(context_tensor, num_ranks=W)
     rank, bases = ctx.cur_rank, peers(ctx, W)
     meeting = open_meeting(PIECES, BY_ROW) if CLUSTERED else 0
-    follow_predecessor()
+    gdc_wait()
     if EARLY:
-        admit_successor()
+        gdc_launch_dependents()
     i, words = tl.arange(0, PIECE), tl.arange(0, PIECE // elements_per_word(input.dtype.element_ty))
     for unit in range(tl.program_id(0), rows * PIECES, tl.num_programs(0)):
         row, piece = unit // PIECES, unit % PIECES
@@ -159,13 +152,13 @@ def one_shot_rms_norm(
         for distance in tl.static_range(1, W):
             to = translate(parts + rank * PIECE, ctx.base, bases[distance - 1])
             event = ctx.tracing.begin_move("store", parts + i, (rank + distance) % W, inside)
-            send_marked(to + i, own, inside)
+            lamport_send(to + i, own, inside)
             ctx.tracing.record_event_end(event)
         # While the data are under way. What the last call's slot held was read in that call.
         old = region(slots, room * PIECES, unit, epoch + (SLOTS - 1), W * PIECE)
         for s in tl.static_range(W):
-            clear_marked(old + s * PIECE + i, inside & (rank != s))
-        keep(epochs + unit, (epoch + 1) % SLOTS)
+            lamport_clear(old + s * PIECE + i, inside & (rank != s))
+        store_after_sync(epochs + unit, (epoch + 1) % SLOTS)
         entered = enter(meeting, PIECES, BY_ROW) if CLUSTERED else 0
         event = ctx.tracing.begin_wait_for_data(parts, rank)
         total = add_up(parts, own, words, H - piece * PIECE, rank, W, PIECE, "sum", ctx._record())
@@ -223,9 +216,9 @@ def two_shot_rms_norm(
     ctx = DeviceContext.initialize(context_tensor, num_ranks=W)
     rank, bases = ctx.cur_rank, peers(ctx, W)
     meeting = open_meeting(PIECES, BY_ROW) if CLUSTERED else 0
-    follow_predecessor()
+    gdc_wait()
     if EARLY:
-        admit_successor()
+        gdc_launch_dependents()
     element: tl.constexpr = input.dtype.element_ty
     E: tl.constexpr = elements_per_word(element)
     REGION: tl.constexpr = 2 * W * PART
@@ -257,7 +250,7 @@ def two_shot_rms_norm(
                 mask = (i < PART) & (begin + (rank + distance) % W * PART + i < H)
                 to = translate(mine, ctx.base, bases[distance - 1])
                 event = ctx.tracing.begin_move("store", mine + i, (rank + distance) % W, mask)
-                send_marked(to + i, parts[distance - 1], mask)
+                lamport_send(to + i, parts[distance - 1], mask)
                 ctx.tracing.record_event_end(event)
         if (step >= AHEAD) & (step < steps + AHEAD):
             unit = first + (step - AHEAD) * stride
@@ -270,24 +263,24 @@ def two_shot_rms_norm(
             total = add_up(parts, own, words, left, rank, W, PART, "sum", ctx._record())
             ctx.tracing.record_event_end(event)
             sums = parts + (W + rank) * PART
-            send_marked(sums + i, total, mask)
+            lamport_send(sums + i, total, mask)
             for distance in tl.static_range(1, W):
                 event = ctx.tracing.begin_move("store", sums + i, (rank + distance) % W, mask)
-                send_marked(translate(sums, ctx.base, bases[distance - 1]) + i, total, mask)
+                lamport_send(translate(sums, ctx.base, bases[distance - 1]) + i, total, mask)
                 ctx.tracing.record_event_end(event)
         if step >= 2 * AHEAD:
             epoch = tl.load(epochs + done)
             sums = region(slots, room * PIECES, done, epoch, REGION) + W * PART
             event = ctx.tracing.begin_wait_for_data(sums, rank)
-            total = receive_marked(
+            total = lamport_recv(
                 words_at(sums, element) + all_words, all_words < W * PART // E,
-                awaited(all_words, tl.minimum(H - begin, W * PART), element),
+                sentinel_mask(all_words, tl.minimum(H - begin, W * PART), element),
                 element, j, all_words // (PART // E), ctx._record(),
             )  # fmt: skip
             ctx.tracing.record_event_end(event)
             old = region(slots, room * PIECES, done, epoch + (SLOTS - 1), REGION)
-            clear_marked(old + j, (j < W * PART) & (j // PART != rank))
-            clear_marked(old + W * PART + j, inside)
+            lamport_clear(old + j, (j < W * PART) & (j // PART != rank))
+            lamport_clear(old + W * PART + j, inside)
             x = tl.where(inside, widen(total), 0) + widen(added)
             squares, peak = over_the_row(
                 x * x, tl.abs(x * gain) if BY_ROW else 0.0,
@@ -298,7 +291,7 @@ def two_shot_rms_norm(
                 x, squares, peak, gain.to(tl.float32), at, inside, residual, out, divisor, row_scales, done // PIECES,
                 piece == 0, eps, H, ADDS, SCALED, BY_ROW, LARGEST,
             )  # fmt: skip
-            keep(epochs + done, (epoch + 1) % SLOTS)
+            store_after_sync(epochs + done, (epoch + 1) % SLOTS)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -308,7 +301,7 @@ def rms_norm(
     LARGEST: tl.constexpr,
 ):  # fmt: skip
     """The same of sums that are there already, behind an all-reduce of many rows; ``out`` may be ``input``."""
-    follow_predecessor()
+    gdc_wait()
     j = tl.arange(0, ROW)
     inside = j < H
     gain = tl.load(weight + j, mask=inside, other=0).to(tl.float32)

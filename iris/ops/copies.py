@@ -30,7 +30,7 @@ import triton.language as tl
 
 from iris import simulator
 from iris.language.context import DeviceContext
-from iris.language.ordering import follow_predecessor
+from iris.language.dependent_launch import gdc_wait
 from iris.launch import addresses, prepare
 from iris.ops.buffers import Buffers, Needs
 from iris.ops.call import Call
@@ -49,7 +49,7 @@ TILE = 8 if simulator.ACTIVE else 128
 @triton.jit(do_not_specialize=["peer"])
 def meet(context_tensor, counts, peer, W: tl.constexpr, WHAT: tl.constexpr):
     """One step of a call's protocol: a word to all peers or to one, the wait for theirs, or at its end its epoch."""
-    follow_predecessor()
+    gdc_wait()
     ctx = DeviceContext.initialize(context_tensor, num_ranks=W)
     epoch = tl.load(counts)
     if WHAT == "tell ready":
@@ -70,7 +70,7 @@ def meet(context_tensor, counts, peer, W: tl.constexpr, WHAT: tl.constexpr):
 def add_parts(parts, bias, out, share, N, stride_om, stride_on, W: tl.constexpr, BIASED: tl.constexpr,
               BLOCK: tl.constexpr):  # fmt: skip
     """``out = parts[0] + ... + parts[W - 1] + bias``; parts are ``[W, share, N]``. Nothing over the link."""
-    follow_predecessor()
+    gdc_wait()
     n = share.to(tl.int64) * N
     for block in range(tl.program_id(0), tl.cdiv(n, BLOCK), tl.num_programs(0)):
         i = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)

@@ -23,8 +23,9 @@ Over the link: a word for each but tickets, in one step.
 
 import triton.language as tl
 
+from iris.language.barrier import LANES, lanes
 from iris.language.jit import jit
-from iris.language.ordering import LANES, keep, lanes
+from iris.language.ordering import store_after_sync
 
 # Words of an operation's counts: epochs by program; `ready` by rank; `done` on a line of its own; `arrived` by part.
 MOST_PROGRAMS, MOST_RANKS = 1024, 128
@@ -80,4 +81,4 @@ def await_done(ctx, counts, epoch):
 @jit
 def end(counts, epoch):
     """Last of all: the next call is another one."""
-    keep(counts + tl.program_id(0), epoch)
+    store_after_sync(counts + tl.program_id(0), epoch)

@@ -18,7 +18,7 @@ def precision(allow_tf32):
 
 
 @jit
-def place(tile, tiles_m, tiles_n, GROUP: tl.constexpr):
+def swizzle_tile(tile, tiles_m, tiles_n, GROUP: tl.constexpr):
     """Row and column of tile number ``tile``: GROUP rows of tiles, one column after the other, then the next rows.
 
     What programs compute at one time then shares rows of A and columns of B, which the L2 cache holds.
@@ -82,7 +82,7 @@ def scaled(total, scale_a, scale_b, rows, columns, stop_m, N, SCALED: tl.constex
 
 
 @jit
-def on_chiplets(program, programs, XCDS: tl.constexpr, CHUNK: tl.constexpr):
+def remap_xcd(program, programs, XCDS: tl.constexpr, CHUNK: tl.constexpr):
     """The number of this program, such that CHUNK neighbours are on one chiplet.
 
     The hardware deals programs out to the XCDS chiplets of an MI300 one by one, and each chiplet has an L2 cache of

@@ -9,10 +9,10 @@ import triton
 import triton.language as tl
 
 from iris.language.context import DeviceContext
-from iris.language.ordering import follow_predecessor
+from iris.language.dependent_launch import gdc_wait
 from iris.language.tracing import TraceEvent
 from iris.ops.counts import await_done, await_ready, begin, end
-from iris.ops.gemm import on_chiplets, place, product, scaled
+from iris.ops.gemm import product, remap_xcd, scaled, swizzle_tile
 from iris.x import Tile, all_gather, make_tensor_view
 
 
@@ -50,15 +50,15 @@ def matmul_all_gather(
     SCALED: tl.constexpr,
 ):
     """``out``: ``[W * M, N]``, the same place on every rank, in the memory that ``out_context`` is of."""
-    follow_predecessor()
+    gdc_wait()
     ctx = DeviceContext.initialize(context_tensor, num_ranks=W)
     places = DeviceContext.initialize(out_context, num_ranks=W)
     epoch = begin(ctx, counts)
     programs = tl.num_programs(0)
-    first = on_chiplets(tl.program_id(0), programs, XCDS, CHUNK)
+    first = remap_xcd(tl.program_id(0), programs, XCDS, CHUNK)
     tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     for number in range(first, tiles_m * tiles_n, programs):
-        pid_m, pid_n = place(number, tiles_m, tiles_n, GROUP)
+        pid_m, pid_n = swizzle_tile(number, tiles_m, tiles_n, GROUP)
         rows = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
         columns = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
         work = ctx.tracing.record_event_start(TraceEvent.compute, pid_m=pid_m, pid_n=pid_n)

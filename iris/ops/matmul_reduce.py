@@ -15,10 +15,10 @@ import triton
 import triton.language as tl
 
 from iris.language.context import DeviceContext
-from iris.language.ordering import follow_predecessor
+from iris.language.dependent_launch import gdc_wait
 from iris.language.tracing import TraceEvent
 from iris.ops.counts import ARRIVED, await_done, await_ready, begin, end
-from iris.ops.gemm import on_chiplets, place, product, scaled
+from iris.ops.gemm import product, remap_xcd, scaled, swizzle_tile
 
 
 # A number of rows may be 1, and is no constant then.
@@ -62,13 +62,13 @@ def matmul_reduce(
 
     ``out``: ``[share, N]``; with ``SPREADS`` ``[M, N]``, the same place on every rank, in ``out_context``'s memory.
     """
-    follow_predecessor()
+    gdc_wait()
     ctx = DeviceContext.initialize(context_tensor, num_ranks=W)
     places = DeviceContext.initialize(out_context, num_ranks=W)
     rank = ctx.cur_rank
     epoch = begin(ctx, counts)
     programs = tl.num_programs(0)
-    first = on_chiplets(tl.program_id(0), programs, XCDS, CHUNK)
+    first = remap_xcd(tl.program_id(0), programs, XCDS, CHUNK)
     tiles_m, tiles_n = tl.cdiv(share, BLOCK_M), tl.cdiv(N, BLOCK_N)
     tiles = tiles_m * tiles_n
     element: tl.constexpr = parts.dtype.element_ty
@@ -77,7 +77,7 @@ def matmul_reduce(
     for number in range(first, W * tiles, programs):
         owner = (rank + 1 + number // tiles) % W
         tile = number % tiles
-        pid_m, pid_n = place(tile, tiles_m, tiles_n, GROUP)
+        pid_m, pid_n = swizzle_tile(tile, tiles_m, tiles_n, GROUP)
         local = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
         columns = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
         mine = (local < share) & (owner * share + local < M)

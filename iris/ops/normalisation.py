@@ -10,7 +10,7 @@ from iris.capture import Line
 from iris.ccl import Config
 from iris.ccl.checks import compare_calls
 from iris.ccl.communicator import SIMULATED_PROGRAMS, power_of_two
-from iris.ccl.push import SLOTS
+from iris.ccl.lamport_all_reduce import SLOTS
 from iris.ccl.select import choose_all_reduce
 from iris.ccl.sums import PUSHES, SHARE_OF_WORKSPACE
 from iris.errors import FirstUseInCaptureError, InvalidCollectiveError
@@ -154,7 +154,7 @@ def divide(variant: str, size: int, room: int, columns: int, itemsize: int, sms:
     ``sms``: multiprocessors, or None in the simulator; ``cluster``: programs that a cluster has at most.
     """
     threads = threads_per_warp()
-    # At least as many words as a warp has threads: each polls one of its own (`iris.language.stamped`).
+    # At least as many words as a warp has threads: each polls one of its own (`iris.language.ll`).
     fewest = threads * max(1, 4 // itemsize)
     ranks = 1 if variant == "one_shot" else size
 

@@ -154,7 +154,7 @@ def _wanted(poll: "Poll", stack: list[FrameType]) -> str:
     """What a poll is to see, which the library's own waits know, and what it sees."""
     held = _value(poll.values, poll.element)
     for frame in stack:
-        if Path(frame.f_code.co_filename).name == "ordering.py":
+        if Path(frame.f_code.co_filename).name in ("ordering.py", "barrier.py"):
             names = frame.f_locals
             if frame.f_code.co_name == "wait" and "value" in names:
                 comparison = tl.core._unwrap_if_constexpr(names["cmp"])

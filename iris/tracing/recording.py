@@ -17,7 +17,8 @@ from iris.device_record import DeviceRecord
 from iris.errors import InvalidArgumentError, InvalidCountError, InvalidSettingError, NotTracingError
 from iris.heap.mapping import mappings, snapshot
 from iris.kept import keep
-from iris.language.tracing import ADDRESS, ASKED, HEADER, LAST_LOOKS, ROOM, TRACES_ALL, WORDS
+from iris.language.trace_buffer import ADDRESS, ASKED, HEADER, LAST_LOOKS, ROOM, WORDS
+from iris.language.tracing import TRACES_ALL
 from iris.shared_folder import own_folder, whole
 from iris.tracing import chrome
 from iris.tracing.clock import Clock, Comparison

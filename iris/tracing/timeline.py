@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from iris.language.tracing import FORMS, NAMES, SEVERAL, WORDS
+from iris.language.trace_buffer import FORMS, NAMES, WORDS
+from iris.language.tracing import SEVERAL
 from iris.tracing.clock import common
 
 if TYPE_CHECKING:

@@ -46,8 +46,8 @@ import triton
 import triton.language as tl
 
 from iris.language.address import in_simulator
+from iris.language.barrier import LANES, lanes
 from iris.language.failures import kind_code, write_record
-from iris.language.ordering import LANES, lanes
 from iris.x.tile import columns_of, rows_of
 
 SIGNAL = tl.constexpr(1 << 16)

@@ -12,15 +12,15 @@ from triton.runtime.jit import JITFunction
 
 from codegen.offline import TARGETS, by_turns, compile_for, targets_by_turns
 from codegen.operations import is_barrier, is_data, releases
-from iris.ccl import push
+from iris.ccl import lamport_all_reduce
 from iris.ccl.atomic import atomic
 from iris.ccl.broadcast import broadcast
 from iris.ccl.communicator import ALL_REGISTERS, MOST_REGISTERS, leaving_room
 from iris.ccl.exchange import exchange
 from iris.ccl.exchange_v import exchange_v
+from iris.ccl.lamport_all_reduce import BLOCK_BYTES, WARP_BYTES
 from iris.ccl.one_hop import one_hop
 from iris.ccl.pull import pull
-from iris.ccl.push import BLOCK_BYTES, WARP_BYTES
 from iris.ccl.ring import ring
 from iris.ccl.two_shot import two_shot
 
@@ -55,7 +55,7 @@ COLLECTIVES = {
     **dict.fromkeys(["M", "to_first", "from_first", "root", "factor"], 2),
     **dict.fromkeys(["to_last", "from_last"], 4),
     **dict.fromkeys(["N", "row", "in_pitch", "out_pitch", "send_step", "recv_step", "length"], 4096),
-    **dict.fromkeys(["part_step", "block_step", "limit_step", "out_part_step", "in_length", "most"], 4096),
+    **dict.fromkeys(["part_step", "block_step", "limit_step", "out_part_step", "in_length", "max_blocks"], 4096),
     **{"flags": INT32, "locks": INT32, "accumulators": FLOAT32, "rings": 2, "factors": None},
     **{"W": W, "RANKS": 4, "BLOCK": 4096, "BLOCK_M": 1, "BLOCK_N": 4096, "SLOT": 8192, "PART": 2048, "OP": "sum"},
     **dict.fromkeys(["PROGRAMS", "QUEUES"], 8),
@@ -65,7 +65,7 @@ COLLECTIVES = {
 ELEMENTS = {
     "exchange": {"ROWS": "apart"},
     "one_hop": {"input": INT32, "output": INT32, "BLOCK": 1024, "BLOCKS": 64},
-    "push": {"slots": INT16, "input": BF16, "output": BF16},
+    "lamport_all_reduce": {"slots": INT16, "input": BF16, "output": BF16},
     "two_shot": {"slots": BF16, "input": BF16, "output": BF16},
     "pull": {"slots": BF16, "input": BF16, "output": BF16},
     "ring": {"slots": FLOAT32, "input": BF16, "output": BF16},
@@ -202,8 +202,8 @@ def test_accumulators_are_added_to_without_a_lock(target, kernel):
 
 
 MULTIPLIED = {
-    "triton one_shot push": push.one_shot,
-    "gluon two_shot push": push.two_shot.gluon,
+    "triton one_shot push": lamport_all_reduce.one_shot,
+    "gluon two_shot push": lamport_all_reduce.two_shot.gluon,
     "triton two_shot": two_shot,
     "triton pull": pull,
     "triton ring": ring,
@@ -228,7 +228,7 @@ def test_words_of_a_broadcast_travel_two_at_a_time(kernel):
     assert not re.search(r"st\.global\.b64|ld\.volatile\.global\.b64", code)
 
 
-@pytest.mark.parametrize("kernel", [push.one_shot, push.one_shot.gluon])
+@pytest.mark.parametrize("kernel", [lamport_all_reduce.one_shot, lamport_all_reduce.one_shot.gluon])
 def test_parts_of_all_ranks_are_under_way_together(kernel):
     code = compile_for("sm_90", kernel, *arguments_of(kernel, PART=256), num_warps=1).instructions()
     loads = [i for i, line in enumerate(code) if "LDG.E.128.STRONG" in line]
@@ -264,10 +264,10 @@ def pushing(kernel, size, part_bytes, early):
 
 
 PUSHES = {
-    "triton one_shot push": push.one_shot,
-    "gluon one_shot push": push.one_shot.gluon,
-    "triton two_shot push": push.two_shot,
-    "gluon two_shot push": push.two_shot.gluon,
+    "triton one_shot push": lamport_all_reduce.one_shot,
+    "gluon one_shot push": lamport_all_reduce.one_shot.gluon,
+    "triton two_shot push": lamport_all_reduce.two_shot,
+    "gluon two_shot push": lamport_all_reduce.two_shot.gluon,
 }
 
 

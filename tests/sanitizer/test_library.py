@@ -16,7 +16,7 @@ import iris
 import iris.distributed  # noqa: F401 (registers the backend)
 from iris.ccl import Config
 from iris.gluon import IrisDeviceCtx
-from iris.language.tracing import BEGAN, ENDED, LOOKS, NAME
+from iris.language.trace_buffer import BEGAN, ENDED, LOOKS, NAME
 from iris.ops import FusedConfig
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn

@@ -8,7 +8,7 @@ import triton
 
 import iris
 from iris.errors import InvalidCountError, NotTracingError, PeerFailedError
-from iris.language.tracing import HEADER, ROOM, WORDS
+from iris.language.trace_buffer import HEADER, ROOM, WORDS
 from tracing.traced_kernels import KERNELS, LOOKED, LOOKS, NAMES, polls, scatter
 
 PROGRAMS, BLOCK = 3, 128

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from iris.language.tracing import FORMS, NAMES, WORDS
+from iris.language.trace_buffer import FORMS, NAMES, WORDS
 from iris.tracing.clock import Comparison, ahead, common
 from iris.tracing.recording import Recording, Space
 from iris.tracing.summary import moves, overlaps, traffic, waiting

@@ -35,8 +35,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from iris import TraceEvent
 from iris.gluon import IrisDeviceCtx
-from iris.language.ordering import block_barrier
-from iris.ops.gemm import place
+from iris.language.fences import block_barrier
+from iris.ops.gemm import swizzle_tile
 from iris.ops.hopper.pipeline import fetch
 
 # Of the second multiplier, the writer and the loader: warps, and registers a thread. Four warps have one number of
@@ -58,7 +58,7 @@ def _lines(columns):
 def _place(turn, M, N, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
     """The first row and column of this program's tile number ``turn``."""
     tile = gl.program_id(0) + turn * gl.num_programs(0)
-    pid_m, pid_n = place(tile, gl.cdiv(M, BLOCK_M), gl.cdiv(N, BLOCK_N), 8)
+    pid_m, pid_n = swizzle_tile(tile, gl.cdiv(M, BLOCK_M), gl.cdiv(N, BLOCK_N), 8)
     return pid_m * BLOCK_M, pid_n * BLOCK_N
 
 

@@ -22,7 +22,7 @@ from iris.language.tracing import TraceEvent
 from iris.ops.cdna3.product import fetch_both, product
 from iris.ops.cdna3.strips import STRIP, columns_of, everywhere, rows_from, strips
 from iris.ops.counts import ARRIVED, await_ready, begin, end, tell_arrived
-from iris.ops.gemm import on_chiplets
+from iris.ops.gemm import remap_xcd
 
 
 @gluon_jit
@@ -104,7 +104,7 @@ def cdna3_all_gather_matmul(
     else:
         target = epoch * gl.cdiv(K, STRIP)
         programs = gl.num_programs(0) - SENDERS
-        first = on_chiplets(gl.program_id(0) - SENDERS, programs, XCDS, CHUNK)
+        first = remap_xcd(gl.program_id(0) - SENDERS, programs, XCDS, CHUNK)
         tiles_n = gl.cdiv(N, BLOCK_N)
         tiles = W * slabs * tiles_n
         owner, slab, pid_n = tile_of(gl.minimum(first, tiles - 1), rank, W, slabs, tiles_n)

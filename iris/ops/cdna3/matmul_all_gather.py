@@ -17,13 +17,13 @@ from iris.language.tracing import TraceEvent
 from iris.ops.cdna3.product import fetch_both, product
 from iris.ops.cdna3.strips import STRIP, columns_of, everywhere, rows_from, strips
 from iris.ops.counts import await_done, await_ready, begin, end
-from iris.ops.gemm import on_chiplets, place
+from iris.ops.gemm import remap_xcd, swizzle_tile
 
 
 @gluon_jit
 def tile_of(number, tiles_m, tiles_n, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, GROUP: gl.constexpr):
     """The first row and column of a tile. Behind the last one there is none: the last will do, which nobody uses."""
-    pid_m, pid_n = place(gl.minimum(number, tiles_m * tiles_n - 1), tiles_m, tiles_n, GROUP)
+    pid_m, pid_n = swizzle_tile(gl.minimum(number, tiles_m * tiles_n - 1), tiles_m, tiles_n, GROUP)
     return pid_m * BLOCK_M, pid_n * BLOCK_N
 
 
@@ -61,7 +61,7 @@ def cdna3_matmul_all_gather(
     out_ctx = DeviceContext.initialize(out_context, num_ranks=W)
     epoch = begin(ctx, counts)
     programs = gl.num_programs(0)
-    first = on_chiplets(gl.program_id(0), programs, XCDS, CHUNK)
+    first = remap_xcd(gl.program_id(0), programs, XCDS, CHUNK)
     tiles_m, tiles_n = gl.cdiv(M, BLOCK_M), gl.cdiv(N, BLOCK_N)
     row, column = tile_of(first, tiles_m, tiles_n, BLOCK_M, BLOCK_N, GROUP)
     x, y = fetch_both(

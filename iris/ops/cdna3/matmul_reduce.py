@@ -24,7 +24,7 @@ from iris.language.tracing import TraceEvent
 from iris.ops.cdna3.product import fetch_both, product
 from iris.ops.cdna3.strips import STRIP, columns_of, everywhere, rows_from, strips
 from iris.ops.counts import ARRIVED, await_done, await_ready, begin, end
-from iris.ops.gemm import on_chiplets, place
+from iris.ops.gemm import remap_xcd, swizzle_tile
 
 
 @gluon_jit
@@ -39,7 +39,7 @@ def tile_of(
     tiles = tiles_m * tiles_n
     number = gl.minimum(number, W * tiles - 1)
     owner = (rank + 1 + number // tiles) % W
-    pid_m, pid_n = place(number % tiles, tiles_m, tiles_n, GROUP)
+    pid_m, pid_n = swizzle_tile(number % tiles, tiles_m, tiles_n, GROUP)
     stop = gl.minimum((owner + 1) * share, M)
     return owner, number % tiles, owner * share + pid_m * BLOCK_M, pid_n * BLOCK_N, stop
 
@@ -96,7 +96,7 @@ def cdna3_matmul_reduce(
     rank = ctx.cur_rank
     epoch = begin(ctx, counts)
     programs = gl.num_programs(0)
-    first = on_chiplets(gl.program_id(0), programs, XCDS, CHUNK)
+    first = remap_xcd(gl.program_id(0), programs, XCDS, CHUNK)
     tiles_m, tiles_n = gl.cdiv(share, BLOCK_M), gl.cdiv(N, BLOCK_N)
     _, _, row, column, stop = tile_of(first, rank, W, M, share, tiles_m, tiles_n, BLOCK_M, BLOCK_N, GROUP)
     x, y = fetch_both(

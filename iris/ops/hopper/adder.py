@@ -14,9 +14,9 @@ import triton
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from iris.language.fences import block_barrier, order_bulk_copies
 from iris.language.jit import gluon_jit
 from iris.language.jit import triton_aggregate as aggregate
-from iris.language.ordering import block_barrier, order_bulk_copies
 from iris.ops.counts import ARRIVED, await_done
 from iris.ops.hopper.pipeline import PANEL, barriers, fetch
 from iris.ops.hopper.tile_scheduler import take

@@ -22,11 +22,12 @@ import triton.language as tl
 from triton.experimental.gluon import language as gl
 
 from iris.language.context import DeviceContext
+from iris.language.dependent_launch import gdc_wait
+from iris.language.fences import order_bulk_copies
 from iris.language.jit import gluon_jit
 from iris.language.jit import triton_aggregate as aggregate
-from iris.language.ordering import follow_predecessor, order_bulk_copies
 from iris.ops.counts import ARRIVED, await_ready, begin, end
-from iris.ops.gemm import place
+from iris.ops.gemm import swizzle_tile
 from iris.ops.hopper.pipeline import REGISTERS, WARPS, load_tile, make_pipeline, multiply
 from iris.ops.hopper.split_k import Units
 from iris.ops.hopper.tile_scheduler import await_next, tell_next
@@ -36,7 +37,7 @@ from iris.ops.hopper.writer import await_products, free_products, store_products
 @triton.jit
 def start(context_tensor, counts, W: tl.constexpr):
     """One program: the next epoch, in ``counts[0]``, once all ranks' memory may be written. A word to each peer."""
-    follow_predecessor()
+    gdc_wait()
     ctx = DeviceContext.initialize(context_tensor, num_ranks=W)
     epoch = begin(ctx, counts)
     await_ready(ctx, counts, epoch)
@@ -101,7 +102,7 @@ class Order:
         nth = theirs // (in_chunk * tiles_n)
         # The last chunk may have fewer rows.
         height = gl.minimum(in_chunk, tiles_m - nth * in_chunk)
-        pid_m, pid_n = place(theirs % (in_chunk * tiles_n), height, tiles_n, self.GROUP)
+        pid_m, pid_n = swizzle_tile(theirs % (in_chunk * tiles_n), height, tiles_n, self.GROUP)
         return owner, nth, nth * chunk + pid_m * self.BLOCK_M, pid_n * self.BLOCK_N
 
     @gluon_jit
@@ -190,7 +191,7 @@ def hopper_all_gather_matmul(
     None.
     ``splits``, ``last``, ``partials``, ``arrived``: of tiles that are split (`iris.ops.hopper.split_k`).
     """
-    follow_predecessor()
+    gdc_wait()
     ctx = DeviceContext.initialize(context_tensor, num_ranks=W)
     epoch = gl.load(counts)
     pipeline = make_pipeline(tensor_map_a, tensor_map_b, out.dtype.element_ty, BLOCK_M, BLOCK_N, STAGES)

@@ -9,11 +9,12 @@ import triton
 from triton.experimental.gluon import language as gl
 
 from iris.language.context import DeviceContext
+from iris.language.dependent_launch import gdc_wait
+from iris.language.fences import await_bulk_stores
 from iris.language.jit import gluon_jit
 from iris.language.jit import triton_aggregate as aggregate
-from iris.language.ordering import await_bulk_stores, follow_predecessor
 from iris.ops.counts import ARRIVED, await_done, await_ready, begin, end
-from iris.ops.gemm import place
+from iris.ops.gemm import swizzle_tile
 from iris.ops.hopper.pace import at_once, until_next
 from iris.ops.hopper.pipeline import REGISTERS, WARPS, load_tile, make_pipeline, multiply
 from iris.ops.hopper.split_k import Units
@@ -47,7 +48,7 @@ class Order:
     def at(self, tile):
         """The first row and column of a tile."""
         tiles_m, tiles_n = gl.cdiv(self.rows, self.BLOCK_M), gl.cdiv(self.columns, self.BLOCK_N)
-        pid_m, pid_n = place(tile, tiles_m, tiles_n, self.GROUP)
+        pid_m, pid_n = swizzle_tile(tile, tiles_m, tiles_n, self.GROUP)
         return pid_m * self.BLOCK_M, pid_n * self.BLOCK_N
 
 
@@ -124,7 +125,7 @@ def hopper_matmul_all_gather(
     ``scale_a``, ``scale_b``: float32, one number, or with ``LINES_A`` ``[M]`` and with ``LINES_B`` ``[N]``; or None.
     ``splits``, ``last``, ``partials``, ``arrived``: of tiles that are split (`iris.ops.hopper.split_k`).
     """
-    follow_predecessor()
+    gdc_wait()
     ctx = DeviceContext.initialize(context_tensor, num_ranks=W)
     epoch = begin(ctx, counts)
     pipeline = make_pipeline(tensor_map_a, tensor_map_b, tensor_map_peers.dtype, BLOCK_M, BLOCK_N, STAGES)

@@ -16,11 +16,11 @@ import triton
 from triton.experimental.gluon import language as gl
 
 from iris.language.context import DeviceContext
+from iris.language.dependent_launch import gdc_wait
 from iris.language.jit import gluon_jit
 from iris.language.jit import triton_aggregate as aggregate
-from iris.language.ordering import follow_predecessor
 from iris.ops.counts import ARRIVED, await_ready, begin, end
-from iris.ops.gemm import place
+from iris.ops.gemm import swizzle_tile
 from iris.ops.hopper.adder import add, make_landing
 from iris.ops.hopper.pipeline import REGISTERS, WARPS, load_tile, make_pipeline, multiply
 from iris.ops.hopper.split_k import whole_tiles
@@ -79,7 +79,7 @@ class Order:
     def in_share(self, tile):
         """The first row of a rank's tile among its rows, and its first column."""
         tiles_m, tiles_n = self.tiles()
-        pid_m, pid_n = place(tile, tiles_m, tiles_n, self.GROUP)
+        pid_m, pid_n = swizzle_tile(tile, tiles_m, tiles_n, self.GROUP)
         return pid_m * self.BLOCK_M, pid_n * self.BLOCK_N
 
     @gluon_jit
@@ -169,7 +169,7 @@ def hopper_matmul_reduce(
     the same place on every rank, in ``out_context``'s memory. ``scale_a``, ``scale_b``: float32, one number, or with
     ``LINES_A`` ``[M]`` and with ``LINES_B`` ``[N]``; or None.
     """
-    follow_predecessor()
+    gdc_wait()
     ctx = DeviceContext.initialize(context_tensor, num_ranks=W)
     out_ctx = DeviceContext.initialize(out_context, num_ranks=W)
     epoch = begin(ctx, counts)

@@ -34,9 +34,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from iris.language.address import bytes_of
 from iris.language.clock import cycles
+from iris.language.fences import block_barrier
 from iris.language.jit import gluon_jit
 from iris.language.jit import triton_aggregate as aggregate
-from iris.language.ordering import block_barrier
 from iris.language.tracing import TraceEvent
 from iris.ops.gemm import by_halves
 from iris.ops.hopper.pace import leave_time

@@ -20,8 +20,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from iris.language.fences import block_barrier
 from iris.language.jit import gluon_jit
-from iris.language.ordering import block_barrier
 
 # Numbers in the ring: the writer is two units behind the loader, or more where these are short; then the loader waits.
 SLOTS = gl.constexpr(4)

@@ -7,8 +7,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from iris.language.address import bytes_of
+from iris.language.barrier import LANES, lanes
+from iris.language.fences import await_bulk_stores, block_barrier
 from iris.language.jit import gluon_jit
-from iris.language.ordering import LANES, await_bulk_stores, block_barrier, lanes
 from iris.ops.hopper.pace import await_turn
 from iris.ops.hopper.pipeline import PANEL
 

@@ -56,8 +56,8 @@ from iris.simulator.sanitizer.waits import Wait
 # met in a barrier.
 _GATHERS = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9)
 
-# The device functions that send and receive words which carry their own arrival (`iris.language.stamped`).
-_MESSAGES = frozenset({"write_through", "reread", "inspect", "send_place", "receive_places"})
+# The device functions that send and receive data which are their own flags (`iris.language.ll` and `lamport`).
+_MESSAGES = frozenset({"write_through", "load_relaxed", "load_relaxed_uniform", "ll_send_place", "ll_recv_places"})
 
 
 class Recorder(HostRecorder):

@@ -5,19 +5,19 @@ import torch
 import triton
 import triton.language as tl
 
-from iris.language.stamped import clear_marked, send_marked
+from iris.language.lamport import lamport_clear, lamport_send
 
 
 @triton.jit
 def send(ptr, values, n, BLOCK: tl.constexpr):
     k = tl.arange(0, BLOCK)
-    send_marked(ptr + k, tl.load(values + k), k < n)
+    lamport_send(ptr + k, tl.load(values + k), k < n)
 
 
 @triton.jit
 def clear(ptr, n, BLOCK: tl.constexpr):
     k = tl.arange(0, BLOCK)
-    clear_marked(ptr + k, k < n)
+    lamport_clear(ptr + k, k < n)
 
 
 @pytest.mark.parametrize(

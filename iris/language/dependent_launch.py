@@ -1,0 +1,40 @@
+"""Launches that begin while the one before them on the stream ends: programmatic dependent launch."""
+
+import triton.language as tl
+
+from iris.language.jit import jit
+from iris.language.target import launches_early
+
+
+@jit
+def gdc_wait():
+    """First of all in kernels that `iris.launch.prepare` launches; in others it does nothing.
+
+    Only what no launch ever writes may be read before: a device context, and where the heaps of the peers begin.
+
+    Such a kernel may begin while the launch before it on the stream ends, and waits here until that is over and its
+    memory operations have been performed; what follows is in order as after any launch, and the time that a launch
+    takes is hidden. The next one waits for this kernel alone, so no program of it may skip this. (PTX ISA,
+    "griddepcontrol"; CUDA C++ Programming Guide, "Programmatic Dependent Launch".)
+    """
+    if launches_early():
+        tl.inline_asm_elementwise(
+            "griddepcontrol.wait; mov.b32 $0, 0;", "=r,~{memory}", [], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@jit
+def gdc_launch_dependents():
+    """Let the next launch on the stream begin, if it may begin early, once all programs have come here.
+
+    For small kernels, behind `gdc_wait`: of a stream, one kernel at a time has places before its turn.
+    """
+    if launches_early():
+        tl.inline_asm_elementwise(
+            "griddepcontrol.launch_dependents; mov.b32 $0, 0;",
+            "=r,~{memory}",
+            [],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )

@@ -1,0 +1,119 @@
+"""LL messages: each word of 8 bytes is 4 bytes of data and 4 of flag, as in NCCL's protocol of that name.
+
+One hop, no flag and no fence behind the data, any data, at twice the bytes. A flag that follows data costs a fence, and
+a reader that sees it then goes for the data; here a message takes one trip over the link. The flag is the number of a
+round, the *epoch*. A reader waits until it is the one that it expects: in rounds over the same memory it tells this
+round's word from an older one's.
+
+Why this is in order without a fence: a word is written by one access of 8 bytes, which is never seen in part (PTX ISA,
+"Memory Consistency Model": scalar accesses; a vector is one access for each element, in no order), and it depends on
+nothing but itself. The reader takes the data from the very load that showed the flag.
+
+A *place*, 48 bits that say where memory is, travels in the same way, with 16 bits of a count as its flag.
+"""
+
+import triton.language as tl
+
+from iris.language.barrier import LANES, lanes
+from iris.language.failures import WAIT_LIMIT_NS, expired, kind_code, nanoseconds
+from iris.language.jit import jit
+from iris.language.ordering import give_up, load_relaxed, load_relaxed_uniform
+from iris.language.target import on_amd
+
+# Beyond every address.
+HIGHEST = tl.constexpr((1 << 63) - 1)
+
+
+@jit
+def write_through(ptrs, values, mask):
+    # On AMD a plain store may stay in the writer's L2 until the kernel ends.
+    if on_amd():
+        tl.store(ptrs, values, mask=mask, cache_modifier=".wt")
+    else:
+        tl.store(ptrs, values, mask=mask)
+
+
+@jit
+def timed_out(ptrs, without, since, wanted, source, record):
+    """Whether a wait for data has exceeded its limit; notes it if so, and which of ``ptrs`` are ``without``.
+
+    ``source``: the rank that the data come from, or for each of ``ptrs`` its own; -1 if it cannot be said.
+    """
+    over = expired(record, since)
+    if over:
+        late = tl.cast(0, tl.int64)
+        for rank in range(0, LANES):
+            missing = tl.max(tl.cast(without & (rank == source), tl.int32), axis=0)
+            late = late | (tl.cast(missing, tl.int64) << rank)
+        record_missing(ptrs, without, wanted, late, record)
+    return over
+
+
+@jit
+def record_missing(ptrs, without, wanted, late, record):
+    """Record the first of ``ptrs`` that is ``without``, and a bit for each rank that is ``late`` with its data."""
+    first = tl.min(tl.where(without, tl.cast(ptrs, tl.int64), HIGHEST), axis=0)
+    give_up(record, first, wanted, late, kind_code("data"), 0, 0)
+
+
+@jit
+def ll_send(ptrs, words, stamp, mask):
+    """Store int32 ``words``, each with the int32 ``stamp``, to the int64 ``ptrs``, a peer's."""
+    low = tl.cast(words, tl.int64) & 0xFFFFFFFF
+    write_through(ptrs, low | (tl.cast(stamp, tl.int64) << 32), mask)
+
+
+@jit
+def ll_recv(ptrs, stamp, mask, source, record):
+    """Wait until all of the caller's own ``ptrs`` carry ``stamp``; returns the int32 words.
+
+    There must be a word for each thread. Of two threads that poll the same one, either may say for both that it is
+    there, and one of them stores what it has read: maybe the older.
+    """
+    if WAIT_LIMIT_NS > 0:
+        since = nanoseconds(record)
+    words = load_relaxed(ptrs, mask)
+    missing = tl.max(tl.cast(mask & (tl.cast(words >> 32, tl.int32) != stamp), tl.int32), axis=0)
+    while missing > 0:
+        words = load_relaxed(ptrs, mask)
+        missing = tl.max(tl.cast(mask & (tl.cast(words >> 32, tl.int32) != stamp), tl.int32), axis=0)
+        if WAIT_LIMIT_NS > 0:
+            if missing > 0:
+                without = mask & (tl.cast(words >> 32, tl.int32) != stamp)
+                if timed_out(ptrs, without, since, stamp, source, record):
+                    missing = missing * 0
+    return tl.cast(words, tl.int32)
+
+
+@jit
+def ll_send_place(ptrs, place, count, mask):
+    """Store ``place``, int64 below 2^48, with the low 16 bits of ``count`` as its flag, to the int64 ``ptrs``.
+
+    By an exchange, since `ll_recv_places` polls by read-modify-writes, which are atomic among their own kind (PTX
+    ISA, "Memory Consistency Model": atomicity).
+    """
+    word = place | (tl.cast(count & 0xFFFF, tl.int64) << 48)
+    tl.atomic_xchg(ptrs, word, mask=mask, sem="relaxed", scope="sys")
+
+
+@jit
+def unplaced(words, counts, mask):
+    stamps = tl.cast(words >> 48, tl.int32) & 0xFFFF
+    return mask & (stamps != (counts & 0xFFFF))
+
+
+@jit
+def ll_recv_places(ptrs, counts, mask, record):
+    """Wait until all of the caller's own ``ptrs``, one a rank, carry their ``counts``; returns the places."""
+    if WAIT_LIMIT_NS > 0:
+        since = nanoseconds(record)
+    words = load_relaxed_uniform(ptrs, mask)
+    missing = tl.max(tl.cast(unplaced(words, counts, mask), tl.int32), axis=0)
+    while missing > 0:
+        words = load_relaxed_uniform(ptrs, mask)
+        missing = tl.max(tl.cast(unplaced(words, counts, mask), tl.int32), axis=0)
+        if WAIT_LIMIT_NS > 0:
+            if missing > 0:
+                if timed_out(ptrs, unplaced(words, counts, mask), since, 0, lanes(), record):
+                    missing = missing * 0
+    return words & 0xFFFFFFFFFFFF
