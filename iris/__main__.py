@@ -254,8 +254,9 @@ def tune(largest: int, smallest: int, out: Path | None, num_ranks: int | None) -
 
 
 def main() -> None:
-    commands(prog_name="python -m iris")
+    """The console script ``iris``."""
+    commands()
 
 
 if __name__ == "__main__":
-    main()
+    commands(prog_name="python -m iris")

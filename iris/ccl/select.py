@@ -35,6 +35,8 @@ class Choice(NamedTuple):
 
 Table = dict[str, list[Choice]]
 
+SHIPPED = Path(__file__).with_name("tables.json")
+
 # Where nothing was measured. Bytes: of the input, of broadcast's tensor, of one rank's piece where pieces are moved.
 ELSEWHERE: Table = {
     "all_reduce": [
@@ -66,10 +68,12 @@ def own_table() -> Path | None:
 def load_table(device: str, size: int) -> Table:
     """The table for ``size`` ranks on devices of this name: measured here, shipped, or `ELSEWHERE`."""
     table = dict(ELSEWHERE)
-    for file in (Path(__file__).with_name("tables.json"), own_table()):
+    for file in (SHIPPED, own_table()):
         try:
             text = file.read_text() if file is not None else None
-        except (FileNotFoundError, NotADirectoryError):
+        except (FileNotFoundError, NotADirectoryError) as error:
+            if file == SHIPPED:
+                raise InvalidTableError(f"{file} is missing: Iris is not installed whole. Install it anew.") from error
             continue
         except OSError as error:
             # Of a home that this user may not enter, too, where there need not be a table.
