@@ -298,6 +298,12 @@ def test_the_next_launch_is_let_in_only_where_there_is_room(kernel, early):
     assert ("griddepcontrol.launch_dependents" in code) == early
 
 
+def test_versions_of_a_kernel_have_different_cache_keys():
+    """Their text is one, and the compiler keeps no binaries of Triton and of Gluon apart but by what they call."""
+    both = {name: kernel for name, kernel in kernels() if hasattr(kernel, "gluon")}
+    assert both and all(kernel.cache_key != kernel.gluon.cache_key for kernel in both.values())
+
+
 def test_no_kernel_is_missing():
     """The examples, the benchmarks, the demo and the library have kernels of their own, and they were found."""
     found = [name for name, _ in kernels()]
@@ -306,7 +312,7 @@ def test_no_kernel_is_missing():
         "iris/ccl/atomic",
         "iris/ccl/exchange",
         "iris/ccl/pull",
-        "iris/ccl/push",
+        "iris/ccl/lamport_all_reduce",
         "iris/ccl/ring",
         "iris/ccl/two_shot",
         "iris/demo",
