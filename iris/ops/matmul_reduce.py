@@ -49,7 +49,7 @@ def matmul_reduce(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
-    SPREADS: tl.constexpr,
+    ALL_REDUCE: tl.constexpr,
     XCDS: tl.constexpr,
     CHUNK: tl.constexpr,
     CACHE_A: tl.constexpr,
@@ -60,7 +60,7 @@ def matmul_reduce(
 ):
     """``share``: rows that a rank adds up, M over W. ``parts``: ``[W, share, N]``, rank r's products in parts[r].
 
-    ``out``: ``[share, N]``; with ``SPREADS`` ``[M, N]``, the same place on every rank, in ``out_context``'s memory.
+    ``out``: ``[share, N]``; with ``ALL_REDUCE`` ``[M, N]``, the same place on every rank, in ``out_context``'s memory.
     """
     gdc_wait()
     ctx = DeviceContext.initialize(context_tensor, num_ranks=W)
@@ -109,7 +109,7 @@ def matmul_reduce(
                 total += tl.load(bias + columns, mask=columns < N, other=0)[None, :].to(tl.float32)
             result = total.to(out.dtype.element_ty)
             at_n = columns.to(tl.int64)[None, :] * stride_on
-            if SPREADS:
+            if ALL_REDUCE:
                 there = out + ((rank * share + local).to(tl.int64)[:, None] * stride_om + at_n)
                 for distance in range(1, W + 1):
                     places.store(there, result, (rank + distance) % W, mask=mask)
@@ -118,6 +118,6 @@ def matmul_reduce(
         to, sent = owner, tile
     if to != rank:
         ctx.signal(counts + ARRIVED + sent, 1, to, op="add")
-    if SPREADS:
+    if ALL_REDUCE:
         await_done(ctx, counts, epoch)
     end(counts, epoch)

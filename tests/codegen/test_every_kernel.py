@@ -59,7 +59,7 @@ COLLECTIVES = {
     **{"flags": INT32, "locks": INT32, "accumulators": FLOAT32, "rings": 2, "factors": None},
     **{"W": W, "RANKS": 4, "BLOCK": 4096, "BLOCK_M": 1, "BLOCK_N": 4096, "SLOT": 8192, "PART": 2048, "OP": "sum"},
     **dict.fromkeys(["PROGRAMS", "QUEUES"], 8),
-    **dict.fromkeys(["SAME", "DIRECT", "FLAT", "SPREADS", "STRIDING", "LOCKED", "PULLS", "EARLY"], True),
+    **dict.fromkeys(["SAME", "DIRECT", "FLAT", "ALL_REDUCE", "STRIDING", "LOCKED", "PULLS", "EARLY"], True),
     **dict.fromkeys(["PARTITIONED", "ROOTED"], False),
 }
 ELEMENTS = {
@@ -81,7 +81,7 @@ OPERATIONS = {
     **dict.fromkeys(["stride_ak", "stride_bn", "stride_on", "XCDS", "CHUNK"], 1),
     **{"W": W, "SENDERS": 8, "SEND_M": 16, "SEND_K": 1024, "BLOCK_M": 256, "BLOCK_N": 64, "BLOCK_K": 64, "GROUP": 8},
     **dict.fromkeys(["CACHE_A", "CACHE_B"], ""),
-    **{"ALLOW_TF32": True, "BIASED": True, "SCALED": False, "SPREADS": True},
+    **{"ALLOW_TF32": True, "BIASED": True, "SCALED": False, "ALL_REDUCE": True},
     **{"WHAT": "tell ready", "BLOCK": 2048},
 }
 # Rows of 4096 in two pieces, of which four ranks have a part each.

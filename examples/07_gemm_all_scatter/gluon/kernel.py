@@ -15,13 +15,13 @@ Over the link, each rank: its ``[M, N / W]`` columns of the product to every pee
 The mbarriers hand shared memory on (PTX ISA, "mbarrier"). Each one's phases alternate, from 0 on; a wait for phase 1 of
 a new one returns at once, which is how the ring and the products are free at first.
 
-* ``loaded[s]``: the bytes of stage s are there. Completed by TMA, awaited by both multipliers.
-* ``freed[s]``: both multipliers have read stage s. A product reads until the group has waited for it, and only then
-  does the group arrive. Awaited by the loader, which then has the stage filled again.
-* ``filled``: both halves of the tile's products are in shared memory: the group's stores come before its barrier, and
-  that before the arrival. Awaited by the writer.
-* ``emptied``: the writer has the products in registers: its loads come before its barrier, and that before the arrival.
-  Awaited by both multipliers, before they leave the next tile's.
+* ``smem_full[s]``: the bytes of stage s are there. Completed by TMA, awaited by both multipliers.
+* ``smem_empty[s]``: both multipliers have read stage s. A product reads until the group has waited for it, and only
+  then does the group arrive. Awaited by the loader, which then has the stage filled again.
+* ``epilogue_full``: both halves of the tile's products are in shared memory: the group's stores come before its
+  barrier, and that before the arrival. Awaited by the writer.
+* ``epilogue_empty``: the writer has the products in registers: its loads come before its barrier, and that before the
+  arrival. Awaited by both multipliers, before they leave the next tile's.
 """
 
 from triton.experimental import gluon
@@ -63,7 +63,7 @@ def _place(turn, M, N, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
 
 
 @gluon.jit
-def _load(a, b, tiles_a, tiles_b, loaded, freed, M, N, K, turns):
+def _load(a, b, tiles_a, tiles_b, smem_full, smem_empty, M, N, K, turns):
     """The loader. Halves of A's blocks lie apart, one for each multiplier. What is behind an edge comes as zeros."""
     STAGES: gl.constexpr = tiles_b.shape[0]
     HALF: gl.constexpr = a.block_type.shape[0]
@@ -74,8 +74,8 @@ def _load(a, b, tiles_a, tiles_b, loaded, freed, M, N, K, turns):
         row, column = _place(turn, M, N, 2 * HALF, BLOCK_N)
         for k in range(0, K, BLOCK_K):
             stage = step % STAGES
-            mbarrier.wait(freed.index(stage), step // STAGES & 1 ^ 1)
-            there = loaded.index(stage)
+            mbarrier.wait(smem_empty.index(stage), step // STAGES & 1 ^ 1)
+            there = smem_full.index(stage)
             mbarrier.expect(there, 2 * a.block_type.nbytes + b.block_type.nbytes)
             fetch(a, [row, k], there, tiles_a.index(2 * stage))
             fetch(a, [row + HALF, k], there, tiles_a.index(2 * stage + 1))
@@ -84,7 +84,19 @@ def _load(a, b, tiles_a, tiles_b, loaded, freed, M, N, K, turns):
 
 
 @gluon.jit
-def _multiply(tracing, tiles_a, tiles_b, products, loaded, freed, filled, emptied, K, turns, WHICH: gl.constexpr):
+def _multiply(
+    tracing,
+    tiles_a,
+    tiles_b,
+    products,
+    smem_full,
+    smem_empty,
+    epilogue_full,
+    epilogue_empty,
+    K,
+    turns,
+    WHICH: gl.constexpr,
+):
     """A multiplier: the upper half of each tile (``WHICH`` 0) or the lower one (1)."""
     STAGES: gl.constexpr = tiles_b.shape[0]
     BLOCK_K: gl.constexpr = tiles_b.shape[1]
@@ -97,23 +109,23 @@ def _multiply(tracing, tiles_a, tiles_b, products, loaded, freed, filled, emptie
         total = gl.zeros([HALF, BLOCK_N], gl.float32, layout)
         for k in range(0, K, BLOCK_K):
             stage = step % STAGES
-            mbarrier.wait(loaded.index(stage), step // STAGES & 1)
+            mbarrier.wait(smem_full.index(stage), step // STAGES & 1)
             issued = warpgroup_mma(tiles_a.index(2 * stage + WHICH), tiles_b.index(stage), total, is_async=True)
             # One product stays under way; the one before it is over, and its stage read.
             total = warpgroup_mma_wait(1, deps=[issued])
-            mbarrier.arrive(freed.index((step + STAGES - 1) % STAGES), count=1, pred=k > 0)
+            mbarrier.arrive(smem_empty.index((step + STAGES - 1) % STAGES), count=1, pred=k > 0)
             step += 1
         total = warpgroup_mma_wait(0, deps=[total])
-        mbarrier.arrive(freed.index((step + STAGES - 1) % STAGES), count=1)
+        mbarrier.arrive(smem_empty.index((step + STAGES - 1) % STAGES), count=1)
         tracing.record_event_end(work)
-        mbarrier.wait(emptied.index(0), turn & 1 ^ 1)
+        mbarrier.wait(epilogue_empty.index(0), turn & 1 ^ 1)
         products.index(WHICH).store(total.to(products.dtype))
         block_barrier()
-        mbarrier.arrive(filled.index(0), count=1)
+        mbarrier.arrive(epilogue_full.index(0), count=1)
 
 
 @gluon.jit
-def _write(ctx, c, products, filled, emptied, M, N, stride_cm, stride_cn, turns):
+def _write(ctx, c, products, epilogue_full, epilogue_empty, M, N, stride_cm, stride_cn, turns):
     """The writer. A strip of rows is loaded once, and goes to one rank after the other, the right neighbour first."""
     HALF: gl.constexpr = products.shape[1]
     BLOCK_N: gl.constexpr = products.shape[2]
@@ -121,7 +133,7 @@ def _write(ctx, c, products, filled, emptied, M, N, stride_cm, stride_cn, turns)
     for turn in range(turns):
         row, column = _place(turn, M, N, 2 * HALF, BLOCK_N)
         columns = column + gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout))
-        mbarrier.wait(filled.index(0), turn & 1)
+        mbarrier.wait(epilogue_full.index(0), turn & 1)
         for half in range(2):
             for first in gl.static_range(0, HALF, STRIP):
                 data = products.index(half).slice(first, STRIP).load(layout)
@@ -131,7 +143,7 @@ def _write(ctx, c, products, filled, emptied, M, N, stride_cm, stride_cn, turns)
                 for distance in range(1, ctx.num_ranks + 1):
                     ctx.store(c + at, data, (ctx.cur_rank + distance) % ctx.num_ranks, mask=mask)
         block_barrier()
-        mbarrier.arrive(emptied.index(0), count=1)
+        mbarrier.arrive(epilogue_empty.index(0), count=1)
 
 
 @gluon.jit
@@ -160,15 +172,50 @@ def gemm_all_scatter(
     tiles_b = gl.allocate_shared_memory(b.dtype, [STAGES, BLOCK_K, BLOCK_N], b.layout)
     rounded: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, BLOCK_N], c.dtype.element_ty)
     products = gl.allocate_shared_memory(c.dtype.element_ty, [2, HALF, BLOCK_N], rounded)
-    loaded, freed, filled, emptied = _barriers(STAGES, 1), _barriers(STAGES, 2), _barriers(1, 2), _barriers(1, 1)
+    smem_full, smem_empty, epilogue_full, epilogue_empty = (
+        _barriers(STAGES, 1),
+        _barriers(STAGES, 2),
+        _barriers(1, 2),
+        _barriers(1, 1),
+    )
     # TMA completes barriers, by another way to shared memory than the stores that have initialised them.
     fence_async_shared()
     gl.warp_specialize(
         [
-            (_multiply, (ctx.tracing, tiles_a, tiles_b, products, loaded, freed, filled, emptied, K, turns, 0)),
-            (_multiply, (ctx.tracing, tiles_a, tiles_b, products, loaded, freed, filled, emptied, K, turns, 1)),
-            (_write, (ctx, c, products, filled, emptied, M, N, stride_cm, stride_cn, turns)),
-            (_load, (a, b, tiles_a, tiles_b, loaded, freed, M, N, K, turns)),
+            (
+                _multiply,
+                (
+                    ctx.tracing,
+                    tiles_a,
+                    tiles_b,
+                    products,
+                    smem_full,
+                    smem_empty,
+                    epilogue_full,
+                    epilogue_empty,
+                    K,
+                    turns,
+                    0,
+                ),
+            ),
+            (
+                _multiply,
+                (
+                    ctx.tracing,
+                    tiles_a,
+                    tiles_b,
+                    products,
+                    smem_full,
+                    smem_empty,
+                    epilogue_full,
+                    epilogue_empty,
+                    K,
+                    turns,
+                    1,
+                ),
+            ),
+            (_write, (ctx, c, products, epilogue_full, epilogue_empty, M, N, stride_cm, stride_cn, turns)),
+            (_load, (a, b, tiles_a, tiles_b, smem_full, smem_empty, M, N, K, turns)),
         ],
         WARPS,
         REGISTERS,

@@ -80,7 +80,7 @@ def cdna3_matmul_reduce(
     BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr,
     GROUP: gl.constexpr,
-    SPREADS: gl.constexpr,
+    ALL_REDUCE: gl.constexpr,
     XCDS: gl.constexpr,
     CHUNK: gl.constexpr,
     BY_LINES_A: gl.constexpr,
@@ -89,7 +89,7 @@ def cdna3_matmul_reduce(
 ):
     """``share``: rows that a rank adds up, M over W. ``parts``: ``[W, share, N]``, rank r's products in parts[r].
 
-    ``out``: ``[share, N]``; with ``SPREADS`` ``[M, N]``, the same place on every rank, in ``out_context``'s memory.
+    ``out``: ``[share, N]``; with ``ALL_REDUCE`` ``[M, N]``, the same place on every rank, in ``out_context``'s memory.
     """
     ctx = DeviceContext.initialize(context_tensor, num_ranks=W)
     out_ctx = DeviceContext.initialize(out_context, num_ranks=W)
@@ -141,7 +141,7 @@ def cdna3_matmul_reduce(
                     ctx.tracing.record_event_end(event)
         else:
             ctx.wait(counts + ARRIVED + tile, epoch * (W - 1), cmp="reached")
-            if SPREADS:
+            if ALL_REDUCE:
                 places = everywhere(out_ctx, out + gl.cast(rank, gl.int64) * share * stride_om)
             for strip in gl.static_range(BLOCK_N // STRIP):
                 columns = columns_of(column, strip)
@@ -150,7 +150,7 @@ def cdna3_matmul_reduce(
                 if BIASED:
                     result += gl.load(bias + columns, mask=columns < N, other=0).to(gl.float32)[None, :]
                 at = local * stride_om + columns.to(gl.int64)[None, :] * stride_on
-                if SPREADS:
+                if ALL_REDUCE:
                     for peer in gl.static_range(W):
                         event = out_ctx.tracing.begin_move("store", out + at, peer, mask)
                         gl.store(places[peer] + at, result.to(out.dtype.element_ty), mask=mask)
@@ -160,6 +160,6 @@ def cdna3_matmul_reduce(
         to, sent = owner, tile
     if to != rank:
         ctx.signal(counts + ARRIVED + sent, 1, to, op="add")
-    if SPREADS:
+    if ALL_REDUCE:
         await_done(ctx, counts, epoch)
     end(counts, epoch)

@@ -60,7 +60,7 @@ def fetch_piece(landing, parts, W: gl.constexpr, row, column, number, begun):
 @gluon_jit
 def add(
     pipeline, landing, units, order, ctx, counts, parts, bias, out, out_ctx, stride_om, stride_on,
-    SPREADS: gl.constexpr, BIASED: gl.constexpr,
+    ALL_REDUCE: gl.constexpr, BIASED: gl.constexpr,
 ):  # fmt: skip
     """The adder's part: sums of this rank's rows, to ``out``, or all ranks' copies of it, in the memory of ``out_ctx``.
 
@@ -106,7 +106,7 @@ def add(
             lines = row + strip * STRIP + gl.arange(0, STRIP, gl.SliceLayout(1, LAYOUT))
             mask = (lines < rows)[:, None] & (columns < N)[None, :]
             at_n = columns.to(gl.int64)[None, :] * stride_on
-            if SPREADS:
+            if ALL_REDUCE:
                 there = out + ((order.rank * order.share + lines).to(gl.int64)[:, None] * stride_om + at_n)
                 for distance in gl.static_range(1, W + 1):
                     out_ctx.store(there, sums, (order.rank + distance) % W, mask=mask)
@@ -114,5 +114,5 @@ def add(
                 gl.store(out + (lines.to(gl.int64)[:, None] * stride_om + at_n), sums, mask=mask)
         begun += PIECES
         unit = following
-    if SPREADS:
+    if ALL_REDUCE:
         await_done(ctx, counts, units.epoch)

@@ -113,7 +113,7 @@ class Order:
 
 
 @gluon_jit
-def load(pipeline, units, order, ctx, counts, a, gathered, b, K, BY_COLUMNS_B: gl.constexpr):
+def load(pipeline, units, order, ctx, counts, a, gathered, b, K, TRANS_B: gl.constexpr):
     """The loader's part."""
     chunks = order.chunks()
     number, nth, step = gl.program_id(0), 0, 0
@@ -121,12 +121,12 @@ def load(pipeline, units, order, ctx, counts, a, gathered, b, K, BY_COLUMNS_B: g
         tile, split, splits = units.at(number)
         owner, chunk, row, column = order.place(tile)
         if owner == order.rank:
-            step = load_tile(pipeline, a, b, row, column, K, split, splits, step, False, BY_COLUMNS_B)
+            step = load_tile(pipeline, a, b, row, column, K, split, splits, step, False, TRANS_B)
         else:
             ctx.wait(counts + ARRIVED + owner * chunks + chunk, units.epoch, cmp="reached")
             order_bulk_copies()
             row += owner * chunks * order.chunk
-            step = load_tile(pipeline, gathered, b, row, column, K, split, splits, step, False, BY_COLUMNS_B)
+            step = load_tile(pipeline, gathered, b, row, column, K, split, splits, step, False, TRANS_B)
         number = tell_next(pipeline, units, number, nth)
         nth += 1
 
@@ -177,18 +177,18 @@ def hopper_all_gather_matmul(
     STAGES: gl.constexpr,
     SPLIT: gl.constexpr,
     GROUP: gl.constexpr,
-    BY_COLUMNS_B: gl.constexpr,
+    TRANS_B: gl.constexpr,
     BIASED: gl.constexpr,
-    LINES_A: gl.constexpr,
-    LINES_B: gl.constexpr,
+    SCALE_A_PER_ROW: gl.constexpr,
+    SCALE_B_PER_COLUMN: gl.constexpr,
 ):
     """A is this rank's ``[m, K]``, gathered ``[W, chunks * chunk, K]``, by rows; ``out``: ``[W * m, N]``, anywhere.
 
     ``chunk``: a multiple of ``BLOCK_M``. Rows that arrive together begin where a tile does, so that none is fetched
     while it arrives: what a tile has behind a rank's last row is nobody's.
 
-    ``scale_a``, ``scale_b``: float32, one number, or with ``LINES_A`` ``[W * m]`` and with ``LINES_B`` ``[N]``; or
-    None.
+    ``scale_a``, ``scale_b``: float32, one number, or with ``SCALE_A_PER_ROW`` ``[W * m]`` and with
+    ``SCALE_B_PER_COLUMN`` ``[N]``; or None.
     ``splits``, ``last``, ``partials``, ``arrived``: of tiles that are split (`iris.ops.hopper.split_k`).
     """
     gdc_wait()
@@ -199,11 +199,13 @@ def hopper_all_gather_matmul(
     units = Units(order.count(), splits, last, partials, arrived, epoch, counts, SPLIT, False)
     gl.warp_specialize(
         [
-            (multiply, (pipeline, ctx, units, order, scale_a, scale_b, K, 0, LINES_A, LINES_B, False, BY_COLUMNS_B)),
-            (multiply, (pipeline, ctx, units, order, scale_a, scale_b, K, 1, LINES_A, LINES_B, False, BY_COLUMNS_B)),
+            (multiply, (pipeline, ctx, units, order, scale_a, scale_b, K, 0, SCALE_A_PER_ROW, SCALE_B_PER_COLUMN,
+                        False, TRANS_B)),
+            (multiply, (pipeline, ctx, units, order, scale_a, scale_b, K, 1, SCALE_A_PER_ROW, SCALE_B_PER_COLUMN,
+                        False, TRANS_B)),
             (write, (pipeline, units, order, bias, out, stride_om, stride_on, BIASED)),
             (load, (pipeline, units, order, ctx, counts, tensor_map_a, tensor_map_gathered, tensor_map_b, K,
-                    BY_COLUMNS_B)),
+                    TRANS_B)),
         ],
         WARPS,
         REGISTERS,

@@ -53,13 +53,13 @@ class Order:
 
 
 @gluon_jit
-def load(pipeline, units, order, a, b, K, BY_COLUMNS_A: gl.constexpr, BY_COLUMNS_B: gl.constexpr):
+def load(pipeline, units, order, a, b, K, TRANS_A: gl.constexpr, TRANS_B: gl.constexpr):
     """The loader's part."""
     number, nth, step = gl.program_id(0), 0, 0
     while number < units.count():
         tile, split, splits = units.at(number)
         row, column = order.at(tile)
-        step = load_tile(pipeline, a, b, row, column, K, split, splits, step, BY_COLUMNS_A, BY_COLUMNS_B)
+        step = load_tile(pipeline, a, b, row, column, K, split, splits, step, TRANS_A, TRANS_B)
         number = tell_next(pipeline, units, number, nth)
         nth += 1
 
@@ -114,15 +114,16 @@ def hopper_matmul_all_gather(
     SPLIT: gl.constexpr,
     PACED: gl.constexpr,
     GROUP: gl.constexpr,
-    BY_COLUMNS_A: gl.constexpr,
-    BY_COLUMNS_B: gl.constexpr,
+    TRANS_A: gl.constexpr,
+    TRANS_B: gl.constexpr,
     BIASED: gl.constexpr,
-    LINES_A: gl.constexpr,
-    LINES_B: gl.constexpr,
+    SCALE_A_PER_ROW: gl.constexpr,
+    SCALE_B_PER_COLUMN: gl.constexpr,
 ):
     """``tensor_map_peers``: this rank's ``[M, N]`` of the result on every rank, at ``places``, int32 ``[W]``.
 
-    ``scale_a``, ``scale_b``: float32, one number, or with ``LINES_A`` ``[M]`` and with ``LINES_B`` ``[N]``; or None.
+    ``scale_a``, ``scale_b``: float32, one number, or with ``SCALE_A_PER_ROW`` ``[M]`` and with ``SCALE_B_PER_COLUMN``
+    ``[N]``; or None.
     ``splits``, ``last``, ``partials``, ``arrived``: of tiles that are split (`iris.ops.hopper.split_k`).
     """
     gdc_wait()
@@ -133,12 +134,12 @@ def hopper_matmul_all_gather(
     units = Units(order.count(), splits, last, partials, arrived, epoch, counts + ARRIVED, SPLIT, True)
     gl.warp_specialize(
         [
-            (multiply, (pipeline, ctx, units, order, scale_a, scale_b, K, 0, LINES_A, LINES_B, BY_COLUMNS_A,
-                        BY_COLUMNS_B, PACED)),
-            (multiply, (pipeline, ctx, units, order, scale_a, scale_b, K, 1, LINES_A, LINES_B, BY_COLUMNS_A,
-                        BY_COLUMNS_B, PACED)),
+            (multiply, (pipeline, ctx, units, order, scale_a, scale_b, K, 0, SCALE_A_PER_ROW, SCALE_B_PER_COLUMN,
+                        TRANS_A, TRANS_B, PACED)),
+            (multiply, (pipeline, ctx, units, order, scale_a, scale_b, K, 1, SCALE_A_PER_ROW, SCALE_B_PER_COLUMN,
+                        TRANS_A, TRANS_B, PACED)),
             (write, (pipeline, units, order, ctx, counts, bias, tensor_map_peers, places, PACED, BIASED)),
-            (load, (pipeline, units, order, tensor_map_a, tensor_map_b, K, BY_COLUMNS_A, BY_COLUMNS_B)),
+            (load, (pipeline, units, order, tensor_map_a, tensor_map_b, K, TRANS_A, TRANS_B)),
         ],
         WARPS,
         REGISTERS,

@@ -96,12 +96,12 @@ class Order:
 
 
 @gluon_jit
-def load(pipeline, units, order, a, b, K, BY_COLUMNS_A: gl.constexpr, BY_COLUMNS_B: gl.constexpr):
+def load(pipeline, units, order, a, b, K, TRANS_A: gl.constexpr, TRANS_B: gl.constexpr):
     """The loader's part."""
     number, nth, step = gl.program_id(0), 0, 0
     while number < units.count():
         row, column = order.at(number)
-        step = load_tile(pipeline, a, b, row, column, K, 0, 1, step, BY_COLUMNS_A, BY_COLUMNS_B)
+        step = load_tile(pipeline, a, b, row, column, K, 0, 1, step, TRANS_A, TRANS_B)
         number = tell_next(pipeline, units, number, nth)
         nth += 1
 
@@ -155,19 +155,19 @@ def hopper_matmul_reduce(
     BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
     GROUP: gl.constexpr,
-    SPREADS: gl.constexpr,
-    BY_COLUMNS_A: gl.constexpr,
-    BY_COLUMNS_B: gl.constexpr,
+    ALL_REDUCE: gl.constexpr,
+    TRANS_A: gl.constexpr,
+    TRANS_B: gl.constexpr,
     BIASED: gl.constexpr,
-    LINES_A: gl.constexpr,
-    LINES_B: gl.constexpr,
+    SCALE_A_PER_ROW: gl.constexpr,
+    SCALE_B_PER_COLUMN: gl.constexpr,
 ):
     """``share``: rows that a rank adds up, M over W.
 
     ``tensor_map_parts``: on this rank ``[W, share, N]``, rank r's products in parts[r]. ``tensor_map_peers``: this
-    rank's part on every rank, at ``parts_places``, int32 ``[W]``. ``out``: ``[share, N]``; with ``SPREADS`` ``[M, N]``,
-    the same place on every rank, in ``out_context``'s memory. ``scale_a``, ``scale_b``: float32, one number, or with
-    ``LINES_A`` ``[M]`` and with ``LINES_B`` ``[N]``; or None.
+    rank's part on every rank, at ``parts_places``, int32 ``[W]``. ``out``: ``[share, N]``; with ``ALL_REDUCE``
+    ``[M, N]``, the same place on every rank, in ``out_context``'s memory. ``scale_a``, ``scale_b``: float32, one
+    number, or with ``SCALE_A_PER_ROW`` ``[M]`` and with ``SCALE_B_PER_COLUMN`` ``[N]``; or None.
     """
     gdc_wait()
     ctx = DeviceContext.initialize(context_tensor, num_ranks=W)
@@ -180,14 +180,14 @@ def hopper_matmul_reduce(
     units = whole_tiles(order.count(), counts, epoch, counts + ARRIVED + tiles_m * tiles_n)
     gl.warp_specialize(
         [
-            (multiply, (pipeline, ctx, units, order, scale_a, scale_b, K, 0, LINES_A, LINES_B, BY_COLUMNS_A,
-                        BY_COLUMNS_B)),
-            (multiply, (pipeline, ctx, units, order, scale_a, scale_b, K, 1, LINES_A, LINES_B, BY_COLUMNS_A,
-                        BY_COLUMNS_B)),
+            (multiply, (pipeline, ctx, units, order, scale_a, scale_b, K, 0, SCALE_A_PER_ROW, SCALE_B_PER_COLUMN,
+                        TRANS_A, TRANS_B)),
+            (multiply, (pipeline, ctx, units, order, scale_a, scale_b, K, 1, SCALE_A_PER_ROW, SCALE_B_PER_COLUMN,
+                        TRANS_A, TRANS_B)),
             (write, (pipeline, units, order, ctx, counts, tensor_map_peers, parts_places)),
-            (load, (pipeline, units, order, tensor_map_a, tensor_map_b, K, BY_COLUMNS_A, BY_COLUMNS_B)),
+            (load, (pipeline, units, order, tensor_map_a, tensor_map_b, K, TRANS_A, TRANS_B)),
             (add, (pipeline, landing, units, order, ctx, counts, tensor_map_parts, bias, out, out_ctx,
-                   stride_om, stride_on, SPREADS, BIASED)),
+                   stride_om, stride_on, ALL_REDUCE, BIASED)),
         ],
         WARPS_WITH_ADDER,
         REGISTERS_WITH_ADDER,

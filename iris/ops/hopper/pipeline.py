@@ -12,13 +12,13 @@ partitions walk the same tiles in the same order: those that the loader has take
 
 Four kinds of mbarrier (PTX ISA, "mbarrier") hand the memory on; phases alternate, from 0 on:
 
-* ``loaded[s]``: the bytes of stage s are there. Completed by TMA, awaited by both multipliers.
-* ``freed[s]``: both multipliers have read stage s. A product is over when the group has waited for it, and only then
-  does it arrive. Awaited by the loader; the ring is empty at first, which is as if phase 1 had been completed.
-* ``filled``: both halves of the products are in shared memory, for loads and for TMA, and their time with them: each
-  group's stores and its fence come before its barrier, and that before the arrival. Awaited by the writer.
-* ``emptied``: the writer has read the products: its loads have their values at its barrier, and its copies by TMA have
-  been waited for. Awaited by the multipliers.
+* ``smem_full[s]``: the bytes of stage s are there. Completed by TMA, awaited by both multipliers.
+* ``smem_empty[s]``: both multipliers have read stage s. A product is over when the group has waited for it, and only
+  then does it arrive. Awaited by the loader; the ring is empty at first, which is as if phase 1 had been completed.
+* ``epilogue_full``: both halves of the products are in shared memory, for loads and for TMA, and their time with them:
+  each group's stores and its fence come before its barrier, and that before the arrival. Awaited by the writer.
+* ``epilogue_empty``: the writer has read the products: its loads have their values at its barrier, and its copies by
+  TMA have been waited for. Awaited by the multipliers.
 """
 
 import triton
@@ -83,27 +83,40 @@ class Pipeline:
     tiles_b: gl.shared_memory_descriptor
     products: gl.shared_memory_descriptor
     took: gl.shared_memory_descriptor
-    loaded: gl.shared_memory_descriptor
-    freed: gl.shared_memory_descriptor
-    filled: gl.shared_memory_descriptor
-    emptied: gl.shared_memory_descriptor
+    smem_full: gl.shared_memory_descriptor
+    smem_empty: gl.shared_memory_descriptor
+    epilogue_full: gl.shared_memory_descriptor
+    epilogue_empty: gl.shared_memory_descriptor
     numbers: gl.shared_memory_descriptor
-    told: gl.shared_memory_descriptor
-    taken: gl.shared_memory_descriptor
+    work_full: gl.shared_memory_descriptor
+    work_empty: gl.shared_memory_descriptor
 
     @triton.constexpr_function
-    def __init__(self, tiles_a, tiles_b, products, took, loaded, freed, filled, emptied, numbers, told, taken):
+    def __init__(
+        self,
+        tiles_a,
+        tiles_b,
+        products,
+        took,
+        smem_full,
+        smem_empty,
+        epilogue_full,
+        epilogue_empty,
+        numbers,
+        work_full,
+        work_empty,
+    ):
         self.tiles_a = tiles_a
         self.tiles_b = tiles_b
         self.products = products
         self.took = took
-        self.loaded = loaded
-        self.freed = freed
-        self.filled = filled
-        self.emptied = emptied
+        self.smem_full = smem_full
+        self.smem_empty = smem_empty
+        self.epilogue_full = epilogue_full
+        self.epilogue_empty = epilogue_empty
         self.numbers = numbers
-        self.told = told
-        self.taken = taken
+        self.work_full = work_full
+        self.work_empty = work_empty
 
 
 @gluon_jit
@@ -129,9 +142,7 @@ def make_pipeline(a, b, element: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: g
 
 
 @gluon_jit
-def load_tile(
-    pipeline, a, b, row, column, K, split, splits, step, BY_COLUMNS_A: gl.constexpr, BY_COLUMNS_B: gl.constexpr
-):
+def load_tile(pipeline, a, b, row, column, K, split, splits, step, TRANS_A: gl.constexpr, TRANS_B: gl.constexpr):
     """Fetch the rows of A from ``row`` on, and the columns of B from ``column`` on, in a part of K.
 
     ``step``: tiles of A and B that have been fetched so far; the new number is returned.
@@ -140,20 +151,20 @@ def load_tile(
     """
     S: gl.constexpr = pipeline.tiles_b.shape[0]
     HALF: gl.constexpr = pipeline.products.shape[2]
-    BLOCK_K: gl.constexpr = a.block_type.shape[0 if BY_COLUMNS_A else 1]
+    BLOCK_K: gl.constexpr = a.block_type.shape[0 if TRANS_A else 1]
     begin, end = part_of_depth(split, splits, K, BLOCK_K)
     for k in range(begin, end, BLOCK_K):
         stage = step % S
-        mbarrier.wait(pipeline.freed.index(stage), step // S & 1 ^ 1)
-        full = pipeline.loaded.index(stage)
+        mbarrier.wait(pipeline.smem_empty.index(stage), step // S & 1 ^ 1)
+        full = pipeline.smem_full.index(stage)
         mbarrier.expect(full, 2 * a.block_type.nbytes + b.block_type.nbytes)
         for half in gl.static_range(2):
             tile = pipeline.tiles_a.index(2 * stage + half)
-            if BY_COLUMNS_A:
+            if TRANS_A:
                 fetch(a, [k, row + half * HALF], full, tile)
             else:
                 fetch(a, [row + half * HALF, k], full, tile)
-        if BY_COLUMNS_B:
+        if TRANS_B:
             fetch(b, [column, k], full, pipeline.tiles_b.index(stage))
         else:
             fetch(b, [k, column], full, pipeline.tiles_b.index(stage))
@@ -198,13 +209,13 @@ def factors(scale, first, stop, like, AXIS: gl.constexpr):
 
 @gluon_jit
 def multiply(
-    pipeline, ctx, units, order, scale_a, scale_b, K, HALF: gl.constexpr, LINES_A: gl.constexpr, LINES_B: gl.constexpr,
-    BY_COLUMNS_A: gl.constexpr, BY_COLUMNS_B: gl.constexpr, PACED: gl.constexpr = False,
+    pipeline, ctx, units, order, scale_a, scale_b, K, HALF: gl.constexpr, SCALE_A_PER_ROW: gl.constexpr,
+    SCALE_B_PER_COLUMN: gl.constexpr, TRANS_A: gl.constexpr, TRANS_B: gl.constexpr, PACED: gl.constexpr = False,
 ):  # fmt: skip
     """A multiplier: one half of each of this program's units.
 
     ``order``: where tiles are (`at`), and how many rows and columns there are. ``scale_a``, ``scale_b``: what these are
-    multiplied by, or None; one number, or with ``LINES_A`` and ``LINES_B`` one for each.
+    multiplied by, or None; one number, or with ``SCALE_A_PER_ROW`` and ``SCALE_B_PER_COLUMN`` one for each.
 
     Of fp8 the tensor cores add up with fewer bits than float32 has. So each stage's products begin with zero, and are
     added here, while the other multiplier's are under way.
@@ -213,13 +224,13 @@ def multiply(
     ROWS: gl.constexpr = pipeline.products.shape[2]
     PANELS: gl.constexpr = pipeline.products.shape[0] // 2
     COLUMNS: gl.constexpr = PANELS * PANEL
-    BLOCK_K: gl.constexpr = pipeline.tiles_a.shape[1 if BY_COLUMNS_A else 2]
+    BLOCK_K: gl.constexpr = pipeline.tiles_a.shape[1 if TRANS_A else 2]
     ELEMENT: gl.constexpr = pipeline.tiles_a.dtype
     NARROW: gl.constexpr = bytes_of(ELEMENT) == 1
     gl.static_assert(gl.num_warps() == 4, "a multiplier is a warp group")
-    if scale_a is not None and not LINES_A:
+    if scale_a is not None and not SCALE_A_PER_ROW:
         of_rows = gl.load(scale_a)
-    if scale_b is not None and not LINES_B:
+    if scale_b is not None and not SCALE_B_PER_COLUMN:
         of_columns = gl.load(scale_b)
     number, nth, step, done = gl.program_id(0), 0, 0, 0
     while number < units.count():
@@ -230,34 +241,34 @@ def multiply(
         zeros = gl.zeros([ROWS, COLUMNS], gl.float32, accumulator(COLUMNS, ELEMENT))
         acc = zeros
         # Here, where the products hide some of the time that factors take to come.
-        if LINES_A or LINES_B:
+        if SCALE_A_PER_ROW or SCALE_B_PER_COLUMN:
             row, column = order.at(tile)
-        if LINES_A:
+        if SCALE_A_PER_ROW:
             of_rows = factors(scale_a, row + HALF * ROWS, order.rows, zeros, 0)
-        if LINES_B:
+        if SCALE_B_PER_COLUMN:
             of_columns = factors(scale_b, column, order.columns, zeros, 1)
         for k in range(begin, end, BLOCK_K):
             stage = step % S
-            mbarrier.wait(pipeline.loaded.index(stage), step // S & 1)
+            mbarrier.wait(pipeline.smem_full.index(stage), step // S & 1)
             left, right = pipeline.tiles_a.index(2 * stage + HALF), pipeline.tiles_b.index(stage)
-            if BY_COLUMNS_A:
+            if TRANS_A:
                 left = left.permute((1, 0))
-            if BY_COLUMNS_B:
+            if TRANS_B:
                 right = right.permute((1, 0))
             if NARROW:
                 product = warpgroup_mma(left, right, zeros, is_async=True)
                 product = warpgroup_mma_wait(0, deps=[product])
-                mbarrier.arrive(pipeline.freed.index(stage), count=1)
+                mbarrier.arrive(pipeline.smem_empty.index(stage), count=1)
                 acc += product
             else:
                 product = warpgroup_mma(left, right, acc, is_async=True)
                 # One product is always under way. The one before it is over, and so its stage can be filled again.
                 acc = warpgroup_mma_wait(1, deps=[product])
-                mbarrier.arrive(pipeline.freed.index((step + S - 1) % S), count=1, pred=k > begin)
+                mbarrier.arrive(pipeline.smem_empty.index((step + S - 1) % S), count=1, pred=k > begin)
             step += 1
         if not NARROW:
             acc = warpgroup_mma_wait(0, deps=[acc])
-            mbarrier.arrive(pipeline.freed.index((step + S - 1) % S), count=1)
+            mbarrier.arrive(pipeline.smem_empty.index((step + S - 1) % S), count=1)
         ctx.tracing.record_event_end(work)
         took = cycles() - since if PACED else 0
         if units.SPLIT:
@@ -266,7 +277,7 @@ def multiply(
             elif splits > 1:
                 acc = add_up(units, ctx, tile, acc, HALF)
         if split == splits - 1:
-            mbarrier.wait(pipeline.emptied.index(0), done & 1 ^ 1)
+            mbarrier.wait(pipeline.epilogue_empty.index(0), done & 1 ^ 1)
             if PACED and HALF == 0:
                 leave_time(pipeline.took, took)
             if scale_a is not None:
@@ -274,7 +285,7 @@ def multiply(
             if scale_b is not None:
                 acc *= of_columns
             leave_all(pipeline, acc.to(pipeline.products.dtype), HALF)
-            mbarrier.arrive(pipeline.filled.index(0), count=1)
+            mbarrier.arrive(pipeline.epilogue_full.index(0), count=1)
             done += 1
         number = await_next(pipeline, units, number, nth)
         nth += 1

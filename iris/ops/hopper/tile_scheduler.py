@@ -11,9 +11,10 @@ from the start, as many apart as there are programs.
 
 Two kinds of mbarrier hand the numbers on, with phases as in `iris.ops.hopper.pipeline`:
 
-* ``told[s]``: a number is in slot s; the loader's store comes before its barrier, and that before the arrival. Awaited
-  by both multipliers and the writer.
-* ``taken[s]``: these three have read slot s; their loads have their values at their barriers. Awaited by the loader.
+* ``work_full[s]``: a number is in slot s; the loader's store comes before its barrier, and that before the arrival.
+  Awaited by both multipliers and the writer.
+* ``work_empty[s]``: these three have read slot s; their loads have their values at their barriers. Awaited by the
+  loader.
 """
 
 from triton.experimental import gluon
@@ -49,10 +50,10 @@ def tell_next(pipeline, units, number, nth):
         return number + gl.num_programs(0)
     number = take(units.ticket, units.count(), units.epoch)
     slot = nth % SLOTS
-    mbarrier.wait(pipeline.taken.index(slot), nth // SLOTS & 1 ^ 1)
+    mbarrier.wait(pipeline.work_empty.index(slot), nth // SLOTS & 1 ^ 1)
     pipeline.numbers.index(slot).store(gl.full([1], 0, gl.int32, one_element(gl.num_warps())) + number)
     block_barrier()
-    mbarrier.arrive(pipeline.told.index(slot), count=1)
+    mbarrier.arrive(pipeline.work_full.index(slot), count=1)
     return number
 
 
@@ -62,8 +63,8 @@ def await_next(pipeline, units, number, nth):
     if not units.BY_TICKETS:
         return number + gl.num_programs(0)
     slot = nth % SLOTS
-    mbarrier.wait(pipeline.told.index(slot), nth // SLOTS & 1)
+    mbarrier.wait(pipeline.work_full.index(slot), nth // SLOTS & 1)
     number = gl.sum(pipeline.numbers.index(slot).load(one_element(gl.num_warps())), axis=0)
     block_barrier()
-    mbarrier.arrive(pipeline.taken.index(slot), count=1)
+    mbarrier.arrive(pipeline.work_empty.index(slot), count=1)
     return number

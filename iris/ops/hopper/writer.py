@@ -24,7 +24,7 @@ STRIP_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [2, 1], [1, 0]))
 @gluon_jit
 def await_products(pipeline, tile):
     """The writer, before it reads the products of its tile number ``tile``."""
-    mbarrier.wait(pipeline.filled.index(0), tile & 1)
+    mbarrier.wait(pipeline.epilogue_full.index(0), tile & 1)
 
 
 @gluon_jit
@@ -171,4 +171,4 @@ def free_products(pipeline):
     """Let the multipliers write the next products: the writer has read these, and its copies by TMA have."""
     tma.store_wait(0)
     block_barrier()
-    mbarrier.arrive(pipeline.emptied.index(0), count=1)
+    mbarrier.arrive(pipeline.epilogue_empty.index(0), count=1)
