@@ -1,5 +1,6 @@
 """The order in which notes are gone through: nobody acquires what has not been released yet. And where they end."""
 
+import queue
 import sys
 import threading
 import time
@@ -267,12 +268,49 @@ def test_another_thread_of_python_may_help(tmp_path):
         def over():
             return any([recorder.is_over(deadlock.ENOUGH) for _ in range(2 * deadlock.ENOUGH)])
 
-        other = threading.Thread(target=asked.wait)
+        def works():
+            while not asked.is_set():
+                time.sleep(0.01)
+
+        other = threading.Thread(target=works)
         other.start()
         assert not over()
         asked.set()
         other.join()
         assert over()
+
+
+WAITS = {
+    "event": lambda: (lambda event: (event.wait, event.set))(threading.Event()),
+    "queue": lambda: (lambda numbers: (numbers.get, lambda: numbers.put(1)))(queue.Queue()),
+    "simple queue": lambda: (lambda numbers: (numbers.get, lambda: numbers.put(1)))(queue.SimpleQueue()),
+}
+
+
+@pytest.mark.parametrize("waits", WAITS.values(), ids=WAITS)
+def test_a_thread_that_waits_for_another_can_not_help_before_that_has_come(tmp_path, waits):
+    works, ends = threading.Event(), threading.Event()
+    with sanitizer.recording(tmp_path, 0, 1):
+        threads = sanitizer.recorder.threads
+        wait, come = waits()
+
+        def work():
+            wait()
+            works.set()
+            while not ends.is_set():
+                time.sleep(0.01)
+
+        other, main = threading.Thread(target=work), threading.current_thread()
+        other.start()
+        while threads.may_help({main}):
+            time.sleep(0.01)
+        come()
+        assert threads.may_help({main}), "it has something to do, and may not know it yet"
+        works.wait()
+        assert threads.may_help({main})
+        ends.set()
+        other.join()
+        assert not threads.may_help({main})
 
 
 def test_notes_of_several_threads_of_python_are_complete(tmp_path):

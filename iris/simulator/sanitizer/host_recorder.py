@@ -49,6 +49,7 @@ class HostRecorder:
     _polled: dict
     _polls: HostPolls
     _host: HostAccesses
+    _meetings = 0
 
     def host_accessed(self, addresses: np.ndarray, size: int, element: int, kind: int, blank: bool = False) -> None:
         """With torch, ``size`` bytes at each of ``addresses``: elements of ``element`` bytes, or 0 if their values
@@ -79,8 +80,11 @@ class HostRecorder:
 
     @staticmethod
     def _is_in_wait() -> bool:
+        """Whether the program looks in a loop that ends by what it sees; or in a function by which such a loop ends."""
         line = lines.line_of(sys._getframe(2))
-        return line is not None and loops.is_in_wait(line[0].co_filename, line[1])
+        if line is None or loops.is_in_wait(line[0].co_filename, line[1]):
+            return line is not None
+        return any(loops.ends_wait_at(code.co_filename, at) for code, at in lines.users_lines(sys._getframe(2)))
 
     def host_looked(self, number: int, tensor: torch.Tensor) -> None:
         """With torch, at what may be flags, while it held ``number``."""
@@ -161,10 +165,20 @@ class HostRecorder:
     def awaiting(self, key: tuple, ranks: tuple[int, ...], text: str) -> Iterator[None]:
         """While this lasts the host waits until ``ranks`` have come, or sent; any, if there are none."""
         self.notes.add(Awaiting(key, ranks, self._place(), text, self.liveness.over()))
-        self.liveness.meets()
         try:
-            yield
+            with self.threads.meeting():
+                self._meetings += 1
+                self.settled()
+                yield
         finally:
+            self._meetings -= 1
+            self.liveness.on_host()
+
+    def settled(self) -> None:
+        """While the host is in a meeting, another thread of it may do what other ranks wait for."""
+        if self._meetings and not self.threads.may_help(set()):
+            self.liveness.meets()
+        elif self._meetings:
             self.liveness.on_host()
 
     def allocated(self, address: int, size: int, text: str, undefined: bool) -> None:

@@ -3,6 +3,7 @@
 import functools
 import os
 import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
 from types import CodeType, FrameType
 
@@ -56,6 +57,14 @@ def kernel_line_of(frame: FrameType | None) -> tuple[CodeType, int] | None:
             line = frame.f_code, frame.f_lineno
         frame = frame.f_back
     return line
+
+
+def users_lines(frame: FrameType | None) -> Iterator[tuple[CodeType, int]]:
+    """The lines of the user's, from ``frame`` outwards."""
+    while frame is not None and frame.f_code is not BOTTOM:
+        if owner(frame.f_code) == USER:
+            yield frame.f_code, frame.f_lineno
+        frame = frame.f_back
 
 
 def lines_of_error(error: BaseException) -> tuple[tuple[CodeType, int] | None, tuple[CodeType, int] | None]:

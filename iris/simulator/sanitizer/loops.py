@@ -43,8 +43,14 @@ def condition_at(file: str, line: int) -> Condition | None:
     return _loops(file).conditions.get(line)
 
 
+def ends_wait_at(file: str, line: int) -> bool:
+    """Whether such a loop ends by what this line gives: it is in its condition, or in that of its break."""
+    return line in _loops(file).ends
+
+
 class _Loops(NamedTuple):
     waits: frozenset[int]
+    ends: frozenset[int]
     spins: frozenset[int]
     conditions: dict[int, Condition]
 
@@ -54,17 +60,26 @@ def _loops(file: str) -> _Loops:
     try:
         tree = ast.parse("".join(linecache.getlines(file)))
     except (SyntaxError, ValueError, RecursionError):
-        return _Loops(frozenset(), frozenset(), {})
-    waits, spins, conditions = set(), set(), {}
+        return _Loops(frozenset(), frozenset(), frozenset(), {})
+    waits, ends, spins, conditions = set(), set(), set(), {}
     for node in ast.walk(tree):
         if isinstance(node, ast.While):
             waits |= _lines_of(node)
+            ends |= _lines_of(node.test) | _lines_of_breaks(node)
             if _spins(node):
                 spins |= _lines_of(node)
                 conditions |= _conditions(node.test)
         elif isinstance(node, ast.For) and any(isinstance(each, ast.Break) for each in ast.walk(node)):
             waits |= _lines_of(node)
-    return _Loops(frozenset(waits), frozenset(spins), conditions)
+            ends |= _lines_of_breaks(node)
+    return _Loops(frozenset(waits), frozenset(ends), frozenset(spins), conditions)
+
+
+def _lines_of_breaks(loop: ast.While | ast.For) -> set[int]:
+    """Of the conditions that the breaks and returns in a loop are under."""
+    conditions = [node for node in ast.walk(loop) if isinstance(node, ast.If)]
+    leaving = [node for node in conditions if any(isinstance(each, (ast.Break, ast.Return)) for each in node.body)]
+    return set().union(*(_lines_of(node.test) for node in leaving))
 
 
 def _conditions(test: ast.expr) -> dict[int, Condition]:

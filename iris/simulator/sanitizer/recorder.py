@@ -77,7 +77,7 @@ class Recorder(HostRecorder):
         self._strays: set[tuple[int, int]] = set()
         self.bounds = bounds.Bounds()
         self.liveness = Liveness(folder, rank, num_ranks)
-        self.threads = Threads(self.notes, lambda: self._host.in_thread())
+        self.threads = Threads(self.notes, lambda: self._host.in_thread(), self.settled)
         self._polls = HostPolls(self.liveness, self.notes, self.threads)
         self._host = HostAccesses(self)
         self._host.__enter__()
@@ -178,7 +178,8 @@ class Recorder(HostRecorder):
             scope = "gpu"  # what partitions are to each other is more than programs, which have the scopes
         releases, acquires = sem in ("release", "acq_rel") or message, sem in ("acquire", "acq_rel") or message
         word = values.size == 1 and values.dtype.kind in "iu" and not message
-        wait = waits.wait_of(sys._getframe(1)) if word and acquires and kind == READ else None
+        # Of a relaxed look, too: a fence may follow it.
+        wait = waits.wait_of(sys._getframe(1)) if word and kind == READ else None
         place = self._place()
         if kind == READ:
             # Who polls again for the same when no flag has been written since learns nothing.

@@ -13,10 +13,12 @@ import functools
 import itertools
 import multiprocessing.pool
 import queue
+import sys
 import threading
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from iris.simulator.grid import TaskThread
@@ -30,15 +32,20 @@ if TYPE_CHECKING:
 # So many of the latest tasks that executors were given are told apart.
 MOST_TASKS = 256
 
-# Threads of these wait for what the program does, and launch nothing.
+# Threads that these start wait for what the program does, and launch nothing.
 _HELPERS = ("iris", "torch", "multiprocessing", "tqdm")
 
 
 class Threads:
-    """Of this process, from when one looks until `close`. ``watched``: around all that a thread does."""
+    """Of this process, from when one looks until `close`.
 
-    def __init__(self, notes: "Notes", watched: Callable[[], contextlib.AbstractContextManager]) -> None:
-        self._notes, self._watched = notes, watched
+    ``watched``: around all that a thread does. ``settled``: called when a thread has begun or ended to wait, or ended.
+    """
+
+    def __init__(
+        self, notes: "Notes", watched: Callable[[], contextlib.AbstractContextManager], settled: Callable[[], None]
+    ) -> None:
+        self._notes, self._watched, self._settled = notes, watched, settled
         # Of this thread, which may not know itself yet.
         self._this = threading.local()
         self._numbers: weakref.WeakKeyDictionary[threading.Thread, int] = weakref.WeakKeyDictionary()
@@ -49,6 +56,11 @@ class Threads:
         # Threads that have begun and that nobody has joined; and of those that wait for another, which.
         self._apart: set[threading.Thread] = set()
         self._joining: dict[threading.Thread, threading.Thread] = {}
+        # Those that wait for other ranks; and for another thread of this one, with what tells whether that has come.
+        self._meeting: set[threading.Thread] = set()
+        self._idle: dict[threading.Thread, Callable[[], bool]] = {}
+        # Those that a library has started, for itself.
+        self._helpers: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
         self._replaced = [(of, name, vars(of)[name], new(self, vars(of)[name])) for of, name, new in _REPLACED]
         # Calls that have begun and that nobody has waited for.
         self.calls: set[Call] = set()
@@ -122,10 +134,43 @@ class Threads:
 
     def may_help(self, busy: set[threading.Thread]) -> bool:
         """Whether a thread may still do something, other than those that are ``busy`` with launches that wait."""
-        stuck = set(busy)
+        idle = {thread for thread, is_idle in list(self._idle.items()) if is_idle()}
+        stuck = {*busy, *self._meeting, *idle}
         while new := {one for one, other in self._joining.items() if other in stuck} - stuck:
             stuck |= new
-        return any(thread not in stuck and not _is_helper(thread) for thread in threading.enumerate())
+        return any(thread not in stuck and not self._is_helper(thread) for thread in threading.enumerate())
+
+    @contextlib.contextmanager
+    def meeting(self) -> Iterator[None]:
+        """While this lasts the current thread waits for other ranks."""
+        thread = threading.current_thread()
+        self._meeting.add(thread)
+        try:
+            yield
+        finally:
+            self._meeting.discard(thread)
+
+    @contextlib.contextmanager
+    def idle(self, is_idle: Callable[[], bool]) -> Iterator[None]:
+        """While this lasts the current thread waits for another of this rank, which has not come if ``is_idle()``."""
+        thread = threading.current_thread()
+        self._idle[thread] = is_idle
+        self._settled()
+        try:
+            yield
+        finally:
+            del self._idle[thread]
+            self._settled()
+
+    def idlers(self, thing: Any) -> int:
+        """How many threads wait in this condition."""
+        return sum(getattr(is_idle, "waits_in", None) is thing for is_idle in list(self._idle.values()))
+
+    def _is_helper(self, thread: threading.Thread) -> bool:
+        """Whether it does nothing for the program by itself."""
+        if thread in self._helpers or isinstance(thread, (TaskThread, threading._DummyThread)):
+            return True
+        return thread not in self._numbers and _module_of(thread).partition(".")[0] in _HELPERS
 
     def tells(self, thing: Any) -> None:
         if self._telling:
@@ -146,8 +191,11 @@ class Threads:
 
     def start(self, thread: threading.Thread) -> None:
         """It is about to be started."""
-        if _is_helper(thread) and _module_of(thread) != "multiprocessing.pool":
-            return
+        if isinstance(thread, TaskThread) or _is_started_by_a_library(thread, sys._getframe(2)):
+            self._helpers.add(thread)
+            # A pool's own threads hand on what orders its workers with the program.
+            if _module_of(thread) != "multiprocessing.pool":
+                return
         self._numbers[thread] = next(self._count)
         self._apart.add(thread)
         self._telling = True
@@ -163,6 +211,8 @@ class Threads:
         finally:
             self.tells(thread)
             thread.__dict__.pop("run", None)
+            self._helpers.add(thread)  # it does no more for the program
+            self._settled()
 
     def is_over(self, thread: threading.Thread) -> None:
         """The current thread has found that ``thread`` is over."""
@@ -173,10 +223,12 @@ class Threads:
     @contextlib.contextmanager
     def joining(self, thread: threading.Thread) -> Iterator[None]:
         self._joining[threading.current_thread()] = thread
+        self._settled()
         try:
             yield
         finally:
             del self._joining[threading.current_thread()]
+            self._settled()
 
     def _key(self, thing: Any) -> int:
         if thing not in self._keys:
@@ -184,18 +236,19 @@ class Threads:
         return self._keys[thing]
 
 
-def _is_helper(thread: threading.Thread) -> bool:
-    """Whether it does nothing for the program by itself. (A pool's worker does; who hands work on to it does not.)"""
-    if isinstance(thread, (TaskThread, threading._DummyThread)):
-        return True
-    is_worker = getattr(thread, "_target", None) is multiprocessing.pool.worker
-    return not is_worker and _module_of(thread).partition(".")[0] in _HELPERS
-
-
 def _module_of(thread: threading.Thread) -> str:
     """Of what it runs."""
     target = getattr(thread, "_target", None)
     return type(thread).__module__ if target is None else getattr(target, "__module__", None) or ""
+
+
+def _is_started_by_a_library(thread: threading.Thread, starter: FrameType) -> bool:
+    """Whether one of `_HELPERS` starts it, for itself: a pool's workers work for the program.
+
+    Whatever the program starts works for it, be it a function of torch's.
+    """
+    is_worker = getattr(thread, "_target", None) is multiprocessing.pool.worker
+    return not is_worker and starter.f_globals.get("__name__", "").partition(".")[0] in _HELPERS
 
 
 # What stands in for what, and tells it -----------------------------------------------------------------------------
@@ -276,7 +329,14 @@ def _wait(threads: Threads, method: Callable) -> Callable:
     @functools.wraps(method)
     def wait(condition: threading.Condition, timeout: float | None = None) -> Any:
         threads.tells(condition._lock)
-        result = method(condition, timeout)
+
+        def is_idle() -> bool:
+            # Whom it notifies a condition no longer has among those that wait, before these have noticed.
+            return len(condition._waiters) >= threads.idlers(condition)
+
+        is_idle.waits_in = condition
+        with threads.idle(is_idle) if timeout is None else contextlib.nullcontext():
+            result = method(condition, timeout)
         threads.hears(condition._lock)
         return result
 
@@ -335,13 +395,22 @@ class _Item:
 
 def _simple_queue(threads: Threads, kind: type) -> type:
     class SimpleQueue(kind):
+        def __init__(self) -> None:
+            # Items that were put here, and whose takers know it.
+            self._put, self._taken = itertools.count(), itertools.count()
+            self.items_put = self.items_taken = 0
+
         def put(self, value: Any, block: bool = True, timeout: float | None = None) -> None:
             item = _Item(value)
             threads.tells(item)
+            self.items_put = next(self._put) + 1
             super().put(item, block, timeout)
 
         def get(self, block: bool = True, timeout: float | None = None) -> Any:
-            item = super().get(block, timeout)
+            waits = block and timeout is None
+            with threads.idle(lambda: self.items_put == self.items_taken) if waits else contextlib.nullcontext():
+                item = super().get(block, timeout)
+                self.items_taken = next(self._taken) + 1
             threads.hears(item)
             return item.value
 

@@ -83,7 +83,8 @@ def is_dropped(frame: FrameType | None) -> bool:
         if whose != lines.OTHER or frame.f_code.co_filename.startswith(lines.LANGUAGE):
             if frame.f_lasti in _unused(frame.f_code):
                 return True
-            if whose != lines.OTHER or frame.f_lasti not in _returned(frame.f_code):
+            # A function of the language that uses what it has found returns it, and does no more with it itself.
+            if whose != lines.OTHER:
                 return False
         frame = frame.f_back
     return False
@@ -92,18 +93,8 @@ def is_dropped(frame: FrameType | None) -> bool:
 @functools.cache
 def _unused(code: CodeType) -> frozenset[int]:
     """Where ``code`` calls something whose result it drops, caches that follow the instruction included."""
-    return _followed_by("POP_TOP", code)
-
-
-@functools.cache
-def _returned(code: CodeType) -> frozenset[int]:
-    """Where it returns the result as it is."""
-    return _followed_by("RETURN_VALUE", code)
-
-
-def _followed_by(name: str, code: CodeType) -> frozenset[int]:
     instructions = list(dis.get_instructions(code))
-    found = [(one, other) for one, other in itertools.pairwise(instructions) if other.opname == name]
+    found = [(one, other) for one, other in itertools.pairwise(instructions) if other.opname == "POP_TOP"]
     return frozenset(offset for one, other in found for offset in range(one.offset, other.offset))
 
 
