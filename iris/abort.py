@@ -88,7 +88,7 @@ class AbortFlag:
         own = seen_by_gpu + SECTION_BYTES * (1 + group.rank)
         self.record_words = record.of_group(own, seen_by_gpu, 1 + group.rank)
         self.record = self.record_words.data_ptr()
-        group.check_whole = self.check
+        group.check_whole, group.abort = self.check, self.abort
         _flags.add(self)
 
     def abort(self, why: str, at_once: bool = True) -> None:
@@ -154,7 +154,7 @@ class AbortFlag:
             _registered.discard(self)
             torch.cuda.cudart().cudaHostUnregister(self._address)
         _flags.discard(self)
-        self._group.check_whole = None
+        self._group.check_whole = self._group.abort = None
         # Now, and not when a collector comes: a mapping holds a descriptor.
         self.state.release()
         self._memory.close()

@@ -342,6 +342,8 @@ class Iris(Factories):
         """Raise `GroupAbortedError` if the group is broken."""
         if process_group in self._workspaces:
             self._workspaces[process_group].abort_flag.check()
+        if process_group in self._groups:
+            self._groups[process_group].check()
 
     def _group(self, process_group: dist.ProcessGroup | None) -> Group:
         if not isinstance(process_group, dist.ProcessGroup | None):

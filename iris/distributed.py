@@ -17,6 +17,7 @@ programs that send before they receive would wait for each other.
 its first tensor: a group that is never used costs nothing, and no rank outside it takes part.
 """
 
+import contextlib
 import functools
 import inspect
 import sys
@@ -37,13 +38,14 @@ from iris.distributed_calls import (
     EnqueuedWork,
     HostBarrierWork,
     SimulatedMessage,
+    check_splits,
     deal_out,
     exchange,
     flat,
     keep_for,
     on_a_stream,
 )
-from iris.errors import HeapClosedError, InvalidCollectiveError, InvalidGroupError, WrongDeviceError
+from iris.errors import HeapClosedError, InvalidCollectiveError, InvalidGroupError, IrisError, WrongDeviceError
 from iris.simulator.streams import Stream
 from iris.world.members import await_all, introduce
 
@@ -307,6 +309,8 @@ class ProcessGroup(dist.ProcessGroup):
         opts: Any = None,
     ) -> Any:  # fmt: skip
         received = output if output.is_contiguous() else torch.empty_like(output, memory_format=torch.contiguous_format)
+        check_splits("output", output, output_rows, self.size())
+        check_splits("input", input, input_rows, self.size())
         if output_rows or input_rows:
             receive, send = (self._elements(x, rows) for x, rows in ((output, output_rows), (input, input_rows)))
             exchange(ccl, received, input.contiguous(), receive, send)
@@ -330,6 +334,15 @@ class ProcessGroup(dist.ProcessGroup):
     def gather(self, ccl: Collectives, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Any:
         here, mine = opts.rootRank == self.rank(), inputs[0]
         together = mine.new_empty(self.size(), mine.numel()) if here else None
+        sizes = [output.numel() for output in outputs[0]] if here else []
+        if here and sizes != [mine.numel()] * self.size():
+            # As a root that refuses what it alone gives, so that nobody waits for it.
+            with contextlib.suppress(IrisError):
+                ccl.gather(None, mine, self._rank_in_world(opts.rootRank))
+            raise InvalidCollectiveError(
+                f"gather() brings {mine.numel()} elements from each of {self.size()} ranks; the list has tensors of "
+                f"{sizes}."
+            )
         ccl.gather(together, mine, self._rank_in_world(opts.rootRank))
         if here:
             deal_out(together, outputs[0])
@@ -337,7 +350,7 @@ class ProcessGroup(dist.ProcessGroup):
 
     @on_a_stream
     def scatter(self, ccl: Collectives, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Any:
-        parts = flat(inputs[0]) if opts.rootRank == self.rank() else None
+        parts = inputs[0] if opts.rootRank == self.rank() else None
         ccl.scatter(outputs[0], parts, self._rank_in_world(opts.rootRank))
         return outputs
 

@@ -13,6 +13,7 @@ from iris.ccl.collectives import Collectives
 from iris.ccl.config import Config
 from iris.ccl.work import Work
 from iris.context import Iris
+from iris.errors import InvalidCollectiveError
 from iris.simulator import sanitizer
 from iris.simulator.streams import Enqueued
 
@@ -204,6 +205,21 @@ def flat(parts: Sequence[Tensor]) -> Tensor:
 def deal_out(pieces: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
     for piece, output in zip(pieces, outputs, strict=True):
         output.copy_(piece.view(output.shape))
+
+
+def check_splits(role: str, tensor: Tensor, rows: Sequence[int], size: int) -> None:
+    """That the rows of a tensor can be dealt out to ``size`` ranks, as for torch's own backends."""
+    there = tensor.shape[0] if tensor.dim() else 1
+    if not rows and there % size:
+        raise InvalidCollectiveError(
+            f"all_to_all_single() deals out the rows of its {role} to {size} ranks: {there} cannot be divided. "
+            f"Give {role}_split_sizes."
+        )
+    if rows and (len(rows) != size or sum(rows) != there):
+        raise InvalidCollectiveError(
+            f"{role}_split_sizes={list(rows)} of all_to_all_single() should be {size} numbers, one a rank, which add "
+            f"up to {there}, the rows of its {role}."
+        )
 
 
 def exchange(ccl: Collectives, output: Tensor, input: Tensor, receive: list[int], send: list[int]) -> None:

@@ -112,12 +112,12 @@ class Attack:
         return open, (self.path, "w")
 
 
-def read_what_somebody_else_has_written(ctx, path):
-    """Whoever reaches the store can write there: rank 1 finds a pickle in the place of rank 0's value."""
+def read_what_somebody_else_has_written(ctx, path, forged):
+    """Whoever reaches the store can write there: rank 1 finds this in the place of rank 0's value."""
     group = everyone()
     if group.rank == 0:
-        group.store.set("0/0", pickle.dumps(Attack(path)))
-        group.store.set("0/1", pickle.dumps(Attack(path)))
+        group.store.set("0/0", pickle.dumps(Attack(path)) if forged == "a pickle" else forged)
+        group.store.set("0/1", "")
     group.meetings += group.rank == 0
     group.store.wait(["0/0"])
     if group.rank == 1:
@@ -128,8 +128,9 @@ def read_what_somebody_else_has_written(ctx, path):
 
 
 @pytest.mark.ranks(2)
-def test_what_lies_in_the_store_runs_no_code(ranks, tmp_path):
-    ranks.run(read_what_somebody_else_has_written, str(tmp_path / "attacked"))
+@pytest.mark.parametrize("forged", ["a pickle", "null", "NaN", "3", '{"tuple": [1]}', '{"tuple": [1, 2, 3]}'])
+def test_what_lies_in_the_store_runs_no_code(ranks, tmp_path, forged):
+    ranks.run(read_what_somebody_else_has_written, str(tmp_path / "attacked"), forged)
 
 
 @pytest.mark.parametrize(
@@ -195,6 +196,8 @@ def break_behind_a_meeting(ctx):
     here = group.meetings
 
     def check_whole():
+        if group.meetings == here:
+            return  # it has not begun to wait
         dist.barrier()
         while not group.store.check([f"{here}/0"]):
             pass
@@ -213,7 +216,7 @@ def test_a_group_that_breaks_behind_a_meeting_leaves_the_meeting_whole(ranks):
 
 
 def stay_away(ctx):
-    """Rank 1 comes late; the others must not wait longer than the limit, nor miss each other afterwards."""
+    """Rank 1 comes late; the others wait no longer than the limit, and then nobody meets any more, nor waits for it."""
     store = distributed_c10d._get_process_group_store(dist.group.WORLD)
     meanwhile, before = everyone(), store.timeout
     store.set_timeout(timedelta(seconds=3))
@@ -226,9 +229,10 @@ def stay_away(ctx):
     finally:
         store.set_timeout(before)
     meanwhile.all_gather(None, "the end of the wait")
-    if group.rank == 1:
-        group.all_gather(None, "a test")
-    assert group.all_gather(group.rank, "another test") == list(range(group.size))
+    for what in ("a test", "another test"):
+        with pytest.raises(GroupAbortedError, match="rank [02] has left a test by IrisTimeoutError"):
+            group.all_gather(group.rank, what)
+    assert everyone().all_gather(group.rank, "another test") == list(range(group.size))
 
 
 @pytest.mark.ranks(3)

@@ -40,6 +40,19 @@ def check_at_root(comm: Communicator, name: str, role: str, tensor: object, root
     check_tensor(name, tensor)
 
 
+def joined(comm: Communicator, name: str, parts: Sequence[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
+    """The parts that a collective sends, one a rank, in one tensor, if each is as large as ``output``."""
+    for part in parts:
+        check_tensor(name, part)
+    sizes = [part.numel() for part in parts]
+    if sizes != [output.numel()] * comm.size:
+        raise InvalidCollectiveError(
+            f"{name}() sends each of {comm.size} ranks {output.numel()} elements, as many as its output has; the list "
+            f"has tensors of {sizes}."
+        )
+    return torch.cat([part.reshape(-1) for part in parts])
+
+
 def check_config(config: Config | None) -> Config:
     """``config``, or the default."""
     used = DEFAULT if config is None else config

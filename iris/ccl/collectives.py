@@ -182,7 +182,7 @@ class Collectives:
     def scatter(
         self,
         output: torch.Tensor,
-        input: torch.Tensor | None,
+        input: torch.Tensor | Sequence[torch.Tensor] | None,
         src: int = 0,
         *,
         group: dist.ProcessGroup | None = None,
@@ -191,13 +191,16 @@ class Collectives:
     ) -> Work | None:
         """Send part r of ``input`` of rank ``src`` (its rank in the world) to ``output`` of rank r.
 
-        ``input`` has W times the elements of ``output``; it is not looked at elsewhere, and may be None.
+        ``input`` has W times the elements of ``output``, or is a list of W tensors of as many as that; it is not looked
+        at elsewhere, and may be None.
         """
         comm, stream, line = self._enter("scatter", group, output, output, config, src)
         root = checks.rank_in_group(comm, "src", src, self._context.num_ranks)
         here = comm.rank == root
         try:
             if here:
+                if isinstance(input, list | tuple):
+                    input = checks.joined(comm, "scatter", input, output)
                 checks.check_at_root(comm, "scatter", "input", input, root)
             result = _to_write(output)
             source = _to_read(input) if here else result

@@ -16,6 +16,12 @@ from iris.errors import InvalidConfigError, UnsupportedReductionError, Workspace
 # Dtypes whose elements can be their own flags: all ones are a NaN (`iris.language.lamport`).
 LAMPORT = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2}
 
+# Dtypes that kernels can combine.
+ARITHMETIC = {
+    *LAMPORT, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.complex32, torch.complex64, torch.complex128,
+    torch.bool, torch.int8, torch.int16, torch.int32, torch.int64,
+    torch.uint8, torch.uint16, torch.uint32, torch.uint64,
+}  # fmt: skip
 
 # Variants that push elements which are their own flags, and in how many steps.
 PUSHES = {"one_shot": 1, "two_shot_push": 2}
@@ -60,7 +66,7 @@ class Operands(NamedTuple):
 
 def check(op: Op, dtype: torch.dtype) -> None:
     """Raise `UnsupportedReductionError` unless ``op`` has a meaning for ``dtype``."""
-    if dtype.is_floating_point and dtype not in LAMPORT | {torch.float8_e4m3fnuz, torch.float8_e5m2fnuz}:
+    if dtype not in ARITHMETIC:
         raise UnsupportedReductionError(f"{dtype} cannot be combined: convert it, or move it as it is.")
     if dtype.is_complex and op not in (ReduceOp.SUM, ReduceOp.AVG, PREMUL_SUM):
         raise UnsupportedReductionError(f"{op} has no meaning for {dtype}, which has no order; SUM and AVG have.")

@@ -121,12 +121,12 @@ class Segments:
         Undone on all ranks if it fails on one; ``what`` it is for completes "could not …".
         """
         leads = group.rank == 0
-        told = group.all_gather(sorted(self._returned), f"a meeting to {what}")
+        told = group.all_gather(sorted(self._returned), f"a meeting to {what}, about what was given back")
         returned = set.intersection(*map(set, told))
         with self._lock:
             self._returned -= returned
             choice = self._choose(returned, size) if leads else None
-        serial, number, begin, new, is_zero = group.all_gather(choice, f"a meeting to {what}")[0]
+        serial, number, begin, new, is_zero = group.all_gather(choice, f"a meeting to {what}, about where")[0]
         with outside_captures(self._device):
             try:
                 if new:

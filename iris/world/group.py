@@ -31,6 +31,9 @@ from iris.world.store import await_keys, own_client, shared_client
 
 T = TypeVar("T")
 
+# What a member that has left a meeting by an error writes in the place of its next meeting's purpose.
+BROKEN = "a broken group"
+
 
 def check_process_group(group: object) -> None:
     """Raise `InvalidGroupError` unless ``group`` is one that this rank is in."""
@@ -70,6 +73,10 @@ class Group:
         What the members are about to do together (`agree`), while this one does its part.
     check_whole : callable or None
         Raises if the group is broken (`iris.abort`): who waits in a meeting then waits no longer.
+    abort : callable or None
+        Breaks the group for calls that do not meet, too, and says why (`iris.abort`).
+    broken : str or None
+        Why no member may meet any more: one has left a meeting that others count as held.
     meetings : int
         How many there have been, the same number on all members.
 
@@ -86,6 +93,8 @@ class Group:
         self.process_group = process_group
         self.meetings, self.step = 0, None
         self.check_whole: Callable[[], None] | None = None
+        self.abort: Callable[[str], None] | None = None
+        self.broken: str | None = None
         if process_group is None:
             self.rank, self.size, self.ranks = 0, 1, (0,)
             self.name = f"alone/{Group._made['alone']}"
@@ -112,7 +121,10 @@ class Group:
         # Before anything else of this group, so whoever reads the rest finds who has written it.
         self.members = Members(self.store, self.ranks, self.rank)
         self._attendance = Attendance(dist.PrefixStore(part, whole), self.members.processes, self.rank)
-        self.store.set(f"-1/{self.rank}", "")
+        try:
+            self.store.set(f"-1/{self.rank}", "")
+        except dist.DistNetworkError as error:
+            raise self._store_lost("the making of a group") from error
         farewell.groups.add(self)
         farewell.register(os.getpid())
 
@@ -137,17 +149,27 @@ class Group:
             Members met for different things, on every member.
         PeerLostError
             A member has died, or its program has ended; or the store is gone.
+        GroupAbortedError
+            The group is broken, as by a member that has left a meeting by a time limit or Ctrl-C.
         InvalidMessageError
             What a member brought is not of this version of Iris.
         """
         if self.size == 1:
             return [value]
+        self.check()
         # Before the meeting counts: a value that cannot be sent must not put this member out of step.
         text = wire.encode((what, value))
         recorder = sanitizer.recorder if orders else None
         key = (self.name, self.meetings)
         with recorder.meeting(key, self.ranks, what) if recorder is not None else contextlib.nullcontext():
-            return self._exchange(value, what, text)
+            try:
+                return self._exchange(value, what, text)
+            except (PeerLostError, OutOfStepError, InvalidMessageError, GroupAbortedError):
+                raise
+            except BaseException as error:
+                # Others may hold this meeting later, or have held it.
+                self._left(what, error)
+                raise
 
     def _exchange(self, value: Any, what: str, text: bytes) -> list[Any]:
         """`all_gather` of what is encoded as ``text``."""
@@ -168,6 +190,10 @@ class Group:
             if ended:
                 self.members.await_ends(ended)
                 raise self._lost(what, ended)
+            for other, why in met.values():
+                if other == BROKEN:
+                    self._break(why)
+                    self.check()
             # Whoever has come to this meeting has left the last one, so nobody will read this any more. That it is gone
             # also tells the others that this meeting's values have been read.
             self.store.delete_key(f"{last}/{self.rank}")
@@ -219,6 +245,9 @@ class Group:
             wire.encode(result)
         except Exception as error:
             failure = error
+        except BaseException as error:
+            self._left(f"a meeting to {what}", error)
+            raise
         finally:
             self.step = None
         text = failure and f"{type(failure).__name__}: {failure}"
@@ -244,12 +273,32 @@ class Group:
     def _decode(self, rank: int, text: bytes) -> tuple[str, Any]:
         try:
             what, value = wire.decode(text)
-        except ValueError as error:
+        except (TypeError, ValueError) as error:
             raise InvalidMessageError(
                 f"In a meeting of ranks, what lies in the store for rank {self.ranks[rank]} is no message of this "
                 f"version of Iris ({error}). Do all ranks run the same version, and can nobody else reach the store?"
             ) from error
         return what, value
+
+    def check(self) -> None:
+        """Raise `GroupAbortedError` if no member may meet any more."""
+        if self.broken is not None:
+            raise GroupAbortedError(self.ranks, f"{self.broken}.")
+        if self.check_whole is not None:
+            self.check_whole()
+
+    def _left(self, what: str, error: BaseException) -> None:
+        """This member has left a meeting by an error, so that the members' meetings are not the same any more."""
+        self._break(f"rank {self.ranks[self.rank]} has left {what} by {type(error).__name__}")
+
+    def _break(self, why: str) -> None:
+        """Let no member meet any more. Who comes to a meeting that this member has not held finds there why."""
+        self.broken = why
+        if self.abort is not None:
+            self.abort(f"{why}.")
+        with contextlib.suppress(dist.DistError):
+            for number in range(self._attendance.latest + 1, self.meetings + 1):
+                self.store.set(f"{number}/{self.rank}", wire.encode((BROKEN, why)))
 
     def say_goodbye(self, failure: str | None) -> None:
         """Come to the next meeting for the last time: whoever waits there waits no longer.

@@ -62,7 +62,9 @@ class Members:
         self.processes: list[Peer | None] = [self._known.get(each) for each in ranks]
         self.processes[rank] = None
         if store is not None:
-            store.set(f"who/{rank}", wire.encode(peers.own_identity()))
+            # Without a store the group finds the same when it goes on, and then says which process was lost.
+            with contextlib.suppress(dist.DistNetworkError):
+                store.set(f"who/{rank}", wire.encode(peers.own_identity()))
 
     def unknown(self) -> list[int]:
         """The members whose processes are not known yet."""

@@ -357,6 +357,45 @@ def test_an_interrupt_before_the_launch_breaks_the_group(ranks, mistaken, name):
     ranks.run(interrupted_while_it_prepares, name)
 
 
+MEETINGS = {
+    "barrier": lambda own, group, x: own.barrier(),
+    "barrier of a group": lambda own, group, x: own.barrier(group=group),
+    "broadcast": lambda own, group, x: own.broadcast(3),
+    "first device barrier": lambda own, group, x: own.device_barrier(group),
+    "first collective": lambda own, group, x: own.ccl.all_reduce(x, x, group=group),
+    "first collective of a size": lambda own, group, x: own.ccl.all_gather(x.new_empty(own.num_ranks * len(x)), x),
+}
+
+
+def left_in_a_meeting(ctx, name):
+    """Ctrl-C on rank 0 while it waits for the others on the host; they come later."""
+    own, group, call = iris.iris(1 << 20), dist.new_group(), MEETINGS[name]
+    x = filled(ctx, 12)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    if ctx.cur_rank == 0:
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr("iris.world.group.await_keys", interrupt)
+            call(own, group, x)
+    dist.barrier()
+    for _ in range(2):
+        with pytest.raises(GroupAbortedError, match="rank 0 has left .* by KeyboardInterrupt"):
+            call(own, group, x)
+    own.close()
+    ctx.ccl.all_reduce(x, x)
+    with iris.iris(1 << 20) as again:
+        assert again.broadcast(ctx.cur_rank + 5) == 5
+    ctx.barrier()
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("name", MEETINGS)
+def test_who_leaves_a_meeting_breaks_the_group(ranks, mistaken, name):
+    ranks.run(left_in_a_meeting, name)
+
+
 def broken_context(ctx):
     own = iris.iris(1 << 20)
     x, y = torch.ones(4, device=ctx.device), torch.empty(4, device=ctx.device)

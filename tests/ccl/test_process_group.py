@@ -19,7 +19,13 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import iris.distributed  # noqa: F401 (registers the backend)
-from iris.errors import InvalidCollectiveError, InvalidGroupError, UnsupportedReductionError, WrongDeviceError
+from iris.errors import (
+    GroupAbortedError,
+    InvalidCollectiveError,
+    InvalidGroupError,
+    UnsupportedReductionError,
+    WrongDeviceError,
+)
 
 ROOT = Path(__file__).parents[2]
 
@@ -218,6 +224,50 @@ def refused(ctx):
 
 def test_what_the_backend_does_not_have(ranks):
     ranks.run(refused)
+
+
+def unequal_list(ctx, name):
+    """The root's list has the right sum, but its first tensor an element less, and its last one more."""
+    group, size, x = make_group(ctx), ctx.num_ranks, torch.full((3,), 1.0, device=ctx.device)
+    parts = [x.new_full((3 - (rank == 0) + (rank == size - 1),), 10.0 + rank) for rank in range(size)]
+    root = dist.get_global_rank(group, 0)
+    call = {
+        "scatter": lambda: dist.scatter(x, parts if ctx.cur_rank == root else None, root, group=group),
+        "gather": lambda: dist.gather(x, parts if ctx.cur_rank == root else None, root, group=group),
+    }[name]
+    if ctx.cur_rank == root:
+        with pytest.raises(InvalidCollectiveError, match=r"the list has tensors of \[2, .*4\]"):
+            call()
+    else:
+        call()
+    dist.barrier()
+    with pytest.raises(GroupAbortedError, match=f"rank {root} is the root of {name}.., and refused it"):
+        dist.all_reduce(x, group=group)
+    dist.destroy_process_group(group)
+
+
+@pytest.mark.parametrize("name", ["scatter", "gather"])
+def test_a_roots_list_of_unequal_tensors_is_refused(ranks, name):
+    ranks.run(unequal_list, name)
+
+
+def wrong_splits(ctx):
+    group, size = make_group(ctx), ctx.num_ranks
+    x, y = (torch.full((2 * size, 3), 1.0, device=ctx.device) for _ in range(2))
+    with pytest.raises(
+        InvalidCollectiveError, match=f"rows of its input to {size} ranks: {2 * size - 1} cannot be"
+    ):
+        dist.all_to_all_single(y, x[1:], group=group)
+    for splits in ([1] * size, [2] * (size - 1), [2] * size + [0]):
+        with pytest.raises(InvalidCollectiveError, match=f"should be {size} numbers, .* which add up to {2 * size}"):
+            dist.all_to_all_single(y, x, splits, [2] * size, group=group)
+    dist.all_to_all_single(y, x + ctx.cur_rank, [2] * size, [2] * size, group=group)
+    assert y[:, 0].tolist() == [1.0 + rank for rank in range(size) for _ in range(2)]
+    dist.destroy_process_group(group)
+
+
+def test_splits_that_do_not_fit_the_rows_are_refused(ranks):
+    ranks.run(wrong_splits)
 
 
 def split(ctx):

@@ -195,3 +195,20 @@ def refused(ctx):
 
 def test_what_is_no_operation(ranks):
     ranks.run(refused)
+
+
+def not_combined(ctx, dtype):
+    group, x = dist.new_group(), torch.empty(8, dtype=dtype, device=ctx.device)
+    for _ in range(2):
+        with pytest.raises(UnsupportedReductionError, match="cannot be combined: convert it, or move it as it is"):
+            ctx.ccl.all_reduce(x, x, group=group)
+    one = torch.ones(4, device=ctx.device)
+    ctx.ccl.all_reduce(one, one, group=group)
+    ctx.barrier()
+    assert one.tolist() == [ctx.num_ranks] * 4
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("dtype", [torch.bits8, torch.bits16, torch.float8_e8m0fnu])
+def test_what_has_no_arithmetic_is_refused_and_the_group_goes_on(ranks, dtype):
+    ranks.run(not_combined, dtype)
