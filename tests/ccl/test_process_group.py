@@ -254,9 +254,7 @@ def test_a_roots_list_of_unequal_tensors_is_refused(ranks, name):
 def wrong_splits(ctx):
     group, size = make_group(ctx), ctx.num_ranks
     x, y = (torch.full((2 * size, 3), 1.0, device=ctx.device) for _ in range(2))
-    with pytest.raises(
-        InvalidCollectiveError, match=f"rows of its input to {size} ranks: {2 * size - 1} cannot be"
-    ):
+    with pytest.raises(InvalidCollectiveError, match=f"rows of its input to {size} ranks: {2 * size - 1} cannot be"):
         dist.all_to_all_single(y, x[1:], group=group)
     for splits in ([1] * size, [2] * (size - 1), [2] * size + [0]):
         with pytest.raises(InvalidCollectiveError, match=f"should be {size} numbers, .* which add up to {2 * size}"):

@@ -5,8 +5,11 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.pool import ThreadPool
 
+import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from iris.simulator import sanitizer
 from iris.simulator.sanitizer.analysis import analyse
@@ -160,3 +163,46 @@ def test_memory_that_is_given_back_may_be_anybodys(tmp_path):
             torch.ones(1 << 14).mul_(3)
         thread.join()
     assert analyse(tmp_path) == []
+
+
+@triton.jit
+def double(x, N: tl.constexpr):
+    i = tl.arange(0, N)
+    tl.store(x + i, 2 * tl.load(x + i))
+
+
+@pytest.mark.parametrize("make", [lambda k: torch.tensor([k] * N), lambda k: torch.from_numpy(np.full(N, k))])
+def test_memory_that_torchs_dispatcher_did_not_make_is_new_all_the_same(tmp_path, make):
+    """Batches of a loader: what the host has dropped is the memory of a later one."""
+    batches, addresses = queue.Queue(4), []
+
+    def load():
+        for k in range(50):
+            batch = make(k)
+            double[(1,)](batch, N)
+            addresses.append(batch.data_ptr())
+            batches.put(batch)
+            del batch
+
+    with sanitizer.recording(tmp_path, 0, 1):
+        thread = threading.Thread(target=load)
+        thread.start()
+        for k in range(50):
+            batch = batches.get()
+            double[(1,)](batch, N)
+            assert batch.tolist() == [4 * k] * N
+            del batch
+        thread.join()
+    assert len(set(addresses)) < len(addresses)
+    assert analyse(tmp_path) == []
+
+
+def test_a_race_in_a_view_names_the_views_element(tmp_path):
+    with sanitizer.recording(tmp_path, 0, 1):
+        x = torch.zeros(3 * N, dtype=torch.int64)
+        thread = threading.Thread(target=lambda: double[(1,)](x[10 : 10 + N], N))
+        thread.start()
+        x[13].item()
+        thread.join()
+    (finding,) = analyse(tmp_path)
+    assert finding.kind == "race" and "element [3]" in str(finding)

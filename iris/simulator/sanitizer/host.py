@@ -101,6 +101,7 @@ class HostAccesses(TorchDispatchMode):
                 if returned.alias_info is None:
                     for tensor in filter(_is_seen, _tensors(value)):
                         storage = tensor.untyped_storage()
+                        storage.iris_seen = True
                         self._recorder.renewed(storage.data_ptr(), storage.nbytes())
         return result
 
@@ -111,6 +112,7 @@ class HostAccesses(TorchDispatchMode):
     def _touch(self, value: Any, kind: int, uses: bool, blank: bool = False) -> None:
         for tensor in _tensors(value):
             if _is_seen(tensor):
+                self._recorder.seen(tensor)
                 self._recorder.used(tensor, "reads" if kind == READ else "writes")
                 self._recorder.host_accessed(*runs(tensor), tensor.element_size() if uses else 0, kind, blank)
 

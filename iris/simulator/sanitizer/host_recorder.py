@@ -11,7 +11,7 @@ import torch
 
 from iris.heap import symmetric
 from iris.heap.lifetime import Life
-from iris.simulator.sanitizer import bounds, lines, loops, uninitialised
+from iris.simulator.sanitizer import bounds, lines, loops, uninitialised, waits
 from iris.simulator.sanitizer.calls import Call
 from iris.simulator.sanitizer.deadlock import Liveness
 from iris.simulator.sanitizer.events import (
@@ -97,13 +97,14 @@ class HostRecorder:
             return
         self._polled[key] = found
         value = int.from_bytes(values, sys.byteorder, signed=True) if tensor.numel() == 1 else None
+        wait = waits.wait_of(sys._getframe(1)) if tensor.numel() == 1 else None
         undefined = any(uninitialised.seen_at(address, size, tensor.element_size()) for address in addresses)
         for spans in self._spaces.spans(addresses, size):
             self.bounds.check(self, spans, READ, place)
             self.notes.add(
                 Synchronised(
                     number, 0, thread, place, spans, READ, releases=False, acquires=True, scope="sys", before=value,
-                    after=value, undefined=undefined, once=not self._is_in_wait(),
+                    after=value, undefined=undefined, wait=wait, once=not self._is_in_wait(),
                 )
             )  # fmt: skip
 
@@ -112,6 +113,14 @@ class HostRecorder:
         (spans,) = self._spaces.spans(np.array([address], dtype=np.int64), size)
         if spans.space[0] == PRIVATE:
             self.notes.add(Renewed(spans))
+
+    def seen(self, tensor: torch.Tensor) -> None:
+        """This tensor is used. At first sight its memory is new: torch's dispatcher has not made all that there are."""
+        if self.threads.several():
+            storage = tensor.untyped_storage()
+            if not hasattr(storage, "iris_seen"):
+                storage.iris_seen = True
+                self.renewed(storage.data_ptr(), storage.nbytes())
 
     def begun(self, name: str, stream: Any = None) -> Call:
         """The host makes a call of ``torch.distributed`` that goes on beside it; ``stream``: on which, if on one."""
@@ -193,10 +202,14 @@ class HostRecorder:
         """A launch begins that has this argument. Of memory that is this rank's alone, that is all that one knows."""
         self.used(tensor, f"gives a kernel as {name!r}")
         if tensor.numel() and tensor.layout == torch.strided:
-            storage = tensor.untyped_storage()
-            (spans,) = self._spaces.spans(np.array([storage.data_ptr()], dtype=np.int64), storage.nbytes())
+            self.seen(tensor)
+            begin, size, shape = tensor.data_ptr(), tensor.nbytes, tensor.shape
+            if not tensor.is_contiguous():
+                storage = tensor.untyped_storage()
+                begin, size, shape = storage.data_ptr(), storage.nbytes(), (storage.nbytes() // tensor.element_size(),)
+            (spans,) = self._spaces.spans(np.array([begin], dtype=np.int64), size)
             if spans.space[0] == PRIVATE:
-                text = f"{symmetric.tensor_text(tensor.shape, tensor.dtype)}, the argument {name!r},"
+                text = f"{symmetric.tensor_text(shape, tensor.dtype)}, the argument {name!r},"
                 self.notes.add(Allocated(spans, text, self._place(), False, not self.threads.several()))
 
     def used(self, tensor: torch.Tensor, verb: str) -> None:

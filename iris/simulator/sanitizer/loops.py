@@ -18,7 +18,7 @@ _TURNED = {ast.Lt: ast.Gt, ast.LtE: ast.GtE, ast.Gt: ast.Lt, ast.GtE: ast.LtE}
 
 # What returns the value that it has found in memory.
 _LOOKS = ("load", "atomic_add", "atomic_and", "atomic_cas", "atomic_max", "atomic_min", "atomic_or", "atomic_xchg",
-          "atomic_xor")  # fmt: skip
+          "atomic_xor", "item")  # fmt: skip
 
 
 class Condition(NamedTuple):
