@@ -6,6 +6,7 @@ killed, and only processes that may inspect the rank (the same user) can open it
 a large heap costs nothing until it is used.
 """
 
+import errno
 import mmap
 import os
 from typing import Any
@@ -15,6 +16,15 @@ import torch
 
 from iris.errors import MappingError, readable
 from iris.world import Group
+
+# For an error of the system that has a remedy of its own.
+TOO_MANY_FILES = (
+    "This process may not open more files, of which each process group in use takes some for each of its ranks. Allow "
+    "more (ulimit -n), or destroy groups that are not needed."
+)
+ANOTHER_USER = (
+    "All ranks must belong to one user and see each other's processes: in containers, share the PID namespace."
+)
 
 
 def total_memory(device: torch.device) -> int:
@@ -64,7 +74,8 @@ def _share(group: Group, size: int, owners: range) -> list[mmap.mmap]:
             os.fchmod(file, 0o600)
             os.ftruncate(file, size)
         except OSError as error:
-            raise MappingError(f"No shared memory of {readable(size)}: {error}.") from error
+            remedy = f" {TOO_MANY_FILES}" if error.errno in (errno.EMFILE, errno.ENFILE) else ""
+            raise MappingError(f"No shared memory of {readable(size)}: {error}.{remedy}") from error
         return os.getpid(), file, os.fstat(file).st_ino
 
     maps: list[mmap.mmap] = []
@@ -83,9 +94,9 @@ def _share(group: Group, size: int, owners: range) -> list[mmap.mmap]:
                     if peer != file:
                         os.close(peer)
             except OSError as error:
+                remedy = TOO_MANY_FILES if error.errno in (errno.EMFILE, errno.ENFILE) else ANOTHER_USER
                 raise MappingError(
-                    f"The heap of rank {group.ranks[rank]} (process {process}) cannot be mapped: {error}. All ranks "
-                    "must belong to one user and see each other's processes: in containers, share the PID namespace."
+                    f"The heap of rank {group.ranks[rank]} (process {process}) cannot be mapped: {error}. {remedy}"
                 ) from error
 
     try:

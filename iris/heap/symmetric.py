@@ -251,7 +251,10 @@ class SymmetricHeap:
         life = getattr(own, "iris_owner", None)
         storage = self.mapping.storage(rank, own.data_ptr() - self._base, own.nbytes(), life)
         view = torch.empty(0, dtype=tensor.dtype, device=self.device)
-        return view.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+        view = view.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+        # What torch does only when the elements are used.
+        view = torch.conj(view) if tensor.is_conj() else view
+        return torch._neg_view(view) if tensor.is_neg() else view
 
     def stats(self) -> HeapStats:
         """What is in use. The same on every rank, because a block is in use until all ranks have taken it back."""

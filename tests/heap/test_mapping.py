@@ -1,5 +1,6 @@
 """Memory that every rank can address."""
 
+import errno
 import gc
 import os
 import stat
@@ -120,6 +121,23 @@ def fail_on_last(ctx, step):
 @pytest.mark.parametrize("step", ["make", "map"])
 def test_a_failure_on_one_rank_undoes_the_mapping_on_all(ranks, step):
     ranks.run(fail_on_last, step)
+
+
+def run_out_of_files(ctx, step):
+    def refuse(*_):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(*{"make": (os, "memfd_create"), "map": (host.mmap, "mmap")}[step], refuse)
+        with pytest.raises(MappingError, match=r"Too many open files\. This process may not .* \(ulimit -n\)"):
+            mapping.create(everyone(), SIZE, torch.device("cpu"))
+    everyone().all_gather(None, "the end of the test")
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("step", ["make", "map"])
+def test_that_there_may_be_no_more_files_is_told(ranks, step):
+    ranks.run(run_out_of_files, step)
 
 
 def disagree(ctx):

@@ -190,13 +190,20 @@ def look_at_peers(ctx):
         part = heap.peer(tensor[1:, ::2].t(), peer)
         assert torch.equal(part.cpu(), (torch.arange(24).view(4, 6) + 1000 * peer)[1:, ::2].t())
         assert (part.stride(), part.storage_offset()) == ((2, 6), 6)
+    waves = heap.empty((3,), torch.complex64)
+    waves.copy_(torch.tensor([1 + 2j, 3 - 4j, 5j]) * (rank + 1))
+    ctx.barrier()
+    for peer in range(size):
+        expected = torch.tensor([1 - 2j, 3 + 4j, -5j]) * (peer + 1)
+        assert torch.equal(heap.peer(waves.conj(), peer).cpu(), expected)
+        assert torch.equal(heap.peer(waves.conj().imag, peer).cpu(), expected.imag)
     ctx.barrier()
     heap.peer(tensor, (rank + 1) % size)[0, 0] = -rank
     ctx.barrier()
     assert tensor[0, 0] == -((rank - 1) % size)
     # A peer's copy holds the block, so that what is read through it is not somebody else's.
     copy = heap.peer(tensor, 0)
-    del tensor, part
+    del tensor, part, waves
     heap.meet()
     assert heap.stats().count == 1
     address = copy.data_ptr()
