@@ -42,18 +42,24 @@ rank: Callable[[], int | None] = _rank_of_environment
 
 
 class Wait(NamedTuple):
-    """Programs that wait at one place for one thing. ``place``: file, line and function; ``addresses``: of flags."""
+    """Programs that wait at one place for one thing. ``place``: file, line and function; ``addresses``: of flags.
+
+    ``caller``: the kernel's own place, where it has called a function of the user's that waits.
+    """
 
     programs: str
     place: tuple[str, int, str]
     what: str
     flag: str | None
     addresses: tuple[int, ...]
+    caller: tuple[str, int, str] | None = None
 
     def __str__(self) -> str:
-        file, line, function = self.place
+        where = ", called by ".join(
+            f"{file}:{line} in {function}" for file, line, function in filter(None, (self.place, self.caller))
+        )
         flag = f"; flag: {self.flag}" if self.flag else ""
-        return f"{self.programs} at {file}:{line} in {function}: {self.what}{flag}"
+        return f"{self.programs} at {where}: {self.what}{flag}"
 
 
 def waits(waiting: "Iterable[Task]", bottom: CodeType) -> list[Wait]:
@@ -134,20 +140,24 @@ def _describe(poll: "Poll", frame: FrameType | None, bottom: CodeType) -> tuple:
     while frame is not None and frame.f_code is not bottom:
         stack.append(frame)
         frame = frame.f_back
+    place, caller = _places(stack)
     if poll.waits_for is not None:
-        return _place(stack), f"waits for {poll.waits_for}", None, ()
+        return place, f"waits for {poll.waits_for}", None, (), caller
     address = int(poll.pointers.flat[0])
-    return _place(stack), _wanted(poll, stack), _flag(address, poll.pointers.size), tuple(poll.pointers.flat)
+    return place, _wanted(poll, stack), _flag(address, poll.pointers.size), tuple(poll.pointers.flat), caller
 
 
-def _place(stack: list[FrameType]) -> tuple[str, int, str]:
-    """The user's line: the innermost frame outside the libraries, or else the kernel itself."""
+def _places(stack: list[FrameType]) -> tuple[tuple[str, int, str], tuple[str, int, str] | None]:
+    """The user's line, in the innermost frame outside the libraries, or else the kernel itself; and the kernel's own,
+    if that is another function's.
+    """
     first = next(i for i, frame in enumerate(stack) if frame.f_code.co_filename.startswith(SIMULATOR))
     stack = stack[first:]  # what the simulator itself calls is nobody's line
     users = [frame for frame in stack if not frame.f_code.co_filename.startswith(_LIBRARIES)]
     kernels = [frame for frame in stack if not frame.f_code.co_filename.startswith(SIMULATOR)]
-    frame = users[0] if users else kernels[-1]
-    return frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name
+    inner, outer = (users[0], users[-1]) if users else (kernels[-1], kernels[-1])
+    place, caller = ((each.f_code.co_filename, each.f_lineno, each.f_code.co_name) for each in (inner, outer))
+    return place, None if inner is outer else caller
 
 
 def _wanted(poll: "Poll", stack: list[FrameType]) -> str:

@@ -209,7 +209,7 @@ def spin(flag):
 @triton.jit
 def two_kinds(flags):
     if tl.program_id(0) < 9:
-        spin(flags)
+        spin(flags)  # from here
     else:
         while tl.load(flags + 1, volatile=True) == 5:  # there
             pass
@@ -225,7 +225,11 @@ def test_a_hang_is_reported_with_place_flag_and_value(limit, monkeypatch):
     here = line_of("while tl.atomic_cas(flag, 41, 0) != 41:  # here")
     there = line_of("while tl.load(flags + 1, volatile=True) == 5:  # there")
     assert f"programs (0, 0, 0), (1, 0, 0), (2, 0, 0), (3, 0, 0), ... (9 in all) at {__file__}:{here} in spin" in text
-    assert f"waits with atomic_cas for 41, holds 40; flag: address {flags.data_ptr():#x}" in text
+    caller = line_of("spin(flags)  # from here")
+    assert (
+        f"in spin, called by {__file__}:{caller} in two_kinds: waits with atomic_cas for 41, holds 40; flag: " in text
+    )
+    assert f"flag: address {flags.data_ptr():#x}" in text
     assert f"program (9, 0, 0) at {__file__}:{there} in two_kinds: polls with load, holds 5" in text
 
 

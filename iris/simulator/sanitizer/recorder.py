@@ -215,8 +215,11 @@ class Recorder(HostRecorder):
 
     def waits(self, launch: Any, wait: Any) -> None:
         """These programs wait, and nobody can go on."""
-        caller = self._callers.get(id(launch)) if wait.place[0].startswith(lines.IRIS) else None
-        place = Place(launch.name, Line(*wait.place), caller and lines.known(caller))
+        caller = wait.caller and Line(*wait.caller)
+        if wait.place[0].startswith(lines.IRIS):
+            called = self._callers.get(id(launch))
+            caller = called and lines.known(called)
+        place = Place(launch.name, Line(*wait.place), caller)
         outside = self._is_outside(wait, place)
         self.notes.add(Waiting(launch.name, wait.programs, wait.what, place, wait.flag or "", outside))
 
