@@ -57,7 +57,7 @@ def pull(
     BLOCK: tl.constexpr,
     SLOT: tl.constexpr,
     OP: tl.constexpr,
-    SPREADS: tl.constexpr,
+    ALL_REDUCE: tl.constexpr,
 ):
     """Parts and steps as in `two_shot`; ``in_length`` and ``length``: bytes of input and output."""
     gdc_wait()
@@ -69,7 +69,7 @@ def pull(
     others = among(0, W, rank)
     calls = tl.load(row + MET + rank) + 1
     here = True
-    if SPREADS:
+    if ALL_REDUCE:
         here = permit(ctx, own_words + OUTPUTS, heap_table, output, length, calls + lanes() * 0, others, W)
     here = here & advertise_input(ctx, own_words + INPUTS, heap_table, input, in_length, calls, others, W)
     inputs = resolve_inputs(ctx, own_words + INPUTS, heap_table, calls, others)
@@ -78,7 +78,7 @@ def pull(
     ctx.fence()
     missing = others & (inputs == 0)
     outputs = inputs
-    if SPREADS:
+    if ALL_REDUCE:
         outputs = resolve_inputs(ctx, own_words + OUTPUTS, heap_table, calls, others)
         missing = missing | (others & (outputs == 0))
     if here & (tl.max(tl.cast(missing, tl.int32), axis=0) == 0):
@@ -90,7 +90,7 @@ def pull(
         sources, places = (), ()
         for s in tl.static_range(W):
             sources += (pointer_at(input, lane_value(inputs, s)) + tl.cast(rank, tl.int64) * part_step,)
-        if SPREADS:
+        if ALL_REDUCE:
             for distance in tl.static_range(1, W):
                 to = (rank + distance) % W
                 places += (pointer_at(output, lane_value(outputs, to)) + rank * out_part_step,)
@@ -108,7 +108,7 @@ def pull(
                 total = combine(total, scaled(tl.cast(parts[s], ACC), factors, s, OP), OP)
             result = finalize(total, element, W, OP)
             tl.store(output + rank * out_part_step + k, result, mask=mask)
-            if SPREADS:
+            if ALL_REDUCE:
                 for distance in tl.static_range(1, W):
                     event = ctx.tracing.begin_move("store", output + i, (rank + distance) % W, mask)
                     tl.store(places[distance - 1] + k, result, mask=mask)
@@ -116,6 +116,6 @@ def pull(
     else:
         add_up(
             ctx, row, own_words, slots, heap_table, input, output, factors, n, part_step, block_step, limit_step,
-            out_part_step, length, 0, W, W, BLOCK, SLOT, OP, SPREADS, SPREADS,
+            out_part_step, length, 0, W, W, BLOCK, SLOT, OP, ALL_REDUCE, ALL_REDUCE,
         )  # fmt: skip
     exit_barrier(ctx, row, calls, others, W)

@@ -67,7 +67,7 @@ def add_up(
     BLOCK: tl.constexpr,
     SLOT: tl.constexpr,
     OP: tl.constexpr,
-    SPREADS: tl.constexpr,
+    ALL_REDUCE: tl.constexpr,
     DIRECT: tl.constexpr,
 ):
     rank = ctx.cur_rank
@@ -80,8 +80,8 @@ def add_up(
     got = tl.load(row + HEAD + lanes(), mask=others, other=0)
     queues = queue_address(ctx, slots, W, SLOT, others)
     keeps = (rank >= to_first) & (rank < to_last)
-    to = among(to_first, to_last, rank) & SPREADS
-    sources = others & keeps & SPREADS
+    to = among(to_first, to_last, rank) & ALL_REDUCE
+    sources = others & keeps & ALL_REDUCE
     queued = to
     address = queues
     direct_here = rank < 0
@@ -91,7 +91,7 @@ def add_up(
         queued = to & (place == 0)
         address = tl.where(queued, queues, place)
     any_queued = tl.max(tl.cast(queued, tl.int32), axis=0) > 0
-    receives = keeps & (direct_here == 0) & SPREADS
+    receives = keeps & (direct_here == 0) & ALL_REDUCE
 
     i = flat(BLOCK, element)
     # How many blocks there are: of the first part, which is the longest.
@@ -137,7 +137,7 @@ def add_up(
             result = finalize(total, element, W, OP)
             if keeps:
                 tl.store(output + rank * out_part_step + k, result, mask=mask)
-            if SPREADS:
+            if ALL_REDUCE:
                 if any_queued:
                     wait_credits(ctx, own_words, sent, queued, W)
                 for distance in range(1, W):
@@ -153,7 +153,7 @@ def add_up(
                         ctx.tracing.record_event_end(event)
                 if any_queued:
                     sent = tl.where(queued, sent + 1, sent)
-        if SPREADS:
+        if ALL_REDUCE:
             if (step >= 2 * AHEAD) & receives:
                 t = tl.cast(p + (step - 2 * AHEAD) * programs, tl.int64)
                 k = t * block_step + i
@@ -196,17 +196,17 @@ def two_shot(
     BLOCK: tl.constexpr,
     SLOT: tl.constexpr,
     OP: tl.constexpr,
-    SPREADS: tl.constexpr,
+    ALL_REDUCE: tl.constexpr,
     DIRECT: tl.constexpr,
 ):
     """Part d of block t begins at ``d * part_step + t * block_step`` and ends where ``d * limit_step`` + ... < n.
 
-    ``to_first`` to before ``to_last``: the ranks that want the sums, if it ``SPREADS`` them.
+    ``to_first`` to before ``to_last``: the ranks that want the sums, if it ``ALL_REDUCE`` them.
     """
     gdc_wait()
     ctx = DeviceContext.initialize(context_tensor, num_ranks=W)
     add_up(
         ctx, counts + tl.program_id(0) * COUNTS, words + tl.program_id(0) * WORDS, slots, heap_table,
         input, output, factors, n, part_step, block_step, limit_step, out_part_step, length, to_first, to_last,
-        W, BLOCK, SLOT, OP, SPREADS, DIRECT,
+        W, BLOCK, SLOT, OP, ALL_REDUCE, DIRECT,
     )  # fmt: skip
