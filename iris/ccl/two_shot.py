@@ -201,7 +201,7 @@ def two_shot(
 ):
     """Part d of block t begins at ``d * part_step + t * block_step`` and ends where ``d * limit_step`` + ... < n.
 
-    ``to_first`` to before ``to_last``: the ranks that want the sums, if it ``ALL_REDUCE`` them.
+    ``to_first`` to before ``to_last``: the ranks that want the sums, with ``ALL_REDUCE``.
     """
     gdc_wait()
     ctx = DeviceContext.initialize(context_tensor, num_ranks=W)
