@@ -29,7 +29,7 @@ from iris.language.failures import CHECKS_POINTERS, WAIT_LIMIT_NS, check_pointer
 from iris.language.fences import fence as ordered_fence
 from iris.language.fences import order_bulk_copies as ordered_bulk_copies
 from iris.language.initialisation import check_context, is_switch, refuse
-from iris.language.jit import aggregate, jit
+from iris.language.jit import aggregate, in_gluon, jit
 from iris.language.ordering import SET
 from iris.language.ordering import signal as ordered_signal
 from iris.language.ordering import wait as ordered_wait
@@ -357,7 +357,7 @@ def initialize_traced_second(context_tensor, tracing=False, rank=None, num_ranks
         return identify(context_tensor, tracing, rank, num_ranks if is_switch(num_ranks) else False)
 
 
-IrisDeviceCtx = DeviceContext.gluon
+IrisDeviceCtx = in_gluon(DeviceContext)
 IrisDeviceCtx.__name__ = "IrisDeviceCtx"
 DeviceContext.initialize = staticmethod(initialize)
 IrisDeviceCtx.initialize = staticmethod(initialize_traced_second.gluon)

@@ -110,11 +110,11 @@ def gluon_version_of(version: Any) -> Callable[[FunctionType], Any]:
 
 
 def aggregate(cls: type) -> type:
-    """As ``triton.aggregate``, of a class whose methods are made by `jit`; its attribute ``gluon`` is Gluon's."""
+    """As ``triton.aggregate``, of a class whose methods are made by `jit`; `in_gluon` gives Gluon's version."""
     hidden = ("__dict__", "__weakref__")
     members = {name: in_gluon(member) for name, member in vars(cls).items() if name not in hidden}
     annotations = {name: in_gluon(kind) for name, kind in cls.__annotations__.items()}
     in_triton = triton_aggregate(cls)
-    in_triton.gluon = triton_aggregate(type(cls.__name__, cls.__bases__, members | {"__annotations__": annotations}))
-    _versions[id(in_triton)] = (in_triton, in_triton.gluon)
+    version = triton_aggregate(type(cls.__name__, cls.__bases__, members | {"__annotations__": annotations}))
+    _versions[id(in_triton)] = (in_triton, version)
     return in_triton
