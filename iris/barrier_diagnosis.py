@@ -1,7 +1,7 @@
 """Why a barrier was not met: who is late, and whether ranks launch different grids or count differently.
 
 From the flags of one rank, int32 or int64 ``[programs, num_ranks]``: in ``flags[p, r]`` stands the last epoch in which
-rank r's program p arrived (`iris.language.ordering`). Ranks that call the same barriers are never more than one epoch
+rank r's program p arrived (`iris.language.barrier`). Ranks that call the same barriers are never more than one epoch
 apart, since nobody passes one that another has not reached.
 """
 

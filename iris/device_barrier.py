@@ -1,7 +1,7 @@
 """A barrier of a group's ranks on the current stream: what each rank enqueued before it is visible behind it.
 
 One program a rank. Over the link: one 4-byte flag to each peer, in one step. The flags count their own epochs
-(`iris.language.ordering`), so a replayed CUDA graph needs nothing from the host.
+(`iris.language.barrier`), so a replayed CUDA graph needs nothing from the host.
 """
 
 from collections.abc import Callable

@@ -21,6 +21,7 @@ from iris.errors import (
     NoGpuForRankError,
     NoPeerAccessError,
     PeerFailedError,
+    PeerLostError,
     SeveralHostsError,
     SharedDeviceError,
 )
@@ -213,6 +214,24 @@ def break_behind_a_meeting(ctx):
 @pytest.mark.ranks(2, 4)
 def test_a_group_that_breaks_behind_a_meeting_leaves_the_meeting_whole(ranks):
     ranks.run(break_behind_a_meeting)
+
+
+def make_a_group_without_a_store(ctx):
+    """As it is where the rank has died that holds it."""
+
+    def refuse(*_):
+        raise dist.DistNetworkError("Broken pipe")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist.PrefixStore, "set", refuse)
+        with pytest.raises(PeerLostError, match="lost its connection to the other ranks in the making of a group"):
+            everyone()
+    assert everyone().all_gather(ctx.cur_rank, "a test") == list(range(ctx.num_ranks))
+
+
+@pytest.mark.ranks(2)
+def test_a_group_that_misses_its_store_says_who_may_be_lost(ranks):
+    ranks.run(make_a_group_without_a_store)
 
 
 def stay_away(ctx):

@@ -29,7 +29,7 @@ written, the sender sets ``done`` to its count of these calls, with release.
 Inputs on the heap may be read where they are (`iris.ccl.pull`, `iris.ccl.broadcast`). Then all ranks of the group tell
 each other where their input lies, with release, behind everything earlier on their streams; and their output.
 ``met[s]`` is the last of these calls that rank s has finished; a rank leaves when all have, so its input is read and
-its output written. The own column counts the calls, as in a barrier (`iris.language.ordering`).
+its output written. The own column counts the calls, as in a barrier (`iris.language.barrier`).
 """
 
 import triton

@@ -1,6 +1,6 @@
-"""Memory ordering: every acquire, every release and every wait of the library.
+"""Memory ordering: every acquire, release and wait of the library, but for `iris.language.barrier`.
 
-The rules that this file keeps, for the *whole block* (all threads of a program), on every Triton version and vendor:
+The rules that both files keep, for the *whole block* (all threads of a program), on every Triton version and vendor:
 
 * A **release** operation comes after everything that the block did before it. The release itself is issued by one
   thread, and a release only orders what that thread did or has observed (PTX ISA, Memory Consistency Model, "Release

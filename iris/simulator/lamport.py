@@ -1,4 +1,4 @@
-"""Marked elements (`iris.language.stamped`) are sent to memory that is cleared.
+"""Elements that are their own flags (`iris.language.lamport`) are sent to memory that is cleared.
 
 Where it is not, the reader takes what is left there for what it awaits, if the sender is late: a wrong number now and
 then. Here it is an error each time, whoever is late.

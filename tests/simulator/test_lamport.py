@@ -1,4 +1,4 @@
-"""Marked elements that go to memory which nobody has cleared are an error, whether or not their reader comes early."""
+"""Lamport-style elements that go to memory which nobody has cleared are an error, also if no reader comes early."""
 
 import pytest
 import torch

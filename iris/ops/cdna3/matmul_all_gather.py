@@ -6,7 +6,7 @@ Over the link, each rank: its ``[M, N]`` of the result to every peer, W - 1 time
 travels while the next one is multiplied.
 
 Peers' memory is written by plain stores. The release behind the last of them is in `await_done`: each wavefront waits
-until its own stores are done, all meet, and one writes back what the L2 still has (`iris.language.ordering`).
+until its own stores are done, all meet, and one writes back what the L2 still has (`iris.language.fences`).
 """
 
 from triton.experimental.gluon import language as gl
