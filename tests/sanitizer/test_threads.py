@@ -2,6 +2,7 @@
 
 import queue
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.pool import ThreadPool
 
@@ -13,6 +14,7 @@ import triton.language as tl
 
 from iris.simulator import sanitizer
 from iris.simulator.sanitizer.analysis import analyse
+from iris.simulator.sanitizer.host_recorder import HostRecorder
 
 N = 64
 
@@ -145,6 +147,18 @@ def test_who_knows_of_a_thread_comes_behind_it(tmp_path, way, ordered):
         end()
     kinds = [finding.kind for finding in analyse(tmp_path)]
     assert kinds == ([] if ordered else ["race"])
+
+
+def test_two_threads_that_see_memory_for_the_first_time_race(tmp_path, monkeypatch):
+    """Also if one of them is still about to note that the memory is new when the other comes."""
+    note = HostRecorder.renewed
+    monkeypatch.setattr(HostRecorder, "renewed", lambda *args: (time.sleep(0.05), note(*args)))
+    with sanitizer.recording(tmp_path, 0, 1):
+        x = torch.zeros(N)
+        end = join(lambda: x.fill_(1), ordered=False)
+        x.sum()
+        end()
+    assert [finding.kind for finding in analyse(tmp_path)] == ["race"]
 
 
 def test_memory_that_is_given_back_may_be_anybodys(tmp_path):

@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -49,7 +50,7 @@ class HostRecorder:
     _polled: dict
     _polls: HostPolls
     _host: HostAccesses
-    _meetings = 0
+    _first_sight = threading.Lock()
 
     def host_accessed(self, addresses: np.ndarray, size: int, element: int, kind: int, blank: bool = False) -> None:
         """With torch, ``size`` bytes at each of ``addresses``: elements of ``element`` bytes, or 0 if their values
@@ -118,9 +119,12 @@ class HostRecorder:
         """This tensor is used. At first sight its memory is new: torch's dispatcher has not made all that there are."""
         if self.threads.several():
             storage = tensor.untyped_storage()
-            if not hasattr(storage, "iris_seen"):
-                storage.iris_seen = True
-                self.renewed(storage.data_ptr(), storage.nbytes())
+            # Of two threads that see it at once, only the first may note it: a second note, behind what the other has
+            # done, would hide a race. So nobody goes on before that note is there.
+            with self._first_sight:
+                if not hasattr(storage, "iris_seen"):
+                    storage.iris_seen = True
+                    self.renewed(storage.data_ptr(), storage.nbytes())
 
     def begun(self, name: str, stream: Any = None) -> Call:
         """The host makes a call of ``torch.distributed`` that goes on beside it; ``stream``: on which, if on one."""
@@ -176,19 +180,15 @@ class HostRecorder:
         self.notes.add(Awaiting(key, ranks, self._place(), text, self.liveness.over()))
         try:
             with self.threads.meeting():
-                self._meetings += 1
                 self.settled()
                 yield
         finally:
-            self._meetings -= 1
             self.liveness.on_host()
 
     def settled(self) -> None:
         """While the host is in a meeting, another thread of it may do what other ranks wait for."""
-        if self._meetings and not self.threads.may_help(set()):
-            self.liveness.meets()
-        elif self._meetings:
-            self.liveness.on_host()
+        if self.threads.any_in_meeting():
+            self.liveness.on_host() if self.threads.may_help(set()) else self.liveness.meets()
 
     def allocated(self, address: int, size: int, text: str, undefined: bool) -> None:
         if not size:

@@ -150,6 +150,9 @@ class Threads:
         finally:
             self._meeting.discard(thread)
 
+    def any_in_meeting(self) -> bool:
+        return bool(self._meeting)
+
     @contextlib.contextmanager
     def idle(self, is_idle: Callable[[], bool]) -> Iterator[None]:
         """While this lasts the current thread waits for another of this rank, which has not come if ``is_idle()``."""
