@@ -19,7 +19,18 @@ from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
 from iris.errors import NotInSimulatorError
-from iris.simulator import async_copy, libdevice, matrix_core, mbarrier, reductions, scaled, shapes, tma, warpgroup
+from iris.simulator import (
+    arithmetic,
+    async_copy,
+    libdevice,
+    matrix_core,
+    mbarrier,
+    reductions,
+    scaled,
+    shapes,
+    tma,
+    warpgroup,
+)
 from iris.simulator.aggregates import method
 from iris.simulator.gluon import semantic
 from iris.simulator.interpreter import MissingOperation
@@ -177,6 +188,7 @@ def install() -> None:
     binder.forward()
     libdevice.install()
     shapes.install()
+    arithmetic.install()
     gluon_runtime.GluonJITFunction = GluonFunction
     _install_tensor()
     _install_constexpr()
