@@ -14,8 +14,8 @@ import numpy as np
 import triton.language as tl
 from triton.runtime.interpreter import TensorHandle
 
-# The types of which numpy's operations are the language's, by id as some types have no hash, and which of Python's
-# numbers fit into them.
+# The types of which numpy's operations are the language's, also of one and another, and which of Python's numbers fit
+# into them. By id, as not all types have a hash.
 _LIMITS = {id(dtype): (dtype.get_int_min_value(), dtype.get_int_max_value()) for dtype in (tl.int32, tl.int64)}
 
 
@@ -41,33 +41,38 @@ def _broadcast(left: tuple[int, ...], right: tuple[int, ...]) -> tuple[int, ...]
     return tuple(map(max, left, right))
 
 
-def _type_of(left: tl.tensor, right: tl.tensor) -> tl.dtype | None:
-    """The type of what is calculated from these: of the elements of ``left``. None if the language has to say."""
-    if left.shape is right.shape or not right.type.is_block():  # shapes are made once: `iris.simulator.shapes`
-        return left.type
-    shape = tuple(right.type.shape)
-    if left.type.is_block():
-        shape = _broadcast(tuple(left.type.shape), shape)
-    return None if shape is None else tl.block_type(left.dtype, list(shape))
+def _type_of(dtype: tl.dtype, left: tl.tensor, right: tl.tensor) -> tl.dtype | None:
+    """The type of what is calculated from these, if its elements are of ``dtype``; None if the language has to say."""
+    # Shapes are made once: `iris.simulator.shapes`.
+    block = left.type if left.shape is right.shape or not right.type.is_block() else right.type
+    if block is right.type and left.type.is_block():
+        shape = _broadcast(tuple(left.type.shape), tuple(right.type.shape))
+        return None if shape is None else tl.block_type(dtype, list(shape))
+    if block.scalar is dtype:
+        return block
+    return block.with_element_ty(dtype) if block.is_block() else dtype
 
 
 def _replace(name: str, compute: Callable) -> None:
     otherwise, compares = getattr(tl.tensor, f"__{name}__"), name in _COMPARISONS
-    types = {*_LIMITS, id(tl.int1)} if name in _BITWISE else {*_LIMITS}
+    same = {id(tl.int1)} if name in _BITWISE else set()
 
     @functools.wraps(otherwise)
     def calculated(self: tl.tensor, other: Any) -> Any:
-        given, dtype = other, self.dtype
+        given, dtype, result = other, self.dtype, None
         if type(other) is tl.constexpr:
             other = other.value
         if type(other) is tl.tensor:
-            result = _type_of(self, other) if other.dtype is dtype and id(dtype) in types else None
+            if id(dtype) in _LIMITS and id(other.dtype) in _LIMITS:
+                # Of unequal ones the narrow is widened, as by numpy.
+                dtype = dtype if dtype is other.dtype else tl.int64
+                result = _type_of(dtype, self, other)
+            elif dtype is other.dtype and id(dtype) in same:
+                result = _type_of(dtype, self, other)
             other = other.handle.data
         elif type(other) is int and id(dtype) in _LIMITS:
             least, most = _LIMITS[id(dtype)]
             result = self.type if least <= other <= most else None
-        else:
-            result = None
         if result is None:
             return otherwise(self, given)
         values = compute(self.handle.data, other)
@@ -79,19 +84,23 @@ def _replace(name: str, compute: Callable) -> None:
 
 
 def _add_offsets() -> None:
-    """To pointers."""
-    otherwise = tl.tensor.__add__
+    """To pointers, but those to pointers."""
+    otherwise, (least, most) = tl.tensor.__add__, _LIMITS[id(tl.int32)]
 
     @functools.wraps(otherwise)
     def moved(self: tl.tensor, other: Any) -> Any:
         dtype = self.dtype
-        if type(dtype) is not tl.pointer_type or type(other) is not tl.tensor or id(other.dtype) not in _LIMITS:
+        if type(dtype) is not tl.pointer_type or type(dtype.element_ty) is not tl.dtype:
             return otherwise(self, other)
-        result = _type_of(self, other) if type(dtype.element_ty) is tl.dtype else None
+        size, result = max(1, dtype.element_ty.primitive_bitwidth // 8), None
+        offset = other.value if type(other) is tl.constexpr else other
+        if type(offset) is tl.tensor and id(offset.dtype) in _LIMITS:
+            result, moves = _type_of(dtype, self, offset), size * offset.handle.data.astype(np.uint64)
+        elif type(offset) is int and least <= offset <= most:
+            result, moves = self.type, np.uint64(size * offset % (1 << 64))
         if result is None:
             return otherwise(self, other)
-        size = max(1, dtype.element_ty.primitive_bitwidth // 8)
-        return tl.tensor(TensorHandle(self.handle.data + size * other.handle.data.astype(np.uint64), dtype), result)
+        return tl.tensor(TensorHandle(self.handle.data + moves, dtype), result)
 
     tl.tensor.__add__ = moved
 
