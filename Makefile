@@ -22,6 +22,9 @@ OLDEST_LEAVES := $(addprefix --ignore tests/codegen/test_,$(addsuffix .py,cluste
 OLDEST_TARGETS := $(if $(IRIS_TEST_ALL),,-k "not gfx" $(OLDEST_LEAVES))
 OLDEST_PROGRAMS := $(if $(IRIS_TEST_ALL),,-k "not torchrun")
 
+# All combinations take hours: they run in pieces, and go on where they were interrupted.
+PYTEST := $(if $(IRIS_TEST_ALL),scripts/in_pieces.py,-m pytest -q)
+
 # One after the other, as each wants the GPUs for itself; and all of them, whichever misses its floors.
 MEASURED := perf-accesses perf-collectives perf-operations
 
@@ -31,27 +34,27 @@ demo: setup          ## two ranks exchange data from inside Triton and Gluon ker
 	$(RUN) -m iris demo
 
 test: setup setup-oldest lint   ## the covering sample: simulator, compile checks, oldest Triton
-	$(MAKE) --jobs 3 --output-sync=target --no-print-directory $(PARTS)
+	$(MAKE) --jobs 3 $(if $(IRIS_TEST_ALL),--keep-going,--output-sync=target) --no-print-directory $(PARTS)
 
 test-simulator:
-	$(RUN) -m pytest -q tests $(addprefix --ignore tests/,codegen $(OPERATIONS) $(SANITIZED))
+	$(RUN) $(PYTEST) tests $(addprefix --ignore tests/,codegen $(OPERATIONS) $(SANITIZED))
 
 test-operations:
-	$(RUN) -m pytest -q $(addprefix tests/,$(OPERATIONS)) $(addprefix --ignore tests/,$(SANITIZED))
+	$(RUN) $(PYTEST) $(addprefix tests/,$(OPERATIONS)) $(addprefix --ignore tests/,$(SANITIZED))
 
 test-compiled:
-	IRIS_SIMULATOR=0 $(RUN) -m pytest -q tests/codegen
+	IRIS_SIMULATOR=0 $(RUN) $(PYTEST) tests/codegen
 	$(if $(IRIS_TEST_ALL),$(RUN) scripts/digests.py)
 
 test-sanitized:
-	IRIS_SANITIZE=1 $(RUN) -m pytest -q $(addprefix tests/,$(SANITIZED) $(ALSO_SANITIZED))
+	IRIS_SANITIZE=1 $(RUN) $(PYTEST) $(addprefix tests/,$(SANITIZED) $(ALSO_SANITIZED))
 
 test-oldest:
-	IRIS_SIMULATOR=0 $(OLDEST) -m pytest -q tests/codegen $(OLDEST_TARGETS)
-	$(OLDEST) -m pytest -q tests/test_acceptance.py tests/simulator $(OLDEST_PROGRAMS) $(if $(IRIS_TEST_ALL),tests/sanitizer)
+	IRIS_SIMULATOR=0 $(OLDEST) $(PYTEST) tests/codegen $(OLDEST_TARGETS)
+	$(OLDEST) $(PYTEST) tests/test_acceptance.py tests/simulator $(OLDEST_PROGRAMS) $(if $(IRIS_TEST_ALL),tests/sanitizer)
 
 test-all: export IRIS_TEST_ALL = 1
-test-all: test       ## every combination, on up to 8 ranks, and more rounds: hours
+test-all: test       ## every combination, on up to 8 ranks, and more rounds: hours; goes on where it was stopped
 
 test-gpu:            ## the same tests on RANKS GPUs of this machine
 	$(TORCHRUN) -m pytest -q -x tests $(addprefix --ignore tests/,codegen sanitizer simulator)
