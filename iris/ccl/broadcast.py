@@ -14,8 +14,14 @@ wait for, as in `iris.ccl.pull`: a meeting in front, to learn where the tensors 
 are dealt.
 """
 
+import functools
+
 import triton.language as tl
 
+from iris.ccl.call import Algorithm, Call
+from iris.ccl.communicator import Launch
+from iris.ccl.kernel_launch import INTEGERS, kernel_launch
+from iris.ccl.pieces import word_bytes
 from iris.ccl.queue import (
     AHEAD,
     COUNTS,
@@ -207,3 +213,40 @@ def broadcast(
         exit_barrier(ctx, row, calls, others, W)
     else:
         deal(ctx, row, own_words, slots, heap_table, input, output, n, length, root, W, BLOCK, SLOT)
+
+
+def launch(call: Call, most: int | None, pulls: bool) -> Launch:
+    """A launch of broadcast, of ``most`` programs at most. ``pulls``: where all tensors are on the heap."""
+    comm, config, nbytes = call.comm, call.config, call.output.nbytes
+    word = word_bytes(call, nbytes)
+    programs = comm.programs(most)
+    block = comm.slot_bytes(programs, config.few_sms) // word
+    n = nbytes // word
+    programs = min(programs, -(-n // (block * (comm.size - 1))))
+    queues = comm.queues(call.line, programs, config.few_sms)
+    return kernel_launch(
+        call,
+        broadcast,
+        programs=programs,
+        num_warps=config.warps(block * word),
+        dtype=INTEGERS[word],
+        context_tensor=queues.context_tensor,
+        counts=queues.counts,
+        words=queues.words,
+        slots=queues.slots.view(INTEGERS[word]),
+        heap_table=comm.heap_table,
+        n=n,
+        length=nbytes,
+        root=call.root,
+        W=comm.size,
+        BLOCK=block,
+        SLOT=queues.slot_bytes // word,
+        PULLS=pulls,
+    )
+
+
+# Between two ranks there is nobody to pass on to.
+ALGORITHMS = (
+    Algorithm("deal", ("broadcast",), functools.partial(launch, pulls=False), min_ranks=3),
+    Algorithm("pull", ("broadcast",), functools.partial(launch, pulls=True), min_ranks=3),
+)

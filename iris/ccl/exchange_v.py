@@ -10,6 +10,10 @@ pairs go on (`iris.ccl.sizes`).
 import triton
 import triton.language as tl
 
+from iris.ccl.call import Algorithm, Call
+from iris.ccl.communicator import Launch
+from iris.ccl.kernel_launch import INTEGERS, kernel_launch
+from iris.ccl.pieces import word_bytes
 from iris.ccl.queue import (
     AHEAD,
     COUNTS,
@@ -31,6 +35,7 @@ from iris.ccl.queue import (
     wait_credits,
 )
 from iris.ccl.sizes import count_messages, hear_words, record_unequal, tell_word
+from iris.errors import InvalidConfigError
 from iris.language.address import bytes_of
 from iris.language.barrier import lanes
 from iris.language.context import DeviceContext
@@ -132,3 +137,32 @@ def exchange_v(
     store_after_sync(row + TAIL + lanes(), sent, others)
     store_after_sync(row + HEAD + lanes(), got, others)
     count_messages(counts, messages_to, others, messages_from, others, QUEUES)
+
+
+def launch(call: Call, most: int | None) -> Launch:
+    """A launch of all_to_all_v, of ``most`` programs at most; it takes counts and displacements behind the tensors."""
+    comm, config, itemsize = call.comm, call.config, call.input.itemsize
+    if config.use_gluon:
+        raise InvalidConfigError("Config(use_gluon=True): all_to_all_v has no Gluon form; leave use_gluon out.")
+    word = word_bytes(call, itemsize)
+    # What lies in the pieces is known to the device alone, so all programs come.
+    programs = comm.programs(most)
+    queues = comm.queues(call.line, programs, config.few_sms)
+    return kernel_launch(
+        call,
+        exchange_v,
+        programs=programs,
+        num_warps=config.warps(queues.slot_bytes),
+        dtype=INTEGERS[word],
+        context_tensor=queues.context_tensor,
+        counts=queues.counts,
+        words=queues.words,
+        slots=queues.slots.view(INTEGERS[word]),
+        factor=itemsize // word,
+        W=comm.size,
+        BLOCK=queues.slot_bytes // word,
+        QUEUES=queues.counts.numel() // COUNTS.value,
+    )
+
+
+ALGORITHMS = (Algorithm("exchange_v", ("all_to_all_v",), launch),)

@@ -17,9 +17,16 @@ parts from all, has heard from it.)
 Sums are formed in the order of ranks, on each rank or on one, so all ranks have the same bits.
 """
 
+import functools
+from typing import Any, NamedTuple
+
+import torch
 import triton.language as tl
 
+from iris.ccl.call import Algorithm, Call
 from iris.ccl.combine import accumulator, combine, finalize, scaled
+from iris.ccl.communicator import Communicator, Launch, power_of_two
+from iris.ccl.kernel_launch import INTEGERS, fitting, kernel_launch
 from iris.ccl.queue import flat
 from iris.language.address import translate
 from iris.language.context import DeviceContext
@@ -48,6 +55,8 @@ WARP_BYTES = 512
 SLOTS = tl.constexpr(3)
 # Blocks that a program sends before it waits for the first of them, so that the links are busy while it adds up.
 AHEAD = tl.constexpr(1)
+# A channel is several times as large as the sums, and every stream has its own: so much of the workspace at most.
+SHARE_OF_WORKSPACE = 16
 
 
 def part_bytes(size: int, share: int, programs: int) -> int:
@@ -269,3 +278,110 @@ def two_shot(
             ctx.tracing.record_event_end(event)
             tl.store(output + k, total, mask=there)
             recycle_slot(slots, epochs, max_blocks, block, epoch, j, rank, W, PART, 2)
+
+
+class Room(NamedTuple):
+    """The memory of a call: for its blocks, and for more of them, so that calls of similar size share it.
+
+    Attributes
+    ----------
+    part : int
+        Bytes of a rank's part of a block.
+    max_blocks : int
+        Blocks that a slot has room for.
+    nbytes : int
+        Of the channel: `SLOTS` slots, and behind them the epochs, int32 ``[max_blocks]``. So slots are aligned whatever
+        the number of blocks.
+    """
+
+    part: int
+    max_blocks: int
+    nbytes: int
+
+    @property
+    def epochs(self) -> slice:
+        """Where they are in the channel."""
+        return slice(self.nbytes - 4 * self.max_blocks, self.nbytes)
+
+
+def room_for(size: int, steps: int, nbytes: int, programs: int) -> Room:
+    """For a sum of ``nbytes`` among ``size`` ranks in so many steps, with ``programs`` programs."""
+    part = part_bytes(size, nbytes // (1 if steps == 1 else size), programs)
+    max_blocks = power_of_two(max(1, -(-nbytes // (part if steps == 1 else part * size))))
+    return Room(part, max_blocks, channel_bytes(size, max_blocks, part, steps))
+
+
+def launch_one_shot(call: Call, most: int | None) -> Launch:
+    """A launch of all_reduce or reduce_scatter in one step, of ``most`` programs at most."""
+    same = call.collective == "all_reduce"
+    shared = _shared_arguments(call, most, steps=1)
+    return kernel_launch(call, one_shot, **shared, send_step=0 if same else shared["n"], SAME=same)
+
+
+def launch_two_shot(call: Call, most: int | None) -> Launch:
+    """A launch of all_reduce in two steps, of ``most`` programs at most."""
+    return kernel_launch(call, two_shot, **_shared_arguments(call, most, steps=2))
+
+
+def _shared_arguments(call: Call, most: int | None, steps: int) -> dict[str, Any]:
+    """Programs, warps, and the arguments that both kernels have."""
+    comm, (dtype, _, op) = call.comm, call.elements
+    # Of what each rank wants. In reduce_scatter that is another part of the input for each.
+    n = call.elements.number_in(call.output)
+    most = most or 2 * comm.num_sms
+    room = room_for(comm.size, steps, n * dtype.itemsize, most)
+    use = f"push of {room.max_blocks} blocks of {room.part} bytes in {steps} steps of all_reduce or reduce_scatter"
+    channel = comm.workspace.channel(use, call.line, room.nbytes, room.epochs)
+    part = room.part // dtype.itemsize
+    blocks = -(-n // (part if steps == 1 else part * comm.size))
+    # No more warps than there is data for: they poll together.
+    warps = min(call.config.warps(room.part), max(1, room.part // WARP_BYTES))
+    return dict(
+        programs=fitting(comm, max(1, min(blocks, most)), warps),
+        num_warps=warps,
+        dtype=dtype,
+        context_tensor=channel.context_tensor,
+        epochs=channel.memory[room.epochs].view(torch.int32),
+        slots=channel.memory[: room.epochs.start].view(INTEGERS[dtype.itemsize]),
+        n=n,
+        max_blocks=room.max_blocks,
+        W=comm.size,
+        RANKS=power_of_two(comm.size),
+        PART=part,
+        OP=op,
+    )
+
+
+def fits(comm: Communicator, collective: str, nbytes: int, steps: int) -> bool:
+    """Whether a call does not take more than its share of the group's memory."""
+    nbytes = nbytes // comm.size if collective == "reduce_scatter" else nbytes
+    return room_for(comm.size, steps, nbytes, 2 * comm.num_sms).nbytes <= comm.workspace.limit // SHARE_OF_WORKSPACE
+
+
+# A dtype whose elements can be their own flags: all ones are a NaN (`iris.language.lamport`).
+LAMPORT = frozenset(
+    {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2}
+)
+
+# By name, and in how many steps.
+STEPS = {"one_shot": 1, "two_shot_push": 2}
+
+ALGORITHMS = (
+    Algorithm(
+        "one_shot",
+        ("all_reduce", "reduce_scatter"),
+        launch_one_shot,
+        dtypes=LAMPORT,
+        min_ranks=2,
+        fits=functools.partial(fits, steps=STEPS["one_shot"]),
+        limits="is for floating-point tensors, whose elements can tell that they have arrived",
+    ),
+    Algorithm(
+        "two_shot_push",
+        ("all_reduce",),
+        launch_two_shot,
+        dtypes=LAMPORT,
+        min_ranks=2,
+        fits=functools.partial(fits, steps=STEPS["two_shot_push"]),
+    ),
+)

@@ -12,7 +12,10 @@ If any rank's input or output is elsewhere, all know it from the places that the
 
 import triton.language as tl
 
+from iris.ccl.call import Algorithm, Call
 from iris.ccl.combine import accumulator, combine, finalize, scaled
+from iris.ccl.communicator import Launch
+from iris.ccl.kernel_launch import kernel_launch
 from iris.ccl.queue import (
     COUNTS,
     INPUTS,
@@ -29,7 +32,7 @@ from iris.ccl.queue import (
     pointer_at,
     resolve_inputs,
 )
-from iris.ccl.two_shot import add_up
+from iris.ccl.two_shot import add_up, shared_arguments
 from iris.language.barrier import lanes
 from iris.language.context import DeviceContext
 from iris.language.dependent_launch import gdc_wait
@@ -119,3 +122,12 @@ def pull(
             out_part_step, length, 0, W, W, BLOCK, SLOT, OP, ALL_REDUCE, ALL_REDUCE,
         )  # fmt: skip
     exit_barrier(ctx, row, calls, others, W)
+
+
+def launch(call: Call, most: int | None) -> Launch:
+    """A launch of all_reduce or reduce_scatter, of ``most`` programs at most."""
+    shared = shared_arguments(call, most)
+    return kernel_launch(call, pull, **shared, in_length=call.input.nbytes, length=call.output.nbytes)
+
+
+ALGORITHMS = (Algorithm("pull", ("all_reduce", "reduce_scatter"), launch),)

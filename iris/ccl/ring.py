@@ -17,7 +17,10 @@ right neighbour has taken all but the last of the blocks before.
 
 import triton.language as tl
 
+from iris.ccl.call import Algorithm, Call
 from iris.ccl.combine import accumulator, combine, finalize, scaled
+from iris.ccl.communicator import Launch
+from iris.ccl.kernel_launch import kernel_launch
 from iris.ccl.queue import (
     COUNTS,
     HEAD,
@@ -33,6 +36,8 @@ from iris.ccl.queue import (
     wait_blocks,
     wait_credits,
 )
+from iris.ccl.reduction import accumulator_dtype
+from iris.errors import InvalidConfigError
 from iris.language.barrier import lanes
 from iris.language.context import DeviceContext
 from iris.language.dependent_launch import gdc_wait
@@ -136,3 +141,44 @@ def ring(
     publish_counters(ctx, own_words, sent, got, neighbours)
     store_after_sync(row + TAIL + lanes(), sent, neighbours)
     store_after_sync(row + HEAD + lanes(), got, neighbours)
+
+
+def launch(call: Call, most: int | None) -> Launch:
+    """A launch of all_reduce, of ``most`` programs at most."""
+    comm, config, (dtype, _, op) = call.comm, call.config, call.elements
+    n = call.elements.number_in(call.input)
+    sums, slice_n = accumulator_dtype(dtype), config.all_reduce_ring_slice_n
+    asked = max(config.block_bytes(sums.itemsize), (slice_n or 0) * sums.itemsize)
+    programs = comm.programs(most, asked, config.few_sms)
+    slot_bytes = comm.slot_bytes(programs, config.few_sms)
+    block = config.elements_per_block(sums.itemsize, slot_bytes)
+    if slice_n:
+        if slice_n & (slice_n - 1) or slice_n * sums.itemsize > slot_bytes:
+            raise InvalidConfigError(
+                f"Config(all_reduce_ring_slice_n={slice_n}) cannot work: a slice of {dtype} is a power of two of "
+                f"elements, {slot_bytes // sums.itemsize} at most."
+            )
+        block = slice_n
+    programs = min(programs, -(-n // (block * comm.size)))
+    queues = comm.queues(call.line, programs, config.few_sms)
+    return kernel_launch(
+        call,
+        ring,
+        programs=programs,
+        num_warps=config.warps(block * sums.itemsize),
+        dtype=dtype,
+        context_tensor=queues.context_tensor,
+        counts=queues.counts,
+        words=queues.words,
+        slots=queues.slots.view(sums),
+        n=n,
+        rings=config.all_reduce_num_rings or 2,
+        W=comm.size,
+        BLOCK=block,
+        SLOT=queues.slot_bytes // sums.itemsize,
+        OP=op,
+        STRIDING=config.all_reduce_distribution != 1,
+    )
+
+
+ALGORITHMS = (Algorithm("ring", ("all_reduce",), launch, on_request=True, in_rank_order=False),)

@@ -14,13 +14,20 @@ t - 1; so 2A + 2 slots.)
 Sums are formed by one rank each, in the order of ranks, so all ranks have the same bits.
 """
 
+from typing import Any
+
+import torch
 import triton.language as tl
 
+from iris.ccl.call import Algorithm, Call
 from iris.ccl.combine import accumulator, combine, finalize, scaled
+from iris.ccl.communicator import Launch
+from iris.ccl.kernel_launch import kernel_launch
 from iris.ccl.queue import (
     AHEAD,
     COUNTS,
     HEAD,
+    LONGEST_QUEUED,
     NUM_SLOTS,
     TAIL,
     WORDS,
@@ -210,3 +217,69 @@ def two_shot(
         input, output, factors, n, part_step, block_step, limit_step, out_part_step, length, to_first, to_last,
         W, BLOCK, SLOT, OP, ALL_REDUCE, DIRECT,
     )  # fmt: skip
+
+
+def launch(call: Call, most: int | None) -> Launch:
+    """A launch of all_reduce, reduce_scatter or reduce, of ``most`` programs at most."""
+    comm, length = call.comm, call.output.nbytes
+    scattered = call.collective == "reduce_scatter"
+    to = range(call.root, call.root + 1) if call.collective == "reduce" else range(comm.size)
+    launched = kernel_launch(
+        call,
+        two_shot,
+        **shared_arguments(call, most),
+        length=length,
+        to_first=to.start,
+        to_last=to.stop,
+        DIRECT=not scattered and length > LONGEST_QUEUED.value,
+    )
+    return launched if comm.size > 1 or call.more else _unless_in_place(launched)
+
+
+def shared_arguments(call: Call, most: int | None) -> dict[str, Any]:
+    """Programs, warps, and the arguments that `two_shot` shares with `iris.ccl.pull`.
+
+    In reduce_scatter a part is what one rank wants: parts lie behind each other, and each is divided into blocks. Else
+    the whole tensor is divided into blocks, and each of these into parts.
+    """
+    comm, config, (dtype, _, op) = call.comm, call.config, call.elements
+    scattered = call.collective == "reduce_scatter"
+    n = call.elements.number_in(call.output)
+    programs = comm.programs(most, config.block_bytes(dtype.itemsize), config.few_sms)
+    block = config.elements_per_block(dtype.itemsize, comm.slot_bytes(programs, config.few_sms))
+    block_step = block if scattered else block * comm.size
+    programs = min(programs, -(-n // block_step))
+    queues = comm.queues(call.line, programs, config.few_sms)
+    return dict(
+        programs=programs,
+        num_warps=config.warps(block * dtype.itemsize),
+        dtype=dtype,
+        context_tensor=queues.context_tensor,
+        counts=queues.counts,
+        words=queues.words,
+        slots=queues.slots.view(dtype),
+        heap_table=comm.heap_table,
+        n=n,
+        part_step=n if scattered else block,
+        block_step=block_step,
+        limit_step=0 if scattered else block,
+        out_part_step=0 if scattered else block,
+        W=comm.size,
+        BLOCK=block,
+        SLOT=queues.slot_bytes // dtype.itemsize,
+        OP=op,
+        ALL_REDUCE=not scattered,
+    )
+
+
+def _unless_in_place(launched: Launch) -> Launch:
+    """Of one rank, whose sum is its input: there is nothing to do where that is the output."""
+
+    def enqueue(stream: int | None, input: torch.Tensor, output: torch.Tensor) -> None:
+        if input.data_ptr() != output.data_ptr():
+            launched(stream, input, output)
+
+    return enqueue
+
+
+ALGORITHMS = (Algorithm("two_shot", ("all_reduce", "reduce_scatter", "reduce"), launch),)
