@@ -32,8 +32,8 @@ ALGORITHMS: tuple[Algorithm, ...] = tuple(
     for algorithm in file.ALGORITHMS
 )
 
-# What a collective is in a group of one rank.
-AMONG_ONE = {"gather": "all_gather", "scatter": "all_gather", "broadcast": "all_gather", "all_reduce": "reduce"}
+# What these are in a group of one rank: a copy.
+AMONG_ONE = {"gather": "all_gather", "scatter": "all_gather", "broadcast": "all_gather"}
 
 # Both ends of these compare sizes, so they meet for nothing, too.
 SIZES_COMPARED = ("gather", "scatter", "send", "recv", "all_to_all_v")
@@ -53,7 +53,7 @@ def choose_algorithm(call: Call) -> tuple[Algorithm, int | None]:
         The configuration names an algorithm that cannot carry the call.
     """
     comm, config = call.comm, call.config
-    if call.collective == "all_reduce" and config.all_reduce_variant != "auto":
+    if call.collective == "all_reduce" and config.all_reduce_variant != "auto" and comm.size > 1:
         return _requested(call), config.comm_sms
     found = candidates(comm, call.collective, call.table_bytes)
     if call.collective not in comm.table:  # there is one algorithm

@@ -233,7 +233,8 @@ def launch(call: Call, most: int | None) -> Launch:
         to_last=to.stop,
         DIRECT=not scattered and length > LONGEST_QUEUED.value,
     )
-    return launched if comm.size > 1 or call.more else _unless_in_place(launched)
+    alone = comm.size == 1 and call.collective == "all_reduce" and not call.more
+    return _unless_in_place(launched) if alone else launched
 
 
 def shared_arguments(call: Call, most: int | None) -> dict[str, Any]:
