@@ -32,7 +32,6 @@ from iris.ccl.queue import (
     LONGEST_QUEUED,
     MESSAGES_FROM,
     MESSAGES_TO,
-    NUM_SLOTS,
     SIZES,
     TAIL,
     WORDS,
@@ -43,11 +42,14 @@ from iris.ccl.queue import (
     finish,
     flat,
     lane_value,
+    load_counters,
+    next_slot,
     pointer_at,
     publish_counters,
     queue_address,
     resolve_output,
     slot_of,
+    store_to_peer,
     wait_blocks,
     wait_credits,
 )
@@ -137,8 +139,7 @@ def exchange(
     # Both counts of each peer, since they are posted together. A message to another rank, or from it, may be
     # under way on another stream, and change that one's.
     peers = to | sources
-    sent = tl.load(row + TAIL + lanes(), mask=peers, other=0)
-    got = tl.load(row + HEAD + lanes(), mask=peers, other=0)
+    sent, got = load_counters(row, peers)
     address = queue_address(ctx, slots, W, SLOT, to)
     receivers = to
     if PROGRAMS > 0:
@@ -213,13 +214,11 @@ def exchange(
                     if gets[i]:
                         d = (rank + 1 + (p + i) % (W - 1)) % W
                         data = tl.load(begins[i] + (r * in_pitch + c), mask=mask)
-                        event = ctx.tracing.begin_move("store", slots + index, d, mask)
                         if lane_value(tl.cast(queued, tl.int32), d) > 0:
-                            begin = pointer_at(slots, lane_value(address, d))
-                            tl.store(begin + (lane_value(sent, d) & (NUM_SLOTS - 1)) * SLOT + index, data, mask=mask)
+                            slot = next_slot(pointer_at(slots, lane_value(address, d)), sent, d, SLOT)
+                            store_to_peer(ctx, slot + index, data, d, mask)
                         else:
-                            tl.store(places[i] + (r * out_pitch + c), data, mask=mask)
-                        ctx.tracing.record_event_end(event)
+                            store_to_peer(ctx, places[i] + (r * out_pitch + c), data, d, mask)
                 data = tl.load(own_input + (r * in_pitch + c), mask=mask & copies)
                 tl.store(own + (r * out_pitch + c), data, mask=mask & copies)
                 if any_queued:
@@ -259,9 +258,7 @@ def exchange(
                     data += (tl.load(begins[i] + (r * in_pitch + c), mask=mask & gets[i]),)
             for i in tl.static_range(W - 1):
                 d = (rank + 1 + (p + i) % (W - 1)) % W
-                event = ctx.tracing.begin_move("store", slots + index, d, mask, gets[i])
-                tl.store(places[i] + (r * out_pitch + c), data[i + 1], mask=mask & gets[i])
-                ctx.tracing.record_event_end(event)
+                store_to_peer(ctx, places[i] + (r * out_pitch + c), data[i + 1], d, mask=mask & gets[i], asked=gets[i])
             tl.store(own + (r * out_pitch + c), data[0], mask=mask & copies)
     # Only what this call has changed: another message may be under way on another stream, to or from another rank.
     store_after_sync(row + TAIL + lanes(), sent, queued)

@@ -17,20 +17,21 @@ from iris.ccl.pieces import word_bytes
 from iris.ccl.queue import (
     AHEAD,
     COUNTS,
-    HEAD,
     MESSAGES_FROM,
     MESSAGES_TO,
-    NUM_SLOTS,
     SIZES,
-    TAIL,
     WORDS,
     among,
     flat,
     lane_value,
+    load_counters,
+    next_slot,
     pointer_at,
     publish_counters,
     queue_address,
     slot_of,
+    store_counters,
+    store_to_peer,
     wait_blocks,
     wait_credits,
 )
@@ -40,7 +41,6 @@ from iris.language.address import bytes_of
 from iris.language.barrier import lanes
 from iris.language.context import DeviceContext
 from iris.language.dependent_launch import gdc_wait
-from iris.language.ordering import store_after_sync
 
 
 @triton.jit
@@ -78,8 +78,7 @@ def exchange_v(
     row = counts + p * COUNTS
     own_words = words + p * WORDS
     others = among(0, W, rank)
-    sent = tl.load(row + TAIL + lanes(), mask=others, other=0)
-    got = tl.load(row + HEAD + lanes(), mask=others, other=0)
+    sent, got = load_counters(row, others)
     queues = queue_address(ctx, slots, W, BLOCK, others)
     everyone = lanes() < W
     send_words = tl.load(send_counts + lanes(), mask=everyone, other=0) * factor
@@ -106,10 +105,8 @@ def exchange_v(
                     kept = k < own_words_sent
                     tl.store(output + tl.load(recv_displs + d) * factor + k, data, mask=kept)
                 else:
-                    slot = pointer_at(slots, lane_value(queues, d)) + (lane_value(sent, d) & (NUM_SLOTS - 1)) * BLOCK
-                    event = ctx.tracing.begin_move("store", slots + i, d, mask)
-                    tl.store(slot + i, data, mask=mask)
-                    ctx.tracing.record_event_end(event)
+                    slot = next_slot(pointer_at(slots, lane_value(queues, d)), sent, d, BLOCK)
+                    store_to_peer(ctx, slot + i, data, d, mask)
         sent = tl.where(sends, sent + 1, sent)
         if step == AHEAD:
             theirs = hear_words(ctx, own_words, messages_from, others, SIZES)
@@ -134,8 +131,7 @@ def exchange_v(
                 tl.store(output + tl.load(recv_displs + s) * factor + k, data, mask=mask)
         got = tl.where(receives, got + 1, got)
         publish_counters(ctx, own_words, sent, got, sends | receives)
-    store_after_sync(row + TAIL + lanes(), sent, others)
-    store_after_sync(row + HEAD + lanes(), got, others)
+    store_counters(row, sent, others, got, others)
     count_messages(counts, messages_to, others, messages_from, others, QUEUES)
 
 

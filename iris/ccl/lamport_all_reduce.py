@@ -1,18 +1,32 @@
-"""Sums of small and medium size: ranks push what the others need, and each element tells that it has arrived.
+"""Small and medium sums: each rank pushes what the others need, and each element tells that it has arrived.
 
-Two kernels. *One shot*: every rank pushes its part to all that want it, and each adds up what it got: over the link
-W - 1 times the bytes, in one step. *Two shot*: rank d adds up the d-th part of each block and pushes the sum to all:
-2 (W - 1) / W times the bytes, in two steps. No flag, no fence, no barrier: each element is its own flag
-(`iris.language.lamport`), so this is for floating-point types.
+*One shot* is the small all-reduce. A rank pushes its whole input to all others, and adds up what it gets: over the link
+(W - 1) n bytes, in one step. A call of it, block by block:
 
-There are 3 slots. In each a block has a region of its own, ``[steps, W sources, PART bytes]``, and it counts its epochs
-modulo 3. In epoch e the ranks use slot e % 3, and each clears what slot (e - 1) % 3 held: all that peers may have put
-into the block's region, whatever this call needs.
-Why three slots, and why that is in order: a rank writes to slot e % 3 of mine in its call e. It has heard from me in
-its call e - 1, so my call e - 2 was over, at the end of which everything was visible to everybody; and in that call I
-cleared slot (e - 3) % 3 = e % 3, having read all of it in e - 3. With two slots I would be clearing while it writes.
-(In two shot a rank whose part is beyond the end of the tensor sends no sums; whoever has heard rank 0's, which were of
-parts from all, has heard from it.)
+1. A rank loads its own part of the input, and stores it into its place in every other rank's slot (`push`), which lies
+   at the same offset in each heap.
+2. The elements travel with their bits inverted, to memory that is zero, and none is sent as zero. So an element that
+   is not zero has arrived (`iris.language.lamport`). There is no flag, no fence and no barrier, and the types are
+   floating-point ones.
+3. The receiver polls the parts of all ranks together, until none has an element missing, and adds them up in the order
+   of ranks (`recv_and_reduce`). The sum is rounded once, and stored to the output.
+4. It clears the slot of the call before, and counts the epoch of the block (`recycle_slot`).
+
+In reduce_scatter each rank pushes another part of its input to each: (W - 1) / W n bytes.
+
+*Two shot* sends less and takes longer. Rank d adds up the d-th part of each block, as above, and pushes the sum to all
+others, which wait for it in the same way: 2 (W - 1) / W n bytes, in two steps.
+
+There are 3 slots. In each a block has a region of its own, ``[steps, W sources, PART elements]``, and it counts its
+epochs modulo 3. In epoch e the ranks use slot e % 3, and each clears slot (e - 1) % 3: all that peers may have put into
+the block's region, whatever this call needs. Why no rank writes to a slot that is not cleared:
+
+1. A rank writes to slot e % 3 of mine in its call e. It has heard from me in its call e - 1.
+2. So my call e - 2 was over, and all that it had stored was visible to everybody.
+3. In that call I cleared slot (e - 3) % 3 = e % 3, which I had read in my call e - 3.
+
+With two slots I would be clearing while it writes. (In two shot a rank whose part is beyond the end of the tensor sends
+no sums; whoever has heard rank 0's, which were of parts from all, has heard from it.)
 
 Sums are formed in the order of ranks, on each rank or on one, so all ranks have the same bits.
 """
@@ -24,7 +38,7 @@ import torch
 import triton.language as tl
 
 from iris.ccl.call import Algorithm, Call
-from iris.ccl.combine import accumulator, combine, finalize, scaled
+from iris.ccl.combine import accumulate, accumulator, finalize
 from iris.ccl.communicator import Communicator, Launch, power_of_two
 from iris.ccl.kernel_launch import INTEGERS, fitting, kernel_launch
 from iris.ccl.queue import flat
@@ -75,7 +89,9 @@ def channel_bytes(size: int, blocks: int, part: int, steps: int) -> int:
 
 
 @jit
-def add_up(parts, own, k, count, rank, W: tl.constexpr, PART: tl.constexpr, OP: tl.constexpr, record, factors=None):
+def recv_and_reduce(
+    parts, own, k, count, rank, W: tl.constexpr, PART: tl.constexpr, OP: tl.constexpr, record, factors=None
+):
     """Wait for the first ``count`` elements of every rank's part and combine them in the order of ranks.
 
     ``own`` is the caller's; ``k``: numbers of all words of a part. All parts are read in each round of polling, so
@@ -111,11 +127,7 @@ def add_up(parts, own, k, count, rank, W: tl.constexpr, PART: tl.constexpr, OP: 
     total = tl.cast(own, ACC)
     for s in tl.static_range(W):
         value = tl.where(rank == s, tl.cast(own, ACC), tl.cast(decode(words[s], element, own), ACC))
-        value = scaled(value, factors, s, OP)
-        if s == 0:
-            total = value
-        else:
-            total = combine(total, value, OP)
+        total = accumulate(total, value, factors, s, OP)
     return finalize(total, element, W, OP)
 
 
@@ -126,6 +138,17 @@ def peers(ctx, W: tl.constexpr):
     for distance in tl.static_range(1, W):
         bases += (tl.load(ctx.table + (ctx.cur_rank + distance) % W),)
     return bases
+
+
+@jit
+def push(ctx, ptr, i, values, mask, bases, distance: tl.constexpr, W: tl.constexpr):
+    """Send elements to the rank ``distance`` to the right, into its copy of ``ptr``, as tracing records it.
+
+    ``bases``: of the `peers`.
+    """
+    event = ctx.tracing.begin_move("store", ptr + i, (ctx.cur_rank + distance) % W, mask)
+    lamport_send(translate(ptr, ctx.base, bases[distance - 1]) + i, values, mask)
+    ctx.tracing.record_event_end(event)
 
 
 @jit
@@ -163,9 +186,10 @@ def one_shot(
     SAME: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """``max_blocks``: blocks that a slot has room for. ``EARLY``: there is room for the next launch beside this one.
+    """``n``: elements that each rank wants. ``max_blocks``: blocks that a slot has room for.
 
-    ``send_step``: from what one rank wants to what the next one wants; 0 if all want the `SAME`.
+    ``send_step``: from what one rank wants to what the next one wants; 0 if all want the `SAME`. ``RANKS``: the power
+    of two from W on. ``EARLY``: there is room for the next launch beside this one.
     """
     ctx = DeviceContext.initialize(context_tensor, num_ranks=W)
     rank, bases = ctx.cur_rank, peers(ctx, W)
@@ -192,9 +216,7 @@ def one_shot(
                 else:
                     parts += (tl.load(input + to * send_step + k, mask=k < n),)
             for distance in tl.static_range(1, W):
-                event = ctx.tracing.begin_move("store", mine + i, (rank + distance) % W, k < n)
-                lamport_send(translate(mine, ctx.base, bases[distance - 1]) + i, parts[distance - 1], k < n)
-                ctx.tracing.record_event_end(event)
+                push(ctx, mine, i, parts[distance - 1], k < n, bases, distance, W)
         if step >= AHEAD:
             block = first + (step - AHEAD) * stride
             epoch = tl.load(epochs + block)
@@ -202,7 +224,7 @@ def one_shot(
             own = tl.load(input + tl.cast(rank, tl.int64) * send_step + k, mask=k < n)
             parts = region(slots, max_blocks, block, epoch, W * PART)
             event = ctx.tracing.begin_wait_for_data(parts, rank)
-            total = add_up(parts, own, words, n - block * PART, rank, W, PART, OP, ctx._record(), factors)
+            total = recv_and_reduce(parts, own, words, n - block * PART, rank, W, PART, OP, ctx._record(), factors)
             ctx.tracing.record_event_end(event)
             tl.store(output + k, total, mask=k < n)
             recycle_slot(slots, epochs, max_blocks, block, epoch, j, rank, W, PART, 1)
@@ -246,9 +268,7 @@ def two_shot(
                 parts += (tl.load(input + k, mask=k < n),)
             for distance in tl.static_range(1, W):
                 k = (block * W + (rank + distance) % W) * PART + i
-                event = ctx.tracing.begin_move("store", mine + i, (rank + distance) % W, k < n)
-                lamport_send(translate(mine, ctx.base, bases[distance - 1]) + i, parts[distance - 1], k < n)
-                ctx.tracing.record_event_end(event)
+                push(ctx, mine, i, parts[distance - 1], k < n, bases, distance, W)
         if (step >= AHEAD) & (step < steps + AHEAD):
             block = first + (step - AHEAD) * stride
             parts = region(slots, max_blocks, block, tl.load(epochs + block), 2 * W * PART)
@@ -256,13 +276,11 @@ def two_shot(
             own = tl.load(input + k, mask=k < n)
             event = ctx.tracing.begin_wait_for_data(parts, rank)
             left = n - (block * W + rank) * PART
-            total = add_up(parts, own, words, left, rank, W, PART, OP, ctx._record(), factors)
+            total = recv_and_reduce(parts, own, words, left, rank, W, PART, OP, ctx._record(), factors)
             ctx.tracing.record_event_end(event)
             tl.store(output + k, total, mask=k < n)
             for distance in tl.static_range(1, W):
-                event = ctx.tracing.begin_move("store", parts + i, (rank + distance) % W, k < n)
-                lamport_send(translate(parts + (W + rank) * PART, ctx.base, bases[distance - 1]) + i, total, k < n)
-                ctx.tracing.record_event_end(event)
+                push(ctx, parts + (W + rank) * PART, i, total, k < n, bases, distance, W)
         if step >= 2 * AHEAD:
             block = first + (step - 2 * AHEAD) * stride
             epoch = tl.load(epochs + block)
@@ -281,17 +299,10 @@ def two_shot(
 
 
 class Room(NamedTuple):
-    """The memory of a call: for its blocks, and for more of them, so that calls of similar size share it.
+    """The memory of a call, which has room for more blocks, so that calls of similar size share it.
 
-    Attributes
-    ----------
-    part : int
-        Bytes of a rank's part of a block.
-    max_blocks : int
-        Blocks that a slot has room for.
-    nbytes : int
-        Of the channel: `SLOTS` slots, and behind them the epochs, int32 ``[max_blocks]``. So slots are aligned whatever
-        the number of blocks.
+    ``part``: bytes of a rank's part of a block. ``max_blocks``: blocks that a slot has room for. ``nbytes``: of the
+    channel, which is the slots, and behind them the epochs, int32 ``[max_blocks]``. So the slots are aligned.
     """
 
     part: int

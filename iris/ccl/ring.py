@@ -23,16 +23,18 @@ from iris.ccl.communicator import Launch
 from iris.ccl.kernel_launch import kernel_launch
 from iris.ccl.queue import (
     COUNTS,
-    HEAD,
     NUM_SLOTS,
-    TAIL,
     WORDS,
     blocks_of,
     flat,
     lane_value,
+    load_counters,
+    next_slot,
     pointer_at,
     publish_counters,
     queue_address,
+    store_counters,
+    store_to_peer,
     wait_blocks,
     wait_credits,
 )
@@ -42,13 +44,6 @@ from iris.language.barrier import lanes
 from iris.language.context import DeviceContext
 from iris.language.dependent_launch import gdc_wait
 from iris.language.jit import jit
-from iris.language.ordering import store_after_sync
-
-
-@jit
-def there(slots, queues, sent, right, SLOT: tl.constexpr):
-    """The slot of the right neighbour for the next block."""
-    return pointer_at(slots, lane_value(queues, right)) + (lane_value(sent, right) & (NUM_SLOTS - 1)) * SLOT
 
 
 @jit
@@ -91,12 +86,10 @@ def ring(
     to, source = lanes() == right, lanes() == left
     # Both counts of both neighbours, since they are posted together.
     neighbours = to | source
-    sent = tl.load(row + TAIL + lanes(), mask=neighbours, other=0)
-    got = tl.load(row + HEAD + lanes(), mask=neighbours, other=0)
+    sent, got = load_counters(row, neighbours)
     queues = queue_address(ctx, slots, W, SLOT, to)
 
     i = flat(BLOCK, element)
-    narrow = tl.cast(slots, tl.pointer_type(element), bitcast=True)
     turns = blocks_of(n, W * BLOCK)
     first, stride, last = p, programs, turns
     if not STRIDING:
@@ -109,9 +102,9 @@ def ring(
         total = scaled(tl.cast(tl.load(input + k, mask=k < n), ACC), factors, rank, OP)
         for _ in range(1, W):
             wait_credits(ctx, own_words, sent, to, W)
-            event = ctx.tracing.begin_move("store", slots + i, right, k < n)
-            tl.store(there(slots, queues, sent, right, SLOT) + i, total, mask=k < n)
-            ctx.tracing.record_event_end(event)
+            mask = k < n
+            slot = next_slot(pointer_at(slots, lane_value(queues, right)), sent, right, SLOT)
+            store_to_peer(ctx, slot + i, total, right, mask)
             sent = tl.where(to, sent + 1, sent)
             publish_counters(ctx, own_words, sent, got, neighbours)
             chunk = (chunk + W - forward) % W
@@ -124,10 +117,10 @@ def ring(
         tl.store(output + k, result, mask=k < n)
         for _ in range(1, W):
             wait_credits(ctx, own_words, sent, to, W)
-            slot = tl.cast(there(slots, queues, sent, right, SLOT), tl.pointer_type(element), bitcast=True)
-            event = ctx.tracing.begin_move("store", narrow + i, right, k < n)
-            tl.store(slot + i, result, mask=k < n)
-            ctx.tracing.record_event_end(event)
+            slot = next_slot(pointer_at(slots, lane_value(queues, right)), sent, right, SLOT)
+            slot = tl.cast(slot, tl.pointer_type(element), bitcast=True)
+            mask = k < n
+            store_to_peer(ctx, slot + i, result, right, mask)
             sent = tl.where(to, sent + 1, sent)
             publish_counters(ctx, own_words, sent, got, neighbours)
             chunk = (chunk + W - forward) % W
@@ -139,8 +132,7 @@ def ring(
             got = tl.where(source, got + 1, got)
     # The left neighbour's next block, of whatever call, may need the slot of the last one.
     publish_counters(ctx, own_words, sent, got, neighbours)
-    store_after_sync(row + TAIL + lanes(), sent, neighbours)
-    store_after_sync(row + HEAD + lanes(), got, neighbours)
+    store_counters(row, sent, neighbours, got, neighbours)
 
 
 def launch(call: Call, most: int | None) -> Launch:
