@@ -33,7 +33,7 @@ ALGORITHMS: tuple[Algorithm, ...] = tuple(
 )
 
 # What these are in a group of one rank: a copy.
-AMONG_ONE = {"gather": "all_gather", "scatter": "all_gather", "broadcast": "all_gather"}
+AMONG_ONE = {"gather": "all_gather", "scatter": "all_gather"}
 
 # Both ends of these compare sizes, so they meet for nothing, too.
 SIZES_COMPARED = ("gather", "scatter", "send", "recv", "all_to_all_v")
