@@ -28,7 +28,7 @@ def prepare(
 
     Where the GPU can, a launch begins while the one before it on the stream ends, so the kernel waits before it touches
     memory: `gdc_wait` of `iris.language.dependent_launch`. ``early``: False for a launch that must not, since it
-    would take places that another stream's needs (`iris.ccl.communicator`). ``options``: ``num_warps`` and others of
+    would take places that another stream's needs (`iris.ccl.kernel_launch`). ``options``: ``num_warps`` and others of
     Triton's.
 
     ``cluster``: so many programs that follow each other run at the same time and reach each other's shared memory. To

@@ -25,8 +25,9 @@ from iris.bench import collectives, memory, plots, report, tune
 from iris.bench import ranks as ranks_of_a_bench
 from iris.bench.timing import Operands, capture, counts, do_bench
 from iris.ccl import Config
+from iris.ccl.algorithms import ALGORITHMS, candidates
+from iris.ccl.lamport_all_reduce import STEPS
 from iris.ccl.select import ELSEWHERE, Choice, choose, name_in_table
-from iris.ccl.sums import PUSHES, pushes
 from iris.errors import InvalidCountError, InvalidTableError
 
 KIB = 1 << 10
@@ -143,7 +144,8 @@ def test_floors(tmp_path):
 def tuned(ctx):
     lines = []
     comm = ctx.ccl.communicator()
-    assert pushes(comm, KIB) == set(PUSHES) and not pushes(comm, comm.workspace.limit)
+    small, large = (set(candidates(comm, "all_reduce", nbytes)) for nbytes in (KIB, comm.workspace.limit))
+    assert small - large == set(STEPS)
     before = comm.table
     table = tune.tune(ctx, [16 * KIB, 32 * KIB], lines.append)
     assert ctx.ccl.communicator().table == before and len(lines) == 2 * len(table)
@@ -157,7 +159,8 @@ def test_a_table_is_measured_and_carries_every_call(ranks):
     assert all(table == first for table in others), "ranks have different tables"
     assert set(first) == {name_in_table(name, few) for name in ELSEWHERE for few in (False, True)}
     for collective in ELSEWHERE:
-        variants = set(tune.VARIANTS[collective]) - set(tune.SMALL)
+        chosen = (each for each in ALGORITHMS if collective in each.collectives and not each.on_request)
+        variants = {each.name for each in chosen} - tune.SMALL
         for nbytes, sms in itertools.product((1, 16 * KIB, 1 << 40), (None, 8)):
             assert choose(first, collective, nbytes, Config(comm_sms=sms), variants).variant in variants
         # What cannot carry any size has a limit, whatever size was the largest that was measured.

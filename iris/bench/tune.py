@@ -13,28 +13,19 @@ import iris
 from iris.bench.collectives import COLLECTIVES, iris_calls, microseconds
 from iris.bench.report import environment
 from iris.bench.timing import Operands, counts
+from iris.ccl import algorithms
 from iris.ccl.communicator import Communicator
 from iris.ccl.config import FEW_SMS, Config
-from iris.ccl.one_hop import LARGEST_PIECE
 from iris.ccl.select import Choice, Table, name_in_table, own_table
-from iris.ccl.sums import PUSHES, pushes
 from iris.context import Iris
 from iris.errors import FolderError
 from iris.files import check_writable, written
 
-# Variants of each collective, and the programs to try for those that are bound by the link: of `FEW_SMS`, fewer may be
-# faster.
-VARIANTS = {
-    "all_reduce": ("one_shot", "two_shot_push", "two_shot", "pull"),
-    "reduce_scatter": ("one_shot", "two_shot", "pull"),
-    "all_gather": ("one_hop", "exchange"),
-    "all_to_all": ("one_hop", "exchange"),
-    "broadcast": ("one_hop", "exchange", "deal", "pull"),
-}
+# The programs to try for variants that are bound by the link: of `FEW_SMS`, fewer may be faster.
 PROGRAMS = (32, 64, 128)
 FEW_PROGRAMS = (16, FEW_SMS)
 # Variants that cannot carry any size.
-SMALL = ("one_hop", *PUSHES)
+SMALL = {algorithm.name for algorithm in algorithms.ALGORITHMS if algorithm.fits}
 # How much faster another choice has to be for a row of its own, which measurements that vary would otherwise make.
 MARGIN = 1.03
 
@@ -100,18 +91,10 @@ def tune(ctx: Iris, sizes: list[int], report: Callable[[str], None]) -> Table:
 def candidates(comm: Communicator, collective: str, nbytes: int, all_sms: bool) -> list[Pick]:
     """Variants that can carry so much in this group, each with the numbers of programs to try."""
     found: list[Pick] = []
-    fitting = pushes(comm, nbytes if collective == "all_reduce" else nbytes // comm.size) if comm.size > 1 else set()
-    for variant in VARIANTS[collective]:
-        if variant == "one_hop":
-            possible = chosen_by(comm.size, collective, nbytes) <= LARGEST_PIECE
-        elif collective == "broadcast":
-            possible = variant == "exchange" or comm.size > 2
-        else:
-            possible = variant not in SMALL or variant in fitting
+    for variant in algorithms.candidates(comm, collective, chosen_by(comm.size, collective, nbytes)):
         bound_by_link = variant not in SMALL and nbytes >= 1 << 20
-        if possible:
-            numbers = PROGRAMS if all_sms else FEW_PROGRAMS
-            found += [(variant, programs) for programs in (numbers if bound_by_link else (None,))]
+        numbers = PROGRAMS if all_sms else FEW_PROGRAMS
+        found += [(variant, programs) for programs in (numbers if bound_by_link else (None,))]
     return found
 
 

@@ -13,10 +13,18 @@ behind a block barrier, and a release is cumulative (PTX ISA, "Memory Consistenc
 A call clears as much as it used, so between calls all is zero, whatever their sizes.
 """
 
+import dataclasses
+import functools
+
+import torch
 import triton.language as tl
 
+from iris.ccl.call import Algorithm, Call
 from iris.ccl.combine import finalize, scaled
+from iris.ccl.communicator import Launch, power_of_two
+from iris.ccl.kernel_launch import kernel_launch
 from iris.ccl.queue import blocks_of, flat
+from iris.ccl.reduction import accumulator_dtype
 from iris.language.context import DeviceContext
 from iris.language.dependent_launch import gdc_wait
 from iris.language.jit import jit
@@ -78,3 +86,51 @@ def atomic(
         total = tl.load(mine, mask=k < n)
         tl.store(output + k, finalize(total, element, W, OP), mask=k < n)
         tl.store(mine, tl.zeros_like(total), mask=k < n)
+
+
+def launch(call: Call, most: int | None, locked: bool) -> Launch:
+    """A launch of all_reduce, of ``most`` programs at most."""
+    comm, config, (dtype, _, op) = call.comm, call.config, call.elements
+    n = call.elements.number_in(call.input)
+    # Of what hardware adds atomically; integers wrap in the wider type as in their own.
+    sums = accumulator_dtype(dtype)
+    sums = torch.int32 if sums.itemsize < 4 else sums
+    block = config.elements_per_block(sums.itemsize, ACCUMULATOR_BYTES)
+    programs = min(comm.programs(most), -(-n // block))
+    # Calls of similar size share a channel: accumulators, locks, and flags behind them.
+    room = power_of_two(programs)
+    locks = room * 2 * ACCUMULATOR_BYTES
+    flags = locks + room * LOCK_BYTES
+    size = channel_bytes(comm.size, room)
+    channel = comm.workspace.channel(
+        f"accumulators of {room} programs of all_reduce", call.line, size, slice(flags, size)
+    )
+    return kernel_launch(
+        call,
+        atomic,
+        programs=programs,
+        num_warps=config.warps(block * sums.itemsize),
+        dtype=dtype,
+        context_tensor=channel.context_tensor,
+        flags=channel.memory[flags:].view(torch.int32),
+        locks=channel.memory[locks:flags].view(torch.int32),
+        accumulators=channel.memory[:locks].view(sums),
+        n=n,
+        W=comm.size,
+        BLOCK=block,
+        SLOT=ACCUMULATOR_BYTES // sums.itemsize,
+        OP=op,
+        LOCKED=locked,
+    )
+
+
+ADDS = Algorithm(
+    "atomic",
+    ("all_reduce",),
+    functools.partial(launch, locked=False),
+    ops=frozenset({"sum", "avg", "premul_sum"}),
+    on_request=True,
+    in_rank_order=False,
+    limits="adds: it is for SUM and AVG of numbers",
+)
+ALGORITHMS = (ADDS, dataclasses.replace(ADDS, name="spinlock", launch=functools.partial(launch, locked=True)))

@@ -14,17 +14,20 @@ wait for, as in `iris.ccl.pull`: a meeting in front, to learn where the tensors 
 are dealt.
 """
 
+import functools
+
 import triton.language as tl
 
+from iris.ccl.call import Algorithm, Call
+from iris.ccl.communicator import Launch
+from iris.ccl.kernel_launch import INTEGERS, kernel_launch
+from iris.ccl.pieces import word_bytes
 from iris.ccl.queue import (
     AHEAD,
     COUNTS,
     DONE,
-    HEAD,
     INPUTS,
     MET,
-    NUM_SLOTS,
-    TAIL,
     WORDS,
     advertise,
     advertise_input,
@@ -34,12 +37,16 @@ from iris.ccl.queue import (
     finish,
     flat,
     lane_value,
+    load_counters,
+    next_slot,
     pointer_at,
     publish_counters,
     queue_address,
     resolve_inputs,
     resolve_output,
     slot_of,
+    store_counters,
+    store_to_peer,
     wait_blocks,
     wait_credits,
 )
@@ -47,7 +54,6 @@ from iris.language.barrier import lanes
 from iris.language.context import DeviceContext
 from iris.language.dependent_launch import gdc_wait
 from iris.language.jit import jit
-from iris.language.ordering import store_after_sync
 
 
 @jit
@@ -70,8 +76,7 @@ def deal(
     p = tl.program_id(0)
     programs = tl.num_programs(0)
     others = among(0, W, rank)
-    sent = tl.load(row + TAIL + lanes(), mask=others, other=0)
-    got = tl.load(row + HEAD + lanes(), mask=others, other=0)
+    sent, got = load_counters(row, others)
     queues = queue_address(ctx, slots, W, SLOT, others)
     # The ranks that this one passes its part on to, and gets the other parts from.
     fellows = others & (lanes() != root) & (rank != root)
@@ -101,11 +106,9 @@ def deal(
                 parts += (tl.load(input + k, mask=k < n),)
             for q in tl.static_range(W - 1):
                 d = (root + 1 + q) % W
-                slot = pointer_at(slots, lane_value(queues, d)) + (lane_value(sent, d) & (NUM_SLOTS - 1)) * SLOT
+                slot = next_slot(pointer_at(slots, lane_value(queues, d)), sent, d, SLOT)
                 mask = (t * (W - 1) + q) * BLOCK + i < n
-                event = ctx.tracing.begin_move("store", slots + i, d, mask)
-                tl.store(slot + i, parts[q], mask=mask)
-                ctx.tracing.record_event_end(event)
+                store_to_peer(ctx, slot + i, parts[q], d, mask)
             sent = tl.where(others, sent + 1, sent)
         else:
             if (step >= AHEAD) & (step < steps + AHEAD):
@@ -121,13 +124,10 @@ def deal(
                     d = (rank + distance) % W
                     if d != root:
                         begin = pointer_at(slots, lane_value(address, d))
-                        event = ctx.tracing.begin_move("store", slots + i, d, k < n)
                         if lane_value(tl.cast(queued, tl.int32), d) > 0:
-                            slot = begin + (lane_value(sent, d) & (NUM_SLOTS - 1)) * SLOT
-                            tl.store(slot + i, data, mask=k < n)
+                            store_to_peer(ctx, next_slot(begin, sent, d, SLOT) + i, data, d, k < n)
                         else:
-                            tl.store(begin + k, data, mask=k < n)
-                        ctx.tracing.record_event_end(event)
+                            store_to_peer(ctx, begin + k, data, d, k < n)
                 sent = tl.where(queued, sent + 1, sent)
             if (step >= 2 * AHEAD) & (direct_here == 0):
                 t = tl.cast(p + (step - 2 * AHEAD) * programs, tl.int64)
@@ -140,8 +140,7 @@ def deal(
                         tl.store(output + k, data, mask=k < n)
                 got = tl.where(fellows, got + 1, got)
         publish_counters(ctx, own_words, sent, got, others)
-    store_after_sync(row + TAIL + lanes(), sent, others)
-    store_after_sync(row + HEAD + lanes(), got, others)
+    store_counters(row, sent, others, got, others)
     finish(ctx, row + DONE, calls_to, fellows & (queued == 0), calls_from, fellows & (direct_here != 0), W)
 
 
@@ -164,9 +163,7 @@ def fetch(ctx, places, output, n, root, W: tl.constexpr, BLOCK: tl.constexpr):
         ctx.tracing.end_load(event, data)
         for distance in tl.static_range(1, W):
             get = gets[distance - 1]
-            event = ctx.tracing.begin_move("store", output + i, (rank + distance) % W, k < n, get)
-            tl.store(fellows[distance - 1] + k, data, mask=(k < n) & get)
-            ctx.tracing.record_event_end(event)
+            store_to_peer(ctx, fellows[distance - 1] + k, data, (rank + distance) % W, mask=(k < n) & get, asked=get)
         tl.store(output + k, data, mask=k < n)
 
 
@@ -207,3 +204,40 @@ def broadcast(
         exit_barrier(ctx, row, calls, others, W)
     else:
         deal(ctx, row, own_words, slots, heap_table, input, output, n, length, root, W, BLOCK, SLOT)
+
+
+def launch(call: Call, most: int | None, pulls: bool) -> Launch:
+    """A launch of broadcast, of ``most`` programs at most. ``pulls``: where all tensors are on the heap."""
+    comm, config, nbytes = call.comm, call.config, call.output.nbytes
+    word = word_bytes(call, nbytes)
+    programs = comm.programs(most)
+    block = comm.slot_bytes(programs, config.few_sms) // word
+    n = nbytes // word
+    programs = min(programs, -(-n // (block * (comm.size - 1))))
+    queues = comm.queues(call.line, programs, config.few_sms)
+    return kernel_launch(
+        call,
+        broadcast,
+        programs=programs,
+        num_warps=config.warps(block * word),
+        dtype=INTEGERS[word],
+        context_tensor=queues.context_tensor,
+        counts=queues.counts,
+        words=queues.words,
+        slots=queues.slots.view(INTEGERS[word]),
+        heap_table=comm.heap_table,
+        n=n,
+        length=nbytes,
+        root=call.root,
+        W=comm.size,
+        BLOCK=block,
+        SLOT=queues.slot_bytes // word,
+        PULLS=pulls,
+    )
+
+
+# Between two ranks there is nobody to pass on to.
+ALGORITHMS = (
+    Algorithm("deal", ("broadcast",), functools.partial(launch, pulls=False), min_ranks=3),
+    Algorithm("pull", ("broadcast",), functools.partial(launch, pulls=True), min_ranks=3),
+)

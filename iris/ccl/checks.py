@@ -17,10 +17,13 @@ from iris.errors import (
     UnknownChoiceError,
     WrongDeviceError,
 )
+from iris.heap.history import debugging
 from iris.language.target import threads_per_warp
 from iris.simulator import sanitizer
 from iris.stand_ins import stand_in
 from iris.world import Group
+
+DEBUGGING = debugging()
 
 
 def check_tensor(name: str, tensor: object) -> None:
@@ -91,6 +94,15 @@ def check_pair(
         raise InvalidCollectiveError(
             f"{name}() among {comm.size} ranks with an input of {list(input.shape)} needs an output of {expected} "
             f"elements; it got {list(output.shape)}, which are {output.numel()}."
+        )
+
+
+def check_columns(comm: Communicator, name: str, output: torch.Tensor, input: torch.Tensor) -> None:
+    """That both have the same columns, and these can be divided among the ranks."""
+    if input.dim() == 0 or input.shape[-1] % comm.size or output.shape != input.shape:
+        raise InvalidCollectiveError(
+            f"{name} among {comm.size} ranks takes an input and an output of the same shape whose last dimension is a "
+            f"multiple of {comm.size}; it got {list(input.shape)} and {list(output.shape)}."
         )
 
 

@@ -45,6 +45,20 @@ def combine(a, b, OP: tl.constexpr):
 
 
 @jit
+def accumulate(total, value, factors, source: tl.constexpr, OP: tl.constexpr):
+    """The total of the ranks before ``source``, and its value: called with one rank behind the other, from 0 on.
+
+    ``value``: of the element's type, or the accumulator's, which is that of ``total``. Rank 0's replaces the total. All
+    that combine in this order get the same bits.
+    """
+    value = scaled(tl.cast(value, total.dtype), factors, source, OP)
+    if source == 0:
+        return value
+    else:
+        return combine(total, value, OP)
+
+
+@jit
 def finalize(total, element: tl.constexpr, W: tl.constexpr, OP: tl.constexpr):
     """The result in its own type: the only rounding, but for that of the sum itself."""
     if OP == "avg":

@@ -13,11 +13,10 @@ from iris.capture import GraphLine, Line
 from iris.ccl.queue import COUNTS, HEAD, MAX_RANKS, MET, SLOTS, TAIL, WORDS, region_bytes, slots_bytes
 from iris.ccl.select import ELSEWHERE, digest, load_table, own_table
 from iris.errors import InvalidGroupError, InvalidTableError, TooManyStreamsError
-from iris.heap import describe_address
 from iris.heap.symmetric import SymmetricHeap
 from iris.kept import keep
-from iris.language.target import architecture, largest_cluster, on_nvidia, threads_per_warp
-from iris.launch import KEPT, addresses, prepare, registers
+from iris.language.target import architecture, largest_cluster
+from iris.launch import KEPT
 from iris.workspace import Channel, Workspace
 
 # Programs of a launch in the simulator; elsewhere it depends on the GPU.
@@ -38,20 +37,6 @@ LARGEST_SLOT = 16384
 # blocks twice as large to keep the link busy.
 UNDER_WAY = 65536
 
-# Programs wait for peers. A rank may have begun a launch of one stream, and another rank one of another stream, so on
-# each rank both must be able to begin, or at least the smaller one, beside the larger. What programs take of a
-# multiprocessor is mostly registers (CUDA C++ Programming Guide, "Compute Capabilities": 65536).
-#
-# A launch has half of them; or a third, if the next launch of its stream may take places before its turn. That one has
-# a third at most, too, or it does not come early: so a stream has two thirds at most, and leaves one. (With queues it
-# comes early as well: it leaves multiprocessors.)
-ALL_REGISTERS = 65536
-# Through queues programs take most of a multiprocessor each, but there are fewer of them than multiprocessors
-# (`Communicator.programs`). The rest is for the small launches of other streams. Registers belong to four partitions,
-# and a warp to one of them: 16 warps leave 4096 of the 16384 in each, for a warp of 128 a thread, which is what
-# `iris.ops.normalisation.CLUSTER_WARPS` counts on.
-MOST_REGISTERS = 49152
-
 Launch = Callable[..., None]
 """Called with a stream's handle, input, output and what else the kernel takes."""
 
@@ -64,10 +49,6 @@ class Queues(NamedTuple):
     words: torch.Tensor
     slots: torch.Tensor
     slot_bytes: int
-
-    def seen_as(self, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-        """What kernels that move ``dtype`` take."""
-        return self.context_tensor, self.counts, self.words, self.slots.view(dtype)
 
 
 class Communicator:
@@ -185,12 +166,6 @@ class Communicator:
             programs = power_of_two(programs) // 2
         return programs
 
-    def fitting(self, programs: int, num_warps: int) -> int:
-        """How many of so many programs fit in half of all registers, with 64 for each thread."""
-        if simulator.ACTIVE or not on_nvidia():
-            return programs
-        return max(1, min(programs, ALL_REGISTERS // 2 // (64 * threads_per_warp()) * self.num_sms // num_warps))
-
     def slot_bytes(self, programs: int, few_sms: bool) -> int:
         """Bytes of a slot where so many programs share the staging memory; a power of two."""
         largest = max(LARGEST_SLOT, UNDER_WAY // power_of_two(self.size)) if few_sms else LARGEST_SLOT
@@ -290,77 +265,3 @@ def message_programs(size: int, num_sms: int) -> int:
 def power_of_two(number: int) -> int:
     """The next power of two, so that calls of similar size share channels."""
     return 1 << (number - 1).bit_length()
-
-
-def ready(
-    comm: Communicator, kernel: Any, programs: int, num_warps: int, before: tuple, tensors: tuple, after: tuple,
-    dtype: torch.dtype, admits: bool = False, **compiling: Any,
-) -> Launch:  # fmt: skip
-    """A launch of ``kernel(*before, input, output, ..., *after)``, where ``tensors`` are input, output and maybe more.
-
-    Input and output are taken for memory of ``dtype``. Later calls give other tensors, whose addresses are divisible by
-    16 where these are. ``admits``: the kernel has one more argument, `EARLY`, by which it lets the next launch begin.
-    ``compiling``: more options of Triton's compiler.
-    """
-
-    def seen(x: torch.Tensor, y: torch.Tensor, more: tuple) -> tuple:
-        return *before, as_words(x, dtype), as_words(y, dtype), *more, *after
-
-    early, options = True, {}
-    if admits:
-        early, options = _share(comm, kernel, programs, num_warps, seen(tensors[0], tensors[1], tensors[2:]), compiling)
-        after = (*after, early)
-    elif on_nvidia():
-        options = leaving_room(num_warps * threads_per_warp())
-    launch = prepare(
-        kernel, (programs, 1, 1), *seen(tensors[0], tensors[1], tensors[2:]),
-        early=early, num_warps=num_warps, **options, **compiling,
-    )  # fmt: skip
-    if simulator.ACTIVE:
-
-        def run(stream: int | None, x: torch.Tensor, y: torch.Tensor, *more: torch.Tensor) -> None:
-            launch(stream, seen(x, y, more))
-            # It is over, and so what has gone wrong in it is known.
-            comm.abort_flag.raise_recorded(describe_address)
-
-        return run
-    first = addresses(before)
-
-    def enqueue(stream: int | None, x: torch.Tensor, y: torch.Tensor, *more: torch.Tensor) -> None:
-        launch(stream, (*first, x.data_ptr(), y.data_ptr(), *more, *after))
-
-    enqueue.keeps_alive = before
-    return enqueue
-
-
-def leaving_room(threads: int) -> dict[str, int]:
-    """Options by which a program of so many threads, with parts of many ranks too, holds `MOST_REGISTERS` at most."""
-    most = MOST_REGISTERS // threads
-    # A thread has no more by itself.
-    return {"maxnreg": most} if most < 255 else {}
-
-
-def _share(
-    comm: Communicator, kernel: Any, programs: int, num_warps: int, args: tuple, compiling: dict[str, Any]
-) -> tuple[bool, dict[str, int]]:
-    """Whether a launch of ``kernel(*args, EARLY)`` has a third of the registers; else options by which it has half."""
-    if simulator.ACTIVE or not on_nvidia():
-        return True, {}
-    threads = -(-programs // comm.num_sms) * num_warps * threads_per_warp()
-    for early, most in ((True, ALL_REGISTERS // 3), (False, ALL_REGISTERS // 2)):
-        held = registers(kernel, (programs, 1, 1), *args, early, early=early, num_warps=num_warps, **compiling)
-        # A warp gets them for its threads by eights.
-        if threads * (-(-held // 8) * 8) <= most:
-            return early, {}
-    return False, {"maxnreg": ALL_REGISTERS // 2 // threads // 8 * 8}
-
-
-def as_words(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """One element of ``dtype`` where ``tensor`` begins: what a kernel needs to know of it."""
-    if tensor.dtype == dtype:
-        return tensor
-    if not tensor.numel():  # nothing is read or written
-        return torch.empty(1, dtype=dtype, device=tensor.device)
-    begin = tensor.storage_offset() * tensor.itemsize
-    first = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    return first.set_(tensor.untyped_storage(), begin, (dtype.itemsize,)).view(dtype)

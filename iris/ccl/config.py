@@ -148,6 +148,14 @@ class Config:
         """Of such a block, or 0."""
         return math.prod(self.block_shape) * itemsize if self.block_shape else 0
 
+    def elements_per_block(self, itemsize: int, room: int) -> int:
+        """As many as fit in ``room`` bytes, or fewer if a block of them is asked for."""
+        return min(self.block_bytes(itemsize) or room, room) // itemsize
+
+    def warps(self, nbytes: int) -> int:
+        """`num_warps`, or as many as move a block of ``nbytes`` by 16 bytes a thread."""
+        return self.num_warps or max(1, min(16, nbytes // 512))
+
     @property
     def few_sms(self) -> bool:
         """Whether `comm_sms` leaves a call few multiprocessors."""

@@ -68,15 +68,27 @@ class Table:
 
 
 def on_device(
-    comm: Communicator, lists: tuple[Sequence[int] | torch.Tensor, ...], room: int, available: int,
+    comm: Communicator,
+    lists: tuple[Sequence[int] | torch.Tensor, ...],
+    output: torch.Tensor,
+    input: torch.Tensor,
     line: Line,
-) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    """The four ``lists``, checked and on the device, for a call with so many elements of output and of input."""
+) -> tuple[torch.Tensor, ...]:
+    """The four ``lists``, in the order of `NAMES`, checked and on the device."""
+    if not (input.is_contiguous() and output.is_contiguous()):
+        raise InvalidCollectiveError(
+            "all_to_all_v() counts elements in the order of memory, so input and output must be contiguous; the "
+            f"strides are {input.stride()} and {output.stride()}. Pass x.contiguous()."
+        )
+    if checks.DEBUGGING and not isinstance(line, GraphLine):
+        checks.compare_counts(comm, lists[0], lists[2])
+    if isinstance(lists[0], torch.Tensor) and lists[0].device.type == "cuda":
+        return checks.check_rows(comm, lists)
     numbers = tuple(checks.counts(name, values, comm.size) for name, values in zip(NAMES, lists, strict=True))
     if line not in comm.tables:
         comm.tables[line] = Table(comm, isinstance(line, GraphLine))
     found = comm.tables[line].find(numbers)
-    for what, limit, (end, rank) in (("input", available, found.sent), ("output", room, found.received)):
+    for what, limit, (end, rank) in (("input", input.numel(), found.sent), ("output", output.numel(), found.received)):
         if end > limit:
             raise InvalidCollectiveError(
                 f"all_to_all_v(): the elements for rank {comm.ranks[rank]} end at {end}, and the {what} has {limit}."

@@ -20,6 +20,10 @@ here.
 import triton.language as tl
 
 from iris import simulator
+from iris.ccl.call import Algorithm, Call
+from iris.ccl.communicator import Launch, power_of_two
+from iris.ccl.kernel_launch import INTEGERS, kernel_launch
+from iris.ccl.pieces import Pieces, pieces_of
 from iris.ccl.queue import (
     AHEAD,
     COUNTS,
@@ -28,7 +32,6 @@ from iris.ccl.queue import (
     LONGEST_QUEUED,
     MESSAGES_FROM,
     MESSAGES_TO,
-    NUM_SLOTS,
     SIZES,
     TAIL,
     WORDS,
@@ -39,15 +42,19 @@ from iris.ccl.queue import (
     finish,
     flat,
     lane_value,
+    load_counters,
+    next_slot,
     pointer_at,
     publish_counters,
     queue_address,
     resolve_output,
     slot_of,
+    store_to_peer,
     wait_blocks,
     wait_credits,
 )
 from iris.ccl.sizes import ask, count_messages, find_target, hear_words, record_unequal, refuse, tell_word
+from iris.errors import InvalidConfigError
 from iris.language.address import bytes_of
 from iris.language.barrier import lanes
 from iris.language.context import DeviceContext
@@ -132,8 +139,7 @@ def exchange(
     # Both counts of each peer, since they are posted together. A message to another rank, or from it, may be
     # under way on another stream, and change that one's.
     peers = to | sources
-    sent = tl.load(row + TAIL + lanes(), mask=peers, other=0)
-    got = tl.load(row + HEAD + lanes(), mask=peers, other=0)
+    sent, got = load_counters(row, peers)
     address = queue_address(ctx, slots, W, SLOT, to)
     receivers = to
     if PROGRAMS > 0:
@@ -208,13 +214,11 @@ def exchange(
                     if gets[i]:
                         d = (rank + 1 + (p + i) % (W - 1)) % W
                         data = tl.load(begins[i] + (r * in_pitch + c), mask=mask)
-                        event = ctx.tracing.begin_move("store", slots + index, d, mask)
                         if lane_value(tl.cast(queued, tl.int32), d) > 0:
-                            begin = pointer_at(slots, lane_value(address, d))
-                            tl.store(begin + (lane_value(sent, d) & (NUM_SLOTS - 1)) * SLOT + index, data, mask=mask)
+                            slot = next_slot(pointer_at(slots, lane_value(address, d)), sent, d, SLOT)
+                            store_to_peer(ctx, slot + index, data, d, mask)
                         else:
-                            tl.store(places[i] + (r * out_pitch + c), data, mask=mask)
-                        ctx.tracing.record_event_end(event)
+                            store_to_peer(ctx, places[i] + (r * out_pitch + c), data, d, mask)
                 data = tl.load(own_input + (r * in_pitch + c), mask=mask & copies)
                 tl.store(own + (r * out_pitch + c), data, mask=mask & copies)
                 if any_queued:
@@ -254,9 +258,7 @@ def exchange(
                     data += (tl.load(begins[i] + (r * in_pitch + c), mask=mask & gets[i]),)
             for i in tl.static_range(W - 1):
                 d = (rank + 1 + (p + i) % (W - 1)) % W
-                event = ctx.tracing.begin_move("store", slots + index, d, mask, gets[i])
-                tl.store(places[i] + (r * out_pitch + c), data[i + 1], mask=mask & gets[i])
-                ctx.tracing.record_event_end(event)
+                store_to_peer(ctx, places[i] + (r * out_pitch + c), data[i + 1], d, mask=mask & gets[i], asked=gets[i])
             tl.store(own + (r * out_pitch + c), data[0], mask=mask & copies)
     # Only what this call has changed: another message may be under way on another stream, to or from another rank.
     store_after_sync(row + TAIL + lanes(), sent, queued)
@@ -268,3 +270,108 @@ def exchange(
         count_messages(counts, messages_to, receivers, messages_from, sources, QUEUES)
     elif DIRECT:
         finish(ctx, row + DONE, calls_to, written, calls_from, writing, W)
+
+
+def launch(call: Call, most: int | None) -> Launch:
+    """A launch of any collective that moves pieces of one length, of ``most`` programs at most."""
+    comm, config, pieces = call.comm, call.config, pieces_of(call)
+    word = pieces.word_bytes(call)
+    is_message = call.collective in ("send", "recv")
+    few_sms = config.few_sms and not is_message
+    if is_message:
+        programs = comm.programs(min(most or comm.p2p_programs, comm.p2p_programs))
+        slot_bytes = comm.p2p_slot_bytes
+    else:
+        # What is matched meets as between two ranks: calls of all sizes share their queues, which are to be small.
+        wanted = most or (comm.p2p_programs if pieces.matched else None)
+        programs = comm.programs(wanted, config.block_bytes(call.input.itemsize), few_sms)
+    partitioned = call.collective == "all_gather" and config.all_gather_variant == "partitioned"
+    if partitioned:
+        if programs < comm.size:
+            raise InvalidConfigError(
+                f"Config(all_gather_variant='partitioned') needs a program for each of {comm.size} ranks; there may "
+                f"be {programs}: raise comm_sms, choose smaller blocks, or use 'persistent'."
+            )
+        programs = programs // comm.size * comm.size
+    if not is_message:
+        slot_bytes = comm.slot_bytes(programs, few_sms)
+    rows, word, block_m, block_n = _divide(call, pieces, word, slot_bytes)
+    blocks = -(-pieces.rows // block_m) * -(-(pieces.row // word) // block_n)
+    if rows == "together":
+        blocks = -(-pieces.nbytes // (block_n * word))
+    largest = programs
+    if partitioned:
+        programs = max(1, min(programs // comm.size, blocks)) * comm.size
+    else:
+        programs = max(1, min(programs, blocks))
+    if is_message:
+        queues = comm.point_to_point(call.root, call.collective == "send", call.line)
+    else:
+        # What is matched meets in the same queues whatever its size.
+        queues = comm.queues(call.line, largest if pieces.matched else programs, few_sms)
+    direct = pieces.nbytes > LONGEST_QUEUED.value
+    # CUDA may hold up the loading of a kernel until those that run have ended (CUDA C++ Programming Guide, "Lazy
+    # Loading"). Two ranks that send to each other and then receive must not wait for that, so a message of any length
+    # loads what those of other lengths need, and both ends of a message are the same kernel.
+    launches = {
+        either: kernel_launch(
+            call,
+            exchange,
+            programs=programs,
+            num_warps=config.warps(block_m * block_n * word),
+            dtype=INTEGERS[word],
+            context_tensor=queues.context_tensor,
+            counts=queues.counts,
+            words=queues.words,
+            slots=queues.slots.view(INTEGERS[word]),
+            heap_table=comm.heap_table,
+            M=pieces.rows,
+            N=pieces.row // word,
+            in_pitch=pieces.in_pitch // word,
+            out_pitch=pieces.out_pitch // word,
+            send_step=pieces.send_step // word,
+            recv_step=pieces.recv_step // word,
+            length=pieces.length,
+            to_first=pieces.to.start,
+            to_last=pieces.to.stop,
+            from_first=pieces.sources.start,
+            from_last=pieces.sources.stop,
+            W=comm.size,
+            BLOCK_M=block_m,
+            BLOCK_N=block_n,
+            SLOT=queues.slot_bytes // word,
+            SAME=pieces.send_step == 0,
+            ROWS=rows,
+            PARTITIONED=partitioned,
+            PROGRAMS=largest if pieces.matched else 0,
+            QUEUES=queues.counts.numel() // COUNTS.value if pieces.matched else 0,
+            DIRECT=either,
+        )
+        for either in ({True, False} if is_message else {direct})
+    }
+    return launches[direct]
+
+
+def _divide(call: Call, pieces: Pieces, word: int, slot_bytes: int) -> tuple[str, int, int, int]:
+    """The kernel's ``ROWS``, the bytes of an element, and rows and columns of a block, where a slot has so many bytes.
+
+    Rows that are apart on this rank need not be on others, so their blocks are those of a piece in one row.
+    """
+    config, itemsize = call.config, call.input.itemsize
+    if config.block_shape is not None:
+        block_m, block_n = config.block_that_fits(itemsize, slot_bytes)
+        # A block is so many elements on all ranks, also where they lie in a way that takes narrower words.
+        word = min(word, block_n * itemsize)
+        return "apart", word, block_m, block_n * itemsize // word
+    elements = slot_bytes // word
+    if pieces.rows == 1:
+        return "one", word, 1, elements
+    if pieces.send_step == 0:
+        return "together", word, 1, elements
+    block_n = min(elements, power_of_two(pieces.row // word))
+    return "apart", word, elements // block_n, block_n
+
+
+ALGORITHMS = (
+    Algorithm("exchange", ("all_gather", "all_to_all", "broadcast", "gather", "scatter", "send", "recv"), launch),
+)

@@ -10,32 +10,37 @@ pairs go on (`iris.ccl.sizes`).
 import triton
 import triton.language as tl
 
+from iris.ccl.call import Algorithm, Call
+from iris.ccl.communicator import Launch
+from iris.ccl.kernel_launch import INTEGERS, kernel_launch
+from iris.ccl.pieces import word_bytes
 from iris.ccl.queue import (
     AHEAD,
     COUNTS,
-    HEAD,
     MESSAGES_FROM,
     MESSAGES_TO,
-    NUM_SLOTS,
     SIZES,
-    TAIL,
     WORDS,
     among,
     flat,
     lane_value,
+    load_counters,
+    next_slot,
     pointer_at,
     publish_counters,
     queue_address,
     slot_of,
+    store_counters,
+    store_to_peer,
     wait_blocks,
     wait_credits,
 )
 from iris.ccl.sizes import count_messages, hear_words, record_unequal, tell_word
+from iris.errors import InvalidConfigError
 from iris.language.address import bytes_of
 from iris.language.barrier import lanes
 from iris.language.context import DeviceContext
 from iris.language.dependent_launch import gdc_wait
-from iris.language.ordering import store_after_sync
 
 
 @triton.jit
@@ -73,8 +78,7 @@ def exchange_v(
     row = counts + p * COUNTS
     own_words = words + p * WORDS
     others = among(0, W, rank)
-    sent = tl.load(row + TAIL + lanes(), mask=others, other=0)
-    got = tl.load(row + HEAD + lanes(), mask=others, other=0)
+    sent, got = load_counters(row, others)
     queues = queue_address(ctx, slots, W, BLOCK, others)
     everyone = lanes() < W
     send_words = tl.load(send_counts + lanes(), mask=everyone, other=0) * factor
@@ -101,10 +105,8 @@ def exchange_v(
                     kept = k < own_words_sent
                     tl.store(output + tl.load(recv_displs + d) * factor + k, data, mask=kept)
                 else:
-                    slot = pointer_at(slots, lane_value(queues, d)) + (lane_value(sent, d) & (NUM_SLOTS - 1)) * BLOCK
-                    event = ctx.tracing.begin_move("store", slots + i, d, mask)
-                    tl.store(slot + i, data, mask=mask)
-                    ctx.tracing.record_event_end(event)
+                    slot = next_slot(pointer_at(slots, lane_value(queues, d)), sent, d, BLOCK)
+                    store_to_peer(ctx, slot + i, data, d, mask)
         sent = tl.where(sends, sent + 1, sent)
         if step == AHEAD:
             theirs = hear_words(ctx, own_words, messages_from, others, SIZES)
@@ -129,6 +131,34 @@ def exchange_v(
                 tl.store(output + tl.load(recv_displs + s) * factor + k, data, mask=mask)
         got = tl.where(receives, got + 1, got)
         publish_counters(ctx, own_words, sent, got, sends | receives)
-    store_after_sync(row + TAIL + lanes(), sent, others)
-    store_after_sync(row + HEAD + lanes(), got, others)
+    store_counters(row, sent, others, got, others)
     count_messages(counts, messages_to, others, messages_from, others, QUEUES)
+
+
+def launch(call: Call, most: int | None) -> Launch:
+    """A launch of all_to_all_v, of ``most`` programs at most; it takes counts and displacements behind the tensors."""
+    comm, config, itemsize = call.comm, call.config, call.input.itemsize
+    if config.use_gluon:
+        raise InvalidConfigError("Config(use_gluon=True): all_to_all_v has no Gluon form; leave use_gluon out.")
+    word = word_bytes(call, itemsize)
+    # What lies in the pieces is known to the device alone, so all programs come.
+    programs = comm.programs(most)
+    queues = comm.queues(call.line, programs, config.few_sms)
+    return kernel_launch(
+        call,
+        exchange_v,
+        programs=programs,
+        num_warps=config.warps(queues.slot_bytes),
+        dtype=INTEGERS[word],
+        context_tensor=queues.context_tensor,
+        counts=queues.counts,
+        words=queues.words,
+        slots=queues.slots.view(INTEGERS[word]),
+        factor=itemsize // word,
+        W=comm.size,
+        BLOCK=queues.slot_bytes // word,
+        QUEUES=queues.counts.numel() // COUNTS.value,
+    )
+
+
+ALGORITHMS = (Algorithm("exchange_v", ("all_to_all_v",), launch),)

@@ -1,25 +1,46 @@
-"""Sums of small and medium size: ranks push what the others need, and each element tells that it has arrived.
+"""Small and medium sums: each rank pushes what the others need, and each element tells that it has arrived.
 
-Two kernels. *One shot*: every rank pushes its part to all that want it, and each adds up what it got: over the link
-W - 1 times the bytes, in one step. *Two shot*: rank d adds up the d-th part of each block and pushes the sum to all:
-2 (W - 1) / W times the bytes, in two steps. No flag, no fence, no barrier: each element is its own flag
-(`iris.language.lamport`), so this is for floating-point types.
+*One shot* is the small all-reduce. A rank pushes its whole input to all others, and adds up what it gets: over the link
+(W - 1) n bytes, in one step. A call of it, block by block:
 
-There are 3 slots. In each a block has a region of its own, ``[steps, W sources, PART bytes]``, and it counts its epochs
-modulo 3. In epoch e the ranks use slot e % 3, and each clears what slot (e - 1) % 3 held: all that peers may have put
-into the block's region, whatever this call needs.
-Why three slots, and why that is in order: a rank writes to slot e % 3 of mine in its call e. It has heard from me in
-its call e - 1, so my call e - 2 was over, at the end of which everything was visible to everybody; and in that call I
-cleared slot (e - 3) % 3 = e % 3, having read all of it in e - 3. With two slots I would be clearing while it writes.
-(In two shot a rank whose part is beyond the end of the tensor sends no sums; whoever has heard rank 0's, which were of
-parts from all, has heard from it.)
+1. A rank loads its own part of the input, and stores it into its place in every other rank's slot (`push`), which lies
+   at the same offset in each heap.
+2. The elements travel with their bits inverted, to memory that is zero, and none is sent as zero. So an element that
+   is not zero has arrived (`iris.language.lamport`). There is no flag, no fence and no barrier, and the types are
+   floating-point ones.
+3. The receiver polls the parts of all ranks together, until none has an element missing, and adds them up in the order
+   of ranks (`recv_and_reduce`). The sum is rounded once, and stored to the output.
+4. It clears the slot of the call before, and counts the epoch of the block (`recycle_slot`).
+
+In reduce_scatter each rank pushes another part of its input to each: (W - 1) / W n bytes.
+
+*Two shot* sends less and takes longer. Rank d adds up the d-th part of each block, as above, and pushes the sum to all
+others, which wait for it in the same way: 2 (W - 1) / W n bytes, in two steps.
+
+There are 3 slots. In each a block has a region of its own, ``[steps, W sources, PART elements]``, and it counts its
+epochs modulo 3. In epoch e the ranks use slot e % 3, and each clears slot (e - 1) % 3: all that peers may have put into
+the block's region, whatever this call needs. Why no rank writes to a slot that is not cleared:
+
+1. A rank writes to slot e % 3 of mine in its call e. It has heard from me in its call e - 1.
+2. So my call e - 2 was over, and all that it had stored was visible to everybody.
+3. In that call I cleared slot (e - 3) % 3 = e % 3, which I had read in my call e - 3.
+
+With two slots I would be clearing while it writes. (In two shot a rank whose part is beyond the end of the tensor sends
+no sums; whoever has heard rank 0's, which were of parts from all, has heard from it.)
 
 Sums are formed in the order of ranks, on each rank or on one, so all ranks have the same bits.
 """
 
+import functools
+from typing import Any, NamedTuple
+
+import torch
 import triton.language as tl
 
-from iris.ccl.combine import accumulator, combine, finalize, scaled
+from iris.ccl.call import Algorithm, Call
+from iris.ccl.combine import accumulate, accumulator, finalize
+from iris.ccl.communicator import Communicator, Launch, power_of_two
+from iris.ccl.kernel_launch import INTEGERS, fitting, kernel_launch
 from iris.ccl.queue import flat
 from iris.language.address import translate
 from iris.language.context import DeviceContext
@@ -48,6 +69,8 @@ WARP_BYTES = 512
 SLOTS = tl.constexpr(3)
 # Blocks that a program sends before it waits for the first of them, so that the links are busy while it adds up.
 AHEAD = tl.constexpr(1)
+# A channel is several times as large as the sums, and every stream has its own: so much of the workspace at most.
+SHARE_OF_WORKSPACE = 16
 
 
 def part_bytes(size: int, share: int, programs: int) -> int:
@@ -66,7 +89,9 @@ def channel_bytes(size: int, blocks: int, part: int, steps: int) -> int:
 
 
 @jit
-def add_up(parts, own, k, count, rank, W: tl.constexpr, PART: tl.constexpr, OP: tl.constexpr, record, factors=None):
+def recv_and_reduce(
+    parts, own, k, count, rank, W: tl.constexpr, PART: tl.constexpr, OP: tl.constexpr, record, factors=None
+):
     """Wait for the first ``count`` elements of every rank's part and combine them in the order of ranks.
 
     ``own`` is the caller's; ``k``: numbers of all words of a part. All parts are read in each round of polling, so
@@ -102,11 +127,7 @@ def add_up(parts, own, k, count, rank, W: tl.constexpr, PART: tl.constexpr, OP: 
     total = tl.cast(own, ACC)
     for s in tl.static_range(W):
         value = tl.where(rank == s, tl.cast(own, ACC), tl.cast(decode(words[s], element, own), ACC))
-        value = scaled(value, factors, s, OP)
-        if s == 0:
-            total = value
-        else:
-            total = combine(total, value, OP)
+        total = accumulate(total, value, factors, s, OP)
     return finalize(total, element, W, OP)
 
 
@@ -117,6 +138,17 @@ def peers(ctx, W: tl.constexpr):
     for distance in tl.static_range(1, W):
         bases += (tl.load(ctx.table + (ctx.cur_rank + distance) % W),)
     return bases
+
+
+@jit
+def push(ctx, ptr, i, values, mask, bases, distance: tl.constexpr, W: tl.constexpr):
+    """Send elements to the rank ``distance`` to the right, into its copy of ``ptr``, as tracing records it.
+
+    ``bases``: of the `peers`.
+    """
+    event = ctx.tracing.begin_move("store", ptr + i, (ctx.cur_rank + distance) % W, mask)
+    lamport_send(translate(ptr, ctx.base, bases[distance - 1]) + i, values, mask)
+    ctx.tracing.record_event_end(event)
 
 
 @jit
@@ -154,9 +186,10 @@ def one_shot(
     SAME: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """``max_blocks``: blocks that a slot has room for. ``EARLY``: there is room for the next launch beside this one.
+    """``n``: elements that each rank wants. ``max_blocks``: blocks that a slot has room for.
 
-    ``send_step``: from what one rank wants to what the next one wants; 0 if all want the `SAME`.
+    ``send_step``: from what one rank wants to what the next one wants; 0 if all want the `SAME`. ``RANKS``: the power
+    of two from W on. ``EARLY``: there is room for the next launch beside this one.
     """
     ctx = DeviceContext.initialize(context_tensor, num_ranks=W)
     rank, bases = ctx.cur_rank, peers(ctx, W)
@@ -183,9 +216,7 @@ def one_shot(
                 else:
                     parts += (tl.load(input + to * send_step + k, mask=k < n),)
             for distance in tl.static_range(1, W):
-                event = ctx.tracing.begin_move("store", mine + i, (rank + distance) % W, k < n)
-                lamport_send(translate(mine, ctx.base, bases[distance - 1]) + i, parts[distance - 1], k < n)
-                ctx.tracing.record_event_end(event)
+                push(ctx, mine, i, parts[distance - 1], k < n, bases, distance, W)
         if step >= AHEAD:
             block = first + (step - AHEAD) * stride
             epoch = tl.load(epochs + block)
@@ -193,7 +224,7 @@ def one_shot(
             own = tl.load(input + tl.cast(rank, tl.int64) * send_step + k, mask=k < n)
             parts = region(slots, max_blocks, block, epoch, W * PART)
             event = ctx.tracing.begin_wait_for_data(parts, rank)
-            total = add_up(parts, own, words, n - block * PART, rank, W, PART, OP, ctx._record(), factors)
+            total = recv_and_reduce(parts, own, words, n - block * PART, rank, W, PART, OP, ctx._record(), factors)
             ctx.tracing.record_event_end(event)
             tl.store(output + k, total, mask=k < n)
             recycle_slot(slots, epochs, max_blocks, block, epoch, j, rank, W, PART, 1)
@@ -237,9 +268,7 @@ def two_shot(
                 parts += (tl.load(input + k, mask=k < n),)
             for distance in tl.static_range(1, W):
                 k = (block * W + (rank + distance) % W) * PART + i
-                event = ctx.tracing.begin_move("store", mine + i, (rank + distance) % W, k < n)
-                lamport_send(translate(mine, ctx.base, bases[distance - 1]) + i, parts[distance - 1], k < n)
-                ctx.tracing.record_event_end(event)
+                push(ctx, mine, i, parts[distance - 1], k < n, bases, distance, W)
         if (step >= AHEAD) & (step < steps + AHEAD):
             block = first + (step - AHEAD) * stride
             parts = region(slots, max_blocks, block, tl.load(epochs + block), 2 * W * PART)
@@ -247,13 +276,11 @@ def two_shot(
             own = tl.load(input + k, mask=k < n)
             event = ctx.tracing.begin_wait_for_data(parts, rank)
             left = n - (block * W + rank) * PART
-            total = add_up(parts, own, words, left, rank, W, PART, OP, ctx._record(), factors)
+            total = recv_and_reduce(parts, own, words, left, rank, W, PART, OP, ctx._record(), factors)
             ctx.tracing.record_event_end(event)
             tl.store(output + k, total, mask=k < n)
             for distance in tl.static_range(1, W):
-                event = ctx.tracing.begin_move("store", parts + i, (rank + distance) % W, k < n)
-                lamport_send(translate(parts + (W + rank) * PART, ctx.base, bases[distance - 1]) + i, total, k < n)
-                ctx.tracing.record_event_end(event)
+                push(ctx, parts + (W + rank) * PART, i, total, k < n, bases, distance, W)
         if step >= 2 * AHEAD:
             block = first + (step - 2 * AHEAD) * stride
             epoch = tl.load(epochs + block)
@@ -269,3 +296,103 @@ def two_shot(
             ctx.tracing.record_event_end(event)
             tl.store(output + k, total, mask=there)
             recycle_slot(slots, epochs, max_blocks, block, epoch, j, rank, W, PART, 2)
+
+
+class Room(NamedTuple):
+    """The memory of a call, which has room for more blocks, so that calls of similar size share it.
+
+    ``part``: bytes of a rank's part of a block. ``max_blocks``: blocks that a slot has room for. ``nbytes``: of the
+    channel, which is the slots, and behind them the epochs, int32 ``[max_blocks]``. So the slots are aligned.
+    """
+
+    part: int
+    max_blocks: int
+    nbytes: int
+
+    @property
+    def epochs(self) -> slice:
+        """Where they are in the channel."""
+        return slice(self.nbytes - 4 * self.max_blocks, self.nbytes)
+
+
+def room_for(size: int, steps: int, nbytes: int, programs: int) -> Room:
+    """For a sum of ``nbytes`` among ``size`` ranks in so many steps, with ``programs`` programs."""
+    part = part_bytes(size, nbytes // (1 if steps == 1 else size), programs)
+    max_blocks = power_of_two(max(1, -(-nbytes // (part if steps == 1 else part * size))))
+    return Room(part, max_blocks, channel_bytes(size, max_blocks, part, steps))
+
+
+def launch_one_shot(call: Call, most: int | None) -> Launch:
+    """A launch of all_reduce or reduce_scatter in one step, of ``most`` programs at most."""
+    same = call.collective == "all_reduce"
+    shared = _shared_arguments(call, most, steps=1)
+    return kernel_launch(call, one_shot, **shared, send_step=0 if same else shared["n"], SAME=same)
+
+
+def launch_two_shot(call: Call, most: int | None) -> Launch:
+    """A launch of all_reduce in two steps, of ``most`` programs at most."""
+    return kernel_launch(call, two_shot, **_shared_arguments(call, most, steps=2))
+
+
+def _shared_arguments(call: Call, most: int | None, steps: int) -> dict[str, Any]:
+    """Programs, warps, and the arguments that both kernels have."""
+    comm, (dtype, _, op) = call.comm, call.elements
+    # Of what each rank wants. In reduce_scatter that is another part of the input for each.
+    n = call.elements.number_in(call.output)
+    most = most or 2 * comm.num_sms
+    room = room_for(comm.size, steps, n * dtype.itemsize, most)
+    use = f"push of {room.max_blocks} blocks of {room.part} bytes in {steps} steps of all_reduce or reduce_scatter"
+    channel = comm.workspace.channel(use, call.line, room.nbytes, room.epochs)
+    part = room.part // dtype.itemsize
+    blocks = -(-n // (part if steps == 1 else part * comm.size))
+    # No more warps than there is data for: they poll together.
+    warps = min(call.config.warps(room.part), max(1, room.part // WARP_BYTES))
+    return dict(
+        programs=fitting(comm, max(1, min(blocks, most)), warps),
+        num_warps=warps,
+        dtype=dtype,
+        context_tensor=channel.context_tensor,
+        epochs=channel.memory[room.epochs].view(torch.int32),
+        slots=channel.memory[: room.epochs.start].view(INTEGERS[dtype.itemsize]),
+        n=n,
+        max_blocks=room.max_blocks,
+        W=comm.size,
+        RANKS=power_of_two(comm.size),
+        PART=part,
+        OP=op,
+    )
+
+
+def fits(comm: Communicator, collective: str, nbytes: int, steps: int) -> bool:
+    """Whether a call does not take more than its share of the group's memory."""
+    nbytes = nbytes // comm.size if collective == "reduce_scatter" else nbytes
+    return room_for(comm.size, steps, nbytes, 2 * comm.num_sms).nbytes <= comm.workspace.limit // SHARE_OF_WORKSPACE
+
+
+# A dtype whose elements can be their own flags: all ones are a NaN (`iris.language.lamport`).
+LAMPORT = frozenset(
+    {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2}
+)
+
+# By name, and in how many steps.
+STEPS = {"one_shot": 1, "two_shot_push": 2}
+
+ALGORITHMS = (
+    Algorithm(
+        "one_shot",
+        ("all_reduce", "reduce_scatter"),
+        launch_one_shot,
+        dtypes=LAMPORT,
+        min_ranks=2,
+        fits=functools.partial(fits, steps=STEPS["one_shot"]),
+        limits="is for floating-point tensors, whose elements can tell that they have arrived",
+    ),
+    Algorithm(
+        "two_shot_push",
+        ("all_reduce",),
+        launch_two_shot,
+        dtypes=LAMPORT,
+        min_ranks=2,
+        fits=functools.partial(fits, steps=STEPS["two_shot_push"]),
+    ),
+)

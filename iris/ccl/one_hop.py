@@ -11,8 +11,13 @@ every rank in its call e - 1, which is over. A rank that sent in e - 1 had left 
 order), where it last read this slot. Calls of other sizes leave a block's epoch, and its slots, as they are.
 """
 
+import torch
 import triton.language as tl
 
+from iris.ccl.call import Algorithm, Call
+from iris.ccl.communicator import Communicator, Launch
+from iris.ccl.kernel_launch import INTEGERS, fitting, kernel_launch
+from iris.ccl.pieces import pieces_of
 from iris.ccl.queue import flat
 from iris.language.address import translate
 from iris.language.context import DeviceContext
@@ -20,6 +25,7 @@ from iris.language.dependent_launch import gdc_launch_dependents, gdc_wait
 from iris.language.jit import jit
 from iris.language.ll import ll_recv, ll_send
 from iris.language.ordering import store_after_sync
+from iris.language.target import threads_per_warp
 
 WORD_BYTES = tl.constexpr(4)
 LARGEST_PIECE = 256 << 10
@@ -136,3 +142,60 @@ def one_hop(
                 at = tl.cast(source, tl.int64) * recv_step + position(k, row, out_pitch, FLAT)
                 tl.store(output + at, tl.cast(word >> (j * BITS), input.dtype.element_ty), mask=wanted & (k < n))
         store_after_sync(epochs + b * RANKS + unit % W, epoch)
+
+
+def launch(call: Call, most: int | None) -> Launch:
+    """A launch of all_gather, all_to_all or broadcast, of ``most`` programs at most."""
+    comm, config, pieces = call.comm, call.config, pieces_of(call)
+    most = most or comm.num_sms
+    word = min(WORD_BYTES.value, pieces.word_bytes(call))
+    block = block_words(pieces.nbytes, comm.size, most)
+    epochs_bytes, slots_bytes = channel_bytes(comm.size, block)
+    channel = comm.workspace.channel(
+        f"one hop of {block} words of all_gather, all_to_all or broadcast",
+        call.line,
+        epochs_bytes + slots_bytes,
+        slice(0, epochs_bytes),
+    )
+    # No more warps than there are words for: see `ll_recv`.
+    warps = min(config.num_warps or 4, block // threads_per_warp())
+    units = -(-pieces.nbytes // (WORD_BYTES.value * block)) * comm.size
+    return kernel_launch(
+        call,
+        one_hop,
+        programs=fitting(comm, max(1, min(units, most)), warps),
+        num_warps=warps,
+        dtype=INTEGERS[word],
+        context_tensor=channel.context_tensor,
+        epochs=channel.memory[:epochs_bytes].view(torch.int32),
+        slots=channel.memory[epochs_bytes:].view(torch.int64),
+        n=pieces.nbytes // word,
+        row=pieces.row // word,
+        in_pitch=pieces.in_pitch // word,
+        out_pitch=pieces.out_pitch // word,
+        send_step=pieces.send_step // word,
+        recv_step=pieces.recv_step // word,
+        root=call.root,
+        W=comm.size,
+        BLOCK=block,
+        BLOCKS=LARGEST_PIECE // (WORD_BYTES.value * block),
+        FLAT=pieces.rows == 1,
+        ROOTED=call.collective == "broadcast",
+    )
+
+
+def fits(comm: Communicator, collective: str, nbytes: int) -> bool:
+    return nbytes <= LARGEST_PIECE
+
+
+ALGORITHMS = (
+    Algorithm(
+        "one_hop",
+        ("all_gather", "all_to_all"),
+        launch,
+        fits=fits,
+        # It has blocks of its own.
+        unless=("all_gather_variant", "block_size_m", "block_size_n"),
+    ),
+    Algorithm("one_hop", ("broadcast",), launch, fits=fits),
+)

@@ -12,7 +12,10 @@ If any rank's input or output is elsewhere, all know it from the places that the
 
 import triton.language as tl
 
-from iris.ccl.combine import accumulator, combine, finalize, scaled
+from iris.ccl.call import Algorithm, Call
+from iris.ccl.combine import accumulate, accumulator, finalize
+from iris.ccl.communicator import Launch
+from iris.ccl.kernel_launch import kernel_launch
 from iris.ccl.queue import (
     COUNTS,
     INPUTS,
@@ -28,8 +31,9 @@ from iris.ccl.queue import (
     permit,
     pointer_at,
     resolve_inputs,
+    store_to_peer,
 )
-from iris.ccl.two_shot import add_up
+from iris.ccl.two_shot import reduce_blocks, shared_arguments
 from iris.language.barrier import lanes
 from iris.language.context import DeviceContext
 from iris.language.dependent_launch import gdc_wait
@@ -103,19 +107,46 @@ def pull(
                 event = ctx.tracing.begin_move("load", input + i, s, mask)
                 parts += (tl.load(sources[s] + k, mask=mask),)
                 ctx.tracing.end_load(event, parts[s])
-            total = scaled(tl.cast(parts[0], ACC), factors, 0, OP)
-            for s in tl.static_range(1, W):
-                total = combine(total, scaled(tl.cast(parts[s], ACC), factors, s, OP), OP)
+            total = tl.cast(parts[0], ACC)
+            for s in tl.static_range(W):
+                total = accumulate(total, parts[s], factors, s, OP)
             result = finalize(total, element, W, OP)
             tl.store(output + rank * out_part_step + k, result, mask=mask)
             if ALL_REDUCE:
                 for distance in tl.static_range(1, W):
-                    event = ctx.tracing.begin_move("store", output + i, (rank + distance) % W, mask)
-                    tl.store(places[distance - 1] + k, result, mask=mask)
-                    ctx.tracing.record_event_end(event)
+                    store_to_peer(ctx, places[distance - 1] + k, result, (rank + distance) % W, mask)
     else:
-        add_up(
-            ctx, row, own_words, slots, heap_table, input, output, factors, n, part_step, block_step, limit_step,
-            out_part_step, length, 0, W, W, BLOCK, SLOT, OP, ALL_REDUCE, ALL_REDUCE,
-        )  # fmt: skip
+        reduce_blocks(
+            ctx,
+            row=row,
+            own_words=own_words,
+            slots=slots,
+            heap_table=heap_table,
+            input=input,
+            output=output,
+            factors=factors,
+            n=n,
+            part_step=part_step,
+            block_step=block_step,
+            limit_step=limit_step,
+            out_part_step=out_part_step,
+            length=length,
+            to_first=0,
+            to_last=W,
+            W=W,
+            BLOCK=BLOCK,
+            SLOT=SLOT,
+            OP=OP,
+            ALL_REDUCE=ALL_REDUCE,
+            DIRECT=ALL_REDUCE,
+        )
     exit_barrier(ctx, row, calls, others, W)
+
+
+def launch(call: Call, most: int | None) -> Launch:
+    """A launch of all_reduce or reduce_scatter, of ``most`` programs at most."""
+    shared = shared_arguments(call, most)
+    return kernel_launch(call, pull, **shared, in_length=call.input.nbytes, length=call.output.nbytes)
+
+
+ALGORITHMS = (Algorithm("pull", ("all_reduce", "reduce_scatter"), launch),)

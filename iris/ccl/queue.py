@@ -187,9 +187,38 @@ def resolve_output(ctx, row, words, heap_table, to):
 
 
 @jit
+def next_slot(begin, sent, to, SLOT: tl.constexpr):
+    """The slot for the next block to rank ``to``, in the caller's queue there, which begins at ``begin``."""
+    return begin + (lane_value(sent, to) & (NUM_SLOTS - 1)) * SLOT
+
+
+@jit
 def slot_of(p, s, got, W: tl.constexpr):
     """Which slot of this rank holds the next block from rank ``s``."""
     return tl.cast((p * W + s) * NUM_SLOTS + (lane_value(got, s) & (NUM_SLOTS - 1)), tl.int64)
+
+
+@jit
+def store_to_peer(ctx, ptrs, values, rank, mask, asked=None):
+    """Store to ``ptrs``, in the memory of ``rank``, as tracing records it; where not ``asked``, it records nothing."""
+    event = ctx.tracing.begin_move("store", ptrs, rank, mask, asked)
+    tl.store(ptrs, values, mask=mask)
+    ctx.tracing.record_event_end(event)
+
+
+@jit
+def load_counters(row, peers):
+    """The program's counts of blocks sent to, and got from, each of ``peers``."""
+    sent = tl.load(row + TAIL + lanes(), mask=peers, other=0)
+    got = tl.load(row + HEAD + lanes(), mask=peers, other=0)
+    return sent, got
+
+
+@jit
+def store_counters(row, sent, to, got, sources):
+    """Keep the counts for the next call."""
+    store_after_sync(row + TAIL + lanes(), sent, to)
+    store_after_sync(row + HEAD + lanes(), got, sources)
 
 
 @jit

@@ -1,6 +1,6 @@
-"""What ``op`` may be: one of this library's `ReduceOp`, or one of torch's, with the factor that PREMUL_SUM has."""
+"""What ``op`` may be, and of which elements: this library's `ReduceOp`, or torch's, with the factor of PREMUL_SUM."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,9 +20,21 @@ class PremulSum:
 
 PREMUL_SUM = PremulSum()
 
+Op = ReduceOp | PremulSum
+
 Factor = float | torch.Tensor
 
 INSTEAD = "Gather with all_gather() and combine what every rank then has; of booleans, MIN is 'and' and MAX is 'or'."
+
+# Dtypes that kernels can combine.
+ARITHMETIC = {
+    torch.float16, torch.bfloat16, torch.float32, torch.float64,
+    torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz,
+    torch.complex32, torch.complex64, torch.complex128,
+    torch.bool, torch.int8, torch.int16, torch.int32, torch.int64,
+    torch.uint8, torch.uint16, torch.uint32, torch.uint64,
+}  # fmt: skip
+
 _OF_TORCH = {getattr(dist.ReduceOp, op.name): op for op in ReduceOp}
 # By number: comparing torch's constants takes a microsecond each, and every call of the backend brings one.
 _OF_NUMBER = {torchs.value: op for torchs, op in _OF_TORCH.items()}
@@ -96,3 +108,44 @@ def on_device(factor: Factor, dtype: torch.dtype, device: torch.device) -> torch
         # A stream of the group's own may be reading it when the caller lets go of it.
         factor.record_stream(torch.cuda.current_stream(device))
     return factor.detach().to(device, dtype, copy=True).reshape(1)
+
+
+class Elements(NamedTuple):
+    """What kernels take the elements of a tensor for.
+
+    ``each``: how many of ``dtype`` an element is. ``op``: the operation on them.
+    """
+
+    dtype: torch.dtype
+    each: int
+    op: str
+
+    def number_in(self, tensor: torch.Tensor) -> int:
+        return self.each * tensor.numel()
+
+
+def check_op(op: Op, dtype: torch.dtype) -> None:
+    """Raise `UnsupportedReductionError` unless ``op`` has a meaning for ``dtype``."""
+    if dtype not in ARITHMETIC:
+        raise UnsupportedReductionError(f"{dtype} cannot be combined: convert it, or move it as it is.")
+    if dtype.is_complex and op not in (ReduceOp.SUM, ReduceOp.AVG, PREMUL_SUM):
+        raise UnsupportedReductionError(f"{op} has no meaning for {dtype}, which has no order; SUM and AVG have.")
+    if op in (ReduceOp.AVG, PREMUL_SUM) and not (dtype.is_floating_point or dtype.is_complex):
+        raise UnsupportedReductionError(
+            f"{op} of {dtype} would not be of that type: use SUM and divide, or a float type."
+        )
+
+
+def elements(dtype: torch.dtype, op: Op) -> Elements:
+    """As what kernels combine elements of ``dtype``."""
+    if dtype.is_complex:
+        return Elements({8: torch.float32, 16: torch.float64, 4: torch.float16}[dtype.itemsize], 2, op.value)
+    if dtype == torch.bool:
+        # Any and all: what sum, product, largest and smallest of booleans are.
+        return Elements(torch.uint8, 1, "max" if op in (ReduceOp.SUM, ReduceOp.MAX) else "min")
+    return Elements(dtype, 1, op.value)
+
+
+def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What `iris.ccl.combine.accumulator` says, on the host."""
+    return torch.float32 if dtype.is_floating_point and dtype.itemsize <= 4 else dtype

@@ -17,33 +17,33 @@ right neighbour has taken all but the last of the blocks before.
 
 import triton.language as tl
 
+from iris.ccl.call import Algorithm, Call
 from iris.ccl.combine import accumulator, combine, finalize, scaled
+from iris.ccl.communicator import Launch
+from iris.ccl.kernel_launch import kernel_launch
 from iris.ccl.queue import (
     COUNTS,
-    HEAD,
     NUM_SLOTS,
-    TAIL,
     WORDS,
     blocks_of,
     flat,
     lane_value,
+    load_counters,
+    next_slot,
     pointer_at,
     publish_counters,
     queue_address,
+    store_counters,
+    store_to_peer,
     wait_blocks,
     wait_credits,
 )
+from iris.ccl.reduction import accumulator_dtype
+from iris.errors import InvalidConfigError
 from iris.language.barrier import lanes
 from iris.language.context import DeviceContext
 from iris.language.dependent_launch import gdc_wait
 from iris.language.jit import jit
-from iris.language.ordering import store_after_sync
-
-
-@jit
-def there(slots, queues, sent, right, SLOT: tl.constexpr):
-    """The slot of the right neighbour for the next block."""
-    return pointer_at(slots, lane_value(queues, right)) + (lane_value(sent, right) & (NUM_SLOTS - 1)) * SLOT
 
 
 @jit
@@ -86,12 +86,10 @@ def ring(
     to, source = lanes() == right, lanes() == left
     # Both counts of both neighbours, since they are posted together.
     neighbours = to | source
-    sent = tl.load(row + TAIL + lanes(), mask=neighbours, other=0)
-    got = tl.load(row + HEAD + lanes(), mask=neighbours, other=0)
+    sent, got = load_counters(row, neighbours)
     queues = queue_address(ctx, slots, W, SLOT, to)
 
     i = flat(BLOCK, element)
-    narrow = tl.cast(slots, tl.pointer_type(element), bitcast=True)
     turns = blocks_of(n, W * BLOCK)
     first, stride, last = p, programs, turns
     if not STRIDING:
@@ -104,9 +102,9 @@ def ring(
         total = scaled(tl.cast(tl.load(input + k, mask=k < n), ACC), factors, rank, OP)
         for _ in range(1, W):
             wait_credits(ctx, own_words, sent, to, W)
-            event = ctx.tracing.begin_move("store", slots + i, right, k < n)
-            tl.store(there(slots, queues, sent, right, SLOT) + i, total, mask=k < n)
-            ctx.tracing.record_event_end(event)
+            mask = k < n
+            slot = next_slot(pointer_at(slots, lane_value(queues, right)), sent, right, SLOT)
+            store_to_peer(ctx, slot + i, total, right, mask)
             sent = tl.where(to, sent + 1, sent)
             publish_counters(ctx, own_words, sent, got, neighbours)
             chunk = (chunk + W - forward) % W
@@ -119,10 +117,10 @@ def ring(
         tl.store(output + k, result, mask=k < n)
         for _ in range(1, W):
             wait_credits(ctx, own_words, sent, to, W)
-            slot = tl.cast(there(slots, queues, sent, right, SLOT), tl.pointer_type(element), bitcast=True)
-            event = ctx.tracing.begin_move("store", narrow + i, right, k < n)
-            tl.store(slot + i, result, mask=k < n)
-            ctx.tracing.record_event_end(event)
+            slot = next_slot(pointer_at(slots, lane_value(queues, right)), sent, right, SLOT)
+            slot = tl.cast(slot, tl.pointer_type(element), bitcast=True)
+            mask = k < n
+            store_to_peer(ctx, slot + i, result, right, mask)
             sent = tl.where(to, sent + 1, sent)
             publish_counters(ctx, own_words, sent, got, neighbours)
             chunk = (chunk + W - forward) % W
@@ -134,5 +132,45 @@ def ring(
             got = tl.where(source, got + 1, got)
     # The left neighbour's next block, of whatever call, may need the slot of the last one.
     publish_counters(ctx, own_words, sent, got, neighbours)
-    store_after_sync(row + TAIL + lanes(), sent, neighbours)
-    store_after_sync(row + HEAD + lanes(), got, neighbours)
+    store_counters(row, sent, neighbours, got, neighbours)
+
+
+def launch(call: Call, most: int | None) -> Launch:
+    """A launch of all_reduce, of ``most`` programs at most."""
+    comm, config, (dtype, _, op) = call.comm, call.config, call.elements
+    n = call.elements.number_in(call.input)
+    sums, slice_n = accumulator_dtype(dtype), config.all_reduce_ring_slice_n
+    asked = max(config.block_bytes(sums.itemsize), (slice_n or 0) * sums.itemsize)
+    programs = comm.programs(most, asked, config.few_sms)
+    slot_bytes = comm.slot_bytes(programs, config.few_sms)
+    block = config.elements_per_block(sums.itemsize, slot_bytes)
+    if slice_n:
+        if slice_n & (slice_n - 1) or slice_n * sums.itemsize > slot_bytes:
+            raise InvalidConfigError(
+                f"Config(all_reduce_ring_slice_n={slice_n}) cannot work: a slice of {dtype} is a power of two of "
+                f"elements, {slot_bytes // sums.itemsize} at most."
+            )
+        block = slice_n
+    programs = min(programs, -(-n // (block * comm.size)))
+    queues = comm.queues(call.line, programs, config.few_sms)
+    return kernel_launch(
+        call,
+        ring,
+        programs=programs,
+        num_warps=config.warps(block * sums.itemsize),
+        dtype=dtype,
+        context_tensor=queues.context_tensor,
+        counts=queues.counts,
+        words=queues.words,
+        slots=queues.slots.view(sums),
+        n=n,
+        rings=config.all_reduce_num_rings or 2,
+        W=comm.size,
+        BLOCK=block,
+        SLOT=queues.slot_bytes // sums.itemsize,
+        OP=op,
+        STRIDING=config.all_reduce_distribution != 1,
+    )
+
+
+ALGORITHMS = (Algorithm("ring", ("all_reduce",), launch, on_request=True, in_rank_order=False),)

@@ -12,12 +12,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from iris.ccl.config import Config
-from iris.errors import InvalidConfigError, InvalidTableError
+from iris.errors import InvalidTableError
 from iris.log import logger
-
-# Variants of all_reduce that a user may ask for whose sums do not depend on the size of a call, nor on the place in it:
-# every element is added up in the order of ranks. So it is in every variant that "auto" chooses.
-IN_ORDER_OF_RANKS = ("one_shot", "two_shot")
 
 
 def name_in_table(collective: str, few_sms: bool) -> str:
@@ -109,24 +105,3 @@ def choose(table: Table, collective: str, nbytes: int, config: Config, possible:
         )
     limits = [number for number in (config.comm_sms, row.programs) if number]
     return row._replace(programs=min(limits, default=None))
-
-
-def choose_all_reduce(table: Table, nbytes: int, lamport: bool, pushes: set[str], config: Config) -> Choice:
-    """As `choose`, by the configuration's variant.
-
-    ``lamport``: elements can be their own flags. ``pushes``: the possible variants that need this.
-    """
-    variant = config.all_reduce_variant
-    if variant == "auto":
-        return choose(table, "all_reduce", nbytes, config, {"two_shot", "pull"} | pushes)
-    if variant == "one_shot" and not lamport:
-        raise InvalidConfigError(
-            "Config(all_reduce_variant='one_shot') is for floating-point tensors, whose "
-            "elements can tell that they have arrived. Use 'two_shot' or 'auto'."
-        )
-    if config.batch_invariant and variant not in IN_ORDER_OF_RANKS:
-        raise InvalidConfigError(
-            f"Config(all_reduce_variant={variant!r}, batch_invariant=True) contradicts itself: this variant's order of "
-            f"summation depends on the call. Use {' or '.join(map(repr, IN_ORDER_OF_RANKS))} or 'auto'."
-        )
-    return Choice(None, variant, config.comm_sms)

@@ -14,39 +14,45 @@ t - 1; so 2A + 2 slots.)
 Sums are formed by one rank each, in the order of ranks, so all ranks have the same bits.
 """
 
+from typing import Any
+
+import torch
 import triton.language as tl
 
-from iris.ccl.combine import accumulator, combine, finalize, scaled
+from iris.ccl.call import Algorithm, Call
+from iris.ccl.combine import accumulate, accumulator, finalize
+from iris.ccl.communicator import Launch
+from iris.ccl.kernel_launch import kernel_launch
 from iris.ccl.queue import (
     AHEAD,
     COUNTS,
-    HEAD,
-    NUM_SLOTS,
-    TAIL,
+    LONGEST_QUEUED,
     WORDS,
     advertise,
     among,
     blocks_of,
     flat,
     lane_value,
+    load_counters,
+    next_slot,
     pointer_at,
     publish_counters,
     queue_address,
     resolve_output,
     slot_of,
+    store_counters,
+    store_to_peer,
     wait_blocks,
     wait_consumed,
     wait_credits,
 )
-from iris.language.barrier import lanes
 from iris.language.context import DeviceContext
 from iris.language.dependent_launch import gdc_wait
 from iris.language.jit import jit
-from iris.language.ordering import store_after_sync
 
 
 @jit
-def add_up(
+def reduce_blocks(
     ctx,
     row,
     own_words,
@@ -76,8 +82,7 @@ def add_up(
     element: tl.constexpr = input.dtype.element_ty
     ACC: tl.constexpr = accumulator(element)
     others = among(0, W, rank)
-    sent = tl.load(row + TAIL + lanes(), mask=others, other=0)
-    got = tl.load(row + HEAD + lanes(), mask=others, other=0)
+    sent, got = load_counters(row, others)
     queues = queue_address(ctx, slots, W, SLOT, others)
     keeps = (rank >= to_first) & (rank < to_last)
     to = among(to_first, to_last, rank) & ALL_REDUCE
@@ -112,10 +117,8 @@ def add_up(
                 parts += (tl.load(input + tl.cast(d, tl.int64) * part_step + k, mask=d * limit_step + k < n),)
             for distance in tl.static_range(1, W):
                 d = (rank + distance) % W
-                slot = pointer_at(slots, lane_value(queues, d)) + (lane_value(sent, d) & (NUM_SLOTS - 1)) * SLOT
-                event = ctx.tracing.begin_move("store", slots + i, d, d * limit_step + k < n)
-                tl.store(slot + i, parts[distance - 1], mask=d * limit_step + k < n)
-                ctx.tracing.record_event_end(event)
+                slot = next_slot(pointer_at(slots, lane_value(queues, d)), sent, d, SLOT)
+                store_to_peer(ctx, slot + i, parts[distance - 1], d, d * limit_step + k < n)
             sent = tl.where(others, sent + 1, sent)
         if (step >= AHEAD) & (step < steps + AHEAD):
             t = tl.cast(p + (step - AHEAD) * programs, tl.int64)
@@ -128,11 +131,7 @@ def add_up(
                 # Its own slots hold nothing; the address is a valid one.
                 there = slots + slot_of(p, s, got, W) * SLOT + i
                 value = tl.load(there, mask=mask & (rank != s))
-                value = scaled(tl.cast(tl.where(rank == s, own, value), ACC), factors, s, OP)
-                if s == 0:
-                    total = value
-                else:
-                    total = combine(total, value, OP)
+                total = accumulate(total, tl.where(rank == s, own, value), factors, s, OP)
             got = tl.where(others, got + 1, got)
             result = finalize(total, element, W, OP)
             if keeps:
@@ -144,13 +143,10 @@ def add_up(
                     d = (rank + distance) % W
                     if (d >= to_first) & (d < to_last):
                         begin = pointer_at(slots, lane_value(address, d))
-                        event = ctx.tracing.begin_move("store", slots + i, d, mask)
                         if lane_value(tl.cast(queued, tl.int32), d) > 0:
-                            slot = begin + (lane_value(sent, d) & (NUM_SLOTS - 1)) * SLOT
-                            tl.store(slot + i, result, mask=mask)
+                            store_to_peer(ctx, next_slot(begin, sent, d, SLOT) + i, result, d, mask)
                         else:
-                            tl.store(begin + rank * out_part_step + k, result, mask=mask)
-                        ctx.tracing.record_event_end(event)
+                            store_to_peer(ctx, begin + rank * out_part_step + k, result, d, mask)
                 if any_queued:
                     sent = tl.where(queued, sent + 1, sent)
         if ALL_REDUCE:
@@ -167,8 +163,7 @@ def add_up(
         # Fewer blocks than AHEAD leave rounds with nothing to do.
         if (step < steps) | ((step >= AHEAD) & (step < steps + AHEAD)) | (step >= 2 * AHEAD):
             publish_counters(ctx, own_words, sent, got, others)
-    store_after_sync(row + TAIL + lanes(), sent, others)
-    store_after_sync(row + HEAD + lanes(), got, others)
+    store_counters(row, sent, others, got, others)
     if DIRECT:
         # A rank posts that it took my last block behind having written the sums of it, here too.
         wait_consumed(ctx, own_words, sent, sources & (direct_here != 0), W)
@@ -205,8 +200,94 @@ def two_shot(
     """
     gdc_wait()
     ctx = DeviceContext.initialize(context_tensor, num_ranks=W)
-    add_up(
-        ctx, counts + tl.program_id(0) * COUNTS, words + tl.program_id(0) * WORDS, slots, heap_table,
-        input, output, factors, n, part_step, block_step, limit_step, out_part_step, length, to_first, to_last,
-        W, BLOCK, SLOT, OP, ALL_REDUCE, DIRECT,
-    )  # fmt: skip
+    reduce_blocks(
+        ctx,
+        row=counts + tl.program_id(0) * COUNTS,
+        own_words=words + tl.program_id(0) * WORDS,
+        slots=slots,
+        heap_table=heap_table,
+        input=input,
+        output=output,
+        factors=factors,
+        n=n,
+        part_step=part_step,
+        block_step=block_step,
+        limit_step=limit_step,
+        out_part_step=out_part_step,
+        length=length,
+        to_first=to_first,
+        to_last=to_last,
+        W=W,
+        BLOCK=BLOCK,
+        SLOT=SLOT,
+        OP=OP,
+        ALL_REDUCE=ALL_REDUCE,
+        DIRECT=DIRECT,
+    )
+
+
+def launch(call: Call, most: int | None) -> Launch:
+    """A launch of all_reduce, reduce_scatter or reduce, of ``most`` programs at most."""
+    comm, length = call.comm, call.output.nbytes
+    scattered = call.collective == "reduce_scatter"
+    to = range(call.root, call.root + 1) if call.collective == "reduce" else range(comm.size)
+    launched = kernel_launch(
+        call,
+        two_shot,
+        **shared_arguments(call, most),
+        length=length,
+        to_first=to.start,
+        to_last=to.stop,
+        DIRECT=not scattered and length > LONGEST_QUEUED.value,
+    )
+    alone = comm.size == 1 and call.collective == "all_reduce" and not call.more
+    return _unless_in_place(launched) if alone else launched
+
+
+def shared_arguments(call: Call, most: int | None) -> dict[str, Any]:
+    """Programs, warps, and the arguments that `two_shot` shares with `iris.ccl.pull`.
+
+    In reduce_scatter a part is what one rank wants: parts lie behind each other, and each is divided into blocks. Else
+    the whole tensor is divided into blocks, and each of these into parts.
+    """
+    comm, config, (dtype, _, op) = call.comm, call.config, call.elements
+    scattered = call.collective == "reduce_scatter"
+    n = call.elements.number_in(call.output)
+    programs = comm.programs(most, config.block_bytes(dtype.itemsize), config.few_sms)
+    block = config.elements_per_block(dtype.itemsize, comm.slot_bytes(programs, config.few_sms))
+    block_step = block if scattered else block * comm.size
+    programs = min(programs, -(-n // block_step))
+    queues = comm.queues(call.line, programs, config.few_sms)
+    return dict(
+        programs=programs,
+        num_warps=config.warps(block * dtype.itemsize),
+        dtype=dtype,
+        context_tensor=queues.context_tensor,
+        counts=queues.counts,
+        words=queues.words,
+        slots=queues.slots.view(dtype),
+        heap_table=comm.heap_table,
+        n=n,
+        part_step=n if scattered else block,
+        block_step=block_step,
+        limit_step=0 if scattered else block,
+        out_part_step=0 if scattered else block,
+        W=comm.size,
+        BLOCK=block,
+        SLOT=queues.slot_bytes // dtype.itemsize,
+        OP=op,
+        ALL_REDUCE=not scattered,
+    )
+
+
+def _unless_in_place(launched: Launch) -> Launch:
+    """Of one rank, whose sum is its input: there is nothing to do where that is the output."""
+
+    def enqueue(stream: int | None, input: torch.Tensor, output: torch.Tensor) -> None:
+        if input.data_ptr() != output.data_ptr():
+            launched(stream, input, output)
+
+    return enqueue
+
+
+ALGORITHMS = (Algorithm("two_shot", ("all_reduce", "reduce_scatter", "reduce"), launch),)

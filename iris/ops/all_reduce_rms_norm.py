@@ -22,8 +22,7 @@ import triton
 import triton.language as tl
 
 from iris.ccl.combine import PROPAGATE
-from iris.ccl.lamport_all_reduce import SLOTS, add_up, peers, region
-from iris.language.address import translate
+from iris.ccl.lamport_all_reduce import SLOTS, peers, push, recv_and_reduce, region
 from iris.language.cluster import enter, meet, open_meeting
 from iris.language.context import DeviceContext
 from iris.language.dependent_launch import gdc_launch_dependents, gdc_wait
@@ -150,10 +149,7 @@ def one_shot_rms_norm(
         divisor = tl.load(scale) if SCALED else 1.0
         parts = region(slots, room * PIECES, unit, epoch, W * PIECE)
         for distance in tl.static_range(1, W):
-            to = translate(parts + rank * PIECE, ctx.base, bases[distance - 1])
-            event = ctx.tracing.begin_move("store", parts + i, (rank + distance) % W, inside)
-            lamport_send(to + i, own, inside)
-            ctx.tracing.record_event_end(event)
+            push(ctx, parts + rank * PIECE, i, own, inside, bases, distance, W)
         # While the data are under way. What the last call's slot held was read in that call.
         old = region(slots, room * PIECES, unit, epoch + (SLOTS - 1), W * PIECE)
         for s in tl.static_range(W):
@@ -161,7 +157,7 @@ def one_shot_rms_norm(
         store_after_sync(epochs + unit, (epoch + 1) % SLOTS)
         entered = enter(meeting, PIECES, BY_ROW) if CLUSTERED else 0
         event = ctx.tracing.begin_wait_for_data(parts, rank)
-        total = add_up(parts, own, words, H - piece * PIECE, rank, W, PIECE, "sum", ctx._record())
+        total = recv_and_reduce(parts, own, words, H - piece * PIECE, rank, W, PIECE, "sum", ctx._record())
         ctx.tracing.record_event_end(event)
         x = tl.where(inside, widen(total), 0) + widen(added)
         gain = widen(gain)
@@ -248,10 +244,7 @@ def two_shot_rms_norm(
                 parts += (tl.load(its + k, mask=(i < PART) & (k < H)),)
             for distance in tl.static_range(1, W):
                 mask = (i < PART) & (begin + (rank + distance) % W * PART + i < H)
-                to = translate(mine, ctx.base, bases[distance - 1])
-                event = ctx.tracing.begin_move("store", mine + i, (rank + distance) % W, mask)
-                lamport_send(to + i, parts[distance - 1], mask)
-                ctx.tracing.record_event_end(event)
+                push(ctx, mine, i, parts[distance - 1], mask, bases, distance, W)
         if (step >= AHEAD) & (step < steps + AHEAD):
             unit = first + (step - AHEAD) * stride
             parts = region(slots, room * PIECES, unit, tl.load(epochs + unit), REGION)
@@ -260,14 +253,12 @@ def two_shot_rms_norm(
             own = tl.load(input + (unit // PIECES).to(tl.int64) * H + k, mask=mask)
             left = tl.minimum(H - begin - rank * PART, PART)
             event = ctx.tracing.begin_wait_for_data(parts, rank)
-            total = add_up(parts, own, words, left, rank, W, PART, "sum", ctx._record())
+            total = recv_and_reduce(parts, own, words, left, rank, W, PART, "sum", ctx._record())
             ctx.tracing.record_event_end(event)
             sums = parts + (W + rank) * PART
             lamport_send(sums + i, total, mask)
             for distance in tl.static_range(1, W):
-                event = ctx.tracing.begin_move("store", sums + i, (rank + distance) % W, mask)
-                lamport_send(translate(sums, ctx.base, bases[distance - 1]) + i, total, mask)
-                ctx.tracing.record_event_end(event)
+                push(ctx, sums, i, total, mask, bases, distance, W)
         if step >= 2 * AHEAD:
             epoch = tl.load(epochs + done)
             sums = region(slots, room * PIECES, done, epoch, REGION) + W * PART

@@ -10,9 +10,8 @@ from iris.capture import Line
 from iris.ccl import Config
 from iris.ccl.checks import compare_calls
 from iris.ccl.communicator import SIMULATED_PROGRAMS, power_of_two
-from iris.ccl.lamport_all_reduce import SLOTS
-from iris.ccl.select import choose_all_reduce
-from iris.ccl.sums import PUSHES, SHARE_OF_WORKSPACE
+from iris.ccl.lamport_all_reduce import SHARE_OF_WORKSPACE, SLOTS, STEPS
+from iris.ccl.select import choose
 from iris.errors import FirstUseInCaptureError, InvalidCollectiveError
 from iris.heap.history import debugging
 from iris.language.target import on_nvidia, threads_per_warp
@@ -31,13 +30,13 @@ MOST_WARPS = 8
 ROOM_LEFT = 4
 # Registers of a thread, on NVIDIA: a multiprocessor of these has room for 16 warps (CUDA C++ Programming Guide,
 # "Compute Capabilities": 65536 registers). A launch has half of the warps; or a third, if the next launch of its stream
-# may take places before its turn: see `iris.ccl.communicator.ALL_REGISTERS`.
+# may take places before its turn: see `iris.ccl.kernel_launch.ALL_REGISTERS`.
 REGISTERS, WARPS, EARLY_WARPS = 128, 8, 5
 # Bytes that a thread of a program in a cluster holds at most: in one shot of the pieces of all ranks; and of one piece
 # and what is computed from it, which is four times as much. Such a program has no more warps than that asks for, since
 # they have to agree in every round of polling; and two at most: programs of a cluster begin together or not at all, and
 # of two warps each takes an eighth of a multiprocessor's registers at most, a warp a quarter of a partition's, which
-# collectives leave in each of the four (`iris.ccl.communicator.MOST_REGISTERS`).
+# collectives leave in each of the four (`iris.ccl.kernel_launch.MOST_REGISTERS`).
 CLUSTER_BYTES, CLUSTER_WARPS = 256, 2
 
 Launch = Callable[["NormCall", float, int | None], None]
@@ -149,7 +148,7 @@ class Division(NamedTuple):
 
 
 def divide(variant: str, size: int, room: int, columns: int, itemsize: int, sms: int | None, cluster: int) -> Division:
-    """For ``room`` rows of ``columns``, by a variant of `PUSHES` among ``size`` ranks.
+    """For ``room`` rows of ``columns``, by a variant of `STEPS` among ``size`` ranks.
 
     ``sms``: multiprocessors, or None in the simulator; ``cluster``: programs that a cluster has at most.
     """
@@ -234,15 +233,15 @@ class AllReduceRmsNorm:
         variant = "one_shot"
         if comm.size > 1:
             nbytes = room * call.columns * itemsize
-            variant = choose_all_reduce(comm.table, nbytes, True, set(PUSHES), Config()).variant
-        if variant not in PUSHES:
+            variant = choose(comm.table, "all_reduce", nbytes, Config(), {*STEPS, "two_shot", "pull"}).variant
+        if variant not in STEPS:
             return self._behind_all_reduce(call)
         sms = comm.num_sms if self._on_gpu else None
         pieces, piece, part, block, warps, clustered = divide(
             variant, comm.size, room, call.columns, itemsize, sms, comm.largest_cluster
         )
         units = room * pieces
-        slot_bytes = -(-SLOTS.value * units * PUSHES[variant] * comm.size * part * itemsize // 16) * 16
+        slot_bytes = -(-SLOTS.value * units * STEPS[variant] * comm.size * part * itemsize // 16) * 16
         # Every shape has a channel, which is kept, and however many there are the collectives need room for theirs.
         nbytes, memory = slot_bytes + 20 * units, comm.workspace
         if slot_bytes > memory.limit // SHARE_OF_WORKSPACE or memory.room - nbytes < memory.limit // ROOM_LEFT:

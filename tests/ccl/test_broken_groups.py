@@ -14,7 +14,7 @@ from covering import EVERYTHING, covering
 
 import iris
 from iris.abort import SIZES_KEPT
-from iris.ccl import Config, moves, sums
+from iris.ccl import Config, enqueue
 from iris.ccl.refusal import begun_size
 from iris.errors import (
     GroupAbortedError,
@@ -325,15 +325,15 @@ def test_an_interrupt_breaks_the_group_and_who_waits_leaves(ranks, mistaken):
 
 
 FIRST_CALLS = {
-    "all_gather": (moves, "prepare_exchange", lambda ccl, out, x, group: ccl.all_gather(out, x, group=group)),
-    "broadcast": (moves, "prepare_broadcast", lambda ccl, out, x, group: ccl.broadcast(x, group=group)),
-    "all_reduce": (sums, "prepare_all_reduce", lambda ccl, out, x, group: ccl.all_reduce(x, x, group=group)),
+    "all_gather": lambda ccl, out, x, group: ccl.all_gather(out, x, group=group),
+    "broadcast": lambda ccl, out, x, group: ccl.broadcast(x, group=group),
+    "all_reduce": lambda ccl, out, x, group: ccl.all_reduce(x, x, group=group),
 }
 
 
 def interrupted_while_it_prepares(ctx, name):
     """Ctrl-C on rank 0, in the first call of its kind, which has launched nothing yet."""
-    module, prepare, call = FIRST_CALLS[name]
+    call = FIRST_CALLS[name]
     broken = dist.new_group()
     x, out = filled(ctx, 12), filled(ctx, 12 * ctx.num_ranks)
     ctx.ccl.communicator(broken)
@@ -343,7 +343,7 @@ def interrupted_while_it_prepares(ctx, name):
 
     if ctx.cur_rank == 0:
         with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(module, prepare, interrupt)
+            patch.setattr(enqueue, "prepare", interrupt)
             call(ctx.ccl, out, x, broken)
     dist.barrier()
     with pytest.raises(GroupAbortedError, match=f"{name}.. of rank 0 ended with KeyboardInterrupt"):

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from iris.ccl import Config, ReduceOp, collectives
+from iris.ccl import Config, ReduceOp, checks
 from iris.errors import (
     InvalidCollectiveError,
     InvalidConfigError,
@@ -366,7 +366,7 @@ def different(ctx, what):
         "configuration": [r"Config\(comm_sms=2\);", r"SUM\."],
         "counts": ["sends 5 elements", "which expects 4"],
     }
-    collectives.DEBUGGING = True
+    checks.DEBUGGING = True
     try:
         begin = time.monotonic()
         with pytest.raises(MismatchedCollectiveError, match=f"rank 0 .*{told[what][0]}.*rank 1.*{told[what][1]}"):
@@ -383,7 +383,7 @@ def different(ctx, what):
         )
         assert result.tolist() == [0, 0, 1, 2]
     finally:
-        collectives.DEBUGGING = False
+        checks.DEBUGGING = False
 
 
 @pytest.mark.ranks(2, exactly=True)

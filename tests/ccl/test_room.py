@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from iris.ccl import communicator
+from iris.ccl import communicator, kernel_launch
 
 GPU = SimpleNamespace(num_sms=132)
 
@@ -15,10 +15,10 @@ def share(monkeypatch):
     """By programs, warps of each, and registers that a thread takes as it is compiled."""
 
     def of(programs, num_warps, held):
-        monkeypatch.setattr(communicator, "simulator", SimpleNamespace(ACTIVE=False))
-        monkeypatch.setattr(communicator, "on_nvidia", lambda: True)
-        monkeypatch.setattr(communicator, "registers", lambda *given, **options: held)
-        return communicator._share(GPU, None, programs, num_warps, (), {})
+        monkeypatch.setattr(kernel_launch, "simulator", SimpleNamespace(ACTIVE=False))
+        monkeypatch.setattr(kernel_launch, "on_nvidia", lambda: True)
+        monkeypatch.setattr(kernel_launch, "registers", lambda *given, **options: held)
+        return kernel_launch._share(GPU, None, programs, num_warps, (), {})
 
     return of
 

@@ -20,8 +20,8 @@ from codegen import test_hopper_kernels as hopper
 from codegen import test_options as options
 from codegen import test_tiles as tiles
 from codegen.offline import TARGETS
-from iris.ccl.communicator import leaving_room
 from iris.ccl.exchange import exchange
+from iris.ccl.kernel_launch import leaving_room
 
 NVIDIA, AMD = ("sm_90", "sm_100"), ("gfx942", "gfx950")
 

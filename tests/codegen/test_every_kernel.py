@@ -15,9 +15,9 @@ from codegen.operations import is_barrier, is_data, releases
 from iris.ccl import lamport_all_reduce
 from iris.ccl.atomic import atomic
 from iris.ccl.broadcast import broadcast
-from iris.ccl.communicator import ALL_REGISTERS, MOST_REGISTERS, leaving_room
 from iris.ccl.exchange import exchange
 from iris.ccl.exchange_v import exchange_v
+from iris.ccl.kernel_launch import ALL_REGISTERS, MOST_REGISTERS, leaving_room
 from iris.ccl.lamport_all_reduce import BLOCK_BYTES, WARP_BYTES
 from iris.ccl.one_hop import one_hop
 from iris.ccl.pull import pull

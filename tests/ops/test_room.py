@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from iris.ccl.communicator import MOST_REGISTERS
+from iris.ccl.kernel_launch import MOST_REGISTERS
 from iris.language.cluster import enter, meet, open_meeting
 from iris.language.target import largest_cluster
 from iris.launch import addresses, prepare

@@ -1,0 +1,107 @@
+"""A collective as it is asked for, and what an algorithm can carry of such calls."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from iris.capture import Line
+from iris.ccl.communicator import Communicator, Launch
+from iris.ccl.config import Config
+from iris.ccl.reduction import Elements, Op, elements
+
+
+class Call(NamedTuple):
+    """One collective on one rank. A launch that is prepared for it serves all calls of tensors that lie like these.
+
+    Attributes
+    ----------
+    collective : str
+        Its name in `ctx.ccl`.
+    output, input : torch.Tensor
+        Elements lie in memory in their order; rows of an ``input`` that is gathered or exchanged may be apart. A rank
+        that gives or gets nothing has the same tensor twice.
+    line : Line
+        What the call follows: a stream, or a line of graphs.
+    root : int
+        The root's rank in the group; of a message, the other rank.
+    op : ReduceOp or PREMUL_SUM
+        Of a reduction.
+    more : tuple of torch.Tensor
+        What a kernel takes behind the output: PREMUL_SUM's factors ``[W]``, in the type that sums are formed in; or the
+        counts and displacements of all_to_all_v, int64 ``[W]`` each.
+    """
+
+    collective: str
+    comm: Communicator
+    output: torch.Tensor
+    input: torch.Tensor
+    config: Config
+    line: Line
+    root: int = 0
+    op: Op | None = None
+    more: tuple[torch.Tensor, ...] = ()
+
+    @property
+    def elements(self) -> Elements:
+        """Of a reduction: what kernels take the elements for, and the operation on these."""
+        return elements(self.input.dtype, self.op)
+
+    @property
+    def table_bytes(self) -> int:
+        """The bytes by which `iris.ccl.select` chooses: of the input, or of a rank's piece of it in all_to_all."""
+        return self.input.nbytes // self.comm.size if self.collective == "all_to_all" else self.input.nbytes
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """A row of the table in `iris.ccl.algorithms`.
+
+    Every algorithm carries tensors anywhere on the device, at any address that their dtype allows, and can be captured
+    in a CUDA graph. The rest is said here.
+
+    Attributes
+    ----------
+    name : str
+        As the tables of `iris.ccl.select` and `Config.all_reduce_variant` call it.
+    collectives : tuple of str
+    launch : callable
+        Prepares a launch for a `Call`, with so many programs at most (None: as many as it sees fit).
+    dtypes : frozenset of torch.dtype
+        Of the elements that it combines. None: all that `iris.ccl.reduction` has.
+    ops : frozenset of str
+        The operations. None: all.
+    min_ranks : int
+    fits : callable
+        Whether it carries ``(comm, collective, nbytes)``, where ``nbytes`` is `Call.table_bytes`. None: any size.
+    unless : tuple of str
+        Fields of `Config` that it could not follow: where one is set, another algorithm is chosen.
+    on_request : bool
+        Chosen only where the configuration names it.
+    in_rank_order : bool
+        Of reductions: every element is added up in the order of ranks, whatever the call's size.
+    limits : str
+        What an error says to who asks for it by name and gives it another dtype or operation.
+    """
+
+    name: str
+    collectives: tuple[str, ...]
+    launch: Callable[[Call, int | None], Launch]
+    dtypes: frozenset[torch.dtype] | None = None
+    ops: frozenset[str] | None = None
+    min_ranks: int = 1
+    fits: Callable[[Communicator, str, int], bool] | None = None
+    unless: tuple[str, ...] = ()
+    on_request: bool = False
+    in_rank_order: bool = True
+    limits: str = ""
+
+    def carries(self, comm: Communicator, collective: str, nbytes: int) -> bool:
+        """Whether it may be chosen for so many bytes among the ranks of ``comm``."""
+        return (
+            collective in self.collectives
+            and not self.on_request
+            and comm.size >= self.min_ranks
+            and (self.fits is None or self.fits(comm, collective, nbytes))
+        )

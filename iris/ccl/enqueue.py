@@ -1,0 +1,234 @@
+"""What every collective does on the host, around its own checks: it enters, finds its launch, and leaves.
+
+A launch that was prepared serves all later calls of its kind (`Communicator.launches`), so a call costs the host a few
+microseconds: the checks that depend on addresses, a look into a dictionary, and the driver's call.
+"""
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from iris.arg_parser import index
+from iris.capture import Line, refuse_in_capture
+from iris.ccl import checks
+from iris.ccl.algorithms import prepare
+from iris.ccl.call import Call
+from iris.ccl.communicator import Communicator, Launch
+from iris.ccl.config import Config
+from iris.ccl.refusal import refuse_broadcast
+from iris.ccl.work import Work
+from iris.errors import FirstUseInCaptureError, GroupAbortedError, InvalidCollectiveError, IrisError
+from iris.untraced import untraced_methods
+from iris.versions import note_written
+from iris.world import check_process_group
+
+NOTHING, STRIDED = torch.empty(0), torch.strided
+# What torch.compile says of a call in a graph.
+FOR_THE_HOST = "ctx.ccl is for the host; iris.ccl.functional has its collectives as operators for graphs"
+
+
+@untraced_methods(FOR_THE_HOST)
+class Enqueuer:
+    """The groups of a context, and the way of a call to the current stream."""
+
+    def __init__(self, context: Any) -> None:
+        self._context = context
+        self._on_gpu = context.device.type == "cuda"
+        self._index = context.gpu_id
+        self._communicators: dict[dist.ProcessGroup | None, Communicator] = {}
+
+    # Groups ----------------------------------------------------------------------------------------------------------
+
+    def communicator(self, group: dist.ProcessGroup | None = None) -> Communicator:
+        """What the collectives of ``group`` share. The first call for a group is collective and blocks the host."""
+        self._context.heap.check_open()
+        if group is not None:
+            check_process_group(group)
+        if group not in self._communicators:
+            refuse_in_capture("collective")
+            workspace = self._context._workspace(group)
+            self._communicators[group] = Communicator(workspace, self._context.heap, self._context.get_cu_count())
+        return self._communicators[group]
+
+    def forget(self, group: dist.ProcessGroup) -> None:
+        """Let go of a group. The caller guarantees that no kernel of its calls runs any more on this rank."""
+        self._communicators.pop(group, None)
+
+    def close(self) -> None:
+        """Let go of the groups. The caller guarantees that no kernel of theirs runs any more, on any rank."""
+        self._communicators.clear()
+
+    def release_graphs(self, group: dist.ProcessGroup | None = None) -> None:
+        """Give back the memory of the collectives, and barriers, in CUDA graphs. Collective; blocks the host.
+
+        Graphs keep flags and staging, since nobody can see whether they will be replayed. The caller guarantees that
+        none of those captured so far will be.
+        """
+        comm, _, _ = self._enter("release_graphs", group, NOTHING, NOTHING, None)
+        comm.release_graphs()
+
+    # Calls -----------------------------------------------------------------------------------------------------------
+
+    def _enter(
+        self,
+        name: str,
+        group: dist.ProcessGroup | None,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        config: Config | None,
+        root: int | None = None,
+        op: Any = None,
+    ) -> tuple[Communicator, int | None, Line]:
+        """The group's communicator, the current stream's handle, and the `Line` of the call.
+
+        Raises `GroupAbortedError` if the group is broken.
+        """
+        if self._context.heap.closed:
+            self._context.heap.check_open()
+        if not (output.__class__ is input.__class__ is torch.Tensor and output.layout is input.layout is STRIDED):
+            checks.check_tensor(name, output)
+            checks.check_tensor(name, input)
+        stream, capturing = None, False
+        if self._on_gpu:
+            # The raw handle: making a Stream object costs the host ten times as much.
+            stream = torch._C._cuda_getCurrentRawStream(self._index)
+            capturing = torch._C._cuda_isCurrentStreamCapturing()
+        if group is not None:
+            if group is dist.group.WORLD:
+                group = None
+            else:
+                check_process_group(group)
+        comm = self._communicators.get(group)
+        if comm is None:
+            if capturing:
+                raise FirstUseInCaptureError(f"{name}()")
+            comm = self.communicator(group)
+        if comm.state[0]:
+            raise comm.abort_flag.error()
+        if checks.DEBUGGING and not capturing and not comm.refuses:
+            checks.compare(comm, name, input, config, root, op)
+        return comm, stream, comm.workspace.line(stream, True) if capturing else stream
+
+    def _key(self, call: Any, output: torch.Tensor, input: torch.Tensor, config: Config | None, line: Line) -> tuple:
+        """All that a prepared launch depends on; ``call`` has what the collective wants to know of shapes."""
+        try:
+            reads, writes = input.data_ptr(), output.data_ptr()
+        except RuntimeError:
+            reads = writes = None
+        if not (reads and writes):
+            # Nothing, or a stand-in of torch.func, whose class says nothing.
+            name = call if isinstance(call, str) else call[0]
+            checks.check_tensor(name, output)
+            checks.check_tensor(name, input)
+            reads, writes = input.data_ptr(), output.data_ptr()
+        return (
+            call,
+            input.device, input.dtype, input.numel(), reads & 15,
+            output.device, output.dtype, output.numel(), writes & 15,
+            id(config), line,
+        )  # fmt: skip
+
+    def _prepare(self, key: tuple, call: Call) -> Launch:
+        """The launch for calls of this key. `Call.config` may be None here."""
+        comm, call = call.comm, call._replace(config=checks.check_config(call.config))
+        try:
+            launch = prepare(call)
+        except BaseException as error:
+            # The first call of a kind compiles, and may meet the other ranks: seconds, in which a signal may come.
+            comm.abort_flag.interrupted(call.collective, error)
+            raise
+        comm.remember(key, call.config, launch)
+        return launch
+
+    def _leave(
+        self,
+        comm: Communicator,
+        name: str,
+        launch: Launch,
+        stream: int | None,
+        source: torch.Tensor,
+        result: torch.Tensor,
+        output: torch.Tensor | None,
+        async_op: bool,
+        more: tuple[torch.Tensor, ...] = (),
+    ) -> Work | None:
+        """Launch. ``output``: what is written on this rank, or None; ``more``: what else the kernel takes."""
+        try:
+            launch(stream, source, result, *more)
+        except BaseException as error:
+            comm.abort_flag.interrupted(name, error)
+            raise
+        if output is result:
+            # Autograd learns that kernels have written there.
+            note_written(output)
+        elif output is not None:
+            # To a parameter as well.
+            with torch.no_grad():
+                output.copy_(result)
+        return Work(self._on_gpu) if async_op else None
+
+    def _message(
+        self,
+        name: str,
+        role: str,
+        tensor: torch.Tensor,
+        peer: int,
+        group: dist.ProcessGroup | None,
+        async_op: bool,
+        config: Config | None,
+    ) -> Work | None:
+        """A collective of two ranks, of which the others know nothing."""
+        comm, stream, line = self._enter(name, group, tensor, tensor, config)
+        peer = checks.rank_in_group(comm, role, peer, self._context.num_ranks)
+        dense = to_read(tensor) if name == "send" else to_write(tensor)
+        if peer == comm.rank:
+            raise InvalidCollectiveError(f"Rank {comm.ranks[peer]} calls {name}() with itself as the other rank.")
+        key = self._key((name, peer), dense, dense, config, line)
+        launch = comm.launches.get(key)
+        if launch is None:
+            checks.check_pair(comm, name, tensor, tensor, 1, 1)
+            launch = self._prepare(key, Call(name, comm, dense, dense, config, line, peer))
+        output = tensor if name == "recv" else None
+        return self._leave(comm, name, launch, stream, dense, dense, output, async_op)
+
+    def _refuse_broadcast(
+        self, error: IrisError, src: int, group: dist.ProcessGroup | None, broadcast: Callable[[torch.Tensor], object]
+    ) -> NoReturn:
+        """Raise ``error``. ``broadcast`` is the same call of a tensor of the root's own (`iris.ccl.refusal`)."""
+        if isinstance(error, GroupAbortedError) or not isinstance(group, dist.ProcessGroup | None):
+            raise error
+        comm = self._communicators.get(None if group is dist.group.WORLD else group)
+        if comm is None:
+            raise error
+        capturing, stream = False, None
+        if self._on_gpu:
+            capturing, stream = torch.cuda.is_current_stream_capturing(), torch.cuda.current_stream().cuda_stream
+
+        def take_part(size: int) -> None:
+            broadcast(torch.zeros(size, dtype=torch.uint8, device=comm.device))
+
+        refuse_broadcast(comm, error, index(src) == comm.ranks[comm.rank], stream, capturing, take_part)
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether the elements lie in memory in their order, as they are."""
+    return tensor.is_contiguous() and not (tensor.is_neg() or tensor.is_conj())
+
+
+def has_rows(tensor: torch.Tensor) -> bool:
+    """Whether an exchange reads the tensor as it lies: plain, or two-dimensional with plain rows."""
+    return is_plain(tensor) or (
+        tensor.dim() == 2 and tensor.stride(1) == 1 and not (tensor.is_neg() or tensor.is_conj())
+    )
+
+
+def to_read(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a plain copy: what has another order in memory here may have yet another one on other ranks."""
+    return tensor if is_plain(tensor) else tensor.resolve_neg().resolve_conj().contiguous()
+
+
+def to_write(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or plain room for a result that `Enqueuer._leave` copies into it."""
+    return tensor if is_plain(tensor) else torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)

@@ -1,0 +1,124 @@
+"""The launch of a collective's kernel: its arguments by their names, and the registers that it leaves to others.
+
+Programs wait for peers. A rank may have begun a launch of one stream, and another rank one of another stream, so on
+each rank both must be able to begin, or at least the smaller one, beside the larger. What programs take of a
+multiprocessor is mostly registers (CUDA C++ Programming Guide, "Compute Capabilities": 65536).
+
+A launch has half of them; or a third, if the next launch of its stream may take places before its turn. That one has a
+third at most, too, or it does not come early: so a stream has two thirds at most, and leaves one. (With queues it comes
+early as well: it leaves multiprocessors.)
+"""
+
+from typing import Any
+
+import torch
+
+from iris import simulator
+from iris.ccl.call import Call
+from iris.ccl.communicator import Communicator, Launch
+from iris.heap import describe_address
+from iris.language.target import on_nvidia, threads_per_warp
+from iris.launch import addresses, prepare, registers
+
+ALL_REGISTERS = 65536
+# Through queues programs take most of a multiprocessor each, but there are fewer of them than multiprocessors
+# (`Communicator.programs`). The rest is for the small launches of other streams. Registers belong to four partitions,
+# and a warp to one of them: 16 warps leave 4096 of the 16384 in each, for a warp of 128 a thread, which is what
+# `iris.ops.normalisation.CLUSTER_WARPS` counts on.
+MOST_REGISTERS = 49152
+
+# What data are moved as whose values do not matter, by their bytes.
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def kernel_launch(
+    call: Call, kernel: Any, programs: int, num_warps: int, dtype: torch.dtype, **arguments: object
+) -> Launch:
+    """A launch of ``kernel``, or of its Gluon version, for tensors that lie like those of ``call``.
+
+    The kernel has the parameters ``input``, ``output``, and one for each tensor of `Call.more`, in this order. They are
+    given anew with each launch. Input and output are taken for memory of ``dtype``, and their addresses are divisible
+    by 16 where these are. The other parameters are the ``arguments``, by name, but two: ``factors`` is None where the
+    call has none, and ``EARLY``, the last one, says whether the kernel lets the next launch of its stream begin.
+    """
+    comm, given = call.comm, (call.input, call.output, *call.more)
+    kernel = kernel.gluon if call.config.use_gluon else kernel
+    names = list(kernel.arg_names)
+    first = names.index("input")
+    if "factors" in names and not call.more:
+        arguments["factors"] = None
+    admits = names[-1] == "EARLY"
+    last = names[first + len(given) : -1 if admits else None]
+    before = tuple(arguments.pop(name) for name in names[:first])
+    after = tuple(arguments.pop(name) for name in last)
+    if arguments:
+        raise TypeError(f"{kernel.fn.__name__}() has no parameters {', '.join(arguments)}.")
+
+    def with_tensors(x: torch.Tensor, y: torch.Tensor, *more: torch.Tensor) -> tuple:
+        return *before, as_words(x, dtype), as_words(y, dtype), *more, *after
+
+    # Products of their own: in a fused multiply-add the algorithms might round differently.
+    options: dict[str, Any] = {"enable_fp_fusion": False} if "factors" in names and call.more else {}
+    early = True
+    if admits:
+        early, limits = _share(comm, kernel, programs, num_warps, with_tensors(*given), options)
+        options |= limits
+        after = (*after, early)
+    elif on_nvidia():
+        options |= leaving_room(num_warps * threads_per_warp())
+    launch = prepare(kernel, (programs, 1, 1), *with_tensors(*given), early=early, num_warps=num_warps, **options)
+    if simulator.ACTIVE:
+
+        def run(stream: int | None, x: torch.Tensor, y: torch.Tensor, *more: torch.Tensor) -> None:
+            launch(stream, with_tensors(x, y, *more))
+            # It is over, and so what has gone wrong in it is known.
+            comm.abort_flag.raise_recorded(describe_address)
+
+        return run
+    front = addresses(before)
+
+    def enqueue(stream: int | None, x: torch.Tensor, y: torch.Tensor, *more: torch.Tensor) -> None:
+        launch(stream, (*front, x.data_ptr(), y.data_ptr(), *more, *after))
+
+    enqueue.keeps_alive = before
+    return enqueue
+
+
+def fitting(comm: Communicator, programs: int, num_warps: int) -> int:
+    """How many of so many programs fit in half of all registers, with 64 for each thread."""
+    if simulator.ACTIVE or not on_nvidia():
+        return programs
+    return max(1, min(programs, ALL_REGISTERS // 2 // (64 * threads_per_warp()) * comm.num_sms // num_warps))
+
+
+def leaving_room(threads: int) -> dict[str, int]:
+    """Options by which a program of so many threads, with parts of many ranks too, holds `MOST_REGISTERS` at most."""
+    most = MOST_REGISTERS // threads
+    # A thread has no more by itself.
+    return {"maxnreg": most} if most < 255 else {}
+
+
+def _share(
+    comm: Communicator, kernel: Any, programs: int, num_warps: int, args: tuple, compiling: dict[str, Any]
+) -> tuple[bool, dict[str, int]]:
+    """Whether a launch of ``kernel(*args, EARLY)`` has a third of the registers; else options by which it has half."""
+    if simulator.ACTIVE or not on_nvidia():
+        return True, {}
+    threads = -(-programs // comm.num_sms) * num_warps * threads_per_warp()
+    for early, most in ((True, ALL_REGISTERS // 3), (False, ALL_REGISTERS // 2)):
+        held = registers(kernel, (programs, 1, 1), *args, early, early=early, num_warps=num_warps, **compiling)
+        # A warp gets them for its threads by eights.
+        if threads * (-(-held // 8) * 8) <= most:
+            return early, {}
+    return False, {"maxnreg": ALL_REGISTERS // 2 // threads // 8 * 8}
+
+
+def as_words(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """One element of ``dtype`` where ``tensor`` begins: what a kernel needs to know of it."""
+    if tensor.dtype == dtype:
+        return tensor
+    if not tensor.numel():  # nothing is read or written
+        return torch.empty(1, dtype=dtype, device=tensor.device)
+    begin = tensor.storage_offset() * tensor.itemsize
+    first = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return first.set_(tensor.untyped_storage(), begin, (dtype.itemsize,)).view(dtype)
