@@ -15,6 +15,7 @@ from iris.ccl.config import Config, ReduceOp
 from iris.ccl.reduction import PREMUL_SUM, Factor, on_device, reduction
 from iris.ccl.refusal import refuse, refuse_broadcast
 from iris.ccl.work import Work
+from iris.compat.cuda import current_raw_stream, is_current_stream_capturing
 from iris.errors import (
     FirstUseInCaptureError,
     GroupAbortedError,
@@ -489,8 +490,8 @@ class Collectives:
         stream, capturing = None, False
         if self._on_gpu:
             # The raw handle: making a Stream object costs the host ten times as much.
-            stream = torch._C._cuda_getCurrentRawStream(self._index)
-            capturing = torch._C._cuda_isCurrentStreamCapturing()
+            stream = current_raw_stream(self._index)
+            capturing = is_current_stream_capturing()
         if group is not None:
             if group is dist.group.WORLD:
                 group = None
