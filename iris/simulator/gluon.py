@@ -14,7 +14,7 @@ import numpy as np
 import triton.language as tl
 from triton.experimental.gluon import language as gl
 
-from iris.compat.language import TritonSemantic
+from iris.compat.semantic import TritonSemantic
 from iris.errors import KernelBoundsError
 from iris.simulator import dtypes, sanitizer, tasks
 from iris.simulator.asynchronous import Groups

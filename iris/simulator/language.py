@@ -18,7 +18,7 @@ from triton import JITFunction
 
 from iris.compat.gluon import replace_function_class
 from iris.compat.interpreter import InterpretedFunction
-from iris.compat.language import is_builtin
+from iris.compat.semantic import is_builtin
 from iris.errors import NotInSimulatorError
 from iris.simulator import async_copy, libdevice, matrix_core, mbarrier, reductions, scaled, shapes, tma, warpgroup
 from iris.simulator.aggregates import method

@@ -6,7 +6,7 @@ import triton.language as tl
 from triton.language.extra import cuda, libdevice
 
 from iris.compat.interpreter import TensorHandle
-from iris.compat.language import is_builtin
+from iris.compat.semantic import is_builtin
 from iris.errors import NotInSimulatorError
 from iris.simulator import dtypes
 

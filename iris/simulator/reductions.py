@@ -11,7 +11,7 @@ import numpy as np
 import triton.language as tl
 
 from iris.compat.interpreter import TensorHandle
-from iris.compat.language import combine_max, combine_min, combine_product, combine_sum
+from iris.compat.semantic import combine_max, combine_min, combine_product, combine_sum
 from iris.simulator import dtypes
 from iris.simulator.interpreter import check_arithmetic
 from iris.simulator.shapes import unwrapped

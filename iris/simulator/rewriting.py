@@ -19,7 +19,7 @@ import numpy as np
 import triton.language as tl
 
 from iris.compat.interpreter import TensorHandle
-from iris.compat.language import builtin_for
+from iris.compat.semantic import builtin_for
 from iris.errors import KernelSourceMissingError
 from iris.simulator import dtypes
 from iris.simulator.gluon import semantic

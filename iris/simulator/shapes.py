@@ -9,7 +9,7 @@ from typing import Any
 
 import triton.language as tl
 
-from iris.compat.language import replace_unwrap_constexpr, unwrap_constexpr
+from iris.compat.semantic import replace_unwrap_constexpr, unwrap_constexpr
 
 # Of which most are what the language unwraps, and which hold nothing.
 _BARE = {tl.tensor, tl.dtype, tl.block_type, tl.pointer_type, int, bool, float, str, type(None)}
