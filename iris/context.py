@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from iris import peer_loss, world  # noqa: F401 (importing peer_loss registers what it does when a peer ends)
 from iris.arg_parser import index
 from iris.capture import refuse_in_capture
 from iris.ccl.collectives import Collectives
+from iris.compat.c10d import existing_groups
+from iris.compat.cuda import current_raw_stream
 from iris.device_barrier import DeviceBarrier
 from iris.device_record import DeviceRecord
 from iris.errors import (
@@ -182,7 +183,7 @@ class Iris(Factories):
         capturing = on_gpu and torch.cuda.is_current_stream_capturing()
         self._check_whole(group)
         # The raw handle: making a Stream object costs the host ten times as much.
-        stream = torch._C._cuda_getCurrentRawStream(self.gpu_id) if on_gpu else None
+        stream = current_raw_stream(self.gpu_id) if on_gpu else None
         self._barriers[group].enqueue(stream, capturing)
 
     @untraced("the ranks meet on the host")
@@ -309,7 +310,7 @@ class Iris(Factories):
 
     def _forget_destroyed_groups(self) -> None:
         """Give back the memory of groups that torch has destroyed."""
-        there = distributed_c10d._world.pg_map
+        there = existing_groups()
         gone = [group for group in self._groups if group is not None and group not in there]
         if gone and self.device.type == "cuda":
             torch.cuda.synchronize(self.device)

@@ -19,7 +19,6 @@ its first tensor: a group that is never used costs nothing, and no rank outside 
 
 import contextlib
 import functools
-import inspect
 import sys
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -32,6 +31,7 @@ from torch import Tensor
 from iris import simulator
 from iris.capture import refuse_in_capture
 from iris.ccl.collectives import Collectives
+from iris.compat.c10d import backend_of, describe, is_split_group, set_backend
 from iris.context import Iris
 from iris.distributed_calls import (
     BarrierWork,
@@ -50,8 +50,6 @@ from iris.simulator.streams import Stream
 from iris.world.members import await_all, introduce
 
 NAME = "iris"
-
-_SPLIT_GROUP = inspect.unwrap(dist.split_group).__code__
 
 
 class ProcessGroup(dist.ProcessGroup):
@@ -115,7 +113,7 @@ class ProcessGroup(dist.ProcessGroup):
         return [torch.device(kind) for kind in ([self.device_type, "cpu"] if self._has_gloo() else [self.device_type])]
 
     def _get_backend(self, device: torch.device) -> Any:
-        return self if device.type == self.device_type else self._beside(device)._get_backend(device)
+        return self if device.type == self.device_type else backend_of(self._beside(device), device)
 
     def _beside(self, device: torch.device) -> dist.ProcessGroup:
         """The group with the same ranks for tensors on the CPU beside a GPU."""
@@ -129,8 +127,7 @@ class ProcessGroup(dist.ProcessGroup):
             store, kind = dist.PrefixStore("gloo", self._store), dist.ProcessGroup.BackendType.GLOO
             gloo = dist.ProcessGroupGloo(store, self.rank(), self.size(), timeout=self._timeout)
             self._gloo = dist.ProcessGroup(store, self.rank(), self.size())
-            self._gloo._register_backend(device, kind, gloo)
-            self._gloo._set_default_backend(kind)
+            set_backend(self._gloo, device, kind, gloo)
         return self._gloo
 
     def _has_gloo(self) -> bool:
@@ -169,7 +166,7 @@ class ProcessGroup(dist.ProcessGroup):
         # Who asks makes the difference. torch reads this property in other places as well, and no value would do for
         # all: None ends split_group(); from any device new_group() concludes that NCCL may split this group's
         # communicator (split_from), and barrier() that the program has chosen that device.
-        if self._bound_device_id is not None or sys._getframe(1).f_code is not _SPLIT_GROUP:
+        if self._bound_device_id is not None or not is_split_group(sys._getframe(1).f_code):
             return self._bound_device_id
         if self.device_type == "cpu":
             raise InvalidGroupError(
@@ -198,7 +195,7 @@ class ProcessGroup(dist.ProcessGroup):
                 group_id=group_name,
             )
         )
-        part._set_group_desc(group_desc or "")
+        describe(part, group_desc or "")
         return part
 
     def get_group_store(self) -> dist.Store:

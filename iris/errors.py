@@ -333,6 +333,10 @@ class TritonMissingError(IrisError, ImportError):
         )
 
 
+class MissingPartError(IrisError, ImportError):
+    """This release of torch or Triton lacks a part that Iris needs and that their documentation does not promise."""
+
+
 class NoGpuForRankError(IrisError, RuntimeError):
     """There are fewer GPUs than ranks, and the simulator is forbidden."""
 

@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from iris import __version__, requirements
+from iris.compat.links import nvlinks
 from iris.errors import TritonMissingError, readable
 
 # The oldest Triton that is tested.
@@ -90,20 +91,8 @@ def link(i: int, j: int) -> str:
         return ""
     if not torch.cuda.can_device_access_peer(i, j):
         return "none"
-    return f"NV{count}" if (count := _nvlinks(i, j)) else "peer"
-
-
-def _nvlinks(i: int, j: int) -> int:
-    if torch.version.hip:
-        return 0
-    # Not public, and not in every build of torch: without it the links are only not counted.
-    try:
-        from torch._C._autograd import DeviceType
-        from torch._C._distributed_c10d import _detect_dma_connectivity
-
-        return _detect_dma_connectivity(DeviceType.CUDA, "nvlink").matrix[i][j]
-    except (ImportError, RuntimeError, IndexError):
-        return 0
+    count = 0 if torch.version.hip else nvlinks(i, j)
+    return f"NV{count}" if count else "peer"
 
 
 def explain_simulator() -> dict[str, Any]:

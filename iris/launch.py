@@ -8,6 +8,7 @@ import torch
 
 from iris import simulator
 from iris.capture import relaxed
+from iris.compat import triton_jit
 from iris.language.target import launches_early
 
 # Launches, or what leads to them, that are kept of a sort.
@@ -38,14 +39,12 @@ def prepare(
         raise ValueError(f"{grid[0]} programs are not clusters of {cluster}.")
     if simulator.ACTIVE:
         return lambda stream, args: kernel[grid](*args, **options)
-    compiled = _load(kernel, grid, args, early, options)
-    metadata = compiled.packed_metadata
+    loaded = _load(kernel, grid, args, early, options)
+    metadata = loaded.metadata
     if cluster > 1:
-        # What Triton's launcher takes for ``num_ctas``: it launches as many clusters as the grid has programs.
-        _divide_memory(compiled.function)
-        num_warps, _, shared = metadata
-        grid, metadata = (grid[0] // cluster, *grid[1:]), (num_warps, cluster, shared)
-    return launcher(compiled.run, grid, compiled.function, metadata, args)
+        _divide_memory(loaded.function)
+        grid, metadata = (grid[0] // cluster, *grid[1:]), triton_jit.as_cluster(metadata, cluster)
+    return triton_jit.launcher(loaded.run, grid, loaded.function, metadata, args)
 
 
 def _divide_memory(function: int) -> None:
@@ -65,17 +64,16 @@ def _divide_memory(function: int) -> None:
 
 def registers(kernel: Any, grid: tuple[int, int, int], *args: Any, early: bool = True, **options: int) -> int:
     """What a thread takes of them if `prepare` is given the same; on a GPU."""
-    return _load(kernel, grid, args, early, options).n_regs
+    return _load(kernel, grid, args, early, options).registers
 
 
-def _load(kernel: Any, grid: tuple[int, int, int], args: tuple, early: bool, options: dict[str, int]) -> Any:
-    """Compile and load a kernel."""
+def _load(
+    kernel: Any, grid: tuple[int, int, int], args: tuple, early: bool, options: dict[str, int]
+) -> triton_jit.Loaded:
     if early and launches_early():
         options = options | {"launch_pdl": True}
     with relaxed():
-        compiled = kernel.warmup(*args, grid=grid, **options)
-        compiled[grid]  # loads it
-    return compiled
+        return triton_jit.load(kernel, grid, args, options)
 
 
 def remember(known: dict, key: Any, value: Any) -> None:
@@ -93,39 +91,3 @@ def addresses(args: tuple) -> tuple:
     if simulator.ACTIVE:
         return args
     return tuple(x.data_ptr() if isinstance(x, torch.Tensor) else x for x in args)
-
-
-def launcher(
-    run: Callable[..., None], grid: tuple[int, int, int], function: Any, metadata: Any, args: tuple
-) -> Callable[[int, tuple], None]:
-    """``run(*grid, stream, function, metadata, None, None, None, *args)`` as a function of stream and arguments.
-
-    ``run``, Triton's launcher, looks for scratch memory in every call, which takes a microsecond, and then calls its C
-    function ``run.launch``. Kernels here need no scratch memory, so what it gives that function is the same each time,
-    but for stream and arguments: it is seen once and then given directly. A launcher that does it otherwise is called
-    as it is.
-    """
-
-    def as_it_is(stream: int, args: tuple) -> None:
-        run(*grid, stream, function, metadata, None, None, None, *args)
-
-    native = getattr(run, "launch", None)
-    needs_scratch = getattr(run, "global_scratch_size", 0) or getattr(run, "profile_scratch_size", 0)
-    if native is None or needs_scratch:
-        return as_it_is
-    given: list[Any] = []
-    stream = object()
-    run.launch = lambda *all_given: given.extend(all_given)
-    try:
-        as_it_is(stream, args)
-    finally:
-        run.launch = native
-    at = next((i for i, value in enumerate(given) if value is stream), None)
-    if at is None:
-        return as_it_is
-    front, back = given[:at], given[at + 1 :]
-    if isinstance(back[-1], tuple) and len(back[-1]) == len(args):
-        *back, _ = back
-        return lambda stream, args: native(*front, stream, *back, args)
-    back = back[: len(back) - len(args)]
-    return lambda stream, args: native(*front, stream, *back, *args)

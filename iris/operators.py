@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 from torch.library import Library, infer_schema
 
 from iris.untraced import untraced
@@ -13,13 +12,13 @@ LIBRARY = Library("iris", "FRAGMENT")
 """Where they are registered, which lasts as long as this object."""
 
 
-def operator(name: str) -> Callable[[Callable[..., Any]], OpOverload]:
+def operator(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Makes the operator ``iris::name`` of a function that changes none of its arguments.
 
     As ``torch.library.custom_op``, whose operators have torch import its compiler, for a second, when first called.
     """
 
-    def define(function: Callable[..., Any]) -> OpOverload:
+    def define(function: Callable[..., Any]) -> Callable[..., Any]:
         LIBRARY.define(name + infer_schema(function, mutates_args=()), tags=(torch.Tag.pt2_compliant_tag,))
         # Of any device. A graph that breaks calls it as it is, and is not to look into it.
         LIBRARY.impl(name, untraced("the inside of an operator")(function), "CompositeExplicitAutograd")

@@ -1,16 +1,10 @@
 """Tensors that stand for others and have no memory that a kernel could be given: what they are, and what to do."""
 
 import torch
-from torch._C._functorch import is_functorch_wrapped_tensor, peek_interpreter_stack
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from iris.compat.subclasses import in_transform, is_fake, is_transformed, is_wrapper
 
 OPERATORS = "iris.ccl.functional and iris.ops.functional"
-
-
-def in_transform() -> bool:
-    """Whether a transform of torch.func is at work in this thread: then plain-looking tensors may be stand-ins."""
-    return peek_interpreter_stack() is not None
 
 
 def stand_in(tensor: torch.Tensor) -> str | None:
@@ -19,7 +13,7 @@ def stand_in(tensor: torch.Tensor) -> str | None:
     if is_plain and has_memory(tensor):
         return None
     kind = type(tensor).__name__
-    if isinstance(tensor, FakeTensor):
+    if is_fake(tensor):
         return (
             f"a tensor without memory ({kind} on {tensor.device}), as torch has where it traces. Make the call an "
             f"operator (torch.library.custom_op), or use those of {OPERATORS}."
@@ -31,9 +25,9 @@ def stand_in(tensor: torch.Tensor) -> str | None:
         )
     if kind == "DTensor":
         return "a DTensor, which has no memory of its own. Pass this rank's part of it, x.to_local()."
-    if is_traceable_wrapper_subclass(tensor):
+    if is_wrapper(tensor):
         return f"a {kind}, which has no memory of its own. Pass the tensors that it wraps."
-    if is_functorch_wrapped_tensor(tensor):
+    if is_transformed(tensor):
         return (
             "a tensor inside a transform of torch.func (vmap, grad, functionalize, ...), without memory of its own. "
             f"Make the call outside of the transform, or as an operator: torch.library.custom_op, or {OPERATORS}."

@@ -8,32 +8,14 @@ from collections.abc import Callable
 from types import FunctionType
 from typing import Any, TypeVar
 
-import torch
-
-try:
-    from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
-except ImportError:
-    set_code_exec_strategy = None
+from iris.compat import dynamo
 
 Function = TypeVar("Function", bound=Callable)
 
 
 def untraced(why: str) -> Callable[[Function], Function]:
-    """Marks a function, so that neither it nor what it calls is traced; with ``fullgraph=True`` torch says ``why``.
-
-    As ``torch.compiler.disable``, which has torch import its compiler, for a second, and puts a function around this
-    one, for half a microsecond a call. The same marks on the function itself cost nothing.
-    """
-
-    def mark(function: Function) -> Function:
-        if set_code_exec_strategy is None:
-            return torch.compiler.disable(function, reason=why)
-        # When it is called, and when a function is traced that calls it.
-        set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
-        function._torchdynamo_disable, function._torchdynamo_disable_msg = True, why
-        return function
-
-    return mark
+    """Marks a function, so that neither it nor what it calls is traced; with ``fullgraph=True`` torch says ``why``."""
+    return lambda function: dynamo.disable(function, why)
 
 
 def untraced_methods(why: str) -> Callable[[type], type]:

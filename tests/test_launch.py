@@ -2,7 +2,8 @@
 
 import pytest
 
-from iris.launch import launcher, prepare
+from iris.compat.triton_jit import launcher
+from iris.launch import prepare
 
 GRID = (4, 1, 1)
 

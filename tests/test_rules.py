@@ -62,6 +62,7 @@ def test_a_destructor_only_queues():
 
 # Who may not be imported by whom: a floor knows only what is below it.
 ABOVE = {
+    "compat": ["heap", "language", "simulator", "world", "context", "launch", "capture"],
     "heap": ["language", "context", "tensors", "workspace", "device_barrier", "demo", "bench"],
     "language": ["context", "tensors", "workspace", "device_barrier", "demo", "bench"],
     "simulator": ["context", "tensors", "workspace", "device_barrier", "language", "demo", "bench"],
@@ -165,3 +166,97 @@ def test_the_guide_names_every_room_and_nothing_else():
         told |= {folder + file for file in re.findall(r"`(\w+\.py)`", what) if folder}
     files = {f"iris/{name(file)}" for file in SOURCES if file.name != "__init__.py"}
     assert told == files | {"iris/__init__.py", "iris_backend.py"}
+
+
+# Modules of torch and Triton without a leading underscore that their documentation does not promise either.
+UNDOCUMENTED = (
+    "torch.distributed.distributed_c10d",
+    "triton.backends",
+    "triton.compiler",
+    "triton.language.core",
+    "triton.language.semantic",
+    "triton.language.standard",
+    "triton.runtime.autotuner",
+    "triton.runtime.interpreter",
+    "triton.runtime.jit",
+)
+# What begins with an underscore and is Python's own.
+OF_PYTHON = {
+    "_DummyThread", "_asdict", "_current_frames", "_exit", "_fields", "_fields_", "_getframe", "_lock", "_max_workers",
+    "_replace", "_waiters",
+}  # fmt: skip
+
+
+def is_private(path):
+    """Whether a dotted path is of torch or Triton, and leads through a part that is not for others."""
+    first, *rest = path.split(".")
+    hidden = any(part.startswith("_") and not (part.startswith("__") and part.endswith("__")) for part in rest)
+    return first in ("torch", "triton") and (
+        hidden or f"{path}.".startswith(tuple(f"{each}." for each in UNDOCUMENTED))
+    )
+
+
+def private_parts(tree):
+    """The private parts of torch and Triton that a file mentions, with their lines: imported, or by attributes."""
+    imported, named = {}, []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for each in node.names:
+                named.append((each.name, node.lineno))
+                imported[each.asname or each.name.split(".")[0]] = each.name if each.asname else each.name.split(".")[0]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            for each in node.names:
+                imported[each.asname or each.name] = f"{node.module}.{each.name}"
+                named.append((f"{node.module}.{each.name}", node.lineno))
+
+    def path(node):
+        if isinstance(node, ast.Name):
+            return imported.get(node.id)
+        base = path(node.value) if isinstance(node, ast.Attribute) else None
+        return base and f"{base}.{node.attr}"
+
+    within = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and id(node) not in within and path(node):
+            named.append((path(node), node.lineno))
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "resolve_name")):
+            named.append((ast.unparse(node.args[0]).lstrip("f").strip("'\"").replace(":", "."), node.lineno))
+    return [(line, part) for part, line in named if is_private(part)]
+
+
+def test_private_parts_of_torch_and_triton_are_in_compat():
+    """So that there is one place to look into, and a test of it (tests/test_compat.py), when a release moves one."""
+    mentions = """
+import torch as t, triton.language as tl
+from torch._ops import OpOverload
+from torch.distributed import distributed_c10d as c10d
+from triton.runtime import driver
+c10d.default_pg_timeout, t.ops.aten._to_copy.default, tl.core.load, driver.active, t.__version__, tl.load
+import_module(f"triton.backends.{vendor}.compiler")
+"""
+    lines = [line for line, _ in private_parts(ast.parse(mentions))]
+    assert sorted(lines) == [3, 4, 6, 6, 6, 7], "what the finder finds"
+    sources = [file for file in SOURCES if not name(file).startswith("compat/")]
+    found = [(name(file), *part) for file in sources for part in private_parts(ast.parse(file.read_text()))]
+    assert not found
+
+
+def test_private_attributes_are_of_this_library_or_of_python():
+    """Of what objects of torch and Triton have, too, as ``operation._schema``."""
+    outside = {file: ast.parse(file.read_text()) for file in SOURCES if not name(file).startswith("compat/")}
+    own = set(OF_PYTHON)
+    for tree in outside.values():
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                own.add(node.name)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                own.add(node.id)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                own.add(node.attr)
+    found = {
+        f"{name(file)}:{node.lineno}: {node.attr}"
+        for file, tree in outside.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and re.match("_[^_]", node.attr) and node.attr not in own
+    }
+    assert not found

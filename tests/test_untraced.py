@@ -73,7 +73,7 @@ def test_a_graph_breaks_at_calls_of_the_host(ranks, call):
 @pytest.mark.parametrize("has_marks", [True, False])
 def test_a_torch_without_marks_for_functions(has_marks, monkeypatch):
     if not has_marks:
-        monkeypatch.setattr("iris.untraced.set_code_exec_strategy", None)
+        monkeypatch.setattr("iris.compat.dynamo._HAS_MARKS", False)
     torch.compiler.reset()
 
     @untraced("of the reason")

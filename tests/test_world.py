@@ -264,7 +264,7 @@ def gather_through_a_file(ctx, path):
     with pytest.MonkeyPatch.context() as patch:
         store = dist.FileStore(path, dist.get_world_size())
         assert not store.has_extended_api()
-        patch.setattr(distributed_c10d, "_get_process_group_store", lambda group: store)
+        patch.setattr("iris.world.group.store_of", lambda group: store)
         group = everyone()
         for turn in range(3):
             assert group.all_gather((group.rank, turn), "a test") == [(rank, turn) for rank in range(group.size)]

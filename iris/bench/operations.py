@@ -17,10 +17,11 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
 from iris.bench.collectives import microseconds_of_each, ready
 from iris.bench.report import environment
+from iris.compat.scaled_mm import scaled_mm
+from iris.compat.symmetric_memory import allow_fused_operators
 from iris.context import Iris
 from iris.errors import InvalidConfigError
 from iris.files import written
@@ -130,7 +131,7 @@ class Operands(NamedTuple):
         if self.factor is None:
             torch.mm(a, self.b, out=out)
         else:
-            torch._scaled_mm(a, self.b, self.factor, self.factor, out_dtype=out.dtype, out=out)
+            scaled_mm(a, self.b, self.factor, self.factor, out_dtype=out.dtype, out=out)
 
 
 def operands(ctx: Iris, operation: str, shape: tuple[int, int, int], dtype: torch.dtype) -> Operands:
@@ -225,7 +226,7 @@ def case(ctx: Iris, operation: str, library: str, x: Operands) -> Callable[[], o
 def torchs(operation: str, x: Operands) -> Callable[[], object]:
     """A call of torch's fused operator."""
     group, operators = dist.group.WORLD.group_name, torch.ops.symm_mem
-    enable_symm_mem_for_group(group)
+    allow_fused_operators(group)
     if x.factor is not None:
         one, dtype = x.factor, x.out.dtype
         return {

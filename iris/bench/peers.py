@@ -4,9 +4,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
-import torch.distributed._symmetric_memory as symmetric_memory
 
 from iris.bench.timing import Operands
+from iris.compat.c10d import backend_of
+from iris.compat.symmetric_memory import pooled
 
 Calls = dict[str, Callable[[], object]]
 
@@ -39,7 +40,7 @@ def windows(
     NCCL's communicator must exist, which it does after the first call, and outlive the pool that comes with them; they
     do not keep it alive themselves. All that will be used is registered at once.
     """
-    backend = dist.group.WORLD._get_backend(device)
+    backend = backend_of(dist.group.WORLD, device)
     pool = torch.cuda.MemPool(backend.mem_allocator)
     with torch.cuda.use_mem_pool(pool):
         tensors = [torch.empty(count, dtype=dtype, device=device) for count in counts]
@@ -51,8 +52,7 @@ def torch_symmetric(operands: Operands) -> Calls:
     """The kernels of torch's symmetric memory, on a buffer that it has shared."""
     group = dist.group.WORLD.group_name
     whole = operands.whole
-    shared = symmetric_memory.empty(whole.numel(), dtype=whole.dtype, device=whole.device)
-    symmetric_memory.rendezvous(shared, group)
+    shared = pooled(whole.numel(), whole.dtype, whole.device, group)
     shared.copy_(whole)
     return {
         "one shot": lambda: torch.ops.symm_mem.one_shot_all_reduce(shared, "sum", group),

@@ -19,6 +19,7 @@ from iris.ccl.communicator import Communicator, Launch
 from iris.ccl.config import Config
 from iris.ccl.refusal import refuse_broadcast
 from iris.ccl.work import Work
+from iris.compat.cuda import current_raw_stream, is_current_stream_capturing
 from iris.errors import FirstUseInCaptureError, GroupAbortedError, InvalidCollectiveError, IrisError
 from iris.untraced import untraced_methods
 from iris.versions import note_written
@@ -93,8 +94,8 @@ class Enqueuer:
         stream, capturing = None, False
         if self._on_gpu:
             # The raw handle: making a Stream object costs the host ten times as much.
-            stream = torch._C._cuda_getCurrentRawStream(self._index)
-            capturing = torch._C._cuda_isCurrentStreamCapturing()
+            stream = current_raw_stream(self._index)
+            capturing = is_current_stream_capturing()
         if group is not None:
             if group is dist.group.WORLD:
                 group = None

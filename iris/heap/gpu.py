@@ -1,7 +1,6 @@
 """Memory shared between the GPUs of one host, by ``torch.distributed._symmetric_memory`` (CUDA and ROCm)."""
 
 import contextlib
-import os
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -9,9 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import _register_process_group, _SymmetricMemory, _unregister_process_group
 
 from iris.capture import side_stream
+from iris.compat import symmetric_memory
 from iris.errors import HeapTooLargeError, MappingError, readable
 from iris.heap.allocator import ALIGNMENT
 from iris.kept import keep
@@ -19,34 +18,6 @@ from iris.world import Group
 
 # Held by the thread of this process that exchanges handles.
 _exchanging = threading.Lock()
-
-
-class CountingStore(dist.Store):
-    """``store`` for the exchanges of one group, whose numbers begin at 0.
-
-    torch names what it stores ``prefix/number/rank`` and counts the exchanges of all groups of a process in one number,
-    so ranks that are in different groups have come to different numbers.
-    """
-
-    def __init__(self, store: dist.Store) -> None:
-        super().__init__()
-        self._store = store
-        self._first: int | None = None
-
-    def _key(self, key: str) -> str:
-        prefix, number, rank = key.rsplit("/", 2)
-        if self._first is None:
-            self._first = int(number)
-        return f"{prefix}/{int(number) - self._first}/{rank}"
-
-    def set(self, key: str, value: bytes) -> None:
-        self._store.set(self._key(key), value)
-
-    def get(self, key: str) -> bytes:
-        return self._store.get(self._key(key))
-
-    def wait(self, keys: list[str], *timeout: Any) -> None:
-        self._store.wait([self._key(key) for key in keys], *timeout)
 
 
 def total_memory(device: torch.device) -> int:
@@ -86,9 +57,7 @@ def share(group: Group, size: int, device: torch.device) -> tuple[list[int], Any
             if group.size == 1:
                 own = keep(lambda: torch.empty(room, dtype=torch.uint8, device=device), device)
             else:
-                # Not torch.distributed._symmetric_memory.empty: that takes from a memory pool, where the block may
-                # begin anywhere in an allocation that is shared with others, at different places on different ranks.
-                own = _SymmetricMemory.empty_strided_p2p((room,), (1,), torch.uint8, device)
+                own = symmetric_memory.allocate(room, device)
         except RuntimeError as error:
             free, total = torch.cuda.mem_get_info(device)
             raise HeapTooLargeError(
@@ -99,9 +68,11 @@ def share(group: Group, size: int, device: torch.device) -> tuple[list[int], Any
     def exchange() -> None:
         nonlocal handle
         try:
-            with _without_multicast(), _registered(group) as name:
+            name = f"{group.name}/symmetric_memory/{group.meetings}"
+            store = dist.PrefixStore(f"symmetric_memory/{group.meetings}", group.store)
+            with symmetric_memory.without_multicast(), symmetric_memory.registered(name, store, group.rank, group.size):
                 # Which allocates too: tables of the peers' addresses.
-                handle = keep(lambda: _SymmetricMemory.rendezvous(own, name), device)
+                handle = keep(lambda: symmetric_memory.rendezvous(own, name), device)
         except RuntimeError as error:
             raise MappingError(
                 f"torch could not share memory of {device} with the other ranks' GPUs: {_first_line(error)}. "
@@ -154,40 +125,6 @@ def turn(group: Group) -> Iterator[None]:
     finally:
         if mine:
             _exchanging.release()
-
-
-@contextlib.contextmanager
-def _registered(group: Group) -> Iterator[str]:
-    """The name under which torch finds the members, and a store through which they exchange their handles.
-
-    It cannot ask the group that the program made: a process group written in Python, as Iris' own backend is, has no
-    store that C++ could ask for.
-    """
-    name = f"{group.name}/symmetric_memory/{group.meetings}"
-    store = CountingStore(dist.PrefixStore(f"symmetric_memory/{group.meetings}", group.store))
-    process_group = dist.ProcessGroup(store, group.rank, group.size)
-    _register_process_group(name, process_group)
-    # Releases of torch before 2.11 look here instead.
-    _SymmetricMemory.set_group_info(name, group.rank, group.size, store)
-    try:
-        yield name
-    finally:
-        _unregister_process_group(name)
-
-
-@contextlib.contextmanager
-def _without_multicast() -> Iterator[None]:
-    """Keep torch from setting up NVLink multicast, which Iris does not use and some machines refuse."""
-    variable = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
-    before = os.environ.get(variable)
-    os.environ[variable] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[variable]
-        else:
-            os.environ[variable] = before
 
 
 def _first_line(error: Exception) -> str:

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from iris.compat.cuda import current_raw_stream
+
 
 def _never() -> bool:
     return False
@@ -75,7 +77,7 @@ class Lifetimes:
 
     def see_current_stream(self) -> None:
         """`record_stream` of the current stream, cheaply."""
-        if self._has_streams and torch._C._cuda_getCurrentRawStream(self._device.index) not in self._streams:
+        if self._has_streams and current_raw_stream(self._device.index) not in self._streams:
             self.record_stream(torch.cuda.current_stream(self._device))
 
     def collect(self) -> list[int]:

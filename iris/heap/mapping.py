@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from iris.arg_parser import index
+from iris.compat.storage import storage_at
 from iris.errors import (
     HeapClosedError,
     HeapTooLargeError,
@@ -99,7 +100,7 @@ class Mapping:
             raise HeapClosedError("This memory was closed; nothing new can be made on it.")
         if index(rank) not in range(len(self.bases)):
             raise sanitizer.told(RankOutOfRangeError(rank, len(self.bases)))
-        storage = torch._C._construct_storage_from_data_pointer(self.bases[rank] + offset, self.device, size)
+        storage = storage_at(self.bases[rank] + offset, self.device, size)
         # A storage keeps its Python object, with its attributes, for as long as a tensor uses it.
         storage.iris_memory = self.memory
         storage.iris_owner = owner

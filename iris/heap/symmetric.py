@@ -27,6 +27,7 @@ from typing import NamedTuple
 import torch
 
 from iris import inspection
+from iris.compat.storage import lazily_negated
 from iris.errors import (
     FreedTensorError,
     HeapClosedError,
@@ -254,7 +255,7 @@ class SymmetricHeap:
         view = view.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
         # What torch does only when the elements are used.
         view = torch.conj(view) if tensor.is_conj() else view
-        return torch._neg_view(view) if tensor.is_neg() else view
+        return lazily_negated(view) if tensor.is_neg() else view
 
     def stats(self) -> HeapStats:
         """What is in use. The same on every rank, because a block is in use until all ranks have taken it back."""

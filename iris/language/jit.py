@@ -19,10 +19,7 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-try:
-    from triton import aggregate as triton_aggregate
-except ImportError:  # Triton < 3.8
-    from triton.language.core import _aggregate as triton_aggregate
+from iris.compat.aggregate import aggregate as triton_aggregate
 
 # What stands for what in Gluon, by the identity of Triton's, which is kept with it: the language, functions, classes.
 _versions: dict[int, tuple[Any, Any]] = {id(tl): (tl, gl)}

@@ -21,6 +21,7 @@ Waits may have a time limit: `iris.language.failures`.
 import triton
 import triton.language as tl
 
+from iris.compat.language import signed_int
 from iris.language.failures import (
     MEMBER,
     SECTION,
@@ -48,7 +49,7 @@ HELD = tl.constexpr(0x48454C44)
 @triton.constexpr_function
 def bits_of(element):
     """The integers whose bits elements of this dtype are swapped by: themselves, if they are integers."""
-    return element if element.is_int() else tl.core.get_int_dtype(element.primitive_bitwidth, True)
+    return element if element.is_int() else signed_int(element.primitive_bitwidth)
 
 
 @triton.constexpr_function

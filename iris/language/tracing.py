@@ -16,6 +16,7 @@ fill the buffer.
 import triton
 import triton.language as tl
 
+from iris.compat.language import allowed_in_kernels
 from iris.language.address import bytes_of
 from iris.language.jit import aggregate, jit
 from iris.language.ordering import atomic, signed_type
@@ -50,11 +51,9 @@ SEVERAL = tl.constexpr(-2)
 """The target of an event that reaches more than one rank."""
 
 
+@allowed_in_kernels
 class TraceEvent:
     """The kinds of events, as numbers for ``record_event_start``: ``iris.TraceEvent.compute`` and so on."""
-
-    # For Triton, which may then find it among the globals of a kernel.
-    __triton_builtin__ = True
 
     # Older programs write ``TraceEvent().put``.
     def __new__(cls, **_):

@@ -12,6 +12,7 @@ from iris.ccl.checks import compare_calls
 from iris.ccl.communicator import SIMULATED_PROGRAMS, power_of_two
 from iris.ccl.lamport_all_reduce import SHARE_OF_WORKSPACE, SLOTS, STEPS
 from iris.ccl.select import choose
+from iris.compat.cuda import current_raw_stream, is_current_stream_capturing
 from iris.errors import FirstUseInCaptureError, InvalidCollectiveError
 from iris.heap.history import debugging
 from iris.language.target import on_nvidia, threads_per_warp
@@ -208,8 +209,8 @@ class AllReduceRmsNorm:
         call = call._replace(input=call.input.contiguous(), weight=call.weight.contiguous())
         stream, capturing = None, False
         if self._on_gpu:
-            stream = torch._C._cuda_getCurrentRawStream(self._context.gpu_id)
-            capturing = torch._C._cuda_isCurrentStreamCapturing()
+            stream = current_raw_stream(self._context.gpu_id)
+            capturing = is_current_stream_capturing()
         if capturing and not self._used:
             raise FirstUseInCaptureError("all_reduce_rms_norm()")
         if DEBUGGING and not capturing:

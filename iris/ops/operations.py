@@ -11,6 +11,7 @@ import torch
 from iris.capture import refuse_in_capture
 from iris.ccl.checks import compare_calls
 from iris.ccl.work import Work
+from iris.compat.cuda import current_raw_stream
 from iris.errors import InvalidConfigError, UnknownChoiceError
 from iris.heap.history import debugging
 from iris.launch import remember
@@ -257,7 +258,7 @@ class Operations:
                     self._uses_vendor = True
                 vendor.enqueue(self._context, call, used.all_reduce_variant)
             elif call.out.numel():
-                stream = torch._C._cuda_getCurrentRawStream(self._context.gpu_id) if self._on_gpu else None
+                stream = current_raw_stream(self._context.gpu_id) if self._on_gpu else None
                 buffers = workspace or self._workspaces.find(needs, stream)
                 if used.variant == "copies":
                     copies.enqueue(self._copies(buffers), call)

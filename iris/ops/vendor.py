@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from iris.ccl.config import ALL_REDUCE_VARIANTS, DEFAULT, Config, ReduceOp
+from iris.compat.scaled_mm import scaled_mm
 from iris.ops.call import Call
 
 # "two_shot" is what a `FusedConfig` has where nothing was said: whatever is the fastest then.
@@ -77,7 +78,7 @@ class Product:
         result = out if fits else torch.empty_like(out, memory_format=torch.contiguous_format)
         apart = bias is None or out.dtype == torch.float32 or not a.shape[1]
         inside = None if apart else _aligned(bias.contiguous())
-        torch._scaled_mm(_by_rows(a), self._b, factor_a, factor_b, bias=inside, out_dtype=out.dtype, out=result)
+        scaled_mm(_by_rows(a), self._b, factor_a, factor_b, bias=inside, out_dtype=out.dtype, out=result)
         if apart and bias is not None:
             result.add_(bias)
         if not fits:

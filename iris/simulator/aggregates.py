@@ -5,7 +5,9 @@ from collections.abc import Callable
 from typing import Any
 
 import triton.language as tl
-from triton.runtime.interpreter import InterpretedFunction
+
+from iris.compat.aggregate import marks, replace_aggregate
+from iris.compat.interpreter import InterpretedFunction
 
 
 def method(function: InterpretedFunction) -> Callable:
@@ -45,9 +47,7 @@ def aggregate(cls: type) -> type:
     if "__init__" not in vars(cls):
         namespace["__init__"] = __init__
     namespace["__setattr__"] = __setattr__
-    namespace["__triton_aggregate__"] = True
-    namespace["__aggregate_fields__"] = tuple(fields)
-    namespace["__aggregate_defaults__"] = defaults
+    namespace |= marks(tuple(fields), defaults)
     for name, member in namespace.items():
         setattr(cls, name, member)
     return cls
@@ -55,9 +55,4 @@ def aggregate(cls: type) -> type:
 
 def install() -> None:
     """Put `aggregate` in the place of Triton's, also for who has imported that under another name already."""
-    tl.core.__simulated_aggregate__ = aggregate
-    tl.core._aggregate.__code__ = _trampoline.__code__
-
-
-def _trampoline(cls):
-    return __simulated_aggregate__(cls)  # noqa: F821 (a global of the module whose function it becomes)
+    replace_aggregate(aggregate)

@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 import triton.language as tl
-from triton.runtime.interpreter import TensorHandle
+
+from iris.compat.interpreter import TensorHandle
 
 # The types of which numpy's operations are the language's, also of one and another, and which of Python's numbers fit
 # into them. By id, as not all types have a hash.

@@ -42,7 +42,7 @@ def _load(memory: SharedMemory, pointers: tl.tensor, mask: Any, other: Any) -> N
         raise ValueError(f"{pointers.type} cannot be copied to shared memory {memory.dtype} {memory.shape}")
 
     def read() -> np.ndarray:
-        return tl.core.load(pointers, mask, None if mask is None else other).handle.data
+        return tl.load(pointers, mask, None if mask is None else other).handle.data
 
     source = Source(read, memory.dtype)
     partitions, this = tasks.sharing()

@@ -9,16 +9,11 @@ from collections.abc import Callable
 
 import numpy as np
 import triton.language as tl
-from triton._C.libtriton import interpreter as _native
-from triton._C.libtriton import ir
-from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
+from iris.compat.interpreter import TensorHandle, native_operations, native_orders
+from iris.compat.libtriton import ATOMIC_OP as OP
+from iris.compat.libtriton import MEM_SEMANTIC, MEM_SYNC_SCOPE, atomic_cas, atomic_rmw, load
 from iris.simulator import dtypes
-
-OP = ir.ATOMIC_OP
-
-_NATIVE_OP = InterpreterBuilder.ir_rmw_op_to_interpreter_rmw_op
-_NATIVE_SEM = InterpreterBuilder.ir_sem_to_interpreter_sem
 
 _COMBINE: dict[OP, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
     OP.ADD: np.add,
@@ -47,12 +42,12 @@ NAMES = {
 }
 
 ORDERS = {
-    ir.MEM_SEMANTIC.RELAXED: "relaxed",
-    ir.MEM_SEMANTIC.ACQUIRE: "acquire",
-    ir.MEM_SEMANTIC.RELEASE: "release",
-    ir.MEM_SEMANTIC.ACQUIRE_RELEASE: "acq_rel",
+    MEM_SEMANTIC.RELAXED: "relaxed",
+    MEM_SEMANTIC.ACQUIRE: "acquire",
+    MEM_SEMANTIC.RELEASE: "release",
+    MEM_SEMANTIC.ACQUIRE_RELEASE: "acq_rel",
 }
-SCOPES = {ir.MEM_SYNC_SCOPE.CTA: "cta", ir.MEM_SYNC_SCOPE.GPU: "gpu", ir.MEM_SYNC_SCOPE.SYSTEM: "sys"}
+SCOPES = {MEM_SYNC_SCOPE.CTA: "cta", MEM_SYNC_SCOPE.GPU: "gpu", MEM_SYNC_SCOPE.SYSTEM: "sys"}
 
 
 def of(name: str, dtype: tl.dtype) -> OP:
@@ -70,10 +65,10 @@ def apply(op: OP, old: np.ndarray, operand: np.ndarray, dtype: tl.dtype) -> np.n
     return dtypes.narrow(_COMBINE[op](wide_old, wide_operand), dtype)
 
 
-def compare_and_swap(pointers: np.ndarray, expected: np.ndarray, new: np.ndarray, sem: ir.MEM_SEMANTIC) -> np.ndarray:
+def compare_and_swap(pointers: np.ndarray, expected: np.ndarray, new: np.ndarray, sem: MEM_SEMANTIC) -> np.ndarray:
     """Swap lane by lane where memory holds the bits of ``expected``; returns the old values."""
     bits = f"u{expected.itemsize}"
-    old = _native.atomic_cas(pointers, _bits(expected, bits), _bits(new, bits), _NATIVE_SEM[sem])
+    old = atomic_cas(pointers, _bits(expected, bits), _bits(new, bits), native_orders[sem])
     return old.view(expected.dtype)
 
 
@@ -84,7 +79,7 @@ def swapped(expected: np.ndarray, new: np.ndarray, old: np.ndarray) -> bool:
 
 
 def read_modify_write(
-    op: OP, pointers: np.ndarray, operand: np.ndarray, dtype: tl.dtype, sem: ir.MEM_SEMANTIC
+    op: OP, pointers: np.ndarray, operand: np.ndarray, dtype: tl.dtype, sem: MEM_SEMANTIC
 ) -> np.ndarray:
     """Apply ``op`` lane by lane, in order; lanes may name the same address. Returns the old values."""
     if operand.itemsize == 2:
@@ -94,13 +89,13 @@ def read_modify_write(
     else:
         operand, result_type = np.ascontiguousarray(operand), operand.dtype
     every = np.ones(pointers.shape, dtype=bool)
-    return _native.atomic_rmw(_NATIVE_OP[op], pointers, operand, every, _NATIVE_SEM[sem]).view(result_type)
+    return atomic_rmw(native_operations[op], pointers, operand, every, native_orders[sem]).view(result_type)
 
 
-def _loop(op: OP, pointers: np.ndarray, operand: np.ndarray, dtype: tl.dtype, sem: ir.MEM_SEMANTIC) -> np.ndarray:
+def _loop(op: OP, pointers: np.ndarray, operand: np.ndarray, dtype: tl.dtype, sem: MEM_SEMANTIC) -> np.ndarray:
     result = np.empty_like(operand)
     lanes = np.arange(pointers.size)
-    guess = _native.load(pointers, np.ones(pointers.shape, bool), np.zeros_like(operand), operand.dtype)
+    guess = load(pointers, np.ones(pointers.shape, bool), np.zeros_like(operand), operand.dtype)
     while lanes.size:
         found = compare_and_swap(pointers[lanes], guess, apply(op, guess, operand[lanes], dtype), sem)
         # Compared as bits: a NaN in memory must be recognised, and -0 is not 0.

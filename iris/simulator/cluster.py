@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import triton.language as tl
-from triton.runtime.interpreter import TensorHandle
 
+from iris.compat.interpreter import TensorHandle
 from iris.simulator import tasks
 
 

@@ -8,8 +8,8 @@ these formats, so it does the conversions.
 import numpy as np
 import torch
 import triton.language as tl
-from triton.runtime.interpreter import TensorHandle
-from triton.runtime.interpreter import _get_np_dtype as _storage
+
+from iris.compat.interpreter import TensorHandle, numpy_dtype
 
 # By name, because pointer types cannot be hashed.
 _TORCH = {
@@ -31,7 +31,7 @@ def storage(dtype: tl.dtype) -> np.dtype:
     """The numpy type that a tensor of ``dtype`` is stored in."""
     scalar = dtype.scalar
     if scalar.name not in _NUMPY:
-        _NUMPY[scalar.name] = _storage(scalar)
+        _NUMPY[scalar.name] = numpy_dtype(scalar)
     return _NUMPY[scalar.name]
 
 

@@ -12,17 +12,18 @@ from typing import Any
 
 import numpy as np
 import triton.language as tl
-from triton.experimental.gluon.language import _core as gl_core
-from triton.language.semantic import TritonSemantic
+from triton.experimental.gluon import language as gl
 
+from iris.compat.semantic import TritonSemantic
 from iris.errors import KernelBoundsError
 from iris.simulator import dtypes, sanitizer, tasks
 from iris.simulator.asynchronous import Groups
 from iris.simulator.interpreter import Builder, MissingOperation
 from iris.simulator.partitions import LARGEST_FLAG
 from iris.simulator.reductions import make_tensor
+from iris.simulator.shapes import unwrapped
 
-SharedMemory = gl_core.shared_memory_descriptor
+SharedMemory = gl.shared_memory_descriptor
 """A view of a program's shared memory; its handle is a view of the array."""
 
 
@@ -229,9 +230,9 @@ def _used_flag(memory: SharedMemory, writes: bool) -> None:
 
 def integer(value: Any) -> int:
     """A number that a kernel gives as Python's, as a constant or as a scalar."""
-    return int(tl.core._unwrap_if_constexpr(value))
+    return int(unwrapped(value))
 
 
 def truth(value: Any) -> bool:
     """A predicate, given in any of these ways."""
-    return bool(tl.core._unwrap_if_constexpr(value))
+    return bool(unwrapped(value))

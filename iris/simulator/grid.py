@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
+from iris.compat.dispatch import hidden_from_modes
 from iris.simulator import hang, interrupts, sanitizer, tasks
 from iris.simulator.partitions import Partitions
 from iris.simulator.tasks import Task, closed_gate
@@ -252,7 +252,7 @@ class Launch:
             # What a GPU does silently, numpy warns of. And what the simulator does with torch, conversions for example,
             # is not the host's use of it: a mode of torch's that watches that, as the sanitizer does, would take longer
             # than the program.
-            with np.errstate(all="ignore"), torch._C._DisableTorchDispatch():
+            with np.errstate(all="ignore"), hidden_from_modes():
                 task.body()
                 self.join(task)
                 task.in_flight.write()

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import triton
 import triton.language as tl
-from triton.runtime.interpreter import TensorHandle
 
+from iris.compat.interpreter import TensorHandle
 from iris.errors import IrisTimeoutError, PeerLostError
 from iris.simulator import dtypes
+from iris.simulator.shapes import unwrapped
 from iris.switches import switched_on
 
 if TYPE_CHECKING:
@@ -167,7 +168,7 @@ def _wanted(poll: "Poll", stack: list[FrameType]) -> str:
         if Path(frame.f_code.co_filename).name in ("ordering.py", "barrier.py"):
             names = frame.f_locals
             if frame.f_code.co_name == "wait" and "value" in names:
-                comparison = tl.core._unwrap_if_constexpr(names["cmp"])
+                comparison = unwrapped(names["cmp"])
                 return f"waits for {_SYMBOLS[comparison]} {_scalar(names['value'])}, holds {held}"
             if frame.f_code.co_name == "barrier" and "reached" in names:
                 ranks = int(_scalar(names["num_ranks"]))
@@ -179,7 +180,7 @@ def _wanted(poll: "Poll", stack: list[FrameType]) -> str:
 
 
 def _scalar(value: Any) -> str:
-    value = tl.core._unwrap_if_constexpr(value)
+    value = unwrapped(value)
     return _value(value.handle.data, value.dtype) if isinstance(value, tl.tensor) else str(value)
 
 

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 import triton.language as tl
-from triton._C.libtriton import ir
-from triton.runtime.interpreter import InterpreterBuilder, InterpreterOptions, TensorHandle
 
+from iris.compat import libtriton
+from iris.compat.interpreter import InterpreterBuilder, InterpreterOptions, TensorHandle
 from iris.errors import NotInSimulatorError
 from iris.simulator import atomics, dtypes, libdevice, sanitizer, tasks
 from iris.simulator.sanitizer import waits
@@ -132,7 +132,7 @@ class Builder(InterpreterBuilder):
         return self.binary_op(lhs, rhs, np.fmax)
 
     def create_clampf(self, arg: TensorHandle, low: TensorHandle, high: TensorHandle, nan: Any) -> TensorHandle:
-        ignores_nan = nan == ir.PROPAGATE_NAN.NONE
+        ignores_nan = nan == libtriton.PROPAGATE_NAN.NONE
         raised = self.binary_op(arg, low, np.fmax if ignores_nan else np.maximum)
         return self.binary_op(raised, high, np.fmin if ignores_nan else np.minimum)
 
@@ -190,7 +190,7 @@ class Builder(InterpreterBuilder):
     create_fp_to_ui = create_fp_to_si
 
     def create_fp_to_fp(self, src: TensorHandle, dst_type: tl.dtype, rounding: Any) -> TensorHandle:
-        toward_zero = rounding == ir.ROUNDING_MODE.RTZ
+        toward_zero = rounding == libtriton.ROUNDING_MODE.RTZ
         _check_conversion(src.dtype.scalar, dst_type.scalar, toward_zero)
         return TensorHandle(dtypes.narrow(dtypes.widen(src), dst_type.scalar, toward_zero), dst_type.scalar)
 
@@ -252,7 +252,7 @@ class Builder(InterpreterBuilder):
 
     def create_make_tensor_descriptor(self, base, shape, strides, block_shape, is_signed, padding) -> TensorMap:
         sizes, steps = ([int(number.data.item()) for number in numbers] for numbers in (shape, strides))
-        return TensorMap(base, sizes, steps, block_shape, padding == ir.PADDING_OPTION.PAD_NAN)
+        return TensorMap(base, sizes, steps, block_shape, padding == libtriton.PADDING_OPTION.PAD_NAN)
 
     def create_descriptor_load(self, desc: TensorMap, indices, *policy) -> TensorHandle:
         pointers, inside = desc.materialize_pointers(indices)
@@ -269,7 +269,9 @@ class Builder(InterpreterBuilder):
     def reduce(self, name: str, pointers: TensorHandle, value: TensorHandle, inside: TensorHandle) -> None:
         """Each element by itself, in no order (PTX ISA, cp.reduce.async.bulk.tensor: relaxed, of GPU scope)."""
         operation = atomics.of(name, value.dtype.scalar)
-        self.create_atomic_rmw(operation, pointers, value, inside, ir.MEM_SEMANTIC.RELAXED, ir.MEM_SYNC_SCOPE.GPU)
+        self.create_atomic_rmw(
+            operation, pointers, value, inside, libtriton.MEM_SEMANTIC.RELAXED, libtriton.MEM_SYNC_SCOPE.GPU
+        )
 
     def create_atomic_cas(self, ptr, cmp, val, sem, scope) -> TensorHandle:
         expected, new = (np.broadcast_to(operand.data, ptr.data.shape) for operand in (cmp, val))
@@ -396,8 +398,8 @@ def _rereads_memory(argument: Any) -> bool:
 
     That is a word in Triton 3.9, and before of a type that compares with nothing else.
     """
-    if isinstance(argument, ir.CACHE_MODIFIER):
-        return argument == ir.CACHE_MODIFIER.CV
+    if isinstance(argument, libtriton.CACHE_MODIFIER):
+        return argument == libtriton.CACHE_MODIFIER.CV
     return argument is True or argument == "cv"
 
 

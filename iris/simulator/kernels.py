@@ -3,19 +3,25 @@
 import functools
 import inspect
 import operator
-from dataclasses import fields
-from importlib import import_module
+from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
 import numpy as np
 import torch
 import triton.language as tl
-from triton.runtime import interpreter as stock
-from triton.runtime.autotuner import Autotuner
-from triton.runtime.interpreter import InterpretedFunction, TensorHandle
-from triton.runtime.jit import JITFunction, mangle_type
+from triton import JITFunction
+from triton.runtime import Autotuner
 
+from iris.compat.autotuner import replace_measurements
+from iris.compat.interpreter import (
+    InterpretedFunction,
+    TensorHandle,
+    convert_argument,
+    replace_function_methods,
+    replace_numpy_dtype,
+)
+from iris.compat.triton_jit import compiler_options, mangle_type, replace_launches
 from iris.errors import KernelDefinedTooEarlyError, LaunchError, NotInSimulatorError, NotOnCpuError
 from iris.simulator import dtypes, sanitizer, tasks, tma
 from iris.simulator import grid as scheduler
@@ -74,7 +80,7 @@ def _argument(value: Any, name: str, kernel: str) -> Any:
             f"Argument {name!r} of kernel {kernel!r} is a {type(value).__name__}. A kernel takes tensors, Python's "
             "numbers and tuples of them; anything else only for a parameter annotated tl.constexpr."
         )
-    return stock._implicit_cvt(value)
+    return convert_argument(value)
 
 
 def _dimensions(grid: Any, kernel: str) -> tuple[int, ...]:
@@ -149,7 +155,7 @@ def launch(self: InterpretedFunction, *args: Any, grid: Any, warmup: bool, **kwa
     parameters = signature.parameters
     kernel = self.fn.__name__
     for name in kwargs:
-        if name not in parameters and name not in _options():
+        if name not in parameters and name not in compiler_options():
             raise LaunchError(f"Kernel {kernel!r} has no parameter {name!r}, and the compiler no option of that name.")
     try:
         bound = signature.bind(*args, **{name: value for name, value in kwargs.items() if name in parameters})
@@ -169,19 +175,13 @@ def launch(self: InterpretedFunction, *args: Any, grid: Any, warmup: bool, **kwa
     scheduler.run(kernel, dims + (1,) * (3 - len(dims)), num_warps, program)
 
 
-@functools.cache
-def _options() -> frozenset[str]:
-    """What the compilers for NVIDIA and AMD take beside a kernel's own parameters."""
-    return frozenset(
-        option.name
-        for vendor, options in (("nvidia", "CUDAOptions"), ("amd", "HIPOptions"))
-        for option in fields(getattr(import_module(f"triton.backends.{vendor}.compiler"), options))
-    )
-
-
 def first_config(self: Autotuner, *args: Any, config: Any, **options: Any) -> list[float]:
     """In the place of a configuration's time: the first one wins, on every rank, and none runs twice."""
     return [0.0, 0.0, 0.0]
+
+
+def no_disk_cache(self: Autotuner, key: Any, configs: Any, choose: Callable) -> Any:
+    return choose()
 
 
 def defined_too_early(self: JITFunction, *args: Any, **kwargs: Any) -> None:
@@ -191,12 +191,8 @@ def defined_too_early(self: JITFunction, *args: Any, **kwargs: Any) -> None:
 
 def install() -> None:
     """Let jitted functions run here: those of now, and those to come."""
-    InterpretedFunction.__init__ = define
-    InterpretedFunction.rewrite = rewritten
-    InterpretedFunction.__call__ = call
-    InterpretedFunction.run = launch
-    JITFunction.run = JITFunction.__call__ = defined_too_early
+    replace_function_methods(define, rewritten, call, launch)
+    replace_launches(defined_too_early)
     in_python(Autotuner.run)
-    Autotuner._bench = first_config
-    Autotuner.check_disk_cache = lambda self, key, configs, choose: choose()
-    stock._get_np_dtype = dtypes.storage  # the same, remembered
+    replace_measurements(first_config, no_disk_cache)
+    replace_numpy_dtype(dtypes.storage)  # the same, remembered

@@ -5,9 +5,9 @@ then. Here it is an error each time, whoever is late.
 """
 
 import numpy as np
-from triton._C.libtriton import interpreter as _native
-from triton.runtime.interpreter import TensorHandle
 
+from iris.compat.interpreter import TensorHandle
+from iris.compat.libtriton import load
 from iris.errors import UnclearedMemoryError
 from iris.simulator import sanitizer
 
@@ -16,7 +16,7 @@ def check_cleared(pointers: TensorHandle, mask: np.ndarray) -> None:
     """Raise unless the integers that ``pointers`` point to are 0 where ``mask`` is true."""
     where = np.broadcast_to(mask, pointers.data.shape)
     element = np.dtype(f"i{pointers.dtype.scalar.element_ty.primitive_bitwidth // 8}")
-    left = _native.load(pointers.data, where, np.zeros(where.shape, element), element)
+    left = load(pointers.data, where, np.zeros(where.shape, element), element)
     if left.any():
         error = UnclearedMemoryError(
             f"{np.count_nonzero(left)} of {np.count_nonzero(where)} elements go to memory that holds older ones: "

@@ -14,10 +14,11 @@ from types import FunctionType
 from typing import Any
 
 import triton.language as tl
-from triton.experimental.gluon import _runtime as gluon_runtime
-from triton.runtime.interpreter import InterpretedFunction
-from triton.runtime.jit import JITFunction
+from triton import JITFunction
 
+from iris.compat.gluon import replace_function_class
+from iris.compat.interpreter import InterpretedFunction
+from iris.compat.semantic import is_builtin
 from iris.errors import NotInSimulatorError
 from iris.simulator import (
     arithmetic,
@@ -36,6 +37,7 @@ from iris.simulator.gluon import semantic
 from iris.simulator.interpreter import MissingOperation
 from iris.simulator.kernels import GluonFunction
 from iris.simulator.rewriting import counted
+from iris.simulator.shapes import unwrapped
 
 _LANGUAGES = ("triton.language", "triton.experimental.gluon.language")
 
@@ -45,14 +47,14 @@ def _same(value: Any, *_: Any, **__: Any) -> Any:
 
 
 def _static_range(arg1: Any, arg2: Any = None, step: Any = None, **_: Any) -> range:
-    first, second, step = (tl.core._unwrap_if_constexpr(bound) for bound in (arg1, arg2, step))
+    first, second, step = (unwrapped(bound) for bound in (arg1, arg2, step))
     bounds = (0, first) if second is None else (first, second)
     return range(*bounds, 1 if step is None else step)
 
 
 def _static_assert(condition: Any, message: str = "") -> None:
-    if not tl.core._unwrap_if_constexpr(condition):
-        raise AssertionError(tl.core._unwrap_if_constexpr(message))
+    if not unwrapped(condition):
+        raise AssertionError(unwrapped(message))
 
 
 def _static_print(*values: Any, **options: Any) -> None:
@@ -61,19 +63,18 @@ def _static_print(*values: Any, **options: Any) -> None:
 
 def _replacements() -> dict[Any, Any]:
     """What stands in for a builtin that does not reach the semantic layer as it should, by the builtin."""
-    core = tl.core
     replaced = {
-        core.reduce: reductions.reduce,
-        core.associative_scan: reductions.associative_scan,
-        core.range: counted,
-        core.static_range: _static_range,
-        core.condition: _same,
-        core.static_assert: _static_assert,
-        core.static_print: _static_print,
-        core.multiple_of: _same,
-        core.max_contiguous: _same,
-        core.max_constancy: _same,
-        core.map_elementwise: matrix_core.unavailable("map_elementwise"),
+        tl.reduce: reductions.reduce,
+        tl.associative_scan: reductions.associative_scan,
+        tl.range: counted,
+        tl.static_range: _static_range,
+        tl.condition: _same,
+        tl.static_assert: _static_assert,
+        tl.static_print: _static_print,
+        tl.multiple_of: _same,
+        tl.max_contiguous: _same,
+        tl.max_constancy: _same,
+        tl.map_elementwise: matrix_core.unavailable("map_elementwise"),
     }
     for unit in (matrix_core, mbarrier, async_copy, scaled, tma, warpgroup):
         replaced.update(unit.replacements())
@@ -147,11 +148,11 @@ class _Binder:
             if value.__module__.startswith(_LANGUAGES) and value not in self._classes:
                 self._classes.add(value)
                 self._bind_members(value)
-        elif isinstance(value, FunctionType) and tl.core.is_builtin(value):
+        elif isinstance(value, FunctionType) and is_builtin(value):
             if value not in self._stand_ins:
                 # Gluon takes over Triton's builtins by wrapping them.
                 wrapped = getattr(value, "__wrapped__", None)
-                self._stand_ins[value] = self.stand_in(wrapped) if tl.core.is_builtin(wrapped) else _bind(value)
+                self._stand_ins[value] = self.stand_in(wrapped) if is_builtin(wrapped) else _bind(value)
             return self._stand_ins[value]
         return value
 
@@ -166,7 +167,7 @@ class _Binder:
         for name, member in list(vars(cls).items()):
             if isinstance(member, (JITFunction, InterpretedFunction)):
                 setattr(cls, name, method(self.stand_in(member)))
-            elif isinstance(member, FunctionType) and (tl.core.is_builtin(member) or _is_unmarked_builtin(member)):
+            elif isinstance(member, FunctionType) and (is_builtin(member) or _is_unmarked_builtin(member)):
                 setattr(cls, name, _bind(member))
 
 
@@ -189,7 +190,7 @@ def install() -> None:
     libdevice.install()
     shapes.install()
     arithmetic.install()
-    gluon_runtime.GluonJITFunction = GluonFunction
+    replace_function_class(GluonFunction)
     _install_tensor()
     _install_constexpr()
     tl.dtype.to_ir = lambda self, builder: self
@@ -223,6 +224,6 @@ def _install_tensor() -> None:
     tensor.__index__ = lambda self: int(self.handle.data.reshape(-1)[0])
     tensor.__repr__ = lambda self: repr(self.handle.data)
     tensor.__str__ = lambda self: str(self.handle.data)
-    tensor.T = property(lambda self: tl.core.trans(self))
+    tensor.T = property(lambda self: tl.trans(self))
     for name in ("reduce", "associative_scan"):
-        setattr(tensor, name, getattr(tl.core, name))
+        setattr(tensor, name, getattr(tl, name))

@@ -4,8 +4,9 @@ import numpy as np
 import torch
 import triton.language as tl
 from triton.language.extra import cuda, libdevice
-from triton.runtime.interpreter import TensorHandle
 
+from iris.compat.interpreter import TensorHandle
+from iris.compat.semantic import is_builtin
 from iris.errors import NotInSimulatorError
 from iris.simulator import dtypes
 
@@ -43,5 +44,5 @@ def call(symbol: str, arguments: list[TensorHandle], result: tl.dtype) -> Tensor
 def install() -> None:
     """Give the portable names their meaning, which the compiler takes from the vendor's module of the same names."""
     for name, function in vars(cuda.libdevice).items():
-        if tl.core.is_builtin(function) and hasattr(libdevice, name):
+        if is_builtin(function) and hasattr(libdevice, name):
             setattr(libdevice, name, function)

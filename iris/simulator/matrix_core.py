@@ -43,16 +43,16 @@ def buffer_load(ptr, offsets, mask=None, other=None, cache=None):
     """
     if mask is not None and other is None:
         other = 0
-    return tl.core.load(ptr + offsets, mask=mask, other=other)
+    return tl.load(ptr + offsets, mask=mask, other=other)
 
 
 def buffer_store(stored_value, ptr, offsets, mask=None, cache=None):
-    tl.core.store(ptr + offsets, stored_value, mask=mask)
+    tl.store(ptr + offsets, stored_value, mask=mask)
 
 
 def buffer_atomic(name: str) -> Callable:
     def atomic(ptr, offsets, value, mask=None, sem=None, scope=None):
-        return getattr(tl.core, name)(ptr + offsets, value, mask=mask, sem=sem, scope=scope)
+        return getattr(tl, name)(ptr + offsets, value, mask=mask, sem=sem, scope=scope)
 
     return atomic
 

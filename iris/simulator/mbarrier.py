@@ -18,6 +18,7 @@ from iris.errors import MbarrierError
 from iris.simulator import sanitizer, tasks
 from iris.simulator.asynchronous import Operation
 from iris.simulator.gluon import SharedMemory, integer, semantic, truth
+from iris.simulator.shapes import unwrapped
 
 # The object is an opaque 64-bit word; these are the ranges that the PTX ISA gives its parts.
 COUNT_BITS = 20
@@ -47,7 +48,7 @@ class _State:
 
 
 def allocate_mbarrier(batch: Any = None, two_ctas: Any = False) -> SharedMemory:
-    count = tl.core._unwrap_if_constexpr(batch)
+    count = unwrapped(batch)
     shape = [1] if count is None else [count, 1]  # a program is one CTA
     return semantic.allocate_shared(tl.int64, shape, hopper.MBarrierLayout(), None)
 

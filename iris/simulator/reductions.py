@@ -9,17 +9,19 @@ from typing import Any
 
 import numpy as np
 import triton.language as tl
-from triton.runtime.interpreter import TensorHandle
 
+from iris.compat.interpreter import TensorHandle
+from iris.compat.semantic import combine_max, combine_min, combine_product, combine_sum
 from iris.simulator import dtypes
 from iris.simulator.interpreter import check_arithmetic
+from iris.simulator.shapes import unwrapped
 
 _FAST_REDUCTIONS = {
-    tl.standard._sum_combine.fn: np.add,
-    tl.standard._elementwise_max.fn: np.fmax,
-    tl.standard._elementwise_min.fn: np.fmin,
+    combine_sum.fn: np.add,
+    combine_max.fn: np.fmax,
+    combine_min.fn: np.fmin,
 }
-_FAST_SCANS = {tl.standard._sum_combine.fn: np.add, tl.standard._prod_combine.fn: np.multiply}
+_FAST_SCANS = {combine_sum.fn: np.add, combine_product.fn: np.multiply}
 
 
 def make_tensor(data: np.ndarray, dtype: tl.dtype) -> tl.tensor:
@@ -30,7 +32,7 @@ def make_tensor(data: np.ndarray, dtype: tl.dtype) -> tl.tensor:
 
 
 def reduce(input, axis, combine_fn, keep_dims=False, **_: Any):  # noqa: A002 (Triton's name for it)
-    operands, axis = _operands(input), tl.core._unwrap_if_constexpr(axis)
+    operands, axis = _operands(input), unwrapped(axis)
     shape = operands[0].handle.data.shape
     if axis is None:
         arrays = [operand.handle.data.reshape(-1) for operand in operands]
@@ -52,14 +54,14 @@ def reduce(input, axis, combine_fn, keep_dims=False, **_: Any):  # noqa: A002 (T
             if odd is not None:
                 arrays = [np.concatenate(both) for both in zip(arrays, odd, strict=True)]
         arrays = [array[0] for array in arrays]
-    if tl.core._unwrap_if_constexpr(keep_dims):
+    if unwrapped(keep_dims):
         arrays = [np.reshape(array, kept) for array in arrays]
     return _results(input, [make_tensor(np.asarray(a), t) for a, t in zip(arrays, types, strict=True)])
 
 
 def associative_scan(input, axis, combine_fn, reverse=False, **_: Any):  # noqa: A002
-    operands, axis = _operands(input), tl.core._unwrap_if_constexpr(axis)
-    reverse = tl.core._unwrap_if_constexpr(reverse)
+    operands, axis = _operands(input), unwrapped(axis)
+    reverse = unwrapped(reverse)
     step = -1 if reverse else 1
     arrays = [np.moveaxis(operand.handle.data, axis, 0)[::step] for operand in operands]
     types = [operand.dtype for operand in operands]

@@ -17,11 +17,13 @@ from typing import Any
 
 import numpy as np
 import triton.language as tl
-from triton.runtime.interpreter import TensorHandle
 
+from iris.compat.interpreter import TensorHandle
+from iris.compat.semantic import builtin_for
 from iris.errors import KernelSourceMissingError
 from iris.simulator import dtypes
 from iris.simulator.gluon import semantic
+from iris.simulator.shapes import unwrapped
 
 # What rewritten code calls -------------------------------------------------------------------------------------------
 
@@ -29,8 +31,8 @@ from iris.simulator.gluon import semantic
 def _assigned(value: Any) -> Any:
     """What a name stands for after ``name = value``: numbers become tensors, as in the compiler."""
     if hasattr(value, "_fields"):
-        return type(value)(*map(tl.core._unwrap_if_constexpr, value))  # which makes a plain tuple of a named one
-    value = tl.core._unwrap_if_constexpr(value)
+        return type(value)(*map(unwrapped, value))  # which makes a plain tuple of a named one
+    value = unwrapped(value)
     return semantic.to_tensor(value) if isinstance(value, (bool, int, float)) else value
 
 
@@ -70,9 +72,9 @@ def _joined(left: Any, right: Any) -> list:
 
 def counted(*bounds: Any, **options: Any) -> Iterator[tl.tensor]:
     """``range`` in a kernel: counts in tensors of the bounds' integer type."""
-    bounds = tuple(tl.core._unwrap_if_constexpr(bound) for bound in bounds)
+    bounds = tuple(unwrapped(bound) for bound in bounds)
     named = (options.get("arg1"), options.get("arg2"), options.get("step"))
-    bounds += tuple(tl.core._unwrap_if_constexpr(bound) for bound in named if bound is not None)
+    bounds += tuple(unwrapped(bound) for bound in named if bound is not None)
     tensors = [semantic.to_tensor(bound) for bound in bounds]
     dtype = max((tensor.dtype for tensor in tensors), key=lambda dtype: dtype.primitive_bitwidth)
     storage = dtypes.storage(dtype)
@@ -88,8 +90,8 @@ _HELPERS: dict[str, Callable] = {
     "__simulated_compare__": _compare,
     "__simulated_joined__": _joined,
     "__simulated_range__": counted,
-    "__simulated_min__": lambda *values, **options: tl.core.builtin_min(*values, **options),
-    "__simulated_max__": lambda *values, **options: tl.core.builtin_max(*values, **options),
+    "__simulated_min__": lambda *values, **options: builtin_for("min")(*values, **options),
+    "__simulated_max__": lambda *values, **options: builtin_for("max")(*values, **options),
 }
 
 

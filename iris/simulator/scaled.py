@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 import triton.language as tl
 from triton.experimental.gluon import language as gl
-from triton.runtime.interpreter import TensorHandle
 
+from iris.compat.interpreter import TensorHandle
 from iris.simulator import dtypes
 from iris.simulator.gluon import integer, semantic, truth
 from iris.simulator.reductions import make_tensor
+from iris.simulator.shapes import unwrapped
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=np.float32)
 FORMATS = {"e4m3": tl.float8e4nv, "e5m2": tl.float8e5, "bf16": tl.bfloat16, "fp16": tl.float16}
-unwrapped = tl.core._unwrap_if_constexpr
 
 
 def dot_scaled(
@@ -101,7 +101,7 @@ def _times(numbers: np.ndarray, scale: Any, axis: int = -1) -> np.ndarray:
 
 def replacements() -> dict[Any, Callable]:
     """What stands in for which builtin."""
-    replaced: dict[Any, Callable] = {tl.core.dot_scaled: dot_scaled, gl.fp4_to_fp: fp4_to_fp}
+    replaced: dict[Any, Callable] = {tl.dot_scaled: dot_scaled, gl.fp4_to_fp: fp4_to_fp}
     for module in (gl.amd.cdna3, gl.amd.cdna4):
         for function in (mfma_scaled, scaled_upcast):
             if hasattr(module, function.__name__):

@@ -9,7 +9,8 @@ from typing import Any
 
 import triton.language as tl
 
-_unwrapped = tl.core._unwrap_if_constexpr
+from iris.compat.semantic import replace_unwrap_constexpr, unwrap_constexpr
+
 # Of which most are what the language unwraps, and which hold nothing.
 _BARE = {tl.tensor, tl.dtype, tl.block_type, tl.pointer_type, int, bool, float, str, type(None)}
 
@@ -19,7 +20,7 @@ def unwrapped(value: Any) -> Any:
     kind = type(value)
     if kind is tl.constexpr:
         return value.value
-    return value if kind in _BARE else _unwrapped(value)
+    return value if kind in _BARE else unwrap_constexpr(value)
 
 
 def _remember_types() -> None:
@@ -59,6 +60,6 @@ def _remember_tensors() -> None:
 
 def install() -> None:
     """For the life of the process."""
-    tl.core._unwrap_if_constexpr = unwrapped
+    replace_unwrap_constexpr(unwrapped)
     _remember_types()
     _remember_tensors()

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import numpy as np
 import triton.language as tl
-from triton.runtime.interpreter import TensorDescHandle, TensorHandle
 
+from iris.compat.interpreter import TensorDescHandle, TensorHandle
 from iris.errors import KernelBoundsError
 from iris.simulator import dtypes, sanitizer
 

@@ -20,6 +20,7 @@ from iris.simulator import mbarrier, sanitizer, tasks
 from iris.simulator.asynchronous import Destination, Source
 from iris.simulator.gluon import SharedMemory, integer, semantic, truth, will_read
 from iris.simulator.reductions import make_tensor
+from iris.simulator.shapes import unwrapped
 from iris.simulator.tensor_map import TensorMap
 
 HOST_DESCRIPTORS = tuple(
@@ -46,7 +47,7 @@ def make_tensor_descriptor(
     layout: Any,
     padding_option: Any = "zero",
 ) -> Any:
-    return _descriptor(base, shape, strides, block_shape, padding_option, tl.core._unwrap_if_constexpr(layout))
+    return _descriptor(base, shape, strides, block_shape, padding_option, unwrapped(layout))
 
 
 def _descriptor(
@@ -54,10 +55,10 @@ def _descriptor(
 ) -> Any:
     """Gluon's if there is a layout, else Triton's."""
     shape, strides, block_shape = ([integer(number) for number in numbers] for numbers in (shape, strides, block_shape))
-    handle = TensorMap(base.handle, shape, strides, block_shape, tl.core._unwrap_if_constexpr(padding) == "nan")
+    handle = TensorMap(base.handle, shape, strides, block_shape, unwrapped(padding) == "nan")
     sizes = [semantic.to_tensor(size) for size in shape]
     steps = [semantic.cast(semantic.to_tensor(stride), tl.int64) for stride in strides]
-    kind = gl_tma.tensor_descriptor if layout else tl.core.tensor_descriptor
+    kind = gl_tma.tensor_descriptor if layout else tl.tensor_descriptor
     return kind(handle, sizes, steps, tl.block_type(base.dtype.element_ty, block_shape), *layout)
 
 
@@ -72,7 +73,7 @@ def load(
 
     def read() -> np.ndarray:
         with _async_proxy():
-            return block.rounded(tl.core.load(pointers, inside, fill).handle.data)
+            return block.rounded(tl.load(pointers, inside, fill).handle.data)
 
     source = Source(read, block.element)
     partitions, task = tasks.sharing()
@@ -88,7 +89,7 @@ def load(
 
 
 def store(tensor_desc: Any, coord: Any, src: SharedMemory, *_: Any, **__: Any) -> None:
-    _issue(tensor_desc, coord, src, tl.core.store)
+    _issue(tensor_desc, coord, src, tl.store)
 
 
 def reduction(name: str) -> Callable:

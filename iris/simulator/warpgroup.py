@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import triton.language as tl
 from triton.experimental.gluon.language.nvidia import hopper
-from triton.runtime.interpreter import TensorHandle
 
+from iris.compat.interpreter import TensorHandle
 from iris.simulator import dtypes, tasks
 from iris.simulator.asynchronous import Source
 from iris.simulator.gluon import SharedMemory, integer, semantic, truth, will_read

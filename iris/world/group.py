@@ -11,8 +11,9 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
+from torch.distributed.constants import default_pg_timeout
 
+from iris.compat.c10d import default_store, store_of
 from iris.errors import (
     GroupAbortedError,
     InvalidGroupError,
@@ -99,14 +100,14 @@ class Group:
             self.rank, self.size, self.ranks = 0, 1, (0,)
             self.name = f"alone/{Group._made['alone']}"
             Group._made["alone"] += 1
-            self.timeout = distributed_c10d.default_pg_timeout.total_seconds()
+            self.timeout = default_pg_timeout.total_seconds()
             self.members = Members(None, self.ranks, self.rank)
             return
         check_process_group(process_group)
         self.rank, self.size = process_group.rank(), process_group.size()
         self.ranks = tuple(dist.get_process_group_ranks(process_group))
-        store = distributed_c10d._get_process_group_store(process_group)
-        world = distributed_c10d._get_default_store()
+        store = store_of(process_group)
+        world = default_store()
         number = Group._made[process_group.group_name]
         Group._made[process_group.group_name] += 1
         self.name = f"{process_group.group_name}/iris/{number}"

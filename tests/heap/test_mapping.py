@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 
 from iris import world
+from iris.compat import symmetric_memory
+from iris.compat.symmetric_memory import CountingStore
 from iris.errors import (
     HeapClosedError,
     HeapTooLargeError,
@@ -236,14 +238,14 @@ def test_a_killed_rank_leaves_nothing_behind():
 
 def test_what_torch_cannot_share_is_told(monkeypatch):
     """The error of a GPU machine whose processes cannot exchange memory, without the GPUs."""
-    monkeypatch.setattr(gpu._SymmetricMemory, "empty_strided_p2p", lambda *_: torch.empty(SIZE), raising=False)
+    monkeypatch.setattr(symmetric_memory, "allocate", lambda *_: torch.empty(SIZE))
     monkeypatch.setattr(gpu, "keep", lambda make, device: make())
 
     def refuse(*_):
         assert os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] == "1"
         raise RuntimeError("cuMemImportFromShareableHandle failed\nstack trace")
 
-    monkeypatch.setattr(gpu._SymmetricMemory, "rendezvous", refuse, raising=False)
+    monkeypatch.setattr(symmetric_memory, "rendezvous", refuse)
     monkeypatch.delenv("TORCH_SYMM_MEM_DISABLE_MULTICAST", raising=False)
     with pytest.raises(MappingError, match=r"cuMemImportFromShareableHandle failed\. Are all GPUs connected"):
         gpu.share(PairOfRanks(), SIZE, torch.device("cuda:0"))
@@ -269,7 +271,7 @@ def test_a_gpu_without_room_is_told(monkeypatch):
     def refuse(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate …\nmore")
 
-    monkeypatch.setattr(gpu._SymmetricMemory, "empty_strided_p2p", refuse, raising=False)
+    monkeypatch.setattr(symmetric_memory, "allocate", refuse)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 30, 8 << 30))
     with pytest.raises(HeapTooLargeError, match="no room for a heap of 2 GiB: 1 GiB of 8 GiB are free"):
         gpu.share(PairOfRanks(), 2 << 30, torch.device("cuda:0"))
@@ -283,7 +285,7 @@ def test_every_error_is_one_of_iris():
 
 def test_exchanges_meet_whatever_numbers_the_ranks_have_come_to():
     store = dist.HashStore()
-    here, there = gpu.CountingStore(store), gpu.CountingStore(store)
+    here, there = CountingStore(store), CountingStore(store)
     for number in range(3):
         for ends, first, rank in ((here, 6, 0), (there, 40, 1)):
             ends.set(f"exchange/{first + number}/{rank}", f"{number} from {rank}")

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from iris.compat.dispatch import ObservingMode, arguments_of, operation_name, results_of, to_copy
 from iris.simulator.sanitizer import indexed
 from iris.simulator.sanitizer.events import READ, UPDATE, WRITE
 from iris.simulator.sanitizer.meetings import Meetings, flat
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from iris.simulator.sanitizer.recorder import Recorder
 
 
-class HostAccesses(TorchDispatchMode):
+class HostAccesses(ObservingMode):
     """Sees each of torch's operations once it has been broken down to those that touch memory."""
 
     def __init__(self, recorder: "Recorder") -> None:
@@ -40,30 +40,20 @@ class HostAccesses(TorchDispatchMode):
                 setattr(torch.Tensor, name, before)
         super().__exit__(*error)
 
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        """It changes nothing, so programs may be compiled under it."""
-        return True
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Torch would import its compiler at the first operation to leave `__torch_dispatch__` out of graphs."""
-        return False
-
     @untraced("the sanitizer looks at what torch does")
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        kwargs = kwargs or {}
-        if func.namespace == "c10d" or (func.namespace == "_c10d_functional" and func._opname != "wait_tensor"):
-            given = list(zip(func._schema.arguments, _given(func, args, kwargs), strict=False))
+        kwargs, name = kwargs or {}, operation_name(func)
+        if func.namespace == "c10d" or (func.namespace == "_c10d_functional" and name != "wait_tensor"):
+            given = list(zip(arguments_of(func), _given(func, args, kwargs), strict=False))
             return self.meetings.meet(func, args, kwargs, given)
-        if func._opname.endswith("_like") or func._opname.startswith("new_"):
+        if name.endswith("_like") or name.startswith("new_"):
             # Only the shape of what they are given counts.
             return self._renewed(func, func(*args, **kwargs))
         if torch.Tag.inplace_view in func.tags:
             # A new shape for what stays as it is.
             return func(*args, **kwargs)
         flags = []
-        for argument, value in zip(func._schema.arguments, _given(func, args, kwargs), strict=False):
+        for argument, value in zip(arguments_of(func), _given(func, args, kwargs), strict=False):
             # What is returned as it was given, or as a view of it, has not been read.
             alias = argument.alias_info
             if alias is None or alias.is_write:
@@ -97,7 +87,7 @@ class HostAccesses(TorchDispatchMode):
         """``result``, in which ``func`` has allocated memory, that others may have used before."""
         if self._recorder.threads.several():
             values = result if isinstance(result, (list, tuple)) else [result]
-            for returned, value in zip(func._schema.returns, values, strict=False):
+            for returned, value in zip(results_of(func), values, strict=False):
                 if returned.alias_info is None:
                     for tensor in filter(_is_seen, _tensors(value)):
                         storage = tensor.untyped_storage()
@@ -117,14 +107,12 @@ class HostAccesses(TorchDispatchMode):
                 self._recorder.host_accessed(*runs(tensor), tensor.element_size() if uses else 0, kind, blank)
 
 
-class _InThread(TorchDispatchMode):
+class _InThread(ObservingMode):
     """Hands the operations of one more thread to the process' `HostAccesses`: torch keeps modes by thread."""
 
     def __init__(self, accesses: HostAccesses) -> None:
         super().__init__()
         self._accesses = accesses
-
-    is_infra_mode, _should_skip_dynamo = HostAccesses.is_infra_mode, HostAccesses._should_skip_dynamo
 
     @untraced("the sanitizer looks at what torch does")
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -156,7 +144,7 @@ def _looking(accesses: HostAccesses, method: Callable) -> Callable:
 
 _ZERO, _FILL = torch.ops.aten.zero_.default, torch.ops.aten.fill_.Scalar
 _COPIES = (
-    torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default, torch.ops.aten.clone.default,
+    torch.ops.aten.copy_.default, to_copy, torch.ops.aten.clone.default,
     torch.ops.aten.cat.default, torch.ops.aten.stack.default,
 )  # fmt: skip
 _OVERWRITE = (_ZERO, _FILL, torch.ops.aten.fill_.Tensor, torch.ops.aten.copy_.default)
@@ -173,7 +161,7 @@ def _uses(func: Any, args: tuple, kwargs: dict, kind: int) -> bool:
 
 def _given(func: Any, args: tuple, kwargs: dict) -> Iterator[Any]:
     """The arguments in the order of the operation's schema."""
-    for index, argument in enumerate(func._schema.arguments):
+    for index, argument in enumerate(arguments_of(func)):
         yield args[index] if index < len(args) else kwargs.get(argument.name)
 
 

@@ -5,6 +5,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from iris.compat.dispatch import arguments_of, index_put_impl_
+
 aten = torch.ops.aten
 
 READS = {
@@ -16,7 +18,7 @@ REPLACES = {
     aten.scatter_.value, aten.masked_fill_.Scalar, aten.masked_fill_.Tensor, aten.masked_scatter_.default,
 }  # fmt: skip
 ADDS = {aten.index_add_.default, aten.scatter_add_.default}
-REPLACES_OR_ADDS = {aten.index_put_.default, aten._index_put_impl_.default, aten.put_.default}
+REPLACES_OR_ADDS = {aten.index_put_.default, index_put_impl_, aten.put_.default}
 """By their fourth argument."""
 
 WRITES = REPLACES | ADDS | REPLACES_OR_ADDS
@@ -42,7 +44,7 @@ def addresses(func: Any, args: tuple, kwargs: dict) -> np.ndarray:
         touched = func(numbers, *rest, **kwargs).reshape(-1).unique()
     else:
         zeros = torch.zeros(tensor.shape, dtype=tensor.dtype)
-        for place, argument in enumerate(func._schema.arguments[1 : len(args)]):
+        for place, argument in enumerate(arguments_of(func)[1 : len(args)]):
             if argument.name in _VALUES:
                 rest[place] = torch.ones_like(rest[place]) if isinstance(rest[place], torch.Tensor) else 1
         touched = func(zeros, *rest, **kwargs).reshape(-1).nonzero().reshape(-1)

@@ -9,7 +9,8 @@ import time
 from pathlib import Path
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
+
+from iris.compat.c10d import store_of
 
 _KEY = "iris/sanitizer/launch"
 
@@ -22,7 +23,7 @@ def own_launch(folder: Path) -> Path:
     """
     name = f"launch-{time.time_ns():020}-{os.getpid()}"
     if dist.is_initialized():
-        name = distributed_c10d._get_process_group_store(dist.group.WORLD).compare_set(_KEY, "", name).decode()
+        name = store_of(dist.group.WORLD).compare_set(_KEY, "", name).decode()
     return folder / name
 
 

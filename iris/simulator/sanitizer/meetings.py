@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
+from iris.compat.c10d import Future, group_named, is_of_torch_distributed, source_of
+from iris.compat.dispatch import operation_name
 from iris.simulator.sanitizer import lines, rooted
 from iris.simulator.sanitizer.calls import Call
 from iris.simulator.sanitizer.events import READ, WRITE
@@ -76,7 +77,7 @@ class Meetings:
         """
         group = next((g for argument, value in given if (g := _process_group(argument.name, value)) is not None), None)
         ranks, here = () if group is None else _ranks_of(group), dist.get_rank()
-        name, operation = _name_of(group), func._opname.rstrip("_")
+        name, operation = _name_of(group), operation_name(func).rstrip("_")
         given_by_name = {argument.name: value for argument, value in given}
         told, takers = rooted.heard(operation, given_by_name, ranks, here) if ranks else (None, 0)
         sends = not (rooted.is_from_root(operation) and told) and not operation.startswith("recv")
@@ -182,7 +183,7 @@ class Meetings:
         key, heard = meeting.key, meeting.ranks if meeting.heard is None else meeting.heard
         if key and not meeting.ranks:
             name, group, tag = key
-            heard = (group[work._source_rank()],)
+            heard = (group[source_of(work)],)
             key = self._next_key(name, (*heard, dist.get_rank()), tag)
         with meeting.carried_out():
             if key and heard:
@@ -215,7 +216,7 @@ def goes_to_the_program(frame: FrameType | None) -> bool:
         frame = frame.f_back
     if frame is None or frame.f_code.co_name in ("send", "recv"):
         return False
-    return frame.f_code.co_filename == distributed_c10d.__file__ or lines.owner(frame.f_code) == lines.USER
+    return is_of_torch_distributed(frame.f_code) or lines.owner(frame.f_code) == lines.USER
 
 
 def _work(value: Any) -> dist.Work | None:
@@ -229,7 +230,7 @@ def _work(value: Any) -> dist.Work | None:
 def _process_group(name: str, value: Any) -> dist.ProcessGroup | None:
     """The group that an argument of this name is, if it is one."""
     if name == "group_name":
-        return value if isinstance(value, dist.ProcessGroup) else distributed_c10d._resolve_process_group(value)
+        return value if isinstance(value, dist.ProcessGroup) else group_named(value)
     if not isinstance(value, torch.ScriptObject):
         return None
     try:
@@ -319,8 +320,8 @@ _HANDLES = [
     (dist.Work, ("wait",), _waiting),
     (dist.Work, ("is_completed",), _looking),
     (dist.Work, ("get_future",), _promising),
-    (torch._C.Future, ("wait", "value"), _waiting),
-    (torch._C.Future, ("done",), _looking),
-    (torch._C.Future, ("then", "add_done_callback"), _calling_back),
+    (Future, ("wait", "value"), _waiting),
+    (Future, ("done",), _looking),
+    (Future, ("then", "add_done_callback"), _calling_back),
     (torch.futures, ("collect_all",), _collecting),
 ]

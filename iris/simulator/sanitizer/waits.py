@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import triton.language as tl
 
 from iris.simulator.sanitizer import lines, loops
+from iris.simulator.shapes import unwrapped
 
 _COMPARISONS = {name: getattr(operator, name) for name in ("eq", "ne", "gt", "ge", "lt", "le")}
 
@@ -50,9 +51,7 @@ def _of_the_language(frame: FrameType) -> Wait | None:
     if caller is None or caller.f_lasti not in _unused(caller.f_code):
         return None
     wanted = names["wanted"]
-    return Wait(
-        tl.core._unwrap_if_constexpr(names["cmp"]), int(wanted.handle.data.item()), wanted.dtype.primitive_bitwidth
-    )
+    return Wait(unwrapped(names["cmp"]), int(wanted.handle.data.item()), wanted.dtype.primitive_bitwidth)
 
 
 def _number(node: ast.expr, frame: FrameType) -> int | None:
@@ -61,7 +60,7 @@ def _number(node: ast.expr, frame: FrameType) -> int | None:
     if code is None:
         return None
     try:
-        value: Any = tl.core._unwrap_if_constexpr(eval(code, frame.f_globals, frame.f_locals))
+        value: Any = unwrapped(eval(code, frame.f_globals, frame.f_locals))
     except Exception:  # the program will raise it, too
         return None
     if isinstance(value, tl.tensor) and not value.type.is_block() and value.dtype.is_int():

@@ -1,0 +1,71 @@
+"""What the public functions of torch.distributed do not tell of process groups, and what they cannot set.
+
+All of these are there in torch 2.9 to 2.13. Where one is gone, its call raises `MissingPartError`, but for those that
+only the sanitizer asks: without `torch._C.Future` it sees futures that Python made and none that C++ made, and a call
+that it cannot tell to be from torch's own Python counts as one that the program waits for at once.
+"""
+
+import inspect
+from types import CodeType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from iris.compat.parts import function, member, optional, required
+
+_MEETS = "let the ranks of a process group meet"
+_BESIDE = "make a group for tensors on the CPU beside a GPU"
+
+store_of = function("torch.distributed.distributed_c10d:_get_process_group_store", _MEETS)
+"""The store of a process group."""
+
+default_store = function("torch.distributed.distributed_c10d:_get_default_store", _MEETS)
+"""The store of the default group."""
+
+group_named = function(
+    "torch.distributed.distributed_c10d:_resolve_process_group", "see who takes part in a collective"
+)
+"""The process group with this name."""
+
+Future = optional("torch._C:Future") or torch.futures.Future
+"""The class whose methods all futures have, those of C++ included."""
+
+_SOURCE = optional("torch.distributed.distributed_c10d:__file__")
+_SPLIT_GROUP = inspect.unwrap(dist.split_group).__code__
+
+
+def is_of_torch_distributed(code: CodeType) -> bool:
+    """Whether this is code of torch.distributed's Python functions, which programs call."""
+    return code.co_filename == _SOURCE
+
+
+def is_split_group(code: CodeType) -> bool:
+    """Whether this is the code of `torch.distributed.split_group`, below its decorators."""
+    return code is _SPLIT_GROUP
+
+
+def existing_groups() -> Any:
+    """The process groups that have not been destroyed, as the keys of a mapping."""
+    return required("torch.distributed.distributed_c10d:_world.pg_map", "notice that a process group was destroyed")
+
+
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
+    """What carries out a group's calls with tensors on this device."""
+    return member(group, "torch.distributed:ProcessGroup._get_backend", "find a process group's backend")(device)
+
+
+def set_backend(group: dist.ProcessGroup, device: torch.device, kind: Any, backend: Any) -> None:
+    """Let ``backend``, of this kind, carry out the group's calls, with tensors on this device and without any."""
+    member(group, "torch.distributed:ProcessGroup._register_backend", _BESIDE)(device, kind, backend)
+    member(group, "torch.distributed:ProcessGroup._set_default_backend", _BESIDE)(kind)
+
+
+def describe(group: dist.ProcessGroup, text: str) -> None:
+    """Set what torch's messages say of the group."""
+    member(group, "torch.distributed:ProcessGroup._set_group_desc", "split a process group")(text)
+
+
+def source_of(work: dist.Work) -> int:
+    """The rank in its group from which a message has come that was received from any."""
+    return member(work, "torch.distributed:Work._source_rank", "know who has sent a message")()

@@ -1,0 +1,15 @@
+"""The class that `gluon.jit` makes functions of, `triton.experimental.gluon._runtime.GluonJITFunction`.
+
+It is there in Triton 3.6 to 3.9. Where it is gone, `replace_function_class` raises `MissingPartError`, and with it the
+import of `iris` in the simulator.
+"""
+
+from importlib import import_module
+
+from iris.compat.parts import required
+
+
+def replace_function_class(cls: type) -> None:
+    """Let `gluon.jit` make a ``cls``, which is called with a function and its options."""
+    required("triton.experimental.gluon._runtime:GluonJITFunction", "run Gluon's kernels on the CPU")
+    import_module("triton.experimental.gluon._runtime").GluonJITFunction = cls

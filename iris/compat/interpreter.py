@@ -1,0 +1,52 @@
+"""Triton's own interpreter, `triton.runtime.interpreter`, on which the simulator is built.
+
+All of these are there in Triton 3.6 to 3.9. Where one is gone, importing `iris` in the simulator raises
+`MissingPartError`; on a GPU nothing of this is needed.
+"""
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+import triton.language as tl
+
+from iris.compat.parts import required
+
+_WHY = "run kernels on the CPU"
+
+# What a block is inside the interpreter, its elements and their type, and what a tensor descriptor is.
+TensorHandle = required("triton.runtime.interpreter:TensorHandle", _WHY)
+TensorDescHandle = required("triton.runtime.interpreter:TensorDescHandle", _WHY)
+
+# What carries out the operations of the semantic layer, and what it is asked about the compiler.
+InterpreterBuilder = required("triton.runtime.interpreter:InterpreterBuilder", _WHY)
+InterpreterOptions = required("triton.runtime.interpreter:InterpreterOptions", _WHY)
+
+# What `triton.jit` makes of a function where kernels are interpreted.
+InterpretedFunction = required("triton.runtime.interpreter:InterpretedFunction", _WHY)
+
+numpy_dtype: Callable[[tl.dtype], np.dtype] = required("triton.runtime.interpreter:_get_np_dtype", _WHY)
+"""The numpy type that a tensor of this dtype is stored in."""
+
+convert_argument: Callable[[Any], Any] = required("triton.runtime.interpreter:_implicit_cvt", _WHY)
+"""What a kernel sees of an argument."""
+
+# The native interpreter's operations and memory orders, by the compiler's.
+native_operations = required("triton.runtime.interpreter:InterpreterBuilder.ir_rmw_op_to_interpreter_rmw_op", _WHY)
+native_orders = required("triton.runtime.interpreter:InterpreterBuilder.ir_sem_to_interpreter_sem", _WHY)
+
+required("triton.runtime.interpreter:InterpretedFunction.rewrite", _WHY)
+
+
+def replace_function_methods(init: Callable, rewrite: Callable, call: Callable, run: Callable) -> None:
+    """Those of `InterpretedFunction`: when it is made, turned into Python, called in a kernel, and launched."""
+    InterpretedFunction.__init__ = init
+    InterpretedFunction.rewrite = rewrite
+    InterpretedFunction.__call__ = call
+    InterpretedFunction.run = run
+
+
+def replace_numpy_dtype(new: Callable[[tl.dtype], np.dtype]) -> None:
+    """Let the interpreter itself call ``new`` for `numpy_dtype`."""
+    import_module("triton.runtime.interpreter")._get_np_dtype = new

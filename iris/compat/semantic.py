@@ -1,0 +1,42 @@
+"""What the operations of Triton's language do: `triton.language.core`, `standard` and `semantic`, for the simulator.
+
+All of these are there in Triton 3.6 to 3.9. Where one is gone, importing `iris` in the simulator raises
+`MissingPartError`; on a GPU nothing of this is needed.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import triton.language as tl
+
+from iris.compat.parts import required
+
+_WHY = "run kernels on the CPU"
+
+# What each operation means in terms of a builder's.
+TritonSemantic = required("triton.language.semantic:TritonSemantic", _WHY)
+
+# What `tl.sum`, `tl.max`, `tl.min` and `tl.cumprod` combine two elements with.
+combine_sum = required("triton.language.standard:_sum_combine", _WHY)
+combine_max = required("triton.language.standard:_elementwise_max", _WHY)
+combine_min = required("triton.language.standard:_elementwise_min", _WHY)
+combine_product = required("triton.language.standard:_prod_combine", _WHY)
+
+unwrap_constexpr = required("triton.language.core:_unwrap_if_constexpr", _WHY)
+"""The value of a constant; anything else as it is."""
+
+is_builtin = required("triton.language.core:is_builtin", _WHY)
+"""Whether the compiler carries a function out itself."""
+
+required("triton.language.core:builtin_min", _WHY)
+required("triton.language.core:builtin_max", _WHY)
+
+
+def builtin_for(name: str) -> Callable:
+    """The builtin that Python's "min" or "max" is in a kernel, as it is now: the simulator replaces it."""
+    return getattr(tl.core, f"builtin_{name}")
+
+
+def replace_unwrap_constexpr(new: Callable[[Any], Any]) -> None:
+    """Let the language itself call ``new`` for `unwrap_constexpr`."""
+    tl.core._unwrap_if_constexpr = new
