@@ -51,7 +51,10 @@ SEVERAL = tl.constexpr(-2)
 
 
 class TraceEvent:
-    """The kinds of events, as numbers for ``record_event_start``: ``iris.TraceEvent.compute`` and so on."""
+    """The kinds of events, as numbers for ``record_event_start``: ``iris.TraceEvent.compute`` and so on.
+
+    There are load, store, get, put, copy, the atomic operations by their names, signal, wait, barrier and compute.
+    """
 
     # For Triton, which may then find it among the globals of a kernel.
     __triton_builtin__ = True
