@@ -361,7 +361,7 @@ def test_the_references_have_each_public_name():
 
 def test_the_reference_has_each_error():
     page = (DOCS / "host-reference.md").read_text()
-    shown = ["IrisError", *re.findall(r"\w+Error", " ".join(re.findall(r"members: \[(.*?)\]", page)))]
+    shown = ["IrisError", *re.findall(r"\w+Error", " ".join(re.findall(r"members: \[(.*?)\]", page, flags=re.S)))]
     classes = {name: kind for name, kind in vars(errors).items() if inspect.isclass(kind)}
     there = [name for name, kind in classes.items() if issubclass(kind, errors.IrisError)]
     assert sorted(shown) == sorted(there)
@@ -375,9 +375,9 @@ def rows_of_the_gallery():
     rows = {}
     for line in (DOCS / "examples.md").read_text().splitlines():
         cells = [cell.strip() for cell in line.strip("| ").split(" | ")]
-        named = [re.fullmatch(r"`(?:examples/)?([\w/]+?)(?:\.py)?`", cell) for cell in cells[:2]]
-        for match in filter(None, named):
-            rows[match[1]] = cells
+        named = re.fullmatch(r"`(?:examples/)?([\w/]+?)(?:\.py)?`", cells[0])
+        if named:
+            rows[named[1]] = cells
     return rows
 
 
@@ -398,7 +398,7 @@ def test_the_gallery_has_the_figures_of_the_results():
         numbers = [each for value in entry.values() for each in (value if isinstance(value, list) else [value])]
         measured.setdefault(entry["example"], []).extend(each for each in numbers if not isinstance(each, str))
     for example, figures in measured.items():
-        shown = [int(number) for cell in rows[example][3:] for number in re.findall(r"\d+", cell)]
+        shown = [int(number) for cell in rows[example][2:] for number in re.findall(r"\d+", cell)]
         assert shown and all(any(abs(each - figure) <= 0.5 for figure in figures) for each in shown), example
     with open(results / "collectives" / "collectives_2.csv") as file:
         taken = list(csv.DictReader(file))
