@@ -3,6 +3,7 @@
 * What a class takes from other files, or gets later, becomes its own: atomics, `initialize`, the name in Gluon.
 * A default that is a named constant for compilers shows its value: ``sem='acq_rel'``, not ``sem=ACQ_REL``.
 * Parameters of device functions show no ``tl.constexpr``: the pages say which are constants.
+* A default that is a private name is shown as ``...``.
 * Names of errors in docstrings lead to what the host reference says of them.
 """
 
@@ -30,6 +31,9 @@ class Interface(griffe.Extension):
         errors = {name for name, member in pkg["errors"].members.items() if not member.is_alias and member.is_class}
         for each in _everything(pkg):
             if each.docstring is not None:
+                for name in errors & set(re.findall(r"^\w+Error$", each.docstring.value, flags=re.M)):
+                    # Below "Raises", where a name is looked up in the module.
+                    each.module.members.setdefault(name, griffe.Alias(name, f"{pkg.name}.errors.{name}"))
                 each.docstring.value = _linked(each.docstring.value, errors)
             if each.is_function:
                 for parameter in each.parameters:
@@ -37,7 +41,7 @@ class Interface(griffe.Extension):
 
 
 def _everything(top: griffe.Object) -> Iterator[griffe.Object]:
-    for member in top.members.values():
+    for member in list(top.members.values()):
         if not member.is_alias:
             yield member
             yield from _everything(member)
@@ -61,6 +65,8 @@ def _linked(text: str, errors: set[str]) -> str:
 
 
 def _simplify(parameter: griffe.Parameter, function: griffe.Function, package: griffe.Module) -> None:
+    if str(parameter.default).startswith("_"):
+        parameter.default = "..."
     if str(parameter.annotation) != "tl.constexpr":
         return
     parameter.annotation = None
