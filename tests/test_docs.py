@@ -375,7 +375,7 @@ def rows_of_the_gallery():
     rows = {}
     for line in (DOCS / "examples.md").read_text().splitlines():
         cells = [cell.strip() for cell in line.strip("| ").split(" | ")]
-        named = re.fullmatch(r"`(?:examples/)?([\w/]+?)(?:\.py)?`", cells[0])
+        named = re.fullmatch(r"`([\w/]+?)(?:\.py)?`", cells[0])
         if named:
             rows[named[1]] = cells
     return rows

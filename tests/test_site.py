@@ -112,6 +112,12 @@ def test_the_host_reference_shows_each_error(site):
             assert re.findall(r"\w+", bases)[1:] == [base.__name__ for base in kind.__bases__]
 
 
+@pytest.mark.parametrize("page", ["host-reference", "device-reference"])
+def test_a_reference_shows_each_name_once(site, page):
+    names = re.findall(r'id="([\w.]+)" class="doc doc-heading"', (site / page / "index.html").read_text())
+    assert sorted(names) == sorted(set(names))
+
+
 def test_nothing_is_fetched_from_elsewhere(site):
     for page in site.rglob("*.html"):
         fetched = re.findall(
