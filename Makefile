@@ -2,6 +2,7 @@
 
 PYTHON ?= python3
 RANKS ?= 2
+VERSION ?= dev
 RUN := .venv/bin/python
 OLDEST := PYTHONPATH=.oldest .venv/bin/python
 # A GPU machine's own torch fits its driver, so tests on GPUs run in the Python that is there.
@@ -28,7 +29,7 @@ PYTEST := $(if $(IRIS_TEST_ALL),scripts/in_pieces.py,-m pytest -q)
 # One after the other, as each wants the GPUs for itself; and all of them, whichever misses its floors.
 MEASURED := perf-accesses perf-collectives perf-operations
 
-.PHONY: demo test test-all $(PARTS) test-gpu perf $(MEASURED) lint fix docs setup setup-oldest
+.PHONY: demo test test-all $(PARTS) test-gpu perf $(MEASURED) lint fix docs docs-version setup setup-oldest
 
 demo: setup          ## two ranks exchange data from inside Triton and Gluon kernels
 	$(RUN) -m iris demo
@@ -80,8 +81,12 @@ fix: setup
 	$(RUN) -m ruff check --fix .
 	$(RUN) -m ruff format .
 
-docs: setup
-	$(RUN) -m mkdocs build --strict
+docs: setup          ## the site, in the folder `site`; a broken link is an error
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
+
+docs-version: docs   ## commits it to the branch gh-pages as VERSION, beside the others; pushes nothing
+	PATH="$(CURDIR)/.venv/bin:$$PATH" mike deploy --update-aliases $(VERSION) $(if $(filter-out dev,$(VERSION)),latest)
+	.venv/bin/mike set-default --allow-undefined latest
 
 setup:
 	@$(PYTHON) scripts/setup.py

@@ -38,7 +38,10 @@ from iris.world import Group, check_process_group
 
 
 class Iris(Factories):
-    """A rank's part of a symmetric heap, and what can be done with it. Made by `iris.iris`; a context manager.
+    """A rank's part of a symmetric heap, and what can be done with it. Made by `iris.iris`.
+
+    A context manager. Leaving the block closes the context with all ranks. Leaving it by an exception closes it
+    locally, so that the error is not hidden behind a wait for ranks that never come.
 
     Parameters
     ----------
@@ -49,7 +52,10 @@ class Iris(Factories):
 
     Attributes
     ----------
-    cur_rank, num_ranks : int
+    cur_rank : int
+        This rank, from 0 on.
+    num_ranks : int
+        The number of ranks.
     device : torch.device
         Where the heap lives: the rank's GPU, or the CPU in the simulator.
     gpu_id : int
@@ -57,6 +63,7 @@ class Iris(Factories):
     heap_size : int
         Bytes of the heap, all of them the user's.
     heap : SymmetricHeap
+        The memory itself, and what is in use of it.
     heap_bases : torch.Tensor
         int64 ``[num_ranks]``, where each rank's heap begins in this rank's address space.
     ccl : iris.ccl.collectives.Collectives
@@ -107,45 +114,59 @@ class Iris(Factories):
         raise NotPicklableError()
 
     def get_rank(self) -> int:
-        """This rank, from 0 on."""
+        """This rank, from 0 on. Local."""
         return self.cur_rank
 
     def get_num_ranks(self) -> int:
-        """The number of ranks."""
+        """The number of ranks. Local."""
         return self.num_ranks
 
     def get_device(self) -> torch.device:
-        """The device that the heap is on."""
+        """The device that the heap is on. Local."""
         return self.device
 
     def get_device_id(self) -> int:
-        """The index of this rank's GPU; 0 in the simulator."""
+        """The index of this rank's GPU; 0 in the simulator. Local."""
         return self.gpu_id
 
     def get_cu_count(self) -> int:
-        """Multiprocessors (NVIDIA) or compute units (AMD) of this rank's GPU; 1 in the simulator."""
+        """Multiprocessors (NVIDIA) or compute units (AMD) of this rank's GPU; 1 in the simulator. Local."""
         if self.device.type == "cpu":
             return 1
         return torch.cuda.get_device_properties(self.device).multi_processor_count
 
     def get_heap_bases(self) -> torch.Tensor:
-        """What functional device operations take: int64 ``[num_ranks]`` on the heap's device."""
+        """What functional device operations take: int64 ``[num_ranks]`` on the heap's device. Local.
+
+        It holds the address at which each rank's heap begins in this process.
+        """
         self.heap.check_open()
         return self.heap_bases
 
     def get_device_context(self) -> torch.Tensor:
-        """What ``DeviceContext.initialize`` takes: int64, opaque, on the heap's device."""
+        """What ``DeviceContext.initialize`` takes, in Gluon too: int64, opaque, on the heap's device. Local."""
         self.heap.check_open()
         return self._device_context
 
     @untraced("the ranks meet on the host")
     def barrier(self, stream: torch.cuda.Stream | None = None, group: dist.ProcessGroup | None = None) -> None:
-        """Drain ``stream`` (default: the device), then meet all ranks of ``group`` (default: the world).
+        """Wait for the work on ``stream`` (default: the whole device), then for all ranks of ``group`` (default: all).
 
-        Collective over the group; blocks the host. A barrier of the world also frees the memory of tensors that have
-        died on every rank. Raises `IrisTimeoutError` if a kernel gave up a wait, or a rank does not come,
-        `GroupAbortedError` if the group is broken, and `NotAStreamError` if ``stream`` is something else, such as the
-        flags of a kernel's barrier.
+        Collective over the group; blocks the host. A barrier of all ranks also frees the memory of tensors that have
+        died on every rank, and compares the ranks' allocations.
+
+        Raises
+        ------
+        IrisTimeoutError
+            A kernel gave up a wait, or a rank does not come within the time limit of the process group.
+        OutOfStepError
+            A rank is in another collective call.
+        AsymmetricHeapError
+            The ranks did not make the same allocations.
+        GroupAbortedError
+            The group is broken by an earlier call.
+        NotAStreamError
+            ``stream`` is something else, such as the flags of a kernel's barrier.
         """
         self._drain(stream)
         if stream is None:
@@ -163,13 +184,14 @@ class Iris(Factories):
 
     @untraced("a barrier is a launch by the host")
     def device_barrier(self, group: dist.ProcessGroup | None = None) -> None:
-        """Enqueue a barrier of ``group`` (default: the world) on the current stream; the host does not wait.
+        """Enqueue a barrier of ``group`` (default: all ranks) on the current stream; does not block the host.
 
-        What a rank enqueued before it on this stream is visible to every rank's work behind it. Collective over the
-        group: the calls on a stream meet the other ranks' calls on theirs, where all ranks use their streams for the
-        first time in the same order. Can be captured in a CUDA graph, in the same order on all ranks; each replay meets
-        a replay of the same graph. The first call for a group compiles and meets its ranks on the host, so it cannot be
-        inside a capture.
+        What each rank enqueued before it on this stream is visible to all ranks' work behind it. Collective over the
+        group, in the same order on each stream. All ranks use their streams for the first time in the same order.
+
+        The first call for a group meets its ranks on the host and compiles, so make it outside of any capture, else
+        `FirstUseInCaptureError` is raised. Later calls can be captured in a CUDA graph. All ranks must replay graphs
+        that contain a barrier in the same order. Graphs that never run at once share their flags.
         """
         self.heap.check_open()
         if group is dist.group.WORLD:
@@ -190,10 +212,16 @@ class Iris(Factories):
     def broadcast(self, value: Any, src: int = 0, *, source_rank: int | None = None) -> Any:
         """Every rank gets ``src``'s ``value``: a number, tensor, array or any object that can be pickled.
 
-        Collective over the world; blocks the host. Each rank's kernels are over before, as at a `barrier`: what is sent
-        may be what peers have put there. Ranks other than ``src`` may pass None. A tensor arrives on the device type
-        that it has on ``src``, outside the heap. ``source_rank`` is an older name of ``src``. What fails on one rank,
-        as a value that cannot be pickled, is `PeerFailedError` on the others.
+        Collective over all ranks; blocks the host. Each rank's kernels are over before, as at a `barrier`: what is sent
+        may be what peers have put there. Ranks other than ``src`` may pass None. A tensor arrives on the type of device
+        that it has on ``src``, and not on the heap. ``source_rank`` is an older name of ``src``.
+
+        Raises
+        ------
+        RankOutOfRangeError
+            There is no rank ``src``.
+        PeerFailedError
+            Something failed on another rank, such as pickling the value on ``src``; has its text.
         """
         self.heap.check_open()
         src = src if source_rank is None else source_rank
@@ -243,27 +271,28 @@ class Iris(Factories):
         return buffer.cpu() if device_type == "cpu" else buffer
 
     def debug(self, message: object) -> None:
-        """Log ``message`` at level DEBUG with the rank in front."""
+        """Log ``message`` at level ``iris.DEBUG`` with the rank in front. Local."""
         self._log(logging.DEBUG, message)
 
     def info(self, message: object) -> None:
-        """Log ``message`` at level INFO with the rank in front."""
+        """Log ``message`` at level ``iris.INFO`` with the rank in front. Local."""
         self._log(logging.INFO, message)
 
     def warning(self, message: object) -> None:
-        """Log ``message`` at level WARNING with the rank in front."""
+        """Log ``message`` at level ``iris.WARNING`` with the rank in front. Local."""
         self._log(logging.WARNING, message)
 
     def error(self, message: object) -> None:
-        """Log ``message`` at level ERROR with the rank in front."""
+        """Log ``message`` at level ``iris.ERROR`` with the rank in front. Local."""
         self._log(logging.ERROR, message)
 
     @untraced("the ranks meet on the host")
     def close(self) -> None:
-        """Give the heap back. Collective; blocks the host until every rank has closed. A second call does nothing.
+        """Meet all ranks, then give the heap back. Collective; blocks the host. A second call does nothing.
 
-        The caller guarantees that no kernel uses the heap any more. If the group is broken, each rank closes alone; if
-        a rank has died, the others close all the same, and then raise `PeerLostError`.
+        The caller guarantees that no kernel uses the heap any more. Afterwards, calls that need the heap raise
+        `HeapClosedError`; tensors that still live stay valid. If the group is broken, each rank closes alone; if a rank
+        has died, the others close all the same, and then raise `PeerLostError`.
         """
         if self.heap.closed:
             return
@@ -368,17 +397,22 @@ class Iris(Factories):
 
 
 def iris(heap_size: int = 1 << 30, *, process_group: dist.ProcessGroup | None = None) -> Iris:
-    """Make a context with a symmetric heap of ``heap_size`` bytes. Collective over all ranks; blocks the host.
+    """Make a context: this rank's part of a symmetric heap of ``heap_size`` bytes. Collective; blocks the host.
 
-    ``process_group``: whose members are its ranks, and who make it; by default all ranks of the program.
+    Rank, number of ranks and device are those of ``torch.distributed``. If it is not initialised and torchrun's
+    environment variables are set, it is initialised here, with NCCL if each rank has a GPU, else with Gloo. Without
+    these variables, the world has one rank. The heap is on the GPU of the process, or in main memory in the simulator.
+    A process may have several contexts at once.
 
-    ``torch.distributed`` decides rank, size and device. Not initialised: under torchrun's environment it is initialised
-    here (NCCL with a GPU a rank, else Gloo); without one this is a world of one rank.
+    These are raised on the ranks at fault, and `PeerFailedError` on the others: `NoGpuForRankError`,
+    `InvalidHeapSizeError`, `MismatchedHeapError`, `HeapTooLargeError`, `SeveralHostsError`, `SharedDeviceError`,
+    `NoPeerAccessError`, `MappingError`. `IrisTimeoutError` says that a rank does not come.
 
-    Raises
-    ------
-    NoGpuForRankError, SeveralHostsError, SharedDeviceError, NoPeerAccessError, MappingError, HeapTooLargeError,
-    MismatchedHeapError
-        On the ranks that are at fault; `PeerFailedError` on the others. See `iris.errors`.
+    Parameters
+    ----------
+    heap_size : int
+        Bytes of the heap, the same on all ranks.
+    process_group : torch.distributed.ProcessGroup, optional
+        Whose members are the ranks, and alone make the call; by default all ranks of the program.
     """
     return Iris(heap_size, process_group=process_group)

@@ -30,11 +30,14 @@ class IrisError(Exception):
 
 
 class IrisTimeoutError(IrisError, TimeoutError):
-    """A wait, a meeting of ranks or a reclaim took longer than its limit; the message names who waits for what."""
+    """A wait in a kernel, a meeting of ranks, or an allocation that waits for memory took longer than its limit.
+
+    The message names who waits for what, and who has arrived.
+    """
 
 
 class InvalidSettingError(IrisError, ValueError):
-    """An environment variable of Iris has a value that means nothing."""
+    """An environment variable of Iris has an invalid value."""
 
     def __init__(self, variable: str, value: str, possible: str) -> None:
         super().__init__(f"{variable}={value!r} is not valid: it takes {possible}.")
@@ -48,14 +51,14 @@ class UnknownChoiceError(IrisError, ValueError):
 
 
 class InvalidCountError(IrisError, ValueError):
-    """An argument that counts something is not a number of such things."""
+    """An argument that counts something is no such number: less than one event, repetition or rank."""
 
     def __init__(self, name: str, value: object, what: str, least: int = 1) -> None:
         super().__init__(f"{name}={value!r:.60} is not possible: it is a number of {what}, {least} or more.")
 
 
 class InvalidArgumentError(IrisError, TypeError):
-    """An argument has a type that the call does not take, or one is missing or too many."""
+    """An argument has a type that the call does not take, such as a size of floats, or one is missing or too many."""
 
 
 class InvalidValueError(IrisError, RuntimeError, ValueError):
@@ -63,7 +66,7 @@ class InvalidValueError(IrisError, RuntimeError, ValueError):
 
 
 class ChannelsExhaustedError(IrisError, RuntimeError):
-    """A group has no memory left for another channel."""
+    """A group has no memory left for the flags and staging of another kind of call, stream or line of graphs."""
 
     def __init__(self, wanted: str, size: str, channels: int, lines: int) -> None:
         super().__init__(
@@ -75,7 +78,7 @@ class ChannelsExhaustedError(IrisError, RuntimeError):
 
 
 class TooManyStreamsError(IrisError, RuntimeError):
-    """Messages between two ranks are on more streams than there is staging for."""
+    """Messages from one rank to another are on more than two streams, for which there is staging."""
 
 
 class FolderError(IrisError, OSError):
@@ -83,7 +86,7 @@ class FolderError(IrisError, OSError):
 
 
 class NotTracingError(IrisError, RuntimeError):
-    """Events were asked for that nobody has recorded."""
+    """Events were asked for, but ``ctx.tracing.enable()`` was not called."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -97,7 +100,10 @@ class OutOfStepError(IrisError, RuntimeError):
 
 
 class MismatchedSettingsError(IrisError, RuntimeError):
-    """An environment variable that all ranks must share is set on some of them."""
+    """An environment variable that decides what ranks do together is not the same on all ranks.
+
+    These are ``IRIS_SIMULATOR``, ``IRIS_DEBUG``, ``IRIS_SANITIZE`` and ``IRIS_TRACE``.
+    """
 
     def __init__(self, variable: str, ranks: Mapping[str, Sequence[int]]) -> None:
         found = "; ".join(f"{value} on {names(those)}" for value, those in ranks.items())
@@ -108,19 +114,25 @@ class MismatchedSettingsError(IrisError, RuntimeError):
 
 
 class PeerFailedError(IrisError, RuntimeError):
-    """A collective step worked here and failed on another rank, so it was undone here too."""
+    """A collective step failed on another rank, so it was undone here too. Has the other rank's message."""
 
 
 class PeerLostError(IrisError, ConnectionError):
-    """A rank has died, or its program has ended, while others wait for it; or the store is gone that ranks need."""
+    """A rank has died, or its program has ended, while others wait for it on the host.
+
+    In the simulator also while they wait in a kernel. Or the process that holds the process group's store has ended.
+    """
 
 
 class InvalidMessageError(IrisError, RuntimeError):
-    """What lies in the store for a rank is no message of this version of Iris."""
+    """What lies in the process group's store for a rank is no message of this version of Iris.
+
+    Ranks run different versions, or somebody else writes there.
+    """
 
 
 class GroupAbortedError(IrisError, RuntimeError):
-    """A group was used again in which a wait gave up, a call was interrupted, or messages were of unequal size."""
+    """A broken group was used again: a wait was given up, a call interrupted, or messages were of unequal size."""
 
     def __init__(self, ranks: Iterable[int], why: str) -> None:
         super().__init__(
@@ -131,7 +143,10 @@ class GroupAbortedError(IrisError, RuntimeError):
 
 
 class ProcessUnreachableError(IrisError, ConnectionError):
-    """A process that was to say what it is doing cannot be asked, or does not answer."""
+    """A process that was to say what it is doing cannot be asked: ``python -m iris info --pid``.
+
+    There is no such process, it is another user's, it has made no context, or it does not answer.
+    """
 
 
 class SeveralHostsError(IrisError, RuntimeError):
@@ -147,7 +162,7 @@ class NoPeerAccessError(IrisError, RuntimeError):
 
 
 class RankOutOfRangeError(IrisError, ValueError):
-    """A rank that the group does not have."""
+    """A host call, or a kernel in the simulator, named a rank that the group does not have."""
 
     def __init__(self, rank: object, size: int) -> None:
         super().__init__(
@@ -164,7 +179,7 @@ class MappingError(IrisError, RuntimeError):
 
 
 class InvalidHeapSizeError(IrisError, TypeError, ValueError):
-    """A heap size that is not a number of bytes."""
+    """A heap size that is negative, or not a whole number of bytes."""
 
     def __init__(self, size: object) -> None:
         super().__init__(f"heap_size={size!r} is not possible: it is a whole number of bytes, such as 1 << 30.")
@@ -183,7 +198,10 @@ class HeapClosedError(IrisError, RuntimeError):
 
 
 class HeapOutOfMemoryError(IrisError, MemoryError):
-    """No block of the heap is large enough, also after everything that died on every rank was taken back."""
+    """No block of the heap is large enough, also after everything that died on every rank was taken back.
+
+    Says what was asked for, what is free, and the largest block.
+    """
 
 
 class AsymmetricHeapError(IrisError, RuntimeError):
@@ -191,7 +209,10 @@ class AsymmetricHeapError(IrisError, RuntimeError):
 
 
 class NotSymmetricError(IrisError, ValueError):
-    """A tensor that is not on the symmetric heap was given where one on it is needed."""
+    """A tensor that is not on the symmetric heap was given where one on it is needed.
+
+    Also: a kernel in the simulator reaches a peer through such a pointer.
+    """
 
 
 class NotATensorError(IrisError, TypeError):
@@ -213,7 +234,7 @@ class NotAStreamError(IrisError, TypeError):
 
 
 class NotPicklableError(IrisError, TypeError):
-    """A context was to be sent to another process, or saved."""
+    """A context was to be sent to another process, or saved. (``copy.deepcopy`` of one returns the context itself.)"""
 
     def __init__(self) -> None:
         super().__init__(
@@ -227,7 +248,7 @@ class FreedTensorError(IrisError, RuntimeError):
 
 
 class InvalidShapeError(IrisError, RuntimeError):
-    """A size that no tensor can have."""
+    """A size is negative."""
 
 
 class InvalidDtypeError(IrisError, TypeError):
@@ -239,7 +260,7 @@ class InvalidLayoutError(IrisError, ValueError):
 
 
 class WrongDeviceError(IrisError, RuntimeError):
-    """A device that is not the heap's."""
+    """A tensor or a ``device`` argument is not on the heap's device."""
 
 
 class InvalidOutputError(IrisError, RuntimeError):
@@ -287,7 +308,10 @@ class LaunchError(IrisError, TypeError):
 
 
 class SharedMemoryRaceError(IrisError, RuntimeError):
-    """Two accesses to the shared memory of a program, of which one writes, that nothing orders."""
+    """Two accesses to the shared memory of a program, of which one writes, that nothing orders.
+
+    They are those of its partitions, or of a copy or product that it has issued. Under the sanitizer it is a finding.
+    """
 
 
 class KernelBoundsError(IrisError, IndexError, ValueError):
@@ -338,11 +362,15 @@ class MissingPartError(IrisError, ImportError):
 
 
 class NoGpuForRankError(IrisError, RuntimeError):
-    """There are fewer GPUs than ranks, and the simulator is forbidden."""
+    """There are fewer GPUs than ranks, and ``IRIS_SIMULATOR=0`` forbids the simulator."""
 
 
 class FirstUseInCaptureError(IrisError, RuntimeError):
-    """The first use of an operation by a group was inside the capture of a CUDA graph."""
+    """The first use of an operation by a group, or the making of a context, was inside the capture of a CUDA graph.
+
+    Of collectives, ``device_barrier``, calls of a group of ``torch.distributed``, and fused operations of a shape or
+    their preamble. The capture can be ended, and another one begun.
+    """
 
     def __init__(self, call: str) -> None:
         super().__init__(
@@ -352,15 +380,24 @@ class FirstUseInCaptureError(IrisError, RuntimeError):
 
 
 class NotTheCallerError(IrisError, ValueError):
-    """A device operation got another rank where it takes the caller's."""
+    """A functional device operation got a peer's rank where it takes the caller's.
+
+    Or the caller of ``copy`` is neither of its two ranks.
+    """
 
 
 class InvalidTileError(IrisError, TypeError):
-    """An operation of `iris.x` got something else where it takes a tile, a view of a matrix, locks or the context."""
+    """An operation of `iris.x` got something else where it takes a tile, a view of a matrix, locks or the context.
+
+    On a GPU, Triton's ``CompilationError`` says the same.
+    """
 
 
 class ForeignLockValueError(IrisError, RuntimeError):
-    """A lock of an operation of `iris.x` holds what no signal leaves there: the caller has written it."""
+    """A lock of an operation of `iris.x` holds what no signal leaves there: the caller has written it.
+
+    Raised on every rank. On a GPU, the next ``barrier()`` or ``close()`` raises it.
+    """
 
     def __init__(self, rank: int, owner: int, place: str | None, value: int) -> None:
         super().__init__(
@@ -374,7 +411,7 @@ class ForeignLockValueError(IrisError, RuntimeError):
 
 
 class InvalidConfigError(IrisError, ValueError):
-    """A field of `iris.ccl.Config` has a value that cannot work."""
+    """A field of `iris.ccl.Config` or `iris.ops.FusedConfig` has a value that cannot work."""
 
 
 class InvalidCollectiveError(IrisError, ValueError):
@@ -390,7 +427,10 @@ class WorkspaceTooSmallError(IrisError, ValueError):
 
 
 class MismatchedCollectiveError(IrisError, RuntimeError):
-    """Ranks call the same collective with different arguments; found in debug mode."""
+    """Ranks call a collective or a fused operation with different arguments, or with a result elsewhere on the heap.
+
+    Found with ``IRIS_DEBUG=1``.
+    """
 
 
 class InvalidTableError(IrisError, ValueError):

@@ -15,7 +15,10 @@ class _UntilConfigured(logging.StreamHandler):
 
 
 def set_logger_level(level: int) -> None:
-    """Show messages of ``level`` (``iris.DEBUG``, ``INFO``, ``WARNING``, ``ERROR``) and above; INFO at first."""
+    """Show messages of ``level`` and above: ``iris.DEBUG``, ``INFO``, ``WARNING`` or ``ERROR``; INFO at first.
+
+    If the program configures Python's logging, the messages go to its handlers instead.
+    """
     try:
         logger.setLevel(level)
     except (TypeError, ValueError):

@@ -34,12 +34,13 @@ def launch(worker: Callable, num_ranks: int, *args: Any, meanwhile: Callable[[],
 
     Under torchrun this process is a rank already, and simply calls it. Otherwise ``num_ranks`` processes are started
     with torchrun's environment (``RANK``, ``LOCAL_RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``, ``MASTER_PORT``), from which
-    `iris.iris` takes rank and device.
+    `iris.iris` takes rank and device. Ranks end with the process that started them, however that ends.
 
     Parameters
     ----------
     worker
-        A function at the top level of a module; it makes its own context. Its arguments must be picklable.
+        A function at the top level of a file (not of a notebook); it makes its own context. Its arguments must be
+        picklable.
     num_ranks
         How many ranks to start. Without effect under torchrun.
     meanwhile

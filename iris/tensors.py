@@ -45,7 +45,8 @@ _FORMATS = (None, torch.contiguous_format, torch.preserve_format)
 class Factories:
     """The factories, for a class that has a ``heap``.
 
-    Parameters that all of them share are those of torch:
+    Every rank must make the same allocations in the same order. Each call is local and runs on the current stream; it
+    meets the other ranks only when the heap is full. Parameters that all of them share are those of torch:
 
     out
         A tensor of the right number of elements on the heap, to be filled instead of a new one.
@@ -254,12 +255,12 @@ class Factories:
     def uniform(
         self, size: Size, low: float = 0.0, high: float = 1.0, dtype: torch.dtype = torch.float
     ) -> torch.Tensor:
-        """Uniform in [low, high)."""
+        """Random numbers, uniform in [low, high): a tensor of shape ``size``."""
         target = self._random("uniform", shape_of("uniform", (), size), dtype, None, low=low, high=high)
         return _finish(target, False, lambda: target.uniform_(scalar(low), scalar(high)))
 
     def allocate(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
-        """``num_elements`` elements in one dimension, with undefined content."""
+        """A tensor of ``num_elements`` elements in one dimension, with undefined content."""
         return self._place(shape_of("allocate", (), num_elements), dtype, None)
 
     def empty_like(self, input: torch.Tensor, **options: Any) -> torch.Tensor:
@@ -287,13 +288,13 @@ class Factories:
         return self._like(self.randn, input, **options)
 
     def is_symmetric(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor's memory is in this rank's heap."""
+        """Whether the tensor's memory is in this rank's heap. Local."""
         return self.heap.is_symmetric(tensor)
 
     def as_symmetric(self, tensor: torch.Tensor) -> torch.Tensor:
         """``tensor`` itself if it is on the heap, else a contiguous copy there, of the same values, shape and dtype.
 
-        Copying allocates: the tensors of all ranks must be on the heap, or none.
+        Copying allocates, so either all ranks must copy or none.
         """
         if self.heap.is_symmetric(tensor):
             return tensor
@@ -303,11 +304,33 @@ class Factories:
         return self.heap.empty(tensor.shape, tensor.dtype).copy_(tensor.detach())
 
     def free(self, tensor: torch.Tensor) -> None:
-        """Give back the memory of ``tensor`` and of its views: see `SymmetricHeap.free`."""
+        """Give back the memory of ``tensor`` and of all its views, which must not be used any more. Local.
+
+        This is never necessary, as a tensor that dies is freed. The memory is reused when all ranks have freed it and
+        met.
+
+        Raises
+        ------
+        NotSymmetricError
+            The tensor was not made on this heap.
+        FreedTensorError
+            It was freed before.
+        """
         self.heap.free(tensor)
 
     def peer(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:
-        """A host tensor over ``rank``'s copy of ``tensor``: see `SymmetricHeap.peer`."""
+        """A torch tensor over ``rank``'s copy of ``tensor``, of the same shape, strides and dtype. Local.
+
+        Nothing orders its accesses: put barriers around them. While the result lives, the memory under it is not
+        reused.
+
+        Raises
+        ------
+        NotSymmetricError
+            ``tensor`` is not on the heap.
+        RankOutOfRangeError
+            There is no such rank.
+        """
         return self.heap.peer(tensor, rank)
 
     def _filled(self, value, shape, out, dtype, layout, device, requires_grad, pin_memory) -> torch.Tensor:

@@ -12,8 +12,10 @@ A code block without a checker for its language fails. The rules for writers:
 
 import ast
 import contextlib
+import csv
 import inspect
 import io
+import json
 import os
 import re
 import runpy
@@ -302,26 +304,31 @@ def context_members(context):
 
 COMPILED = "a compiled aggregate is a class of Triton's own"
 OPERATIONS = "load store get put copy".split() + [name for name in iris.__all__ if name.startswith("atomic_")]
-FACTORIES = "empty zeros ones full arange linspace rand randn randint".split()
-FACTORIES += [f"{name}_like" for name in "empty zeros ones full rand randn".split()]
+
+
+def generated(side):
+    """The names whose signature and docstring the site puts there; `test_site.py` looks at what comes out."""
+    return set(re.findall(r"^::: ([\w.]+)$", (DOCS / f"{side}-reference.md").read_text(), flags=re.M))
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_the_reference_has_the_signature_of_each_function(name):
-    page = (DOCS / "device-reference.md").read_text()
-    for module in (iris, iris.gluon):
-        assert f"`{name}{signature(getattr(module, name))}`" in page
+def test_the_reference_has_each_function(name):
+    assert f"iris.{name}" in generated("device")
+    assert getattr(iris, name).fn.__doc__ and signature(getattr(iris, name)) == signature(getattr(iris.gluon, name))
 
 
 @pytest.mark.skipif(not iris.simulator.ACTIVE, reason=COMPILED)
 @pytest.mark.parametrize("context", [iris.DeviceContext, iris.gluon.IrisDeviceCtx], ids=["triton", "gluon"])
-def test_the_reference_has_the_signature_of_each_member_of_the_context(context):
+def test_the_reference_has_each_member_of_the_context(context):
     page = (DOCS / "device-reference.md").read_text()
     for name, member in context_members(context).items():
-        text = f"{name}{signature(member)}" if hasattr(member, "fn") else name
-        assert f"`{text}`" in page
-    for name in ("cur_rank", "num_ranks"):
-        assert name in context.__annotations__ and f"`{name}`" in page
+        if not hasattr(member, "fn"):
+            assert f"``{name}``" in iris.DeviceContext.__doc__
+        elif not hasattr(iris.x, name):  # of tiles: the page shows the functions
+            assert f"iris.DeviceContext.{name}" in generated("device")
+            assert member.fn.__doc__
+    assert f"`IrisDeviceCtx.initialize{signature(iris.gluon.IrisDeviceCtx.initialize)}`" in page
+    assert "iris.x" in generated("device")
 
 
 @pytest.mark.parametrize("name", iris.x.__all__)
@@ -336,26 +343,75 @@ def test_the_reference_has_the_signature_of_each_function_of_tiles(name):
 
 @pytest.mark.parametrize("name", [name for name in dir(iris.Iris) if not name.startswith("_")])
 def test_the_reference_has_each_method_of_a_context(name):
-    page = (DOCS / "host-reference.md").read_text()
-    assert f"`{name}`" in page if name in FACTORIES else f"`{name}{signature(getattr(iris.Iris, name))}`" in page
+    assert f"iris.Iris.{name}" in generated("host")
+    assert getattr(iris.Iris, name).__doc__
 
 
 def test_the_references_have_each_public_name():
     pages = "".join((DOCS / f"{side}-reference.md").read_text() for side in ("host", "device"))
-    assert f"`iris.spawn.launch{signature(launch)}`" in pages
-    attributes = ["cur_rank", "num_ranks", "device", "gpu_id", "heap_size", "heap", "heap_bases"]
-    for name in {*iris.__all__, *iris.gluon.__all__, *attributes, *variables_of_the_package()}:
+    assert "iris.spawn.launch" in generated("host")
+    shown = {part for side in ("host", "device") for name in generated(side) for part in name.split(".")}
+    for name in {*iris.__all__, *iris.gluon.__all__, *variables_of_the_package()} - shown:
         assert re.search(rf"`[^`\n]*\b{name}\b[^`\n]*`", pages), name
-    for field in iris.heap.HeapStats.__dataclass_fields__:
-        assert f"`{field}`" in pages, field
+    for name in ["cur_rank", "num_ranks", "device", "gpu_id", "heap_size", "heap", "heap_bases"]:
+        assert re.search(rf"^    {name} : ", iris.Iris.__doc__, flags=re.M), name
+    for name in iris.heap.HeapStats.__dataclass_fields__:
+        assert re.search(rf"^    {name} : ", iris.heap.HeapStats.__doc__, flags=re.M), name
 
 
-def test_the_reference_says_what_each_error_derives_from():
+def test_the_reference_has_each_error():
     page = (DOCS / "host-reference.md").read_text()
-    for name, kind in vars(errors).items():
-        if inspect.isclass(kind) and issubclass(kind, errors.IrisError) and kind is not errors.IrisError:
-            builtins = ", ".join(f"`{base.__name__}`" for base in kind.__bases__ if base is not errors.IrisError)
-            assert f"\n| `{name}` | {builtins} |" in page
+    shown = ["IrisError", *re.findall(r"\w+Error", " ".join(re.findall(r"members: \[(.*?)\]", page, flags=re.S)))]
+    classes = {name: kind for name, kind in vars(errors).items() if inspect.isclass(kind)}
+    there = [name for name, kind in classes.items() if issubclass(kind, errors.IrisError)]
+    assert sorted(shown) == sorted(there)
+
+
+# Examples ------------------------------------------------------------------------------------------------------------
+
+
+def rows_of_the_gallery():
+    """The cells of each row that names an example, by the example."""
+    rows = {}
+    for line in (DOCS / "examples.md").read_text().splitlines():
+        cells = [cell.strip() for cell in line.strip("| ").split(" | ")]
+        named = re.fullmatch(r"`([\w/]+?)(?:\.py)?`", cells[0])
+        if named:
+            rows[named[1]] = cells
+    return rows
+
+
+def test_the_gallery_has_each_example():
+    programs = {path.relative_to(ROOT / "examples").with_suffix("") for path in (ROOT / "examples").rglob("*.py")}
+    folders = {path.parent for path in programs if path.name == "benchmark"}
+    alone = {path for path in programs if re.match(r"\d\d_\w+$", str(path))}
+    parts = {"rounds", "trial"}  # which the programs of a folder share
+    in_folders = {path for path in programs if path.parts[0] in ("collectives", "06_message_passing")}
+    wanted = folders | alone | {path for path in in_folders if path.name not in parts}
+    assert rows_of_the_gallery().keys() == {str(path) for path in wanted}
+
+
+def test_the_gallery_has_the_figures_of_the_results():
+    rows, results = rows_of_the_gallery(), ROOT / "benchmarks" / "results"
+    measured = {}
+    for entry in json.loads((results / "examples_2.json").read_text())["results"]:
+        numbers = [each for value in entry.values() for each in (value if isinstance(value, list) else [value])]
+        measured.setdefault(entry["example"], []).extend(each for each in numbers if not isinstance(each, str))
+    for example, figures in measured.items():
+        shown = [int(number) for cell in rows[example][2:] for number in re.findall(r"\d+", cell)]
+        assert shown and all(any(abs(each - figure) <= 0.5 for figure in figures) for each in shown), example
+    with open(results / "collectives" / "collectives_2.csv") as file:
+        taken = list(csv.DictReader(file))
+    for example, cells in rows.items():
+        for size, cell in zip((128 << 10, 64 << 20), cells[2:4] if "collectives/" in example else (), strict=False):
+            if cell != "–":
+                name = example.removeprefix("collectives/")
+                there = {
+                    row["library"]: float(row["microseconds"])
+                    for row in taken
+                    if row["collective"] == name and int(row["bytes"]) == size and row["microseconds"]
+                }
+                assert cell == " / ".join(f"{there[library]:.3g}" for library in ("iris", "nccl")), example
 
 
 def test_the_first_page_leads_to_all_others():

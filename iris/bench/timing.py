@@ -35,15 +35,26 @@ def do_bench(
 ) -> Any:
     """Milliseconds that ``fn`` takes on this rank: device events on a GPU, the host's clock in the simulator.
 
+    Before each repetition, outside of the time, in the warm-up too: ``barrier_fn`` is called, so that no peer's ``fn``
+    is still at work; ``preamble_fn`` is called; the L2 cache is overwritten (on a GPU, not in the warm-up); and
+    ``barrier_fn`` is called again, so that the ranks start together.
+
     Parameters
     ----------
-    fn : what to time.
-    barrier_fn : called before every repetition, so that ranks start together, and before its ``preamble_fn``, so that
-        no peer's ``fn`` is still at work on what that touches: ``ctx.barrier``. In the warm-up too.
-    preamble_fn : called before every repetition and not timed, for example to clear an output.
-    n_warmup, n_repeat : repetitions before the timing, and in it, where there is at least one.
-    quantiles : if given, these quantiles of the times are returned, as a list (a number, for one quantile).
-    return_mode : "mean", "median", "min", "max", or "all" for the list of times.
+    fn
+        What to time.
+    barrier_fn
+        Called twice before every repetition: ``ctx.barrier``.
+    preamble_fn
+        Called before every repetition and not timed, for example to clear an output.
+    n_warmup
+        Repetitions before the timing, 0 or more.
+    n_repeat
+        Repetitions that are timed, 1 or more.
+    quantiles
+        If given, these quantiles of the times are returned instead, as a list (a number, for one quantile).
+    return_mode
+        "mean", "median", "min", "max", or "all" for the list of times. `UnknownChoiceError` for another.
     """
     for name, function in (("fn", fn), ("barrier_fn", barrier_fn), ("preamble_fn", preamble_fn)):
         check_callable(name, function)

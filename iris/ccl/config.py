@@ -9,7 +9,7 @@ from iris.errors import InvalidConfigError, UnsupportedReductionError
 
 
 class ReduceOp(Enum):
-    """How the elements of several ranks become one. AVG is for floating-point types alone."""
+    """How the elements of several ranks become one: SUM, AVG (of floating-point types alone), MIN, MAX or PRODUCT."""
 
     SUM = "sum"
     AVG = "avg"

@@ -19,7 +19,7 @@ class HeapStats:
     allocated : int
         What was asked for and is in use.
     reserved : int
-        The same with each block rounded up to whole multiples of `ALIGNMENT`.
+        The same with each block rounded up to whole multiples of 1024 bytes.
     peak : int
         The largest ``reserved`` so far.
     largest_free_block : int

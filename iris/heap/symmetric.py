@@ -308,7 +308,10 @@ class SymmetricHeap:
     def dump(self) -> str:
         """What this rank's heap holds, for people: each tensor in use, with the contents of small ones of integers.
 
-        Local; may be called from any thread, also while a kernel hangs: it waits for none. See `iris.heap.dump`.
+        It says how full this rank's heap is, and lists the tensors in use by their offsets, with the line that made
+        each (in debug mode) and whether it waits to be freed. Of integer tensors of up to 1 MiB it shows the contents:
+        all elements if there are up to 32, else how often each value occurs, or the range of many different ones.
+        Local; works from any thread, also while a kernel hangs: it waits for none.
 
         Raises
         ------

@@ -41,7 +41,7 @@ def atomic_add(
     scope: tl.constexpr = SYS,
     hint: tl.constexpr = None,
 ):
-    """Add ``val`` to ``to_rank``'s copy; returns the old value, as the other atomics do."""
+    """Add ``val`` to ``to_rank``'s copy of ``ptr``; returns the old value."""
     return self._atomic("add", ptr, val, to_rank, mask, sem, scope, hint)
 
 
@@ -56,7 +56,7 @@ def atomic_sub(
     scope: tl.constexpr = SYS,
     hint: tl.constexpr = None,
 ):
-    """Subtract ``val`` from ``to_rank``'s copy."""
+    """Subtract ``val`` from ``to_rank``'s copy of ``ptr``; returns the old value."""
     return self._atomic("sub", ptr, val, to_rank, mask, sem, scope, hint)
 
 
@@ -71,7 +71,7 @@ def atomic_xchg(
     scope: tl.constexpr = SYS,
     hint: tl.constexpr = None,
 ):
-    """Put ``val`` in the place of ``to_rank``'s copy."""
+    """Put ``val`` in the place of ``to_rank``'s copy of ``ptr``; returns the old value."""
     return self._atomic("xchg", ptr, val, to_rank, mask, sem, scope, hint)
 
 
@@ -86,7 +86,7 @@ def atomic_and(
     scope: tl.constexpr = SYS,
     hint: tl.constexpr = None,
 ):
-    """Bitwise and of ``to_rank``'s copy with ``val``."""
+    """Bitwise and of ``to_rank``'s copy of ``ptr`` with ``val``; returns the old value."""
     return self._atomic("and", ptr, val, to_rank, mask, sem, scope, hint)
 
 
@@ -101,7 +101,7 @@ def atomic_or(
     scope: tl.constexpr = SYS,
     hint: tl.constexpr = None,
 ):
-    """Bitwise or of ``to_rank``'s copy with ``val``."""
+    """Bitwise or of ``to_rank``'s copy of ``ptr`` with ``val``; returns the old value."""
     return self._atomic("or", ptr, val, to_rank, mask, sem, scope, hint)
 
 
@@ -116,7 +116,7 @@ def atomic_xor(
     scope: tl.constexpr = SYS,
     hint: tl.constexpr = None,
 ):
-    """Bitwise exclusive or of ``to_rank``'s copy with ``val``."""
+    """Bitwise exclusive or of ``to_rank``'s copy of ``ptr`` with ``val``; returns the old value."""
     return self._atomic("xor", ptr, val, to_rank, mask, sem, scope, hint)
 
 
@@ -131,7 +131,7 @@ def atomic_min(
     scope: tl.constexpr = SYS,
     hint: tl.constexpr = None,
 ):
-    """The smaller of ``to_rank``'s copy and ``val``."""
+    """Leave the smaller of ``to_rank``'s copy of ``ptr`` and ``val``; returns the old value."""
     return self._atomic("min", ptr, val, to_rank, mask, sem, scope, hint)
 
 
@@ -146,7 +146,7 @@ def atomic_max(
     scope: tl.constexpr = SYS,
     hint: tl.constexpr = None,
 ):
-    """The larger of ``to_rank``'s copy and ``val``."""
+    """Leave the larger of ``to_rank``'s copy of ``ptr`` and ``val``; returns the old value."""
     return self._atomic("max", ptr, val, to_rank, mask, sem, scope, hint)
 
 
@@ -161,7 +161,11 @@ def atomic_cas(
     scope: tl.constexpr = SYS,
     hint: tl.constexpr = None,
 ):
-    """Put ``val`` in the place of ``to_rank``'s copy where that equals ``cmp``; returns the old value."""
+    """Put ``val`` where ``to_rank``'s copy of ``ptr`` equals ``cmp``; returns the old value.
+
+    The bits of the whole element are compared, so 0.0 is not -0.0. ``cmp`` and ``val`` are cast to the pointer's dtype.
+    No mask, as in Triton.
+    """
     event = self.tracing.begin_cas(ptr, to_rank, cmp)
     old = ordered_cas(self._peers(ptr, to_rank, None, hint), cmp, val, sem, scope)
     self.tracing.end_cas(event, old, cmp, val)

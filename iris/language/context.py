@@ -60,6 +60,20 @@ def _digest() -> str:
 
 @aggregate
 class DeviceContext:
+    """What a kernel holds to reach its peers: rank, number of ranks, and where each rank's heap is.
+
+    Made inside the kernel by `initialize`. For Gluon's kernels it is called ``iris.gluon.IrisDeviceCtx``.
+
+    Attributes
+    ----------
+    cur_rank : int32 scalar or constexpr
+        This rank. The older name is ``rank``.
+    num_ranks : int32 scalar or constexpr
+        The number of ranks. The older name is ``world_size``.
+    tracing : Tracing
+        ``record_event_start`` and ``record_event_end``: events that the kernel names.
+    """
+
     cur_rank: tl.tensor | tl.constexpr
     num_ranks: tl.tensor | tl.constexpr
     base: tl.tensor
@@ -79,7 +93,11 @@ class DeviceContext:
 
     @jit
     def translate(self, ptr, rank):
-        """The address of ``rank``'s copy of ``ptr``: hoist it out of a loop that returns to the same peer."""
+        """The address of ``rank``'s copy of ``ptr``, for the language's own loads, stores and atomics.
+
+        Call it in front of a loop that goes to the same peer each time: it costs one 8-byte load of the peer's heap
+        base, from a table in the caller's memory.
+        """
         if in_simulator():
             # Where ``ptr`` is used, and under which mask, is not known here.
             check_reach(ptr, False, self.base, rank)
@@ -110,7 +128,10 @@ class DeviceContext:
         volatile: tl.constexpr = False,
         hint: tl.constexpr = None,
     ):
-        """Read ``from_rank``'s copy of ``ptr``."""
+        """Read ``from_rank``'s copy of ``ptr``; returns the values.
+
+        It takes one round trip, for which the block waits when it first uses them.
+        """
         event = self.tracing.begin_move("load", ptr, from_rank, mask)
         values = tl.load(
             self._peers(ptr, from_rank, mask, hint),
@@ -124,7 +145,10 @@ class DeviceContext:
 
     @jit
     def store(self, ptr, value, to_rank, mask=None, cache_modifier: tl.constexpr = None, hint: tl.constexpr = None):
-        """Write ``to_rank``'s copy of ``ptr``."""
+        """Write ``to_rank``'s copy of ``ptr``.
+
+        The block does not wait for the data to arrive; `signal`, `fence` or a barrier orders them.
+        """
         event = self.tracing.begin_move("store", ptr, to_rank, mask)
         tl.store(self._peers(ptr, to_rank, mask, hint), value, mask=mask, cache_modifier=cache_modifier)
         self.tracing.record_event_end(event)
@@ -141,7 +165,10 @@ class DeviceContext:
         store_cache_modifier: tl.constexpr = None,
         hint: tl.constexpr = None,
     ):
-        """Read ``from_rank``'s copy of ``from_ptr`` into the caller's ``to_ptr``."""
+        """Read ``from_rank``'s copy of ``from_ptr``, write the caller's ``to_ptr``.
+
+        ``to_ptr`` is not translated and may be any memory of the caller.
+        """
         event = self.tracing.begin_move("get", from_ptr, from_rank, mask)
         source = self._peers(from_ptr, from_rank, mask, hint)
         value = tl.load(source, mask=mask, other=other, cache_modifier=load_cache_modifier)
@@ -160,7 +187,10 @@ class DeviceContext:
         store_cache_modifier: tl.constexpr = None,
         hint: tl.constexpr = None,
     ):
-        """Read the caller's ``from_ptr``, write ``to_rank``'s copy of ``to_ptr``."""
+        """Read the caller's ``from_ptr``, write ``to_rank``'s copy of ``to_ptr``.
+
+        ``from_ptr`` is not translated and may be any memory of the caller.
+        """
         event = self.tracing.begin_move("put", to_ptr, to_rank, mask)
         # Where the peer is, is on its way before the data are.
         target = self._peers(to_ptr, to_rank, mask, hint)
@@ -181,7 +211,11 @@ class DeviceContext:
         store_cache_modifier: tl.constexpr = None,
         hint: tl.constexpr = None,
     ):
-        """Move ``from_rank``'s copy of ``src_ptr`` to ``to_rank``'s of ``dst_ptr``; the caller is one of them."""
+        """Read ``from_rank``'s copy of ``src_ptr``, write ``to_rank``'s copy of ``dst_ptr``.
+
+        The caller is one of the two ranks; both pointers are in its heap. In the simulator `NotTheCallerError` says
+        that it is not.
+        """
         if in_simulator():
             check_copy(from_rank, to_rank, self.cur_rank)
         event = self.tracing.begin_copy(dst_ptr, from_rank, to_rank, self.cur_rank, mask)
@@ -204,9 +238,10 @@ class DeviceContext:
 
     @jit
     def signal(self, flag_ptr, value, to_rank, op: tl.constexpr = SET):
-        """Set ``to_rank``'s flag to ``value``, or add to it, after everything that this block did so far.
+        """Set ``to_rank``'s flag to ``value``, or add to it, **after** everything that this block did so far.
 
-        A scalar integer flag of 32 or 64 bits. Who waits for it with `wait` sees all that came before.
+        A release at system scope. Who waits for the flag with `wait` sees all that came before. ``flag_ptr`` is a
+        scalar pointer to int32, uint32, int64 or uint64; ``op`` is "set" or "add". Over the link: 4 or 8 bytes.
         """
         event = self.tracing.begin_flag("signal", flag_ptr, to_rank, value, None)
         now = ordered_signal(self._peers(flag_ptr, to_rank, None), value, op)
@@ -214,11 +249,15 @@ class DeviceContext:
 
     @jit
     def wait(self, flag_ptr, value, cmp: tl.constexpr = EQ):
-        """Wait until the caller's own flag compares as ``cmp`` to ``value``: eq ne gt ge lt le reached; returns it.
+        """Wait until the caller's own flag compares to ``value`` by ``cmp``; returns the flag as it was seen.
 
-        "reached" is for counts that only rise: at ``value`` or past it, also where the count has overflowed since.
+        ``cmp`` is "eq", "ne", "gt", "ge", "lt", "le" or "reached". The last is for counts that only rise: it holds at
+        ``value`` and past it, even if the count has overflowed since.
 
-        What its sender did before `signal` is visible to the whole block afterwards.
+        Everything that the block does **after** it sees what the sender did before its `signal`: it is an acquire at
+        system scope, in a loop. ``flag_ptr`` is a scalar pointer to int32, uint32, int64 or uint64. It is not
+        translated; nothing goes over the link. With ``IRIS_WAIT_TIMEOUT_S`` set it returns after that time even though
+        the comparison does not hold, and the next ``barrier()`` of the host raises `IrisTimeoutError`.
         """
         self._check(flag_ptr, None, self.cur_rank)
         event = self.tracing.begin_flag("wait", flag_ptr, self.cur_rank, value, None)
@@ -228,31 +267,38 @@ class DeviceContext:
 
     @jit
     def fence(self):
-        """Order everything that this block did before everything that it will do, for observers on any rank."""
+        """Order everything that this block did before everything that it will do, for observers on any rank.
+
+        Nothing goes over the link, but it may take as long as earlier stores take to arrive.
+        """
         ordered_fence()
 
     @jit
     def order_bulk_copies(self):
-        """Order what this block has acquired or stored before the copies by TMA that it will issue.
+        """Order what this block has acquired or stored before the copies by TMA that it issues from here on.
 
-        Between `wait` and such a copy of what has been waited for. Nothing on AMD, which has none.
+        Those access memory through another proxy than loads and stores do (PTX ISA, ``fence.proxy.async``). It goes
+        between `wait` and a copy that fetches what has been waited for. On AMD it does nothing.
         """
         ordered_bulk_copies()
 
     @jit
     def put_signal(self, from_ptr, to_ptr, flag_ptr, value, to_rank, mask=None, op: tl.constexpr = SET):
-        """`put`, then `signal` with ``op``: when ``to_rank`` sees the flag, it sees the data."""
+        """`put`, then `signal` with ``op``: when ``to_rank`` sees the flag, it sees the data of this block."""
         self.put(from_ptr, to_ptr, to_rank, mask=mask)
         self.signal(flag_ptr, value, to_rank, op)
 
     @jit
     def barrier(self, flags_ptr, epoch=None):
-        """Program p of this rank meets program p of every other rank.
+        """Program p of this rank waits for program p of every other rank.
 
-        ``flags_ptr``: int32 or int64 ``[number of programs, num_ranks]`` on the heap, zeros before the first use
-        and used by one launch at a time. With ``epoch`` None the flags count by themselves, which is what a CUDA
-        graph needs; otherwise the caller passes 1, 2, 3, ... All ranks must launch the same number of programs, and
-        no more than can be resident at once.
+        What all of them did before is visible to all of them after it. ``flags_ptr`` is int32 or int64 of shape
+        ``[programs, num_ranks]`` on the heap, zeros before the first use; another dtype fails to compile. With
+        ``epoch`` None the flags count by themselves, which a CUDA graph needs; otherwise pass 1, 2, 3, ... in turn.
+        Over the link: one flag to each peer, in one step.
+
+        The caller guarantees that all ranks launch the same number of programs, no more than can be resident at once,
+        and that one launch at a time uses the flags. They are never reset.
         """
         self._check(flags_ptr, None, self.cur_rank)
         event = self.tracing.begin_flag("barrier", flags_ptr, self.cur_rank, 0, None, "meeting")
@@ -343,6 +389,12 @@ def identify(context_tensor, rank, num_ranks, tracing: tl.constexpr):
 
 @jit
 def initialize(context_tensor, rank=None, num_ranks=None, tracing=False):
+    """The context of a kernel; a static method, called on the class inside the kernel.
+
+    ``context_tensor`` is ``ctx.get_device_context()``. Rank and number of ranks are read from it unless they are given;
+    given as constexpr, they stay compile-time constants. With ``tracing=True`` the context's operations are recorded.
+    Gluon's form takes ``tracing`` second. Arguments that are not named may come in the other language's order, too.
+    """
     if is_switch(rank):
         return identify(context_tensor, num_ranks, None if is_switch(tracing) else tracing, rank)
     else:
@@ -351,6 +403,7 @@ def initialize(context_tensor, rank=None, num_ranks=None, tracing=False):
 
 @jit
 def initialize_traced_second(context_tensor, tracing=False, rank=None, num_ranks=None):
+    """`initialize` as Gluon's programs call it."""
     if is_switch(tracing):
         return identify(context_tensor, rank, num_ranks, tracing)
     else:

@@ -65,7 +65,7 @@ def load(
     volatile: tl.constexpr = False,
     hint: tl.constexpr = None,
 ):
-    """Read ``from_rank``'s copy of ``pointer``; ``to_rank`` is the caller."""
+    """Read ``from_rank``'s copy of ``pointer``; returns the values. ``to_rank`` is the caller."""
     tracing = tracing_of(heap_bases, to_rank)
     event = tracing.begin_move("load", pointer, from_rank, mask)
     source = peer_address(pointer, to_rank, from_rank, heap_bases, mask, hint)
@@ -106,7 +106,10 @@ def get(
     store_cache_modifier: tl.constexpr = None,
     hint: tl.constexpr = None,
 ):
-    """Read ``to_rank``'s copy of ``from_ptr`` into the caller's ``to_ptr``; ``from_rank`` is the caller."""
+    """Read ``to_rank``'s copy of ``from_ptr``, write the caller's ``to_ptr``; ``from_rank`` is the caller.
+
+    In the context's form ``from_rank`` is the rank that is read.
+    """
     tracing = tracing_of(heap_bases, from_rank)
     event = tracing.begin_move("get", from_ptr, to_rank, mask)
     source = peer_address(from_ptr, from_rank, to_rank, heap_bases, mask, hint)
@@ -191,7 +194,10 @@ def atomic_add(
     scope: tl.constexpr = SYS,
     hint: tl.constexpr = None,
 ):
-    """Add ``val`` to ``to_rank``'s copy; returns the old value, as the other atomics do."""
+    """Add ``val`` to ``to_rank``'s copy of ``pointer``; returns the old value.
+
+    ``from_rank`` is the caller.
+    """
     return atomic("add", pointer, val, from_rank, to_rank, heap_bases, mask, sem, scope, hint)
 
 
@@ -207,7 +213,10 @@ def atomic_sub(
     scope: tl.constexpr = SYS,
     hint: tl.constexpr = None,
 ):
-    """Subtract ``val`` from ``to_rank``'s copy."""
+    """Subtract ``val`` from ``to_rank``'s copy of ``pointer``; returns the old value.
+
+    ``from_rank`` is the caller.
+    """
     return atomic("sub", pointer, val, from_rank, to_rank, heap_bases, mask, sem, scope, hint)
 
 
@@ -223,7 +232,10 @@ def atomic_xchg(
     scope: tl.constexpr = SYS,
     hint: tl.constexpr = None,
 ):
-    """Put ``val`` in the place of ``to_rank``'s copy."""
+    """Put ``val`` in the place of ``to_rank``'s copy of ``pointer``; returns the old value.
+
+    ``from_rank`` is the caller.
+    """
     return atomic("xchg", pointer, val, from_rank, to_rank, heap_bases, mask, sem, scope, hint)
 
 
@@ -239,7 +251,10 @@ def atomic_and(
     scope: tl.constexpr = SYS,
     hint: tl.constexpr = None,
 ):
-    """Bitwise and of ``to_rank``'s copy with ``val``."""
+    """Bitwise and of ``to_rank``'s copy of ``pointer`` with ``val``; returns the old value.
+
+    ``from_rank`` is the caller.
+    """
     return atomic("and", pointer, val, from_rank, to_rank, heap_bases, mask, sem, scope, hint)
 
 
@@ -255,7 +270,10 @@ def atomic_or(
     scope: tl.constexpr = SYS,
     hint: tl.constexpr = None,
 ):
-    """Bitwise or of ``to_rank``'s copy with ``val``."""
+    """Bitwise or of ``to_rank``'s copy of ``pointer`` with ``val``; returns the old value.
+
+    ``from_rank`` is the caller.
+    """
     return atomic("or", pointer, val, from_rank, to_rank, heap_bases, mask, sem, scope, hint)
 
 
@@ -271,7 +289,10 @@ def atomic_xor(
     scope: tl.constexpr = SYS,
     hint: tl.constexpr = None,
 ):
-    """Bitwise exclusive or of ``to_rank``'s copy with ``val``."""
+    """Bitwise exclusive or of ``to_rank``'s copy of ``pointer`` with ``val``; returns the old value.
+
+    ``from_rank`` is the caller.
+    """
     return atomic("xor", pointer, val, from_rank, to_rank, heap_bases, mask, sem, scope, hint)
 
 
@@ -287,7 +308,10 @@ def atomic_min(
     scope: tl.constexpr = SYS,
     hint: tl.constexpr = None,
 ):
-    """The smaller of ``to_rank``'s copy and ``val``."""
+    """Leave the smaller of ``to_rank``'s copy of ``pointer`` and ``val``; returns the old value.
+
+    ``from_rank`` is the caller.
+    """
     return atomic("min", pointer, val, from_rank, to_rank, heap_bases, mask, sem, scope, hint)
 
 
@@ -303,7 +327,10 @@ def atomic_max(
     scope: tl.constexpr = SYS,
     hint: tl.constexpr = None,
 ):
-    """The larger of ``to_rank``'s copy and ``val``."""
+    """Leave the larger of ``to_rank``'s copy of ``pointer`` and ``val``; returns the old value.
+
+    ``from_rank`` is the caller.
+    """
     return atomic("max", pointer, val, from_rank, to_rank, heap_bases, mask, sem, scope, hint)
 
 
@@ -319,7 +346,11 @@ def atomic_cas(
     scope: tl.constexpr = SYS,
     hint: tl.constexpr = None,
 ):
-    """Put ``val`` in the place of ``to_rank``'s copy where that equals ``cmp``; returns the old value."""
+    """Put ``val`` where ``to_rank``'s copy of ``pointer`` equals ``cmp``; returns the old value.
+
+    The bits of the whole element are compared, so 0.0 is not -0.0. ``cmp`` and ``val`` are cast to the pointer's dtype.
+    No mask, as in Triton. ``from_rank`` is the caller.
+    """
     tracing = tracing_of(heap_bases, from_rank)
     event = tracing.begin_cas(pointer, to_rank, cmp)
     old = ordered_cas(peer_address(pointer, from_rank, to_rank, heap_bases, None, hint), cmp, val, sem, scope)

@@ -21,7 +21,11 @@ def backend():
 
 @triton.constexpr_function
 def threads_per_warp():
-    """Threads of a warp: 64 on AMD CDNA, 32 elsewhere. On the host, and in ``constexpr`` expressions of kernels."""
+    """Threads of a warp: 64 on AMD CDNA, 32 elsewhere and in the simulator.
+
+    Call it on the host, or in ``constexpr`` expressions of kernels, for layouts that fit both vendors:
+    ``gl.BlockedLayout([1], [iris_gl.threads_per_warp()], [gl.num_warps()], [0])``.
+    """
     from triton.runtime import driver
 
     return 32 if simulator.ACTIVE else driver.active.get_current_target().warp_size

@@ -53,7 +53,10 @@ SEVERAL = tl.constexpr(-2)
 
 @allowed_in_kernels
 class TraceEvent:
-    """The kinds of events, as numbers for ``record_event_start``: ``iris.TraceEvent.compute`` and so on."""
+    """The kinds of events, as numbers for ``record_event_start``: ``iris.TraceEvent.compute`` and so on.
+
+    There are load, store, get, put, copy, the atomic operations by their names, signal, wait, barrier and compute.
+    """
 
     # Older programs write ``TraceEvent().put``.
     def __new__(cls, **_):
