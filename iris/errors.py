@@ -358,7 +358,10 @@ class TritonMissingError(IrisError, ImportError):
 
 
 class MissingPartError(IrisError, ImportError):
-    """This release of torch or Triton lacks a part that Iris needs and that their documentation does not promise."""
+    """This release of torch or Triton lacks a part that Iris needs and that their documentation does not promise.
+
+    The message names it, and the releases that have it.
+    """
 
 
 class NoGpuForRankError(IrisError, RuntimeError):
