@@ -99,7 +99,7 @@ def _nvlinks(i: int, j: int) -> int:
     # Not public, and not in every build of torch: without it the links are only not counted.
     try:
         from torch._C._autograd import DeviceType
-        from torch._C._distributed_c10d import _detect_dma_connectivity
+        from torch._C._distributed_c10d import _detect_dma_connectivity  # type: ignore[attr-defined]
 
         return _detect_dma_connectivity(DeviceType.CUDA, "nvlink").matrix[i][j]
     except (ImportError, RuntimeError, IndexError):

@@ -13,7 +13,7 @@ import torch
 try:
     from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 except ImportError:
-    set_code_exec_strategy = None
+    set_code_exec_strategy = None  # type: ignore[assignment]
 
 Function = TypeVar("Function", bound=Callable)
 
@@ -30,7 +30,8 @@ def untraced(why: str) -> Callable[[Function], Function]:
             return torch.compiler.disable(function, reason=why)
         # When it is called, and when a function is traced that calls it.
         set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
-        function._torchdynamo_disable, function._torchdynamo_disable_msg = True, why
+        for name, value in (("_torchdynamo_disable", True), ("_torchdynamo_disable_msg", why)):
+            setattr(function, name, value)
         return function
 
     return mark

@@ -1,6 +1,7 @@
 """The libraries that the collectives are measured against, each at its best, as functions on tensors of its own."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,7 +40,9 @@ def windows(
     NCCL's communicator must exist, which it does after the first call, and outlive the pool that comes with them; they
     do not keep it alive themselves. All that will be used is registered at once.
     """
-    backend = dist.group.WORLD._get_backend(device)
+    world = dist.group.WORLD
+    assert world is not None
+    backend: Any = world._get_backend(device)
     pool = torch.cuda.MemPool(backend.mem_allocator)
     with torch.cuda.use_mem_pool(pool):
         tensors = [torch.empty(count, dtype=dtype, device=device) for count in counts]
@@ -49,7 +52,9 @@ def windows(
 
 def torch_symmetric(operands: Operands) -> Calls:
     """The kernels of torch's symmetric memory, on a buffer that it has shared."""
-    group = dist.group.WORLD.group_name
+    world = dist.group.WORLD
+    assert world is not None
+    group = world.group_name
     whole = operands.whole
     shared = symmetric_memory.empty(whole.numel(), dtype=whole.dtype, device=whole.device)
     symmetric_memory.rendezvous(shared, group)

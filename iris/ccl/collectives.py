@@ -1,7 +1,7 @@
 """`ctx.ccl`: the collectives of a context, checked and enqueued."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from iris.errors import (
 from iris.heap.history import debugging
 from iris.untraced import untraced_methods
 from iris.versions import note_written
+from iris.workspace import RankContext
 from iris.world import check_process_group
 
 DEBUGGING = debugging()
@@ -44,7 +45,7 @@ class Collectives:
     ``config``, a `Config`, the same on all members.
     """
 
-    def __init__(self, context: Any) -> None:
+    def __init__(self, context: RankContext) -> None:
         self._context = context
         self._on_gpu = context.device.type == "cuda"
         self._index = context.gpu_id
@@ -164,7 +165,7 @@ class Collectives:
             if here:
                 checks.check_at_root(comm, "gather", "output", output, root)
             source = _to_read(input)
-            target = output if here else source
+            target = output if here and output is not None else source
             result = _to_write(target)
             key = self._key(("gather", root), result, source, config, line)
             launch = comm.launches.get(key)
@@ -203,7 +204,7 @@ class Collectives:
                     input = checks.joined(comm, "scatter", input, output)
                 checks.check_at_root(comm, "scatter", "input", input, root)
             result = _to_write(output)
-            source = _to_read(input) if here else result
+            source = _to_read(input) if here and isinstance(input, torch.Tensor) else result
             key = self._key(("scatter", root), result, source, config, line)
             launch = comm.launches.get(key)
             if launch is None:
@@ -421,7 +422,7 @@ class Collectives:
         try:
             if here:
                 checks.check_at_root(comm, "reduce", "output", output, root)
-            target = output if here else input
+            target = output if here and output is not None else input
             source = _to_read(input)
             result = _to_write(target) if here else source
             key = self._key(("reduce", id(op), root), result, source, config, line)
@@ -573,7 +574,7 @@ class Collectives:
         try:
             reads, writes = input.data_ptr(), output.data_ptr()
         except RuntimeError:
-            reads = writes = None
+            reads = writes = 0
         if not (reads and writes):
             # Nothing, or a stand-in of torch.func, whose class says nothing.
             checks.check_tensor(_name(call), output)
@@ -671,3 +672,9 @@ def _finish(output: torch.Tensor | None, result: torch.Tensor) -> None:
 def _to_write(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor, or plain room for a result that `_leave` copies into it."""
     return tensor if _is_plain(tensor) else torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+
+
+class CollectivesContext(RankContext, Protocol):
+    """A context with its collectives."""
+
+    ccl: Collectives

@@ -235,11 +235,13 @@ class Communicator:
     def _p2p_queues(self, n: int, up: bool) -> Queues:
         counts, words = self.p2p_programs * COUNTS.value * 4, self.p2p_programs * WORDS.value * 8
         slots = slots_bytes(self.p2p_programs, self.size, self.p2p_slot_bytes)
-        which, memory = 2 * n + (not up), self._p2p_channel.memory
+        channel = self._p2p_channel
+        assert channel is not None
+        which, memory = 2 * n + (not up), channel.memory
         first_word = 2 * P2P_SETS * counts
         first_slot = first_word + 2 * P2P_SETS * words
         return Queues(
-            self._p2p_channel.context_tensor,
+            channel.context_tensor,
             memory[which * counts :][:counts].view(torch.int32),
             memory[first_word + which * words :][:words].view(torch.int64),
             memory[first_slot + n * slots :][:slots],
@@ -306,7 +308,8 @@ def ready(
     def seen(x: torch.Tensor, y: torch.Tensor, more: tuple) -> tuple:
         return *before, as_words(x, dtype), as_words(y, dtype), *more, *after
 
-    early, options = True, {}
+    early = True
+    options: dict[str, int] = {}
     if admits:
         early, options = _share(comm, kernel, programs, num_warps, seen(tensors[0], tensors[1], tensors[2:]), compiling)
         after = (*after, early)
@@ -329,7 +332,7 @@ def ready(
     def enqueue(stream: int | None, x: torch.Tensor, y: torch.Tensor, *more: torch.Tensor) -> None:
         launch(stream, (*first, x.data_ptr(), y.data_ptr(), *more, *after))
 
-    enqueue.keeps_alive = before
+    enqueue.keeps_alive = before  # type: ignore[attr-defined]
     return enqueue
 
 
@@ -363,4 +366,4 @@ def as_words(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(1, dtype=dtype, device=tensor.device)
     begin = tensor.storage_offset() * tensor.itemsize
     first = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    return first.set_(tensor.untyped_storage(), begin, (dtype.itemsize,)).view(dtype)
+    return first.set_(tensor.untyped_storage(), begin, (dtype.itemsize,), (1,)).view(dtype)

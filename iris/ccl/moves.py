@@ -80,9 +80,9 @@ def scatter(comm: Communicator, root: int, input: torch.Tensor, output: torch.Te
     return Exchange(1, piece, piece, piece, piece, 0, output.nbytes, to, range(root, root + 1), True)
 
 
-def word_bytes(*values: int) -> int:
+def word_bytes(*values: int | torch.SymInt) -> int:
     """The widest element, of 8 bytes at most, that divides all these addresses and distances."""
-    return math.gcd(8, *values)
+    return math.gcd(8, *map(int, values))
 
 
 def prepare_exchange(

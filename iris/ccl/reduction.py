@@ -1,6 +1,6 @@
 """What ``op`` may be: one of this library's `ReduceOp`, or one of torch's, with the factor that PREMUL_SUM has."""
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -41,6 +41,7 @@ def reduction(op: Any) -> tuple[ReduceOp | PremulSum, Factor | None]:
         return op, None
     # By the class, since isinstance() takes torch's constants for both of torch's classes.
     if op.__class__ is dist.ReduceOp:
+        op = cast(Any, op)
         ours = _OF_NUMBER.get(op.op.value)
         if ours is not None:
             return ours, None

@@ -278,7 +278,7 @@ def _queued(
     sizes = (comm.size, block, queues.slot_bytes // dtype.itemsize, operands.op, to is not None)
     if choice.variant == "pull":
         kernel = pull.pull.gluon if config.use_gluon else pull.pull
-        after = (*steps, input.nbytes, output.nbytes, *sizes)
+        after: tuple = (*steps, input.nbytes, output.nbytes, *sizes)
     else:
         kernel = two_shot.two_shot.gluon if config.use_gluon else two_shot.two_shot
         wanted = to or range(comm.size)

@@ -16,6 +16,7 @@ from iris.errors import HeapTooLargeError, MappingError, readable
 from iris.heap.allocator import ALIGNMENT
 from iris.kept import keep
 from iris.world import Group
+from iris.world.store import put
 
 # Held by the thread of this process that exchanges handles.
 _exchanging = threading.Lock()
@@ -39,8 +40,8 @@ class CountingStore(dist.Store):
             self._first = int(number)
         return f"{prefix}/{int(number) - self._first}/{rank}"
 
-    def set(self, key: str, value: bytes) -> None:
-        self._store.set(self._key(key), value)
+    def set(self, key: str, value: bytes) -> None:  # type: ignore[override]  # what torch gives it
+        put(self._store, self._key(key), value)
 
     def get(self, key: str) -> bytes:
         return self._store.get(self._key(key))
@@ -98,10 +99,12 @@ def share(group: Group, size: int, device: torch.device) -> tuple[list[int], Any
 
     def exchange() -> None:
         nonlocal handle
+        assert own is not None
+        shared = own
         try:
             with _without_multicast(), _registered(group) as name:
                 # Which allocates too: tables of the peers' addresses.
-                handle = keep(lambda: _SymmetricMemory.rendezvous(own, name), device)
+                handle = keep(lambda: _SymmetricMemory.rendezvous(shared, name), device)
         except RuntimeError as error:
             raise MappingError(
                 f"torch could not share memory of {device} with the other ranks' GPUs: {_first_line(error)}. "
@@ -116,6 +119,7 @@ def share(group: Group, size: int, device: torch.device) -> tuple[list[int], Any
     try:
         group.agree(allocate, "allocate its heap")
         if group.size == 1:
+            assert own is not None
             starts = [own.data_ptr()]
         else:
             with turn(group):
@@ -166,13 +170,13 @@ def _registered(group: Group) -> Iterator[str]:
     name = f"{group.name}/symmetric_memory/{group.meetings}"
     store = CountingStore(dist.PrefixStore(f"symmetric_memory/{group.meetings}", group.store))
     process_group = dist.ProcessGroup(store, group.rank, group.size)
-    _register_process_group(name, process_group)
+    _register_process_group(name, process_group)  # type: ignore[arg-type]
     # Releases of torch before 2.11 look here instead.
     _SymmetricMemory.set_group_info(name, group.rank, group.size, store)
     try:
         yield name
     finally:
-        _unregister_process_group(name)
+        _unregister_process_group(name)  # type: ignore[arg-type]
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -46,6 +46,12 @@ class Memory:
         self._held = held
 
 
+class Losses(Protocol):
+    """Which members have ended, in words."""
+
+    def __call__(self, well: bool) -> list[str]: ...
+
+
 @dataclass
 class Mapping:
     """One rank's view of memory that a group shares.
@@ -80,7 +86,7 @@ class Mapping:
     device: torch.device
     bases: tuple[int, ...]
     memory: Memory | None
-    lost: Callable[[bool], list[str]]
+    lost: Losses
     owner: Callable[[], Any] = lambda: None
 
     def storage(self, rank: int, offset: int, size: int, owner: Any = None) -> torch.UntypedStorage:
@@ -99,7 +105,7 @@ class Mapping:
             raise HeapClosedError("This memory was closed; nothing new can be made on it.")
         if index(rank) not in range(len(self.bases)):
             raise sanitizer.told(RankOutOfRangeError(rank, len(self.bases)))
-        storage = torch._C._construct_storage_from_data_pointer(self.bases[rank] + offset, self.device, size)
+        storage: Any = torch._C._construct_storage_from_data_pointer(self.bases[rank] + offset, self.device, size)
         # A storage keeps its Python object, with its attributes, for as long as a tensor uses it.
         storage.iris_memory = self.memory
         storage.iris_owner = owner
@@ -123,7 +129,7 @@ class Mapping:
             After `close`.
         """
         own = self.storage(self.rank, offset, size)
-        return snapshot(torch.empty(0, dtype=torch.uint8, device=self.device).set_(own, 0, (size,)))
+        return snapshot(torch.empty(0, dtype=torch.uint8, device=self.device).set_(own, 0, (size,), (1,)))
 
     def close(self) -> None:
         """Let go of the memory: it is unmapped when the last tensor over it has died."""

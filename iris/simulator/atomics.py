@@ -6,6 +6,7 @@ around compare-and-swap. (Its own fp16 addition takes a mutex that other process
 """
 
 from collections.abc import Callable
+from typing import TypeAlias
 
 import numpy as np
 import triton.language as tl
@@ -15,7 +16,7 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from iris.simulator import dtypes
 
-OP = ir.ATOMIC_OP
+OP: TypeAlias = ir.ATOMIC_OP
 
 _NATIVE_OP = InterpreterBuilder.ir_rmw_op_to_interpreter_rmw_op
 _NATIVE_SEM = InterpreterBuilder.ir_sem_to_interpreter_sem

@@ -36,7 +36,7 @@ def sched_barrier(allow: Any = None) -> None:
     """Nothing: what the compiler may move past it makes no difference here."""
 
 
-def buffer_load(ptr, offsets, mask=None, other=None, cache=None):
+def buffer_load(ptr: Any, offsets: Any, mask: Any = None, other: Any = None, cache: Any = None) -> Any:
     """Where the mask is off, ``other``, or the zeros that a buffer load finds out of range.
 
     (AMD Instinct MI300 ISA, "Buffer Addressing", "Range checking"; the compiler moves what is masked out of range.)
@@ -46,12 +46,12 @@ def buffer_load(ptr, offsets, mask=None, other=None, cache=None):
     return tl.core.load(ptr + offsets, mask=mask, other=other)
 
 
-def buffer_store(stored_value, ptr, offsets, mask=None, cache=None):
+def buffer_store(stored_value: Any, ptr: Any, offsets: Any, mask: Any = None, cache: Any = None) -> None:
     tl.core.store(ptr + offsets, stored_value, mask=mask)
 
 
 def buffer_atomic(name: str) -> Callable:
-    def atomic(ptr, offsets, value, mask=None, sem=None, scope=None):
+    def atomic(ptr: Any, offsets: Any, value: Any, mask: Any = None, sem: Any = None, scope: Any = None) -> Any:
         return getattr(tl.core, name)(ptr + offsets, value, mask=mask, sem=sem, scope=scope)
 
     return atomic

@@ -100,7 +100,7 @@ class HostAccesses(TorchDispatchMode):
             for returned, value in zip(func._schema.returns, values, strict=False):
                 if returned.alias_info is None:
                     for tensor in filter(_is_seen, _tensors(value)):
-                        storage = tensor.untyped_storage()
+                        storage: Any = tensor.untyped_storage()
                         storage.iris_seen = True
                         self._recorder.renewed(storage.data_ptr(), storage.nbytes())
         return result

@@ -22,7 +22,7 @@ def own_launch(folder: Path) -> Path:
     """
     name = f"launch-{time.time_ns():020}-{os.getpid()}"
     if dist.is_initialized():
-        name = distributed_c10d._get_process_group_store(dist.group.WORLD).compare_set(_KEY, "", name).decode()
+        name = distributed_c10d._get_default_store().compare_set(_KEY, "", name).decode()
     return folder / name
 
 
