@@ -60,8 +60,10 @@ def buffer_atomic(name: str) -> Callable:
 def replacements() -> dict[Any, Callable]:
     """What stands in for which of Gluon's builtins."""
     replaced: dict[Any, Callable] = {gl.dot_fma: multiply_add, gl.nvidia.ampere.mma_v2: multiply_add}
-    if hasattr(gl.amd, "slice"):  # Triton 3.6 has neither
-        replaced |= {gl.amd.slice: sliced, gl.amd.hint.sched_barrier: sched_barrier}
+    if hasattr(gl.amd, "slice"):  # not Triton 3.6
+        replaced[gl.amd.slice] = sliced
+    if hasattr(gl.amd, "hint"):  # Triton 3.9
+        replaced[gl.amd.hint.sched_barrier] = sched_barrier
     for module in (gl.amd.cdna3, gl.amd.cdna4):
         for name, value in vars(module).items():
             if name in ("scaled_downcast", "get_scaled_upcast_fp4_scale_layout"):
