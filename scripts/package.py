@@ -77,7 +77,7 @@ class Environment:
         hidden = ("PYTHONPATH", "VIRTUAL_ENV")
         environment = {name: value for name, value in os.environ.items() if name not in hidden and "IRIS" not in name}
         environment["PATH"] = f"{self._bin}{os.pathsep}{environment['PATH']}"
-        words = [self._bin / command, *map(str, arguments)]
+        words = [str(self._bin / command), *map(str, arguments)]
         done = subprocess.run(words, cwd=self.folder, env=environment, capture_output=True, text=True)
         if done.returncode:
             raise SystemExit(f"{done.stdout}{done.stderr}\n{shown}: exit status {done.returncode}")
