@@ -29,7 +29,8 @@ PYTEST := $(if $(IRIS_TEST_ALL),scripts/in_pieces.py,-m pytest -q)
 # One after the other, as each wants the GPUs for itself; and all of them, whichever misses its floors.
 MEASURED := perf-accesses perf-collectives perf-operations
 
-.PHONY: demo test test-all $(PARTS) test-gpu perf $(MEASURED) lint fix docs docs-version setup setup-oldest
+.PHONY: demo test test-all $(PARTS) test-gpu perf $(MEASURED) lint types fix docs docs-version package
+.PHONY: setup setup-oldest
 
 demo: setup          ## two ranks exchange data from inside Triton and Gluon kernels
 	$(RUN) -m iris demo
@@ -73,13 +74,19 @@ perf-operations:
 	$(TORCHRUN) -m iris bench ops --library iris --library vendor --floors benchmarks/floors.json \
 	  --shape 8192x8192x8192 --shape 1024x8192x28672 --shape 4096x16384x4096 --shape 8x4096x0 --shape 16x8192x0
 
-lint: setup          ## ruff, and the rules that only this project must obey
+lint: types          ## ruff and mypy
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
+
+types: setup         ## mypy: the interface and the host code
+	$(RUN) -m mypy
 
 fix: setup
 	$(RUN) -m ruff check --fix .
 	$(RUN) -m ruff format .
+
+package: setup       ## builds sdist and wheel, and tries them in an environment and a folder of their own
+	$(RUN) scripts/package.py
 
 docs: setup          ## the site, in the folder `site`; a broken link is an error
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict

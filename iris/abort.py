@@ -186,7 +186,9 @@ def _watch(polled: Callable[[], list[int]]) -> GroupAbortedError | None:
     broken = [flag for flag in _flags if flag.ends_waits()]
     for address in polled() if broken else ():
         found = locate(address)
-        owner = found[0].owner() if found else None
+        if found is None:
+            continue
+        owner = found[0].owner()
         # Groups share segments: the block at the address says which group it is.
         used = owner.user_at(found[2]) if hasattr(owner, "user_at") else (owner, None)
         flag = getattr(used[0], "abort_flag", None) if used else None
@@ -216,4 +218,5 @@ def _register(address: int, size: int) -> int:
     error = find(ctypes.byref(pointer), ctypes.c_void_p(address), 0)
     if error:
         raise MappingError(f"The GPU has no address for memory of the host (error {error}).")
+    assert pointer.value is not None
     return pointer.value

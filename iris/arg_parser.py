@@ -8,7 +8,7 @@ import math
 import numbers
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -16,6 +16,7 @@ from iris.errors import InvalidArgumentError, InvalidDtypeError, InvalidShapeErr
 
 Size = int | Sequence["Size"]
 Number = int | float | complex | bool
+Real = int | float
 T = TypeVar("T")
 
 # As torch reads Python's types.
@@ -30,7 +31,7 @@ def index(value: object) -> int | None:
     if isinstance(value, torch.Tensor) and value.dtype == torch.bool:
         return None
     try:
-        return operator.index(value)
+        return operator.index(value)  # type: ignore[arg-type]
     except TypeError:
         return None
 
@@ -134,7 +135,7 @@ def dtype_of_full(call: str, name: str, value: Any, dtype: torch.dtype | None = 
     return ask(f"{call}({name}={value!r:.60})", takes, trial)
 
 
-def bounds_of_arange(*args: Any, **given: Any) -> tuple[Number, Number, Number]:
+def bounds_of_arange(*args: Any, **given: Any) -> tuple[Real, Real, Real]:
     """Start, end and step of a call of arange()."""
     names = ("end",) if len(args) == 1 and "end" not in given else ("start", "end", "step")
     named = dict(zip(names, args, strict=False))
@@ -144,10 +145,10 @@ def bounds_of_arange(*args: Any, **given: Any) -> tuple[Number, Number, Number]:
     for name, value in bounds.items():
         if dtype_of_full("arange", name, value).is_complex:
             raise InvalidArgumentError(f"arange({name}={value}) is not possible: complex numbers have no order.")
-    return tuple(map(scalar, bounds.values()))
+    return cast(tuple[Real, Real, Real], tuple(map(scalar, bounds.values())))
 
 
-def length_of_arange(start: Number, end: Number, step: Number, dtype: torch.dtype) -> int:
+def length_of_arange(start: Real, end: Real, step: Real, dtype: torch.dtype) -> int:
     """The number of elements of torch.arange, which computes it in the dtype of the result."""
     if step == 0 or not 0 <= (end - start) * step < math.inf:
         call = f"arange(start={start}, end={end}, step={step})"
@@ -190,7 +191,7 @@ def check_generator(generator: object, device: torch.device) -> None:
 
 def _flat(size: Sequence[Size]) -> list[Any]:
     """The elements of nested lists and tuples, in order."""
-    extents = []
+    extents: list[Any] = []
     for extent in size:
         extents += _flat(extent) if isinstance(extent, list | tuple) else [extent]
     return extents

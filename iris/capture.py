@@ -35,7 +35,7 @@ def _call(name: str, hip: str, *arguments: object) -> None:
         raise MappingError(f"The driver could not tell about the capture of a graph: {name}() returned {error}.")
 
 
-def capture_id(stream: int) -> int:
+def capture_id(stream: int | None) -> int:
     """A number that is unique to the capture in progress on the stream with this handle."""
     status, number = ctypes.c_int(), ctypes.c_ulonglong()
     arguments = [ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(number)]
@@ -63,10 +63,10 @@ class Lines:
 
     def __init__(self) -> None:
         self._graphs: dict[object, int] = {}
-        self._captures: dict[int, tuple[int, dict[int, GraphLine]]] = {}
+        self._captures: dict[int, tuple[int, dict[int | None, GraphLine]]] = {}
         self._made = 0
 
-    def find(self, stream: int) -> GraphLine:
+    def find(self, stream: int | None) -> GraphLine:
         """The line of a call that is being captured on the stream with this handle."""
         capture = capture_id(stream)
         if capture not in self._captures:
@@ -82,7 +82,7 @@ class Lines:
         """Forget all lines: graphs that are captured from now on belong to new ones."""
         self._graphs, self._captures = {}, {}
 
-    def _find_graphs(self, stream: int, pool: tuple[int, int] | None) -> int:
+    def _find_graphs(self, stream: int | None, pool: tuple[int, int] | None) -> int:
         known = self._graphs.get(pool, self._graphs.get(stream))
         if known is None:
             known, self._made = self._made, self._made + 1

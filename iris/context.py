@@ -1,6 +1,7 @@
 """The Iris context of a rank: a world, a symmetric heap, the factories of tensors on it, and the meetings of ranks."""
 
 import logging
+import operator
 import pickle
 from types import TracebackType
 from typing import Any
@@ -87,7 +88,9 @@ class Iris(Factories):
         self._groups: dict[dist.ProcessGroup | None, Group] = {None: self._world.group}
         self._barriers: dict[dist.ProcessGroup | None, DeviceBarrier] = {}
         try:
-            self._workspaces = {None: Workspace(self._world.group, self.device, self._record)}
+            self._workspaces: dict[dist.ProcessGroup | None, Workspace] = {
+                None: Workspace(self._world.group, self.device, self._record)
+            }
         except BaseException:
             self.heap.close()
             raise
@@ -225,7 +228,8 @@ class Iris(Factories):
         """
         self.heap.check_open()
         src = src if source_rank is None else source_rank
-        group, is_source, buffer = self._world.group, self.cur_rank == index(src), None
+        group, is_source = self._world.group, self.cur_rank == index(src)
+        buffer: torch.Tensor | None = None
         # What has no memory of its own shape, as a sparse one, goes as any other object.
         is_tensor = isinstance(value, torch.Tensor) and value.layout == torch.strided
 
@@ -247,7 +251,7 @@ class Iris(Factories):
             buffer = value.detach().to(self.device).resolve_conj().resolve_neg().contiguous()
             return True, (list(value.shape), str(value.dtype).removeprefix("torch."), value.device.type)
 
-        is_tensor, sent = group.agree(offer, f"broadcast from rank {src}")[index(src)]
+        is_tensor, sent = group.agree(offer, f"broadcast from rank {src}")[operator.index(src)]
         if self.num_ranks == 1:
             return value
         shape, dtype, device_type = sent if is_tensor else ([sent], "uint8", self.device.type)
@@ -258,6 +262,7 @@ class Iris(Factories):
                 buffer = torch.empty(shape, dtype=getattr(torch, dtype), device=self.device)
 
         group.agree(make_room, f"make room for what rank {src} broadcasts")
+        assert buffer is not None
         if buffer.numel():
             # Bytes, since not every backend has every dtype.
             try:
@@ -267,7 +272,7 @@ class Iris(Factories):
         if is_source:
             return value
         if not is_tensor:
-            return pickle.loads(buffer.cpu().numpy())
+            return pickle.loads(buffer.cpu().numpy().data)
         return buffer.cpu() if device_type == "cpu" else buffer
 
     def debug(self, message: object) -> None:

@@ -66,5 +66,5 @@ class DeviceBarrier:
         def enqueue(stream: int | None) -> None:
             launch(stream, launched)
 
-        enqueue.keeps_alive = args
+        enqueue.keeps_alive = args  # type: ignore[attr-defined]
         return enqueue

@@ -68,7 +68,7 @@ class ProcessGroup(dist.ProcessGroup):
 
     def __init__(self, options: Any) -> None:
         """Local. ``options``: what ``torch.distributed`` hands to backends with an extended API."""
-        super().__init__(options.group_rank, options.group_size)
+        super().__init__(options.group_rank, options.group_size)  # type: ignore[call-arg]
         self._store, self._timeout, self._name = options.store, options.timeout, options.group_id
         self.device_type = "cpu" if simulator.ACTIVE else "cuda"
         self._context: Iris | None = None
@@ -102,7 +102,7 @@ class ProcessGroup(dist.ProcessGroup):
 
     # torch's own groups have their names and devices from their backends.
     @property
-    def group_name(self) -> str:
+    def group_name(self) -> str:  # type: ignore[override]
         return self._name
 
     def getGroupName(self) -> str:
@@ -215,7 +215,9 @@ class ProcessGroup(dist.ProcessGroup):
     def end_coalescing(self, device: torch.device) -> dist.Work:
         # Behind the calls before it on that stream.
         enqueue, sign = simulator.sanitizer.beside("coalescing", self, EnqueuedWork, in_thread=False)
-        with torch.cuda.stream(self._stream_for("collectives", device)):
+        stream = self._stream_for("collectives", device)
+        assert not isinstance(stream, Stream)  # which only messages have
+        with torch.cuda.stream(stream):
             return sign(enqueue([], device))
 
     _start_coalescing, _end_coalescing = start_coalescing, end_coalescing
@@ -249,7 +251,7 @@ class ProcessGroup(dist.ProcessGroup):
             if all(part.numel() == mine.numel() for part in parts):
                 together = mine.new_empty(self.size(), mine.numel())
                 ccl.all_gather(together, mine)
-                deal_out(together, parts)
+                deal_out(list(together), parts)
             else:  # on every rank, for all know all sizes
                 parts[self.rank()].copy_(mine)
                 for rank, part in enumerate(parts):
@@ -341,8 +343,8 @@ class ProcessGroup(dist.ProcessGroup):
                 f"{sizes}."
             )
         ccl.gather(together, mine, self._rank_in_world(opts.rootRank))
-        if here:
-            deal_out(together, outputs[0])
+        if together is not None:
+            deal_out(list(together), outputs[0])
         return outputs
 
     @on_a_stream
@@ -401,11 +403,12 @@ class ProcessGroup(dist.ProcessGroup):
         """
         if device.type != "cuda":
             return None if use == "collectives" else self._streams.setdefault(use, Stream())
-        if use not in self._streams:
+        stream = self._streams.get(use)
+        if not isinstance(stream, torch.cuda.Stream):
             # Before computation that waits for a place as well: all other ranks wait for the last one.
-            self._streams[use] = torch.cuda.Stream(device, priority=-1)
-        self._streams[use].wait_stream(torch.cuda.current_stream(device))
-        return self._streams[use]
+            stream = self._streams[use] = torch.cuda.Stream(device, priority=-1)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        return stream
 
     def _rank_in_world(self, rank: int) -> int:
         return dist.get_global_rank(self, rank)

@@ -44,7 +44,7 @@ class EnqueuedWork(Work, dist.Work):
 
     def get_future(self) -> torch.futures.Future:
         """A future of the outputs: whoever waits for it lets the current stream wait."""
-        future = torch.futures.Future(devices=[self._device] if self._event else None)
+        future: torch.futures.Future = torch.futures.Future(devices=[self._device] if self._event else None)
         sanitizer.promised(self, future)
         # It stands for what is on the current stream when it gets its result.
         with torch.cuda.stream(self._stream):
@@ -82,7 +82,7 @@ class SimulatedMessage(EnqueuedWork):
         return over
 
     def get_future(self) -> torch.futures.Future:
-        future = torch.futures.Future()
+        future: torch.futures.Future = torch.futures.Future()
         sanitizer.promised(self, future)
 
         def settle() -> None:
@@ -152,27 +152,30 @@ def on_a_stream(method: Callable[..., Any]) -> Callable[..., dist.Work]:
 
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> dist.Work:
-        given = [*args, *kwargs.values()]
-        tensors = list(tensors_in(given))
+        values = [*args, *kwargs.values()]
+        tensors = list(tensors_in(values))
         device = tensors[0].device
         if device.type != self.device_type:
             return getattr(self._beside(device), method.__name__)(*args, **kwargs)
-        ccl, stream = self.context(device, method.__name__).ccl, None
-        asynchronous = any(getattr(value, "asyncOp", False) for value in given)
+        whole: Collectives = self.context(device, method.__name__).ccl
+        ccl: Collectives | _BesideComputation = whole
+        stream: torch.cuda.Stream | None = None
+        asynchronous = any(getattr(value, "asyncOp", False) for value in values)
         if asynchronous:
-            ccl, stream = _BesideComputation(ccl), self._stream_for("collectives", device)
+            ccl, stream = _BesideComputation(whole), self._stream_for("collectives", device)
 
-        given = method, self, ccl, stream, device, tensors, args, kwargs
+        given = functools.partial(_enqueue, method, self, ccl, stream, device, tensors, args, kwargs)
         if not asynchronous or sanitizer.recorder is None:
-            return _enqueue(*given)
-        enqueue, sign = sanitizer.beside(method.__name__, self, functools.partial(_enqueue, *given), in_thread=False)
+            return given()
+        enqueue, sign = sanitizer.beside(method.__name__, self, given, in_thread=False)
         return sign(enqueue())
 
     return call
 
 
 def _enqueue(
-    method: Callable[..., Any], group: Any, ccl: Any, stream: torch.cuda.Stream | None, device: torch.device,
+    method: Callable[..., Any], group: Any, ccl: Collectives | _BesideComputation,
+    stream: torch.cuda.Stream | None, device: torch.device,
     tensors: list[Tensor], args: tuple, kwargs: dict[str, Any],
 ) -> EnqueuedWork:  # fmt: skip
     # Parameters require gradients, and are written all the same.

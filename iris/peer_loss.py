@@ -138,13 +138,13 @@ def _outlook() -> str:
 
 def _place() -> str:
     """The main thread's line in the user's program, and what it has called there."""
-    frame = sys._current_frames().get(threading.main_thread().ident)
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
     inner = frame
     while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES) and frame.f_back is not None:
         frame = frame.f_back
     if frame is None:
         return "in its end"
-    called = "" if inner is frame else f", in {_name(inner)}"
+    called = "" if inner is None or inner is frame else f", in {_name(inner)}"
     return f"at {frame.f_code.co_filename}:{frame.f_lineno} in {_name(frame)}{called}"
 
 
@@ -154,7 +154,7 @@ def _name(frame: FrameType) -> str:
 
 def _abort() -> None:
     error = f"{_report()} After {GRACE_S:g} s this rank ends ({VARIABLE}=abort)."
-    frame = sys._current_frames().get(threading.main_thread().ident)
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
     stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
     _say(f"The main thread is here:\n{stack}iris.errors.{PeerLostError.__name__}: {error}")
     _is_done(lambda: farewell.leave(f"{PeerLostError.__name__}: {error}"), TELLING_S)

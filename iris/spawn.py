@@ -138,6 +138,7 @@ def _run(
     folder: str | None,
 ) -> None:
     starting_process = multiprocessing.parent_process()
+    assert starting_process is not None
     threading.Thread(
         target=_end_with_it, args=(starting_process.sentinel, folder), name="iris-parent", daemon=True
     ).start()

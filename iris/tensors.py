@@ -333,19 +333,29 @@ class Factories:
         """
         return self.heap.peer(tensor, rank)
 
-    def _filled(self, value, shape, out, dtype, layout, device, requires_grad, pin_memory) -> torch.Tensor:
+    def _filled(
+        self, value: Any, shape: tuple[int, ...], out: torch.Tensor | None, dtype: torch.dtype | type | None,
+        layout: torch.layout | None, device: Any, requires_grad: bool, pin_memory: bool,
+    ) -> torch.Tensor:  # fmt: skip
         self._check(layout, device, pin_memory, requires_grad)
         target = self._place(shape, dtype, out)
         return _finish(target, requires_grad, lambda: target.fill_(value))
 
-    def _random(self, name, shape, dtype, out, generator=None, inferred=None, **bounds) -> torch.Tensor:
+    def _random(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype | type | None, out: torch.Tensor | None,
+        generator: torch.Generator | None = None, inferred: torch.dtype | None = None, **bounds: Any,
+    ) -> torch.Tensor:  # fmt: skip
         """Room for random numbers, which torch draws: of such a dtype, between such bounds."""
         check_generator(generator, self.heap.device)
         drawn = dtype_of(dtype) or (out.dtype if isinstance(out, torch.Tensor) else inferred)
         check_random(name, drawn or torch.get_default_dtype(), **bounds)
         return self._place(shape, dtype, out, inferred)
 
-    def _like(self, factory, input, memory_format=torch.preserve_format, dtype=None, **options) -> torch.Tensor:
+    def _like(
+        self, factory: Callable[..., torch.Tensor], input: torch.Tensor,
+        memory_format: torch.memory_format = torch.preserve_format, dtype: torch.dtype | type | None = None,
+        **options: Any,
+    ) -> torch.Tensor:  # fmt: skip
         if not isinstance(input, torch.Tensor):
             raise NotATensorError(input)
         _check_format(memory_format)
@@ -373,7 +383,9 @@ class Factories:
             raise InvalidOutputError("The output tensor is not on the symmetric heap")
         return out if out.shape == torch.Size(shape) else out.view(shape)
 
-    def _check(self, layout, device, pin_memory=False, requires_grad=False) -> None:
+    def _check(
+        self, layout: torch.layout | None, device: Any, pin_memory: bool = False, requires_grad: bool = False
+    ) -> None:
         check_flag("requires_grad", requires_grad)
         check_flag("pin_memory", pin_memory)
         if layout is not None and layout is not torch.strided:

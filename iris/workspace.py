@@ -21,20 +21,21 @@ the host, nor a meeting beforehand.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from iris.abort import AbortFlag
 from iris.capture import GraphLine, Line, Lines, outside_captures
 from iris.device_record import DeviceRecord
 from iris.errors import ChannelsExhaustedError, readable
-from iris.heap import mapping, segments
+from iris.heap import SymmetricHeap, mapping, segments
 from iris.heap.dump import contents
 from iris.heap.segments import Block
 from iris.language.context import context_tensor
-from iris.world import Group
+from iris.world import Group, World
 
 # Channels start on lines of their own: peers write them at the same time, and kernels get equally aligned pointers,
 # hence one compiled specialisation.
@@ -213,3 +214,25 @@ class _Blocks:
         """The block, and where in it ``size`` bytes begin, for which there is room."""
         begin, self._begin = self._begin, self._begin + size
         return self.blocks[-1], begin
+
+
+class RankContext(Protocol):
+    """What collectives and fused operations use of the context that they belong to: `iris.context.Iris` is one."""
+
+    cur_rank: int
+    num_ranks: int
+    device: torch.device
+    gpu_id: int
+    heap: SymmetricHeap
+    _world: World
+    _workspaces: dict[dist.ProcessGroup | None, Workspace]
+
+    def get_cu_count(self) -> int: ...
+
+    def get_device_context(self) -> torch.Tensor: ...
+
+    def is_symmetric(self, tensor: torch.Tensor) -> bool: ...
+
+    def device_barrier(self, group: dist.ProcessGroup | None = None) -> None: ...
+
+    def _workspace(self, process_group: dist.ProcessGroup | None) -> Workspace: ...

@@ -5,8 +5,8 @@ A code block without a checker for its language fails. The rules for writers:
 * ``python``: a block whose first statement is an import begins a program, any other continues the one above. Programs
   run on two ranks. One that begins with a comment ``# name.py`` is run by the commands on the page that name the file.
   One that imports from Triton's ``nvidia.hopper`` is left out on GPUs before Hopper, and on AMD's.
-* ``bash``: a command a line. Those that take seconds are run; of the others, every file, target, option and service
-  that they name must exist.
+* ``bash``: a command a line. Those that take seconds are run; of the others, every file, target and option that
+  they name must exist.
 * ``text``: what the block before it prints, on one of the ranks; ``...`` stands for anything.
 """
 
@@ -214,11 +214,6 @@ class Commands:
         folder = (ROOT / path).parent
         sources = "".join(file.read_text() for each in (folder, folder.parent) for file in each.glob("*.py"))
         assert all(f'"{argument}"' in sources for argument in arguments if argument.startswith("--"))
-
-    def docker(self, compose, flag, file, *arguments):
-        assert (compose, flag) == ("compose", "-f")
-        services = re.findall(r"^  (\w+):", (ROOT / file).read_text(), flags=re.M)
-        assert any(argument in services for argument in arguments)
 
 
 def run_as_rank(program):
@@ -433,7 +428,7 @@ def test_what_a_page_names_exists(page):
         text = text.replace(block.text, "")
     for target in re.findall(r"\]\(([^)#:]+)(?:#[\w-]+)?\)", text):
         assert (page.parent / target).exists(), target
-    for path in re.findall(r"`((?:iris|tests|examples|docs|docker|scripts|benchmarks)/[\w./-]*)`", text):
+    for path in re.findall(r"`((?:iris|tests|examples|docs|scripts|benchmarks)/[\w./-]*)`", text):
         assert (ROOT / path).exists(), path
     known = variables_of_the_package() | {"IRIS_TEST_ALL"}
     assert set(re.findall(r"\bIRIS_[A-Z_]+\b", text)) <= known

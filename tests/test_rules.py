@@ -260,3 +260,21 @@ def test_private_attributes_are_of_this_library_or_of_python():
         if isinstance(node, ast.Attribute) and re.match("_[^_]", node.attr) and node.attr not in own
     }
     assert not found
+
+
+DEVICE_CODE = re.compile(r"\bjit\b|_jit\b|constexpr_function|gluon_version_of")
+
+
+def test_host_functions_are_annotated():
+    """Else mypy would not look into them. What a kernel computes has no types of Python's."""
+    for file in [*SOURCES, ROOT / "iris_backend.py"]:
+        for node in ast.walk(ast.parse(file.read_text())):
+            if not isinstance(node, ast.FunctionDef):
+                continue
+            if any(DEVICE_CODE.search(ast.unparse(decorator)) for decorator in node.decorator_list):
+                continue
+            given = node.args
+            stars = filter(None, (given.vararg, given.kwarg))
+            named = [*given.posonlyargs, *given.args, *given.kwonlyargs, *stars]
+            bare = [each.arg for each in named if each.annotation is None and each.arg not in ("self", "cls")]
+            assert not bare and (node.returns is not None or node.name == "__init__"), f"{file}:{node.lineno}: {bare}"

@@ -10,7 +10,7 @@ import csv
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -119,7 +119,7 @@ def microseconds(ctx: Iris, call: Callable[[], object], nbytes: int) -> float:
     return microseconds_of_each(ctx, [ready(ctx, call, nbytes)], nbytes)[0]
 
 
-def ready(ctx: Iris, call: Callable[[], object], nbytes: int) -> object:
+def ready(ctx: Iris, call: Callable[[], object], nbytes: int) -> Any:
     """What `microseconds_of_each` takes: a graph of calls, or the call where there are none."""
     if ctx.device.type != "cuda":
         return call
@@ -127,7 +127,7 @@ def ready(ctx: Iris, call: Callable[[], object], nbytes: int) -> object:
     return capture(call, ctx.device_barrier, per_graph)
 
 
-def microseconds_of_each(ctx: Iris, readied: Sequence[object], nbytes: int) -> list[float]:
+def microseconds_of_each(ctx: Iris, readied: Sequence[Any], nbytes: int) -> list[float]:
     """The slowest rank's time of each call, measured by turns."""
     ctx.barrier()
     if ctx.device.type == "cuda":
@@ -139,7 +139,7 @@ def microseconds_of_each(ctx: Iris, readied: Sequence[object], nbytes: int) -> l
 
 
 def measure(
-    ctx: Iris, collectives: list[str], sizes: list[int], sms: list[int], libraries: list[str], dtype: torch.dtype
+    ctx: Iris, collectives: list[str], sizes: list[int], sms: Sequence[int], libraries: list[str], dtype: torch.dtype
 ) -> Iterator[Row]:
     """All rows, as they come. Collective over the world; the rows are the same on all ranks."""
     name = str(dtype).removeprefix("torch.")
@@ -147,7 +147,8 @@ def measure(
     ctx.device_barrier()
     # NCCL's communicator exists after its first call, and windows need it.
     dist.all_reduce(torch.zeros(1, device=ctx.device))
-    windows, pool = [], None
+    windows: list[torch.Tensor] = []
+    pool: torch.cuda.MemPool | None = None
     if "nccl windows" in libraries:
         windows, pool = peers.windows(counts(max(sizes), dtype.itemsize, ctx.num_ranks), dtype, ctx.device)
     for nbytes in sizes:
@@ -193,6 +194,7 @@ def _case(
     if limit:
         return None
     if library == "nccl windows":
+        assert registered is not None
         return registered, peers.vendor(registered)[collective]
     if collective == "all_reduce":
         calls = peers.torch_symmetric(plain)

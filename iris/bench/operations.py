@@ -13,7 +13,7 @@ import csv
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -165,7 +165,7 @@ def operands(ctx: Iris, operation: str, shape: tuple[int, int, int], dtype: torc
     return Operands(random(M, K // W), b(K // W, N), out(rows, N), random(M, N, dtype=result), factor)
 
 
-def vendor(operation: str, x: Operands) -> Callable[[], object]:
+def vendor(operation: str, x: Operands) -> Callable[[], list[Any]]:
     """The vendor's GEMM and torch.distributed's collective, one behind the other."""
     a, b, out, whole, *_ = x
 
@@ -174,13 +174,13 @@ def vendor(operation: str, x: Operands) -> Callable[[], object]:
         dist.all_gather_into_tensor(result.view(torch.uint8), own.view(torch.uint8))
 
     # What is gathered of A that is split along K, the columns of one rank behind those of another.
-    parts = a.new_empty(whole.numel() // a.shape[1], a.shape[1]) if operation == GATHER_K else None
+    parts = a.new_empty(whole.numel() // a.shape[1], a.shape[1]) if operation == GATHER_K else a
 
     def side_by_side() -> None:
         columns = whole.view(torch.uint8).unflatten(1, (-1, a.shape[1] * a.itemsize))
         columns.copy_(parts.view(torch.uint8).unflatten(0, (-1, len(a))).transpose(0, 1))
 
-    def of(*calls: Callable[[], object]) -> Callable[[], object]:
+    def of(*calls: Callable[[], object]) -> Callable[[], list[Any]]:
         return lambda: [call() for call in calls]
 
     return {
@@ -210,7 +210,7 @@ def case(ctx: Iris, operation: str, library: str, x: Operands) -> Callable[[], o
         "iris copies": FusedConfig(variant="copies"),
     }
     if library in configs:
-        options = {"scale_a": x.factor, "scale_b": x.factor, "config": configs[library]}
+        options: dict[str, Any] = {"scale_a": x.factor, "scale_b": x.factor, "config": configs[library]}
         if operation == GATHER_K:
             return lambda: ctx.ops.all_gather_matmul(x.out, x.a, x.b, gather_dim="k", **options)
         return lambda: getattr(ctx.ops, operation)(x.out, x.a, x.b, **options)
@@ -225,7 +225,9 @@ def case(ctx: Iris, operation: str, library: str, x: Operands) -> Callable[[], o
 
 def torchs(operation: str, x: Operands) -> Callable[[], object]:
     """A call of torch's fused operator."""
-    group, operators = dist.group.WORLD.group_name, torch.ops.symm_mem
+    world, operators = dist.group.WORLD, torch.ops.symm_mem
+    assert world is not None
+    group = world.group_name
     allow_fused_operators(group)
     if x.factor is not None:
         one, dtype = x.factor, x.out.dtype
@@ -247,7 +249,7 @@ def check(ctx: Iris, operation: str, library: str, call: Callable[[], object], x
     """An empty string if a call gives what the vendor does; else what is wrong."""
     if operation == NORM:
         x.whole.copy_(x.a)
-        if library == "iris residual" and ctx.cur_rank == 0:
+        if library == "iris residual" and x.residual is not None and ctx.cur_rank == 0:
             x.whole.add_(x.residual)  # so the vendor's sum has it once
         wanted = vendor(operation, x)()[-1].float()
         x.whole.zero_()  # whose sums stay what they are, however often they are formed
@@ -276,12 +278,14 @@ def measure(
             if not is_of(operation, shape) or problem(operation, shape, ctx.num_ranks):
                 continue
             x = operands(ctx, operation, shape, dtype)
-            reasons, readied = {}, {}
+            reasons: dict[str, str] = {}
+            readied: dict[str, Any] = {}
             nbytes = x.a.nbytes if operation == NORM else 8 << 20
             for library in libraries:
                 if not has(library, operation):
                     continue
-                reason, call = "", None
+                reason = ""
+                call: Callable[[], object] | None = None
                 try:
                     call = case(ctx, operation, library, x)
                     if library.startswith("iris"):
@@ -298,7 +302,7 @@ def measure(
                 if len(set(everyone)) > 1:
                     reason = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(everyone) if text)
                 reasons[library] = reason
-                if not reasons[library]:
+                if call is not None and not reasons[library]:
                     # At once, as a graph takes over the memory of the call before it.
                     readied[library] = ready(ctx, call, nbytes)
             times = microseconds_of_each(ctx, list(readied.values()), nbytes)

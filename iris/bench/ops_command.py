@@ -1,6 +1,7 @@
 """``python -m iris bench ops``: what it prints and writes."""
 
 import itertools
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
@@ -31,9 +32,9 @@ def run(
             if value not in possible:
                 raise UnknownChoiceError(name, value, possible)
     # Rows to normalise are not of fp8, though the result may be.
-    possible = measuring.OPERATIONS if getattr(torch, dtype).itemsize > 1 else measuring.PRODUCTS
-    chosen = list(operations or possible)
-    if not set(chosen) <= set(possible):
+    known: Sequence[str] = measuring.OPERATIONS if getattr(torch, dtype).itemsize > 1 else measuring.PRODUCTS
+    chosen = list(operations or known)
+    if not set(chosen) <= set(known):
         raise click.UsageError(f"{measuring.NORM} adds up rows of fp16, bf16 or fp32, and not of {dtype}.")
     num_ranks = ranks.number(num_ranks)
     pictures = {

@@ -1,7 +1,9 @@
 """What options of the benchmarks take, checked before anything runs."""
 
 import json
+import os
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -23,8 +25,8 @@ class Floors(click.Path):
     def __init__(self) -> None:
         super().__init__(exists=True, dir_okay=False, path_type=Path)
 
-    def convert(self, value: object, parameter: click.Parameter | None, context: click.Context | None) -> Path:
-        path = super().convert(value, parameter, context)
+    def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> Path:
+        path = Path(os.fsdecode(super().convert(value, parameter, context)))
         try:
             json.loads(path.read_text())
         except (OSError, ValueError) as error:

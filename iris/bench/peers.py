@@ -40,7 +40,9 @@ def windows(
     NCCL's communicator must exist, which it does after the first call, and outlive the pool that comes with them; they
     do not keep it alive themselves. All that will be used is registered at once.
     """
-    backend = backend_of(dist.group.WORLD, device)
+    world = dist.group.WORLD
+    assert world is not None
+    backend = backend_of(world, device)
     pool = torch.cuda.MemPool(backend.mem_allocator)
     with torch.cuda.use_mem_pool(pool):
         tensors = [torch.empty(count, dtype=dtype, device=device) for count in counts]
@@ -50,7 +52,9 @@ def windows(
 
 def torch_symmetric(operands: Operands) -> Calls:
     """The kernels of torch's symmetric memory, on a buffer that it has shared."""
-    group = dist.group.WORLD.group_name
+    world = dist.group.WORLD
+    assert world is not None
+    group = world.group_name
     whole = operands.whole
     shared = pooled(whole.numel(), whole.dtype, whole.device, group)
     shared.copy_(whole)

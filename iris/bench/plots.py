@@ -7,6 +7,7 @@ operations, the speed against that of the vendor's GEMM and collective.
 import json
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 from iris.bench import operations
 from iris.bench.collectives import Row
@@ -62,7 +63,9 @@ def draw_by_ranks(folder: Path) -> list[Path]:
     written = [json.loads(file.read_text()) for file in folder.glob("collectives_*.json")]
     ranks = sorted(result["num_ranks"] for result in written)
     # By collective, by what is fixed, by library and size: number of ranks and microseconds.
-    lines = defaultdict(lambda: {"in all": defaultdict(dict), "a rank": defaultdict(dict)})
+    lines: defaultdict[str, dict[str, Any]] = defaultdict(
+        lambda: {"in all": defaultdict(dict), "a rank": defaultdict(dict)}
+    )
     for result in written:
         for row in (Row(**each) for each in result["rows"]):
             if row.library in ("iris", "nccl") and row.sms == 0 and row.microseconds:
@@ -107,13 +110,15 @@ def draw_operations(folder: Path, name: str, rows: list[operations.Row]) -> list
     files = []
     for operation in dict.fromkeys(row.operation for row in rows):
         measured = [row for row in rows if row.operation == operation and row.microseconds]
-        vendors = {row[1:4]: row.microseconds for row in measured if row.library == "vendor"}
+        spent: dict[str, dict[tuple, float]] = defaultdict(dict)
+        for row in measured:
+            spent[row.library][row[1:4]] = row.microseconds or 0.0
+        vendors = spent.get("vendor", {})
         shapes = [shape for shape in dict.fromkeys(row[1:4] for row in measured) if shape in vendors]
         if len(shapes) < 2:
             continue
         figure, axes = pyplot.subplots(figsize=(7, 4))
-        for library in dict.fromkeys(row.library for row in measured):
-            times = {row[1:4]: row.microseconds for row in measured if row.library == library}
+        for library, times in spent.items():
             line = [(i, vendors[shape] / times[shape]) for i, shape in enumerate(shapes) if shape in times]
             axes.plot(*zip(*line, strict=True), marker="o", markersize=3, label=library)
         axes.set_xticks(range(len(shapes)), [" × ".join(str(size) for size in shape if size) for shape in shapes])

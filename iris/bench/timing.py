@@ -128,7 +128,7 @@ def capture(fn: Callable[[], Any], barrier_fn: Callable[[], Any], per_graph: int
     and so the memory that this alone has.
     """
     graph = torch.cuda.CUDAGraph()
-    graph.keeps_alive = fn, barrier_fn
+    graph.keeps_alive = fn, barrier_fn  # type: ignore[attr-defined]
     with torch.cuda.graph(graph):
         barrier_fn()
         for _ in range(per_graph):

@@ -47,7 +47,12 @@ def run(sizes: list[int], out: Path | None) -> list[str]:
         )
     check_writable(out)
     with iris.iris(4 * sizes[-1] + (64 << 20)) as ctx:
-        table = tune(ctx, sizes, lambda line: ctx.get_rank() == 0 and click.echo(line))
+
+        def report(line: str) -> None:
+            if ctx.get_rank() == 0:
+                click.echo(line)
+
+        table = tune(ctx, sizes, report)
         if ctx.get_rank() == 0:
             name = environment()["device"] if ctx.device.type == "cuda" else "simulator"
             write(out, name, ctx.get_num_ranks(), table)
@@ -76,7 +81,7 @@ def tune(ctx: Iris, sizes: list[int], report: Callable[[str], None]) -> Table:
                         call()
                         times[variant, programs] = microseconds(ctx, call, nbytes)
                         ctx.ccl.release_graphs()
-                    variant, programs = min(times, key=times.get)
+                    variant, programs = min(times, key=times.__getitem__)
                     fastest = f"{variant}, {programs or 'default'} programs, {times[variant, programs]:.2f} us"
                     report(f"{key}, {nbytes} bytes: {fastest}")
                     found[name].append((chosen_by(ctx.num_ranks, name, nbytes), times))

@@ -8,7 +8,7 @@ import torch
 
 from iris.capture import Line
 from iris.ccl.communicator import Communicator, Launch
-from iris.ccl.config import Config
+from iris.ccl.config import DEFAULT, Config
 from iris.ccl.reduction import Elements, Op, elements
 
 
@@ -31,21 +31,23 @@ class Call(NamedTuple):
     more : tuple of torch.Tensor
         What a kernel takes behind the output: PREMUL_SUM's factors ``[W]``, in the type that sums are formed in; or the
         counts and displacements of all_to_all_v, int64 ``[W]`` each.
+    config : Config
     """
 
     collective: str
     comm: Communicator
     output: torch.Tensor
     input: torch.Tensor
-    config: Config
     line: Line
     root: int = 0
     op: Op | None = None
     more: tuple[torch.Tensor, ...] = ()
+    config: Config = DEFAULT
 
     @property
     def elements(self) -> Elements:
         """Of a reduction: what kernels take the elements for, and the operation on these."""
+        assert self.op is not None
         return elements(self.input.dtype, self.op)
 
     @property

@@ -1,7 +1,7 @@
 """What a collective may be asked for: checked before anything is enqueued, and between ranks in debug mode."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -84,12 +84,12 @@ def check_pair(
         raise InvalidCollectiveError(
             f"{name}() takes an output of the input's dtype; it got {output.dtype} and {input.dtype}."
         )
-    if times_out is not None and input.numel() * times_in % times_out:
+    if times_in is not None and times_out is not None and input.numel() * times_in % times_out:
         raise InvalidCollectiveError(
             f"{name}() among {comm.size} ranks takes an input whose elements are a multiple of {times_out}; it got "
             f"{list(input.shape)}, which are {input.numel()}."
         )
-    if times_in is not None and output.numel() * times_out != input.numel() * times_in:
+    if times_in is not None and times_out is not None and output.numel() * times_out != input.numel() * times_in:
         expected = input.numel() * times_in // times_out
         raise InvalidCollectiveError(
             f"{name}() among {comm.size} ranks with an input of {list(input.shape)} needs an output of {expected} "
@@ -152,7 +152,7 @@ def check_rows(comm: Communicator, lists: tuple[Any, ...]) -> tuple[torch.Tensor
     return lists
 
 
-def counts(name: str, values: Sequence[int], size: int) -> tuple[int, ...]:
+def counts(name: str, values: Sequence[int] | torch.Tensor, size: int) -> tuple[int, ...]:
     """A count or displacement a rank, as numbers."""
     try:
         numbers = tuple(map(index, values.tolist() if isinstance(values, torch.Tensor) else values))
@@ -162,7 +162,7 @@ def counts(name: str, values: Sequence[int], size: int) -> tuple[int, ...]:
         raise InvalidCollectiveError(
             f"{name} takes {size} whole numbers of elements, one a rank, none negative: {values!r}."
         )
-    return numbers
+    return cast(tuple[int, ...], numbers)
 
 
 def end(counts: tuple[int, ...], displs: tuple[int, ...]) -> tuple[int, int]:

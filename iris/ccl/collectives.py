@@ -65,7 +65,7 @@ class Collectives(Enqueuer):
         launch = comm.launches.get(key)
         if launch is None:
             checks.check_pair(comm, "all_gather", output, input, comm.size, 1)
-            launch = self._prepare(key, Call("all_gather", comm, result, source, config, line))
+            launch = self._prepare(key, config, Call("all_gather", comm, result, source, line))
         inside = result.data_ptr() + comm.rank * source.nbytes
         if source.data_ptr() != inside or not source.is_contiguous():
             checks.check_overlap("all_gather", result, source)
@@ -92,7 +92,7 @@ class Collectives(Enqueuer):
         if launch is None:
             checks.check_pair(comm, "all_to_all", output, input, 1, 1)
             checks.check_columns(comm, "all_to_all", output, input)
-            launch = self._prepare(key, Call("all_to_all", comm, result, source, config, line))
+            launch = self._prepare(key, config, Call("all_to_all", comm, result, source, line))
         checks.check_overlap("all_to_all", result, source)
         return self._leave(comm, "all_to_all", launch, stream, source, result, output, async_op)
 
@@ -114,7 +114,7 @@ class Collectives(Enqueuer):
             launch = comm.launches.get(key)
             if launch is None:
                 checks.check_pair(comm, "broadcast", tensor, tensor, 1, 1)
-                launch = self._prepare(key, Call("broadcast", comm, dense, dense, config, line, root))
+                launch = self._prepare(key, config, Call("broadcast", comm, dense, dense, line, root))
         except IrisError as error:
             given = config if isinstance(config, Config) else None
             self._refuse_broadcast(error, src, group, lambda own: self.broadcast(own, src, group=group, config=given))
@@ -146,13 +146,13 @@ class Collectives(Enqueuer):
             if here:
                 checks.check_at_root(comm, "gather", "output", output, root)
             source = to_read(input)
-            target = output if here else source
+            target = output if here and output is not None else source
             result = to_write(target)
             key = self._key(("gather", root), result, source, config, line)
             launch = comm.launches.get(key)
             if launch is None:
                 checks.check_pair(comm, "gather", target, input, comm.size if here else 1, 1)
-                launch = self._prepare(key, Call("gather", comm, result, source, config, line, root))
+                launch = self._prepare(key, config, Call("gather", comm, result, source, line, root))
             if here and source.data_ptr() != result.data_ptr() + comm.rank * source.nbytes:
                 checks.check_overlap("gather", result, source)
         except IrisError as error:
@@ -184,12 +184,12 @@ class Collectives(Enqueuer):
                     input = checks.joined(comm, "scatter", input, output)
                 checks.check_at_root(comm, "scatter", "input", input, root)
             result = to_write(output)
-            source = to_read(input) if here else result
+            source = to_read(input) if here and isinstance(input, torch.Tensor) else result
             key = self._key(("scatter", root), result, source, config, line)
             launch = comm.launches.get(key)
             if launch is None:
                 checks.check_pair(comm, "scatter", output, source, 1, comm.size if here else 1)
-                launch = self._prepare(key, Call("scatter", comm, result, source, config, line, root))
+                launch = self._prepare(key, config, Call("scatter", comm, result, source, line, root))
             if here and result.data_ptr() != source.data_ptr() + comm.rank * result.nbytes:
                 checks.check_overlap("scatter", result, source)
         except IrisError as error:
@@ -223,7 +223,7 @@ class Collectives(Enqueuer):
         launch = comm.launches.get(key)
         if launch is None:
             checks.check_pair(comm, "all_to_all_v", output, input, None, None)
-            launch = self._prepare(key, Call("all_to_all_v", comm, output, input, config, line, more=rows))
+            launch = self._prepare(key, config, Call("all_to_all_v", comm, output, input, line, more=rows))
         checks.check_overlap("all_to_all_v", output, input)
         return self._leave(comm, "all_to_all_v", launch, stream, input, output, output, async_op, rows)
 
@@ -286,7 +286,7 @@ class Collectives(Enqueuer):
         if launch is None:
             checks.check_pair(comm, "all_reduce", output, input, 1, 1)
             check_op(op, input.dtype)
-            launch = self._prepare(key, Call("all_reduce", comm, result, source, config, line, op=op, more=factors))
+            launch = self._prepare(key, config, Call("all_reduce", comm, result, source, line, op=op, more=factors))
         if source.data_ptr() != result.data_ptr():
             checks.check_overlap("all_reduce", result, source)
         return self._leave(comm, "all_reduce", launch, stream, source, result, output, async_op, factors)
@@ -336,7 +336,7 @@ class Collectives(Enqueuer):
         if launch is None:
             checks.check_pair(comm, "reduce_scatter", output, input, 1, comm.size)
             check_op(op, input.dtype)
-            launch = self._prepare(key, Call("reduce_scatter", comm, result, source, config, line, op=op, more=factors))
+            launch = self._prepare(key, config, Call("reduce_scatter", comm, result, source, line, op=op, more=factors))
         if result.data_ptr() != source.data_ptr() + comm.rank * result.nbytes:
             checks.check_overlap("reduce_scatter", result, source)
         return self._leave(comm, "reduce_scatter", launch, stream, source, result, output, async_op, factors)
@@ -366,7 +366,7 @@ class Collectives(Enqueuer):
         try:
             if here:
                 checks.check_at_root(comm, "reduce", "output", output, root)
-            target = output if here else input
+            target = output if here and output is not None else input
             source = to_read(input)
             result = to_write(target) if here else source
             key = self._key(("reduce", id(op), root), result, source, config, line)
@@ -374,7 +374,7 @@ class Collectives(Enqueuer):
             if launch is None:
                 checks.check_pair(comm, "reduce", target, input, 1, 1)
                 check_op(op, input.dtype)
-                launch = self._prepare(key, Call("reduce", comm, result, source, config, line, root, op, factors))
+                launch = self._prepare(key, config, Call("reduce", comm, result, source, line, root, op, factors))
             if here and source.data_ptr() != result.data_ptr():
                 checks.check_overlap("reduce", result, source)
         except IrisError as error:

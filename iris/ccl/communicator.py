@@ -210,11 +210,13 @@ class Communicator:
     def _p2p_queues(self, n: int, up: bool) -> Queues:
         counts, words = self.p2p_programs * COUNTS.value * 4, self.p2p_programs * WORDS.value * 8
         slots = slots_bytes(self.p2p_programs, self.size, self.p2p_slot_bytes)
-        which, memory = 2 * n + (not up), self._p2p_channel.memory
+        channel = self._p2p_channel
+        assert channel is not None
+        which, memory = 2 * n + (not up), channel.memory
         first_word = 2 * P2P_SETS * counts
         first_slot = first_word + 2 * P2P_SETS * words
         return Queues(
-            self._p2p_channel.context_tensor,
+            channel.context_tensor,
             memory[which * counts :][:counts].view(torch.int32),
             memory[first_word + which * words :][:words].view(torch.int64),
             memory[first_slot + n * slots :][:slots],

@@ -139,6 +139,7 @@ class Config:
 
     def block_that_fits(self, itemsize: int, room: int) -> tuple[int, int]:
         """`block_shape`, or as much of it as takes ``room`` bytes at most: half its rows, and again, then columns."""
+        assert self.block_shape is not None
         rows, columns = self.block_shape
         while rows * columns * itemsize > room:
             rows, columns = (rows // 2, columns) if rows > 1 else (1, columns // 2)

@@ -23,6 +23,7 @@ from iris.compat.cuda import current_raw_stream, is_current_stream_capturing
 from iris.errors import FirstUseInCaptureError, GroupAbortedError, InvalidCollectiveError, IrisError
 from iris.untraced import untraced_methods
 from iris.versions import note_written
+from iris.workspace import RankContext
 from iris.world import check_process_group
 
 NOTHING, STRIDED = torch.empty(0), torch.strided
@@ -34,7 +35,7 @@ FOR_THE_HOST = "ctx.ccl is for the host; iris.ccl.functional has its collectives
 class Enqueuer:
     """The groups of a context, and the way of a call to the current stream."""
 
-    def __init__(self, context: Any) -> None:
+    def __init__(self, context: RankContext) -> None:
         self._context = context
         self._on_gpu = context.device.type == "cuda"
         self._index = context.gpu_id
@@ -117,7 +118,7 @@ class Enqueuer:
         try:
             reads, writes = input.data_ptr(), output.data_ptr()
         except RuntimeError:
-            reads = writes = None
+            reads = writes = 0
         if not (reads and writes):
             # Nothing, or a stand-in of torch.func, whose class says nothing.
             name = call if isinstance(call, str) else call[0]
@@ -131,16 +132,16 @@ class Enqueuer:
             id(config), line,
         )  # fmt: skip
 
-    def _prepare(self, key: tuple, call: Call) -> Launch:
-        """The launch for calls of this key. `Call.config` may be None here."""
-        comm, call = call.comm, call._replace(config=checks.check_config(call.config))
+    def _prepare(self, key: tuple, config: Config | None, call: Call) -> Launch:
+        """The launch for calls of this key."""
+        comm, call = call.comm, call._replace(config=checks.check_config(config))
         try:
             launch = prepare(call)
         except BaseException as error:
             # The first call of a kind compiles, and may meet the other ranks: seconds, in which a signal may come.
             comm.abort_flag.interrupted(call.collective, error)
             raise
-        comm.remember(key, call.config, launch)
+        comm.remember(key, config, launch)
         return launch
 
     def _leave(
@@ -190,7 +191,7 @@ class Enqueuer:
         launch = comm.launches.get(key)
         if launch is None:
             checks.check_pair(comm, name, tensor, tensor, 1, 1)
-            launch = self._prepare(key, Call(name, comm, dense, dense, config, line, peer))
+            launch = self._prepare(key, config, Call(name, comm, dense, dense, line, peer))
         output = tensor if name == "recv" else None
         return self._leave(comm, name, launch, stream, dense, dense, output, async_op)
 

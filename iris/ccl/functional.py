@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.library import register_autograd, register_fake
 
 from iris.ccl.config import ReduceOp
+from iris.ccl.protocols import CollectivesContext
 from iris.ccl.reduction import name_of as name_of_reduction
 from iris.errors import InvalidCollectiveError, InvalidGroupError, UnsupportedReductionError
 from iris.operators import operator
@@ -31,14 +32,14 @@ Op = str | ReduceOp | dist.ReduceOp.RedOpType
 class Ranks(NamedTuple):
     """What a name stands for."""
 
-    context: "weakref.ref[Any]"
+    context: weakref.ref[CollectivesContext]
     group: dist.ProcessGroup | None
 
 
 _named: dict[str, Ranks] = {}
 
 
-def name_of(ctx: Any, group: dist.ProcessGroup | None = None) -> str:
+def name_of(ctx: CollectivesContext, group: dist.ProcessGroup | None = None) -> str:
     """The name of the ranks of ``group`` (default: all) that use ``ctx``; the same for equal arguments. Local.
 
     It does not keep the context alive. In a function for torch.compile the first call breaks the graph.
@@ -50,7 +51,7 @@ def name_of(ctx: Any, group: dist.ProcessGroup | None = None) -> str:
 
 
 @untraced("the first call of name_of() for these ranks is in a compiled function; make it before")
-def _new_name(ctx: Any, group: dist.ProcessGroup | None) -> str:
+def _new_name(ctx: CollectivesContext, group: dist.ProcessGroup | None) -> str:
     if not hasattr(ctx, "ccl"):
         raise InvalidGroupError(f"name_of() takes a context, as iris.iris() makes one, and got {ctx!r:.60}.")
     if group is not None:
@@ -60,10 +61,10 @@ def _new_name(ctx: Any, group: dist.ProcessGroup | None) -> str:
     return name
 
 
-def find(name: str) -> tuple[Any, dist.ProcessGroup | None]:
+def find(name: str) -> tuple[CollectivesContext, dist.ProcessGroup | None]:
     ranks = _named.get(name)
     context = None if ranks is None else ranks.context()
-    if context is None:
+    if ranks is None or context is None:
         raise InvalidGroupError(
             f"No context has the name {name!r}: take it from iris.ccl.functional.name_of(ctx), and keep the context."
         )

@@ -80,7 +80,7 @@ def kernel_launch(
     def enqueue(stream: int | None, x: torch.Tensor, y: torch.Tensor, *more: torch.Tensor) -> None:
         launch(stream, (*front, x.data_ptr(), y.data_ptr(), *more, *after))
 
-    enqueue.keeps_alive = before
+    enqueue.keeps_alive = before  # type: ignore[attr-defined]
     return enqueue
 
 
@@ -121,4 +121,4 @@ def as_words(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(1, dtype=dtype, device=tensor.device)
     begin = tensor.storage_offset() * tensor.itemsize
     first = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    return first.set_(tensor.untyped_storage(), begin, (dtype.itemsize,)).view(dtype)
+    return first.set_(tensor.untyped_storage(), begin, (dtype.itemsize,), (1,)).view(dtype)

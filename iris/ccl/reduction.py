@@ -1,6 +1,6 @@
 """What ``op`` may be, and of which elements: this library's `ReduceOp`, or torch's, with the factor of PREMUL_SUM."""
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -53,6 +53,7 @@ def reduction(op: Any) -> tuple[ReduceOp | PremulSum, Factor | None]:
         return op, None
     # By the class, since isinstance() takes torch's constants for both of torch's classes.
     if op.__class__ is dist.ReduceOp:
+        op = cast(Any, op)
         ours = _OF_NUMBER.get(op.op.value)
         if ours is not None:
             return ours, None

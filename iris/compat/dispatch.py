@@ -21,7 +21,7 @@ to_copy = required("torch:ops.aten._to_copy.default", _WHY)
 index_put_impl_ = required("torch:ops.aten._index_put_impl_.default", _WHY)
 
 
-class ObservingMode(TorchDispatchMode):
+class ObservingMode(TorchDispatchMode):  # type: ignore[valid-type, misc]  # found by its name
     """A mode that changes nothing."""
 
     @classmethod

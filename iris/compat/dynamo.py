@@ -6,7 +6,7 @@ nothing; they are there in torch 2.9 to 2.13. Where one is gone, `disable` is th
 """
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -14,8 +14,8 @@ from iris.compat.parts import optional
 
 Function = TypeVar("Function", bound=Callable)
 
-_set_code_exec_strategy = optional("torch._C._dynamo.eval_frame:set_code_exec_strategy")
-_FrameExecStrategy = optional("torch._C._dynamo.eval_frame:_FrameExecStrategy")
+_set_code_exec_strategy: Any = optional("torch._C._dynamo.eval_frame:set_code_exec_strategy")
+_FrameExecStrategy: Any = optional("torch._C._dynamo.eval_frame:_FrameExecStrategy")
 _SKIP = optional("torch._C._dynamo.eval_frame:_FrameAction.SKIP")
 _HAS_MARKS = all(part is not None for part in (_set_code_exec_strategy, _FrameExecStrategy, _SKIP))
 
@@ -26,5 +26,6 @@ def disable(function: Function, why: str) -> Function:
         return torch.compiler.disable(function, reason=why)
     # When it is called, and when a function is traced that calls it.
     _set_code_exec_strategy(function.__code__, _FrameExecStrategy(_SKIP, _SKIP))
-    function._torchdynamo_disable, function._torchdynamo_disable_msg = True, why
+    for name, value in (("_torchdynamo_disable", True), ("_torchdynamo_disable_msg", why)):
+        setattr(function, name, value)
     return function

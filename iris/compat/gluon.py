@@ -5,6 +5,7 @@ import of `iris` in the simulator.
 """
 
 from importlib import import_module
+from typing import Any
 
 from iris.compat.parts import required
 
@@ -12,4 +13,5 @@ from iris.compat.parts import required
 def replace_function_class(cls: type) -> None:
     """Let `gluon.jit` make a ``cls``, which is called with a function and its options."""
     required("triton.experimental.gluon._runtime:GluonJITFunction", "run Gluon's kernels on the CPU")
-    import_module("triton.experimental.gluon._runtime").GluonJITFunction = cls
+    module: Any = import_module("triton.experimental.gluon._runtime")
+    module.GluonJITFunction = cls

@@ -49,4 +49,5 @@ def replace_function_methods(init: Callable, rewrite: Callable, call: Callable, 
 
 def replace_numpy_dtype(new: Callable[[tl.dtype], np.dtype]) -> None:
     """Let the interpreter itself call ``new`` for `numpy_dtype`."""
-    import_module("triton.runtime.interpreter")._get_np_dtype = new
+    module: Any = import_module("triton.runtime.interpreter")
+    module._get_np_dtype = new

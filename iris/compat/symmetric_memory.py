@@ -70,8 +70,8 @@ class CountingStore(dist.Store):
             self._first = int(number)
         return f"{prefix}/{int(number) - self._first}/{rank}"
 
-    def set(self, key: str, value: bytes) -> None:
-        self._store.set(self._key(key), value)
+    def set(self, key: str, value: bytes) -> None:  # type: ignore[override]  # what torch gives it
+        self._store.set(self._key(key), value)  # type: ignore[arg-type]
 
     def get(self, key: str) -> bytes:
         return self._store.get(self._key(key))

@@ -62,7 +62,7 @@ def as_cluster(metadata: tuple, size: int) -> tuple:
 
 
 def launcher(
-    run: Callable[..., None], grid: tuple[int, int, int], function: Any, metadata: Any, args: tuple
+    run: Any, grid: tuple[int, int, int], function: Any, metadata: Any, args: tuple
 ) -> Callable[[int, tuple], None]:
     """``run(*grid, stream, function, metadata, None, None, None, *args)`` as a function of stream and arguments.
 
@@ -80,7 +80,7 @@ def launcher(
     if native is None or needs_scratch:
         return as_it_is
     given: list[Any] = []
-    stream = object()
+    stream: Any = object()
     run.launch = lambda *all_given: given.extend(all_given)
     try:
         as_it_is(stream, args)

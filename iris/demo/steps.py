@@ -4,6 +4,7 @@ import itertools
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import reduce
 from multiprocessing import SimpleQueue
 
 import torch
@@ -128,7 +129,7 @@ def meet(ctx: Iris) -> Step:
         f"all store {MEETING_FLOATS} floats at all, meet in a barrier inside the kernel, and add them up",
         4 * MEETING_FLOATS * (size - 1),
         lambda: kernels.meet[grid](*args),
-        lambda: differing(result, sum(data(ctx, peer)[:MEETING_FLOATS] for peer in range(size))),
+        lambda: differing(result, reduce(torch.add, (data(ctx, peer)[:MEETING_FLOATS] for peer in range(size)))),
     )
 
 

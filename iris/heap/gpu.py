@@ -67,12 +67,14 @@ def share(group: Group, size: int, device: torch.device) -> tuple[list[int], Any
 
     def exchange() -> None:
         nonlocal handle
+        assert own is not None
+        shared = own
         try:
             name = f"{group.name}/symmetric_memory/{group.meetings}"
             store = dist.PrefixStore(f"symmetric_memory/{group.meetings}", group.store)
             with symmetric_memory.without_multicast(), symmetric_memory.registered(name, store, group.rank, group.size):
                 # Which allocates too: tables of the peers' addresses.
-                handle = keep(lambda: symmetric_memory.rendezvous(own, name), device)
+                handle = keep(lambda: symmetric_memory.rendezvous(shared, name), device)
         except RuntimeError as error:
             raise MappingError(
                 f"torch could not share memory of {device} with the other ranks' GPUs: {_first_line(error)}. "
@@ -87,6 +89,7 @@ def share(group: Group, size: int, device: torch.device) -> tuple[list[int], Any
     try:
         group.agree(allocate, "allocate its heap")
         if group.size == 1:
+            assert own is not None
             starts = [own.data_ptr()]
         else:
             with turn(group):

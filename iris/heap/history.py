@@ -52,7 +52,7 @@ class Summary(NamedTuple):
     """What a rank brings to a meeting: where it is, and what it has allocated so far."""
 
     point: str
-    count: int
+    count: int  # type: ignore[assignment]  # of the tuple, the method of the same name
     digest: int
     debug: bool
 

@@ -82,7 +82,9 @@ def _share(group: Group, size: int, owners: range) -> list[mmap.mmap]:
 
     def attach() -> None:
         for rank in owners:
-            process, number, inode = files[rank]
+            file_of_rank = files[rank]
+            assert file_of_rank is not None
+            process, number, inode = file_of_rank
             path = f"/proc/{process}/fd/{number}"
             try:
                 peer = file if rank == group.rank else os.open(path, os.O_RDWR | os.O_CLOEXEC)

@@ -9,7 +9,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -47,6 +47,12 @@ class Memory:
         self._held = held
 
 
+class Losses(Protocol):
+    """Which members have ended, in words."""
+
+    def __call__(self, well: bool) -> list[str]: ...
+
+
 @dataclass
 class Mapping:
     """One rank's view of memory that a group shares.
@@ -81,7 +87,7 @@ class Mapping:
     device: torch.device
     bases: tuple[int, ...]
     memory: Memory | None
-    lost: Callable[[bool], list[str]]
+    lost: Losses
     owner: Callable[[], Any] = lambda: None
 
     def storage(self, rank: int, offset: int, size: int, owner: Any = None) -> torch.UntypedStorage:
@@ -124,7 +130,7 @@ class Mapping:
             After `close`.
         """
         own = self.storage(self.rank, offset, size)
-        return snapshot(torch.empty(0, dtype=torch.uint8, device=self.device).set_(own, 0, (size,)))
+        return snapshot(torch.empty(0, dtype=torch.uint8, device=self.device).set_(own, 0, (size,), (1,)))
 
     def close(self) -> None:
         """Let go of the memory: it is unmapped when the last tensor over it has died."""

@@ -24,19 +24,19 @@ def check_reach(addresses: np.ndarray, mask: np.ndarray | None, base: np.ndarray
     InvalidContextError
         Nothing is at ``base``, or nothing any more.
     """
-    base = int(base.item())
-    heap = heap_at(base)
+    own = int(base.item())
+    heap = heap_at(own)
     if heap is None:
         for other in live_heaps():
-            if base in other.bases:
+            if own in other.bases:
                 raise NotTheCallerError(
                     f"Rank {other.group.rank} called a device operation that takes the caller's rank, and passed "
-                    f"{other.bases.index(base)}. A pointer is always into the caller's own heap; the signature says "
+                    f"{other.bases.index(own)}. A pointer is always into the caller's own heap; the signature says "
                     "which argument is the caller and which the peer."
                 )
-        if not is_mapped(base):
+        if not is_mapped(own):
             raise InvalidContextError(
-                f"A kernel got a context (or heap_bases) of no open heap: this rank's would be at {base:#x}. "
+                f"A kernel got a context (or heap_bases) of no open heap: this rank's would be at {own:#x}. "
                 "Pass ctx.get_device_context() or ctx.get_heap_bases() of a context that has not been closed."
             )
         return
@@ -46,7 +46,7 @@ def check_reach(addresses: np.ndarray, mask: np.ndarray | None, base: np.ndarray
     for rank in np.ravel(ranks):
         if not 0 <= rank < heap.group.size:
             raise RankOutOfRangeError(int(rank), heap.group.size)
-    outside = (addresses < base) | (addresses >= base + heap.mapped_size)
+    outside = (addresses < own) | (addresses >= own + heap.mapped_size)
     if outside.any():
         address = int(addresses[outside][0])
         place = describe_address(address)

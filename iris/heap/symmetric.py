@@ -160,11 +160,13 @@ class SymmetricHeap:
         if offset is None:
             self._make_room(room)
             offset = self._allocator.allocate(room)
+        assert offset is not None
         self._history.place(offset)
         number = self._history.count
         self._blocks[number] = Block(offset, size, shape, dtype, call)
         storage = self.mapping.storage(self.group.rank, offset, size, self._lifetimes.begin(number))
-        tensor = torch.empty(0, dtype=dtype, device=self.device).set_(storage, 0, shape)
+        tensor = torch.empty(0, dtype=dtype, device=self.device)
+        tensor = tensor.set_(storage, 0, shape)  # type: ignore[call-overload]
         if sanitizer.recorder is not None:
             sanitizer.recorder.allocated(self._base + offset, size, tensor_text(shape, dtype), undefined=True)
         return tensor.requires_grad_() if requires_grad else tensor
@@ -235,7 +237,7 @@ class SymmetricHeap:
         """Bytes from the start of the heap to the tensor's first element; NotSymmetricError if it is elsewhere."""
         self._check_symmetric(tensor)
         within = tensor.storage_offset() * tensor.element_size()
-        return tensor.untyped_storage().data_ptr() - self._base + within
+        return int(tensor.untyped_storage().data_ptr() - self._base + within)
 
     def peer(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:
         """``rank``'s copy of ``tensor`` for use by torch: a tensor of the same shape, strides, dtype and offset.

@@ -12,7 +12,7 @@ stands further down. Where the two languages need different code, `gluon_version
 
 from collections.abc import Callable, ItemsView, KeysView
 from types import FunctionType
-from typing import Any
+from typing import Any, cast
 
 import triton
 import triton.language as tl
@@ -51,16 +51,16 @@ class _GluonGlobals(dict):
     def __contains__(self, name: object) -> bool:
         return name in self._module
 
-    def __iter__(self):
+    def __iter__(self) -> Any:
         return iter(self._module)
 
-    def keys(self) -> KeysView:
+    def keys(self) -> KeysView:  # type: ignore[override]
         return self._module.keys()
 
-    def items(self) -> ItemsView:
+    def items(self) -> ItemsView:  # type: ignore[override]
         return {name: in_gluon(value) for name, value in self._module.items()}.items()
 
-    def __or__(self, others: dict[str, Any]) -> dict[str, Any]:
+    def __or__(self, others: dict[str, Any]) -> dict[str, Any]:  # type: ignore[override]
         return dict(self.items()) | others
 
 
@@ -68,8 +68,9 @@ class _GluonGlobals(dict):
 _globals: dict[str, _GluonGlobals] = {}
 
 
-def _over_gluon(function: FunctionType) -> FunctionType:
+def _over_gluon(function: Callable) -> FunctionType:
     """The same code over the globals of Gluon."""
+    function = cast(FunctionType, function)
     over = _globals.setdefault(function.__module__, _GluonGlobals(function.__globals__))
     version = FunctionType(function.__code__, over, function.__name__, function.__defaults__, function.__closure__)
     version.__kwdefaults__, version.__annotations__ = function.__kwdefaults__, function.__annotations__
@@ -78,7 +79,7 @@ def _over_gluon(function: FunctionType) -> FunctionType:
     return version
 
 
-def jit(function: FunctionType | None = None, **options: Any) -> Any:
+def jit(function: Callable | None = None, **options: Any) -> Any:
     """As ``triton.jit``, with the same options; the Gluon version is the attribute ``gluon`` of what it returns."""
     if function is None:
         return lambda function: jit(function, **options)
@@ -88,17 +89,17 @@ def jit(function: FunctionType | None = None, **options: Any) -> Any:
     return version
 
 
-def gluon_jit(function: FunctionType | None = None, **options: Any) -> Any:
+def gluon_jit(function: Callable | None = None, **options: Any) -> Any:
     """As ``gluon.jit``, of a function in ``gl`` that calls what was made here: by the name, not by ``.gluon``."""
     if function is None:
         return lambda function: gluon_jit(function, **options)
     return gluon.jit(_over_gluon(function), **options)
 
 
-def gluon_version_of(version: Any) -> Callable[[FunctionType], Any]:
+def gluon_version_of(version: Any) -> Callable[[Callable], Any]:
     """Makes the function, written in ``gl``, the Gluon version of this one of ``triton.jit``."""
 
-    def register(function: FunctionType) -> Any:
+    def register(function: Callable) -> Any:
         version.gluon = gluon.jit(function)
         _versions[id(version)] = (version, version.gluon)
         return version.gluon

@@ -1,5 +1,7 @@
 """What a kernel is being compiled for, as compile-time questions that device code can ask."""
 
+from typing import Any
+
 import triton
 
 from iris import simulator
@@ -55,7 +57,7 @@ def launches_early():
     return backend() == "cuda" and driver.active.get_current_target().arch >= 90
 
 
-def largest_cluster():
+def largest_cluster() -> int:
     """Programs of a cluster at most: 1 where there are none. On the host.
 
     16 on Hopper and on data centres' Blackwell, which is more than the 8 that any GPU with clusters takes (CUDA C++
@@ -68,7 +70,7 @@ def largest_cluster():
     return 16 if architecture() // 10 in (9, 10) else 8
 
 
-def architecture():
+def architecture() -> Any:
     """90 on Hopper, "gfx942" on CDNA3, "simulator" there. On the host."""
     from triton.runtime import driver
 

@@ -13,6 +13,8 @@ program's last look at it that saw the same: the row of that one goes on. So who
 fill the buffer.
 """
 
+from typing import Any
+
 import triton
 import triton.language as tl
 
@@ -58,8 +60,27 @@ class TraceEvent:
     There are load, store, get, put, copy, the atomic operations by their names, signal, wait, barrier and compute.
     """
 
+    load: tl.constexpr
+    store: tl.constexpr
+    get: tl.constexpr
+    put: tl.constexpr
+    copy: tl.constexpr
+    atomic_add: tl.constexpr
+    atomic_sub: tl.constexpr
+    atomic_cas: tl.constexpr
+    atomic_xchg: tl.constexpr
+    atomic_xor: tl.constexpr
+    atomic_and: tl.constexpr
+    atomic_or: tl.constexpr
+    atomic_min: tl.constexpr
+    atomic_max: tl.constexpr
+    signal: tl.constexpr
+    wait: tl.constexpr
+    barrier: tl.constexpr
+    compute: tl.constexpr
+
     # Older programs write ``TraceEvent().put``.
-    def __new__(cls, **_):
+    def __new__(cls, **_: Any) -> Any:
         return cls
 
 

@@ -75,7 +75,8 @@ class Call(NamedTuple):
             return None, None
         one = torch.ones(1, dtype=torch.float32, device=self.a.device)
         wanted = ((self.scale_a, self.rows), (self.scale_b, self.b.shape[1]))
-        return tuple((one if scale is None else scale).reshape(-1).expand(n).contiguous() for scale, n in wanted)
+        rows, columns = ((one if scale is None else scale).reshape(-1).expand(n).contiguous() for scale, n in wanted)
+        return rows, columns
 
     def check(self, device: torch.device, size: int, config: Any) -> None:
         """Raise unless this can be computed on ``device`` by ``size`` ranks."""

@@ -15,7 +15,7 @@ matrices, or bf16 where they are fp8. Fp8 and scales have no gradient: neither p
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -27,9 +27,10 @@ from iris.ccl.functional import find, size_of
 from iris.errors import InvalidCollectiveError, InvalidGroupError
 from iris.operators import LIBRARY, operator
 from iris.ops.call import WIDE
+from iris.ops.operations import OperationsContext
 
 
-def _context(ranks: str) -> Any:
+def _context(ranks: str) -> OperationsContext:
     """Whose ranks they are: all of a context's, since the fused operations are among these."""
     context, group = find(ranks)
     if group not in (None, dist.group.WORLD):
@@ -37,7 +38,7 @@ def _context(ranks: str) -> Any:
             "The fused operations are among all ranks of a context, and this is the name of a group. Take "
             "iris.ccl.functional.name_of(ctx)."
         )
-    return context
+    return cast(OperationsContext, context)
 
 
 # Rows of the result, by those of A and the number of ranks.
@@ -157,11 +158,11 @@ def all_reduce_rms_norm_by_row(
 
 def _normalise(
     out: Tensor, a: Tensor, weight: Tensor, eps: float, ranks: str, residual: Tensor | None, x: Tensor,
-    **scaling: Tensor | None,
+    **scaling: Any,
 ) -> None:  # fmt: skip
     """Fill ``out`` and ``x``, which is contiguous as the residual need not be."""
     adds = residual is not None
-    if adds:
+    if residual is not None:
         x.copy_(residual)
     _context(ranks).ops.all_reduce_rms_norm(out, a, weight, eps, residual=x if adds else None, **scaling)
 
@@ -182,7 +183,9 @@ def _scales_like(a: Tensor) -> Tensor:
 
 
 def _fake(name: str) -> Callable[..., Tensor]:
-    def result(a, b, bias, ranks, scale_a=None, scale_b=None, dtype=None):
+    def result(
+        a: Any, b: Any, bias: Any, ranks: Any, scale_a: Any = None, scale_b: Any = None, dtype: Any = None
+    ) -> Any:
         return _out(name, a, b, size_of(ranks), dtype)
 
     return result
@@ -210,7 +213,7 @@ def _autocast(name: str, device_type: str) -> Callable[..., Tensor]:
     """What torch calls in the operator's place where autocast is on. The gradients are of what was given."""
     product = getattr(torch.ops.iris, name).default
 
-    def call(a, b, bias, ranks, scale_a=None, scale_b=None, dtype=None):
+    def call(a: Any, b: Any, bias: Any, ranks: Any, scale_a: Any = None, scale_b: Any = None, dtype: Any = None) -> Any:
         narrow = torch.get_autocast_dtype(device_type)
         if a.dtype in WIDE and b.dtype in WIDE:
             a, b = a.to(narrow), b.to(narrow)

@@ -11,6 +11,7 @@ import torch
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from iris import simulator
+from iris.ccl.protocols import CollectivesContext
 from iris.heap.tensor_map import places
 from iris.launch import addresses, prepare, remember
 from iris.ops import portable
@@ -43,7 +44,7 @@ class Launch(NamedTuple):
 class Kernels:
     """The fused kernels of one context. All ranks ask for the same."""
 
-    def __init__(self, context: Any) -> None:
+    def __init__(self, context: CollectivesContext) -> None:
         self._context = context
         # Whose Gluon kernels; the simulator runs both.
         self.gluon = cdna3 if torch.version.hip else hopper

@@ -1,7 +1,7 @@
 """`all_reduce_rms_norm`: what it may be asked for, which kernel carries it, and its launch."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -11,6 +11,7 @@ from iris.ccl import Config
 from iris.ccl.checks import compare_calls
 from iris.ccl.communicator import SIMULATED_PROGRAMS, power_of_two
 from iris.ccl.lamport_all_reduce import SHARE_OF_WORKSPACE, SLOTS, STEPS
+from iris.ccl.protocols import CollectivesContext
 from iris.ccl.select import choose
 from iris.compat.cuda import current_raw_stream, is_current_stream_capturing
 from iris.errors import FirstUseInCaptureError, InvalidCollectiveError
@@ -195,7 +196,7 @@ def divide(variant: str, size: int, room: int, columns: int, itemsize: int, sms:
 class AllReduceRmsNorm:
     """The operation among all ranks of a context, enqueued on the current stream."""
 
-    def __init__(self, context: Any) -> None:
+    def __init__(self, context: CollectivesContext) -> None:
         self._context = context
         self._on_gpu = context.device.type == "cuda"
         self._used = False
@@ -251,7 +252,8 @@ class AllReduceRmsNorm:
         early = sms is not None and programs * warps <= EARLY_WARPS * sms
         lanes = max(pieces, power_of_two(warps * threads_per_warp()))
         if variant == "one_shot":
-            kernel, shape = one_shot_rms_norm, (pieces, piece, lanes, clustered)
+            kernel = one_shot_rms_norm
+            shape: tuple = (pieces, piece, lanes, clustered)
         else:
             kernel, shape = two_shot_rms_norm, (pieces, piece, part, block, lanes, clustered)
         constants = call.constants()

@@ -4,12 +4,13 @@ The ways are `iris.ops.kernel`, `iris.ops.copies` and `iris.ops.vendor`.
 """
 
 import dataclasses
-from typing import Any
+from typing import Protocol
 
 import torch
 
 from iris.capture import refuse_in_capture
 from iris.ccl.checks import compare_calls
+from iris.ccl.protocols import CollectivesContext
 from iris.ccl.work import Work
 from iris.compat.cuda import current_raw_stream
 from iris.errors import InvalidConfigError, UnknownChoiceError
@@ -48,7 +49,7 @@ class Operations:
     and `HeapClosedError` (a workspace for other calls, or closed), or `FirstUseInCaptureError`.
     """
 
-    def __init__(self, context: Any) -> None:
+    def __init__(self, context: CollectivesContext) -> None:
         self._context = context
         self._on_gpu = context.device.type == "cuda"
         self._kernels = Kernels(context)
@@ -259,7 +260,10 @@ class Operations:
                 vendor.enqueue(self._context, call, used.all_reduce_variant)
             elif call.out.numel():
                 stream = current_raw_stream(self._context.gpu_id) if self._on_gpu else None
-                buffers = workspace or self._workspaces.find(needs, stream)
+                buffers = workspace
+                if buffers is None:
+                    assert needs is not None
+                    buffers = self._workspaces.find(needs, stream)
                 if used.variant == "copies":
                     copies.enqueue(self._copies(buffers), call)
                 else:
@@ -293,7 +297,7 @@ class Operations:
         self._context.heap.check_open()
         self._abort_flag.check()
         call.check(self._context.device, self._context.num_ranks, config)
-        vendors_problem, used = vendor.problem(call), config
+        vendors_problem = vendor.problem(call)
         if config is None:
             used = self._choose(call, vendors_problem is None)
         elif config.variant == "copies" and call.name not in copies.COPIED:
@@ -302,6 +306,8 @@ class Operations:
             )
         elif call.name == "matmul_all_reduce" and config.all_reduce_variant != "two_shot":
             used = dataclasses.replace(config, variant="vendor")
+        else:
+            used = config
         asked = f"variant={used.variant!r}" if used is config else f"all_reduce_variant={used.all_reduce_variant!r}"
         if used.variant != "kernel" and vendors_problem:
             raise InvalidConfigError(
@@ -374,3 +380,9 @@ def _gathering(gather_dim: str) -> str:
     if gather_dim not in ("m", "k"):
         raise UnknownChoiceError("gather_dim", gather_dim, ("m", "k"))
     return GATHERS_ROWS if gather_dim == "m" else GATHERS_COLUMNS
+
+
+class OperationsContext(CollectivesContext, Protocol):
+    """A context with its fused operations."""
+
+    ops: Operations

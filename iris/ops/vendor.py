@@ -3,11 +3,10 @@
 It is the faster way where there is little to hide, and for what no kernel here is made for.
 """
 
-from typing import Any
-
 import torch
 
 from iris.ccl.config import ALL_REDUCE_VARIANTS, DEFAULT, Config, ReduceOp
+from iris.ccl.protocols import CollectivesContext
 from iris.compat.scaled_mm import scaled_mm
 from iris.ops.call import Call
 
@@ -42,7 +41,7 @@ def _problem_of_fp8(call: Call) -> str | None:
         return "of fp8, N and K are multiples of 16"
     if call.scaled_by_lines and out.dtype != torch.bfloat16:
         return "a scale for each row or column is for an out of bf16"
-    if call.scaled_by_lines and not a.is_cuda and torch.__version__ < (2, 13):
+    if call.scaled_by_lines and not a.is_cuda and torch.__version__ < (2, 13):  # type: ignore[operator]
         return "on the CPU, a scale for each row or column needs torch 2.13"
     return None
 
@@ -77,7 +76,7 @@ class Product:
         fits = out.is_contiguous() and out.stride(0) >= out.shape[1] and _is_aligned(out)
         result = out if fits else torch.empty_like(out, memory_format=torch.contiguous_format)
         apart = bias is None or out.dtype == torch.float32 or not a.shape[1]
-        inside = None if apart else _aligned(bias.contiguous())
+        inside = None if apart or bias is None else _aligned(bias.contiguous())
         scaled_mm(_by_rows(a), self._b, factor_a, factor_b, bias=inside, out_dtype=out.dtype, out=result)
         if apart and bias is not None:
             result.add_(bias)
@@ -104,18 +103,20 @@ def _factors(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     """Of all of A and all of B, or of each row and each column."""
     if call.scaled_by_lines:
         rows, columns = call.scales()
+        assert rows is not None and columns is not None
         return rows[:, None], _aligned(columns)[None, :]
     one = torch.ones((), dtype=torch.float32, device=call.a.device)
-    return tuple(one if scale is None else _aligned(scale.reshape(())) for scale in (call.scale_a, call.scale_b))
+    a, b = (one if scale is None else _aligned(scale.reshape(())) for scale in (call.scale_a, call.scale_b))
+    return a, b
 
 
-def _all_gather_matmul(ctx: Any, call: Call, all_reduce_variant: str) -> None:
+def _all_gather_matmul(ctx: CollectivesContext, call: Call, all_reduce_variant: str) -> None:
     gathered = call.a.new_empty(call.rows, call.a.shape[1])
     ctx.ccl.all_gather(gathered, call.a)
     Product(call)(call.out, gathered, call.bias)
 
 
-def _all_gather_matmul_k(ctx: Any, call: Call, all_reduce_variant: str) -> None:
+def _all_gather_matmul_k(ctx: CollectivesContext, call: Call, all_reduce_variant: str) -> None:
     (M, K), W = call.a.shape, ctx.num_ranks
     gathered = call.a.new_empty(W * M, K)
     ctx.ccl.all_gather(gathered, call.a)
@@ -123,13 +124,13 @@ def _all_gather_matmul_k(ctx: Any, call: Call, all_reduce_variant: str) -> None:
     Product(call)(call.out, gathered.view(W, M, K).transpose(0, 1).reshape(M, W * K), call.bias)
 
 
-def _matmul_all_gather(ctx: Any, call: Call, all_reduce_variant: str) -> None:
+def _matmul_all_gather(ctx: CollectivesContext, call: Call, all_reduce_variant: str) -> None:
     own = call.out.new_empty(len(call.a), call.out.shape[1])
     Product(call)(own, call.a, call.bias)
     ctx.ccl.all_gather(call.out, own)
 
 
-def _matmul_reduce_scatter(ctx: Any, call: Call, all_reduce_variant: str) -> None:
+def _matmul_reduce_scatter(ctx: CollectivesContext, call: Call, all_reduce_variant: str) -> None:
     whole = call.out.new_empty(len(call.a), call.out.shape[1])
     Product(call)(whole, call.a, None)
     ctx.ccl.reduce_scatter(call.out, whole, op=ReduceOp.SUM)
@@ -137,7 +138,7 @@ def _matmul_reduce_scatter(ctx: Any, call: Call, all_reduce_variant: str) -> Non
         call.out.add_(call.bias)
 
 
-def _matmul_all_reduce(ctx: Any, call: Call, all_reduce_variant: str) -> None:
+def _matmul_all_reduce(ctx: CollectivesContext, call: Call, all_reduce_variant: str) -> None:
     Product(call)(call.out, call.a, None)
     ctx.ccl.all_reduce(call.out, call.out, config=_ALL_REDUCES[all_reduce_variant])
     if call.bias is not None:
@@ -153,6 +154,6 @@ _OPERATIONS = {
 }
 
 
-def enqueue(ctx: Any, call: Call, all_reduce_variant: str) -> None:
+def enqueue(ctx: CollectivesContext, call: Call, all_reduce_variant: str) -> None:
     """The GEMM and the collective, on the current stream. ``all_reduce_variant``: of `matmul_all_reduce`."""
     _OPERATIONS[call.name](ctx, call, all_reduce_variant)

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from iris.capture import GraphLine, Line, Lines, outside_captures, refuse_in_capture
+from iris.ccl.protocols import CollectivesContext
 from iris.errors import FirstUseInCaptureError, InvalidCollectiveError
 from iris.ops.arena import COUNT_BYTES, Arena
 from iris.ops.buffers import Buffers, Needs
@@ -17,7 +18,7 @@ GROWTH = 1.5
 class Workspaces:
     """Of a context. Ranks ask for the same in the same order on each stream, and so get the same."""
 
-    def __init__(self, context: Any) -> None:
+    def __init__(self, context: CollectivesContext) -> None:
         self._context = context
         self._on_gpu = context.device.type == "cuda"
         self._lines = Lines()

@@ -25,7 +25,7 @@ def _divided(left: np.ndarray, right: Any) -> np.ndarray:
     return (left - np.fmod(left, right)) // right
 
 
-_ARITHMETIC = {
+_ARITHMETIC: dict[str, Callable] = {
     "add": operator.add, "sub": operator.sub, "mul": operator.mul, "floordiv": _divided, "mod": np.fmod,
     "and": operator.and_, "or": operator.or_, "xor": operator.xor,
 }  # fmt: skip

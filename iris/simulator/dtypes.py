@@ -71,9 +71,9 @@ def narrow(values: np.ndarray, dtype: tl.dtype, toward_zero: bool = False) -> np
         limit = torch.finfo(target).max
         # Toward zero infinity stays what it is: the lower bits of a float16 are left off.
         values = np.where(toward_zero & np.isinf(values), values, np.clip(values, -limit, limit))
-    rounded = torch.from_numpy(values).to(target)
-    bits = rounded.view(torch.uint16 if target.itemsize == 2 else torch.uint8).numpy()
-    return _step_toward_zero(bits, rounded.to(torch.float32).numpy(), exact) if toward_zero else bits
+    nearest = torch.from_numpy(values).to(target)
+    bits = nearest.view(torch.uint16 if target.itemsize == 2 else torch.uint8).numpy()
+    return _step_toward_zero(bits, nearest.to(torch.float32).numpy(), exact) if toward_zero else bits
 
 
 def to_integer(values: np.ndarray, dtype: tl.dtype) -> np.ndarray:

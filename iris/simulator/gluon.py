@@ -8,7 +8,7 @@ may wait for one another.
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import triton.language as tl
@@ -23,7 +23,7 @@ from iris.simulator.partitions import LARGEST_FLAG
 from iris.simulator.reductions import make_tensor
 from iris.simulator.shapes import unwrapped
 
-SharedMemory = gl.shared_memory_descriptor
+SharedMemory: TypeAlias = gl.shared_memory_descriptor
 """A view of a program's shared memory; its handle is a view of the array."""
 
 
@@ -178,7 +178,7 @@ class Semantic(TritonSemantic):
         if not 0 <= first <= end <= mem_desc.shape[dim]:
             text = f"elements {first} to {end} of {mem_desc.shape[dim]} in shared memory"
             raise sanitizer.mistake("bounds", KernelBoundsError(text))
-        return self._view(mem_desc, mem_desc.handle[(*(slice(None),) * dim, slice(first, end))])
+        return self._view(mem_desc, mem_desc.handle[(slice(None),) * dim + (slice(first, end),)])
 
     def memdesc_trans(self, mem_desc: SharedMemory, order: Sequence[int]) -> SharedMemory:
         return self._view(mem_desc, mem_desc.handle.transpose(order))

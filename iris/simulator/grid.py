@@ -94,7 +94,8 @@ class Launch:
         self.dims = dims
         self.live: set[Task] = set()
         self.meetings: dict[int, Any] = {}  # of clusters, by number: `iris.simulator.cluster`
-        indices: Iterable[tuple[int, ...]] = itertools.product(*map(range, dims))
+        columns, rows, layers = map(range, dims)
+        indices: Iterable[tuple[int, int, int]] = itertools.product(columns, rows, layers)
         if chance is not None:
             time.sleep(LATEST_S * chance.random())
             indices = list(indices)
@@ -146,6 +147,7 @@ class Launch:
             self._park(parent)
         if not parent.forked:
             return
+        assert parent.partitions is not None
         parent.partitions.join(parent, parent.forked)
         if sanitizer.recorder is not None:
             sanitizer.recorder.joined(parent, len(parent.forked))

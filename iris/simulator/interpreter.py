@@ -199,14 +199,15 @@ class Builder(InterpreterBuilder):
     def get_cache_policy(self, cache_modifier: Any, eviction_policy: Any) -> Any:
         return cache_modifier
 
-    def create_masked_load(self, ptrs, mask, other, *policy, **named):  # Triton 3.9 has one policy, 3.6 two
+    # Triton 3.9 has one policy, 3.6 two.
+    def create_masked_load(self, ptrs: Any, mask: Any, other: Any, *policy: Any, **named: Any) -> Any:
         recorder = sanitizer.recorder
         if recorder is not None:
             recorder.reaches(ptrs.data[np.broadcast_to(mask.data, ptrs.data.shape)], READ)
         if not any(map(_rereads_memory, (*policy, *named.values()))):
             # Who looks at one element may be looking at a flag.
-            looks = recorder is not None and ptrs.data.size == 1
-            with recorder.notes.numbered() if looks else contextlib.nullcontext() as number:
+            looks = recorder if ptrs.data.size == 1 else None
+            with looks.notes.numbered() if looks is not None else contextlib.nullcontext() as number:
                 result = super().create_masked_load(ptrs, mask, other, *policy, **named)
             active = np.broadcast_to(mask.data, ptrs.data.shape)
             pointers, values = ptrs.data[active], result.data[active]
@@ -223,13 +224,13 @@ class Builder(InterpreterBuilder):
         if active.any():
             pointers, values = ptrs.data[active], result.data[active]
             tasks.used_flags(pointers, writes=False, acquires=False, releases=False)
-            if recorder is not None:
+            if recorder is not None and number is not None:
                 recorder.polls(pointers)
                 recorder.synchronised(number, pointers, values, READ, "relaxed", "sys", recorder.is_message())
             tasks.observe("load", pointers, values, ptrs.get_element_ty(), _never)
         return result
 
-    def create_masked_store(self, ptrs, value, mask, *policy, **named):
+    def create_masked_store(self, ptrs: Any, value: Any, mask: Any, *policy: Any, **named: Any) -> Any:
         tasks.stored()
         recorder = sanitizer.recorder
         if recorder is None:
@@ -250,19 +251,21 @@ class Builder(InterpreterBuilder):
         if sanitizer.recorder is not None:
             sanitizer.recorder.gathered()
 
-    def create_make_tensor_descriptor(self, base, shape, strides, block_shape, is_signed, padding) -> TensorMap:
+    def create_make_tensor_descriptor(
+        self, base: Any, shape: Any, strides: Any, block_shape: Any, is_signed: Any, padding: Any
+    ) -> TensorMap:
         sizes, steps = ([int(number.data.item()) for number in numbers] for numbers in (shape, strides))
         return TensorMap(base, sizes, steps, block_shape, padding == libtriton.PADDING_OPTION.PAD_NAN)
 
-    def create_descriptor_load(self, desc: TensorMap, indices, *policy) -> TensorHandle:
+    def create_descriptor_load(self, desc: TensorMap, indices: Any, *policy: Any) -> TensorHandle:
         pointers, inside = desc.materialize_pointers(indices)
         values = self.create_masked_load(pointers, inside, desc.fill(), *policy, False)
         return TensorHandle(desc.rounded(values.data), desc.element)
 
-    def create_descriptor_store(self, desc: TensorMap, value: TensorHandle, indices) -> None:
+    def create_descriptor_store(self, desc: TensorMap, value: TensorHandle, indices: Any) -> None:
         super().create_descriptor_store(desc.as_written(), value, indices)
 
-    def create_descriptor_reduce(self, kind, desc: TensorMap, value: TensorHandle, indices) -> None:
+    def create_descriptor_reduce(self, kind: Any, desc: TensorMap, value: TensorHandle, indices: Any) -> None:
         pointers, inside = desc.as_written().materialize_pointers(indices)
         self.reduce(kind.name, pointers, value, inside)
 
@@ -273,7 +276,7 @@ class Builder(InterpreterBuilder):
             operation, pointers, value, inside, libtriton.MEM_SEMANTIC.RELAXED, libtriton.MEM_SYNC_SCOPE.GPU
         )
 
-    def create_atomic_cas(self, ptr, cmp, val, sem, scope) -> TensorHandle:
+    def create_atomic_cas(self, ptr: Any, cmp: Any, val: Any, sem: Any, scope: Any) -> TensorHandle:
         expected, new = (np.broadcast_to(operand.data, ptr.data.shape) for operand in (cmp, val))
         with _recorded(ptr.data, sem, scope) as record:
             old = atomics.compare_and_swap(ptr.data, expected, new, sem)
@@ -288,7 +291,7 @@ class Builder(InterpreterBuilder):
         )
         return TensorHandle(old, cmp.dtype.scalar)
 
-    def create_atomic_rmw(self, op, ptr, val, mask, sem, scope) -> TensorHandle:
+    def create_atomic_rmw(self, op: Any, ptr: Any, val: Any, mask: Any, sem: Any, scope: Any) -> TensorHandle:
         element = ptr.get_element_ty()
         shape = ptr.data.shape
         active = np.broadcast_to(mask.data, shape)
@@ -313,7 +316,7 @@ class Builder(InterpreterBuilder):
             )
         return TensorHandle(result, val.dtype.scalar)
 
-    def create_atomic_load(self, ptr, mask, sem, scope) -> TensorHandle:
+    def create_atomic_load(self, ptr: Any, mask: Any, sem: Any, scope: Any) -> TensorHandle:
         active = np.broadcast_to(mask.data, ptr.data.shape)
         pointers = ptr.data[active]
         with _recorded(pointers, sem, scope) as record:
@@ -323,7 +326,7 @@ class Builder(InterpreterBuilder):
             tasks.observe("load", pointers, result.data[active], ptr.get_element_ty(), _never)
         return result
 
-    def create_atomic_poll(self, ptr, expected, timeout_ns, sem, scope) -> TensorHandle:
+    def create_atomic_poll(self, ptr: Any, expected: Any, timeout_ns: Any, sem: Any, scope: Any) -> TensorHandle:
         limited = isinstance(timeout_ns, TensorHandle)
         end = time.monotonic_ns() + int(timeout_ns.data.item()) if limited else None
         everywhere = TensorHandle(np.ones(ptr.data.shape, dtype=bool), tl.int1)

@@ -31,7 +31,7 @@ def deferred(fail: Callable[[BaseException], None], program: CodeType) -> Iterat
 
     def handler(number: int, frame: FrameType | None) -> None:
         try:
-            users[number](number, frame)
+            users[signal.Signals(number)](number, frame)
             return
         except BaseException as raised:
             error = raised.with_traceback(None)

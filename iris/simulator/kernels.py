@@ -172,7 +172,8 @@ def launch(self: InterpretedFunction, *args: Any, grid: Any, warmup: bool, **kwa
             if isinstance(value, torch.Tensor):
                 sanitizer.recorder.given(name, value)
     program = functools.partial(rewritten(self), **values)
-    scheduler.run(kernel, dims + (1,) * (3 - len(dims)), num_warps, program)
+    columns, rows, layers = dims + (1,) * (3 - len(dims))
+    scheduler.run(kernel, (columns, rows, layers), num_warps, program)
 
 
 def first_config(self: Autotuner, *args: Any, config: Any, **options: Any) -> list[float]:

@@ -48,8 +48,8 @@ def _same(value: Any, *_: Any, **__: Any) -> Any:
 
 def _static_range(arg1: Any, arg2: Any = None, step: Any = None, **_: Any) -> range:
     first, second, step = (unwrapped(bound) for bound in (arg1, arg2, step))
-    bounds = (0, first) if second is None else (first, second)
-    return range(*bounds, 1 if step is None else step)
+    begin, end = (0, first) if second is None else (first, second)
+    return range(begin, end, 1 if step is None else step)
 
 
 def _static_assert(condition: Any, message: str = "") -> None:
@@ -160,6 +160,7 @@ class _Binder:
         """Let the builtins themselves call what stands in for them, for who has imported one by its name earlier."""
         for original, stand_in in self._stand_ins.items():
             if isinstance(original, FunctionType) and original.__code__.co_freevars == _FORWARDING.co_freevars:
+                assert original.__closure__ is not None
                 original.__closure__[0].cell_contents = stand_in
                 original.__code__ = _FORWARDING
 

@@ -36,7 +36,7 @@ def sched_barrier(allow: Any = None) -> None:
     """Nothing: what the compiler may move past it makes no difference here."""
 
 
-def buffer_load(ptr, offsets, mask=None, other=None, cache=None):
+def buffer_load(ptr: Any, offsets: Any, mask: Any = None, other: Any = None, cache: Any = None) -> Any:
     """Where the mask is off, ``other``, or the zeros that a buffer load finds out of range.
 
     (AMD Instinct MI300 ISA, "Buffer Addressing", "Range checking"; the compiler moves what is masked out of range.)
@@ -46,12 +46,12 @@ def buffer_load(ptr, offsets, mask=None, other=None, cache=None):
     return tl.load(ptr + offsets, mask=mask, other=other)
 
 
-def buffer_store(stored_value, ptr, offsets, mask=None, cache=None):
+def buffer_store(stored_value: Any, ptr: Any, offsets: Any, mask: Any = None, cache: Any = None) -> None:
     tl.store(ptr + offsets, stored_value, mask=mask)
 
 
 def buffer_atomic(name: str) -> Callable:
-    def atomic(ptr, offsets, value, mask=None, sem=None, scope=None):
+    def atomic(ptr: Any, offsets: Any, value: Any, mask: Any = None, sem: Any = None, scope: Any = None) -> Any:
         return getattr(tl, name)(ptr + offsets, value, mask=mask, sem=sem, scope=scope)
 
     return atomic
@@ -60,8 +60,10 @@ def buffer_atomic(name: str) -> Callable:
 def replacements() -> dict[Any, Callable]:
     """What stands in for which of Gluon's builtins."""
     replaced: dict[Any, Callable] = {gl.dot_fma: multiply_add, gl.nvidia.ampere.mma_v2: multiply_add}
-    if hasattr(gl.amd, "slice"):  # Triton 3.6 has neither
-        replaced |= {gl.amd.slice: sliced, gl.amd.hint.sched_barrier: sched_barrier}
+    if hasattr(gl.amd, "slice"):  # not Triton 3.6
+        replaced[gl.amd.slice] = sliced
+    if hasattr(gl.amd, "hint"):  # Triton 3.9
+        replaced[gl.amd.hint.sched_barrier] = sched_barrier
     for module in (gl.amd.cdna3, gl.amd.cdna4):
         for name, value in vars(module).items():
             if name in ("scaled_downcast", "get_scaled_upcast_fp4_scale_layout"):

@@ -182,7 +182,7 @@ def _name(mbarrier: SharedMemory) -> str:
 
 def replacements() -> dict[Any, Callable]:
     """What stands in for which of Gluon's builtins."""
-    functions = {"init": init, "invalidate": invalidate, "arrive": arrive, "wait": wait}
+    functions: dict[str, Callable] = {"init": init, "invalidate": invalidate, "arrive": arrive, "wait": wait}
     replaced = {getattr(module, name): new for module in (ampere, hopper) for name, new in functions.items()}
     replaced[hopper.expect] = expect
     if hasattr(hopper, "allocate_mbarrier"):  # a jitted function, which Triton 3.6 has not

@@ -20,7 +20,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -48,7 +48,7 @@ Of `Fenced(partition)`, how much of that has a fence behind it.
 
 
 class Fenced(NamedTuple):
-    partition: "Task"
+    partition: Hashable
 
 
 class Access(NamedTuple):
@@ -61,7 +61,7 @@ class Access(NamedTuple):
     when: int
     partition: int | None
     verb: str
-    place: str | int
+    place: Any
 
 
 @dataclass(eq=False)
@@ -246,8 +246,8 @@ class Partitions:
     def _wrong(kind: str, earlier: Access, access: Access, missing: str) -> None:
         """The sanitizer reports it, and the program goes on; else it ends here."""
         if sanitizer.recorder is not None:
-            sides = [(each.partition, each.verb, each.place) for each in (earlier, access)]
-            sanitizer.recorder.shared_race(kind, *sides, missing)
+            first, second = ((each.partition, each.verb, each.place) for each in (earlier, access))
+            sanitizer.recorder.shared_race(kind, first, second, missing)
             return
         raise SharedMemoryRaceError(
             f"a race in shared memory: partition {access.partition} {access.verb} at {access.place} what "

@@ -31,7 +31,7 @@ def make_tensor(data: np.ndarray, dtype: tl.dtype) -> tl.tensor:
     return tl.tensor(TensorHandle(data, dtype), tl.block_type(dtype, list(data.shape)))
 
 
-def reduce(input, axis, combine_fn, keep_dims=False, **_: Any):  # noqa: A002 (Triton's name for it)
+def reduce(input: Any, axis: Any, combine_fn: Any, keep_dims: Any = False, **_: Any) -> Any:  # noqa: A002 (Triton's name for it)
     operands, axis = _operands(input), unwrapped(axis)
     shape = operands[0].handle.data.shape
     if axis is None:
@@ -59,7 +59,7 @@ def reduce(input, axis, combine_fn, keep_dims=False, **_: Any):  # noqa: A002 (T
     return _results(input, [make_tensor(np.asarray(a), t) for a, t in zip(arrays, types, strict=True)])
 
 
-def associative_scan(input, axis, combine_fn, reverse=False, **_: Any):  # noqa: A002
+def associative_scan(input: Any, axis: Any, combine_fn: Any, reverse: Any = False, **_: Any) -> Any:  # noqa: A002
     operands, axis = _operands(input), unwrapped(axis)
     reverse = unwrapped(reverse)
     step = -1 if reverse else 1

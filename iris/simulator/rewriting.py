@@ -56,7 +56,7 @@ def _compare(left: Any, *steps: Callable) -> Any:
             return result
         right = operand()
         holds = comparison(left, right)
-        result = holds if result is True else _and(result, lambda holds=holds: holds)
+        result = holds if result is True else _and(result, lambda holds=holds: holds)  # type: ignore[misc]
         left = right
     return result
 
@@ -146,6 +146,7 @@ class _Rewriter(ast.NodeTransformer):
         steps: list[ast.expr] = []
         for op, operand in zip(node.ops, node.comparators, strict=True):
             step = ast.parse("lambda left, right: left < right", mode="eval").body
+            assert isinstance(step, ast.Lambda) and isinstance(step.body, ast.Compare)
             step.body.ops = [op]
             steps += [step, self._later(operand)]
         return self._call(node, "compare", node.left, *steps)
@@ -183,7 +184,10 @@ def _definition(source: str, first_line: int) -> ast.FunctionDef:
     indented = source[:1].isspace()
     tree = ast.parse("if True:\n" * indented + source)
     ast.increment_lineno(tree, first_line - 1 - indented)
-    body = tree.body[0].body if indented else tree.body
+    (first, *_) = body = tree.body
+    if indented:
+        assert isinstance(first, ast.If)
+        body = first.body
     return next(node for node in body if isinstance(node, ast.FunctionDef))
 
 
@@ -203,6 +207,7 @@ def _rewritten_code(code: CodeType, filename: str, source: str, shadowed: frozen
     function.body = [rewriter.visit(statement) for statement in function.body]
     # A function around it whose parameters have the names of the free variables makes them free variables again.
     around = ast.parse(f"def around({', '.join((*_HELPERS, *code.co_freevars))}): pass").body[0]
+    assert isinstance(around, ast.FunctionDef)
     # Under another name, so that its own, which a recursive function calls, is not one of these variables.
     function.name = "__simulated_function__"
     around.body = [function]

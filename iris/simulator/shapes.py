@@ -24,7 +24,8 @@ def unwrapped(value: Any) -> Any:
 
 
 def _remember_types() -> None:
-    make, known = tl.block_type.__init__, {}
+    make = tl.block_type.__init__
+    known: dict[tuple, tuple] = {}
 
     @functools.wraps(make)
     def remembered(self: tl.block_type, element_ty: tl.dtype, shape: Any) -> None:
@@ -43,7 +44,8 @@ def _remember_types() -> None:
 
 
 def _remember_tensors() -> None:
-    make, known = tl.tensor.__init__, {}
+    make = tl.tensor.__init__
+    known: dict[tuple, Any] = {}
 
     @functools.wraps(make)
     def remembered(self: tl.tensor, handle: Any, type: tl.dtype) -> None:

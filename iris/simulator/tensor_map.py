@@ -71,8 +71,8 @@ class TensorMap(TensorDescHandle):
         inside = np.array(True)
         for axis, (first, size, stride) in enumerate(zip(coordinates, self._shape, self._strides, strict=True)):
             length = self.block_shape[axis]
-            index = np.arange(first, first + length, dtype=np.int64)
-            index = index.reshape([length if i == axis else 1 for i in range(len(coordinates))])
+            along = np.arange(first, first + length, dtype=np.int64)
+            index = along.reshape([length if i == axis else 1 for i in range(len(coordinates))])
             addresses = addresses + index * (stride * self._itemsize)
             inside = inside & (index >= 0) & (index < size)
         return TensorHandle(addresses.view(np.uint64), self.base.dtype.scalar), TensorHandle(inside, tl.int1)

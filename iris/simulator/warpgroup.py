@@ -6,7 +6,7 @@ has not ended as its accumulator.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import triton.language as tl
@@ -17,7 +17,7 @@ from iris.simulator import dtypes, tasks
 from iris.simulator.asynchronous import Source
 from iris.simulator.gluon import SharedMemory, integer, semantic, truth, will_read
 
-Accumulator = hopper.warpgroup_mma_accumulator
+Accumulator: TypeAlias = hopper.warpgroup_mma_accumulator
 """A product that has not been waited for: nothing else can be done with it."""
 
 
@@ -42,7 +42,7 @@ def warpgroup_mma(
     result = TensorHandle(poison, kind.scalar)
     products = tasks.current().in_flight.products
     for memory in (a, b):
-        if isinstance(memory, SharedMemory):
+        if isinstance(memory, SharedMemory):  # type: ignore[misc]
             will_read(memory, "reads by wgmma", products)
 
     def complete() -> None:
@@ -61,7 +61,7 @@ def warpgroup_mma_wait(num_outstanding: Any = 0, deps: Sequence[Any] | None = No
     if deps is None:
         raise ValueError("warpgroup_mma_wait needs deps: the products that it waits for")
     tasks.wait_for(tasks.current().in_flight.products, integer(num_outstanding))
-    results = tuple(tl.tensor(dep.handle, _type(dep)) if isinstance(dep, Accumulator) else dep for dep in deps)
+    results = tuple(tl.tensor(dep.handle, _type(dep)) if isinstance(dep, Accumulator) else dep for dep in deps)  # type: ignore[misc]
     return results[0] if len(results) == 1 else results
 
 
@@ -73,11 +73,11 @@ def fence_async_shared(cluster: Any = False) -> None:
 
 
 def _type(value: tl.tensor | Accumulator) -> tl.block_type:
-    return value.type.tensor_type if isinstance(value, Accumulator) else value.type
+    return value.type.tensor_type if isinstance(value, Accumulator) else value.type  # type: ignore[misc]
 
 
 def _operand(value: tl.tensor | SharedMemory) -> Source:
-    array = value.handle if isinstance(value, SharedMemory) else value.handle.data
+    array = value.handle if isinstance(value, SharedMemory) else value.handle.data  # type: ignore[misc]
     return Source(array.copy, value.dtype)
 
 

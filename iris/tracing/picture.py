@@ -3,7 +3,7 @@
 from collections import Counter, defaultdict
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from iris.files import written
 from iris.tracing.summary import is_remote
@@ -63,7 +63,7 @@ def draw(timeline: Timeline, path: Path) -> None:
             event = timeline.events[i]
             if kind(event) == name:
                 bars[line].append((event.began / scale, (event.ended - event.began) / scale))
-        style = {"color": COLOURS[name], "linewidth": 0, "rasterized": len(lines) > MOST_SHAPES}
+        style: dict[str, Any] = {"color": COLOURS[name], "linewidth": 0, "rasterized": len(lines) > MOST_SHAPES}
         for line, spans in bars.items():
             axes.broken_barh(spans, (line - 0.4, 0.8), **style)
     if len(timeline.flows) <= MOST_ARROWS:

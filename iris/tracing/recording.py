@@ -130,12 +130,12 @@ class Tracing:
             raise InvalidSettingError(EVENTS_VARIABLE, events, "a number of events, 1 or more")
         self.enable(int(events))
         if folder := os.environ.get(FOLDER_VARIABLE):
-            self._path = Path(folder) / f"rank{self._rank}.{next(_numbers)}.npz"
-            self._save = Finalize(None, lambda: self.recording(alone=True).save(self._path), exitpriority=10)
+            path = self._path = Path(folder) / f"rank{self._rank}.{next(_numbers)}.npz"
+            self._save = Finalize(None, lambda: self.recording(alone=True).save(path), exitpriority=10)
 
     def save(self, alone: bool = False) -> None:
         """Save the events, if somebody has said where to: before the memory goes away. As `recording`."""
-        if self._save is not None and self._save.still_active():
+        if self._path is not None and self._save is not None and self._save.still_active():
             self._save.cancel()
             self.recording(alone).save(self._path)
 
@@ -145,7 +145,7 @@ class Tracing:
         Collective; blocks the host. The clocks of the ranks are compared, here and in `export`. Raises
         `InvalidCountError` for less than one event.
         """
-        buffer = None
+        buffer: torch.Tensor | None = None
 
         def make_room() -> None:
             nonlocal buffer
@@ -156,6 +156,7 @@ class Tracing:
             buffer = keep(lambda: torch.zeros(size, dtype=torch.int64, device=self._device), self._device)
 
         self._group.agree(make_room, "make room for its events")
+        assert buffer is not None
         buffer[ROOM.value] = max_events
         self._record.trace_into(buffer)
         self._buffer = buffer
@@ -166,9 +167,9 @@ class Tracing:
 
     def reset(self) -> None:
         """Forget what this rank has recorded so far. Enqueued on the current stream, behind which others must wait."""
-        self._check_enabled()
-        self._buffer[ASKED.value] = 0
-        self._buffer[LAST_LOOKS.value :] = 0
+        buffer = self._check_enabled()
+        buffer[ASKED.value] = 0
+        buffer[LAST_LOOKS.value :] = 0
 
     def export(self, path: str | Path = "trace.json", merge: bool = False) -> Path:
         """Write the events in Chrome's JSON, which https://ui.perfetto.dev opens; returns the file of this rank.
@@ -191,13 +192,13 @@ class Tracing:
                 raise InvalidArgumentError(f"path={path!r:.60} is not possible: it is the name of a file.")
 
         self._group.agree(check_path, "find where to write its events")
-        path, first = Path(path), self._group.rank == 0
-        timeline = self._assembled(wanted=first or not merge)
+        path = Path(path)
+        timeline = self._assembled(wanted=self._group.rank == 0 or not merge)
         if not merge and self._group.size > 1:
             path = path.with_name(f"{path.stem}.rank{self._rank}{path.suffix}")
 
         def write() -> None:
-            if first or not merge:
+            if timeline is not None:
                 chrome.write(timeline if merge else timeline.of_rank(self._rank), path)
 
         self._group.agree(write, "write its events")
@@ -205,12 +206,14 @@ class Tracing:
 
     def timeline(self) -> Timeline:
         """The events of all ranks, as `export` writes them. Collective, on every rank; blocks the host."""
-        return self._assembled(wanted=True)
+        timeline = self._assembled(wanted=True)
+        assert timeline is not None
+        return timeline
 
     def _assembled(self, wanted: bool) -> Timeline | None:
         """By way of files, as it may be more than the store of a process group should hold; ranks are on one host."""
-        recording, timeline = self.recording(), None
-
+        recording = self.recording()
+        timeline: Timeline | None = None
         folder: str | None = None
 
         def make_folder() -> str | None:
@@ -222,11 +225,13 @@ class Tracing:
         def read() -> None:
             nonlocal timeline
             if wanted:
-                timeline = assemble([Recording.load(each) for each in Path(folder).glob("*.npz")])
+                timeline = assemble([Recording.load(each) for each in shared.glob("*.npz")])
 
         try:
             folder = self._group.agree(make_folder, "make a folder for the events of all ranks")[0]
-            self._group.agree(lambda: recording.save(Path(folder, f"{self._rank}.npz")), "save its events")
+            assert folder is not None  # which the first rank has made
+            shared = Path(folder)
+            self._group.agree(lambda: recording.save(shared / f"{self._rank}.npz"), "save its events")
             self._group.agree(read, "read the events of all ranks")
         finally:
             # By every rank, for any may have died; each comes here when all have read, or none will.
@@ -242,7 +247,9 @@ class Tracing:
         self._check_enabled()
         if not alone:
             self._drain()
-        after = self._before if alone else self._clock.compare()
+        before, clock = self._before, self._clock
+        assert before is not None and clock is not None  # as recording is enabled
+        after = before if alone else clock.compare()
         asked, room = self._copy(HEADER.value)[: ROOM.value + 1].tolist()
         events = self._copy(HEADER.value + min(asked, room) * WORDS.value)[HEADER.value :].reshape(-1, WORDS.value)
         spaces, places = [], {}
@@ -255,13 +262,15 @@ class Tracing:
                     places[address] = owner.name_at(address - base)
         return Recording(
             self._rank, str(self._device), events, max(0, asked - room), tuple(spaces), places,
-            self._before, after,
+            before, after,
         )  # fmt: skip
 
     def _copy(self, words: int) -> np.ndarray:
         """The buffer's first words, without waiting for a kernel."""
-        return snapshot(self._buffer[:words].view(torch.uint8)).view(np.int64)
+        return snapshot(self._check_enabled()[:words].view(torch.uint8)).view(np.int64)
 
-    def _check_enabled(self) -> None:
+    def _check_enabled(self) -> torch.Tensor:
+        """Where kernels write, if they do."""
         if self._buffer is None:
             raise NotTracingError()
+        return self._buffer

@@ -80,7 +80,7 @@ def traffic(timeline: Timeline) -> list[Traffic]:
     """By pair of ranks, those that were reached at once (a block of ranks) left out."""
     pairs: dict[tuple[int, int], list[Event]] = defaultdict(list)
     for event in moves(timeline):
-        if event.target >= 0:
+        if event.target is not None and event.target >= 0:
             ends = (event.target, event.rank) if event.name in READS else (event.rank, event.target)
             pairs[ends].append(event)
     return [
@@ -98,11 +98,11 @@ def waiting(timeline: Timeline) -> list[Waiting]:
         event = timeline.events[i]
         if i not in outer:
             waits[event.rank, f"{event.name}: {event.thing or 'a flag that is not known'}"].append(event)
-    found = []
+    sums = []
     for (rank, what), events in waits.items():
         us = [event.ended - event.began for event in events]
-        found.append(Waiting(rank, what, len({event.place for event in events}), len(us), sum(us), max(us)))
-    return sorted(found, key=lambda each: -each.us)
+        sums.append(Waiting(rank, what, len({event.place for event in events}), len(us), sum(us), max(us)))
+    return sorted(sums, key=lambda each: -each.us)
 
 
 def overlaps(timeline: Timeline) -> list[Overlap]:
@@ -138,14 +138,14 @@ def show(timeline: Timeline, console: Console) -> None:
             )
     if pairs := traffic(timeline):
         table = Table("from", "to", "bytes", "µs", "GB/s", title="Between ranks")
-        for each in pairs:
-            table.add_row(f"{each.source}", f"{each.target}", f"{each.bytes}", f"{each.us:.1f}", f"{each.gbps:.3g}")
+        for pair in pairs:
+            table.add_row(f"{pair.source}", f"{pair.target}", f"{pair.bytes}", f"{pair.us:.1f}", f"{pair.gbps:.3g}")
         console.print(table)
     if waits := waiting(timeline):
         table = Table("rank", "for", "flags", "times", "µs in all", "longest", title="Waiting")
-        for each in waits:
-            numbers = f"{each.flags}", f"{each.times}", f"{each.us:.1f}", f"{each.longest_us:.1f}"
-            table.add_row(f"{each.rank}", each.what, *numbers)
+        for wait in waits:
+            numbers = f"{wait.flags}", f"{wait.times}", f"{wait.us:.1f}", f"{wait.longest_us:.1f}"
+            table.add_row(f"{wait.rank}", wait.what, *numbers)
         console.print(table)
     hiding = overlaps(timeline)
     if any(each.compute_us for each in hiding):

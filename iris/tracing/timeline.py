@@ -74,7 +74,7 @@ class Event:
         return self.name in ("wait", "barrier")
 
     @property
-    def owner(self) -> int:
+    def owner(self) -> int | None:
         """On whose rank the flag is."""
         return self.rank if self.is_wait and self.form != "flag" else self.target
 
@@ -97,8 +97,8 @@ class Timeline:
         mine = [i for i, event in enumerate(self.events) if event.rank == rank]
         new = {old: i for i, old in enumerate(mine)}
         flows = [(new[a], new[b]) for a, b in self.flows if a in new and b in new]
-        only = ({rank: values[rank]} for values in (self.devices, self.lost, self.clock_error))
-        return Timeline([self.events[i] for i in mine], flows, *only)
+        device, lost, error = self.devices[rank], self.lost[rank], self.clock_error[rank]
+        return Timeline([self.events[i] for i in mine], flows, {rank: device}, {rank: lost}, {rank: error})
 
 
 def assemble(recordings: Sequence["Recording"]) -> Timeline:
@@ -220,7 +220,8 @@ class _Changes:
 
     def _highest(self, shift: int, bits: int) -> list[int]:
         """The count behind each change, as it would be if it did not wrap, and no lower than behind those before."""
-        half, highest = 1 << bits - 1, []
+        half = 1 << bits - 1
+        highest: list[int] = []
         for _, value, _ in self._changes:
             last = highest[-1] if highest else value >> shift
             now = last + ((value >> shift) - last + half) % (2 * half) - half

@@ -28,7 +28,7 @@ from iris.simulator import sanitizer
 from iris.world import farewell, wire
 from iris.world.farewell import ENDED, Attendance
 from iris.world.members import INTERVAL_S, NOTICE_S, OVER, Members, await_
-from iris.world.store import await_keys, own_client, shared_client
+from iris.world.store import await_keys, own_client, put, shared_client
 
 T = TypeVar("T")
 
@@ -92,7 +92,9 @@ class Group:
 
     def __init__(self, process_group: dist.ProcessGroup | None) -> None:
         self.process_group = process_group
-        self.meetings, self.step = 0, None
+        self.ranks: tuple[int, ...]
+        self.meetings = 0
+        self.step: str | None = None
         self.check_whole: Callable[[], None] | None = None
         self.abort: Callable[[str], None] | None = None
         self.broken: str | None = None
@@ -108,9 +110,10 @@ class Group:
         self.ranks = tuple(dist.get_process_group_ranks(process_group))
         store = store_of(process_group)
         world = default_store()
-        number = Group._made[process_group.group_name]
-        Group._made[process_group.group_name] += 1
-        self.name = f"{process_group.group_name}/iris/{number}"
+        self._group_name = process_group.group_name
+        number = Group._made[self._group_name]
+        Group._made[self._group_name] += 1
+        self.name = f"{self._group_name}/iris/{number}"
         # torch gives most groups a part of the default group's store, apart from others by the group's name.
         has_part = isinstance(store, dist.PrefixStore) and world in (store, store.underlying_store)
         whole, part = (world, self.name) if has_part else (store, f"iris/{number}")
@@ -118,7 +121,7 @@ class Group:
             self.store = dist.PrefixStore(part, shared_client(whole) if has_part else own_client(whole))
         except dist.DistNetworkError as error:
             raise self._disconnected("the making of a group") from error
-        self.timeout = store.timeout.total_seconds()
+        self.timeout = store.timeout.total_seconds()  # type: ignore[attr-defined]
         # Before anything else of this group, so whoever reads the rest finds who has written it.
         self.members = Members(self.store, self.ranks, self.rank)
         self._attendance = Attendance(dist.PrefixStore(part, whole), self.members.processes, self.rank)
@@ -180,7 +183,7 @@ class Group:
         others = self._peers()
         keys = [f"{this}/{rank}" for rank in others]
         try:
-            self.store.set(f"{this}/{self.rank}", text)
+            put(self.store, f"{this}/{self.rank}", text)
             if not await_keys(self.store, keys, self.timeout, lambda waited: self._look(this, what, waited)):
                 raise self._timed_out(this, what)
             met = dict(zip(others, map(self._decode, others, self._read(keys)), strict=True))
@@ -199,7 +202,7 @@ class Group:
             # also tells the others that this meeting's values have been read.
             self.store.delete_key(f"{last}/{self.rank}")
             self._attendance.latest = this
-            farewell.latest[self.process_group.group_name] = self._attendance
+            farewell.latest[self._group_name] = self._attendance
         except dist.DistNetworkError as error:
             raise self._store_lost(what) from error
         met[self.rank] = (what, value)
@@ -267,7 +270,7 @@ class Group:
         return [rank for rank in range(self.size) if rank != self.rank]
 
     def _read(self, keys: list[str]) -> list[bytes]:
-        if self.store.has_extended_api():
+        if self.store.has_extended_api():  # type: ignore[attr-defined]
             return self.store.multi_get(keys)
         return [self.store.get(key) for key in keys]
 
@@ -299,7 +302,7 @@ class Group:
             self.abort(f"{why}.")
         with contextlib.suppress(dist.DistError):
             for number in range(self._attendance.latest + 1, self.meetings + 1):
-                self.store.set(f"{number}/{self.rank}", wire.encode((BROKEN, why)))
+                put(self.store, f"{number}/{self.rank}", wire.encode((BROKEN, why)))
 
     def say_goodbye(self, failure: str | None) -> None:
         """Come to the next meeting for the last time: whoever waits there waits no longer.
@@ -308,7 +311,7 @@ class Group:
         """
         if self.members.store_is_gone:
             return
-        self.store.set(f"{self.meetings}/{self.rank}", wire.encode((ENDED, failure)))
+        put(self.store, f"{self.meetings}/{self.rank}", wire.encode((ENDED, failure)))
         if failure is not None:
             self.members.leave_word(failure)
 
@@ -332,7 +335,7 @@ class Group:
                 raise self._lost(what, unknown)
         ended = self.members.ended()
         # Who has ended well after it came is no loss yet. Others may have come since they were looked for.
-        lost = [rank for rank in ended if self.members.processes[rank].status or not self._came(this, rank)]
+        lost = [rank for rank, peer in ended.items() if peer.status or not self._came(this, rank)]
         if lost and not self._all_came(this):
             raise self._lost(what, lost)
 
@@ -367,7 +370,7 @@ class Group:
         Connections end a moment before the system tells which process has.
         """
         await_(self.members.ended, NOTICE_S)
-        ended = self.members.ended()
+        ended = list(self.members.ended())
         return self._lost(what, ended) if ended else error
 
     def _store_lost(self, what: str) -> Exception:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from iris.errors import IrisTimeoutError, PeerLostError, names
 from iris.world import farewell, peers, strangers, wire
 from iris.world.peers import Identity, Peer
-from iris.world.store import LONGEST_PAUSE_S, await_keys
+from iris.world.store import LONGEST_PAUSE_S, await_keys, put
 
 # What a rank that has said that it fails gets to end, so that its launcher hears of it before it hears of the others.
 ENDING_S = 0.8
@@ -64,51 +64,58 @@ class Members:
         if store is not None:
             # Without a store the group finds the same when it goes on, and then says which process was lost.
             with contextlib.suppress(dist.DistNetworkError):
-                store.set(f"who/{rank}", wire.encode(peers.own_identity()))
+                put(store, f"who/{rank}", wire.encode(peers.own_identity()))
 
     def unknown(self) -> list[int]:
         """The members whose processes are not known yet."""
         return [rank for rank, peer in enumerate(self.processes) if peer is None and rank != self._rank]
 
-    def ended(self) -> list[int]:
-        """The members whose processes have ended, as far as they are known."""
-        return [rank for rank, peer in enumerate(self.processes) if peer is not None and peer.ended]
+    def ended(self) -> dict[int, Peer]:
+        """The members whose processes have ended, as far as they are known: these, by rank."""
+        return {rank: peer for rank, peer in enumerate(self.processes) if peer is not None and peer.ended}
 
     def ask(self) -> None:
         """Ask the store who the members are that are not known, and which have ended on other hosts."""
+        store = self._store
+        if store is None:
+            return
         for rank in self.unknown():
-            if self._store.check([f"who/{rank}"]):
+            if store.check([f"who/{rank}"]):
                 # Of another version of Iris: that is told when it comes to a meeting.
                 with contextlib.suppress(TypeError, ValueError):
-                    identity = Identity(*wire.decode(self._store.get(f"who/{rank}")))
+                    identity = Identity(*wire.decode(store.get(f"who/{rank}")))
                     self.processes[rank] = self._known[self._ranks[rank]] = peers.watch(identity)
         for rank, peer in enumerate(self.processes):
-            elsewhere = peer is not None and not peer.watched and not peer.ended
-            if elsewhere and self._store.check([f"ended/{rank}"]):
-                text = self._store.get(f"ended/{rank}").decode()
+            if peer is None or peer.watched or peer.ended:
+                continue
+            if store.check([f"ended/{rank}"]):
+                text = store.get(f"ended/{rank}").decode()
                 peer.status, peer.ended = int(text) if text else None, True
 
     def are_gone(self) -> bool:
         """Whether those that are not known have ended."""
         known = [peer.identity.number for peer in self._known.values()]
-        return strangers.are_gone(self._store, known)
+        return self._store is not None and strangers.are_gone(self._store, known)
 
     def report_end(self, peer: Peer) -> None:
         """Tell members that cannot see it, for they are on other hosts, that a process has ended. Any thread."""
-        if peer in self.processes and any(other is not None and not other.watched for other in self.processes):
+        if self._store is None or peer not in self.processes:
+            return
+        if any(other is not None and not other.watched for other in self.processes):
             text = "" if peer.status is None else str(peer.status)
             self._store.set(f"ended/{self.processes.index(peer)}", text)
 
     def leave_word(self, failure: str) -> None:
         """What this rank's program ends by, in words."""
-        self._store.set(f"failure/{self._rank}", failure)
+        if self._store is not None:
+            self._store.set(f"failure/{self._rank}", failure)
 
     def lost(self, well: bool) -> list[str]:
         """Which members have ended: "rank 3 is gone: its process (77) was killed by SIGKILL". Any thread.
 
         ``well``: also those whose programs have ended well.
         """
-        ended = [rank for rank in self.ended() if well or self.processes[rank].status != 0]
+        ended = [rank for rank, peer in self.ended().items() if well or peer.status != 0]
         return [f"rank {self._ranks[rank]} is gone: {how}" for rank, how in self.how_ended(ended).items()]
 
     def how_ended(self, ended: Sequence[int]) -> dict[int, str]:
@@ -126,7 +133,7 @@ class Members:
         return causes or hows
 
     def _failure(self, rank: int) -> str | None:
-        if rank not in self.failures and not self.store_is_gone:
+        if self._store is not None and rank not in self.failures and not self.store_is_gone:
             try:
                 if self._store.check([f"failure/{rank}"]):
                     self.failures[rank] = self._store.get(f"failure/{rank}").decode(errors="replace")
@@ -187,7 +194,7 @@ def await_all(store: dist.Store, rank: int, ranks: Sequence[int], timeout_s: flo
             raise _lost(ranks, lost[0], known)
 
     try:
-        store.set(keys[rank], wire.encode(peers.own_identity()))
+        put(store, keys[rank], wire.encode(peers.own_identity()))
         if not await_keys(store, keys, timeout_s, look):
             raise IrisTimeoutError(
                 f"A group of {names(ranks)} is made, and {names(missing() or ranks)} did not come within {timeout_s:g} "

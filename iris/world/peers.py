@@ -116,7 +116,8 @@ os.register_at_fork(after_in_child=_forget)
 
 
 def _watch(waker: int) -> None:
-    poll, open_ones = select.poll(), {}
+    poll = select.poll()
+    open_ones: dict[int, Peer] = {}
     polled: set[Peer] = set()  # those without a pidfd
     poll.register(waker, select.POLLIN)
     while True:

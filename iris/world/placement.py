@@ -33,7 +33,8 @@ def choose_device() -> torch.device:
     """This process's device: the GPU that the default process group is bound to, else the current one, else the CPU."""
     if not on_gpu():
         return torch.device("cpu")
-    bound = dist.group.WORLD.bound_device_id if dist.is_initialized() else None
+    world = dist.group.WORLD
+    bound = world.bound_device_id if world is not None else None
     if bound is not None and bound.type == "cuda":
         return bound
     return torch.device("cuda", torch.cuda.current_device())

@@ -48,6 +48,11 @@ def shared_client(store: dist.Store) -> dist.Store:
         return _clients[store]
 
 
+def put(store: dist.Store, key: str, value: bytes) -> None:
+    """As ``store.set``, which takes bytes, though torch's annotations know texts only."""
+    store.set(key, value)  # type: ignore[arg-type]
+
+
 def own_client(store: dist.Store) -> dist.Store:
     """A new connection to the same server. Signals interrupt it.
 
@@ -57,7 +62,7 @@ def own_client(store: dist.Store) -> dist.Store:
 
     def connect() -> None:
         try:
-            made.append(store.clone())
+            made.append(store.clone())  # type: ignore[attr-defined]
         except Exception as error:
             made.append(error)
 
@@ -91,7 +96,7 @@ def await_keys(store: dist.Store, keys: Sequence[str], timeout_s: float, look: C
     ``look`` is called again and again with the seconds that were waited, and ends the wait by what it raises.
     """
     start = time.monotonic()
-    while not store.check(keys):
+    while not store.check(list(keys)):
         waited = time.monotonic() - start
         if waited > timeout_s:
             return False

@@ -27,13 +27,13 @@ def are_gone(store: dist.Store, known: Iterable[int]) -> bool:
 
     False also where that cannot be told.
     """
-    store = tcp_store(store)
-    if store is None or not _is_of_this_host(store.host) or not _all_had_come(store):
+    tcp = tcp_store(store)
+    if tcp is None or not _is_of_this_host(tcp.host) or not _all_had_come(tcp):
         return False
     try:
         # In this order: whoever connects meanwhile is missed by neither.
         ours = {file for number in [*known, *_ancestors()] for file in _sockets(number)}
-        return not _connections(store.port) - ours
+        return not _connections(tcp.port) - ours
     except (OSError, ValueError):
         return False
 

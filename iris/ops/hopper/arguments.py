@@ -170,7 +170,7 @@ def arguments(
     factors = (call.bias, *scales)
     last = (call.bias is not None, *(scale is not None and len(scale) > 1 for scale in scales))
     rank = memory.rank
-    front = (buffers.context_tensor, buffers.counts)
+    front: tuple = (buffers.context_tensor, buffers.counts)
     blocks = (size, M, N, stages(call, config))
     split, at = (buffers.partials, buffers.split_counts), (plan.splits, plan.last)
     if call.name == "all_gather_matmul":

@@ -62,7 +62,8 @@ def recording(folder: Path, rank: int, num_ranks: int) -> Iterator[None]:
     try:
         yield
     finally:
-        recorder.close()
+        if recorder is not None:
+            recorder.close()
         recorder = None
 
 

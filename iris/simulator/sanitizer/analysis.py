@@ -11,7 +11,7 @@ launches, meetings, fences and the mbarriers of partitions.
 
 import itertools
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +77,9 @@ class Rank:
 class Analysis:
     """Goes through the notes once. ``over``: they end where nobody could go on any more."""
 
-    def __init__(self, notes: "dict[int, Iterable[Any]]", over: bool = False, verdicts: Verdicts | None = None) -> None:
+    def __init__(
+        self, notes: Mapping[int, Iterable[Any]], over: bool = False, verdicts: Verdicts | None = None
+    ) -> None:
         self._over = over
         self._ranks = {number: Rank(number, iter(events)) for number, events in sorted(notes.items())}
         self._slots: dict[tuple[int, int, int], int] = {}
@@ -230,7 +232,7 @@ class Analysis:
                 if ends:
                     self._over_phases[key] = self._told[key]
             case Heard(launch, program, key):
-                self._who(rank, launch, program).learn(self._over_phases[(rank.number, launch, *key)])
+                self._who(rank, launch, program).learn(self._over_phases[(rank.number, launch) + key])
             case Fenced(launch, program):
                 self._who(rank, launch, program).fence()
             case ProxyFenced(launch, program):

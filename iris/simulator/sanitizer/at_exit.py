@@ -38,7 +38,9 @@ def report_at_exit(group: "Group") -> Path:
         os.mkfifo(made / ALIVE)
         return str(made)
 
-    folder = Path(group.agree(make_folder, "make a folder for the notes of all ranks")[0])
+    name = group.agree(make_folder, "make a folder for the notes of all ranks")[0]
+    assert name is not None  # of the first rank
+    folder = Path(name)
     # For reading, too: to open a pipe for nothing but writing takes a reader (fifo(7)).
     alive = os.open(folder / ALIVE, os.O_RDWR)
     if group.rank == 0:

@@ -17,7 +17,7 @@ from iris.simulator.sanitizer import GAP, elements
 from iris.simulator.sanitizer.events import PRIVATE, READ, Spans
 
 if TYPE_CHECKING:
-    from iris.simulator.sanitizer.recorder import Recorder
+    from iris.simulator.sanitizer.host_recorder import HostRecorder
 
 # So many tensors of torch's that hold flags are remembered.
 MOST_TENSORS = 64
@@ -31,14 +31,16 @@ class Bounds:
         # Those of torch's that have been asked for.
         self._tensors: list[tuple[int, int]] = []
 
-    def check(self, recorder: "Recorder", spans: Spans, kind: int, place: int) -> None:
+    def check(self, recorder: "HostRecorder", spans: Spans, kind: int, place: int) -> None:
         """Note the first of these accesses that should not be, if there is one."""
         name, rank = spans.space
         if name == PRIVATE:
             return
         verb = "reads" if kind == READ else "writes"
         heap = symmetric.heap_named(name)
-        wrong = self._table(heap).first_wrong(spans) if heap is not None else None  # None: the library's own memory
+        if heap is None:  # the library's own memory
+            return
+        wrong = self._table(heap).first_wrong(spans)
         if wrong is not None:
             reason, offset = wrong
             text = f"{verb} rank {rank}'s {self._table(heap).describe(offset)}"
@@ -77,12 +79,12 @@ class Table:
 
     def __init__(self, allocations: Sequence[tuple], former: "Table | None") -> None:
         live = sorted((block.offset, block.offset + block.size, not freed, block.text) for block, freed in allocations)
-        taken_back = []
+        self.live: list[tuple[int, int, bool, str]] = live
+        self.gone: list[tuple[int, int, bool, str]] = []
         if former is not None:
             offsets = {begin for begin, *_ in live}
-            taken_back = [each for each in former.gone if each[0] not in offsets]
-            taken_back += [(b, e, False, text) for b, e, _, text in former.live if b not in offsets]
-        self.live, self.gone = live, taken_back
+            self.gone += [each for each in former.gone if each[0] not in offsets]
+            self.gone += [(b, e, False, text) for b, e, _, text in former.live if b not in offsets]
         self._begins = np.array([each[0] for each in live], dtype=np.int64)
         self._ends = np.array([each[1] for each in live], dtype=np.int64)
         self._in_use = np.array([each[2] for each in live], dtype=bool)
@@ -163,5 +165,6 @@ def _in_ranges(address: int) -> bool:
 def _read_ranges() -> bool:
     """Learn the process' memory anew; returns False."""
     with open(f"/proc/{os.getpid()}/maps") as lines:
-        _mapped_ranges[:] = [tuple(int(n, 16) for n in line.split()[0].split("-")) for line in lines]
+        ranges = (line.split()[0].split("-") for line in lines)
+        _mapped_ranges[:] = [(int(begin, 16), int(end, 16)) for begin, end in ranges]
     return False

@@ -35,7 +35,7 @@ def run(program: Path, arguments: Sequence[str], seed: int | None, schedules: in
 
     ``time_limit``: in seconds, of each run; 0 for none.
     """
-    seeds = [seed] if schedules == 1 else [(seed or 0) + number for number in range(schedules)]
+    seeds: list[int | None] = [seed] if schedules == 1 else [(seed or 0) + number for number in range(schedules)]
     forget_other_launchers()
     with as_command():
         for number, this in enumerate(seeds):

@@ -36,7 +36,9 @@ def number_of(tensor: str, distance: int) -> str:
 def _parts(tensor: str) -> tuple[int, list[int]] | None:
     """The bytes of an element, and the shape."""
     found = _TENSOR.match(tensor)
-    dtype = getattr(torch, found[1], None) if found else None
+    if found is None:
+        return None
+    dtype = getattr(torch, found[1], None)
     if not isinstance(dtype, torch.dtype):
         return None
     shape = [int(extent) for extent in found[2].split(",") if extent]

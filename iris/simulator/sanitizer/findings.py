@@ -125,7 +125,7 @@ class Findings:
     """Collects them; the same one is told once."""
 
     def __init__(self) -> None:
-        self._races: dict[frozenset, _Race] = {}
+        self._races: dict[tuple, _Race] = {}
         self._others: dict[tuple, Finding] = {}
         self._waiting: dict[tuple, tuple[int, Waiting]] = {}
         # By space: where each allocation begins, and what it is.
@@ -166,6 +166,7 @@ class Findings:
 
     def add_wrong(self, rank: int, event: Wrong, place: Place | None) -> None:
         if event.kind == "asymmetric":
+            assert place is not None
             self._add_asymmetric(rank, event, place)
             return
         who = f"rank {rank}" if place is None or place.kernel is None else who_is(place, rank, event.program)
@@ -199,11 +200,12 @@ class Findings:
         return [*map(self._race, self._races.values()), *self._others.values(), *self._deadlock()]
 
     def _add(self, kind: str, key: tuple, rank: int, sentence: str, places: list[tuple[str, str]]) -> None:
-        if (kind, *key) in self._others:
-            self._others[(kind, *key)].count += 1
+        key = (kind, *key)
+        if key in self._others:
+            self._others[key].count += 1
         else:
-            self._others[(kind, *key)] = Finding(kind, sentence, places)
-        known = self._others[(kind, *key)]
+            self._others[key] = Finding(kind, sentence, places)
+        known = self._others[key]
         known.ranks = sorted({*known.ranks, rank})
 
     def _race(self, race: _Race) -> Finding:
@@ -229,10 +231,13 @@ class Findings:
         # Where that is mended first, the others may go on.
         if not self._waiting or any(event.outside for _, event in self._waiting.values()):
             return []
-        told, places, shown_at, left = [], {}, Counter(), 0
+        told: list[str] = []
+        places: dict[tuple[str, str], None] = {}
+        shown_at: Counter[Place] = Counter()
+        left = 0
         for rank, event in self._waiting.values():
             shown_at[event.place] += 1
-            places.setdefault((f"waits, rank {rank}", where(event.place)))
+            places[f"waits, rank {rank}", where(event.place)] = None
             if shown_at[event.place] > MOST_AT_A_PLACE:
                 left += 1
                 continue
@@ -250,8 +255,8 @@ class Findings:
         if index < 0:
             return None
         begin = self._begins[space][index]
-        end, *rest = self._allocated[space][begin]
-        return (begin, *rest) if offset < end else None
+        end, text, place, undefined = self._allocated[space][begin]
+        return (begin, text, place, undefined) if offset < end else None
 
     def _memory(self, space: tuple[str, int], offset: int) -> str:
         name, rank = space

@@ -49,7 +49,7 @@ class _Look(NamedTuple):
     wait: Wait
     value: int
     unknown: tuple[int, ...]
-    count: int
+    count: int  # type: ignore[assignment]  # of the tuple, the method of the same name
 
 
 class _Releases:
@@ -110,7 +110,8 @@ class Flag:
 
     def __init__(self, value: int, released: Released | None, state: tuple[int, int]) -> None:
         # Values are numbered: 0 is the first, 1 is what the first update has made of it.
-        self._values, self._added = [value], [0]
+        self._values = [value]
+        self._added: list[int | None] = [0]
         self._moments: list[Moment] = [(-1, 0)]
         self._releases = _Releases(released)
         # What each knew who made an update, and did not learn from the flag in doing so.
@@ -179,8 +180,9 @@ class Flag:
 
     def _value_without(self, look: _Look) -> int:
         """What the flag held if there were none of the updates of which the look did not know."""
-        if all(self._added[n] is not None for n in look.unknown):
-            return look.value - sum(self._added[n] for n in look.unknown)
+        added = [each for each in (self._added[n] for n in look.unknown) if each is not None]
+        if len(added) == len(look.unknown):
+            return look.value - sum(added)
         unknown = set(look.unknown)
         *_, value = self._values_of(self._values[0], (n for n in range(1, look.count) if n not in unknown))
         return value

@@ -90,7 +90,7 @@ class HostAccesses(ObservingMode):
             for returned, value in zip(results_of(func), values, strict=False):
                 if returned.alias_info is None:
                     for tensor in filter(_is_seen, _tensors(value)):
-                        storage = tensor.untyped_storage()
+                        storage: Any = tensor.untyped_storage()
                         storage.iris_seen = True
                         self._recorder.renewed(storage.data_ptr(), storage.nbytes())
         return result

@@ -51,6 +51,8 @@ class HostRecorder:
     _polls: HostPolls
     _host: HostAccesses
     _first_sight = threading.Lock()
+    _place: Callable[[], int]
+    wrong: Callable[[str, str, int | None], None]
 
     def host_accessed(self, addresses: np.ndarray, size: int, element: int, kind: int, blank: bool = False) -> None:
         """With torch, ``size`` bytes at each of ``addresses``: elements of ``element`` bytes, or 0 if their values
@@ -118,7 +120,7 @@ class HostRecorder:
     def seen(self, tensor: torch.Tensor) -> None:
         """This tensor is used. At first sight its memory is new: torch's dispatcher has not made all that there are."""
         if self.threads.several():
-            storage = tensor.untyped_storage()
+            storage: Any = tensor.untyped_storage()
             # Of two threads that see it at once, only the first may note it: a second note, behind what the other has
             # done, would hide a race. So nobody goes on before that note is there.
             with self._first_sight:
@@ -203,7 +205,7 @@ class HostRecorder:
         self.used(tensor, f"gives a kernel as {name!r}")
         if tensor.numel() and tensor.layout == torch.strided:
             self.seen(tensor)
-            begin, size, shape = tensor.data_ptr(), tensor.nbytes, tensor.shape
+            begin, size, shape = tensor.data_ptr(), tensor.nbytes, tuple(tensor.shape)
             if not tensor.is_contiguous():
                 storage = tensor.untyped_storage()
                 begin, size, shape = storage.data_ptr(), storage.nbytes(), (storage.nbytes() // tensor.element_size(),)

@@ -61,7 +61,10 @@ def _loops(file: str) -> _Loops:
         tree = ast.parse("".join(linecache.getlines(file)))
     except (SyntaxError, ValueError, RecursionError):
         return _Loops(frozenset(), frozenset(), frozenset(), {})
-    waits, ends, spins, conditions = set(), set(), set(), {}
+    waits: set[int] = set()
+    ends: set[int] = set()
+    spins: set[int] = set()
+    conditions: dict = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.While):
             waits |= _lines_of(node)
@@ -141,9 +144,9 @@ def _assignments(body: list[ast.stmt], given: set[str]) -> Iterator[tuple[str, s
             case ast.If(test=test) | ast.While(test=test):
                 yield from _assignments([*node.body, *node.orelse], given | _names(test))
     for node in body:
-        for each in ast.walk(node):
-            if isinstance(each, ast.NamedExpr):
-                yield each.target.id, _names(each.value) | given
+        for inner in ast.walk(node):
+            if isinstance(inner, ast.NamedExpr):
+                yield inner.target.id, _names(inner.value) | given
 
 
 def _names(node: ast.expr) -> set[str]:

@@ -90,21 +90,22 @@ class Meetings:
             or (receives and not argument.name.startswith("input"))
         ]
         text = f"{operation} of torch.distributed"
+        key: tuple | None = None
         match operation:
             case "send" if ranks:
                 # It may be over before it is received.
                 meeting, key = _Meeting(outputs), self._next_key(name, (here, ranks[args[2]]), args[3])
             case "recv" if ranks:
                 source = ranks[args[2]]
-                meeting, key = _Meeting(outputs, text, self._next_key(name, (source, here), args[3]), (source,)), None
+                meeting = _Meeting(outputs, text, self._next_key(name, (source, here), args[3]), (source,))
             case "recv_any_source" if ranks:
                 # From whom it came is known when it is there.
-                meeting, key = _Meeting(outputs, f"{text} from any rank", (name, ranks, args[2]), ()), None
+                meeting = _Meeting(outputs, f"{text} from any rank", (name, ranks, args[2]), ())
             case _ if ranks:
                 key = self._next_key(name, ranks)
                 meeting = _Meeting(outputs, text, key, told or ranks, told, takers)
             case _:
-                meeting, key = _Meeting(outputs), None
+                meeting = _Meeting(outputs)
         if _is_asynchronous(func, operation, given_by_name):
             meeting.call = self._recorder.begun(operation.strip("_"))
         with meeting.carried_out():
@@ -182,6 +183,7 @@ class Meetings:
         """What it wrote is there, and what the others did before they came, or sent, is known to it."""
         key, heard = meeting.key, meeting.ranks if meeting.heard is None else meeting.heard
         if key and not meeting.ranks:
+            assert work is not None
             name, group, tag = key
             heard = (group[source_of(work)],)
             key = self._next_key(name, (*heard, dist.get_rank()), tag)

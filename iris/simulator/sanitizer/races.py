@@ -136,6 +136,7 @@ class Races:
                     if event.kind == UPDATE and not event.adds:
                         flag.write_otherwise()
                     number, writer = part.releases()[0][0], writers[0][0]
+                    assert event.before is not None and event.after is not None  # of a flag
                     added = event.after - event.before if event.adds else None
                     flag.write(event.after, added, thread, known, self._released[number], (number, writer))
                     if (moment := (thread.slot, thread.tick)) in self._verdicts.wanted:
@@ -164,6 +165,7 @@ class Races:
             if reliable is not None:
                 return [self._alone.get(moment) for moment in reliable]
             if event.wait is not None and flag.in_order:
+                assert event.before is not None
                 return [flag.first(event.wait, thread)] if event.wait.ends_at(event.before) else []
         return [self._released.get(number) for number, _ in releases]
 
@@ -264,13 +266,15 @@ class Races:
         if both_atomic:
             self._findings.add_race("race/scope", Side.of(other), Side.of(access), spans.space, offset, LOST)
             return
-        kind = next((cause for how, cause in CAUSES.items() if known[how]), None)
+        cause = next((cause for how, cause in CAUSES.items() if known[how]), None)
         is_flag = not (access.atomic or other.atomic) and READ in (access.kind, other.kind)
         if known[clocks.BOTH] and not known[: clocks.BOTH].any() and not is_flag:
             # By nothing but what was added to the data themselves, or written over them.
-            kind = None
-        flag = kind and self._carriers.between(thread, other)
-        if kind is None:
+            cause = None
+        flag = None if cause is None else self._carriers.between(thread, other)
+        if cause is not None:
+            kind = cause
+        else:
             plain, atomic = (access, other) if other.atomic else (other, access)
             if atomic.atomic and plain.flag:
                 kind = "race/missing-acquire" if plain.kind == READ else "race/missing-release"
@@ -308,7 +312,7 @@ class Races:
             one = Spans(spans.space, spans.begins[:1] * 0 + offset, spans.begins[:1] * 0 + offset + 1)
             ((number, _),) = next(iter(self._shadow.bytes(one))).writers()
             first = self._accesses[other.before]
-            had_read = other.before and thread.knows(first.thread_slot, first.tick)[clocks.AS_WRITTEN]
+            had_read = bool(other.before and thread.knows(first.thread_slot, first.tick)[clocks.AS_WRITTEN])
             return self._is_older(self._accesses[number], access) and (other.stale or not had_read)
         return False
 

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from multiprocessing.util import Finalize
 from pathlib import Path
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any
 
 import numpy as np
@@ -195,13 +195,13 @@ class Recorder(HostRecorder):
         looks = acquires or not releases or compares
         undefined = kind != WRITE and uninitialised.seen_in(values)
         before = int(values.flat[0]) if word else None
-        after = int(np.ravel(values if after is None else after)[0]) if word else None
+        held = int(np.ravel(values if after is None else after)[0]) if word else None
         for spans in self._spaces.spans(pointers, values.itemsize):
             self.bounds.check(self, spans, kind, place)
             self.notes.add(
                 Synchronised(
                     number, *who, place, spans, kind, releases, acquires, scope, message, gathered, undefined, looks,
-                    before, after, wait, tasks.current().async_proxy, adds, dropped,
+                    before, held, wait, tasks.current().async_proxy, adds, dropped,
                 )
             )  # fmt: skip
 
@@ -267,8 +267,8 @@ class Recorder(HostRecorder):
     def _of_partitions(self, event: type, parent: Any, partitions: int) -> None:
         who = self._number_of(parent, 0)
         if who is not None:
-            numbers = (self._number_of(parent, partition)[1] for partition in range(1, partitions + 1))
-            self.notes.add(event(*who, tuple(numbers)))
+            numbers = (self._number_of(parent, partition) for partition in range(1, partitions + 1))
+            self.notes.add(event(*who, tuple(number for _, number in filter(None, numbers))))
 
     def told(self, address: int, ends: bool) -> None:
         """The program that runs, or a copy that it has issued, signals the mbarrier there; whether that ends a phase.
@@ -291,7 +291,7 @@ class Recorder(HostRecorder):
 
     def is_message(self) -> bool:
         """Whether what accesses memory now is the library's function for words that carry their own arrival."""
-        frame = sys._getframe(2)
+        frame: FrameType | None = sys._getframe(2)
         while frame is not None and lines.owner(frame.f_code) == lines.OTHER:
             if frame.f_code.co_name in _MESSAGES and frame.f_code.co_filename.startswith(lines.LANGUAGE):
                 return True
@@ -315,8 +315,9 @@ class Recorder(HostRecorder):
                 operation()
             finally:
                 task.issued_at = before
-            if mbarrier is None:
-                self.notes.add(Awaited(*self._who(), beside[1]))
+            by = self._who()
+            if mbarrier is None and by is not None:
+                self.notes.add(Awaited(*by, beside[1]))
 
         return carry_out
 
@@ -375,7 +376,7 @@ class Recorder(HostRecorder):
             kernel = tasks.current().launch.name
             if line is not None and lines.owner(line[0]) == lines.LIBRARY:
                 caller = self._callers.get(id(tasks.current().launch))
-            elif outermost is not None and outermost[0] is not line[0]:
+            elif outermost is not None and line is not None and outermost[0] is not line[0]:
                 caller = outermost
         return self.notes.number_of(Place(kernel, lines.known(line), caller and lines.known(caller)))
 

@@ -105,9 +105,10 @@ class Shadow:
             self._pieces[key] = tuple(np.zeros(1 << PIECE_BITS, dtype=np.int32) for _ in range(3))
         first = number << PIECE_BITS
         if len(begins) == 1:
-            index = slice(int(begins[0]) - first, int(ends[0]) - first)
+            index: slice | np.ndarray = slice(int(begins[0]) - first, int(ends[0]) - first)
         else:
             sizes = ends - begins
             starts = np.repeat(begins - first - np.append(0, np.cumsum(sizes)[:-1]), sizes)
             index = starts + np.arange(int(sizes.sum()))
-        return Bytes(*self._pieces[key], index, first)
+        writers, sets, releases = self._pieces[key]
+        return Bytes(writers, sets, releases, index, first)

@@ -203,7 +203,7 @@ class Threads:
         self._apart.add(thread)
         self._telling = True
         self.tells(thread)
-        thread.run = functools.partial(self._run, thread, thread.run)
+        thread.run = functools.partial(self._run, thread, thread.run)  # type: ignore[method-assign]
 
     def _run(self, thread: threading.Thread, run: Callable[[], None]) -> None:
         self._this.number = self._numbers[thread]
@@ -250,7 +250,7 @@ def _is_started_by_a_library(thread: threading.Thread, starter: FrameType) -> bo
 
     Whatever the program starts works for it, be it a function of torch's.
     """
-    is_worker = getattr(thread, "_target", None) is multiprocessing.pool.worker
+    is_worker = getattr(thread, "_target", None) is multiprocessing.pool.worker  # type: ignore[attr-defined]
     return not is_worker and starter.f_globals.get("__name__", "").partition(".")[0] in _HELPERS
 
 
@@ -290,7 +290,7 @@ def _is_alive(threads: Threads, method: Callable) -> Callable:
 
 def _make(threads: Threads, method: Callable) -> Callable:
     @functools.wraps(method)
-    def make(condition: threading.Condition, lock: Any = None) -> None:
+    def make(condition: Any, lock: Any = None) -> None:
         method(condition, lock)
         lock, acquire, release = condition._lock, condition.acquire, condition.release
 
@@ -304,14 +304,14 @@ def _make(threads: Threads, method: Callable) -> Callable:
             threads.tells(lock)
             release()
 
-        condition.acquire, condition.release = acquired, released
+        condition.acquire, condition.release = acquired, released  # type: ignore[method-assign]
 
     return make
 
 
 def _enter(threads: Threads, method: Callable) -> Callable:
     @functools.wraps(method)
-    def enter(condition: threading.Condition) -> Any:
+    def enter(condition: Any) -> Any:
         result = method(condition)
         threads.hears(condition._lock)
         return result
@@ -321,7 +321,7 @@ def _enter(threads: Threads, method: Callable) -> Callable:
 
 def _exit(threads: Threads, method: Callable) -> Callable:
     @functools.wraps(method)
-    def leave(condition: threading.Condition, *error: Any) -> Any:
+    def leave(condition: Any, *error: Any) -> Any:
         threads.tells(condition._lock)
         return method(condition, *error)
 
@@ -330,14 +330,14 @@ def _exit(threads: Threads, method: Callable) -> Callable:
 
 def _wait(threads: Threads, method: Callable) -> Callable:
     @functools.wraps(method)
-    def wait(condition: threading.Condition, timeout: float | None = None) -> Any:
+    def wait(condition: Any, timeout: float | None = None) -> Any:
         threads.tells(condition._lock)
 
         def is_idle() -> bool:
             # Whom it notifies a condition no longer has among those that wait, before these have noticed.
             return len(condition._waiters) >= threads.idlers(condition)
 
-        is_idle.waits_in = condition
+        is_idle.waits_in = condition  # type: ignore[attr-defined]
         with threads.idle(is_idle) if timeout is None else contextlib.nullcontext():
             result = method(condition, timeout)
         threads.hears(condition._lock)

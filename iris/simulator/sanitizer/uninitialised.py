@@ -4,6 +4,7 @@ Somebody may have written just that: only where the analysis knows of no writer 
 """
 
 import ctypes
+from typing import Any
 
 import numpy as np
 
@@ -32,5 +33,5 @@ def seen_in(values: np.ndarray) -> bool:
 
 def seen_at(address: int, size: int, element: int) -> bool:
     """The same of the ``size`` bytes there, elements of ``element`` bytes."""
-    memory = (ctypes.c_uint8 * size).from_address(int(address))
-    return seen_in(np.frombuffer(memory, dtype=np.dtype(("V", element))))
+    memory: Any = (ctypes.c_uint8 * size).from_address(int(address))
+    return seen_in(np.frombuffer(memory, dtype=np.dtype(f"V{element}")))

@@ -40,7 +40,9 @@ def wait_of(frame: FrameType | None) -> Wait | None:
             return _of_the_language(frame)
         frame = frame.f_back
     condition = None if frame is None else loops.condition_at(frame.f_code.co_filename, frame.f_lineno)
-    wanted = None if condition is None else _number(condition.wanted, frame)
+    if frame is None or condition is None:
+        return None
+    wanted = _number(condition.wanted, frame)
     return None if wanted is None else Wait(condition.cmp, wanted, 64)
 
 
