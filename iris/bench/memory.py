@@ -42,7 +42,7 @@ def measure(ctx: Iris, groups: int) -> dict[str, float]:
 
     def use(members: list[int]) -> None:
         group = dist.new_group(members, backend=backend)
-        if ctx.cur_rank in members:
+        if isinstance(group, dist.ProcessGroup):  # of which this rank is a member
             dist.all_reduce(x, group=group)
             made.append(group)
 

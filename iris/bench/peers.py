@@ -29,7 +29,9 @@ def with_max_ctas(ctas: int) -> dist.ProcessGroup:
     options = dist.ProcessGroupNCCL.Options()
     options.config.max_ctas = ctas
     options.config.min_ctas = min(ctas, 4)
-    return dist.new_group(pg_options=options)
+    group = dist.new_group(pg_options=options)
+    assert isinstance(group, dist.ProcessGroup)  # which has all ranks
+    return group
 
 
 def windows(

@@ -24,7 +24,8 @@ class Spaces:
         self._parts: weakref.WeakKeyDictionary[mapping.Memory, list] = weakref.WeakKeyDictionary()
         # How many mappings had been made, and how many of them were there, when one looked.
         self._seen = -1, 0
-        self._starts = self._ends = np.empty(0, dtype=np.int64)
+        self._starts: np.ndarray = np.empty(0, dtype=np.int64)
+        self._ends: np.ndarray = np.empty(0, dtype=np.int64)
         self._spaces: list[tuple[str, int]] = []
 
     def spans(self, pointers: np.ndarray, size: int) -> list[Spans]:
