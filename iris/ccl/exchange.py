@@ -168,9 +168,19 @@ def exchange(
             block_bytes = BLOCK_N * bytes_of(input.dtype.element_ty)
             puts = (theirs <= LONGEST_QUEUED) | ((wrong == 0) & (direct_here == 0))
             refuse(
-                ctx, counts, words, theirs, pieces, messages_from, puts, sources, block_bytes,
-                PROGRAMS, QUEUES, DIRECT,
-            )  # fmt: skip
+                ctx,
+                counts=counts,
+                words=words,
+                theirs=theirs,
+                own=pieces,
+                messages=messages_from,
+                puts=puts,
+                sources=sources,
+                block_bytes=block_bytes,
+                PROGRAMS=PROGRAMS,
+                QUEUES=QUEUES,
+                DIRECT=DIRECT,
+            )
             record_unequal(ctx, own_words, theirs, pieces, wrong)
         # Nothing is taken from anyone then, nor written by anyone whose size differs.
         takes = takes & (unequal == 0)

@@ -1,0 +1,62 @@
+"""The table of what each algorithm can do is complete, and a launch gives a kernel the arguments that it has."""
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import iris.ccl
+from iris.ccl import algorithms, select
+from iris.ccl.algorithms import ALGORITHMS, candidates
+from iris.ccl.atomic import atomic
+from iris.ccl.call import Call
+from iris.ccl.config import ALL_REDUCE_VARIANTS, DEFAULT
+from iris.ccl.kernel_launch import kernel_launch
+
+CARRIED = {(each.name, collective) for each in ALGORITHMS for collective in each.collectives}
+
+
+def test_the_docstring_has_each_row():
+    told, names = set(), []
+    for name, collectives in re.findall(r"^\| (.*?) ?\| (.*?) \|", algorithms.__doc__, re.MULTILINE):
+        names = re.findall(r"`(\w+)`", name) or names
+        told |= {(each, collective) for each in names for collective in collectives.split(", ")}
+    assert told == CARRIED
+
+
+def test_no_algorithm_is_in_the_table_twice():
+    assert len(CARRIED) == sum(len(each.collectives) for each in ALGORITHMS)
+
+
+@pytest.mark.parametrize("size", [1, 2, 8])
+@pytest.mark.parametrize("collective", sorted({collective for _, collective in CARRIED}))
+def test_each_collective_of_any_size_is_carried(size, collective):
+    comm = SimpleNamespace(size=size, num_sms=132, workspace=SimpleNamespace(limit=1 << 30))
+    for nbytes in (0, 1 << 10, 1 << 40):
+        found = candidates(comm, collective, nbytes)
+        # Those that are chosen without a table are the only ones.
+        assert found if collective in select.ELSEWHERE else len(found) == 1
+    assert all(each.fits is None for each in found.values())
+
+
+def test_tables_and_configurations_name_algorithms_that_there_are():
+    assert {(row.variant, name) for name, rows in select.ELSEWHERE.items() for row in rows} <= CARRIED
+    assert {(name, "all_reduce") for name in ALL_REDUCE_VARIANTS if name != "auto"} <= CARRIED
+
+
+def test_a_launch_gives_a_kernel_no_other_arguments():
+    one = torch.zeros(1)
+    call = Call("all_reduce", SimpleNamespace(size=2), one, one, DEFAULT, None)
+    needed = {name: 0 for name in atomic.arg_names if name not in ("input", "output", "factors")}
+    with pytest.raises(TypeError, match=r"atomic\(\) has no parameters BLOCKS"):
+        kernel_launch(call, atomic, 1, 1, torch.float32, **needed, BLOCKS=1)
+    needed.pop("n")
+    with pytest.raises(KeyError, match="'n'"):
+        kernel_launch(call, atomic, 1, 1, torch.float32, **needed)
+
+
+def test_files_are_read_in_one_sitting():
+    for file in Path(iris.ccl.__file__).parent.glob("*.py"):
+        assert len(file.read_text().splitlines()) <= 400, file
