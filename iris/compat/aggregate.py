@@ -29,5 +29,6 @@ def replace_aggregate(new: Callable[[type], type]) -> None:
     decorator.__code__ = _trampoline.__code__
 
 
-def _trampoline(cls):
-    return __simulated_aggregate__(cls)  # noqa: F821 (a global of the module whose function it becomes)
+def _trampoline(cls: Any) -> Any:
+    # A global of the module whose function it becomes.
+    return __simulated_aggregate__(cls)  # type: ignore[name-defined]  # noqa: F821
