@@ -337,6 +337,31 @@ def test_a_world_is_found_in_torchruns_environment_and_an_end_is_noticed(leaves,
             assert process.returncode == (rank == leaves and how == "fails"), errors
 
 
+ENDS = """
+import sys, threading
+import torch.distributed as dist
+import iris
+from iris.world import bootstrap
+
+bootstrap.DESTROY_LIMIT_S = 0.2
+ctx = iris.iris(1 << 20)
+if "hangs" in sys.argv:
+    dist.destroy_process_group = threading.Event().wait
+sys.exit(3)
+"""
+
+
+@pytest.mark.skipif(UNDER_TORCHRUN, reason="starts ranks of its own; run it without torchrun")
+@pytest.mark.parametrize("hangs", [False, True])
+def test_a_program_ends_though_its_process_group_cannot_be_destroyed(hangs):
+    with reserved_port() as port:
+        place = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        command = [*python(), "-c", ENDS, *["hangs"] * hangs]
+        done = subprocess.run(command, env={**os.environ, **place}, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 3, done.stderr
+    assert ("rank 0 ends without having destroyed its process groups" in done.stderr) == hangs
+
+
 def seats(**changes):
     """Three ranks on one host, each with a GPU; ``changes`` gives a list for a field."""
     default = [Seat("boot", f"box{rank}", f"GPU-{rank}", "H200") for rank in range(3)]

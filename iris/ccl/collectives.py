@@ -114,7 +114,6 @@ class Collectives(Enqueuer):
             launch = comm.launches.get(key)
             if launch is None:
                 checks.check_pair(comm, "broadcast", tensor, tensor, 1, 1)
-                launch = self._prepare(key, config, Call("broadcast", comm, dense, dense, line, root))
         except IrisError as error:
             given = config if isinstance(config, Config) else None
             self._refuse_broadcast(error, src, group, lambda own: self.broadcast(own, src, group=group, config=given))
@@ -122,6 +121,9 @@ class Collectives(Enqueuer):
             comm.broadcasts += 1
             comm.state[comm.begun_sizes + comm.broadcasts % SIZES_KEPT] = dense.nbytes
             comm.state[comm.begun] = comm.broadcasts
+        if launch is None:
+            # Behind the above, as ranks may meet here: a root that refuses the call comes to the meeting too.
+            launch = self._prepare(key, config, Call("broadcast", comm, dense, dense, line, root))
         output = None if comm.rank == root else tensor
         return self._leave(comm, "broadcast", launch, stream, dense, dense, output, async_op)
 

@@ -6,6 +6,8 @@ initialised here; a process that nobody started is a world of one rank, without 
 
 import atexit
 import os
+import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -25,6 +27,9 @@ from iris.world.placement import (
     on_gpu,
     take_seat,
 )
+
+# Seconds for which the end of a program waits for its process groups to be destroyed.
+DESTROY_LIMIT_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -107,6 +112,26 @@ def initialise() -> None:
 
     def destroy() -> None:
         if dist.is_initialized() and dist.group.WORLD is ours:
-            dist.destroy_process_group()
+            _destroy_process_group()
 
     atexit.register(destroy)
+
+
+def _destroy_process_group() -> None:
+    """Destroy the process groups when the program ends, but do not wait for ever.
+
+    From version 2.26 on NCCL waits until no CUDA graph is left in which it was captured, and a program's graphs may
+    live until its end (NVIDIA, "CUDA Graph Best Practice for PyTorch", "Process Hang").
+    """
+    # A daemon, so that the interpreter does not wait for it either.
+    thread = threading.Thread(target=dist.destroy_process_group, name="iris-destroy", daemon=True)
+    thread.start()
+    thread.join(DESTROY_LIMIT_S)
+    if thread.is_alive():
+        print(
+            f"iris: rank {dist.get_rank()} ends without having destroyed its process groups: torch has been at it for "
+            f"{DESTROY_LIMIT_S:g} s. Does a CUDA graph still live in which NCCL was captured? Delete it, or call its "
+            "reset(), before the program ends.",
+            file=sys.stderr,
+            flush=True,
+        )

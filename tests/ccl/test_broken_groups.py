@@ -5,6 +5,7 @@ import os
 import random
 import signal
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from conftest import UNDER_TORCHRUN
 from covering import EVERYTHING, covering
 
 import iris
+from iris import workspace
 from iris.abort import SIZES_KEPT
 from iris.ccl import Config, enqueue
 from iris.ccl.refusal import begun_size
@@ -253,10 +255,16 @@ def test_a_refusal_does_not_break_a_group_of_one(ranks, name):
     ranks.run(refused_alone, name)
 
 
-def takes_part(ctx, elements):
-    """Who waits for the root gets as much data as it waits for: kernels on a GPU do not see that a group is broken."""
+@mock.patch.dict(workspace.SMALLEST_BLOCK, cpu=0, cuda=0)
+def takes_part(ctx, elements, is_used):
+    """Who waits for the root gets as much data as it waits for: kernels on a GPU do not see that a group is broken.
+
+    In a first broadcast of a size the ranks meet to make room, as blocks have none to spare here.
+    """
     broken, x = dist.new_group(), filled(ctx, elements).double()
-    ctx.ccl.all_reduce(torch.empty_like(x), x, group=broken)
+    ctx.ccl.communicator(broken)
+    if is_used:
+        ctx.ccl.broadcast(x.clone(), group=broken)
     if ctx.cur_rank:
         ctx.ccl.broadcast(x, group=broken)
         assert x.count_nonzero() == 0
@@ -269,9 +277,10 @@ def takes_part(ctx, elements):
 
 
 @pytest.mark.ranks(2, exactly=True)
+@pytest.mark.parametrize("is_used", [True, False])
 @pytest.mark.parametrize("elements", [5, 300_000])
-def test_the_root_takes_part_in_a_broadcast_of_which_it_has_no_tensor(ranks, mistaken, elements):
-    ranks.run(takes_part, elements)
+def test_the_root_takes_part_in_a_broadcast_of_which_it_has_no_tensor(ranks, mistaken, elements, is_used):
+    ranks.run(takes_part, elements, is_used)
 
 
 def sizes_of_broadcasts(ctx):
