@@ -31,6 +31,8 @@ from iris.ccl.select import ELSEWHERE, Choice, choose, name_in_table
 from iris.errors import InvalidCountError, InvalidTableError
 
 KIB = 1 << 10
+# MiB of a GPU that a group of several ranks may take when it is first used.
+MOST_OF_A_GROUP = 32
 
 
 @pytest.mark.parametrize(
@@ -251,21 +253,23 @@ def test_a_benchmark_starts_its_ranks(tmp_path):
 
 
 def memory_of_groups(ctx, file):
-    with contextlib.redirect_stdout(io.StringIO()) as told:
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
         assert memory.run_on_rank(2, file) == []
-    return told.getvalue().splitlines()
+    return printed.getvalue().splitlines(), file.read_text() if ctx.cur_rank == 0 else ""
 
 
 def test_memory_of_groups(ranks, tmp_path):
-    told, *others = ranks.run(memory_of_groups, tmp_path / "memory.json")
-    assert not any(others)
-    figures = json.loads((tmp_path / "memory.json").read_text())["figures"]
+    (printed, written), *others = ranks.run(memory_of_groups, tmp_path / "memory.json")
+    assert others == [([], "")] * len(others)
+    figures = json.loads(written)["figures"]
     of_all, further, of_one, _, _ = figures.values()
-    assert [float(line.split(": ")[1].split()[0]) for line in told[:5]] == [round(each, 2) for each in figures.values()]
+    rounded = [round(each, 2) for each in figures.values()]
+    assert [float(line.split(": ")[1].split()[0]) for line in printed[:5]] == rounded
     if simulator.ACTIVE:
-        assert told[5:] == [memory.NOTE]
+        assert printed[5:] == [memory.NOTE]
     else:
-        assert 0 <= further <= of_all and of_one < 2
+        # Of the first one less, where an earlier test has left memory for groups of the same ranks.
+        assert 0 <= of_all <= MOST_OF_A_GROUP and 0 <= further <= MOST_OF_A_GROUP and of_one < 2
 
 
 @pytest.mark.skipif(UNDER_TORCHRUN, reason="starts ranks of its own")
