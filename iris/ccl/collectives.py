@@ -111,8 +111,7 @@ class Collectives(Enqueuer):
             root = checks.rank_in_group(comm, "src", src, self._context.num_ranks)
             dense = to_read(tensor)
             key = self._key(("broadcast", root), dense, dense, config, line)
-            launch = comm.launches.get(key)
-            if launch is None:
+            if (launch := comm.launches.get(key)) is None:
                 checks.check_pair(comm, "broadcast", tensor, tensor, 1, 1)
         except IrisError as error:
             given = config if isinstance(config, Config) else None
@@ -121,9 +120,8 @@ class Collectives(Enqueuer):
             comm.broadcasts += 1
             comm.state[comm.begun_sizes + comm.broadcasts % SIZES_KEPT] = dense.nbytes
             comm.state[comm.begun] = comm.broadcasts
-        if launch is None:
-            # Behind the above, as ranks may meet here: a root that refuses the call comes to the meeting too.
-            launch = self._prepare(key, config, Call("broadcast", comm, dense, dense, line, root))
+        # Behind the above: ranks may meet in the preparation, and a root that refuses the call comes there too.
+        launch = launch or self._prepare(key, config, Call("broadcast", comm, dense, dense, line, root))
         output = None if comm.rank == root else tensor
         return self._leave(comm, "broadcast", launch, stream, dense, dense, output, async_op)
 
