@@ -1,21 +1,21 @@
 """The table of all algorithms, and the choice among them.
 
-| algorithm | collectives | combines | ranks | size | chosen |
+| algorithm | collectives | combines | ranks, at least | size, at most | chosen |
 | --- | --- | --- | --- | --- | --- |
-| `one_hop` | all_gather, all_to_all, broadcast | | any | pieces of 256 KiB | by table |
-| `exchange` | all_gather, all_to_all, broadcast | | any | any | by table |
-| | gather, scatter, send, recv | | any | any | always |
-| `exchange_v` | all_to_all_v | | any | any | always |
+| `one_hop` | all_gather, all_to_all, broadcast | | 1 | pieces of 256 KiB | by table |
+| `exchange` | all_gather, all_to_all, broadcast | | 1 | any | by table |
+| | gather, scatter, send, recv | | 1 | any | always |
+| `exchange_v` | all_to_all_v | | 1 | any | always |
 | `deal`, `pull` | broadcast | | 3 | any | by table |
 | `one_shot` | all_reduce, reduce_scatter | floats, any operation | 2 | a share of the workspace | by table |
 | `two_shot_push` | all_reduce | floats, any operation | 2 | a share of the workspace | by table |
-| `two_shot`, `pull` | all_reduce, reduce_scatter | all | any | any | by table |
-| `two_shot` | reduce | all | any | any | always |
-| `ring` | all_reduce | all | any | any | on request |
-| `atomic`, `spinlock` | all_reduce | SUM, AVG, PREMUL_SUM of numbers | any | any | on request |
+| `two_shot`, `pull` | all_reduce, reduce_scatter | all | 1 | any | by table |
+| `two_shot` | reduce | all | 1 | any | always |
+| `ring` | all_reduce | all | 1 | any | on request |
+| `atomic`, `spinlock` | all_reduce | SUM, AVG, PREMUL_SUM of numbers | 1 | any | on request |
 
 Each file says its own rows, as `Algorithm`. "By table": `iris.ccl.select` has the tables, which say what is fastest up
-to how many bytes; of their rows the first counts whose algorithm carries the call. The choice depends on nothing that
+to how many bytes. Of their rows the first is taken whose algorithm carries the call. The choice depends on nothing that
 may differ between ranks.
 """
 

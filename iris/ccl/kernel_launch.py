@@ -1,12 +1,14 @@
 """The launch of a collective's kernel: its arguments by their names, and the registers that it leaves to others.
 
-Programs wait for peers. A rank may have begun a launch of one stream, and another rank one of another stream, so on
-each rank both must be able to begin, or at least the smaller one, beside the larger. What programs take of a
-multiprocessor is mostly registers (CUDA C++ Programming Guide, "Compute Capabilities": 65536).
+Programs wait for peers. One rank may have begun a launch of one stream, and another rank a launch of another stream. If
+the two could not be resident together, both ranks would wait for ever. So a launch leaves room for one of another
+stream. What programs take of a multiprocessor is mostly registers (CUDA C++ Programming Guide, "Compute Capabilities":
+65536 a multiprocessor), so the room is counted in these:
 
-A launch has half of them; or a third, if the next launch of its stream may take places before its turn. That one has a
-third at most, too, or it does not come early: so a stream has two thirds at most, and leaves one. (With queues it comes
-early as well: it leaves multiprocessors.)
+* A kernel that takes at most a third of the registers lets the next launch of its stream begin early (programmatic
+  dependent launch). That one takes a third at most as well, or it does not begin early. Together they leave a third.
+* Any other kernel takes half at most, and begins when the one before it has ended.
+* A kernel with queues may take three quarters, and begins early: it leaves whole multiprocessors free.
 """
 
 from typing import Any

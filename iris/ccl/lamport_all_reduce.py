@@ -14,19 +14,26 @@
 
 In reduce_scatter each rank pushes another part of its input to each: (W - 1) / W n bytes.
 
-*Two shot* sends less and takes longer. Rank d adds up the d-th part of each block, as above, and pushes the sum to all
-others, which wait for it in the same way: 2 (W - 1) / W n bytes, in two steps.
+*Two shot* (`two_shot_push` in the tables; `iris.ccl.two_shot` is the one for any size and type) sends less and takes
+longer. Rank d adds up the d-th part of each block, as above, and pushes the sum to all others, which wait for it in the
+same way: 2 (W - 1) / W n bytes, in two steps.
+
+For example, 8 KiB of bf16 among 4 GPUs in one shot are 16 blocks of 512 bytes, each of which one warp sends to 3 peers
+and receives from these. 24 KiB leave the rank.
 
 There are 3 slots. In each a block has a region of its own, ``[steps, W sources, PART elements]``, and it counts its
-epochs modulo 3. In epoch e the ranks use slot e % 3, and each clears slot (e - 1) % 3: all that peers may have put into
+epochs modulo 3. Below, call e is the e-th call that uses the block; a call that is too small to reach it leaves the
+block as it is. In epoch e the ranks use slot e % 3, and each clears slot (e - 1) % 3: all that peers may have put into
 the block's region, whatever this call needs. Why no rank writes to a slot that is not cleared:
 
-1. A rank writes to slot e % 3 of mine in its call e. It has heard from me in its call e - 1.
-2. So my call e - 2 was over, and all that it had stored was visible to everybody.
-3. In that call I cleared slot (e - 3) % 3 = e % 3, which I had read in my call e - 3.
+1. A peer writes to slot e % 3 of this rank in its call e. In its call e - 1 it has received data from this rank.
+2. This rank sent them in its own call e - 1, a kernel that ran after its call e - 2 had ended.
+3. In call e - 2 this rank cleared slot (e - 3) % 3 = e % 3, which it had read in call e - 3.
+4. So the clears had reached this GPU's L2 cache before the data of step 2 left, and the peer's stores come to the same
+   cache later. (That is the hardware. PTX's memory model would want a release in step 2 and an acquire in step 1.)
 
-With two slots I would be clearing while it writes. (In two shot a rank whose part is beyond the end of the tensor sends
-no sums; whoever has heard rank 0's, which were of parts from all, has heard from it.)
+With two slots this rank would be clearing one while the peer writes to it. (In two shot a rank without a part, beyond
+the end of the tensor, sends no sum. But it has contributed to rank 0's, which all receive.)
 
 Sums are formed in the order of ranks, on each rank or on one, so all ranks have the same bits.
 """
@@ -64,7 +71,7 @@ from iris.language.target import threads_per_warp
 
 # Bytes that a block's parts have together, at most; the parts of W ranks are powers of two.
 BLOCK_BYTES = 8192
-# What a warp moves at once. Parts are that small where there are programs for all of them: all is under way at once.
+# What a warp moves at once. Parts are that small while there is a program for each of them.
 WARP_BYTES = 512
 SLOTS = tl.constexpr(3)
 # Blocks that a program sends before it waits for the first of them, so that the links are busy while it adds up.
@@ -83,11 +90,6 @@ def part_bytes(size: int, share: int, programs: int) -> int:
     return part
 
 
-def channel_bytes(size: int, blocks: int, part: int, steps: int) -> int:
-    """Bytes of the epochs and the regions of so many blocks with parts of ``part`` bytes, sent in so many steps."""
-    return blocks * (4 + SLOTS.value * steps * size * part)
-
-
 @jit
 def recv_and_reduce(
     parts, own, k, count, rank, W: tl.constexpr, PART: tl.constexpr, OP: tl.constexpr, record, factors=None
@@ -95,7 +97,7 @@ def recv_and_reduce(
     """Wait for the first ``count`` elements of every rank's part and combine them in the order of ranks.
 
     ``own`` is the caller's; ``k``: numbers of all words of a part. All parts are read in each round of polling, so
-    that their loads are under way together: also what is beyond ``count``, as a mask would take the words apart.
+    that their loads are under way together. Words beyond ``count`` are read too: a mask would break vector loads up.
     """
     element: tl.constexpr = own.dtype
     ACC: tl.constexpr = accumulator(element)
@@ -161,7 +163,7 @@ def region(slots, max_blocks, block, epoch, REGION: tl.constexpr):
 def recycle_slot(
     slots, epochs, max_blocks, block, epoch, j, rank, W: tl.constexpr, PART: tl.constexpr, STEPS: tl.constexpr
 ):
-    """Clear what peers have put into the last epoch's slot, and count this one."""
+    """Clear what peers have put into the slot of the epoch before, and go on to the next epoch."""
     old = region(slots, max_blocks, block, epoch + (SLOTS - 1), STEPS * W * PART)
     for step in tl.static_range(STEPS):
         lamport_clear(old + step * W * PART + j, (j < W * PART) & (j // PART != rank))
@@ -207,7 +209,7 @@ def one_shot(
             block = first + step * stride
             mine = region(slots, max_blocks, block, tl.load(epochs + block), W * PART) + rank * PART
             k = block * PART + i
-            # All loads before all stores, which the compiler cannot know to be of other memory.
+            # All loads first: the compiler must assume that the stores change what a later load reads.
             parts = ()
             for distance in tl.static_range(1, W):
                 to = tl.cast((rank + distance) % W, tl.int64)
@@ -298,7 +300,7 @@ def two_shot(
             recycle_slot(slots, epochs, max_blocks, block, epoch, j, rank, W, PART, 2)
 
 
-class Room(NamedTuple):
+class ChannelLayout(NamedTuple):
     """The memory of a call, which has room for more blocks, so that calls of similar size share it.
 
     ``part``: bytes of a rank's part of a block. ``max_blocks``: blocks that a slot has room for. ``nbytes``: of the
@@ -315,11 +317,11 @@ class Room(NamedTuple):
         return slice(self.nbytes - 4 * self.max_blocks, self.nbytes)
 
 
-def room_for(size: int, steps: int, nbytes: int, programs: int) -> Room:
+def channel_layout(size: int, steps: int, nbytes: int, programs: int) -> ChannelLayout:
     """For a sum of ``nbytes`` among ``size`` ranks in so many steps, with ``programs`` programs."""
     part = part_bytes(size, nbytes // (1 if steps == 1 else size), programs)
     max_blocks = power_of_two(max(1, -(-nbytes // (part if steps == 1 else part * size))))
-    return Room(part, max_blocks, channel_bytes(size, max_blocks, part, steps))
+    return ChannelLayout(part, max_blocks, max_blocks * (4 + SLOTS.value * steps * size * part))
 
 
 def launch_one_shot(call: Call, most: int | None) -> Launch:
@@ -340,22 +342,22 @@ def _shared_arguments(call: Call, most: int | None, steps: int) -> dict[str, Any
     # Of what each rank wants. In reduce_scatter that is another part of the input for each.
     n = call.elements.number_in(call.output)
     most = most or 2 * comm.num_sms
-    room = room_for(comm.size, steps, n * dtype.itemsize, most)
-    use = f"push of {room.max_blocks} blocks of {room.part} bytes in {steps} steps of all_reduce or reduce_scatter"
-    channel = comm.workspace.channel(use, call.line, room.nbytes, room.epochs)
-    part = room.part // dtype.itemsize
+    layout = channel_layout(comm.size, steps, n * dtype.itemsize, most)
+    use = f"push of {layout.max_blocks} blocks of {layout.part} bytes in {steps} steps of all_reduce or reduce_scatter"
+    channel = comm.workspace.channel(use, call.line, layout.nbytes, layout.epochs)
+    part = layout.part // dtype.itemsize
     blocks = -(-n // (part if steps == 1 else part * comm.size))
     # No more warps than there is data for: they poll together.
-    warps = min(call.config.warps(room.part), max(1, room.part // WARP_BYTES))
+    warps = min(call.config.warps(layout.part), max(1, layout.part // WARP_BYTES))
     return dict(
         programs=fitting(comm, max(1, min(blocks, most)), warps),
         num_warps=warps,
         dtype=dtype,
         context_tensor=channel.context_tensor,
-        epochs=channel.memory[room.epochs].view(torch.int32),
-        slots=channel.memory[: room.epochs.start].view(INTEGERS[dtype.itemsize]),
+        epochs=channel.memory[layout.epochs].view(torch.int32),
+        slots=channel.memory[: layout.epochs.start].view(INTEGERS[dtype.itemsize]),
         n=n,
-        max_blocks=room.max_blocks,
+        max_blocks=layout.max_blocks,
         W=comm.size,
         RANKS=power_of_two(comm.size),
         PART=part,
@@ -366,13 +368,13 @@ def _shared_arguments(call: Call, most: int | None, steps: int) -> dict[str, Any
 def fits(comm: Communicator, collective: str, nbytes: int, steps: int) -> bool:
     """Whether a call does not take more than its share of the group's memory."""
     nbytes = nbytes // comm.size if collective == "reduce_scatter" else nbytes
-    return room_for(comm.size, steps, nbytes, 2 * comm.num_sms).nbytes <= comm.workspace.limit // SHARE_OF_WORKSPACE
+    layout = channel_layout(comm.size, steps, nbytes, 2 * comm.num_sms)
+    return layout.nbytes <= comm.workspace.limit // SHARE_OF_WORKSPACE
 
 
-# A dtype whose elements can be their own flags: all ones are a NaN (`iris.language.lamport`).
-LAMPORT = frozenset(
-    {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2}
-)
+# Dtypes whose elements can be their own flags: all ones are a NaN (`iris.language.lamport`).
+FLOATS = torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2
+LAMPORT = frozenset(FLOATS)
 
 # By name, and in how many steps.
 STEPS = {"one_shot": 1, "two_shot_push": 2}

@@ -77,8 +77,9 @@ def pull(
         here = permit(ctx, own_words + OUTPUTS, heap_table, output, length, calls + lanes() * 0, others, W)
     here = here & advertise_input(ctx, own_words + INPUTS, heap_table, input, in_length, calls, others, W)
     inputs = resolve_inputs(ctx, own_words + INPUTS, heap_table, calls, others)
-    # The peers' words are read without an order. Behind them lie their inputs, and where their outputs are: said
-    # before, so it is not of a call so long ago that its stamp has come round.
+    # The peers' words are read relaxed. This fence makes the pair of their release and these reads an acquire: the
+    # inputs are there. And a peer had said where its output is before it said where its input is, so what is read of
+    # that below is of this call, and not of one 65536 calls ago with the same stamp.
     ctx.fence()
     missing = others & (inputs == 0)
     outputs = inputs

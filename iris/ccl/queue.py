@@ -24,7 +24,8 @@ Large results that lie on the symmetric heap need no slots. The receiver tells e
 or zero offset for "use the queue". Nobody overruns it: the next call's word comes after the receiver has seen this
 call's data, which the sender wrote after it had read this call's word. Saying the place is also the permission to
 write: the word is stored by a kernel that runs behind everything earlier on the receiver's stream. When all is
-written, the sender sets ``done`` to its count of these calls, with release.
+written, the sender of an exchange sets ``done`` to its count of these calls, with release. (`iris.ccl.two_shot` needs
+no ``done``: a sum's sender posts a count behind it anyway.)
 
 Inputs on the heap may be read where they are (`iris.ccl.pull`, `iris.ccl.broadcast`). Then all ranks of the group tell
 each other where their input lies, with release, behind everything earlier on their streams; and their output.
@@ -141,7 +142,9 @@ def place_of(ctx, heap_table, tensor, length, W: tl.constexpr):
 def permit(ctx, words, heap_table, output, length, calls, ranks, W: tl.constexpr):
     """Tell ``ranks`` where they may write; returns whether that is on the heap, else they may not.
 
-    What used the memory before was an earlier kernel, which is over: there is nothing to release.
+    What used the memory before was an earlier kernel, which is over: its accesses have been performed in this GPU's L2
+    cache, to which the peers' stores come only after they have received this word. That is how the hardware works; the
+    memory model of PTX would want a release here.
     """
     offset, direct = place_of(ctx, heap_table, output, length, W)
     theirs = translate(words + ctx.cur_rank, ctx.base, tl.load(ctx.table + lanes(), mask=ranks, other=0))

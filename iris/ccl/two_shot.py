@@ -5,11 +5,22 @@ reduce: the second step goes to the root alone. The parts travel through the que
 read anywhere; the sums go straight to results on the symmetric heap, and through the queues to others. Pushing in both
 steps keeps both directions of a link busy, at the rate of stores; loads from a peer are slower and need more in flight.
 
+For example, 64 MiB of bf16 among 4 H200: 128 programs of 16 warps, blocks of 64 KiB with a part of 16 KiB for each
+rank, so 1024 blocks in 8 rounds. 96 MiB leave the rank.
+
 A program works on several blocks at once: in round t it sends the parts of block t, adds up those of t - AHEAD and
-takes in the sums of t - 2 AHEAD. That is also what keeps the queues from locking up: what a program waits for in round
-t, room or data, its peers have posted by the end of round t - 1, so whoever is furthest behind can always go on. (Room:
-with A for AHEAD, the last block of round t is number 2t - A + 1, and a peer has taken 2t - 3A by the end of its round
-t - 1; so 2A + 2 slots.)
+takes in the sums of t - 2 AHEAD.
+
+Why no program waits for ever: what it waits for in round t, room or data, its peers have posted by the end of their
+round t - 1. So the program that is furthest behind can always go on. (Room: with A for AHEAD, the last block of round t
+is number 2t - A + 1, and a peer has taken 2t - 3A by the end of its round t - 1; so 2A + 2 slots.)
+
+Why data are read after they are written: each count is posted with release behind the stores it counts, and waited for
+with acquire (`iris.ccl.queue`). A sum that goes straight to a result has no count of its own. Its sender posts that it
+has *taken* the receiver's last block behind the last of these stores, and the receiver waits for that before it ends.
+
+Why a result may be the input: rank d writes part d of a block of this rank's result only after it has acquired this
+rank's post of that block, and this rank posted it behind its loads of that part.
 
 Sums are formed by one rank each, in the order of ranks, so all ranks have the same bits.
 """
@@ -128,7 +139,7 @@ def reduce_blocks(
             wait_blocks(ctx, own_words, got, others, W)
             total = tl.cast(own, ACC)
             for s in tl.static_range(W):
-                # Its own slots hold nothing; the address is a valid one.
+                # Of the own rank nothing is loaded; its slot's address is a valid one all the same.
                 there = slots + slot_of(p, s, got, W) * SLOT + i
                 value = tl.load(there, mask=mask & (rank != s))
                 total = accumulate(total, tl.where(rank == s, own, value), factors, s, OP)
@@ -165,7 +176,7 @@ def reduce_blocks(
             publish_counters(ctx, own_words, sent, got, others)
     store_counters(row, sent, others, got, others)
     if DIRECT:
-        # A rank posts that it took my last block behind having written the sums of it, here too.
+        # A peer posts that it has taken this rank's last block after it has written the sums of it here.
         wait_consumed(ctx, own_words, sent, sources & (direct_here != 0), W)
 
 

@@ -52,7 +52,11 @@ def cta_sync():
 
 @jit
 def system_fence():
-    """Each thread orders its own earlier accesses before its later ones, for observers anywhere in the system."""
+    """Each thread orders its own earlier accesses before its later ones, for observers anywhere in the system.
+
+    But not an earlier store before a later load of other memory, which takes a fence that is sequentially consistent
+    (PTX ISA, "membar / fence": acq_rel).
+    """
     if on_nvidia():
         tl.inline_asm_elementwise(
             "fence.acq_rel.sys; mov.b32 $0, 0;", "=r,~{memory}", [], dtype=tl.int32, is_pure=False, pack=1

@@ -4,14 +4,15 @@ An element of a floating-point type is sent with its bits inverted, and memory i
 *sentinel*, which says that nothing is here yet. The pattern of all ones, a NaN, would be zero on the way: it is sent as
 another NaN, so NaNs do not keep their bits. Who has read an element clears it before the memory is used again.
 
-Why this is in order without a fence: each element is written by one access of at most 8 bytes, which is never seen in
-part (PTX ISA, "Memory Consistency Model": scalar accesses; a vector is one access for each element, in no order), and
-it depends on nothing but itself. The reader takes the value from the very load that showed that it is there.
+Why this needs no fence: each element is written by one access of at most 8 bytes, naturally aligned, and is never seen
+in part (what the manual says and what the hardware does: `iris.language.ll`). It depends on no other memory: the reader
+takes the value from the very load that showed that it is there. What has to be ordered is the clearing before the next
+use, and each user argues that: see `iris.ccl.lamport_all_reduce`.
 
-Elements of less than 4 bytes are polled by words of 4 and tested all at once. (The compiler stores them in words too,
-where they are aligned; an aligned word is read at once, so an element is there or not.) Element by element the test
-took so many instructions and predicates that the loads of several ranks' parts waited for each other: on 4 GPUs, 0.4 us
-of each sum.
+Elements of less than 4 bytes are polled by words of 4 and tested all at once. The compiler may store them in words, or
+at a tensor's end one by one. The model of PTX says nothing about loads and stores of different sizes; an aligned word
+is read at once from the cache, so that each of its elements is there or not. Element by element the test took so many
+instructions and predicates that the loads of several ranks' parts waited for each other: on 4 GPUs, 0.4 us of each sum.
 """
 
 import triton
@@ -151,5 +152,5 @@ def lamport_recv(ptrs, mask, bits, element: tl.constexpr, like, source, record):
 
 @jit
 def lamport_clear(ptrs, mask):
-    """Make the caller's own ``ptrs`` ready for what comes next; the kernel's end makes it visible to peers."""
+    """Clear the caller's own ``ptrs`` for the next use, which must be ordered after the end of this kernel."""
     tl.store(ptrs, tl.zeros_like(tl.cast(ptrs, tl.int64)).to(ptrs.dtype.element_ty), mask=mask)

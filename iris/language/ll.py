@@ -5,9 +5,12 @@ a reader that sees it then goes for the data; here a message takes one trip over
 round, the *epoch*. A reader waits until it is the one that it expects: in rounds over the same memory it tells this
 round's word from an older one's.
 
-Why this is in order without a fence: a word is written by one access of 8 bytes, which is never seen in part (PTX ISA,
-"Memory Consistency Model": scalar accesses; a vector is one access for each element, in no order), and it depends on
-nothing but itself. The reader takes the data from the very load that showed the flag.
+Why this needs no fence: a word is written by one access of 8 bytes, naturally aligned, and is never seen in part. (PTX
+ISA, "Memory Consistency Model", promises that for strong accesses, of which a vector is one for each element. Here the
+readers' loads are strong, and the stores are plain ones of Triton. That a plain aligned store of 8 bytes arrives whole
+is what the hardware does; NCCL's protocol relies on the like.) The word depends on no other memory: the reader takes
+the data from the very load that showed the flag. What has to be ordered is the reuse of a word, and each user argues
+that: see `iris.ccl.one_hop`.
 
 A *place*, 48 bits that say where memory is, travels in the same way, with 16 bits of a count as its flag.
 """
@@ -67,8 +70,8 @@ def ll_send(ptrs, words, stamp, mask):
 def ll_recv(ptrs, stamp, mask, source, record):
     """Wait until all of the caller's own ``ptrs`` carry ``stamp``; returns the int32 words.
 
-    There must be a word for each thread. Of two threads that poll the same one, either may say for both that it is
-    there, and one of them stores what it has read: maybe the older.
+    There must be a word for each thread. If two threads polled the same word, the test might take one thread's value,
+    and the result the other's, which is older.
     """
     if WAIT_LIMIT_NS > 0:
         since = nanoseconds(record)

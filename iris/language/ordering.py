@@ -1,4 +1,6 @@
-"""Memory ordering: every acquire, release and wait of the library, but for `iris.language.barrier`.
+"""Memory ordering: every acquire, release and wait for a flag, but for those of `iris.language.barrier`.
+
+Data that are their own flags need none of this: `iris.language.ll` and `iris.language.lamport`.
 
 The rules that both files keep, for the *whole block* (all threads of a program), on every Triton version and vendor:
 

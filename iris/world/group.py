@@ -32,7 +32,7 @@ from iris.world.store import await_keys, own_client, put, shared_client
 
 T = TypeVar("T")
 
-# What a member that has left a meeting by an error writes in the place of its next meeting's purpose.
+# What a member writes where its next meeting would say what it is for, when it has left one by an error.
 BROKEN = "a broken group"
 
 
@@ -83,8 +83,8 @@ class Group:
 
     Notes
     -----
-    Members must create their groups over one process group in the same order: the n-th is the n-th everywhere, and that
-    is what keeps two of them apart.
+    Members must create their groups over one process group in the same order. Groups are matched by that order: the
+    n-th group of one member is the n-th of all.
     """
 
     # Counted for the life of the process, because a store may outlive the process group (torchrun's agent holds one).
@@ -143,7 +143,8 @@ class Group:
         what
             What the members meet for, the same words on all of them: it completes "while waiting for …" in the errors.
         orders
-            Whether a program may rely on it: not on a meeting that only debug mode adds.
+            Whether it counts as synchronisation that a program may rely on. False for a meeting that only debug mode
+            adds.
 
         Raises
         ------
