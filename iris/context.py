@@ -25,7 +25,7 @@ from iris.errors import (
     RankOutOfRangeError,
 )
 from iris.heap import SymmetricHeap, describe_address
-from iris.language.context import context_tensor
+from iris.language.context_tensor import context_tensor
 from iris.language.functional import heap_bases_tensor
 from iris.log import logger
 from iris.ops.operations import Operations
