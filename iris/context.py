@@ -31,6 +31,7 @@ from iris.log import logger
 from iris.ops.operations import Operations
 from iris.simulator import sanitizer
 from iris.stand_ins import stand_in
+from iris.symmetric_tensors import SymmetricTensors
 from iris.tensors import Factories
 from iris.tracing.recording import Tracing
 from iris.untraced import untraced
@@ -38,7 +39,7 @@ from iris.workspace import Workspace
 from iris.world import Group, check_process_group
 
 
-class Iris(Factories):
+class Iris(Factories, SymmetricTensors):
     """A rank's part of a symmetric heap, and what can be done with it. Made by `iris.iris`.
 
     A context manager. Leaving the block closes the context with all ranks. Leaving it by an exception closes it
