@@ -1,8 +1,6 @@
 """The Iris context of a rank: a world, a symmetric heap, the factories of tensors on it, and the meetings of ranks."""
 
 import logging
-import operator
-import pickle
 from types import TracebackType
 from typing import Any
 
@@ -10,27 +8,20 @@ import torch
 import torch.distributed as dist
 
 from iris import peer_loss, world  # noqa: F401 (importing peer_loss registers what it does when a peer ends)
-from iris.arg_parser import index
 from iris.capture import refuse_in_capture
 from iris.ccl.collectives import Collectives
 from iris.compat.c10d import existing_groups
 from iris.compat.cuda import current_raw_stream
 from iris.device_barrier import DeviceBarrier
 from iris.device_record import DeviceRecord
-from iris.errors import (
-    InvalidArgumentError,
-    NotAStreamError,
-    NotPicklableError,
-    PeerLostError,
-    RankOutOfRangeError,
-)
+from iris.errors import NotAStreamError, NotPicklableError, PeerLostError
 from iris.heap import SymmetricHeap, describe_address
-from iris.language.context import context_tensor
+from iris.language.context_tensor import context_tensor
 from iris.language.functional import heap_bases_tensor
 from iris.log import logger
+from iris.object_broadcast import broadcast_object
 from iris.ops.operations import Operations
-from iris.simulator import sanitizer
-from iris.stand_ins import stand_in
+from iris.symmetric_tensors import SymmetricTensors
 from iris.tensors import Factories
 from iris.tracing.recording import Tracing
 from iris.untraced import untraced
@@ -38,7 +29,7 @@ from iris.workspace import Workspace
 from iris.world import Group, check_process_group
 
 
-class Iris(Factories):
+class Iris(Factories, SymmetricTensors):
     """A rank's part of a symmetric heap, and what can be done with it. Made by `iris.iris`.
 
     A context manager. Leaving the block closes the context with all ranks. Leaving it by an exception closes it
@@ -228,52 +219,7 @@ class Iris(Factories):
         """
         self.heap.check_open()
         src = src if source_rank is None else source_rank
-        group, is_source = self._world.group, self.cur_rank == index(src)
-        buffer: torch.Tensor | None = None
-        # What has no memory of its own shape, as a sparse one, goes as any other object.
-        is_tensor = isinstance(value, torch.Tensor) and value.layout == torch.strided
-
-        def offer() -> tuple[bool, Any]:
-            nonlocal buffer
-            if index(src) not in range(self.num_ranks):
-                raise sanitizer.told(RankOutOfRangeError(src, self.num_ranks))
-            # Before the device's record is read, which inside a transform of torch.func is not possible either.
-            problem = is_tensor and stand_in(value)
-            if problem:
-                raise InvalidArgumentError(f"broadcast() sends tensors with memory of their own, and got {problem}")
-            self._drain(None)
-            if not is_source or self.num_ranks == 1:
-                return False, None
-            if not is_tensor:
-                # Pickled, and so never through the store, which asks nobody who he is.
-                buffer = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(self.device)
-                return False, len(buffer)
-            buffer = value.detach().to(self.device).resolve_conj().resolve_neg().contiguous()
-            return True, (list(value.shape), str(value.dtype).removeprefix("torch."), value.device.type)
-
-        is_tensor, sent = group.agree(offer, f"broadcast from rank {src}")[operator.index(src)]
-        if self.num_ranks == 1:
-            return value
-        shape, dtype, device_type = sent if is_tensor else ([sent], "uint8", self.device.type)
-
-        def make_room() -> None:
-            nonlocal buffer
-            if not is_source:
-                buffer = torch.empty(shape, dtype=getattr(torch, dtype), device=self.device)
-
-        group.agree(make_room, f"make room for what rank {src} broadcasts")
-        assert buffer is not None
-        if buffer.numel():
-            # Bytes, since not every backend has every dtype.
-            try:
-                dist.broadcast(buffer.reshape(-1).view(torch.uint8), group=group.process_group, group_src=src)
-            except RuntimeError as error:
-                raise group.why(error, f"broadcast from rank {src}") from error
-        if is_source:
-            return value
-        if not is_tensor:
-            return pickle.loads(buffer.cpu().numpy().data)
-        return buffer.cpu() if device_type == "cpu" else buffer
+        return broadcast_object(self._world.group, self.device, value, src, lambda: self._drain(None))
 
     def debug(self, message: object) -> None:
         """Log ``message`` at level ``iris.DEBUG`` with the rank in front. Local."""

@@ -34,7 +34,7 @@ from iris.errors import ChannelsExhaustedError, readable
 from iris.heap import SymmetricHeap, mapping, segments
 from iris.heap.dump import contents
 from iris.heap.segments import Block
-from iris.language.context import context_tensor
+from iris.language.context_tensor import context_tensor
 from iris.world import Group, World
 
 # Channels start on lines of their own: peers write them at the same time, and kernels get equally aligned pointers,

@@ -28,7 +28,7 @@ class Interface(griffe.Extension):
         del context.members["__init__"], context.members["base"], context.members["table"]
         # Its classes are shown in groups, each of which would begin with what it says of all.
         pkg["errors"].docstring = None
-        errors = {name for name, member in pkg["errors"].members.items() if not member.is_alias and member.is_class}
+        errors = {name for name in pkg["errors"].members if name.endswith("Error")}
         for each in _everything(pkg):
             if each.docstring is not None:
                 for name in errors & set(re.findall(r"^\w+Error$", each.docstring.value, flags=re.M)):

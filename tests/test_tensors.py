@@ -14,12 +14,13 @@ from iris.errors import (
     WrongDeviceError,
 )
 from iris.heap import SymmetricHeap
+from iris.symmetric_tensors import SymmetricTensors
 from iris.tensors import Factories
 from iris.world import Group
 
 
-class Tensors(Factories):
-    """The factories over a heap of one rank."""
+class Tensors(Factories, SymmetricTensors):
+    """The factories, and what is done with tensors, over a heap of one rank."""
 
     def __init__(self):
         self.heap = SymmetricHeap(Group(None), 1 << 20, world.choose_device())

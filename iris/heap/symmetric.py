@@ -14,15 +14,10 @@ runs later than another's delays the reuse of memory and changes nothing else.
 A heap belongs to one thread: allocations from several threads have no order that ranks could share.
 """
 
-import gc
 import math
 import operator
-import time
 import weakref
-from array import array
-from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 
@@ -31,56 +26,22 @@ from iris.compat.storage import lazily_negated
 from iris.errors import (
     FreedTensorError,
     HeapClosedError,
-    HeapOutOfMemoryError,
     InvalidDtypeError,
     InvalidShapeError,
-    IrisTimeoutError,
     NotATensorError,
     NotSymmetricError,
-    readable,
 )
 from iris.heap.allocator import Allocator, HeapStats, round_up
 from iris.heap.dump import dump
-from iris.heap.history import Call, History, Summary, tensor_text
+from iris.heap.history import History, tensor_text
 from iris.heap.lifetime import Life, Lifetimes
 from iris.heap.mapping import create
+from iris.heap.reclamation import Block, Reclamation
 from iris.simulator import sanitizer
-from iris.world import Group, names
+from iris.world import Group
 
 # The heaps of this process, by the address of this rank's bytes.
 _live: "weakref.WeakValueDictionary[int, SymmetricHeap]" = weakref.WeakValueDictionary()
-
-
-# Blocks that are gone and whose names are still known.
-REMEMBERED = 1000
-
-
-class Block(NamedTuple):
-    """A block in use: what was asked for, and in debug mode by which call."""
-
-    offset: int
-    size: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    call: Call | None
-
-    @property
-    def text(self) -> str:
-        return tensor_text(self.shape, self.dtype)
-
-    @property
-    def origin(self) -> str:
-        """The text, and in debug mode by which call it was made."""
-        return self.text if self.call is None else f"{self.text} made by {self.call.function}() at {self.call.place}"
-
-
-class Report(NamedTuple):
-    """What a rank brings to a meeting of the heap."""
-
-    summary: Summary
-    ready: bytes
-    waiting: int
-    late: bool
 
 
 class SymmetricHeap:
@@ -118,10 +79,7 @@ class SymmetricHeap:
         self._history = History()
         # Blocks by number, which counts allocations and so is the same on all ranks.
         self._blocks: dict[int, Block] = {}
-        # The last ones that were given back, for messages about what was there.
-        self._gone: deque[Block] = deque(maxlen=REMEMBERED)
-        # Blocks that some ranks no longer use: a bit for each of these ranks.
-        self._done: dict[int, int] = {}
+        self._reclamation = Reclamation(group, self.size, self._blocks, self._allocator, self._lifetimes, self._history)
         self.closed = False
         self.mapping.owner = weakref.ref(self)
         _live[self._base] = self
@@ -158,7 +116,7 @@ class SymmetricHeap:
         room = size if sanitizer.recorder is None else size + sanitizer.GAP
         offset = self._allocator.allocate(room)
         if offset is None:
-            self._make_room(room)
+            self._reclamation.make_room(room)
             offset = self._allocator.allocate(room)
         assert offset is not None
         self._history.place(offset)
@@ -211,7 +169,7 @@ class SymmetricHeap:
             A rank did not come.
         """
         self.check_open()
-        self._reclaim(point)
+        self._reclamation.reclaim(point)
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
         """Let work on ``stream`` hold back memory that dies.
@@ -266,13 +224,13 @@ class SymmetricHeap:
 
     def allocations(self) -> list[tuple[Block, bool]]:
         """The blocks in use, and whether this rank has let go of each."""
-        blocks, done = self._blocks.copy(), self._done.copy()
+        blocks, done = self._blocks.copy(), self._reclamation.done.copy()
         gone = self._lifetimes.gone() | {number for number, ranks in done.items() if ranks >> self.group.rank & 1}
         return [(block, number in gone) for number, block in blocks.items()]
 
     def version(self) -> tuple[int, ...]:
         """Another one whenever `allocations` would say something else."""
-        return self._history.count, len(self._blocks), len(self._done), self._lifetimes.count
+        return self._history.count, len(self._blocks), len(self._reclamation.done), self._lifetimes.count
 
     def block_at(self, offset: int) -> Block | None:
         """The block in use that has this offset, or the gap up to the next one behind it."""
@@ -292,8 +250,8 @@ class SymmetricHeap:
         """Which tensor is there, or was until it died, and what of it, in words."""
         block, origin = self.block_at(offset), ""
         if block is None:
-            gone = (block for block in reversed(self._gone) if 0 <= offset - block.offset < max(block.size, 1))
-            block = next(gone, None)
+            gone = reversed(self._reclamation.gone)
+            block = next((block for block in gone if 0 <= offset - block.offset < max(block.size, 1)), None)
             if block is None:
                 return f"heap at offset {offset:#x}", "where no tensor is"
             origin = " that has died"
@@ -340,78 +298,6 @@ class SymmetricHeap:
                 f"{_show(tensor)} is not on the symmetric heap. Make it with a factory of the context, such as "
                 "ctx.zeros(), or copy it there with ctx.as_symmetric()."
             )
-
-    def _make_room(self, size: int) -> None:
-        """Return once ``size`` bytes fit. Collective: a full heap is full on all ranks."""
-        if self._lifetimes.capturing():
-            raise HeapOutOfMemoryError(
-                f"{self._shortage(size)} Memory cannot be taken back during the capture of a CUDA graph: "
-                "allocate before the capture, or make the heap larger."
-            )
-        point = f"an allocation of {readable(size)} for which the heap is full"
-        deadline = time.monotonic() + self.group.timeout
-        self._reclaim(point)
-        if not self._allocator.fits(size):
-            gc.collect()
-        pause = 1e-4
-        while not self._allocator.fits(size):
-            reports = self._reclaim(point, late=time.monotonic() > deadline)
-            # Every rank decides from the same reports, so all leave this loop together.
-            if self._allocator.fits(size):
-                break
-            holders = [rank for rank, report in zip(self.group.ranks, reports, strict=True) if report.waiting]
-            if not holders:
-                raise HeapOutOfMemoryError(
-                    f"{self._shortage(size)} Free tensors, or make the heap larger: iris.iris(heap_size=…)."
-                )
-            if any(report.late for report in reports):
-                raise IrisTimeoutError(
-                    f"{self._shortage(size)} Kernels on {names(holders)} have kept freed memory in use for "
-                    f"{self.group.timeout:g} s."
-                )
-            time.sleep(pause)
-            pause = min(2 * pause, 5e-3)
-
-    def _reclaim(self, point: str, late: bool = False) -> list[Report]:
-        """Take back what no rank uses any more. Collective; what each rank brought is returned."""
-        ready = array("Q", self._lifetimes.collect())
-        report = Report(self._history.summary(point), ready.tobytes(), self._lifetimes.waiting(), late)
-        brought = self.group.all_gather(report, "a barrier or allocation of the context")
-        reports = [Report(Summary(*summary), *rest) for summary, *rest in brought]
-        self._history.compare(self.group, [each.summary for each in reports])
-        everyone = (1 << self.group.size) - 1
-        for rank, each in enumerate(reports):
-            # In order of age, so that neighbours join as they come.
-            for number in sorted(array("Q", each.ready)):
-                done = self._done.get(number, 0) | 1 << rank
-                if done == everyone:
-                    self._done.pop(number, None)
-                    block = self._blocks.pop(number)
-                    self._allocator.free(block.offset)
-                    self._gone.append(block)
-                else:
-                    self._done[number] = done
-        return reports
-
-    def _shortage(self, size: int) -> str:
-        stats = self._allocator.stats()
-        text = (
-            f"Heap out of memory: {readable(size)} asked for, {readable(self._allocator.capacity - stats.reserved)} "
-            f"free, the largest free block is {readable(stats.largest_free_block)}, of a heap of {readable(self.size)}."
-        )
-        if self._done:
-            held = sum(self._blocks[number].size for number in self._done)
-            holders = [
-                rank
-                for bit, rank in enumerate(self.group.ranks)
-                if any(not done >> bit & 1 for done in self._done.values())
-            ]
-            verb = "holds" if len(holders) == 1 else "hold"
-            text += f" {readable(held)} are dead on other ranks, and {names(holders)} still {verb} on to them."
-        if self._lifetimes.pinned:
-            pinned = sum(self._blocks[number].size for number in self._lifetimes.pinned)
-            text += f" {readable(pinned)} are kept for CUDA graphs."
-        return text
 
 
 def _show(tensor: torch.Tensor) -> str:

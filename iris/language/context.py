@@ -10,21 +10,19 @@ peer moves the bytes of its unmasked elements over the link, once; on the caller
 """
 
 import hashlib
-from collections.abc import Sequence
 from pathlib import Path
 
-import torch
 import triton
 import triton.language as tl
 
 from iris import device_record
-from iris.kept import keep
 from iris.language import atomics
 from iris.language.address import check_copy, check_reach, in_simulator, translate
 from iris.language.barrier import WHOLE, lanes
 from iris.language.barrier import barrier as ordered_barrier
 from iris.language.barrier import signal_ranks as ordered_signal_ranks
 from iris.language.barrier import wait_ranks as ordered_wait_ranks
+from iris.language.context_tensor import BASES, behind_bases, num_ranks_of, rank_of, record_of
 from iris.language.failures import CHECKS_POINTERS, WAIT_LIMIT_NS, check_pointer
 from iris.language.fences import fence as ordered_fence
 from iris.language.fences import order_bulk_copies as ordered_bulk_copies
@@ -35,18 +33,7 @@ from iris.language.ordering import signal as ordered_signal
 from iris.language.ordering import wait as ordered_wait
 from iris.language.tracing import TRACES_ALL, Tracing, trace_into
 
-# The words of the context tensor: rank, num_ranks, a base for each rank, the address of the device record, the size.
-RANK = tl.constexpr(0)
-NUM_RANKS = tl.constexpr(1)
-BASES = tl.constexpr(2)
-
 EQ = tl.constexpr("eq")
-
-
-def context_tensor(rank: int, bases: Sequence[int], size: int, record: int, device: torch.device) -> torch.Tensor:
-    """What a kernel initialises its context from: int64 ``[num_ranks + 4]`` on ``device``, opaque to users."""
-    words = [rank, len(bases), *bases, record, size]
-    return keep(lambda: torch.tensor(words, dtype=torch.int64, device=device), device)
 
 
 def _digest() -> str:
@@ -340,17 +327,6 @@ class DeviceContext:
 
 
 @jit
-def behind_bases(table, word):
-    # By the tensor's own number of ranks, whatever a caller may have passed as `num_ranks`.
-    return tl.load(table + tl.load(table - BASES + NUM_RANKS) + word)
-
-
-@jit
-def record_of(table):
-    return tl.cast(behind_bases(table, 0), tl.pointer_type(tl.int64))
-
-
-@jit
 def connect(context_tensor, rank, num_ranks, tracing: tl.constexpr):
     if in_simulator():
         check_context(rank, num_ranks)
@@ -361,16 +337,6 @@ def connect(context_tensor, rank, num_ranks, tracing: tl.constexpr):
     else:
         trace = Tracing(False, 0, 0, 0)
     return DeviceContext(rank, num_ranks, base, table, trace)
-
-
-@jit
-def rank_of(context_tensor):
-    return tl.cast(tl.load(context_tensor + RANK), tl.int32)
-
-
-@jit
-def num_ranks_of(context_tensor):
-    return tl.cast(tl.load(context_tensor + NUM_RANKS), tl.int32)
 
 
 @jit

@@ -16,7 +16,7 @@ import torch
 from iris.abort import AbortFlag
 from iris.heap import mapping
 from iris.heap.tensor_map import places
-from iris.language.context import context_tensor
+from iris.language.context_tensor import context_tensor
 from iris.ops.buffers import Buffers, Needs, round_up
 from iris.world import Group
 

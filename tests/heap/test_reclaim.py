@@ -12,8 +12,7 @@ import torch.distributed as dist
 
 from iris import world
 from iris.errors import HeapOutOfMemoryError
-from iris.heap import SymmetricHeap
-from iris.heap import symmetric as symmetric_module
+from iris.heap import SymmetricHeap, reclamation
 from iris.world import Group
 
 KIB = 1024
@@ -166,7 +165,7 @@ def wait_for_a_peers_kernel(ctx):
     heap.meet()
     assert heap.stats().count == 1, "memory came back while a kernel was using it"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(symmetric_module, "time", SimpleNamespace(sleep=sleep, monotonic=time.monotonic))
+        patch.setattr(reclamation, "time", SimpleNamespace(sleep=sleep, monotonic=time.monotonic))
         heap.empty((4 * KIB,), torch.int8)
     return polls
 

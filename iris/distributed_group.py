@@ -1,0 +1,172 @@
+"""A group of ``torch.distributed`` apart from its calls: its context, its names and devices, how it is split."""
+
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from iris import simulator
+from iris.capture import refuse_in_capture
+from iris.compat.c10d import backend_of, describe, is_split_group, set_backend
+from iris.context import Iris
+from iris.errors import HeapClosedError, InvalidGroupError, WrongDeviceError
+from iris.simulator.streams import Stream
+
+NAME = "iris"
+
+
+class ProcessGroupBase(dist.ProcessGroup):
+    """A group without collectives and messages, which `iris.distributed.ProcessGroup` adds.
+
+    Up to torch 2.13 Python may stand for a whole process group, and not for one of its backends.
+    """
+
+    # torch asks backends for these before it uses what not all of them have.
+    supports_coalescing = supports_time_estimate = False
+    supports_splitting = True
+    # Of a backend, which split_group() copies.
+    options = None
+    _bound_device_id: torch.device | None = None
+
+    def __init__(self, options: Any) -> None:
+        """Local. ``options``: what ``torch.distributed`` hands to backends with an extended API."""
+        super().__init__(options.group_rank, options.group_size)  # type: ignore[call-arg]
+        self._store, self._timeout, self._name = options.store, options.timeout, options.group_id
+        self.device_type = "cpu" if simulator.ACTIVE else "cuda"
+        self._context: Iris | None = None
+        self._is_shut_down = False
+        self._gloo: dist.ProcessGroup | None = None
+        self._streams: dict[Any, torch.cuda.Stream | Stream] = {}
+
+    def context(self, device: torch.device, call: str = "context") -> Iris:
+        """The group's context, on ``device``. The first call is collective over the group and blocks the host.
+
+        Its heap is empty, for the collectives take tensors from anywhere. Raises `FirstUseInCaptureError` where
+        ``call`` is the first of the group and in a capture.
+        """
+        if self._context is None:
+            if self._is_shut_down:
+                raise HeapClosedError(
+                    "This process group was destroyed. Make another one: torch.distributed.new_group()."
+                )
+            refuse_in_capture(f"{call}() of torch.distributed")
+            if device.type == "cuda" and device.index is not None:
+                torch.cuda.set_device(device)
+            self._context = Iris(0, process_group=self)
+        return self._context
+
+    # What torch asks about a group ------------------------------------------------------------------------------------
+
+    def name(self) -> str:
+        return NAME
+
+    getBackendName = name
+
+    # torch's own groups have their names and devices from their backends.
+    @property
+    def group_name(self) -> str:  # type: ignore[override]
+        return self._name
+
+    def getGroupName(self) -> str:
+        return self._name
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device(kind) for kind in ([self.device_type, "cpu"] if self._has_gloo() else [self.device_type])]
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return self if device.type == self.device_type else backend_of(self._beside(device), device)
+
+    def _beside(self, device: torch.device) -> dist.ProcessGroup:
+        """The group with the same ranks for tensors on the CPU beside a GPU."""
+        if device.type != "cpu" or not self._has_gloo():
+            raise WrongDeviceError(
+                f"The Iris backend of this group works on {self.device_type}, and was given a tensor on {device}. Move "
+                'it, or give that device a backend: dist.init_process_group("cpu:gloo,cuda:iris").'
+            )
+        if self._gloo is None:
+            # What torch made for the CPU went away with the group that this one replaces.
+            store, kind = dist.PrefixStore("gloo", self._store), dist.ProcessGroup.BackendType.GLOO
+            gloo = dist.ProcessGroupGloo(store, self.rank(), self.size(), timeout=self._timeout)
+            self._gloo = dist.ProcessGroup(store, self.rank(), self.size())
+            set_backend(self._gloo, device, kind, gloo)
+        return self._gloo
+
+    def _has_gloo(self) -> bool:
+        return self.device_type != "cpu" and "cpu:gloo" in dist.get_backend_config(self).split(",")
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        return False
+
+    def shutdown(self) -> None:
+        """Let go of the group's memory. Local; blocks the host until this rank's calls are over."""
+        if self._context is not None:
+            if self.device_type == "cuda":
+                torch.cuda.synchronize(self._context.device)
+            self._context._release()
+        # With its connection to the store. Programs keep groups that they have destroyed.
+        self._context, self._is_shut_down = None, True
+        self._gloo = None
+
+    def abort(self) -> None:
+        """Break the group: later calls are errors, on every rank. Local.
+
+        Kernels that wait in vain end by their own time limit, and memory that they use stays.
+        """
+        if self._context is not None:
+            self._context._workspaces[None].abort_flag.abort(f"rank {self._context.cur_rank} called abort().")
+
+    # Splitting --------------------------------------------------------------------------------------------------------
+
+    @property
+    def bound_device_id(self) -> torch.device | None:
+        """The device of init_process_group(device_id=...), which torch gives to the group that this one replaces.
+
+        So torch's split_group(), which asks for one, gets the current one. Raises `InvalidGroupError` there in the
+        simulator.
+        """
+        # Who asks makes the difference. torch reads this property in other places as well, and no value would do for
+        # all: None ends split_group(); from any device new_group() concludes that NCCL may split this group's
+        # communicator (split_from), and barrier() that the program has chosen that device.
+        if self._bound_device_id is not None or not is_split_group(sys._getframe(1).f_code):
+            return self._bound_device_id
+        if self.device_type == "cpu":
+            raise InvalidGroupError(
+                "torch.distributed.split_group() is for groups on GPUs. In the simulator make the same group with "
+                "torch.distributed.new_group(ranks), which works on GPUs too."
+            )
+        return torch.device("cuda", torch.cuda.current_device())
+
+    @bound_device_id.setter
+    def bound_device_id(self, device: torch.device | None) -> None:
+        self._bound_device_id = device
+
+    def split_group(
+        self, ranks: list[int], timeout: Any = None, opts: Any = None, group_name: str | None = None,
+        group_desc: str | None = None, device_types: Any = None,
+    ) -> "ProcessGroupBase | None":  # fmt: skip
+        """The group of these of this group's ranks; None where this rank is none of them. Local: it meets when used."""
+        if self.rank() not in ranks:
+            return None
+        part = type(self)(
+            SimpleNamespace(
+                group_rank=ranks.index(self.rank()),
+                group_size=len(ranks),
+                store=dist.PrefixStore(f"{group_name}/", self._store),
+                timeout=timeout or self._timeout,
+                group_id=group_name,
+            )
+        )
+        describe(part, group_desc or "")
+        return part
+
+    def get_group_store(self) -> dist.Store:
+        return self._store
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        """Nothing: a group meets when it is first used."""
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Nothing: there are none."""

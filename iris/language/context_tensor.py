@@ -1,0 +1,41 @@
+"""The context tensor: what a context of the host hands to kernels, and how these read it."""
+
+from collections.abc import Sequence
+
+import torch
+import triton.language as tl
+
+from iris.kept import keep
+from iris.language.jit import jit
+
+# The words of the context tensor: rank, num_ranks, a base for each rank, the address of the device record, the size.
+RANK = tl.constexpr(0)
+NUM_RANKS = tl.constexpr(1)
+BASES = tl.constexpr(2)
+
+
+def context_tensor(rank: int, bases: Sequence[int], size: int, record: int, device: torch.device) -> torch.Tensor:
+    """What a kernel initialises its context from: int64 ``[num_ranks + 4]`` on ``device``, opaque to users."""
+    words = [rank, len(bases), *bases, record, size]
+    return keep(lambda: torch.tensor(words, dtype=torch.int64, device=device), device)
+
+
+@jit
+def behind_bases(table, word):
+    # By the tensor's own number of ranks, whatever a caller may have passed as `num_ranks`.
+    return tl.load(table + tl.load(table - BASES + NUM_RANKS) + word)
+
+
+@jit
+def record_of(table):
+    return tl.cast(behind_bases(table, 0), tl.pointer_type(tl.int64))
+
+
+@jit
+def rank_of(context_tensor):
+    return tl.cast(tl.load(context_tensor + RANK), tl.int32)
+
+
+@jit
+def num_ranks_of(context_tensor):
+    return tl.cast(tl.load(context_tensor + NUM_RANKS), tl.int32)

@@ -1,0 +1,68 @@
+"""The broadcast of a value among hosts: tensors as they are, any other object pickled."""
+
+import operator
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from iris.arg_parser import index
+from iris.errors import InvalidArgumentError, RankOutOfRangeError
+from iris.simulator import sanitizer
+from iris.stand_ins import stand_in
+from iris.world import Group
+
+
+def broadcast_object(group: Group, device: torch.device, value: Any, src: int, drain: Callable[[], None]) -> Any:
+    """What ``src`` has given as ``value``, on every rank of ``group``; `iris.Iris.broadcast` says more.
+
+    Collective; blocks the host. ``drain`` waits for this rank's kernels, and raises what they have recorded.
+    """
+    is_source = group.rank == index(src)
+    buffer: torch.Tensor | None = None
+    # What has no memory of its own shape, as a sparse one, goes as any other object.
+    is_tensor = isinstance(value, torch.Tensor) and value.layout == torch.strided
+
+    def offer() -> tuple[bool, Any]:
+        nonlocal buffer
+        if index(src) not in range(group.size):
+            raise sanitizer.told(RankOutOfRangeError(src, group.size))
+        # Before the device's record is read, which inside a transform of torch.func is not possible either.
+        problem = is_tensor and stand_in(value)
+        if problem:
+            raise InvalidArgumentError(f"broadcast() sends tensors with memory of their own, and got {problem}")
+        drain()
+        if not is_source or group.size == 1:
+            return False, None
+        if not is_tensor:
+            # Pickled, and so never through the store, which asks nobody who he is.
+            buffer = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
+            return False, len(buffer)
+        buffer = value.detach().to(device).resolve_conj().resolve_neg().contiguous()
+        return True, (list(value.shape), str(value.dtype).removeprefix("torch."), value.device.type)
+
+    is_tensor, sent = group.agree(offer, f"broadcast from rank {src}")[operator.index(src)]
+    if group.size == 1:
+        return value
+    shape, dtype, device_type = sent if is_tensor else ([sent], "uint8", device.type)
+
+    def make_room() -> None:
+        nonlocal buffer
+        if not is_source:
+            buffer = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
+
+    group.agree(make_room, f"make room for what rank {src} broadcasts")
+    assert buffer is not None
+    if buffer.numel():
+        # Bytes, since not every backend has every dtype.
+        try:
+            dist.broadcast(buffer.reshape(-1).view(torch.uint8), group=group.process_group, group_src=src)
+        except RuntimeError as error:
+            raise group.why(error, f"broadcast from rank {src}") from error
+    if is_source:
+        return value
+    if not is_tensor:
+        return pickle.loads(buffer.cpu().numpy().data)
+    return buffer.cpu() if device_type == "cpu" else buffer
