@@ -236,7 +236,7 @@ class Iris(Factories):
         def offer() -> tuple[bool, Any]:
             nonlocal buffer
             if index(src) not in range(self.num_ranks):
-                raise sanitizer.told(RankOutOfRangeError(src, self.num_ranks))
+                raise sanitizer.reported(RankOutOfRangeError(src, self.num_ranks))
             # Before the device's record is read, which inside a transform of torch.func is not possible either.
             problem = is_tensor and stand_in(value)
             if problem:

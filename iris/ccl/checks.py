@@ -113,7 +113,7 @@ def rank_in_group(comm: Communicator, name: str, rank: int, num_ranks: int) -> i
         if number is None:
             raise InvalidCollectiveError(f"{name}={rank!r:.60} is not a rank, which is a whole number: {name}=0.")
         if not 0 <= number < num_ranks:
-            raise sanitizer.told(RankOutOfRangeError(number, num_ranks))
+            raise sanitizer.reported(RankOutOfRangeError(number, num_ranks))
         raise UnknownChoiceError(name, number, comm.ranks)
     return comm.ranks.index(number)
 

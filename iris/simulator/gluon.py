@@ -213,9 +213,9 @@ def _may_be_flag(task: tasks.Task, memory: SharedMemory) -> bool:
 
 
 def _used_flag(memory: SharedMemory, writes: bool) -> None:
-    """The current task has read, or written, words of shared memory by which partitions may tell each other something.
+    """The current task has read, or written, words of shared memory that may be flags of partitions.
 
-    A load hears, and does not tell.
+    A load acquires, and does not release.
     """
     offsets = np.indices(memory.handle.shape).reshape(memory.handle.ndim, -1)
     words = memory.handle.ctypes.data + np.array(memory.handle.strides, dtype=np.int64) @ offsets
@@ -223,9 +223,9 @@ def _used_flag(memory: SharedMemory, writes: bool) -> None:
     if sanitizer.recorder is not None:
         for word in words.tolist():
             if writes:
-                sanitizer.recorder.told(word, True)
+                sanitizer.recorder.mbarrier_arrived(word, True)
             else:
-                sanitizer.recorder.heard(word)
+                sanitizer.recorder.mbarrier_waited(word)
 
 
 def integer(value: Any) -> int:

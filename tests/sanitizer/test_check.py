@@ -131,7 +131,7 @@ def test_a_program_that_fails_for_another_reason(tmp_path, iris_check, text):
     program = tmp_path / "fails.py"
     program.write_text(text)
     done = check(program)
-    said = "iris-check: nothing found; the program failed for another reason, told above.\n"
+    said = "iris-check: nothing found; the program failed for another reason, reported above.\n"
     assert (done.returncode, done.stdout) == (2, said)
     with pytest.raises(subprocess.CalledProcessError):
         iris_check(program)

@@ -1,4 +1,4 @@
-"""Accesses outside of what has been allocated, told where they happen.
+"""Accesses outside of what has been allocated, reported where they happen.
 
 An allocation is as long as it was asked for, not as long as it was rounded up. While somebody wants to know, there is a
 gap behind each (`iris.simulator.sanitizer.GAP`), so that what runs over the end of one does not land in the next.
@@ -44,7 +44,7 @@ class Bounds:
         if wrong is not None:
             reason, offset = wrong
             text = f"{verb} rank {rank}'s {self._table(heap).describe(offset)}"
-            recorder.wrong(reason, text, place)
+            recorder.diagnose(reason, text, place)
 
     def outside_of_tensors(self, addresses: list[int]) -> list[int]:
         """Those of these at which no tensor of torch's has memory, nor had when one looked last."""

@@ -130,5 +130,5 @@ def _tell(found: list[Finding], form: str, seeds: list[int | None], failed: bool
         print(finding)
     again = f" with --seed {seeds[0]}" if seeds[0] is not None else ""
     again += f" to {seeds[-1]}" if len(seeds) > 1 else ""
-    why = "; the program failed for another reason, told above" if failed else ""
+    why = "; the program failed for another reason, reported above" if failed else ""
     print(f"iris-check: {len(found) or 'nothing'} found{again}{why}.")

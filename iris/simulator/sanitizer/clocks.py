@@ -89,8 +89,8 @@ class Thread:
         # which the next one acquires (PTX ISA, "Release and acquire patterns").
         self._fenced: np.ndarray | None = None
         self._seen_relaxed = empty()
-        # Whether its last acquire told it nothing that it had not known.
-        self.heard_nothing = False
+        # Whether its last acquire brought nothing that it had not known.
+        self.acquired_nothing = False
         self._seen(tick)
 
     def _seen(self, tick: int) -> None:
@@ -174,7 +174,7 @@ class Thread:
                 self._seen_relaxed = merged(self._seen_relaxed, released.to_rank[self.rank], AS_SAID)
         self.clock = merged(self.clock, released.to_all, how)
         # Ticks only grow.
-        self.heard_nothing = asked and self.clock[AS_WRITTEN].sum() == before[AS_WRITTEN].sum()
+        self.acquired_nothing = asked and self.clock[AS_WRITTEN].sum() == before[AS_WRITTEN].sum()
 
     def knows(self, slot: int, tick: int) -> np.ndarray:
         """In which of the clocks that tick comes before what this thread does now."""

@@ -45,7 +45,7 @@ class HostAccesses(ObservingMode):
         kwargs, name = kwargs or {}, operation_name(func)
         if func.namespace == "c10d" or (func.namespace == "_c10d_functional" and name != "wait_tensor"):
             given = list(zip(arguments_of(func), _given(func, args, kwargs), strict=False))
-            return self.meetings.meet(func, args, kwargs, given)
+            return self.meetings.dispatch(func, args, kwargs, given)
         if name.endswith("_like") or name.startswith("new_"):
             # Only the shape of what they are given counts.
             return self._renewed(func, func(*args, **kwargs))
