@@ -24,6 +24,7 @@ from iris.errors import (
     PeerLostError,
     RankOutOfRangeError,
 )
+from iris.graph_break import breaks_graph
 from iris.heap import SymmetricHeap, describe_address
 from iris.language.context import context_tensor
 from iris.language.functional import heap_bases_tensor
@@ -33,7 +34,6 @@ from iris.simulator import sanitizer
 from iris.stand_ins import stand_in
 from iris.tensors import Factories
 from iris.tracing.recording import Tracing
-from iris.untraced import untraced
 from iris.workspace import Workspace
 from iris.world import Group, check_process_group
 
@@ -151,7 +151,7 @@ class Iris(Factories):
         self.heap.check_open()
         return self._device_context
 
-    @untraced("the ranks meet on the host")
+    @breaks_graph("the ranks meet on the host")
     def barrier(self, stream: torch.cuda.Stream | None = None, group: dist.ProcessGroup | None = None) -> None:
         """Wait for the work on ``stream`` (default: the whole device), then for all ranks of ``group`` (default: all).
 
@@ -185,7 +185,7 @@ class Iris(Factories):
         # All have drained their streams: what has broken the group is known now.
         self._check_whole(group)
 
-    @untraced("a barrier is a launch by the host")
+    @breaks_graph("a barrier is a launch by the host")
     def device_barrier(self, group: dist.ProcessGroup | None = None) -> None:
         """Enqueue a barrier of ``group`` (default: all ranks) on the current stream; does not block the host.
 
@@ -211,7 +211,7 @@ class Iris(Factories):
         stream = current_raw_stream(self.gpu_id) if on_gpu else None
         self._barriers[group].enqueue(stream, capturing)
 
-    @untraced("the ranks meet on the host")
+    @breaks_graph("the ranks meet on the host")
     def broadcast(self, value: Any, src: int = 0, *, source_rank: int | None = None) -> Any:
         """Every rank gets ``src``'s ``value``: a number, tensor, array or any object that can be pickled.
 
@@ -291,7 +291,7 @@ class Iris(Factories):
         """Log ``message`` at level ``iris.ERROR`` with the rank in front. Local."""
         self._log(logging.ERROR, message)
 
-    @untraced("the ranks meet on the host")
+    @breaks_graph("the ranks meet on the host")
     def close(self) -> None:
         """Meet all ranks, then give the heap back. Collective; blocks the host. A second call does nothing.
 

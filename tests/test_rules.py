@@ -158,14 +158,14 @@ def test_files_with_kernels_keep_their_annotations():
 def test_the_guide_names_every_room_and_nothing_else():
     """Who looks for something finds the file in docs/contributing.md: by its path, or by its name beside its folder."""
     page = (ROOT / "docs" / "contributing.md").read_text()
-    told = {"iris/__init__.py"}
+    named = {"iris/__init__.py"}
     for where, what in re.findall(r"^\| (`iris.*?) \| (.*) \|$", page, re.MULTILINE):
         places = re.findall(r"`([\w/.]+)`", where)
         folder = next((place for place in places if place.endswith("/")), None)
-        told |= {place for place in places if place.endswith(".py")}
-        told |= {folder + file for file in re.findall(r"`(\w+\.py)`", what) if folder}
+        named |= {place for place in places if place.endswith(".py")}
+        named |= {folder + file for file in re.findall(r"`(\w+\.py)`", what) if folder}
     files = {f"iris/{name(file)}" for file in SOURCES if file.name != "__init__.py"}
-    assert told == files | {"iris/__init__.py", "iris_backend.py"}
+    assert named == files | {"iris/__init__.py", "iris_backend.py"}
 
 
 # Modules of torch and Triton without a leading underscore that their documentation does not promise either.

@@ -22,10 +22,10 @@ from iris.ccl.reduction import PREMUL_SUM, Factor, accumulator_dtype, check_op, 
 from iris.ccl.refusal import refuse
 from iris.ccl.work import Work
 from iris.errors import IrisError
-from iris.untraced import untraced_methods
+from iris.graph_break import methods_break_graph
 
 
-@untraced_methods(FOR_THE_HOST)
+@methods_break_graph(FOR_THE_HOST)
 class Collectives(Enqueuer):
     """The collectives among the ranks of a group, by default all of them; made by `iris.iris`, as ``ctx.ccl``.
 

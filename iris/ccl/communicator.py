@@ -16,7 +16,7 @@ from iris.errors import InvalidGroupError, InvalidTableError, TooManyStreamsErro
 from iris.heap.symmetric import SymmetricHeap
 from iris.kept import keep
 from iris.language.target import architecture, largest_cluster
-from iris.launch import KEPT
+from iris.launch import LAUNCH_CACHE_SIZE
 from iris.workspace import Channel, Workspace
 
 # Programs of a launch in the simulator; elsewhere it depends on the GPU.
@@ -104,8 +104,8 @@ class Communicator:
             self.table = load_table(kind, self.size)
             return kind, digest(self.table), num_sms, largest_cluster(), architecture()
 
-        told = group.agree(introduce, "begin its first collective of a group")
-        kinds, tables, numbers, clusters, architectures = zip(*told, strict=True)
+        introductions = group.agree(introduce, "begin its first collective of a group")
+        kinds, tables, numbers, clusters, architectures = zip(*introductions, strict=True)
         if len(set(architectures)) > 1:
             # Which kernel carries a call is each rank's own choice, by its GPU.
             theirs = ", ".join(f"rank {rank} has {each}" for rank, each in zip(group.ranks, architectures, strict=True))
@@ -140,7 +140,7 @@ class Communicator:
 
     def remember(self, key: Any, config: object, launch: Launch) -> None:
         """Keep a launch for the next call like this one; of a program whose shapes always change, the last few."""
-        if len(self.launches) == KEPT:
+        if len(self.launches) == LAUNCH_CACHE_SIZE:
             self.forget()
         self.launches[key] = launch
         # The configuration is kept, since the key has but its address.
@@ -204,8 +204,10 @@ class Communicator:
             + slots_bytes(self.p2p_programs, self.size, self.p2p_slot_bytes)
         )
         counts = slice(0, P2P_SETS * 2 * self.p2p_programs * COUNTS.value * 4)
-        told = functools.partial(_told, self.rank, self.size)
-        return self.workspace.channel(f"queues of {self.p2p_programs} programs for messages", None, size, counts, told)
+        describe = functools.partial(_describe_counts, self.rank, self.size)
+        return self.workspace.channel(
+            f"queues of {self.p2p_programs} programs for messages", None, size, counts, describe
+        )
 
     def _p2p_queues(self, n: int, up: bool) -> Queues:
         counts, words = self.p2p_programs * COUNTS.value * 4, self.p2p_programs * WORDS.value * 8
@@ -229,8 +231,8 @@ class Communicator:
         size = region_bytes(most, self.size, slot_bytes)
         name = f"queues of {most} programs with slots of {slot_bytes} bytes for collectives"
         words = most * COUNTS.value * 4
-        told = functools.partial(_told, self.rank, self.size)
-        channel = self.workspace.channel(name, line, size, slice(0, words), told)
+        describe = functools.partial(_describe_counts, self.rank, self.size)
+        channel = self.workspace.channel(name, line, size, slice(0, words), describe)
         memory, slots = channel.memory, words + most * WORDS.value * 8
         return Queues(
             channel.context_tensor,
@@ -242,7 +244,7 @@ class Communicator:
         )
 
 
-def _told(rank: int, size: int, counts: np.ndarray) -> str:
+def _describe_counts(rank: int, size: int, counts: np.ndarray) -> str:
     """What a program of a rank has put into the queue to each rank, and taken out, at most."""
     most = counts.reshape(-1, COUNTS.value // MAX_RANKS, MAX_RANKS)[:, :, :size].max(axis=0)
     sent, got, calls = (most[row.value // MAX_RANKS].tolist() for row in (TAIL, HEAD, MET))

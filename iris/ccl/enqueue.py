@@ -21,8 +21,8 @@ from iris.ccl.refusal import refuse_broadcast
 from iris.ccl.work import Work
 from iris.compat.cuda import current_raw_stream, is_current_stream_capturing
 from iris.errors import FirstUseInCaptureError, GroupAbortedError, InvalidCollectiveError, IrisError
-from iris.untraced import untraced_methods
-from iris.versions import note_written
+from iris.graph_break import methods_break_graph
+from iris.version_counter import bump_version
 from iris.workspace import RankContext
 from iris.world import check_process_group
 
@@ -31,7 +31,7 @@ NOTHING, STRIDED = torch.empty(0), torch.strided
 FOR_THE_HOST = "ctx.ccl is for the host; iris.ccl.functional has its collectives as operators for graphs"
 
 
-@untraced_methods(FOR_THE_HOST)
+@methods_break_graph(FOR_THE_HOST)
 class Enqueuer:
     """The groups of a context, and the way of a call to the current stream."""
 
@@ -164,7 +164,7 @@ class Enqueuer:
             raise
         if output is result:
             # Autograd learns that kernels have written there.
-            note_written(output)
+            bump_version(output)
         elif output is not None:
             # To a parameter as well.
             with torch.no_grad():

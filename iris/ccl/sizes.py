@@ -90,9 +90,9 @@ def tell_word(ctx, words, value, messages, peers, ROW: tl.constexpr):
 def hear_words(ctx, words, messages, peers, ROW: tl.constexpr):
     """What ``peers`` `tell_word` of the messages of these numbers; int64 lanes."""
     here = row_of(words, messages, ROW) + lanes()
-    heard = ll_recv_places(here, stamp_of(messages), peers, ctx._record())
+    received = ll_recv_places(here, stamp_of(messages), peers, ctx._record())
     ll_send_place(here, tl.cast(lanes() * 0, tl.int64), lanes() * 0, peers)
-    return heard
+    return received
 
 
 @jit
