@@ -10,7 +10,7 @@ import torch
 from iris import simulator
 from iris.abort import BEGUN, BEGUN_SIZES
 from iris.capture import GraphLine, Line
-from iris.ccl.queue import COUNTS, HEAD, MAX_RANKS, MET, SLOTS, TAIL, WORDS, region_bytes, slots_bytes
+from iris.ccl.queue import COUNTS, EXITS, HEAD, MAX_RANKS, SLOTS, TAIL, WORDS, region_bytes, slots_bytes
 from iris.ccl.select import ELSEWHERE, digest, load_table, own_table
 from iris.errors import InvalidGroupError, InvalidTableError, TooManyStreamsError
 from iris.heap.symmetric import SymmetricHeap
@@ -158,8 +158,8 @@ class Communicator:
 
         A few more than a power of two would halve what each of them has for its slots, so it is the power of two.
         """
-        most = SIMULATED_PROGRAMS if simulator.ACTIVE else power_of_two(self.num_sms) // 2
-        programs = max(1, min(wanted or most, most))
+        limit = SIMULATED_PROGRAMS if simulator.ACTIVE else power_of_two(self.num_sms) // 2
+        programs = max(1, min(wanted or limit, limit))
         below = power_of_two(programs) // 2
         programs = below if programs < below + below // 4 else programs
         while programs > 1 and self.slot_bytes(programs, few_sms) < min(block_bytes, LARGEST_SLOT):
@@ -227,13 +227,13 @@ class Communicator:
 
     def queues(self, line: Line, programs: int, few_sms: bool) -> Queues:
         """Queues for ``programs`` programs of collectives."""
-        most, slot_bytes = power_of_two(programs), self.slot_bytes(programs, few_sms)
-        size = region_bytes(most, self.size, slot_bytes)
-        name = f"queues of {most} programs with slots of {slot_bytes} bytes for collectives"
-        words = most * COUNTS.value * 4
+        rounded, slot_bytes = power_of_two(programs), self.slot_bytes(programs, few_sms)
+        size = region_bytes(rounded, self.size, slot_bytes)
+        name = f"queues of {rounded} programs with slots of {slot_bytes} bytes for collectives"
+        words = rounded * COUNTS.value * 4
         describe = functools.partial(_describe_counts, self.rank, self.size)
         channel = self.workspace.channel(name, line, size, slice(0, words), describe)
-        memory, slots = channel.memory, words + most * WORDS.value * 8
+        memory, slots = channel.memory, words + rounded * WORDS.value * 8
         return Queues(
             channel.context_tensor,
             memory[:words].view(torch.int32),
@@ -246,8 +246,8 @@ class Communicator:
 
 def _describe_counts(rank: int, size: int, counts: np.ndarray) -> str:
     """What a program of a rank has put into the queue to each rank, and taken out, at most."""
-    most = counts.reshape(-1, COUNTS.value // MAX_RANKS, MAX_RANKS)[:, :, :size].max(axis=0)
-    sent, got, calls = (most[row.value // MAX_RANKS].tolist() for row in (TAIL, HEAD, MET))
+    largest = counts.reshape(-1, COUNTS.value // MAX_RANKS, MAX_RANKS)[:, :, :size].max(axis=0)
+    sent, got, calls = (largest[row.value // MAX_RANKS].tolist() for row in (TAIL, HEAD, EXITS))
     return f"blocks sent to each rank {sent}, got from each {got}; calls that read in place {calls[rank]}"
 
 
@@ -262,8 +262,8 @@ def message_programs(size: int, num_sms: int) -> int:
     A rank may receive from all others, on a stream each, before it sends to the first: what waits there leaves
     multiprocessors for the programs that send, which wait for their own counterparts alone.
     """
-    most = max(1, min(P2P_PROGRAMS, (num_sms - 1) // max(1, size - 1)))
-    return 1 << (most.bit_length() - 1)
+    programs = max(1, min(P2P_PROGRAMS, (num_sms - 1) // max(1, size - 1)))
+    return 1 << (programs.bit_length() - 1)
 
 
 def power_of_two(number: int) -> int:

@@ -30,7 +30,7 @@ def simulated(values, peaks, programs):
     # Imported here: Triton follows the global names of a constexpr_function.
     from iris.simulator import cluster
 
-    return cluster.meet(values, peaks, programs)
+    return cluster.all_reduce(values, peaks, programs)
 
 
 @triton.constexpr_function
@@ -132,7 +132,7 @@ def operands(outputs, inputs):
 
 @triton.jit
 def open_meeting(PROGRAMS: tl.constexpr, PEAKS: tl.constexpr):
-    """Where the memory of a meeting is. All `PROGRAMS` of the cluster call this, and `enter`, and `meet`.
+    """Where the memory of a meeting is. All `PROGRAMS` of the cluster call this, `enter` and `cluster_all_reduce`.
 
     They are 2, 4, 8 or 16. ``PEAKS``: whether they look for a largest value, too.
     """
@@ -146,7 +146,7 @@ def open_meeting(PROGRAMS: tl.constexpr, PEAKS: tl.constexpr):
 
 @triton.jit
 def enter(meeting, PROGRAMS: tl.constexpr, PEAKS: tl.constexpr):
-    """Wait until all have opened it. Returns what `meet` wants to know, which is another thing in each thread."""
+    """Wait until all have opened it. Returns what `cluster_all_reduce` takes, which is another thing in each thread."""
     if in_simulator():
         return 0, 0
     else:
@@ -157,7 +157,7 @@ def enter(meeting, PROGRAMS: tl.constexpr, PEAKS: tl.constexpr):
 
 
 @triton.jit
-def meet(meeting, entered, values, peaks, PROGRAMS: tl.constexpr, PEAKS: tl.constexpr):
+def cluster_all_reduce(meeting, entered, values, peaks, PROGRAMS: tl.constexpr, PEAKS: tl.constexpr):
     """The sum of all programs' float32 ``values`` and, with ``PEAKS``, the largest of their ``peaks``, NaN if one is.
 
     The same bits in all of them. Blocks of one dimension, with an element for each thread or more. 4 or 8 bytes from

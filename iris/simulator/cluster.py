@@ -37,7 +37,7 @@ class Meeting:
             tasks.observe("cluster meeting", where, self.arrived.copy(), tl.int32, lambda: False, waits_for=waits_for)
 
 
-def meet(values: tl.tensor, peaks: tl.tensor, programs: int) -> tuple[tl.tensor, tl.tensor]:
+def all_reduce(values: tl.tensor, peaks: tl.tensor, programs: int) -> tuple[tl.tensor, tl.tensor]:
     """The sum of all ``values`` and the largest of ``peaks``: the same bits in all programs."""
     task = tasks.current()
     (x, y, z), (columns, rows, _) = task.index, task.launch.dims

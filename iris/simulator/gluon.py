@@ -46,7 +46,7 @@ class _Beside(np.ndarray):
 
 # Of which an operation between two has operands and a result of that type, whatever it is. By identity: the language
 # has one object for each.
-_KEPT = {id(dtype) for dtype in (
+_UNPROMOTED = {id(dtype) for dtype in (
     tl.int1, tl.int8, tl.int16, tl.int32, tl.int64, tl.uint8, tl.uint16, tl.uint32, tl.uint64, tl.float32, tl.float64,
 )}  # fmt: skip
 
@@ -58,7 +58,7 @@ class Semantic(TritonSemantic):
     # What most operations have is answered first.
 
     def binary_op_type_checking_impl(self, lhs: Any, rhs: Any, *args: Any, **kwargs: Any) -> tuple:
-        if type(lhs) is type(rhs) is tl.tensor and lhs.dtype is rhs.dtype and id(lhs.dtype) in _KEPT:
+        if type(lhs) is type(rhs) is tl.tensor and lhs.dtype is rhs.dtype and id(lhs.dtype) in _UNPROMOTED:
             return self.broadcast_impl_value(lhs, rhs)
         return super().binary_op_type_checking_impl(lhs, rhs, *args, **kwargs)
 

@@ -40,9 +40,9 @@ class Bounds:
         heap = symmetric.heap_named(name)
         if heap is None:  # the library's own memory
             return
-        wrong = self._table(heap).first_wrong(spans)
-        if wrong is not None:
-            reason, offset = wrong
+        outside = self._table(heap).first_outside(spans)
+        if outside is not None:
+            reason, offset = outside
             text = f"{verb} rank {rank}'s {self._table(heap).describe(offset)}"
             recorder.diagnose(reason, text, place)
 
@@ -57,7 +57,7 @@ class Bounds:
     def is_outside(self, spans: Spans) -> bool:
         """Whether these bytes of a heap are in no tensor."""
         heap = symmetric.heap_named(spans.space[0])
-        return heap is not None and self._table(heap).first_wrong(spans) is not None
+        return heap is not None and self._table(heap).first_outside(spans) is not None
 
     def learn(self, spans: Spans) -> None:
         """There is a new allocation. When it is gone again, one knows what has been there."""
@@ -89,7 +89,7 @@ class Table:
         self._ends = np.array([each[1] for each in live], dtype=np.int64)
         self._in_use = np.array([each[2] for each in live], dtype=bool)
 
-    def first_wrong(self, spans: Spans) -> tuple[str, int] | None:
+    def first_outside(self, spans: Spans) -> tuple[str, int] | None:
         """The kind of mistake and the offset of the first byte that these should not touch."""
         if not len(self._begins):
             return self._reason(int(spans.begins[0])), int(spans.begins[0])
