@@ -53,17 +53,17 @@ def _inspect(processes: tuple[int, ...], as_json: bool) -> None:
 
     from iris import inspection
 
-    told, failed = [], False
+    answers, failed = [], False
     for process in processes:
         try:
-            told.append(inspection.ask(process))
+            answers.append(inspection.ask(process))
         except ProcessUnreachableError as error:
             click.echo(f"Error: {error}", err=True)
             failed = True
     if as_json:
-        click.echo(json.dumps(told, indent=2))
+        click.echo(json.dumps(answers, indent=2))
     else:
-        click.echo("\n\n".join(map(inspection.show, told)), nl=bool(told))
+        click.echo("\n\n".join(map(inspection.show, answers)), nl=bool(answers))
     raise SystemExit(failed)
 
 

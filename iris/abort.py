@@ -71,7 +71,7 @@ class AbortFlag:
         self._memory = host.share_one(group, size)
         self.state = memoryview(self._memory).cast("q")
         self._address = host.address_of(self._memory)
-        self._told = self._ends_waits = False
+        self._reported = self._ends_waits = False
         seen_by_gpu = self._address
         if device.type == "cuda":
 
@@ -116,7 +116,7 @@ class AbortFlag:
     def explain(self, why: str) -> None:
         """Say why a kernel of this rank will break the group."""
         self._say(why)
-        self._told = True
+        self._reported = True
 
     def check(self) -> None:
         """Raise `GroupAbortedError` if the group is broken. In the path of a call, look at ``state[0]`` instead."""
@@ -138,11 +138,11 @@ class AbortFlag:
 
     def raise_recorded(self, describe: Callable[[int], str | None]) -> None:
         """Raise what a kernel of this rank has recorded, once. The caller has drained its stream."""
-        if not self.state[0] or self._told:
+        if not self.state[0] or self._reported:
             return
         words = self._words(self._group.rank)
         if words[CLAIMED]:
-            self._told = True
+            self._reported = True
             error = error_of(words, self._group.ranks[self._group.rank], describe, self._group.ranks)
             self._say(_described(error))
             self.state[0] |= AT_ONCE

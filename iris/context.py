@@ -15,6 +15,7 @@ from iris.compat.cuda import current_raw_stream
 from iris.device_barrier import DeviceBarrier
 from iris.device_record import DeviceRecord
 from iris.errors import NotAStreamError, NotPicklableError, PeerLostError
+from iris.graph_break import breaks_graph
 from iris.heap import SymmetricHeap, describe_address
 from iris.language.context_tensor import context_tensor
 from iris.language.functional import heap_bases_tensor
@@ -24,7 +25,6 @@ from iris.ops.operations import Operations
 from iris.symmetric_tensors import SymmetricTensors
 from iris.tensors import Factories
 from iris.tracing.recording import Tracing
-from iris.untraced import untraced
 from iris.workspace import Workspace
 from iris.world import Group, check_process_group
 
@@ -142,7 +142,7 @@ class Iris(Factories, SymmetricTensors):
         self.heap.check_open()
         return self._device_context
 
-    @untraced("the ranks meet on the host")
+    @breaks_graph("the ranks meet on the host")
     def barrier(self, stream: torch.cuda.Stream | None = None, group: dist.ProcessGroup | None = None) -> None:
         """Wait for the work on ``stream`` (default: the whole device), then for all ranks of ``group`` (default: all).
 
@@ -176,7 +176,7 @@ class Iris(Factories, SymmetricTensors):
         # All have drained their streams: what has broken the group is known now.
         self._check_whole(group)
 
-    @untraced("a barrier is a launch by the host")
+    @breaks_graph("a barrier is a launch by the host")
     def device_barrier(self, group: dist.ProcessGroup | None = None) -> None:
         """Enqueue a barrier of ``group`` (default: all ranks) on the current stream; does not block the host.
 
@@ -202,7 +202,7 @@ class Iris(Factories, SymmetricTensors):
         stream = current_raw_stream(self.gpu_id) if on_gpu else None
         self._barriers[group].enqueue(stream, capturing)
 
-    @untraced("the ranks meet on the host")
+    @breaks_graph("the ranks meet on the host")
     def broadcast(self, value: Any, src: int = 0, *, source_rank: int | None = None) -> Any:
         """Every rank gets ``src``'s ``value``: a number, tensor, array or any object that can be pickled.
 
@@ -237,7 +237,7 @@ class Iris(Factories, SymmetricTensors):
         """Log ``message`` at level ``iris.ERROR`` with the rank in front. Local."""
         self._log(logging.ERROR, message)
 
-    @untraced("the ranks meet on the host")
+    @breaks_graph("the ranks meet on the host")
     def close(self) -> None:
         """Meet all ranks, then give the heap back. Collective; blocks the host. A second call does nothing.
 

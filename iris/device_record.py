@@ -184,11 +184,11 @@ def _queues(words: list[int]) -> str:
         return f"Ranks {late} of its group were behind."
     mapping, _, at = found
     posts = mapping.snapshot(at, 8 * words[RANKS]).view(np.int64)
-    told = [
+    late_ranks = [
         f"rank {mapping.ranks[rank]}, which has put in {posts[rank] >> 32} and taken {posts[rank] & 0xFFFFFFFF}"
         for rank in late
     ]
-    return f"Behind: {'; '.join(told)}."
+    return f"Behind: {'; '.join(late_ranks)}."
 
 
 def _sources(words: list[int]) -> str:

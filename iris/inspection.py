@@ -163,20 +163,20 @@ def ask(process: int) -> dict[str, Any]:
     return {**first, "memory": memory, "complete": complete}
 
 
-def show(told: dict[str, Any]) -> str:
+def show(answer: dict[str, Any]) -> str:
     """An answer, for people."""
-    where = "in the simulator" if told["simulator"] else "on a GPU"
-    lines = [f"Process {told['pid']}, {where}: {' '.join(told['command'])}"]
-    for memory in told["memory"]:
+    where = "in the simulator" if answer["simulator"] else "on a GPU"
+    lines = [f"Process {answer['pid']}, {where}: {' '.join(answer['command'])}"]
+    for memory in answer["memory"]:
         if memory["kind"] == "heap":
             lines += memory["lines"]
-    for memory in told["memory"]:
+    for memory in answer["memory"]:
         if memory["kind"] != "heap" and memory["lines"]:
             lines.append(f"What the library has counted on rank {memory['rank']}, among ranks {memory['ranks']}")
             lines += [f"  {line}" for line in memory["lines"]]
-    if not told["complete"]:
+    if not answer["complete"]:
         lines.append(f"No more was said for {PATIENCE_S:g} s: the device does not let memory be read.")
-    for thread in told["threads"]:
+    for thread in answer["threads"]:
         lines.append(f"Thread {thread['name']}")
         lines += [f"  {line}" for line in thread["stack"]]
     return "\n".join(lines)

@@ -11,8 +11,8 @@ from iris.capture import relaxed
 from iris.compat import triton_jit
 from iris.language.target import launches_early
 
-# Launches, or what leads to them, that are kept of a sort.
-KEPT = 4096
+# Launches, or what leads to them, that each cache holds at most.
+LAUNCH_CACHE_SIZE = 4096
 # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
 CARVEOUT = 9
 
@@ -78,7 +78,7 @@ def _load(
 
 def remember(known: dict, key: Any, value: Any) -> None:
     """For the next calls like this one; of a program whose shapes always change, the last few."""
-    if len(known) == KEPT:
+    if len(known) == LAUNCH_CACHE_SIZE:
         known.clear()
     known[key] = value
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.library import Library, infer_schema
 
-from iris.untraced import untraced
+from iris.graph_break import breaks_graph
 
 LIBRARY = Library("iris", "FRAGMENT")
 """Where they are registered, which lasts as long as this object."""
@@ -21,7 +21,7 @@ def operator(name: str) -> Callable[[Callable[..., Any]], Any]:
     def define(function: Callable[..., Any]) -> Any:
         LIBRARY.define(name + infer_schema(function, mutates_args=()), tags=(torch.Tag.pt2_compliant_tag,))
         # Of any device. A graph that breaks calls it as it is, and is not to look into it.
-        LIBRARY.impl(name, untraced("the inside of an operator")(function), "CompositeExplicitAutograd")
+        LIBRARY.impl(name, breaks_graph("the inside of an operator")(function), "CompositeExplicitAutograd")
         return getattr(torch.ops.iris, name).default
 
     return define

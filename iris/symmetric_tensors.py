@@ -3,12 +3,12 @@
 import torch
 
 from iris.errors import InvalidArgumentError
+from iris.graph_break import methods_break_graph
 from iris.heap import SymmetricHeap
 from iris.stand_ins import stand_in
-from iris.untraced import untraced_methods
 
 
-@untraced_methods("the symmetric heap is the host's, and graphs know no addresses")
+@methods_break_graph("the symmetric heap is the host's, and graphs know no addresses")
 class SymmetricTensors:
     """Methods for a class that has a ``heap``."""
 

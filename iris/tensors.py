@@ -34,13 +34,13 @@ from iris.errors import (
     NotATensorError,
     WrongDeviceError,
 )
+from iris.graph_break import methods_break_graph
 from iris.heap import SymmetricHeap
-from iris.untraced import untraced_methods
 
 _FORMATS = (None, torch.contiguous_format, torch.preserve_format)
 
 
-@untraced_methods("the symmetric heap is the host's, and graphs know no addresses")
+@methods_break_graph("the symmetric heap is the host's, and graphs know no addresses")
 class Factories:
     """The factories, for a class that has a ``heap``.
 

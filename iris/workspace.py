@@ -53,7 +53,7 @@ LARGEST_BLOCK = 32 << 20
 class Channel(NamedTuple):
     """``memory``: uint8. ``context_tensor``: what kernels initialise a device context of that memory from.
 
-    ``counts``: which of the bytes are int32 that count epochs; ``told``: what these are, in words.
+    ``counts``: which of the bytes are int32 that count epochs; ``describe``: says what these are, in words.
     """
 
     memory: torch.Tensor
@@ -61,7 +61,7 @@ class Channel(NamedTuple):
     block: Block
     begin: int
     counts: slice
-    told: Callable[[np.ndarray], str]
+    describe: Callable[[np.ndarray], str]
 
 
 Key = tuple[str, Line]
@@ -88,13 +88,13 @@ class Workspace:
 
     def channel(
         self, operation: str, line: Line, size: int, counts: slice,
-        told: Callable[[np.ndarray], str] = contents,
+        describe: Callable[[np.ndarray], str] = contents,
     ) -> Channel:  # fmt: skip
         """``size`` bytes for ``operation`` on a `line`.
 
         Equal calls get equal channels, with the size of the first. Collective, and blocks the host, where another block
-        is needed. ``operation``, ``counts`` and ``told`` (see `Channel`) are also for people: to say what a hung kernel
-        waits for.
+        is needed. ``operation``, ``counts`` and ``describe`` (see `Channel`) are also for people: to say what a hung
+        kernel waits for.
         """
         key = (operation, line)
         if key not in self._channels:
@@ -104,7 +104,7 @@ class Workspace:
                 self._grow(blocks, room)
             block, begin = blocks.cut(room)
             memory = block.memory[begin : begin + size]
-            self._channels[key] = Channel(memory, self._context_tensor(block), block, begin, counts, told)
+            self._channels[key] = Channel(memory, self._context_tensor(block), block, begin, counts, describe)
         return self._channels[key]
 
     @property
@@ -130,7 +130,7 @@ class Workspace:
             at = block.begin + channel.begin + begin
             counts = block.mapping.snapshot(at, end - begin).view(np.int32)
             if counts.any():
-                lines.append(f"{self._name(key)}: {channel.told(counts)}")
+                lines.append(f"{self._name(key)}: {channel.describe(counts)}")
         return lines
 
     def progress(self) -> list[str]:

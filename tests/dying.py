@@ -168,14 +168,14 @@ def main(how, where, victims, folder):
     except BaseException as error:
         if not dies:
             after_s = time.time() - float((folder / "end").read_text())
-            told = {"after_s": after_s, "error": f"{type(error).__name__}: {error}"}
+            report = {"after_s": after_s, "error": f"{type(error).__name__}: {error}"}
             # With the frames that they hold, and the tensors in these.
             error.__traceback__ = error.__cause__ = error.__context__ = None
             let_go(ctx)
             ctx = None
             gc.collect()
-            told["held"] = Path("/proc/self/maps").read_text().count("iris-heap")
-            (folder / str(rank)).write_text(json.dumps(told))
+            report["held"] = Path("/proc/self/maps").read_text().count("iris-heap")
+            (folder / str(rank)).write_text(json.dumps(report))
         raise
     (folder / str(rank)).write_text(json.dumps({"error": "nobody told this rank anything"}))
 

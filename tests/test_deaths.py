@@ -90,12 +90,12 @@ def plain(how, where, victims, folder, ranks=RANKS):
     said = [SAID[how]] + ["has ended with exit status 1"] * (how == "exception" and 0 in dead)
     for rank in set(range(ranks)) - set(dead):
         assert codes[rank] == 1
-        told = json.loads((folder / str(rank)).read_text())
-        assert told["error"].startswith("PeerLostError: "), told
-        assert any(f"rank {victim}" in told["error"] for victim in dead), told
-        assert where == "init" or any(text in told["error"] for text in said), told
-        assert told["after_s"] < TOLD_S, told
-        assert told["held"] == 0, "memory that is shared with the dead"
+        report = json.loads((folder / str(rank)).read_text())
+        assert report["error"].startswith("PeerLostError: "), report
+        assert any(f"rank {victim}" in report["error"] for victim in dead), report
+        assert where == "init" or any(text in report["error"] for text in said), report
+        assert report["after_s"] < TOLD_S, report
+        assert report["held"] == 0, "memory that is shared with the dead"
     assert list(temporary.iterdir()) == []
 
 
@@ -182,8 +182,8 @@ def test_settings_that_differ_are_named_on_all_ranks(variable, tmp_path):
     with running(differ, tmp_path, environments=({variable: "0"}, {variable: "1"})) as ranks:
         ends(ranks)
     for rank in range(RANKS):
-        told = (tmp_path / str(rank)).read_text()
-        assert told.startswith(f"The ranks differ in {variable}: 0 on rank 0; 1 on rank 1.")
+        message = (tmp_path / str(rank)).read_text()
+        assert message.startswith(f"The ranks differ in {variable}: 0 on rank 0; 1 on rank 1.")
 
 
 def keep_group(folder):

@@ -52,8 +52,8 @@ def fail_on_the_last(ctx, name):
         if ctx.cur_rank == last and broken is not None:
             patch.setattr(*broken, fail)
         reason = "no such thing" if broken is not None else ".*[Pp]ickle"
-        told = reason if ctx.cur_rank == last else f"rank {last} could not {text}.*: {reason}"
-        with pytest.raises(Exception, match=told) as caught:
+        message = reason if ctx.cur_rank == last else f"rank {last} could not {text}.*: {reason}"
+        with pytest.raises(Exception, match=message) as caught:
             call(ctx)
     assert isinstance(caught.value, PeerFailedError) == (ctx.cur_rank != last)
     assert ctx.broadcast(7, last) == 7

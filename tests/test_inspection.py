@@ -126,13 +126,13 @@ def test_a_process_that_hangs_says_where_it_is(hung):
 def test_the_same_for_machines(hung):
     result = info("--json", "--pid", hung[1])
     assert result.exit_code == 0, result.output
-    (told,) = json.loads(result.output)
-    assert (told["pid"], told["simulator"], told["complete"]) == (hung[1], iris.simulator.ACTIVE, True)
-    assert [(each["kind"], each["rank"], each["ranks"]) for each in told["memory"]] == [
+    (answer,) = json.loads(result.output)
+    assert (answer["pid"], answer["simulator"], answer["complete"]) == (hung[1], iris.simulator.ACTIVE, True)
+    assert [(each["kind"], each["rank"], each["ranks"]) for each in answer["memory"]] == [
         ("heap", 1, [0, 1]),
         ("library", 1, [0, 1]),
     ]
-    assert [thread["name"] for thread in told["threads"]][0] == "MainThread"
+    assert [thread["name"] for thread in answer["threads"]][0] == "MainThread"
 
 
 @alone

@@ -1,7 +1,9 @@
 """Rules that only this project must obey: memory ordering in one place, no surprises in destructors, floors."""
 
 import ast
+import io
 import re
+import tokenize
 from pathlib import Path
 
 import pytest
@@ -138,6 +140,41 @@ def test_what_is_kept_is_allocated_by_keep():
     assert {file: functions for file, functions in found.items() if functions} == TEMPORARIES
 
 
+# Private words for ideas that have a name in the field, by the folder where that name must stand instead. Those of ""
+# are in no folder; others are plain words elsewhere, as `taken` of a lock.
+PRIVATE_WORDS = {
+    "": """
+        send_stamped receive_stamped stamped send_marked receive_marked clear_marked marked absent unmark
+        follow_predecessor admit_successor gather_block reread SENT GOT await_room conclude
+        tell tells hear hears told heard Told Heard Came Met Wrong HostTold HostHeard deaf
+        Seat seat seats take_seat find_seat KEPT untraced untraced_methods note_written
+        on_chiplets emptied LINES_A LINES_B BY_COLUMNS_A BY_COLUMNS_B SPREADS
+    """,
+    "ccl/": "awaited inspect post offer meet pick leave most MET tell_word hear_words",
+    "language/": "awaited inspect post offer meet pick leave",
+    "ops/": "loaded freed filled taken",
+    "simulator/sanitizer/": "came met wrong",
+}
+PRIVATE_FILES = {"ccl/push.py", "language/stamped.py", "language/marked.py", "untraced.py", "versions.py"}
+
+
+def private_words(text, words):
+    """The names in ``text`` that are one of the words, with or without a leading underscore; and their lines."""
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    return [f"{each.start[0]}: {each.string}" for each in tokens if each.string.lstrip("_") in words]
+
+
+def test_names_are_those_of_the_field():
+    """Words of comments, docstrings and messages do not count, nor names that only contain one of these."""
+    lines = ["def _told(x):  # told", "    told_apart = 'told'", "    return x.told(told=Told)"]
+    assert private_words("\n".join(lines), {"told", "Told"}) == ["1: _told", "3: told", "3: told", "3: Told"]
+    assert not PRIVATE_FILES & {name(file) for file in SOURCES}
+    for folder, words in PRIVATE_WORDS.items():
+        for file in SOURCES:
+            if name(file).startswith(folder):
+                assert not private_words(file.read_text(), set(words.split())), name(file)
+
+
 def test_device_code_is_at_the_top_level():
     """Written once, by `iris.language.jit`; not made by a function that is called for each language."""
     for file in SOURCES:
@@ -158,14 +195,14 @@ def test_files_with_kernels_keep_their_annotations():
 def test_the_guide_names_every_room_and_nothing_else():
     """Who looks for something finds the file in docs/contributing.md: by its path, or by its name beside its folder."""
     page = (ROOT / "docs" / "contributing.md").read_text()
-    told = {"iris/__init__.py"}
+    named = {"iris/__init__.py"}
     for where, what in re.findall(r"^\| (`iris.*?) \| (.*) \|$", page, re.MULTILINE):
         places = re.findall(r"`([\w/.]+)`", where)
         folder = next((place for place in places if place.endswith("/")), None)
-        told |= {place for place in places if place.endswith(".py")}
-        told |= {folder + file for file in re.findall(r"`(\w+\.py)`", what) if folder}
+        named |= {place for place in places if place.endswith(".py")}
+        named |= {folder + file for file in re.findall(r"`(\w+\.py)`", what) if folder}
     files = {f"iris/{name(file)}" for file in SOURCES if file.name != "__init__.py"}
-    assert told == files | {"iris/__init__.py", "iris_backend.py"}
+    assert named == files | {"iris/__init__.py", "iris_backend.py"}
 
 
 # Modules of torch and Triton without a leading underscore that their documentation does not promise either.

@@ -49,14 +49,14 @@ def test_a_rank_of_torchrun_simply_runs(tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(UNDER_TORCHRUN, reason="the ranks are there already")
-@pytest.mark.parametrize(("how", "told"), [("raises", "ValueError: of all ranks, me"), ("dies", "exit code 3")])
-def test_a_rank_that_fails_ends_the_others_and_is_named(tmp_path, monkeypatch, how, told):
+@pytest.mark.parametrize(("how", "message"), [("raises", "ValueError: of all ranks, me"), ("dies", "exit code 3")])
+def test_a_rank_that_fails_ends_the_others_and_is_named(tmp_path, monkeypatch, how, message):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with pytest.raises(SystemExit) as caught:
         launch(fail_on_rank_1, 2, how)
     assert not list(tmp_path.glob("pytorch-errorfile*"))
     assert str(caught.value.code).startswith("Rank 1 of 2 failed:")
-    assert told in caught.value.code
+    assert message in caught.value.code
 
 
 @pytest.mark.skipif(UNDER_TORCHRUN, reason="the ranks are there already")

@@ -26,7 +26,7 @@ from iris.errors import (
     SharedDeviceError,
 )
 from iris.spawn import reserved_port
-from iris.world import Group, Seat, bootstrap, placement, strangers, wire
+from iris.world import Group, Placement, bootstrap, placement, strangers, wire
 from iris.world.store import tcp_store
 
 
@@ -362,37 +362,37 @@ def test_a_program_ends_though_its_process_group_cannot_be_destroyed(hangs):
     assert ("rank 0 ends without having destroyed its process groups" in done.stderr) == hangs
 
 
-def seats(**changes):
+def placements(**changes):
     """Three ranks on one host, each with a GPU; ``changes`` gives a list for a field."""
-    default = [Seat("boot", f"box{rank}", f"GPU-{rank}", "H200") for rank in range(3)]
+    default = [Placement("boot", f"box{rank}", f"GPU-{rank}", "H200") for rank in range(3)]
     return [
-        seat._replace(**{field: values[rank] for field, values in changes.items()}) for rank, seat in enumerate(default)
+        each._replace(**{field: values[rank] for field, values in changes.items()}) for rank, each in enumerate(default)
     ]
 
 
 def test_ranks_on_one_host_may_have_names_of_their_own():
-    placement.check_one_host(seats())
+    placement.check_one_host(placements())
 
 
 def test_ranks_on_several_hosts_are_told():
     with pytest.raises(SeveralHostsError, match="rank 0 on box0; rank 1 on box1; rank 2 on box2"):
-        placement.check_one_host(seats(host=["one", "one", "two"]))
+        placement.check_one_host(placements(host=["one", "one", "two"]))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_no_gpu_and_no_simulator_is_told(monkeypatch):
     monkeypatch.setattr(placement.simulator, "ACTIVE", False)
     with pytest.raises(NoGpuForRankError, match="no GPU here, and IRIS_SIMULATOR=0 forbids the simulator"):
-        placement.find_seat(placement.choose_device())
+        placement.find_placement(placement.choose_device())
 
 
 def test_two_ranks_on_one_gpu_are_told(monkeypatch):
     monkeypatch.delenv(placement.OVERLAP_VARIABLE, raising=False)
-    shared = seats(gpu=["GPU-7", "GPU-8", "GPU-7"])
+    shared = placements(gpu=["GPU-7", "GPU-8", "GPU-7"])
     with pytest.raises(SharedDeviceError, match=r"Ranks 0 and 2 use the same GPU .*set_device\(LOCAL_RANK\)"):
         placement.check_own_gpus(shared)
-    placement.check_own_gpus(seats())
-    placement.check_own_gpus(seats(gpu=[None] * 3))
+    placement.check_own_gpus(placements())
+    placement.check_own_gpus(placements(gpu=[None] * 3))
     monkeypatch.setenv(placement.OVERLAP_VARIABLE, "1")
     placement.check_own_gpus(shared)
 
@@ -410,10 +410,10 @@ def test_gpus_without_peer_access_are_told(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=visible[index]))
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", can_access)
     with pytest.raises(NoPeerAccessError, match=r"cuda:1 \(H200\) of rank 0 cannot access .* of rank 2\."):
-        placement.check_peer_access(seats(), 0, torch.device("cuda:1"))
+        placement.check_peer_access(placements(), 0, torch.device("cuda:1"))
     assert asked == [(1, 0)]
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *_: True)
-    placement.check_peer_access(seats(), 0, torch.device("cuda:1"))
+    placement.check_peer_access(placements(), 0, torch.device("cuda:1"))
 
 
 @pytest.mark.parametrize(

@@ -41,19 +41,19 @@ def measure(num_ranks: int, work: Callable[..., list[str]], *args: Any) -> None:
     if "RANK" in os.environ:
         wrong += work(*args)
     else:
-        told = multiprocessing.get_context("spawn").SimpleQueue()
+        results = multiprocessing.get_context("spawn").SimpleQueue()
 
         def listen() -> None:
-            while not told.empty():
-                wrong.extend(told.get())
+            while not results.empty():
+                wrong.extend(results.get())
 
-        launch(_on_rank, num_ranks, told, work, args, meanwhile=listen)
+        launch(_on_rank, num_ranks, results, work, args, meanwhile=listen)
         listen()
     if wrong:
         raise click.ClickException("; ".join(wrong))
 
 
-def _on_rank(told: Any, work: Callable[..., list[str]], args: tuple) -> None:
+def _on_rank(results: Any, work: Callable[..., list[str]], args: tuple) -> None:
     wrong = work(*args)
     if os.environ["RANK"] == "0":
-        told.put(wrong)
+        results.put(wrong)

@@ -88,7 +88,7 @@ def atomic(
         tl.store(mine, tl.zeros_like(total), mask=k < n)
 
 
-def launch(call: Call, most: int | None, locked: bool) -> Launch:
+def launch(call: Call, max_programs: int | None, locked: bool) -> Launch:
     """A launch of all_reduce, of ``most`` programs at most."""
     comm, config, (dtype, _, op) = call.comm, call.config, call.elements
     n = call.elements.number_in(call.input)
@@ -96,7 +96,7 @@ def launch(call: Call, most: int | None, locked: bool) -> Launch:
     sums = accumulator_dtype(dtype)
     sums = torch.int32 if sums.itemsize < 4 else sums
     block = config.elements_per_block(sums.itemsize, ACCUMULATOR_BYTES)
-    programs = min(comm.programs(most), -(-n // block))
+    programs = min(comm.programs(max_programs), -(-n // block))
     # Calls of similar size share a channel: accumulators, locks, and flags behind them.
     room = power_of_two(programs)
     locks = room * 2 * ACCUMULATOR_BYTES

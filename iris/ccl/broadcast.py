@@ -26,8 +26,8 @@ from iris.ccl.queue import (
     AHEAD,
     COUNTS,
     DONE,
+    EXITS,
     INPUTS,
-    MET,
     WORDS,
     advertise,
     advertise_input,
@@ -191,7 +191,7 @@ def broadcast(
     if PULLS:
         rank = ctx.cur_rank
         others = among(0, W, rank)
-        calls = tl.load(row + MET + rank) + 1
+        calls = tl.load(row + EXITS + rank) + 1
         here = advertise_input(ctx, own_words + INPUTS, heap_table, input, length, calls, others, W)
         places = resolve_inputs(ctx, own_words + INPUTS, heap_table, calls, others)
         # The peers' words are read without an order; what lies behind them is read below.
@@ -206,11 +206,11 @@ def broadcast(
         deal(ctx, row, own_words, slots, heap_table, input, output, n, length, root, W, BLOCK, SLOT)
 
 
-def launch(call: Call, most: int | None, pulls: bool) -> Launch:
+def launch(call: Call, max_programs: int | None, pulls: bool) -> Launch:
     """A launch of broadcast, of ``most`` programs at most. ``pulls``: where all tensors are on the heap."""
     comm, config, nbytes = call.comm, call.config, call.output.nbytes
     word = word_bytes(call, nbytes)
-    programs = comm.programs(most)
+    programs = comm.programs(max_programs)
     block = comm.slot_bytes(programs, config.few_sms) // word
     n = nbytes // word
     programs = min(programs, -(-n // (block * (comm.size - 1))))

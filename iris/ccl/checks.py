@@ -113,7 +113,7 @@ def rank_in_group(comm: Communicator, name: str, rank: int, num_ranks: int) -> i
         if number is None:
             raise InvalidCollectiveError(f"{name}={rank!r:.60} is not a rank, which is a whole number: {name}=0.")
         if not 0 <= number < num_ranks:
-            raise sanitizer.told(RankOutOfRangeError(number, num_ranks))
+            raise sanitizer.reported(RankOutOfRangeError(number, num_ranks))
         raise UnknownChoiceError(name, number, comm.ranks)
     return comm.ranks.index(number)
 
@@ -144,10 +144,10 @@ def check_rows(comm: Communicator, lists: tuple[Any, ...]) -> tuple[torch.Tensor
             or row.shape != (comm.size,)
             or row.stride() != (1,)
         ):
-            told = f"{list(row.shape)} {row.dtype} on {row.device}" if isinstance(row, torch.Tensor) else repr(row)
+            given = f"{list(row.shape)} {row.dtype} on {row.device}" if isinstance(row, torch.Tensor) else repr(row)
             raise InvalidCollectiveError(
                 f"Counts and displacements on the device are four contiguous int64 tensors on {comm.device} of "
-                f"{comm.size} elements, one a rank; one is {told}."
+                f"{comm.size} elements, one a rank; one is {given}."
             )
     return lists
 
@@ -178,22 +178,22 @@ def compare(
     if name in ("send", "recv"):  # of which the other members know nothing
         return
     size = "" if name == "all_to_all_v" else f"{list(input.shape)} "
-    told = f"{name}() with an input of {size}{input.dtype}"
+    call = f"{name}() with an input of {size}{input.dtype}"
     if root is not None:
-        told += f", {'src' if name in ('broadcast', 'scatter') else 'dst'}={root}"
+        call += f", {'src' if name in ('broadcast', 'scatter') else 'dst'}={root}"
     if op is not None:
-        told += f", {op}"
+        call += f", {op}"
     if config not in (None, DEFAULT):
-        told += f", {config}"
-    compare_calls(comm.workspace.group, told)
+        call += f", {config}"
+    compare_calls(comm.workspace.group, call)
 
 
-def compare_calls(group: Group, told: str) -> None:
-    """In debug mode: that all members make a call that is ``told`` in the same words. Blocks the host."""
-    calls = group.all_gather(told, "the comparison of a collective's arguments", orders=False)
+def compare_calls(group: Group, call: str) -> None:
+    """In debug mode: that all members describe their ``call`` in the same words. Blocks the host."""
+    calls = group.all_gather(call, "the comparison of a collective's arguments", orders=False)
     if len(set(calls)) > 1:
-        told = "; ".join(f"rank {rank} calls {call}" for rank, call in zip(group.ranks, calls, strict=True))
-        raise MismatchedCollectiveError(f"The ranks do not make the same call: {told}.")
+        differing = "; ".join(f"rank {rank} calls {call}" for rank, call in zip(group.ranks, calls, strict=True))
+        raise MismatchedCollectiveError(f"The ranks do not make the same call: {differing}.")
 
 
 def compare_counts(comm: Communicator, send: Sequence[int] | torch.Tensor, recv: Sequence[int] | torch.Tensor) -> None:

@@ -10,13 +10,13 @@ import torch
 from iris import simulator
 from iris.abort import BEGUN, BEGUN_SIZES
 from iris.capture import GraphLine, Line
-from iris.ccl.queue import COUNTS, HEAD, MAX_RANKS, MET, SLOTS, TAIL, WORDS, region_bytes, slots_bytes
+from iris.ccl.queue import COUNTS, EXITS, HEAD, MAX_RANKS, SLOTS, TAIL, WORDS, region_bytes, slots_bytes
 from iris.ccl.select import ELSEWHERE, digest, load_table, own_table
 from iris.errors import InvalidGroupError, InvalidTableError, TooManyStreamsError
 from iris.heap.symmetric import SymmetricHeap
 from iris.kept import keep
 from iris.language.target import architecture, largest_cluster
-from iris.launch import KEPT
+from iris.launch import LAUNCH_CACHE_SIZE
 from iris.workspace import Channel, Workspace
 
 # Programs of a launch in the simulator; elsewhere it depends on the GPU.
@@ -104,8 +104,8 @@ class Communicator:
             self.table = load_table(kind, self.size)
             return kind, digest(self.table), num_sms, largest_cluster(), architecture()
 
-        told = group.agree(introduce, "begin its first collective of a group")
-        kinds, tables, numbers, clusters, architectures = zip(*told, strict=True)
+        introductions = group.agree(introduce, "begin its first collective of a group")
+        kinds, tables, numbers, clusters, architectures = zip(*introductions, strict=True)
         if len(set(architectures)) > 1:
             # Which kernel carries a call is each rank's own choice, by its GPU.
             theirs = ", ".join(f"rank {rank} has {each}" for rank, each in zip(group.ranks, architectures, strict=True))
@@ -140,7 +140,7 @@ class Communicator:
 
     def remember(self, key: Any, config: object, launch: Launch) -> None:
         """Keep a launch for the next call like this one; of a program whose shapes always change, the last few."""
-        if len(self.launches) == KEPT:
+        if len(self.launches) == LAUNCH_CACHE_SIZE:
             self.forget()
         self.launches[key] = launch
         # The configuration is kept, since the key has but its address.
@@ -158,8 +158,8 @@ class Communicator:
 
         A few more than a power of two would halve what each of them has for its slots, so it is the power of two.
         """
-        most = SIMULATED_PROGRAMS if simulator.ACTIVE else power_of_two(self.num_sms) // 2
-        programs = max(1, min(wanted or most, most))
+        limit = SIMULATED_PROGRAMS if simulator.ACTIVE else power_of_two(self.num_sms) // 2
+        programs = max(1, min(wanted or limit, limit))
         below = power_of_two(programs) // 2
         programs = below if programs < below + below // 4 else programs
         while programs > 1 and self.slot_bytes(programs, few_sms) < min(block_bytes, LARGEST_SLOT):
@@ -204,8 +204,10 @@ class Communicator:
             + slots_bytes(self.p2p_programs, self.size, self.p2p_slot_bytes)
         )
         counts = slice(0, P2P_SETS * 2 * self.p2p_programs * COUNTS.value * 4)
-        told = functools.partial(_told, self.rank, self.size)
-        return self.workspace.channel(f"queues of {self.p2p_programs} programs for messages", None, size, counts, told)
+        describe = functools.partial(_describe_counts, self.rank, self.size)
+        return self.workspace.channel(
+            f"queues of {self.p2p_programs} programs for messages", None, size, counts, describe
+        )
 
     def _p2p_queues(self, n: int, up: bool) -> Queues:
         counts, words = self.p2p_programs * COUNTS.value * 4, self.p2p_programs * WORDS.value * 8
@@ -225,13 +227,13 @@ class Communicator:
 
     def queues(self, line: Line, programs: int, few_sms: bool) -> Queues:
         """Queues for ``programs`` programs of collectives."""
-        most, slot_bytes = power_of_two(programs), self.slot_bytes(programs, few_sms)
-        size = region_bytes(most, self.size, slot_bytes)
-        name = f"queues of {most} programs with slots of {slot_bytes} bytes for collectives"
-        words = most * COUNTS.value * 4
-        told = functools.partial(_told, self.rank, self.size)
-        channel = self.workspace.channel(name, line, size, slice(0, words), told)
-        memory, slots = channel.memory, words + most * WORDS.value * 8
+        rounded, slot_bytes = power_of_two(programs), self.slot_bytes(programs, few_sms)
+        size = region_bytes(rounded, self.size, slot_bytes)
+        name = f"queues of {rounded} programs with slots of {slot_bytes} bytes for collectives"
+        words = rounded * COUNTS.value * 4
+        describe = functools.partial(_describe_counts, self.rank, self.size)
+        channel = self.workspace.channel(name, line, size, slice(0, words), describe)
+        memory, slots = channel.memory, words + rounded * WORDS.value * 8
         return Queues(
             channel.context_tensor,
             memory[:words].view(torch.int32),
@@ -242,10 +244,10 @@ class Communicator:
         )
 
 
-def _told(rank: int, size: int, counts: np.ndarray) -> str:
+def _describe_counts(rank: int, size: int, counts: np.ndarray) -> str:
     """What a program of a rank has put into the queue to each rank, and taken out, at most."""
-    most = counts.reshape(-1, COUNTS.value // MAX_RANKS, MAX_RANKS)[:, :, :size].max(axis=0)
-    sent, got, calls = (most[row.value // MAX_RANKS].tolist() for row in (TAIL, HEAD, MET))
+    largest = counts.reshape(-1, COUNTS.value // MAX_RANKS, MAX_RANKS)[:, :, :size].max(axis=0)
+    sent, got, calls = (largest[row.value // MAX_RANKS].tolist() for row in (TAIL, HEAD, EXITS))
     return f"blocks sent to each rank {sent}, got from each {got}; calls that read in place {calls[rank]}"
 
 
@@ -260,8 +262,8 @@ def message_programs(size: int, num_sms: int) -> int:
     A rank may receive from all others, on a stream each, before it sends to the first: what waits there leaves
     multiprocessors for the programs that send, which wait for their own counterparts alone.
     """
-    most = max(1, min(P2P_PROGRAMS, (num_sms - 1) // max(1, size - 1)))
-    return 1 << (most.bit_length() - 1)
+    programs = max(1, min(P2P_PROGRAMS, (num_sms - 1) // max(1, size - 1)))
+    return 1 << (programs.bit_length() - 1)
 
 
 def power_of_two(number: int) -> int:

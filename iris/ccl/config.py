@@ -41,7 +41,7 @@ _WITHOUT_EFFECT = (
     "swizzle_size", "num_xcds", "chunk_size", "num_stages", "waves_per_eu", "reduce_scatter_variant",
     "all_to_all_variant",
 )  # fmt: skip
-_told: set[str] = set()
+_warned: set[str] = set()
 
 # So many SMs, or fewer, want other variants and larger blocks than a GPU that is free for a collective.
 FEW_SMS = 32
@@ -121,9 +121,9 @@ class Config:
                 f"Config(block_size_m={self.block_size_m}, block_size_n={self.block_size_n}) cannot work: a block has "
                 "at most 1048576 elements, which is the compiler's limit."
             )
-        idle = [name for name in _WITHOUT_EFFECT if getattr(self, name) is not None and name not in _told]
+        idle = [name for name in _WITHOUT_EFFECT if getattr(self, name) is not None and name not in _warned]
         if idle:
-            _told.update(idle)
+            _warned.update(idle)
             warnings.warn(
                 f"iris.ccl.Config({', '.join(f'{name}={getattr(self, name)!r}' for name in idle)}): no collective has "
                 "a use for what is set here, so leave it out.",

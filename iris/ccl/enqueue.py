@@ -21,8 +21,8 @@ from iris.ccl.refusal import refuse_broadcast
 from iris.ccl.work import Work
 from iris.compat.cuda import current_raw_stream, is_current_stream_capturing
 from iris.errors import FirstUseInCaptureError, GroupAbortedError, InvalidCollectiveError, IrisError
-from iris.untraced import untraced_methods
-from iris.versions import note_written
+from iris.graph_break import methods_break_graph
+from iris.version_counter import bump_version
 from iris.workspace import RankContext
 from iris.world import check_process_group
 
@@ -31,7 +31,7 @@ NOTHING, STRIDED = torch.empty(0), torch.strided
 FOR_THE_HOST = "ctx.ccl is for the host; iris.ccl.functional has its collectives as operators for graphs"
 
 
-@untraced_methods(FOR_THE_HOST)
+@methods_break_graph(FOR_THE_HOST)
 class Enqueuer:
     """The groups of a context, and the way of a call to the current stream."""
 
@@ -144,7 +144,7 @@ class Enqueuer:
         comm.remember(key, config, launch)
         return launch
 
-    def _launch(
+    def _enqueue(
         self,
         comm: Communicator,
         name: str,
@@ -156,15 +156,15 @@ class Enqueuer:
         async_op: bool,
         more: tuple[torch.Tensor, ...] = (),
     ) -> Work | None:
-        """Launch. ``output``: what is written on this rank, or None; ``more``: what else the kernel takes."""
+        """Enqueue the kernel. ``output``: what is written on this rank, or None; ``more``: what else it takes."""
         try:
             launch(stream, source, result, *more)
         except BaseException as error:
             comm.abort_flag.interrupted(name, error)
             raise
         if output is result:
-            # Autograd learns that kernels have written there.
-            note_written(output)
+            # Kernels have written there, and autograd counts the versions.
+            bump_version(output)
         elif output is not None:
             # To a parameter as well.
             with torch.no_grad():
@@ -193,7 +193,7 @@ class Enqueuer:
             checks.check_pair(comm, name, tensor, tensor, 1, 1)
             launch = self._prepare(key, config, Call(name, comm, dense, dense, line, peer))
         output = tensor if name == "recv" else None
-        return self._launch(comm, name, launch, stream, dense, dense, output, async_op)
+        return self._enqueue(comm, name, launch, stream, dense, dense, output, async_op)
 
     def _refuse_broadcast(
         self, error: IrisError, src: int, group: dist.ProcessGroup | None, broadcast: Callable[[torch.Tensor], object]
@@ -232,5 +232,5 @@ def to_read(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def to_write(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, or plain room for a result that `Enqueuer._launch` copies into it."""
+    """The tensor, or plain room for a result that `Enqueuer._enqueue` copies into it."""
     return tensor if is_plain(tensor) else torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)

@@ -53,7 +53,7 @@ from iris.ccl.queue import (
     wait_blocks,
     wait_credits,
 )
-from iris.ccl.sizes import ask, count_messages, find_target, hear_words, record_unequal, refuse, tell_word
+from iris.ccl.sizes import ask, count_messages, find_target, record_unequal, recv_words, refuse, send_word
 from iris.errors import InvalidConfigError
 from iris.language.address import bytes_of
 from iris.language.barrier import lanes
@@ -147,7 +147,7 @@ def exchange(
         pieces = piece + tl.cast(lanes() * 0, tl.int64)
         messages_to = tl.load(row + MESSAGES_TO + lanes(), mask=receivers, other=0) + 1
         messages_from = tl.load(row + MESSAGES_FROM + lanes(), mask=sources, other=0) + 1
-        tell_word(ctx, own_words, piece, messages_to, receivers, SIZES)
+        send_word(ctx, own_words, piece, messages_to, receivers, SIZES)
     queued = to
     direct_here = False
     if DIRECT:
@@ -161,7 +161,7 @@ def exchange(
         address = tl.where(queued, address, place)
     takes = (direct_here == 0) & (from_first < from_last)
     if PROGRAMS > 0:
-        theirs = hear_words(ctx, own_words, messages_from, sources, SIZES)
+        theirs = recv_words(ctx, own_words, messages_from, sources, SIZES)
         wrong = sources & (theirs != pieces)
         unequal = tl.max(tl.cast(wrong, tl.int32), axis=0) > 0
         if unequal:
@@ -282,18 +282,18 @@ def exchange(
         finish(ctx, row + DONE, calls_to, written, calls_from, writing, W)
 
 
-def launch(call: Call, most: int | None) -> Launch:
+def launch(call: Call, max_programs: int | None) -> Launch:
     """A launch of any collective that moves pieces of one length, of ``most`` programs at most."""
     comm, config, pieces = call.comm, call.config, pieces_of(call)
     word = pieces.word_bytes(call)
     is_message = call.collective in ("send", "recv")
     few_sms = config.few_sms and not is_message
     if is_message:
-        programs = comm.programs(min(most or comm.p2p_programs, comm.p2p_programs))
+        programs = comm.programs(min(max_programs or comm.p2p_programs, comm.p2p_programs))
         slot_bytes = comm.p2p_slot_bytes
     else:
         # What is matched meets as between two ranks: calls of all sizes share their queues, which are to be small.
-        wanted = most or (comm.p2p_programs if pieces.matched else None)
+        wanted = max_programs or (comm.p2p_programs if pieces.matched else None)
         programs = comm.programs(wanted, config.block_bytes(call.input.itemsize), few_sms)
     partitioned = call.collective == "all_gather" and config.all_gather_variant == "partitioned"
     if partitioned:

@@ -35,7 +35,7 @@ from iris.ccl.queue import (
     wait_blocks,
     wait_credits,
 )
-from iris.ccl.sizes import count_messages, hear_words, record_unequal, tell_word
+from iris.ccl.sizes import count_messages, record_unequal, send_word
 from iris.errors import InvalidConfigError
 from iris.language.address import bytes_of
 from iris.language.barrier import lanes
@@ -88,7 +88,7 @@ def exchange_v(
     word_bytes: tl.constexpr = bytes_of(input.dtype.element_ty)
     messages_to = tl.load(row + MESSAGES_TO + lanes(), mask=others, other=0) + 1
     messages_from = tl.load(row + MESSAGES_FROM + lanes(), mask=others, other=0) + 1
-    tell_word(ctx, own_words, send_words * word_bytes, messages_to, others, SIZES)
+    send_word(ctx, own_words, send_words * word_bytes, messages_to, others, SIZES)
     own_words_sent = tl.minimum(lane_value(send_words, rank), lane_value(recv_words, rank))
     i = flat(BLOCK, input.dtype.element_ty)
     last = tl.maximum(tl.maximum(tl.max(send_rounds, axis=0), tl.max(recv_rounds, axis=0) + AHEAD), AHEAD + 1)
@@ -109,7 +109,7 @@ def exchange_v(
                     store_to_peer(ctx, slot + i, data, d, mask)
         sent = tl.where(sends, sent + 1, sent)
         if step == AHEAD:
-            theirs = hear_words(ctx, own_words, messages_from, others, SIZES)
+            theirs = recv_words(ctx, own_words, messages_from, others, SIZES)
             wrong = (others & (theirs != recv_words * word_bytes)) | ((lanes() == rank) & (send_words != recv_words))
             if tl.max(wrong.to(tl.int32), axis=0) > 0:
                 # As if what they send had been taken.
@@ -135,14 +135,14 @@ def exchange_v(
     count_messages(counts, messages_to, others, messages_from, others, QUEUES)
 
 
-def launch(call: Call, most: int | None) -> Launch:
+def launch(call: Call, max_programs: int | None) -> Launch:
     """A launch of all_to_all_v, of ``most`` programs at most; it takes counts and displacements behind the tensors."""
     comm, config, itemsize = call.comm, call.config, call.input.itemsize
     if config.use_gluon:
         raise InvalidConfigError("Config(use_gluon=True): all_to_all_v has no Gluon form; leave use_gluon out.")
     word = word_bytes(call, itemsize)
     # What lies in the pieces is known to the device alone, so all programs come.
-    programs = comm.programs(most)
+    programs = comm.programs(max_programs)
     queues = comm.queues(call.line, programs, config.few_sms)
     return kernel_launch(
         call,

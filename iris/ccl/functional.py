@@ -22,8 +22,8 @@ from iris.ccl.config import ReduceOp
 from iris.ccl.protocols import CollectivesContext
 from iris.ccl.reduction import name_of as name_of_reduction
 from iris.errors import InvalidCollectiveError, InvalidGroupError, UnsupportedReductionError
+from iris.graph_break import breaks_graph
 from iris.operators import operator
-from iris.untraced import untraced
 from iris.world import check_process_group
 
 Op = str | ReduceOp | dist.ReduceOp.RedOpType
@@ -50,7 +50,7 @@ def name_of(ctx: CollectivesContext, group: dist.ProcessGroup | None = None) -> 
     return _new_name(ctx, group)
 
 
-@untraced("the first call of name_of() for these ranks is in a compiled function; make it before")
+@breaks_graph("the first call of name_of() for these ranks is in a compiled function; make it before")
 def _new_name(ctx: CollectivesContext, group: dist.ProcessGroup | None) -> str:
     if not hasattr(ctx, "ccl"):
         raise InvalidGroupError(f"name_of() takes a context, as iris.iris() makes one, and got {ctx!r:.60}.")

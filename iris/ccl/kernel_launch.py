@@ -95,9 +95,9 @@ def fitting(comm: Communicator, programs: int, num_warps: int) -> int:
 
 def leaving_room(threads: int) -> dict[str, int]:
     """Options by which a program of so many threads, with parts of many ranks too, holds `MOST_REGISTERS` at most."""
-    most = MOST_REGISTERS // threads
+    registers = MOST_REGISTERS // threads
     # A thread has no more by itself.
-    return {"maxnreg": most} if most < 255 else {}
+    return {"maxnreg": registers} if registers < 255 else {}
 
 
 def _share(
@@ -107,10 +107,10 @@ def _share(
     if simulator.ACTIVE or not on_nvidia():
         return True, {}
     threads = -(-programs // comm.num_sms) * num_warps * threads_per_warp()
-    for early, most in ((True, ALL_REGISTERS // 3), (False, ALL_REGISTERS // 2)):
+    for early, limit in ((True, ALL_REGISTERS // 3), (False, ALL_REGISTERS // 2)):
         held = registers(kernel, (programs, 1, 1), *args, early, early=early, num_warps=num_warps, **compiling)
         # A warp gets them for its threads by eights.
-        if threads * (-(-held // 8) * 8) <= most:
+        if threads * (-(-held // 8) * 8) <= limit:
             return early, {}
     return False, {"maxnreg": ALL_REGISTERS // 2 // threads // 8 * 8}
 

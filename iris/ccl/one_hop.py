@@ -144,12 +144,12 @@ def one_hop(
         store_after_sync(epochs + b * RANKS + unit % W, epoch)
 
 
-def launch(call: Call, most: int | None) -> Launch:
+def launch(call: Call, max_programs: int | None) -> Launch:
     """A launch of all_gather, all_to_all or broadcast, of ``most`` programs at most."""
     comm, config, pieces = call.comm, call.config, pieces_of(call)
-    most = most or comm.num_sms
+    max_programs = max_programs or comm.num_sms
     word = min(WORD_BYTES.value, pieces.word_bytes(call))
-    block = block_words(pieces.nbytes, comm.size, most)
+    block = block_words(pieces.nbytes, comm.size, max_programs)
     epochs_bytes, slots_bytes = channel_bytes(comm.size, block)
     channel = comm.workspace.channel(
         f"one hop of {block} words of all_gather, all_to_all or broadcast",
@@ -163,7 +163,7 @@ def launch(call: Call, most: int | None) -> Launch:
     return kernel_launch(
         call,
         one_hop,
-        programs=fitting(comm, max(1, min(units, most)), warps),
+        programs=fitting(comm, max(1, min(units, max_programs)), warps),
         num_warps=warps,
         dtype=INTEGERS[word],
         context_tensor=channel.context_tensor,

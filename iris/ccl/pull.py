@@ -18,8 +18,8 @@ from iris.ccl.communicator import Launch
 from iris.ccl.kernel_launch import kernel_launch
 from iris.ccl.queue import (
     COUNTS,
+    EXITS,
     INPUTS,
-    MET,
     OUTPUTS,
     WORDS,
     advertise_input,
@@ -71,7 +71,7 @@ def pull(
     row = counts + p * COUNTS
     own_words = words + p * WORDS
     others = among(0, W, rank)
-    calls = tl.load(row + MET + rank) + 1
+    calls = tl.load(row + EXITS + rank) + 1
     here = True
     if ALL_REDUCE:
         here = permit(ctx, own_words + OUTPUTS, heap_table, output, length, calls + lanes() * 0, others, W)
@@ -144,9 +144,9 @@ def pull(
     exit_barrier(ctx, row, calls, others, W)
 
 
-def launch(call: Call, most: int | None) -> Launch:
+def launch(call: Call, max_programs: int | None) -> Launch:
     """A launch of all_reduce or reduce_scatter, of ``most`` programs at most."""
-    shared = shared_arguments(call, most)
+    shared = shared_arguments(call, max_programs)
     return kernel_launch(call, pull, **shared, in_length=call.input.nbytes, length=call.output.nbytes)
 
 

@@ -55,7 +55,7 @@ LONGEST_QUEUED = tl.constexpr(64 << 10)
 AHEAD = tl.constexpr(1)
 
 # A program's counts: rows of MAX_RANKS int32.
-DONE, TAIL, HEAD, CALLS_TO, CALLS_FROM, MET, MESSAGES_TO, MESSAGES_FROM, WRITTEN = (
+DONE, TAIL, HEAD, CALLS_TO, CALLS_FROM, EXITS, MESSAGES_TO, MESSAGES_FROM, WRITTEN = (
     tl.constexpr(i * MAX_RANKS) for i in range(9)
 )  # fmt: skip
 COUNTS = tl.constexpr(9 * MAX_RANKS)
@@ -262,6 +262,6 @@ def finish(ctx, flags, calls_to, to, calls_from, sources, W: tl.constexpr):
 @jit
 def exit_barrier(ctx, row, calls, others, W: tl.constexpr):
     """The end of a call in which peers' inputs were read: all have read, and written, when anyone goes on."""
-    ctx._signal_ranks(row + MET + ctx.cur_rank, calls + lanes() * 0, lanes(), others)
-    store_after_sync(row + MET + ctx.cur_rank, calls)
-    ctx._wait_ranks(row + MET + lanes(), calls + lanes() * 0, others, 0, W)
+    ctx._signal_ranks(row + EXITS + ctx.cur_rank, calls + lanes() * 0, lanes(), others)
+    store_after_sync(row + EXITS + ctx.cur_rank, calls)
+    ctx._wait_ranks(row + EXITS + lanes(), calls + lanes() * 0, others, 0, W)

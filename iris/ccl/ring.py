@@ -135,13 +135,13 @@ def ring(
     store_counters(row, sent, neighbours, got, neighbours)
 
 
-def launch(call: Call, most: int | None) -> Launch:
+def launch(call: Call, max_programs: int | None) -> Launch:
     """A launch of all_reduce, of ``most`` programs at most."""
     comm, config, (dtype, _, op) = call.comm, call.config, call.elements
     n = call.elements.number_in(call.input)
     sums, slice_n = accumulator_dtype(dtype), config.all_reduce_ring_slice_n
     asked = max(config.block_bytes(sums.itemsize), (slice_n or 0) * sums.itemsize)
-    programs = comm.programs(most, asked, config.few_sms)
+    programs = comm.programs(max_programs, asked, config.few_sms)
     slot_bytes = comm.slot_bytes(programs, config.few_sms)
     block = config.elements_per_block(sums.itemsize, slot_bytes)
     if slice_n:

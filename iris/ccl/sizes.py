@@ -17,11 +17,11 @@ programs that do not run. All words of message n have its number as their stamp,
 none is ever taken for one of another message. Who has read a word clears it, since the stamps come round.
 
 A word is not written over before it is read. A sender is ahead of its receiver by no more messages than the queue of
-program 0 has slots, 4, since each puts in a block there, be it an empty one; by one more, whose size it has told while
+program 0 has slots, 4, since each puts in a block there, be it an empty one; by one more, whose size it has sent while
 it waits for room; and by one that it has written to its place. In an exchange of all with all nobody is ahead by more
-than one call, since each hears the others' sizes. A receiver that has refused a message may ask for the next one before
-the sender has seen that, but not for the one behind it: it must hear the size of the next one first, which the sender
-tells in a later launch.
+than one call, since each gets the others' sizes. A receiver that has refused a message may ask for the next one before
+the sender has seen that, but not for the one behind it: it must get the size of the next one first, which the sender
+sends in a later launch.
 
 If the sizes differ the receiver takes nothing, and no program of the sender may wait; nor may one in the messages that
 follow, of whatever sizes, enqueued before the host knew.
@@ -30,7 +30,7 @@ follow, of whatever sizes, enqueued before the host knew.
   it had taken them. How many these are follows from the size, as it does whether the sender asks for a place; it then
   sees that it is to put in nothing.
 * Program 0 does the same for the queues of programs that run at the sender alone; and to programs that run at the
-  receiver alone it hands the size, which nobody else tells them.
+  receiver alone it hands the size, which nobody else sends them.
 * The receiver records it, which breaks the group (`iris.abort`): so the sender's rank knows.
 """
 
@@ -79,20 +79,20 @@ def stamp_of(messages):
 
 
 @jit
-def tell_word(ctx, words, value, messages, peers, ROW: tl.constexpr):
-    """Tell ``peers`` a value below 2^48 of the messages of these numbers: `SIZES`, `ASKED` or `TARGETS`."""
+def send_word(ctx, words, value, messages, peers, ROW: tl.constexpr):
+    """Send ``peers`` a value below 2^48 of the messages of these numbers: `SIZES`, `ASKED` or `TARGETS`."""
     there = tl.load(ctx.table + lanes(), mask=peers, other=0)
     theirs = translate(row_of(words, messages, ROW) + ctx.cur_rank, ctx.base, there)
     ll_send_place(theirs, value + tl.cast(lanes() * 0, tl.int64), stamp_of(messages), peers)
 
 
 @jit
-def hear_words(ctx, words, messages, peers, ROW: tl.constexpr):
-    """What ``peers`` `tell_word` of the messages of these numbers; int64 lanes."""
+def recv_words(ctx, words, messages, peers, ROW: tl.constexpr):
+    """What ``peers`` send by `send_word` of the messages of these numbers; int64 lanes."""
     here = row_of(words, messages, ROW) + lanes()
-    heard = ll_recv_places(here, stamp_of(messages), peers, ctx._record())
+    received = ll_recv_places(here, stamp_of(messages), peers, ctx._record())
     ll_send_place(here, tl.cast(lanes() * 0, tl.int64), lanes() * 0, peers)
-    return heard
+    return received
 
 
 @jit
@@ -102,17 +102,17 @@ def ask(ctx, words, heap_table, output, length, nbytes, messages, sources, W: tl
     What used the memory before was an earlier kernel, which is over: there is nothing to release.
     """
     offset, direct = place_of(ctx, heap_table, output, length, W)
-    tell_word(ctx, words, tl.where(direct, offset + 1, 0), messages, sources, TARGETS)
-    tell_word(ctx, words, nbytes, messages, sources, ASKED)
+    send_word(ctx, words, tl.where(direct, offset + 1, 0), messages, sources, TARGETS)
+    send_word(ctx, words, nbytes, messages, sources, ASKED)
     return direct
 
 
 @jit
 def find_target(ctx, words, heap_table, nbytes, messages, receivers):
     """Which ``receivers`` `ask` for as many bytes as they are sent, and an address each, 0 for the queue."""
-    asked = hear_words(ctx, words, messages, receivers, ASKED)
+    asked = recv_words(ctx, words, messages, receivers, ASKED)
     to = receivers & (asked == nbytes)
-    offset = hear_words(ctx, words, messages, to, TARGETS)
+    offset = recv_words(ctx, words, messages, to, TARGETS)
     base = tl.load(heap_table + lanes(), mask=to, other=0)
     return to, tl.where(to & (offset > 0), base + offset - 1, 0)
 
@@ -176,13 +176,13 @@ def refuse(
     _, programs = programs_of(theirs, block_bytes, PROGRAMS)
     asks = sources & (theirs > LONGEST_QUEUED)
     if not DIRECT:
-        tell_word(ctx, own_words, own, messages, asks & (p < programs), ASKED)
+        send_word(ctx, own_words, own, messages, asks & (p < programs), ASKED)
     if p == 0:
         for q in range(1, tl.num_programs(0)):
             here = row_of(words + q * WORDS, messages, SIZES) + lanes()
             ll_send_place(here, theirs, stamp_of(messages), sources & (q >= programs))
         for q in range(tl.num_programs(0), QUEUES):
             there = words + q * WORDS
-            tell_word(ctx, there, own, messages, asks & (q < programs), ASKED)
+            send_word(ctx, there, own, messages, asks & (q < programs), ASKED)
             pass_over(ctx, counts + q * COUNTS, there, q, theirs, puts, block_bytes, sources, PROGRAMS)
     pass_over(ctx, counts + p * COUNTS, own_words, p, theirs, puts, block_bytes, sources, PROGRAMS)

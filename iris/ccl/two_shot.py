@@ -237,7 +237,7 @@ def two_shot(
     )
 
 
-def launch(call: Call, most: int | None) -> Launch:
+def launch(call: Call, max_programs: int | None) -> Launch:
     """A launch of all_reduce, reduce_scatter or reduce, of ``most`` programs at most."""
     comm, length = call.comm, call.output.nbytes
     scattered = call.collective == "reduce_scatter"
@@ -245,7 +245,7 @@ def launch(call: Call, most: int | None) -> Launch:
     launched = kernel_launch(
         call,
         two_shot,
-        **shared_arguments(call, most),
+        **shared_arguments(call, max_programs),
         length=length,
         to_first=to.start,
         to_last=to.stop,
@@ -255,7 +255,7 @@ def launch(call: Call, most: int | None) -> Launch:
     return _unless_in_place(launched) if alone else launched
 
 
-def shared_arguments(call: Call, most: int | None) -> dict[str, Any]:
+def shared_arguments(call: Call, max_programs: int | None) -> dict[str, Any]:
     """Programs, warps, and the arguments that `two_shot` shares with `iris.ccl.pull`.
 
     In reduce_scatter a part is what one rank wants: parts lie behind each other, and each is divided into blocks. Else
@@ -264,7 +264,7 @@ def shared_arguments(call: Call, most: int | None) -> dict[str, Any]:
     comm, config, (dtype, _, op) = call.comm, call.config, call.elements
     scattered = call.collective == "reduce_scatter"
     n = call.elements.number_in(call.output)
-    programs = comm.programs(most, config.block_bytes(dtype.itemsize), config.few_sms)
+    programs = comm.programs(max_programs, config.block_bytes(dtype.itemsize), config.few_sms)
     block = config.elements_per_block(dtype.itemsize, comm.slot_bytes(programs, config.few_sms))
     block_step = block if scattered else block * comm.size
     programs = min(programs, -(-n // block_step))

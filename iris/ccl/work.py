@@ -2,10 +2,10 @@
 
 import torch
 
-from iris.untraced import untraced_methods
+from iris.graph_break import methods_break_graph
 
 
-@untraced_methods("what is enqueued is waited for by the host")
+@methods_break_graph("what is enqueued is waited for by the host")
 class Work:
     """A collective that has been enqueued on a stream. Methods as those of ``torch.distributed.Work``."""
 

@@ -46,10 +46,10 @@ def function(path: str, purpose: str) -> Callable[..., Any]:
     if found is not None:
         return found
 
-    def absent(*args: Any, **kwargs: Any) -> NoReturn:
+    def missing(*args: Any, **kwargs: Any) -> NoReturn:
         raise missing(path, purpose)
 
-    return absent
+    return missing
 
 
 def late(path: str, purpose: str) -> Callable[..., Any]:

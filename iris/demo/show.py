@@ -67,8 +67,8 @@ def choose_machine(num_ranks: int) -> tuple[bool, str]:
 
 
 def watch(num_ranks: int, console: Console) -> tuple[list[Rank], list[list[Outcome]]]:
-    """Start the ranks and collect what they tell: each rank, and of each step every rank's outcome."""
-    told = multiprocessing.get_context("spawn").SimpleQueue()
+    """Start the ranks and collect what they send: each rank, and of each step every rank's outcome."""
+    messages = multiprocessing.get_context("spawn").SimpleQueue()
     ranks: list[Rank] = []
     outcomes: dict[str, list[Outcome]] = {prepare.__name__: [] for prepare in steps.STEPS}
     columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn()
@@ -77,8 +77,8 @@ def watch(num_ranks: int, console: Console) -> tuple[list[Rank], list[list[Outco
         begin = time.monotonic()
 
         def listen() -> None:
-            while not told.empty():
-                message = told.get()
+            while not messages.empty():
+                message = messages.get()
                 (ranks if isinstance(message, Rank) else outcomes[message.step]).append(message)
                 progress.advance(task)
             current = next((name for name, of in outcomes.items() if len(of) < num_ranks), "the ranks end")
@@ -86,7 +86,7 @@ def watch(num_ranks: int, console: Console) -> tuple[list[Rank], list[list[Outco
             if len(ranks) == num_ranks:
                 progress.update(task, description=current)
 
-        launch(steps.run_all, num_ranks, told, meanwhile=listen)
+        launch(steps.run_all, num_ranks, messages, meanwhile=listen)
         listen()
     return sorted(ranks, key=lambda each: each.rank), [
         sorted(of, key=lambda each: each.rank) for of in outcomes.values()

@@ -1,4 +1,4 @@
-"""The steps of the demo, as a rank runs them: allocate, launch, check; and what is told to who started the ranks."""
+"""The steps of the demo, as a rank runs them: allocate, launch, check; and what is sent to who started the ranks."""
 
 import itertools
 import os
@@ -59,18 +59,18 @@ class Step:
     wrong: Callable[[], int]
 
 
-def run_all(tell: SimpleQueue) -> None:
+def run_all(messages: SimpleQueue) -> None:
     """Run all steps on this rank, together with the others; put a `Rank`, then an `Outcome` for each, into ``tell``."""
     with Iris(HEAP_SIZE) as ctx:
         rank = ctx.get_rank()
         name = "CPU" if simulator.ACTIVE else torch.cuda.get_device_name(ctx.device)
-        tell.put(Rank(rank, os.getpid(), name, ctx.heap.bases[rank], HEAP_SIZE))
+        messages.put(Rank(rank, os.getpid(), name, ctx.heap.bases[rank], HEAP_SIZE))
         for prepare in STEPS:
             step = prepare(ctx)
             ctx.barrier()
             milliseconds = do_bench(step.launch, ctx.barrier, n_warmup=1, n_repeat=REPEAT, return_mode="median")
             wrong = step.wrong()
-            tell.put(Outcome(rank, prepare.__name__, step.language, step.what, step.moved, milliseconds, wrong))
+            messages.put(Outcome(rank, prepare.__name__, step.language, step.what, step.moved, milliseconds, wrong))
 
 
 def store(ctx: Iris) -> Step:

@@ -105,7 +105,7 @@ class Mapping:
         if self.memory is None:
             raise HeapClosedError("This memory was closed; nothing new can be made on it.")
         if index(rank) not in range(len(self.bases)):
-            raise sanitizer.told(RankOutOfRangeError(rank, len(self.bases)))
+            raise sanitizer.reported(RankOutOfRangeError(rank, len(self.bases)))
         storage = storage_at(self.bases[rank] + offset, self.device, size)
         # A storage keeps its Python object, with its attributes, for as long as a tensor uses it.
         storage.iris_memory = self.memory

@@ -121,8 +121,8 @@ class Segments:
         Undone on all ranks if it fails on one; ``what`` it is for completes "could not …".
         """
         leads = group.rank == 0
-        told = group.all_gather(sorted(self._returned), f"a meeting to {what}, about what was given back")
-        returned = set.intersection(*map(set, told))
+        gathered = group.all_gather(sorted(self._returned), f"a meeting to {what}, about what was given back")
+        returned = set.intersection(*map(set, gathered))
         with self._lock:
             self._returned -= returned
             choice = self._choose(returned, size) if leads else None

@@ -1,11 +1,11 @@
-"""Programs of a cluster tell each other numbers through shared memory, which is nearer than the L2 cache.
+"""Programs of a cluster exchange numbers through shared memory, which is nearer than the L2 cache.
 
 A cluster is programs whose numbers follow each other. NVIDIA's GPUs from compute capability 9.0 on run them at the same
 time, on multiprocessors that reach each other's shared memory (PTX ISA, "Cluster of Cooperative Thread Arrays");
 `iris.launch.prepare` launches them. The simulator has what is here in `iris.simulator.cluster`; AMD has no clusters.
 
 It is all about time, which is mostly that of a way to another multiprocessor. So warps of a program do not meet before:
-each adds up what its threads have and tells that to all programs, and each thread adds up what came.
+each adds up what its threads have and sends that to all programs, and each thread adds up what came.
 
 Each program has an mbarrier, and a place for the numbers of each warp of each. Why that is in order: a program comes to
 the cluster's barrier with its mbarrier initialised, and its fence shows that to the cluster (PTX ISA, "membar / fence":
@@ -30,7 +30,7 @@ def simulated(values, peaks, programs):
     # Imported here: Triton follows the global names of a constexpr_function.
     from iris.simulator import cluster
 
-    return cluster.meet(values, peaks, programs)
+    return cluster.all_reduce(values, peaks, programs)
 
 
 @triton.constexpr_function
@@ -82,7 +82,7 @@ def combined(operation, names):
 
 
 @triton.constexpr_function
-def telling(share, kinds):
+def sending(share, kinds):
     """Of each kind a thread has a ``share`` of the values. Operands: nothing, mbarriers, places, values, peaks."""
     names = [[f"own{kind}_{k}" for k in range(share)] for kind in range(kinds)]
     code = ""
@@ -93,21 +93,21 @@ def telling(share, kinds):
         for kind in range(kinds):
             own = names[kind][0]
             code += f"shfl.sync.bfly.b32 other, {own}, {apart}, 31, -1;\n{OPERATIONS[kind]} {own}, {own}, other;\n"
-    vector, told = (".v2", "{own0_0, own1_0}") if kinds == 2 else ("", "own0_0")
+    vector, sums = (".v2", "{own0_0, own1_0}") if kinds == 2 else ("", "own0_0")
     return f"""{{
     .reg .pred sends;
     .reg .b32 other;
     {code}
     setp.ne.u32 sends, ${share}, 0;
-    @sends st.async.weak.shared::cluster.mbarrier::complete_tx::bytes{vector}.b32 [${2 * share}], {told}, [${share}];
+    @sends st.async.weak.shared::cluster.mbarrier::complete_tx::bytes{vector}.b32 [${2 * share}], {sums}, [${share}];
     {"".join(f"mov.b32 ${k}, 0;" for k in range(share))}
     }}"""
 
 
 @triton.constexpr_function
-def hearing(numbers, kinds):
+def receiving(numbers, kinds):
     """All threads wait, and combine what came in the same order."""
-    names, wide = [f"told{k}" for k in range(numbers)], min(4, numbers)
+    names, wide = [f"received{k}" for k in range(numbers)], min(4, numbers)
     code = "".join(
         f"ld.shared::cta.v{wide}.b32 {{{', '.join(names[k : k + wide])}}}, [${kinds} + {16 + 4 * k}];\n"
         for k in range(0, numbers, wide)
@@ -132,7 +132,7 @@ def operands(outputs, inputs):
 
 @triton.jit
 def open_meeting(PROGRAMS: tl.constexpr, PEAKS: tl.constexpr):
-    """Where the memory of a meeting is. All `PROGRAMS` of the cluster call this, and `enter`, and `meet`.
+    """Where the memory of a meeting is. All `PROGRAMS` of the cluster call this, `enter` and `cluster_all_reduce`.
 
     They are 2, 4, 8 or 16. ``PEAKS``: whether they look for a largest value, too.
     """
@@ -146,7 +146,7 @@ def open_meeting(PROGRAMS: tl.constexpr, PEAKS: tl.constexpr):
 
 @triton.jit
 def enter(meeting, PROGRAMS: tl.constexpr, PEAKS: tl.constexpr):
-    """Wait until all have opened it. Returns what `meet` wants to know, which is another thing in each thread."""
+    """Wait until all have opened it. Returns what `cluster_all_reduce` takes, which is another thing in each thread."""
     if in_simulator():
         return 0, 0
     else:
@@ -157,7 +157,7 @@ def enter(meeting, PROGRAMS: tl.constexpr, PEAKS: tl.constexpr):
 
 
 @triton.jit
-def meet(meeting, entered, values, peaks, PROGRAMS: tl.constexpr, PEAKS: tl.constexpr):
+def cluster_all_reduce(meeting, entered, values, peaks, PROGRAMS: tl.constexpr, PEAKS: tl.constexpr):
     """The sum of all programs' float32 ``values`` and, with ``PEAKS``, the largest of their ``peaks``, NaN if one is.
 
     The same bits in all of them. Blocks of one dimension, with an element for each thread or more. 4 or 8 bytes from
@@ -172,18 +172,18 @@ def meet(meeting, entered, values, peaks, PROGRAMS: tl.constexpr, PEAKS: tl.cons
         numbers: tl.constexpr = PROGRAMS * cuda.num_warps() * (1 + PEAKS)
         if PEAKS:
             tl.inline_asm_elementwise(
-                telling(share, 2), operands(share, 4 * share), [entered[0], entered[1], values, peaks],
+                sending(share, 2), operands(share, 4 * share), [entered[0], entered[1], values, peaks],
                 dtype=tl.int32, is_pure=False, pack=share,
             )  # fmt: skip
             return tl.inline_asm_elementwise(
-                hearing(numbers, 2), operands(2, 1), [meeting], dtype=(tl.float32, tl.float32), is_pure=False, pack=1
+                receiving(numbers, 2), operands(2, 1), [meeting], dtype=(tl.float32, tl.float32), is_pure=False, pack=1
             )
         else:
             tl.inline_asm_elementwise(
-                telling(share, 1), operands(share, 3 * share), [entered[0], entered[1], values],
+                sending(share, 1), operands(share, 3 * share), [entered[0], entered[1], values],
                 dtype=tl.int32, is_pure=False, pack=share,
             )  # fmt: skip
             total = tl.inline_asm_elementwise(
-                hearing(numbers, 1), operands(1, 1), [meeting], dtype=tl.float32, is_pure=False, pack=1
+                receiving(numbers, 1), operands(1, 1), [meeting], dtype=tl.float32, is_pure=False, pack=1
             )
             return total, 0.0

@@ -23,7 +23,7 @@ import triton.language as tl
 
 from iris.ccl.combine import PROPAGATE
 from iris.ccl.lamport_all_reduce import SLOTS, peers, push, recv_and_reduce, region
-from iris.language.cluster import enter, meet, open_meeting
+from iris.language.cluster import cluster_all_reduce, enter, open_meeting
 from iris.language.context import DeviceContext
 from iris.language.dependent_launch import gdc_launch_dependents, gdc_wait
 from iris.language.lamport import elements_per_word, lamport_clear, lamport_recv, lamport_send, sentinel_mask, words_at
@@ -80,7 +80,7 @@ def over_the_row(
 ):  # fmt: skip
     """The sum of all pieces' ``squares``, and the largest of their ``heights``. ``partials``: the row's, for either."""
     if CLUSTERED:
-        total, peak = meet(meeting, entered, squares, heights, PIECES, BY_ROW)
+        total, peak = cluster_all_reduce(meeting, entered, squares, heights, PIECES, BY_ROW)
     else:
         total, peak = tl.sum(squares, axis=0), tl.max(heights, axis=0) if BY_ROW else 0.0
         if PIECES > 1:

@@ -96,8 +96,8 @@ class Buffers:
             raise HeapClosedError(f"The workspace of {self.use} was closed. Prepare another one with the preamble.")
         if kind != self.kind:
             raise WorkspaceTooSmallError(
-                f"The workspace was prepared for {_told(self.kind)}, and this call is {_told(kind)}. Prepare one for "
-                "it with the preamble, or leave `workspace` out."
+                f"The workspace was prepared for {_describe(self.kind)}, and this call is {_describe(kind)}. "
+                "Prepare one for it with the preamble, or leave `workspace` out."
             )
 
     def peer(self, rank: int) -> torch.Tensor:
@@ -112,7 +112,7 @@ class Buffers:
     def use(self) -> str:
         """The operation and its extents, in words: enough to know it by."""
         name, *rest = self.kind
-        return _told((name, *(each for each in rest if isinstance(each, int) and not isinstance(each, bool))))
+        return _describe((name, *(each for each in rest if isinstance(each, int) and not isinstance(each, bool))))
 
     def name_count(self, offset: int) -> str | None:
         """What this byte of the arena counts, in words; None if it is none of these counts."""
@@ -155,9 +155,9 @@ class Buffers:
         self.arena.close()
 
     def __repr__(self) -> str:
-        return f"<workspace of {readable(self.mapping.size)} for {_told(self.kind)}>"
+        return f"<workspace of {readable(self.mapping.size)} for {_describe(self.kind)}>"
 
 
-def _told(kind: tuple) -> str:
+def _describe(kind: tuple) -> str:
     name, *rest = kind
     return f"{name}({', '.join(map(str, rest))})"

@@ -14,6 +14,7 @@ from iris.ccl.protocols import CollectivesContext
 from iris.ccl.work import Work
 from iris.compat.cuda import current_raw_stream
 from iris.errors import InvalidConfigError, UnknownChoiceError
+from iris.graph_break import methods_break_graph
 from iris.heap.history import debugging
 from iris.launch import remember
 from iris.ops import copies, vendor
@@ -24,13 +25,12 @@ from iris.ops.config import FusedConfig
 from iris.ops.kernel import Kernels
 from iris.ops.normalisation import AllReduceRmsNorm, NormCall
 from iris.ops.workspaces import Workspaces
-from iris.untraced import untraced_methods
-from iris.versions import note_written
+from iris.version_counter import bump_version
 
 DEBUGGING = debugging()
 
 
-@untraced_methods("ctx.ops is for the host; iris.ops.functional has the same as operators for graphs")
+@methods_break_graph("ctx.ops is for the host; iris.ops.functional has the same as operators for graphs")
 class Operations:
     """Fused operations among all ranks; made by `iris.iris`, as ``ctx.ops``.
 
@@ -227,7 +227,7 @@ class Operations:
             raise
         for written in (out, residual, row_scales):
             if written is not None:
-                note_written(written)
+                bump_version(written)
         return Work(self._on_gpu) if async_op else None
 
     def close(self) -> None:
@@ -271,7 +271,7 @@ class Operations:
         except BaseException as error:
             self._abort_flag.interrupted(call.name, error)
             raise
-        note_written(call.out)
+        bump_version(call.out)
         return Work(self._on_gpu) if async_op else None
 
     @torch.no_grad()

@@ -48,7 +48,7 @@ def _load(memory: SharedMemory, pointers: tl.tensor, mask: Any, other: Any) -> N
     partitions, this = tasks.sharing()
     copies = this.in_flight.copies
     if partitions is not None:
-        partitions.writes(this, memory.handle, "copies to", told=copies)
+        partitions.writes(this, memory.handle, "copies to", completion=copies)
     written = True if mask is None or other is not None else mask.handle.data
     destination = Destination(memory.handle, memory.dtype, written)
 
@@ -83,7 +83,7 @@ def mbarrier_arrive(barrier: SharedMemory, increment_count: Any = True) -> None:
     copies, number = groups.issued(), groups.number
     if truth(increment_count):
         mbarrier.update(barrier, arrivals=-threads)
-    mbarrier.told(barrier)
+    mbarrier.note_arrival(barrier)
 
     def arrive() -> None:
         for copy in copies:

@@ -76,7 +76,7 @@ class InFlight:
     writes: list[Operation] = field(default_factory=list)
     """The second half of TMA's stores: the source is read, the destination not written."""
     announced: defaultdict[int, deque[Operation]] = field(default_factory=lambda: defaultdict(deque))
-    """Operations that an mbarrier tells the end of, by its address. A program and its partitions share them."""
+    """Operations whose end an mbarrier signals, by its address. A program and its partitions share them."""
 
     def write(self) -> None:
         writes, self.writes = self.writes, []

@@ -1,6 +1,6 @@
-"""Programs of a cluster that tell each other numbers, as `iris.language.cluster` says.
+"""Programs of a cluster that exchange numbers, as `iris.language.cluster` says.
 
-What they tell is no memory that anything else could reach, so the sanitizer has nothing to look at.
+What they exchange is no memory that anything else could reach, so the sanitizer has nothing to look at.
 """
 
 from dataclasses import dataclass, field
@@ -14,38 +14,38 @@ from iris.simulator import tasks
 
 @dataclass
 class Meeting:
-    """Of one cluster: two numbers of each program, and who has told them."""
+    """Of one cluster: two numbers of each program, and who has arrived."""
 
     programs: int
     numbers: np.ndarray = field(init=False)
-    told: np.ndarray = field(init=False)
+    arrived: np.ndarray = field(init=False)
 
     def __post_init__(self) -> None:
         self.numbers = np.zeros((2, self.programs), dtype=np.float32)
-        self.told = np.zeros(self.programs, dtype=np.int32)
+        self.arrived = np.zeros(self.programs, dtype=np.int32)
 
-    def tell(self, rank: int, *numbers: float) -> None:
-        if self.told[rank]:
+    def arrive(self, rank: int, *numbers: float) -> None:
+        if self.arrived[rank]:
             raise RuntimeError("a program meets its cluster twice in one launch")
-        self.numbers[:, rank], self.told[rank] = numbers, 1
+        self.numbers[:, rank], self.arrived[rank] = numbers, 1
 
     def wait(self) -> None:
-        where = np.array([self.told.ctypes.data], dtype=np.uint64)
-        while not self.told.all():
-            missing = ", ".join(map(str, np.flatnonzero(self.told == 0)))
+        where = np.array([self.arrived.ctypes.data], dtype=np.uint64)
+        while not self.arrived.all():
+            missing = ", ".join(map(str, np.flatnonzero(self.arrived == 0)))
             waits_for = f"programs {missing} of its cluster of {self.programs}"
-            tasks.observe("cluster meeting", where, self.told.copy(), tl.int32, lambda: False, waits_for=waits_for)
+            tasks.observe("cluster meeting", where, self.arrived.copy(), tl.int32, lambda: False, waits_for=waits_for)
 
 
-def meet(values: tl.tensor, peaks: tl.tensor, programs: int) -> tuple[tl.tensor, tl.tensor]:
+def all_reduce(values: tl.tensor, peaks: tl.tensor, programs: int) -> tuple[tl.tensor, tl.tensor]:
     """The sum of all ``values`` and the largest of ``peaks``: the same bits in all programs."""
     task = tasks.current()
     (x, y, z), (columns, rows, _) = task.index, task.launch.dims
     number = (z * rows + y) * columns + x
     meeting = task.launch.meetings.setdefault(number // programs, Meeting(programs))
-    meeting.tell(number % programs, np.add.reduce(values.handle.data), np.maximum.reduce(peaks.handle.data))
+    meeting.arrive(number % programs, np.add.reduce(values.handle.data), np.maximum.reduce(peaks.handle.data))
     meeting.wait()
     return tuple(
-        tl.tensor(TensorHandle(operation.reduce(told)[None], tl.float32), tl.float32)
-        for operation, told in zip((np.add, np.maximum), meeting.numbers, strict=True)
+        tl.tensor(TensorHandle(operation.reduce(numbers)[None], tl.float32), tl.float32)
+        for operation, numbers in zip((np.add, np.maximum), meeting.numbers, strict=True)
     )

@@ -46,7 +46,7 @@ class _Beside(np.ndarray):
 
 # Of which an operation between two has operands and a result of that type, whatever it is. By identity: the language
 # has one object for each.
-_KEPT = {id(dtype) for dtype in (
+_UNPROMOTED = {id(dtype) for dtype in (
     tl.int1, tl.int8, tl.int16, tl.int32, tl.int64, tl.uint8, tl.uint16, tl.uint32, tl.uint64, tl.float32, tl.float64,
 )}  # fmt: skip
 
@@ -58,7 +58,7 @@ class Semantic(TritonSemantic):
     # What most operations have is answered first.
 
     def binary_op_type_checking_impl(self, lhs: Any, rhs: Any, *args: Any, **kwargs: Any) -> tuple:
-        if type(lhs) is type(rhs) is tl.tensor and lhs.dtype is rhs.dtype and id(lhs.dtype) in _KEPT:
+        if type(lhs) is type(rhs) is tl.tensor and lhs.dtype is rhs.dtype and id(lhs.dtype) in _UNPROMOTED:
             return self.broadcast_impl_value(lhs, rhs)
         return super().binary_op_type_checking_impl(lhs, rhs, *args, **kwargs)
 
@@ -213,9 +213,9 @@ def _may_be_flag(task: tasks.Task, memory: SharedMemory) -> bool:
 
 
 def _used_flag(memory: SharedMemory, writes: bool) -> None:
-    """The current task has read, or written, words of shared memory by which partitions may tell each other something.
+    """The current task has read, or written, words of shared memory that may be flags of partitions.
 
-    A load hears, and does not tell.
+    A load acquires, and does not release.
     """
     offsets = np.indices(memory.handle.shape).reshape(memory.handle.ndim, -1)
     words = memory.handle.ctypes.data + np.array(memory.handle.strides, dtype=np.int64) @ offsets
@@ -223,9 +223,9 @@ def _used_flag(memory: SharedMemory, writes: bool) -> None:
     if sanitizer.recorder is not None:
         for word in words.tolist():
             if writes:
-                sanitizer.recorder.told(word, True)
+                sanitizer.recorder.mbarrier_arrived(word, True)
             else:
-                sanitizer.recorder.heard(word)
+                sanitizer.recorder.mbarrier_waited(word)
 
 
 def integer(value: Any) -> int:

@@ -5,7 +5,7 @@ again and finds the same. The calling thread runs program after program. A progr
 another thread goes on with the next program or with one that is parked, in turn. So a launch whose programs never wait
 creates no thread. When everyone polls, only another process can help: the scheduler sleeps a little between rounds, and
 hands the baton to launches from other Python threads meanwhile. When nothing has changed for the limit, it says who
-waits for what. How a program tells that it polls is in `iris.simulator.tasks`.
+waits for what. How a program shows that it polls is in `iris.simulator.tasks`.
 """
 
 import itertools
@@ -42,8 +42,8 @@ ends with the error that one of them returns."""
 chance: random.Random | None = None
 """Decides whose turn it is, if that is to be left to chance: also where nobody waits."""
 
-# How often a program that has learnt something, or told it, lets another go on; and how much later than others a rank
-# may begin a launch.
+# How often a program that has acquired or released something lets another go on; and how much later than others a
+# rank may begin a launch.
 SHARE_OF_TURNS = 0.25
 LATEST_S = 2e-3
 

@@ -350,7 +350,7 @@ def _recorded(pointers: np.ndarray, sem: Any, scope: Any) -> Iterator[Callable[.
     def use_flags(kind: int) -> None:
         if partitioned:
             writes = kind != READ
-            # Who drops what was there has heard nothing that it could go on by.
+            # Who drops what was there has acquired nothing that it could go on by.
             acquires = asked in ("acquire", "acq_rel") and not (writes and waits.is_dropped(sys._getframe(2)))
             tasks.used_flags(pointers, writes=writes, acquires=acquires, releases=asked in ("release", "acq_rel"))
 

@@ -23,12 +23,12 @@ from iris.compat.interpreter import (
 )
 from iris.compat.triton_jit import compiler_options, mangle_type, replace_launches
 from iris.errors import KernelDefinedTooEarlyError, LaunchError, NotInSimulatorError, NotOnCpuError
+from iris.graph_break import breaks_graph
 from iris.simulator import dtypes, sanitizer, tasks, tma
 from iris.simulator import grid as scheduler
 from iris.simulator.gluon import semantic
 from iris.simulator.rewriting import lines_of, rewrite
 from iris.stand_ins import stand_in
-from iris.untraced import untraced
 
 # How a kernel is launched --------------------------------------------------------------------------------------------
 
@@ -100,7 +100,7 @@ def _dimensions(grid: Any, kernel: str) -> tuple[int, ...]:
 
 
 _stock_init = InterpretedFunction.__init__
-in_python = untraced("the simulator runs kernels in Python")
+in_python = breaks_graph("the simulator runs kernels in Python")
 
 
 def define(self: InterpretedFunction, fn: FunctionType, **options: Any) -> None:

@@ -68,7 +68,7 @@ def invalidate(mbarrier: SharedMemory, **_: Any) -> None:
 def arrive(mbarrier: SharedMemory, *, count: Any = 1, pred: Any = True, **_: Any) -> None:
     if not truth(pred):
         return
-    told(mbarrier)
+    note_arrival(mbarrier)
     before = int(mbarrier.handle.flat[0])
     over = update(mbarrier, integer(count))
     # Who has yet to arrive, and then who waits for it, goes on before the next line of who has arrived: the order that
@@ -91,7 +91,7 @@ def expect(mbarrier: SharedMemory, bytes: Any = None, pred: Any = True, *, bytes
     """
     if not truth(pred):
         return
-    told(mbarrier)
+    note_arrival(mbarrier)
     if update(mbarrier, 1, integer(bytes if bytes_per_cta is None else bytes_per_cta)):
         tasks.give_way()
 
@@ -117,7 +117,7 @@ def update(mbarrier: SharedMemory, arrivals: int = 0, announced: int = 0) -> boo
         if over:
             partitions.phase_ends(mbarrier.handle)
         if sanitizer.recorder is not None:
-            sanitizer.recorder.told(mbarrier.handle.ctypes.data, over)
+            sanitizer.recorder.mbarrier_arrived(mbarrier.handle.ctypes.data, over)
     state.put(mbarrier)
     return over
 
@@ -143,10 +143,10 @@ def wait(mbarrier: SharedMemory, phase: Any, pred: Any = True, deps: Any = (), *
     if waiting and partitions is not None:
         partitions.waited(task, mbarrier.handle)
         if sanitizer.recorder is not None:
-            sanitizer.recorder.heard(mbarrier.handle.ctypes.data)
+            sanitizer.recorder.mbarrier_waited(mbarrier.handle.ctypes.data)
 
 
-def told(mbarrier: SharedMemory) -> None:
+def note_arrival(mbarrier: SharedMemory) -> None:
     """Who waits for the phase will know what the current task knows now."""
     partitions, task = tasks.sharing()
     if partitions is not None:

@@ -1,6 +1,6 @@
 """Who of a program may use which shared memory now: its partitions, and the copies and products that they have issued.
 
-What one of them writes, another may touch once it knows of that: a partition from an mbarrier, which tells whoever
+What one of them writes, another may touch once it knows of that: a partition from an mbarrier, which brings whoever
 waits for a phase what those knew who arrived in it, and that the copies are there which signal it (PTX ISA, "Memory
 Consistency Model", causality order); of what it has issued, from a wait for that. So each partition has a clock of what
 it knows, and each byte of shared memory has who wrote it and who read it last. A mistake is found also if the scheduler
@@ -10,7 +10,7 @@ TMA and tensor cores read shared memory another way than threads write it, so th
 either side (PTX ISA, "Async proxy"). Within a partition, recent compilers see to that.
 
 A word of global memory orders as its atomic operations ask for. Small blocks of shared memory may be flags, too: a
-store tells, and a load hears, what is known, word by word.
+store releases, and a load acquires, what is known, word by word.
 
 Programs with partitions are always looked at, and what is wrong is an error; others if the sanitizer is to know.
 """
@@ -40,8 +40,8 @@ WORD = 4
 """Bytes, of what may be a flag."""
 
 Clock = dict[Hashable, int]
-"""How much is known of each: of a partition, how often it has told something; of an mbarrier, its finished phases; of
-`Groups` of operations, how many are over.
+"""How much is known of each: of a partition, how often it has released something; of an mbarrier, its finished
+phases; of `Groups` of operations, how many are over.
 
 Of `Fenced(partition)`, how much of that has a fence behind it.
 """
@@ -52,7 +52,7 @@ class Fenced(NamedTuple):
 
 
 class Access(NamedTuple):
-    """``who``: the partition, or what tells of the access: the address of an mbarrier, or the operation's groups.
+    """``who``: the partition, or what signals the access's end: the address of an mbarrier, or the operation's groups.
 
     ``when``: by their clock. ``place``: the recorder's number of one, if there is a recorder.
     """
@@ -68,7 +68,7 @@ class Access(NamedTuple):
 class _Barrier:
     """What those knew who have arrived, and who arrived in finished phases; how many phases are finished."""
 
-    told: Clock = field(default_factory=dict)
+    arrived: Clock = field(default_factory=dict)
     finished: Clock = field(default_factory=dict)
     phases: int = 0
 
@@ -100,7 +100,7 @@ class Partitions:
         self._barriers: defaultdict[int, _Barrier] = defaultdict(_Barrier)
         # By word: what those knew who have released it.
         self._flags: defaultdict[int, Clock] = defaultdict(dict)
-        # What was known at the last fence, which a relaxed write tells; and what relaxed reads have seen since.
+        # What was known at the last fence, which a relaxed write releases; and what relaxed reads have seen since.
         self._fenced: defaultdict[Task, Clock] = defaultdict(dict)
         self._seen: defaultdict[Task, Clock] = defaultdict(dict)
         self._marks: dict[int, _Marks] = {}
@@ -121,11 +121,11 @@ class Partitions:
             _join(self._clocks[parent], self._clocks.pop(child, {}))
 
     def arrives(self, task: "Task", mbarrier: np.ndarray) -> None:
-        self._tell(task, self._barriers[mbarrier.ctypes.data].told)
+        self._release_into(task, self._barriers[mbarrier.ctypes.data].arrived)
 
     def phase_ends(self, mbarrier: np.ndarray) -> None:
         barrier = self._barriers[mbarrier.ctypes.data]
-        barrier.finished = dict(barrier.told)
+        barrier.finished = dict(barrier.arrived)
         barrier.phases += 1
 
     def waited(self, task: "Task", mbarrier: np.ndarray) -> None:
@@ -139,11 +139,11 @@ class Partitions:
         self._clocks[task][groups] = groups.over
 
     def arrive(self, groups: "Groups", issued: int, mbarrier: np.ndarray) -> None:
-        """So many of the operations are over, and tell that the mbarrier."""
-        _join(self._barriers[mbarrier.ctypes.data].told, {groups: issued})
+        """So many of the operations are over, and signal the mbarrier."""
+        _join(self._barriers[mbarrier.ctypes.data].arrived, {groups: issued})
 
     def releases(self, task: "Task", words: np.ndarray, asked: bool) -> None:
-        """``task`` has written flags. ``asked``: as a release; else it tells what it knew at its last fence."""
+        """``task`` has written flags. ``asked``: as a release; else it releases what it knew at its last fence."""
         for word in _words(words):
             if asked:
                 _join(self._flags[word], self._clocks[task])
@@ -171,9 +171,9 @@ class Partitions:
         clock |= {Fenced(who): when for who, when in clock.items() if isinstance(who, type(task))}
         clock[task] += 1  # what it writes from now on has no fence behind it
 
-    def _tell(self, task: "Task", told: Clock) -> None:
+    def _release_into(self, task: "Task", released: Clock) -> None:
         self._clocks[task].setdefault(task, 1)
-        _join(told, self._clocks[task])
+        _join(released, self._clocks[task])
         self._advance(task)
 
     def _advance(self, task: "Task") -> None:
@@ -183,7 +183,7 @@ class Partitions:
     # What is accessed -----------------------------------------------------------------------------------------------
 
     def reads(self, task: "Task", view: np.ndarray, verb: str = "reads", groups: "Groups | None" = None) -> None:
-        """``groups``: what tells that it is over, of what the GPU reads beside the program, behind a fence."""
+        """``groups``: what signals that it is over, of what the GPU reads beside the program, behind a fence."""
         marks, access = self._of(view), self._by(task, verb)
         self._check(task, marks.of(marks.written, view), access, fenced=groups is not None)
         if groups is not None:
@@ -191,20 +191,20 @@ class Partitions:
         marks.of(marks.read[access.who], view)[...] = self._note(access)
 
     def writes(
-        self, task: "Task", view: np.ndarray, verb: str = "writes", told: "np.ndarray | Groups | None" = None
+        self, task: "Task", view: np.ndarray, verb: str = "writes", completion: "np.ndarray | Groups | None" = None
     ) -> None:
-        """``told``: the mbarrier, or groups, that tells of its end, of what the GPU writes beside the program."""
+        """``completion``: the mbarrier, or groups, that signals its end, of what the GPU writes beside the program."""
         marks, access = self._of(view), self._by(task, verb)
         written = marks.of(marks.written, view)
         self._check(task, written, access)
         for reader, read in marks.read.items():
             if reader is not task:
                 self._check(task, marks.of(read, view), access)
-        if isinstance(told, np.ndarray):
-            address = told.ctypes.data
+        if isinstance(completion, np.ndarray):
+            address = completion.ctypes.data
             access = access._replace(who=address, when=self._barriers[address].phases + 1)
-        elif told is not None:
-            access = access._replace(who=told, when=told.number)
+        elif completion is not None:
+            access = access._replace(who=completion, when=completion.number)
         written[...] = self._note(access)
 
     def _by(self, task: "Task", verb: str) -> Access:

@@ -1,4 +1,4 @@
-"""The task that runs, a program or one of its partitions, and how it tells that it may be waiting.
+"""The task that runs, a program or one of its partitions, and how it shows that it may be waiting.
 
 The operations of a kernel ask here whose they are, and say what they have looked at and found there. Who finds the same
 again polls, and another should have its turn: whose that is, `iris.simulator.grid` decides.
@@ -124,7 +124,7 @@ def observe(
 ) -> None:
     """Note that the current program has looked at memory, and let others run if it saw nothing new.
 
-    ``changed`` tells whether the operation itself changed memory; it is asked only if it matters. ``waits_for`` says in
+    ``changed`` says whether the operation itself changed memory; it is asked only if it matters. ``waits_for`` says in
     words what is missing, where the values alone do not.
     """
     task = running
@@ -190,7 +190,7 @@ def wait_for(groups: Groups, outstanding: int) -> None:
 
 
 def used_flags(words: np.ndarray, *, reads: bool = True, writes: bool, acquires: bool = True, releases: bool) -> None:
-    """Note that the current task has read, or written, words by which partitions may tell each other something."""
+    """Note that the current task has read, or written, words that may be flags of partitions."""
     task = current()
     partitions = task.program.partitions
     if partitions is None or not task.partitioned:

@@ -78,7 +78,7 @@ def load(
     source = Source(read, block.element)
     partitions, task = tasks.sharing()
     if partitions is not None:
-        partitions.writes(task, result.handle, "writes by TMA", told=barrier.handle)
+        partitions.writes(task, result.handle, "writes by TMA", completion=barrier.handle)
     destination = Destination(result.handle, block.element)
 
     def complete() -> None:

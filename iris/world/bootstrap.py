@@ -19,13 +19,13 @@ from iris.errors import MismatchedSettingsError
 from iris.simulator import sanitizer
 from iris.world.group import Group
 from iris.world.placement import (
-    Seat,
+    Placement,
+    bind_to_device,
     check_one_host,
     check_own_gpus,
     check_peer_access,
     choose_device,
     on_gpu,
-    take_seat,
 )
 
 # Seconds for which the end of a program waits for its process groups to be destroyed.
@@ -77,11 +77,11 @@ def join(process_group: dist.ProcessGroup | None = None) -> World:
     if simulator.ACTIVE:
         simulator.hang.rank = lambda: group.ranks[group.rank]
         sanitizer.start_if_wanted(group)
-    seats = [Seat(*seat) for seat in group.agree(take_seat, "find out where it runs")]
+    placements = [Placement(*placement) for placement in group.agree(bind_to_device, "find out where it runs")]
     device = choose_device()
-    check_one_host(seats)
-    check_own_gpus(seats)
-    group.agree(lambda: check_peer_access(seats, group.rank, device), "reach the GPUs of its peers")
+    check_one_host(placements)
+    check_own_gpus(placements)
+    group.agree(lambda: check_peer_access(placements, group.rank, device), "reach the GPUs of its peers")
     return World(group, device)
 
 

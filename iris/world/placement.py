@@ -16,7 +16,7 @@ from iris.world.peers import host_id
 OVERLAP_VARIABLE = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 
 
-class Seat(NamedTuple):
+class Placement(NamedTuple):
     """Where a rank runs: what tells two hosts, or two GPUs, apart."""
 
     host: str
@@ -40,16 +40,17 @@ def choose_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def take_seat() -> Seat:
-    """Go to this process's device. Raises what torch raises where that is out of order, and as `find_seat`."""
+def bind_to_device() -> Placement:
+    """Make this process's device the current one. Raises what torch raises for a GPU out of order, and as
+    `find_placement`."""
     device = choose_device()
     if device.type == "cuda":
-        # Where kernels are compiled and launched, also if only the process group was told.
+        # Where kernels are compiled and launched, also if only the process group is bound to it.
         torch.cuda.set_device(device)
-    return find_seat(device)
+    return find_placement(device)
 
 
-def find_seat(device: torch.device) -> Seat:
+def find_placement(device: torch.device) -> Placement:
     """Where this process runs. Raises `NoGpuForRankError` where kernels could not."""
     if device.type == "cpu" and not simulator.ACTIVE:
         raise NoGpuForRankError(
@@ -58,50 +59,50 @@ def find_seat(device: torch.device) -> Seat:
         )
     host, host_name = host_id(), socket.gethostname()
     if device.type == "cpu":
-        return Seat(host, host_name, None, None)
+        return Placement(host, host_name, None, None)
     properties = torch.cuda.get_device_properties(device)
-    return Seat(host, host_name, str(properties.uuid), properties.name)
+    return Placement(host, host_name, str(properties.uuid), properties.name)
 
 
-def check_one_host(seats: Sequence[Seat]) -> None:
+def check_one_host(placements: Sequence[Placement]) -> None:
     """Raise `SeveralHostsError` unless all ranks are on one host."""
-    if len({seat.host for seat in seats}) > 1:
-        places = "; ".join(f"rank {rank} on {seat.host_name}" for rank, seat in enumerate(seats))
+    if len({placement.host for placement in placements}) > 1:
+        places = "; ".join(f"rank {rank} on {placement.host_name}" for rank, placement in enumerate(placements))
         raise SeveralHostsError(
             f"Iris needs all ranks on one host, and they are on several: {places}. "
             "Start one program per host, with a process group of its own."
         )
 
 
-def check_own_gpus(seats: Sequence[Seat]) -> None:
-    """Raise `SharedDeviceError` if two ranks use one GPU and torch was not told that they may."""
+def check_own_gpus(placements: Sequence[Placement]) -> None:
+    """Raise `SharedDeviceError` if two ranks use one GPU and torch does not allow it."""
     if os.environ.get(OVERLAP_VARIABLE) == "1":
         return
     first: dict[str, int] = {}
-    for rank, seat in enumerate(seats):
-        if seat.gpu is not None and first.setdefault(seat.gpu, rank) != rank:
+    for rank, placement in enumerate(placements):
+        if placement.gpu is not None and first.setdefault(placement.gpu, rank) != rank:
             raise SharedDeviceError(
-                f"Ranks {first[seat.gpu]} and {rank} use the same GPU ({seat.gpu_name}, {seat.gpu}). Call "
-                "torch.cuda.set_device(LOCAL_RANK) before iris.iris(), and start no more ranks than there are GPUs "
-                f"(or set {OVERLAP_VARIABLE}=1 to share one on purpose)."
+                f"Ranks {first[placement.gpu]} and {rank} use the same GPU ({placement.gpu_name}, {placement.gpu}). "
+                "Call torch.cuda.set_device(LOCAL_RANK) before iris.iris(), and start no more ranks than there are "
+                f"GPUs (or set {OVERLAP_VARIABLE}=1 to share one on purpose)."
             )
 
 
-def check_peer_access(seats: Sequence[Seat], rank: int, device: torch.device) -> None:
+def check_peer_access(placements: Sequence[Placement], rank: int, device: torch.device) -> None:
     """Raise `NoPeerAccessError` if the GPU of ``rank`` cannot reach a peer's that this process can see."""
     if device.type == "cpu":
         return
     visible = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
     unreachable = [
         peer
-        for peer, seat in enumerate(seats)
-        if seat.gpu in visible
-        and seat.gpu != seats[rank].gpu
-        and not torch.cuda.can_device_access_peer(device.index, visible[seat.gpu])
+        for peer, placement in enumerate(placements)
+        if placement.gpu in visible
+        and placement.gpu != placements[rank].gpu
+        and not torch.cuda.can_device_access_peer(device.index, visible[placement.gpu])
     ]
     if unreachable:
         raise NoPeerAccessError(
-            f"{device} ({seats[rank].gpu_name}) of rank {rank} cannot access the memory of the GPU of "
+            f"{device} ({placements[rank].gpu_name}) of rank {rank} cannot access the memory of the GPU of "
             f"{names(unreachable)}. `nvidia-smi topo -m` or `rocm-smi --showtopo` shows the links; "
             "choose GPUs that are connected, or run in the simulator with IRIS_SIMULATOR=1."
         )

@@ -19,7 +19,7 @@ from iris.language.jit import triton_aggregate as aggregate
 from iris.language.ordering import lock as lock_of
 from iris.language.ordering import unlock as unlock_of
 from iris.x.locks import PERIOD, SIGNAL, arrived, begin, finish, report, signal_all
-from iris.x.tile import check, check_choice, check_locks, columns_of, kept, rows_of, told
+from iris.x.tile import check, check_choice, check_locks, columns_of, describe, kept, rows_of
 
 
 @aggregate
@@ -42,7 +42,7 @@ def check_config(config):
     """Raise unless this is an `AllReduceConfig`."""
     if not hasattr(config, "variant"):
         raise InvalidTileError(
-            f"all_reduce() takes config as iris.x.AllReduceConfig(variant, locks), and got {told(config)}."
+            f"all_reduce() takes config as iris.x.AllReduceConfig(variant, locks), and got {describe(config)}."
         )
 
 

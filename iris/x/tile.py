@@ -90,17 +90,17 @@ def check(name, ctx, tile, holds_data, **views):
     if not hasattr(ctx, "num_ranks"):
         raise InvalidTileError(
             f"{name}() takes the context that iris.DeviceContext.initialize(context_tensor, rank, num_ranks) makes, "
-            f"and got {told(ctx)}."
+            f"and got {describe(ctx)}."
         )
     if not hasattr(tile, "pid_m") or (holds_data and not tile.HOLDS_DATA):
         wanted = "Tile(pid_m, pid_n, block_m, block_n, data)"
         if not holds_data:
             wanted += " or TileView(pid_m, pid_n, block_m, block_n)"
-        raise InvalidTileError(f"{name}() takes iris.x.{wanted}, and got {told(tile)}.")
+        raise InvalidTileError(f"{name}() takes iris.x.{wanted}, and got {describe(tile)}.")
     for role, view in views.items():
         if not hasattr(view, "at"):
             wanted = "make_tensor_view(ptr, M, N, stride_m, stride_n)"
-            raise InvalidTileError(f"{name}() takes {role} as iris.x.{wanted}, and got {told(view)}.")
+            raise InvalidTileError(f"{name}() takes {role} as iris.x.{wanted}, and got {describe(view)}.")
 
 
 @triton.constexpr_function
@@ -109,7 +109,7 @@ def check_locks(name, locks):
     if not isinstance(locks, tl.tensor) or not is_flag(locks.dtype):
         raise InvalidTileError(
             f"{name}() takes locks as a pointer to int32 or int64 on the heap, one for each tile and zeros at first, "
-            f"and got {told(locks)}."
+            f"and got {describe(locks)}."
         )
 
 
@@ -121,7 +121,7 @@ def check_choice(name, value, *possible):
 
 
 @triton.constexpr_function
-def told(value):
+def describe(value):
     """What a caller gave, for errors."""
     if isinstance(value, TileView):
         return "a TileView, which has no data"

@@ -19,11 +19,11 @@ CARRIED = {(each.name, collective) for each in ALGORITHMS for collective in each
 
 
 def test_the_docstring_has_each_row():
-    told, names = set(), []
+    documented, names = set(), []
     for name, collectives in re.findall(r"^\| (.*?) ?\| (.*?) \|", algorithms.__doc__, re.MULTILINE):
         names = re.findall(r"`(\w+)`", name) or names
-        told |= {(each, collective) for each in names for collective in collectives.split(", ")}
-    assert told == CARRIED
+        documented |= {(each, collective) for each in names for collective in collectives.split(", ")}
+    assert documented == CARRIED
 
 
 def test_no_algorithm_is_in_the_table_twice():

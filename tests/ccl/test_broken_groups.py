@@ -214,7 +214,7 @@ def refused(ctx, name):
     x = filled(ctx, 4)
     for group in (broken, whole):
         ctx.ccl.all_reduce(torch.empty_like(x), x, group=group)
-    told = []
+    raised = []
     attempts = (
         lambda: call(ctx.ccl, x, broken), lambda: settle(ctx), lambda: ctx.device_barrier(broken), ctx.barrier,
     )  # fmt: skip
@@ -222,11 +222,11 @@ def refused(ctx, name):
         try:
             attempt()
         except IrisError as found:
-            told.append(found)
+            raised.append(found)
     if ctx.cur_rank == 0:
-        assert type(told[0]) is error
+        assert type(raised[0]) is error
     if ctx.device.type == "cpu":  # on a GPU a kernel that waits in a later call has its time limit alone
-        assert not any(isinstance(each, IrisTimeoutError) for each in told)
+        assert not any(isinstance(each, IrisTimeoutError) for each in raised)
     with pytest.raises(GroupAbortedError, match="rank 0 is the root of .*, and refused it"):
         ctx.ccl.all_reduce(torch.empty_like(x), x, group=broken)
     ctx.ccl.all_reduce(torch.empty_like(x), x, group=whole)

@@ -253,8 +253,8 @@ IDLE = {
 
 
 @pytest.mark.parametrize("field", IDLE)
-def test_a_field_without_effect_is_told_once(field, monkeypatch):
-    monkeypatch.setattr("iris.ccl.config._told", set())
+def test_a_field_without_effect_is_described_once(field, monkeypatch):
+    monkeypatch.setattr("iris.ccl.config._described", set())
     with pytest.warns(UserWarning, match=rf"Config\({field}=.*no collective has a use"):
         Config(**{field: IDLE[field]})
     with warnings.catch_warnings():
@@ -357,7 +357,7 @@ def different(ctx, what):
             [0, 5] if first else [3, 0], [0, 0], [0, 3] if first else [4, 0], [0, 0],
         ),
     }  # fmt: skip
-    told = {
+    words = {
         "shape": [r"\[4\]", r"\[5\]"],
         "dtype": ["float32", "float16"],
         "collective": ["all_reduce", "all_to_all"],
@@ -369,7 +369,7 @@ def different(ctx, what):
     checks.DEBUGGING = True
     try:
         begin = time.monotonic()
-        with pytest.raises(MismatchedCollectiveError, match=f"rank 0 .*{told[what][0]}.*rank 1.*{told[what][1]}"):
+        with pytest.raises(MismatchedCollectiveError, match=f"rank 0 .*{words[what][0]}.*rank 1.*{words[what][1]}"):
             calls[what]()
         assert time.monotonic() - begin < 35  # the process group would wait longer
         ctx.ccl.all_reduce(*[torch.zeros(4, device=ctx.device)] * 2)

@@ -27,7 +27,7 @@ class Step:
         self.whole = make(n * self.size, dtype=torch.bfloat16)
         self.gathered, self.exchanged = torch.empty_like(self.whole), make(n * self.size, dtype=torch.bfloat16)
         self.total, self.part = make(n, dtype=torch.bfloat16), make(n, dtype=torch.bfloat16)
-        self.told = make(n, dtype=torch.bfloat16)
+        self.broadcasted = make(n, dtype=torch.bfloat16)
 
     def fill(self, call):
         """Whole numbers, so that sums are exact; another one for each rank, call and place."""
@@ -41,8 +41,8 @@ class Step:
         ccl.all_reduce(self.total, self.own, config=config)
         ccl.reduce_scatter(self.part, self.whole, config=config)
         ccl.all_to_all(self.exchanged, self.whole, config=config)
-        self.told.copy_(self.own)
-        ccl.broadcast(self.told, root, config=config)
+        self.broadcasted.copy_(self.own)
+        ccl.broadcast(self.broadcasted, root, config=config)
 
     def wrong(self, call, root):
         """How many elements are not what they should be, on the device; the host does not wait."""
@@ -54,7 +54,7 @@ class Step:
             (actual.view(expected.shape) != expected).sum()
             for actual, expected in [
                 (self.gathered, everyone), (self.total, everyone.sum(0)), (self.part, mine.sum(0)),
-                (self.exchanged, mine), (self.told, everyone[root]),
+                (self.exchanged, mine), (self.broadcasted, everyone[root]),
             ]
         )  # fmt: skip
 

@@ -51,10 +51,10 @@ def bf16(pieces, warps):
 
 def test_a_row_of_bf16_is_rounded_by_pairs_and_no_warp_waits_for_another_behind_its_data():
     code = bf16(16, 2)
-    told = next(number for number, line in enumerate(code) if "STAS" in line)
+    sent = next(number for number, line in enumerate(code) if "STAS" in line)
     *_, last_barrier = (number for number, line in enumerate(code) if "BAR.SYNC" in line)
     assert not any("F2F." in line for line in code)
-    assert any("F2FP.BF16" in line for line in code[last_barrier:told]) and last_barrier < told
+    assert any("F2FP.BF16" in line for line in code[last_barrier:sent]) and last_barrier < sent
 
 
 def test_what_can_be_done_while_data_are_on_their_way_is():

@@ -36,9 +36,9 @@ def two_groups(ctx, rounds):
                 channel.memory.fill_(which + 1)
                 at = channel.block.begin + channel.begin
                 places[which].append((channel.block.mapping.name, at, size))
-                told = workspace.group.all_gather(places[which][-1], "compare places")
-                if len(set(told)) > 1:
-                    raise AssertionError(f"group {which} has {told}")
+                gathered = workspace.group.all_gather(places[which][-1], "compare places")
+                if len(set(gathered)) > 1:
+                    raise AssertionError(f"group {which} has {gathered}")
         except BaseException as error:
             failures.append(error)
 

@@ -95,9 +95,9 @@ def test_what_a_library_cannot_do_is_no_failure(ranks, capsys):
     assert ours.microseconds > 0 and gluons.microseconds is None
     assert not ours.failed and not gluons.failed and ours._replace(reason="wrong result").failed
     ops_command.show(rows)
-    told = capsys.readouterr().out
-    assert re.search(r"32, 16, 32 +│ +[\d.]+ +│ - +│", told)
-    assert "iris gluon: not available: FusedConfig(use_gluon=True) cannot do this" in " ".join(told.split())
+    printed = capsys.readouterr().out
+    assert re.search(r"32, 16, 32 +│ +[\d.]+ +│ - +│", printed)
+    assert "iris gluon: not available: FusedConfig(use_gluon=True) cannot do this" in " ".join(printed.split())
 
 
 @pytest.mark.parametrize(

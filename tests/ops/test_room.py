@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from iris.ccl.kernel_launch import MOST_REGISTERS
-from iris.language.cluster import enter, meet, open_meeting
+from iris.language.cluster import cluster_all_reduce, enter, open_meeting
 from iris.language.target import largest_cluster
 from iris.launch import addresses, prepare
 
@@ -52,7 +52,7 @@ def meet_once(out, N: tl.constexpr):
     """A cluster whose programs take so few registers that a multiprocessor could run as many as it ever does."""
     meeting = open_meeting(N, False)
     entered = enter(meeting, N, False)
-    total, _ = meet(meeting, entered, tl.arange(0, 32) + tl.program_id(0).to(tl.float32), 0.0, N, False)
+    total, _ = cluster_all_reduce(meeting, entered, tl.arange(0, 32) + tl.program_id(0).to(tl.float32), 0.0, N, False)
     tl.store(out + tl.program_id(0), total)
 
 

@@ -107,8 +107,8 @@ def worker():
             for a in range(size):
                 for b in range(size):
                     wanted = sent(collective, way, size, a, b) if a != b else {0}
-                    told = f"{collective} by {way}: {found[a, b]} bytes from {a} to {b}, not {wanted}"
-                    assert found[a, b] in wanted, told
+                    message = f"{collective} by {way}: {found[a, b]} bytes from {a} to {b}, not {wanted}"
+                    assert found[a, b] in wanted, message
             # A root may have nothing to wait for.
             wait = {each.rank for each in waiting(timeline)}
             assert wait >= set(range(collective == "broadcast", size)), f"{collective} by {way}: {wait} wait"

@@ -72,8 +72,8 @@ def worker():
                 for a in range(size):
                     for b in set(range(size)) - {a}:
                         wanted = sent(name, M, size, a, b)
-                        told = f"{name} in {way}: {found[a, b]} bytes from {a} to {b}, not {wanted}"
-                        assert found[a, b] == wanted, told
+                        message = f"{name} in {way}: {found[a, b]} bytes from {a} to {b}, not {wanted}"
+                        assert found[a, b] == wanted, message
         if rank == 0:
             print(f"{len(ways)} ways among {size} ranks move what they say.")
 

@@ -39,7 +39,7 @@ def count_kernel(context_tensor, flags):
     iris.DeviceContext.initialize(context_tensor).barrier(flags)
 
 
-def told(on_gpu, in_simulator):
+def message(on_gpu, in_simulator):
     return in_simulator if iris.simulator.ACTIVE else on_gpu
 
 
@@ -84,7 +84,7 @@ def worker(rank, world_size):
             lambda: ctx.device_barrier(group),
             "in a barrier for epoch 2",
             "rank 0's flags of device_barrier() on stream 1",
-            told(late, "the ranks are at [2, 1]"),
+            message(late, "the ranks are at [2, 1]"),
         )
         # A time-out is said once, and the context goes on, without the group.
         flags.fill_(8)
@@ -123,7 +123,7 @@ def disagree(ctx):
     seen = ("waits in a barrier for epoch 1, the ranks are at [1, 0]", "for epoch 7, the ranks are at [7, 3]")
     for (text, enqueue), simulated in zip(launches.items(), seen, strict=True):
         if rank == 0:
-            expect_timeout(ctx, enqueue, told(text, simulated))
+            expect_timeout(ctx, enqueue, message(text, simulated))
         else:
             enqueue()
         ctx.barrier()
@@ -136,11 +136,11 @@ def leave_alone(ctx):
     sums, product = torch.empty_like(x), ctx.zeros(64, 64, dtype=torch.float16)
     large = torch.ones(1 << 20, device=ctx.device)
     queued, tiles = iris.ccl.Config(all_reduce_variant="two_shot"), iris.ops.FusedConfig(**small)
-    missing = told("for data from rank 1", "IRIS_DEBUG=1 on all ranks")
+    missing = message("for data from rank 1", "IRIS_DEBUG=1 on all ranks")
     calls = {
         ("of all_reduce or reduce_scatter", missing): lambda group: ctx.ccl.all_reduce(sums, x, group=group),
         ("queues of", missing): lambda group: ctx.ccl.all_reduce(large, large.clone(), config=queued, group=group),
-        ("for messages", told("queues of", "each recv() has a send() on the other rank")): (
+        ("for messages", message("queues of", "each recv() has a send() on the other rank")): (
             lambda group: ctx.ccl.send(x, 0, group=group) if ctx.get_rank() else ctx.ccl.recv(x, 1, group=group)
         ),
         # Of the world, which is broken then.

@@ -20,12 +20,12 @@ from iris.simulator.sanitizer.events import (
     WRITE,
     Accessed,
     Awaiting,
-    Came,
+    CollectiveDone,
+    CollectiveEnter,
     Finished,
     Known,
     Launched,
     Line,
-    Met,
     Place,
     ProxyFenced,
     Spans,
@@ -45,11 +45,11 @@ def begin(kernel):
 
 
 def coming_to(*ranks, last=False):
-    return [Came(("some", 0), last), Awaiting(("some", 0), ranks, 0, "a meeting", last)]
+    return [CollectiveEnter(("some", 0), last), Awaiting(("some", 0), ranks, 0, "a meeting", last)]
 
 
 def meeting_of(*ranks):
-    return [*coming_to(*ranks), Met(("some", 0), ranks, len(ranks))]
+    return [*coming_to(*ranks), CollectiveDone(("some", 0), ranks, len(ranks))]
 
 
 def store_and_signal(number):
@@ -318,7 +318,7 @@ def test_notes_of_several_threads_of_python_are_complete(tmp_path):
 
     def note(thread):
         for round in range(rounds):
-            recorder.came((thread, round))
+            recorder.collective_entered((thread, round))
 
     interval = sys.getswitchinterval()
     with sanitizer.recording(tmp_path, 0, 1):
@@ -332,7 +332,7 @@ def test_notes_of_several_threads_of_python_are_complete(tmp_path):
                 other.join()
         finally:
             sys.setswitchinterval(interval)
-    came = [event.key for event in notes_in(tmp_path)[0] if isinstance(event, Came)]
+    came = [event.key for event in notes_in(tmp_path)[0] if isinstance(event, CollectiveEnter)]
     for thread in range(threads):
         assert [round for who, round in came if who == thread] == list(range(rounds))
 

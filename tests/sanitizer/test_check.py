@@ -131,7 +131,7 @@ def test_a_program_that_fails_for_another_reason(tmp_path, iris_check, text):
     program = tmp_path / "fails.py"
     program.write_text(text)
     done = check(program)
-    said = "iris-check: nothing found; the program failed for another reason, told above.\n"
+    said = "iris-check: nothing found; the program failed for another reason, reported above.\n"
     assert (done.returncode, done.stdout) == (2, said)
     with pytest.raises(subprocess.CalledProcessError):
         iris_check(program)
@@ -159,8 +159,8 @@ def test_what_killed_ranks_have_done_is_told(tmp_path, command):
     program.write_text(KILLED)
     done = run(*command, program, BROKEN, TMPDIR=str(tmp_path), IRIS_SANITIZE="1", IRIS_SIMULATOR="1")
     assert done.returncode == 1, done.stderr
-    told = done.stdout if command else done.stderr
-    assert "iris-check: race: " in told and "read_without_wait.py:" in told
+    printed = done.stdout if command else done.stderr
+    assert "iris-check: race: " in printed and "read_without_wait.py:" in printed
     assert not list(tmp_path.glob("iris-check*")), "no notes are left behind"
 
 

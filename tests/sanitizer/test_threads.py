@@ -19,9 +19,9 @@ from iris.simulator.sanitizer.host_recorder import HostRecorder
 N = 64
 
 
-def beside(write, told):
-    """Write in another thread, which then calls ``told``; the thread."""
-    thread = threading.Thread(target=lambda: (write(), told()))
+def beside(write, signal):
+    """Write in another thread, which then calls ``signal``; the thread."""
+    thread = threading.Thread(target=lambda: (write(), signal()))
     thread.start()
     return thread
 

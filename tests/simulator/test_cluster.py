@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from iris.errors import IrisTimeoutError
-from iris.language.cluster import enter, meet, open_meeting
+from iris.language.cluster import cluster_all_reduce, enter, open_meeting
 from iris.simulator import grid
 
 PROGRAMS, BLOCK = 4, 32
@@ -19,7 +19,7 @@ def add_up(numbers, sums, largest, absent, PROGRAMS: tl.constexpr, BLOCK: tl.con
     program = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
     own = tl.load(numbers + program * BLOCK + tl.arange(0, BLOCK))
     if program != absent:
-        total, peak = meet(meeting, entered, own, -own, PROGRAMS, PEAKS)
+        total, peak = cluster_all_reduce(meeting, entered, own, -own, PROGRAMS, PEAKS)
         tl.store(sums + program, total)
         tl.store(largest + program, peak)
 

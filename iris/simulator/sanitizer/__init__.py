@@ -67,7 +67,7 @@ def recording(folder: Path, rank: int, num_ranks: int) -> Iterator[None]:
         recorder = None
 
 
-def told(error: Error) -> Error:
+def reported(error: Error) -> Error:
     """``error``, which the host is about to raise: a mistake of the program that is reported."""
     if recorder is not None:
         recorder.failed(error)
@@ -84,7 +84,7 @@ def from_here(operation: Callable[[], None], mbarrier: int | None = None) -> Cal
     """``operation``, which will be carried out later, noted as the doing of the line that is being done now.
 
     It comes behind what has been done here by now, and in no order with what is done next. Who carries it out has
-    waited for it; or, if it tells of its end by the ``mbarrier`` at that address, who waits for that.
+    waited for it; or, if it signals its end by the ``mbarrier`` at that address, who waits for that.
     """
     return operation if recorder is None else recorder.from_here(operation, mbarrier)
 
@@ -116,7 +116,7 @@ def promised(handle: Any, future: Any) -> None:
 def start_if_wanted(group: "Group") -> None:
     """`start`, in a process that ``IRIS_SANITIZE=1`` wants to know everything of. Collective over the world.
 
-    Who has not said where the notes belong, as ``python -m iris check`` does, is told at the end what was found.
+    Who has not said where the notes belong, as ``python -m iris check`` does, is shown at the end what was found.
     """
     if not switched_on(VARIABLE) or recorder is not None:
         return

@@ -26,27 +26,27 @@ from iris.simulator.sanitizer.events import (
     Allocated,
     Awaited,
     Awaiting,
-    Came,
+    CollectiveDone,
+    CollectiveEnter,
+    Diagnostic,
     Fenced,
     Finished,
     Forked,
     Gathered,
-    Heard,
-    HostHeard,
-    HostTold,
+    HostAcquire,
+    HostRelease,
     Issued,
     Joined,
     Known,
     Launched,
-    Met,
+    MbarrierArrive,
+    MbarrierWait,
     Place,
     ProxyFenced,
     Renewed,
     SharedRace,
     Synchronised,
-    Told,
     Waiting,
-    Wrong,
 )
 from iris.simulator.sanitizer.findings import Finding, Findings
 from iris.simulator.sanitizer.flags import Moment, Verdicts
@@ -85,10 +85,10 @@ class Analysis:
         self._slots: dict[tuple[int, int, int], int] = {}
         self._ticks: dict[int, int] = defaultdict(int)
         # What the hosts knew that have come to a meeting, or sent a message; and how many have gone on from there.
-        self._came: dict[tuple, dict[int, np.ndarray]] = defaultdict(dict)
+        self._entered: dict[tuple, dict[int, np.ndarray]] = defaultdict(dict)
         self._gone_on: dict[tuple, int] = defaultdict(int)
         # What those knew who have signalled an mbarrier, and those whose signals are of phases that are over.
-        self._told: dict[tuple, np.ndarray] = defaultdict(clocks.empty)
+        self._released: dict[tuple, np.ndarray] = defaultdict(clocks.empty)
         self._over_phases: dict[tuple, np.ndarray] = defaultdict(clocks.empty)
         self._findings = Findings()
         self._races = Races(self._findings, verdicts or Verdicts())
@@ -98,7 +98,7 @@ class Analysis:
         while self._step():
             pass
         if self._over:
-            self._tell_who_waits()
+            self._report_waiting()
         return self._findings.sorted()
 
     def luck(self) -> dict[Moment, frozenset[Moment]]:
@@ -110,9 +110,9 @@ class Analysis:
         for rank in self._ranks.values():
             if rank.next is None and not rank.over:
                 self._advance(rank)
-        waiting = [rank for rank in self._ranks.values() if isinstance(rank.next, Met)]
+        waiting = [rank for rank in self._ranks.values() if isinstance(rank.next, CollectiveDone)]
         # Those who need not wait come first: what they do next may have a smaller number than anything else.
-        ready = [rank for rank in waiting if self._came[rank.next.key].keys() >= set(rank.next.ranks)]
+        ready = [rank for rank in waiting if self._entered[rank.next.key].keys() >= set(rank.next.ranks)]
         numbered = [rank for rank in self._ranks.values() if isinstance(rank.next, (Accessed, Synchronised))]
         if numbered and not ready:
             rank = min(numbered, key=lambda rank: rank.next.number)
@@ -121,24 +121,24 @@ class Analysis:
             return True
         # If the notes of a rank end before, as it was ended, the others go on without it.
         for rank in ready or waiting:
-            self._meet(rank)
+            self._finish_collective(rank)
         return bool(waiting)
 
-    def _meet(self, rank: Rank) -> None:
-        met, rank.next, rank.awaiting = rank.next, None, None
-        host = self._host(rank, met.thread)
-        for number in met.ranks:
+    def _finish_collective(self, rank: Rank) -> None:
+        done, rank.next, rank.awaiting = rank.next, None, None
+        host = self._host(rank, done.thread)
+        for number in done.ranks:
             # If the notes of a rank end before, it has not come.
-            host.learn(self._came[met.key].get(number, host.clock))
+            host.learn(self._entered[done.key].get(number, host.clock))
         host.advance()
-        self._gone_on[met.key] += 1
-        if self._gone_on[met.key] == met.takers:
-            del self._came[met.key], self._gone_on[met.key]
+        self._gone_on[done.key] += 1
+        if self._gone_on[done.key] == done.receivers:
+            del self._entered[done.key], self._gone_on[done.key]
 
-    def _tell_who_waits(self) -> None:
+    def _report_waiting(self) -> None:
         for rank in self._ranks.values():
             if (awaiting := rank.awaiting) is not None and not awaiting.last:
-                missing = set(awaiting.ranks) - self._came[awaiting.key].keys()
+                missing = set(awaiting.ranks) - self._entered[awaiting.key].keys()
                 if missing or not awaiting.ranks:
                     others = " and ".join(f"rank {number}" for number in sorted(missing)) or "nobody"
                     text = f"waits in {awaiting.text}, to which {others} {'did not come' if missing else 'came'}"
@@ -147,7 +147,9 @@ class Analysis:
 
     def _advance(self, rank: Rank) -> None:
         for event in rank.events:
-            if isinstance(event, (Synchronised, Met)) or (isinstance(event, Accessed) and event.number is not None):
+            if isinstance(event, (Synchronised, CollectiveDone)) or (
+                isinstance(event, Accessed) and event.number is not None
+            ):
                 rank.next = event
                 return
             self._take(rank, event)
@@ -164,17 +166,17 @@ class Analysis:
         match event:
             case Known(number, place):
                 rank.places[number] = place
-            case Came(key, last, number):
+            case CollectiveEnter(key, last, number):
                 host = self._host(rank, number)
                 if not last:
-                    self._came[key][rank.number] = host.clock
+                    self._entered[key][rank.number] = host.clock
                 host.advance()
-            case HostTold(number, key):
+            case HostRelease(number, key):
                 host = self._host(rank, number)
-                self._told[rank.number, key] = clocks.joined(self._told[rank.number, key], host.clock)
+                self._released[rank.number, key] = clocks.joined(self._released[rank.number, key], host.clock)
                 host.advance()
-            case HostHeard(number, key):
-                self._host(rank, number).learn(self._told[rank.number, key])
+            case HostAcquire(number, key):
+                self._host(rank, number).learn(self._released[rank.number, key])
             case Renewed(spans):
                 self._races.forget(spans)
             case Awaiting():
@@ -223,22 +225,22 @@ class Analysis:
             case SharedRace():
                 places = [rank.places[place] for _, _, place in (event.first, event.second)]
                 self._findings.add_shared_race(rank.number, event, *places)
-            case Told(launch, program, key, ends):
+            case MbarrierArrive(launch, program, key, ends):
                 thread, key = self._who(rank, launch, program), (rank.number, launch, *key)
-                self._told[key] = clocks.joined(self._told[key], thread.knowledge())
+                self._released[key] = clocks.joined(self._released[key], thread.knowledge())
                 thread.advance()
                 if program < 0:
                     del rank.programs[launch][program]
                 if ends:
-                    self._over_phases[key] = self._told[key]
-            case Heard(launch, program, key):
+                    self._over_phases[key] = self._released[key]
+            case MbarrierWait(launch, program, key):
                 self._who(rank, launch, program).learn(self._over_phases[(rank.number, launch) + key])
             case Fenced(launch, program):
                 self._who(rank, launch, program).fence()
             case ProxyFenced(launch, program):
                 self._who(rank, launch, program).fence_proxies()
-            case Wrong(place=place):
-                self._findings.add_wrong(rank.number, event, None if place is None else rank.places[place])
+            case Diagnostic(place=place):
+                self._findings.add_diagnostic(rank.number, event, None if place is None else rank.places[place])
             case Waiting():
                 self._findings.add_waiting(rank.number, event)
 

@@ -1,4 +1,4 @@
-"""What a program that nobody checks from outside is told when it ends.
+"""What a program that nobody checks from outside reports when it ends.
 
 Its ranks may be killed, the first as well, when a race has made one of them fail. So a process beside them reports.
 """
@@ -27,8 +27,8 @@ ALIVE = "alive"
 
 
 def report_at_exit(group: "Group") -> Path:
-    """A folder for the ranks' notes. Once all have ended, however they did, it is told what was found in them; the
-    first rank has exit status 1 then. Collective over the world.
+    """A folder for the ranks' notes. Once all have ended, however they did, the first rank reports what was found in
+    them, and has exit status 1 then. Collective over the world.
     """
 
     def make_folder() -> str | None:
@@ -46,7 +46,7 @@ def report_at_exit(group: "Group") -> Path:
     if group.rank == 0:
         reporter = _start_reporter(folder)
         # Behind the recorder's own, which ends its notes.
-        Finalize(None, _hear, (reporter, alive), exitpriority=1)
+        Finalize(None, _await_report, (reporter, alive), exitpriority=1)
     return folder
 
 
@@ -60,7 +60,7 @@ def _start_reporter(folder: Path) -> subprocess.Popen:
         )  # fmt: skip
 
 
-def _hear(reporter: subprocess.Popen, alive: int) -> None:
+def _await_report(reporter: subprocess.Popen, alive: int) -> None:
     os.close(alive)
     try:
         found = reporter.wait(PATIENCE_S) == FOUND

@@ -1,4 +1,4 @@
-"""Accesses outside of what has been allocated, told where they happen.
+"""Accesses outside of what has been allocated, reported where they happen.
 
 An allocation is as long as it was asked for, not as long as it was rounded up. While somebody wants to know, there is a
 gap behind each (`iris.simulator.sanitizer.GAP`), so that what runs over the end of one does not land in the next.
@@ -40,11 +40,11 @@ class Bounds:
         heap = symmetric.heap_named(name)
         if heap is None:  # the library's own memory
             return
-        wrong = self._table(heap).first_wrong(spans)
-        if wrong is not None:
-            reason, offset = wrong
+        outside = self._table(heap).first_outside(spans)
+        if outside is not None:
+            reason, offset = outside
             text = f"{verb} rank {rank}'s {self._table(heap).describe(offset)}"
-            recorder.wrong(reason, text, place)
+            recorder.diagnose(reason, text, place)
 
     def outside_of_tensors(self, addresses: list[int]) -> list[int]:
         """Those of these at which no tensor of torch's has memory, nor had when one looked last."""
@@ -57,7 +57,7 @@ class Bounds:
     def is_outside(self, spans: Spans) -> bool:
         """Whether these bytes of a heap are in no tensor."""
         heap = symmetric.heap_named(spans.space[0])
-        return heap is not None and self._table(heap).first_wrong(spans) is not None
+        return heap is not None and self._table(heap).first_outside(spans) is not None
 
     def learn(self, spans: Spans) -> None:
         """There is a new allocation. When it is gone again, one knows what has been there."""
@@ -89,7 +89,7 @@ class Table:
         self._ends = np.array([each[1] for each in live], dtype=np.int64)
         self._in_use = np.array([each[2] for each in live], dtype=bool)
 
-    def first_wrong(self, spans: Spans) -> tuple[str, int] | None:
+    def first_outside(self, spans: Spans) -> tuple[str, int] | None:
         """The kind of mistake and the offset of the first byte that these should not touch."""
         if not len(self._begins):
             return self._reason(int(spans.begins[0])), int(spans.begins[0])

@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from iris.simulator.sanitizer.events import HostHeard, HostTold
+from iris.simulator.sanitizer.events import HostAcquire, HostRelease
 
 if TYPE_CHECKING:
     from iris.simulator.sanitizer.notes import Notes
@@ -23,22 +23,22 @@ class Call:
         self.number, self.place = number, place
         self._threads, self._notes = threads, notes
         self._begun, self._over = threads.new_number(), threads.new_number()
-        notes.add(HostTold(threads.current(), self._begun))
+        notes.add(HostRelease(threads.current(), self._begun))
         threads.calls.add(self)
 
     @contextlib.contextmanager
     def carried_out(self) -> Iterator[None]:
         """While this lasts, this thread carries it out, or a part of it."""
-        self._notes.add(HostHeard(self.number, self._begun))
+        self._notes.add(HostAcquire(self.number, self._begun))
         try:
             with self._threads.carrying_out(self):
                 yield
         finally:
-            self._notes.add(HostTold(self.number, self._over))
+            self._notes.add(HostRelease(self.number, self._over))
 
     def awaited(self) -> None:
         """The current thread knows that it is over, and those before it."""
-        self._notes.add(HostHeard(self._threads.current(), self._over))
+        self._notes.add(HostAcquire(self._threads.current(), self._over))
         over = {call for call in list(self._threads.calls) if call.number == self.number and call._begun <= self._begun}
         self._threads.calls -= over
         if self in over:

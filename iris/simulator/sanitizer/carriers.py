@@ -37,14 +37,14 @@ class Carriers:
 
     def __init__(self) -> None:
         # The words by which each has come to know more, in turn, with what it knew then.
-        self._heard: dict[int, deque[tuple[np.ndarray, Carrier]]] = defaultdict(lambda: deque(maxlen=REMEMBERED))
+        self._acquired: dict[int, deque[tuple[np.ndarray, Carrier]]] = defaultdict(lambda: deque(maxlen=REMEMBERED))
 
-    def heard(self, thread: "Thread", before: np.ndarray, carrier: Carrier) -> None:
+    def acquired(self, thread: "Thread", before: np.ndarray, carrier: Carrier) -> None:
         """By ``carrier`` the clocks of ``thread`` have become what they are; they were ``before``."""
         now, then = thread.clock[clocks.BOTH].copy(), before[clocks.BOTH]
         # Ticks only grow.
         if now.sum() != then.sum():
-            self._heard[thread.slot].append((now, carrier))
+            self._acquired[thread.slot].append((now, carrier))
 
     def between(self, thread: "Thread", access: "Access") -> Carrier | None:
         """The word by which ``thread`` knows of ``access``, but not as the program is written."""
@@ -64,10 +64,10 @@ class Carriers:
         return found
 
     def _first(self, slot: int, access: "Access") -> Carrier | None:
-        """Of the words by which who has this slot came to know, the one that told of ``access``."""
-        heard = self._heard.get(slot, ())
-        for number, (known, carrier) in enumerate(heard):
+        """Of the words by which who has this slot came to know, the one that carried ``access``."""
+        acquired = self._acquired.get(slot, ())
+        for number, (known, carrier) in enumerate(acquired):
             if len(known) > access.thread_slot and known[access.thread_slot] >= access.tick:
-                # An older one may have told of it that is forgotten.
-                return carrier if number or len(heard) < REMEMBERED else None
+                # An older one may have carried it that is forgotten.
+                return carrier if number or len(acquired) < REMEMBERED else None
         return None

@@ -47,7 +47,7 @@ def run(program: Path, arguments: Sequence[str], seed: int | None, schedules: in
     # Under torchrun the first rank speaks for all. Who fails before it has spoken would end it.
     if int(os.environ.get("RANK", "0")):
         return 0
-    _tell(found, form, seeds, failed=status == FAILED)
+    _print(found, form, seeds, failed=status == FAILED)
     return status
 
 
@@ -121,7 +121,7 @@ def _found_in(folder: Path, time_limit: float) -> list[Finding]:
     return united(found) + whereabouts.findings(folder, time_limit)
 
 
-def _tell(found: list[Finding], form: str, seeds: list[int | None], failed: bool) -> None:
+def _print(found: list[Finding], form: str, seeds: list[int | None], failed: bool) -> None:
     """``seeds``: of all runs in which nothing was found, or of the one in which something was."""
     if form == "json":
         print(findings.as_json(found))
@@ -130,5 +130,5 @@ def _tell(found: list[Finding], form: str, seeds: list[int | None], failed: bool
         print(finding)
     again = f" with --seed {seeds[0]}" if seeds[0] is not None else ""
     again += f" to {seeds[-1]}" if len(seeds) > 1 else ""
-    why = "; the program failed for another reason, told above" if failed else ""
+    why = "; the program failed for another reason, reported above" if failed else ""
     print(f"iris-check: {len(found) or 'nothing'} found{again}{why}.")

@@ -84,13 +84,13 @@ class Thread:
         self.rank, self.slot, self.tick, self.program = rank, slot, tick, program
         # Not changed once it is here: others may hold it.
         self.clock = clock
-        self._met: np.ndarray | None = None
+        self._cta_synced: np.ndarray | None = None
         # What was known at the last fence, which a relaxed write releases; and what relaxed reads have seen since,
         # which the next one acquires (PTX ISA, "Release and acquire patterns").
         self._fenced: np.ndarray | None = None
         self._seen_relaxed = empty()
-        # Whether its last acquire told it nothing that it had not known.
-        self.heard_nothing = False
+        # Whether its last acquire brought nothing that it had not known.
+        self.acquired_nothing = False
         self._seen(tick)
 
     def _seen(self, tick: int) -> None:
@@ -109,12 +109,12 @@ class Thread:
 
     def gather(self) -> None:
         """The threads of the block have met: each now speaks for what all have done."""
-        self._met = self.clock
+        self._cta_synced = self.clock
 
     def fence(self) -> None:
         self.clock = merged(self.clock, self._seen_relaxed, AS_ASKED_ACQUIRE)
         self._seen_relaxed = empty()
-        self._fenced = self._met = self.clock
+        self._fenced = self._cta_synced = self.clock
         self.advance()
 
     def fence_proxies(self) -> None:
@@ -140,8 +140,8 @@ class Thread:
                 # Only what came before the last meeting of the block's threads.
                 mine = self.clock.copy()
                 mine[AS_ASKED_RELEASE] = 0
-                if self._met is not None:
-                    mine = merged(mine, self._met, AS_ASKED_RELEASE)
+                if self._cta_synced is not None:
+                    mine = merged(mine, self._cta_synced, AS_ASKED_RELEASE)
             if scope in REACHES_ALL:
                 how += AS_SAID
             to_all = merged(to_all, mine, how)
@@ -174,7 +174,7 @@ class Thread:
                 self._seen_relaxed = merged(self._seen_relaxed, released.to_rank[self.rank], AS_SAID)
         self.clock = merged(self.clock, released.to_all, how)
         # Ticks only grow.
-        self.heard_nothing = asked and self.clock[AS_WRITTEN].sum() == before[AS_WRITTEN].sum()
+        self.acquired_nothing = asked and self.clock[AS_WRITTEN].sum() == before[AS_WRITTEN].sum()
 
     def knows(self, slot: int, tick: int) -> np.ndarray:
         """In which of the clocks that tick comes before what this thread does now."""

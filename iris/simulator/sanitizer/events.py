@@ -67,7 +67,7 @@ class Allocated(NamedTuple):
     """Memory of this rank. ``text``: its tensor; ``undefined``: nobody has written it.
 
     ``new``: whatever was there before is gone. It is False for a kernel's argument where several threads are at work:
-    `Renewed` tells of new memory then.
+    `Renewed` notes new memory then.
     """
 
     spans: Spans
@@ -105,15 +105,15 @@ class Finished(NamedTuple):
     thread: int = HOST
 
 
-class HostTold(NamedTuple):
-    """A thread of the host tells another what it knows, by something that has this key."""
+class HostRelease(NamedTuple):
+    """A thread of the host releases what it knows: by a lock, an event, a queue or the like, which has this key."""
 
     thread: int
     key: int
 
 
-class HostHeard(NamedTuple):
-    """A thread knows what others have told there."""
+class HostAcquire(NamedTuple):
+    """A thread acquires what others have released there."""
 
     thread: int
     key: int
@@ -196,7 +196,7 @@ class Joined(NamedTuple):
 class Issued(NamedTuple):
     """A program has issued what a GPU does beside it, a copy: from here on, and as ``operation``, like a program.
 
-    ``key``: of those that have the same one, each ends before the next; another one for each mbarrier that tells the
+    ``key``: of those that have the same one, each ends before the next; another one for each mbarrier that signals the
     end, or None.
     """
 
@@ -214,8 +214,8 @@ class Awaited(NamedTuple):
     operation: int
 
 
-class Told(NamedTuple):
-    """A program, one of its partitions, or an operation, signals an mbarrier; ``ends``: that ends its phase.
+class MbarrierArrive(NamedTuple):
+    """A program, one of its partitions, or an operation, arrives at an mbarrier; ``ends``: that ends its phase.
 
     ``key``: another one for each mbarrier.
     """
@@ -226,7 +226,7 @@ class Told(NamedTuple):
     ends: bool
 
 
-class Heard(NamedTuple):
+class MbarrierWait(NamedTuple):
     """A program, or one of its partitions, has waited for a phase of the mbarrier."""
 
     launch: int
@@ -248,10 +248,10 @@ class ProxyFenced(NamedTuple):
     program: int
 
 
-class Came(NamedTuple):
-    """The host comes to a meeting, or sends a message, and goes on; ``key`` is another one for each of them.
+class CollectiveEnter(NamedTuple):
+    """The host enters a collective, or sends a message, and goes on. Each has a ``key`` of its own.
 
-    ``last``: nobody could go on any more when it did.
+    ``last``: no rank could go on any more when it did.
     """
 
     key: tuple
@@ -262,7 +262,7 @@ class Came(NamedTuple):
 class Awaiting(NamedTuple):
     """The host waits until ``ranks`` have come, or sent; any, if there are none.
 
-    ``text``: for what, in words. ``last`` as in `Came`.
+    ``text``: for what, in words. ``last`` as in `CollectiveEnter`.
     """
 
     key: tuple
@@ -272,16 +272,16 @@ class Awaiting(NamedTuple):
     last: bool
 
 
-class Met(NamedTuple):
-    """They have: what they did before comes before what the host does from here on.
+class CollectiveDone(NamedTuple):
+    """The collective is done: what ``ranks`` did before they entered comes before what the host does from here on.
 
-    Between the two a kernel may have run that another thread has launched. ``ranks``: those whose coming the host then
-    knows of; ``takers``: so many ranks know of any, each of as many as its part in the meeting tells it of.
+    Between the two events a kernel may have run that another thread has launched. ``ranks``: those that this rank got
+    data of. ``receivers``: how many ranks get data of any other, and so have this event.
     """
 
     key: tuple
     ranks: tuple[int, ...]
-    takers: int
+    receivers: int
     thread: int = HOST
 
 
@@ -298,7 +298,7 @@ class SharedRace(NamedTuple):
     missing: str
 
 
-class Wrong(NamedTuple):
+class Diagnostic(NamedTuple):
     """A mistake that shows on one rank alone. ``place``: None if there is none to name.
 
     ``program``: which one, in words. ``places``: of a mistake that all ranks make together, where each does.
@@ -314,7 +314,7 @@ class Wrong(NamedTuple):
 class Waiting(NamedTuple):
     """A program that waits, or the host, when nobody can go on any more. ``flag``: what it waits for, in words.
 
-    ``outside``: it waits for what is in no tensor, which is told as a mistake of its own.
+    ``outside``: it waits for what is in no tensor, which is reported as a mistake of its own.
     """
 
     kernel: str | None

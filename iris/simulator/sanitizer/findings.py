@@ -8,7 +8,18 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from iris.heap.history import shown
 from iris.simulator.sanitizer.elements import element
-from iris.simulator.sanitizer.events import PRIVATE, READ, UPDATE, WRITE, Line, Place, SharedRace, Spans, Waiting, Wrong
+from iris.simulator.sanitizer.events import (
+    PRIVATE,
+    READ,
+    UPDATE,
+    WRITE,
+    Diagnostic,
+    Line,
+    Place,
+    SharedRace,
+    Spans,
+    Waiting,
+)
 from iris.world import names
 
 if TYPE_CHECKING:
@@ -30,7 +41,7 @@ REMEDIES = {
 FLAGGED = ("race/scope", "race/missing-release", "race/missing-acquire")
 UNAWAITED = "nobody has waited for the call in between, as its wait() would"
 LOST = "both are atomic, but at a scope that does not hold both programs, as 'sys' would, so one may be lost"
-# Of a deadlock, so many waits are told in full for each place.
+# Of a deadlock, so many waits are described in full for each place.
 MOST_AT_A_PLACE = 8
 VERBS = {READ: "reads", WRITE: "writes", UPDATE: "updates"}
 
@@ -122,7 +133,7 @@ class _Race:
 
 
 class Findings:
-    """Collects them; the same one is told once."""
+    """Collects them; the same one is reported once."""
 
     def __init__(self) -> None:
         self._races: dict[tuple, _Race] = {}
@@ -164,7 +175,7 @@ class Findings:
         places = [(f"{side.verb}, rank {side.rank}", where(side.place)), ("allocated", where(allocation[2]))]
         self._add("uninitialised", (side.place, allocation[1]), side.rank, sentence, places)
 
-    def add_wrong(self, rank: int, event: Wrong, place: Place | None) -> None:
+    def add_diagnostic(self, rank: int, event: Diagnostic, place: Place | None) -> None:
         if event.kind == "asymmetric":
             assert place is not None
             self._add_asymmetric(rank, event, place)
@@ -173,8 +184,8 @@ class Findings:
         places = [] if place is None else [(f"rank {rank}", where(place))]
         self._add(event.kind, (place,), rank, f"{who} {event.text}", places)
 
-    def _add_asymmetric(self, rank: int, event: Wrong, place: Place) -> None:
-        """All ranks tell of it. Who has made no call that differs is where the ranks met."""
+    def _add_asymmetric(self, rank: int, event: Diagnostic, place: Place) -> None:
+        """All ranks report it. Who has made no call that differs is where the ranks met."""
         at = dict(event.places)
         at.setdefault(rank, place.line)
         known = self._others.setdefault(("asymmetric",), Finding("asymmetric", event.text, []))
@@ -231,7 +242,7 @@ class Findings:
         # Where that is mended first, the others may go on.
         if not self._waiting or any(event.outside for _, event in self._waiting.values()):
             return []
-        told: list[str] = []
+        waits: list[str] = []
         places: dict[tuple[str, str], None] = {}
         shown_at: Counter[Place] = Counter()
         left = 0
@@ -241,13 +252,13 @@ class Findings:
             if shown_at[event.place] > MOST_AT_A_PLACE:
                 left += 1
                 continue
-            told.append(
+            waits.append(
                 f"{event.programs}{f' of kernel {event.kernel!r}' if event.kernel else ''} of rank {rank} {event.text}"
                 + (f" (flag: {event.flag})" if event.flag else "")
             )
         more = f"; and {left} more at these places" if left else ""
         ranks = sorted({rank for rank, _ in self._waiting.values()})
-        return [Finding("deadlock", f"nobody can go on: {'; '.join(told)}{more}", list(places), ranks=ranks)]
+        return [Finding("deadlock", f"nobody can go on: {'; '.join(waits)}{more}", list(places), ranks=ranks)]
 
     def _allocation(self, space: tuple[str, int], offset: int) -> tuple[int, str, Place, bool] | None:
         """Of the tensor there: where it begins, its text, the line that made it, and whether it was left undefined."""

@@ -105,7 +105,7 @@ def _clock_of(released: Released | None, rank: int | None) -> np.ndarray:
 class Flag:
     """A word and its updates, from when one began to look: ``value`` was there, with what was ``released``.
 
-    ``state``: what else tells that it is the same, the numbers of its release and of who wrote it as data.
+    ``state``: what else shows that it is the same, the numbers of its release and of who wrote it as data.
     """
 
     def __init__(self, value: int, released: Released | None, state: tuple[int, int]) -> None:

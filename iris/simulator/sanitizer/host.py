@@ -9,10 +9,10 @@ import numpy as np
 import torch
 
 from iris.compat.dispatch import ObservingMode, arguments_of, operation_name, results_of, to_copy
+from iris.graph_break import breaks_graph
 from iris.simulator.sanitizer import indexed
 from iris.simulator.sanitizer.events import READ, UPDATE, WRITE
 from iris.simulator.sanitizer.meetings import Meetings, flat
-from iris.untraced import untraced
 
 if TYPE_CHECKING:
     from iris.simulator.sanitizer.recorder import Recorder
@@ -40,12 +40,12 @@ class HostAccesses(ObservingMode):
                 setattr(torch.Tensor, name, before)
         super().__exit__(*error)
 
-    @untraced("the sanitizer looks at what torch does")
+    @breaks_graph("the sanitizer looks at what torch does")
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs, name = kwargs or {}, operation_name(func)
         if func.namespace == "c10d" or (func.namespace == "_c10d_functional" and name != "wait_tensor"):
             given = list(zip(arguments_of(func), _given(func, args, kwargs), strict=False))
-            return self.meetings.meet(func, args, kwargs, given)
+            return self.meetings.dispatch(func, args, kwargs, given)
         if name.endswith("_like") or name.startswith("new_"):
             # Only the shape of what they are given counts.
             return self._renewed(func, func(*args, **kwargs))
@@ -114,7 +114,7 @@ class _InThread(ObservingMode):
         super().__init__()
         self._accesses = accesses
 
-    @untraced("the sanitizer looks at what torch does")
+    @breaks_graph("the sanitizer looks at what torch does")
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         return HostAccesses.__torch_dispatch__(self._accesses, func, types, args, kwargs)
 

@@ -21,8 +21,8 @@ from iris.simulator.sanitizer.events import (
     Accessed,
     Allocated,
     Awaiting,
-    Came,
-    Met,
+    CollectiveDone,
+    CollectiveEnter,
     Place,
     Renewed,
     Synchronised,
@@ -52,7 +52,7 @@ class HostRecorder:
     _host: HostAccesses
     _first_sight = threading.Lock()
     _place: Callable[[], int]
-    wrong: Callable[[str, str, int | None], None]
+    diagnose: Callable[[str, str, int | None], None]
 
     def host_accessed(self, addresses: np.ndarray, size: int, element: int, kind: int, blank: bool = False) -> None:
         """With torch, ``size`` bytes at each of ``addresses``: elements of ``element`` bytes, or 0 if their values
@@ -160,21 +160,21 @@ class HostRecorder:
         """``future`` is of the call of which ``handle`` is."""
         self._host.meetings.promised([handle], future)
 
-    def came(self, key: tuple) -> None:
-        """The host comes to a meeting, or sends a message, for which it does not wait here."""
-        self.notes.add(Came(key, self.liveness.over(), self.threads.current()))
+    def collective_entered(self, key: tuple) -> None:
+        """The host enters a collective, or sends a message, for which it does not wait here."""
+        self.notes.add(CollectiveEnter(key, self.liveness.over(), self.threads.current()))
 
     @contextlib.contextmanager
     def meeting(self, key: tuple, ranks: tuple[int, ...], text: str) -> Iterator[None]:
         """While this lasts the host is in a meeting of ``ranks``, for what ``text`` says."""
-        self.came(key)
+        self.collective_entered(key)
         with self.awaiting(key, ranks, text):
             yield
-        self.met(key, ranks, len(ranks))
+        self.collective_done(key, ranks, len(ranks))
 
-    def met(self, key: tuple, ranks: tuple[int, ...], takers: int) -> None:
-        """The host knows that ``ranks`` have come, or sent, and so what they did before. ``takers``: see `Met`."""
-        self.notes.add(Met(key, ranks, takers, self.threads.current()))
+    def collective_done(self, key: tuple, ranks: tuple[int, ...], receivers: int) -> None:
+        """The host knows what ``ranks`` did before they entered, or sent. ``receivers``: see `CollectiveDone`."""
+        self.notes.add(CollectiveDone(key, ranks, receivers, self.threads.current()))
 
     @contextlib.contextmanager
     def awaiting(self, key: tuple, ranks: tuple[int, ...], text: str) -> Iterator[None]:
@@ -227,4 +227,4 @@ class HostRecorder:
         owner = None if heap is None else heap.successor(life.number, offset, storage.nbytes())
         if owner is not None:
             text = symmetric.tensor_text(tensor.shape, tensor.dtype)
-            self.wrong("freed", f"{verb} {text}, which has been freed: {owner.origin} has its memory", self._place())
+            self.diagnose("freed", f"{verb} {text}, which has been freed: {owner.origin} has its memory", self._place())

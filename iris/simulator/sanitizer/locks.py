@@ -15,23 +15,23 @@ if TYPE_CHECKING:
     from iris.simulator.sanitizer.threads import Threads
 
 threads: "Threads | None" = None
-"""Are told who takes a lock and who gives it back."""
+"""Learn who acquires a lock and who releases it."""
 
 
-class _Told:
-    """A lock that tells of it. ``_lock``: the one in C."""
+class _InterceptedLock:
+    """A lock whose calls the sanitizer sees. ``_lock``: the one in C."""
 
     _lock: Any
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         taken = self._lock.acquire(blocking, timeout)
         if taken and threads is not None:
-            threads.hears(self)
+            threads.acquire(self)
         return taken
 
     def release(self) -> None:
         if threads is not None:
-            threads.tells(self)
+            threads.release(self)
         self._lock.release()
 
     __enter__ = acquire
@@ -48,7 +48,7 @@ class _Told:
         return repr(self._lock)
 
 
-class Lock(_Told):
+class Lock(_InterceptedLock):
     def __new__(cls) -> Any:
         return super().__new__(cls) if _is_programs(sys._getframe(1)) else _thread.allocate_lock()
 
@@ -56,7 +56,7 @@ class Lock(_Told):
         self._lock = _thread.allocate_lock()
 
 
-class RLock(_Told):
+class RLock(_InterceptedLock):
     def __new__(cls) -> Any:
         return super().__new__(cls) if _is_programs(sys._getframe(1)) else _thread.RLock()
 

@@ -1,4 +1,4 @@
-"""Where the host meets others by ``torch.distributed``: what its calls read and write, and whom they tell of whom.
+"""Where the host meets others by ``torch.distributed``: what its calls read and write, and whom they order.
 
 A call whose handle the program gets, as with ``async_op=True``, goes on beside the program until that has waited for it
 (`calls`): by the handle, or by a future of it.
@@ -30,18 +30,19 @@ Touch = Callable[..., None]
 
 @dataclass(eq=False)
 class _Meeting:
-    """A call of torch.distributed: what it writes, for which ranks it may wait, and whose coming its end tells of.
+    """A call of torch.distributed: what it writes, for which ranks it may wait, and which ranks it orders.
 
-    ``ranks``: none of a message from any rank; then ``key`` has its group, the ranks of that, and its tag. ``heard``:
-    None for all of ``ranks``; ``takers``: so many ranks hear of some. ``call``: if it goes on beside its thread.
+    ``ranks``: none of a message from any rank; then ``key`` has its group, the ranks of that, and its tag.
+    ``sources``: whose data it brings, None for all of ``ranks``. ``receivers``: how many ranks get data of any other.
+    ``call``: if it goes on beside its thread.
     """
 
     outputs: list
     text: str = ""
     key: tuple = ()
     ranks: tuple[int, ...] = ()
-    heard: tuple[int, ...] | None = None
-    takers: int = 1
+    sources: tuple[int, ...] | None = None
+    receivers: int = 1
     call: Call | None = None
 
     def carried_out(self) -> contextlib.AbstractContextManager:
@@ -70,8 +71,8 @@ class Meetings:
                 self._happened(meeting, None)
         self._begun.clear()
 
-    def meet(self, func: Any, args: tuple, kwargs: dict, given: list[tuple[Any, Any]]) -> Any:
-        """A collective of torch's, or a message: a rank comes, or sends, here, and hears of the others in `end`.
+    def dispatch(self, func: Any, args: tuple, kwargs: dict, given: list[tuple[Any, Any]]) -> Any:
+        """A collective of torch's, or a message: a rank enters, or sends, here; what others did comes before its `end`.
 
         ``given``: each argument of the operation's schema, with its value.
         """
@@ -79,8 +80,8 @@ class Meetings:
         ranks, here = () if group is None else _ranks_of(group), dist.get_rank()
         name, operation = _name_of(group), operation_name(func).rstrip("_")
         given_by_name = {argument.name: value for argument, value in given}
-        told, takers = rooted.heard(operation, given_by_name, ranks, here) if ranks else (None, 0)
-        sends = not (rooted.is_from_root(operation) and told) and not operation.startswith("recv")
+        sources, receivers = rooted.data_sources(operation, given_by_name, ranks, here) if ranks else (None, 0)
+        sends = not (rooted.is_from_root(operation) and sources) and not operation.startswith("recv")
         # Of what a collective of c10d writes, its schema says nothing but by names.
         receives = func.namespace == "c10d" and operation not in ("send", "barrier")
         outputs = [
@@ -103,7 +104,7 @@ class Meetings:
                 meeting = _Meeting(outputs, f"{text} from any rank", (name, ranks, args[2]), ())
             case _ if ranks:
                 key = self._next_key(name, ranks)
-                meeting = _Meeting(outputs, text, key, told or ranks, told, takers)
+                meeting = _Meeting(outputs, text, key, sources or ranks, sources, receivers)
             case _:
                 meeting = _Meeting(outputs)
         if _is_asynchronous(func, operation, given_by_name):
@@ -114,7 +115,7 @@ class Meetings:
                     # What is only moved harms nobody before it is used.
                     self._touch(value, READ, uses="reduce" in operation)
             if key is not None:
-                self._recorder.came(key)
+                self._recorder.collective_entered(key)
         if func.namespace != "c10d":
             # It is waited for by an operation of its own; the simulator's have ended when they return.
             return self._wait(meeting, lambda: func(*args, **kwargs))
@@ -180,16 +181,16 @@ class Meetings:
                 del self._begun[handle]
 
     def _happened(self, meeting: _Meeting, work: dist.Work | None) -> None:
-        """What it wrote is there, and what the others did before they came, or sent, is known to it."""
-        key, heard = meeting.key, meeting.ranks if meeting.heard is None else meeting.heard
+        """What it wrote is there, and what the others did before they entered, or sent, comes before."""
+        key, sources = meeting.key, meeting.ranks if meeting.sources is None else meeting.sources
         if key and not meeting.ranks:
             assert work is not None
             name, group, tag = key
-            heard = (group[source_of(work)],)
-            key = self._next_key(name, (*heard, dist.get_rank()), tag)
+            sources = (group[source_of(work)],)
+            key = self._next_key(name, (*sources, dist.get_rank()), tag)
         with meeting.carried_out():
-            if key and heard:
-                self._recorder.met(key, heard, meeting.takers)
+            if key and sources:
+                self._recorder.collective_done(key, sources, meeting.receivers)
             self._touch(meeting.outputs, WRITE, uses=False)
 
 
@@ -242,23 +243,23 @@ def _process_group(name: str, value: Any) -> dist.ProcessGroup | None:
 
 
 def _ranks_of(group: dist.ProcessGroup) -> tuple[int, ...]:
-    """The ranks of the world that are in it; none if that cannot be told."""
+    """The ranks of the world that are in it; none if that is unknown."""
     try:
         return tuple(dist.get_process_group_ranks(group))
     except KeyError:
-        # Torch was not told of it: the Gloo that stands beside a process group of Iris for tensors that are elsewhere.
+        # Torch does not know of it: the Gloo that stands beside a process group of Iris for tensors that are elsewhere.
         return tuple(range(group.size())) if group.size() == dist.get_world_size() else ()
 
 
 def _name_of(group: dist.ProcessGroup | None) -> str:
-    """The same on all its ranks; empty if torch was not told of it."""
+    """The same on all its ranks; empty if torch does not know of it."""
     try:
         return "" if group is None else group.group_name
     except RuntimeError:
         return ""
 
 
-# What stands in for methods of handles, and tells of it -------------------------------------------------------------
+# Interceptors of methods of handles -----------------------------------------------------------------------------------
 
 
 def _waiting(meetings: Meetings, method: Callable) -> Callable:
@@ -317,7 +318,7 @@ def _collecting(meetings: Meetings, function: Callable) -> Callable:
     return collect
 
 
-# (By `Work.synchronize` a program does not hear that a call is over: gloo's returns at once.)
+# (By `Work.synchronize` a program does not learn that a call is over: gloo's returns at once.)
 _HANDLES = [
     (dist.Work, ("wait",), _waiting),
     (dist.Work, ("is_completed",), _looking),

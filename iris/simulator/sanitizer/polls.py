@@ -30,7 +30,7 @@ class HostPolls:
     def __init__(self, liveness: Liveness, notes: Notes, threads: Threads) -> None:
         self._liveness, self._notes, self._threads = liveness, notes, threads
         self._looks: Counter[Any] = Counter()
-        self._changes, self._since, self._told = -1, 0.0, False
+        self._changes, self._since, self._reported = -1, 0.0, False
 
     def looked(self, address: int, spans: Spans, line: tuple[CodeType, int] | None) -> None:
         """The host has read ``spans``, which begin at ``address``, in a ``line``."""
@@ -40,12 +40,12 @@ class HostPolls:
             self._changes, self._since = changes, time.monotonic()
             self._looks.clear()
         self._looks[what] += 1
-        if self._told or self._looks[what] < ENOUGH or time.monotonic() - self._since < POLLING_S:
+        if self._reported or self._looks[what] < ENOUGH or time.monotonic() - self._since < POLLING_S:
             return
         if self._threads.may_help({threading.current_thread()}):
             return
         if self._liveness.polls(changes):
-            self._told = True
+            self._reported = True
             place = Place(None, lines.known(line))
             flag = describe_address(address) or f"address {address:#x}"
             self._notes.add(Waiting(None, "the host", "polls what nobody will change any more", place, flag))

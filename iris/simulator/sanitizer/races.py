@@ -36,7 +36,7 @@ class Access(NamedTuple):
     ``atomic``: at which scope it is, or nothing. ``blank``: the host's zeros. ``flag``: a kernel's access to so few
     bytes that they may be meant as one. ``before``: the write that this one wrote over; of a read, the first one by the
     same program of what was there then. ``readers``: of a write, the set of those who had read what it wrote over.
-    ``stale``: the program's last wait told it nothing new. ``async_proxy``: by TMA. ``program``: which one, in words.
+    ``stale``: the program's last wait brought nothing new. ``async_proxy``: by TMA. ``program``: which one, in words.
     """
 
     thread_slot: int
@@ -89,7 +89,7 @@ class Races:
         copied = "sys" if flag and host and not event.blank else ""
         access = Access(
             thread.slot, thread.tick, thread.rank, place, event.kind, copied, host, event.blank, small and not host, 0,
-            stale=thread.heard_nothing, async_proxy=event.async_proxy, program=thread.program,
+            stale=thread.acquired_nothing, async_proxy=event.async_proxy, program=thread.program,
         )  # fmt: skip
         for part in self._shadow.bytes(event.spans):
             writers = part.writers()
@@ -113,7 +113,7 @@ class Races:
             thread.advance()
 
     def synchronised(self, thread: Thread, place: Place, event: Synchronised) -> None:
-        """``thread`` has done what others may do at the same time, and by which it may tell them, or hear of them."""
+        """``thread`` has done what others may do at the same time, and by which it may release, or acquire."""
         access = Access(
             thread.slot, thread.tick, thread.rank, place, event.kind, event.scope, event.once, False, False, 0,
             async_proxy=event.async_proxy, program=thread.program,
@@ -125,7 +125,7 @@ class Races:
             releases = part.releases()
             flag, before_it = self._flag_in(part, event), thread.clock
             known = before_it[clocks.AS_WRITTEN]
-            for released in self._heard(thread, event, flag, releases):
+            for released in self._acquired(thread, event, flag, releases):
                 if released is not None:
                     thread.acquire(released, event.acquires, event.scope, event.looks)
             self._note_carrier(thread, before_it, access, part, event.spans)
@@ -150,9 +150,9 @@ class Races:
             (writer, offset), numbers = part.writers()[0], self._sets[part.sets()[0][0]]
             wrote = [self._accesses[number] for number in (*numbers, writer)]
             writers = tuple(each for each in wrote if each.kind != READ and not each.blank)
-            self._carriers.heard(thread, before, Carrier(spans.space, offset, Side.of(access), writers))
+            self._carriers.acquired(thread, before, Carrier(spans.space, offset, Side.of(access), writers))
 
-    def _heard(
+    def _acquired(
         self, thread: Thread, event: Synchronised, flag: Flag | None, releases: list[tuple[int, int]]
     ) -> list[Released | None]:
         """What ``thread`` may learn by ``event`` from a word that holds ``releases``."""

@@ -27,22 +27,22 @@ from iris.simulator.sanitizer.events import (
     WRITE,
     Accessed,
     Awaited,
+    Diagnostic,
     Fenced,
     Finished,
     Forked,
     Gathered,
-    Heard,
     Issued,
     Joined,
     Launched,
     Line,
+    MbarrierArrive,
+    MbarrierWait,
     Place,
     ProxyFenced,
     SharedRace,
     Synchronised,
-    Told,
     Waiting,
-    Wrong,
 )
 from iris.simulator.sanitizer.host import HostAccesses
 from iris.simulator.sanitizer.host_recorder import HostRecorder
@@ -143,7 +143,7 @@ class Recorder(HostRecorder):
         new = [address for address in private if (who[0], address) not in self._strays]
         outside = self.bounds.outside_of_tensors(new)
         if outside:
-            self.wrong("bounds", f"reads address {outside[0]:#x}, where no tensor is", self._place())
+            self.diagnose("bounds", f"reads address {outside[0]:#x}, where no tensor is", self._place())
             self._strays |= {(who[0], address) for address in outside}
         return True
 
@@ -211,7 +211,7 @@ class Recorder(HostRecorder):
         kind = getattr(error, "iris_finding", None) or next(kinds, None)
         if kind is not None:
             raised = self._number(*lines.lines_of_error(error)) if error.__traceback__ else self._place()
-            self.wrong(kind, f"stops: {error}", raised)
+            self.diagnose(kind, f"stops: {error}", raised)
 
     def waits(self, launch: Any, wait: Any) -> None:
         """These programs wait, and nobody can go on."""
@@ -229,7 +229,7 @@ class Recorder(HostRecorder):
         unknown = self.bounds.outside_of_tensors(self._spaces.private(addresses).tolist())
         if unknown:
             text = f"reads address {unknown[0]:#x}, where no tensor is"
-            self.notes.add(Wrong("bounds", text, self.notes.number_of(place), wait.programs))
+            self.notes.add(Diagnostic("bounds", text, self.notes.number_of(place), wait.programs))
         return bool(unknown) or any(map(self.bounds.is_outside, self._spaces.spans(addresses, 1)))
 
     def out_of_step(self, text: str) -> None:
@@ -270,20 +270,20 @@ class Recorder(HostRecorder):
             numbers = (self._number_of(parent, partition) for partition in range(1, partitions + 1))
             self.notes.add(event(*who, tuple(number for _, number in filter(None, numbers))))
 
-    def told(self, address: int, ends: bool) -> None:
-        """The program that runs, or a copy that it has issued, signals the mbarrier there; whether that ends a phase.
+    def mbarrier_arrived(self, address: int, ends: bool) -> None:
+        """The program that runs, or a copy of its, arrives at the mbarrier there. ``ends``: that ends a phase.
 
-        Also of a word of shared memory that may be a flag: whoever loads it next has waited for what it then tells.
+        Also of a word of shared memory that may be a flag: whoever loads it next has waited for what it releases.
         """
         who = self._who()
         if who is not None:
-            self.notes.add(Told(*who, self._of_program(address), ends))
+            self.notes.add(MbarrierArrive(*who, self._of_program(address), ends))
 
-    def heard(self, address: int) -> None:
+    def mbarrier_waited(self, address: int) -> None:
         """The program that runs has waited for the mbarrier there."""
         who = self._who()
         if who is not None:
-            self.notes.add(Heard(*who, self._of_program(address)))
+            self.notes.add(MbarrierWait(*who, self._of_program(address)))
 
     @staticmethod
     def _of_program(address: int) -> tuple:
@@ -333,13 +333,15 @@ class Recorder(HostRecorder):
 
     # What is wrong at once, who, and where -------------------------------------------------------------------------
 
-    def wrong(self, kind: str, text: str, place: int | None = None) -> None:
+    def diagnose(self, kind: str, text: str, place: int | None = None) -> None:
         """The program that runs, or the host, has made this mistake."""
-        self.notes.add(Wrong(kind, text, place, tasks.current().text if tasks.in_kernel() else ""))
+        self.notes.add(Diagnostic(kind, text, place, tasks.current().text if tasks.in_kernel() else ""))
 
     def asymmetric(self, text: str, calls: dict[int, tuple[str, int, str]]) -> None:
         """The ranks allocate differently. ``calls``: file, line and function of the first that differ, by rank."""
-        self.notes.add(Wrong("asymmetric", text, self._place(), "", tuple((r, Line(*c)) for r, c in calls.items())))
+        self.notes.add(
+            Diagnostic("asymmetric", text, self._place(), "", tuple((r, Line(*c)) for r, c in calls.items()))
+        )
 
     def _who(self) -> tuple[int, int] | None:
         if not tasks.in_kernel():

@@ -1,4 +1,4 @@
-"""Whom a rank hears of by a collective of torch's: of all, of the root alone, as the root, or of who sends to it.
+"""Whose data a rank gets by a collective of torch's: all ranks', the root's alone, or of those that send to it.
 
 A rank that only sends may be done before anybody receives (NCCL's, "Collective Operations"; MPI 4.1, 6.1: the end of a
 call says nothing of other ranks but what its data depend on). So an edge goes where data go.
@@ -14,8 +14,10 @@ def is_from_root(name: str) -> bool:
     return name.rstrip("_") in _FROM_ROOT
 
 
-def heard(name: str, arguments: dict[str, Any], ranks: tuple[int, ...], here: int) -> tuple[tuple[int, ...], int]:
-    """Of which of a group's ``ranks`` the one that is ``here`` hears when the call ends; how many ranks hear of any.
+def data_sources(
+    name: str, arguments: dict[str, Any], ranks: tuple[int, ...], here: int
+) -> tuple[tuple[int, ...], int]:
+    """The ``ranks`` of a group whose data the one that is ``here`` has at the end of the call; how many ranks get any.
 
     ``name``: the operation's; ``arguments``: by their names in its schema.
     """

@@ -3,16 +3,14 @@
 In the simulator a thread is what a stream is on a GPU: its launches run one after the other, beside those of others. So
 each that the program starts is a host of its own. What it did before comes before what another does that knows of it:
 by `start` and `join`, by locks (`locks`), by what `threading` and `queue` build on conditions, and by what an executor
-is given and gives back. Threads of this library's, and those that no `start` was seen of, count as the one that made
-the context; or, if they carry out a call that goes on beside a thread, for the call (`calls`).
+is given and gives back (`interceptors`). Threads of this library's, and those that no `start` was seen of, count as the
+one that made the context; or, if they carry out a call that goes on beside a thread, for the call (`calls`).
 """
 
-import concurrent.futures
 import contextlib
 import functools
 import itertools
 import multiprocessing.pool
-import queue
 import sys
 import threading
 import weakref
@@ -24,12 +22,13 @@ from typing import TYPE_CHECKING, Any
 from iris.simulator.grid import TaskThread
 from iris.simulator.sanitizer import locks
 from iris.simulator.sanitizer.calls import Call
-from iris.simulator.sanitizer.events import HOST, HostHeard, HostTold
+from iris.simulator.sanitizer.events import HOST, HostAcquire, HostRelease
+from iris.simulator.sanitizer.interceptors import INTERCEPTORS
 
 if TYPE_CHECKING:
     from iris.simulator.sanitizer.notes import Notes
 
-# So many of the latest tasks that executors were given are told apart.
+# So many of the latest tasks that executors were given have numbers of their own.
 MOST_TASKS = 256
 
 # Threads that these start wait for what the program does, and launch nothing.
@@ -51,17 +50,17 @@ class Threads:
         self._numbers: weakref.WeakKeyDictionary[threading.Thread, int] = weakref.WeakKeyDictionary()
         self._keys: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._count = itertools.count(1)
-        # Nothing needs to be told while there is one only.
-        self._telling = False
+        # While there is one only, nothing needs to be released.
+        self._multithreaded = False
         # Threads that have begun and that nobody has joined; and of those that wait for another, which.
         self._apart: set[threading.Thread] = set()
         self._joining: dict[threading.Thread, threading.Thread] = {}
-        # Those that wait for other ranks; and for another thread of this one, with what tells whether that has come.
+        # Those that wait for other ranks; and for another thread of this one, with what says whether that has come.
         self._meeting: set[threading.Thread] = set()
         self._idle: dict[threading.Thread, Callable[[], bool]] = {}
         # Those that a library has started, for itself.
         self._helpers: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
-        self._replaced = [(of, name, vars(of)[name], new(self, vars(of)[name])) for of, name, new in _REPLACED]
+        self._replaced = [(of, name, vars(of)[name], make(self, vars(of)[name])) for of, name, make in INTERCEPTORS]
         # Calls that have begun and that nobody has waited for.
         self.calls: set[Call] = set()
         # The numbers of streams; those of calls that are over, by the threads that know it; and those of tasks.
@@ -74,7 +73,7 @@ class Threads:
             setattr(of, name, new)
 
     def close(self) -> None:
-        self._telling, locks.threads = False, None
+        self._multithreaded, locks.threads = False, None
         locks.restore()
         for of, name, before, _ in self._replaced:
             setattr(of, name, before)
@@ -108,7 +107,7 @@ class Threads:
         Except with what is so far behind it that it has the same number again.
         """
         self._tasks.append(self._tasks[0] if len(self._tasks) == MOST_TASKS else next(self._count))
-        self._telling = True
+        self._multithreaded = True
         return Call(self, self._notes, self._tasks[-1], None)
 
     @contextlib.contextmanager
@@ -175,22 +174,22 @@ class Threads:
             return True
         return thread not in self._numbers and _module_of(thread).partition(".")[0] in _HELPERS
 
-    def tells(self, thing: Any) -> None:
-        if self._telling:
-            self._notes.add(HostTold(self.current(), self._key(thing)))
+    def release(self, thing: Any) -> None:
+        if self._multithreaded:
+            self._notes.add(HostRelease(self.current(), self._key(thing)))
 
-    def hears(self, thing: Any) -> None:
-        if self._telling and not getattr(self._this, "deaf", False):
-            self._notes.add(HostHeard(self.current(), self._key(thing)))
+    def acquire(self, thing: Any) -> None:
+        if self._multithreaded and not getattr(self._this, "ignores_acquires", False):
+            self._notes.add(HostAcquire(self.current(), self._key(thing)))
 
     @contextlib.contextmanager
-    def deaf(self) -> Iterator[None]:
-        """While this lasts, this thread does what tells it nothing that it may go on by: it only gives away work."""
-        before, self._this.deaf = getattr(self._this, "deaf", False), True
+    def ignoring_acquires(self) -> Iterator[None]:
+        """While this lasts, what this thread acquires orders nothing that it does: it only gives away work."""
+        before, self._this.ignores_acquires = getattr(self._this, "ignores_acquires", False), True
         try:
             yield
         finally:
-            self._this.deaf = before
+            self._this.ignores_acquires = before
 
     def start(self, thread: threading.Thread) -> None:
         """It is about to be started."""
@@ -201,18 +200,18 @@ class Threads:
                 return
         self._numbers[thread] = next(self._count)
         self._apart.add(thread)
-        self._telling = True
-        self.tells(thread)
+        self._multithreaded = True
+        self.release(thread)
         thread.run = functools.partial(self._run, thread, thread.run)  # type: ignore[method-assign]
 
     def _run(self, thread: threading.Thread, run: Callable[[], None]) -> None:
         self._this.number = self._numbers[thread]
-        self.hears(thread)
+        self.acquire(thread)
         try:
             with self._watched():
                 run()
         finally:
-            self.tells(thread)
+            self.release(thread)
             thread.__dict__.pop("run", None)
             self._helpers.add(thread)  # it does no more for the program
             self._settled()
@@ -220,7 +219,7 @@ class Threads:
     def is_over(self, thread: threading.Thread) -> None:
         """The current thread has found that ``thread`` is over."""
         if thread in self._numbers:
-            self.hears(thread)
+            self.acquire(thread)
             self._apart.discard(thread)
 
     @contextlib.contextmanager
@@ -252,190 +251,3 @@ def _is_started_by_a_library(thread: threading.Thread, starter: FrameType) -> bo
     """
     is_worker = getattr(thread, "_target", None) is multiprocessing.pool.worker  # type: ignore[attr-defined]
     return not is_worker and starter.f_globals.get("__name__", "").partition(".")[0] in _HELPERS
-
-
-# What stands in for what, and tells it -----------------------------------------------------------------------------
-
-
-def _start(threads: Threads, method: Callable) -> Callable:
-    @functools.wraps(method)
-    def start(thread: threading.Thread) -> None:
-        threads.start(thread)
-        with threads.deaf():
-            method(thread)
-
-    return start
-
-
-def _join(threads: Threads, method: Callable) -> Callable:
-    @functools.wraps(method)
-    def join(thread: threading.Thread, timeout: float | None = None) -> None:
-        with threads.joining(thread):
-            method(thread, timeout)
-        thread.is_alive()
-
-    return join
-
-
-def _is_alive(threads: Threads, method: Callable) -> Callable:
-    @functools.wraps(method)
-    def is_alive(thread: threading.Thread) -> bool:
-        alive = method(thread)
-        if not alive:
-            threads.is_over(thread)
-        return alive
-
-    return is_alive
-
-
-def _make(threads: Threads, method: Callable) -> Callable:
-    @functools.wraps(method)
-    def make(condition: Any, lock: Any = None) -> None:
-        method(condition, lock)
-        lock, acquire, release = condition._lock, condition.acquire, condition.release
-
-        def acquired(*args: Any, **kwargs: Any) -> bool:
-            taken = acquire(*args, **kwargs)
-            if taken:
-                threads.hears(lock)
-            return taken
-
-        def released() -> None:
-            threads.tells(lock)
-            release()
-
-        condition.acquire, condition.release = acquired, released  # type: ignore[method-assign]
-
-    return make
-
-
-def _enter(threads: Threads, method: Callable) -> Callable:
-    @functools.wraps(method)
-    def enter(condition: Any) -> Any:
-        result = method(condition)
-        threads.hears(condition._lock)
-        return result
-
-    return enter
-
-
-def _exit(threads: Threads, method: Callable) -> Callable:
-    @functools.wraps(method)
-    def leave(condition: Any, *error: Any) -> Any:
-        threads.tells(condition._lock)
-        return method(condition, *error)
-
-    return leave
-
-
-def _wait(threads: Threads, method: Callable) -> Callable:
-    @functools.wraps(method)
-    def wait(condition: Any, timeout: float | None = None) -> Any:
-        threads.tells(condition._lock)
-
-        def is_idle() -> bool:
-            # Whom it notifies a condition no longer has among those that wait, before these have noticed.
-            return len(condition._waiters) >= threads.idlers(condition)
-
-        is_idle.waits_in = condition  # type: ignore[attr-defined]
-        with threads.idle(is_idle) if timeout is None else contextlib.nullcontext():
-            result = method(condition, timeout)
-        threads.hears(condition._lock)
-        return result
-
-    return wait
-
-
-def _set(threads: Threads, method: Callable) -> Callable:
-    @functools.wraps(method)
-    def set_event(event: threading.Event) -> None:
-        threads.tells(event)
-        method(event)
-
-    return set_event
-
-
-def _is_set(threads: Threads, method: Callable) -> Callable:
-    @functools.wraps(method)
-    def is_set(event: threading.Event) -> bool:
-        result = method(event)
-        if result:
-            threads.hears(event)
-        return result
-
-    return is_set
-
-
-def _submit(threads: Threads, method: Callable) -> Callable:
-    @functools.wraps(method)
-    def submit(executor: Any, function: Callable, /, *args: Any, **kwargs: Any) -> Any:
-        call = threads.begin_task() if executor._max_workers > 1 else None
-
-        def given() -> Any:
-            if call is None:
-                threads.hears(given)
-                return function(*args, **kwargs)
-            try:
-                with call.carried_out():
-                    return function(*args, **kwargs)
-            finally:
-                call.awaited()
-
-        if call is None:
-            threads.tells(given)
-        with threads.deaf():
-            return method(executor, given)
-
-    return submit
-
-
-class _Item:
-    """What an item of a queue comes with: who takes it knows what was done before it was put there, and no more."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-
-def _simple_queue(threads: Threads, kind: type) -> type:
-    class SimpleQueue(kind):
-        def __init__(self) -> None:
-            # Items that were put here, and whose takers know it.
-            self._put, self._taken = itertools.count(), itertools.count()
-            self.items_put = self.items_taken = 0
-
-        def put(self, value: Any, block: bool = True, timeout: float | None = None) -> None:
-            item = _Item(value)
-            threads.tells(item)
-            self.items_put = next(self._put) + 1
-            super().put(item, block, timeout)
-
-        def get(self, block: bool = True, timeout: float | None = None) -> Any:
-            waits = block and timeout is None
-            with threads.idle(lambda: self.items_put == self.items_taken) if waits else contextlib.nullcontext():
-                item = super().get(block, timeout)
-                self.items_taken = next(self._taken) + 1
-            threads.hears(item)
-            return item.value
-
-        def put_nowait(self, value: Any) -> None:
-            self.put(value)
-
-        def get_nowait(self) -> Any:
-            return self.get(False)
-
-    return SimpleQueue
-
-
-_REPLACED = [
-    (threading.Thread, "start", _start),
-    (threading.Thread, "join", _join),
-    (threading.Thread, "is_alive", _is_alive),
-    (threading.Condition, "__init__", _make),
-    (threading.Condition, "__enter__", _enter),
-    (threading.Condition, "__exit__", _exit),
-    (threading.Condition, "wait", _wait),
-    (threading.Event, "set", _set),
-    (threading.Event, "is_set", _is_set),
-    (concurrent.futures.ThreadPoolExecutor, "submit", _submit),
-    (queue, "SimpleQueue", _simple_queue),
-]

@@ -32,10 +32,10 @@ def note(folder: Path, processes: list[int]) -> None:
     ranks = {int(file.stem.removeprefix("rank")): int(file.read_text() or 0) for file in signed}
     with ThreadPoolExecutor(max(1, len(processes))) as pool:
         threads = dict(zip(processes, pool.map(_ask, processes), strict=True))
-    told = [{"rank": rank, "threads": threads.pop(process)} for rank, process in ranks.items() if process in threads]
+    answers = [{"rank": rank, "threads": threads.pop(process)} for rank, process in ranks.items() if process in threads]
     # What has made no context.
-    told += [{"process": process, "threads": found} for process, found in threads.items() if found is not None]
-    (folder / f"whereabouts.{os.getpid()}").write_text(json.dumps({"ranks": list(ranks), "told": told}))
+    answers += [{"process": process, "threads": found} for process, found in threads.items() if found is not None]
+    (folder / f"whereabouts.{os.getpid()}").write_text(json.dumps({"ranks": list(ranks), "processes": answers}))
 
 
 def _ask(process: int) -> list[dict[str, Any]] | None:
@@ -50,12 +50,12 @@ def findings(folder: Path, time_limit: float) -> list[Finding]:
     notes = [json.loads(file.read_text()) for file in folder.glob("whereabouts.*")]
     if not notes:
         return []
-    told = [each for note in notes for each in note["told"]]
+    answers = [each for note in notes for each in note["processes"]]
     ranks: dict[int, Any] = {rank: None for note in notes for rank in note["ranks"]}
-    ranks |= {each["rank"]: each["threads"] for each in told if "rank" in each}
+    ranks |= {each["rank"]: each["threads"] for each in answers if "rank" in each}
     places = [place for rank, threads in sorted(ranks.items()) for place in _places(f"rank {rank}", threads)]
     # Where there is no rank, what has become of them shows elsewhere.
-    for each in told if not ranks else ():
+    for each in answers if not ranks else ():
         places += _places(f"process {each['process']}", each["threads"])
     sentence = f"the program has not ended within {time_limit:g} s (--time-limit): " + (
         "; ".join(f"{who} {where}" for who, where in places) or "none of its processes uses Iris"

@@ -24,13 +24,13 @@ def put(context_tensor, x, inbox, N: tl.constexpr):
 
 
 def main(ctx: iris.Iris, broken: bool) -> None:
-    x, inbox, sent, heard = ctx.ones(N), ctx.zeros(N), torch.zeros(1), torch.zeros(1)
+    x, inbox, sent, received = ctx.ones(N), ctx.zeros(N), torch.zeros(1), torch.zeros(1)
     left, right = ((ctx.get_rank() + step) % ctx.get_num_ranks() for step in (-1, 1))
     ctx.barrier()
     if not broken:
         put[(1,)](ctx.get_device_context(), x, inbox, N)
     request = dist.isend(sent, right)
-    dist.recv(heard, left)
+    dist.recv(received, left)
     request.wait()
     if broken:
         put[(1,)](ctx.get_device_context(), x, inbox, N)

@@ -1,4 +1,4 @@
-"""What torch.compile leaves out of its graphs: a call of it breaks the graph, and runs as it would without a compiler.
+"""Graph breaks: torch.compile leaves these functions out of its graphs, and they run as they would without it.
 
 The host's calls look at addresses and streams, which a graph does not have. `iris.ccl.functional` and
 `iris.ops.functional` have what it does: operators.
@@ -13,18 +13,18 @@ from iris.compat import dynamo
 Function = TypeVar("Function", bound=Callable)
 
 
-def untraced(why: str) -> Callable[[Function], Function]:
+def breaks_graph(why: str) -> Callable[[Function], Function]:
     """Marks a function, so that neither it nor what it calls is traced; with ``fullgraph=True`` torch says ``why``."""
     return lambda function: dynamo.disable(function, why)
 
 
-def untraced_methods(why: str) -> Callable[[type], type]:
+def methods_break_graph(why: str) -> Callable[[type], type]:
     """Marks the public methods of a class."""
 
     def mark(cls: Any) -> Any:
         for name, method in list(vars(cls).items()):
             if isinstance(method, FunctionType) and not name.startswith("_"):
-                setattr(cls, name, untraced(why)(method))
+                setattr(cls, name, breaks_graph(why)(method))
         return cls
 
     return mark

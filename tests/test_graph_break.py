@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch._dynamo.exc import Unsupported
 
+from iris.graph_break import breaks_graph
 from iris.ops import FusedConfig
-from iris.untraced import untraced
 
 
 def reduced(ctx, x):
@@ -76,7 +76,7 @@ def test_a_torch_without_marks_for_functions(has_marks, monkeypatch):
         monkeypatch.setattr("iris.compat.dynamo._HAS_MARKS", False)
     torch.compiler.reset()
 
-    @untraced("of the reason")
+    @breaks_graph("of the reason")
     def outside(x):
         return x + float(x.sum())
 
