@@ -236,12 +236,18 @@ def memory(groups: int, out: Path | None, num_ranks: int | None) -> None:
 @commands.command()
 @click.option("--largest", type=click.IntRange(1), default=256 << 10, show_default=True, help="Largest size, in KiB.")
 @click.option("--smallest", type=click.IntRange(1), default=8, show_default=True, help="Smallest size, in KiB.")
-@click.option("--out", type=click.Path(path_type=Path), help="The table to add to, instead of the one that Iris reads.")
+@click.option(
+    "--out", type=click.Path(file_okay=False, path_type=Path), help="Folder of tables to add to, not that of this user."
+)
 @NUM_RANKS
 def tune(largest: int, smallest: int, out: Path | None, num_ranks: int | None) -> None:
-    """Measure which variant of each collective is fastest here, and use it from now on.
+    """Measure this machine, and choose operations by what was measured from now on.
 
-    For that number of ranks; among those that torchrun started, or that this starts.
+    Writes collectives.json: which variant of each collective is fastest, for that number of ranks. On several Hopper
+    GPUs also operations.json: the figures by which fused operations are chosen, for any number of ranks. Those that
+    were fitted to times of whole calls, and not measured, stay as they are.
+
+    Among ranks that torchrun started, or that this starts. The sizes are those of the collectives.
     """
     requirements.check()
     from iris.bench import ranks

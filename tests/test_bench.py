@@ -207,7 +207,7 @@ def test_a_table_without_an_end_says_so():
 def test_tables_are_added_to_a_file(tmp_path):
     file = tmp_path / "iris" / "tables.json"
     for size in (2, 4):
-        tune.write(file, "device", size, {"broadcast": [Choice(None, "exchange", size)]})
+        tune.write(file, {"broadcast": [Choice(None, "exchange", size)]}, "device", str(size))
     assert json.loads(file.read_text()) == {
         "device": {"2": {"broadcast": [[None, "exchange", 2]]}, "4": {"broadcast": [[None, "exchange", 4]]}}
     }
@@ -282,7 +282,9 @@ def test_other_measurements_start_as_many_as_they_are_told(command, tmp_path):
     assert result.returncode == 0, result.stderr
     assert "broadcast" in result.stdout
     if command.startswith("tune"):
-        assert list(json.loads((tmp_path / "out").read_text())["simulator"]) == ["1"]
+        (file,) = (tmp_path / "out").iterdir()
+        assert list(json.loads(file.read_text())["simulator"]) == ["1"]
+        assert "stay as they are: the simulator's times say nothing about a GPU" in result.stdout
     else:
         assert (tmp_path / "out" / "collectives_1.json").exists()
 

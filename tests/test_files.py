@@ -9,6 +9,7 @@ from iris.ccl import select
 from iris.errors import FolderError
 from iris.files import check_writable, written
 from iris.heap.history import shown
+from iris.machine import figures, tables
 from iris.simulator.sanitizer.notes import Notes
 
 FULL = Path("/dev/full")
@@ -21,14 +22,16 @@ def nobody() -> Path:
 def test_a_user_without_a_home_has_no_table(monkeypatch):
     monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
     monkeypatch.setattr(Path, "home", nobody)
-    assert select.own_table() is None
+    assert tables.own_folder() is None
     assert select.load_table("a device that nobody has measured", 2) == select.ELSEWHERE
+    assert figures.find("a device that nobody has measured") == figures.find(figures.ANY_OTHER)
 
 
 @pytest.mark.parametrize("home", ["/dev/null", "/" + 300 * "x"], ids=["a file", "a name that cannot be"])
 def test_a_home_that_cannot_be_read_has_no_table(monkeypatch, home):
     monkeypatch.setenv("XDG_CONFIG_HOME", home)
     assert select.load_table("a device that nobody has measured", 2) == select.ELSEWHERE
+    assert figures.find("a device that nobody has measured") == figures.find(figures.ANY_OTHER)
 
 
 def test_lines_are_named_where_the_working_directory_is_gone(monkeypatch, tmp_path):

@@ -69,6 +69,7 @@ ABOVE = {
     "language": ["context", "tensors", "workspace", "device_barrier", "demo", "bench"],
     "simulator": ["context", "tensors", "workspace", "device_barrier", "language", "demo", "bench"],
     "world": ["heap", "language", "context", "tensors", "workspace"],
+    "machine": ["heap", "language", "simulator", "world", "context", "ccl", "ops", "bench"],
     "errors": ["heap", "language", "simulator", "world", "context"],
 }
 

@@ -17,8 +17,6 @@ from covering import EVERYTHING
 from preloaded import LIMIT_S, python
 
 import iris
-from iris.ccl import select
-from iris.errors import InvalidTableError
 from scripts.package import quick_starts
 
 ROOT = Path(__file__).parents[1]
@@ -83,7 +81,7 @@ def test_the_wheel_has_the_package_and_nothing_else(wheel):
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     assert names == packaged()
     assert wheel.name.startswith(f"iris_rma-{iris.__version__}-")
-    assert {"iris/py.typed", "iris/ccl/tables.json"} <= names
+    assert {"iris/py.typed", "iris/machine/collectives.json", "iris/machine/operations.json"} <= names
 
 
 def test_what_is_installed_is_what_runs(installed, tmp_path):
@@ -107,9 +105,3 @@ def test_the_pages_have_the_quick_starts():
 def test_the_quick_starts_run(installed, tmp_path, name):
     (tmp_path / name).write_text(STARTS[name])
     run(installed, tmp_path, *python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", name)
-
-
-def test_a_table_that_was_not_installed_is_told(monkeypatch, tmp_path):
-    monkeypatch.setattr(select, "SHIPPED", tmp_path / "tables.json")
-    with pytest.raises(InvalidTableError, match="tables.json is missing: Iris is not installed whole"):
-        select.load_table("any GPU", 2)

@@ -1,5 +1,7 @@
 """What the links give at best, measured in the same run as the collectives."""
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
@@ -26,26 +28,30 @@ def store_to_all(context_tensor, source, target, n, num_ranks: tl.constexpr, BLO
             ctx.store(place + i, data, (ctx.cur_rank + distance) % num_ranks, mask=i < n)
 
 
-def ceilings(ctx: Iris, nbytes: int = 256 << 20) -> dict[str, float]:
-    """GB/s out of each rank, all ranks at once: the copy engine's to the right neighbour, and kernels' to all others.
+def link_calls(ctx: Iris, nbytes: int) -> dict[str, tuple[int, Callable[[], object]]]:
+    """By the name of its rate, how many bytes leave each rank in a call, and the call, which all ranks make at once.
 
-    Collective over the world; blocks the host. Nothing without GPUs.
+    The copy engine's is to the right neighbour, kernels' are to all others. Collective over the world.
     """
-    if ctx.device.type != "cuda" or ctx.num_ranks == 1:
-        return {}
     n = nbytes // 2 // ctx.num_ranks
     source, target = (ctx.randn(n * ctx.num_ranks, dtype=torch.bfloat16) for _ in range(2))
     there = ctx.peer(target, (ctx.cur_rank + 1) % ctx.num_ranks)
-    sent = 2 * n * (ctx.num_ranks - 1)
     grid, record = (PROGRAMS,), ctx.get_device_context()
-    calls = {
+    return {
         "copy_engine_GBps": (2 * n * ctx.num_ranks, lambda: there.copy_(source)),
         "stores_GBps": (
-            sent, lambda: store_to_all[grid](record, source, target, n, ctx.num_ranks, BLOCK, num_warps=16)
+            2 * n * (ctx.num_ranks - 1),
+            lambda: store_to_all[grid](record, source, target, n, ctx.num_ranks, BLOCK, num_warps=16),
         ),
-    }  # fmt: skip
+    }
+
+
+def ceilings(ctx: Iris, nbytes: int = 256 << 20) -> dict[str, float]:
+    """GB/s out of each rank, of `link_calls`. Collective over the world; blocks the host. Nothing without GPUs."""
+    if ctx.device.type != "cuda" or ctx.num_ranks == 1:
+        return {}
     found = {}
-    for name, (moved, call) in calls.items():
+    for name, (moved, call) in link_calls(ctx, nbytes).items():
         call()
         found[name] = moved / microseconds(ctx, call, nbytes) / 1e3
     ctx.barrier()

@@ -1,4 +1,8 @@
-"""Measures which variant of each collective is fastest on this machine, and writes the table that chooses them."""
+"""Measures this machine, and writes the tables by which operations are chosen here.
+
+Of collectives: which variant is fastest. Of fused operations: the figures that predict their times, by
+`iris.bench.figures`.
+"""
 
 import json
 import math
@@ -10,16 +14,20 @@ import click
 import torch
 
 import iris
+from iris.bench import figures
 from iris.bench.collectives import COLLECTIVES, iris_calls, microseconds
-from iris.bench.report import environment
 from iris.bench.timing import Operands, counts
 from iris.ccl import algorithms
-from iris.ccl.communicator import Communicator
+from iris.ccl.communicator import Communicator, kind_of
 from iris.ccl.config import FEW_SMS, Config
-from iris.ccl.select import Choice, Table, name_in_table, own_table
+from iris.ccl.select import Choice, Table, name_in_table
 from iris.context import Iris
 from iris.errors import FolderError
 from iris.files import check_writable, written
+from iris.machine.figures import find
+from iris.machine.tables import COLLECTIVES as COLLECTIVES_FILE
+from iris.machine.tables import OPERATIONS as OPERATIONS_FILE
+from iris.machine.tables import own_folder
 
 # The programs to try for variants that are bound by the link: of `FEW_SMS`, fewer may be faster.
 PROGRAMS = (32, 64, 128)
@@ -40,23 +48,35 @@ def chosen_by(size: int, collective: str, nbytes: int) -> int:
 
 def run(sizes: list[int], out: Path | None) -> list[str]:
     """``python -m iris tune`` on one rank. Nothing can be wrong with what it finds."""
-    out = out or own_table()
-    if out is None:
+    folder = out or own_folder()
+    if folder is None:
         raise FolderError(
-            "The table has no place: HOME is not set, and the system does not know this user. Give --out."
+            "The tables have no place: HOME is not set, and the system does not know this user. Give --out."
         )
-    check_writable(out)
+    for name in (COLLECTIVES_FILE, OPERATIONS_FILE):
+        check_writable(folder / name)
     with iris.iris(4 * sizes[-1] + (64 << 20)) as ctx:
+        device, is_first, size = kind_of(ctx.device), ctx.get_rank() == 0, ctx.get_num_ranks()
 
         def report(line: str) -> None:
-            if ctx.get_rank() == 0:
+            if is_first:
                 click.echo(line)
 
         table = tune(ctx, sizes, report)
-        if ctx.get_rank() == 0:
-            name = environment()["device"] if ctx.device.type == "cuda" else "simulator"
-            write(out, name, ctx.get_num_ranks(), table)
-            click.echo(f"Written to {out}")
+        if is_first:
+            write(folder / COLLECTIVES_FILE, table, device, str(size))
+        report(f"Written to {folder / COLLECTIVES_FILE}")
+        problem = figures.problem(ctx)
+    if problem:
+        report(f"Figures of fused operations stay as they are: {problem}.")
+        return []
+    with iris.iris(figures.HEAP_BYTES) as ctx:
+        measured = figures.measure(ctx, figures.timer(ctx))
+    if is_first:
+        write(folder / OPERATIONS_FILE, figures.entry(measured, find(device), size), device)
+    for name, value in measured.items():
+        report(f"{name}: {value}")
+    report(f"Written to {folder / OPERATIONS_FILE}, with the other figures as they were")
     return []
 
 
@@ -134,9 +154,13 @@ def rows(found: list[tuple[int, str, int | None]], before: list[Choice]) -> list
     return [*table, *(row for row in before if row.limit is None and row.variant != table[-1].variant)]
 
 
-def write(file: Path, device: str, size: int, table: Table) -> None:
-    """Add ``table`` to those in ``file``."""
+def write(file: Path, entry: object, *place: str) -> None:
+    """Put ``entry`` at this place, a key in each object on the way, of what is in ``file``."""
     tables = json.loads(file.read_text()) if file.exists() else {}
-    tables.setdefault(device, {})[str(size)] = table
+    *outer, last = place
+    within = tables
+    for key in outer:
+        within = within.setdefault(key, {})
+    within[last] = entry
     with written(file):
         file.write_text(json.dumps(tables, indent=1) + "\n")

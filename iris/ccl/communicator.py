@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,12 +12,14 @@ from iris import simulator
 from iris.abort import BEGUN, BEGUN_SIZES
 from iris.capture import GraphLine, Line
 from iris.ccl.queue import COUNTS, EXITS, HEAD, MAX_RANKS, SLOTS, TAIL, WORDS, region_bytes, slots_bytes
-from iris.ccl.select import ELSEWHERE, digest, load_table, own_table
+from iris.ccl.select import ELSEWHERE, digest, load_table
 from iris.errors import InvalidGroupError, InvalidTableError, TooManyStreamsError
 from iris.heap.symmetric import SymmetricHeap
 from iris.kept import keep
 from iris.language.target import architecture, largest_cluster
 from iris.launch import LAUNCH_CACHE_SIZE
+from iris.machine import figures
+from iris.machine.tables import own_folder
 from iris.workspace import Channel, Workspace
 
 # Programs of a launch in the simulator; elsewhere it depends on the GPU.
@@ -76,6 +79,8 @@ class Communicator:
         rank would come to another choice.
     table : Table
         By which variants are chosen.
+    figures : Figures
+        What was measured of the members' GPUs. Of no use where they are not alike.
     launches : dict
         Launches that were prepared, by what makes one differ from another.
     configs : list
@@ -101,8 +106,8 @@ class Communicator:
 
         def introduce() -> tuple[str, str, int, int, int | str]:
             kind = kind_of(self.device)
-            self.table = load_table(kind, self.size)
-            return kind, digest(self.table), num_sms, largest_cluster(), architecture()
+            self.table, self.figures = load_table(kind, self.size), figures.find(kind).figures
+            return kind, digest(self.table, asdict(self.figures)), num_sms, largest_cluster(), architecture()
 
         introductions = group.agree(introduce, "begin its first collective of a group")
         kinds, tables, numbers, clusters, architectures = zip(*introductions, strict=True)
@@ -118,7 +123,7 @@ class Communicator:
             self.table = dict(ELSEWHERE)
         elif len(set(tables)) > 1:
             raise InvalidTableError(
-                f"The ranks choose collectives by different tables. Give all of them the same {own_table()}, or none."
+                f"The ranks choose by different tables. Give all of them the same files in {own_folder()}, or none."
             )
         self.launches: dict[Any, Launch] = {}
         self._streams_to: dict[tuple[int, bool], list[int | None]] = {}

@@ -1,19 +1,17 @@
 """Which variant, and how many programs: from what is equal on all ranks, never from where a tensor lies.
 
 A table says it, by collective: up to so many bytes this variant with so many programs, then the next. The tables of
-machines that were measured are in ``tables.json``; ``python -m iris tune`` measures the machine at hand and writes its
-own to `own_table`. Ranks compare their tables when a group is first used.
+machines that were measured are in ``collectives.json`` (`iris.machine.tables`). Ranks compare their tables when a group
+is first used.
 """
 
 import hashlib
 import json
-import os
-from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from iris.ccl.config import Config
 from iris.errors import InvalidTableError
-from iris.log import logger
+from iris.machine import tables
 
 
 def name_in_table(collective: str, few_sms: bool) -> str:
@@ -30,8 +28,6 @@ class Choice(NamedTuple):
 
 
 Table = dict[str, list[Choice]]
-
-SHIPPED = Path(__file__).with_name("tables.json")
 
 # Where nothing was measured. Bytes: of the input, of broadcast's tensor, of one rank's piece where pieces are moved.
 ELSEWHERE: Table = {
@@ -52,44 +48,22 @@ ELSEWHERE: Table = {
 }
 
 
-def own_table() -> Path | None:
-    """Where ``python -m iris tune`` writes what it measured on this machine; None for a user who has no home."""
-    try:
-        config = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
-    except RuntimeError:  # HOME is not set, and the system does not know the user
-        return None
-    return Path(config) / "iris" / "collectives.json"
-
-
 def load_table(device: str, size: int) -> Table:
     """The table for ``size`` ranks on devices of this name: measured here, shipped, or `ELSEWHERE`."""
+
+    def take(entries: dict[str, Any]) -> Table:
+        measured = entries.get(device, {}).get(str(size), {})
+        return {name: [Choice(*row) for row in rows] for name, rows in measured.items()}
+
     table = dict(ELSEWHERE)
-    for file in (SHIPPED, own_table()):
-        try:
-            text = file.read_text() if file is not None else None
-        except (FileNotFoundError, NotADirectoryError) as error:
-            if file == SHIPPED:
-                raise InvalidTableError(f"{file} is missing: Iris is not installed whole. Install it anew.") from error
-            continue
-        except OSError as error:
-            # Of a home that this user may not enter, too, where there need not be a table.
-            logger.info("The table of collectives %s cannot be read (%s): going on without it.", file, error.strerror)
-            continue
-        if text is None:
-            continue
-        try:
-            measured = json.loads(text).get(device, {}).get(str(size), {})
-            table |= {name: [Choice(*row) for row in rows] for name, rows in measured.items()}
-        except (ValueError, TypeError, AttributeError) as error:
-            raise InvalidTableError(
-                f"{file} is not a table of collectives ({error}). Make it with `python -m iris tune`, or remove it."
-            ) from error
+    for _, measured in tables.read(tables.COLLECTIVES, take):
+        table |= measured
     return table
 
 
-def digest(table: Table) -> str:
-    """Of a table, to be compared between ranks."""
-    return hashlib.sha256(json.dumps(table, sort_keys=True).encode()).hexdigest()
+def digest(*parts: object) -> str:
+    """Of what JSON can hold, to be compared between ranks."""
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
 def choose(table: Table, collective: str, nbytes: int, config: Config, possible: set[str]) -> Choice:
@@ -101,7 +75,7 @@ def choose(table: Table, collective: str, nbytes: int, config: Config, possible:
         raise InvalidTableError(
             f"The table has no row of {collective} for {nbytes} bytes of this type. Its last one should have no limit, "
             f"and be of {' or '.join(sorted(possible))}: make it anew with `python -m iris tune`, or remove "
-            f"{own_table()}."
+            f"{tables.COLLECTIVES} from {tables.own_folder()}."
         )
     limits = [number for number in (config.comm_sms, row.programs) if number]
     return row._replace(programs=min(limits, default=None))

@@ -57,4 +57,4 @@ class MismatchedCollectiveError(IrisError, RuntimeError):
 
 
 class InvalidTableError(IrisError, ValueError):
-    """The table by which collectives are chosen cannot be read, or differs between ranks."""
+    """A table of what was measured, by which operations are chosen, is missing, broken, or differs between ranks."""

@@ -14,6 +14,7 @@ from iris import simulator
 from iris.ccl.protocols import CollectivesContext
 from iris.heap.tensor_map import places
 from iris.launch import addresses, prepare, remember
+from iris.machine.figures import Figures
 from iris.ops import portable
 from iris.ops.buffers import Buffers, Needs
 from iris.ops.call import Call
@@ -58,9 +59,10 @@ class Kernels:
             return SIMULATED_PROGRAMS
         return min(self._context.ccl.communicator().num_sms, MOST_PROGRAMS)
 
-    def choosable(self) -> bool:
-        """Whether ranks that choose what is fastest, each by its own GPU, choose the same."""
-        return self._context.ccl.communicator().alike
+    def figures(self) -> Figures | None:
+        """What was measured of the GPUs; None where ranks that choose by it, each for its own, do not choose alike."""
+        communicator = self._context.ccl.communicator()
+        return communicator.figures if communicator.alike else None
 
     def with_operands_that_fit(self, call: Call, config: FusedConfig) -> Call:
         """The call, with copies of matrices that the kernel cannot use as they lie."""
@@ -124,8 +126,8 @@ class Kernels:
         key = (call.name, call.a.shape, call.b.shape, call.a.dtype, config)
         chosen = self._plans.get(key)
         if chosen is None:
-            W, programs = self._context.num_ranks, self._programs(config)
-            chosen = plan(call, W, programs, config) if self.choosable() else hopper.Plan()
+            W, programs, gpu = self._context.num_ranks, self._programs(config), self.figures()
+            chosen = plan(call, W, programs, config, gpu) if gpu else hopper.Plan()
             remember(self._plans, key, chosen)
         return chosen
 

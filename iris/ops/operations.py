@@ -333,8 +333,8 @@ class Operations:
         key = (call.name, call.a.shape, call.b.shape, call.a.dtype, call.out.dtype, by_vendor, allows_tf32())
         chosen = self._chosen.get(key)
         if chosen is None:
-            by_time = self._on_gpu and self._kernels.choosable()
-            chosen = choose(call, self._context.num_ranks, self._kernels.most_programs(), by_time, by_vendor)
+            gpu = self._kernels.figures() if self._on_gpu else None
+            chosen = choose(call, self._context.num_ranks, self._kernels.most_programs(), gpu, by_vendor)
             remember(self._chosen, key, chosen)
         return chosen
 
