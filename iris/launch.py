@@ -24,8 +24,9 @@ def prepare(
 
     The host neither synchronises nor compiles in the launches themselves. They may have other arguments of the same
     kinds: numbers of the same divisibility by 16, and in the place of a tensor another of the same dtype and
-    divisibility of its address, or that address as a number. Whoever launches keeps what is behind an address alive. In
-    the simulator, which has no streams, the handle is None, and tensors stay tensors.
+    divisibility of its address, or that address as a number; in the place of a tuple, one with such fields. Whoever
+    launches keeps what is behind an address alive. In the simulator, which has no streams, the handle is None, and
+    tensors stay tensors.
 
     Where the GPU can, a launch begins while the one before it on the stream ends, so the kernel waits before it touches
     memory: `gdc_wait` of `iris.language.dependent_launch`. ``early``: False for a launch that must not, since it
@@ -86,8 +87,17 @@ def remember(known: dict, key: Any, value: Any) -> None:
 def addresses(args: tuple) -> tuple:
     """The arguments with an address in the place of each tensor, so that no launch asks what memory it points to.
 
-    In the simulator the tensors themselves. The caller keeps them alive.
+    Of tuples, too. In the simulator the tensors themselves. The caller keeps them alive.
     """
     if simulator.ACTIVE:
         return args
-    return tuple(x.data_ptr() if isinstance(x, torch.Tensor) else x for x in args)
+    return tuple([_address(x) for x in args])
+
+
+def _address(argument: Any) -> Any:
+    if isinstance(argument, torch.Tensor):
+        return argument.data_ptr()
+    if isinstance(argument, tuple):
+        # Triton's launchers read the fields of a tuple in their order, whatever its type.
+        return tuple([_address(x) for x in argument])
+    return argument

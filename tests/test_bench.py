@@ -205,7 +205,7 @@ def test_a_table_without_an_end_says_so():
 
 
 def test_tables_are_added_to_a_file(tmp_path):
-    file = tmp_path / "iris" / "tables.json"
+    file = tmp_path / "iris" / "collectives.json"
     for size in (2, 4):
         tune.write(file, {"broadcast": [Choice(None, "exchange", size)]}, "device", str(size))
     assert json.loads(file.read_text()) == {

@@ -24,6 +24,7 @@ import iris
 from iris import DeviceContext, TraceEvent
 from iris.language.ordering import store_after_sync  # a store, behind every warp's load of the same word
 from iris.ops.gemm import product, swizzle_tile
+from iris.ops.kernel_arguments import Matrix, Tiling
 
 
 @triton.jit
@@ -47,7 +48,8 @@ def gemm_all_reduce(
         rows = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
         columns = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
         work = ctx.tracing.record_event_start(TraceEvent.compute, pid_m=pid_m, pid_n=pid_n)
-        total = product(a, b, rows, columns, M, N, K, stride_am, stride_ak, stride_bk, stride_bn, BLOCK_K)
+        left, right = Matrix(a, stride_am, stride_ak), Matrix(b, stride_bk, stride_bn)
+        total = product(left, right, rows, columns, stop_m=M, N=N, K=K, TILING=Tiling(BLOCK_M, BLOCK_N, BLOCK_K))
         ctx.tracing.record_event_end(work)
         iris.x.all_reduce_atomic(iris.x.Tile(pid_m, pid_n, BLOCK_M, BLOCK_N, total), now, ctx)
         for distance in range(1, W + 1):

@@ -18,6 +18,7 @@ import triton.language as tl
 import iris
 from iris import DeviceContext, TraceEvent
 from iris.ops.gemm import product, swizzle_tile
+from iris.ops.kernel_arguments import Matrix, Tiling
 
 
 @triton.jit
@@ -37,6 +38,7 @@ def gemm_all_reduce(
         rows = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
         columns = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
         work = ctx.tracing.record_event_start(TraceEvent.compute, pid_m=pid_m, pid_n=pid_n)
-        total = product(a, b, rows, columns, M, N, K, stride_am, stride_ak, stride_bk, stride_bn, BLOCK_K)
+        left, right = Matrix(a, stride_am, stride_ak), Matrix(b, stride_bk, stride_bn)
+        total = product(left, right, rows, columns, stop_m=M, N=N, K=K, TILING=Tiling(BLOCK_M, BLOCK_N, BLOCK_K))
         ctx.tracing.record_event_end(work)
         iris.x.all_reduce_one_shot(iris.x.Tile(pid_m, pid_n, BLOCK_M, BLOCK_N, total), parts, result, flags, ctx)

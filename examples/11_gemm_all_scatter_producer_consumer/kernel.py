@@ -25,6 +25,7 @@ import triton.language as tl
 from iris import DeviceContext, TraceEvent
 from iris.language.ordering import store_after_sync  # a store, behind every warp's load of the same word
 from iris.ops.gemm import product, swizzle_tile
+from iris.ops.kernel_arguments import Matrix, Tiling
 
 
 @triton.jit
@@ -46,7 +47,8 @@ def gemm(
     for tile in range(tl.program_id(0), tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N), tl.num_programs(0)):
         rows, columns = _place(tile, M, N, BLOCK_M, BLOCK_N)
         work = ctx.tracing.record_event_start(TraceEvent.compute, pid_m=tile)
-        total = product(a, b, rows, columns, M, N, K, stride_am, stride_ak, stride_bk, stride_bn, BLOCK_K)
+        left, right = Matrix(a, stride_am, stride_ak), Matrix(b, stride_bk, stride_bn)
+        total = product(left, right, rows, columns, stop_m=M, N=N, K=K, TILING=Tiling(BLOCK_M, BLOCK_N, BLOCK_K))
         ctx.tracing.record_event_end(work)
         at = rows.to(tl.int64)[:, None] * stride_cm + columns.to(tl.int64)[None, :] * stride_cn
         tl.store(c + at, total.to(c.dtype.element_ty), mask=(rows < M)[:, None] & (columns < N)[None, :])

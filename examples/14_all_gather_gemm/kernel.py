@@ -26,6 +26,7 @@ import triton.language as tl
 from iris import DeviceContext, TraceEvent
 from iris.language.ordering import store_after_sync  # a store, behind every warp's load of the same word
 from iris.ops.gemm import product
+from iris.ops.kernel_arguments import Matrix, Tiling
 
 
 @triton.jit
@@ -43,9 +44,8 @@ def pull(
         rows = line % slabs * BLOCK_M + tl.arange(0, BLOCK_M)
         columns = tile % tiles_n * BLOCK_N + tl.arange(0, BLOCK_N)
         work = ctx.tracing.record_event_start(TraceEvent.compute, pid_m=owner, pid_n=tile)
-        total = product(
-            ctx.translate(a, owner), b, rows, columns, m, N, K, stride_am, stride_ak, stride_bk, stride_bn, BLOCK_K
-        )
+        left, right = Matrix(ctx.translate(a, owner), stride_am, stride_ak), Matrix(b, stride_bk, stride_bn)
+        total = product(left, right, rows, columns, stop_m=m, N=N, K=K, TILING=Tiling(BLOCK_M, BLOCK_N, BLOCK_K))
         ctx.tracing.record_event_end(work)
         mask = (rows < m)[:, None] & (columns < N)[None, :]
         at = (owner * m + rows).to(tl.int64)[:, None] * stride_cm + columns.to(tl.int64)[None, :] * stride_cn
@@ -89,7 +89,8 @@ def push(
             rows = slab * BLOCK_M + tl.arange(0, BLOCK_M)
             columns = tile % tiles_n * BLOCK_N + tl.arange(0, BLOCK_N)
             work = ctx.tracing.record_event_start(TraceEvent.compute, pid_m=owner, pid_n=tile)
-            total = product(gathered + owner * size, b, rows, columns, m, N, K, K, 1, stride_bk, stride_bn, BLOCK_K)
+            left, right = Matrix(gathered + owner * size, K, 1), Matrix(b, stride_bk, stride_bn)
+            total = product(left, right, rows, columns, stop_m=m, N=N, K=K, TILING=Tiling(BLOCK_M, BLOCK_N, BLOCK_K))
             ctx.tracing.record_event_end(work)
             mask = (rows < m)[:, None] & (columns < N)[None, :]
             at = (owner * m + rows).to(tl.int64)[:, None] * stride_cm + columns.to(tl.int64)[None, :] * stride_cn

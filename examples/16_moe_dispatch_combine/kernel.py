@@ -14,6 +14,7 @@ import triton.language as tl
 from iris import DeviceContext, TraceEvent
 from iris.language.ordering import store_after_sync  # a store, behind every warp's load of the same word
 from iris.ops.gemm import product, swizzle_tile
+from iris.ops.kernel_arguments import Matrix, Tiling
 
 
 # A number of tokens may be 1, and is no constant then.
@@ -134,7 +135,8 @@ def grouped_gemm(
         rows = first + pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
         columns = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
         matrix = weights + own.to(tl.int64) * H * H
-        total = product(inbox, matrix, rows, columns, last, H, H, H, 1, H, 1, BLOCK_K)
+        left, right = Matrix(inbox, H, 1), Matrix(matrix, H, 1)
+        total = product(left, right, rows, columns, stop_m=last, N=H, K=H, TILING=Tiling(BLOCK_M, BLOCK_N, BLOCK_K))
         mask = (rows < last)[:, None] & (columns < H)[None, :]
         tl.store(results + rows.to(tl.int64)[:, None] * H + columns[None, :], total.to(results.dtype.element_ty), mask)
 

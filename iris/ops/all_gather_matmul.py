@@ -19,7 +19,8 @@ from iris.language.context import DeviceContext
 from iris.language.dependent_launch import gdc_wait
 from iris.language.tracing import TraceEvent
 from iris.ops.counts import ARRIVED, await_ready, begin, end, tell_arrived
-from iris.ops.gemm import product, remap_xcd, scaled, swizzle_tile
+from iris.ops.gemm import biased, product, remap_xcd, scaled, swizzle_tile
+from iris.ops.kernel_arguments import Matrix
 
 
 @triton.jit
@@ -33,112 +34,80 @@ def take(ticket, epoch, things, takers):
 
 
 @triton.jit
-def take_tile(tickets, epoch, tiles, XCDS: tl.constexpr, CHUNK: tl.constexpr):
+def take_tile(tickets, epoch, tiles, TILING: tl.constexpr):
     """The next of the tiles for this program's chiplet, each of which has a ticket of its own."""
+    XCDS: tl.constexpr = TILING.XCDS
     chiplet = tl.program_id(0) % XCDS
     theirs, takers = tl.cdiv(tiles - chiplet, XCDS), tl.cdiv(tl.num_programs(0) - chiplet, XCDS)
-    return remap_xcd(take(tickets + chiplet, epoch, theirs, takers) * XCDS + chiplet, tiles, XCDS, CHUNK)
+    return remap_xcd(take(tickets + chiplet, epoch, theirs, takers) * XCDS + chiplet, tiles, XCDS, TILING.CHUNK)
 
 
 @triton.jit
-def send(
-    ctx,
-    counts,
-    ticket,
-    epoch,
-    a,
-    gathered,
-    m,
-    K,
-    stride_am,
-    slabs,
-    strips,
-    W: tl.constexpr,
-    SENDERS: tl.constexpr,
-    SEND_M: tl.constexpr,
-    SEND_K: tl.constexpr,
-):
-    """One of the ``SENDERS``: store strips of this rank's ``[m, K]`` to its place in every peer's ``[W, m, K]``."""
+def send(ctx, counts, ticket, epoch, a, gathered, m, K, slabs, strips, SENDING: tl.constexpr):
+    """One of the senders: store strips of this rank's ``[m, K]`` to its place in every peer's ``[W, m, K]``."""
+    W: tl.constexpr = ctx.num_ranks
     await_ready(ctx, counts, epoch)
     rank, step = ctx.cur_rank, m.to(tl.int64) * K
-    strip = take(ticket, epoch, slabs * strips, SENDERS)
+    strip = take(ticket, epoch, slabs * strips, SENDING.PROGRAMS)
     while strip < slabs * strips:
-        rows = strip * SEND_M + tl.arange(0, SEND_M)
-        for first in range(0, K, SEND_K):
-            columns = first + tl.arange(0, SEND_K)
+        rows = strip * SENDING.ROWS + tl.arange(0, SENDING.ROWS)
+        for first in range(0, K, SENDING.COLUMNS):
+            columns = first + tl.arange(0, SENDING.COLUMNS)
             mask = (rows < m)[:, None] & (columns < K)[None, :]
-            data = tl.load(a + (rows.to(tl.int64)[:, None] * stride_am + columns[None, :]), mask=mask)
+            data = tl.load(a.ptr + (rows.to(tl.int64)[:, None] * a.row_stride + columns[None, :]), mask=mask)
             to = gathered + rank * step + (rows.to(tl.int64)[:, None] * K + columns[None, :])
             for distance in range(1, W):
                 ctx.store(to, data, (rank + distance) % W, mask=mask)
         # Once a strip: a release waits until the stores before it are there.
         tell_arrived(ctx, counts, rank * slabs + strip // strips)
-        strip = take(ticket, epoch, slabs * strips, SENDERS)
+        strip = take(ticket, epoch, slabs * strips, SENDING.PROGRAMS)
 
 
 # A number of rows may be 1, and is no constant then.
 @triton.jit(do_not_specialize=["m"])
 def all_gather_matmul(
-    context_tensor,
-    counts,
+    channel,
     gathered,
     a,
     b,
-    bias,
-    scale_a,
-    scale_b,
+    epilogue,
     out,
     m,
     N,
     K,
-    stride_am,
-    stride_bk,
-    stride_bn,
-    stride_om,
-    stride_on,
     W: tl.constexpr,
-    SENDERS: tl.constexpr,
-    SEND_M: tl.constexpr,
-    SEND_K: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP: tl.constexpr,
-    XCDS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    CACHE_A: tl.constexpr,
-    CACHE_B: tl.constexpr,
-    ALLOW_TF32: tl.constexpr,
-    BIASED: tl.constexpr,
-    SCALED: tl.constexpr,
+    SENDING: tl.constexpr,
+    TILING: tl.constexpr,
 ):
     """``a``: this rank's ``[m, K]``, by rows. ``gathered``: ``[W, m, K]``, contiguous. ``out``: ``[W * m, N]``,
     anywhere.
 
-    ``SENDERS``: programs that send first; ``SEND_M`` divides ``BLOCK_M``. ``scale_a``: of all rows, ``[W * m]``.
-    ``XCDS``: no more than there are programs.
+    ``SENDING``: a `Sending`, whose ROWS divide those of a tile. ``epilogue.scale_a``: of all rows, ``[W * m]``.
+    ``TILING``: a `Tiling`, of no more chiplets than there are programs.
     """
     gdc_wait()
-    ctx = DeviceContext.initialize(context_tensor, num_ranks=W)
+    ctx, counts = DeviceContext.initialize(channel.context, num_ranks=W), channel.counts
+    BLOCK_M: tl.constexpr = TILING.BLOCK_M
+    BLOCK_N: tl.constexpr = TILING.BLOCK_N
     rank = ctx.cur_rank
     epoch = begin(ctx, counts)
-    slabs, strips = tl.cdiv(m, BLOCK_M), BLOCK_M // SEND_M
+    slabs, strips = tl.cdiv(m, BLOCK_M), BLOCK_M // SENDING.ROWS
     step = m.to(tl.int64) * K
     tickets = counts + ARRIVED + W * slabs
-    if tl.program_id(0) < SENDERS:
-        send(ctx, counts, tickets, epoch, a, gathered, m, K, stride_am, slabs, strips, W, SENDERS, SEND_M, SEND_K)
+    if tl.program_id(0) < SENDING.PROGRAMS:
+        send(ctx, counts, tickets, epoch, a=a, gathered=gathered, m=m, K=K, slabs=slabs, strips=strips, SENDING=SENDING)
     tiles_n = tl.cdiv(N, BLOCK_N)
     peers: tl.constexpr = W - 1 if W > 1 else 1
     own_tiles, tiles = slabs * tiles_n, W * slabs * tiles_n
-    number = take_tile(tickets + 1, epoch, tiles, XCDS, CHUNK)
+    number = take_tile(tickets + 1, epoch, tiles, TILING)
     while number < tiles:
         # Own slabs come first, so that rows of peers have that time to arrive; then those of the peers by turns.
         own = number < own_tiles
         owner = rank
         if own:
-            slab, pid_n = swizzle_tile(number, slabs, tiles_n, GROUP)
+            slab, pid_n = swizzle_tile(number, slabs, tiles_n, TILING.GROUP)
         else:
-            line, pid_n = swizzle_tile(number - own_tiles, peers * slabs, tiles_n, GROUP)
+            line, pid_n = swizzle_tile(number - own_tiles, peers * slabs, tiles_n, TILING.GROUP)
             owner, slab = (rank + 1 + line % peers) % W, line // peers
         local = slab * BLOCK_M + tl.arange(0, BLOCK_M)
         columns = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -146,19 +115,16 @@ def all_gather_matmul(
             ctx.wait(counts + ARRIVED + owner * slabs + slab, epoch * strips, cmp="reached")
         # One loop for both, which has all of the shared memory for its stages. Triton 3.6 for AMD cannot compile a
         # choice between pointers of which one is a sum.
-        source, stride = tl.where(own, a, gathered), tl.where(own, stride_am, K)
+        source, stride = tl.where(own, a.ptr, gathered), tl.where(own, a.row_stride, K)
         source += tl.where(own, 0, owner * step)
         work = ctx.tracing.record_event_start(TraceEvent.compute, pid_m=owner * slabs + slab, pid_n=pid_n)
-        total = product(
-            source, b, local, columns, m, N, K, stride, 1, stride_bk, stride_bn,
-            BLOCK_K, CACHE_A, CACHE_B, ALLOW_TF32,
-        )  # fmt: skip
+        total = product(Matrix(source, stride, 1), b, local, columns, stop_m=m, N=N, K=K, TILING=TILING)
         ctx.tracing.record_event_end(work)
-        total = scaled(total, scale_a, scale_b, owner * m + local, columns, (owner + 1) * m, N, SCALED)
-        if BIASED:
-            total += tl.load(bias + columns, mask=columns < N, other=0)[None, :].to(tl.float32)
+        total = scaled(total, epilogue, owner * m + local, columns, stop_m=(owner + 1) * m, N=N)
+        total = biased(total, epilogue, columns, N)
         mask = (local < m)[:, None] & (columns < N)[None, :]
-        at = (owner * m + local).to(tl.int64)[:, None] * stride_om + columns.to(tl.int64)[None, :] * stride_on
-        tl.store(out + at, total.to(out.dtype.element_ty), mask=mask)
-        number = take_tile(tickets + 1, epoch, tiles, XCDS, CHUNK)
+        at_m = (owner * m + local).to(tl.int64)[:, None] * out.row_stride
+        at_n = columns.to(tl.int64)[None, :] * out.column_stride
+        tl.store(out.ptr + (at_m + at_n), total.to(out.ptr.dtype.element_ty), mask=mask)
+        number = take_tile(tickets + 1, epoch, tiles, TILING)
     end(counts, epoch)

@@ -19,64 +19,48 @@ from iris.language.dependent_launch import gdc_wait
 from iris.language.tracing import TraceEvent
 from iris.ops.all_gather_matmul import send, take_tile
 from iris.ops.counts import ARRIVED, begin, end
-from iris.ops.gemm import product, scaled, swizzle_tile
+from iris.ops.gemm import biased, product, scaled, swizzle_tile
+from iris.ops.kernel_arguments import Matrix
 
 
 # A number of rows may be 1, and is no constant then.
 @triton.jit(do_not_specialize=["m"])
 def all_gather_matmul_k(
-    context_tensor,
-    counts,
+    channel,
     gathered,
     a,
     b,
-    bias,
-    scale_a,
-    scale_b,
+    epilogue,
     out,
     m,
     N,
     K,
-    stride_am,
-    stride_bk,
-    stride_bn,
-    stride_om,
-    stride_on,
     W: tl.constexpr,
-    SENDERS: tl.constexpr,
-    SEND_M: tl.constexpr,
-    SEND_K: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP: tl.constexpr,
-    XCDS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    CACHE_A: tl.constexpr,
-    CACHE_B: tl.constexpr,
-    ALLOW_TF32: tl.constexpr,
-    BIASED: tl.constexpr,
-    SCALED: tl.constexpr,
+    SENDING: tl.constexpr,
+    TILING: tl.constexpr,
 ):
     """``a``: this rank's ``[m, K]``, by rows. ``gathered``: ``[W, m, K]``, contiguous. ``b``: ``[W * K, N]``. ``out``:
     ``[m, N]``, anywhere.
 
-    ``SENDERS``: programs that send first; ``SEND_M`` divides ``BLOCK_M``. ``XCDS``: no more than there are programs.
+    ``SENDING``: a `Sending`, whose ROWS divide those of a tile. ``TILING``: a `Tiling`, of no more chiplets than there
+    are programs.
     """
     gdc_wait()
-    ctx = DeviceContext.initialize(context_tensor, num_ranks=W)
+    ctx, counts = DeviceContext.initialize(channel.context, num_ranks=W), channel.counts
+    BLOCK_M: tl.constexpr = TILING.BLOCK_M
+    BLOCK_N: tl.constexpr = TILING.BLOCK_N
     rank = ctx.cur_rank
     epoch = begin(ctx, counts)
-    slabs, strips = tl.cdiv(m, BLOCK_M), BLOCK_M // SEND_M
-    step, depth = m.to(tl.int64) * K, tl.cast(stride_bk, tl.int64) * K
+    slabs, strips = tl.cdiv(m, BLOCK_M), BLOCK_M // SENDING.ROWS
+    step, depth = m.to(tl.int64) * K, tl.cast(b.row_stride, tl.int64) * K
     tickets = counts + ARRIVED + W * slabs
-    if tl.program_id(0) < SENDERS:
-        send(ctx, counts, tickets, epoch, a, gathered, m, K, stride_am, slabs, strips, W, SENDERS, SEND_M, SEND_K)
+    if tl.program_id(0) < SENDING.PROGRAMS:
+        send(ctx, counts, tickets, epoch, a=a, gathered=gathered, m=m, K=K, slabs=slabs, strips=strips, SENDING=SENDING)
     tiles_n = tl.cdiv(N, BLOCK_N)
     tiles = slabs * tiles_n
-    number = take_tile(tickets + 1, epoch, tiles, XCDS, CHUNK)
+    number = take_tile(tickets + 1, epoch, tiles, TILING)
     while number < tiles:
-        slab, pid_n = swizzle_tile(number, slabs, tiles_n, GROUP)
+        slab, pid_n = swizzle_tile(number, slabs, tiles_n, TILING.GROUP)
         rows = slab * BLOCK_M + tl.arange(0, BLOCK_M)
         columns = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
         total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
@@ -85,18 +69,15 @@ def all_gather_matmul_k(
             if not own:
                 ctx.wait(counts + ARRIVED + owner * slabs + slab, epoch * strips, cmp="reached")
             # Triton 3.6 for AMD cannot compile a choice between pointers of which one is a sum.
-            source, stride = tl.where(own, a, gathered), tl.where(own, stride_am, K)
+            source, stride = tl.where(own, a.ptr, gathered), tl.where(own, a.row_stride, K)
             source += tl.where(own, 0, owner * step)
             work = ctx.tracing.record_event_start(TraceEvent.compute, pid_m=owner * slabs + slab, pid_n=pid_n)
-            total = product(
-                source, b + owner * depth, rows, columns, m, N, K, stride, 1, stride_bk, stride_bn,
-                BLOCK_K, CACHE_A, CACHE_B, ALLOW_TF32, total,
-            )  # fmt: skip
+            left, right = Matrix(source, stride, 1), Matrix(b.ptr + owner * depth, b.row_stride, b.column_stride)
+            total = product(left, right, rows, columns, stop_m=m, N=N, K=K, TILING=TILING, total=total)
             ctx.tracing.record_event_end(work)
-        total = scaled(total, scale_a, scale_b, rows, columns, m, N, SCALED)
-        if BIASED:
-            total += tl.load(bias + columns, mask=columns < N, other=0)[None, :].to(tl.float32)
-        at = rows.to(tl.int64)[:, None] * stride_om + columns.to(tl.int64)[None, :] * stride_on
-        tl.store(out + at, total.to(out.dtype.element_ty), mask=(rows < m)[:, None] & (columns < N)[None, :])
-        number = take_tile(tickets + 1, epoch, tiles, XCDS, CHUNK)
+        total = scaled(total, epilogue, rows, columns, stop_m=m, N=N)
+        total = biased(total, epilogue, columns, N)
+        at = rows.to(tl.int64)[:, None] * out.row_stride + columns.to(tl.int64)[None, :] * out.column_stride
+        tl.store(out.ptr + at, total.to(out.ptr.dtype.element_ty), mask=(rows < m)[:, None] & (columns < N)[None, :])
+        number = take_tile(tickets + 1, epoch, tiles, TILING)
     end(counts, epoch)

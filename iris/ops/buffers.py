@@ -7,7 +7,9 @@ import torch
 
 from iris.errors import HeapClosedError, WorkspaceTooSmallError, readable
 from iris.heap.dump import contents
+from iris.launch import addresses
 from iris.ops.counts import ARRIVED, DONE, READY
+from iris.ops.kernel_arguments import Channel
 
 # Bytes: counts and data begin at multiples of these, as tensors on the heap do.
 ALIGNMENT = 1024
@@ -70,6 +72,8 @@ class Buffers:
         int32, zeros at first, and float32, which all kinds share: of tiles that several programs compute.
     mapping, context_tensor, places
         The arena's.
+    tensors, addresses : dict
+        What kernels may take of these, by the names of their parameters; and the addresses for launches.
     mover : object
         What moves the data of these calls beside the kernel, if anything does. It lives as long as this.
     """
@@ -89,6 +93,12 @@ class Buffers:
         self.split_counts = self.counts[self._halves :]
         first = first_byte + needs.sent_bytes
         self.partials = whole[first : first + 4 * needs.partials].view(torch.float32)
+        self.tensors = {
+            "channel": Channel(self.context_tensor, self.counts),
+            "gathered": self.data,
+            "parts": self.data,
+        }
+        self.addresses = dict(zip(self.tensors, addresses(tuple(self.tensors.values())), strict=True))
 
     def check(self, kind: tuple) -> None:
         """That the workspace is open, and for calls like this one."""

@@ -7,9 +7,6 @@ from triton.experimental import gluon
 from iris.language.jit import jit
 from iris.language.target import on_nvidia
 
-# No cache modifier.
-PLAIN = tl.constexpr("")
-
 
 @triton.constexpr_function
 def precision(allow_tf32):
@@ -30,53 +27,47 @@ def swizzle_tile(tile, tiles_m, tiles_n, GROUP: tl.constexpr):
 
 
 @triton.jit
-def product(
-    a,
-    b,
-    rows,
-    columns,
-    stop_m,
-    N,
-    K,
-    stride_am,
-    stride_ak,
-    stride_bk,
-    stride_bn,
-    BLOCK_K: tl.constexpr,
-    CACHE_A: tl.constexpr = PLAIN,
-    CACHE_B: tl.constexpr = PLAIN,
-    ALLOW_TF32: tl.constexpr = False,
-    total=None,
-):
+def product(a, b, rows, columns, stop_m, N, K, TILING: tl.constexpr, total=None):
     """Rows of A below ``stop_m`` times columns of B below N, in float32; zeros behind these. Added to ``total``.
 
-    ``CACHE_A``, ``CACHE_B``: the cache modifiers of loads. ``ALLOW_TF32``: float32 is rounded to TF32 for the product.
+    ``a``, ``b``: each a `Matrix`. ``TILING``: a `Tiling`.
     ``rows`` and ``columns`` are neighbours, and stay so: a clamp at the edge would make each load one of an element.
     """
+    BLOCK_K: tl.constexpr = TILING.BLOCK_K
     k = tl.arange(0, BLOCK_K)
-    x = a + (rows.to(tl.int64)[:, None] * stride_am + k.to(tl.int64)[None, :] * stride_ak)
-    y = b + (k.to(tl.int64)[:, None] * stride_bk + columns.to(tl.int64)[None, :] * stride_bn)
-    step_a, step_b = tl.cast(stride_ak, tl.int64) * BLOCK_K, tl.cast(stride_bk, tl.int64) * BLOCK_K
+    x = a.ptr + (rows.to(tl.int64)[:, None] * a.row_stride + k.to(tl.int64)[None, :] * a.column_stride)
+    y = b.ptr + (k.to(tl.int64)[:, None] * b.row_stride + columns.to(tl.int64)[None, :] * b.column_stride)
+    step_a, step_b = tl.cast(a.column_stride, tl.int64) * BLOCK_K, tl.cast(b.row_stride, tl.int64) * BLOCK_K
     inside_m, inside_n = (rows < stop_m)[:, None], (columns < N)[None, :]
     if total is None:
         total = tl.zeros((rows.shape[0], columns.shape[0]), dtype=tl.float32)
     for begin in range(0, K, BLOCK_K):
         here = k < K - begin
-        left = tl.load(x, mask=inside_m & here[None, :], other=0.0, cache_modifier=CACHE_A)
-        right = tl.load(y, mask=here[:, None] & inside_n, other=0.0, cache_modifier=CACHE_B)
+        left = tl.load(x, mask=inside_m & here[None, :], other=0.0, cache_modifier=TILING.CACHE_A)
+        right = tl.load(y, mask=here[:, None] & inside_n, other=0.0, cache_modifier=TILING.CACHE_B)
         # Hopper adds up products of fp8 with few bits: not more of them than of one step, which float32 takes up then.
-        total = tl.dot(left, right, total, input_precision=precision(ALLOW_TF32), max_num_imprecise_acc=BLOCK_K)
+        rounding: tl.constexpr = precision(TILING.ALLOW_TF32)
+        total = tl.dot(left, right, total, input_precision=rounding, max_num_imprecise_acc=BLOCK_K)
         x += step_a
         y += step_b
     return total
 
 
 @triton.jit
-def scaled(total, scale_a, scale_b, rows, columns, stop_m, N, SCALED: tl.constexpr):
+def scaled(total, epilogue, rows, columns, stop_m, N):
     """The product of what A and B stand for, whose rows and columns have a factor each."""
-    if SCALED:
-        of_rows = tl.load(scale_a + rows, mask=rows < stop_m, other=0)
-        return total * of_rows[:, None] * tl.load(scale_b + columns, mask=columns < N, other=0)[None, :]
+    if epilogue.scale_a is not None:
+        of_rows = tl.load(epilogue.scale_a + rows, mask=rows < stop_m, other=0)
+        return total * of_rows[:, None] * tl.load(epilogue.scale_b + columns, mask=columns < N, other=0)[None, :]
+    else:
+        return total
+
+
+@triton.jit
+def biased(total, epilogue, columns, N):
+    """With the bias of each column."""
+    if epilogue.bias is not None:
+        return total + tl.load(epilogue.bias + columns, mask=columns < N, other=0)[None, :].to(tl.float32)
     else:
         return total
 

@@ -24,6 +24,7 @@ from iris.ops.config import FusedConfig
 from iris.ops.counts import MOST_PROGRAMS
 from iris.ops.hopper import arguments as hopper
 from iris.ops.hopper.sender import Sender
+from iris.ops.kernel_arguments import by_name
 
 # Programs in the simulator; on a GPU there is one for each multiprocessor.
 SIMULATED_PROGRAMS = 4
@@ -31,11 +32,27 @@ SIMULATED_PROGRAMS = 4
 STORED_BY_PEERS = ("matmul_all_gather", "matmul_all_reduce")
 
 
-class Launch(NamedTuple):
-    """A kernel for one call, compiled and loaded."""
+class Prepared(NamedTuple):
+    """A kernel for calls of one kind, compiled and loaded."""
 
     run: Callable[..., None]
-    args: tuple
+    names: list[str]
+    """Its parameters."""
+    constants: dict[str, Any]
+    """The arguments that all of these calls have."""
+
+    def launch(self, stream: int | None, buffers: Buffers, tensors: dict[str, Any]) -> None:
+        """``tensors``: the arguments that are the call's own."""
+        own = addresses(tuple(tensors.values()))
+        arguments = {**buffers.addresses, **self.constants, **dict(zip(tensors, own, strict=True))}
+        self.run(stream, tuple([arguments[name] for name in self.names]))
+
+
+class Launch(NamedTuple):
+    """A kernel for one call."""
+
+    kernel: Prepared
+    tensors: dict[str, Any]
     result: torch.Tensor
     """Where the kernel leaves the result: ``out``, or in the workspace."""
     sender: Sender | None
@@ -49,7 +66,7 @@ class Kernels:
         self._context = context
         # Whose Gluon kernels; the simulator runs both.
         self.gluon = cdna3 if torch.version.hip else hopper
-        self._launches: dict[tuple, Callable[..., None]] = {}
+        self._prepared: dict[tuple, Prepared] = {}
         self._plans: dict[tuple, hopper.Plan] = {}
         self._heap_places: torch.Tensor | None = None
 
@@ -88,7 +105,7 @@ class Kernels:
         launch = self.prepare(call, config, buffers)
         if launch.sender:
             launch.sender.send(call.a)
-        launch.run(stream, addresses(launch.args))
+        launch.kernel.launch(stream, buffers, launch.tensors)
         if launch.sender:
             launch.sender.join()
         if launch.result is not call.out:
@@ -100,26 +117,36 @@ class Kernels:
         direct = self.direct(call, config)
         result = call.out if direct or call.name not in STORED_BY_PEERS else self._staged(call, buffers)
         place = self._context.get_device_context() if direct else buffers.context_tensor
+        family: Any = portable
+        carrier: tuple[Any, int, dict[str, Any]] | None = None
         sender = None
         if self._is_for_hopper(config):
+            family = hopper
             memory = self._context.heap.mapping if direct else buffers.mapping
             memory_places = self._places() if direct else buffers.places
             kernel, args = hopper.arguments(
                 call, config, self.plan(call, config), buffers, W, memory, memory_places, place, result
             )
-            options = hopper.options(config)
+            tensors, carrier = dict(zip(kernel.arg_names, args, strict=True)), (kernel, programs, {})
             if call.name == "all_gather_matmul":
                 sender = self._sender(call, config, buffers)
-        else:
-            family = cdna3 if config.use_gluon else portable
+        elif config.use_gluon:
+            family = cdna3
             kernel, programs, args = family.arguments(call, config, buffers, W, place, result, programs)
-            options = family.options(config)
-        key = (buffers.kind, *map(_kind_of, args))
-        run = self._launches.get(key)
-        if run is None:
-            run = prepare(kernel, (programs, 1, 1), *args, **options)
-            remember(self._launches, key, run)
-        return Launch(run, args, result, sender)
+            tensors, carrier = dict(zip(kernel.arg_names, args, strict=True)), (kernel, programs, {})
+        else:
+            tensors = portable.tensors(call, place, result)
+        # The precision is no part of a kind: it is each rank's own.
+        key = (buffers.kind, config.allow_tf32, *[_kind_of(each) for each in tensors.values()])
+        prepared = self._prepared.get(key)
+        if prepared is None:
+            kernel, programs, constants = carrier or portable.kernel(call, config, W, programs)
+            workspace = {name: each for name, each in buffers.tensors.items() if name in kernel.arg_names}
+            arguments = by_name(kernel, **{**workspace, **tensors, **constants})
+            run = prepare(kernel, (programs, 1, 1), *arguments, **family.options(config))
+            prepared = Prepared(run, kernel.arg_names, constants)
+            remember(self._prepared, key, prepared)
+        return Launch(prepared, tensors, result, sender)
 
     def plan(self, call: Call, config: FusedConfig) -> hopper.Plan:
         """Of a kernel for Hopper: how it divides its tiles among programs, by time."""
@@ -162,6 +189,8 @@ def _kind_of(argument: Any) -> Any:
     """What of a kernel's argument a prepared launch is for."""
     if isinstance(argument, torch.Tensor):
         return argument.dtype, argument.data_ptr() % 16
+    if isinstance(argument, tuple):
+        return tuple([_kind_of(field) for field in argument])
     if isinstance(argument, TensorDescriptor):
         return argument.base.dtype, *argument.block_shape
     return argument

@@ -12,67 +12,47 @@ from iris.language.context import DeviceContext
 from iris.language.dependent_launch import gdc_wait
 from iris.language.tracing import TraceEvent
 from iris.ops.counts import await_done, await_ready, begin, end
-from iris.ops.gemm import product, remap_xcd, scaled, swizzle_tile
+from iris.ops.gemm import biased, product, remap_xcd, scaled, swizzle_tile
 from iris.x import Tile, all_gather, make_tensor_view
 
 
 @triton.jit
 def matmul_all_gather(
-    context_tensor,
+    channel,
     out_context,
-    counts,
     a,
     b,
-    bias,
-    scale_a,
-    scale_b,
+    epilogue,
     out,
     M,
     N,
     K,
-    stride_am,
-    stride_ak,
-    stride_bk,
-    stride_bn,
-    stride_om,
-    stride_on,
     W: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP: tl.constexpr,
-    XCDS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    CACHE_A: tl.constexpr,
-    CACHE_B: tl.constexpr,
-    ALLOW_TF32: tl.constexpr,
-    BIASED: tl.constexpr,
-    SCALED: tl.constexpr,
+    TILING: tl.constexpr,
 ):
     """``out``: ``[W * M, N]``, the same place on every rank, in the memory that ``out_context`` is of."""
     gdc_wait()
-    ctx = DeviceContext.initialize(context_tensor, num_ranks=W)
+    ctx, counts = DeviceContext.initialize(channel.context, num_ranks=W), channel.counts
     places = DeviceContext.initialize(out_context, num_ranks=W)
+    BLOCK_M: tl.constexpr = TILING.BLOCK_M
+    BLOCK_N: tl.constexpr = TILING.BLOCK_N
     epoch = begin(ctx, counts)
     programs = tl.num_programs(0)
-    first = remap_xcd(tl.program_id(0), programs, XCDS, CHUNK)
+    first = remap_xcd(tl.program_id(0), programs, TILING.XCDS, TILING.CHUNK)
     tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     for number in range(first, tiles_m * tiles_n, programs):
-        pid_m, pid_n = swizzle_tile(number, tiles_m, tiles_n, GROUP)
+        pid_m, pid_n = swizzle_tile(number, tiles_m, tiles_n, TILING.GROUP)
         rows = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
         columns = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
         work = ctx.tracing.record_event_start(TraceEvent.compute, pid_m=pid_m, pid_n=pid_n)
-        total = product(
-            a, b, rows, columns, M, N, K, stride_am, stride_ak, stride_bk, stride_bn,
-            BLOCK_K, CACHE_A, CACHE_B, ALLOW_TF32,
-        )  # fmt: skip
+        total = product(a, b, rows, columns, stop_m=M, N=N, K=K, TILING=TILING)
         ctx.tracing.record_event_end(work)
-        total = scaled(total, scale_a, scale_b, rows, columns, M, N, SCALED)
-        if BIASED:
-            total += tl.load(bias + columns, mask=columns < N, other=0)[None, :].to(tl.float32)
+        total = scaled(total, epilogue, rows, columns, stop_m=M, N=N)
+        total = biased(total, epilogue, columns, N)
         if number == first:
             await_ready(ctx, counts, epoch)
         tile = Tile(pid_m, pid_n, BLOCK_M, BLOCK_N, total)
-        all_gather(tile, make_tensor_view(out, W * M, N, stride_om, stride_on), 0, places)
+        view = make_tensor_view(out.ptr, W * M, N, out.row_stride, out.column_stride)
+        all_gather(tile, view, 0, places)
     await_done(ctx, counts, epoch)
     end(counts, epoch)

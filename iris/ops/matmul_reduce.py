@@ -18,57 +18,40 @@ from iris.language.context import DeviceContext
 from iris.language.dependent_launch import gdc_wait
 from iris.language.tracing import TraceEvent
 from iris.ops.counts import ARRIVED, await_done, await_ready, begin, end
-from iris.ops.gemm import product, remap_xcd, scaled, swizzle_tile
+from iris.ops.gemm import biased, product, remap_xcd, scaled, swizzle_tile
 
 
 # A number of rows may be 1, and is no constant then.
 @triton.jit(do_not_specialize=["share"])
 def matmul_reduce(
-    context_tensor,
+    channel,
     out_context,
-    counts,
     parts,
     a,
     b,
-    bias,
-    scale_a,
-    scale_b,
+    epilogue,
     out,
     M,
     N,
     K,
     share,
-    stride_am,
-    stride_ak,
-    stride_bk,
-    stride_bn,
-    stride_om,
-    stride_on,
     W: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP: tl.constexpr,
     ALL_REDUCE: tl.constexpr,
-    XCDS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    CACHE_A: tl.constexpr,
-    CACHE_B: tl.constexpr,
-    ALLOW_TF32: tl.constexpr,
-    BIASED: tl.constexpr,
-    SCALED: tl.constexpr,
+    TILING: tl.constexpr,
 ):
     """``share``: rows that a rank adds up, M over W. ``parts``: ``[W, share, N]``, rank r's products in parts[r].
 
     ``out``: ``[share, N]``; with ``ALL_REDUCE`` ``[M, N]``, the same place on every rank, in ``out_context``'s memory.
     """
     gdc_wait()
-    ctx = DeviceContext.initialize(context_tensor, num_ranks=W)
+    ctx, counts = DeviceContext.initialize(channel.context, num_ranks=W), channel.counts
     places = DeviceContext.initialize(out_context, num_ranks=W)
     rank = ctx.cur_rank
+    BLOCK_M: tl.constexpr = TILING.BLOCK_M
+    BLOCK_N: tl.constexpr = TILING.BLOCK_N
     epoch = begin(ctx, counts)
     programs = tl.num_programs(0)
-    first = remap_xcd(tl.program_id(0), programs, XCDS, CHUNK)
+    first = remap_xcd(tl.program_id(0), programs, TILING.XCDS, TILING.CHUNK)
     tiles_m, tiles_n = tl.cdiv(share, BLOCK_M), tl.cdiv(N, BLOCK_N)
     tiles = tiles_m * tiles_n
     element: tl.constexpr = parts.dtype.element_ty
@@ -77,23 +60,20 @@ def matmul_reduce(
     for number in range(first, W * tiles, programs):
         owner = (rank + 1 + number // tiles) % W
         tile = number % tiles
-        pid_m, pid_n = swizzle_tile(tile, tiles_m, tiles_n, GROUP)
+        pid_m, pid_n = swizzle_tile(tile, tiles_m, tiles_n, TILING.GROUP)
         local = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
         columns = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
         mine = (local < share) & (owner * share + local < M)
         mask = mine[:, None] & (columns < N)[None, :]
         rows, stop = owner * share + local, tl.minimum((owner + 1) * share, M)
         work = ctx.tracing.record_event_start(TraceEvent.compute, pid_m=pid_m, pid_n=pid_n)
-        total = product(
-            a, b, rows, columns, stop, N, K, stride_am, stride_ak, stride_bk, stride_bn,
-            BLOCK_K, CACHE_A, CACHE_B, ALLOW_TF32,
-        )  # fmt: skip
+        total = product(a, b, rows, columns, stop_m=stop, N=N, K=K, TILING=TILING)
         ctx.tracing.record_event_end(work)
         if to != rank:
             # Behind the next product: by then the stores are there, and the release has little to wait for. And in
             # front of whatever this program waits for next, so that nobody waits in a circle.
             ctx.signal(counts + ARRIVED + sent, 1, to, op="add")
-        total = scaled(total, scale_a, scale_b, rows, columns, stop, N, SCALED)
+        total = scaled(total, epilogue, rows, columns, stop_m=stop, N=N)
         if number == first:
             await_ready(ctx, counts, epoch)
         at = local.to(tl.int64)[:, None] * N + columns[None, :]
@@ -105,16 +85,15 @@ def matmul_reduce(
             for distance in tl.static_range(1, W):
                 source = (rank + distance) % W
                 total += tl.load(parts + source * step + at, mask=mask, other=0).to(tl.float32)
-            if BIASED:
-                total += tl.load(bias + columns, mask=columns < N, other=0)[None, :].to(tl.float32)
-            result = total.to(out.dtype.element_ty)
-            at_n = columns.to(tl.int64)[None, :] * stride_on
+            total = biased(total, epilogue, columns, N)
+            result = total.to(out.ptr.dtype.element_ty)
+            at_n = columns.to(tl.int64)[None, :] * out.column_stride
             if ALL_REDUCE:
-                there = out + ((rank * share + local).to(tl.int64)[:, None] * stride_om + at_n)
+                there = out.ptr + ((rank * share + local).to(tl.int64)[:, None] * out.row_stride + at_n)
                 for distance in range(1, W + 1):
                     places.store(there, result, (rank + distance) % W, mask=mask)
             else:
-                tl.store(out + (local.to(tl.int64)[:, None] * stride_om + at_n), result, mask=mask)
+                tl.store(out.ptr + (local.to(tl.int64)[:, None] * out.row_stride + at_n), result, mask=mask)
         to, sent = owner, tile
     if to != rank:
         ctx.signal(counts + ARRIVED + sent, 1, to, op="add")

@@ -6,9 +6,10 @@ import torch
 
 from iris.ops.all_gather_matmul import all_gather_matmul
 from iris.ops.all_gather_matmul_k import all_gather_matmul_k
-from iris.ops.buffers import Buffers, Needs
+from iris.ops.buffers import Needs
 from iris.ops.call import GATHERS_A, GATHERS_ROWS, Call
 from iris.ops.config import FusedConfig
+from iris.ops.kernel_arguments import Epilogue, Matrix, Sending, Tiling, matrix
 from iris.ops.matmul_all_gather import matmul_all_gather
 from iris.ops.matmul_reduce import matmul_reduce
 
@@ -38,35 +39,56 @@ def needs(kind: tuple, call: Call, config: FusedConfig, size: int, direct: bool)
     return Needs(kind, tiles, size * share * N + result, dtype)
 
 
-def arguments(
-    call: Call, config: FusedConfig, buffers: Buffers, size: int, place: torch.Tensor, result: torch.Tensor,
-    programs: int,
-) -> tuple:  # fmt: skip
-    """The kernel, its programs, and all that it gets.
+def tensors(call: Call, place: torch.Tensor, result: torch.Tensor) -> dict[str, Any]:
+    """What a kernel takes that is the call's own.
 
-    ``place``: the context of the memory where peers store ``result``, if so. ``programs``: those that there may be.
+    ``place``: the context of the memory where peers store ``result``, if so.
+    """
+    gathers = call.name in GATHERS_A
+    given: dict[str, Any] = {
+        # A that is gathered lies by rows; but of one column the stride may be any.
+        "a": Matrix(call.a, call.a.stride(0), 1) if gathers else matrix(call.a),
+        "b": matrix(call.b),
+        "epilogue": Epilogue(call.bias, *call.scales()),
+        "out": matrix(result),
+    }
+    if not gathers:
+        given["out_context"] = place
+    return given
+
+
+def kernel(call: Call, config: FusedConfig, size: int, programs: int) -> tuple[Any, int, dict[str, Any]]:
+    """What carries calls of this kind, its programs, and the arguments that all of them have.
+
+    The others are `tensors`, and those of `Buffers`.
+
+    ``programs``: those that there may be.
     """
     (M, K), N = call.a.shape, call.b.shape[1]
     # What a tile of a wider type has less of, so that as many fit. A product of fp8 takes 32 at least.
     depth = max(32 if call.a.itemsize == 1 else 16, config.block_size_k * 2 // max(2, call.a.itemsize))
-    strides, tensors = call.strides(result), (call.a, call.b, call.bias, *call.scales(), result)
-    tiles = (config.block_size_m, config.block_size_n, depth, config.group_size_m)
-    # Who takes tiles for a chiplet is a program on it.
-    chiplets = (min(config.num_xcds, programs), config.chunk_size)
-    tail = (*chiplets, config.cache_modifier_a or "", config.cache_modifier_b or "", config.allow_tf32,
-            call.bias is not None, call.scaled)  # fmt: skip
+    tiling = Tiling(
+        BLOCK_M=config.block_size_m,
+        BLOCK_N=config.block_size_n,
+        BLOCK_K=depth,
+        GROUP=config.group_size_m,
+        # Who takes tiles for a chiplet is a program on it.
+        XCDS=min(config.num_xcds, programs),
+        CHUNK=config.chunk_size,
+        CACHE_A=config.cache_modifier_a or "",
+        CACHE_B=config.cache_modifier_b or "",
+        ALLOW_TF32=config.allow_tf32,
+    )
+    given = {"N": N, "K": K, "W": size, "TILING": tiling}
     if call.name in GATHERS_A:
         own_tiles = -(-M // config.block_size_m) * -(-N // config.block_size_n)
-        senders = config.senders(programs, size, programs - own_tiles)
-        memory = (buffers.context_tensor, buffers.counts, buffers.data)
-        numbers = (M, N, K, strides[0], *strides[2:], size, senders, SEND_M, SEND_K)
-        kernel = all_gather_matmul if call.name == GATHERS_ROWS else all_gather_matmul_k
-        return kernel, programs, (*memory, *tensors, *numbers, *tiles, *tail)
-    memory = (buffers.context_tensor, place, buffers.counts)
+        sending = Sending(config.senders(programs, size, programs - own_tiles), SEND_M, SEND_K)
+        carrier = all_gather_matmul if call.name == GATHERS_ROWS else all_gather_matmul_k
+        return carrier, programs, given | {"m": M, "SENDING": sending}
     if call.name == "matmul_all_gather":
-        return matmul_all_gather, programs, (*memory, *tensors, M, N, K, *strides, size, *tiles, *tail)
-    numbers = (M, N, K, -(-M // size), *strides, size, *tiles, call.name == "matmul_all_reduce")
-    return matmul_reduce, programs, (*memory, buffers.data, *tensors, *numbers, *tail)
+        return matmul_all_gather, programs, given | {"M": M}
+    given |= {"M": M, "share": -(-M // size), "ALL_REDUCE": call.name == "matmul_all_reduce"}
+    return matmul_reduce, programs, given
 
 
 def options(config: FusedConfig) -> dict[str, Any]:

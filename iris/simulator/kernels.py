@@ -3,7 +3,7 @@
 import functools
 import inspect
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from types import FunctionType
 from typing import Any
 
@@ -67,7 +67,7 @@ def _argument(value: Any, name: str, kernel: str) -> Any:
     if isinstance(value, float):
         return tl.tensor(semantic.builder.get_fp32(value), tl.float32)
     if isinstance(value, tuple):
-        items = [_argument(item, name, kernel) for item in value]
+        items = [_argument(item, f"{name}.{field}", kernel) for field, item in _fields(value)]
         return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
     if isinstance(value, tma.HOST_DESCRIPTORS):
         return tma.from_host(value, _argument(value.base, name, kernel))
@@ -81,6 +81,20 @@ def _argument(value: Any, name: str, kernel: str) -> Any:
             "numbers and tuples of them; anything else only for a parameter annotated tl.constexpr."
         )
     return convert_argument(value)
+
+
+def _fields(value: tuple) -> Iterable[tuple[Any, Any]]:
+    """What a tuple has, each with its name, or its number."""
+    return zip(getattr(value, "_fields", range(len(value))), value, strict=True)
+
+
+def _tensors(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of an argument, which may be a tuple: ``a.ptr``."""
+    if isinstance(value, torch.Tensor):
+        yield name, value
+    elif isinstance(value, tuple):
+        for field, item in _fields(value):
+            yield from _tensors(f"{name}.{field}", item)
 
 
 def _dimensions(grid: Any, kernel: str) -> tuple[int, ...]:
@@ -168,8 +182,8 @@ def launch(self: InterpretedFunction, *args: Any, grid: Any, warmup: bool, **kwa
         for name, value in bound.arguments.items()
     }
     if sanitizer.recorder is not None:
-        for name, value in bound.arguments.items():
-            if isinstance(value, torch.Tensor):
+        for argument in bound.arguments.items():
+            for name, value in _tensors(*argument):
                 sanitizer.recorder.given(name, value)
     program = functools.partial(rewritten(self), **values)
     columns, rows, layers = dims + (1,) * (3 - len(dims))

@@ -23,6 +23,7 @@ from iris.ccl.one_hop import one_hop
 from iris.ccl.pull import pull
 from iris.ccl.ring import ring
 from iris.ccl.two_shot import two_shot
+from iris.ops.kernel_arguments import Channel, Epilogue, Matrix, Sending, Tiling
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -120,7 +121,7 @@ def load(file):
 
 def is_launched(function):
     """Of the functions that the files of collectives, fused operations and tiles define."""
-    return function.arg_names[:1] == ["context_tensor"] or function.fn.__name__ == "add_parts"
+    return function.arg_names[:1] in (["context_tensor"], ["channel"]) or function.fn.__name__ == "add_parts"
 
 
 def kernels():
@@ -167,7 +168,24 @@ def arguments_of(kernel, **instead):
         given = given | {"counter": INT64}
     if kernel.fn.__name__ == "exchange_times":
         given = given | {"times": INT64, "ROUNDS": 8, "LEADS": True}
-    return [(given | instead)[name] for name in kernel.arg_names]
+    given |= instead
+    if place.parent.name == "ops":
+        given |= in_tuples(given)
+    return [given[name] for name in kernel.arg_names]
+
+
+def in_tuples(given):
+    """The arguments of a fused operation's kernel that are tuples, of what ``given`` has by the names of old."""
+    sending = Sending(*(given[name] for name in ("SENDERS", "SEND_M", "SEND_K")))
+    tiling = Tiling(**{name: given[name] for name in Tiling._fields})
+    # Of a gathered A rows are known to have no gaps.
+    strides = {"a": ("stride_am", "stride_ak"), "b": ("stride_bk", "stride_bn"), "out": ("stride_om", "stride_on")}
+    return {
+        "channel": Channel(given["context_tensor"], given["counts"]),
+        "epilogue": Epilogue(given["bias"], given["scale_a"], given["scale_b"]),
+        **{name: Matrix(given[name], *(given[each] for each in both)) for name, both in strides.items()},
+        **{"SENDING": sending, "TILING": tiling},
+    }
 
 
 COMPILED = list(with_targets(kernels()))
