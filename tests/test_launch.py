@@ -54,15 +54,16 @@ class Plain(Spread):
         self._launch(x, y, z, stream, function, False, True, None, None, *args)
 
 
+@pytest.mark.parametrize("last", [True, (64, 32, 16)], ids=["a number", "a tuple as long as the arguments"])
 @pytest.mark.parametrize(("kind", "python_calls"), [(Spread, 0), (Packed, 0), (WithScratch, 2), (Plain, 2)])
-def test_what_a_launcher_is_given(kind, python_calls):
+def test_what_a_launcher_is_given(kind, python_calls, last):
     run = kind()
-    launch = launcher(run, GRID, "function", "metadata", (1, 2, True))
+    launch = launcher(run, GRID, "function", "metadata", (1, 2, last))
     assert run.launches == [], "nothing is launched before it is asked for"
     run.python_calls = 0
-    launch(7, (3, 4, True))
-    launch(8, (5, 6, True))
-    assert run.launches == [run.expected(7, (3, 4, True)), run.expected(8, (5, 6, True))]
+    launch(7, (3, 4, last))
+    launch(8, (5, 6, last))
+    assert run.launches == [run.expected(7, (3, 4, last)), run.expected(8, (5, 6, last))]
     assert run.python_calls == python_calls
 
 

@@ -14,6 +14,7 @@ takes the host a microsecond longer.
 """
 
 import functools
+import operator
 from collections.abc import Callable
 from dataclasses import fields
 from typing import Any, NamedTuple
@@ -90,7 +91,8 @@ def launcher(
     if at is None:
         return as_it_is
     front, back = given[:at], given[at + 1 :]
-    if isinstance(back[-1], tuple) and len(back[-1]) == len(args):
+    # All in one tuple, or one by one, of which the last may be a tuple as well.
+    if isinstance(back[-1], tuple) and len(back[-1]) == len(args) and all(map(operator.is_, back[-1], args)):
         *back, _ = back
         return lambda stream, args: native(*front, stream, *back, args)
     back = back[: len(back) - len(args)]
