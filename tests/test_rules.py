@@ -138,6 +138,18 @@ def test_what_is_kept_is_allocated_by_keep():
     assert {file: functions for file, functions in found.items() if functions} == TEMPORARIES
 
 
+# A file has one idea, and is read in one sitting.
+LINES = 400
+# Still longer.
+TOO_LONG = {"iris/simulator/sanitizer/threads.py"}
+
+
+def test_files_are_read_in_one_sitting():
+    folders = ("iris", "tests", "examples", "scripts", "benchmarks")
+    files = [file for folder in folders for file in (ROOT / folder).rglob("*.py")]
+    assert {str(file.relative_to(ROOT)) for file in files if len(file.read_text().splitlines()) > LINES} == TOO_LONG
+
+
 def test_device_code_is_at_the_top_level():
     """Written once, by `iris.language.jit`; not made by a function that is called for each language."""
     for file in SOURCES:
