@@ -13,9 +13,9 @@ PARTS := test-simulator test-operations test-compiled test-sanitized test-oldest
 OPERATIONS := language ops sanitizer test_docs.py
 
 # What runs under the sanitizer only; and besides, in `make test-all`, all that uses ranks.
-SANITIZED := x ops/test_rounds.py test_example_folders.py
+SANITIZED := x ops/test_rounds.py test_example_folders.py test_example_refusals.py
 ALSO_SANITIZED := $(if $(IRIS_TEST_ALL),language ops ccl heap tracing $(addprefix test_,$(addsuffix .py,\
-	bench context docs examples tensors world)))
+	bench bootstrap context docs examples tensors world)))
 
 # What the oldest Triton compiles, for the GPUs that were run, and runs: in `make test-all` for all, and by torchrun too.
 # For NVIDIA's the sample leaves what is made of the same device functions to the newest.

@@ -176,6 +176,17 @@ def test_names_are_those_of_the_field():
                 assert not private_words(file.read_text(), set(words.split())), name(file)
 
 
+# A file has one idea, and is read in one sitting.
+LINES = 400
+
+
+def test_files_are_read_in_one_sitting():
+    folders = ("iris", "tests", "examples", "scripts", "benchmarks")
+    files = [file for folder in folders for file in (ROOT / folder).rglob("*.py")]
+    assert len(files) > 500
+    assert not [str(file.relative_to(ROOT)) for file in files if len(file.read_text().splitlines()) > LINES]
+
+
 def test_device_code_is_at_the_top_level():
     """Written once, by `iris.language.jit`; not made by a function that is called for each language."""
     for file in SOURCES:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from conftest import UNDER_TORCHRUN
 from preloaded import LIMIT_S
-from test_docs import OPERATIONS, context_members, signature
+from test_references import OPERATIONS, context_members, signature
 
 import iris
 from iris import errors

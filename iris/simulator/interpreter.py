@@ -21,12 +21,10 @@ from iris.compat import libtriton
 from iris.compat.interpreter import InterpreterBuilder, InterpreterOptions, TensorHandle
 from iris.errors import NotInSimulatorError
 from iris.simulator import atomics, dtypes, libdevice, sanitizer, tasks
+from iris.simulator.legality import check_arithmetic, check_conversion, check_product
 from iris.simulator.sanitizer import waits
 from iris.simulator.sanitizer.events import READ, UPDATE, WRITE
 from iris.simulator.tensor_map import TensorMap
-
-# What products are added up in, where the factors leave no choice.
-SUMS_OF = {tl.int8: tl.int32, tl.bfloat16: tl.float32, tl.float32: tl.float32, tl.float64: tl.float64}
 
 
 class MissingOperation(AttributeError):
@@ -159,12 +157,7 @@ class Builder(InterpreterBuilder):
         return TensorHandle(((left * right) >> bits).astype(unsigned).view(lhs.data.dtype), lhs.dtype.scalar)
 
     def create_dot(self, a: TensorHandle, b: TensorHandle, d: TensorHandle, *precision: Any) -> TensorHandle:
-        factor, summed = a.dtype.scalar, d.dtype.scalar
-        if SUMS_OF.get(factor, summed) != summed or (summed == tl.float64) != (factor == tl.float64):
-            raise TypeError(
-                f"A product of {factor} is added to {summed}, for which there is no instruction, nor does it compile. "
-                f"Give an accumulator of {SUMS_OF.get(factor, tl.float32)}."
-            )
+        check_product(a.dtype.scalar, d.dtype.scalar)
         left, right, accumulator = dtypes.widen(a), dtypes.widen(b), dtypes.widen(d)
         if d.dtype.scalar.is_int():
             # Exact in float64 (|a.b| < 2^53), which has a fast product where integers have none.
@@ -191,7 +184,7 @@ class Builder(InterpreterBuilder):
 
     def create_fp_to_fp(self, src: TensorHandle, dst_type: tl.dtype, rounding: Any) -> TensorHandle:
         toward_zero = rounding == libtriton.ROUNDING_MODE.RTZ
-        _check_conversion(src.dtype.scalar, dst_type.scalar, toward_zero)
+        check_conversion(src.dtype.scalar, dst_type.scalar, toward_zero)
         return TensorHandle(dtypes.narrow(dtypes.widen(src), dst_type.scalar, toward_zero), dst_type.scalar)
 
     # Memory ---------------------------------------------------------------------------------------------------------
@@ -369,31 +362,6 @@ def _recorded(pointers: np.ndarray, sem: Any, scope: Any) -> Iterator[Callable[.
 
     with recorder.notes.numbered() as number:
         yield record
-
-
-def check_arithmetic(dtype: tl.dtype) -> None:
-    """Refuse what Triton compiles for no GPU: of fp8 only absolute values, choices and conversions."""
-    if dtype.is_fp8():
-        raise TypeError(
-            f"Arithmetic on {dtype} does not compile, nor do comparisons and scans of it: convert to {tl.float32} "
-            "first, and the result back."
-        )
-
-
-def _check_conversion(source: tl.dtype, target: tl.dtype, toward_zero: bool) -> None:
-    """Refuse what Triton compiles for no GPU."""
-    # Those of 4 and those of 5 bits of exponent alike, and AMD's forms of them.
-    narrow = [dtype for dtype in (source, target) if dtype.is_fp8()]
-    if source != target and (len(narrow) == 2 or (narrow and tl.float64 in (source, target))):
-        raise TypeError(
-            f"A conversion from {source} to {target} does not compile: convert to {tl.float32} first, and that to "
-            f"{target}."
-        )
-    if toward_zero and (source == tl.float64 or (target.is_fp8() and target != tl.float8e5)):
-        raise TypeError(
-            f'A conversion from {source} to {target} with fp_downcast_rounding="rtz" does not compile: every GPU '
-            "rounds float32 to float16, bfloat16 and fp8e5 in this way."
-        )
 
 
 def _rereads_memory(argument: Any) -> bool:

@@ -13,7 +13,7 @@ import triton.language as tl
 from iris.compat.interpreter import TensorHandle
 from iris.compat.semantic import combine_max, combine_min, combine_product, combine_sum
 from iris.simulator import dtypes
-from iris.simulator.interpreter import check_arithmetic
+from iris.simulator.legality import check_arithmetic
 from iris.simulator.shapes import unwrapped
 
 _FAST_REDUCTIONS = {

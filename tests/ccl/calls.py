@@ -343,3 +343,8 @@ def sample(number, seed, *axes):
 def mainly(*counts):
     """Run a test with these numbers of ranks, and with all others where everything is to be tested."""
     return pytest.mark.ranks(*(RANKS if EVERYTHING else counts))
+
+
+def filled(ctx, elements, round_=0):
+    """Numbers that differ at every position, rank and round."""
+    return torch.arange(elements, device=ctx.device) + 1000.0 * (ctx.cur_rank + 1) + round_

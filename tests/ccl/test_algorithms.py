@@ -1,13 +1,11 @@
 """The table of what each algorithm can do is complete, and a launch gives a kernel the arguments that it has."""
 
 import re
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-import iris.ccl
 from iris.ccl import algorithms, select
 from iris.ccl.algorithms import ALGORITHMS, candidates
 from iris.ccl.atomic import atomic
@@ -55,8 +53,3 @@ def test_a_launch_gives_a_kernel_no_other_arguments():
     needed.pop("n")
     with pytest.raises(KeyError, match="'n'"):
         kernel_launch(call, atomic, 1, 1, torch.float32, **needed)
-
-
-def test_files_are_read_in_one_sitting():
-    for file in Path(iris.ccl.__file__).parent.glob("*.py"):
-        assert len(file.read_text().splitlines()) <= 400, file

@@ -339,25 +339,6 @@ def test_waiting_for_a_program_that_works_is_no_hang(monkeypatch):
     assert flag.tolist() == [400, 1]
 
 
-def factory(jit, scale):
-    @jit
-    def scaled(x):
-        return x * scale
-
-    @jit
-    def kernel(x, out, add: tl.constexpr = 1):
-        tl.store(out, scaled(tl.load(x)) + add)
-
-    return kernel
-
-
-def test_kernels_close_over_functions_and_values():
-    x, out = torch.tensor([3.0]), torch.zeros(1)
-    for scale, expected in ((2, 7.0), (5, 16.0)):
-        factory(triton.jit, scale)[(1,)](x, out)
-        assert out.item() == expected
-
-
 def test_a_tensor_that_the_cpu_cannot_reach_is_an_error():
     with pytest.raises(NotOnCpuError, match="'flag' of kernel 'release' is on meta"):
         release[(1,)](torch.zeros(1, dtype=torch.int32, device="meta"))

@@ -9,6 +9,7 @@ import torch
 from iris.errors import IrisTimeoutError, SharedMemoryRaceError
 from iris.simulator import ACTIVE, grid
 from simulator import hopper_kernels as kernels
+from simulator import hopper_matmuls as matmuls
 
 assert ACTIVE
 
@@ -201,7 +202,7 @@ def check_product(launch, a, b, c):
 def test_forms_of_a_product(registers, added):
     a, b, c = values(64, 32), values(32, 64), torch.zeros(64, 64)
     blocks = [kernels.descriptor(tensor, list(tensor.shape)) for tensor in (a, b, c)]
-    kernels.product[(1,)](*blocks, 64, 64, 32, registers, added)
+    matmuls.product[(1,)](*blocks, 64, 64, 32, registers, added)
     torch.testing.assert_close(c, (1 + added) * (a.float() @ b.float()))
 
 
@@ -209,14 +210,14 @@ def test_forms_of_a_product(registers, added):
 @pytest.mark.parametrize("shape, stages", [((64, 64, 64), 2), ((100, 144, 208), 3), ((65, 8, 400), 4)])
 def test_a_pipelined_product(dtype, shape, stages):
     a, b, c = operands(*shape, dtype)
-    check_product(kernels.launch_matmul(a, b, c, stages=stages), a, b, c)
+    check_product(matmuls.launch_matmul(a, b, c, stages=stages), a, b, c)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn])
 @pytest.mark.parametrize("shape, stages", [((128, 64, 64), 1), ((200, 144, 400), 2), ((65, 72, 208), 4)])
 def test_a_product_by_partitions(dtype, shape, stages):
     a, b, c = operands(*shape, dtype)
-    check_product(kernels.launch_specialized_matmul(a, b, c, stages=stages), a, b, c)
+    check_product(matmuls.launch_specialized_matmul(a, b, c, stages=stages), a, b, c)
 
 
 @pytest.mark.parametrize(
@@ -227,11 +228,11 @@ def test_a_product_by_partitions(dtype, shape, stages):
     ],
 )
 def test_partitions_that_wait_for_each_other_are_reported(limit, forget, place):
-    function, line, partitions, missing = getattr(kernels, place[0]), *place[1:]
+    function, line, partitions, missing = getattr(matmuls, place[0]), *place[1:]
     with pytest.raises(IrisTimeoutError) as error:
-        run(kernels.launch_specialized_matmul(*operands(128, 64, 400, torch.bfloat16), FORGET=forget))
+        run(matmuls.launch_specialized_matmul(*operands(128, 64, 400, torch.bfloat16), FORGET=forget))
     assert "kernel 'specialized_matmul'" in str(error.value)
-    where = f"{kernels.__file__}:{line_of(function, line)} in {place[0]}"
+    where = f"{matmuls.__file__}:{line_of(function, line)} in {place[0]}"
     for partition in partitions:
         who = re.escape(f"partition {partition} of program (0, 0, 0) at {where}")
         caller = r"(, called by \S+:\d+ in \w+)?"
@@ -255,7 +256,7 @@ def forgetful_copy_by_threads(forget, n):
 
 def forgetful_product(forget, K):
     a, b, c = operands(128, 64, K, torch.bfloat16)
-    run(kernels.launch_matmul(a, b, c, FORGET=forget))
+    run(matmuls.launch_matmul(a, b, c, FORGET=forget))
     return c, (a.float() @ b.float().T).bfloat16()
 
 
@@ -291,10 +292,10 @@ def test_a_place_that_is_written_while_a_copy_to_it_is_under_way_holds_poison(se
 @pytest.mark.parametrize("forget", ["load", "order", "order of one", "arrival of one"])
 def test_partitions_race_in_whatever_order_they_run(forget):
     with pytest.raises(SharedMemoryRaceError, match="a race in shared memory") as error:
-        run(kernels.launch_specialized_matmul(*operands(128, 64, 400, torch.bfloat16), FORGET=forget))
-    reads = f"reads by wgmma at {kernels.__file__}:{line_of(kernels.multiply, 'product = warpgroup_mma(')}"
+        run(matmuls.launch_specialized_matmul(*operands(128, 64, 400, torch.bfloat16), FORGET=forget))
+    reads = f"reads by wgmma at {matmuls.__file__}:{line_of(matmuls.multiply, 'product = warpgroup_mma(')}"
     assert reads in str(error.value)
-    assert f"partition 2 writes by TMA at {kernels.__file__}:" in str(error.value)
+    assert f"partition 2 writes by TMA at {matmuls.__file__}:" in str(error.value)
 
 
 def test_a_block_that_a_partition_stores_must_be_waited_for():

@@ -235,3 +235,22 @@ def test_a_named_tuple_keeps_its_names_when_it_is_assigned():
     out = torch.zeros(16, dtype=torch.int32)
     fill[(1,)](out, Interval(3, 6))
     assert out.nonzero().flatten().tolist() == [5, 6, 7, 8, 9, 10]
+
+
+def factory(jit, scale):
+    @jit
+    def scaled(x):
+        return x * scale
+
+    @jit
+    def kernel(x, out, add: tl.constexpr = 1):
+        tl.store(out, scaled(tl.load(x)) + add)
+
+    return kernel
+
+
+def test_kernels_close_over_functions_and_values():
+    x, out = torch.tensor([3.0]), torch.zeros(1)
+    for scale, expected in ((2, 7.0), (5, 16.0)):
+        factory(triton.jit, scale)[(1,)](x, out)
+        assert out.item() == expected
