@@ -2,7 +2,7 @@
 
 Lengths and places are read from device memory, so whoever computes them there needs no host. Over the link: each piece
 once, in one step, through the queues of `iris.ccl.queue`. A pair takes as many rounds as its piece has blocks, the two
-directions of a pair are independent. Each program first tells each other rank how many bytes its rank sends there. That
+directions of a pair are independent. Each program first sends each other rank the number of bytes that follow. That
 rank compares them with what it receives before it takes a block; where they differ nothing is received, and the other
 pairs go on (`iris.ccl.sizes`).
 """

@@ -1,4 +1,4 @@
-"""Small and medium sums: each rank pushes what the others need, and each element tells that it has arrived.
+"""Small and medium sums: each rank pushes what the others need, and each element is its own flag (Lamport).
 
 *One shot* is the small all-reduce. A rank pushes its whole input to all others, and adds up what it gets: over the link
 (W - 1) n bytes, in one step. A call of it, block by block:
@@ -21,12 +21,12 @@ There are 3 slots. In each a block has a region of its own, ``[steps, W sources,
 epochs modulo 3. In epoch e the ranks use slot e % 3, and each clears slot (e - 1) % 3: all that peers may have put into
 the block's region, whatever this call needs. Why no rank writes to a slot that is not cleared:
 
-1. A rank writes to slot e % 3 of mine in its call e. It has heard from me in its call e - 1.
+1. A rank writes to slot e % 3 of mine in its call e. It has received from me in its call e - 1.
 2. So my call e - 2 was over, and all that it had stored was visible to everybody.
 3. In that call I cleared slot (e - 3) % 3 = e % 3, which I had read in my call e - 3.
 
 With two slots I would be clearing while it writes. (In two shot a rank whose part is beyond the end of the tensor sends
-no sums; whoever has heard rank 0's, which were of parts from all, has heard from it.)
+no sums; whoever has received rank 0's, which were of parts from all, has received from it.)
 
 Sums are formed in the order of ranks, on each rank or on one, so all ranks have the same bits.
 """
@@ -385,7 +385,7 @@ ALGORITHMS = (
         dtypes=LAMPORT,
         min_ranks=2,
         fits=functools.partial(fits, steps=STEPS["one_shot"]),
-        limits="is for floating-point tensors, whose elements can tell that they have arrived",
+        limits="is for floating-point tensors, whose elements can be their own flags",
     ),
     Algorithm(
         "two_shot_push",

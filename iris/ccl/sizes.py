@@ -1,6 +1,6 @@
 """Messages of unequal size: how both ends learn of it, so that neither waits for ever nor writes where it must not.
 
-Each program of a sender tells the program of the receiver with the same number how many bytes its rank sends, before
+Each program of a sender sends the program of the receiver with the same number how many bytes come, before
 the first block: a word of 8 bytes, which carries its own arrival (`iris.language.ll`). The receiver compares it
 with its own size before it takes a block. The word is on its way before the data, so it costs no step. The slots of a
 queue are the library's own memory, so a sender needs no answer before it fills them. Where a sender writes to the
@@ -97,7 +97,7 @@ def recv_words(ctx, words, messages, peers, ROW: tl.constexpr):
 
 @jit
 def ask(ctx, words, heap_table, output, length, nbytes, messages, sources, W: tl.constexpr):
-    """Ask ``sources`` for ``nbytes`` each, and tell them where these go; returns whether that is on the heap.
+    """Ask ``sources`` for ``nbytes`` each, and send them the place for these; returns whether that is on the heap.
 
     What used the memory before was an earlier kernel, which is over: there is nothing to release.
     """
