@@ -4,7 +4,7 @@ memory, and how to allocate and load kernels during one.
 Graphs of one memory pool, and graphs whose first call is on one stream, are taken for graphs that never run at once:
 the first is torch's own rule ("CUDA semantics", "Graph memory management"), the second is that of calls outside a
 graph. They are one *line*, and what calls of one line use of the library's memory they share, as calls of a stream do.
-Branches of one graph, which run side by side, are told apart by the streams that they are captured on.
+Branches of one graph, which run side by side, are distinguished by the streams that they are captured on.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ def _driver() -> ctypes.CDLL:
 def _call(name: str, hip: str, *arguments: object) -> None:
     error = getattr(_driver(), hip if torch.version.hip else name)(*arguments)
     if error:
-        raise MappingError(f"The driver could not tell about the capture of a graph: {name}() returned {error}.")
+        raise MappingError(f"The driver could not describe the capture of a graph: {name}() returned {error}.")
 
 
 def capture_id(stream: int | None) -> int:

@@ -1,4 +1,4 @@
-"""What a kernel tells its host: the first thing that went wrong in it, noted in device memory.
+"""What a kernel reports to its host: the first thing that went wrong in it, noted in device memory.
 
 Kernels write the record where a wait exceeds its limit (`iris.wait_limit`); with ``IRIS_DEBUG=1``, where they reach a
 peer by a pointer that is not in their context's heap; and where a lock of `iris.x` holds what only its caller can have
@@ -65,7 +65,7 @@ class DeviceRecord:
         self._words = self._records[0][:WORDS]
 
     def of_group(self, section: int, state: int, member: int) -> torch.Tensor:
-        """One more record, whose kernels tell the host too: see `iris.abort`."""
+        """One more record, whose kernels report to the host too: see `iris.abort`."""
         return self._make({SECTION: section, STATE: state, MEMBER: member})
 
     def trace_into(self, buffer: torch.Tensor) -> None:

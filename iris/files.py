@@ -1,4 +1,4 @@
-"""Files that a user names: whoever cannot write one is told which, and why."""
+"""Files that a user names: an error says which one cannot be written, and why."""
 
 import contextlib
 import os

@@ -132,7 +132,7 @@ def whole(path: Path) -> Iterator[Path]:
 
 
 def leave(path: Path, status: int) -> None:
-    """Tell the other ranks a number."""
+    """Leave the other ranks a number."""
     with whole(path) as file:
         file.write_text(str(status))
 

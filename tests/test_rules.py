@@ -142,7 +142,8 @@ def test_what_is_kept_is_allocated_by_keep():
 
 
 # Private words for ideas that have a name in the field, by the folder where that name must stand instead. Those of ""
-# are in no folder; others are plain words elsewhere, as `taken` of a lock.
+# are in no folder. Others are plain words elsewhere, as `taken` of a lock; `find`, `keep`, `place` and `push` are so
+# everywhere.
 PRIVATE_WORDS = {
     "": """
         send_stamped receive_stamped stamped send_marked receive_marked clear_marked marked absent unmark

@@ -96,7 +96,7 @@ def run_on_rank(
 
 
 def file_name(name: str, dtype: str, num_ranks: int) -> str:
-    """Of what is written, without its ending: bf16, which most of it is, is not told."""
+    """Of what is written, without its ending: bf16, which most of it is, is left out."""
     return f"{name}_{num_ranks}" if dtype == "bfloat16" else f"{name}_{dtype}_{num_ranks}"
 
 

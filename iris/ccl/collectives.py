@@ -2,7 +2,7 @@
 
 A call takes four steps. `Enqueuer._enter` finds the group and the stream. A key of all that a launch depends on finds
 the launch of an earlier call. Where there is none, the arguments are checked, and `iris.ccl.algorithms` chooses the
-algorithm, whose file prepares the launch. `Enqueuer._enqueue` calls it.
+algorithm, whose file prepares the launch. `Enqueuer._launch` calls it.
 """
 
 from collections.abc import Sequence
@@ -69,7 +69,7 @@ class Collectives(Enqueuer):
         inside = result.data_ptr() + comm.rank * source.nbytes
         if source.data_ptr() != inside or not source.is_contiguous():
             checks.check_overlap("all_gather", result, source)
-        return self._enqueue(comm, "all_gather", launch, stream, source, result, output, async_op)
+        return self._launch(comm, "all_gather", launch, stream, source, result, output, async_op)
 
     def all_to_all(
         self,
@@ -94,7 +94,7 @@ class Collectives(Enqueuer):
             checks.check_columns(comm, "all_to_all", output, input)
             launch = self._prepare(key, config, Call("all_to_all", comm, result, source, line))
         checks.check_overlap("all_to_all", result, source)
-        return self._enqueue(comm, "all_to_all", launch, stream, source, result, output, async_op)
+        return self._launch(comm, "all_to_all", launch, stream, source, result, output, async_op)
 
     def broadcast(
         self,
@@ -123,7 +123,7 @@ class Collectives(Enqueuer):
         # Behind the above: ranks may meet in the preparation, and a root that refuses the call comes there too.
         launch = launch or self._prepare(key, config, Call("broadcast", comm, dense, dense, line, root))
         output = None if comm.rank == root else tensor
-        return self._enqueue(comm, "broadcast", launch, stream, dense, dense, output, async_op)
+        return self._launch(comm, "broadcast", launch, stream, dense, dense, output, async_op)
 
     def gather(
         self,
@@ -158,7 +158,7 @@ class Collectives(Enqueuer):
         except IrisError as error:
             refuse(comm, "gather", error, here, stream, line, lambda: self.gather(
                 input.new_empty(comm.size * input.numel()), input, dst, group=group, config=config))  # fmt: skip
-        return self._enqueue(comm, "gather", launch, stream, source, result, output if here else None, async_op)
+        return self._launch(comm, "gather", launch, stream, source, result, output if here else None, async_op)
 
     def scatter(
         self,
@@ -195,7 +195,7 @@ class Collectives(Enqueuer):
         except IrisError as error:
             refuse(comm, "scatter", error, here, stream, line, lambda: self.scatter(
                 output, output.new_zeros(comm.size * output.numel()), src, group=group, config=config))  # fmt: skip
-        return self._enqueue(comm, "scatter", launch, stream, source, result, output, async_op)
+        return self._launch(comm, "scatter", launch, stream, source, result, output, async_op)
 
     def all_to_all_v(
         self,
@@ -225,7 +225,7 @@ class Collectives(Enqueuer):
             checks.check_pair(comm, "all_to_all_v", output, input, None, None)
             launch = self._prepare(key, config, Call("all_to_all_v", comm, output, input, line, more=rows))
         checks.check_overlap("all_to_all_v", output, input)
-        return self._enqueue(comm, "all_to_all_v", launch, stream, input, output, output, async_op, rows)
+        return self._launch(comm, "all_to_all_v", launch, stream, input, output, output, async_op, rows)
 
     def send(
         self,
@@ -289,7 +289,7 @@ class Collectives(Enqueuer):
             launch = self._prepare(key, config, Call("all_reduce", comm, result, source, line, op=op, more=factors))
         if source.data_ptr() != result.data_ptr():
             checks.check_overlap("all_reduce", result, source)
-        return self._enqueue(comm, "all_reduce", launch, stream, source, result, output, async_op, factors)
+        return self._launch(comm, "all_reduce", launch, stream, source, result, output, async_op, factors)
 
     def all_reduce_preamble(
         self,
@@ -339,7 +339,7 @@ class Collectives(Enqueuer):
             launch = self._prepare(key, config, Call("reduce_scatter", comm, result, source, line, op=op, more=factors))
         if result.data_ptr() != source.data_ptr() + comm.rank * result.nbytes:
             checks.check_overlap("reduce_scatter", result, source)
-        return self._enqueue(comm, "reduce_scatter", launch, stream, source, result, output, async_op, factors)
+        return self._launch(comm, "reduce_scatter", launch, stream, source, result, output, async_op, factors)
 
     def reduce(
         self,
@@ -380,9 +380,7 @@ class Collectives(Enqueuer):
         except IrisError as error:
             refuse(comm, "reduce", error, here, stream, line, lambda: self.reduce(
                 torch.empty_like(input), input, dst, op=asked, group=group, config=config))  # fmt: skip
-        return self._enqueue(
-            comm, "reduce", launch, stream, source, result, output if here else None, async_op, factors
-        )
+        return self._launch(comm, "reduce", launch, stream, source, result, output if here else None, async_op, factors)
 
     def barrier(self, *, group: dist.ProcessGroup | None = None, async_op: bool = False) -> Work | None:
         """As ``ctx.device_barrier``: what a rank enqueued before it is visible to every rank's work behind it."""

@@ -144,7 +144,7 @@ class Enqueuer:
         comm.remember(key, config, launch)
         return launch
 
-    def _enqueue(
+    def _launch(
         self,
         comm: Communicator,
         name: str,
@@ -193,7 +193,7 @@ class Enqueuer:
             checks.check_pair(comm, name, tensor, tensor, 1, 1)
             launch = self._prepare(key, config, Call(name, comm, dense, dense, line, peer))
         output = tensor if name == "recv" else None
-        return self._enqueue(comm, name, launch, stream, dense, dense, output, async_op)
+        return self._launch(comm, name, launch, stream, dense, dense, output, async_op)
 
     def _refuse_broadcast(
         self, error: IrisError, src: int, group: dist.ProcessGroup | None, broadcast: Callable[[torch.Tensor], object]
@@ -232,5 +232,5 @@ def to_read(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def to_write(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, or plain room for a result that `Enqueuer._enqueue` copies into it."""
+    """The tensor, or plain room for a result that `Enqueuer._launch` copies into it."""
     return tensor if is_plain(tensor) else torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)

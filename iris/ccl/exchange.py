@@ -53,7 +53,15 @@ from iris.ccl.queue import (
     wait_blocks,
     wait_credits,
 )
-from iris.ccl.sizes import ask, count_messages, find_target, record_unequal, recv_words, refuse, send_word
+from iris.ccl.sizes import (
+    ask,
+    count_messages,
+    find_target,
+    record_unequal,
+    recv_message_words,
+    refuse,
+    send_message_word,
+)
 from iris.errors import InvalidConfigError
 from iris.language.address import bytes_of
 from iris.language.barrier import lanes
@@ -147,7 +155,7 @@ def exchange(
         pieces = piece + tl.cast(lanes() * 0, tl.int64)
         messages_to = tl.load(row + MESSAGES_TO + lanes(), mask=receivers, other=0) + 1
         messages_from = tl.load(row + MESSAGES_FROM + lanes(), mask=sources, other=0) + 1
-        send_word(ctx, own_words, piece, messages_to, receivers, SIZES)
+        send_message_word(ctx, own_words, piece, messages_to, receivers, SIZES)
     queued = to
     direct_here = False
     if DIRECT:
@@ -161,7 +169,7 @@ def exchange(
         address = tl.where(queued, address, place)
     takes = (direct_here == 0) & (from_first < from_last)
     if PROGRAMS > 0:
-        theirs = recv_words(ctx, own_words, messages_from, sources, SIZES)
+        theirs = recv_message_words(ctx, own_words, messages_from, sources, SIZES)
         wrong = sources & (theirs != pieces)
         unequal = tl.max(tl.cast(wrong, tl.int32), axis=0) > 0
         if unequal:

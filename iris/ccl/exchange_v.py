@@ -2,7 +2,7 @@
 
 Lengths and places are read from device memory, so whoever computes them there needs no host. Over the link: each piece
 once, in one step, through the queues of `iris.ccl.queue`. A pair takes as many rounds as its piece has blocks, the two
-directions of a pair are independent. Each program first tells each other rank how many bytes its rank sends there. That
+directions of a pair are independent. Each program first sends each other rank the number of bytes that follow. That
 rank compares them with what it receives before it takes a block; where they differ nothing is received, and the other
 pairs go on (`iris.ccl.sizes`).
 """
@@ -35,7 +35,7 @@ from iris.ccl.queue import (
     wait_blocks,
     wait_credits,
 )
-from iris.ccl.sizes import count_messages, record_unequal, send_word
+from iris.ccl.sizes import count_messages, record_unequal, recv_message_words, send_message_word
 from iris.errors import InvalidConfigError
 from iris.language.address import bytes_of
 from iris.language.barrier import lanes
@@ -88,7 +88,7 @@ def exchange_v(
     word_bytes: tl.constexpr = bytes_of(input.dtype.element_ty)
     messages_to = tl.load(row + MESSAGES_TO + lanes(), mask=others, other=0) + 1
     messages_from = tl.load(row + MESSAGES_FROM + lanes(), mask=others, other=0) + 1
-    send_word(ctx, own_words, send_words * word_bytes, messages_to, others, SIZES)
+    send_message_word(ctx, own_words, send_words * word_bytes, messages_to, others, SIZES)
     own_words_sent = tl.minimum(lane_value(send_words, rank), lane_value(recv_words, rank))
     i = flat(BLOCK, input.dtype.element_ty)
     last = tl.maximum(tl.maximum(tl.max(send_rounds, axis=0), tl.max(recv_rounds, axis=0) + AHEAD), AHEAD + 1)
@@ -109,7 +109,7 @@ def exchange_v(
                     store_to_peer(ctx, slot + i, data, d, mask)
         sent = tl.where(sends, sent + 1, sent)
         if step == AHEAD:
-            theirs = recv_words(ctx, own_words, messages_from, others, SIZES)
+            theirs = recv_message_words(ctx, own_words, messages_from, others, SIZES)
             wrong = (others & (theirs != recv_words * word_bytes)) | ((lanes() == rank) & (send_words != recv_words))
             if tl.max(wrong.to(tl.int32), axis=0) > 0:
                 # As if what they send had been taken.

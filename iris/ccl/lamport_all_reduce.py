@@ -1,4 +1,4 @@
-"""Small and medium sums: each rank pushes what the others need, and each element tells that it has arrived.
+"""Small and medium sums: each rank pushes what the others need, and each element is its own flag (Lamport).
 
 *One shot* is the small all-reduce. A rank pushes its whole input to all others, and adds up what it gets: over the link
 (W - 1) n bytes, in one step. A call of it, block by block:
@@ -387,7 +387,7 @@ ALGORITHMS = (
         dtypes=LAMPORT,
         min_ranks=2,
         fits=functools.partial(fits, steps=STEPS["one_shot"]),
-        limits="is for floating-point tensors, whose elements can tell that they have arrived",
+        limits="is for floating-point tensors, whose elements can be their own flags",
     ),
     Algorithm(
         "two_shot_push",

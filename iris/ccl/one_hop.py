@@ -1,14 +1,14 @@
-"""Small pieces from every rank to every rank: each word tells by itself that it has arrived.
+"""Small pieces from every rank to every rank: each word has its own flag (LL protocol).
 
 all_gather (the same piece to all), all_to_all (another piece to each) and broadcast (the root's piece, and two words of
-every other rank, so that all hear from all). A piece is cut into blocks; program (block b, distance i) sends its block
-to rank r + i and receives one from rank r - i, so nothing is done one after the other. Over the link: twice the bytes
-of each piece, in one step.
+every other rank, so that all receive from all). A piece is cut into blocks; program (block b, distance i) sends its
+block to rank r + i and receives one from rank r - i, so nothing is done one after the other. Over the link: twice
+the bytes of each piece, in one step.
 
 Words are LL messages (`iris.language.ll`). Their flag is the block's epoch, which its programs count in device memory,
-each on its own. Two slots take turns. Why that is enough: this rank writes slot e % 2 in its call e, and has heard from
-every rank in its call e - 1, which is over. A rank that sent in e - 1 had left e - 2 behind (kernels of a stream run in
-order), where it last read this slot. Calls of other sizes leave a block's epoch, and its slots, as they are.
+each on its own. Two slots take turns. Why that is enough: this rank writes slot e % 2 in its call e, and has received
+from every rank in its call e - 1, which is over. A rank that sent in e - 1 had left e - 2 behind (kernels of a stream
+run in order), where it last read this slot. Calls of other sizes leave a block's epoch, and its slots, as they are.
 """
 
 import torch
@@ -34,7 +34,7 @@ LARGEST_PIECE = 256 << 10
 SMALL_BLOCK, LARGE_BLOCK = 256, 1024
 
 RANKS = tl.constexpr(32)
-# Words that a rank without a piece sends, so that all hear from all: two, which leaves accesses 16 bytes wide.
+# Words that a rank without a piece sends, so that all receive from all: two, which leaves accesses 16 bytes wide.
 REPLY = tl.constexpr(2)
 
 

@@ -7,7 +7,7 @@ between blocks: programs meet their peers once in front, to learn where inputs a
 Only a rank itself reads and writes its part of all inputs and outputs, and it writes behind what it has read, so the
 output may be the input. Sums are formed in the order of ranks, as in `iris.ccl.two_shot`, with the same bits.
 
-If any rank's input or output is elsewhere, all know it from the places that they were told, and take the queues.
+If any rank's input or output is elsewhere, all know it from the places that they exchanged, and take the queues.
 """
 
 import triton.language as tl

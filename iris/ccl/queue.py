@@ -1,7 +1,7 @@
 """The queues between ranks: how blocks of any size, from anywhere, get from one rank's program to another's.
 
 Program p of each rank has a queue to program p of every other: `SLOTS` slots of staging memory at the receiver. Each
-rank tells each other how many blocks it has put into the queue to it, and taken out of the queue from it. Both counts
+rank signals each other how many blocks it has put into the queue to it, and taken out of the queue from it. Both counts
 only ever rise and are one word of 64 bits, so that one release says both:
 
     posts[p, s]    at every rank: (blocks that s has put in for this rank, blocks that s has taken of this rank's)
@@ -19,7 +19,7 @@ while a slow one still reads this call's, and counts guard a queue's own slots a
 Programs work in rounds. In each a program sends what is next, takes what its peers sent `AHEAD` rounds before, and
 posts its counts at the end; so the trip of a block, and of the fence behind it, is hidden by the next ones.
 
-Large results that lie on the symmetric heap need no slots. The receiver tells each sender where its result is, in a
+Large results that lie on the symmetric heap need no slots. The receiver sends each sender the place of its result, in a
 *place*: a word of 64 bits with the offset in the heap, plus one, and the count of such calls in the upper 16 bits,
 or zero offset for "use the queue". Nobody overruns it: the next call's word comes after the receiver has seen this
 call's data, which the sender wrote after it had read this call's word. Saying the place is also the permission to
@@ -140,7 +140,7 @@ def place_of(ctx, heap_table, tensor, length, W: tl.constexpr):
 
 @jit
 def permit(ctx, words, heap_table, output, length, calls, ranks, W: tl.constexpr):
-    """Tell ``ranks`` where they may write; returns whether that is on the heap, else they may not.
+    """Send ``ranks`` the place that they may write to; returns whether that is on the heap, else they may not.
 
     What used the memory before was an earlier kernel, which is over: its accesses have been performed in this GPU's L2
     cache, to which the peers' stores come only after they have received this word. That is how the hardware works; the
@@ -154,7 +154,7 @@ def permit(ctx, words, heap_table, output, length, calls, ranks, W: tl.constexpr
 
 @jit
 def advertise_input(ctx, words, heap_table, tensor, length, calls, others, W: tl.constexpr):
-    """Tell all ranks where a tensor lies that they may read; returns whether that is on the heap."""
+    """Send all ranks the place of a tensor that they may read; returns whether that is on the heap."""
     offset, direct = place_of(ctx, heap_table, tensor, length, W)
     word = tl.where(direct, offset + 1, 0) | (tl.cast(calls & 0xFFFF, tl.int64) << 48)
     nothing = tl.cast(lanes() * 0, tl.int64)
@@ -172,7 +172,7 @@ def resolve_inputs(ctx, words, heap_table, calls, others):
 
 @jit
 def advertise(ctx, row, words, heap_table, output, length, W: tl.constexpr, sources):
-    """Tell the ranks ``sources`` where their data go; returns the count of such calls, and if it is direct."""
+    """Send the ranks ``sources`` the place for their data; returns the count of such calls, and if it is direct."""
     calls = tl.load(row + CALLS_FROM + lanes(), mask=sources, other=0) + 1
     direct = permit(ctx, words + PLACES, heap_table, output, length, calls, sources, W)
     store_after_sync(row + CALLS_FROM + lanes(), calls, sources)
@@ -244,14 +244,14 @@ def wait_consumed(ctx, words, sent, to, W: tl.constexpr):
 
 @jit
 def publish_counters(ctx, words, sent, got, peers):
-    """Tell ``peers`` what was put in and taken out: behind all writes to their slots, and all reads of the own."""
+    """Publish to ``peers`` what was put in and taken out: behind all writes to their slots, and reads of the own."""
     word = (tl.cast(sent, tl.int64) << 32) | (tl.cast(got, tl.int64) & 0xFFFFFFFF)
     ctx._signal_ranks(words + POSTS + ctx.cur_rank, word, lanes(), peers)
 
 
 @jit
 def finish(ctx, flags, calls_to, to, calls_from, sources, W: tl.constexpr):
-    """Say "all written" to the ranks ``to`` that were written directly, and hear it from ``sources``.
+    """Signal "all written" to the ranks ``to`` that were written directly, and wait for it from ``sources``.
 
     ``flags``: the row `DONE`, or `WRITTEN` of messages whose sizes are compared.
     """

@@ -1,6 +1,6 @@
 """Messages of unequal size: how both ends learn of it, so that neither waits for ever nor writes where it must not.
 
-Each program of a sender tells the program of the receiver with the same number how many bytes its rank sends, before
+Each program of a sender sends the program of the receiver with the same number how many bytes come, before
 the first block: a word of 8 bytes, which carries its own arrival (`iris.language.ll`). The receiver compares it
 with its own size before it takes a block. The word is on its way before the data, so it costs no step. The slots of a
 queue are the library's own memory, so a sender needs no answer before it fills them. Where a sender writes to the
@@ -79,7 +79,7 @@ def stamp_of(messages):
 
 
 @jit
-def send_word(ctx, words, value, messages, peers, ROW: tl.constexpr):
+def send_message_word(ctx, words, value, messages, peers, ROW: tl.constexpr):
     """Send ``peers`` a value below 2^48 of the messages of these numbers: `SIZES`, `ASKED` or `TARGETS`."""
     there = tl.load(ctx.table + lanes(), mask=peers, other=0)
     theirs = translate(row_of(words, messages, ROW) + ctx.cur_rank, ctx.base, there)
@@ -87,8 +87,8 @@ def send_word(ctx, words, value, messages, peers, ROW: tl.constexpr):
 
 
 @jit
-def recv_words(ctx, words, messages, peers, ROW: tl.constexpr):
-    """What ``peers`` send by `send_word` of the messages of these numbers; int64 lanes."""
+def recv_message_words(ctx, words, messages, peers, ROW: tl.constexpr):
+    """What ``peers`` send by `send_message_word` of the messages of these numbers; int64 lanes."""
     here = row_of(words, messages, ROW) + lanes()
     received = ll_recv_places(here, stamp_of(messages), peers, ctx._record())
     ll_send_place(here, tl.cast(lanes() * 0, tl.int64), lanes() * 0, peers)
@@ -97,22 +97,22 @@ def recv_words(ctx, words, messages, peers, ROW: tl.constexpr):
 
 @jit
 def ask(ctx, words, heap_table, output, length, nbytes, messages, sources, W: tl.constexpr):
-    """Ask ``sources`` for ``nbytes`` each, and tell them where these go; returns whether that is on the heap.
+    """Ask ``sources`` for ``nbytes`` each, and send them the place for these; returns whether that is on the heap.
 
     What used the memory before was an earlier kernel, which is over: there is nothing to release.
     """
     offset, direct = place_of(ctx, heap_table, output, length, W)
-    send_word(ctx, words, tl.where(direct, offset + 1, 0), messages, sources, TARGETS)
-    send_word(ctx, words, nbytes, messages, sources, ASKED)
+    send_message_word(ctx, words, tl.where(direct, offset + 1, 0), messages, sources, TARGETS)
+    send_message_word(ctx, words, nbytes, messages, sources, ASKED)
     return direct
 
 
 @jit
 def find_target(ctx, words, heap_table, nbytes, messages, receivers):
     """Which ``receivers`` `ask` for as many bytes as they are sent, and an address each, 0 for the queue."""
-    asked = recv_words(ctx, words, messages, receivers, ASKED)
+    asked = recv_message_words(ctx, words, messages, receivers, ASKED)
     to = receivers & (asked == nbytes)
-    offset = recv_words(ctx, words, messages, to, TARGETS)
+    offset = recv_message_words(ctx, words, messages, to, TARGETS)
     base = tl.load(heap_table + lanes(), mask=to, other=0)
     return to, tl.where(to & (offset > 0), base + offset - 1, 0)
 
@@ -176,13 +176,13 @@ def refuse(
     _, programs = programs_of(theirs, block_bytes, PROGRAMS)
     asks = sources & (theirs > LONGEST_QUEUED)
     if not DIRECT:
-        send_word(ctx, own_words, own, messages, asks & (p < programs), ASKED)
+        send_message_word(ctx, own_words, own, messages, asks & (p < programs), ASKED)
     if p == 0:
         for q in range(1, tl.num_programs(0)):
             here = row_of(words + q * WORDS, messages, SIZES) + lanes()
             ll_send_place(here, theirs, stamp_of(messages), sources & (q >= programs))
         for q in range(tl.num_programs(0), QUEUES):
             there = words + q * WORDS
-            send_word(ctx, there, own, messages, asks & (q < programs), ASKED)
+            send_message_word(ctx, there, own, messages, asks & (q < programs), ASKED)
             pass_over(ctx, counts + q * COUNTS, there, q, theirs, puts, block_bytes, sources, PROGRAMS)
     pass_over(ctx, counts + p * COUNTS, own_words, p, theirs, puts, block_bytes, sources, PROGRAMS)

@@ -46,10 +46,10 @@ def function(path: str, purpose: str) -> Callable[..., Any]:
     if found is not None:
         return found
 
-    def missing(*args: Any, **kwargs: Any) -> NoReturn:
+    def raise_missing(*args: Any, **kwargs: Any) -> NoReturn:
         raise missing(path, purpose)
 
-    return missing
+    return raise_missing
 
 
 def late(path: str, purpose: str) -> Callable[..., Any]:

@@ -37,7 +37,7 @@ class Rank:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a rank has to tell about a step: times in milliseconds, bytes that it moved, and elements that are wrong."""
+    """What a rank reports of a step: times in milliseconds, bytes that it moved, and elements that are wrong."""
 
     rank: int
     step: str
@@ -60,7 +60,7 @@ class Step:
 
 
 def run_all(messages: SimpleQueue) -> None:
-    """Run all steps on this rank, together with the others; put a `Rank`, then an `Outcome` for each, into ``tell``."""
+    """Run all steps on this rank, together with the others; put a `Rank`, then each `Outcome`, into ``messages``."""
     with Iris(HEAP_SIZE) as ctx:
         rank = ctx.get_rank()
         name = "CPU" if simulator.ACTIVE else torch.cuda.get_device_name(ctx.device)

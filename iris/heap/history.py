@@ -1,4 +1,4 @@
-"""The allocations that a rank has made, told in few words, so that ranks can compare them.
+"""The allocations that a rank has made, described in few words, so that ranks can compare them.
 
 Offsets agree because every rank makes the same allocations. Whether they do is checked wherever the ranks meet: each
 brings the number of its allocations and a digest of their sizes and offsets. In debug mode (``IRIS_DEBUG=1``) each

@@ -111,7 +111,7 @@ class Lifetimes:
 
     @property
     def count(self) -> int:
-        """How many blocks `gone` tells, at most."""
+        """How many blocks `gone` names, at most."""
         return len(self._deaths) + self.waiting()
 
     def waiting(self) -> int:

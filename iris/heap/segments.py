@@ -4,9 +4,9 @@ As in torch's caching allocator, a segment is what the driver hands out, a mappi
 that one user has. Blocks are zero when they are taken.
 
 Where a block lies must be the same on all ranks, and threads of a rank may use two groups of the same ranks at once, in
-another order on each. So the first rank decides for all, in its own order, and tells the others at the meeting in which
-a group takes the block. A block that was given back is taken again when every rank has given it back: until then a peer
-may still have a kernel in it.
+another order on each. So the first rank decides for all, in its own order, and sends it to the others at the meeting in
+which a group takes the block. A block that was given back is reused when every rank has given it back: until then a
+peer may still have a kernel in it.
 """
 
 import threading

@@ -12,7 +12,7 @@ from iris.language.target import on_amd, on_nvidia
 
 @triton.constexpr_function
 def note(event):
-    """In the simulator: tell the sanitizer of the event, if one looks on, and partitions of a fence."""
+    """In the simulator: report the event to the sanitizer, if one looks on, and a fence to partitions."""
     # Imported here: Triton follows the global names of a constexpr_function.
     from iris.simulator import sanitizer, tasks
 

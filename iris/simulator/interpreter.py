@@ -2,7 +2,7 @@
 
 Triton's semantic layer turns each ``tl`` operation into calls of a builder. The interpreter's builder answers them with
 numpy; this one derives from it and mends arithmetic on bf16, rounding, NaN in minima and maxima, masked
-atomics, and atomics on types that numpy lacks. It also tells `tasks` of every operation by which a program may be
+atomics, and atomics on types that numpy lacks. It also reports to `tasks` every operation by which a program may be
 waiting.
 """
 
@@ -336,7 +336,7 @@ class Builder(InterpreterBuilder):
 
 @contextlib.contextmanager
 def _recorded(pointers: np.ndarray, sem: Any, scope: Any) -> Iterator[Callable[..., None]]:
-    """Around an atomic operation, which tells what it found and did. (numpy's arrays of no dimension are scalars.)"""
+    """Around an atomic operation, which reports what it found and did. (numpy's arrays of no dimension are scalars.)"""
     recorder, asked = sanitizer.recorder, atomics.ORDERS[sem]
     partitioned = tasks.current().partitioned
 

@@ -22,7 +22,7 @@ LEAVE_LIMIT_S = 5.0
 LAST_WORD_S = 0.05
 # What a process that ends writes in the place of its next meeting's purpose.
 ENDED = "the end of the program"
-# Characters of an error's text that peers are told at most.
+# Characters of an error's text that peers get at most.
 LONGEST_TEXT = 500
 
 
@@ -78,7 +78,7 @@ def _failure() -> str | None:
 
 
 def leave(failure: str | None) -> None:
-    """Tell the members of all groups that this process comes no more. ``failure``: what it ends by, in words."""
+    """Let the members of all groups know that this process comes no more. ``failure``: what it ends by, in words."""
     for group in list(groups):
         with contextlib.suppress(dist.DistError):
             group.say_goodbye(failure)
@@ -99,7 +99,7 @@ def _leave_groups(stays: bool) -> None:
 
 @functools.cache
 def register(process: int) -> None:
-    """When the process of this number ends, it tells its peers, and rank 0 waits for them to leave their last meetings.
+    """When the process of this number ends, its peers learn it, and rank 0 waits for them to leave their last meetings.
 
     The store lives with rank 0 (if not with torchrun's agent), and must not end under peers that read it. The others
     need nothing of each other.

@@ -13,7 +13,7 @@ from iris.world import farewell, peers, strangers, wire
 from iris.world.peers import Identity, Peer
 from iris.world.store import LONGEST_PAUSE_S, await_keys, put
 
-# What a rank that has said that it fails gets to end, so that its launcher hears of it before it hears of the others.
+# What a rank that has said that it fails gets to end, so that its launcher sees it before the others.
 ENDING_S = 0.8
 
 # How a member has ended that did so well.
@@ -81,7 +81,7 @@ class Members:
             return
         for rank in self.unknown():
             if store.check([f"who/{rank}"]):
-                # Of another version of Iris: that is told when it comes to a meeting.
+                # Of another version of Iris: that is reported when it comes to a meeting.
                 with contextlib.suppress(TypeError, ValueError):
                     identity = Identity(*wire.decode(store.get(f"who/{rank}")))
                     self.processes[rank] = self._known[self._ranks[rank]] = peers.watch(identity)
@@ -98,7 +98,7 @@ class Members:
         return self._store is not None and strangers.are_gone(self._store, known)
 
     def report_end(self, peer: Peer) -> None:
-        """Tell members that cannot see it, for they are on other hosts, that a process has ended. Any thread."""
+        """Let members that cannot see it, since they are on other hosts, know that a process has ended. Any thread."""
         if self._store is None or peer not in self.processes:
             return
         if any(other is not None and not other.watched for other in self.processes):
@@ -142,7 +142,7 @@ class Members:
         return self.failures.get(rank)
 
     def await_ends(self, leaving: Sequence[int]) -> None:
-        """Give members that have said that they come no more the time to end: their launcher is to hear of it first."""
+        """Give members that have said that they come no more the time to end: their launcher is to see them first."""
         here = [peer for peer in (self.processes[rank] for rank in leaving) if peer is not None and peer.watched]
         await_(lambda: all(peer.ended for peer in here), ENDING_S)
 

@@ -17,7 +17,7 @@ OVERLAP_VARIABLE = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 
 
 class Placement(NamedTuple):
-    """Where a rank runs: what tells two hosts, or two GPUs, apart."""
+    """Where a rank runs: what distinguishes two hosts, or two GPUs."""
 
     host: str
     host_name: str

@@ -25,7 +25,7 @@ MEETING_BACKENDS = ("gloo", "iris")
 def are_gone(store: dist.Store, known: Iterable[int]) -> bool:
     """Whether all ranks had come, and no process but this one and those with the numbers ``known`` is connected still.
 
-    False also where that cannot be told.
+    False also where that is unknown.
     """
     tcp = tcp_store(store)
     if tcp is None or not _is_of_this_host(tcp.host) or not _all_had_come(tcp):

@@ -1,4 +1,4 @@
-"""Locks: how ranks tell each other that a tile lies in ``src``, and that it has been read.
+"""Locks: how ranks signal each other that a tile lies in ``src``, and that it has been read.
 
 **Locks** (int32 or int64, one a tile, on the heap, zeros at first; an array for each ``src``). They count signals and
 are never reset, so calls may follow each other without a barrier between them, and in graphs. Zeroing them between
@@ -73,7 +73,7 @@ def raise_foreign_value(lock, word, owner, caller):
 
 @triton.jit
 def report(lock, word, owner, ctx):
-    """Tell the host that rank ``owner``'s copy of ``lock`` holds ``word``, which nobody of `iris.x` has put there."""
+    """Report to the host that rank ``owner``'s copy of ``lock`` holds ``word``, which `iris.x` has not put there."""
     if in_simulator():
         raise_foreign_value(lock, word, owner, ctx.cur_rank)
     else:
@@ -147,7 +147,7 @@ def signal_all(lock, value, ctx):
 
 @triton.jit
 def finish(tile, lock, start, ctx):
-    """Tell all ranks that this one has read their tiles; a `TileView` waits until its own has been read by all."""
+    """Signal all ranks that this one has read their tiles; a `TileView` waits until its own has been read by all."""
     if ctx.cur_rank == 0:
         signal_all(lock, PERIOD - SIGNAL * (2 * ctx.num_ranks - 1), ctx)
     else:

@@ -4,7 +4,7 @@ Sums are formed in float32 (float64 for float64, integers in their own type; of 
 rounded once, except in the atomic and spinlock variants, which add to what is in memory already, in the order in which
 ranks come.
 
-How ranks tell each other that a tile is there, and has been read: `iris.x.locks`.
+How ranks signal that a tile is there, and has been read: `iris.x.locks`.
 
 Programs wait for their peers here. So all ranks call for the same tiles, and the programs that do so are resident at
 once, or take their tiles in the same order.
@@ -119,7 +119,7 @@ def all_reduce_one_shot(tile, src, dst, locks, ctx):
     ``src``: ``[M, N]``, on the heap of every rank. A `Tile` is stored there first, and may not be changed by others; of
     a `TileView` it is there, and may be changed on return. ``dst``: ``[M, N]``, anywhere, and not ``src``. On return
     the sum lies there, the same bits on all ranks. ``locks``: an array of ``src``'s own, zeros once, to which callers
-    write nothing: the call itself tells the others that the tile is there. Over the link: W - 1 tiles in, in one step
+    write nothing: the call itself signals the others that the tile is there. Over the link: W - 1 tiles in, in one step
     behind a signal.
     """
     check("all_reduce_one_shot", ctx, tile, False, src=src, dst=dst)

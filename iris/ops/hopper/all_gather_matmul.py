@@ -93,7 +93,7 @@ class Order:
         return self.W * tiles_m * tiles_n
 
     @gluon_jit
-    def place(self, tile):
+    def locate(self, tile):
         """Whose rows a tile is of, in which chunk of them, its first row among them, and its first column."""
         tiles_m, tiles_n = self.tiles()
         owner, theirs = (self.rank + tile // (tiles_m * tiles_n)) % self.W, tile % (tiles_m * tiles_n)
@@ -108,7 +108,7 @@ class Order:
     @gluon_jit
     def at(self, tile):
         """The first row and column of a tile, in the result."""
-        owner, _, row, column = self.place(tile)
+        owner, _, row, column = self.locate(tile)
         return owner * self.m + row, column
 
 
@@ -119,7 +119,7 @@ def load(pipeline, units, order, ctx, counts, a, gathered, b, K, TRANS_B: gl.con
     number, nth, step = gl.program_id(0), 0, 0
     while number < units.count():
         tile, split, splits = units.at(number)
-        owner, chunk, row, column = order.place(tile)
+        owner, chunk, row, column = order.locate(tile)
         if owner == order.rank:
             step = load_tile(pipeline, a, b, row, column, K, split, splits, step, False, TRANS_B)
         else:
@@ -138,7 +138,7 @@ def write(pipeline, units, order, bias, out, stride_om, stride_on, BIASED: gl.co
     while number < units.count():
         tile, split, splits = units.at(number)
         if split == splits - 1:
-            owner, _, row, column = order.place(tile)
+            owner, _, row, column = order.locate(tile)
             begin, stop = owner * order.m, (owner + 1) * order.m
             await_products(pipeline, done)
             store_products(pipeline, bias, out, begin + row, column, stop, order.columns, stride_om, stride_on, BIASED)

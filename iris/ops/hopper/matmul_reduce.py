@@ -83,14 +83,14 @@ class Order:
         return pid_m * self.BLOCK_M, pid_n * self.BLOCK_N
 
     @gluon_jit
-    def place(self, number):
+    def locate(self, number):
         """Whose rows a tile is of, and which of theirs it is."""
         return (self.rank + 1 + number % self.W) % self.W, number // self.W
 
     @gluon_jit
     def at(self, number):
         """The first row and column of a tile, of A and of B."""
-        owner, tile = self.place(number)
+        owner, tile = self.locate(number)
         row, column = self.in_share(tile)
         return owner * self.share + row, column
 
@@ -112,7 +112,7 @@ def write(pipeline, units, order, ctx, counts, peers_parts, parts_places):
     await_ready(ctx, counts, units.epoch)
     number, done = gl.program_id(0), 0
     while number < units.count():
-        owner, tile = order.place(number)
+        owner, tile = order.locate(number)
         row, column = order.in_share(tile)
         await_products(pipeline, done)
         place = gl.load(parts_places + owner)

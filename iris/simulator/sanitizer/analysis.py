@@ -84,10 +84,11 @@ class Analysis:
         self._ranks = {number: Rank(number, iter(events)) for number, events in sorted(notes.items())}
         self._slots: dict[tuple[int, int, int], int] = {}
         self._ticks: dict[int, int] = defaultdict(int)
-        # What the hosts knew that have come to a meeting, or sent a message; and how many have gone on from there.
+        # What the hosts knew that have entered a collective, or sent a message; and how many are done with it.
         self._entered: dict[tuple, dict[int, np.ndarray]] = defaultdict(dict)
-        self._gone_on: dict[tuple, int] = defaultdict(int)
-        # What those knew who have signalled an mbarrier, and those whose signals are of phases that are over.
+        self._done: dict[tuple, int] = defaultdict(int)
+        # What the host's threads have released into each thing, and arrivals into each mbarrier; of the arrivals,
+        # what those have whose phases are over.
         self._released: dict[tuple, np.ndarray] = defaultdict(clocks.empty)
         self._over_phases: dict[tuple, np.ndarray] = defaultdict(clocks.empty)
         self._findings = Findings()
@@ -131,9 +132,9 @@ class Analysis:
             # If the notes of a rank end before, it has not come.
             host.learn(self._entered[done.key].get(number, host.clock))
         host.advance()
-        self._gone_on[done.key] += 1
-        if self._gone_on[done.key] == done.receivers:
-            del self._entered[done.key], self._gone_on[done.key]
+        self._done[done.key] += 1
+        if self._done[done.key] == done.receivers:
+            del self._entered[done.key], self._done[done.key]
 
     def _report_waiting(self) -> None:
         for rank in self._ranks.values():

@@ -1,6 +1,6 @@
 """By which flag a program has come to know of another: what the report of a race names, if that was not enough.
 
-Each time that a look at a word tells a program more of others, by the most generous of the `clocks`, one notes which
+Each time that a look at a word brings a program more of others, by the most generous of the `clocks`, one notes which
 word that was, and who had written it last.
 """
 

@@ -260,7 +260,7 @@ class CollectiveEnter(NamedTuple):
 
 
 class Awaiting(NamedTuple):
-    """The host waits until ``ranks`` have come, or sent; any, if there are none.
+    """The host waits until ``ranks`` have entered, or sent; any, if there are none.
 
     ``text``: for what, in words. ``last`` as in `CollectiveEnter`.
     """

@@ -178,7 +178,7 @@ class HostRecorder:
 
     @contextlib.contextmanager
     def awaiting(self, key: tuple, ranks: tuple[int, ...], text: str) -> Iterator[None]:
-        """While this lasts the host waits until ``ranks`` have come, or sent; any, if there are none."""
+        """While this lasts the host waits until ``ranks`` have entered, or sent; any, if there are none."""
         self.notes.add(Awaiting(key, ranks, self._place(), text, self.liveness.over()))
         try:
             with self.threads.meeting():

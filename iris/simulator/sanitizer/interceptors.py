@@ -1,7 +1,7 @@
 """Functions that stand in for those of `threading`, `queue` and executors, and note what these order.
 
-Each calls the function that it replaces. Before it, it releases what the thread knows where others may go on by the
-call; behind it, it acquires what others have released. `Threads` puts them in place.
+Each calls the function that it replaces. Where that lets other threads go on, the interceptor first releases what this
+thread knows; where this thread goes on by what others did, it acquires that afterwards. `Threads` puts them in place.
 """
 
 import concurrent.futures

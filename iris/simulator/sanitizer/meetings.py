@@ -132,7 +132,7 @@ class Meetings:
         self._begun[handle] = (_Meeting([], call=call),)
 
     def end(self, handle: Any, wait: Callable[[], Any], only_looks: bool) -> Any:
-        """``wait`` waits for what ``handle`` is of, or tells whether that is over."""
+        """``wait`` waits for what ``handle`` is of, or asks whether that is over."""
         meetings = self._begun.get(handle)
         if meetings is None:
             return wait()

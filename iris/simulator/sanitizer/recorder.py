@@ -1,4 +1,4 @@
-"""Takes down what this process does: each access, and what orders accesses, as the simulator and the host tell it.
+"""Takes down what this process does: each access, and what orders accesses, as the simulator and the host report it.
 
 Each becomes an event of whoever did it (a program, one of its partitions or the host), with the user's line that it was
 done in and the bytes of a space that it was done to; `Notes` writes the events.
