@@ -158,7 +158,6 @@ CROWDED = {
     "ccl/one_hop.py": {"one_hop"},
     "ccl/pull.py": {"pull"},
     "ccl/two_shot.py": {"reduce_blocks", "two_shot"},
-    "ops/all_reduce_rms_norm.py": {"normalise", "one_shot_rms_norm", "two_shot_rms_norm"},
     "ops/cdna3/all_gather_matmul.py": {"cdna3_all_gather_matmul"},
     "ops/cdna3/matmul_all_gather.py": {"cdna3_matmul_all_gather"},
     "ops/cdna3/matmul_reduce.py": {"cdna3_matmul_reduce"},

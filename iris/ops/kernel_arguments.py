@@ -71,6 +71,52 @@ class Sending(NamedTuple):
     COLUMNS: int
 
 
+class NormChannel(NamedTuple):
+    """What the ranks of an RMSNorm with its all-reduce tell each other by: `iris.ops.all_reduce_rms_norm`."""
+
+    context: Any
+    epochs: Any
+    """int32, a number for each piece of a row: that of its calls so far, modulo the slots."""
+    partials: Any
+    """int64: LL messages of the programs of a row to each other."""
+    slots: Any
+    """What peers send, in words of the input's size."""
+
+
+class NormTensors(NamedTuple):
+    """What RMSNorm is called with. What is None is left out."""
+
+    input: Any
+    residual: Any
+    """Added to the sums, and written."""
+    weight: Any
+    out: Any
+    scale: Any
+    """float32, one number, by which ``out`` is divided."""
+    row_scales: Any
+    """float32, for each row: written, and what ``out`` is divided by."""
+
+
+class RowDivision(NamedTuple):
+    """How the rows of RMSNorm are divided among programs: a constant of the kernel."""
+
+    H: int
+    """Elements of a row."""
+    PIECES: int
+    """Of a row, with a program each if there are several."""
+    PIECE: int
+    """Elements of a piece, rounded up to a power of two."""
+    PART: int
+    """Elements of a piece that a rank adds up; and these rounded up to a power of two."""
+    BLOCK: int
+    LANES: int
+    """Of a word that programs of a row tell each other: as many as a program has threads, or more."""
+    CLUSTERED: bool
+    """Whether the programs of a row are a cluster."""
+    EARLY: bool
+    """Whether there is room for the next launch beside this one."""
+
+
 def matrix(tensor: torch.Tensor) -> Matrix:
     """The tensor as kernels take it."""
     return Matrix(tensor, *tensor.stride())
