@@ -61,6 +61,28 @@ class Tiling(NamedTuple):
     """Whether float32 is rounded to TF32 for the product."""
 
 
+class Cdna3Tiling(NamedTuple):
+    """How a kernel for CDNA3 computes a product: a constant of it. What is called alike is as in `Tiling`."""
+
+    BLOCK_M: int
+    BLOCK_N: int
+    BLOCK_K: int
+    GROUP: int
+    XCDS: int
+    CHUNK: int
+    BY_LINES_A: bool
+    """Whether neighbours in memory are of one row of A, and of one column of B."""
+    BY_LINES_B: bool
+
+
+class TilePlace(NamedTuple):
+    """Where a tile begins, and where its rows end."""
+
+    row: Any
+    column: Any
+    stop: Any
+
+
 class Sending(NamedTuple):
     """How a kernel in Triton sends A: a constant of it."""
 
