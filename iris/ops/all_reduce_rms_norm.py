@@ -37,10 +37,9 @@ AHEAD = tl.constexpr(1)
 
 @triton.jit
 def normalise(
-    x, squares, peak, gain, at, inside, residual, out, divisor, row_scales, row, leads, eps,
-    H: tl.constexpr, ADDS: tl.constexpr, SCALED: tl.constexpr, BY_ROW: tl.constexpr, LARGEST: tl.constexpr,
-):  # fmt: skip
-    """Finish what is ``at`` some place in a row.
+    tensors, at, inside, x, gain, divisor, squares, peak, row, leads, eps, H: tl.constexpr, LARGEST: tl.constexpr
+):
+    """Finish what is ``at`` some place in a row, ``inside`` it.
 
     ``x``: sums and residuals; ``gain``: the weight. ``squares``: the sum of x * x over the row, ``peak``: the largest
     absolute value of x * gain; ``divisor``: the given scale. ``leads``: this program writes what a row has once.
@@ -48,51 +47,64 @@ def normalise(
     """
     shrink = tl.rsqrt(squares / H + eps)
     y = x * shrink * gain
-    if BY_ROW:
+    if tensors.row_scales is not None:
         # A row of zeros has any scale: one that divides. Of a row with a NaN ``shrink`` is one, and so is all of it.
         factor = tl.maximum(peak * shrink / LARGEST, 1e-12, propagate_nan=PROPAGATE)
-        tl.store(row_scales + row, factor, mask=leads)
+        tl.store(tensors.row_scales + row, factor, mask=leads)
         y = y / factor
-    if SCALED:
+    if tensors.scale is not None:
         y = y / divisor
     if LARGEST > 0:
         y = tl.maximum(y, -LARGEST, propagate_nan=PROPAGATE)
         y = tl.minimum(y, LARGEST, propagate_nan=PROPAGATE)
-    tl.store(out + at, y.to(out.dtype.element_ty), mask=inside)
-    if ADDS:
-        tl.store(residual + at, x.to(residual.dtype.element_ty), mask=inside)
+    tl.store(tensors.out + at, y.to(tensors.out.dtype.element_ty), mask=inside)
+    if tensors.residual is not None:
+        tl.store(tensors.residual + at, x.to(tensors.residual.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def share(partials, value, piece, stamp, PIECES: tl.constexpr, LANES: tl.constexpr, rank, record):
-    """The float32 ``value`` of every program of a row, and zeros; ``LANES``: as many as there are threads, or more."""
-    k = tl.arange(0, LANES)
+def share(partials, value, piece, stamp, DIVISION: tl.constexpr, rank, record):
+    """The float32 ``value`` of every program of a row, and zeros."""
+    k = tl.arange(0, DIVISION.LANES)
     words = tl.cast(value, tl.int32, bitcast=True) + 0 * k
     ll_send(partials + k, words, stamp, k == piece)
-    words = ll_recv(partials + k, stamp, k < PIECES, rank, record)
-    return tl.where(k < PIECES, tl.cast(words, tl.float32, bitcast=True), 0)
+    words = ll_recv(partials + k, stamp, k < DIVISION.PIECES, rank, record)
+    return tl.where(k < DIVISION.PIECES, tl.cast(words, tl.float32, bitcast=True), 0)
 
 
 @triton.jit
 def over_the_row(
-    squares, heights, meeting, entered, partials, piece, stamp, BY_ROW: tl.constexpr,
-    PIECES: tl.constexpr, LANES: tl.constexpr, CLUSTERED: tl.constexpr, rank, record,
-):  # fmt: skip
+    squares,
+    heights,
+    meeting,
+    entered,
+    partials,
+    piece,
+    stamp,
+    BY_ROW: tl.constexpr,
+    DIVISION: tl.constexpr,
+    rank,
+    record,
+):
     """The sum of all pieces' ``squares``, and the largest of their ``heights``. ``partials``: the row's, for either."""
-    if CLUSTERED:
+    PIECES: tl.constexpr = DIVISION.PIECES
+    if DIVISION.CLUSTERED:
         total, peak = cluster_all_reduce(meeting, entered, squares, heights, PIECES, BY_ROW)
     else:
         total, peak = tl.sum(squares, axis=0), tl.max(heights, axis=0) if BY_ROW else 0.0
         if PIECES > 1:
-            total = tl.sum(share(partials, total, piece, stamp, PIECES, LANES, rank, record), axis=0)
+            totals = share(partials, total, piece, stamp, DIVISION=DIVISION, rank=rank, record=record)
+            total = tl.sum(totals, axis=0)
             if BY_ROW:
-                peak = tl.max(share(partials + PIECES, peak, piece, stamp, PIECES, LANES, rank, record), axis=0)
+                peaks = share(partials + PIECES, peak, piece, stamp, DIVISION=DIVISION, rank=rank, record=record)
+                peak = tl.max(peaks, axis=0)
     return total, peak
 
 
 @triton.jit
-def load_or_zero(pointer, at, mask, WANTED: tl.constexpr):
-    if WANTED:
+def load_or_zero(pointer, at, mask):
+    """Zeros if there is no tensor."""
+    if pointer is not None:
         return tl.load(pointer + at, mask=mask, other=0)
     else:
         return (at * 0).to(tl.float32)
@@ -100,40 +112,22 @@ def load_or_zero(pointer, at, mask, WANTED: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows"])
 def one_shot_rms_norm(
-    context_tensor,
-    epochs,
-    partials,
-    slots,
-    input,
-    residual,
-    weight,
-    out,
-    scale,
-    row_scales,
-    rows,
-    room,
-    eps,
-    W: tl.constexpr,
-    H: tl.constexpr,
-    PIECES: tl.constexpr,
-    PIECE: tl.constexpr,
-    LANES: tl.constexpr,
-    CLUSTERED: tl.constexpr,
-    EARLY: tl.constexpr,
-    ADDS: tl.constexpr,
-    SCALED: tl.constexpr,
-    BY_ROW: tl.constexpr,
-    LARGEST: tl.constexpr,
+    channel, tensors, rows, room, eps, W: tl.constexpr, DIVISION: tl.constexpr, LARGEST: tl.constexpr
 ):
     """A row has ``PIECES`` of ``PIECE`` elements, with a program each: they run at one time. ``rows``, of ``room``.
 
-    ``CLUSTERED``: the programs of a row are a cluster. ``EARLY``: there is room for the next launch beside this one.
+    ``channel``: a `NormChannel`. ``tensors``: a `NormTensors`. ``DIVISION``: a `RowDivision`.
     """
-    ctx = DeviceContext.initialize(context_tensor, num_ranks=W)
+    H: tl.constexpr = DIVISION.H
+    PIECES: tl.constexpr = DIVISION.PIECES
+    PIECE: tl.constexpr = DIVISION.PIECE
+    BY_ROW: tl.constexpr = tensors.row_scales is not None
+    ctx = DeviceContext.initialize(channel.context, num_ranks=W)
     rank, bases = ctx.cur_rank, peers(ctx, W)
-    meeting = open_meeting(PIECES, BY_ROW) if CLUSTERED else 0
+    epochs, partials, slots, input = channel.epochs, channel.partials, channel.slots, tensors.input
+    meeting = open_meeting(PIECES, BY_ROW) if DIVISION.CLUSTERED else 0
     gdc_wait()
-    if EARLY:
+    if DIVISION.EARLY:
         gdc_launch_dependents()
     i, words = tl.arange(0, PIECE), tl.arange(0, PIECE // elements_per_word(input.dtype.element_ty))
     for unit in range(tl.program_id(0), rows * PIECES, tl.num_programs(0)):
@@ -144,9 +138,9 @@ def one_shot_rms_norm(
         # All loads at once, before the first store and the waiting: what follows needs no other trip to memory.
         epoch = tl.load(epochs + unit)
         own = tl.load(input + at, mask=inside)
-        added = load_or_zero(residual, at, inside, ADDS)
-        gain = tl.load(weight + columns, mask=inside, other=0)
-        divisor = tl.load(scale) if SCALED else 1.0
+        added = load_or_zero(tensors.residual, at, inside)
+        gain = tl.load(tensors.weight + columns, mask=inside, other=0)
+        divisor = tl.load(tensors.scale) if tensors.scale is not None else 1.0
         parts = region(slots, room * PIECES, unit, epoch, W * PIECE)
         for distance in tl.static_range(1, W):
             push(ctx, parts + rank * PIECE, i, own, inside, bases, distance, W)
@@ -155,65 +149,67 @@ def one_shot_rms_norm(
         for s in tl.static_range(W):
             lamport_clear(old + s * PIECE + i, inside & (rank != s))
         store_after_sync(epochs + unit, (epoch + 1) % SLOTS)
-        entered = enter(meeting, PIECES, BY_ROW) if CLUSTERED else 0
+        entered = enter(meeting, PIECES, BY_ROW) if DIVISION.CLUSTERED else 0
         event = ctx.tracing.begin_wait_for_data(parts, rank)
         total = recv_and_reduce(parts, own, words, H - piece * PIECE, rank, W, PIECE, "sum", ctx._record())
         ctx.tracing.record_event_end(event)
         x = tl.where(inside, widen(total), 0) + widen(added)
         gain = widen(gain)
+        squares, heights = x * x, tl.abs(x * gain) if BY_ROW else 0.0
         squares, peak = over_the_row(
-            x * x, tl.abs(x * gain) if BY_ROW else 0.0,
-            meeting, entered, partials + 2 * row * PIECES, piece, epoch + 1, BY_ROW, PIECES, LANES, CLUSTERED,
-            rank, ctx._record(),
-        )  # fmt: skip
+            squares,
+            heights,
+            meeting,
+            entered,
+            partials=partials + 2 * row * PIECES,
+            piece=piece,
+            stamp=epoch + 1,
+            BY_ROW=BY_ROW,
+            DIVISION=DIVISION,
+            rank=rank,
+            record=ctx._record(),
+        )
         normalise(
-            x, squares, peak, gain, at, inside, residual, out, divisor, row_scales, row, piece == 0, eps,
-            H, ADDS, SCALED, BY_ROW, LARGEST,
-        )  # fmt: skip
+            tensors,
+            at,
+            inside,
+            x,
+            gain=gain,
+            divisor=divisor,
+            squares=squares,
+            peak=peak,
+            row=row,
+            leads=piece == 0,
+            eps=eps,
+            H=H,
+            LARGEST=LARGEST,
+        )
 
 
 @triton.jit(do_not_specialize=["rows"])
 def two_shot_rms_norm(
-    context_tensor,
-    epochs,
-    partials,
-    slots,
-    input,
-    residual,
-    weight,
-    out,
-    scale,
-    row_scales,
-    rows,
-    room,
-    eps,
-    W: tl.constexpr,
-    H: tl.constexpr,
-    PIECES: tl.constexpr,
-    PIECE: tl.constexpr,
-    PART: tl.constexpr,
-    BLOCK: tl.constexpr,
-    LANES: tl.constexpr,
-    CLUSTERED: tl.constexpr,
-    EARLY: tl.constexpr,
-    ADDS: tl.constexpr,
-    SCALED: tl.constexpr,
-    BY_ROW: tl.constexpr,
-    LARGEST: tl.constexpr,
+    channel, tensors, rows, room, eps, W: tl.constexpr, DIVISION: tl.constexpr, LARGEST: tl.constexpr
 ):
     """Rank d adds up the d-th ``PART`` elements of a piece, and sends the sums to all.
 
-    ``PIECE`` and ``BLOCK``: the powers of two from W * ``PART`` and ``PART`` on; the rest as above. If a row has
+    ``PIECE`` and ``BLOCK`` are the powers of two from W * ``PART`` and ``PART`` on; the rest as above. If a row has
     several pieces, each of them has a program, which has no other.
 
     A piece's region is ``[2, W, PART]``: parts, then sums, which lie there as they do in the row. The own sum too, so
     that all of the piece is read from there.
     """
-    ctx = DeviceContext.initialize(context_tensor, num_ranks=W)
+    H: tl.constexpr = DIVISION.H
+    PIECES: tl.constexpr = DIVISION.PIECES
+    PIECE: tl.constexpr = DIVISION.PIECE
+    PART: tl.constexpr = DIVISION.PART
+    BLOCK: tl.constexpr = DIVISION.BLOCK
+    BY_ROW: tl.constexpr = tensors.row_scales is not None
+    ctx = DeviceContext.initialize(channel.context, num_ranks=W)
     rank, bases = ctx.cur_rank, peers(ctx, W)
-    meeting = open_meeting(PIECES, BY_ROW) if CLUSTERED else 0
+    epochs, partials, slots, input = channel.epochs, channel.partials, channel.slots, tensors.input
+    meeting = open_meeting(PIECES, BY_ROW) if DIVISION.CLUSTERED else 0
     gdc_wait()
-    if EARLY:
+    if DIVISION.EARLY:
         gdc_launch_dependents()
     element: tl.constexpr = input.dtype.element_ty
     E: tl.constexpr = elements_per_word(element)
@@ -224,15 +220,15 @@ def two_shot_rms_norm(
     piece = first % PIECES
     begin = piece * W * PART
     inside = (j < W * PART) & (begin + j < H)
-    gain = tl.load(weight + begin + j, mask=inside, other=0)
-    divisor = tl.load(scale) if SCALED else 1.0
+    gain = tl.load(tensors.weight + begin + j, mask=inside, other=0)
+    divisor = tl.load(tensors.scale) if tensors.scale is not None else 1.0
     steps = (rows * PIECES - first + stride - 1) // stride
-    entered = enter(meeting, PIECES, BY_ROW) if CLUSTERED else 0
+    entered = enter(meeting, PIECES, BY_ROW) if DIVISION.CLUSTERED else 0
     for step in range(0, steps + 2 * AHEAD):
         # Loaded long before it is wanted.
         done = first + (step - 2 * AHEAD) * stride
         at = (done // PIECES).to(tl.int64) * H + begin + j
-        added = load_or_zero(residual, at, inside & (step >= 2 * AHEAD), ADDS)
+        added = load_or_zero(tensors.residual, at, inside & (step >= 2 * AHEAD))
         if step < steps:
             unit = first + step * stride
             mine = region(slots, room * PIECES, unit, tl.load(epochs + unit), REGION) + rank * PART
@@ -264,45 +260,79 @@ def two_shot_rms_norm(
             sums = region(slots, room * PIECES, done, epoch, REGION) + W * PART
             event = ctx.tracing.begin_wait_for_data(sums, rank)
             total = lamport_recv(
-                words_at(sums, element) + all_words, all_words < W * PART // E,
+                words_at(sums, element) + all_words,
+                all_words < W * PART // E,
                 sentinel_mask(all_words, tl.minimum(H - begin, W * PART), element),
-                element, j, all_words // (PART // E), ctx._record(),
-            )  # fmt: skip
+                element,
+                j,
+                all_words // (PART // E),
+                ctx._record(),
+            )
             ctx.tracing.record_event_end(event)
             old = region(slots, room * PIECES, done, epoch + (SLOTS - 1), REGION)
             lamport_clear(old + j, (j < W * PART) & (j // PART != rank))
             lamport_clear(old + W * PART + j, inside)
             x = tl.where(inside, widen(total), 0) + widen(added)
+            squares, heights = x * x, tl.abs(x * gain) if BY_ROW else 0.0
             squares, peak = over_the_row(
-                x * x, tl.abs(x * gain) if BY_ROW else 0.0,
-                meeting, entered, partials + 2 * (done - piece), piece, epoch + 1, BY_ROW, PIECES, LANES, CLUSTERED,
-                rank, ctx._record(),
-            )  # fmt: skip
+                squares,
+                heights,
+                meeting,
+                entered,
+                partials=partials + 2 * (done - piece),
+                piece=piece,
+                stamp=epoch + 1,
+                BY_ROW=BY_ROW,
+                DIVISION=DIVISION,
+                rank=rank,
+                record=ctx._record(),
+            )
             normalise(
-                x, squares, peak, gain.to(tl.float32), at, inside, residual, out, divisor, row_scales, done // PIECES,
-                piece == 0, eps, H, ADDS, SCALED, BY_ROW, LARGEST,
-            )  # fmt: skip
+                tensors,
+                at,
+                inside,
+                x,
+                gain=gain.to(tl.float32),
+                divisor=divisor,
+                squares=squares,
+                peak=peak,
+                row=done // PIECES,
+                leads=piece == 0,
+                eps=eps,
+                H=H,
+                LARGEST=LARGEST,
+            )
             store_after_sync(epochs + done, (epoch + 1) % SLOTS)
 
 
 @triton.jit(do_not_specialize=["rows"])
-def rms_norm(
-    input, residual, weight, out, scale, row_scales, rows, eps,
-    H: tl.constexpr, ROW: tl.constexpr, ADDS: tl.constexpr, SCALED: tl.constexpr, BY_ROW: tl.constexpr,
-    LARGEST: tl.constexpr,
-):  # fmt: skip
-    """The same of sums that are there already, behind an all-reduce of many rows; ``out`` may be ``input``."""
+def rms_norm(tensors, rows, eps, H: tl.constexpr, ROW: tl.constexpr, LARGEST: tl.constexpr):
+    """The same of sums that are there already, behind an all-reduce of many rows; ``out`` may be ``input``.
+
+    ``tensors``: a `NormTensors`. ``ROW``: the power of two from ``H`` on.
+    """
     gdc_wait()
     j = tl.arange(0, ROW)
     inside = j < H
-    gain = tl.load(weight + j, mask=inside, other=0).to(tl.float32)
-    divisor = tl.load(scale) if SCALED else 1.0
+    gain = tl.load(tensors.weight + j, mask=inside, other=0).to(tl.float32)
+    divisor = tl.load(tensors.scale) if tensors.scale is not None else 1.0
     for row in range(tl.program_id(0), rows, tl.num_programs(0)):
         at = row.to(tl.int64) * H + j
-        added = load_or_zero(residual, at, inside, ADDS).to(tl.float32)
-        x = tl.load(input + at, mask=inside, other=0).to(tl.float32) + added
-        peak = tl.max(tl.abs(x * gain), axis=0) if BY_ROW else 0.0
+        added = load_or_zero(tensors.residual, at, inside).to(tl.float32)
+        x = tl.load(tensors.input + at, mask=inside, other=0).to(tl.float32) + added
+        peak = tl.max(tl.abs(x * gain), axis=0) if tensors.row_scales is not None else 0.0
         normalise(
-            x, tl.sum(x * x, axis=0), peak, gain, at, inside, residual, out, divisor, row_scales, row, True, eps,
-            H, ADDS, SCALED, BY_ROW, LARGEST,
-        )  # fmt: skip
+            tensors,
+            at,
+            inside,
+            x,
+            gain=gain,
+            divisor=divisor,
+            squares=tl.sum(x * x, axis=0),
+            peak=peak,
+            row=row,
+            leads=True,
+            eps=eps,
+            H=H,
+            LARGEST=LARGEST,
+        )

@@ -65,10 +65,6 @@ class Call(NamedTuple):
         """Rows that are multiplied here."""
         return len(self.out) if self.name == GATHERS_ROWS else len(self.a)
 
-    def strides(self, result: torch.Tensor) -> tuple[int, ...]:
-        """Of A, B and the result, as kernels take them."""
-        return *self.a.stride(), *self.b.stride(), *result.stride()
-
     def scales(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """A factor for each row that is multiplied here and each column, or none at all."""
         if not self.scaled:

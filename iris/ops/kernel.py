@@ -130,17 +130,14 @@ class Kernels:
             tensors, carrier = dict(zip(kernel.arg_names, args, strict=True)), (kernel, programs, {})
             if call.name == "all_gather_matmul":
                 sender = self._sender(call, config, buffers)
-        elif config.use_gluon:
-            family = cdna3
-            kernel, programs, args = family.arguments(call, config, buffers, W, place, result, programs)
-            tensors, carrier = dict(zip(kernel.arg_names, args, strict=True)), (kernel, programs, {})
         else:
-            tensors = portable.tensors(call, place, result)
+            family = cdna3 if config.use_gluon else portable
+            tensors = family.tensors(call, place, result)
         # The precision is no part of a kind: it is each rank's own.
         key = (buffers.kind, config.allow_tf32, *[_kind_of(each) for each in tensors.values()])
         prepared = self._prepared.get(key)
         if prepared is None:
-            kernel, programs, constants = carrier or portable.kernel(call, config, W, programs)
+            kernel, programs, constants = carrier or family.kernel(call, config, W, programs)
             workspace = {name: each for name, each in buffers.tensors.items() if name in kernel.arg_names}
             arguments = by_name(kernel, **{**workspace, **tensors, **constants})
             run = prepare(kernel, (programs, 1, 1), *arguments, **family.options(config))

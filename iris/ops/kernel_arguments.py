@@ -61,6 +61,28 @@ class Tiling(NamedTuple):
     """Whether float32 is rounded to TF32 for the product."""
 
 
+class Cdna3Tiling(NamedTuple):
+    """How a kernel for CDNA3 computes a product: a constant of it. What is called alike is as in `Tiling`."""
+
+    BLOCK_M: int
+    BLOCK_N: int
+    BLOCK_K: int
+    GROUP: int
+    XCDS: int
+    CHUNK: int
+    BY_LINES_A: bool
+    """Whether neighbours in memory are of one row of A, and of one column of B."""
+    BY_LINES_B: bool
+
+
+class TilePlace(NamedTuple):
+    """Where a tile begins, and where its rows end."""
+
+    row: Any
+    column: Any
+    stop: Any
+
+
 class Sending(NamedTuple):
     """How a kernel in Triton sends A: a constant of it."""
 
@@ -69,6 +91,52 @@ class Sending(NamedTuple):
     ROWS: int
     """Rows and columns of A that a program sends at a time."""
     COLUMNS: int
+
+
+class NormChannel(NamedTuple):
+    """What the ranks of an RMSNorm with its all-reduce tell each other by: `iris.ops.all_reduce_rms_norm`."""
+
+    context: Any
+    epochs: Any
+    """int32, a number for each piece of a row: that of its calls so far, modulo the slots."""
+    partials: Any
+    """int64: LL messages of the programs of a row to each other."""
+    slots: Any
+    """What peers send, in words of the input's size."""
+
+
+class NormTensors(NamedTuple):
+    """What RMSNorm is called with. What is None is left out."""
+
+    input: Any
+    residual: Any
+    """Added to the sums, and written."""
+    weight: Any
+    out: Any
+    scale: Any
+    """float32, one number, by which ``out`` is divided."""
+    row_scales: Any
+    """float32, for each row: written, and what ``out`` is divided by."""
+
+
+class RowDivision(NamedTuple):
+    """How the rows of RMSNorm are divided among programs: a constant of the kernel."""
+
+    H: int
+    """Elements of a row."""
+    PIECES: int
+    """Of a row, with a program each if there are several."""
+    PIECE: int
+    """Elements of a piece, rounded up to a power of two."""
+    PART: int
+    """Elements of a piece that a rank adds up; and these rounded up to a power of two."""
+    BLOCK: int
+    LANES: int
+    """Of a word that programs of a row tell each other: as many as a program has threads, or more."""
+    CLUSTERED: bool
+    """Whether the programs of a row are a cluster."""
+    EARLY: bool
+    """Whether there is room for the next launch beside this one."""
 
 
 def matrix(tensor: torch.Tensor) -> Matrix:

@@ -20,6 +20,7 @@ from iris.language.target import on_nvidia, threads_per_warp
 from iris.launch import addresses, prepare, remember
 from iris.ops.all_reduce_rms_norm import one_shot_rms_norm, rms_norm, two_shot_rms_norm
 from iris.ops.call import NARROW, WIDE, check_devices, described
+from iris.ops.kernel_arguments import NormChannel, NormTensors, RowDivision, by_name
 
 DEBUGGING = debugging()
 
@@ -122,10 +123,13 @@ class NormCall(NamedTuple):
         """What makes the code of one call differ from another's."""
         return tuple(x if x is None else (x.dtype, x.data_ptr() % 16) for x in self) + (self.columns,)
 
-    def constants(self) -> tuple[bool, bool, bool, float]:
-        """`ADDS`, `SCALED`, `BY_ROW` and `LARGEST` of the kernels."""
-        largest = torch.finfo(self.out.dtype).max if self.out.dtype in NARROW else 0.0
-        return self.residual is not None, self.scale is not None, self.row_scales is not None, largest
+    def largest(self) -> float:
+        """What ``out`` can hold, if it is of fp8."""
+        return torch.finfo(self.out.dtype).max if self.out.dtype in NARROW else 0.0
+
+    def tensors(self, input: torch.Tensor) -> NormTensors:
+        """For kernels: with ``input``, or the sums that are there already."""
+        return NormTensors(input, self.residual, self.weight, self.out, self.scale, self.row_scales)
 
 
 def _overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
@@ -251,47 +255,47 @@ class AllReduceRmsNorm:
         programs = min(units, SIMULATED_PROGRAMS if sms is None else WARPS * sms // warps)
         early = sms is not None and programs * warps <= EARLY_WARPS * sms
         lanes = max(pieces, power_of_two(warps * threads_per_warp()))
-        if variant == "one_shot":
-            kernel = one_shot_rms_norm
-            shape: tuple = (pieces, piece, lanes, clustered)
-        else:
-            kernel, shape = two_shot_rms_norm, (pieces, piece, part, block, lanes, clustered)
-        constants = call.constants()
-        # By the constants too: of what programs tell each other, each call writes the words that it reads.
+        kernel = one_shot_rms_norm if variant == "one_shot" else two_shot_rms_norm
+        shape = RowDivision(call.columns, pieces, piece, part, block, lanes, clustered, early)
+        wanted = [name for name, tensor in call._asdict().items() if tensor is not None]
+        # By what is wanted too: of what programs tell each other, each call writes the words that it reads.
         channel = memory.channel(
-            f"all_reduce_rms_norm of {room} rows of {call.columns} {call.input.dtype} in {shape}, {constants}",
-            line, nbytes, slice(slot_bytes + 16 * units, None),
-        )  # fmt: skip
+            f"all_reduce_rms_norm of {room} rows of {call.columns} {call.input.dtype} by {variant}, {shape}, "
+            f"with {wanted} of {call.out.dtype}",
+            line,
+            nbytes,
+            slice(slot_bytes + 16 * units, None),
+        )
         # The regions first, which are aligned then whatever their number; what programs of a row tell each other.
         slots = channel.memory[:slot_bytes].view({2: torch.int16, 4: torch.int32}[itemsize])
         partials = channel.memory[slot_bytes : slot_bytes + 16 * units].view(torch.int64)
         epochs = channel.memory[slot_bytes + 16 * units :].view(torch.int32)
-        front = (channel.context_tensor, epochs, partials, slots)
-        back = (comm.size, call.columns, *shape, early, *constants)
-
-        def arguments(given: NormCall, eps: float) -> tuple:
-            out, input, weight, residual, scale, row_scales = given
-            return (*front, input, residual, weight, out, scale, row_scales, given.rows, room, eps, *back)
-
+        told = NormChannel(channel.context_tensor, epochs, partials, slots)
+        constants = {"room": room, "W": comm.size, "DIVISION": shape, "LARGEST": call.largest()}
         options = {"maxnreg": REGISTERS} if on_nvidia() else {}
         launch = prepare(
             kernel,
             (programs, 1, 1),
-            *arguments(call, 0.5),
+            *by_name(kernel, channel=told, tensors=call.tensors(call.input), rows=call.rows, eps=0.5, **constants),
             cluster=pieces if clustered else 1,
             early=early,
             num_warps=warps,
             **options,
         )
-        return lambda given, eps, stream: launch(stream, addresses(arguments(given, eps)))
+        (place,) = addresses((told,))
+
+        def enqueue(given: NormCall, eps: float, stream: int | None) -> None:
+            (tensors,) = addresses((given.tensors(given.input),))
+            launch(stream, by_name(kernel, channel=place, tensors=tensors, rows=given.rows, eps=eps, **constants))
+
+        # It launches with addresses in this memory.
+        enqueue.keeps_alive = told  # type: ignore[attr-defined]
+        return enqueue
 
     def _behind_all_reduce(self, call: NormCall) -> Launch:
         """Of many rows: the sums, and a kernel that normalises them."""
-        columns, constants = power_of_two(call.columns), call.constants()
-
-        def arguments(given: NormCall, total: torch.Tensor, eps: float) -> tuple:
-            out, _, weight, residual, scale, row_scales = given
-            return (total, residual, weight, out, scale, row_scales, given.rows, eps, call.columns, columns, *constants)
+        columns = power_of_two(call.columns)
+        constants = {"H": call.columns, "ROW": columns, "LARGEST": call.largest()}
 
         def room(given: NormCall) -> torch.Tensor:
             return given.out if given.out.dtype == given.input.dtype else torch.empty_like(given.input)
@@ -300,11 +304,13 @@ class AllReduceRmsNorm:
         warps = max(1, min(MOST_WARPS, columns * call.input.itemsize // (16 * threads_per_warp())))
         grid = (min(power_of_two(call.rows), most), 1, 1)
         # It waits for the sums, which may be of a launch that lets the next one begin, and takes what places there are.
-        launch = prepare(rms_norm, grid, *arguments(call, room(call), 0.5), early=False, num_warps=warps)
+        arguments = by_name(rms_norm, tensors=call.tensors(room(call)), rows=call.rows, eps=0.5, **constants)
+        launch = prepare(rms_norm, grid, *arguments, early=False, num_warps=warps)
 
         def enqueue(given: NormCall, eps: float, stream: int | None) -> None:
             total = room(given)
             self._context.ccl.all_reduce(total, given.input)
-            launch(stream, addresses(arguments(given, total, eps)))
+            (tensors,) = addresses((given.tensors(total),))
+            launch(stream, by_name(rms_norm, tensors=tensors, rows=given.rows, eps=eps, **constants))
 
         return enqueue

@@ -12,6 +12,7 @@ from iris.ops.cdna3.arguments import SHARED_MEMORY
 from iris.ops.cdna3.matmul_all_gather import cdna3_matmul_all_gather
 from iris.ops.cdna3.matmul_reduce import cdna3_matmul_reduce
 from iris.ops.cdna3.product import WARPS
+from iris.ops.kernel_arguments import Cdna3Tiling, Channel, Matrix, by_name
 
 NAMES = ["all_gather_matmul", "matmul_all_gather", "matmul_reduce_scatter", "matmul_all_reduce"]
 LARGEST = (256, 256, 64)
@@ -30,22 +31,22 @@ INSTRUCTIONS = {
 
 def launch(name, tile, dtype, by_lines_a, by_lines_b, share=N // W):
     """The kernel and its arguments."""
-    matrix = torch.zeros(4096, dtype=dtype)
-    strides = ((N, 1) if by_lines_a else (1, N)) + ((1, N) if by_lines_b else (N, 1)) + (N, 1)
-    front, tail = (INT64, INT64, INT32), (8, 1, by_lines_a, by_lines_b, True)
+    memory = torch.zeros(4096, dtype=dtype)
+    a = Matrix(memory, *((N, 1) if by_lines_a else (1, N)))
+    b = Matrix(memory, *((1, N) if by_lines_b else (N, 1)))
+    tiling = Cdna3Tiling(*tile, GROUP=8, XCDS=8, CHUNK=1, BY_LINES_A=by_lines_a, BY_LINES_B=by_lines_b)
+    given = {"channel": Channel(INT64, INT32), "a": a, "b": b, "bias": memory, "out": Matrix(memory, N, 1)}
+    given |= {"N": N, "K": N, "W": W, "TILING": tiling}
     if name == "all_gather_matmul":
         # A lies by rows: a copy does, if it does not.
-        kernel, senders = cdna3_all_gather_matmul, 19
-        memory = (INT64, INT32, matrix, matrix, matrix, matrix, matrix)
-        args = (*memory, share, N, N, *strides[2:], W, senders, *tile, 8, 1, by_lines_b, True)
-    elif name == "matmul_all_gather":
-        kernel = cdna3_matmul_all_gather
-        args = (*front, matrix, matrix, matrix, matrix, N, N, N, *strides, W, *tile, 8, *tail)
+        given |= {"gathered": memory, "a": memory, "m": share, "SENDERS": 19}
+        kernel, given["TILING"] = cdna3_all_gather_matmul, tiling._replace(BY_LINES_A=True)
     else:
-        kernel, spreads = cdna3_matmul_reduce, name == "matmul_all_reduce"
-        numbers = (N, N, N, share, *strides)
-        args = (*front, matrix, matrix, matrix, matrix, matrix, *numbers, W, *tile, 8, spreads, *tail)
-    return kernel, args
+        kernel = cdna3_matmul_all_gather if name == "matmul_all_gather" else cdna3_matmul_reduce
+        given |= {"out_context": INT64, "M": N}
+        if kernel is cdna3_matmul_reduce:
+            given |= {"parts": memory, "share": share, "ALL_REDUCE": name == "matmul_all_reduce"}
+    return kernel, by_name(kernel, **given)
 
 
 def compiled(target, *of_launch, **more):

@@ -23,7 +23,16 @@ from iris.ccl.one_hop import one_hop
 from iris.ccl.pull import pull
 from iris.ccl.ring import ring
 from iris.ccl.two_shot import two_shot
-from iris.ops.kernel_arguments import Channel, Epilogue, Matrix, Sending, Tiling
+from iris.ops.kernel_arguments import (
+    Channel,
+    Epilogue,
+    Matrix,
+    NormChannel,
+    NormTensors,
+    RowDivision,
+    Sending,
+    Tiling,
+)
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -169,7 +178,9 @@ def arguments_of(kernel, **instead):
     if kernel.fn.__name__ == "exchange_times":
         given = given | {"times": INT64, "ROUNDS": 8, "LEADS": True}
     given |= instead
-    if place.parent.name == "ops":
+    if place.stem == "all_reduce_rms_norm":
+        given |= rows_in_tuples(given)
+    elif place.parent.name == "ops":
         given |= in_tuples(given)
     return [given[name] for name in kernel.arg_names]
 
@@ -185,6 +196,17 @@ def in_tuples(given):
         "epilogue": Epilogue(given["bias"], given["scale_a"], given["scale_b"]),
         **{name: Matrix(given[name], *(given[each] for each in both)) for name, both in strides.items()},
         **{"SENDING": sending, "TILING": tiling},
+    }
+
+
+def rows_in_tuples(given):
+    """The same for `all_reduce_rms_norm`."""
+    wanted = {"residual": given["ADDS"], "scale": given["SCALED"], "row_scales": given["BY_ROW"]}
+    tensors = {name: given[name] if wanted.get(name, True) else None for name in NormTensors._fields}
+    return {
+        "channel": NormChannel(given["context_tensor"], *(given[name] for name in NormChannel._fields[1:])),
+        "tensors": NormTensors(**tensors),
+        "DIVISION": RowDivision(**{name: given[name] for name in RowDivision._fields}),
     }
 
 

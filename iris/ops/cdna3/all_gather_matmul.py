@@ -23,6 +23,7 @@ from iris.ops.cdna3.product import fetch_both, product
 from iris.ops.cdna3.strips import STRIP, columns_of, everywhere, rows_from, strips
 from iris.ops.counts import ARRIVED, await_ready, begin, end, tell_arrived
 from iris.ops.gemm import remap_xcd
+from iris.ops.kernel_arguments import Matrix, TilePlace
 
 
 @gluon_jit
@@ -67,8 +68,7 @@ def send(ctx, counts, a, gathered, slabs, m, K, epoch, SENDERS: gl.constexpr, BL
 # A number of rows may be 1, and is no constant then.
 @gluon_jit(do_not_specialize=["m"])
 def cdna3_all_gather_matmul(
-    context_tensor,
-    counts,
+    channel,
     gathered,
     a,
     b,
@@ -77,62 +77,66 @@ def cdna3_all_gather_matmul(
     m,
     N,
     K,
-    stride_bk,
-    stride_bn,
-    stride_om,
-    stride_on,
     W: gl.constexpr,
     SENDERS: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    XCDS: gl.constexpr,
-    CHUNK: gl.constexpr,
-    BY_LINES_B: gl.constexpr,
-    BIASED: gl.constexpr,
+    TILING: gl.constexpr,
 ):
     """``a``: this rank's ``[m, K]``, ``gathered``: ``[W, m, K]``, both contiguous. ``out``: ``[W * m, N]``, anywhere.
 
     ``SENDERS``: programs that send.
     """
-    ctx = DeviceContext.initialize(context_tensor, num_ranks=W)
+    ctx, counts = DeviceContext.initialize(channel.context, num_ranks=W), channel.counts
     rank = ctx.cur_rank
+    BLOCK_M: gl.constexpr = TILING.BLOCK_M
+    BLOCK_N: gl.constexpr = TILING.BLOCK_N
     epoch = begin(ctx, counts)
     slabs = gl.cdiv(m, BLOCK_M)
     if gl.program_id(0) < SENDERS:
-        send(ctx, counts, a, gathered, slabs, m, K, epoch, SENDERS, BLOCK_M)
+        send(ctx, counts, a, gathered, slabs=slabs, m=m, K=K, epoch=epoch, SENDERS=SENDERS, BLOCK_M=BLOCK_M)
     else:
         target = epoch * gl.cdiv(K, STRIP)
         programs = gl.num_programs(0) - SENDERS
-        first = remap_xcd(gl.program_id(0) - SENDERS, programs, XCDS, CHUNK)
+        first = remap_xcd(gl.program_id(0) - SENDERS, programs, TILING.XCDS, TILING.CHUNK)
         tiles_n = gl.cdiv(N, BLOCK_N)
         tiles = W * slabs * tiles_n
         owner, slab, pid_n = tile_of(gl.minimum(first, tiles - 1), rank, W, slabs, tiles_n)
-        left = rows_of(ctx, counts, a, gathered, owner, slab, slabs, m, K, target)
-        x, y = fetch_both(
-            left, b, slab * BLOCK_M, pid_n * BLOCK_N, 0, m, N, K, K, 1, stride_bk, stride_bn,
-            BLOCK_M, BLOCK_N, BLOCK_K, True, BY_LINES_B,
-        )  # fmt: skip
+        left = rows_of(ctx, counts, a, gathered, owner=owner, slab=slab, slabs=slabs, m=m, K=K, target=target)
+        at = TilePlace(slab * BLOCK_M, pid_n * BLOCK_N, m)
+        x, y = fetch_both(Matrix(left, K, 1), b, at, 0, N=N, K=K, TILING=TILING)
         for number in range(first, tiles, programs):
             # Behind the last tile there is none: this one will do, for which nothing is waited for any more.
             following = gl.where(number + programs < tiles, number + programs, number)
             next_owner, next_slab, next_n = tile_of(following, rank, W, slabs, tiles_n)
-            next_left = rows_of(ctx, counts, a, gathered, next_owner, next_slab, slabs, m, K, target)
+            next_left = rows_of(
+                ctx, counts, a, gathered, owner=next_owner, slab=next_slab, slabs=slabs, m=m, K=K, target=target
+            )
             work = ctx.tracing.record_event_start(TraceEvent.compute, pid_m=number // tiles_n, pid_n=pid_n)
+            place = TilePlace(slab * BLOCK_M, pid_n * BLOCK_N, m)
+            next_place = TilePlace(next_slab * BLOCK_M, next_n * BLOCK_N, m)
             total, x, y = product(
-                x, y, left, b, slab * BLOCK_M, pid_n * BLOCK_N, m, next_left, next_slab * BLOCK_M, next_n * BLOCK_N, m,
-                N, K, K, 1, stride_bk, stride_bn, BLOCK_M, BLOCK_N, BLOCK_K, True, BY_LINES_B,
-            )  # fmt: skip
+                x,
+                y,
+                Matrix(left, K, 1),
+                b,
+                place=place,
+                next_a=next_left,
+                following=next_place,
+                N=N,
+                K=K,
+                TILING=TILING,
+            )
             ctx.tracing.record_event_end(work)
-            if BIASED:
+            if bias is not None:
                 columns = pid_n * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, total.type.layout))
                 total += gl.load(bias + columns, mask=columns < N, other=0).to(gl.float32)[None, :]
-            values = strips(total.to(out.dtype.element_ty))
+            values = strips(total.to(out.ptr.dtype.element_ty))
             rows = rows_from(slab * BLOCK_M, BLOCK_M)
-            at_row = (owner * m + rows).to(gl.int64)[:, None] * stride_om
+            at_row = (owner * m + rows).to(gl.int64)[:, None] * out.row_stride
             for strip in gl.static_range(BLOCK_N // STRIP):
                 columns = columns_of(pid_n * BLOCK_N, strip)
                 mask = (rows < m)[:, None] & (columns < N)[None, :]
-                gl.store(out + (at_row + columns.to(gl.int64)[None, :] * stride_on), values[strip], mask=mask)
+                gl.store(
+                    out.ptr + (at_row + columns.to(gl.int64)[None, :] * out.column_stride), values[strip], mask=mask
+                )
             left, owner, slab, pid_n = next_left, next_owner, next_slab, next_n
     end(counts, epoch)

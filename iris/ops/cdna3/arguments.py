@@ -6,13 +6,13 @@ import torch
 
 from iris import simulator
 from iris.language.target import architecture
-from iris.ops.buffers import Buffers
 from iris.ops.call import Call
 from iris.ops.cdna3.all_gather_matmul import cdna3_all_gather_matmul
 from iris.ops.cdna3.matmul_all_gather import cdna3_matmul_all_gather
 from iris.ops.cdna3.matmul_reduce import cdna3_matmul_reduce
 from iris.ops.cdna3.product import VECTOR, WARPS
 from iris.ops.config import FusedConfig
+from iris.ops.kernel_arguments import Cdna3Tiling, matrix
 
 TARGETS = ("gfx942", "gfx950")
 SHARED_MEMORY = 64 << 10
@@ -53,32 +53,46 @@ def with_operands_that_fit(call: Call, size: int) -> Call:
     return call._replace(a=a.contiguous() if call.name == "all_gather_matmul" else a, b=b)
 
 
-def arguments(
-    call: Call, config: FusedConfig, buffers: Buffers, size: int, place: torch.Tensor, result: torch.Tensor,
-    programs: int,
-) -> tuple:  # fmt: skip
-    """The kernel, its programs, and all that it gets.
+def tensors(call: Call, place: torch.Tensor, result: torch.Tensor) -> dict[str, Any]:
+    """What a kernel takes that is the call's own.
 
-    ``place``: the context of the memory where peers store ``result``, if so. ``programs``: those that there may be.
+    ``place``: the context of the memory where peers store ``result``, if so.
+    """
+    given = {"b": matrix(call.b), "bias": call.bias, "out": matrix(result)}
+    if call.name == "all_gather_matmul":
+        # Without gaps between its rows.
+        given["a"] = call.a
+    else:
+        given |= {"a": matrix(call.a), "out_context": place}
+    return given
+
+
+def kernel(call: Call, config: FusedConfig, size: int, programs: int) -> tuple[Any, int, dict[str, Any]]:
+    """What carries calls of this kind, its programs, and the arguments that all of them have.
+
+    The others are `tensors`, and those of `Buffers`. ``programs``: those that there may be.
     """
     (M, K), N = call.a.shape, call.b.shape[1]
-    blocks = (config.block_size_m, config.block_size_n, config.block_size_k)
-    by_lines_b, biased = call.b.stride(0) == 1, call.bias is not None
+    tiling = Cdna3Tiling(
+        BLOCK_M=config.block_size_m,
+        BLOCK_N=config.block_size_n,
+        BLOCK_K=config.block_size_k,
+        GROUP=config.group_size_m,
+        XCDS=config.num_xcds,
+        CHUNK=config.chunk_size,
+        BY_LINES_A=call.a.stride(1) == 1,
+        BY_LINES_B=call.b.stride(0) == 1,
+    )
+    given = {"N": N, "K": K, "W": size, "TILING": tiling}
     if call.name == "all_gather_matmul":
         senders = config.senders(programs, size)
-        memory = (buffers.context_tensor, buffers.counts, buffers.data)
-        tensors = (call.a, call.b, call.bias, result, M, N, K, *call.b.stride(), *result.stride())
-        options = (size, senders, *blocks, config.num_xcds, config.chunk_size, by_lines_b, biased)
-        return cdna3_all_gather_matmul, max(programs, senders + 1), (*memory, *tensors, *options)
-    front = (buffers.context_tensor, place, buffers.counts)
-    tensors = (call.a, call.b, call.bias, result)
-    tiles = (size, *blocks, config.group_size_m)
-    tail = (config.num_xcds, config.chunk_size, call.a.stride(1) == 1, by_lines_b, biased)
+        given |= {"m": M, "SENDERS": senders, "TILING": tiling._replace(BY_LINES_A=True)}
+        return cdna3_all_gather_matmul, max(programs, senders + 1), given
+    given["M"] = M
     if call.name == "matmul_all_gather":
-        return cdna3_matmul_all_gather, programs, (*front, *tensors, M, N, K, *call.strides(result), *tiles, *tail)
-    numbers = (M, N, K, -(-M // size), *call.strides(result))
-    spreads = call.name == "matmul_all_reduce"
-    return cdna3_matmul_reduce, programs, (*front, buffers.data, *tensors, *numbers, *tiles, spreads, *tail)
+        return cdna3_matmul_all_gather, programs, given
+    given |= {"share": -(-M // size), "ALL_REDUCE": call.name == "matmul_all_reduce"}
+    return cdna3_matmul_reduce, programs, given
 
 
 def options(config: FusedConfig) -> dict[str, Any]:

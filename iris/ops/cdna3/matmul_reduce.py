@@ -25,13 +25,11 @@ from iris.ops.cdna3.product import fetch_both, product
 from iris.ops.cdna3.strips import STRIP, columns_of, everywhere, rows_from, strips
 from iris.ops.counts import ARRIVED, await_done, await_ready, begin, end
 from iris.ops.gemm import remap_xcd, swizzle_tile
+from iris.ops.kernel_arguments import TilePlace
 
 
 @gluon_jit
-def tile_of(
-    number, rank, W: gl.constexpr, M, share, tiles_m, tiles_n, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    GROUP: gl.constexpr,
-):  # fmt: skip
+def tile_of(number, rank, M, share, tiles_m, tiles_n, W: gl.constexpr, TILING: gl.constexpr):
     """Whose rows the tile is of, its number among theirs; its first row and column, and where the owner's rows end.
 
     Behind the last tile there is none: the last will do, which nobody uses.
@@ -39,9 +37,9 @@ def tile_of(
     tiles = tiles_m * tiles_n
     number = gl.minimum(number, W * tiles - 1)
     owner = (rank + 1 + number // tiles) % W
-    pid_m, pid_n = swizzle_tile(number % tiles, tiles_m, tiles_n, GROUP)
+    pid_m, pid_n = swizzle_tile(number % tiles, tiles_m, tiles_n, TILING.GROUP)
     stop = gl.minimum((owner + 1) * share, M)
-    return owner, number % tiles, owner * share + pid_m * BLOCK_M, pid_n * BLOCK_N, stop
+    return owner, number % tiles, owner * share + pid_m * TILING.BLOCK_M, pid_n * TILING.BLOCK_N, stop
 
 
 @gluon_jit
@@ -57,9 +55,8 @@ def add_parts(parts, own, rank, W: gl.constexpr, step, at, mask):
 
 @gluon_jit
 def cdna3_matmul_reduce(
-    context_tensor,
+    channel,
     out_context,
-    counts,
     parts,
     a,
     b,
@@ -69,55 +66,38 @@ def cdna3_matmul_reduce(
     N,
     K,
     share,
-    stride_am,
-    stride_ak,
-    stride_bk,
-    stride_bn,
-    stride_om,
-    stride_on,
     W: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    GROUP: gl.constexpr,
     ALL_REDUCE: gl.constexpr,
-    XCDS: gl.constexpr,
-    CHUNK: gl.constexpr,
-    BY_LINES_A: gl.constexpr,
-    BY_LINES_B: gl.constexpr,
-    BIASED: gl.constexpr,
+    TILING: gl.constexpr,
 ):
     """``share``: rows that a rank adds up, M over W. ``parts``: ``[W, share, N]``, rank r's products in parts[r].
 
     ``out``: ``[share, N]``; with ``ALL_REDUCE`` ``[M, N]``, the same place on every rank, in ``out_context``'s memory.
     """
-    ctx = DeviceContext.initialize(context_tensor, num_ranks=W)
+    ctx, counts = DeviceContext.initialize(channel.context, num_ranks=W), channel.counts
     out_ctx = DeviceContext.initialize(out_context, num_ranks=W)
     rank = ctx.cur_rank
+    BLOCK_M: gl.constexpr = TILING.BLOCK_M
+    BLOCK_N: gl.constexpr = TILING.BLOCK_N
     epoch = begin(ctx, counts)
     programs = gl.num_programs(0)
-    first = remap_xcd(gl.program_id(0), programs, XCDS, CHUNK)
+    first = remap_xcd(gl.program_id(0), programs, TILING.XCDS, TILING.CHUNK)
     tiles_m, tiles_n = gl.cdiv(share, BLOCK_M), gl.cdiv(N, BLOCK_N)
-    _, _, row, column, stop = tile_of(first, rank, W, M, share, tiles_m, tiles_n, BLOCK_M, BLOCK_N, GROUP)
-    x, y = fetch_both(
-        a, b, row, column, 0, stop, N, K, stride_am, stride_ak, stride_bk, stride_bn,
-        BLOCK_M, BLOCK_N, BLOCK_K, BY_LINES_A, BY_LINES_B,
-    )  # fmt: skip
+    _, _, row, column, stop = tile_of(first, rank, M, share, tiles_m=tiles_m, tiles_n=tiles_n, W=W, TILING=TILING)
+    x, y = fetch_both(a, b, TilePlace(row, column, stop), 0, N=N, K=K, TILING=TILING)
     step = gl.cast(share, gl.int64) * N
     # Whom the last tile went to, and its number: this rank, if to nobody.
     to, sent = rank, 0
     for number in range(first, W * tiles_m * tiles_n, programs):
         owner, tile, row, column, stop = tile_of(
-            number, rank, W, M, share, tiles_m, tiles_n, BLOCK_M, BLOCK_N, GROUP
-        )  # fmt: skip
+            number, rank, M, share, tiles_m=tiles_m, tiles_n=tiles_n, W=W, TILING=TILING
+        )
         _, _, next_row, next_column, next_stop = tile_of(
-            number + programs, rank, W, M, share, tiles_m, tiles_n, BLOCK_M, BLOCK_N, GROUP
-        )  # fmt: skip
+            number + programs, rank, M, share, tiles_m=tiles_m, tiles_n=tiles_n, W=W, TILING=TILING
+        )
         work = ctx.tracing.record_event_start(TraceEvent.compute, pid_m=row // BLOCK_M, pid_n=column // BLOCK_N)
-        total, x, y = product(
-            x, y, a, b, row, column, stop, a, next_row, next_column, next_stop, N, K, stride_am, stride_ak, stride_bk,
-            stride_bn, BLOCK_M, BLOCK_N, BLOCK_K, BY_LINES_A, BY_LINES_B,
-        )  # fmt: skip
+        place, following = TilePlace(row, column, stop), TilePlace(next_row, next_column, next_stop)
+        total, x, y = product(x, y, a, b, place=place, next_a=a.ptr, following=following, N=N, K=K, TILING=TILING)
         ctx.tracing.record_event_end(work)
         if to != rank:
             ctx.signal(counts + ARRIVED + sent, 1, to, op="add")
@@ -142,21 +122,21 @@ def cdna3_matmul_reduce(
         else:
             ctx.wait(counts + ARRIVED + tile, epoch * (W - 1), cmp="reached")
             if ALL_REDUCE:
-                places = everywhere(out_ctx, out + gl.cast(rank, gl.int64) * share * stride_om)
+                places = everywhere(out_ctx, out.ptr + gl.cast(rank, gl.int64) * share * out.row_stride)
             for strip in gl.static_range(BLOCK_N // STRIP):
                 columns = columns_of(column, strip)
                 mask = inside & (columns < N)[None, :]
                 result = add_parts(parts, values[strip], rank, W, step, local * N + columns[None, :], mask)
-                if BIASED:
+                if bias is not None:
                     result += gl.load(bias + columns, mask=columns < N, other=0).to(gl.float32)[None, :]
-                at = local * stride_om + columns.to(gl.int64)[None, :] * stride_on
+                at = local * out.row_stride + columns.to(gl.int64)[None, :] * out.column_stride
                 if ALL_REDUCE:
                     for peer in gl.static_range(W):
-                        event = out_ctx.tracing.begin_move("store", out + at, peer, mask)
-                        gl.store(places[peer] + at, result.to(out.dtype.element_ty), mask=mask)
+                        event = out_ctx.tracing.begin_move("store", out.ptr + at, peer, mask)
+                        gl.store(places[peer] + at, result.to(out.ptr.dtype.element_ty), mask=mask)
                         out_ctx.tracing.record_event_end(event)
                 else:
-                    gl.store(out + at, result.to(out.dtype.element_ty), mask=mask)
+                    gl.store(out.ptr + at, result.to(out.ptr.dtype.element_ty), mask=mask)
         to, sent = owner, tile
     if to != rank:
         ctx.signal(counts + ARRIVED + sent, 1, to, op="add")

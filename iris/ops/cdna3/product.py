@@ -26,6 +26,7 @@ from triton.experimental.gluon.language.amd import cdna3
 
 from iris import simulator
 from iris.language.jit import gluon_jit
+from iris.ops.kernel_arguments import Matrix, TilePlace
 
 WARPS = gl.constexpr(8)
 # Elements of 16 bytes, which is the most that a lane moves at once: the kernels are for types of 2 bytes.
@@ -100,9 +101,17 @@ def leave(tile, values, BY_LINES: gl.constexpr):
 
 @gluon_jit
 def fetch(
-    matrix, line, lines, k, K, stride_line, stride_k, LINES: gl.constexpr, BLOCK_K: gl.constexpr,
+    matrix,
+    line,
+    lines,
+    k,
+    K,
+    stride_line,
+    stride_k,
+    LINES: gl.constexpr,
+    BLOCK_K: gl.constexpr,
     BY_LINES: gl.constexpr,
-):  # fmt: skip
+):
     """Begin to load LINES lines from ``line`` on, elements from ``k`` on: zeros behind ``lines`` and ``K``.
 
     The place of the tile is a scalar of 64 bits; the offsets in it have 32, as those of buffer loads do. What is masked
@@ -119,41 +128,59 @@ def fetch(
 
 
 @gluon_jit
-def fetch_both(
-    a, b, row, column, k, rows, N, K, stride_am, stride_ak, stride_bk, stride_bn, BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, BY_LINES_A: gl.constexpr, BY_LINES_B: gl.constexpr,
-):  # fmt: skip
-    """What a step multiplies: rows of A from ``row`` on, below ``rows``, and columns of B from ``column`` on."""
-    x = fetch(a, row, rows, k, K, stride_am, stride_ak, BLOCK_M, BLOCK_K, BY_LINES_A)
-    y = fetch(b, column, N, k, K, stride_bn, stride_bk, BLOCK_N, BLOCK_K, BY_LINES_B)
+def fetch_both(a, b, place, k, N, K, TILING: gl.constexpr):
+    """What a step multiplies: rows of A and columns of B from ``place`` on, a `TilePlace`."""
+    x = fetch(
+        a.ptr,
+        line=place.row,
+        lines=place.stop,
+        k=k,
+        K=K,
+        stride_line=a.row_stride,
+        stride_k=a.column_stride,
+        LINES=TILING.BLOCK_M,
+        BLOCK_K=TILING.BLOCK_K,
+        BY_LINES=TILING.BY_LINES_A,
+    )
+    y = fetch(
+        b.ptr,
+        line=place.column,
+        lines=N,
+        k=k,
+        K=K,
+        stride_line=b.column_stride,
+        stride_k=b.row_stride,
+        LINES=TILING.BLOCK_N,
+        BLOCK_K=TILING.BLOCK_K,
+        BY_LINES=TILING.BY_LINES_B,
+    )
     return x, y
 
 
 @gluon_jit
-def product(
-    x, y, a, b, row, column, rows, next_a, next_row, next_column, next_rows, N, K, stride_am, stride_ak, stride_bk,
-    stride_bn, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, BY_LINES_A: gl.constexpr,
-    BY_LINES_B: gl.constexpr,
-):  # fmt: skip
-    """The tile at ``row`` and ``column``, in float32; and the first x and y of the next one, which are on their way.
+def product(x, y, a, b, place, next_a, following, N, K, TILING: gl.constexpr):
+    """The tile at ``place``, in float32; and the first x and y of the ``following`` one, which are on their way.
 
-    ``x``, ``y``: this one's. ``rows``: where its rows end, zeros behind. ``next_a``: where the rows of the next are.
+    ``x``, ``y``: this one's. Behind where a tile's rows end there are zeros. ``next_a``: where the rows of the
+    following one are.
     """
+    BLOCK_M: gl.constexpr = TILING.BLOCK_M
+    BLOCK_N: gl.constexpr = TILING.BLOCK_N
+    BLOCK_K: gl.constexpr = TILING.BLOCK_K
     layout: gl.constexpr = accumulator(BLOCK_M, BLOCK_N)
     shared: gl.constexpr = in_shared_memory(BLOCK_K)
     # Made for each tile: what moves the products between threads afterwards has the same memory.
-    left = gl.allocate_shared_memory(a.dtype.element_ty, [BLOCK_M, BLOCK_K], shared)
-    right = gl.allocate_shared_memory(b.dtype.element_ty, [BLOCK_N, BLOCK_K], shared)
+    left = gl.allocate_shared_memory(a.ptr.dtype.element_ty, [BLOCK_M, BLOCK_K], shared)
+    right = gl.allocate_shared_memory(b.ptr.dtype.element_ty, [BLOCK_N, BLOCK_K], shared)
     total = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout)
     for k in range(0, K, BLOCK_K):
-        leave(left, x, BY_LINES_A)
-        leave(right, y, BY_LINES_B)
+        leave(left, x, TILING.BY_LINES_A)
+        leave(right, y, TILING.BY_LINES_B)
         last = k + BLOCK_K >= K
-        x, y = fetch_both(
-            gl.where(last, next_a, a), b, gl.where(last, next_row, row), gl.where(last, next_column, column),
-            gl.where(last, 0, k + BLOCK_K), gl.where(last, next_rows, rows), N, K, stride_am, stride_ak, stride_bk,
-            stride_bn, BLOCK_M, BLOCK_N, BLOCK_K, BY_LINES_A, BY_LINES_B,
-        )  # fmt: skip
+        there = Matrix(gl.where(last, next_a, a.ptr), a.row_stride, a.column_stride)
+        row, column = gl.where(last, following.row, place.row), gl.where(last, following.column, place.column)
+        next_k, stop = gl.where(last, 0, k + BLOCK_K), gl.where(last, following.stop, place.stop)
+        x, y = fetch_both(there, b, TilePlace(row, column, stop), next_k, N=N, K=K, TILING=TILING)
         for part in gl.static_range(BLOCK_K // DEPTH):
             u = left.slice(part * DEPTH, DEPTH, 1).load(gl.DotOperandLayout(0, layout, VECTOR))
             v = right.slice(part * DEPTH, DEPTH, 1).permute((1, 0)).load(gl.DotOperandLayout(1, layout, VECTOR))
