@@ -270,26 +270,28 @@ class AllReduceRmsNorm:
         slots = channel.memory[:slot_bytes].view({2: torch.int16, 4: torch.int32}[itemsize])
         partials = channel.memory[slot_bytes : slot_bytes + 16 * units].view(torch.int64)
         epochs = channel.memory[slot_bytes + 16 * units :].view(torch.int32)
-        told = NormChannel(channel.context_tensor, epochs, partials, slots)
+        norm_channel = NormChannel(channel.context_tensor, epochs, partials, slots)
         constants = {"room": room, "W": comm.size, "DIVISION": shape, "LARGEST": call.largest()}
         options = {"maxnreg": REGISTERS} if on_nvidia() else {}
         launch = prepare(
             kernel,
             (programs, 1, 1),
-            *by_name(kernel, channel=told, tensors=call.tensors(call.input), rows=call.rows, eps=0.5, **constants),
+            *by_name(
+                kernel, channel=norm_channel, tensors=call.tensors(call.input), rows=call.rows, eps=0.5, **constants
+            ),
             cluster=pieces if clustered else 1,
             early=early,
             num_warps=warps,
             **options,
         )
-        (place,) = addresses((told,))
+        (place,) = addresses((norm_channel,))
 
         def enqueue(given: NormCall, eps: float, stream: int | None) -> None:
             (tensors,) = addresses((given.tensors(given.input),))
             launch(stream, by_name(kernel, channel=place, tensors=tensors, rows=given.rows, eps=eps, **constants))
 
         # It launches with addresses in this memory.
-        enqueue.keeps_alive = told  # type: ignore[attr-defined]
+        enqueue.keeps_alive = norm_channel  # type: ignore[attr-defined]
         return enqueue
 
     def _behind_all_reduce(self, call: NormCall) -> Launch:
