@@ -76,7 +76,7 @@ def test_a_file_that_was_not_installed_is_told(shipped, name):
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"NVIDIA H200": 3}', '{"NVIDIA H200": {"2": {"all_reduce": [3]}}}'])
 def test_a_file_that_cannot_be_used_is_told(shipped, own, name, text):
     (own / name).write_text(text)
-    with pytest.raises(InvalidTableError, match=f"{own / name} is no table.*`python -m iris tune`, or remove it"):
+    with pytest.raises(InvalidTableError, match=f"{own / name} is no table.*Remove it; `python -m iris tune` makes"):
         load(name)
     (own / name).unlink()
     (shipped / name).write_text(text)

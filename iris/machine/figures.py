@@ -125,7 +125,7 @@ def find(device: str) -> Found:
     if not found:
         raise InvalidTableError(f"{tables.SHIPPED / tables.OPERATIONS} has no entry {ANY_OTHER!r}. Install Iris anew.")
     file, name, figures = found[-1]
-    return Found(figures, f"{name} in {file}")
+    return Found(figures, f"{name}, as shipped" if file.parent == tables.SHIPPED else f"{name} in {file}")
 
 
 def parse(entry: dict[str, Any]) -> Figures:

@@ -40,7 +40,7 @@ def read(name: str, take: Callable[[dict[str, Any]], T]) -> list[tuple[Path, T]]
     folder = own_folder()
     own = _own(folder / name) if folder else None
     if folder and own is not None:
-        remedy = "Make it with `python -m iris tune`, or remove it."
+        remedy = "Remove it; `python -m iris tune` makes a new one."
         found.append((folder / name, _taken(folder / name, own, take, remedy)))
     return found
 
