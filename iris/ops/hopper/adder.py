@@ -58,7 +58,7 @@ def fetch_piece(landing, parts, W: gl.constexpr, row, column, number, begun):
 
 
 @gluon_jit
-def add(pipeline, landing, units, order, ctx, counts, parts, bias, out, out_ctx, ALL_REDUCE: gl.constexpr):
+def add(pipeline, landing, units, order, ctx, counts, parts, bias, out, out_ctx, TILING: gl.constexpr):
     """The adder's part: sums of this rank's rows, to ``out``, or all ranks' copies of it, in the memory of ``out_ctx``.
 
     ``parts``: the descriptor of ``[W, share, N]`` that all ranks store to. Parts are added in float32 and in the order
@@ -103,7 +103,7 @@ def add(pipeline, landing, units, order, ctx, counts, parts, bias, out, out_ctx,
             lines = row + strip * STRIP + gl.arange(0, STRIP, gl.SliceLayout(1, LAYOUT))
             mask = (lines < rows)[:, None] & (columns < N)[None, :]
             at_n = columns.to(gl.int64)[None, :] * out.column_stride
-            if ALL_REDUCE:
+            if TILING.ALL_REDUCE:
                 there = out.ptr + ((order.rank * order.share + lines).to(gl.int64)[:, None] * out.row_stride + at_n)
                 for distance in gl.static_range(1, W + 1):
                     out_ctx.store(there, sums, (order.rank + distance) % W, mask=mask)
@@ -111,5 +111,5 @@ def add(pipeline, landing, units, order, ctx, counts, parts, bias, out, out_ctx,
                 gl.store(out.ptr + (lines.to(gl.int64)[:, None] * out.row_stride + at_n), sums, mask=mask)
         begun += PIECES
         unit = following
-    if ALL_REDUCE:
+    if TILING.ALL_REDUCE:
         await_done(ctx, counts, units.epoch)

@@ -113,8 +113,9 @@ class Order:
 
 
 @gluon_jit
-def load(pipeline, units, order, ctx, counts, a, gathered, b, K, TRANS_B: gl.constexpr):
+def load(pipeline, units, order, ctx, counts, a, gathered, b, K, TILING: gl.constexpr):
     """The loader's part."""
+    TRANS_B: gl.constexpr = TILING.TRANS_B
     chunks = order.chunks()
     number, nth, step = gl.program_id(0), 0, 0
     while number < units.count():
@@ -210,7 +211,7 @@ def hopper_all_gather_matmul(
                     tensor_map_gathered,
                     tensor_map_b,
                     extents.K,
-                    TILING.TRANS_B,
+                    TILING,
                 ),
             ),
         ],

@@ -53,8 +53,10 @@ class Order:
 
 
 @gluon_jit
-def load(pipeline, units, order, a, b, K, TRANS_A: gl.constexpr, TRANS_B: gl.constexpr):
+def load(pipeline, units, order, a, b, K, TILING: gl.constexpr):
     """The loader's part."""
+    TRANS_A: gl.constexpr = TILING.TRANS_A
+    TRANS_B: gl.constexpr = TILING.TRANS_B
     number, nth, step = gl.program_id(0), 0, 0
     while number < units.count():
         tile, split, splits = units.at(number)
@@ -65,7 +67,7 @@ def load(pipeline, units, order, a, b, K, TRANS_A: gl.constexpr, TRANS_B: gl.con
 
 
 @gluon_jit
-def write(pipeline, units, order, ctx, counts, bias, peers, places, PACED: gl.constexpr):
+def write(pipeline, units, order, ctx, counts, bias, peers, places, TILING: gl.constexpr):
     """The writer's part."""
     await_ready(ctx, counts, units.epoch)
     number, nth, done = gl.program_id(0), 0, 0
@@ -75,7 +77,9 @@ def write(pipeline, units, order, ctx, counts, bias, peers, places, PACED: gl.co
         if split == splits - 1:
             row, column = order.at(tile)
             await_products(pipeline, done)
-            pace = until_next(pipeline.took, units, following, splits, strips_of(pipeline)) if PACED else at_once()
+            pace = (
+                until_next(pipeline.took, units, following, splits, strips_of(pipeline)) if TILING.PACED else at_once()
+            )
             if bias is not None:
                 add_bias(pipeline, bias, column, order.columns)
             send_products_to_all(pipeline, pace, ctx, peers, places, counts, row, column, order.rows, order.columns)
@@ -132,8 +136,8 @@ def hopper_matmul_all_gather(
         [
             (multiply, (pipeline, ctx, units, order, epilogue, K, 0, TILING)),
             (multiply, (pipeline, ctx, units, order, epilogue, K, 1, TILING)),
-            (write, (pipeline, units, order, ctx, counts, epilogue.bias, tensor_map_peers, places, TILING.PACED)),
-            (load, (pipeline, units, order, tensor_map_a, tensor_map_b, K, TILING.TRANS_A, TILING.TRANS_B)),
+            (write, (pipeline, units, order, ctx, counts, epilogue.bias, tensor_map_peers, places, TILING)),
+            (load, (pipeline, units, order, tensor_map_a, tensor_map_b, K, TILING)),
         ],
         WARPS,
         REGISTERS,

@@ -96,8 +96,10 @@ class Order:
 
 
 @gluon_jit
-def load(pipeline, units, order, a, b, K, TRANS_A: gl.constexpr, TRANS_B: gl.constexpr):
+def load(pipeline, units, order, a, b, K, TILING: gl.constexpr):
     """The loader's part."""
+    TRANS_A: gl.constexpr = TILING.TRANS_A
+    TRANS_B: gl.constexpr = TILING.TRANS_B
     number, nth, step = gl.program_id(0), 0, 0
     while number < units.count():
         row, column = order.at(number)
@@ -168,7 +170,7 @@ def hopper_matmul_reduce(
             (multiply, (pipeline, ctx, units, order, epilogue, extents.K, 0, TILING)),
             (multiply, (pipeline, ctx, units, order, epilogue, extents.K, 1, TILING)),
             (write, (pipeline, units, order, ctx, counts, tensor_map_peers, parts_places)),
-            (load, (pipeline, units, order, tensor_map_a, tensor_map_b, extents.K, TILING.TRANS_A, TILING.TRANS_B)),
+            (load, (pipeline, units, order, tensor_map_a, tensor_map_b, extents.K, TILING)),
             (
                 add,
                 (
@@ -182,7 +184,7 @@ def hopper_matmul_reduce(
                     epilogue.bias,
                     out,
                     out_ctx,
-                    TILING.ALL_REDUCE,
+                    TILING,
                 ),
             ),
         ],
