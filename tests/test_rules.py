@@ -208,9 +208,6 @@ CROWDED = {
     "ccl/one_hop.py": {"one_hop"},
     "ccl/pull.py": {"pull"},
     "ccl/two_shot.py": {"reduce_blocks", "two_shot"},
-    "ops/hopper/all_gather_matmul.py": {"hopper_all_gather_matmul"},
-    "ops/hopper/matmul_all_gather.py": {"hopper_matmul_all_gather"},
-    "ops/hopper/matmul_reduce.py": {"hopper_matmul_reduce"},
 }
 
 

@@ -9,7 +9,7 @@ from iris.errors import HeapClosedError, WorkspaceTooSmallError, readable
 from iris.heap.dump import contents
 from iris.launch import addresses
 from iris.ops.counts import ARRIVED, DONE, READY
-from iris.ops.kernel_arguments import Channel
+from iris.ops.kernel_arguments import Channel, SplitTiles
 
 # Bytes: counts and data begin at multiples of these, as tensors on the heap do.
 ALIGNMENT = 1024
@@ -97,6 +97,8 @@ class Buffers:
             "channel": Channel(self.context_tensor, self.counts),
             "gathered": self.data,
             "parts": self.data,
+            "split_tiles": SplitTiles(self.partials, self.split_counts),
+            "parts_places": self.places,
         }
         self.addresses = dict(zip(self.tensors, addresses(tuple(self.tensors.values())), strict=True))
 

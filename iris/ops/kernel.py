@@ -83,8 +83,7 @@ class Kernels:
 
     def with_operands_that_fit(self, call: Call, config: FusedConfig) -> Call:
         """The call, with copies of matrices that the kernel cannot use as they lie."""
-        family = self.gluon if config.use_gluon else portable
-        return family.with_operands_that_fit(call, self._context.num_ranks)
+        return self._family(config).with_operands_that_fit(call, self._context.num_ranks)
 
     def direct(self, call: Call, config: FusedConfig) -> bool:
         """Whether peers store into ``out`` itself: they do where it is on the heap, and TMA can, if that stores."""
@@ -117,27 +116,26 @@ class Kernels:
         direct = self.direct(call, config)
         result = call.out if direct or call.name not in STORED_BY_PEERS else self._staged(call, buffers)
         place = self._context.get_device_context() if direct else buffers.context_tensor
-        family: Any = portable
-        carrier: tuple[Any, int, dict[str, Any]] | None = None
+        family: Any = self._family(config)
         sender = None
-        if self._is_for_hopper(config):
-            family = hopper
+        if family is hopper:
             memory = self._context.heap.mapping if direct else buffers.mapping
             memory_places = self._places() if direct else buffers.places
-            kernel, args = hopper.arguments(
+            tensors = hopper.tensors(
                 call, config, self.plan(call, config), buffers, W, memory, memory_places, place, result
             )
-            tensors, carrier = dict(zip(kernel.arg_names, args, strict=True)), (kernel, programs, {})
             if call.name == "all_gather_matmul":
                 sender = self._sender(call, config, buffers)
         else:
-            family = cdna3 if config.use_gluon else portable
             tensors = family.tensors(call, place, result)
         # The precision is no part of a kind: it is each rank's own.
         key = (buffers.kind, config.allow_tf32, *[_kind_of(each) for each in tensors.values()])
         prepared = self._prepared.get(key)
         if prepared is None:
-            kernel, programs, constants = carrier or family.kernel(call, config, W, programs)
+            if family is hopper:
+                kernel, constants = hopper.kernel(call, config, self.plan(call, config), W)
+            else:
+                kernel, programs, constants = family.kernel(call, config, W, programs)
             workspace = {name: each for name, each in buffers.tensors.items() if name in kernel.arg_names}
             arguments = by_name(kernel, **{**workspace, **tensors, **constants})
             run = prepare(kernel, (programs, 1, 1), *arguments, **family.options(config))
@@ -154,6 +152,10 @@ class Kernels:
             chosen = plan(call, W, programs, config, gpu) if gpu else hopper.Plan()
             remember(self._plans, key, chosen)
         return chosen
+
+    def _family(self, config: FusedConfig) -> Any:
+        """The module of the kernels."""
+        return self.gluon if config.use_gluon else portable
 
     def _is_for_hopper(self, config: FusedConfig) -> bool:
         """Whether the kernel is one of `iris.ops.hopper`, whose arguments are tensor maps."""

@@ -1,11 +1,11 @@
 """What kernels take, by name: the NamedTuples of their arguments, for what belongs together, and `by_name`.
 
 The JIT specialises the fields of a NamedTuple as it does other arguments: a stride of 1, and None, are constants in the
-kernel, and a pointer's or a number's divisibility by 16 is known. A launch is given the fields one after the other. An
-option such as ``do_not_specialize`` holds for all fields of a parameter.
+kernel, and a pointer's or a number's divisibility by 16 is known. A launch is given the fields one after the other.
 
-Two limits of Triton: a tensor map is an argument of its own, since the launcher of Triton 3.6 does not look for one in
-a tuple; and a field is no constant unless it is 1 or None, so constants have a tuple of their own, which is a
+Three limits of Triton. A tensor map is an argument of its own, since the launcher of Triton 3.6 does not look for one
+in a tuple. So is what must not be specialised, such as a number of rows, which may be 1: ``do_not_specialize`` does not
+reach into tuples. And a field is no constant unless it is 1 or None, so constants have a tuple of their own, which is a
 ``tl.constexpr`` as a whole.
 """
 
@@ -73,6 +73,46 @@ class Cdna3Tiling(NamedTuple):
     BY_LINES_A: bool
     """Whether neighbours in memory are of one row of A, and of one column of B."""
     BY_LINES_B: bool
+
+
+class HopperTiling(NamedTuple):
+    """How a kernel for Hopper computes a product: a constant of it. What is called alike is as in `Tiling`."""
+
+    BLOCK_M: int
+    BLOCK_N: int
+    STAGES: int
+    """Tiles of A and B in shared memory: `iris.ops.hopper.pipeline`."""
+    GROUP: int
+    TRANS_A: bool
+    """Whether the tensor map is one of the matrix's transpose, since it lies by columns."""
+    TRANS_B: bool
+    SCALE_A_PER_ROW: bool
+    """Whether each row of A has a factor, or all have one."""
+    SCALE_B_PER_COLUMN: bool
+    SPLIT: bool = False
+    """Whether several programs compute a tile: `iris.ops.hopper.split_k`."""
+    ALL_REDUCE: bool = False
+    """Whether a sum goes to all ranks, or its rows are shared among them."""
+    PACED: bool = False
+    """Whether stores are spread over the next product: `iris.ops.hopper.pace`."""
+
+
+class SplitTiles(NamedTuple):
+    """What programs that compute a tile together have: `iris.ops.hopper.split_k`."""
+
+    partials: Any
+    """float32: the products of all but the last split."""
+    arrived: Any
+    """int32: how many of them are there."""
+
+
+class Extents(NamedTuple):
+    """Of a product: columns and depth."""
+
+    N: Any
+    K: Any
+    chunk: Any = None
+    """Of a gathered A, the rows that are sent together at least."""
 
 
 class TilePlace(NamedTuple):

@@ -180,7 +180,7 @@ def arguments_of(kernel, **instead):
     given |= instead
     if place.stem == "all_reduce_rms_norm":
         given |= rows_in_tuples(given)
-    elif place.parent.name == "ops" and place.stem != "copies":
+    elif place.parent.name == "ops" and "channel" in kernel.arg_names:
         given |= in_tuples(given)
     return [given[name] for name in kernel.arg_names]
 

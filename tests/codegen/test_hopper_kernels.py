@@ -15,6 +15,15 @@ from iris.ops.hopper.matmul_all_gather import hopper_matmul_all_gather
 from iris.ops.hopper.matmul_reduce import hopper_matmul_reduce
 from iris.ops.hopper.pipeline import PANEL
 from iris.ops.hopper.writer import STRIP
+from iris.ops.kernel_arguments import (
+    Channel,
+    Epilogue,
+    Extents,
+    HopperTiling,
+    SplitTiles,
+    by_name,
+    matrix,
+)
 
 NAMES = ["all_gather_matmul", "matmul_all_gather", "matmul_reduce_scatter", "matmul_all_reduce"]
 W, M, N, K = 4, 4096, 2048, 1024
@@ -29,27 +38,43 @@ def peers(matrix):
 
 def arguments(name, tile, by_columns, split, dtype=torch.bfloat16, lines=(False, False)):
     (rows, columns), depth = tile, 128 // dtype.itemsize
-    # Splits, and the tiles that are split.
-    plan, of_splits = (3, 5), (torch.empty(1 << 20), INT32)
     own, all_rows = torch.empty(M, K, dtype=dtype), torch.empty(W * M, K, dtype=dtype)
     narrow = dtype.itemsize == 1
     a_by_columns = by_columns and not narrow and name != "all_gather_matmul"
     a = torch.empty(K, M, dtype=dtype).t() if a_by_columns else own
     b = torch.empty(N, K, dtype=dtype).t() if by_columns else torch.empty(K, N, dtype=dtype)
     bias, out = torch.empty(N, dtype=torch.bfloat16), torch.empty(W * M, N, dtype=torch.bfloat16)
-    factors = (bias, torch.empty(W * M), torch.empty(N)) if narrow else (bias, None, None)
-    last = (True, *lines)
-    map_a, map_b = tensor_map(a, [rows // 2, depth]), tensor_map(b, [depth, columns])
-    if name == "all_gather_matmul":
-        gathered = tensor_map(all_rows, [rows // 2, depth])
-        front = (INT64, INT32, map_a, gathered, map_b, *factors, out, *of_splits, M, 1024, 2, N, K, N, 1, *plan)
-        return hopper_all_gather_matmul, (*front, W, *tile, 3, split, 8, by_columns, *last)
+    tiling = HopperTiling(
+        *tile,
+        STAGES=3,
+        GROUP=8,
+        TRANS_A=a_by_columns,
+        TRANS_B=by_columns,
+        SCALE_A_PER_ROW=lines[0],
+        SCALE_B_PER_COLUMN=lines[1],
+        SPLIT=split,
+        ALL_REDUCE=name == "matmul_all_reduce",
+        PACED=name == "matmul_all_gather" and not split,
+    )
+    given = {
+        "channel": Channel(INT64, INT32),
+        "tensor_map_a": tensor_map(a, [rows // 2, depth]),
+        "tensor_map_b": tensor_map(b, [depth, columns]),
+        "epilogue": Epilogue(bias, *((torch.empty(W * M), torch.empty(N)) if narrow else (None, None))),
+        **{"W": W, "TILING": tiling},
+    }
+    if "reduce" in name:
+        given |= {"out_context": INT64, "parts_places": INT32, "out": matrix(out)}
+        given |= {"M": M, "share": M // W, "extents": Extents(N, K)}
+        maps = {"tensor_map_parts": peers(out), "tensor_map_peers": peers(out)}
+        return hopper_matmul_reduce, by_name(hopper_matmul_reduce, **given, **maps)
+    given |= {"split_tiles": SplitTiles(torch.empty(1 << 20), INT32), "splits": 3, "last": 5}
     if name == "matmul_all_gather":
-        front = (INT64, INT32, map_a, map_b, *factors, peers(out), INT32, *of_splits, M, N, K, *plan)
-        return hopper_matmul_all_gather, (*front, W, *tile, 3, split, not split, 8, a_by_columns, by_columns, *last)
-    spreads = name == "matmul_all_reduce"
-    front = (INT64, INT64, INT32, peers(out), peers(out), INT32, map_a, map_b, *factors, out, M, N, K, M // W, N, 1)
-    return hopper_matmul_reduce, (*front, W, *tile, 3, 8, spreads, a_by_columns, by_columns, *last)
+        given |= {"tensor_map_peers": peers(out), "places": INT32, "M": M, "N": N, "K": K}
+        return hopper_matmul_all_gather, by_name(hopper_matmul_all_gather, **given)
+    given |= {"out": matrix(out), "m": M, "together": 2, "extents": Extents(N, K, 1024)}
+    gathered = tensor_map(all_rows, [rows // 2, depth])
+    return hopper_all_gather_matmul, by_name(hopper_all_gather_matmul, tensor_map_gathered=gathered, **given)
 
 
 CASES = covering(NAMES, [(128, 256), (128, 64), (256, 128)], [False, True], [False, True])

@@ -58,10 +58,7 @@ def fetch_piece(landing, parts, W: gl.constexpr, row, column, number, begun):
 
 
 @gluon_jit
-def add(
-    pipeline, landing, units, order, ctx, counts, parts, bias, out, out_ctx, stride_om, stride_on,
-    ALL_REDUCE: gl.constexpr, BIASED: gl.constexpr,
-):  # fmt: skip
+def add(pipeline, landing, units, order, ctx, counts, parts, bias, out, out_ctx, TILING: gl.constexpr):
     """The adder's part: sums of this rank's rows, to ``out``, or all ranks' copies of it, in the memory of ``out_ctx``.
 
     ``parts``: the descriptor of ``[W, share, N]`` that all ranks store to. Parts are added in float32 and in the order
@@ -100,19 +97,19 @@ def add(
                 if number + SLOTS < PIECES:
                     fetch_piece(landing, parts, W, row, column, number + SLOTS, begun)
                 number += 1
-            if BIASED:
+            if bias is not None:
                 total += gl.load(bias + columns, mask=columns < N, other=0).to(gl.float32)[None, :]
             sums = total.to(parts.dtype)
             lines = row + strip * STRIP + gl.arange(0, STRIP, gl.SliceLayout(1, LAYOUT))
             mask = (lines < rows)[:, None] & (columns < N)[None, :]
-            at_n = columns.to(gl.int64)[None, :] * stride_on
-            if ALL_REDUCE:
-                there = out + ((order.rank * order.share + lines).to(gl.int64)[:, None] * stride_om + at_n)
+            at_n = columns.to(gl.int64)[None, :] * out.column_stride
+            if TILING.ALL_REDUCE:
+                there = out.ptr + ((order.rank * order.share + lines).to(gl.int64)[:, None] * out.row_stride + at_n)
                 for distance in gl.static_range(1, W + 1):
                     out_ctx.store(there, sums, (order.rank + distance) % W, mask=mask)
             else:
-                gl.store(out + (lines.to(gl.int64)[:, None] * stride_om + at_n), sums, mask=mask)
+                gl.store(out.ptr + (lines.to(gl.int64)[:, None] * out.row_stride + at_n), sums, mask=mask)
         begun += PIECES
         unit = following
-    if ALL_REDUCE:
+    if TILING.ALL_REDUCE:
         await_done(ctx, counts, units.epoch)

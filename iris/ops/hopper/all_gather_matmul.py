@@ -113,8 +113,9 @@ class Order:
 
 
 @gluon_jit
-def load(pipeline, units, order, ctx, counts, a, gathered, b, K, TRANS_B: gl.constexpr):
+def load(pipeline, units, order, ctx, counts, a, gathered, b, K, TILING: gl.constexpr):
     """The loader's part."""
+    TRANS_B: gl.constexpr = TILING.TRANS_B
     chunks = order.chunks()
     number, nth, step = gl.program_id(0), 0, 0
     while number < units.count():
@@ -132,7 +133,7 @@ def load(pipeline, units, order, ctx, counts, a, gathered, b, K, TRANS_B: gl.con
 
 
 @gluon_jit
-def write(pipeline, units, order, bias, out, stride_om, stride_on, BIASED: gl.constexpr):
+def write(pipeline, units, order, bias, out):
     """The writer's part."""
     number, nth, done = gl.program_id(0), 0, 0
     while number < units.count():
@@ -141,7 +142,7 @@ def write(pipeline, units, order, bias, out, stride_om, stride_on, BIASED: gl.co
             owner, _, row, column = order.locate(tile)
             begin, stop = owner * order.m, (owner + 1) * order.m
             await_products(pipeline, done)
-            store_products(pipeline, bias, out, begin + row, column, stop, order.columns, stride_om, stride_on, BIASED)
+            store_products(pipeline, bias, out, begin + row, column=column, rows=stop, N=order.columns)
             free_products(pipeline)
             done += 1
         number = await_next(pipeline, units, number, nth)
@@ -151,62 +152,69 @@ def write(pipeline, units, order, bias, out, stride_om, stride_on, BIASED: gl.co
 # A number of rows or tiles may be 1, and is no constant then.
 @gluon_jit(do_not_specialize=["m", "together", "splits", "last"])
 def hopper_all_gather_matmul(
-    context_tensor,
-    counts,
+    channel,
     tensor_map_a,
     tensor_map_gathered,
     tensor_map_b,
-    bias,
-    scale_a,
-    scale_b,
+    epilogue,
     out,
-    partials,
-    arrived,
+    split_tiles,
     m,
-    chunk,
     together,
-    N,
-    K,
-    stride_om,
-    stride_on,
+    extents,
     splits,
     last,
     W: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr,
-    SPLIT: gl.constexpr,
-    GROUP: gl.constexpr,
-    TRANS_B: gl.constexpr,
-    BIASED: gl.constexpr,
-    SCALE_A_PER_ROW: gl.constexpr,
-    SCALE_B_PER_COLUMN: gl.constexpr,
+    TILING: gl.constexpr,
 ):
     """A is this rank's ``[m, K]``, gathered ``[W, chunks * chunk, K]``, by rows; ``out``: ``[W * m, N]``, anywhere.
 
-    ``chunk``: a multiple of ``BLOCK_M``. Rows that arrive together begin where a tile does, so that none is fetched
-    while it arrives: what a tile has behind a rank's last row is nobody's.
+    ``extents.chunk``: a multiple of ``BLOCK_M``. Rows that arrive together begin where a tile does, so that none is
+    fetched while it arrives: what a tile has behind a rank's last row is nobody's.
 
-    ``scale_a``, ``scale_b``: float32, one number, or with ``SCALE_A_PER_ROW`` ``[W * m]`` and with
+    ``epilogue``: its scales are float32, one number each, or with ``SCALE_A_PER_ROW`` ``[W * m]`` and with
     ``SCALE_B_PER_COLUMN`` ``[N]``; or None.
-    ``splits``, ``last``, ``partials``, ``arrived``: of tiles that are split (`iris.ops.hopper.split_k`).
+    ``splits``, ``last``, ``split_tiles``: of tiles that are split (`iris.ops.hopper.split_k`).
     """
     gdc_wait()
-    ctx = DeviceContext.initialize(context_tensor, num_ranks=W)
+    ctx, counts = DeviceContext.initialize(channel.context, num_ranks=W), channel.counts
     epoch = gl.load(counts)
-    pipeline = make_pipeline(tensor_map_a, tensor_map_b, out.dtype.element_ty, BLOCK_M, BLOCK_N, STAGES)
-    order = Order(ctx.cur_rank, m, chunk, together, W * m, N, W, BLOCK_M, BLOCK_N, GROUP)
-    units = Units(order.count(), splits, last, partials, arrived, epoch, counts, SPLIT, False)
+    pipeline = make_pipeline(tensor_map_a, tensor_map_b, out.ptr.dtype.element_ty, TILING)
+    order = Order(
+        ctx.cur_rank, m, extents.chunk, together, W * m, extents.N, W, TILING.BLOCK_M, TILING.BLOCK_N, TILING.GROUP
+    )
+    units = Units(
+        order.count(),
+        splits,
+        last,
+        split_tiles.partials,
+        split_tiles.arrived,
+        epoch,
+        counts,
+        TILING.SPLIT,
+        False,
+    )
     gl.warp_specialize(
         [
-            (multiply, (pipeline, ctx, units, order, scale_a, scale_b, K, 0, SCALE_A_PER_ROW, SCALE_B_PER_COLUMN,
-                        False, TRANS_B)),
-            (multiply, (pipeline, ctx, units, order, scale_a, scale_b, K, 1, SCALE_A_PER_ROW, SCALE_B_PER_COLUMN,
-                        False, TRANS_B)),
-            (write, (pipeline, units, order, bias, out, stride_om, stride_on, BIASED)),
-            (load, (pipeline, units, order, ctx, counts, tensor_map_a, tensor_map_gathered, tensor_map_b, K,
-                    TRANS_B)),
+            (multiply, (pipeline, ctx, units, order, epilogue, extents.K, 0, TILING)),
+            (multiply, (pipeline, ctx, units, order, epilogue, extents.K, 1, TILING)),
+            (write, (pipeline, units, order, epilogue.bias, out)),
+            (
+                load,
+                (
+                    pipeline,
+                    units,
+                    order,
+                    ctx,
+                    counts,
+                    tensor_map_a,
+                    tensor_map_gathered,
+                    tensor_map_b,
+                    extents.K,
+                    TILING,
+                ),
+            ),
         ],
         WARPS,
         REGISTERS,
-    )  # fmt: skip
+    )

@@ -19,6 +19,7 @@ from iris.ops.hopper.matmul_all_gather import hopper_matmul_all_gather
 from iris.ops.hopper.matmul_reduce import hopper_matmul_reduce
 from iris.ops.hopper.pipeline import PANEL
 from iris.ops.hopper.writer import STRIP
+from iris.ops.kernel_arguments import Epilogue, Extents, HopperTiling, matrix
 
 # TMA's: of addresses, and of strides but the last, which is 1 (CUDA driver API, cuTensorMapEncodeTiled).
 ALIGNMENT = 16
@@ -157,41 +158,72 @@ def needs(kind: tuple, call: Call, config: FusedConfig, plan: Plan, size: int, d
     return Needs(kind, -(-share // M) * -(-columns // N), size * share * columns + result, dtype, tickets=2)
 
 
-def arguments(
-    call: Call, config: FusedConfig, plan: Plan, buffers: Buffers, size: int, memory: Mapping, memory_places: Any,
-    place: torch.Tensor, result: torch.Tensor,
-) -> tuple:  # fmt: skip
-    """The kernel and all that it gets. ``result`` lies in ``memory``, whose context is ``place``, if peers store it."""
+def tensors(
+    call: Call,
+    config: FusedConfig,
+    plan: Plan,
+    buffers: Buffers,
+    size: int,
+    memory: Mapping,
+    memory_places: torch.Tensor,
+    place: torch.Tensor,
+    result: torch.Tensor,
+) -> dict[str, Any]:
+    """What a kernel takes that is the call's own.
+
+    ``result`` lies in ``memory``, whose context is ``place``, if peers store it.
+    """
     M, N, K = config.block_size_m, config.block_size_n, config.block_size_k
-    (rows, depth), columns = call.a.shape, call.b.shape[1]
-    a, b = tensor_map(call.a, [M // 2, K]), tensor_map(call.b, [K, N])
-    of_a, of_b = by_columns(call.a), by_columns(call.b)
-    scales = [None if scale is None else scale.reshape(-1).contiguous() for scale in (call.scale_a, call.scale_b)]
-    factors = (call.bias, *scales)
-    last = (call.bias is not None, *(scale is not None and len(scale) > 1 for scale in scales))
-    rank = memory.rank
-    front: tuple = (buffers.context_tensor, buffers.counts)
-    blocks = (size, M, N, stages(call, config))
-    split, at = (buffers.partials, buffers.split_counts), (plan.splits, plan.last)
+    (rows, depth), columns, rank = call.a.shape, call.b.shape[1], memory.rank
+    scale_a, scale_b = [
+        None if scale is None else scale.reshape(-1).contiguous() for scale in (call.scale_a, call.scale_b)
+    ]
+    given = {
+        "tensor_map_a": tensor_map(call.a, [M // 2, K]),
+        "tensor_map_b": tensor_map(call.b, [K, N]),
+        "epilogue": Epilogue(call.bias, scale_a, scale_b),
+        "TILING": HopperTiling(
+            BLOCK_M=M,
+            BLOCK_N=N,
+            STAGES=stages(call, config),
+            GROUP=config.group_size_m,
+            TRANS_A=call.name != "all_gather_matmul" and by_columns(call.a),
+            TRANS_B=by_columns(call.b),
+            SCALE_A_PER_ROW=scale_a is not None and len(scale_a) > 1,
+            SCALE_B_PER_COLUMN=scale_b is not None and len(scale_b) > 1,
+            SPLIT=plan.splits > 1,
+            ALL_REDUCE=call.name == "matmul_all_reduce",
+            PACED=plan.paced and call.name == "matmul_all_gather",
+        ),
+    }
     if call.name == "all_gather_matmul":
         gathered = tensor_map(buffers.data.view(-1, depth), [M // 2, K])
-        numbers = (rows, chunk_rows(call.a, config), plan.together, columns, depth, *result.stride(), *at)
-        tail = (*blocks, plan.splits > 1, config.group_size_m, of_b, *last)
-        return hopper_all_gather_matmul, (*front, a, gathered, b, *factors, result, *split, *numbers, *tail)
+        return {**given, "tensor_map_gathered": gathered, "out": matrix(result)}
     if call.name == "matmul_all_gather":
         peers = peers_map(memory, result[rank * rows : (rank + 1) * rows], STRIP_SHAPE)
-        numbers = (rows, columns, depth, *at)
-        tail = (*blocks, plan.splits > 1, plan.paced, config.group_size_m, of_a, of_b, *last)
-        return hopper_matmul_all_gather, (*front, a, b, *factors, peers, memory_places, *split, *numbers, *tail)
+        return {**given, "tensor_map_peers": peers, "places": memory_places}
     share = -(-rows // size)
     parts = buffers.data[: size * share * columns].view(size, share, columns)
     block = [1, *STRIP_SHAPE]
     own = TensorDescriptor.from_tensor(parts, block, gl.NVMMASharedLayout.get_default_for(block, ELEMENTS[parts.dtype]))
     peers = peers_map(buffers.mapping, parts[rank], STRIP_SHAPE)
-    spreads = call.name == "matmul_all_reduce"
-    tail = (rows, columns, depth, share, *result.stride(), *blocks, config.group_size_m, spreads, of_a, of_b, *last)
-    front = (buffers.context_tensor, place, buffers.counts)
-    return hopper_matmul_reduce, (*front, own, peers, buffers.places, a, b, *factors, result, *tail)
+    return {**given, "tensor_map_parts": own, "tensor_map_peers": peers, "out": matrix(result), "out_context": place}
+
+
+def kernel(call: Call, config: FusedConfig, plan: Plan, size: int) -> tuple[Any, dict[str, Any]]:
+    """What carries calls of this kind, and the arguments that all of them have.
+
+    The others are `tensors`, and those of `Buffers`.
+    """
+    (rows, depth), columns = call.a.shape, call.b.shape[1]
+    if "reduce" in call.name:
+        given: dict[str, Any] = {"M": rows, "share": -(-rows // size), "extents": Extents(columns, depth), "W": size}
+        return hopper_matmul_reduce, given
+    given = {"splits": plan.splits, "last": plan.last, "W": size}
+    if call.name == "matmul_all_gather":
+        return hopper_matmul_all_gather, given | {"M": rows, "N": columns, "K": depth}
+    extents = Extents(columns, depth, chunk_rows(call.a, config))
+    return hopper_all_gather_matmul, given | {"m": rows, "together": plan.together, "extents": extents}
 
 
 def options(config: FusedConfig) -> dict[str, Any]:

@@ -53,8 +53,10 @@ class Order:
 
 
 @gluon_jit
-def load(pipeline, units, order, a, b, K, TRANS_A: gl.constexpr, TRANS_B: gl.constexpr):
+def load(pipeline, units, order, a, b, K, TILING: gl.constexpr):
     """The loader's part."""
+    TRANS_A: gl.constexpr = TILING.TRANS_A
+    TRANS_B: gl.constexpr = TILING.TRANS_B
     number, nth, step = gl.program_id(0), 0, 0
     while number < units.count():
         tile, split, splits = units.at(number)
@@ -65,7 +67,7 @@ def load(pipeline, units, order, a, b, K, TRANS_A: gl.constexpr, TRANS_B: gl.con
 
 
 @gluon_jit
-def write(pipeline, units, order, ctx, counts, bias, peers, places, PACED: gl.constexpr, BIASED: gl.constexpr):
+def write(pipeline, units, order, ctx, counts, bias, peers, places, TILING: gl.constexpr):
     """The writer's part."""
     await_ready(ctx, counts, units.epoch)
     number, nth, done = gl.program_id(0), 0, 0
@@ -75,8 +77,10 @@ def write(pipeline, units, order, ctx, counts, bias, peers, places, PACED: gl.co
         if split == splits - 1:
             row, column = order.at(tile)
             await_products(pipeline, done)
-            pace = until_next(pipeline.took, units, following, splits, strips_of(pipeline)) if PACED else at_once()
-            if BIASED:
+            pace = (
+                until_next(pipeline.took, units, following, splits, strips_of(pipeline)) if TILING.PACED else at_once()
+            )
+            if bias is not None:
                 add_bias(pipeline, bias, column, order.columns)
             send_products_to_all(pipeline, pace, ctx, peers, places, counts, row, column, order.rows, order.columns)
             free_products(pipeline)
@@ -91,57 +95,51 @@ def write(pipeline, units, order, ctx, counts, bias, peers, places, PACED: gl.co
 # A number of rows or tiles may be 1, and is no constant then.
 @gluon_jit(do_not_specialize=["M", "splits", "last"])
 def hopper_matmul_all_gather(
-    context_tensor,
-    counts,
+    channel,
     tensor_map_a,
     tensor_map_b,
-    bias,
-    scale_a,
-    scale_b,
+    epilogue,
     tensor_map_peers,
     places,
-    partials,
-    arrived,
+    split_tiles,
     M,
     N,
     K,
     splits,
     last,
     W: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr,
-    SPLIT: gl.constexpr,
-    PACED: gl.constexpr,
-    GROUP: gl.constexpr,
-    TRANS_A: gl.constexpr,
-    TRANS_B: gl.constexpr,
-    BIASED: gl.constexpr,
-    SCALE_A_PER_ROW: gl.constexpr,
-    SCALE_B_PER_COLUMN: gl.constexpr,
+    TILING: gl.constexpr,
 ):
     """``tensor_map_peers``: this rank's ``[M, N]`` of the result on every rank, at ``places``, int32 ``[W]``.
 
-    ``scale_a``, ``scale_b``: float32, one number, or with ``SCALE_A_PER_ROW`` ``[M]`` and with ``SCALE_B_PER_COLUMN``
-    ``[N]``; or None.
-    ``splits``, ``last``, ``partials``, ``arrived``: of tiles that are split (`iris.ops.hopper.split_k`).
+    ``epilogue``: its scales are float32, one number each, or with ``SCALE_A_PER_ROW`` ``[M]`` and with
+    ``SCALE_B_PER_COLUMN`` ``[N]``; or None.
+    ``splits``, ``last``, ``split_tiles``: of tiles that are split (`iris.ops.hopper.split_k`).
     """
     gdc_wait()
-    ctx = DeviceContext.initialize(context_tensor, num_ranks=W)
+    ctx, counts = DeviceContext.initialize(channel.context, num_ranks=W), channel.counts
     epoch = begin(ctx, counts)
-    pipeline = make_pipeline(tensor_map_a, tensor_map_b, tensor_map_peers.dtype, BLOCK_M, BLOCK_N, STAGES)
-    order = Order(M, N, BLOCK_M, BLOCK_N, GROUP)
-    units = Units(order.count(), splits, last, partials, arrived, epoch, counts + ARRIVED, SPLIT, True)
+    pipeline = make_pipeline(tensor_map_a, tensor_map_b, tensor_map_peers.dtype, TILING)
+    order = Order(M, N, TILING.BLOCK_M, TILING.BLOCK_N, TILING.GROUP)
+    units = Units(
+        order.count(),
+        splits,
+        last,
+        split_tiles.partials,
+        split_tiles.arrived,
+        epoch,
+        counts + ARRIVED,
+        TILING.SPLIT,
+        True,
+    )
     gl.warp_specialize(
         [
-            (multiply, (pipeline, ctx, units, order, scale_a, scale_b, K, 0, SCALE_A_PER_ROW, SCALE_B_PER_COLUMN,
-                        TRANS_A, TRANS_B, PACED)),
-            (multiply, (pipeline, ctx, units, order, scale_a, scale_b, K, 1, SCALE_A_PER_ROW, SCALE_B_PER_COLUMN,
-                        TRANS_A, TRANS_B, PACED)),
-            (write, (pipeline, units, order, ctx, counts, bias, tensor_map_peers, places, PACED, BIASED)),
-            (load, (pipeline, units, order, tensor_map_a, tensor_map_b, K, TRANS_A, TRANS_B)),
+            (multiply, (pipeline, ctx, units, order, epilogue, K, 0, TILING)),
+            (multiply, (pipeline, ctx, units, order, epilogue, K, 1, TILING)),
+            (write, (pipeline, units, order, ctx, counts, epilogue.bias, tensor_map_peers, places, TILING)),
+            (load, (pipeline, units, order, tensor_map_a, tensor_map_b, K, TILING)),
         ],
         WARPS,
         REGISTERS,
-    )  # fmt: skip
+    )
     end(counts, epoch)

@@ -96,8 +96,10 @@ class Order:
 
 
 @gluon_jit
-def load(pipeline, units, order, a, b, K, TRANS_A: gl.constexpr, TRANS_B: gl.constexpr):
+def load(pipeline, units, order, a, b, K, TILING: gl.constexpr):
     """The loader's part."""
+    TRANS_A: gl.constexpr = TILING.TRANS_A
+    TRANS_B: gl.constexpr = TILING.TRANS_B
     number, nth, step = gl.program_id(0), 0, 0
     while number < units.count():
         row, column = order.at(number)
@@ -119,10 +121,10 @@ def write(pipeline, units, order, ctx, counts, peers_parts, parts_places):
         if owner == order.rank:
             keep_products(pipeline, peers_parts, place, row, column)
         else:
+            rows = order.rows_of(owner)
             send_products(
-                pipeline, ctx.tracing, peers_parts, place, counts, owner, row, column, order.rows_of(owner),
-                order.columns,
-            )  # fmt: skip
+                pipeline, ctx.tracing, peers_parts, place, counts, owner, row, column, rows=rows, N=order.columns
+            )
         free_products(pipeline)
         ctx.signal(counts + ARRIVED + tile, 1, owner, op="add")
         number = await_next(pipeline, units, number, done)
@@ -132,64 +134,61 @@ def write(pipeline, units, order, ctx, counts, peers_parts, parts_places):
 # A number of rows may be 1, and is no constant then.
 @gluon_jit(do_not_specialize=["M", "share"])
 def hopper_matmul_reduce(
-    context_tensor,
+    channel,
     out_context,
-    counts,
     tensor_map_parts,
     tensor_map_peers,
     parts_places,
     tensor_map_a,
     tensor_map_b,
-    bias,
-    scale_a,
-    scale_b,
+    epilogue,
     out,
     M,
-    N,
-    K,
     share,
-    stride_om,
-    stride_on,
+    extents,
     W: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr,
-    GROUP: gl.constexpr,
-    ALL_REDUCE: gl.constexpr,
-    TRANS_A: gl.constexpr,
-    TRANS_B: gl.constexpr,
-    BIASED: gl.constexpr,
-    SCALE_A_PER_ROW: gl.constexpr,
-    SCALE_B_PER_COLUMN: gl.constexpr,
+    TILING: gl.constexpr,
 ):
     """``share``: rows that a rank adds up, M over W.
 
     ``tensor_map_parts``: on this rank ``[W, share, N]``, rank r's products in parts[r]. ``tensor_map_peers``: this
     rank's part on every rank, at ``parts_places``, int32 ``[W]``. ``out``: ``[share, N]``; with ``ALL_REDUCE``
-    ``[M, N]``, the same place on every rank, in ``out_context``'s memory. ``scale_a``, ``scale_b``: float32, one
-    number, or with ``SCALE_A_PER_ROW`` ``[M]`` and with ``SCALE_B_PER_COLUMN`` ``[N]``; or None.
+    ``[M, N]``, the same place on every rank, in ``out_context``'s memory. ``epilogue``: its scales are float32, one
+    number each, or with ``SCALE_A_PER_ROW`` ``[M]`` and with ``SCALE_B_PER_COLUMN`` ``[N]``; or None.
     """
     gdc_wait()
-    ctx = DeviceContext.initialize(context_tensor, num_ranks=W)
+    ctx, counts = DeviceContext.initialize(channel.context, num_ranks=W), channel.counts
     out_ctx = DeviceContext.initialize(out_context, num_ranks=W)
     epoch = begin(ctx, counts)
     landing = make_landing(tensor_map_parts)
-    pipeline = make_pipeline(tensor_map_a, tensor_map_b, tensor_map_parts.dtype, BLOCK_M, BLOCK_N, STAGES)
-    order = Order(ctx.cur_rank, share, M, N, W, BLOCK_M, BLOCK_N, GROUP)
+    pipeline = make_pipeline(tensor_map_a, tensor_map_b, tensor_map_parts.dtype, TILING)
+    order = Order(ctx.cur_rank, share, M, extents.N, W, TILING.BLOCK_M, TILING.BLOCK_N, TILING.GROUP)
     tiles_m, tiles_n = order.tiles()
     units = whole_tiles(order.count(), counts, epoch, counts + ARRIVED + tiles_m * tiles_n)
     gl.warp_specialize(
         [
-            (multiply, (pipeline, ctx, units, order, scale_a, scale_b, K, 0, SCALE_A_PER_ROW, SCALE_B_PER_COLUMN,
-                        TRANS_A, TRANS_B)),
-            (multiply, (pipeline, ctx, units, order, scale_a, scale_b, K, 1, SCALE_A_PER_ROW, SCALE_B_PER_COLUMN,
-                        TRANS_A, TRANS_B)),
+            (multiply, (pipeline, ctx, units, order, epilogue, extents.K, 0, TILING)),
+            (multiply, (pipeline, ctx, units, order, epilogue, extents.K, 1, TILING)),
             (write, (pipeline, units, order, ctx, counts, tensor_map_peers, parts_places)),
-            (load, (pipeline, units, order, tensor_map_a, tensor_map_b, K, TRANS_A, TRANS_B)),
-            (add, (pipeline, landing, units, order, ctx, counts, tensor_map_parts, bias, out, out_ctx,
-                   stride_om, stride_on, ALL_REDUCE, BIASED)),
+            (load, (pipeline, units, order, tensor_map_a, tensor_map_b, extents.K, TILING)),
+            (
+                add,
+                (
+                    pipeline,
+                    landing,
+                    units,
+                    order,
+                    ctx,
+                    counts,
+                    tensor_map_parts,
+                    epilogue.bias,
+                    out,
+                    out_ctx,
+                    TILING,
+                ),
+            ),
         ],
         WARPS_WITH_ADDER,
         REGISTERS_WITH_ADDER,
-    )  # fmt: skip
+    )
     end(counts, epoch)

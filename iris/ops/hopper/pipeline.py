@@ -120,8 +120,11 @@ class Pipeline:
 
 
 @gluon_jit
-def make_pipeline(a, b, element: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr):
+def make_pipeline(a, b, element: gl.constexpr, TILING: gl.constexpr):
     """For tiles that the descriptors ``a`` and ``b`` fetch, and products of type ``element``."""
+    BLOCK_M: gl.constexpr = TILING.BLOCK_M
+    BLOCK_N: gl.constexpr = TILING.BLOCK_N
+    STAGES: gl.constexpr = TILING.STAGES
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, BLOCK_M // 2, PANEL], element)
     made = Pipeline(
         gl.allocate_shared_memory(a.dtype, [2 * STAGES, a.block_type.shape[0], a.block_type.shape[1]], a.layout),
@@ -208,18 +211,21 @@ def factors(scale, first, stop, like, AXIS: gl.constexpr):
 
 
 @gluon_jit
-def multiply(
-    pipeline, ctx, units, order, scale_a, scale_b, K, HALF: gl.constexpr, SCALE_A_PER_ROW: gl.constexpr,
-    SCALE_B_PER_COLUMN: gl.constexpr, TRANS_A: gl.constexpr, TRANS_B: gl.constexpr, PACED: gl.constexpr = False,
-):  # fmt: skip
+def multiply(pipeline, ctx, units, order, epilogue, K, HALF: gl.constexpr, TILING: gl.constexpr):
     """A multiplier: one half of each of this program's units.
 
-    ``order``: where tiles are (`at`), and how many rows and columns there are. ``scale_a``, ``scale_b``: what these are
-    multiplied by, or None; one number, or with ``SCALE_A_PER_ROW`` and ``SCALE_B_PER_COLUMN`` one for each.
+    ``order``: where tiles are (`at`), and how many rows and columns there are. ``epilogue``: what these are multiplied
+    by, or None; one number, or with ``SCALE_A_PER_ROW`` and ``SCALE_B_PER_COLUMN`` one for each.
 
     Of fp8 the tensor cores add up with fewer bits than float32 has. So each stage's products begin with zero, and are
     added here, while the other multiplier's are under way.
     """
+    TRANS_A: gl.constexpr = TILING.TRANS_A
+    TRANS_B: gl.constexpr = TILING.TRANS_B
+    PACED: gl.constexpr = TILING.PACED
+    SCALE_A_PER_ROW: gl.constexpr = TILING.SCALE_A_PER_ROW
+    SCALE_B_PER_COLUMN: gl.constexpr = TILING.SCALE_B_PER_COLUMN
+    scale_a, scale_b = epilogue.scale_a, epilogue.scale_b
     S: gl.constexpr = pipeline.tiles_b.shape[0]
     ROWS: gl.constexpr = pipeline.products.shape[2]
     PANELS: gl.constexpr = pipeline.products.shape[0] // 2

@@ -74,18 +74,18 @@ def add_bias(pipeline, bias, column, N):
 
 
 @gluon_jit
-def store_products(pipeline, bias, out, row, column, rows, N, stride_m, stride_n, BIASED: gl.constexpr):
+def store_products(pipeline, bias, out, row, column, rows, N):
     """The products, plus bias, to rows and columns of ``out`` from these on, below ``rows`` and ``N``."""
     for panel in range(pipeline.products.shape[0]):
         columns = column + columns_of(pipeline, panel)
-        at_n = columns.to(gl.int64)[None, :] * stride_n
+        at_n = columns.to(gl.int64)[None, :] * out.column_stride
         for strip in gl.static_range(pipeline.products.shape[2] // STRIP):
             lines = row + rows_of(pipeline, panel, strip)
             values = strip_of(pipeline, panel, strip).load(STRIP_LAYOUT)
-            if BIASED:
+            if bias is not None:
                 values = with_bias(values, bias, columns, N)
             mask = (lines < rows)[:, None] & (columns < N)[None, :]
-            gl.store(out + (lines.to(gl.int64)[:, None] * stride_m + at_n), values, mask=mask)
+            gl.store(out.ptr + (lines.to(gl.int64)[:, None] * out.row_stride + at_n), values, mask=mask)
 
 
 @gluon_jit
