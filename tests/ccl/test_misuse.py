@@ -253,8 +253,8 @@ IDLE = {
 
 
 @pytest.mark.parametrize("field", IDLE)
-def test_a_field_without_effect_is_described_once(field, monkeypatch):
-    monkeypatch.setattr("iris.ccl.config._described", set())
+def test_a_field_without_effect_is_warned_of_once(field, monkeypatch):
+    monkeypatch.setattr("iris.ccl.config._warned", set())
     with pytest.warns(UserWarning, match=rf"Config\({field}=.*no collective has a use"):
         Config(**{field: IDLE[field]})
     with warnings.catch_warnings():
