@@ -89,7 +89,7 @@ def atomic(
 
 
 def launch(call: Call, max_programs: int | None, locked: bool) -> Launch:
-    """A launch of all_reduce, of ``most`` programs at most."""
+    """A launch of all_reduce, of at most ``max_programs`` programs."""
     comm, config, (dtype, _, op) = call.comm, call.config, call.elements
     n = call.elements.number_in(call.input)
     # Of what hardware adds atomically; integers wrap in the wider type as in their own.

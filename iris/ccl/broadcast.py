@@ -207,7 +207,7 @@ def broadcast(
 
 
 def launch(call: Call, max_programs: int | None, pulls: bool) -> Launch:
-    """A launch of broadcast, of ``most`` programs at most. ``pulls``: where all tensors are on the heap."""
+    """A launch of broadcast, of at most ``max_programs`` programs. ``pulls``: where all tensors are on the heap."""
     comm, config, nbytes = call.comm, call.config, call.output.nbytes
     word = word_bytes(call, nbytes)
     programs = comm.programs(max_programs)

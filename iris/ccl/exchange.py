@@ -291,7 +291,7 @@ def exchange(
 
 
 def launch(call: Call, max_programs: int | None) -> Launch:
-    """A launch of any collective that moves pieces of one length, of ``most`` programs at most."""
+    """A launch of any collective that moves pieces of one length, of at most ``max_programs`` programs."""
     comm, config, pieces = call.comm, call.config, pieces_of(call)
     word = pieces.word_bytes(call)
     is_message = call.collective in ("send", "recv")

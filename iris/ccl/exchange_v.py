@@ -136,7 +136,10 @@ def exchange_v(
 
 
 def launch(call: Call, max_programs: int | None) -> Launch:
-    """A launch of all_to_all_v, of ``most`` programs at most; it takes counts and displacements behind the tensors."""
+    """A launch of all_to_all_v, of at most ``max_programs`` programs.
+
+    It takes counts and displacements behind the tensors.
+    """
     comm, config, itemsize = call.comm, call.config, call.input.itemsize
     if config.use_gluon:
         raise InvalidConfigError("Config(use_gluon=True): all_to_all_v has no Gluon form; leave use_gluon out.")

@@ -324,25 +324,25 @@ def channel_layout(size: int, steps: int, nbytes: int, programs: int) -> Channel
     return ChannelLayout(part, max_blocks, max_blocks * (4 + SLOTS.value * steps * size * part))
 
 
-def launch_one_shot(call: Call, max_blocks: int | None) -> Launch:
-    """A launch of all_reduce or reduce_scatter in one step, of ``max_blocks`` programs at most."""
+def launch_one_shot(call: Call, max_programs: int | None) -> Launch:
+    """A launch of all_reduce or reduce_scatter in one step, of at most ``max_programs`` programs."""
     same = call.collective == "all_reduce"
-    shared = _shared_arguments(call, max_blocks, steps=1)
+    shared = _shared_arguments(call, max_programs, steps=1)
     return kernel_launch(call, one_shot, **shared, send_step=0 if same else shared["n"], SAME=same)
 
 
-def launch_two_shot(call: Call, max_blocks: int | None) -> Launch:
-    """A launch of all_reduce in two steps, of ``max_blocks`` programs at most."""
-    return kernel_launch(call, two_shot, **_shared_arguments(call, max_blocks, steps=2))
+def launch_two_shot(call: Call, max_programs: int | None) -> Launch:
+    """A launch of all_reduce in two steps, of at most ``max_programs`` programs."""
+    return kernel_launch(call, two_shot, **_shared_arguments(call, max_programs, steps=2))
 
 
-def _shared_arguments(call: Call, max_blocks: int | None, steps: int) -> dict[str, Any]:
+def _shared_arguments(call: Call, max_programs: int | None, steps: int) -> dict[str, Any]:
     """Programs, warps, and the arguments that both kernels have."""
     comm, (dtype, _, op) = call.comm, call.elements
     # Of what each rank wants. In reduce_scatter that is another part of the input for each.
     n = call.elements.number_in(call.output)
-    max_blocks = max_blocks or 2 * comm.num_sms
-    layout = channel_layout(comm.size, steps, n * dtype.itemsize, max_blocks)
+    max_programs = max_programs or 2 * comm.num_sms
+    layout = channel_layout(comm.size, steps, n * dtype.itemsize, max_programs)
     use = f"push of {layout.max_blocks} blocks of {layout.part} bytes in {steps} steps of all_reduce or reduce_scatter"
     channel = comm.workspace.channel(use, call.line, layout.nbytes, layout.epochs)
     part = layout.part // dtype.itemsize
@@ -350,7 +350,7 @@ def _shared_arguments(call: Call, max_blocks: int | None, steps: int) -> dict[st
     # No more warps than there is data for: they poll together.
     warps = min(call.config.warps(layout.part), max(1, layout.part // WARP_BYTES))
     return dict(
-        programs=fitting(comm, max(1, min(blocks, max_blocks)), warps),
+        programs=fitting(comm, max(1, min(blocks, max_programs)), warps),
         num_warps=warps,
         dtype=dtype,
         context_tensor=channel.context_tensor,

@@ -145,7 +145,7 @@ def one_hop(
 
 
 def launch(call: Call, max_programs: int | None) -> Launch:
-    """A launch of all_gather, all_to_all or broadcast, of ``most`` programs at most."""
+    """A launch of all_gather, all_to_all or broadcast, of at most ``max_programs`` programs."""
     comm, config, pieces = call.comm, call.config, pieces_of(call)
     max_programs = max_programs or comm.num_sms
     word = min(WORD_BYTES.value, pieces.word_bytes(call))

@@ -145,7 +145,7 @@ def pull(
 
 
 def launch(call: Call, max_programs: int | None) -> Launch:
-    """A launch of all_reduce or reduce_scatter, of ``most`` programs at most."""
+    """A launch of all_reduce or reduce_scatter, of at most ``max_programs`` programs."""
     shared = shared_arguments(call, max_programs)
     return kernel_launch(call, pull, **shared, in_length=call.input.nbytes, length=call.output.nbytes)
 

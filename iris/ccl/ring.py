@@ -136,7 +136,7 @@ def ring(
 
 
 def launch(call: Call, max_programs: int | None) -> Launch:
-    """A launch of all_reduce, of ``most`` programs at most."""
+    """A launch of all_reduce, of at most ``max_programs`` programs."""
     comm, config, (dtype, _, op) = call.comm, call.config, call.elements
     n = call.elements.number_in(call.input)
     sums, slice_n = accumulator_dtype(dtype), config.all_reduce_ring_slice_n

@@ -238,7 +238,7 @@ def two_shot(
 
 
 def launch(call: Call, max_programs: int | None) -> Launch:
-    """A launch of all_reduce, reduce_scatter or reduce, of ``most`` programs at most."""
+    """A launch of all_reduce, reduce_scatter or reduce, of at most ``max_programs`` programs."""
     comm, length = call.comm, call.output.nbytes
     scattered = call.collective == "reduce_scatter"
     to = range(call.root, call.root + 1) if call.collective == "reduce" else range(comm.size)

@@ -123,13 +123,14 @@ def _destroy_process_group() -> None:
     From version 2.26 on NCCL waits until no CUDA graph is left in which it was captured, and a program's graphs may
     live until its end (NVIDIA, "CUDA Graph Best Practice for PyTorch", "Process Hang").
     """
+    rank = dist.get_rank()
     # A daemon, so that the interpreter does not wait for it either.
     thread = threading.Thread(target=dist.destroy_process_group, name="iris-destroy", daemon=True)
     thread.start()
     thread.join(DESTROY_LIMIT_S)
     if thread.is_alive():
         print(
-            f"iris: rank {dist.get_rank()} ends without having destroyed its process groups: torch has been at it for "
+            f"iris: rank {rank} ends without having destroyed its process groups: torch has been at it for "
             f"{DESTROY_LIMIT_S:g} s. Does a CUDA graph still live in which NCCL was captured? Delete it, or call its "
             "reset(), before the program ends.",
             file=sys.stderr,

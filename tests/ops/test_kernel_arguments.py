@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 import triton
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.jit import create_function_from_signature
@@ -34,13 +35,12 @@ def test_a_launch_gives_addresses_in_the_place_of_tensors(monkeypatch):
     assert addresses((matrix(x), Epilogue(x, None, None), 5)) == ((x.data_ptr(), 8, 1), (x.data_ptr(), None, None), 5)
 
 
-def kernel(a, epilogue, n, TILING):
+def kernel(a, epilogue, n, TILING: tl.constexpr):
     pass
 
 
 def test_fields_are_specialised_as_arguments_are():
     """But ``do_not_specialize`` does not reach them: what is under it is an argument of its own."""
-    kernel.__annotations__["TILING"] = triton.language.constexpr
     jitted = triton.runtime.jit.JITFunction(kernel, do_not_specialize=["a", "n"])
     backend = CUDABackend(GPUTarget("cuda", 90, 32))
     bind = create_function_from_signature(jitted.signature, jitted.params, backend)

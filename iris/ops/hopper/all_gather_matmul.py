@@ -6,15 +6,17 @@ sends each chunk to a peer, and behind it, on the same stream, one word: the epo
 the rows of its right neighbour, and so on, which is the order in which they come. What comes last may be multiplied by
 several programs a tile (`iris.ops.hopper.split_k`).
 
-A copy takes time however small it is, and for each chunk all of B is read again. So chunks are long, but for those of
-the last rank, for which programs wait: there each has ``chunk`` rows, elsewhere ``together`` times as many.
+A copy takes time however small it is, and for each chunk all of B is read again. So chunks are long: they have
+``together`` times ``chunk`` rows. Those of the rank that comes last have ``chunk`` rows, since programs wait for them.
 
 Over the link, each rank: its ``[m, K]`` of A to every peer, W - 1 times m K elements out, in one step. No
 multiprocessor moves any of it (docs/performance-lessons.md, "Copy engines").
 
-Why a chunk is there when its word is: copies of a stream follow each other (CUDA C++ Programming Guide, "Streams"). The
-loader reads the word with acquire, and orders its TMA behind that. Why both may be written again in the next call:
-`start` of that meets all ranks, and a rank comes there when its last call is over.
+Why a chunk is there when its word is: copies of a stream follow each other (CUDA C++ Programming Guide, "Streams").
+That a kernel which runs on the peer meanwhile sees them in this order is what the hardware does, and not what the guide
+promises; `tests/ops/test_rounds.py` looks for the opposite. The loader reads the word with acquire, and orders its TMA
+behind that. Why both may be written again in the next call: its `start` is a barrier of all ranks, which a rank reaches
+when its last call is over.
 """
 
 import triton
@@ -149,7 +151,7 @@ def write(pipeline, units, order, bias, out):
         nth += 1
 
 
-# A number of rows or tiles may be 1, and is no constant then.
+# Triton would make a constant of a number that is 1, and compile anew.
 @gluon_jit(do_not_specialize=["m", "together", "splits", "last"])
 def hopper_all_gather_matmul(
     channel,
@@ -170,7 +172,7 @@ def hopper_all_gather_matmul(
     """A is this rank's ``[m, K]``, gathered ``[W, chunks * chunk, K]``, by rows; ``out``: ``[W * m, N]``, anywhere.
 
     ``extents.chunk``: a multiple of ``BLOCK_M``. Rows that arrive together begin where a tile does, so that none is
-    fetched while it arrives: what a tile has behind a rank's last row is nobody's.
+    fetched while it arrives. The rows of a tile behind a rank's last one are padding.
 
     ``epilogue``: its scales are float32, one number each, or with ``SCALE_A_PER_ROW`` ``[W * m]`` and with
     ``SCALE_B_PER_COLUMN`` ``[N]``; or None.
