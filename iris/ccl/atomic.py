@@ -109,7 +109,7 @@ def launch(call: Call, max_programs: int | None, locked: bool) -> Launch:
         call,
         atomic,
         programs=programs,
-        num_warps=config.warps(block * sums.itemsize),
+        num_warps=config.warps(block, sums.itemsize),
         dtype=dtype,
         context_tensor=channel.context_tensor,
         flags=channel.memory[flags:].view(torch.int32),

@@ -219,7 +219,7 @@ def launch(call: Call, max_programs: int | None, pulls: bool) -> Launch:
         call,
         broadcast,
         programs=programs,
-        num_warps=config.warps(block * word),
+        num_warps=config.warps(block, word),
         dtype=INTEGERS[word],
         context_tensor=queues.context_tensor,
         counts=queues.counts,

@@ -46,6 +46,11 @@ _warned: set[str] = set()
 # So many SMs, or fewer, want other variants and larger blocks than a GPU that is free for a collective.
 FEW_SMS = 32
 
+# The time of NVIDIA's assembler grows with the square of it: for all_to_all_v between two ranks, by Triton 3.6, it was
+# 3 s of a processor's time for 128 elements, and 44 s for the 512 that two warps have of a block of bytes. Meanwhile
+# the other ranks wait.
+ELEMENTS_OF_A_THREAD = 128
+
 
 @dataclass(frozen=True, repr=False)
 class Config:
@@ -82,6 +87,7 @@ class Config:
     all_to_all_variant : "persistent"
         Accepted for programs that set them, and without effect: these are chosen by size.
     num_warps : int
+        Of a program. More are taken where a thread would move over 128 elements.
     threads_per_warp : int
         Must be what the machine has; for programs that pass it to Gluon.
     batch_invariant : bool
@@ -153,9 +159,13 @@ class Config:
         """As many as fit in ``room`` bytes, or fewer if a block of them is asked for."""
         return min(self.block_bytes(itemsize) or room, room) // itemsize
 
-    def warps(self, nbytes: int) -> int:
-        """`num_warps`, or as many as move a block of ``nbytes`` by 16 bytes a thread."""
-        return self.num_warps or max(1, min(16, nbytes // 512))
+    def warps(self, elements: int, itemsize: int) -> int:
+        """`num_warps`, or as many as move a block of so many elements by 16 bytes a thread.
+
+        More, where a thread would move over `ELEMENTS_OF_A_THREAD`.
+        """
+        asked = self.num_warps or max(1, min(16, elements * itemsize // 512))
+        return max(asked, min(16, elements // (32 * ELEMENTS_OF_A_THREAD)))
 
     @property
     def few_sms(self) -> bool:

@@ -336,7 +336,7 @@ def launch(call: Call, max_programs: int | None) -> Launch:
             call,
             exchange,
             programs=programs,
-            num_warps=config.warps(block_m * block_n * word),
+            num_warps=config.warps(block_m * block_n, word),
             dtype=INTEGERS[word],
             context_tensor=queues.context_tensor,
             counts=queues.counts,

@@ -151,7 +151,7 @@ def launch(call: Call, max_programs: int | None) -> Launch:
         call,
         exchange_v,
         programs=programs,
-        num_warps=config.warps(queues.slot_bytes),
+        num_warps=config.warps(queues.slot_bytes // word, word),
         dtype=INTEGERS[word],
         context_tensor=queues.context_tensor,
         counts=queues.counts,

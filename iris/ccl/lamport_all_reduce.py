@@ -348,7 +348,7 @@ def _shared_arguments(call: Call, max_programs: int | None, steps: int) -> dict[
     part = layout.part // dtype.itemsize
     blocks = -(-n // (part if steps == 1 else part * comm.size))
     # No more warps than there is data for: they poll together.
-    warps = min(call.config.warps(layout.part), max(1, layout.part // WARP_BYTES))
+    warps = min(call.config.warps(part, dtype.itemsize), max(1, layout.part // WARP_BYTES))
     return dict(
         programs=fitting(comm, max(1, min(blocks, max_programs)), warps),
         num_warps=warps,

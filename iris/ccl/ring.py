@@ -157,7 +157,7 @@ def launch(call: Call, max_programs: int | None) -> Launch:
         call,
         ring,
         programs=programs,
-        num_warps=config.warps(block * sums.itemsize),
+        num_warps=config.warps(block, sums.itemsize),
         dtype=dtype,
         context_tensor=queues.context_tensor,
         counts=queues.counts,

@@ -271,7 +271,7 @@ def shared_arguments(call: Call, max_programs: int | None) -> dict[str, Any]:
     queues = comm.queues(call.line, programs, config.few_sms)
     return dict(
         programs=programs,
-        num_warps=config.warps(block * dtype.itemsize),
+        num_warps=config.warps(block, dtype.itemsize),
         dtype=dtype,
         context_tensor=queues.context_tensor,
         counts=queues.counts,

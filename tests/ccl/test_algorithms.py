@@ -10,7 +10,7 @@ from iris.ccl import algorithms, select
 from iris.ccl.algorithms import ALGORITHMS, candidates
 from iris.ccl.atomic import atomic
 from iris.ccl.call import Call
-from iris.ccl.config import ALL_REDUCE_VARIANTS, DEFAULT
+from iris.ccl.config import ALL_REDUCE_VARIANTS, DEFAULT, Config
 from iris.ccl.kernel_launch import kernel_launch
 
 CARRIED = {(each.name, collective) for each in ALGORITHMS for collective in each.collectives}
@@ -53,3 +53,11 @@ def test_a_launch_gives_a_kernel_no_other_arguments():
     needed.pop("n")
     with pytest.raises(KeyError, match="'n'"):
         kernel_launch(call, atomic, 1, 1, torch.float32, **needed)
+
+
+@pytest.mark.parametrize(
+    ("asked", "elements", "itemsize", "warps"),
+    [(None, 4096, 8, 16), (None, 32768, 1, 16), (None, 64, 4, 1), (2, 4096, 8, 2), (2, 16384, 2, 4), (2, 32768, 1, 8)],
+)
+def test_no_thread_moves_so_much_that_the_assembler_takes_half_a_minute(asked, elements, itemsize, warps):
+    assert Config(num_warps=asked).warps(elements, itemsize) == warps
