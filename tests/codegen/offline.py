@@ -10,6 +10,8 @@ from covering import EVERYTHING
 from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 
+from codegen.barrier_memory import used_otherwise
+
 TARGETS = {
     "sm_90": GPUTarget("cuda", 90, 32),
     "sm_100": GPUTarget("cuda", 100, 32),
@@ -93,10 +95,15 @@ class Compiled:
 
 
 def compile_for(target, kernel, *args, **options):
-    """Compile ``kernel`` for ``target`` (a name in `TARGETS`) as a launch with these arguments would."""
+    """Compile ``kernel`` for ``target`` (a name in `TARGETS`) as a launch with these arguments would.
+
+    Fails where the memory of an mbarrier is used for anything else.
+    """
     triton.runtime.driver.set_active(OfflineDriver(TARGETS[target]))
     kernel.device_caches.clear()
     compiled = kernel.warmup(*args, grid=(1,), **options)
+    if "mbarrier.init" in compiled.asm.get("ptx", ""):
+        assert not (wrong := used_otherwise(compiled.asm["ptx"])), f"a barrier's memory is used otherwise: {wrong}"
     return Compiled(compiled.asm, compiled.metadata.shared)
 
 

@@ -1,11 +1,14 @@
 """The fused operations' Gluon kernels compile for Hopper, to what their description says of them."""
 
+import contextlib
 import re
 
 import pytest
 import torch
 from covering import covering
+from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from codegen.offline import by_turns, compile_for
@@ -127,3 +130,22 @@ def test_the_start_of_a_call_waits_for_the_launch_before_it():
     text = compile_for("sm_90", start, INT64, INT32, W, num_warps=1).text
     memory = [line for line in text.splitlines() if re.search(r"\b(ld|st|atom|red)\.(?!param|shared)|griddep", line)]
     assert "griddepcontrol.wait" in memory[0] and any("release" in line for line in memory)
+
+
+@gluon.jit
+def kernel_with_barrier(count, out, USED: gl.constexpr):
+    barrier = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(barrier, count=1)
+    # One thread counts, and hands the number to the others through shared memory.
+    number = gl.atomic_add(count, 1)
+    if USED:
+        mbarrier.arrive(barrier, count=1)
+        mbarrier.wait(barrier, 0)
+    gl.store(out + gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0])), number)
+
+
+@pytest.mark.parametrize("used", [True, False])
+def test_memory_of_a_barrier_that_nobody_uses_is_found_to_be_used_otherwise(used):
+    """By the check of `compile_for`, which all kernels undergo."""
+    with contextlib.nullcontext() if used else pytest.raises(AssertionError, match="a barrier's memory"):
+        compile_for("sm_90", kernel_with_barrier, INT32, INT32, used, num_warps=4)

@@ -181,7 +181,7 @@ def hopper_all_gather_matmul(
     gdc_wait()
     ctx, counts = DeviceContext.initialize(channel.context, num_ranks=W), channel.counts
     epoch = gl.load(counts)
-    pipeline = make_pipeline(tensor_map_a, tensor_map_b, out.ptr.dtype.element_ty, TILING)
+    pipeline = make_pipeline(tensor_map_a, tensor_map_b, out.ptr.dtype.element_ty, TILING, BY_TICKETS=False)
     order = Order(
         ctx.cur_rank, m, extents.chunk, together, W * m, extents.N, W, TILING.BLOCK_M, TILING.BLOCK_N, TILING.GROUP
     )

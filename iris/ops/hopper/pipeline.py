@@ -120,24 +120,35 @@ class Pipeline:
 
 
 @gluon_jit
-def make_pipeline(a, b, element: gl.constexpr, TILING: gl.constexpr):
-    """For tiles that the descriptors ``a`` and ``b`` fetch, and products of type ``element``."""
+def make_pipeline(a, b, element: gl.constexpr, TILING: gl.constexpr, BY_TICKETS: gl.constexpr = True):
+    """For tiles that the descriptors ``a`` and ``b`` fetch, and products of type ``element``.
+
+    ``BY_TICKETS``: whether units are taken by tickets, and so go through the ring of numbers.
+    """
     BLOCK_M: gl.constexpr = TILING.BLOCK_M
     BLOCK_N: gl.constexpr = TILING.BLOCK_N
     STAGES: gl.constexpr = TILING.STAGES
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, BLOCK_M // 2, PANEL], element)
+    smem_full, smem_empty = barriers(STAGES, 1), barriers(STAGES, 2)
+    epilogue_full, epilogue_empty = barriers(1, 2), barriers(1, 1)
+    # A barrier that nobody uses must not be made. Triton gives its memory to others, and the GPU, which has not been
+    # told that the barrier is gone (PTX ISA, "mbarrier.inval"), may write its state there: seen on H100 where several
+    # processes took turns. Without tickets nothing waits for the ring of numbers: any other barriers do for its fields.
+    work_full, work_empty = epilogue_full, epilogue_empty
+    if BY_TICKETS:
+        work_full, work_empty = barriers(SLOTS, 1), barriers(SLOTS, READERS)
     made = Pipeline(
         gl.allocate_shared_memory(a.dtype, [2 * STAGES, a.block_type.shape[0], a.block_type.shape[1]], a.layout),
         gl.allocate_shared_memory(b.dtype, [STAGES, b.block_type.shape[0], b.block_type.shape[1]], b.layout),
         gl.allocate_shared_memory(element, [2 * BLOCK_N // PANEL, 1, BLOCK_M // 2, PANEL], layout),
         gl.allocate_shared_memory(gl.int64, [1], gl.SwizzledSharedLayout(1, 1, 1, order=[0])),
-        barriers(STAGES, 1),
-        barriers(STAGES, 2),
-        barriers(1, 2),
-        barriers(1, 1),
+        smem_full,
+        smem_empty,
+        epilogue_full,
+        epilogue_empty,
         gl.allocate_shared_memory(gl.int32, [SLOTS, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0])),
-        barriers(SLOTS, 1),
-        barriers(SLOTS, READERS),
+        work_full,
+        work_empty,
     )
     # TMA, which completes barriers, must find them initialised.
     fence_async_shared()
