@@ -1,7 +1,7 @@
 """Accesses outside of what has been allocated, reported where they happen.
 
 An allocation is as long as it was asked for, not as long as it was rounded up. While somebody wants to know, there is a
-gap behind each (`iris.simulator.sanitizer.GAP`), so that what runs over the end of one does not land in the next.
+gap behind each (`iris.observer.GAP`), so that what runs over the end of one does not land in the next.
 """
 
 import gc
@@ -13,8 +13,9 @@ import numpy as np
 import torch
 
 from iris.heap import symmetric
-from iris.simulator.sanitizer import GAP, elements
-from iris.simulator.sanitizer.events import PRIVATE, READ, Spans
+from iris.observer import GAP, READ
+from iris.simulator.sanitizer import elements
+from iris.simulator.sanitizer.events import PRIVATE, Spans
 
 if TYPE_CHECKING:
     from iris.simulator.sanitizer.host_recorder import HostRecorder

@@ -7,19 +7,9 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from iris.heap.history import shown
+from iris.observer import READ, UPDATE, WRITE
 from iris.simulator.sanitizer.elements import element
-from iris.simulator.sanitizer.events import (
-    PRIVATE,
-    READ,
-    UPDATE,
-    WRITE,
-    Diagnostic,
-    Line,
-    Place,
-    SharedRace,
-    Spans,
-    Waiting,
-)
+from iris.simulator.sanitizer.events import PRIVATE, Diagnostic, Line, Place, SharedRace, Spans, Waiting
 from iris.world import names
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ import torch
 
 from iris.compat.dispatch import ObservingMode, arguments_of, operation_name, results_of, to_copy
 from iris.graph_break import breaks_graph
+from iris.observer import READ, UPDATE, WRITE
 from iris.simulator.sanitizer import indexed
-from iris.simulator.sanitizer.events import READ, UPDATE, WRITE
 from iris.simulator.sanitizer.meetings import Meetings, flat
 
 if TYPE_CHECKING:

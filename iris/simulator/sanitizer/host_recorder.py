@@ -12,12 +12,12 @@ import torch
 
 from iris.heap import symmetric
 from iris.heap.lifetime import Life
+from iris.observer import READ
 from iris.simulator.sanitizer import bounds, lines, loops, uninitialised, waits
 from iris.simulator.sanitizer.calls import Call
 from iris.simulator.sanitizer.deadlock import Liveness
 from iris.simulator.sanitizer.events import (
     PRIVATE,
-    READ,
     Accessed,
     Allocated,
     Awaiting,
@@ -111,6 +111,14 @@ class HostRecorder:
                 )
             )  # fmt: skip
 
+    def numbered(self) -> contextlib.AbstractContextManager[int]:
+        """Around what orders ranks: see `Notes.numbered`."""
+        return self.notes.numbered()
+
+    def changed(self) -> None:
+        """Memory has been written that others may wait for."""
+        self.liveness.changed()
+
     def renewed(self, address: int, size: int) -> None:
         """Torch has allocated this, if it is memory of this rank alone."""
         (spans,) = self._spaces.spans(np.array([address], dtype=np.int64), size)
@@ -137,7 +145,7 @@ class HostRecorder:
     def beside(
         self, name: str, stream: Any, operation: Callable[..., Any], in_thread: bool
     ) -> tuple[Callable[..., Any], Callable[[Any], Any]]:
-        """See `iris.simulator.sanitizer.beside`."""
+        """See `iris.observer.beside`."""
         if not goes_to_the_program(sys._getframe(1)):
             return operation, lambda handle: handle
         call = self.begun(name, stream)

@@ -8,23 +8,21 @@ from pathlib import Path
 from types import CodeType, FrameType
 
 import torch
-import triton
 
 from iris.simulator import grid
+from iris.simulator.folders import IRIS, SIMULATOR, TRITON
 from iris.simulator.sanitizer.events import Line
 
 USER, LIBRARY, INSTALLED, OTHER = "user", "library", "installed", "other"
 
-IRIS = str(Path(__file__).parents[2]) + os.sep
 LANGUAGE = IRIS + "language" + os.sep
-
-SIMULATOR = IRIS + "simulator" + os.sep
 
 _INSTALLED = tuple(os.sep + name + os.sep for name in ("site-packages", "dist-packages"))
 _OTHER = (
+    IRIS + "observer.py",
     SIMULATOR,
     LANGUAGE,
-    str(Path(triton.__file__).parent) + os.sep,
+    TRITON,
     str(Path(torch.__file__).parent) + os.sep,
     sysconfig.get_path("stdlib") + os.sep,
     "<",

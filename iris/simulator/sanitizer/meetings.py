@@ -18,9 +18,10 @@ import torch.distributed as dist
 
 from iris.compat.c10d import Future, group_named, is_of_torch_distributed, source_of
 from iris.compat.dispatch import operation_name
+from iris.observer import READ, WRITE
+from iris.simulator.folders import IRIS
 from iris.simulator.sanitizer import lines, rooted
 from iris.simulator.sanitizer.calls import Call
-from iris.simulator.sanitizer.events import READ, WRITE
 
 if TYPE_CHECKING:
     from iris.simulator.sanitizer.recorder import Recorder
@@ -215,7 +216,7 @@ def goes_to_the_program(frame: FrameType | None) -> bool:
 
     What torch calls in C++, as its data parallel module and its functional collectives do, it waits for there.
     """
-    while frame is not None and frame.f_code.co_filename.startswith(lines.IRIS):
+    while frame is not None and frame.f_code.co_filename.startswith(IRIS):
         frame = frame.f_back
     if frame is None or frame.f_code.co_name in ("send", "recv"):
         return False

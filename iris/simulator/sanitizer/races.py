@@ -11,10 +11,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from iris.observer import READ, UPDATE, WRITE
 from iris.simulator.sanitizer import clocks, shadow
 from iris.simulator.sanitizer.carriers import Carrier, Carriers
 from iris.simulator.sanitizer.clocks import Released, Thread
-from iris.simulator.sanitizer.events import READ, UPDATE, WRITE, Accessed, Line, Place, Spans, Synchronised
+from iris.simulator.sanitizer.events import Accessed, Line, Place, Spans, Synchronised
 from iris.simulator.sanitizer.findings import LOST, Findings, Side
 from iris.simulator.sanitizer.flags import Flag, Moment, Verdicts
 

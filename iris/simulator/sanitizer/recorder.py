@@ -18,13 +18,13 @@ import triton
 
 from iris.errors import NotSymmetricError, NotTheCallerError, RankOutOfRangeError
 from iris.heap import symmetric
+from iris.observer import READ, WRITE
 from iris.simulator import tasks
+from iris.simulator.folders import IRIS
 from iris.simulator.sanitizer import bounds, lines, uninitialised, waits
 from iris.simulator.sanitizer.calls import Call
 from iris.simulator.sanitizer.deadlock import Liveness
 from iris.simulator.sanitizer.events import (
-    READ,
-    WRITE,
     Accessed,
     Awaited,
     Diagnostic,
@@ -42,6 +42,7 @@ from iris.simulator.sanitizer.events import (
     ProxyFenced,
     SharedRace,
     Synchronised,
+    Wait,
     Waiting,
 )
 from iris.simulator.sanitizer.host import HostAccesses
@@ -50,7 +51,6 @@ from iris.simulator.sanitizer.notes import Notes
 from iris.simulator.sanitizer.polls import HostPolls
 from iris.simulator.sanitizer.spaces import Spaces
 from iris.simulator.sanitizer.threads import Threads
-from iris.simulator.sanitizer.waits import Wait
 
 # From this version on a release is one of the whole block; before it, of the thread that does it and what that has
 # met in a barrier.
@@ -216,7 +216,7 @@ class Recorder(HostRecorder):
     def waits(self, launch: Any, wait: Any) -> None:
         """These programs wait, and nobody can go on."""
         caller = wait.caller and Line(*wait.caller)
-        if wait.place[0].startswith(lines.IRIS):
+        if wait.place[0].startswith(IRIS):
             called = self._callers.get(id(launch))
             caller = called and lines.known(called)
         place = Place(launch.name, Line(*wait.place), caller)
@@ -299,7 +299,7 @@ class Recorder(HostRecorder):
         return False
 
     def from_here(self, operation: Callable[[], None], mbarrier: int | None) -> Callable[[], None]:
-        """See `iris.simulator.sanitizer.from_here`."""
+        """See `iris.observer.from_here`."""
         place, who = self._place(), self._who()
         if who is None:
             return operation

@@ -4,29 +4,14 @@ import ast
 import dis
 import functools
 import itertools
-import operator
 from types import CodeType, FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import triton.language as tl
 
 from iris.simulator.sanitizer import lines, loops
+from iris.simulator.sanitizer.events import Wait
 from iris.simulator.shapes import unwrapped
-
-_COMPARISONS = {name: getattr(operator, name) for name in ("eq", "ne", "gt", "ge", "lt", "le")}
-
-
-class Wait(NamedTuple):
-    """For a flag of so many bits that compares as ``cmp`` to ``wanted``, see `DeviceContext.wait`."""
-
-    cmp: str
-    wanted: int
-    bits: int
-
-    def ends_at(self, value: int) -> bool:
-        if self.cmp == "reached":
-            return (value - self.wanted) % (1 << self.bits) < 1 << (self.bits - 1)
-        return _COMPARISONS[self.cmp](value, self.wanted)
 
 
 def wait_of(frame: FrameType | None) -> Wait | None:
