@@ -61,7 +61,7 @@ class HostRecorder:
         place, thread = self._place(), self.threads.current()
         for spans in self._spaces.spans(addresses, size):
             if spans.space[0] != PRIVATE:
-                self.bounds.check(self, spans, kind, place)
+                self.bounds.check(self.diagnose, spans, kind, place)
                 undefined = element and any(uninitialised.seen_at(address, size, element) for address in addresses)
                 self.notes.add(Accessed(0, thread, place, spans, kind, bool(undefined), blank))
                 if kind == READ:
@@ -103,7 +103,7 @@ class HostRecorder:
         wait = waits.wait_of(sys._getframe(1)) if tensor.numel() == 1 else None
         undefined = any(uninitialised.seen_at(address, size, tensor.element_size()) for address in addresses)
         for spans in self._spaces.spans(addresses, size):
-            self.bounds.check(self, spans, READ, place)
+            self.bounds.check(self.diagnose, spans, READ, place)
             self.notes.add(
                 Synchronised(
                     number, 0, thread, place, spans, READ, releases=False, acquires=True, scope="sys", before=value,

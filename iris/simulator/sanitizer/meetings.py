@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -23,10 +23,16 @@ from iris.simulator.folders import IRIS
 from iris.simulator.sanitizer import lines, rooted
 from iris.simulator.sanitizer.calls import Call
 
-if TYPE_CHECKING:
-    from iris.simulator.sanitizer.recorder import Recorder
-
 Touch = Callable[..., None]
+
+
+class MeetingRecorder(Protocol):
+    """The part of `iris.simulator.sanitizer.host_recorder.HostRecorder` that is told of meetings."""
+
+    def begun(self, name: str, stream: Any = None) -> Call: ...
+    def collective_entered(self, key: tuple) -> None: ...
+    def collective_done(self, key: tuple, ranks: tuple[int, ...], receivers: int) -> None: ...
+    def awaiting(self, key: tuple, ranks: tuple[int, ...], text: str) -> contextlib.AbstractContextManager[None]: ...
 
 
 @dataclass(eq=False)
@@ -53,7 +59,7 @@ class _Meeting:
 class Meetings:
     """Of one rank. ``touch(value, kind, uses)`` notes what is done to the tensors in ``value``."""
 
-    def __init__(self, recorder: "Recorder", touch: Touch) -> None:
+    def __init__(self, recorder: MeetingRecorder, touch: Touch) -> None:
         self._recorder, self._touch = recorder, touch
         self._counts: Counter[tuple] = Counter()
         # By each handle of calls that have not ended: torch's, and futures of them.

@@ -157,7 +157,7 @@ class Recorder(HostRecorder):
         place = self._place()
         undefined = values is not None and uninitialised.seen_in(values)
         for spans in self._spaces.spans(pointers, size):
-            self.bounds.check(self, spans, kind, place)
+            self.bounds.check(self.diagnose, spans, kind, place)
             self.notes.add(Accessed(*who, place, spans, kind, undefined, False, number, tasks.current().async_proxy))
         if kind == WRITE:
             self._stored_since_meeting.add(who)
@@ -197,7 +197,7 @@ class Recorder(HostRecorder):
         before = int(values.flat[0]) if word else None
         held = int(np.ravel(values if after is None else after)[0]) if word else None
         for spans in self._spaces.spans(pointers, values.itemsize):
-            self.bounds.check(self, spans, kind, place)
+            self.bounds.check(self.diagnose, spans, kind, place)
             self.notes.add(
                 Synchronised(
                     number, *who, place, spans, kind, releases, acquires, scope, message, gathered, undefined, looks,
