@@ -26,6 +26,9 @@ except errors.TritonMissingError:
 
 # Then this: it decides whether kernels run in the simulator, which must be settled before any is defined.
 from iris import simulator  # isort: skip
+
+# And this registers with iris/observer.py, for programs that are to be watched.
+from iris.simulator import sanitizer as _sanitizer  # noqa: F401 # isort: skip
 from logging import DEBUG, ERROR, INFO, WARNING
 
 from iris import ccl, experimental, gluon, ops, spawn, x

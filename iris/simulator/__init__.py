@@ -15,9 +15,8 @@ import triton
 
 from iris import wait_limit
 from iris.mode import ACTIVE, TIMES, VARIABLE
-from iris.simulator import sanitizer
 
-__all__ = ["ACTIVE", "TIMES", "VARIABLE", "sanitizer"]
+__all__ = ["ACTIVE", "TIMES", "VARIABLE"]
 
 
 def _activate() -> None:

@@ -23,8 +23,8 @@ from iris.compat.interpreter import InterpreterBuilder, InterpreterOptions, Tens
 from iris.errors import NotInSimulatorError
 from iris.observer import READ, UPDATE, WRITE
 from iris.simulator import atomics, dtypes, libdevice, tasks
+from iris.simulator.dropped import is_dropped
 from iris.simulator.legality import check_arithmetic, check_conversion, check_product
-from iris.simulator.sanitizer import waits
 from iris.simulator.tensor_map import TensorMap
 
 
@@ -345,7 +345,7 @@ def _recorded(pointers: np.ndarray, sem: Any, scope: Any) -> Iterator[Callable[.
         if partitioned:
             writes = kind != READ
             # Who drops what was there has acquired nothing that it could go on by.
-            acquires = asked in ("acquire", "acq_rel") and not (writes and waits.is_dropped(sys._getframe(2)))
+            acquires = asked in ("acquire", "acq_rel") and not (writes and is_dropped(sys._getframe(2)))
             tasks.used_flags(pointers, writes=writes, acquires=acquires, releases=asked in ("release", "acq_rel"))
 
     if recorder is None:

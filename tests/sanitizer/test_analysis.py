@@ -13,6 +13,7 @@ import pytest
 from iris import observer
 from iris.observer import READ, UPDATE, WRITE
 from iris.simulator import sanitizer
+from iris.simulator.lines import Line
 from iris.simulator.sanitizer import deadlock
 from iris.simulator.sanitizer.analysis import Analysis
 from iris.simulator.sanitizer.events import (
@@ -24,7 +25,6 @@ from iris.simulator.sanitizer.events import (
     Finished,
     Known,
     Launched,
-    Line,
     Place,
     ProxyFenced,
     Spans,

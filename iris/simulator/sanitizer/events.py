@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from iris.simulator.lines import Line
+
 HOST = 0
 """In the place of a program's number, which counts from 1: what the host does with torch.
 
@@ -20,14 +22,6 @@ PRIVATE = "private"
 
 
 _COMPARISONS = {name: getattr(operator, name) for name in ("eq", "ne", "gt", "ge", "lt", "le")}
-
-
-class Line(NamedTuple):
-    """One of a program's, and the function that it is in."""
-
-    file: str
-    number: int
-    function: str
 
 
 class Place(NamedTuple):

@@ -13,7 +13,8 @@ import torch
 from iris.heap import symmetric
 from iris.heap.lifetime import Life
 from iris.observer import READ
-from iris.simulator.sanitizer import bounds, lines, loops, uninitialised, waits
+from iris.simulator import lines
+from iris.simulator.sanitizer import bounds, loops, uninitialised, waits
 from iris.simulator.sanitizer.calls import Call
 from iris.simulator.sanitizer.deadlock import Liveness
 from iris.simulator.sanitizer.events import (

@@ -19,8 +19,9 @@ import torch.distributed as dist
 from iris.compat.c10d import Future, group_named, is_of_torch_distributed, source_of
 from iris.compat.dispatch import operation_name
 from iris.observer import READ, WRITE
+from iris.simulator import lines
 from iris.simulator.folders import IRIS
-from iris.simulator.sanitizer import lines, rooted
+from iris.simulator.sanitizer import rooted
 from iris.simulator.sanitizer.calls import Call
 
 Touch = Callable[..., None]

@@ -11,11 +11,12 @@ from collections import defaultdict
 import numpy as np
 
 from iris.observer import READ, UPDATE, WRITE
+from iris.simulator.lines import Line
 from iris.simulator.sanitizer import clocks, shadow
 from iris.simulator.sanitizer.accesses import Access, Carrier, Side
 from iris.simulator.sanitizer.carriers import Carriers
 from iris.simulator.sanitizer.clocks import Released, Thread
-from iris.simulator.sanitizer.events import Accessed, Line, Place, Spans, Synchronised
+from iris.simulator.sanitizer.events import Accessed, Place, Spans, Synchronised
 from iris.simulator.sanitizer.findings import LOST, Findings
 from iris.simulator.sanitizer.flags import Flag, Moment, Verdicts
 

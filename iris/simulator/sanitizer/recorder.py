@@ -19,9 +19,11 @@ import triton
 from iris.errors import NotSymmetricError, NotTheCallerError, RankOutOfRangeError
 from iris.heap import symmetric
 from iris.observer import READ, WRITE
-from iris.simulator import tasks
+from iris.simulator import lines, tasks
+from iris.simulator.dropped import is_dropped
 from iris.simulator.folders import IRIS
-from iris.simulator.sanitizer import bounds, lines, uninitialised, waits
+from iris.simulator.lines import Line
+from iris.simulator.sanitizer import bounds, uninitialised, waits
 from iris.simulator.sanitizer.calls import Call
 from iris.simulator.sanitizer.deadlock import Liveness
 from iris.simulator.sanitizer.events import (
@@ -35,7 +37,6 @@ from iris.simulator.sanitizer.events import (
     Issued,
     Joined,
     Launched,
-    Line,
     MbarrierArrive,
     MbarrierWait,
     Place,
@@ -191,7 +192,7 @@ class Recorder(HostRecorder):
             self.notes.count_change()
             self.liveness.changed()
         gathered = message or _GATHERS or who not in self._stored_since_meeting
-        dropped = kind != READ and not compares and waits.is_dropped(sys._getframe(1))
+        dropped = kind != READ and not compares and is_dropped(sys._getframe(1))
         looks = acquires or not releases or compares
         undefined = kind != WRITE and uninitialised.seen_in(values)
         before = int(values.flat[0]) if word else None

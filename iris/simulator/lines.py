@@ -6,12 +6,12 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 from types import CodeType, FrameType
+from typing import NamedTuple
 
 import torch
 
 from iris.simulator import grid
 from iris.simulator.folders import IRIS, SIMULATOR, TRITON
-from iris.simulator.sanitizer.events import Line
 
 USER, LIBRARY, INSTALLED, OTHER = "user", "library", "installed", "other"
 
@@ -27,6 +27,15 @@ _OTHER = (
     sysconfig.get_path("stdlib") + os.sep,
     "<",
 )
+
+
+class Line(NamedTuple):
+    """One of a program's, and the function that it is in."""
+
+    file: str
+    number: int
+    function: str
+
 
 # Below a program's frames lies this one.
 BOTTOM = grid.Launch._execute.__code__
