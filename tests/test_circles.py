@@ -1,9 +1,11 @@
 """No module of iris imports, by whatever way, one that imports it: each can be read after what it builds on.
 
-Nor does a folder import from one that imports from it: folders are floors, each built on those below.
+Nor does a folder import from one that imports from it. The tables of docs/contributing.md are floors, each built on
+those before it.
 """
 
 import ast
+import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -96,3 +98,27 @@ def test_no_folders_import_from_each_other():
         rooms[room(module)] |= {room(other) for other in others} - {room(module)}
     found = circles(rooms)
     assert not found, "\n".join(", ".join(sorted(circle)) for circle in found)
+
+
+def floors(page):
+    """The number of the table of the guide that has a file or a folder, by the name of its module."""
+    found = {}
+    tables = page[page.index("## Where things are") : page.index("## Commands")].split("\n### ")[1:]
+    for number, table in enumerate(tables):
+        for where, what in re.findall(r"^\| (`iris.*?) \| (.*) \|$", table, re.MULTILINE):
+            places = re.findall(r"`([\w/.]+)`", where)
+            folder = next((place for place in places if place.endswith("/")), "")
+            named = places + [folder + file for file in re.findall(r"`(\w+\.py)`", what) if folder]
+            for place in named:
+                found.setdefault(
+                    place.removesuffix(".py").removesuffix("/__init__").strip("/").replace("/", "."), number
+                )
+    return found
+
+
+def test_no_module_imports_one_of_a_higher_floor():
+    floor = floors((ROOT / "docs" / "contributing.md").read_text())
+    graph = graph_of({module: file.read_text() for module, file in modules(ROOT).items()})
+    assert graph.keys() <= floor.keys()
+    upwards = [(one, other) for one in graph for other in graph[one] if floor[other] > floor[one]]
+    assert not upwards
