@@ -10,16 +10,28 @@ In a kernel, ``iris.load``, ``iris.store``, ``iris.atomic_add`` ... take a point
 to reach; `iris.DeviceContext` carries rank and bases itself. See `iris.gluon` for Gluon kernels.
 """
 
-__version__ = "0.1.0"
-
 # First of all: without Triton nothing else can be imported.
-from iris import requirements as requirements  # isort: skip
+from iris import errors, requirements
+
+try:
+    requirements.check()
+except errors.TritonMissingError:
+    # `python -m iris` still runs, since its `info` is to say what is missing. Python imports the package before its
+    # __main__, so the command line runs from here, and ends the process.
+    if requirements.runs_command():
+        from iris.__main__ import main
+
+        main()
+    raise
 
 # Then this: it decides whether kernels run in the simulator, which must be settled before any is defined.
 from iris import simulator  # isort: skip
+
+# And this registers with iris/observer.py, for programs that are to be watched.
+from iris.simulator import sanitizer as _sanitizer  # noqa: F401 # isort: skip
 from logging import DEBUG, ERROR, INFO, WARNING
 
-from iris import ccl, errors, experimental, gluon, ops, spawn, x
+from iris import ccl, experimental, gluon, ops, spawn, x
 from iris.bench.timing import do_bench
 from iris.context import Iris, iris
 from iris.language.context import DeviceContext
@@ -41,6 +53,7 @@ from iris.language.functional import (
 )
 from iris.language.tracing import TraceEvent
 from iris.log import set_logger_level
+from iris.version import __version__ as __version__
 from iris.x import AllReduceConfig, TensorView, Tile, TileView, make_tensor_view
 
 # Older names of the device context.

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from iris import simulator
+from iris import mode
 from iris.errors import FirstUseInCaptureError, MappingError
 
 # Captures that are remembered: some may be under way at once, in threads.
@@ -146,7 +146,7 @@ def refuse_in_capture(call: str) -> None:
 
     Before anything that the driver refuses there, so that the capture, though not complete, can be ended.
     """
-    if not simulator.ACTIVE and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+    if not mode.ACTIVE and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise FirstUseInCaptureError(call)
 
 

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from iris import simulator
+from iris import observer
 from iris.ccl.collectives import Collectives
 from iris.distributed_calls import (
     BarrierWork,
@@ -59,7 +59,7 @@ class ProcessGroup(ProcessGroupBase):
 
     def end_coalescing(self, device: torch.device) -> dist.Work:
         # Behind the calls before it on that stream.
-        enqueue, sign = simulator.sanitizer.beside("coalescing", self, EnqueuedWork, in_thread=False)
+        enqueue, sign = observer.beside("coalescing", self, EnqueuedWork, in_thread=False)
         stream = self._stream_for("collectives", device)
         assert not isinstance(stream, Stream)  # which only messages have
         with torch.cuda.stream(stream):
@@ -233,7 +233,7 @@ class ProcessGroup(ProcessGroupBase):
             # The ranks meet here, if it is the first use of the group.
             flag = ccl.communicator().abort_flag
             flag.check()
-            enqueue, sign = simulator.sanitizer.beside(call, stream, enqueue, in_thread=True)
+            enqueue, sign = observer.beside(call, stream, enqueue, in_thread=True)
             message = stream.enqueue(enqueue)
             return sign(SimulatedMessage(tensors, device, message, functools.partial(flag.interrupted, call)))
         with torch.cuda.stream(stream):

@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from iris import observer
 from iris.ccl.collectives import Collectives
 from iris.ccl.config import Config
 from iris.ccl.work import Work
 from iris.context import Iris
 from iris.errors import InvalidCollectiveError
-from iris.simulator import sanitizer
 from iris.simulator.streams import Enqueued
 
 # Enough for most of the link's bandwidth.
@@ -33,19 +33,19 @@ class EnqueuedWork(Work, dist.Work):
     def wait(self, timeout: object = None) -> bool:
         """Let the current stream wait for the call; the host does not wait."""
         super().wait(timeout)
-        sanitizer.ended(self)
+        observer.ended(self)
         return True
 
     def is_completed(self) -> bool:
         over = super().is_completed()
         if over:
-            sanitizer.ended(self)
+            observer.ended(self)
         return over
 
     def get_future(self) -> torch.futures.Future:
         """A future of the outputs: whoever waits for it lets the current stream wait."""
         future: torch.futures.Future = torch.futures.Future(devices=[self._device] if self._event else None)
-        sanitizer.promised(self, future)
+        observer.promised(self, future)
         # It stands for what is on the current stream when it gets its result.
         with torch.cuda.stream(self._stream):
             future.set_result(self._outputs)
@@ -72,18 +72,18 @@ class SimulatedMessage(EnqueuedWork):
         except BaseException as error:
             self._interrupted(error)
             raise
-        sanitizer.ended(self)
+        observer.ended(self)
         return True
 
     def is_completed(self) -> bool:
         over = self._enqueued.is_over()
         if over:
-            sanitizer.ended(self)
+            observer.ended(self)
         return over
 
     def get_future(self) -> torch.futures.Future:
         future: torch.futures.Future = torch.futures.Future()
-        sanitizer.promised(self, future)
+        observer.promised(self, future)
 
         def settle() -> None:
             try:
@@ -165,9 +165,9 @@ def on_a_stream(method: Callable[..., Any]) -> Callable[..., dist.Work]:
             ccl, stream = _BesideComputation(whole), self._stream_for("collectives", device)
 
         given = functools.partial(_enqueue, method, self, ccl, stream, device, tensors, args, kwargs)
-        if not asynchronous or sanitizer.recorder is None:
+        if not asynchronous or observer.recorder is None:
             return given()
-        enqueue, sign = sanitizer.beside(method.__name__, self, given, in_thread=False)
+        enqueue, sign = observer.beside(method.__name__, self, given, in_thread=False)
         return sign(enqueue())
 
     return call

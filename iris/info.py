@@ -14,9 +14,10 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from iris import __version__, requirements
+from iris import requirements
 from iris.compat.links import nvlinks
 from iris.errors import TritonMissingError, readable
+from iris.version import __version__
 
 # The oldest Triton that is tested.
 OLDEST_TRITON = (3, 6)

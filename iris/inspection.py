@@ -13,9 +13,10 @@ import struct
 import sys
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from iris import mode
 from iris.errors import ProcessUnreachableError
 from iris.log import logger
 
@@ -76,35 +77,23 @@ def _answer(connection: socket.socket) -> None:
                 connection.sendall(json.dumps(line).encode() + b"\n")
 
 
+memory_reports: list[Callable[[], Iterable[dict[str, Any]]]] = []
+"""Each returns an object for each memory that this process shares with other ranks; `iris.heap` adds its own.
+
+An object has ``kind`` ("heap" or "library"), ``rank``, ``ranks``, ``device``, and ``lines`` for people.
+"""
+
+
 def report() -> Iterator[dict[str, Any]]:
     """This process, then each memory that it shares with other ranks, in types that JSON has. Local; any thread."""
-    # Imported here: who asks another process needs none of it.
-    from iris import simulator
-    from iris.heap.mapping import mappings
-    from iris.heap.symmetric import SymmetricHeap
-
     yield {
         "pid": os.getpid(),
         "command": sys.orig_argv,
-        "simulator": simulator.ACTIVE,
+        "simulator": mode.ACTIVE,
         "threads": find_threads(),
     }
-    for mapping in mappings():
-        owner = mapping.owner()
-        if owner is None or mapping.memory is None:
-            continue
-        is_heap = isinstance(owner, SymmetricHeap)
-        try:
-            lines = owner.dump().splitlines() if is_heap else owner.progress()
-        except Exception as error:  # closed meanwhile, or a device that has failed: the rest is worth as much
-            lines = [f"Not to be read: {type(error).__name__}: {error}"]
-        yield {
-            "kind": "heap" if is_heap else "library",
-            "rank": mapping.ranks[mapping.rank],
-            "ranks": list(mapping.ranks),
-            "device": str(mapping.device),
-            "lines": lines,
-        }
+    for memories in memory_reports:
+        yield from memories()
 
 
 def find_threads() -> list[dict[str, Any]]:

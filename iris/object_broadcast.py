@@ -8,9 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from iris import observer
 from iris.arg_parser import index
 from iris.errors import InvalidArgumentError, RankOutOfRangeError
-from iris.simulator import sanitizer
 from iris.stand_ins import stand_in
 from iris.world import Group
 
@@ -28,7 +28,7 @@ def broadcast_object(group: Group, device: torch.device, value: Any, src: int, d
     def offer() -> tuple[bool, Any]:
         nonlocal buffer
         if index(src) not in range(group.size):
-            raise sanitizer.reported(RankOutOfRangeError(src, group.size))
+            raise observer.reported(RankOutOfRangeError(src, group.size))
         # Before the device's record is read, which inside a transform of torch.func is not possible either.
         problem = is_tensor and stand_in(value)
         if problem:

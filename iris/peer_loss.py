@@ -18,7 +18,7 @@ from types import FrameType
 
 import torch
 
-from iris import simulator
+from iris import mode
 from iris.errors import InvalidSettingError, PeerLostError, names
 from iris.heap.mapping import Mapping, mappings
 from iris.world import farewell, peers
@@ -52,7 +52,7 @@ ABORTS: bool = _aborts()
 
 def _attend(peer: Peer) -> None:
     """Called by the thread that watches the peers, which goes on at once."""
-    if simulator.ACTIVE:
+    if mode.ACTIVE:
         return
     touched = _touched()
     _devices.update(mapping.device for mapping in touched)

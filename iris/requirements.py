@@ -1,4 +1,4 @@
-"""Triton must be there before anything else of Iris can be imported: importing this module checks it."""
+"""Triton must be there before anything else of Iris can be imported: the package checks it first."""
 
 import sys
 
@@ -13,14 +13,9 @@ def check() -> None:
         raise TritonMissingError(str(error)) from error
 
 
-try:
-    check()
-except TritonMissingError:
-    # `python -m iris` still runs, since its `info` is to say what is missing. Python imports the package before its
-    # __main__, so the command line runs from here, and ends the process. "-m" is Python's own mark, while it looks for
-    # the module that the option names (documented with sys.argv).
-    if sys.argv[:1] == ["-m"]:
-        from iris.__main__ import main
+def runs_command() -> bool:
+    """Whether Python imports the package for ``python -m iris``, before its `__main__`.
 
-        main()
-    raise
+    "-m" is Python's own mark, while it looks for the module that the option names (documented with sys.argv).
+    """
+    return sys.argv[:1] == ["-m"]

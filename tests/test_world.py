@@ -291,7 +291,7 @@ def test_ranks_on_several_hosts_are_told():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_no_gpu_and_no_simulator_is_told(monkeypatch):
-    monkeypatch.setattr(placement.simulator, "ACTIVE", False)
+    monkeypatch.setattr(placement.mode, "ACTIVE", False)
     with pytest.raises(NoGpuForRankError, match="no GPU here, and IRIS_SIMULATOR=0 forbids the simulator"):
         placement.find_placement(placement.choose_device())
 
@@ -337,7 +337,7 @@ def test_gpus_without_peer_access_are_told(monkeypatch):
     ],
 )
 def test_the_device_is_the_process_groups_or_the_current_one(monkeypatch, simulated, gpus, bound, expected):
-    monkeypatch.setattr(placement.simulator, "ACTIVE", simulated)
+    monkeypatch.setattr(placement.mode, "ACTIVE", simulated)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)

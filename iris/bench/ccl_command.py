@@ -9,12 +9,12 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-import iris
 from iris import simulator
 from iris.bench import collectives as measuring
 from iris.bench import ranks
 from iris.bench.ceilings import ceilings
 from iris.bench.report import below_floor
+from iris.context import iris
 from iris.errors import UnknownChoiceError
 
 
@@ -46,7 +46,7 @@ def run_on_rank(
     floors: Path | None, out: Path | None,
 ) -> list[str]:  # fmt: skip
     """Collective over the ranks; returns results that are wrong, and figures that miss their floor."""
-    with iris.iris(4 * max(bytes_) + (1 << 30 if torch.cuda.is_available() else 1 << 20)) as ctx:
+    with iris(4 * max(bytes_) + (1 << 30 if torch.cuda.is_available() else 1 << 20)) as ctx:
         on_gpu = ctx.device.type == "cuda"
         beside = list(libraries or (measuring.LIBRARIES if on_gpu else ("iris", "iris gluon")))
         rows: list[measuring.Row] = []

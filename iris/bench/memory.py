@@ -11,11 +11,10 @@ import click
 import torch
 import torch.distributed as dist
 
-import iris
-import iris.distributed  # registers the backend, where Iris is not installed
+from iris import distributed as distributed  # registers the backend, where Iris is not installed
 from iris import simulator
 from iris.bench.report import save
-from iris.context import Iris
+from iris.context import Iris, iris
 
 KIB = 1 << 10
 NOTE = "Of processes in the simulator: this says nothing about a GPU."
@@ -23,7 +22,7 @@ NOTE = "Of processes in the simulator: this says nothing about a GPU."
 
 def run_on_rank(groups: int, out: Path | None) -> list[str]:
     """Print the figures, and write them if asked for; collective over the ranks. Returns nothing wrong."""
-    with iris.iris(1 << 20) as ctx:
+    with iris(1 << 20) as ctx:
         figures = measure(ctx, groups)
         if ctx.cur_rank == 0:
             for name, mebibytes in figures.items():

@@ -10,11 +10,11 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-import iris
 from iris import simulator
 from iris.bench import operations as measuring
 from iris.bench import plots, ranks
 from iris.bench.report import below_floor
+from iris.context import iris
 from iris.errors import UnknownChoiceError
 
 
@@ -67,7 +67,7 @@ def run_on_rank(
     ``pictures``: what is drawn together, by name. What is written holds all of it.
     """
     largest = max(M * N for M, N, _ in sizes) * max(2, getattr(torch, dtype).itemsize)
-    with iris.iris(3 * largest + (64 << 20 if torch.cuda.is_available() else 1 << 20)) as ctx:
+    with iris(3 * largest + (64 << 20 if torch.cuda.is_available() else 1 << 20)) as ctx:
         on_gpu = ctx.device.type == "cuda"
         beside = list(libraries or (measuring.LIBRARIES if on_gpu else ("iris", "iris triton", "iris copies")))
         rows: list[measuring.Row] = []

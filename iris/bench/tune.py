@@ -13,7 +13,6 @@ from pathlib import Path
 import click
 import torch
 
-import iris
 from iris.bench import figures
 from iris.bench.collectives import COLLECTIVES, iris_calls, microseconds
 from iris.bench.timing import Operands, counts
@@ -21,7 +20,7 @@ from iris.ccl import algorithms
 from iris.ccl.communicator import Communicator, kind_of
 from iris.ccl.config import FEW_SMS, Config
 from iris.ccl.select import Choice, Table, name_in_table
-from iris.context import Iris
+from iris.context import Iris, iris
 from iris.errors import FolderError
 from iris.files import check_writable, written
 from iris.machine.figures import find
@@ -55,7 +54,7 @@ def run(sizes: list[int], out: Path | None) -> list[str]:
         )
     for name in (COLLECTIVES_FILE, OPERATIONS_FILE):
         check_writable(folder / name)
-    with iris.iris(4 * sizes[-1] + (64 << 20)) as ctx:
+    with iris(4 * sizes[-1] + (64 << 20)) as ctx:
         device, is_first, size = kind_of(ctx.device), ctx.get_rank() == 0, ctx.get_num_ranks()
 
         def report(line: str) -> None:
@@ -70,7 +69,7 @@ def run(sizes: list[int], out: Path | None) -> list[str]:
     if problem:
         report(f"Figures of fused operations stay as they are: {problem}.")
         return []
-    with iris.iris(figures.HEAP_BYTES) as ctx:
+    with iris(figures.HEAP_BYTES) as ctx:
         measured = figures.measure(ctx, figures.timer(ctx))
     if is_first:
         write(folder / OPERATIONS_FILE, figures.entry(measured, find(device), size), device)

@@ -5,6 +5,7 @@ from typing import Any, cast
 
 import torch
 
+from iris import observer
 from iris.arg_parser import index
 from iris.ccl.communicator import Communicator
 from iris.ccl.config import DEFAULT, Config, ReduceOp
@@ -19,7 +20,6 @@ from iris.errors import (
 )
 from iris.heap.history import debugging
 from iris.language.target import threads_per_warp
-from iris.simulator import sanitizer
 from iris.stand_ins import stand_in
 from iris.world import Group
 
@@ -113,7 +113,7 @@ def rank_in_group(comm: Communicator, name: str, rank: int, num_ranks: int) -> i
         if number is None:
             raise InvalidCollectiveError(f"{name}={rank!r:.60} is not a rank, which is a whole number: {name}=0.")
         if not 0 <= number < num_ranks:
-            raise sanitizer.reported(RankOutOfRangeError(number, num_ranks))
+            raise observer.reported(RankOutOfRangeError(number, num_ranks))
         raise UnknownChoiceError(name, number, comm.ranks)
     return comm.ranks.index(number)
 

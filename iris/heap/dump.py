@@ -4,14 +4,16 @@ From any thread, and whatever kernels do: what the host knows is copied before i
 `iris.heap.mapping.Mapping.snapshot` copies it.
 """
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
+import torch
 
 from iris.errors import readable
-
-if TYPE_CHECKING:
-    from iris.heap.symmetric import SymmetricHeap
+from iris.heap.allocator import HeapStats
+from iris.heap.mapping import Mapping
+from iris.heap.reclamation import Block
+from iris.world import Group
 
 # Elements that are all shown; and of how many distinct values it is said how often they occur.
 MOST_ELEMENTS, MOST_VALUES = 32, 8
@@ -19,7 +21,21 @@ MOST_ELEMENTS, MOST_VALUES = 32, 8
 LARGEST = 1 << 20
 
 
-def dump(heap: "SymmetricHeap") -> str:
+class _Heap(Protocol):
+    """What is shown of an `iris.heap.symmetric.SymmetricHeap`."""
+
+    group: Group
+    size: int
+    device: torch.device
+    mapping: Mapping
+
+    @property
+    def mapped_size(self) -> int: ...
+    def stats(self) -> HeapStats: ...
+    def allocations(self) -> list[tuple[Block, bool]]: ...
+
+
+def dump(heap: _Heap) -> str:
     """A heap of one rank: how full it is, and each tensor in use by offset, with what small ones of integers hold."""
     group, stats = heap.group, heap.stats()
     lines = [

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import torch
 
+from iris import observer
 from iris.errors import AsymmetricHeapError
-from iris.simulator import sanitizer
 from iris.switches import switched_on
 from iris.world import Group, names
 
@@ -108,8 +108,8 @@ class History:
             message += text
         else:
             message += f" Set {VARIABLE}=1 on all ranks to name the call."
-        if sanitizer.recorder is not None:
-            sanitizer.recorder.asymmetric(message, calls)
+        if observer.recorder is not None:
+            observer.recorder.asymmetric(message, calls)
         raise AsymmetricHeapError(message + " Every rank must make the same allocations in the same order.")
 
     def _first_difference(self, group: Group) -> tuple[str, dict[int, tuple[str, int, str]]]:

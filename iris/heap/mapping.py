@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from iris import observer
 from iris.arg_parser import index
 from iris.compat.storage import storage_at
 from iris.errors import (
@@ -27,7 +28,6 @@ from iris.errors import (
 )
 from iris.heap import gpu, host
 from iris.heap.allocator import round_up
-from iris.simulator import sanitizer
 from iris.world import Group
 
 # The translation in kernels moves pointers by multiples of this (iris/language/address.py).
@@ -105,7 +105,7 @@ class Mapping:
         if self.memory is None:
             raise HeapClosedError("This memory was closed; nothing new can be made on it.")
         if index(rank) not in range(len(self.bases)):
-            raise sanitizer.reported(RankOutOfRangeError(rank, len(self.bases)))
+            raise observer.reported(RankOutOfRangeError(rank, len(self.bases)))
         storage = storage_at(self.bases[rank] + offset, self.device, size)
         # A storage keeps its Python object, with its attributes, for as long as a tensor uses it.
         storage.iris_memory = self.memory

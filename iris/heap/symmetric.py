@@ -17,11 +17,12 @@ A heap belongs to one thread: allocations from several threads have no order tha
 import math
 import operator
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
-from iris import inspection
+from iris import inspection, observer
 from iris.compat.storage import lazily_negated
 from iris.errors import (
     FreedTensorError,
@@ -35,9 +36,8 @@ from iris.heap.allocator import Allocator, HeapStats, round_up
 from iris.heap.dump import dump
 from iris.heap.history import History, tensor_text
 from iris.heap.lifetime import Life, Lifetimes
-from iris.heap.mapping import create
+from iris.heap.mapping import create, mappings
 from iris.heap.reclamation import Block, Reclamation
-from iris.simulator import sanitizer
 from iris.world import Group
 
 # The heaps of this process, by the address of this rank's bytes.
@@ -69,7 +69,7 @@ class SymmetricHeap:
 
     def __init__(self, group: Group, size: int, device: torch.device) -> None:
         # Behind each block there is a gap while somebody looks for accesses that run into the next one.
-        room = size if sanitizer.recorder is None else sanitizer.with_gaps(size)
+        room = size if observer.recorder is None else observer.with_gaps(size)
         self.mapping = create(group, room, device)
         self.group, self.size, self.device = group, operator.index(size), device
         self.bases = self.mapping.bases
@@ -113,7 +113,7 @@ class SymmetricHeap:
             raise InvalidShapeError(f"A tensor cannot have the shape {list(shape)}: an extent is negative.")
         size = math.prod(shape) * dtype.itemsize
         call = self._history.add(size, shape, dtype)
-        room = size if sanitizer.recorder is None else size + sanitizer.GAP
+        room = size if observer.recorder is None else size + observer.GAP
         offset = self._allocator.allocate(room)
         if offset is None:
             self._reclamation.make_room(room)
@@ -125,8 +125,8 @@ class SymmetricHeap:
         storage = self.mapping.storage(self.group.rank, offset, size, self._lifetimes.begin(number))
         tensor = torch.empty(0, dtype=dtype, device=self.device)
         tensor = tensor.set_(storage, 0, shape)  # type: ignore[call-overload]
-        if sanitizer.recorder is not None:
-            sanitizer.recorder.allocated(self._base + offset, size, tensor_text(shape, dtype), undefined=True)
+        if observer.recorder is not None:
+            observer.recorder.allocated(self._base + offset, size, tensor_text(shape, dtype), undefined=True)
         return tensor.requires_grad_() if requires_grad else tensor
 
     def free(self, tensor: torch.Tensor) -> None:
@@ -317,3 +317,26 @@ def heap_at(base: int) -> SymmetricHeap | None:
 def live_heaps() -> list[SymmetricHeap]:
     """This process' heaps that are open."""
     return list(_live.values())
+
+
+def _memories() -> Iterator[dict[str, Any]]:
+    """Each memory that this process shares with other ranks, for `iris.inspection`. Local; any thread."""
+    for mapping in mappings():
+        owner = mapping.owner()
+        if owner is None or mapping.memory is None:
+            continue
+        is_heap = isinstance(owner, SymmetricHeap)
+        try:
+            lines = owner.dump().splitlines() if is_heap else owner.progress()
+        except Exception as error:  # closed meanwhile, or a device that has failed: the rest is worth as much
+            lines = [f"Not to be read: {type(error).__name__}: {error}"]
+        yield {
+            "kind": "heap" if is_heap else "library",
+            "rank": mapping.ranks[mapping.rank],
+            "ranks": list(mapping.ranks),
+            "device": str(mapping.device),
+            "lines": lines,
+        }
+
+
+inspection.memory_reports.append(_memories)

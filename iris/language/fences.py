@@ -14,12 +14,13 @@ from iris.language.target import on_amd, on_nvidia
 def note(event):
     """In the simulator: report the event to the sanitizer, if one looks on, and a fence to partitions."""
     # Imported here: Triton follows the global names of a constexpr_function.
-    from iris.simulator import sanitizer, tasks
+    from iris import observer
+    from iris.simulator import tasks
 
     if event == "fenced":
         tasks.fenced()
-    if sanitizer.recorder is not None:
-        getattr(sanitizer.recorder, event)()
+    if observer.recorder is not None:
+        getattr(observer.recorder, event)()
 
 
 @triton.jit

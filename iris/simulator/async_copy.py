@@ -11,7 +11,8 @@ import triton.language as tl
 from triton.experimental.gluon.language.amd.cdna4 import async_copy as cdna4
 from triton.experimental.gluon.language.nvidia.ampere import async_copy as ampere
 
-from iris.simulator import mbarrier, sanitizer, tasks
+from iris import observer
+from iris.simulator import mbarrier, tasks
 from iris.simulator.asynchronous import Destination, Source
 from iris.simulator.gluon import SharedMemory, integer, semantic, truth
 
@@ -55,7 +56,7 @@ def _load(memory: SharedMemory, pointers: tl.tensor, mask: Any, other: Any) -> N
     def complete() -> None:
         destination.complete(source.at_completion())
 
-    copies.issue(sanitizer.from_here(complete))
+    copies.issue(observer.from_here(complete))
 
 
 def commit_group() -> None:

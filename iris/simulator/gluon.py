@@ -14,9 +14,10 @@ import numpy as np
 import triton.language as tl
 from triton.experimental.gluon import language as gl
 
+from iris import observer
 from iris.compat.semantic import TritonSemantic
 from iris.errors import KernelBoundsError
-from iris.simulator import dtypes, sanitizer, tasks
+from iris.simulator import dtypes, tasks
 from iris.simulator.asynchronous import Groups
 from iris.simulator.interpreter import Builder, MissingOperation
 from iris.simulator.partitions import LARGEST_FLAG
@@ -38,7 +39,7 @@ class _Beside(np.ndarray):
 
     def _refuse(self, *_: Any, **__: Any) -> Any:
         text = f"index {self.index} of {self.count} in shared memory (`%` of a negative number is negative)"
-        raise sanitizer.mistake("bounds", KernelBoundsError(text))
+        raise observer.mistake("bounds", KernelBoundsError(text))
 
     __setitem__ = copy = _refuse
     flat = ctypes = property(_refuse)
@@ -177,7 +178,7 @@ class Semantic(TritonSemantic):
         first, end = integer(start), integer(start) + integer(length)
         if not 0 <= first <= end <= mem_desc.shape[dim]:
             text = f"elements {first} to {end} of {mem_desc.shape[dim]} in shared memory"
-            raise sanitizer.mistake("bounds", KernelBoundsError(text))
+            raise observer.mistake("bounds", KernelBoundsError(text))
         return self._view(mem_desc, mem_desc.handle[(slice(None),) * dim + (slice(first, end),)])
 
     def memdesc_trans(self, mem_desc: SharedMemory, order: Sequence[int]) -> SharedMemory:
@@ -220,12 +221,12 @@ def _used_flag(memory: SharedMemory, writes: bool) -> None:
     offsets = np.indices(memory.handle.shape).reshape(memory.handle.ndim, -1)
     words = memory.handle.ctypes.data + np.array(memory.handle.strides, dtype=np.int64) @ offsets
     tasks.used_flags(words, reads=not writes, writes=writes, releases=True)
-    if sanitizer.recorder is not None:
+    if observer.recorder is not None:
         for word in words.tolist():
             if writes:
-                sanitizer.recorder.mbarrier_arrived(word, True)
+                observer.recorder.mbarrier_arrived(word, True)
             else:
-                sanitizer.recorder.mbarrier_waited(word)
+                observer.recorder.mbarrier_waited(word)
 
 
 def integer(value: Any) -> int:

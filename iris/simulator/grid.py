@@ -18,8 +18,9 @@ from typing import Any
 
 import numpy as np
 
+from iris import observer
 from iris.compat.dispatch import hidden_from_modes
-from iris.simulator import hang, interrupts, sanitizer, tasks
+from iris.simulator import hang, interrupts, tasks
 from iris.simulator.partitions import Partitions
 from iris.simulator.tasks import Task, closed_gate
 
@@ -74,12 +75,12 @@ def run(name: str, dims: tuple[int, int, int], num_warps: int, program: Callable
         while outer is None and not _baton.acquire(timeout=0.1):
             launch.raise_error()
         try:
-            if sanitizer.recorder is not None:
-                sanitizer.recorder.launched(launch)
+            if observer.recorder is not None:
+                observer.recorder.launched(launch)
             launch.run()
         finally:
-            if sanitizer.recorder is not None:
-                sanitizer.recorder.finished(launch)
+            if observer.recorder is not None:
+                observer.recorder.finished(launch)
             tasks.running = outer
             if outer is None:
                 _baton.release()
@@ -137,8 +138,8 @@ class Launch:
         parent.partitions.fork(parent, children)
         parent.children += len(children)
         self._partitions.extend(children)
-        if sanitizer.recorder is not None:
-            sanitizer.recorder.forked(parent, len(bodies))
+        if observer.recorder is not None:
+            observer.recorder.forked(parent, len(bodies))
 
     def join(self, parent: Task) -> None:
         if parent.children:
@@ -149,8 +150,8 @@ class Launch:
             return
         assert parent.partitions is not None
         parent.partitions.join(parent, parent.forked)
-        if sanitizer.recorder is not None:
-            sanitizer.recorder.joined(parent, len(parent.forked))
+        if observer.recorder is not None:
+            observer.recorder.joined(parent, len(parent.forked))
         else:
             parent.partitions = None
         parent.partition, parent.forked = None, []
@@ -261,8 +262,8 @@ class Launch:
         except _Unwound:
             pass
         except BaseException as error:
-            if sanitizer.recorder is not None:
-                sanitizer.recorder.failed(error)
+            if observer.recorder is not None:
+                observer.recorder.failed(error)
             if hasattr(error, "add_note"):  # Python 3.11
                 error.add_note(f"in program {task.index} of kernel {self.name!r}")
             self.fail(error)
@@ -304,12 +305,12 @@ class Launch:
             if lost := hang.lost(live, well=self._waited >= LEFT_S):
                 self.fail(hang.lost_error(self.name, hang.waits(live, Launch._execute.__code__), lost))
                 raise _Unwound
-        deadlock = sanitizer.recorder is not None and sanitizer.recorder.is_over(self._repeats())
+        deadlock = observer.recorder is not None and observer.recorder.is_over(self._repeats())
         if deadlock or (limit_s and self._waited >= limit_s):
             waits = hang.waits(live, Launch._execute.__code__)
-            if sanitizer.recorder is not None:
+            if observer.recorder is not None:
                 for wait in waits:
-                    sanitizer.recorder.waits(self, wait)
+                    observer.recorder.waits(self, wait)
             self.fail(hang.error(self.name, None if deadlock else limit_s, waits, hang.lost(live, well=True)))
             raise _Unwound
         for watcher in watchers:

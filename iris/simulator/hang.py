@@ -6,28 +6,25 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-import triton
 import triton.language as tl
 
+from iris import observer
 from iris.compat.interpreter import TensorHandle
 from iris.errors import IrisTimeoutError, PeerLostError
 from iris.simulator import dtypes
+from iris.simulator.folders import IRIS, SIMULATOR, TRITON
 from iris.simulator.shapes import unwrapped
+from iris.simulator.tasks import Poll, Task
 from iris.switches import switched_on
-
-if TYPE_CHECKING:
-    from iris.simulator.tasks import Poll, Task
 
 MOST_LINES = 8
 
-SIMULATOR = str(Path(__file__).parent) + os.sep
-TRITON = str(Path(triton.__file__).parent) + os.sep
-_LIBRARIES = (str(Path(__file__).parents[1]) + os.sep, TRITON)
+_LIBRARIES = (IRIS, TRITON)
 # Their calls are compared between ranks in debug mode.
-_COLLECTIVE = tuple(_LIBRARIES[0] + name + os.sep for name in ("ccl", "ops"))
+_COLLECTIVE = tuple(IRIS + name + os.sep for name in ("ccl", "ops"))
 # In the name of their memory (`iris.ccl.communicator`); no other rank knows of them, with which to compare.
 _MESSAGES = " for messages "
 _SYMBOLS = {"eq": "==", "ne": "!=", "gt": ">", "ge": ">=", "lt": "<", "le": "<=", "reached": "at or past"}
@@ -39,7 +36,15 @@ def _rank_of_environment() -> int | None:
 
 
 rank: Callable[[], int | None] = _rank_of_environment
-"""This process's rank, or None if it has none; whoever knows better than the environment replaces it."""
+"""This process's rank, or None if it has none; `iris.observer.joined` knows better than the environment."""
+
+
+def _learn_rank(group: Any) -> None:
+    global rank
+    rank = lambda: group.ranks[group.rank]  # noqa: E731
+
+
+observer.on_join.append(_learn_rank)
 
 
 class Wait(NamedTuple):
@@ -63,7 +68,7 @@ class Wait(NamedTuple):
         return f"{self.programs} at {where}: {self.what}{flag}"
 
 
-def waits(waiting: "Iterable[Task]", bottom: CodeType) -> list[Wait]:
+def waits(waiting: Iterable[Task], bottom: CodeType) -> list[Wait]:
     """Who waits where, for which flag and value, and what the flag holds.
 
     ``bottom`` is the code whose frame lies below a program's on its thread's stack.
@@ -77,7 +82,7 @@ def waits(waiting: "Iterable[Task]", bottom: CodeType) -> list[Wait]:
     return [Wait(_programs(indices, partition), *what) for (partition, *what), indices in groups.items()]
 
 
-def lost(waiting: "Iterable[Task]", well: bool) -> list[str]:
+def lost(waiting: Iterable[Task], well: bool) -> list[str]:
     """Which ranks have ended for which one of these may wait, and how, in words. ``well``: also those that did well."""
     try:
         from iris.heap.mapping import lost_at
@@ -135,7 +140,7 @@ def _programs(indices: list[tuple[int, int, int]], partition: int | None) -> str
     return f"{of}program{'s' if len(indices) > 1 else ''} {shown}{more}"
 
 
-def _describe(poll: "Poll", frame: FrameType | None, bottom: CodeType) -> tuple:
+def _describe(poll: Poll, frame: FrameType | None, bottom: CodeType) -> tuple:
     """The fields of a `Wait` behind the first."""
     stack = []
     while frame is not None and frame.f_code is not bottom:
@@ -161,7 +166,7 @@ def _places(stack: list[FrameType]) -> tuple[tuple[str, int, str], tuple[str, in
     return place, None if inner is outer else caller
 
 
-def _wanted(poll: "Poll", stack: list[FrameType]) -> str:
+def _wanted(poll: Poll, stack: list[FrameType]) -> str:
     """What a poll is to see, which the library's own waits know, and what it sees."""
     held = _value(poll.values, poll.element)
     for frame in stack:

@@ -17,13 +17,14 @@ import numpy as np
 import torch
 import triton.language as tl
 
+from iris import observer
 from iris.compat import libtriton
 from iris.compat.interpreter import InterpreterBuilder, InterpreterOptions, TensorHandle
 from iris.errors import NotInSimulatorError
-from iris.simulator import atomics, dtypes, libdevice, sanitizer, tasks
+from iris.observer import READ, UPDATE, WRITE
+from iris.simulator import atomics, dtypes, libdevice, tasks
+from iris.simulator.dropped import is_dropped
 from iris.simulator.legality import check_arithmetic, check_conversion, check_product
-from iris.simulator.sanitizer import waits
-from iris.simulator.sanitizer.events import READ, UPDATE, WRITE
 from iris.simulator.tensor_map import TensorMap
 
 
@@ -194,13 +195,13 @@ class Builder(InterpreterBuilder):
 
     # Triton 3.9 has one policy, 3.6 two.
     def create_masked_load(self, ptrs: Any, mask: Any, other: Any, *policy: Any, **named: Any) -> Any:
-        recorder = sanitizer.recorder
+        recorder = observer.recorder
         if recorder is not None:
             recorder.reaches(ptrs.data[np.broadcast_to(mask.data, ptrs.data.shape)], READ)
         if not any(map(_rereads_memory, (*policy, *named.values()))):
             # Who looks at one element may be looking at a flag.
             looks = recorder if ptrs.data.size == 1 else None
-            with looks.notes.numbered() if looks is not None else contextlib.nullcontext() as number:
+            with looks.numbered() if looks is not None else contextlib.nullcontext() as number:
                 result = super().create_masked_load(ptrs, mask, other, *policy, **named)
             active = np.broadcast_to(mask.data, ptrs.data.shape)
             pointers, values = ptrs.data[active], result.data[active]
@@ -211,7 +212,7 @@ class Builder(InterpreterBuilder):
                     return result
             tasks.looked(pointers, values, ptrs.get_element_ty())
             return result
-        with recorder.notes.numbered() if recorder is not None else contextlib.nullcontext() as number:
+        with recorder.numbered() if recorder is not None else contextlib.nullcontext() as number:
             result = super().create_masked_load(ptrs, mask, other, *policy, **named)
         active = np.broadcast_to(mask.data, ptrs.data.shape)
         if active.any():
@@ -225,24 +226,24 @@ class Builder(InterpreterBuilder):
 
     def create_masked_store(self, ptrs: Any, value: Any, mask: Any, *policy: Any, **named: Any) -> Any:
         tasks.stored()
-        recorder = sanitizer.recorder
+        recorder = observer.recorder
         if recorder is None:
             return super().create_masked_store(ptrs, value, mask, *policy, **named)
         active = np.broadcast_to(mask.data, ptrs.data.shape)
         pointers, values = ptrs.data[active], np.broadcast_to(value.data, ptrs.data.shape)[active]
         recorder.reaches(pointers, WRITE)
         if recorder.is_message():
-            with recorder.notes.numbered() as number:
+            with recorder.numbered() as number:
                 super().create_masked_store(ptrs, value, mask, *policy, **named)
                 recorder.synchronised(number, pointers, values, WRITE, "relaxed", "sys", message=True)
         else:
             recorder.accessed(pointers, values.itemsize, WRITE)
             super().create_masked_store(ptrs, value, mask, *policy, **named)
-            recorder.liveness.changed()
+            recorder.changed()
 
     def create_barrier(self, *_: Any) -> None:
-        if sanitizer.recorder is not None:
-            sanitizer.recorder.gathered()
+        if observer.recorder is not None:
+            observer.recorder.gathered()
 
     def create_make_tensor_descriptor(
         self, base: Any, shape: Any, strides: Any, block_shape: Any, is_signed: Any, padding: Any
@@ -337,14 +338,14 @@ class Builder(InterpreterBuilder):
 @contextlib.contextmanager
 def _recorded(pointers: np.ndarray, sem: Any, scope: Any) -> Iterator[Callable[..., None]]:
     """Around an atomic operation, which reports what it found and did. (numpy's arrays of no dimension are scalars.)"""
-    recorder, asked = sanitizer.recorder, atomics.ORDERS[sem]
+    recorder, asked = observer.recorder, atomics.ORDERS[sem]
     partitioned = tasks.current().partitioned
 
     def use_flags(kind: int) -> None:
         if partitioned:
             writes = kind != READ
             # Who drops what was there has acquired nothing that it could go on by.
-            acquires = asked in ("acquire", "acq_rel") and not (writes and waits.is_dropped(sys._getframe(2)))
+            acquires = asked in ("acquire", "acq_rel") and not (writes and is_dropped(sys._getframe(2)))
             tasks.used_flags(pointers, writes=writes, acquires=acquires, releases=asked in ("release", "acq_rel"))
 
     if recorder is None:
@@ -360,7 +361,7 @@ def _recorded(pointers: np.ndarray, sem: Any, scope: Any) -> Iterator[Callable[.
             recorder.polls(where)
         recorder.synchronised(number, where, before, kind, asked, atomics.SCOPES[scope], message, **how)
 
-    with recorder.notes.numbered() as number:
+    with recorder.numbered() as number:
         yield record
 
 

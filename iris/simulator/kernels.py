@@ -13,6 +13,7 @@ import triton.language as tl
 from triton import JITFunction
 from triton.runtime import Autotuner
 
+from iris import observer
 from iris.compat.autotuner import replace_measurements
 from iris.compat.interpreter import (
     InterpretedFunction,
@@ -24,7 +25,7 @@ from iris.compat.interpreter import (
 from iris.compat.triton_jit import compiler_options, mangle_type, replace_launches
 from iris.errors import KernelDefinedTooEarlyError, LaunchError, NotInSimulatorError, NotOnCpuError
 from iris.graph_break import breaks_graph
-from iris.simulator import dtypes, sanitizer, tasks, tma
+from iris.simulator import dtypes, tasks, tma
 from iris.simulator import grid as scheduler
 from iris.simulator.gluon import semantic
 from iris.simulator.rewriting import lines_of, rewrite
@@ -181,10 +182,10 @@ def launch(self: InterpretedFunction, *args: Any, grid: Any, warmup: bool, **kwa
         name: value if _is_constant(parameters[name].annotation) else _argument(value, name, kernel)
         for name, value in bound.arguments.items()
     }
-    if sanitizer.recorder is not None:
+    if observer.recorder is not None:
         for argument in bound.arguments.items():
             for name, value in _tensors(*argument):
-                sanitizer.recorder.given(name, value)
+                observer.recorder.given(name, value)
     program = functools.partial(rewritten(self), **values)
     columns, rows, layers = dims + (1,) * (3 - len(dims))
     scheduler.run(kernel, (columns, rows, layers), num_warps, program)

@@ -6,10 +6,10 @@ then. Here it is an error each time, whoever is late.
 
 import numpy as np
 
+from iris import observer
 from iris.compat.interpreter import TensorHandle
 from iris.compat.libtriton import load
 from iris.errors import UnclearedMemoryError
-from iris.simulator import sanitizer
 
 
 def check_cleared(pointers: TensorHandle, mask: np.ndarray) -> None:
@@ -22,4 +22,4 @@ def check_cleared(pointers: TensorHandle, mask: np.ndarray) -> None:
             f"{np.count_nonzero(left)} of {np.count_nonzero(where)} elements go to memory that holds older ones: "
             "whoever read those has not cleared them"
         )
-        raise sanitizer.mistake("race/reuse", error)
+        raise observer.mistake("race/reuse", error)

@@ -14,8 +14,9 @@ import triton.language as tl
 from triton.experimental.gluon.language.nvidia.ampere import mbarrier as ampere
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier as hopper
 
+from iris import observer
 from iris.errors import MbarrierError
-from iris.simulator import sanitizer, tasks
+from iris.simulator import tasks
 from iris.simulator.asynchronous import Operation
 from iris.simulator.gluon import SharedMemory, integer, semantic, truth
 from iris.simulator.shapes import unwrapped
@@ -39,7 +40,7 @@ class _State:
         state = cls(word >> 1 & mask, word >> 1 + COUNT_BITS & mask, word >> 1 + 2 * COUNT_BITS, word & 1)
         if not state.count or abs(state.awaited_bytes) >> BYTES_BITS - 1:
             error = MbarrierError("an mbarrier is used before init, or after invalidate")
-            raise sanitizer.mistake("uninitialised", error)
+            raise observer.mistake("uninitialised", error)
         return state
 
     def put(self, mbarrier: SharedMemory) -> None:
@@ -106,7 +107,7 @@ def update(mbarrier: SharedMemory, arrivals: int = 0, announced: int = 0) -> boo
             f"more than {state.count} arrivals in one phase of an mbarrier: "
             "its count is too small, or an earlier phase has not been waited for"
         )
-        raise sanitizer.mistake("race", error)
+        raise observer.mistake("race", error)
     if abs(state.awaited_bytes) >> BYTES_BITS - 1:
         raise RuntimeError(f"an mbarrier cannot await {state.awaited_bytes} bytes")
     over = state.pending == 0 and state.awaited_bytes == 0
@@ -116,15 +117,15 @@ def update(mbarrier: SharedMemory, arrivals: int = 0, announced: int = 0) -> boo
     if partitions is not None:
         if over:
             partitions.phase_ends(mbarrier.handle)
-        if sanitizer.recorder is not None:
-            sanitizer.recorder.mbarrier_arrived(mbarrier.handle.ctypes.data, over)
+        if observer.recorder is not None:
+            observer.recorder.mbarrier_arrived(mbarrier.handle.ctypes.data, over)
     state.put(mbarrier)
     return over
 
 
 def announce(mbarrier: SharedMemory, operation: Operation) -> None:
     """Hold ``operation``, which signals the barrier at its end, back until something waits for that."""
-    _announced(mbarrier).append(sanitizer.from_here(operation, mbarrier.handle.ctypes.data))
+    _announced(mbarrier).append(observer.from_here(operation, mbarrier.handle.ctypes.data))
 
 
 def wait(mbarrier: SharedMemory, phase: Any, pred: Any = True, deps: Any = (), **_: Any) -> None:
@@ -142,8 +143,8 @@ def wait(mbarrier: SharedMemory, phase: Any, pred: Any = True, deps: Any = (), *
     partitions, task = tasks.sharing()
     if waiting and partitions is not None:
         partitions.waited(task, mbarrier.handle)
-        if sanitizer.recorder is not None:
-            sanitizer.recorder.mbarrier_waited(mbarrier.handle.ctypes.data)
+        if observer.recorder is not None:
+            observer.recorder.mbarrier_waited(mbarrier.handle.ctypes.data)
 
 
 def note_arrival(mbarrier: SharedMemory) -> None:

@@ -18,20 +18,18 @@ Programs with partitions are always looked at, and what is wrong is an error; ot
 import sys
 import weakref
 from collections import defaultdict
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from iris import observer
 from iris.errors import SharedMemoryRaceError
-from iris.simulator import hang, sanitizer
+from iris.simulator.asynchronous import Groups
+from iris.simulator.folders import SIMULATOR, TRITON
 
-if TYPE_CHECKING:
-    from iris.simulator.asynchronous import Groups
-    from iris.simulator.tasks import Task
-
-_BELOW_KERNELS = (hang.SIMULATOR, hang.TRITON)
+_BELOW_KERNELS = (SIMULATOR, TRITON)
 
 LARGEST_FLAG = 32
 """So many elements may be a flag that partitions poll; a larger block is data."""
@@ -45,6 +43,12 @@ phases; of `Groups` of operations, how many are over.
 
 Of `Fenced(partition)`, how much of that has a fence behind it.
 """
+
+
+class Task(Hashable, Protocol):
+    """What is known here of an `iris.simulator.tasks.Task`: which partition of its program it is."""
+
+    partition: int | None
 
 
 class Fenced(NamedTuple):
@@ -109,18 +113,18 @@ class Partitions:
 
     # What orders accesses -------------------------------------------------------------------------------------------
 
-    def fork(self, parent: "Task", children: "list[Task]") -> None:
+    def fork(self, parent: Task, children: Sequence[Task]) -> None:
         """``children`` begin, with what ``parent`` knows; what it has written needs no other fence for them."""
         self.fences(parent)
         for child in children:
             self._clocks[child] = dict(self._clocks[parent])
         self._clocks[parent][parent] += 1
 
-    def join(self, parent: "Task", children: "list[Task]") -> None:
+    def join(self, parent: Task, children: Sequence[Task]) -> None:
         for child in children:
             _join(self._clocks[parent], self._clocks.pop(child, {}))
 
-    def arrives(self, task: "Task", mbarrier: np.ndarray) -> None:
+    def arrives(self, task: Task, mbarrier: np.ndarray) -> None:
         self._release_into(task, self._barriers[mbarrier.ctypes.data].arrived)
 
     def phase_ends(self, mbarrier: np.ndarray) -> None:
@@ -128,21 +132,21 @@ class Partitions:
         barrier.finished = dict(barrier.arrived)
         barrier.phases += 1
 
-    def waited(self, task: "Task", mbarrier: np.ndarray) -> None:
+    def waited(self, task: Task, mbarrier: np.ndarray) -> None:
         address = mbarrier.ctypes.data
         barrier, clock = self._barriers[address], self._clocks[task]
         _join(clock, barrier.finished)
         clock[address] = barrier.phases
 
-    def awaited(self, task: "Task", groups: "Groups") -> None:
+    def awaited(self, task: Task, groups: Groups) -> None:
         """``task`` has waited for operations that it has issued, as many as ``groups`` says."""
         self._clocks[task][groups] = groups.over
 
-    def arrive(self, groups: "Groups", issued: int, mbarrier: np.ndarray) -> None:
+    def arrive(self, groups: Groups, issued: int, mbarrier: np.ndarray) -> None:
         """So many of the operations are over, and signal the mbarrier."""
         _join(self._barriers[mbarrier.ctypes.data].arrived, {groups: issued})
 
-    def releases(self, task: "Task", words: np.ndarray, asked: bool) -> None:
+    def releases(self, task: Task, words: np.ndarray, asked: bool) -> None:
         """``task`` has written flags. ``asked``: as a release; else it releases what it knew at its last fence."""
         for word in _words(words):
             if asked:
@@ -152,37 +156,37 @@ class Partitions:
         if asked:
             self._advance(task)
 
-    def acquires(self, task: "Task", words: np.ndarray, asked: bool) -> None:
+    def acquires(self, task: Task, words: np.ndarray, asked: bool) -> None:
         """``task`` has read flags. ``asked``: as an acquire; else its next fence is one."""
         for word in _words(words):
             if word in self._flags:
                 _join(self._clocks[task] if asked else self._seen[task], self._flags[word])
 
-    def orders(self, task: "Task") -> None:
+    def orders(self, task: Task) -> None:
         """``task`` orders its accesses of global memory: before those behind it, and of flags."""
         _join(self._clocks[task], self._seen.pop(task, {}))
         self._clocks[task].setdefault(task, 1)
         self._fenced[task] = dict(self._clocks[task])
         self._advance(task)
 
-    def fences(self, task: "Task") -> None:
+    def fences(self, task: Task) -> None:
         clock = self._clocks[task]
         clock.setdefault(task, 1)
         clock |= {Fenced(who): when for who, when in clock.items() if isinstance(who, type(task))}
         clock[task] += 1  # what it writes from now on has no fence behind it
 
-    def _release_into(self, task: "Task", released: Clock) -> None:
+    def _release_into(self, task: Task, released: Clock) -> None:
         self._clocks[task].setdefault(task, 1)
         _join(released, self._clocks[task])
         self._advance(task)
 
-    def _advance(self, task: "Task") -> None:
+    def _advance(self, task: Task) -> None:
         clock = self._clocks[task]
         clock[task] = clock.get(task, 1) + 1
 
     # What is accessed -----------------------------------------------------------------------------------------------
 
-    def reads(self, task: "Task", view: np.ndarray, verb: str = "reads", groups: "Groups | None" = None) -> None:
+    def reads(self, task: Task, view: np.ndarray, verb: str = "reads", groups: Groups | None = None) -> None:
         """``groups``: what signals that it is over, of what the GPU reads beside the program, behind a fence."""
         marks, access = self._of(view), self._by(task, verb)
         self._check(task, marks.of(marks.written, view), access, fenced=groups is not None)
@@ -191,7 +195,7 @@ class Partitions:
         marks.of(marks.read[access.who], view)[...] = self._note(access)
 
     def writes(
-        self, task: "Task", view: np.ndarray, verb: str = "writes", completion: "np.ndarray | Groups | None" = None
+        self, task: Task, view: np.ndarray, verb: str = "writes", completion: np.ndarray | Groups | None = None
     ) -> None:
         """``completion``: the mbarrier, or groups, that signals its end, of what the GPU writes beside the program."""
         marks, access = self._of(view), self._by(task, verb)
@@ -207,8 +211,8 @@ class Partitions:
             access = access._replace(who=completion, when=completion.number)
         written[...] = self._note(access)
 
-    def _by(self, task: "Task", verb: str) -> Access:
-        place = _place() if sanitizer.recorder is None else sanitizer.recorder.place()
+    def _by(self, task: Task, verb: str) -> Access:
+        place = _place() if observer.recorder is None else observer.recorder.place()
         return Access(task, self._clocks[task].setdefault(task, 1), task.partition, verb, place)
 
     def _note(self, access: Access) -> int:
@@ -224,7 +228,7 @@ class Partitions:
             marks = self._marks[memory.ctypes.data] = _Marks(memory)
         return marks
 
-    def _check(self, task: "Task", marks: np.ndarray, access: Access, fenced: bool = False) -> None:
+    def _check(self, task: Task, marks: np.ndarray, access: Access, fenced: bool = False) -> None:
         clock, first = self._clocks[task], marks.flat[0]
         for number in (first,) if (marks == first).all() else np.unique(marks):
             earlier = self._accesses[number]
@@ -245,9 +249,9 @@ class Partitions:
     @staticmethod
     def _wrong(kind: str, earlier: Access, access: Access, missing: str) -> None:
         """The sanitizer reports it, and the program goes on; else it ends here."""
-        if sanitizer.recorder is not None:
+        if observer.recorder is not None:
             first, second = ((each.partition, each.verb, each.place) for each in (earlier, access))
-            sanitizer.recorder.shared_race(kind, first, second, missing)
+            observer.recorder.shared_race(kind, first, second, missing)
             return
         raise SharedMemoryRaceError(
             f"a race in shared memory: partition {access.partition} {access.verb} at {access.place} what "

@@ -7,19 +7,16 @@ again polls, and another should have its turn: whose that is, `iris.simulator.gr
 import threading
 from _thread import LockType
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import numpy as np
 import triton.language as tl
 
-from iris.simulator import sanitizer
+from iris import observer
 from iris.simulator.asynchronous import Groups, InFlight
 from iris.simulator.partitions import Partitions
-
-if TYPE_CHECKING:
-    from iris.simulator.grid import Launch
 
 # How many observations a task remembers: more than any loop polls in turn.
 REMEMBERED = 1 << 14
@@ -48,11 +45,27 @@ class Poll:
     waits_for: str | None
 
 
+class Launch(Protocol):
+    """What a task knows of the launch that it is of: `iris.simulator.grid.Launch`."""
+
+    name: str
+    dims: tuple[int, int, int]
+    meetings: dict[int, Any]
+
+    def leave_if_failed(self) -> None: ...
+    def fork(self, parent: "Task", bodies: Sequence[Callable[[], None]], num_warps: Sequence[int]) -> None: ...
+    def join(self, parent: "Task") -> None: ...
+    def progress(self) -> None: ...
+    def let_others_run(self, task: "Task", longest_s: float = ...) -> None: ...
+    def take_turns_by_chance(self, task: "Task") -> None: ...
+    def let_waiting_run(self, task: "Task") -> None: ...
+
+
 @dataclass(eq=False)
 class Task:
     """A program, or a partition of one, and the thread that it runs on."""
 
-    launch: "Launch"
+    launch: Launch
     index: tuple[int, int, int]
     body: Callable[[], None]
     num_warps: int
@@ -176,7 +189,7 @@ def sharing() -> tuple[Partitions | None, Task]:
     """What the current program does to shared memory, if that is looked at; the current task."""
     task = current()
     program = task.program
-    if program.partitions is None and sanitizer.recorder is not None:
+    if program.partitions is None and observer.recorder is not None:
         program.partitions = Partitions()
     return program.partitions, task
 

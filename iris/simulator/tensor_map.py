@@ -11,9 +11,10 @@ from collections.abc import Sequence
 import numpy as np
 import triton.language as tl
 
+from iris import observer
 from iris.compat.interpreter import TensorDescHandle, TensorHandle
 from iris.errors import KernelBoundsError
-from iris.simulator import dtypes, sanitizer
+from iris.simulator import dtypes
 
 # Of the base, of every stride but the last, and of a block's first coordinate in the last dimension (CUDA driver API,
 # cuTensorMapEncodeTiled; Triton's own checks). And what is written of a row.
@@ -66,7 +67,7 @@ class TensorMap(TensorDescHandle):
                 f"a block is stored at {list(coordinates)}: TMA stores none that begins in front of the tensor, though "
                 "it loads such blocks. Begin at 0 or behind, with a smaller block, or store with pointers and a mask"
             )
-            raise sanitizer.mistake("bounds", error)
+            raise observer.mistake("bounds", error)
         addresses = np.array(int(self.base.data.item()), dtype=np.int64)
         inside = np.array(True)
         for axis, (first, size, stride) in enumerate(zip(coordinates, self._shape, self._strides, strict=True)):

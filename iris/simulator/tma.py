@@ -15,8 +15,9 @@ from triton.experimental.gluon.language.nvidia.hopper import tma as gl_tma
 from triton.experimental.gluon.nvidia import hopper
 from triton.tools.tensor_descriptor import TensorDescriptor as TritonDescriptor
 
+from iris import observer
 from iris.errors import NotInSimulatorError
-from iris.simulator import mbarrier, sanitizer, tasks
+from iris.simulator import mbarrier, tasks
 from iris.simulator.asynchronous import Destination, Source
 from iris.simulator.gluon import SharedMemory, integer, semantic, truth, will_read
 from iris.simulator.reductions import make_tensor
@@ -122,7 +123,7 @@ def _issue(tensor_desc: Any, coord: Any, src: SharedMemory, put: Callable) -> No
         with _async_proxy():
             put(pointers, values.pop(), inside)
 
-    write_in_time = sanitizer.from_here(write)
+    write_in_time = observer.from_here(write)
 
     def read() -> None:
         values.append(make_tensor(source.at_completion(), block.element))

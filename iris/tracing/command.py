@@ -12,7 +12,8 @@ from iris.launcher import forget_other_launchers
 from iris.program import as_command, running
 from iris.shared_folder import await_, leave, shared_folder
 from iris.tracing import chrome, picture, summary
-from iris.tracing.recording import EVENTS_VARIABLE, FOLDER_VARIABLE, Recording
+from iris.tracing.rank_recording import Recording
+from iris.tracing.recording import EVENTS_VARIABLE, FOLDER_VARIABLE
 from iris.tracing.timeline import Timeline, assemble
 
 

@@ -1,11 +1,9 @@
 """``ctx.tracing``: switches recording on, and takes what this rank's kernels have recorded from its device."""
 
 import itertools
-import json
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from multiprocessing.util import Finalize
 from pathlib import Path
 
@@ -19,9 +17,10 @@ from iris.heap.mapping import mappings, snapshot
 from iris.kept import keep
 from iris.language.trace_buffer import ADDRESS, ASKED, HEADER, LAST_LOOKS, ROOM, WORDS
 from iris.language.tracing import TRACES_ALL
-from iris.shared_folder import own_folder, whole
+from iris.shared_folder import own_folder
 from iris.tracing import chrome
 from iris.tracing.clock import Clock, Comparison
+from iris.tracing.rank_recording import Recording, Space
 from iris.tracing.timeline import Timeline, assemble
 from iris.workspace import Workspace
 
@@ -30,69 +29,6 @@ MAX_EVENTS = 1_000_000
 
 # Of the contexts of this process, in the order in which all ranks make them.
 _numbers = itertools.count()
-
-
-@dataclass(frozen=True)
-class Space:
-    """Memory that ``ranks`` of the world reach in each other: ``size`` bytes, on this one at ``base``.
-
-    ``name`` is the same on all of them, and another one for each.
-    """
-
-    name: str
-    base: int
-    size: int
-    ranks: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Recording:
-    """What one rank has recorded.
-
-    Attributes
-    ----------
-    rank : int
-        In the world.
-    device : str
-    events : numpy.ndarray
-        int64 ``[events, WORDS]``, rows as in `iris.language.tracing`.
-    lost : int
-        Events for which there was no room.
-    spaces : tuple of Space
-    places : dict
-        For each address that is some event's and lies in one of these: what it is of, and which part, in words.
-    before, after : Comparison
-        Of this rank's clock.
-    """
-
-    rank: int
-    device: str
-    events: np.ndarray
-    lost: int
-    spaces: tuple[Space, ...]
-    places: dict[int, tuple[str, str]]
-    before: Comparison
-    after: Comparison
-
-    def save(self, path: Path) -> None:
-        """To a file that is there when it is whole."""
-        header = asdict(self) | {"events": None}
-        with whole(path) as unfinished, open(unfinished, "wb") as file:
-            np.savez(file, header=np.array(json.dumps(header)), events=self.events)
-
-    @staticmethod
-    def load(path: Path) -> "Recording":
-        with np.load(path) as file:
-            header, events = json.loads(str(file["header"])), file["events"]
-        return Recording(
-            **header | {
-                "events": events,
-                "spaces": tuple(Space(**space | {"ranks": tuple(space["ranks"])}) for space in header["spaces"]),
-                "places": {int(address): tuple(place) for address, place in header["places"].items()},
-                "before": Comparison(**header["before"]),
-                "after": Comparison(**header["after"]),
-            }
-        )  # fmt: skip
 
 
 class Tracing:

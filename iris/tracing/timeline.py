@@ -4,16 +4,13 @@ from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from iris.language.trace_buffer import FORMS, NAMES, WORDS
 from iris.language.tracing import SEVERAL
 from iris.tracing.clock import common
-
-if TYPE_CHECKING:
-    from iris.tracing.recording import Recording, Space
+from iris.tracing.rank_recording import Recording, Space
 
 READS = {"load", "get"}
 """Events whose data come from their target; those of all others go there."""
@@ -101,7 +98,7 @@ class Timeline:
         return Timeline([self.events[i] for i in mine], flows, {rank: device}, {rank: lost}, {rank: error})
 
 
-def assemble(recordings: Sequence["Recording"]) -> Timeline:
+def assemble(recordings: Sequence[Recording]) -> Timeline:
     """One timeline of the recordings of all ranks, of which a rank may have several."""
     events = [event for recording in recordings for event in _read(recording)]
     origin = min((event.began for event in events), default=0)
@@ -120,7 +117,7 @@ def assemble(recordings: Sequence["Recording"]) -> Timeline:
     return Timeline(events, flows, devices, dict(lost), dict(error))
 
 
-def _read(recording: "Recording") -> Iterator[Event]:
+def _read(recording: Recording) -> Iterator[Event]:
     """The rows of a recording, with times in ns on the common clock."""
     rows = recording.events.reshape(-1, WORDS.value)
     began, ended = (common(rows[:, i], recording.before, recording.after).tolist() for i in (0, 1))

@@ -14,9 +14,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from iris import simulator
+from iris import mode, observer
 from iris.errors import MismatchedSettingsError
-from iris.simulator import sanitizer
 from iris.world.group import Group
 from iris.world.placement import (
     Placement,
@@ -74,9 +73,8 @@ def join(process_group: dist.ProcessGroup | None = None) -> World:
         initialise()
     group = Group(dist.group.WORLD if process_group is None and dist.is_initialized() else process_group)
     check_settings(group, group.all_gather(settings(), "the comparison of settings"))
-    if simulator.ACTIVE:
-        simulator.hang.rank = lambda: group.ranks[group.rank]
-        sanitizer.start_if_wanted(group)
+    if mode.ACTIVE:
+        observer.joined(group)
     placements = [Placement(*placement) for placement in group.agree(bind_to_device, "find out where it runs")]
     device = choose_device()
     check_one_host(placements)
@@ -88,7 +86,7 @@ def join(process_group: dist.ProcessGroup | None = None) -> World:
 def settings() -> dict[str, str]:
     """What decides in which meetings a rank takes part, by environment variable: ``"0"`` or ``"1"``."""
     asked = {variable: os.environ.get(variable) or "0" for variable in ("IRIS_DEBUG", "IRIS_SANITIZE", "IRIS_TRACE")}
-    return asked | {simulator.VARIABLE: str(int(simulator.ACTIVE))}
+    return asked | {mode.VARIABLE: str(int(mode.ACTIVE))}
 
 
 def check_settings(group: Group, settings: Sequence[dict[str, str]]) -> None:

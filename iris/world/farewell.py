@@ -7,14 +7,11 @@ import time
 import weakref
 from dataclasses import dataclass
 from multiprocessing.util import Finalize
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch.distributed as dist
 
 from iris.world.peers import Peer
-
-if TYPE_CHECKING:
-    from iris.world.group import Group
 
 # How long a process that ends waits for peers that are still reading what it sent: they need milliseconds.
 LEAVE_LIMIT_S = 5.0
@@ -58,8 +55,24 @@ class Attendance:
         )
 
 
+class _Members(Protocol):
+    processes: list[Peer | None]
+
+    def report_end(self, peer: Peer) -> None: ...
+
+
+class _Group(Protocol):
+    """What others need of an `iris.world.group.Group` when a process ends: its own, or a peer."""
+
+    step: str | None
+
+    @property
+    def members(self) -> _Members: ...
+    def say_goodbye(self, failure: str | None) -> None: ...
+
+
 # All groups of this process: peers may be waiting in any of them when it ends.
-groups: "weakref.WeakSet[Group]" = weakref.WeakSet()
+groups: "weakref.WeakSet[_Group]" = weakref.WeakSet()
 # By the name of a process group, of the group over it that met last: whoever comes to a meeting has left all earlier
 # ones, also those of other groups over the same process group.
 latest: dict[str, Attendance] = {}

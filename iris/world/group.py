@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
+from iris import observer
 from iris.compat.c10d import default_store, store_of
 from iris.errors import (
     GroupAbortedError,
@@ -24,7 +25,6 @@ from iris.errors import (
     PeerLostError,
     names,
 )
-from iris.simulator import sanitizer
 from iris.world import farewell, wire
 from iris.world.farewell import ENDED, Attendance
 from iris.world.members import INTERVAL_S, NOTICE_S, OVER, Members, await_
@@ -164,7 +164,7 @@ class Group:
         self.check()
         # Before the meeting counts: a value that cannot be sent must not put this member out of step.
         text = wire.encode((what, value))
-        recorder = sanitizer.recorder if orders else None
+        recorder = observer.recorder if orders else None
         key = (self.name, self.meetings)
         with recorder.meeting(key, self.ranks, what) if recorder is not None else contextlib.nullcontext():
             try:
@@ -208,8 +208,8 @@ class Group:
             raise self._store_lost(what) from error
         met[self.rank] = (what, value)
         if any(other != what for other, _ in met.values()):
-            if sanitizer.recorder is not None:
-                sanitizer.recorder.out_of_step(what)
+            if observer.recorder is not None:
+                observer.recorder.out_of_step(what)
             points = "; ".join(f"rank {self.ranks[rank]} in {met[rank][0]}" for rank in range(self.size))
             raise OutOfStepError(
                 f"The ranks are at different points of the program: {points}. "

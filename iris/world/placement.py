@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from iris import simulator
+from iris import mode
 from iris.errors import NoGpuForRankError, NoPeerAccessError, SeveralHostsError, SharedDeviceError, names
 from iris.world.peers import host_id
 
@@ -26,7 +26,7 @@ class Placement(NamedTuple):
 
 
 def on_gpu() -> bool:
-    return not simulator.ACTIVE and torch.cuda.is_available()
+    return not mode.ACTIVE and torch.cuda.is_available()
 
 
 def choose_device() -> torch.device:
@@ -52,9 +52,9 @@ def bind_to_device() -> Placement:
 
 def find_placement(device: torch.device) -> Placement:
     """Where this process runs. Raises `NoGpuForRankError` where kernels could not."""
-    if device.type == "cpu" and not simulator.ACTIVE:
+    if device.type == "cpu" and not mode.ACTIVE:
         raise NoGpuForRankError(
-            f"torch finds no GPU here, and {simulator.VARIABLE}=0 forbids the simulator. Unset that to run kernels on "
+            f"torch finds no GPU here, and {mode.VARIABLE}=0 forbids the simulator. Unset that to run kernels on "
             "the CPU; `python -m iris info` says what is missing for a GPU."
         )
     host, host_name = host_id(), socket.gethostname()

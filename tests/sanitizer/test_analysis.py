@@ -10,14 +10,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from iris import observer
+from iris.observer import READ, UPDATE, WRITE
 from iris.simulator import sanitizer
+from iris.simulator.lines import Line
 from iris.simulator.sanitizer import deadlock
 from iris.simulator.sanitizer.analysis import Analysis
 from iris.simulator.sanitizer.events import (
     HOST,
-    READ,
-    UPDATE,
-    WRITE,
     Accessed,
     Awaiting,
     CollectiveDone,
@@ -25,15 +25,14 @@ from iris.simulator.sanitizer.events import (
     Finished,
     Known,
     Launched,
-    Line,
     Place,
     ProxyFenced,
     Spans,
     Synchronised,
+    Wait,
 )
 from iris.simulator.sanitizer.flags import Verdicts
 from iris.simulator.sanitizer.notes import notes_in
-from iris.simulator.sanitizer.waits import Wait
 
 DATA = Spans(("heap", 2), np.array([64]), np.array([128]))
 FLAG = Spans(("heap", 2), np.array([0]), np.array([4]))
@@ -262,7 +261,7 @@ def test_hosts_that_wait_for_one_that_is_gone_can_not_go_on(tmp_path, monkeypatc
 def test_another_thread_of_python_may_help(tmp_path):
     asked = threading.Event()
     with sanitizer.recording(tmp_path, 0, 1):
-        recorder = sanitizer.recorder
+        recorder = observer.recorder
         recorder.launched(SimpleNamespace(dims=(1, 1, 1)))
 
         def over():
@@ -291,7 +290,7 @@ WAITS = {
 def test_a_thread_that_waits_for_another_can_not_help_before_that_has_come(tmp_path, waits):
     works, ends = threading.Event(), threading.Event()
     with sanitizer.recording(tmp_path, 0, 1):
-        threads = sanitizer.recorder.threads
+        threads = observer.recorder.threads
         wait, come = waits()
 
         def work():
@@ -322,7 +321,7 @@ def test_notes_of_several_threads_of_python_are_complete(tmp_path):
 
     interval = sys.getswitchinterval()
     with sanitizer.recording(tmp_path, 0, 1):
-        recorder = sanitizer.recorder
+        recorder = observer.recorder
         sys.setswitchinterval(1e-6)
         try:
             others = [threading.Thread(target=note, args=(thread,)) for thread in range(threads)]

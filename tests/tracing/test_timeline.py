@@ -5,7 +5,7 @@ import pytest
 
 from iris.language.trace_buffer import FORMS, NAMES, WORDS
 from iris.tracing.clock import Comparison, ahead, common
-from iris.tracing.recording import Recording, Space
+from iris.tracing.rank_recording import Recording, Space
 from iris.tracing.summary import moves, overlaps, traffic, waiting
 from iris.tracing.timeline import assemble, busy, length, overlap, tracks
 

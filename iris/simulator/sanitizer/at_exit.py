@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from iris.shared_folder import own_folder
-from iris.simulator.sanitizer import VARIABLE
 from iris.simulator.sanitizer.analysis import analyse
 from iris.simulator.sanitizer.check import FOUND
+from iris.simulator.sanitizer.settings import VARIABLE
 
 if TYPE_CHECKING:
     from iris.world import Group

@@ -1,23 +1,23 @@
 """Accesses outside of what has been allocated, reported where they happen.
 
 An allocation is as long as it was asked for, not as long as it was rounded up. While somebody wants to know, there is a
-gap behind each (`iris.simulator.sanitizer.GAP`), so that what runs over the end of one does not land in the next.
+gap behind each (`iris.observer.GAP`), so that what runs over the end of one does not land in the next.
 """
 
 import gc
 import os
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
 
 from iris.heap import symmetric
-from iris.simulator.sanitizer import GAP, elements
-from iris.simulator.sanitizer.events import PRIVATE, READ, Spans
+from iris.observer import GAP, READ
+from iris.simulator.sanitizer import elements
+from iris.simulator.sanitizer.events import PRIVATE, Spans
 
-if TYPE_CHECKING:
-    from iris.simulator.sanitizer.host_recorder import HostRecorder
+Diagnose = Callable[[str, str, int | None], None]
+"""Notes a mistake: its kind, what it is in words, and the number of its place."""
 
 # So many tensors of torch's that hold flags are remembered.
 MOST_TENSORS = 64
@@ -31,7 +31,7 @@ class Bounds:
         # Those of torch's that have been asked for.
         self._tensors: list[tuple[int, int]] = []
 
-    def check(self, recorder: "HostRecorder", spans: Spans, kind: int, place: int) -> None:
+    def check(self, diagnose: Diagnose, spans: Spans, kind: int, place: int) -> None:
         """Note the first of these accesses that should not be, if there is one."""
         name, rank = spans.space
         if name == PRIVATE:
@@ -44,7 +44,7 @@ class Bounds:
         if outside is not None:
             reason, offset = outside
             text = f"{verb} rank {rank}'s {self._table(heap).describe(offset)}"
-            recorder.diagnose(reason, text, place)
+            diagnose(reason, text, place)
 
     def outside_of_tensors(self, addresses: list[int]) -> list[int]:
         """Those of these at which no tensor of torch's has memory, nor had when one looked last."""

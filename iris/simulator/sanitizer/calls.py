@@ -7,19 +7,27 @@ number follow each other.
 
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from iris.simulator.sanitizer.events import HostAcquire, HostRelease
+from iris.simulator.sanitizer.notes import Notes
 
-if TYPE_CHECKING:
-    from iris.simulator.sanitizer.notes import Notes
-    from iris.simulator.sanitizer.threads import Threads
+
+class _Threads(Protocol):
+    """What a call needs of `iris.simulator.sanitizer.threads.Threads`, which has it among its ``calls``."""
+
+    calls: "set[Call]"
+
+    def current(self) -> int: ...
+    def new_number(self) -> int: ...
+    def carrying_out(self, call: "Call") -> contextlib.AbstractContextManager[None]: ...
+    def free(self, number: int) -> None: ...
 
 
 class Call:
     """Made here. ``place``: the line that has asked for all that it does, if it has none of its own."""
 
-    def __init__(self, threads: "Threads", notes: "Notes", number: int, place: int | None) -> None:
+    def __init__(self, threads: _Threads, notes: Notes, number: int, place: int | None) -> None:
         self.number, self.place = number, place
         self._threads, self._notes = threads, notes
         self._begun, self._over = threads.new_number(), threads.new_number()

@@ -5,31 +5,18 @@ word that was, and who had written it last.
 """
 
 from collections import defaultdict, deque
-from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from iris.simulator.sanitizer import clocks
-
-if TYPE_CHECKING:
-    from iris.simulator.sanitizer.clocks import Thread
-    from iris.simulator.sanitizer.findings import Side
-    from iris.simulator.sanitizer.races import Access
+from iris.simulator.sanitizer.accesses import Access, Carrier
+from iris.simulator.sanitizer.clocks import Thread
 
 # Looks that are remembered of each program: of a race, the second access comes soon behind the look that is at fault.
 REMEMBERED = 64
 
 # So many words one behind the other lie between two programs, at most, where one looks for the one that is at fault.
 LONGEST_CHAIN = 32
-
-
-class Carrier(NamedTuple):
-    """The word at ``offset`` of ``space``, at which ``reader`` has looked when ``writers`` had written it."""
-
-    space: tuple[str, int]
-    offset: int
-    reader: "Side"
-    writers: tuple["Access", ...]
 
 
 class Carriers:
@@ -39,14 +26,14 @@ class Carriers:
         # The words by which each has come to know more, in turn, with what it knew then.
         self._acquired: dict[int, deque[tuple[np.ndarray, Carrier]]] = defaultdict(lambda: deque(maxlen=REMEMBERED))
 
-    def acquired(self, thread: "Thread", before: np.ndarray, carrier: Carrier) -> None:
+    def acquired(self, thread: Thread, before: np.ndarray, carrier: Carrier) -> None:
         """By ``carrier`` the clocks of ``thread`` have become what they are; they were ``before``."""
         now, then = thread.clock[clocks.BOTH].copy(), before[clocks.BOTH]
         # Ticks only grow.
         if now.sum() != then.sum():
             self._acquired[thread.slot].append((now, carrier))
 
-    def between(self, thread: "Thread", access: "Access") -> Carrier | None:
+    def between(self, thread: Thread, access: Access) -> Carrier | None:
         """The word by which ``thread`` knows of ``access``, but not as the program is written."""
         found = self._first(thread.slot, access)
         for _ in range(LONGEST_CHAIN):
@@ -63,7 +50,7 @@ class Carriers:
             found = earlier[0]
         return found
 
-    def _first(self, slot: int, access: "Access") -> Carrier | None:
+    def _first(self, slot: int, access: Access) -> Carrier | None:
         """Of the words by which who has this slot came to know, the one that carried ``access``."""
         acquired = self._acquired.get(slot, ())
         for number, (known, carrier) in enumerate(acquired):

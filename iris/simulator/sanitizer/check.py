@@ -11,11 +11,12 @@ from pathlib import Path
 from iris.launcher import forget_other_launchers
 from iris.program import as_command, members, running
 from iris.shared_folder import await_, leave, own_folder, shared_folder
-from iris.simulator.sanitizer import FOLDER_VARIABLE, SEED_VARIABLE, VARIABLE, findings, whereabouts
+from iris.simulator.sanitizer import findings, whereabouts
 from iris.simulator.sanitizer.analysis import analyse
 from iris.simulator.sanitizer.deadlock import Onlooker
 from iris.simulator.sanitizer.findings import Finding, united
 from iris.simulator.sanitizer.launches import launches_in
+from iris.simulator.sanitizer.settings import FOLDER_VARIABLE, SEED_VARIABLE, VARIABLE
 
 FOUND, FAILED = 1, 2
 """Exit statuses: something was found; the program failed, or could not be run, and nothing was found."""

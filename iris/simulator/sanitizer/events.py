@@ -4,12 +4,12 @@ A rank's events are in the order in which it did them: one thread of it runs at 
 operation or a word that carries its own arrival, has a number besides, from one counter of all ranks.
 """
 
-from typing import TYPE_CHECKING, NamedTuple
+import operator
+from typing import NamedTuple
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from iris.simulator.sanitizer.waits import Wait
+from iris.simulator.lines import Line
 
 HOST = 0
 """In the place of a program's number, which counts from 1: what the host does with torch.
@@ -17,19 +17,11 @@ HOST = 0
 Events of the host's are of launch 0; other threads of Python than the one that made the context have numbers from 1.
 """
 
-READ, WRITE, UPDATE = 1, 2, 3
-"""What an operation does to memory; an update is both."""
-
 PRIVATE = "private"
 """In the place of a mapping's name: memory of one process alone, whose offsets are its addresses."""
 
 
-class Line(NamedTuple):
-    """One of a program's, and the function that it is in."""
-
-    file: str
-    number: int
-    function: str
+_COMPARISONS = {name: getattr(operator, name) for name in ("eq", "ne", "gt", "ge", "lt", "le")}
 
 
 class Place(NamedTuple):
@@ -137,6 +129,19 @@ class Accessed(NamedTuple):
     async_proxy: bool = False
 
 
+class Wait(NamedTuple):
+    """For a flag of so many bits that compares as ``cmp`` to ``wanted``, see `DeviceContext.wait`."""
+
+    cmp: str
+    wanted: int
+    bits: int
+
+    def ends_at(self, value: int) -> bool:
+        if self.cmp == "reached":
+            return (value - self.wanted) % (1 << self.bits) < 1 << (self.bits - 1)
+        return _COMPARISONS[self.cmp](value, self.wanted)
+
+
 class Synchronised(NamedTuple):
     """An access that others may do at the same time: an atomic one, or of words that carry their own arrival.
 
@@ -163,7 +168,7 @@ class Synchronised(NamedTuple):
     looks: bool = True
     before: int | None = None
     after: int | None = None
-    wait: "Wait | None" = None
+    wait: Wait | None = None
     async_proxy: bool = False
     adds: bool = False
     dropped: bool = False

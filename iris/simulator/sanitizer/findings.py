@@ -4,27 +4,14 @@ import json
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from iris.heap.history import shown
+from iris.simulator.lines import Line
+from iris.simulator.sanitizer.accesses import Carrier, Side, who_is
 from iris.simulator.sanitizer.elements import element
-from iris.simulator.sanitizer.events import (
-    PRIVATE,
-    READ,
-    UPDATE,
-    WRITE,
-    Diagnostic,
-    Line,
-    Place,
-    SharedRace,
-    Spans,
-    Waiting,
-)
+from iris.simulator.sanitizer.events import PRIVATE, Diagnostic, Place, SharedRace, Spans, Waiting
 from iris.world import names
-
-if TYPE_CHECKING:
-    from iris.simulator.sanitizer.carriers import Carrier
-    from iris.simulator.sanitizer.races import Access
 
 # Of a race that shows in several ways, the one that says most of its cause.
 TELLING = ("race/scope", "race/missing-release", "race/missing-acquire", "race/reuse", "race",
@@ -43,23 +30,6 @@ UNAWAITED = "nobody has waited for the call in between, as its wait() would"
 LOST = "both are atomic, but at a scope that does not hold both programs, as 'sys' would, so one may be lost"
 # Of a deadlock, so many waits are described in full for each place.
 MOST_AT_A_PLACE = 8
-VERBS = {READ: "reads", WRITE: "writes", UPDATE: "updates"}
-
-
-class Side(NamedTuple):
-    """One of the accesses of a finding. ``program``: which of its kernel's, in words; nothing for the host."""
-
-    rank: int
-    verb: str
-    place: Place
-    program: str = ""
-
-    @classmethod
-    def of(cls, access: "Access") -> "Side":
-        return cls(access.rank, VERBS[access.kind], access.place, access.program)
-
-    def __str__(self) -> str:
-        return who_is(self.place, self.rank, self.program)
 
 
 @dataclass
@@ -95,14 +65,6 @@ def as_json(findings: list[Finding]) -> str:
     return json.dumps([asdict(finding) for finding in findings], indent=1)
 
 
-def who_is(place: Place | None, rank: int, program: str) -> str:
-    if place is not None and place.call is not None:
-        return f"{place.call} of rank {rank}"
-    if place is None or place.kernel is None:
-        return f"the host of rank {rank}"
-    return f"kernel {place.kernel!r} of rank {rank}" + (f", {program}," if program else "")
-
-
 def where(place: Place) -> str:
     called = f", called by {line_text(place.caller)}" if place.caller else ""
     return line_text(place.line) + called
@@ -120,7 +82,7 @@ class _Example(NamedTuple):
     space: tuple[str, int]
     offset: int
     remedy: str | None
-    flag: "Carrier | None"
+    flag: Carrier | None
 
 
 @dataclass
@@ -156,7 +118,7 @@ class Findings:
 
     def add_race(
         self, kind: str, one: Side, other: Side, space: tuple[str, int], offset: int,
-        remedy: str | None = None, flag: "Carrier | None" = None,
+        remedy: str | None = None, flag: Carrier | None = None,
     ) -> None:  # fmt: skip
         """``remedy``: what is said instead of what is said of the kind; ``flag``: by which the later might know."""
         # Which of the two came first, on which ranks and in which element, is chance.

@@ -3,25 +3,37 @@
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from iris.compat.dispatch import ObservingMode, arguments_of, operation_name, results_of, to_copy
 from iris.graph_break import breaks_graph
+from iris.observer import READ, UPDATE, WRITE
 from iris.simulator.sanitizer import indexed
-from iris.simulator.sanitizer.events import READ, UPDATE, WRITE
-from iris.simulator.sanitizer.meetings import Meetings, flat
+from iris.simulator.sanitizer.meetings import MeetingRecorder, Meetings, flat
+from iris.simulator.sanitizer.threads import Threads
 
-if TYPE_CHECKING:
-    from iris.simulator.sanitizer.recorder import Recorder
+
+class AccessRecorder(MeetingRecorder, Protocol):
+    """The part of `iris.simulator.sanitizer.host_recorder.HostRecorder` that is told of accesses by the host."""
+
+    threads: Threads
+
+    def numbered(self) -> contextlib.AbstractContextManager[int]: ...
+    def may_be_flag(self, tensor: Any) -> bool: ...
+    def host_accessed(self, addresses: np.ndarray, size: int, element: int, kind: int, blank: bool = False) -> None: ...
+    def host_looked(self, number: int, tensor: torch.Tensor) -> None: ...
+    def used(self, tensor: torch.Tensor, verb: str) -> None: ...
+    def seen(self, tensor: torch.Tensor) -> None: ...
+    def renewed(self, address: int, size: int) -> None: ...
 
 
 class HostAccesses(ObservingMode):
     """Sees each of torch's operations once it has been broken down to those that touch memory."""
 
-    def __init__(self, recorder: "Recorder") -> None:
+    def __init__(self, recorder: AccessRecorder) -> None:
         super().__init__()
         self._recorder = recorder
         self.meetings = Meetings(recorder, self._touch)
@@ -77,7 +89,7 @@ class HostAccesses(ObservingMode):
         if not flags:
             yield
             return
-        with self._recorder.notes.numbered() as number:
+        with self._recorder.numbered() as number:
             yield
             for flag in flags:
                 self._recorder.used(flag, "reads")

@@ -12,12 +12,13 @@ import torch
 
 from iris.heap import symmetric
 from iris.heap.lifetime import Life
-from iris.simulator.sanitizer import bounds, lines, loops, uninitialised, waits
+from iris.observer import READ
+from iris.simulator import lines
+from iris.simulator.sanitizer import bounds, loops, uninitialised, waits
 from iris.simulator.sanitizer.calls import Call
 from iris.simulator.sanitizer.deadlock import Liveness
 from iris.simulator.sanitizer.events import (
     PRIVATE,
-    READ,
     Accessed,
     Allocated,
     Awaiting,
@@ -61,7 +62,7 @@ class HostRecorder:
         place, thread = self._place(), self.threads.current()
         for spans in self._spaces.spans(addresses, size):
             if spans.space[0] != PRIVATE:
-                self.bounds.check(self, spans, kind, place)
+                self.bounds.check(self.diagnose, spans, kind, place)
                 undefined = element and any(uninitialised.seen_at(address, size, element) for address in addresses)
                 self.notes.add(Accessed(0, thread, place, spans, kind, bool(undefined), blank))
                 if kind == READ:
@@ -103,13 +104,21 @@ class HostRecorder:
         wait = waits.wait_of(sys._getframe(1)) if tensor.numel() == 1 else None
         undefined = any(uninitialised.seen_at(address, size, tensor.element_size()) for address in addresses)
         for spans in self._spaces.spans(addresses, size):
-            self.bounds.check(self, spans, READ, place)
+            self.bounds.check(self.diagnose, spans, READ, place)
             self.notes.add(
                 Synchronised(
                     number, 0, thread, place, spans, READ, releases=False, acquires=True, scope="sys", before=value,
                     after=value, undefined=undefined, wait=wait, once=not self._is_in_wait(),
                 )
             )  # fmt: skip
+
+    def numbered(self) -> contextlib.AbstractContextManager[int]:
+        """Around what orders ranks: see `Notes.numbered`."""
+        return self.notes.numbered()
+
+    def changed(self) -> None:
+        """Memory has been written that others may wait for."""
+        self.liveness.changed()
 
     def renewed(self, address: int, size: int) -> None:
         """Torch has allocated this, if it is memory of this rank alone."""
@@ -137,7 +146,7 @@ class HostRecorder:
     def beside(
         self, name: str, stream: Any, operation: Callable[..., Any], in_thread: bool
     ) -> tuple[Callable[..., Any], Callable[[Any], Any]]:
-        """See `iris.simulator.sanitizer.beside`."""
+        """See `iris.observer.beside`."""
         if not goes_to_the_program(sys._getframe(1)):
             return operation, lambda handle: handle
         call = self.begun(name, stream)

@@ -11,13 +11,26 @@ import itertools
 import queue
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-if TYPE_CHECKING:
-    from iris.simulator.sanitizer.threads import Threads
+from iris.simulator.sanitizer.calls import Call
 
 
-def _start(threads: "Threads", method: Callable) -> Callable:
+class Threads(Protocol):
+    """What interceptors tell `iris.simulator.sanitizer.threads.Threads`, and ask it."""
+
+    def start(self, thread: threading.Thread) -> None: ...
+    def joining(self, thread: threading.Thread) -> contextlib.AbstractContextManager[None]: ...
+    def is_over(self, thread: threading.Thread) -> None: ...
+    def acquire(self, thing: Any) -> None: ...
+    def release(self, thing: Any) -> None: ...
+    def idle(self, is_idle: Callable[[], bool]) -> contextlib.AbstractContextManager[None]: ...
+    def idlers(self, thing: Any) -> int: ...
+    def begin_task(self) -> Call: ...
+    def ignoring_acquires(self) -> contextlib.AbstractContextManager[None]: ...
+
+
+def _start(threads: Threads, method: Callable) -> Callable:
     @functools.wraps(method)
     def start(thread: threading.Thread) -> None:
         threads.start(thread)
@@ -27,7 +40,7 @@ def _start(threads: "Threads", method: Callable) -> Callable:
     return start
 
 
-def _join(threads: "Threads", method: Callable) -> Callable:
+def _join(threads: Threads, method: Callable) -> Callable:
     @functools.wraps(method)
     def join(thread: threading.Thread, timeout: float | None = None) -> None:
         with threads.joining(thread):
@@ -37,7 +50,7 @@ def _join(threads: "Threads", method: Callable) -> Callable:
     return join
 
 
-def _is_alive(threads: "Threads", method: Callable) -> Callable:
+def _is_alive(threads: Threads, method: Callable) -> Callable:
     @functools.wraps(method)
     def is_alive(thread: threading.Thread) -> bool:
         alive = method(thread)
@@ -48,7 +61,7 @@ def _is_alive(threads: "Threads", method: Callable) -> Callable:
     return is_alive
 
 
-def _make(threads: "Threads", method: Callable) -> Callable:
+def _make(threads: Threads, method: Callable) -> Callable:
     @functools.wraps(method)
     def make(condition: Any, lock: Any = None) -> None:
         method(condition, lock)
@@ -69,7 +82,7 @@ def _make(threads: "Threads", method: Callable) -> Callable:
     return make
 
 
-def _enter(threads: "Threads", method: Callable) -> Callable:
+def _enter(threads: Threads, method: Callable) -> Callable:
     @functools.wraps(method)
     def enter(condition: Any) -> Any:
         result = method(condition)
@@ -79,7 +92,7 @@ def _enter(threads: "Threads", method: Callable) -> Callable:
     return enter
 
 
-def _exit(threads: "Threads", method: Callable) -> Callable:
+def _exit(threads: Threads, method: Callable) -> Callable:
     @functools.wraps(method)
     def leave(condition: Any, *error: Any) -> Any:
         threads.release(condition._lock)
@@ -88,7 +101,7 @@ def _exit(threads: "Threads", method: Callable) -> Callable:
     return leave
 
 
-def _wait(threads: "Threads", method: Callable) -> Callable:
+def _wait(threads: Threads, method: Callable) -> Callable:
     @functools.wraps(method)
     def wait(condition: Any, timeout: float | None = None) -> Any:
         threads.release(condition._lock)
@@ -106,7 +119,7 @@ def _wait(threads: "Threads", method: Callable) -> Callable:
     return wait
 
 
-def _set(threads: "Threads", method: Callable) -> Callable:
+def _set(threads: Threads, method: Callable) -> Callable:
     @functools.wraps(method)
     def set_event(event: threading.Event) -> None:
         threads.release(event)
@@ -115,7 +128,7 @@ def _set(threads: "Threads", method: Callable) -> Callable:
     return set_event
 
 
-def _is_set(threads: "Threads", method: Callable) -> Callable:
+def _is_set(threads: Threads, method: Callable) -> Callable:
     @functools.wraps(method)
     def is_set(event: threading.Event) -> bool:
         result = method(event)
@@ -126,7 +139,7 @@ def _is_set(threads: "Threads", method: Callable) -> Callable:
     return is_set
 
 
-def _submit(threads: "Threads", method: Callable) -> Callable:
+def _submit(threads: Threads, method: Callable) -> Callable:
     @functools.wraps(method)
     def submit(executor: Any, function: Callable, /, *args: Any, **kwargs: Any) -> Any:
         call = threads.begin_task() if executor._max_workers > 1 else None
@@ -156,7 +169,7 @@ class _Item:
         self.value = value
 
 
-def _simple_queue(threads: "Threads", kind: type) -> type:
+def _simple_queue(threads: Threads, kind: type) -> type:
     class SimpleQueue(kind):
         def __init__(self) -> None:
             # Items that were put here, and that were taken.
@@ -187,7 +200,7 @@ def _simple_queue(threads: "Threads", kind: type) -> type:
 
 
 # Of what, which attribute, and how its interceptor is made from it.
-INTERCEPTORS: list[tuple[Any, str, Callable[["Threads", Any], Any]]] = [
+INTERCEPTORS: list[tuple[Any, str, Callable[[Threads, Any], Any]]] = [
     (threading.Thread, "start", _start),
     (threading.Thread, "join", _join),
     (threading.Thread, "is_alive", _is_alive),

@@ -9,12 +9,17 @@ import _thread
 import sys
 import threading
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-if TYPE_CHECKING:
-    from iris.simulator.sanitizer.threads import Threads
 
-threads: "Threads | None" = None
+class _Threads(Protocol):
+    """What a lock tells of itself to `iris.simulator.sanitizer.threads.Threads`."""
+
+    def acquire(self, thing: Any) -> None: ...
+    def release(self, thing: Any) -> None: ...
+
+
+threads: _Threads | None = None
 """Learn who acquires a lock and who releases it."""
 
 

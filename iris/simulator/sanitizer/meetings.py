@@ -11,21 +11,29 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from iris.compat.c10d import Future, group_named, is_of_torch_distributed, source_of
 from iris.compat.dispatch import operation_name
-from iris.simulator.sanitizer import lines, rooted
+from iris.observer import READ, WRITE
+from iris.simulator import lines
+from iris.simulator.folders import IRIS
+from iris.simulator.sanitizer import rooted
 from iris.simulator.sanitizer.calls import Call
-from iris.simulator.sanitizer.events import READ, WRITE
-
-if TYPE_CHECKING:
-    from iris.simulator.sanitizer.recorder import Recorder
 
 Touch = Callable[..., None]
+
+
+class MeetingRecorder(Protocol):
+    """The part of `iris.simulator.sanitizer.host_recorder.HostRecorder` that is told of meetings."""
+
+    def begun(self, name: str, stream: Any = None) -> Call: ...
+    def collective_entered(self, key: tuple) -> None: ...
+    def collective_done(self, key: tuple, ranks: tuple[int, ...], receivers: int) -> None: ...
+    def awaiting(self, key: tuple, ranks: tuple[int, ...], text: str) -> contextlib.AbstractContextManager[None]: ...
 
 
 @dataclass(eq=False)
@@ -52,7 +60,7 @@ class _Meeting:
 class Meetings:
     """Of one rank. ``touch(value, kind, uses)`` notes what is done to the tensors in ``value``."""
 
-    def __init__(self, recorder: "Recorder", touch: Touch) -> None:
+    def __init__(self, recorder: MeetingRecorder, touch: Touch) -> None:
         self._recorder, self._touch = recorder, touch
         self._counts: Counter[tuple] = Counter()
         # By each handle of calls that have not ended: torch's, and futures of them.
@@ -215,7 +223,7 @@ def goes_to_the_program(frame: FrameType | None) -> bool:
 
     What torch calls in C++, as its data parallel module and its functional collectives do, it waits for there.
     """
-    while frame is not None and frame.f_code.co_filename.startswith(lines.IRIS):
+    while frame is not None and frame.f_code.co_filename.startswith(IRIS):
         frame = frame.f_back
     if frame is None or frame.f_code.co_name in ("send", "recv"):
         return False

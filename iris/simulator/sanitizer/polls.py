@@ -11,7 +11,7 @@ from types import CodeType
 from typing import Any
 
 from iris.heap.mapping import describe_address
-from iris.simulator.sanitizer import lines
+from iris.simulator import lines
 from iris.simulator.sanitizer.deadlock import ENOUGH, Liveness
 from iris.simulator.sanitizer.events import Place, Spans, Waiting
 from iris.simulator.sanitizer.notes import Notes

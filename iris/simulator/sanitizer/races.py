@@ -7,15 +7,17 @@ acquires it learns it here.
 """
 
 from collections import defaultdict
-from typing import NamedTuple
 
 import numpy as np
 
+from iris.observer import READ, UPDATE, WRITE
+from iris.simulator.lines import Line
 from iris.simulator.sanitizer import clocks, shadow
-from iris.simulator.sanitizer.carriers import Carrier, Carriers
+from iris.simulator.sanitizer.accesses import Access, Carrier, Side
+from iris.simulator.sanitizer.carriers import Carriers
 from iris.simulator.sanitizer.clocks import Released, Thread
-from iris.simulator.sanitizer.events import READ, UPDATE, WRITE, Accessed, Line, Place, Spans, Synchronised
-from iris.simulator.sanitizer.findings import LOST, Findings, Side
+from iris.simulator.sanitizer.events import Accessed, Place, Spans, Synchronised
+from iris.simulator.sanitizer.findings import LOST, Findings
 from iris.simulator.sanitizer.flags import Flag, Moment, Verdicts
 
 # A plain store of so many bytes at most may be meant as a flag.
@@ -28,31 +30,6 @@ CAUSES = {
     clocks.ALL_ACQUIRE: "race/missing-acquire",
     clocks.BOTH: "race/missing-release",
 }
-
-
-class Access(NamedTuple):
-    """What the shadow's numbers stand for.
-
-    ``atomic``: at which scope it is, or nothing. ``blank``: the host's zeros. ``flag``: a kernel's access to so few
-    bytes that they may be meant as one. ``before``: the write that this one wrote over; of a read, the first one by the
-    same program of what was there then. ``readers``: of a write, the set of those who had read what it wrote over.
-    ``stale``: the program's last wait brought nothing new. ``async_proxy``: by TMA. ``program``: which one, in words.
-    """
-
-    thread_slot: int
-    tick: int
-    rank: int
-    place: Place
-    kind: int
-    atomic: str
-    host: bool
-    blank: bool
-    flag: bool
-    before: int
-    readers: int = 0
-    stale: bool = False
-    async_proxy: bool = False
-    program: str = ""
 
 
 class Races:

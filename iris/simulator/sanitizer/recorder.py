@@ -18,13 +18,15 @@ import triton
 
 from iris.errors import NotSymmetricError, NotTheCallerError, RankOutOfRangeError
 from iris.heap import symmetric
-from iris.simulator import tasks
-from iris.simulator.sanitizer import bounds, lines, uninitialised, waits
+from iris.observer import READ, WRITE
+from iris.simulator import lines, tasks
+from iris.simulator.dropped import is_dropped
+from iris.simulator.folders import IRIS
+from iris.simulator.lines import Line
+from iris.simulator.sanitizer import bounds, uninitialised, waits
 from iris.simulator.sanitizer.calls import Call
 from iris.simulator.sanitizer.deadlock import Liveness
 from iris.simulator.sanitizer.events import (
-    READ,
-    WRITE,
     Accessed,
     Awaited,
     Diagnostic,
@@ -35,13 +37,13 @@ from iris.simulator.sanitizer.events import (
     Issued,
     Joined,
     Launched,
-    Line,
     MbarrierArrive,
     MbarrierWait,
     Place,
     ProxyFenced,
     SharedRace,
     Synchronised,
+    Wait,
     Waiting,
 )
 from iris.simulator.sanitizer.host import HostAccesses
@@ -50,7 +52,6 @@ from iris.simulator.sanitizer.notes import Notes
 from iris.simulator.sanitizer.polls import HostPolls
 from iris.simulator.sanitizer.spaces import Spaces
 from iris.simulator.sanitizer.threads import Threads
-from iris.simulator.sanitizer.waits import Wait
 
 # From this version on a release is one of the whole block; before it, of the thread that does it and what that has
 # met in a barrier.
@@ -157,7 +158,7 @@ class Recorder(HostRecorder):
         place = self._place()
         undefined = values is not None and uninitialised.seen_in(values)
         for spans in self._spaces.spans(pointers, size):
-            self.bounds.check(self, spans, kind, place)
+            self.bounds.check(self.diagnose, spans, kind, place)
             self.notes.add(Accessed(*who, place, spans, kind, undefined, False, number, tasks.current().async_proxy))
         if kind == WRITE:
             self._stored_since_meeting.add(who)
@@ -191,13 +192,13 @@ class Recorder(HostRecorder):
             self.notes.count_change()
             self.liveness.changed()
         gathered = message or _GATHERS or who not in self._stored_since_meeting
-        dropped = kind != READ and not compares and waits.is_dropped(sys._getframe(1))
+        dropped = kind != READ and not compares and is_dropped(sys._getframe(1))
         looks = acquires or not releases or compares
         undefined = kind != WRITE and uninitialised.seen_in(values)
         before = int(values.flat[0]) if word else None
         held = int(np.ravel(values if after is None else after)[0]) if word else None
         for spans in self._spaces.spans(pointers, values.itemsize):
-            self.bounds.check(self, spans, kind, place)
+            self.bounds.check(self.diagnose, spans, kind, place)
             self.notes.add(
                 Synchronised(
                     number, *who, place, spans, kind, releases, acquires, scope, message, gathered, undefined, looks,
@@ -216,7 +217,7 @@ class Recorder(HostRecorder):
     def waits(self, launch: Any, wait: Any) -> None:
         """These programs wait, and nobody can go on."""
         caller = wait.caller and Line(*wait.caller)
-        if wait.place[0].startswith(lines.IRIS):
+        if wait.place[0].startswith(IRIS):
             called = self._callers.get(id(launch))
             caller = called and lines.known(called)
         place = Place(launch.name, Line(*wait.place), caller)
@@ -299,7 +300,7 @@ class Recorder(HostRecorder):
         return False
 
     def from_here(self, operation: Callable[[], None], mbarrier: int | None) -> Callable[[], None]:
-        """See `iris.simulator.sanitizer.from_here`."""
+        """See `iris.observer.from_here`."""
         place, who = self._place(), self._who()
         if who is None:
             return operation

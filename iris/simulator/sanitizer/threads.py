@@ -17,16 +17,14 @@ import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from iris.simulator.grid import TaskThread
 from iris.simulator.sanitizer import locks
 from iris.simulator.sanitizer.calls import Call
 from iris.simulator.sanitizer.events import HOST, HostAcquire, HostRelease
 from iris.simulator.sanitizer.interceptors import INTERCEPTORS
-
-if TYPE_CHECKING:
-    from iris.simulator.sanitizer.notes import Notes
+from iris.simulator.sanitizer.notes import Notes
 
 # So many of the latest tasks that executors were given have numbers of their own.
 MOST_TASKS = 256
@@ -42,7 +40,7 @@ class Threads:
     """
 
     def __init__(
-        self, notes: "Notes", watched: Callable[[], contextlib.AbstractContextManager], settled: Callable[[], None]
+        self, notes: Notes, watched: Callable[[], contextlib.AbstractContextManager], settled: Callable[[], None]
     ) -> None:
         self._notes, self._watched, self._settled = notes, watched, settled
         # Of this thread, which may not know itself yet.

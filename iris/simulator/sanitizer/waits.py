@@ -1,32 +1,17 @@
-"""What a program does with what it sees of a flag: it waits for a value, goes on by it, or drops it."""
+"""What a program does with what it sees of a flag: it waits for a value, or goes on by it."""
 
 import ast
-import dis
 import functools
-import itertools
-import operator
 from types import CodeType, FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import triton.language as tl
 
-from iris.simulator.sanitizer import lines, loops
+from iris.simulator import lines
+from iris.simulator.dropped import dropped_calls
+from iris.simulator.sanitizer import loops
+from iris.simulator.sanitizer.events import Wait
 from iris.simulator.shapes import unwrapped
-
-_COMPARISONS = {name: getattr(operator, name) for name in ("eq", "ne", "gt", "ge", "lt", "le")}
-
-
-class Wait(NamedTuple):
-    """For a flag of so many bits that compares as ``cmp`` to ``wanted``, see `DeviceContext.wait`."""
-
-    cmp: str
-    wanted: int
-    bits: int
-
-    def ends_at(self, value: int) -> bool:
-        if self.cmp == "reached":
-            return (value - self.wanted) % (1 << self.bits) < 1 << (self.bits - 1)
-        return _COMPARISONS[self.cmp](value, self.wanted)
 
 
 def wait_of(frame: FrameType | None) -> Wait | None:
@@ -50,7 +35,7 @@ def _of_the_language(frame: FrameType) -> Wait | None:
     names, caller = frame.f_locals, frame.f_back
     while caller is not None and lines.owner(caller.f_code) == lines.OTHER:
         caller = caller.f_back
-    if caller is None or caller.f_lasti not in _unused(caller.f_code):
+    if caller is None or caller.f_lasti not in dropped_calls(caller.f_code):
         return None
     wanted = names["wanted"]
     return Wait(unwrapped(names["cmp"]), int(wanted.handle.data.item()), wanted.dtype.primitive_bitwidth)
@@ -75,28 +60,6 @@ def _calculation(node: ast.expr) -> CodeType | None:
     if any(isinstance(each, (ast.Call, ast.NamedExpr, ast.Subscript)) for each in ast.walk(node)):
         return None
     return compile(ast.Expression(node), "<what a loop waits for>", "eval")
-
-
-def is_dropped(frame: FrameType | None) -> bool:
-    """Whether nobody uses what the operation returns that a program does here: it cannot go on by what it sees."""
-    while frame is not None:
-        whose = lines.owner(frame.f_code)
-        if whose != lines.OTHER or frame.f_code.co_filename.startswith(lines.LANGUAGE):
-            if frame.f_lasti in _unused(frame.f_code):
-                return True
-            # A function of the language that uses what it has found returns it, and does no more with it itself.
-            if whose != lines.OTHER:
-                return False
-        frame = frame.f_back
-    return False
-
-
-@functools.cache
-def _unused(code: CodeType) -> frozenset[int]:
-    """Where ``code`` calls something whose result it drops, caches that follow the instruction included."""
-    instructions = list(dis.get_instructions(code))
-    found = [(one, other) for one, other in itertools.pairwise(instructions) if other.opname == "POP_TOP"]
-    return frozenset(offset for one, other in found for offset in range(one.offset, other.offset))
 
 
 def spins(frame: FrameType | None) -> bool:

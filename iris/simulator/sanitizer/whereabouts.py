@@ -9,8 +9,8 @@ from typing import Any
 
 from iris import inspection
 from iris.errors import ProcessUnreachableError
-from iris.simulator.sanitizer import lines
-from iris.simulator.sanitizer.events import Line
+from iris.simulator import lines
+from iris.simulator.lines import Line
 from iris.simulator.sanitizer.findings import Finding, line_text
 from iris.simulator.sanitizer.launches import launches_in
 

@@ -6,29 +6,36 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 from types import CodeType, FrameType
+from typing import NamedTuple
 
 import torch
-import triton
 
 from iris.simulator import grid
-from iris.simulator.sanitizer.events import Line
+from iris.simulator.folders import IRIS, SIMULATOR, TRITON
 
 USER, LIBRARY, INSTALLED, OTHER = "user", "library", "installed", "other"
 
-IRIS = str(Path(__file__).parents[2]) + os.sep
 LANGUAGE = IRIS + "language" + os.sep
-
-SIMULATOR = IRIS + "simulator" + os.sep
 
 _INSTALLED = tuple(os.sep + name + os.sep for name in ("site-packages", "dist-packages"))
 _OTHER = (
+    IRIS + "observer.py",
     SIMULATOR,
     LANGUAGE,
-    str(Path(triton.__file__).parent) + os.sep,
+    TRITON,
     str(Path(torch.__file__).parent) + os.sep,
     sysconfig.get_path("stdlib") + os.sep,
     "<",
 )
+
+
+class Line(NamedTuple):
+    """One of a program's, and the function that it is in."""
+
+    file: str
+    number: int
+    function: str
+
 
 # Below a program's frames lies this one.
 BOTTOM = grid.Launch._execute.__code__

@@ -1,0 +1,73 @@
+"""What one rank has recorded: its events, where their addresses lie, and its clock; as a file, too."""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from iris.shared_folder import whole
+from iris.tracing.clock import Comparison
+
+
+@dataclass(frozen=True)
+class Space:
+    """Memory that ``ranks`` of the world reach in each other: ``size`` bytes, on this one at ``base``.
+
+    ``name`` is the same on all of them, and another one for each.
+    """
+
+    name: str
+    base: int
+    size: int
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What one rank has recorded.
+
+    Attributes
+    ----------
+    rank : int
+        In the world.
+    device : str
+    events : numpy.ndarray
+        int64 ``[events, WORDS]``, rows as in `iris.language.tracing`.
+    lost : int
+        Events for which there was no room.
+    spaces : tuple of Space
+    places : dict
+        For each address that is some event's and lies in one of these: what it is of, and which part, in words.
+    before, after : Comparison
+        Of this rank's clock.
+    """
+
+    rank: int
+    device: str
+    events: np.ndarray
+    lost: int
+    spaces: tuple[Space, ...]
+    places: dict[int, tuple[str, str]]
+    before: Comparison
+    after: Comparison
+
+    def save(self, path: Path) -> None:
+        """To a file that is there when it is whole."""
+        header = asdict(self) | {"events": None}
+        with whole(path) as unfinished, open(unfinished, "wb") as file:
+            np.savez(file, header=np.array(json.dumps(header)), events=self.events)
+
+    @staticmethod
+    def load(path: Path) -> "Recording":
+        with np.load(path) as file:
+            header, events = json.loads(str(file["header"])), file["events"]
+        return Recording(
+            **header | {
+                "events": events,
+                "spaces": tuple(Space(**space | {"ranks": tuple(space["ranks"])}) for space in header["spaces"]),
+                "places": {int(address): tuple(place) for address, place in header["places"].items()},
+                "before": Comparison(**header["before"]),
+                "after": Comparison(**header["after"]),
+            }
+        )  # fmt: skip
