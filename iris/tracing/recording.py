@@ -84,15 +84,14 @@ class Recording:
     def load(path: Path) -> "Recording":
         with np.load(path) as file:
             header, events = json.loads(str(file["header"])), file["events"]
-        return Recording(
-            **header | {
-                "events": events,
-                "spaces": tuple(Space(**space | {"ranks": tuple(space["ranks"])}) for space in header["spaces"]),
-                "places": {int(address): tuple(place) for address, place in header["places"].items()},
-                "before": Comparison(**header["before"]),
-                "after": Comparison(**header["after"]),
-            }
-        )  # fmt: skip
+        header |= {
+            "events": events,
+            "spaces": tuple(Space(**space | {"ranks": tuple(space["ranks"])}) for space in header["spaces"]),
+            "places": {int(address): tuple(place) for address, place in header["places"].items()},
+            "before": Comparison(**header["before"]),
+            "after": Comparison(**header["after"]),
+        }
+        return Recording(**header)
 
 
 class Tracing:
@@ -261,9 +260,15 @@ class Tracing:
                 for address in addresses[(addresses >= base) & (addresses < base + mapping.size)].tolist():
                     places[address] = owner.name_at(address - base)
         return Recording(
-            self._rank, str(self._device), events, max(0, asked - room), tuple(spaces), places,
-            before, after,
-        )  # fmt: skip
+            self._rank,
+            str(self._device),
+            events,
+            max(0, asked - room),
+            tuple(spaces),
+            places,
+            before,
+            after,
+        )
 
     def _copy(self, words: int) -> np.ndarray:
         """The buffer's first words, without waiting for a kernel."""

@@ -106,10 +106,22 @@ class HostRecorder:
             self.bounds.check(self, spans, READ, place)
             self.notes.add(
                 Synchronised(
-                    number, 0, thread, place, spans, READ, releases=False, acquires=True, scope="sys", before=value,
-                    after=value, undefined=undefined, wait=wait, once=not self._is_in_wait(),
+                    number,
+                    0,
+                    thread,
+                    place,
+                    spans,
+                    READ,
+                    releases=False,
+                    acquires=True,
+                    scope="sys",
+                    before=value,
+                    after=value,
+                    undefined=undefined,
+                    wait=wait,
+                    once=not self._is_in_wait(),
                 )
-            )  # fmt: skip
+            )
 
     def renewed(self, address: int, size: int) -> None:
         """Torch has allocated this, if it is memory of this rank alone."""
