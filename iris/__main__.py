@@ -85,9 +85,12 @@ def demo(ranks: int) -> None:
 @click.option("--seed", type=int, help="Let programs take turns by chance: which turns, this number says.")
 @click.option("--schedules", type=click.IntRange(1), default=1, show_default=True, help="How many of these to try.")
 @click.option(
-    "--time-limit", type=click.FloatRange(0), default=300, show_default=True,
+    "--time-limit",
+    type=click.FloatRange(0),
+    default=300,
+    show_default=True,
     help="Seconds that a run may take. Then it is ended, and where its ranks were is a finding. 0: no limit.",
-)  # fmt: skip
+)
 @click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
 @click.argument("program", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
@@ -119,13 +122,18 @@ def drawable(context: click.Context, parameter: click.Parameter, path: Path | No
 
 @commands.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 @click.option(
-    "--out", type=click.Path(dir_okay=False, writable=True, path_type=Path), default="trace.json", show_default=True,
+    "--out",
+    type=click.Path(dir_okay=False, writable=True, path_type=Path),
+    default="trace.json",
+    show_default=True,
     help="Where the events go, for https://ui.perfetto.dev.",
-)  # fmt: skip
+)
 @click.option(
-    "--picture", type=click.Path(dir_okay=False, writable=True, path_type=Path), callback=drawable,
+    "--picture",
+    type=click.Path(dir_okay=False, writable=True, path_type=Path),
+    callback=drawable,
     help="Draw the timeline too: SVG, PNG ... by its ending.",
-)  # fmt: skip
+)
 @click.option("--max-events", type=click.IntRange(1), default=1_000_000, show_default=True, help="Of each rank.")
 @click.argument("program", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
@@ -203,9 +211,15 @@ def ccl(
 @click.option("--out", type=click.Path(path_type=Path), help="Folder for CSV, JSON and pictures.")
 @NUM_RANKS
 def ops(
-    operations: tuple[str, ...], libraries: tuple[str, ...], dtype: str,
-    shapes: tuple[tuple[int, int, int], ...], sweep: bool, floors: Path | None, out: Path | None, num_ranks: int | None,
-) -> None:  # fmt: skip
+    operations: tuple[str, ...],
+    libraries: tuple[str, ...],
+    dtype: str,
+    shapes: tuple[tuple[int, int, int], ...],
+    sweep: bool,
+    floors: Path | None,
+    out: Path | None,
+    num_ranks: int | None,
+) -> None:
     """Fused operations of Iris, the vendor's GEMM with its collectives and torch's own, side by side.
 
     Among ranks that it starts, or under torchrun.

@@ -149,9 +149,14 @@ class ProcessGroup(ProcessGroupBase):
 
     @on_a_stream
     def alltoall_base(
-        self, ccl: Collectives, output: Tensor, input: Tensor, output_rows: list[int], input_rows: list[int],
+        self,
+        ccl: Collectives,
+        output: Tensor,
+        input: Tensor,
+        output_rows: list[int],
+        input_rows: list[int],
         opts: Any = None,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         received = output if output.is_contiguous() else torch.empty_like(output, memory_format=torch.contiguous_format)
         check_splits("output", output, output_rows, self.size())
         check_splits("input", input, input_rows, self.size())

@@ -174,10 +174,15 @@ def on_a_stream(method: Callable[..., Any]) -> Callable[..., dist.Work]:
 
 
 def _enqueue(
-    method: Callable[..., Any], group: Any, ccl: Collectives | _BesideComputation,
-    stream: torch.cuda.Stream | None, device: torch.device,
-    tensors: list[Tensor], args: tuple, kwargs: dict[str, Any],
-) -> EnqueuedWork:  # fmt: skip
+    method: Callable[..., Any],
+    group: Any,
+    ccl: Collectives | _BesideComputation,
+    stream: torch.cuda.Stream | None,
+    device: torch.device,
+    tensors: list[Tensor],
+    args: tuple,
+    kwargs: dict[str, Any],
+) -> EnqueuedWork:
     # Parameters require gradients, and are written all the same.
     with torch.no_grad(), torch.cuda.stream(stream):
         outputs = method(group, ccl, *args, **kwargs)

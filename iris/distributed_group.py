@@ -144,9 +144,14 @@ class ProcessGroupBase(dist.ProcessGroup):
         self._bound_device_id = device
 
     def split_group(
-        self, ranks: list[int], timeout: Any = None, opts: Any = None, group_name: str | None = None,
-        group_desc: str | None = None, device_types: Any = None,
-    ) -> "ProcessGroupBase | None":  # fmt: skip
+        self,
+        ranks: list[int],
+        timeout: Any = None,
+        opts: Any = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        device_types: Any = None,
+    ) -> "ProcessGroupBase | None":
         """The group of these of this group's ranks; None where this rank is none of them. Local: it meets when used."""
         if self.rank() not in ranks:
             return None

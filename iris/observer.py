@@ -57,10 +57,19 @@ class Observer(Protocol):
         self, pointers: np.ndarray, size: int, kind: int, values: np.ndarray | None = None, number: int | None = None
     ) -> None: ...
     def synchronised(
-        self, number: int, pointers: np.ndarray, values: np.ndarray, kind: int, sem: str, scope: str,
-        message: bool = False, compares: bool = False, changed: bool = True, after: np.ndarray | None = None,
+        self,
+        number: int,
+        pointers: np.ndarray,
+        values: np.ndarray,
+        kind: int,
+        sem: str,
+        scope: str,
+        message: bool = False,
+        compares: bool = False,
+        changed: bool = True,
+        after: np.ndarray | None = None,
         adds: bool = False,
-    ) -> None: ...  # fmt: skip
+    ) -> None: ...
     def changed(self) -> None: ...
     def gathered(self) -> None: ...
     def fenced(self) -> None: ...

@@ -287,17 +287,30 @@ class Factories:
         return self._like(self.randn, input, **options)
 
     def _filled(
-        self, value: Any, shape: tuple[int, ...], out: torch.Tensor | None, dtype: torch.dtype | type | None,
-        layout: torch.layout | None, device: Any, requires_grad: bool, pin_memory: bool,
-    ) -> torch.Tensor:  # fmt: skip
+        self,
+        value: Any,
+        shape: tuple[int, ...],
+        out: torch.Tensor | None,
+        dtype: torch.dtype | type | None,
+        layout: torch.layout | None,
+        device: Any,
+        requires_grad: bool,
+        pin_memory: bool,
+    ) -> torch.Tensor:
         self._check(layout, device, pin_memory, requires_grad)
         target = self._place(shape, dtype, out)
         return _finish(target, requires_grad, lambda: target.fill_(value))
 
     def _random(
-        self, name: str, shape: tuple[int, ...], dtype: torch.dtype | type | None, out: torch.Tensor | None,
-        generator: torch.Generator | None = None, inferred: torch.dtype | None = None, **bounds: Any,
-    ) -> torch.Tensor:  # fmt: skip
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        dtype: torch.dtype | type | None,
+        out: torch.Tensor | None,
+        generator: torch.Generator | None = None,
+        inferred: torch.dtype | None = None,
+        **bounds: Any,
+    ) -> torch.Tensor:
         """Room for random numbers, which torch draws: of such a dtype, between such bounds."""
         check_generator(generator, self.heap.device)
         drawn = dtype_of(dtype) or (out.dtype if isinstance(out, torch.Tensor) else inferred)
@@ -305,10 +318,13 @@ class Factories:
         return self._place(shape, dtype, out, inferred)
 
     def _like(
-        self, factory: Callable[..., torch.Tensor], input: torch.Tensor,
-        memory_format: torch.memory_format = torch.preserve_format, dtype: torch.dtype | type | None = None,
+        self,
+        factory: Callable[..., torch.Tensor],
+        input: torch.Tensor,
+        memory_format: torch.memory_format = torch.preserve_format,
+        dtype: torch.dtype | type | None = None,
         **options: Any,
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> torch.Tensor:
         if not isinstance(input, torch.Tensor):
             raise NotATensorError(input)
         _check_format(memory_format)

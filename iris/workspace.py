@@ -87,9 +87,13 @@ class Workspace:
         return self._lines.find(stream) if capturing else stream
 
     def channel(
-        self, operation: str, line: Line, size: int, counts: slice,
+        self,
+        operation: str,
+        line: Line,
+        size: int,
+        counts: slice,
         describe: Callable[[np.ndarray], str] = contents,
-    ) -> Channel:  # fmt: skip
+    ) -> Channel:
         """``size`` bytes for ``operation`` on a `line`.
 
         Equal calls get equal channels, with the size of the first. Collective, and blocks the host, where another block

@@ -42,9 +42,14 @@ def run(
 
 
 def run_on_rank(
-    chosen: list[str], libraries: tuple[str, ...], dtype: str, bytes_: list[int], sms: tuple[int, ...],
-    floors: Path | None, out: Path | None,
-) -> list[str]:  # fmt: skip
+    chosen: list[str],
+    libraries: tuple[str, ...],
+    dtype: str,
+    bytes_: list[int],
+    sms: tuple[int, ...],
+    floors: Path | None,
+    out: Path | None,
+) -> list[str]:
     """Collective over the ranks; returns results that are wrong, and figures that miss their floor."""
     with iris(4 * max(bytes_) + (1 << 30 if torch.cuda.is_available() else 1 << 20)) as ctx:
         on_gpu = ctx.device.type == "cuda"
@@ -73,8 +78,11 @@ def run_on_rank(
 
                     plots.draw(out, ctx.get_num_ranks(), rows)
                     plots.draw_by_ranks(out)
-        missed = [f"{row.collective} of {row.bytes} bytes by {row.library}: {row.reason}"
-                  for row in rows if row.reason and row.library.startswith("iris")]  # fmt: skip
+        missed = [
+            f"{row.collective} of {row.bytes} bytes by {row.library}: {row.reason}"
+            for row in rows
+            if row.reason and row.library.startswith("iris")
+        ]
         if floors is not None:
             missed += below_floor(floors, "ccl", ctx.get_num_ranks(), figures(rows))
     return missed

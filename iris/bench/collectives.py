@@ -180,9 +180,15 @@ def measure(
 
 
 def _case(
-    ctx: Iris, library: str, collective: str, heap: Operands, plain: Operands, registered: Operands | None,
-    limit: int, groups: dict,
-) -> tuple[Operands, Callable[[], object]] | None:  # fmt: skip
+    ctx: Iris,
+    library: str,
+    collective: str,
+    heap: Operands,
+    plain: Operands,
+    registered: Operands | None,
+    limit: int,
+    groups: dict,
+) -> tuple[Operands, Callable[[], object]] | None:
     """What a library is called with, if it has that collective."""
     if library.startswith("iris"):
         config = None

@@ -19,10 +19,15 @@ from iris.errors import UnknownChoiceError
 
 
 def run(
-    operations: tuple[str, ...], libraries: tuple[str, ...], dtype: str,
-    shapes: tuple[tuple[int, int, int], ...], sweep: bool, floors: Path | None, out: Path | None,
+    operations: tuple[str, ...],
+    libraries: tuple[str, ...],
+    dtype: str,
+    shapes: tuple[tuple[int, int, int], ...],
+    sweep: bool,
+    floors: Path | None,
+    out: Path | None,
     num_ranks: int | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """See the command's help. Starts ``num_ranks`` ranks, or is collective over those that torchrun started."""
     for name, given, possible in (
         ("--operation", operations, measuring.OPERATIONS),
@@ -59,9 +64,14 @@ def run(
 
 
 def run_on_rank(
-    chosen: list[str], libraries: tuple[str, ...], dtype: str, sizes: list[tuple[int, int, int]],
-    pictures: dict[str, list[tuple[int, int, int]]], floors: Path | None, out: Path | None,
-) -> list[str]:  # fmt: skip
+    chosen: list[str],
+    libraries: tuple[str, ...],
+    dtype: str,
+    sizes: list[tuple[int, int, int]],
+    pictures: dict[str, list[tuple[int, int, int]]],
+    floors: Path | None,
+    out: Path | None,
+) -> list[str]:
     """Collective over the ranks; returns results that are wrong, and figures that miss their floor.
 
     ``pictures``: what is drawn together, by name. What is written holds all of it.
@@ -88,8 +98,11 @@ def run_on_rank(
                 for picture, shown in pictures.items():
                     drawn = [row for row in rows if row[1:4] in shown]
                     plots.draw_operations(out, file_name(picture, dtype, ctx.get_num_ranks()), drawn)
-    missed = [f"{row.operation} of {row.M} x {row.N} x {row.K} by {row.library}: {row.reason}"
-              for row in rows if row.failed and row.library.startswith("iris")]  # fmt: skip
+    missed = [
+        f"{row.operation} of {row.M} x {row.N} x {row.K} by {row.library}: {row.reason}"
+        for row in rows
+        if row.failed and row.library.startswith("iris")
+    ]
     if floors is not None:
         missed += below_floor(floors, "ops", ctx.get_num_ranks(), figures(rows))
     return missed

@@ -13,10 +13,12 @@ FACTORS = click.Choice([*DTYPES.choices, "float8_e4m3fn"])
 
 
 NUM_RANKS = click.option(
-    "-r", "--num-ranks", type=click.IntRange(1),
+    "-r",
+    "--num-ranks",
+    type=click.IntRange(1),
     help="How many ranks to start: one for each GPU of this machine if not given, 2 in the simulator. Ignored by "
     "torchrun.",
-)  # fmt: skip
+)
 
 
 class Floors(click.Path):
@@ -53,6 +55,7 @@ class Numbers(click.ParamType):
             kind = f"{self.count} whole numbers" if self.count else "whole numbers"
             self.fail(
                 f"{value!r} is not possible; it takes {kind} from {self.least} on, with {self.separator!r} between.",
-                parameter, context,
-            )  # fmt: skip
+                parameter,
+                context,
+            )
         return numbers

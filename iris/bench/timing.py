@@ -109,9 +109,12 @@ def do_bench(
 
 
 def replay_microseconds(
-    fn: Callable[[], Any], barrier_fn: Callable[[], Any] = _nothing, per_graph: int = 20, replays: int = 15,
+    fn: Callable[[], Any],
+    barrier_fn: Callable[[], Any] = _nothing,
+    per_graph: int = 20,
+    replays: int = 15,
     warmups: int = 15,
-) -> float:  # fmt: skip
+) -> float:
     """Microseconds of one ``fn`` on this rank's GPU: the median over replays of a graph of ``per_graph`` calls.
 
     ``warmups``: replays that are not timed, since a GPU that was idle, while the host compiled, takes a while to reach

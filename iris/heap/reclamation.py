@@ -58,9 +58,14 @@ class Reclamation:
     """
 
     def __init__(
-        self, group: Group, size: int, blocks: dict[int, Block], allocator: Allocator, lifetimes: Lifetimes,
+        self,
+        group: Group,
+        size: int,
+        blocks: dict[int, Block],
+        allocator: Allocator,
+        lifetimes: Lifetimes,
         history: History,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._group, self._size, self._blocks = group, size, blocks
         self._allocator, self._lifetimes, self._history = allocator, lifetimes, history
         self.gone: deque[Block] = deque(maxlen=REMEMBERED)

@@ -123,8 +123,9 @@ def barrier(flags_ptr, epoch, rank, num_ranks, table, base, record):
 
     Returns the epoch. Over the link: one flag to each peer, in one step.
     """
-    tl.static_assert(one_of(flags_ptr.dtype.element_ty, tl.int32, tl.int64),
-                       "the flags of a barrier must be int32 or int64")  # fmt: skip
+    tl.static_assert(
+        one_of(flags_ptr.dtype.element_ty, tl.int32, tl.int64), "the flags of a barrier must be int32 or int64"
+    )
     row = flags_ptr + tl.cast(linear_program_id(), tl.int64) * num_ranks
     if epoch is None:
         # An atomic: a second barrier in the same kernel must not find the first one's line in the L1.

@@ -172,17 +172,25 @@ def cluster_all_reduce(meeting, entered, values, peaks, PROGRAMS: tl.constexpr, 
         numbers: tl.constexpr = PROGRAMS * cuda.num_warps() * (1 + PEAKS)
         if PEAKS:
             tl.inline_asm_elementwise(
-                sending(share, 2), operands(share, 4 * share), [entered[0], entered[1], values, peaks],
-                dtype=tl.int32, is_pure=False, pack=share,
-            )  # fmt: skip
+                sending(share, 2),
+                operands(share, 4 * share),
+                [entered[0], entered[1], values, peaks],
+                dtype=tl.int32,
+                is_pure=False,
+                pack=share,
+            )
             return tl.inline_asm_elementwise(
                 receiving(numbers, 2), operands(2, 1), [meeting], dtype=(tl.float32, tl.float32), is_pure=False, pack=1
             )
         else:
             tl.inline_asm_elementwise(
-                sending(share, 1), operands(share, 3 * share), [entered[0], entered[1], values],
-                dtype=tl.int32, is_pure=False, pack=share,
-            )  # fmt: skip
+                sending(share, 1),
+                operands(share, 3 * share),
+                [entered[0], entered[1], values],
+                dtype=tl.int32,
+                is_pure=False,
+                pack=share,
+            )
             total = tl.inline_asm_elementwise(
                 receiving(numbers, 1), operands(1, 1), [meeting], dtype=tl.float32, is_pure=False, pack=1
             )

@@ -171,9 +171,17 @@ def copy(
 
 @jit
 def atomic(
-    op: tl.constexpr, pointer, val, from_rank, to_rank, heap_bases, mask, sem: tl.constexpr, scope: tl.constexpr,
+    op: tl.constexpr,
+    pointer,
+    val,
+    from_rank,
+    to_rank,
+    heap_bases,
+    mask,
+    sem: tl.constexpr,
+    scope: tl.constexpr,
     hint: tl.constexpr,
-):  # fmt: skip
+):
     tracing = tracing_of(heap_bases, from_rank)
     event = tracing.begin_atomic(op, pointer, to_rank, val, mask)
     target = peer_address(pointer, from_rank, to_rank, heap_bases, mask, hint)

@@ -31,16 +31,17 @@ HEADER = tl.constexpr(LAST_LOOKS.value + NUM_LAST_LOOKS.value)
 # which tells launches apart; 0 where there is none. TARGET: the rank that is reached. ADDRESS: in the caller's heap;
 # of a block of pointers, where that begins. VALUE: what a flag is set to, or awaited for; SEEN: what the operation
 # found in it, and AFTER: what it left there. LOOKS: how many looks at a flag the event is.
-(
-    BEGAN, ENDED, NAME, FORM, PROGRAM, TARGET, ADDRESS, BYTES, VALUE, SEEN, AFTER, PID_M, PID_N, LOOKS,
-) = map(tl.constexpr, range(14))  # fmt: skip
+BEGAN, ENDED, NAME, FORM, PROGRAM, TARGET, ADDRESS = map(tl.constexpr, range(7))
+BYTES, VALUE, SEEN, AFTER, PID_M, PID_N, LOOKS = map(tl.constexpr, range(7, 14))
 
 WORDS = tl.constexpr(14)
 
 NAMES = (
-    "load", "store", "get", "put", "copy", "atomic_add", "atomic_sub", "atomic_cas", "atomic_xchg", "atomic_xor",
-    "atomic_and", "atomic_or", "atomic_min", "atomic_max", "signal", "wait", "barrier", "compute",
-)  # fmt: skip
+    *("load", "store", "get", "put", "copy"),
+    *("atomic_add", "atomic_sub", "atomic_cas", "atomic_xchg"),
+    *("atomic_xor", "atomic_and", "atomic_or", "atomic_min", "atomic_max"),
+    *("signal", "wait", "barrier", "compute"),
+)
 
 # An event that the kernel has named itself; a move of data; an operation on one flag, whose values count; the
 # same of a flag that has been reached, whole or in one half; a barrier; data that carry their own arrival.
@@ -104,9 +105,20 @@ def last_look(buffer, context):
 
 @jit
 def begin(
-    buffer, context, name, form: tl.constexpr, target, address, moved, value, pid_m, pid_n, lanes=None, asked=None,
+    buffer,
+    context,
+    name,
+    form: tl.constexpr,
+    target,
+    address,
+    moved,
+    value,
+    pid_m,
+    pid_n,
+    lanes=None,
+    asked=None,
     look=None,
-):  # fmt: skip
+):
     """Begin an event, or one for each of ``lanes``, if ``asked``; returns its row, -1 if there is none.
 
     ``look``: whether it may be one more of several looks, which go on in the row of the last one.

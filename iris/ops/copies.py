@@ -67,8 +67,9 @@ def meet(context_tensor, counts, peer, W: tl.constexpr, WHAT: tl.constexpr):
 
 # A number of rows may be 1, and is no constant then.
 @triton.jit(do_not_specialize=["share"])
-def add_parts(parts, bias, out, share, N, stride_om, stride_on, W: tl.constexpr, BIASED: tl.constexpr,
-              BLOCK: tl.constexpr):  # fmt: skip
+def add_parts(
+    parts, bias, out, share, N, stride_om, stride_on, W: tl.constexpr, BIASED: tl.constexpr, BLOCK: tl.constexpr
+):
     """``out = parts[0] + ... + parts[W - 1] + bias``; parts are ``[W, share, N]``. Nothing over the link."""
     gdc_wait()
     n = share.to(tl.int64) * N

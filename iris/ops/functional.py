@@ -63,9 +63,14 @@ def _out(name: str, a: Tensor, b: Tensor, size: int, dtype: torch.dtype | None) 
 
 @operator("all_gather_matmul")
 def all_gather_matmul(
-    a: Tensor, b: Tensor, bias: Tensor | None, ranks: str, scale_a: Tensor | None = None,
-    scale_b: Tensor | None = None, dtype: torch.dtype | None = None,
-) -> Tensor:  # fmt: skip
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None,
+    ranks: str,
+    scale_a: Tensor | None = None,
+    scale_b: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
     """The rows of all ranks' ``a``, times ``b``: ``(M / W, K)``, ``(K, N)`` → ``(M, N)``."""
     context = _context(ranks)
     out = _out("all_gather_matmul", a, b, context.num_ranks, dtype)
@@ -75,9 +80,14 @@ def all_gather_matmul(
 
 @operator("all_gather_matmul_k")
 def all_gather_matmul_k(
-    a: Tensor, b: Tensor, bias: Tensor | None, ranks: str, scale_a: Tensor | None = None,
-    scale_b: Tensor | None = None, dtype: torch.dtype | None = None,
-) -> Tensor:  # fmt: skip
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None,
+    ranks: str,
+    scale_a: Tensor | None = None,
+    scale_b: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
     """The columns of all ranks' ``a``, times ``b``: ``(M, K / W)``, ``(K, N)`` → ``(M, N)``."""
     context = _context(ranks)
     out = _out("all_gather_matmul_k", a, b, context.num_ranks, dtype)
@@ -87,9 +97,14 @@ def all_gather_matmul_k(
 
 @operator("matmul_all_gather")
 def matmul_all_gather(
-    a: Tensor, b: Tensor, bias: Tensor | None, ranks: str, scale_a: Tensor | None = None,
-    scale_b: Tensor | None = None, dtype: torch.dtype | None = None,
-) -> Tensor:  # fmt: skip
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None,
+    ranks: str,
+    scale_a: Tensor | None = None,
+    scale_b: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
     """The rows of every rank's ``a b``: ``(M, K)``, ``(K, N)`` → ``(W * M, N)``."""
     context = _context(ranks)
     out = _out("matmul_all_gather", a, b, context.num_ranks, dtype)
@@ -99,9 +114,14 @@ def matmul_all_gather(
 
 @operator("matmul_reduce_scatter")
 def matmul_reduce_scatter(
-    a: Tensor, b: Tensor, bias: Tensor | None, ranks: str, scale_a: Tensor | None = None,
-    scale_b: Tensor | None = None, dtype: torch.dtype | None = None,
-) -> Tensor:  # fmt: skip
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None,
+    ranks: str,
+    scale_a: Tensor | None = None,
+    scale_b: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
     """This rank's rows of the sum of all ranks' ``a b``: ``(M, K)``, ``(K, N)`` → ``(M / W, N)``."""
     context = _context(ranks)
     out = _out("matmul_reduce_scatter", a, b, context.num_ranks, dtype)
@@ -111,9 +131,14 @@ def matmul_reduce_scatter(
 
 @operator("matmul_all_reduce")
 def matmul_all_reduce(
-    a: Tensor, b: Tensor, bias: Tensor | None, ranks: str, scale_a: Tensor | None = None,
-    scale_b: Tensor | None = None, dtype: torch.dtype | None = None,
-) -> Tensor:  # fmt: skip
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None,
+    ranks: str,
+    scale_a: Tensor | None = None,
+    scale_b: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
     """The sum of all ranks' ``a b``: ``(M, K)``, ``(K, N)`` → ``(M, N)``."""
     context = _context(ranks)
     out = _out("matmul_all_reduce", a, b, context.num_ranks, dtype)
@@ -123,9 +148,14 @@ def matmul_all_reduce(
 
 @operator("all_reduce_rms_norm")
 def all_reduce_rms_norm(
-    a: Tensor, weight: Tensor, residual: Tensor | None, eps: float, ranks: str, scale: Tensor | None = None,
+    a: Tensor,
+    weight: Tensor,
+    residual: Tensor | None,
+    eps: float,
+    ranks: str,
+    scale: Tensor | None = None,
     dtype: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """``x``, the sum of all ranks' ``a`` plus ``residual``: normalised, and as it is.
 
     ``a``, ``residual`` and results: ``[..., H]``; ``weight``: ``[H]``. What is given is fp16, bf16 or fp32. The first
@@ -157,9 +187,15 @@ def all_reduce_rms_norm_by_row(
 
 
 def _normalise(
-    out: Tensor, a: Tensor, weight: Tensor, eps: float, ranks: str, residual: Tensor | None, x: Tensor,
+    out: Tensor,
+    a: Tensor,
+    weight: Tensor,
+    eps: float,
+    ranks: str,
+    residual: Tensor | None,
+    x: Tensor,
     **scaling: Any,
-) -> None:  # fmt: skip
+) -> None:
     """Fill ``out`` and ``x``, which is contiguous as the residual need not be."""
     adds = residual is not None
     if residual is not None:

@@ -26,9 +26,15 @@ def _divided(left: np.ndarray, right: Any) -> np.ndarray:
 
 
 _ARITHMETIC: dict[str, Callable] = {
-    "add": operator.add, "sub": operator.sub, "mul": operator.mul, "floordiv": _divided, "mod": np.fmod,
-    "and": operator.and_, "or": operator.or_, "xor": operator.xor,
-}  # fmt: skip
+    "add": operator.add,
+    "sub": operator.sub,
+    "mul": operator.mul,
+    "floordiv": _divided,
+    "mod": np.fmod,
+    "and": operator.and_,
+    "or": operator.or_,
+    "xor": operator.xor,
+}
 _COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
 # Also of truth values.
 _BITWISE = ("and", "or", "xor")

@@ -47,9 +47,9 @@ class _Beside(np.ndarray):
 
 # Of which an operation between two has operands and a result of that type, whatever it is. By identity: the language
 # has one object for each.
-_UNPROMOTED = {id(dtype) for dtype in (
-    tl.int1, tl.int8, tl.int16, tl.int32, tl.int64, tl.uint8, tl.uint16, tl.uint32, tl.uint64, tl.float32, tl.float64,
-)}  # fmt: skip
+_SIGNED = (tl.int8, tl.int16, tl.int32, tl.int64)
+_UNSIGNED = (tl.uint8, tl.uint16, tl.uint32, tl.uint64)
+_UNPROMOTED = {id(dtype) for dtype in (tl.int1, *_SIGNED, *_UNSIGNED, tl.float32, tl.float64)}
 
 
 class Semantic(TritonSemantic):

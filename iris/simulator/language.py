@@ -209,10 +209,9 @@ def _install_constexpr() -> None:
 
         return result
 
-    for name in (
-        "add", "sub", "mul", "truediv", "floordiv", "mod", "lshift", "rshift", "and", "or", "xor",
-        "lt", "le", "gt", "ge", "eq", "ne",
-    ):  # fmt: skip
+    arithmetic = ("add", "sub", "mul", "truediv", "floordiv", "mod", "lshift", "rshift", "and", "or", "xor")
+    comparisons = ("lt", "le", "gt", "ge", "eq", "ne")
+    for name in (*arithmetic, *comparisons):
         operator = f"__{name}__"
         setattr(tl.constexpr, operator, leaving_tensors(getattr(tl.constexpr, operator)))
 

@@ -66,9 +66,14 @@ def _records(timeline: Timeline) -> Iterator[dict]:
 def _arrival(begin: float, end: float, wait: Event, thread: int) -> dict:
     """The last part of a wait, in which its end was on its way: for Perfetto a flow leads to what begins later."""
     return {
-        "ph": "X", "name": "arrival", "cat": "arrival", "pid": wait.rank, "tid": thread, "ts": _us(begin),
+        "ph": "X",
+        "name": "arrival",
+        "cat": "arrival",
+        "pid": wait.rank,
+        "tid": thread,
+        "ts": _us(begin),
         "dur": round(_us(end) - _us(begin), 3),
-    }  # fmt: skip
+    }
 
 
 def _name(kind: str, name: str, pid: int, tid: int | None = None) -> dict:

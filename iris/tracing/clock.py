@@ -82,9 +82,15 @@ class Clock:
             if group.rank in (0, other):
                 peer = other if group.rank == 0 else 0
                 exchange_times[(1,)](
-                    self._context_tensor, self._flags, peer, self._rounds, times[other], ROUNDS,
-                    LEADS=group.rank == 0, num_warps=1,
-                )  # fmt: skip
+                    self._context_tensor,
+                    self._flags,
+                    peer,
+                    self._rounds,
+                    times[other],
+                    ROUNDS,
+                    LEADS=group.rank == 0,
+                    num_warps=1,
+                )
         self._rounds += ROUNDS
         mine = times.cpu().numpy()
         leaders = group.all_gather(mine.tolist() if group.rank == 0 else None, "the times of the first rank")[0]

@@ -62,12 +62,11 @@ class Recording:
     def load(path: Path) -> "Recording":
         with np.load(path) as file:
             header, events = json.loads(str(file["header"])), file["events"]
-        return Recording(
-            **header | {
-                "events": events,
-                "spaces": tuple(Space(**space | {"ranks": tuple(space["ranks"])}) for space in header["spaces"]),
-                "places": {int(address): tuple(place) for address, place in header["places"].items()},
-                "before": Comparison(**header["before"]),
-                "after": Comparison(**header["after"]),
-            }
-        )  # fmt: skip
+        header |= {
+            "events": events,
+            "spaces": tuple(Space(**space | {"ranks": tuple(space["ranks"])}) for space in header["spaces"]),
+            "places": {int(address): tuple(place) for address, place in header["places"].items()},
+            "before": Comparison(**header["before"]),
+            "after": Comparison(**header["after"]),
+        }
+        return Recording(**header)

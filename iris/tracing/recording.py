@@ -197,9 +197,15 @@ class Tracing:
                 for address in addresses[(addresses >= base) & (addresses < base + mapping.size)].tolist():
                     places[address] = owner.name_at(address - base)
         return Recording(
-            self._rank, str(self._device), events, max(0, asked - room), tuple(spaces), places,
-            before, after,
-        )  # fmt: skip
+            self._rank,
+            str(self._device),
+            events,
+            max(0, asked - room),
+            tuple(spaces),
+            places,
+            before,
+            after,
+        )
 
     def _copy(self, words: int) -> np.ndarray:
         """The buffer's first words, without waiting for a kernel."""

@@ -56,8 +56,11 @@ def _start_reporter(folder: Path) -> subprocess.Popen:
         # In a session of its own: who ends a program may end its group of processes.
         return subprocess.Popen(
             [sys.executable, "-m", __name__, folder],
-            env=environment, stdin=alive, stdout=subprocess.DEVNULL, start_new_session=True,
-        )  # fmt: skip
+            env=environment,
+            stdin=alive,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
+        )
 
 
 def _await_report(reporter: subprocess.Popen, alive: int) -> None:

@@ -41,10 +41,11 @@ class Carriers:
                 break
             # A word that is in order: what is not, is how its writer knows.
             earlier = [
-                carrier for writer in found.writers
+                carrier
+                for writer in found.writers
                 if thread.knows(writer.thread_slot, writer.tick)[clocks.AS_WRITTEN]
                 and (carrier := self._first(writer.thread_slot, access)) is not None
-            ]  # fmt: skip
+            ]
             if not earlier:
                 break
             found = earlier[0]

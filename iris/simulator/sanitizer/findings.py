@@ -14,8 +14,14 @@ from iris.simulator.sanitizer.events import PRIVATE, Diagnostic, Place, SharedRa
 from iris.world import names
 
 # Of a race that shows in several ways, the one that says most of its cause.
-TELLING = ("race/scope", "race/missing-release", "race/missing-acquire", "race/reuse", "race",
-           "race/missing-proxy-fence")  # fmt: skip
+TELLING = (
+    "race/scope",
+    "race/missing-release",
+    "race/missing-acquire",
+    "race/reuse",
+    "race",
+    "race/missing-proxy-fence",
+)
 
 REMEDIES = {
     "race/scope": "{flag} is released and acquired at a scope that does not hold both programs, as 'sys' would",
@@ -117,9 +123,15 @@ class Findings:
         return known is not None and known[0] == int(spans.ends[0])
 
     def add_race(
-        self, kind: str, one: Side, other: Side, space: tuple[str, int], offset: int,
-        remedy: str | None = None, flag: Carrier | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        kind: str,
+        one: Side,
+        other: Side,
+        space: tuple[str, int],
+        offset: int,
+        remedy: str | None = None,
+        flag: Carrier | None = None,
+    ) -> None:
         """``remedy``: what is said instead of what is said of the kind; ``flag``: by which the later might know."""
         # Which of the two came first, on which ranks and in which element, is chance.
         begin, text, *_ = self._allocation(space, offset) or (None, None)
@@ -195,10 +207,9 @@ class Findings:
             places += [(f"writes the flag, rank {rank}", line) for line, rank in written.items()]
             places.append((f"reads the flag, rank {flag.reader.rank}", where(flag.reader.place)))
         memory = self._memory(space, offset)
-        return Finding(
-            kind, f"{other} {other.verb} {memory}, which {one} {one.verb}, in no order: "
-            + remedy.format(flag="the flag between them"), places, race.kinds.total(), sorted(race.ranks),
-        )  # fmt: skip
+        text = f"{other} {other.verb} {memory}, which {one} {one.verb}, in no order: "
+        text += remedy.format(flag="the flag between them")
+        return Finding(kind, text, places, race.kinds.total(), sorted(race.ranks))
 
     def _deadlock(self) -> list[Finding]:
         # Where that is mended first, the others may go on.

@@ -127,9 +127,14 @@ class Flag:
         return self._values[-1] == value and self._state == state
 
     def write(
-        self, value: int, added: int | None, thread: Thread, known: np.ndarray, released: Released,
+        self,
+        value: int,
+        added: int | None,
+        thread: Thread,
+        known: np.ndarray,
+        released: Released,
         state: tuple[int, int],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """``added``: None of what takes the place of the value before. ``known``: to ``thread`` when it began."""
         self.in_order = self.in_order and (len(self._moments) == 1 or _knows(known, self._moments[-1]))
         self._values.append(value)

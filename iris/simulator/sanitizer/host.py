@@ -156,9 +156,12 @@ def _looking(accesses: HostAccesses, method: Callable) -> Callable:
 
 _ZERO, _FILL = torch.ops.aten.zero_.default, torch.ops.aten.fill_.Scalar
 _COPIES = (
-    torch.ops.aten.copy_.default, to_copy, torch.ops.aten.clone.default,
-    torch.ops.aten.cat.default, torch.ops.aten.stack.default,
-)  # fmt: skip
+    torch.ops.aten.copy_.default,
+    to_copy,
+    torch.ops.aten.clone.default,
+    torch.ops.aten.cat.default,
+    torch.ops.aten.stack.default,
+)
 _OVERWRITE = (_ZERO, _FILL, torch.ops.aten.fill_.Tensor, torch.ops.aten.copy_.default)
 
 

@@ -107,10 +107,22 @@ class HostRecorder:
             self.bounds.check(self.diagnose, spans, READ, place)
             self.notes.add(
                 Synchronised(
-                    number, 0, thread, place, spans, READ, releases=False, acquires=True, scope="sys", before=value,
-                    after=value, undefined=undefined, wait=wait, once=not self._is_in_wait(),
+                    number,
+                    0,
+                    thread,
+                    place,
+                    spans,
+                    READ,
+                    releases=False,
+                    acquires=True,
+                    scope="sys",
+                    before=value,
+                    after=value,
+                    undefined=undefined,
+                    wait=wait,
+                    once=not self._is_in_wait(),
                 )
-            )  # fmt: skip
+            )
 
     def numbered(self) -> contextlib.AbstractContextManager[int]:
         """Around what orders ranks: see `Notes.numbered`."""

@@ -10,13 +10,23 @@ from iris.compat.dispatch import arguments_of, index_put_impl_
 aten = torch.ops.aten
 
 READS = {
-    aten.index.Tensor, aten.index_select.default, aten.gather.default, aten.take.default, aten.embedding.default,
+    aten.index.Tensor,
+    aten.index_select.default,
+    aten.gather.default,
+    aten.take.default,
+    aten.embedding.default,
     aten.masked_select.default,
-}  # fmt: skip
+}
 REPLACES = {
-    aten.index_fill_.int_Scalar, aten.index_fill_.int_Tensor, aten.index_copy_.default, aten.scatter_.src,
-    aten.scatter_.value, aten.masked_fill_.Scalar, aten.masked_fill_.Tensor, aten.masked_scatter_.default,
-}  # fmt: skip
+    aten.index_fill_.int_Scalar,
+    aten.index_fill_.int_Tensor,
+    aten.index_copy_.default,
+    aten.scatter_.src,
+    aten.scatter_.value,
+    aten.masked_fill_.Scalar,
+    aten.masked_fill_.Tensor,
+    aten.masked_scatter_.default,
+}
 ADDS = {aten.index_add_.default, aten.scatter_add_.default}
 REPLACES_OR_ADDS = {aten.index_put_.default, index_put_impl_, aten.put_.default}
 """By their fourth argument."""

@@ -17,8 +17,8 @@ _ENDS = {ast.NotEq: "eq", ast.Eq: "ne", ast.Lt: "ge", ast.LtE: "gt", ast.Gt: "le
 _TURNED = {ast.Lt: ast.Gt, ast.LtE: ast.GtE, ast.Gt: ast.Lt, ast.GtE: ast.LtE}
 
 # What returns the value that it has found in memory.
-_LOOKS = ("load", "atomic_add", "atomic_and", "atomic_cas", "atomic_max", "atomic_min", "atomic_or", "atomic_xchg",
-          "atomic_xor", "item")  # fmt: skip
+_ATOMICS = ("add", "and", "cas", "max", "min", "or", "xchg", "xor")
+_LOOKS = ("load", *(f"atomic_{name}" for name in _ATOMICS), "item")
 
 
 class Condition(NamedTuple):

@@ -65,9 +65,20 @@ class Races:
         # A copy engine's writes of a word are seen whole, and programs may poll it.
         copied = "sys" if flag and host and not event.blank else ""
         access = Access(
-            thread.slot, thread.tick, thread.rank, place, event.kind, copied, host, event.blank, small and not host, 0,
-            stale=thread.acquired_nothing, async_proxy=event.async_proxy, program=thread.program,
-        )  # fmt: skip
+            thread.slot,
+            thread.tick,
+            thread.rank,
+            place,
+            event.kind,
+            atomic=copied,
+            host=host,
+            blank=event.blank,
+            flag=small and not host,
+            before=0,
+            stale=thread.acquired_nothing,
+            async_proxy=event.async_proxy,
+            program=thread.program,
+        )
         for part in self._shadow.bytes(event.spans):
             writers = part.writers()
             self._check_writers(thread, access, writers, event.spans, event.undefined)
@@ -92,9 +103,19 @@ class Races:
     def synchronised(self, thread: Thread, place: Place, event: Synchronised) -> None:
         """``thread`` has done what others may do at the same time, and by which it may release, or acquire."""
         access = Access(
-            thread.slot, thread.tick, thread.rank, place, event.kind, event.scope, event.once, False, False, 0,
-            async_proxy=event.async_proxy, program=thread.program,
-        )  # fmt: skip
+            thread.slot,
+            thread.tick,
+            thread.rank,
+            place,
+            event.kind,
+            atomic=event.scope,
+            host=event.once,
+            blank=False,
+            flag=False,
+            before=0,
+            async_proxy=event.async_proxy,
+            program=thread.program,
+        )
         for part in self._shadow.bytes(event.spans):
             writers = part.writers()
             self._check_writers(thread, access, writers, event.spans, event.undefined and event.kind != WRITE)
@@ -164,9 +185,14 @@ class Races:
         return self._flags[word]
 
     def _replace_releases(
-        self, part: shadow.Bytes, before: dict[int, Released | None], thread: Thread, asked: bool, scope: str,
+        self,
+        part: shadow.Bytes,
+        before: dict[int, Released | None],
+        thread: Thread,
+        asked: bool,
+        scope: str,
         whole: bool,
-    ) -> None:  # fmt: skip
+    ) -> None:
         new = {}
         held = part.releases()
         for old, released in before.items():

@@ -164,10 +164,19 @@ class Recorder(HostRecorder):
             self._stored_since_meeting.add(who)
 
     def synchronised(
-        self, number: int, pointers: np.ndarray, values: np.ndarray, kind: int, sem: str, scope: str,
-        message: bool = False, compares: bool = False, changed: bool = True, after: np.ndarray | None = None,
+        self,
+        number: int,
+        pointers: np.ndarray,
+        values: np.ndarray,
+        kind: int,
+        sem: str,
+        scope: str,
+        message: bool = False,
+        compares: bool = False,
+        changed: bool = True,
+        after: np.ndarray | None = None,
         adds: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """The program that runs has done this while it held ``number``. ``values``: what was there before.
 
         ``changed``: it is not what is there now; ``after``: what is; ``adds``: the difference depends on no value.
@@ -197,14 +206,13 @@ class Recorder(HostRecorder):
         undefined = kind != WRITE and uninitialised.seen_in(values)
         before = int(values.flat[0]) if word else None
         held = int(np.ravel(values if after is None else after)[0]) if word else None
+        order = (releases, acquires, scope, message, gathered)
+        look = (undefined, looks, before, held, wait)
+        write = (tasks.current().async_proxy, adds, dropped)
         for spans in self._spaces.spans(pointers, values.itemsize):
             self.bounds.check(self.diagnose, spans, kind, place)
-            self.notes.add(
-                Synchronised(
-                    number, *who, place, spans, kind, releases, acquires, scope, message, gathered, undefined, looks,
-                    before, held, wait, tasks.current().async_proxy, adds, dropped,
-                )
-            )  # fmt: skip
+            event = Synchronised(number, who[0], who[1], place, spans, kind, *order, *look, *write)
+            self.notes.add(event)
 
     def failed(self, error: BaseException) -> None:
         """A program has raised this: a mistake of the kinds that have a name, or something else."""
