@@ -28,7 +28,7 @@ except errors.TritonMissingError:
 from iris import simulator  # isort: skip
 
 # And this registers with iris/observer.py, for programs that are to be watched.
-from iris.simulator import sanitizer as _sanitizer  # noqa: F401 # isort: skip
+from iris import sanitizer as _sanitizer  # noqa: F401 # isort: skip
 from logging import DEBUG, ERROR, INFO, WARNING
 
 from iris import ccl, experimental, gluon, ops, spawn, x

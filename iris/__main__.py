@@ -102,7 +102,7 @@ def check(
     Exit status: 0 if nothing was found, 1 if something was, 2 if the program failed for another reason.
     """
     requirements.check()
-    from iris.simulator.sanitizer import check
+    from iris.sanitizer import check
 
     raise SystemExit(check.run(program, arguments, seed, schedules, form, time_limit))
 

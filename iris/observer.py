@@ -20,7 +20,7 @@ GAP = 4096
 
 
 class Observer(Protocol):
-    """What one is told. The sanitizer's is `iris.simulator.sanitizer.recorder.Recorder`, which says more of each."""
+    """What one is told. The sanitizer's is `iris.sanitizer.recorder.Recorder`, which says more of each."""
 
     def close(self) -> None: ...
 

@@ -43,7 +43,7 @@ def _serve(pipe, rank, num_ranks, port):
         "gloo", store=store, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=START_LIMIT_S)
     )
     import iris
-    from iris.simulator import sanitizer
+    from iris import sanitizer
 
     ctx = iris.iris(HEAP_SIZE)
     pipe.send((True, None))
@@ -84,7 +84,7 @@ class RankPool:
 
     def run_sanitized(self, worker, *args) -> tuple[list, list]:
         """The results, and what the sanitizer finds wrong."""
-        from iris.simulator.sanitizer.analysis import analyse
+        from iris.sanitizer.analysis import analyse
 
         with tempfile.TemporaryDirectory() as notes:
             results = self._run(worker, args, Path(notes))

@@ -86,9 +86,8 @@ def test_no_modules_import_each_other():
 
 
 def room(module):
-    """The folder or file at the root of iris; the sanitizer, which watches the simulator, is one for itself."""
-    parts = module.split(".")
-    return ".".join(parts[: 3 if parts[1:3] == ["simulator", "sanitizer"] else 2])
+    """The folder or file at the root of iris."""
+    return ".".join(module.split(".")[:2])
 
 
 def test_no_folders_import_from_each_other():

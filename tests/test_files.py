@@ -10,7 +10,7 @@ from iris.errors import FolderError
 from iris.files import check_writable, written
 from iris.heap.history import shown
 from iris.machine import figures, tables
-from iris.simulator.sanitizer.notes import Notes
+from iris.sanitizer.notes import Notes
 
 FULL = Path("/dev/full")
 

@@ -1,4 +1,4 @@
-"""Where the files of this library, of the simulator and of Triton are: whose code a line of a stack is of."""
+"""Where the files of this library, its simulator, its sanitizer and Triton are: whose code a line of a stack is of."""
 
 import os
 from pathlib import Path
@@ -6,5 +6,6 @@ from pathlib import Path
 import triton
 
 IRIS = str(Path(__file__).parents[1]) + os.sep
+SANITIZER = IRIS + "sanitizer" + os.sep
 SIMULATOR = IRIS + "simulator" + os.sep
 TRITON = str(Path(triton.__file__).parent) + os.sep

@@ -41,7 +41,11 @@ rank: Callable[[], int | None] = _rank_of_environment
 
 def _learn_rank(group: Any) -> None:
     global rank
-    rank = lambda: group.ranks[group.rank]  # noqa: E731
+
+    def rank_in_group() -> int:
+        return group.ranks[group.rank]
+
+    rank = rank_in_group
 
 
 observer.on_join.append(_learn_rank)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from iris.simulator import grid
-from iris.simulator.folders import IRIS, SIMULATOR, TRITON
+from iris.simulator.folders import IRIS, SANITIZER, SIMULATOR, TRITON
 
 USER, LIBRARY, INSTALLED, OTHER = "user", "library", "installed", "other"
 
@@ -21,6 +21,7 @@ _INSTALLED = tuple(os.sep + name + os.sep for name in ("site-packages", "dist-pa
 _OTHER = (
     IRIS + "observer.py",
     SIMULATOR,
+    SANITIZER,
     LANGUAGE,
     TRITON,
     str(Path(torch.__file__).parent) + os.sep,

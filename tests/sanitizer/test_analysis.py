@@ -10,13 +10,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from iris import observer
+from iris import observer, sanitizer
 from iris.observer import READ, UPDATE, WRITE
-from iris.simulator import sanitizer
-from iris.simulator.lines import Line
-from iris.simulator.sanitizer import deadlock
-from iris.simulator.sanitizer.analysis import Analysis
-from iris.simulator.sanitizer.events import (
+from iris.sanitizer import deadlock
+from iris.sanitizer.analysis import Analysis
+from iris.sanitizer.events import (
     HOST,
     Accessed,
     Awaiting,
@@ -31,8 +29,9 @@ from iris.simulator.sanitizer.events import (
     Synchronised,
     Wait,
 )
-from iris.simulator.sanitizer.flags import Verdicts
-from iris.simulator.sanitizer.notes import notes_in
+from iris.sanitizer.flags import Verdicts
+from iris.sanitizer.notes import notes_in
+from iris.simulator.lines import Line
 
 DATA = Spans(("heap", 2), np.array([64]), np.array([128]))
 FLAG = Spans(("heap", 2), np.array([0]), np.array([4]))

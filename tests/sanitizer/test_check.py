@@ -14,12 +14,12 @@ from conftest import import_path
 from covering import EVERYTHING
 from preloaded import LIMIT_S, python
 
+from iris import sanitizer
 from iris.errors import InvalidSettingError
 from iris.program import members, running
-from iris.simulator import sanitizer
-from iris.simulator.sanitizer import whereabouts
+from iris.sanitizer import whereabouts
 
-pytest_plugins = ["iris.simulator.sanitizer.fixture"]
+pytest_plugins = ["iris.sanitizer.fixture"]
 
 BROKEN = Path(__file__).parent / "broken"
 

@@ -4,7 +4,7 @@ import textwrap
 
 import pytest
 
-from iris.simulator.sanitizer import loops
+from iris.sanitizer import loops
 
 SPINS = [
     "while tl.load(flag) != 1:\n    pass",

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from iris.heap import host, mapping
-from iris.simulator.sanitizer.events import PRIVATE
-from iris.simulator.sanitizer.spaces import Spaces
+from iris.sanitizer.events import PRIVATE
+from iris.sanitizer.spaces import Spaces
 from iris.world import Group
 
 SIZE = 1 << 16

@@ -12,9 +12,9 @@ import torch
 import triton
 import triton.language as tl
 
-from iris.simulator import sanitizer
-from iris.simulator.sanitizer.analysis import analyse
-from iris.simulator.sanitizer.host_recorder import HostRecorder
+from iris import sanitizer
+from iris.sanitizer.analysis import analyse
+from iris.sanitizer.host_recorder import HostRecorder
 
 N = 64
 

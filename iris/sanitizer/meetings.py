@@ -19,16 +19,16 @@ import torch.distributed as dist
 from iris.compat.c10d import Future, group_named, is_of_torch_distributed, source_of
 from iris.compat.dispatch import operation_name
 from iris.observer import READ, WRITE
+from iris.sanitizer import rooted
+from iris.sanitizer.calls import Call
 from iris.simulator import lines
 from iris.simulator.folders import IRIS
-from iris.simulator.sanitizer import rooted
-from iris.simulator.sanitizer.calls import Call
 
 Touch = Callable[..., None]
 
 
 class MeetingRecorder(Protocol):
-    """The part of `iris.simulator.sanitizer.host_recorder.HostRecorder` that is told of meetings."""
+    """The part of `iris.sanitizer.host_recorder.HostRecorder` that is told of meetings."""
 
     def begun(self, name: str, stream: Any = None) -> Call: ...
     def collective_entered(self, key: tuple) -> None: ...

@@ -11,14 +11,14 @@ from collections import defaultdict
 import numpy as np
 
 from iris.observer import READ, UPDATE, WRITE
+from iris.sanitizer import clocks, shadow
+from iris.sanitizer.accesses import Access, Carrier, Side
+from iris.sanitizer.carriers import Carriers
+from iris.sanitizer.clocks import Released, Thread
+from iris.sanitizer.events import Accessed, Place, Spans, Synchronised
+from iris.sanitizer.findings import LOST, Findings
+from iris.sanitizer.flags import Flag, Moment, Verdicts
 from iris.simulator.lines import Line
-from iris.simulator.sanitizer import clocks, shadow
-from iris.simulator.sanitizer.accesses import Access, Carrier, Side
-from iris.simulator.sanitizer.carriers import Carriers
-from iris.simulator.sanitizer.clocks import Released, Thread
-from iris.simulator.sanitizer.events import Accessed, Place, Spans, Synchronised
-from iris.simulator.sanitizer.findings import LOST, Findings
-from iris.simulator.sanitizer.flags import Flag, Moment, Verdicts
 
 # A plain store of so many bytes at most may be meant as a flag.
 FLAG_BYTES = 8

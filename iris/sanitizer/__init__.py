@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING
 
 from iris import inspection, observer
 from iris.files import written
-from iris.simulator.sanitizer import locks
-from iris.simulator.sanitizer.settings import FOLDER_VARIABLE, SEED_VARIABLE, VARIABLE
+from iris.sanitizer import locks
+from iris.sanitizer.settings import FOLDER_VARIABLE, SEED_VARIABLE, VARIABLE
 from iris.switches import switched_on
 
 if TYPE_CHECKING:
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 def start(folder: Path, rank: int, num_ranks: int) -> None:
     """Take down what this process does from here on, as ``rank``, in a folder that all ranks share."""
-    from iris.simulator.sanitizer import whereabouts
-    from iris.simulator.sanitizer.recorder import Recorder
+    from iris.sanitizer import whereabouts
+    from iris.sanitizer.recorder import Recorder
 
     with written(folder / f"rank{rank}.events"):
         whereabouts.sign(folder, rank)
@@ -59,11 +59,11 @@ def start_if_wanted(group: "Group") -> None:
         return
     rank, num_ranks = group.ranks[group.rank], max(group.ranks) + 1
     if FOLDER_VARIABLE in os.environ:
-        from iris.simulator.sanitizer.launches import own_launch
+        from iris.sanitizer.launches import own_launch
 
         folder = own_launch(Path(os.environ[FOLDER_VARIABLE]))
     else:
-        from iris.simulator.sanitizer.at_exit import report_at_exit
+        from iris.sanitizer.at_exit import report_at_exit
 
         folder = report_at_exit(group)
     start(folder, rank, num_ranks)

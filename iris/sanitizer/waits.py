@@ -7,10 +7,10 @@ from typing import Any
 
 import triton.language as tl
 
+from iris.sanitizer import loops
+from iris.sanitizer.events import Wait
 from iris.simulator import lines
 from iris.simulator.dropped import dropped_calls
-from iris.simulator.sanitizer import loops
-from iris.simulator.sanitizer.events import Wait
 from iris.simulator.shapes import unwrapped
 
 

@@ -19,12 +19,12 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
+from iris.sanitizer import locks
+from iris.sanitizer.calls import Call
+from iris.sanitizer.events import HOST, HostAcquire, HostRelease
+from iris.sanitizer.interceptors import INTERCEPTORS
+from iris.sanitizer.notes import Notes
 from iris.simulator.grid import TaskThread
-from iris.simulator.sanitizer import locks
-from iris.simulator.sanitizer.calls import Call
-from iris.simulator.sanitizer.events import HOST, HostAcquire, HostRelease
-from iris.simulator.sanitizer.interceptors import INTERCEPTORS
-from iris.simulator.sanitizer.notes import Notes
 
 # So many of the latest tasks that executors were given have numbers of their own.
 MOST_TASKS = 256

@@ -11,13 +11,13 @@ import torch
 from iris.compat.dispatch import ObservingMode, arguments_of, operation_name, results_of, to_copy
 from iris.graph_break import breaks_graph
 from iris.observer import READ, UPDATE, WRITE
-from iris.simulator.sanitizer import indexed
-from iris.simulator.sanitizer.meetings import MeetingRecorder, Meetings, flat
-from iris.simulator.sanitizer.threads import Threads
+from iris.sanitizer import indexed
+from iris.sanitizer.meetings import MeetingRecorder, Meetings, flat
+from iris.sanitizer.threads import Threads
 
 
 class AccessRecorder(MeetingRecorder, Protocol):
-    """The part of `iris.simulator.sanitizer.host_recorder.HostRecorder` that is told of accesses by the host."""
+    """The part of `iris.sanitizer.host_recorder.HostRecorder` that is told of accesses by the host."""
 
     threads: Threads
 

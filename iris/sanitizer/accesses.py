@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from iris.observer import READ, UPDATE, WRITE
-from iris.simulator.sanitizer.events import Place
+from iris.sanitizer.events import Place
 
 VERBS = {READ: "reads", WRITE: "writes", UPDATE: "updates"}
 

@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from iris.simulator.sanitizer import clocks
-from iris.simulator.sanitizer.clocks import Operation, Thread
-from iris.simulator.sanitizer.deadlock import Onlooker
-from iris.simulator.sanitizer.events import (
+from iris.sanitizer import clocks
+from iris.sanitizer.clocks import Operation, Thread
+from iris.sanitizer.deadlock import Onlooker
+from iris.sanitizer.events import (
     PRIVATE,
     Accessed,
     Allocated,
@@ -48,10 +48,10 @@ from iris.simulator.sanitizer.events import (
     Synchronised,
     Waiting,
 )
-from iris.simulator.sanitizer.findings import Finding, Findings
-from iris.simulator.sanitizer.flags import Moment, Verdicts
-from iris.simulator.sanitizer.notes import notes_in
-from iris.simulator.sanitizer.races import Races
+from iris.sanitizer.findings import Finding, Findings
+from iris.sanitizer.flags import Moment, Verdicts
+from iris.sanitizer.notes import notes_in
+from iris.sanitizer.races import Races
 
 # The notes are gone through so often at most: what is not known by luck any more may show more that is.
 TIMES = 4

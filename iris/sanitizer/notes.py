@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from iris.errors import FolderError
-from iris.simulator.sanitizer.events import Known, Place
+from iris.sanitizer.events import Known, Place
 
 
 class Notes:

@@ -9,10 +9,10 @@ from typing import Any
 
 from iris import inspection
 from iris.errors import ProcessUnreachableError
+from iris.sanitizer.findings import Finding, line_text
+from iris.sanitizer.launches import launches_in
 from iris.simulator import lines
 from iris.simulator.lines import Line
-from iris.simulator.sanitizer.findings import Finding, line_text
-from iris.simulator.sanitizer.launches import launches_in
 
 # As `inspection.find_threads` writes them.
 _FRAME = re.compile(r"(?P<file>.+):(?P<number>\d+) in (?P<function>.*?): ")

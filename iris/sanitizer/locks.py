@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 
 class _Threads(Protocol):
-    """What a lock tells of itself to `iris.simulator.sanitizer.threads.Threads`."""
+    """What a lock tells of itself to `iris.sanitizer.threads.Threads`."""
 
     def acquire(self, thing: Any) -> None: ...
     def release(self, thing: Any) -> None: ...

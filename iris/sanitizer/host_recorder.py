@@ -13,11 +13,10 @@ import torch
 from iris.heap import symmetric
 from iris.heap.lifetime import Life
 from iris.observer import READ
-from iris.simulator import lines
-from iris.simulator.sanitizer import bounds, loops, uninitialised, waits
-from iris.simulator.sanitizer.calls import Call
-from iris.simulator.sanitizer.deadlock import Liveness
-from iris.simulator.sanitizer.events import (
+from iris.sanitizer import bounds, loops, uninitialised, waits
+from iris.sanitizer.calls import Call
+from iris.sanitizer.deadlock import Liveness
+from iris.sanitizer.events import (
     PRIVATE,
     Accessed,
     Allocated,
@@ -28,12 +27,13 @@ from iris.simulator.sanitizer.events import (
     Renewed,
     Synchronised,
 )
-from iris.simulator.sanitizer.host import HostAccesses, runs
-from iris.simulator.sanitizer.meetings import goes_to_the_program
-from iris.simulator.sanitizer.notes import Notes
-from iris.simulator.sanitizer.polls import HostPolls
-from iris.simulator.sanitizer.spaces import Spaces
-from iris.simulator.sanitizer.threads import Threads
+from iris.sanitizer.host import HostAccesses, runs
+from iris.sanitizer.meetings import goes_to_the_program
+from iris.sanitizer.notes import Notes
+from iris.sanitizer.polls import HostPolls
+from iris.sanitizer.spaces import Spaces
+from iris.sanitizer.threads import Threads
+from iris.simulator import lines
 from iris.simulator.tasks import MOST_FLAGS
 
 # What the host may poll, as `DeviceContext.wait` does.
@@ -41,7 +41,7 @@ _FLAGS = (torch.int32, torch.int64, torch.uint32, torch.uint64)
 
 
 class HostRecorder:
-    """The half of `iris.simulator.sanitizer.recorder.Recorder` that is of the host."""
+    """The half of `iris.sanitizer.recorder.Recorder` that is of the host."""
 
     notes: Notes
     threads: Threads

@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass, field
 from typing import NamedTuple
 
 from iris.heap.history import shown
+from iris.sanitizer.accesses import Carrier, Side, who_is
+from iris.sanitizer.elements import element
+from iris.sanitizer.events import PRIVATE, Diagnostic, Place, SharedRace, Spans, Waiting
 from iris.simulator.lines import Line
-from iris.simulator.sanitizer.accesses import Carrier, Side, who_is
-from iris.simulator.sanitizer.elements import element
-from iris.simulator.sanitizer.events import PRIVATE, Diagnostic, Place, SharedRace, Spans, Waiting
 from iris.world import names
 
 # Of a race that shows in several ways, the one that says most of its cause.

@@ -16,9 +16,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from iris.simulator.sanitizer import clocks
-from iris.simulator.sanitizer.clocks import Released, Thread
-from iris.simulator.sanitizer.events import Wait
+from iris.sanitizer import clocks
+from iris.sanitizer.clocks import Released, Thread
+from iris.sanitizer.events import Wait
 
 Moment = tuple[int, int]
 """Of an operation on a flag: the slot and the tick of who did it, which are another's never (`clocks`)."""

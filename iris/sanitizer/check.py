@@ -10,13 +10,13 @@ from pathlib import Path
 
 from iris.launcher import forget_other_launchers
 from iris.program import as_command, members, running
+from iris.sanitizer import findings, whereabouts
+from iris.sanitizer.analysis import analyse
+from iris.sanitizer.deadlock import Onlooker
+from iris.sanitizer.findings import Finding, united
+from iris.sanitizer.launches import launches_in
+from iris.sanitizer.settings import FOLDER_VARIABLE, SEED_VARIABLE, VARIABLE
 from iris.shared_folder import await_, leave, own_folder, shared_folder
-from iris.simulator.sanitizer import findings, whereabouts
-from iris.simulator.sanitizer.analysis import analyse
-from iris.simulator.sanitizer.deadlock import Onlooker
-from iris.simulator.sanitizer.findings import Finding, united
-from iris.simulator.sanitizer.launches import launches_in
-from iris.simulator.sanitizer.settings import FOLDER_VARIABLE, SEED_VARIABLE, VARIABLE
 
 FOUND, FAILED = 1, 2
 """Exit statuses: something was found; the program failed, or could not be run, and nothing was found."""

@@ -13,11 +13,11 @@ import threading
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from iris.simulator.sanitizer.calls import Call
+from iris.sanitizer.calls import Call
 
 
 class Threads(Protocol):
-    """What interceptors tell `iris.simulator.sanitizer.threads.Threads`, and ask it."""
+    """What interceptors tell `iris.sanitizer.threads.Threads`, and ask it."""
 
     def start(self, thread: threading.Thread) -> None: ...
     def joining(self, thread: threading.Thread) -> contextlib.AbstractContextManager[None]: ...

@@ -8,9 +8,9 @@ from collections import defaultdict, deque
 
 import numpy as np
 
-from iris.simulator.sanitizer import clocks
-from iris.simulator.sanitizer.accesses import Access, Carrier
-from iris.simulator.sanitizer.clocks import Thread
+from iris.sanitizer import clocks
+from iris.sanitizer.accesses import Access, Carrier
+from iris.sanitizer.clocks import Thread
 
 # Looks that are remembered of each program: of a race, the second access comes soon behind the look that is at fault.
 REMEMBERED = 64

@@ -19,14 +19,10 @@ import triton
 from iris.errors import NotSymmetricError, NotTheCallerError, RankOutOfRangeError
 from iris.heap import symmetric
 from iris.observer import READ, WRITE
-from iris.simulator import lines, tasks
-from iris.simulator.dropped import is_dropped
-from iris.simulator.folders import IRIS
-from iris.simulator.lines import Line
-from iris.simulator.sanitizer import bounds, uninitialised, waits
-from iris.simulator.sanitizer.calls import Call
-from iris.simulator.sanitizer.deadlock import Liveness
-from iris.simulator.sanitizer.events import (
+from iris.sanitizer import bounds, uninitialised, waits
+from iris.sanitizer.calls import Call
+from iris.sanitizer.deadlock import Liveness
+from iris.sanitizer.events import (
     Accessed,
     Awaited,
     Diagnostic,
@@ -46,12 +42,16 @@ from iris.simulator.sanitizer.events import (
     Wait,
     Waiting,
 )
-from iris.simulator.sanitizer.host import HostAccesses
-from iris.simulator.sanitizer.host_recorder import HostRecorder
-from iris.simulator.sanitizer.notes import Notes
-from iris.simulator.sanitizer.polls import HostPolls
-from iris.simulator.sanitizer.spaces import Spaces
-from iris.simulator.sanitizer.threads import Threads
+from iris.sanitizer.host import HostAccesses
+from iris.sanitizer.host_recorder import HostRecorder
+from iris.sanitizer.notes import Notes
+from iris.sanitizer.polls import HostPolls
+from iris.sanitizer.spaces import Spaces
+from iris.sanitizer.threads import Threads
+from iris.simulator import lines, tasks
+from iris.simulator.dropped import is_dropped
+from iris.simulator.folders import IRIS
+from iris.simulator.lines import Line
 
 # From this version on a release is one of the whole block; before it, of the thread that does it and what that has
 # met in a barrier.

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from iris.simulator.sanitizer.events import Spans
+from iris.sanitizer.events import Spans
 
 PIECE_BITS = 24
 

@@ -9,12 +9,12 @@ import contextlib
 from collections.abc import Iterator
 from typing import Protocol
 
-from iris.simulator.sanitizer.events import HostAcquire, HostRelease
-from iris.simulator.sanitizer.notes import Notes
+from iris.sanitizer.events import HostAcquire, HostRelease
+from iris.sanitizer.notes import Notes
 
 
 class _Threads(Protocol):
-    """What a call needs of `iris.simulator.sanitizer.threads.Threads`, which has it among its ``calls``."""
+    """What a call needs of `iris.sanitizer.threads.Threads`, which has it among its ``calls``."""
 
     calls: "set[Call]"
 

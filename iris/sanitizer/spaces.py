@@ -10,7 +10,7 @@ import weakref
 import numpy as np
 
 from iris.heap import mapping
-from iris.simulator.sanitizer.events import PRIVATE, Spans
+from iris.sanitizer.events import PRIVATE, Spans
 
 
 class Spaces:

@@ -13,8 +13,8 @@ import torch
 
 from iris.heap import symmetric
 from iris.observer import GAP, READ
-from iris.simulator.sanitizer import elements
-from iris.simulator.sanitizer.events import PRIVATE, Spans
+from iris.sanitizer import elements
+from iris.sanitizer.events import PRIVATE, Spans
 
 Diagnose = Callable[[str, str, int | None], None]
 """Notes a mistake: its kind, what it is in words, and the number of its place."""

@@ -1,4 +1,4 @@
-"""What a rank notes down while it runs, for `iris.simulator.sanitizer.analysis` to read.
+"""What a rank notes down while it runs, for `iris.sanitizer.analysis` to read.
 
 A rank's events are in the order in which it did them: one thread of it runs at a time. What orders ranks, an atomic
 operation or a word that carries its own arrival, has a number besides, from one counter of all ranks.

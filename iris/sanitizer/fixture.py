@@ -1,11 +1,11 @@
-"""For pytest: `iris_check`, where a conftest.py says ``pytest_plugins = ["iris.simulator.sanitizer.fixture"]``."""
+"""For pytest: `iris_check`, where a conftest.py says ``pytest_plugins = ["iris.sanitizer.fixture"]``."""
 
 from collections.abc import Callable
 
 import pytest
 
-from iris.simulator.sanitizer.check import findings_of
-from iris.simulator.sanitizer.findings import Finding
+from iris.sanitizer.check import findings_of
+from iris.sanitizer.findings import Finding
 
 
 @pytest.fixture

@@ -11,11 +11,11 @@ from types import CodeType
 from typing import Any
 
 from iris.heap.mapping import describe_address
+from iris.sanitizer.deadlock import ENOUGH, Liveness
+from iris.sanitizer.events import Place, Spans, Waiting
+from iris.sanitizer.notes import Notes
+from iris.sanitizer.threads import Threads
 from iris.simulator import lines
-from iris.simulator.sanitizer.deadlock import ENOUGH, Liveness
-from iris.simulator.sanitizer.events import Place, Spans, Waiting
-from iris.simulator.sanitizer.notes import Notes
-from iris.simulator.sanitizer.threads import Threads
 
 # Seconds after which it counts as waiting: programs that merely read the same memory often do other things meanwhile.
 POLLING_S = 5.0
