@@ -18,7 +18,7 @@ def store(source, target, n, rank, peer, heap_bases, BLOCK: tl.constexpr):
         offsets = block * BLOCK + tl.arange(0, BLOCK)
         mask = offsets < n
         values = tl.load(source + offsets, mask=mask)
-        iris.store(target + offsets, values, rank, peer, heap_bases, mask=mask)
+        iris.store(target + offsets, values, from_rank=rank, to_rank=peer, heap_bases=heap_bases, mask=mask)
 
 
 def outcome(mine: torch.Tensor, theirs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

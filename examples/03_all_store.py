@@ -21,7 +21,7 @@ def all_store(source, target, n, rank, num_ranks, heap_bases, BLOCK: tl.constexp
             offsets = block * BLOCK + tl.arange(0, BLOCK)
             mask = offsets < n
             values = tl.load(source + offsets, mask=mask)
-            iris.store(row + offsets, values, rank, peer, heap_bases, mask=mask)
+            iris.store(row + offsets, values, from_rank=rank, to_rank=peer, heap_bases=heap_bases, mask=mask)
 
 
 def main(ctx: iris.Iris, size: int) -> None:

@@ -18,7 +18,9 @@ def atomic_add(source, target, n, rank, peer, heap_bases, BLOCK: tl.constexpr):
         offsets = block * BLOCK + tl.arange(0, BLOCK)
         mask = offsets < n
         values = tl.load(source + offsets, mask=mask)
-        old = iris.atomic_add(target + offsets, values, rank, peer, heap_bases, mask=mask, sem="relaxed")
+        old = iris.atomic_add(
+            target + offsets, values, from_rank=rank, to_rank=peer, heap_bases=heap_bases, mask=mask, sem="relaxed"
+        )
         tl.store(target + offsets, old, mask=mask)
 
 

@@ -16,11 +16,11 @@ def produce(heap_bases, source, inbox, full, taken, round, n, BLOCK: tl.constexp
     mask = offsets < n
     # Adding nothing reads the counter, with an acquire. A plain load would not do: it orders nothing, and compilers may
     # take it out of the loop.
-    while iris.atomic_add(taken + pid, 0, PRODUCER, PRODUCER, heap_bases, sem="acquire") < round:
+    while iris.atomic_add(taken + pid, 0, PRODUCER, PRODUCER, heap_bases=heap_bases, sem="acquire") < round:
         pass
     values = iris.load(source + offsets, PRODUCER, PRODUCER, heap_bases, mask=mask)
-    iris.store(inbox + offsets, values, PRODUCER, CONSUMER, heap_bases, mask=mask)
-    iris.atomic_xchg(full + pid, round + 1, PRODUCER, CONSUMER, heap_bases, sem="release")
+    iris.store(inbox + offsets, values, PRODUCER, CONSUMER, heap_bases=heap_bases, mask=mask)
+    iris.atomic_xchg(full + pid, round + 1, PRODUCER, CONSUMER, heap_bases=heap_bases, sem="release")
 
 
 @triton.jit
@@ -28,11 +28,11 @@ def consume(heap_bases, inbox, result, full, taken, round, n, BLOCK: tl.constexp
     pid = tl.program_id(0)
     offsets = pid * BLOCK + tl.arange(0, BLOCK)
     mask = offsets < n
-    while iris.atomic_add(full + pid, 0, CONSUMER, CONSUMER, heap_bases, sem="acquire") <= round:
+    while iris.atomic_add(full + pid, 0, CONSUMER, CONSUMER, heap_bases=heap_bases, sem="acquire") <= round:
         pass
     values = iris.load(inbox + offsets, CONSUMER, CONSUMER, heap_bases, mask=mask)
-    iris.store(result + offsets, 2 * values, CONSUMER, CONSUMER, heap_bases, mask=mask)
-    iris.atomic_xchg(taken + pid, round + 1, CONSUMER, PRODUCER, heap_bases, sem="release")
+    iris.store(result + offsets, 2 * values, CONSUMER, CONSUMER, heap_bases=heap_bases, mask=mask)
+    iris.atomic_xchg(taken + pid, round + 1, CONSUMER, PRODUCER, heap_bases=heap_bases, sem="release")
 
 
 def main(ctx: iris.Iris, size: int) -> None:

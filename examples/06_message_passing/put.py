@@ -16,10 +16,13 @@ PRODUCER, CONSUMER = tl.constexpr(0), tl.constexpr(1)
 def produce(heap_bases, source, inbox, full, taken, round, n, BLOCK: tl.constexpr):
     pid = tl.program_id(0)
     offsets = pid * BLOCK + tl.arange(0, BLOCK)
-    while iris.atomic_cas(taken + pid, round, round, PRODUCER, PRODUCER, heap_bases, sem="acquire") != round:
+    while (
+        iris.atomic_cas(taken + pid, round, round, PRODUCER, to_rank=PRODUCER, heap_bases=heap_bases, sem="acquire")
+        != round
+    ):
         pass
-    iris.put(source + offsets, inbox + offsets, PRODUCER, CONSUMER, heap_bases, mask=offsets < n)
-    iris.atomic_add(full + pid, 1, PRODUCER, CONSUMER, heap_bases, sem="release")
+    iris.put(source + offsets, inbox + offsets, PRODUCER, CONSUMER, heap_bases=heap_bases, mask=offsets < n)
+    iris.atomic_add(full + pid, 1, PRODUCER, CONSUMER, heap_bases=heap_bases, sem="release")
 
 
 @triton.jit
@@ -27,10 +30,15 @@ def consume(heap_bases, inbox, result, full, taken, round, n, BLOCK: tl.constexp
     pid = tl.program_id(0)
     offsets = pid * BLOCK + tl.arange(0, BLOCK)
     mask = offsets < n
-    while iris.atomic_cas(full + pid, round + 1, round + 1, CONSUMER, CONSUMER, heap_bases, sem="acquire") != round + 1:
+    while (
+        iris.atomic_cas(
+            full + pid, round + 1, round + 1, CONSUMER, to_rank=CONSUMER, heap_bases=heap_bases, sem="acquire"
+        )
+        != round + 1
+    ):
         pass
     tl.store(result + offsets, 2 * tl.load(inbox + offsets, mask=mask), mask=mask)
-    iris.atomic_add(taken + pid, 1, CONSUMER, PRODUCER, heap_bases, sem="release")
+    iris.atomic_add(taken + pid, 1, CONSUMER, PRODUCER, heap_bases=heap_bases, sem="release")
 
 
 def main(ctx: iris.Iris, size: int) -> None:

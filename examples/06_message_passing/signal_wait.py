@@ -19,7 +19,7 @@ def produce(context_tensor, source, inbox, full, taken, round, n, BLOCK: tl.cons
     pid = tl.program_id(0)
     offsets = pid * BLOCK + tl.arange(0, BLOCK)
     ctx.wait(taken + pid, round, cmp="ge")
-    ctx.put_signal(source + offsets, inbox + offsets, full + pid, round + 1, CONSUMER, mask=offsets < n)
+    ctx.put_signal(source + offsets, inbox + offsets, full + pid, round + 1, to_rank=CONSUMER, mask=offsets < n)
 
 
 @triton.jit

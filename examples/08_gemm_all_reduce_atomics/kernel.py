@@ -38,9 +38,9 @@ def gemm_all_reduce(
     program, programs = tl.program_id(0), tl.num_programs(0)
     epoch = tl.load(epochs + program) + 1
     step = (epoch & 1).to(tl.int64) * M * N
-    now = iris.x.make_tensor_view(sums + step, M, N, N, 1)
-    later = iris.x.make_tensor_view(sums + (tl.cast(M, tl.int64) * N - step), M, N, N, 1)
-    result = iris.x.make_tensor_view(c, M, N, stride_cm, stride_cn)
+    now = iris.x.make_tensor_view(sums + step, M, N, stride_m=N, stride_n=1)
+    later = iris.x.make_tensor_view(sums + (tl.cast(M, tl.int64) * N - step), M, N, stride_m=N, stride_n=1)
+    result = iris.x.make_tensor_view(c, M, N, stride_m=stride_cm, stride_n=stride_cn)
     tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
 
     for tile in range(program, tiles_m * tiles_n, programs):
@@ -51,7 +51,7 @@ def gemm_all_reduce(
         left, right = Matrix(a, stride_am, stride_ak), Matrix(b, stride_bk, stride_bn)
         total = product(left, right, rows, columns, stop_m=M, N=N, K=K, TILING=Tiling(BLOCK_M, BLOCK_N, BLOCK_K))
         ctx.tracing.record_event_end(work)
-        iris.x.all_reduce_atomic(iris.x.Tile(pid_m, pid_n, BLOCK_M, BLOCK_N, total), now, ctx)
+        iris.x.all_reduce_atomic(iris.x.Tile(pid_m, pid_n, BLOCK_M, BLOCK_N, data=total), now, ctx)
         for distance in range(1, W + 1):
             ctx.signal(arrived + tile, 1, (ctx.cur_rank + distance) % W, op="add")
 

@@ -29,8 +29,8 @@ def gemm_all_reduce(
 ):  # fmt: skip
     """``c``: the sum of all ranks' ``a b``. ``part``: ``[M, N]``, symmetric, where this rank's product lies."""
     ctx = DeviceContext.initialize(context_tensor, num_ranks=W)
-    parts = iris.x.make_tensor_view(part, M, N, N, 1)
-    result = iris.x.make_tensor_view(c, M, N, stride_cm, stride_cn)
+    parts = iris.x.make_tensor_view(part, M, N, stride_m=N, stride_n=1)
+    result = iris.x.make_tensor_view(c, M, N, stride_m=stride_cm, stride_n=stride_cn)
     tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     # The same order on every rank: nobody waits for a tile that its peer computes behind one that waits for it.
     for tile in range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0)):
@@ -41,4 +41,6 @@ def gemm_all_reduce(
         left, right = Matrix(a, stride_am, stride_ak), Matrix(b, stride_bk, stride_bn)
         total = product(left, right, rows, columns, stop_m=M, N=N, K=K, TILING=Tiling(BLOCK_M, BLOCK_N, BLOCK_K))
         ctx.tracing.record_event_end(work)
-        iris.x.all_reduce_one_shot(iris.x.Tile(pid_m, pid_n, BLOCK_M, BLOCK_N, total), parts, result, flags, ctx)
+        iris.x.all_reduce_one_shot(
+            iris.x.Tile(pid_m, pid_n, BLOCK_M, BLOCK_N, data=total), parts, result, flags, ctx=ctx
+        )

@@ -42,7 +42,7 @@ def _multiply(
 ):  # fmt: skip
     """The part of one of ``programs`` that multiply."""
     for tile in range(program, tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N), programs):
-        rows, columns = _tile_offsets(tile, M, N, BLOCK_M, BLOCK_N)
+        rows, columns = _tile_offsets(tile, M, N, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N)
         work = ctx.tracing.record_event_start(TraceEvent.compute, pid_m=tile)
         left, right = Matrix(a, stride_am, stride_ak), Matrix(b, stride_bk, stride_bn)
         total = product(left, right, rows, columns, stop_m=M, N=N, K=K, TILING=Tiling(BLOCK_M, BLOCK_N, BLOCK_K))
@@ -61,7 +61,7 @@ def _send(
     ctx.barrier(meetings)
     for tile in range(program, tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N), programs):
         ctx.wait(finished + tile, epoch, cmp="reached")
-        rows, columns = _tile_offsets(tile, M, N, BLOCK_M, BLOCK_N)
+        rows, columns = _tile_offsets(tile, M, N, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N)
         at = rows.to(tl.int64)[:, None] * stride_cm + columns.to(tl.int64)[None, :] * stride_cn
         mask = (rows < M)[:, None] & (columns < N)[None, :]
         data = tl.load(c + at, mask=mask)
@@ -82,12 +82,41 @@ def gemm_all_scatter(
     epoch = tl.load(epochs + program) + 1
     if program < multipliers:
         _multiply(
-            ctx, finished, epoch, a, b, c, M, N, K, stride_am, stride_ak, stride_bk, stride_bn, stride_cm, stride_cn,
-            program, multipliers, BLOCK_M, BLOCK_N, BLOCK_K,
-        )  # fmt: skip
+            ctx,
+            finished,
+            epoch,
+            a=a,
+            b=b,
+            c=c,
+            M=M,
+            N=N,
+            K=K,
+            stride_am=stride_am,
+            stride_ak=stride_ak,
+            stride_bk=stride_bk,
+            stride_bn=stride_bn,
+            stride_cm=stride_cm,
+            stride_cn=stride_cn,
+            program=program,
+            programs=multipliers,
+            BLOCK_M=BLOCK_M,
+            BLOCK_N=BLOCK_N,
+            BLOCK_K=BLOCK_K,
+        )
     else:
         _send(
-            ctx, finished, epoch, meetings, c, M, N, stride_cm, stride_cn,
-            program - multipliers, SENDERS, BLOCK_M, BLOCK_N,
-        )  # fmt: skip
+            ctx,
+            finished=finished,
+            epoch=epoch,
+            meetings=meetings,
+            c=c,
+            M=M,
+            N=N,
+            stride_cm=stride_cm,
+            stride_cn=stride_cn,
+            program=program - multipliers,
+            programs=SENDERS,
+            BLOCK_M=BLOCK_M,
+            BLOCK_N=BLOCK_N,
+        )
     store_after_sync(epochs + program, epoch)

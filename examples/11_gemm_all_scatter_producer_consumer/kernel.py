@@ -45,7 +45,7 @@ def gemm(
     ctx = DeviceContext.initialize(context_tensor, num_ranks=W)
     epoch = tl.load(epochs + tl.program_id(0)) + 1
     for tile in range(tl.program_id(0), tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N), tl.num_programs(0)):
-        rows, columns = _tile_offsets(tile, M, N, BLOCK_M, BLOCK_N)
+        rows, columns = _tile_offsets(tile, M, N, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N)
         work = ctx.tracing.record_event_start(TraceEvent.compute, pid_m=tile)
         left, right = Matrix(a, stride_am, stride_ak), Matrix(b, stride_bk, stride_bn)
         total = product(left, right, rows, columns, stop_m=M, N=N, K=K, TILING=Tiling(BLOCK_M, BLOCK_N, BLOCK_K))
@@ -67,7 +67,7 @@ def all_scatter(
     ctx.barrier(meetings)
     for tile in range(tl.program_id(0), tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N), tl.num_programs(0)):
         ctx.wait(finished + tile, epoch, cmp="reached")
-        rows, columns = _tile_offsets(tile, M, N, BLOCK_M, BLOCK_N)
+        rows, columns = _tile_offsets(tile, M, N, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N)
         at = rows.to(tl.int64)[:, None] * stride_cm + columns.to(tl.int64)[None, :] * stride_cn
         mask = (rows < M)[:, None] & (columns < N)[None, :]
         data = tl.load(c + at, mask=mask)

@@ -79,7 +79,7 @@ def _attend(
         total = tl.dot(weights.to(values.dtype), values, total * kept[:, None], input_precision="ieee")
         highest = higher
     mean = total / tl.where(weight > 0, weight, 1)[:, None]
-    _store_rows(rows + task.to(tl.int64) * GROUP * (DIM + PAD), mean, highest + tl.log2(weight), GROUP, DIM)
+    _store_rows(rows + task.to(tl.int64) * GROUP * (DIM + PAD), mean, highest + tl.log2(weight), GROUP=GROUP, DIM=DIM)
 
 
 @triton.jit
@@ -115,7 +115,7 @@ def _combine_ranks(gathered, out, pair, pairs, W: tl.constexpr, GROUP: tl.conste
     """The output of one pair from what all ranks have sent."""
     # 64 bits: many sequences have more than 2^31 words in all.
     pair, row = pair.to(tl.int64), tl.cast(GROUP * (DIM + PAD), tl.int64)
-    result, _ = _combine(gathered + pair * row, pairs * row, W, GROUP, DIM)
+    result, _ = _combine(gathered + pair * row, pairs * row, N=W, GROUP=GROUP, DIM=DIM)
     heads, dims = tl.arange(0, result.shape[0]), tl.arange(0, result.shape[1])
     mask = (heads < GROUP)[:, None] & (dims < DIM)[None, :]
     at = (pair * GROUP + heads)[:, None] * DIM + dims[None, :]
@@ -150,17 +150,32 @@ def flash_decode(
     for task in range(program, pairs * CHUNKS, programs):
         pair = task // CHUNKS
         work = ctx.tracing.record_event_start(TraceEvent.compute, pid_m=pair, pid_n=task)
-        _attend(partial, q, k, v, lengths, task, capacity, scale, GROUP, DIM, GROUPS, SHARED, CHUNKS, BLOCK)
+        _attend(
+            partial,
+            q,
+            k,
+            v,
+            lengths=lengths,
+            task=task,
+            capacity=capacity,
+            scale=scale,
+            GROUP=GROUP,
+            DIM=DIM,
+            GROUPS=GROUPS,
+            SHARED=SHARED,
+            CHUNKS=CHUNKS,
+            BLOCK=BLOCK,
+        )
         ctx.tracing.record_event_end(work)
         # Releases this chunk's rows to the program that ends the last one, and acquires the others' for it.
         if ctx.atomic_add(ended + pair, 1, ctx.cur_rank, scope="gpu") == epoch * CHUNKS - 1:
             first = partial + pair.to(tl.int64) * CHUNKS * GROUP * (DIM + PAD)
-            results, lse = _combine(first, GROUP * (DIM + PAD), CHUNKS, GROUP, DIM)
+            results, lse = _combine(first, GROUP * (DIM + PAD), N=CHUNKS, GROUP=GROUP, DIM=DIM)
             mine = gathered + (ctx.cur_rank * pairs + pair).to(tl.int64) * GROUP * (DIM + PAD)
             for distance in range(1, W + 1):
                 peer = (ctx.cur_rank + distance) % W
                 sent = ctx.tracing.record_event_start(TraceEvent.put, peer, mine + words, pair, mask=words < ROW)
-                _store_rows(ctx.translate(mine, peer), results, lse, GROUP, DIM)
+                _store_rows(ctx.translate(mine, peer), results, lse, GROUP=GROUP, DIM=DIM)
                 ctx.tracing.record_event_end(sent)
             # Behind these stores one is added on every rank, this one too. In one operation: a release waits until all
             # before it has been performed, so that of several, one for each peer, each would wait for the last one.
@@ -170,7 +185,7 @@ def flash_decode(
     for pair in range(program, pairs, programs):
         # Every second call counts here, and this is number (epoch + 1) // 2 of them.
         ctx.wait(arrived + pair, (epoch + 1) // 2 * W, cmp="ge")
-        _combine_ranks(gathered, out, pair, pairs, W, GROUP, DIM)
+        _combine_ranks(gathered, out, pair=pair, pairs=pairs, W=W, GROUP=GROUP, DIM=DIM)
     store_after_sync(epochs + program, epoch)
 
 
@@ -187,16 +202,31 @@ def flash_decode_share(
     for task in range(program, pairs * CHUNKS, programs):
         pair = task // CHUNKS
         work = ctx.tracing.record_event_start(TraceEvent.compute, pid_m=pair, pid_n=task)
-        _attend(partial, q, k, v, lengths, task, capacity, scale, GROUP, DIM, GROUPS, SHARED, CHUNKS, BLOCK)
+        _attend(
+            partial,
+            q,
+            k,
+            v,
+            lengths=lengths,
+            task=task,
+            capacity=capacity,
+            scale=scale,
+            GROUP=GROUP,
+            DIM=DIM,
+            GROUPS=GROUPS,
+            SHARED=SHARED,
+            CHUNKS=CHUNKS,
+            BLOCK=BLOCK,
+        )
         ctx.tracing.record_event_end(work)
         if ctx.atomic_add(ended + pair, 1, ctx.cur_rank, scope="gpu") == epoch * CHUNKS - 1:
             first = partial + pair.to(tl.int64) * CHUNKS * GROUP * (DIM + PAD)
-            results, lse = _combine(first, GROUP * (DIM + PAD), CHUNKS, GROUP, DIM)
-            _store_rows(share + pair.to(tl.int64) * GROUP * (DIM + PAD), results, lse, GROUP, DIM)
+            results, lse = _combine(first, GROUP * (DIM + PAD), N=CHUNKS, GROUP=GROUP, DIM=DIM)
+            _store_rows(share + pair.to(tl.int64) * GROUP * (DIM + PAD), results, lse, GROUP=GROUP, DIM=DIM)
     store_after_sync(epochs + program, epoch)
 
 
 @triton.jit(do_not_specialize=["pairs"])
 def combine_shares(gathered, out, pairs, W: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr):
     """The output from the shares of all ranks; a program for each pair."""
-    _combine_ranks(gathered, out, tl.program_id(0), pairs, W, GROUP, DIM)
+    _combine_ranks(gathered, out, pair=tl.program_id(0), pairs=pairs, W=W, GROUP=GROUP, DIM=DIM)

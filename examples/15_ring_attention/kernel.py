@@ -69,9 +69,37 @@ def _attend_part(
         end = tl.where(own, tl.minimum(first_row + BLOCK_M, length), tl.where(later, 0, end))
         limits = tl.where(own, tl.minimum(rows + 1, length), limits)
     total, highest, weight = _attend(
-        total, highest, weight, query, k, v, 0, whole, limits, length, scale, DIM, BLOCK_N, False
+        total,
+        highest,
+        weight,
+        query=query,
+        k=k,
+        v=v,
+        begin=0,
+        end=whole,
+        limits=limits,
+        length=length,
+        scale=scale,
+        DIM=DIM,
+        BLOCK_N=BLOCK_N,
+        MASKED=False,
     )
-    return _attend(total, highest, weight, query, k, v, whole, end, limits, length, scale, DIM, BLOCK_N, True)
+    return _attend(
+        total,
+        highest,
+        weight,
+        query=query,
+        k=k,
+        v=v,
+        begin=whole,
+        end=end,
+        limits=limits,
+        length=length,
+        scale=scale,
+        DIM=DIM,
+        BLOCK_N=BLOCK_N,
+        MASKED=True,
+    )
 
 
 @triton.jit
@@ -160,14 +188,24 @@ def ring_attention(
             if W > 1:
                 for part in range(2):
                     own = (head.to(tl.int64) * 2 + part) * part_size
-                    _send(ctx, k + own, v + own, first + part * part_size, length, right, SENDERS, DIM, SEND_M)
+                    _send(
+                        ctx,
+                        k + own,
+                        v + own,
+                        first + part * part_size,
+                        length=length,
+                        right=right,
+                        SENDERS=SENDERS,
+                        DIM=DIM,
+                        SEND_M=SEND_M,
+                    )
                     ctx.signal(counts + 2 + part, 1, right, op="add")
             for step in range(1, W - 1):
                 for part in range(2):
                     ctx.wait(counts + step * 2 + part, (turn + 1) * SENDERS, cmp="ge")
                     from_k = first + (step - 1) * block_size + part * part_size
                     from_v, to = from_k + 2 * part_size, from_k + block_size
-                    _send(ctx, from_k, from_v, to, length, right, SENDERS, DIM, SEND_M)
+                    _send(ctx, from_k, from_v, to, length=length, right=right, SENDERS=SENDERS, DIM=DIM, SEND_M=SEND_M)
                     ctx.signal(counts + step * 2 + 2 + part, 1, right, op="add")
             if W > 2:
                 ctx.signal(freed + slot, 1, left, op="add")
@@ -177,7 +215,7 @@ def ring_attention(
     while task < tasks:
         head, query_part, first_row = _tile(task, length, BLOCK_M)
         slot, turn = (past + head) % SLOTS, (past + head) // SLOTS
-        at, here = _rows(head, query_part, first_row, length, DIM, BLOCK_M)
+        at, here = _rows(head, query_part, first_row, length, DIM=DIM, BLOCK_M=BLOCK_M)
         query = tl.load(q + at, mask=here, other=0)
         highest = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
         weight = tl.zeros((BLOCK_M,), dtype=tl.float32)
@@ -189,9 +227,22 @@ def ring_attention(
             own = (head.to(tl.int64) * 2 + part) * part_size
             work = ctx.tracing.record_event_start(TraceEvent.compute, pid_m=head, pid_n=first_row)
             total, highest, weight = _attend_part(
-                total, highest, weight, query, k + own, v + own, chunk, first_row, _chunk(rank, part, W),
-                length, scale, DIM, CAUSAL, BLOCK_M, BLOCK_N,
-            )  # fmt: skip
+                total,
+                highest,
+                weight,
+                query=query,
+                k=k + own,
+                v=v + own,
+                chunk=chunk,
+                first_row=first_row,
+                key_chunk=_chunk(rank, part, W),
+                length=length,
+                scale=scale,
+                DIM=DIM,
+                CAUSAL=CAUSAL,
+                BLOCK_M=BLOCK_M,
+                BLOCK_N=BLOCK_N,
+            )
             ctx.tracing.record_event_end(work)
         for step in range(1, W):
             block = blocks + (slot * (W - 1) + step - 1) * block_size
@@ -201,9 +252,22 @@ def ring_attention(
                 keys = block + part * part_size
                 work = ctx.tracing.record_event_start(TraceEvent.compute, pid_m=head, pid_n=first_row)
                 total, highest, weight = _attend_part(
-                    total, highest, weight, query, keys, keys + 2 * part_size, chunk, first_row,
-                    _chunk((rank + W - step) % W, part, W), length, scale, DIM, CAUSAL, BLOCK_M, BLOCK_N,
-                )  # fmt: skip
+                    total,
+                    highest,
+                    weight,
+                    query=query,
+                    k=keys,
+                    v=keys + 2 * part_size,
+                    chunk=chunk,
+                    first_row=first_row,
+                    key_chunk=_chunk((rank + W - step) % W, part, W),
+                    length=length,
+                    scale=scale,
+                    DIM=DIM,
+                    CAUSAL=CAUSAL,
+                    BLOCK_M=BLOCK_M,
+                    BLOCK_N=BLOCK_N,
+                )
                 ctx.tracing.record_event_end(work)
         tl.store(out + at, (total / weight[:, None]).to(out.dtype.element_ty), mask=here)
         if W > 1:
@@ -224,7 +288,7 @@ def attention(
     each tile of queries.
     """
     head, query_part, first_row = _tile(tl.program_id(0), length, BLOCK_M)
-    at, here = _rows(head, query_part, first_row, length, DIM, BLOCK_M)
+    at, here = _rows(head, query_part, first_row, length, DIM=DIM, BLOCK_M=BLOCK_M)
     rows = first_row + tl.arange(0, BLOCK_M)
     of_row = (head * 2 + query_part) * length + rows
     query = tl.load(q + at, mask=here, other=0)
@@ -242,10 +306,22 @@ def attention(
         block = tl.cast(owner, tl.int64) * stride_owner + head * 2 * part_size
         for part in range(2):
             total, highest, weight = _attend_part(
-                total, highest, weight, query, k + block + part * part_size, v + block + part * part_size,
-                _chunk(rank, query_part, W), first_row, _chunk(owner, part, W), length, scale,
-                DIM, CAUSAL, BLOCK_M, BLOCK_N,
-            )  # fmt: skip
+                total,
+                highest,
+                weight,
+                query=query,
+                k=k + block + part * part_size,
+                v=v + block + part * part_size,
+                chunk=_chunk(rank, query_part, W),
+                first_row=first_row,
+                key_chunk=_chunk(owner, part, W),
+                length=length,
+                scale=scale,
+                DIM=DIM,
+                CAUSAL=CAUSAL,
+                BLOCK_M=BLOCK_M,
+                BLOCK_N=BLOCK_N,
+            )
     if LAST:
         tl.store(out + at, (total / weight[:, None]).to(out.dtype.element_ty), mask=here)
     else:

@@ -16,7 +16,7 @@ def store(source, target, n, rank, peer, heap_bases, BLOCK: tl.constexpr):
     for block in range(tl.program_id(0), tl.cdiv(n, BLOCK), tl.num_programs(0)):
         offsets = block * BLOCK + tl.arange(0, BLOCK)
         values = tl.load(source + offsets, mask=offsets < n)
-        remote_store(target + offsets, values, rank, peer, heap_bases, mask=offsets < n)
+        remote_store(target + offsets, values, from_rank=rank, to_rank=peer, heap_bases=heap_bases, mask=offsets < n)
 
 
 @gluon.jit

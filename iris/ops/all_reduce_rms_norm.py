@@ -68,7 +68,7 @@ def share(partials, value, piece, stamp, DIVISION: tl.constexpr, rank, record):
     k = tl.arange(0, DIVISION.LANES)
     words = tl.cast(value, tl.int32, bitcast=True) + 0 * k
     ll_send(partials + k, words, stamp, k == piece)
-    words = ll_recv(partials + k, stamp, k < DIVISION.PIECES, rank, record)
+    words = ll_recv(ptrs=partials + k, stamp=stamp, mask=k < DIVISION.PIECES, source=rank, record=record)
     return tl.where(k < DIVISION.PIECES, tl.cast(words, tl.float32, bitcast=True), 0)
 
 
@@ -89,7 +89,7 @@ def over_the_row(
     """The sum of all pieces' ``squares``, and the largest of their ``heights``. ``partials``: the row's, for either."""
     PIECES: tl.constexpr = DIVISION.PIECES
     if DIVISION.CLUSTERED:
-        total, peak = cluster_all_reduce(meeting, entered, squares, heights, PIECES, BY_ROW)
+        total, peak = cluster_all_reduce(meeting, entered, squares, heights, PROGRAMS=PIECES, PEAKS=BY_ROW)
     else:
         total, peak = tl.sum(squares, axis=0), tl.max(heights, axis=0) if BY_ROW else 0.0
         if PIECES > 1:
@@ -141,17 +141,19 @@ def one_shot_rms_norm(
         added = load_or_zero(tensors.residual, at, inside)
         gain = tl.load(tensors.weight + columns, mask=inside, other=0)
         divisor = tl.load(tensors.scale) if tensors.scale is not None else 1.0
-        parts = region(slots, room * PIECES, unit, epoch, W * PIECE)
+        parts = region(slots, room * PIECES, unit, epoch, REGION=W * PIECE)
         for distance in tl.static_range(1, W):
-            push(ctx, parts + rank * PIECE, i, own, inside, bases, distance, W)
+            push(ctx, parts + rank * PIECE, i, own, mask=inside, bases=bases, distance=distance, W=W)
         # While the data are under way. What the last call's slot held was read in that call.
-        old = region(slots, room * PIECES, unit, epoch + (SLOTS - 1), W * PIECE)
+        old = region(slots, room * PIECES, unit, epoch + (SLOTS - 1), REGION=W * PIECE)
         for s in tl.static_range(W):
             lamport_clear(old + s * PIECE + i, inside & (rank != s))
         store_after_sync(epochs + unit, (epoch + 1) % SLOTS)
         entered = enter(meeting, PIECES, BY_ROW) if DIVISION.CLUSTERED else 0
         event = ctx.tracing.begin_wait_for_data(parts, rank)
-        total = recv_and_reduce(parts, own, words, H - piece * PIECE, rank, W, PIECE, "sum", ctx._record())
+        total = recv_and_reduce(
+            parts, own, k=words, count=H - piece * PIECE, rank=rank, W=W, PART=PIECE, OP="sum", record=ctx._record()
+        )
         ctx.tracing.record_event_end(event)
         x = tl.where(inside, widen(total), 0) + widen(added)
         gain = widen(gain)
@@ -231,7 +233,7 @@ def two_shot_rms_norm(
         added = load_or_zero(tensors.residual, at, inside & (step >= 2 * AHEAD))
         if step < steps:
             unit = first + step * stride
-            mine = region(slots, room * PIECES, unit, tl.load(epochs + unit), REGION) + rank * PART
+            mine = region(slots, room * PIECES, unit, tl.load(epochs + unit), REGION=REGION) + rank * PART
             its = input + (unit // PIECES).to(tl.int64) * H
             # All loads before all stores, which the compiler cannot know to be of other memory.
             parts = ()
@@ -240,36 +242,38 @@ def two_shot_rms_norm(
                 parts += (tl.load(its + k, mask=(i < PART) & (k < H)),)
             for distance in tl.static_range(1, W):
                 mask = (i < PART) & (begin + (rank + distance) % W * PART + i < H)
-                push(ctx, mine, i, parts[distance - 1], mask, bases, distance, W)
+                push(ctx, mine, i, parts[distance - 1], mask=mask, bases=bases, distance=distance, W=W)
         if (step >= AHEAD) & (step < steps + AHEAD):
             unit = first + (step - AHEAD) * stride
-            parts = region(slots, room * PIECES, unit, tl.load(epochs + unit), REGION)
+            parts = region(slots, room * PIECES, unit, tl.load(epochs + unit), REGION=REGION)
             k = begin + rank * PART + i
             mask = (i < PART) & (k < H)
             own = tl.load(input + (unit // PIECES).to(tl.int64) * H + k, mask=mask)
             left = tl.minimum(H - begin - rank * PART, PART)
             event = ctx.tracing.begin_wait_for_data(parts, rank)
-            total = recv_and_reduce(parts, own, words, left, rank, W, PART, "sum", ctx._record())
+            total = recv_and_reduce(
+                parts, own, k=words, count=left, rank=rank, W=W, PART=PART, OP="sum", record=ctx._record()
+            )
             ctx.tracing.record_event_end(event)
             sums = parts + (W + rank) * PART
             lamport_send(sums + i, total, mask)
             for distance in tl.static_range(1, W):
-                push(ctx, sums, i, total, mask, bases, distance, W)
+                push(ctx, sums, i, total, mask=mask, bases=bases, distance=distance, W=W)
         if step >= 2 * AHEAD:
             epoch = tl.load(epochs + done)
-            sums = region(slots, room * PIECES, done, epoch, REGION) + W * PART
+            sums = region(slots, room * PIECES, done, epoch, REGION=REGION) + W * PART
             event = ctx.tracing.begin_wait_for_data(sums, rank)
             total = lamport_recv(
-                words_at(sums, element) + all_words,
-                all_words < W * PART // E,
-                sentinel_mask(all_words, tl.minimum(H - begin, W * PART), element),
-                element,
-                j,
-                all_words // (PART // E),
-                ctx._record(),
+                ptrs=words_at(sums, element) + all_words,
+                mask=all_words < W * PART // E,
+                bits=sentinel_mask(all_words, tl.minimum(H - begin, W * PART), element),
+                element=element,
+                like=j,
+                source=all_words // (PART // E),
+                record=ctx._record(),
             )
             ctx.tracing.record_event_end(event)
-            old = region(slots, room * PIECES, done, epoch + (SLOTS - 1), REGION)
+            old = region(slots, room * PIECES, done, epoch + (SLOTS - 1), REGION=REGION)
             lamport_clear(old + j, (j < W * PART) & (j // PART != rank))
             lamport_clear(old + W * PART + j, inside)
             x = tl.where(inside, widen(total), 0) + widen(added)

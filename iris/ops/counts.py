@@ -56,7 +56,13 @@ def await_ready(ctx, counts, epoch):
     """Until the memory of every rank may be written."""
     for first in range(0, ctx.num_ranks, LANES):
         peer = first + lanes()
-        ctx._wait_ranks(counts + READY + peer, epoch + 0 * peer, peer < ctx.num_ranks, first, ctx.num_ranks)
+        ctx._wait_ranks(
+            flag_ptrs=counts + READY + peer,
+            wanted=epoch + 0 * peer,
+            here=peer < ctx.num_ranks,
+            first=first,
+            num_ranks=ctx.num_ranks,
+        )
 
 
 @jit
@@ -65,7 +71,7 @@ def tell_arrived(ctx, counts, part):
     for first in range(0, ctx.num_ranks, LANES):
         to = first + lanes()
         here = (to < ctx.num_ranks) & (to != ctx.cur_rank)
-        ctx._signal_ranks(counts + ARRIVED + part, 1 + 0 * to, to, here, "add")
+        ctx._signal_ranks(counts + ARRIVED + part, 1 + 0 * to, to, here=here, op="add")
 
 
 @jit
@@ -73,7 +79,7 @@ def await_done(ctx, counts, epoch):
     """Behind this program's last store to peers: the kernel ends when everybody's stores to this rank are there."""
     for first in range(0, ctx.num_ranks, LANES):
         to = first + lanes()
-        ctx._signal_ranks(counts + DONE, 1 + 0 * to, to, to < ctx.num_ranks, "add")
+        ctx._signal_ranks(flag_ptr=counts + DONE, values=1 + 0 * to, peers=to, here=to < ctx.num_ranks, op="add")
     if tl.program_id(0) == 0:
         ctx.wait(counts + DONE, epoch * tl.num_programs(0) * ctx.num_ranks, cmp="reached")
 

@@ -51,8 +51,8 @@ def matmul_all_gather(
         total = biased(total, epilogue, columns, N)
         if number == first:
             await_ready(ctx, counts, epoch)
-        tile = Tile(pid_m, pid_n, BLOCK_M, BLOCK_N, total)
-        view = make_tensor_view(out.ptr, W * M, N, out.row_stride, out.column_stride)
+        tile = Tile(pid_m, pid_n, BLOCK_M, BLOCK_N, data=total)
+        view = make_tensor_view(out.ptr, W * M, N, stride_m=out.row_stride, stride_n=out.column_stride)
         all_gather(tile, view, 0, places)
     await_done(ctx, counts, epoch)
     end(counts, epoch)

@@ -77,7 +77,9 @@ def report(lock, word, owner, ctx):
     if in_simulator():
         raise_foreign_value(lock, word, owner, ctx.cur_rank)
     else:
-        write_record(ctx._record(), lock, owner, word, kind_code("foreign"), 0, ctx.num_ranks)
+        write_record(
+            ctx._record(), lock, wanted=owner, seen=word, kind=kind_code("foreign"), first=0, num_ranks=ctx.num_ranks
+        )
 
 
 @triton.jit
@@ -142,7 +144,7 @@ def signal_all(lock, value, ctx):
     for first in range(0, ctx.num_ranks, LANES):
         to = first + lanes()
         values = tl.zeros_like(to).to(lock.dtype.element_ty) + value
-        ctx._signal_ranks(lock, values, to, to < ctx.num_ranks, "add")
+        ctx._signal_ranks(lock, values, to, here=to < ctx.num_ranks, op="add")
 
 
 @triton.jit

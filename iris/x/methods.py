@@ -23,7 +23,7 @@ def all_gather(self, tile, dst, dim: tl.constexpr):
 @triton.jit
 def all_to_all(self, tile, src, dst, N_per_rank):
     """`iris.x.all_to_all`."""
-    moves.all_to_all(tile, src, dst, N_per_rank, self)
+    moves.all_to_all(tile, src, dst, N_per_rank, ctx=self)
 
 
 @triton.jit
@@ -35,7 +35,7 @@ def gather(self, tile, src, source_rank):
 @triton.jit
 def all_reduce(self, tile, src, dst, config):
     """`iris.x.all_reduce`."""
-    sums.all_reduce(tile, src, dst, config, self)
+    sums.all_reduce(tile, src, dst, config, ctx=self)
 
 
 @triton.jit
@@ -53,19 +53,19 @@ def all_reduce_spinlock(self, tile, dst, locks):
 @triton.jit
 def all_reduce_one_shot(self, tile, src, dst, locks):
     """`iris.x.all_reduce_one_shot`."""
-    sums.all_reduce_one_shot(tile, src, dst, locks, self)
+    sums.all_reduce_one_shot(tile, src, dst, locks, ctx=self)
 
 
 @triton.jit
 def all_reduce_two_shot(self, tile, src, dst, locks):
     """`iris.x.all_reduce_two_shot`."""
-    sums.all_reduce_two_shot(tile, src, dst, locks, self)
+    sums.all_reduce_two_shot(tile, src, dst, locks, ctx=self)
 
 
 @triton.jit
 def reduce_scatter(self, tile, src, dst, locks):
     """`iris.x.reduce_scatter`."""
-    sums.reduce_scatter(tile, src, dst, locks, self)
+    sums.reduce_scatter(tile, src, dst, locks, ctx=self)
 
 
 METHODS = {

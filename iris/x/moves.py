@@ -17,14 +17,22 @@ def all_gather(tile, dst, dim: tl.constexpr, ctx):
     check_choice("dim", dim, 0, 1)
     if dim == 0:
         height = dst.M // ctx.num_ranks
-        _store_shard(tile, dst, height, dst.N, ctx.cur_rank * height, 0, ctx)
+        _store_shard(tile, dst, height=height, width=dst.N, first_row=ctx.cur_rank * height, first_column=0, ctx=ctx)
     else:
         width = dst.N // ctx.num_ranks
         # Accesses of 16 bytes take a width, and a first column, that the compiler can see to be multiples of 16.
         if width % 16 == 0:
-            _store_shard(tile, dst, dst.M, width // 16 * 16, 0, ctx.cur_rank * (width // 16 * 16), ctx)
+            _store_shard(
+                tile,
+                dst,
+                height=dst.M,
+                width=width // 16 * 16,
+                first_row=0,
+                first_column=ctx.cur_rank * (width // 16 * 16),
+                ctx=ctx,
+            )
         else:
-            _store_shard(tile, dst, dst.M, width, 0, ctx.cur_rank * width, ctx)
+            _store_shard(tile, dst, height=dst.M, width=width, first_row=0, first_column=ctx.cur_rank * width, ctx=ctx)
 
 
 @triton.jit

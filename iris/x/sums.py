@@ -52,9 +52,9 @@ def all_reduce(tile, src, dst, config, ctx):
     check_config(config)
     check_choice("variant", config.variant, "one_shot", "two_shot", "atomic", "spinlock")
     if config.variant == "one_shot":
-        all_reduce_one_shot(tile, src, dst, config.locks, ctx)
+        all_reduce_one_shot(tile, src, dst, config.locks, ctx=ctx)
     elif config.variant == "two_shot":
-        all_reduce_two_shot(tile, src, dst, config.locks, ctx)
+        all_reduce_two_shot(tile, src, dst, config.locks, ctx=ctx)
     elif config.variant == "spinlock":
         all_reduce_spinlock(tile, dst, config.locks, ctx)
     else:

@@ -133,7 +133,7 @@ def describe(value):
 @triton.jit
 def make_tensor_view(ptr, M, N, stride_m, stride_n):
     """The matrix ``[M, N]`` at ``ptr``; strides in elements."""
-    return TensorView(ptr, M, N, stride_m, stride_n)
+    return TensorView(ptr, M, N, stride_m=stride_m, stride_n=stride_n)
 
 
 @triton.jit

@@ -71,7 +71,7 @@ def _load(a, b, tiles_a, tiles_b, smem_full, smem_empty, M, N, K, turns):
     BLOCK_N: gl.constexpr = b.block_type.shape[1]
     step = 0
     for turn in range(turns):
-        row, column = _tile_offsets(turn, M, N, 2 * HALF, BLOCK_N)
+        row, column = _tile_offsets(turn, M, N, BLOCK_M=2 * HALF, BLOCK_N=BLOCK_N)
         for k in range(0, K, BLOCK_K):
             stage = step % STAGES
             mbarrier.wait(smem_empty.index(stage), step // STAGES & 1 ^ 1)
@@ -131,7 +131,7 @@ def _write(ctx, c, products, epilogue_full, epilogue_empty, M, N, stride_cm, str
     BLOCK_N: gl.constexpr = products.shape[2]
     layout: gl.constexpr = _lines(BLOCK_N)
     for turn in range(turns):
-        row, column = _tile_offsets(turn, M, N, 2 * HALF, BLOCK_N)
+        row, column = _tile_offsets(turn, M, N, BLOCK_M=2 * HALF, BLOCK_N=BLOCK_N)
         columns = column + gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout))
         mbarrier.wait(epilogue_full.index(0), turn & 1)
         for half in range(2):

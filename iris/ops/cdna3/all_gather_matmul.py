@@ -99,14 +99,14 @@ def cdna3_all_gather_matmul(
         first = remap_xcd(gl.program_id(0) - SENDERS, programs, TILING.XCDS, TILING.CHUNK)
         tiles_n = gl.cdiv(N, BLOCK_N)
         tiles = W * slabs * tiles_n
-        owner, slab, pid_n = tile_of(gl.minimum(first, tiles - 1), rank, W, slabs, tiles_n)
+        owner, slab, pid_n = tile_of(gl.minimum(first, tiles - 1), rank=rank, W=W, slabs=slabs, tiles_n=tiles_n)
         left = rows_of(ctx, counts, a, gathered, owner=owner, slab=slab, slabs=slabs, m=m, K=K, target=target)
         at = TilePlace(slab * BLOCK_M, pid_n * BLOCK_N, m)
         x, y = fetch_both(Matrix(left, K, 1), b, at, 0, N=N, K=K, TILING=TILING)
         for number in range(first, tiles, programs):
             # Behind the last tile there is none: this one will do, for which nothing is waited for any more.
             following = gl.where(number + programs < tiles, number + programs, number)
-            next_owner, next_slab, next_n = tile_of(following, rank, W, slabs, tiles_n)
+            next_owner, next_slab, next_n = tile_of(following, rank=rank, W=W, slabs=slabs, tiles_n=tiles_n)
             next_left = rows_of(
                 ctx, counts, a, gathered, owner=next_owner, slab=next_slab, slabs=slabs, m=m, K=K, target=target
             )

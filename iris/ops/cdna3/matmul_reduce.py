@@ -126,7 +126,9 @@ def cdna3_matmul_reduce(
             for strip in gl.static_range(BLOCK_N // STRIP):
                 columns = columns_of(column, strip)
                 mask = inside & (columns < N)[None, :]
-                result = add_parts(parts, values[strip], rank, W, step, local * N + columns[None, :], mask)
+                result = add_parts(
+                    parts, values[strip], rank=rank, W=W, step=step, at=local * N + columns[None, :], mask=mask
+                )
                 if bias is not None:
                     result += gl.load(bias + columns, mask=columns < N, other=0).to(gl.float32)[None, :]
                 at = local * out.row_stride + columns.to(gl.int64)[None, :] * out.column_stride

@@ -82,7 +82,7 @@ def add(pipeline, landing, units, order, ctx, counts, parts, bias, out, out_ctx,
         ctx.wait(counts + ARRIVED + tile, units.epoch * W, cmp="reached")
         order_bulk_copies()
         for number in gl.static_range(min(SLOTS, PIECES)):
-            fetch_piece(landing, parts, W, row, column, number, begun)
+            fetch_piece(landing, parts, W=W, row=row, column=column, number=number, begun=begun)
         # While the first pieces are on their way. Panels have a ticket of their own, behind that of tiles.
         following = take(units.ticket + 1, count, units.epoch)
         columns = column + gl.arange(0, PANEL, gl.SliceLayout(0, LAYOUT))
@@ -95,7 +95,7 @@ def add(pipeline, landing, units, order, ctx, counts, parts, bias, out, out_ctx,
                 total += landing.pieces.index(slot).reshape([STRIP, PANEL]).load(LAYOUT).to(gl.float32)
                 block_barrier()
                 if number + SLOTS < PIECES:
-                    fetch_piece(landing, parts, W, row, column, number + SLOTS, begun)
+                    fetch_piece(landing, parts, W=W, row=row, column=column, number=number + SLOTS, begun=begun)
                 number += 1
             if bias is not None:
                 total += gl.load(bias + columns, mask=columns < N, other=0).to(gl.float32)[None, :]

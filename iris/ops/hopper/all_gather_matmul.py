@@ -124,12 +124,36 @@ def load(pipeline, units, order, ctx, counts, a, gathered, b, K, TILING: gl.cons
         tile, split, splits = units.at(number)
         owner, chunk, row, column = order.locate(tile)
         if owner == order.rank:
-            step = load_tile(pipeline, a, b, row, column, K, split, splits, step, False, TRANS_B)
+            step = load_tile(
+                pipeline,
+                a,
+                b,
+                row=row,
+                column=column,
+                K=K,
+                split=split,
+                splits=splits,
+                step=step,
+                TRANS_A=False,
+                TRANS_B=TRANS_B,
+            )
         else:
             ctx.wait(counts + ARRIVED + owner * chunks + chunk, units.epoch, cmp="reached")
             order_bulk_copies()
             row += owner * chunks * order.chunk
-            step = load_tile(pipeline, gathered, b, row, column, K, split, splits, step, False, TRANS_B)
+            step = load_tile(
+                pipeline,
+                gathered,
+                b,
+                row=row,
+                column=column,
+                K=K,
+                split=split,
+                splits=splits,
+                step=step,
+                TRANS_A=False,
+                TRANS_B=TRANS_B,
+            )
         number = tell_next(pipeline, units, number, nth)
         nth += 1
 
@@ -183,18 +207,27 @@ def hopper_all_gather_matmul(
     epoch = gl.load(counts)
     pipeline = make_pipeline(tensor_map_a, tensor_map_b, out.ptr.dtype.element_ty, TILING, BY_TICKETS=False)
     order = Order(
-        ctx.cur_rank, m, extents.chunk, together, W * m, extents.N, W, TILING.BLOCK_M, TILING.BLOCK_N, TILING.GROUP
+        rank=ctx.cur_rank,
+        m=m,
+        chunk=extents.chunk,
+        together=together,
+        rows=W * m,
+        columns=extents.N,
+        W=W,
+        BLOCK_M=TILING.BLOCK_M,
+        BLOCK_N=TILING.BLOCK_N,
+        GROUP=TILING.GROUP,
     )
     units = Units(
-        order.count(),
-        splits,
-        last,
-        split_tiles.partials,
-        split_tiles.arrived,
-        epoch,
-        counts,
-        TILING.SPLIT,
-        False,
+        tiles=order.count(),
+        splits=splits,
+        last=last,
+        partials=split_tiles.partials,
+        arrived=split_tiles.arrived,
+        epoch=epoch,
+        ticket=counts,
+        SPLIT=TILING.SPLIT,
+        BY_TICKETS=False,
     )
     gl.warp_specialize(
         [

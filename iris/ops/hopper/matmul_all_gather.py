@@ -61,7 +61,19 @@ def load(pipeline, units, order, a, b, K, TILING: gl.constexpr):
     while number < units.count():
         tile, split, splits = units.at(number)
         row, column = order.at(tile)
-        step = load_tile(pipeline, a, b, row, column, K, split, splits, step, TRANS_A, TRANS_B)
+        step = load_tile(
+            pipeline,
+            a,
+            b,
+            row=row,
+            column=column,
+            K=K,
+            split=split,
+            splits=splits,
+            step=step,
+            TRANS_A=TRANS_A,
+            TRANS_B=TRANS_B,
+        )
         number = tell_next(pipeline, units, number, nth)
         nth += 1
 
@@ -78,11 +90,24 @@ def write(pipeline, units, order, ctx, counts, bias, peers, places, TILING: gl.c
             row, column = order.at(tile)
             await_products(pipeline, done)
             pace = (
-                until_next(pipeline.took, units, following, splits, strips_of(pipeline)) if TILING.PACED else at_once()
+                until_next(pipeline.took, units, following, splits=splits, strips=strips_of(pipeline))
+                if TILING.PACED
+                else at_once()
             )
             if bias is not None:
                 add_bias(pipeline, bias, column, order.columns)
-            send_products_to_all(pipeline, pace, ctx, peers, places, counts, row, column, order.rows, order.columns)
+            send_products_to_all(
+                pipeline,
+                pace,
+                ctx,
+                peers=peers,
+                places=places,
+                like=counts,
+                row=row,
+                column=column,
+                rows=order.rows,
+                N=order.columns,
+            )
             free_products(pipeline)
             done += 1
         number = following
@@ -120,17 +145,17 @@ def hopper_matmul_all_gather(
     ctx, counts = DeviceContext.initialize(channel.context, num_ranks=W), channel.counts
     epoch = begin(ctx, counts)
     pipeline = make_pipeline(tensor_map_a, tensor_map_b, tensor_map_peers.dtype, TILING)
-    order = Order(M, N, TILING.BLOCK_M, TILING.BLOCK_N, TILING.GROUP)
+    order = Order(rows=M, columns=N, BLOCK_M=TILING.BLOCK_M, BLOCK_N=TILING.BLOCK_N, GROUP=TILING.GROUP)
     units = Units(
-        order.count(),
-        splits,
-        last,
-        split_tiles.partials,
-        split_tiles.arrived,
-        epoch,
-        counts + ARRIVED,
-        TILING.SPLIT,
-        True,
+        tiles=order.count(),
+        splits=splits,
+        last=last,
+        partials=split_tiles.partials,
+        arrived=split_tiles.arrived,
+        epoch=epoch,
+        ticket=counts + ARRIVED,
+        SPLIT=TILING.SPLIT,
+        BY_TICKETS=True,
     )
     gl.warp_specialize(
         [

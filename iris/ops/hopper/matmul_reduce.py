@@ -103,7 +103,9 @@ def load(pipeline, units, order, a, b, K, TILING: gl.constexpr):
     number, nth, step = gl.program_id(0), 0, 0
     while number < units.count():
         row, column = order.at(number)
-        step = load_tile(pipeline, a, b, row, column, K, 0, 1, step, TRANS_A, TRANS_B)
+        step = load_tile(
+            pipeline, a, b, row=row, column=column, K=K, split=0, splits=1, step=step, TRANS_A=TRANS_A, TRANS_B=TRANS_B
+        )
         number = tell_next(pipeline, units, number, nth)
         nth += 1
 
@@ -119,11 +121,20 @@ def write(pipeline, units, order, ctx, counts, peers_parts, parts_places):
         await_products(pipeline, done)
         place = gl.load(parts_places + owner)
         if owner == order.rank:
-            keep_products(pipeline, peers_parts, place, row, column)
+            keep_products(pipeline, peers_parts, place, row=row, column=column)
         else:
             rows = order.rows_of(owner)
             send_products(
-                pipeline, ctx.tracing, peers_parts, place, counts, owner, row, column, rows=rows, N=order.columns
+                pipeline,
+                ctx.tracing,
+                peers_parts,
+                place,
+                like=counts,
+                rank=owner,
+                row=row,
+                column=column,
+                rows=rows,
+                N=order.columns,
             )
         free_products(pipeline)
         ctx.signal(counts + ARRIVED + tile, 1, owner, op="add")
@@ -162,7 +173,16 @@ def hopper_matmul_reduce(
     epoch = begin(ctx, counts)
     landing = make_landing(tensor_map_parts)
     pipeline = make_pipeline(tensor_map_a, tensor_map_b, tensor_map_parts.dtype, TILING)
-    order = Order(ctx.cur_rank, share, M, extents.N, W, TILING.BLOCK_M, TILING.BLOCK_N, TILING.GROUP)
+    order = Order(
+        rank=ctx.cur_rank,
+        share=share,
+        rows=M,
+        columns=extents.N,
+        W=W,
+        BLOCK_M=TILING.BLOCK_M,
+        BLOCK_N=TILING.BLOCK_N,
+        GROUP=TILING.GROUP,
+    )
     tiles_m, tiles_n = order.tiles()
     units = whole_tiles(order.count(), counts, epoch, counts + ARRIVED + tiles_m * tiles_n)
     gl.warp_specialize(

@@ -138,17 +138,19 @@ def make_pipeline(a, b, element: gl.constexpr, TILING: gl.constexpr, BY_TICKETS:
     if BY_TICKETS:
         work_full, work_empty = barriers(SLOTS, 1), barriers(SLOTS, READERS)
     made = Pipeline(
-        gl.allocate_shared_memory(a.dtype, [2 * STAGES, a.block_type.shape[0], a.block_type.shape[1]], a.layout),
-        gl.allocate_shared_memory(b.dtype, [STAGES, b.block_type.shape[0], b.block_type.shape[1]], b.layout),
-        gl.allocate_shared_memory(element, [2 * BLOCK_N // PANEL, 1, BLOCK_M // 2, PANEL], layout),
-        gl.allocate_shared_memory(gl.int64, [1], gl.SwizzledSharedLayout(1, 1, 1, order=[0])),
-        smem_full,
-        smem_empty,
-        epilogue_full,
-        epilogue_empty,
-        gl.allocate_shared_memory(gl.int32, [SLOTS, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0])),
-        work_full,
-        work_empty,
+        tiles_a=gl.allocate_shared_memory(
+            a.dtype, [2 * STAGES, a.block_type.shape[0], a.block_type.shape[1]], a.layout
+        ),
+        tiles_b=gl.allocate_shared_memory(b.dtype, [STAGES, b.block_type.shape[0], b.block_type.shape[1]], b.layout),
+        products=gl.allocate_shared_memory(element, [2 * BLOCK_N // PANEL, 1, BLOCK_M // 2, PANEL], layout),
+        took=gl.allocate_shared_memory(gl.int64, [1], gl.SwizzledSharedLayout(1, 1, 1, order=[0])),
+        smem_full=smem_full,
+        smem_empty=smem_empty,
+        epilogue_full=epilogue_full,
+        epilogue_empty=epilogue_empty,
+        numbers=gl.allocate_shared_memory(gl.int32, [SLOTS, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0])),
+        work_full=work_full,
+        work_empty=work_empty,
     )
     # TMA, which completes barriers, must find them initialised.
     fence_async_shared()
@@ -261,9 +263,9 @@ def multiply(pipeline, ctx, units, order, epilogue, K, HALF: gl.constexpr, TILIN
         if SCALE_A_PER_ROW or SCALE_B_PER_COLUMN:
             row, column = order.at(tile)
         if SCALE_A_PER_ROW:
-            of_rows = factors(scale_a, row + HALF * ROWS, order.rows, zeros, 0)
+            of_rows = factors(scale_a, first=row + HALF * ROWS, stop=order.rows, like=zeros, AXIS=0)
         if SCALE_B_PER_COLUMN:
-            of_columns = factors(scale_b, column, order.columns, zeros, 1)
+            of_columns = factors(scale_b, first=column, stop=order.columns, like=zeros, AXIS=1)
         for k in range(begin, end, BLOCK_K):
             stage = step % S
             mbarrier.wait(pipeline.smem_full.index(stage), step // S & 1)
@@ -290,9 +292,9 @@ def multiply(pipeline, ctx, units, order, epilogue, K, HALF: gl.constexpr, TILIN
         took = cycles() - since if PACED else 0
         if units.SPLIT:
             if split < splits - 1:
-                hand_over(units, tile, split, acc, HALF)
+                hand_over(units, tile, split, acc, HALF=HALF)
             elif splits > 1:
-                acc = add_up(units, ctx, tile, acc, HALF)
+                acc = add_up(units, ctx, tile, acc, HALF=HALF)
         if split == splits - 1:
             mbarrier.wait(pipeline.epilogue_empty.index(0), done & 1 ^ 1)
             if PACED and HALF == 0:

@@ -81,7 +81,17 @@ class Units:
 @gluon_jit
 def whole_tiles(tiles, counts, epoch, ticket):
     """Units none of which is a split. Nothing reads the fields that splits would need: any values of their types do."""
-    return Units(tiles, tiles, tiles, counts, counts, epoch, ticket, False, True)
+    return Units(
+        tiles=tiles,
+        splits=tiles,
+        last=tiles,
+        partials=counts,
+        arrived=counts,
+        epoch=epoch,
+        ticket=ticket,
+        SPLIT=False,
+        BY_TICKETS=True,
+    )
 
 
 @gluon_jit
@@ -129,7 +139,7 @@ def hand_over(units, tile, split, products, HALF: gl.constexpr):
     The count is released behind them, for this GPU, whose programs alone acquire it, in `add_up`.
     """
     values = flat(products)
-    gl.store(partial_of(units, tile, split, values, HALF), values)
+    gl.store(partial_of(units, tile, split, values, HALF=HALF), values)
     signal(units.arrived + 2 * units.slot(tile) + HALF, 1, "add", "gpu")
 
 
@@ -139,5 +149,5 @@ def add_up(units, ctx, tile, products, HALF: gl.constexpr):
     ctx.wait(units.arrived + 2 * units.slot(tile) + HALF, units.epoch * (units.splits - 1), cmp="reached")
     total = flat(products)
     for split in range(units.splits - 1):
-        total += gl.load(partial_of(units, tile, split, total, HALF))
+        total += gl.load(partial_of(units, tile, split, total, HALF=HALF))
     return by_rows(total, products)

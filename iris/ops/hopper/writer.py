@@ -122,10 +122,10 @@ def send_products(pipeline, tracing, peers, place, like, rank, row, column, rows
     of what the loader fetches (docs/performance-lessons.md, "Sending beside a product"). On return all are in the
     rank's memory, so that a signal tells of them.
     """
-    event = tracing.begin_bulk("put", like, rank, bytes_within(pipeline, row, column, rows, N))
+    event = tracing.begin_bulk("put", like, rank, bytes_within(pipeline, row=row, column=column, rows=rows, N=N))
     for panel in range(pipeline.products.shape[0]):
         for strip in gl.static_range(pipeline.products.shape[2] // STRIP):
-            put_strip(pipeline, peers, place, row, column, panel, strip)
+            put_strip(pipeline, peers, place, row=row, column=column, panel=panel, strip=strip)
             await_bulk_stores()
     tracing.record_event_end(event)
 
@@ -135,7 +135,7 @@ def keep_products(pipeline, peers, place, row, column):
     """The same to this rank's own memory, all strips at a time: that is near. In place on return."""
     for panel in range(pipeline.products.shape[0]):
         for strip in gl.static_range(pipeline.products.shape[2] // STRIP):
-            put_strip(pipeline, peers, place, row, column, panel, strip)
+            put_strip(pipeline, peers, place, row=row, column=column, panel=panel, strip=strip)
     await_bulk_stores()
 
 
@@ -148,22 +148,24 @@ def send_products_to_all(pipeline, pace, ctx, peers, places, like, row, column, 
     """
     W: gl.constexpr = ctx.num_ranks
     TURNS: gl.constexpr = pipeline.products.shape[2] // STRIP
-    moved = bytes_within(pipeline, row, column, rows, N)
+    moved = bytes_within(pipeline, row=row, column=column, rows=rows, N=N)
     for first in gl.static_range(1, W, LANES):
         distances = first + lanes()
-        event = ctx.tracing.begin_bulk("put", like, (ctx.cur_rank + distances) % W, moved, distances < W)
+        event = ctx.tracing.begin_bulk(
+            "put", like, rank=(ctx.cur_rank + distances) % W, moved=moved, asked=distances < W
+        )
         for panel in range(pipeline.products.shape[0]):
             for strip in gl.static_range(TURNS):
                 await_turn(pace, panel * TURNS + strip)
                 for distance in gl.static_range(first, min(first + LANES, W)):
                     place = gl.load(places + (ctx.cur_rank + distance) % W)
-                    put_strip(pipeline, peers, place, row, column, panel, strip)
+                    put_strip(pipeline, peers, place, row=row, column=column, panel=panel, strip=strip)
                 await_bulk_stores()
         ctx.tracing.record_event_end(event)
     place = gl.load(places + ctx.cur_rank)
     for panel in range(pipeline.products.shape[0]):
         for strip in gl.static_range(TURNS):
-            put_strip(pipeline, peers, place, row, column, panel, strip)
+            put_strip(pipeline, peers, place, row=row, column=column, panel=panel, strip=strip)
 
 
 @gluon_jit
