@@ -151,7 +151,7 @@ def one_shot_rms_norm(
         store_after_sync(epochs + unit, (epoch + 1) % SLOTS)
         entered = enter(meeting, PIECES, BY_ROW) if DIVISION.CLUSTERED else 0
         event = ctx.tracing.begin_wait_for_data(parts, rank)
-        total = recv_and_reduce(parts, own, words, H - piece * PIECE, rank, W, PIECE, "sum", ctx._record())
+        total = recv_and_reduce(ctx, parts, own, words, count=H - piece * PIECE, W=W, PART=PIECE, OP="sum")
         ctx.tracing.record_event_end(event)
         x = tl.where(inside, widen(total), 0) + widen(added)
         gain = widen(gain)
@@ -249,7 +249,7 @@ def two_shot_rms_norm(
             own = tl.load(input + (unit // PIECES).to(tl.int64) * H + k, mask=mask)
             left = tl.minimum(H - begin - rank * PART, PART)
             event = ctx.tracing.begin_wait_for_data(parts, rank)
-            total = recv_and_reduce(parts, own, words, left, rank, W, PART, "sum", ctx._record())
+            total = recv_and_reduce(ctx, parts, own, words, count=left, W=W, PART=PART, OP="sum")
             ctx.tracing.record_event_end(event)
             sums = parts + (W + rank) * PART
             lamport_send(sums + i, total, mask)
