@@ -33,7 +33,7 @@ LONGEST_LOOK_S = 10.0
 def break_group(record):
     """Break the group whose device record this is; the host has said why."""
     gdc_wait()
-    give_up(record, record, 0, 0, kind_code("refused"), 0, 0)
+    give_up(record, record, 0, 0, kind=kind_code("refused"), first=0, num_ranks=0)
 
 
 def refuse(
