@@ -57,7 +57,7 @@ AHEAD = tl.constexpr(1)
 # A program's counts: rows of MAX_RANKS int32.
 DONE, TAIL, HEAD, CALLS_TO, CALLS_FROM, EXITS, MESSAGES_TO, MESSAGES_FROM, WRITTEN = (
     tl.constexpr(i * MAX_RANKS) for i in range(9)
-)  # fmt: skip
+)
 COUNTS = tl.constexpr(9 * MAX_RANKS)
 
 # A program's words: rows of MAX_RANKS int64.
