@@ -59,10 +59,7 @@ from iris.language.jit import jit
 @jit
 def deal(
     ctx,
-    row,
-    own_words,
-    slots,
-    heap_table,
+    queues,
     input,
     output,
     n,
@@ -74,17 +71,21 @@ def deal(
 ):
     rank = ctx.cur_rank
     p = tl.program_id(0)
+    row, own_words = queues.counts + p * COUNTS, queues.words + p * WORDS
     programs = tl.num_programs(0)
+    slots, heap_table = queues.slots, queues.heap_table
     others = among(0, W, rank)
     sent, got = load_counters(row, others)
-    queues = queue_address(ctx, slots, W, SLOT, others)
+    begins = queue_address(ctx, slots, W, SLOT, to=others)
     # The ranks that this one passes its part on to, and gets the other parts from.
     fellows = others & (lanes() != root) & (rank != root)
     from_root = others & (lanes() == root)
-    calls_from, direct_here = advertise(ctx, row, own_words, heap_table, output, length, W, fellows)
-    calls_to, place = resolve_output(ctx, row, own_words, heap_table, fellows)
+    calls_from, direct_here = advertise(
+        ctx, row, own_words, heap_table, output=output, length=length, W=W, sources=fellows
+    )
+    calls_to, place = resolve_output(ctx, row, own_words, heap_table, to=fellows)
     queued = fellows & (place == 0)
-    address = tl.where(queued, queues, place)
+    address = tl.where(queued, begins, place)
     any_queued = tl.max(tl.cast(queued, tl.int32), axis=0) > 0
     mine = (rank + (W - 1) - root) % W
 
@@ -98,7 +99,7 @@ def deal(
         last = steps
     for step in range(0, last):
         if rank == root:
-            wait_credits(ctx, own_words, sent, others, W)
+            wait_credits(ctx, own_words, sent, others, W=W)
             t = tl.cast(p + step * programs, tl.int64)
             parts = ()
             for q in tl.static_range(W - 1):
@@ -106,32 +107,32 @@ def deal(
                 parts += (tl.load(input + k, mask=k < n),)
             for q in tl.static_range(W - 1):
                 d = (root + 1 + q) % W
-                slot = next_slot(pointer_at(slots, lane_value(queues, d)), sent, d, SLOT)
+                slot = next_slot(pointer_at(slots, lane_value(begins, d)), sent, d, SLOT)
                 mask = (t * (W - 1) + q) * BLOCK + i < n
-                store_to_peer(ctx, slot + i, parts[q], d, mask)
+                store_to_peer(ctx, slot + i, parts[q], d, mask=mask)
             sent = tl.where(others, sent + 1, sent)
         else:
             if (step >= AHEAD) & (step < steps + AHEAD):
                 t = tl.cast(p + (step - AHEAD) * programs, tl.int64)
                 k = (t * (W - 1) + mine) * BLOCK + i
-                wait_blocks(ctx, own_words, got, from_root, W)
+                wait_blocks(ctx, own_words, got, from_root, W=W)
                 data = tl.load(slots + slot_of(p, root, got, W) * SLOT + i, mask=k < n)
                 got = tl.where(from_root, got + 1, got)
                 tl.store(output + k, data, mask=k < n)
                 if any_queued:
-                    wait_credits(ctx, own_words, sent, queued, W)
+                    wait_credits(ctx, own_words, sent, queued, W=W)
                 for distance in range(1, W):
                     d = (rank + distance) % W
                     if d != root:
                         begin = pointer_at(slots, lane_value(address, d))
                         if lane_value(tl.cast(queued, tl.int32), d) > 0:
-                            store_to_peer(ctx, next_slot(begin, sent, d, SLOT) + i, data, d, k < n)
+                            store_to_peer(ctx, next_slot(begin, sent, d, SLOT) + i, data, d, mask=k < n)
                         else:
-                            store_to_peer(ctx, begin + k, data, d, k < n)
+                            store_to_peer(ctx, begin + k, data, d, mask=k < n)
                 sent = tl.where(queued, sent + 1, sent)
             if (step >= 2 * AHEAD) & (direct_here == 0):
                 t = tl.cast(p + (step - 2 * AHEAD) * programs, tl.int64)
-                wait_blocks(ctx, own_words, got, fellows, W)
+                wait_blocks(ctx, own_words, got, fellows, W=W)
                 for distance in range(1, W):
                     s = (rank + distance) % W
                     if s != root:
@@ -139,9 +140,10 @@ def deal(
                         data = tl.load(slots + slot_of(p, s, got, W) * SLOT + i, mask=k < n)
                         tl.store(output + k, data, mask=k < n)
                 got = tl.where(fellows, got + 1, got)
-        publish_counters(ctx, own_words, sent, got, others)
-    store_counters(row, sent, others, got, others)
-    finish(ctx, row + DONE, calls_to, fellows & (queued == 0), calls_from, fellows & (direct_here != 0), W)
+        publish_counters(ctx, own_words, sent, got, peers=others)
+    store_counters(row, sent, others, got, sources=others)
+    written, writing = fellows & (queued == 0), fellows & (direct_here != 0)
+    finish(ctx, row + DONE, calls_to, written, calls_from=calls_from, sources=writing, W=W)
 
 
 @jit
@@ -169,11 +171,7 @@ def fetch(ctx, places, output, n, root, W: tl.constexpr, BLOCK: tl.constexpr):
 
 @jit
 def broadcast(
-    context_tensor,
-    counts,
-    words,
-    slots,
-    heap_table,
+    queues,
     input,
     output,
     n,
@@ -185,25 +183,27 @@ def broadcast(
     PULLS: tl.constexpr,
 ):
     gdc_wait()
-    ctx = DeviceContext.initialize(context_tensor, num_ranks=W)
-    row = counts + tl.program_id(0) * COUNTS
-    own_words = words + tl.program_id(0) * WORDS
+    ctx = DeviceContext.initialize(queues.context, num_ranks=W)
+    row = queues.counts + tl.program_id(0) * COUNTS
+    own_words, heap_table = queues.words + tl.program_id(0) * WORDS, queues.heap_table
     if PULLS:
         rank = ctx.cur_rank
         others = among(0, W, rank)
         calls = tl.load(row + EXITS + rank) + 1
-        here = advertise_input(ctx, own_words + INPUTS, heap_table, input, length, calls, others, W)
-        places = resolve_inputs(ctx, own_words + INPUTS, heap_table, calls, others)
+        here = advertise_input(
+            ctx, own_words + INPUTS, heap_table, input, length=length, calls=calls, others=others, W=W
+        )
+        places = resolve_inputs(ctx, own_words + INPUTS, heap_table, calls, others=others)
         # The peers' words are read without an order; what lies behind them is read below.
         ctx.fence()
         if here & (tl.max(tl.cast(others & (places == 0), tl.int32), axis=0) == 0):
             if rank != root:
-                fetch(ctx, places, output, n, root, W, BLOCK)
+                fetch(ctx, places, output, n, root=root, W=W, BLOCK=BLOCK)
         else:
-            deal(ctx, row, own_words, slots, heap_table, input, output, n, length, root, W, BLOCK, SLOT)
-        exit_barrier(ctx, row, calls, others, W)
+            deal(ctx, queues, input, output, n=n, length=length, root=root, W=W, BLOCK=BLOCK, SLOT=SLOT)
+        exit_barrier(ctx, row, calls, others, W=W)
     else:
-        deal(ctx, row, own_words, slots, heap_table, input, output, n, length, root, W, BLOCK, SLOT)
+        deal(ctx, queues, input, output, n=n, length=length, root=root, W=W, BLOCK=BLOCK, SLOT=SLOT)
 
 
 def launch(call: Call, max_programs: int | None, pulls: bool) -> Launch:
@@ -221,11 +221,7 @@ def launch(call: Call, max_programs: int | None, pulls: bool) -> Launch:
         programs=programs,
         num_warps=config.warps(block, word),
         dtype=INTEGERS[word],
-        context_tensor=queues.context_tensor,
-        counts=queues.counts,
-        words=queues.words,
-        slots=queues.slots.view(INTEGERS[word]),
-        heap_table=comm.heap_table,
+        queues=queues.memory(INTEGERS[word], comm.heap_table),
         n=n,
         length=nbytes,
         root=call.root,

@@ -69,9 +69,13 @@ def check_config(config: Config | None) -> Config:
 
 
 def check_pair(
-    comm: Communicator, name: str, output: torch.Tensor, input: torch.Tensor, times_in: int | None,
+    comm: Communicator,
+    name: str,
+    output: torch.Tensor,
+    input: torch.Tensor,
+    times_in: int | None,
     times_out: int | None,
-) -> None:  # fmt: skip
+) -> None:
     """That both are on the device, of one dtype, and ``times_out`` outputs as long as ``times_in`` inputs."""
     for role, tensor in (("output", output), ("input", input)):
         check_tensor(name, tensor)

@@ -11,6 +11,7 @@ import torch
 from iris import simulator
 from iris.abort import BEGUN, BEGUN_SIZES
 from iris.capture import GraphLine, Line
+from iris.ccl.kernel_arguments import QueueMemory
 from iris.ccl.queue import COUNTS, EXITS, HEAD, MAX_RANKS, SLOTS, TAIL, WORDS, region_bytes, slots_bytes
 from iris.ccl.select import ELSEWHERE, digest, load_table
 from iris.errors import InvalidGroupError, InvalidTableError, TooManyStreamsError
@@ -52,6 +53,10 @@ class Queues(NamedTuple):
     words: torch.Tensor
     slots: torch.Tensor
     slot_bytes: int
+
+    def memory(self, dtype: torch.dtype, heap_table: torch.Tensor | None = None) -> QueueMemory:
+        """As kernels take it, with slots of elements of this type."""
+        return QueueMemory(self.context_tensor, self.counts, self.words, self.slots.view(dtype), heap_table)
 
 
 class Communicator:

@@ -38,9 +38,14 @@ MOST = (1 << 31) - 1
 
 # Accepted for programs that set them, and said once in a process.
 _WITHOUT_EFFECT = (
-    "swizzle_size", "num_xcds", "chunk_size", "num_stages", "waves_per_eu", "reduce_scatter_variant",
+    "swizzle_size",
+    "num_xcds",
+    "chunk_size",
+    "num_stages",
+    "waves_per_eu",
+    "reduce_scatter_variant",
     "all_to_all_variant",
-)  # fmt: skip
+)
 _warned: set[str] = set()
 
 # So many SMs, or fewer, want other variants and larger blocks than a GPU that is free for a collective.

@@ -22,6 +22,7 @@ import triton.language as tl
 from iris import simulator
 from iris.ccl.call import Algorithm, Call
 from iris.ccl.communicator import Launch, power_of_two
+from iris.ccl.kernel_arguments import ExchangeForm, PieceTiling
 from iris.ccl.kernel_launch import INTEGERS, kernel_launch
 from iris.ccl.pieces import Pieces, pieces_of
 from iris.ccl.queue import (
@@ -76,68 +77,53 @@ BLOCKS_EACH = tl.constexpr(8)
 
 
 @jit
-def cell(block, blocks_n, index, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr):
+def cell(block, blocks_n, index, rows, row, TILING: tl.constexpr):
     """Row and column of each element of a block, and whether the piece has it: none behind the last block."""
+    BLOCK_M: tl.constexpr = TILING.BLOCK_M
+    BLOCK_N: tl.constexpr = TILING.BLOCK_N
     block = tl.cast(block, tl.int64)
     k = block * (BLOCK_M * BLOCK_N) + index
-    if ROWS == "one":
-        return k * 0, k, k < N
-    if ROWS == "together":
-        return k // N, k % N, k < tl.cast(M, tl.int64) * N
+    if TILING.ROWS == "one":
+        return k * 0, k, k < row
+    if TILING.ROWS == "together":
+        return k // row, k % row, k < tl.cast(rows, tl.int64) * row
     r = block // blocks_n * BLOCK_M + index // BLOCK_N
     c = block % blocks_n * BLOCK_N + index % BLOCK_N
-    return r, c, (r < M) & (c < N)
+    return r, c, (r < rows) & (c < row)
 
 
 # One binary for all ranks and both ends of a message.
 @jit(do_not_specialize=["to_first", "to_last", "from_first", "from_last"])
 def exchange(
-    context_tensor,
-    counts,
-    words,
-    slots,
-    heap_table,
+    queues,
     input,
     output,
-    M,
-    N,
-    in_pitch,
-    out_pitch,
-    send_step,
-    recv_step,
+    rows,
+    layout,
     length,
     to_first,
     to_last,
     from_first,
     from_last,
     W: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    SLOT: tl.constexpr,
-    SAME: tl.constexpr,
-    ROWS: tl.constexpr,
-    PARTITIONED: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-    QUEUES: tl.constexpr,
-    DIRECT: tl.constexpr,
+    TILING: tl.constexpr,
+    FORM: tl.constexpr,
 ):
-    """``ROWS``: a piece is "one" row, or rows "apart"; or a block is so many elements of all rows "together", as it
-    is on other ranks, where they are one row.
+    """``rows``: of a piece. ``length``: bytes of the output.
 
-    ``PARTITIONED``: a program serves one rank, with a W-th of the others; else its blocks go to every rank.
-
-    ``PROGRAMS``: of the largest call, where sizes are compared (`iris.ccl.sizes`), with queues for ``QUEUES``; 0
-    where they are not. Such a rank sends or receives, and does not do both.
+    ``to_first`` to before ``to_last``: the ranks that get a piece; ``from_first`` to ``from_last``: that send one.
     """
     gdc_wait()
-    ctx = DeviceContext.initialize(context_tensor, num_ranks=W)
+    ctx = DeviceContext.initialize(queues.context, num_ranks=W)
     rank = ctx.cur_rank
     p = tl.program_id(0)
-    BLOCK: tl.constexpr = BLOCK_M * BLOCK_N
-    row = counts + p * COUNTS
-    own_words = words + p * WORDS
+    BLOCK: tl.constexpr = TILING.BLOCK_M * TILING.BLOCK_N
+    SLOT: tl.constexpr = TILING.SLOT
+    SIZED: tl.constexpr = FORM.PROGRAMS > 0
+    row, own_words = queues.counts + p * COUNTS, queues.words + p * WORDS
+    slots, heap_table = queues.slots, queues.heap_table
     first, stride = p, tl.num_programs(0)
-    if PARTITIONED:
+    if FORM.PARTITIONED:
         to_first = (rank + p % W) % W
         from_first = (rank + W - p % W) % W
         to_last, from_last = to_first + 1, from_first + 1
@@ -148,48 +134,57 @@ def exchange(
     # under way on another stream, and change that one's.
     peers = to | sources
     sent, got = load_counters(row, peers)
-    address = queue_address(ctx, slots, W, SLOT, to)
+    address = queue_address(ctx, slots, W, SLOT, to=to)
     receivers = to
-    if PROGRAMS > 0:
-        piece = tl.cast(M, tl.int64) * N * bytes_of(input.dtype.element_ty)
+    if SIZED:
+        piece = tl.cast(rows, tl.int64) * layout.row * bytes_of(input.dtype.element_ty)
         pieces = piece + tl.cast(lanes() * 0, tl.int64)
         messages_to = tl.load(row + MESSAGES_TO + lanes(), mask=receivers, other=0) + 1
         messages_from = tl.load(row + MESSAGES_FROM + lanes(), mask=sources, other=0) + 1
-        send_message_word(ctx, own_words, piece, messages_to, receivers, SIZES)
+        send_message_word(ctx, own_words, piece, messages_to, peers=receivers, ROW=SIZES)
     queued = to
     direct_here = False
-    if DIRECT:
-        if PROGRAMS > 0:
-            direct_here = ask(ctx, own_words, heap_table, output, length, piece, messages_from, sources, W)
-            to, place = find_target(ctx, own_words, heap_table, pieces, messages_to, receivers)
+    if FORM.DIRECT:
+        if SIZED:
+            direct_here = ask(
+                ctx,
+                own_words,
+                heap_table,
+                output,
+                length=length,
+                nbytes=piece,
+                messages=messages_from,
+                sources=sources,
+                W=W,
+            )
+            to, place = find_target(ctx, own_words, heap_table, pieces, messages=messages_to, receivers=receivers)
         else:
-            calls_from, direct_here = advertise(ctx, row, own_words, heap_table, output, length, W, sources)
-            calls_to, place = resolve_output(ctx, row, own_words, heap_table, to)
+            calls_from, direct_here = advertise(
+                ctx, row, own_words, heap_table, output=output, length=length, W=W, sources=sources
+            )
+            calls_to, place = resolve_output(ctx, row, own_words, heap_table, to=to)
         queued = to & (place == 0)
         address = tl.where(queued, address, place)
     takes = (direct_here == 0) & (from_first < from_last)
-    if PROGRAMS > 0:
-        theirs = recv_message_words(ctx, own_words, messages_from, sources, SIZES)
+    if SIZED:
+        theirs = recv_message_words(ctx, own_words, messages_from, sources, ROW=SIZES)
         wrong = sources & (theirs != pieces)
         unequal = tl.max(tl.cast(wrong, tl.int32), axis=0) > 0
         if unequal:
-            block_bytes = BLOCK_N * bytes_of(input.dtype.element_ty)
+            block_bytes = TILING.BLOCK_N * bytes_of(input.dtype.element_ty)
             puts = (theirs <= LONGEST_QUEUED) | ((wrong == 0) & (direct_here == 0))
             refuse(
                 ctx,
-                counts=counts,
-                words=words,
-                theirs=theirs,
-                own=pieces,
+                queues,
+                theirs,
+                pieces,
                 messages=messages_from,
                 puts=puts,
                 sources=sources,
                 block_bytes=block_bytes,
-                PROGRAMS=PROGRAMS,
-                QUEUES=QUEUES,
-                DIRECT=DIRECT,
+                FORM=FORM,
             )
-            record_unequal(ctx, own_words, theirs, pieces, wrong)
+            record_unequal(ctx, own_words, theirs, pieces, wrong=wrong)
         # Nothing is taken from anyone then, nor written by anyone whose size differs.
         takes = takes & (unequal == 0)
         writers = sources & (wrong == 0)
@@ -198,61 +193,61 @@ def exchange(
     sends = to_first < to_last
     any_queued = tl.max(tl.cast(queued, tl.int32), axis=0) > 0
 
-    own = output + tl.cast(rank, tl.int64) * recv_step
-    own_input = input + tl.cast(rank, tl.int64) * send_step
+    own = output + tl.cast(rank, tl.int64) * layout.recv_step
+    own_input = input + tl.cast(rank, tl.int64) * layout.send_step
     in_place = tl.cast(own, tl.int64) == tl.cast(own_input, tl.int64)
     copies = (rank >= to_first) & (rank < to_last) & (in_place == 0)
     index = flat(BLOCK, input.dtype.element_ty)
-    blocks_n = blocks_of(N, BLOCK_N)
-    blocks = blocks_of(M, BLOCK_M) * blocks_n
-    if ROWS == "together":
-        blocks = blocks_of(tl.cast(M, tl.int64) * N, BLOCK_M * BLOCK_N)
-    if PROGRAMS > 0:
+    blocks_n = blocks_of(layout.row, TILING.BLOCK_N)
+    blocks = blocks_of(rows, TILING.BLOCK_M) * blocks_n
+    if TILING.ROWS == "together":
+        blocks = blocks_of(tl.cast(rows, tl.int64) * layout.row, BLOCK)
+    if SIZED:
         # An empty message has an empty block: what goes ahead of the receiver is limited by its room for blocks.
         blocks = tl.maximum(blocks, 1)
     # Of each other rank: whether it gets anything, where that begins, and its place there if it needs no queue.
     gets, begins, places = (), (), ()
     for i in tl.static_range(W - 1):
         d = (rank + 1 + (p + i) % (W - 1)) % W
-        if DIRECT and PROGRAMS > 0:
+        if FORM.DIRECT and SIZED:
             gets += (lane_value(tl.cast(to, tl.int32), d) > 0,)
         else:
             gets += ((d >= to_first) & (d < to_last),)
-        begins += (input + tl.cast(d, tl.int64) * send_step,)
-        places += (pointer_at(slots, lane_value(address, d)) + tl.cast(rank, tl.int64) * recv_step,)
+        begins += (input + tl.cast(d, tl.int64) * layout.send_step,)
+        places += (pointer_at(slots, lane_value(address, d)) + tl.cast(rank, tl.int64) * layout.recv_step,)
 
     if any_queued | takes:
         steps = (blocks - first + stride - 1) // stride
         for step in range(0, steps + AHEAD):
             if (step < steps) & sends:
                 if any_queued:
-                    wait_credits(ctx, own_words, sent, queued, W)
-                r, c, mask = cell(first + step * stride, blocks_n, index, M, N, BLOCK_M, BLOCK_N, ROWS)
+                    wait_credits(ctx, own_words, sent, queued, W=W)
+                r, c, mask = cell(first + step * stride, blocks_n, index, rows, row=layout.row, TILING=TILING)
                 for i in tl.static_range(W - 1):
                     if gets[i]:
                         d = (rank + 1 + (p + i) % (W - 1)) % W
-                        data = tl.load(begins[i] + (r * in_pitch + c), mask=mask)
+                        data = tl.load(begins[i] + (r * layout.in_pitch + c), mask=mask)
                         if lane_value(tl.cast(queued, tl.int32), d) > 0:
                             slot = next_slot(pointer_at(slots, lane_value(address, d)), sent, d, SLOT)
-                            store_to_peer(ctx, slot + index, data, d, mask)
+                            store_to_peer(ctx, slot + index, data, d, mask=mask)
                         else:
-                            store_to_peer(ctx, places[i] + (r * out_pitch + c), data, d, mask)
-                data = tl.load(own_input + (r * in_pitch + c), mask=mask & copies)
-                tl.store(own + (r * out_pitch + c), data, mask=mask & copies)
+                            store_to_peer(ctx, places[i] + (r * layout.out_pitch + c), data, d, mask=mask)
+                data = tl.load(own_input + (r * layout.in_pitch + c), mask=mask & copies)
+                tl.store(own + (r * layout.out_pitch + c), data, mask=mask & copies)
                 if any_queued:
                     sent = tl.where(queued, sent + 1, sent)
             if (step >= AHEAD) & takes:
-                wait_blocks(ctx, own_words, got, sources, W)
+                wait_blocks(ctx, own_words, got, sources, W=W)
                 block = first + (step - AHEAD) * stride
-                r, c, mask = cell(block, blocks_n, index, M, N, BLOCK_M, BLOCK_N, ROWS)
-                at_output = r * out_pitch + c
+                r, c, mask = cell(block, blocks_n, index, rows, row=layout.row, TILING=TILING)
+                at_output = r * layout.out_pitch + c
                 for distance in range(1, W):
                     s = (rank + distance) % W
                     if (s >= from_first) & (s < from_last):
                         data = tl.load(slots + slot_of(p, s, got, W) * SLOT + index, mask=mask)
-                        tl.store(output + tl.cast(s, tl.int64) * recv_step + at_output, data, mask=mask)
+                        tl.store(output + tl.cast(s, tl.int64) * layout.recv_step + at_output, data, mask=mask)
                 got = tl.where(sources, got + 1, got)
-            publish_counters(ctx, own_words, sent, got, queued | (sources & takes))
+            publish_counters(ctx, own_words, sent, got, peers=queued | (sources & takes))
     else:
         # Straight to its place: nothing to wait for.
         if W == 2:
@@ -267,27 +262,29 @@ def exchange(
             stride = tl.where(split, tl.where(sender, half, tl.num_programs(0) - half), stride)
         # All loads before all stores, which the compiler cannot know to be of other memory.
         for block in range(first, tl.where(sends, blocks, 0), stride):
-            r, c, mask = cell(block, blocks_n, index, M, N, BLOCK_M, BLOCK_N, ROWS)
-            data = (tl.load(own_input + (r * in_pitch + c), mask=mask & (SAME | copies)),)
+            r, c, mask = cell(block, blocks_n, index, rows, row=layout.row, TILING=TILING)
+            data = (tl.load(own_input + (r * layout.in_pitch + c), mask=mask & (FORM.SAME | copies)),)
             for i in tl.static_range(W - 1):
-                if SAME:
+                if FORM.SAME:
                     data += (data[0],)
                 else:
-                    data += (tl.load(begins[i] + (r * in_pitch + c), mask=mask & gets[i]),)
+                    data += (tl.load(begins[i] + (r * layout.in_pitch + c), mask=mask & gets[i]),)
             for i in tl.static_range(W - 1):
                 d = (rank + 1 + (p + i) % (W - 1)) % W
-                store_to_peer(ctx, places[i] + (r * out_pitch + c), data[i + 1], d, mask=mask & gets[i], asked=gets[i])
-            tl.store(own + (r * out_pitch + c), data[0], mask=mask & copies)
+                store_to_peer(
+                    ctx, places[i] + (r * layout.out_pitch + c), data[i + 1], d, mask=mask & gets[i], asked=gets[i]
+                )
+            tl.store(own + (r * layout.out_pitch + c), data[0], mask=mask & copies)
     # Only what this call has changed: another message may be under way on another stream, to or from another rank.
     store_after_sync(row + TAIL + lanes(), sent, queued)
     store_after_sync(row + HEAD + lanes(), got, sources & takes)
     written, writing = to & (queued == 0), writers & (direct_here != 0)
-    if PROGRAMS > 0:
-        if DIRECT:
-            finish(ctx, row + WRITTEN, messages_to, written, messages_from, writing, W)
-        count_messages(counts, messages_to, receivers, messages_from, sources, QUEUES)
-    elif DIRECT:
-        finish(ctx, row + DONE, calls_to, written, calls_from, writing, W)
+    if SIZED:
+        if FORM.DIRECT:
+            finish(ctx, row + WRITTEN, messages_to, written, calls_from=messages_from, sources=writing, W=W)
+        count_messages(queues.counts, messages_to, receivers, messages_from, sources=sources, QUEUES=FORM.QUEUES)
+    elif FORM.DIRECT:
+        finish(ctx, row + DONE, calls_to, written, calls_from=calls_from, sources=writing, W=W)
 
 
 def launch(call: Call, max_programs: int | None) -> Launch:
@@ -338,32 +335,23 @@ def launch(call: Call, max_programs: int | None) -> Launch:
             programs=programs,
             num_warps=config.warps(block_m * block_n, word),
             dtype=INTEGERS[word],
-            context_tensor=queues.context_tensor,
-            counts=queues.counts,
-            words=queues.words,
-            slots=queues.slots.view(INTEGERS[word]),
-            heap_table=comm.heap_table,
-            M=pieces.rows,
-            N=pieces.row // word,
-            in_pitch=pieces.in_pitch // word,
-            out_pitch=pieces.out_pitch // word,
-            send_step=pieces.send_step // word,
-            recv_step=pieces.recv_step // word,
+            queues=queues.memory(INTEGERS[word], comm.heap_table),
+            rows=pieces.rows,
+            layout=pieces.layout(word),
             length=pieces.length,
             to_first=pieces.to.start,
             to_last=pieces.to.stop,
             from_first=pieces.sources.start,
             from_last=pieces.sources.stop,
             W=comm.size,
-            BLOCK_M=block_m,
-            BLOCK_N=block_n,
-            SLOT=queues.slot_bytes // word,
-            SAME=pieces.send_step == 0,
-            ROWS=rows,
-            PARTITIONED=partitioned,
-            PROGRAMS=largest if pieces.matched else 0,
-            QUEUES=queues.counts.numel() // COUNTS.value if pieces.matched else 0,
-            DIRECT=either,
+            TILING=PieceTiling(block_m, block_n, queues.slot_bytes // word, rows),
+            FORM=ExchangeForm(
+                SAME=pieces.send_step == 0,
+                PARTITIONED=partitioned,
+                DIRECT=either,
+                PROGRAMS=largest if pieces.matched else 0,
+                QUEUES=queues.counts.numel() // COUNTS.value if pieces.matched else 0,
+            ),
         )
         for either in ({True, False} if is_message else {direct})
     }

@@ -52,10 +52,7 @@ def rounds_of(counts, BLOCK: tl.constexpr):
 
 @triton.jit
 def exchange_v(
-    context_tensor,
-    counts,
-    words,
-    slots,
+    queues,
     input,
     output,
     send_counts,
@@ -72,14 +69,14 @@ def exchange_v(
     ``QUEUES``: that there are.
     """
     gdc_wait()
-    ctx = DeviceContext.initialize(context_tensor, num_ranks=W)
+    ctx = DeviceContext.initialize(queues.context, num_ranks=W)
     rank = ctx.cur_rank
     p = tl.program_id(0)
-    row = counts + p * COUNTS
-    own_words = words + p * WORDS
+    slots = queues.slots
+    row, own_words = queues.counts + p * COUNTS, queues.words + p * WORDS
     others = among(0, W, rank)
     sent, got = load_counters(row, others)
-    queues = queue_address(ctx, slots, W, BLOCK, others)
+    begins = queue_address(ctx, slots, W, BLOCK, to=others)
     everyone = lanes() < W
     send_words = tl.load(send_counts + lanes(), mask=everyone, other=0) * factor
     recv_words = tl.load(recv_counts + lanes(), mask=everyone, other=0) * factor
@@ -88,13 +85,13 @@ def exchange_v(
     word_bytes: tl.constexpr = bytes_of(input.dtype.element_ty)
     messages_to = tl.load(row + MESSAGES_TO + lanes(), mask=others, other=0) + 1
     messages_from = tl.load(row + MESSAGES_FROM + lanes(), mask=others, other=0) + 1
-    send_message_word(ctx, own_words, send_words * word_bytes, messages_to, others, SIZES)
+    send_message_word(ctx, own_words, send_words * word_bytes, messages_to, peers=others, ROW=SIZES)
     own_words_sent = tl.minimum(lane_value(send_words, rank), lane_value(recv_words, rank))
     i = flat(BLOCK, input.dtype.element_ty)
     last = tl.maximum(tl.maximum(tl.max(send_rounds, axis=0), tl.max(recv_rounds, axis=0) + AHEAD), AHEAD + 1)
     for step in range(0, last):
         sends = others & (step < send_rounds)
-        wait_credits(ctx, own_words, sent, sends, W)
+        wait_credits(ctx, own_words, sent, sends, W=W)
         k = (p + step * tl.num_programs(0)).to(tl.int64) * BLOCK + i
         for distance in range(0, W):
             d = (rank + distance) % W
@@ -105,11 +102,11 @@ def exchange_v(
                     kept = k < own_words_sent
                     tl.store(output + tl.load(recv_displs + d) * factor + k, data, mask=kept)
                 else:
-                    slot = next_slot(pointer_at(slots, lane_value(queues, d)), sent, d, BLOCK)
-                    store_to_peer(ctx, slot + i, data, d, mask)
+                    slot = next_slot(pointer_at(slots, lane_value(begins, d)), sent, d, BLOCK)
+                    store_to_peer(ctx, slot + i, data, d, mask=mask)
         sent = tl.where(sends, sent + 1, sent)
         if step == AHEAD:
-            theirs = recv_message_words(ctx, own_words, messages_from, others, SIZES)
+            theirs = recv_message_words(ctx, own_words, messages_from, others, ROW=SIZES)
             wrong = (others & (theirs != recv_words * word_bytes)) | ((lanes() == rank) & (send_words != recv_words))
             if tl.max(wrong.to(tl.int32), axis=0) > 0:
                 # As if what they send had been taken.
@@ -117,10 +114,10 @@ def exchange_v(
                 refused = others & wrong
                 got = tl.where(refused, got + rounds_of(theirs // word_bytes, BLOCK).to(tl.int32), got)
                 recv_rounds = tl.where(refused, 0, recv_rounds)
-                publish_counters(ctx, own_words, sent, got, refused)
-                record_unequal(ctx, own_words, theirs, recv_words * word_bytes, wrong)
+                publish_counters(ctx, own_words, sent, got, peers=refused)
+                record_unequal(ctx, own_words, theirs, recv_words * word_bytes, wrong=wrong)
         receives = others & (step >= AHEAD) & (step - AHEAD < recv_rounds)
-        wait_blocks(ctx, own_words, got, receives, W)
+        wait_blocks(ctx, own_words, got, receives, W=W)
         k = (p + (step - AHEAD) * tl.num_programs(0)).to(tl.int64) * BLOCK + i
         for distance in range(1, W):
             s = (rank + distance) % W
@@ -130,9 +127,9 @@ def exchange_v(
                 data = tl.load(slots + slot * BLOCK + i, mask=mask)
                 tl.store(output + tl.load(recv_displs + s) * factor + k, data, mask=mask)
         got = tl.where(receives, got + 1, got)
-        publish_counters(ctx, own_words, sent, got, sends | receives)
-    store_counters(row, sent, others, got, others)
-    count_messages(counts, messages_to, others, messages_from, others, QUEUES)
+        publish_counters(ctx, own_words, sent, got, peers=sends | receives)
+    store_counters(row, sent, others, got, sources=others)
+    count_messages(queues.counts, messages_to, others, messages_from, sources=others, QUEUES=QUEUES)
 
 
 def launch(call: Call, max_programs: int | None) -> Launch:
@@ -153,10 +150,7 @@ def launch(call: Call, max_programs: int | None) -> Launch:
         programs=programs,
         num_warps=config.warps(queues.slot_bytes // word, word),
         dtype=INTEGERS[word],
-        context_tensor=queues.context_tensor,
-        counts=queues.counts,
-        words=queues.words,
-        slots=queues.slots.view(INTEGERS[word]),
+        queues=queues.memory(INTEGERS[word]),
         factor=itemsize // word,
         W=comm.size,
         BLOCK=queues.slot_bytes // word,

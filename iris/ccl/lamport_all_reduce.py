@@ -47,6 +47,7 @@ import triton.language as tl
 from iris.ccl.call import Algorithm, Call
 from iris.ccl.combine import accumulate, accumulator, finalize
 from iris.ccl.communicator import Communicator, Launch, power_of_two
+from iris.ccl.kernel_arguments import LamportChannel
 from iris.ccl.kernel_launch import INTEGERS, fitting, kernel_launch
 from iris.ccl.queue import flat
 from iris.language.address import translate
@@ -91,14 +92,13 @@ def part_bytes(size: int, share: int, programs: int) -> int:
 
 
 @jit
-def recv_and_reduce(
-    parts, own, k, count, rank, W: tl.constexpr, PART: tl.constexpr, OP: tl.constexpr, record, factors=None
-):
+def recv_and_reduce(ctx, parts, own, k, count, W: tl.constexpr, PART: tl.constexpr, OP: tl.constexpr, factors=None):
     """Wait for the first ``count`` elements of every rank's part and combine them in the order of ranks.
 
     ``own`` is the caller's; ``k``: numbers of all words of a part. All parts are read in each round of polling, so
     that their loads are under way together. Words beyond ``count`` are read too: a mask would break vector loads up.
     """
+    rank, record = ctx.cur_rank, ctx._record()
     element: tl.constexpr = own.dtype
     ACC: tl.constexpr = accumulator(element)
     WORDS: tl.constexpr = PART // elements_per_word(element)
@@ -124,12 +124,12 @@ def recv_and_reduce(
                     for s in tl.static_range(W):
                         none = (rank != s) & (missing_elements(words[s], bits, element) != 0)
                         ranks = ranks | (tl.cast(tl.max(tl.cast(none, tl.int32), axis=0), tl.int64) << s)
-                    record_missing(begins + k, bits != 0, 0, ranks, record)
+                    record_missing(begins + k, bits != 0, 0, ranks, record=record)
                     missing = missing * 0
     total = tl.cast(own, ACC)
     for s in tl.static_range(W):
         value = tl.where(rank == s, tl.cast(own, ACC), tl.cast(decode(words[s], element, own), ACC))
-        total = accumulate(total, value, factors, s, OP)
+        total = accumulate(total, value, factors, s, OP=OP)
     return finalize(total, element, W, OP)
 
 
@@ -160,26 +160,21 @@ def region(slots, max_blocks, block, epoch, REGION: tl.constexpr):
 
 
 @jit
-def recycle_slot(
-    slots, epochs, max_blocks, block, epoch, j, rank, W: tl.constexpr, PART: tl.constexpr, STEPS: tl.constexpr
-):
+def recycle_slot(ctx, channel, block, epoch, j, W: tl.constexpr, PART: tl.constexpr, STEPS: tl.constexpr):
     """Clear what peers have put into the slot of the epoch before, and go on to the next epoch."""
-    old = region(slots, max_blocks, block, epoch + (SLOTS - 1), STEPS * W * PART)
+    old = region(channel.slots, channel.max_blocks, block, epoch + (SLOTS - 1), REGION=STEPS * W * PART)
     for step in tl.static_range(STEPS):
-        lamport_clear(old + step * W * PART + j, (j < W * PART) & (j // PART != rank))
-    store_after_sync(epochs + block, (epoch + 1) % SLOTS)
+        lamport_clear(old + step * W * PART + j, (j < W * PART) & (j // PART != ctx.cur_rank))
+    store_after_sync(channel.epochs + block, (epoch + 1) % SLOTS)
 
 
 @jit
 def one_shot(
-    context_tensor,
-    epochs,
-    slots,
+    channel,
     input,
     output,
     factors,
     n,
-    max_blocks,
     send_step,
     W: tl.constexpr,
     RANKS: tl.constexpr,
@@ -188,16 +183,17 @@ def one_shot(
     SAME: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """``n``: elements that each rank wants. ``max_blocks``: blocks that a slot has room for.
+    """``n``: elements that each rank wants. ``RANKS``: the power of two from W on. ``PART``: elements of a part.
 
-    ``send_step``: from what one rank wants to what the next one wants; 0 if all want the `SAME`. ``RANKS``: the power
-    of two from W on. ``EARLY``: there is room for the next launch beside this one.
+    ``send_step``: from what one rank wants to what the next one wants; 0 if all want the `SAME`. ``EARLY``: there is
+    room for the next launch beside this one.
     """
-    ctx = DeviceContext.initialize(context_tensor, num_ranks=W)
+    ctx = DeviceContext.initialize(channel.context, num_ranks=W)
     rank, bases = ctx.cur_rank, peers(ctx, W)
     gdc_wait()
     if EARLY:
         gdc_launch_dependents()
+    epochs, slots = channel.epochs, channel.slots
     element: tl.constexpr = input.dtype.element_ty
     i = flat(PART, element)
     j = flat(RANKS * PART, element)
@@ -207,7 +203,7 @@ def one_shot(
     for step in range(0, steps + AHEAD):
         if step < steps:
             block = first + step * stride
-            mine = region(slots, max_blocks, block, tl.load(epochs + block), W * PART) + rank * PART
+            mine = region(slots, channel.max_blocks, block, tl.load(epochs + block), REGION=W * PART) + rank * PART
             k = block * PART + i
             # All loads first: the compiler must assume that the stores change what a later load reads.
             parts = ()
@@ -218,41 +214,40 @@ def one_shot(
                 else:
                     parts += (tl.load(input + to * send_step + k, mask=k < n),)
             for distance in tl.static_range(1, W):
-                push(ctx, mine, i, parts[distance - 1], k < n, bases, distance, W)
+                push(ctx, mine, i, parts[distance - 1], mask=k < n, bases=bases, distance=distance, W=W)
         if step >= AHEAD:
             block = first + (step - AHEAD) * stride
             epoch = tl.load(epochs + block)
             k = block * PART + i
             own = tl.load(input + tl.cast(rank, tl.int64) * send_step + k, mask=k < n)
-            parts = region(slots, max_blocks, block, epoch, W * PART)
+            parts = region(slots, channel.max_blocks, block, epoch, REGION=W * PART)
             event = ctx.tracing.begin_wait_for_data(parts, rank)
-            total = recv_and_reduce(parts, own, words, n - block * PART, rank, W, PART, OP, ctx._record(), factors)
+            left = n - block * PART
+            total = recv_and_reduce(ctx, parts, own, words, count=left, W=W, PART=PART, OP=OP, factors=factors)
             ctx.tracing.record_event_end(event)
             tl.store(output + k, total, mask=k < n)
-            recycle_slot(slots, epochs, max_blocks, block, epoch, j, rank, W, PART, 1)
+            recycle_slot(ctx, channel, block, epoch, j=j, W=W, PART=PART, STEPS=1)
 
 
 @jit
 def two_shot(
-    context_tensor,
-    epochs,
-    slots,
+    channel,
     input,
     output,
     factors,
     n,
-    max_blocks,
     W: tl.constexpr,
     RANKS: tl.constexpr,
     PART: tl.constexpr,
     OP: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    ctx = DeviceContext.initialize(context_tensor, num_ranks=W)
+    ctx = DeviceContext.initialize(channel.context, num_ranks=W)
     rank, bases = ctx.cur_rank, peers(ctx, W)
     gdc_wait()
     if EARLY:
         gdc_launch_dependents()
+    epochs, slots = channel.epochs, channel.slots
     element: tl.constexpr = input.dtype.element_ty
     WORDS: tl.constexpr = PART // elements_per_word(element)
     i = flat(PART, element)
@@ -263,41 +258,42 @@ def two_shot(
     for step in range(0, steps + 2 * AHEAD):
         if step < steps:
             block = first + step * stride
-            mine = region(slots, max_blocks, block, tl.load(epochs + block), 2 * W * PART) + rank * PART
+            mine = region(slots, channel.max_blocks, block, tl.load(epochs + block), REGION=2 * W * PART) + rank * PART
             parts = ()
             for distance in tl.static_range(1, W):
                 k = (block * W + (rank + distance) % W) * PART + i
                 parts += (tl.load(input + k, mask=k < n),)
             for distance in tl.static_range(1, W):
                 k = (block * W + (rank + distance) % W) * PART + i
-                push(ctx, mine, i, parts[distance - 1], k < n, bases, distance, W)
+                push(ctx, mine, i, parts[distance - 1], mask=k < n, bases=bases, distance=distance, W=W)
         if (step >= AHEAD) & (step < steps + AHEAD):
             block = first + (step - AHEAD) * stride
-            parts = region(slots, max_blocks, block, tl.load(epochs + block), 2 * W * PART)
+            parts = region(slots, channel.max_blocks, block, tl.load(epochs + block), REGION=2 * W * PART)
             k = (block * W + rank) * PART + i
             own = tl.load(input + k, mask=k < n)
             event = ctx.tracing.begin_wait_for_data(parts, rank)
             left = n - (block * W + rank) * PART
-            total = recv_and_reduce(parts, own, words, left, rank, W, PART, OP, ctx._record(), factors)
+            total = recv_and_reduce(ctx, parts, own, words, count=left, W=W, PART=PART, OP=OP, factors=factors)
             ctx.tracing.record_event_end(event)
             tl.store(output + k, total, mask=k < n)
             for distance in tl.static_range(1, W):
-                push(ctx, parts + (W + rank) * PART, i, total, k < n, bases, distance, W)
+                push(ctx, parts + (W + rank) * PART, i, total, mask=k < n, bases=bases, distance=distance, W=W)
         if step >= 2 * AHEAD:
             block = first + (step - 2 * AHEAD) * stride
             epoch = tl.load(epochs + block)
             k = block * W * PART + j
             # The sums lie beside each other as they do in the output.
             there = (j < W * PART) & (j // PART != rank) & (k < n)
-            sums = region(slots, max_blocks, block, epoch, 2 * W * PART) + W * PART
+            sums = region(slots, channel.max_blocks, block, epoch, REGION=2 * W * PART) + W * PART
             sources = all_words // WORDS
             others = (sources < W) & (sources != rank)
             bits = tl.where(others, sentinel_mask(all_words, n - block * W * PART, element), 0)
             event = ctx.tracing.begin_wait_for_data(sums, rank)
-            total = lamport_recv(words_at(sums, element) + all_words, others, bits, element, j, sources, ctx._record())
+            ptrs = words_at(sums, element) + all_words
+            total = lamport_recv(ptrs, others, bits, element, like=j, source=sources, record=ctx._record())
             ctx.tracing.record_event_end(event)
             tl.store(output + k, total, mask=there)
-            recycle_slot(slots, epochs, max_blocks, block, epoch, j, rank, W, PART, 2)
+            recycle_slot(ctx, channel, block, epoch, j=j, W=W, PART=PART, STEPS=2)
 
 
 class ChannelLayout(NamedTuple):
@@ -353,11 +349,13 @@ def _shared_arguments(call: Call, max_programs: int | None, steps: int) -> dict[
         programs=fitting(comm, max(1, min(blocks, max_programs)), warps),
         num_warps=warps,
         dtype=dtype,
-        context_tensor=channel.context_tensor,
-        epochs=channel.memory[layout.epochs].view(torch.int32),
-        slots=channel.memory[: layout.epochs.start].view(INTEGERS[dtype.itemsize]),
+        channel=LamportChannel(
+            context=channel.context_tensor,
+            epochs=channel.memory[layout.epochs].view(torch.int32),
+            slots=channel.memory[: layout.epochs.start].view(INTEGERS[dtype.itemsize]),
+            max_blocks=layout.max_blocks,
+        ),
         n=n,
-        max_blocks=layout.max_blocks,
         W=comm.size,
         RANKS=power_of_two(comm.size),
         PART=part,

@@ -16,6 +16,7 @@ import triton.language as tl
 
 from iris.ccl.call import Algorithm, Call
 from iris.ccl.communicator import Communicator, Launch
+from iris.ccl.kernel_arguments import LLChannel
 from iris.ccl.kernel_launch import INTEGERS, fitting, kernel_launch
 from iris.ccl.pieces import pieces_of
 from iris.ccl.queue import flat
@@ -60,17 +61,11 @@ def position(k, row, pitch, FLAT: tl.constexpr):
 
 @jit
 def one_hop(
-    context_tensor,
-    epochs,
-    slots,
+    channel,
     input,
     output,
     n,
-    row,
-    in_pitch,
-    out_pitch,
-    send_step,
-    recv_step,
+    layout,
     root,
     W: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -79,15 +74,16 @@ def one_hop(
     ROOTED: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """``BLOCKS``: that a slot has room for. ``ROOTED``: only ``root`` has a piece to send.
+    """``n``: elements of a piece. ``BLOCKS``: that a slot has room for. ``FLAT``: a piece is one row.
 
-    ``EARLY``: there is room for the next launch beside this one.
+    ``ROOTED``: only ``root`` has a piece to send. ``EARLY``: there is room for the next launch beside this one.
     """
-    ctx = DeviceContext.initialize(context_tensor, num_ranks=W)
+    ctx = DeviceContext.initialize(channel.context, num_ranks=W)
     rank = ctx.cur_rank
     gdc_wait()
     if EARLY:
         gdc_launch_dependents()
+    epochs, slots = channel.epochs, channel.slots
     # Elements of a word: the data may lie at any multiple of their size.
     PACKED: tl.constexpr = WORD_BYTES // (input.dtype.element_ty.primitive_bitwidth // 8)
     BITS: tl.constexpr = input.dtype.element_ty.primitive_bitwidth
@@ -102,7 +98,7 @@ def one_hop(
         word = tl.zeros_like(i)
         for j in tl.static_range(PACKED):
             k = (b * BLOCK + i) * PACKED + j
-            at = tl.cast(to, tl.int64) * send_step + position(k, row, in_pitch, FLAT)
+            at = tl.cast(to, tl.int64) * layout.send_step + position(k, layout.row, layout.in_pitch, FLAT)
             here = k < n
             if ROOTED:
                 # Elsewhere the input may be the output, which other programs are storing to.
@@ -110,7 +106,8 @@ def one_hop(
             part = tl.cast(tl.load(input + at, mask=here, other=0), tl.int32)
             if not ROOTED:
                 if to == rank:
-                    own = tl.cast(rank, tl.int64) * recv_step + position(k, row, out_pitch, FLAT)
+                    own = tl.cast(rank, tl.int64) * layout.recv_step
+                    own += position(k, layout.row, layout.out_pitch, FLAT)
                     tl.store(output + own, tl.cast(part, input.dtype.element_ty), mask=k < n)
             if PACKED > 1:
                 part = (part & ((1 << BITS) - 1)) << (j * BITS)
@@ -135,11 +132,11 @@ def one_hop(
                 there = there & ((source == root) | (i < REPLY))
                 wanted = there & (source == root)
             event = ctx.tracing.begin_wait_for_data(slot, rank)
-            word = ll_recv(slot + i, epoch, there, source, ctx._record())
+            word = ll_recv(slot + i, epoch, there, source, record=ctx._record())
             ctx.tracing.record_event_end(event)
             for j in tl.static_range(PACKED):
                 k = (b * BLOCK + i) * PACKED + j
-                at = tl.cast(source, tl.int64) * recv_step + position(k, row, out_pitch, FLAT)
+                at = tl.cast(source, tl.int64) * layout.recv_step + position(k, layout.row, layout.out_pitch, FLAT)
                 tl.store(output + at, tl.cast(word >> (j * BITS), input.dtype.element_ty), mask=wanted & (k < n))
         store_after_sync(epochs + b * RANKS + unit % W, epoch)
 
@@ -166,15 +163,13 @@ def launch(call: Call, max_programs: int | None) -> Launch:
         programs=fitting(comm, max(1, min(units, max_programs)), warps),
         num_warps=warps,
         dtype=INTEGERS[word],
-        context_tensor=channel.context_tensor,
-        epochs=channel.memory[:epochs_bytes].view(torch.int32),
-        slots=channel.memory[epochs_bytes:].view(torch.int64),
+        channel=LLChannel(
+            context=channel.context_tensor,
+            epochs=channel.memory[:epochs_bytes].view(torch.int32),
+            slots=channel.memory[epochs_bytes:].view(torch.int64),
+        ),
         n=pieces.nbytes // word,
-        row=pieces.row // word,
-        in_pitch=pieces.in_pitch // word,
-        out_pitch=pieces.out_pitch // word,
-        send_step=pieces.send_step // word,
-        recv_step=pieces.recv_step // word,
+        layout=pieces.layout(word),
         root=call.root,
         W=comm.size,
         BLOCK=block,

@@ -4,6 +4,7 @@ import math
 from typing import NamedTuple
 
 from iris.ccl.call import Call
+from iris.ccl.kernel_arguments import PieceLayout
 
 
 class Pieces(NamedTuple):
@@ -45,6 +46,11 @@ class Pieces(NamedTuple):
     def word_bytes(self, call: Call) -> int:
         """Of the widest element in which the pieces of ``call`` can be moved."""
         return word_bytes(call, self.row, self.in_pitch, self.out_pitch, self.send_step, self.recv_step)
+
+    def layout(self, word: int) -> PieceLayout:
+        """In elements of so many bytes, as kernels take it."""
+        distances = (self.row, self.in_pitch, self.out_pitch, self.send_step, self.recv_step)
+        return PieceLayout(*(each // word for each in distances))
 
 
 def pieces_of(call: Call) -> Pieces:

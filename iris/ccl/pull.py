@@ -42,41 +42,34 @@ from iris.language.jit import jit
 
 @jit
 def pull(
-    context_tensor,
-    counts,
-    words,
-    slots,
-    heap_table,
+    queues,
     input,
     output,
     factors,
-    n,
-    part_step,
-    block_step,
-    limit_step,
-    out_part_step,
+    layout,
     in_length,
     length,
     W: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SLOT: tl.constexpr,
+    TILING: tl.constexpr,
     OP: tl.constexpr,
     ALL_REDUCE: tl.constexpr,
 ):
-    """Parts and steps as in `two_shot`; ``in_length`` and ``length``: bytes of input and output."""
+    """``in_length`` and ``length``: bytes of input and output."""
     gdc_wait()
-    ctx = DeviceContext.initialize(context_tensor, num_ranks=W)
+    ctx = DeviceContext.initialize(queues.context, num_ranks=W)
     rank = ctx.cur_rank
     p = tl.program_id(0)
-    row = counts + p * COUNTS
-    own_words = words + p * WORDS
+    row = queues.counts + p * COUNTS
+    own_words, heap_table = queues.words + p * WORDS, queues.heap_table
     others = among(0, W, rank)
     calls = tl.load(row + EXITS + rank) + 1
     here = True
     if ALL_REDUCE:
-        here = permit(ctx, own_words + OUTPUTS, heap_table, output, length, calls + lanes() * 0, others, W)
-    here = here & advertise_input(ctx, own_words + INPUTS, heap_table, input, in_length, calls, others, W)
-    inputs = resolve_inputs(ctx, own_words + INPUTS, heap_table, calls, others)
+        place, each = own_words + OUTPUTS, calls + lanes() * 0
+        here = permit(ctx, place, heap_table, output, length=length, calls=each, ranks=others, W=W)
+    place = own_words + INPUTS
+    here = here & advertise_input(ctx, place, heap_table, input, length=in_length, calls=calls, others=others, W=W)
+    inputs = resolve_inputs(ctx, place, heap_table, calls, others=others)
     # The peers' words are read relaxed. This fence makes the pair of their release and these reads an acquire: the
     # inputs are there. And a peer had said where its output is before it said where its input is, so what is read of
     # that below is of this call, and not of one 65536 calls ago with the same stamp.
@@ -84,24 +77,24 @@ def pull(
     missing = others & (inputs == 0)
     outputs = inputs
     if ALL_REDUCE:
-        outputs = resolve_inputs(ctx, own_words + OUTPUTS, heap_table, calls, others)
+        outputs = resolve_inputs(ctx, own_words + OUTPUTS, heap_table, calls, others=others)
         missing = missing | (others & (outputs == 0))
     if here & (tl.max(tl.cast(missing, tl.int32), axis=0) == 0):
         element: tl.constexpr = input.dtype.element_ty
         ACC: tl.constexpr = accumulator(element)
         inputs = tl.where(lanes() == rank, tl.cast(input, tl.int64), inputs)
-        i = flat(BLOCK, element)
+        i = flat(TILING.BLOCK, element)
         # This rank's part, of each rank's input and of the others' outputs.
         sources, places = (), ()
         for s in tl.static_range(W):
-            sources += (pointer_at(input, lane_value(inputs, s)) + tl.cast(rank, tl.int64) * part_step,)
+            sources += (pointer_at(input, lane_value(inputs, s)) + tl.cast(rank, tl.int64) * layout.part_step,)
         if ALL_REDUCE:
             for distance in tl.static_range(1, W):
                 to = (rank + distance) % W
-                places += (pointer_at(output, lane_value(outputs, to)) + rank * out_part_step,)
-        for block in range(p, blocks_of(n, block_step), tl.num_programs(0)):
-            k = tl.cast(block, tl.int64) * block_step + i
-            mask = rank * limit_step + k < n
+                places += (pointer_at(output, lane_value(outputs, to)) + rank * layout.out_part_step,)
+        for block in range(p, blocks_of(layout.n, layout.block_step), tl.num_programs(0)):
+            k = tl.cast(block, tl.int64) * layout.block_step + i
+            mask = rank * layout.limit_step + k < layout.n
             # All loads before their first use, so that they are under way together.
             parts = ()
             for s in tl.static_range(W):
@@ -110,38 +103,30 @@ def pull(
                 ctx.tracing.end_load(event, parts[s])
             total = tl.cast(parts[0], ACC)
             for s in tl.static_range(W):
-                total = accumulate(total, parts[s], factors, s, OP)
+                total = accumulate(total, parts[s], factors, s, OP=OP)
             result = finalize(total, element, W, OP)
-            tl.store(output + rank * out_part_step + k, result, mask=mask)
+            tl.store(output + rank * layout.out_part_step + k, result, mask=mask)
             if ALL_REDUCE:
                 for distance in tl.static_range(1, W):
-                    store_to_peer(ctx, places[distance - 1] + k, result, (rank + distance) % W, mask)
+                    store_to_peer(ctx, places[distance - 1] + k, result, (rank + distance) % W, mask=mask)
     else:
         reduce_blocks(
             ctx,
-            row=row,
-            own_words=own_words,
-            slots=slots,
-            heap_table=heap_table,
-            input=input,
-            output=output,
+            queues,
+            input,
+            output,
             factors=factors,
-            n=n,
-            part_step=part_step,
-            block_step=block_step,
-            limit_step=limit_step,
-            out_part_step=out_part_step,
+            layout=layout,
             length=length,
             to_first=0,
             to_last=W,
             W=W,
-            BLOCK=BLOCK,
-            SLOT=SLOT,
+            TILING=TILING,
             OP=OP,
             ALL_REDUCE=ALL_REDUCE,
             DIRECT=ALL_REDUCE,
         )
-    exit_barrier(ctx, row, calls, others, W)
+    exit_barrier(ctx, row, calls, others, W=W)
 
 
 def launch(call: Call, max_programs: int | None) -> Launch:

@@ -57,7 +57,7 @@ AHEAD = tl.constexpr(1)
 # A program's counts: rows of MAX_RANKS int32.
 DONE, TAIL, HEAD, CALLS_TO, CALLS_FROM, EXITS, MESSAGES_TO, MESSAGES_FROM, WRITTEN = (
     tl.constexpr(i * MAX_RANKS) for i in range(9)
-)  # fmt: skip
+)
 COUNTS = tl.constexpr(9 * MAX_RANKS)
 
 # A program's words: rows of MAX_RANKS int64.
@@ -146,7 +146,7 @@ def permit(ctx, words, heap_table, output, length, calls, ranks, W: tl.constexpr
     cache, to which the peers' stores come only after they have received this word. That is how the hardware works; the
     memory model of PTX would want a release here.
     """
-    offset, direct = place_of(ctx, heap_table, output, length, W)
+    offset, direct = place_of(ctx, heap_table, output, length, W=W)
     theirs = translate(words + ctx.cur_rank, ctx.base, tl.load(ctx.table + lanes(), mask=ranks, other=0))
     ll_send_place(theirs, tl.where(direct, offset + 1, 0), calls, ranks)
     return direct
@@ -155,7 +155,7 @@ def permit(ctx, words, heap_table, output, length, calls, ranks, W: tl.constexpr
 @jit
 def advertise_input(ctx, words, heap_table, tensor, length, calls, others, W: tl.constexpr):
     """Send all ranks the place of a tensor that they may read; returns whether that is on the heap."""
-    offset, direct = place_of(ctx, heap_table, tensor, length, W)
+    offset, direct = place_of(ctx, heap_table, tensor, length, W=W)
     word = tl.where(direct, offset + 1, 0) | (tl.cast(calls & 0xFFFF, tl.int64) << 48)
     nothing = tl.cast(lanes() * 0, tl.int64)
     ctx._signal_ranks(words + ctx.cur_rank, word + nothing, lanes(), others)
@@ -174,7 +174,7 @@ def resolve_inputs(ctx, words, heap_table, calls, others):
 def advertise(ctx, row, words, heap_table, output, length, W: tl.constexpr, sources):
     """Send the ranks ``sources`` the place for their data; returns the count of such calls, and if it is direct."""
     calls = tl.load(row + CALLS_FROM + lanes(), mask=sources, other=0) + 1
-    direct = permit(ctx, words + PLACES, heap_table, output, length, calls, sources, W)
+    direct = permit(ctx, words + PLACES, heap_table, output, length=length, calls=calls, ranks=sources, W=W)
     store_after_sync(row + CALLS_FROM + lanes(), calls, sources)
     return calls, direct
 
@@ -204,7 +204,7 @@ def slot_of(p, s, got, W: tl.constexpr):
 @jit
 def store_to_peer(ctx, ptrs, values, rank, mask, asked=None):
     """Store to ``ptrs``, in the memory of ``rank``, as tracing records it; where not ``asked``, it records nothing."""
-    event = ctx.tracing.begin_move("store", ptrs, rank, mask, asked)
+    event = ctx.tracing.begin_move("store", ptrs, rank, mask, asked=asked)
     tl.store(ptrs, values, mask=mask)
     ctx.tracing.record_event_end(event)
 
@@ -227,19 +227,19 @@ def store_counters(row, sent, to, got, sources):
 @jit
 def wait_credits(ctx, words, sent, to, W: tl.constexpr):
     """Wait for room for another block in the queues to the ranks ``to``."""
-    ctx._wait_ranks(words + POSTS + lanes(), sent + 1 - NUM_SLOTS, to, 0, W, LOW)
+    ctx._wait_ranks(words + POSTS + lanes(), sent + 1 - NUM_SLOTS, to, 0, num_ranks=W, half=LOW)
 
 
 @jit
 def wait_blocks(ctx, words, got, sources, W: tl.constexpr):
     """Wait for the next block in the queues from the ranks ``sources``."""
-    ctx._wait_ranks(words + POSTS + lanes(), got + 1, sources, 0, W, HIGH)
+    ctx._wait_ranks(words + POSTS + lanes(), got + 1, sources, 0, num_ranks=W, half=HIGH)
 
 
 @jit
 def wait_consumed(ctx, words, sent, to, W: tl.constexpr):
     """Wait until the ranks ``to`` have taken all that they were sent."""
-    ctx._wait_ranks(words + POSTS + lanes(), sent, to, 0, W, LOW)
+    ctx._wait_ranks(words + POSTS + lanes(), sent, to, 0, num_ranks=W, half=LOW)
 
 
 @jit
@@ -256,7 +256,7 @@ def finish(ctx, flags, calls_to, to, calls_from, sources, W: tl.constexpr):
     ``flags``: the row `DONE`, or `WRITTEN` of messages whose sizes are compared.
     """
     ctx._signal_ranks(flags + ctx.cur_rank, calls_to, lanes(), to)
-    ctx._wait_ranks(flags + lanes(), calls_from, sources, 0, W)
+    ctx._wait_ranks(flags + lanes(), calls_from, sources, 0, num_ranks=W)
 
 
 @jit
@@ -264,4 +264,4 @@ def exit_barrier(ctx, row, calls, others, W: tl.constexpr):
     """The end of a call in which peers' inputs were read: all have read, and written, when anyone goes on."""
     ctx._signal_ranks(row + EXITS + ctx.cur_rank, calls + lanes() * 0, lanes(), others)
     store_after_sync(row + EXITS + ctx.cur_rank, calls)
-    ctx._wait_ranks(row + EXITS + lanes(), calls + lanes() * 0, others, 0, W)
+    ctx._wait_ranks(row + EXITS + lanes(), calls + lanes() * 0, others, 0, num_ranks=W)

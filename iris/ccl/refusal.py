@@ -33,13 +33,18 @@ LONGEST_LOOK_S = 10.0
 def break_group(record):
     """Break the group whose device record this is; the host has said why."""
     gdc_wait()
-    give_up(record, record, 0, 0, kind_code("refused"), 0, 0)
+    give_up(record, record, 0, 0, kind=kind_code("refused"), first=0, num_ranks=0)
 
 
 def refuse(
-    comm: Communicator, name: str, error: IrisError, here: bool, stream: int | None, line: Line,
+    comm: Communicator,
+    name: str,
+    error: IrisError,
+    here: bool,
+    stream: int | None,
+    line: Line,
     take_part: Callable[[], object],
-) -> NoReturn:  # fmt: skip
+) -> NoReturn:
     """Raise ``error``, which a rank has found; if it is the root of the collective, leave nobody waiting.
 
     ``here``: whether it is the root. ``take_part``: the same call with memory of the root's own. If that is refused
@@ -59,9 +64,13 @@ def refuse(
 
 
 def refuse_broadcast(
-    comm: Communicator, error: IrisError, is_root: bool, stream: int | None, capturing: bool,
+    comm: Communicator,
+    error: IrisError,
+    is_root: bool,
+    stream: int | None,
+    capturing: bool,
     take_part: Callable[[int], object],
-) -> NoReturn:  # fmt: skip
+) -> NoReturn:
     """Raise ``error``, with which a broadcast was refused here; if the root alone has refused it, leave nobody waiting.
 
     ``take_part``: a broadcast of so many bytes of the root's own.

@@ -55,10 +55,7 @@ def here(slots, got, left, W: tl.constexpr, SLOT: tl.constexpr):
 
 @jit
 def ring(
-    context_tensor,
-    counts,
-    words,
-    slots,
+    queues,
     input,
     output,
     factors,
@@ -70,16 +67,16 @@ def ring(
     OP: tl.constexpr,
     STRIDING: tl.constexpr,
 ):
-    """``slots`` of the accumulator's type. `STRIDING`: a program's chunks lie apart, else side by side."""
+    """Slots of the accumulator's type. `STRIDING`: a program's chunks lie apart, else side by side."""
     gdc_wait()
-    ctx = DeviceContext.initialize(context_tensor, num_ranks=W)
+    ctx = DeviceContext.initialize(queues.context, num_ranks=W)
     rank = ctx.cur_rank
     p = tl.program_id(0)
     programs = tl.num_programs(0)
     element: tl.constexpr = input.dtype.element_ty
     ACC: tl.constexpr = accumulator(element)
-    row = counts + p * COUNTS
-    own_words = words + p * WORDS
+    slots = queues.slots
+    row, own_words = queues.counts + p * COUNTS, queues.words + p * WORDS
     forward = tl.where(p % rings % 2 == 0, 1, W - 1)
     right = (rank + forward) % W
     left = (rank + W - forward) % W
@@ -87,7 +84,7 @@ def ring(
     # Both counts of both neighbours, since they are posted together.
     neighbours = to | source
     sent, got = load_counters(row, neighbours)
-    queues = queue_address(ctx, slots, W, SLOT, to)
+    begins = queue_address(ctx, slots, W, SLOT, to=to)
 
     i = flat(BLOCK, element)
     turns = blocks_of(n, W * BLOCK)
@@ -101,38 +98,38 @@ def ring(
         k = (base + chunk) * BLOCK + i
         total = scaled(tl.cast(tl.load(input + k, mask=k < n), ACC), factors, rank, OP)
         for _ in range(1, W):
-            wait_credits(ctx, own_words, sent, to, W)
+            wait_credits(ctx, own_words, sent, to, W=W)
             mask = k < n
-            slot = next_slot(pointer_at(slots, lane_value(queues, right)), sent, right, SLOT)
-            store_to_peer(ctx, slot + i, total, right, mask)
+            slot = next_slot(pointer_at(slots, lane_value(begins, right)), sent, right, SLOT)
+            store_to_peer(ctx, slot + i, total, right, mask=mask)
             sent = tl.where(to, sent + 1, sent)
-            publish_counters(ctx, own_words, sent, got, neighbours)
+            publish_counters(ctx, own_words, sent, got, peers=neighbours)
             chunk = (chunk + W - forward) % W
             k = (base + chunk) * BLOCK + i
             own = scaled(tl.cast(tl.load(input + k, mask=k < n), ACC), factors, rank, OP)
-            wait_blocks(ctx, own_words, got, source, W)
-            total = combine(tl.load(here(slots, got, left, W, SLOT) + i, mask=k < n), own, OP)
+            wait_blocks(ctx, own_words, got, source, W=W)
+            total = combine(tl.load(here(slots, got, left, W, SLOT=SLOT) + i, mask=k < n), own, OP)
             got = tl.where(source, got + 1, got)
         result = finalize(total, element, W, OP)
         tl.store(output + k, result, mask=k < n)
         for _ in range(1, W):
-            wait_credits(ctx, own_words, sent, to, W)
-            slot = next_slot(pointer_at(slots, lane_value(queues, right)), sent, right, SLOT)
+            wait_credits(ctx, own_words, sent, to, W=W)
+            slot = next_slot(pointer_at(slots, lane_value(begins, right)), sent, right, SLOT)
             slot = tl.cast(slot, tl.pointer_type(element), bitcast=True)
             mask = k < n
-            store_to_peer(ctx, slot + i, result, right, mask)
+            store_to_peer(ctx, slot + i, result, right, mask=mask)
             sent = tl.where(to, sent + 1, sent)
-            publish_counters(ctx, own_words, sent, got, neighbours)
+            publish_counters(ctx, own_words, sent, got, peers=neighbours)
             chunk = (chunk + W - forward) % W
             k = (base + chunk) * BLOCK + i
-            wait_blocks(ctx, own_words, got, source, W)
-            slot = tl.cast(here(slots, got, left, W, SLOT), tl.pointer_type(element), bitcast=True)
+            wait_blocks(ctx, own_words, got, source, W=W)
+            slot = tl.cast(here(slots, got, left, W, SLOT=SLOT), tl.pointer_type(element), bitcast=True)
             result = tl.load(slot + i, mask=k < n)
             tl.store(output + k, result, mask=k < n)
             got = tl.where(source, got + 1, got)
     # The left neighbour's next block, of whatever call, may need the slot of the last one.
-    publish_counters(ctx, own_words, sent, got, neighbours)
-    store_counters(row, sent, neighbours, got, neighbours)
+    publish_counters(ctx, own_words, sent, got, peers=neighbours)
+    store_counters(row, sent, neighbours, got, sources=neighbours)
 
 
 def launch(call: Call, max_programs: int | None) -> Launch:
@@ -159,10 +156,7 @@ def launch(call: Call, max_programs: int | None) -> Launch:
         programs=programs,
         num_warps=config.warps(block, sums.itemsize),
         dtype=dtype,
-        context_tensor=queues.context_tensor,
-        counts=queues.counts,
-        words=queues.words,
-        slots=queues.slots.view(sums),
+        queues=queues.memory(sums),
         n=n,
         rings=config.all_reduce_num_rings or 2,
         W=comm.size,

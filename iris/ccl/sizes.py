@@ -101,18 +101,18 @@ def ask(ctx, words, heap_table, output, length, nbytes, messages, sources, W: tl
 
     What used the memory before was an earlier kernel, which is over: there is nothing to release.
     """
-    offset, direct = place_of(ctx, heap_table, output, length, W)
-    send_message_word(ctx, words, tl.where(direct, offset + 1, 0), messages, sources, TARGETS)
-    send_message_word(ctx, words, nbytes, messages, sources, ASKED)
+    offset, direct = place_of(ctx, heap_table, output, length, W=W)
+    send_message_word(ctx, words, tl.where(direct, offset + 1, 0), messages, peers=sources, ROW=TARGETS)
+    send_message_word(ctx, words, nbytes, messages, peers=sources, ROW=ASKED)
     return direct
 
 
 @jit
 def find_target(ctx, words, heap_table, nbytes, messages, receivers):
     """Which ``receivers`` `ask` for as many bytes as they are sent, and an address each, 0 for the queue."""
-    asked = recv_message_words(ctx, words, messages, receivers, ASKED)
+    asked = recv_message_words(ctx, words, messages, receivers, ROW=ASKED)
     to = receivers & (asked == nbytes)
-    offset = recv_message_words(ctx, words, messages, to, TARGETS)
+    offset = recv_message_words(ctx, words, messages, to, ROW=TARGETS)
     base = tl.load(heap_table + lanes(), mask=to, other=0)
     return to, tl.where(to & (offset > 0), base + offset - 1, 0)
 
@@ -135,8 +135,9 @@ def count_messages(counts, messages_to, receivers, messages_from, sources, QUEUE
 def record_unequal(ctx, words, theirs, own, wrong):
     """That what the ranks ``wrong`` send, ``theirs``, is not what this rank receives, ``own``; int64 lanes."""
     source = tl.max(tl.where(wrong, lanes(), -1), axis=0)
-    flag = words + SIZES + source
-    give_up(ctx._record(), flag, lane_value(own, source), lane_value(theirs, source), kind_code("size"), source, 0)
+    flag, record = words + SIZES + source, ctx._record()
+    expected, seen = lane_value(own, source), lane_value(theirs, source)
+    give_up(record, flag, expected, seen, kind=kind_code("size"), first=source, num_ranks=0)
 
 
 @jit
@@ -147,42 +148,40 @@ def programs_of(theirs, block_bytes, PROGRAMS: tl.constexpr):
 
 
 @jit
-def pass_over(ctx, row, words, p, theirs, puts, block_bytes, sources, PROGRAMS: tl.constexpr):
+def pass_over(ctx, queues, p, theirs, puts, block_bytes, sources, PROGRAMS: tl.constexpr):
     """Let the senders' program ``p`` put in all that it has.
 
     ``puts``: the senders that do not see from the size that is asked for, or from the place, that they are to put
     nothing into the queue.
     """
+    row, words = queues.counts + p * COUNTS, queues.words + p * WORDS
     blocks, programs = programs_of(theirs, block_bytes, PROGRAMS)
     steps = tl.where(sources & puts & (p < programs), (blocks - p + programs - 1) // programs, 0)
     sent = tl.load(row + TAIL + lanes(), mask=sources, other=0)
     got = tl.load(row + HEAD + lanes(), mask=sources, other=0) + tl.cast(steps, tl.int32)
-    publish_counters(ctx, words, sent, got, sources)
+    publish_counters(ctx, words, sent, got, peers=sources)
     store_after_sync(row + HEAD + lanes(), got, sources)
 
 
 @jit
-def refuse(
-    ctx, counts, words, theirs, own, messages, puts, sources, block_bytes,
-    PROGRAMS: tl.constexpr, QUEUES: tl.constexpr, DIRECT: tl.constexpr,
-):  # fmt: skip
+def refuse(ctx, queues, theirs, own, messages, puts, sources, block_bytes, FORM: tl.constexpr):
     """Take nothing of these messages of ``theirs`` bytes, where ``own`` were to come, and let nobody wait.
 
-    ``puts``: see `pass_over`. ``PROGRAMS``: that a message has at most; ``QUEUES``: that there are. ``DIRECT``: all
-    programs that run have asked for their parts already.
+    ``puts``: see `pass_over`. ``FORM``: if it is direct, all programs that run have asked for their parts already.
     """
     p = tl.program_id(0)
-    own_words = words + p * WORDS
+    PROGRAMS: tl.constexpr = FORM.PROGRAMS
+    own_words = queues.words + p * WORDS
     _, programs = programs_of(theirs, block_bytes, PROGRAMS)
     asks = sources & (theirs > LONGEST_QUEUED)
-    if not DIRECT:
-        send_message_word(ctx, own_words, own, messages, asks & (p < programs), ASKED)
+    if not FORM.DIRECT:
+        send_message_word(ctx, own_words, own, messages, peers=asks & (p < programs), ROW=ASKED)
     if p == 0:
         for q in range(1, tl.num_programs(0)):
-            here = row_of(words + q * WORDS, messages, SIZES) + lanes()
+            here = row_of(queues.words + q * WORDS, messages, SIZES) + lanes()
             ll_send_place(here, theirs, stamp_of(messages), sources & (q >= programs))
-        for q in range(tl.num_programs(0), QUEUES):
-            there = words + q * WORDS
-            send_message_word(ctx, there, own, messages, asks & (q < programs), ASKED)
-            pass_over(ctx, counts + q * COUNTS, there, q, theirs, puts, block_bytes, sources, PROGRAMS)
-    pass_over(ctx, counts + p * COUNTS, own_words, p, theirs, puts, block_bytes, sources, PROGRAMS)
+        for q in range(tl.num_programs(0), FORM.QUEUES):
+            there = queues.words + q * WORDS
+            send_message_word(ctx, there, own, messages, peers=asks & (q < programs), ROW=ASKED)
+            pass_over(ctx, queues, q, theirs, puts=puts, block_bytes=block_bytes, sources=sources, PROGRAMS=PROGRAMS)
+    pass_over(ctx, queues, p, theirs, puts=puts, block_bytes=block_bytes, sources=sources, PROGRAMS=PROGRAMS)

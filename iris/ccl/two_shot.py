@@ -33,6 +33,7 @@ import triton.language as tl
 from iris.ccl.call import Algorithm, Call
 from iris.ccl.combine import accumulate, accumulator, finalize
 from iris.ccl.communicator import Launch
+from iris.ccl.kernel_arguments import BlockTiling, PartLayout
 from iris.ccl.kernel_launch import kernel_launch
 from iris.ccl.queue import (
     AHEAD,
@@ -65,172 +66,152 @@ from iris.language.jit import jit
 @jit
 def reduce_blocks(
     ctx,
-    row,
-    own_words,
-    slots,
-    heap_table,
+    queues,
     input,
     output,
     factors,
-    n,
-    part_step,
-    block_step,
-    limit_step,
-    out_part_step,
+    layout,
     length,
     to_first,
     to_last,
     W: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SLOT: tl.constexpr,
+    TILING: tl.constexpr,
     OP: tl.constexpr,
     ALL_REDUCE: tl.constexpr,
     DIRECT: tl.constexpr,
 ):
     rank = ctx.cur_rank
     p = tl.program_id(0)
+    row, own_words = queues.counts + p * COUNTS, queues.words + p * WORDS
     programs = tl.num_programs(0)
+    slots, heap_table = queues.slots, queues.heap_table
+    BLOCK: tl.constexpr = TILING.BLOCK
+    SLOT: tl.constexpr = TILING.SLOT
     element: tl.constexpr = input.dtype.element_ty
     ACC: tl.constexpr = accumulator(element)
     others = among(0, W, rank)
     sent, got = load_counters(row, others)
-    queues = queue_address(ctx, slots, W, SLOT, others)
+    begins = queue_address(ctx, slots, W, SLOT, to=others)
     keeps = (rank >= to_first) & (rank < to_last)
     to = among(to_first, to_last, rank) & ALL_REDUCE
     sources = others & keeps & ALL_REDUCE
     queued = to
-    address = queues
+    address = begins
     direct_here = rank < 0
     if DIRECT:
-        _, direct_here = advertise(ctx, row, own_words, heap_table, output, length, W, sources)
-        _, place = resolve_output(ctx, row, own_words, heap_table, to)
+        _, direct_here = advertise(ctx, row, own_words, heap_table, output=output, length=length, W=W, sources=sources)
+        _, place = resolve_output(ctx, row, own_words, heap_table, to=to)
         queued = to & (place == 0)
-        address = tl.where(queued, queues, place)
+        address = tl.where(queued, begins, place)
     any_queued = tl.max(tl.cast(queued, tl.int32), axis=0) > 0
     receives = keeps & (direct_here == 0) & ALL_REDUCE
 
     i = flat(BLOCK, element)
     # How many blocks there are: of the first part, which is the longest.
-    blocks = blocks_of(n, block_step)
+    blocks = blocks_of(layout.n, layout.block_step)
     steps = (blocks - p + programs - 1) // programs
     last = steps + AHEAD
     if receives:
         last = last + AHEAD
     for step in range(0, last):
         if step < steps:
-            wait_credits(ctx, own_words, sent, others, W)
+            wait_credits(ctx, own_words, sent, others, W=W)
             t = tl.cast(p + step * programs, tl.int64)
-            k = t * block_step + i
+            k = t * layout.block_step + i
             # All loads before all stores, which the compiler cannot know to be of other memory.
             parts = ()
             for distance in tl.static_range(1, W):
                 d = (rank + distance) % W
-                parts += (tl.load(input + tl.cast(d, tl.int64) * part_step + k, mask=d * limit_step + k < n),)
+                mask = d * layout.limit_step + k < layout.n
+                parts += (tl.load(input + tl.cast(d, tl.int64) * layout.part_step + k, mask=mask),)
             for distance in tl.static_range(1, W):
                 d = (rank + distance) % W
-                slot = next_slot(pointer_at(slots, lane_value(queues, d)), sent, d, SLOT)
-                store_to_peer(ctx, slot + i, parts[distance - 1], d, d * limit_step + k < n)
+                slot = next_slot(pointer_at(slots, lane_value(begins, d)), sent, d, SLOT)
+                store_to_peer(ctx, slot + i, parts[distance - 1], d, mask=d * layout.limit_step + k < layout.n)
             sent = tl.where(others, sent + 1, sent)
         if (step >= AHEAD) & (step < steps + AHEAD):
             t = tl.cast(p + (step - AHEAD) * programs, tl.int64)
-            k = t * block_step + i
-            mask = rank * limit_step + k < n
-            own = tl.load(input + tl.cast(rank, tl.int64) * part_step + k, mask=mask)
-            wait_blocks(ctx, own_words, got, others, W)
+            k = t * layout.block_step + i
+            mask = rank * layout.limit_step + k < layout.n
+            own = tl.load(input + tl.cast(rank, tl.int64) * layout.part_step + k, mask=mask)
+            wait_blocks(ctx, own_words, got, others, W=W)
             total = tl.cast(own, ACC)
             for s in tl.static_range(W):
                 # Of the own rank nothing is loaded; its slot's address is a valid one all the same.
                 there = slots + slot_of(p, s, got, W) * SLOT + i
                 value = tl.load(there, mask=mask & (rank != s))
-                total = accumulate(total, tl.where(rank == s, own, value), factors, s, OP)
+                total = accumulate(total, tl.where(rank == s, own, value), factors, s, OP=OP)
             got = tl.where(others, got + 1, got)
             result = finalize(total, element, W, OP)
             if keeps:
-                tl.store(output + rank * out_part_step + k, result, mask=mask)
+                tl.store(output + rank * layout.out_part_step + k, result, mask=mask)
             if ALL_REDUCE:
                 if any_queued:
-                    wait_credits(ctx, own_words, sent, queued, W)
+                    wait_credits(ctx, own_words, sent, queued, W=W)
                 for distance in range(1, W):
                     d = (rank + distance) % W
                     if (d >= to_first) & (d < to_last):
                         begin = pointer_at(slots, lane_value(address, d))
                         if lane_value(tl.cast(queued, tl.int32), d) > 0:
-                            store_to_peer(ctx, next_slot(begin, sent, d, SLOT) + i, result, d, mask)
+                            store_to_peer(ctx, next_slot(begin, sent, d, SLOT) + i, result, d, mask=mask)
                         else:
-                            store_to_peer(ctx, begin + rank * out_part_step + k, result, d, mask)
+                            store_to_peer(ctx, begin + rank * layout.out_part_step + k, result, d, mask=mask)
                 if any_queued:
                     sent = tl.where(queued, sent + 1, sent)
         if ALL_REDUCE:
             if (step >= 2 * AHEAD) & receives:
                 t = tl.cast(p + (step - 2 * AHEAD) * programs, tl.int64)
-                k = t * block_step + i
-                wait_blocks(ctx, own_words, got, sources, W)
+                k = t * layout.block_step + i
+                wait_blocks(ctx, own_words, got, sources, W=W)
                 for distance in range(1, W):
                     s = (rank + distance) % W
-                    mask = s * limit_step + k < n
+                    mask = s * layout.limit_step + k < layout.n
                     value = tl.load(slots + slot_of(p, s, got, W) * SLOT + i, mask=mask)
-                    tl.store(output + s * out_part_step + k, value, mask=mask)
+                    tl.store(output + s * layout.out_part_step + k, value, mask=mask)
                 got = tl.where(sources, got + 1, got)
         # Fewer blocks than AHEAD leave rounds with nothing to do.
         if (step < steps) | ((step >= AHEAD) & (step < steps + AHEAD)) | (step >= 2 * AHEAD):
-            publish_counters(ctx, own_words, sent, got, others)
-    store_counters(row, sent, others, got, others)
+            publish_counters(ctx, own_words, sent, got, peers=others)
+    store_counters(row, sent, others, got, sources=others)
     if DIRECT:
         # A peer posts that it has taken this rank's last block after it has written the sums of it here.
-        wait_consumed(ctx, own_words, sent, sources & (direct_here != 0), W)
+        wait_consumed(ctx, own_words, sent, sources & (direct_here != 0), W=W)
 
 
 @jit
 def two_shot(
-    context_tensor,
-    counts,
-    words,
-    slots,
-    heap_table,
+    queues,
     input,
     output,
     factors,
-    n,
-    part_step,
-    block_step,
-    limit_step,
-    out_part_step,
+    layout,
     length,
     to_first,
     to_last,
     W: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SLOT: tl.constexpr,
+    TILING: tl.constexpr,
     OP: tl.constexpr,
     ALL_REDUCE: tl.constexpr,
     DIRECT: tl.constexpr,
 ):
-    """Part d of block t begins at ``d * part_step + t * block_step`` and ends where ``d * limit_step`` + ... < n.
+    """``to_first`` to before ``to_last``: the ranks that want the sums, with ``ALL_REDUCE``.
 
-    ``to_first`` to before ``to_last``: the ranks that want the sums, with ``ALL_REDUCE``.
+    ``length``: bytes of the output. ``DIRECT``: sums go straight to outputs on the symmetric heap.
     """
     gdc_wait()
-    ctx = DeviceContext.initialize(context_tensor, num_ranks=W)
+    ctx = DeviceContext.initialize(queues.context, num_ranks=W)
     reduce_blocks(
         ctx,
-        row=counts + tl.program_id(0) * COUNTS,
-        own_words=words + tl.program_id(0) * WORDS,
-        slots=slots,
-        heap_table=heap_table,
-        input=input,
-        output=output,
+        queues,
+        input,
+        output,
         factors=factors,
-        n=n,
-        part_step=part_step,
-        block_step=block_step,
-        limit_step=limit_step,
-        out_part_step=out_part_step,
+        layout=layout,
         length=length,
         to_first=to_first,
         to_last=to_last,
         W=W,
-        BLOCK=BLOCK,
-        SLOT=SLOT,
+        TILING=TILING,
         OP=OP,
         ALL_REDUCE=ALL_REDUCE,
         DIRECT=DIRECT,
@@ -273,19 +254,16 @@ def shared_arguments(call: Call, max_programs: int | None) -> dict[str, Any]:
         programs=programs,
         num_warps=config.warps(block, dtype.itemsize),
         dtype=dtype,
-        context_tensor=queues.context_tensor,
-        counts=queues.counts,
-        words=queues.words,
-        slots=queues.slots.view(dtype),
-        heap_table=comm.heap_table,
-        n=n,
-        part_step=n if scattered else block,
-        block_step=block_step,
-        limit_step=0 if scattered else block,
-        out_part_step=0 if scattered else block,
+        queues=queues.memory(dtype, comm.heap_table),
+        layout=PartLayout(
+            n=n,
+            part_step=n if scattered else block,
+            block_step=block_step,
+            limit_step=0 if scattered else block,
+            out_part_step=0 if scattered else block,
+        ),
         W=comm.size,
-        BLOCK=block,
-        SLOT=queues.slot_bytes // dtype.itemsize,
+        TILING=BlockTiling(block, queues.slot_bytes // dtype.itemsize),
         OP=op,
         ALL_REDUCE=not scattered,
     )

@@ -151,9 +151,7 @@ def one_shot_rms_norm(
         store_after_sync(epochs + unit, (epoch + 1) % SLOTS)
         entered = enter(meeting, PIECES, BY_ROW) if DIVISION.CLUSTERED else 0
         event = ctx.tracing.begin_wait_for_data(parts, rank)
-        total = recv_and_reduce(
-            parts, own, k=words, count=H - piece * PIECE, rank=rank, W=W, PART=PIECE, OP="sum", record=ctx._record()
-        )
+        total = recv_and_reduce(ctx, parts, own, k=words, count=H - piece * PIECE, W=W, PART=PIECE, OP="sum")
         ctx.tracing.record_event_end(event)
         x = tl.where(inside, widen(total), 0) + widen(added)
         gain = widen(gain)
@@ -251,9 +249,7 @@ def two_shot_rms_norm(
             own = tl.load(input + (unit // PIECES).to(tl.int64) * H + k, mask=mask)
             left = tl.minimum(H - begin - rank * PART, PART)
             event = ctx.tracing.begin_wait_for_data(parts, rank)
-            total = recv_and_reduce(
-                parts, own, k=words, count=left, rank=rank, W=W, PART=PART, OP="sum", record=ctx._record()
-            )
+            total = recv_and_reduce(ctx, parts, own, k=words, count=left, W=W, PART=PART, OP="sum")
             ctx.tracing.record_event_end(event)
             sums = parts + (W + rank) * PART
             lamport_send(sums + i, total, mask)

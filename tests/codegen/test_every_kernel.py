@@ -6,10 +6,20 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.runtime.jit import JITFunction
 
+from codegen.collective_arguments import (
+    BF16,
+    COLLECTIVES,
+    ELEMENTS,
+    FLOAT32,
+    INT16,
+    INT32,
+    INT64,
+    W,
+    collective_in_tuples,
+)
 from codegen.offline import TARGETS, by_turns, compile_for, targets_by_turns
 from codegen.operations import is_barrier, is_data, releases
 from iris.ccl import lamport_all_reduce
@@ -44,7 +54,6 @@ FILES = [
 ]
 
 # An argument for each parameter that a kernel may have.
-INT32, INT64, FLOAT32 = (torch.zeros(4096, dtype=dtype) for dtype in (torch.int32, torch.int64, torch.float32))
 ARGUMENTS = {
     "context_tensor": INT64,
     "heap_bases": INT64,
@@ -55,31 +64,6 @@ ARGUMENTS = {
     **dict.fromkeys(["rank", "peer", "num_ranks", "round", "first"], 3),
     "BLOCK": 2048,
     "VECTOR": 4,
-}
-# The collectives', by file: four ranks, and tensors of the types that their launches give them.
-W, BF16, INT16 = 4, torch.zeros(4096, dtype=torch.bfloat16), torch.zeros(4096, dtype=torch.int16)
-COLLECTIVES = {
-    **dict.fromkeys(["counts", "epochs"], INT32),
-    **dict.fromkeys(["words", "slots", "heap_table", "input", "output", "queues"], INT64),
-    **dict.fromkeys(["send_counts", "send_displs", "recv_counts", "recv_displs"], INT64),
-    **dict.fromkeys(["M", "to_first", "from_first", "root", "factor"], 2),
-    **dict.fromkeys(["to_last", "from_last"], 4),
-    **dict.fromkeys(["N", "row", "in_pitch", "out_pitch", "send_step", "recv_step", "length"], 4096),
-    **dict.fromkeys(["part_step", "block_step", "limit_step", "out_part_step", "in_length", "max_blocks"], 4096),
-    **{"flags": INT32, "locks": INT32, "accumulators": FLOAT32, "rings": 2, "factors": None},
-    **{"W": W, "RANKS": 4, "BLOCK": 4096, "BLOCK_M": 1, "BLOCK_N": 4096, "SLOT": 8192, "PART": 2048, "OP": "sum"},
-    **dict.fromkeys(["PROGRAMS", "QUEUES"], 8),
-    **dict.fromkeys(["SAME", "DIRECT", "FLAT", "ALL_REDUCE", "STRIDING", "LOCKED", "PULLS", "EARLY"], True),
-    **dict.fromkeys(["PARTITIONED", "ROOTED"], False),
-}
-ELEMENTS = {
-    "exchange": {"ROWS": "apart"},
-    "one_hop": {"input": INT32, "output": INT32, "BLOCK": 1024, "BLOCKS": 64},
-    "lamport_all_reduce": {"slots": INT16, "input": BF16, "output": BF16},
-    "two_shot": {"slots": BF16, "input": BF16, "output": BF16},
-    "pull": {"slots": BF16, "input": BF16, "output": BF16},
-    "ring": {"slots": FLOAT32, "input": BF16, "output": BF16},
-    "atomic": {"input": BF16, "output": BF16},
 }
 # The fused operations': matrices by rows, all multiples of 16, and tiles of the default configuration.
 OPERATIONS = {
@@ -128,9 +112,13 @@ def load(file):
         sys.path.remove(str(file.parent))
 
 
+# The first parameters of kernels of the library.
+FIRST = [["context_tensor"], ["channel"], ["queues"]]
+
+
 def is_launched(function):
     """Of the functions that the files of collectives, fused operations and tiles define."""
-    return function.arg_names[:1] in (["context_tensor"], ["channel"]) or function.fn.__name__ == "add_parts"
+    return function.arg_names[:1] in FIRST or function.fn.__name__ == "add_parts"
 
 
 def kernels():
@@ -178,6 +166,8 @@ def arguments_of(kernel, **instead):
     if kernel.fn.__name__ == "exchange_times":
         given = given | {"times": INT64, "ROUNDS": 8, "LEADS": True}
     given |= instead
+    if place.parent.name == "ccl":
+        given |= collective_in_tuples(kernel, given)
     if place.stem == "all_reduce_rms_norm":
         given |= rows_in_tuples(given)
     elif place.parent.name == "ops" and "channel" in kernel.arg_names:
