@@ -132,7 +132,8 @@ def one_hop(
                 there = there & ((source == root) | (i < REPLY))
                 wanted = there & (source == root)
             event = ctx.tracing.begin_wait_for_data(slot, rank)
-            word = ll_recv(slot + i, epoch, there, source, record=ctx._record())
+            ptrs = slot + i
+            word = ll_recv(ptrs, epoch, there, source, record=ctx._record())
             ctx.tracing.record_event_end(event)
             for j in tl.static_range(PACKED):
                 k = (b * BLOCK + i) * PACKED + j
