@@ -24,9 +24,9 @@ def atomic(
     scope: tl.constexpr,
     hint: tl.constexpr,
 ):
-    event = self.tracing.begin_atomic(op, ptr, to_rank, val, mask)
-    old = ordered_atomic(op, self._peers(ptr, to_rank, mask, hint), val, mask, sem, scope)
-    self.tracing.end_atomic(event, op, old, val, mask)
+    event = self.tracing.begin_atomic(op, ptr, rank=to_rank, val=val, mask=mask)
+    old = ordered_atomic(op, self._peers(ptr, to_rank, mask, hint), val, mask, sem=sem, scope=scope)
+    self.tracing.end_atomic(event, op, old=old, val=val, mask=mask)
     return old
 
 
@@ -42,7 +42,7 @@ def atomic_add(
     hint: tl.constexpr = None,
 ):
     """Add ``val`` to ``to_rank``'s copy of ``ptr``; returns the old value."""
-    return self._atomic("add", ptr, val, to_rank, mask, sem, scope, hint)
+    return self._atomic("add", ptr, val, to_rank, mask=mask, sem=sem, scope=scope, hint=hint)
 
 
 @jit
@@ -57,7 +57,7 @@ def atomic_sub(
     hint: tl.constexpr = None,
 ):
     """Subtract ``val`` from ``to_rank``'s copy of ``ptr``; returns the old value."""
-    return self._atomic("sub", ptr, val, to_rank, mask, sem, scope, hint)
+    return self._atomic("sub", ptr, val, to_rank, mask=mask, sem=sem, scope=scope, hint=hint)
 
 
 @jit
@@ -72,7 +72,7 @@ def atomic_xchg(
     hint: tl.constexpr = None,
 ):
     """Put ``val`` in the place of ``to_rank``'s copy of ``ptr``; returns the old value."""
-    return self._atomic("xchg", ptr, val, to_rank, mask, sem, scope, hint)
+    return self._atomic("xchg", ptr, val, to_rank, mask=mask, sem=sem, scope=scope, hint=hint)
 
 
 @jit
@@ -87,7 +87,7 @@ def atomic_and(
     hint: tl.constexpr = None,
 ):
     """Bitwise and of ``to_rank``'s copy of ``ptr`` with ``val``; returns the old value."""
-    return self._atomic("and", ptr, val, to_rank, mask, sem, scope, hint)
+    return self._atomic("and", ptr, val, to_rank, mask=mask, sem=sem, scope=scope, hint=hint)
 
 
 @jit
@@ -102,7 +102,7 @@ def atomic_or(
     hint: tl.constexpr = None,
 ):
     """Bitwise or of ``to_rank``'s copy of ``ptr`` with ``val``; returns the old value."""
-    return self._atomic("or", ptr, val, to_rank, mask, sem, scope, hint)
+    return self._atomic("or", ptr, val, to_rank, mask=mask, sem=sem, scope=scope, hint=hint)
 
 
 @jit
@@ -117,7 +117,7 @@ def atomic_xor(
     hint: tl.constexpr = None,
 ):
     """Bitwise exclusive or of ``to_rank``'s copy of ``ptr`` with ``val``; returns the old value."""
-    return self._atomic("xor", ptr, val, to_rank, mask, sem, scope, hint)
+    return self._atomic("xor", ptr, val, to_rank, mask=mask, sem=sem, scope=scope, hint=hint)
 
 
 @jit
@@ -132,7 +132,7 @@ def atomic_min(
     hint: tl.constexpr = None,
 ):
     """Leave the smaller of ``to_rank``'s copy of ``ptr`` and ``val``; returns the old value."""
-    return self._atomic("min", ptr, val, to_rank, mask, sem, scope, hint)
+    return self._atomic("min", ptr, val, to_rank, mask=mask, sem=sem, scope=scope, hint=hint)
 
 
 @jit
@@ -147,7 +147,7 @@ def atomic_max(
     hint: tl.constexpr = None,
 ):
     """Leave the larger of ``to_rank``'s copy of ``ptr`` and ``val``; returns the old value."""
-    return self._atomic("max", ptr, val, to_rank, mask, sem, scope, hint)
+    return self._atomic("max", ptr, val, to_rank, mask=mask, sem=sem, scope=scope, hint=hint)
 
 
 @jit
@@ -167,6 +167,6 @@ def atomic_cas(
     No mask, as in Triton.
     """
     event = self.tracing.begin_cas(ptr, to_rank, cmp)
-    old = ordered_cas(self._peers(ptr, to_rank, None, hint), cmp, val, sem, scope)
+    old = ordered_cas(self._peers(ptr, to_rank, None, hint), cmp, val, sem=sem, scope=scope)
     self.tracing.end_cas(event, old, cmp, val)
     return old

@@ -104,7 +104,15 @@ def wait_ranks(flag_ptrs, wanted, here, first, num_ranks, record, half: tl.const
                     # The flags of one barrier all await one value; those of a queue may not, so: the largest.
                     most = tl.max(tl.where(here, wanted, 0), axis=0)
                     row = tl.min(tl.cast(flag_ptrs, tl.int64), axis=0)
-                    give_up(record, row, most, there, kind_code(meeting(half)), first, num_ranks)
+                    give_up(
+                        record,
+                        row,
+                        wanted=most,
+                        seen=there,
+                        kind=kind_code(meeting(half)),
+                        first=first,
+                        num_ranks=num_ranks,
+                    )
                     missing = missing * 0
     block_barrier()
 
@@ -135,8 +143,22 @@ def barrier(flags_ptr, epoch, rank, num_ranks, table, base, record):
     for first in range(0, num_ranks, LANES):
         peer = first + lanes()
         # Releases everything that the block did, to peers and to this rank's later epochs alike.
-        signal_ranks(row + rank, reached + tl.zeros_like(peer), peer, peer < num_ranks, table, base)
+        signal_ranks(
+            flag_ptr=row + rank,
+            values=reached + tl.zeros_like(peer),
+            peers=peer,
+            here=peer < num_ranks,
+            table=table,
+            base=base,
+        )
     for first in range(0, num_ranks, LANES):
         peer = first + lanes()
-        wait_ranks(row + peer, reached + tl.zeros_like(peer), peer < num_ranks, first, num_ranks, record)
+        wait_ranks(
+            flag_ptrs=row + peer,
+            wanted=reached + tl.zeros_like(peer),
+            here=peer < num_ranks,
+            first=first,
+            num_ranks=num_ranks,
+            record=record,
+        )
     return reached

@@ -102,7 +102,7 @@ class DeviceContext:
         if in_simulator():
             check_reach(ptr, mask, self.base, rank)
         elif CHECKS_POINTERS:
-            check_pointer(ptr, mask, self.base, self._behind_bases(1), self._record())
+            check_pointer(ptr, mask, base=self.base, size=self._behind_bases(1), record=self._record())
 
     @jit
     def load(
@@ -205,7 +205,9 @@ class DeviceContext:
         """
         if in_simulator():
             check_copy(from_rank, to_rank, self.cur_rank)
-        event = self.tracing.begin_copy(dst_ptr, from_rank, to_rank, self.cur_rank, mask)
+        event = self.tracing.begin_copy(
+            dst_ptr, from_rank=from_rank, to_rank=to_rank, cur_rank=self.cur_rank, mask=mask
+        )
         source = self._peers(src_ptr, from_rank, mask, hint)
         value = tl.load(source, mask=mask, other=other, cache_modifier=load_cache_modifier)
         target = self._peers(dst_ptr, to_rank, mask, hint)
@@ -230,7 +232,7 @@ class DeviceContext:
         A release at system scope. Who waits for the flag with `wait` sees all that came before. ``flag_ptr`` is a
         scalar pointer to int32, uint32, int64 or uint64; ``op`` is "set" or "add". Over the link: 4 or 8 bytes.
         """
-        event = self.tracing.begin_flag("signal", flag_ptr, to_rank, value, None)
+        event = self.tracing.begin_flag("signal", flag_ptr, rank=to_rank, value=value, mask=None)
         now = ordered_signal(self._peers(flag_ptr, to_rank, None), value, op)
         self.tracing.end_flag(event, now, now)
 
@@ -247,7 +249,7 @@ class DeviceContext:
         the comparison does not hold, and the next ``barrier()`` of the host raises `IrisTimeoutError`.
         """
         self._check(flag_ptr, None, self.cur_rank)
-        event = self.tracing.begin_flag("wait", flag_ptr, self.cur_rank, value, None)
+        event = self.tracing.begin_flag("wait", flag_ptr, rank=self.cur_rank, value=value, mask=None)
         seen = ordered_wait(flag_ptr, value, cmp, self._record())
         self.tracing.end_flag(event, seen, seen)
         return seen
@@ -288,9 +290,9 @@ class DeviceContext:
         and that one launch at a time uses the flags. They are never reset.
         """
         self._check(flags_ptr, None, self.cur_rank)
-        event = self.tracing.begin_flag("barrier", flags_ptr, self.cur_rank, 0, None, "meeting")
+        event = self.tracing.begin_flag("barrier", flags_ptr, rank=self.cur_rank, value=0, mask=None, form="meeting")
         reached = ordered_barrier(
-            flags_ptr, epoch, self.cur_rank, self.num_ranks, self.table, self.base, self._record()
+            flags_ptr, epoch, self.cur_rank, self.num_ranks, table=self.table, base=self.base, record=self._record()
         )
         self.tracing.end_flag(event, reached, reached)
 
@@ -298,22 +300,26 @@ class DeviceContext:
 
     @jit
     def _signal_ranks(self, flag_ptr, values, peers, here, op: tl.constexpr = SET):
-        events = self.tracing.begin_flags("signal", "flag", flag_ptr, peers, values, here)
-        now = ordered_signal_ranks(flag_ptr, values, peers, here, self.table, self.base, op)
+        events = self.tracing.begin_flags("signal", "flag", flags=flag_ptr, ranks=peers, values=values, here=here)
+        now = ordered_signal_ranks(flag_ptr, values, peers, here=here, table=self.table, base=self.base, op=op)
         self.tracing.end_flags(events, now)
 
     @jit
     def _wait_ranks(self, flag_ptrs, wanted, here, first, num_ranks, half: tl.constexpr = WHOLE):
-        events = self.tracing.begin_flags("wait", half, flag_ptrs, first + lanes(), wanted, here)
-        ordered_wait_ranks(flag_ptrs, wanted, here, first, num_ranks, self._record(), half)
+        events = self.tracing.begin_flags(
+            "wait", half, flags=flag_ptrs, ranks=first + lanes(), values=wanted, here=here
+        )
+        ordered_wait_ranks(
+            flag_ptrs, wanted, here=here, first=first, num_ranks=num_ranks, record=self._record(), half=half
+        )
         self.tracing.end_flags(events, wanted)
 
     @jit
     def _wait_unless(self, flag_ptr, value, stop: tl.constexpr):
         """Wait until the flag has reached ``value``, or one of its bits in ``stop`` is set; returns the flag."""
         self._check(flag_ptr, None, self.cur_rank)
-        event = self.tracing.begin_flag("wait", flag_ptr, self.cur_rank, value, None)
-        seen = ordered_wait(flag_ptr, value, "reached", self._record(), stop)
+        event = self.tracing.begin_flag("wait", flag_ptr, rank=self.cur_rank, value=value, mask=None)
+        seen = ordered_wait(flag_ptr, value, "reached", self._record(), stop=stop)
         self.tracing.end_flag(event, seen, seen)
         return seen
 
@@ -336,7 +342,7 @@ def connect(context_tensor, rank, num_ranks, tracing: tl.constexpr):
         trace = trace_into(record_of(table), base, True)
     else:
         trace = Tracing(False, 0, 0, 0)
-    return DeviceContext(rank, num_ranks, base, table, trace)
+    return DeviceContext(cur_rank=rank, num_ranks=num_ranks, base=base, table=table, tracing=trace)
 
 
 @jit

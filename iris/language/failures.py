@@ -105,4 +105,4 @@ def check_pointer(ptr, mask, base, size, record):
             wrong = tl.max(wrong, axis=1)
         wrong = tl.max(wrong, axis=0)
     if wrong != 0:
-        write_record(record, wrong, base, 0, kind_code("pointer"), 0, 0)
+        write_record(record, wrong, wanted=base, seen=0, kind=kind_code("pointer"), first=0, num_ranks=0)

@@ -49,7 +49,7 @@ def peer_address(ptr, from_rank, to_rank, heap_bases, mask, hint: tl.constexpr):
     if in_simulator():
         check_reach(ptr, mask, base, to_rank)
     elif CHECKS_POINTERS:
-        check_pointer(ptr, mask, base, tl.load(heap_bases - 1), record_of(heap_bases))
+        check_pointer(ptr, mask, base=base, size=tl.load(heap_bases - 1), record=record_of(heap_bases))
     return translate(ptr, base, tl.load(heap_bases + to_rank), hint)
 
 
@@ -68,7 +68,7 @@ def load(
     """Read ``from_rank``'s copy of ``pointer``; returns the values. ``to_rank`` is the caller."""
     tracing = tracing_of(heap_bases, to_rank)
     event = tracing.begin_move("load", pointer, from_rank, mask)
-    source = peer_address(pointer, to_rank, from_rank, heap_bases, mask, hint)
+    source = peer_address(pointer, to_rank, from_rank, heap_bases, mask=mask, hint=hint)
     values = tl.load(source, mask=mask, other=other, cache_modifier=cache_modifier, volatile=volatile)
     tracing.end_load(event, values)
     return values
@@ -88,7 +88,7 @@ def store(
     """Write ``to_rank``'s copy of ``pointer``; ``from_rank`` is the caller."""
     tracing = tracing_of(heap_bases, from_rank)
     event = tracing.begin_move("store", pointer, to_rank, mask)
-    target = peer_address(pointer, from_rank, to_rank, heap_bases, mask, hint)
+    target = peer_address(pointer, from_rank, to_rank, heap_bases, mask=mask, hint=hint)
     tl.store(target, value, mask=mask, cache_modifier=cache_modifier)
     tracing.record_event_end(event)
 
@@ -112,7 +112,7 @@ def get(
     """
     tracing = tracing_of(heap_bases, from_rank)
     event = tracing.begin_move("get", from_ptr, to_rank, mask)
-    source = peer_address(from_ptr, from_rank, to_rank, heap_bases, mask, hint)
+    source = peer_address(from_ptr, from_rank, to_rank, heap_bases, mask=mask, hint=hint)
     value = tl.load(source, mask=mask, other=other, cache_modifier=load_cache_modifier)
     tl.store(to_ptr, value, mask=mask, cache_modifier=store_cache_modifier)
     tracing.record_event_end(event)
@@ -135,7 +135,7 @@ def put(
     tracing = tracing_of(heap_bases, from_rank)
     event = tracing.begin_move("put", to_ptr, to_rank, mask)
     value = tl.load(from_ptr, mask=mask, other=other, cache_modifier=load_cache_modifier)
-    target = peer_address(to_ptr, from_rank, to_rank, heap_bases, mask, hint)
+    target = peer_address(to_ptr, from_rank, to_rank, heap_bases, mask=mask, hint=hint)
     tl.store(target, value, mask=mask, cache_modifier=store_cache_modifier)
     tracing.record_event_end(event)
 
@@ -161,10 +161,10 @@ def copy(
     if in_simulator():
         check_copy(from_rank, to_rank, cur_rank)
     tracing = tracing_of(heap_bases, cur_rank)
-    event = tracing.begin_copy(dst_ptr, from_rank, to_rank, cur_rank, mask)
-    source = peer_address(src_ptr, cur_rank, from_rank, heap_bases, mask, hint)
+    event = tracing.begin_copy(dst_ptr, from_rank=from_rank, to_rank=to_rank, cur_rank=cur_rank, mask=mask)
+    source = peer_address(src_ptr, cur_rank, from_rank, heap_bases, mask=mask, hint=hint)
     value = tl.load(source, mask=mask, other=other, cache_modifier=load_cache_modifier)
-    target = peer_address(dst_ptr, cur_rank, to_rank, heap_bases, mask, hint)
+    target = peer_address(dst_ptr, cur_rank, to_rank, heap_bases, mask=mask, hint=hint)
     tl.store(target, value, mask=mask, cache_modifier=store_cache_modifier)
     tracing.record_event_end(event)
 
@@ -176,17 +176,17 @@ def atomic(
     val,
     from_rank,
     to_rank,
-    heap_bases,
+    table,
     mask,
     sem: tl.constexpr,
     scope: tl.constexpr,
     hint: tl.constexpr,
 ):
-    tracing = tracing_of(heap_bases, from_rank)
-    event = tracing.begin_atomic(op, pointer, to_rank, val, mask)
-    target = peer_address(pointer, from_rank, to_rank, heap_bases, mask, hint)
-    old = ordered_atomic(op, target, val, mask, sem, scope)
-    tracing.end_atomic(event, op, old, val, mask)
+    tracing = tracing_of(table, from_rank)
+    event = tracing.begin_atomic(op, pointer, rank=to_rank, val=val, mask=mask)
+    target = peer_address(pointer, from_rank, to_rank, table, mask=mask, hint=hint)
+    old = ordered_atomic(op, target, val, mask, sem=sem, scope=scope)
+    tracing.end_atomic(event, op, old=old, val=val, mask=mask)
     return old
 
 
@@ -206,7 +206,9 @@ def atomic_add(
 
     ``from_rank`` is the caller.
     """
-    return atomic("add", pointer, val, from_rank, to_rank, heap_bases, mask, sem, scope, hint)
+    return atomic(
+        "add", pointer, val, from_rank, to_rank=to_rank, table=heap_bases, mask=mask, sem=sem, scope=scope, hint=hint
+    )
 
 
 @jit
@@ -225,7 +227,9 @@ def atomic_sub(
 
     ``from_rank`` is the caller.
     """
-    return atomic("sub", pointer, val, from_rank, to_rank, heap_bases, mask, sem, scope, hint)
+    return atomic(
+        "sub", pointer, val, from_rank, to_rank=to_rank, table=heap_bases, mask=mask, sem=sem, scope=scope, hint=hint
+    )
 
 
 @jit
@@ -244,7 +248,9 @@ def atomic_xchg(
 
     ``from_rank`` is the caller.
     """
-    return atomic("xchg", pointer, val, from_rank, to_rank, heap_bases, mask, sem, scope, hint)
+    return atomic(
+        "xchg", pointer, val, from_rank, to_rank=to_rank, table=heap_bases, mask=mask, sem=sem, scope=scope, hint=hint
+    )
 
 
 @jit
@@ -263,7 +269,9 @@ def atomic_and(
 
     ``from_rank`` is the caller.
     """
-    return atomic("and", pointer, val, from_rank, to_rank, heap_bases, mask, sem, scope, hint)
+    return atomic(
+        "and", pointer, val, from_rank, to_rank=to_rank, table=heap_bases, mask=mask, sem=sem, scope=scope, hint=hint
+    )
 
 
 @jit
@@ -282,7 +290,9 @@ def atomic_or(
 
     ``from_rank`` is the caller.
     """
-    return atomic("or", pointer, val, from_rank, to_rank, heap_bases, mask, sem, scope, hint)
+    return atomic(
+        "or", pointer, val, from_rank, to_rank=to_rank, table=heap_bases, mask=mask, sem=sem, scope=scope, hint=hint
+    )
 
 
 @jit
@@ -301,7 +311,9 @@ def atomic_xor(
 
     ``from_rank`` is the caller.
     """
-    return atomic("xor", pointer, val, from_rank, to_rank, heap_bases, mask, sem, scope, hint)
+    return atomic(
+        "xor", pointer, val, from_rank, to_rank=to_rank, table=heap_bases, mask=mask, sem=sem, scope=scope, hint=hint
+    )
 
 
 @jit
@@ -320,7 +332,9 @@ def atomic_min(
 
     ``from_rank`` is the caller.
     """
-    return atomic("min", pointer, val, from_rank, to_rank, heap_bases, mask, sem, scope, hint)
+    return atomic(
+        "min", pointer, val, from_rank, to_rank=to_rank, table=heap_bases, mask=mask, sem=sem, scope=scope, hint=hint
+    )
 
 
 @jit
@@ -339,7 +353,9 @@ def atomic_max(
 
     ``from_rank`` is the caller.
     """
-    return atomic("max", pointer, val, from_rank, to_rank, heap_bases, mask, sem, scope, hint)
+    return atomic(
+        "max", pointer, val, from_rank, to_rank=to_rank, table=heap_bases, mask=mask, sem=sem, scope=scope, hint=hint
+    )
 
 
 @jit
@@ -361,6 +377,8 @@ def atomic_cas(
     """
     tracing = tracing_of(heap_bases, from_rank)
     event = tracing.begin_cas(pointer, to_rank, cmp)
-    old = ordered_cas(peer_address(pointer, from_rank, to_rank, heap_bases, None, hint), cmp, val, sem, scope)
+    old = ordered_cas(
+        peer_address(pointer, from_rank, to_rank, heap_bases, mask=None, hint=hint), cmp, val, sem=sem, scope=scope
+    )
     tracing.end_cas(event, old, cmp, val)
     return old

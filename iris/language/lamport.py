@@ -145,7 +145,9 @@ def lamport_recv(ptrs, mask, bits, element: tl.constexpr, like, source, record):
         missing = tl.max(tl.cast(missing_elements(words, bits, element) != 0, tl.int32), axis=0)
         if WAIT_LIMIT_NS > 0:
             if missing > 0:
-                if timed_out(ptrs, missing_elements(words, bits, element) != 0, since, 0, source, record):
+                if timed_out(
+                    ptrs, missing_elements(words, bits, element) != 0, since, wanted=0, source=source, record=record
+                ):
                     missing = missing * 0
     return decode(words, element, like)
 

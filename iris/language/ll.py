@@ -48,7 +48,7 @@ def timed_out(ptrs, without, since, wanted, source, record):
         for rank in range(0, LANES):
             missing = tl.max(tl.cast(without & (rank == source), tl.int32), axis=0)
             late = late | (tl.cast(missing, tl.int64) << rank)
-        record_missing(ptrs, without, wanted, late, record)
+        record_missing(ptrs, without, wanted=wanted, late=late, record=record)
     return over
 
 
@@ -56,7 +56,7 @@ def timed_out(ptrs, without, since, wanted, source, record):
 def record_missing(ptrs, without, wanted, late, record):
     """Record the first of ``ptrs`` that is ``without``, and a bit for each rank that is ``late`` with its data."""
     first = tl.min(tl.where(without, tl.cast(ptrs, tl.int64), HIGHEST), axis=0)
-    give_up(record, first, wanted, late, kind_code("data"), 0, 0)
+    give_up(record, first, wanted=wanted, seen=late, kind=kind_code("data"), first=0, num_ranks=0)
 
 
 @jit
@@ -83,7 +83,7 @@ def ll_recv(ptrs, stamp, mask, source, record):
         if WAIT_LIMIT_NS > 0:
             if missing > 0:
                 without = mask & (tl.cast(words >> 32, tl.int32) != stamp)
-                if timed_out(ptrs, without, since, stamp, source, record):
+                if timed_out(ptrs, without, since, wanted=stamp, source=source, record=record):
                     missing = missing * 0
     return tl.cast(words, tl.int32)
 
@@ -117,6 +117,8 @@ def ll_recv_places(ptrs, counts, mask, record):
         missing = tl.max(tl.cast(unplaced(words, counts, mask), tl.int32), axis=0)
         if WAIT_LIMIT_NS > 0:
             if missing > 0:
-                if timed_out(ptrs, unplaced(words, counts, mask), since, 0, lanes(), record):
+                if timed_out(
+                    ptrs, without=unplaced(words, counts, mask), since=since, wanted=0, source=lanes(), record=record
+                ):
                     missing = missing * 0
     return words & 0xFFFFFFFFFFFF

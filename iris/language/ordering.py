@@ -116,7 +116,7 @@ def give_up(record, flag_ptr, wanted, seen, kind: tl.constexpr, first, num_ranks
     section of that rank and then the state; hosts of all ranks read the state and then the section. The fence
     between these stores, all of one thread, orders them. Several ranks may write the state; any of them will do.
     """
-    if write_record(record, flag_ptr, wanted, seen, kind, first, num_ranks):
+    if write_record(record, flag_ptr, wanted=wanted, seen=seen, kind=kind, first=first, num_ranks=num_ranks):
         section = tl.load(record + SECTION)
         if section != 0:
             there = tl.cast(section, tl.pointer_type(tl.int64))
@@ -212,10 +212,10 @@ def signal(flag_ptr, value, op: tl.constexpr, scope: tl.constexpr = SYS):
     value = tl.cast(value, flag_ptr.dtype.element_ty)
     tl.static_assert(not is_block(value.type), "a flag is set to one value, and not to a block of them")
     if op == "set":
-        atomic("xchg", flag_ptr, value, None, "release", scope)
+        atomic("xchg", flag_ptr, value, None, sem="release", scope=scope)
         return value
     else:
-        return atomic("add", flag_ptr, value, None, "release", scope) + value
+        return atomic("add", flag_ptr, value, None, sem="release", scope=scope) + value
 
 
 @jit
@@ -292,7 +292,7 @@ def wait(flag_ptr, value, cmp: tl.constexpr, record, stop: tl.constexpr = 0):
             waiting = unmet(seen, wanted, cmp, stop)
             if waiting:
                 if expired(record, since):
-                    give_up(record, flag_ptr, wanted, seen, kind_code(cmp), 0, 0)
+                    give_up(record, flag_ptr, wanted=wanted, seen=seen, kind=kind_code(cmp), first=0, num_ranks=0)
                     waiting = waiting & False
     block_barrier()
     return seen
@@ -304,17 +304,17 @@ def lock(lock_ptr, record):
 
     Returns 0; or, if the lock is neither free nor `HELD`, what it holds: then it has not been taken.
     """
-    taken = atomic_cas(lock_ptr, 0, HELD, "acquire", "sys")
+    taken = atomic_cas(lock_ptr, 0, HELD, sem="acquire", scope="sys")
     if WAIT_LIMIT_NS == 0:
         while taken == HELD:
-            taken = atomic_cas(lock_ptr, 0, HELD, "acquire", "sys")
+            taken = atomic_cas(lock_ptr, 0, HELD, sem="acquire", scope="sys")
     else:
         since = nanoseconds(record)
         while taken == HELD:
-            taken = atomic_cas(lock_ptr, 0, HELD, "acquire", "sys")
+            taken = atomic_cas(lock_ptr, 0, HELD, sem="acquire", scope="sys")
             if taken == HELD:
                 if expired(record, since):
-                    give_up(record, lock_ptr, 0, taken, kind_code("lock"), 0, 0)
+                    give_up(record, lock_ptr, wanted=0, seen=taken, kind=kind_code("lock"), first=0, num_ranks=0)
                     taken = taken * 0
     return taken
 

@@ -112,9 +112,9 @@ def begin(
     target,
     address,
     moved,
-    value,
     pid_m,
     pid_n,
+    value=0,
     lanes=None,
     asked=None,
     look=None,
@@ -139,7 +139,7 @@ def begin(
         here = row < room
     else:
         # Behind what the last look, which may be another partition's, has written into its row.
-        before = atomic("xchg", last, nothing, room > 0, "acquire", "gpu") - 1
+        before = atomic("xchg", last, nothing, room > 0, sem="acquire", scope="gpu") - 1
         again = look & (room > 0) & (before >= 0)
         again = again & (read(buffer, before, PROGRAM, again) == program)
         again = again & (read(buffer, before, NAME, again) == name)
@@ -150,17 +150,17 @@ def begin(
         here = (again == 0) & (row < room)
     if look is None:
         tl.atomic_xchg(last, nothing, mask=room > 0, sem="relaxed", scope="gpu")
-    write(buffer, row, NAME, name, here)
-    write(buffer, row, FORM, form_of(form), here)
-    write(buffer, row, PROGRAM, program, here)
-    write(buffer, row, TARGET, target, here)
-    write(buffer, row, ADDRESS, address, here)
-    write(buffer, row, BYTES, moved, here)
-    write(buffer, row, VALUE, value, here)
-    write(buffer, row, PID_M, pid_m, here)
-    write(buffer, row, PID_N, pid_n, here)
+    write(buffer, row, NAME, name, here=here)
+    write(buffer, row, FORM, form_of(form), here=here)
+    write(buffer, row, PROGRAM, program, here=here)
+    write(buffer, row, TARGET, target, here=here)
+    write(buffer, row, ADDRESS, address, here=here)
+    write(buffer, row, BYTES, moved, here=here)
+    write(buffer, row, VALUE, value, here=here)
+    write(buffer, row, PID_M, pid_m, here=here)
+    write(buffer, row, PID_N, pid_n, here=here)
     # Last of all, so that what comes before is not part of the event.
-    write(buffer, row, BEGAN, clock(), here)
+    write(buffer, row, BEGAN, clock(), here=here)
     # As narrow as the constant that stands for it where nothing is traced, so that branches agree.
     return tl.cast(tl.where(here, row, tl.where(again, before, -1)), tl.int32)
 
@@ -168,4 +168,4 @@ def begin(
 @jit
 def end(buffer, row):
     block_barrier()
-    write(buffer, row, ENDED, clock(), row >= 0)
+    write(buffer, row, ENDED, value=clock(), here=row >= 0)

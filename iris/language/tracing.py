@@ -170,7 +170,17 @@ class Tracing:
                 place, moved, target = 0, 0, target_rank
             else:
                 place, moved, target = extent(address, target_rank, mask, self.base)
-            return begin(self.buffer, self.context, event_id, "named", target, place, moved, 0, pid_m, pid_n)
+            return begin(
+                self.buffer,
+                self.context,
+                event_id,
+                form="named",
+                target=target,
+                address=place,
+                moved=moved,
+                pid_m=pid_m,
+                pid_n=pid_n,
+            )
         else:
             return 0
 
@@ -188,21 +198,35 @@ class Tracing:
         target,
         address,
         moved,
-        value,
+        value=0,
         lanes=None,
         asked=None,
         look=None,
     ):
         number: tl.constexpr = number_of(name)
         m, n = tl.program_id(0), tl.program_id(1)
-        return begin(self.buffer, self.context, number, form, target, address, moved, value, m, n, lanes, asked, look)
+        return begin(
+            self.buffer,
+            self.context,
+            number,
+            form=form,
+            target=target,
+            address=address,
+            moved=moved,
+            pid_m=m,
+            pid_n=n,
+            value=value,
+            lanes=lanes,
+            asked=asked,
+            look=look,
+        )
 
     @jit
     def begin_move(self, name: tl.constexpr, ptr, rank, mask, asked=None):
         """Begin an access to ``rank``'s copy of ``ptr``, if ``asked``."""
         if self.enabled:
             address, moved, target = extent(ptr, rank, mask, self.base)
-            return self._begin(name, "move", target, address, moved, 0, None, asked)
+            return self._begin(name, "move", target=target, address=address, moved=moved, asked=asked)
         else:
             return 0
 
@@ -216,7 +240,17 @@ class Tracing:
             put: tl.constexpr = number_of("put")
             number = tl.where(target == least(tl.cast(from_rank, tl.int64)), get, put)
             m, n = tl.program_id(0), tl.program_id(1)
-            return begin(self.buffer, self.context, number, "move", target, address, moved, 0, m, n)
+            return begin(
+                self.buffer,
+                self.context,
+                number,
+                form="move",
+                target=target,
+                address=address,
+                moved=moved,
+                pid_m=m,
+                pid_n=n,
+            )
         else:
             return 0
 
@@ -228,7 +262,9 @@ class Tracing:
         """
         if self.enabled:
             lanes = None if asked is None else rank
-            return self._begin(name, "move", rank, tl.cast(ptr, tl.int64), moved, 0, lanes, asked)
+            return self._begin(
+                name, "move", target=rank, address=tl.cast(ptr, tl.int64), moved=moved, lanes=lanes, asked=asked
+            )
         else:
             return 0
 
@@ -236,7 +272,7 @@ class Tracing:
     def begin_wait_for_data(self, ptr, rank):
         """Begin to wait for data in the caller's memory from ``ptr`` on, one pointer; ``rank``: the caller's."""
         if self.enabled:
-            return self._begin("wait", "data", rank, tl.cast(ptr, tl.int64), 0, 0)
+            return self._begin("wait", "data", target=rank, address=tl.cast(ptr, tl.int64), moved=0)
         else:
             return 0
 
@@ -246,9 +282,9 @@ class Tracing:
         if self.enabled:
             if values.dtype.scalar.is_floating():
                 bits: tl.constexpr = signed_type(values.dtype.scalar)
-                write(self.buffer, row, SEEN, most(tl.cast(values, bits, bitcast=True)), row >= 0)
+                write(self.buffer, row, SEEN, value=most(tl.cast(values, bits, bitcast=True)), here=row >= 0)
             elif values.dtype.scalar.is_int():
-                write(self.buffer, row, SEEN, most(values), row >= 0)
+                write(self.buffer, row, SEEN, value=most(values), here=row >= 0)
             end(self.buffer, row)
 
     @jit
@@ -257,9 +293,9 @@ class Tracing:
         if self.enabled:
             address, moved, target = extent(ptr, rank, mask, self.base)
             if is_flag(ptr):
-                return self._begin(name, form, target, address, moved, value)
+                return self._begin(name, form, target=target, address=address, moved=moved, value=value)
             else:
-                return self._begin(name, "move", target, address, moved, 0)
+                return self._begin(name, "move", target=target, address=address, moved=moved)
         else:
             return 0
 
@@ -268,14 +304,14 @@ class Tracing:
         """``seen``: what the operation found in the flag; ``now``: what it left there."""
         if self.enabled:
             if is_flag(seen):
-                write(self.buffer, row, SEEN, seen, row >= 0)
-                write(self.buffer, row, AFTER, now, row >= 0)
+                write(self.buffer, row, SEEN, seen, here=row >= 0)
+                write(self.buffer, row, AFTER, now, here=row >= 0)
             end(self.buffer, row)
 
     @jit
     def _begin_look(self, name: tl.constexpr, ptr, rank, value, look):
         address, moved, target = extent(ptr, rank, None, self.base)
-        return self._begin(name, FLAG, target, address, moved, value, None, None, look)
+        return self._begin(name, FLAG, target=target, address=address, moved=moved, value=value, look=look)
 
     @jit
     def _end_look(self, row, seen, now, over):
@@ -284,20 +320,20 @@ class Tracing:
         place = tl.cast(row, tl.int64)
         looks = read(self.buffer, place, LOOKS, here)
         changed = (looks > 0) & (read(self.buffer, place, SEEN, here) != tl.cast(seen, tl.int64))
-        write(self.buffer, row, LOOKS, looks + 1, here)
+        write(self.buffer, row, LOOKS, looks + 1, here=here)
         self.end_flag(row, seen, now)
         # Behind all that this look has written there, for whoever takes the row next.
         left = tl.where(over | changed, 0, place + 1)
-        atomic("xchg", last_look(self.buffer, self.context), left, here, "release", "gpu")
+        atomic("xchg", last_look(self.buffer, self.context), left, here, sem="release", scope="gpu")
 
     @jit
     def begin_atomic(self, op: tl.constexpr, ptr, rank, val, mask):
         """Begin an atomic operation on ``rank``'s copy, which may be a look at it."""
         if self.enabled:
             if is_flag(ptr) and may_look(op, mask):
-                return self._begin_look("atomic_" + op, ptr, rank, val, tl.cast(val, tl.int64) == 0)
+                return self._begin_look("atomic_" + op, ptr, rank=rank, value=val, look=tl.cast(val, tl.int64) == 0)
             else:
-                return self.begin_flag("atomic_" + op, ptr, rank, val, mask)
+                return self.begin_flag("atomic_" + op, ptr, rank=rank, value=val, mask=mask)
         else:
             return 0
 
@@ -314,9 +350,9 @@ class Tracing:
         """Begin a comparison of ``rank``'s copy, which is a look at it until it finds what it is for."""
         if self.enabled:
             if is_flag(ptr):
-                return self._begin_look("atomic_cas", ptr, rank, cmp, tl.cast(1, tl.int1))
+                return self._begin_look("atomic_cas", ptr, rank=rank, value=cmp, look=tl.cast(1, tl.int1))
             else:
-                return self.begin_flag("atomic_cas", ptr, rank, cmp, None)
+                return self.begin_flag("atomic_cas", ptr, rank=rank, value=cmp, mask=None)
         else:
             return 0
 
@@ -334,15 +370,18 @@ class Tracing:
         """Begin an operation on a flag of each of the ``ranks``, where ``here``: blocks of lanes."""
         if self.enabled:
             width: tl.constexpr = bytes_of(flags.dtype.scalar.element_ty)
-            return self._begin(name, form, ranks, tl.cast(flags, tl.int64), width, values, ranks, here)
+            address = tl.cast(flags, tl.int64)
+            return self._begin(
+                name, form, target=ranks, address=address, moved=width, value=values, lanes=ranks, asked=here
+            )
         else:
             return 0
 
     @jit
     def end_flags(self, rows, now):
         if self.enabled:
-            write(self.buffer, rows, SEEN, now, rows >= 0)
-            write(self.buffer, rows, AFTER, now, rows >= 0)
+            write(self.buffer, rows, SEEN, now, here=rows >= 0)
+            write(self.buffer, rows, AFTER, now, here=rows >= 0)
             end(self.buffer, rows)
 
 

@@ -129,8 +129,13 @@ def make_pipeline(a, b, element: gl.constexpr, TILING: gl.constexpr, BY_TICKETS:
     BLOCK_N: gl.constexpr = TILING.BLOCK_N
     STAGES: gl.constexpr = TILING.STAGES
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, BLOCK_M // 2, PANEL], element)
+    tiles_a = gl.allocate_shared_memory(a.dtype, [2 * STAGES, a.block_type.shape[0], a.block_type.shape[1]], a.layout)
+    tiles_b = gl.allocate_shared_memory(b.dtype, [STAGES, b.block_type.shape[0], b.block_type.shape[1]], b.layout)
+    products = gl.allocate_shared_memory(element, [2 * BLOCK_N // PANEL, 1, BLOCK_M // 2, PANEL], layout)
+    took = gl.allocate_shared_memory(gl.int64, [1], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
     smem_full, smem_empty = barriers(STAGES, 1), barriers(STAGES, 2)
     epilogue_full, epilogue_empty = barriers(1, 2), barriers(1, 1)
+    numbers = gl.allocate_shared_memory(gl.int32, [SLOTS, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
     # A barrier that nobody uses must not be made. Triton gives its memory to others, and the GPU, which has not been
     # told that the barrier is gone (PTX ISA, "mbarrier.inval"), may write its state there: seen on H100 where several
     # processes took turns. Without tickets nothing waits for the ring of numbers: any other barriers do for its fields.
@@ -138,17 +143,15 @@ def make_pipeline(a, b, element: gl.constexpr, TILING: gl.constexpr, BY_TICKETS:
     if BY_TICKETS:
         work_full, work_empty = barriers(SLOTS, 1), barriers(SLOTS, READERS)
     made = Pipeline(
-        tiles_a=gl.allocate_shared_memory(
-            a.dtype, [2 * STAGES, a.block_type.shape[0], a.block_type.shape[1]], a.layout
-        ),
-        tiles_b=gl.allocate_shared_memory(b.dtype, [STAGES, b.block_type.shape[0], b.block_type.shape[1]], b.layout),
-        products=gl.allocate_shared_memory(element, [2 * BLOCK_N // PANEL, 1, BLOCK_M // 2, PANEL], layout),
-        took=gl.allocate_shared_memory(gl.int64, [1], gl.SwizzledSharedLayout(1, 1, 1, order=[0])),
+        tiles_a=tiles_a,
+        tiles_b=tiles_b,
+        products=products,
+        took=took,
         smem_full=smem_full,
         smem_empty=smem_empty,
         epilogue_full=epilogue_full,
         epilogue_empty=epilogue_empty,
-        numbers=gl.allocate_shared_memory(gl.int32, [SLOTS, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0])),
+        numbers=numbers,
         work_full=work_full,
         work_empty=work_empty,
     )
