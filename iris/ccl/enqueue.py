@@ -127,10 +127,17 @@ class Enqueuer:
             reads, writes = input.data_ptr(), output.data_ptr()
         return (
             call,
-            input.device, input.dtype, input.numel(), reads & 15,
-            output.device, output.dtype, output.numel(), writes & 15,
-            id(config), line,
-        )  # fmt: skip
+            input.device,
+            input.dtype,
+            input.numel(),
+            reads & 15,
+            output.device,
+            output.dtype,
+            output.numel(),
+            writes & 15,
+            id(config),
+            line,
+        )
 
     def _prepare(self, key: tuple, config: Config | None, call: Call) -> Launch:
         """The launch for calls of this key."""

@@ -60,7 +60,9 @@ class QueueMemory(NamedTuple):
 class PartLayout(NamedTuple):
     """How a sum is divided, in elements: the tensor, or what each rank wants of it, into blocks, and these into parts.
 
-    Part d of block t begins at ``d * part_step + t * block_step`` and ends where ``d * limit_step`` + ... < n.
+    With k = ``t * block_step`` + i, element i of part d of block t is the input's element ``d * part_step + k``. There
+    is one if ``d * limit_step + k < n``: ``limit_step`` is 0 where each rank wants n elements, and the length of a part
+    where all of them together are n.
     """
 
     n: Any

@@ -28,12 +28,12 @@ INSTEAD = "Gather with all_gather() and combine what every rank then has; of boo
 
 # Dtypes that kernels can combine.
 ARITHMETIC = {
-    torch.float16, torch.bfloat16, torch.float32, torch.float64,
-    torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz,
-    torch.complex32, torch.complex64, torch.complex128,
-    torch.bool, torch.int8, torch.int16, torch.int32, torch.int64,
-    torch.uint8, torch.uint16, torch.uint32, torch.uint64,
-}  # fmt: skip
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+    *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz),
+    *(torch.complex32, torch.complex64, torch.complex128),
+    *(torch.bool, torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
+}
 
 _OF_TORCH = {getattr(dist.ReduceOp, op.name): op for op in ReduceOp}
 # By number: comparing torch's constants takes a microsecond each, and every call of the backend brings one.
