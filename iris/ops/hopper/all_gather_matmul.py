@@ -227,7 +227,6 @@ def hopper_all_gather_matmul(
         epoch=epoch,
         ticket=counts,
         SPLIT=TILING.SPLIT,
-        BY_TICKETS=False,
     )
     gl.warp_specialize(
         [

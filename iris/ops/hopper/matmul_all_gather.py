@@ -155,7 +155,6 @@ def hopper_matmul_all_gather(
         epoch=epoch,
         ticket=counts + ARRIVED,
         SPLIT=TILING.SPLIT,
-        BY_TICKETS=True,
     )
     gl.warp_specialize(
         [

@@ -76,7 +76,8 @@ class Pipeline:
     Tiles of A lie by halves, of stage s in ``tiles_a[2 s]`` and ``tiles_a[2 s + 1]``. The products lie by panels of
     half a tile's rows and `PANEL` columns, the upper half's first, each in the shape in which TMA takes it to a rank:
     ``[panels, 1, rows, PANEL]``. ``took[0]``: cycles of their product, where stores are paced. ``numbers``: a ring, of
-    the units that come next (`iris.ops.hopper.tile_scheduler`).
+    the units that come next (`iris.ops.hopper.tile_scheduler`), which
+    programs use if they take units ``BY_TICKETS``.
     """
 
     tiles_a: gl.shared_memory_descriptor
@@ -90,6 +91,7 @@ class Pipeline:
     numbers: gl.shared_memory_descriptor
     work_full: gl.shared_memory_descriptor
     work_empty: gl.shared_memory_descriptor
+    BY_TICKETS: gl.constexpr
 
     @triton.constexpr_function
     def __init__(
@@ -105,6 +107,7 @@ class Pipeline:
         numbers,
         work_full,
         work_empty,
+        BY_TICKETS,
     ):
         self.tiles_a = tiles_a
         self.tiles_b = tiles_b
@@ -117,6 +120,7 @@ class Pipeline:
         self.numbers = numbers
         self.work_full = work_full
         self.work_empty = work_empty
+        self.BY_TICKETS = gl.constexpr(BY_TICKETS)
 
 
 @gluon_jit
@@ -154,6 +158,7 @@ def make_pipeline(a, b, element: gl.constexpr, TILING: gl.constexpr, BY_TICKETS:
         numbers=numbers,
         work_full=work_full,
         work_empty=work_empty,
+        BY_TICKETS=BY_TICKETS,
     )
     # TMA, which completes barriers, must find them initialised.
     fence_async_shared()

@@ -37,10 +37,9 @@ class Units:
     epoch: gl.tensor
     ticket: gl.tensor
     SPLIT: gl.constexpr
-    BY_TICKETS: gl.constexpr
 
     @triton.constexpr_function
-    def __init__(self, tiles, splits, last, partials, arrived, epoch, ticket, SPLIT, BY_TICKETS):
+    def __init__(self, tiles, splits, last, partials, arrived, epoch, ticket, SPLIT):
         self.tiles = tiles
         self.splits = splits
         self.last = last
@@ -49,7 +48,6 @@ class Units:
         self.epoch = epoch
         self.ticket = ticket
         self.SPLIT = gl.constexpr(SPLIT)
-        self.BY_TICKETS = gl.constexpr(BY_TICKETS)
 
     @gluon_jit
     def count(self):
@@ -90,7 +88,6 @@ def whole_tiles(tiles, counts, epoch, ticket):
         epoch=epoch,
         ticket=ticket,
         SPLIT=False,
-        BY_TICKETS=True,
     )
 
 

@@ -46,7 +46,7 @@ def take(ticket, count, epoch):
 @gluon_jit
 def tell_next(pipeline, units, number, nth):
     """The loader, behind the ``nth`` unit of this program, ``number``: takes the next, and tells the other roles."""
-    if not units.BY_TICKETS:
+    if not pipeline.BY_TICKETS:
         return number + gl.num_programs(0)
     number = take(units.ticket, units.count(), units.epoch)
     slot = nth % SLOTS
@@ -60,7 +60,7 @@ def tell_next(pipeline, units, number, nth):
 @gluon_jit
 def await_next(pipeline, units, number, nth):
     """Another role: which unit comes behind the ``nth`` of this program, ``number``."""
-    if not units.BY_TICKETS:
+    if not pipeline.BY_TICKETS:
         return number + gl.num_programs(0)
     slot = nth % SLOTS
     mbarrier.wait(pipeline.work_full.index(slot), nth // SLOTS & 1)
