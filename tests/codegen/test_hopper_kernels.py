@@ -133,9 +133,14 @@ def test_the_start_of_a_call_waits_for_the_launch_before_it():
 
 
 @gluon.jit
-def kernel_with_barrier(count, out, USED: gl.constexpr):
+def kernel_with_barrier(count, out, USED: gl.constexpr, INVALIDATED: gl.constexpr):
     barrier = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(barrier, count=1)
+    if INVALIDATED:
+        mbarrier.invalidate(barrier)
+        another = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+        mbarrier.init(another, count=1)
+        mbarrier.invalidate(another)
     # One thread counts, and hands the number to the others through shared memory.
     number = gl.atomic_add(count, 1)
     if USED:
@@ -144,8 +149,13 @@ def kernel_with_barrier(count, out, USED: gl.constexpr):
     gl.store(out + gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0])), number)
 
 
-@pytest.mark.parametrize("used", [True, False])
-def test_memory_of_a_barrier_that_nobody_uses_is_found_to_be_used_otherwise(used):
-    """By the check of `compile_for`, which all kernels undergo."""
-    with contextlib.nullcontext() if used else pytest.raises(AssertionError, match="a barrier's memory"):
-        compile_for("sm_90", kernel_with_barrier, INT32, INT32, used, num_warps=4)
+@pytest.mark.parametrize(("used", "invalidated"), [(True, False), (False, True), (False, False)])
+def test_memory_of_a_barrier_that_nobody_uses_is_found_to_be_used_otherwise(used, invalidated):
+    """By the check of `compile_for`, which all kernels undergo; not behind the barrier's end."""
+    right = used or invalidated
+    with contextlib.nullcontext() if right else pytest.raises(AssertionError, match="a barrier's memory"):
+        compiled = compile_for("sm_90", kernel_with_barrier, INT32, INT32, used, invalidated, num_warps=4)
+    if invalidated:
+        places = re.findall(r"mbarrier\.init\S* \[(\S+?)\]", compiled.text)
+        assert len(places) == 2, "two barriers, of which"
+        assert len(set(places)) == 1, "the second is where the first was"
