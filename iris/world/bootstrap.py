@@ -5,6 +5,7 @@ initialised here; a process that nobody started is a world of one rank, without 
 """
 
 import atexit
+import gc
 import os
 import sys
 import threading
@@ -109,18 +110,23 @@ def initialise() -> None:
     ours = dist.group.WORLD
 
     def destroy() -> None:
-        if dist.is_initialized() and dist.group.WORLD is ours:
+        if dist.is_initialized() and dist.group.WORLD is ours and not _a_cuda_graph_lives():
             _destroy_process_group()
 
     atexit.register(destroy)
 
 
-def _destroy_process_group() -> None:
-    """Destroy the process groups when the program ends, but do not wait for ever.
+def _a_cuda_graph_lives() -> bool:
+    """Then the process groups end with the process, as those of a program do that does not destroy its own.
 
     From version 2.26 on NCCL waits until no CUDA graph is left in which it was captured, and a program's graphs may
     live until its end (NVIDIA, "CUDA Graph Best Practice for PyTorch", "Process Hang").
     """
+    return any(issubclass(type(each), torch.cuda.CUDAGraph) for each in gc.get_objects())
+
+
+def _destroy_process_group() -> None:
+    """Destroy the process groups when the program ends, but do not wait for ever: a peer may have died."""
     rank = dist.get_rank()
     # A daemon, so that the interpreter does not wait for it either.
     thread = threading.Thread(target=dist.destroy_process_group, name="iris-destroy", daemon=True)
@@ -129,8 +135,7 @@ def _destroy_process_group() -> None:
     if thread.is_alive():
         print(
             f"iris: rank {rank} ends without having destroyed its process groups: torch has been at it for "
-            f"{DESTROY_LIMIT_S:g} s. Does a CUDA graph still live in which NCCL was captured? Delete it, or call its "
-            "reset(), before the program ends.",
+            f"{DESTROY_LIMIT_S:g} s.",
             file=sys.stderr,
             flush=True,
         )
