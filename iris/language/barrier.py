@@ -5,10 +5,11 @@ import triton.language as tl
 from triton.experimental.gluon import language as gl
 
 from iris import device_record
-from iris.language.address import translate
+from iris.language.address import in_simulator, translate
 from iris.language.failures import WAIT_LIMIT_NS, expired, kind_code, linear_program_id, nanoseconds
 from iris.language.fences import block_barrier, cta_sync
 from iris.language.jit import gluon_version_of, jit
+from iris.language.note import note
 from iris.language.ordering import SET, give_up, one_of, poll
 from iris.language.target import threads_per_warp
 
@@ -151,6 +152,8 @@ def barrier(flags_ptr, epoch, rank, num_ranks, table, base, record):
             table=table,
             base=base,
         )
+    if in_simulator():
+        note("waits_for_ranks", reached, num_ranks)
     for first in range(0, num_ranks, LANES):
         peer = first + lanes()
         wait_ranks(
@@ -161,4 +164,6 @@ def barrier(flags_ptr, epoch, rank, num_ranks, table, base, record):
             num_ranks=num_ranks,
             record=record,
         )
+    if in_simulator():
+        note("waited")
     return reached

@@ -7,20 +7,8 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from iris.language.address import in_simulator
 from iris.language.jit import gluon_version_of, jit
+from iris.language.note import note
 from iris.language.target import on_amd, on_nvidia
-
-
-@triton.constexpr_function
-def note(event):
-    """In the simulator: report the event to the sanitizer, if one looks on, and a fence to partitions."""
-    # Imported here: Triton follows the global names of a constexpr_function.
-    from iris import observer
-    from iris.simulator import tasks
-
-    if event == "fenced":
-        tasks.fenced()
-    if observer.recorder is not None:
-        getattr(observer.recorder, event)()
 
 
 @triton.jit

@@ -17,9 +17,11 @@ A *place*, 48 bits that say where memory is, travels in the same way, with 16 bi
 
 import triton.language as tl
 
+from iris.language.address import in_simulator
 from iris.language.barrier import LANES, lanes
 from iris.language.failures import WAIT_LIMIT_NS, expired, kind_code, nanoseconds
 from iris.language.jit import jit
+from iris.language.note import note
 from iris.language.ordering import give_up, load_relaxed, load_relaxed_uniform
 from iris.language.target import on_amd
 
@@ -29,6 +31,8 @@ HIGHEST = tl.constexpr((1 << 63) - 1)
 
 @jit
 def write_through(ptrs, values, mask):
+    if in_simulator():
+        note("message")
     # On AMD a plain store may stay in the writer's L2 until the kernel ends.
     if on_amd():
         tl.store(ptrs, values, mask=mask, cache_modifier=".wt")
@@ -96,6 +100,8 @@ def ll_send_place(ptrs, place, count, mask):
     ISA, "Memory Consistency Model": atomicity).
     """
     word = place | (tl.cast(count & 0xFFFF, tl.int64) << 48)
+    if in_simulator():
+        note("message")
     tl.atomic_xchg(ptrs, word, mask=mask, sem="relaxed", scope="sys")
 
 

@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 
 from iris.compat.language import signed_int
+from iris.language.address import in_simulator
 from iris.language.failures import (
     MEMBER,
     SECTION,
@@ -37,6 +38,7 @@ from iris.language.failures import (
 )
 from iris.language.fences import block_barrier, cta_sync, system_fence
 from iris.language.jit import jit
+from iris.language.note import note
 from iris.language.target import cas_ignores_its_order, on_amd
 
 ACQ_REL = tl.constexpr("acq_rel")
@@ -232,6 +234,8 @@ def load_relaxed(ptrs, mask):
 
     Relaxed, an element at a time (PTX ISA, "Vector Data-types": a vector access is one for each element).
     """
+    if in_simulator():
+        note("message")
     if on_amd():
         # Triton drops `volatile` there, so the address depends on an instruction that cannot be removed; the
         # modifier bypasses the caches that a peer's store does not reach.
@@ -245,6 +249,8 @@ def load_relaxed(ptrs, mask):
 def load_relaxed_uniform(ptrs, mask):
     """As `load_relaxed`, for a few words on which all of the block goes on: all warps get what one has read."""
     ptrs, nothing = tl.broadcast(ptrs, tl.cast(0, ptrs.dtype.scalar.element_ty))
+    if in_simulator():
+        note("message")
     return tl.atomic_add(ptrs, nothing, mask=mask, sem="relaxed", scope="sys")
 
 
@@ -280,6 +286,8 @@ def wait(flag_ptr, value, cmp: tl.constexpr, record, stop: tl.constexpr = 0):
     tl.static_assert(is_flag(flag_ptr.type), no_flag(flag_ptr.type))
     wanted = tl.cast(value, flag_ptr.dtype.element_ty)
     tl.static_assert(not is_block(wanted.type), "a flag is compared to one value, and not to a block of them")
+    if in_simulator():
+        note("waits_for", wanted, cmp)
     seen = poll(flag_ptr, None)
     if WAIT_LIMIT_NS == 0:
         while unmet(seen, wanted, cmp, stop):
@@ -294,6 +302,8 @@ def wait(flag_ptr, value, cmp: tl.constexpr, record, stop: tl.constexpr = 0):
                 if expired(record, since):
                     give_up(record, flag_ptr, wanted=wanted, seen=seen, kind=kind_code(cmp), first=0, num_ranks=0)
                     waiting = waiting & False
+    if in_simulator():
+        note("waited")
     block_barrier()
     return seen
 

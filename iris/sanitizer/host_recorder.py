@@ -101,7 +101,7 @@ class HostRecorder:
             return
         self._polled[key] = found
         value = int.from_bytes(values, sys.byteorder, signed=True) if tensor.numel() == 1 else None
-        wait = waits.wait_of(sys._getframe(1)) if tensor.numel() == 1 else None
+        wait = waits.wait_of_host(sys._getframe(1)) if tensor.numel() == 1 else None
         undefined = any(uninitialised.seen_at(address, size, tensor.element_size()) for address in addresses)
         for spans in self._spaces.spans(addresses, size):
             self.bounds.check(self.diagnose, spans, READ, place)

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from multiprocessing.util import Finalize
 from pathlib import Path
-from types import CodeType, FrameType
+from types import CodeType
 from typing import Any
 
 import numpy as np
@@ -49,16 +49,12 @@ from iris.sanitizer.polls import HostPolls
 from iris.sanitizer.spaces import Spaces
 from iris.sanitizer.threads import Threads
 from iris.simulator import lines, tasks
-from iris.simulator.dropped import is_dropped
 from iris.simulator.folders import IRIS
 from iris.simulator.lines import Line
 
 # From this version on a release is one of the whole block; before it, of the thread that does it and what that has
 # met in a barrier.
 _GATHERS = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9)
-
-# The device functions that send and receive data which are their own flags (`iris.language.ll` and `lamport`).
-_MESSAGES = frozenset({"write_through", "load_relaxed", "load_relaxed_uniform", "ll_send_place", "ll_recv_places"})
 
 
 class Recorder(HostRecorder):
@@ -189,7 +185,7 @@ class Recorder(HostRecorder):
         releases, acquires = sem in ("release", "acq_rel") or message, sem in ("acquire", "acq_rel") or message
         word = values.size == 1 and values.dtype.kind in "iu" and not message
         # Of a relaxed look, too: a fence may follow it.
-        wait = waits.wait_of(sys._getframe(1)) if word and kind == READ else None
+        wait = waits.wait_of_program() if word and kind == READ else None
         place = self._place()
         if kind == READ:
             # Who polls again for the same when no flag has been written since learns nothing.
@@ -201,7 +197,7 @@ class Recorder(HostRecorder):
             self.notes.count_change()
             self.liveness.changed()
         gathered = message or _GATHERS or who not in self._stored_since_meeting
-        dropped = kind != READ and not compares and is_dropped(sys._getframe(1))
+        dropped = kind != READ and not compares and tasks.current().dropped
         looks = acquires or not releases or compares
         undefined = kind != WRITE and uninitialised.seen_in(values)
         before = int(values.flat[0]) if word else None
@@ -297,15 +293,6 @@ class Recorder(HostRecorder):
     @staticmethod
     def _of_program(address: int) -> tuple:
         return tasks.current().index, address
-
-    def is_message(self) -> bool:
-        """Whether what accesses memory now is the library's function for words that carry their own arrival."""
-        frame: FrameType | None = sys._getframe(2)
-        while frame is not None and lines.owner(frame.f_code) == lines.OTHER:
-            if frame.f_code.co_name in _MESSAGES and frame.f_code.co_filename.startswith(lines.LANGUAGE):
-                return True
-            frame = frame.f_back
-        return False
 
     def from_here(self, operation: Callable[[], None], mbarrier: int | None) -> Callable[[], None]:
         """See `iris.observer.from_here`."""

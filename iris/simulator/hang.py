@@ -4,7 +4,6 @@ import os
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
@@ -16,8 +15,7 @@ from iris.compat.interpreter import TensorHandle
 from iris.errors import IrisTimeoutError, PeerLostError
 from iris.simulator import dtypes
 from iris.simulator.folders import IRIS, SIMULATOR, TRITON
-from iris.simulator.shapes import unwrapped
-from iris.simulator.tasks import Poll, Task
+from iris.simulator.tasks import Condition, Poll, Task
 from iris.switches import switched_on
 
 MOST_LINES = 8
@@ -81,7 +79,7 @@ def waits(waiting: Iterable[Task], bottom: CodeType) -> list[Wait]:
     groups: dict[tuple, list[tuple[int, int, int]]] = defaultdict(list)
     for task in waiting:
         if task.poll is not None:
-            what = (task.partition, *_describe(task.poll, frames.get(task.thread), bottom))
+            what = (task.partition, *_describe(task.poll, task.condition, frames.get(task.thread), bottom))
             groups[what].append(task.index)
     return [Wait(_programs(indices, partition), *what) for (partition, *what), indices in groups.items()]
 
@@ -144,7 +142,7 @@ def _programs(indices: list[tuple[int, int, int]], partition: int | None) -> str
     return f"{of}program{'s' if len(indices) > 1 else ''} {shown}{more}"
 
 
-def _describe(poll: Poll, frame: FrameType | None, bottom: CodeType) -> tuple:
+def _describe(poll: Poll, condition: Condition | None, frame: FrameType | None, bottom: CodeType) -> tuple:
     """The fields of a `Wait` behind the first."""
     stack = []
     while frame is not None and frame.f_code is not bottom:
@@ -154,7 +152,7 @@ def _describe(poll: Poll, frame: FrameType | None, bottom: CodeType) -> tuple:
     if poll.waits_for is not None:
         return place, f"waits for {poll.waits_for}", None, (), caller
     address = int(poll.pointers.flat[0])
-    return place, _wanted(poll, stack), _flag(address, poll.pointers.size), tuple(poll.pointers.flat), caller
+    return place, _wanted(poll, condition), _flag(address, poll.pointers.size), tuple(poll.pointers.flat), caller
 
 
 def _places(stack: list[FrameType]) -> tuple[tuple[str, int, str], tuple[str, int, str] | None]:
@@ -170,27 +168,19 @@ def _places(stack: list[FrameType]) -> tuple[tuple[str, int, str], tuple[str, in
     return place, None if inner is outer else caller
 
 
-def _wanted(poll: Poll, stack: list[FrameType]) -> str:
+def _wanted(poll: Poll, condition: Condition | None) -> str:
     """What a poll is to see, which the library's own waits know, and what it sees."""
     held = _value(poll.values, poll.element)
-    for frame in stack:
-        if Path(frame.f_code.co_filename).name in ("ordering.py", "barrier.py"):
-            names = frame.f_locals
-            if frame.f_code.co_name == "wait" and "value" in names:
-                comparison = unwrapped(names["cmp"])
-                return f"waits for {_SYMBOLS[comparison]} {_scalar(names['value'])}, holds {held}"
-            if frame.f_code.co_name == "barrier" and "reached" in names:
-                ranks = int(_scalar(names["num_ranks"]))
-                epochs = ", ".join(_value(each, poll.element) for each in np.reshape(poll.values, -1)[:ranks])
-                return f"waits in a barrier for epoch {_scalar(names['reached'])}, the ranks are at [{epochs}]"
+    if condition is not None and condition.ranks is not None:
+        flags = np.reshape(poll.values, -1)[: condition.ranks]
+        epochs = ", ".join(_value(each, poll.element) for each in flags)
+        return f"waits in a barrier for epoch {condition.wanted}, the ranks are at [{epochs}]"
+    if condition is not None and condition.returned:
+        return f"waits for {_SYMBOLS[condition.cmp]} {condition.wanted}, holds {held}"
     if poll.expected is not None:
         return f"waits with {poll.operation} for {_value(poll.expected, poll.element)}, holds {held}"
-    return f"polls with {poll.operation}, holds {held}"
-
-
-def _scalar(value: Any) -> str:
-    value = unwrapped(value)
-    return _value(value.handle.data, value.dtype) if isinstance(value, tl.tensor) else str(value)
+    until = "" if condition is None else f" until {_SYMBOLS[condition.cmp]} {condition.wanted}"
+    return f"polls with {poll.operation}{until}, holds {held}"
 
 
 def _value(stored: np.ndarray, element: tl.dtype) -> str:

@@ -7,7 +7,6 @@ waiting.
 """
 
 import contextlib
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -23,7 +22,6 @@ from iris.compat.interpreter import InterpreterBuilder, InterpreterOptions, Tens
 from iris.errors import NotInSimulatorError
 from iris.observer import READ, UPDATE, WRITE
 from iris.simulator import atomics, dtypes, libdevice, tasks
-from iris.simulator.dropped import is_dropped
 from iris.simulator.legality import check_arithmetic, check_conversion, check_product
 from iris.simulator.tensor_map import TensorMap
 
@@ -212,6 +210,7 @@ class Builder(InterpreterBuilder):
                     return result
             tasks.looked(pointers, values, ptrs.get_element_ty())
             return result
+        message = tasks.take_message()
         with recorder.numbered() if recorder is not None else contextlib.nullcontext() as number:
             result = super().create_masked_load(ptrs, mask, other, *policy, **named)
         active = np.broadcast_to(mask.data, ptrs.data.shape)
@@ -220,7 +219,7 @@ class Builder(InterpreterBuilder):
             tasks.used_flags(pointers, writes=False, acquires=False, releases=False)
             if recorder is not None and number is not None:
                 recorder.polls(pointers)
-                recorder.synchronised(number, pointers, values, READ, "relaxed", "sys", recorder.is_message())
+                recorder.synchronised(number, pointers, values, READ, "relaxed", "sys", message)
             tasks.observe("load", pointers, values, ptrs.get_element_ty(), _never)
         return result
 
@@ -232,7 +231,7 @@ class Builder(InterpreterBuilder):
         active = np.broadcast_to(mask.data, ptrs.data.shape)
         pointers, values = ptrs.data[active], np.broadcast_to(value.data, ptrs.data.shape)[active]
         recorder.reaches(pointers, WRITE)
-        if recorder.is_message():
+        if tasks.take_message():
             with recorder.numbered() as number:
                 super().create_masked_store(ptrs, value, mask, *policy, **named)
                 recorder.synchronised(number, pointers, values, WRITE, "relaxed", "sys", message=True)
@@ -345,14 +344,14 @@ def _recorded(pointers: np.ndarray, sem: Any, scope: Any) -> Iterator[Callable[.
         if partitioned:
             writes = kind != READ
             # Who drops what was there has acquired nothing that it could go on by.
-            acquires = asked in ("acquire", "acq_rel") and not (writes and is_dropped(sys._getframe(2)))
+            acquires = asked in ("acquire", "acq_rel") and not (writes and tasks.current().dropped)
             tasks.used_flags(pointers, writes=writes, acquires=acquires, releases=asked in ("release", "acq_rel"))
 
     if recorder is None:
         yield lambda old, kind, **_: use_flags(kind)
         return
     recorder.reaches(pointers, UPDATE)
-    message = recorder.is_message()
+    message = tasks.take_message()
 
     def record(old: np.ndarray, kind: int, **how: Any) -> None:
         use_flags(kind)

@@ -25,7 +25,7 @@ from iris.compat.interpreter import (
 from iris.compat.triton_jit import compiler_options, mangle_type, replace_launches
 from iris.errors import KernelDefinedTooEarlyError, LaunchError, NotInSimulatorError, NotOnCpuError
 from iris.graph_break import breaks_graph
-from iris.simulator import dtypes, tasks, tma
+from iris.simulator import dtypes, lines, noted, tasks, tma
 from iris.simulator import grid as scheduler
 from iris.simulator.gluon import semantic
 from iris.simulator.rewriting import lines_of, rewrite
@@ -152,7 +152,10 @@ def call(self: InterpretedFunction, *args: Any, **kwargs: Any) -> Any:
             f"{self.fn.__name__!r} was called outside a kernel. Call it inside one or, if it is a kernel itself, "
             f"launch it with a grid: {self.fn.__name__}[grid](...)."
         )
-    return rewritten(self)(*args, **kwargs)
+    function = rewritten(self)
+    if tasks.current().dropped and lines.owner(self.fn.__code__) != lines.OTHER:
+        return noted.used(function, *args, **kwargs)
+    return function(*args, **kwargs)
 
 
 @in_python

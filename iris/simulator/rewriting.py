@@ -6,6 +6,7 @@ tracebacks point at the user's lines. Globals, closures and defaults are those o
 """
 
 import ast
+import copy
 import functools
 import inspect
 import operator
@@ -21,7 +22,7 @@ import triton.language as tl
 from iris.compat.interpreter import TensorHandle
 from iris.compat.semantic import builtin_for
 from iris.errors import KernelSourceMissingError
-from iris.simulator import dtypes
+from iris.simulator import dtypes, noted, spinning
 from iris.simulator.gluon import semantic
 from iris.simulator.shapes import unwrapped
 
@@ -90,6 +91,8 @@ _HELPERS: dict[str, Callable] = {
     "__simulated_compare__": _compare,
     "__simulated_joined__": _joined,
     "__simulated_range__": counted,
+    "__simulated_dropped__": noted.dropped,
+    "__simulated_looked__": noted.looked,
     "__simulated_min__": lambda *values, **options: builtin_for("min")(*values, **options),
     "__simulated_max__": lambda *values, **options: builtin_for("max")(*values, **options),
 }
@@ -119,6 +122,26 @@ class _Rewriter(ast.NodeTransformer):
         else:
             node.value = self._call(node.value, "assigned", node.value)
         return node
+
+    def visit_Expr(self, node: ast.Expr) -> ast.AST:
+        self.generic_visit(node)
+        if isinstance(node.value, ast.Call):
+            self._call_by("dropped", node.value)
+        return node
+
+    def visit_While(self, node: ast.While) -> ast.AST:
+        comparison = spinning.comparison(node)
+        wanted = None if comparison is None else copy.deepcopy(comparison.wanted)
+        self.generic_visit(node)
+        if comparison is not None and wanted is not None:
+            cmp = ast.copy_location(ast.Constant(comparison.cmp), wanted)
+            self._call_by("looked", comparison.look, cmp, self._later(self.visit(wanted)))
+        return node
+
+    def _call_by(self, helper: str, node: ast.Call, *before: ast.expr) -> None:
+        """Let the helper do the call: it gets what stands ``before``, the function, and then the arguments."""
+        node.args = [*before, node.func, *node.args]
+        node.func = ast.copy_location(ast.Name(id=f"__simulated_{helper}__", ctx=ast.Load()), node)
 
     def visit_BoolOp(self, node: ast.BoolOp) -> ast.AST:
         self.generic_visit(node)

@@ -9,7 +9,7 @@ from _thread import LockType
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import triton.language as tl
@@ -31,6 +31,18 @@ def closed_gate() -> LockType:
     gate = threading.Lock()
     gate.acquire()
     return gate
+
+
+class Condition(NamedTuple):
+    """What ends a wait: a flag of so many bits that compares as ``cmp`` to ``wanted``, see `DeviceContext.wait`."""
+
+    cmp: str
+    wanted: int
+    bits: int
+    returned: bool = False
+    """Whether who waits may use what the flag holds then: it may count on that value."""
+    ranks: int | None = None
+    """Of a barrier: how many flags there are, one a rank."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +95,11 @@ class Task:
     seen: dict[tuple[str, int], int] = field(default_factory=dict)
     issued_at: tuple | None = None  # of what a GPU does beside the program: where it was asked for, and by whom
     async_proxy: bool = False  # what it accesses now, TMA does, and not its threads
+    # Of what it does now (`iris.simulator.noted`): whether nobody uses what the operation returns, whether the next
+    # access is of data that carry their own arrival, and what ends the wait that it is in.
+    dropped: bool = False
+    message: bool = False
+    condition: Condition | None = None
     poll: Poll | None = None
     repeated: Counter[tuple[str, int]] = field(default_factory=Counter)
     """What it has looked at since it saw anything new, and how often."""
@@ -219,6 +236,13 @@ def fenced() -> None:
     task = current()
     if task.program.partitions is not None:
         task.program.partitions.orders(task)
+
+
+def take_message() -> bool:
+    """Whether the access that is done now is of data that carry their own arrival."""
+    task = current()
+    message, task.message = task.message, False
+    return message
 
 
 def give_way() -> None:

@@ -48,5 +48,5 @@ def test_a_loop_that_goes_on_by_itself_does_not(tmp_path, source):
 )  # fmt: skip
 def test_a_loop_ends_where_its_comparison_fails(tmp_path, test, cmp):
     _, file = spinning_lines(tmp_path, f"while {test}:\n    pass")
-    found = [loops.condition_at(str(file), line) for line in (2, 3)]
-    assert [condition and condition.cmp for condition in found] == [cmp, None]
+    found = [loops.comparison_at(str(file), line) for line in (2, 3)]
+    assert [comparison and comparison.cmp for comparison in found] == [cmp, None]

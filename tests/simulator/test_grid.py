@@ -126,7 +126,7 @@ def test_a_plain_load_of_what_nobody_stores_is_a_hang(limit):
     with pytest.raises(IrisTimeoutError) as caught:
         look_at[(3,)](torch.zeros(1, dtype=torch.int32), torch.zeros(1))
     line = line_of("while tl.load(flag) == 0:  # looks")
-    assert f"at {__file__}:{line} in look_at: polls with plain loads, holds 0" in str(caught.value)
+    assert f"at {__file__}:{line} in look_at: polls with plain loads until != 0, holds 0" in str(caught.value)
 
 
 @triton.jit
@@ -230,7 +230,7 @@ def test_a_hang_is_reported_with_place_flag_and_value(limit, monkeypatch):
         f"in spin, called by {__file__}:{caller} in two_kinds: waits with atomic_cas for 41, holds 40; flag: " in text
     )
     assert f"flag: address {flags.data_ptr():#x}" in text
-    assert f"program (9, 0, 0) at {__file__}:{there} in two_kinds: polls with load, holds 5" in text
+    assert f"program (9, 0, 0) at {__file__}:{there} in two_kinds: polls with load until != 5, holds 5" in text
 
 
 @triton.jit

@@ -1,0 +1,99 @@
+"""What a kernel's code says of its operations, which they do not show themselves.
+
+The library's device functions say it by `iris.language.note`. Of loops and statements, also those of the user's, the
+code says it into which `iris.simulator.rewriting` turns them.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import triton.language as tl
+
+from iris import observer
+from iris.simulator import tasks
+from iris.simulator.shapes import unwrapped
+from iris.simulator.tasks import Condition
+
+# By device functions -------------------------------------------------------------------------------------------------
+
+
+def fenced() -> None:
+    """All that the program did comes before all that it will do."""
+    tasks.fenced()
+    if observer.recorder is not None:
+        observer.recorder.fenced()
+
+
+def proxy_fenced() -> None:
+    """What the program did comes before the copies by TMA that it will issue."""
+    if observer.recorder is not None:
+        observer.recorder.proxy_fenced()
+
+
+def message() -> None:
+    """What is accessed next carries its own arrival: `iris.language.ll` and `iris.language.lamport`."""
+    tasks.current().message = observer.recorder is not None
+
+
+def waits_for(wanted: tl.tensor, cmp: str) -> None:
+    """The program waits until its flag compares so to ``wanted``. Who calls it may use what the flag holds then."""
+    tasks.current().condition = Condition(cmp, _number(wanted), wanted.dtype.primitive_bitwidth, returned=True)
+
+
+def waits_for_ranks(reached: tl.tensor, num_ranks: Any) -> None:
+    """The program waits in a barrier until the flags of so many ranks have reached this epoch."""
+    bits = reached.dtype.primitive_bitwidth
+    tasks.current().condition = Condition("reached", _number(reached), bits, ranks=_number(num_ranks))
+
+
+def waited() -> None:
+    """The program waits no more."""
+    tasks.current().condition = None
+
+
+def _number(value: Any) -> int:
+    value = unwrapped(value)
+    return int(value.handle.data.item()) if isinstance(value, tl.tensor) else value
+
+
+# By rewritten code ---------------------------------------------------------------------------------------------------
+
+
+def dropped(function: Callable, /, *args: Any, **kwargs: Any) -> None:
+    """A call that is a statement: nobody uses what it returns, such as the former value of a flag."""
+    task = tasks.current()
+    before, task.dropped = task.dropped, True
+    try:
+        function(*args, **kwargs)
+    finally:
+        task.dropped = before
+
+
+def used(function: Callable, /, *args: Any, **kwargs: Any) -> Any:
+    """A call of a function that is not the library's: what becomes of its result says nothing of what it calls."""
+    task = tasks.current()
+    before, task.dropped = task.dropped, False
+    try:
+        return function(*args, **kwargs)
+    finally:
+        task.dropped = before
+
+
+def looked(cmp: str, wanted: Callable[[], Any], function: Callable, /, *args: Any, **kwargs: Any) -> Any:
+    """A call that looks at memory in the condition of a loop, which ends when the value compares so to ``wanted``."""
+    task = tasks.current()
+    before, task.condition = task.condition, _of_loop(cmp, wanted)
+    try:
+        return function(*args, **kwargs)
+    finally:
+        task.condition = before
+
+
+def _of_loop(cmp: str, wanted: Callable[[], Any]) -> Condition | None:
+    try:
+        value = unwrapped(wanted())
+    except Exception:  # the program will raise it, too
+        return None
+    if isinstance(value, tl.tensor) and not value.type.is_block() and value.dtype.is_int():
+        value = _number(value)
+    return Condition(cmp, value, 64) if isinstance(value, int) else None

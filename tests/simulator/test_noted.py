@@ -1,0 +1,151 @@
+"""What the simulator knows of an operation beside itself: who uses its result, and what its program waits for."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from iris.language import ordering
+from iris.simulator import ACTIVE, noted, tasks
+from iris.simulator.tasks import Condition
+
+assert ACTIVE
+
+FLAG = 6
+
+
+@triton.jit
+def add(flag):
+    return tl.atomic_add(flag, 1)
+
+
+@triton.jit
+def add_and_use(flag):
+    old = tl.atomic_add(flag, 1)
+    return old * 2
+
+
+@triton.jit
+def statements(flag, out, HOW: tl.constexpr):
+    if HOW == "dropped":
+        tl.atomic_add(flag, 1)
+    elif HOW == "assigned":
+        old = tl.atomic_add(flag, 1)  # noqa: F841
+    elif HOW == "an argument":
+        tl.store(out, tl.atomic_add(flag, 1))
+    elif HOW == "in an expression":
+        tl.store(out, 1 + tl.atomic_add(flag, 1))
+    elif HOW == "returned to who drops it":
+        add(flag)
+    elif HOW == "used by who is dropped":
+        add_and_use(flag)
+    elif HOW == "the language's, dropped":
+        ordering.signal(flag, 1, "add")
+    elif HOW == "the language's, used":
+        tl.store(out, ordering.signal(flag, 1, "add"))
+    else:
+        # An operation behind a dropped one has a use of its own.
+        tl.store(out, 0)
+        tl.store(out, tl.atomic_add(flag, 1))
+
+
+@pytest.fixture
+def observed(monkeypatch):
+    """Of each operation that looks at a flag, what its task was about then."""
+    found, observe = [], tasks.observe
+
+    def look(operation, pointers, values, *args, **kwargs):
+        found.append((operation, tasks.current().dropped, tasks.current().condition))
+        observe(operation, pointers, values, *args, **kwargs)
+
+    monkeypatch.setattr(tasks, "observe", look)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("how", "dropped"),
+    [
+        ("dropped", True),
+        ("assigned", False),
+        ("an argument", False),
+        ("in an expression", False),
+        # What a function of the user's does with the result, its return included, is a use.
+        ("returned to who drops it", False),
+        ("used by who is dropped", False),
+        # A function of the language that uses what it has found returns it, and does no more with it.
+        ("the language's, dropped", True),
+        ("the language's, used", False),
+        ("behind a statement", False),
+    ],
+)
+def test_whether_the_result_of_an_operation_is_used(observed, how, dropped):
+    statements[(1,)](torch.zeros(1, dtype=torch.int32), torch.zeros(1), how)
+    assert [(operation, drops) for operation, drops, _ in observed] == [("atomic_add", dropped)]
+
+
+@triton.jit
+def waits(flag, n, HOW: tl.constexpr):
+    if HOW == "ne":
+        while tl.load(flag, volatile=True) != n * 2:
+            pass
+    elif HOW == "lt":
+        while n * 2 > tl.atomic_add(flag, 0):
+            pass
+    elif HOW == "by names":
+        while tl.atomic_cas(pointer=flag, cmp=-1, val=-1) != n * 2:
+            pass
+    elif HOW == "computed":
+        while tl.load(flag, volatile=True) != tl.minimum(n * 2, 100):
+            pass
+    elif HOW == "block":
+        while tl.sum(tl.load(flag + tl.arange(0, 1), volatile=True)) != n * 2:
+            pass
+    elif HOW == "wait":
+        ordering.wait(flag, n * 2, "ge", flag)
+    else:
+        seen = ordering.wait(flag, n * 2, "reached", flag)
+        tl.store(flag, seen)
+
+
+@pytest.mark.parametrize(
+    ("how", "condition", "dropped"),
+    [
+        ("ne", Condition("eq", FLAG, 64), False),
+        ("lt", Condition("ge", FLAG, 64), False),
+        ("by names", Condition("eq", FLAG, 64), False),
+        # What a loop calls to find out cannot be asked twice; a block is compared to nothing.
+        ("computed", None, False),
+        ("block", None, False),
+        ("wait", Condition("ge", FLAG, 32, returned=True), True),
+        ("used wait", Condition("reached", FLAG, 32, returned=True), False),
+    ],
+)
+def test_what_a_program_waits_for(observed, how, condition, dropped):
+    waits[(1,)](torch.full((1,), FLAG, dtype=torch.int32), FLAG // 2, how)
+    assert [(drops, known) for _, drops, known in observed] == [(dropped, condition)]
+
+
+@triton.jit
+def behind_a_wait(flag):
+    ordering.wait(flag, 6, "eq", flag)
+    while tl.load(flag, volatile=True) != 6:
+        pass
+    tl.atomic_add(flag, 1)
+
+
+def test_behind_a_wait_nothing_is_awaited(observed):
+    behind_a_wait[(1,)](torch.full((1,), FLAG, dtype=torch.int32))
+    (*_, (_, _, loop)), (operation, dropped, after) = observed[:-1], observed[-1]
+    assert loop == Condition("eq", FLAG, 64)
+    assert (operation, dropped, after) == ("atomic_add", True, None)
+
+
+def test_events_that_device_functions_note_are_known():
+    """They say them by name, as a kernel has no other functions of Python's."""
+    files = Path(ordering.__file__).parent.glob("*.py")
+    events = {event for file in files for event in re.findall(r"\bnote\(\"(\w+)\"", file.read_text())}
+    assert "waits_for" in events
+    assert all(callable(getattr(noted, event, None)) for event in events), events
