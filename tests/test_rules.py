@@ -36,6 +36,12 @@ def test_only_ordering_the_barrier_and_traces_acquire_and_release():
     assert found == [f"language/{file}.py" for file in ("barrier", "ordering", "trace_buffer", "tracing")]
 
 
+def test_variables_and_bytecode_of_other_functions_are_not_read():
+    """Device functions note what others have to know. The host's loops are Python's, and note nothing."""
+    assert files_with(r"\.f_locals\b") == ["sanitizer/waits.py"]
+    assert files_with(r"\bimport dis\b|\bfrom dis\b|\.f_lasti\b|\.co_code\b") == []
+
+
 def test_inline_assembly_is_in_few_files():
     assert [file for file in files_with(r"inline_asm_elementwise\(") if "simulator" not in file] == [
         "language/clock.py",
