@@ -77,7 +77,9 @@ class ProcessGroupBase(dist.ProcessGroup):
         return [torch.device(kind) for kind in ([self.device_type, "cpu"] if self._has_gloo() else [self.device_type])]
 
     def _get_backend(self, device: torch.device) -> Any:
-        return self if device.type == self.device_type else backend_of(self._beside(device), device)
+        # To split a group, torch up to 2.11 asks for its backend for "cuda", whatever its device is.
+        its_own = (self.device_type, "cuda") if simulator.ACTIVE else (self.device_type,)
+        return self if device.type in its_own else backend_of(self._beside(device), device)
 
     def _beside(self, device: torch.device) -> dist.ProcessGroup:
         """The group with the same ranks for tensors on the CPU beside a GPU."""
