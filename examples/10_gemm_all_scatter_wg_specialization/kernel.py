@@ -29,44 +29,39 @@ from iris.ops.kernel_arguments import Matrix, Tiling
 
 
 @triton.jit
-def _tile_offsets(tile, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def _tile_offsets(tile, M, N, TILING: tl.constexpr):
     """The rows and columns of a tile."""
+    BLOCK_M: tl.constexpr = TILING.BLOCK_M
+    BLOCK_N: tl.constexpr = TILING.BLOCK_N
     pid_m, pid_n = swizzle_tile(tile, tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), 8)
     return pid_m * BLOCK_M + tl.arange(0, BLOCK_M), pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
 
 
 @triton.jit
-def _multiply(
-    ctx, finished, epoch, a, b, c, M, N, K, stride_am, stride_ak, stride_bk, stride_bn, stride_cm, stride_cn,
-    program, programs, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
+def _multiply(ctx, finished, epoch, a, b, c, M, N, K, program, programs, TILING: tl.constexpr):
     """The part of one of ``programs`` that multiply."""
-    for tile in range(program, tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N), programs):
-        rows, columns = _tile_offsets(tile, M, N, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N)
+    for tile in range(program, tl.cdiv(M, TILING.BLOCK_M) * tl.cdiv(N, TILING.BLOCK_N), programs):
+        rows, columns = _tile_offsets(tile, M, N, TILING)
         work = ctx.tracing.record_event_start(TraceEvent.compute, pid_m=tile)
-        left, right = Matrix(a, stride_am, stride_ak), Matrix(b, stride_bk, stride_bn)
-        total = product(left, right, rows, columns, stop_m=M, N=N, K=K, TILING=Tiling(BLOCK_M, BLOCK_N, BLOCK_K))
+        total = product(a, b, rows, columns, stop_m=M, N=N, K=K, TILING=TILING)
         ctx.tracing.record_event_end(work)
-        at = rows.to(tl.int64)[:, None] * stride_cm + columns.to(tl.int64)[None, :] * stride_cn
-        tl.store(c + at, total.to(c.dtype.element_ty), mask=(rows < M)[:, None] & (columns < N)[None, :])
+        at = rows.to(tl.int64)[:, None] * c.row_stride + columns.to(tl.int64)[None, :] * c.column_stride
+        tl.store(c.ptr + at, total.to(c.ptr.dtype.element_ty), mask=(rows < M)[:, None] & (columns < N)[None, :])
         ctx.signal(finished + tile, epoch, ctx.cur_rank)
 
 
 @triton.jit
-def _send(
-    ctx, finished, epoch, meetings, c, M, N, stride_cm, stride_cn, program, programs,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+def _send(ctx, finished, epoch, meetings, c, M, N, program, programs, TILING: tl.constexpr):
     """The part of one of ``programs`` that send. They take tiles in the order in which these are multiplied."""
     ctx.barrier(meetings)
-    for tile in range(program, tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N), programs):
+    for tile in range(program, tl.cdiv(M, TILING.BLOCK_M) * tl.cdiv(N, TILING.BLOCK_N), programs):
         ctx.wait(finished + tile, epoch, cmp="reached")
-        rows, columns = _tile_offsets(tile, M, N, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N)
-        at = rows.to(tl.int64)[:, None] * stride_cm + columns.to(tl.int64)[None, :] * stride_cn
+        rows, columns = _tile_offsets(tile, M, N, TILING)
+        at = rows.to(tl.int64)[:, None] * c.row_stride + columns.to(tl.int64)[None, :] * c.column_stride
         mask = (rows < M)[:, None] & (columns < N)[None, :]
-        data = tl.load(c + at, mask=mask)
+        data = tl.load(c.ptr + at, mask=mask)
         for distance in range(1, ctx.num_ranks):
-            ctx.store(c + at, data, (ctx.cur_rank + distance) % ctx.num_ranks, mask=mask)
+            ctx.store(c.ptr + at, data, (ctx.cur_rank + distance) % ctx.num_ranks, mask=mask)
     ctx.barrier(meetings)
 
 
@@ -80,28 +75,22 @@ def gemm_all_scatter(
     ctx = DeviceContext.initialize(context_tensor, num_ranks=W)
     program, multipliers = tl.program_id(0), tl.num_programs(0) - SENDERS
     epoch = tl.load(epochs + program) + 1
+    tiling: tl.constexpr = Tiling(BLOCK_M, BLOCK_N, BLOCK_K)
+    out = Matrix(c, stride_cm, stride_cn)
     if program < multipliers:
         _multiply(
             ctx,
             finished,
             epoch,
-            a=a,
-            b=b,
-            c=c,
+            a=Matrix(a, stride_am, stride_ak),
+            b=Matrix(b, stride_bk, stride_bn),
+            c=out,
             M=M,
             N=N,
             K=K,
-            stride_am=stride_am,
-            stride_ak=stride_ak,
-            stride_bk=stride_bk,
-            stride_bn=stride_bn,
-            stride_cm=stride_cm,
-            stride_cn=stride_cn,
             program=program,
             programs=multipliers,
-            BLOCK_M=BLOCK_M,
-            BLOCK_N=BLOCK_N,
-            BLOCK_K=BLOCK_K,
+            TILING=tiling,
         )
     else:
         _send(
@@ -109,14 +98,11 @@ def gemm_all_scatter(
             finished=finished,
             epoch=epoch,
             meetings=meetings,
-            c=c,
+            c=out,
             M=M,
             N=N,
-            stride_cm=stride_cm,
-            stride_cn=stride_cn,
             program=program - multipliers,
             programs=SENDERS,
-            BLOCK_M=BLOCK_M,
-            BLOCK_N=BLOCK_N,
+            TILING=tiling,
         )
     store_after_sync(epochs + program, epoch)
