@@ -5,6 +5,7 @@ those before it.
 """
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -66,6 +67,11 @@ def graph_of(sources):
     return {module: imports(ast.parse(text), set(sources)) - {module} for module, text in sources.items()}
 
 
+@functools.cache
+def graph_of_iris():
+    return graph_of({module: file.read_text() for module, file in modules(ROOT).items()})
+
+
 def test_the_finder_finds_circles():
     sources = {
         "iris": "from iris import a, b",
@@ -81,7 +87,7 @@ def test_the_finder_finds_circles():
 
 
 def test_no_modules_import_each_other():
-    found = circles(graph_of({module: file.read_text() for module, file in modules(ROOT).items()}))
+    found = circles(graph_of_iris())
     assert not found, "\n".join(", ".join(sorted(circle)) for circle in found)
 
 
@@ -91,7 +97,7 @@ def room(module):
 
 
 def test_no_folders_import_from_each_other():
-    graph = graph_of({module: file.read_text() for module, file in modules(ROOT).items()})
+    graph = graph_of_iris()
     rooms = {room(module): set() for module in graph}
     for module, others in graph.items():
         rooms[room(module)] |= {room(other) for other in others} - {room(module)}
@@ -117,7 +123,7 @@ def floors(page):
 
 def test_no_module_imports_one_of_a_higher_floor():
     floor = floors((ROOT / "docs" / "contributing.md").read_text())
-    graph = graph_of({module: file.read_text() for module, file in modules(ROOT).items()})
+    graph = graph_of_iris()
     assert graph.keys() <= floor.keys()
     upwards = [(one, other) for one in graph for other in graph[one] if floor[other] > floor[one]]
     assert not upwards

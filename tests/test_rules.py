@@ -1,6 +1,7 @@
 """Rules that only this project must obey: memory ordering in one place, no surprises in destructors, floors."""
 
 import ast
+import functools
 import io
 import re
 import tokenize
@@ -16,6 +17,12 @@ def name(file):
     return str(file.relative_to(ROOT / "iris"))
 
 
+@functools.cache
+def tree_of(file):
+    return ast.parse(file.read_text())
+
+
+@functools.cache
 def code(file):
     """The file without comments and docstrings, so that they may speak of what the code must not do."""
     tree = ast.parse(file.read_text())
@@ -137,7 +144,7 @@ def allocators(file):
         for child in ast.iter_child_nodes(node):
             visit(child, function)
 
-    visit(ast.parse(file.read_text()), None)
+    visit(tree_of(file), None)
     return found
 
 
@@ -211,7 +218,7 @@ def on_device(node):
 def test_device_code_is_at_the_top_level():
     """Written once, by `iris.language.jit`; not made by a function that is called for each language."""
     for file in SOURCES:
-        tree = ast.parse(file.read_text())
+        tree = tree_of(file)
         functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
         nested = {inner for outer in functions for inner in ast.walk(outer) if inner is not outer}
         for node in functions:
@@ -227,7 +234,7 @@ def test_device_functions_have_few_parameters():
     found = [
         (name(file), node.name)
         for file in SOURCES
-        for node in ast.walk(ast.parse(file.read_text()))
+        for node in ast.walk(tree_of(file))
         if isinstance(node, ast.FunctionDef) and on_device(node)
         if len(node.args.args) + len(node.args.kwonlyargs) > MOST_PARAMETERS
     ]
@@ -255,7 +262,7 @@ def test_device_code_names_arguments():
     assert list(calls_by_position(ast.parse(f"@jit\ndef k():\n {calls}"))) == [4], "what the finder finds"
     others = [file for folder in ("examples", "benchmarks") for file in (ROOT / folder).rglob("*.py")]
     files = [*SOURCES, *others]
-    assert not [f"{file}:{line}" for file in files for line in calls_by_position(ast.parse(file.read_text()))]
+    assert not [f"{file}:{line}" for file in files for line in calls_by_position(tree_of(file))]
 
 
 def test_files_with_kernels_keep_their_annotations():
@@ -346,13 +353,13 @@ import_module(f"triton.backends.{vendor}.compiler")
     lines = [line for line, _ in private_parts(ast.parse(mentions))]
     assert sorted(lines) == [3, 4, 6, 6, 6, 7], "what the finder finds"
     sources = [file for file in SOURCES if not name(file).startswith("compat/")]
-    found = [(name(file), *part) for file in sources for part in private_parts(ast.parse(file.read_text()))]
+    found = [(name(file), *part) for file in sources for part in private_parts(tree_of(file))]
     assert not found
 
 
 def test_private_attributes_are_of_this_library_or_of_python():
     """Of what objects of torch and Triton have, too, as ``operation._schema``."""
-    outside = {file: ast.parse(file.read_text()) for file in SOURCES if not name(file).startswith("compat/")}
+    outside = {file: tree_of(file) for file in SOURCES if not name(file).startswith("compat/")}
     own = set(OF_PYTHON)
     for tree in outside.values():
         for node in ast.walk(tree):
@@ -377,7 +384,7 @@ DEVICE_CODE = re.compile(r"\bjit\b|_jit\b|constexpr_function|gluon_version_of")
 def test_host_functions_are_annotated():
     """Else mypy would not look into them. What a kernel computes has no types of Python's."""
     for file in [*SOURCES, ROOT / "iris_backend.py"]:
-        for node in ast.walk(ast.parse(file.read_text())):
+        for node in ast.walk(tree_of(file)):
             if not isinstance(node, ast.FunctionDef):
                 continue
             if any(DEVICE_CODE.search(ast.unparse(decorator)) for decorator in node.decorator_list):
