@@ -1,11 +1,14 @@
-"""What one call of a fused operation is given, and whether it fits together."""
+"""What one call of a fused operation is given, whether it fits together, and what a way to carry such calls has."""
 
-from typing import Any, NamedTuple
+import dataclasses
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
 from iris.ccl.checks import check_tensor
+from iris.ccl.protocols import CollectivesContext
 from iris.errors import InvalidCollectiveError, InvalidConfigError, WrongDeviceError
+from iris.ops.buffers import Needs
 from iris.ops.config import FusedConfig
 
 # CDNA3's formats of fp8, which have no negative zero; other GPUs have the other two.
@@ -15,6 +18,7 @@ WIDE = (torch.float16, torch.bfloat16, torch.float32)
 
 # The operations that gather A: its rows, and its columns, which a caller asks for by gather_dim="k".
 GATHERS_ROWS, GATHERS_COLUMNS = GATHERS_A = ("all_gather_matmul", "all_gather_matmul_k")
+OPERATIONS = (*GATHERS_A, "matmul_all_gather", "matmul_reduce_scatter", "matmul_all_reduce")
 
 
 def check_devices(name: str, given: dict[str, torch.Tensor], device: torch.device) -> None:
@@ -74,6 +78,13 @@ class Call(NamedTuple):
         rows, columns = ((one if scale is None else scale).reshape(-1).expand(n).contiguous() for scale, n in wanted)
         return rows, columns
 
+    def kind(self, config: FusedConfig, direct: bool) -> tuple:
+        """What is equal of calls that share a workspace. ``direct``: whether peers store into ``out`` itself."""
+        # The precision is each rank's own, and the memory the same.
+        of_all = config if config.allow_tf32 else dataclasses.replace(config, allow_tf32=True)
+        (M, K), N = self.a.shape, self.b.shape[1]
+        return (self.name, M, N, K, self.a.dtype, self.out.dtype, direct, of_all)
+
     def check(self, device: torch.device, size: int, config: Any) -> None:
         """Raise unless this can be computed on ``device`` by ``size`` ranks."""
         if config is not None and not isinstance(config, FusedConfig):
@@ -124,6 +135,53 @@ class Call(NamedTuple):
             if overlap(out, matrix):
                 return f"out and {role} overlap in memory; give it an output of its own"
         return None
+
+
+class Algorithm:
+    """A row of the table in `iris.ops.algorithms`: a way to carry the calls of one context.
+
+    Attributes
+    ----------
+    name : str
+    variant : str
+        As `FusedConfig.variant` calls it.
+    operations : tuple of str
+        Those that it carries, as `Call.name` has them.
+    """
+
+    name: ClassVar[str]
+    variant: ClassVar[str]
+    operations: ClassVar[tuple[str, ...]] = OPERATIONS
+
+    def __init__(self, context: CollectivesContext) -> None:
+        self._context = context
+
+    def problem(self, call: Call, config: FusedConfig) -> str | None:
+        """Why a configuration that asks for it cannot have the call, as an error says it; None if it can.
+
+        By shapes and dtypes alone, which all ranks have in common: they have to come to the same answer.
+        """
+        raise NotImplementedError
+
+    def operands(self, call: Call) -> Call:
+        """The call as this takes it: with copies of what does not lie so."""
+        return call if call.bias is None else call._replace(bias=call.bias.contiguous())
+
+    def direct(self, call: Call) -> bool:
+        """Whether peers store into ``out`` itself, which is at the same place of the heap on all ranks then."""
+        return False
+
+    def needs(self, call: Call, config: FusedConfig) -> Needs | None:
+        """The workspace of a call; equal ones share it. None: it needs none."""
+        raise NotImplementedError
+
+    def prepare(self, call: Call, config: FusedConfig, buffers: Any) -> None:
+        """Compile and load what carries calls like this one in this workspace, if there is one."""
+        raise NotImplementedError
+
+    def enqueue(self, call: Call, config: FusedConfig, buffers: Any, stream: int | None) -> None:
+        """On the current stream, whose handle is ``stream``: None in the simulator, and if it needs no workspace."""
+        raise NotImplementedError
 
 
 def overlap(x: torch.Tensor, y: torch.Tensor) -> bool:

@@ -14,6 +14,7 @@ import torch
 from triton.testing import get_dram_gbps
 
 from iris import simulator
+from iris.ccl.protocols import CollectivesContext
 from iris.machine.figures import TILE_COLUMNS, Figures
 from iris.ops.call import GATHERS_COLUMNS, Call
 from iris.ops.config import FusedConfig
@@ -46,6 +47,12 @@ class Case(NamedTuple):
     gpu: Figures
 
 
+def figures_for(context: CollectivesContext) -> Figures | None:
+    """What was measured of the GPUs; None where ranks that choose by it, each for its own, do not choose alike."""
+    communicator = context.ccl.communicator()
+    return communicator.figures if communicator.alike else None
+
+
 def choose(call: Call, size: int, programs: int, gpu: Figures | None, by_vendor: bool) -> FusedConfig:
     """The configuration of least time.
 
@@ -67,7 +74,7 @@ def choose(call: Call, size: int, programs: int, gpu: Figures | None, by_vendor:
     for columns in TILE_COLUMNS.get(call.a.itemsize, ()):
         depth = DEPTH // call.a.itemsize
         config = FusedConfig(use_gluon=True, block_size_m=128, block_size_n=columns, block_size_k=depth)
-        if hopper.problem(call, config, size) is None:
+        if hopper.problem(call, config) is None:
             ways[config] = fused_us(case, config, plan(call, size, programs, config, gpu))
     if by_vendor and hopper.is_hopper() and call.a.itemsize == 1 and call.name in COPIED:
         ways[COPIES] = copies_us(case)

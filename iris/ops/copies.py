@@ -29,13 +29,16 @@ import triton
 import triton.language as tl
 
 from iris import simulator
+from iris.ccl.protocols import CollectivesContext
 from iris.language.context import DeviceContext
 from iris.language.dependent_launch import gdc_wait
 from iris.launch import addresses, prepare
 from iris.ops.buffers import Buffers, Needs
-from iris.ops.call import Call
+from iris.ops.call import Algorithm, Call
+from iris.ops.config import FusedConfig
 from iris.ops.counts import DONE, READY, end, tell_ready
-from iris.ops.vendor import Product
+from iris.ops.kernel import most_programs
+from iris.ops.vendor import Product, refusal
 
 # The operations that can be carried out so.
 COPIED = ("all_gather_matmul", "matmul_reduce_scatter")
@@ -84,21 +87,14 @@ def add_parts(
         tl.store(out + (i // N * stride_om + i % N * stride_on), total.to(out.dtype.element_ty), mask=mask)
 
 
-def needs(kind: tuple, call: Call, size: int) -> Needs:
-    """The workspace of a call."""
-    if call.name == "all_gather_matmul":
-        return Needs(kind, 0, size * call.a.numel(), call.a.dtype)
-    # Parts that came, and parts to be sent.
-    return Needs(kind, 0, 2 * len(call.a) * call.b.shape[1], call.out.dtype)
-
-
 class Copies:
     """The stream of copies that goes with one workspace, and its meetings with the peers, ready to be launched."""
 
     # As `iris.ops.workspaces` makes what this takes views of.
     @torch.inference_mode(False)
-    def __init__(self, buffers: Buffers, rank: int, size: int, device: torch.device, programs: int) -> None:
-        self.rank, self.size, self.programs = rank, size, programs
+    def __init__(self, buffers: Buffers, context: CollectivesContext) -> None:
+        rank, size, device = context.cur_rank, context.num_ranks, context.device
+        self.rank, self.size, self.programs = rank, size, most_programs(context)
         # By rank.
         self.data = [buffers.data if peer == rank else buffers.peer(peer) for peer in range(size)]
         self._memory = buffers.context_tensor, buffers.counts
@@ -232,9 +228,33 @@ def _matmul_reduce_scatter(copies: Copies, call: Call) -> None:
     copies.meet("end")
 
 
-def enqueue(copies: Copies, call: Call) -> None:
-    """Products on the current stream, copies on their own."""
-    if call.name == "all_gather_matmul":
-        _all_gather_matmul(copies, call)
-    else:
-        _matmul_reduce_scatter(copies, call)
+class CopyEngines(Algorithm):
+    """Products on the current stream, copies on a stream that belongs to the workspace."""
+
+    name = variant = "copies"
+    operations = COPIED
+
+    def problem(self, call: Call, config: FusedConfig) -> str | None:
+        if call.name not in COPIED:
+            return f"FusedConfig(variant='copies') is for {' and '.join(COPIED)}, and not for {call.title}."
+        return refusal(call, config, "variant")
+
+    def needs(self, call: Call, config: FusedConfig) -> Needs:
+        kind = call.kind(config, direct=False)
+        if call.name == "all_gather_matmul":
+            return Needs(kind, 0, self._context.num_ranks * call.a.numel(), call.a.dtype)
+        # Parts that came, and parts to be sent.
+        return Needs(kind, 0, 2 * len(call.a) * call.b.shape[1], call.out.dtype)
+
+    def prepare(self, call: Call, config: FusedConfig, buffers: Buffers) -> None:
+        self._copies(buffers).prepare(call)
+
+    def enqueue(self, call: Call, config: FusedConfig, buffers: Buffers, stream: int | None) -> None:
+        carry = _all_gather_matmul if call.name == "all_gather_matmul" else _matmul_reduce_scatter
+        carry(self._copies(buffers), call)
+
+    def _copies(self, buffers: Buffers) -> Copies:
+        """Those of the workspace, made with its first call."""
+        if buffers.mover is None:
+            buffers.mover = Copies(buffers, self._context)
+        return buffers.mover

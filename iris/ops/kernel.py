@@ -1,7 +1,7 @@
-"""The variant "kernel": which kernel carries a call, where it leaves the result, and its launch.
+"""Kernels that carry a whole call: what the three families of them share, which is memory and the way to a launch.
 
-There are three families, each with a file of what its kernels are launched with: `iris.ops.portable` has those in
-Triton, `iris.ops.hopper` and `iris.ops.cdna3` those in Gluon.
+Each family is a row of `iris.ops.algorithms`, and says in a file of its own what its kernels are launched with:
+`iris.ops.portable` of those in Triton, `iris.ops.hopper` and `iris.ops.cdna3` of those in Gluon.
 """
 
 from collections.abc import Callable
@@ -12,24 +12,24 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from iris import simulator
 from iris.ccl.protocols import CollectivesContext
-from iris.heap.tensor_map import places
 from iris.launch import addresses, prepare, remember
-from iris.machine.figures import Figures
-from iris.ops import portable
 from iris.ops.buffers import Buffers, Needs
-from iris.ops.call import Call
-from iris.ops.cdna3 import arguments as cdna3
-from iris.ops.choose import plan
+from iris.ops.call import GATHERS_A, Algorithm, Call
 from iris.ops.config import FusedConfig
 from iris.ops.counts import MOST_PROGRAMS
-from iris.ops.hopper import arguments as hopper
-from iris.ops.hopper.sender import Sender
 from iris.ops.kernel_arguments import by_name
 
 # Programs in the simulator; on a GPU there is one for each multiprocessor.
 SIMULATED_PROGRAMS = 4
 # The operations to whose results peers store.
 STORED_BY_PEERS = ("matmul_all_gather", "matmul_all_reduce")
+
+
+def most_programs(context: CollectivesContext) -> int:
+    """Programs of a launch, if the configuration does not say."""
+    if simulator.ACTIVE:
+        return SIMULATED_PROGRAMS
+    return min(context.ccl.communicator().num_sms, MOST_PROGRAMS)
 
 
 class Prepared(NamedTuple):
@@ -55,133 +55,109 @@ class Launch(NamedTuple):
     tensors: dict[str, Any]
     result: torch.Tensor
     """Where the kernel leaves the result: ``out``, or in the workspace."""
-    sender: Sender | None
-    """What sends A beside the kernel, if that does not do it itself."""
 
 
-class Kernels:
-    """The fused kernels of one context. All ranks ask for the same."""
+class Kernels(Algorithm):
+    """One family, which says its `operations`, their `limit`, and the `tensors`, `kernel` and `options` of a launch."""
+
+    variant = "kernel"
 
     def __init__(self, context: CollectivesContext) -> None:
-        self._context = context
-        # Whose Gluon kernels; the simulator runs both.
-        self.gluon = cdna3 if torch.version.hip else hopper
+        super().__init__(context)
         self._prepared: dict[tuple, Prepared] = {}
-        self._plans: dict[tuple, hopper.Plan] = {}
-        self._heap_places: torch.Tensor | None = None
 
-    def most_programs(self) -> int:
-        """Programs of a launch, if the configuration does not say."""
-        if simulator.ACTIVE:
-            return SIMULATED_PROGRAMS
-        return min(self._context.ccl.communicator().num_sms, MOST_PROGRAMS)
+    def limit(self, call: Call, config: FusedConfig) -> str | None:
+        """Why the kernels are not for a call of their operations, if they are not, whatever the strides are."""
+        return None
 
-    def figures(self) -> Figures | None:
-        """What was measured of the GPUs; None where ranks that choose by it, each for its own, do not choose alike."""
-        communicator = self._context.ccl.communicator()
-        return communicator.figures if communicator.alike else None
+    def tensors(
+        self, call: Call, config: FusedConfig, buffers: Buffers, place: torch.Tensor, result: torch.Tensor
+    ) -> dict[str, Any]:
+        """What a kernel takes that is the call's own.
 
-    def with_operands_that_fit(self, call: Call, config: FusedConfig) -> Call:
-        """The call, with copies of matrices that the kernel cannot use as they lie."""
-        return self._family(config).with_operands_that_fit(call, self._context.num_ranks)
+        ``place``: the context of the memory where peers store ``result``, if they do.
+        """
+        raise NotImplementedError
 
-    def direct(self, call: Call, config: FusedConfig) -> bool:
-        """Whether peers store into ``out`` itself: they do where it is on the heap, and TMA can, if that stores."""
-        if call.name not in STORED_BY_PEERS:
-            return False
-        by_tma = self._is_for_hopper(config) and call.name == "matmul_all_gather"
-        return self._context.is_symmetric(call.out) and (not by_tma or hopper.fits_tma(call.out))
+    def kernel(self, call: Call, config: FusedConfig) -> tuple[Any, int, dict[str, Any]]:
+        """What carries calls of this kind, its programs, and the arguments that all of them have.
 
-    def needs(self, kind: tuple, call: Call, config: FusedConfig, direct: bool) -> Needs:
-        """The workspace of a call, whose result peers store to where it is if ``direct``."""
-        W = self._context.num_ranks
-        if self._is_for_hopper(config):
-            return hopper.needs(kind, call, config, self.plan(call, config), W, direct)
-        return portable.needs(kind, call, config, W, direct)
+        The others are `tensors`, and those of `Buffers`.
+        """
+        raise NotImplementedError
+
+    @staticmethod
+    def options(config: FusedConfig) -> dict[str, Any]:
+        """Triton's."""
+        raise NotImplementedError
+
+    def problem(self, call: Call, config: FusedConfig) -> str | None:
+        why = self.limit(call, config) if call.name in self.operations else "its kernel is in Triton"
+        return f"FusedConfig(use_gluon=True) cannot do this {call.title}: {why}." if why else None
+
+    def operands(self, call: Call) -> Call:
+        # What torch has negated without writing it, as the imaginary part of a conjugate.
+        return super().operands(call)._replace(a=call.a.resolve_neg(), b=call.b.resolve_neg())
+
+    def direct(self, call: Call) -> bool:
+        return call.name in STORED_BY_PEERS and self._context.is_symmetric(call.out)
+
+    def needs(self, call: Call, config: FusedConfig) -> Needs:
+        direct, size = self.direct(call), self._context.num_ranks
+        kind = call.kind(config, direct)
+        (M, K), N, dtype = call.a.shape, call.b.shape[1], call.out.dtype
+        if call.name in GATHERS_A:
+            # A ticket for strips of rows, and one for the tiles of each chiplet.
+            slabs = size * -(-M // config.block_size_m)
+            return Needs(kind, slabs, size * M * K, call.a.dtype, tickets=1 + config.num_xcds)
+        if call.name == "matmul_all_gather":
+            return Needs(kind, 0, 0 if direct else size * M * N, dtype)
+        share = -(-M // size)
+        tiles = -(-share // config.block_size_m) * -(-N // config.block_size_n)
+        result = M * N if call.name == "matmul_all_reduce" and not direct else 0
+        return Needs(kind, tiles, size * share * N + result, dtype)
+
+    def prepare(self, call: Call, config: FusedConfig, buffers: Buffers) -> None:
+        self.launch(call, config, buffers)
 
     def enqueue(self, call: Call, config: FusedConfig, buffers: Buffers, stream: int | None) -> None:
-        """On the current stream, whose handle is given; None in the simulator."""
-        launch = self.prepare(call, config, buffers)
-        if launch.sender:
-            launch.sender.send(call.a)
+        launch, sender = self.launch(call, config, buffers), buffers.mover
+        if sender:
+            sender.send(call.a)
         launch.kernel.launch(stream, buffers, launch.tensors)
-        if launch.sender:
-            launch.sender.join()
+        if sender:
+            sender.join()
         if launch.result is not call.out:
             call.out.copy_(launch.result)
 
-    def prepare(self, call: Call, config: FusedConfig, buffers: Buffers) -> Launch:
-        """Compile and load what carries the call, if no call like it has."""
-        W, programs = self._context.num_ranks, self._programs(config)
-        direct = self.direct(call, config)
+    def launch(self, call: Call, config: FusedConfig, buffers: Buffers) -> Launch:
+        """What carries the call, compiled and loaded if that was not done for a call like it."""
+        direct = self.direct(call)
         result = call.out if direct or call.name not in STORED_BY_PEERS else self._staged(call, buffers)
         place = self._context.get_device_context() if direct else buffers.context_tensor
-        family: Any = self._family(config)
-        sender = None
-        if family is hopper:
-            memory = self._context.heap.mapping if direct else buffers.mapping
-            memory_places = self._places() if direct else buffers.places
-            tensors = hopper.tensors(
-                call, config, self.plan(call, config), buffers, W, memory, memory_places, place, result
-            )
-            if call.name == "all_gather_matmul":
-                sender = self._sender(call, config, buffers)
-        else:
-            tensors = family.tensors(call, place, result)
+        tensors = self.tensors(call, config, buffers, place, result)
         # The precision is no part of a kind: it is each rank's own.
         key = (buffers.kind, config.allow_tf32, *[_kind_of(each) for each in tensors.values()])
         prepared = self._prepared.get(key)
         if prepared is None:
-            if family is hopper:
-                kernel, constants = hopper.kernel(call, config, self.plan(call, config), W)
-            else:
-                kernel, programs, constants = family.kernel(call, config, W, programs)
+            kernel, programs, constants = self.kernel(call, config)
             workspace = {name: each for name, each in buffers.tensors.items() if name in kernel.arg_names}
             arguments = by_name(kernel, **{**workspace, **tensors, **constants})
-            run = prepare(kernel, (programs, 1, 1), *arguments, **family.options(config))
+            run = prepare(kernel, (programs, 1, 1), *arguments, **self.options(config))
             prepared = Prepared(run, kernel.arg_names, constants)
             remember(self._prepared, key, prepared)
-        return Launch(prepared, tensors, result, sender)
+        return Launch(prepared, tensors, result)
 
-    def plan(self, call: Call, config: FusedConfig) -> hopper.Plan:
-        """Of a kernel for Hopper: how it divides its tiles among programs, by time."""
-        key = (call.name, call.a.shape, call.b.shape, call.a.dtype, config)
-        chosen = self._plans.get(key)
-        if chosen is None:
-            W, programs, gpu = self._context.num_ranks, self._programs(config), self.figures()
-            chosen = plan(call, W, programs, config, gpu) if gpu else hopper.Plan()
-            remember(self._plans, key, chosen)
-        return chosen
-
-    def _family(self, config: FusedConfig) -> Any:
-        """The module of the kernels."""
-        return self.gluon if config.use_gluon else portable
-
-    def _is_for_hopper(self, config: FusedConfig) -> bool:
-        """Whether the kernel is one of `iris.ops.hopper`, whose arguments are tensor maps."""
-        return config.use_gluon and self.gluon is hopper
-
-    def _programs(self, config: FusedConfig) -> int:
-        return min(config.num_sms or self.most_programs(), self.most_programs())
+    def programs(self, config: FusedConfig) -> int:
+        """Those that there may be."""
+        most = most_programs(self._context)
+        return min(config.num_sms or most, most)
 
     def _staged(self, call: Call, buffers: Buffers) -> torch.Tensor:
         """The place in the workspace where peers store the result: behind the parts of a sum, if it is one."""
         W, rows = self._context.num_ranks, len(call.a)
         parts = 0 if call.name == "matmul_all_gather" else W * -(-rows // W) * call.b.shape[1]
         return buffers.data[parts:].view(call.out.shape)
-
-    def _sender(self, call: Call, config: FusedConfig, buffers: Buffers) -> Sender:
-        if buffers.mover is None:
-            (rows, depth), context = call.a.shape, self._context
-            chunk, together = hopper.chunk_rows(call.a, config), self.plan(call, config).together
-            buffers.mover = Sender(buffers, context.cur_rank, context.num_ranks, rows, depth, chunk, together)
-        return buffers.mover
-
-    def _places(self) -> torch.Tensor:
-        """Where the heap of each rank is in a tensor map of all."""
-        if self._heap_places is None:
-            self._heap_places = places(self._context.heap.mapping)
-        return self._heap_places
 
 
 def _kind_of(argument: Any) -> Any:

@@ -1,6 +1,6 @@
-"""`ctx.ops`: what a fused operation is asked for, whether that fits together, and which way carries it.
+"""`ctx.ops`: checks what a fused operation is asked for, chooses how, and calls what carries it.
 
-The ways are `iris.ops.kernel`, `iris.ops.copies` and `iris.ops.vendor`.
+`iris.ops.algorithms` has the table of the ways, and what each can do.
 """
 
 import dataclasses
@@ -8,7 +8,6 @@ from typing import Protocol
 
 import torch
 
-from iris.capture import refuse_in_capture
 from iris.ccl.checks import compare_calls
 from iris.ccl.protocols import CollectivesContext
 from iris.ccl.work import Work
@@ -17,12 +16,13 @@ from iris.errors import InvalidConfigError, UnknownChoiceError
 from iris.graph_break import methods_break_graph
 from iris.heap.history import debugging
 from iris.launch import remember
-from iris.ops import copies, vendor
-from iris.ops.buffers import Buffers, Needs
-from iris.ops.call import GATHERS_COLUMNS, GATHERS_ROWS, Call, described
-from iris.ops.choose import allows_tf32, choose
+from iris.ops import vendor
+from iris.ops.algorithms import ALGORITHMS, asked
+from iris.ops.buffers import Buffers
+from iris.ops.call import GATHERS_COLUMNS, GATHERS_ROWS, Algorithm, Call, described
+from iris.ops.choose import allows_tf32, choose, figures_for
 from iris.ops.config import FusedConfig
-from iris.ops.kernel import Kernels
+from iris.ops.kernel import most_programs
 from iris.ops.normalisation import AllReduceRmsNorm, NormCall
 from iris.ops.workspaces import Workspaces
 from iris.version_counter import bump_version
@@ -52,11 +52,10 @@ class Operations:
     def __init__(self, context: CollectivesContext) -> None:
         self._context = context
         self._on_gpu = context.device.type == "cuda"
-        self._kernels = Kernels(context)
+        self._algorithms = {each.name: each(context) for each in ALGORITHMS}
         self._workspaces = Workspaces(context)
         self._abort_flag = context._workspace(None).abort_flag
         self._chosen: dict[tuple, FusedConfig] = {}
-        self._uses_vendor = False
         self._all_reduce_rms_norm = AllReduceRmsNorm(context)
 
     def all_gather_matmul(
@@ -244,30 +243,21 @@ class Operations:
     # As with collectives: `iris.ops.functional` has the gradients.
     @torch.no_grad()
     def _run(self, call: Call, config: FusedConfig | None, async_op: bool, workspace: Buffers | None) -> Work | None:
-        used = self._check(call, config)
+        algorithm, config = self._check(call, config)
         if DEBUGGING and not (self._on_gpu and torch.cuda.is_current_stream_capturing()):
-            self._compare(call, used)
-        call = self._with_operands_that_fit(call, used)
-        needs = None if used.variant == "vendor" else self._needs(call, used)
+            self._compare(call, algorithm, config)
+        call = algorithm.operands(call)
+        needs = algorithm.needs(call, config)
         if workspace is not None:
             self._workspaces.check(call.name, workspace, needs and needs.kind)
         try:
-            if used.variant == "vendor":
-                if not self._uses_vendor:
-                    # The vendor's library sets itself up in its first product.
-                    refuse_in_capture(f"{call.name}()")
-                    self._uses_vendor = True
-                vendor.enqueue(self._context, call, used.all_reduce_variant)
+            if needs is None:
+                # Collectives, which may have to move an A even where the result is empty.
+                algorithm.enqueue(call, config, None, None)
             elif call.out.numel():
                 stream = current_raw_stream(self._context.gpu_id) if self._on_gpu else None
-                buffers = workspace
-                if buffers is None:
-                    assert needs is not None
-                    buffers = self._workspaces.find(needs, stream)
-                if used.variant == "copies":
-                    copies.enqueue(self._copies(buffers), call)
-                else:
-                    self._kernels.enqueue(call, used, buffers, stream)
+                buffers = self._workspaces.find(needs, stream) if workspace is None else workspace
+                algorithm.enqueue(call, config, buffers, stream)
         except BaseException as error:
             self._abort_flag.interrupted(call.name, error)
             raise
@@ -276,103 +266,51 @@ class Operations:
 
     @torch.no_grad()
     def _prepare(self, call: Call, config: FusedConfig | None) -> Buffers | None:
-        used = self._check(call, config)
-        if used.variant == "vendor":
+        algorithm, config = self._check(call, config)
+        needs = algorithm.needs(call, config)
+        if needs is None:
             return None
-        buffers = self._workspaces.make(self._needs(call, used))
+        buffers = self._workspaces.make(needs)
         if call.out.numel():
             # A graph may be captured next, in which nothing can be compiled.
-            call = self._with_operands_that_fit(call, used)
-            if used.variant == "copies":
-                self._copies(buffers).prepare(call)
-            else:
-                self._kernels.prepare(call, used, buffers)
+            algorithm.prepare(algorithm.operands(call), config, buffers)
         return buffers
 
-    def _check(self, call: Call, config: FusedConfig | None) -> FusedConfig:
-        """Raise unless the call fits together and ``config`` can carry it; returns the configuration that does.
+    def _check(self, call: Call, config: FusedConfig | None) -> tuple[Algorithm, FusedConfig]:
+        """What carries the call: as ``config`` asks for it, or what is chosen where that is None.
 
-        That is ``config``, or what is chosen where the caller gives none.
+        Raises unless the call fits together and the algorithm can carry it.
         """
         self._context.heap.check_open()
         self._abort_flag.check()
         call.check(self._context.device, self._context.num_ranks, config)
-        vendors_problem = vendor.problem(call)
         if config is None:
-            used = self._choose(call, vendors_problem is None)
-        elif config.variant == "copies" and call.name not in copies.COPIED:
-            raise InvalidConfigError(
-                f"FusedConfig(variant='copies') is for {' and '.join(copies.COPIED)}, and not for {call.title}."
-            )
-        elif call.name == "matmul_all_reduce" and config.all_reduce_variant != "two_shot":
-            used = dataclasses.replace(config, variant="vendor")
-        else:
-            used = config
-        asked = f"variant={used.variant!r}" if used is config else f"all_reduce_variant={used.all_reduce_variant!r}"
-        if used.variant != "kernel" and vendors_problem:
-            raise InvalidConfigError(
-                f"FusedConfig({asked}) cannot do this {call.title} with the vendor's GEMM: {vendors_problem}. "
-                "Leave it out: then a kernel does it."
-            )
-        if used.use_gluon and used.variant != "kernel":
-            raise InvalidConfigError(
-                f"FusedConfig({asked}, use_gluon=True): the kernel is in Gluon, and {asked} takes the vendor's GEMM. "
-                "Leave one of them out."
-            )
-        if used.use_gluon:
-            if call.name == GATHERS_COLUMNS:
-                problem = "its kernel is in Triton"
-            else:
-                problem = self._kernels.gluon.problem(call, used, self._context.num_ranks)
-            if problem:
-                raise InvalidConfigError(f"FusedConfig(use_gluon=True) cannot do this {call.title}: {problem}.")
-        return used
+            chosen = self._choose(call, vendor.problem(call) is None)
+            return self._algorithms[asked(call, chosen)], chosen
+        algorithm = self._algorithms[asked(call, config)]
+        problem = algorithm.problem(call, config)
+        if problem:
+            raise InvalidConfigError(problem)
+        return algorithm, config
 
     def _choose(self, call: Call, by_vendor: bool) -> FusedConfig:
-        """What is chosen where the caller does not say."""
+        """What is chosen where the caller does not say: it can carry the call."""
         key = (call.name, call.a.shape, call.b.shape, call.a.dtype, call.out.dtype, by_vendor, allows_tf32())
         chosen = self._chosen.get(key)
         if chosen is None:
-            gpu = self._kernels.figures() if self._on_gpu else None
-            chosen = choose(call, self._context.num_ranks, self._kernels.most_programs(), gpu, by_vendor)
+            gpu = figures_for(self._context) if self._on_gpu else None
+            chosen = choose(call, self._context.num_ranks, most_programs(self._context), gpu, by_vendor)
             remember(self._chosen, key, chosen)
         return chosen
 
-    def _compare(self, call: Call, config: FusedConfig) -> None:
+    def _compare(self, call: Call, algorithm: Algorithm, config: FusedConfig) -> None:
         """In debug mode: that all ranks make the same call, with the result at the same place if peers store it."""
+        config = dataclasses.replace(config, variant=algorithm.variant)
         said = f"{call.title} with {described(call.given())}, {config}"
-        if config.variant == "kernel" and self._kernels.direct(call, config):
+        if algorithm.direct(call):
             place = call.out.data_ptr() - self._context.heap.mapping.bases[self._context.cur_rank]
             said += f", out at offset {place:#x} of the heap with strides {list(call.out.stride())}"
         compare_calls(self._context._world.group, said)
-
-    def _with_operands_that_fit(self, call: Call, config: FusedConfig) -> Call:
-        """The call as what carries it takes it: with copies of what does not lie so."""
-        if call.bias is not None:
-            call = call._replace(bias=call.bias.contiguous())
-        if config.variant != "kernel":
-            return call
-        # What torch has negated without writing it, as the imaginary part of a conjugate.
-        call = call._replace(a=call.a.resolve_neg(), b=call.b.resolve_neg())
-        return self._kernels.with_operands_that_fit(call, config)
-
-    def _needs(self, call: Call, config: FusedConfig) -> Needs:
-        """The memory of a call by a kernel or by copies; equal ones share it."""
-        direct = config.variant == "kernel" and self._kernels.direct(call, config)
-        # The precision is each rank's own, and the memory the same.
-        config_of_all = dataclasses.replace(config, allow_tf32=True)
-        extents = (len(call.a), call.b.shape[1], call.a.shape[1])
-        kind = (call.name, *extents, call.a.dtype, call.out.dtype, direct, config_of_all)
-        if config.variant == "copies":
-            return copies.needs(kind, call, self._context.num_ranks)
-        return self._kernels.needs(kind, call, config, direct)
-
-    def _copies(self, buffers: Buffers) -> copies.Copies:
-        """The stream and the meetings that belong to the workspace of calls by copies; made with its first call."""
-        if buffers.mover is None:
-            context, programs = self._context, self._kernels.most_programs()
-            buffers.mover = copies.Copies(buffers, context.cur_rank, context.num_ranks, context.device, programs)
-        return buffers.mover
 
 
 def _gathering(gather_dim: str) -> str:

@@ -5,10 +5,12 @@ It is the faster way where there is little to hide, and for what no kernel here 
 
 import torch
 
+from iris.capture import refuse_in_capture
 from iris.ccl.config import ALL_REDUCE_VARIANTS, DEFAULT, Config, ReduceOp
 from iris.ccl.protocols import CollectivesContext
 from iris.compat.scaled_mm import scaled_mm
-from iris.ops.call import Call
+from iris.ops.call import Algorithm, Call
+from iris.ops.config import FusedConfig
 
 # "two_shot" is what a `FusedConfig` has where nothing was said: whatever is the fastest then.
 _ALL_REDUCES = {name: Config(all_reduce_variant=name) for name in ALL_REDUCE_VARIANTS} | {"two_shot": DEFAULT}
@@ -154,6 +156,43 @@ _OPERATIONS = {
 }
 
 
-def enqueue(ctx: CollectivesContext, call: Call, all_reduce_variant: str) -> None:
-    """The GEMM and the collective, on the current stream. ``all_reduce_variant``: of `matmul_all_reduce`."""
-    _OPERATIONS[call.name](ctx, call, all_reduce_variant)
+def refusal(call: Call, config: FusedConfig, field: str) -> str | None:
+    """As `Algorithm.problem`, of a configuration that takes the vendor's GEMM by this field."""
+    why = problem(call)
+    if why is None and not config.use_gluon:
+        return None
+    asked = f"{field}={getattr(config, field)!r}"
+    if why:
+        return (
+            f"FusedConfig({asked}) cannot do this {call.title} with the vendor's GEMM: {why}. "
+            "Leave it out: then a kernel does it."
+        )
+    return (
+        f"FusedConfig({asked}, use_gluon=True): the kernel is in Gluon, and {asked} takes the vendor's GEMM. "
+        "Leave one of them out."
+    )
+
+
+def by_collective(call: Call, config: FusedConfig) -> bool:
+    """Whether the configuration asks for an all-reduce of its own, which is none of the kernels'."""
+    return call.name == "matmul_all_reduce" and config.all_reduce_variant != "two_shot"
+
+
+class Vendor(Algorithm):
+    """The GEMM and the collective, on the current stream."""
+
+    name = variant = "vendor"
+    _is_set_up = False
+
+    def problem(self, call: Call, config: FusedConfig) -> str | None:
+        return refusal(call, config, "all_reduce_variant" if by_collective(call, config) else "variant")
+
+    def needs(self, call: Call, config: FusedConfig) -> None:
+        return None
+
+    def enqueue(self, call: Call, config: FusedConfig, buffers: None, stream: int | None) -> None:
+        if not self._is_set_up:
+            # The vendor's library sets itself up in its first product.
+            refuse_in_capture(f"{call.name}()")
+            self._is_set_up = True
+        _OPERATIONS[call.name](self._context, call, config.all_reduce_variant)

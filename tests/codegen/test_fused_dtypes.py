@@ -6,11 +6,11 @@ from covering import EVERYTHING
 
 from codegen.offline import compile_for
 from codegen.test_every_kernel import arguments_of
-from iris.ops import portable
 from iris.ops.all_gather_matmul import all_gather_matmul
 from iris.ops.choose import by_triton
 from iris.ops.matmul_all_gather import matmul_all_gather
 from iris.ops.matmul_reduce import matmul_reduce
+from iris.ops.portable import TritonKernels
 
 SCALES, BF16 = torch.zeros(4096), torch.zeros(4096, dtype=torch.bfloat16)
 # CDNA3 has formats of fp8 of its own, and takes others to fp16.
@@ -68,7 +68,7 @@ def as_chosen(kernel, dtype):
     given = dict.fromkeys(["a", "b", "gathered"], a) | {"out": out, "parts": out}
     given |= {"BLOCK_M": config.block_size_m, "BLOCK_N": config.block_size_n}
     given |= {"BLOCK_K": config.block_size_k * 2 // max(2, dtype.itemsize)}
-    return arguments_of(kernel, **given), portable.options(config)
+    return arguments_of(kernel, **given), TritonKernels.options(config)
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.fn.__name__)

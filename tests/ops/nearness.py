@@ -43,13 +43,11 @@ class Roundings(NamedTuple):
     own_part: bool
 
     @classmethod
-    def of(cls, name, config, on_cdna3):
-        by_kernel = config.variant == "kernel"
-        on_hopper = by_kernel and config.use_gluon and not on_cdna3
+    def of(cls, name, algorithm):
         # On Hopper a warp adds the bias to products that others have left in shared memory.
-        before_bias = on_hopper if name in GATHERS else config.variant == "vendor"
+        before_bias = algorithm == ("hopper" if name in GATHERS else "vendor")
         # In Triton a rank's own part is still in registers when those of the peers are added to it.
-        return cls(before_bias, own_part=not by_kernel or config.use_gluon)
+        return cls(before_bias, own_part=algorithm != "triton")
 
 
 def whole(name, products):

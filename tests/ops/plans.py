@@ -9,12 +9,13 @@ from iris.ops.hopper import arguments
 @contextlib.contextmanager
 def planned(ctx, plan):
     """While this lasts, the plan of every fused operation of the context; None leaves the choice to it."""
+    hopper = ctx.ops._algorithms["hopper"]
     if plan is not None:
-        ctx.ops._kernels.plan = lambda call, config: plan
+        hopper.plan = lambda call, config: plan
     try:
         yield
     finally:
-        ctx.ops._kernels.__dict__.pop("plan", None)
+        hopper.__dict__.pop("plan", None)
 
 
 def short_chunks():

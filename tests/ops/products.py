@@ -6,7 +6,6 @@ from covering import RANKS as ALL_RANKS
 
 from iris.ops import FusedConfig
 from iris.ops.call import Call
-from iris.ops.cdna3 import arguments as cdna3
 from ops.nearness import Product, Roundings, assert_as_near, through_torch, whole
 
 RANKS = ALL_RANKS if EVERYTHING else (3,)
@@ -93,11 +92,11 @@ def check_product(
         scale_a, scale_b = scales[rank]
         getattr(ops, name)(out, a[rank], b[rank], bias, scale_a=scale_a, scale_b=scale_b, config=config)
 
-        used = ops._check(Call(name, out, a[rank], b[rank], bias, scale_a, scale_b), config)
+        algorithm, used = ops._check(Call(name, out, a[rank], b[rank], bias, scale_a, scale_b), config)
         products = [Product(*each, *lines) for *each, lines in zip(a, b, scales, strict=True)]
         if name == "all_gather_matmul":
             products = [Product(torch.cat(a), b[rank], scale_a, scale_b)]
-        torchs = through_torch(name, products, bias, result, Roundings.of(name, used, ops._kernels.gluon is cdna3))
+        torchs = through_torch(name, products, bias, result, Roundings.of(name, algorithm.name))
         exact = whole(name, [product.formed_in(torch.float64) for product in products])
         sizes = whole(name, [product.formed_in(torch.float64, torch.abs) for product in products])
         exact = exact if bias is None else exact + bias.double()

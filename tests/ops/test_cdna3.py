@@ -7,7 +7,7 @@ from covering import EVERYTHING, sample
 from iris.errors import InvalidConfigError
 from iris.ops import FusedConfig
 from iris.ops.call import Call
-from iris.ops.cdna3 import arguments as cdna3
+from iris.ops.cdna3.arguments import Cdna3Kernels
 from iris.ops.operations import Operations
 from ops.products import OPERATIONS, PLACES, check_product
 from ops.test_rounds import Round
@@ -36,7 +36,7 @@ ROUNDS = 2 if EVERYTHING else 1
 def operations(ctx):
     """With AMD's kernels, whatever this machine has."""
     made = Operations(ctx)
-    made._kernels.gluon = cdna3
+    made._algorithms["hopper"] = made._algorithms["cdna3"]
     return made
 
 
@@ -103,5 +103,5 @@ def test_lines_that_begin_too_far_apart_are_copied():
     """Further than what the kernels' offsets reach."""
     far = torch.empty_strided((64, 64), (1 << 22, 1), dtype=torch.bfloat16, device="meta")
     call = Call("matmul_all_gather", torch.empty(128, 64, device="meta"), far, far.t(), None, None, None)
-    fits = cdna3.with_operands_that_fit(call, 2)
+    fits = Cdna3Kernels(None).operands(call)
     assert fits.a.stride() == fits.b.stride() == (64, 1)

@@ -25,7 +25,9 @@ from iris.ops.choose import (
 )
 from iris.ops.copies import COPIED, chunks, tiles
 from iris.ops.hopper.arguments import Plan, chunk_rows
+from iris.ops.kernel import most_programs
 from iris.ops.operations import Operations
+from iris.ops.portable import TritonKernels
 
 OPERATIONS = ("all_gather_matmul", "matmul_all_gather", "matmul_reduce_scatter", "matmul_all_reduce")
 PROGRAMS, READING = 132, 4000  # of an H200
@@ -217,10 +219,10 @@ def remembered(ctx):
             assert ops._choose(given(torch.float32, torch.float32), False).allow_tf32 == allowed
     finally:
         torch.backends.cuda.matmul.allow_tf32 = before
-    narrow, kernels = replace(WIDE, block_size_n=128), ops._kernels
+    narrow, hopper = replace(WIDE, block_size_n=128), ops._algorithms["hopper"]
     cases = [(given(torch.bfloat16), WIDE), (given(torch.bfloat16), narrow), (given(torch.float8_e4m3fn), narrow)]
-    plans = [plan(made, 2, kernels.most_programs(), config, GPU) for made, config in cases]
-    assert len(set(plans)) == 3 and [kernels.plan(*case) for case in cases] == plans
+    plans = [plan(made, 2, most_programs(ctx), config, GPU) for made, config in cases]
+    assert len(set(plans)) == 3 and [hopper.plan(*case) for case in cases] == plans
 
 
 def of_two_kinds(ctx):
@@ -230,10 +232,10 @@ def of_two_kinds(ctx):
         patch.setattr("iris.ops.choose.reading_GBps", lambda gpu: rate)
         patch.setattr("iris.ccl.communicator.kind_of", lambda device: kind)
         patch.setattr(mixed.ops, "_on_gpu", True)  # what is chosen there
-        patch.setattr(mixed.ops._kernels, "most_programs", lambda: PROGRAMS)
+        patch.setattr("iris.ops.kernel.SIMULATED_PROGRAMS", PROGRAMS)
         made = call("all_gather_matmul", 1024, 8192, 8192, size=2)
         alone = choose(made, 2, PROGRAMS, GPU, True), plan(made, 2, PROGRAMS, WIDE, GPU)
-        return alone, (mixed.ops._choose(made, True), mixed.ops._kernels.plan(made, WIDE))
+        return alone, (mixed.ops._choose(made, True), mixed.ops._algorithms["hopper"].plan(made, WIDE))
 
 
 @pytest.mark.ranks(2, exactly=True)
@@ -246,9 +248,8 @@ def test_gpus_of_two_kinds_choose_one_way(ranks):
 
 def residents(ctx):
     """Programs wait for each other, so there are no more than have a place at one time."""
-    kernels = Operations(ctx)._kernels
-    asked = [kernels._programs(FusedConfig(num_sms=n)) for n in (1, None, 1 << 20)]
-    assert asked == [1, kernels.most_programs(), kernels.most_programs()]
+    asked = [TritonKernels(ctx).programs(FusedConfig(num_sms=n)) for n in (1, None, 1 << 20)]
+    assert asked == [1, most_programs(ctx), most_programs(ctx)]
 
 
 def test_no_more_programs_than_have_a_place(ranks):

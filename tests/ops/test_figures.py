@@ -18,7 +18,7 @@ from iris.machine import tables
 from iris.machine.figures import TILE_COLUMNS, find
 from iris.ops import FusedConfig
 from iris.ops.call import Call
-from iris.ops.choose import VENDOR, Case, choose, plan, tiles_of
+from iris.ops.choose import VENDOR, Case, choose, figures_for, plan, tiles_of
 from iris.ops.hopper import arguments as hopper
 from iris.ops.hopper.arguments import Plan
 from iris.ops.operations import Operations
@@ -45,7 +45,7 @@ def made_up(ctx, spent):
     def matmul_reduce_scatter(self, out, a, b, bias=None, *, scale_a, scale_b, config):
         call = Call("matmul_reduce_scatter", out, a, b, bias, scale_a, scale_b)
         call.check(ctx.device, ctx.num_ranks, config)
-        assert hopper.problem(call, config, ctx.num_ranks) is None
+        assert hopper.problem(call, config) is None
         assert tiles_of(Case(call, ctx.num_ranks, PROGRAMS, None), config) == PROGRAMS
         tile = MADE_UP["tile_ns_per_k"][str(a.itemsize)][str(config.block_size_n)]
         # Besides its tile, a meeting and what is sent.
@@ -164,7 +164,7 @@ def tuned(ctx, folder):
 
     def chosen():
         with iris.iris(1 << 20) as own:
-            return choose(call, own.num_ranks, 132, own.ops._kernels.figures(), True)
+            return choose(call, own.num_ranks, 132, figures_for(own), True)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CONFIG_HOME", str(folder))
