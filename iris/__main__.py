@@ -6,8 +6,8 @@ import click
 
 from iris import requirements
 from iris.bench.options import DTYPES, FACTORS, NUM_RANKS, Floors, Numbers
+from iris.commands.launcher import forget_callers_rank
 from iris.errors import IrisError, ProcessUnreachableError
-from iris.launcher import forget_callers_rank
 
 
 class _Commands(click.Group):
@@ -51,7 +51,7 @@ def info(as_json: bool, processes: tuple[int, ...]) -> None:
 def _inspect(processes: tuple[int, ...], as_json: bool) -> None:
     import json
 
-    from iris import inspection
+    from iris.world import inspection
 
     answers, failed = [], False
     for process in processes:

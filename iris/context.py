@@ -7,26 +7,26 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from iris import peer_loss, world  # noqa: F401 (importing peer_loss registers what it does when a peer ends)
-from iris.capture import refuse_in_capture
+from iris import world  # noqa: F401 (importing peer_loss registers what it does when a peer ends)
 from iris.ccl.collectives import Collectives
 from iris.compat.c10d import existing_groups
 from iris.compat.cuda import current_raw_stream
-from iris.device_barrier import DeviceBarrier
-from iris.device_record import DeviceRecord
+from iris.cuda_graphs.capture import refuse_in_capture
 from iris.errors import NotAStreamError, NotPicklableError, PeerLostError
-from iris.graph_break import breaks_graph
+from iris.failures.device_record import DeviceRecord
 from iris.heap import SymmetricHeap, describe_address
+from iris.heap.symmetric_tensors import SymmetricTensors
 from iris.language.context_tensor import context_tensor
 from iris.language.functional import heap_bases_tensor
 from iris.log import logger
-from iris.object_broadcast import broadcast_object
+from iris.operators.graph_break import breaks_graph
 from iris.ops.operations import Operations
-from iris.symmetric_tensors import SymmetricTensors
+from iris.runtime.device_barrier import DeviceBarrier
+from iris.runtime.workspace import Workspace
 from iris.tensors import Factories
 from iris.tracing.recording import Tracing
-from iris.workspace import Workspace
 from iris.world import Group, check_process_group
+from iris.world.object_broadcast import broadcast_object
 
 
 class Iris(Factories, SymmetricTensors):

@@ -34,8 +34,8 @@ from iris.errors import (
     NotATensorError,
     WrongDeviceError,
 )
-from iris.graph_break import methods_break_graph
 from iris.heap import SymmetricHeap
+from iris.operators.graph_break import methods_break_graph
 
 _FORMATS = (None, torch.contiguous_format, torch.preserve_format)
 

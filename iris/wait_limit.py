@@ -1,8 +1,8 @@
 """The time limit of waits in kernels.
 
-``IRIS_WAIT_TIMEOUT_S`` (seconds, read when Iris is imported; unset or 0: no limit) bounds every wait of the library
-on a GPU. A wait that exceeds it reports to the host (`iris.device_record`) and returns. In the simulator the scheduler
-sees every wait itself (`iris.simulator.grid`).
+``IRIS_WAIT_TIMEOUT_S`` (seconds, read when Iris is imported; unset or 0: no limit) bounds every wait of the library on
+a GPU. A wait that exceeds it reports to the host (`iris.failures.device_record`) and returns. In the simulator the
+scheduler sees every wait itself (`iris.simulator.grid`).
 """
 
 import os

@@ -10,7 +10,7 @@ import triton.language as tl
 from conftest import TESTS, UNDER_TORCHRUN, import_path
 from preloaded import LIMIT_S, python
 
-from iris.device_record import KIND, KINDS, SIZE
+from iris.failures.device_record import KIND, KINDS, SIZE
 from iris.language.failures import expired, kind_code, nanoseconds, write_record
 
 

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 import iris.ccl.communicator
-import iris.device_barrier
+import iris.runtime.device_barrier
 import iris.tracing.recording
 from iris import world
 from iris.errors import PeerFailedError
@@ -33,7 +33,10 @@ CALLS = {
     "its device": (lambda ctx: world.join(), (placement, "choose_device"), "find out where it runs"),
     "its table of collectives": (collective, (iris.ccl.communicator, "load_table"), "begin its first collective"),
     "the compiler": (
-        lambda ctx: ctx.device_barrier(dist.new_group()), (iris.device_barrier, "prepare"), "compile its first"),
+        lambda ctx: ctx.device_barrier(dist.new_group()),
+        (iris.runtime.device_barrier, "prepare"),
+        "compile its first",
+    ),
     "no room for events": (lambda ctx: ctx.tracing.enable(), (torch, "zeros"), "make room for its events"),
     "reading events": (
         lambda ctx: ctx.tracing.timeline(), (iris.tracing.recording, "assemble"), "read the events of all ranks"),

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from iris.ccl import select
+from iris.commands.files import check_writable, written
 from iris.errors import FolderError
-from iris.files import check_writable, written
 from iris.heap.history import shown
 from iris.machine import figures, tables
 from iris.sanitizer.notes import Notes

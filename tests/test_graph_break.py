@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch._dynamo.exc import Unsupported
 
-from iris.graph_break import breaks_graph
+from iris.operators.graph_break import breaks_graph
 from iris.ops import FusedConfig
 
 

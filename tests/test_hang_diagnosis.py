@@ -5,10 +5,10 @@ import pytest
 import torch
 
 import iris
-from iris import device_record
-from iris.barrier_diagnosis import explain
-from iris.device_record import DeviceRecord
 from iris.errors import IrisTimeoutError
+from iris.failures import device_record
+from iris.failures.barrier_diagnosis import explain
+from iris.failures.device_record import DeviceRecord
 from iris.heap import describe_address
 from iris.ops import FusedConfig
 from iris.ops.counts import ARRIVED, DONE

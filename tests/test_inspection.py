@@ -15,8 +15,8 @@ from conftest import TESTS, UNDER_TORCHRUN, import_path
 from preloaded import LIMIT_S, python
 
 import iris
-from iris import inspection
 from iris.__main__ import commands
+from iris.world import inspection
 
 alone = pytest.mark.skipif(UNDER_TORCHRUN, reason="starts processes of its own; run it without torchrun")
 
@@ -156,7 +156,7 @@ def test_only_its_own_user_asks_a_process(monkeypatch):
 def test_a_name_that_is_taken_and_a_fork_do_no_harm():
     program = """
 import os, socket
-from iris import inspection
+from iris.world import inspection
 taken = socket.socket(socket.AF_UNIX)
 taken.bind(inspection._address(os.getpid()))
 inspection.listen()

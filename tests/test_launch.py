@@ -3,7 +3,7 @@
 import pytest
 
 from iris.compat.triton_jit import launcher
-from iris.launch import prepare
+from iris.runtime.launch import prepare
 
 GRID = (4, 1, 1)
 

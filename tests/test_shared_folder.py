@@ -7,8 +7,8 @@ from contextlib import ExitStack
 
 import pytest
 
+from iris.commands.shared_folder import shared_folder
 from iris.errors import FolderError
-from iris.shared_folder import shared_folder
 
 
 @pytest.fixture

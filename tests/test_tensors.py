@@ -14,7 +14,7 @@ from iris.errors import (
     WrongDeviceError,
 )
 from iris.heap import SymmetricHeap
-from iris.symmetric_tensors import SymmetricTensors
+from iris.heap.symmetric_tensors import SymmetricTensors
 from iris.tensors import Factories
 from iris.world import Group
 

@@ -20,8 +20,8 @@ from iris.bench import peers
 from iris.bench.report import environment
 from iris.bench.timing import Operands, capture, counts, do_bench, microseconds_in_turns
 from iris.ccl import Config
+from iris.commands.files import written
 from iris.context import Iris
-from iris.files import written
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 LIBRARIES = ("iris", "iris gluon", "nccl", "nccl windows", "torch")

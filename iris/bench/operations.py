@@ -20,11 +20,11 @@ import torch.distributed as dist
 
 from iris.bench.collectives import microseconds_of_each, ready
 from iris.bench.report import environment
+from iris.commands.files import written
 from iris.compat.scaled_mm import scaled_mm
 from iris.compat.symmetric_memory import allow_fused_operators
 from iris.context import Iris
 from iris.errors import InvalidConfigError
-from iris.files import written
 from iris.ops import FusedConfig
 from iris.ops.choose import by_triton
 from iris.ops.copies import COPIED

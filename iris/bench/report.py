@@ -13,7 +13,7 @@ import torch
 import triton
 
 from iris import simulator
-from iris.files import written
+from iris.commands.files import written
 from iris.heap.history import shown
 
 

@@ -20,9 +20,9 @@ from iris.ccl import algorithms
 from iris.ccl.communicator import Communicator, kind_of
 from iris.ccl.config import FEW_SMS, Config
 from iris.ccl.select import Choice, Table, name_in_table
+from iris.commands.files import check_writable, written
 from iris.context import Iris, iris
 from iris.errors import FolderError
-from iris.files import check_writable, written
 from iris.machine.figures import find
 from iris.machine.tables import COLLECTIVES as COLLECTIVES_FILE
 from iris.machine.tables import OPERATIONS as OPERATIONS_FILE

@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 import torch
 
-from iris.capture import Line
 from iris.ccl.communicator import Communicator, Launch
 from iris.ccl.config import DEFAULT, Config
 from iris.ccl.reduction import Elements, Op, elements
+from iris.cuda_graphs.capture import Line
 
 
 class Call(NamedTuple):

@@ -20,7 +20,7 @@ from iris.errors import (
 )
 from iris.heap.history import debugging
 from iris.language.target import threads_per_warp
-from iris.stand_ins import stand_in
+from iris.operators.stand_ins import stand_in
 from iris.world import Group
 
 DEBUGGING = debugging()

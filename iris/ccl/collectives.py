@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from iris.abort import SIZES_KEPT
 from iris.ccl import checks, counts
 from iris.ccl.call import Call
 from iris.ccl.communicator import Communicator
@@ -22,7 +21,8 @@ from iris.ccl.reduction import PREMUL_SUM, Factor, accumulator_dtype, check_op, 
 from iris.ccl.refusal import refuse
 from iris.ccl.work import Work
 from iris.errors import IrisError
-from iris.graph_break import methods_break_graph
+from iris.operators.graph_break import methods_break_graph
+from iris.runtime.abort import SIZES_KEPT
 
 
 @methods_break_graph(FOR_THE_HOST)
@@ -303,7 +303,7 @@ class Collectives(Enqueuer):
         """Prepare `all_reduce` for tensors of this size; calls that are no larger may share what it returns.
 
         Without ``group`` it is for calls of any group of this context. The memory itself belongs to the stream (see
-        `iris.workspace`); this makes its first use happen now.
+        `iris.runtime.workspace`); this makes its first use happen now.
         """
         comm, _, _ = self._enter("all_reduce_preamble", group, output, input, config)
         checks.check_pair(comm, "all_reduce_preamble", output, input, 1, 1)

@@ -9,19 +9,19 @@ import numpy as np
 import torch
 
 from iris import simulator
-from iris.abort import BEGUN, BEGUN_SIZES
-from iris.capture import GraphLine, Line
 from iris.ccl.kernel_arguments import QueueMemory
 from iris.ccl.queue import COUNTS, EXITS, HEAD, MAX_RANKS, SLOTS, TAIL, WORDS, region_bytes, slots_bytes
 from iris.ccl.select import ELSEWHERE, digest, load_table
+from iris.cuda_graphs.capture import GraphLine, Line
+from iris.cuda_graphs.kept import keep
 from iris.errors import InvalidGroupError, InvalidTableError, TooManyStreamsError
 from iris.heap.symmetric import SymmetricHeap
-from iris.kept import keep
 from iris.language.target import architecture, largest_cluster
-from iris.launch import LAUNCH_CACHE_SIZE
 from iris.machine import figures
 from iris.machine.tables import own_folder
-from iris.workspace import Channel, Workspace
+from iris.runtime.abort import BEGUN, BEGUN_SIZES
+from iris.runtime.launch import LAUNCH_CACHE_SIZE
+from iris.runtime.workspace import Channel, Workspace
 
 # Programs of a launch in the simulator; elsewhere it depends on the GPU.
 SIMULATED_PROGRAMS = 8
@@ -139,7 +139,7 @@ class Communicator:
         self.tables: dict[Line, Any] = {}
 
     def release_graphs(self) -> None:
-        """Forget all that was prepared for graphs; see `iris.workspace.Workspace.release_captures`."""
+        """Forget all that was prepared for graphs; see `iris.runtime.workspace.Workspace.release_captures`."""
         self.workspace.release_captures()
         self.launches = {key: launch for key, launch in self.launches.items() if not isinstance(key[-1], GraphLine)}
         self.tables = {line: table for line, table in self.tables.items() if not isinstance(line, GraphLine)}

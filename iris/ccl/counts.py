@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 import torch
 
-from iris.capture import GraphLine, Line
 from iris.ccl import checks
 from iris.ccl.communicator import Communicator
+from iris.cuda_graphs.capture import GraphLine, Line
+from iris.cuda_graphs.kept import keep
 from iris.errors import InvalidCollectiveError
-from iris.kept import keep
 
 NAMES = ("send_counts", "send_displs", "recv_counts", "recv_displs")
 # Rows of numbers in a stream's table: so many sets of four.

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 from iris.arg_parser import index
-from iris.capture import Line, refuse_in_capture
 from iris.ccl import checks
 from iris.ccl.algorithms import prepare
 from iris.ccl.call import Call
@@ -20,10 +19,11 @@ from iris.ccl.config import Config
 from iris.ccl.refusal import refuse_broadcast
 from iris.ccl.work import Work
 from iris.compat.cuda import current_raw_stream, is_current_stream_capturing
+from iris.cuda_graphs.capture import Line, refuse_in_capture
 from iris.errors import FirstUseInCaptureError, GroupAbortedError, InvalidCollectiveError, IrisError
-from iris.graph_break import methods_break_graph
-from iris.version_counter import bump_version
-from iris.workspace import RankContext
+from iris.operators.graph_break import methods_break_graph
+from iris.operators.version_counter import bump_version
+from iris.runtime.workspace import RankContext
 from iris.world import check_process_group
 
 NOTHING, STRIDED = torch.empty(0), torch.strided

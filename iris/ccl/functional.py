@@ -22,8 +22,8 @@ from iris.ccl.config import ReduceOp
 from iris.ccl.protocols import CollectivesContext
 from iris.ccl.reduction import name_of as name_of_reduction
 from iris.errors import InvalidCollectiveError, InvalidGroupError, UnsupportedReductionError
-from iris.graph_break import breaks_graph
-from iris.operators import operator
+from iris.operators.graph_break import breaks_graph
+from iris.operators.registration import operator
 from iris.world import check_process_group
 
 Op = str | ReduceOp | dist.ReduceOp.RedOpType

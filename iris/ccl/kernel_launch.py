@@ -20,7 +20,7 @@ from iris.ccl.call import Call
 from iris.ccl.communicator import Communicator, Launch
 from iris.heap import describe_address
 from iris.language.target import on_nvidia, threads_per_warp
-from iris.launch import addresses, prepare, registers
+from iris.runtime.launch import addresses, prepare, registers
 
 ALL_REGISTERS = 65536
 # Through queues programs take most of a multiprocessor each, but there are fewer of them than multiprocessors

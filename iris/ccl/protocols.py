@@ -3,7 +3,7 @@
 from typing import Protocol
 
 from iris.ccl.collectives import Collectives
-from iris.workspace import RankContext
+from iris.runtime.workspace import RankContext
 
 
 class CollectivesContext(RankContext, Protocol):

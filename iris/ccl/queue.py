@@ -37,7 +37,7 @@ import triton
 import triton.language as tl
 from triton.experimental.gluon import language as gl
 
-from iris.device_record import BARRIER_LANES
+from iris.failures.device_record import BARRIER_LANES
 from iris.language.address import bytes_of, translate
 from iris.language.barrier import lanes
 from iris.language.jit import gluon_version_of, jit

@@ -1,8 +1,8 @@
 """What happens when the root of a collective refuses an argument that it alone gives.
 
 The other ranks see nothing wrong, and would wait for the root. So the root takes part with memory of its own, of the
-size that the others' tensors have. Behind that, in the order of its stream, it breaks the group (`iris.abort`): a
-member that has not come yet must not find the group broken before it has taken part. Calls whose arguments are right
+size that the others' tensors have. Behind that, in the order of its stream, it breaks the group (`iris.runtime.abort`):
+a member that has not come yet must not find the group broken before it has taken part. Calls whose arguments are right
 pay nothing for this but a broadcast's count.
 
 All ranks give the tensor of a broadcast, so all may refuse it, and then nobody waits. So each member writes to the
@@ -16,14 +16,14 @@ from typing import NoReturn
 
 import triton
 
-from iris.abort import BEGUN, BEGUN_SIZES, REFUSED, SIZES_KEPT
-from iris.capture import GraphLine, Line
 from iris.ccl.communicator import Communicator
+from iris.cuda_graphs.capture import GraphLine, Line
 from iris.errors import IrisError
 from iris.language.dependent_launch import gdc_wait
 from iris.language.failures import kind_code
 from iris.language.ordering import give_up
-from iris.launch import addresses, prepare
+from iris.runtime.abort import BEGUN, BEGUN_SIZES, REFUSED, SIZES_KEPT
+from iris.runtime.launch import addresses, prepare
 
 # Seconds for which a root watches what the others do. It breaks the group then, and members that come later find it so.
 LONGEST_LOOK_S = 10.0

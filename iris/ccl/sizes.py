@@ -31,7 +31,7 @@ follow, of whatever sizes, enqueued before the host knew.
   sees that it is to put in nothing.
 * Program 0 does the same for the queues of programs that run at the sender alone; and to programs that run at the
   receiver alone it hands the size, which nobody else sends them.
-* The receiver records it, which breaks the group (`iris.abort`): so the sender's rank knows.
+* The receiver records it, which breaks the group (`iris.runtime.abort`): so the sender's rank knows.
 """
 
 import triton.language as tl

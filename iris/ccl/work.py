@@ -2,7 +2,7 @@
 
 import torch
 
-from iris.graph_break import methods_break_graph
+from iris.operators.graph_break import methods_break_graph
 
 
 @methods_break_graph("what is enqueued is waited for by the host")

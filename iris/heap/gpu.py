@@ -9,11 +9,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from iris.capture import side_stream
 from iris.compat import symmetric_memory
+from iris.cuda_graphs.capture import side_stream
+from iris.cuda_graphs.kept import keep
 from iris.errors import HeapTooLargeError, MappingError, readable
 from iris.heap.allocator import ALIGNMENT
-from iris.kept import keep
 from iris.world import Group
 
 # Held by the thread of this process that exchanges handles.

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from iris.capture import outside_captures
+from iris.cuda_graphs.capture import outside_captures
 from iris.heap import mapping
 from iris.world import Group
 

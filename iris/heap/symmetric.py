@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from iris import inspection, observer
+from iris import observer
 from iris.compat.storage import lazily_negated
 from iris.errors import (
     FreedTensorError,
@@ -38,7 +38,7 @@ from iris.heap.history import History, tensor_text
 from iris.heap.lifetime import Life, Lifetimes
 from iris.heap.mapping import create, mappings
 from iris.heap.reclamation import Block, Reclamation
-from iris.world import Group
+from iris.world import Group, inspection
 
 # The heaps of this process, by the address of this rank's bytes.
 _live: "weakref.WeakValueDictionary[int, SymmetricHeap]" = weakref.WeakValueDictionary()
@@ -187,7 +187,7 @@ class SymmetricHeap:
         try:
             # The data pointer of a tensor without elements is null, that of its storage is not.
             address = tensor.untyped_storage().data_ptr()
-        except (RuntimeError, ValueError):  # of one without memory (`iris.stand_ins`)
+        except (RuntimeError, ValueError):  # of one without memory (`iris.operators.stand_ins`)
             return False
         return tensor.device == self.device and self._base <= address < self._base + self.mapping.size
 
@@ -320,7 +320,7 @@ def live_heaps() -> list[SymmetricHeap]:
 
 
 def _memories() -> Iterator[dict[str, Any]]:
-    """Each memory that this process shares with other ranks, for `iris.inspection`. Local; any thread."""
+    """Each memory that this process shares with other ranks, for `iris.world.inspection`. Local; any thread."""
     for mapping in mappings():
         owner = mapping.owner()
         if owner is None or mapping.memory is None:

@@ -12,8 +12,8 @@ import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from iris.cuda_graphs.kept import keep
 from iris.heap.mapping import Mapping
-from iris.kept import keep
 
 ELEMENTS = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 # TMA's strides are below 2^40 bytes (CUDA driver API, cuTensorMapEncodeTiled).

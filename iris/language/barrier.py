@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from triton.experimental.gluon import language as gl
 
-from iris import device_record
+from iris.failures import device_record
 from iris.language.address import in_simulator, translate
 from iris.language.failures import WAIT_LIMIT_NS, expired, kind_code, linear_program_id, nanoseconds
 from iris.language.fences import block_barrier, cta_sync
@@ -23,7 +23,7 @@ LANES = tl.constexpr(device_record.BARRIER_LANES)
 
 @triton.constexpr_function
 def meeting(half):
-    """What flags of that form are for, among the kinds of `iris.device_record`."""
+    """What flags of that form are for, among the kinds of `iris.failures.device_record`."""
     return "barrier" if half == "whole" else "queue"
 
 

@@ -2,7 +2,8 @@
 
 A cluster is programs whose numbers follow each other. NVIDIA's GPUs from compute capability 9.0 on run them at the same
 time, on multiprocessors that reach each other's shared memory (PTX ISA, "Cluster of Cooperative Thread Arrays");
-`iris.launch.prepare` launches them. The simulator has what is here in `iris.simulator.cluster`; AMD has no clusters.
+`iris.runtime.launch.prepare` launches them. The simulator has what is here in `iris.simulator.cluster`; AMD has no
+clusters.
 
 It is all about time, which is mostly that of a way to another multiprocessor. So warps of a program do not meet before:
 each adds up what its threads have and sends that to all programs, and each thread adds up what came.

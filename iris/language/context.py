@@ -15,7 +15,7 @@ from pathlib import Path
 import triton
 import triton.language as tl
 
-from iris import device_record
+from iris.failures import device_record
 from iris.language import atomics
 from iris.language.address import check_copy, check_reach, in_simulator, translate
 from iris.language.barrier import WHOLE, lanes

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 import triton.language as tl
 
-from iris.kept import keep
+from iris.cuda_graphs.kept import keep
 from iris.language.jit import jit
 
 # The words of the context tensor: rank, num_ranks, a base for each rank, the address of the device record, the size.

@@ -8,7 +8,7 @@ from iris.language.target import launches_early
 
 @jit
 def gdc_wait():
-    """First of all in kernels that `iris.launch.prepare` launches; in others it does nothing.
+    """First of all in kernels that `iris.runtime.launch.prepare` launches; in others it does nothing.
 
     Only what no launch ever writes may be read before: a device context, and where the heaps of the peers begin.
 

@@ -1,13 +1,14 @@
 """What goes wrong in a kernel: waits that exceed their time limit, pointers that are not from the heap.
 
 Waits have a time limit when ``IRIS_WAIT_TIMEOUT_S`` is set (`iris.wait_limit`); a wait that exceeds it records who
-waited for what (`iris.device_record`) and returns. Without a limit none of that is in the generated code.
+waited for what (`iris.failures.device_record`) and returns. Without a limit none of that is in the generated code.
 """
 
 import triton
 import triton.language as tl
 
-from iris import device_record, simulator, wait_limit
+from iris import simulator, wait_limit
+from iris.failures import device_record
 from iris.language.clock import clock
 from iris.language.jit import jit
 
@@ -15,7 +16,7 @@ KINDS = device_record.KINDS
 WAIT_LIMIT_NS = tl.constexpr(0 if simulator.ACTIVE else wait_limit.NANOSECONDS)
 CHECKS_POINTERS = tl.constexpr(device_record.CHECKS_POINTERS and not simulator.ACTIVE)
 
-# The record, in int64 words; `iris.device_record` reads it.
+# The record, in int64 words; `iris.failures.device_record` reads it.
 CLAIMED = tl.constexpr(device_record.CLAIMED)
 CLOCK = tl.constexpr(device_record.CLOCK)
 PROGRAM = tl.constexpr(device_record.PROGRAM)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 import triton.language as tl
 
-from iris.kept import keep
+from iris.cuda_graphs.kept import keep
 from iris.language.address import check_copy, check_reach, in_simulator, translate
 from iris.language.failures import CHECKS_POINTERS, check_pointer
 from iris.language.jit import jit

@@ -8,7 +8,7 @@ are those of the GPU's own clock: `iris.tracing.clock` makes them one clock.
 import triton
 import triton.language as tl
 
-from iris import device_record
+from iris.failures import device_record
 from iris.language.clock import clock
 from iris.language.failures import linear_program_id
 from iris.language.fences import block_barrier

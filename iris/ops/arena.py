@@ -13,11 +13,11 @@ import weakref
 
 import torch
 
-from iris.abort import AbortFlag
 from iris.heap import mapping
 from iris.heap.tensor_map import places
 from iris.language.context_tensor import context_tensor
 from iris.ops.buffers import Buffers, Needs, round_up
+from iris.runtime.abort import AbortFlag
 from iris.world import Group
 
 # Bytes of counts, of a few KiB for each kind: for some hundred. A call needs nobody else before these are used up.

@@ -7,9 +7,9 @@ import torch
 
 from iris.errors import HeapClosedError, WorkspaceTooSmallError, readable
 from iris.heap.dump import contents
-from iris.launch import addresses
 from iris.ops.counts import ARRIVED, DONE, READY
 from iris.ops.kernel_arguments import Channel, SplitTiles
+from iris.runtime.launch import addresses
 
 # Bytes: counts and data begin at multiples of these, as tensors on the heap do.
 ALIGNMENT = 1024

@@ -32,13 +32,13 @@ from iris import simulator
 from iris.ccl.protocols import CollectivesContext
 from iris.language.context import DeviceContext
 from iris.language.dependent_launch import gdc_wait
-from iris.launch import addresses, prepare
 from iris.ops.buffers import Buffers, Needs
 from iris.ops.call import Algorithm, Call
 from iris.ops.config import FusedConfig
 from iris.ops.counts import DONE, READY, end, tell_ready
 from iris.ops.kernel import most_programs
 from iris.ops.vendor import Product, refusal
+from iris.runtime.launch import addresses, prepare
 
 # The operations that can be carried out so.
 COPIED = ("all_gather_matmul", "matmul_reduce_scatter")

@@ -25,7 +25,7 @@ from torch.library import register_autograd, register_fake
 from iris.ccl import functional as collectives
 from iris.ccl.functional import find, size_of
 from iris.errors import InvalidCollectiveError, InvalidGroupError
-from iris.operators import LIBRARY, operator
+from iris.operators.registration import LIBRARY, operator
 from iris.ops.call import WIDE
 from iris.ops.operations import OperationsContext
 

@@ -12,12 +12,12 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from iris import simulator
 from iris.ccl.protocols import CollectivesContext
-from iris.launch import addresses, prepare, remember
 from iris.ops.buffers import Buffers, Needs
 from iris.ops.call import GATHERS_A, Algorithm, Call
 from iris.ops.config import FusedConfig
 from iris.ops.counts import MOST_PROGRAMS
 from iris.ops.kernel_arguments import by_name
+from iris.runtime.launch import addresses, prepare, remember
 
 # Programs in the simulator; on a GPU there is one for each multiprocessor.
 SIMULATED_PROGRAMS = 4

@@ -6,7 +6,6 @@ from typing import NamedTuple
 import torch
 
 from iris.arg_parser import real
-from iris.capture import Line
 from iris.ccl import Config
 from iris.ccl.checks import compare_calls
 from iris.ccl.communicator import SIMULATED_PROGRAMS, power_of_two
@@ -14,13 +13,14 @@ from iris.ccl.lamport_all_reduce import SHARE_OF_WORKSPACE, SLOTS, STEPS
 from iris.ccl.protocols import CollectivesContext
 from iris.ccl.select import choose
 from iris.compat.cuda import current_raw_stream, is_current_stream_capturing
+from iris.cuda_graphs.capture import Line
 from iris.errors import FirstUseInCaptureError, InvalidCollectiveError
 from iris.heap.history import debugging
 from iris.language.target import on_nvidia, threads_per_warp
-from iris.launch import addresses, prepare, remember
 from iris.ops.all_reduce_rms_norm import one_shot_rms_norm, rms_norm, two_shot_rms_norm
 from iris.ops.call import NARROW, WIDE, check_devices, described
 from iris.ops.kernel_arguments import NormChannel, NormTensors, RowDivision, by_name
+from iris.runtime.launch import addresses, prepare, remember
 
 DEBUGGING = debugging()
 

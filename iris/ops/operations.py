@@ -13,9 +13,9 @@ from iris.ccl.protocols import CollectivesContext
 from iris.ccl.work import Work
 from iris.compat.cuda import current_raw_stream
 from iris.errors import InvalidConfigError, UnknownChoiceError
-from iris.graph_break import methods_break_graph
 from iris.heap.history import debugging
-from iris.launch import remember
+from iris.operators.graph_break import methods_break_graph
+from iris.operators.version_counter import bump_version
 from iris.ops import vendor
 from iris.ops.algorithms import ALGORITHMS, asked
 from iris.ops.buffers import Buffers
@@ -25,7 +25,7 @@ from iris.ops.config import FusedConfig
 from iris.ops.kernel import most_programs
 from iris.ops.normalisation import AllReduceRmsNorm, NormCall
 from iris.ops.workspaces import Workspaces
-from iris.version_counter import bump_version
+from iris.runtime.launch import remember
 
 DEBUGGING = debugging()
 

@@ -5,10 +5,10 @@ It is the faster way where there is little to hide, and for what no kernel here 
 
 import torch
 
-from iris.capture import refuse_in_capture
 from iris.ccl.config import ALL_REDUCE_VARIANTS, DEFAULT, Config, ReduceOp
 from iris.ccl.protocols import CollectivesContext
 from iris.compat.scaled_mm import scaled_mm
+from iris.cuda_graphs.capture import refuse_in_capture
 from iris.ops.call import Algorithm, Call
 from iris.ops.config import FusedConfig
 

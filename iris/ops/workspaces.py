@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 
-from iris.capture import GraphLine, Line, Lines, outside_captures, refuse_in_capture
 from iris.ccl.protocols import CollectivesContext
+from iris.cuda_graphs.capture import GraphLine, Line, Lines, outside_captures, refuse_in_capture
 from iris.errors import FirstUseInCaptureError, InvalidCollectiveError
 from iris.ops.arena import COUNT_BYTES, Arena
 from iris.ops.buffers import Buffers, Needs

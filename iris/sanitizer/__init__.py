@@ -18,11 +18,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from iris import inspection, observer
-from iris.files import written
+from iris import observer
+from iris.commands.files import written
 from iris.sanitizer import locks
 from iris.sanitizer.settings import FOLDER_VARIABLE, SEED_VARIABLE, VARIABLE
 from iris.switches import switched_on
+from iris.world import inspection
 
 if TYPE_CHECKING:
     from iris.world import Group

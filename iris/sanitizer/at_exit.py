@@ -11,10 +11,10 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from iris.commands.shared_folder import own_folder
 from iris.sanitizer.analysis import analyse
 from iris.sanitizer.check import FOUND
 from iris.sanitizer.settings import VARIABLE
-from iris.shared_folder import own_folder
 
 if TYPE_CHECKING:
     from iris.world import Group

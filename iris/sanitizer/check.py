@@ -8,15 +8,15 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from iris.launcher import forget_other_launchers
-from iris.program import as_command, members, running
+from iris.commands.launcher import forget_other_launchers
+from iris.commands.program import as_command, members, running
+from iris.commands.shared_folder import await_, leave, own_folder, shared_folder
 from iris.sanitizer import findings, whereabouts
 from iris.sanitizer.analysis import analyse
 from iris.sanitizer.deadlock import Onlooker
 from iris.sanitizer.findings import Finding, united
 from iris.sanitizer.launches import launches_in
 from iris.sanitizer.settings import FOLDER_VARIABLE, SEED_VARIABLE, VARIABLE
-from iris.shared_folder import await_, leave, own_folder, shared_folder
 
 FOUND, FAILED = 1, 2
 """Exit statuses: something was found; the program failed, or could not be run, and nothing was found."""

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from iris.compat.dispatch import ObservingMode, arguments_of, operation_name, results_of, to_copy
-from iris.graph_break import breaks_graph
 from iris.observer import READ, UPDATE, WRITE
+from iris.operators.graph_break import breaks_graph
 from iris.sanitizer import indexed
 from iris.sanitizer.meetings import MeetingRecorder, Meetings, flat
 from iris.sanitizer.threads import Threads

@@ -7,12 +7,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from iris import inspection
 from iris.errors import ProcessUnreachableError
 from iris.sanitizer.findings import Finding, line_text
 from iris.sanitizer.launches import launches_in
 from iris.simulator import lines
 from iris.simulator.lines import Line
+from iris.world import inspection
 
 # As `inspection.find_threads` writes them.
 _FRAME = re.compile(r"(?P<file>.+):(?P<number>\d+) in (?P<function>.*?): ")

@@ -24,12 +24,12 @@ from iris.compat.interpreter import (
 )
 from iris.compat.triton_jit import compiler_options, mangle_type, replace_launches
 from iris.errors import KernelDefinedTooEarlyError, LaunchError, NotInSimulatorError, NotOnCpuError
-from iris.graph_break import breaks_graph
+from iris.operators.graph_break import breaks_graph
+from iris.operators.stand_ins import stand_in
 from iris.simulator import dtypes, lines, noted, tasks, tma
 from iris.simulator import grid as scheduler
 from iris.simulator.gluon import semantic
 from iris.simulator.rewriting import lines_of, rewrite
-from iris.stand_ins import stand_in
 
 # How a kernel is launched --------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
 
-from iris.files import written
+from iris.commands.files import written
 from iris.tracing.timeline import Event, Timeline, tracks
 
 # Threads of a program: so many things at a time.

@@ -20,7 +20,7 @@ import triton.language as tl
 from iris.language.clock import clock
 from iris.language.context import DeviceContext
 from iris.language.ordering import signal, wait
-from iris.workspace import Workspace
+from iris.runtime.workspace import Workspace
 
 ROUNDS = 200
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from iris.files import check_writable
+from iris.commands.files import check_writable
+from iris.commands.launcher import forget_other_launchers
+from iris.commands.program import as_command, running
+from iris.commands.shared_folder import await_, leave, shared_folder
 from iris.language.tracing import VARIABLE
-from iris.launcher import forget_other_launchers
-from iris.program import as_command, running
-from iris.shared_folder import await_, leave, shared_folder
 from iris.tracing import chrome, picture, summary
 from iris.tracing.rank_recording import Recording
 from iris.tracing.recording import EVENTS_VARIABLE, FOLDER_VARIABLE

@@ -5,7 +5,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from iris.files import written
+from iris.commands.files import written
 from iris.tracing.summary import is_remote
 from iris.tracing.timeline import READS, Event, Timeline, tracks
 

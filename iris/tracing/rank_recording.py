@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from iris.shared_folder import whole
+from iris.commands.shared_folder import whole
 from iris.tracing.clock import Comparison
 
 

@@ -11,18 +11,18 @@ import numpy as np
 import torch
 
 from iris.arg_parser import count
-from iris.device_record import DeviceRecord
+from iris.commands.shared_folder import own_folder
+from iris.cuda_graphs.kept import keep
 from iris.errors import InvalidArgumentError, InvalidCountError, InvalidSettingError, NotTracingError
+from iris.failures.device_record import DeviceRecord
 from iris.heap.mapping import mappings, snapshot
-from iris.kept import keep
 from iris.language.trace_buffer import ADDRESS, ASKED, HEADER, LAST_LOOKS, ROOM, WORDS
 from iris.language.tracing import TRACES_ALL
-from iris.shared_folder import own_folder
+from iris.runtime.workspace import Workspace
 from iris.tracing import chrome
 from iris.tracing.clock import Clock, Comparison
 from iris.tracing.rank_recording import Recording, Space
 from iris.tracing.timeline import Timeline, assemble
-from iris.workspace import Workspace
 
 FOLDER_VARIABLE, EVENTS_VARIABLE = "IRIS_TRACE_FOLDER", "IRIS_TRACE_EVENTS"
 MAX_EVENTS = 1_000_000

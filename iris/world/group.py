@@ -73,9 +73,9 @@ class Group:
     step : str or None
         What the members are about to do together (`agree`), while this one does its part.
     check_whole : callable or None
-        Raises if the group is broken (`iris.abort`): who waits in a meeting then waits no longer.
+        Raises if the group is broken (`iris.runtime.abort`): who waits in a meeting then waits no longer.
     abort : callable or None
-        Breaks the group for calls that do not meet, too, and says why (`iris.abort`).
+        Breaks the group for calls that do not meet, too, and says why (`iris.runtime.abort`).
     broken : str or None
         Why no member may meet any more: one has left a meeting that others count as held.
     meetings : int

@@ -12,8 +12,6 @@ from covering import EVERYTHING, covering
 
 import iris
 from ccl.calls import filled
-from iris import workspace
-from iris.abort import SIZES_KEPT
 from iris.ccl import Config
 from iris.ccl.refusal import begun_size
 from iris.errors import (
@@ -25,6 +23,8 @@ from iris.errors import (
     NotATensorError,
     WrongDeviceError,
 )
+from iris.runtime import workspace
+from iris.runtime.abort import SIZES_KEPT
 
 GUARD = 32
 

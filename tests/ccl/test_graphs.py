@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import iris
-from iris import capture
-from iris.capture import GraphLine, Lines
+from iris.cuda_graphs import capture
+from iris.cuda_graphs.capture import GraphLine, Lines
 
 ON_GPU = torch.cuda.is_available()
 needs_graphs = pytest.mark.skipif(not ON_GPU, reason="there are no CUDA graphs without a GPU")

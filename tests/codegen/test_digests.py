@@ -21,7 +21,7 @@ COMMAND = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "digests.py
 DATA, CONTEXT = torch.zeros(4096), torch.zeros(16, dtype=torch.int64)
 # Small kernels, of each floor one: they take a second each.
 SAMPLE = [
-    "iris/device_barrier.py:_barrier_kernel",
+    "iris/runtime/device_barrier.py:_barrier_kernel",
     "iris/ccl/one_hop.py:one_hop",
     "x gather",
     "device gluon put_signal",

@@ -13,7 +13,7 @@ import iris.distributed  # noqa: F401 (registers the backend)
 from iris.errors import HeapClosedError
 from iris.heap.gpu import turn
 from iris.heap.mapping import count_made, mappings
-from iris.workspace import Workspace
+from iris.runtime.workspace import Workspace
 from iris.world import Group
 
 

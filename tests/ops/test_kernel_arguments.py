@@ -11,9 +11,9 @@ from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.jit import create_function_from_signature
 
 from iris import simulator
-from iris.launch import addresses
 from iris.ops.kernel_arguments import Epilogue, Matrix, Tiling, by_name, matrix
 from iris.ops.matmul_all_gather import matmul_all_gather
+from iris.runtime.launch import addresses
 
 
 def test_arguments_are_in_the_order_of_parameters():

@@ -13,7 +13,7 @@ import triton.language as tl
 from iris.ccl.kernel_launch import MOST_REGISTERS
 from iris.language.cluster import cluster_all_reduce, enter, open_meeting
 from iris.language.target import largest_cluster
-from iris.launch import addresses, prepare
+from iris.runtime.launch import addresses, prepare
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="the simulator has room for all")
 # Programs on each multiprocessor, and their threads. Elements that each of these holds.

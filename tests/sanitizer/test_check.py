@@ -15,8 +15,8 @@ from covering import EVERYTHING
 from preloaded import LIMIT_S, python
 
 from iris import sanitizer
+from iris.commands.program import members, running
 from iris.errors import InvalidSettingError
-from iris.program import members, running
 from iris.sanitizer import whereabouts
 
 pytest_plugins = ["iris.sanitizer.fixture"]

@@ -8,7 +8,6 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from iris.ccl.protocols import CollectivesContext
 from iris.heap.tensor_map import ELEMENTS, peers_map, places
-from iris.launch import remember
 from iris.ops import choose
 from iris.ops.buffers import Buffers, Needs
 from iris.ops.call import GATHERS_COLUMNS, OPERATIONS, Call
@@ -22,6 +21,7 @@ from iris.ops.hopper.sender import Sender
 from iris.ops.hopper.writer import STRIP
 from iris.ops.kernel import Kernels, Launch
 from iris.ops.kernel_arguments import Epilogue, Extents, HopperTiling, matrix
+from iris.runtime.launch import remember
 
 # In such pieces are products sent, and parts of sums fetched.
 STRIP_SHAPE = [STRIP.value, PANEL.value]

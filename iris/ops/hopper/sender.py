@@ -7,10 +7,10 @@ apart, met at the same receiver, and half of the bandwidth was lost (docs/perfor
 
 import torch
 
-from iris.launch import addresses, prepare
 from iris.ops.buffers import Buffers
 from iris.ops.counts import ARRIVED
 from iris.ops.hopper.all_gather_matmul import start
+from iris.runtime.launch import addresses, prepare
 
 
 class Sender:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from iris import observer
 from iris.arg_parser import index
 from iris.errors import InvalidArgumentError, RankOutOfRangeError
-from iris.stand_ins import stand_in
+from iris.operators.stand_ins import stand_in
 from iris.world import Group
 
 

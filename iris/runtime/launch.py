@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from iris import simulator
-from iris.capture import relaxed
 from iris.compat import triton_jit
+from iris.cuda_graphs.capture import relaxed
 from iris.language.target import launches_early
 
 # Launches, or what leads to them, that each cache holds at most.

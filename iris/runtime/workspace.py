@@ -5,12 +5,12 @@ share one:
 
 * Outside a graph a channel belongs to (operation, n-th stream on which this rank used it). Streams are numbered in
   order of first use, which is the same on every rank of a symmetric program; their handles are not.
-* Inside a CUDA graph it belongs to (operation, line of graphs, branch of the graph): see `iris.capture`. Graphs of one
-  line never run at once, so on each rank the calls that use the channel follow each other, whichever graph is replayed:
-  a kernel begins when the one before it is over, or lets it begin, as on a stream. The ranks replay the same graphs in
-  the same order, so the n-th call on a channel is the same one everywhere. That is all that a channel asks for, since
-  what it counts is in device memory. A graph may be replayed on any stream, beside eager calls, so these have other
-  channels.
+* Inside a CUDA graph it belongs to (operation, line of graphs, branch of the graph): see `iris.cuda_graphs.capture`.
+  Graphs of one line never run at once, so on each rank the calls that use the channel follow each other, whichever
+  graph is replayed: a kernel begins when the one before it is over, or lets it begin, as on a stream. The ranks replay
+  the same graphs in the same order, so the n-th call on a channel is the same one everywhere. That is all that a
+  channel asks for, since what it counts is in device memory. A graph may be replayed on any stream, beside eager calls,
+  so these have other channels.
 
 Channels lie in blocks of segments that all groups of the same ranks share (`iris.heap.segments`). A group has no memory
 before its first channel, and takes another block when the last one is full: what it needs, or a quarter of what it has.
@@ -27,14 +27,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from iris.abort import AbortFlag
-from iris.capture import GraphLine, Line, Lines, outside_captures
-from iris.device_record import DeviceRecord
+from iris.cuda_graphs.capture import GraphLine, Line, Lines, outside_captures
 from iris.errors import ChannelsExhaustedError, readable
+from iris.failures.device_record import DeviceRecord
 from iris.heap import SymmetricHeap, mapping, segments
 from iris.heap.dump import contents
 from iris.heap.segments import Block
 from iris.language.context_tensor import context_tensor
+from iris.runtime.abort import AbortFlag
 from iris.world import Group, World
 
 # Channels start on lines of their own: peers write them at the same time, and kernels get equally aligned pointers,

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import torch
 
-from iris.capture import outside_captures
+from iris.cuda_graphs.capture import outside_captures
 
 Made = TypeVar("Made")
 
@@ -39,5 +39,5 @@ def keep(make: Callable[[], Made], device: torch.device) -> Made:
         except BaseException as error:
             made.set_exception(error)
 
-    threading.Thread(target=run, name="iris.kept", daemon=True).start()
+    threading.Thread(target=run, name="iris.cuda_graphs.kept", daemon=True).start()
     return made.result()

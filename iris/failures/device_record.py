@@ -11,12 +11,12 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from iris.barrier_diagnosis import explain
+from iris.cuda_graphs.kept import keep
 from iris.errors import ForeignLockValueError, IrisError, IrisTimeoutError, MismatchedCollectiveError, NotSymmetricError
+from iris.failures.barrier_diagnosis import explain
 from iris.heap.history import debugging
 from iris.heap.mapping import locate, lost_at
 from iris.heap.symmetric import SymmetricHeap
-from iris.kept import keep
 from iris.wait_limit import NANOSECONDS, VARIABLE
 from iris.world import names
 
@@ -27,10 +27,10 @@ WORDS = 10
 # What CLAIMED holds, 0 at first. With a wait that gave up all others of the same record give up; with what is NOTED
 # besides, they wait on: what they wait for comes.
 NOTED, GAVE_UP = 1, 2
-# Behind them, and not part of what is said once and then forgotten. Of the record of a group (`iris.abort`): where in
-# the host's memory a kernel copies what it has recorded, and where it stores which number for all members to see; 0 in
-# the record of users' kernels. The address at which kernels that are traced write their events; and the header of a
-# trace without room, for as long as there is no other.
+# Behind them, and not part of what is said once and then forgotten. Of the record of a group (`iris.runtime.abort`):
+# where in the host's memory a kernel copies what it has recorded, and where it stores which number for all members to
+# see; 0 in the record of users' kernels. The address at which kernels that are traced write their events; and the
+# header of a trace without room, for as long as there is no other.
 SECTION, STATE, MEMBER = 10, 11, 12
 TRACE, NO_TRACE, SIZE = 15, 16, 19
 BARRIER_LANES = 32
@@ -65,7 +65,7 @@ class DeviceRecord:
         self._words = self._records[0][:WORDS]
 
     def of_group(self, section: int, state: int, member: int) -> torch.Tensor:
-        """One more record, whose kernels report to the host too: see `iris.abort`."""
+        """One more record, whose kernels report to the host too: see `iris.runtime.abort`."""
         return self._make({SECTION: section, STATE: state, MEMBER: member})
 
     def trace_into(self, buffer: torch.Tensor) -> None:

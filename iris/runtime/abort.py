@@ -9,9 +9,9 @@ kernel that gives up writes it too (`iris.language.ordering.give_up`): the memor
 kernels can store to it.
 
 Layout: the state, which is 0 or names the member that aborted; then a section of each member: what its kernel has
-recorded, in the words of `iris.device_record`, and what its host says about it. Each member writes its own section
-before the state, and nobody resets either, so whoever sees the state can read the section; if a host has not said
-anything yet, the kernel's record stands for it.
+recorded, in the words of `iris.failures.device_record`, and what its host says about it. Each member writes its own
+section before the state, and nobody resets either, so whoever sees the state can read the section; if a host has not
+said anything yet, the kernel's record stands for it.
 """
 
 import ctypes
@@ -22,8 +22,8 @@ from collections.abc import Callable
 import torch
 
 from iris import simulator
-from iris.device_record import CLAIMED, WORDS, DeviceRecord, error_of, from_afar
 from iris.errors import GroupAbortedError, IrisError, MappingError
+from iris.failures.device_record import CLAIMED, WORDS, DeviceRecord, error_of, from_afar
 from iris.heap import host
 from iris.heap.mapping import locate
 from iris.world import Group

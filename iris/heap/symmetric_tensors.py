@@ -3,9 +3,9 @@
 import torch
 
 from iris.errors import InvalidArgumentError
-from iris.graph_break import methods_break_graph
 from iris.heap import SymmetricHeap
-from iris.stand_ins import stand_in
+from iris.operators.graph_break import methods_break_graph
+from iris.operators.stand_ins import stand_in
 
 
 @methods_break_graph("the symmetric heap is the host's, and graphs know no addresses")

@@ -9,11 +9,11 @@ from collections.abc import Callable
 import torch
 import triton
 
-from iris.capture import Line
+from iris.cuda_graphs.capture import Line
 from iris.language.context import DeviceContext
 from iris.language.dependent_launch import gdc_launch_dependents, gdc_wait
-from iris.launch import addresses, prepare
-from iris.workspace import Channel, Workspace
+from iris.runtime.launch import addresses, prepare
+from iris.runtime.workspace import Channel, Workspace
 
 FLAGS = "flags of device_barrier()"
 

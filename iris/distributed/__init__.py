@@ -28,7 +28,7 @@ from torch import Tensor
 
 from iris import observer
 from iris.ccl.collectives import Collectives
-from iris.distributed_calls import (
+from iris.distributed.calls import (
     BarrierWork,
     EnqueuedWork,
     HostBarrierWork,
@@ -40,7 +40,7 @@ from iris.distributed_calls import (
     keep_for,
     on_a_stream,
 )
-from iris.distributed_group import NAME, ProcessGroupBase
+from iris.distributed.group import NAME, ProcessGroupBase
 from iris.errors import InvalidCollectiveError, IrisError
 from iris.simulator.streams import Stream
 from iris.world.members import await_all, introduce

@@ -116,7 +116,7 @@ def capture_pool(capture: int) -> tuple[int, int] | None:
 def outside_captures(device: torch.device) -> Iterator[None]:
     """What is enqueued and allocated here is part of no graph, also while one is captured on the current stream.
 
-    It is on a stream of its own. What is to be kept is allocated by `iris.kept.keep`.
+    It is on a stream of its own. What is to be kept is allocated by `iris.cuda_graphs.kept.keep`.
     """
     if device.type != "cuda":
         yield

@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from iris.commands.files import written
+from iris.commands.program import undisturbed
 from iris.errors import FolderError
-from iris.files import written
-from iris.program import undisturbed
 
 INTERVAL_S = 0.05
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.library import Library, infer_schema
 
-from iris.graph_break import breaks_graph
+from iris.operators.graph_break import breaks_graph
 
 LIBRARY = Library("iris", "FRAGMENT")
 """Where they are registered, which lasts as long as this object."""

@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 
 from iris import simulator
-from iris.capture import refuse_in_capture
 from iris.compat.c10d import backend_of, describe, is_split_group, set_backend
 from iris.context import Iris
+from iris.cuda_graphs.capture import refuse_in_capture
 from iris.errors import HeapClosedError, InvalidGroupError, WrongDeviceError
 from iris.simulator.streams import Stream
 

@@ -1,0 +1,1 @@
+"""What happens when a kernel, a wait or a rank fails."""

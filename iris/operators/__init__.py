@@ -1,0 +1,1 @@
+"""What torch.compile and autograd see of the library."""

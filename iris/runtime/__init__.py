@@ -1,0 +1,1 @@
+"""What carries a kernel to the GPU, and the library's own memory that its kernels use."""
