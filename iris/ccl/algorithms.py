@@ -14,9 +14,9 @@
 | `ring` | all_reduce | all | 1 | any | on request |
 | `atomic`, `spinlock` | all_reduce | SUM, AVG, PREMUL_SUM of numbers | 1 | any | on request |
 
-Each file says its own rows, as `Algorithm`. "By table": `iris.ccl.select` has the tables, which say what is fastest up
-to how many bytes. Of their rows the first is taken whose algorithm carries the call. The choice depends on nothing that
-may differ between ranks.
+Each algorithm's file defines its own rows (`ALGORITHMS`). "By table": `iris.ccl.select` has the tables, which say what
+is fastest up to how many bytes. Of their rows the first is taken whose algorithm carries the call. The choice depends
+on nothing that may differ between ranks.
 """
 
 from iris.ccl import atomic, broadcast, exchange, exchange_v, lamport_all_reduce, one_hop, pull, ring, two_shot
@@ -32,7 +32,7 @@ ALGORITHMS: tuple[Algorithm, ...] = tuple(
     for algorithm in file.ALGORITHMS
 )
 
-# What these are in a group of one rank: a copy.
+# In a group of one rank these are copies, so all_gather does them.
 AMONG_ONE = {"gather": "all_gather", "scatter": "all_gather"}
 
 # Both ends of these compare sizes, so they meet for nothing, too.

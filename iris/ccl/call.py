@@ -21,9 +21,9 @@ class Call(NamedTuple):
         Its name in `ctx.ccl`.
     output, input : torch.Tensor
         Elements lie in memory in their order; rows of an ``input`` that is gathered or exchanged may be apart. A rank
-        that gives or gets nothing has the same tensor twice.
+        that only sends, or only receives, passes the same tensor as both.
     line : Line
-        What the call follows: a stream, or a line of graphs.
+        What orders the call among others: a stream or, in CUDA graphs, a line of graphs (`iris.cuda_graphs.capture`).
     root : int
         The root's rank in the group; of a message, the other rank.
     op : ReduceOp or PREMUL_SUM

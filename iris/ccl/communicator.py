@@ -166,7 +166,7 @@ class Communicator:
         left for the first programs of the other launch. These meet, finish, and make room for the next. A launch that
         begins before its turn leaves the same multiprocessors, on which the one before it has a third at most.
 
-        A few more than a power of two would halve what each of them has for its slots, so it is the power of two.
+        Slots are divided by the next power of two. So where programs are slightly more than one, that one is taken.
         """
         limit = SIMULATED_PROGRAMS if simulator.ACTIVE else power_of_two(self.num_sms) // 2
         programs = max(1, min(wanted or limit, limit))

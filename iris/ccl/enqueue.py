@@ -1,4 +1,6 @@
-"""What every collective does on the host, around its own checks: it enters, finds its launch, and leaves.
+"""What every collective does on the host, around its own checks.
+
+It finds the group and the stream, finds or prepares the launch, and enqueues it.
 
 A launch that was prepared serves all later calls of its kind (`Communicator.launches`), so a call costs the host a few
 microseconds: the checks that depend on addresses, a look into a dictionary, and the driver's call.

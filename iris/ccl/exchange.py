@@ -1,4 +1,4 @@
-"""Every rank sends a piece to some ranks and receives one from some: all but the sums are this, with other numbers.
+"""Every rank sends a piece to some ranks and receives one from some: one kernel for all that only moves data.
 
 | collective | sends to | piece d begins at | receives from | piece s goes to |
 | --- | --- | --- | --- | --- |
@@ -297,7 +297,8 @@ def launch(call: Call, max_programs: int | None) -> Launch:
         programs = comm.programs(min(max_programs or comm.p2p_programs, comm.p2p_programs))
         slot_bytes = comm.p2p_slot_bytes
     else:
-        # What is matched meets as between two ranks: calls of all sizes share their queues, which are to be small.
+        # Where sizes are compared, ranks may disagree on them. So calls of all sizes share the same queues, and have no
+        # more programs than a message.
         wanted = max_programs or (comm.p2p_programs if pieces.matched else None)
         programs = comm.programs(wanted, config.block_bytes(call.input.itemsize), few_sms)
     partitioned = call.collective == "all_gather" and config.all_gather_variant == "partitioned"
@@ -322,7 +323,7 @@ def launch(call: Call, max_programs: int | None) -> Launch:
     if is_message:
         queues = comm.point_to_point(call.root, call.collective == "send", call.line)
     else:
-        # What is matched meets in the same queues whatever its size.
+        # Where sizes are compared, the queues must not depend on the size.
         queues = comm.queues(call.line, largest if pieces.matched else programs, few_sms)
     direct = pieces.nbytes > LONGEST_QUEUED.value
     # CUDA may hold up the loading of a kernel until those that run have ended (CUDA C++ Programming Guide, "Lazy

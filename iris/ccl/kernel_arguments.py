@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 
 class LamportChannel(NamedTuple):
-    """What ranks push elements through that are their own flags: `iris.ccl.lamport_all_reduce`."""
+    """Memory for the calls of one stream (`iris.runtime.workspace`) in which elements are their own flags."""
 
     context: Any
     """Of the workspace, from which a kernel makes a `iris.DeviceContext`."""

@@ -59,7 +59,7 @@ def kernel_launch(
     def with_tensors(x: torch.Tensor, y: torch.Tensor, *more: torch.Tensor) -> tuple:
         return *before, as_words(x, dtype), as_words(y, dtype), *more, *after
 
-    # Products of their own: in a fused multiply-add the algorithms might round differently.
+    # No fused multiply-add: where the compiler fuses differs between algorithms, and so would the bits.
     options: dict[str, Any] = {"enable_fp_fusion": False} if "factors" in names and call.more else {}
     early = True
     if admits:
@@ -96,14 +96,17 @@ def fitting(comm: Communicator, programs: int, num_warps: int) -> int:
 def leaving_room(threads: int) -> dict[str, int]:
     """Options by which a program of so many threads, with parts of many ranks too, holds `MOST_REGISTERS` at most."""
     registers = MOST_REGISTERS // threads
-    # A thread has no more by itself.
+    # 255 is the hardware's limit for a thread.
     return {"maxnreg": registers} if registers < 255 else {}
 
 
 def _share(
     comm: Communicator, kernel: Any, programs: int, num_warps: int, args: tuple, compiling: dict[str, Any]
 ) -> tuple[bool, dict[str, int]]:
-    """Whether a launch of ``kernel(*args, EARLY)`` has a third of the registers; else options by which it has half."""
+    """Whether ``kernel(*args, EARLY)`` may let the next one begin, as it holds a third of the registers at most.
+
+    Otherwise also the options that limit it to half of them.
+    """
     if simulator.ACTIVE or not on_nvidia():
         return True, {}
     threads = -(-programs // comm.num_sms) * num_warps * threads_per_warp()

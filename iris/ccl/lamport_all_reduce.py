@@ -1,41 +1,43 @@
-"""Small and medium sums: each rank pushes what the others need, and each element is its own flag (Lamport).
+"""Small and medium all_reduce and reduce_scatter: ranks push data, and each element is its own flag (Lamport).
 
-*One shot* is the small all-reduce. A rank pushes its whole input to all others, and adds up what it gets: over the link
-(W - 1) n bytes, in one step. A call of it, block by block:
+W is the number of ranks, n the bytes of a rank's input. The tables of `iris.ccl.select`, which choose by size, call the
+kernels "one_shot" and "two_shot_push". (`iris.ccl.two_shot` is another algorithm, for any size and type.)
 
-1. A rank loads its own part of the input, and stores it into its place in every other rank's slot (`push`), which lies
-   at the same offset in each heap.
-2. The elements travel with their bits inverted, to memory that is zero, and none is sent as zero. So an element that
-   is not zero has arrived (`iris.language.lamport`). There is no flag, no fence and no barrier, and the types are
-   floating-point ones.
-3. The receiver polls the parts of all ranks together, until none has an element missing, and adds them up in the order
-   of ranks (`recv_and_reduce`). The sum is rounded once, and stored to the output.
-4. It clears the slot of the call before, and counts the epoch of the block (`recycle_slot`).
+*One shot* is the small all-reduce. Each rank sends its whole input to every other rank, and adds up all W inputs
+itself: (W - 1) n bytes leave it, in one step. The input is cut into blocks of PART elements, with a program for each,
+but by default at most two for each multiprocessor. For each of its blocks, a program does this:
+
+1. It loads the block, and stores it to every other rank (`push`): into the current *slot*, which is staging memory with
+   a place for each source. A slot lies at the same offset in each heap.
+2. An element travels with its bits inverted. The slot was zero before, and no element is sent as zero. So an element
+   that is not zero has arrived (`iris.language.lamport`). The load that shows this also has the value, so there is no
+   flag, no fence and no barrier. Integers have no value to spare for "missing", so the types are floating-point ones.
+3. It polls the blocks from all ranks together, until no element is missing, and adds them up in the order of ranks
+   (`recv_and_reduce`). The sum is rounded once, and stored to the output. All ranks get the same bits.
+4. It clears the slot of the call before, and advances the epoch of the block (`recycle_slot`).
 
 In reduce_scatter each rank pushes another part of its input to each: (W - 1) / W n bytes.
 
-*Two shot* (`two_shot_push` in the tables; `iris.ccl.two_shot` is the one for any size and type) sends less and takes
-longer. Rank d adds up the d-th part of each block, as above, and pushes the sum to all others, which wait for it in the
-same way: 2 (W - 1) / W n bytes, in two steps.
+*Two shot* sends less and takes longer: 2 (W - 1) / W n bytes, in two steps. A block has W parts of PART elements.
+Rank d adds up part d of each block, as above. It pushes the sum to all others, which wait for it in the same way.
 
-For example, 8 KiB of bf16 among 4 GPUs in one shot are 16 blocks of 512 bytes, each of which one warp sends to 3 peers
-and receives from these. 24 KiB leave the rank.
+For example, 8 KiB of bf16 among 4 GPUs in one shot are 16 blocks of 512 bytes, and 16 programs of one warp. Each sends
+its block to 3 peers, and receives 3 blocks. 24 KiB leave the rank.
 
-There are 3 slots. In each a block has a region of its own, ``[steps, W sources, PART elements]``, and it counts its
-epochs modulo 3. Below, call e is the e-th call that uses the block; a call that is too small to reach it leaves the
-block as it is. In epoch e the ranks use slot e % 3, and each clears slot (e - 1) % 3: all that peers may have put into
-the block's region, whatever this call needs. Why no rank writes to a slot that is not cleared:
+Reuse. A channel is zero at first and belongs to one stream, or one line of graphs (`iris.runtime.workspace`). So its
+calls run one after another. It has 3 slots, each with a region for each block, ``[steps, W sources, PART elements]``.
+Call e is the e-th call that uses the block; a smaller call that has no such block does not count. Call e uses slot
+e % 3. It clears the whole region in slot (e - 1) % 3, as the last call may have used more of it. Why no rank writes to
+a slot that is not cleared:
 
 1. A peer writes to slot e % 3 of this rank in its call e. In its call e - 1 it has received data from this rank.
 2. This rank sent them in its own call e - 1, a kernel that ran after its call e - 2 had ended.
 3. In call e - 2 this rank cleared slot (e - 3) % 3 = e % 3, which it had read in call e - 3.
-4. So the clears had reached this GPU's L2 cache before the data of step 2 left, and the peer's stores come to the same
-   cache later. (That is the hardware. PTX's memory model would want a release in step 2 and an acquire in step 1.)
+4. So the clears had reached this GPU's L2 cache before the data of line 2 left, and the peer's stores come to the same
+   cache later. (That is the hardware. PTX's memory model would want a release in line 2 and an acquire in line 1.)
 
 With two slots this rank would be clearing one while the peer writes to it. (In two shot a rank without a part, beyond
 the end of the tensor, sends no sum. But it has contributed to rank 0's, which all receive.)
-
-Sums are formed in the order of ranks, on each rank or on one, so all ranks have the same bits.
 """
 
 import functools
@@ -70,20 +72,20 @@ from iris.language.ll import record_missing
 from iris.language.ordering import load_relaxed, store_after_sync
 from iris.language.target import threads_per_warp
 
-# Bytes that a block's parts have together, at most; the parts of W ranks are powers of two.
+# At most so many bytes of all W ranks' parts together, for one block. Each part is a power of two.
 BLOCK_BYTES = 8192
-# What a warp moves at once. Parts are that small while there is a program for each of them.
+# What a warp moves at once. Parts have this size as long as every block gets a program of its own.
 WARP_BYTES = 512
 SLOTS = tl.constexpr(3)
 # Blocks that a program sends before it waits for the first of them, so that the links are busy while it adds up.
 AHEAD = tl.constexpr(1)
-# A channel is several times as large as the sums, and every stream has its own: so much of the workspace at most.
+# A channel is several times as large as the tensor, and each stream has one. So it may take this fraction (1/16).
 SHARE_OF_WORKSPACE = 16
 
 
 def part_bytes(size: int, share: int, programs: int) -> int:
-    """Bytes of a block that belong to one of ``size`` ranks, where a rank adds up ``share`` bytes with ``programs``."""
-    # A word of 8 bytes at most for each thread of a warp, which polls one of its own (`iris.language.lamport`).
+    """Bytes of a rank's part of a block. Each of ``size`` ranks adds up ``share`` bytes, by so many ``programs``."""
+    # At least a word of 8 bytes for each thread of a warp: no two threads may poll the same word (`lamport_recv`).
     largest = max(8 * threads_per_warp(), BLOCK_BYTES // (1 << (size - 1).bit_length()))
     part = min(WARP_BYTES, largest)
     while part < largest and part * programs < share:
@@ -155,7 +157,7 @@ def push(ctx, ptr, i, values, mask, bases, distance: tl.constexpr, W: tl.constex
 
 @jit
 def region(slots, max_blocks, block, epoch, REGION: tl.constexpr):
-    """A block's part of a slot. What a call uses lies side by side: blocks within slots."""
+    """The region of a block in the slot of an epoch. In a slot, the regions of all blocks are contiguous."""
     return slots + (tl.cast(epoch % SLOTS, tl.int64) * max_blocks + block) * REGION
 
 
@@ -183,10 +185,10 @@ def one_shot(
     SAME: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """``n``: elements that each rank wants. ``RANKS``: the power of two from W on. ``PART``: elements of a part.
+    """``n``: elements, not bytes, of the output. ``RANKS``: the power of two from W on. ``PART``: elements of a part.
 
-    ``send_step``: from what one rank wants to what the next one wants; 0 if all want the `SAME`. ``EARLY``: there is
-    room for the next launch beside this one.
+    ``send_step``: elements from one destination's part of the input to the next one's; 0 if all get the `SAME`.
+    ``EARLY``: let the next kernel of the stream begin early (`gdc_launch_dependents`).
     """
     ctx = DeviceContext.initialize(channel.context, num_ranks=W)
     rank, bases = ctx.cur_rank, peers(ctx, W)
@@ -199,10 +201,10 @@ def one_shot(
     j = flat(RANKS * PART, element)
     words = flat(PART // elements_per_word(element), word_type(element))
     first, stride = tl.program_id(0), tl.num_programs(0)
-    steps = ((n + PART - 1) // PART - first + stride - 1) // stride
-    for step in range(0, steps + AHEAD):
-        if step < steps:
-            block = first + step * stride
+    rounds = ((n + PART - 1) // PART - first + stride - 1) // stride
+    for round in range(0, rounds + AHEAD):
+        if round < rounds:
+            block = first + round * stride
             mine = region(slots, channel.max_blocks, block, tl.load(epochs + block), REGION=W * PART) + rank * PART
             k = block * PART + i
             # All loads first: the compiler must assume that the stores change what a later load reads.
@@ -215,15 +217,15 @@ def one_shot(
                     parts += (tl.load(input + to * send_step + k, mask=k < n),)
             for distance in tl.static_range(1, W):
                 push(ctx, mine, i, parts[distance - 1], mask=k < n, bases=bases, distance=distance, W=W)
-        if step >= AHEAD:
-            block = first + (step - AHEAD) * stride
+        if round >= AHEAD:
+            block = first + (round - AHEAD) * stride
             epoch = tl.load(epochs + block)
             k = block * PART + i
             own = tl.load(input + tl.cast(rank, tl.int64) * send_step + k, mask=k < n)
-            parts = region(slots, channel.max_blocks, block, epoch, REGION=W * PART)
-            event = ctx.tracing.begin_wait_for_data(parts, rank)
+            received = region(slots, channel.max_blocks, block, epoch, REGION=W * PART)
+            event = ctx.tracing.begin_wait_for_data(received, rank)
             left = n - block * PART
-            total = recv_and_reduce(ctx, parts, own, words, count=left, W=W, PART=PART, OP=OP, factors=factors)
+            total = recv_and_reduce(ctx, received, own, words, count=left, W=W, PART=PART, OP=OP, factors=factors)
             ctx.tracing.record_event_end(event)
             tl.store(output + k, total, mask=k < n)
             recycle_slot(ctx, channel, block, epoch, j=j, W=W, PART=PART, STEPS=1)
@@ -254,10 +256,10 @@ def two_shot(
     j = flat(RANKS * PART, element)
     words, all_words = flat(WORDS, word_type(element)), flat(RANKS * WORDS, word_type(element))
     first, stride = tl.program_id(0), tl.num_programs(0)
-    steps = ((n + W * PART - 1) // (W * PART) - first + stride - 1) // stride
-    for step in range(0, steps + 2 * AHEAD):
-        if step < steps:
-            block = first + step * stride
+    rounds = ((n + W * PART - 1) // (W * PART) - first + stride - 1) // stride
+    for round in range(0, rounds + 2 * AHEAD):
+        if round < rounds:
+            block = first + round * stride
             mine = region(slots, channel.max_blocks, block, tl.load(epochs + block), REGION=2 * W * PART) + rank * PART
             parts = ()
             for distance in tl.static_range(1, W):
@@ -266,20 +268,20 @@ def two_shot(
             for distance in tl.static_range(1, W):
                 k = (block * W + (rank + distance) % W) * PART + i
                 push(ctx, mine, i, parts[distance - 1], mask=k < n, bases=bases, distance=distance, W=W)
-        if (step >= AHEAD) & (step < steps + AHEAD):
-            block = first + (step - AHEAD) * stride
-            parts = region(slots, channel.max_blocks, block, tl.load(epochs + block), REGION=2 * W * PART)
+        if (round >= AHEAD) & (round < rounds + AHEAD):
+            block = first + (round - AHEAD) * stride
+            received = region(slots, channel.max_blocks, block, tl.load(epochs + block), REGION=2 * W * PART)
             k = (block * W + rank) * PART + i
             own = tl.load(input + k, mask=k < n)
-            event = ctx.tracing.begin_wait_for_data(parts, rank)
+            event = ctx.tracing.begin_wait_for_data(received, rank)
             left = n - (block * W + rank) * PART
-            total = recv_and_reduce(ctx, parts, own, words, count=left, W=W, PART=PART, OP=OP, factors=factors)
+            total = recv_and_reduce(ctx, received, own, words, count=left, W=W, PART=PART, OP=OP, factors=factors)
             ctx.tracing.record_event_end(event)
             tl.store(output + k, total, mask=k < n)
             for distance in tl.static_range(1, W):
-                push(ctx, parts + (W + rank) * PART, i, total, mask=k < n, bases=bases, distance=distance, W=W)
-        if step >= 2 * AHEAD:
-            block = first + (step - 2 * AHEAD) * stride
+                push(ctx, received + (W + rank) * PART, i, total, mask=k < n, bases=bases, distance=distance, W=W)
+        if round >= 2 * AHEAD:
+            block = first + (round - 2 * AHEAD) * stride
             epoch = tl.load(epochs + block)
             k = block * W * PART + j
             # The sums lie beside each other as they do in the output.
@@ -297,7 +299,7 @@ def two_shot(
 
 
 class ChannelLayout(NamedTuple):
-    """The memory of a call, which has room for more blocks, so that calls of similar size share it.
+    """The memory of calls of similar size: the number of blocks is rounded up to a power of two, so that they share it.
 
     ``part``: bytes of a rank's part of a block. ``max_blocks``: blocks that a slot has room for. ``nbytes``: of the
     channel, which is the slots, and behind them the epochs, int32 ``[max_blocks]``. So the slots are aligned.

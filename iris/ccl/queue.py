@@ -5,7 +5,7 @@ rank signals each other how many blocks it has put into the queue to it, and tak
 only ever rise and are one word of 64 bits, so that one release says both:
 
     posts[p, s]    at every rank: (blocks that s has put in for this rank, blocks that s has taken of this rank's)
-    sent, got      what this rank has put in and taken out, for its own use
+    tail, head     what this rank has put in and taken out, for its own use
 
 A sender may write block n (from 0) once n + 1 - SLOTS blocks are taken, and a receiver may read it once n + 1 are put
 in. Both are waits for a count to be *reached*, so a count that is already further loses nothing, and none is ever
@@ -29,7 +29,7 @@ no ``done``: a sum's sender posts a count behind it anyway.)
 
 Inputs on the heap may be read where they are (`iris.ccl.pull`, `iris.ccl.broadcast`). Then all ranks of the group tell
 each other where their input lies, with release, behind everything earlier on their streams; and their output.
-``met[s]`` is the last of these calls that rank s has finished; a rank leaves when all have, so its input is read and
+``exits[s]`` is the last of these calls that rank s has finished; a rank leaves when all have, so its input is read and
 its output written. The own column counts the calls, as in a barrier (`iris.language.barrier`).
 """
 

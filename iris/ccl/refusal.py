@@ -108,8 +108,9 @@ def refuse_broadcast(
 def begun_size(comm: Communicator, member: int) -> int | None:
     """Bytes of this broadcast as a member has begun it, or None if it has begun so many since that nobody knows.
 
-    On a GPU its host may have enqueued later ones, of other sizes. It writes a size before the number of the broadcast,
-    so the word is still this one's if the number, read behind it, is not yet about to come round.
+    On a GPU its host may have enqueued later ones, of other sizes. Sizes are kept for the last `SIZES_KEPT` broadcasts,
+    and a size is written before the number of its broadcast. So the size is valid if the number, which is read after
+    it, shows that its place has not been reused.
     """
     state, place = comm.state, comm.abort_flag.place
     size = state[place(BEGUN_SIZES + comm.broadcasts % SIZES_KEPT, member)]

@@ -6,8 +6,8 @@ way. Over the link: 2 (W - 1) / W times the bytes, in 2 (W - 1) steps, the first
 a sum is rounded once: three times (W - 1) / W of a float16 input in all.
 
 Programs belong to rings in turn, and odd rings go the other way round, so that both directions of a link are busy. The
-ranks add to a chunk in the order of the ring, from the rank that has its number on: the same bits on all ranks and in
-every run, but by the chunk that an element is in, which depends on the size of the call.
+ranks add to a chunk in the order of the ring, from the rank that has its number on. All ranks get the same bits, in
+every run. But the order depends on an element's chunk, and so on the size of the call.
 
 Blocks pass through the queues of `iris.ccl.queue`. A rank posts with its block for the right neighbour that it has
 taken the last one of the left, so no slot is written before it was read. Nobody waits in a circle: whoever is furthest

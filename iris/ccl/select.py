@@ -1,8 +1,8 @@
 """Which variant, and how many programs: from what is equal on all ranks, never from where a tensor lies.
 
-A table says it, by collective: up to so many bytes this variant with so many programs, then the next. The tables of
-machines that were measured are in ``collectives.json`` (`iris.machine.tables`). Ranks compare their tables when a group
-is first used.
+For each collective a table has rows: bytes, variant, programs. The first row is taken that is large enough, and whose
+variant can carry the call. A variant is the name of an `Algorithm`. The tables of machines that were measured are in
+``collectives.json`` (`iris.machine.tables`). Ranks compare their tables when a group is first used.
 """
 
 import hashlib

@@ -13,8 +13,8 @@ receiver's tensor itself, the receiver's size comes with the place of it, and th
     messages_to, messages_from    how many messages there have been, the same number for all programs of both ends
 
 A small message has fewer programs than a large one. Program 0 runs in every message, and updates the counters of the
-programs that do not run. All words of message n have its number as their stamp, whatever the two ends take it for; so
-none is ever taken for one of another message. Who has read a word clears it, since the stamps come round.
+programs that do not run. Each word of message n carries n as its flag, even where the ends disagree on the size. So it
+is never taken for another message's. The flag has 16 bits and wraps, so the reader clears each word.
 
 A word is not written over before it is read. A sender is ahead of its receiver by no more messages than the queue of
 program 0 has slots, 4, since each puts in a block there, be it an empty one; by one more, whose size it has sent while

@@ -5,8 +5,8 @@ time, on multiprocessors that reach each other's shared memory (PTX ISA, "Cluste
 `iris.runtime.launch.prepare` launches them. The simulator has what is here in `iris.simulator.cluster`; AMD has no
 clusters.
 
-It is all about time, which is mostly that of a way to another multiprocessor. So warps of a program do not meet before:
-each adds up what its threads have and sends that to all programs, and each thread adds up what came.
+Most of the time is the trip to another multiprocessor. So a program does not synchronise its warps first: each warp
+adds up its own values and sends the result to all programs, and each thread adds up what arrives.
 
 Each program has an mbarrier, and a place for the numbers of each warp of each. Why that is in order: a program comes to
 the cluster's barrier with its mbarrier initialised, and its fence shows that to the cluster (PTX ISA, "membar / fence":

@@ -56,8 +56,8 @@ def nanoseconds(record):
     """The GPU's clock, the same for all threads of the block."""
     now = clock()
     # Threads read the clock at different moments, and a loop must leave in all of them at once. A scalar atomic is
-    # done by one thread and its result handed to the others: the latest moment that any program has posted. Read
-    # back behind the post, since what an atomic returns is older than it, maybe by a whole idle period.
+    # done by one thread and its result handed to the others: the latest moment that any program has posted. Read it
+    # again after the maximum: that returns the value before it, which may be old if no wait ran lately.
     tl.atomic_max(record + CLOCK, now, sem="relaxed", scope="gpu")
     return tl.atomic_add(record + CLOCK, tl.cast(0, tl.int64), sem="relaxed", scope="gpu")
 

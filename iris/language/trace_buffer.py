@@ -17,10 +17,10 @@ from iris.language.ordering import atomic
 
 TRACE = tl.constexpr(device_record.TRACE)
 
-# The header: rows that were asked for, rows that there are, and contexts that were initialised; then the last looks,
-# where there are rows: 1 more than the row of a look, if that may go on, else 0. By context, each of which is of one
-# program; or by program, where there is none. Partitions of a program share a word, and run at one time: a look takes
-# the row out of it as it begins, and any other event what is there, so whoever has a row has it alone.
+# The header: rows that were asked for, rows that there are, and contexts that were initialised. Then, where there are
+# rows, a word for the last look of each context, or of each program without one: the row + 1 if later looks may extend
+# that row, else 0. Partitions share the word and run concurrently. So a look first takes the row out of the word, and
+# any other event empties the word: only one partition has a row.
 ASKED, ROOM, CONTEXTS, LAST_LOOKS = map(tl.constexpr, (0, 1, 2, 16))
 
 NUM_LAST_LOOKS = tl.constexpr(4096)

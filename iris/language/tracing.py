@@ -315,7 +315,7 @@ class Tracing:
 
     @jit
     def _end_look(self, row, seen, now, over):
-        """``over``: this one has found what it was for. So it has, too, if it sees something else than before."""
+        """``over``: whether this look ends the series. It also ends if the value has changed."""
         here = row >= 0
         place = tl.cast(row, tl.int64)
         looks = read(self.buffer, place, LOOKS, here)

@@ -1,7 +1,7 @@
-"""What a kernel's code says of its operations, which they do not show themselves.
+"""Hints for the simulator that an operation alone does not show: fences, waits, results that nobody uses.
 
-The library's device functions say it by `iris.language.note`. Of loops and statements, also those of the user's, the
-code says it into which `iris.simulator.rewriting` turns them.
+Device functions of the library report them by `iris.language.note`. For loops and statements, those of users too, calls
+that `iris.simulator.rewriting` inserts report them.
 """
 
 from collections.abc import Callable
@@ -36,7 +36,7 @@ def message() -> None:
 
 
 def waits_for(wanted: tl.tensor, cmp: str) -> None:
-    """The program waits until its flag compares so to ``wanted``. Who calls it may use what the flag holds then."""
+    """The program waits until its flag compares so to ``wanted``. The caller may use the flag's final value."""
     tasks.current().condition = Condition(cmp, _number(wanted), wanted.dtype.primitive_bitwidth, returned=True)
 
 
@@ -70,7 +70,7 @@ def dropped(function: Callable, /, *args: Any, **kwargs: Any) -> None:
 
 
 def used(function: Callable, /, *args: Any, **kwargs: Any) -> Any:
-    """A call of a function that is not the library's: what becomes of its result says nothing of what it calls."""
+    """Call a function that is not the library's. Its own calls count as used, even if its result is dropped."""
     task = tasks.current()
     before, task.dropped = task.dropped, False
     try:
