@@ -194,7 +194,12 @@ def test_whoever_ends_the_command_ends_all_of_the_program(tmp_path, command, num
     program.write_text(FAMILY)
     family.mkdir(), temporary.mkdir()
     environment = {**os.environ, "PYTHONPATH": import_path(), "TMPDIR": str(temporary)}
-    with subprocess.Popen([sys.executable, "-m", "iris", command, program, family], env=environment) as running:
+    # nohup has what it starts ignore SIGHUP.
+    with subprocess.Popen(
+        [sys.executable, "-m", "iris", command, program, family],
+        env=environment,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
+    ) as running:
         while len(list(family.iterdir())) < 4:
             assert running.poll() is None
             time.sleep(0.05)
