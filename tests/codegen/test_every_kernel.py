@@ -338,7 +338,7 @@ def test_no_kernel_is_missing():
     """The examples, the benchmarks, the demo and the library have kernels of their own, and they were found."""
     found = [name for name, _ in kernels()]
     for place in (
-        "iris/device_barrier",
+        "iris/runtime/device_barrier",
         "iris/ccl/atomic",
         "iris/ccl/exchange",
         "iris/ccl/pull",
