@@ -318,6 +318,13 @@ def private_parts(tree):
     return [(line, part) for part, line in named if is_private(part)]
 
 
+def test_compat_builds_on_errors_alone():
+    """So that every other part of iris may use it."""
+    files = [file for file in SOURCES if name(file).startswith("compat/")]
+    found = {module for file in files for module in re.findall(r"(?:from|import) (iris[\w.]*)", code(file))}
+    assert found == {"iris.compat.parts", "iris.errors"}
+
+
 def test_private_parts_of_torch_and_triton_are_in_compat():
     """So that there is one place to look into, and a test of it (tests/test_compat.py), when a release moves one."""
     mentions = """

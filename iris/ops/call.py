@@ -1,6 +1,7 @@
 """What one call of a fused operation is given, whether it fits together, and what a way to carry such calls has."""
 
 import dataclasses
+from abc import ABC, abstractmethod
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -137,7 +138,7 @@ class Call(NamedTuple):
         return None
 
 
-class Algorithm:
+class Algorithm(ABC):
     """A row of the table in `iris.ops.algorithms`: a way to carry the calls of one context.
 
     Attributes
@@ -156,12 +157,12 @@ class Algorithm:
     def __init__(self, context: CollectivesContext) -> None:
         self._context = context
 
+    @abstractmethod
     def problem(self, call: Call, config: FusedConfig) -> str | None:
         """Why a configuration that asks for it cannot have the call, as an error says it; None if it can.
 
         By shapes and dtypes alone, which all ranks have in common: they have to come to the same answer.
         """
-        raise NotImplementedError
 
     def operands(self, call: Call) -> Call:
         """The call as this takes it: with copies of what does not lie so."""
@@ -171,17 +172,17 @@ class Algorithm:
         """Whether peers store into ``out`` itself, which is at the same place of the heap on all ranks then."""
         return False
 
+    @abstractmethod
     def needs(self, call: Call, config: FusedConfig) -> Needs | None:
         """The workspace of a call; equal ones share it. None: it needs none."""
-        raise NotImplementedError
 
+    @abstractmethod
     def prepare(self, call: Call, config: FusedConfig, buffers: Any) -> None:
-        """Compile and load what carries calls like this one in this workspace, if there is one."""
-        raise NotImplementedError
+        """Compile and load what carries calls like this one in this workspace. What needs none is not asked."""
 
+    @abstractmethod
     def enqueue(self, call: Call, config: FusedConfig, buffers: Any, stream: int | None) -> None:
         """On the current stream, whose handle is ``stream``: None in the simulator, and if it needs no workspace."""
-        raise NotImplementedError
 
 
 def overlap(x: torch.Tensor, y: torch.Tensor) -> bool:

@@ -4,6 +4,7 @@ Each family is a row of `iris.ops.algorithms`, and says in a file of its own wha
 `iris.ops.portable` of those in Triton, `iris.ops.hopper` and `iris.ops.cdna3` of those in Gluon.
 """
 
+from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -70,6 +71,7 @@ class Kernels(Algorithm):
         """Why the kernels are not for a call of their operations, if they are not, whatever the strides are."""
         return None
 
+    @abstractmethod
     def tensors(
         self, call: Call, config: FusedConfig, buffers: Buffers, place: torch.Tensor, result: torch.Tensor
     ) -> dict[str, Any]:
@@ -77,19 +79,18 @@ class Kernels(Algorithm):
 
         ``place``: the context of the memory where peers store ``result``, if they do.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def kernel(self, call: Call, config: FusedConfig) -> tuple[Any, int, dict[str, Any]]:
         """What carries calls of this kind, its programs, and the arguments that all of them have.
 
         The others are `tensors`, and those of `Buffers`.
         """
-        raise NotImplementedError
 
     @staticmethod
+    @abstractmethod
     def options(config: FusedConfig) -> dict[str, Any]:
         """Triton's."""
-        raise NotImplementedError
 
     def problem(self, call: Call, config: FusedConfig) -> str | None:
         why = self.limit(call, config) if call.name in self.operations else "its kernel is in Triton"

@@ -190,6 +190,9 @@ class Vendor(Algorithm):
     def needs(self, call: Call, config: FusedConfig) -> None:
         return None
 
+    def prepare(self, call: Call, config: FusedConfig, buffers: None) -> None:
+        pass
+
     def enqueue(self, call: Call, config: FusedConfig, buffers: None, stream: int | None) -> None:
         if not self._is_set_up:
             # The vendor's library sets itself up in its first product.

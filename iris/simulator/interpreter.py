@@ -291,8 +291,9 @@ class Builder(InterpreterBuilder):
         operand = np.broadcast_to(val.data, shape)[active]
         pointers = ptr.data[active]
         result = np.zeros(shape, dtype=operand.dtype)  # what a lane that is masked off returns
+        message = tasks.take_message()  # also of no lanes: it is not said of what comes next
         if pointers.size:
-            with _recorded(pointers, sem, scope) as record:
+            with _recorded(pointers, sem, scope, message) as record:
                 old = atomics.read_modify_write(op, pointers, operand, element, sem)
                 # Who exchanges a word for the same one may be waiting for another.
                 after = atomics.apply(op, old, operand, element)
@@ -335,8 +336,11 @@ class Builder(InterpreterBuilder):
 
 
 @contextlib.contextmanager
-def _recorded(pointers: np.ndarray, sem: Any, scope: Any) -> Iterator[Callable[..., None]]:
-    """Around an atomic operation, which reports what it found and did. (numpy's arrays of no dimension are scalars.)"""
+def _recorded(pointers: np.ndarray, sem: Any, scope: Any, message: bool = False) -> Iterator[Callable[..., None]]:
+    """Around an atomic operation, which reports what it found and did. (numpy's arrays of no dimension are scalars.)
+
+    ``message``: it is of data that carry their own arrival.
+    """
     recorder, asked = observer.recorder, atomics.ORDERS[sem]
     partitioned = tasks.current().partitioned
 
@@ -351,7 +355,6 @@ def _recorded(pointers: np.ndarray, sem: Any, scope: Any) -> Iterator[Callable[.
         yield lambda old, kind, **_: use_flags(kind)
         return
     recorder.reaches(pointers, UPDATE)
-    message = tasks.take_message()
 
     def record(old: np.ndarray, kind: int, **how: Any) -> None:
         use_flags(kind)

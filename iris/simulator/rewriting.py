@@ -131,11 +131,12 @@ class _Rewriter(ast.NodeTransformer):
 
     def visit_While(self, node: ast.While) -> ast.AST:
         comparison = spinning.comparison(node)
-        wanted = None if comparison is None else copy.deepcopy(comparison.wanted)
+        if comparison is None:
+            return self.generic_visit(node)
+        wanted = self.visit(copy.deepcopy(comparison.wanted))
         self.generic_visit(node)
-        if comparison is not None and wanted is not None:
-            cmp = ast.copy_location(ast.Constant(comparison.cmp), wanted)
-            self._call_by("looked", comparison.look, cmp, self._later(self.visit(wanted)))
+        cmp = ast.copy_location(ast.Constant(comparison.cmp), wanted)
+        self._call_by("looked", comparison.look, cmp, self._later(wanted))
         return node
 
     def _call_by(self, helper: str, node: ast.Call, *before: ast.expr) -> None:

@@ -1,14 +1,18 @@
 """What the simulator knows of an operation beside itself: who uses its result, and what its program waits for."""
 
+import inspect
 import re
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 import triton
 import triton.language as tl
 
-from iris.language import ordering
+from iris import observer
+from iris.language import ll, ordering
+from iris.sanitizer.recorder import Recorder
 from iris.simulator import ACTIVE, noted, tasks
 from iris.simulator.tasks import Condition
 
@@ -141,6 +145,37 @@ def test_behind_a_wait_nothing_is_awaited(observed):
     (*_, (_, _, loop)), (operation, dropped, after) = observed[:-1], observed[-1]
     assert loop == Condition("eq", FLAG, 64)
     assert (operation, dropped, after) == ("atomic_add", True, None)
+
+
+@triton.jit
+def sends_and_stores(words, out, HOW: tl.constexpr, LANES: tl.constexpr):
+    """A message of so many lanes, and something else behind it."""
+    lanes = tl.arange(0, 4)
+    if HOW == "store":
+        ll.write_through(words + lanes, lanes.to(tl.int64), lanes < LANES)
+    elif HOW == "load":
+        ordering.load_relaxed(words + lanes, lanes < LANES)
+    elif HOW == "load of all":
+        ordering.load_relaxed_uniform(words + lanes, lanes < LANES)
+    else:
+        ll.ll_send_place(words + lanes, lanes.to(tl.int64), 1, lanes < LANES)
+    tl.atomic_add(out, 1.0, sem="relaxed")
+
+
+@pytest.mark.parametrize("lanes", [0, 3])
+@pytest.mark.parametrize("how", ["store", "load", "load of all", "place"])
+def test_what_carries_its_own_arrival(monkeypatch, how, lanes):
+    """It is said of the one access; nothing that comes behind it does, also where no lane accesses anything."""
+    recorder = MagicMock()
+    monkeypatch.setattr(observer, "recorder", recorder)
+    words = torch.zeros(4, dtype=torch.int64)
+    sends_and_stores[(1,)](words, torch.zeros(1), how, lanes)
+    signature = inspect.signature(Recorder.synchronised)
+    calls = [signature.bind(None, *call.args, **call.kwargs).arguments for call in recorder.synchronised.call_args_list]
+    calls = [call for call in calls if call["pointers"].size]
+    memory = range(words.data_ptr(), words.data_ptr() + words.nbytes)
+    said = [(int(call["pointers"][0]) in memory, call.get("message", False)) for call in calls]
+    assert said == [(True, True)] * bool(lanes) + [(False, False)]
 
 
 def test_events_that_device_functions_note_are_known():
