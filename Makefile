@@ -35,8 +35,8 @@ MEASURED := perf-accesses perf-collectives perf-operations
 demo: setup          ## two ranks exchange data from inside Triton and Gluon kernels
 	$(RUN) -m iris demo
 
-test: setup setup-oldest lint   ## the covering sample: simulator, compile checks, oldest Triton
-	$(MAKE) --jobs 3 $(if $(IRIS_TEST_ALL),--keep-going,--output-sync=target) --no-print-directory $(PARTS)
+test: setup setup-oldest   ## lint, and the covering sample: simulator, compile checks, oldest Triton
+	$(MAKE) --jobs 3 $(if $(IRIS_TEST_ALL),--keep-going,--output-sync=target) --no-print-directory lint $(PARTS)
 
 test-simulator:
 	$(RUN) $(PYTEST) tests $(addprefix --ignore tests/,codegen $(OPERATIONS) $(SANITIZED))

@@ -39,7 +39,9 @@ def main() -> None:
         build = newest_cpu_build(pip)
         torch = [f"torch=={build}"] if build else []
         print(f"No GPU here: torch {build}" if build else "No GPU here, and no CPU build of torch in sight", flush=True)
-    subprocess.run([*pip, "install", "--quiet", *torch, "-e", f"{ROOT}[test,docs,bench]"], check=True)
+    # Python compiles what it imports: a part of torch alone.
+    install = ["install", "--quiet", "--no-compile"]
+    subprocess.run([*pip, *install, *torch, "-e", f"{ROOT}[test,docs,bench]"], check=True)
     done.write_text(wanted)
 
 

@@ -109,9 +109,10 @@ def check(ctx: Iris, collective: str, operands: Operands, call: Callable[[], obj
     return ""
 
 
-# Of what moves so many bytes or more: calls in a graph, replays that are timed, and replays before. And of less.
+# Of what moves so many bytes or more: calls in a graph, replays that are timed, and replays before. And of less. Those
+# before take some 10 ms, in which a GPU that was idle reaches its speed.
 MANY_BYTES = 4 << 20
-SELDOM, OFTEN = (5, 9, 3), (20, 25, 50)
+SELDOM, OFTEN = (5, 15, 40), (20, 25, 200)
 
 
 def microseconds(ctx: Iris, call: Callable[[], object], nbytes: int) -> float:
@@ -158,25 +159,39 @@ def measure(
         registered = Operands(*(window[:n] for window, n in zip(windows, shared, strict=True))) if windows else None
         for collective in collectives:
             for limit in sms:
-                for library in libraries:
-                    case = _case(ctx, library, collective, heap, plain, registered, limit, groups)
+                cases = {
+                    library: _case(ctx, library, collective, heap, plain, registered, limit, groups)
+                    for library in libraries
+                }
+                reasons: dict[str, str] = {}
+                readied: dict[str, Any] = {}
+                for library, case in cases.items():
                     if case is None:
                         continue
                     operands, call = case
-                    try:
-                        reason = "" if library == "torch" else check(ctx, collective, operands, call, nbytes)
-                    except Exception as error:  # a peer's failure is a result too
-                        reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-                    # One rank's failure is everybody's, so that all go on with the same case.
-                    reasons = [ctx.broadcast(reason, rank) for rank in range(ctx.num_ranks)]
-                    reason = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(reasons) if text)
-                    spent = None if reason else microseconds(ctx, call, nbytes)
-                    moved = bus_bytes(collective, heap.whole.nbytes, ctx.num_ranks)
-                    yield Row(collective, name, nbytes, limit, library, spent, spent and moved / spent / 1e3, reason)
-            ctx.ccl.release_graphs()
+                    reasons[library] = "" if library == "torch" else _problem(ctx, collective, operands, call, nbytes)
+                    if not reasons[library]:
+                        readied[library] = ready(ctx, call, nbytes)
+                times = microseconds_of_each(ctx, list(readied.values()), nbytes)
+                spent = dict(zip(readied, times, strict=True))
+                moved = bus_bytes(collective, heap.whole.nbytes, ctx.num_ranks)
+                for library, reason in reasons.items():
+                    speed = moved / spent[library] / 1e3 if library in spent else None
+                    yield Row(collective, name, nbytes, limit, library, spent.get(library), speed, reason)
+                ctx.ccl.release_graphs()
         del heap, plain, registered
         ctx.barrier()
     del windows, pool
+
+
+def _problem(ctx: Iris, collective: str, operands: Operands, call: Callable[[], object], nbytes: int) -> str:
+    """What is wrong with a call's result, or with the call, on any rank: the same on all, which go on with one case."""
+    try:
+        reason = check(ctx, collective, operands, call, nbytes)
+    except Exception as error:  # a peer's failure is a result too
+        reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+    reasons = [ctx.broadcast(reason, rank) for rank in range(ctx.num_ranks)]
+    return "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(reasons) if text)
 
 
 def _case(

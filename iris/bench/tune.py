@@ -14,7 +14,7 @@ import click
 import torch
 
 from iris.bench import figures
-from iris.bench.collectives import COLLECTIVES, iris_calls, microseconds
+from iris.bench.collectives import COLLECTIVES, iris_calls, microseconds_of_each, ready
 from iris.bench.timing import Operands, counts
 from iris.ccl import algorithms
 from iris.ccl.communicator import Communicator, kind_of
@@ -92,14 +92,19 @@ def tune(ctx: Iris, sizes: list[int], report: Callable[[str], None]) -> Table:
                 operands = Operands(*(ctx.randn(n, dtype=torch.bfloat16) for n in counts(nbytes, 2, ctx.num_ranks)))
                 for name, call in iris_calls(ctx, operands, Config(comm_sms=sms)).items():
                     key = name_in_table(name, sms is not None)
-                    times = {}
-                    for variant, programs in candidates(communicator, name, nbytes, sms is None):
+                    picks, readied, kept = candidates(communicator, name, nbytes, sms is None), [], []
+                    for variant, programs in picks:
                         communicator.table = before | {key: [Choice(None, variant, programs)]}
+                        # Graphs need what the launches in them keep alive.
+                        kept.append(communicator.launches)
                         communicator.forget()
                         # Compiled and loaded first, outside the graph.
                         call()
-                        times[variant, programs] = microseconds(ctx, call, nbytes)
-                        ctx.ccl.release_graphs()
+                        # In the simulator, which has no graphs, all of them are the last one.
+                        readied.append(ready(ctx, call, nbytes))
+                    times = dict(zip(picks, microseconds_of_each(ctx, readied, nbytes), strict=True))
+                    del readied, kept
+                    ctx.ccl.release_graphs()
                     variant, programs = min(times, key=times.__getitem__)
                     fastest = f"{variant}, {programs or 'default'} programs, {times[variant, programs]:.2f} us"
                     report(f"{key}, {nbytes} bytes: {fastest}")

@@ -6,6 +6,7 @@ algorithm, whose file prepares the launch: for all_reduce of 8 KiB, `lamport_all
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -156,8 +157,8 @@ class Collectives(Enqueuer):
             if here and source.data_ptr() != result.data_ptr() + comm.rank * source.nbytes:
                 checks.check_overlap("gather", result, source)
         except IrisError as error:
-            refuse(comm, "gather", error, here, stream, line, lambda: self.gather(
-                input.new_empty(comm.size * input.numel()), input, dst, group=group, config=config))  # fmt: skip
+            call = partial(self.gather, input=input, dst=dst, group=group, config=config)
+            refuse(comm, "gather", error, here, stream, line, lambda: call(input.new_empty(comm.size * input.numel())))
         return self._launch(comm, "gather", launch, stream, source, result, output if here else None, async_op)
 
     def scatter(
@@ -193,8 +194,8 @@ class Collectives(Enqueuer):
             if here and result.data_ptr() != source.data_ptr() + comm.rank * result.nbytes:
                 checks.check_overlap("scatter", result, source)
         except IrisError as error:
-            refuse(comm, "scatter", error, here, stream, line, lambda: self.scatter(
-                output, output.new_zeros(comm.size * output.numel()), src, group=group, config=config))  # fmt: skip
+            n, call = comm.size * output.numel(), partial(self.scatter, output, src=src, group=group, config=config)
+            refuse(comm, "scatter", error, here, stream, line, lambda: call(output.new_zeros(n)))
         return self._launch(comm, "scatter", launch, stream, source, result, output, async_op)
 
     def all_to_all_v(
@@ -218,8 +219,7 @@ class Collectives(Enqueuer):
         """
         comm, stream, line = self._enter("all_to_all_v", group, output, input, config)
         rows = counts.on_device(comm, (send_counts, send_displs, recv_counts, recv_displs), output, input, line)
-        aligned = tuple(row.data_ptr() & 15 for row in rows)
-        key = self._key(("all_to_all_v", aligned), output, input, config, line)
+        key = self._key(("all_to_all_v", *(row.data_ptr() & 15 for row in rows)), output, input, config, line)
         launch = comm.launches.get(key)
         if launch is None:
             checks.check_pair(comm, "all_to_all_v", output, input, None, None)
@@ -378,8 +378,8 @@ class Collectives(Enqueuer):
             if here and source.data_ptr() != result.data_ptr():
                 checks.check_overlap("reduce", result, source)
         except IrisError as error:
-            refuse(comm, "reduce", error, here, stream, line, lambda: self.reduce(
-                torch.empty_like(input), input, dst, op=asked, group=group, config=config))  # fmt: skip
+            call = partial(self.reduce, input=input, dst=dst, op=asked, group=group, config=config)
+            refuse(comm, "reduce", error, here, stream, line, lambda: call(torch.empty_like(input)))
         return self._launch(comm, "reduce", launch, stream, source, result, output if here else None, async_op, factors)
 
     def barrier(self, *, group: dist.ProcessGroup | None = None, async_op: bool = False) -> Work | None:

@@ -6,17 +6,13 @@
 ``ctx`` is an `iris.DeviceContext`. Matrices are of any shape; a tile's sizes are powers of two.
 """
 
+from iris.x.algorithms import AllReduceConfig, all_reduce
+from iris.x.atomic import all_reduce_atomic
 from iris.x.moves import all_gather, all_to_all, gather
-from iris.x.sums import (
-    AllReduceConfig,
-    all_reduce,
-    all_reduce_atomic,
-    all_reduce_one_shot,
-    all_reduce_spinlock,
-    all_reduce_two_shot,
-    reduce_scatter,
-)
+from iris.x.one_shot import all_reduce_one_shot, reduce_scatter
+from iris.x.spinlock import all_reduce_spinlock
 from iris.x.tile import TensorView, Tile, TileView, make_tensor_view
+from iris.x.two_shot import all_reduce_two_shot
 
 from iris.x import methods as methods  # isort: skip
 

@@ -11,7 +11,7 @@ import triton.language as tl
 from iris import simulator
 from iris.language.context import DeviceContext
 from iris.simulator import aggregates
-from iris.x import moves, sums
+from iris.x import algorithms, atomic, moves, one_shot, spinlock, two_shot
 
 
 @triton.jit
@@ -35,37 +35,37 @@ def gather(self, tile, src, source_rank):
 @triton.jit
 def all_reduce(self, tile, src, dst, config):
     """`iris.x.all_reduce`."""
-    sums.all_reduce(tile, src, dst, config, ctx=self)
+    algorithms.all_reduce(tile, src, dst, config, ctx=self)
 
 
 @triton.jit
 def all_reduce_atomic(self, tile, dst):
     """`iris.x.all_reduce_atomic`."""
-    sums.all_reduce_atomic(tile, dst, self)
+    atomic.all_reduce_atomic(tile, dst, self)
 
 
 @triton.jit
 def all_reduce_spinlock(self, tile, dst, locks):
     """`iris.x.all_reduce_spinlock`."""
-    sums.all_reduce_spinlock(tile, dst, locks, self)
+    spinlock.all_reduce_spinlock(tile, dst, locks, self)
 
 
 @triton.jit
 def all_reduce_one_shot(self, tile, src, dst, locks):
     """`iris.x.all_reduce_one_shot`."""
-    sums.all_reduce_one_shot(tile, src, dst, locks, ctx=self)
+    one_shot.all_reduce_one_shot(tile, src, dst, locks, ctx=self)
 
 
 @triton.jit
 def all_reduce_two_shot(self, tile, src, dst, locks):
     """`iris.x.all_reduce_two_shot`."""
-    sums.all_reduce_two_shot(tile, src, dst, locks, ctx=self)
+    two_shot.all_reduce_two_shot(tile, src, dst, locks, ctx=self)
 
 
 @triton.jit
 def reduce_scatter(self, tile, src, dst, locks):
     """`iris.x.reduce_scatter`."""
-    sums.reduce_scatter(tile, src, dst, locks, ctx=self)
+    one_shot.reduce_scatter(tile, src, dst, locks, ctx=self)
 
 
 METHODS = {
