@@ -4,11 +4,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from covering import EVERYTHING, UNDER_TORCHRUN, few_that_show_all
 from preloaded import python
 from rank_pool import RankPool, Torchrun
 
 TESTS = Path(__file__).parent
-UNDER_TORCHRUN = "TORCHELASTIC_RUN_ID" in os.environ
 
 # The server of torch's store asks the system for the name of each client, one after the other. Where no name server
 # answers, that takes 10 s a client unless it is told to give up earlier (resolv.conf(5)).
@@ -42,14 +42,37 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("ranks", counts, indirect=True, ids=lambda count: f"{count}ranks")
 
 
-def pytest_collection_modifyitems(items):
-    """Tests of equal size side by side, so that few rank processes are alive at a time."""
+@pytest.hookimpl(trylast=True)  # behind -k, so that what it asks for is not left out
+def pytest_collection_modifyitems(config, items):
+    """Of a test with several parameters every value, but every combination only with IRIS_TEST_ALL=1, and on GPUs.
+
+    Tests of equal size come side by side, so that few rank processes are alive at a time.
+    """
+    if not (EVERYTHING or UNDER_TORCHRUN):
+        cases = {}
+        for item in items:
+            cases.setdefault((item.path, item.originalname), []).append(item)
+        kept = {
+            each[number] for each in cases.values() for number in few_that_show_all([_values(item) for item in each])
+        }
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = [item for item in items if item in kept]
 
     def count(item):
         value = item.callspec.params.get("ranks", 0) if hasattr(item, "callspec") else 0
         return value if isinstance(value, int) else 0
 
     items.sort(key=count)
+
+
+def _values(item):
+    """The values of a test's parameters, by what they are: a combination has the same objects as others."""
+    if not hasattr(item, "callspec"):
+        return {()}
+    together = [mark.args[0] for mark in item.iter_markers("parametrize")]
+    together = [names.replace(",", " ").split() if isinstance(names, str) else names for names in together]
+    params = item.callspec.params
+    return {tuple((name, id(params[name])) for name in names) for names in [*together, set(params) & {"ranks"}]}
 
 
 @pytest.fixture

@@ -1,7 +1,10 @@
 """Which combinations of a test's parameters run: every one with IRIS_TEST_ALL=1, otherwise a fixed sample of them.
 
-But for tests that play all of theirs on each number of ranks: a mistake shows with one value, or where two meet, and
-rarely where three do, and all combinations of seven parameters take hours there.
+The sample of `make test` has every value. On GPUs, where tests take less time, any two values meet in it: a mistake
+shows with one value, or where two meet, and rarely where three do.
+
+Tests that play all of theirs on each number of ranks have samples with IRIS_TEST_ALL=1 too, with any two or three: all
+combinations of seven parameters take hours there.
 """
 
 import heapq
@@ -9,40 +12,51 @@ import itertools
 import os
 
 EVERYTHING = os.environ.get("IRIS_TEST_ALL") == "1"
+UNDER_TORCHRUN = "TORCHELASTIC_RUN_ID" in os.environ
+# Values that meet in a sample.
+TOGETHER = 2 if EVERYTHING or UNDER_TORCHRUN else 1
 RANKS = (1, 2, 3, 4, 5, 8)
 
 
-def covering(*axes, ranks=None):
+def covering(*axes, ranks=None, where=None):
     """Combinations of the axes' values: all with IRIS_TEST_ALL=1, otherwise a `sample`.
 
     ``ranks``: the fixture, of a test that runs with all `RANKS` then, and plays these by itself. Their number is one
     more axis of a sample in which any three values meet, and these are the combinations for the number here.
+
+    ``where``: called with a combination, says whether it exists.
     """
     if not EVERYTHING:
-        return sample(*axes)
+        return sample(*axes, where=where)
     if ranks is None:
-        return list(itertools.product(*axes))
+        return [case for case in itertools.product(*axes) if where is None or where(*case)]
+    assert where is None
     numbers = sorted({*RANKS, ranks.num_ranks})  # under torchrun there may be any number
     return [case for number, *case in sample(numbers, *axes, together=3) if number == ranks.num_ranks]
 
 
-def sample(*axes, together=2):
+def sample(*axes, together=TOGETHER, where=None):
     """A fixed sample of combinations in which any so many values of different axes meet."""
-    combinations = list(itertools.product(*axes))
+    combinations = [case for case in itertools.product(*axes) if where is None or where(*case)]
     positions = list(itertools.combinations(range(len(axes)), min(together, len(axes))))
     shown = [{tuple((i, combination[i]) for i in at) for at in positions} for combination in combinations]
+    return [combinations[number] for number in few_that_show_all(shown)]
+
+
+def few_that_show_all(shown):
+    """The numbers of some of these sets, which together have the elements of all: a fixed choice."""
     unseen = set().union(*shown)
-    # Greedy: take the combination that shows most of what has not been seen, the first of them. Close to the product of
-    # the largest two axes (or three), which no such sample can go below. What one shows only gets less, so of those
-    # whose numbers are out of date only those are looked at again that might be first.
+    # Greedy: take the set that shows most of what has not been seen, the first of them. Close to the product of the
+    # largest two axes (or three), which no such sample can go below. What one shows only gets less, so of those whose
+    # numbers are out of date only those are looked at again that might be first.
     queue = [(-len(each), number) for number, each in enumerate(shown)]
     heapq.heapify(queue)
-    sample = []
+    chosen = []
     while unseen:
         counted, number = queue[0]
         new = -len(shown[number] & unseen)
         heapq.heapreplace(queue, (new, number))
         if new == counted:
-            sample.append(combinations[number])
+            chosen.append(number)
             unseen -= shown[number]
-    return sample
+    return chosen

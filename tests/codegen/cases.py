@@ -126,7 +126,9 @@ def _hopper() -> Iterator[Case]:
 
 def _cdna() -> Iterator[Case]:
     cdna = test_cdna3_kernels
-    for name, tile, dtype, lines in sample(cdna.NAMES, cdna.TILES, [torch.bfloat16, torch.float16], cdna.LINES):
+    for name, tile, dtype, lines in sample(
+        cdna.NAMES, cdna.TILES, [torch.bfloat16, torch.float16], cdna.LINES, together=2
+    ):
         what = f"{name} {tile} {_dtype(dtype)} lines {lines}"
         yield Case(f"ops cdna {what}", *cdna.launch(name, tile, dtype, *lines), {"num_warps": cdna.WARPS.value}, AMD)
 
@@ -165,7 +167,7 @@ def _ordering() -> Iterator[Case]:
 
 def _device_functions(target: str, dtypes: list[torch.dtype]) -> Iterator[Case]:
     """Loads and stores of a peer's memory."""
-    for form, dtype, masked in sample(test_generated_code.FORMS, dtypes, [False, True]):
+    for form, dtype, masked in sample(test_generated_code.FORMS, dtypes, [False, True], together=2):
         if test_generated_code.exists(target, dtype):
             name = f"device {form} {_dtype(dtype)}{' masked' if masked else ''}"
             yield Case(name, *test_generated_code.access(form, dtype, masked))
@@ -195,7 +197,9 @@ def _contexts() -> Iterator[Case]:
 
 def _options() -> Iterator[Case]:
     moves = ["load", "store", "get", "put", "copy"]
-    for language, operation, load, store in sample(["triton", "gluon"], moves, options.LOADS, options.STORES):
+    for language, operation, load, store in sample(
+        ["triton", "gluon"], moves, options.LOADS, options.STORES, together=2
+    ):
         arguments = options.move(language, operation, load, store, None)
         yield Case(f"device {language} {operation} {load} {store}", *arguments)
     for language, operation, hint in itertools.product(["triton", "gluon"], [*moves, "add", "cas"], [None, 16]):

@@ -72,7 +72,7 @@ def data_accesses(compiled):
 
 @pytest.mark.parametrize(
     ("target", "form", "dtype", "masked"),
-    [case for case in covering(TARGETS, FORMS, DTYPES, [False, True]) if exists(case[0], case[2])],
+    covering(TARGETS, FORMS, DTYPES, [False, True], where=lambda target, form, dtype, masked: exists(target, dtype)),
 )
 def test_remote_accesses_are_16_bytes_wide(target, form, dtype, masked):
     kernel, arguments = access(form, dtype, masked)

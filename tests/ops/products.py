@@ -10,6 +10,8 @@ from ops.nearness import Product, Roundings, assert_as_near, through_torch, whol
 
 RANKS = ALL_RANKS if EVERYTHING else (3,)
 OPERATIONS = ("all_gather_matmul", "matmul_all_gather", "matmul_reduce_scatter", "matmul_all_reduce")
+# Of each operation, by the Gluon kernels for Hopper or not: other code each.
+PRODUCTS = [(name, hopper) for name in OPERATIONS for hopper in (False, True)]
 # Small tiles, so that small matrices have many.
 SMALL = {"block_size_m": 16, "block_size_n": 16, "block_size_k": 32}
 CONFIGS = {

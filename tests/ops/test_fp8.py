@@ -6,7 +6,7 @@ from covering import EVERYTHING, sample
 
 from iris.ops.copies import COPIED
 from iris.simulator import ACTIVE
-from ops.products import CONFIGS, DTYPES, FP8, OPERATIONS, PLACES, RANKS, check, matrix, result_of
+from ops.products import CONFIGS, DTYPES, FP8, OPERATIONS, PLACES, PRODUCTS, RANKS, check, matrix, result_of
 
 # What cuBLAS takes of fp8, and what it does not.
 FP8_SHAPES = [(32, 48, 64), (23, 37, 45), *([(1, 16, 32)] if EVERYTHING else [])]
@@ -58,8 +58,7 @@ def fp8_hopper_cases():
 
 
 @pytest.mark.ranks(*RANKS)
-@pytest.mark.parametrize("hopper", [False, True], ids=["", "hopper"])
-@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize(("name", "hopper"), PRODUCTS, ids=str)
 def test_product_of_fp8_and_with_scales(ranks, name, hopper):
     for case in fp8_hopper_cases() if hopper else fp8_cases(name):
         ranks.run(check, name, *case)

@@ -12,7 +12,20 @@ from iris.ops import FusedConfig
 from iris.ops.copies import COPIED
 from iris.ops.hopper.arguments import Plan
 from ops.plans import planned, short_chunks
-from ops.products import CONFIGS, DTYPES, FP8, OPERATIONS, PLACES, RANKS, ROUNDS, SMALL, check, matrix, result_of
+from ops.products import (
+    CONFIGS,
+    DTYPES,
+    FP8,
+    OPERATIONS,
+    PLACES,
+    PRODUCTS,
+    RANKS,
+    ROUNDS,
+    SMALL,
+    check,
+    matrix,
+    result_of,
+)
 
 # M (a share of a rank, where rows are shared), N, K: multiples of tiles, and of nothing.
 SHAPES = [(32, 32, 64), (1, 1, 1), (23, 37, 45), (50, 19, 70)]
@@ -42,8 +55,7 @@ def cases(name, hopper):
 
 
 @pytest.mark.ranks(*RANKS)
-@pytest.mark.parametrize("hopper", [False, True], ids=["", "hopper"])
-@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize(("name", "hopper"), PRODUCTS, ids=str)
 def test_product(ranks, name, hopper):
     for case in cases(name, hopper):
         results = ranks.run(check, name, *case)

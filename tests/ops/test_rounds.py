@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from covering import covering
 
 from iris.ops import FusedConfig
 from iris.ops.copies import COPIED
@@ -37,7 +38,7 @@ ONLY = {
     "copies of fp8": COPIED,
     "split": ("all_gather_matmul", "matmul_all_gather"),
 }
-CASES = [(name, config) for name in OPERATIONS for config in CONFIGS if name in ONLY.get(config, OPERATIONS)]
+CASES = covering(OPERATIONS, CONFIGS, where=lambda name, config: name in ONLY.get(config, OPERATIONS))
 M, N = 48, 96  # a rank's rows, in whole
 LATE = 2_000_000  # cycles: about a millisecond
 
