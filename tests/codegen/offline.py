@@ -2,7 +2,6 @@
 
 import re
 import tempfile
-from unittest import mock
 
 import torch
 import triton
@@ -126,10 +125,9 @@ CACHE = tempfile.TemporaryDirectory()
 
 
 def _not_assembled(target, kernel, args, options):
-    with (
-        mock.patch.object(triton.knobs.cache, "dir", CACHE.name),
-        mock.patch.object(triton.knobs.runtime, "add_stages_inspection_hook", _without_binary),
-    ):
+    with triton.knobs.cache.scope(), triton.knobs.runtime.scope():
+        triton.knobs.cache.dir = CACHE.name
+        triton.knobs.runtime.add_stages_inspection_hook = _without_binary
         return _compiled(target, kernel, args, options)
 
 
