@@ -20,7 +20,7 @@ from iris.ccl.queue import COUNTS, MAX_RANKS, POSTS, WORDS
 from iris.ccl.queue import PLACES as PLACES_FROM
 
 ARENA_BYTES = 24 << 20
-ROUNDS = 600 if EVERYTHING else 40
+ROUNDS = 600 if EVERYTHING else 20
 
 CONFIGS = [
     (),
