@@ -156,7 +156,14 @@ def bench() -> None:
 
 @bench.command()
 @click.option("--collective", "collectives", multiple=True, help="One of the collectives; all if not given.")
-@click.option("--library", "libraries", multiple=True, help="iris, 'iris gluon', nccl, 'nccl windows', torch.")
+@click.option(
+    "--library",
+    "libraries",
+    multiple=True,
+    help="iris, 'iris gluon', nccl, 'nccl windows', torch; and for all_reduce flashinfer, 'flashinfer one shot', "
+    "'flashinfer two shot' or sglang. If not given, all of the first, and of the others flashinfer and sglang where "
+    "they are installed.",
+)
 @click.option("--dtype", type=DTYPES, default="bfloat16", show_default=True)
 @click.option(
     "--sizes", type=Numbers(",", 1), default="1,8,32,128,512,2048,8192,65536,262144", show_default=True, help="In KiB."
@@ -181,7 +188,7 @@ def ccl(
     out: Path | None,
     num_ranks: int | None,
 ) -> None:
-    """Collectives of Iris, the vendor's library and torch, side by side.
+    """Collectives of Iris, the vendor's library, torch and others, side by side.
 
     Among ranks that it starts, or under torchrun.
 
@@ -196,7 +203,12 @@ def ccl(
 @bench.command()
 @click.option("--operation", "operations", multiple=True, help="One of the fused operations; all if not given.")
 @click.option(
-    "--library", "libraries", multiple=True, help="iris, 'iris triton', vendor, torch, gemm ...; all if not given."
+    "--library",
+    "libraries",
+    multiple=True,
+    help="iris, 'iris triton', vendor, torch, gemm ...; and for all_reduce_rms_norm flashinfer, 'flashinfer one shot', "
+    "'flashinfer two shot' or sglang. If not given, all of the first, and of the others flashinfer and sglang where "
+    "they are installed.",
 )
 @click.option("--dtype", type=FACTORS, default="bfloat16", show_default=True)
 @click.option(
@@ -220,7 +232,7 @@ def ops(
     out: Path | None,
     num_ranks: int | None,
 ) -> None:
-    """Fused operations of Iris, the vendor's GEMM with its collectives and torch's own, side by side.
+    """Fused operations of Iris, the vendor's GEMM with its collectives, torch's own and others, side by side.
 
     Among ranks that it starts, or under torchrun.
 

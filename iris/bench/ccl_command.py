@@ -11,7 +11,7 @@ from rich.table import Table
 
 from iris import simulator
 from iris.bench import collectives as measuring
-from iris.bench import ranks
+from iris.bench import optional_peers, ranks
 from iris.bench.ceilings import ceilings
 from iris.bench.report import below_floor
 from iris.context import iris
@@ -53,7 +53,9 @@ def run_on_rank(
     """Collective over the ranks; returns results that are wrong, and figures that miss their floor."""
     with iris(4 * max(bytes_) + (1 << 30 if torch.cuda.is_available() else 1 << 20)) as ctx:
         on_gpu = ctx.device.type == "cuda"
-        beside = list(libraries or (measuring.LIBRARIES if on_gpu else ("iris", "iris gluon")))
+        beside = list(
+            libraries or (optional_peers.by_default(measuring.LIBRARIES) if on_gpu else ("iris", "iris gluon"))
+        )
         rows: list[measuring.Row] = []
         total = len(chosen) * len(bytes_) * len(sms) * len(beside)
         console = Console(stderr=True, quiet=ctx.get_rank() > 0)

@@ -1,4 +1,4 @@
-"""Collectives side by side: Iris in Triton and in Gluon, the vendor's library, and torch's symmetric memory.
+"""Collectives side by side: Iris in Triton and in Gluon, the vendor's library, torch's symmetric memory, and others.
 
 All in one run, on tensors of the same random data. Each result is checked once before it is timed, but torch's, whose
 sums stay in its buffer. A time is the median over replays of a CUDA graph of several calls, and of the ranks the
@@ -9,6 +9,7 @@ least, over the time.
 import csv
 import json
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +17,8 @@ import torch
 import torch.distributed as dist
 
 from iris import simulator
-from iris.bench import peers
+from iris.bench import optional_peers, peers
+from iris.bench.ranks import on_any_rank
 from iris.bench.report import environment
 from iris.bench.timing import Operands, capture, counts, do_bench, microseconds_in_turns
 from iris.ccl import Config
@@ -24,7 +26,7 @@ from iris.commands.files import written
 from iris.context import Iris
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
-LIBRARIES = ("iris", "iris gluon", "nccl", "nccl windows", "torch")
+LIBRARIES = ("iris", "iris gluon", "nccl", "nccl windows", "torch", *optional_peers.NAMES)
 
 
 class Row(NamedTuple):
@@ -38,6 +40,15 @@ class Row(NamedTuple):
     microseconds: float | None
     bus_GBps: float | None
     reason: str = ""
+
+
+class Case(NamedTuple):
+    """What a library is called with. ``checked``: a call that leaves its result there, where ``call`` does not."""
+
+    operands: Operands
+    call: Callable[[], object]
+    checked: Callable[[], object]
+    capturing: Callable[[], AbstractContextManager[object]] = nullcontext
 
 
 def bus_bytes(collective: str, nbytes: int, size: int) -> float:
@@ -120,12 +131,18 @@ def microseconds(ctx: Iris, call: Callable[[], object], nbytes: int) -> float:
     return microseconds_of_each(ctx, [ready(ctx, call, nbytes)], nbytes)[0]
 
 
-def ready(ctx: Iris, call: Callable[[], object], nbytes: int) -> Any:
+def ready(
+    ctx: Iris,
+    call: Callable[[], object],
+    nbytes: int,
+    capturing: Callable[[], AbstractContextManager[object]] = nullcontext,
+) -> Any:
     """What `microseconds_of_each` takes: a graph of calls, or the call where there are none."""
     if ctx.device.type != "cuda":
         return call
     per_graph, _, _ = SELDOM if nbytes >= MANY_BYTES else OFTEN
-    return capture(call, ctx.device_barrier, per_graph)
+    with capturing():
+        return capture(call, ctx.device_barrier, per_graph)
 
 
 def microseconds_of_each(ctx: Iris, readied: Sequence[Any], nbytes: int) -> list[float]:
@@ -143,7 +160,6 @@ def measure(
     ctx: Iris, collectives: list[str], sizes: list[int], sms: Sequence[int], libraries: list[str], dtype: torch.dtype
 ) -> Iterator[Row]:
     """All rows, as they come. Collective over the world; the rows are the same on all ranks."""
-    name = str(dtype).removeprefix("torch.")
     groups = {count: peers.with_max_ctas(count) for count in sms if count and "nccl" in libraries}
     ctx.device_barrier()
     # NCCL's communicator exists after its first call, and windows need it.
@@ -152,6 +168,25 @@ def measure(
     pool: torch.cuda.MemPool | None = None
     if "nccl windows" in libraries:
         windows, pool = peers.windows(counts(max(sizes), dtype.itemsize, ctx.num_ranks), dtype, ctx.device)
+    summed = counts(max(sizes), dtype.itemsize, ctx.num_ranks)[0]
+    with optional_peers.opened(ctx, libraries, optional_peers.Largest(summed, 0, dtype)) as others:
+        yield from _measure(ctx, collectives, sizes, sms, libraries, dtype, groups, windows, others)
+    del windows, pool
+
+
+def _measure(
+    ctx: Iris,
+    collectives: list[str],
+    sizes: list[int],
+    sms: Sequence[int],
+    libraries: list[str],
+    dtype: torch.dtype,
+    groups: dict,
+    windows: list[torch.Tensor],
+    others: dict[str, optional_peers.Peer],
+) -> Iterator[Row]:
+    """The rows of `measure`, when all libraries are there."""
+    name = str(dtype).removeprefix("torch.")
     for nbytes in sizes:
         shared = counts(nbytes, dtype.itemsize, ctx.num_ranks)
         heap = Operands(*(ctx.empty(n, dtype=dtype) for n in shared))
@@ -160,7 +195,7 @@ def measure(
         for collective in collectives:
             for limit in sms:
                 cases = {
-                    library: _case(ctx, library, collective, heap, plain, registered, limit, groups)
+                    library: _case(ctx, library, collective, heap, plain, registered, limit, groups, others)
                     for library in libraries
                 }
                 reasons: dict[str, str] = {}
@@ -168,10 +203,9 @@ def measure(
                 for library, case in cases.items():
                     if case is None:
                         continue
-                    operands, call = case
-                    reasons[library] = "" if library == "torch" else _problem(ctx, collective, operands, call, nbytes)
+                    reasons[library] = "" if library == "torch" else _problem(ctx, collective, case, nbytes)
                     if not reasons[library]:
-                        readied[library] = ready(ctx, call, nbytes)
+                        readied[library] = ready(ctx, case.call, nbytes, case.capturing)
                 times = microseconds_of_each(ctx, list(readied.values()), nbytes)
                 spent = dict(zip(readied, times, strict=True))
                 moved = bus_bytes(collective, heap.whole.nbytes, ctx.num_ranks)
@@ -181,17 +215,17 @@ def measure(
                 ctx.ccl.release_graphs()
         del heap, plain, registered
         ctx.barrier()
-    del windows, pool
 
 
-def _problem(ctx: Iris, collective: str, operands: Operands, call: Callable[[], object], nbytes: int) -> str:
+def _problem(ctx: Iris, collective: str, case: Case, nbytes: int) -> str:
     """What is wrong with a call's result, or with the call, on any rank: the same on all, which go on with one case."""
     try:
-        reason = check(ctx, collective, operands, call, nbytes)
+        reason = check(ctx, collective, case.operands, case.checked, nbytes)
+    except optional_peers.UnavailableError as error:
+        reason = str(error)
     except Exception as error:  # a peer's failure is a result too
         reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-    reasons = [ctx.broadcast(reason, rank) for rank in range(ctx.num_ranks)]
-    return "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(reasons) if text)
+    return on_any_rank(ctx, reason)
 
 
 def _case(
@@ -203,24 +237,32 @@ def _case(
     registered: Operands | None,
     limit: int,
     groups: dict,
-) -> tuple[Operands, Callable[[], object]] | None:
+    others: dict[str, optional_peers.Peer],
+) -> Case | None:
     """What a library is called with, if it has that collective."""
+
+    def of(operands: Operands, call: Callable[[], object]) -> Case:
+        return Case(operands, call, call)
+
     if library.startswith("iris"):
         config = None
         if limit or library == "iris gluon":
             config = Config(comm_sms=limit or None, use_gluon=library == "iris gluon")
-        return heap, iris_calls(ctx, heap, config)[collective]
+        return of(heap, iris_calls(ctx, heap, config)[collective])
     if library == "nccl":
-        return plain, peers.vendor(plain, groups.get(limit))[collective]
+        return of(plain, peers.vendor(plain, groups.get(limit))[collective])
     if limit:
         return None
     if library == "nccl windows":
         assert registered is not None
-        return registered, peers.vendor(registered)[collective]
-    if collective == "all_reduce":
-        calls = peers.torch_symmetric(plain)
-        return plain, calls["one shot" if plain.whole.nbytes <= 256 << 10 else "two shot"]
-    return None
+        return of(registered, peers.vendor(registered)[collective])
+    if collective != "all_reduce":
+        return None
+    if library in others:
+        calls = others[library].all_reduce(library, plain.out, plain.whole)
+        return Case(plain, calls.timed, calls.checked, others[library].capturing)
+    symmetric = peers.torch_symmetric(plain)
+    return of(plain, symmetric["one shot" if plain.whole.nbytes <= 256 << 10 else "two shot"])
 
 
 def write(folder: Path, num_ranks: int, rows: list[Row], ceiling: dict[str, float]) -> None:

@@ -3,8 +3,8 @@
 All in one run, by turns, on the same random data. A shape is (M, N, K) of the whole product. For all_gather_matmul and
 matmul_all_gather each rank has M / W rows of A and N / W, or all, columns of B; for all_gather_matmul_k, which is
 all_gather_matmul with ``gather_dim="k"``, K / W columns of A and all of B; for the sums it has K / W columns of A and
-rows of B. all_reduce_rms_norm has M rows of N columns and no K. Every result of Iris is compared with that of the
-vendor once before it is timed.
+rows of B. all_reduce_rms_norm has M rows of N columns and no K. Every result of Iris and of other projects is compared
+with that of the vendor once before it is timed.
 
 Of fp8 A lies by rows and B by columns, as cuBLAS takes them, the result is bf16, and the factors are 1.
 """
@@ -12,13 +12,16 @@ Of fp8 A lies by rows and B by columns, as cuBLAS takes them, the result is bf16
 import csv
 import json
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from iris.bench import optional_peers
 from iris.bench.collectives import microseconds_of_each, ready
+from iris.bench.ranks import on_any_rank
 from iris.bench.report import environment
 from iris.commands.files import written
 from iris.compat.scaled_mm import scaled_mm
@@ -33,9 +36,11 @@ GATHER_K = "all_gather_matmul_k"
 PRODUCTS = ("all_gather_matmul", GATHER_K, "matmul_all_gather", "matmul_reduce_scatter", "matmul_all_reduce")
 NORM = "all_reduce_rms_norm"
 OPERATIONS = (*PRODUCTS, NORM)
-# "gemm" and "all_reduce": the vendor's product, and Iris' all-reduce, alone. "iris residual": a norm with one.
+# "gemm" and "all_reduce": the vendor's product, and Iris' all-reduce, alone. "iris residual": a norm with one, which
+# other projects' have as well.
 OF_IRIS = ("iris", "iris gluon", "iris triton", "iris copies", "iris residual")
-LIBRARIES = (*OF_IRIS, "vendor", "torch", "gemm", "all_reduce")
+LIBRARIES = (*OF_IRIS, "vendor", "torch", "gemm", "all_reduce", *optional_peers.NAMES)
+WITH_RESIDUAL = ("iris residual", *optional_peers.NAMES)
 # Layers of large models, and of one small batch.
 SHAPES = [
     (8192, 4608, 36864),
@@ -85,7 +90,7 @@ def problem(operation: str, shape: tuple[int, int, int], num_ranks: int) -> str 
 
 def has(library: str, operation: str) -> bool:
     """Whether the library has the operation, for whatever shapes and dtypes."""
-    of_norm = ("iris residual", "all_reduce")
+    of_norm = (*WITH_RESIDUAL, "all_reduce")
     if operation == NORM:
         return library in ("iris", "vendor", *of_norm)
     if operation == GATHER_K:
@@ -248,7 +253,7 @@ def check(ctx: Iris, operation: str, library: str, call: Callable[[], object], x
     """An empty string if a call gives what the vendor does; else what is wrong."""
     if operation == NORM:
         x.whole.copy_(x.a)
-        if library == "iris residual" and x.residual is not None and ctx.cur_rank == 0:
+        if library in WITH_RESIDUAL and x.residual is not None and ctx.cur_rank == 0:
             x.whole.add_(x.residual)  # so the vendor's sum has it once
         wanted = vendor(operation, x)()[-1].float()
         x.whole.zero_()  # whose sums stay what they are, however often they are formed
@@ -272,47 +277,67 @@ def measure(
     Collective over the world; the rows are the same on all ranks.
     """
     ctx.device_barrier()
-    for shape in shapes:
-        for operation in operations:
-            if not is_of(operation, shape) or problem(operation, shape, ctx.num_ranks):
-                continue
-            x = operands(ctx, operation, shape, dtype)
-            reasons: dict[str, str] = {}
-            readied: dict[str, Any] = {}
-            nbytes = x.a.nbytes if operation == NORM else 8 << 20
-            for library in libraries:
-                if not has(library, operation):
+    rows = max((M * N for M, N, K in shapes if NORM in operations and not K), default=0)
+    asked = libraries if rows else []
+    with optional_peers.opened(ctx, asked, optional_peers.Largest(0, rows, dtype)) as others:
+        for shape in shapes:
+            for operation in operations:
+                if not is_of(operation, shape) or problem(operation, shape, ctx.num_ranks):
                     continue
-                reason = ""
-                call: Callable[[], object] | None = None
-                try:
-                    call = case(ctx, operation, library, x)
-                    if library.startswith("iris"):
-                        reason = check(ctx, operation, library, call, x)
-                    else:
-                        call()
-                except InvalidConfigError as error:
-                    # Of the configuration that stands for a library; one that Iris chose itself has to do.
-                    reason = f"{'' if library == 'iris' else NOT_AVAILABLE}{error}"
-                except Exception as error:  # a peer's failure is a result too
-                    reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-                # One rank's failure is everybody's, so that all go on with the same case.
-                everyone = [ctx.broadcast(reason, rank) for rank in range(ctx.num_ranks)]
-                if len(set(everyone)) > 1:
-                    reason = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(everyone) if text)
-                reasons[library] = reason
-                if call is not None and not reasons[library]:
-                    # At once, as a graph takes over the memory of the call before it.
-                    readied[library] = ready(ctx, call, nbytes)
-            times = microseconds_of_each(ctx, list(readied.values()), nbytes)
-            spent = dict(zip(readied, times, strict=True))
-            name = str(dtype).removeprefix("torch.")
-            for library, reason in reasons.items():
-                yield Row(operation, *shape, name, library, spent.get(library), reason)
-            ctx.ops.close()
-            ctx.ccl.release_graphs()
-            del x, call, readied
-            ctx.barrier()
+                # Whose tensors and graphs are gone when it returns.
+                found = _side_by_side(ctx, operation, shape, libraries, dtype, others)
+                ctx.ops.close()
+                ctx.ccl.release_graphs()
+                ctx.barrier()
+                yield from found
+
+
+def _side_by_side(
+    ctx: Iris,
+    operation: str,
+    shape: tuple[int, int, int],
+    libraries: list[str],
+    dtype: torch.dtype,
+    others: dict[str, optional_peers.Peer],
+) -> list[Row]:
+    """The rows of one operation with one shape."""
+    x = operands(ctx, operation, shape, dtype)
+    reasons: dict[str, str] = {}
+    readied: dict[str, Any] = {}
+    nbytes = x.a.nbytes if operation == NORM else 8 << 20
+    for library in libraries:
+        if not has(library, operation):
+            continue
+        reason = ""
+        call: Callable[[], object] | None = None
+        try:
+            if library in others and x.residual is not None:
+                calls = others[library].all_reduce_rms_norm(library, x.out, x.a, x.b, EPS, x.residual)
+            else:
+                call = case(ctx, operation, library, x)
+                calls = optional_peers.Calls(call, call)
+            call = calls.timed
+            if library in others or library.startswith("iris"):
+                reason = check(ctx, operation, library, calls.checked, x)
+            else:
+                call()
+        except InvalidConfigError as error:
+            # Of the configuration that stands for a library; one that Iris chose itself has to do.
+            reason = f"{'' if library == 'iris' else NOT_AVAILABLE}{error}"
+        except optional_peers.UnavailableError as error:
+            reason = f"{NOT_AVAILABLE}{error}"
+        except Exception as error:  # a peer's failure is a result too
+            reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        # One rank's failure is everybody's, so that all go on with the same case.
+        reasons[library] = on_any_rank(ctx, reason)
+        if call is not None and not reasons[library]:
+            # At once, as a graph takes over the memory of the call before it.
+            capturing = others[library].capturing if library in others else nullcontext
+            readied[library] = ready(ctx, call, nbytes, capturing)
+    times = microseconds_of_each(ctx, list(readied.values()), nbytes)
+    spent = dict(zip(readied, times, strict=True))
+    name = str(dtype).removeprefix("torch.")
+    return [Row(operation, *shape, name, library, spent.get(library), reason) for library, reason in reasons.items()]
 
 
 def write(folder: Path, name: str, num_ranks: int, rows: list[Row]) -> None:

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from iris import simulator
 from iris.bench import operations as measuring
-from iris.bench import plots, ranks
+from iris.bench import optional_peers, plots, ranks
 from iris.bench.report import below_floor
 from iris.context import iris
 from iris.errors import UnknownChoiceError
@@ -79,7 +79,8 @@ def run_on_rank(
     largest = max(M * N for M, N, _ in sizes) * max(2, getattr(torch, dtype).itemsize)
     with iris(3 * largest + (64 << 20 if torch.cuda.is_available() else 1 << 20)) as ctx:
         on_gpu = ctx.device.type == "cuda"
-        beside = list(libraries or (measuring.LIBRARIES if on_gpu else ("iris", "iris triton", "iris copies")))
+        in_simulator = ("iris", "iris triton", "iris copies")
+        beside = list(libraries or (optional_peers.by_default(measuring.LIBRARIES) if on_gpu else in_simulator))
         rows: list[measuring.Row] = []
         name = file_name("operations", dtype, ctx.get_num_ranks())
         console = Console(stderr=True, quiet=ctx.get_rank() > 0)

@@ -9,6 +9,7 @@ import click
 import torch
 
 from iris import simulator
+from iris.context import Iris
 from iris.spawn import launch
 
 SIMULATED_RANKS = 2
@@ -51,6 +52,17 @@ def measure(num_ranks: int, work: Callable[..., list[str]], *args: Any) -> None:
         listen()
     if wrong:
         raise click.ClickException("; ".join(wrong))
+
+
+def on_any_rank(ctx: Iris, reason: str) -> str:
+    """Why something does not work on any rank, the same on all of them, which go on together; empty if it does.
+
+    Collective over the world.
+    """
+    reasons = [ctx.broadcast(reason, rank) for rank in range(ctx.num_ranks)]
+    if len(set(reasons)) == 1:
+        return reason
+    return "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(reasons) if text)
 
 
 def _on_rank(results: Any, work: Callable[..., list[str]], args: tuple) -> None:
