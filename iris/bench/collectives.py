@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from iris import simulator
 from iris.bench import optional_peers, peers
-from iris.bench.ranks import on_any_rank
+from iris.bench.ranks import failure, on_any_rank
 from iris.bench.report import environment
 from iris.bench.timing import Operands, capture, counts, do_bench, microseconds_in_turns
 from iris.ccl import Config
@@ -224,7 +224,7 @@ def _problem(ctx: Iris, collective: str, case: Case, nbytes: int) -> str:
     except optional_peers.UnavailableError as error:
         reason = str(error)
     except Exception as error:  # a peer's failure is a result too
-        reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        reason = failure(error)
     return on_any_rank(ctx, reason)
 
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from iris.bench import optional_peers
 from iris.bench.collectives import microseconds_of_each, ready
-from iris.bench.ranks import on_any_rank
+from iris.bench.ranks import failure, on_any_rank
 from iris.bench.report import environment
 from iris.commands.files import written
 from iris.compat.scaled_mm import scaled_mm
@@ -327,7 +327,7 @@ def _side_by_side(
         except optional_peers.UnavailableError as error:
             reason = f"{NOT_AVAILABLE}{error}"
         except Exception as error:  # a peer's failure is a result too
-            reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+            reason = failure(error)
         # One rank's failure is everybody's, so that all go on with the same case.
         reasons[library] = on_any_rank(ctx, reason)
         if call is not None and not reasons[library]:

@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from iris.bench.ranks import on_any_rank
+from iris.bench.ranks import failure, on_any_rank
 from iris.context import Iris
 
 # Libraries by name, and the package of each. One that has the package's name chooses its algorithm itself.
@@ -124,7 +124,7 @@ def _make(ctx: Iris, package: str, largest: Largest) -> Peer:
     except UnavailableError as error:
         reason = str(error)
     except Exception as error:  # a peer's failure is a result too
-        reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        reason = failure(error)
     reason = on_any_rank(ctx, reason)
     if peer is None or reason:
         return Missing(reason)

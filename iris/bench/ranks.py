@@ -54,14 +54,19 @@ def measure(num_ranks: int, work: Callable[..., list[str]], *args: Any) -> None:
         raise click.ClickException("; ".join(wrong))
 
 
-def on_any_rank(ctx: Iris, reason: str) -> str:
+def failure(error: Exception) -> str:
+    """What a row says of a call that failed: the first line of its error."""
+    return f"{type(error).__name__}: {error}".splitlines()[0][:200]
+
+
+def on_any_rank(ctx: Iris, found: str) -> str:
     """Why something does not work on any rank, the same on all of them, which go on together; empty if it does.
 
     Collective over the world.
     """
-    reasons = [ctx.broadcast(reason, rank) for rank in range(ctx.num_ranks)]
+    reasons = [ctx.broadcast(found, rank) for rank in range(ctx.num_ranks)]
     if len(set(reasons)) == 1:
-        return reason
+        return found
     return "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(reasons) if text)
 
 

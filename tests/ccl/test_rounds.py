@@ -11,6 +11,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from covering import UNDER_TORCHRUN
 from hesitation import hesitant
 
 from ccl.calls import EVERYTHING, LAYOUTS, MOVES, PLACES, SUMS, Arena, Case, chosen, mainly, perform
@@ -20,7 +21,7 @@ from iris.ccl.queue import COUNTS, MAX_RANKS, POSTS, WORDS
 from iris.ccl.queue import PLACES as PLACES_FROM
 
 ARENA_BYTES = 24 << 20
-ROUNDS = 600 if EVERYTHING else 20
+ROUNDS = 600 if EVERYTHING else 40 if UNDER_TORCHRUN else 20
 
 CONFIGS = [
     (),

@@ -99,14 +99,11 @@ def compile_for(target, kernel, *args, **options):
     Fails where the memory of an mbarrier is used for anything else, and in `make test-all` where the vendor's assembler
     does not take the code. In `make test` that, most of the time for NVIDIA, runs for `Compiled.instructions` alone.
     """
-
-    def assembled():
-        return _compiled(target, kernel, args, options)
-
-    compiled = assembled() if EVERYTHING else _not_assembled(target, kernel, args, options)
-    if "mbarrier.init" in compiled.asm.get("ptx", ""):
-        assert not (wrong := used_otherwise(compiled.asm["ptx"])), f"a barrier's memory is used otherwise: {wrong}"
-    return Compiled(compiled, assembled)
+    if EVERYTHING:
+        whole = _compiled(target, kernel, args, options)
+        return Compiled(whole, lambda: whole)
+    text = _not_assembled(target, kernel, args, options)
+    return Compiled(text, lambda: _compiled(target, kernel, args, options))
 
 
 def assembly_for(target, kernel, *args, **options):
@@ -117,7 +114,10 @@ def assembly_for(target, kernel, *args, **options):
 def _compiled(target, kernel, args, options):
     triton.runtime.driver.set_active(OfflineDriver(TARGETS[target]))
     kernel.device_caches.clear()
-    return kernel.warmup(*args, grid=(1,), **options)
+    compiled = kernel.warmup(*args, grid=(1,), **options)
+    if "mbarrier.init" in compiled.asm.get("ptx", ""):
+        assert not (wrong := used_otherwise(compiled.asm["ptx"])), f"a barrier's memory is used otherwise: {wrong}"
+    return compiled
 
 
 # Of compilations that end before the assembler. In Triton's own cache they would be taken for whole ones.
@@ -125,6 +125,7 @@ CACHE = tempfile.TemporaryDirectory()
 
 
 def _not_assembled(target, kernel, args, options):
+    # Triton's own scope: in 3.6, to delete a knob's value, as mock.patch does at its end, leaves it set.
     with triton.knobs.cache.scope(), triton.knobs.runtime.scope():
         triton.knobs.cache.dir = CACHE.name
         triton.knobs.runtime.add_stages_inspection_hook = _without_binary
