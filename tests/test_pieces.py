@@ -9,7 +9,11 @@ SCRIPT = Path(__file__).parents[1] / "scripts/in_pieces.py"
 
 MANY = """
 import pathlib
+import warnings
+
 import pytest
+
+warnings.warn("Test: test_many.py::test_counts, which is named here too")
 
 @pytest.mark.parametrize("number", range(50))
 def test_counts(number):

@@ -170,7 +170,7 @@ def atomics():
     """Every atomic of every dtype in every form, and orders by turns; in `make test-all`, every combination."""
     axes = TARGETS, ATOMIC_FORMS, CASES
     if EVERYTHING:
-        return itertools.product(*axes, ORDERS)
+        return list(itertools.product(*axes, ORDERS))
     return [(*case, order) for case, order in zip(sample(*axes), itertools.cycle(ORDERS), strict=False)]
 
 
