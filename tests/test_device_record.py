@@ -10,8 +10,16 @@ import triton.language as tl
 from conftest import TESTS, UNDER_TORCHRUN, import_path
 from preloaded import LIMIT_S, python
 
-from iris.failures.device_record import KIND, KINDS, SIZE
-from iris.language.failures import expired, kind_code, nanoseconds, write_record
+from iris.failures.device_record import CLOCK, KIND, KINDS, SIZE
+from iris.language.failures import (
+    POLLS_WITHOUT_CLOCK,
+    exceeded,
+    expired,
+    kind_code,
+    nanoseconds,
+    untimed,
+    write_record,
+)
 
 
 @pytest.mark.skipif(UNDER_TORCHRUN, reason="starts ranks of its own; run it without torchrun")
@@ -45,3 +53,25 @@ def claim(ctx):
 @pytest.mark.ranks(1)
 def test_what_is_noted_ends_no_other_wait(ranks):
     ranks.run(claim)
+
+
+@triton.jit
+def poll_kernel(record, over, polls):
+    """Polls in vain, so many times; the limit is 0 here, so that any time is too long."""
+    since, passed = untimed(), False
+    for _ in range(polls):
+        passed, since = exceeded(record, since)
+    tl.store(over, passed)
+
+
+def poll(ctx):
+    for more, looked, too_long in ((-1, False, False), (0, True, False), (1, True, True)):
+        record = torch.zeros(SIZE, dtype=torch.int64, device=ctx.device)
+        over = torch.zeros(1, dtype=torch.int32, device=ctx.device)
+        poll_kernel[(1,)](record, over, POLLS_WITHOUT_CLOCK.value + more)
+        assert (record[CLOCK].item() > 0, over.item()) == (looked, too_long), more
+
+
+@pytest.mark.ranks(1)
+def test_a_wait_looks_at_the_clock_after_many_polls_in_vain(ranks):
+    ranks.run(poll)

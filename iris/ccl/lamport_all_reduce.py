@@ -21,8 +21,8 @@ In reduce_scatter each rank pushes another part of its input to each: (W - 1) / 
 *Two shot* sends less and takes longer: 2 (W - 1) / W n bytes, in two steps. A block has W parts of PART elements.
 Rank d adds up part d of each block, as above. It pushes the sum to all others, which wait for it in the same way.
 
-For example, 8 KiB of bf16 among 4 GPUs in one shot are 16 blocks of 512 bytes, and 16 programs of one warp. Each sends
-its block to 3 peers, and receives 3 blocks. 24 KiB leave the rank.
+For example, 8 KiB of bf16 among 4 GPUs are 16 blocks of 512 bytes in one shot, and 16 programs of one warp. Each sends
+its block to 3 peers and receives 3 blocks.
 
 Reuse. A channel is zero at first and belongs to one stream, or one line of graphs (`iris.runtime.workspace`). So its
 calls run one after another. It has 3 slots, each with a region for each block, ``[steps, W sources, PART elements]``.
@@ -55,7 +55,7 @@ from iris.ccl.queue import flat
 from iris.language.address import translate
 from iris.language.context import DeviceContext
 from iris.language.dependent_launch import gdc_launch_dependents, gdc_wait
-from iris.language.failures import WAIT_LIMIT_NS, expired, nanoseconds
+from iris.language.failures import WAIT_LIMIT_NS, exceeded, untimed
 from iris.language.jit import jit
 from iris.language.lamport import (
     decode,
@@ -72,7 +72,7 @@ from iris.language.ll import record_missing
 from iris.language.ordering import load_relaxed, store_after_sync
 from iris.language.target import threads_per_warp
 
-# At most so many bytes of all W ranks' parts together, for one block. Each part is a power of two.
+# Bytes of all W ranks' parts together, for one block, at most. Each part is a power of two.
 BLOCK_BYTES = 8192
 # What a warp moves at once. Parts have this size as long as every block gets a program of its own.
 WARP_BYTES = 512
@@ -106,7 +106,7 @@ def recv_and_reduce(ctx, parts, own, k, count, W: tl.constexpr, PART: tl.constex
     WORDS: tl.constexpr = PART // elements_per_word(element)
     begins, bits = words_at(parts, element), sentinel_mask(k, count, element)
     if WAIT_LIMIT_NS > 0:
-        since = nanoseconds(record)
+        since = untimed()
     words = ()
     for _s in tl.static_range(W):
         words += (bits * 0,)
@@ -121,7 +121,8 @@ def recv_and_reduce(ctx, parts, own, k, count, W: tl.constexpr, PART: tl.constex
         missing = tl.max(tl.cast(late != 0, tl.int32), axis=0)
         if WAIT_LIMIT_NS > 0:
             if missing > 0:
-                if expired(record, since):
+                over, since = exceeded(record, since)
+                if over:
                     ranks = tl.cast(0, tl.int64)
                     for s in tl.static_range(W):
                         none = (rank != s) & (missing_elements(words[s], bits, element) != 0)
@@ -368,16 +369,15 @@ def _shared_arguments(call: Call, max_programs: int | None, steps: int) -> dict[
 def fits(comm: Communicator, collective: str, nbytes: int, steps: int) -> bool:
     """Whether a call does not take more than its share of the group's memory."""
     nbytes = nbytes // comm.size if collective == "reduce_scatter" else nbytes
-    layout = channel_layout(comm.size, steps, nbytes, 2 * comm.num_sms)
-    return layout.nbytes <= comm.workspace.limit // SHARE_OF_WORKSPACE
+    needed = channel_layout(comm.size, steps, nbytes, 2 * comm.num_sms).nbytes
+    return needed <= comm.workspace.limit // SHARE_OF_WORKSPACE
 
 
 # Dtypes whose elements can be their own flags: all ones are a NaN (`iris.language.lamport`).
 FLOATS = torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2
 LAMPORT = frozenset(FLOATS)
 
-# By name, and in how many steps.
-STEPS = {"one_shot": 1, "two_shot_push": 2}
+STEPS = {"one_shot": 1, "two_shot_push": 2}  # of each algorithm
 
 ALGORITHMS = (
     Algorithm(

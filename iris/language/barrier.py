@@ -6,7 +6,7 @@ from triton.experimental.gluon import language as gl
 
 from iris.failures import device_record
 from iris.language.address import in_simulator, translate
-from iris.language.failures import WAIT_LIMIT_NS, expired, kind_code, linear_program_id, nanoseconds
+from iris.language.failures import WAIT_LIMIT_NS, exceeded, kind_code, linear_program_id, untimed
 from iris.language.fences import block_barrier, cta_sync
 from iris.language.jit import gluon_version_of, jit
 from iris.language.note import note
@@ -96,11 +96,12 @@ def wait_ranks(flag_ptrs, wanted, here, first, num_ranks, record, half: tl.const
         while missing > 0:
             missing = behind(flag_ptrs, wanted, here, half)
     else:
-        since = nanoseconds(record)
+        since = untimed()
         while missing > 0:
             missing = behind(flag_ptrs, wanted, here, half)
             if missing > 0:
-                if expired(record, since):
+                over, since = exceeded(record, since)
+                if over:
                     there = arrivals(flag_ptrs, wanted, here, half)
                     # The flags of one barrier all await one value; those of a queue may not, so: the largest.
                     most = tl.max(tl.where(here, wanted, 0), axis=0)

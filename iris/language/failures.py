@@ -16,6 +16,11 @@ KINDS = device_record.KINDS
 WAIT_LIMIT_NS = tl.constexpr(0 if simulator.ACTIVE else wait_limit.NANOSECONDS)
 CHECKS_POINTERS = tl.constexpr(device_record.CHECKS_POINTERS and not simulator.ACTIVE)
 
+# A wait that ends in time should not pay for its limit, and reading the clock takes two atomics of every program on one
+# word (`nanoseconds`), a microsecond and more where hundreds of programs begin to wait together. So it is read after so
+# many polls in vain. Each takes about 0.5 us, so the limit is up to about a millisecond late.
+POLLS_WITHOUT_CLOCK = tl.constexpr(1000)
+
 # The record, in int64 words; `iris.failures.device_record` reads it.
 CLAIMED = tl.constexpr(device_record.CLAIMED)
 CLOCK = tl.constexpr(device_record.CLOCK)
@@ -64,9 +69,29 @@ def nanoseconds(record):
 
 @jit
 def expired(record, since):
+    """Whether a wait that began at ``since`` has exceeded its limit, or another one of the launch has."""
     # Once one wait has expired every other gives up at once: the launch is lost, and should end soon.
     claimed = tl.atomic_add(record + CLAIMED, tl.cast(0, tl.int64), sem="relaxed", scope="gpu")
     return (claimed == GAVE_UP) | (nanoseconds(record) - since > WAIT_LIMIT_NS)
+
+
+@jit
+def untimed():
+    """What `exceeded` takes at first: minus the number of polls until it looks at the clock."""
+    return tl.cast(-POLLS_WITHOUT_CLOCK, tl.int64)
+
+
+@jit
+def exceeded(record, since):
+    """Count a poll in vain. Returns whether the wait has exceeded its limit, and ``since`` for the next poll."""
+    over = since < -POLLS_WITHOUT_CLOCK
+    if since < 0:
+        since += 1
+        if since == 0:
+            since = nanoseconds(record)
+    else:
+        over = expired(record, since)
+    return over, since
 
 
 @jit

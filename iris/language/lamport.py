@@ -20,7 +20,7 @@ import triton.language as tl
 from triton.experimental.gluon import language as gl
 
 from iris.language.address import in_simulator
-from iris.language.failures import WAIT_LIMIT_NS, nanoseconds
+from iris.language.failures import WAIT_LIMIT_NS, untimed
 from iris.language.jit import gluon_version_of, jit
 from iris.language.ll import timed_out, write_through
 from iris.language.ordering import load_relaxed, signed_type
@@ -137,7 +137,7 @@ def lamport_recv(ptrs, mask, bits, element: tl.constexpr, like, source, record):
     thread.
     """
     if WAIT_LIMIT_NS > 0:
-        since = nanoseconds(record)
+        since = untimed()
     words = load_relaxed(ptrs, mask)
     missing = tl.max(tl.cast(missing_elements(words, bits, element) != 0, tl.int32), axis=0)
     while missing > 0:
@@ -145,9 +145,9 @@ def lamport_recv(ptrs, mask, bits, element: tl.constexpr, like, source, record):
         missing = tl.max(tl.cast(missing_elements(words, bits, element) != 0, tl.int32), axis=0)
         if WAIT_LIMIT_NS > 0:
             if missing > 0:
-                if timed_out(
-                    ptrs, missing_elements(words, bits, element) != 0, since, wanted=0, source=source, record=record
-                ):
+                late = missing_elements(words, bits, element) != 0
+                over, since = timed_out(ptrs, late, since, wanted=0, source=source, record=record)
+                if over:
                     missing = missing * 0
     return decode(words, element, like)
 

@@ -19,7 +19,7 @@ import triton.language as tl
 
 from iris.language.address import in_simulator
 from iris.language.barrier import LANES, lanes
-from iris.language.failures import WAIT_LIMIT_NS, expired, kind_code, nanoseconds
+from iris.language.failures import WAIT_LIMIT_NS, exceeded, kind_code, untimed
 from iris.language.jit import jit
 from iris.language.note import note
 from iris.language.ordering import give_up, load_relaxed, load_relaxed_uniform
@@ -42,18 +42,18 @@ def write_through(ptrs, values, mask):
 
 @jit
 def timed_out(ptrs, without, since, wanted, source, record):
-    """Whether a wait for data has exceeded its limit; notes it if so, and which of ``ptrs`` are ``without``.
+    """`exceeded` for a wait for data: if it has, notes which of ``ptrs`` are ``without``.
 
     ``source``: the rank that the data come from, or for each of ``ptrs`` its own; -1 if it cannot be said.
     """
-    over = expired(record, since)
+    over, since = exceeded(record, since)
     if over:
         late = tl.cast(0, tl.int64)
         for rank in range(0, LANES):
             missing = tl.max(tl.cast(without & (rank == source), tl.int32), axis=0)
             late = late | (tl.cast(missing, tl.int64) << rank)
         record_missing(ptrs, without, wanted=wanted, late=late, record=record)
-    return over
+    return over, since
 
 
 @jit
@@ -78,7 +78,7 @@ def ll_recv(ptrs, stamp, mask, source, record):
     and the result the other's, which is older.
     """
     if WAIT_LIMIT_NS > 0:
-        since = nanoseconds(record)
+        since = untimed()
     words = load_relaxed(ptrs, mask)
     missing = tl.max(tl.cast(mask & (tl.cast(words >> 32, tl.int32) != stamp), tl.int32), axis=0)
     while missing > 0:
@@ -87,7 +87,8 @@ def ll_recv(ptrs, stamp, mask, source, record):
         if WAIT_LIMIT_NS > 0:
             if missing > 0:
                 without = mask & (tl.cast(words >> 32, tl.int32) != stamp)
-                if timed_out(ptrs, without, since, wanted=stamp, source=source, record=record):
+                over, since = timed_out(ptrs, without, since, wanted=stamp, source=source, record=record)
+                if over:
                     missing = missing * 0
     return tl.cast(words, tl.int32)
 
@@ -115,7 +116,7 @@ def unplaced(words, counts, mask):
 def ll_recv_places(ptrs, counts, mask, record):
     """Wait until all of the caller's own ``ptrs``, one a rank, carry their ``counts``; returns the places."""
     if WAIT_LIMIT_NS > 0:
-        since = nanoseconds(record)
+        since = untimed()
     words = load_relaxed_uniform(ptrs, mask)
     missing = tl.max(tl.cast(unplaced(words, counts, mask), tl.int32), axis=0)
     while missing > 0:
@@ -123,8 +124,8 @@ def ll_recv_places(ptrs, counts, mask, record):
         missing = tl.max(tl.cast(unplaced(words, counts, mask), tl.int32), axis=0)
         if WAIT_LIMIT_NS > 0:
             if missing > 0:
-                if timed_out(
-                    ptrs, without=unplaced(words, counts, mask), since=since, wanted=0, source=lanes(), record=record
-                ):
+                late = unplaced(words, counts, mask)
+                over, since = timed_out(ptrs, late, since, wanted=0, source=lanes(), record=record)
+                if over:
                     missing = missing * 0
     return words & 0xFFFFFFFFFFFF

@@ -31,9 +31,9 @@ from iris.language.failures import (
     STATE,
     WAIT_LIMIT_NS,
     WORDS,
-    expired,
+    exceeded,
     kind_code,
-    nanoseconds,
+    untimed,
     write_record,
 )
 from iris.language.fences import block_barrier, cta_sync, system_fence
@@ -293,13 +293,14 @@ def wait(flag_ptr, value, cmp: tl.constexpr, record, stop: tl.constexpr = 0):
         while unmet(seen, wanted, cmp, stop):
             seen = poll(flag_ptr, None)
     else:
-        since = nanoseconds(record)
+        since = untimed()
         waiting = unmet(seen, wanted, cmp, stop)
         while waiting:
             seen = poll(flag_ptr, None)
             waiting = unmet(seen, wanted, cmp, stop)
             if waiting:
-                if expired(record, since):
+                over, since = exceeded(record, since)
+                if over:
                     give_up(record, flag_ptr, wanted=wanted, seen=seen, kind=kind_code(cmp), first=0, num_ranks=0)
                     waiting = waiting & False
     if in_simulator():
@@ -319,11 +320,12 @@ def lock(lock_ptr, record):
         while taken == HELD:
             taken = atomic_cas(lock_ptr, 0, HELD, sem="acquire", scope="sys")
     else:
-        since = nanoseconds(record)
+        since = untimed()
         while taken == HELD:
             taken = atomic_cas(lock_ptr, 0, HELD, sem="acquire", scope="sys")
             if taken == HELD:
-                if expired(record, since):
+                over, since = exceeded(record, since)
+                if over:
                     give_up(record, lock_ptr, wanted=0, seen=taken, kind=kind_code("lock"), first=0, num_ranks=0)
                     taken = taken * 0
     return taken
