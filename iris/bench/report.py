@@ -16,13 +16,18 @@ from iris import simulator
 from iris.commands.files import written
 from iris.heap.history import shown
 
+# They change the generated code, and so the figures.
+SETTINGS = "IRIS_WAIT_TIMEOUT_S", "IRIS_DEBUG", "IRIS_TRACE", "IRIS_SANITIZE"
+
 
 def command() -> str:
-    """What was typed, wherever the project lies: a module by its name, and torchrun if there are several ranks."""
+    """What was typed: `SETTINGS`, torchrun if there are several ranks, and a module by its name, wherever it lies."""
     program = Path(sys.argv[0])
     what = ["-m", program.parent.name] if program.name == "__main__.py" else [shown(str(program))]
     ranks = os.environ.get("WORLD_SIZE")
-    return shlex.join([*(["torchrun", "--nproc-per-node", ranks] if ranks else ["python"]), *what, *sys.argv[1:]])
+    settings = [f"{name}={os.environ[name]}" for name in SETTINGS if name in os.environ]
+    launcher = ["torchrun", "--nproc-per-node", ranks] if ranks else ["python"]
+    return shlex.join([*settings, *launcher, *what, *sys.argv[1:]])
 
 
 def environment() -> dict[str, Any]:
