@@ -120,36 +120,36 @@ def check(ctx: Iris, collective: str, operands: Operands, call: Callable[[], obj
     return ""
 
 
-# Of what moves so many bytes or more: calls in a graph, replays that are timed, and replays before. And of less. Those
-# before take some 10 ms, in which a GPU that was idle reaches its speed.
+# A graph begins with a barrier of all ranks, some microseconds that its calls share.
+PER_GRAPH = 20
+# Of what moves so many bytes or more: replays that are timed, and replays before. And of less. Those before take some
+# 10 ms, in which a GPU that was idle reaches its speed.
 MANY_BYTES = 4 << 20
-SELDOM, OFTEN = (5, 15, 40), (20, 25, 200)
+SELDOM, OFTEN = (15, 15), (25, 200)
 
 
 def microseconds(ctx: Iris, call: Callable[[], object], nbytes: int) -> float:
     """The slowest rank's time of a call."""
-    return microseconds_of_each(ctx, [ready(ctx, call, nbytes)], nbytes)[0]
+    return microseconds_of_each(ctx, [ready(ctx, call)], nbytes)[0]
 
 
 def ready(
     ctx: Iris,
     call: Callable[[], object],
-    nbytes: int,
     capturing: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> Any:
     """What `microseconds_of_each` takes: a graph of calls, or the call where there are none."""
     if ctx.device.type != "cuda":
         return call
-    per_graph, _, _ = SELDOM if nbytes >= MANY_BYTES else OFTEN
     with capturing():
-        return capture(call, ctx.device_barrier, per_graph)
+        return capture(call, ctx.device_barrier, PER_GRAPH)
 
 
 def microseconds_of_each(ctx: Iris, readied: Sequence[Any], nbytes: int) -> list[float]:
     """The slowest rank's time of each call, measured by turns."""
     ctx.barrier()
     if ctx.device.type == "cuda":
-        mine = microseconds_in_turns(readied, *(SELDOM if nbytes >= MANY_BYTES else OFTEN))
+        mine = microseconds_in_turns(readied, PER_GRAPH, *(SELDOM if nbytes >= MANY_BYTES else OFTEN))
     else:
         mine = [1e3 * do_bench(call, ctx.barrier, n_warmup=0, n_repeat=1, return_mode="median") for call in readied]
     everyone = [ctx.broadcast(mine, rank) for rank in range(ctx.num_ranks)]
@@ -205,7 +205,7 @@ def _measure(
                         continue
                     reasons[library] = "" if library == "torch" else _problem(ctx, collective, case, nbytes)
                     if not reasons[library]:
-                        readied[library] = ready(ctx, case.call, nbytes, case.capturing)
+                        readied[library] = ready(ctx, case.call, case.capturing)
                 times = microseconds_of_each(ctx, list(readied.values()), nbytes)
                 spent = dict(zip(readied, times, strict=True))
                 moved = bus_bytes(collective, heap.whole.nbytes, ctx.num_ranks)

@@ -333,7 +333,7 @@ def _side_by_side(
         if call is not None and not reasons[library]:
             # At once, as a graph takes over the memory of the call before it.
             capturing = others[library].capturing if library in others else nullcontext
-            readied[library] = ready(ctx, call, nbytes, capturing)
+            readied[library] = ready(ctx, call, capturing)
     times = microseconds_of_each(ctx, list(readied.values()), nbytes)
     spent = dict(zip(readied, times, strict=True))
     name = str(dtype).removeprefix("torch.")

@@ -101,7 +101,7 @@ def tune(ctx: Iris, sizes: list[int], report: Callable[[str], None]) -> Table:
                         # Compiled and loaded first, outside the graph.
                         call()
                         # In the simulator, which has no graphs, all of them are the last one.
-                        readied.append(ready(ctx, call, nbytes))
+                        readied.append(ready(ctx, call))
                     times = dict(zip(picks, microseconds_of_each(ctx, readied, nbytes), strict=True))
                     del readied, kept
                     ctx.ccl.release_graphs()
