@@ -36,6 +36,7 @@ def link_calls(ctx: Iris, nbytes: int) -> dict[str, tuple[int, Callable[[], obje
     n = nbytes // 2 // ctx.num_ranks
     source, target = (ctx.randn(n * ctx.num_ranks, dtype=torch.bfloat16) for _ in range(2))
     there = ctx.peer(target, (ctx.cur_rank + 1) % ctx.num_ranks)
+    ctx.device_barrier()  # peers write to what each rank has just filled
     grid, record = (PROGRAMS,), ctx.get_device_context()
     return {
         "copy_engine_GBps": (2 * n * ctx.num_ranks, lambda: there.copy_(source)),

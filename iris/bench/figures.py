@@ -102,6 +102,7 @@ def copy_us(ctx: Iris, time: Timer) -> float:
     source, target = (ctx.zeros(LINK_BYTES, dtype=torch.uint8) for _ in range(2))
     epoch, word = (ctx.zeros(1, dtype=torch.int32) for _ in range(2))
     there, word_there = ctx.peer(target, peer), ctx.peer(word, peer)
+    ctx.device_barrier()  # peers write to what each rank has just filled
 
     def copy(parts: int) -> None:
         for here, at_peer in zip(source.chunk(parts), there.chunk(parts), strict=True):
