@@ -6,6 +6,7 @@ that it cannot tell to be from torch's own Python counts as one that the program
 """
 
 import inspect
+from collections.abc import Mapping
 from types import CodeType
 from typing import Any
 
@@ -43,6 +44,14 @@ def is_of_torch_distributed(code: CodeType) -> bool:
 def is_split_group(code: CodeType) -> bool:
     """Whether this is the code of `torch.distributed.split_group`, below its decorators."""
     return code is _SPLIT_GROUP
+
+
+def goes_on_by_itself(given: Mapping[str, Any]) -> bool:
+    """Whether a collective's operation leaves it to the caller to wait for it; ``given``: its arguments by name.
+
+    The argument is ``asyncOp`` in torch 2.11, and ``async_op`` in 2.13. Where it is not given, the caller waits.
+    """
+    return given.get("async_op", given.get("asyncOp")) is not False
 
 
 def existing_groups() -> Any:

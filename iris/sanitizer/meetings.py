@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from iris.compat.c10d import Future, group_named, is_of_torch_distributed, source_of
+from iris.compat.c10d import Future, goes_on_by_itself, group_named, is_of_torch_distributed, source_of
 from iris.compat.dispatch import operation_name
 from iris.observer import READ, WRITE
 from iris.sanitizer import rooted
@@ -213,7 +213,7 @@ def flat(value: Any) -> Iterator[Any]:
 
 def _is_asynchronous(func: Any, operation: str, given: dict[str, Any]) -> bool:
     """Whether this goes on beside the program."""
-    if func.namespace != "c10d" or operation == "barrier" or not given.get("asyncOp", True):
+    if func.namespace != "c10d" or operation == "barrier" or not goes_on_by_itself(given):
         return False
     return goes_to_the_program(sys._getframe(1))
 

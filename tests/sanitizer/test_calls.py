@@ -68,3 +68,35 @@ def work(ctx, backend, message, way):
 def test_who_waits_for_a_call_comes_behind_it(ranks, backend, message, way):
     _, findings = ranks.run_sanitized(work, backend, message, way)
     assert [finding.kind for finding in findings] == ([] if way is not by_nothing else ["race"])
+
+
+CALLS = {
+    "all_reduce": lambda out, x, rows: dist.all_reduce(out),
+    "reduce": lambda out, x, rows: dist.reduce(out, 0),
+    "broadcast": lambda out, x, rows: dist.broadcast(out, 0),
+    "all_gather": lambda out, x, rows: dist.all_gather(rows, x),
+    "all_gather_into_tensor": lambda out, x, rows: dist.all_gather_into_tensor(out, x[: N // 2]),
+    "reduce_scatter": lambda out, x, rows: dist.reduce_scatter(out, [x, x]),
+    "reduce_scatter_tensor": lambda out, x, rows: dist.reduce_scatter_tensor(out[: N // 2], x),
+    "all_to_all_single": lambda out, x, rows: dist.all_to_all_single(out, x),
+    "gather": lambda out, x, rows: dist.gather(x, rows if dist.get_rank() == 0 else None),
+    "scatter": lambda out, x, rows: dist.scatter(out, [x, x] if dist.get_rank() == 0 else None),
+    "send and recv": lambda out, x, rows: dist.recv(out, 0) if dist.get_rank() else dist.send(x, 1),
+}
+
+
+def use_at_once(ctx, name):
+    """Of memory that the host may only touch in order with the call."""
+    out, x, rows = ctx.zeros(N), torch.ones(N), [ctx.zeros(N) for _ in range(2)]
+    for _ in range(2):
+        CALLS[name](out, x, rows)
+        x.add_(1)
+        for tensor in (out, *rows):
+            tensor.add_(1)
+    ctx.barrier()
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_that_waits_has_ended(ranks, name):
+    _, findings = ranks.run_sanitized(use_at_once, name)
+    assert not findings
