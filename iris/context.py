@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from iris import world  # noqa: F401 (importing peer_loss registers what it does when a peer ends)
 from iris.ccl.collectives import Collectives
+from iris.ccl.over_hosts import CollectivesOverHosts
 from iris.compat.c10d import existing_groups
 from iris.compat.cuda import current_raw_stream
 from iris.cuda_graphs.capture import refuse_in_capture
@@ -26,6 +27,7 @@ from iris.runtime.workspace import Workspace
 from iris.tensors import Factories
 from iris.tracing.recording import Tracing
 from iris.world import Group, check_process_group
+from iris.world.hosts import bind_fates, check_one_host
 from iris.world.object_broadcast import broadcast_object
 
 
@@ -57,7 +59,13 @@ class Iris(Factories, SymmetricTensors):
     heap : SymmetricHeap
         The memory itself, and what is in use of it.
     heap_bases : torch.Tensor
-        int64 ``[num_ranks]``, where each rank's heap begins in this rank's address space.
+        int64 ``[num_ranks]``, where each rank's heap begins in this rank's address space; 0 for ranks of other hosts.
+    host, num_hosts : int
+        Which host this rank is on, from 0 on in the order of their first ranks, and the number of hosts.
+    local_rank, num_local_ranks : int
+        This rank among those of its host, from 0 on in the order of ranks, and their number, the same on every host.
+    local_ranks : tuple of int
+        The ranks of this host, by local rank. They need not follow each other.
     ccl : iris.ccl.collectives.Collectives
         The collectives among all ranks, or those of a group.
     ops : iris.ops.operations.Operations
@@ -70,28 +78,33 @@ class Iris(Factories, SymmetricTensors):
         refuse_in_capture("context")
         self._world = world.join(process_group)
         self.cur_rank, self.num_ranks = self._world.rank, self._world.size
+        hosts, self._rail = self._world.hosts, self._world.rail
+        self.host, self.num_hosts, self.local_rank = hosts.number, len(hosts), hosts.local_rank
+        self.local_ranks, self.num_local_ranks = hosts.local_ranks, len(hosts.local_ranks)
         self.device = self._world.device
         self.gpu_id = self.device.index or 0
-        self.heap = SymmetricHeap(self._world.group, heap_size, self.device)
+        self.heap = SymmetricHeap(self._world.group, heap_size, self.device, hosts)
         self.heap_size = heap_size
         self._record = DeviceRecord(self.device)
-        # By process group, None for the world.
+        # By process group, None for the world. The kernels of a workspace reach the ranks of this host alone.
         self._groups: dict[dist.ProcessGroup | None, Group] = {None: self._world.group}
         self._barriers: dict[dist.ProcessGroup | None, DeviceBarrier] = {}
         try:
             self._workspaces: dict[dist.ProcessGroup | None, Workspace] = {
-                None: Workspace(self._world.group, self.device, self._record)
+                None: Workspace(hosts.group, self.device, self._record)
             }
+            if self.num_hosts > 1:
+                bind_fates(self._world.group, hosts.group)
         except BaseException:
             self.heap.close()
             raise
         bases = self.heap.bases
         size, record = self.heap.mapped_size, self._record.address
         self.heap_bases = heap_bases_tensor(bases, size, record, self.device)
-        self.ccl = Collectives(self)
+        self.ccl = CollectivesOverHosts(self, self._rail) if self._rail else Collectives(self)
         self.ops = Operations(self)
         self._device_context = context_tensor(self.cur_rank, bases, size, record, self.device)
-        self.tracing = Tracing(self._workspaces[None], self._record, self._drain)
+        self.tracing = Tracing(self._workspaces[None], self._record, self._drain, self.num_hosts)
         self.tracing.enable_if_wanted()
 
     def __repr__(self) -> str:
@@ -129,10 +142,20 @@ class Iris(Factories, SymmetricTensors):
             return 1
         return torch.cuda.get_device_properties(self.device).multi_processor_count
 
+    def is_local(self, rank: int) -> bool:
+        """Whether ``rank`` is on this rank's host: then kernels reach its memory, and so does `peer`. Local.
+
+        Raises
+        ------
+        RankOutOfRangeError
+            There is no such rank.
+        """
+        return self._world.hosts.is_local(rank)
+
     def get_heap_bases(self) -> torch.Tensor:
         """What functional device operations take: int64 ``[num_ranks]`` on the heap's device. Local.
 
-        It holds the address at which each rank's heap begins in this process.
+        It holds the address at which each rank's heap begins in this process, and 0 for ranks of other hosts.
         """
         self.heap.check_open()
         return self.heap_bases
@@ -201,6 +224,9 @@ class Iris(Factories, SymmetricTensors):
         # The raw handle: making a Stream object costs the host ten times as much.
         stream = current_raw_stream(self.gpu_id) if on_gpu else None
         self._barriers[group].enqueue(stream, capturing)
+        if group is None and self._rail:
+            # All ranks of this host have come: when one rank of each other host knows that of its own, so have all.
+            self._rail.barrier()
 
     @breaks_graph("the ranks meet on the host")
     def broadcast(self, value: Any, src: int = 0, *, source_rank: int | None = None) -> Any:
@@ -282,6 +308,8 @@ class Iris(Factories, SymmetricTensors):
         for workspace in self._workspaces.values():
             workspace.close()
         self.heap.close()
+        if self._rail:
+            self._rail.close()
         # The library's own memory goes with those that use it.
         self._barriers.clear()
         self.ccl.close()
@@ -336,7 +364,10 @@ class Iris(Factories, SymmetricTensors):
     def _workspace(self, process_group: dist.ProcessGroup | None) -> Workspace:
         if process_group not in self._workspaces:
             self._forget_destroyed_groups()
-            self._workspaces[process_group] = Workspace(self._group(process_group), self.device, self._record)
+            members = self._group(process_group)
+            if self.num_hosts > 1:
+                check_one_host(self._world.group, self._world.hosts, members)
+            self._workspaces[process_group] = Workspace(members, self.device, self._record)
         return self._workspaces[process_group]
 
     def _log(self, level: int, message: object) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from covering import EVERYTHING, UNDER_TORCHRUN, few_that_show_all
 from preloaded import python
-from rank_pool import RankPool, Torchrun
+from rank_pool import Hosts, RankPool, Torchrun
 
 TESTS = Path(__file__).parent
 
@@ -31,14 +31,16 @@ def import_path(*folders):
 def pytest_generate_tests(metafunc):
     """`@pytest.mark.ranks(1, 2, 4)` runs a test that takes ``ranks`` with each of these numbers of ranks.
 
-    Under torchrun it runs with the ranks that are there, or not at all if it says ``exactly=True`` and means others.
+    Under torchrun it runs with the ranks that are there, or not at all if it says ``exactly=True`` and means others, or
+    `rank_pool.Hosts`.
     """
     if "ranks" in metafunc.fixturenames:
         mark = metafunc.definition.get_closest_marker("ranks")
         counts = mark.args if mark else (2,)
         if UNDER_TORCHRUN:
             here = int(os.environ["WORLD_SIZE"])
-            counts = (here,) if here in counts or not (mark and mark.kwargs.get("exactly")) else ()
+            exactly = mark and (mark.kwargs.get("exactly") or isinstance(counts[0], Hosts))
+            counts = (here,) if here in counts or not exactly else ()
         metafunc.parametrize("ranks", counts, indirect=True, ids=lambda count: f"{count}ranks")
 
 
@@ -60,7 +62,9 @@ def pytest_collection_modifyitems(config, items):
 
     def count(item):
         value = item.callspec.params.get("ranks", 0) if hasattr(item, "callspec") else 0
-        return value if isinstance(value, int) else 0
+        if isinstance(value, Hosts):
+            return (1, value)  # behind those of one host
+        return (0, value if isinstance(value, int) else 0)
 
     items.sort(key=count)
 

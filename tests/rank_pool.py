@@ -15,6 +15,7 @@ import traceback
 from datetime import timedelta
 from multiprocessing.connection import wait
 from pathlib import Path
+from typing import NamedTuple
 
 # Before numpy is loaded, here and in the processes that are started: threads that share cores with those of other ranks
 # wait for each other, and a small product takes many times as long.
@@ -24,6 +25,29 @@ import torch
 import torch.distributed as dist
 
 HEAP_SIZE = 1 << 26
+
+
+class Hosts(NamedTuple):
+    """Ranks on several hosts, by ``IRIS_HOST``: one host behind the other, or ``dealt`` out."""
+
+    hosts: int
+    ranks_each: int
+    dealt: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.hosts}x{self.ranks_each}{'dealt' * self.dealt}"
+
+    @property
+    def num_ranks(self) -> int:
+        return self.hosts * self.ranks_each
+
+    def host_of(self, rank: int) -> int:
+        return rank % self.hosts if self.dealt else rank // self.ranks_each
+
+    def ranks_of(self, host: int) -> list[int]:
+        return [rank for rank in range(self.num_ranks) if self.host_of(rank) == host]
+
+
 START_LIMIT_S = 600
 RUN_LIMIT_S = 900  # eight ranks may share two busy cores
 GRACE_S = 3  # what the other ranks get to finish, once one has failed
@@ -33,10 +57,12 @@ class RankFailure(AssertionError):
     """A worker raised, hung or died on some rank."""
 
 
-def _serve(pipe, rank, num_ranks, port):
+def _serve(pipe, rank, num_ranks, port, host):
     """One rank's process: takes (module, function, args, import path) and answers (ok, result or traceback)."""
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks))
+    if host is not None:
+        os.environ["IRIS_HOST"] = host
     os.environ.pop("IRIS_SANITIZE", None)  # what is noted down, and for how long, each test says
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=START_LIMIT_S))
     dist.init_process_group(
@@ -67,15 +93,20 @@ def _serve(pipe, rank, num_ranks, port):
 
 
 class RankPool:
-    """``num_ranks`` processes, started once; replaced when one fails, since the others may be waiting for it."""
+    """``num_ranks`` processes, started once; replaced when one fails, since the others may be waiting for it.
 
-    def __init__(self, num_ranks: int) -> None:
-        self.num_ranks = num_ranks
+    In the place of a number of ranks `Hosts` may stand.
+    """
+
+    def __init__(self, ranks: int | Hosts) -> None:
+        self.hosts = ranks if isinstance(ranks, Hosts) else None
+        self.num_ranks = ranks.num_ranks if isinstance(ranks, Hosts) else ranks
         self._processes, self._pipes = [], []
 
     def run(self, worker, *args) -> list:
         """The results of ``worker(ctx, *args)``, a rank each. With ``IRIS_SANITIZE=1`` nothing must be wrong in it."""
-        if os.environ.get("IRIS_SANITIZE") != "1":
+        # The sanitizer watches one host.
+        if os.environ.get("IRIS_SANITIZE") != "1" or self.hosts:
             return self._run(worker, args, None)
         results, findings = self.run_sanitized(worker, *args)
         if findings:
@@ -112,7 +143,9 @@ class RankPool:
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank in range(self.num_ranks):
             pipe, child = context.Pipe()
-            process = context.Process(target=_serve, args=(child, rank, self.num_ranks, self._store.port), daemon=True)
+            host = self.hosts and f"host{self.hosts.host_of(rank)}"
+            args = (child, rank, self.num_ranks, self._store.port, host)
+            process = context.Process(target=_serve, args=args, daemon=True)
             process.start()
             child.close()
             self._processes.append(process)

@@ -22,7 +22,7 @@ from iris.errors import (
     SeveralHostsError,
     SharedDeviceError,
 )
-from iris.world import Group, Placement, bootstrap, placement, strangers, wire
+from iris.world import Group, Placement, bootstrap, hosts, placement, strangers, wire
 from iris.world.store import tcp_store
 
 
@@ -280,13 +280,29 @@ def placements(**changes):
     ]
 
 
+def in_group(*ranks):
+    """This rank's group, as far as who is where depends on it."""
+    return SimpleNamespace(rank=0, ranks=ranks)
+
+
 def test_ranks_on_one_host_may_have_names_of_their_own():
-    placement.check_one_host(placements())
+    group = in_group(0, 1, 2)
+    found = hosts.divide(group, placements())
+    assert found.group is group and found.ranks == ((0, 1, 2),) and found.local_rank == 0
 
 
-def test_ranks_on_several_hosts_are_told():
+@pytest.mark.parametrize("gpu", [["GPU-7", "GPU-8", "GPU-9"], [None] * 3])
+def test_hosts_with_other_numbers_of_ranks_are_told(gpu):
+    """By the ranks in the world, of which the context may have some."""
+    unequal = placements(host=["one", "two", "one"], gpu=gpu)
+    text = r"2 on box0, 1 on box1 \(ranks 3 and 8 on box0; rank 5 on box1\).*torchrun --nproc-per-node"
+    with pytest.raises(InvalidGroupError, match=text):
+        hosts.divide(in_group(3, 5, 8), unequal)
+
+
+def test_gpus_on_several_hosts_are_told():
     with pytest.raises(SeveralHostsError, match="rank 0 on box0; rank 1 on box1; rank 2 on box2"):
-        placement.check_one_host(placements(host=["one", "one", "two"]))
+        hosts.divide(in_group(0, 1, 2), placements(host=["one", "two", "three"]))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -1,7 +1,7 @@
 """What a collective may be asked for: checked before anything is enqueued, and between ranks in debug mode."""
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 
@@ -24,6 +24,17 @@ from iris.operators.stand_ins import stand_in
 from iris.world import Group
 
 DEBUGGING = debugging()
+
+
+class Ranks(Protocol):
+    """The ranks of a collective: a `Communicator`, or those of several hosts."""
+
+    @property
+    def size(self) -> int: ...
+    @property
+    def ranks(self) -> tuple[int, ...]: ...
+    @property
+    def device(self) -> torch.device: ...
 
 
 def check_tensor(name: str, tensor: object) -> None:
@@ -69,7 +80,7 @@ def check_config(config: Config | None) -> Config:
 
 
 def check_pair(
-    comm: Communicator,
+    comm: Ranks,
     name: str,
     output: torch.Tensor,
     input: torch.Tensor,
@@ -101,7 +112,7 @@ def check_pair(
         )
 
 
-def check_columns(comm: Communicator, name: str, output: torch.Tensor, input: torch.Tensor) -> None:
+def check_columns(comm: Ranks, name: str, output: torch.Tensor, input: torch.Tensor) -> None:
     """That both have the same columns, and these can be divided among the ranks."""
     if input.dim() == 0 or input.shape[-1] % comm.size or output.shape != input.shape:
         raise InvalidCollectiveError(
@@ -110,7 +121,7 @@ def check_columns(comm: Communicator, name: str, output: torch.Tensor, input: to
         )
 
 
-def rank_in_group(comm: Communicator, name: str, rank: int, num_ranks: int) -> int:
+def rank_in_group(comm: Ranks, name: str, rank: int, num_ranks: int) -> int:
     """A rank of the world, of ``num_ranks``, as a rank of the group."""
     number = index(rank)
     if number not in comm.ranks:

@@ -11,7 +11,7 @@ from iris import simulator
 from iris.compat.c10d import backend_of, describe, is_split_group, set_backend
 from iris.context import Iris
 from iris.cuda_graphs.capture import refuse_in_capture
-from iris.errors import HeapClosedError, InvalidGroupError, WrongDeviceError
+from iris.errors import HeapClosedError, InvalidGroupError, SeveralHostsError, WrongDeviceError
 from iris.simulator.streams import Stream
 
 NAME = "iris"
@@ -54,7 +54,13 @@ class ProcessGroupBase(dist.ProcessGroup):
             refuse_in_capture(f"{call}() of torch.distributed")
             if device.type == "cuda" and device.index is not None:
                 torch.cuda.set_device(device)
-            self._context = Iris(0, process_group=self)
+            made = Iris(0, process_group=self)
+            if made.num_hosts > 1:
+                made._release()
+                raise SeveralHostsError(
+                    f"{call}() of the backend iris", "Use the backend nccl, or gloo in the simulator, or ctx.ccl."
+                )
+            self._context = made
         return self._context
 
     # What torch asks about a group ------------------------------------------------------------------------------------

@@ -63,6 +63,8 @@ from iris.errors.ranks import (
     PeerFailedError,
     PeerLostError,
     RankOutOfRangeError,
+    RemoteRankError,
+    SeveralHostsError,
 )
 from iris.errors.starting import (
     HeapTooLargeError,
@@ -73,7 +75,6 @@ from iris.errors.starting import (
     MissingPartError,
     NoGpuForRankError,
     NoPeerAccessError,
-    SeveralHostsError,
     SharedDeviceError,
     TritonMissingError,
     WorkerNotImportableError,
@@ -135,6 +136,7 @@ __all__ = [
     "PeerLostError",
     "ProcessUnreachableError",
     "RankOutOfRangeError",
+    "RemoteRankError",
     "SeveralHostsError",
     "SharedDeviceError",
     "SharedMemoryRaceError",

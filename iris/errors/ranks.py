@@ -53,6 +53,7 @@ class GroupAbortedError(IrisError, RuntimeError):
     """A broken group was used again: a wait was given up, a call interrupted, or messages were of unequal size."""
 
     def __init__(self, ranks: Iterable[int], why: str) -> None:
+        self.why = why
         super().__init__(
             f"The group of ranks {list(ranks)} is broken, as an aborted communicator is: its ranks are out of step, so "
             f"results would be wrong. The cause: {why}\nOther groups go on. To go on with these ranks, close the "
@@ -70,7 +71,31 @@ class RankOutOfRangeError(IrisError, ValueError):
 
 
 class InvalidGroupError(IrisError, ValueError):
-    """Something that is no process group, or one that this rank is not a member of, or whose GPUs differ."""
+    """Something that is no process group, or one that this rank is not a member of, or whose GPUs differ.
+
+    Or hosts that have different numbers of its ranks.
+    """
+
+
+class SeveralHostsError(IrisError, RuntimeError):
+    """What was asked for works among the ranks of one host, and not yet over several. Says what to use instead."""
+
+    def __init__(self, what: str, instead: str) -> None:
+        super().__init__(f"{what} works among the ranks of one host, and not yet over several. {instead}")
+
+
+class RemoteRankError(IrisError, ValueError):
+    """A kernel in the simulator, or `peer()`, reaches for the memory of a rank on another host.
+
+    Loads and stores end at the host.
+    """
+
+    def __init__(self, rank: int, host: str) -> None:
+        super().__init__(
+            f"Rank {rank} is on another host, {host}: no load, store or atomic reaches its memory. Move data there "
+            "with a collective, such as ctx.ccl.all_gather(). "
+            "ctx.is_local(rank) tells which ranks are on this host."
+        )
 
 
 class AsymmetricHeapError(IrisError, RuntimeError):

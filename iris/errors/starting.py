@@ -12,10 +12,6 @@ class InvalidSettingError(IrisError, ValueError):
         super().__init__(f"{variable}={value!r} is not valid: it takes {possible}.")
 
 
-class SeveralHostsError(IrisError, RuntimeError):
-    """The ranks are on several hosts; Iris reaches memory by loads and stores, which end at the host."""
-
-
 class SharedDeviceError(IrisError, RuntimeError):
     """Two ranks use the same GPU."""
 

@@ -26,7 +26,8 @@ from iris.errors import (
     RankOutOfRangeError,
     readable,
 )
-from iris.heap import gpu, host
+from iris.heap import gpu
+from iris.heap import host as in_main_memory
 from iris.heap.allocator import round_up
 from iris.world import Group
 
@@ -139,13 +140,16 @@ class Mapping:
 
 def total_memory(device: torch.device) -> int:
     """The memory of the device that a mapping would be on, in bytes."""
-    return (host if device.type == "cpu" else gpu).total_memory(device)
+    return (in_main_memory if device.type == "cpu" else gpu).total_memory(device)
 
 
-def create(group: Group, size: int, device: torch.device) -> Mapping:
+def create(group: Group, size: int, device: torch.device, host: Group | None = None) -> Mapping:
     """Share ``size`` bytes of every member. Collective; blocks the host; undone on all members if it fails on one.
 
     ``size`` is rounded up as the allocator rounds. The bytes are zero on the CPU and undefined on a GPU.
+
+    ``host``: the members on this host, where there are several. The memory is shared among these, and the mapping has
+    their ranks; the others do the same at the same time, and all agree.
 
     Raises
     ------
@@ -159,7 +163,10 @@ def create(group: Group, size: int, device: torch.device) -> Mapping:
         The memory cannot be shared.
     """
 
-    provider = host if device.type == "cpu" else gpu
+    provider = in_main_memory if device.type == "cpu" else gpu
+    members = group if host is None else host
+    bases: list[int] = []
+    held: Any = None
 
     def check_size() -> int:
         asked = index(size)
@@ -178,7 +185,15 @@ def create(group: Group, size: int, device: torch.device) -> Mapping:
         asked = ", ".join(f"{readable(size)} on rank {rank}" for rank, size in zip(group.ranks, sizes, strict=True))
         raise MismatchedHeapError(f"A heap has the same size on every rank, and these differ: {asked}.")
     rounded = round_up(max(sizes[0], 1))
-    bases, held = provider.share(group, rounded, device)
+
+    def share() -> None:
+        nonlocal bases, held
+        bases, held = provider.share(members, rounded, device)
+
+    if members is group:
+        share()
+    else:
+        group.agree(share, "share memory within its host")
 
     def check_congruence() -> None:
         if len({base % CONGRUENCE for base in bases}) > 1:
@@ -188,17 +203,18 @@ def create(group: Group, size: int, device: torch.device) -> Mapping:
             )
 
     group.agree(check_congruence, "map the heaps at congruent addresses")
-    name = f"{group.name}/memory/{_made[group.name]}"
-    mapping = Mapping(name, group.ranks, group.rank, rounded, device, tuple(bases), Memory(held), group.members.lost)
-    _mappings[bases[group.rank]] = mapping
+    name = f"{members.name}/memory/{_made[members.name]}"
+    memory = Memory(held)
+    mapping = Mapping(name, members.ranks, members.rank, rounded, device, tuple(bases), memory, members.members.lost)
+    _mappings[bases[members.rank]] = mapping
     # Behind it: another thread that sees this number looks for it.
-    _made[group.name] += 1
+    _made[members.name] += 1
     return mapping
 
 
 def snapshot(memory: torch.Tensor) -> np.ndarray:
     """A copy of these bytes, uint8, as they are now. Local; waits for no kernel, in any thread."""
-    return (host if memory.device.type == "cpu" else gpu).snapshot(memory)
+    return (in_main_memory if memory.device.type == "cpu" else gpu).snapshot(memory)
 
 
 def mappings() -> list[Mapping]:

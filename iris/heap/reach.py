@@ -4,14 +4,16 @@ import numpy as np
 
 from iris.errors import InvalidContextError, NotSymmetricError, NotTheCallerError, RankOutOfRangeError
 from iris.heap.mapping import describe_address, is_mapped
-from iris.heap.symmetric import heap_at, live_heaps
+from iris.heap.symmetric import SymmetricHeap, heap_at, live_heaps
 
 
-def check_reach(addresses: np.ndarray, mask: np.ndarray | None, base: np.ndarray, ranks: np.ndarray | int) -> None:
+def check_reach(
+    addresses: np.ndarray, mask: np.ndarray | bool | None, base: np.ndarray, ranks: np.ndarray | int
+) -> None:
     """Raise unless a kernel may use these addresses as its own in the heap at ``base``, to reach these ranks.
 
     Elements that ``mask`` leaves out are not looked at, nor anything if ``base`` is no heap's: it may be the library's
-    own memory.
+    own memory. A ``mask`` of False: it is not known which are used.
 
     Raises
     ------
@@ -19,6 +21,8 @@ def check_reach(addresses: np.ndarray, mask: np.ndarray | None, base: np.ndarray
         An address is not in the caller's heap.
     RankOutOfRangeError
         The heap has no such rank.
+    RemoteRankError
+        It is on another host.
     NotTheCallerError
         The heap at ``base`` is a peer's.
     InvalidContextError
@@ -40,12 +44,11 @@ def check_reach(addresses: np.ndarray, mask: np.ndarray | None, base: np.ndarray
                 "Pass ctx.get_device_context() or ctx.get_heap_bases() of a context that has not been closed."
             )
         return
+    _check_ranks(ranks, heap)
+    check_local(ranks, None if mask is False else mask, base)
     if mask is not None:
         addresses, active = np.broadcast_arrays(addresses, mask)
         addresses = addresses[active]
-    for rank in np.ravel(ranks):
-        if not 0 <= rank < heap.group.size:
-            raise RankOutOfRangeError(int(rank), heap.group.size)
     outside = (addresses < own) | (addresses >= own + heap.mapped_size)
     if outside.any():
         address = int(addresses[outside][0])
@@ -55,6 +58,34 @@ def check_reach(addresses: np.ndarray, mask: np.ndarray | None, base: np.ndarray
             f"A kernel reaches a peer by way of address {address:#x}, which is {where}. "
             "Pass tensors that this context has made: ctx.zeros(), ctx.as_symmetric(), ..."
         )
+
+
+def check_local(ranks: np.ndarray | int, mask: np.ndarray | bool | None, base: np.ndarray) -> None:
+    """Raise `RemoteRankError` if one of these ranks, where ``mask`` says so, is on another host.
+
+    Nothing is looked at if ``base`` is no heap's: the library's own memory is this host's.
+    """
+    heap = heap_at(int(base.item()))
+    if heap is None or heap.hosts is None:
+        return
+    if mask is not None:
+        ranks, active = np.broadcast_arrays(ranks, mask)
+        ranks = ranks[active]
+    for rank in np.unique(ranks):
+        heap.check_local(int(rank))
+
+
+def check_rank(ranks: np.ndarray | int, base: np.ndarray) -> None:
+    """Raise `RankOutOfRangeError` unless the heap at ``base`` has these ranks."""
+    heap = heap_at(int(base.item()))
+    if heap is not None:
+        _check_ranks(ranks, heap)
+
+
+def _check_ranks(ranks: np.ndarray | int, heap: SymmetricHeap) -> None:
+    for rank in np.ravel(ranks):
+        if not 0 <= rank < heap.group.size:
+            raise RankOutOfRangeError(int(rank), heap.group.size)
 
 
 def check_copy(from_rank: np.ndarray | int, to_rank: np.ndarray | int, cur_rank: np.ndarray | int) -> None:

@@ -9,6 +9,8 @@ whole world, and where the heap is full (which it is on all ranks at once). Ther
 longer uses, and what every rank no longer uses is taken back, on all of them alike. So a rank whose garbage collector
 runs later than another's delays the reuse of memory and changes nothing else.
 
+*Memory is mapped within a host*: ranks of other hosts have objects at the same offsets, but no address here.
+
 *What could go wrong is noticed*: the ranks compare their allocations whenever they meet.
 
 A heap belongs to one thread: allocations from several threads have no order that ranks could share.
@@ -31,6 +33,7 @@ from iris.errors import (
     InvalidShapeError,
     NotATensorError,
     NotSymmetricError,
+    RemoteRankError,
 )
 from iris.heap.allocator import Allocator, HeapStats, round_up
 from iris.heap.dump import dump
@@ -38,7 +41,7 @@ from iris.heap.history import History, tensor_text
 from iris.heap.lifetime import Life, Lifetimes
 from iris.heap.mapping import create, mappings
 from iris.heap.reclamation import Block, Reclamation
-from iris.world import Group, inspection
+from iris.world import Group, Hosts, inspection
 
 # The heaps of this process, by the address of this rank's bytes.
 _live: "weakref.WeakValueDictionary[int, SymmetricHeap]" = weakref.WeakValueDictionary()
@@ -55,11 +58,15 @@ class SymmetricHeap:
         Bytes on each rank, the same on all.
     device
         Where this rank's bytes are.
+    hosts
+        The hosts of these ranks; None: they are on one.
 
     Attributes
     ----------
     bases : tuple of int
-        The address, in this process, of each rank's heap.
+        The address, in this process, of each rank's heap; 0 for ranks of other hosts.
+    mapping : Mapping
+        The memory of this host's ranks, by local rank.
 
     Raises
     ------
@@ -67,12 +74,14 @@ class SymmetricHeap:
         As `iris.heap.mapping.create`.
     """
 
-    def __init__(self, group: Group, size: int, device: torch.device) -> None:
+    def __init__(self, group: Group, size: int, device: torch.device, hosts: Hosts | None = None) -> None:
         # Behind each block there is a gap while somebody looks for accesses that run into the next one.
         room = size if observer.recorder is None else observer.with_gaps(size)
-        self.mapping = create(group, room, device)
+        self.hosts = hosts if hosts is not None and len(hosts) > 1 else None
+        self.mapping = create(group, room, device, None if self.hosts is None else self.hosts.group)
         self.group, self.size, self.device = group, operator.index(size), device
-        self.bases = self.mapping.bases
+        bases = self.mapping.bases
+        self.bases = bases if self.hosts is None else self.hosts.by_local_rank(bases, nowhere=0)
         self._base = self.bases[group.rank]
         self._allocator = Allocator(self.mapping.size)
         self._lifetimes = Lifetimes(device)
@@ -122,7 +131,7 @@ class SymmetricHeap:
         self._history.place(offset)
         number = self._history.count
         self._blocks[number] = Block(offset, size, shape, dtype, call)
-        storage = self.mapping.storage(self.group.rank, offset, size, self._lifetimes.begin(number))
+        storage = self.mapping.storage(self.mapping.rank, offset, size, self._lifetimes.begin(number))
         tensor = torch.empty(0, dtype=dtype, device=self.device)
         tensor = tensor.set_(storage, 0, shape)  # type: ignore[call-overload]
         if observer.recorder is not None:
@@ -206,8 +215,13 @@ class SymmetricHeap:
         Raises
         ------
         NotSymmetricError, RankOutOfRangeError
+        RemoteRankError
+            ``rank`` is on another host.
         """
         self._check_symmetric(tensor)
+        if self.hosts is not None:
+            self.check_local(rank)
+            rank = self.hosts.local_ranks.index(rank)
         own = tensor.untyped_storage()
         life = getattr(own, "iris_owner", None)
         storage = self.mapping.storage(rank, own.data_ptr() - self._base, own.nbytes(), life)
@@ -216,6 +230,11 @@ class SymmetricHeap:
         # What torch does only when the elements are used.
         view = torch.conj(view) if tensor.is_conj() else view
         return lazily_negated(view) if tensor.is_neg() else view
+
+    def check_local(self, rank: int) -> None:
+        """Raise `RemoteRankError` if a rank is on another host, `RankOutOfRangeError` if there is no such rank."""
+        if self.hosts is not None and not self.hosts.is_local(rank):
+            raise observer.reported(RemoteRankError(rank, self.hosts.name_of(rank)))
 
     def stats(self) -> HeapStats:
         """What is in use. The same on every rank, because a block is in use until all ranks have taken it back."""

@@ -57,5 +57,7 @@ class SymmetricTensors:
             ``tensor`` is not on the heap.
         RankOutOfRangeError
             There is no such rank.
+        RemoteRankError
+            It is on another host.
         """
         return self.heap.peer(tensor, rank)

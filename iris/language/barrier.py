@@ -9,6 +9,7 @@ from iris.language.address import in_simulator, translate
 from iris.language.failures import WAIT_LIMIT_NS, exceeded, kind_code, linear_program_id, untimed
 from iris.language.fences import block_barrier, cta_sync
 from iris.language.jit import gluon_version_of, jit
+from iris.language.locality import check_local
 from iris.language.note import note
 from iris.language.ordering import SET, give_up, one_of, poll
 from iris.language.target import threads_per_warp
@@ -75,6 +76,8 @@ def signal_ranks(flag_ptr, values, peers, here, table, base, op: tl.constexpr = 
     ``op``: "set" or "add". ``values``, ``peers`` and the mask ``here`` are blocks of `lanes`: one fence serves all
     of these releases. Returns what the flags hold behind them.
     """
+    if in_simulator():
+        check_local(peers, here, base)
     cta_sync()
     flags = translate(flag_ptr, base, tl.load(table + peers, mask=here, other=0))
     if op == "set":

@@ -28,6 +28,7 @@ from iris.language.fences import fence as ordered_fence
 from iris.language.fences import order_bulk_copies as ordered_bulk_copies
 from iris.language.initialisation import check_context, is_switch, refuse
 from iris.language.jit import aggregate, in_gluon, jit
+from iris.language.locality import is_local
 from iris.language.ordering import SET
 from iris.language.ordering import signal as ordered_signal
 from iris.language.ordering import wait as ordered_wait
@@ -77,6 +78,8 @@ class DeviceContext:
         self.base = base
         self.table = table
         self.tracing = tracing
+
+    is_local = is_local
 
     @jit
     def translate(self, ptr, rank):

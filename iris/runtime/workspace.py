@@ -225,6 +225,7 @@ class RankContext(Protocol):
 
     cur_rank: int
     num_ranks: int
+    num_hosts: int
     device: torch.device
     gpu_id: int
     heap: SymmetricHeap

@@ -13,7 +13,13 @@ import torch
 from iris.arg_parser import count
 from iris.commands.shared_folder import own_folder
 from iris.cuda_graphs.kept import keep
-from iris.errors import InvalidArgumentError, InvalidCountError, InvalidSettingError, NotTracingError
+from iris.errors import (
+    InvalidArgumentError,
+    InvalidCountError,
+    InvalidSettingError,
+    NotTracingError,
+    SeveralHostsError,
+)
 from iris.failures.device_record import DeviceRecord
 from iris.heap.mapping import mappings, snapshot
 from iris.language.trace_buffer import ADDRESS, ASKED, HEADER, LAST_LOOKS, ROOM, WORDS
@@ -42,9 +48,14 @@ class Tracing:
         Through which kernels find where to write.
     drain
         Waits on the host until this rank's kernels are over.
+    num_hosts
+        On how many hosts the ranks are.
     """
 
-    def __init__(self, workspace: Workspace, record: DeviceRecord, drain: Callable[[], None]) -> None:
+    def __init__(
+        self, workspace: Workspace, record: DeviceRecord, drain: Callable[[], None], num_hosts: int = 1
+    ) -> None:
+        self._num_hosts = num_hosts
         self._group, self._device, self._record = workspace.group, workspace.device, record
         self._workspace, self._drain = workspace, drain
         self._rank = self._group.ranks[self._group.rank]
@@ -79,8 +90,10 @@ class Tracing:
         """Record from here on, up to so many events a rank, 112 bytes each. Forgets what was recorded before.
 
         Collective; blocks the host. The clocks of the ranks are compared, here and in `export`. Raises
-        `InvalidCountError` for less than one event.
+        `InvalidCountError` for less than one event, `SeveralHostsError` where the ranks are on several hosts.
         """
+        if self._num_hosts > 1:
+            raise SeveralHostsError("Tracing", "Trace the program with the ranks of one host.")
         buffer: torch.Tensor | None = None
 
         def make_room() -> None:

@@ -18,15 +18,16 @@ import torch.distributed as dist
 from iris import mode, observer
 from iris.errors import MismatchedSettingsError
 from iris.world.group import Group
+from iris.world.hosts import Hosts, divide
 from iris.world.placement import (
     Placement,
     bind_to_device,
-    check_one_host,
     check_own_gpus,
     check_peer_access,
     choose_device,
     on_gpu,
 )
+from iris.world.rail import Rail, connect
 
 # Seconds for which the end of a program waits for its process groups to be destroyed.
 DESTROY_LIMIT_S = 5.0
@@ -42,10 +43,16 @@ class World:
         Every rank of the program, or of the process group that it was joined for.
     device : torch.device
         Where this rank's heap lives: its GPU, or the CPU.
+    hosts : Hosts
+        Which ranks are on which host.
+    rail : Rail or None
+        By which this rank exchanges data with other hosts; None where there is one host.
     """
 
     group: Group
     device: torch.device
+    hosts: Hosts
+    rail: Rail | None
 
     @property
     def rank(self) -> int:
@@ -65,8 +72,12 @@ def join(process_group: dist.ProcessGroup | None = None) -> World:
         Without a GPU and with ``IRIS_SIMULATOR=0``; `PeerFailedError` on ranks that have one.
     MismatchedSettingsError
         On every rank, when an environment variable is set on some that must be set on all or none.
-    SeveralHostsError, SharedDeviceError
-        On every rank, when ranks are on several hosts or two of them use one GPU.
+    InvalidGroupError
+        On every rank, when hosts have different numbers of ranks.
+    SeveralHostsError
+        On every rank, when ranks with GPUs are on several hosts.
+    SharedDeviceError
+        On every rank, when two of them use one GPU.
     NoPeerAccessError
         When a rank's GPU cannot reach another's; `PeerFailedError` on ranks whose GPU can reach all.
     """
@@ -78,10 +89,10 @@ def join(process_group: dist.ProcessGroup | None = None) -> World:
         observer.joined(group)
     placements = [Placement(*placement) for placement in group.agree(bind_to_device, "find out where it runs")]
     device = choose_device()
-    check_one_host(placements)
+    hosts = divide(group, placements)
     check_own_gpus(placements)
     group.agree(lambda: check_peer_access(placements, group.rank, device), "reach the GPUs of its peers")
-    return World(group, device)
+    return World(group, device, hosts, connect(group, hosts) if len(hosts) > 1 else None)
 
 
 def settings() -> dict[str, str]:

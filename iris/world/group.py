@@ -7,7 +7,7 @@ everybody's values, or with an error that names who has not come, or has died.
 import contextlib
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -54,6 +54,8 @@ class Group:
     ----------
     process_group
         The torch process group whose members meet; None for a group of this process alone.
+    part
+        The ranks in it that meet here, this one among them; by default all. The others make a group of theirs.
 
     Attributes
     ----------
@@ -90,7 +92,7 @@ class Group:
     # Counted for the life of the process, because a store may outlive the process group (torchrun's agent holds one).
     _made: Counter[str] = Counter()
 
-    def __init__(self, process_group: dist.ProcessGroup | None) -> None:
+    def __init__(self, process_group: dist.ProcessGroup | None, part: Sequence[int] | None = None) -> None:
         self.process_group = process_group
         self.ranks: tuple[int, ...]
         self.meetings = 0
@@ -106,25 +108,29 @@ class Group:
             self.members = Members(None, self.ranks, self.rank)
             return
         check_process_group(process_group)
-        self.rank, self.size = process_group.rank(), process_group.size()
-        self.ranks = tuple(dist.get_process_group_ranks(process_group))
+        everyone = dist.get_process_group_ranks(process_group)
+        those = range(len(everyone)) if part is None else part
+        self.rank, self.size = those.index(process_group.rank()), len(those)
+        self.ranks = tuple(everyone[rank] for rank in those)
         store = store_of(process_group)
         world = default_store()
-        self._group_name = process_group.group_name
-        number = Group._made[self._group_name]
-        Group._made[self._group_name] += 1
-        self.name = f"{self._group_name}/iris/{number}"
+        name = process_group.group_name
+        number = f"{Group._made[name]}" if part is None else f"{Group._made[name]}/from rank {self.ranks[0]}"
+        Group._made[name] += 1
+        self.name = f"{name}/iris/{number}"
+        # Whoever comes to a meeting of a part may still read in one of the whole.
+        self._group_name = name if part is None else self.name
         # torch gives most groups a part of the default group's store, apart from others by the group's name.
         has_part = isinstance(store, dist.PrefixStore) and world in (store, store.underlying_store)
-        whole, part = (world, self.name) if has_part else (store, f"iris/{number}")
+        whole, prefix = (world, self.name) if has_part else (store, f"iris/{number}")
         try:
-            self.store = dist.PrefixStore(part, shared_client(whole) if has_part else own_client(whole))
+            self.store = dist.PrefixStore(prefix, shared_client(whole) if has_part else own_client(whole))
         except dist.DistNetworkError as error:
             raise self._disconnected("the making of a group") from error
         self.timeout = store.timeout.total_seconds()  # type: ignore[attr-defined]
         # Before anything else of this group, so whoever reads the rest finds who has written it.
         self.members = Members(self.store, self.ranks, self.rank)
-        self._attendance = Attendance(dist.PrefixStore(part, whole), self.members.processes, self.rank)
+        self._attendance = Attendance(dist.PrefixStore(prefix, whole), self.members.processes, self.rank)
         try:
             self.store.set(f"-1/{self.rank}", "")
         except dist.DistNetworkError as error:
@@ -197,7 +203,7 @@ class Group:
                 raise self._lost(what, ended)
             for other, why in met.values():
                 if other == BROKEN:
-                    self._break(why)
+                    self.break_off(why)
                     self.check()
             # Whoever has come to this meeting has left the last one, so nobody will read this any more. That it is gone
             # also tells the others that this meeting's values have been read.
@@ -294,9 +300,9 @@ class Group:
 
     def _left(self, what: str, error: BaseException) -> None:
         """This member has left a meeting by an error, so that the members' meetings are not the same any more."""
-        self._break(f"rank {self.ranks[self.rank]} has left {what} by {type(error).__name__}")
+        self.break_off(f"rank {self.ranks[self.rank]} has left {what} by {type(error).__name__}")
 
-    def _break(self, why: str) -> None:
+    def break_off(self, why: str) -> None:
         """Let no member meet any more. Who comes to a meeting that this member has not held finds there why."""
         self.broken = why
         if self.abort is not None:

@@ -1,0 +1,43 @@
+"""The sum over hosts of what each host has summed: in the order of hosts, and rounded once.
+
+It runs on one rank and waits for nobody. Every rank that adds up the same parts gets the same bits.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from iris.ccl.combine import accumulate, accumulator, finalize
+from iris.ccl.kernel_launch import as_words
+from iris.ccl.reduction import PREMUL_SUM, Op, elements
+
+# Elements of a program.
+BLOCK = 4096
+
+
+@triton.jit
+def sum_over_hosts(parts, output, n, HOSTS: tl.constexpr, OP: tl.constexpr, BLOCK: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = i < n
+    element: tl.constexpr = output.dtype.element_ty
+    total = tl.zeros([BLOCK], accumulator(element))
+    for host in tl.static_range(HOSTS):
+        total = accumulate(total, tl.load(parts + host * n + i, mask=mask), None, host, OP=OP)
+    tl.store(output + i, finalize(total, element, HOSTS, OP), mask=mask)
+
+
+def add_up(output: torch.Tensor, parts: torch.Tensor, op: Op) -> None:
+    """Combine the rows of ``parts``, one a host, into ``output``: ``(H, n)`` → ``(n,)``, contiguous, on one device.
+
+    Hosts have averaged already for AVG, so it is the average of averages; and they have multiplied by the ranks'
+    factors for PREMUL_SUM.
+    """
+    if not output.numel():
+        return
+    kind = elements(output.dtype, op)
+    n = kind.number_in(output)
+    operation = "sum" if op is PREMUL_SUM else kind.op
+    grid = (triton.cdiv(n, BLOCK),)
+    sum_over_hosts[grid](
+        as_words(parts, kind.dtype), as_words(output, kind.dtype), n, HOSTS=len(parts), OP=operation, BLOCK=BLOCK
+    )

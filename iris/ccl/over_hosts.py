@@ -1,0 +1,259 @@
+"""Collectives over several hosts: Iris' kernels move data within a host, and a rail moves them between hosts.
+
+| collective | steps |
+| --- | --- |
+| all_gather | the rail gathers; each host's part is gathered within the host, the own host's first |
+| reduce_scatter | a reduce_scatter within the host for each host; the rail exchanges the sums; they are added up |
+| all_reduce | reduce_scatter, then all_gather |
+| all_to_all | the rail exchanges what is for each host; an all_to_all within the host |
+| broadcast | the rail of the root; a broadcast within each host |
+
+A rank sends to other hosts what its own GPU holds, once, and only to ranks with its local rank. A rail never adds. Sums
+are formed within a host in the order of ranks and rounded once, then over hosts in the order of hosts and rounded once
+more, so they are the same from run to run and on every rank.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from iris.ccl import checks
+from iris.ccl.collectives import Collectives
+from iris.ccl.config import Config, ReduceOp
+from iris.ccl.enqueue import FOR_THE_HOST, to_read, to_write
+from iris.ccl.host_sums import add_up
+from iris.ccl.reduction import check_op, reduction
+from iris.ccl.work import Work
+from iris.errors import SeveralHostsError
+from iris.operators.graph_break import methods_break_graph
+from iris.operators.version_counter import bump_version
+from iris.runtime.workspace import RankContext
+from iris.world.rail import Rail, as_bytes
+
+MORE = "all_gather, all_to_all, reduce_scatter, all_reduce and broadcast do."
+
+
+class Ranks(NamedTuple):
+    """All ranks of a context, as `iris.ccl.checks` asks for them; ``ranks`` are those in the world."""
+
+    size: int
+    ranks: tuple[int, ...]
+    device: torch.device
+
+
+def _over_hosts(steps: Callable[..., None]) -> Any:
+    """A collective made of ``steps``, for all ranks; for a group within a host it is that of `Collectives`."""
+    name = steps.__name__
+
+    @functools.wraps(getattr(Collectives, name))
+    def call(
+        self: "CollectivesOverHosts",
+        *args: Any,
+        group: dist.ProcessGroup | None = None,
+        async_op: bool = False,
+        config: Config | None = None,
+        **named: Any,
+    ) -> Work | None:
+        if group is not None and group is not dist.group.WORLD:
+            return getattr(self.within, name)(*args, group=group, async_op=async_op, config=config, **named)
+        self._begin(name, config)
+        try:
+            with torch.no_grad():
+                steps(self, *args, **named)
+        except BaseException as error:
+            self.communicator().abort_flag.interrupted(name, error)
+            raise
+        return Work(on_gpu=False) if async_op else None
+
+    return call
+
+
+def _within_a_host(name: str) -> Any:
+    """The collective of that name for groups within a host; `SeveralHostsError` for all ranks."""
+
+    @functools.wraps(getattr(Collectives, name))
+    def call(
+        self: "CollectivesOverHosts", *args: Any, group: dist.ProcessGroup | None = None, **named: Any
+    ) -> Work | None:
+        if group is not None and group is not dist.group.WORLD:
+            return getattr(self.within, name)(*args, group=group, **named)
+        raise SeveralHostsError(f"ctx.ccl.{name}() of all ranks", f"A group of one host's ranks has it. {MORE}")
+
+    return call
+
+
+@methods_break_graph(FOR_THE_HOST)
+class CollectivesOverHosts(Collectives):
+    """``ctx.ccl`` where there are several hosts. A group of one host's ranks has all collectives, as on one host.
+
+    Attributes
+    ----------
+    within : Collectives
+        Those of this host's ranks, and of groups within the host.
+    """
+
+    def __init__(self, context: RankContext, rail: Rail) -> None:
+        super().__init__(context)
+        self.within = Collectives(context)
+        # One set of groups, which this object lets go of.
+        self.within._communicators = self._communicators
+        world = context._world
+        self._everyone = Ranks(world.size, world.group.ranks, context.device)
+        self._rank, self._hosts, self._rail = world.rank, world.hosts, rail
+
+    @_over_hosts
+    def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> None:
+        checks.check_pair(self._everyone, "all_gather", output, input, self._everyone.size, 1)
+        source, result = to_read(input), to_write(output)
+        if source.data_ptr() != result.data_ptr() + self._rank * source.nbytes:
+            checks.check_overlap("all_gather", result, source)
+        if source.numel():
+            self._all_gather(result, source, _described("all_gather", input))
+            _deliver(output, result)
+
+    @_over_hosts
+    def all_to_all(self, output: torch.Tensor, input: torch.Tensor) -> None:
+        checks.check_pair(self._everyone, "all_to_all", output, input, 1, 1)
+        checks.check_columns(self._everyone, "all_to_all", output, input)
+        source, result = to_read(input), to_write(output)
+        checks.check_overlap("all_to_all", result, source)
+        if not source.numel():
+            return
+        size, number = self._everyone.size, len(self._hosts)
+        columns = source.shape[-1] * source.itemsize // size
+        rows = source.nbytes // (columns * size)
+        # The ranks by host and local rank; `ours`: from the ranks of all hosts, what is for each rank of this one.
+        order = [rank for ranks in self._hosts.ranks for rank in ranks]
+        sent = as_bytes(source).view(rows, size, columns)[:, order].transpose(0, 1).contiguous()
+        arrived = torch.empty_like(sent)
+        self._rail.all_to_all(arrived, sent, _described("all_to_all", input))
+        ours = arrived.view(number, -1, rows * columns).transpose(0, 1).contiguous()
+        theirs = torch.empty_like(ours)
+        self.within.all_to_all(theirs.view(-1), ours.view(-1))
+        chunks = theirs.view(-1, number, rows, columns).permute(2, 1, 0, 3).reshape(rows, size, columns)
+        as_bytes(result).view(rows, size, columns)[:, order] = chunks
+        _deliver(output, result)
+
+    @_over_hosts
+    def broadcast(self, tensor: torch.Tensor, src: int = 0) -> None:
+        root = checks.rank_in_group(self._everyone, "src", src, self._everyone.size)
+        checks.check_pair(self._everyone, "broadcast", tensor, tensor, 1, 1)
+        dense = to_read(tensor)
+        if not dense.numel():
+            return
+        host = self._hosts.host_of(root)
+        local = self._hosts.ranks[host].index(root)
+        if self._hosts.local_rank == local:
+            self._rail.broadcast(dense, host, _described("broadcast", tensor))
+        self.within.broadcast(dense, self._everyone.ranks[self._hosts.local_ranks[local]])
+        if self._rank != root:
+            _deliver(tensor, dense)
+
+    @_over_hosts
+    def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, *, op: Any = ReduceOp.SUM) -> None:
+        checks.check_pair(self._everyone, "reduce_scatter", output, input, 1, self._everyone.size)
+        source, result = to_read(input), to_write(output)
+        if result.data_ptr() != source.data_ptr() + self._rank * result.nbytes:
+            checks.check_overlap("reduce_scatter", result, source)
+        check_op(reduction(op)[0], input.dtype)
+        if source.numel():
+            self._reduce_scatter(result, source, op, _described("reduce_scatter", input, op))
+            _deliver(output, result)
+
+    @_over_hosts
+    def all_reduce(
+        self, output: torch.Tensor, input: torch.Tensor, *, op: Any = ReduceOp.SUM, workspace: Any = None
+    ) -> None:
+        if workspace is not None:
+            raise SeveralHostsError("ctx.ccl.all_reduce(workspace=…)", "Call it without a workspace.")
+        checks.check_pair(self._everyone, "all_reduce", output, input, 1, 1)
+        source, result = to_read(input), to_write(output)
+        if source.data_ptr() != result.data_ptr():
+            checks.check_overlap("all_reduce", result, source)
+        check_op(reduction(op)[0], input.dtype)
+        if not source.numel():
+            return
+        call, size, nbytes = _described("all_reduce", input, op), self._everyone.size, input.nbytes
+        # Parts of equal size: what is beyond the end is added up as well, and dropped.
+        padded = -(-input.numel() // size) * size * input.itemsize
+        exact = padded == nbytes
+        summands = as_bytes(source) if exact else torch.nn.functional.pad(as_bytes(source), (0, padded - nbytes))
+        part = torch.empty_like(summands[: padded // size])
+        self._reduce_scatter(part.view(input.dtype), summands.view(input.dtype), op, call)
+        total = as_bytes(result) if exact else torch.empty_like(summands)
+        self._all_gather(total, part, call)
+        if not exact:
+            as_bytes(result).copy_(total[:nbytes])
+        _deliver(output, result)
+
+    gather = _within_a_host("gather")
+    scatter = _within_a_host("scatter")
+    all_to_all_v = _within_a_host("all_to_all_v")
+    send = _within_a_host("send")
+    recv = _within_a_host("recv")
+    reduce = _within_a_host("reduce")
+    all_reduce_preamble = _within_a_host("all_reduce_preamble")
+
+    # Steps -----------------------------------------------------------------------------------------------------------
+
+    def _begin(self, name: str, config: Config | None) -> None:
+        self._context.heap.check_open()
+        self._context._world.group.check()
+        if config is not None:
+            raise SeveralHostsError(f"ctx.ccl.{name}(config=…)", "Call it without a config: each step is chosen.")
+
+    def _all_gather(self, output: torch.Tensor, input: torch.Tensor, call: str) -> None:
+        mine, hosts = as_bytes(input), self._hosts
+        everyone = as_bytes(output).view(self._everyone.size, len(mine))
+        arrived = mine.new_empty(len(hosts), len(mine))
+        wait = self._rail.all_gather(arrived, mine, call)
+        self._spread(everyone, mine, hosts.local_ranks)
+        wait()
+        for host, ranks in enumerate(hosts.ranks):
+            if host != hosts.number:
+                self._spread(everyone, arrived[host], ranks)
+
+    def _spread(self, everyone: torch.Tensor, part: torch.Tensor, ranks: Sequence[int]) -> None:
+        """Gather within the host: local rank l brings the ``part`` of ``ranks[l]``. Both tensors are bytes."""
+        place = _one_behind_the_other(ranks)
+        if place is not None:
+            self.within.all_gather(everyone[place], part)
+            return
+        parts = part.new_empty(len(ranks), len(part))
+        self.within.all_gather(parts, part)
+        everyone[list(ranks)] = parts
+
+    def _reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, op: Any, call: str) -> None:
+        hosts, mine = self._hosts, as_bytes(output)
+        rows = as_bytes(input).view(self._everyone.size, len(mine))
+        sums = mine.new_empty(len(hosts), len(mine))
+        others = [host for host in range(len(hosts)) if host != hosts.number]
+        for host in (*others, hosts.number):
+            place = _one_behind_the_other(hosts.ranks[host])
+            summands = rows[list(hosts.ranks[host])] if place is None else rows[place]
+            self.within.reduce_scatter(sums[host].view(input.dtype), summands.view(input.dtype), op=op)
+        arrived = torch.empty_like(sums)
+        self._rail.all_to_all(arrived, sums, call)
+        add_up(output, arrived.view(input.dtype), reduction(op)[0])
+
+
+def _one_behind_the_other(ranks: Sequence[int]) -> slice | None:
+    """Where the rows of these ranks are, if they follow each other."""
+    place = slice(ranks[0], ranks[-1] + 1)
+    return place if len(ranks) == ranks[-1] + 1 - ranks[0] else None
+
+
+def _deliver(output: torch.Tensor, result: torch.Tensor) -> None:
+    """Let the caller's tensor have the result, which may be in memory of its own."""
+    if output is result:
+        bump_version(output)
+    else:
+        output.copy_(result)
+
+
+def _described(name: str, input: torch.Tensor, op: Any = None) -> str:
+    """A call in words, by which hosts compare what they do."""
+    return f"{name}() of {input.dtype}" + ("" if op is None else f", {reduction(op)[0]}")

@@ -1,0 +1,158 @@
+"""Which host each rank is on, and how the groups of a host and of all hosts belong together.
+
+A *host* is a set of ranks that can load and store each other's memory: those with one boot id, or with one value of the
+environment variable ``IRIS_HOST``, if that is set. Hosts are numbered in the order of their first ranks. Every host has
+the same number of ranks. A *local rank* counts the ranks of a host in the order of their ranks, from 0 on.
+"""
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from iris import observer
+from iris.arg_parser import index
+from iris.errors import GroupAbortedError, InvalidGroupError, RankOutOfRangeError, SeveralHostsError, names
+from iris.world.group import Group
+from iris.world.placement import Placement
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """The hosts of a group of ranks, seen by one of these.
+
+    Attributes
+    ----------
+    group : Group
+        The ranks of this host. The group of all ranks itself, where there is one host.
+    number : int
+        This host.
+    local_rank : int
+        This rank's.
+    ranks : tuple of tuple of int
+        The ranks of each host, by host and local rank. They need not follow each other.
+    names : tuple of str
+        What messages call each host.
+    """
+
+    group: Group
+    number: int
+    local_rank: int
+    ranks: tuple[tuple[int, ...], ...]
+    names: tuple[str, ...]
+    _host_of: dict[int, int] = field(repr=False)
+
+    def __len__(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def local_ranks(self) -> tuple[int, ...]:
+        """The ranks of this host, by local rank."""
+        return self.ranks[self.number]
+
+    @property
+    def rail(self) -> tuple[int, ...]:
+        """The ranks with this local rank, by host."""
+        return tuple(ranks[self.local_rank] for ranks in self.ranks)
+
+    def host_of(self, rank: int) -> int:
+        """The host of a rank. Raises `RankOutOfRangeError` if there is no such rank."""
+        number = index(rank)
+        if number not in self._host_of:
+            raise observer.reported(RankOutOfRangeError(rank, len(self._host_of)))
+        return self._host_of[number]
+
+    def is_local(self, rank: int) -> bool:
+        """Whether a rank is on this host. Raises `RankOutOfRangeError` if there is no such rank."""
+        return self.host_of(rank) == self.number
+
+    def name_of(self, rank: int) -> str:
+        """What messages call the host of a rank."""
+        return self.names[self.host_of(rank)]
+
+    def by_local_rank(self, of_hosts_ranks: Sequence[int], nowhere: int) -> tuple[int, ...]:
+        """One number a rank: that of its local rank for ranks of this host, else ``nowhere``."""
+        numbers = [nowhere] * len(self._host_of)
+        for rank, number in zip(self.local_ranks, of_hosts_ranks, strict=True):
+            numbers[rank] = number
+        return tuple(numbers)
+
+
+def divide(group: Group, placements: Sequence[Placement]) -> Hosts:
+    """The hosts of a group whose ranks are placed so. Every rank makes its host's group; nobody waits.
+
+    Raises, on every rank:
+
+    InvalidGroupError
+        The hosts have different numbers of ranks.
+    SeveralHostsError
+        There are several hosts, and ranks have GPUs, or the sanitizer watches them.
+    """
+    found: dict[str, list[int]] = {}
+    for rank, placement in enumerate(placements):
+        found.setdefault(placement.host, []).append(rank)
+    ranks = tuple(map(tuple, found.values()))
+    host_names = tuple(placements[those[0]].host_name for those in ranks)
+    if len(ranks) > 1:
+        _check(group, placements, ranks, host_names)
+    host_of = {rank: number for number, those in enumerate(ranks) for rank in those}
+    number = host_of[group.rank]
+    own = group if len(ranks) == 1 else Group(group.process_group, part=ranks[number])
+    return Hosts(own, number, ranks[number].index(group.rank), ranks, host_names, host_of)
+
+
+def _check(
+    group: Group, placements: Sequence[Placement], ranks: Sequence[Sequence[int]], host_names: Sequence[str]
+) -> None:
+    places = "; ".join(
+        f"{names([group.ranks[rank] for rank in those])} on {name}"
+        for those, name in zip(ranks, host_names, strict=True)
+    )
+    if len(set(map(len, ranks))) > 1:
+        counts = ", ".join(f"{len(those)} on {name}" for those, name in zip(ranks, host_names, strict=True))
+        raise InvalidGroupError(
+            f"Every host has the same number of ranks, and these differ: {counts} ({places}). Start as many on each "
+            "(torchrun --nproc-per-node), or give iris.iris() a process_group with as many ranks of each."
+        )
+    if any(placement.gpu is not None for placement in placements):
+        raise SeveralHostsError(
+            f"On GPUs a context ({places})", "Start one program per host, or give iris.iris() a process_group a host."
+        )
+    if observer.recorder is not None:
+        raise SeveralHostsError(f"The sanitizer ({places})", "Run the program on one host to have it checked.")
+
+
+def check_one_host(group: Group, hosts: Hosts, members: Group) -> None:
+    """Raise `SeveralHostsError` unless all ``members`` of ``group``, by their ranks in the world, are on one host."""
+    theirs: dict[str, list[int]] = {name: [] for name in hosts.names}
+    for rank in members.ranks:
+        theirs[hosts.name_of(group.ranks.index(rank))].append(rank)
+    places = "; ".join(f"{names(ranks)} on {name}" for name, ranks in theirs.items() if ranks)
+    if len(list(filter(None, theirs.values()))) > 1:
+        raise SeveralHostsError(
+            f"A collective or a device barrier of a group ({places})",
+            "Use a group of the ranks of one host, or no group: then all ranks of the context take part.",
+        )
+
+
+def bind_fates(everyone: Group, host: Group) -> None:
+    """What breaks the group of a host breaks that of all hosts, and the other way round. Local.
+
+    `iris.runtime.abort` has given the host's group its flag, which only the ranks of the host see. Those of other hosts
+    find in their next meeting that the group of all is broken.
+    """
+
+    def check_whole() -> None:
+        try:
+            host.check()
+        except GroupAbortedError as error:
+            if everyone.broken is None:
+                everyone.break_off(error.why.rstrip("."))
+            raise
+
+    def abort(why: str) -> None:
+        with contextlib.suppress(GroupAbortedError):
+            host.check()  # the first cause is the one to report
+            if host.abort is not None:
+                host.abort(why)
+
+    everyone.check_whole, everyone.abort = check_whole, abort

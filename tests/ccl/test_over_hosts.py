@@ -1,0 +1,227 @@
+"""Collectives over several hosts: the same results as on one, but that sums are rounded once more."""
+
+import functools
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from patterns import assert_same_bits, pattern
+from rank_pool import Hosts
+
+import iris
+from ccl.calls import LAYOUTS, PLACES, Arena, Case, data, perform, sample
+from ccl.test_results import MOVED, SHAPES, SUMMED, meaningful
+from iris.ccl import Config, ReduceOp, functional
+from iris.ccl.collectives import Collectives
+from iris.ccl.over_hosts import CollectivesOverHosts
+from iris.errors import (
+    GroupAbortedError,
+    InvalidCollectiveError,
+    MismatchedCollectiveError,
+    RankOutOfRangeError,
+    UnsupportedReductionError,
+)
+
+HOSTS = (Hosts(2, 2), Hosts(2, 2, dealt=True), Hosts(2, 3), Hosts(3, 2), Hosts(4, 1))
+MOVES = ["all_gather", "all_to_all", "broadcast"]
+COMBINES = ["all_reduce", "reduce_scatter"]
+
+
+def move(ctx, cases):
+    arena = Arena(ctx.empty(32 << 20, dtype=torch.uint8))
+    for call, case in enumerate(cases):
+        perform(ctx, arena, case, call)
+
+
+@pytest.mark.ranks(*HOSTS)
+@pytest.mark.parametrize("collective", MOVES)
+def test_data_arrive_bit_by_bit(ranks, collective):
+    cases = [
+        Case(collective, shape, dtype, root=root, input_place=source, output_place=target, layout=layout)
+        for shape, dtype, root, source, target, layout in sample(
+            12, collective, SHAPES, MOVED, range(ranks.num_ranks), PLACES, PLACES, LAYOUTS
+        )
+    ]
+    ranks.run(move, [*cases, Case("all_gather", (7, 129), torch.bfloat16, in_place=True)])
+
+
+def in_order(values, op):
+    """What one step makes of these: float32 (or float64, or the integers) in their order, rounded once."""
+    dtype = values[0].dtype
+    if dtype.is_complex:
+        return torch.view_as_complex(in_order([torch.view_as_real(value) for value in values], op))
+    narrow = dtype.is_floating_point and dtype.itemsize <= 4
+    wide = torch.float32 if narrow else torch.float64 if dtype.is_floating_point else torch.int64
+    combined = {
+        ReduceOp.MIN: torch.minimum,
+        ReduceOp.MAX: torch.maximum,
+        ReduceOp.PRODUCT: torch.mul,
+    }.get(op, torch.add)
+    total = functools.reduce(combined, [value.to(wide) for value in values])
+    return (total / len(values) if op is ReduceOp.AVG else total).to(dtype)
+
+
+def combine(ctx, hosts, cases):
+    """Each result is, bit by bit, that of one step within each host, and one over the hosts."""
+    for call, (collective, shape, dtype, op, layout) in enumerate(cases):
+        size = ctx.num_ranks
+        whole = (size * shape[0], *shape[1:]) if collective == "reduce_scatter" else shape
+        inputs = [data(whole, dtype, rank, call, op) for rank in range(size)]
+        of_hosts = [in_order([inputs[rank] for rank in hosts.ranks_of(host)], op) for host in range(hosts.hosts)]
+        expected = in_order(of_hosts, op)
+        input = inputs[ctx.cur_rank].clone()
+        if layout == "stepped":
+            input = torch.stack([input, input], -1)[..., 0]
+        if collective == "reduce_scatter":
+            expected = expected.view(size, *shape)[ctx.cur_rank]
+            output = torch.empty(shape, dtype=dtype)
+        else:
+            output = input if layout == "in place" else ctx.empty(shape, dtype=dtype)
+        try:
+            getattr(ctx.ccl, collective)(output, input, op=op)
+            assert_same_bits(output, expected)
+        except Exception as error:
+            raise AssertionError(
+                f"call {call}, {collective} of {list(shape)} {dtype}, {op}, {layout}: {error}"
+            ) from error
+
+
+@pytest.mark.ranks(*HOSTS)
+@pytest.mark.parametrize("collective", COMBINES)
+def test_sums_are_rounded_in_the_host_and_over_hosts(ranks, collective):
+    shapes, layouts = [(0,), (1,), (3,), (1021,), (4, 256), (7, 33), (3, 5, 17)], ["plain", "stepped", "in place"]
+    cases = [
+        (collective, shape, dtype, op, layout)
+        for shape, dtype, op, layout in sample(30, collective, shapes, SUMMED, ReduceOp, layouts)
+        if meaningful(dtype, op)
+    ]
+    ranks.run(combine, ranks.hosts, cases)
+
+
+def repeat(ctx, hosts):
+    """Rounds with other data, in which each rank in turn is late to some calls: the bits are always the same."""
+    size = ctx.num_ranks
+    for turn in range(size):
+        inputs = [data((37,), torch.bfloat16, rank, turn, ReduceOp.SUM) for rank in range(size)]
+        of_hosts = [in_order([inputs[rank] for rank in hosts.ranks_of(host)], None) for host in range(hosts.hosts)]
+        total, everyone = torch.empty(37, dtype=torch.bfloat16), ctx.empty(size * 37, dtype=torch.bfloat16)
+        if turn == ctx.cur_rank:
+            time.sleep(0.02)
+        ctx.ccl.all_reduce(total, inputs[ctx.cur_rank])
+        if turn == size - 1 - ctx.cur_rank:
+            time.sleep(0.02)
+        work = ctx.ccl.all_gather(everyone, total, async_op=True)
+        assert work.wait() and work.is_completed()
+        assert_same_bits(everyone.view(size, 37), in_order(of_hosts, None).expand(size, 37))
+        ctx.ccl.barrier()
+
+
+@pytest.mark.ranks(Hosts(2, 2), Hosts(2, 2, dealt=True), Hosts(2, 3), Hosts(4, 1))
+def test_late_ranks_change_no_bit(ranks):
+    ranks.run(repeat, ranks.hosts)
+
+
+def premultiply(ctx, hosts):
+    """Each rank's factor is its own."""
+    inputs = [data((5, 8), torch.float32, rank, 1, ReduceOp.SUM) for rank in range(ctx.num_ranks)]
+    scaled = [(rank + 1.5) * value for rank, value in enumerate(inputs)]
+    of_hosts = [in_order([scaled[rank] for rank in hosts.ranks_of(host)], None) for host in range(hosts.hosts)]
+    output = torch.empty(5, 8)
+    ctx.ccl.all_reduce(output, inputs[ctx.cur_rank], op=dist._make_nccl_premul_sum(ctx.cur_rank + 1.5))
+    assert_same_bits(output, in_order(of_hosts, None))
+
+
+@pytest.mark.ranks(Hosts(2, 2), Hosts(2, 3))
+def test_factors_are_those_of_ranks(ranks):
+    ranks.run(premultiply, ranks.hosts)
+
+
+def call_operators(ctx):
+    """With their gradients, which are collectives too."""
+    ranks, size = functional.name_of(ctx), ctx.num_ranks
+    x = torch.full((size, 2), ctx.cur_rank + 1.0, requires_grad=True)
+    total = functional.all_reduce(functional.all_gather(functional.reduce_scatter(x, ranks), ranks), ranks)
+    assert total.tolist() == [[size * size * (size + 1) / 2] * 2] * size
+    total.sum().backward()
+    assert x.grad.tolist() == [[float(size * size)] * 2] * size
+
+
+@pytest.mark.ranks(Hosts(2, 2), Hosts(3, 2))
+def test_operators_span_hosts(ranks):
+    ranks.run(call_operators)
+
+
+def use_groups(ctx, hosts):
+    """A group of one host's ranks has every collective, also those that all ranks do not have yet."""
+    groups = [dist.new_group(hosts.ranks_of(host)) for host in range(hosts.hosts)]
+    group, size = groups[ctx.host], ctx.num_local_ranks
+    mine = pattern((3, 4), torch.int32, ctx.cur_rank)
+    everyone = torch.cat([pattern((3, 4), torch.int32, rank) for rank in ctx.local_ranks])
+    for collective in ("all_gather", "gather"):
+        output, root = torch.empty(3 * size, 4, dtype=torch.int32), (ctx.local_ranks[-1],) * (collective == "gather")
+        getattr(ctx.ccl, collective)(output, mine, *root, group=group, config=Config(comm_sms=2))
+        if not root or ctx.cur_rank == root[0]:
+            assert_same_bits(output, everyone)
+    ctx.device_barrier(group)
+    ctx.barrier(group=group)
+
+
+@pytest.mark.ranks(Hosts(2, 2, dealt=True), Hosts(2, 3))
+def test_a_group_within_a_host_has_all_collectives(ranks):
+    ranks.run(use_groups, ranks.hosts)
+
+
+def ask_for_the_wrong(ctx):
+    """The ranks are refused alike, before anything has moved, and go on."""
+    size = ctx.num_ranks
+    x, long = torch.ones(size + 1), torch.ones(size * (size + 1))
+    with pytest.raises(InvalidCollectiveError, match=rf"all_gather\(\) among {size} ranks .* an output of"):
+        ctx.ccl.all_gather(torch.empty(3), x)
+    with pytest.raises(InvalidCollectiveError, match="multiple of"):
+        ctx.ccl.reduce_scatter(torch.empty(1), x)
+    with pytest.raises(InvalidCollectiveError, match="overlap in memory"):
+        ctx.ccl.all_gather(long, long[1 : size + 2])
+    with pytest.raises(UnsupportedReductionError, match="AVG"):
+        ctx.ccl.all_reduce(x.int(), x.int(), op=ReduceOp.AVG)
+    with pytest.raises(RankOutOfRangeError):
+        ctx.ccl.broadcast(x, size)
+    ctx.ccl.all_reduce(x, x)
+    assert x.tolist() == [size] * (size + 1)
+
+
+@pytest.mark.ranks(Hosts(2, 2))
+def test_wrong_arguments_are_told(ranks):
+    ranks.run(ask_for_the_wrong)
+
+
+def call_differently(ctx, calls):
+    """The hosts' calls differ, so their ranks are out of step: an error on all, and the context is of no more use."""
+    with iris.iris(1 << 20) as other:
+        x = torch.ones(4 + calls.startswith("size") * ctx.host)
+        # Whoever finds it first breaks the group, and may be faster than this rank.
+        found = (MismatchedCollectiveError, GroupAbortedError)
+        with pytest.raises(found, match="rank . on host0 calls .*; rank . on host1 calls "):
+            if calls == "another call" and ctx.host == 1:
+                other.device_barrier()
+            else:
+                other.ccl.all_reduce(x, x, op=ReduceOp.MAX if calls == "op" and ctx.host else ReduceOp.SUM)
+        with pytest.raises(GroupAbortedError, match="ended with MismatchedCollectiveError: The hosts do not"):
+            other.barrier()
+
+
+@pytest.mark.ranks(Hosts(2, 2), Hosts(2, 2, dealt=True))
+@pytest.mark.parametrize("calls", ["size", "op", "another call"])
+def test_hosts_that_make_other_calls_are_told(ranks, calls):
+    ranks.run(call_differently, calls)
+
+
+def public(cls):
+    return {name for name in dir(cls) if not name.startswith("_")}
+
+
+def test_every_collective_is_either_built_or_refused():
+    """None is that of the host's ranks by oversight."""
+    of_groups = {"communicator", "forget", "close", "release_graphs", "barrier"}
+    own = public(CollectivesOverHosts) & set(vars(CollectivesOverHosts))
+    assert own | of_groups == public(Collectives) and not own & of_groups

@@ -1,0 +1,273 @@
+"""Ranks on several hosts: who is where, what kernels reach, barriers, and what is refused."""
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+import triton
+import triton.language as tl
+from patterns import assert_same_bits, pattern
+from rank_pool import Hosts
+
+import iris
+from iris.errors import (
+    AsymmetricHeapError,
+    HeapOutOfMemoryError,
+    RankOutOfRangeError,
+    RemoteRankError,
+    SeveralHostsError,
+)
+from iris.ops import FusedConfig
+
+HOSTS = (Hosts(2, 2), Hosts(2, 2, dealt=True), Hosts(2, 3), Hosts(3, 2), Hosts(4, 1))
+
+
+@triton.jit
+def find_local_kernel(context_tensor, found):
+    ctx = iris.DeviceContext.initialize(context_tensor)
+    for rank in range(ctx.num_ranks):
+        tl.store(found + rank, ctx.is_local(rank).to(tl.int32))
+
+
+def say_who_is_where(ctx, hosts):
+    local_ranks = hosts.ranks_of(hosts.host_of(ctx.cur_rank))
+    assert (ctx.host, ctx.num_hosts) == (hosts.host_of(ctx.cur_rank), hosts.hosts)
+    assert (ctx.local_rank, ctx.num_local_ranks) == (local_ranks.index(ctx.cur_rank), hosts.ranks_each)
+    assert ctx.local_ranks == tuple(local_ranks)
+    here = [rank in local_ranks for rank in range(ctx.num_ranks)]
+    assert [ctx.is_local(rank) for rank in range(ctx.num_ranks)] == here
+    with pytest.raises(RankOutOfRangeError):
+        ctx.is_local(ctx.num_ranks)
+    bases = ctx.get_heap_bases()
+    assert bases.dtype == torch.int64 and [base != 0 for base in bases.tolist()] == here
+    found = ctx.zeros(ctx.num_ranks, dtype=torch.int32)
+    find_local_kernel[(1,)](ctx.get_device_context(), found)
+    assert found.bool().tolist() == here
+
+
+@pytest.mark.ranks(*HOSTS)
+def test_each_rank_knows_its_host(ranks):
+    ranks.run(say_who_is_where, ranks.hosts)
+
+
+def say_who_is_here(ctx):
+    assert (ctx.host, ctx.num_hosts, ctx.local_rank, ctx.num_local_ranks) == (0, 1, ctx.cur_rank, ctx.num_ranks)
+    assert ctx.local_ranks == tuple(range(ctx.num_ranks)) and ctx.is_local(ctx.num_ranks - 1)
+    found = ctx.zeros(ctx.num_ranks, dtype=torch.int32)
+    find_local_kernel[(1,)](ctx.get_device_context(), found)
+    assert found.tolist() == [1] * ctx.num_ranks
+
+
+@pytest.mark.ranks(1, 3)
+def test_one_host_has_all_ranks(ranks):
+    ranks.run(say_who_is_here)
+
+
+@triton.jit
+def push_kernel(context_tensor, inbox, value):
+    """Writes ``value`` into this rank's place of the inbox of each rank of its host."""
+    ctx = iris.DeviceContext.initialize(context_tensor)
+    for rank in range(ctx.num_ranks):
+        if ctx.is_local(rank):
+            ctx.store(inbox + ctx.cur_rank, tl.load(value), rank)
+
+
+def push_in_rounds(ctx, late):
+    """By the barriers of the host and of streams; one rank is late, another one each time."""
+    inbox, value = ctx.full((ctx.num_ranks,), -1, dtype=torch.int64), ctx.zeros(1, dtype=torch.int64)
+    for turn in range(2 * ctx.num_ranks):
+        if late and turn % ctx.num_ranks == ctx.cur_rank:
+            time.sleep(0.02)
+        barrier = ctx.device_barrier if turn % 3 else ctx.barrier
+        value.fill_(1000 * turn + ctx.cur_rank)
+        push_kernel[(1,)](ctx.get_device_context(), inbox, value)
+        barrier()
+        expected = [1000 * turn + rank if ctx.is_local(rank) else -1 for rank in range(ctx.num_ranks)]
+        assert inbox.tolist() == expected
+        barrier()
+
+
+@pytest.mark.ranks(*HOSTS)
+@pytest.mark.parametrize("late", [False, True])
+def test_barriers_order_what_the_ranks_of_a_host_store(ranks, late):
+    ranks.run(push_in_rounds, late)
+
+
+def note_when(ctx, device):
+    """When this rank came to a barrier, and when it left."""
+    barrier = ctx.device_barrier if device else ctx.barrier
+    times = []
+    for turn in range(ctx.num_ranks):
+        barrier()
+        if turn == ctx.cur_rank:
+            time.sleep(0.05)
+        came = time.monotonic()
+        barrier()
+        times.append((came, time.monotonic()))
+    return times
+
+
+@pytest.mark.ranks(Hosts(2, 2, dealt=True), Hosts(4, 1))
+@pytest.mark.parametrize("device", [False, True])
+def test_nobody_leaves_a_barrier_before_all_hosts_have_come(ranks, device):
+    for turn in zip(*ranks.run(note_when, device), strict=True):
+        assert max(came for came, _ in turn) <= min(left for _, left in turn)
+
+
+def broadcast_in_turns(ctx):
+    for src in range(ctx.num_ranks):
+        sent = pattern((3, 5), torch.bfloat16, src)
+        assert_same_bits(ctx.broadcast(sent if ctx.cur_rank == src else None, src), sent)
+        assert ctx.broadcast({"from": ctx.cur_rank}, src) == {"from": src}
+
+
+@pytest.mark.ranks(Hosts(2, 2), Hosts(3, 2))
+def test_objects_and_tensors_reach_all_hosts(ranks):
+    ranks.run(broadcast_in_turns)
+
+
+def allocate_alike(ctx):
+    """The same offsets everywhere; memory comes back when the ranks of all hosts have let go of it."""
+    before = ctx.heap.stats().reserved
+    tensors = [ctx.full((1000 + number,), ctx.cur_rank, dtype=torch.int32) for number in range(4)]
+    offsets = [ctx.heap.offset(tensor) for tensor in tensors]
+    assert ctx.broadcast(offsets) == offsets
+    ctx.barrier()
+    for rank in ctx.local_ranks:
+        assert ctx.peer(tensors[0], rank).tolist() == [rank] * 1000
+    ctx.barrier()
+    kept = tensors if ctx.cur_rank == ctx.num_ranks - 1 else None
+    del tensors
+    ctx.barrier()
+    assert ctx.heap.stats().reserved > before  # one rank, of another host than most, still holds on to them
+    del kept
+    ctx.barrier()
+    assert ctx.heap.stats().reserved == before
+    with iris.iris(1 << 16) as other:
+        for _ in range(20):  # more than fits at once: the ranks of all hosts meet in the allocation
+            other.empty(3 << 13, dtype=torch.uint8)
+        held = other.empty(3 << 14, dtype=torch.uint8)
+        with pytest.raises(HeapOutOfMemoryError):
+            other.empty(held.shape, dtype=torch.uint8)
+
+
+@pytest.mark.ranks(*HOSTS)
+def test_the_heap_is_symmetric_over_hosts(ranks):
+    ranks.run(allocate_alike)
+
+
+def allocate_differently(ctx):
+    with pytest.raises(AsymmetricHeapError, match=f"ranks? {ctx.num_ranks - 1} made"):
+        with iris.iris(1 << 20) as other:
+            kept = [other.zeros(4)] if ctx.cur_rank == ctx.num_ranks - 1 else []
+            other.barrier()
+            del kept
+
+
+@pytest.mark.ranks(Hosts(2, 2))
+def test_other_allocations_on_another_host_are_told(ranks, mistaken):
+    ranks.run(allocate_differently)
+
+
+@triton.jit
+def reach_kernel(context_tensor, heap_bases, data, flags, out, peer, HOW: tl.constexpr):
+    ctx = iris.DeviceContext.initialize(context_tensor)
+    rank = ctx.cur_rank
+    if HOW == "load":
+        tl.store(out, ctx.load(data, peer))
+    elif HOW == "store":
+        ctx.store(data, 1, peer)
+    elif HOW == "get":
+        ctx.get(data, out, peer)
+    elif HOW == "put":
+        ctx.put(out, data, peer)
+    elif HOW == "copy":
+        ctx.copy(data, data, rank, peer)
+    elif HOW == "atomic_add":
+        ctx.atomic_add(data, 1, peer)
+    elif HOW == "signal":
+        ctx.signal(flags, 1, peer)
+    elif HOW == "translate":
+        tl.store(ctx.translate(data, peer), 1)
+    elif HOW == "function":
+        iris.store(data, 1, rank, peer, heap_bases)
+    elif HOW == "block":
+        lanes = tl.arange(0, 2)
+        ctx.store(data + lanes, lanes, tl.where(lanes == 0, rank, peer))
+    elif HOW == "masked":
+        lanes = tl.arange(0, 2)
+        ctx.store(data + lanes, lanes + 5, tl.where(lanes == 0, rank, peer), mask=lanes == 0)
+    else:
+        ctx.barrier(flags)
+
+
+HOW = "load store get put copy atomic_add signal translate function block barrier".split()
+
+
+def reach_for(ctx, hows):
+    """Each access on its own heap, since a context is not to be used after an error."""
+    remote = next(rank for rank in range(ctx.num_ranks) if not ctx.is_local(rank))
+    for how in [*hows, "masked"]:
+        data, flags = ctx.zeros(2, dtype=torch.int32), ctx.zeros(ctx.num_ranks, dtype=torch.int32)
+        out = torch.zeros(1, dtype=torch.int32)
+        args = ctx.get_device_context(), ctx.get_heap_bases(), data, flags, out, remote, how
+        if how == "masked":
+            reach_kernel[(1,)](*args)
+            assert data.tolist() == [5, 0]
+        else:
+            with pytest.raises(RemoteRankError, match=r"Rank \d+ is on another host, host\d.*ctx\.ccl\.all_gather"):
+                reach_kernel[(1,)](*args)
+    with pytest.raises(RemoteRankError, match=f"Rank {remote} is on another host, host"):
+        ctx.peer(data, remote)
+    with pytest.raises(RankOutOfRangeError):
+        ctx.peer(data, ctx.num_ranks)
+
+
+@pytest.mark.ranks(Hosts(2, 2), Hosts(2, 2, dealt=True))
+def test_a_rank_of_another_host_is_not_reached_by_kernels(ranks, mistaken):
+    ranks.run(reach_for, HOW)
+
+
+def ask_for_what_is_not_there(ctx):
+    """At once, on the rank that asks; and everybody goes on."""
+    x, matrix = torch.ones(ctx.num_ranks), torch.ones(ctx.num_ranks, ctx.num_ranks)
+    everyone, counts = dist.new_group(), [1] * ctx.num_ranks
+    calls = {
+        "gather": lambda: ctx.ccl.gather(x, x[:1]),
+        "all_to_all_v": lambda: ctx.ccl.all_to_all_v(x, x.clone(), counts, counts, counts, counts),
+        "send": lambda: ctx.ccl.send(x, 0),
+        "preamble": lambda: ctx.ccl.all_reduce_preamble(x, x),
+        "config": lambda: ctx.ccl.all_reduce(x, x, config=iris.ccl.Config(comm_sms=1)),
+        "operation": lambda: ctx.ops.matmul_all_reduce(matrix, matrix, matrix, config=FusedConfig()),
+        "preamble of one": lambda: ctx.ops.matmul_all_reduce_preamble(matrix, matrix, matrix),
+        "norm": lambda: ctx.ops.all_reduce_rms_norm(matrix, matrix, x),
+        "trace": lambda: ctx.tracing.enable(),
+        "group": lambda: ctx.ccl.all_reduce(x, x, group=everyone),
+        "barrier of a group": lambda: ctx.device_barrier(everyone),
+    }
+    for name, call in calls.items():
+        if ctx.cur_rank == 1:
+            with pytest.raises(SeveralHostsError, match="not yet over several. [A-Z]"):
+                call()
+                raise AssertionError(name)
+    ctx.barrier()
+    ctx.barrier(group=everyone)
+
+
+@pytest.mark.ranks(Hosts(2, 2))
+def test_what_is_not_built_over_hosts_says_so(ranks):
+    ranks.run(ask_for_what_is_not_there)
+
+
+def use_the_backend(ctx):
+    group = dist.new_group(backend="iris")
+    x = torch.ones(3)
+    with pytest.raises(SeveralHostsError, match="the backend iris"):
+        dist.all_reduce(x, group=group)
+    dist.barrier()
+
+
+@pytest.mark.ranks(Hosts(2, 2))
+def test_the_backend_of_torch_says_that_it_is_for_one_host(ranks):
+    ranks.run(use_the_backend)
