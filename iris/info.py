@@ -33,6 +33,7 @@ def collect() -> dict[str, Any]:
         "devices": devices,
         "links": [[link(i, j) for j in range(len(devices))] for i in range(len(devices))],
         "simulator": explain_simulator(),
+        "host": find_own_host(),
         "mapping": try_heap(),
     }
     report["missing"] = find_missing(report)
@@ -111,6 +112,18 @@ def explain_simulator() -> dict[str, Any]:
     else:
         reason = "no GPU that torch can use"
     return {"active": simulator.ACTIVE, "reason": reason}
+
+
+def find_own_host() -> dict[str, str] | None:
+    """On which host this process's rank would be, and by what that is known; None without Triton."""
+    try:
+        requirements.check()
+    except TritonMissingError:
+        return None
+    from iris.world.placement import HOST_VARIABLE, find_host
+
+    _, name = find_host()
+    return {"name": name, "by": HOST_VARIABLE if os.environ.get(HOST_VARIABLE) else "the boot id"}
 
 
 def try_heap() -> dict[str, Any]:
@@ -204,6 +217,9 @@ def show(report: dict[str, Any]) -> None:
     if mapping["kind"]:
         verdict = "[green]a heap of one rank works ✓[/]" if mapping["works"] else "[red]does not work ✗[/]"
         console.print(f"  heaps: {mapping['kind']}; {verdict}")
+    if host := report["host"]:
+        beyond = "in the simulator" if simulator["active"] else "not yet on GPUs"
+        console.print(f"  this host: {host['name']}, by {host['by']}; several hosts: {beyond}")
 
     title("Missing")
     for each in report["missing"]:

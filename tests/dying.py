@@ -61,6 +61,8 @@ def do(ctx, where):
         wait_for[(2,)](ctx.zeros(4, dtype=torch.int32), ctx.get_device_context())
     elif where == "collective":
         ctx.ccl.all_reduce(ctx.zeros(1024), ctx.ones(1024))
+    elif where == "device barrier":
+        ctx.device_barrier()
     elif where == "thread":
         in_a_thread(ctx.barrier)
     elif where == "sub-group":

@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -47,6 +48,7 @@ def test_info_for_machines():
     report = json.loads(result.stdout)
     assert report["versions"]["torch"] and report["versions"]["triton"]
     assert report["simulator"] == {"active": True, "reason": "IRIS_SIMULATOR=1 is set"}
+    assert report["host"] == {"name": socket.gethostname(), "by": "the boot id"}
     assert report["mapping"] == {"kind": "anonymous shared memory (memfd)", "works": True, "error": None}
 
 
@@ -56,6 +58,11 @@ def test_info_for_people():
     for title in ("Versions", "Devices", "How kernels run here", "Missing"):
         assert title in result.output
     assert "a heap of one rank works" in result.output
+
+
+def test_info_shows_the_host_that_the_environment_names():
+    result = run("-m", "iris", "info", IRIS_SIMULATOR="1", IRIS_HOST="box7")
+    assert "this host: box7, by IRIS_HOST; several hosts: in the simulator" in result.stdout
 
 
 def test_info_names_what_is_missing():

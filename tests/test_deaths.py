@@ -4,6 +4,7 @@ import contextlib
 import json
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -131,6 +132,19 @@ OF_FOUR = sample(*OF_FOUR) if EVERYTHING else [("sub-group", "2"), ("making of a
 @pytest.mark.parametrize(("where", "victims"), OF_FOUR)
 def test_all_others_are_told(where, victims, tmp_path):
     plain("killed", where, victims, tmp_path, ranks=4)
+
+
+@pytest.mark.parametrize("where", ["set-up", "barrier", "device barrier", "collective", "kernel"])
+def test_the_ranks_of_another_host_are_told(where, tmp_path):
+    """Of two hosts with two ranks each one is killed. Who finds it first breaks the group, and may be faster."""
+    environments = [{"IRIS_HOST": f"host{rank // 2}"} for rank in range(4)]
+    with running(dying.main, "killed", where, "2,3", tmp_path, environments=environments) as processes:
+        assert ends(processes)[:2] == [1, 1]
+    for rank in range(2):
+        report = json.loads((tmp_path / str(rank)).read_text())
+        assert re.search(r"PeerLostError: .*rank [23].* was killed by SIGKILL", report["error"]), report
+        assert where not in ("collective", "device barrier") or "is on host1" in report["error"], report
+        assert report["after_s"] < TOLD_S and report["held"] == 0, report
 
 
 def meet(folder, how):

@@ -100,7 +100,7 @@ def test_the_references_have_each_public_name():
     shown = {part for side in ("host", "device") for name in generated(side) for part in name.split(".")}
     for name in {*iris.__all__, *iris.gluon.__all__, *variables_of_the_package()} - shown:
         assert re.search(rf"`[^`\n]*\b{name}\b[^`\n]*`", pages), name
-    for name in ["cur_rank", "num_ranks", "device", "gpu_id", "heap_size", "heap", "heap_bases"]:
+    for name in ["cur_rank", "num_ranks", "device", "gpu_id", "heap_size", "heap", "heap_bases", "local_ranks"]:
         assert re.search(rf"^    {name} : ", iris.Iris.__doc__, flags=re.M), name
     for name in iris.heap.HeapStats.__dataclass_fields__:
         assert re.search(rf"^    {name} : ", iris.heap.HeapStats.__doc__, flags=re.M), name

@@ -75,7 +75,7 @@ class Mapping:
     memory : Memory
         What keeps the addresses valid for as long as it lives, as it does while a tensor is over it; None once closed.
     lost : callable
-        Returns which members have ended, in words: `iris.world.members.Members.lost`.
+        Returns which members have ended, and ranks of other hosts, in words: `iris.world.members.Members.lost`.
     owner : callable
         Returns what uses the memory, or None: a weak reference. It has methods ``name_at(offset)``, what the memory is
         for and which part of that is there, and ``describe_offset(offset)``, both in one text.
@@ -205,7 +205,7 @@ def create(group: Group, size: int, device: torch.device, host: Group | None = N
     group.agree(check_congruence, "map the heaps at congruent addresses")
     name = f"{members.name}/memory/{_made[members.name]}"
     memory = Memory(held)
-    mapping = Mapping(name, members.ranks, members.rank, rounded, device, tuple(bases), memory, members.members.lost)
+    mapping = Mapping(name, members.ranks, members.rank, rounded, device, tuple(bases), memory, group.members.lost)
     _mappings[bases[members.rank]] = mapping
     # Behind it: another thread that sees this number looks for it.
     _made[members.name] += 1

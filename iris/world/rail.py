@@ -122,8 +122,8 @@ class Rail:
         while not (lost or work.is_completed()):
             waited = time.monotonic() - start
             if waited > NO_PAUSE_S:
-                self._group.check()
                 lost = any(peer.status for peer in self._group.members.ended().values())
+                self._check_whole(what)
                 time.sleep(min(waited * SHARE, LONGEST_PAUSE_S))
         if lost and not work.is_completed():
             raise self._failed(RuntimeError("a rank was lost"), what)
@@ -131,6 +131,14 @@ class Rail:
             work.wait()
         except RuntimeError as error:
             raise self._failed(error, what) from error
+
+    def _check_whole(self, what: str) -> None:
+        try:
+            self._group.check()
+        except GroupAbortedError as error:
+            # Another rank of this host may have been faster to find that one is lost.
+            why = self._group.why(error, what)
+            raise (error if why is error else self._failed(why, what)) from error
 
     def _failed(self, error: Exception, what: str) -> Exception:
         """What to raise where Gloo has ended a call with this error."""
@@ -142,8 +150,8 @@ class Rail:
                 f"{names(others)} ({ranks}). Does every rank make this call? The limit is the time-out of the process "
                 "group."
             )
-        why = self._group.why(error, what)
-        if why is error:
+        why = error if isinstance(error, PeerLostError) else self._group.why(error, what)
+        if not isinstance(why, PeerLostError):
             this, first_line = self._group.ranks[self._group.rank], str(error).partition("\n")[0]
             why = PeerLostError(f"Rank {this} lost its connection to other hosts in {what}: {first_line}.")
         return PeerLostError(f"{why} Of the ranks that exchange data here, {ranks}.")
