@@ -234,9 +234,9 @@ def ask_for_what_is_not_there(ctx):
     x, matrix = torch.ones(ctx.num_ranks), torch.ones(ctx.num_ranks, ctx.num_ranks)
     everyone, counts = dist.new_group(), [1] * ctx.num_ranks
     calls = {
-        "gather": lambda: ctx.ccl.gather(x, x[:1]),
         "all_to_all_v": lambda: ctx.ccl.all_to_all_v(x, x.clone(), counts, counts, counts, counts),
         "send": lambda: ctx.ccl.send(x, 0),
+        "recv": lambda: ctx.ccl.recv(x, 0),
         "preamble": lambda: ctx.ccl.all_reduce_preamble(x, x),
         "config": lambda: ctx.ccl.all_reduce(x, x, config=iris.ccl.Config(comm_sms=1)),
         "operation": lambda: ctx.ops.matmul_all_reduce(matrix, matrix, matrix, config=FusedConfig()),

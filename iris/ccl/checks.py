@@ -46,7 +46,7 @@ def check_tensor(name: str, tensor: object) -> None:
         raise InvalidCollectiveError(f"{name}() takes tensors with memory of their own, and got {problem}")
 
 
-def check_at_root(comm: Communicator, name: str, role: str, tensor: object, root: int) -> None:
+def check_at_root(comm: Ranks, name: str, role: str, tensor: object, root: int) -> None:
     """That it is a tensor, where the root of the collective takes one and the others may give None."""
     if tensor is None:
         way = "from" if role == "input" else "to"
@@ -54,7 +54,7 @@ def check_at_root(comm: Communicator, name: str, role: str, tensor: object, root
     check_tensor(name, tensor)
 
 
-def joined(comm: Communicator, name: str, parts: Sequence[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
+def joined(comm: Ranks, name: str, parts: Sequence[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
     """The parts that a collective sends, one a rank, in one tensor, if each is as large as ``output``."""
     for part in parts:
         check_tensor(name, part)

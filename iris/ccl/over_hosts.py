@@ -6,34 +6,37 @@
 | reduce_scatter | a reduce_scatter within the host for each host; the rail exchanges the sums; they are added up |
 | all_reduce | reduce_scatter, then all_gather |
 | all_to_all | the rail exchanges what is for each host; an all_to_all within the host |
-| broadcast | the rail of the root; a broadcast within each host |
+| broadcast, scatter | along the rail of the root; then within each host |
+| gather, reduce | within each host, to the rank with the root's local rank; then along its rail |
 
 A rank sends to other hosts what its own GPU holds, once, and only to ranks with its local rank. A rail never adds. Sums
 are formed within a host in the order of ranks and rounded once, then over hosts in the order of hosts and rounded once
 more, so they are the same from run to run and on every rank.
 """
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeGuard, cast
 
 import torch
 import torch.distributed as dist
 
 from iris.ccl import checks
 from iris.ccl.collectives import Collectives
+from iris.ccl.communicator import Communicator
 from iris.ccl.config import Config, ReduceOp
 from iris.ccl.enqueue import FOR_THE_HOST, to_read, to_write
 from iris.ccl.host_sums import add_up
 from iris.ccl.reduction import check_op, reduction
 from iris.ccl.work import Work
-from iris.errors import SeveralHostsError
+from iris.errors import IrisError, SeveralHostsError
 from iris.operators.graph_break import methods_break_graph
 from iris.operators.version_counter import bump_version
 from iris.runtime.workspace import RankContext
 from iris.world.rail import Rail, as_bytes
 
-MORE = "all_gather, all_to_all, reduce_scatter, all_reduce and broadcast do."
+MORE = "all_to_all has equal sizes for all ranks."
 
 
 class Ranks(NamedTuple):
@@ -42,6 +45,19 @@ class Ranks(NamedTuple):
     size: int
     ranks: tuple[int, ...]
     device: torch.device
+
+
+class Root(NamedTuple):
+    """The root of a collective.
+
+    ``here``: this rank is it; ``host``: its host; ``on_rail``: this rank has its local rank; ``in_this_host``: which
+    rank of this host has its local rank, by its rank in the world.
+    """
+
+    here: bool
+    host: int
+    on_rail: bool
+    in_this_host: int
 
 
 def _over_hosts(steps: Callable[..., None]) -> Any:
@@ -59,12 +75,12 @@ def _over_hosts(steps: Callable[..., None]) -> Any:
     ) -> Work | None:
         if group is not None and group is not dist.group.WORLD:
             return getattr(self.within, name)(*args, group=group, async_op=async_op, config=config, **named)
-        self._begin(name, config)
+        comm = self._begin(name, config)
         try:
             with torch.no_grad():
                 steps(self, *args, **named)
         except BaseException as error:
-            self.communicator().abort_flag.interrupted(name, error)
+            comm.abort_flag.interrupted(name, error)
             raise
         return Work(on_gpu=False) if async_op else None
 
@@ -103,6 +119,8 @@ class CollectivesOverHosts(Collectives):
         world = context._world
         self._everyone = Ranks(world.size, world.group.ranks, context.device)
         self._rank, self._hosts, self._rail = world.rank, world.hosts, rail
+        # The ranks by host and local rank.
+        self._order = [rank for ranks in world.hosts.ranks for rank in ranks]
 
     @_over_hosts
     def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> None:
@@ -122,11 +140,10 @@ class CollectivesOverHosts(Collectives):
         checks.check_overlap("all_to_all", result, source)
         if not source.numel():
             return
-        size, number = self._everyone.size, len(self._hosts)
+        size, number, order = self._everyone.size, len(self._hosts), self._order
         columns = source.shape[-1] * source.itemsize // size
         rows = source.nbytes // (columns * size)
-        # The ranks by host and local rank; `ours`: from the ranks of all hosts, what is for each rank of this one.
-        order = [rank for ranks in self._hosts.ranks for rank in ranks]
+        # `ours`: from this rail, what is for each rank of this host.
         sent = as_bytes(source).view(rows, size, columns)[:, order].transpose(0, 1).contiguous()
         arrived = torch.empty_like(sent)
         self._rail.all_to_all(arrived, sent, _described("all_to_all", input))
@@ -139,18 +156,97 @@ class CollectivesOverHosts(Collectives):
 
     @_over_hosts
     def broadcast(self, tensor: torch.Tensor, src: int = 0) -> None:
-        root = checks.rank_in_group(self._everyone, "src", src, self._everyone.size)
-        checks.check_pair(self._everyone, "broadcast", tensor, tensor, 1, 1)
+        root = self._root("src", src)
+        try:
+            checks.check_pair(self._everyone, "broadcast", tensor, tensor, 1, 1)
+        except IrisError:
+            if root.on_rail:
+                # All ranks may refuse it, and then go on. If this one alone does, nobody is to wait for it.
+                with contextlib.suppress(IrisError):
+                    self._rail.refuse("broadcast()")
+            raise
         dense = to_read(tensor)
         if not dense.numel():
             return
-        host = self._hosts.host_of(root)
-        local = self._hosts.ranks[host].index(root)
-        if self._hosts.local_rank == local:
-            self._rail.broadcast(dense, host, _described("broadcast", tensor))
-        self.within.broadcast(dense, self._everyone.ranks[self._hosts.local_ranks[local]])
-        if self._rank != root:
+        if root.on_rail:
+            self._rail.broadcast(dense, root.host, _described("broadcast", tensor))
+        self.within.broadcast(dense, root.in_this_host)
+        if not root.here:
             _deliver(tensor, dense)
+
+    @_over_hosts
+    def gather(self, output: torch.Tensor | None, input: torch.Tensor, dst: int = 0) -> None:
+        root, size = self._root("dst", dst), self._everyone.size
+        checks.check_pair(self._everyone, "gather", input, input, 1, 1)
+        source, result = to_read(input), output
+        if root.here:
+            with self._root_alone("gather"):
+                checks.check_at_root(self._everyone, "gather", "output", output, self._rank)
+                checks.check_pair(self._everyone, "gather", cast(torch.Tensor, output), input, size, 1)
+                result = to_write(cast(torch.Tensor, output))
+                if source.data_ptr() != result.data_ptr() + self._rank * source.nbytes:
+                    checks.check_overlap("gather", result, source)
+        if not source.numel():
+            return
+        mine = as_bytes(source)
+        of_host = mine.new_empty(len(self._hosts.local_ranks), len(mine)) if root.on_rail else None
+        self.within.gather(of_host, mine, root.in_this_host)
+        if of_host is None:
+            return
+        arrived = of_host.new_empty(size, len(mine)) if root.here else None
+        self._rail.gather(arrived, of_host, root.host, _described("gather", input))
+        if arrived is not None and result is not None:
+            as_bytes(result).view(size, len(mine))[self._order] = arrived
+            _deliver(cast(torch.Tensor, output), result)
+
+    @_over_hosts
+    def scatter(self, output: torch.Tensor, input: torch.Tensor | Sequence[torch.Tensor] | None, src: int = 0) -> None:
+        root, size, result = self._root("src", src), self._everyone.size, to_write(output)
+        checks.check_pair(self._everyone, "scatter", output, output, 1, 1)
+        parts = None
+        if root.here:
+            with self._root_alone("scatter"):
+                whole = checks.joined(self._everyone, "scatter", input, output) if _is_list(input) else input
+                checks.check_at_root(self._everyone, "scatter", "input", whole, self._rank)
+                source = to_read(cast(torch.Tensor, whole))
+                checks.check_pair(self._everyone, "scatter", output, source, 1, size)
+                if result.data_ptr() != source.data_ptr() + self._rank * result.nbytes:
+                    checks.check_overlap("scatter", result, source)
+                if source.numel():
+                    parts = as_bytes(source).view(size, -1)[self._order]
+        if not output.numel():
+            return
+        mine = as_bytes(result)
+        of_host = mine.new_empty(len(self._hosts.local_ranks), len(mine)) if root.on_rail else None
+        if of_host is not None:
+            self._rail.scatter(of_host, parts, root.host, _described("scatter", output))
+        self.within.scatter(mine, of_host, root.in_this_host)
+        _deliver(output, result)
+
+    @_over_hosts
+    def reduce(self, output: torch.Tensor | None, input: torch.Tensor, dst: int = 0, *, op: Any = ReduceOp.SUM) -> None:
+        root = self._root("dst", dst)
+        checks.check_pair(self._everyone, "reduce", input, input, 1, 1)
+        check_op(reduction(op)[0], input.dtype)
+        source, result = to_read(input), output
+        if root.here:
+            with self._root_alone("reduce"):
+                checks.check_at_root(self._everyone, "reduce", "output", output, self._rank)
+                checks.check_pair(self._everyone, "reduce", cast(torch.Tensor, output), input, 1, 1)
+                result = to_write(cast(torch.Tensor, output))
+                if source.data_ptr() != result.data_ptr():
+                    checks.check_overlap("reduce", result, source)
+        if not source.numel():
+            return
+        of_host = torch.empty_like(source) if root.on_rail else None
+        self.within.reduce(of_host, source, root.in_this_host, op=op)
+        if of_host is None:
+            return
+        arrived = of_host.new_empty(len(self._hosts), of_host.numel()) if root.here else None
+        self._rail.gather(arrived, of_host, root.host, _described("reduce", input, op))
+        if arrived is not None and result is not None:
+            add_up(result, arrived, reduction(op)[0])
+            _deliver(cast(torch.Tensor, output), result)
 
     @_over_hosts
     def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, *, op: Any = ReduceOp.SUM) -> None:
@@ -189,21 +285,38 @@ class CollectivesOverHosts(Collectives):
             as_bytes(result).copy_(total[:nbytes])
         _deliver(output, result)
 
-    gather = _within_a_host("gather")
-    scatter = _within_a_host("scatter")
     all_to_all_v = _within_a_host("all_to_all_v")
     send = _within_a_host("send")
     recv = _within_a_host("recv")
-    reduce = _within_a_host("reduce")
     all_reduce_preamble = _within_a_host("all_reduce_preamble")
 
     # Steps -----------------------------------------------------------------------------------------------------------
 
-    def _begin(self, name: str, config: Config | None) -> None:
+    def _begin(self, name: str, config: Config | None) -> Communicator:
+        """The communicator of this host's ranks, which they meet to make when it is first used."""
         self._context.heap.check_open()
         self._context._world.group.check()
         if config is not None:
             raise SeveralHostsError(f"ctx.ccl.{name}(config=…)", "Call it without a config: each step is chosen.")
+        return self.communicator()
+
+    def _root(self, role: str, rank: int) -> "Root":
+        """Where ``rank`` (in the world), which has this role, is. Raises if there is none."""
+        number = checks.rank_in_group(self._everyone, role, rank, self._everyone.size)
+        host = self._hosts.host_of(number)
+        local = self._hosts.ranks[host].index(number)
+        in_this_host = self._everyone.ranks[self._hosts.local_ranks[local]]
+        return Root(number == self._rank, host, self._hosts.local_rank == local, in_this_host)
+
+    @contextlib.contextmanager
+    def _root_alone(self, name: str) -> Iterator[None]:
+        """Around checks of what the root alone gives: the others would wait for it, so it breaks the group."""
+        try:
+            yield
+        except IrisError as error:
+            this, why = self._everyone.ranks[self._rank], str(error).rstrip(".")
+            self._context._world.group.break_off(f"rank {this} is the root of {name}(), and refused it: {why}")
+            raise
 
     def _all_gather(self, output: torch.Tensor, input: torch.Tensor, call: str) -> None:
         mine, hosts = as_bytes(input), self._hosts
@@ -244,6 +357,10 @@ def _one_behind_the_other(ranks: Sequence[int]) -> slice | None:
     """Where the rows of these ranks are, if they follow each other."""
     place = slice(ranks[0], ranks[-1] + 1)
     return place if len(ranks) == ranks[-1] + 1 - ranks[0] else None
+
+
+def _is_list(input: object) -> TypeGuard[Sequence[torch.Tensor]]:
+    return isinstance(input, list | tuple)
 
 
 def _deliver(output: torch.Tensor, result: torch.Tensor) -> None:

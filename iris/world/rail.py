@@ -14,8 +14,10 @@ import torch
 import torch.distributed as dist
 
 from iris.errors import GroupAbortedError, IrisTimeoutError, MismatchedCollectiveError, PeerLostError, names
-from iris.world.group import Group
+from iris.world import wire
+from iris.world.group import BROKEN, Group
 from iris.world.hosts import Hosts
+from iris.world.members import INTERVAL_S
 from iris.world.store import LONGEST_PAUSE_S, NO_PAUSE_S, SHARE
 
 
@@ -62,9 +64,36 @@ class Rail:
         options.rootRank = host
         self._begin(lambda: self._gloo.broadcast([as_bytes(tensor)], options), tensor.nbytes, what)()
 
+    def gather(self, output: torch.Tensor | None, input: torch.Tensor, host: int, what: str) -> None:
+        """Gather every host's ``input`` into ``output`` of the rank on ``host``, ``(n,)`` → ``(H, n)``; None elsewhere.
+
+        Blocks the host.
+        """
+        options = dist.GatherOptions()
+        options.rootRank = host
+        parts = [] if output is None else [list(as_bytes(output).chunk(len(self._ranks)))]
+        self._begin(lambda: self._gloo.gather(parts, [as_bytes(input)], options), input.nbytes, what)()
+
+    def scatter(self, output: torch.Tensor, input: torch.Tensor | None, host: int, what: str) -> None:
+        """Send row h of ``input`` of the rank on ``host`` to ``output`` of host h, ``(H, n)`` → ``(n,)``.
+
+        ``input`` is None elsewhere. Blocks the host.
+        """
+        options = dist.ScatterOptions()
+        options.rootRank = host
+        parts = [] if input is None else [list(as_bytes(input).chunk(len(self._ranks)))]
+        self._begin(lambda: self._gloo.scatter([as_bytes(output)], parts, options), output.nbytes, what)()
+
     def barrier(self) -> None:
         """Return when all hosts' ranks have come. Blocks the host."""
         self._begin(_nothing, 0, "device_barrier()")()
+
+    def refuse(self, what: str) -> None:
+        """In the place of a call whose arguments were refused. Blocks the host.
+
+        Raises if the other hosts have not refused it.
+        """
+        self._begin(_nothing, 0, f"{what}, which was refused,")()
 
     def close(self) -> None:
         """Let go of the connections. Local. The caller guarantees that no call is under way on any rank."""
@@ -118,18 +147,23 @@ class Rail:
 
     def _wait(self, work: Any, what: str) -> None:
         """Wait for a transfer. Signals interrupt it, and so does the loss of a rank, on any host."""
-        start, lost = time.monotonic(), False
+        start, next_look, lost = time.monotonic(), INTERVAL_S, False
         while not (lost or work.is_completed()):
             waited = time.monotonic() - start
             if waited > NO_PAUSE_S:
                 lost = any(peer.status for peer in self._group.members.ended().values())
                 self._check_whole(what)
+                if waited > next_look:
+                    next_look = waited + INTERVAL_S
+                    self._look_at_other_hosts(what)
                 time.sleep(min(waited * SHARE, LONGEST_PAUSE_S))
         if lost and not work.is_completed():
             raise self._failed(RuntimeError("a rank was lost"), what)
         try:
             work.wait()
         except RuntimeError as error:
+            # A rank may have broken the group, and closed its context.
+            self._look_at_other_hosts(what)
             raise self._failed(error, what) from error
 
     def _check_whole(self, what: str) -> None:
@@ -139,6 +173,19 @@ class Rail:
             # Another rank of this host may have been faster to find that one is lost.
             why = self._group.why(error, what)
             raise (error if why is error else self._failed(why, what)) from error
+
+    def _look_at_other_hosts(self, what: str) -> None:
+        """Raise if the group has been broken there. Who breaks it says so in the place of the next meeting."""
+        group = self._group
+        for rank in range(group.size):
+            key = f"{group.meetings}/{rank}"
+            # What is of another version of Iris, or a store that is gone, the next meeting reports.
+            with contextlib.suppress(TypeError, ValueError, dist.DistError):
+                if rank != group.rank and group.store.check([key]):
+                    come_for, why = wire.decode(group.store.get(key))
+                    if come_for == BROKEN:
+                        group.break_off(why)
+        self._check_whole(what)
 
     def _failed(self, error: Exception, what: str) -> Exception:
         """What to raise where Gloo has ended a call with this error."""

@@ -25,8 +25,8 @@ from iris.errors import (
 
 HOSTS = (Hosts(2, 2), Hosts(2, 2, dealt=True), Hosts(2, 3), Hosts(3, 2), Hosts(4, 1))
 MOST_CASES = 60  # of a test, where everything is to be tested: each takes many launches
-MOVES = ["all_gather", "all_to_all", "broadcast"]
-COMBINES = ["all_reduce", "reduce_scatter"]
+MOVES = ["all_gather", "all_to_all", "broadcast", "gather", "scatter"]
+COMBINES = ["all_reduce", "reduce_scatter", "reduce"]
 
 
 def move(ctx, cases):
@@ -79,9 +79,14 @@ def combine(ctx, hosts, cases):
             output = torch.empty(shape, dtype=dtype)
         else:
             output = input if layout == "in place" else ctx.empty(shape, dtype=dtype)
+        root, here = call % size, call % size == ctx.cur_rank
         try:
-            getattr(ctx.ccl, collective)(output, input, op=op)
-            assert_same_bits(output, expected)
+            if collective == "reduce":
+                ctx.ccl.reduce(output if here else None, input, root, op=op)
+            else:
+                getattr(ctx.ccl, collective)(output, input, op=op)
+            if collective != "reduce" or here:
+                assert_same_bits(output, expected)
         except Exception as error:
             raise AssertionError(
                 f"call {call}, {collective} of {list(shape)} {dtype}, {op}, {layout}: {error}"
@@ -215,6 +220,56 @@ def call_differently(ctx, calls):
 @pytest.mark.parametrize("calls", ["size", "op", "another call"])
 def test_hosts_that_make_other_calls_are_told(ranks, calls):
     ranks.run(call_differently, calls)
+
+
+def refuse_alike(ctx):
+    x = torch.ones(4)
+    with pytest.raises(InvalidCollectiveError, match="memory of their own"):
+        ctx.ccl.broadcast(torch.ones(4).to_sparse())
+    ctx.ccl.broadcast(x)
+    with pytest.raises(InvalidCollectiveError, match="memory of their own"):
+        ctx.ccl.gather(x.to_sparse(), x.to_sparse())
+    ctx.ccl.all_reduce(x, x)
+
+
+@pytest.mark.ranks(Hosts(2, 2))
+def test_ranks_that_refuse_alike_go_on(ranks):
+    ranks.run(refuse_alike)
+
+
+def refuse_to_broadcast(ctx):
+    with iris.iris(1 << 20) as other:
+        x, start = torch.ones(4), time.monotonic()
+        if other.cur_rank == 0:
+            with pytest.raises(InvalidCollectiveError, match="memory of their own"):
+                other.ccl.broadcast(x.to_sparse())
+        else:
+            with pytest.raises(
+                (GroupAbortedError, MismatchedCollectiveError), match=r"broadcast\(\), which was refused"
+            ):
+                other.ccl.broadcast(x)
+                other.ccl.all_reduce(x, x)
+        assert time.monotonic() - start < 10
+
+
+def refuse_as_root(ctx):
+    """What the root alone gives is wrong: it is told so, and the ranks of all hosts do not wait for it."""
+    with iris.iris(1 << 20) as other:
+        x, start = torch.ones(4), time.monotonic()
+        if other.cur_rank == 0:
+            with pytest.raises(InvalidCollectiveError, match="needs an output of"):
+                other.ccl.gather(torch.empty(3), x)
+        else:
+            with pytest.raises(GroupAbortedError, match="rank 0 is the root of gather.*needs an output of"):
+                other.ccl.gather(None, x)
+                other.ccl.all_reduce(x, x)
+        assert time.monotonic() - start < 10
+
+
+@pytest.mark.ranks(Hosts(2, 2), Hosts(2, 2, dealt=True))
+def test_nobody_waits_for_a_root_that_refuses(ranks):
+    ranks.run(refuse_as_root)
+    ranks.run(refuse_to_broadcast)
 
 
 def public(cls):
