@@ -1,6 +1,7 @@
 """Ranks on several hosts: who is where, what kernels reach, barriers, and what is refused."""
 
 import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -9,11 +10,14 @@ import triton
 import triton.language as tl
 from patterns import assert_same_bits, pattern
 from rank_pool import Hosts
+from torch.distributed import distributed_c10d
 
 import iris
 from iris.errors import (
     AsymmetricHeapError,
+    GroupAbortedError,
     HeapOutOfMemoryError,
+    IrisTimeoutError,
     RankOutOfRangeError,
     RemoteRankError,
     SeveralHostsError,
@@ -227,6 +231,35 @@ def reach_for(ctx, hows):
 @pytest.mark.ranks(Hosts(2, 2), Hosts(2, 2, dealt=True))
 def test_a_rank_of_another_host_is_not_reached_by_kernels(ranks, mistaken):
     ranks.run(reach_for, HOW)
+
+
+def stay_away(ctx, call):
+    """The ranks of the last host do not come; the others wait no longer than the process group's time limit."""
+    store = distributed_c10d._get_process_group_store(dist.group.WORLD)
+    before = store.timeout
+    store.set_timeout(timedelta(seconds=2))
+    try:
+        other = iris.iris(1 << 16)
+    finally:
+        store.set_timeout(before)
+    late, x, start = ctx.host == ctx.num_hosts - 1, torch.ones(4), time.monotonic()
+    if not late:
+        # Who finds it first breaks the group, and may be faster than this rank.
+        text = r"Rank \d waited 2 s in .* for ranks? .* is on host\d.*The limit is the time-out of the process group"
+        with pytest.raises((IrisTimeoutError, GroupAbortedError), match=text):
+            other.ccl.all_reduce(x, x) if call == "all_reduce" else other.device_barrier()
+        assert 1.5 < time.monotonic() - start < 20
+    ctx.barrier()
+    with pytest.raises(GroupAbortedError, match="IrisTimeoutError"):
+        other.barrier()
+    ctx.barrier()
+    other.close()
+
+
+@pytest.mark.ranks(Hosts(2, 2), Hosts(4, 1))
+@pytest.mark.parametrize("call", ["all_reduce", "device_barrier"])
+def test_a_host_that_does_not_come_is_named(ranks, call, mistaken):
+    ranks.run(stay_away, call)
 
 
 def ask_for_what_is_not_there(ctx):

@@ -305,6 +305,13 @@ def test_gpus_on_several_hosts_are_told():
         hosts.divide(in_group(0, 1, 2), placements(host=["one", "two", "three"]))
 
 
+def test_the_sanitizer_is_for_one_host(monkeypatch):
+    monkeypatch.setattr(hosts.observer, "recorder", object())
+    nowhere = placements(host=["one", "two", "three"], gpu=[None] * 3)
+    with pytest.raises(SeveralHostsError, match="The sanitizer .*rank 2 on box2.* Run the program on one host"):
+        hosts.divide(in_group(0, 1, 2), nowhere)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_no_gpu_and_no_simulator_is_told(monkeypatch):
     monkeypatch.setattr(placement.mode, "ACTIVE", False)

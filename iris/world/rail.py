@@ -17,7 +17,7 @@ from iris.errors import GroupAbortedError, IrisTimeoutError, MismatchedCollectiv
 from iris.world import wire
 from iris.world.group import BROKEN, Group
 from iris.world.hosts import Hosts
-from iris.world.members import INTERVAL_S
+from iris.world.members import INTERVAL_S, NOTICE_S, await_
 from iris.world.store import LONGEST_PAUSE_S, NO_PAUSE_S, SHARE
 
 
@@ -162,8 +162,9 @@ class Rail:
         try:
             work.wait()
         except RuntimeError as error:
-            # A rank may have broken the group, and closed its context.
-            self._look_at_other_hosts(what)
+            if TIMED_OUT not in str(error):
+                # A rank may have broken the group, and is about to say so: its connections close a moment before.
+                await_(lambda: self._ended(what), NOTICE_S)
             raise self._failed(error, what) from error
 
     def _check_whole(self, what: str) -> None:
@@ -173,6 +174,11 @@ class Rail:
             # Another rank of this host may have been faster to find that one is lost.
             why = self._group.why(error, what)
             raise (error if why is error else self._failed(why, what)) from error
+
+    def _ended(self, what: str) -> bool:
+        """Whether a rank's process has. Raises if the group has been broken."""
+        self._look_at_other_hosts(what)
+        return bool(self._group.members.ended())
 
     def _look_at_other_hosts(self, what: str) -> None:
         """Raise if the group has been broken there. Who breaks it says so in the place of the next meeting."""
@@ -190,7 +196,7 @@ class Rail:
     def _failed(self, error: Exception, what: str) -> Exception:
         """What to raise where Gloo has ended a call with this error."""
         ranks = "; ".join(f"rank {self._in_world(rank)} is on {self._hosts.name_of(rank)}" for rank in self._ranks)
-        if "Timed out" in str(error):
+        if TIMED_OUT in str(error):
             others = [self._in_world(rank) for rank in self._ranks if rank != self._group.rank]
             return IrisTimeoutError(
                 f"Rank {self._group.ranks[self._group.rank]} waited {self._group.timeout:g} s in {what} for "
@@ -199,7 +205,7 @@ class Rail:
             )
         why = error if isinstance(error, PeerLostError) else self._group.why(error, what)
         if not isinstance(why, PeerLostError):
-            this, first_line = self._group.ranks[self._group.rank], str(error).partition("\n")[0]
+            this, first_line = self._group.ranks[self._group.rank], str(error).partition("\n")[0].partition(". ")[0]
             why = PeerLostError(f"Rank {this} lost its connection to other hosts in {what}: {first_line}.")
         return PeerLostError(f"{why} Of the ranks that exchange data here, {ranks}.")
 
@@ -207,8 +213,10 @@ class Rail:
         return self._group.ranks[rank]
 
 
-# Of what a call is described by.
+# Bytes of the words that describe a call.
 MOST_TEXT = 96
+# What Gloo says of a call that took longer than its limit.
+TIMED_OUT = "Timed out"
 
 
 def connect(group: Group, hosts: Hosts) -> Rail:
