@@ -158,3 +158,20 @@ def triton_hoisted(context_tensor, target, n, to_rank, BLOCK: tl.constexpr):
     remote = ctx.translate(target, to_rank)
     for start in range(0, n, BLOCK):
         tl.store(remote + start + tl.arange(0, BLOCK), 1.0)
+
+
+@triton.jit
+def triton_is_local(context_tensor, target, n, BLOCK: tl.constexpr):
+    """Of one rank, and of a block of ranks."""
+    ctx = DeviceContext.initialize(context_tensor)
+    ranks = tl.arange(0, BLOCK)
+    if ctx.is_local(n):
+        tl.store(target + ranks, 1.0, mask=ctx.is_local(ranks))
+
+
+@gluon.jit
+def gluon_is_local(context_tensor, target, n, BLOCK: gl.constexpr):
+    ctx = IrisDeviceCtx.initialize(context_tensor)
+    ranks = gl.arange(0, BLOCK, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    if ctx.is_local(n):
+        gl.store(target + ranks, 1.0, mask=ctx.is_local(ranks))

@@ -163,6 +163,14 @@ def test_a_translated_pointer_keeps_base_loads_out_of_the_loop():
     assert operations.index("st.global.v4.b32") > max(i for i, op in enumerate(operations) if op == "ld.global.b64")
 
 
+@pytest.mark.parametrize("kernel", [kernels.triton_is_local, kernels.gluon_is_local])
+def test_which_ranks_are_local_is_read_from_the_table(kernel):
+    operations = compile_for("sm_90", kernel, CONTEXT, torch.zeros(4096), 3, BLOCK=128).operations()
+    memory = [operation for operation in operations if operation.startswith(("ld", "st"))]
+    # The base of the one rank, those of the block, one a thread; and the store.
+    assert memory == ["ld.global.b64", "ld.global.b64", "st.global.b32"]
+
+
 ATOMIC_FORMS = ["triton_context", "triton_functional", "gluon_context", "gluon_functional"]
 
 
