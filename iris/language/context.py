@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from iris.failures import device_record
-from iris.language import atomics
+from iris.language import atomics, locality
 from iris.language.address import check_copy, check_reach, in_simulator, translate
 from iris.language.barrier import WHOLE, lanes
 from iris.language.barrier import barrier as ordered_barrier
@@ -28,7 +28,6 @@ from iris.language.fences import fence as ordered_fence
 from iris.language.fences import order_bulk_copies as ordered_bulk_copies
 from iris.language.initialisation import check_context, is_switch, refuse
 from iris.language.jit import aggregate, in_gluon, jit
-from iris.language.locality import is_local
 from iris.language.ordering import SET
 from iris.language.ordering import signal as ordered_signal
 from iris.language.ordering import wait as ordered_wait
@@ -79,7 +78,7 @@ class DeviceContext:
         self.table = table
         self.tracing = tracing
 
-    is_local = is_local
+    is_local = locality.is_local
 
     @jit
     def translate(self, ptr, rank):
