@@ -387,8 +387,8 @@ def iris(heap_size: int = 1 << 30, *, process_group: dist.ProcessGroup | None = 
     A process may have several contexts at once.
 
     These are raised on the ranks at fault, and `PeerFailedError` on the others: `NoGpuForRankError`,
-    `InvalidHeapSizeError`, `MismatchedHeapError`, `HeapTooLargeError`, `SeveralHostsError`, `SharedDeviceError`,
-    `NoPeerAccessError`, `MappingError`. `IrisTimeoutError` says that a rank does not come.
+    `InvalidHeapSizeError`, `MismatchedHeapError`, `HeapTooLargeError`, `InvalidGroupError` (unequal hosts),
+    `SeveralHostsError` (on GPUs), `SharedDeviceError`, `NoPeerAccessError`, `MappingError`, `IrisTimeoutError`.
 
     Parameters
     ----------

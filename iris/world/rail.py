@@ -18,7 +18,7 @@ from iris.world import wire
 from iris.world.group import BROKEN, Group
 from iris.world.hosts import Hosts
 from iris.world.members import INTERVAL_S, NOTICE_S, await_
-from iris.world.store import LONGEST_PAUSE_S, NO_PAUSE_S, SHARE
+from iris.world.store import LONGEST_PAUSE_S, NO_PAUSE_S, SHARE, own_client
 
 
 class Rail:
@@ -35,7 +35,8 @@ class Rail:
     def __init__(self, group: Group, hosts: Hosts) -> None:
         self._group, self._hosts = group, hosts
         self._ranks = hosts.rail
-        store = dist.PrefixStore(f"rail/{hosts.local_rank}", group.store)
+        # Gloo waits in the store, and must not hold up those who share the group's connection (`shared_client`).
+        store = dist.PrefixStore(f"rail/{hosts.local_rank}", own_client(group.store))
         # Connects to all others, so no later call is the first.
         limit = timedelta(seconds=group.timeout)
         # torch's annotations know no methods of it.

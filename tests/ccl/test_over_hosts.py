@@ -20,6 +20,7 @@ from iris.errors import (
     InvalidCollectiveError,
     MismatchedCollectiveError,
     RankOutOfRangeError,
+    UnknownChoiceError,
     UnsupportedReductionError,
 )
 
@@ -176,6 +177,36 @@ def use_groups(ctx, hosts):
 @pytest.mark.ranks(Hosts(2, 2, dealt=True), Hosts(2, 3))
 def test_a_group_within_a_host_has_all_collectives(ranks):
     ranks.run(use_groups, ranks.hosts)
+
+
+def be_some_of_all(ctx, members):
+    """Roots are named by their ranks in the world, which are not those in the context."""
+    group = dist.new_group(members)
+    if ctx.cur_rank in members:
+        with iris.iris(1 << 20, process_group=group) as some:
+            assert (some.num_ranks, some.num_hosts, some.num_local_ranks) == (len(members), 2, len(members) // 2)
+            x = pattern((3,), torch.int32, ctx.cur_rank)
+            everyone = torch.cat([pattern((3,), torch.int32, rank) for rank in members])
+            for root in members:
+                sent, gathered, part = x.clone(), torch.empty_like(everyone), torch.empty_like(x)
+                some.ccl.broadcast(sent, root)
+                assert_same_bits(sent, pattern((3,), torch.int32, root))
+                some.ccl.gather(gathered, x, root)
+                if ctx.cur_rank == root:
+                    assert_same_bits(gathered, everyone)
+                some.ccl.scatter(part, everyone if ctx.cur_rank == root else None, root)
+                assert_same_bits(part, x)
+            some.ccl.all_gather(gathered, x)
+            assert_same_bits(gathered, everyone)
+            with pytest.raises(UnknownChoiceError):
+                some.ccl.broadcast(x, 0)
+    ctx.barrier()
+
+
+@pytest.mark.ranks(Hosts(2, 3))
+@pytest.mark.parametrize("members", [[1, 2, 3, 5], [2, 4]])
+def test_a_context_may_have_some_of_the_ranks_of_each_host(ranks, members):
+    ranks.run(be_some_of_all, members)
 
 
 def ask_for_the_wrong(ctx):
