@@ -80,6 +80,7 @@ def push_kernel(context_tensor, inbox, value):
 def push_in_rounds(ctx, late):
     """By the barriers of the host and of streams; one rank is late, another one each time."""
     inbox, value = ctx.full((ctx.num_ranks,), -1, dtype=torch.int64), ctx.zeros(1, dtype=torch.int64)
+    ctx.barrier()  # nobody stores to an inbox that is not filled yet
     for turn in range(2 * ctx.num_ranks):
         if late and turn % ctx.num_ranks == ctx.cur_rank:
             time.sleep(0.02)
