@@ -300,7 +300,7 @@ class CollectivesOverHosts(Collectives):
             raise SeveralHostsError(f"ctx.ccl.{name}(config=…)", "Call it without a config: each step is chosen.")
         return self.communicator()
 
-    def _root(self, role: str, rank: int) -> "Root":
+    def _root(self, role: str, rank: int) -> Root:
         """Where ``rank`` (in the world), which has this role, is. Raises if there is none."""
         number = checks.rank_in_group(self._everyone, role, rank, self._everyone.size)
         host = self._hosts.host_of(number)

@@ -81,7 +81,7 @@ class SymmetricHeap:
         self.mapping = create(group, room, device, None if self.hosts is None else self.hosts.group)
         self.group, self.size, self.device = group, operator.index(size), device
         bases = self.mapping.bases
-        self.bases = bases if self.hosts is None else self.hosts.by_local_rank(bases, nowhere=0)
+        self.bases = bases if self.hosts is None else self.hosts.by_rank(bases)
         self._base = self.bases[group.rank]
         self._allocator = Allocator(self.mapping.size)
         self._lifetimes = Lifetimes(device)

@@ -16,9 +16,9 @@ KINDS = device_record.KINDS
 WAIT_LIMIT_NS = tl.constexpr(0 if simulator.ACTIVE else wait_limit.NANOSECONDS)
 CHECKS_POINTERS = tl.constexpr(device_record.CHECKS_POINTERS and not simulator.ACTIVE)
 
-# A wait that ends in time should not pay for its limit, and reading the clock takes two atomics of every program on one
-# word (`nanoseconds`), a microsecond and more where hundreds of programs begin to wait together. So it is read after so
-# many polls in vain. Each takes about 0.5 us, so the limit is up to about a millisecond late.
+# Reading the clock takes two atomics of every program on one word (`nanoseconds`), one behind the other where hundreds
+# begin to wait together. A wait that ends in time should not pay for them, so it polls so often before it reads the
+# clock. The limit is late by the time of these polls.
 POLLS_WITHOUT_CLOCK = tl.constexpr(1000)
 
 # The record, in int64 words; `iris.failures.device_record` reads it.
@@ -70,7 +70,7 @@ def nanoseconds(record):
 @jit
 def expired(record, since):
     """Whether a wait that began at ``since`` has exceeded its limit, or another one of the launch has."""
-    # Once one wait has expired every other gives up at once: the launch is lost, and should end soon.
+    # Once one wait has expired every other that asks gives up: the launch is lost, and should end soon.
     claimed = tl.atomic_add(record + CLAIMED, tl.cast(0, tl.int64), sem="relaxed", scope="gpu")
     return (claimed == GAVE_UP) | (nanoseconds(record) - since > WAIT_LIMIT_NS)
 

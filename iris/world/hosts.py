@@ -69,12 +69,10 @@ class Hosts:
         """What messages call the host of a rank."""
         return self.names[self.host_of(rank)]
 
-    def by_local_rank(self, of_hosts_ranks: Sequence[int], nowhere: int) -> tuple[int, ...]:
-        """One number a rank: that of its local rank for ranks of this host, else ``nowhere``."""
-        numbers = [nowhere] * len(self._host_of)
-        for rank, number in zip(self.local_ranks, of_hosts_ranks, strict=True):
-            numbers[rank] = number
-        return tuple(numbers)
+    def by_rank(self, of_local_ranks: Sequence[int]) -> tuple[int, ...]:
+        """One number a rank: that of its local rank for ranks of this host, and 0 for others."""
+        here = dict(zip(self.local_ranks, of_local_ranks, strict=True))
+        return tuple(here.get(rank, 0) for rank in range(len(self._host_of)))
 
 
 def divide(group: Group, placements: Sequence[Placement]) -> Hosts:

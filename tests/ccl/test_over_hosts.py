@@ -147,11 +147,12 @@ def test_factors_are_those_of_ranks(ranks):
 def call_operators(ctx):
     """With their gradients, which are collectives too."""
     ranks, size = functional.name_of(ctx), ctx.num_ranks
-    x = torch.full((size, 2), ctx.cur_rank + 1.0, requires_grad=True)
+    places = torch.arange(2.0 * size).view(size, 2)
+    x = ((ctx.cur_rank + 1) * places).requires_grad_()
     total = functional.all_reduce(functional.all_gather(functional.reduce_scatter(x, ranks), ranks), ranks)
-    assert total.tolist() == [[size * size * (size + 1) / 2] * 2] * size
-    total.sum().backward()
-    assert x.grad.tolist() == [[float(size * size)] * 2] * size
+    assert torch.equal(total, size * (size * (size + 1) / 2) * places)
+    (total * (places + 3)).sum().backward()
+    assert torch.equal(x.grad, size * size * (places + 3))
 
 
 @pytest.mark.ranks(Hosts(2, 2), Hosts(3, 2))
