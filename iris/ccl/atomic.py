@@ -23,10 +23,11 @@ from iris.ccl.call import Algorithm, Call
 from iris.ccl.combine import finalize, scaled
 from iris.ccl.communicator import Launch, power_of_two
 from iris.ccl.kernel_launch import kernel_launch
-from iris.ccl.queue import blocks_of, flat
+from iris.ccl.queue import blocks_of
 from iris.ccl.reduction import accumulator_dtype
 from iris.language.context import DeviceContext
 from iris.language.dependent_launch import gdc_wait
+from iris.language.flat import flat
 from iris.language.jit import jit
 from iris.language.ordering import RELAXED, SYS, lock, unlock
 

@@ -35,7 +35,6 @@ from iris.ccl.queue import (
     blocks_of,
     exit_barrier,
     finish,
-    flat,
     lane_value,
     load_counters,
     next_slot,
@@ -53,6 +52,7 @@ from iris.ccl.queue import (
 from iris.language.barrier import lanes
 from iris.language.context import DeviceContext
 from iris.language.dependent_launch import gdc_wait
+from iris.language.flat import flat
 from iris.language.jit import jit
 
 

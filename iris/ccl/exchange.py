@@ -41,7 +41,6 @@ from iris.ccl.queue import (
     among,
     blocks_of,
     finish,
-    flat,
     lane_value,
     load_counters,
     next_slot,
@@ -68,6 +67,7 @@ from iris.language.address import bytes_of
 from iris.language.barrier import lanes
 from iris.language.context import DeviceContext
 from iris.language.dependent_launch import gdc_wait
+from iris.language.flat import flat
 from iris.language.jit import jit
 from iris.language.ordering import store_after_sync
 

@@ -22,7 +22,6 @@ from iris.ccl.queue import (
     SIZES,
     WORDS,
     among,
-    flat,
     lane_value,
     load_counters,
     next_slot,
@@ -41,6 +40,7 @@ from iris.language.address import bytes_of
 from iris.language.barrier import lanes
 from iris.language.context import DeviceContext
 from iris.language.dependent_launch import gdc_wait
+from iris.language.flat import flat
 
 
 @triton.jit

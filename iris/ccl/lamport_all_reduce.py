@@ -41,97 +41,44 @@ the end of the tensor, sends no sum. But it has contributed to rank 0's, which a
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton.language as tl
 
 from iris.ccl.call import Algorithm, Call
 from iris.ccl.combine import accumulate, accumulator, finalize
-from iris.ccl.communicator import Communicator, Launch, power_of_two
+from iris.ccl.communicator import Launch, power_of_two
 from iris.ccl.kernel_arguments import LamportChannel
 from iris.ccl.kernel_launch import INTEGERS, fitting, kernel_launch
-from iris.ccl.queue import flat
+from iris.ccl.lamport_channel import SLOTS, WARP_BYTES, channel_layout, fits
 from iris.language.address import translate
 from iris.language.context import DeviceContext
 from iris.language.dependent_launch import gdc_launch_dependents, gdc_wait
-from iris.language.failures import WAIT_LIMIT_NS, exceeded, untimed
+from iris.language.flat import flat
 from iris.language.jit import jit
-from iris.language.lamport import (
-    decode,
-    elements_per_word,
-    lamport_clear,
-    lamport_recv,
-    lamport_send,
-    missing_elements,
-    sentinel_mask,
-    word_type,
-    words_at,
-)
-from iris.language.ll import record_missing
-from iris.language.ordering import load_relaxed, store_after_sync
-from iris.language.target import threads_per_warp
+from iris.language.lamport import decode, elements_per_word, lamport_clear, lamport_recv, lamport_send
+from iris.language.ordering import store_after_sync
 
-# Bytes of all W ranks' parts together, for one block, at most. Each part is a power of two.
-BLOCK_BYTES = 8192
-# What a warp moves at once. Parts have this size as long as every block gets a program of its own.
-WARP_BYTES = 512
-SLOTS = tl.constexpr(3)
 # Blocks that a program sends before it waits for the first of them, so that the links are busy while it adds up.
 AHEAD = tl.constexpr(1)
-# A channel is several times as large as the tensor, and each stream has one. So it may take this fraction (1/16).
-SHARE_OF_WORKSPACE = 16
-
-
-def part_bytes(size: int, share: int, programs: int) -> int:
-    """Bytes of a rank's part of a block. Each of ``size`` ranks adds up ``share`` bytes, by so many ``programs``."""
-    # At least a word of 8 bytes for each thread of a warp: no two threads may poll the same word (`lamport_recv`).
-    largest = max(8 * threads_per_warp(), BLOCK_BYTES // (1 << (size - 1).bit_length()))
-    part = min(WARP_BYTES, largest)
-    while part < largest and part * programs < share:
-        part *= 2
-    return part
 
 
 @jit
-def recv_and_reduce(ctx, parts, own, k, count, W: tl.constexpr, PART: tl.constexpr, OP: tl.constexpr, factors=None):
+def recv_and_reduce(ctx, parts, own, count, W: tl.constexpr, PART: tl.constexpr, OP: tl.constexpr, factors=None):
     """Wait for the first ``count`` elements of every rank's part and combine them in the order of ranks.
 
-    ``own`` is the caller's; ``k``: numbers of all words of a part. All parts are read in each round of polling, so
-    that their loads are under way together. Words beyond ``count`` are read too: a mask would break vector loads up.
+    ``own`` is the caller's, of a power of two from ``PART`` on.
     """
-    rank, record = ctx.cur_rank, ctx._record()
+    rank = ctx.cur_rank
     element: tl.constexpr = own.dtype
     ACC: tl.constexpr = accumulator(element)
     WORDS: tl.constexpr = PART // elements_per_word(element)
-    begins, bits = words_at(parts, element), sentinel_mask(k, count, element)
-    if WAIT_LIMIT_NS > 0:
-        since = untimed()
-    words = ()
-    for _s in tl.static_range(W):
-        words += (bits * 0,)
-    missing = 1
-    while missing > 0:
-        words = ()
-        for s in tl.static_range(W):
-            words += (load_relaxed(begins + (s * WORDS + k), (k < WORDS) & (rank != s)),)
-        late = bits * 0
-        for s in tl.static_range(W):
-            late = late | tl.where(rank == s, 0, missing_elements(words[s], bits, element))
-        missing = tl.max(tl.cast(late != 0, tl.int32), axis=0)
-        if WAIT_LIMIT_NS > 0:
-            if missing > 0:
-                over, since = exceeded(record, since)
-                if over:
-                    ranks = tl.cast(0, tl.int64)
-                    for s in tl.static_range(W):
-                        none = (rank != s) & (missing_elements(words[s], bits, element) != 0)
-                        ranks = ranks | (tl.cast(tl.max(tl.cast(none, tl.int32), axis=0), tl.int64) << s)
-                    record_missing(begins + k, bits != 0, 0, ranks, record=record)
-                    missing = missing * 0
-    total = tl.cast(own, ACC)
+    words = lamport_recv(parts, rank, count, WORDS=WORDS, PARTS=W, STRIDE=WORDS, element=element, record=ctx._record())
+    own = tl.cast(own, ACC)
+    total = own
     for s in tl.static_range(W):
-        value = tl.where(rank == s, tl.cast(own, ACC), tl.cast(decode(words[s], element, own), ACC))
+        value = tl.where(rank == s, own, tl.cast(decode(words[s], own, element), ACC))
         total = accumulate(total, value, factors, s, OP=OP)
     return finalize(total, element, W, OP)
 
@@ -146,13 +93,13 @@ def peers(ctx, W: tl.constexpr):
 
 
 @jit
-def push(ctx, ptr, i, values, mask, bases, distance: tl.constexpr, W: tl.constexpr):
-    """Send elements to the rank ``distance`` to the right, into its copy of ``ptr``, as tracing records it.
+def push(ctx, ptr, i, values, count, bases, distance: tl.constexpr, W: tl.constexpr):
+    """Send the first ``count`` elements to the rank ``distance`` to the right, into its copy of ``ptr``.
 
-    ``bases``: of the `peers`.
+    ``bases``: of the `peers`. ``i``: the numbers of the elements, for tracing.
     """
-    event = ctx.tracing.begin_move("store", ptr + i, (ctx.cur_rank + distance) % W, mask)
-    lamport_send(translate(ptr, ctx.base, bases[distance - 1]) + i, values, mask)
+    event = ctx.tracing.begin_move("store", ptr + i, (ctx.cur_rank + distance) % W, i < count)
+    lamport_send(translate(ptr, ctx.base, bases[distance - 1]), values, count)
     ctx.tracing.record_event_end(event)
 
 
@@ -163,12 +110,65 @@ def region(slots, max_blocks, block, epoch, REGION: tl.constexpr):
 
 
 @jit
-def recycle_slot(ctx, channel, block, epoch, j, W: tl.constexpr, PART: tl.constexpr, STEPS: tl.constexpr):
+def recycle_slot(ctx, channel, block, epoch, W: tl.constexpr, PART: tl.constexpr, STEPS: tl.constexpr):
     """Clear what peers have put into the slot of the epoch before, and go on to the next epoch."""
     old = region(channel.slots, channel.max_blocks, block, epoch + (SLOTS - 1), REGION=STEPS * W * PART)
-    for step in tl.static_range(STEPS):
-        lamport_clear(old + step * W * PART + j, (j < W * PART) & (j // PART != ctx.cur_rank))
+    i = flat(PART, channel.slots.dtype.element_ty)
+    for part in tl.static_range(STEPS * W):
+        lamport_clear(old + part * PART + i, (i < PART) & (part % W != ctx.cur_rank))
     store_after_sync(channel.epochs + block, (epoch + 1) % SLOTS)
+
+
+@jit
+def send_block(
+    ctx, channel, input, block, bases, n, send_step, W: tl.constexpr, PART: tl.constexpr, SAME: tl.constexpr
+):
+    """The first step of one shot, of a block: push it to every other rank. Returns the block's epoch."""
+    rank = ctx.cur_rank
+    i = flat(PART, input.dtype.element_ty)
+    k = block * PART + i
+    epoch = tl.load(channel.epochs + block)
+    slot = region(channel.slots, channel.max_blocks, block, epoch, REGION=W * PART)
+    # All loads first: the compiler must assume that the stores change what a later load reads.
+    parts = ()
+    for distance in tl.static_range(1, W):
+        to = tl.cast((rank + distance) % W, tl.int64)
+        if SAME and distance > 1:
+            parts += (parts[0],)
+        else:
+            parts += (tl.load(input + to * send_step + k, mask=k < n),)
+    for distance in tl.static_range(1, W):
+        values = parts[distance - 1]
+        push(ctx, slot + rank * PART, i, values, n - block * PART, bases=bases, distance=distance, W=W)
+    return epoch
+
+
+@jit
+def reduce_block(
+    ctx,
+    channel,
+    input,
+    output,
+    block,
+    epoch,
+    factors,
+    n,
+    send_step,
+    W: tl.constexpr,
+    PART: tl.constexpr,
+    OP: tl.constexpr,
+):
+    """The second step of one shot, of a block: wait for it from every other rank, and add them up."""
+    rank = ctx.cur_rank
+    k = block * PART + flat(PART, input.dtype.element_ty)
+    own = tl.load(input + tl.cast(rank, tl.int64) * send_step + k, mask=k < n)
+    # While the data are under way.
+    recycle_slot(ctx, channel, block, epoch, W=W, PART=PART, STEPS=1)
+    received = region(channel.slots, channel.max_blocks, block, epoch, REGION=W * PART)
+    event = ctx.tracing.begin_wait_for_data(received, rank)
+    total = recv_and_reduce(ctx, received, own, n - block * PART, W=W, PART=PART, OP=OP, factors=factors)
+    ctx.tracing.record_event_end(event)
+    tl.store(output + k, total, mask=k < n)
 
 
 @jit
@@ -180,56 +180,63 @@ def one_shot(
     n,
     send_step,
     W: tl.constexpr,
-    RANKS: tl.constexpr,
     PART: tl.constexpr,
     OP: tl.constexpr,
     SAME: tl.constexpr,
+    ONE_EACH: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """``n``: elements, not bytes, of the output. ``RANKS``: the power of two from W on. ``PART``: elements of a part.
+    """``n``: elements, not bytes, of the output. ``PART``: elements of a part.
 
     ``send_step``: elements from one destination's part of the input to the next one's; 0 if all get the `SAME`.
-    ``EARLY``: let the next kernel of the stream begin early (`gdc_launch_dependents`).
+    ``ONE_EACH``: each program has one block. ``EARLY``: let the next kernel of the stream begin early
+    (`gdc_launch_dependents`).
     """
     ctx = DeviceContext.initialize(channel.context, num_ranks=W)
-    rank, bases = ctx.cur_rank, peers(ctx, W)
+    bases = peers(ctx, W)
     gdc_wait()
     if EARLY:
         gdc_launch_dependents()
-    epochs, slots = channel.epochs, channel.slots
-    element: tl.constexpr = input.dtype.element_ty
-    i = flat(PART, element)
-    j = flat(RANKS * PART, element)
-    words = flat(PART // elements_per_word(element), word_type(element))
-    first, stride = tl.program_id(0), tl.num_programs(0)
-    rounds = ((n + PART - 1) // PART - first + stride - 1) // stride
-    for round in range(0, rounds + AHEAD):
-        if round < rounds:
-            block = first + round * stride
-            mine = region(slots, channel.max_blocks, block, tl.load(epochs + block), REGION=W * PART) + rank * PART
-            k = block * PART + i
-            # All loads first: the compiler must assume that the stores change what a later load reads.
-            parts = ()
-            for distance in tl.static_range(1, W):
-                to = tl.cast((rank + distance) % W, tl.int64)
-                if SAME and distance > 1:
-                    parts += (parts[0],)
-                else:
-                    parts += (tl.load(input + to * send_step + k, mask=k < n),)
-            for distance in tl.static_range(1, W):
-                push(ctx, mine, i, parts[distance - 1], mask=k < n, bases=bases, distance=distance, W=W)
-        if round >= AHEAD:
-            block = first + (round - AHEAD) * stride
-            epoch = tl.load(epochs + block)
-            k = block * PART + i
-            own = tl.load(input + tl.cast(rank, tl.int64) * send_step + k, mask=k < n)
-            received = region(slots, channel.max_blocks, block, epoch, REGION=W * PART)
-            event = ctx.tracing.begin_wait_for_data(received, rank)
-            left = n - block * PART
-            total = recv_and_reduce(ctx, received, own, words, count=left, W=W, PART=PART, OP=OP, factors=factors)
-            ctx.tracing.record_event_end(event)
-            tl.store(output + k, total, mask=k < n)
-            recycle_slot(ctx, channel, block, epoch, j=j, W=W, PART=PART, STEPS=1)
+    first = tl.program_id(0)
+    if ONE_EACH:
+        epoch = send_block(ctx, channel, input, first, bases=bases, n=n, send_step=send_step, W=W, PART=PART, SAME=SAME)
+        reduce_block(
+            ctx,
+            channel,
+            input,
+            output,
+            first,
+            epoch=epoch,
+            factors=factors,
+            n=n,
+            send_step=send_step,
+            W=W,
+            PART=PART,
+            OP=OP,
+        )
+    else:
+        stride = tl.num_programs(0)
+        rounds = ((n + PART - 1) // PART - first + stride - 1) // stride
+        for round in range(0, rounds + AHEAD):
+            if round < rounds:
+                block = first + round * stride
+                send_block(ctx, channel, input, block, bases=bases, n=n, send_step=send_step, W=W, PART=PART, SAME=SAME)
+            if round >= AHEAD:
+                block = first + (round - AHEAD) * stride
+                reduce_block(
+                    ctx,
+                    channel,
+                    input,
+                    output,
+                    block,
+                    epoch=tl.load(channel.epochs + block),
+                    factors=factors,
+                    n=n,
+                    send_step=send_step,
+                    W=W,
+                    PART=PART,
+                    OP=OP,
+                )
 
 
 @jit
@@ -245,6 +252,7 @@ def two_shot(
     OP: tl.constexpr,
     EARLY: tl.constexpr,
 ):
+    """As for `one_shot`; ``RANKS``: the power of two from W on."""
     ctx = DeviceContext.initialize(channel.context, num_ranks=W)
     rank, bases = ctx.cur_rank, peers(ctx, W)
     gdc_wait()
@@ -254,89 +262,63 @@ def two_shot(
     element: tl.constexpr = input.dtype.element_ty
     WORDS: tl.constexpr = PART // elements_per_word(element)
     i = flat(PART, element)
-    j = flat(RANKS * PART, element)
-    words, all_words = flat(WORDS, word_type(element)), flat(RANKS * WORDS, word_type(element))
     first, stride = tl.program_id(0), tl.num_programs(0)
     rounds = ((n + W * PART - 1) // (W * PART) - first + stride - 1) // stride
     for round in range(0, rounds + 2 * AHEAD):
         if round < rounds:
             block = first + round * stride
-            mine = region(slots, channel.max_blocks, block, tl.load(epochs + block), REGION=2 * W * PART) + rank * PART
+            slot = region(slots, channel.max_blocks, block, tl.load(epochs + block), REGION=2 * W * PART)
             parts = ()
             for distance in tl.static_range(1, W):
                 k = (block * W + (rank + distance) % W) * PART + i
                 parts += (tl.load(input + k, mask=k < n),)
             for distance in tl.static_range(1, W):
-                k = (block * W + (rank + distance) % W) * PART + i
-                push(ctx, mine, i, parts[distance - 1], mask=k < n, bases=bases, distance=distance, W=W)
+                count = n - (block * W + (rank + distance) % W) * PART
+                push(ctx, slot + rank * PART, i, parts[distance - 1], count, bases=bases, distance=distance, W=W)
         if (round >= AHEAD) & (round < rounds + AHEAD):
             block = first + (round - AHEAD) * stride
             received = region(slots, channel.max_blocks, block, tl.load(epochs + block), REGION=2 * W * PART)
             k = (block * W + rank) * PART + i
             own = tl.load(input + k, mask=k < n)
             event = ctx.tracing.begin_wait_for_data(received, rank)
-            left = n - (block * W + rank) * PART
-            total = recv_and_reduce(ctx, received, own, words, count=left, W=W, PART=PART, OP=OP, factors=factors)
+            count = n - (block * W + rank) * PART
+            total = recv_and_reduce(ctx, received, own, count, W=W, PART=PART, OP=OP, factors=factors)
             ctx.tracing.record_event_end(event)
             tl.store(output + k, total, mask=k < n)
             for distance in tl.static_range(1, W):
-                push(ctx, received + (W + rank) * PART, i, total, mask=k < n, bases=bases, distance=distance, W=W)
+                push(ctx, received + (W + rank) * PART, i, total, count, bases=bases, distance=distance, W=W)
         if round >= 2 * AHEAD:
             block = first + (round - 2 * AHEAD) * stride
             epoch = tl.load(epochs + block)
-            k = block * W * PART + j
+            recycle_slot(ctx, channel, block, epoch, W=W, PART=PART, STEPS=2)
             # The sums lie beside each other as they do in the output.
-            there = (j < W * PART) & (j // PART != rank) & (k < n)
             sums = region(slots, channel.max_blocks, block, epoch, REGION=2 * W * PART) + W * PART
-            sources = all_words // WORDS
-            others = (sources < W) & (sources != rank)
-            bits = tl.where(others, sentinel_mask(all_words, n - block * W * PART, element), 0)
+            count = tl.minimum(n - block * W * PART, W * PART)
             event = ctx.tracing.begin_wait_for_data(sums, rank)
-            ptrs = words_at(sums, element) + all_words
-            total = lamport_recv(ptrs, others, bits, element, like=j, source=sources, record=ctx._record())
+            (words,) = lamport_recv(
+                sums, rank, count, WORDS=RANKS * WORDS, PARTS=1, STRIDE=WORDS, element=element, record=ctx._record()
+            )
             ctx.tracing.record_event_end(event)
-            tl.store(output + k, total, mask=there)
-            recycle_slot(ctx, channel, block, epoch, j=j, W=W, PART=PART, STEPS=2)
-
-
-class ChannelLayout(NamedTuple):
-    """The memory of calls of similar size: the number of blocks is rounded up to a power of two, so that they share it.
-
-    ``part``: bytes of a rank's part of a block. ``max_blocks``: blocks that a slot has room for. ``nbytes``: of the
-    channel, which is the slots, and behind them the epochs, int32 ``[max_blocks]``. So the slots are aligned.
-    """
-
-    part: int
-    max_blocks: int
-    nbytes: int
-
-    @property
-    def epochs(self) -> slice:
-        """Where they are in the channel."""
-        return slice(self.nbytes - 4 * self.max_blocks, self.nbytes)
-
-
-def channel_layout(size: int, steps: int, nbytes: int, programs: int) -> ChannelLayout:
-    """For a sum of ``nbytes`` among ``size`` ranks in so many steps, with ``programs`` programs."""
-    part = part_bytes(size, nbytes // (1 if steps == 1 else size), programs)
-    max_blocks = power_of_two(max(1, -(-nbytes // (part if steps == 1 else part * size))))
-    return ChannelLayout(part, max_blocks, max_blocks * (4 + SLOTS.value * steps * size * part))
+            j = flat(RANKS * PART, element)
+            tl.store(output + block * W * PART + j, decode(words, j, element), mask=(j < count) & (j // PART != rank))
 
 
 def launch_one_shot(call: Call, max_programs: int | None) -> Launch:
     """A launch of all_reduce or reduce_scatter in one step, of at most ``max_programs`` programs."""
     same = call.collective == "all_reduce"
-    shared = _shared_arguments(call, max_programs, steps=1)
-    return kernel_launch(call, one_shot, **shared, send_step=0 if same else shared["n"], SAME=same)
+    shared, blocks = _shared_arguments(call, max_programs, steps=1)
+    one_each = blocks == shared["programs"]
+    return kernel_launch(call, one_shot, **shared, send_step=0 if same else shared["n"], SAME=same, ONE_EACH=one_each)
 
 
 def launch_two_shot(call: Call, max_programs: int | None) -> Launch:
     """A launch of all_reduce in two steps, of at most ``max_programs`` programs."""
-    return kernel_launch(call, two_shot, **_shared_arguments(call, max_programs, steps=2))
+    shared, _ = _shared_arguments(call, max_programs, steps=2)
+    return kernel_launch(call, two_shot, **shared, RANKS=power_of_two(call.comm.size))
 
 
-def _shared_arguments(call: Call, max_programs: int | None, steps: int) -> dict[str, Any]:
-    """Programs, warps, and the arguments that both kernels have."""
+def _shared_arguments(call: Call, max_programs: int | None, steps: int) -> tuple[dict[str, Any], int]:
+    """Programs, warps, and the arguments that both kernels have; and the number of blocks."""
     comm, (dtype, _, op) = call.comm, call.elements
     # Of what each rank wants. In reduce_scatter that is another part of the input for each.
     n = call.elements.number_in(call.output)
@@ -348,7 +330,7 @@ def _shared_arguments(call: Call, max_programs: int | None, steps: int) -> dict[
     blocks = -(-n // (part if steps == 1 else part * comm.size))
     # No more warps than there is data for: they poll together.
     warps = min(call.config.warps(part, dtype.itemsize), max(1, layout.part // WARP_BYTES))
-    return dict(
+    shared = dict(
         programs=fitting(comm, max(1, min(blocks, max_programs)), warps),
         num_warps=warps,
         dtype=dtype,
@@ -360,17 +342,10 @@ def _shared_arguments(call: Call, max_programs: int | None, steps: int) -> dict[
         ),
         n=n,
         W=comm.size,
-        RANKS=power_of_two(comm.size),
         PART=part,
         OP=op,
     )
-
-
-def fits(comm: Communicator, collective: str, nbytes: int, steps: int) -> bool:
-    """Whether a call does not take more than its share of the group's memory."""
-    nbytes = nbytes // comm.size if collective == "reduce_scatter" else nbytes
-    needed = channel_layout(comm.size, steps, nbytes, 2 * comm.num_sms).nbytes
-    return needed <= comm.workspace.limit // SHARE_OF_WORKSPACE
+    return shared, blocks
 
 
 # Dtypes whose elements can be their own flags: all ones are a NaN (`iris.language.lamport`).

@@ -19,10 +19,10 @@ from iris.ccl.communicator import Communicator, Launch
 from iris.ccl.kernel_arguments import LLChannel
 from iris.ccl.kernel_launch import INTEGERS, fitting, kernel_launch
 from iris.ccl.pieces import pieces_of
-from iris.ccl.queue import flat
 from iris.language.address import translate
 from iris.language.context import DeviceContext
 from iris.language.dependent_launch import gdc_launch_dependents, gdc_wait
+from iris.language.flat import flat
 from iris.language.jit import jit
 from iris.language.ll import ll_recv, ll_send
 from iris.language.ordering import store_after_sync

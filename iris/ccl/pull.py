@@ -26,7 +26,6 @@ from iris.ccl.queue import (
     among,
     blocks_of,
     exit_barrier,
-    flat,
     lane_value,
     permit,
     pointer_at,
@@ -37,6 +36,7 @@ from iris.ccl.two_shot import reduce_blocks, shared_arguments
 from iris.language.barrier import lanes
 from iris.language.context import DeviceContext
 from iris.language.dependent_launch import gdc_wait
+from iris.language.flat import flat
 from iris.language.jit import jit
 
 

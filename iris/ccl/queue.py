@@ -33,17 +33,14 @@ each other where their input lies, with release, behind everything earlier on th
 its output written. The own column counts the calls, as in a barrier (`iris.language.barrier`).
 """
 
-import triton
 import triton.language as tl
-from triton.experimental.gluon import language as gl
 
 from iris.failures.device_record import BARRIER_LANES
-from iris.language.address import bytes_of, translate
+from iris.language.address import translate
 from iris.language.barrier import lanes
-from iris.language.jit import gluon_version_of, jit
+from iris.language.jit import jit
 from iris.language.ll import ll_recv_places, ll_send_place
 from iris.language.ordering import store_after_sync
-from iris.language.target import threads_per_warp
 
 # Ranks that a block of lanes holds: the largest group.
 MAX_RANKS = BARRIER_LANES
@@ -78,23 +75,6 @@ def slots_bytes(programs: int, size: int, slot_bytes: int) -> int:
 def region_bytes(programs: int, size: int, slot_bytes: int) -> int:
     """Bytes of the queues: counts, words and slots."""
     return programs * (COUNTS.value * 4 + WORDS.value * 8) + slots_bytes(programs, size, slot_bytes)
-
-
-@triton.constexpr_function
-def flat_layout(block, itemsize, num_warps):
-    """A 1-D layout in which every thread moves 16 bytes at a time, or as much as there is for it."""
-    per_thread = max(1, min(16 // itemsize, block // (threads_per_warp() * num_warps)))
-    return gl.BlockedLayout([per_thread], [threads_per_warp()], [num_warps], [0])
-
-
-@triton.jit
-def flat(block: tl.constexpr, element: tl.constexpr):
-    return tl.arange(0, block)
-
-
-@gluon_version_of(flat)
-def _gluon_flat(block: tl.constexpr, element: tl.constexpr):
-    return gl.arange(0, block, layout=flat_layout(block, bytes_of(element), gl.num_warps()))
 
 
 @jit

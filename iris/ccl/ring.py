@@ -26,7 +26,6 @@ from iris.ccl.queue import (
     NUM_SLOTS,
     WORDS,
     blocks_of,
-    flat,
     lane_value,
     load_counters,
     next_slot,
@@ -43,6 +42,7 @@ from iris.errors import InvalidConfigError
 from iris.language.barrier import lanes
 from iris.language.context import DeviceContext
 from iris.language.dependent_launch import gdc_wait
+from iris.language.flat import flat
 from iris.language.jit import jit
 
 

@@ -43,7 +43,6 @@ from iris.ccl.queue import (
     advertise,
     among,
     blocks_of,
-    flat,
     lane_value,
     load_counters,
     next_slot,
@@ -60,6 +59,7 @@ from iris.ccl.queue import (
 )
 from iris.language.context import DeviceContext
 from iris.language.dependent_launch import gdc_wait
+from iris.language.flat import flat
 from iris.language.jit import jit
 
 

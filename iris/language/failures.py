@@ -76,9 +76,9 @@ def expired(record, since):
 
 
 @jit
-def untimed():
+def untimed(polls: tl.constexpr = POLLS_WITHOUT_CLOCK):
     """What `exceeded` takes at first: minus the number of polls until it looks at the clock."""
-    return tl.cast(-POLLS_WITHOUT_CLOCK, tl.int64)
+    return tl.cast(-polls, tl.int64)
 
 
 @jit

@@ -20,10 +20,13 @@ import triton.language as tl
 from triton.experimental.gluon import language as gl
 
 from iris.language.address import in_simulator
-from iris.language.failures import WAIT_LIMIT_NS, untimed
+from iris.language.barrier import LANES
+from iris.language.failures import POLLS_WITHOUT_CLOCK, WAIT_LIMIT_NS, exceeded, untimed
+from iris.language.flat import flat, flat_vectors
 from iris.language.jit import gluon_version_of, jit
-from iris.language.ll import timed_out, write_through
-from iris.language.ordering import load_relaxed, signed_type
+from iris.language.lamport_poll import poll_once, polls_by_thread, wait_by_thread
+from iris.language.ll import record_missing, write_through
+from iris.language.ordering import signed_type
 
 
 @triton.constexpr_function
@@ -35,6 +38,12 @@ def word_type(element):
 @triton.constexpr_function
 def elements_per_word(element):
     return max(1, 32 // element.primitive_bitwidth)
+
+
+@triton.constexpr_function
+def words_per_vector(element):
+    """Of a vector of 16 bytes."""
+    return 2 if element.primitive_bitwidth == 64 else 4
 
 
 @triton.constexpr_function
@@ -60,8 +69,10 @@ def check_cleared(ptrs, mask):
 
 
 @triton.constexpr_function
-def lowest(element):
-    return -(1 << (element.primitive_bitwidth - 1))
+def bits_below(element):
+    """All bits of a word but the highest of each element, as a signed number."""
+    bits = element.primitive_bitwidth
+    return sum(((1 << (bits - 1)) - 1) << (place * bits) for place in range(elements_per_word(element)))
 
 
 @triton.jit
@@ -75,16 +86,18 @@ def _gluon_laid_out(values, like):
 
 
 @jit
-def lamport_send(ptrs, values, mask):
-    """Store the floating-point ``values`` to ``ptrs``, a peer's, which point to integers of their width.
+def lamport_send(begin, values, count):
+    """Send the first ``count`` of the floating-point ``values`` to ``begin``, a peer's, in whole vectors of 16 bytes.
 
-    They are cleared: by whoever reads them, or as new memory is.
+    ``begin`` points to integers of their width, and is divisible by 16. What follows in the last vector is overwritten.
+    The memory is cleared: by whoever reads it, or as new memory is.
     """
+    element: tl.constexpr = values.dtype
+    k = flat(values.shape[0] // elements_per_word(element), word_type(element))
+    ptrs, sent = words_at(begin, element) + k, in_vectors(k, count, element)
     if in_simulator():
-        check_cleared(ptrs, mask)
-    bits: tl.constexpr = signed_type(values.dtype)
-    wire = tl.cast(values, bits, bitcast=True) ^ -1
-    write_through(ptrs, tl.where(wire == 0, tl.cast(lowest(bits), bits), wire), mask)
+        check_cleared(ptrs, sent)
+    write_through(ptrs, laid_out(encode(values), k), sent)
 
 
 @jit
@@ -113,7 +126,38 @@ def missing_elements(words, bits, element: tl.constexpr):
 
 
 @jit
-def decode(words, element: tl.constexpr, like):
+def in_vectors(k, count, element: tl.constexpr):
+    """Which of the words of numbers ``k`` are in a vector of 16 bytes with one of the first ``count`` elements."""
+    VECTOR: tl.constexpr = words_per_vector(element)
+    return k // VECTOR * VECTOR * elements_per_word(element) < count
+
+
+@jit
+def encode(values):
+    """The words in which ``values`` travel: inverted, and of no element zero."""
+    element: tl.constexpr = values.dtype
+    E: tl.constexpr = elements_per_word(element)
+    word: tl.constexpr = word_type(element)
+    bits = tl.cast(values, signed_type(element), bitcast=True)
+    if E == 1:
+        words = bits
+    elif E == 2:
+        low, high = bits.reshape([bits.shape[0] // 2, 2]).split()
+        words = (tl.cast(low, word) & 0xFFFF) | (tl.cast(high, word) << 16)
+    else:
+        even, odd = bits.reshape([bits.shape[0] // 4, 2, 2]).split()
+        (first, third), (second, fourth) = even.split(), odd.split()
+        low = (tl.cast(first, word) & 0xFF) | ((tl.cast(second, word) & 0xFF) << 8)
+        words = low | ((tl.cast(third, word) & 0xFF) << 16) | (tl.cast(fourth, word) << 24)
+    words = words ^ -1
+    # The highest bit of each element is set in a sum that carries from the bits below into it. So it shows, with the
+    # bit itself, which elements are zero, and no carry leaves an element.
+    below: tl.constexpr = bits_below(element)
+    return words | ((((words & below) + below) | words | below) ^ -1)
+
+
+@jit
+def decode(words, like, element: tl.constexpr):
     """What arrived in ``words``, as elements in the order in which they lie in memory, laid out as ``like``."""
     E: tl.constexpr = elements_per_word(element)
     bits: tl.constexpr = signed_type(element)
@@ -130,26 +174,76 @@ def decode(words, element: tl.constexpr, like):
 
 
 @jit
-def lamport_recv(ptrs, mask, bits, element: tl.constexpr, like, source, record):
-    """Wait until all elements of `sentinel_mask` have arrived at the caller's own ``ptrs``; returns the elements.
+def awaited(k, own, count, STRIDE: tl.constexpr, element: tl.constexpr):
+    """`sentinel_mask`, without rank ``own``'s elements. Each rank has ``STRIDE`` of the words."""
+    return tl.where(k // STRIDE == own, 0, sentinel_mask(k, count, element))
 
-    ``mask``: the words to read; ``like``: see `decode`. As for `ll_recv`, there must be a word for each
-    thread.
+
+@jit
+def lamport_recv(
+    begin,
+    own,
+    count,
+    WORDS: tl.constexpr,
+    PARTS: tl.constexpr,
+    STRIDE: tl.constexpr,
+    element: tl.constexpr,
+    record,
+):
+    """Wait until the first ``count`` elements of each of ``PARTS`` parts have arrived; returns the words of each.
+
+    Part s is at word ``s * STRIDE`` of the caller's own ``begin``, and comes from rank s; ``WORDS`` of it are returned,
+    a power of two. Or there is one part, which has what comes from every rank, ``STRIDE`` words from each. Nothing is
+    awaited from rank ``own``, whose words are any.
+
+    Where the block polls together (`polls_by_thread`) there must be a word for each thread. If two threads polled the
+    same word, the test might take one thread's value, and the result the other's, which is older.
     """
-    if WAIT_LIMIT_NS > 0:
-        since = untimed()
-    words = load_relaxed(ptrs, mask)
-    missing = tl.max(tl.cast(missing_elements(words, bits, element) != 0, tl.int32), axis=0)
-    while missing > 0:
-        words = load_relaxed(ptrs, mask)
-        missing = tl.max(tl.cast(missing_elements(words, bits, element) != 0, tl.int32), axis=0)
+    begins = words_at(begin, element)
+    LOWEST: tl.constexpr = lowest_bits(element)
+    within, own = (own, -1) if PARTS == 1 else (-1, own)
+    if polls_by_thread(element):
+        v = flat_vectors(WORDS // 4)
+        wanted = ()
+        for word in tl.static_range(4):
+            wanted += (awaited(4 * v + word, within, count, STRIDE=STRIDE, element=element),)
+    if polls_by_thread(element) and WAIT_LIMIT_NS == 0:
+        return wait_by_thread(begins, own, wanted, PARTS=PARTS, STRIDE=STRIDE, LOWEST=LOWEST, POLLS=0)
+    else:
+        k = flat(WORDS, word_type(element))
+        bits, mask = awaited(k, within, count, STRIDE=STRIDE, element=element), in_vectors(k, count, element)
         if WAIT_LIMIT_NS > 0:
-            if missing > 0:
-                late = missing_elements(words, bits, element) != 0
-                over, since = timed_out(ptrs, late, since, wanted=0, source=source, record=record)
-                if over:
-                    missing = missing * 0
-    return decode(words, element, like)
+            since = untimed(1 if polls_by_thread(element) else POLLS_WITHOUT_CLOCK)
+        words = (bits * 0,) * PARTS
+        missing = 1
+        while missing > 0:
+            if polls_by_thread(element):
+                found = wait_by_thread(
+                    begins, own, wanted, PARTS=PARTS, STRIDE=STRIDE, LOWEST=LOWEST, POLLS=POLLS_WITHOUT_CLOCK
+                )
+                words = ()
+                for part in tl.static_range(PARTS):
+                    words += (laid_out(found[part], k),)
+            else:
+                words = poll_once(begins, own, k, mask, PARTS=PARTS, STRIDE=STRIDE)
+            late = bits * 0
+            for part in tl.static_range(PARTS):
+                late = late | tl.where(own == part, 0, missing_elements(words[part], bits, element))
+            missing = tl.max(tl.cast(late != 0, tl.int32), axis=0)
+            if WAIT_LIMIT_NS > 0:
+                if missing > 0:
+                    over, since = exceeded(record, since)
+                    if over:
+                        ranks = tl.cast(0, tl.int64)
+                        for rank in range(0, LANES):
+                            none = k < 0
+                            for part in tl.static_range(PARTS):
+                                empty = missing_elements(words[part], bits, element) != 0
+                                none = none | ((own != part) & (part + k // STRIDE == rank) & empty)
+                            ranks = ranks | (tl.cast(tl.max(tl.cast(none, tl.int32), axis=0), tl.int64) << rank)
+                        record_missing(begins + k, late != 0, wanted=0, late=ranks, record=record)
+                        missing = missing * 0
+        return words
 
 
 @jit

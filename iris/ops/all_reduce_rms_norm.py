@@ -22,11 +22,12 @@ import triton
 import triton.language as tl
 
 from iris.ccl.combine import PROPAGATE
-from iris.ccl.lamport_all_reduce import SLOTS, peers, push, recv_and_reduce, region
+from iris.ccl.lamport_all_reduce import peers, push, recv_and_reduce, region
+from iris.ccl.lamport_channel import SLOTS
 from iris.language.cluster import cluster_all_reduce, enter, open_meeting
 from iris.language.context import DeviceContext
 from iris.language.dependent_launch import gdc_launch_dependents, gdc_wait
-from iris.language.lamport import elements_per_word, lamport_clear, lamport_recv, lamport_send, sentinel_mask, words_at
+from iris.language.lamport import decode, elements_per_word, lamport_clear, lamport_recv, lamport_send
 from iris.language.ll import ll_recv, ll_send
 from iris.language.ordering import store_after_sync
 from iris.language.pairs import widen
@@ -129,7 +130,7 @@ def one_shot_rms_norm(
     gdc_wait()
     if DIVISION.EARLY:
         gdc_launch_dependents()
-    i, words = tl.arange(0, PIECE), tl.arange(0, PIECE // elements_per_word(input.dtype.element_ty))
+    i = tl.arange(0, PIECE)
     for unit in range(tl.program_id(0), rows * PIECES, tl.num_programs(0)):
         row, piece = unit // PIECES, unit % PIECES
         columns = piece * PIECE + i
@@ -143,15 +144,15 @@ def one_shot_rms_norm(
         divisor = tl.load(tensors.scale) if tensors.scale is not None else 1.0
         parts = region(slots, room * PIECES, unit, epoch, REGION=W * PIECE)
         for distance in tl.static_range(1, W):
-            push(ctx, parts + rank * PIECE, i, own, mask=inside, bases=bases, distance=distance, W=W)
+            push(ctx, parts + rank * PIECE, i, own, H - piece * PIECE, bases=bases, distance=distance, W=W)
         # While the data are under way. What the last call's slot held was read in that call.
         old = region(slots, room * PIECES, unit, epoch + (SLOTS - 1), REGION=W * PIECE)
         for s in tl.static_range(W):
-            lamport_clear(old + s * PIECE + i, inside & (rank != s))
+            lamport_clear(old + s * PIECE + i, (i < PIECE) & (rank != s))
         store_after_sync(epochs + unit, (epoch + 1) % SLOTS)
         entered = enter(meeting, PIECES, BY_ROW) if DIVISION.CLUSTERED else 0
         event = ctx.tracing.begin_wait_for_data(parts, rank)
-        total = recv_and_reduce(ctx, parts, own, k=words, count=H - piece * PIECE, W=W, PART=PIECE, OP="sum")
+        total = recv_and_reduce(ctx, parts, own, H - piece * PIECE, W=W, PART=PIECE, OP="sum")
         ctx.tracing.record_event_end(event)
         x = tl.where(inside, widen(total), 0) + widen(added)
         gain = widen(gain)
@@ -215,7 +216,6 @@ def two_shot_rms_norm(
     E: tl.constexpr = elements_per_word(element)
     REGION: tl.constexpr = 2 * W * PART
     i, j = tl.arange(0, BLOCK), tl.arange(0, PIECE)
-    words, all_words = tl.arange(0, BLOCK // E), tl.arange(0, PIECE // E)
     first, stride = tl.program_id(0), tl.num_programs(0)
     piece = first % PIECES
     begin = piece * W * PART
@@ -239,40 +239,41 @@ def two_shot_rms_norm(
                 k = begin + (rank + distance) % W * PART + i
                 parts += (tl.load(its + k, mask=(i < PART) & (k < H)),)
             for distance in tl.static_range(1, W):
-                mask = (i < PART) & (begin + (rank + distance) % W * PART + i < H)
-                push(ctx, mine, i, parts[distance - 1], mask=mask, bases=bases, distance=distance, W=W)
+                count = tl.minimum(H - begin - (rank + distance) % W * PART, PART)
+                push(ctx, mine, i, parts[distance - 1], count, bases=bases, distance=distance, W=W)
         if (step >= AHEAD) & (step < steps + AHEAD):
             unit = first + (step - AHEAD) * stride
             parts = region(slots, room * PIECES, unit, tl.load(epochs + unit), REGION=REGION)
             k = begin + rank * PART + i
             mask = (i < PART) & (k < H)
             own = tl.load(input + (unit // PIECES).to(tl.int64) * H + k, mask=mask)
-            left = tl.minimum(H - begin - rank * PART, PART)
+            count = tl.minimum(H - begin - rank * PART, PART)
             event = ctx.tracing.begin_wait_for_data(parts, rank)
-            total = recv_and_reduce(ctx, parts, own, k=words, count=left, W=W, PART=PART, OP="sum")
+            total = recv_and_reduce(ctx, parts, own, count, W=W, PART=PART, OP="sum")
             ctx.tracing.record_event_end(event)
             sums = parts + (W + rank) * PART
-            lamport_send(sums + i, total, mask)
+            lamport_send(sums, total, count)
             for distance in tl.static_range(1, W):
-                push(ctx, sums, i, total, mask=mask, bases=bases, distance=distance, W=W)
+                push(ctx, sums, i, total, count, bases=bases, distance=distance, W=W)
         if step >= 2 * AHEAD:
             epoch = tl.load(epochs + done)
             sums = region(slots, room * PIECES, done, epoch, REGION=REGION) + W * PART
             event = ctx.tracing.begin_wait_for_data(sums, rank)
-            total = lamport_recv(
-                ptrs=words_at(sums, element) + all_words,
-                mask=all_words < W * PART // E,
-                bits=sentinel_mask(all_words, tl.minimum(H - begin, W * PART), element),
+            (words,) = lamport_recv(
+                sums,
+                -1,
+                tl.minimum(H - begin, W * PART),
+                WORDS=PIECE // E,
+                PARTS=1,
+                STRIDE=PART // E,
                 element=element,
-                like=j,
-                source=all_words // (PART // E),
                 record=ctx._record(),
             )
             ctx.tracing.record_event_end(event)
             old = region(slots, room * PIECES, done, epoch + (SLOTS - 1), REGION=REGION)
             lamport_clear(old + j, (j < W * PART) & (j // PART != rank))
-            lamport_clear(old + W * PART + j, inside)
-            x = tl.where(inside, widen(total), 0) + widen(added)
+            lamport_clear(old + W * PART + j, j < W * PART)
+            x = tl.where(inside, widen(decode(words, j, element)), 0) + widen(added)
             squares, heights = x * x, tl.abs(x * gain) if BY_ROW else 0.0
             squares, peak = over_the_row(
                 squares,

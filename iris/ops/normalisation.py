@@ -9,7 +9,8 @@ from iris.arg_parser import real
 from iris.ccl import Config
 from iris.ccl.checks import compare_calls
 from iris.ccl.communicator import SIMULATED_PROGRAMS, power_of_two
-from iris.ccl.lamport_all_reduce import SHARE_OF_WORKSPACE, SLOTS, STEPS
+from iris.ccl.lamport_all_reduce import STEPS
+from iris.ccl.lamport_channel import SHARE_OF_WORKSPACE, SLOTS
 from iris.ccl.protocols import CollectivesContext
 from iris.ccl.select import choose
 from iris.compat.cuda import current_raw_stream, is_current_stream_capturing

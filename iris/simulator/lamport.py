@@ -19,7 +19,7 @@ def check_cleared(pointers: TensorHandle, mask: np.ndarray) -> None:
     left = load(pointers.data, where, np.zeros(where.shape, element), element)
     if left.any():
         error = UnclearedMemoryError(
-            f"{np.count_nonzero(left)} of {np.count_nonzero(where)} elements go to memory that holds older ones: "
+            f"{np.count_nonzero(left)} of {np.count_nonzero(where)} words go to memory that holds older ones: "
             "whoever read those has not cleared them"
         )
         raise observer.mistake("race/reuse", error)

@@ -28,7 +28,7 @@ from iris.ccl.broadcast import broadcast
 from iris.ccl.exchange import exchange
 from iris.ccl.exchange_v import exchange_v
 from iris.ccl.kernel_launch import ALL_REGISTERS, MOST_REGISTERS, leaving_room
-from iris.ccl.lamport_all_reduce import BLOCK_BYTES, WARP_BYTES
+from iris.ccl.lamport_channel import BLOCK_BYTES, WARP_BYTES
 from iris.ccl.one_hop import one_hop
 from iris.ccl.pull import pull
 from iris.ccl.ring import ring

@@ -5,7 +5,7 @@ import contextlib
 import torch
 from covering import EVERYTHING
 
-from iris.ccl.lamport_all_reduce import SLOTS
+from iris.ccl.lamport_channel import SLOTS
 from iris.language.target import largest_cluster
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

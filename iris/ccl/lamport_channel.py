@@ -1,0 +1,58 @@
+"""The memory through which `iris.ccl.lamport_all_reduce` sends: how tensors are cut into blocks, what these need."""
+
+from typing import NamedTuple
+
+import triton.language as tl
+
+from iris.ccl.communicator import Communicator, power_of_two
+from iris.language.target import threads_per_warp
+
+# Bytes of all W ranks' parts together, for one block, at most. Each part is a power of two.
+BLOCK_BYTES = 8192
+# What a warp moves at once. Parts have this size as long as every block gets a program of its own.
+WARP_BYTES = 512
+# Slots of a channel: see `iris.ccl.lamport_all_reduce`.
+SLOTS = tl.constexpr(3)
+# A channel is several times as large as the tensor, and each stream has one. So it may take this fraction (1/16).
+SHARE_OF_WORKSPACE = 16
+
+
+def part_bytes(size: int, share: int, programs: int) -> int:
+    """Bytes of a rank's part of a block. Each of ``size`` ranks adds up ``share`` bytes, by so many ``programs``."""
+    # At least 16 bytes for each thread of a warp, which it polls, and no other thread does (`lamport_recv`).
+    largest = max(16 * threads_per_warp(), BLOCK_BYTES // (1 << (size - 1).bit_length()))
+    part = min(WARP_BYTES, largest)
+    while part < largest and part * programs < share:
+        part *= 2
+    return part
+
+
+class ChannelLayout(NamedTuple):
+    """The memory of calls of similar size: the number of blocks is rounded up to a power of two, so that they share it.
+
+    ``part``: bytes of a rank's part of a block. ``max_blocks``: blocks that a slot has room for. ``nbytes``: of the
+    channel, which is the slots, and behind them the epochs, int32 ``[max_blocks]``. So the slots are aligned.
+    """
+
+    part: int
+    max_blocks: int
+    nbytes: int
+
+    @property
+    def epochs(self) -> slice:
+        """Where they are in the channel."""
+        return slice(self.nbytes - 4 * self.max_blocks, self.nbytes)
+
+
+def channel_layout(size: int, steps: int, nbytes: int, programs: int) -> ChannelLayout:
+    """For a sum of ``nbytes`` among ``size`` ranks in so many steps, with ``programs`` programs."""
+    part = part_bytes(size, nbytes // (1 if steps == 1 else size), programs)
+    max_blocks = power_of_two(max(1, -(-nbytes // (part if steps == 1 else part * size))))
+    return ChannelLayout(part, max_blocks, max_blocks * (4 + SLOTS.value * steps * size * part))
+
+
+def fits(comm: Communicator, collective: str, nbytes: int, steps: int) -> bool:
+    """Whether a call does not take more than its share of the group's memory."""
+    nbytes = nbytes // comm.size if collective == "reduce_scatter" else nbytes
+    needed = channel_layout(comm.size, steps, nbytes, 2 * comm.num_sms).nbytes
+    return needed <= comm.workspace.limit // SHARE_OF_WORKSPACE
