@@ -146,7 +146,8 @@ def encode(values):
         words = (tl.cast(low, word) & 0xFFFF) | (tl.cast(high, word) << 16)
     else:
         even, odd = bits.reshape([bits.shape[0] // 4, 2, 2]).split()
-        (first, third), (second, fourth) = even.split(), odd.split()
+        first, third = even.split()
+        second, fourth = odd.split()
         low = (tl.cast(first, word) & 0xFF) | ((tl.cast(second, word) & 0xFF) << 8)
         words = low | ((tl.cast(third, word) & 0xFF) << 16) | (tl.cast(fourth, word) << 24)
     words = words ^ -1
