@@ -121,9 +121,13 @@ def candidates(comm: Communicator, collective: str, nbytes: int, all_sms: bool) 
     """Variants that can carry so much in this group, each with the numbers of programs to try."""
     found: list[Pick] = []
     for variant in algorithms.candidates(comm, collective, chosen_by(comm.size, collective, nbytes)):
-        bound_by_link = variant not in SMALL and nbytes >= 1 << 20
-        numbers = PROGRAMS if all_sms else FEW_PROGRAMS
-        found += [(variant, programs) for programs in (numbers if bound_by_link else (None,))]
+        numbers: tuple[int | None, ...] = (None,)
+        if nbytes >= 1 << 20 and variant not in SMALL:
+            numbers = PROGRAMS if all_sms else FEW_PROGRAMS
+        elif nbytes >= 1 << 20 and all_sms:
+            # Two programs a multiprocessor are their default; one of them may do.
+            numbers = (None, PROGRAMS[-1])
+        found += [(variant, programs) for programs in numbers]
     return found
 
 

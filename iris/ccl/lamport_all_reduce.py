@@ -60,9 +60,6 @@ from iris.language.jit import jit
 from iris.language.lamport import decode, elements_per_word, lamport_clear, lamport_recv, lamport_send
 from iris.language.ordering import store_after_sync
 
-# Blocks that a program sends before it waits for the first of them, so that the links are busy while it adds up.
-AHEAD = tl.constexpr(1)
-
 
 @jit
 def recv_and_reduce(ctx, parts, own, count, W: tl.constexpr, PART: tl.constexpr, OP: tl.constexpr, factors=None):
@@ -73,8 +70,17 @@ def recv_and_reduce(ctx, parts, own, count, W: tl.constexpr, PART: tl.constexpr,
     rank = ctx.cur_rank
     element: tl.constexpr = own.dtype
     ACC: tl.constexpr = accumulator(element)
-    WORDS: tl.constexpr = PART // elements_per_word(element)
-    words = lamport_recv(parts, rank, count, WORDS=WORDS, PARTS=W, STRIDE=WORDS, element=element, record=ctx._record())
+    E: tl.constexpr = elements_per_word(element)
+    words = lamport_recv(
+        parts,
+        rank,
+        count,
+        WORDS=own.shape[0] // E,
+        PARTS=W,
+        STRIDE=PART // E,
+        element=element,
+        record=ctx._record(),
+    )
     own = tl.cast(own, ACC)
     total = own
     for s in tl.static_range(W):
@@ -123,12 +129,11 @@ def recycle_slot(ctx, channel, block, epoch, W: tl.constexpr, PART: tl.constexpr
 def send_block(
     ctx, channel, input, block, bases, n, send_step, W: tl.constexpr, PART: tl.constexpr, SAME: tl.constexpr
 ):
-    """The first step of one shot, of a block: push it to every other rank. Returns the block's epoch."""
+    """The first step of one shot, of a block: push it to every other rank."""
     rank = ctx.cur_rank
     i = flat(PART, input.dtype.element_ty)
     k = block * PART + i
-    epoch = tl.load(channel.epochs + block)
-    slot = region(channel.slots, channel.max_blocks, block, epoch, REGION=W * PART)
+    slot = region(channel.slots, channel.max_blocks, block, tl.load(channel.epochs + block), REGION=W * PART)
     # All loads first: the compiler must assume that the stores change what a later load reads.
     parts = ()
     for distance in tl.static_range(1, W):
@@ -140,7 +145,6 @@ def send_block(
     for distance in tl.static_range(1, W):
         values = parts[distance - 1]
         push(ctx, slot + rank * PART, i, values, n - block * PART, bases=bases, distance=distance, W=W)
-    return epoch
 
 
 @jit
@@ -150,7 +154,6 @@ def reduce_block(
     input,
     output,
     block,
-    epoch,
     factors,
     n,
     send_step,
@@ -161,6 +164,7 @@ def reduce_block(
     """The second step of one shot, of a block: wait for it from every other rank, and add them up."""
     rank = ctx.cur_rank
     k = block * PART + flat(PART, input.dtype.element_ty)
+    epoch = tl.load(channel.epochs + block)
     own = tl.load(input + tl.cast(rank, tl.int64) * send_step + k, mask=k < n)
     # While the data are under way.
     recycle_slot(ctx, channel, block, epoch, W=W, PART=PART, STEPS=1)
@@ -183,60 +187,26 @@ def one_shot(
     PART: tl.constexpr,
     OP: tl.constexpr,
     SAME: tl.constexpr,
-    ONE_EACH: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """``n``: elements, not bytes, of the output. ``PART``: elements of a part.
 
     ``send_step``: elements from one destination's part of the input to the next one's; 0 if all get the `SAME`.
-    ``ONE_EACH``: each program has one block. ``EARLY``: let the next kernel of the stream begin early
-    (`gdc_launch_dependents`).
+    ``EARLY``: let the next kernel of the stream begin early (`gdc_launch_dependents`).
     """
     ctx = DeviceContext.initialize(channel.context, num_ranks=W)
     bases = peers(ctx, W)
     gdc_wait()
     if EARLY:
         gdc_launch_dependents()
-    first = tl.program_id(0)
-    if ONE_EACH:
-        epoch = send_block(ctx, channel, input, first, bases=bases, n=n, send_step=send_step, W=W, PART=PART, SAME=SAME)
+    blocks = (n + PART - 1) // PART
+    # All blocks before the first wait: the links are busy from the beginning on, and while this program adds up.
+    for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
+        send_block(ctx, channel, input, block, bases=bases, n=n, send_step=send_step, W=W, PART=PART, SAME=SAME)
+    for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
         reduce_block(
-            ctx,
-            channel,
-            input,
-            output,
-            first,
-            epoch=epoch,
-            factors=factors,
-            n=n,
-            send_step=send_step,
-            W=W,
-            PART=PART,
-            OP=OP,
+            ctx, channel, input, output, block, factors=factors, n=n, send_step=send_step, W=W, PART=PART, OP=OP
         )
-    else:
-        stride = tl.num_programs(0)
-        rounds = ((n + PART - 1) // PART - first + stride - 1) // stride
-        for round in range(0, rounds + AHEAD):
-            if round < rounds:
-                block = first + round * stride
-                send_block(ctx, channel, input, block, bases=bases, n=n, send_step=send_step, W=W, PART=PART, SAME=SAME)
-            if round >= AHEAD:
-                block = first + (round - AHEAD) * stride
-                reduce_block(
-                    ctx,
-                    channel,
-                    input,
-                    output,
-                    block,
-                    epoch=tl.load(channel.epochs + block),
-                    factors=factors,
-                    n=n,
-                    send_step=send_step,
-                    W=W,
-                    PART=PART,
-                    OP=OP,
-                )
 
 
 @jit
@@ -262,63 +232,58 @@ def two_shot(
     element: tl.constexpr = input.dtype.element_ty
     WORDS: tl.constexpr = PART // elements_per_word(element)
     i = flat(PART, element)
-    first, stride = tl.program_id(0), tl.num_programs(0)
-    rounds = ((n + W * PART - 1) // (W * PART) - first + stride - 1) // stride
-    for round in range(0, rounds + 2 * AHEAD):
-        if round < rounds:
-            block = first + round * stride
-            slot = region(slots, channel.max_blocks, block, tl.load(epochs + block), REGION=2 * W * PART)
-            parts = ()
-            for distance in tl.static_range(1, W):
-                k = (block * W + (rank + distance) % W) * PART + i
-                parts += (tl.load(input + k, mask=k < n),)
-            for distance in tl.static_range(1, W):
-                count = n - (block * W + (rank + distance) % W) * PART
-                push(ctx, slot + rank * PART, i, parts[distance - 1], count, bases=bases, distance=distance, W=W)
-        if (round >= AHEAD) & (round < rounds + AHEAD):
-            block = first + (round - AHEAD) * stride
-            received = region(slots, channel.max_blocks, block, tl.load(epochs + block), REGION=2 * W * PART)
-            k = (block * W + rank) * PART + i
-            own = tl.load(input + k, mask=k < n)
-            event = ctx.tracing.begin_wait_for_data(received, rank)
-            count = n - (block * W + rank) * PART
-            total = recv_and_reduce(ctx, received, own, count, W=W, PART=PART, OP=OP, factors=factors)
-            ctx.tracing.record_event_end(event)
-            tl.store(output + k, total, mask=k < n)
-            for distance in tl.static_range(1, W):
-                push(ctx, received + (W + rank) * PART, i, total, count, bases=bases, distance=distance, W=W)
-        if round >= 2 * AHEAD:
-            block = first + (round - 2 * AHEAD) * stride
-            epoch = tl.load(epochs + block)
-            recycle_slot(ctx, channel, block, epoch, W=W, PART=PART, STEPS=2)
-            # The sums lie beside each other as they do in the output.
-            sums = region(slots, channel.max_blocks, block, epoch, REGION=2 * W * PART) + W * PART
-            count = tl.minimum(n - block * W * PART, W * PART)
-            event = ctx.tracing.begin_wait_for_data(sums, rank)
-            (words,) = lamport_recv(
-                sums, rank, count, WORDS=RANKS * WORDS, PARTS=1, STRIDE=WORDS, element=element, record=ctx._record()
-            )
-            ctx.tracing.record_event_end(event)
-            j = flat(RANKS * PART, element)
-            tl.store(output + block * W * PART + j, decode(words, j, element), mask=(j < count) & (j // PART != rank))
+    REGION: tl.constexpr = 2 * W * PART
+    blocks = (n + W * PART - 1) // (W * PART)
+    for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
+        slot = region(slots, channel.max_blocks, block, tl.load(epochs + block), REGION=REGION)
+        parts = ()
+        for distance in tl.static_range(1, W):
+            k = (block * W + (rank + distance) % W) * PART + i
+            parts += (tl.load(input + k, mask=k < n),)
+        for distance in tl.static_range(1, W):
+            count = n - (block * W + (rank + distance) % W) * PART
+            push(ctx, slot + rank * PART, i, parts[distance - 1], count, bases=bases, distance=distance, W=W)
+    for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
+        received = region(slots, channel.max_blocks, block, tl.load(epochs + block), REGION=REGION)
+        k = (block * W + rank) * PART + i
+        own = tl.load(input + k, mask=k < n)
+        event = ctx.tracing.begin_wait_for_data(received, rank)
+        count = n - (block * W + rank) * PART
+        total = recv_and_reduce(ctx, received, own, count, W=W, PART=PART, OP=OP, factors=factors)
+        ctx.tracing.record_event_end(event)
+        tl.store(output + k, total, mask=k < n)
+        for distance in tl.static_range(1, W):
+            push(ctx, received + (W + rank) * PART, i, total, count, bases=bases, distance=distance, W=W)
+    for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
+        epoch = tl.load(epochs + block)
+        recycle_slot(ctx, channel, block, epoch, W=W, PART=PART, STEPS=2)
+        # The sums lie beside each other as they do in the output.
+        sums = region(slots, channel.max_blocks, block, epoch, REGION=REGION) + W * PART
+        count = tl.minimum(n - block * W * PART, W * PART)
+        event = ctx.tracing.begin_wait_for_data(sums, rank)
+        (words,) = lamport_recv(
+            sums, rank, count, WORDS=RANKS * WORDS, PARTS=1, STRIDE=WORDS, element=element, record=ctx._record()
+        )
+        ctx.tracing.record_event_end(event)
+        j = flat(RANKS * PART, element)
+        tl.store(output + block * W * PART + j, decode(words, j, element), mask=(j < count) & (j // PART != rank))
 
 
 def launch_one_shot(call: Call, max_programs: int | None) -> Launch:
     """A launch of all_reduce or reduce_scatter in one step, of at most ``max_programs`` programs."""
     same = call.collective == "all_reduce"
-    shared, blocks = _shared_arguments(call, max_programs, steps=1)
-    one_each = blocks == shared["programs"]
-    return kernel_launch(call, one_shot, **shared, send_step=0 if same else shared["n"], SAME=same, ONE_EACH=one_each)
+    shared = _shared_arguments(call, max_programs, steps=1)
+    return kernel_launch(call, one_shot, **shared, send_step=0 if same else shared["n"], SAME=same)
 
 
 def launch_two_shot(call: Call, max_programs: int | None) -> Launch:
     """A launch of all_reduce in two steps, of at most ``max_programs`` programs."""
-    shared, _ = _shared_arguments(call, max_programs, steps=2)
+    shared = _shared_arguments(call, max_programs, steps=2)
     return kernel_launch(call, two_shot, **shared, RANKS=power_of_two(call.comm.size))
 
 
-def _shared_arguments(call: Call, max_programs: int | None, steps: int) -> tuple[dict[str, Any], int]:
-    """Programs, warps, and the arguments that both kernels have; and the number of blocks."""
+def _shared_arguments(call: Call, max_programs: int | None, steps: int) -> dict[str, Any]:
+    """Programs, warps, and the arguments that both kernels have."""
     comm, (dtype, _, op) = call.comm, call.elements
     # Of what each rank wants. In reduce_scatter that is another part of the input for each.
     n = call.elements.number_in(call.output)
@@ -330,7 +295,7 @@ def _shared_arguments(call: Call, max_programs: int | None, steps: int) -> tuple
     blocks = -(-n // (part if steps == 1 else part * comm.size))
     # No more warps than there is data for: they poll together.
     warps = min(call.config.warps(part, dtype.itemsize), max(1, layout.part // WARP_BYTES))
-    shared = dict(
+    return dict(
         programs=fitting(comm, max(1, min(blocks, max_programs)), warps),
         num_warps=warps,
         dtype=dtype,
@@ -345,7 +310,6 @@ def _shared_arguments(call: Call, max_programs: int | None, steps: int) -> tuple
         PART=part,
         OP=op,
     )
-    return shared, blocks
 
 
 # Dtypes whose elements can be their own flags: all ones are a NaN (`iris.language.lamport`).

@@ -4,15 +4,15 @@ An element of a floating-point type is sent with its bits inverted, and memory i
 *sentinel*, which says that nothing is here yet. The pattern of all ones, a NaN, would be zero on the way: it is sent as
 another NaN, so NaNs do not keep their bits. Who has read an element clears it before the memory is used again.
 
-Why this needs no fence: each element is written by one access of at most 8 bytes, naturally aligned, and is never seen
-in part (what the manual says and what the hardware does: `iris.language.ll`). It depends on no other memory: the reader
+Why this needs no fence: each word is written by one access of 4 or 8 bytes, naturally aligned, and is never seen in
+part (what the manual says and what the hardware does: `iris.language.ll`). It depends on no other memory: the reader
 takes the value from the very load that showed that it is there. What has to be ordered is the clearing before the next
 use, and each user argues that: see `iris.ccl.lamport_all_reduce`.
 
-Elements of less than 4 bytes are polled by words of 4 and tested all at once. The compiler may store them in words, or
-at a tensor's end one by one. The model of PTX says nothing about loads and stores of different sizes; an aligned word
-is read at once from the cache, so that each of its elements is there or not. Element by element the test took so many
-instructions and predicates that the loads of several ranks' parts waited for each other: on 4 GPUs, 0.4 us of each sum.
+Elements of less than 4 bytes travel in words of 4, and these in vectors of 16, of which each word is an access of its
+own (PTX ISA, "Vector Data-types"). A word is tested for all of its elements at once. Element by element the test took so
+many instructions and predicates that the loads of several ranks' parts waited for each other: on 4 GPUs, 0.4 us of each
+sum.
 """
 
 import triton

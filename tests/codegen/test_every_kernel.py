@@ -78,11 +78,11 @@ OPERATIONS = {
     **{"ALLOW_TF32": True, "BIASED": True, "SCALED": False, "ALL_REDUCE": True},
     **{"WHAT": "tell ready", "BLOCK": 2048},
 }
-# Rows of 4096 in two pieces, of which four ranks have a part each.
+# Rows of 3600 in two pieces, of which four ranks have a part each: no power of two.
 ROWS = {
     **{"epochs": INT32, "partials": INT64, "slots": INT16, "scale": None, "row_scales": FLOAT32, "eps": 1e-6},
     **dict.fromkeys(["input", "residual", "weight"], BF16),
-    **{"rows": 256, "room": 256, "H": 4096, "ROW": 4096, "PART": 512, "BLOCK": 512, "PIECES": 2, "PIECE": 2048},
+    **{"rows": 256, "room": 256, "H": 3600, "ROW": 4096, "PART": 456, "BLOCK": 512, "PIECES": 2, "PIECE": 2048},
     **{"LANES": 128, "CLUSTERED": False, "EARLY": True, "ADDS": True, "SCALED": False, "BY_ROW": False, "LARGEST": 0.0},
 }
 # A link's chain is followed, and counters counted, one element at a time.
