@@ -9,7 +9,7 @@ import torch.distributed as dist
 import triton
 import triton.language as tl
 from patterns import assert_same_bits, pattern
-from rank_pool import Hosts
+from rank_pool import Hosts, needs_gloo
 from torch.distributed import distributed_c10d
 
 import iris
@@ -101,7 +101,12 @@ def test_barriers_order_what_the_ranks_of_a_host_store(ranks, late):
 
 def note_when(ctx, device):
     """When this rank came to a barrier, and when it left."""
-    barrier = ctx.device_barrier if device else ctx.barrier
+
+    def barrier():
+        ctx.device_barrier() if device else ctx.barrier()
+        if ctx.device.type == "cuda":
+            torch.cuda.synchronize()
+
     times = []
     for turn in range(ctx.num_ranks):
         barrier()
@@ -257,6 +262,7 @@ def stay_away(ctx, call):
     other.close()
 
 
+@needs_gloo
 @pytest.mark.ranks(Hosts(2, 2), Hosts(4, 1))
 @pytest.mark.parametrize("call", ["all_reduce", "device_barrier"])
 def test_a_host_that_does_not_come_is_named(ranks, call, mistaken):
@@ -265,7 +271,8 @@ def test_a_host_that_does_not_come_is_named(ranks, call, mistaken):
 
 def ask_for_what_is_not_there(ctx):
     """At once, on the rank that asks; and everybody goes on."""
-    x, matrix = torch.ones(ctx.num_ranks), torch.ones(ctx.num_ranks, ctx.num_ranks)
+    x = torch.ones(ctx.num_ranks, device=ctx.device)
+    matrix = torch.ones(ctx.num_ranks, ctx.num_ranks, device=ctx.device)
     everyone, counts = dist.new_group(), [1] * ctx.num_ranks
     calls = {
         "all_to_all_v": lambda: ctx.ccl.all_to_all_v(x, x.clone(), counts, counts, counts, counts),
@@ -296,10 +303,10 @@ def test_what_is_not_built_over_hosts_says_so(ranks):
 
 def use_the_backend(ctx):
     group = dist.new_group(backend="iris")
-    x = torch.ones(3)
+    x = torch.ones(3, device=ctx.device)
     with pytest.raises(SeveralHostsError, match="the backend iris"):
         dist.all_reduce(x, group=group)
-    dist.barrier()
+    ctx.barrier()
 
 
 @pytest.mark.ranks(Hosts(2, 2))
