@@ -25,6 +25,7 @@ def atomic(
     hint: tl.constexpr,
 ):
     event = self.tracing.begin_atomic(op, ptr, rank=to_rank, val=val, mask=mask)
+    mask = self._within_host(ptr, to_rank, mask)
     old = ordered_atomic(op, self._peers(ptr, to_rank, mask, hint), val, mask, sem=sem, scope=scope)
     self.tracing.end_atomic(event, op, old=old, val=val, mask=mask)
     return old
@@ -167,6 +168,6 @@ def atomic_cas(
     No mask, as in Triton.
     """
     event = self.tracing.begin_cas(ptr, to_rank, cmp)
-    old = ordered_cas(self._peers(ptr, to_rank, None, hint), cmp, val, sem=sem, scope=scope)
+    old = ordered_cas(self._peer_word(ptr, to_rank, hint), cmp, val, sem=sem, scope=scope)
     self.tracing.end_cas(event, old, cmp, val)
     return old
