@@ -13,6 +13,7 @@ from rank_pool import Hosts, needs_gloo
 from torch.distributed import distributed_c10d
 
 import iris
+from iris import info
 from iris.errors import (
     AsymmetricHeapError,
     GroupAbortedError,
@@ -55,6 +56,18 @@ def say_who_is_where(ctx, hosts):
 @pytest.mark.ranks(*HOSTS)
 def test_each_rank_knows_its_host(ranks):
     ranks.run(say_who_is_where, ranks.hosts)
+
+
+def inform(ctx, hosts):
+    report = info.find_hosts(ctx)
+    each = [{"name": f"host{host}", "ranks": tuple(hosts.ranks_of(host))} for host in range(hosts.hosts)]
+    assert report["hosts"] == each
+    assert report["linked by"].startswith("NCCL " if ctx.device.type == "cuda" else "Gloo")
+
+
+@pytest.mark.ranks(Hosts(2, 2, dealt=True))
+def test_iris_info_names_the_hosts(ranks):
+    ranks.run(inform, ranks.hosts)
 
 
 def say_who_is_here(ctx):

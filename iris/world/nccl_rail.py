@@ -106,8 +106,10 @@ class NcclRail(Rail):
                 raise self._failed(error, what) from error
 
         def wait() -> None:
-            # The current stream waits. Until then torch keeps the tensors for NCCL's stream.
-            work.wait()
+            # The current stream waits. Until then torch keeps the tensors for NCCL's stream. There is no work to wait for
+            # where torch has enqueued the transfer on the current stream itself.
+            if work is not None:
+                work.wait()
 
         return wait
 
