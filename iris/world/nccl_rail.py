@@ -106,8 +106,8 @@ class NcclRail(Rail):
                 raise self._failed(error, what) from error
 
         def wait() -> None:
-            # The current stream waits. Until then torch keeps the tensors for NCCL's stream. There is no work to wait for
-            # where torch has enqueued the transfer on the current stream itself.
+            # The current stream waits; until then torch keeps the tensors for NCCL's stream. There is no work where the
+            # transfer is on the current stream itself.
             if work is not None:
                 work.wait()
 
