@@ -106,11 +106,8 @@ class DeviceContext:
 
     @jit
     def _within_host(self, ptr, rank, mask):
-        """``mask`` for an access to ``rank``, without what would go to another host (`iris.language.locality`)."""
-        if guards(self.table.type):
-            return guarded(ptr, rank, mask, table=self.table, record=self._record())
-        else:
-            return mask
+        """``mask`` for an access to ``rank`` without what would go to another host, where accesses are guarded."""
+        return guarded(ptr, rank, mask, table=self.table, record=self._record())
 
     @jit
     def _peer_word(self, ptr, rank, hint: tl.constexpr = None):

@@ -48,10 +48,7 @@ def peer_address(ptr, from_rank, to_rank, heap_bases, mask, hint: tl.constexpr):
 @jit
 def within_host(ptr, rank, heap_bases, mask):
     """``mask`` for an access to ``rank``: see `iris.language.locality`."""
-    if guards(heap_bases.type):
-        return guarded(ptr, rank, mask, table=heap_bases, record=record_of(heap_bases))
-    else:
-        return mask
+    return guarded(ptr, rank, mask, table=heap_bases, record=record_of(heap_bases))
 
 
 @jit
@@ -69,7 +66,8 @@ def load(
     """Read ``from_rank``'s copy of ``pointer``; returns the values. ``to_rank`` is the caller."""
     tracing = tracing_of(heap_bases, to_rank)
     event = tracing.begin_move("load", pointer, from_rank, mask)
-    mask = within_host(pointer, from_rank, heap_bases, mask)
+    if guards(heap_bases.type):
+        mask = within_host(pointer, from_rank, heap_bases, mask)
     source = peer_address(pointer, to_rank, from_rank, heap_bases, mask=mask, hint=hint)
     values = tl.load(source, mask=mask, other=other, cache_modifier=cache_modifier, volatile=volatile)
     tracing.end_load(event, values)
@@ -90,7 +88,8 @@ def store(
     """Write ``to_rank``'s copy of ``pointer``; ``from_rank`` is the caller."""
     tracing = tracing_of(heap_bases, from_rank)
     event = tracing.begin_move("store", pointer, to_rank, mask)
-    mask = within_host(pointer, to_rank, heap_bases, mask)
+    if guards(heap_bases.type):
+        mask = within_host(pointer, to_rank, heap_bases, mask)
     target = peer_address(pointer, from_rank, to_rank, heap_bases, mask=mask, hint=hint)
     tl.store(target, value, mask=mask, cache_modifier=cache_modifier)
     tracing.record_event_end(event)
@@ -115,7 +114,8 @@ def get(
     """
     tracing = tracing_of(heap_bases, from_rank)
     event = tracing.begin_move("get", from_ptr, to_rank, mask)
-    mask = within_host(from_ptr, to_rank, heap_bases, mask)
+    if guards(heap_bases.type):
+        mask = within_host(from_ptr, to_rank, heap_bases, mask)
     source = peer_address(from_ptr, from_rank, to_rank, heap_bases, mask=mask, hint=hint)
     value = tl.load(source, mask=mask, other=other, cache_modifier=load_cache_modifier)
     tl.store(to_ptr, value, mask=mask, cache_modifier=store_cache_modifier)
@@ -138,7 +138,8 @@ def put(
     """Read the caller's ``from_ptr``, write ``to_rank``'s copy of ``to_ptr``; ``from_rank`` is the caller."""
     tracing = tracing_of(heap_bases, from_rank)
     event = tracing.begin_move("put", to_ptr, to_rank, mask)
-    mask = within_host(to_ptr, to_rank, heap_bases, mask)
+    if guards(heap_bases.type):
+        mask = within_host(to_ptr, to_rank, heap_bases, mask)
     value = tl.load(from_ptr, mask=mask, other=other, cache_modifier=load_cache_modifier)
     target = peer_address(to_ptr, from_rank, to_rank, heap_bases, mask=mask, hint=hint)
     tl.store(target, value, mask=mask, cache_modifier=store_cache_modifier)
@@ -167,7 +168,8 @@ def copy(
         check_copy(from_rank, to_rank, cur_rank)
     tracing = tracing_of(heap_bases, cur_rank)
     event = tracing.begin_copy(dst_ptr, from_rank=from_rank, to_rank=to_rank, cur_rank=cur_rank, mask=mask)
-    mask = within_host(dst_ptr, to_rank, heap_bases, within_host(src_ptr, from_rank, heap_bases, mask))
+    if guards(heap_bases.type):
+        mask = within_host(dst_ptr, to_rank, heap_bases, within_host(src_ptr, from_rank, heap_bases, mask))
     source = peer_address(src_ptr, cur_rank, from_rank, heap_bases, mask=mask, hint=hint)
     value = tl.load(source, mask=mask, other=other, cache_modifier=load_cache_modifier)
     target = peer_address(dst_ptr, cur_rank, to_rank, heap_bases, mask=mask, hint=hint)
@@ -190,7 +192,8 @@ def atomic(
 ):
     tracing = tracing_of(table, from_rank)
     event = tracing.begin_atomic(op, pointer, rank=to_rank, val=val, mask=mask)
-    mask = within_host(pointer, to_rank, table, mask)
+    if guards(table.type):
+        mask = within_host(pointer, to_rank, table, mask)
     target = peer_address(pointer, from_rank, to_rank, table, mask=mask, hint=hint)
     old = ordered_atomic(op, target, val, mask, sem=sem, scope=scope)
     tracing.end_atomic(event, op, old=old, val=val, mask=mask)

@@ -8,6 +8,7 @@ import triton.language as tl
 
 from iris.language.address import check_copy, in_simulator
 from iris.language.jit import jit
+from iris.language.locality import guards
 
 
 @jit
@@ -26,7 +27,8 @@ def load(
     It takes one round trip, for which the block waits when it first uses them.
     """
     event = self.tracing.begin_move("load", ptr, from_rank, mask)
-    mask = self._within_host(ptr, from_rank, mask)
+    if guards(self.table.type):
+        mask = self._within_host(ptr, from_rank, mask)
     values = tl.load(
         self._peers(ptr, from_rank, mask, hint),
         mask=mask,
@@ -45,7 +47,8 @@ def store(self, ptr, value, to_rank, mask=None, cache_modifier: tl.constexpr = N
     The block does not wait for the data to arrive; `signal`, `fence` or a barrier orders them.
     """
     event = self.tracing.begin_move("store", ptr, to_rank, mask)
-    mask = self._within_host(ptr, to_rank, mask)
+    if guards(self.table.type):
+        mask = self._within_host(ptr, to_rank, mask)
     tl.store(self._peers(ptr, to_rank, mask, hint), value, mask=mask, cache_modifier=cache_modifier)
     self.tracing.record_event_end(event)
 
@@ -67,7 +70,8 @@ def get(
     ``to_ptr`` is not translated and may be any memory of the caller.
     """
     event = self.tracing.begin_move("get", from_ptr, from_rank, mask)
-    mask = self._within_host(from_ptr, from_rank, mask)
+    if guards(self.table.type):
+        mask = self._within_host(from_ptr, from_rank, mask)
     source = self._peers(from_ptr, from_rank, mask, hint)
     value = tl.load(source, mask=mask, other=other, cache_modifier=load_cache_modifier)
     tl.store(to_ptr, value, mask=mask, cache_modifier=store_cache_modifier)
@@ -91,7 +95,8 @@ def put(
     ``from_ptr`` is not translated and may be any memory of the caller.
     """
     event = self.tracing.begin_move("put", to_ptr, to_rank, mask)
-    mask = self._within_host(to_ptr, to_rank, mask)
+    if guards(self.table.type):
+        mask = self._within_host(to_ptr, to_rank, mask)
     # Where the peer is, is on its way before the data are.
     target = self._peers(to_ptr, to_rank, mask, hint)
     value = tl.load(from_ptr, mask=mask, other=other, cache_modifier=load_cache_modifier)
@@ -120,7 +125,8 @@ def copy(
     if in_simulator():
         check_copy(from_rank, to_rank, self.cur_rank)
     event = self.tracing.begin_copy(dst_ptr, from_rank=from_rank, to_rank=to_rank, cur_rank=self.cur_rank, mask=mask)
-    mask = self._within_host(dst_ptr, to_rank, self._within_host(src_ptr, from_rank, mask))
+    if guards(self.table.type):
+        mask = self._within_host(dst_ptr, to_rank, self._within_host(src_ptr, from_rank, mask))
     source = self._peers(src_ptr, from_rank, mask, hint)
     value = tl.load(source, mask=mask, other=other, cache_modifier=load_cache_modifier)
     target = self._peers(dst_ptr, to_rank, mask, hint)
