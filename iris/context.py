@@ -21,6 +21,7 @@ from iris.language.context_tensor import context_tensor, heap_bases_tensor
 from iris.log import logger
 from iris.operators.graph_break import breaks_graph
 from iris.ops.operations import Operations
+from iris.ops.over_hosts import OperationsOverHosts
 from iris.runtime.device_barrier import DeviceBarrier
 from iris.runtime.workspace import Workspace
 from iris.tensors import Factories
@@ -99,8 +100,8 @@ class Iris(Factories, SymmetricTensors):
             raise
         bases, size, record = self.heap.bases, self.heap.mapped_size, self._record.address
         self.heap_bases = heap_bases_tensor(bases, size, record, self.device)
-        self.ccl = CollectivesOverHosts(self, self._rail) if self._rail else Collectives(self)
-        self.ops = Operations(self)
+        self.ccl: Collectives = CollectivesOverHosts(self, self._rail) if self._rail else Collectives(self)
+        self.ops: Operations = OperationsOverHosts(self, self._rail) if self._rail else Operations(self)
         self._device_context = context_tensor(self.cur_rank, bases, size, record, self.device)
         self.tracing = Tracing(self._workspaces[None], self._record, self._drain, self.num_hosts)
         self.tracing.enable_if_wanted()
@@ -219,10 +220,9 @@ class Iris(Factories, SymmetricTensors):
         if group not in self._barriers:
             refuse_in_capture("device_barrier()")
             self._barriers[group] = DeviceBarrier(self._workspace(group))
-        on_gpu = self.device.type == "cuda"
-        capturing = on_gpu and torch.cuda.is_current_stream_capturing()
         self._check_whole(group)
-        stream = current_raw_stream(self.gpu_id) if on_gpu else None
+        stream = current_raw_stream(self.gpu_id) if self.device.type == "cuda" else None
+        capturing = stream is not None and torch.cuda.is_current_stream_capturing()
         self._barriers[group].enqueue(stream, capturing)
         if group is None and self._rail:
             # All ranks of this host have come: when one rank of each other host knows that of its own, so have all.

@@ -295,6 +295,7 @@ def ask_for_what_is_not_there(ctx):
     """At once, on the rank that asks; and everybody goes on."""
     x = torch.ones(ctx.num_ranks, device=ctx.device)
     matrix = torch.ones(ctx.num_ranks, ctx.num_ranks, device=ctx.device)
+    product = torch.empty_like(matrix)
     everyone, counts = dist.new_group(), [1] * ctx.num_ranks
     calls = {
         "all_to_all_v": lambda: ctx.ccl.all_to_all_v(x, x.clone(), counts, counts, counts, counts),
@@ -302,8 +303,8 @@ def ask_for_what_is_not_there(ctx):
         "recv": lambda: ctx.ccl.recv(x, 0),
         "preamble": lambda: ctx.ccl.all_reduce_preamble(x, x),
         "config": lambda: ctx.ccl.all_reduce(x, x, config=iris.ccl.Config(comm_sms=1)),
-        "operation": lambda: ctx.ops.matmul_all_reduce(matrix, matrix, matrix, config=FusedConfig()),
-        "preamble of one": lambda: ctx.ops.matmul_all_reduce_preamble(matrix, matrix, matrix),
+        "operation": lambda: ctx.ops.matmul_all_reduce(product, matrix, matrix, config=FusedConfig()),
+        "preamble of one": lambda: ctx.ops.matmul_all_reduce_preamble(product, matrix, matrix),
         "norm": lambda: ctx.ops.all_reduce_rms_norm(matrix, matrix, x),
         "trace": lambda: ctx.tracing.enable(),
         "group": lambda: ctx.ccl.all_reduce(x, x, group=everyone),

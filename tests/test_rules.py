@@ -91,6 +91,7 @@ TEMPORARIES = {
     "ops/call.py": {"scales"},
     "ops/functional.py": {"_out", "_rows_like", "_sums_like", "_scales_like"},
     "ops/normalisation.py": {"room"},
+    "ops/over_hosts.py": {"_all_gather_matmul", "_matmul_reduce_scatter"},
     "ops/vendor.py": {
         "_scaled",
         "_factors",

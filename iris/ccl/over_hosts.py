@@ -25,7 +25,7 @@ import torch.distributed as dist
 from iris.ccl import checks
 from iris.ccl.collectives import Collectives
 from iris.ccl.communicator import Communicator
-from iris.ccl.config import Config, ReduceOp
+from iris.ccl.config import DEFAULT, Config, ReduceOp
 from iris.ccl.enqueue import FOR_THE_HOST, to_read, to_write
 from iris.ccl.host_order import HostOrder
 from iris.ccl.host_sums import add_up
@@ -147,7 +147,7 @@ class CollectivesOverHosts(Collectives):
         # `ours`: from this rail, what is for each rank of this host.
         sent = self._order.by_host(as_bytes(source).view(rows, size, columns), 1).transpose(0, 1).contiguous()
         arrived = torch.empty_like(sent)
-        self._rail.all_to_all(arrived, sent, _described("all_to_all", input))
+        self._rail.all_to_all(arrived, sent, _described("all_to_all", input))()
         ours = arrived.view(number, -1, rows * columns).transpose(0, 1).contiguous()
         theirs = torch.empty_like(ours)
         self.within.all_to_all(theirs.view(-1), ours.view(-1))
@@ -297,7 +297,7 @@ class CollectivesOverHosts(Collectives):
         """The communicator of this host's ranks, which they meet to make when it is first used."""
         self._context.heap.check_open()
         self._context._world.group.check()
-        if config is not None:
+        if config not in (None, DEFAULT):
             raise SeveralHostsError(f"ctx.ccl.{name}(config=…)", "Call it without a config: each step is chosen.")
         return self.communicator()
 
@@ -353,7 +353,7 @@ class CollectivesOverHosts(Collectives):
             summands = self._order.of_host(rows, host)
             self.within.reduce_scatter(sums[host].view(input.dtype), summands.view(input.dtype), op=op)
         arrived = torch.empty_like(sums)
-        self._rail.all_to_all(arrived, sums, call)
+        self._rail.all_to_all(arrived, sums, call)()
         add_up(output, arrived.view(input.dtype), reduction(op)[0], self._stream())
 
 

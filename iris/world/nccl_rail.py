@@ -83,7 +83,7 @@ class NcclRail(Rail):
             everyone = torch.zeros(hosts, nbytes, dtype=torch.uint8, device=device)
             arrived = torch.empty_like(everyone)
             self.all_gather(arrived, mine, "a first transfer")()
-            self.all_to_all(arrived, everyone, "a first transfer")
+            self.all_to_all(arrived, everyone, "a first transfer")()
             for host in range(hosts):
                 here = host == self._hosts.number
                 self.broadcast(mine, host, "a first transfer")

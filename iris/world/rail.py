@@ -50,13 +50,13 @@ class Rail(ABC):
         received, sent = as_bytes(output), as_bytes(input)
         return self._begin(lambda: c10d.all_gather(self._engine, received, sent), input.nbytes, what)
 
-    def all_to_all(self, output: torch.Tensor, input: torch.Tensor, what: str) -> None:
-        """Send row h of ``input`` to host h, and receive host h's row for this host into row h of ``output``.
+    def all_to_all(self, output: torch.Tensor, input: torch.Tensor, what: str) -> Callable[[], None]:
+        """Begin to send row h of ``input`` to host h, and to receive its row for this host as row h of ``output``.
 
-        ``(H, n)`` → ``(H, n)``, both contiguous. ``what`` as for `all_gather`.
+        ``(H, n)`` → ``(H, n)``, both contiguous. What it returns, and ``what``, are as for `all_gather`.
         """
         received, sent = as_bytes(output), as_bytes(input)
-        self._begin(lambda: self._engine.alltoall_base(received, sent, [], []), input.nbytes, what)()
+        return self._begin(lambda: self._engine.alltoall_base(received, sent, [], []), input.nbytes, what)
 
     def broadcast(self, tensor: torch.Tensor, host: int, what: str) -> None:
         """Copy ``tensor``, contiguous, of the rank on ``host`` into that of every other."""
