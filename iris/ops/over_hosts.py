@@ -4,6 +4,7 @@
 | --- | --- |
 | all_gather_matmul | the rail gathers A; the rows of the own host are multiplied, then those of each other host |
 | matmul_reduce_scatter | what is for other hosts is multiplied, then what is for the own; the rail exchanges; a sum |
+| all_reduce_rms_norm | an all_reduce over hosts, and a kernel that normalises |
 | the others | the vendor's GEMM and a collective over hosts, one behind the other |
 
 In each step a host's ranks do what they would do if there were no other: an `Operations` among these. A row of a
@@ -90,9 +91,6 @@ class OperationsOverHosts(Operations):
     def close(self) -> None:
         super().close()
         self.within.close()
-
-    def all_reduce_rms_norm(self, *args: object, **named: object) -> NoReturn:
-        raise SeveralHostsError("ctx.ops.all_reduce_rms_norm()", "Use ctx.ccl.all_reduce() and torch's rms_norm.")
 
     @torch.no_grad()
     def _run(self, call: Call, config: FusedConfig | None, async_op: bool, workspace: Buffers | None) -> Work | None:

@@ -96,6 +96,25 @@ def test_operators_have_gradients_over_hosts(ranks):
     ranks.run(differentiate)
 
 
+def normalise(ctx):
+    """The sum is that of all_reduce, bit by bit; behind it is the kernel of one host."""
+    for rows, columns, dtype in ((5, 32, torch.bfloat16), (64, 96, torch.float32)):
+        x = whole_numbers(rows, columns, dtype, "rows", ctx.cur_rank, ctx.device)
+        weight = torch.linspace(0.5, 2, columns, device=ctx.device).to(dtype)
+        residual, total, out = torch.ones_like(x), torch.empty_like(x), torch.empty_like(x)
+        ctx.ccl.all_reduce(total, x)
+        expected = total.float() + 1
+        ctx.ops.all_reduce_rms_norm(out, x, weight, residual=residual)
+        assert torch.equal(residual, expected.to(dtype))
+        normalised = torch.nn.functional.rms_norm(expected, (columns,), weight.float(), 1e-6)
+        torch.testing.assert_close(out.float(), normalised, rtol=1e-2, atol=1e-5)
+
+
+@pytest.mark.ranks(Hosts(2, 2), Hosts(3, 2))
+def test_a_norm_behind_a_sum_over_hosts(ranks):
+    ranks.run(normalise)
+
+
 def ask_for_the_wrong(ctx):
     size = ctx.num_ranks
     a, b, out = (torch.ones(shape, device=ctx.device) for shape in ((size, 4), (4, 3), (size, 3)))
