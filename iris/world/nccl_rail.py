@@ -138,7 +138,7 @@ def _nothing() -> None:
 
 def _close_all() -> None:
     """When the program ends: torch's destructor would wait for graphs that were not destroyed."""
-    for rail in [*_captured, *_open]:
+    for rail in {*_captured, *_open}:
         rail.close()
 
 
