@@ -26,10 +26,12 @@ OLDEST_PROGRAMS := $(if $(IRIS_TEST_ALL),,-k "not torchrun")
 # All combinations take hours: they run in pieces, and go on where they were interrupted.
 PYTEST := $(if $(IRIS_TEST_ALL),scripts/in_pieces.py,-m pytest -q)
 
+OVER_HOSTS := test_hosts.py ccl/test_over_hosts.py ccl/test_over_hosts_on_gpu.py
+
 # One after the other, as each wants the GPUs for itself; and all of them, whichever misses its floors.
 MEASURED := perf-accesses perf-collectives perf-operations
 
-.PHONY: demo test test-all $(PARTS) test-gpu perf $(MEASURED) lint types fix docs docs-version package
+.PHONY: demo test test-all $(PARTS) test-gpu test-hosts perf $(MEASURED) lint types fix docs docs-version package
 .PHONY: setup setup-oldest
 
 demo: setup          ## two ranks exchange data from inside Triton and Gluon kernels
@@ -60,6 +62,9 @@ test-all: test       ## every combination, on up to 8 ranks, and more rounds: ho
 
 test-gpu:            ## the same tests on RANKS GPUs of this machine
 	$(TORCHRUN) -m pytest -q -x tests $(addprefix --ignore tests/,codegen sanitizer simulator)
+
+test-hosts:          ## those of several hosts: each of RANKS GPUs of this machine counts as a host
+	IRIS_TEST_HOSTS=$(RANKS)x1 $(TORCHRUN) -m pytest -q -x $(addprefix tests/,$(OVER_HOSTS))
 
 perf:                ## measures on RANKS GPUs, and fails below the floors of benchmarks/floors.json
 	$(MAKE) --keep-going --jobs 1 --no-print-directory $(MEASURED)

@@ -17,11 +17,11 @@ from iris.errors import NotAStreamError, NotPicklableError, PeerLostError
 from iris.failures.device_record import DeviceRecord
 from iris.heap import SymmetricHeap, describe_address
 from iris.heap.symmetric_tensors import SymmetricTensors
-from iris.language.context_tensor import context_tensor
-from iris.language.functional import heap_bases_tensor
+from iris.language.context_tensor import context_tensor, heap_bases_tensor
 from iris.log import logger
 from iris.operators.graph_break import breaks_graph
 from iris.ops.operations import Operations
+from iris.ops.over_hosts import OperationsOverHosts
 from iris.runtime.device_barrier import DeviceBarrier
 from iris.runtime.workspace import Workspace
 from iris.tensors import Factories
@@ -59,7 +59,7 @@ class Iris(Factories, SymmetricTensors):
     heap : SymmetricHeap
         The memory itself, and what is in use of it.
     heap_bases : torch.Tensor
-        int64 ``[num_ranks]``, where each rank's heap begins in this rank's address space; 0 for ranks of other hosts.
+        int64 ``[num_ranks]``, where each rank's heap begins in this rank's address space; see `get_heap_bases`.
     host, num_hosts : int
         Which host this rank is on, from 0 on in the order of their first ranks, and the number of hosts.
     local_rank, num_local_ranks : int
@@ -98,11 +98,10 @@ class Iris(Factories, SymmetricTensors):
         except BaseException:
             self.heap.close()
             raise
-        bases = self.heap.bases
-        size, record = self.heap.mapped_size, self._record.address
+        bases, size, record = self.heap.bases, self.heap.mapped_size, self._record.address
         self.heap_bases = heap_bases_tensor(bases, size, record, self.device)
-        self.ccl = CollectivesOverHosts(self, self._rail) if self._rail else Collectives(self)
-        self.ops = Operations(self)
+        self.ccl: Collectives = CollectivesOverHosts(self, self._rail) if self._rail else Collectives(self)
+        self.ops: Operations = OperationsOverHosts(self, self._rail) if self._rail else Operations(self)
         self._device_context = context_tensor(self.cur_rank, bases, size, record, self.device)
         self.tracing = Tracing(self._workspaces[None], self._record, self._drain, self.num_hosts)
         self.tracing.enable_if_wanted()
@@ -155,7 +154,8 @@ class Iris(Factories, SymmetricTensors):
     def get_heap_bases(self) -> torch.Tensor:
         """What functional device operations take: int64 ``[num_ranks]`` on the heap's device. Local.
 
-        It holds the address at which each rank's heap begins in this process, and 0 for ranks of other hosts.
+        It holds the address at which each rank's heap begins in this process, and 0 for ranks of other hosts. Where
+        there are any, on GPUs, it is uint64, by which kernels guard what they access.
         """
         self.heap.check_open()
         return self.heap_bases
@@ -176,6 +176,8 @@ class Iris(Factories, SymmetricTensors):
         ------
         IrisTimeoutError
             A kernel gave up a wait, or a rank does not come within the time limit of the process group.
+        RemoteRankError
+            A kernel reached for the memory of a rank on another host.
         OutOfStepError
             A rank is in another collective call.
         AsymmetricHeapError
@@ -218,11 +220,9 @@ class Iris(Factories, SymmetricTensors):
         if group not in self._barriers:
             refuse_in_capture("device_barrier()")
             self._barriers[group] = DeviceBarrier(self._workspace(group))
-        on_gpu = self.device.type == "cuda"
-        capturing = on_gpu and torch.cuda.is_current_stream_capturing()
         self._check_whole(group)
-        # The raw handle: making a Stream object costs the host ten times as much.
-        stream = current_raw_stream(self.gpu_id) if on_gpu else None
+        stream = current_raw_stream(self.gpu_id) if self.device.type == "cuda" else None
+        capturing = stream is not None and torch.cuda.is_current_stream_capturing()
         self._barriers[group].enqueue(stream, capturing)
         if group is None and self._rail:
             # All ranks of this host have come: when one rank of each other host knows that of its own, so have all.
@@ -339,7 +339,7 @@ class Iris(Factories, SymmetricTensors):
             torch.cuda.synchronize(self.device) if stream is None else stream.synchronize()
             # On the drained stream: the current one may be waiting for a peer.
             with torch.cuda.stream(stream):
-                self._record.raise_if_claimed(self.cur_rank, describe_address)
+                self._record.raise_if_claimed(self.cur_rank, describe_address, self._world.hosts.name_of)
         self._raise_recorded()
 
     def _raise_recorded(self) -> None:
@@ -388,7 +388,7 @@ def iris(heap_size: int = 1 << 30, *, process_group: dist.ProcessGroup | None = 
 
     These are raised on the ranks at fault, and `PeerFailedError` on the others: `NoGpuForRankError`,
     `InvalidHeapSizeError`, `MismatchedHeapError`, `HeapTooLargeError`, `InvalidGroupError` (unequal hosts),
-    `SeveralHostsError` (on GPUs), `SharedDeviceError`, `NoPeerAccessError`, `MappingError`, `IrisTimeoutError`.
+    `SeveralHostsError` (sanitizer), `SharedDeviceError`, `NoPeerAccessError`, `MappingError`, `IrisTimeoutError`.
 
     Parameters
     ----------

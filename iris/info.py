@@ -6,7 +6,7 @@ import platform
 import re
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Console
@@ -16,8 +16,14 @@ from rich.text import Text
 
 from iris import requirements
 from iris.compat.links import nvlinks
-from iris.errors import TritonMissingError, readable
+from iris.errors import TritonMissingError, names, readable
 from iris.version import __version__
+
+if TYPE_CHECKING:
+    from iris.context import Iris
+
+# What chooses the network of NCCL, and of Gloo.
+NETWORK_VARIABLES = ("NCCL_NET", "NCCL_IB_HCA", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 
 # The oldest Triton that is tested.
 OLDEST_TRITON = (3, 6)
@@ -141,9 +147,22 @@ def try_heap() -> dict[str, Any]:
         with Iris(1 << 20) as ctx:
             written = ctx.arange(1000)
             works = bool((ctx.peer(written, ctx.get_rank()).cpu() == torch.arange(1000)).all())
-            return {"kind": kind, "works": works, "error": None if works else "what was written is not read back"}
+            wrong = None if works else "what was written is not read back"
+            return {"kind": kind, "works": works, "error": wrong} | find_hosts(ctx)
     except Exception as error:
         return {"kind": kind, "works": False, "error": f"{type(error).__name__}: {error}"}
+
+
+def find_hosts(ctx: "Iris") -> dict[str, Any]:
+    """Where a context has several hosts: which, and what data travel by from one to another."""
+    if ctx._rail is None:
+        return {}
+    hosts = ctx._world.hosts
+    given = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name in NETWORK_VARIABLES]
+    return {
+        "hosts": [{"name": name, "ranks": ranks} for name, ranks in zip(hosts.names, hosts.ranks, strict=True)],
+        "linked by": ", ".join([ctx._rail.name, *given]),
+    }
 
 
 def find_missing(report: dict[str, Any]) -> list[dict[str, str]]:
@@ -218,8 +237,12 @@ def show(report: dict[str, Any]) -> None:
         verdict = "[green]a heap of one rank works ✓[/]" if mapping["works"] else "[red]does not work ✗[/]"
         console.print(f"  heaps: {mapping['kind']}; {verdict}")
     if host := report["host"]:
-        beyond = "in the simulator" if simulator["active"] else "not yet on GPUs"
-        console.print(f"  this host: {host['name']}, by {host['by']}; several hosts: {beyond}")
+        console.print(f"  this host: {host['name']}, by {host['by']}")
+    if "hosts" in mapping:
+        title("Hosts")
+        for number, each in enumerate(mapping["hosts"]):
+            console.print(f"  {number}: {each['name']}, {names(each['ranks'])}")
+        console.print(f"  linked by {mapping['linked by']}")
 
     title("Missing")
     for each in report["missing"]:

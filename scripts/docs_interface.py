@@ -1,7 +1,7 @@
 """Lets the site show the interface as callers see it: an extension of griffe, which reads the package and runs nothing.
 
-* What a class takes from other files, or gets later, becomes its own: atomics, `is_local`, `initialize`, its name in
-  Gluon.
+* What a class takes from other files, or gets later, becomes its own: moves, atomics, `is_local`, `initialize`, its
+  name in Gluon.
 * A default that is a named constant for compilers shows its value: ``sem='acq_rel'``, not ``sem=ACQ_REL``.
 * Parameters of device functions show no ``tl.constexpr``: the pages say which are constants.
 * A default that is a private name is shown as ``...``.
@@ -24,7 +24,7 @@ class Interface(griffe.Extension):
         context.set_member("initialize", _copied(pkg[f"{CONTEXT}.initialize"]))
         for name, member in list(context.members.items()):
             value = str(member.value) if member.is_attribute else ""
-            if value.startswith(("atomics.", "locality.")) and not name.startswith("_"):
+            if value.startswith(("atomics.", "locality.", "moves.")) and not name.startswith("_"):
                 context.set_member(name, _copied(pkg[f"language.{value}"]))
         del context.members["__init__"], context.members["base"], context.members["table"]
         # Its classes are shown in groups, each of which would begin with what it says of all.

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from covering import EVERYTHING, UNDER_TORCHRUN, few_that_show_all
 from preloaded import python
-from rank_pool import Hosts, RankPool, Torchrun
+from rank_pool import Hosts, RankPool, Torchrun, hosts_of_torchrun
 
 TESTS = Path(__file__).parent
 
@@ -31,15 +31,15 @@ def import_path(*folders):
 def pytest_generate_tests(metafunc):
     """`@pytest.mark.ranks(1, 2, 4)` runs a test that takes ``ranks`` with each of these numbers of ranks.
 
-    Under torchrun it runs with the ranks that are there, or not at all if it says ``exactly=True`` and means others, or
-    `rank_pool.Hosts`.
+    Under torchrun it runs with the ranks that are there, or not at all if it says ``exactly=True`` and means others.
+    Tests with `rank_pool.Hosts`, and no others, run where the ranks count as several hosts (``IRIS_TEST_HOSTS``).
     """
     if "ranks" in metafunc.fixturenames:
         mark = metafunc.definition.get_closest_marker("ranks")
         counts = mark.args if mark else (2,)
         if UNDER_TORCHRUN:
-            here = int(os.environ["WORLD_SIZE"])
-            exactly = mark and (mark.kwargs.get("exactly") or isinstance(counts[0], Hosts))
+            here = hosts_of_torchrun() or int(os.environ["WORLD_SIZE"])
+            exactly = (mark and mark.kwargs.get("exactly")) or isinstance(counts[0], Hosts) != isinstance(here, Hosts)
             counts = (here,) if here in counts or not exactly else ()
         metafunc.parametrize("ranks", counts, indirect=True, ids=lambda count: f"{count}ranks")
 

@@ -21,6 +21,7 @@ from typing import NamedTuple
 # wait for each other, and a small product takes many times as long.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -37,6 +38,12 @@ class Hosts(NamedTuple):
     def __str__(self) -> str:
         return f"{self.hosts}x{self.ranks_each}{'dealt' * self.dealt}"
 
+    @classmethod
+    def parse(cls, text: str) -> "Hosts":
+        """Of what `str` makes of it: "2x1", or "2x2dealt"."""
+        hosts, _, ranks_each = text.removesuffix("dealt").partition("x")
+        return cls(int(hosts), int(ranks_each), text.endswith("dealt"))
+
     @property
     def num_ranks(self) -> int:
         return self.hosts * self.ranks_each
@@ -46,6 +53,16 @@ class Hosts(NamedTuple):
 
     def ranks_of(self, host: int) -> list[int]:
         return [rank for rank in range(self.num_ranks) if self.host_of(rank) == host]
+
+
+# Of tests in which hosts do not make the same calls: by NCCL they compare none, and wait until it ends the process.
+needs_gloo = pytest.mark.skipif(torch.cuda.is_available(), reason="NCCL would end the process")
+
+
+def hosts_of_torchrun() -> Hosts | None:
+    """The hosts that torchrun's ranks are to count as, by ``IRIS_TEST_HOSTS``; None where they are one."""
+    text = os.environ.get("IRIS_TEST_HOSTS")
+    return Hosts.parse(text) if text else None
 
 
 START_LIMIT_S = 600
@@ -179,6 +196,13 @@ class Torchrun:
     @staticmethod
     def join() -> None:
         """Before any test, since one that takes no ranks may make a context, which would join with other settings."""
+        hosts, rank = hosts_of_torchrun(), int(os.environ["RANK"])
+        if hosts is not None:
+            if hosts.num_ranks != int(os.environ["WORLD_SIZE"]):
+                raise ValueError(f"IRIS_TEST_HOSTS={hosts} is for {hosts.num_ranks} ranks.")
+            # NCCL takes the ranks for those of several machines, too, between which there is a network of their own.
+            host = f"host{hosts.host_of(rank)}"
+            os.environ.update(IRIS_HOST=host, NCCL_HOSTID=host, NCCL_NET="Socket", NCCL_SOCKET_IFNAME="lo")
         gpus = torch.cuda.device_count()
         if gpus:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % gpus)
@@ -191,6 +215,7 @@ class Torchrun:
 
         self._ctx = iris.iris(HEAP_SIZE)
         self.num_ranks = self._ctx.get_num_ranks()
+        self.hosts = hosts_of_torchrun()
 
     def close(self) -> None:
         dist.destroy_process_group()

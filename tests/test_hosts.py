@@ -9,10 +9,11 @@ import torch.distributed as dist
 import triton
 import triton.language as tl
 from patterns import assert_same_bits, pattern
-from rank_pool import Hosts
+from rank_pool import Hosts, needs_gloo
 from torch.distributed import distributed_c10d
 
 import iris
+from iris import info
 from iris.errors import (
     AsymmetricHeapError,
     GroupAbortedError,
@@ -44,7 +45,9 @@ def say_who_is_where(ctx, hosts):
     with pytest.raises(RankOutOfRangeError):
         ctx.is_local(ctx.num_ranks)
     bases = ctx.get_heap_bases()
-    assert bases.dtype == torch.int64 and [base != 0 for base in bases.tolist()] == here
+    # By its type kernels on GPUs are compiled with guards.
+    assert bases.dtype == (torch.uint64 if ctx.device.type == "cuda" else torch.int64)
+    assert [base != 0 for base in bases.tolist()] == here
     found = ctx.zeros(ctx.num_ranks, dtype=torch.int32)
     find_local_kernel[(1,)](ctx.get_device_context(), found)
     assert found.bool().tolist() == here
@@ -53,6 +56,18 @@ def say_who_is_where(ctx, hosts):
 @pytest.mark.ranks(*HOSTS)
 def test_each_rank_knows_its_host(ranks):
     ranks.run(say_who_is_where, ranks.hosts)
+
+
+def inform(ctx, hosts):
+    report = info.find_hosts(ctx)
+    each = [{"name": f"host{host}", "ranks": tuple(hosts.ranks_of(host))} for host in range(hosts.hosts)]
+    assert report["hosts"] == each
+    assert report["linked by"].startswith("NCCL " if ctx.device.type == "cuda" else "Gloo")
+
+
+@pytest.mark.ranks(Hosts(2, 2, dealt=True))
+def test_iris_info_names_the_hosts(ranks):
+    ranks.run(inform, ranks.hosts)
 
 
 def say_who_is_here(ctx):
@@ -101,7 +116,12 @@ def test_barriers_order_what_the_ranks_of_a_host_store(ranks, late):
 
 def note_when(ctx, device):
     """When this rank came to a barrier, and when it left."""
-    barrier = ctx.device_barrier if device else ctx.barrier
+
+    def barrier():
+        ctx.device_barrier() if device else ctx.barrier()
+        if ctx.device.type == "cuda":
+            torch.cuda.synchronize()
+
     times = []
     for turn in range(ctx.num_ranks):
         barrier()
@@ -211,22 +231,29 @@ HOW = "load store get put copy atomic_add signal translate function block barrie
 
 
 def reach_for(ctx, hows):
-    """Each access on its own heap, since a context is not to be used after an error."""
-    remote = next(rank for rank in range(ctx.num_ranks) if not ctx.is_local(rank))
+    """In the simulator the kernel itself raises the error, on a GPU the next barrier does, and nothing is written."""
+    remote, on_gpu = next(rank for rank in range(ctx.num_ranks) if not ctx.is_local(rank)), ctx.device.type == "cuda"
+    text = r"Rank \d+ is on another host, host\d.*ctx\.ccl\.all_gather"
+    if on_gpu:
+        text = text.replace(".*", f".* as program 0 of a kernel of rank {ctx.cur_rank} tried.*")
     for how in [*hows, "masked"]:
         data, flags = ctx.zeros(2, dtype=torch.int32), ctx.zeros(ctx.num_ranks, dtype=torch.int32)
-        out = torch.zeros(1, dtype=torch.int32)
+        out = torch.zeros(1, dtype=torch.int32, device=ctx.device)
         args = ctx.get_device_context(), ctx.get_heap_bases(), data, flags, out, remote, how
         if how == "masked":
             reach_kernel[(1,)](*args)
             assert data.tolist() == [5, 0]
-        else:
-            with pytest.raises(RemoteRankError, match=r"Rank \d+ is on another host, host\d.*ctx\.ccl\.all_gather"):
-                reach_kernel[(1,)](*args)
+            continue
+        with pytest.raises(RemoteRankError, match=text):
+            reach_kernel[(1,)](*args)
+            ctx.barrier()
+        if on_gpu and how != "translate":
+            assert not data.any() and not flags.any() and (how == "load" or not out.any()), how
     with pytest.raises(RemoteRankError, match=f"Rank {remote} is on another host, host"):
         ctx.peer(data, remote)
     with pytest.raises(RankOutOfRangeError):
         ctx.peer(data, ctx.num_ranks)
+    ctx.barrier()
 
 
 @pytest.mark.ranks(Hosts(2, 2), Hosts(2, 2, dealt=True))
@@ -257,6 +284,7 @@ def stay_away(ctx, call):
     other.close()
 
 
+@needs_gloo
 @pytest.mark.ranks(Hosts(2, 2), Hosts(4, 1))
 @pytest.mark.parametrize("call", ["all_reduce", "device_barrier"])
 def test_a_host_that_does_not_come_is_named(ranks, call, mistaken):
@@ -265,7 +293,9 @@ def test_a_host_that_does_not_come_is_named(ranks, call, mistaken):
 
 def ask_for_what_is_not_there(ctx):
     """At once, on the rank that asks; and everybody goes on."""
-    x, matrix = torch.ones(ctx.num_ranks), torch.ones(ctx.num_ranks, ctx.num_ranks)
+    x = torch.ones(ctx.num_ranks, device=ctx.device)
+    matrix = torch.ones(ctx.num_ranks, ctx.num_ranks, device=ctx.device)
+    product = torch.empty_like(matrix)
     everyone, counts = dist.new_group(), [1] * ctx.num_ranks
     calls = {
         "all_to_all_v": lambda: ctx.ccl.all_to_all_v(x, x.clone(), counts, counts, counts, counts),
@@ -273,9 +303,8 @@ def ask_for_what_is_not_there(ctx):
         "recv": lambda: ctx.ccl.recv(x, 0),
         "preamble": lambda: ctx.ccl.all_reduce_preamble(x, x),
         "config": lambda: ctx.ccl.all_reduce(x, x, config=iris.ccl.Config(comm_sms=1)),
-        "operation": lambda: ctx.ops.matmul_all_reduce(matrix, matrix, matrix, config=FusedConfig()),
-        "preamble of one": lambda: ctx.ops.matmul_all_reduce_preamble(matrix, matrix, matrix),
-        "norm": lambda: ctx.ops.all_reduce_rms_norm(matrix, matrix, x),
+        "operation": lambda: ctx.ops.matmul_all_reduce(product, matrix, matrix, config=FusedConfig()),
+        "preamble of one": lambda: ctx.ops.matmul_all_reduce_preamble(product, matrix, matrix),
         "trace": lambda: ctx.tracing.enable(),
         "group": lambda: ctx.ccl.all_reduce(x, x, group=everyone),
         "barrier of a group": lambda: ctx.device_barrier(everyone),
@@ -296,10 +325,10 @@ def test_what_is_not_built_over_hosts_says_so(ranks):
 
 def use_the_backend(ctx):
     group = dist.new_group(backend="iris")
-    x = torch.ones(3)
+    x = torch.ones(3, device=ctx.device)
     with pytest.raises(SeveralHostsError, match="the backend iris"):
         dist.all_reduce(x, group=group)
-    dist.barrier()
+    ctx.barrier()
 
 
 @pytest.mark.ranks(Hosts(2, 2))

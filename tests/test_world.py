@@ -300,11 +300,6 @@ def test_hosts_with_other_numbers_of_ranks_are_told(gpu):
         hosts.divide(in_group(3, 5, 8), unequal)
 
 
-def test_gpus_on_several_hosts_are_told():
-    with pytest.raises(SeveralHostsError, match="rank 0 on box0; rank 1 on box1; rank 2 on box2"):
-        hosts.divide(in_group(0, 1, 2), placements(host=["one", "two", "three"]))
-
-
 def test_the_sanitizer_is_for_one_host(monkeypatch):
     monkeypatch.setattr(hosts.observer, "recorder", object())
     nowhere = placements(host=["one", "two", "three"], gpu=[None] * 3)
@@ -345,6 +340,8 @@ def test_gpus_without_peer_access_are_told(monkeypatch):
     with pytest.raises(NoPeerAccessError, match=r"cuda:1 \(H200\) of rank 0 cannot access .* of rank 2\."):
         placement.check_peer_access(placements(), 0, torch.device("cuda:1"))
     assert asked == [(1, 0)]
+    # Of another host, which is on this machine.
+    placement.check_peer_access(placements(host=["one", "one", "two"]), 0, torch.device("cuda:1"))
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *_: True)
     placement.check_peer_access(placements(), 0, torch.device("cuda:1"))
 

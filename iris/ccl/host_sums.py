@@ -3,6 +3,8 @@
 It runs on one rank and waits for nobody. Every rank that adds up the same parts gets the same bits.
 """
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
@@ -10,6 +12,7 @@ import triton.language as tl
 from iris.ccl.combine import accumulate, accumulator, finalize
 from iris.ccl.kernel_launch import as_words
 from iris.ccl.reduction import PREMUL_SUM, Op, elements
+from iris.runtime.launch import addresses, prepare, remember
 
 # Elements of a program.
 BLOCK = 4096
@@ -26,18 +29,25 @@ def sum_over_hosts(parts, output, n, HOSTS: tl.constexpr, OP: tl.constexpr, BLOC
     tl.store(output + i, finalize(total, element, HOSTS, OP), mask=mask)
 
 
-def add_up(output: torch.Tensor, parts: torch.Tensor, op: Op) -> None:
+# Launches that were prepared, by what makes one differ from another.
+_launches: dict[tuple, Callable[..., None]] = {}
+
+
+def add_up(output: torch.Tensor, parts: torch.Tensor, op: Op, stream: int | None) -> None:
     """Combine the rows of ``parts``, one a host, into ``output``: ``(H, n)`` → ``(n,)``, contiguous, on one device.
 
-    Hosts have averaged already for AVG, so it is the average of averages; and they have multiplied by the ranks'
-    factors for PREMUL_SUM.
+    It is enqueued on the stream with this handle; None in the simulator. Hosts have averaged already for AVG, so it is
+    the average of averages; and they have multiplied by the ranks' factors for PREMUL_SUM.
     """
     if not output.numel():
         return
     kind = elements(output.dtype, op)
     n = kind.number_in(output)
-    operation = "sum" if op is PREMUL_SUM else kind.op
-    grid = (triton.cdiv(n, BLOCK),)
-    sum_over_hosts[grid](
-        as_words(parts, kind.dtype), as_words(output, kind.dtype), n, HOSTS=len(parts), OP=operation, BLOCK=BLOCK
-    )
+    words = as_words(parts, kind.dtype), as_words(output, kind.dtype)
+    numbers = n, len(parts), "sum" if op is PREMUL_SUM else kind.op, BLOCK
+    key = (output.device, kind.dtype, *numbers, *(word.data_ptr() % 16 for word in words))
+    if key not in _launches:
+        # Not early: it has no `gdc_wait`.
+        grid = (triton.cdiv(n, BLOCK), 1, 1)
+        remember(_launches, key, prepare(sum_over_hosts, grid, *words, *numbers, early=False))
+    _launches[key](stream, addresses((*words, *numbers)))

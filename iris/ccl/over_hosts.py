@@ -25,11 +25,13 @@ import torch.distributed as dist
 from iris.ccl import checks
 from iris.ccl.collectives import Collectives
 from iris.ccl.communicator import Communicator
-from iris.ccl.config import Config, ReduceOp
+from iris.ccl.config import DEFAULT, Config, ReduceOp
 from iris.ccl.enqueue import FOR_THE_HOST, to_read, to_write
+from iris.ccl.host_order import HostOrder
 from iris.ccl.host_sums import add_up
 from iris.ccl.reduction import check_op, reduction
 from iris.ccl.work import Work
+from iris.compat.cuda import current_raw_stream
 from iris.errors import IrisError, SeveralHostsError
 from iris.operators.graph_break import methods_break_graph
 from iris.operators.version_counter import bump_version
@@ -82,7 +84,7 @@ def _over_hosts(steps: Callable[..., None]) -> Any:
         except BaseException as error:
             comm.abort_flag.interrupted(name, error)
             raise
-        return Work(on_gpu=False) if async_op else None
+        return Work(self._on_gpu) if async_op else None
 
     return call
 
@@ -119,8 +121,7 @@ class CollectivesOverHosts(Collectives):
         world = context._world
         self._everyone = Ranks(world.size, world.group.ranks, context.device)
         self._rank, self._hosts, self._rail = world.rank, world.hosts, rail
-        # The ranks by host and local rank.
-        self._order = [rank for ranks in world.hosts.ranks for rank in ranks]
+        self._order = HostOrder(world.hosts, context.device)
 
     @_over_hosts
     def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> None:
@@ -140,18 +141,18 @@ class CollectivesOverHosts(Collectives):
         checks.check_overlap("all_to_all", result, source)
         if not source.numel():
             return
-        size, number, order = self._everyone.size, len(self._hosts), self._order
+        size, number = self._everyone.size, len(self._hosts)
         columns = source.shape[-1] * source.itemsize // size
         rows = source.nbytes // (columns * size)
         # `ours`: from this rail, what is for each rank of this host.
-        sent = as_bytes(source).view(rows, size, columns)[:, order].transpose(0, 1).contiguous()
+        sent = self._order.by_host(as_bytes(source).view(rows, size, columns), 1).transpose(0, 1).contiguous()
         arrived = torch.empty_like(sent)
-        self._rail.all_to_all(arrived, sent, _described("all_to_all", input))
+        self._rail.all_to_all(arrived, sent, _described("all_to_all", input))()
         ours = arrived.view(number, -1, rows * columns).transpose(0, 1).contiguous()
         theirs = torch.empty_like(ours)
         self.within.all_to_all(theirs.view(-1), ours.view(-1))
         chunks = theirs.view(-1, number, rows, columns).permute(2, 1, 0, 3).reshape(rows, size, columns)
-        as_bytes(result).view(rows, size, columns)[:, order] = chunks
+        self._order.write(as_bytes(result).view(rows, size, columns), chunks, 1)
         _deliver(output, result)
 
     @_over_hosts
@@ -196,7 +197,7 @@ class CollectivesOverHosts(Collectives):
         arrived = of_host.new_empty(size, len(mine)) if root.here else None
         self._rail.gather(arrived, of_host, root.host, _described("gather", input))
         if arrived is not None and result is not None:
-            as_bytes(result).view(size, len(mine))[self._order] = arrived
+            self._order.write(as_bytes(result).view(size, len(mine)), arrived)
             _deliver(cast(torch.Tensor, output), result)
 
     @_over_hosts
@@ -213,7 +214,7 @@ class CollectivesOverHosts(Collectives):
                 if result.data_ptr() != source.data_ptr() + self._rank * result.nbytes:
                     checks.check_overlap("scatter", result, source)
                 if source.numel():
-                    parts = as_bytes(source).view(size, -1)[self._order]
+                    parts = self._order.by_host(as_bytes(source).view(size, -1))
         if not output.numel():
             return
         mine = as_bytes(result)
@@ -245,7 +246,7 @@ class CollectivesOverHosts(Collectives):
         arrived = of_host.new_empty(len(self._hosts), of_host.numel()) if root.here else None
         self._rail.gather(arrived, of_host, root.host, _described("reduce", input, op))
         if arrived is not None and result is not None:
-            add_up(result, arrived, reduction(op)[0])
+            add_up(result, arrived, reduction(op)[0], self._stream())
             _deliver(cast(torch.Tensor, output), result)
 
     @_over_hosts
@@ -296,9 +297,13 @@ class CollectivesOverHosts(Collectives):
         """The communicator of this host's ranks, which they meet to make when it is first used."""
         self._context.heap.check_open()
         self._context._world.group.check()
-        if config is not None:
+        if config not in (None, DEFAULT):
             raise SeveralHostsError(f"ctx.ccl.{name}(config=…)", "Call it without a config: each step is chosen.")
         return self.communicator()
+
+    def _stream(self) -> int | None:
+        """The handle of the current stream; None in the simulator."""
+        return current_raw_stream(self._index) if self._on_gpu else None
 
     def _root(self, role: str, rank: int) -> Root:
         """Where ``rank`` (in the world), which has this role, is. Raises if there is none."""
@@ -323,21 +328,21 @@ class CollectivesOverHosts(Collectives):
         everyone = as_bytes(output).view(self._everyone.size, len(mine))
         arrived = mine.new_empty(len(hosts), len(mine))
         wait = self._rail.all_gather(arrived, mine, call)
-        self._spread(everyone, mine, hosts.local_ranks)
+        self._spread(everyone, mine, hosts.number)
         wait()
-        for host, ranks in enumerate(hosts.ranks):
+        for host in range(len(hosts)):
             if host != hosts.number:
-                self._spread(everyone, arrived[host], ranks)
+                self._spread(everyone, arrived[host], host)
 
-    def _spread(self, everyone: torch.Tensor, part: torch.Tensor, ranks: Sequence[int]) -> None:
-        """Gather within the host: local rank l brings the ``part`` of ``ranks[l]``. Both tensors are bytes."""
-        place = _one_behind_the_other(ranks)
-        if place is not None:
-            self.within.all_gather(everyone[place], part)
+    def _spread(self, everyone: torch.Tensor, part: torch.Tensor, host: int) -> None:
+        """Gather the rows of a host's ranks: local rank l brings that of its l-th rank as ``part``. All are bytes."""
+        rows = self._order.view_of_host(everyone, host)
+        if rows is not None:
+            self.within.all_gather(rows, part)
             return
-        parts = part.new_empty(len(ranks), len(part))
-        self.within.all_gather(parts, part)
-        everyone[list(ranks)] = parts
+        rows = part.new_empty(len(self._hosts.local_ranks), len(part))
+        self.within.all_gather(rows, part)
+        self._order.write_of_host(everyone, host, rows)
 
     def _reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, op: Any, call: str) -> None:
         hosts, mine = self._hosts, as_bytes(output)
@@ -345,18 +350,11 @@ class CollectivesOverHosts(Collectives):
         sums = mine.new_empty(len(hosts), len(mine))
         others = [host for host in range(len(hosts)) if host != hosts.number]
         for host in (*others, hosts.number):
-            place = _one_behind_the_other(hosts.ranks[host])
-            summands = rows[list(hosts.ranks[host])] if place is None else rows[place]
+            summands = self._order.of_host(rows, host)
             self.within.reduce_scatter(sums[host].view(input.dtype), summands.view(input.dtype), op=op)
         arrived = torch.empty_like(sums)
-        self._rail.all_to_all(arrived, sums, call)
-        add_up(output, arrived.view(input.dtype), reduction(op)[0])
-
-
-def _one_behind_the_other(ranks: Sequence[int]) -> slice | None:
-    """Where the rows of these ranks are, if they follow each other."""
-    place = slice(ranks[0], ranks[-1] + 1)
-    return place if len(ranks) == ranks[-1] + 1 - ranks[0] else None
+        self._rail.all_to_all(arrived, sums, call)()
+        add_up(output, arrived.view(input.dtype), reduction(op)[0], self._stream())
 
 
 def _is_list(input: object) -> TypeGuard[Sequence[torch.Tensor]]:

@@ -6,7 +6,8 @@ that it cannot tell to be from torch's own Python counts as one that the program
 """
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from types import CodeType
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from iris.compat.parts import function, member, optional, required
 
 _MEETS = "let the ranks of a process group meet"
+_OVER_HOSTS = "move data between hosts"
 _BESIDE = "make a group for tensors on the CPU beside a GPU"
 
 store_of = function("torch.distributed.distributed_c10d:_get_process_group_store", _MEETS)
@@ -68,6 +70,22 @@ def set_backend(group: dist.ProcessGroup, device: torch.device, kind: Any, backe
     """Let ``backend``, of this kind, carry out the group's calls, with tensors on this device and without any."""
     member(group, "torch.distributed:ProcessGroup._register_backend", _BESIDE)(device, kind, backend)
     member(group, "torch.distributed:ProcessGroup._set_default_backend", _BESIDE)(kind)
+
+
+def all_gather(backend: Any, output: torch.Tensor, input: torch.Tensor) -> Any:
+    """Begin to gather every rank's ``input`` into one tensor, by what moves data for a group. Returns its work."""
+    gather = member(backend, "torch._C._distributed_c10d:Backend._allgather_base", _OVER_HOSTS)
+    return gather(output, input)
+
+
+def make_nccl(store: dist.Store, rank: int, ranks: Sequence[int], timeout: timedelta) -> Any:
+    """NCCL (RCCL on AMD) among ``ranks``, of which this process is number ``rank``, as torch makes it for groups."""
+    kind = required("torch.distributed:ProcessGroupNCCL", _OVER_HOSTS)
+    options = kind.Options()
+    options._timeout = timeout
+    # What torch's own reports name.
+    options.global_ranks_in_group, options.group_name = list(ranks), "iris rail"
+    return kind(store, rank, len(ranks), options)
 
 
 def describe(group: dist.ProcessGroup, text: str) -> None:

@@ -10,6 +10,7 @@ Branches of one graph, which run side by side, are distinguished by the streams 
 import contextlib
 import ctypes
 import functools
+import gc
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -139,6 +140,15 @@ def relaxed() -> Iterator[None]:
         yield
     finally:
         _call(*name, ctypes.byref(mode))
+
+
+def a_graph_lives() -> bool:
+    """Whether this process has CUDA graphs that were not destroyed.
+
+    From version 2.26 on NCCL waits, when a communicator ends, until no CUDA graph is left in which it was captured, and
+    a program's graphs may live until its end (NVIDIA, "CUDA Graph Best Practice for PyTorch", "Process Hang").
+    """
+    return any(issubclass(type(each), torch.cuda.CUDAGraph) for each in gc.get_objects())
 
 
 def refuse_in_capture(call: str) -> None:

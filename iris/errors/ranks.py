@@ -85,15 +85,17 @@ class SeveralHostsError(IrisError, RuntimeError):
 
 
 class RemoteRankError(IrisError, ValueError):
-    """A kernel in the simulator, or `peer()`, reaches for the memory of a rank on another host.
+    """A kernel, or `peer()`, reaches for the memory of a rank on another host.
 
-    Loads and stores end at the host.
+    Loads and stores end at the host. In the simulator a kernel ends with this error. On a GPU it goes on without the
+    access, and the next ``ctx.barrier()`` raises it.
     """
 
-    def __init__(self, rank: int, host: str) -> None:
+    def __init__(self, rank: int, host: str, who: str | None = None) -> None:
+        tried = f", as {who} tried" if who else ""
         super().__init__(
-            f"Rank {rank} is on another host, {host}: no load, store or atomic reaches its memory. Move data there "
-            "with a collective, such as ctx.ccl.all_gather(). "
+            f"Rank {rank} is on another host, {host}: no load, store or atomic reaches its memory{tried}. Move data "
+            "there with a collective, such as ctx.ccl.all_gather(). "
             "ctx.is_local(rank) tells which ranks are on this host."
         )
 

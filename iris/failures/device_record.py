@@ -2,8 +2,9 @@
 
 Kernels write the record where a wait exceeds its limit (`iris.wait_limit`); with ``IRIS_DEBUG=1``, where they reach a
 peer by a pointer that is not in their context's heap; and where a lock of `iris.x` holds what only its caller can have
-put there. The host looks at it whenever it has drained a stream anyway. With neither the limit nor debug mode switched
-on, only kernels that use `iris.x` have code for it.
+put there; and where they reach for a rank of another host (`iris.language.locality`). The host looks at it whenever it
+has drained a stream anyway. With neither the limit nor debug mode switched on, and with one host, only kernels that use
+`iris.x` have code for it.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,7 +13,14 @@ import numpy as np
 import torch
 
 from iris.cuda_graphs.kept import keep
-from iris.errors import ForeignLockValueError, IrisError, IrisTimeoutError, MismatchedCollectiveError, NotSymmetricError
+from iris.errors import (
+    ForeignLockValueError,
+    IrisError,
+    IrisTimeoutError,
+    MismatchedCollectiveError,
+    NotSymmetricError,
+    RemoteRankError,
+)
 from iris.failures.barrier_diagnosis import explain
 from iris.heap.history import debugging
 from iris.heap.mapping import locate, lost_at
@@ -33,14 +41,16 @@ NOTED, GAVE_UP = 1, 2
 # header of a trace without room, for as long as there is no other.
 SECTION, STATE, MEMBER = 10, 11, 12
 TRACE, NO_TRACE, SIZE = 15, 16, 19
+# What goes to another host and takes no mask is written there, and nobody reads it.
+NOWHERE = 13
 BARRIER_LANES = 32
 
 # What the record is about: a wait, by its comparison; a barrier; a pointer; words that carry their own arrival; the
 # queues of a collective; a lock; a lock of tiles that somebody else has written; messages of unequal size; what the
-# root of a collective has refused.
+# root of a collective has refused; a rank of another host, which is WANTED.
 KINDS = (
     *("eq", "ne", "gt", "ge", "lt", "le", "barrier", "pointer", "data", "queue", "lock", "reached"),
-    *("foreign", "size", "refused"),
+    *("foreign", "size", "refused", "remote"),
 )
 NOTED_KINDS = ("size", "refused")
 _SYMBOLS = {"eq": "==", "ne": "!=", "gt": ">", "ge": ">=", "lt": "<", "le": "<=", "reached": "at or past"}
@@ -74,10 +84,11 @@ class DeviceRecord:
         for words in self._records:
             words[TRACE] = self._trace
 
-    def raise_if_claimed(self, rank: int, describe: Callable[[int], str | None]) -> None:
+    def raise_if_claimed(self, rank: int, describe: Callable[[int], str | None], host_of: Callable[[int], str]) -> None:
         """Raise what a drained stream's kernels of users have recorded, and forget it.
 
-        Copies from the device. ``describe`` turns an address into words, or returns None.
+        Copies from the device. ``describe`` turns an address into words, or returns None; ``host_of`` names a rank's
+        host.
 
         Raises
         ------
@@ -87,10 +98,15 @@ class DeviceRecord:
             A kernel reached a peer by a pointer that is not in its context's heap.
         ForeignLockValueError
             A kernel found a lock of `iris.x` that somebody else had written.
+        RemoteRankError
+            A kernel reached for the memory of a rank on another host.
         """
         words = self._words.tolist()
         if words[CLAIMED]:
             self._words.zero_()
+            if KINDS[words[KIND]] == "remote":
+                remote = words[WANTED]
+                raise RemoteRankError(remote, host_of(remote), f"program {words[PROGRAM]} of a kernel of rank {rank}")
             raise error_of(words, rank, describe)
 
     def _make(self, values: dict[int, int]) -> torch.Tensor:

@@ -7,6 +7,7 @@ Each returns the old value. ``sem``: "relaxed", "acquire", "release" or "acq_rel
 import triton.language as tl
 
 from iris.language.jit import jit
+from iris.language.locality import guards
 from iris.language.ordering import ACQ_REL, SYS
 from iris.language.ordering import atomic as ordered_atomic
 from iris.language.ordering import atomic_cas as ordered_cas
@@ -25,6 +26,9 @@ def atomic(
     hint: tl.constexpr,
 ):
     event = self.tracing.begin_atomic(op, ptr, rank=to_rank, val=val, mask=mask)
+    # In Triton 3.6 no function returns a mask of None.
+    if guards(self.table.type):
+        mask = self._within_host(ptr, to_rank, mask)
     old = ordered_atomic(op, self._peers(ptr, to_rank, mask, hint), val, mask, sem=sem, scope=scope)
     self.tracing.end_atomic(event, op, old=old, val=val, mask=mask)
     return old
@@ -167,6 +171,6 @@ def atomic_cas(
     No mask, as in Triton.
     """
     event = self.tracing.begin_cas(ptr, to_rank, cmp)
-    old = ordered_cas(self._peers(ptr, to_rank, None, hint), cmp, val, sem=sem, scope=scope)
+    old = ordered_cas(self._peer_word(ptr, to_rank, hint), cmp, val, sem=sem, scope=scope)
     self.tracing.end_cas(event, old, cmp, val)
     return old

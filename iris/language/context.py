@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 
 from iris.failures import device_record
-from iris.language import atomics, locality
-from iris.language.address import check_copy, check_reach, in_simulator, translate
+from iris.language import atomics, locality, moves
+from iris.language.address import check_reach, in_simulator, translate
 from iris.language.barrier import WHOLE, lanes
 from iris.language.barrier import barrier as ordered_barrier
 from iris.language.barrier import signal_ranks as ordered_signal_ranks
@@ -28,6 +28,7 @@ from iris.language.fences import fence as ordered_fence
 from iris.language.fences import order_bulk_copies as ordered_bulk_copies
 from iris.language.initialisation import check_context, is_switch, refuse
 from iris.language.jit import aggregate, in_gluon, jit
+from iris.language.locality import base_of, elsewhere, guarded, guards, note_all_remote
 from iris.language.ordering import SET
 from iris.language.ordering import signal as ordered_signal
 from iris.language.ordering import wait as ordered_wait
@@ -90,13 +91,32 @@ class DeviceContext:
         if in_simulator():
             # Where ``ptr`` is used, and under which mask, is not known here.
             check_reach(ptr, False, self.base, rank)
-        return translate(ptr, self.base, tl.load(self.table + rank))
+        base = base_of(self.table, rank)
+        if guards(self.table.type):
+            # Somebody uses it, under which mask nobody knows: the caller's own copy is there for that.
+            self._within_host(ptr, rank, None)
+            base = tl.where(base == 0, self.base, base)
+        return translate(ptr, self.base, base)
 
     @jit
     def _peers(self, ptr, rank, mask, hint: tl.constexpr = None):
         """`translate` of a pointer that is used here and now, under ``mask``; a multiple of ``hint`` bytes."""
         self._check(ptr, mask, rank)
-        return translate(ptr, self.base, tl.load(self.table + rank), hint)
+        return translate(ptr, self.base, base_of(self.table, rank), hint)
+
+    @jit
+    def _within_host(self, ptr, rank, mask):
+        """``mask`` for an access to ``rank`` without what would go to another host, where accesses are guarded."""
+        return guarded(ptr, rank, mask, table=self.table, record=self._record())
+
+    @jit
+    def _peer_word(self, ptr, rank, hint: tl.constexpr = None):
+        """`_peers` for what takes no mask."""
+        target = self._peers(ptr, rank, None, hint)
+        if guards(self.table.type):
+            return elsewhere(target, self._within_host(ptr, rank, None), self._record())
+        else:
+            return target
 
     @jit
     def _check(self, ptr, mask, rank):
@@ -104,118 +124,14 @@ class DeviceContext:
         if in_simulator():
             check_reach(ptr, mask, self.base, rank)
         elif CHECKS_POINTERS:
-            check_pointer(ptr, mask, base=self.base, size=self._behind_bases(1), record=self._record())
+            size = tl.cast(self._behind_bases(1), tl.int64)
+            check_pointer(ptr, mask, base=self.base, size=size, record=self._record())
 
-    @jit
-    def load(
-        self,
-        ptr,
-        from_rank,
-        mask=None,
-        other=None,
-        cache_modifier: tl.constexpr = None,
-        volatile: tl.constexpr = False,
-        hint: tl.constexpr = None,
-    ):
-        """Read ``from_rank``'s copy of ``ptr``; returns the values.
-
-        It takes one round trip, for which the block waits when it first uses them.
-        """
-        event = self.tracing.begin_move("load", ptr, from_rank, mask)
-        values = tl.load(
-            self._peers(ptr, from_rank, mask, hint),
-            mask=mask,
-            other=other,
-            cache_modifier=cache_modifier,
-            volatile=volatile,
-        )
-        self.tracing.end_load(event, values)
-        return values
-
-    @jit
-    def store(self, ptr, value, to_rank, mask=None, cache_modifier: tl.constexpr = None, hint: tl.constexpr = None):
-        """Write ``to_rank``'s copy of ``ptr``.
-
-        The block does not wait for the data to arrive; `signal`, `fence` or a barrier orders them.
-        """
-        event = self.tracing.begin_move("store", ptr, to_rank, mask)
-        tl.store(self._peers(ptr, to_rank, mask, hint), value, mask=mask, cache_modifier=cache_modifier)
-        self.tracing.record_event_end(event)
-
-    @jit
-    def get(
-        self,
-        from_ptr,
-        to_ptr,
-        from_rank,
-        mask=None,
-        other=None,
-        load_cache_modifier: tl.constexpr = None,
-        store_cache_modifier: tl.constexpr = None,
-        hint: tl.constexpr = None,
-    ):
-        """Read ``from_rank``'s copy of ``from_ptr``, write the caller's ``to_ptr``.
-
-        ``to_ptr`` is not translated and may be any memory of the caller.
-        """
-        event = self.tracing.begin_move("get", from_ptr, from_rank, mask)
-        source = self._peers(from_ptr, from_rank, mask, hint)
-        value = tl.load(source, mask=mask, other=other, cache_modifier=load_cache_modifier)
-        tl.store(to_ptr, value, mask=mask, cache_modifier=store_cache_modifier)
-        self.tracing.record_event_end(event)
-
-    @jit
-    def put(
-        self,
-        from_ptr,
-        to_ptr,
-        to_rank,
-        mask=None,
-        other=None,
-        load_cache_modifier: tl.constexpr = None,
-        store_cache_modifier: tl.constexpr = None,
-        hint: tl.constexpr = None,
-    ):
-        """Read the caller's ``from_ptr``, write ``to_rank``'s copy of ``to_ptr``.
-
-        ``from_ptr`` is not translated and may be any memory of the caller.
-        """
-        event = self.tracing.begin_move("put", to_ptr, to_rank, mask)
-        # Where the peer is, is on its way before the data are.
-        target = self._peers(to_ptr, to_rank, mask, hint)
-        value = tl.load(from_ptr, mask=mask, other=other, cache_modifier=load_cache_modifier)
-        tl.store(target, value, mask=mask, cache_modifier=store_cache_modifier)
-        self.tracing.record_event_end(event)
-
-    @jit
-    def copy(
-        self,
-        src_ptr,
-        dst_ptr,
-        from_rank,
-        to_rank,
-        mask=None,
-        other=None,
-        load_cache_modifier: tl.constexpr = None,
-        store_cache_modifier: tl.constexpr = None,
-        hint: tl.constexpr = None,
-    ):
-        """Read ``from_rank``'s copy of ``src_ptr``, write ``to_rank``'s copy of ``dst_ptr``.
-
-        The caller is one of the two ranks; both pointers are in its heap. In the simulator `NotTheCallerError` says
-        that it is not.
-        """
-        if in_simulator():
-            check_copy(from_rank, to_rank, self.cur_rank)
-        event = self.tracing.begin_copy(
-            dst_ptr, from_rank=from_rank, to_rank=to_rank, cur_rank=self.cur_rank, mask=mask
-        )
-        source = self._peers(src_ptr, from_rank, mask, hint)
-        value = tl.load(source, mask=mask, other=other, cache_modifier=load_cache_modifier)
-        target = self._peers(dst_ptr, to_rank, mask, hint)
-        tl.store(target, value, mask=mask, cache_modifier=store_cache_modifier)
-        self.tracing.record_event_end(event)
-
+    load = moves.load
+    store = moves.store
+    get = moves.get
+    put = moves.put
+    copy = moves.copy
     _atomic = atomics.atomic
     atomic_add = atomics.atomic_add
     atomic_sub = atomics.atomic_sub
@@ -235,7 +151,7 @@ class DeviceContext:
         scalar pointer to int32, uint32, int64 or uint64; ``op`` is "set" or "add". Over the link: 4 or 8 bytes.
         """
         event = self.tracing.begin_flag("signal", flag_ptr, rank=to_rank, value=value, mask=None)
-        now = ordered_signal(self._peers(flag_ptr, to_rank, None), value, op)
+        now = ordered_signal(self._peer_word(flag_ptr, to_rank), value, op)
         self.tracing.end_flag(event, now, now)
 
     @jit
@@ -293,9 +209,14 @@ class DeviceContext:
         """
         self._check(flags_ptr, None, self.cur_rank)
         event = self.tracing.begin_flag("barrier", flags_ptr, rank=self.cur_rank, value=0, mask=None, form="meeting")
-        reached = ordered_barrier(
-            flags_ptr, epoch, self.cur_rank, self.num_ranks, table=self.table, base=self.base, record=self._record()
-        )
+        if guards(self.table.type):
+            # The ranks of other hosts would never come.
+            note_all_remote(self.table, self.num_ranks, self._record())
+            reached = 0
+        else:
+            reached = ordered_barrier(
+                flags_ptr, epoch, self.cur_rank, self.num_ranks, table=self.table, base=self.base, record=self._record()
+            )
         self.tracing.end_flag(event, reached, reached)
 
     # For the library's own kernels, which wait for many ranks at a time.
@@ -339,7 +260,7 @@ def connect(context_tensor, rank, num_ranks, tracing: tl.constexpr):
     if in_simulator():
         check_context(rank, num_ranks)
     table = context_tensor + BASES
-    base = tl.load(table + rank)
+    base = base_of(table, rank)
     if tracing or TRACES_ALL:
         trace = trace_into(record_of(table), base, True)
     else:

@@ -15,9 +15,24 @@ BASES = tl.constexpr(2)
 
 
 def context_tensor(rank: int, bases: Sequence[int], size: int, record: int, device: torch.device) -> torch.Tensor:
-    """What a kernel initialises its context from: int64 ``[num_ranks + 4]`` on ``device``, opaque to users."""
+    """What a kernel initialises its context from: ``[num_ranks + 4]`` on ``device``, of type `table_type`; opaque."""
     words = [rank, len(bases), *bases, record, size]
-    return keep(lambda: torch.tensor(words, dtype=torch.int64, device=device), device)
+    return keep(lambda: torch.tensor(words, device=device).view(table_type(bases, device)), device)
+
+
+def heap_bases_tensor(bases: Sequence[int], size: int, record: int, device: torch.device) -> torch.Tensor:
+    """What functional operations take: ``[num_ranks]`` of type `table_type`; in front of it, device record and size."""
+    words = [record, size, *bases]
+    return keep(lambda: torch.tensor(words, device=device).view(table_type(bases, device)), device)[2:]
+
+
+def table_type(bases: Sequence[int], device: torch.device) -> torch.dtype:
+    """Of a table of heap bases: int64; or uint64 where some ranks have no address here, for kernels that are compiled.
+
+    Their type is what kernels are compiled for, so accesses are guarded (`iris.language.locality`) in kernels that get
+    such a table, and in no others. The simulator looks at every access by itself.
+    """
+    return torch.uint64 if device.type == "cuda" and 0 in bases else torch.int64
 
 
 @jit

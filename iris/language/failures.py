@@ -36,6 +36,7 @@ WORDS = tl.constexpr(device_record.WORDS)
 SECTION = tl.constexpr(device_record.SECTION)
 STATE = tl.constexpr(device_record.STATE)
 MEMBER = tl.constexpr(device_record.MEMBER)
+NOWHERE = tl.constexpr(device_record.NOWHERE)
 GAVE_UP = tl.constexpr(device_record.GAVE_UP)
 
 
@@ -117,18 +118,24 @@ def write_record(record, flag_ptr, wanted, seen, kind: tl.constexpr, first, num_
 
 
 @jit
+def largest(values):
+    """Of a block of up to three dimensions, or a scalar."""
+    if values.type.is_block():
+        if len(values.shape) == 3:
+            values = tl.max(values, axis=2)
+        if len(values.shape) == 2:
+            values = tl.max(values, axis=1)
+        values = tl.max(values, axis=0)
+    return values
+
+
+@jit
 def check_pointer(ptr, mask, base, size, record):
     """Record a pointer, among those that ``mask`` lets through, outside the heap of ``size`` bytes at ``base``."""
     address = tl.cast(ptr, tl.int64)
     outside = (address < base) | (address >= base + size)
     if mask is not None:
         outside = outside & mask
-    wrong = tl.where(outside, address, 0)
-    if wrong.type.is_block():
-        if len(wrong.shape) == 3:
-            wrong = tl.max(wrong, axis=2)
-        if len(wrong.shape) == 2:
-            wrong = tl.max(wrong, axis=1)
-        wrong = tl.max(wrong, axis=0)
+    wrong = largest(tl.where(outside, address, 0))
     if wrong != 0:
         write_record(record, wrong, wanted=base, seen=0, kind=kind_code("pointer"), first=0, num_ranks=0)

@@ -5,25 +5,16 @@ The rank whose address space the pointer is in comes first. ``hint`` asserts tha
 dimension) is a multiple of so many bytes, as ``tl.multiple_of``; it is never needed for 16-byte accesses.
 """
 
-from collections.abc import Sequence
-
-import torch
 import triton.language as tl
 
-from iris.cuda_graphs.kept import keep
 from iris.language.address import check_copy, check_reach, in_simulator, translate
 from iris.language.failures import CHECKS_POINTERS, check_pointer
 from iris.language.jit import jit
+from iris.language.locality import base_of, elsewhere, guarded, guards
 from iris.language.ordering import ACQ_REL, SYS
 from iris.language.ordering import atomic as ordered_atomic
 from iris.language.ordering import atomic_cas as ordered_cas
 from iris.language.tracing import TRACES_ALL, Tracing, trace_into
-
-
-def heap_bases_tensor(bases: Sequence[int], size: int, record: int, device: torch.device) -> torch.Tensor:
-    """What the functions take: int64 ``[num_ranks]`` on ``device``; in front of it, the device record and the size."""
-    words = [record, size, *bases]
-    return keep(lambda: torch.tensor(words, dtype=torch.int64, device=device), device)[2:]
 
 
 @jit
@@ -35,7 +26,7 @@ def record_of(heap_bases):
 def tracing_of(heap_bases, rank):
     """What the caller, which is ``rank``, records with."""
     if TRACES_ALL:
-        return trace_into(record_of(heap_bases), tl.load(heap_bases + rank), False)
+        return trace_into(record_of(heap_bases), base_of(heap_bases, rank), False)
     else:
         return Tracing(False, 0, 0, 0)
 
@@ -45,12 +36,19 @@ def peer_address(ptr, from_rank, to_rank, heap_bases, mask, hint: tl.constexpr):
     """The address of ``to_rank``'s copy of ``ptr``, which points into ``from_rank``'s heap and is used under
     ``mask``.
     """
-    base = tl.load(heap_bases + from_rank)
+    base = base_of(heap_bases, from_rank)
     if in_simulator():
         check_reach(ptr, mask, base, to_rank)
     elif CHECKS_POINTERS:
-        check_pointer(ptr, mask, base=base, size=tl.load(heap_bases - 1), record=record_of(heap_bases))
-    return translate(ptr, base, tl.load(heap_bases + to_rank), hint)
+        size = tl.cast(tl.load(heap_bases - 1), tl.int64)
+        check_pointer(ptr, mask, base=base, size=size, record=record_of(heap_bases))
+    return translate(ptr, base, base_of(heap_bases, to_rank), hint)
+
+
+@jit
+def within_host(ptr, rank, heap_bases, mask):
+    """``mask`` for an access to ``rank``: see `iris.language.locality`."""
+    return guarded(ptr, rank, mask, table=heap_bases, record=record_of(heap_bases))
 
 
 @jit
@@ -68,6 +66,8 @@ def load(
     """Read ``from_rank``'s copy of ``pointer``; returns the values. ``to_rank`` is the caller."""
     tracing = tracing_of(heap_bases, to_rank)
     event = tracing.begin_move("load", pointer, from_rank, mask)
+    if guards(heap_bases.type):
+        mask = within_host(pointer, from_rank, heap_bases, mask)
     source = peer_address(pointer, to_rank, from_rank, heap_bases, mask=mask, hint=hint)
     values = tl.load(source, mask=mask, other=other, cache_modifier=cache_modifier, volatile=volatile)
     tracing.end_load(event, values)
@@ -88,6 +88,8 @@ def store(
     """Write ``to_rank``'s copy of ``pointer``; ``from_rank`` is the caller."""
     tracing = tracing_of(heap_bases, from_rank)
     event = tracing.begin_move("store", pointer, to_rank, mask)
+    if guards(heap_bases.type):
+        mask = within_host(pointer, to_rank, heap_bases, mask)
     target = peer_address(pointer, from_rank, to_rank, heap_bases, mask=mask, hint=hint)
     tl.store(target, value, mask=mask, cache_modifier=cache_modifier)
     tracing.record_event_end(event)
@@ -112,6 +114,8 @@ def get(
     """
     tracing = tracing_of(heap_bases, from_rank)
     event = tracing.begin_move("get", from_ptr, to_rank, mask)
+    if guards(heap_bases.type):
+        mask = within_host(from_ptr, to_rank, heap_bases, mask)
     source = peer_address(from_ptr, from_rank, to_rank, heap_bases, mask=mask, hint=hint)
     value = tl.load(source, mask=mask, other=other, cache_modifier=load_cache_modifier)
     tl.store(to_ptr, value, mask=mask, cache_modifier=store_cache_modifier)
@@ -134,6 +138,8 @@ def put(
     """Read the caller's ``from_ptr``, write ``to_rank``'s copy of ``to_ptr``; ``from_rank`` is the caller."""
     tracing = tracing_of(heap_bases, from_rank)
     event = tracing.begin_move("put", to_ptr, to_rank, mask)
+    if guards(heap_bases.type):
+        mask = within_host(to_ptr, to_rank, heap_bases, mask)
     value = tl.load(from_ptr, mask=mask, other=other, cache_modifier=load_cache_modifier)
     target = peer_address(to_ptr, from_rank, to_rank, heap_bases, mask=mask, hint=hint)
     tl.store(target, value, mask=mask, cache_modifier=store_cache_modifier)
@@ -162,6 +168,8 @@ def copy(
         check_copy(from_rank, to_rank, cur_rank)
     tracing = tracing_of(heap_bases, cur_rank)
     event = tracing.begin_copy(dst_ptr, from_rank=from_rank, to_rank=to_rank, cur_rank=cur_rank, mask=mask)
+    if guards(heap_bases.type):
+        mask = within_host(dst_ptr, to_rank, heap_bases, within_host(src_ptr, from_rank, heap_bases, mask))
     source = peer_address(src_ptr, cur_rank, from_rank, heap_bases, mask=mask, hint=hint)
     value = tl.load(source, mask=mask, other=other, cache_modifier=load_cache_modifier)
     target = peer_address(dst_ptr, cur_rank, to_rank, heap_bases, mask=mask, hint=hint)
@@ -184,6 +192,8 @@ def atomic(
 ):
     tracing = tracing_of(table, from_rank)
     event = tracing.begin_atomic(op, pointer, rank=to_rank, val=val, mask=mask)
+    if guards(table.type):
+        mask = within_host(pointer, to_rank, table, mask)
     target = peer_address(pointer, from_rank, to_rank, table, mask=mask, hint=hint)
     old = ordered_atomic(op, target, val, mask, sem=sem, scope=scope)
     tracing.end_atomic(event, op, old=old, val=val, mask=mask)
@@ -377,8 +387,9 @@ def atomic_cas(
     """
     tracing = tracing_of(heap_bases, from_rank)
     event = tracing.begin_cas(pointer, to_rank, cmp)
-    old = ordered_cas(
-        peer_address(pointer, from_rank, to_rank, heap_bases, mask=None, hint=hint), cmp, val, sem=sem, scope=scope
-    )
+    target = peer_address(pointer, from_rank, to_rank, heap_bases, mask=None, hint=hint)
+    if guards(heap_bases.type):
+        target = elsewhere(target, within_host(pointer, to_rank, heap_bases, None), record_of(heap_bases))
+    old = ordered_cas(target, cmp, val, sem=sem, scope=scope)
     tracing.end_cas(event, old, cmp, val)
     return old

@@ -109,6 +109,10 @@ def gluon_version_of(version: Any) -> Callable[[Callable], Any]:
 
 def aggregate(cls: type) -> type:
     """As ``triton.aggregate``, of a class whose methods are made by `jit`; `in_gluon` gives Gluon's version."""
+    for name, member in vars(cls).items():
+        # Python's messages call a method by the class, also where it is from another file.
+        if hasattr(member, "gluon"):
+            member.fn.__qualname__ = f"{cls.__name__}.{name}"
     hidden = ("__dict__", "__weakref__")
     members = {name: in_gluon(member) for name, member in vars(cls).items() if name not in hidden}
     annotations = {name: in_gluon(kind) for name, kind in cls.__annotations__.items()}

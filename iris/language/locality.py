@@ -1,9 +1,16 @@
-"""Which ranks a kernel's loads, stores and atomics reach: those of its host, whose heaps have an address here."""
+"""Which ranks a kernel's loads, stores and atomics reach: those of its host, whose heaps have an address here.
+
+A context that spans hosts has 0 in its table of heap bases for ranks of others. On a GPU the type of that table says so
+(`iris.language.context_tensor.table_type`), and kernels that are compiled for this type guard each access to a peer:
+what would go to another host is masked out, and noted in the device record, from which the host's next barrier raises
+`RemoteRankError`. With any other table none of that is in the generated code.
+"""
 
 import triton
 import triton.language as tl
 
 from iris.language.address import in_simulator
+from iris.language.failures import NOWHERE, kind_code, largest, write_record
 from iris.language.jit import jit
 
 
@@ -36,3 +43,53 @@ def is_local(self, rank):
         check_rank(rank, self.base)
     # The table of heap bases has 0 for ranks that have no address here.
     return tl.load(self.table + rank) != 0
+
+
+@triton.constexpr_function
+def guards(kind):
+    """Whether accesses by a table of heap bases of this type are guarded."""
+    return kind.element_ty == tl.uint64
+
+
+@jit
+def base_of(table, rank):
+    """Where the heap of ``rank`` begins, in the caller's addresses; of a block of ranks, each."""
+    return tl.cast(tl.load(table + rank), tl.int64)
+
+
+@jit
+def guarded(ptr, rank, mask, table, record):
+    """``mask`` without the elements of ``ptr`` whose ``rank`` is on another host, one of which is recorded."""
+    # As the pointer is, or with more dimensions: Gluon's atomics take no scalar mask for a block.
+    _, here = tl.broadcast(ptr, tl.load(table + rank) != 0)
+    away = here == 0
+    if mask is not None:
+        here = here & mask
+        away = away & mask
+    # Rank 0 may be the one.
+    remote = largest(tl.where(away, tl.cast(rank, tl.int64) + 1, 0))
+    if remote != 0:
+        note_remote(remote - 1, record)
+    return here
+
+
+@jit
+def elsewhere(target, here, record):
+    """``target``, or where not ``here`` a word that nobody reads: for what takes no mask."""
+    nowhere = tl.cast(record + NOWHERE, tl.int64)
+    return tl.cast(tl.where(here, tl.cast(target, tl.int64), nowhere), target.dtype)
+
+
+@jit
+def note_all_remote(table, num_ranks, record):
+    """That a call was for all ranks, of which some are on other hosts: the last one is recorded."""
+    remote = tl.cast(num_ranks, tl.int64) * 0
+    for rank in range(num_ranks):
+        if tl.load(table + rank) == 0:
+            remote = tl.cast(rank, tl.int64)
+    note_remote(remote, record)
+
+
+@jit
+def note_remote(rank, record):
+    write_record(record, 0, wanted=rank, seen=0, kind=kind_code("remote"), first=0, num_ranks=0)

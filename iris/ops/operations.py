@@ -12,7 +12,7 @@ from iris.ccl.checks import compare_calls
 from iris.ccl.protocols import CollectivesContext
 from iris.ccl.work import Work
 from iris.compat.cuda import current_raw_stream
-from iris.errors import InvalidConfigError, SeveralHostsError, UnknownChoiceError
+from iris.errors import InvalidConfigError, UnknownChoiceError
 from iris.heap.history import debugging
 from iris.operators.graph_break import methods_break_graph
 from iris.operators.version_counter import bump_version
@@ -218,7 +218,6 @@ class Operations:
         one a row. Out and residual are contiguous. Either may be ``input`` itself, which is written over then.
         """
         self._context.heap.check_open()
-        self._check_one_host("all_reduce_rms_norm")
         self._abort_flag.check()
         try:
             self._all_reduce_rms_norm(NormCall(out, input, weight, residual, scale, row_scales), eps)
@@ -283,7 +282,6 @@ class Operations:
         Raises unless the call fits together and the algorithm can carry it.
         """
         self._context.heap.check_open()
-        self._check_one_host(call.name)
         self._abort_flag.check()
         call.check(self._context.device, self._context.num_ranks, config)
         if config is None:
@@ -294,10 +292,6 @@ class Operations:
         if problem:
             raise InvalidConfigError(problem)
         return algorithm, config
-
-    def _check_one_host(self, name: str) -> None:
-        if self._context.num_hosts > 1:
-            raise SeveralHostsError(f"ctx.ops.{name}()", "Use torch.matmul and the collectives of ctx.ccl.")
 
     def _choose(self, call: Call, by_vendor: bool) -> FusedConfig:
         """What is chosen where the caller does not say: it can carry the call."""

@@ -5,7 +5,6 @@ initialised here; a process that nobody started is a world of one rank, without 
 """
 
 import atexit
-import gc
 import os
 import sys
 import threading
@@ -16,9 +15,12 @@ import torch
 import torch.distributed as dist
 
 from iris import mode, observer
+from iris.cuda_graphs.capture import a_graph_lives
 from iris.errors import MismatchedSettingsError
+from iris.world.gloo_rail import GlooRail
 from iris.world.group import Group
 from iris.world.hosts import Hosts, divide
+from iris.world.nccl_rail import NcclRail
 from iris.world.placement import (
     Placement,
     bind_to_device,
@@ -27,7 +29,7 @@ from iris.world.placement import (
     choose_device,
     on_gpu,
 )
-from iris.world.rail import Rail, connect
+from iris.world.rail import Rail
 
 # Seconds for which the end of a program waits for its process groups to be destroyed.
 DESTROY_LIMIT_S = 5.0
@@ -75,7 +77,7 @@ def join(process_group: dist.ProcessGroup | None = None) -> World:
     InvalidGroupError
         On every rank, when hosts have different numbers of ranks.
     SeveralHostsError
-        On every rank, when ranks with GPUs are on several hosts.
+        On every rank, when the sanitizer watches ranks on several hosts.
     SharedDeviceError
         On every rank, when two of them use one GPU.
     NoPeerAccessError
@@ -92,7 +94,22 @@ def join(process_group: dist.ProcessGroup | None = None) -> World:
     hosts = divide(group, placements)
     check_own_gpus(placements)
     group.agree(lambda: check_peer_access(placements, group.rank, device), "reach the GPUs of its peers")
-    return World(group, device, hosts, connect(group, hosts) if len(hosts) > 1 else None)
+    return World(group, device, hosts, connect(group, hosts, device) if len(hosts) > 1 else None)
+
+
+def connect(group: Group, hosts: Hosts, device: torch.device) -> Rail:
+    """This rank's rail. Collective over all hosts; blocks the host. It works on all ranks, or raises on all."""
+    rails: list[Rail] = []
+
+    def make() -> None:
+        rails.append(GlooRail(group, hosts) if device.type == "cpu" else NcclRail(group, hosts, device))
+
+    try:
+        group.agree(make, "connect to the ranks of other hosts")
+    except BaseException:
+        rails.clear()
+        raise
+    return rails[0]
 
 
 def settings() -> dict[str, str]:
@@ -121,19 +138,11 @@ def initialise() -> None:
     ours = dist.group.WORLD
 
     def destroy() -> None:
-        if dist.is_initialized() and dist.group.WORLD is ours and not _a_cuda_graph_lives():
+        # Where a graph lives, they end with the process, as those of a program do that does not destroy its own.
+        if dist.is_initialized() and dist.group.WORLD is ours and not a_graph_lives():
             _destroy_process_group()
 
     atexit.register(destroy)
-
-
-def _a_cuda_graph_lives() -> bool:
-    """Then the process groups end with the process, as those of a program do that does not destroy its own.
-
-    From version 2.26 on NCCL waits until no CUDA graph is left in which it was captured, and a program's graphs may
-    live until its end (NVIDIA, "CUDA Graph Best Practice for PyTorch", "Process Hang").
-    """
-    return any(issubclass(type(each), torch.cuda.CUDAGraph) for each in gc.get_objects())
 
 
 def _destroy_process_group() -> None:

@@ -83,7 +83,7 @@ def divide(group: Group, placements: Sequence[Placement]) -> Hosts:
     InvalidGroupError
         The hosts have different numbers of ranks.
     SeveralHostsError
-        There are several hosts, and ranks have GPUs, or the sanitizer watches them.
+        There are several hosts, and the sanitizer watches the ranks.
     """
     found: dict[str, list[int]] = {}
     for rank, placement in enumerate(placements):
@@ -91,16 +91,14 @@ def divide(group: Group, placements: Sequence[Placement]) -> Hosts:
     ranks = tuple(map(tuple, found.values()))
     host_names = tuple(placements[those[0]].host_name for those in ranks)
     if len(ranks) > 1:
-        _check(group, placements, ranks, host_names)
+        _check(group, ranks, host_names)
     host_of = {rank: number for number, those in enumerate(ranks) for rank in those}
     number = host_of[group.rank]
     own = group if len(ranks) == 1 else Group(group.process_group, part=ranks[number])
     return Hosts(own, number, ranks[number].index(group.rank), ranks, host_names, host_of)
 
 
-def _check(
-    group: Group, placements: Sequence[Placement], ranks: Sequence[Sequence[int]], host_names: Sequence[str]
-) -> None:
+def _check(group: Group, ranks: Sequence[Sequence[int]], host_names: Sequence[str]) -> None:
     places = "; ".join(
         f"{names([group.ranks[rank] for rank in those])} on {name}"
         for those, name in zip(ranks, host_names, strict=True)
@@ -110,10 +108,6 @@ def _check(
         raise InvalidGroupError(
             f"Every host has the same number of ranks, and these differ: {counts} ({places}). Start as many on each "
             "(torchrun --nproc-per-node), or give iris.iris() a process_group with as many ranks of each."
-        )
-    if any(placement.gpu is not None for placement in placements):
-        raise SeveralHostsError(
-            f"On GPUs a context ({places})", "Start one program per host, or give iris.iris() a process_group a host."
         )
     if observer.recorder is not None:
         raise SeveralHostsError(f"The sanitizer ({places})", "Run the program on one host to have it checked.")

@@ -91,14 +91,16 @@ def check_own_gpus(placements: Sequence[Placement]) -> None:
 
 
 def check_peer_access(placements: Sequence[Placement], rank: int, device: torch.device) -> None:
-    """Raise `NoPeerAccessError` if the GPU of ``rank`` cannot reach a peer's that this process can see."""
+    """Raise `NoPeerAccessError` if the GPU of ``rank`` cannot reach that of a peer on its host, as far as this process
+    can see it."""
     if device.type == "cpu":
         return
     visible = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
     unreachable = [
         peer
         for peer, placement in enumerate(placements)
-        if placement.gpu in visible
+        if placement.host == placements[rank].host
+        and placement.gpu in visible
         and placement.gpu != placements[rank].gpu
         and not torch.cuda.can_device_access_peer(device.index, visible[placement.gpu])
     ]

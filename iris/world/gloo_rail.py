@@ -1,0 +1,139 @@
+"""Rails by Gloo, which is torch's and speaks TCP: those of the simulator. The host waits for each transfer."""
+
+import contextlib
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from iris.errors import GroupAbortedError, IrisTimeoutError, PeerLostError, names
+from iris.world import wire
+from iris.world.group import BROKEN, Group
+from iris.world.hosts import Hosts
+from iris.world.members import INTERVAL_S, NOTICE_S, await_
+from iris.world.rail import Rail
+from iris.world.store import LONGEST_PAUSE_S, NO_PAUSE_S, SHARE, own_client
+
+
+class GlooRail(Rail):
+    """A rail whose transfers begin only when all its ranks have said that they make the same call."""
+
+    def __init__(self, group: Group, hosts: Hosts) -> None:
+        # Gloo waits in the store, and must not hold up those who share the group's connection (`shared_client`).
+        store = dist.PrefixStore(f"rail/{hosts.local_rank}", own_client(group.store))
+        # Connects to all others, so no later call is the first.
+        limit = timedelta(seconds=group.timeout)
+        super().__init__(group, hosts, dist.ProcessGroupGloo(store, hosts.number, len(hosts), limit), "Gloo")
+
+    def barrier(self) -> None:
+        self._begin(_nothing, 0, "device_barrier()")()
+
+    def refuse(self, what: str) -> None:
+        self._begin(_nothing, 0, f"{what}, which was refused,")()
+
+    def close(self) -> None:
+        del self._engine
+
+    def _begin(self, start: Callable[[], Any], nbytes: int, what: str) -> Callable[[], None]:
+        with self._in_step(what):
+            self._check_alike(nbytes, what)
+            work = self._started(start, what) if nbytes else None
+
+        def wait() -> None:
+            with self._in_step(what):
+                if work is not None:
+                    self._wait(work, what)
+
+        return wait
+
+    def _check_alike(self, nbytes: int, what: str) -> None:
+        """Raise on all ranks unless they make the same call: Gloo ends a process that gets more than it expects."""
+        text = f"{what} of {nbytes} bytes".encode()[:MOST_TEXT]
+        mine = torch.zeros(MOST_TEXT, dtype=torch.uint8)
+        mine[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
+        everyone = torch.zeros(len(self._ranks), MOST_TEXT, dtype=torch.uint8)
+        self._wait(self._started(lambda: self._engine.allgather([list(everyone)], [mine]), what), what)
+        self._compare([bytes(row.tolist()).rstrip(b"\0").decode(errors="ignore") for row in everyone])
+
+    def _started(self, start: Callable[[], Any], what: str) -> Any:
+        try:
+            return start()
+        except RuntimeError as error:
+            raise self._failed(error, what) from error
+
+    def _wait(self, work: Any, what: str) -> None:
+        """Wait for a transfer. Signals interrupt it, and so does the loss of a rank, on any host."""
+        start, next_look, lost = time.monotonic(), INTERVAL_S, False
+        while not (lost or work.is_completed()):
+            waited = time.monotonic() - start
+            if waited > NO_PAUSE_S:
+                lost = any(peer.status for peer in self._group.members.ended().values())
+                self._check_whole(what)
+                if waited > next_look:
+                    next_look = waited + INTERVAL_S
+                    self._look_at_other_hosts(what)
+                time.sleep(min(waited * SHARE, LONGEST_PAUSE_S))
+        if lost and not work.is_completed():
+            raise self._failed(RuntimeError("a rank was lost"), what)
+        try:
+            work.wait()
+        except RuntimeError as error:
+            if TIMED_OUT not in str(error):
+                # A rank may have broken the group, and is about to say so: its connections close a moment before.
+                await_(lambda: self._ended(what), NOTICE_S)
+            raise self._failed(error, what) from error
+
+    def _check_whole(self, what: str) -> None:
+        try:
+            self._group.check()
+        except GroupAbortedError as error:
+            # Another rank of this host may have been faster to find that one is lost.
+            why = self._group.why(error, what)
+            raise (error if why is error else self._failed(why, what)) from error
+
+    def _ended(self, what: str) -> bool:
+        """Whether a rank's process has. Raises if the group has been broken."""
+        self._look_at_other_hosts(what)
+        return bool(self._group.members.ended())
+
+    def _look_at_other_hosts(self, what: str) -> None:
+        """Raise if the group has been broken there. Who breaks it says so in the place of the next meeting."""
+        group = self._group
+        for rank in range(group.size):
+            key = f"{group.meetings}/{rank}"
+            # What is of another version of Iris, or a store that is gone, the next meeting reports.
+            with contextlib.suppress(TypeError, ValueError, dist.DistError):
+                if rank != group.rank and group.store.check([key]):
+                    come_for, why = wire.decode(group.store.get(key))
+                    if come_for == BROKEN:
+                        group.break_off(why)
+        self._check_whole(what)
+
+    def _failed(self, error: Exception, what: str) -> Exception:
+        """What to raise where Gloo has ended a call with this error."""
+        ranks = "; ".join(f"rank {self._in_world(rank)} is on {self._hosts.name_of(rank)}" for rank in self._ranks)
+        if TIMED_OUT in str(error):
+            others = [self._in_world(rank) for rank in self._ranks if rank != self._group.rank]
+            return IrisTimeoutError(
+                f"Rank {self._group.ranks[self._group.rank]} waited {self._group.timeout:g} s in {what} for "
+                f"{names(others)} ({ranks}). Does every rank make this call? The limit is the time-out of the process "
+                "group."
+            )
+        why = error if isinstance(error, PeerLostError) else self._group.why(error, what)
+        if not isinstance(why, PeerLostError):
+            this, first_line = self._group.ranks[self._group.rank], str(error).partition("\n")[0].partition(". ")[0]
+            why = PeerLostError(f"Rank {this} lost its connection to other hosts in {what}: {first_line}.")
+        return PeerLostError(f"{why} Of the ranks that exchange data here, {ranks}.")
+
+
+# Bytes of the words that describe a call.
+MOST_TEXT = 96
+# What Gloo says of a call that took longer than its limit.
+TIMED_OUT = "Timed out"
+
+
+def _nothing() -> None:
+    """Begins the transfer of no bytes."""

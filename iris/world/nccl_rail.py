@@ -1,0 +1,145 @@
+"""Rails by NCCL (RCCL on AMD), which torch brings: those of GPUs.
+
+A transfer is enqueued on a stream of NCCL's own, behind what the current stream has so far; who waits for it enqueues
+that, too. So the host never waits, and a CUDA graph can capture it all. The communicator is made with the rail, and
+every kind of transfer is done once then: the first one of each connects, which a capture must not do.
+
+One communicator carries out its transfers one behind the other, in the order in which the host called them, also from
+several streams and graphs (NCCL User Guide, "Using multiple NCCL communicators concurrently" and "Using NCCL with CUDA
+Graphs"). So all ranks of a rail make their calls in one order, whatever the streams, and replay graphs in one order.
+
+Nobody compares calls on the host, but with ``IRIS_DEBUG=1``, and then only outside of captures.
+"""
+
+import atexit
+import ctypes
+import weakref
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from iris.compat import c10d
+from iris.compat.cuda import is_current_stream_capturing
+from iris.cuda_graphs.capture import a_graph_lives, outside_captures
+from iris.cuda_graphs.kept import keep
+from iris.errors import PeerLostError
+from iris.switches import switched_on
+from iris.world.group import Group
+from iris.world.hosts import Hosts
+from iris.world.rail import Rail
+from iris.world.store import own_client
+
+# Bytes that a rank sends in the first transfers: NCCL has other ways for small messages than for large ones.
+FIRST_BYTES = (16, 64 << 10, 4 << 20)
+
+# Those that are not closed yet; and of these, whose transfers are in graphs: graphs outlive a context that is dropped.
+_open: "weakref.WeakSet[NcclRail]" = weakref.WeakSet()
+_captured: "set[NcclRail]" = set()
+
+
+class NcclRail(Rail):
+    """A rail whose transfers are enqueued like kernels."""
+
+    def __init__(self, group: Group, hosts: Hosts, device: torch.device) -> None:
+        store = dist.PrefixStore(f"rail/{hosts.local_rank}", own_client(group.store))
+        ranks = [group.ranks[rank] for rank in hosts.rail]
+        engine = c10d.make_nccl(store, hosts.number, ranks, timedelta(seconds=group.timeout))
+        name = f"{'RCCL' if torch.version.hip else 'NCCL'} {'.'.join(map(str, torch.cuda.nccl.version()))}"
+        super().__init__(group, hosts, engine, name)
+        self._compared = Group(group.process_group, part=hosts.rail) if switched_on("IRIS_DEBUG") else None
+        # What a barrier sends and receives. What is in them does not matter, so graphs may use them, too.
+        self._tokens = keep(lambda: torch.zeros(1 + len(hosts), dtype=torch.uint8, device=device), device)
+        _open.add(self)
+        with outside_captures(device):
+            self._connect(len(hosts), device)
+
+    def barrier(self) -> None:
+        self.all_gather(self._tokens[1:], self._tokens[:1], "device_barrier()")()
+
+    def refuse(self, what: str) -> None:
+        """Says so in debug mode alone. Else the others, if they have not refused it, wait until their time limit."""
+        self._check_alike(0, f"{what}, which was refused,")
+
+    def close(self) -> None:
+        _open.discard(self)
+        captured = self in _captured
+        _captured.discard(self)
+        if captured and a_graph_lives():
+            # From version 2.26 on NCCL waits until no graph is left that it was captured in, here and in torch's
+            # destructor. So it ends with the process: nobody lets go of this reference.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._engine))
+        else:
+            # Without the others, who may have died.
+            self._engine.abort()
+        del self._engine
+
+    def _connect(self, hosts: int, device: torch.device) -> None:
+        """Every kind of transfer once. Blocks the host until they are over."""
+        for nbytes in FIRST_BYTES:
+            mine = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+            everyone = torch.zeros(hosts, nbytes, dtype=torch.uint8, device=device)
+            arrived = torch.empty_like(everyone)
+            self.all_gather(arrived, mine, "a first transfer")()
+            self.all_to_all(arrived, everyone, "a first transfer")()
+            for host in range(hosts):
+                here = host == self._hosts.number
+                self.broadcast(mine, host, "a first transfer")
+                self.gather(arrived if here else None, mine, host, "a first transfer")
+                self.scatter(mine, everyone if here else None, host, "a first transfer")
+        self.barrier()
+        torch.cuda.current_stream(device).synchronize()
+
+    def _begin(self, start: Callable[[], Any], nbytes: int, what: str) -> Callable[[], None]:
+        with self._in_step(what):
+            if is_current_stream_capturing():
+                _captured.add(self)
+            else:
+                self._check_alike(nbytes, what)
+            if not nbytes:
+                return _nothing
+            try:
+                work = start()
+            except RuntimeError as error:
+                raise self._failed(error, what) from error
+
+        def wait() -> None:
+            # The current stream waits; until then torch keeps the tensors for NCCL's stream. There is no work where the
+            # transfer is on the current stream itself.
+            if work is not None:
+                work.wait()
+
+        return wait
+
+    def _check_alike(self, nbytes: int, what: str) -> None:
+        """In debug mode: raise on all ranks unless they make the same call. Blocks the host."""
+        if self._compared is not None:
+            call = f"{what} of {nbytes} bytes"
+            self._compare(self._compared.all_gather(call, "the comparison of what hosts call", orders=False))
+
+    def _failed(self, error: Exception, what: str) -> Exception:
+        """What to raise where NCCL has refused a call with this error."""
+        why = self._group.why(error, what)
+        if why is not error:
+            return why
+        this, first_line = self._group.ranks[self._group.rank], str(error).partition("\n")[0].rstrip(".")
+        ranks = "; ".join(f"rank {self._in_world(rank)} is on {self._hosts.name_of(rank)}" for rank in self._ranks)
+        return PeerLostError(
+            f"Rank {this} could not send data to other hosts in {what}: {first_line}. Of the ranks that exchange data "
+            f"here, {ranks}. NCCL_DEBUG=WARN has NCCL say more."
+        )
+
+
+def _nothing() -> None:
+    """Waits for the transfer of no bytes."""
+
+
+def _close_all() -> None:
+    """When the program ends: torch's destructor would wait for graphs that were not destroyed."""
+    for rail in {*_captured, *_open}:
+        rail.close()
+
+
+atexit.register(_close_all)

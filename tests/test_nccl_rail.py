@@ -1,0 +1,106 @@
+"""What a rail by NCCL does on the host, with Gloo in the place of NCCL: there are no streams, and the host waits."""
+
+import contextlib
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from patterns import assert_same_bits, pattern
+from rank_pool import Hosts
+
+from iris import simulator
+from iris.errors import GroupAbortedError, MismatchedCollectiveError
+from iris.world import Group, nccl_rail
+
+pytestmark = pytest.mark.skipif(
+    not simulator.ACTIVE, reason="on GPUs NCCL is there: tests/ccl/test_over_hosts_on_gpu.py"
+)
+
+
+class Engine:
+    """Gloo with the one method that NCCL has besides."""
+
+    def __init__(self, store, rank, ranks, timeout):
+        self._gloo, self.aborted = dist.ProcessGroupGloo(store, rank, len(ranks), timeout), 0
+
+    def __getattr__(self, name):
+        return getattr(self._gloo, name)
+
+    def abort(self):
+        self.aborted += 1
+
+
+@contextlib.contextmanager
+def a_rail(ctx, debug="0", capturing=False):
+    with (
+        mock.patch.object(nccl_rail.c10d, "make_nccl", Engine),
+        mock.patch.object(nccl_rail, "is_current_stream_capturing", lambda: capturing),
+        mock.patch.object(torch.cuda.nccl, "version", lambda: (2, 28, 9)),
+        mock.patch.object(torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=lambda: None)),
+        mock.patch.dict("os.environ", IRIS_DEBUG=debug),
+    ):
+        yield nccl_rail.NcclRail(Group(ctx._world.group.process_group), ctx._world.hosts, ctx.device)
+
+
+def carry(ctx):
+    with a_rail(ctx) as rail:
+        assert rail.name == "NCCL 2.28.9"
+        hosts, here = ctx.num_hosts, ctx.host
+        every = [pattern((hosts, 5), torch.bfloat16, host) for host in range(hosts)]
+        mine, whole = every[here], torch.empty(hosts, hosts, 5, dtype=torch.bfloat16)
+        rail.all_gather(whole, mine, "a call")()
+        assert_same_bits(whole, torch.stack(every))
+        exchanged = torch.empty_like(mine)
+        rail.all_to_all(exchanged, mine, "a call")()
+        assert_same_bits(exchanged, torch.stack([each[here] for each in every]))
+        for root in range(hosts):
+            sent, collected, dealt = mine.clone(), torch.empty_like(whole), torch.empty_like(mine[0])
+            rail.broadcast(sent, root, "a call")
+            rail.gather(collected if here == root else None, mine, root, "a call")
+            rail.scatter(dealt, mine if here == root else None, root, "a call")
+            assert_same_bits(sent, every[root])
+            assert_same_bits(dealt, every[root][here])
+            if here == root:
+                assert_same_bits(collected, torch.stack(every))
+        rail.barrier()
+        rail.refuse("a call")
+        engine = rail._engine
+        rail.close()
+        assert engine.aborted == 1
+
+
+@pytest.mark.ranks(Hosts(2, 2), Hosts(3, 2))
+def test_a_rail_carries_each_kind_of_transfer(ranks):
+    ranks.run(carry)
+
+
+def compare(ctx):
+    with a_rail(ctx, debug="1") as rail:
+        found = (MismatchedCollectiveError, GroupAbortedError)
+        with pytest.raises(found, match="rank . on host0 calls .*; rank . on host1 calls "):
+            rail.barrier() if ctx.host else rail.broadcast(torch.zeros(3), 0, "broadcast()")
+        rail.close()
+
+
+@pytest.mark.ranks(Hosts(2, 2))
+def test_calls_are_compared_in_debug_mode(ranks):
+    ranks.run(compare)
+
+
+def outlive(ctx):
+    """A communicator that a graph was captured with is left to the end of the process, if a graph is there still."""
+    for alive in (False, True):
+        with a_rail(ctx, capturing=True) as rail:
+            rail.barrier()
+            engine = rail._engine
+            with mock.patch.object(nccl_rail, "a_graph_lives", lambda alive=alive: alive):
+                nccl_rail._close_all()
+            assert engine.aborted == (not alive)
+            assert not nccl_rail._open and not nccl_rail._captured
+
+
+@pytest.mark.ranks(Hosts(2, 1))
+def test_graphs_outlive_a_rail(ranks):
+    ranks.run(outlive)
