@@ -13,6 +13,7 @@ from rank_pool import Hosts, needs_gloo
 from torch.distributed import distributed_c10d
 
 import iris
+import iris.distributed  # noqa: F401 (registers the backend)
 from iris import info
 from iris.errors import (
     AsymmetricHeapError,

@@ -144,7 +144,7 @@ def send_block(
             parts += (tl.load(input + to * send_step + k, mask=k < n),)
     for distance in tl.static_range(1, W):
         values = parts[distance - 1]
-        push(ctx, slot + rank * PART, i, values, n - block * PART, bases=bases, distance=distance, W=W)
+        push(ctx, slot + rank * PART, i, values, count=n - block * PART, bases=bases, distance=distance, W=W)
 
 
 @jit
@@ -187,26 +187,45 @@ def one_shot(
     PART: tl.constexpr,
     OP: tl.constexpr,
     SAME: tl.constexpr,
+    ONE_EACH: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """``n``: elements, not bytes, of the output. ``PART``: elements of a part.
 
     ``send_step``: elements from one destination's part of the input to the next one's; 0 if all get the `SAME`.
-    ``EARLY``: let the next kernel of the stream begin early (`gdc_launch_dependents`).
+    ``ONE_EACH``: every program has one block. ``EARLY``: let the next kernel of the stream begin early
+    (`gdc_launch_dependents`).
     """
     ctx = DeviceContext.initialize(channel.context, num_ranks=W)
     bases = peers(ctx, W)
     gdc_wait()
     if EARLY:
         gdc_launch_dependents()
-    blocks = (n + PART - 1) // PART
-    # All blocks before the first wait: the links are busy from the beginning on, and while this program adds up.
-    for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
-        send_block(ctx, channel, input, block, bases=bases, n=n, send_step=send_step, W=W, PART=PART, SAME=SAME)
-    for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
+    first = tl.program_id(0)
+    if ONE_EACH:
+        send_block(ctx, channel, input, first, bases=bases, n=n, send_step=send_step, W=W, PART=PART, SAME=SAME)
         reduce_block(
-            ctx, channel, input, output, block, factors=factors, n=n, send_step=send_step, W=W, PART=PART, OP=OP
+            ctx, channel, input, output, block=first, factors=factors, n=n, send_step=send_step, W=W, PART=PART, OP=OP
         )
+    else:
+        blocks = (n + PART - 1) // PART
+        # All blocks before the first wait: the links are busy from the beginning on, and while this program adds up.
+        for block in range(first, blocks, tl.num_programs(0)):
+            send_block(ctx, channel, input, block, bases=bases, n=n, send_step=send_step, W=W, PART=PART, SAME=SAME)
+        for block in range(first, blocks, tl.num_programs(0)):
+            reduce_block(
+                ctx,
+                channel,
+                input,
+                output,
+                block=block,
+                factors=factors,
+                n=n,
+                send_step=send_step,
+                W=W,
+                PART=PART,
+                OP=OP,
+            )
 
 
 @jit
@@ -242,7 +261,7 @@ def two_shot(
             parts += (tl.load(input + k, mask=k < n),)
         for distance in tl.static_range(1, W):
             count = n - (block * W + (rank + distance) % W) * PART
-            push(ctx, slot + rank * PART, i, parts[distance - 1], count, bases=bases, distance=distance, W=W)
+            push(ctx, slot + rank * PART, i, parts[distance - 1], count=count, bases=bases, distance=distance, W=W)
     for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
         received = region(slots, channel.max_blocks, block, tl.load(epochs + block), REGION=REGION)
         k = (block * W + rank) * PART + i
@@ -253,7 +272,7 @@ def two_shot(
         ctx.tracing.record_event_end(event)
         tl.store(output + k, total, mask=k < n)
         for distance in tl.static_range(1, W):
-            push(ctx, received + (W + rank) * PART, i, total, count, bases=bases, distance=distance, W=W)
+            push(ctx, received + (W + rank) * PART, i, total, count=count, bases=bases, distance=distance, W=W)
     for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
         epoch = tl.load(epochs + block)
         recycle_slot(ctx, channel, block, epoch, W=W, PART=PART, STEPS=2)
@@ -273,7 +292,8 @@ def launch_one_shot(call: Call, max_programs: int | None) -> Launch:
     """A launch of all_reduce or reduce_scatter in one step, of at most ``max_programs`` programs."""
     same = call.collective == "all_reduce"
     shared = _shared_arguments(call, max_programs, steps=1)
-    return kernel_launch(call, one_shot, **shared, send_step=0 if same else shared["n"], SAME=same)
+    one_each = shared["programs"] * shared["PART"] >= shared["n"]
+    return kernel_launch(call, one_shot, **shared, send_step=0 if same else shared["n"], SAME=same, ONE_EACH=one_each)
 
 
 def launch_two_shot(call: Call, max_programs: int | None) -> Launch:

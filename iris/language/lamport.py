@@ -10,9 +10,9 @@ takes the value from the very load that showed that it is there. What has to be 
 use, and each user argues that: see `iris.ccl.lamport_all_reduce`.
 
 Elements of less than 4 bytes travel in words of 4, and these in vectors of 16, of which each word is an access of its
-own (PTX ISA, "Vector Data-types"). A word is tested for all of its elements at once. Element by element the test took so
-many instructions and predicates that the loads of several ranks' parts waited for each other: on 4 GPUs, 0.4 us of each
-sum.
+own (PTX ISA, "Vector Data-types"). A word is tested for all of its elements at once. Element by element the test took
+so many instructions and predicates that the loads of several ranks' parts waited for each other: on 4 GPUs, 0.4 us of
+each sum.
 """
 
 import triton
@@ -175,7 +175,7 @@ def decode(words, like, element: tl.constexpr):
 
 
 @jit
-def awaited(k, own, count, STRIDE: tl.constexpr, element: tl.constexpr):
+def wanted_bits(k, own, count, STRIDE: tl.constexpr, element: tl.constexpr):
     """`sentinel_mask`, without rank ``own``'s elements. Each rank has ``STRIDE`` of the words."""
     return tl.where(k // STRIDE == own, 0, sentinel_mask(k, count, element))
 
@@ -207,12 +207,12 @@ def lamport_recv(
         v = flat_vectors(WORDS // 4)
         wanted = ()
         for word in tl.static_range(4):
-            wanted += (awaited(4 * v + word, within, count, STRIDE=STRIDE, element=element),)
+            wanted += (wanted_bits(4 * v + word, within, count, STRIDE=STRIDE, element=element),)
     if polls_by_thread(element) and WAIT_LIMIT_NS == 0:
         return wait_by_thread(begins, own, wanted, PARTS=PARTS, STRIDE=STRIDE, LOWEST=LOWEST, POLLS=0)
     else:
         k = flat(WORDS, word_type(element))
-        bits, mask = awaited(k, within, count, STRIDE=STRIDE, element=element), in_vectors(k, count, element)
+        bits, mask = wanted_bits(k, within, count, STRIDE=STRIDE, element=element), in_vectors(k, count, element)
         if WAIT_LIMIT_NS > 0:
             since = untimed(1 if polls_by_thread(element) else POLLS_WITHOUT_CLOCK)
         words = (bits * 0,) * PARTS

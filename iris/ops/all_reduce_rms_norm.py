@@ -144,7 +144,7 @@ def one_shot_rms_norm(
         divisor = tl.load(tensors.scale) if tensors.scale is not None else 1.0
         parts = region(slots, room * PIECES, unit, epoch, REGION=W * PIECE)
         for distance in tl.static_range(1, W):
-            push(ctx, parts + rank * PIECE, i, own, H - piece * PIECE, bases=bases, distance=distance, W=W)
+            push(ctx, parts + rank * PIECE, i, own, count=H - piece * PIECE, bases=bases, distance=distance, W=W)
         # While the data are under way. What the last call's slot held was read in that call.
         old = region(slots, room * PIECES, unit, epoch + (SLOTS - 1), REGION=W * PIECE)
         for s in tl.static_range(W):
@@ -240,7 +240,7 @@ def two_shot_rms_norm(
                 parts += (tl.load(its + k, mask=(i < PART) & (k < H)),)
             for distance in tl.static_range(1, W):
                 count = tl.minimum(H - begin - (rank + distance) % W * PART, PART)
-                push(ctx, mine, i, parts[distance - 1], count, bases=bases, distance=distance, W=W)
+                push(ctx, mine, i, parts[distance - 1], count=count, bases=bases, distance=distance, W=W)
         if (step >= AHEAD) & (step < steps + AHEAD):
             unit = first + (step - AHEAD) * stride
             parts = region(slots, room * PIECES, unit, tl.load(epochs + unit), REGION=REGION)
@@ -254,7 +254,7 @@ def two_shot_rms_norm(
             sums = parts + (W + rank) * PART
             lamport_send(sums, total, count)
             for distance in tl.static_range(1, W):
-                push(ctx, sums, i, total, count, bases=bases, distance=distance, W=W)
+                push(ctx, sums, i, total, count=count, bases=bases, distance=distance, W=W)
         if step >= 2 * AHEAD:
             epoch = tl.load(epochs + done)
             sums = region(slots, room * PIECES, done, epoch, REGION=REGION) + W * PART

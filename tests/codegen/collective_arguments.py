@@ -27,7 +27,7 @@ COLLECTIVES = {
     **{"flags": INT32, "locks": INT32, "accumulators": FLOAT32, "rings": 2, "factors": None},
     **{"W": W, "RANKS": 4, "BLOCK": 4096, "BLOCK_M": 1, "BLOCK_N": 4096, "SLOT": 8192, "PART": 2048, "OP": "sum"},
     **dict.fromkeys(["PROGRAMS", "QUEUES"], 8),
-    **dict.fromkeys(["SAME", "DIRECT", "FLAT", "ALL_REDUCE", "STRIDING", "LOCKED", "PULLS", "EARLY"], True),
+    **dict.fromkeys(["SAME", "DIRECT", "FLAT", "ALL_REDUCE", "STRIDING", "LOCKED", "PULLS", "ONE_EACH", "EARLY"], True),
     **dict.fromkeys(["PARTITIONED", "ROOTED"], False),
 }
 ELEMENTS = {

@@ -290,7 +290,7 @@ def registers_of_a_warp(kernel, arguments, warps, **options):
 
 def pushing(kernel, size, part_bytes, early):
     """Arguments of a push of bf16 among so many ranks."""
-    return arguments_of(kernel, W=size, RANKS=size, PART=part_bytes // 2, EARLY=early)
+    return arguments_of(kernel, W=size, RANKS=size, PART=part_bytes // 2, ONE_EACH=early, EARLY=early)
 
 
 PUSHES = {
