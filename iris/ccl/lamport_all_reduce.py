@@ -5,21 +5,25 @@ kernels "one_shot" and "two_shot_push". (`iris.ccl.two_shot` is another algorith
 
 *One shot* is the small all-reduce. Each rank sends its whole input to every other rank, and adds up all W inputs
 itself: (W - 1) n bytes leave it, in one step. The input is cut into blocks of PART elements, with a program for each,
-but by default at most two for each multiprocessor. For each of its blocks, a program does this:
+but by default at most two for each multiprocessor. For each of its blocks, a program does this, with step 1 a block
+ahead of the others:
 
 1. It loads the block, and stores it to every other rank (`push`): into the current *slot*, which is staging memory with
    a place for each source. A slot lies at the same offset in each heap.
-2. An element travels with its bits inverted. The slot was zero before, and no element is sent as zero. So an element
-   that is not zero has arrived (`iris.language.lamport`). The load that shows this also has the value, so there is no
-   flag, no fence and no barrier. Integers have no value to spare for "missing", so the types are floating-point ones.
-3. It polls the blocks from all ranks together, until no element is missing, and adds them up in the order of ranks
-   (`recv_and_reduce`). The sum is rounded once, and stored to the output. All ranks get the same bits.
-4. It clears the slot of the call before, and advances the epoch of the block (`recycle_slot`).
+2. While the data are under way it clears the slot of the call before, and advances the epoch of the block
+   (`recycle_slot`).
+3. It waits for the block from all ranks together. An element travels with its bits inverted. The slot was zero before,
+   and no element is sent as zero. So an element that is not zero has arrived (`iris.language.lamport`). The load that
+   shows this also has the value, so there is no flag, no fence and no barrier. Integers have no value to spare for
+   "missing", so the types are floating-point ones.
+4. It adds the blocks up in the order of ranks (`recv_and_reduce`). The sum is rounded once, and stored to the output.
+   All ranks get the same bits.
 
 In reduce_scatter each rank pushes another part of its input to each: (W - 1) / W n bytes.
 
 *Two shot* sends less and takes longer: 2 (W - 1) / W n bytes, in two steps. A block has W parts of PART elements.
-Rank d adds up part d of each block, as above. It pushes the sum to all others, which wait for it in the same way.
+Rank d adds up part d of each block, as above. It pushes the sum to all others, which wait for it in the same way. A
+program does each step for all of its blocks before the next: with two waits a block there is always one to go on with.
 
 For example, 8 KiB of bf16 among 4 GPUs are 16 blocks of 512 bytes in one shot, and 16 programs of one warp. Each sends
 its block to 3 peers and receives 3 blocks.
@@ -59,6 +63,10 @@ from iris.language.flat import flat
 from iris.language.jit import jit
 from iris.language.lamport import decode, elements_per_word, lamport_clear, lamport_recv, lamport_send
 from iris.language.ordering import store_after_sync
+
+# Blocks that a program of one shot sends before it waits for the first of them, so that the links are busy while it
+# adds up. If it sent all of them first, the links would be idle at the end.
+AHEAD = tl.constexpr(1)
 
 
 @jit
@@ -208,24 +216,27 @@ def one_shot(
             ctx, channel, input, output, block=first, factors=factors, n=n, send_step=send_step, W=W, PART=PART, OP=OP
         )
     else:
-        blocks = (n + PART - 1) // PART
-        # All blocks before the first wait: the links are busy from the beginning on, and while this program adds up.
-        for block in range(first, blocks, tl.num_programs(0)):
-            send_block(ctx, channel, input, block, bases=bases, n=n, send_step=send_step, W=W, PART=PART, SAME=SAME)
-        for block in range(first, blocks, tl.num_programs(0)):
-            reduce_block(
-                ctx,
-                channel,
-                input,
-                output,
-                block=block,
-                factors=factors,
-                n=n,
-                send_step=send_step,
-                W=W,
-                PART=PART,
-                OP=OP,
-            )
+        stride = tl.num_programs(0)
+        rounds = ((n + PART - 1) // PART - first + stride - 1) // stride
+        for round in range(0, rounds + AHEAD):
+            if round < rounds:
+                block = first + round * stride
+                send_block(ctx, channel, input, block, bases=bases, n=n, send_step=send_step, W=W, PART=PART, SAME=SAME)
+            if round >= AHEAD:
+                block = first + (round - AHEAD) * stride
+                reduce_block(
+                    ctx,
+                    channel,
+                    input,
+                    output,
+                    block=block,
+                    factors=factors,
+                    n=n,
+                    send_step=send_step,
+                    W=W,
+                    PART=PART,
+                    OP=OP,
+                )
 
 
 @jit
