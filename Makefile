@@ -8,6 +8,10 @@ OLDEST := PYTHONPATH=.oldest .venv/bin/python
 # A GPU machine's own torch fits its driver, so tests on GPUs run in the Python that is there.
 TORCHRUN := PYTHONPATH=. $(PYTHON) -m torch.distributed.run --standalone --nproc-per-node $(RANKS)
 
+# Python keeps what it has compiled, also where containers are told not to: `.venv` is installed without, and tests start
+# hundreds of processes, each of which would compile torch or this library anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 # Of the tests, of which three run at a time, the longest first: ranks that wait leave two cores time for more than two.
 PARTS := test-simulator test-operations test-compiled test-sanitized test-oldest
 OPERATIONS := language ops sanitizer test_docs.py

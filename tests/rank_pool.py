@@ -137,8 +137,8 @@ class RankPool:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
-        # What each rank would else import for itself; the second is for torch.testing.
-        context.set_forkserver_preload(["iris", "torch.distributed.tensor"])
+        # What each rank would else import for itself; the second is for torch.testing, the third for modules of tests.
+        context.set_forkserver_preload(["iris", "torch.distributed.tensor", "pytest"])
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank in range(self.num_ranks):
             pipe, child = context.Pipe()
