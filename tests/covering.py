@@ -39,7 +39,12 @@ def sample(*axes, together=TOGETHER, where=None):
     """A fixed sample of combinations in which any so many values of different axes meet."""
     combinations = [case for case in itertools.product(*axes) if where is None or where(*case)]
     positions = list(itertools.combinations(range(len(axes)), min(together, len(axes))))
-    shown = [{tuple((i, combination[i]) for i in at) for at in positions} for combination in combinations]
+    # Every rank of a pool that imports a test comes by here: of single values there is a short way.
+    single = together == 1
+    shown = [
+        set(enumerate(combination)) if single else {tuple((i, combination[i]) for i in at) for at in positions}
+        for combination in combinations
+    ]
     return [combinations[number] for number in few_that_show_all(shown)]
 
 

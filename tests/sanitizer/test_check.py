@@ -186,8 +186,9 @@ time.sleep(600)
 
 
 @pytest.mark.parametrize(("command", "number"), [
-    ("check", signal.SIGTERM), ("trace", signal.SIGINT),
-    *([("check", signal.SIGINT), ("check", signal.SIGHUP), ("trace", signal.SIGTERM)] if EVERYTHING else []),
+    ("check", signal.SIGTERM),
+    *([("trace", signal.SIGINT), ("trace", signal.SIGTERM), ("check", signal.SIGINT), ("check", signal.SIGHUP)]
+      if EVERYTHING else []),
 ])  # fmt: skip
 def test_whoever_ends_the_command_ends_all_of_the_program(tmp_path, command, number):
     program, family, temporary = tmp_path / "family.py", tmp_path / "family", tmp_path / "temporary"
@@ -302,7 +303,7 @@ def test_a_host_that_polls_what_nobody_writes_is_a_deadlock(tmp_path, iris_check
     assert finding.places == [(f"waits, rank {r}", f"{program}:{11 + 2 * r} in worker") for r in range(2)]
 
 
-@pytest.mark.parametrize("by", ["torchrun", "another launcher"])
+@pytest.mark.parametrize("by", ["torchrun", pytest.param("another launcher", marks=pytest.mark.thorough)])
 def test_a_rank_runs_a_program_of_its_own(tmp_path, by):
     """Not as the rank that it is: the others of its world would not come."""
     program = tmp_path / "program.py"
