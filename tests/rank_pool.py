@@ -5,6 +5,7 @@ the pool share, so every test also runs on a heap that others have used.
 """
 
 import contextlib
+import gc
 import importlib
 import multiprocessing
 import os
@@ -59,6 +60,7 @@ class RankFailure(AssertionError):
 
 def _serve(pipe, rank, num_ranks, port, host):
     """One rank's process: takes (module, function, args, import path) and answers (ok, result or traceback)."""
+    gc.freeze()  # a collection, of which some tests ask for many, would go through all of torch's modules each time
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks))
     if host is not None:

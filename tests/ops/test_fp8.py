@@ -57,7 +57,7 @@ def fp8_hopper_cases():
     return [case for case in cases if case[1].itemsize == 1 or case[1] == case[8]]
 
 
-@pytest.mark.ranks(*RANKS)
+@pytest.mark.ranks(*(RANKS if EVERYTHING else (2,)))
 @pytest.mark.parametrize(("name", "hopper"), PRODUCTS, ids=str)
 def test_product_of_fp8_and_with_scales(ranks, name, hopper):
     for case in fp8_hopper_cases() if hopper else fp8_cases(name):

@@ -67,7 +67,7 @@ def check_split(ctx, plan, *case):
 
 
 # Of four tiles and more: the last one, some, into as many splits as programs and more.
-@pytest.mark.ranks(*RANKS)
+@pytest.mark.ranks(*(RANKS if EVERYTHING else (2,)))
 @pytest.mark.parametrize("plan", [Plan(2, 1), Plan(3, 3, paced=True), Plan(4, 2)], ids=str)
 @pytest.mark.parametrize("name", ["all_gather_matmul", "matmul_all_gather"])
 def test_tiles_split_along_k(ranks, name, plan):
