@@ -14,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 # Of the tests, of which three run at a time, the longest first: ranks that wait leave two cores time for more than two.
 PARTS := test-simulator test-operations test-compiled test-sanitized test-oldest
-OPERATIONS := language ops sanitizer test_docs.py
+OPERATIONS := language ops sanitizer tracing test_docs.py
 
 # What runs under the sanitizer only; and besides, in `make test-all`, all that uses ranks.
 SANITIZED := x ops/test_rounds.py test_example_folders.py test_example_refusals.py

@@ -1,7 +1,8 @@
 """Which combinations of a test's parameters run: every one with IRIS_TEST_ALL=1, otherwise a fixed sample of them.
 
-The sample of `make test` has every value. On GPUs, where tests take less time, any two values meet in it: a mistake
-shows with one value, or where two meet, and rarely where three do.
+The sample of `make test` has every value, but of the numbers of ranks those up to four. It leaves out what is marked
+`thorough`: `conftest.pytest_collection_modifyitems`. On GPUs, where tests take less time, any two values meet in it: a
+mistake shows with one value, or where two meet, and rarely where three do.
 
 Tests that play all of theirs on each number of ranks have samples with IRIS_TEST_ALL=1 too, with any two or three: all
 combinations of seven parameters take hours there.

@@ -243,6 +243,7 @@ def test_at_the_time_limit_every_rank_is_asked_where_it_is(tmp_path):
         until = time.monotonic() + 100
         found = []
         while time.monotonic() < until and (not found or found[0].places != places):
+            time.sleep(0.2)
             whereabouts.note(folder, members())
             found = whereabouts.findings(folder, 8)
     (finding,) = found
