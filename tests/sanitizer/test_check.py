@@ -89,6 +89,12 @@ assert "torch._dynamo" not in sys.modules, "by a rank"
 """
 
 
+COMMANDS = [
+    pytest.param(("-m", "iris", "check"), id="checked"),
+    pytest.param((), id="by itself", marks=pytest.mark.thorough),
+]
+
+
 def run(*command, start=python, **variables):
     environment = {name: value for name, value in os.environ.items() if not name.startswith("IRIS_")}
     environment |= {"PYTHONPATH": import_path(), **variables}
@@ -137,7 +143,7 @@ def test_a_program_that_fails_for_another_reason(tmp_path, iris_check, text):
         iris_check(program)
 
 
-@pytest.mark.parametrize("command", [("-m", "iris", "check"), ()], ids=["checked", "by itself"])
+@pytest.mark.parametrize("command", COMMANDS)
 def test_no_rank_imports_the_compiler(tmp_path, command):
     program = tmp_path / "program.py"
     program.write_text(NO_COMPILER)
@@ -152,7 +158,7 @@ def test_a_program_that_nobody_checks_from_outside_reports_when_it_ends(argument
     assert ("iris-check: race/missing-acquire: " in done.stderr) == bool(status)
 
 
-@pytest.mark.parametrize("command", [("-m", "iris", "check"), ()], ids=["checked", "by itself"])
+@pytest.mark.parametrize("command", COMMANDS)
 def test_what_killed_ranks_have_done_is_told(tmp_path, command):
     """As are those that a launcher ends, once a race has made one of them fail."""
     program = tmp_path / "killed.py"
@@ -325,6 +331,7 @@ def test_schedules_stop_at_the_first_that_fails():
     assert done.stdout.splitlines()[-1] == "iris-check: 1 found with --seed 5."
 
 
+@pytest.mark.thorough
 def test_schedules_in_which_nothing_is_found():
     done = check("--seed", 5, "--schedules", 2, BROKEN / "all_reduce_in_place.py", "--corrected")
     assert (done.returncode, done.stdout) == (0, "iris-check: nothing found with --seed 5 to 6.\n"), done.stderr
