@@ -13,7 +13,7 @@ TORCHRUN := PYTHONPATH=. $(PYTHON) -m torch.distributed.run --standalone --nproc
 unexport PYTHONDONTWRITEBYTECODE
 
 # Of the tests, of which three run at a time, the longest first: ranks that wait leave two cores time for more than two.
-PARTS := test-simulator test-operations test-compiled test-sanitized test-oldest
+PARTS := test-simulator test-operations test-compiled test-oldest test-sanitized
 OPERATIONS := language ops sanitizer tracing test_docs.py
 
 # What runs under the sanitizer only; and besides, in `make test-all`, all that uses ranks.
