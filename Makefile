@@ -8,9 +8,13 @@ OLDEST := PYTHONPATH=.oldest .venv/bin/python
 # A GPU machine's own torch fits its driver, so tests on GPUs run in the Python that is there.
 TORCHRUN := PYTHONPATH=. $(PYTHON) -m torch.distributed.run --standalone --nproc-per-node $(RANKS)
 
+# Python keeps what it has compiled, also where containers are told not to: `.venv` is installed without, and tests start
+# hundreds of processes, each of which would compile torch or this library anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 # Of the tests, of which three run at a time, the longest first: ranks that wait leave two cores time for more than two.
-PARTS := test-simulator test-operations test-compiled test-sanitized test-oldest
-OPERATIONS := language ops sanitizer test_docs.py
+PARTS := test-simulator test-operations test-compiled test-oldest test-sanitized
+OPERATIONS := language ops sanitizer tracing test_docs.py
 
 # What runs under the sanitizer only; and besides, in `make test-all`, all that uses ranks.
 SANITIZED := x ops/test_rounds.py test_example_folders.py test_example_refusals.py

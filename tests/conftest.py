@@ -48,12 +48,14 @@ def pytest_generate_tests(metafunc):
 def pytest_collection_modifyitems(config, items):
     """Of a test with several parameters every value, but every combination only with IRIS_TEST_ALL=1, and on GPUs.
 
-    Tests of equal size come side by side, so that few rank processes are alive at a time.
+    There alone run tests, and cases of tests, that are marked `thorough`. Tests of equal size come side by side, so
+    that few rank processes are alive at a time.
     """
     if not (EVERYTHING or UNDER_TORCHRUN):
         cases = {}
         for item in items:
-            cases.setdefault((item.path, item.originalname), []).append(item)
+            if item.get_closest_marker("thorough") is None:
+                cases.setdefault((item.path, item.originalname), []).append(item)
         kept = {
             each[number] for each in cases.values() for number in few_that_show_all([_values(item) for item in each])
         }

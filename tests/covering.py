@@ -1,7 +1,8 @@
 """Which combinations of a test's parameters run: every one with IRIS_TEST_ALL=1, otherwise a fixed sample of them.
 
-The sample of `make test` has every value. On GPUs, where tests take less time, any two values meet in it: a mistake
-shows with one value, or where two meet, and rarely where three do.
+The sample of `make test` has every value, but of the numbers of ranks those up to four. It leaves out what is marked
+`thorough`: `conftest.pytest_collection_modifyitems`. On GPUs, where tests take less time, any two values meet in it: a
+mistake shows with one value, or where two meet, and rarely where three do.
 
 Tests that play all of theirs on each number of ranks have samples with IRIS_TEST_ALL=1 too, with any two or three: all
 combinations of seven parameters take hours there.
@@ -39,7 +40,12 @@ def sample(*axes, together=TOGETHER, where=None):
     """A fixed sample of combinations in which any so many values of different axes meet."""
     combinations = [case for case in itertools.product(*axes) if where is None or where(*case)]
     positions = list(itertools.combinations(range(len(axes)), min(together, len(axes))))
-    shown = [{tuple((i, combination[i]) for i in at) for at in positions} for combination in combinations]
+    # Every rank of a pool that imports a test comes by here: of single values there is a short way.
+    single = together == 1
+    shown = [
+        set(enumerate(combination)) if single else {tuple((i, combination[i]) for i in at) for at in positions}
+        for combination in combinations
+    ]
     return [combinations[number] for number in few_that_show_all(shown)]
 
 

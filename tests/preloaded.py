@@ -109,7 +109,7 @@ def serve(listener):
 
     import numpy  # noqa: F401
     import torch.distributed  # noqa: F401
-    import triton  # noqa: F401
+    import triton.experimental.gluon.language.nvidia.hopper  # noqa: F401
 
     gc.freeze()  # what a collection touches is no longer shared with the copies
     for number in PASSED_ON:

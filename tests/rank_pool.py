@@ -5,6 +5,7 @@ the pool share, so every test also runs on a heap that others have used.
 """
 
 import contextlib
+import gc
 import importlib
 import multiprocessing
 import os
@@ -76,6 +77,7 @@ class RankFailure(AssertionError):
 
 def _serve(pipe, rank, num_ranks, port, host):
     """One rank's process: takes (module, function, args, import path) and answers (ok, result or traceback)."""
+    gc.freeze()  # a collection, of which some tests ask for many, would go through all of torch's modules each time
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks))
     if host is not None:
@@ -154,8 +156,8 @@ class RankPool:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
-        # What each rank would else import for itself; the second is for torch.testing.
-        context.set_forkserver_preload(["iris", "torch.distributed.tensor"])
+        # What each rank would else import for itself; the second is for torch.testing, the third for modules of tests.
+        context.set_forkserver_preload(["iris", "torch.distributed.tensor", "pytest"])
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank in range(self.num_ranks):
             pipe, child = context.Pipe()

@@ -21,8 +21,8 @@ pytestmark = pytest.mark.skipif(UNDER_TORCHRUN, reason="starts ranks of its own;
     ids=["alone", "torchrun"],
 )
 def test_program(program, launcher):
-    # Of each program, and by each launcher, one starts as people start it.
-    start = [sys.executable] if ("gluon" in program) == bool(launcher) else python()
+    # One starts as people start it, and in `make test-all` all do.
+    start = python() if launcher or "gluon" in program else [sys.executable]
     result = subprocess.run(
         [*start, *launcher, PROGRAMS / program],
         env={**os.environ, "PYTHONPATH": import_path()},

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import triton
 import triton.language as tl
+from covering import EVERYTHING
 
 import iris
 from iris.errors import (
@@ -75,7 +76,7 @@ def device_barriers(ctx):
     assert number.item() == (300 if ON_GPU else 20)
 
 
-@pytest.mark.ranks(1, 2, 3, 4, 8)
+@pytest.mark.ranks(1, 2, 3, 4, *([8] if EVERYTHING else []))
 def test_a_device_barrier_orders_the_work_of_streams(ranks):
     ranks.run(device_barriers)
 

@@ -40,11 +40,34 @@ class Item:
 
     path, originalname = "test_file.py", "test"
 
-    def __init__(self, marks, **params):
-        self.marks, self.callspec = marks, SimpleNamespace(params=params)
+    def __init__(self, marks, thorough=False, **params):
+        self.marks, self.thorough, self.callspec = marks, thorough, SimpleNamespace(params=params)
+
+    def get_closest_marker(self, name):
+        assert name == "thorough"
+        return self.thorough or None
 
     def iter_markers(self, name):
         return [SimpleNamespace(args=(names,)) for names in self.marks]
+
+
+def deselected(items, monkeypatch, everything=False):
+    """What is left out of these, which are those that run then."""
+    monkeypatch.setattr(conftest, "EVERYTHING", everything)
+    monkeypatch.setattr(conftest, "UNDER_TORCHRUN", False)
+    left = []
+    hook = SimpleNamespace(pytest_deselected=lambda items: left.extend(items))
+    conftest.pytest_collection_modifyitems(SimpleNamespace(hook=hook), items)
+    return left
+
+
+@pytest.mark.parametrize("everything", [False, True])
+def test_what_is_thorough_runs_where_everything_does(everything, monkeypatch):
+    """Otherwise it counts as deselected, and not as skipped."""
+    items = [Item(["name"], thorough, name=name) for name, thorough in (("quick", False), ("slow", True))]
+    left = deselected(items, monkeypatch, everything)
+    assert [each.callspec.params["name"] for each in left] == ([] if everything else ["slow"])
+    assert [each.callspec.params["name"] for each in items] == (["quick", "slow"] if everything else ["quick"])
 
 
 @pytest.mark.parametrize(
@@ -54,13 +77,9 @@ class Item:
 )
 def test_parameters_that_are_given_together_are_one(marks, wanted, monkeypatch):
     """Numbers of ranks are a parameter, too."""
-    monkeypatch.setattr(conftest, "EVERYTHING", False)
-    monkeypatch.setattr(conftest, "UNDER_TORCHRUN", False)
     cases = itertools.product([2, 3], ["first", "second", "third"], [False, True])
     items = [Item(marks, ranks=ranks, name=name, hopper=hopper) for ranks, name, hopper in cases]
-    left = []
-    hook = SimpleNamespace(pytest_deselected=lambda items: left.extend(items))
-    conftest.pytest_collection_modifyitems(SimpleNamespace(hook=hook), items)
+    left = deselected(items, monkeypatch)
     assert len(items) == wanted and len(items) + len(left) == 12
     given = [each.callspec.params for each in items]
     assert {each["ranks"] for each in given} == {2, 3} and {each["hopper"] for each in given} == {False, True}

@@ -222,8 +222,16 @@ def run_as_rank(program):
         runpy.run_path(str(program), run_name="__main__")
 
 
+def commands():
+    """Those that wait for twenty seconds are thorough: another waits for one."""
+    for page in PAGES:
+        for line, block in commands_of(page):
+            marks = [pytest.mark.thorough] * ("IRIS_WAIT_TIMEOUT_S=20" in line)
+            yield pytest.param(page, line, block, marks=marks)
+
+
 @alone
-@pytest.mark.parametrize(("page", "line", "block"), [(p, *c) for p in PAGES for c in commands_of(p)], ids=where)
+@pytest.mark.parametrize(("page", "line", "block"), [*commands()], ids=where)
 def test_the_commands_work(page, line, block, tmp_path):
     words = shlex.split(line, comments=True)
     settings = {}

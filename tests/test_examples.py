@@ -106,7 +106,12 @@ def test_wrong_data_are_noticed(ranks):
     ("launcher", "program", "printed"),
     [
         # What is said to have moved is what moves, whole words.
-        ([], [EXAMPLES / "01_store.py", "--size=65539"], "store: 65536 bytes from each rank to each"),
+        pytest.param(
+            [],
+            [EXAMPLES / "01_store.py", "--size=65539"],
+            "store: 65536 bytes from each rank to each",
+            marks=pytest.mark.thorough,
+        ),
         (
             ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
             [MESSAGES / "signal_wait.py", "--size=16003"],

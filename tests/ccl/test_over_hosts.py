@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from covering import UNDER_TORCHRUN
+from covering import EVERYTHING, UNDER_TORCHRUN
 from patterns import assert_same_bits, pattern
 from rank_pool import Hosts, needs_gloo
 
@@ -44,7 +44,7 @@ def test_data_arrive_bit_by_bit(ranks, collective):
     cases = [
         Case(collective, shape, dtype, root=root, input_place=source, output_place=target, layout=layout)
         for shape, dtype, root, source, target, layout in sample(
-            12, collective, SHAPES, MOVED, range(ranks.num_ranks), PLACES, PLACES, LAYOUTS
+            12 if EVERYTHING else 6, collective, SHAPES, MOVED, range(ranks.num_ranks), PLACES, PLACES, LAYOUTS
         )[:MOST_CASES]
     ]
     ranks.run(move, [*cases, Case("all_gather", (7, 129), torch.bfloat16, in_place=True)])
@@ -100,9 +100,10 @@ def combine(ctx, hosts, cases):
 @pytest.mark.parametrize("collective", COMBINES)
 def test_sums_are_rounded_in_the_host_and_over_hosts(ranks, collective):
     shapes, layouts = [(0,), (1,), (3,), (1021,), (4, 256), (7, 33), (3, 5, 17)], ["plain", "stepped", "in place"]
+    number = 30 if EVERYTHING else 12
     cases = [
         (collective, shape, dtype, op, layout)
-        for shape, dtype, op, layout in sample(30, collective, shapes, SUMMED, ReduceOp, layouts)[:MOST_CASES]
+        for shape, dtype, op, layout in sample(number, collective, shapes, SUMMED, ReduceOp, layouts)[:MOST_CASES]
         if meaningful(dtype, op)
     ]
     ranks.run(combine, ranks.hosts, cases)

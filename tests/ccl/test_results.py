@@ -1,4 +1,4 @@
-"""What each collective gives: every dtype, operation, size, layout, place and variant, 1 to 8 ranks.
+"""What each collective gives: every dtype, operation, size, layout, place and variant, 1 to 8 ranks (the sample: 4).
 
 Moved data arrive bit by bit. Sums are what float32 (float64, or the integers themselves) gives, rounded once, and the
 same on all ranks. Nothing beside the result is written: tensors lie inside larger buffers, whose rest must not change.
@@ -12,7 +12,7 @@ import torch
 from covering import covering
 from patterns import assert_same_bits, pattern
 
-from ccl.calls import EVERYTHING, LAYOUTS, MOVES, PLACES, RANKS, SUMS, Arena, Case, chosen, mainly, perform, sample
+from ccl.calls import EVERYTHING, LAYOUTS, MOVES, PLACES, SUMS, Arena, Case, chosen, mainly, perform, sample
 from iris.ccl import Config, ReduceOp, communicator
 from iris.ccl.queue import SLOTS
 
@@ -50,7 +50,7 @@ def meaningful(dtype, op):
     return dtype.is_floating_point or op is not ReduceOp.AVG
 
 
-@pytest.mark.ranks(*RANKS)
+@mainly(1, 2, 3, 4)
 @pytest.mark.parametrize("collective", MOVES)
 def test_data_arrive_bit_by_bit(ranks, collective):
     most, all_ranks = (12, 32) if EVERYTHING else (8, 16)
@@ -64,7 +64,7 @@ def test_data_arrive_bit_by_bit(ranks, collective):
     run(ranks, cases)
 
 
-@pytest.mark.ranks(*RANKS)
+@mainly(1, 2, 3, 4)
 @pytest.mark.parametrize("collective", SUMS)
 def test_sums_are_rounded_once(ranks, collective):
     cases = [
@@ -262,12 +262,11 @@ def results_of_scarce_memory(ctx, cases):
 @mainly(3)
 def test_the_largest_blocks_have_slots_if_not_for_all_programs(ranks):
     """Larger ones, of 1 MiB here, move in parts."""
-    ways = {"all_reduce": [("all_reduce_variant", variant) for variant in ("two_shot", "ring", "atomic", "spinlock")]}
+    ways = [(collective,) for collective in ("all_gather", "all_to_all", "scatter", "reduce_scatter")]
+    ways += [("all_reduce", ("all_reduce_variant", name)) for name in ("two_shot", "ring", "atomic", "spinlock")]
     cases = [
         Case(collective, (20_001,), torch.float64, config=(("block_size_m", m), ("block_size_n", n), *way))
-        for collective in ("all_gather", "all_to_all", "scatter", "reduce_scatter", "all_reduce")
-        for way in ([(each,) for each in ways.get(collective, [])] or [()])
-        for m, n in ((4, 512), (256, 512))
+        for (collective, *way), (m, n) in covering(ways, [(4, 512), (256, 512)])
     ]
     slices = (("all_reduce_variant", "ring"), ("all_reduce_ring_slice_n", 4096))
     ranks.run(results_of_scarce_memory, [*cases, Case("all_reduce", (20_001,), torch.float32, config=slices)])
@@ -278,7 +277,7 @@ def pulled_results(ctx, cases):
         return results(ctx, cases)
 
 
-@mainly(2, 5)
+@mainly(2, 3)
 def test_inputs_that_are_read_where_they_lie(ranks):
     """Or not, since one of the ranks has its input or output elsewhere than on the heap."""
     cases = [

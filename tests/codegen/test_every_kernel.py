@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from covering import EVERYTHING
 from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.runtime.jit import JITFunction
 
@@ -276,7 +277,8 @@ ROOMY = {
 }
 
 
-@pytest.mark.parametrize("kernel", by_turns([*ROOMY.values()]))
+# The assembler takes seconds for each: in `make test` one by each Triton.
+@pytest.mark.parametrize("kernel", by_turns([*ROOMY.values()] if EVERYTHING else [two_shot, pull]))
 def test_programs_leave_room_for_others(kernel):
     """Also where they have the parts of eight ranks in registers."""
     assert 8 * registers_of_a_warp(kernel, arguments_of(kernel, W=8), 8, **leaving_room(8 * 32)) <= MOST_REGISTERS

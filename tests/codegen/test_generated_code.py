@@ -4,7 +4,6 @@ import itertools
 import os
 import re
 import subprocess
-import sys
 
 import pytest
 import torch
@@ -15,6 +14,7 @@ from covering import EVERYTHING, covering, sample
 from language import atomic_kernels, initialise_kernels
 from language.test_atomics import CASES, ORDERS
 from language.test_misuse import by_its_class, by_its_class_gluon
+from preloaded import python
 from tracing.traced_kernels import KERNELS, NAMES
 
 from codegen import device_kernels as kernels
@@ -220,7 +220,7 @@ def test_kernels_with_checked_pointers_compile(target):
     masks = ["masked", *(["whole"] if EVERYTHING else [])]
     # The claim of the record is an atomic maximum; a store or a load has none.
     claim = r"atom\.global\S*\.max\.|global_atomic_smax"
-    command = [sys.executable, "-c", CHECKED, target, claim, *masks]
+    command = [*python(), "-c", CHECKED, target, claim, *masks]
     printed = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.split()
     assert printed == ["True"] * (6 * len(masks) + 2)
 
@@ -264,7 +264,7 @@ def test_only_a_wait_with_a_limit_reads_the_clock(limit):
     if not limit:
         del environment["IRIS_WAIT_TIMEOUT_S"]
     targets = [word for target in ("sm_90", "gfx942") for word in (target, CLOCK[target])]
-    command = [sys.executable, "-c", CLOCKS_OF_A_WAIT, *targets]
+    command = [*python(), "-c", CLOCKS_OF_A_WAIT, *targets]
     printed = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.split()
     assert printed == [str(limit == "2.5")] * 8
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import triton
-from covering import covering
+from covering import EVERYTHING, covering
 from patterns import assert_same_bits, fill, pattern
 
 from language import move_kernels, option_kernels
@@ -55,7 +55,7 @@ def test_data_arrives_where_it_should_and_nowhere_else(ranks, form, operation, d
     ranks.run(move, form, operation, dtype, n, 1)
 
 
-@pytest.mark.ranks(1, 3, 4, 8)
+@pytest.mark.ranks(1, 3, *([4, 8] if EVERYTHING else []))
 @pytest.mark.parametrize(("form", "operation", "hop"), covering(FORMS, OPERATIONS, [0, 1, -1]))
 def test_any_number_of_ranks(ranks, form, operation, hop):
     ranks.run(move, form, operation, torch.float32, 300, hop)

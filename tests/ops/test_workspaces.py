@@ -5,6 +5,7 @@ import time
 
 import pytest
 import torch
+from covering import EVERYTHING
 
 from iris import simulator
 from iris.errors import FirstUseInCaptureError
@@ -52,7 +53,7 @@ def in_turn(ctx):
     assert (count_made(), len(arenas())) == (made, before)
 
 
-@pytest.mark.ranks(2, 4)
+@pytest.mark.ranks(2, *([4] if EVERYTHING else []))
 def test_kinds_in_turn(ranks):
     ranks.run(in_turn)
 
@@ -107,7 +108,7 @@ def overtake(ctx):
     assert wrong.item() == 0
 
 
-@pytest.mark.ranks(2, 4)
+@pytest.mark.ranks(2, *([4] if EVERYTHING else []))
 @pytest.mark.skipif(not simulator.ACTIVE, reason="on a GPU the host does not take part in the copies")
 def test_late_copies(ranks):
     ranks.run(overtake)

@@ -89,6 +89,12 @@ assert "torch._dynamo" not in sys.modules, "by a rank"
 """
 
 
+COMMANDS = [
+    pytest.param(("-m", "iris", "check"), id="checked"),
+    pytest.param((), id="by itself", marks=pytest.mark.thorough),
+]
+
+
 def run(*command, start=python, **variables):
     environment = {name: value for name, value in os.environ.items() if not name.startswith("IRIS_")}
     environment |= {"PYTHONPATH": import_path(), **variables}
@@ -137,7 +143,7 @@ def test_a_program_that_fails_for_another_reason(tmp_path, iris_check, text):
         iris_check(program)
 
 
-@pytest.mark.parametrize("command", [("-m", "iris", "check"), ()], ids=["checked", "by itself"])
+@pytest.mark.parametrize("command", COMMANDS)
 def test_no_rank_imports_the_compiler(tmp_path, command):
     program = tmp_path / "program.py"
     program.write_text(NO_COMPILER)
@@ -152,7 +158,7 @@ def test_a_program_that_nobody_checks_from_outside_reports_when_it_ends(argument
     assert ("iris-check: race/missing-acquire: " in done.stderr) == bool(status)
 
 
-@pytest.mark.parametrize("command", [("-m", "iris", "check"), ()], ids=["checked", "by itself"])
+@pytest.mark.parametrize("command", COMMANDS)
 def test_what_killed_ranks_have_done_is_told(tmp_path, command):
     """As are those that a launcher ends, once a race has made one of them fail."""
     program = tmp_path / "killed.py"
@@ -186,8 +192,9 @@ time.sleep(600)
 
 
 @pytest.mark.parametrize(("command", "number"), [
-    ("check", signal.SIGTERM), ("trace", signal.SIGINT),
-    *([("check", signal.SIGINT), ("check", signal.SIGHUP), ("trace", signal.SIGTERM)] if EVERYTHING else []),
+    ("check", signal.SIGTERM),
+    *([("trace", signal.SIGINT), ("trace", signal.SIGTERM), ("check", signal.SIGINT), ("check", signal.SIGHUP)]
+      if EVERYTHING else []),
 ])  # fmt: skip
 def test_whoever_ends_the_command_ends_all_of_the_program(tmp_path, command, number):
     program, family, temporary = tmp_path / "family.py", tmp_path / "family", tmp_path / "temporary"
@@ -242,6 +249,7 @@ def test_at_the_time_limit_every_rank_is_asked_where_it_is(tmp_path):
         until = time.monotonic() + 100
         found = []
         while time.monotonic() < until and (not found or found[0].places != places):
+            time.sleep(0.2)
             whereabouts.note(folder, members())
             found = whereabouts.findings(folder, 8)
     (finding,) = found
@@ -302,7 +310,7 @@ def test_a_host_that_polls_what_nobody_writes_is_a_deadlock(tmp_path, iris_check
     assert finding.places == [(f"waits, rank {r}", f"{program}:{11 + 2 * r} in worker") for r in range(2)]
 
 
-@pytest.mark.parametrize("by", ["torchrun", "another launcher"])
+@pytest.mark.parametrize("by", ["torchrun", pytest.param("another launcher", marks=pytest.mark.thorough)])
 def test_a_rank_runs_a_program_of_its_own(tmp_path, by):
     """Not as the rank that it is: the others of its world would not come."""
     program = tmp_path / "program.py"
@@ -323,6 +331,7 @@ def test_schedules_stop_at_the_first_that_fails():
     assert done.stdout.splitlines()[-1] == "iris-check: 1 found with --seed 5."
 
 
+@pytest.mark.thorough
 def test_schedules_in_which_nothing_is_found():
     done = check("--seed", 5, "--schedules", 2, BROKEN / "all_reduce_in_place.py", "--corrected")
     assert (done.returncode, done.stdout) == (0, "iris-check: nothing found with --seed 5 to 6.\n"), done.stderr

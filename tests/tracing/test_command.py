@@ -87,7 +87,7 @@ def check_format(trace):
     return [(at(flow["s"]), at(flow["f"])) for flow in flows.values()]
 
 
-@pytest.mark.parametrize("name", PROGRAMS if EVERYTHING else ["signal_wait", "ring"])
+@pytest.mark.parametrize("name", PROGRAMS if EVERYTHING else ["ring"])
 def test_a_trace_of_four_ranks(name, tmp_path):
     trace = trace_of(name, tmp_path)
     flows = check_format(trace)

@@ -19,7 +19,7 @@ MORE = [torch.float16, torch.float64, torch.float8_e5m2] if EVERYTHING else []
 MOVED = [torch.bfloat16, torch.float32, torch.int8, torch.float8_e4m3fn, *MORE]
 SUMMED = [torch.bfloat16, torch.float32, torch.int32, torch.bool, torch.float8_e4m3fn, *MORE]
 RANKS = ALL_RANKS if EVERYTHING else (3,)
-CALLS = 5 if EVERYTHING else 3
+CALLS = 5 if EVERYTHING else 2
 # Whether the columns of src, and of dst, lie in one piece, and not the rows.
 BY_COLUMNS = [[False, True], [False, True]]
 
