@@ -57,8 +57,8 @@ def give_up(address, kind, **words):
     for name, value in words.items():
         record._words[getattr(device_record, name)] = value
     with pytest.raises(IrisTimeoutError) as raised:
-        record.raise_if_claimed(0, describe_address)
-    record.raise_if_claimed(0, describe_address)  # it is said once
+        record.raise_if_claimed(0, describe_address, str)
+    record.raise_if_claimed(0, describe_address, str)  # it is said once
     return str(raised.value)
 
 
