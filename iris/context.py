@@ -388,7 +388,7 @@ def iris(heap_size: int = 1 << 30, *, process_group: dist.ProcessGroup | None = 
 
     These are raised on the ranks at fault, and `PeerFailedError` on the others: `NoGpuForRankError`,
     `InvalidHeapSizeError`, `MismatchedHeapError`, `HeapTooLargeError`, `InvalidGroupError` (unequal hosts),
-    `SeveralHostsError` (sanitizer), `SharedDeviceError`, `NoPeerAccessError`, `MappingError`, `IrisTimeoutError`.
+    `SharedDeviceError`, `NoPeerAccessError`, `MappingError`, `IrisTimeoutError`.
 
     Parameters
     ----------

@@ -5,7 +5,7 @@ imports nothing of Iris.
 """
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -26,6 +26,10 @@ class Observer(Protocol):
 
     # By groups of ranks and the heap.
     def meeting(self, key: tuple, ranks: tuple[int, ...], text: str) -> contextlib.AbstractContextManager: ...
+    def sending(
+        self, key: tuple, ranks: tuple[int, ...], text: str, tensors: Sequence[Any]
+    ) -> contextlib.AbstractContextManager: ...
+    def received(self, key: tuple, sources: tuple[int, ...], receivers: int, tensors: Sequence[Any]) -> None: ...
     def out_of_step(self, text: str) -> None: ...
     def allocated(self, address: int, size: int, text: str, undefined: bool) -> None: ...
     def asymmetric(self, text: str, calls: dict[int, tuple[str, int, str]]) -> None: ...

@@ -113,8 +113,6 @@ def ranks(request, _pools):
     count = request.param
     if not (UNDER_TORCHRUN or simulator.ACTIVE):
         pytest.fail("On GPUs ranks are started by torchrun: make test-gpu. With IRIS_SIMULATOR=1 they are simulated.")
-    if isinstance(count, Hosts) and os.environ.get("IRIS_SANITIZE") == "1":
-        pytest.skip("the sanitizer watches one host")
     if count not in _pools:
         for pool in _pools.values():
             pool.close()

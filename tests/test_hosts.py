@@ -55,7 +55,7 @@ def say_who_is_where(ctx, hosts):
 
 
 @pytest.mark.ranks(*HOSTS)
-def test_each_rank_knows_its_host(ranks):
+def test_each_rank_knows_its_host(mistaken, ranks):
     ranks.run(say_who_is_where, ranks.hosts)
 
 
@@ -179,7 +179,7 @@ def allocate_alike(ctx):
 
 
 @pytest.mark.ranks(*HOSTS)
-def test_the_heap_is_symmetric_over_hosts(ranks):
+def test_the_heap_is_symmetric_over_hosts(mistaken, ranks):
     ranks.run(allocate_alike)
 
 

@@ -19,7 +19,6 @@ from iris.errors import (
     NoPeerAccessError,
     PeerFailedError,
     PeerLostError,
-    SeveralHostsError,
     SharedDeviceError,
 )
 from iris.world import Group, Placement, bootstrap, hosts, placement, strangers, wire
@@ -298,13 +297,6 @@ def test_hosts_with_other_numbers_of_ranks_are_told(gpu):
     text = r"2 on box0, 1 on box1 \(ranks 3 and 8 on box0; rank 5 on box1\).*torchrun --nproc-per-node"
     with pytest.raises(InvalidGroupError, match=text):
         hosts.divide(in_group(3, 5, 8), unequal)
-
-
-def test_the_sanitizer_is_for_one_host(monkeypatch):
-    monkeypatch.setattr(hosts.observer, "recorder", object())
-    nowhere = placements(host=["one", "two", "three"], gpu=[None] * 3)
-    with pytest.raises(SeveralHostsError, match="The sanitizer .*rank 2 on box2.* Run the program on one host"):
-        hosts.divide(in_group(0, 1, 2), nowhere)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -36,7 +36,7 @@ class HostAccesses(ObservingMode):
     def __init__(self, recorder: AccessRecorder) -> None:
         super().__init__()
         self._recorder = recorder
-        self.meetings = Meetings(recorder, self._touch)
+        self.meetings = Meetings(recorder, self.touch)
 
     def __enter__(self) -> "HostAccesses":
         for name in _UNSEEN:
@@ -79,7 +79,7 @@ class HostAccesses(ObservingMode):
                         self._recorder.host_accessed(where, size, size if uses else 0, kind)
                 else:
                     blank = func is _ZERO or (func is _FILL and args[1] == 0)
-                    self._touch(value, kind, uses, blank)
+                    self.touch(value, kind, uses, blank)
         with self._looking_at(flags):
             return self._renewed(func, func(*args, **kwargs))
 
@@ -111,7 +111,7 @@ class HostAccesses(ObservingMode):
         """Around what another thread of Python does."""
         return _InThread(self)
 
-    def _touch(self, value: Any, kind: int, uses: bool, blank: bool = False) -> None:
+    def touch(self, value: Any, kind: int, uses: bool, blank: bool = False) -> None:
         for tensor in _tensors(value):
             if _is_seen(tensor):
                 self._recorder.seen(tensor)
@@ -147,7 +147,7 @@ def _looking(accesses: HostAccesses, method: Callable) -> Callable:
         flags = [tensor] if accesses._recorder.may_be_flag(tensor) else []
         if not flags:
             # What is printed, or copied, without having been written harms nobody.
-            accesses._touch(tensor, READ, uses=method.__name__ in ("tolist", "__reduce_ex__"))
+            accesses.touch(tensor, READ, uses=method.__name__ in ("tolist", "__reduce_ex__"))
         with accesses._looking_at(flags):
             return method(tensor, *args, **kwargs)
 

@@ -4,7 +4,7 @@ import contextlib
 import ctypes
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ import torch
 
 from iris.heap import symmetric
 from iris.heap.lifetime import Life
-from iris.observer import READ
+from iris.observer import READ, WRITE
 from iris.sanitizer import bounds, loops, uninitialised, waits
 from iris.sanitizer.calls import Call
 from iris.sanitizer.deadlock import Liveness
@@ -192,6 +192,20 @@ class HostRecorder:
         with self.awaiting(key, ranks, text):
             yield
         self.collective_done(key, ranks, len(ranks))
+
+    @contextlib.contextmanager
+    def sending(self, key: tuple, ranks: tuple[int, ...], text: str, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+        """The host sends what is in ``tensors`` along a rail; while this lasts it waits for ``ranks`` to do alike."""
+        self._host.touch(tensors, READ, uses=False)
+        self.collective_entered(key)
+        with self.awaiting(key, ranks, text):
+            yield
+
+    def received(self, key: tuple, sources: tuple[int, ...], receivers: int, tensors: Sequence[torch.Tensor]) -> None:
+        """What ``sources`` have sent is in ``tensors``. ``receivers``: see `CollectiveDone`."""
+        if sources:
+            self.collective_done(key, sources, receivers)
+        self._host.touch(tensors, WRITE, uses=False)
 
     def collective_done(self, key: tuple, ranks: tuple[int, ...], receivers: int) -> None:
         """The host knows what ``ranks`` did before they entered, or sent. ``receivers``: see `CollectiveDone`."""

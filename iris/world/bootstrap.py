@@ -76,8 +76,6 @@ def join(process_group: dist.ProcessGroup | None = None) -> World:
         On every rank, when an environment variable is set on some that must be set on all or none.
     InvalidGroupError
         On every rank, when hosts have different numbers of ranks.
-    SeveralHostsError
-        On every rank, when the sanitizer watches ranks on several hosts.
     SharedDeviceError
         On every rank, when two of them use one GPU.
     NoPeerAccessError

@@ -82,8 +82,6 @@ def divide(group: Group, placements: Sequence[Placement]) -> Hosts:
 
     InvalidGroupError
         The hosts have different numbers of ranks.
-    SeveralHostsError
-        There are several hosts, and the sanitizer watches the ranks.
     """
     found: dict[str, list[int]] = {}
     for rank, placement in enumerate(placements):
@@ -109,8 +107,6 @@ def _check(group: Group, ranks: Sequence[Sequence[int]], host_names: Sequence[st
             f"Every host has the same number of ranks, and these differ: {counts} ({places}). Start as many on each "
             "(torchrun --nproc-per-node), or give iris.iris() a process_group with as many ranks of each."
         )
-    if observer.recorder is not None:
-        raise SeveralHostsError(f"The sanitizer ({places})", "Run the program on one host to have it checked.")
 
 
 def check_one_host(group: Group, hosts: Hosts, members: Group) -> None:

@@ -6,17 +6,23 @@ by all of its ranks, and by one thread.
 """
 
 import contextlib
+import functools
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from iris import observer
 from iris.compat import c10d
 from iris.errors import GroupAbortedError, MismatchedCollectiveError
 from iris.world.group import Group
 from iris.world.hosts import Hosts
+
+# Transfers so far of the rails of a group with a local rank, which are the same on all ranks of these.
+_transfers: Counter[tuple[str, int]] = Counter()
 
 
 class Rail(ABC):
@@ -48,7 +54,8 @@ class Rail(ABC):
         neither tensor is touched. ``what``: the call that this is part of, in words, the same on all hosts.
         """
         received, sent = as_bytes(output), as_bytes(input)
-        return self._begin(lambda: c10d.all_gather(self._engine, received, sent), input.nbytes, what)
+        start = functools.partial(c10d.all_gather, self._engine, received, sent)
+        return self._transfer(start, input.nbytes, what, sent=[sent], received=[received])
 
     def all_to_all(self, output: torch.Tensor, input: torch.Tensor, what: str) -> Callable[[], None]:
         """Begin to send row h of ``input`` to host h, and to receive its row for this host as row h of ``output``.
@@ -56,13 +63,17 @@ class Rail(ABC):
         ``(H, n)`` → ``(H, n)``, both contiguous. What it returns, and ``what``, are as for `all_gather`.
         """
         received, sent = as_bytes(output), as_bytes(input)
-        return self._begin(lambda: self._engine.alltoall_base(received, sent, [], []), input.nbytes, what)
+        start = functools.partial(self._engine.alltoall_base, received, sent, [], [])
+        return self._transfer(start, input.nbytes, what, sent=[sent], received=[received])
 
     def broadcast(self, tensor: torch.Tensor, host: int, what: str) -> None:
         """Copy ``tensor``, contiguous, of the rank on ``host`` into that of every other."""
         options = dist.BroadcastOptions()
         options.rootRank = host
-        self._begin(lambda: self._engine.broadcast([as_bytes(tensor)], options), tensor.nbytes, what)()
+        moved = [as_bytes(tensor)]
+        start = functools.partial(self._engine.broadcast, moved, options)
+        sent, received = (moved, []) if host == self._hosts.number else ([], moved)
+        self._transfer(start, tensor.nbytes, what, sent=sent, received=received, source=host)()
 
     def gather(self, output: torch.Tensor | None, input: torch.Tensor, host: int, what: str) -> None:
         """Gather every host's ``input`` into ``output`` of the rank on ``host``, ``(n,)`` → ``(H, n)``.
@@ -71,8 +82,10 @@ class Rail(ABC):
         """
         options = dist.GatherOptions()
         options.rootRank = host
-        parts = [] if output is None else [list(as_bytes(output).chunk(len(self._ranks)))]
-        self._begin(lambda: self._engine.gather(parts, [as_bytes(input)], options), input.nbytes, what)()
+        sent, received = [as_bytes(input)], [] if output is None else [as_bytes(output)]
+        parts = [list(each.chunk(len(self._ranks))) for each in received]
+        start = functools.partial(self._engine.gather, parts, sent, options)
+        self._transfer(start, input.nbytes, what, sent=sent, received=received, receivers=1)()
 
     def scatter(self, output: torch.Tensor, input: torch.Tensor | None, host: int, what: str) -> None:
         """Send row h of ``input`` of the rank on ``host`` to ``output`` of host h, ``(H, n)`` → ``(n,)``.
@@ -81,8 +94,10 @@ class Rail(ABC):
         """
         options = dist.ScatterOptions()
         options.rootRank = host
-        parts = [] if input is None else [list(as_bytes(input).chunk(len(self._ranks)))]
-        self._begin(lambda: self._engine.scatter([as_bytes(output)], parts, options), output.nbytes, what)()
+        received, sent = [as_bytes(output)], [] if input is None else [as_bytes(input)]
+        parts = [list(each.chunk(len(self._ranks))) for each in sent]
+        start = functools.partial(self._engine.scatter, received, parts, options)
+        self._transfer(start, output.nbytes, what, sent=sent, received=received, source=host)()
 
     @abstractmethod
     def barrier(self) -> None:
@@ -95,6 +110,41 @@ class Rail(ABC):
     @abstractmethod
     def close(self) -> None:
         """Let go of the connections. Local. The caller guarantees that no call is under way on any rank."""
+
+    def _transfer(
+        self,
+        start: Callable[[], Any],
+        nbytes: int,
+        what: str,
+        *,
+        sent: Sequence[torch.Tensor],
+        received: Sequence[torch.Tensor],
+        source: int | None = None,
+        receivers: int | None = None,
+    ) -> Callable[[], None]:
+        """Start a transfer of so many bytes by this rank, as the sanitizer is told. Returns what waits for it.
+
+        ``sent``, ``received``: the tensors that this rank reads and writes. ``source``: the host whose data come, if
+        not those of all. ``receivers``: the hosts that get any, if not all, or all but the source.
+        """
+        recorder = observer.recorder
+        if recorder is None:
+            return self._begin(start, nbytes, what)
+        everyone = tuple(self._in_world(rank) for rank in self._ranks)
+        rail = f"rail of {self._group.name}", self._hosts.local_rank
+        _transfers[rail] += 1
+        key = (*rail, _transfers[rail])
+        with recorder.sending(key, everyone, what, sent):
+            wait = self._begin(start, nbytes, what)
+
+        def note() -> None:
+            wait()
+            if source is None:
+                recorder.received(key, everyone if received else (), receivers or len(everyone), received)
+            elif source != self._hosts.number:
+                recorder.received(key, (everyone[source],), len(everyone) - 1, received)
+
+        return note
 
     @abstractmethod
     def _begin(self, start: Callable[[], Any], nbytes: int, what: str) -> Callable[[], None]:

@@ -232,7 +232,7 @@ def ask_for_the_wrong(ctx):
 
 
 @pytest.mark.ranks(Hosts(2, 2))
-def test_wrong_arguments_are_told(ranks):
+def test_wrong_arguments_are_told(mistaken, ranks):
     ranks.run(ask_for_the_wrong)
 
 
