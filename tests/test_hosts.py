@@ -307,8 +307,7 @@ def ask_for_what_is_not_there(ctx):
         "operation": lambda: ctx.ops.matmul_all_reduce(product, matrix, matrix, config=FusedConfig()),
         "preamble of one": lambda: ctx.ops.matmul_all_reduce_preamble(product, matrix, matrix),
         "trace": lambda: ctx.tracing.enable(),
-        "group": lambda: ctx.ccl.all_reduce(x, x, group=everyone),
-        "barrier of a group": lambda: ctx.device_barrier(everyone),
+        "send of a group": lambda: ctx.ccl.send(x, 0, group=everyone),
     }
     for name, call in calls.items():
         if ctx.cur_rank == 1:
