@@ -10,7 +10,6 @@ import torch.distributed as dist
 from iris import world  # noqa: F401 (importing peer_loss registers what it does when a peer ends)
 from iris.ccl.collectives import Collectives
 from iris.ccl.over_hosts import CollectivesOverHosts
-from iris.compat.c10d import existing_groups
 from iris.compat.cuda import current_raw_stream
 from iris.cuda_graphs.capture import refuse_in_capture
 from iris.errors import NotAStreamError, NotPicklableError, PeerLostError
@@ -23,15 +22,14 @@ from iris.operators.graph_break import breaks_graph
 from iris.ops.operations import Operations
 from iris.ops.over_hosts import OperationsOverHosts
 from iris.runtime.device_barrier import DeviceBarrier
-from iris.runtime.workspace import Workspace
+from iris.runtime.process_groups import ProcessGroups
 from iris.tensors import Factories
 from iris.tracing.recording import Tracing
-from iris.world import Group, check_process_group
-from iris.world.hosts import bind_fates, check_one_host
+from iris.world import check_process_group
 from iris.world.object_broadcast import broadcast_object
 
 
-class Iris(Factories, SymmetricTensors):
+class Iris(Factories, SymmetricTensors, ProcessGroups):
     """A rank's part of a symmetric heap, and what can be done with it. Made by `iris.iris`.
 
     A context manager. Leaving the block closes the context with all ranks. Leaving it by an exception closes it
@@ -85,16 +83,9 @@ class Iris(Factories, SymmetricTensors):
         self.gpu_id = self.device.index or 0
         self.heap = SymmetricHeap(self._world.group, heap_size, self.device, hosts)
         self.heap_size = heap_size
-        self._record = DeviceRecord(self.device)
-        # By process group, None for the world. The kernels of a workspace reach the ranks of this host alone.
-        self._groups: dict[dist.ProcessGroup | None, Group] = {None: self._world.group}
         self._barriers: dict[dist.ProcessGroup | None, DeviceBarrier] = {}
         try:
-            self._workspaces: dict[dist.ProcessGroup | None, Workspace] = {
-                None: Workspace(hosts.group, self.device, self._record)
-            }
-            if self.num_hosts > 1:
-                bind_fates(self._world.group, hosts.group)
+            ProcessGroups.__init__(self, self._world, DeviceRecord(self.device))
         except BaseException:
             self.heap.close()
             raise
@@ -224,9 +215,10 @@ class Iris(Factories, SymmetricTensors):
         stream = current_raw_stream(self.gpu_id) if self.device.type == "cuda" else None
         capturing = stream is not None and torch.cuda.is_current_stream_capturing()
         self._barriers[group].enqueue(stream, capturing)
-        if group is None and self._rail:
-            # All ranks of this host have come: when one rank of each other host knows that of its own, so have all.
-            self._rail.barrier()
+        spanning = self._spanning.get(group)
+        if spanning is not None and spanning.rail:
+            # All members on this host have come: when one of each other host knows that of its own, so have all.
+            spanning.rail.barrier()
 
     @breaks_graph("the ranks meet on the host")
     def broadcast(self, value: Any, src: int = 0, *, source_rank: int | None = None) -> Any:
@@ -305,30 +297,18 @@ class Iris(Factories, SymmetricTensors):
 
     def _release(self) -> None:
         """Give all memory back, without meeting the others. The caller guarantees that this rank's kernels are over."""
-        for workspace in self._workspaces.values():
-            workspace.close()
+        self._close_groups()
         self.heap.close()
-        if self._rail:
-            self._rail.close()
         # The library's own memory goes with those that use it.
         self._barriers.clear()
         self.ccl.close()
         self.ops.close()
         self._workspaces.clear()
 
-    def _forget_destroyed_groups(self) -> None:
-        """Give back the memory of groups that torch has destroyed."""
-        there = existing_groups()
-        gone = [group for group in self._groups if group is not None and group not in there]
-        if gone and self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        for group in gone:
-            del self._groups[group]
-            self._barriers.pop(group, None)
-            self.ccl.forget(group)
-            workspace = self._workspaces.pop(group, None)
-            if workspace is not None:
-                workspace.close()
+    def _forget(self, group: dist.ProcessGroup) -> None:
+        self._barriers.pop(group, None)
+        self.ccl.forget(group)
+        super()._forget(group)
 
     def _drain(self, stream: torch.cuda.Stream | None = None) -> None:
         """Wait on the host for ``stream`` (None: the device), and raise what its kernels have recorded."""
@@ -346,29 +326,6 @@ class Iris(Factories, SymmetricTensors):
         """Raise what kernels of the library have recorded, as far as it is known. Local; does not wait."""
         for workspace in self._workspaces.values():
             workspace.abort_flag.raise_recorded(describe_address)
-
-    def _check_whole(self, process_group: dist.ProcessGroup | None) -> None:
-        """Raise `GroupAbortedError` if the group is broken."""
-        if process_group in self._workspaces:
-            self._workspaces[process_group].abort_flag.check()
-        if process_group in self._groups:
-            self._groups[process_group].check()
-
-    def _group(self, process_group: dist.ProcessGroup | None) -> Group:
-        if not isinstance(process_group, dist.ProcessGroup | None):
-            Group(process_group)  # says what it is instead
-        if process_group not in self._groups:
-            self._groups[process_group] = Group(process_group)
-        return self._groups[process_group]
-
-    def _workspace(self, process_group: dist.ProcessGroup | None) -> Workspace:
-        if process_group not in self._workspaces:
-            self._forget_destroyed_groups()
-            members = self._group(process_group)
-            if self.num_hosts > 1:
-                check_one_host(self._world.group, self._world.hosts, members)
-            self._workspaces[process_group] = Workspace(members, self.device, self._record)
-        return self._workspaces[process_group]
 
     def _log(self, level: int, message: object) -> None:
         logger.log(level, "[%d/%d] %s", self.cur_rank, self.num_ranks, message)

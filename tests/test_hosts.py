@@ -13,7 +13,6 @@ from rank_pool import Hosts, needs_gloo
 from torch.distributed import distributed_c10d
 
 import iris
-import iris.distributed  # noqa: F401 (registers the backend)
 from iris import info
 from iris.errors import (
     AsymmetricHeapError,
@@ -307,8 +306,7 @@ def ask_for_what_is_not_there(ctx):
         "operation": lambda: ctx.ops.matmul_all_reduce(product, matrix, matrix, config=FusedConfig()),
         "preamble of one": lambda: ctx.ops.matmul_all_reduce_preamble(product, matrix, matrix),
         "trace": lambda: ctx.tracing.enable(),
-        "group": lambda: ctx.ccl.all_reduce(x, x, group=everyone),
-        "barrier of a group": lambda: ctx.device_barrier(everyone),
+        "send of a group": lambda: ctx.ccl.send(x, 0, group=everyone),
     }
     for name, call in calls.items():
         if ctx.cur_rank == 1:
@@ -322,16 +320,3 @@ def ask_for_what_is_not_there(ctx):
 @pytest.mark.ranks(Hosts(2, 2))
 def test_what_is_not_built_over_hosts_says_so(ranks):
     ranks.run(ask_for_what_is_not_there)
-
-
-def use_the_backend(ctx):
-    group = dist.new_group(backend="iris")
-    x = torch.ones(3, device=ctx.device)
-    with pytest.raises(SeveralHostsError, match="the backend iris"):
-        dist.all_reduce(x, group=group)
-    ctx.barrier()
-
-
-@pytest.mark.ranks(Hosts(2, 2))
-def test_the_backend_of_torch_says_that_it_is_for_one_host(ranks):
-    ranks.run(use_the_backend)

@@ -41,7 +41,7 @@ from iris.distributed.calls import (
     on_a_stream,
 )
 from iris.distributed.group import NAME, ProcessGroupBase
-from iris.errors import InvalidCollectiveError, IrisError
+from iris.errors import InvalidCollectiveError, IrisError, SeveralHostsError
 from iris.simulator.streams import Stream
 from iris.world.members import await_all, introduce
 
@@ -227,7 +227,13 @@ class ProcessGroup(ProcessGroupBase):
         device = tensors[0].device
         if device.type != self.device_type:
             return getattr(self._beside(device), call)(tensors, peer, tag)
-        ccl, stream = self.context(device, call).ccl, self._stream_for((call, peer), device)
+        context = self.context(device, call)
+        if context.num_hosts > 1:
+            raise SeveralHostsError(
+                f"{call}() of the backend iris",
+                "Use a group of ranks that are on one host, or a group with the backend nccl, in the simulator gloo.",
+            )
+        ccl, stream = context.ccl, self._stream_for((call, peer), device)
 
         def enqueue() -> None:
             with torch.no_grad():

@@ -12,9 +12,10 @@ from torch import Tensor
 from iris import observer
 from iris.ccl.collectives import Collectives
 from iris.ccl.config import Config
+from iris.ccl.over_hosts import CollectivesOverHosts
 from iris.ccl.work import Work
 from iris.context import Iris
-from iris.errors import InvalidCollectiveError
+from iris.errors import InvalidCollectiveError, SeveralHostsError
 from iris.simulator.streams import Enqueued
 
 # Enough for most of the link's bandwidth.
@@ -162,7 +163,9 @@ def on_a_stream(method: Callable[..., Any]) -> Callable[..., dist.Work]:
         stream: torch.cuda.Stream | None = None
         asynchronous = any(getattr(value, "asyncOp", False) for value in values)
         if asynchronous:
-            ccl, stream = _BesideComputation(whole), self._stream_for("collectives", device)
+            stream = self._stream_for("collectives", device)
+            # Over hosts each step is chosen, and takes no configuration.
+            ccl = whole if isinstance(whole, CollectivesOverHosts) else _BesideComputation(whole)
 
         given = functools.partial(_enqueue, method, self, ccl, stream, device, tensors, args, kwargs)
         if not asynchronous or observer.recorder is None:
@@ -230,7 +233,17 @@ def check_splits(role: str, tensor: Tensor, rows: Sequence[int], size: int) -> N
         )
 
 
-def exchange(ccl: Collectives, output: Tensor, input: Tensor, receive: list[int], send: list[int]) -> None:
+def exchange(
+    ccl: Collectives | _BesideComputation, output: Tensor, input: Tensor, receive: list[int], send: list[int]
+) -> None:
     """Counts of elements, a rank each; what is for or from a rank lies behind that of the rank before."""
+    if isinstance(ccl, CollectivesOverHosts):
+        if len({*receive, *send}) > 1:
+            raise SeveralHostsError(
+                f"An all_to_all of unequal parts by the backend iris ({send} elements to, {receive} from each rank)",
+                "Pad them to equal sizes, or use a group with the backend nccl, in the simulator gloo.",
+            )
+        ccl.all_to_all(output.view(-1), input.view(-1))
+        return
     receive_from, send_from = ([0, *accumulate(counts[:-1])] for counts in (receive, send))
     ccl.all_to_all_v(output, input, send, send_from, receive, receive_from)

@@ -11,7 +11,7 @@ from iris import simulator
 from iris.compat.c10d import backend_of, describe, is_split_group, set_backend
 from iris.context import Iris
 from iris.cuda_graphs.capture import refuse_in_capture
-from iris.errors import HeapClosedError, InvalidGroupError, SeveralHostsError, WrongDeviceError
+from iris.errors import HeapClosedError, InvalidGroupError, WrongDeviceError
 from iris.simulator.streams import Stream
 
 NAME = "iris"
@@ -54,13 +54,7 @@ class ProcessGroupBase(dist.ProcessGroup):
             refuse_in_capture(f"{call}() of torch.distributed")
             if device.type == "cuda" and device.index is not None:
                 torch.cuda.set_device(device)
-            made = Iris(0, process_group=self)
-            if made.num_hosts > 1:
-                made._release()
-                raise SeveralHostsError(
-                    f"{call}() of the backend iris", "Use the backend nccl, or gloo in the simulator, or ctx.ccl."
-                )
-            self._context = made
+            self._context = Iris(0, process_group=self)
         return self._context
 
     # What torch asks about a group ------------------------------------------------------------------------------------
@@ -123,8 +117,14 @@ class ProcessGroupBase(dist.ProcessGroup):
 
         Kernels that wait in vain end by their own time limit, and memory that they use stays.
         """
-        if self._context is not None:
-            self._context._workspaces[None].abort_flag.abort(f"rank {self._context.cur_rank} called abort().")
+        if self._context is None:
+            return
+        why = f"rank {self._context.cur_rank} called abort()"
+        if self._context.num_hosts > 1:
+            # The flag is seen on this host. Those of others find it in the place of a meeting.
+            self._context._world.group.break_off(why)
+        else:
+            self._context._workspaces[None].abort_flag.abort(f"{why}.")
 
     # Splitting --------------------------------------------------------------------------------------------------------
 

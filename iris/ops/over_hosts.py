@@ -56,7 +56,7 @@ class HostContext(CollectivesContext):
         self.cur_rank, self.num_ranks, self.num_hosts = hosts.local_rank, len(hosts.local_ranks), 1
         self.device, self.gpu_id, self.heap, self.ccl = context.device, context.gpu_id, context.heap, _of_host(context)
         self._world = World(hosts.group, context.device, hosts, None)
-        self._workspaces = context._workspaces
+        self._workspaces, self._spanning = context._workspaces, {}
         bases, size = context.heap.mapping.bases, context.heap.mapped_size
         record = context._workspaces[None].abort_flag.record
         self._device_context = context_tensor(self.cur_rank, bases, size, record, context.device)

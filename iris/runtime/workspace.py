@@ -231,6 +231,7 @@ class RankContext(Protocol):
     heap: SymmetricHeap
     _world: World
     _workspaces: dict[dist.ProcessGroup | None, Workspace]
+    _spanning: dict[dist.ProcessGroup | None, World]
 
     def get_cu_count(self) -> int: ...
 

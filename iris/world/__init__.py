@@ -1,10 +1,21 @@
 """Who takes part: ranks, the device of each, and how their hosts talk."""
 
 from iris.errors import names
-from iris.world.bootstrap import World, join
+from iris.world.bootstrap import World, join, narrow
 from iris.world.group import Group, check_process_group
 from iris.world.hosts import Hosts
 from iris.world.placement import Placement, choose_device
 from iris.world.rail import Rail
 
-__all__ = ["Group", "Hosts", "Placement", "Rail", "World", "check_process_group", "choose_device", "join", "names"]
+__all__ = [
+    "Group",
+    "Hosts",
+    "Placement",
+    "Rail",
+    "World",
+    "check_process_group",
+    "choose_device",
+    "join",
+    "names",
+    "narrow",
+]

@@ -19,7 +19,7 @@ from iris.cuda_graphs.capture import a_graph_lives
 from iris.errors import MismatchedSettingsError
 from iris.world.gloo_rail import GlooRail
 from iris.world.group import Group
-from iris.world.hosts import Hosts, divide
+from iris.world.hosts import Hosts, divide, divide_members
 from iris.world.nccl_rail import NcclRail
 from iris.world.placement import (
     Placement,
@@ -93,6 +93,17 @@ def join(process_group: dist.ProcessGroup | None = None) -> World:
     check_own_gpus(placements)
     group.agree(lambda: check_peer_access(placements, group.rank, device), "reach the GPUs of its peers")
     return World(group, device, hosts, connect(group, hosts, device) if len(hosts) > 1 else None)
+
+
+def narrow(world: World, members: Group) -> World:
+    """The part of ``world`` that the members of a group are. Collective over these, if they are on several hosts.
+
+    Then it blocks the host, and gives them a rail of their own. Raises `InvalidGroupError` on every member, if hosts
+    have different numbers of them.
+    """
+    hosts = divide_members(members, world.group, world.hosts)
+    rail = connect(members, hosts, world.device) if len(hosts) > 1 else None
+    return World(members, world.device, hosts, rail)
 
 
 def connect(group: Group, hosts: Hosts, device: torch.device) -> Rail:

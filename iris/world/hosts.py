@@ -6,12 +6,12 @@ the same number of ranks. A *local rank* counts the ranks of a host in the order
 """
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 from iris import observer
 from iris.arg_parser import index
-from iris.errors import GroupAbortedError, InvalidGroupError, RankOutOfRangeError, SeveralHostsError, names
+from iris.errors import GroupAbortedError, InvalidGroupError, RankOutOfRangeError, names
 from iris.world.group import Group
 from iris.world.placement import Placement
 
@@ -83,43 +83,81 @@ def divide(group: Group, placements: Sequence[Placement]) -> Hosts:
     InvalidGroupError
         The hosts have different numbers of ranks.
     """
-    found: dict[str, list[int]] = {}
-    for rank, placement in enumerate(placements):
-        found.setdefault(placement.host, []).append(rank)
-    ranks = tuple(map(tuple, found.values()))
+    ranks = _by_host([placement.host for placement in placements])
     host_names = tuple(placements[those[0]].host_name for those in ranks)
     if len(ranks) > 1:
-        _check(group, ranks, host_names)
+        _check_numbers(
+            ranks,
+            host_names,
+            group,
+            "Every host has the same number of ranks, and these differ",
+            "Start as many on each (torchrun --nproc-per-node), or give iris.iris() a process_group with as many ranks "
+            "of each.",
+        )
+    return _seen_by(group, ranks, host_names)
+
+
+def divide_members(members: Group, everyone: Group, hosts: Hosts) -> Hosts:
+    """The hosts of some of the ranks of ``everyone``, who are on ``hosts``. Members make their host's group.
+
+    Nobody waits. Raises `InvalidGroupError` on every member if hosts have different numbers of them.
+    """
+    on_host = hosts_of(members.ranks, everyone, hosts)
+    ranks = _by_host(on_host)
+    host_names = tuple(hosts.names[on_host[those[0]]] for those in ranks)
+    if len(ranks) > 1:
+        _check_numbers(
+            ranks,
+            host_names,
+            members,
+            "A group over several hosts has the same number of ranks on each, and these differ",
+            "Use a group with as many ranks of each, or of one host alone; or for this group the backend nccl of "
+            "torch.distributed, in the simulator gloo.",
+        )
+    return _seen_by(members, ranks, host_names)
+
+
+def hosts_of(ranks: Sequence[int], everyone: Group, hosts: Hosts) -> list[int]:
+    """The host of each of these ranks (in the world). Raises `InvalidGroupError` if one is not among ``everyone``."""
+    strangers = [rank for rank in ranks if rank not in everyone.ranks]
+    if strangers:
+        raise InvalidGroupError(
+            f"The group has {names(strangers)}, and this context has {names(list(everyone.ranks))}. Use a group of "
+            "these, or make a context for the group: iris.iris(process_group=group)."
+        )
+    return [hosts.host_of(everyone.ranks.index(rank)) for rank in ranks]
+
+
+def _by_host(on_host: Sequence[Hashable]) -> tuple[tuple[int, ...], ...]:
+    """The ranks of each host, from the host of each rank."""
+    found: dict[Hashable, list[int]] = {}
+    for rank, host in enumerate(on_host):
+        found.setdefault(host, []).append(rank)
+    return tuple(map(tuple, found.values()))
+
+
+def _seen_by(group: Group, ranks: tuple[tuple[int, ...], ...], host_names: tuple[str, ...]) -> Hosts:
+    """The hosts as this rank of the group sees them. It makes its host's group, where there are several."""
     host_of = {rank: number for number, those in enumerate(ranks) for rank in those}
     number = host_of[group.rank]
     own = group if len(ranks) == 1 else Group(group.process_group, part=ranks[number])
     return Hosts(own, number, ranks[number].index(group.rank), ranks, host_names, host_of)
 
 
-def _check(group: Group, ranks: Sequence[Sequence[int]], host_names: Sequence[str]) -> None:
-    places = "; ".join(
+def _check_numbers(
+    ranks: Sequence[Sequence[int]], host_names: Sequence[str], group: Group, rule: str, instead: str
+) -> None:
+    if len(set(map(len, ranks))) > 1:
+        counts = ", ".join(f"{len(those)} on {name}" for those, name in zip(ranks, host_names, strict=True))
+        raise InvalidGroupError(f"{rule}: {counts} ({_places(ranks, host_names, group)}). {instead}")
+
+
+def _places(ranks: Sequence[Sequence[int]], host_names: Sequence[str], group: Group) -> str:
+    """Which ranks are where, in words and in the world's numbers."""
+    return "; ".join(
         f"{names([group.ranks[rank] for rank in those])} on {name}"
         for those, name in zip(ranks, host_names, strict=True)
     )
-    if len(set(map(len, ranks))) > 1:
-        counts = ", ".join(f"{len(those)} on {name}" for those, name in zip(ranks, host_names, strict=True))
-        raise InvalidGroupError(
-            f"Every host has the same number of ranks, and these differ: {counts} ({places}). Start as many on each "
-            "(torchrun --nproc-per-node), or give iris.iris() a process_group with as many ranks of each."
-        )
-
-
-def check_one_host(group: Group, hosts: Hosts, members: Group) -> None:
-    """Raise `SeveralHostsError` unless all ``members`` of ``group``, by their ranks in the world, are on one host."""
-    theirs: dict[str, list[int]] = {name: [] for name in hosts.names}
-    for rank in members.ranks:
-        theirs[hosts.name_of(group.ranks.index(rank))].append(rank)
-    places = "; ".join(f"{names(ranks)} on {name}" for name, ranks in theirs.items() if ranks)
-    if len(list(filter(None, theirs.values()))) > 1:
-        raise SeveralHostsError(
-            f"A collective or a device barrier of a group ({places})",
-            "Use a group of the ranks of one host, or no group: then all ranks of the context take part.",
-        )
 
 
 def bind_fates(everyone: Group, host: Group) -> None:

@@ -33,9 +33,13 @@ COMBINES = ["all_reduce", "reduce_scatter", "reduce"]
 
 
 def move(ctx, cases):
-    arena = Arena(ctx.empty(32 << 20, dtype=torch.uint8))
+    move_among(ctx, cases, ctx.empty(32 << 20, dtype=torch.uint8))
+
+
+def move_among(ctx, cases, memory, members=None, group=None):
+    arena = Arena(memory)
     for call, case in enumerate(cases):
-        perform(ctx, arena, case, call)
+        perform(ctx, arena, case, call, members, group)
 
 
 @pytest.mark.ranks(*HOSTS)
@@ -66,28 +70,32 @@ def in_order(values, op):
     return (total / len(values) if op is ReduceOp.AVG else total).to(dtype)
 
 
-def combine(ctx, hosts, cases):
+def combine(ctx, hosts, cases, members=None, group=None):
     """Each result is, bit by bit, that of one step within each host, and one over the hosts."""
+    members = list(range(ctx.num_ranks)) if members is None else members
+    size, places = len(members), [hosts.host_of(rank) for rank in members]
     for call, (collective, shape, dtype, op, layout) in enumerate(cases):
-        size = ctx.num_ranks
         whole = (size * shape[0], *shape[1:]) if collective == "reduce_scatter" else shape
-        inputs = [data(whole, dtype, rank, call, op) for rank in range(size)]
-        of_hosts = [in_order([inputs[rank] for rank in hosts.ranks_of(host)], op) for host in range(hosts.hosts)]
-        expected = in_order(of_hosts, op)
+        inputs = {rank: data(whole, dtype, rank, call, op) for rank in members}
+        by_host = [[inputs[rank] for rank in members if hosts.host_of(rank) == host] for host in sorted({*places})]
+        expected = in_order([in_order(values, op) for values in by_host], op)
         input = inputs[ctx.cur_rank].to(ctx.device, copy=True)
         if layout == "stepped":
             input = torch.stack([input, input], -1)[..., 0]
         if collective == "reduce_scatter":
-            expected = expected.view(size, *shape)[ctx.cur_rank]
+            expected = expected.view(size, *shape)[members.index(ctx.cur_rank)]
             output = torch.empty(shape, dtype=dtype, device=ctx.device)
         else:
-            output = input if layout == "in place" else ctx.empty(shape, dtype=dtype)
-        root, here = call % size, call % size == ctx.cur_rank
+            # On the heap, which all ranks have to allocate.
+            empty = ctx.empty if group is None else functools.partial(torch.empty, device=ctx.device)
+            output = input if layout == "in place" else empty(shape, dtype=dtype)
+        root = members[call % size]
+        here = root == ctx.cur_rank
         try:
             if collective == "reduce":
-                ctx.ccl.reduce(output if here else None, input, root, op=op)
+                ctx.ccl.reduce(output if here else None, input, root, op=op, group=group)
             else:
-                getattr(ctx.ccl, collective)(output, input, op=op)
+                getattr(ctx.ccl, collective)(output, input, op=op, group=group)
             if collective != "reduce" or here:
                 assert_same_bits(output, expected)
         except Exception as error:
@@ -315,6 +323,6 @@ def public(cls):
 
 def test_every_collective_is_either_built_or_refused():
     """None is that of the host's ranks by oversight."""
-    of_groups = {"communicator", "forget", "close", "release_graphs", "barrier"}
+    of_groups = {"communicator", "release_graphs", "barrier"}
     own = public(CollectivesOverHosts) & set(vars(CollectivesOverHosts))
     assert own | of_groups == public(Collectives) and not own & of_groups

@@ -42,7 +42,7 @@ def values(ctx, count, rank, call=0):
 
 
 def collectives(ctx, group, members):
-    """Every call of ``torch.distributed`` that the backend serves, against what it should give."""
+    """Every call of ``torch.distributed`` that the backend serves on any number of hosts, and what it should give."""
     size, rank = len(members), members.index(ctx.cur_rank)
     first, last = members[0], members[-1]
     everyone = torch.stack([values(ctx, 6 * size, peer) for peer in range(size)])
@@ -57,7 +57,7 @@ def collectives(ctx, group, members):
     average = own.clone()
     dist.reduce(average, last, dist.ReduceOp.AVG, group=group)
     if rank == size - 1:
-        assert torch.equal(average, everyone.sum(0) / size)
+        torch.testing.assert_close(average, everyone.sum(0) / size)
 
     sent = own.clone()
     dist.broadcast(sent, last, group=group)
@@ -86,15 +86,6 @@ def collectives(ctx, group, members):
     result = torch.empty_like(own)
     dist.all_to_all_single(result, own, group=group)
     assert torch.equal(result.view(size, 6), everyone.view(size, size, 6)[:, rank])
-    rows = own[: sum(counts)].repeat_interleave(2).view(-1, 2)
-    result = torch.empty(size * counts[rank], 2, device=ctx.device)
-    dist.all_to_all_single(result, rows, [counts[rank]] * size, counts, group=group)
-    expected = torch.cat([row[: sum(counts)].split(counts)[rank] for row in everyone])
-    assert torch.equal(result, expected.repeat_interleave(2).view(-1, 2))
-    lists = [torch.empty(counts[rank], device=ctx.device) for _ in members]
-    dist.all_to_all(lists, list(own[: sum(counts)].split(counts)), group=group)
-    assert torch.equal(torch.cat(lists), expected)
-
     gathered = [torch.empty_like(own) for _ in members] if rank == 0 else None
     dist.gather(own, gathered, first, group=group)
     if rank == 0:
@@ -103,22 +94,35 @@ def collectives(ctx, group, members):
     dist.scatter(scattered, list(own.view(size, 6).unbind()) if rank == size - 1 else None, last, group=group)
     assert torch.equal(scattered, everyone[-1].view(size, 6)[rank])
 
-    if size > 1:
-        after, before = members[(rank + 1) % size], members[rank - 1]
-        # In any order, and of more than a queue holds.
-        for repeats, order in ((1, 1), (1, -1), (6_000, -1)):
-            sent = own.repeat(repeats)
-            received = torch.empty_like(sent)
-            calls = [dist.P2POp(dist.isend, sent, after, group), dist.P2POp(dist.irecv, received, before, group)]
-            for work in dist.batch_isend_irecv(calls[::order]):
-                work.wait()
-            assert torch.equal(received, everyone[rank - 1].repeat(repeats))
-
     objects = [None] * size
     dist.all_gather_object(objects, {"rank": rank}, group=group)
     assert objects == [{"rank": peer} for peer in range(size)]
     dist.barrier(group=group)
-    dist.destroy_process_group(group)
+
+
+def unequal_parts_and_messages(ctx, group, members):
+    """What the backend serves on one host alone."""
+    size, rank = len(members), members.index(ctx.cur_rank)
+    everyone = torch.stack([values(ctx, 6 * size, peer) for peer in range(size)])
+    own, counts = everyone[rank], [2 * peer % 6 + 1 for peer in range(size)]
+    rows = own[: sum(counts)].repeat_interleave(2).view(-1, 2)
+    result = rows.new_empty(size * counts[rank], 2)
+    dist.all_to_all_single(result, rows, [counts[rank]] * size, counts, group=group)
+    expected = torch.cat([row[: sum(counts)].split(counts)[rank] for row in everyone])
+    assert torch.equal(result, expected.repeat_interleave(2).view(-1, 2))
+    lists = [torch.empty(counts[rank], device=ctx.device) for _ in members]
+    dist.all_to_all(lists, list(own[: sum(counts)].split(counts)), group=group)
+    assert torch.equal(torch.cat(lists), expected)
+
+    after, before = members[(rank + 1) % size], members[rank - 1]
+    # In any order, and of more than a queue holds.
+    for repeats, order in ((1, 1), (1, -1), (6_000, -1)) if size > 1 else ():
+        sent = own.repeat(repeats)
+        received = torch.empty_like(sent)
+        calls = [dist.P2POp(dist.isend, sent, after, group), dist.P2POp(dist.irecv, received, before, group)]
+        for work in dist.batch_isend_irecv(calls[::order]):
+            work.wait()
+        assert torch.equal(received, everyone[rank - 1].repeat(repeats))
 
 
 def of_all_and_of_some(ctx):
@@ -127,6 +131,8 @@ def of_all_and_of_some(ctx):
         group = make_group(ctx, members)
         if ctx.cur_rank in members:
             collectives(ctx, group, members)
+            unequal_parts_and_messages(ctx, group, members)
+            dist.destroy_process_group(group)
 
 
 @pytest.mark.ranks(2, 3)

@@ -1,0 +1,132 @@
+"""The ranks of a collective over several hosts, and the steps that `iris.ccl.over_hosts` composes it of.
+
+In each step either the ranks of a host move data, by a collective of `Collectives` among these, or those of a rail do.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from iris.ccl import checks
+from iris.ccl.collectives import Collectives
+from iris.ccl.host_order import HostOrder
+from iris.ccl.host_sums import add_up
+from iris.ccl.reduction import reduction
+from iris.compat.cuda import current_raw_stream
+from iris.errors import IrisError
+from iris.world import Rail, World
+from iris.world.rail import as_bytes
+
+
+class Root(NamedTuple):
+    """The root of a collective.
+
+    ``here``: this rank is it; ``host``: its host; ``on_rail``: this rank has its local rank; ``in_this_host``: which
+    rank of this host has its local rank, by its rank in the world.
+    """
+
+    here: bool
+    host: int
+    on_rail: bool
+    in_this_host: int
+
+
+class Span:
+    """All ranks of a context, or the members of a group of it. Hosts and local ranks are counted among these.
+
+    Attributes
+    ----------
+    size : int
+        How many ranks there are.
+    ranks : tuple of int
+        Their ranks in the world.
+    device : torch.device
+        What this rank's tensors are on.
+    rank : int
+        This rank, among them.
+    whole : Group
+        Where they meet on the host.
+    hosts, rail, order
+        Which ranks are on which host; how this one reaches those of other hosts; the order of rows by host.
+    group : ProcessGroup or None
+        By which ``within`` knows those of this host; None for all ranks.
+    within : Collectives
+        The collectives among these.
+    """
+
+    def __init__(
+        self,
+        part: World,
+        rail: Rail,
+        within: Collectives,
+        group: dist.ProcessGroup | None,
+        num_ranks: int,
+        index: int,
+    ) -> None:
+        """Local. ``num_ranks``: of the context; ``index``: of this rank's GPU."""
+        self.size, self.ranks, self.device = part.size, part.group.ranks, part.device
+        self.rank, self.whole, self.hosts, self.rail = part.rank, part.group, part.hosts, rail
+        self.order = HostOrder(part.hosts, part.device)
+        self.group, self.within = group, within
+        self._num_ranks, self._index = num_ranks, index
+
+    def stream(self) -> int | None:
+        """The handle of the current stream; None in the simulator."""
+        return current_raw_stream(self._index) if self.device.type == "cuda" else None
+
+    def root(self, role: str, rank: int) -> Root:
+        """Where ``rank`` (in the world), which has this role, is. Raises if there is none."""
+        number = checks.rank_in_group(self, role, rank, self._num_ranks)
+        host = self.hosts.host_of(number)
+        local = self.hosts.ranks[host].index(number)
+        in_this_host = self.ranks[self.hosts.local_ranks[local]]
+        return Root(number == self.rank, host, self.hosts.local_rank == local, in_this_host)
+
+    @contextlib.contextmanager
+    def root_alone(self, name: str) -> Iterator[None]:
+        """Around checks of what the root alone gives: the others would wait for it, so it breaks the group."""
+        try:
+            yield
+        except IrisError as error:
+            this, why = self.ranks[self.rank], str(error).rstrip(".")
+            self.whole.break_off(f"rank {this} is the root of {name}(), and refused it: {why}")
+            raise
+
+    def all_gather(self, output: torch.Tensor, input: torch.Tensor, call: str) -> None:
+        """Both are contiguous; ``call``: what this is a step of, in words, the same on all ranks."""
+        mine, hosts = as_bytes(input), self.hosts
+        everyone = as_bytes(output).view(self.size, len(mine))
+        arrived = mine.new_empty(len(hosts), len(mine))
+        wait = self.rail.all_gather(arrived, mine, call)
+        self._spread(everyone, mine, hosts.number)
+        wait()
+        for host in range(len(hosts)):
+            if host != hosts.number:
+                self._spread(everyone, arrived[host], host)
+
+    def _spread(self, everyone: torch.Tensor, part: torch.Tensor, host: int) -> None:
+        """Gather the rows of a host's ranks: local rank l brings that of its l-th rank as ``part``. All are bytes."""
+        rows = self.order.view_of_host(everyone, host)
+        if rows is not None:
+            self.within.all_gather(rows, part, group=self.group)
+            return
+        rows = part.new_empty(len(self.hosts.local_ranks), len(part))
+        self.within.all_gather(rows, part, group=self.group)
+        self.order.write_of_host(everyone, host, rows)
+
+    def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, op: Any, call: str) -> None:
+        """Both are contiguous; ``call`` is as for `all_gather`."""
+        hosts, mine = self.hosts, as_bytes(output)
+        rows = as_bytes(input).view(self.size, len(mine))
+        sums = mine.new_empty(len(hosts), len(mine))
+        others = [host for host in range(len(hosts)) if host != hosts.number]
+        for host in (*others, hosts.number):
+            summands = self.order.of_host(rows, host)
+            of_host = sums[host].view(input.dtype)
+            self.within.reduce_scatter(of_host, summands.view(input.dtype), op=op, group=self.group)
+        arrived = torch.empty_like(sums)
+        self.rail.all_to_all(arrived, sums, call)()
+        add_up(output, arrived.view(input.dtype), reduction(op)[0], self.stream())
