@@ -50,6 +50,7 @@ def wait_in_ptx(PARTS, STRIDE, LOWEST, POLLS):
     lines += ["POLL:"]
     for part in range(PARTS):
         words = ", ".join(f"${4 * part + word}" for word in range(4))
+        # In no order with anything else, as `iris.language.ordering.load_relaxed`: the words are their own flags.
         lines += [f"@reads{part} ld.relaxed.sys.global.v4.b32 {{{words}}}, [${address} + {part * STRIDE}];"]
     lines += ["mov.b32 late, 0;"]
     for part in range(PARTS):
