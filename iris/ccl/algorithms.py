@@ -19,7 +19,18 @@ is fastest up to how many bytes. Of their rows the first is taken whose algorith
 on nothing that may differ between ranks.
 """
 
-from iris.ccl import atomic, broadcast, exchange, exchange_v, lamport_all_reduce, one_hop, pull, ring, two_shot
+from iris.ccl import (
+    atomic,
+    broadcast,
+    exchange,
+    exchange_v,
+    one_hop,
+    one_shot,
+    pull,
+    ring,
+    two_shot,
+    two_shot_push,
+)
 from iris.ccl.call import Algorithm, Call
 from iris.ccl.communicator import Communicator, Launch
 from iris.ccl.config import ALL_REDUCE_VARIANTS
@@ -28,7 +39,18 @@ from iris.errors import InvalidConfigError, UnsupportedReductionError
 
 ALGORITHMS: tuple[Algorithm, ...] = tuple(
     algorithm
-    for file in (one_hop, lamport_all_reduce, exchange, exchange_v, broadcast, two_shot, pull, ring, atomic)
+    for file in (
+        one_hop,
+        one_shot,
+        two_shot_push,
+        exchange,
+        exchange_v,
+        broadcast,
+        two_shot,
+        pull,
+        ring,
+        atomic,
+    )
     for algorithm in file.ALGORITHMS
 )
 

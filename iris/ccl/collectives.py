@@ -2,7 +2,7 @@
 
 A call takes four steps. `Enqueuer._enter` finds the group and the stream. A key of all that a launch depends on finds
 the launch of an earlier call. Where there is none, the arguments are checked, and `iris.ccl.algorithms` chooses the
-algorithm, whose file prepares the launch: for all_reduce of 8 KiB, `lamport_all_reduce`. `Enqueuer._launch` calls it.
+algorithm, whose file prepares the launch: for all_reduce of 8 KiB, `one_shot`. `Enqueuer._launch` calls it.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""The memory through which `iris.ccl.lamport_all_reduce` sends: how tensors are cut into blocks, what these need."""
+"""The memory through which `iris.ccl.one_shot` sends: how tensors are cut into blocks, what these need."""
 
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ from iris.language.target import threads_per_warp
 BLOCK_BYTES = 8192
 # What a warp moves at once. Parts have this size as long as every block gets a program of its own.
 WARP_BYTES = 512
-# Slots of a channel: see `iris.ccl.lamport_all_reduce`.
+# Slots of a channel: see `iris.ccl.one_shot`.
 SLOTS = tl.constexpr(3)
 # A channel is several times as large as the tensor, and each stream has one. So it may take this fraction (1/16).
 SHARE_OF_WORKSPACE = 16

@@ -7,7 +7,7 @@ another NaN, so NaNs do not keep their bits. Who has read an element clears it b
 Why this needs no fence: each word is written by one access of 4 or 8 bytes, naturally aligned, and is never seen in
 part (what the manual says and what the hardware does: `iris.language.ll`). It depends on no other memory: the reader
 takes the value from the very load that showed that it is there. What has to be ordered is the clearing before the next
-use, and each user argues that: see `iris.ccl.lamport_all_reduce`.
+use, and each user argues that: see `iris.ccl.one_shot`.
 
 Elements of less than 4 bytes travel in words of 4, and these in vectors of 16, of which each word is an access of its
 own (PTX ISA, "Vector Data-types"). A word is tested for all of its elements at once. Element by element the test took

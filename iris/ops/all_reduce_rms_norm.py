@@ -1,6 +1,6 @@
 """out = RMSNorm(sum of all ranks' input + residual), in the all-reduce's own pass over the data.
 
-The sum of `iris.ccl.lamport_all_reduce`, by rows: who has received a part of a row has it in registers, adds the
+The sum of `iris.ccl.one_shot`, by rows: who has received a part of a row has it in registers, adds the
 residual, and needs only the mean of the row's squares to write the normalised part. So the row is neither written nor
 read in between, and nothing is launched behind the all-reduce. Over the link, as there. *One shot*: W - 1 times the
 bytes, in one step; *two shot*: 2 (W - 1) / W times the bytes, in two, of which the second sends the sums: each rank
@@ -12,7 +12,7 @@ the shared memory of their cluster (`iris.language.cluster`), or else by LL mess
 the number of the epoch as their flag. Every call that has the row writes the word and reads it in the
 same launch, so what is there before has another number.
 
-Slots, epochs and why three of them are in order: see `iris.ccl.lamport_all_reduce`, with a piece of a row for a block.
+Slots, epochs and why three of them are in order: see `iris.ccl.one_shot`, with a piece of a row for a block.
 A residual is read by the one program that writes it.
 
 A sum is rounded to the input's type, as an all-reduce would, and what follows is computed in float32.
@@ -22,8 +22,8 @@ import triton
 import triton.language as tl
 
 from iris.ccl.combine import PROPAGATE
-from iris.ccl.lamport_all_reduce import peers, push, recv_and_reduce, region
 from iris.ccl.lamport_channel import SLOTS
+from iris.ccl.one_shot import peers, push, recv_and_reduce, region
 from iris.language.cluster import cluster_all_reduce, enter, open_meeting
 from iris.language.context import DeviceContext
 from iris.language.dependent_launch import gdc_launch_dependents, gdc_wait

@@ -9,7 +9,6 @@ from iris.arg_parser import real
 from iris.ccl import Config
 from iris.ccl.checks import compare_calls
 from iris.ccl.communicator import SIMULATED_PROGRAMS, power_of_two
-from iris.ccl.lamport_all_reduce import STEPS
 from iris.ccl.lamport_channel import SHARE_OF_WORKSPACE, SLOTS
 from iris.ccl.protocols import CollectivesContext
 from iris.ccl.select import choose
@@ -42,6 +41,9 @@ REGISTERS, WARPS, EARLY_WARPS = 128, 8, 5
 # of two warps each takes an eighth of a multiprocessor's registers at most, a warp a quarter of a partition's, which
 # collectives leave in each of the four (`iris.ccl.kernel_launch.MOST_REGISTERS`).
 CLUSTER_BYTES, CLUSTER_WARPS = 256, 2
+
+# The variants of all_reduce that have a kernel of their own here, and the steps of each.
+STEPS = {"one_shot": 1, "two_shot_push": 2}
 
 Launch = Callable[["NormCall", float, int | None], None]
 """Called with a call like the one it was made for, `eps` and the stream's handle."""

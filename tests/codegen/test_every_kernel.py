@@ -23,7 +23,6 @@ from codegen.collective_arguments import (
 )
 from codegen.offline import TARGETS, by_turns, compile_for, targets_by_turns
 from codegen.operations import is_barrier, is_data, releases
-from iris.ccl import lamport_all_reduce
 from iris.ccl.atomic import atomic
 from iris.ccl.broadcast import broadcast
 from iris.ccl.exchange import exchange
@@ -31,9 +30,11 @@ from iris.ccl.exchange_v import exchange_v
 from iris.ccl.kernel_launch import ALL_REGISTERS, MOST_REGISTERS, leaving_room
 from iris.ccl.lamport_channel import BLOCK_BYTES, WARP_BYTES
 from iris.ccl.one_hop import one_hop
+from iris.ccl.one_shot import one_shot
 from iris.ccl.pull import pull
 from iris.ccl.ring import ring
 from iris.ccl.two_shot import two_shot
+from iris.ccl.two_shot_push import two_shot_push
 from iris.ops.kernel_arguments import (
     Channel,
     Epilogue,
@@ -233,8 +234,8 @@ def test_accumulators_are_added_to_without_a_lock(target, kernel):
 
 
 MULTIPLIED = {
-    "triton one_shot push": lamport_all_reduce.one_shot,
-    "gluon two_shot push": lamport_all_reduce.two_shot.gluon,
+    "triton one_shot push": one_shot,
+    "gluon two_shot push": two_shot_push.gluon,
     "triton two_shot": two_shot,
     "triton pull": pull,
     "triton ring": ring,
@@ -259,7 +260,7 @@ def test_words_of_a_broadcast_travel_two_at_a_time(kernel):
     assert not re.search(r"st\.global\.b64|ld\.volatile\.global\.b64", code)
 
 
-@pytest.mark.parametrize("kernel", [lamport_all_reduce.one_shot, lamport_all_reduce.one_shot.gluon])
+@pytest.mark.parametrize("kernel", [one_shot, one_shot.gluon])
 def test_parts_of_all_ranks_are_under_way_together(kernel):
     code = compile_for("sm_90", kernel, *arguments_of(kernel, PART=256), num_warps=1).instructions()
     loads = [i for i, line in enumerate(code) if "LDG.E.128.STRONG" in line]
@@ -296,10 +297,10 @@ def pushing(kernel, size, part_bytes, early):
 
 
 PUSHES = {
-    "triton one_shot push": lamport_all_reduce.one_shot,
-    "gluon one_shot push": lamport_all_reduce.one_shot.gluon,
-    "triton two_shot push": lamport_all_reduce.two_shot,
-    "gluon two_shot push": lamport_all_reduce.two_shot.gluon,
+    "triton one_shot push": one_shot,
+    "gluon one_shot push": one_shot.gluon,
+    "triton two_shot push": two_shot_push,
+    "gluon two_shot push": two_shot_push.gluon,
 }
 
 
@@ -344,9 +345,10 @@ def test_no_kernel_is_missing():
         "iris/ccl/atomic",
         "iris/ccl/exchange",
         "iris/ccl/pull",
-        "iris/ccl/lamport_all_reduce",
+        "iris/ccl/one_shot",
         "iris/ccl/ring",
         "iris/ccl/two_shot",
+        "iris/ccl/two_shot_push",
         "iris/demo",
         "iris/ops/all_gather_matmul",
         "iris/ops/copies",

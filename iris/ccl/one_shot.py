@@ -1,12 +1,9 @@
-"""Small and medium all_reduce and reduce_scatter: ranks push data, and each element is its own flag (Lamport).
+"""Small all_reduce and reduce_scatter: one shot, where each element is its own flag (Lamport).
 
-W is the number of ranks, n the bytes of a rank's input. The tables of `iris.ccl.select`, which choose by size, call the
-kernels "one_shot" and "two_shot_push". (`iris.ccl.two_shot` is another algorithm, for any size and type.)
-
-*One shot* is the small all-reduce. Each rank sends its whole input to every other rank, and adds up all W inputs
-itself: (W - 1) n bytes leave it, in one step. The input is cut into blocks of PART elements, with a program for each,
-but by default at most two for each multiprocessor. For each of its blocks, a program does this, with step 1 a block
-ahead of the others:
+W is the number of ranks, n the bytes of a rank's input. Each rank sends its whole input to every other rank, and adds
+up all W inputs itself: (W - 1) n bytes leave it, in one step. The input is cut into blocks of PART elements, with a
+program for each, but by default at most two for each multiprocessor. For each of its blocks, a program does this, with
+step 1 a block ahead of the others:
 
 1. It loads the block, and stores it to every other rank (`push`): into the current *slot*, which is staging memory with
    a place for each source. A slot lies at the same offset in each heap.
@@ -20,10 +17,6 @@ ahead of the others:
    All ranks get the same bits.
 
 In reduce_scatter each rank pushes another part of its input to each: (W - 1) / W n bytes.
-
-*Two shot* sends less and takes longer: 2 (W - 1) / W n bytes, in two steps. A block has W parts of PART elements.
-Rank d adds up part d of each block, as above. It pushes the sum to all others, which wait for it in the same way. A
-program does each step for all of its blocks before the next: with two waits a block there is always one to go on with.
 
 For example, 8 KiB of bf16 among 4 GPUs are 16 blocks of 512 bytes in one shot, and 16 programs of one warp. Each sends
 its block to 3 peers and receives 3 blocks.
@@ -40,8 +33,9 @@ a slot that is not cleared:
 4. So the clears had reached this GPU's L2 cache before the data of line 2 left, and the peer's stores come to the same
    cache later. (That is the hardware. PTX's memory model would want a release in line 2 and an acquire in line 1.)
 
-With two slots this rank would be clearing one while the peer writes to it. (In two shot a rank without a part, beyond
-the end of the tensor, sends no sum. But it has contributed to rank 0's, which all receive.)
+With two slots this rank would be clearing one while the peer writes to it.
+
+Larger tensors are `iris.ccl.two_shot_push`'s, which sends less, in two steps.
 """
 
 import functools
@@ -52,7 +46,7 @@ import triton.language as tl
 
 from iris.ccl.call import Algorithm, Call
 from iris.ccl.combine import accumulate, accumulator, finalize
-from iris.ccl.communicator import Launch, power_of_two
+from iris.ccl.communicator import Launch
 from iris.ccl.kernel_arguments import LamportChannel
 from iris.ccl.kernel_launch import INTEGERS, fitting, kernel_launch
 from iris.ccl.lamport_channel import SLOTS, WARP_BYTES, channel_layout, fits
@@ -64,7 +58,7 @@ from iris.language.jit import jit
 from iris.language.lamport import decode, elements_per_word, lamport_clear, lamport_recv, lamport_send
 from iris.language.ordering import store_after_sync
 
-# Blocks that a program of one shot sends before it waits for the first of them, so that the links are busy while it
+# Blocks that a program sends before it waits for the first of them, so that the links are busy while it
 # adds up. If it sent all of them first, the links would be idle at the end.
 AHEAD = tl.constexpr(1)
 
@@ -137,7 +131,7 @@ def recycle_slot(ctx, channel, block, epoch, W: tl.constexpr, PART: tl.constexpr
 def send_block(
     ctx, channel, input, block, bases, n, send_step, W: tl.constexpr, PART: tl.constexpr, SAME: tl.constexpr
 ):
-    """The first step of one shot, of a block: push it to every other rank."""
+    """The first step of a block: push it to every other rank."""
     rank = ctx.cur_rank
     i = flat(PART, input.dtype.element_ty)
     k = block * PART + i
@@ -169,7 +163,7 @@ def reduce_block(
     PART: tl.constexpr,
     OP: tl.constexpr,
 ):
-    """The second step of one shot, of a block: wait for it from every other rank, and add them up."""
+    """The second step of a block: wait for it from every other rank, and add them up."""
     rank = ctx.cur_rank
     k = block * PART + flat(PART, input.dtype.element_ty)
     epoch = tl.load(channel.epochs + block)
@@ -239,82 +233,16 @@ def one_shot(
                 )
 
 
-@jit
-def two_shot(
-    channel,
-    input,
-    output,
-    factors,
-    n,
-    W: tl.constexpr,
-    RANKS: tl.constexpr,
-    PART: tl.constexpr,
-    OP: tl.constexpr,
-    EARLY: tl.constexpr,
-):
-    """As for `one_shot`; ``RANKS``: the power of two from W on."""
-    ctx = DeviceContext.initialize(channel.context, num_ranks=W)
-    rank, bases = ctx.cur_rank, peers(ctx, W)
-    gdc_wait()
-    if EARLY:
-        gdc_launch_dependents()
-    epochs, slots = channel.epochs, channel.slots
-    element: tl.constexpr = input.dtype.element_ty
-    WORDS: tl.constexpr = PART // elements_per_word(element)
-    i = flat(PART, element)
-    REGION: tl.constexpr = 2 * W * PART
-    blocks = (n + W * PART - 1) // (W * PART)
-    for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
-        slot = region(slots, channel.max_blocks, block, tl.load(epochs + block), REGION=REGION)
-        parts = ()
-        for distance in tl.static_range(1, W):
-            k = (block * W + (rank + distance) % W) * PART + i
-            parts += (tl.load(input + k, mask=k < n),)
-        for distance in tl.static_range(1, W):
-            count = n - (block * W + (rank + distance) % W) * PART
-            push(ctx, slot + rank * PART, i, parts[distance - 1], count=count, bases=bases, distance=distance, W=W)
-    for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
-        received = region(slots, channel.max_blocks, block, tl.load(epochs + block), REGION=REGION)
-        k = (block * W + rank) * PART + i
-        own = tl.load(input + k, mask=k < n)
-        event = ctx.tracing.begin_wait_for_data(received, rank)
-        count = n - (block * W + rank) * PART
-        total = recv_and_reduce(ctx, received, own, count, W=W, PART=PART, OP=OP, factors=factors)
-        ctx.tracing.record_event_end(event)
-        tl.store(output + k, total, mask=k < n)
-        for distance in tl.static_range(1, W):
-            push(ctx, received + (W + rank) * PART, i, total, count=count, bases=bases, distance=distance, W=W)
-    for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
-        epoch = tl.load(epochs + block)
-        recycle_slot(ctx, channel, block, epoch, W=W, PART=PART, STEPS=2)
-        # The sums lie beside each other as they do in the output.
-        sums = region(slots, channel.max_blocks, block, epoch, REGION=REGION) + W * PART
-        count = tl.minimum(n - block * W * PART, W * PART)
-        event = ctx.tracing.begin_wait_for_data(sums, rank)
-        (words,) = lamport_recv(
-            sums, rank, count, WORDS=RANKS * WORDS, PARTS=1, STRIDE=WORDS, element=element, record=ctx._record()
-        )
-        ctx.tracing.record_event_end(event)
-        j = flat(RANKS * PART, element)
-        tl.store(output + block * W * PART + j, decode(words, j, element), mask=(j < count) & (j // PART != rank))
-
-
 def launch_one_shot(call: Call, max_programs: int | None) -> Launch:
     """A launch of all_reduce or reduce_scatter in one step, of at most ``max_programs`` programs."""
     same = call.collective == "all_reduce"
-    shared = _shared_arguments(call, max_programs, steps=1)
+    shared = launch_arguments(call, max_programs, steps=1)
     one_each = shared["programs"] * shared["PART"] >= shared["n"]
     return kernel_launch(call, one_shot, **shared, send_step=0 if same else shared["n"], SAME=same, ONE_EACH=one_each)
 
 
-def launch_two_shot(call: Call, max_programs: int | None) -> Launch:
-    """A launch of all_reduce in two steps, of at most ``max_programs`` programs."""
-    shared = _shared_arguments(call, max_programs, steps=2)
-    return kernel_launch(call, two_shot, **shared, RANKS=power_of_two(call.comm.size))
-
-
-def _shared_arguments(call: Call, max_programs: int | None, steps: int) -> dict[str, Any]:
-    """Programs, warps, and the arguments that both kernels have."""
+def launch_arguments(call: Call, max_programs: int | None, steps: int) -> dict[str, Any]:
+    """Programs, warps, and the arguments that this kernel and `iris.ccl.two_shot_push` have."""
     comm, (dtype, _, op) = call.comm, call.elements
     # Of what each rank wants. In reduce_scatter that is another part of the input for each.
     n = call.elements.number_in(call.output)
@@ -347,8 +275,6 @@ def _shared_arguments(call: Call, max_programs: int | None, steps: int) -> dict[
 FLOATS = torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2
 LAMPORT = frozenset(FLOATS)
 
-STEPS = {"one_shot": 1, "two_shot_push": 2}  # of each algorithm
-
 ALGORITHMS = (
     Algorithm(
         "one_shot",
@@ -356,15 +282,7 @@ ALGORITHMS = (
         launch_one_shot,
         dtypes=LAMPORT,
         min_ranks=2,
-        fits=functools.partial(fits, steps=STEPS["one_shot"]),
+        fits=functools.partial(fits, steps=1),
         limits="is for floating-point tensors, whose elements can be their own flags",
-    ),
-    Algorithm(
-        "two_shot_push",
-        ("all_reduce",),
-        launch_two_shot,
-        dtypes=LAMPORT,
-        min_ranks=2,
-        fits=functools.partial(fits, steps=STEPS["two_shot_push"]),
     ),
 )
