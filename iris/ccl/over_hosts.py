@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from iris.ccl import checks
+from iris.ccl.all_to_all_v_over_hosts import exchange_over_hosts
 from iris.ccl.collectives import Collectives
 from iris.ccl.communicator import Communicator
 from iris.ccl.config import DEFAULT, Config, ReduceOp
@@ -144,6 +145,22 @@ class CollectivesOverHosts(Collectives):
         chunks = theirs.view(-1, number, rows, columns).permute(2, 1, 0, 3).reshape(rows, size, columns)
         span.order.write(as_bytes(result).view(rows, size, columns), chunks, 1)
         _deliver(output, result)
+
+    @_over_hosts
+    def all_to_all_v(
+        self,
+        span: Span,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        send_counts: Sequence[int] | torch.Tensor,
+        send_displs: Sequence[int] | torch.Tensor,
+        recv_counts: Sequence[int] | torch.Tensor,
+        recv_displs: Sequence[int] | torch.Tensor,
+    ) -> None:
+        checks.check_tensor("all_to_all_v", input)
+        lists = send_counts, send_displs, recv_counts, recv_displs
+        exchange_over_hosts(span, output, input, lists, _described("all_to_all_v", input))
+        bump_version(output)
 
     @_over_hosts
     def broadcast(self, span: Span, tensor: torch.Tensor, src: int = 0) -> None:
@@ -280,7 +297,6 @@ class CollectivesOverHosts(Collectives):
             as_bytes(result).copy_(total[:nbytes])
         _deliver(output, result)
 
-    all_to_all_v = _within_a_host("all_to_all_v")
     send = _within_a_host("send")
     recv = _within_a_host("recv")
     all_reduce_preamble = _within_a_host("all_reduce_preamble")

@@ -14,8 +14,9 @@ from iris.ccl.collectives import Collectives
 from iris.ccl.config import Config
 from iris.ccl.over_hosts import CollectivesOverHosts
 from iris.ccl.work import Work
+from iris.compat.cuda import is_current_stream_capturing
 from iris.context import Iris
-from iris.errors import InvalidCollectiveError, SeveralHostsError
+from iris.errors import InvalidCollectiveError
 from iris.simulator.streams import Enqueued
 
 # Enough for most of the link's bandwidth.
@@ -240,12 +241,13 @@ def exchange(
     ccl: Collectives | _BesideComputation, output: Tensor, input: Tensor, receive: list[int], send: list[int]
 ) -> None:
     """Counts of elements, a rank each; what is for or from a rank lies behind that of the rank before."""
-    if isinstance(ccl, CollectivesOverHosts):
-        if len({*receive, *send}) > 1:
-            raise SeveralHostsError(
-                f"An all_to_all of unequal parts by the backend iris ({send} elements to, {receive} from each rank)",
-                "Pad them to equal sizes, or use a group with the backend nccl, in the simulator gloo.",
-            )
+    if (
+        isinstance(ccl, CollectivesOverHosts)
+        and len({*receive, *send}) == 1
+        and output.is_cuda
+        and is_current_stream_capturing()
+    ):
+        # Over hosts a graph can hold parts of equal sizes alone; elsewhere those of other ranks may be unequal.
         ccl.all_to_all(output.view(-1), input.view(-1))
         return
     receive_from, send_from = ([0, *accumulate(counts[:-1])] for counts in (receive, send))

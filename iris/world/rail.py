@@ -66,6 +66,26 @@ class Rail(ABC):
         start = functools.partial(self._engine.alltoall_base, received, sent, [], [])
         return self._transfer(start, input.nbytes, what, sent=[sent], received=[received])
 
+    def all_to_all_v(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        comes: Sequence[int],
+        goes: Sequence[int],
+        nbytes: int,
+        what: str,
+    ) -> Callable[[], None]:
+        """Begin to send ``goes[h]`` elements of ``input`` to host h, and to receive ``comes[h]`` from it.
+
+        Both are contiguous and have what is for, or from, each host in the order of hosts. ``nbytes``: what the rail
+        moves in all, the same on all hosts. The caller guarantees that ``goes`` here is what ``comes`` is there. What
+        it returns, and ``what``, are as for `all_gather`.
+        """
+        received, sent, size = as_bytes(output), as_bytes(input), input.itemsize
+        splits = [count * size for count in comes], [count * size for count in goes]
+        start = functools.partial(self._engine.alltoall_base, received, sent, *splits)
+        return self._transfer(start, nbytes, what, sent=[sent], received=[received])
+
     def broadcast(self, tensor: torch.Tensor, host: int, what: str) -> None:
         """Copy ``tensor``, contiguous, of the rank on ``host`` into that of every other."""
         options = dist.BroadcastOptions()

@@ -28,7 +28,7 @@ from iris.errors import (
 HOSTS = (Hosts(2, 2), Hosts(2, 2, dealt=True), Hosts(2, 3), Hosts(3, 2), Hosts(4, 1))
 # Of a test, where everything is to be tested: each takes many launches; on GPUs, many kernels that are compiled.
 MOST_CASES = 5 if UNDER_TORCHRUN else 60
-MOVES = ["all_gather", "all_to_all", "broadcast", "gather", "scatter"]
+MOVES = ["all_gather", "all_to_all", "all_to_all_v", "broadcast", "gather", "scatter"]
 COMBINES = ["all_reduce", "reduce_scatter", "reduce"]
 
 
