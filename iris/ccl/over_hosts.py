@@ -22,6 +22,7 @@ from typing import Any, TypeGuard, cast
 import torch
 import torch.distributed as dist
 
+from iris.arg_parser import index
 from iris.ccl import checks
 from iris.ccl.all_to_all_v_over_hosts import exchange_over_hosts
 from iris.ccl.collectives import Collectives
@@ -37,7 +38,7 @@ from iris.errors import IrisError, SeveralHostsError
 from iris.operators.graph_break import methods_break_graph
 from iris.operators.version_counter import bump_version
 from iris.runtime.workspace import RankContext
-from iris.world import Rail, World, check_process_group
+from iris.world import World, check_process_group
 from iris.world.hosts import hosts_of
 from iris.world.rail import as_bytes
 
@@ -97,14 +98,14 @@ class CollectivesOverHosts(Collectives):
         members on this one.
     """
 
-    def __init__(self, context: RankContext, rail: Rail) -> None:
+    def __init__(self, context: RankContext) -> None:
         super().__init__(context)
         self.within = Collectives(context)
         # One set of groups, which this object lets go of.
         self.within._communicators = self._communicators
         # By group, those that were used; None for one within a host.
         self._spans: dict[dist.ProcessGroup | None, Span | None] = {}
-        self._spans[None] = self._span(context._world, rail, None)
+        self._spans[None] = self._span(context._world, None)
 
     def forget(self, group: dist.ProcessGroup) -> None:
         super().forget(group)
@@ -297,9 +298,41 @@ class CollectivesOverHosts(Collectives):
             as_bytes(result).copy_(total[:nbytes])
         _deliver(output, result)
 
-    send = _within_a_host("send")
-    recv = _within_a_host("recv")
     all_reduce_preamble = _within_a_host("all_reduce_preamble")
+
+    def _message(
+        self,
+        name: str,
+        role: str,
+        tensor: torch.Tensor,
+        peer: int,
+        group: dist.ProcessGroup | None,
+        async_op: bool,
+        config: Config | None,
+    ) -> Work | None:
+        """`send` and `recv`. Of two ranks of a host, it is theirs; else it goes by a link of the two ranks."""
+        span = self._find(name, group)
+        number = None if span is None else checks.rank_in_group(span, role, peer, self._context.num_ranks)
+        if span is None or number is None or span.hosts.is_local(number):
+            return self.within._message(name, role, tensor, peer, group, async_op, config)
+        self._check(name, span, config)
+        checks.check_pair(span, name, tensor, tensor, 1, 1)
+        dense, link = to_read(tensor) if name == "send" else to_write(tensor), span.links.to(number)
+        if not link.connected:
+            refuse_in_capture(f"message between ranks {self._context.cur_rank} and {index(peer)}")
+        with torch.no_grad():
+            (link.send if name == "send" else link.recv)(dense)
+            if name == "recv":
+                _deliver(tensor, dense)
+        return Work(self._on_gpu) if async_op else None
+
+    def sends_at_once(self, peer: int, group: dist.ProcessGroup | None = None) -> bool:
+        """Whether a message to or from rank ``peer`` (in the world) is enqueued without the host waiting for it."""
+        span = self._find("send", group)
+        number = None if span is None else checks.rank_in_group(span, "peer", peer, self._context.num_ranks)
+        if span is None or number is None or span.hosts.is_local(number):
+            return True
+        return span.links.to(number).connected and not checks.DEBUGGING
 
     # Who takes part --------------------------------------------------------------------------------------------------
 
@@ -313,11 +346,12 @@ class CollectivesOverHosts(Collectives):
             refuse_in_capture(f"{name}()")
             self.communicator(group)
             part = self._context._spanning.get(group)
-            self._spans[group] = None if part is None or part.rail is None else self._span(part, part.rail, group)
+            self._spans[group] = None if part is None else self._span(part, group)
         return self._spans[group]
 
-    def _span(self, part: World, rail: Rail, group: dist.ProcessGroup | None) -> Span:
-        return Span(part, rail, self.within, group, self._context.num_ranks, self._index)
+    def _span(self, part: World, group: dist.ProcessGroup | None) -> Span:
+        assert part.rail and part.links
+        return Span(part, part.rail, part.links, self.within, group, self._context.num_ranks, self._index)
 
     def _spans_hosts(self, group: dist.ProcessGroup | None) -> bool:
         """Whether its ranks are on several hosts. Local: messages meet no others."""
@@ -338,10 +372,14 @@ class CollectivesOverHosts(Collectives):
 
     def _begin(self, name: str, span: Span, config: Config | None) -> Communicator:
         """The communicator of this host's ranks, which they meet to make when it is first used."""
+        self._check(name, span, config)
+        return self.communicator(span.group)
+
+    def _check(self, name: str, span: Span, config: Config | None) -> None:
+        """That the group is whole, and no step has been asked for that is chosen."""
         span.whole.check()
         if config not in (None, DEFAULT):
             raise SeveralHostsError(f"ctx.ccl.{name}(config=…)", "Call it without a config: each step is chosen.")
-        return self.communicator(span.group)
 
 
 def _is_list(input: object) -> TypeGuard[Sequence[torch.Tensor]]:

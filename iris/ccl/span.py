@@ -17,7 +17,7 @@ from iris.ccl.host_sums import add_up
 from iris.ccl.reduction import reduction
 from iris.compat.cuda import current_raw_stream
 from iris.errors import IrisError
-from iris.world import Rail, World
+from iris.world import Links, Rail, World
 from iris.world.rail import as_bytes
 
 
@@ -49,8 +49,9 @@ class Span:
         This rank, among them.
     whole : Group
         Where they meet on the host.
-    hosts, rail, order
-        Which ranks are on which host; how this one reaches those of other hosts; the order of rows by host.
+    hosts, rail, links, order
+        Which ranks are on which host; how this one reaches those of other hosts, all at once, and one by one; the order
+        of rows by host.
     group : ProcessGroup or None
         By which ``within`` knows those of this host; None for all ranks.
     within : Collectives
@@ -61,6 +62,7 @@ class Span:
         self,
         part: World,
         rail: Rail,
+        links: Links,
         within: Collectives,
         group: dist.ProcessGroup | None,
         num_ranks: int,
@@ -68,7 +70,8 @@ class Span:
     ) -> None:
         """Local. ``num_ranks``: of the context; ``index``: of this rank's GPU."""
         self.size, self.ranks, self.device = part.size, part.group.ranks, part.device
-        self.rank, self.whole, self.hosts, self.rail = part.rank, part.group, part.hosts, rail
+        self.rank, self.whole, self.hosts = part.rank, part.group, part.hosts
+        self.rail, self.links = rail, links
         self.order = HostOrder(part.hosts, part.device)
         self.group, self.within = group, within
         self._num_ranks, self._index = num_ranks, index

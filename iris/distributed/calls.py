@@ -98,6 +98,51 @@ class SimulatedMessage(EnqueuedWork):
         return future
 
 
+class ConnectingMessage(dist.Work):
+    """A message on a GPU whose ranks meet on the host first, in a thread, which then enqueues it on its stream.
+
+    ``begin`` does both, and returns the handle of what it has enqueued; behind it come the messages that have this one
+    as ``before``.
+    """
+
+    def __init__(
+        self, outputs: Any, device: torch.device, begin: Callable[[], EnqueuedWork], before: Enqueued | None
+    ) -> None:
+        super().__init__()
+        self._outputs, self._device = outputs, device
+        self._begun: EnqueuedWork | None = None
+
+        def run() -> None:
+            # A thread has a current device of its own.
+            with torch.cuda.device(device):
+                self._begun = begin()
+
+        self.enqueued = Enqueued(run, before)
+
+    def wait(self, timeout: object = None) -> bool:
+        """Let the host wait until the ranks have met, and the current stream for the message."""
+        self.enqueued.wait()
+        assert self._begun is not None
+        return self._begun.wait(timeout)
+
+    def is_completed(self) -> bool:
+        return self.enqueued.is_over() and (self._begun is None or self._begun.is_completed())
+
+    def get_future(self) -> torch.futures.Future:
+        future: torch.futures.Future = torch.futures.Future(devices=[self._device])
+
+        def settle() -> None:
+            try:
+                with torch.cuda.device(self._device):
+                    self.wait()
+                    future.set_result(self._outputs)
+            except Exception as error:
+                future.set_exception(error)
+
+        Enqueued(settle)
+        return future
+
+
 class HostBarrierWork(EnqueuedWork):
     """A barrier of the hosts, by Gloo, of a group that has been used on the GPU as well."""
 

@@ -10,7 +10,7 @@ import functools
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,12 +21,29 @@ from iris.errors import GroupAbortedError, MismatchedCollectiveError
 from iris.world.group import Group
 from iris.world.hosts import Hosts
 
-# Transfers so far of the rails of a group with a local rank, which are the same on all ranks of these.
-_transfers: Counter[tuple[str, int]] = Counter()
+# Transfers so far on each route of a group, by the names of both, which are the same on all ranks of these.
+_transfers: Counter[tuple[str, str]] = Counter()
+
+
+class Route(NamedTuple):
+    """Between whom data travel.
+
+    ``name``: unique among the routes of a group, and the same on all its ranks; ``ranks``: these, in the group;
+    ``place``: this rank's, among them.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    place: int
+
+
+def rail_of(hosts: Hosts) -> Route:
+    """That of the ranks with this local rank, by host."""
+    return Route(f"rail/{hosts.local_rank}", hosts.rail, hosts.number)
 
 
 class Rail(ABC):
-    """The ranks of ``hosts`` with this rank's local rank. Construction is collective among them; blocks the host.
+    """The ranks of a route, one on each host. Construction is collective among them; blocks the host.
 
     By NCCL a transfer is enqueued on the current stream, and the host goes on. By Gloo the host waits for it.
 
@@ -40,11 +57,13 @@ class Rail(ABC):
         torch's backend that moves the data.
     name
         What people call the engine.
+    route
+        Its ranks. What methods call a host is the place of one of these: where all hosts have one, these are the same.
     """
 
-    def __init__(self, group: Group, hosts: Hosts, engine: Any, name: str) -> None:
+    def __init__(self, group: Group, hosts: Hosts, engine: Any, name: str, route: Route) -> None:
         self._group, self._hosts, self._engine = group, hosts, engine
-        self._ranks = hosts.rail
+        self._route, self._ranks, self._place = route.name, route.ranks, route.place
         self.name = name
 
     def all_gather(self, output: torch.Tensor, input: torch.Tensor, what: str) -> Callable[[], None]:
@@ -92,7 +111,7 @@ class Rail(ABC):
         options.rootRank = host
         moved = [as_bytes(tensor)]
         start = functools.partial(self._engine.broadcast, moved, options)
-        sent, received = (moved, []) if host == self._hosts.number else ([], moved)
+        sent, received = (moved, []) if host == self._place else ([], moved)
         self._transfer(start, tensor.nbytes, what, sent=sent, received=received, source=host)()
 
     def gather(self, output: torch.Tensor | None, input: torch.Tensor, host: int, what: str) -> None:
@@ -151,7 +170,7 @@ class Rail(ABC):
         if recorder is None:
             return self._begin(start, nbytes, what)
         everyone = tuple(self._in_world(rank) for rank in self._ranks)
-        rail = f"rail of {self._group.name}", self._hosts.local_rank
+        rail = self._group.name, self._route
         _transfers[rail] += 1
         key = (*rail, _transfers[rail])
         with recorder.sending(key, everyone, what, sent):
@@ -161,7 +180,7 @@ class Rail(ABC):
             wait()
             if source is None:
                 recorder.received(key, everyone if received else (), receivers or len(everyone), received)
-            elif source != self._hosts.number:
+            elif source != self._place:
                 recorder.received(key, (everyone[source],), len(everyone) - 1, received)
 
         return note
