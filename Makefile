@@ -31,7 +31,7 @@ OLDEST_PROGRAMS := $(if $(IRIS_TEST_ALL),,-k "not torchrun")
 PYTEST := $(if $(IRIS_TEST_ALL),scripts/in_pieces.py,-m pytest -q)
 
 OVER_HOSTS := test_hosts.py $(addprefix ccl/test_,$(addsuffix .py,\
-	over_hosts over_hosts_on_gpu all_to_all_v_over_hosts messages_over_hosts groups_over_hosts \
+	over_hosts over_hosts_on_gpu all_to_all_v_over_hosts messages_over_hosts fp32_partials groups_over_hosts \
 	process_group_over_hosts))
 
 # One after the other, as each wants the GPUs for itself; and all of them, whichever misses its floors.

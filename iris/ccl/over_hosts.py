@@ -6,17 +6,19 @@
 | reduce_scatter | a reduce_scatter within the host for each host; the rail exchanges the sums; they are added up |
 | all_reduce | reduce_scatter, then all_gather |
 | all_to_all | the rail exchanges what is for each host; an all_to_all within the host |
+| all_to_all_v | likewise, once all ranks know all counts (`iris.ccl.all_to_all_v_over_hosts`) |
 | broadcast, scatter | along the rail of the root; then within each host |
 | gather, reduce | within each host, to the rank with the root's local rank; then along its rail |
 
 A rank sends to other hosts what its own GPU holds, once, and only to ranks with its local rank. A rail never adds. Sums
 are formed within a host in the order of ranks and rounded once, then over hosts in the order of hosts and rounded once
-more, so they are the same from run to run and on every rank.
+more, so they are the same from run to run and on every rank. With `Config.fp32_partials` only the latter is rounded.
+
+A message between ranks of different hosts goes by a link of the two (`iris.world.links`).
 """
 
 import contextlib
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeGuard, cast
 
 import torch
@@ -25,97 +27,25 @@ import torch.distributed as dist
 from iris.arg_parser import index
 from iris.ccl import checks
 from iris.ccl.all_to_all_v_over_hosts import exchange_over_hosts
-from iris.ccl.collectives import Collectives
-from iris.ccl.communicator import Communicator
-from iris.ccl.config import DEFAULT, Config, ReduceOp
+from iris.ccl.config import Config, ReduceOp
 from iris.ccl.enqueue import FOR_THE_HOST, to_read, to_write
 from iris.ccl.host_sums import add_up
 from iris.ccl.reduction import check_op, reduction
-from iris.ccl.span import Span
+from iris.ccl.span import Partials, Span
+from iris.ccl.spans import Spans, over_hosts, within_a_host
 from iris.ccl.work import Work
 from iris.cuda_graphs.capture import refuse_in_capture
-from iris.errors import IrisError, SeveralHostsError
+from iris.errors import InvalidConfigError, IrisError, SeveralHostsError
 from iris.operators.graph_break import methods_break_graph
 from iris.operators.version_counter import bump_version
-from iris.runtime.workspace import RankContext
-from iris.world import World, check_process_group
-from iris.world.hosts import hosts_of
 from iris.world.rail import as_bytes
-
-MORE = "all_to_all has equal sizes for all ranks."
-
-
-def _over_hosts(steps: Callable[..., None]) -> Any:
-    """A collective made of ``steps``, for ranks on several hosts; for a group within one, that of `Collectives`."""
-    name = steps.__name__
-
-    @functools.wraps(getattr(Collectives, name))
-    def call(
-        self: "CollectivesOverHosts",
-        *args: Any,
-        group: dist.ProcessGroup | None = None,
-        async_op: bool = False,
-        config: Config | None = None,
-        **named: Any,
-    ) -> Work | None:
-        span = self._find(name, group)
-        if span is None:
-            return getattr(self.within, name)(*args, group=group, async_op=async_op, config=config, **named)
-        comm = self._begin(name, span, config)
-        try:
-            with torch.no_grad():
-                steps(self, span, *args, **named)
-        except BaseException as error:
-            comm.abort_flag.interrupted(name, error)
-            raise
-        return Work(self._on_gpu) if async_op else None
-
-    return call
-
-
-def _within_a_host(name: str) -> Any:
-    """The collective of that name for groups within a host; `SeveralHostsError` for ranks on several."""
-
-    @functools.wraps(getattr(Collectives, name))
-    def call(
-        self: "CollectivesOverHosts", *args: Any, group: dist.ProcessGroup | None = None, **named: Any
-    ) -> Work | None:
-        if self._spans_hosts(group):
-            raise SeveralHostsError(f"ctx.ccl.{name}()", f"Use a group of ranks that are on one host. {MORE}")
-        return getattr(self.within, name)(*args, group=group, **named)
-
-    return call
 
 
 @methods_break_graph(FOR_THE_HOST)
-class CollectivesOverHosts(Collectives):
-    """``ctx.ccl`` where there are several hosts. A group of one host's ranks has all collectives, as on one host.
+class CollectivesOverHosts(Spans):
+    """``ctx.ccl`` where there are several hosts. A group of one host's ranks has all collectives, as on one host."""
 
-    Attributes
-    ----------
-    within : Collectives
-        Those of this host's ranks, and of groups within the host. Of a group over several hosts, they are those of its
-        members on this one.
-    """
-
-    def __init__(self, context: RankContext) -> None:
-        super().__init__(context)
-        self.within = Collectives(context)
-        # One set of groups, which this object lets go of.
-        self.within._communicators = self._communicators
-        # By group, those that were used; None for one within a host.
-        self._spans: dict[dist.ProcessGroup | None, Span | None] = {}
-        self._spans[None] = self._span(context._world, None)
-
-    def forget(self, group: dist.ProcessGroup) -> None:
-        super().forget(group)
-        self._spans.pop(group, None)
-
-    def close(self) -> None:
-        super().close()
-        self._spans.clear()
-
-    @_over_hosts
+    @over_hosts
     def all_gather(self, span: Span, output: torch.Tensor, input: torch.Tensor) -> None:
         checks.check_pair(span, "all_gather", output, input, span.size, 1)
         source, result = to_read(input), to_write(output)
@@ -125,7 +55,7 @@ class CollectivesOverHosts(Collectives):
             span.all_gather(result, source, _described("all_gather", input))
             _deliver(output, result)
 
-    @_over_hosts
+    @over_hosts
     def all_to_all(self, span: Span, output: torch.Tensor, input: torch.Tensor) -> None:
         checks.check_pair(span, "all_to_all", output, input, 1, 1)
         checks.check_columns(span, "all_to_all", output, input)
@@ -147,7 +77,7 @@ class CollectivesOverHosts(Collectives):
         span.order.write(as_bytes(result).view(rows, size, columns), chunks, 1)
         _deliver(output, result)
 
-    @_over_hosts
+    @over_hosts
     def all_to_all_v(
         self,
         span: Span,
@@ -163,7 +93,7 @@ class CollectivesOverHosts(Collectives):
         exchange_over_hosts(span, output, input, lists, _described("all_to_all_v", input))
         bump_version(output)
 
-    @_over_hosts
+    @over_hosts
     def broadcast(self, span: Span, tensor: torch.Tensor, src: int = 0) -> None:
         root = span.root("src", src)
         try:
@@ -183,7 +113,7 @@ class CollectivesOverHosts(Collectives):
         if not root.here:
             _deliver(tensor, dense)
 
-    @_over_hosts
+    @over_hosts
     def gather(self, span: Span, output: torch.Tensor | None, input: torch.Tensor, dst: int = 0) -> None:
         root, size = span.root("dst", dst), span.size
         checks.check_pair(span, "gather", input, input, 1, 1)
@@ -208,7 +138,7 @@ class CollectivesOverHosts(Collectives):
             span.order.write(as_bytes(result).view(size, len(mine)), arrived)
             _deliver(cast(torch.Tensor, output), result)
 
-    @_over_hosts
+    @over_hosts
     def scatter(
         self, span: Span, output: torch.Tensor, input: torch.Tensor | Sequence[torch.Tensor] | None, src: int = 0
     ) -> None:
@@ -234,13 +164,20 @@ class CollectivesOverHosts(Collectives):
         span.within.scatter(mine, of_host, root.in_this_host, group=span.group)
         _deliver(output, result)
 
-    @_over_hosts
+    @over_hosts
     def reduce(
-        self, span: Span, output: torch.Tensor | None, input: torch.Tensor, dst: int = 0, *, op: Any = ReduceOp.SUM
+        self,
+        span: Span,
+        output: torch.Tensor | None,
+        input: torch.Tensor,
+        dst: int = 0,
+        *,
+        op: Any = ReduceOp.SUM,
+        fp32_partials: bool = False,
     ) -> None:
         root = span.root("dst", dst)
         checks.check_pair(span, "reduce", input, input, 1, 1)
-        check_op(reduction(op)[0], input.dtype)
+        sent = _partials(span, "reduce", input, op, fp32_partials)
         source, result = to_read(input), output
         if root.here:
             with span.root_alone("reduce"):
@@ -251,30 +188,46 @@ class CollectivesOverHosts(Collectives):
                     checks.check_overlap("reduce", result, source)
         if not source.numel():
             return
-        of_host = torch.empty_like(source) if root.on_rail else None
-        span.within.reduce(of_host, source, root.in_this_host, op=op, group=span.group)
+        summands = source.to(sent.dtype)
+        of_host = torch.empty_like(summands) if root.on_rail else None
+        span.within.reduce(of_host, summands, root.in_this_host, op=sent.op, group=span.group)
         if of_host is None:
             return
         arrived = of_host.new_empty(len(span.hosts), of_host.numel()) if root.here else None
         span.rail.gather(arrived, of_host, root.host, _described("reduce", input, op))
         if arrived is not None and result is not None:
-            add_up(result, arrived, reduction(op)[0], span.stream())
+            add_up(result, arrived, reduction(op)[0], span.stream(), sent.summands)
             _deliver(cast(torch.Tensor, output), result)
 
-    @_over_hosts
-    def reduce_scatter(self, span: Span, output: torch.Tensor, input: torch.Tensor, *, op: Any = ReduceOp.SUM) -> None:
+    @over_hosts
+    def reduce_scatter(
+        self,
+        span: Span,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        *,
+        op: Any = ReduceOp.SUM,
+        fp32_partials: bool = False,
+    ) -> None:
         checks.check_pair(span, "reduce_scatter", output, input, 1, span.size)
         source, result = to_read(input), to_write(output)
         if result.data_ptr() != source.data_ptr() + span.rank * result.nbytes:
             checks.check_overlap("reduce_scatter", result, source)
-        check_op(reduction(op)[0], input.dtype)
+        sent = _partials(span, "reduce_scatter", input, op, fp32_partials)
         if source.numel():
-            span.reduce_scatter(result, source, op, _described("reduce_scatter", input, op))
+            span.reduce_scatter(result, source, op, _described("reduce_scatter", input, op), sent)
             _deliver(output, result)
 
-    @_over_hosts
+    @over_hosts
     def all_reduce(
-        self, span: Span, output: torch.Tensor, input: torch.Tensor, *, op: Any = ReduceOp.SUM, workspace: Any = None
+        self,
+        span: Span,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        *,
+        op: Any = ReduceOp.SUM,
+        workspace: Any = None,
+        fp32_partials: bool = False,
     ) -> None:
         if workspace is not None:
             raise SeveralHostsError("ctx.ccl.all_reduce(workspace=…)", "Call it without a workspace.")
@@ -282,7 +235,7 @@ class CollectivesOverHosts(Collectives):
         source, result = to_read(input), to_write(output)
         if source.data_ptr() != result.data_ptr():
             checks.check_overlap("all_reduce", result, source)
-        check_op(reduction(op)[0], input.dtype)
+        sent = _partials(span, "all_reduce", input, op, fp32_partials)
         if not source.numel():
             return
         call, size, nbytes = _described("all_reduce", input, op), span.size, input.nbytes
@@ -291,14 +244,14 @@ class CollectivesOverHosts(Collectives):
         exact = padded == nbytes
         summands = as_bytes(source) if exact else torch.nn.functional.pad(as_bytes(source), (0, padded - nbytes))
         part = torch.empty_like(summands[: padded // size])
-        span.reduce_scatter(part.view(input.dtype), summands.view(input.dtype), op, call)
+        span.reduce_scatter(part.view(input.dtype), summands.view(input.dtype), op, call, sent)
         total = as_bytes(result) if exact else torch.empty_like(summands)
         span.all_gather(total, part, call)
         if not exact:
             as_bytes(result).copy_(total[:nbytes])
         _deliver(output, result)
 
-    all_reduce_preamble = _within_a_host("all_reduce_preamble")
+    all_reduce_preamble = within_a_host("all_reduce_preamble")
 
     def _message(
         self,
@@ -334,52 +287,16 @@ class CollectivesOverHosts(Collectives):
             return True
         return span.links.to(number).connected and not checks.DEBUGGING
 
-    # Who takes part --------------------------------------------------------------------------------------------------
 
-    def _find(self, name: str, group: dist.ProcessGroup | None) -> Span | None:
-        """The ranks of a collective, if they are on several hosts. Collective, and blocks the host, for a new group.
-
-        Raises `FirstUseInCaptureError` if the first use of a group is in a capture.
-        """
-        group = self._named(group)
-        if group not in self._spans:
-            refuse_in_capture(f"{name}()")
-            self.communicator(group)
-            part = self._context._spanning.get(group)
-            self._spans[group] = None if part is None else self._span(part, group)
-        return self._spans[group]
-
-    def _span(self, part: World, group: dist.ProcessGroup | None) -> Span:
-        assert part.rail and part.links
-        return Span(part, part.rail, part.links, self.within, group, self._context.num_ranks, self._index)
-
-    def _spans_hosts(self, group: dist.ProcessGroup | None) -> bool:
-        """Whether its ranks are on several hosts. Local: messages meet no others."""
-        group = self._named(group)
-        if group not in self._spans:
-            assert group is not None
-            world = self._context._world
-            return len(set(hosts_of(dist.get_process_group_ranks(group), world.group, world.hosts))) > 1
-        return self._spans[group] is not None
-
-    def _named(self, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-        """The group, or None, which stands for all ranks."""
-        self._context.heap.check_open()
-        if group is None or group is dist.group.WORLD:
-            return None
-        check_process_group(group)
-        return group
-
-    def _begin(self, name: str, span: Span, config: Config | None) -> Communicator:
-        """The communicator of this host's ranks, which they meet to make when it is first used."""
-        self._check(name, span, config)
-        return self.communicator(span.group)
-
-    def _check(self, name: str, span: Span, config: Config | None) -> None:
-        """That the group is whole, and no step has been asked for that is chosen."""
-        span.whole.check()
-        if config not in (None, DEFAULT):
-            raise SeveralHostsError(f"ctx.ccl.{name}(config=…)", "Call it without a config: each step is chosen.")
+def _partials(span: Span, name: str, input: torch.Tensor, op: Any, fp32: bool) -> Partials:
+    """How hosts send their sums. Raises if the operation has no meaning for the dtype."""
+    check_op(reduction(op)[0], input.dtype)
+    if fp32 and not (input.dtype.is_floating_point or input.dtype.is_complex):
+        raise InvalidConfigError(
+            f"Config(fp32_partials=True) has no meaning for {name}() of {input.dtype}, whose sums are never rounded. "
+            "Call it without."
+        )
+    return span.partials(input.dtype, op) if fp32 else Partials(input.dtype, op, None)
 
 
 def _is_list(input: object) -> TypeGuard[Sequence[torch.Tensor]]:

@@ -12,8 +12,9 @@ import torch.distributed as dist
 
 from iris.ccl import checks
 from iris.ccl.collectives import Collectives
+from iris.ccl.config import ReduceOp
 from iris.ccl.host_order import HostOrder
-from iris.ccl.host_sums import add_up
+from iris.ccl.host_sums import add_up, partial_dtype
 from iris.ccl.reduction import reduction
 from iris.compat.cuda import current_raw_stream
 from iris.errors import IrisError
@@ -32,6 +33,17 @@ class Root(NamedTuple):
     host: int
     on_rail: bool
     in_this_host: int
+
+
+class Partials(NamedTuple):
+    """What hosts send of a sum: in which dtype, and combined by which operation.
+
+    ``summands``: what AVG divides by behind that; None if hosts have divided already.
+    """
+
+    dtype: torch.dtype
+    op: Any
+    summands: int | None
 
 
 class Span:
@@ -120,16 +132,23 @@ class Span:
         self.within.all_gather(rows, part, group=self.group)
         self.order.write_of_host(everyone, host, rows)
 
-    def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, op: Any, call: str) -> None:
-        """Both are contiguous; ``call`` is as for `all_gather`."""
-        hosts, mine = self.hosts, as_bytes(output)
-        rows = as_bytes(input).view(self.size, len(mine))
-        sums = mine.new_empty(len(hosts), len(mine))
+    def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, op: Any, call: str, sent: Partials) -> None:
+        """Both are contiguous; ``call`` is as for `all_gather`; ``sent``: in which form hosts send their sums."""
+        hosts = self.hosts
+        rows = as_bytes(input).view(self.size, output.nbytes)
+        sums = input.new_empty(len(hosts), output.numel(), dtype=sent.dtype)
         others = [host for host in range(len(hosts)) if host != hosts.number]
         for host in (*others, hosts.number):
-            summands = self.order.of_host(rows, host)
-            of_host = sums[host].view(input.dtype)
-            self.within.reduce_scatter(of_host, summands.view(input.dtype), op=op, group=self.group)
+            summands = self.order.of_host(rows, host).view(input.dtype).to(sent.dtype)
+            self.within.reduce_scatter(sums[host], summands, op=sent.op, group=self.group)
         arrived = torch.empty_like(sums)
         self.rail.all_to_all(arrived, sums, call)()
-        add_up(output, arrived.view(input.dtype), reduction(op)[0], self.stream())
+        add_up(output, arrived, reduction(op)[0], self.stream(), sent.summands)
+
+    def partials(self, dtype: torch.dtype, op: Any) -> Partials:
+        """The form of `Config.fp32_partials`."""
+        kind = reduction(op)[0]
+        wide = partial_dtype(dtype, kind)
+        if wide is dtype:
+            return Partials(dtype, op, None)
+        return Partials(wide, ReduceOp.SUM if kind is ReduceOp.AVG else op, self.size)

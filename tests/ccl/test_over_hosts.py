@@ -324,6 +324,6 @@ def public(cls):
 def test_every_collective_is_either_built_or_refused():
     """None is that of the host's ranks by oversight."""
     # Messages are those of two ranks, and which two is looked at below them.
-    of_groups = {"communicator", "release_graphs", "barrier", "send", "recv"}
+    of_groups = {"communicator", "release_graphs", "barrier", "forget", "close", "send", "recv"}
     own = public(CollectivesOverHosts) & set(vars(CollectivesOverHosts)) - {"sends_at_once"}
     assert own | of_groups == public(Collectives) and not own & of_groups
