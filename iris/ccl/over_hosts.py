@@ -31,6 +31,7 @@ from iris.ccl.config import Config, ReduceOp
 from iris.ccl.enqueue import FOR_THE_HOST, to_read, to_write
 from iris.ccl.host_sums import add_up
 from iris.ccl.reduction import check_op, reduction
+from iris.ccl.select_over_hosts import VENDOR
 from iris.ccl.span import Partials, Span
 from iris.ccl.spans import Spans, over_hosts, within_a_host
 from iris.ccl.work import Work
@@ -46,17 +47,19 @@ class CollectivesOverHosts(Spans):
     """``ctx.ccl`` where there are several hosts. A group of one host's ranks has all collectives, as on one host."""
 
     @over_hosts
-    def all_gather(self, span: Span, output: torch.Tensor, input: torch.Tensor) -> None:
+    def all_gather(self, span: Span, config: Config, output: torch.Tensor, input: torch.Tensor) -> None:
         checks.check_pair(span, "all_gather", output, input, span.size, 1)
         source, result = to_read(input), to_write(output)
         if source.data_ptr() != result.data_ptr() + span.rank * source.nbytes:
             checks.check_overlap("all_gather", result, source)
         if source.numel():
-            span.all_gather(result, source, _described("all_gather", input))
+            call = _described("all_gather", input)
+            vendor = self._vendor(span, config, "all_gather", result.nbytes, input.dtype)
+            (vendor or span).all_gather(result, source, call)
             _deliver(output, result)
 
     @over_hosts
-    def all_to_all(self, span: Span, output: torch.Tensor, input: torch.Tensor) -> None:
+    def all_to_all(self, span: Span, config: Config, output: torch.Tensor, input: torch.Tensor) -> None:
         checks.check_pair(span, "all_to_all", output, input, 1, 1)
         checks.check_columns(span, "all_to_all", output, input)
         source, result = to_read(input), to_write(output)
@@ -66,6 +69,14 @@ class CollectivesOverHosts(Spans):
         size, number = span.size, len(span.hosts)
         columns = source.shape[-1] * source.itemsize // size
         rows = source.nbytes // (columns * size)
+        if vendor := self._vendor(span, config, "all_to_all", source.nbytes, input.dtype):
+            goes = as_bytes(source).view(rows, size, columns).transpose(0, 1).contiguous()
+            comes = as_bytes(result).view(size, 1, columns) if rows == 1 else torch.empty_like(goes)
+            vendor.all_to_all(comes, goes, _described("all_to_all", input))
+            if rows > 1:
+                as_bytes(result).view(rows, size, columns).copy_(comes.transpose(0, 1))
+            _deliver(output, result)
+            return
         # `ours`: from this rail, what is for each rank of this host.
         sent = span.order.by_host(as_bytes(source).view(rows, size, columns), 1).transpose(0, 1).contiguous()
         arrived = torch.empty_like(sent)
@@ -81,6 +92,7 @@ class CollectivesOverHosts(Spans):
     def all_to_all_v(
         self,
         span: Span,
+        config: Config,
         output: torch.Tensor,
         input: torch.Tensor,
         send_counts: Sequence[int] | torch.Tensor,
@@ -94,27 +106,34 @@ class CollectivesOverHosts(Spans):
         bump_version(output)
 
     @over_hosts
-    def broadcast(self, span: Span, tensor: torch.Tensor, src: int = 0) -> None:
+    def broadcast(self, span: Span, config: Config, tensor: torch.Tensor, src: int = 0) -> None:
         root = span.root("src", src)
         try:
             checks.check_pair(span, "broadcast", tensor, tensor, 1, 1)
         except IrisError:
-            if root.on_rail:
-                # All ranks may refuse it, and then go on. If this one alone does, nobody is to wait for it.
-                with contextlib.suppress(IrisError):
+            # All ranks may refuse it, and then go on. If this one alone does, nobody is to wait for it.
+            with contextlib.suppress(IrisError):
+                if VENDOR in (config.over_hosts, span.choice and span.choice.asked):
+                    span.links.everyone().refuse("broadcast()")
+                elif root.on_rail:
                     span.rail.refuse("broadcast()")
             raise
         dense = to_read(tensor)
         if not dense.numel():
             return
-        if root.on_rail:
-            span.rail.broadcast(dense, root.host, _described("broadcast", tensor))
-        span.within.broadcast(dense, root.in_this_host, group=span.group)
+        if vendor := self._vendor(span, config, "broadcast", dense.nbytes, tensor.dtype):
+            vendor.broadcast(dense, root.rank, _described("broadcast", tensor))
+        else:
+            if root.on_rail:
+                span.rail.broadcast(dense, root.host, _described("broadcast", tensor))
+            span.within.broadcast(dense, root.in_this_host, group=span.group)
         if not root.here:
             _deliver(tensor, dense)
 
     @over_hosts
-    def gather(self, span: Span, output: torch.Tensor | None, input: torch.Tensor, dst: int = 0) -> None:
+    def gather(
+        self, span: Span, config: Config, output: torch.Tensor | None, input: torch.Tensor, dst: int = 0
+    ) -> None:
         root, size = span.root("dst", dst), span.size
         checks.check_pair(span, "gather", input, input, 1, 1)
         source, result = to_read(input), output
@@ -140,7 +159,12 @@ class CollectivesOverHosts(Spans):
 
     @over_hosts
     def scatter(
-        self, span: Span, output: torch.Tensor, input: torch.Tensor | Sequence[torch.Tensor] | None, src: int = 0
+        self,
+        span: Span,
+        config: Config,
+        output: torch.Tensor,
+        input: torch.Tensor | Sequence[torch.Tensor] | None,
+        src: int = 0,
     ) -> None:
         root, size, result = span.root("src", src), span.size, to_write(output)
         checks.check_pair(span, "scatter", output, output, 1, 1)
@@ -168,16 +192,16 @@ class CollectivesOverHosts(Spans):
     def reduce(
         self,
         span: Span,
+        config: Config,
         output: torch.Tensor | None,
         input: torch.Tensor,
         dst: int = 0,
         *,
         op: Any = ReduceOp.SUM,
-        fp32_partials: bool = False,
     ) -> None:
         root = span.root("dst", dst)
         checks.check_pair(span, "reduce", input, input, 1, 1)
-        sent = _partials(span, "reduce", input, op, fp32_partials)
+        sent = _partials(span, "reduce", input, op, config)
         source, result = to_read(input), output
         if root.here:
             with span.root_alone("reduce"):
@@ -187,6 +211,12 @@ class CollectivesOverHosts(Spans):
                 if source.data_ptr() != result.data_ptr():
                     checks.check_overlap("reduce", result, source)
         if not source.numel():
+            return
+        if vendor := self._vendor(span, config, "reduce", source.nbytes, input.dtype, op):
+            kind = cast(ReduceOp, reduction(op)[0])
+            vendor.reduce(result, source, kind, root.rank, root.here, _described("reduce", input, op))
+            if root.here:
+                _deliver(cast(torch.Tensor, output), cast(torch.Tensor, result))
             return
         summands = source.to(sent.dtype)
         of_host = torch.empty_like(summands) if root.on_rail else None
@@ -203,31 +233,35 @@ class CollectivesOverHosts(Spans):
     def reduce_scatter(
         self,
         span: Span,
+        config: Config,
         output: torch.Tensor,
         input: torch.Tensor,
         *,
         op: Any = ReduceOp.SUM,
-        fp32_partials: bool = False,
     ) -> None:
         checks.check_pair(span, "reduce_scatter", output, input, 1, span.size)
         source, result = to_read(input), to_write(output)
         if result.data_ptr() != source.data_ptr() + span.rank * result.nbytes:
             checks.check_overlap("reduce_scatter", result, source)
-        sent = _partials(span, "reduce_scatter", input, op, fp32_partials)
+        sent = _partials(span, "reduce_scatter", input, op, config)
         if source.numel():
-            span.reduce_scatter(result, source, op, _described("reduce_scatter", input, op), sent)
+            call = _described("reduce_scatter", input, op)
+            if vendor := self._vendor(span, config, "reduce_scatter", source.nbytes, input.dtype, op):
+                vendor.reduce_scatter(result, source, cast(ReduceOp, reduction(op)[0]), call)
+            else:
+                span.reduce_scatter(result, source, op, call, sent)
             _deliver(output, result)
 
     @over_hosts
     def all_reduce(
         self,
         span: Span,
+        config: Config,
         output: torch.Tensor,
         input: torch.Tensor,
         *,
         op: Any = ReduceOp.SUM,
         workspace: Any = None,
-        fp32_partials: bool = False,
     ) -> None:
         if workspace is not None:
             raise SeveralHostsError("ctx.ccl.all_reduce(workspace=…)", "Call it without a workspace.")
@@ -235,10 +269,14 @@ class CollectivesOverHosts(Spans):
         source, result = to_read(input), to_write(output)
         if source.data_ptr() != result.data_ptr():
             checks.check_overlap("all_reduce", result, source)
-        sent = _partials(span, "all_reduce", input, op, fp32_partials)
+        sent = _partials(span, "all_reduce", input, op, config)
         if not source.numel():
             return
         call, size, nbytes = _described("all_reduce", input, op), span.size, input.nbytes
+        if vendor := self._vendor(span, config, "all_reduce", nbytes, input.dtype, op):
+            vendor.all_reduce(result, source, cast(ReduceOp, reduction(op)[0]), call)
+            _deliver(output, result)
+            return
         # Parts of equal size: what is beyond the end is added up as well, and dropped.
         padded = -(-input.numel() // size) * size * input.itemsize
         exact = padded == nbytes
@@ -288,15 +326,15 @@ class CollectivesOverHosts(Spans):
         return span.links.to(number).connected and not checks.DEBUGGING
 
 
-def _partials(span: Span, name: str, input: torch.Tensor, op: Any, fp32: bool) -> Partials:
+def _partials(span: Span, name: str, input: torch.Tensor, op: Any, config: Config) -> Partials:
     """How hosts send their sums. Raises if the operation has no meaning for the dtype."""
     check_op(reduction(op)[0], input.dtype)
-    if fp32 and not (input.dtype.is_floating_point or input.dtype.is_complex):
+    if config.fp32_partials and not (input.dtype.is_floating_point or input.dtype.is_complex):
         raise InvalidConfigError(
             f"Config(fp32_partials=True) has no meaning for {name}() of {input.dtype}, whose sums are never rounded. "
             "Call it without."
         )
-    return span.partials(input.dtype, op) if fp32 else Partials(input.dtype, op, None)
+    return span.partials(input.dtype, op) if config.fp32_partials else Partials(input.dtype, op, None)
 
 
 def _is_list(input: object) -> TypeGuard[Sequence[torch.Tensor]]:

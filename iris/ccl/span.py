@@ -16,6 +16,7 @@ from iris.ccl.config import ReduceOp
 from iris.ccl.host_order import HostOrder
 from iris.ccl.host_sums import add_up, partial_dtype
 from iris.ccl.reduction import reduction
+from iris.ccl.select_over_hosts import HostChoice
 from iris.compat.cuda import current_raw_stream
 from iris.errors import IrisError
 from iris.world import Links, Rail, World
@@ -25,10 +26,11 @@ from iris.world.rail import as_bytes
 class Root(NamedTuple):
     """The root of a collective.
 
-    ``here``: this rank is it; ``host``: its host; ``on_rail``: this rank has its local rank; ``in_this_host``: which
-    rank of this host has its local rank, by its rank in the world.
+    ``rank``: its rank in the group; ``here``: this rank is it; ``host``: its host; ``on_rail``: this rank has its local
+    rank; ``in_this_host``: which rank of this host has its local rank, by its rank in the world.
     """
 
+    rank: int
     here: bool
     host: int
     on_rail: bool
@@ -68,6 +70,8 @@ class Span:
         By which ``within`` knows those of this host; None for all ranks.
     within : Collectives
         The collectives among these.
+    choice : HostChoice or None
+        By what Iris' steps or the vendor's collective are chosen. None before the first collective.
     """
 
     def __init__(
@@ -86,6 +90,7 @@ class Span:
         self.rail, self.links = rail, links
         self.order = HostOrder(part.hosts, part.device)
         self.group, self.within = group, within
+        self.choice: HostChoice | None = None
         self._num_ranks, self._index = num_ranks, index
 
     def stream(self) -> int | None:
@@ -98,7 +103,7 @@ class Span:
         host = self.hosts.host_of(number)
         local = self.hosts.ranks[host].index(number)
         in_this_host = self.ranks[self.hosts.local_ranks[local]]
-        return Root(number == self.rank, host, self.hosts.local_rank == local, in_this_host)
+        return Root(number, number == self.rank, host, self.hosts.local_rank == local, in_this_host)
 
     @contextlib.contextmanager
     def root_alone(self, name: str) -> Iterator[None]:

@@ -14,13 +14,25 @@ import torch.distributed as dist
 
 from iris.ccl import checks
 from iris.ccl.collectives import Collectives
-from iris.ccl.communicator import Communicator
+from iris.ccl.communicator import Communicator, kind_of
 from iris.ccl.config import DEFAULT, Config
 from iris.ccl.enqueue import FOR_THE_HOST
+from iris.ccl.reduction import reduction
+from iris.ccl.select_over_hosts import (
+    IRIS,
+    OF_VENDOR,
+    VENDOR,
+    HostChoice,
+    as_found,
+    as_received,
+    as_sent,
+    vendor_carries,
+)
 from iris.ccl.span import Span
+from iris.ccl.vendor import Vendor
 from iris.ccl.work import Work
 from iris.cuda_graphs.capture import refuse_in_capture
-from iris.errors import InvalidConfigError, SeveralHostsError
+from iris.errors import InvalidConfigError, SeveralHostsError, UnsupportedReductionError
 from iris.operators.graph_break import methods_break_graph
 from iris.runtime.workspace import RankContext
 from iris.world import World, check_process_group
@@ -46,12 +58,10 @@ def over_hosts(steps: Callable[..., None]) -> Any:
         span = self._find(name, group)
         if span is None:
             return getattr(self.within, name)(*args, group=group, async_op=async_op, config=config, **named)
-        comm = self._begin(name, span, config)
-        if config is not None and config.fp32_partials:
-            named["fp32_partials"] = True
+        comm, used = self._begin(name, span, config)
         try:
             with torch.no_grad():
-                steps(self, span, *args, **named)
+                steps(self, span, used, *args, **named)
         except BaseException as error:
             comm.abort_flag.interrupted(name, error)
             raise
@@ -134,19 +144,62 @@ class Spans(Collectives):
         check_process_group(group)
         return group
 
-    def _begin(self, name: str, span: Span, config: Config | None) -> Communicator:
-        """The communicator of this host's ranks, which they meet to make when it is first used."""
-        self._check(name, span, config)
-        return self.communicator(span.group)
+    def _begin(self, name: str, span: Span, config: Config | None) -> tuple[Communicator, Config]:
+        """The communicator of this host's ranks, and the configuration, checked.
 
-    def _check(self, name: str, span: Span, config: Config | None) -> None:
-        """That the group is whole, and no step has been asked for that is chosen."""
+        Its first call for a span is collective, and blocks the host.
+        """
+        used = self._check(name, span, config)
+        comm = self.communicator(span.group)
+        if span.choice is None:
+            refuse_in_capture(f"{name}()")
+            device, hosts = span.device, span.hosts
+            own: list[HostChoice] = []
+
+            def find() -> tuple:
+                own.append(as_found(len(hosts), len(hosts.local_ranks), kind_of(device)))
+                return as_sent(own[0])
+
+            # Nothing that a choice depends on may differ between ranks: the first one's is everybody's.
+            span.choice = as_received(span.whole.agree(find, "begin the first collective of a group over hosts")[0])
+        return comm, used
+
+    def _check(self, name: str, span: Span, config: Config | None) -> Config:
+        """That the group is whole, and that the configuration has what can be asked for over hosts."""
         span.whole.check()
-        if config is not None and replace(checks.check_config(config), fp32_partials=False) != DEFAULT:
+        used = checks.check_config(config)
+        if replace(used, fp32_partials=False, over_hosts=None) != DEFAULT:
             raise SeveralHostsError(
-                f"{config!r} for ctx.ccl.{name}()", "Call it without, or with fp32_partials alone: each step is chosen."
+                f"{used!r} for ctx.ccl.{name}()",
+                "Call it without, or with over_hosts and fp32_partials alone: each step is chosen.",
             )
-        if config is not None and config.fp32_partials and name not in ADD:
+        if used.fp32_partials and name not in ADD:
             raise InvalidConfigError(
                 f"Config(fp32_partials=True) has no meaning for {name}(), which adds nothing up. Call it without."
             )
+        if used.over_hosts == VENDOR and (name not in OF_VENDOR or used.fp32_partials):
+            raise InvalidConfigError(
+                f"{used!r} cannot work for {name}(): "
+                + ("the vendor rounds sums as it does." if name in OF_VENDOR else "the vendor's is not used there.")
+                + " Leave over_hosts out."
+            )
+        return used
+
+    def _vendor(
+        self, span: Span, config: Config, name: str, nbytes: int, dtype: torch.dtype, op: Any = None
+    ) -> Vendor | None:
+        """The vendor's collective, if it is asked for, or faster for a whole of so many bytes. See `HostChoice`."""
+        kind = None if op is None else reduction(op)[0]
+        if config.over_hosts == VENDOR and not vendor_carries(name, dtype, kind):
+            raise UnsupportedReductionError(
+                f"{config!r} cannot work for {name}() of {dtype}, {kind}: the vendor has no such sum. Leave over_hosts "
+                "out."
+            )
+        assert span.choice is not None
+        if config.over_hosts == IRIS or config.fp32_partials or not vendor_carries(name, dtype, kind):
+            return None
+        if config.over_hosts is None and span.choice.of(name, nbytes) == IRIS:
+            return None
+        if not span.links.everyone_connected:
+            refuse_in_capture(f"{name}() by the vendor's communicator")
+        return Vendor(span.links.everyone())

@@ -35,6 +35,16 @@ class GlooRail(Rail):
     def refuse(self, what: str) -> None:
         self._begin(_nothing, 0, f"{what}, which was refused,")()
 
+    def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, op: str, what: str) -> None:
+        # Gloo's own says that it is over only to who waits in it, where nothing interrupts the wait.
+        whole = input.clone()
+        self.all_reduce(whole, op, what)
+        output.view(-1).copy_(whole.view(len(self._ranks), -1)[self._place])
+
+    def _sum(self, op: str) -> tuple[Any, int | None]:
+        # Gloo has no averages.
+        return (dist.ReduceOp.SUM, len(self._ranks)) if op == "AVG" else super()._sum(op)
+
     def close(self) -> None:
         del self._engine
 

@@ -68,11 +68,25 @@ class Link:
 
 
 class Links:
-    """Those of this rank to ranks of other hosts in a group. Local."""
+    """Those of this rank to ranks of other hosts in a group; and what connects all of its ranks. Local."""
 
     def __init__(self, group: Group, make: Make) -> None:
         self._group, self._make = group, make
         self._links: dict[int, Link] = {}
+        self._everyone: Rail | None = None
+
+    def everyone(self) -> Rail:
+        """A rail of all ranks of the group. The first call is collective over it, and blocks the host."""
+        if self._everyone is None:
+            group, made = self._group, []
+            route = Route("everyone", tuple(range(group.size)), group.rank)
+            group.agree(lambda: made.append(self._make(route)), "connect to all ranks of all hosts")
+            (self._everyone,) = made
+        return self._everyone
+
+    @property
+    def everyone_connected(self) -> bool:
+        return self._everyone is not None
 
     def to(self, peer: int) -> Link:
         """That to a rank of the group, which is on another host."""
@@ -83,3 +97,6 @@ class Links:
         for link in self._links.values():
             link.close()
         self._links.clear()
+        if self._everyone is not None:
+            self._everyone.close()
+            self._everyone = None

@@ -58,8 +58,8 @@ class NcclRail(Rail):
             self._connect(len(ranks), device)
         if switched_on("IRIS_DEBUG"):
             # Groups are matched by their order on all ranks of a group, of which the others know nothing of a pair.
-            of_all = route == rail_of(hosts)
-            self._compared = Group(group.process_group, part=route.ranks) if of_all else Pair(group, route)
+            of_pair = len(route.ranks) == 2 and route != rail_of(hosts)
+            self._compared = Pair(group, route) if of_pair else Group(group.process_group, part=route.ranks)
 
     def barrier(self) -> None:
         self.all_gather(self._tokens[1:], self._tokens[:1], "device_barrier()")()
@@ -94,6 +94,10 @@ class NcclRail(Rail):
                 self.broadcast(mine, host, "a first transfer")
                 self.gather(arrived if here else None, mine, host, "a first transfer")
                 self.scatter(mine, everyone if here else None, host, "a first transfer")
+            if len(self._ranks) == self._group.size:  # else it never adds
+                self.all_reduce(mine, "SUM", "a first sum")
+                self.reduce_scatter(mine, everyone, "SUM", "a first sum")
+                self.reduce(mine, 0, "SUM", "a first sum")
         self.barrier()
         torch.cuda.current_stream(device).synchronize()
 

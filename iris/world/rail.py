@@ -138,6 +138,40 @@ class Rail(ABC):
         start = functools.partial(self._engine.scatter, received, parts, options)
         self._transfer(start, output.nbytes, what, sent=sent, received=received, source=host)()
 
+    # The engine's own sums, which `iris.ccl.vendor` asks a rail of all ranks for. ``op``: a name in torch's ReduceOp.
+
+    def all_reduce(self, tensor: torch.Tensor, op: str, what: str) -> None:
+        """Combine every rank's ``tensor``, contiguous, in its place."""
+        options = dist.AllreduceOptions()
+        options.reduceOp, divisor = self._sum(op)
+        start = functools.partial(self._engine.allreduce, [tensor], options)
+        self._transfer(start, tensor.nbytes, what, sent=[tensor], received=[tensor])()
+        if divisor:
+            tensor.div_(divisor)
+
+    def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, op: str, what: str) -> None:
+        """Combine every rank's ``input``, and give rank r the r-th part; both are contiguous."""
+        options = dist.ReduceScatterOptions()
+        options.reduceOp, divisor = self._sum(op)
+        start = functools.partial(c10d.reduce_scatter, self._engine, output, input, options)
+        self._transfer(start, input.nbytes, what, sent=[input], received=[output])()
+        if divisor:
+            output.div_(divisor)
+
+    def reduce(self, tensor: torch.Tensor, root: int, op: str, what: str) -> None:
+        """Combine every rank's ``tensor``, contiguous, in that of the ``root``. Those of others are undefined then."""
+        options = dist.ReduceOptions()
+        options.reduceOp, divisor = self._sum(op)
+        options.rootRank = root
+        start = functools.partial(self._engine.reduce, [tensor], options)
+        self._transfer(start, tensor.nbytes, what, sent=[tensor], received=[tensor])()
+        if divisor:
+            tensor.div_(divisor)
+
+    def _sum(self, op: str) -> tuple[Any, int | None]:
+        """torch's operation of this name, and by what to divide behind it."""
+        return getattr(dist.ReduceOp, op), None
+
     @abstractmethod
     def barrier(self) -> None:
         """What comes behind it begins when all hosts' ranks have come."""
