@@ -161,8 +161,8 @@ def bench() -> None:
     "libraries",
     multiple=True,
     help="iris, 'iris steps' (over hosts), 'iris gluon', nccl, 'nccl windows', torch; and for all_reduce flashinfer, "
-    "'flashinfer one shot', 'flashinfer two shot' or sglang. If not given, all of the first, and of the others flashinfer and sglang where "
-    "they are installed.",
+    "'flashinfer one shot', 'flashinfer two shot' or sglang. If not given, all of the first, and of the others "
+    "flashinfer and sglang where they are installed.",
 )
 @click.option("--dtype", type=DTYPES, default="bfloat16", show_default=True)
 @click.option(

@@ -70,8 +70,8 @@ class Span:
         By which ``within`` knows those of this host; None for all ranks.
     within : Collectives
         The collectives among these.
-    choice : HostChoice or None
-        By what Iris' steps or the vendor's collective are chosen. None before the first collective.
+    choice : HostChoice
+        By what Iris' steps or the vendor's collective are chosen.
     """
 
     def __init__(
@@ -83,6 +83,7 @@ class Span:
         group: dist.ProcessGroup | None,
         num_ranks: int,
         index: int,
+        choice: HostChoice,
     ) -> None:
         """Local. ``num_ranks``: of the context; ``index``: of this rank's GPU."""
         self.size, self.ranks, self.device = part.size, part.group.ranks, part.device
@@ -90,7 +91,7 @@ class Span:
         self.rail, self.links = rail, links
         self.order = HostOrder(part.hosts, part.device)
         self.group, self.within = group, within
-        self.choice: HostChoice | None = None
+        self.choice = choice
         self._num_ranks, self._index = num_ranks, index
 
     def stream(self) -> int | None:

@@ -22,7 +22,6 @@ from iris.ccl.select_over_hosts import (
     IRIS,
     OF_VENDOR,
     VENDOR,
-    HostChoice,
     as_found,
     as_received,
     as_sent,
@@ -124,8 +123,16 @@ class Spans(Collectives):
         return self._spans[group]
 
     def _span(self, part: World, group: dist.ProcessGroup | None) -> Span:
+        """Collective over the part; blocks the host."""
         assert part.rail and part.links
-        return Span(part, part.rail, part.links, self.within, group, self._context.num_ranks, self._index)
+        device, hosts = part.device, part.hosts
+
+        def find() -> tuple:
+            return as_sent(as_found(len(hosts), len(hosts.local_ranks), kind_of(device)))
+
+        # Nothing that a choice depends on may differ between ranks: the first one's is everybody's.
+        choice = as_received(part.group.agree(find, "find out by what collectives over hosts are chosen")[0])
+        return Span(part, part.rail, part.links, self.within, group, self._context.num_ranks, self._index, choice)
 
     def _spans_hosts(self, group: dist.ProcessGroup | None) -> bool:
         """Whether its ranks are on several hosts. Local: messages meet no others."""
@@ -145,24 +152,9 @@ class Spans(Collectives):
         return group
 
     def _begin(self, name: str, span: Span, config: Config | None) -> tuple[Communicator, Config]:
-        """The communicator of this host's ranks, and the configuration, checked.
-
-        Its first call for a span is collective, and blocks the host.
-        """
+        """The communicator of this host's ranks, which they meet to make; and the configuration, checked."""
         used = self._check(name, span, config)
-        comm = self.communicator(span.group)
-        if span.choice is None:
-            refuse_in_capture(f"{name}()")
-            device, hosts = span.device, span.hosts
-            own: list[HostChoice] = []
-
-            def find() -> tuple:
-                own.append(as_found(len(hosts), len(hosts.local_ranks), kind_of(device)))
-                return as_sent(own[0])
-
-            # Nothing that a choice depends on may differ between ranks: the first one's is everybody's.
-            span.choice = as_received(span.whole.agree(find, "begin the first collective of a group over hosts")[0])
-        return comm, used
+        return self.communicator(span.group), used
 
     def _check(self, name: str, span: Span, config: Config | None) -> Config:
         """That the group is whole, and that the configuration has what can be asked for over hosts."""
@@ -195,7 +187,6 @@ class Spans(Collectives):
                 f"{config!r} cannot work for {name}() of {dtype}, {kind}: the vendor has no such sum. Leave over_hosts "
                 "out."
             )
-        assert span.choice is not None
         if config.over_hosts == IRIS or config.fp32_partials or not vendor_carries(name, dtype, kind):
             return None
         if config.over_hosts is None and span.choice.of(name, nbytes) == IRIS:
