@@ -31,7 +31,8 @@ OLDEST_PROGRAMS := $(if $(IRIS_TEST_ALL),,-k "not torchrun")
 PYTEST := $(if $(IRIS_TEST_ALL),scripts/in_pieces.py,-m pytest -q)
 
 OVER_HOSTS := test_hosts.py $(addprefix ccl/test_,$(addsuffix .py,\
-	over_hosts over_hosts_on_gpu groups_over_hosts process_group_over_hosts))
+	over_hosts over_hosts_on_gpu all_to_all_v_over_hosts messages_over_hosts fp32_partials groups_over_hosts \
+	process_group_over_hosts vendor_over_hosts))
 
 # One after the other, as each wants the GPUs for itself; and all of them, whichever misses its floors.
 MEASURED := perf-accesses perf-collectives perf-operations
@@ -69,7 +70,7 @@ test-gpu:            ## the same tests on RANKS GPUs of this machine
 	$(TORCHRUN) -m pytest -q -x tests $(addprefix --ignore tests/,codegen sanitizer simulator)
 
 test-hosts:          ## those of several hosts: each of RANKS GPUs of this machine counts as a host
-	IRIS_TEST_HOSTS=$(RANKS)x1 $(TORCHRUN) -m pytest -q -x $(addprefix tests/,$(OVER_HOSTS))
+	IRIS_OVER_HOSTS=iris IRIS_TEST_HOSTS=$(RANKS)x1 $(TORCHRUN) -m pytest -q -x $(addprefix tests/,$(OVER_HOSTS))
 
 perf:                ## measures on RANKS GPUs, and fails below the floors of benchmarks/floors.json
 	$(MAKE) --keep-going --jobs 1 --no-print-directory $(MEASURED)

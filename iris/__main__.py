@@ -160,9 +160,9 @@ def bench() -> None:
     "--library",
     "libraries",
     multiple=True,
-    help="iris, 'iris gluon', nccl, 'nccl windows', torch; and for all_reduce flashinfer, 'flashinfer one shot', "
-    "'flashinfer two shot' or sglang. If not given, all of the first, and of the others flashinfer and sglang where "
-    "they are installed.",
+    help="iris, 'iris steps' (over hosts), 'iris gluon', nccl, 'nccl windows', torch; and for all_reduce flashinfer, "
+    "'flashinfer one shot', 'flashinfer two shot' or sglang. If not given, all of the first, and of the others "
+    "flashinfer and sglang where they are installed.",
 )
 @click.option("--dtype", type=DTYPES, default="bfloat16", show_default=True)
 @click.option(
@@ -273,7 +273,9 @@ def tune(largest: int, smallest: int, out: Path | None, num_ranks: int | None) -
     GPUs also operations.json: the figures by which fused operations are chosen, for any number of ranks. Those that
     were fitted to times of whole calls, and not measured, stay as they are.
 
-    Among ranks that torchrun started, or that this starts. The sizes are those of the collectives.
+    Among ranks that torchrun started, or that this starts. The sizes are those of the collectives. Over several hosts
+    it measures Iris' steps beside the vendor's collectives; the table is for as many hosts with as many ranks, and for
+    the first rank, whose choice counts.
     """
     requirements.check()
     from iris.bench import ranks

@@ -91,7 +91,13 @@ class Iris(Factories, SymmetricTensors, ProcessGroups):
             raise
         bases, size, record = self.heap.bases, self.heap.mapped_size, self._record.address
         self.heap_bases = heap_bases_tensor(bases, size, record, self.device)
-        self.ccl: Collectives = CollectivesOverHosts(self, self._rail) if self._rail else Collectives(self)
+        try:
+            self.ccl: Collectives = CollectivesOverHosts(self) if self._rail else Collectives(self)
+        except BaseException:
+            # Over hosts it is collective, and a setting may be wrong on any rank.
+            self._close_groups()
+            self.heap.close()
+            raise
         self.ops: Operations = OperationsOverHosts(self, self._rail) if self._rail else Operations(self)
         self._device_context = context_tensor(self.cur_rank, bases, size, record, self.device)
         self.tracing = Tracing(self._workspaces[None], self._record, self._drain, self.num_hosts)

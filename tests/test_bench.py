@@ -18,6 +18,7 @@ from click.testing import CliRunner
 from conftest import UNDER_TORCHRUN, import_path
 from covering import EVERYTHING
 from preloaded import LIMIT_S, python
+from rank_pool import Hosts
 
 from iris import simulator
 from iris.__main__ import commands
@@ -27,6 +28,7 @@ from iris.bench.timing import Operands, capture, counts, do_bench
 from iris.ccl import Config
 from iris.ccl.algorithms import ALGORITHMS, candidates
 from iris.ccl.select import ELSEWHERE, Choice, choose, name_in_table
+from iris.ccl.select_over_hosts import as_found
 from iris.errors import InvalidCountError, InvalidTableError
 
 KIB = 1 << 10
@@ -79,6 +81,25 @@ def measured(ctx):
 def test_libraries_are_measured_side_by_side(ranks):
     first, *others = ranks.run(measured)
     assert all(rows == first for rows in others), "ranks have different rows"
+
+
+def measured_over_hosts(ctx):
+    chosen, libraries = list(collectives.COLLECTIVES), ["iris", "iris steps"]
+    rows = list(collectives.measure(ctx, chosen, [2 * KIB], [0], libraries, torch.float32))
+    assert [(row.collective, row.library) for row in rows] == [(name, each) for name in chosen for each in libraries]
+    assert all(row.microseconds > 0 and row.reason == "" for row in rows)
+    return rows
+
+
+@pytest.mark.ranks(Hosts(2, 2), Hosts(4, 1))
+def test_collectives_are_measured_over_hosts(ranks, tmp_path):
+    rows = ranks.run(measured_over_hosts)[0]
+    num_ranks, (hosts, each, _) = ranks.num_ranks, ranks.hosts
+    collectives.write(tmp_path, num_ranks, rows, {}, hosts)
+    written = json.loads((tmp_path / f"collectives_{hosts}x{each}.json").read_text())
+    assert [written[name] for name in ("num_ranks", "num_hosts", "ranks_per_host")] == [num_ranks, hosts, each]
+    # Pictures by numbers of ranks are of one host.
+    assert plots.draw_by_ranks(tmp_path) == []
 
 
 def wrong_results(ctx, dtype):
@@ -172,6 +193,26 @@ def test_a_table_is_measured_and_carries_every_call(ranks):
         # What cannot carry any size has a limit, whatever size was the largest that was measured.
         rows = [row for few in (False, True) for row in first[name_in_table(collective, few)]]
         assert all(row.limit is not None for row in rows if row.variant in tune.SMALL)
+
+
+def tuned_over_hosts(ctx):
+    lines = []
+    table = tune.tune_over_hosts(ctx, [KIB, 4 * KIB], lines.append)
+    assert all(line.count(" us") == 2 and "vendor" in line for line in lines)
+    return table
+
+
+@pytest.mark.ranks(Hosts(2, 2))
+def test_over_hosts_the_vendor_is_measured_beside_the_steps(ranks, tmp_path, monkeypatch):
+    first, *others = ranks.run(tuned_over_hosts)
+    assert all(table == first for table in others), "ranks would choose differently"
+    assert first.keys() == {*collectives.COLLECTIVES}
+    for rows in first.values():
+        assert rows[-1].limit is None and {row.variant for row in rows} <= {"iris", "vendor"}
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    (tmp_path / "iris").mkdir()
+    tune.write(tmp_path / "iris" / "collectives.json", first, "a GPU", "2x2")
+    assert as_found(2, 2, "a GPU").table == first
 
 
 def test_a_pick_changes_where_it_pays():

@@ -12,7 +12,8 @@ from rank_pool import Hosts
 
 from iris import simulator
 from iris.errors import GroupAbortedError, MismatchedCollectiveError
-from iris.world import Group, nccl_rail
+from iris.world import Group, Links, nccl_rail
+from iris.world.rail import rail_of
 
 pytestmark = pytest.mark.skipif(
     not simulator.ACTIVE, reason="on GPUs NCCL is there: tests/ccl/test_over_hosts_on_gpu.py"
@@ -33,7 +34,8 @@ class Engine:
 
 
 @contextlib.contextmanager
-def a_rail(ctx, debug="0", capturing=False):
+def played(debug="0", capturing=False):
+    """NCCL, and the parts of CUDA that a rail asks for."""
     with (
         mock.patch.object(nccl_rail.c10d, "make_nccl", Engine),
         mock.patch.object(nccl_rail, "is_current_stream_capturing", lambda: capturing),
@@ -41,7 +43,14 @@ def a_rail(ctx, debug="0", capturing=False):
         mock.patch.object(torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=lambda: None)),
         mock.patch.dict("os.environ", IRIS_DEBUG=debug),
     ):
-        yield nccl_rail.NcclRail(Group(ctx._world.group.process_group), ctx._world.hosts, ctx.device)
+        yield
+
+
+@contextlib.contextmanager
+def a_rail(ctx, debug="0", capturing=False):
+    with played(debug, capturing):
+        hosts = ctx._world.hosts
+        yield nccl_rail.NcclRail(Group(ctx._world.group.process_group), hosts, rail_of(hosts), ctx.device)
 
 
 def carry(ctx):
@@ -87,6 +96,33 @@ def compare(ctx):
 @pytest.mark.ranks(Hosts(2, 2))
 def test_calls_are_compared_in_debug_mode(ranks):
     ranks.run(compare)
+
+
+def send_and_receive(ctx, debug):
+    """Each rank with one of another host, both ways, by communicators of the two; unequal sizes in debug mode."""
+    group, hosts = Group(ctx._world.group.process_group), ctx._world.hosts
+    links = Links(group, lambda route: nccl_rail.NcclRail(group, hosts, route, ctx.device))
+    peer = ctx.num_ranks - 1 - ctx.cur_rank
+    with played(debug):
+        link = links.to(peer)
+        for call in range(3):
+            x, y = pattern((7,), torch.int32, ctx.cur_rank, call), torch.empty(7, dtype=torch.int32)
+            link.send(x) if ctx.cur_rank < peer else link.recv(y)
+            link.recv(y) if ctx.cur_rank < peer else link.send(x)
+            assert_same_bits(y, pattern((7,), torch.int32, peer, call))
+        engines = [rail._engine for rail in link._rails.values()]
+        ctx.barrier()
+        if debug == "1" and ctx.cur_rank in (0, ctx.num_ranks - 1):
+            with pytest.raises((MismatchedCollectiveError, GroupAbortedError), match="of 28 bytes.* of 24 bytes"):
+                link.send(x) if ctx.cur_rank < peer else link.recv(y[:6])
+        links.close()
+        assert [engine.aborted for engine in engines] == [1, 1]
+
+
+@pytest.mark.ranks(Hosts(2, 2), Hosts(4, 1))
+@pytest.mark.parametrize("debug", ["0", "1"])
+def test_a_link_carries_messages_both_ways(ranks, debug):
+    ranks.run(send_and_receive, debug)
 
 
 def outlive(ctx):

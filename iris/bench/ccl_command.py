@@ -1,5 +1,6 @@
 """``python -m iris bench ccl``: what it prints and writes."""
 
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -14,8 +15,9 @@ from iris.bench import collectives as measuring
 from iris.bench import optional_peers, ranks
 from iris.bench.ceilings import ceilings
 from iris.bench.report import below_floor
+from iris.ccl.select import name_of_ranks
 from iris.context import iris
-from iris.errors import UnknownChoiceError
+from iris.errors import SeveralHostsError, UnknownChoiceError
 
 
 def run(
@@ -53,9 +55,11 @@ def run_on_rank(
     """Collective over the ranks; returns results that are wrong, and figures that miss their floor."""
     with iris(4 * max(bytes_) + (1 << 30 if torch.cuda.is_available() else 1 << 20)) as ctx:
         on_gpu = ctx.device.type == "cuda"
-        beside = list(
-            libraries or (optional_peers.by_default(measuring.LIBRARIES) if on_gpu else ("iris", "iris gluon"))
-        )
+        hosts = ctx.num_hosts
+        beside = list(libraries or by_default(hosts, on_gpu))
+        for library in beside:
+            if hosts > 1 and library not in measuring.OVER_HOSTS:
+                raise SeveralHostsError(f"--library '{library}'", f"Ask for {', '.join(measuring.OVER_HOSTS)}.")
         rows: list[measuring.Row] = []
         total = len(chosen) * len(bytes_) * len(sms) * len(beside)
         console = Console(stderr=True, quiet=ctx.get_rank() > 0)
@@ -65,8 +69,9 @@ def run_on_rank(
                 rows.append(row)
                 progress.update(task, advance=1)
                 if ctx.get_rank() == 0 and out is not None:
-                    measuring.write(out, ctx.get_num_ranks(), rows, {})
-        ceiling = ceilings(ctx)
+                    measuring.write(out, ctx.get_num_ranks(), rows, {}, hosts)
+        # Of links within a host.
+        ceiling = ceilings(ctx) if hosts == 1 else {}
         if ctx.get_rank() == 0:
             show(rows)
             for name, rate in ceiling.items():
@@ -74,11 +79,11 @@ def run_on_rank(
             if simulator.ACTIVE:
                 click.echo(simulator.TIMES)
             if out is not None:
-                measuring.write(out, ctx.get_num_ranks(), rows, ceiling)
+                measuring.write(out, ctx.get_num_ranks(), rows, ceiling, hosts)
                 if find_spec("matplotlib"):
                     from iris.bench import plots
 
-                    plots.draw(out, ctx.get_num_ranks(), rows)
+                    plots.draw(out, name_of_ranks(ctx.num_local_ranks, hosts), rows)
                     plots.draw_by_ranks(out)
         missed = [
             f"{row.collective} of {row.bytes} bytes by {row.library}: {row.reason}"
@@ -88,6 +93,15 @@ def run_on_rank(
         if floors is not None:
             missed += below_floor(floors, "ccl", ctx.get_num_ranks(), figures(rows))
     return missed
+
+
+def by_default(num_hosts: int, on_gpu: bool) -> Sequence[str]:
+    """The libraries that are measured, if none are asked for."""
+    if num_hosts > 1:
+        return measuring.OVER_HOSTS if on_gpu else ("iris", "iris steps")
+    if not on_gpu:
+        return "iris", "iris gluon"
+    return [library for library in optional_peers.by_default(measuring.LIBRARIES) if library != "iris steps"]
 
 
 def figures(rows: list[measuring.Row]) -> dict[str, float]:

@@ -22,11 +22,15 @@ from iris.bench.ranks import failure, on_any_rank
 from iris.bench.report import environment
 from iris.bench.timing import Operands, capture, counts, do_bench, microseconds_in_turns
 from iris.ccl import Config
+from iris.ccl.select import name_of_ranks
+from iris.ccl.select_over_hosts import IRIS
 from iris.commands.files import written
 from iris.context import Iris
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
-LIBRARIES = ("iris", "iris gluon", "nccl", "nccl windows", "torch", *optional_peers.NAMES)
+LIBRARIES = ("iris", "iris steps", "iris gluon", "nccl", "nccl windows", "torch", *optional_peers.NAMES)
+# Of these, those that span hosts. "iris steps" are its own, which "iris" may leave to the vendor.
+OVER_HOSTS = ("iris", "iris steps", "nccl")
 
 
 class Row(NamedTuple):
@@ -244,6 +248,9 @@ def _case(
     def of(operands: Operands, call: Callable[[], object]) -> Case:
         return Case(operands, call, call)
 
+    if library == "iris steps":
+        steps = Config(over_hosts=IRIS)
+        return of(heap, iris_calls(ctx, heap, steps)[collective]) if ctx.num_hosts > 1 and not limit else None
     if library.startswith("iris"):
         config = None
         if limit or library == "iris gluon":
@@ -265,13 +272,15 @@ def _case(
     return of(plain, symmetric["one shot" if plain.whole.nbytes <= 256 << 10 else "two shot"])
 
 
-def write(folder: Path, num_ranks: int, rows: list[Row], ceiling: dict[str, float]) -> None:
+def write(folder: Path, num_ranks: int, rows: list[Row], ceiling: dict[str, float], num_hosts: int = 1) -> None:
     """The rows as CSV and JSON, the latter with what they depend on."""
-    table = folder / f"collectives_{num_ranks}.csv"
+    ranks_each = num_ranks // num_hosts
+    table = folder / f"collectives_{name_of_ranks(ranks_each, num_hosts)}.csv"
     with written(table), open(table, "w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(Row._fields)
         writer.writerows(rows)
-    result = {**environment(), "num_ranks": num_ranks, **ceiling, "rows": [row._asdict() for row in rows]}
+    ranks = {"num_ranks": num_ranks, "num_hosts": num_hosts, "ranks_per_host": ranks_each}
+    result = {**environment(), **ranks, **ceiling, "rows": [row._asdict() for row in rows]}
     with written(table):
         table.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")

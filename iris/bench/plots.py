@@ -14,8 +14,8 @@ from iris.bench.collectives import Row
 from iris.errors import readable
 
 
-def draw(folder: Path, num_ranks: int, rows: list[Row]) -> list[Path]:
-    """One picture a collective, of what ``rows`` hold; returns the files."""
+def draw(folder: Path, num_ranks: int | str, rows: list[Row]) -> list[Path]:
+    """One picture a collective, of what ``rows`` hold; returns the files. Over hosts ``num_ranks`` are "2x8"."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -51,7 +51,7 @@ def draw(folder: Path, num_ranks: int, rows: list[Row]) -> list[Path]:
 
 
 def draw_by_ranks(folder: Path) -> list[Path]:
-    """One picture a collective: how its time grows with the ranks, of what was written for several numbers of them.
+    """One picture a collective: how its time grows with the ranks of a host, of what was written for several numbers.
 
     On the left with as much data in all, on the right with as much a rank; sizes that were measured with every number.
     """
@@ -61,6 +61,7 @@ def draw_by_ranks(folder: Path) -> list[Path]:
     from matplotlib import pyplot
 
     written = [json.loads(file.read_text()) for file in folder.glob("collectives_*.json")]
+    written = [result for result in written if result.get("num_hosts", 1) == 1]
     ranks = sorted(result["num_ranks"] for result in written)
     # By collective, by what is fixed, by library and size: number of ranks and microseconds.
     lines: defaultdict[str, dict[str, Any]] = defaultdict(

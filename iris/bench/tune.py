@@ -19,7 +19,8 @@ from iris.bench.timing import Operands, counts
 from iris.ccl import algorithms
 from iris.ccl.communicator import Communicator, kind_of
 from iris.ccl.config import FEW_SMS, Config
-from iris.ccl.select import Choice, Table, name_in_table
+from iris.ccl.select import Choice, Table, name_in_table, name_of_ranks
+from iris.ccl.select_over_hosts import IRIS, VENDOR
 from iris.commands.files import check_writable, written
 from iris.context import Iris, iris
 from iris.errors import FolderError
@@ -61,10 +62,14 @@ def run(sizes: list[int], out: Path | None) -> list[str]:
             if is_first:
                 click.echo(line)
 
-        table = tune(ctx, sizes, report)
+        hosts, ranks_each = ctx.num_hosts, ctx.num_local_ranks
+        table = tune(ctx, sizes, report) if hosts == 1 else tune_over_hosts(ctx, sizes, report)
         if is_first:
-            write(folder / COLLECTIVES_FILE, table, device, str(size))
+            write(folder / COLLECTIVES_FILE, table, device, name_of_ranks(ranks_each, hosts))
         report(f"Written to {folder / COLLECTIVES_FILE}")
+        if hosts > 1:
+            report("What is within a host is tuned there: start this command on one.")
+            return []
         problem = figures.problem(ctx)
     if problem:
         report(f"Figures of fused operations stay as they are: {problem}.")
@@ -115,6 +120,29 @@ def tune(ctx: Iris, sizes: list[int], report: Callable[[str], None]) -> Table:
         communicator.table = before
         communicator.forget()
     return table
+
+
+def tune_over_hosts(ctx: Iris, sizes: list[int], report: Callable[[str], None]) -> Table:
+    """Iris' steps or the vendor's collective, for as many hosts and ranks. Collective over the world; of bf16 tensors.
+
+    Its limits are bytes of the whole; see `iris.ccl.select_over_hosts`.
+    """
+    found: dict[str, list[tuple[int, dict[Pick, float]]]] = {name: [] for name in COLLECTIVES}
+    for nbytes in sizes:
+        operands = Operands(*(ctx.randn(n, dtype=torch.bfloat16) for n in counts(nbytes, 2, ctx.num_ranks)))
+        choices = {(who, None): iris_calls(ctx, operands, Config(over_hosts=who)) for who in (IRIS, VENDOR)}
+        for name in COLLECTIVES:
+            readied = []
+            for calls in choices.values():
+                # Compiled, and connected, first, outside the graph.
+                calls[name]()
+                readied.append(ready(ctx, calls[name]))
+            times: dict[Pick, float] = dict(zip(choices, microseconds_of_each(ctx, readied, nbytes), strict=True))
+            del readied
+            ctx.ccl.release_graphs()
+            report(f"{name}, {nbytes} bytes: {', '.join(f'{who} {time:.2f} us' for (who, _), time in times.items())}")
+            found[name].append((operands.whole.nbytes, times))
+    return {name: rows(cheapest(times_by_size), []) for name, times_by_size in found.items()}
 
 
 def candidates(comm: Communicator, collective: str, nbytes: int, all_sms: bool) -> list[Pick]:

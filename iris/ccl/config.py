@@ -29,6 +29,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "all_reduce_variant": ALL_REDUCE_VARIANTS,
     "reduce_scatter_variant": ("two_shot",),
     "all_to_all_variant": ("persistent",),
+    "over_hosts": ("iris", "vendor"),
 }
 _POWERS_OF_TWO = ("block_size_m", "block_size_n", "num_warps", "chunk_size")
 _COUNTS = ("swizzle_size", "comm_sms", "num_xcds", "all_reduce_num_rings", "all_reduce_ring_slice_n", "num_stages")
@@ -95,6 +96,15 @@ class Config:
         Of a program. More are taken where a thread would move over 128 elements.
     threads_per_warp : int
         Must be what the machine has; for programs that pass it to Gluon.
+    fp32_partials : bool
+        Over several hosts: these send each other float32 sums of narrower floats, so that a sum is rounded once, as on
+        one host, instead of twice. It takes twice the bytes of bfloat16, between hosts and within. For all_reduce,
+        reduce_scatter and reduce; an error for integers. Of float32 and wider nothing changes, nor of MIN and MAX, nor
+        among ranks of one host, where sums are rounded once anyway.
+    over_hosts : "iris", "vendor"
+        Over several hosts: Iris' steps within and between hosts, or the collective of NCCL, RCCL or Gloo among all
+        ranks. By default whichever is faster (in the simulator, Iris'). The vendor has sums of its own order and
+        rounding; an error where it has no such collective, dtype or operation. Without effect among ranks of one host.
     batch_invariant : bool
         An element's sum does not depend on the size of the call, nor on where in it the element is.
     """
@@ -118,6 +128,8 @@ class Config:
     threads_per_warp: int | None = None
     waves_per_eu: int | None = None
     batch_invariant: bool = False
+    fp32_partials: bool = False
+    over_hosts: str | None = None
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -187,7 +199,7 @@ def _problem(name: str, value: object) -> str | None:
     if name in _CHOICES:
         known = isinstance(value, str) and value in _CHOICES[name]
         return None if known else f"one of {', '.join(map(repr, _CHOICES[name]))}"
-    if name in ("use_gluon", "batch_invariant"):
+    if name in ("use_gluon", "batch_invariant", "fp32_partials"):
         return None if isinstance(value, bool) else "True or False"
     if not isinstance(value, int) or isinstance(value, bool):
         return "a whole number"

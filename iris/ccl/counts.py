@@ -75,24 +75,41 @@ def on_device(
     line: Line,
 ) -> tuple[torch.Tensor, ...]:
     """The four ``lists``, in the order of `NAMES`, checked and on the device."""
+    check_contiguous(output, input)
+    if checks.DEBUGGING and not isinstance(line, GraphLine):
+        checks.compare_counts(comm, lists[0], lists[2])
+    if isinstance(lists[0], torch.Tensor) and lists[0].device.type == "cuda":
+        return checks.check_rows(comm, lists)
+    numbers = on_host(comm, lists)
+    if line not in comm.tables:
+        comm.tables[line] = Table(comm, isinstance(line, GraphLine))
+    found = comm.tables[line].find(numbers)
+    check_inside(comm, found.sent, found.received, output, input)
+    if found.device is None:
+        return found.host.to(comm.device, non_blocking=True).unbind()
+    return found.device
+
+
+def on_host(comm: checks.Ranks, lists: Sequence[Sequence[int] | torch.Tensor]) -> tuple[tuple[int, ...], ...]:
+    """The four ``lists`` as numbers. Blocks the host, if they are on the device."""
+    return tuple(checks.counts(name, values, comm.size) for name, values in zip(NAMES, lists, strict=True))
+
+
+def check_contiguous(output: torch.Tensor, input: torch.Tensor) -> None:
+    """That elements can be counted in the order of memory."""
     if not (input.is_contiguous() and output.is_contiguous()):
         raise InvalidCollectiveError(
             "all_to_all_v() counts elements in the order of memory, so input and output must be contiguous; the "
             f"strides are {input.stride()} and {output.stride()}. Pass x.contiguous()."
         )
-    if checks.DEBUGGING and not isinstance(line, GraphLine):
-        checks.compare_counts(comm, lists[0], lists[2])
-    if isinstance(lists[0], torch.Tensor) and lists[0].device.type == "cuda":
-        return checks.check_rows(comm, lists)
-    numbers = tuple(checks.counts(name, values, comm.size) for name, values in zip(NAMES, lists, strict=True))
-    if line not in comm.tables:
-        comm.tables[line] = Table(comm, isinstance(line, GraphLine))
-    found = comm.tables[line].find(numbers)
-    for what, limit, (end, rank) in (("input", input.numel(), found.sent), ("output", output.numel(), found.received)):
+
+
+def check_inside(
+    comm: checks.Ranks, sent: tuple[int, int], received: tuple[int, int], output: torch.Tensor, input: torch.Tensor
+) -> None:
+    """That the tensors reach as far as what is sent and received: where its last element ends, and whose that is."""
+    for what, limit, (end, rank) in (("input", input.numel(), sent), ("output", output.numel(), received)):
         if end > limit:
             raise InvalidCollectiveError(
                 f"all_to_all_v(): the elements for rank {comm.ranks[rank]} end at {end}, and the {what} has {limit}."
             )
-    if found.device is None:
-        return found.host.to(comm.device, non_blocking=True).unbind()
-    return found.device

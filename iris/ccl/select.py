@@ -48,14 +48,23 @@ ELSEWHERE: Table = {
 }
 
 
-def load_table(device: str, size: int) -> Table:
-    """The table for ``size`` ranks on devices of this name: measured here, shipped, or `ELSEWHERE`."""
+def name_of_ranks(size: int, num_hosts: int = 1) -> str:
+    """Under which a file has the table of ``size`` ranks on each of so many hosts: "8", or "2x8"."""
+    return str(size) if num_hosts == 1 else f"{num_hosts}x{size}"
+
+
+def load_table(device: str, size: int, num_hosts: int = 1) -> Table:
+    """The table for ``size`` ranks on devices of this name: measured here, shipped, or `ELSEWHERE`.
+
+    Over several hosts, with ``size`` ranks on each, its variants are "iris" and "vendor", and bytes are those of the
+    whole (`iris.ccl.select_over_hosts`). What was not measured is not in it.
+    """
 
     def take(entries: dict[str, Any]) -> Table:
-        measured = entries.get(device, {}).get(str(size), {})
+        measured = entries.get(device, {}).get(name_of_ranks(size, num_hosts), {})
         return {name: [Choice(*row) for row in rows] for name, rows in measured.items()}
 
-    table = dict(ELSEWHERE)
+    table = dict(ELSEWHERE) if num_hosts == 1 else {}
     for _, measured in tables.read(tables.COLLECTIVES, take):
         table |= measured
     return table

@@ -12,26 +12,40 @@ import torch.distributed as dist
 
 from iris.ccl import checks
 from iris.ccl.collectives import Collectives
+from iris.ccl.config import ReduceOp
 from iris.ccl.host_order import HostOrder
-from iris.ccl.host_sums import add_up
+from iris.ccl.host_sums import add_up, partial_dtype
 from iris.ccl.reduction import reduction
+from iris.ccl.select_over_hosts import HostChoice
 from iris.compat.cuda import current_raw_stream
 from iris.errors import IrisError
-from iris.world import Rail, World
+from iris.world import Links, Rail, World
 from iris.world.rail import as_bytes
 
 
 class Root(NamedTuple):
     """The root of a collective.
 
-    ``here``: this rank is it; ``host``: its host; ``on_rail``: this rank has its local rank; ``in_this_host``: which
-    rank of this host has its local rank, by its rank in the world.
+    ``rank``: its rank in the group; ``here``: this rank is it; ``host``: its host; ``on_rail``: this rank has its local
+    rank; ``in_this_host``: which rank of this host has its local rank, by its rank in the world.
     """
 
+    rank: int
     here: bool
     host: int
     on_rail: bool
     in_this_host: int
+
+
+class Partials(NamedTuple):
+    """What hosts send of a sum: in which dtype, and combined by which operation.
+
+    ``summands``: what AVG divides by behind that; None if hosts have divided already.
+    """
+
+    dtype: torch.dtype
+    op: Any
+    summands: int | None
 
 
 class Span:
@@ -49,28 +63,35 @@ class Span:
         This rank, among them.
     whole : Group
         Where they meet on the host.
-    hosts, rail, order
-        Which ranks are on which host; how this one reaches those of other hosts; the order of rows by host.
+    hosts, rail, links, order
+        Which ranks are on which host; how this one reaches those of other hosts, all at once, and one by one; the order
+        of rows by host.
     group : ProcessGroup or None
         By which ``within`` knows those of this host; None for all ranks.
     within : Collectives
         The collectives among these.
+    choice : HostChoice
+        By what Iris' steps or the vendor's collective are chosen.
     """
 
     def __init__(
         self,
         part: World,
         rail: Rail,
+        links: Links,
         within: Collectives,
         group: dist.ProcessGroup | None,
         num_ranks: int,
         index: int,
+        choice: HostChoice,
     ) -> None:
         """Local. ``num_ranks``: of the context; ``index``: of this rank's GPU."""
         self.size, self.ranks, self.device = part.size, part.group.ranks, part.device
-        self.rank, self.whole, self.hosts, self.rail = part.rank, part.group, part.hosts, rail
+        self.rank, self.whole, self.hosts = part.rank, part.group, part.hosts
+        self.rail, self.links = rail, links
         self.order = HostOrder(part.hosts, part.device)
         self.group, self.within = group, within
+        self.choice = choice
         self._num_ranks, self._index = num_ranks, index
 
     def stream(self) -> int | None:
@@ -83,7 +104,7 @@ class Span:
         host = self.hosts.host_of(number)
         local = self.hosts.ranks[host].index(number)
         in_this_host = self.ranks[self.hosts.local_ranks[local]]
-        return Root(number == self.rank, host, self.hosts.local_rank == local, in_this_host)
+        return Root(number, number == self.rank, host, self.hosts.local_rank == local, in_this_host)
 
     @contextlib.contextmanager
     def root_alone(self, name: str) -> Iterator[None]:
@@ -117,16 +138,23 @@ class Span:
         self.within.all_gather(rows, part, group=self.group)
         self.order.write_of_host(everyone, host, rows)
 
-    def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, op: Any, call: str) -> None:
-        """Both are contiguous; ``call`` is as for `all_gather`."""
-        hosts, mine = self.hosts, as_bytes(output)
-        rows = as_bytes(input).view(self.size, len(mine))
-        sums = mine.new_empty(len(hosts), len(mine))
+    def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, op: Any, call: str, sent: Partials) -> None:
+        """Both are contiguous; ``call`` is as for `all_gather`; ``sent``: in which form hosts send their sums."""
+        hosts = self.hosts
+        rows = as_bytes(input).view(self.size, output.nbytes)
+        sums = input.new_empty(len(hosts), output.numel(), dtype=sent.dtype)
         others = [host for host in range(len(hosts)) if host != hosts.number]
         for host in (*others, hosts.number):
-            summands = self.order.of_host(rows, host)
-            of_host = sums[host].view(input.dtype)
-            self.within.reduce_scatter(of_host, summands.view(input.dtype), op=op, group=self.group)
+            summands = self.order.of_host(rows, host).view(input.dtype).to(sent.dtype)
+            self.within.reduce_scatter(sums[host], summands, op=sent.op, group=self.group)
         arrived = torch.empty_like(sums)
         self.rail.all_to_all(arrived, sums, call)()
-        add_up(output, arrived.view(input.dtype), reduction(op)[0], self.stream())
+        add_up(output, arrived, reduction(op)[0], self.stream(), sent.summands)
+
+    def partials(self, dtype: torch.dtype, op: Any) -> Partials:
+        """The form of `Config.fp32_partials`."""
+        kind = reduction(op)[0]
+        wide = partial_dtype(dtype, kind)
+        if wide is dtype:
+            return Partials(dtype, op, None)
+        return Partials(wide, ReduceOp.SUM if kind is ReduceOp.AVG else op, self.size)

@@ -78,6 +78,13 @@ def all_gather(backend: Any, output: torch.Tensor, input: torch.Tensor) -> Any:
     return gather(output, input)
 
 
+def reduce_scatter(backend: Any, output: torch.Tensor, input: torch.Tensor, options: Any) -> Any:
+    """Begin to combine every rank's ``input``, of which each gets a part. Returns its work."""
+    return member(backend, "torch._C._distributed_c10d:Backend._reduce_scatter_base", _OVER_HOSTS)(
+        output, input, options
+    )
+
+
 def make_nccl(store: dist.Store, rank: int, ranks: Sequence[int], timeout: timedelta) -> Any:
     """NCCL (RCCL on AMD) among ``ranks``, of which this process is number ``rank``, as torch makes it for groups."""
     kind = required("torch.distributed:ProcessGroupNCCL", _OVER_HOSTS)

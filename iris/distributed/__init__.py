@@ -28,8 +28,11 @@ from torch import Tensor
 
 from iris import observer
 from iris.ccl.collectives import Collectives
+from iris.ccl.over_hosts import CollectivesOverHosts
+from iris.compat.cuda import is_current_stream_capturing
 from iris.distributed.calls import (
     BarrierWork,
+    ConnectingMessage,
     EnqueuedWork,
     HostBarrierWork,
     SimulatedMessage,
@@ -41,7 +44,7 @@ from iris.distributed.calls import (
     on_a_stream,
 )
 from iris.distributed.group import NAME, ProcessGroupBase
-from iris.errors import InvalidCollectiveError, IrisError, SeveralHostsError
+from iris.errors import InvalidCollectiveError, IrisError
 from iris.simulator.streams import Stream
 from iris.world.members import await_all, introduce
 
@@ -228,11 +231,6 @@ class ProcessGroup(ProcessGroupBase):
         if device.type != self.device_type:
             return getattr(self._beside(device), call)(tensors, peer, tag)
         context = self.context(device, call)
-        if context.num_hosts > 1:
-            raise SeveralHostsError(
-                f"{call}() of the backend iris",
-                "Use a group of ranks that are on one host, or a group with the backend nccl, in the simulator gloo.",
-            )
         ccl, stream = context.ccl, self._stream_for((call, peer), device)
 
         def enqueue() -> None:
@@ -247,10 +245,21 @@ class ProcessGroup(ProcessGroupBase):
             enqueue, sign = observer.beside(call, stream, enqueue, in_thread=True)
             message = stream.enqueue(enqueue)
             return sign(SimulatedMessage(tensors, device, message, functools.partial(flag.interrupted, call)))
-        with torch.cuda.stream(stream):
-            enqueue()
-            keep_for(tensors, stream)
-            return EnqueuedWork(tensors, device)
+
+        def begin() -> EnqueuedWork:
+            with torch.cuda.stream(stream):
+                enqueue()
+                keep_for(tensors, stream)
+                return EnqueuedWork(tensors, device)
+
+        before = self._connecting.get((call, peer))
+        at_once = not isinstance(ccl, CollectivesOverHosts) or ccl.sends_at_once(self._rank_in_world(peer))
+        if is_current_stream_capturing() or (at_once and (before is None or before.is_over())):
+            return begin()
+        # The ranks meet on the host, and this one may have to make other calls before the other rank comes.
+        connecting = ConnectingMessage(tensors, device, begin, before)
+        self._connecting[call, peer] = connecting.enqueued
+        return connecting
 
     def _stream_for(self, use: Any, device: torch.device) -> torch.cuda.Stream | Stream | None:
         """The group's own stream for some calls, behind what is on the current one.

@@ -14,8 +14,9 @@ from iris.ccl.collectives import Collectives
 from iris.ccl.config import Config
 from iris.ccl.over_hosts import CollectivesOverHosts
 from iris.ccl.work import Work
+from iris.compat.cuda import is_current_stream_capturing
 from iris.context import Iris
-from iris.errors import InvalidCollectiveError, SeveralHostsError
+from iris.errors import InvalidCollectiveError
 from iris.simulator.streams import Enqueued
 
 # Enough for most of the link's bandwidth.
@@ -90,6 +91,51 @@ class SimulatedMessage(EnqueuedWork):
             try:
                 self._enqueued.wait()
                 future.set_result(self._outputs)
+            except Exception as error:
+                future.set_exception(error)
+
+        Enqueued(settle)
+        return future
+
+
+class ConnectingMessage(dist.Work):
+    """A message on a GPU whose ranks meet on the host first, in a thread, which then enqueues it on its stream.
+
+    ``begin`` does both, and returns the handle of what it has enqueued; behind it come the messages that have this one
+    as ``before``.
+    """
+
+    def __init__(
+        self, outputs: Any, device: torch.device, begin: Callable[[], EnqueuedWork], before: Enqueued | None
+    ) -> None:
+        super().__init__()
+        self._outputs, self._device = outputs, device
+        self._begun: EnqueuedWork | None = None
+
+        def run() -> None:
+            # A thread has a current device of its own.
+            with torch.cuda.device(device):
+                self._begun = begin()
+
+        self.enqueued = Enqueued(run, before)
+
+    def wait(self, timeout: object = None) -> bool:
+        """Let the host wait until the ranks have met, and the current stream for the message."""
+        self.enqueued.wait()
+        assert self._begun is not None
+        return self._begun.wait(timeout)
+
+    def is_completed(self) -> bool:
+        return self.enqueued.is_over() and (self._begun is None or self._begun.is_completed())
+
+    def get_future(self) -> torch.futures.Future:
+        future: torch.futures.Future = torch.futures.Future(devices=[self._device])
+
+        def settle() -> None:
+            try:
+                with torch.cuda.device(self._device):
+                    self.wait()
+                    future.set_result(self._outputs)
             except Exception as error:
                 future.set_exception(error)
 
@@ -240,12 +286,13 @@ def exchange(
     ccl: Collectives | _BesideComputation, output: Tensor, input: Tensor, receive: list[int], send: list[int]
 ) -> None:
     """Counts of elements, a rank each; what is for or from a rank lies behind that of the rank before."""
-    if isinstance(ccl, CollectivesOverHosts):
-        if len({*receive, *send}) > 1:
-            raise SeveralHostsError(
-                f"An all_to_all of unequal parts by the backend iris ({send} elements to, {receive} from each rank)",
-                "Pad them to equal sizes, or use a group with the backend nccl, in the simulator gloo.",
-            )
+    if (
+        isinstance(ccl, CollectivesOverHosts)
+        and len({*receive, *send}) == 1
+        and output.is_cuda
+        and is_current_stream_capturing()
+    ):
+        # Over hosts a graph can hold parts of equal sizes alone; elsewhere those of other ranks may be unequal.
         ccl.all_to_all(output.view(-1), input.view(-1))
         return
     receive_from, send_from = ([0, *accumulate(counts[:-1])] for counts in (receive, send))

@@ -12,7 +12,7 @@ from iris.compat.c10d import backend_of, describe, is_split_group, set_backend
 from iris.context import Iris
 from iris.cuda_graphs.capture import refuse_in_capture
 from iris.errors import HeapClosedError, InvalidGroupError, WrongDeviceError
-from iris.simulator.streams import Stream
+from iris.simulator.streams import Enqueued, Stream
 
 NAME = "iris"
 
@@ -39,6 +39,8 @@ class ProcessGroupBase(dist.ProcessGroup):
         self._is_shut_down = False
         self._gloo: dist.ProcessGroup | None = None
         self._streams: dict[Any, torch.cuda.Stream | Stream] = {}
+        # Of messages to and from each peer on another host: the last one that has met it on the host, or is about to.
+        self._connecting: dict[Any, Enqueued] = {}
 
     def context(self, device: torch.device, call: str = "context") -> Iris:
         """The group's context, on ``device``. The first call is collective over the group and blocks the host.

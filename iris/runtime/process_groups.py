@@ -56,8 +56,7 @@ class ProcessGroups:
             try:
                 self._workspaces[process_group] = self._set_aside(part)
             except BaseException:
-                if part.rail:
-                    part.rail.close()
+                part.disconnect()
                 raise
             if part.rail:
                 self._spanning[process_group] = part
@@ -100,13 +99,12 @@ class ProcessGroups:
         if workspace is not None:
             workspace.close()
         spanning = self._spanning.pop(group, None)
-        if spanning is not None and spanning.rail:
-            spanning.rail.close()
+        if spanning is not None:
+            spanning.disconnect()
 
     def _close_groups(self) -> None:
         """Give all memory back, and let go of all rails. Local. This rank's kernels are over."""
         for workspace in self._workspaces.values():
             workspace.close()
         for spanning in self._spanning.values():
-            if spanning.rail:
-                spanning.rail.close()
+            spanning.disconnect()

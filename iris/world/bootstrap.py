@@ -20,6 +20,7 @@ from iris.errors import MismatchedSettingsError
 from iris.world.gloo_rail import GlooRail
 from iris.world.group import Group
 from iris.world.hosts import Hosts, divide, divide_members
+from iris.world.links import Links
 from iris.world.nccl_rail import NcclRail
 from iris.world.placement import (
     Placement,
@@ -29,7 +30,7 @@ from iris.world.placement import (
     choose_device,
     on_gpu,
 )
-from iris.world.rail import Rail
+from iris.world.rail import Rail, Route, rail_of
 
 # Seconds for which the end of a program waits for its process groups to be destroyed.
 DESTROY_LIMIT_S = 5.0
@@ -49,12 +50,21 @@ class World:
         Which ranks are on which host.
     rail : Rail or None
         By which this rank exchanges data with other hosts; None where there is one host.
+    links : Links or None
+        By which it sends messages to single ranks of other hosts; None where there is one host.
     """
 
     group: Group
     device: torch.device
     hosts: Hosts
     rail: Rail | None
+    links: Links | None = None
+
+    def disconnect(self) -> None:
+        """Let go of the connections to other hosts. Local. The caller guarantees that no call is under way."""
+        for each in (self.links, self.rail):
+            if each:
+                each.close()
 
     @property
     def rank(self) -> int:
@@ -92,7 +102,7 @@ def join(process_group: dist.ProcessGroup | None = None) -> World:
     hosts = divide(group, placements)
     check_own_gpus(placements)
     group.agree(lambda: check_peer_access(placements, group.rank, device), "reach the GPUs of its peers")
-    return World(group, device, hosts, connect(group, hosts, device) if len(hosts) > 1 else None)
+    return World(group, device, hosts, *(connect(group, hosts, device) if len(hosts) > 1 else (None, None)))
 
 
 def narrow(world: World, members: Group) -> World:
@@ -102,23 +112,26 @@ def narrow(world: World, members: Group) -> World:
     have different numbers of them.
     """
     hosts = divide_members(members, world.group, world.hosts)
-    rail = connect(members, hosts, world.device) if len(hosts) > 1 else None
-    return World(members, world.device, hosts, rail)
+    return World(
+        members, world.device, hosts, *(connect(members, hosts, world.device) if len(hosts) > 1 else (None, None))
+    )
 
 
-def connect(group: Group, hosts: Hosts, device: torch.device) -> Rail:
-    """This rank's rail. Collective over all hosts; blocks the host. It works on all ranks, or raises on all."""
+def connect(group: Group, hosts: Hosts, device: torch.device) -> tuple[Rail, Links]:
+    """This rank's rail, and its links. Collective over all hosts; blocks the host. It works on all ranks, or raises."""
     rails: list[Rail] = []
 
-    def make() -> None:
-        rails.append(GlooRail(group, hosts) if device.type == "cpu" else NcclRail(group, hosts, device))
+    def make(route: Route) -> Rail:
+        if device.type == "cpu":
+            return GlooRail(group, hosts, route)
+        return NcclRail(group, hosts, route, device)
 
     try:
-        group.agree(make, "connect to the ranks of other hosts")
+        group.agree(lambda: rails.append(make(rail_of(hosts))), "connect to the ranks of other hosts")
     except BaseException:
         rails.clear()
         raise
-    return rails[0]
+    return rails[0], Links(group, make)
 
 
 def settings() -> dict[str, str]:

@@ -1,6 +1,6 @@
 """Rails by Gloo, which is torch's and speaks TCP: those of the simulator. The host waits for each transfer."""
 
-import contextlib
+import functools
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -10,29 +10,40 @@ import torch
 import torch.distributed as dist
 
 from iris.errors import GroupAbortedError, IrisTimeoutError, PeerLostError, names
-from iris.world import wire
-from iris.world.group import BROKEN, Group
+from iris.world.broken import look_at_others
+from iris.world.group import Group
 from iris.world.hosts import Hosts
 from iris.world.members import INTERVAL_S, NOTICE_S, await_
-from iris.world.rail import Rail
+from iris.world.rail import Rail, Route
 from iris.world.store import LONGEST_PAUSE_S, NO_PAUSE_S, SHARE, own_client
 
 
 class GlooRail(Rail):
     """A rail whose transfers begin only when all its ranks have said that they make the same call."""
 
-    def __init__(self, group: Group, hosts: Hosts) -> None:
+    def __init__(self, group: Group, hosts: Hosts, route: Route) -> None:
         # Gloo waits in the store, and must not hold up those who share the group's connection (`shared_client`).
-        store = dist.PrefixStore(f"rail/{hosts.local_rank}", own_client(group.store))
+        store = dist.PrefixStore(route.name, own_client(group.store))
         # Connects to all others, so no later call is the first.
         limit = timedelta(seconds=group.timeout)
-        super().__init__(group, hosts, dist.ProcessGroupGloo(store, hosts.number, len(hosts), limit), "Gloo")
+        engine = dist.ProcessGroupGloo(store, route.place, len(route.ranks), limit)
+        super().__init__(group, hosts, engine, "Gloo", route)
 
     def barrier(self) -> None:
         self._transfer(_nothing, 0, "device_barrier()", sent=[], received=[], receivers=len(self._ranks))()
 
     def refuse(self, what: str) -> None:
         self._begin(_nothing, 0, f"{what}, which was refused,")()
+
+    def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, op: str, what: str) -> None:
+        # Gloo's own says that it is over only to who waits in it, where nothing interrupts the wait.
+        whole = input.clone()
+        self.all_reduce(whole, op, what)
+        output.view(-1).copy_(whole.view(len(self._ranks), -1)[self._place])
+
+    def _sum(self, op: str) -> tuple[Any, int | None]:
+        # Gloo has no averages.
+        return (dist.ReduceOp.SUM, len(self._ranks)) if op == "AVG" else super()._sum(op)
 
     def close(self) -> None:
         del self._engine
@@ -52,10 +63,13 @@ class GlooRail(Rail):
     def _check_alike(self, nbytes: int, what: str) -> None:
         """Raise on all ranks unless they make the same call: Gloo ends a process that gets more than it expects."""
         text = f"{what} of {nbytes} bytes".encode()[:MOST_TEXT]
-        mine = torch.zeros(MOST_TEXT, dtype=torch.uint8)
-        mine[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
-        everyone = torch.zeros(len(self._ranks), MOST_TEXT, dtype=torch.uint8)
-        self._wait(self._started(lambda: self._engine.allgather([list(everyone)], [mine]), what), what)
+        mine = torch.zeros(len(self._ranks), MOST_TEXT, dtype=torch.uint8)
+        mine[:, : len(text)] = torch.tensor(list(text), dtype=torch.uint8)
+        # Not an all_gather, which Gloo ends with copies of torch's: the sanitizer would see them in threads of Gloo's,
+        # and take these for the program's first one.
+        everyone = torch.zeros_like(mine)
+        start = functools.partial(self._engine.alltoall_base, everyone, mine, [], [])
+        self._wait(self._started(start, what), what)
         self._compare([bytes(row.tolist()).rstrip(b"\0").decode(errors="ignore") for row in everyone])
 
     def _started(self, start: Callable[[], Any], what: str) -> Any:
@@ -74,7 +88,7 @@ class GlooRail(Rail):
                 self._check_whole(what)
                 if waited > next_look:
                     next_look = waited + INTERVAL_S
-                    self._look_at_other_hosts(what)
+                    self._look_at_others(what)
                 time.sleep(min(waited * SHARE, LONGEST_PAUSE_S))
         if lost and not work.is_completed():
             raise self._failed(RuntimeError("a rank was lost"), what)
@@ -94,23 +108,14 @@ class GlooRail(Rail):
             why = self._group.why(error, what)
             raise (error if why is error else self._failed(why, what)) from error
 
+    def _look_at_others(self, what: str) -> None:
+        look_at_others(self._group)
+        self._check_whole(what)
+
     def _ended(self, what: str) -> bool:
         """Whether a rank's process has. Raises if the group has been broken."""
-        self._look_at_other_hosts(what)
+        self._look_at_others(what)
         return bool(self._group.members.ended())
-
-    def _look_at_other_hosts(self, what: str) -> None:
-        """Raise if the group has been broken there. Who breaks it says so in the place of the next meeting."""
-        group = self._group
-        for rank in range(group.size):
-            key = f"{group.meetings}/{rank}"
-            # What is of another version of Iris, or a store that is gone, the next meeting reports.
-            with contextlib.suppress(TypeError, ValueError, dist.DistError):
-                if rank != group.rank and group.store.check([key]):
-                    come_for, why = wire.decode(group.store.get(key))
-                    if come_for == BROKEN:
-                        group.break_off(why)
-        self._check_whole(what)
 
     def _failed(self, error: Exception, what: str) -> Exception:
         """What to raise where Gloo has ended a call with this error."""

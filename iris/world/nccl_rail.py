@@ -29,7 +29,8 @@ from iris.errors import PeerLostError
 from iris.switches import switched_on
 from iris.world.group import Group
 from iris.world.hosts import Hosts
-from iris.world.rail import Rail
+from iris.world.pair import Pair
+from iris.world.rail import Rail, Route, rail_of
 from iris.world.store import own_client
 
 # Bytes that a rank sends in the first transfers: NCCL has other ways for small messages than for large ones.
@@ -43,18 +44,22 @@ _captured: "set[NcclRail]" = set()
 class NcclRail(Rail):
     """A rail whose transfers are enqueued like kernels."""
 
-    def __init__(self, group: Group, hosts: Hosts, device: torch.device) -> None:
-        store = dist.PrefixStore(f"rail/{hosts.local_rank}", own_client(group.store))
-        ranks = [group.ranks[rank] for rank in hosts.rail]
-        engine = c10d.make_nccl(store, hosts.number, ranks, timedelta(seconds=group.timeout))
+    def __init__(self, group: Group, hosts: Hosts, route: Route, device: torch.device) -> None:
+        store = dist.PrefixStore(route.name, own_client(group.store))
+        ranks = [group.ranks[rank] for rank in route.ranks]
+        engine = c10d.make_nccl(store, route.place, ranks, timedelta(seconds=group.timeout))
         name = f"{'RCCL' if torch.version.hip else 'NCCL'} {'.'.join(map(str, torch.cuda.nccl.version()))}"
-        super().__init__(group, hosts, engine, name)
-        self._compared = Group(group.process_group, part=hosts.rail) if switched_on("IRIS_DEBUG") else None
+        super().__init__(group, hosts, engine, name, route)
+        self._compared: Group | Pair | None = None
         # What a barrier sends and receives. What is in them does not matter, so graphs may use them, too.
-        self._tokens = keep(lambda: torch.zeros(1 + len(hosts), dtype=torch.uint8, device=device), device)
+        self._tokens = keep(lambda: torch.zeros(1 + len(ranks), dtype=torch.uint8, device=device), device)
         _open.add(self)
         with outside_captures(device):
-            self._connect(len(hosts), device)
+            self._connect(len(ranks), device)
+        if switched_on("IRIS_DEBUG"):
+            # Groups are matched by their order on all ranks of a group, of which the others know nothing of a pair.
+            of_pair = len(route.ranks) == 2 and route != rail_of(hosts)
+            self._compared = Pair(group, route) if of_pair else Group(group.process_group, part=route.ranks)
 
     def barrier(self) -> None:
         self.all_gather(self._tokens[1:], self._tokens[:1], "device_barrier()")()
@@ -85,10 +90,14 @@ class NcclRail(Rail):
             self.all_gather(arrived, mine, "a first transfer")()
             self.all_to_all(arrived, everyone, "a first transfer")()
             for host in range(hosts):
-                here = host == self._hosts.number
+                here = host == self._place
                 self.broadcast(mine, host, "a first transfer")
                 self.gather(arrived if here else None, mine, host, "a first transfer")
                 self.scatter(mine, everyone if here else None, host, "a first transfer")
+            if len(self._ranks) == self._group.size:  # else it never adds
+                self.all_reduce(mine, "SUM", "a first sum")
+                self.reduce_scatter(mine, everyone, "SUM", "a first sum")
+                self.reduce(mine, 0, "SUM", "a first sum")
         self.barrier()
         torch.cuda.current_stream(device).synchronize()
 

@@ -10,7 +10,7 @@ import functools
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,12 +21,29 @@ from iris.errors import GroupAbortedError, MismatchedCollectiveError
 from iris.world.group import Group
 from iris.world.hosts import Hosts
 
-# Transfers so far of the rails of a group with a local rank, which are the same on all ranks of these.
-_transfers: Counter[tuple[str, int]] = Counter()
+# Transfers so far on each route of a group, by the names of both, which are the same on all ranks of these.
+_transfers: Counter[tuple[str, str]] = Counter()
+
+
+class Route(NamedTuple):
+    """Between whom data travel.
+
+    ``name``: unique among the routes of a group, and the same on all its ranks; ``ranks``: these, in the group;
+    ``place``: this rank's, among them.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    place: int
+
+
+def rail_of(hosts: Hosts) -> Route:
+    """That of the ranks with this local rank, by host."""
+    return Route(f"rail/{hosts.local_rank}", hosts.rail, hosts.number)
 
 
 class Rail(ABC):
-    """The ranks of ``hosts`` with this rank's local rank. Construction is collective among them; blocks the host.
+    """The ranks of a route, one on each host. Construction is collective among them; blocks the host.
 
     By NCCL a transfer is enqueued on the current stream, and the host goes on. By Gloo the host waits for it.
 
@@ -40,11 +57,13 @@ class Rail(ABC):
         torch's backend that moves the data.
     name
         What people call the engine.
+    route
+        Its ranks. What methods call a host is the place of one of these: where all hosts have one, these are the same.
     """
 
-    def __init__(self, group: Group, hosts: Hosts, engine: Any, name: str) -> None:
+    def __init__(self, group: Group, hosts: Hosts, engine: Any, name: str, route: Route) -> None:
         self._group, self._hosts, self._engine = group, hosts, engine
-        self._ranks = hosts.rail
+        self._route, self._ranks, self._place = route.name, route.ranks, route.place
         self.name = name
 
     def all_gather(self, output: torch.Tensor, input: torch.Tensor, what: str) -> Callable[[], None]:
@@ -66,13 +85,33 @@ class Rail(ABC):
         start = functools.partial(self._engine.alltoall_base, received, sent, [], [])
         return self._transfer(start, input.nbytes, what, sent=[sent], received=[received])
 
+    def all_to_all_v(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        comes: Sequence[int],
+        goes: Sequence[int],
+        nbytes: int,
+        what: str,
+    ) -> Callable[[], None]:
+        """Begin to send ``goes[h]`` elements of ``input`` to host h, and to receive ``comes[h]`` from it.
+
+        Both are contiguous and have what is for, or from, each host in the order of hosts. ``nbytes``: what the rail
+        moves in all, the same on all hosts. The caller guarantees that ``goes`` here is what ``comes`` is there. What
+        it returns, and ``what``, are as for `all_gather`.
+        """
+        received, sent, size = as_bytes(output), as_bytes(input), input.itemsize
+        splits = [count * size for count in comes], [count * size for count in goes]
+        start = functools.partial(self._engine.alltoall_base, received, sent, *splits)
+        return self._transfer(start, nbytes, what, sent=[sent], received=[received])
+
     def broadcast(self, tensor: torch.Tensor, host: int, what: str) -> None:
         """Copy ``tensor``, contiguous, of the rank on ``host`` into that of every other."""
         options = dist.BroadcastOptions()
         options.rootRank = host
         moved = [as_bytes(tensor)]
         start = functools.partial(self._engine.broadcast, moved, options)
-        sent, received = (moved, []) if host == self._hosts.number else ([], moved)
+        sent, received = (moved, []) if host == self._place else ([], moved)
         self._transfer(start, tensor.nbytes, what, sent=sent, received=received, source=host)()
 
     def gather(self, output: torch.Tensor | None, input: torch.Tensor, host: int, what: str) -> None:
@@ -98,6 +137,40 @@ class Rail(ABC):
         parts = [list(each.chunk(len(self._ranks))) for each in sent]
         start = functools.partial(self._engine.scatter, received, parts, options)
         self._transfer(start, output.nbytes, what, sent=sent, received=received, source=host)()
+
+    # The engine's own sums, which `iris.ccl.vendor` asks a rail of all ranks for. ``op``: a name in torch's ReduceOp.
+
+    def all_reduce(self, tensor: torch.Tensor, op: str, what: str) -> None:
+        """Combine every rank's ``tensor``, contiguous, in its place."""
+        options = dist.AllreduceOptions()
+        options.reduceOp, divisor = self._sum(op)
+        start = functools.partial(self._engine.allreduce, [tensor], options)
+        self._transfer(start, tensor.nbytes, what, sent=[tensor], received=[tensor])()
+        if divisor:
+            tensor.div_(divisor)
+
+    def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, op: str, what: str) -> None:
+        """Combine every rank's ``input``, and give rank r the r-th part; both are contiguous."""
+        options = dist.ReduceScatterOptions()
+        options.reduceOp, divisor = self._sum(op)
+        start = functools.partial(c10d.reduce_scatter, self._engine, output, input, options)
+        self._transfer(start, input.nbytes, what, sent=[input], received=[output])()
+        if divisor:
+            output.div_(divisor)
+
+    def reduce(self, tensor: torch.Tensor, root: int, op: str, what: str) -> None:
+        """Combine every rank's ``tensor``, contiguous, in that of the ``root``. Those of others are undefined then."""
+        options = dist.ReduceOptions()
+        options.reduceOp, divisor = self._sum(op)
+        options.rootRank = root
+        start = functools.partial(self._engine.reduce, [tensor], options)
+        self._transfer(start, tensor.nbytes, what, sent=[tensor], received=[tensor])()
+        if divisor:
+            tensor.div_(divisor)
+
+    def _sum(self, op: str) -> tuple[Any, int | None]:
+        """torch's operation of this name, and by what to divide behind it."""
+        return getattr(dist.ReduceOp, op), None
 
     @abstractmethod
     def barrier(self) -> None:
@@ -131,7 +204,7 @@ class Rail(ABC):
         if recorder is None:
             return self._begin(start, nbytes, what)
         everyone = tuple(self._in_world(rank) for rank in self._ranks)
-        rail = f"rail of {self._group.name}", self._hosts.local_rank
+        rail = self._group.name, self._route
         _transfers[rail] += 1
         key = (*rail, _transfers[rail])
         with recorder.sending(key, everyone, what, sent):
@@ -141,7 +214,7 @@ class Rail(ABC):
             wait()
             if source is None:
                 recorder.received(key, everyone if received else (), receivers or len(everyone), received)
-            elif source != self._hosts.number:
+            elif source != self._place:
                 recorder.received(key, (everyone[source],), len(everyone) - 1, received)
 
         return note

@@ -42,7 +42,7 @@ def values(ctx, count, rank, call=0):
 
 
 def collectives(ctx, group, members):
-    """Every call of ``torch.distributed`` that the backend serves on any number of hosts, and what it should give."""
+    """Every call of ``torch.distributed`` whose parts are equal, and what it should give."""
     size, rank = len(members), members.index(ctx.cur_rank)
     first, last = members[0], members[-1]
     everyone = torch.stack([values(ctx, 6 * size, peer) for peer in range(size)])
@@ -101,7 +101,7 @@ def collectives(ctx, group, members):
 
 
 def unequal_parts_and_messages(ctx, group, members):
-    """What the backend serves on one host alone."""
+    """An all_to_all of unequal parts, and messages."""
     size, rank = len(members), members.index(ctx.cur_rank)
     everyone = torch.stack([values(ctx, 6 * size, peer) for peer in range(size)])
     own, counts = everyone[rank], [2 * peer % 6 + 1 for peer in range(size)]

@@ -17,8 +17,17 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import iris.distributed  # noqa: F401 (registers the backend)
-from ccl.test_process_group import ROWS, assert_trained_alike, collectives, make_group, model, train, values
-from iris.errors import GroupAbortedError, InvalidCollectiveError, InvalidGroupError, SeveralHostsError
+from ccl.test_process_group import (
+    ROWS,
+    assert_trained_alike,
+    collectives,
+    make_group,
+    model,
+    train,
+    unequal_parts_and_messages,
+    values,
+)
+from iris.errors import GroupAbortedError, InvalidGroupError
 
 PROGRAM = Path(__file__).parents[1] / "programs" / "train_on_a_mesh.py"
 HOSTS = (Hosts(2, 2), Hosts(2, 2, dealt=True), Hosts(2, 3))
@@ -33,6 +42,7 @@ def call_all(ctx, hosts):
         made = [(make_group(ctx, sorted(members)), sorted(members)) for members in groups]
         group, members = next((group, members) for group, members in made if ctx.cur_rank in members)
         collectives(ctx, group, members)
+        unequal_parts_and_messages(ctx, group, members)
         parts, mine = list(values(ctx, 6, ctx.cur_rank).repeat(len(members)).split(6)), members.index(ctx.cur_rank)
         received = [torch.empty_like(part) for part in parts]
         dist.all_to_all(received, [part + peer for peer, part in enumerate(parts)], group=group)
@@ -104,33 +114,6 @@ def test_a_program_that_names_the_backend_alone_trains_on_a_mesh_of_hosts():
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("as by one process") == 3 * 4
-
-
-def ask_for_what_is_not_there(ctx):
-    """Alike on all ranks, who go on."""
-    group, size = make_group(ctx), ctx.num_ranks
-    x = torch.ones(2 * size, device=ctx.device)
-    splits = [1, 3] + [2] * (size - 2)
-    calls = [
-        lambda: dist.send(x, (ctx.cur_rank + 1) % size, group=group),
-        lambda: dist.recv(x, (ctx.cur_rank + 1) % size, group=group),
-        lambda: dist.all_to_all_single(torch.empty_like(x), x, splits, splits, group=group),
-    ]
-    for call in calls:
-        with pytest.raises(SeveralHostsError, match="the backend iris .*a group with the backend nccl"):
-            call()
-    with pytest.raises(InvalidCollectiveError, match="give recv.. a src"):
-        dist.recv(x, group=group)
-    result = torch.empty_like(x)
-    dist.all_to_all_single(result, x + ctx.cur_rank, [2] * size, [2] * size, group=group)
-    assert result.tolist() == [1.0 + rank for rank in range(size) for _ in range(2)]
-    dist.destroy_process_group(group)
-    ctx.barrier()
-
-
-@pytest.mark.ranks(Hosts(2, 2), Hosts(2, 3))
-def test_what_the_backend_does_not_have_over_hosts(ranks):
-    ranks.run(ask_for_what_is_not_there)
 
 
 def ask_for_uneven_hosts(ctx, members):

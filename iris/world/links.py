@@ -1,0 +1,102 @@
+"""Messages between two ranks of different hosts, whichever local ranks these have.
+
+Two ranks are connected at their first message to each other, in either direction, for both directions: each has a
+route of its own, a `Rail` of two ranks. So a message up the ranks never waits for one down, nor for one of another
+pair. To connect the two meet on the host.
+"""
+
+import threading
+from collections.abc import Callable
+
+import torch
+
+from iris.world.group import Group
+from iris.world.pair import Pair
+from iris.world.rail import Rail, Route
+
+Make = Callable[[Route], Rail]
+
+
+class Link:
+    """This rank and one of another host. Local, until the first message.
+
+    A thread for each direction may use it at once.
+    """
+
+    def __init__(self, group: Group, peer: int, make: Make) -> None:
+        self._group, self._peer, self._make = group, peer, make
+        self._connecting = threading.Lock()
+        ranks = (min(group.rank, peer), max(group.rank, peer))
+        self._route = Route(f"pair/{ranks[0]}-{ranks[1]}", ranks, ranks.index(group.rank))
+        self._pair: Pair | None = None
+        # By whether messages go up the ranks.
+        self._rails: dict[bool, Rail] = {}
+
+    @property
+    def connected(self) -> bool:
+        return len(self._rails) == 2
+
+    def connect(self) -> None:
+        """Meet the other rank, if they have not met yet. Blocks the host until it connects, or sends, or receives."""
+        with self._connecting:
+            if self.connected:
+                return
+            group, peer = self._group, self._peer
+            here, there = group.ranks[group.rank], group.ranks[peer]
+            self._pair = self._pair or Pair(group, self._route)
+            self._pair.all_gather("", f"the first message between ranks {here} and {there}")
+            for up, name in ((True, "up"), (False, "down")):
+                self._rails[up] = self._make(self._route._replace(name=f"{self._route.name}/{name}"))
+
+    def send(self, tensor: torch.Tensor) -> None:
+        """Send a contiguous tensor. By NCCL the current stream does, by Gloo the host, which waits for the other."""
+        self._move(tensor, self._group.rank, self._peer)
+
+    def recv(self, tensor: torch.Tensor) -> None:
+        """Receive into a contiguous tensor as many bytes as the other sends."""
+        self._move(tensor, self._peer, self._group.rank)
+
+    def close(self) -> None:
+        for rail in self._rails.values():
+            rail.close()
+        self._rails.clear()
+
+    def _move(self, tensor: torch.Tensor, source: int, target: int) -> None:
+        self.connect()
+        what = f"a message from rank {self._group.ranks[source]} to rank {self._group.ranks[target]}"
+        self._rails[source < target].broadcast(tensor, 0 if source < target else 1, what)
+
+
+class Links:
+    """Those of this rank to ranks of other hosts in a group; and what connects all of its ranks. Local."""
+
+    def __init__(self, group: Group, make: Make) -> None:
+        self._group, self._make = group, make
+        self._links: dict[int, Link] = {}
+        self._everyone: Rail | None = None
+
+    def everyone(self) -> Rail:
+        """A rail of all ranks of the group. The first call is collective over it, and blocks the host."""
+        if self._everyone is None:
+            group, made = self._group, []
+            route = Route("everyone", tuple(range(group.size)), group.rank)
+            group.agree(lambda: made.append(self._make(route)), "connect to all ranks of all hosts")
+            (self._everyone,) = made
+        return self._everyone
+
+    @property
+    def everyone_connected(self) -> bool:
+        return self._everyone is not None
+
+    def to(self, peer: int) -> Link:
+        """That to a rank of the group, which is on another host."""
+        return self._links.setdefault(peer, Link(self._group, peer, self._make))
+
+    def close(self) -> None:
+        """The caller guarantees that no message is under way on this rank."""
+        for link in self._links.values():
+            link.close()
+        self._links.clear()
+        if self._everyone is not None:
+            self._everyone.close()
+            self._everyone = None
