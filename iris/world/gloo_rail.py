@@ -70,7 +70,7 @@ class GlooRail(Rail):
         while not (lost or work.is_completed()):
             waited = time.monotonic() - start
             if waited > NO_PAUSE_S:
-                lost = any(peer.status for peer in self._group.members.ended().values())
+                lost = any(peer.status or peer.unreachable for peer in self._group.members.ended().values())
                 self._check_whole(what)
                 if waited > next_look:
                     next_look = waited + INTERVAL_S
