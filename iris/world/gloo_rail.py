@@ -9,8 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from iris.compat.dispatch import hidden_from_modes
 from iris.errors import GroupAbortedError, IrisTimeoutError, PeerLostError, names
-from iris.world import wire
+from iris.world import late_rails, wire
 from iris.world.group import BROKEN, Group
 from iris.world.hosts import Hosts
 from iris.world.members import INTERVAL_S, NOTICE_S, await_
@@ -27,6 +28,13 @@ class GlooRail(Rail):
         # Connects to all others, so no later call is the first.
         limit = timedelta(seconds=group.timeout)
         super().__init__(group, hosts, dist.ProcessGroupGloo(store, hosts.number, len(hosts), limit), "Gloo")
+        # What is compared is never late, so that no rank waits for what another has yet to begin. Gloo matches the
+        # calls of one engine by their order, so comparisons have one of their own then.
+        self._courier, self._comparing = None, self._engine
+        if late_rails.chance is not None:
+            self._courier = late_rails.Courier(late_rails.chance)
+            apart = dist.PrefixStore("comparisons", store)
+            self._comparing = dist.ProcessGroupGloo(apart, hosts.number, len(hosts), limit)
 
     def barrier(self) -> None:
         self._transfer(_nothing, 0, "device_barrier()", sent=[], received=[], receivers=len(self._ranks))()
@@ -35,12 +43,19 @@ class GlooRail(Rail):
         self._begin(_nothing, 0, f"{what}, which was refused,")()
 
     def close(self) -> None:
-        del self._engine
+        if self._courier is not None:
+            self._courier.close()
+        del self._engine, self._comparing
 
     def _begin(self, start: Callable[[], Any], nbytes: int, what: str) -> Callable[[], None]:
         with self._in_step(what):
             self._check_alike(nbytes, what)
-            work = self._started(start, what) if nbytes else None
+            if not nbytes:
+                work = None
+            elif self._courier is None:
+                work = self._started(start, what)
+            else:
+                work = self._courier.carry(lambda: self._started(start, what))
 
         def wait() -> None:
             with self._in_step(what):
@@ -55,12 +70,15 @@ class GlooRail(Rail):
         mine = torch.zeros(MOST_TEXT, dtype=torch.uint8)
         mine[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
         everyone = torch.zeros(len(self._ranks), MOST_TEXT, dtype=torch.uint8)
-        self._wait(self._started(lambda: self._engine.allgather([list(everyone)], [mine]), what), what)
+        self._wait(self._started(lambda: self._comparing.allgather([list(everyone)], [mine]), what), what)
         self._compare([bytes(row.tolist()).rstrip(b"\0").decode(errors="ignore") for row in everyone])
 
     def _started(self, start: Callable[[], Any], what: str) -> Any:
         try:
-            return start()
+            # Threads of Gloo use torch, in the modes of who has started them. The sanitizer is told by `_transfer` what
+            # a rail reads and writes, and would take that for work of the program's first thread.
+            with hidden_from_modes():
+                return start()
         except RuntimeError as error:
             raise self._failed(error, what) from error
 
