@@ -4,6 +4,7 @@ They are namespaces of this machine (`namespaces.py`). Nothing says which rank i
 """
 
 import json
+import re
 import time
 
 import pytest
@@ -73,11 +74,31 @@ def test_data_parallel_and_fully_sharded_training(network):
         assert text.count("fully sharded: as by one process") == RANKS_EACH
 
 
-def test_ranks_that_lie_about_their_host_cannot_map_its_memory(network, tmp_path):
-    (tmp_path / "program.py").write_text("import iris\n\niris.iris(1 << 20)\n")
-    start(network, tmp_path / "program.py", IRIS_HOST="one")
-    for text in printed(network, 1):
-        assert "MappingError: The heap of rank " in text and "share the PID namespace" in text
+CLAIMS = r"""
+import os, socket, iris
+from iris.errors import IrisError
+
+rank, own = int(os.environ["RANK"]), socket.gethostname()
+for claim in "one", {1: "host1"}.get(rank, own), {1: "host1", 3: "host0"}.get(rank, own):
+    os.environ["IRIS_HOST"] = claim
+    try:
+        iris.iris(1 << 20)
+    except IrisError as error:
+        os.write(1, f"rank {rank}: {type(error).__name__}: {error}\n".encode())  # at once, beside that of others
+"""
+
+
+def test_ranks_that_lie_about_their_host_are_told(network, tmp_path):
+    """All say that they are on one; one says that it is on the other; two change places."""
+    (tmp_path / "claims.py").write_text(CLAIMS)
+    start(network, tmp_path / "claims.py")
+    for host, text in enumerate(printed(network, 0)):
+        for rank in range(host * RANKS_EACH, (host + 1) * RANKS_EACH):
+            lines = [line for line in text.splitlines() if line.startswith(f"rank {rank}: ")]
+            assert len(lines) == 3, text
+            assert "these differ: 1 on host0, 3 on host1 (rank 0 on host0; ranks 1, 2 and 3 on host1)" in lines[1]
+            for line in lines[0], lines[2]:
+                assert re.search(r"MappingError: The heap of rank \d .*cannot be mapped.*share the PID name", line)
 
 
 def reports(folder, ranks):
