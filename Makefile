@@ -2,6 +2,7 @@
 
 PYTHON ?= python3
 RANKS ?= 2
+HOSTS ?= $(RANKS)x1
 VERSION ?= dev
 RUN := .venv/bin/python
 OLDEST := PYTHONPATH=.oldest .venv/bin/python
@@ -19,7 +20,7 @@ OPERATIONS := language ops sanitizer tracing test_docs.py
 # What runs under the sanitizer only; and besides, in `make test-all`, all that uses ranks.
 SANITIZED := x ops/test_rounds.py test_example_folders.py test_example_refusals.py
 ALSO_SANITIZED := $(if $(IRIS_TEST_ALL),language ops ccl heap tracing $(addprefix test_,$(addsuffix .py,\
-	bench bootstrap context docs examples tensors world)))
+	bench bootstrap context docs examples hosts tensors world)))
 
 # What the oldest Triton compiles, for the GPUs that were run, and runs: in `make test-all` for all, and by torchrun too.
 # For NVIDIA's the sample leaves what is made of the same device functions to the newest.
@@ -30,7 +31,7 @@ OLDEST_PROGRAMS := $(if $(IRIS_TEST_ALL),,-k "not torchrun")
 # All combinations take hours: they run in pieces, and go on where they were interrupted.
 PYTEST := $(if $(IRIS_TEST_ALL),scripts/in_pieces.py,-m pytest -q)
 
-OVER_HOSTS := test_hosts.py $(addprefix ccl/test_,$(addsuffix .py,\
+OVER_HOSTS := test_hosts.py ops/test_over_hosts.py $(addprefix ccl/test_,$(addsuffix .py,\
 	over_hosts over_hosts_on_gpu all_to_all_v_over_hosts messages_over_hosts fp32_partials groups_over_hosts \
 	process_group_over_hosts vendor_over_hosts))
 
@@ -69,8 +70,9 @@ test-all: test       ## every combination, on up to 8 ranks, and more rounds: ho
 test-gpu:            ## the same tests on RANKS GPUs of this machine
 	$(TORCHRUN) -m pytest -q -x tests $(addprefix --ignore tests/,codegen sanitizer simulator)
 
-test-hosts:          ## those of several hosts: each of RANKS GPUs of this machine counts as a host
-	IRIS_OVER_HOSTS=iris IRIS_TEST_HOSTS=$(RANKS)x1 $(TORCHRUN) -m pytest -q -x $(addprefix tests/,$(OVER_HOSTS))
+test-hosts:          ## those of several hosts, of which each of RANKS GPUs here is one, or HOSTS says; and on late rails
+	IRIS_OVER_HOSTS=iris IRIS_TEST_HOSTS=$(HOSTS) $(TORCHRUN) -m pytest -q -x $(addprefix tests/,$(OVER_HOSTS))
+	IRIS_SIMULATOR=1 IRIS_TEST_LATE_RAILS=1 PYTHONPATH=. $(PYTHON) -m pytest -q -x $(addprefix tests/,$(OVER_HOSTS))
 
 perf:                ## measures on RANKS GPUs, and fails below the floors of benchmarks/floors.json
 	$(MAKE) --keep-going --jobs 1 --no-print-directory $(MEASURED)

@@ -10,6 +10,7 @@ import importlib
 import multiprocessing
 import os
 import pickle
+import random
 import sys
 import tempfile
 import traceback
@@ -25,6 +26,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 import pytest
 import torch
 import torch.distributed as dist
+from covering import EVERYTHING
 
 HEAP_SIZE = 1 << 26
 
@@ -56,6 +58,10 @@ class Hosts(NamedTuple):
         return [rank for rank in range(self.num_ranks) if self.host_of(rank) == host]
 
 
+# On which tests of several hosts run. In the sample the last would take as long as the others together.
+HOSTS = (Hosts(2, 2), Hosts(2, 2, dealt=True), Hosts(2, 3), Hosts(3, 2), Hosts(4, 1))
+HOSTS += (Hosts(2, 4),) if EVERYTHING else ()
+
 # Of tests in which hosts do not make the same calls: by NCCL they compare none, and wait until it ends the process.
 needs_gloo = pytest.mark.skipif(torch.cuda.is_available(), reason="NCCL would end the process")
 
@@ -64,6 +70,15 @@ def hosts_of_torchrun() -> Hosts | None:
     """The hosts that torchrun's ranks are to count as, by ``IRIS_TEST_HOSTS``; None where they are one."""
     text = os.environ.get("IRIS_TEST_HOSTS")
     return Hosts.parse(text) if text else None
+
+
+def make_rails_late(rank: int) -> None:
+    """``IRIS_TEST_LATE_RAILS=seed``: the rails of the simulator are late by chance, which this number seeds."""
+    seed = os.environ.get("IRIS_TEST_LATE_RAILS")
+    if seed:
+        from iris.world import late_rails
+
+        late_rails.chance = random.Random(f"{seed} of rank {rank}")
 
 
 START_LIMIT_S = 600
@@ -90,6 +105,7 @@ def _serve(pipe, rank, num_ranks, port, host):
     import iris
     from iris import sanitizer
 
+    make_rails_late(rank)
     ctx = iris.iris(HEAP_SIZE)
     pipe.send((True, None))
     while True:
@@ -215,6 +231,7 @@ class Torchrun:
     def __init__(self) -> None:
         import iris
 
+        make_rails_late(int(os.environ["RANK"]))
         self._ctx = iris.iris(HEAP_SIZE)
         self.num_ranks = self._ctx.get_num_ranks()
         self.hosts = hosts_of_torchrun()

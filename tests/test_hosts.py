@@ -9,7 +9,7 @@ import torch.distributed as dist
 import triton
 import triton.language as tl
 from patterns import assert_same_bits, pattern
-from rank_pool import Hosts, needs_gloo
+from rank_pool import HOSTS, Hosts, needs_gloo
 from torch.distributed import distributed_c10d
 
 import iris
@@ -24,8 +24,6 @@ from iris.errors import (
     SeveralHostsError,
 )
 from iris.ops import FusedConfig
-
-HOSTS = (Hosts(2, 2), Hosts(2, 2, dealt=True), Hosts(2, 3), Hosts(3, 2), Hosts(4, 1))
 
 
 @triton.jit

@@ -206,18 +206,15 @@ def on_a_stream(method: Callable[..., Any]) -> Callable[..., dist.Work]:
             return getattr(self._beside(device), method.__name__)(*args, **kwargs)
         whole: Collectives = self.context(device, method.__name__).ccl
         ccl: Collectives | _BesideComputation = whole
-        over_hosts = isinstance(whole, CollectivesOverHosts)
         stream: torch.cuda.Stream | None = None
         asynchronous = any(getattr(value, "asyncOp", False) for value in values)
         if asynchronous:
             stream = self._stream_for("collectives", device)
             # Over hosts each step is chosen, and takes no configuration.
-            ccl = whole if over_hosts else _BesideComputation(whole)
+            ccl = whole if isinstance(whole, CollectivesOverHosts) else _BesideComputation(whole)
 
         given = functools.partial(_enqueue, method, self, ccl, stream, device, tensors, args, kwargs)
-        # Over hosts, in the simulator, it is over when this returns. What it allocates in between the sanitizer would
-        # take for memory in use until somebody waits.
-        if not asynchronous or over_hosts or observer.recorder is None:
+        if not asynchronous or observer.recorder is None:
             return given()
         enqueue, sign = observer.beside(method.__name__, self, given, in_thread=False)
         return sign(enqueue())

@@ -23,7 +23,7 @@ from iris.commands.files import written
 from iris.sanitizer import locks
 from iris.sanitizer.settings import FOLDER_VARIABLE, SEED_VARIABLE, VARIABLE
 from iris.switches import switched_on
-from iris.world import inspection
+from iris.world import inspection, late_rails
 
 if TYPE_CHECKING:
     from iris.world import Group
@@ -72,6 +72,7 @@ def start_if_wanted(group: "Group") -> None:
         from iris.simulator import grid
 
         grid.chance = random.Random(f"{os.environ[SEED_VARIABLE]} of rank {rank}")
+        late_rails.chance = random.Random(f"{os.environ[SEED_VARIABLE]} of the rails of rank {rank}")
 
 
 observer.on_join.append(start_if_wanted)

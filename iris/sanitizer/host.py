@@ -75,6 +75,7 @@ class HostAccesses(ObservingMode):
                     flags.append(value)
                 elif args and value is args[0] and (func in indexed.READS or func in indexed.WRITES):
                     if _is_seen(value):
+                        self._recorder.seen(value)
                         where, size = indexed.addresses(func, args, kwargs), value.element_size()
                         self._recorder.host_accessed(where, size, size if uses else 0, kind)
                 else:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from iris import mode, observer
 from iris.cuda_graphs.capture import a_graph_lives
 from iris.errors import MismatchedSettingsError
+from iris.world import remote_peers
 from iris.world.gloo_rail import GlooRail
 from iris.world.group import Group
 from iris.world.hosts import Hosts, divide, divide_members
@@ -102,7 +103,10 @@ def join(process_group: dist.ProcessGroup | None = None) -> World:
     hosts = divide(group, placements)
     check_own_gpus(placements)
     group.agree(lambda: check_peer_access(placements, group.rank, device), "reach the GPUs of its peers")
-    return World(group, device, hosts, *(connect(group, hosts, device) if len(hosts) > 1 else (None, None)))
+    if len(hosts) == 1:
+        return World(group, device, hosts, None)
+    watch_other_hosts(group, hosts)
+    return World(group, device, hosts, *connect(group, hosts, device))
 
 
 def narrow(world: World, members: Group) -> World:
@@ -114,6 +118,22 @@ def narrow(world: World, members: Group) -> World:
     hosts = divide_members(members, world.group, world.hosts)
     return World(
         members, world.device, hosts, *(connect(members, hosts, world.device) if len(hosts) > 1 else (None, None))
+    )
+
+
+def watch_other_hosts(group: Group, hosts: Hosts) -> None:
+    """Let this rank know of the end of processes that are in other systems. Collective; blocks the host."""
+    processes = group.members.processes
+    # Two hosts of one machine (IRIS_HOST) see each other's processes. Where one rank does not, none sees all.
+    if all(peer is None or peer.watched for peer in processes):
+        return
+    places = group.agree(lambda: remote_peers.listen(group.store), "listen for the ranks of other hosts")
+    remote_peers.watch(
+        [
+            (peer, place and (place[0], place[1]), hosts.name_of(rank))
+            for rank, (peer, place) in enumerate(zip(processes, places, strict=True))
+            if peer is not None and not peer.watched
+        ]
     )
 
 

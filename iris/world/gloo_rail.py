@@ -1,6 +1,5 @@
 """Rails by Gloo, which is torch's and speaks TCP: those of the simulator. The host waits for each transfer."""
 
-import functools
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -9,7 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from iris.compat.dispatch import hidden_from_modes
 from iris.errors import GroupAbortedError, IrisTimeoutError, PeerLostError, names
+from iris.world import late_rails
 from iris.world.broken import look_at_others
 from iris.world.group import Group
 from iris.world.hosts import Hosts
@@ -28,6 +29,13 @@ class GlooRail(Rail):
         limit = timedelta(seconds=group.timeout)
         engine = dist.ProcessGroupGloo(store, route.place, len(route.ranks), limit)
         super().__init__(group, hosts, engine, "Gloo", route)
+        # What is compared is never late, so that no rank waits for what another has yet to begin. Gloo matches the
+        # calls of one engine by their order, so comparisons have one of their own then.
+        self._courier, self._comparing = None, self._engine
+        if late_rails.chance is not None:
+            self._courier = late_rails.Courier(late_rails.chance)
+            apart = dist.PrefixStore("comparisons", store)
+            self._comparing = dist.ProcessGroupGloo(apart, route.place, len(route.ranks), limit)
 
     def barrier(self) -> None:
         self._transfer(_nothing, 0, "device_barrier()", sent=[], received=[], receivers=len(self._ranks))()
@@ -46,12 +54,19 @@ class GlooRail(Rail):
         return (dist.ReduceOp.SUM, len(self._ranks)) if op == "AVG" else super()._sum(op)
 
     def close(self) -> None:
-        del self._engine
+        if self._courier is not None:
+            self._courier.close()
+        del self._engine, self._comparing
 
     def _begin(self, start: Callable[[], Any], nbytes: int, what: str) -> Callable[[], None]:
         with self._in_step(what):
             self._check_alike(nbytes, what)
-            work = self._started(start, what) if nbytes else None
+            if not nbytes:
+                work = None
+            elif self._courier is None:
+                work = self._started(start, what)
+            else:
+                work = self._courier.carry(lambda: self._started(start, what))
 
         def wait() -> None:
             with self._in_step(what):
@@ -63,18 +78,18 @@ class GlooRail(Rail):
     def _check_alike(self, nbytes: int, what: str) -> None:
         """Raise on all ranks unless they make the same call: Gloo ends a process that gets more than it expects."""
         text = f"{what} of {nbytes} bytes".encode()[:MOST_TEXT]
-        mine = torch.zeros(len(self._ranks), MOST_TEXT, dtype=torch.uint8)
-        mine[:, : len(text)] = torch.tensor(list(text), dtype=torch.uint8)
-        # Not an all_gather, which Gloo ends with copies of torch's: the sanitizer would see them in threads of Gloo's,
-        # and take these for the program's first one.
-        everyone = torch.zeros_like(mine)
-        start = functools.partial(self._engine.alltoall_base, everyone, mine, [], [])
-        self._wait(self._started(start, what), what)
+        mine = torch.zeros(MOST_TEXT, dtype=torch.uint8)
+        mine[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
+        everyone = torch.zeros(len(self._ranks), MOST_TEXT, dtype=torch.uint8)
+        self._wait(self._started(lambda: self._comparing.allgather([list(everyone)], [mine]), what), what)
         self._compare([bytes(row.tolist()).rstrip(b"\0").decode(errors="ignore") for row in everyone])
 
     def _started(self, start: Callable[[], Any], what: str) -> Any:
         try:
-            return start()
+            # Threads of Gloo use torch, in the modes of who has started them. The sanitizer is told by `_transfer` what
+            # a rail reads and writes, and would take that for work of the program's first thread.
+            with hidden_from_modes():
+                return start()
         except RuntimeError as error:
             raise self._failed(error, what) from error
 
@@ -84,7 +99,7 @@ class GlooRail(Rail):
         while not (lost or work.is_completed()):
             waited = time.monotonic() - start
             if waited > NO_PAUSE_S:
-                lost = any(peer.status for peer in self._group.members.ended().values())
+                lost = any(peer.status or peer.unreachable for peer in self._group.members.ended().values())
                 self._check_whole(what)
                 if waited > next_look:
                     next_look = waited + INTERVAL_S

@@ -354,6 +354,7 @@ class Group:
         return self.store.check([key]) and self._decode(rank, self.store.get(key))[0] != ENDED
 
     def _lost(self, what: str, lost: list[int]) -> Exception:
+        lost = self.members.whole_hosts(lost)
         hows = self.members.how_ended(lost)
         texts = [f"rank {self.ranks[rank]} will not come: {how}" for rank, how in hows.items()]
         over = " Is every rank of the group making this call?" if OVER in hows.values() else ""

@@ -88,9 +88,27 @@ class Members:
         for rank, peer in enumerate(self.processes):
             if peer is None or peer.watched or peer.ended:
                 continue
-            if store.check([f"ended/{rank}"]):
-                text = store.get(f"ended/{rank}").decode()
-                peer.status, peer.ended = int(text) if text else None, True
+            self._ask_how_ended(rank, peer)
+
+    def _ask_how_ended(self, rank: int, peer: Peer) -> None:
+        if self._store is not None and self._store.check([f"ended/{rank}"]):
+            text = self._store.get(f"ended/{rank}").decode()
+            peer.status, peer.ended = int(text) if text else None, True
+
+    def whole_hosts(self, lost: Sequence[int]) -> list[int]:
+        """``lost``, and who ends with them on other hosts: a host that goes takes a moment to close all connections.
+
+        Also asks how they have ended, which their host knows, if it is there.
+        """
+        hosts = {peer.identity[:2] for peer in (self.processes[rank] for rank in lost) if peer and not peer.watched}
+        there = {rank: peer for rank, peer in enumerate(self.processes) if peer and peer.identity[:2] in hosts}
+        if there:
+            await_(lambda: all(peer.ended for peer in there.values()), NOTICE_S)
+        for rank, peer in there.items():
+            if peer.status is None and not self.store_is_gone:
+                with contextlib.suppress(dist.DistError):
+                    self._ask_how_ended(rank, peer)
+        return sorted({*lost, *(rank for rank, peer in there.items() if peer.ended)})
 
     def are_gone(self) -> bool:
         """Whether those that are not known have ended."""
@@ -99,7 +117,7 @@ class Members:
 
     def report_end(self, peer: Peer) -> None:
         """Let members that cannot see it, since they are on other hosts, know that a process has ended. Any thread."""
-        if self._store is None or peer not in self.processes:
+        if self._store is None or not peer.watched or peer not in self.processes:
             return
         if any(other is not None and not other.watched for other in self.processes):
             text = "" if peer.status is None else str(peer.status)

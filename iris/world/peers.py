@@ -48,10 +48,15 @@ class Peer:
     ----------
     identity : Identity
     watched : bool
-        Whether its end is noticed here. That of one on another host, or in another namespace, is not.
+        Whether this system tells its end. That of one on another host, or in another namespace, it does not: see
+        `iris.world.remote_peers`.
     ended : bool
     status : int or None
         How it ended, as `subprocess.Popen.returncode`: the exit status, or minus the signal. None: not known.
+    host_name : str or None
+        What messages call its host, if that is another one.
+    unreachable : bool
+        Its host does not answer any more.
     """
 
     def __init__(self, identity: Identity) -> None:
@@ -59,10 +64,14 @@ class Peer:
         self.watched = identity[:2] == own_identity()[:2]
         self.ended = False
         self.status: int | None = None
+        self.host_name: str | None = None
+        self.unreachable = False
 
     def __str__(self) -> str:
         """How it ended, behind its rank: "its process (77) was killed by SIGKILL"."""
-        who = f"its process ({self.identity.number})"
+        who = f"its process ({self.identity.number})" + (f" on {self.host_name}" if self.host_name else "")
+        if self.unreachable:
+            return f"{self.host_name} does not answer any more"
         if self.status is None:
             return f"{who} has ended"
         if self.status >= 0:
@@ -131,31 +140,32 @@ def _watch(waker: int) -> None:
             else:
                 peer = open_ones.pop(file)
                 poll.unregister(file)
-                _end(peer, _exit_status(peer.identity.number, file))
+                end(peer, _exit_status(peer.identity.number, file))
                 os.close(file)
         for peer in [each for each in polled if not _lives(each)]:
             polled.discard(peer)
-            _end(peer, _exit_status(peer.identity.number, None))
+            end(peer, _exit_status(peer.identity.number, None))
 
 
 def _open(peer: Peer, poll: select.poll, open_ones: dict[int, Peer], polled: set[Peer]) -> None:
     try:
         file = os.pidfd_open(peer.identity.number)
     except ProcessLookupError:
-        _end(peer, None)
+        end(peer, None)
         return
     except (OSError, AttributeError):
         polled.add(peer)
         return
     if not _is(peer):
         os.close(file)
-        _end(peer, None)
+        end(peer, None)
         return
     open_ones[file] = peer
     poll.register(file, select.POLLIN)
 
 
-def _end(peer: Peer, status: int | None) -> None:
+def end(peer: Peer, status: int | None) -> None:
+    """Note that it has ended, and let the listeners know. Any thread."""
     peer.status, peer.ended = status, True
     for listener in listeners:
         listener(peer)

@@ -3,8 +3,10 @@
 import time
 
 import pytest
+import rank_pool
 import torch
 import torch.distributed as dist
+from covering import EVERYTHING
 from patterns import assert_same_bits, pattern
 from rank_pool import Hosts, needs_gloo
 
@@ -22,7 +24,7 @@ from iris.errors import (
     UnknownChoiceError,
 )
 
-HOSTS = (Hosts(2, 2), Hosts(2, 2, dealt=True), Hosts(2, 3))
+HOSTS = rank_pool.HOSTS if EVERYTHING else (Hosts(2, 2), Hosts(2, 2, dealt=True), Hosts(2, 3))
 
 
 def members_of(hosts, kind):

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from covering import EVERYTHING, UNDER_TORCHRUN
 from patterns import assert_same_bits, pattern
-from rank_pool import Hosts, needs_gloo
+from rank_pool import HOSTS, Hosts, needs_gloo
 
 import iris
 from ccl.calls import LAYOUTS, PLACES, Arena, Case, data, perform, sample
@@ -25,7 +25,6 @@ from iris.errors import (
     UnsupportedReductionError,
 )
 
-HOSTS = (Hosts(2, 2), Hosts(2, 2, dealt=True), Hosts(2, 3), Hosts(3, 2), Hosts(4, 1))
 # Of a test, where everything is to be tested: each takes many launches; on GPUs, many kernels that are compiled.
 MOST_CASES = 5 if UNDER_TORCHRUN else 60
 MOVES = ["all_gather", "all_to_all", "all_to_all_v", "broadcast", "gather", "scatter"]

@@ -6,9 +6,11 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import rank_pool
 import torch
 import torch.distributed as dist
 from conftest import UNDER_TORCHRUN, import_path
+from covering import EVERYTHING
 from preloaded import LIMIT_S, python
 from rank_pool import Hosts, needs_gloo
 from torch.distributed.device_mesh import DeviceMesh
@@ -30,7 +32,7 @@ from ccl.test_process_group import (
 from iris.errors import GroupAbortedError, InvalidGroupError
 
 PROGRAM = Path(__file__).parents[1] / "programs" / "train_on_a_mesh.py"
-HOSTS = (Hosts(2, 2), Hosts(2, 2, dealt=True), Hosts(2, 3))
+HOSTS = rank_pool.HOSTS if EVERYTHING else (Hosts(2, 2), Hosts(2, 2, dealt=True), Hosts(2, 3))
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 

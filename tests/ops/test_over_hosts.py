@@ -3,14 +3,13 @@
 import pytest
 import torch
 from covering import sample
-from rank_pool import Hosts
+from rank_pool import HOSTS, Hosts
 
 from iris.ccl import functional as collectives
 from iris.errors import InvalidCollectiveError, SeveralHostsError
 from iris.ops import FusedConfig, functional
 from ops.products import CONFIGS, LAYOUTS, OPERATIONS, place, result_of
 
-HOSTS = (Hosts(2, 2), Hosts(2, 2, dealt=True), Hosts(2, 3), Hosts(3, 2), Hosts(4, 1))
 LOOPS = ("all_gather_matmul", "matmul_reduce_scatter")
 # M (a share of a rank, where rows are shared), N, K.
 SHAPES = [(8, 16, 32), (1, 1, 1), (5, 7, 9), (20, 24, 40)]

@@ -1,12 +1,13 @@
 """Trains as programs do that know nothing of Iris but the backend's name: DDP, FSDP2 on a mesh, tensor parallel layers.
 
-Under torchrun, four ranks that count as two hosts; the mesh replicates over hosts and shards within them. Each result
-is that of the same steps by one process.
+Under torchrun, four ranks on two hosts, or on one machine, where they count as two; the mesh replicates over hosts and
+shards within them. Each result is that of the same steps by one process.
 """
 
 import os
 
-os.environ["IRIS_HOST"] = f"host{int(os.environ['RANK']) // 2}"
+if os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]:
+    os.environ["IRIS_HOST"] = f"host{int(os.environ['RANK']) // 2}"
 
 import torch
 import torch.distributed as dist

@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 import triton
 import triton.language as tl
+from ccl.test_process_group import make_group
 from rank_pool import Hosts
 
 import iris
@@ -41,3 +43,37 @@ def test_races_with_rails_are_found(ranks):
     assert all(results) and {finding.kind for finding in findings} == {"race"}
     for finding in findings:
         assert "in read_before_a_rail_writes" in str(finding) and "in read\n" in f"{finding}\n", finding
+
+
+def read_before_a_call_is_over(ctx, collective, broken):
+    """Of the backend "iris", with ``async_op=True``: DDP's and FSDP2's own calls."""
+    group, size = make_group(ctx), ctx.num_ranks
+    x = torch.arange(N, dtype=torch.float32) + ctx.cur_rank
+    output = {
+        "all_reduce": lambda: x,
+        "all_gather_into_tensor": lambda: torch.zeros(size * N),
+        "reduce_scatter_tensor": lambda: torch.zeros(N // size),
+        "broadcast": lambda: x,
+    }[collective]()
+    given = {"all_reduce": (x,), "broadcast": (x, 0)}.get(collective, (output, x))
+    work = getattr(dist, collective)(*given, group=group, async_op=True)
+    if broken:
+        output.sum().item()
+    assert work.wait()
+    total = output.sum().item()
+    dist.destroy_process_group(group)
+    ctx.barrier()
+    return total
+
+
+COLLECTIVES = ["all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "broadcast"]
+
+
+@pytest.mark.ranks(Hosts(2, 2), Hosts(2, 2, dealt=True))
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_a_missing_wait_is_found(ranks, collective):
+    assert ranks.run_sanitized(read_before_a_call_is_over, collective, False)[1] == []
+    _, findings = ranks.run_sanitized(read_before_a_call_is_over, collective, True)
+    assert {finding.kind for finding in findings} == {"race"}
+    for finding in findings:
+        assert "in read_before_a_call_is_over" in str(finding), finding

@@ -1,0 +1,71 @@
+"""Rails of the simulator that are late by chance: what a network may do, and that of one machine seldom does.
+
+A transfer begins some time after the rank has asked for it, on each rank another time. So what is sent is read late,
+and what comes from one host is there before or after what comes from another. The transfers of a rail begin in their
+order, as always. Nothing else of the contract is left: between the call that begins a transfer and the wait for it,
+its tensors are read and written at any time.
+"""
+
+import queue
+import random
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+chance: random.Random | None = None
+"""By which rails are late that are made from now on; None if they are not. All ranks set it, or none."""
+
+# How many of the transfers are late, and by how many seconds at most: a step within a host takes about as long.
+SHARE, LONGEST_S = 0.5, 5e-3
+
+
+class Delivery:
+    """A transfer that has begun or will, as torch's ``Work``."""
+
+    def __init__(self, start: Callable[[], Any], delay_s: float) -> None:
+        self._start, self._delay_s = start, delay_s
+        self._begun = threading.Event()
+        self._work: Any = None
+        self._error: Exception | None = None
+
+    def begin(self) -> None:
+        time.sleep(self._delay_s)
+        try:
+            self._work = self._start()
+        except Exception as error:
+            self._error = error
+        self._begun.set()
+
+    def is_completed(self) -> bool:
+        return self._begun.is_set() and (self._work is None or self._work.is_completed())
+
+    def wait(self) -> None:
+        """Raises as torch does for the transfer, also where it could not begin."""
+        self._begun.wait()
+        if self._error is not None:
+            raise self._error
+        self._work.wait()
+
+
+class Courier:
+    """Begins the transfers of one rail late, in their order, in a thread of its own."""
+
+    def __init__(self, chance: random.Random) -> None:
+        self._chance = random.Random(chance.random())
+        self._asked: queue.SimpleQueue[Delivery | None] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="iris-late-rail", daemon=True).start()
+
+    def carry(self, start: Callable[[], Any]) -> Delivery:
+        """``start`` begins the transfer, and returns torch's work of it."""
+        late = self._chance.random() < SHARE
+        delivery = Delivery(start, self._chance.uniform(0, LONGEST_S) if late else 0)
+        self._asked.put(delivery)
+        return delivery
+
+    def close(self) -> None:
+        self._asked.put(None)
+
+    def _run(self) -> None:
+        while (delivery := self._asked.get()) is not None:
+            delivery.begin()

@@ -1,0 +1,63 @@
+"""Collectives and operations over hosts whose rails are late, on each rank another time: the same bits at any seed."""
+
+import contextlib
+import random
+import time
+
+import pytest
+import torch
+from ops.products import OPERATIONS
+from ops.test_over_hosts import multiply
+from rank_pool import Hosts, needs_gloo
+
+import iris
+from ccl.calls import Case
+from ccl.test_over_hosts import COMBINES, MOVES, combine, move, repeat
+from iris.ccl import ReduceOp
+from iris.world import late_rails
+
+pytestmark = needs_gloo
+
+
+@contextlib.contextmanager
+def on_late_rails(ctx, seed):
+    """A context of all ranks whose rails are late."""
+    before, late_rails.chance = late_rails.chance, random.Random(f"{seed} of rank {ctx.cur_rank}")
+    try:
+        with iris.iris(1 << 26) as other:
+            yield other
+    finally:
+        late_rails.chance = before
+
+
+def call_in_rounds(ctx, hosts, seed):
+    """In each round other data, and another rank that is late."""
+    with on_late_rails(ctx, seed) as ctx:
+        for turn in range(3):
+            time.sleep(0.02 * (turn == ctx.cur_rank))
+            root, dtype = (seed + turn) % ctx.num_ranks, (torch.bfloat16, torch.int32, torch.float32)[turn]
+            move(ctx, [Case(collective, (7, 33 + turn), dtype, root=root) for collective in MOVES])
+            combine(ctx, hosts, [(each, (7, 33 + turn), dtype, ReduceOp.SUM, "plain") for each in COMBINES])
+            ctx.device_barrier()
+        repeat(ctx, hosts)
+
+
+def multiply_in_rounds(ctx, seed):
+    with on_late_rails(ctx, seed) as ctx:
+        for operation in OPERATIONS:
+            time.sleep(0.02 * (len(operation) % ctx.num_ranks == ctx.cur_rank))
+            for config in ("chosen", "fused", "copies"):
+                case = (5, 7, 9), torch.float32, config, "rows", "rows", "rows", False, False, False
+                multiply(ctx, operation, [case])
+
+
+@pytest.mark.ranks(Hosts(2, 2), Hosts(3, 2), Hosts(4, 1))
+@pytest.mark.parametrize("seed", [1, 2])
+def test_collectives(ranks, seed):
+    ranks.run(call_in_rounds, ranks.hosts, seed)
+
+
+@pytest.mark.ranks(Hosts(2, 2, dealt=True), Hosts(2, 3))
+@pytest.mark.parametrize("seed", [1, 2])
+def test_operations(ranks, seed):
+    ranks.run(multiply_in_rounds, seed)
