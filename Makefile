@@ -30,7 +30,7 @@ OLDEST_PROGRAMS := $(if $(IRIS_TEST_ALL),,-k "not torchrun")
 # All combinations take hours: they run in pieces, and go on where they were interrupted.
 PYTEST := $(if $(IRIS_TEST_ALL),scripts/in_pieces.py,-m pytest -q)
 
-OVER_HOSTS := test_hosts.py $(addprefix ccl/test_,$(addsuffix .py,\
+OVER_HOSTS := test_hosts.py tracing/test_over_hosts.py $(addprefix ccl/test_,$(addsuffix .py,\
 	over_hosts over_hosts_on_gpu groups_over_hosts process_group_over_hosts))
 
 # One after the other, as each wants the GPUs for itself; and all of them, whichever misses its floors.
