@@ -139,22 +139,25 @@ class StreamTimes(RailTimes):
         torch.cuda.current_stream(device).synchronize()
 
     def timed(self, transfer: Transfer, start: Callable[[], Any]) -> tuple[Callable[[], Any], Callable[[], None]]:
-        capturing, held = is_current_stream_capturing(), [start]
+        capturing, held, started = is_current_stream_capturing(), [start], list[bool]()
         place, side = self._place(capturing), self._side(transfer.rail)
         self._begin(place, self._number(transfer))
 
         def start_timed() -> Any:
             work = start()
             if work is None:
-                self._end(place)
                 return work
+            started.append(True)
             with torch.cuda.stream(side):
                 work.wait()
                 self._end(place)
             return work
 
         def join() -> None:
-            if capturing:
+            if not started:
+                # It was on the current stream itself, or there was nothing to send.
+                self._end(place)
+            elif capturing:
                 # A capture ends on the stream on which it began.
                 torch.cuda.current_stream(self._device).wait_stream(side)
             # Until here this holds the tensors: at the first `wait` of a work, the one above, torch lets go of them.

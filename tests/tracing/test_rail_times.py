@@ -74,7 +74,8 @@ def test_a_transfer_that_is_under_way_has_no_end():
     with stand_ins():
         times = rail_times.StreamTimes(CPU)
         run(times, 0)
-        times.timed(transfer(1), lambda: None)
+        start, _ = times.timed(transfer(1), lambda: None)
+        start()
         rows, _ = times.rows()
         assert rows[0, 1] >= rows[0, 0] > 0 and rows[1, 0] > 0 and rows[1, 1] == 0
 
