@@ -93,7 +93,7 @@ def time_each(ctx):
     assert [(of.kind, of.call, of.each, of.targets, of.sources) for of in times.transfers] == [
         ("all_gather", "a gather", 16, others, others),
         ("broadcast", "a broadcast", 16, others if ctx.host == 1 else (), roots),
-        ("all_gather", "device_barrier()", 1, others, others),
+        ("barrier", "device_barrier()", 0, others, others),
     ]
     assert rows[:, 2].tolist() == [0, 1, 2] and lost == 0
     assert (rows[:, 0] < rows[:, 1]).all() and (rows[1:, 0] > rows[:-1, 1]).all()

@@ -32,6 +32,7 @@ def trace_collectives(ctx, folder):
     ctx.ccl.all_gather(whole, x)
     ctx.ccl.reduce_scatter(part, parts)
     ctx.ccl.broadcast(x, 1)
+    ctx.device_barrier()
     ctx.ccl.gather(parts if ctx.cur_rank == 0 else None, part, 0)
     path = ctx.tracing.export(f"{folder}/trace.json", merge=True)
     ctx.ccl.all_gather(whole, x)  # recording goes on, and what a trace sends is no part of it
@@ -49,6 +50,7 @@ def expected(hosts, rank):
     found = [("all_gather", rows, others, others), ("all_to_all", row, others, others)]
     if 1 in rail:
         found.append(("broadcast", rows, others, []) if rank == 1 else ("broadcast", rows, [], [1]))
+    found.append(("barrier", 0, others, others))
     if 0 in rail:
         of_host = row * hosts.ranks_each
         found.append(("gather", of_host, [], others) if rank == 0 else ("gather", of_host, [0], []))
@@ -247,8 +249,8 @@ def check_beside(timeline):
 
 def compute_beside_nccl(ctx, in_a_graph):
     """64 MiB to each host: more than a network brings while a kernel of one program computes."""
-    mine, x = ctx.full((1 << 24,), float(ctx.cur_rank)), ctx.zeros(64)
-    everyone, rail = ctx.empty(ctx.num_hosts, 1 << 24), ctx._world.rail
+    mine, x = torch.full((1 << 24,), float(ctx.cur_rank), device=ctx.device), ctx.zeros(64)
+    everyone, rail = mine.new_empty(ctx.num_hosts, 1 << 24), ctx._world.rail
     compute_kernel[(1,)](ctx.get_device_context(), x, 64)
 
     def call():
