@@ -157,7 +157,7 @@ def draw(rows: Sequence[Row], path: Path, title: str) -> None:
     from matplotlib import pyplot
 
     calls = list(dict.fromkeys((row.what, row.size) for row in rows))
-    columns = min(4, len(calls))
+    columns = min(3, len(calls))
     shape = {"nrows": -(-len(calls) // columns), "ncols": columns, "squeeze": False}
     figure, axes = pyplot.subplots(figsize=(3.4 * columns, 3 * shape["nrows"]), **shape)
     hosts = sorted({row.hosts for row in rows})
