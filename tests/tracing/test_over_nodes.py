@@ -76,6 +76,7 @@ except KeyError:
 """
 
 
+@pytest.mark.thorough
 def test_where_the_program_fails_the_first_node_shows_its_own_ranks(tmp_path):
     program = tmp_path / "fails.py"
     program.write_text(FAILS)
