@@ -15,6 +15,7 @@ from iris import simulator
 from iris.errors import GroupAbortedError, MismatchedCollectiveError
 from iris.tracing import rail_times
 from iris.world import Group, nccl_rail
+from iris.world.rail import time_rails
 
 pytestmark = pytest.mark.skipif(
     not simulator.ACTIVE, reason="on GPUs NCCL is there: tests/ccl/test_over_hosts_on_gpu.py"
@@ -81,7 +82,8 @@ def test_a_rail_carries_each_kind_of_transfer(ranks):
 def time_each(ctx):
     """By kernels around each transfer, on streams that wait for it and for nothing else."""
     with a_rail(ctx) as rail, stand_ins():
-        rail.timer = times = rail_times.StreamTimes(ctx.device)
+        times = rail_times.StreamTimes(ctx.device)
+        time_rails(rail._group, times)
         mine, everyone = torch.zeros(4), torch.empty(ctx.num_hosts, 4)
         rail.all_gather(everyone, mine, "a gather")()
         rail.broadcast(mine, 1, "a broadcast")

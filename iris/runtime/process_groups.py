@@ -12,7 +12,7 @@ from iris.failures.device_record import DeviceRecord
 from iris.runtime.workspace import Workspace
 from iris.world import Group, World, narrow
 from iris.world.hosts import bind_fates
-from iris.world.rail import Timer
+from iris.world.rail import Timer, time_rails
 
 
 class ProcessGroups:
@@ -62,7 +62,7 @@ class ProcessGroups:
                     part.rail.close()
                 raise
             if part.rail:
-                part.rail.timer = self._timer
+                time_rails(part.group, self._timer)
                 self._spanning[process_group] = part
         return self._workspaces[process_group]
 
@@ -84,8 +84,7 @@ class ProcessGroups:
         """Have this timer note every transfer of the rails from here on, also of those that will be made. Local."""
         self._timer = timer
         for spanning in self._spanning.values():
-            if spanning.rail:
-                spanning.rail.timer = timer
+            time_rails(spanning.group, timer)
 
     def _check_whole(self, process_group: dist.ProcessGroup | None) -> None:
         """Raise `GroupAbortedError` if the group is broken."""

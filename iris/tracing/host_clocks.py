@@ -27,7 +27,7 @@ import triton.language as tl
 from iris.language.clock import clock
 from iris.tracing.clock import Comparison, ahead
 from iris.world import Group, Hosts, Rail
-from iris.world.rail import Transfer
+from iris.world.rail import Transfer, timed_by
 
 ROUNDS = 50
 
@@ -89,7 +89,7 @@ def compare(group: Group, hosts: Hosts, rail: Rail, device: torch.device) -> Com
 
     Nothing else may be running.
     """
-    times = _exchange(rail, len(hosts), device) if hosts.local_rank == 0 else None
+    times = _exchange(group, rail, len(hosts), device) if hosts.local_rank == 0 else None
     everyone = group.all_gather(times, "the times at which the hosts exchanged a byte")
     first, this = (np.array(everyone[ranks[0]], dtype=np.int64) for ranks in (hosts.ranks[0], hosts.local_ranks))
     if hosts.number == 0:
@@ -98,17 +98,17 @@ def compare(group: Group, hosts: Hosts, rail: Rail, device: torch.device) -> Com
     return ahead(first, this[:, ::-1])
 
 
-def _exchange(rail: Rail, hosts: int, device: torch.device) -> list[list[int]]:
+def _exchange(group: Group, rail: Rail, hosts: int, device: torch.device) -> list[list[int]]:
     """When this rank began, and when it had all bytes, of each exchange, in ns of its clock."""
     mine, all_of_them = (torch.zeros(n, dtype=torch.uint8, device=device) for n in (1, hosts))
     if device.type == "cpu":
         exchanges = _Exchanges()
-        with rail.timed_by(exchanges):
+        with timed_by(group, exchanges):
             for _ in range(ROUNDS):
                 rail.all_gather(all_of_them, mine, "a comparison of clocks")()
         return exchanges.times
     times = torch.zeros(ROUNDS, 2, dtype=torch.int64, device=device)
-    with rail.timed_by(None):
+    with timed_by(group, None):
         for number in range(ROUNDS):
             if number == 1:
                 # All kernels have been loaded by now: this one with nothing to wait for.

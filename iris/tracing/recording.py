@@ -28,7 +28,7 @@ from iris.tracing.rail_times import RailTimes, times_on
 from iris.tracing.rank_recording import Recording, Space
 from iris.tracing.timeline import Timeline, assemble
 from iris.world import World
-from iris.world.rail import Timer, Transfer
+from iris.world.rail import Timer, Transfer, timed_by
 
 FOLDER_VARIABLE, EVENTS_VARIABLE = "IRIS_TRACE_FOLDER", "IRIS_TRACE_EVENTS"
 MAX_EVENTS = 1_000_000
@@ -271,7 +271,7 @@ class Tracing:
         """The files of ranks of other hosts, by their ranks in the world. Collective over all ranks."""
         assert self._rail is not None
         # What the trace itself sends is no part of it.
-        with self._rail.timed_by(None):
+        with timed_by(self._group, None):
             files = bring(self._group, self._hosts, self._rail, own, self._device)
         return {self._group.ranks[rank]: content for rank, content in files.items()}
 

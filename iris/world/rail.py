@@ -7,6 +7,7 @@ by all of its ranks, and by one thread.
 
 import contextlib
 import functools
+import weakref
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -47,6 +48,29 @@ class Timer(Protocol):
         """The transfer begins. Returns ``start`` with a note of its end, and what to call when it was waited for."""
 
 
+# By group: who notes the transfers of its rails.
+_timers: "weakref.WeakKeyDictionary[Group, Timer]" = weakref.WeakKeyDictionary()
+
+
+def time_rails(group: Group, timer: Timer | None) -> None:
+    """Let this timer note every transfer of the group's rails from here on, or nobody. Local."""
+    if timer is None:
+        _timers.pop(group, None)
+    else:
+        _timers[group] = timer
+
+
+@contextlib.contextmanager
+def timed_by(group: Group, timer: Timer | None) -> Iterator[None]:
+    """While this lasts, this timer notes the transfers of the group's rails, or nobody does, and not who does else."""
+    before = _timers.get(group)
+    time_rails(group, timer)
+    try:
+        yield
+    finally:
+        time_rails(group, before)
+
+
 class Rail(ABC):
     """The ranks of ``hosts`` with this rank's local rank. Construction is collective among them; blocks the host.
 
@@ -68,7 +92,6 @@ class Rail(ABC):
         self._group, self._hosts, self._engine = group, hosts, engine
         self._ranks = hosts.rail
         self.name = name
-        self.timer: Timer | None = None
 
     def all_gather(self, output: torch.Tensor, input: torch.Tensor, what: str) -> Callable[[], None]:
         """Begin to gather every host's ``input`` into ``output``, ``(n,)`` → ``(H, n)``, both contiguous.
@@ -127,15 +150,6 @@ class Rail(ABC):
         move = "scatter", output.nbytes
         self._transfer(start, output.nbytes, what, move=move, sent=sent, received=received, source=host)()
 
-    @contextlib.contextmanager
-    def timed_by(self, timer: Timer | None) -> Iterator[None]:
-        """While this lasts, this timer notes the transfers, or nobody does, and not who does else."""
-        before, self.timer = self.timer, timer
-        try:
-            yield
-        finally:
-            self.timer = before
-
     @abstractmethod
     def barrier(self) -> None:
         """What comes behind it begins when all hosts' ranks have come."""
@@ -168,12 +182,13 @@ class Rail(ABC):
         ``receivers``: the hosts that get any, if not all, or all but the source.
         """
         everyone, noted = tuple(self._in_world(rank) for rank in self._ranks), _nothing
-        if self.timer is not None:
+        timer = _timers.get(self._group)
+        if timer is not None:
             (kind, each), this = move, self._hosts.number
             others = [host for host in range(len(everyone)) if host != this]
             targets = tuple(everyone[host] for host in others if source in (None, this) and to in (None, host))
             sources = tuple(everyone[host] for host in others if source in (None, host) and to in (None, this))
-            start, noted = self.timer.timed(Transfer(kind, what, self._group.name, each, targets, sources), start)
+            start, noted = timer.timed(Transfer(kind, what, self._group.name, each, targets, sources), start)
         recorder = observer.recorder
         if recorder is None and noted is _nothing:
             return self._begin(start, nbytes, what)
