@@ -287,6 +287,71 @@ def tune(largest: int, smallest: int, out: Path | None, num_ranks: int | None) -
     ranks.measure(ranks.number(num_ranks), tuning.run, sizes, out)
 
 
+@commands.group()
+def model() -> None:
+    """Predict by arithmetic what cannot be measured here."""
+
+
+@model.command()
+@click.option("--hosts", type=Numbers(",", 2), default="2,4,8", show_default=True, help="How many there are.")
+@click.option("--gpus-per-host", type=click.IntRange(1), default=8, show_default=True)
+@click.option(
+    "--network",
+    type=click.FloatRange(0, min_open=True),
+    default=50,
+    show_default=True,
+    help="GB/s that each GPU sends to other hosts.",
+)
+@click.option(
+    "--sizes", type=Numbers(",", 1), default="256", show_default=True, help="Of collectives, in MiB: all ranks' data."
+)
+@click.option(
+    "--shape",
+    "shapes",
+    type=Numbers("x", 1, count=3),
+    multiple=True,
+    default=["8192x28672x8192"],
+    show_default=True,
+    help="MxNxK of a product.",
+)
+@click.option("--device", default="NVIDIA H200", show_default=True, help="The GPU whose figures count.")
+@click.option(
+    "--results",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Collectives as `iris bench ccl --out` has measured them, and not as in the table of the GPU.",
+)
+@click.option("--stores", type=click.FloatRange(0, min_open=True), help="GB/s that a kernel stores, in place of these.")
+@click.option("--gemm", type=click.FloatRange(0, min_open=True), help="TFLOPS of the vendor's GEMM, in place of these.")
+@click.option(
+    "--out",
+    type=click.Path(dir_okay=False, writable=True, path_type=Path),
+    callback=drawable,
+    help="Draw it, too: SVG, PNG ... by its ending.",
+)
+@click.option("--markdown", is_flag=True, help="The table alone, as documentation has it.")
+def hosts(
+    hosts: tuple[int, ...],
+    gpus_per_host: int,
+    network: float,
+    sizes: tuple[int, ...],
+    shapes: tuple[tuple[int, int, int], ...],
+    device: str,
+    results: Path | None,
+    stores: float | None,
+    gemm: float | None,
+    out: Path | None,
+    markdown: bool,
+) -> None:
+    """When Iris pays over several hosts: its collectives and fused operations, and NCCL's with a GEMM.
+
+    By arithmetic, from what was measured within a host: no network was. Sizes are those of large calls, as latencies
+    are left out.
+    """
+    from iris.bench import hosts_command
+
+    hosts_command.run(hosts, gpus_per_host, network, sizes, shapes, device, results, stores, gemm, out, markdown)
+
+
 def main() -> None:
     """The console script ``iris``."""
     commands()

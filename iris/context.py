@@ -100,7 +100,7 @@ class Iris(Factories, SymmetricTensors, ProcessGroups):
             raise
         self.ops: Operations = OperationsOverHosts(self, self._rail) if self._rail else Operations(self)
         self._device_context = context_tensor(self.cur_rank, bases, size, record, self.device)
-        self.tracing = Tracing(self._workspaces[None], self._record, self._drain, self.num_hosts)
+        self.tracing = Tracing(self._world, self._workspaces[None], self._record, self._drain, self._time_rails)
         self.tracing.enable_if_wanted()
 
     def __repr__(self) -> str:

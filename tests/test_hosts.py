@@ -299,7 +299,6 @@ def ask_for_what_is_not_there(ctx):
         "config": lambda: ctx.ccl.all_reduce(x, x, config=iris.ccl.Config(comm_sms=1)),
         "operation": lambda: ctx.ops.matmul_all_reduce(product, matrix, matrix, config=FusedConfig()),
         "preamble of one": lambda: ctx.ops.matmul_all_reduce_preamble(product, matrix, matrix),
-        "trace": lambda: ctx.tracing.enable(),
     }
     for name, call in calls.items():
         if ctx.cur_rank == 1:

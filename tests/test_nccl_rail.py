@@ -9,11 +9,13 @@ import torch
 import torch.distributed as dist
 from patterns import assert_same_bits, pattern
 from rank_pool import Hosts
+from tracing.test_rail_times import stand_ins
 
 from iris import simulator
 from iris.errors import GroupAbortedError, MismatchedCollectiveError
+from iris.tracing import rail_times
 from iris.world import Group, Links, nccl_rail
-from iris.world.rail import rail_of
+from iris.world.rail import rail_of, time_rails
 
 pytestmark = pytest.mark.skipif(
     not simulator.ACTIVE, reason="on GPUs NCCL is there: tests/ccl/test_over_hosts_on_gpu.py"
@@ -83,6 +85,37 @@ def carry(ctx):
 @pytest.mark.ranks(Hosts(2, 2), Hosts(3, 2))
 def test_a_rail_carries_each_kind_of_transfer(ranks):
     ranks.run(carry)
+
+
+def time_each(ctx):
+    """By kernels around each transfer, on streams that wait for it and for nothing else."""
+    with a_rail(ctx) as rail, stand_ins():
+        times = rail_times.StreamTimes(ctx.device)
+        time_rails(rail._group, times)
+        mine, everyone = torch.zeros(4), torch.empty(ctx.num_hosts, 4)
+        rail.all_gather(everyone, mine, "a gather")()
+        rail.broadcast(mine, 1, "a broadcast")
+        rail.barrier()
+        rows, lost = times.rows()
+        rail.close()
+    others = tuple(rank for rank in ctx._world.hosts.rail if rank != ctx.cur_rank)
+    roots = () if ctx.host == 1 else (ctx._world.hosts.rail[1],)
+    assert [(of.kind, of.call, of.each, of.targets, of.sources) for of in times.transfers] == [
+        ("all_gather", "a gather", 16, others, others),
+        ("broadcast", "a broadcast", 16, others if ctx.host == 1 else (), roots),
+        ("barrier", "device_barrier()", 0, others, others),
+    ]
+    assert rows[:, 2].tolist() == [0, 1, 2] and lost == 0
+    assert (rows[:, 0] < rows[:, 1]).all() and (rows[1:, 0] > rows[:-1, 1]).all()
+    return rows[:, :2].tolist()
+
+
+@pytest.mark.ranks(Hosts(2, 2))
+def test_transfers_are_timed(ranks):
+    results = ranks.run(time_each)
+    for number in (0, 2):
+        for rank, rows in enumerate(results):
+            assert rows[number][1] >= results[(rank + 2) % 4][number][0]
 
 
 def compare(ctx):

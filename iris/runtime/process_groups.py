@@ -12,6 +12,7 @@ from iris.failures.device_record import DeviceRecord
 from iris.runtime.workspace import Workspace
 from iris.world import Group, World, narrow
 from iris.world.hosts import bind_fates
+from iris.world.rail import Timer, time_rails
 
 
 class ProcessGroups:
@@ -33,6 +34,7 @@ class ProcessGroups:
         self._world, self._record = everyone, record
         self._groups: dict[dist.ProcessGroup | None, Group] = {None: everyone.group}
         self._spanning: dict[dist.ProcessGroup | None, World] = {}
+        self._timer: Timer | None = None
         self._workspaces: dict[dist.ProcessGroup | None, Workspace] = {None: self._set_aside(everyone)}
         if everyone.rail:
             self._spanning[None] = everyone
@@ -59,6 +61,7 @@ class ProcessGroups:
                 part.disconnect()
                 raise
             if part.rail:
+                time_rails(part.group, self._timer)
                 self._spanning[process_group] = part
         return self._workspaces[process_group]
 
@@ -75,6 +78,12 @@ class ProcessGroups:
             part.group.agree(set_aside, "set aside memory for a group over several hosts")
             bind_fates(part.group, part.hosts.group)
         return made[0]
+
+    def _time_rails(self, timer: Timer) -> None:
+        """Have this timer note every transfer of the rails from here on, also of those that will be made. Local."""
+        self._timer = timer
+        for spanning in self._spanning.values():
+            time_rails(spanning.group, timer)
 
     def _check_whole(self, process_group: dist.ProcessGroup | None) -> None:
         """Raise `GroupAbortedError` if the group is broken."""

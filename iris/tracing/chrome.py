@@ -12,11 +12,14 @@ from itertools import groupby
 from pathlib import Path
 
 from iris.commands.files import written
-from iris.tracing.timeline import Event, Timeline, tracks
+from iris.tracing.timeline import RAIL, Event, Timeline, tracks
 
 # Threads of a program: so many things at a time.
 TRACKS = 64
+# Rails have further ones, behind those of any program.
+RAIL_THREADS = 1 << 30
 
+_SORTED_FIRST = {"args": {"sort_index": -1}}
 CATEGORIES = {"compute": "compute", "wait": "wait", "barrier": "wait", "signal": "signal"}
 
 
@@ -36,20 +39,42 @@ def _about(timeline: Timeline) -> dict:
         "clock": "rank 0's, from the first event of all ranks",
         "clock_error_us": timeline.clock_error,
         "events_lost": timeline.lost,
-    }
+    } | ({"hosts": _hosts(timeline)} if timeline.hosts else {})
+
+
+def _hosts(timeline: Timeline) -> list[dict]:
+    """By how much the clock of each host was ahead of the first one's, when recording began and when it ended."""
+    found = []
+    for number in sorted({host.number for host in timeline.hosts.values()}):
+        ranks = sorted(rank for rank, host in timeline.hosts.items() if host.number == number)
+        host = timeline.hosts[ranks[0]]
+        compared = (host.before, host.after)
+        found.append(
+            {
+                "name": host.name,
+                "ranks": ranks,
+                "clock_ahead_us": [each.ahead_ns / 1e3 for each in compared],
+                "clock_error_us": [each.error_ns / 1e3 for each in compared],
+            }
+        )
+    return found
 
 
 def _records(timeline: Timeline) -> Iterator[dict]:
     threads = []
     for rank, device in sorted(timeline.devices.items()):
-        yield _name("process_name", f"rank {rank} ({device})", rank)
+        host = f" on {timeline.hosts[rank].name}" if rank in timeline.hosts else ""
+        yield _name("process_name", f"rank {rank} ({device}{host})", rank)
         yield {"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}}
     for (rank, program), group in groupby(timeline.events, lambda event: (event.rank, event.program)):
-        chosen = tracks(list(group))
-        threads += [program * TRACKS + track for track in chosen]
+        events = list(group)
+        chosen, first = tracks(events), RAIL_THREADS if program == RAIL else program * TRACKS
+        threads += [first + track for track in chosen]
         for track in sorted(set(chosen)):
             also = f", also ({track})" if track else ""
-            yield _name("thread_name", f"program {program}{also}", rank, program * TRACKS + track)
+            yield _name("thread_name", f"{events[0].row}{also}", rank, first + track)
+            if program == RAIL:
+                yield {"ph": "M", "name": "thread_sort_index", "pid": rank, "tid": first + track} | _SORTED_FIRST
     for event, thread in zip(timeline.events, threads, strict=True):
         yield _slice(event, thread)
     for number, (cause, effect) in enumerate(timeline.flows):
@@ -84,21 +109,30 @@ def _us(time: float) -> float:
     return round(time, 3)
 
 
+def _category(event: Event) -> str:
+    if event.transfer is not None:
+        return "rail"
+    return CATEGORIES.get(event.name, "event" if event.target is None else "move")
+
+
 def _slice(event: Event, thread: int) -> dict:
     arguments: dict = {"pid_m": event.pid_m, "pid_n": event.pid_n}
-    if event.target is not None:
+    if event.transfer is not None:
+        of = event.transfer
+        arguments = {"part of": of.call, "to ranks": of.targets, "from ranks": of.sources, "bytes to each": of.each}
+    elif event.target is not None:
         arguments["target"] = "several ranks" if event.target < 0 else f"rank {event.target}"
         arguments["bytes"] = event.bytes
     if event.thing:
         arguments["address"] = f"{event.thing}, {event.part}"
-    if event.form not in ("named", "move", "data"):
+    if event.form not in ("named", "move", "data", "rail"):
         arguments |= {"value": event.value, "seen": event.seen, "after": event.after}
     if event.unfinished:
         arguments["unfinished"] = True
     return {
         "ph": "X",
         "name": event.name,
-        "cat": CATEGORIES.get(event.name, "event" if event.target is None else "move"),
+        "cat": _category(event),
         "pid": event.rank,
         "tid": thread,
         "ts": _us(event.began),

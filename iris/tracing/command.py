@@ -10,6 +10,7 @@ from iris.commands.files import check_writable
 from iris.commands.launcher import forget_other_launchers
 from iris.commands.program import as_command, running
 from iris.commands.shared_folder import await_, leave, shared_folder
+from iris.errors import names
 from iris.language.tracing import VARIABLE
 from iris.tracing import chrome, picture, summary
 from iris.tracing.rank_recording import Recording
@@ -23,6 +24,8 @@ def run(program: Path, arguments: Sequence[str], out: Path, image: Path | None, 
     for path in filter(None, (out, image)):
         check_writable(path)
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    # The others' share no folder with this one: the program brings their recordings when it closes its contexts.
+    of_this_node = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     with as_command(), shared_folder("iris-trace") as folder:
         settings = {VARIABLE: "1", FOLDER_VARIABLE: str(folder), EVENTS_VARIABLE: str(max_events)}
         with running(program, arguments, settings) as process:
@@ -30,11 +33,14 @@ def run(program: Path, arguments: Sequence[str], out: Path, image: Path | None, 
         leave(folder / f"over{rank}", status)
         if rank:
             return status
-        await_(lambda: len(list(folder.glob("over*"))) == size)
+        await_(lambda: len(list(folder.glob("over*"))) == of_this_node)
         recordings = [Recording.load(file) for file in sorted(folder.glob("rank*.npz"))]
     timeline, console = assemble(recordings), Console()
     if status:
         console.print(f"The program has failed, with exit status {status}.")
+    missing = sorted(set(range(size)) - timeline.devices.keys())
+    if 0 < len(missing) < size:
+        console.print(f"Nothing has come from {names(missing)}.")
     if not timeline.events:
         console.print(
             "Nothing was recorded: no kernel has used a device context, iris.load, iris.store ... or a collective."

@@ -1,13 +1,14 @@
 """A timeline as a picture, for where there is no browser: SVG, PNG or whatever else matplotlib writes."""
 
 from collections import Counter, defaultdict
+from collections.abc import Iterable
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from iris.commands.files import written
 from iris.tracing.summary import is_remote
-from iris.tracing.timeline import READS, Event, Timeline, tracks
+from iris.tracing.timeline import RAIL, READS, Event, Timeline, tracks
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -19,6 +20,7 @@ COLOURS = {
     "from a peer": "#eeca3b",
     "to a peer": "#f58518",
     "signal": "#54a24b",
+    "rail": "#b279a2",
 }
 UNITS = {"s": 1e6, "ms": 1e3}
 # Above this many, arrows hide what they belong to.
@@ -32,6 +34,8 @@ MOST_LABELS = 20
 
 def kind(event: Event) -> str:
     """Which of `COLOURS` it has."""
+    if event.transfer is not None:
+        return "rail"
     if event.name == "compute":
         return "compute"
     if event.is_wait:
@@ -91,29 +95,34 @@ def _lines(timeline: Timeline) -> tuple[dict[int, float], float]:
     """On which line the events are that are shown, counted from above, and how many lines there are."""
     lines: dict[int, float] = {}
     height = 0.0
-    programs = Counter(rank for rank, _ in {(event.rank, event.program) for event in timeline.events})
+    programs = _programs(timeline.events)
     by_program = groupby(range(len(timeline.events)), lambda i: (timeline.events[i].rank, timeline.events[i].program))
     last, number = None, 0
-    for (rank, _), group in by_program:
+    for (rank, program), group in by_program:
         if rank != last:
             height += last is not None
             last, number = rank, 0
-        if number % -(-programs[rank] // MOST_PROGRAMS) == 0:
+        if program == RAIL or number % -(-programs[rank] // MOST_PROGRAMS) == 0:
             indices = list(group)
             chosen = tracks([timeline.events[i] for i in indices])
             lines |= {i: height + track for i, track in zip(indices, chosen, strict=True)}
             height += 1 + max(chosen)
-        number += 1
+        number += program != RAIL
     return lines, height
+
+
+def _programs(events: Iterable[Event]) -> Counter[int]:
+    """How many programs each rank has."""
+    return Counter(rank for rank, program in {(event.rank, event.program) for event in events} if program != RAIL)
 
 
 def _label(axes: "Axes", timeline: Timeline, lines: dict[int, float]) -> None:
     """Say which rank is where, and which program if there is room for it."""
     ticks: dict[str, list[float]] = defaultdict(list)
-    shown = {(event.rank, event.program) for event in map(timeline.events.__getitem__, lines)}
-    programs = Counter(rank for rank, _ in shown)
+    programs = _programs(map(timeline.events.__getitem__, lines))
+    each = sum(programs.values()) <= MOST_LABELS
     for i, line in lines.items():
         event = timeline.events[i]
-        one, all_of_them = f"program {event.program}", f"\n{programs[event.rank]} programs"
-        ticks[f"rank {event.rank},{' ' + one if len(shown) <= MOST_LABELS else all_of_them}"].append(line)
+        what = f" {event.row}" if each or event.transfer is not None else f"\n{programs[event.rank]} programs"
+        ticks[f"rank {event.rank},{what}"].append(line)
     axes.set_yticks([(min(places) + max(places)) / 2 for places in ticks.values()], ticks)

@@ -1,13 +1,15 @@
 """What one rank has recorded: its events, where their addresses lie, and its clock; as a file, too."""
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
 
 from iris.commands.shared_folder import whole
 from iris.tracing.clock import Comparison
+from iris.tracing.host_clocks import HostClock
+from iris.world.rail import Transfer
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,13 @@ class Recording:
     places : dict
         For each address that is some event's and lies in one of these: what it is of, and which part, in words.
     before, after : Comparison
-        Of this rank's clock.
+        Of this rank's clock, with that of the first rank of its host.
+    host : HostClock or None
+        None where there is one host.
+    transfers : numpy.ndarray
+        int64 ``[transfers, 3]``, rows as in `iris.tracing.rail_times`.
+    described : tuple of Transfer
+        What these rows are of, by their numbers.
     """
 
     rank: int
@@ -51,22 +59,31 @@ class Recording:
     places: dict[int, tuple[str, str]]
     before: Comparison
     after: Comparison
+    host: HostClock | None = None
+    transfers: np.ndarray = field(default_factory=lambda: np.empty((0, 3), dtype=np.int64))
+    described: tuple[Transfer, ...] = ()
 
     def save(self, path: Path) -> None:
         """To a file that is there when it is whole."""
-        header = asdict(self) | {"events": None}
+        header = asdict(self) | {"events": None, "transfers": None}
         with whole(path) as unfinished, open(unfinished, "wb") as file:
-            np.savez(file, header=np.array(json.dumps(header)), events=self.events)
+            np.savez(file, header=np.array(json.dumps(header)), events=self.events, transfers=self.transfers)
 
     @staticmethod
     def load(path: Path) -> "Recording":
         with np.load(path) as file:
-            header, events = json.loads(str(file["header"])), file["events"]
+            header = json.loads(str(file["header"]))
+            header |= {"events": file["events"], "transfers": file["transfers"]}
+        host = header["host"]
         header |= {
-            "events": events,
             "spaces": tuple(Space(**space | {"ranks": tuple(space["ranks"])}) for space in header["spaces"]),
             "places": {int(address): tuple(place) for address, place in header["places"].items()},
             "before": Comparison(**header["before"]),
             "after": Comparison(**header["after"]),
+            "host": host and HostClock(**host | {when: Comparison(**host[when]) for when in ("before", "after")}),
+            "described": tuple(
+                Transfer(kind, call, rail, each, tuple(targets), tuple(sources))
+                for kind, call, rail, each, targets, sources in header["described"]
+            ),
         }
         return Recording(**header)

@@ -11,24 +11,24 @@ import numpy as np
 import torch
 
 from iris.arg_parser import count
-from iris.commands.shared_folder import own_folder
+from iris.commands.shared_folder import own_folder, whole
 from iris.cuda_graphs.kept import keep
-from iris.errors import (
-    InvalidArgumentError,
-    InvalidCountError,
-    InvalidSettingError,
-    NotTracingError,
-    SeveralHostsError,
-)
+from iris.errors import InvalidArgumentError, InvalidCountError, InvalidSettingError, NotTracingError
 from iris.failures.device_record import DeviceRecord
+from iris.heap import SymmetricHeap
 from iris.heap.mapping import mappings, snapshot
 from iris.language.trace_buffer import ADDRESS, ASKED, HEADER, LAST_LOOKS, ROOM, WORDS
 from iris.language.tracing import TRACES_ALL
 from iris.runtime.workspace import Workspace
-from iris.tracing import chrome
+from iris.tracing import chrome, host_clocks
+from iris.tracing.between_hosts import bring
 from iris.tracing.clock import Clock, Comparison
+from iris.tracing.host_clocks import HostClock
+from iris.tracing.rail_times import RailTimes, times_on
 from iris.tracing.rank_recording import Recording, Space
 from iris.tracing.timeline import Timeline, assemble
+from iris.world import World
+from iris.world.rail import Timer, Transfer, timed_by
 
 FOLDER_VARIABLE, EVENTS_VARIABLE = "IRIS_TRACE_FOLDER", "IRIS_TRACE_EVENTS"
 MAX_EVENTS = 1_000_000
@@ -42,22 +42,31 @@ class Tracing:
 
     Parameters
     ----------
+    world
+        All ranks.
     workspace
-        Of the world.
+        Of those of this host.
     record
         Through which kernels find where to write.
     drain
         Waits on the host until this rank's kernels are over.
-    num_hosts
-        On how many hosts the ranks are.
+    time_rails
+        Has a timer note the transfers of all rails of the context.
     """
 
     def __init__(
-        self, workspace: Workspace, record: DeviceRecord, drain: Callable[[], None], num_hosts: int = 1
+        self,
+        world: World,
+        workspace: Workspace,
+        record: DeviceRecord,
+        drain: Callable[[], None],
+        time_rails: Callable[[Timer], None],
     ) -> None:
-        self._num_hosts = num_hosts
-        self._group, self._device, self._record = workspace.group, workspace.device, record
+        self._group, self._device, self._record = world.group, world.device, record
+        self._hosts, self._rail, self._time_rails = world.hosts, world.rail, time_rails
         self._workspace, self._drain = workspace, drain
+        self._rail_times: RailTimes | None = None
+        self._hosts_before: Comparison | None = None
         self._rank = self._group.ranks[self._group.rank]
         self._clock: Clock | None = None
         self._buffer: torch.Tensor | None = None
@@ -81,19 +90,28 @@ class Tracing:
             self._save = Finalize(None, lambda: self.recording(alone=True).save(path), exitpriority=10)
 
     def save(self, alone: bool = False) -> None:
-        """Save the events, if somebody has said where to: before the memory goes away. As `recording`."""
-        if self._path is not None and self._save is not None and self._save.still_active():
-            self._save.cancel()
-            self.recording(alone).save(self._path)
+        """Save the events, if somebody has said where to: before the memory goes away. As `recording`.
+
+        If not ``alone``, those of other hosts are saved on the first host, too: ``python -m iris trace`` runs there.
+        """
+        if self._path is None or self._save is None or not self._save.still_active():
+            return
+        self._save.cancel()
+        self.recording(alone).save(self._path)
+        if self._rail is not None and not alone:
+            brought = self._bring(self._path)
+            if self._hosts.number == 0:
+                for rank, content in brought.items():
+                    path = self._path.with_name(self._path.name.replace(f"rank{self._rank}.", f"rank{rank}.", 1))
+                    with whole(path) as file:
+                        file.write_bytes(content)
 
     def enable(self, max_events: int = MAX_EVENTS) -> None:
         """Record from here on, up to so many events a rank, 112 bytes each. Forgets what was recorded before.
 
         Collective; blocks the host. The clocks of the ranks are compared, here and in `export`. Raises
-        `InvalidCountError` for less than one event, `SeveralHostsError` where the ranks are on several hosts.
+        `InvalidCountError` for less than one event.
         """
-        if self._num_hosts > 1:
-            raise SeveralHostsError("Tracing", "Trace the program with the ranks of one host.")
         buffer: torch.Tensor | None = None
 
         def make_room() -> None:
@@ -113,12 +131,20 @@ class Tracing:
         if self._clock is None:
             self._clock = Clock(self._workspace)
         self._before = self._clock.compare()
+        if self._rail is not None:
+            self._hosts_before = self._compare_hosts()
+            if self._rail_times is None:
+                self._rail_times = times_on(self._device)
+            self._rail_times.forget()
+            self._time_rails(self._rail_times)
 
     def reset(self) -> None:
         """Forget what this rank has recorded so far. Enqueued on the current stream, behind which others must wait."""
         buffer = self._check_enabled()
         buffer[ASKED.value] = 0
         buffer[LAST_LOOKS.value :] = 0
+        if self._rail_times is not None:
+            self._rail_times.forget()
 
     def export(self, path: str | Path = "trace.json", merge: bool = False) -> Path:
         """Write the events in Chrome's JSON, which https://ui.perfetto.dev opens; returns the file of this rank.
@@ -160,16 +186,20 @@ class Tracing:
         return timeline
 
     def _assembled(self, wanted: bool) -> Timeline | None:
-        """By way of files, as it may be more than the store of a process group should hold; ranks are on one host."""
+        """By way of files, as it may be more than the store of a process group should hold. Each host has its own."""
         recording = self.recording()
         timeline: Timeline | None = None
         folder: str | None = None
 
         def make_folder() -> str | None:
             nonlocal folder
-            if self._group.rank == 0:
+            if self._hosts.local_rank == 0:
                 folder = str(own_folder("iris-trace"))
             return folder
+
+        def write(brought: dict[int, bytes]) -> None:
+            for rank, content in brought.items():
+                (shared / f"{rank}.npz").write_bytes(content)
 
         def read() -> None:
             nonlocal timeline
@@ -177,10 +207,15 @@ class Tracing:
                 timeline = assemble([Recording.load(each) for each in shared.glob("*.npz")])
 
         try:
-            folder = self._group.agree(make_folder, "make a folder for the events of all ranks")[0]
-            assert folder is not None  # which the first rank has made
+            folders = self._group.agree(make_folder, "make a folder for the events of all ranks")
+            folder = folders[self._hosts.local_ranks[0]]
+            assert folder is not None  # which the first rank of the host has made
             shared = Path(folder)
-            self._group.agree(lambda: recording.save(shared / f"{self._rank}.npz"), "save its events")
+            own = shared / f"{self._rank}.npz"
+            self._group.agree(lambda: recording.save(own), "save its events")
+            if self._rail is not None:
+                brought = self._bring(own)
+                self._group.agree(lambda: write(brought), "save the events of other hosts")
             self._group.agree(read, "read the events of all ranks")
         finally:
             # By every rank, for any may have died; each comes here when all have read, or none will.
@@ -199,13 +234,22 @@ class Tracing:
         before, clock = self._before, self._clock
         assert before is not None and clock is not None  # as recording is enabled
         after = before if alone else clock.compare()
+        host, transfers, more_lost = None, np.empty((0, 3), dtype=np.int64), 0
+        described: tuple[Transfer, ...] = ()
+        if self._hosts_before is not None and self._rail_times is not None:
+            hosts_after = self._hosts_before if alone else self._compare_hosts()
+            name = self._hosts.names[self._hosts.number]
+            host = HostClock(self._hosts.number, name, self._hosts_before, hosts_after)
+            (transfers, more_lost), described = self._rail_times.rows(), tuple(self._rail_times.transfers)
         asked, room = self._copy(HEADER.value)[: ROOM.value + 1].tolist()
         events = self._copy(HEADER.value + min(asked, room) * WORDS.value)[HEADER.value :].reshape(-1, WORDS.value)
         spaces, places = [], {}
         addresses = np.unique(events[:, ADDRESS.value])
         for mapping in mappings():
             owner, base = mapping.owner(), mapping.bases[mapping.rank]
-            spaces.append(Space(mapping.name, base, mapping.size, mapping.ranks))
+            # Kernels of the user know the ranks of all hosts in a heap, and reach those of their own.
+            ranks = owner.group.ranks if isinstance(owner, SymmetricHeap) else mapping.ranks
+            spaces.append(Space(mapping.name, base, mapping.size, ranks))
             if owner is not None:
                 for address in addresses[(addresses >= base) & (addresses < base + mapping.size)].tolist():
                     places[address] = owner.name_at(address - base)
@@ -213,12 +257,27 @@ class Tracing:
             self._rank,
             str(self._device),
             events,
-            max(0, asked - room),
+            max(0, asked - room) + more_lost,
             tuple(spaces),
             places,
             before,
             after,
+            host,
+            transfers,
+            described,
         )
+
+    def _bring(self, own: Path) -> dict[int, bytes]:
+        """The files of ranks of other hosts, by their ranks in the world. Collective over all ranks."""
+        assert self._rail is not None
+        # What the trace itself sends is no part of it.
+        with timed_by(self._group, None):
+            files = bring(self._group, self._hosts, self._rail, own, self._device)
+        return {self._group.ranks[rank]: content for rank, content in files.items()}
+
+    def _compare_hosts(self) -> Comparison:
+        assert self._rail is not None
+        return host_clocks.compare(self._group, self._hosts, self._rail, self._device)
 
     def _copy(self, words: int) -> np.ndarray:
         """The buffer's first words, without waiting for a kernel."""

@@ -49,6 +49,8 @@ class Overlap:
 
 def is_remote(event: Event) -> bool:
     """Whether it moves data between two ranks."""
+    if event.transfer is not None:
+        return event.transfer.each > 0
     return not event.is_wait and event.target is not None and event.target != event.rank and event.bytes > 0
 
 
@@ -77,14 +79,22 @@ def _around(events: list[Event], among: Iterable[int], counts: Callable[[Event],
 
 
 def traffic(timeline: Timeline) -> list[Traffic]:
-    """By pair of ranks, those that were reached at once (a block of ranks) left out."""
+    """By pair of ranks, those that a kernel reached at once (a block of ranks) left out. Rails count for who sends."""
     pairs: dict[tuple[int, int], list[Event]] = defaultdict(list)
+    moved: dict[tuple[int, int], int] = defaultdict(int)
     for event in moves(timeline):
-        if event.target is not None and event.target >= 0:
+        if event.transfer is not None:
+            several = {(event.rank, target): event.transfer.each for target in event.transfer.targets}
+        elif event.target is None or event.target < 0:
+            continue
+        else:
             ends = (event.target, event.rank) if event.name in READS else (event.rank, event.target)
+            several = {ends: event.bytes}
+        for ends, nbytes in several.items():
             pairs[ends].append(event)
+            moved[ends] += nbytes
     return [
-        Traffic(*ends, sum(event.bytes for event in events), length(busy((e.began, e.ended) for e in events)))
+        Traffic(*ends, moved[ends], length(busy((event.began, event.ended) for event in events)))
         for ends, events in sorted(pairs.items())
     ]
 

@@ -9,11 +9,16 @@ import numpy as np
 
 from iris.language.trace_buffer import FORMS, NAMES, WORDS
 from iris.language.tracing import SEVERAL
-from iris.tracing.clock import common
+from iris.tracing.clock import Comparison, common
+from iris.tracing.host_clocks import HostClock
 from iris.tracing.rank_recording import Recording, Space
+from iris.world.rail import Transfer
 
 READS = {"load", "get"}
 """Events whose data come from their target; those of all others go there."""
+
+RAIL = -1
+"""In the place of a program: what a rank's rails do is on a row of its own."""
 
 HALVES = {"whole": (0, 32), "high": (32, 32), "low": (0, 32)}
 """Where a count is in its flag: from which bit on, and how many."""
@@ -21,17 +26,17 @@ HALVES = {"whole": (0, 32), "high": (32, 32), "low": (0, 32)}
 
 @dataclass(slots=True)
 class Event:
-    """What a program did, from ``began`` to ``ended``, in microseconds from the first event of all ranks.
+    """What a program or a rail did, from ``began`` to ``ended``, in microseconds from the first event of all ranks.
 
     Attributes
     ----------
     rank, program, context : int
         Whose it is. Programs are numbered row by row; contexts, on each rank, as they are initialised in a program of a
-        launch; 0 for functional operations.
+        launch; 0 for functional operations. Of a rail, `RAIL` and 0.
     name : str
-        One of `iris.language.tracing.NAMES`, or "event 17" for a number that has none.
+        One of `iris.language.tracing.NAMES`, or "event 17" for a number that has none. Of a rail, the kind of transfer.
     form : str
-        One of `iris.language.tracing.FORMS`.
+        One of `iris.language.tracing.FORMS`, or "rail".
     target : int or None
         The rank that is reached, -2 for several; the rank itself for what is local.
     place : tuple of str and int, or None
@@ -40,11 +45,14 @@ class Event:
         The same for people: a tensor, or what the library uses the memory for, and which part of it; "" where it is not
         known, as of blocks.
     bytes : int
+        Of a rail, what goes to other ranks, from each of which as much may come at the same time.
     value, seen, after : int
         Of a flag: the operand, or what is awaited; what it held, and what it held behind the operation.
     pid_m, pid_n : int
     unfinished : bool
         Its end was not recorded.
+    transfer : Transfer or None
+        What a rail did.
     """
 
     rank: int
@@ -65,10 +73,16 @@ class Event:
     pid_m: int
     pid_n: int
     unfinished: bool = False
+    transfer: Transfer | None = None
 
     @property
     def is_wait(self) -> bool:
-        return self.name in ("wait", "barrier")
+        return self.name in ("wait", "barrier") and self.transfer is None
+
+    @property
+    def row(self) -> str:
+        """Whose row of a picture it is on, among those of its rank."""
+        return f"program {self.program}" if self.transfer is None else "rail"
 
     @property
     def owner(self) -> int | None:
@@ -80,7 +94,8 @@ class Event:
 class Timeline:
     """Events by rank, program and time; flows are pairs of their indices, from a cause to the wait that it ended.
 
-    ``devices``, ``lost`` and ``clock_error`` (microseconds, against the first rank) are by rank.
+    ``devices``, ``lost``, ``clock_error`` (microseconds, against the first rank) and ``hosts`` are by rank. There are
+    ``hosts`` where there are several.
     """
 
     events: list[Event]
@@ -88,6 +103,7 @@ class Timeline:
     devices: dict[int, str]
     lost: dict[int, int]
     clock_error: dict[int, float] = field(default_factory=dict)
+    hosts: dict[int, HostClock] = field(default_factory=dict)
 
     def of_rank(self, rank: int) -> "Timeline":
         """What this rank did, and the flows within it."""
@@ -95,32 +111,48 @@ class Timeline:
         new = {old: i for i, old in enumerate(mine)}
         flows = [(new[a], new[b]) for a, b in self.flows if a in new and b in new]
         device, lost, error = self.devices[rank], self.lost[rank], self.clock_error[rank]
-        return Timeline([self.events[i] for i in mine], flows, {rank: device}, {rank: lost}, {rank: error})
+        hosts = {other: host for other, host in self.hosts.items() if other == rank}
+        return Timeline([self.events[i] for i in mine], flows, {rank: device}, {rank: lost}, {rank: error}, hosts)
 
 
 def assemble(recordings: Sequence[Recording]) -> Timeline:
     """One timeline of the recordings of all ranks, of which a rank may have several."""
-    events = [event for recording in recordings for event in _read(recording)]
+    events = [event for recording in recordings for event in (*_read(recording), *_read_rails(recording))]
     origin = min((event.began for event in events), default=0)
     for event in events:
         event.began, event.ended = (event.began - origin) / 1e3, (event.ended - origin) / 1e3
     events.sort(key=lambda event: (event.rank, event.program, event.began, -event.ended))
-    error: dict[int, float] = defaultdict(float)
+    within: dict[int, float] = defaultdict(float)
+    between: dict[int, float] = defaultdict(float)
     lost: dict[int, int] = defaultdict(int)
     for recording in recordings:
-        ns = max(recording.before.error_ns, recording.after.error_ns)
-        error[recording.rank] = max(error[recording.rank], ns / 1e3)
-        lost[recording.rank] += recording.lost
+        rank, host = recording.rank, recording.host
+        within[rank] = max(within[rank], _error(recording.before, recording.after))
+        between[rank] = max(between[rank], _error(host.before, host.after) if host else 0.0)
+        lost[rank] += recording.lost
     devices = {recording.rank: recording.device for recording in recordings}
-    slack = 2 * max(error.values(), default=0.0)
+    hosts = {recording.rank: recording.host for recording in recordings if recording.host}
+    # Kernels signal within their host.
+    slack = 2 * max(within.values(), default=0.0)
     flows = sorted((*_flows_to_waits(events, slack), *_flows_to_meetings(events)))
-    return Timeline(events, flows, devices, dict(lost), dict(error))
+    return Timeline(events, flows, devices, dict(lost), {rank: within[rank] + between[rank] for rank in within}, hosts)
+
+
+def _error(before: Comparison, after: Comparison) -> float:
+    """Microseconds."""
+    return max(before.error_ns, after.error_ns) / 1e3
+
+
+def _on_one_clock(local_ns: np.ndarray, recording: Recording) -> list[int]:
+    """Times of this rank's clock, int64 ns, on that of the first rank of all hosts."""
+    of_host = common(local_ns, recording.before, recording.after)
+    return (common(of_host, recording.host.before, recording.host.after) if recording.host else of_host).tolist()
 
 
 def _read(recording: Recording) -> Iterator[Event]:
     """The rows of a recording, with times in ns on the common clock."""
     rows = recording.events.reshape(-1, WORDS.value)
-    began, ended = (common(rows[:, i], recording.before, recording.after).tolist() for i in (0, 1))
+    began, ended = (_on_one_clock(rows[:, i], recording) for i in (0, 1))
     for row, start, end in zip(rows.tolist(), began, ended, strict=True):
         _, over, name, form, program, target, address, moved, value, seen, after, pid_m, pid_n, looks = row
         space = next((each for each in recording.spaces if 0 <= address - each.base < each.size), None)
@@ -147,6 +179,36 @@ def _read(recording: Recording) -> Iterator[Event]:
             pid_m=pid_m,
             pid_n=pid_n,
             unfinished=not over,
+        )
+
+
+def _read_rails(recording: Recording) -> Iterator[Event]:
+    """The transfers of a recording, likewise."""
+    rows = recording.transfers
+    began, ended = (_on_one_clock(rows[:, i], recording) for i in (0, 1))
+    for (_, over, number), start, end in zip(rows.tolist(), began, ended, strict=True):
+        transfer = recording.described[number]
+        peers = {*transfer.targets, *transfer.sources}
+        yield Event(
+            rank=recording.rank,
+            program=RAIL,
+            context=0,
+            name=transfer.kind,
+            form="rail",
+            began=start,
+            ended=end if over else start,
+            target=peers.pop() if len(peers) == 1 else SEVERAL.value,
+            place=None,
+            thing="",
+            part="",
+            bytes=transfer.each * len(transfer.targets),
+            value=0,
+            seen=0,
+            after=0,
+            pid_m=0,
+            pid_n=0,
+            unfinished=not over,
+            transfer=transfer,
         )
 
 

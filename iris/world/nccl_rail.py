@@ -13,6 +13,7 @@ Nobody compares calls on the host, but with ``IRIS_DEBUG=1``, and then only outs
 
 import atexit
 import ctypes
+import functools
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
@@ -62,7 +63,9 @@ class NcclRail(Rail):
             self._compared = Pair(group, route) if of_pair else Group(group.process_group, part=route.ranks)
 
     def barrier(self) -> None:
-        self.all_gather(self._tokens[1:], self._tokens[:1], "device_barrier()")()
+        mine, everyone = self._tokens[:1], self._tokens[1:]
+        start = functools.partial(c10d.all_gather, self._engine, everyone, mine)
+        self._transfer(start, mine.nbytes, "device_barrier()", sent=[mine], received=[everyone])()
 
     def refuse(self, what: str) -> None:
         """Says so in debug mode alone. Else the others, if they have not refused it, wait until their time limit."""

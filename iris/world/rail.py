@@ -7,10 +7,11 @@ by all of its ranks, and by one thread.
 
 import contextlib
 import functools
+import weakref
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -40,6 +41,51 @@ class Route(NamedTuple):
 def rail_of(hosts: Hosts) -> Route:
     """That of the ranks with this local rank, by host."""
     return Route(f"rail/{hosts.local_rank}", hosts.rail, hosts.number)
+
+
+class Transfer(NamedTuple):
+    """What one rank does in a transfer: ``each`` bytes to each of ``targets``, and as many from each of ``sources``.
+
+    ``kind``: the method of `Rail`; ``call``: what it is part of, in words; ``rail``: the names of the group and of
+    its route. Ranks are the world's.
+    """
+
+    kind: str
+    call: str
+    rail: str
+    each: int
+    targets: tuple[int, ...]
+    sources: tuple[int, ...]
+
+
+class Timer(Protocol):
+    """Who wants to know when transfers begin and end: `iris.tracing.rail_times`."""
+
+    def timed(self, transfer: Transfer, start: Callable[[], Any]) -> tuple[Callable[[], Any], Callable[[], None]]:
+        """The transfer begins. Returns ``start`` with a note of its end, and what to call when it was waited for."""
+
+
+# By group: who notes the transfers of its rails.
+_timers: "weakref.WeakKeyDictionary[Group, Timer]" = weakref.WeakKeyDictionary()
+
+
+def time_rails(group: Group, timer: Timer | None) -> None:
+    """Let this timer note every transfer of the group's rails from here on, or nobody. Local."""
+    if timer is None:
+        _timers.pop(group, None)
+    else:
+        _timers[group] = timer
+
+
+@contextlib.contextmanager
+def timed_by(group: Group, timer: Timer | None) -> Iterator[None]:
+    """While this lasts, this timer notes the transfers of the group's rails, or nobody does, and not who does else."""
+    before = _timers.get(group)
+    time_rails(group, timer)
+    try:
+        yield
+    finally:
+        time_rails(group, before)
 
 
 class Rail(ABC):
@@ -74,7 +120,8 @@ class Rail(ABC):
         """
         received, sent = as_bytes(output), as_bytes(input)
         start = functools.partial(c10d.all_gather, self._engine, received, sent)
-        return self._transfer(start, input.nbytes, what, sent=[sent], received=[received])
+        move = "all_gather", input.nbytes
+        return self._transfer(start, input.nbytes, what, move=move, sent=[sent], received=[received])
 
     def all_to_all(self, output: torch.Tensor, input: torch.Tensor, what: str) -> Callable[[], None]:
         """Begin to send row h of ``input`` to host h, and to receive its row for this host as row h of ``output``.
@@ -83,7 +130,8 @@ class Rail(ABC):
         """
         received, sent = as_bytes(output), as_bytes(input)
         start = functools.partial(self._engine.alltoall_base, received, sent, [], [])
-        return self._transfer(start, input.nbytes, what, sent=[sent], received=[received])
+        move = "all_to_all", input.nbytes // len(self._ranks)
+        return self._transfer(start, input.nbytes, what, move=move, sent=[sent], received=[received])
 
     def all_to_all_v(
         self,
@@ -103,7 +151,9 @@ class Rail(ABC):
         received, sent, size = as_bytes(output), as_bytes(input), input.itemsize
         splits = [count * size for count in comes], [count * size for count in goes]
         start = functools.partial(self._engine.alltoall_base, received, sent, *splits)
-        return self._transfer(start, nbytes, what, sent=[sent], received=[received])
+        # As many to each host as if they were equal.
+        move = "all_to_all_v", sum(goes) * size // len(self._ranks)
+        return self._transfer(start, nbytes, what, move=move, sent=[sent], received=[received])
 
     def broadcast(self, tensor: torch.Tensor, host: int, what: str) -> None:
         """Copy ``tensor``, contiguous, of the rank on ``host`` into that of every other."""
@@ -112,7 +162,8 @@ class Rail(ABC):
         moved = [as_bytes(tensor)]
         start = functools.partial(self._engine.broadcast, moved, options)
         sent, received = (moved, []) if host == self._place else ([], moved)
-        self._transfer(start, tensor.nbytes, what, sent=sent, received=received, source=host)()
+        move = "broadcast", tensor.nbytes
+        self._transfer(start, tensor.nbytes, what, move=move, sent=sent, received=received, source=host)()
 
     def gather(self, output: torch.Tensor | None, input: torch.Tensor, host: int, what: str) -> None:
         """Gather every host's ``input`` into ``output`` of the rank on ``host``, ``(n,)`` → ``(H, n)``.
@@ -124,7 +175,8 @@ class Rail(ABC):
         sent, received = [as_bytes(input)], [] if output is None else [as_bytes(output)]
         parts = [list(each.chunk(len(self._ranks))) for each in received]
         start = functools.partial(self._engine.gather, parts, sent, options)
-        self._transfer(start, input.nbytes, what, sent=sent, received=received, receivers=1)()
+        move = "gather", input.nbytes
+        self._transfer(start, input.nbytes, what, move=move, sent=sent, received=received, receivers=1, to=host)()
 
     def scatter(self, output: torch.Tensor, input: torch.Tensor | None, host: int, what: str) -> None:
         """Send row h of ``input`` of the rank on ``host`` to ``output`` of host h, ``(H, n)`` → ``(n,)``.
@@ -136,7 +188,8 @@ class Rail(ABC):
         received, sent = [as_bytes(output)], [] if input is None else [as_bytes(input)]
         parts = [list(each.chunk(len(self._ranks))) for each in sent]
         start = functools.partial(self._engine.scatter, received, parts, options)
-        self._transfer(start, output.nbytes, what, sent=sent, received=received, source=host)()
+        move = "scatter", output.nbytes
+        self._transfer(start, output.nbytes, what, move=move, sent=sent, received=received, source=host)()
 
     # The engine's own sums, which `iris.ccl.vendor` asks a rail of all ranks for. ``op``: a name in torch's ReduceOp.
 
@@ -145,7 +198,8 @@ class Rail(ABC):
         options = dist.AllreduceOptions()
         options.reduceOp, divisor = self._sum(op)
         start = functools.partial(self._engine.allreduce, [tensor], options)
-        self._transfer(start, tensor.nbytes, what, sent=[tensor], received=[tensor])()
+        move = "all_reduce", 2 * tensor.nbytes // len(self._ranks)
+        self._transfer(start, tensor.nbytes, what, move=move, sent=[tensor], received=[tensor])()
         if divisor:
             tensor.div_(divisor)
 
@@ -154,7 +208,8 @@ class Rail(ABC):
         options = dist.ReduceScatterOptions()
         options.reduceOp, divisor = self._sum(op)
         start = functools.partial(c10d.reduce_scatter, self._engine, output, input, options)
-        self._transfer(start, input.nbytes, what, sent=[input], received=[output])()
+        move = "reduce_scatter", input.nbytes // len(self._ranks)
+        self._transfer(start, input.nbytes, what, move=move, sent=[input], received=[output])()
         if divisor:
             output.div_(divisor)
 
@@ -164,7 +219,8 @@ class Rail(ABC):
         options.reduceOp, divisor = self._sum(op)
         options.rootRank = root
         start = functools.partial(self._engine.reduce, [tensor], options)
-        self._transfer(start, tensor.nbytes, what, sent=[tensor], received=[tensor])()
+        move = "reduce", tensor.nbytes
+        self._transfer(start, tensor.nbytes, what, move=move, sent=[tensor], received=[tensor], to=root)()
         if divisor:
             tensor.div_(divisor)
 
@@ -190,31 +246,43 @@ class Rail(ABC):
         nbytes: int,
         what: str,
         *,
+        move: tuple[str, int] = ("barrier", 0),
         sent: Sequence[torch.Tensor],
         received: Sequence[torch.Tensor],
         source: int | None = None,
         receivers: int | None = None,
+        to: int | None = None,
     ) -> Callable[[], None]:
-        """Start a transfer of so many bytes by this rank, as the sanitizer is told. Returns what waits for it.
+        """Start a transfer of so many bytes by this rank, as whoever watches is told. Returns what waits for it.
 
-        ``sent``, ``received``: the tensors that this rank reads and writes. ``source``: the host whose data come, if
-        not those of all. ``receivers``: the hosts that get any, if not all, or all but the source.
+        ``move``: the method, and the bytes from one rank to another. ``sent``, ``received``: the tensors that this rank
+        reads and writes. ``source``, ``to``: the host whose data come, and the one to which they go, if not all.
+        ``receivers``: the hosts that get any, if not all, or all but the source.
         """
+        everyone, noted = tuple(self._in_world(rank) for rank in self._ranks), _nothing
+        timer = _timers.get(self._group)
+        if timer is not None:
+            (kind, each), this = move, self._place
+            others = [host for host in range(len(everyone)) if host != this]
+            targets = tuple(everyone[host] for host in others if source in (None, this) and to in (None, host))
+            sources = tuple(everyone[host] for host in others if source in (None, host) and to in (None, this))
+            name = f"{self._group.name}/{self._route}"
+            start, noted = timer.timed(Transfer(kind, what, name, each, targets, sources), start)
         recorder = observer.recorder
-        if recorder is None:
+        if recorder is None and noted is _nothing:
             return self._begin(start, nbytes, what)
-        everyone = tuple(self._in_world(rank) for rank in self._ranks)
         rail = self._group.name, self._route
         _transfers[rail] += 1
         key = (*rail, _transfers[rail])
-        with recorder.sending(key, everyone, what, sent):
+        with contextlib.nullcontext() if recorder is None else recorder.sending(key, everyone, what, sent):
             wait = self._begin(start, nbytes, what)
 
         def note() -> None:
             wait()
-            if source is None:
+            noted()
+            if recorder is not None and source is None:
                 recorder.received(key, everyone if received else (), receivers or len(everyone), received)
-            elif source != self._place:
+            elif recorder is not None and source is not None and source != self._place:
                 recorder.received(key, (everyone[source],), len(everyone) - 1, received)
 
         return note
@@ -252,3 +320,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of a contiguous tensor, ``(n,)``: what moves, moves as bytes, whatever the dtype."""
     # Of one element the stride may be anything.
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def _nothing() -> None:
+    """Notes nothing."""

@@ -87,11 +87,17 @@ ROWS = {
     **{"rows": 256, "room": 256, "H": 3600, "ROW": 4096, "PART": 456, "BLOCK": 512, "PIECES": 2, "PIECE": 2048},
     **{"LANES": 128, "CLUSTERED": False, "EARLY": True, "ADDS": True, "SCALED": False, "BY_ROW": False, "LARGEST": 0.0},
 }
+# What notes when a transfer between hosts began and ended.
+RAIL_TIMES = {
+    **dict.fromkeys(["taken", "rows"], INT64),
+    **{"place": INT64, "number": 3, "ns": 4096, "ROOM": 1 << 16, "WORDS": 3},
+}
 # A link's chain is followed, and counters counted, one element at a time.
 # How an element lies to the words it is moved as is known on the device alone.
 SCALAR = {
     "exchange_times",
     "exchange_v",
+    *("read_clock", "hold", "note_beginning", "note_end"),
     "meet",
     "ping_pong",
     "chase",
@@ -165,8 +171,8 @@ def arguments_of(kernel, **instead):
         given = given | OPERATIONS
     if kernel.fn.__name__ == "count_up":
         given = given | {"counter": INT64}
-    if kernel.fn.__name__ == "exchange_times":
-        given = given | {"times": INT64, "ROUNDS": 8, "LEADS": True}
+    if place.parent.name == "tracing":
+        given = given | {"times": INT64, "ROUNDS": 8, "LEADS": True} | RAIL_TIMES
     given |= instead
     if place.parent.name == "ccl":
         given |= collective_in_tuples(kernel, given)

@@ -1,13 +1,17 @@
 """Recordings of ranks become one timeline: clocks, causes, tracks, and what it adds up to."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from iris.language.trace_buffer import FORMS, NAMES, WORDS
 from iris.tracing.clock import Comparison, ahead, common
+from iris.tracing.host_clocks import HostClock
 from iris.tracing.rank_recording import Recording, Space
 from iris.tracing.summary import moves, overlaps, traffic, waiting
 from iris.tracing.timeline import assemble, busy, length, overlap, tracks
+from iris.world.rail import Transfer
 
 BASE = 1 << 20
 EXACT = Comparison(0, 0, 0)
@@ -44,6 +48,51 @@ def test_clocks_that_are_apart_and_drift_become_one():
     assert common(np.array([10_000]), before, before).tolist() == [9500]
     timeline = assemble([recording(0, []), recording(1, [row("load", 10, 20)], before, after)])
     assert timeline.clock_error == {0: 0.0, 1: 0.007}
+
+
+def test_the_clock_of_a_host_comes_on_top_of_those_within_it():
+    """Rank 3 is ahead of its host's first rank by 500 ns, and that one of the first host by 2 ms, and it is faster."""
+    within, host = (
+        Comparison(0, 500, 3),
+        HostClock(1, "b", Comparison(0, 2_000_000, 40), Comparison(10**6, 2_001_000, 70)),
+    )
+    sent, came = (
+        Transfer("all_gather", "a call", "0", 8, (1,), (1,)),
+        Transfer("all_gather", "a call", "0", 8, (3,), (3,)),
+    )
+    first = HostClock(0, "a", EXACT, EXACT)
+    there = replace(
+        recording(3, [], within, within),
+        host=host,
+        transfers=np.array([[500, 500_500, 0], [1_000_500, 0, 0]]),
+        described=(sent,),
+    )
+    here = replace(
+        recording(1, [row("load", -2000, 1)]),
+        host=first,
+        transfers=np.array([[-(10**6), -999_000, 0]]),
+        described=(came,),
+    )
+    timeline = assemble([there, here])
+    rails = [event for event in timeline.events if event.transfer]
+    # From the first event on, at -2 ms, in microseconds.
+    assert [(event.rank, event.began, event.ended, event.unfinished) for event in rails] == [
+        (1, 1000, 1001, False),
+        (3, 0, 499.5, False),
+        (3, 999, 999, True),
+    ]
+    assert [(event.row, event.target, event.bytes, event.is_wait) for event in rails][1:] == [("rail", 1, 8, False)] * 2
+    assert timeline.clock_error == pytest.approx({3: 0.073, 1: 0.0}) and timeline.of_rank(3).hosts == {3: host}
+
+
+@pytest.mark.parametrize("early", [-300, 0, 4000])
+@pytest.mark.parametrize("offset", [-700, 0, 12_345])
+def test_hosts_that_exchange_a_byte_find_how_far_their_clocks_are_apart(offset, early):
+    """One begins ``early``; both have both bytes 50 ns after the later one began. A worse exchange does not count."""
+    begin = np.array([[0, max(0, -early) + 50], [9000, 99999]])
+    other = np.array([[-early, max(0, -early) + 50], [9000, 99999]]) + offset
+    found = ahead(begin, other[:, ::-1])
+    assert abs(found.ahead_ns - offset) <= found.error_ns == 50 + abs(early) / 2
 
 
 @pytest.mark.parametrize("offset", [-700, 0, 12_345])

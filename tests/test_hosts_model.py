@@ -1,0 +1,193 @@
+"""python -m iris model hosts: arithmetic that can be checked by hand, what it says to errors, and what it draws."""
+
+import json
+import re
+from dataclasses import replace
+
+import pytest
+from click.testing import CliRunner
+from conftest import TESTS
+
+from iris.__main__ import commands
+from iris.bench.hosts_command import measurements
+from iris.bench.hosts_model import COLLECTIVES, FUSED, Cluster, Measured, beside, collective, fused, vendor
+from iris.errors import InvalidTableError, InvalidValueError
+
+ROOT = TESTS.parent
+RESULTS = ROOT / "benchmarks" / "results" / "collectives" / "collectives_4.json"
+# Round numbers: 100 GB/s are 10^5 bytes a microsecond. Memory is so fast that adding takes nothing.
+ROUND = Measured(100, 100, 100, stores=100, beside=80, slowed=0.5, gemm=500, memory=1e12)
+TWO, FOUR = Cluster(2, 4, 10.0), Cluster(4, 4, 10.0)
+LARGE = (8192, 28672, 8192)
+
+
+def exactly(expected):
+    return pytest.approx(expected, rel=1e-6)
+
+
+def test_an_all_gather_by_hand():
+    # 8 ranks with 1 MB each. Along a rail goes 1 MB, at 10 GB/s; to 3 peers that and the own one.
+    row = collective("all_gather", 8_000_000, TWO, ROUND)
+    assert (row.rail, row.in_host, row.product) == (exactly(100), exactly(60), 0)
+    assert row.bound == exactly(100)
+    # The own part takes 30 beside the rail; the other one comes behind it, and so it does where all else overlaps.
+    assert row.in_steps == row.overlapped == exactly(130)
+    # 7 MB of 8 through each GPU, at 4 x 10 GB/s.
+    assert row.nccl_bound == exactly(175) and row.nccl == exactly(175 * 400 / 330)
+
+
+def test_a_reduce_scatter_by_hand():
+    row = collective("reduce_scatter", 16_000_000, FOUR, replace(ROUND, memory=50))
+    # 3 parts of 1 MB along the rail; 3 of 4 parts of 16 MB to peers; 4 parts read and one written.
+    assert (row.rail, row.in_host) == (exactly(300), exactly(120 + 100))
+    assert row.in_steps == exactly(520) and row.overlapped == exactly(300 + 220 / 4)
+    assert row.nccl == exactly(375 * 400 / 320)
+
+
+def test_an_all_reduce_by_hand():
+    row = collective("all_reduce", 16_000_000, FOUR, ROUND)
+    assert (row.rail, row.in_host) == (exactly(600), exactly(240))
+    assert row.overlapped == exactly(600 + 240 / 8) and row.bound == exactly(600)
+    # 120 within a host, 300 along the rail; 300 beside the own part, and the three others.
+    assert row.in_steps == exactly(120 + 300 + 300 + 90)
+    assert row.nccl_bound == exactly(2 * 15 / 40 * 1000)
+
+
+def test_an_all_reduce_on_two_hosts_is_nccls_by_trees():
+    cluster, nbytes = Cluster(2, 8, 50.0), 256 << 20
+    at_best, usual = vendor("all_reduce", nbytes, cluster)
+    bus_bytes = 2 * 15 / 16 * nbytes
+    assert (at_best, usual) == (exactly(bus_bytes / 480e3), exactly(bus_bytes / 430e3))
+    # A slow network carries 1 / 8 of it each way, which is less than in rings.
+    assert vendor("all_reduce", nbytes, Cluster(2, 8, 5.0)) == (exactly(nbytes / 8 / 5e3),) * 2
+    assert vendor("all_reduce", nbytes, Cluster(4, 8, 50.0))[0] == exactly(2 * 31 / 32 * nbytes / 370e3)
+
+
+def test_a_fused_operation_by_hand():
+    # 16 ranks: A is 16 MB, of which each has 1 MB, and each multiplies 1 / 16.
+    shape = (1600, 1600, 5000)
+    row = fused("all_gather_matmul", shape, FOUR, ROUND)
+    product = 2 * 1600 * 1600 * 5000 / 16 / 500e6
+    assert (row.rail, row.in_host, row.product) == (exactly(300), exactly(120), exactly(product)) and product == 3.2
+    # Beside the product stores take 150, and it is done meanwhile.
+    assert row.overlapped == exactly(300 + 150 / 4) and row.in_steps == exactly(450)
+    assert row.nccl_bound == exactly(375 + product)
+
+
+def test_a_product_is_slowed_while_stores_last():
+    assert beside(100, 30, 0.5) == 100
+    assert beside(100, 80, 0.5) == 130  # 50 of it are done in 100
+
+
+def test_the_example_of_a_large_layer_on_two_hosts_of_eight():
+    """Stores at 361 GB/s, and a GEMM of 781 TFLOPS: 168, 325 and 308 us; 335 us are stores at 350 GB/s."""
+    measured, _ = measurements("NVIDIA H200", None)
+    row = fused("all_gather_matmul", LARGE, Cluster(2, 8, 50.0), replace(measured, stores=361.3, gemm=781))
+    assert (round(row.rail), round(row.in_host), round(row.product)) == (168, 325, 308)
+    assert round(row.bound) == 325 and round(row.in_host * 361.3 / measured.stores) == 336
+    # NCCL's all_gather at the 370 GB/s of its rings takes 340.
+    assert round(row.nccl_bound) == 340 + 308
+    other = fused("matmul_reduce_scatter", LARGE, Cluster(2, 8, 50.0), replace(measured, stores=361, memory=1e12))
+    assert (round(other.rail), round(other.in_host)) == (587, 1139)
+
+
+CALLS = [
+    *[(name, lambda name, *rest: collective(name, 256 << 20, *rest)) for name in COLLECTIVES],
+    *[(name, lambda name, *rest: fused(name, LARGE, *rest)) for name in FUSED],
+]
+
+
+@pytest.mark.parametrize(("name", "predict"), CALLS)
+@pytest.mark.parametrize("hosts", [2, 4, 8])
+def test_what_holds_of_all_of_them(name, predict, hosts):
+    measured, _ = measurements("NVIDIA H200", RESULTS)
+    row = predict(name, Cluster(hosts, 8, 50.0), measured)
+    assert max(row.rail, row.in_host, row.product) == row.bound <= row.overlapped <= row.in_steps * (1 + 1e-9)
+    assert row.nccl_bound <= row.nccl and row.gain == row.nccl_bound / row.bound
+    # A faster network makes nothing slower; from some rate on Iris gains nothing, as its own links bound it.
+    times = [predict(name, Cluster(hosts, 8, rate), measured) for rate in (5.0, 25.0, 50.0, 100.0, 1e6, 1e9)]
+    for field in ("rail", "bound", "overlapped", "in_steps", "nccl_bound", "nccl"):
+        values = [getattr(each, field) for each in times]
+        assert values == sorted(values, reverse=True), field
+    assert times[-1].bound == times[-2].bound == max(row.in_host, row.product)
+    # Of one GPU a host nothing goes to peers.
+    alone = predict(name, Cluster(hosts, 1, 50.0), replace(measured, memory=1e15))
+    assert alone.in_host == pytest.approx(0, abs=1e-3)
+
+
+def invoke(*options):
+    return CliRunner().invoke(commands, ["model", "hosts", *map(str, options)])
+
+
+def test_the_command_prints_a_table_and_draws(tmp_path):
+    result = invoke("--hosts", "2,4", "--sizes", "64,256", "--out", tmp_path / "hosts.svg", "--results", RESULTS)
+    assert result.exit_code == 0, result.output
+    assert (
+        "all_reduce" in result.output and "No network was." in result.output and "collectives_4.json" in result.output
+    )
+    picture = (tmp_path / "hosts.svg").read_text()
+    assert picture.lstrip().startswith("<?xml") and "Date" not in picture.split("</metadata>")[0]
+    assert "table of NVIDIA H200" in invoke().output and "products 800" in invoke("--gemm", 800).output
+
+
+def test_without_measured_collectives_those_of_the_table_count():
+    from_table, from_results = (measurements("NVIDIA H200", results)[0] for results in (None, RESULTS))
+    rows = json.loads(RESULTS.read_text())["rows"]
+    assert from_table.all_gather == from_table.all_reduce == 290
+    for name in COLLECTIVES:
+        (rate,) = [
+            row["bus_GBps"]
+            for row in rows
+            if (row["collective"], row["library"], row["sms"], row["bytes"]) == (name, "iris", 0, 256 << 20)
+        ]
+        assert getattr(from_results, name) == rate
+    assert from_table.stores == from_results.stores == 350
+
+
+def test_the_documentation_has_what_the_command_prints():
+    page = (ROOT / "docs" / "several-hosts.md").read_text()
+    ((command,),) = (re.findall(r"python -m iris (model hosts .*)", page),)
+    options = command.replace("benchmarks/", f"{ROOT}/benchmarks/").partition(" --out ")[0].split()
+    result = CliRunner().invoke(commands, [*options, "--markdown"])
+    table = [line for line in result.output.splitlines() if line.startswith("|")]
+    assert len(table) == 2 + 3 * 5
+    assert "\n".join(table) in page
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--hosts", "1"], "whole numbers from 2 on"),
+        (["--network", "0"], "--network"),
+        (["--gpus-per-host", "0"], "--gpus-per-host"),
+        (["--shape", "8192x8192"], "3 whole numbers"),
+        (["--shape", "8192x8200x8192"], "N=8200 is no multiple of 16"),
+        (["--sizes", "0"], "whole numbers from 1 on"),
+        (["--out", "hosts.xyz"], "does not end in one of"),
+        (["--results", "nowhere.json"], "does not exist"),
+    ],
+)
+def test_what_means_nothing_is_refused(options, said):
+    result = invoke(*options)
+    assert result.exit_code and said in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[", "is no file of results"),
+        ("[]", "is no file of results"),
+        ('{"rows": 3, "num_ranks": 2}', "is no file of results"),
+        ('{"rows": [], "num_ranks": 2}', "has no all_gather of Iris"),
+    ],
+)
+def test_results_that_are_none_are_refused(text, said, tmp_path):
+    (tmp_path / "r.json").write_text(text)
+    with pytest.raises(InvalidTableError, match=said):
+        measurements("NVIDIA H200", tmp_path / "r.json")
+    assert invoke("--results", tmp_path / "r.json").exit_code == 1
+
+
+def test_a_shape_that_ranks_cannot_share_names_what_is_wrong():
+    with pytest.raises(InvalidValueError, match=r"K=100 is no multiple of 16\. Use another shape, or fewer hosts"):
+        fused("matmul_reduce_scatter", (1600, 7, 100), FOUR, ROUND)

@@ -1,0 +1,87 @@
+"""python -m iris trace on two nodes, which share no files: the first one has the trace of both."""
+
+import json
+import subprocess
+
+import pytest
+from conftest import TESTS, UNDER_TORCHRUN, import_path
+from preloaded import LIMIT_S, python
+
+from iris import simulator
+from iris.spawn import reserved_port
+from tracing.test_command import check_format
+
+PROGRAM = TESTS / "programs" / "two_hosts.py"
+
+pytestmark = [
+    pytest.mark.skipif(UNDER_TORCHRUN, reason="starts ranks of its own; run it without torchrun"),
+    pytest.mark.skipif(not simulator.ACTIVE, reason="its nodes share this machine's GPUs"),
+]
+
+
+def launch(node, folder, port, program):
+    (folder / f"tmp{node}").mkdir()
+    environment = {
+        **{"PYTHONPATH": import_path(), "PATH": "/usr/bin:/bin", "IRIS_SIMULATOR": "1", "OMP_NUM_THREADS": "1"},
+        **{"IRIS_HOST": f"host{node}", "TMPDIR": str(folder / f"tmp{node}"), "RES_OPTIONS": "timeout:1 attempts:1"},
+    }
+    nodes = ["--nnodes", "2", "--node-rank", str(node), "--nproc-per-node", "2"]
+    where = ["--master-addr", "127.0.0.1", "--master-port", str(port)]
+    traced = ["-m", "iris", "trace", "--out", str(folder / f"{node}.json"), str(program)]
+    return subprocess.Popen(
+        [*python(), "-m", "torch.distributed.run", *nodes, *where, *traced],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def run_on_two_nodes(folder, program):
+    """What the first node prints."""
+    with reserved_port() as port:
+        processes = [launch(node, folder, port, program) for node in range(2)]
+        outputs = [process.communicate(timeout=LIMIT_S)[0] for process in processes]
+    assert not (folder / "1.json").exists()
+    assert not [path for node in range(2) for path in (folder / f"tmp{node}").glob("iris-*")]
+    return [process.returncode for process in processes], outputs
+
+
+def test_the_first_node_shows_all_ranks(tmp_path):
+    statuses, (first, second) = run_on_two_nodes(tmp_path, PROGRAM)
+    assert statuses == [0, 0], first + second
+    assert "of 4 ranks" in first and "Clocks agree within" in first and "Nothing has come" not in first
+    trace = json.loads((tmp_path / "0.json").read_text())
+    check_format(trace)
+    assert {(each["name"], *each["ranks"]) for each in trace["otherData"]["hosts"]} == {
+        ("host0", 0, 1),
+        ("host1", 2, 3),
+    }
+    rails = {(e["pid"], e["args"]["part of"].split("(")[0]) for e in trace["traceEvents"] if e.get("cat") == "rail"}
+    assert rails == {(rank, call) for rank in range(4) for call in ("all_gather_matmul", "all_reduce")}
+    assert {e["pid"] for e in trace["traceEvents"] if e.get("cat") == "wait"} == {0, 1, 2, 3}
+
+
+# Every rank leaves its context by an error, and so they do not meet there. torchrun ends a node of which a rank has
+# failed: only the one that shows the trace does.
+FAILS = """
+import iris
+try:
+    with iris.iris(1 << 20) as ctx:
+        x = ctx.ones(ctx.num_ranks)
+        ctx.ccl.all_reduce(x, x)
+        raise KeyError
+except KeyError:
+    raise SystemExit(3 if ctx.cur_rank == 0 else 0)
+"""
+
+
+@pytest.mark.thorough
+def test_where_the_program_fails_the_first_node_shows_its_own_ranks(tmp_path):
+    program = tmp_path / "fails.py"
+    program.write_text(FAILS)
+    statuses, (first, _) = run_on_two_nodes(tmp_path, program)
+    assert statuses[0] and "has failed, with exit status 3." in first, first
+    assert "Nothing has come from ranks 2 and 3." in first
+    trace = json.loads((tmp_path / "0.json").read_text())
+    assert {e["pid"] for e in trace["traceEvents"] if e.get("cat") == "rail"} == {0, 1}
