@@ -105,7 +105,6 @@ TEMPORARIES = {
     "tracing/between_hosts.py": {"bring"},
     "tracing/clock.py": {"compare"},
     "tracing/host_clocks.py": {"_exchange"},
-    "world/gloo_rail.py": {"_check_alike"},
     "world/nccl_rail.py": {"_connect"},
     "world/object_broadcast.py": {"make_room"},
 }

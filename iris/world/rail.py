@@ -207,7 +207,8 @@ class Rail(ABC):
         """Combine every rank's ``input``, and give rank r the r-th part; both are contiguous."""
         options = dist.ReduceScatterOptions()
         options.reduceOp, divisor = self._sum(op)
-        start = functools.partial(c10d.reduce_scatter, self._engine, output, input, options)
+        # As a row each, as not every engine takes other shapes.
+        start = functools.partial(c10d.reduce_scatter, self._engine, output.view(-1), input.view(-1), options)
         move = "reduce_scatter", input.nbytes // len(self._ranks)
         self._transfer(start, input.nbytes, what, move=move, sent=[input], received=[output])()
         if divisor:
