@@ -163,6 +163,9 @@ CALLS = {
     "torch.distributed:ProcessGroup._set_group_desc": lambda module: module.describe(Nothing(), "a group"),
     "torch.distributed:ProcessGroupNCCL": lambda module: module.make_nccl(None, 0, (0,), None),
     "torch._C._distributed_c10d:Backend._allgather_base": lambda module: module.all_gather(Nothing(), None, None),
+    "torch._C._distributed_c10d:Backend._reduce_scatter_base": lambda module: module.reduce_scatter(
+        Nothing(), None, None, None
+    ),
     "torch.distributed:Work._source_rank": lambda module: module.source_of(Nothing()),
     "triton.experimental.gluon._runtime:GluonJITFunction": lambda module: module.replace_function_class(Nothing),
     "triton.language.core:_aggregate": lambda module: module.replace_aggregate(None),
