@@ -161,7 +161,7 @@ CALLS = {
         Nothing(_register_backend=lambda *_: None), CPU, None, None
     ),
     "torch.distributed:ProcessGroup._set_group_desc": lambda module: module.describe(Nothing(), "a group"),
-    "torch.distributed:ProcessGroupNCCL": lambda module: module.make_nccl(None, 0, (0,), None),
+    "torch.distributed:ProcessGroupNCCL": lambda module: module.make_nccl(None, "rail", 0, (0,), None),
     "torch._C._distributed_c10d:Backend._allgather_base": lambda module: module.all_gather(Nothing(), None, None),
     "torch._C._distributed_c10d:Backend._reduce_scatter_base": lambda module: module.reduce_scatter(
         Nothing(), None, None, None

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(
 class Engine:
     """Gloo with the one method that NCCL has besides."""
 
-    def __init__(self, store, rank, ranks, timeout):
+    def __init__(self, store, name, rank, ranks, timeout):
         self._gloo, self.aborted = dist.ProcessGroupGloo(store, rank, len(ranks), timeout), 0
 
     def __getattr__(self, name):

@@ -3,6 +3,7 @@
 import os
 import socket
 import subprocess
+from ipaddress import ip_address
 
 import pytest
 from conftest import UNDER_TORCHRUN, import_path
@@ -64,3 +65,17 @@ def test_who_cannot_be_reached_is_named_and_goes_unwatched(caplog):
         f"far (127.0.0.1:{address[1]}) cannot be reached"
     ]
     assert not peer.ended
+
+
+def test_connections_to_a_host_that_is_gone_are_cut_and_nothing_is_left_open():
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_server(("127.0.0.2", 0)) as other:
+        gone, kept = (socket.create_connection(each.getsockname(), timeout=LIMIT_S) for each in (server, other))
+        with gone, kept, open(os.devnull):
+            before = sorted(os.listdir("/proc/self/fd"))
+            for _ in range(3):
+                remote_peers._cut(ip_address("127.0.0.1"))
+            assert sorted(os.listdir("/proc/self/fd")) == before
+            assert gone.recv(1) == b""
+            kept.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                kept.recv(1)

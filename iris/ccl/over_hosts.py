@@ -113,7 +113,7 @@ class CollectivesOverHosts(Spans):
         except IrisError:
             # All ranks may refuse it, and then go on. If this one alone does, nobody is to wait for it.
             with contextlib.suppress(IrisError):
-                if VENDOR in (config.over_hosts, span.choice.asked):
+                if (config.over_hosts or span.choice.asked) == VENDOR:
                     span.links.everyone().refuse("broadcast()")
                 elif root.on_rail:
                     span.rail.refuse("broadcast()")

@@ -85,13 +85,15 @@ def reduce_scatter(backend: Any, output: torch.Tensor, input: torch.Tensor, opti
     )
 
 
-def make_nccl(store: dist.Store, rank: int, ranks: Sequence[int], timeout: timedelta) -> Any:
-    """NCCL (RCCL on AMD) among ``ranks``, of which this process is number ``rank``, as torch makes it for groups."""
+def make_nccl(store: dist.Store, name: str, rank: int, ranks: Sequence[int], timeout: timedelta) -> Any:
+    """NCCL (RCCL on AMD) among ``ranks``, of which this process is number ``rank``, as torch makes it for groups.
+
+    ``name``: what torch's own reports call it.
+    """
     kind = required("torch.distributed:ProcessGroupNCCL", _OVER_HOSTS)
     options = kind.Options()
     options._timeout = timeout
-    # What torch's own reports name.
-    options.global_ranks_in_group, options.group_name = list(ranks), "iris rail"
+    options.global_ranks_in_group, options.group_name = list(ranks), f"iris {name}"
     return kind(store, rank, len(ranks), options)
 
 

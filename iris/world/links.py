@@ -44,9 +44,18 @@ class Link:
             group, peer = self._group, self._peer
             here, there = group.ranks[group.rank], group.ranks[peer]
             self._pair = self._pair or Pair(group, self._route)
-            self._pair.all_gather("", f"the first message between ranks {here} and {there}")
-            for up, name in ((True, "up"), (False, "down")):
-                self._rails[up] = self._make(self._route._replace(name=f"{self._route.name}/{name}"))
+            rails: dict[bool, Rail] = {}
+            try:
+                self._pair.all_gather("", f"the first message between ranks {here} and {there}")
+                for up, name in ((True, "up"), (False, "down")):
+                    rails[up] = self._make(self._route._replace(name=f"{self._route.name}/{name}"))
+            except BaseException as error:
+                # The other may be connected, and would wait for a message.
+                group.break_off(f"Rank {here} could not connect to rank {there}: {error}")
+                for rail in rails.values():
+                    rail.close()
+                raise
+            self._rails = rails
 
     def send(self, tensor: torch.Tensor) -> None:
         """Send a contiguous tensor. By NCCL the current stream does, by Gloo the host, which waits for the other."""
@@ -74,12 +83,15 @@ class Links:
         self._group, self._make = group, make
         self._links: dict[int, Link] = {}
         self._everyone: Rail | None = None
+        self._attempts = 0
 
     def everyone(self) -> Rail:
         """A rail of all ranks of the group. The first call is collective over it, and blocks the host."""
         if self._everyone is None:
             group, made = self._group, []
-            route = Route("everyone", tuple(range(group.size)), group.rank)
+            # What an attempt has left in the store is not found by the next one. All ranks make as many.
+            self._attempts += 1
+            route = Route(f"everyone/{self._attempts}", tuple(range(group.size)), group.rank)
             group.agree(lambda: made.append(self._make(route)), "connect to all ranks of all hosts")
             (self._everyone,) = made
         return self._everyone

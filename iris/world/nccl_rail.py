@@ -31,11 +31,11 @@ from iris.switches import switched_on
 from iris.world.group import Group
 from iris.world.hosts import Hosts
 from iris.world.pair import Pair
-from iris.world.rail import Rail, Route, rail_of
+from iris.world.rail import Rail, Route, rail_of, timed_by
 from iris.world.store import own_client
 
-# Bytes that a rank sends in the first transfers: NCCL has other ways for small messages than for large ones.
-FIRST_BYTES = (16, 64 << 10, 4 << 20)
+# Bytes of all ranks together in the first transfers: NCCL has other ways for small messages than for large ones.
+FIRST_BYTES = (32, 128 << 10, 8 << 20)
 
 # Those that are not closed yet; and of these, whose transfers are in graphs: graphs outlive a context that is dropped.
 _open: "weakref.WeakSet[NcclRail]" = weakref.WeakSet()
@@ -48,14 +48,15 @@ class NcclRail(Rail):
     def __init__(self, group: Group, hosts: Hosts, route: Route, device: torch.device) -> None:
         store = dist.PrefixStore(route.name, own_client(group.store))
         ranks = [group.ranks[rank] for rank in route.ranks]
-        engine = c10d.make_nccl(store, route.place, ranks, timedelta(seconds=group.timeout))
+        engine = c10d.make_nccl(store, route.name, route.place, ranks, timedelta(seconds=group.timeout))
         name = f"{'RCCL' if torch.version.hip else 'NCCL'} {'.'.join(map(str, torch.cuda.nccl.version()))}"
         super().__init__(group, hosts, engine, name, route)
         self._compared: Group | Pair | None = None
         # What a barrier sends and receives. What is in them does not matter, so graphs may use them, too.
         self._tokens = keep(lambda: torch.zeros(1 + len(ranks), dtype=torch.uint8, device=device), device)
         _open.add(self)
-        with outside_captures(device):
+        # What a trace shows is the program's.
+        with outside_captures(device), timed_by(group, None):
             self._connect(len(ranks), device)
         if switched_on("IRIS_DEBUG"):
             # Groups are matched by their order on all ranks of a group, of which the others know nothing of a pair.
@@ -86,7 +87,8 @@ class NcclRail(Rail):
 
     def _connect(self, hosts: int, device: torch.device) -> None:
         """Every kind of transfer once. Blocks the host until they are over."""
-        for nbytes in FIRST_BYTES:
+        for whole in FIRST_BYTES:
+            nbytes = max(1, whole // hosts)
             mine = torch.zeros(nbytes, dtype=torch.uint8, device=device)
             everyone = torch.zeros(hosts, nbytes, dtype=torch.uint8, device=device)
             arrived = torch.empty_like(everyone)

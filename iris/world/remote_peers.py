@@ -11,6 +11,7 @@ import errno
 import os
 import select
 import socket
+import stat
 import threading
 from collections.abc import Sequence
 from ipaddress import IPv4Address, IPv6Address, ip_address
@@ -31,9 +32,11 @@ CLOSED = (0, errno.ECONNRESET, errno.EPIPE)
 
 _lock = threading.Lock()
 _listener: socket.socket | None = None
+_name = ""  # by which other hosts find the listener
 _waker = -1  # an eventfd(2) that lets the thread look for new connections
 _watched: dict[int, tuple[socket.socket, Peer, str]] = {}  # by file; the last is the host's address
 _accepted: dict[int, socket.socket] = {}  # those of ranks of other hosts that watch this one
+_gone: set[str] = set()  # addresses that do not answer any more
 
 
 def listen(store: dist.Store) -> tuple[str, int] | None:
@@ -41,16 +44,23 @@ def listen(store: dist.Store) -> tuple[str, int] | None:
 
     The network is that of the store. Who connects can send nothing that is read.
     """
-    global _listener, _waker
+    global _listener, _name
     with _lock:
         if _listener is None:
             try:
                 address = _own_address(store)
-                _listener = socket.create_server((address, 0), family=_family(address), backlog=BACKLOG)
+                here = ip_address(address)
+                # The name of this host may be that of loopback on itself alone (Debian's 127.0.1.1). Others find it by
+                # the name.
+                _name = _own_name(store) if here.is_loopback else address
+                place = ("::" if here.version == 6 else "0.0.0.0") if here.is_loopback else address
+                _listener = socket.create_server((place, 0), family=_family(address), backlog=BACKLOG)
+                # Who connects may be gone before it is accepted, and the thread waits for nobody alone.
+                _listener.setblocking(False)
             except OSError as error:
                 logger.warning("Other hosts cannot connect to this process: %s. Its end is noticed late there.", error)
                 return None
-        return _listener.getsockname()[:2]
+        return _name, _listener.getsockname()[1]
 
 
 def watch(remote: Sequence[tuple[Peer, tuple[str, int] | None, str]]) -> None:
@@ -75,7 +85,7 @@ def watch(remote: Sequence[tuple[Peer, tuple[str, int] | None, str]]) -> None:
         connection.setblocking(False)
         _keep_alive(connection)
         with _lock:
-            _watched[connection.fileno()] = connection, peer, address[0]
+            _watched[connection.fileno()] = connection, peer, connection.getpeername()[0]
     with _lock:
         if _waker < 0 and (_watched or _listener is not None):
             _waker = os.eventfd(0, os.EFD_CLOEXEC)
@@ -91,6 +101,12 @@ def _own_address(store: dist.Store) -> str:
         return socket.gethostbyname(socket.gethostname())
     with socket.create_connection((tcp.host, tcp.port), timeout=CONNECT_LIMIT_S) as connection:
         return connection.getsockname()[0]
+
+
+def _own_name(store: dist.Store) -> str:
+    """By which other hosts know this one, which has the store if there is one."""
+    tcp = tcp_store(store)
+    return socket.gethostname() if tcp is None else tcp.host
 
 
 def _family(address: str) -> socket.AddressFamily:
@@ -143,19 +159,23 @@ def _note(file: int) -> None:
             each.unreachable = not each.ended
     if not peer.ended:
         peers.end(peer, None)
-    if peer.unreachable:
+    if peer.unreachable and address not in _gone:
+        _gone.add(address)
         _cut(ip_address(address))
 
 
 def _cut(address: IPv4Address | IPv6Address) -> None:
     """End this process's connections to an address, whoever has them: nobody is at the other end."""
     for file in map(int, os.listdir("/proc/self/fd")):
-        # What is no connection, or has been closed meanwhile.
-        with contextlib.suppress(OSError, ValueError), socket.socket(fileno=os.dup(file)) as connection:
-            if connection.family in (socket.AF_INET, socket.AF_INET6):
-                other = ip_address(connection.getpeername()[0])
-                if address in (other, getattr(other, "ipv4_mapped", None)):
-                    connection.shutdown(socket.SHUT_RDWR)
+        # What has been closed meanwhile, or is connected to nobody.
+        with contextlib.suppress(OSError, ValueError):
+            if not stat.S_ISSOCK(os.fstat(file).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(file)) as connection:
+                if connection.family in (socket.AF_INET, socket.AF_INET6):
+                    other = ip_address(connection.getpeername()[0])
+                    if address in (other, getattr(other, "ipv4_mapped", None)):
+                        connection.shutdown(socket.SHUT_RDWR)
 
 
 def _forget() -> None:

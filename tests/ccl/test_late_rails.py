@@ -3,6 +3,7 @@
 import contextlib
 import random
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -24,8 +25,17 @@ def on_late_rails(ctx, seed):
     """A context of all ranks whose rails are late."""
     before, late_rails.chance = late_rails.chance, random.Random(f"{seed} of rank {ctx.cur_rank}")
     try:
-        with iris.iris(1 << 26) as other:
+        delays = []
+        # Of the rails that are late: how many transfers, and by what.
+        begin = late_rails.Delivery.begin
+
+        def begin_noted(delivery):
+            delays.append(delivery._delay_s)
+            begin(delivery)
+
+        with mock.patch.object(late_rails.Delivery, "begin", begin_noted), iris.iris(1 << 26) as other:
             yield other
+            assert any(delays), "no transfer was late"
     finally:
         late_rails.chance = before
 

@@ -3,6 +3,7 @@ arithmetic. In the simulator it is Gloo's, and nothing but a request chooses it.
 """
 
 import json
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from ccl.test_over_hosts import HOSTS
 from iris.ccl import Config, ReduceOp, select_over_hosts
 from iris.ccl.select import Choice
 from iris.ccl.select_over_hosts import HostChoice
+from iris.ccl.vendor import Vendor
 from iris.errors import InvalidConfigError, InvalidSettingError, PeerFailedError, UnsupportedReductionError
 
 VENDOR, OURS = Config(over_hosts="vendor"), Config(over_hosts="iris")
@@ -27,8 +29,10 @@ SHAPES = [(0,), (1,), (7, 33), (3, 5, 17)]
 def call_all(ctx, cases):
     arena = Arena(ctx.empty(32 << 20, dtype=torch.uint8))
     for call, case in enumerate(cases):
-        perform(ctx, arena, case, call)
-    assert ctx._world.links.everyone_connected
+        by_vendor = getattr(Vendor, case.collective)
+        with mock.patch.object(Vendor, case.collective, autospec=True, side_effect=by_vendor) as called:
+            perform(ctx, arena, case, call)
+        assert called.called or 0 in case.shape, case
 
 
 def asked_for(cases):

@@ -2,7 +2,7 @@
 
     lose_a_host.py CALL LOST FOLDER    # under torchrun; LOST: the host whose ranks do not come
 
-Each rank of a host that stays makes the CALL, once the file ``gone`` is in the folder.
+Each rank of a host that stays makes the CALL, and writes to the FOLDER what became of it.
 """
 
 import json
