@@ -280,19 +280,22 @@ def test_ranks_that_refuse_alike_go_on(ranks):
     ranks.run(refuse_alike)
 
 
-def refuse_to_broadcast(ctx):
-    with iris.iris(1 << 20) as other:
-        x, start = torch.ones(4), time.monotonic()
-        if other.cur_rank == 0:
-            with pytest.raises(InvalidCollectiveError, match="memory of their own"):
-                other.ccl.broadcast(x.to_sparse())
-        else:
-            with pytest.raises(
-                (GroupAbortedError, MismatchedCollectiveError), match=r"broadcast\(\), which was refused"
-            ):
-                other.ccl.broadcast(x)
-                other.ccl.all_reduce(x, x)
-        assert time.monotonic() - start < 10
+def refuse_to_broadcast(ctx, asked, config):
+    """Who refuses says so where the others are: on the rails, or among all ranks where the vendor's is asked for."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("IRIS_OVER_HOSTS", asked)
+        with iris.iris(1 << 20) as other:
+            x, start = torch.ones(4), time.monotonic()
+            if other.cur_rank == 0:
+                with pytest.raises(InvalidCollectiveError, match="memory of their own"):
+                    other.ccl.broadcast(x.to_sparse(), config=config)
+            else:
+                with pytest.raises(
+                    (GroupAbortedError, MismatchedCollectiveError), match=r"broadcast\(\), which was refused"
+                ):
+                    other.ccl.broadcast(x, config=config)
+                    other.ccl.all_reduce(x, x, config=config)
+            assert time.monotonic() - start < 10
 
 
 def refuse_as_root(ctx):
@@ -313,7 +316,8 @@ def refuse_as_root(ctx):
 @pytest.mark.ranks(Hosts(2, 2), Hosts(2, 2, dealt=True))
 def test_nobody_waits_for_a_root_that_refuses(ranks):
     ranks.run(refuse_as_root)
-    ranks.run(refuse_to_broadcast)
+    for asked, config in (("iris", None), ("vendor", None), ("vendor", Config(over_hosts="iris"))):
+        ranks.run(refuse_to_broadcast, asked, config)
 
 
 def public(cls):

@@ -109,7 +109,10 @@ def use_the_default(ctx):
             assert other._world.links.everyone_connected
             torch.testing.assert_close(plain, ours, rtol=0, atol=0.05)  # of other roundings
             other.ccl.gather(plain.new_empty(65 * ctx.num_ranks) if ctx.cur_rank == 0 else None, plain, 0)
-            other.ccl.all_reduce(x.int(), x.int(), op=ReduceOp.MAX, config=OURS)
+            largest = x.int() + ctx.cur_rank
+            other.ccl.all_reduce(largest, largest.clone(), op=ReduceOp.MAX, config=OURS)
+            each = [data((65,), torch.bfloat16, rank, 1, ReduceOp.SUM).int() + rank for rank in range(ctx.num_ranks)]
+            assert torch.equal(largest.cpu(), torch.stack(each).amax(0))
         if ctx.cur_rank == 1:
             patch.setenv("IRIS_NETWORK_GBPS", "fast")
         with pytest.raises(InvalidSettingError if ctx.cur_rank == 1 else PeerFailedError, match="IRIS_NETWORK"):
