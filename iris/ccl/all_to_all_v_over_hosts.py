@@ -32,14 +32,15 @@ class Agreed(NamedTuple):
     recv_displs: tuple[int, ...]
 
 
-def exchange_over_hosts(span: Span, output: torch.Tensor, input: torch.Tensor, lists: Lists, call: str) -> None:
-    """Both tensors are contiguous and of one dtype; ``call``: the same words on all ranks. Blocks the host."""
+def exchange_over_hosts(span: Span, output: torch.Tensor, input: torch.Tensor, lists: Lists) -> None:
+    """Both tensors are contiguous, and of one dtype on all ranks. Blocks the host."""
     if span.device.type == "cuda" and is_current_stream_capturing():
         raise SeveralHostsError(
             "ctx.ccl.all_to_all_v() in the capture of a CUDA graph",
             "Use all_to_all, with parts of equal size, or call it outside of the capture.",
         )
-    agreed = _agree(span, output, input, lists, call)
+    agreed = _agree(span, output, input, lists)
+    call = f"all_to_all_v() of {input.dtype}"
     hosts, sends = span.hosts, agreed.sends
     others = [host for host in range(len(hosts)) if host != hosts.number]
     # How much comes from each host, and how much goes there, along this rail.
@@ -59,11 +60,15 @@ def exchange_over_hosts(span: Span, output: torch.Tensor, input: torch.Tensor, l
             _within(span, output, part, numbers, [0, *accumulate(numbers[:-1])], agreed, host)
 
 
-def _agree(span: Span, output: torch.Tensor, input: torch.Tensor, lists: Lists, call: str) -> Agreed:
+def _agree(span: Span, output: torch.Tensor, input: torch.Tensor, lists: Lists) -> Agreed:
     """The counts of all ranks. Raises on all of these if they do not agree, or if a rank has refused its own."""
     size = span.size
     refused: IrisError | None = None
+    itemsize = 0
     try:
+        # What is no tensor at all is refused here, too: the others are to know.
+        checks.check_tensor("all_to_all_v", input)
+        itemsize = input.itemsize
         checks.check_pair(span, "all_to_all_v", output, input, None, None)
         counts.check_contiguous(output, input)
         checks.check_overlap("all_to_all_v", output, input)
@@ -72,9 +77,10 @@ def _agree(span: Span, output: torch.Tensor, input: torch.Tensor, lists: Lists, 
         counts.check_inside(span, sent, received, output, input)
     except IrisError as error:
         refused, numbers = error, ((0,) * size,) * 4
-    mine = torch.tensor([0 if refused is None else 1, *numbers[0], *numbers[2]], dtype=torch.int64).to(span.device)
+    row = [0 if refused is None else 1, itemsize, *numbers[0], *numbers[2]]
+    mine = torch.tensor(row, dtype=torch.int64).to(span.device)
     gathered = mine.new_empty(size, len(mine))
-    span.all_gather(gathered, mine, f"the counts of {call}")
+    span.all_gather(gathered, mine, "the counts of all_to_all_v()")
     everyone = gathered.tolist()
     if refused is not None:
         raise refused
@@ -84,7 +90,13 @@ def _agree(span: Span, output: torch.Tensor, input: torch.Tensor, lists: Lists, 
             f"all_to_all_v(): rank {', '.join(map(str, refusing))} could not use its own arguments, and has raised an "
             "error that says why. Nothing was sent."
         )
-    sends, expects = ([row[begin : begin + size] for row in everyone] for begin in (1, 1 + size))
+    itemsizes = {rank: row[1] for rank, row in zip(span.ranks, everyone, strict=True)}
+    if len(set(itemsizes.values())) > 1:
+        each = ", ".join(f"{nbytes} on rank {rank}" for rank, nbytes in itemsizes.items())
+        raise MismatchedCollectiveError(
+            f"all_to_all_v() takes tensors of one dtype on all ranks; of bytes an element has {each}. Nothing was sent."
+        )
+    sends, expects = ([row[begin : begin + size] for row in everyone] for begin in (2, 2 + size))
     wrong = [
         f"rank {span.ranks[source]} sends {sends[source][to]} elements to rank {span.ranks[to]}, which expects "
         f"{expects[to][source]}"

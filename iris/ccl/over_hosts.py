@@ -100,9 +100,7 @@ class CollectivesOverHosts(Spans):
         recv_counts: Sequence[int] | torch.Tensor,
         recv_displs: Sequence[int] | torch.Tensor,
     ) -> None:
-        checks.check_tensor("all_to_all_v", input)
-        lists = send_counts, send_displs, recv_counts, recv_displs
-        exchange_over_hosts(span, output, input, lists, _described("all_to_all_v", input))
+        exchange_over_hosts(span, output, input, (send_counts, send_displs, recv_counts, recv_displs))
         bump_version(output)
 
     @over_hosts

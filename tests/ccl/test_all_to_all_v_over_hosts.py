@@ -8,7 +8,7 @@ import torch.distributed as dist
 from rank_pool import Hosts
 
 from ccl.calls import filled
-from iris.errors import InvalidCollectiveError, MismatchedCollectiveError
+from iris.errors import InvalidCollectiveError, MismatchedCollectiveError, NotATensorError
 
 HOSTS = (Hosts(2, 2), Hosts(2, 2, dealt=True), Hosts(2, 3), Hosts(3, 2), Hosts(4, 1))
 
@@ -89,14 +89,19 @@ def refuse(ctx, refusing):
         (lambda: call(x, [1, -1, *ones[2:]], places, ones, places), "send_counts takes"),
         (lambda: call(x, ones, [2 * size, *places[1:]], ones, places), "the input has"),
         (lambda: call(x.view(2, -1).t(), ones, places, ones, places), "must be contiguous"),
+        (lambda: call(None, ones, places, ones, places), "takes tensors"),
+        (lambda: call(x.to_sparse(), ones, places, ones, places), "memory of their own"),
     )
     for made, text in wrong:
         if ctx.cur_rank == refusing:
-            with pytest.raises(InvalidCollectiveError, match=text):
+            with pytest.raises((InvalidCollectiveError, NotATensorError), match=text):
                 made()
         else:
             with pytest.raises(MismatchedCollectiveError, match=f"rank {refusing} could not use its own arguments"):
                 call(x, ones, places, ones, places)
+    wide = x.double() if ctx.cur_rank == refusing else x
+    with pytest.raises(MismatchedCollectiveError, match=f"of one dtype on all ranks; .* 8 on rank {refusing}"):
+        ctx.ccl.all_to_all_v(torch.empty_like(wide), wide, ones, places, ones, places)
     exchange(ctx, 0)
 
 
