@@ -10,7 +10,7 @@
 | broadcast, scatter | along the rail of the root; then within each host |
 | gather, reduce | within each host, to the rank with the root's local rank; then along its rail |
 
-A rank sends to other hosts what its own GPU holds, once, and only to ranks with its local rank. A rail never adds. Sums
+In these steps a rank sends to other hosts what its own GPU holds, once, and only to ranks with its local rank. Sums
 are formed within a host in the order of ranks and rounded once, then over hosts in the order of hosts and rounded once
 more, so they are the same from run to run and on every rank. With `Config.fp32_partials` only the latter is rounded.
 

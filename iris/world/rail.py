@@ -1,8 +1,11 @@
-"""A rail: the ranks with one local rank, one on each host, among which bytes travel from host to host.
+"""What carries bytes from host to host, among some ranks: those of a `Route`.
+
+A *rail* has the ranks with one local rank, one on each host. It moves bytes and never adds: how sums are formed is up
+to who calls it. Two other routes go by the same class: two ranks that exchange messages (`iris.world.links`), and all
+ranks of all hosts, which `iris.ccl.vendor` asks for the engine's own sums.
 
 Two engines carry them: Gloo in the simulator (`iris.world.gloo_rail`), NCCL or RCCL on GPUs (`iris.world.nccl_rail`).
-A rail moves bytes and never adds: how sums are formed is up to who calls it. Calls of a rail are made in the same order
-by all of its ranks, and by one thread.
+Calls of a route are made in the same order by all of its ranks, and by one thread.
 """
 
 import contextlib
@@ -89,7 +92,7 @@ def timed_by(group: Group, timer: Timer | None) -> Iterator[None]:
 
 
 class Rail(ABC):
-    """The ranks of a route, one on each host. Construction is collective among them; blocks the host.
+    """The ranks of a route. Construction is collective among them; blocks the host.
 
     By NCCL a transfer is enqueued on the current stream, and the host goes on. By Gloo the host waits for it.
 
@@ -104,7 +107,7 @@ class Rail(ABC):
     name
         What people call the engine.
     route
-        Its ranks. What methods call a host is the place of one of these: where all hosts have one, these are the same.
+        Its ranks. What methods call a host is the place of one of these; of a rail it is the host's number.
     """
 
     def __init__(self, group: Group, hosts: Hosts, engine: Any, name: str, route: Route) -> None:
