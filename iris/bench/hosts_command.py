@@ -10,13 +10,11 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from iris.bench.hosts_model import COLLECTIVES, FUSED, Cluster, Measured, Row, collective, fused
+from iris.bench.hosts_model import COLLECTIVES, FUSED, ITEMSIZE, Cluster, Measured, Row, collective, fused
 from iris.commands.files import written
 from iris.errors import InvalidTableError
 from iris.machine.figures import find
 
-# Of bf16.
-ITEMSIZE = 2
 COLUMNS = (
     *("call", "size", "hosts", "rail", "in host", "product"),
     *("Iris at best", "overlapped", "in steps", "NCCL at best", "NCCL", "gain at best", "gain"),

@@ -21,9 +21,9 @@ from iris.tracing.timeline import Timeline, assemble
 def run(program: Path, arguments: Sequence[str], out: Path, image: Path | None, max_events: int) -> int:
     """Returns the exit status, which is the program's; 1 if it recorded nothing. The first rank speaks for all."""
     forget_other_launchers()
-    for path in filter(None, (out, image)):
-        check_writable(path)
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    for path in filter(None, (out, image)) if rank == 0 else ():
+        check_writable(path)
     # The others' share no folder with this one: the program brings their recordings when it closes its contexts.
     of_this_node = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     with as_command(), shared_folder("iris-trace") as folder:

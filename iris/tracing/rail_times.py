@@ -8,6 +8,7 @@ the clock of all other events, and a CUDA graph notes them each time it is repla
 front of the transfer, and one on a stream of the rail's own, which waits for the transfer and for nothing else.
 """
 
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -48,12 +49,15 @@ class RailTimes(ABC):
     def __init__(self) -> None:
         self.transfers: list[Transfer] = []
         self._numbers: dict[Transfer, int] = {}
+        # Messages may be sent and received by two threads (`iris.world.links`).
+        self._lock = threading.Lock()
 
     def _number(self, transfer: Transfer) -> int:
-        if transfer not in self._numbers:
-            self._numbers[transfer] = len(self.transfers)
-            self.transfers.append(transfer)
-        return self._numbers[transfer]
+        with self._lock:
+            if transfer not in self._numbers:
+                self._numbers[transfer] = len(self.transfers)
+                self.transfers.append(transfer)
+            return self._numbers[transfer]
 
     @abstractmethod
     def timed(self, transfer: Transfer, start: Callable[[], Any]) -> tuple[Callable[[], Any], Callable[[], None]]:
@@ -78,10 +82,11 @@ class HostTimes(RailTimes):
 
     def timed(self, transfer: Transfer, start: Callable[[], Any]) -> tuple[Callable[[], Any], Callable[[], None]]:
         row = [time.monotonic_ns(), 0, self._number(transfer)]
-        if len(self._rows) < ROOM:
-            self._rows.append(row)
-        else:
-            self._lost += 1
+        with self._lock:
+            if len(self._rows) < ROOM:
+                self._rows.append(row)
+            else:
+                self._lost += 1
 
         def note(_: Any = None) -> None:
             row[1] = row[1] or time.monotonic_ns()
@@ -179,8 +184,9 @@ class StreamTimes(RailTimes):
             place = keep(lambda: torch.zeros(1, dtype=torch.int64, device=self._device), self._device)
             _in_graphs.append((self, place))
             return place
-        self._count += 1
-        return self._places[self._count % UNDER_WAY]
+        with self._lock:
+            self._count += 1
+            return self._places[self._count % UNDER_WAY]
 
     def _side(self, rail: str) -> torch.cuda.Stream:
         """The stream that waits for a rail's transfers. It comes first where there is little room on the GPU."""

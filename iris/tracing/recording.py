@@ -102,7 +102,8 @@ class Tracing:
             brought = self._bring(self._path)
             if self._hosts.number == 0:
                 for rank, content in brought.items():
-                    path = self._path.with_name(self._path.name.replace(f"rank{self._rank}.", f"rank{rank}.", 1))
+                    # Another rank may bring a recording of the same rank, of another context.
+                    path = self._path.with_name(f"rank{rank}.by.{self._path.name}")
                     with whole(path) as file:
                         file.write_bytes(content)
 
