@@ -25,6 +25,12 @@ def write_environment(folder):
     (folder / os.environ["RANK"]).write_text(text)
 
 
+def write_environment_when_asked(folder):
+    while not (folder / "asked").exists():
+        time.sleep(0.01)
+    write_environment(folder)
+
+
 def fail_on_rank_1(how):
     if os.environ["RANK"] == "0":
         time.sleep(600)
@@ -35,10 +41,8 @@ def fail_on_rank_1(how):
 
 @pytest.mark.skipif(UNDER_TORCHRUN, reason="the ranks are there already")
 def test_ranks_get_the_environment_of_torchrun(tmp_path):
-    calls = []
-    launch(write_environment, 2, tmp_path, meanwhile=lambda: calls.append(1))
+    launch(write_environment_when_asked, 2, tmp_path, meanwhile=(tmp_path / "asked").touch)
     assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == ["0 0 2 127.0.0.1", "1 1 2 127.0.0.1"]
-    assert calls
 
 
 def test_a_rank_of_torchrun_simply_runs(tmp_path, monkeypatch):

@@ -127,7 +127,8 @@ def _watch(waker: int) -> None:
     while True:
         for file, _ in poll.poll():
             if listener is not None and file == listener.fileno():
-                with contextlib.suppress(OSError):  # whoever connected has gone already
+                # The lock keeps forks away meanwhile. It is suppressed that whoever connected has gone already.
+                with _lock, contextlib.suppress(OSError):
                     connection, _ = listener.accept()
                     _accepted[connection.fileno()] = connection
                     poll.register(connection.fileno(), select.POLLIN)
@@ -180,16 +181,19 @@ def _cut(address: IPv4Address | IPv6Address) -> None:
 
 def _forget() -> None:
     """In a forked child, which has no such thread, and whose copies would keep the connections open."""
-    global _listener, _waker, _lock
+    global _listener, _waker
     for connection in (*(each for each, _, _ in _watched.values()), *_accepted.values()):
         connection.close()
     if _listener is not None:
         _listener.close()
     if _waker >= 0:
         os.close(_waker)
-    _listener, _waker, _lock = None, -1, threading.Lock()
+    _listener, _waker = None, -1
     _watched.clear()
     _accepted.clear()
+    _lock.release()
 
 
-os.register_at_fork(after_in_child=_forget)
+# A fork waits for the lock. A connection that is just accepted, and not noted yet, would stay open in the child, and
+# whoever is at its other end would not learn that this process has ended.
+os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_forget)
