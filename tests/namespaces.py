@@ -96,9 +96,12 @@ class Network:
 
     def __init__(self, folder):
         self._folder = folder
-        (folder / "hosts").write_text(
-            "127.0.0.1 localhost\n" + "".join(f"{SUBNET}.{number + 1} host{number}\n" for number in range(2))
-        )
+        # The first one's own name is that of loopback there, as on Debian and Ubuntu.
+        for number, own in enumerate(["127.0.1.1", f"{SUBNET}.2"]):
+            addresses = [f"{SUBNET}.1", f"{SUBNET}.2"]
+            addresses[number] = own
+            names = "".join(f"{address} host{host}\n" for host, address in enumerate(addresses))
+            (folder / f"names_on_host{number}").write_text(f"127.0.0.1 localhost\n{names}")
         self.hosts = [Host(number, folder) for number in range(2)]
         self._connect()
 
@@ -137,7 +140,11 @@ def serve(name, folder):
     socket.sethostname(name)
     boot_id = Path(folder, name)
     boot_id.write_text(f"{uuid.uuid4()}\n")
-    for own, place in ((boot_id, BOOT_ID), (Path(folder, "hosts"), "/etc/hosts"), ("/dev/null", "/etc/resolv.conf")):
+    for own, place in (
+        (boot_id, BOOT_ID),
+        (Path(folder, f"names_on_{name}"), "/etc/hosts"),
+        ("/dev/null", "/etc/resolv.conf"),
+    ):
         subprocess.run(["mount", "--bind", own, place], check=True)
     subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
     print("here", flush=True)

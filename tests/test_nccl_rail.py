@@ -16,6 +16,7 @@ from iris.errors import GroupAbortedError, MismatchedCollectiveError
 from iris.tracing import rail_times
 from iris.world import Group, Links, nccl_rail
 from iris.world.rail import rail_of, time_rails
+from iris.world.store import own_client
 
 pytestmark = pytest.mark.skipif(
     not simulator.ACTIVE, reason="on GPUs NCCL is there: tests/ccl/test_over_hosts_on_gpu.py"
@@ -51,8 +52,8 @@ def played(debug="0", capturing=False):
 @contextlib.contextmanager
 def a_rail(ctx, debug="0", capturing=False):
     with played(debug, capturing):
-        hosts = ctx._world.hosts
-        yield nccl_rail.NcclRail(Group(ctx._world.group.process_group), hosts, rail_of(hosts), ctx.device)
+        group, hosts = Group(ctx._world.group.process_group), ctx._world.hosts
+        yield nccl_rail.NcclRail(group, hosts, rail_of(hosts), own_client(group.store), ctx.device)
 
 
 def carry(ctx):
@@ -134,7 +135,7 @@ def test_calls_are_compared_in_debug_mode(ranks):
 def send_and_receive(ctx, debug):
     """Each rank with one of another host, both ways, by communicators of the two; unequal sizes in debug mode."""
     group, hosts = Group(ctx._world.group.process_group), ctx._world.hosts
-    links = Links(group, lambda route: nccl_rail.NcclRail(group, hosts, route, ctx.device))
+    links = Links(group, lambda route, store: nccl_rail.NcclRail(group, hosts, route, store, ctx.device))
     peer = ctx.num_ranks - 1 - ctx.cur_rank
     with played(debug):
         link = links.to(peer)

@@ -7,11 +7,12 @@ import subprocess
 from ipaddress import ip_address
 
 import pytest
+import torch.distributed as dist
 from conftest import UNDER_TORCHRUN, import_path
 from preloaded import LIMIT_S, python
 
 from iris.world import remote_peers
-from iris.world.members import await_
+from iris.world.members import Members, await_
 from iris.world.peers import Identity, Peer
 
 pytestmark = pytest.mark.skipif(UNDER_TORCHRUN, reason="starts processes of its own; run it without torchrun")
@@ -59,6 +60,19 @@ def test_the_end_of_a_process_is_known_at_once_though_forks_of_it_live_on():
     process.stdin.close()  # and the forks end
     process.stdout.close()
     process.wait()
+
+
+def test_a_host_that_is_lost_takes_its_ranks_along_but_for_those_that_have_ended_well():
+    # On the lost host: a rank that has ended well, one that has not, one that is lost, and one that goes on.
+    store, ranks = dist.HashStore(), (0, 2, 4, 6, 8, 10)
+    members = Members(store, ranks, 0)
+    members.processes[1:] = [stranger() for _ in ranks[1:5]] + [Peer(Identity("a third", "its own", 78, "later"))]
+    for rank, (ended, status) in enumerate([(True, "0"), (True, "1"), (True, ""), (False, "")], start=1):
+        members.processes[rank].ended = ended
+        if ended:
+            store.set(f"ended/{rank}", status)
+    assert members.whole_hosts([3]) == [2, 3]
+    assert [members.processes[rank].status for rank in range(1, 6)] == [0, 1, None, None, None]
 
 
 def test_who_cannot_be_reached_is_named_and_goes_unwatched(caplog):

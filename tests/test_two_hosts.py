@@ -35,6 +35,7 @@ def network(tmp_path_factory):
 
 def start(network, *program, **environment):
     settings = {"PYTHONPATH": import_path(TESTS), "IRIS_SIMULATOR": "1", "OMP_NUM_THREADS": "1", "IRIS_SANITIZE": "0"}
+    settings["GLOO_SOCKET_IFNAME"] = "eth0"  # by its name the first host is that of loopback
     network.torchrun(RANKS_EACH, *program, **settings, **environment)
 
 

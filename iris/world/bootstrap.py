@@ -32,6 +32,7 @@ from iris.world.placement import (
     on_gpu,
 )
 from iris.world.rail import Rail, Route, rail_of
+from iris.world.store import own_client
 
 # Seconds for which the end of a program waits for its process groups to be destroyed.
 DESTROY_LIMIT_S = 5.0
@@ -141,13 +142,15 @@ def connect(group: Group, hosts: Hosts, device: torch.device) -> tuple[Rail, Lin
     """This rank's rail, and its links. Collective over all hosts; blocks the host. It works on all ranks, or raises."""
     rails: list[Rail] = []
 
-    def make(route: Route) -> Rail:
+    def make(route: Route, store: dist.Store) -> Rail:
         if device.type == "cpu":
-            return GlooRail(group, hosts, route)
-        return NcclRail(group, hosts, route, device)
+            return GlooRail(group, hosts, route, store)
+        return NcclRail(group, hosts, route, store, device)
 
     try:
-        group.agree(lambda: rails.append(make(rail_of(hosts))), "connect to the ranks of other hosts")
+        group.agree(
+            lambda: rails.append(make(rail_of(hosts), own_client(group.store))), "connect to the ranks of other hosts"
+        )
     except BaseException:
         rails.clear()
         raise

@@ -16,15 +16,14 @@ from iris.world.group import Group
 from iris.world.hosts import Hosts
 from iris.world.members import INTERVAL_S, NOTICE_S, await_
 from iris.world.rail import Rail, Route
-from iris.world.store import LONGEST_PAUSE_S, NO_PAUSE_S, SHARE, own_client
+from iris.world.store import LONGEST_PAUSE_S, NO_PAUSE_S, SHARE
 
 
 class GlooRail(Rail):
     """A rail whose transfers begin only when all its ranks have said that they make the same call."""
 
-    def __init__(self, group: Group, hosts: Hosts, route: Route) -> None:
-        # Gloo waits in the store, and must not hold up those who share the group's connection (`shared_client`).
-        store = dist.PrefixStore(route.name, own_client(group.store))
+    def __init__(self, group: Group, hosts: Hosts, route: Route, store: dist.Store) -> None:
+        store = dist.PrefixStore(route.name, store)
         # Connects to all others, so no later call is the first.
         limit = timedelta(seconds=group.timeout)
         engine = dist.ProcessGroupGloo(store, route.place, len(route.ranks), limit)

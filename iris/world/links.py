@@ -9,12 +9,15 @@ import threading
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 
 from iris.world.group import Group
 from iris.world.pair import Pair
 from iris.world.rail import Rail, Route
+from iris.world.store import own_client
 
-Make = Callable[[Route], Rail]
+# With a connection to the group's store in which it may wait, as those who share the group's own may not.
+Make = Callable[[Route, dist.Store], Rail]
 
 
 class Link:
@@ -47,8 +50,9 @@ class Link:
             rails: dict[bool, Rail] = {}
             try:
                 self._pair.all_gather("", f"the first message between ranks {here} and {there}")
+                store = own_client(group.store)
                 for up, name in ((True, "up"), (False, "down")):
-                    rails[up] = self._make(self._route._replace(name=f"{self._route.name}/{name}"))
+                    rails[up] = self._make(self._route._replace(name=f"{self._route.name}/{name}"), store)
             except BaseException as error:
                 # The other may be connected, and would wait for a message.
                 group.break_off(f"Rank {here} could not connect to rank {there}: {error}")
@@ -88,11 +92,14 @@ class Links:
     def everyone(self) -> Rail:
         """A rail of all ranks of the group. The first call is collective over it, and blocks the host."""
         if self._everyone is None:
-            group, made = self._group, []
+            group = self._group
+            made: list[Rail] = []
             # What an attempt has left in the store is not found by the next one. All ranks make as many.
             self._attempts += 1
             route = Route(f"everyone/{self._attempts}", tuple(range(group.size)), group.rank)
-            group.agree(lambda: made.append(self._make(route)), "connect to all ranks of all hosts")
+            group.agree(
+                lambda: made.append(self._make(route, own_client(group.store))), "connect to all ranks of all hosts"
+            )
             (self._everyone,) = made
         return self._everyone
 

@@ -23,8 +23,8 @@ UNKNOWN = "its process has ended before it could be known"
 
 # How often a wait asks the store for what only it knows: who the other members are, and who has died elsewhere.
 INTERVAL_S = 0.25
-# What the system gets to notice that a process has ended whose connection is gone already.
-NOTICE_S = 0.5
+# What the system gets to notice that a process has ended whose connection is gone already; and all those of a host.
+NOTICE_S, NOTICE_HOST_S = 0.5, 2.0
 
 # The processes of the ranks of the world, for each default process group.
 _processes: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, Peer]]" = weakref.WeakKeyDictionary()
@@ -96,19 +96,28 @@ class Members:
             peer.status, peer.ended = int(text) if text else None, True
 
     def whole_hosts(self, lost: Sequence[int]) -> list[int]:
-        """``lost``, and who ends with them on other hosts: a host that goes takes a moment to close all connections.
+        """``lost``, and who ends with them on other hosts, but for those whose programs have ended well.
 
-        Also asks how they have ended, which their host knows, if it is there.
+        A host that goes takes a moment to close all connections, unless somebody there still says how those have ended.
+        If so, this notes it.
         """
         hosts = {peer.identity[:2] for peer in (self.processes[rank] for rank in lost) if peer and not peer.watched}
         there = {rank: peer for rank, peer in enumerate(self.processes) if peer and peer.identity[:2] in hosts}
-        if there:
-            await_(lambda: all(peer.ended for peer in there.values()), NOTICE_S)
+        await_(lambda: all(peer.ended for peer in there.values()) or self._tell_ends(lost), NOTICE_HOST_S)
         for rank, peer in there.items():
             if peer.status is None and not self.store_is_gone:
                 with contextlib.suppress(dist.DistError):
                     self._ask_how_ended(rank, peer)
-        return sorted({*lost, *(rank for rank, peer in there.items() if peer.ended)})
+        return sorted({*lost, *(rank for rank, peer in there.items() if peer.ended and peer.status != 0)})
+
+    def _tell_ends(self, lost: Sequence[int]) -> bool:
+        """Whether a process of their host has told how these have ended: then the host is there."""
+        if self._store is None or self.store_is_gone:
+            return False
+        try:
+            return self._store.check([f"ended/{rank}" for rank in lost])
+        except dist.DistError:
+            return False
 
     def are_gone(self) -> bool:
         """Whether those that are not known have ended."""

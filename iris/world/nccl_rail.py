@@ -32,7 +32,6 @@ from iris.world.group import Group
 from iris.world.hosts import Hosts
 from iris.world.pair import Pair
 from iris.world.rail import Rail, Route, rail_of, timed_by
-from iris.world.store import own_client
 
 # Bytes of all ranks together in the first transfers: NCCL has other ways for small messages than for large ones.
 FIRST_BYTES = (32, 128 << 10, 8 << 20)
@@ -45,8 +44,8 @@ _captured: "set[NcclRail]" = set()
 class NcclRail(Rail):
     """A rail whose transfers are enqueued like kernels."""
 
-    def __init__(self, group: Group, hosts: Hosts, route: Route, device: torch.device) -> None:
-        store = dist.PrefixStore(route.name, own_client(group.store))
+    def __init__(self, group: Group, hosts: Hosts, route: Route, store: dist.Store, device: torch.device) -> None:
+        store = dist.PrefixStore(route.name, store)
         ranks = [group.ranks[rank] for rank in route.ranks]
         engine = c10d.make_nccl(store, route.name, route.place, ranks, timedelta(seconds=group.timeout))
         name = f"{'RCCL' if torch.version.hip else 'NCCL'} {'.'.join(map(str, torch.cuda.nccl.version()))}"

@@ -10,7 +10,7 @@ from iris.world.broken import look_at_others
 from iris.world.group import Group
 from iris.world.members import INTERVAL_S
 from iris.world.rail import Route
-from iris.world.store import await_keys, own_client, put
+from iris.world.store import await_keys, put
 
 
 class Pair:
@@ -18,7 +18,7 @@ class Pair:
 
     def __init__(self, group: Group, route: Route) -> None:
         self._group, self._peer, self._meetings, self._next_look = group, route.ranks[1 - route.place], 0, 0.0
-        self._store = dist.PrefixStore(f"{route.name}/meetings", own_client(group.store))
+        self._store = dist.PrefixStore(f"{route.name}/meetings", group.store)
 
     def all_gather(self, value: Any, what: str, orders: bool = False) -> list[Any]:
         """The values of both, the lower rank's first. Blocks the host until the other has come.
