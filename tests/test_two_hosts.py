@@ -153,3 +153,47 @@ def test_a_host_that_cannot_be_reached_any_more_is_named(network, host, call, tm
         assert after_s < TOLD_WITHOUT_ANSWER_S
     network.hosts[host].end()
     network.replace(host)
+
+
+TIME_LIMIT_S = 5
+CUT_OFF = r"""
+import datetime, json, os, pathlib, sys, time
+import torch.distributed as dist
+import iris
+from iris.errors import IrisError
+
+folder, rank = pathlib.Path(sys.argv[1]), os.environ["RANK"]
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=float(sys.argv[2])))
+dist.barrier()
+(folder / f"ready{rank}").touch()
+while not (folder / "cut").exists():
+    time.sleep(0.02)
+start = time.time()
+try:
+    iris.iris(1 << 20)
+except IrisError as error:
+    report = json.dumps({"error": f"{type(error).__name__}: {error}", "after_s": time.time() - start})
+    (folder / f"part{rank}").write_text(report)
+    (folder / f"part{rank}").rename(folder / f"rank{rank}")
+os._exit(0)
+"""
+
+
+@pytest.mark.thorough
+def test_hosts_that_cannot_reach_each_other_at_the_start_are_told(network, tmp_path):
+    (tmp_path / "cut_off.py").write_text(CUT_OFF)
+    start(network, tmp_path / "cut_off.py", tmp_path, TIME_LIMIT_S)
+    ranks = range(2 * RANKS_EACH)
+    wait_for([tmp_path / f"ready{rank}" for rank in ranks])
+    network.hosts[1].configure("link", "set", "eth0", "down")
+    (tmp_path / "cut").touch()
+    first, second = (reports(tmp_path, ranks[host * RANKS_EACH :][:RANKS_EACH]) for host in range(2))
+    for report in first:  # the store is there
+        assert "ranks 2 and 3 have not come" in report["error"]
+    for report in second:
+        assert "PeerLostError" in report["error"] and "on another host, which cannot be reached" in report["error"]
+    assert all(report["after_s"] < TIME_LIMIT_S + TOLD_S for report in first + second)
+    network.hosts[0].stop()
+    network.hosts[0].result()
+    network.hosts[1].end()
+    network.replace(1)

@@ -389,5 +389,6 @@ class Group:
         holder = "torchrun" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else "that of rank 0, mostly"
         return PeerLostError(
             f"Rank {self.ranks[self.rank]} lost its connection to the other ranks in {what}. "
-            f"The process that holds the store ({holder}) has most likely ended; look for an error in its output."
+            f"The process that holds the store ({holder}) has most likely ended; look for an error in its output. "
+            "Or it is on another host, which cannot be reached any more."
         )
