@@ -14,7 +14,7 @@ TORCHRUN := PYTHONPATH=. $(PYTHON) -m torch.distributed.run --standalone --nproc
 unexport PYTHONDONTWRITEBYTECODE
 
 # Of the tests, of which three run at a time, the longest first: ranks that wait leave two cores time for more than two.
-PARTS := test-simulator test-operations test-compiled test-oldest test-sanitized
+PARTS := test-operations test-simulator test-over-hosts test-compiled test-oldest test-sanitized
 OPERATIONS := language ops sanitizer tracing test_docs.py
 
 # What runs under the sanitizer only; and besides, in `make test-all`, all that uses ranks.
@@ -35,6 +35,8 @@ OVER_HOSTS := test_hosts.py ops/test_over_hosts.py tracing/test_over_hosts.py \
 	$(addprefix ccl/test_,$(addsuffix .py,\
 	over_hosts over_hosts_on_gpu all_to_all_v_over_hosts messages_over_hosts fp32_partials groups_over_hosts \
 	process_group_over_hosts vendor_over_hosts))
+# Besides, those that start hosts or delay their rails by themselves, or play NCCL.
+OF_HOSTS_HERE := ccl/test_late_rails.py test_two_hosts.py test_nccl_rail.py
 
 # One after the other, as each wants the GPUs for itself; and all of them, whichever misses its floors.
 MEASURED := perf-accesses perf-collectives perf-operations
@@ -49,10 +51,13 @@ test: setup setup-oldest   ## lint, and the covering sample: simulator, compile 
 	$(MAKE) --jobs 3 $(if $(IRIS_TEST_ALL),--keep-going,--output-sync=target) --no-print-directory lint $(PARTS)
 
 test-simulator:
-	$(RUN) $(PYTEST) tests $(addprefix --ignore tests/,codegen $(OPERATIONS) $(SANITIZED))
+	$(RUN) $(PYTEST) tests $(addprefix --ignore tests/,codegen $(OPERATIONS) $(SANITIZED) $(OVER_HOSTS) $(OF_HOSTS_HERE))
 
 test-operations:
-	$(RUN) $(PYTEST) $(addprefix tests/,$(OPERATIONS)) $(addprefix --ignore tests/,$(SANITIZED))
+	$(RUN) $(PYTEST) $(addprefix tests/,$(OPERATIONS)) $(addprefix --ignore tests/,$(SANITIZED) $(OVER_HOSTS))
+
+test-over-hosts:
+	$(RUN) $(PYTEST) $(addprefix tests/,$(OVER_HOSTS) $(OF_HOSTS_HERE))
 
 test-compiled:
 	IRIS_SIMULATOR=0 $(RUN) $(PYTEST) tests/codegen

@@ -3,12 +3,10 @@
 import time
 
 import pytest
-import rank_pool
 import torch
 import torch.distributed as dist
-from covering import EVERYTHING
 from patterns import assert_same_bits, pattern
-from rank_pool import Hosts, needs_gloo
+from rank_pool import FEWER_HOSTS, Hosts, needs_gloo
 
 import iris
 from ccl.calls import LAYOUTS, PLACES, Case, sample
@@ -23,8 +21,6 @@ from iris.errors import (
     SeveralHostsError,
     UnknownChoiceError,
 )
-
-HOSTS = rank_pool.HOSTS if EVERYTHING else (Hosts(2, 2), Hosts(2, 2, dealt=True), Hosts(2, 3))
 
 
 def members_of(hosts, kind):
@@ -58,7 +54,7 @@ def call_all(ctx, hosts, groups, moves, sums):
     ctx.barrier()
 
 
-@pytest.mark.ranks(*HOSTS)
+@pytest.mark.ranks(*FEWER_HOSTS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_group_has_the_collectives_of_all_ranks(ranks, kind):
     moves = [
@@ -105,7 +101,7 @@ def use_a_mesh(ctx, hosts, rails, by_host):
     assert ones.grad.tolist() == [len(members)] * 3
 
 
-@pytest.mark.ranks(*HOSTS)
+@pytest.mark.ranks(*FEWER_HOSTS)
 def test_a_mesh_reduces_within_hosts_and_over_them(ranks):
     hosts = ranks.hosts
     ranks.run(use_a_mesh, hosts, members_of(hosts, "rails"), members_of(hosts, "hosts"))

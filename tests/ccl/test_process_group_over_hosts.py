@@ -6,13 +6,11 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import rank_pool
 import torch
 import torch.distributed as dist
 from conftest import UNDER_TORCHRUN, import_path
-from covering import EVERYTHING
 from preloaded import LIMIT_S, python
-from rank_pool import Hosts, needs_gloo
+from rank_pool import FEWER_HOSTS, Hosts, needs_gloo
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -32,7 +30,6 @@ from ccl.test_process_group import (
 from iris.errors import GroupAbortedError, InvalidGroupError
 
 PROGRAM = Path(__file__).parents[1] / "programs" / "train_on_a_mesh.py"
-HOSTS = rank_pool.HOSTS if EVERYTHING else (Hosts(2, 2), Hosts(2, 2, dealt=True), Hosts(2, 3))
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
@@ -63,7 +60,7 @@ def call_all(ctx, hosts):
     ctx.barrier()
 
 
-@pytest.mark.ranks(*HOSTS)
+@pytest.mark.ranks(*FEWER_HOSTS)
 def test_collectives(ranks):
     ranks.run(call_all, ranks.hosts)
 
@@ -99,12 +96,13 @@ def train_in_parallel(ctx, hosts, how):
     assert_trained_alike(network, expected)
 
 
-@pytest.mark.ranks(*HOSTS)
+@pytest.mark.ranks(*FEWER_HOSTS)
 @pytest.mark.parametrize("how", ["data parallel", "fully sharded within hosts"])
 def test_training(ranks, how):
     ranks.run(train_in_parallel, ranks.hosts, how)
 
 
+@pytest.mark.thorough  # `test_two_hosts` runs it, too
 @pytest.mark.skipif(UNDER_TORCHRUN, reason="starts ranks of its own; run it without torchrun")
 def test_a_program_that_names_the_backend_alone_trains_on_a_mesh_of_hosts():
     done = subprocess.run(
