@@ -20,7 +20,7 @@ OPERATIONS := language ops sanitizer tracing test_docs.py
 # What runs under the sanitizer only; and besides, in `make test-all`, all that uses ranks.
 SANITIZED := x ops/test_rounds.py test_example_folders.py test_example_refusals.py
 ALSO_SANITIZED := $(if $(IRIS_TEST_ALL),language ops ccl heap tracing $(addprefix test_,$(addsuffix .py,\
-	bench bootstrap context docs examples hosts tensors world)))
+	bench bench_over_hosts bootstrap context docs examples hosts tensors world)))
 
 # What the oldest Triton compiles, for the GPUs that were run, and runs: in `make test-all` for all, and by torchrun too.
 # For NVIDIA's the sample leaves what is made of the same device functions to the newest.
@@ -31,7 +31,7 @@ OLDEST_PROGRAMS := $(if $(IRIS_TEST_ALL),,-k "not torchrun")
 # All combinations take hours: they run in pieces, and go on where they were interrupted.
 PYTEST := $(if $(IRIS_TEST_ALL),scripts/in_pieces.py,-m pytest -q)
 
-OVER_HOSTS := test_hosts.py ops/test_over_hosts.py tracing/test_over_hosts.py \
+OVER_HOSTS := test_hosts.py test_bench_over_hosts.py ops/test_over_hosts.py tracing/test_over_hosts.py \
 	$(addprefix ccl/test_,$(addsuffix .py,\
 	over_hosts over_hosts_on_gpu all_to_all_v_over_hosts messages_over_hosts fp32_partials groups_over_hosts \
 	process_group_over_hosts vendor_over_hosts))

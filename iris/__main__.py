@@ -160,9 +160,9 @@ def bench() -> None:
     "--library",
     "libraries",
     multiple=True,
-    help="iris, 'iris steps' (over hosts), 'iris gluon', nccl, 'nccl windows', torch; and for all_reduce flashinfer, "
-    "'flashinfer one shot', 'flashinfer two shot' or sglang. If not given, all of the first, and of the others "
-    "flashinfer and sglang where they are installed.",
+    help="iris, 'iris steps' (its own over several hosts, where iris may leave a call to NCCL), 'iris gluon', nccl, "
+    "'nccl windows', torch; and for all_reduce flashinfer, 'flashinfer one shot', 'flashinfer two shot' or sglang. If "
+    "not given, all of the first that span the hosts, and on one host flashinfer and sglang where they are installed.",
 )
 @click.option("--dtype", type=DTYPES, default="bfloat16", show_default=True)
 @click.option(
@@ -173,7 +173,7 @@ def bench() -> None:
     type=Numbers(",", 0),
     default="0",
     show_default=True,
-    help="Multiprocessors to use at most; 0: each library's choice.",
+    help="Multiprocessors to use at most; 0: each library's choice. Over several hosts nccl alone takes another.",
 )
 @click.option("--floors", type=Floors(), help="Fail below the figures of this file.")
 @click.option("--out", type=click.Path(path_type=Path), help="Folder for CSV, JSON and pictures.")
