@@ -8,7 +8,7 @@ import pytest
 import torch
 from rank_pool import Hosts
 
-from iris.bench import ccl_command, collectives, ops_command, plots, tune
+from iris.bench import ccl_command, collectives, memory, ops_command, plots, tune
 from iris.ccl.select_over_hosts import as_found
 from iris.errors import SeveralHostsError
 
@@ -41,7 +41,7 @@ def run_over_hosts(ctx, folder):
     sizes = [KIB]
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as said:
         for library, sms in (("iris", 8), ("iris steps", 8), ("iris gluon", 0)):
-            with pytest.raises(SeveralHostsError, match=f"--sms 8 for {library}" if sms else f"--library '{library}'"):
+            with pytest.raises(SeveralHostsError, match=f"{'--sms 8 of ' if sms else ''}--library '{library}'"):
                 ccl_command.run_on_rank(["broadcast"], (library,), "float32", sizes, (sms,), None, None)
         with pytest.raises(SeveralHostsError, match="--library 'torch'"):
             ops_command.run_on_rank(["matmul_all_reduce"], ("torch",), "float32", [SHAPE], {}, None, None)
@@ -52,6 +52,7 @@ def run_over_hosts(ctx, folder):
         assert ccl_command.run_on_rank(["broadcast"], (), "float32", sizes, (0,), floors, folder) == []
         products, pictures = ["all_gather_matmul", "matmul_all_reduce"], {"operations": [SHAPE]}
         assert ops_command.run_on_rank(products, (), "float32", [SHAPE], pictures, floors, folder) == []
+        assert memory.run_on_rank(1, folder / "memory.json") == []
     name = f"{ctx.num_hosts}x{ctx.num_local_ranks}"
     for benchmark in ("ccl", "ops"):
         assert (f"no floors of {benchmark} for {name} ranks" in said.getvalue()) == (ctx.cur_rank == 0)
@@ -64,9 +65,12 @@ def test_commands_over_hosts(ranks, tmp_path):
     texts, *_ = ranks.run(run_over_hosts, tmp_path)
     num_ranks, (hosts, each, _) = ranks.num_ranks, ranks.hosts
     libraries = {"collectives": {"iris", "iris steps"}, "operations_float32": {"iris", "iris triton"}}
+    for written in map(json.loads, texts.values()):
+        if written:  # but for the floors, of which there are none
+            assert [written[name] for name in ("num_ranks", "num_hosts", "ranks_per_host")] == [num_ranks, hosts, each]
+    assert {"memory.json", "floors.json"} < texts.keys()
     for benchmark, measured in libraries.items():
         written = json.loads(texts[f"{benchmark}_{hosts}x{each}.json"])
-        assert [written[name] for name in ("num_ranks", "num_hosts", "ranks_per_host")] == [num_ranks, hosts, each]
         assert {row["library"] for row in written["rows"]} >= measured
         # No time is given without a reason, and the library's own choice has one.
         assert all(bool(row["microseconds"]) != bool(row["reason"]) for row in written["rows"])

@@ -114,8 +114,8 @@ def check_choice(libraries: Sequence[str], sms: Sequence[int], num_hosts: int) -
     of_iris = [library for library in libraries if library.startswith("iris")]
     if num_hosts > 1 and any(sms) and of_iris:
         raise SeveralHostsError(
-            f"--sms {','.join(map(str, sms))} for {' and '.join(of_iris)}, whose steps choose their multiprocessors,",
-            "Leave --sms out, or ask for --library nccl alone.",
+            f"--sms {','.join(map(str, sms))} of --library {' and '.join(map(repr, of_iris))}",
+            "Its steps choose their multiprocessors. Leave --sms out, or ask for --library nccl alone.",
         )
 
 
