@@ -105,7 +105,8 @@ ROWS = [
 
 
 def clear_settings(monkeypatch):
-    for name in (*report.SETTINGS, "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"):
+    of_the_vendor = [name for name in os.environ if name.startswith(report.OF_THE_VENDOR)]
+    for name in (*report.SETTINGS, *of_the_vendor, "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -117,8 +118,8 @@ def clear_settings(monkeypatch):
         ({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "1"}, "torchrun --nproc-per-node 4"),
         ({"WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "3", "GROUP_WORLD_SIZE": "2"},
          "torchrun --nnodes 2 --nproc-per-node 3"),
-        ({"IRIS_HOST": "a", "IRIS_OVER_HOSTS": "iris", "IRIS_NETWORK_GBPS": "25"},
-         "IRIS_HOST=a IRIS_OVER_HOSTS=iris IRIS_NETWORK_GBPS=25 python"),
+        ({"IRIS_HOST": "a", "IRIS_OVER_HOSTS": "iris", "IRIS_NETWORK_GBPS": "25", "NCCL_NET": "IB"},
+         "IRIS_HOST=a IRIS_OVER_HOSTS=iris IRIS_NETWORK_GBPS=25 NCCL_NET=IB python"),
     ],
 )  # fmt: skip
 def test_a_command_is_recorded_with_what_it_depends_on(variables, typed, monkeypatch):

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 import click
@@ -99,7 +100,7 @@ def run_on_rank(
             show(rows)
             if simulator.ACTIVE:
                 click.echo(simulator.TIMES)
-            if out is not None:
+            if out is not None and find_spec("matplotlib"):
                 for picture, shown in pictures.items():
                     drawn = [row for row in rows if row[1:4] in shown]
                     plots.draw_operations(out, file_name(picture, dtype, ranks_here), drawn)

@@ -24,16 +24,19 @@ SETTINGS = (
     *("IRIS_WAIT_TIMEOUT_S", "IRIS_DEBUG", "IRIS_TRACE", "IRIS_SANITIZE"),
     *("IRIS_HOST", "IRIS_OVER_HOSTS", "IRIS_NETWORK_GBPS"),
 )
+# How their names begin that choose NCCL's (and RCCL's) network and algorithms.
+OF_THE_VENDOR = "NCCL_", "RCCL_"
 
 
 def command() -> str:
-    """What was typed: `SETTINGS`, torchrun if there are several ranks, and a module by its name, wherever it lies.
+    """What was typed: the settings, torchrun if there are several ranks, and a module by its name, wherever it lies.
 
     Of torchrun, on how many nodes, if there are several, and with how many ranks on each; not how they find each other.
     """
     program = Path(sys.argv[0])
     what = ["-m", program.parent.name] if program.name == "__main__.py" else [shown(str(program))]
-    settings = [f"{name}={os.environ[name]}" for name in SETTINGS if name in os.environ]
+    names = [*SETTINGS, *sorted(name for name in os.environ if name.startswith(OF_THE_VENDOR))]
+    settings = [f"{name}={os.environ[name]}" for name in names if name in os.environ]
     return shlex.join([*settings, *launcher(), *what, *sys.argv[1:]])
 
 
