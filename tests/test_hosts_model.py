@@ -227,6 +227,7 @@ FILE = {"device": "NVIDIA H200", "num_ranks": 4, "rows": [ROW, ROW | {"collectiv
         (FILE | {"rows": []}, "has no all_gather of Iris at its own choice"),
         (FILE | {"rows": [ROW, ROW | {"sms": 32, "collective": "reduce_scatter"}]}, "has no reduce_scatter of Iris"),
         (FILE | {"rows": [ROW, {**ROW, "bytes": None}]}, "has all_gather with bytes=None and bus_GBps=300.0, which"),
+        (FILE | {"rows": [ROW | {"bytes": 10**400}]}, "has all_gather with bytes=10+"),
         (FILE | {"rows": [ROW | {"bus_GBps": float("nan")}]}, ".*with bytes=8 and bus_GBps=nan, which are"),
         (FILE | {"num_hosts": 2}, "was measured over 2 hosts, and what is within one counts"),
         (FILE | {"num_ranks": 1}, "was measured on 1 ranks, and a link takes two"),

@@ -1,7 +1,6 @@
 """``python -m iris model hosts``: what the arithmetic of `iris.bench.hosts_model` gives, as a table and a picture."""
 
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -128,7 +127,7 @@ class Results:
             raise self._error(f"was measured on {self.device!r:.60}, whose times say nothing about a GPU")
         if hosts != 1:
             raise self._error(f"was measured over {hosts!r:.60} hosts, and what is within one counts here")
-        if not _is_number(self.num_ranks) or self.num_ranks < 2:
+        if not _is_above_0(self.num_ranks) or self.num_ranks < 2:
             raise self._error(f"was measured on {self.num_ranks!r:.60} ranks, and a link takes two")
         self._rows: list[dict[str, Any]] = rows
 
@@ -140,7 +139,7 @@ class Results:
         if not rows:
             raise self._error(f"has no {collective} of Iris at its own choice of multiprocessors")
         for row in rows:
-            if not all(_is_number(row.get(name)) and row[name] > 0 for name in ("bytes", "bus_GBps")):
+            if not all(_is_above_0(row.get(name)) for name in ("bytes", "bus_GBps")):
                 raise self._error(
                     f"has {collective} with bytes={row.get('bytes')!r:.60} and bus_GBps={row['bus_GBps']!r:.60}, which "
                     "are to be numbers above 0"
@@ -154,8 +153,9 @@ class Results:
         )
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+def _is_above_0(value: object) -> bool:
+    """Whether it is a number that can have been measured."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e18
 
 
 def described(measured: Measured) -> str:
