@@ -2,12 +2,17 @@
 
 PYTHON ?= python3
 RANKS ?= 2
+# Of test-hosts: hosts, and ranks on each, as in 2x4; or 2x4dealt, where ranks are dealt out to hosts one by one.
 HOSTS ?= $(RANKS)x1
 VERSION ?= dev
 RUN := .venv/bin/python
 OLDEST := PYTHONPATH=.oldest .venv/bin/python
 # A GPU machine's own torch fits its driver, so tests on GPUs run in the Python that is there.
-TORCHRUN := PYTHONPATH=. $(PYTHON) -m torch.distributed.run --standalone --nproc-per-node $(RANKS)
+TORCHRUN = PYTHONPATH=. $(PYTHON) -m torch.distributed.run --standalone --nproc-per-node $(1)
+ON_RANKS = $(call TORCHRUN,$(RANKS))
+# "2x4" has 2 * 4 of them.
+RANKS_OF_HOSTS = $(filter-out 0,$(shell echo $$(($(subst x,*,$(HOSTS:dealt=))))))
+ON_HOSTS = $(call TORCHRUN,$(or $(RANKS_OF_HOSTS),$(error HOSTS=$(HOSTS) is no number of hosts and ranks on each: 2x4)))
 
 # Python keeps what it has compiled, also where containers are told not to: `.venv` is installed without, and tests start
 # hundreds of processes, each of which would compile torch or this library anew.
@@ -20,7 +25,7 @@ OPERATIONS := language ops sanitizer tracing test_docs.py
 # What runs under the sanitizer only; and besides, in `make test-all`, all that uses ranks.
 SANITIZED := x ops/test_rounds.py test_example_folders.py test_example_refusals.py
 ALSO_SANITIZED := $(if $(IRIS_TEST_ALL),language ops ccl heap tracing $(addprefix test_,$(addsuffix .py,\
-	bench bootstrap context docs examples hosts tensors world)))
+	bench bench_over_hosts bootstrap context docs examples hosts tensors world)))
 
 # What the oldest Triton compiles, for the GPUs that were run, and runs: in `make test-all` for all, and by torchrun too.
 # For NVIDIA's the sample leaves what is made of the same device functions to the newest.
@@ -31,7 +36,7 @@ OLDEST_PROGRAMS := $(if $(IRIS_TEST_ALL),,-k "not torchrun")
 # All combinations take hours: they run in pieces, and go on where they were interrupted.
 PYTEST := $(if $(IRIS_TEST_ALL),scripts/in_pieces.py,-m pytest -q)
 
-OVER_HOSTS := test_hosts.py ops/test_over_hosts.py tracing/test_over_hosts.py \
+OVER_HOSTS := test_hosts.py test_bench_over_hosts.py ops/test_over_hosts.py tracing/test_over_hosts.py \
 	$(addprefix ccl/test_,$(addsuffix .py,\
 	over_hosts over_hosts_on_gpu all_to_all_v_over_hosts messages_over_hosts fp32_partials groups_over_hosts \
 	process_group_over_hosts vendor_over_hosts))
@@ -74,23 +79,23 @@ test-all: export IRIS_TEST_ALL = 1
 test-all: test       ## every combination, on up to 8 ranks, and more rounds: hours; goes on where it was stopped
 
 test-gpu:            ## the same tests on RANKS GPUs of this machine
-	$(TORCHRUN) -m pytest -q -x tests $(addprefix --ignore tests/,codegen sanitizer simulator)
+	$(ON_RANKS) -m pytest -q -x tests $(addprefix --ignore tests/,codegen sanitizer simulator)
 
-test-hosts:          ## those of several hosts, of which each of RANKS GPUs here is one, or HOSTS says; and on late rails
-	IRIS_OVER_HOSTS=iris IRIS_TEST_HOSTS=$(HOSTS) $(TORCHRUN) -m pytest -q -x $(addprefix tests/,$(OVER_HOSTS))
+test-hosts:          ## those of several hosts on GPUs here, a rank each: HOSTS, or RANKS hosts of one; then on late rails
+	IRIS_OVER_HOSTS=iris IRIS_TEST_HOSTS=$(HOSTS) $(ON_HOSTS) -m pytest -q -x $(addprefix tests/,$(OVER_HOSTS))
 	IRIS_SIMULATOR=1 IRIS_TEST_LATE_RAILS=1 PYTHONPATH=. $(PYTHON) -m pytest -q -x $(addprefix tests/,$(OVER_HOSTS))
 
 perf:                ## measures on RANKS GPUs, and fails below the floors of benchmarks/floors.json
 	$(MAKE) --keep-going --jobs 1 --no-print-directory $(MEASURED)
 
 perf-accesses:
-	$(TORCHRUN) benchmarks/point_to_point.py --floors benchmarks/floors.json
+	$(ON_RANKS) benchmarks/point_to_point.py --floors benchmarks/floors.json
 
 perf-collectives:
-	$(TORCHRUN) -m iris bench ccl --library iris --library nccl --sizes 8,128,8192,65536 --floors benchmarks/floors.json
+	$(ON_RANKS) -m iris bench ccl --library iris --library nccl --sizes 8,128,8192,65536 --floors benchmarks/floors.json
 
 perf-operations:
-	$(TORCHRUN) -m iris bench ops --library iris --library vendor --floors benchmarks/floors.json \
+	$(ON_RANKS) -m iris bench ops --library iris --library vendor --floors benchmarks/floors.json \
 	  --shape 8192x8192x8192 --shape 1024x8192x28672 --shape 4096x16384x4096 --shape 8x4096x0 --shape 16x8192x0
 
 lint: types          ## ruff and mypy

@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 
 from iris import requirements
-from iris.bench.options import DTYPES, FACTORS, NUM_RANKS, Floors, Numbers
+from iris.bench.options import DTYPES, FACTORS, NUM_RANKS, Floors, Numbers, Rate
 from iris.commands.launcher import forget_callers_rank
 from iris.errors import IrisError, ProcessUnreachableError
 
@@ -160,9 +160,9 @@ def bench() -> None:
     "--library",
     "libraries",
     multiple=True,
-    help="iris, 'iris steps' (over hosts), 'iris gluon', nccl, 'nccl windows', torch; and for all_reduce flashinfer, "
-    "'flashinfer one shot', 'flashinfer two shot' or sglang. If not given, all of the first, and of the others "
-    "flashinfer and sglang where they are installed.",
+    help="iris, 'iris steps' (its own over several hosts, where iris may leave a call to NCCL), 'iris gluon', nccl, "
+    "'nccl windows', torch; and for all_reduce flashinfer, 'flashinfer one shot', 'flashinfer two shot' or sglang. If "
+    "not given, all of the first that span the hosts, and on one host flashinfer and sglang where they are installed.",
 )
 @click.option("--dtype", type=DTYPES, default="bfloat16", show_default=True)
 @click.option(
@@ -173,7 +173,7 @@ def bench() -> None:
     type=Numbers(",", 0),
     default="0",
     show_default=True,
-    help="Multiprocessors to use at most; 0: each library's choice.",
+    help="Multiprocessors to use at most; 0: each library's choice. Over several hosts nccl alone takes another.",
 )
 @click.option("--floors", type=Floors(), help="Fail below the figures of this file.")
 @click.option("--out", type=click.Path(path_type=Path), help="Folder for CSV, JSON and pictures.")
@@ -293,17 +293,23 @@ def model() -> None:
 
 
 @model.command()
-@click.option("--hosts", type=Numbers(",", 2), default="2,4,8", show_default=True, help="How many there are.")
-@click.option("--gpus-per-host", type=click.IntRange(1), default=8, show_default=True)
+@click.option("--hosts", type=Numbers(",", 2), default="2,4,8", show_default=True, help="Numbers of hosts.")
 @click.option(
-    "--network",
-    type=click.FloatRange(0, min_open=True),
-    default=50,
-    show_default=True,
-    help="GB/s that each GPU sends to other hosts.",
+    "--gpus-per-host", type=click.IntRange(1, 1 << 16), default=8, show_default=True, help="GPUs of each host."
 )
 @click.option(
-    "--sizes", type=Numbers(",", 1), default="256", show_default=True, help="Of collectives, in MiB: all ranks' data."
+    "--network",
+    type=Rate(),
+    default=50,
+    show_default=True,
+    help="GB/s from each GPU to other hosts, and as many to it.",
+)
+@click.option(
+    "--sizes",
+    type=Numbers(",", 1),
+    default="256",
+    show_default=True,
+    help="Sizes of collectives in MiB: the output of all_gather, the input of the others.",
 )
 @click.option(
     "--shape",
@@ -312,30 +318,33 @@ def model() -> None:
     multiple=True,
     default=["8192x28672x8192"],
     show_default=True,
-    help="MxNxK of a product.",
+    help="Rows, columns and depth of the whole product of a fused operation, in bf16: MxNxK.",
 )
-@click.option("--device", default="NVIDIA H200", show_default=True, help="The GPU whose figures count.")
+@click.option(
+    "--device",
+    help="The GPU by its name, whose figures in Iris' table count. If not given, that of --results, or NVIDIA H200.",
+)
 @click.option(
     "--results",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="Collectives as `iris bench ccl --out` has measured them, and not as in the table of the GPU.",
+    help="JSON of `iris bench ccl --out`, of GPUs of one host: its rates of collectives count, not the table's.",
 )
-@click.option("--stores", type=click.FloatRange(0, min_open=True), help="GB/s that a kernel stores, in place of these.")
-@click.option("--gemm", type=click.FloatRange(0, min_open=True), help="TFLOPS of the vendor's GEMM, in place of these.")
+@click.option("--stores", type=Rate(), help="GB/s that a GPU's kernel stores to others of its host, not the table's.")
+@click.option("--gemm", type=Rate(), help="TFLOPS of a GPU in the vendor's GEMM, not the table's.")
 @click.option(
     "--out",
     type=click.Path(dir_okay=False, writable=True, path_type=Path),
     callback=drawable,
     help="Draw it, too: SVG, PNG ... by its ending.",
 )
-@click.option("--markdown", is_flag=True, help="The table alone, as documentation has it.")
+@click.option("--markdown", is_flag=True, help="Print the table alone, in Markdown.")
 def hosts(
     hosts: tuple[int, ...],
     gpus_per_host: int,
     network: float,
     sizes: tuple[int, ...],
     shapes: tuple[tuple[int, int, int], ...],
-    device: str,
+    device: str | None,
     results: Path | None,
     stores: float | None,
     gemm: float | None,

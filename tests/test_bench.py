@@ -7,6 +7,7 @@ import io
 import itertools
 import json
 import os
+import shlex
 import subprocess
 import sys
 import weakref
@@ -18,7 +19,6 @@ from click.testing import CliRunner
 from conftest import UNDER_TORCHRUN, import_path
 from covering import EVERYTHING
 from preloaded import LIMIT_S, python
-from rank_pool import Hosts
 
 from iris import simulator
 from iris.__main__ import commands
@@ -28,7 +28,6 @@ from iris.bench.timing import Operands, capture, counts, do_bench
 from iris.ccl import Config
 from iris.ccl.algorithms import ALGORITHMS, candidates
 from iris.ccl.select import ELSEWHERE, Choice, choose, name_in_table
-from iris.ccl.select_over_hosts import as_found
 from iris.errors import InvalidCountError, InvalidTableError
 
 KIB = 1 << 10
@@ -83,25 +82,6 @@ def test_libraries_are_measured_side_by_side(ranks):
     assert all(rows == first for rows in others), "ranks have different rows"
 
 
-def measured_over_hosts(ctx):
-    chosen, libraries = list(collectives.COLLECTIVES), ["iris", "iris steps"]
-    rows = list(collectives.measure(ctx, chosen, [2 * KIB], [0], libraries, torch.float32))
-    assert [(row.collective, row.library) for row in rows] == [(name, each) for name in chosen for each in libraries]
-    assert all(row.microseconds > 0 and row.reason == "" for row in rows)
-    return rows
-
-
-@pytest.mark.ranks(Hosts(2, 2), Hosts(4, 1))
-def test_collectives_are_measured_over_hosts(ranks, tmp_path):
-    rows = ranks.run(measured_over_hosts)[0]
-    num_ranks, (hosts, each, _) = ranks.num_ranks, ranks.hosts
-    collectives.write(tmp_path, num_ranks, rows, {}, hosts)
-    written = json.loads((tmp_path / f"collectives_{hosts}x{each}.json").read_text())
-    assert [written[name] for name in ("num_ranks", "num_hosts", "ranks_per_host")] == [num_ranks, hosts, each]
-    # Pictures by numbers of ranks are of one host.
-    assert plots.draw_by_ranks(tmp_path) == []
-
-
 def wrong_results(ctx, dtype):
     operands = Operands(*(ctx.empty(n, dtype=dtype) for n in (64, 64, 64 // ctx.num_ranks)))
     for collective in collectives.COLLECTIVES:
@@ -124,11 +104,36 @@ ROWS = [
 ]
 
 
+def clear_settings(monkeypatch):
+    of_the_vendor = [name for name in os.environ if name.startswith(report.OF_THE_VENDOR)]
+    for name in (*report.SETTINGS, *of_the_vendor, "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize(
+    "variables, typed",
+    [
+        ({}, "python"),
+        ({"WORLD_SIZE": "4"}, "torchrun --nproc-per-node 4"),
+        ({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "1"}, "torchrun --nproc-per-node 4"),
+        ({"WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "3", "GROUP_WORLD_SIZE": "2"},
+         "torchrun --nnodes 2 --nproc-per-node 3"),
+        ({"IRIS_HOST": "a", "IRIS_OVER_HOSTS": "iris", "IRIS_NETWORK_GBPS": "25", "NCCL_NET": "IB"},
+         "IRIS_HOST=a IRIS_OVER_HOSTS=iris IRIS_NETWORK_GBPS=25 NCCL_NET=IB python"),
+    ],
+)  # fmt: skip
+def test_a_command_is_recorded_with_what_it_depends_on(variables, typed, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["program.py", "--rounds", "3"])
+    clear_settings(monkeypatch)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert report.command() == f"{typed} program.py --rounds 3"
+
+
 def test_what_is_written(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["/somewhere/iris/__main__.py", "bench", "ccl", "--library", "iris gluon"])
+    clear_settings(monkeypatch)
     monkeypatch.setenv("WORLD_SIZE", "4")
-    for name in report.SETTINGS:
-        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("IRIS_WAIT_TIMEOUT_S", "2.5")
     collectives.write(tmp_path, 4, ROWS, {"copy_engine_GBps": 1.0})
     written = json.loads((tmp_path / "collectives_4.json").read_text())
@@ -157,14 +162,19 @@ def test_growth_is_drawn_of_what_every_number_of_ranks_has(tmp_path):
     assert all(f"<!-- {label} -->" in text for label in ("8 KiB", "2", "4", "8"))
 
 
-def test_floors(tmp_path):
+def test_floors(tmp_path, capsys, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
     floors = tmp_path / "floors.json"
     bounds = {"a_us": 3.0, "b_us": 3.0, "c_GBps": 5.0, "d_GBps": 5.0, "e_us": 1.0}
-    floors.write_text(json.dumps({report.environment()["device"]: {"ccl": {"2": bounds}}}))
+    floors.write_text(json.dumps({report.environment()["device"]: {"ccl": {"2": bounds, "2x2": {"a_us": 1.0}}}}))
     figures = {"a_us": 2.9, "b_us": 3.1, "c_GBps": 5.1, "d_GBps": 4.9}
     missed = report.below_floor(floors, "ccl", 2, figures)
     assert [line.split()[0] for line in missed] == ["b_us", "d_GBps", "e_us"]
-    assert report.below_floor(floors, "ccl", 4, figures) == []
+    # Those of as many ranks on each of as many hosts count, and no others.
+    assert len(report.below_floor(floors, "ccl", 4, figures, num_hosts=2)) == 1 and not capsys.readouterr().err
+    for num_ranks, num_hosts, ranks in ((4, 1, "4"), (4, 4, "4x1"), (2, 2, "2x1")):
+        assert report.below_floor(floors, "ccl", num_ranks, figures, num_hosts) == []
+        assert f"has no floors of ccl for {ranks} ranks on" in capsys.readouterr().err
 
 
 def tuned(ctx):
@@ -193,26 +203,6 @@ def test_a_table_is_measured_and_carries_every_call(ranks):
         # What cannot carry any size has a limit, whatever size was the largest that was measured.
         rows = [row for few in (False, True) for row in first[name_in_table(collective, few)]]
         assert all(row.limit is not None for row in rows if row.variant in tune.SMALL)
-
-
-def tuned_over_hosts(ctx):
-    lines = []
-    table = tune.tune_over_hosts(ctx, [KIB, 4 * KIB], lines.append)
-    assert all(line.count(" us") == 2 and "vendor" in line for line in lines)
-    return table
-
-
-@pytest.mark.ranks(Hosts(2, 2))
-def test_over_hosts_the_vendor_is_measured_beside_the_steps(ranks, tmp_path, monkeypatch):
-    first, *others = ranks.run(tuned_over_hosts)
-    assert all(table == first for table in others), "ranks would choose differently"
-    assert first.keys() == {*collectives.COLLECTIVES}
-    for rows in first.values():
-        assert rows[-1].limit is None and {row.variant for row in rows} <= {"iris", "vendor"}
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    (tmp_path / "iris").mkdir()
-    tune.write(tmp_path / "iris" / "collectives.json", first, "a GPU", "2x2")
-    assert as_found(2, 2, "a GPU").table == first
 
 
 def test_a_pick_changes_where_it_pays():
@@ -260,14 +250,18 @@ def test_tables_are_added_to_a_file(tmp_path):
 
 @pytest.mark.parametrize(
     ("command", "words"),
-    [("ccl --sizes 8,a", "'8,a' is not possible; it takes whole numbers from 1 on, with ',' between"),
+    [("ccl --library 'iris steps'", "measures the steps that Iris has over several hosts, and these ranks are on one"),
+     ("ccl --sizes 8,a", "'8,a' is not possible; it takes whole numbers from 1 on, with ',' between"),
      ("ccl --sms -1", "whole numbers from 0 on"), ("ops --shape 8x8", "3 whole numbers from 0 on, with 'x' between"),
      ("ops --dtype half", "'half' is not one of 'float16'"), ("ccl --dtype float8_e4m3fn", "is not one of 'float16'"),
+     ("ccl --library nccl --sms 4", "in the simulator that is Gloo, which takes none"),
      (f"ops --floors {__file__}", "is not JSON that can be read: "), ("ccl --floors /", "is a directory")],
 )  # fmt: skip
-def test_options_that_make_no_sense(command, words):
-    result = CliRunner().invoke(commands, ["bench", *command.split()])
-    assert result.exit_code == 2 and words in " ".join(result.output.split())
+def test_options_that_make_no_sense(command, words, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(ranks_of_a_bench.simulator, "ACTIVE", True)
+    result = CliRunner().invoke(commands, ["bench", *shlex.split(command)])
+    assert result.exit_code in (1, 2) and words in " ".join(result.output.split())
 
 
 def started(*arguments):

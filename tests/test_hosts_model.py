@@ -10,15 +10,22 @@ from conftest import TESTS
 
 from iris.__main__ import commands
 from iris.bench.hosts_command import measurements
-from iris.bench.hosts_model import COLLECTIVES, FUSED, Cluster, Measured, beside, collective, fused, vendor
+from iris.bench.hosts_model import COLLECTIVES, FUSED, Measured, beside, collective, fused
+from iris.ccl import select_over_hosts
+from iris.ccl.predict_over_hosts import LINK_GBPS, Cluster, HostFigures, vendor
 from iris.errors import InvalidTableError, InvalidValueError
 
 ROOT = TESTS.parent
 RESULTS = ROOT / "benchmarks" / "results" / "collectives" / "collectives_4.json"
 # Round numbers: 100 GB/s are 10^5 bytes a microsecond. Memory is so fast that adding takes nothing.
-ROUND = Measured(100, 100, 100, stores=100, beside=80, slowed=0.5, gemm=500, memory=1e12)
+HOST = HostFigures(100, 100, link_GBps=LINK_GBPS, memory_GBps=1e12, small_us=0, transfer_us=0)
+ROUND = Measured(HOST, stores=100, beside=80, slowed=0.5, gemm=500)
 TWO, FOUR = Cluster(2, 4, 10.0), Cluster(4, 4, 10.0)
 LARGE = (8192, 28672, 8192)
+
+
+def with_host(measured, **figures):
+    return replace(measured, host=measured.host._replace(**figures))
 
 
 def exactly(expected):
@@ -37,7 +44,7 @@ def test_an_all_gather_by_hand():
 
 
 def test_a_reduce_scatter_by_hand():
-    row = collective("reduce_scatter", 16_000_000, FOUR, replace(ROUND, memory=50))
+    row = collective("reduce_scatter", 16_000_000, FOUR, with_host(ROUND, memory_GBps=50))
     # 3 parts of 1 MB along the rail; 3 of 4 parts of 16 MB to peers; 4 parts read and one written.
     assert (row.rail, row.in_host) == (exactly(300), exactly(120 + 100))
     assert row.in_steps == exactly(520) and row.overlapped == exactly(300 + 220 / 4)
@@ -55,12 +62,11 @@ def test_an_all_reduce_by_hand():
 
 def test_an_all_reduce_on_two_hosts_is_nccls_by_trees():
     cluster, nbytes = Cluster(2, 8, 50.0), 256 << 20
-    at_best, usual = vendor("all_reduce", nbytes, cluster)
     bus_bytes = 2 * 15 / 16 * nbytes
-    assert (at_best, usual) == (exactly(bus_bytes / 480e3), exactly(bus_bytes / 430e3))
+    assert vendor("all_reduce", nbytes, cluster, HOST) == (exactly(bus_bytes / 480e3), exactly(bus_bytes / 430e3))
     # A slow network carries 1 / 8 of it each way, which is less than in rings.
-    assert vendor("all_reduce", nbytes, Cluster(2, 8, 5.0)) == (exactly(nbytes / 8 / 5e3),) * 2
-    assert vendor("all_reduce", nbytes, Cluster(4, 8, 50.0))[0] == exactly(2 * 31 / 32 * nbytes / 370e3)
+    assert vendor("all_reduce", nbytes, Cluster(2, 8, 5.0), HOST) == (exactly(nbytes / 8 / 5e3),) * 2
+    assert vendor("all_reduce", nbytes, Cluster(4, 8, 50.0), HOST).at_best == exactly(2 * 31 / 32 * nbytes / 370e3)
 
 
 def test_a_fused_operation_by_hand():
@@ -87,7 +93,9 @@ def test_the_example_of_a_large_layer_on_two_hosts_of_eight():
     assert round(row.bound) == 325 and round(row.in_host * 361.3 / measured.stores) == 336
     # NCCL's all_gather at the 370 GB/s of its rings takes 340.
     assert round(row.nccl_bound) == 340 + 308
-    other = fused("matmul_reduce_scatter", LARGE, Cluster(2, 8, 50.0), replace(measured, stores=361, memory=1e12))
+    other = fused(
+        "matmul_reduce_scatter", LARGE, Cluster(2, 8, 50.0), with_host(replace(measured, stores=361), memory_GBps=1e12)
+    )
     assert (round(other.rail), round(other.in_host)) == (587, 1139)
 
 
@@ -111,7 +119,7 @@ def test_what_holds_of_all_of_them(name, predict, hosts):
         assert values == sorted(values, reverse=True), field
     assert times[-1].bound == times[-2].bound == max(row.in_host, row.product)
     # Of one GPU a host nothing goes to peers.
-    alone = predict(name, Cluster(hosts, 1, 50.0), replace(measured, memory=1e15))
+    alone = predict(name, Cluster(hosts, 1, 50.0), with_host(measured, memory_GBps=1e15))
     assert alone.in_host == pytest.approx(0, abs=1e-3)
 
 
@@ -133,32 +141,66 @@ def test_the_command_prints_a_table_and_draws(tmp_path):
 def test_without_measured_collectives_those_of_the_table_count():
     from_table, from_results = (measurements("NVIDIA H200", results)[0] for results in (None, RESULTS))
     rows = json.loads(RESULTS.read_text())["rows"]
-    assert from_table.all_gather == from_table.all_reduce == 290
-    for name in COLLECTIVES:
+    assert from_table.host.all_gather_GBps == from_table.host.reduce_scatter_GBps == 290
+    for name in ("all_gather", "reduce_scatter"):
         (rate,) = [
             row["bus_GBps"]
             for row in rows
             if (row["collective"], row["library"], row["sms"], row["bytes"]) == (name, "iris", 0, 256 << 20)
         ]
-        assert getattr(from_results, name) == rate
+        assert getattr(from_results.host, f"{name}_GBps") == rate
     assert from_table.stores == from_results.stores == 350
 
 
-def test_the_documentation_has_what_the_command_prints():
+def test_the_documentation_has_what_its_command_prints(tmp_path, monkeypatch):
     page = (ROOT / "docs" / "several-hosts.md").read_text()
-    ((command,),) = (re.findall(r"python -m iris (model hosts .*)", page),)
-    options = command.replace("benchmarks/", f"{ROOT}/benchmarks/").partition(" --out ")[0].split()
-    result = CliRunner().invoke(commands, [*options, "--markdown"])
-    table = [line for line in result.output.splitlines() if line.startswith("|")]
-    assert len(table) == 2 + 3 * 5
-    assert "\n".join(table) in page
+    (command,) = re.findall(r"python -m iris (model hosts .*)", page)
+    # From the root of a clone, but for what it writes.
+    (tmp_path / "benchmarks").symlink_to(ROOT / "benchmarks")
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(commands, command.split())
+    table = result.stdout
+    assert result.exit_code == 0 and len(table.splitlines()) == 2 + 3 * 5
+    assert f"\n\n{table}\n" in page
+    assert (tmp_path / "docs" / "images" / "performance" / "hosts.svg").stat().st_size
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+@pytest.mark.parametrize("hosts", [2, 3, 4])
+def test_the_model_and_the_choice_compute_the_same(name, hosts):
+    """What is chosen between are the model's steps, and NCCL, with the latencies that the model leaves out."""
+    found = select_over_hosts.as_found(hosts, 8, "NVIDIA H200")
+    ours, theirs = found.predicted_us(name, 256 << 20)
+    measured, _ = measurements("NVIDIA H200", None)
+    row = collective(name, 256 << 20, found.cluster, measured)
+    transfer, small = found.host.transfer_us, found.host.small_us
+    assert found.cluster == Cluster(hosts, 8, 50.0) and measured.host == found.host._replace(transfer_us=0, small_us=0)
+    assert theirs - transfer == exactly(row.nccl if name == "all_reduce" else row.nccl_bound)
+    assert row.in_steps <= ours <= row.in_steps + 2 * transfer + 2 * hosts * small
+
+
+def test_the_gpu_of_the_results_counts(tmp_path):
+    file = tmp_path / "results.json"
+    content = json.loads(RESULTS.read_text())
+    file.write_text(json.dumps(content | {"device": "NVIDIA H100 80GB HBM3"}))
+    result = invoke("--results", file)
+    assert "memory 3350 GB/s" in " ".join(result.output.split()) and "4 x NVIDIA H100" in result.output
+    assert "memory 4917 GB/s" in " ".join(invoke("--device", "another").output.split())
+    assert "as nobody has measured another" in invoke("--device", "another").output
+    result = invoke("--results", file, "--device", "NVIDIA H200")
+    assert result.exit_code == 1 and "was measured on NVIDIA H100 80GB HBM3, and --device is" in result.output
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
         (["--hosts", "1"], "whole numbers from 2 on"),
-        (["--network", "0"], "--network"),
+        *[
+            ([option, value], f"'{option}': '{value}' is not possible; it takes a number above 0, up to 1e+06")
+            for option, value in [("--network", "0"), ("--network", "nan"), ("--stores", "inf"), ("--gemm", "-1")]
+        ],
+        (["--network", "fast"], "'fast' is not possible"),
+        (["--hosts", "2147483648"], "whole numbers from 2 on, up to 2147483647"),
         (["--gpus-per-host", "0"], "--gpus-per-host"),
         (["--shape", "8192x8192"], "3 whole numbers"),
         (["--shape", "8192x8200x8192"], "N=8200 is no multiple of 16"),
@@ -172,20 +214,32 @@ def test_what_means_nothing_is_refused(options, said):
     assert result.exit_code and said in " ".join(result.output.split())
 
 
+ROW = {"collective": "all_gather", "library": "iris", "sms": 0, "bytes": 8, "bus_GBps": 300.0}
+FILE = {"device": "NVIDIA H200", "num_ranks": 4, "rows": [ROW, ROW | {"collective": "reduce_scatter"}]}
+
+
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("content", "said"),
     [
         ("[", "is no file of results"),
-        ("[]", "is no file of results"),
-        ('{"rows": 3, "num_ranks": 2}', "is no file of results"),
-        ('{"rows": [], "num_ranks": 2}', "has no all_gather of Iris"),
+        ([], "is no file of results"),
+        (FILE | {"rows": 3}, "is no file of results: it has no rows"),
+        (FILE | {"rows": []}, "has no all_gather of Iris at its own choice"),
+        (FILE | {"rows": [ROW, ROW | {"sms": 32, "collective": "reduce_scatter"}]}, "has no reduce_scatter of Iris"),
+        (FILE | {"rows": [ROW, {**ROW, "bytes": None}]}, "has all_gather with bytes=None and bus_GBps=300.0, which"),
+        (FILE | {"rows": [ROW | {"bytes": 10**400}]}, "has all_gather with bytes=10+"),
+        (FILE | {"rows": [ROW | {"bus_GBps": float("nan")}]}, ".*with bytes=8 and bus_GBps=nan, which are"),
+        (FILE | {"num_hosts": 2}, "was measured over 2 hosts, and what is within one counts"),
+        (FILE | {"num_ranks": 1}, "was measured on 1 ranks, and a link takes two"),
+        (FILE | {"device": "simulator on x86_64"}, "was measured on 'simulator on x86_64', whose times say nothing"),
     ],
 )
-def test_results_that_are_none_are_refused(text, said, tmp_path):
-    (tmp_path / "r.json").write_text(text)
-    with pytest.raises(InvalidTableError, match=said):
-        measurements("NVIDIA H200", tmp_path / "r.json")
-    assert invoke("--results", tmp_path / "r.json").exit_code == 1
+def test_results_that_say_nothing_of_a_host_are_refused(content, said, tmp_path):
+    file = tmp_path / "r.json"
+    file.write_text(content if isinstance(content, str) else json.dumps(content))
+    with pytest.raises(InvalidTableError, match=f"{file} {said}.*--results takes what was measured on several GPUs"):
+        measurements(None, file)
+    assert invoke("--results", file).exit_code == 1
 
 
 def test_a_shape_that_ranks_cannot_share_names_what_is_wrong():

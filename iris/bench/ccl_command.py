@@ -1,5 +1,6 @@
 """``python -m iris bench ccl``: what it prints and writes."""
 
+import os
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,7 +18,7 @@ from iris.bench.ceilings import ceilings
 from iris.bench.report import below_floor
 from iris.ccl.select import name_of_ranks
 from iris.context import iris
-from iris.errors import SeveralHostsError, UnknownChoiceError
+from iris.errors import InvalidValueError, SeveralHostsError, UnknownChoiceError
 
 
 def run(
@@ -40,6 +41,9 @@ def run(
                 raise UnknownChoiceError(name, value, possible)
     chosen = list(collectives or measuring.COLLECTIVES)
     bytes_ = [size << 10 for size in sizes]
+    if "RANK" not in os.environ:
+        # Ranks that are started here are on one host.
+        check_choice(libraries, sms, 1)
     ranks.measure(ranks.number(num_ranks), run_on_rank, chosen, libraries, dtype, bytes_, sms, floors, out)
 
 
@@ -57,9 +61,7 @@ def run_on_rank(
         on_gpu = ctx.device.type == "cuda"
         hosts = ctx.num_hosts
         beside = list(libraries or by_default(hosts, on_gpu))
-        for library in beside:
-            if hosts > 1 and library not in measuring.OVER_HOSTS:
-                raise SeveralHostsError(f"--library '{library}'", f"Ask for {', '.join(measuring.OVER_HOSTS)}.")
+        check_choice(beside, sms, hosts)
         rows: list[measuring.Row] = []
         total = len(chosen) * len(bytes_) * len(sms) * len(beside)
         console = Console(stderr=True, quiet=ctx.get_rank() > 0)
@@ -91,17 +93,39 @@ def run_on_rank(
             if row.reason and row.library.startswith("iris")
         ]
         if floors is not None:
-            missed += below_floor(floors, "ccl", ctx.get_num_ranks(), figures(rows))
+            missed += below_floor(floors, "ccl", ctx.get_num_ranks(), figures(rows), hosts)
     return missed
+
+
+def check_choice(libraries: Sequence[str], sms: Sequence[int], num_hosts: int) -> None:
+    """Raise `SeveralHostsError`, or `InvalidValueError`, for what cannot be measured over so many hosts."""
+    ranks.check_libraries(libraries, num_hosts, measuring.OVER_HOSTS)
+    steps = measuring.STEPS
+    if num_hosts == 1 and steps in libraries:
+        raise InvalidValueError(
+            f"--library {steps!r} measures the steps that Iris has over several hosts, and these ranks are on one. Ask "
+            "for iris, which is all that Iris does here, or start ranks on several hosts with torchrun --nnodes."
+        )
+    if simulator.ACTIVE and any(sms) and "nccl" in libraries:
+        raise InvalidValueError(
+            "--sms with --library nccl limits NCCL, and in the simulator that is Gloo, which takes none. Leave one "
+            "of them out."
+        )
+    of_iris = [library for library in libraries if library.startswith("iris")]
+    if num_hosts > 1 and any(sms) and of_iris:
+        raise SeveralHostsError(
+            f"--sms {','.join(map(str, sms))} of --library {' and '.join(map(repr, of_iris))}",
+            "Its steps choose their multiprocessors. Leave --sms out, or ask for --library nccl alone.",
+        )
 
 
 def by_default(num_hosts: int, on_gpu: bool) -> Sequence[str]:
     """The libraries that are measured, if none are asked for."""
     if num_hosts > 1:
-        return measuring.OVER_HOSTS if on_gpu else ("iris", "iris steps")
+        return measuring.OVER_HOSTS if on_gpu else ("iris", measuring.STEPS)
     if not on_gpu:
         return "iris", "iris gluon"
-    return [library for library in optional_peers.by_default(measuring.LIBRARIES) if library != "iris steps"]
+    return [library for library in optional_peers.by_default(measuring.LIBRARIES) if library != measuring.STEPS]
 
 
 def figures(rows: list[measuring.Row]) -> dict[str, float]:

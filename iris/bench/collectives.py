@@ -19,7 +19,7 @@ import torch.distributed as dist
 from iris import simulator
 from iris.bench import optional_peers, peers
 from iris.bench.ranks import failure, on_any_rank
-from iris.bench.report import environment
+from iris.bench.report import environment, numbers
 from iris.bench.timing import Operands, capture, counts, do_bench, microseconds_in_turns
 from iris.ccl import Config
 from iris.ccl.select import name_of_ranks
@@ -28,9 +28,11 @@ from iris.commands.files import written
 from iris.context import Iris
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
-LIBRARIES = ("iris", "iris steps", "iris gluon", "nccl", "nccl windows", "torch", *optional_peers.NAMES)
-# Of these, those that span hosts. "iris steps" are its own, which "iris" may leave to the vendor.
-OVER_HOSTS = ("iris", "iris steps", "nccl")
+# Iris' own steps over hosts, which "iris" may leave to the vendor.
+STEPS = "iris steps"
+LIBRARIES = ("iris", STEPS, "iris gluon", "nccl", "nccl windows", "torch", *optional_peers.NAMES)
+# Of these, those that span hosts.
+OVER_HOSTS = ("iris", STEPS, "nccl")
 
 
 class Row(NamedTuple):
@@ -248,9 +250,8 @@ def _case(
     def of(operands: Operands, call: Callable[[], object]) -> Case:
         return Case(operands, call, call)
 
-    if library == "iris steps":
-        steps = Config(over_hosts=IRIS)
-        return of(heap, iris_calls(ctx, heap, steps)[collective]) if ctx.num_hosts > 1 and not limit else None
+    if library == STEPS:
+        return of(heap, iris_calls(ctx, heap, Config(over_hosts=IRIS))[collective])
     if library.startswith("iris"):
         config = None
         if limit or library == "iris gluon":
@@ -274,13 +275,11 @@ def _case(
 
 def write(folder: Path, num_ranks: int, rows: list[Row], ceiling: dict[str, float], num_hosts: int = 1) -> None:
     """The rows as CSV and JSON, the latter with what they depend on."""
-    ranks_each = num_ranks // num_hosts
-    table = folder / f"collectives_{name_of_ranks(ranks_each, num_hosts)}.csv"
+    table = folder / f"collectives_{name_of_ranks(num_ranks // num_hosts, num_hosts)}.csv"
     with written(table), open(table, "w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(Row._fields)
         writer.writerows(rows)
-    ranks = {"num_ranks": num_ranks, "num_hosts": num_hosts, "ranks_per_host": ranks_each}
-    result = {**environment(), **ranks, **ceiling, "rows": [row._asdict() for row in rows]}
+    result = {**environment(), **numbers(num_ranks, num_hosts), **ceiling, "rows": [row._asdict() for row in rows]}
     with written(table):
         table.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")

@@ -10,11 +10,16 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from iris.bench.hosts_model import COLLECTIVES, FUSED, ITEMSIZE, Cluster, Measured, Row, collective, fused
+from iris.bench.hosts_model import COLLECTIVES, FUSED, ITEMSIZE, Measured, Row, collective, fused
+from iris.ccl.predict_over_hosts import Cluster, HostFigures
 from iris.commands.files import written
 from iris.errors import InvalidTableError
 from iris.machine.figures import find
 
+# Whose figures count, if nothing else says it.
+DEVICE = "NVIDIA H200"
+# The collectives whose rates within a host count. An all_reduce is both of them.
+RATES = ("all_gather", "reduce_scatter")
 COLUMNS = (
     *("call", "size", "hosts", "rail", "in host", "product"),
     *("Iris at best", "overlapped", "in steps", "NCCL at best", "NCCL", "gain at best", "gain"),
@@ -27,7 +32,7 @@ def run(
     network: float,
     sizes: Sequence[int],
     shapes: Sequence[tuple[int, int, int]],
-    device: str,
+    device: str | None,
     results: Path | None,
     stores: float | None,
     gemm: float | None,
@@ -47,64 +52,118 @@ def run(
     show(rows, markdown)
     if not markdown:
         click.echo(f"Microseconds, by arithmetic: hosts of {gpus} GPUs, {network:g} GB/s from each to other hosts.")
-        click.echo(f"Within a host, GB/s and TFLOPS of a GPU: {described(measured)}.")
+        click.echo(f"Within a host, of each GPU: {described(measured)}.")
         click.echo(f"Measured: {source}. No network was.")
     if out is not None:
         draw(rows, out, f"hosts of {gpus} GPUs, {network:g} GB/s a GPU between them")
-        click.echo(f"Picture: {out}")
+        # What is printed besides is what a page has.
+        click.echo(f"Picture: {out}", err=markdown)
 
 
-def measurements(device: str, results: Path | None) -> tuple[Measured, str]:
+def measurements(device: str | None, results: Path | None) -> tuple[Measured, str]:
     """What was measured on this kind of GPU, and where that stands.
 
     ``results``: a file of ``python -m iris bench ccl``, whose largest size counts; else the figures of Iris' table.
-    Raises `InvalidTableError` for a file that has not what is needed.
+    ``device``: that of the results, or `DEVICE`, if it is not given. Raises `InvalidTableError` for a file that has not
+    what is needed.
     """
-    figures, source = find(device)
-    rates, found = dict.fromkeys(COLLECTIVES, figures.collective_GBps), f"table of {source}"
-    if results is not None:
-        rates, ranks = {name: rate_of(name, results) for name in COLLECTIVES}, content_of(results)["num_ranks"]
-        found += f"; collectives on {ranks} x {content_of(results).get('device')}, {results.name}"
-    measured = Measured(
-        **rates,
-        stores=figures.stores_GBps,
-        beside=figures.stores_beside_product_GBps,
-        slowed=figures.product_speed_beside_stores[ITEMSIZE],
-        gemm=figures.gemm_TFLOPS[ITEMSIZE],
-        memory=figures.memory_GBps,
-    )
-    return measured, found
-
-
-def content_of(results: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(results.read_text())
-        if not isinstance(content["rows"], list) or not isinstance(content["num_ranks"], int):
-            raise ValueError("it has no rows")
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    measured = None if results is None else Results(results)
+    if measured is not None and device not in (None, measured.device):
         raise InvalidTableError(
-            f"{results} is no file of results: {error}. `python -m iris bench ccl --out FOLDER` writes one."
-        ) from error
-    return content
-
-
-def rate_of(name: str, results: Path) -> float:
-    """GB/s of bus bandwidth of the largest call of Iris' collective in the file."""
-    rows = [row for row in content_of(results)["rows"] if isinstance(row, dict)]
-    mine = {"collective": name, "library": "iris", "sms": 0}
-    found = [row for row in rows if mine.items() <= row.items() and row.get("bus_GBps")]
-    if not found:
-        raise InvalidTableError(
-            f"{results} has no {name} of Iris. `python -m iris bench ccl --library iris --out FOLDER` measures all."
+            f"{results} was measured on {measured.device}, and --device is {device}. Leave --device out, or give a "
+            f"file that was measured on {device}."
         )
-    return max(found, key=lambda row: row["bytes"])["bus_GBps"]
+    device = measured.device if measured else device or DEVICE
+    figures, source = find(device)
+    rates, found = dict.fromkeys(RATES, figures.collective_GBps), f"table of {source}"
+    if device not in source:
+        found += f", as nobody has measured {device}"
+    if measured is not None:
+        rates = {name: measured.bus_GBps(name) for name in RATES}
+        found += f"; collectives on {measured.num_ranks} x {device}, {measured.path.name}"
+    host = HostFigures(
+        all_gather_GBps=rates["all_gather"],
+        reduce_scatter_GBps=rates["reduce_scatter"],
+        link_GBps=figures.copy_engine_GBps,
+        memory_GBps=figures.memory_GBps,
+        small_us=0.0,
+        transfer_us=0.0,
+    )
+    return (
+        Measured(
+            host,
+            stores=figures.stores_GBps,
+            beside=figures.stores_beside_product_GBps,
+            slowed=figures.product_speed_beside_stores[ITEMSIZE],
+            gemm=figures.gemm_TFLOPS[ITEMSIZE],
+        ),
+        found,
+    )
+
+
+class Results:
+    """A file that ``python -m iris bench ccl --out`` has written, on GPUs of one host.
+
+    Attributes
+    ----------
+    device : str
+        The GPUs' name.
+    num_ranks : int
+        How many there were, one rank on each.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Raises `InvalidTableError` if it is another file, or was measured elsewhere."""
+        self.path = path
+        try:
+            content = json.loads(path.read_text())
+            rows, self.device, self.num_ranks = content["rows"], content["device"], content["num_ranks"]
+            hosts = content.get("num_hosts", 1)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise self._error(f"is no file of results: {type(error).__name__}: {error}") from error
+        if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+            raise self._error("is no file of results: it has no rows")
+        if not isinstance(self.device, str) or self.device.startswith("simulator"):
+            raise self._error(f"was measured on {self.device!r:.60}, whose times say nothing about a GPU")
+        if hosts != 1:
+            raise self._error(f"was measured over {hosts!r:.60} hosts, and what is within one counts here")
+        if not _is_above_0(self.num_ranks) or self.num_ranks < 2:
+            raise self._error(f"was measured on {self.num_ranks!r:.60} ranks, and a link takes two")
+        self._rows: list[dict[str, Any]] = rows
+
+    def bus_GBps(self, collective: str) -> float:
+        """Of the largest call of Iris' collective at its own choice. Raises `InvalidTableError` if there is none."""
+        wanted = {"collective": collective, "library": "iris", "sms": 0}
+        # Those that failed have a reason and no rate.
+        rows = [row for row in self._rows if wanted.items() <= row.items() and row.get("bus_GBps") is not None]
+        if not rows:
+            raise self._error(f"has no {collective} of Iris at its own choice of multiprocessors")
+        for row in rows:
+            if not all(_is_above_0(row.get(name)) for name in ("bytes", "bus_GBps")):
+                raise self._error(
+                    f"has {collective} with bytes={row.get('bytes')!r:.60} and bus_GBps={row['bus_GBps']!r:.60}, which "
+                    "are to be numbers above 0"
+                )
+        return float(max(rows, key=lambda row: row["bytes"])["bus_GBps"])
+
+    def _error(self, what: str) -> InvalidTableError:
+        return InvalidTableError(
+            f"{self.path} {what}. --results takes what was measured on several GPUs of one host, as "
+            "`python -m iris bench ccl --library iris --out FOLDER` writes it there."
+        )
+
+
+def _is_above_0(value: object) -> bool:
+    """Whether it is a number that can have been measured."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e18
 
 
 def described(measured: Measured) -> str:
+    host = measured.host
     return (
-        f"all_gather {measured.all_gather:.0f}, reduce_scatter {measured.reduce_scatter:.0f}, all_reduce "
-        f"{measured.all_reduce:.0f}, a kernel's stores {measured.stores:.0f} alone and {measured.beside:.0f} beside a "
-        f"product, which slows to {measured.slowed:g}; products {measured.gemm:.0f}; memory {measured.memory:.0f}"
+        f"all_gather {host.all_gather_GBps:.0f} GB/s, reduce_scatter {host.reduce_scatter_GBps:.0f} GB/s; a kernel's "
+        f"stores {measured.stores:.0f} GB/s alone and {measured.beside:.0f} GB/s beside a product, which slows to "
+        f"{measured.slowed:g} of its speed; products {measured.gemm:.0f} TFLOPS; memory {host.memory_GBps:.0f} GB/s"
     )
 
 

@@ -1,19 +1,8 @@
 """When Iris pays over several hosts: arithmetic from what was measured within a host, as no network was measured.
 
-H hosts have L GPUs each, and a GPU sends N bytes a second to other hosts: W = H L ranks. What a rank sends, in bytes,
-where S is a whole (of an all_gather the output, of a reduce_scatter the input), and a product is M x K by K x N:
-
-| | along the rail | to GPUs of the host |
-| --- | --- | --- |
-| all_gather | (H - 1) S / W | (L - 1) S / L |
-| reduce_scatter | (H - 1) S / W | (L - 1) S / L |
-| all_reduce | 2 (H - 1) S / W | 2 (L - 1) S / L |
-| all_gather_matmul | as all_gather of A | as all_gather of A |
-| matmul_reduce_scatter | as reduce_scatter of the M x N sums | as reduce_scatter of these |
-
-NCCL's rings send (W - 1) S / W through each GPU, twice for an all_reduce, over the L links of a host to the next one:
-L N bytes a second at best, and what NVLink gives ("bus bandwidth" of nccl-tests, doc/PERFORMANCE.md). On 2 hosts an
-all_reduce goes by NVLSTree instead: each GPU sends 1 / L of the sums to the other host, and the switch of a host adds.
+What is done today, and what NCCL's algorithms take, is in `iris.ccl.predict_over_hosts`, by which calls are chosen too.
+Here are the bounds of what could be done, and fused operations: of a product of M x K by K x N, all_gather_matmul moves
+A as an all_gather of it does, and matmul_reduce_scatter the sums, M x N, as a reduce_scatter of these does.
 
 Latencies are left out, so this says nothing of less than some MiB.
 """
@@ -21,6 +10,7 @@ Latencies are left out, so this says nothing of less than some MiB.
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from iris.ccl.predict_over_hosts import Cluster, HostFigures, add_up_us, rail_us, steps, us, vendor
 from iris.errors import InvalidValueError
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
@@ -28,49 +18,23 @@ COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 FUSED = {"all_gather_matmul": "all_gather", "matmul_reduce_scatter": "reduce_scatter"}
 # Of bf16.
 ITEMSIZE = 2
-
-# What NVLink lets NCCL do on 8 H100, GB/s of bus bandwidth: rings, and an all_reduce that the switch adds up, as NCCL's
-# author has it (NVIDIA/nccl-tests#212).
-RINGS_AT_BEST_GBps, NVLS_AT_BEST_GBps = 370.0, 480.0
-# What a user has measured on hosts of 8 H100 with 400 Gb/s a GPU (NVIDIA/nccl#1221): all_reduce on 2 hosts by NVLSTree,
-# GB/s; and by rings, as a part of L N, which is 400 there, on 2 hosts and on 4. Here these stand for all_gather and
-# reduce_scatter, too.
-NVLS_TREE_GBps = 430.0
-RINGS_ON_TWO, RINGS = 330 / 400, 320 / 400
-
 # Pieces of an all_reduce, of which one is exchanged while others are added up. The rest comes by hosts: H pieces.
 PIECES = 8
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What was measured within a host, GB/s that a GPU sends to others and TFLOPS of a GPU.
+    """What was measured within a host, of one GPU.
 
-    ``all_gather``, ``reduce_scatter``, ``all_reduce``: bus bandwidth of Iris' collectives. ``stores``: of a kernel
-    alone; ``beside``: beside a product, which has ``slowed`` of its speed meanwhile. ``memory``: of a GPU's own.
+    ``host``: what collectives take, with no latencies. In GB/s ``stores``: what a kernel stores to peers, alone;
+    ``beside``: beside a product, which has ``slowed`` of its speed meanwhile. ``gemm``: TFLOPS of the vendor's GEMM.
     """
 
-    all_gather: float
-    reduce_scatter: float
-    all_reduce: float
+    host: HostFigures
     stores: float
     beside: float
     slowed: float
     gemm: float
-    memory: float
-
-
-@dataclass(frozen=True)
-class Cluster:
-    """``network``: GB/s from each GPU to other hosts."""
-
-    hosts: int
-    gpus: int
-    network: float
-
-    @property
-    def ranks(self) -> int:
-        return self.hosts * self.gpus
 
 
 class Row(NamedTuple):
@@ -106,23 +70,22 @@ class Row(NamedTuple):
 
 def collective(name: str, nbytes: int, cluster: Cluster, measured: Measured) -> Row:
     """Of ``nbytes`` in all: an all_gather's output, a reduce_scatter's or an all_reduce's input."""
-    H, L, W = cluster.hosts, cluster.gpus, cluster.ranks
-    times = 2 if name == "all_reduce" else 1
-    rail = us(times * (H - 1) * nbytes / W, cluster.network)
-    in_host = us(times * (L - 1) * nbytes / L, getattr(measured, name))
-    if name != "all_gather":
-        in_host += add_up(nbytes / W, cluster, measured)
-    if name == "all_gather":
-        in_steps = max(rail, in_host / H) + in_host * (H - 1) / H
-    elif name == "reduce_scatter":
-        in_steps = in_host + rail
-    else:
-        # A reduce_scatter, and an all_gather whose own part the rail brings others beside.
-        in_steps = in_host / 2 + rail / 2 + max(rail / 2, in_host / 2 / H) + in_host / 2 * (H - 1) / H
-    overlapped = max(in_host, rail + in_host / (PIECES if name == "all_reduce" else H))
-    size = f"{nbytes / 2**20:g} MiB"
-    nccl_bound, nccl = vendor(name, nbytes, cluster)
-    return Row(name, size, H, rail, in_host, 0.0, max(rail, in_host), overlapped, in_steps, nccl_bound, nccl)
+    rail, in_host, in_steps = steps(name, nbytes, cluster, measured.host)
+    pieces = PIECES if name == "all_reduce" else cluster.num_hosts
+    known = vendor(name, nbytes, cluster, measured.host)
+    return Row(
+        name,
+        f"{nbytes / 2**20:g} MiB",
+        cluster.num_hosts,
+        rail,
+        in_host,
+        product=0.0,
+        bound=max(rail, in_host),
+        overlapped=max(in_host, rail + in_host / pieces),
+        in_steps=in_steps,
+        nccl_bound=known.at_best,
+        nccl=known.measured,
+    )
 
 
 def fused(name: str, shape: tuple[int, int, int], cluster: Cluster, measured: Measured) -> Row:
@@ -130,7 +93,7 @@ def fused(name: str, shape: tuple[int, int, int], cluster: Cluster, measured: Me
 
     Raises `InvalidValueError` if the ranks cannot share it.
     """
-    (M, N, K), H, L, W = shape, cluster.hosts, cluster.gpus, cluster.ranks
+    (M, N, K), H, L, W = shape, cluster.num_hosts, cluster.ranks_per_host, cluster.num_ranks
     shared = {"M": M, "N": N} if name == "all_gather_matmul" else {"M": M, "K": K}
     for letter, size in shared.items():
         if size % W:
@@ -139,13 +102,11 @@ def fused(name: str, shape: tuple[int, int, int], cluster: Cluster, measured: Me
                 f"multiple of {W}. Use another shape, or fewer hosts."
             )
     nbytes = ITEMSIZE * M * (K if name == "all_gather_matmul" else N)
-    rail = us((H - 1) * nbytes / W, cluster.network)
-    sent = (L - 1) * nbytes / L
-    added = 0.0 if name == "all_gather_matmul" else add_up(nbytes / W, cluster, measured)
+    rail, sent = rail_us(nbytes, cluster, measured.host), (L - 1) * nbytes / L
+    added = 0.0 if name == "all_gather_matmul" else add_up_us(nbytes / W, cluster, measured.host)
     in_host, product = us(sent, measured.stores) + added, 2 * M * N * K / W / measured.gemm / 1e6
     together = beside(us(sent, measured.beside), product, measured.slowed) + added
-    overlapped = max(together, rail + together / H)
-    nccl_bound, nccl = vendor(FUSED[name], nbytes, cluster)
+    known = vendor(FUSED[name], nbytes, cluster, measured.host)
     return Row(
         name,
         f"{M} × {N} × {K}",
@@ -154,36 +115,13 @@ def fused(name: str, shape: tuple[int, int, int], cluster: Cluster, measured: Me
         in_host,
         product,
         bound=max(rail, in_host, product),
-        overlapped=overlapped,
+        overlapped=max(together, rail + together / H),
         in_steps=rail + together,
-        nccl_bound=nccl_bound + product,
-        nccl=nccl + product,
+        nccl_bound=known.at_best + product,
+        nccl=known.measured + product,
     )
 
 
 def beside(stores_us: float, product_us: float, slowed: float) -> float:
     """How long stores and a product take at once: the product is slowed while the stores last."""
     return stores_us + max(0.0, product_us - slowed * stores_us)
-
-
-def vendor(name: str, nbytes: int, cluster: Cluster) -> tuple[float, float]:
-    """Microseconds of NCCL's collective: at best, and at the rate that others have measured."""
-    H, L, W = cluster.hosts, cluster.gpus, cluster.ranks
-    bus_bytes = (2 if name == "all_reduce" else 1) * (W - 1) * nbytes / W
-    links = L * cluster.network
-    at_best = us(bus_bytes, min(links, RINGS_AT_BEST_GBps))
-    usual = max(at_best, us(bus_bytes, links * (RINGS_ON_TWO if H == 2 else RINGS)))
-    if name == "all_reduce" and H == 2:
-        network = us(nbytes / L, cluster.network)
-        at_best = min(at_best, max(network, us(bus_bytes, NVLS_AT_BEST_GBps)))
-        usual = min(usual, max(network, us(bus_bytes, NVLS_TREE_GBps)))
-    return at_best, usual
-
-
-def add_up(share: float, cluster: Cluster, measured: Measured) -> float:
-    """Microseconds to add what has come from all hosts: each of these parts is read, and the sum written."""
-    return us((cluster.hosts + 1) * share, measured.memory)
-
-
-def us(nbytes: float, GBps: float) -> float:
-    return nbytes / GBps / 1e3

@@ -30,7 +30,7 @@ def run_on_rank(groups: int, out: Path | None) -> list[str]:
             if simulator.ACTIVE:
                 click.echo(NOTE)
             if out is not None:
-                save(out, ctx.num_ranks, figures)
+                save(out, ctx.num_ranks, figures, ctx.num_hosts)
     return []
 
 

@@ -22,12 +22,12 @@ import torch.distributed as dist
 from iris.bench import optional_peers
 from iris.bench.collectives import microseconds_of_each, ready
 from iris.bench.ranks import failure, on_any_rank
-from iris.bench.report import environment
+from iris.bench.report import environment, numbers
 from iris.commands.files import written
 from iris.compat.scaled_mm import scaled_mm
 from iris.compat.symmetric_memory import allow_fused_operators
 from iris.context import Iris
-from iris.errors import InvalidConfigError
+from iris.errors import InvalidConfigError, SeveralHostsError
 from iris.ops import FusedConfig
 from iris.ops.choose import by_triton
 from iris.ops.copies import COPIED
@@ -40,6 +40,8 @@ OPERATIONS = (*PRODUCTS, NORM)
 # other projects' have as well.
 OF_IRIS = ("iris", "iris gluon", "iris triton", "iris copies", "iris residual")
 LIBRARIES = (*OF_IRIS, "vendor", "torch", "gemm", "all_reduce", *optional_peers.NAMES)
+# Of these, those that span hosts.
+OVER_HOSTS = (*OF_IRIS, "vendor", "gemm", "all_reduce")
 WITH_RESIDUAL = ("iris residual", *optional_peers.NAMES)
 # Layers of large models, and of one small batch.
 SHAPES = [
@@ -321,7 +323,7 @@ def _side_by_side(
                 reason = check(ctx, operation, library, calls.checked, x)
             else:
                 call()
-        except InvalidConfigError as error:
+        except (InvalidConfigError, SeveralHostsError) as error:
             # Of the configuration that stands for a library; one that Iris chose itself has to do.
             reason = f"{'' if library == 'iris' else NOT_AVAILABLE}{error}"
         except optional_peers.UnavailableError as error:
@@ -340,13 +342,13 @@ def _side_by_side(
     return [Row(operation, *shape, name, library, spent.get(library), reason) for library, reason in reasons.items()]
 
 
-def write(folder: Path, name: str, num_ranks: int, rows: list[Row]) -> None:
+def write(folder: Path, name: str, num_ranks: int, rows: list[Row], num_hosts: int = 1) -> None:
     """The rows as CSV and JSON, the latter with what they depend on."""
     table = folder / f"{name}.csv"
     with written(table), open(table, "w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(Row._fields)
         writer.writerows(rows)
-    result = {**environment(), "num_ranks": num_ranks, "rows": [row._asdict() for row in rows]}
+    result = {**environment(), **numbers(num_ranks, num_hosts), "rows": [row._asdict() for row in rows]}
     with written(table):
         table.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")

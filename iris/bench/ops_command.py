@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 import click
@@ -14,6 +15,7 @@ from iris import simulator
 from iris.bench import operations as measuring
 from iris.bench import optional_peers, plots, ranks
 from iris.bench.report import below_floor
+from iris.ccl.select import name_of_ranks
 from iris.context import iris
 from iris.errors import UnknownChoiceError
 
@@ -78,11 +80,14 @@ def run_on_rank(
     """
     largest = max(M * N for M, N, _ in sizes) * max(2, getattr(torch, dtype).itemsize)
     with iris(3 * largest + (64 << 20 if torch.cuda.is_available() else 1 << 20)) as ctx:
-        on_gpu = ctx.device.type == "cuda"
+        on_gpu, hosts = ctx.device.type == "cuda", ctx.num_hosts
         in_simulator = ("iris", "iris triton", "iris copies")
-        beside = list(libraries or (optional_peers.by_default(measuring.LIBRARIES) if on_gpu else in_simulator))
+        known = measuring.LIBRARIES if hosts == 1 else measuring.OVER_HOSTS
+        beside = list(libraries or (optional_peers.by_default(known) if on_gpu else in_simulator))
+        ranks.check_libraries(beside, hosts, known)
         rows: list[measuring.Row] = []
-        name = file_name("operations", dtype, ctx.get_num_ranks())
+        ranks_here = name_of_ranks(ctx.num_local_ranks, hosts)
+        name = file_name("operations", dtype, ranks_here)
         console = Console(stderr=True, quiet=ctx.get_rank() > 0)
         with Progress(console=console) as progress:
             task = progress.add_task("operations", total=len(chosen) * len(sizes) * len(beside))
@@ -90,28 +95,28 @@ def run_on_rank(
                 rows.append(row)
                 progress.update(task, advance=1)
                 if ctx.get_rank() == 0 and out is not None:
-                    measuring.write(out, name, ctx.get_num_ranks(), rows)
+                    measuring.write(out, name, ctx.get_num_ranks(), rows, hosts)
         if ctx.get_rank() == 0:
             show(rows)
             if simulator.ACTIVE:
                 click.echo(simulator.TIMES)
-            if out is not None:
+            if out is not None and find_spec("matplotlib"):
                 for picture, shown in pictures.items():
                     drawn = [row for row in rows if row[1:4] in shown]
-                    plots.draw_operations(out, file_name(picture, dtype, ctx.get_num_ranks()), drawn)
+                    plots.draw_operations(out, file_name(picture, dtype, ranks_here), drawn)
     missed = [
         f"{row.operation} of {row.M} x {row.N} x {row.K} by {row.library}: {row.reason}"
         for row in rows
         if row.failed and row.library.startswith("iris")
     ]
     if floors is not None:
-        missed += below_floor(floors, "ops", ctx.get_num_ranks(), figures(rows))
+        missed += below_floor(floors, "ops", ctx.get_num_ranks(), figures(rows), hosts)
     return missed
 
 
-def file_name(name: str, dtype: str, num_ranks: int) -> str:
-    """Of what is written, without its ending: bf16, which most of it is, is left out."""
-    return f"{name}_{num_ranks}" if dtype == "bfloat16" else f"{name}_{dtype}_{num_ranks}"
+def file_name(name: str, dtype: str, ranks: str) -> str:
+    """Of what is written, without its ending: bf16, which most of it is, is left out. ``ranks``: `name_of_ranks`."""
+    return f"{name}_{ranks}" if dtype == "bfloat16" else f"{name}_{dtype}_{ranks}"
 
 
 def figures(rows: list[measuring.Row]) -> dict[str, float]:

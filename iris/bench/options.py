@@ -1,6 +1,7 @@
 """What options of the benchmarks take, checked before anything runs."""
 
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -36,8 +37,26 @@ class Floors(click.Path):
         return path
 
 
+class Rate(click.ParamType):
+    """A rate in GB/s or TFLOPS: above 0, and no more than `MOST`, which leaves out NaN and infinity."""
+
+    name = "rate"
+    MOST = 1e6
+
+    def convert(self, value: object, parameter: click.Parameter | None, context: click.Context | None) -> float:
+        try:
+            rate = float(str(value))
+        except ValueError:
+            rate = math.nan
+        if not 0 < rate <= self.MOST:
+            self.fail(f"{value!r} is not possible; it takes a number above 0, up to {self.MOST:g}.", parameter, context)
+        return rate
+
+
 class Numbers(click.ParamType):
-    """Whole numbers with a separator between them, each of which is ``least`` or more."""
+    """Whole numbers with a separator between them, each of which is ``least`` or more, and no more than `MOST`."""
+
+    MOST = (1 << 31) - 1
 
     name = "numbers"
 
@@ -51,10 +70,13 @@ class Numbers(click.ParamType):
             numbers = tuple(map(int, str(value).split(self.separator)))
         except ValueError:
             numbers = ()
-        if not numbers or min(numbers) < self.least or len(numbers) != (self.count or len(numbers)):
+        as_many = bool(numbers) and len(numbers) == (self.count or len(numbers))
+        if not as_many or not self.least <= min(numbers) <= max(numbers) <= self.MOST:
             kind = f"{self.count} whole numbers" if self.count else "whole numbers"
+            most = f", up to {self.MOST}" if numbers and max(numbers) > self.MOST else ""
             self.fail(
-                f"{value!r} is not possible; it takes {kind} from {self.least} on, with {self.separator!r} between.",
+                f"{value!r:.60} is not possible; it takes {kind} from {self.least} on{most}, with {self.separator!r} "
+                "between.",
                 parameter,
                 context,
             )

@@ -2,7 +2,7 @@
 
 import multiprocessing
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import click
@@ -10,6 +10,7 @@ import torch
 
 from iris import simulator
 from iris.context import Iris
+from iris.errors import SeveralHostsError
 from iris.spawn import launch
 
 SIMULATED_RANKS = 2
@@ -52,6 +53,13 @@ def measure(num_ranks: int, work: Callable[..., list[str]], *args: Any) -> None:
         listen()
     if wrong:
         raise click.ClickException("; ".join(wrong))
+
+
+def check_libraries(libraries: Sequence[str], num_hosts: int, over_hosts: Sequence[str]) -> None:
+    """Raise `SeveralHostsError` for one that does not span the hosts that there are."""
+    for library in libraries:
+        if num_hosts > 1 and library not in over_hosts:
+            raise SeveralHostsError(f"--library {library!r}", f"Ask for {', '.join(over_hosts)}.")
 
 
 def failure(error: Exception) -> str:

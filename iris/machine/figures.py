@@ -116,10 +116,14 @@ def find(device: str) -> Found:
         name = device if device in entries else ANY_OTHER
         if name not in entries:
             return None
-        name = entries[name].get("same_as", name)
-        if name not in entries:
-            raise ValueError(f"there is no entry {name!r}")
-        return name, parse(entries[name])
+        other = entries[name].get("same_as")
+        if other is None:
+            return name, parse(entries[name])
+        if other not in entries:
+            raise ValueError(f"there is no entry {other!r}")
+        own = entries[name].get("figures", {})
+        found = parse({"figures": {**entries[other].get("figures", {}), **own}})
+        return f"{other}, but {' and '.join(own)} of {name}" if own else other, found
 
     found = [(file, *taken) for file, taken in tables.read(tables.OPERATIONS, take) if taken]
     if not found:

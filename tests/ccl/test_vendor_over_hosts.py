@@ -15,6 +15,7 @@ import iris
 from ccl.calls import LAYOUTS, Arena, Case, data, perform, sample
 from ccl.test_over_hosts import HOSTS
 from iris.ccl import Config, ReduceOp, select_over_hosts
+from iris.ccl.predict_over_hosts import LINK_GBPS, Cluster, HostFigures, steps
 from iris.ccl.select import Choice
 from iris.ccl.select_over_hosts import HostChoice
 from iris.ccl.vendor import Vendor
@@ -149,8 +150,12 @@ def test_what_the_vendor_does_not_have_is_told(ranks, mistaken):
     ranks.run(ask_for_the_impossible)
 
 
+# Within a host: GB/s of all_gather, reduce_scatter, a link and memory; and microseconds of the least that each takes.
+HOST = HostFigures(290.0, 290.0, LINK_GBPS, 4917.0, 12.0, 46.0)
+
+
 def choice(hosts, ranks_each, network=50.0, table=None, asked="", simulated=False):
-    return HostChoice(hosts, ranks_each, 290.0, 12.0, network, asked, simulated, table or {})
+    return HostChoice(Cluster(hosts, ranks_each, network), HOST, asked, simulated, table or {})
 
 
 def test_the_choice_follows_the_arithmetic():
@@ -174,6 +179,18 @@ def test_the_choice_follows_the_arithmetic():
     assert choice(2, 8).of("all_reduce", nbytes) == "vendor"
     assert choice(2, 8, network=5.0).of("all_reduce", nbytes) == "vendor"
     assert choice(4, 8, network=5.0).of("all_reduce", nbytes) == "iris"
+
+
+@pytest.mark.parametrize("collective", select_over_hosts.OF_VENDOR)
+def test_one_rank_a_host_has_no_steps_within_it(collective):
+    """So their figures make no difference, and nothing takes longer than the rail but the sum over hosts."""
+    cluster = Cluster(4, 1, 50.0)
+    alone = steps(collective, 1 << 20, cluster, HOST)
+    slow = HOST._replace(all_gather_GBps=1e-9, reduce_scatter_GBps=1e-9, small_us=1e9)
+    assert steps(collective, 1 << 20, cluster, slow) == alone
+    summed = alone.total - alone.rail
+    assert summed == pytest.approx(alone.in_host)
+    assert (summed > 0) == (collective in SUMS) and summed < 2
 
 
 def test_what_was_measured_comes_before_the_arithmetic(tmp_path, monkeypatch):

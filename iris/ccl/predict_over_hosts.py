@@ -1,0 +1,161 @@
+"""How long a collective over several hosts takes, by arithmetic: Iris' steps, and the vendor's algorithms.
+
+`iris.ccl.select_over_hosts` chooses a call by it, and ``python -m iris model hosts`` shows it. Times are in microseconds,
+rates in GB/s, which are 10^3 bytes a microsecond.
+
+    S        bytes of the whole: input of a sum or all_to_all, output of all_gather, tensor of broadcast and reduce
+    H, L     hosts, and ranks on each;  W = H L
+    network  `Cluster.network_GBps`
+    rate     what a rank sends within its host: `HostFigures.all_gather_GBps`, for sums `reduce_scatter_GBps`
+    links    what the vendor's algorithm carries within a host: a part of `HostFigures.link_GBps`
+    fixed    `HostFigures.transfer_us`
+
+Iris' steps (`iris.ccl.over_hosts`), which wait for each other, but for the own host's part of an all_gather:
+
+| collective | rail | within the host; nothing where L is 1 | adding up |
+| --- | --- | --- | --- |
+| all_gather | fixed + (H - 1) S / W / network | H times: `small_us` + (L - 1) S / W / rate | |
+| reduce_scatter | the same | the same | (H + 1) S / W / memory |
+| all_reduce | both of these | both | as reduce_scatter |
+| all_to_all | fixed + (H - 1) S / H / network | `small_us` + (L - 1) S / L / rate | |
+| broadcast | fixed + S / network | `small_us` + S / rate | |
+| reduce | fixed + (H - 1) S / network | the same | (H + 1) S / memory |
+
+The vendor's algorithms, each behind one `fixed`:
+
+| collective | algorithm | time |
+| --- | --- | --- |
+| all_gather, reduce_scatter | a ring of all ranks | (W - 1) S / W / min(L network, links) |
+| all_reduce, up to 3 hosts | trees of hosts, in which the switch of a host adds | the longer of (H - 1) 2 S / W / network and 2 (W - 1) S / W / links |
+| all_reduce | a ring of all ranks, twice | 2 (W - 1) S / W / min(L network, links) |
+| all_to_all | from each rank to each | the longer of (H - 1) S / H / network and (L - 1) S / W / links |
+| broadcast, reduce | a chain of all ranks | S / min(L network, links) |
+"""  # noqa: E501 (a table)
+
+from typing import NamedTuple
+
+# Within a host of 8 H100, GB/s of bus bandwidth: rings at best, and at best an all_reduce that the switch adds up, as
+# NCCL's author has it (NVIDIA/nccl-tests#212); and what a user has measured of all_reduce on 2 such hosts by trees,
+# with 50 GB/s from each GPU to the other (NVIDIA/nccl#1221). All as parts of `LINK_GBPS`, what a copy engine of such a
+# GPU sends to one peer (benchmarks/results/collectives, copy_engine_GBps).
+LINK_GBPS = 388.0
+RINGS_AT_BEST, SWITCH_AT_BEST, TREES_MEASURED = 370 / LINK_GBPS, 480 / LINK_GBPS, 430 / LINK_GBPS
+# And by rings, as parts of what all GPUs of a host send to other hosts, 400 GB/s there: on 2 hosts, and on 4.
+RINGS_MEASURED_ON_TWO, RINGS_MEASURED = 330 / 400, 320 / 400
+# Up to so many hosts an all_reduce goes by trees. Of 3 nobody has said anything, and trees are the faster.
+HOSTS_OF_TREES = 3
+
+
+class Cluster(NamedTuple):
+    """``network_GBps``: from each rank to other hosts, both ways at once, whatever the other ranks send."""
+
+    num_hosts: int
+    ranks_per_host: int
+    network_GBps: float
+
+    @property
+    def num_ranks(self) -> int:
+        return self.num_hosts * self.ranks_per_host
+
+
+class HostFigures(NamedTuple):
+    """Of one rank and its GPU, within a host.
+
+    ``all_gather_GBps``, ``reduce_scatter_GBps``: what it sends to the others in Iris' collectives. ``link_GBps``: what
+    its copy engine sends to one of them. ``memory_GBps``: of its own memory. ``small_us``: the least that a collective
+    within the host takes. ``transfer_us``: the least that a transfer along a rail takes, or a call of the vendor.
+    """
+
+    all_gather_GBps: float
+    reduce_scatter_GBps: float
+    link_GBps: float
+    memory_GBps: float
+    small_us: float
+    transfer_us: float
+
+
+class Steps(NamedTuple):
+    """Microseconds of Iris' steps: those of the rail alone, those within the host alone, and all as they are done."""
+
+    rail: float
+    in_host: float
+    total: float
+
+
+class Vendor(NamedTuple):
+    """Microseconds of the vendor's collective: at best, and at the rate that others have measured.
+
+    Where they have measured nothing, the latter is the former. Of all_gather and reduce_scatter it is that of
+    all_reduce by rings.
+    """
+
+    at_best: float
+    measured: float
+
+
+def us(nbytes: float, GBps: float) -> float:
+    """Microseconds of so many bytes."""
+    return nbytes / GBps / 1e3
+
+
+def rail_us(nbytes: float, cluster: Cluster, host: HostFigures) -> float:
+    """Of the rails' part of an all_gather or reduce_scatter: each rank sends its W-th of the whole to H - 1 others."""
+    return host.transfer_us + us((cluster.num_hosts - 1) * nbytes / cluster.num_ranks, cluster.network_GBps)
+
+
+def add_up_us(share: float, cluster: Cluster, host: HostFigures) -> float:
+    """To add what has come from all hosts, ``share`` bytes from each: these are read, and the sum is written."""
+    return us((cluster.num_hosts + 1) * share, host.memory_GBps)
+
+
+def steps(collective: str, nbytes: float, cluster: Cluster, host: HostFigures) -> Steps:
+    """Iris' steps of the collective, for a whole of so many bytes."""
+    H, L, W = cluster.num_hosts, cluster.ranks_per_host, cluster.num_ranks
+
+    def within(sent: float, rate: float) -> float:
+        return host.small_us + us(sent, rate) if L > 1 else 0.0
+
+    if collective == "all_reduce":
+        first, second = (steps(name, nbytes, cluster, host) for name in ("reduce_scatter", "all_gather"))
+        return Steps(*map(sum, zip(first, second, strict=True)))
+    if collective == "all_gather":
+        rail, spread = rail_us(nbytes, cluster, host), within((L - 1) * nbytes / W, host.all_gather_GBps)
+        return Steps(rail, H * spread, max(rail, spread) + (H - 1) * spread)
+    if collective == "reduce_scatter":
+        rail, summed = rail_us(nbytes, cluster, host), within((L - 1) * nbytes / W, host.reduce_scatter_GBps)
+        in_host = H * summed + add_up_us(nbytes / W, cluster, host)
+        return Steps(rail, in_host, rail + in_host)
+    if collective == "all_to_all":
+        rail = host.transfer_us + us((H - 1) * nbytes / H, cluster.network_GBps)
+        in_host = within((L - 1) * nbytes / L, host.all_gather_GBps)
+    elif collective == "broadcast":
+        rail, in_host = host.transfer_us + us(nbytes, cluster.network_GBps), within(nbytes, host.all_gather_GBps)
+    else:
+        rail = host.transfer_us + us((H - 1) * nbytes, cluster.network_GBps)
+        in_host = within(nbytes, host.reduce_scatter_GBps) + add_up_us(nbytes, cluster, host)
+    return Steps(rail, in_host, rail + in_host)
+
+
+def vendor(collective: str, nbytes: float, cluster: Cluster, host: HostFigures) -> Vendor:
+    """The vendor's collective among all ranks, for a whole of so many bytes."""
+    H, L, W = cluster.num_hosts, cluster.ranks_per_host, cluster.num_ranks
+    cards = L * cluster.network_GBps
+    ring = min(cards, RINGS_AT_BEST * host.link_GBps)
+    measured_ring = min(ring, cards * (RINGS_MEASURED_ON_TWO if H == 2 else RINGS_MEASURED))
+
+    def of(at_best: float, measured: float | None = None) -> Vendor:
+        return Vendor(host.transfer_us + at_best, host.transfer_us + (at_best if measured is None else measured))
+
+    if collective == "all_to_all":
+        away = us((H - 1) * nbytes / H, cluster.network_GBps)
+        return of(max(away, us((L - 1) * nbytes / W, SWITCH_AT_BEST * host.link_GBps)))
+    if collective in ("broadcast", "reduce"):
+        return of(us(nbytes, ring))
+    moved = (2 if collective == "all_reduce" else 1) * (W - 1) * nbytes / W
+    at_best, measured = us(moved, ring), us(moved, measured_ring)
+    if collective == "all_reduce" and H <= HOSTS_OF_TREES:
+        # What must cross between hosts, whatever the algorithm.
+        network = us(2 * (H - 1) * nbytes / W, cluster.network_GBps)
+        at_best = min(at_best, max(network, us(moved, SWITCH_AT_BEST * host.link_GBps)))
+        measured = min(measured, max(network, us(moved, TREES_MEASURED * host.link_GBps)))
+    return of(at_best, measured)
