@@ -16,7 +16,7 @@ from conftest import UNDER_TORCHRUN, import_path
 from preloaded import LIMIT_S, python
 
 from iris.errors import GroupAbortedError, MismatchedCollectiveError
-from iris.world import rail_calls
+from iris.world import inspection, rail_calls
 from iris.world.rail_calls import BUSY_S, LONGEST_PAUSE_S, REMEMBERED, RailCalls
 
 pytestmark = pytest.mark.skipif(UNDER_TORCHRUN, reason="has ranks of its own")
@@ -35,6 +35,8 @@ class Store:
 
 class Group:
     """What a rail needs of one."""
+
+    rank, ranks = 0, (1, 5, 9)
 
     def __init__(self, store):
         self.store, self.broken = Store(store), None
@@ -193,7 +195,9 @@ def test_calls_are_kept_in_bounded_memory(make):
     assert len(ranks[0]._mine) == REMEMBERED and max(ranks[0]._mine) == 3 * REMEMBERED
 
 
-@pytest.mark.parametrize("text", ["", "[1, 2]", '{"tuple": [1, ["a"], [3]]}', '{"tuple": ["a", ["b"], [0]]}'])
+@pytest.mark.parametrize(
+    "text", ["", "[1, 2]", '{"tuple": [1, [], []]}', '{"tuple": [1, ["a"], [3]]}', '{"tuple": ["a", ["b"], [0]]}']
+)
 def test_what_others_write_into_the_store_is_no_call(make, text):
     here, _ = make(2)
     note(here, *SAME)
@@ -257,6 +261,22 @@ def test_one_thread_compares_all_rails_breaks_the_group_and_says_it_once(make, t
     assert not right[0]._group.broken
 
 
+def test_a_process_that_is_asked_says_where_it_is_and_who_has_not_come(make, thread):
+    here, there = make(2)
+    rail_calls.watch(here)
+    note(there, *SAME[:2])
+    looks(there, 0.0, 30)
+    note(here, *SAME)
+    lines = [
+        "rail/0 has begun 3 calls, the last one a message from rank 1 to rank 5 of 24 bytes",
+        "  rank 5 on host1 had begun 2, the last one device_barrier() of 2 bytes",
+    ]
+    assert await_(lambda: here.describe() == lines)
+    answer = {**next(inspection.report()), "memory": list(rail_calls._reports()), "complete": True}
+    text = "What the library has counted on rank 1, among ranks [1, 5, 9]"
+    assert "\n".join([text, *(f"  {line}" for line in lines)]) in inspection.show(answer)
+
+
 def test_a_store_that_is_gone_is_no_error(make, thread):
     lost, whole = make(2), make(2, "rail/1")
     gone = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -291,7 +311,7 @@ def test_a_forked_child_has_no_rails_and_may_make_its_own(make, thread):
 ENDING = """
 import os, signal, subprocess, sys, time
 import torch.distributed as dist
-from iris.world import rail_calls
+from iris.world import inspection, rail_calls
 from test_rail_calls import Group
 
 SERVER = '''

@@ -28,12 +28,13 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch.distributed as dist
 
 from iris.errors import GroupAbortedError, MismatchedCollectiveError
-from iris.world import wire
+from iris.world import inspection, wire
 from iris.world.group import Group
 from iris.world.store import put
 
@@ -75,7 +76,7 @@ class RailCalls:
     """
 
     def __init__(self, group: Group, name: str, place: int, who: Sequence[str]) -> None:
-        self._group, self._place, self._who = group, place, who
+        self._group, self._name, self._place, self._who = group, name, place, who
         self._keys = [f"calls/{name}/{each}" for each in range(len(who))]
         # In a ring, from the next one on.
         self._others = [(place + step) % len(who) for step in range(1, len(who))]
@@ -119,6 +120,17 @@ class RailCalls:
             return None
         self._next_look = now + min(max(INTERVAL_S, SHARE * (now - self._published_at)), LONGEST_PAUSE_S)
         return self._compare()
+
+    def describe(self) -> list[str]:
+        """Where this rank is, and where others were when they were last asked. Any thread."""
+        noted = list(self._noted)
+        if not noted:
+            return []
+        number, what, nbytes = noted[-1]
+        lines = [f"{self._name} has begun {number} calls, the last one {what} of {nbytes} bytes"]
+        for other, calls in sorted(self._theirs.items()):
+            lines.append(f"  {self._who[other]} had begun {max(calls)}, the last one {calls[max(calls)]}")
+        return lines
 
     def _publish(self, now: float) -> None:
         # One call of C, in which the thread of the calls does not run.
@@ -169,9 +181,12 @@ def _decode(text: bytes) -> dict[int, str]:
     """What was encoded. Raises `TypeError` or `ValueError` if nothing was."""
     first, calls, order = wire.decode(text)
     try:
-        return {first + place: calls[each] for place, each in enumerate(order)}
+        decoded = {first + place: calls[each] for place, each in enumerate(order)}
     except LookupError as error:
-        raise ValueError(str(error)) from error
+        raise ValueError(f"{type(error).__name__}: {error}") from error
+    if not decoded:
+        raise ValueError("no call")
+    return decoded
 
 
 listeners: list[Callable[[RailCalls, MismatchedCollectiveError], None]] = []
@@ -219,6 +234,19 @@ def _look_at_all() -> None:
 def _leave(calls: RailCalls) -> None:
     with _lock:
         _watched.discard(calls)
+
+
+def _reports() -> Iterator[dict[str, Any]]:
+    """For who asks this process."""
+    with _lock:
+        those = list(_watched)
+    for calls in those:
+        group = calls._group
+        rank, lines = group.ranks[group.rank], calls.describe()
+        yield {"kind": "rail", "rank": rank, "ranks": list(group.ranks), "device": "network", "lines": lines}
+
+
+inspection.memory_reports.append(_reports)
 
 
 def _end(stop: threading.Event, thread: threading.Thread) -> None:
