@@ -154,6 +154,9 @@ class RailCalls:
             if mine[number] != calls[number]
         ]
         if not numbers:
+            if not self._asked:
+                # Of many hosts these would be megabytes. Nobody compares them again.
+                self._theirs = {other: {max(calls): calls[max(calls)]} for other, calls in self._theirs.items()}
             return None
         first, everyone = min(numbers), {self._place: mine, **self._theirs}
         known = [each for each in sorted(everyone) if first in everyone[each]]
