@@ -7,12 +7,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from iris import world  # noqa: F401 (importing peer_loss registers what it does when a peer ends)
+from iris import world
 from iris.ccl.collectives import Collectives
 from iris.ccl.over_hosts import CollectivesOverHosts
 from iris.compat.cuda import current_raw_stream
 from iris.cuda_graphs.capture import refuse_in_capture
 from iris.errors import NotAStreamError, NotPicklableError, PeerLostError
+from iris.failures import differing_calls, peer_loss  # noqa: F401 (each registers what this process does then)
 from iris.failures.device_record import DeviceRecord
 from iris.heap import SymmetricHeap, describe_address
 from iris.heap.symmetric_tensors import SymmetricTensors

@@ -52,7 +52,8 @@ class WorkspaceTooSmallError(IrisError, ValueError):
 class MismatchedCollectiveError(IrisError, RuntimeError):
     """Ranks call a collective or a fused operation with different arguments, or with a result elsewhere on the heap.
 
-    Found with ``IRIS_DEBUG=1``.
+    Found with ``IRIS_DEBUG=1``. Over several hosts always: in the simulator by the call, and on GPUs where the ranks
+    stand still, by a process that ends then (``IRIS_PEER_LOST``).
     """
 
 

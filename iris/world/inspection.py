@@ -80,7 +80,8 @@ def _answer(connection: socket.socket) -> None:
 memory_reports: list[Callable[[], Iterable[dict[str, Any]]]] = []
 """Each returns an object for each memory that this process shares with other ranks; `iris.heap` adds its own.
 
-An object has ``kind`` ("heap" or "library"), ``rank``, ``ranks``, ``device``, and ``lines`` for people.
+An object has ``kind`` ("heap" or "library"; or "rail" for the calls to other hosts, of `iris.world.rail_calls`),
+``rank``, ``ranks``, ``device``, and ``lines`` for people.
 """
 
 

@@ -8,7 +8,8 @@ One communicator carries out its transfers one behind the other, in the order in
 several streams and graphs (NCCL User Guide, "Using multiple NCCL communicators concurrently" and "Using NCCL with CUDA
 Graphs"). So all ranks of a rail make their calls in one order, whatever the streams, and replay graphs in one order.
 
-Nobody compares calls on the host, but with ``IRIS_DEBUG=1``, and then only outside of captures.
+Nobody compares calls before they begin, but with ``IRIS_DEBUG=1``, and then only outside of captures. Without it a
+thread compares them where a rail stands still (`iris.world.rail_calls`).
 """
 
 import atexit
@@ -32,6 +33,7 @@ from iris.world.group import Group
 from iris.world.hosts import Hosts
 from iris.world.pair import Pair
 from iris.world.rail import Rail, Route, rail_of, timed_by
+from iris.world.rail_calls import RailCalls, watch
 
 # Bytes of all ranks together in the first transfers: NCCL has other ways for small messages than for large ones.
 FIRST_BYTES = (32, 128 << 10, 8 << 20)
@@ -51,6 +53,7 @@ class NcclRail(Rail):
         name = f"{'RCCL' if torch.version.hip else 'NCCL'} {'.'.join(map(str, torch.cuda.nccl.version()))}"
         super().__init__(group, hosts, engine, name, route)
         self._compared: Group | Pair | None = None
+        self._calls = RailCalls(group, route.name, route.place, [self._who(rank) for rank in route.ranks])
         # What a barrier sends and receives. What is in them does not matter, so graphs may use them, too.
         self._tokens = keep(lambda: torch.zeros(1 + len(ranks), dtype=torch.uint8, device=device), device)
         _open.add(self)
@@ -61,6 +64,8 @@ class NcclRail(Rail):
             # Groups are matched by their order on all ranks of a group, of which the others know nothing of a pair.
             of_pair = len(route.ranks) == 2 and route != rail_of(hosts)
             self._compared = Pair(group, route) if of_pair else Group(group.process_group, part=route.ranks)
+        else:
+            watch(self._calls)
 
     def barrier(self) -> None:
         mine, everyone = self._tokens[:1], self._tokens[1:]
@@ -68,10 +73,14 @@ class NcclRail(Rail):
         self._transfer(start, mine.nbytes, "device_barrier()", sent=[mine], received=[everyone])()
 
     def refuse(self, what: str) -> None:
-        """Says so in debug mode alone. Else the others, if they have not refused it, wait until their time limit."""
-        self._check_alike(0, f"{what}, which was refused,")
+        """Says so at once in debug mode alone. Else others that have not refused it wait until it is noticed."""
+        what = f"{what}, which was refused,"
+        if not is_current_stream_capturing():
+            self._calls.note(what, 0)
+        self._check_alike(0, what)
 
     def close(self) -> None:
+        self._calls.close()
         _open.discard(self)
         captured = self in _captured
         _captured.discard(self)
@@ -110,6 +119,7 @@ class NcclRail(Rail):
             if is_current_stream_capturing():
                 _captured.add(self)
             else:
+                self._calls.note(what, nbytes)
                 self._check_alike(nbytes, what)
             if not nbytes:
                 return _nothing

@@ -21,9 +21,10 @@ import torch.distributed as dist
 
 from iris import observer
 from iris.compat import c10d
-from iris.errors import GroupAbortedError, MismatchedCollectiveError
+from iris.errors import GroupAbortedError
 from iris.world.group import Group
 from iris.world.hosts import Hosts
+from iris.world.rail_calls import differing
 
 # Transfers so far on each route of a group, by the names of both, which are the same on all ranks of these.
 _transfers: Counter[tuple[str, str]] = Counter()
@@ -310,11 +311,11 @@ class Rail(ABC):
     def _compare(self, calls: Sequence[str]) -> None:
         """Raise `MismatchedCollectiveError` unless the ranks' calls, in words and by host, are alike."""
         if len(set(calls)) > 1:
-            differing = "; ".join(
-                f"rank {self._in_world(rank)} on {self._hosts.name_of(rank)} calls {call}"
-                for rank, call in zip(self._ranks, calls, strict=True)
-            )
-            raise MismatchedCollectiveError(f"The hosts do not make the same call: {differing}.")
+            raise differing(zip(map(self._who, self._ranks), calls, strict=True))
+
+    def _who(self, rank: int) -> str:
+        """What messages call a rank of the group."""
+        return f"rank {self._in_world(rank)} on {self._hosts.name_of(rank)}"
 
     def _in_world(self, rank: int) -> int:
         return self._group.ranks[rank]
