@@ -34,7 +34,7 @@ PYTEST := $(if $(IRIS_TEST_ALL),scripts/in_pieces.py,-m pytest -q)
 OVER_HOSTS := test_hosts.py ops/test_over_hosts.py tracing/test_over_hosts.py \
 	$(addprefix ccl/test_,$(addsuffix .py,\
 	over_hosts over_hosts_on_gpu all_to_all_v_over_hosts messages_over_hosts fp32_partials groups_over_hosts \
-	process_group_over_hosts vendor_over_hosts))
+	process_group_over_hosts vendor_over_hosts chunks_over_hosts))
 
 # One after the other, as each wants the GPUs for itself; and all of them, whichever misses its floors.
 MEASURED := perf-accesses perf-collectives perf-operations

@@ -4,19 +4,21 @@ In each step either the ranks of a host move data, by a collective of `Collectiv
 """
 
 import contextlib
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from iris.ccl import checks
-from iris.ccl.collectives import Collectives
-from iris.ccl.config import ReduceOp
+from iris.ccl.chunks import cut, number_of_chunks, one_ahead, programs_beside_rails, two_buffers
+from iris.ccl.config import Config, ReduceOp
 from iris.ccl.host_order import HostOrder
 from iris.ccl.host_sums import add_up, partial_dtype
 from iris.ccl.reduction import reduction
 from iris.ccl.select_over_hosts import HostChoice
+from iris.ccl.within_host import WithinHost
 from iris.compat.cuda import current_raw_stream
 from iris.errors import IrisError
 from iris.world import Links, Rail, World
@@ -68,7 +70,7 @@ class Span:
         of rows by host.
     group : ProcessGroup or None
         By which ``within`` knows those of this host; None for all ranks.
-    within : Collectives
+    within : WithinHost
         The collectives among these.
     choice : HostChoice
         By what Iris' steps or the vendor's collective are chosen.
@@ -79,7 +81,7 @@ class Span:
         part: World,
         rail: Rail,
         links: Links,
-        within: Collectives,
+        within: WithinHost,
         group: dist.ProcessGroup | None,
         num_ranks: int,
         index: int,
@@ -118,25 +120,51 @@ class Span:
 
     def all_gather(self, output: torch.Tensor, input: torch.Tensor, call: str) -> None:
         """Both are contiguous; ``call``: what this is a step of, in words, the same on all ranks."""
-        mine, hosts = as_bytes(input), self.hosts
-        everyone = as_bytes(output).view(self.size, len(mine))
-        arrived = mine.new_empty(len(hosts), len(mine))
-        wait = self.rail.all_gather(arrived, mine, call)
-        self._spread(everyone, mine, hosts.number)
-        wait()
-        for host in range(len(hosts)):
-            if host != hosts.number:
-                self._spread(everyone, arrived[host], host)
+        chunks = cut(input.nbytes, number_of_chunks(self.choice, input.nbytes))
+        for _ in one_ahead(chunks, self._gathering(output, input, call, chunks)):
+            pass
 
-    def _spread(self, everyone: torch.Tensor, part: torch.Tensor, host: int) -> None:
+    def _gathering(
+        self, output: torch.Tensor, part: torch.Tensor, call: str, chunks: list[slice]
+    ) -> Callable[[slice], Callable[[], None]]:
+        """What begins to gather a chunk, which is in ``part`` by then: bytes of every rank's part."""
+        hosts, own = self.hosts, self.hosts.number
+        mine, everyone = as_bytes(part), as_bytes(output).view(self.size, part.nbytes)
+        room, beside = two_buffers(mine, len(hosts), chunks), self._beside_rails(chunks)
+
+        def begin(chunk: slice) -> Callable[[], None]:
+            arrived, sent, rows = next(room)(chunk), mine[chunk], everyone[:, chunk]
+            wait = self.rail.all_gather(arrived, sent, call)
+            self._spread(rows, sent, own, beside)
+
+            def finish() -> None:
+                wait()
+                for host in range(len(hosts)):
+                    if host != own:
+                        self._spread(rows, arrived[host], host, beside)
+
+            return finish
+
+        return begin
+
+    def _spread(self, everyone: torch.Tensor, part: torch.Tensor, host: int, config: Config | None) -> None:
         """Gather the rows of a host's ranks: local rank l brings that of its l-th rank as ``part``. All are bytes."""
         rows = self.order.view_of_host(everyone, host)
         if rows is not None:
-            self.within.all_gather(rows, part, group=self.group)
+            self.within.all_gather_rows(rows, part, self.group, config)
             return
         rows = part.new_empty(len(self.hosts.local_ranks), len(part))
-        self.within.all_gather(rows, part, group=self.group)
+        self.within.all_gather_rows(rows, part, self.group, config)
         self.order.write_of_host(everyone, host, rows)
+
+    def _beside_rails(self, chunks: list[slice]) -> Config | None:
+        """How steps within the host leave room for NCCL's kernel, where they are to run beside it."""
+        return None if len(chunks) == 1 else self._leaving_room
+
+    @functools.cached_property
+    def _leaving_room(self) -> Config:
+        """One object, by which launches are found again."""
+        return Config(comm_sms=programs_beside_rails(self.within.communicator(self.group).num_sms))
 
     def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, op: Any, call: str, sent: Partials) -> None:
         """Both are contiguous; ``call`` is as for `all_gather`; ``sent``: in which form hosts send their sums."""

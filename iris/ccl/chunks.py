@@ -1,0 +1,101 @@
+"""Collectives over hosts in chunks: a rail moves one while the ranks of each host work on another.
+
+Let r be the time of a rail, and h that of the steps within the host. One behind the other they take r + h. In C chunks
+they take about
+
+    max(r, h) + min(r, h) / C + C f
+
+where f is what a chunk takes however small it is: a transfer has to start, and so has a kernel for each host. One chunk
+more than C pays while min(r, h) / (C (C + 1)) > f, which gives C = round(sqrt(1 / 4 + min(r, h) / f)).
+
+A rail reaches its rate with messages of some MiB only, so no chunk is below `LEAST_BYTES`. And at `MOST` chunks an
+eighth of the shorter time is left, of which more chunks would hide little.
+
+For example, on 2 hosts of 8 ranks with 50 GB/s each between hosts and 290 within, and parts of 32 MiB a rank: r = 671
+us, h = 2 * 7/8 * 8 * 32 MiB / 290 GB/s = 1620 us, f = 15 + 2 * 12 us, so C = 4: 1620 + 168 + 156 us, and not 2291.
+Parts below 8 MiB are one chunk there.
+"""
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
+
+import torch
+
+from iris.ccl.select_over_hosts import HostChoice
+
+Chunk = TypeVar("Chunk")
+
+MOST = 8
+# Of what a rank sends along its rail in a chunk.
+LEAST_BYTES = 4 << 20
+# What a transfer of NCCL takes to start, where others are in front of it. An assumption: nobody has measured it.
+TRANSFER_US = 15.0
+# Every chunk begins at a multiple of so many bytes: what a thread loads at once, and a multiple of any element.
+ALIGNMENT = 16
+# Thread blocks that a kernel of NCCL has at most, unless NCCL_MAX_CTAS says otherwise (NCCL User Guide, "ncclConfig_t":
+# ``maxCTAs``).
+NCCL_CTAS = 32
+
+
+def number_of_chunks(choice: HostChoice, nbytes: int) -> int:
+    """Of a part of so many bytes for each rank, of which a rail takes one to, or from, each other host."""
+    H, L = choice.num_hosts, choice.num_local_ranks
+    sent = (H - 1) * nbytes
+    rail_us = sent / (1e3 * choice.network_GBps)
+    host_us = H * (L - 1) * nbytes / (1e3 * choice.host_GBps)
+    fixed_us = TRANSFER_US + H * choice.small_us
+    best = round(math.sqrt(0.25 + min(rail_us, host_us) / fixed_us))
+    return max(1, min(best, sent // LEAST_BYTES, MOST))
+
+
+def cut(nbytes: int, number: int) -> list[slice]:
+    """So many chunks of ``nbytes``, or fewer, if that is not enough for `ALIGNMENT`; the last one may be smaller."""
+    step = max(1, math.ceil(nbytes / number / ALIGNMENT)) * ALIGNMENT
+    return [slice(begin, min(begin + step, nbytes)) for begin in range(0, nbytes, step)]
+
+
+def programs_beside_rails(num_sms: int) -> int | None:
+    """How many programs a step within the host may have, so that NCCL's kernel finds room beside it; None: any number.
+
+    Of either a block may fill a multiprocessor: so many are left as NCCL may take; of a GPU with few of them, half.
+    Without that nothing would lock up, since neither kernel waits for the other, but one would run behind the other.
+    """
+    return max(num_sms - NCCL_CTAS, num_sms // 2) or None
+
+
+def two_buffers(
+    like: torch.Tensor, rows: int, chunks: list[slice], dtype: torch.dtype | None = None
+) -> Iterator[Callable[[slice], torch.Tensor]]:
+    """Room for a chunk of so many rows, and for the next one, by turns, on the device of ``like``.
+
+    Each is a function of the chunk, which gives the tensor ``(rows, n)``, contiguous. Chunks are elements of ``dtype``,
+    by default that of ``like``. The next but one may be written once nobody reads the first any more.
+    """
+    longest = max(chunk.stop - chunk.start for chunk in chunks)
+    memory = like.new_empty(min(2, len(chunks)), rows * longest, dtype=dtype)
+
+    def of(buffer: torch.Tensor, chunk: slice) -> torch.Tensor:
+        n = chunk.stop - chunk.start
+        return buffer[: rows * n].view(rows, n)
+
+    return itertools.cycle([functools.partial(of, buffer) for buffer in memory])
+
+
+def one_ahead(chunks: Iterable[Chunk], begin: Callable[[Chunk], Callable[[], None]]) -> Iterator[Chunk]:
+    """``begin`` each chunk, which returns what finishes it, and finish it behind the begin of the next one.
+
+    Each is yielded when it is finished. So two are under way at most, and a third may use the buffers of the first.
+    """
+    last: list[tuple[Chunk, Callable[[], None]]] = []
+    for chunk in chunks:
+        last.append((chunk, begin(chunk)))
+        if len(last) == 2:
+            done, finish = last.pop(0)
+            finish()
+            yield done
+    for done, finish in last:
+        finish()
+        yield done

@@ -1,0 +1,118 @@
+"""Collectives over hosts in chunks: how many, and that every bit is that of a call in one piece."""
+
+import contextlib
+from unittest import mock
+
+import pytest
+import torch
+from rank_pool import HOSTS
+
+from ccl.calls import PLACES, Case, sample
+from ccl.test_over_hosts import move
+from iris.ccl import chunks, span
+from iris.ccl.chunks import cut, number_of_chunks, one_ahead, programs_beside_rails
+from iris.ccl.select_over_hosts import HostChoice
+
+SHAPES = [(1,), (16,), (1021,), (7, 129), (40, 256)]
+DTYPES = [torch.uint8, torch.bool, torch.bfloat16, torch.int32, torch.float64, torch.complex128]
+
+
+@contextlib.contextmanager
+def in_chunks(ctx, number):
+    """Calls of any size are made in so many chunks. Yields the names of the transfers of this rank's rail."""
+    rail, transfers = ctx._world.rail, []
+
+    def noted(start, nbytes, what, **given):
+        transfers.append(given["move"][0])
+        return transfer(start, nbytes, what, **given)
+
+    transfer = rail._transfer
+    with (
+        mock.patch.object(span, "number_of_chunks", lambda choice, nbytes: number),
+        mock.patch.object(rail, "_transfer", noted),
+    ):
+        yield transfers
+
+
+def move_in_chunks(ctx, cases, number, expected):
+    with in_chunks(ctx, number) as transfers:
+        move(ctx, cases)
+    assert transfers == expected
+
+
+@pytest.mark.ranks(*HOSTS)
+@pytest.mark.parametrize("number", [2, 3, 8])
+def test_what_is_gathered_is_the_same(ranks, number):
+    cases = [
+        Case("all_gather", shape, dtype, input_place=source, output_place=target)
+        for shape, dtype, source, target in sample(10, f"chunks {number}", SHAPES, DTYPES, PLACES, PLACES)
+    ]
+    cases += [Case("all_gather", (40, 256), torch.bfloat16, in_place=True)]
+    sizes = [torch.Size(case.shape).numel() * case.dtype.itemsize for case in cases]
+    expected = ["all_gather"] * sum(len(cut(nbytes, number)) for nbytes in sizes)
+    ranks.run(move_in_chunks, cases, number, expected)
+
+
+def choice(hosts, ranks_each, network=50.0):
+    return HostChoice(hosts, ranks_each, 290.0, 12.0, network, "", False, {})
+
+
+@pytest.mark.parametrize(
+    ("hosts", "ranks_each", "network", "mebibytes", "number"),
+    [
+        (2, 8, 50, 1, 1),
+        (2, 8, 50, 7, 1),
+        (2, 8, 50, 8, 2),
+        (2, 8, 50, 32, 4),
+        (2, 8, 50, 1024, 8),
+        (4, 8, 50, 4, 2),  # a rail sends 12 MiB
+        (8, 8, 50, 4, 2),  # it sends 28, but there are 8 kernels in each chunk
+        (2, 8, 5, 32, 6),  # of a slow network the steps within the host are what is hidden
+        (2, 8, 500, 32, 1),
+        (2, 1, 50, 1024, 1),  # a rank alone on its host has nobody to move data to
+    ],
+)
+def test_as_many_chunks_as_pay(hosts, ranks_each, network, mebibytes, number):
+    assert number_of_chunks(choice(hosts, ranks_each, network), mebibytes << 20) == number
+
+
+@pytest.mark.parametrize("nbytes", [16, 4096, 8 << 20, (32 << 20) + 2, 1 << 30])
+def test_a_chunk_more_or_less_takes_longer(nbytes):
+    """By the formula, unless chunks would be too small, or too many."""
+    here = choice(2, 8)
+    number, shorter_us = number_of_chunks(here, nbytes), min(nbytes / 50e3, 2 * 7 * nbytes / 290e3)
+
+    def beside_the_longer(count):
+        return shorter_us / count + count * (chunks.TRANSFER_US + 2 * 12)
+
+    assert number == 1 or nbytes / number >= chunks.LEAST_BYTES
+    assert number == 1 or beside_the_longer(number) <= beside_the_longer(number - 1)
+    if number < chunks.MOST and nbytes / (number + 1) >= chunks.LEAST_BYTES:
+        assert beside_the_longer(number) <= beside_the_longer(number + 1)
+
+
+@pytest.mark.parametrize("nbytes", [1, 15, 16, 17, 160, 1000, 12345])
+@pytest.mark.parametrize("number", [1, 2, 3, 8])
+def test_chunks_begin_at_multiples_of_16_bytes(nbytes, number):
+    pieces = cut(nbytes, number)
+    assert [each for piece in pieces for each in range(nbytes)[piece]] == list(range(nbytes))
+    assert len(pieces) <= number and all(piece.start % 16 == 0 for piece in pieces)
+
+
+@pytest.mark.parametrize(("num_sms", "programs"), [(132, 100), (304, 272), (60, 30), (1, None)])
+def test_steps_beside_a_rail_leave_room_for_it(num_sms, programs):
+    assert programs_beside_rails(num_sms) == programs
+
+
+def test_two_chunks_are_under_way():
+    events = []
+
+    def begin(chunk):
+        events.append(f"begin {chunk}")
+        return lambda: events.append(f"finish {chunk}")
+
+    assert list(one_ahead(one_ahead("abc", begin), lambda chunk: begin(chunk.upper()))) == list("abc")
+    assert events == [
+        *("begin a", "begin b", "finish a", "begin A", "begin c", "finish b", "begin B", "finish A"),
+        *("finish c", "begin C", "finish B", "finish C"),
+    ]
