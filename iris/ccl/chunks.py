@@ -71,14 +71,15 @@ def two_buffers(
 ) -> Iterator[Callable[[slice], torch.Tensor]]:
     """Room for a chunk of so many rows, and for the next one, by turns, on the device of ``like``.
 
-    Each is a function of the chunk, which gives the tensor ``(rows, n)``, contiguous. Chunks are elements of ``dtype``,
-    by default that of ``like``. The next but one may be written once nobody reads the first any more.
+    Each is a function of the chunk, which is bytes of ``like``. It gives a contiguous tensor ``(rows, n)`` for as many
+    elements as the chunk has, of ``dtype``, by default that of ``like``. Who takes it again, for the next chunk but
+    one, has done with it.
     """
-    longest = max(chunk.stop - chunk.start for chunk in chunks)
+    longest = max(chunk.stop - chunk.start for chunk in chunks) // like.itemsize
     memory = like.new_empty(min(2, len(chunks)), rows * longest, dtype=dtype)
 
     def of(buffer: torch.Tensor, chunk: slice) -> torch.Tensor:
-        n = chunk.stop - chunk.start
+        n = (chunk.stop - chunk.start) // like.itemsize
         return buffer[: rows * n].view(rows, n)
 
     return itertools.cycle([functools.partial(of, buffer) for buffer in memory])

@@ -279,10 +279,8 @@ class CollectivesOverHosts(Spans):
         padded = -(-input.numel() // size) * size * input.itemsize
         exact = padded == nbytes
         summands = as_bytes(source) if exact else torch.nn.functional.pad(as_bytes(source), (0, padded - nbytes))
-        part = torch.empty_like(summands[: padded // size])
-        span.reduce_scatter(part.view(input.dtype), summands.view(input.dtype), op, call, sent)
         total = as_bytes(result) if exact else torch.empty_like(summands)
-        span.all_gather(total, part, call)
+        span.all_reduce(total.view(input.dtype), summands.view(input.dtype), op, call, sent)
         if not exact:
             as_bytes(result).copy_(total[:nbytes])
         _deliver(output, result)

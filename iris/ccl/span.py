@@ -120,9 +120,31 @@ class Span:
 
     def all_gather(self, output: torch.Tensor, input: torch.Tensor, call: str) -> None:
         """Both are contiguous; ``call``: what this is a step of, in words, the same on all ranks."""
-        chunks = cut(input.nbytes, number_of_chunks(self.choice, input.nbytes))
+        chunks = self._chunks(input.nbytes)
         for _ in one_ahead(chunks, self._gathering(output, input, call, chunks)):
             pass
+
+    def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, op: Any, call: str, sent: Partials) -> None:
+        """Both are contiguous; ``call`` is as for `all_gather`; ``sent``: in which form hosts send their sums."""
+        chunks = self._chunks(output.nbytes)
+        for _ in one_ahead(chunks, self._reducing(output, input, op, call, sent, chunks)):
+            pass
+
+    def all_reduce(self, output: torch.Tensor, input: torch.Tensor, op: Any, call: str, sent: Partials) -> None:
+        """As `reduce_scatter`, of a number of elements that the ranks divide; ``output`` may be ``input``.
+
+        What a chunk is summed up to is gathered while the next ones are summed up. It is written where this chunk of
+        the input was, which all ranks have read.
+        """
+        part = input.new_empty(input.numel() // self.size)
+        chunks = self._chunks(part.nbytes)
+        sums = one_ahead(chunks, self._reducing(part, input, op, call, sent, chunks))
+        for _ in one_ahead(sums, self._gathering(output, part, call, chunks)):
+            pass
+
+    def _chunks(self, nbytes: int) -> list[slice]:
+        """Of each rank's part of so many bytes."""
+        return cut(nbytes, number_of_chunks(self.choice, nbytes))
 
     def _gathering(
         self, output: torch.Tensor, part: torch.Tensor, call: str, chunks: list[slice]
@@ -157,6 +179,39 @@ class Span:
         self.within.all_gather_rows(rows, part, self.group, config)
         self.order.write_of_host(everyone, host, rows)
 
+    def _reducing(
+        self, part: torch.Tensor, input: torch.Tensor, op: Any, call: str, sent: Partials, chunks: list[slice]
+    ) -> Callable[[slice], Callable[[], None]]:
+        """What begins to sum up a chunk of ``part``; when it is finished, the sum is there."""
+        hosts, own, size = self.hosts, self.hosts.number, input.itemsize
+        total, everyone, beside = part.view(-1), input.view(self.size, -1), self._beside_rails(chunks)
+        to_send, to_receive = (two_buffers(input, len(hosts), chunks, sent.dtype) for _ in range(2))
+        for_own = two_buffers(input, 1, chunks, sent.dtype)
+
+        def begin(chunk: slice) -> Callable[[], None]:
+            sums, arrived, (mine,) = (next(room)(chunk) for room in (to_send, to_receive, for_own))
+            elements = slice(chunk.start // size, chunk.stop // size)
+
+            def sum_up(host: int, result: torch.Tensor) -> None:
+                summands = self.order.of_host(everyone[:, elements], host).to(sent.dtype)
+                self.within.reduce_scatter_rows(result, summands, sent.op, self.group, beside)
+
+            for host in range(len(hosts)):
+                if host != own:
+                    sum_up(host, sums[host])
+            wait = self.rail.all_to_all(arrived, sums, call)
+            sum_up(own, mine)
+
+            def finish() -> None:
+                wait()
+                # The rail has brought what was in the row of the own host, which is nothing.
+                arrived[own] = mine
+                add_up(total[elements], arrived, reduction(op)[0], self.stream(), sent.summands)
+
+            return finish
+
+        return begin
+
     def _beside_rails(self, chunks: list[slice]) -> Config | None:
         """How steps within the host leave room for NCCL's kernel, where they are to run beside it."""
         return None if len(chunks) == 1 else self._leaving_room
@@ -165,19 +220,6 @@ class Span:
     def _leaving_room(self) -> Config:
         """One object, by which launches are found again."""
         return Config(comm_sms=programs_beside_rails(self.within.communicator(self.group).num_sms))
-
-    def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, op: Any, call: str, sent: Partials) -> None:
-        """Both are contiguous; ``call`` is as for `all_gather`; ``sent``: in which form hosts send their sums."""
-        hosts = self.hosts
-        rows = as_bytes(input).view(self.size, output.nbytes)
-        sums = input.new_empty(len(hosts), output.numel(), dtype=sent.dtype)
-        others = [host for host in range(len(hosts)) if host != hosts.number]
-        for host in (*others, hosts.number):
-            summands = self.order.of_host(rows, host).view(input.dtype).to(sent.dtype)
-            self.within.reduce_scatter(sums[host], summands, op=sent.op, group=self.group)
-        arrived = torch.empty_like(sums)
-        self.rail.all_to_all(arrived, sums, call)()
-        add_up(output, arrived, reduction(op)[0], self.stream(), sent.summands)
 
     def partials(self, dtype: torch.dtype, op: Any) -> Partials:
         """The form of `Config.fp32_partials`."""

@@ -1,15 +1,18 @@
 """Collectives over hosts in chunks: how many, and that every bit is that of a call in one piece."""
 
 import contextlib
+import itertools
 from unittest import mock
 
 import pytest
 import torch
-from rank_pool import HOSTS
+from rank_pool import HOSTS, Hosts
 
 from ccl.calls import PLACES, Case, sample
-from ccl.test_over_hosts import move
-from iris.ccl import chunks, span
+from ccl.test_fp32_partials import add_up
+from ccl.test_over_hosts import combine, move
+from ccl.test_results import SUMMED, meaningful
+from iris.ccl import ReduceOp, chunks, span
 from iris.ccl.chunks import cut, number_of_chunks, one_ahead, programs_beside_rails
 from iris.ccl.select_over_hosts import HostChoice
 
@@ -23,7 +26,7 @@ def in_chunks(ctx, number):
     rail, transfers = ctx._world.rail, []
 
     def noted(start, nbytes, what, **given):
-        transfers.append(given["move"][0])
+        transfers.append(given.get("move", ("barrier",))[0])
         return transfer(start, nbytes, what, **given)
 
     transfer = rail._transfer
@@ -51,6 +54,50 @@ def test_what_is_gathered_is_the_same(ranks, number):
     sizes = [torch.Size(case.shape).numel() * case.dtype.itemsize for case in cases]
     expected = ["all_gather"] * sum(len(cut(nbytes, number)) for nbytes in sizes)
     ranks.run(move_in_chunks, cases, number, expected)
+
+
+def sum_in_chunks(ctx, calls, hosts, cases, number, expected):
+    with in_chunks(ctx, number) as transfers:
+        calls(ctx, hosts, cases)
+    assert transfers == expected
+
+
+def transfers_of_sums(collective, shape, dtype, size, number):
+    """A rail brings what is to be added up, and of an all_reduce the sum of each chunk behind that for the next one."""
+    count = torch.Size(shape).numel()
+    each = count if collective == "reduce_scatter" else -(-count // size)
+    chunks = len(cut(each * dtype.itemsize, number))
+    if collective == "reduce_scatter":
+        return ["all_to_all"] * chunks
+    return ["all_to_all", *["all_to_all", "all_gather"] * (chunks - 1), "all_gather"]
+
+
+@pytest.mark.ranks(*HOSTS)
+@pytest.mark.parametrize("number", [2, 3, 8])
+@pytest.mark.parametrize("collective", ["reduce_scatter", "all_reduce"])
+def test_sums_have_the_same_bits(ranks, collective, number):
+    size, layouts = ranks.num_ranks, ["plain", "stepped", "in place"]
+    cases = [
+        (collective, shape, dtype, op, layout)
+        for shape, dtype, op, layout in sample(12, f"{collective} {number}", SHAPES, SUMMED, ReduceOp, layouts)
+        if meaningful(dtype, op)
+    ]
+    # A size that all ranks divide: then an all_reduce writes its result over what it reads.
+    cases += [(collective, (64 * size,), torch.bfloat16, ReduceOp.SUM, "in place")]
+    expected = [transfers_of_sums(collective, shape, dtype, size, number) for _, shape, dtype, *_ in cases]
+    ranks.run(sum_in_chunks, combine, ranks.hosts, cases, number, list(itertools.chain(*expected)))
+
+
+@pytest.mark.ranks(Hosts(2, 2), Hosts(2, 2, dealt=True), Hosts(3, 2))
+@pytest.mark.parametrize("collective", ["reduce_scatter", "all_reduce"])
+def test_sums_that_hosts_send_as_float32_have_the_same_bits(ranks, collective):
+    cases = [
+        (collective, (1021,), torch.bfloat16, ReduceOp.SUM),
+        (collective, (7, 129), torch.float16, ReduceOp.AVG),
+        (collective, (40, 8), torch.complex32, ReduceOp.SUM),
+    ]
+    expected = [transfers_of_sums(*case[:3], ranks.num_ranks, 3) for case in cases]
+    ranks.run(sum_in_chunks, add_up, ranks.hosts, cases, 3, list(itertools.chain(*expected)))
 
 
 def choice(hosts, ranks_each, network=50.0):
