@@ -40,21 +40,30 @@ ALIGNMENT = 16
 NCCL_CTAS = 32
 
 
-def number_of_chunks(choice: HostChoice, nbytes: int) -> int:
-    """Of a part of so many bytes for each rank, of which a rail takes one to, or from, each other host."""
-    H, L = choice.num_hosts, choice.num_local_ranks
-    sent = (H - 1) * nbytes
-    rail_us = sent / (1e3 * choice.network_GBps)
-    host_us = H * (L - 1) * nbytes / (1e3 * choice.host_GBps)
-    fixed_us = TRANSFER_US + H * choice.small_us
+def number_of_chunks(choice: HostChoice, on_rail: int, in_host: int, kernels: int) -> int:
+    """Of a collective in which a rank sends so many bytes to other hosts, and to the others of its own.
+
+    ``kernels``: of a chunk, within the host.
+    """
+    rail_us, host_us = on_rail / (1e3 * choice.network_GBps), in_host / (1e3 * choice.host_GBps)
+    fixed_us = TRANSFER_US + kernels * choice.small_us
     best = round(math.sqrt(0.25 + min(rail_us, host_us) / fixed_us))
-    return max(1, min(best, sent // LEAST_BYTES, MOST))
+    return max(1, min(best, on_rail // LEAST_BYTES, MOST))
 
 
-def cut(nbytes: int, number: int) -> list[slice]:
-    """So many chunks of ``nbytes``, or fewer, if that is not enough for `ALIGNMENT`; the last one may be smaller."""
-    step = max(1, math.ceil(nbytes / number / ALIGNMENT)) * ALIGNMENT
-    return [slice(begin, min(begin + step, nbytes)) for begin in range(0, nbytes, step)]
+def chunks_of_part(choice: HostChoice, nbytes: int) -> list[slice]:
+    """Of a collective in which a rail takes a part of so many bytes to, or from, each other host.
+
+    Within its host a rank sends one to each other, for each host. all_reduce does both twice: as many chunks are best.
+    """
+    H, L = choice.num_hosts, choice.num_local_ranks
+    return cut(nbytes, number_of_chunks(choice, (H - 1) * nbytes, H * (L - 1) * nbytes, H))
+
+
+def cut(length: int, number: int, alignment: int = ALIGNMENT) -> list[slice]:
+    """So many chunks of a ``length`` in bytes, or fewer where it is short; the last one may be smaller."""
+    step = max(1, math.ceil(length / number / alignment)) * alignment
+    return [slice(begin, min(begin + step, length)) for begin in range(0, length, step)]
 
 
 def programs_beside_rails(num_sms: int) -> int | None:

@@ -66,7 +66,7 @@ class CollectivesOverHosts(Spans):
         checks.check_overlap("all_to_all", result, source)
         if not source.numel():
             return
-        size, number = span.size, len(span.hosts)
+        size = span.size
         columns = source.shape[-1] * source.itemsize // size
         rows = source.nbytes // (columns * size)
         if vendor := self._vendor(span, config, "all_to_all", source.nbytes, input.dtype):
@@ -77,15 +77,8 @@ class CollectivesOverHosts(Spans):
                 as_bytes(result).view(rows, size, columns).copy_(comes.transpose(0, 1))
             _deliver(output, result)
             return
-        # `ours`: from this rail, what is for each rank of this host.
-        sent = span.order.by_host(as_bytes(source).view(rows, size, columns), 1).transpose(0, 1).contiguous()
-        arrived = torch.empty_like(sent)
-        span.rail.all_to_all(arrived, sent, _described("all_to_all", input))()
-        ours = arrived.view(number, -1, rows * columns).transpose(0, 1).contiguous()
-        theirs = torch.empty_like(ours)
-        span.within.all_to_all(theirs.view(-1), ours.view(-1), group=span.group)
-        chunks = theirs.view(-1, number, rows, columns).permute(2, 1, 0, 3).reshape(rows, size, columns)
-        span.order.write(as_bytes(result).view(rows, size, columns), chunks, 1)
+        goes, comes = as_bytes(source).view(rows, size, columns), as_bytes(result).view(rows, size, columns)
+        span.all_to_all(comes, goes, _described("all_to_all", input))
         _deliver(output, result)
 
     @over_hosts

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from iris.ccl import checks
-from iris.ccl.chunks import cut, number_of_chunks, one_ahead, programs_beside_rails, two_buffers
+from iris.ccl.chunks import chunks_of_part, cut, number_of_chunks, one_ahead, programs_beside_rails, two_buffers
 from iris.ccl.config import Config, ReduceOp
 from iris.ccl.host_order import HostOrder
 from iris.ccl.host_sums import add_up, partial_dtype
@@ -120,13 +120,13 @@ class Span:
 
     def all_gather(self, output: torch.Tensor, input: torch.Tensor, call: str) -> None:
         """Both are contiguous; ``call``: what this is a step of, in words, the same on all ranks."""
-        chunks = self._chunks(input.nbytes)
+        chunks = chunks_of_part(self.choice, input.nbytes)
         for _ in one_ahead(chunks, self._gathering(output, input, call, chunks)):
             pass
 
     def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, op: Any, call: str, sent: Partials) -> None:
         """Both are contiguous; ``call`` is as for `all_gather`; ``sent``: in which form hosts send their sums."""
-        chunks = self._chunks(output.nbytes)
+        chunks = chunks_of_part(self.choice, output.nbytes)
         for _ in one_ahead(chunks, self._reducing(output, input, op, call, sent, chunks)):
             pass
 
@@ -137,14 +137,42 @@ class Span:
         the input was, which all ranks have read.
         """
         part = input.new_empty(input.numel() // self.size)
-        chunks = self._chunks(part.nbytes)
+        chunks = chunks_of_part(self.choice, part.nbytes)
         sums = one_ahead(chunks, self._reducing(part, input, op, call, sent, chunks))
         for _ in one_ahead(sums, self._gathering(output, part, call, chunks)):
             pass
 
-    def _chunks(self, nbytes: int) -> list[slice]:
-        """Of each rank's part of so many bytes."""
-        return cut(nbytes, number_of_chunks(self.choice, nbytes))
+    def all_to_all(self, output: torch.Tensor, input: torch.Tensor, call: str) -> None:
+        """``(rows, W, n)`` bytes → as many, contiguous: what is for rank r, or from it, has the number r in each row.
+
+        A chunk is some of the rows, or of the bytes of the only one. What is between its steps torch frees, and takes
+        for the next chunk but one.
+        """
+        (number, local), (rows, _, columns) = (len(self.hosts), len(self.hosts.local_ranks)), input.shape
+        sent = (number - 1) * local * rows * columns, (local - 1) * number * rows * columns
+        chunks = number_of_chunks(self.choice, *sent, 1)
+        pieces = cut(columns, chunks) if rows == 1 else cut(rows, chunks, 1)
+        beside = self._beside_rails(pieces)
+
+        def begin(piece: slice) -> Callable[[], None]:
+            place = (slice(None), slice(None), piece) if rows == 1 else (piece,)
+            sent = self.order.by_host(input[place], 1).transpose(0, 1).contiguous()
+            arrived = torch.empty_like(sent)
+            wait = self.rail.all_to_all(arrived, sent, call)
+
+            def finish() -> None:
+                wait()
+                # From this rail, what is for each rank of this host.
+                ours = arrived.view(number, local, -1).transpose(0, 1).contiguous()
+                theirs = torch.empty_like(ours)
+                self.within.all_to_all(theirs.view(-1), ours.view(-1), group=self.group, config=beside)
+                by_host = theirs.view(local, number, *sent.shape[1:]).permute(2, 1, 0, 3)
+                self.order.write(output[place], by_host.flatten(1, 2), 1)
+
+            return finish
+
+        for _ in one_ahead(pieces, begin):
+            pass
 
     def _gathering(
         self, output: torch.Tensor, part: torch.Tensor, call: str, chunks: list[slice]

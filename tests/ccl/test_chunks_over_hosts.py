@@ -8,12 +8,12 @@ import pytest
 import torch
 from rank_pool import HOSTS, Hosts
 
-from ccl.calls import PLACES, Case, sample
+from ccl.calls import LAYOUTS, PLACES, Case, sample
 from ccl.test_fp32_partials import add_up
 from ccl.test_over_hosts import combine, move
 from ccl.test_results import SUMMED, meaningful
 from iris.ccl import ReduceOp, chunks, span
-from iris.ccl.chunks import cut, number_of_chunks, one_ahead, programs_beside_rails
+from iris.ccl.chunks import chunks_of_part, cut, number_of_chunks, one_ahead, programs_beside_rails
 from iris.ccl.select_over_hosts import HostChoice
 
 SHAPES = [(1,), (16,), (1021,), (7, 129), (40, 256)]
@@ -31,7 +31,8 @@ def in_chunks(ctx, number):
 
     transfer = rail._transfer
     with (
-        mock.patch.object(span, "number_of_chunks", lambda choice, nbytes: number),
+        mock.patch.object(span, "number_of_chunks", lambda *_: number),
+        mock.patch.object(chunks, "number_of_chunks", lambda *_: number),
         mock.patch.object(rail, "_transfer", noted),
     ):
         yield transfers
@@ -53,6 +54,22 @@ def test_what_is_gathered_is_the_same(ranks, number):
     cases += [Case("all_gather", (40, 256), torch.bfloat16, in_place=True)]
     sizes = [torch.Size(case.shape).numel() * case.dtype.itemsize for case in cases]
     expected = ["all_gather"] * sum(len(cut(nbytes, number)) for nbytes in sizes)
+    ranks.run(move_in_chunks, cases, number, expected)
+
+
+@pytest.mark.ranks(*HOSTS)
+@pytest.mark.parametrize("number", [2, 3, 8])
+def test_what_is_exchanged_is_the_same(ranks, number):
+    cases = [
+        Case("all_to_all", shape, dtype, input_place=source, output_place=target, layout=layout)
+        for shape, dtype, source, target, layout in sample(
+            10, f"exchanged {number}", [(1021,), (3, 129), (40, 8)], DTYPES, PLACES, PLACES, LAYOUTS
+        )
+    ]
+    of_rows = [
+        (case.shape[0], 1) if len(case.shape) > 1 else (case.shape[0] * case.dtype.itemsize, 16) for case in cases
+    ]
+    expected = ["all_to_all"] * sum(len(cut(length, number, alignment)) for length, alignment in of_rows)
     ranks.run(move_in_chunks, cases, number, expected)
 
 
@@ -105,29 +122,32 @@ def choice(hosts, ranks_each, network=50.0):
 
 
 @pytest.mark.parametrize(
-    ("hosts", "ranks_each", "network", "mebibytes", "number"),
+    ("hosts", "ranks_each", "network", "mebibytes", "number", "of_exchange"),
     [
-        (2, 8, 50, 1, 1),
-        (2, 8, 50, 7, 1),
-        (2, 8, 50, 8, 2),
-        (2, 8, 50, 32, 4),
-        (2, 8, 50, 1024, 8),
-        (4, 8, 50, 4, 2),  # a rail sends 12 MiB
-        (8, 8, 50, 4, 2),  # it sends 28, but there are 8 kernels in each chunk
-        (2, 8, 5, 32, 6),  # of a slow network the steps within the host are what is hidden
-        (2, 8, 500, 32, 1),
-        (2, 1, 50, 1024, 1),  # a rank alone on its host has nobody to move data to
+        (2, 8, 50, 1, 1, 1),
+        (2, 8, 50, 7, 1, 1),
+        (2, 8, 50, 8, 2, 1),
+        (2, 8, 50, 32, 4, 3),
+        (2, 8, 50, 1024, 8, 8),
+        (4, 8, 50, 4, 2, 1),  # a rail sends 12 MiB
+        (8, 8, 50, 4, 2, 2),  # it sends 28, but there are 8 kernels in each chunk
+        (2, 8, 5, 32, 6, 3),  # of a slow network the steps within the host are what is hidden
+        (2, 8, 500, 32, 1, 2),
+        (2, 1, 50, 1024, 1, 1),  # a rank alone on its host has nobody to move data to
     ],
 )
-def test_as_many_chunks_as_pay(hosts, ranks_each, network, mebibytes, number):
-    assert number_of_chunks(choice(hosts, ranks_each, network), mebibytes << 20) == number
+def test_as_many_chunks_as_pay(hosts, ranks_each, network, mebibytes, number, of_exchange):
+    nbytes = mebibytes << 20
+    assert len(chunks_of_part(choice(hosts, ranks_each, network), nbytes)) == number
+    # all_to_all: as many bytes for each host on the rail, of which each rank of a host gets its part there.
+    moved = (hosts - 1) * nbytes, hosts * (ranks_each - 1) * nbytes // ranks_each
+    assert number_of_chunks(choice(hosts, ranks_each, network), *moved, 1) == of_exchange
 
 
 @pytest.mark.parametrize("nbytes", [16, 4096, 8 << 20, (32 << 20) + 2, 1 << 30])
 def test_a_chunk_more_or_less_takes_longer(nbytes):
     """By the formula, unless chunks would be too small, or too many."""
-    here = choice(2, 8)
-    number, shorter_us = number_of_chunks(here, nbytes), min(nbytes / 50e3, 2 * 7 * nbytes / 290e3)
+    number, shorter_us = len(chunks_of_part(choice(2, 8), nbytes)), min(nbytes / 50e3, 2 * 7 * nbytes / 290e3)
 
     def beside_the_longer(count):
         return shorter_us / count + count * (chunks.TRANSFER_US + 2 * 12)
