@@ -38,6 +38,8 @@ ALIGNMENT = 16
 # Thread blocks that a kernel of NCCL has at most, unless NCCL_MAX_CTAS says otherwise (NCCL User Guide, "ncclConfig_t":
 # ``maxCTAs``).
 NCCL_CTAS = 32
+# Multiprocessors that are left besides, for the first programs of another stream's launch (`Communicator.programs`).
+FOR_OTHER_STREAMS = 4
 
 
 def number_of_chunks(choice: HostChoice, on_rail: int, in_host: int, kernels: int) -> int:
@@ -70,9 +72,10 @@ def programs_beside_rails(num_sms: int) -> int | None:
     """How many programs a step within the host may have, so that NCCL's kernel finds room beside it; None: any number.
 
     Of either a block may fill a multiprocessor: so many are left as NCCL may take; of a GPU with few of them, half.
-    Without that nothing would lock up, since neither kernel waits for the other, but one would run behind the other.
+    Neither kernel waits for the other. But one of them would run behind the other, and launches of two streams could
+    find no room beside a kernel of NCCL, which waits for another host.
     """
-    return max(num_sms - NCCL_CTAS, num_sms // 2) or None
+    return max(num_sms - NCCL_CTAS - FOR_OTHER_STREAMS, num_sms // 2) or None
 
 
 def two_buffers(

@@ -3,7 +3,7 @@
 | collective | steps |
 | --- | --- |
 | all_gather | the rail gathers; each host's part is gathered within the host, the own host's first |
-| reduce_scatter | a reduce_scatter within the host for each host; the rail exchanges the sums; they are added up |
+| reduce_scatter | one within the host for each host, the own one last; the rail exchanges the sums; they are added up |
 | all_reduce | reduce_scatter, then all_gather |
 | all_to_all | the rail exchanges what is for each host; an all_to_all within the host |
 | all_to_all_v | likewise, once all ranks know all counts (`iris.ccl.all_to_all_v_over_hosts`) |
@@ -13,6 +13,9 @@
 In these steps a rank sends to other hosts what its own GPU holds, once, and only to ranks with its local rank. Sums
 are formed within a host in the order of ranks and rounded once, then over hosts in the order of hosts and rounded once
 more, so they are the same from run to run and on every rank. With `Config.fp32_partials` only the latter is rounded.
+
+Large calls of the first four go in chunks: the rail moves one while the ranks of a host work on another
+(`iris.ccl.chunks`).
 
 A message between ranks of different hosts goes by a link of the two (`iris.world.links`).
 """

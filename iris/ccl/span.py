@@ -12,7 +12,15 @@ import torch
 import torch.distributed as dist
 
 from iris.ccl import checks
-from iris.ccl.chunks import chunks_of_part, cut, number_of_chunks, one_ahead, programs_beside_rails, two_buffers
+from iris.ccl.chunks import (
+    LEAST_BYTES,
+    chunks_of_part,
+    cut,
+    number_of_chunks,
+    one_ahead,
+    programs_beside_rails,
+    two_buffers,
+)
 from iris.ccl.config import Config, ReduceOp
 from iris.ccl.host_order import HostOrder
 from iris.ccl.host_sums import add_up, partial_dtype
@@ -180,7 +188,7 @@ class Span:
         """What begins to gather a chunk, which is in ``part`` by then: bytes of every rank's part."""
         hosts, own = self.hosts, self.hosts.number
         mine, everyone = as_bytes(part), as_bytes(output).view(self.size, part.nbytes)
-        room, beside = two_buffers(mine, len(hosts), chunks), self._beside_rails(chunks)
+        room, beside = two_buffers(mine, len(hosts), chunks), self._beside_rails(chunks, part.nbytes)
 
         def begin(chunk: slice) -> Callable[[], None]:
             arrived, sent, rows = next(room)(chunk), mine[chunk], everyone[:, chunk]
@@ -212,7 +220,7 @@ class Span:
     ) -> Callable[[slice], Callable[[], None]]:
         """What begins to sum up a chunk of ``part``; when it is finished, the sum is there."""
         hosts, own, size = self.hosts, self.hosts.number, input.itemsize
-        total, everyone, beside = part.view(-1), input.view(self.size, -1), self._beside_rails(chunks)
+        total, everyone, beside = part.view(-1), input.view(self.size, -1), self._beside_rails(chunks, part.nbytes)
         to_send, to_receive = (two_buffers(input, len(hosts), chunks, sent.dtype) for _ in range(2))
         for_own = two_buffers(input, 1, chunks, sent.dtype)
 
@@ -240,9 +248,12 @@ class Span:
 
         return begin
 
-    def _beside_rails(self, chunks: list[slice]) -> Config | None:
-        """How steps within the host leave room for NCCL's kernel, where they are to run beside it."""
-        return None if len(chunks) == 1 else self._leaving_room
+    def _beside_rails(self, chunks: list[slice], nbytes: int = 0) -> Config | None:
+        """How steps within the host leave room for NCCL's kernel, where they are to run beside it.
+
+        That is where there are chunks, or the own host has a part of so many bytes, unless both are over in no time.
+        """
+        return self._leaving_room if len(chunks) > 1 or nbytes >= LEAST_BYTES else None
 
     @functools.cached_property
     def _leaving_room(self) -> Config:

@@ -166,7 +166,7 @@ def test_chunks_begin_at_multiples_of_16_bytes(nbytes, number):
     assert len(pieces) <= number and all(piece.start % 16 == 0 for piece in pieces)
 
 
-@pytest.mark.parametrize(("num_sms", "programs"), [(132, 100), (304, 272), (60, 30), (1, None)])
+@pytest.mark.parametrize(("num_sms", "programs"), [(132, 96), (304, 268), (60, 30), (1, None)])
 def test_steps_beside_a_rail_leave_room_for_it(num_sms, programs):
     assert programs_beside_rails(num_sms) == programs
 
