@@ -10,7 +10,7 @@ from rank_pool import HOSTS, Hosts
 
 from ccl.calls import LAYOUTS, PLACES, Case, sample
 from ccl.test_fp32_partials import add_up
-from ccl.test_over_hosts import combine, move
+from ccl.test_over_hosts import combine, move, premultiply
 from ccl.test_results import SUMMED, meaningful
 from iris.ccl import ReduceOp, chunks, span
 from iris.ccl.chunks import chunks_of_part, cut, number_of_chunks, one_ahead, programs_beside_rails
@@ -115,6 +115,17 @@ def test_sums_that_hosts_send_as_float32_have_the_same_bits(ranks, collective):
     ]
     expected = [transfers_of_sums(*case[:3], ranks.num_ranks, 3) for case in cases]
     ranks.run(sum_in_chunks, add_up, ranks.hosts, cases, 3, list(itertools.chain(*expected)))
+
+
+def premultiply_in_chunks(ctx, hosts):
+    with in_chunks(ctx, 2) as transfers:
+        premultiply(ctx, hosts)
+    assert transfers == ["all_to_all", "all_to_all", "all_gather", "all_gather"]
+
+
+@pytest.mark.ranks(Hosts(2, 2))
+def test_every_chunk_is_multiplied_by_the_factors_of_ranks(ranks):
+    ranks.run(premultiply_in_chunks, ranks.hosts)
 
 
 def choice(hosts, ranks_each, network=50.0):
