@@ -1,19 +1,24 @@
 """Collectives over hosts in chunks: a rail moves one while the ranks of each host work on another.
 
-Let r be the time of a rail, and h that of the steps within the host. One behind the other they take r + h. In C chunks
-they take about
+Let r be the time of a rail, s that of a step within the host for the part of one host, and H the number of hosts. In
+one chunk the rail works beside the own host's step alone, so all_gather and reduce_scatter take
 
-    max(r, h) + min(r, h) / C + C f
+    max(r, s) + (H - 1) s
+
+which is longer by e = min(r - s, (H - 1) s) than max(r, H s), if e > 0: else the rail is hidden as it is. An all_to_all
+has one step s for all hosts behind its rail, so e = min(r, s). In C chunks calls take about
+
+    max(r, H s) + e / C + C f
 
 where f is what a chunk takes however small it is: a transfer has to start, and so has a kernel for each host. One chunk
-more than C pays while min(r, h) / (C (C + 1)) > f, which gives C = round(sqrt(1 / 4 + min(r, h) / f)).
+more than C pays while e / (C (C + 1)) > f, which gives C = round(sqrt(1 / 4 + e / f)).
 
 A rail reaches its rate with messages of some MiB only, so no chunk is below `LEAST_BYTES`. And at `MOST` chunks an
-eighth of the shorter time is left, of which more chunks would hide little.
+eighth of e is left, of which more chunks would hide little.
 
-For example, on 2 hosts of 8 ranks with 50 GB/s each between hosts and 290 within, and parts of 32 MiB a rank: r = 671
-us, h = 2 * 7/8 * 8 * 32 MiB / 290 GB/s = 1620 us, f = 15 + 2 * 12 us, so C = 4: 1620 + 168 + 156 us, and not 2291.
-Parts below 8 MiB are one chunk there.
+For example, on 4 hosts of 8 ranks with 50 GB/s each between hosts and 290 within, and parts of 16 MiB a rank: r = 1007
+us, s = 7 * 16 MiB / 290 GB/s = 405 us, e = 602 us, f = 15 + 4 * 12 us, so C = 3: 1620 + 201 + 189 us, and not 2222.
+On 2 such hosts r < s, so there is one chunk.
 """
 
 import functools
@@ -42,14 +47,13 @@ NCCL_CTAS = 32
 FOR_OTHER_STREAMS = 4
 
 
-def number_of_chunks(choice: HostChoice, on_rail: int, in_host: int, kernels: int) -> int:
-    """Of a collective in which a rank sends so many bytes to other hosts, and to the others of its own.
+def number_of_chunks(choice: HostChoice, exposed_us: float, on_rail: int, kernels: int) -> int:
+    """Of a collective in which a rank sends so many bytes to other hosts.
 
-    ``kernels``: of a chunk, within the host.
+    ``exposed_us``: e, see above; ``kernels``: of a chunk, within the host.
     """
-    rail_us, host_us = on_rail / (1e3 * choice.network_GBps), in_host / (1e3 * choice.host_GBps)
     fixed_us = TRANSFER_US + kernels * choice.small_us
-    best = round(math.sqrt(0.25 + min(rail_us, host_us) / fixed_us))
+    best = round(math.sqrt(0.25 + max(0.0, exposed_us) / fixed_us))
     return max(1, min(best, on_rail // LEAST_BYTES, MOST))
 
 
@@ -59,7 +63,23 @@ def chunks_of_part(choice: HostChoice, nbytes: int) -> list[slice]:
     Within its host a rank sends one to each other, for each host. all_reduce does both twice: as many chunks are best.
     """
     H, L = choice.num_hosts, choice.num_local_ranks
-    return cut(nbytes, number_of_chunks(choice, (H - 1) * nbytes, H * (L - 1) * nbytes, H))
+    on_rail = (H - 1) * nbytes
+    rail_us, step_us = _times_us(choice, on_rail, (L - 1) * nbytes)
+    exposed_us = min(rail_us - step_us, (H - 1) * step_us)
+    return cut(nbytes, number_of_chunks(choice, exposed_us, on_rail, H))
+
+
+def chunks_of_exchange(choice: HostChoice, rows: int, columns: int) -> list[slice]:
+    """Of an all_to_all in which each rank sends each so many rows of so many bytes: of the rows, or of the only one."""
+    H, L = choice.num_hosts, choice.num_local_ranks
+    on_rail, in_host = (H - 1) * L * rows * columns, (L - 1) * H * rows * columns
+    number = number_of_chunks(choice, min(_times_us(choice, on_rail, in_host)), on_rail, 1)
+    return cut(columns, number) if rows == 1 else cut(rows, number, 1)
+
+
+def _times_us(choice: HostChoice, on_rail: int, in_host: int) -> tuple[float, float]:
+    """What a rank takes to send so many bytes to other hosts, and to the others of its own."""
+    return on_rail / (1e3 * choice.network_GBps), in_host / (1e3 * choice.host_GBps)
 
 
 def cut(length: int, number: int, alignment: int = ALIGNMENT) -> list[slice]:

@@ -14,9 +14,8 @@ import torch.distributed as dist
 from iris.ccl import checks
 from iris.ccl.chunks import (
     LEAST_BYTES,
+    chunks_of_exchange,
     chunks_of_part,
-    cut,
-    number_of_chunks,
     one_ahead,
     programs_beside_rails,
     two_buffers,
@@ -157,9 +156,7 @@ class Span:
         for the next chunk but one.
         """
         (number, local), (rows, _, columns) = (len(self.hosts), len(self.hosts.local_ranks)), input.shape
-        sent = (number - 1) * local * rows * columns, (local - 1) * number * rows * columns
-        chunks = number_of_chunks(self.choice, *sent, 1)
-        pieces = cut(columns, chunks) if rows == 1 else cut(rows, chunks, 1)
+        pieces = chunks_of_exchange(self.choice, rows, columns)
         beside = self._beside_rails(pieces)
 
         def begin(piece: slice) -> Callable[[], None]:

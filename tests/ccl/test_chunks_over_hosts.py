@@ -12,8 +12,8 @@ from ccl.calls import LAYOUTS, PLACES, Case, sample
 from ccl.test_fp32_partials import add_up
 from ccl.test_over_hosts import combine, move, premultiply
 from ccl.test_results import SUMMED, meaningful
-from iris.ccl import ReduceOp, chunks, span
-from iris.ccl.chunks import chunks_of_part, cut, number_of_chunks, one_ahead, programs_beside_rails
+from iris.ccl import ReduceOp, chunks
+from iris.ccl.chunks import chunks_of_exchange, chunks_of_part, cut, one_ahead, programs_beside_rails
 from iris.ccl.select_over_hosts import HostChoice
 
 SHAPES = [(1,), (16,), (1021,), (7, 129), (40, 256)]
@@ -31,7 +31,6 @@ def in_chunks(ctx, number):
 
     transfer = rail._transfer
     with (
-        mock.patch.object(span, "number_of_chunks", lambda *_: number),
         mock.patch.object(chunks, "number_of_chunks", lambda *_: number),
         mock.patch.object(rail, "_transfer", noted),
     ):
@@ -133,35 +132,35 @@ def choice(hosts, ranks_each, network=50.0):
 
 
 @pytest.mark.parametrize(
-    ("hosts", "ranks_each", "network", "mebibytes", "number", "of_exchange"),
+    ("hosts", "ranks_each", "network", "mebibytes", "of_parts", "of_exchange"),
     [
-        (2, 8, 50, 1, 1, 1),
-        (2, 8, 50, 7, 1, 1),
-        (2, 8, 50, 8, 2, 1),
-        (2, 8, 50, 32, 4, 3),
-        (2, 8, 50, 1024, 8, 8),
+        (2, 8, 50, 1024, 1, 8),  # the own host's step takes longer than the rail, and is beside it anyway
+        (2, 8, 25, 4, 1, 1),
+        (2, 8, 25, 8, 2, 1),
+        (2, 8, 25, 32, 4, 3),
+        (4, 8, 50, 1, 1, 1),
         (4, 8, 50, 4, 2, 1),  # a rail sends 12 MiB
         (8, 8, 50, 4, 2, 2),  # it sends 28, but there are 8 kernels in each chunk
-        (2, 8, 5, 32, 6, 3),  # of a slow network the steps within the host are what is hidden
-        (2, 8, 500, 32, 1, 2),
+        (4, 8, 50, 1024, 8, 8),
+        (2, 8, 5, 32, 5, 3),  # of a slow network the steps within the host are what is hidden
         (2, 1, 50, 1024, 1, 1),  # a rank alone on its host has nobody to move data to
     ],
 )
-def test_as_many_chunks_as_pay(hosts, ranks_each, network, mebibytes, number, of_exchange):
-    nbytes = mebibytes << 20
-    assert len(chunks_of_part(choice(hosts, ranks_each, network), nbytes)) == number
-    # all_to_all: as many bytes for each host on the rail, of which each rank of a host gets its part there.
-    moved = (hosts - 1) * nbytes, hosts * (ranks_each - 1) * nbytes // ranks_each
-    assert number_of_chunks(choice(hosts, ranks_each, network), *moved, 1) == of_exchange
+def test_as_many_chunks_as_pay(hosts, ranks_each, network, mebibytes, of_parts, of_exchange):
+    here, nbytes = choice(hosts, ranks_each, network), mebibytes << 20
+    assert len(chunks_of_part(here, nbytes)) == of_parts
+    # all_to_all: as many bytes for each host on the rail, which are for all of its ranks.
+    assert len(chunks_of_exchange(here, 1, nbytes // ranks_each)) == of_exchange
+    assert len(chunks_of_exchange(here, 512, nbytes // ranks_each // 512)) == of_exchange
 
 
 @pytest.mark.parametrize("nbytes", [16, 4096, 8 << 20, (32 << 20) + 2, 1 << 30])
 def test_a_chunk_more_or_less_takes_longer(nbytes):
     """By the formula, unless chunks would be too small, or too many."""
-    number, shorter_us = len(chunks_of_part(choice(2, 8), nbytes)), min(nbytes / 50e3, 2 * 7 * nbytes / 290e3)
+    number, rail_us, step_us = len(chunks_of_part(choice(2, 8, 25.0), nbytes)), nbytes / 25e3, 7 * nbytes / 290e3
 
     def beside_the_longer(count):
-        return shorter_us / count + count * (chunks.TRANSFER_US + 2 * 12)
+        return min(rail_us - step_us, step_us) / count + count * (chunks.TRANSFER_US + 2 * 12)
 
     assert number == 1 or nbytes / number >= chunks.LEAST_BYTES
     assert number == 1 or beside_the_longer(number) <= beside_the_longer(number - 1)
