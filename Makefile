@@ -39,7 +39,7 @@ PYTEST := $(if $(IRIS_TEST_ALL),scripts/in_pieces.py,-m pytest -q)
 OVER_HOSTS := test_hosts.py test_bench_over_hosts.py ops/test_over_hosts.py tracing/test_over_hosts.py \
 	$(addprefix ccl/test_,$(addsuffix .py,\
 	over_hosts over_hosts_on_gpu all_to_all_v_over_hosts messages_over_hosts fp32_partials groups_over_hosts \
-	process_group_over_hosts vendor_over_hosts))
+	process_group_over_hosts vendor_over_hosts chunks_over_hosts))
 # Besides, those that start hosts or delay their rails by themselves, or play NCCL.
 OF_HOSTS_HERE := ccl/test_late_rails.py test_two_hosts.py test_nccl_rail.py
 

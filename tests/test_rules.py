@@ -78,13 +78,14 @@ def test_a_destructor_only_queues():
 # Functions that allocate on a device and keep nothing of it beyond the call, or nothing that has memory.
 TEMPORARIES = {
     "ccl/all_to_all_v_over_hosts.py": {"_agree", "exchange_over_hosts"},
+    "ccl/chunks.py": {"two_buffers"},
     "ccl/collectives.py": {"_factors", "gather", "scatter", "reduce"},
     "ccl/enqueue.py": {"take_part", "to_write"},
     "ccl/functional.py": {"_like", "_reduce"},
     "ccl/kernel_launch.py": {"as_words"},
     "ccl/over_hosts.py": {"all_reduce", "all_to_all", "gather", "reduce", "scatter"},
     "ccl/reduction.py": {"on_device"},
-    "ccl/span.py": {"_spread", "all_gather", "reduce_scatter"},
+    "ccl/span.py": {"_spread", "all_reduce", "begin", "finish"},
     "cuda_graphs/capture.py": {"capture_pool"},
     "distributed/__init__.py": {"allgather", "alltoall_base", "alltoall", "gather"},
     "heap/mapping.py": {"peer", "snapshot"},

@@ -11,7 +11,8 @@ from rich.console import Console
 from rich.table import Table
 
 from iris.bench.hosts_model import COLLECTIVES, FUSED, ITEMSIZE, Measured, Row, collective, fused
-from iris.ccl.predict_over_hosts import Cluster, HostFigures
+from iris.ccl.cluster import Cluster, HostFigures
+from iris.ccl.select_over_hosts import TRANSFER_US
 from iris.commands.files import written
 from iris.errors import InvalidTableError
 from iris.machine.figures import find
@@ -86,8 +87,8 @@ def measurements(device: str | None, results: Path | None) -> tuple[Measured, st
         reduce_scatter_GBps=rates["reduce_scatter"],
         link_GBps=figures.copy_engine_GBps,
         memory_GBps=figures.memory_GBps,
-        small_us=0.0,
-        transfer_us=0.0,
+        small_us=figures.small_collective_us,
+        transfer_us=TRANSFER_US,
     )
     return (
         Measured(

@@ -4,13 +4,15 @@ What is done today, and what NCCL's algorithms take, is in `iris.ccl.predict_ove
 Here are the bounds of what could be done, and fused operations: of a product of M x K by K x N, all_gather_matmul moves
 A as an all_gather of it does, and matmul_reduce_scatter the sums, M x N, as a reduce_scatter of these does.
 
-Latencies are left out, so this says nothing of less than some MiB.
+Of what is done today, latencies count, as they decide on chunks (`iris.ccl.chunks`). Elsewhere they are left out, so
+this says nothing of less than some MiB.
 """
 
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from iris.ccl.predict_over_hosts import Cluster, HostFigures, add_up_us, rail_us, steps, us, vendor
+from iris.ccl.cluster import Cluster, HostFigures, us
+from iris.ccl.predict_over_hosts import add_up_us, rail_us, steps, vendor
 from iris.errors import InvalidValueError
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
@@ -26,7 +28,7 @@ PIECES = 8
 class Measured:
     """What was measured within a host, of one GPU.
 
-    ``host``: what collectives take, with no latencies. In GB/s ``stores``: what a kernel stores to peers, alone;
+    ``host``: what collectives take. In GB/s ``stores``: what a kernel stores to peers, alone;
     ``beside``: beside a product, which has ``slowed`` of its speed meanwhile. ``gemm``: TFLOPS of the vendor's GEMM.
     """
 
@@ -41,8 +43,9 @@ class Row(NamedTuple):
     """Microseconds of a call, and of its parts alone.
 
     ``bound``: everything at once, the longest part; ``overlapped``: the rail beside the rest, by hosts or pieces, and
-    a product beside stores, as that was measured; ``in_steps``: the rail before or behind the rest. ``nccl_bound``:
-    what links let NCCL do; ``nccl``: at the rate that others have measured. Both with the GEMM behind or in front.
+    a product beside stores, as that was measured; ``in_steps``: as it is done today, of a fused operation the rail
+    before or behind the rest. ``nccl_bound``: what links let NCCL do; ``nccl``: at the rate that others have measured.
+    Both with the GEMM behind or in front.
     """
 
     what: str
@@ -70,9 +73,10 @@ class Row(NamedTuple):
 
 def collective(name: str, nbytes: int, cluster: Cluster, measured: Measured) -> Row:
     """Of ``nbytes`` in all: an all_gather's output, a reduce_scatter's or an all_reduce's input."""
-    rail, in_host, in_steps = steps(name, nbytes, cluster, measured.host)
+    ideal = measured.host.without_latencies()
+    rail, in_host, _ = steps(name, nbytes, cluster, ideal)
     pieces = PIECES if name == "all_reduce" else cluster.num_hosts
-    known = vendor(name, nbytes, cluster, measured.host)
+    known = vendor(name, nbytes, cluster, ideal)
     return Row(
         name,
         f"{nbytes / 2**20:g} MiB",
@@ -82,7 +86,7 @@ def collective(name: str, nbytes: int, cluster: Cluster, measured: Measured) -> 
         product=0.0,
         bound=max(rail, in_host),
         overlapped=max(in_host, rail + in_host / pieces),
-        in_steps=in_steps,
+        in_steps=steps(name, nbytes, cluster, measured.host).total,
         nccl_bound=known.at_best,
         nccl=known.measured,
     )
@@ -102,11 +106,12 @@ def fused(name: str, shape: tuple[int, int, int], cluster: Cluster, measured: Me
                 f"multiple of {W}. Use another shape, or fewer hosts."
             )
     nbytes = ITEMSIZE * M * (K if name == "all_gather_matmul" else N)
-    rail, sent = rail_us(nbytes, cluster, measured.host), (L - 1) * nbytes / L
-    added = 0.0 if name == "all_gather_matmul" else add_up_us(nbytes / W, cluster, measured.host)
+    ideal, sent = measured.host.without_latencies(), (L - 1) * nbytes / L
+    rail = rail_us(nbytes, cluster, ideal)
+    added = 0.0 if name == "all_gather_matmul" else add_up_us(nbytes / W, cluster, ideal)
     in_host, product = us(sent, measured.stores) + added, 2 * M * N * K / W / measured.gemm / 1e6
     together = beside(us(sent, measured.beside), product, measured.slowed) + added
-    known = vendor(FUSED[name], nbytes, cluster, measured.host)
+    known = vendor(FUSED[name], nbytes, cluster, ideal)
     return Row(
         name,
         f"{M} × {N} × {K}",

@@ -12,6 +12,12 @@ from iris.ccl.reduction import Elements, Op, elements
 from iris.cuda_graphs.capture import Line
 
 
+def extent(tensor: torch.Tensor) -> int:
+    """Bytes from the first element of a tensor to behind its last one."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return tensor.itemsize * (1 + sum((size - 1) * stride for size, stride in steps)) if tensor.numel() else 0
+
+
 class Call(NamedTuple):
     """One collective on one rank. A launch that is prepared for it serves all calls of tensors that lie like these.
 
@@ -20,8 +26,9 @@ class Call(NamedTuple):
     collective : str
         Its name in `ctx.ccl`.
     output, input : torch.Tensor
-        Elements lie in memory in their order; rows of an ``input`` that is gathered or exchanged may be apart. A rank
-        that only sends, or only receives, passes the same tensor as both.
+        Elements lie in memory in their order; rows of an ``input`` that is gathered or exchanged may be apart, and so
+        may the ranks' rows of the ``output`` of all_gather, and of the ``input`` of reduce_scatter. A rank that only
+        sends, or only receives, passes the same tensor as both.
     line : Line
         What orders the call among others: a stream or, in CUDA graphs, a line of graphs (`iris.cuda_graphs.capture`).
     root : int
@@ -49,6 +56,15 @@ class Call(NamedTuple):
         """Of a reduction: what kernels take the elements for, and the operation on these."""
         assert self.op is not None
         return elements(self.input.dtype, self.op)
+
+    @property
+    def send_step(self) -> int:
+        """Of a reduce_scatter: from one rank's part of the input to the next one's, in `elements`.
+
+        Parts follow each other, unless the input has a row for each that lies apart (`iris.ccl.within_host`).
+        """
+        input, each = self.input, self.elements.each
+        return each * (self.output.numel() if input.is_contiguous() else input.stride(0))
 
     @property
     def table_bytes(self) -> int:

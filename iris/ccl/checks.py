@@ -7,6 +7,7 @@ import torch
 
 from iris import observer
 from iris.arg_parser import index
+from iris.ccl.call import extent
 from iris.ccl.communicator import Communicator
 from iris.ccl.config import DEFAULT, Config, ReduceOp
 from iris.errors import (
@@ -138,11 +139,7 @@ def check_overlap(name: str, output: torch.Tensor, input: torch.Tensor) -> None:
     begin, start = output.data_ptr(), input.data_ptr()
     if start >= begin + output.nbytes:
         return
-    last = input.nbytes
-    if last and not input.is_contiguous():
-        steps = zip(input.shape, input.stride(), strict=True)
-        last = input.itemsize * (1 + sum((size - 1) * stride for size, stride in steps))
-    if begin < start + last:
+    if begin < start + extent(input):
         raise InvalidCollectiveError(
             f"Input and output of {name}() overlap in memory, in a way that it does not allow: results would be "
             "written over what has not been read. Give it an output of its own."

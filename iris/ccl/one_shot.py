@@ -238,7 +238,8 @@ def launch_one_shot(call: Call, max_programs: int | None) -> Launch:
     same = call.collective == "all_reduce"
     shared = launch_arguments(call, max_programs, steps=1)
     one_each = shared["programs"] * shared["PART"] >= shared["n"]
-    return kernel_launch(call, one_shot, **shared, send_step=0 if same else shared["n"], SAME=same, ONE_EACH=one_each)
+    step = 0 if same else call.send_step
+    return kernel_launch(call, one_shot, **shared, send_step=step, SAME=same, ONE_EACH=one_each)
 
 
 def launch_arguments(call: Call, max_programs: int | None, steps: int) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 | collective | steps |
 | --- | --- |
 | all_gather | the rail gathers; each host's part is gathered within the host, the own host's first |
-| reduce_scatter | a reduce_scatter within the host for each host; the rail exchanges the sums; they are added up |
+| reduce_scatter | one within the host for each host, the own one last; the rail exchanges the sums; they are added up |
 | all_reduce | reduce_scatter, then all_gather |
 | all_to_all | the rail exchanges what is for each host; an all_to_all within the host |
 | all_to_all_v | likewise, once all ranks know all counts (`iris.ccl.all_to_all_v_over_hosts`) |
@@ -13,6 +13,9 @@
 In these steps a rank sends to other hosts what its own GPU holds, once, and only to ranks with its local rank. Sums
 are formed within a host in the order of ranks and rounded once, then over hosts in the order of hosts and rounded once
 more, so they are the same from run to run and on every rank. With `Config.fp32_partials` only the latter is rounded.
+
+Large calls of the first four go in chunks: the rail moves one while the ranks of a host work on another
+(`iris.ccl.chunks`).
 
 A message between ranks of different hosts goes by a link of the two (`iris.world.links`).
 """
@@ -66,7 +69,7 @@ class CollectivesOverHosts(Spans):
         checks.check_overlap("all_to_all", result, source)
         if not source.numel():
             return
-        size, number = span.size, len(span.hosts)
+        size = span.size
         columns = source.shape[-1] * source.itemsize // size
         rows = source.nbytes // (columns * size)
         if vendor := self._vendor(span, config, "all_to_all", source.nbytes, input.dtype):
@@ -77,15 +80,8 @@ class CollectivesOverHosts(Spans):
                 as_bytes(result).view(rows, size, columns).copy_(comes.transpose(0, 1))
             _deliver(output, result)
             return
-        # `ours`: from this rail, what is for each rank of this host.
-        sent = span.order.by_host(as_bytes(source).view(rows, size, columns), 1).transpose(0, 1).contiguous()
-        arrived = torch.empty_like(sent)
-        span.rail.all_to_all(arrived, sent, _described("all_to_all", input))()
-        ours = arrived.view(number, -1, rows * columns).transpose(0, 1).contiguous()
-        theirs = torch.empty_like(ours)
-        span.within.all_to_all(theirs.view(-1), ours.view(-1), group=span.group)
-        chunks = theirs.view(-1, number, rows, columns).permute(2, 1, 0, 3).reshape(rows, size, columns)
-        span.order.write(as_bytes(result).view(rows, size, columns), chunks, 1)
+        goes, comes = as_bytes(source).view(rows, size, columns), as_bytes(result).view(rows, size, columns)
+        span.all_to_all(comes, goes, _described("all_to_all", input))
         _deliver(output, result)
 
     @over_hosts
@@ -279,10 +275,8 @@ class CollectivesOverHosts(Spans):
         padded = -(-input.numel() // size) * size * input.itemsize
         exact = padded == nbytes
         summands = as_bytes(source) if exact else torch.nn.functional.pad(as_bytes(source), (0, padded - nbytes))
-        part = torch.empty_like(summands[: padded // size])
-        span.reduce_scatter(part.view(input.dtype), summands.view(input.dtype), op, call, sent)
         total = as_bytes(result) if exact else torch.empty_like(summands)
-        span.all_gather(total, part, call)
+        span.all_reduce(total.view(input.dtype), summands.view(input.dtype), op, call, sent)
         if not exact:
             as_bytes(result).copy_(total[:nbytes])
         _deliver(output, result)

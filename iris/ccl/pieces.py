@@ -3,7 +3,7 @@
 import math
 from typing import NamedTuple
 
-from iris.ccl.call import Call
+from iris.ccl.call import Call, extent
 from iris.ccl.kernel_arguments import PieceLayout
 
 
@@ -87,7 +87,9 @@ def _all_gather(call: Call) -> Pieces:
         rows, row, pitch = len(input), input.shape[1] * input.itemsize, input.stride(0) * input.itemsize
     else:
         rows, row, pitch = 1, piece, piece
-    return Pieces(rows, row, pitch, row, 0, piece, call.output.nbytes, everyone, everyone)
+    apart = not call.output.is_contiguous()
+    step = call.output.stride(0) * call.output.itemsize if apart else piece
+    return Pieces(rows, row, pitch, row, 0, step, extent(call.output), everyone, everyone)
 
 
 def _all_to_all(call: Call) -> Pieces:

@@ -10,7 +10,7 @@ rates in GB/s, which are 10^3 bytes a microsecond.
     links    what the vendor's algorithm carries within a host: a part of `HostFigures.link_GBps`
     fixed    `HostFigures.transfer_us`
 
-Iris' steps (`iris.ccl.over_hosts`), which wait for each other, but for the own host's part of an all_gather:
+Iris' steps (`iris.ccl.over_hosts`):
 
 | collective | rail | within the host; nothing where L is 1 | adding up |
 | --- | --- | --- | --- |
@@ -20,6 +20,9 @@ Iris' steps (`iris.ccl.over_hosts`), which wait for each other, but for the own 
 | all_to_all | fixed + (H - 1) S / H / network | `small_us` + (L - 1) S / L / rate | |
 | broadcast | fixed + S / network | `small_us` + S / rate | |
 | reduce | fixed + (H - 1) S / network | the same | (H + 1) S / memory |
+
+They wait for each other, but in the first four the rail works beside the own host's step, and large calls go in chunks:
+see `iris.ccl.chunks`. A chunk more starts another transfer and other kernels.
 
 The vendor's algorithms, each behind one `fixed`:
 
@@ -34,6 +37,9 @@ The vendor's algorithms, each behind one `fixed`:
 
 from typing import NamedTuple
 
+from iris.ccl.chunks import NEXT_TRANSFER_US, chunks_of_exchange, chunks_of_part
+from iris.ccl.cluster import Cluster, HostFigures, us
+
 # Within a host of 8 H100, GB/s of bus bandwidth: rings at best, and at best an all_reduce that the switch adds up, as
 # NCCL's author has it (NVIDIA/nccl-tests#212); and what a user has measured of all_reduce on 2 such hosts by trees,
 # with 50 GB/s from each GPU to the other (NVIDIA/nccl#1221). All as parts of `LINK_GBPS`, what a copy engine of such a
@@ -44,34 +50,6 @@ RINGS_AT_BEST, SWITCH_AT_BEST, TREES_MEASURED = 370 / LINK_GBPS, 480 / LINK_GBPS
 RINGS_MEASURED_ON_TWO, RINGS_MEASURED = 330 / 400, 320 / 400
 # Up to so many hosts an all_reduce goes by trees. Of 3 nobody has said anything, and trees are the faster.
 HOSTS_OF_TREES = 3
-
-
-class Cluster(NamedTuple):
-    """``network_GBps``: from each rank to other hosts, both ways at once, whatever the other ranks send."""
-
-    num_hosts: int
-    ranks_per_host: int
-    network_GBps: float
-
-    @property
-    def num_ranks(self) -> int:
-        return self.num_hosts * self.ranks_per_host
-
-
-class HostFigures(NamedTuple):
-    """Of one rank and its GPU, within a host.
-
-    ``all_gather_GBps``, ``reduce_scatter_GBps``: what it sends to the others in Iris' collectives. ``link_GBps``: what
-    its copy engine sends to one of them. ``memory_GBps``: of its own memory. ``small_us``: the least that a collective
-    within the host takes. ``transfer_us``: the least that a transfer along a rail takes, or a call of the vendor.
-    """
-
-    all_gather_GBps: float
-    reduce_scatter_GBps: float
-    link_GBps: float
-    memory_GBps: float
-    small_us: float
-    transfer_us: float
 
 
 class Steps(NamedTuple):
@@ -93,11 +71,6 @@ class Vendor(NamedTuple):
     measured: float
 
 
-def us(nbytes: float, GBps: float) -> float:
-    """Microseconds of so many bytes."""
-    return nbytes / GBps / 1e3
-
-
 def rail_us(nbytes: float, cluster: Cluster, host: HostFigures) -> float:
     """Of the rails' part of an all_gather or reduce_scatter: each rank sends its W-th of the whole to H - 1 others."""
     return host.transfer_us + us((cluster.num_hosts - 1) * nbytes / cluster.num_ranks, cluster.network_GBps)
@@ -108,27 +81,34 @@ def add_up_us(share: float, cluster: Cluster, host: HostFigures) -> float:
     return us((cluster.num_hosts + 1) * share, host.memory_GBps)
 
 
-def steps(collective: str, nbytes: float, cluster: Cluster, host: HostFigures) -> Steps:
+def steps(collective: str, nbytes: int, cluster: Cluster, host: HostFigures) -> Steps:
     """Iris' steps of the collective, for a whole of so many bytes."""
     H, L, W = cluster.num_hosts, cluster.ranks_per_host, cluster.num_ranks
 
     def within(sent: float, rate: float) -> float:
         return host.small_us + us(sent, rate) if L > 1 else 0.0
 
+    def beside(rail: float, step: float, times: int, chunks: int) -> Steps:
+        """The rail, and as many steps of the host. In one chunk all but ``exposed`` go on at the same time."""
+        exposed = min(rail - step, (times - 1) * step) if times > 1 else min(rail, step)
+        more = (chunks - 1) * NEXT_TRANSFER_US, (chunks - 1) * times * within(0, 1)
+        total = max(rail + more[0], times * step + more[1]) + max(0.0, exposed) / chunks
+        return Steps(rail, times * step, total)
+
     if collective == "all_reduce":
         first, second = (steps(name, nbytes, cluster, host) for name in ("reduce_scatter", "all_gather"))
         return Steps(*map(sum, zip(first, second, strict=True)))
-    if collective == "all_gather":
-        rail, spread = rail_us(nbytes, cluster, host), within((L - 1) * nbytes / W, host.all_gather_GBps)
-        return Steps(rail, H * spread, max(rail, spread) + (H - 1) * spread)
-    if collective == "reduce_scatter":
-        rail, summed = rail_us(nbytes, cluster, host), within((L - 1) * nbytes / W, host.reduce_scatter_GBps)
-        in_host = H * summed + add_up_us(nbytes / W, cluster, host)
-        return Steps(rail, in_host, rail + in_host)
+    if collective in ("all_gather", "reduce_scatter"):
+        gathers, part = collective == "all_gather", nbytes // W
+        step = within((L - 1) * nbytes / W, host.all_gather_GBps if gathers else host.reduce_scatter_GBps)
+        found = beside(rail_us(nbytes, cluster, host), step, H, len(chunks_of_part(cluster, host, part)))
+        added = 0.0 if gathers else add_up_us(nbytes / W, cluster, host)
+        return Steps(found.rail, found.in_host + added, found.total + added)
     if collective == "all_to_all":
         rail = host.transfer_us + us((H - 1) * nbytes / H, cluster.network_GBps)
-        in_host = within((L - 1) * nbytes / L, host.all_gather_GBps)
-    elif collective == "broadcast":
+        step = within((L - 1) * nbytes / L, host.all_gather_GBps)
+        return beside(rail, step, 1, len(chunks_of_exchange(cluster, host, 1, nbytes // W)))
+    if collective == "broadcast":
         rail, in_host = host.transfer_us + us(nbytes, cluster.network_GBps), within(nbytes, host.all_gather_GBps)
     else:
         rail = host.transfer_us + us((H - 1) * nbytes, cluster.network_GBps)

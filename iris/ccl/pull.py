@@ -12,7 +12,7 @@ If any rank's input or output is elsewhere, all know it from the places that the
 
 import triton.language as tl
 
-from iris.ccl.call import Algorithm, Call
+from iris.ccl.call import Algorithm, Call, extent
 from iris.ccl.combine import accumulate, accumulator, finalize
 from iris.ccl.communicator import Launch
 from iris.ccl.kernel_launch import kernel_launch
@@ -132,7 +132,7 @@ def pull(
 def launch(call: Call, max_programs: int | None) -> Launch:
     """A launch of all_reduce or reduce_scatter, of at most ``max_programs`` programs."""
     shared = shared_arguments(call, max_programs)
-    return kernel_launch(call, pull, **shared, in_length=call.input.nbytes, length=call.output.nbytes)
+    return kernel_launch(call, pull, **shared, in_length=extent(call.input), length=call.output.nbytes)
 
 
 ALGORITHMS = (Algorithm("pull", ("all_reduce", "reduce_scatter"), launch),)

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 import torch
 
 from iris import simulator
+from iris.ccl.cluster import Cluster, HostFigures
 from iris.ccl.config import ReduceOp
-from iris.ccl.predict_over_hosts import Cluster, HostFigures, steps, vendor
+from iris.ccl.predict_over_hosts import steps, vendor
 from iris.ccl.select import Choice, Table, load_table
 from iris.errors import InvalidSettingError
 from iris.machine import figures

@@ -29,6 +29,7 @@ from iris.ccl.select_over_hosts import (
 )
 from iris.ccl.span import Span
 from iris.ccl.vendor import Vendor
+from iris.ccl.within_host import WithinHost
 from iris.ccl.work import Work
 from iris.cuda_graphs.capture import refuse_in_capture
 from iris.errors import InvalidConfigError, SeveralHostsError, UnsupportedReductionError
@@ -87,14 +88,14 @@ class Spans(Collectives):
 
     Attributes
     ----------
-    within : Collectives
+    within : WithinHost
         Those of this host's ranks, and of groups within the host. Of a group over several hosts, they are those of its
         members on this one.
     """
 
     def __init__(self, context: RankContext) -> None:
         super().__init__(context)
-        self.within = Collectives(context)
+        self.within = WithinHost(context)
         # One set of groups, which this object lets go of.
         self.within._communicators = self._communicators
         # By group, those that were used; None for one within a host.

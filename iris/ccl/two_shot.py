@@ -239,8 +239,8 @@ def launch(call: Call, max_programs: int | None) -> Launch:
 def shared_arguments(call: Call, max_programs: int | None) -> dict[str, Any]:
     """Programs, warps, and the arguments that `two_shot` shares with `iris.ccl.pull`.
 
-    In reduce_scatter a part is what one rank wants: parts lie behind each other, and each is divided into blocks. Else
-    the whole tensor is divided into blocks, and each of these into parts.
+    In reduce_scatter a part is what one rank wants, and each is divided into blocks. Else the whole tensor is divided
+    into blocks, and each of these into parts.
     """
     comm, config, (dtype, _, op) = call.comm, call.config, call.elements
     scattered = call.collective == "reduce_scatter"
@@ -257,7 +257,7 @@ def shared_arguments(call: Call, max_programs: int | None) -> dict[str, Any]:
         queues=queues.memory(dtype, comm.heap_table),
         layout=PartLayout(
             n=n,
-            part_step=n if scattered else block,
+            part_step=call.send_step if scattered else block,
             block_step=block_step,
             limit_step=0 if scattered else block,
             out_part_step=0 if scattered else block,

@@ -13,6 +13,7 @@ from rank_pool import Hosts, needs_gloo
 
 import iris
 from ccl.calls import Case
+from ccl.test_chunks_over_hosts import in_chunks
 from ccl.test_over_hosts import COMBINES, MOVES, combine, move, repeat
 from iris.ccl import ReduceOp
 from iris.world import late_rails
@@ -40,9 +41,9 @@ def on_late_rails(ctx, seed):
         late_rails.chance = before
 
 
-def call_in_rounds(ctx, hosts, seed):
-    """In each round other data, and another rank that is late."""
-    with on_late_rails(ctx, seed) as ctx:
+def call_in_rounds(ctx, hosts, seed, number):
+    """In each round other data, and another rank that is late. Calls are made in so many chunks."""
+    with on_late_rails(ctx, seed) as ctx, in_chunks(ctx, number):
         for turn in range(3):
             time.sleep(0.02 * (turn == ctx.cur_rank))
             root, dtype = (seed + turn) % ctx.num_ranks, (torch.bfloat16, torch.int32, torch.float32)[turn]
@@ -63,8 +64,9 @@ def multiply_in_rounds(ctx, seed):
 
 @pytest.mark.ranks(Hosts(2, 2), Hosts(3, 2), Hosts(4, 1))
 @pytest.mark.parametrize("seed", [1, 2])
-def test_collectives(ranks, seed):
-    ranks.run(call_in_rounds, ranks.hosts, seed)
+@pytest.mark.parametrize("number", [1, 4])
+def test_collectives(ranks, seed, number):
+    ranks.run(call_in_rounds, ranks.hosts, seed, number)
 
 
 @pytest.mark.ranks(Hosts(2, 2, dealt=True), Hosts(2, 3))

@@ -11,6 +11,7 @@ import torch
 from rank_pool import Hosts
 
 import iris
+from ccl.test_chunks_over_hosts import in_chunks
 from iris.errors import FirstUseInCaptureError
 
 pytestmark = [
@@ -18,8 +19,13 @@ pytestmark = [
     pytest.mark.ranks(Hosts(2, 1), Hosts(2, 2, dealt=True)),
 ]
 
-# Elements of bfloat16 of a rank's piece.
-SIZES = [3, 4096, 300_000]
+# Elements of bfloat16 of a rank's piece, and in how many chunks it goes.
+SIZES = [(3, 1), (4096, 1), (300_000, 1), (4096, 4), (300_000, 4)]
+
+
+def run_in_chunks(ctx, number, worker, *args):
+    with in_chunks(ctx, number):
+        worker(ctx, *args)
 
 
 class Step:
@@ -106,9 +112,10 @@ def skewed(ctx, n, rounds):
     assert wrong.item() == 0
 
 
-@pytest.mark.parametrize(("n", "rounds"), [(3, 2000), (4096, 300), (300_000, 50)])
-def test_late_ranks(ranks, n, rounds):
-    ranks.run(skewed, n, rounds)
+@pytest.mark.parametrize(("n", "number"), SIZES)
+def test_late_ranks(ranks, n, number):
+    rounds = {3: 2000, 4096: 300, 300_000: 50}[n]
+    ranks.run(run_in_chunks, number, skewed, n, rounds)
 
 
 def replayed(ctx, n):
@@ -132,9 +139,9 @@ def replayed(ctx, n):
     assert wrong.item() == 0
 
 
-@pytest.mark.parametrize("n", SIZES)
-def test_graphs_replayed_between_other_calls(ranks, n):
-    ranks.run(replayed, n)
+@pytest.mark.parametrize(("n", "number"), SIZES)
+def test_graphs_replayed_between_other_calls(ranks, n, number):
+    ranks.run(run_in_chunks, number, replayed, n)
 
 
 def forked(ctx, n):
@@ -168,9 +175,9 @@ def forked(ctx, n):
     assert wrong.item() == 0
 
 
-@pytest.mark.parametrize("n", [4096, 300_000])
-def test_graphs_with_branches(ranks, n):
-    ranks.run(forked, n)
+@pytest.mark.parametrize(("n", "number"), SIZES[1:])
+def test_graphs_with_branches(ranks, n, number):
+    ranks.run(run_in_chunks, number, forked, n)
 
 
 def two_streams(ctx, sizes):
@@ -197,8 +204,9 @@ def two_streams(ctx, sizes):
 
 
 @pytest.mark.parametrize("sizes", [(100, 5000), (4096, 300_000)], ids=str)
-def test_two_streams(ranks, sizes):
-    ranks.run(two_streams, sizes)
+@pytest.mark.parametrize("number", [1, 4])
+def test_two_streams(ranks, sizes, number):
+    ranks.run(run_in_chunks, number, two_streams, sizes)
 
 
 def asynchronous(ctx):

@@ -1,0 +1,195 @@
+"""Collectives over hosts in chunks: how many, and that every bit is that of a call in one piece."""
+
+import contextlib
+import itertools
+from unittest import mock
+
+import pytest
+import torch
+from rank_pool import HOSTS, Hosts
+
+from ccl.calls import LAYOUTS, PLACES, Case, sample
+from ccl.test_fp32_partials import add_up
+from ccl.test_over_hosts import combine, move, premultiply
+from ccl.test_results import SUMMED, meaningful
+from iris.ccl import ReduceOp, chunks
+from iris.ccl.chunks import chunks_of_exchange, chunks_of_part, cut, one_ahead, programs_beside_rails
+from iris.ccl.cluster import Cluster, HostFigures
+
+SHAPES = [(1,), (16,), (1021,), (7, 129), (40, 256)]
+DTYPES = [torch.uint8, torch.bool, torch.bfloat16, torch.int32, torch.float64, torch.complex128]
+
+
+@contextlib.contextmanager
+def in_chunks(ctx, number):
+    """Calls of any size are made in so many chunks. Yields the names of the transfers of this rank's rail."""
+    rail, transfers = ctx._world.rail, []
+
+    def noted(start, nbytes, what, **given):
+        transfers.append(given.get("move", ("barrier",))[0])
+        return transfer(start, nbytes, what, **given)
+
+    transfer = rail._transfer
+    with (
+        mock.patch.object(chunks, "number_of_chunks", lambda *_: number),
+        mock.patch.object(rail, "_transfer", noted),
+    ):
+        yield transfers
+
+
+def move_in_chunks(ctx, cases, number, expected):
+    with in_chunks(ctx, number) as transfers:
+        move(ctx, cases)
+    assert transfers == expected
+
+
+@pytest.mark.ranks(*HOSTS)
+@pytest.mark.parametrize("number", [2, 3, 8])
+def test_what_is_gathered_is_the_same(ranks, number):
+    cases = [
+        Case("all_gather", shape, dtype, input_place=source, output_place=target)
+        for shape, dtype, source, target in sample(10, f"chunks {number}", SHAPES, DTYPES, PLACES, PLACES)
+    ]
+    cases += [Case("all_gather", (40, 256), torch.bfloat16, in_place=True)]
+    sizes = [torch.Size(case.shape).numel() * case.dtype.itemsize for case in cases]
+    expected = ["all_gather"] * sum(len(cut(nbytes, number)) for nbytes in sizes)
+    ranks.run(move_in_chunks, cases, number, expected)
+
+
+@pytest.mark.ranks(*HOSTS)
+@pytest.mark.parametrize("number", [2, 3, 8])
+def test_what_is_exchanged_is_the_same(ranks, number):
+    cases = [
+        Case("all_to_all", shape, dtype, input_place=source, output_place=target, layout=layout)
+        for shape, dtype, source, target, layout in sample(
+            10, f"exchanged {number}", [(1021,), (3, 129), (40, 8)], DTYPES, PLACES, PLACES, LAYOUTS
+        )
+    ]
+    of_rows = [
+        (case.shape[0], 1) if len(case.shape) > 1 else (case.shape[0] * case.dtype.itemsize, 16) for case in cases
+    ]
+    expected = ["all_to_all"] * sum(len(cut(length, number, alignment)) for length, alignment in of_rows)
+    ranks.run(move_in_chunks, cases, number, expected)
+
+
+def sum_in_chunks(ctx, calls, hosts, cases, number, expected):
+    with in_chunks(ctx, number) as transfers:
+        calls(ctx, hosts, cases)
+    assert transfers == expected
+
+
+def transfers_of_sums(collective, shape, dtype, size, number):
+    """A rail brings what is to be added up, and of an all_reduce the sum of each chunk behind that for the next one."""
+    count = torch.Size(shape).numel()
+    each = count if collective == "reduce_scatter" else -(-count // size)
+    chunks = len(cut(each * dtype.itemsize, number))
+    if collective == "reduce_scatter":
+        return ["all_to_all"] * chunks
+    return ["all_to_all", *["all_to_all", "all_gather"] * (chunks - 1), "all_gather"]
+
+
+@pytest.mark.ranks(*HOSTS)
+@pytest.mark.parametrize("number", [2, 3, 8])
+@pytest.mark.parametrize("collective", ["reduce_scatter", "all_reduce"])
+def test_sums_have_the_same_bits(ranks, collective, number):
+    size, layouts = ranks.num_ranks, ["plain", "stepped", "in place"]
+    cases = [
+        (collective, shape, dtype, op, layout)
+        for shape, dtype, op, layout in sample(12, f"{collective} {number}", SHAPES, SUMMED, ReduceOp, layouts)
+        if meaningful(dtype, op)
+    ]
+    # A size that all ranks divide: then an all_reduce writes its result over what it reads.
+    cases += [(collective, (64 * size,), torch.bfloat16, ReduceOp.SUM, "in place")]
+    expected = [transfers_of_sums(collective, shape, dtype, size, number) for _, shape, dtype, *_ in cases]
+    ranks.run(sum_in_chunks, combine, ranks.hosts, cases, number, list(itertools.chain(*expected)))
+
+
+@pytest.mark.ranks(Hosts(2, 2), Hosts(2, 2, dealt=True), Hosts(3, 2))
+@pytest.mark.parametrize("collective", ["reduce_scatter", "all_reduce"])
+def test_sums_that_hosts_send_as_float32_have_the_same_bits(ranks, collective):
+    cases = [
+        (collective, (1021,), torch.bfloat16, ReduceOp.SUM),
+        (collective, (7, 129), torch.float16, ReduceOp.AVG),
+        (collective, (40, 8), torch.complex32, ReduceOp.SUM),
+    ]
+    expected = [transfers_of_sums(*case[:3], ranks.num_ranks, 3) for case in cases]
+    ranks.run(sum_in_chunks, add_up, ranks.hosts, cases, 3, list(itertools.chain(*expected)))
+
+
+def premultiply_in_chunks(ctx, hosts):
+    with in_chunks(ctx, 2) as transfers:
+        premultiply(ctx, hosts)
+    assert transfers == ["all_to_all", "all_to_all", "all_gather", "all_gather"]
+
+
+@pytest.mark.ranks(Hosts(2, 2))
+def test_every_chunk_is_multiplied_by_the_factors_of_ranks(ranks):
+    ranks.run(premultiply_in_chunks, ranks.hosts)
+
+
+def known(hosts, ranks_each, network=50.0):
+    return Cluster(hosts, ranks_each, network), HostFigures(290.0, 290.0, 388.0, 4000.0, 12.0, 46.0)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "ranks_each", "network", "mebibytes", "of_parts", "of_exchange"),
+    [
+        (2, 8, 50, 1024, 1, 8),  # the own host's step takes longer than the rail, and is beside it anyway
+        (2, 8, 25, 4, 1, 1),
+        (2, 8, 25, 8, 2, 1),
+        (2, 8, 25, 32, 4, 3),
+        (4, 8, 50, 1, 1, 1),
+        (4, 8, 50, 4, 2, 1),  # a rail sends 12 MiB
+        (8, 8, 50, 4, 2, 2),  # it sends 28, but there are 8 kernels in each chunk
+        (4, 8, 50, 1024, 8, 8),
+        (2, 8, 5, 32, 5, 3),  # of a slow network the steps within the host are what is hidden
+        (2, 1, 50, 1024, 1, 1),  # a rank alone on its host has nobody to move data to
+    ],
+)
+def test_as_many_chunks_as_pay(hosts, ranks_each, network, mebibytes, of_parts, of_exchange):
+    here, nbytes = known(hosts, ranks_each, network), mebibytes << 20
+    assert len(chunks_of_part(*here, nbytes)) == of_parts
+    # all_to_all: as many bytes for each host on the rail, which are for all of its ranks.
+    assert len(chunks_of_exchange(*here, 1, nbytes // ranks_each)) == of_exchange
+    assert len(chunks_of_exchange(*here, 512, nbytes // ranks_each // 512)) == of_exchange
+
+
+@pytest.mark.parametrize("nbytes", [16, 4096, 8 << 20, (32 << 20) + 2, 1 << 30])
+def test_a_chunk_more_or_less_takes_longer(nbytes):
+    """By the formula, unless chunks would be too small, or too many."""
+    number, rail_us, step_us = len(chunks_of_part(*known(2, 8, 25.0), nbytes)), nbytes / 25e3, 7 * nbytes / 290e3
+
+    def beside_the_longer(count):
+        return min(rail_us - step_us, step_us) / count + count * (chunks.NEXT_TRANSFER_US + 2 * 12)
+
+    assert number == 1 or nbytes / number >= chunks.LEAST_BYTES
+    assert number == 1 or beside_the_longer(number) <= beside_the_longer(number - 1)
+    if number < chunks.MOST and nbytes / (number + 1) >= chunks.LEAST_BYTES:
+        assert beside_the_longer(number) <= beside_the_longer(number + 1)
+
+
+@pytest.mark.parametrize("nbytes", [1, 15, 16, 17, 160, 1000, 12345])
+@pytest.mark.parametrize("number", [1, 2, 3, 8])
+def test_chunks_begin_at_multiples_of_16_bytes(nbytes, number):
+    pieces = cut(nbytes, number)
+    assert [each for piece in pieces for each in range(nbytes)[piece]] == list(range(nbytes))
+    assert len(pieces) <= number and all(piece.start % 16 == 0 for piece in pieces)
+
+
+@pytest.mark.parametrize(("num_sms", "programs"), [(132, 96), (304, 268), (60, 30), (1, None)])
+def test_steps_beside_a_rail_leave_room_for_it(num_sms, programs):
+    assert programs_beside_rails(num_sms) == programs
+
+
+def test_two_chunks_are_under_way():
+    events = []
+
+    def begin(chunk):
+        events.append(f"begin {chunk}")
+        return lambda: events.append(f"finish {chunk}")
+
+    assert list(one_ahead(one_ahead("abc", begin), lambda chunk: begin(chunk.upper()))) == list("abc")
+    assert events == [
+        *("begin a", "begin b", "finish a", "begin A", "begin c", "finish b", "begin B", "finish A"),
+        *("finish c", "begin C", "finish B", "finish C"),
+    ]
