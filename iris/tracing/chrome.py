@@ -13,6 +13,7 @@ from pathlib import Path
 
 from iris.commands.files import written
 from iris.tracing.timeline import RAIL, Event, Timeline, tracks
+from iris.world.rail import Transfer
 
 # Threads of a program: so many things at a time.
 TRACKS = 64
@@ -115,11 +116,22 @@ def _category(event: Event) -> str:
     return CATEGORIES.get(event.name, "event" if event.target is None else "move")
 
 
+def _of_transfer(transfer: Transfer) -> dict:
+    """Bytes are one number where they are the same for all ranks."""
+    found: dict = {"part of": transfer.call}
+    for way, ranks, nbytes in (
+        ("to", transfer.targets, transfer.sent),
+        ("from", transfer.sources, transfer.received),
+    ):
+        if ranks:
+            found |= {f"{way} ranks": ranks, f"bytes {way} each": nbytes[0] if len(set(nbytes)) == 1 else nbytes}
+    return found
+
+
 def _slice(event: Event, thread: int) -> dict:
     arguments: dict = {"pid_m": event.pid_m, "pid_n": event.pid_n}
     if event.transfer is not None:
-        of = event.transfer
-        arguments = {"part of": of.call, "to ranks": of.targets, "from ranks": of.sources, "bytes to each": of.each}
+        arguments = _of_transfer(event.transfer)
     elif event.target is not None:
         arguments["target"] = "several ranks" if event.target < 0 else f"rank {event.target}"
         arguments["bytes"] = event.bytes

@@ -30,6 +30,9 @@ MOST_SHAPES = 500
 # Programs of a rank that are shown; of more, so many at most, evenly chosen.
 MOST_PROGRAMS = 24
 MOST_LABELS = 20
+# Ranks of which the label of a rail's row says what they were sent.
+MOST_TARGETS = 3
+BYTES = {"GB": 1e9, "MB": 1e6, "kB": 1e3}
 
 
 def kind(event: Event) -> str:
@@ -116,13 +119,38 @@ def _programs(events: Iterable[Event]) -> Counter[int]:
     return Counter(rank for rank, program in {(event.rank, event.program) for event in events} if program != RAIL)
 
 
+def _sent(events: Iterable[Event]) -> dict[int, str]:
+    """What the rails of each rank have sent in all, in words."""
+    bytes_to: dict[int, Counter[int]] = defaultdict(Counter)
+    for event in events:
+        if event.transfer is not None:
+            bytes_to[event.rank].update(dict(zip(event.transfer.targets, event.transfer.sent, strict=True)))
+    said = {}
+    for rank, sums in bytes_to.items():
+        some = sorted((target, nbytes) for target, nbytes in sums.items() if nbytes)
+        parts = [f"{_short(nbytes)} to {target}" for target, nbytes in some]
+        if len(parts) > MOST_TARGETS:
+            parts = [f"{_short(sum(sums.values()))} to {len(parts)} ranks"]
+        said[rank] = f": {', '.join(parts)}" if parts else ""
+    return said
+
+
+def _short(nbytes: int) -> str:
+    """As in "1.5 MB": of thousands, as the rates in the tables are."""
+    unit = next((unit for unit in BYTES if nbytes >= BYTES[unit]), "B")
+    return f"{nbytes / BYTES.get(unit, 1):.3g} {unit}"
+
+
 def _label(axes: "Axes", timeline: Timeline, lines: dict[int, float]) -> None:
     """Say which rank is where, and which program if there is room for it."""
     ticks: dict[str, list[float]] = defaultdict(list)
-    programs = _programs(map(timeline.events.__getitem__, lines))
+    programs, sent = _programs(map(timeline.events.__getitem__, lines)), _sent(timeline.events)
     each = sum(programs.values()) <= MOST_LABELS
     for i, line in lines.items():
         event = timeline.events[i]
-        what = f" {event.row}" if each or event.transfer is not None else f"\n{programs[event.rank]} programs"
+        if event.transfer is not None:
+            what = f" {event.row}{sent[event.rank]}"
+        else:
+            what = f" {event.row}" if each else f"\n{programs[event.rank]} programs"
         ticks[f"rank {event.rank},{what}"].append(line)
     axes.set_yticks([(min(places) + max(places)) / 2 for places in ticks.values()], ticks)

@@ -82,8 +82,8 @@ class Recording:
             "after": Comparison(**header["after"]),
             "host": host and HostClock(**host | {when: Comparison(**host[when]) for when in ("before", "after")}),
             "described": tuple(
-                Transfer(kind, call, rail, each, tuple(targets), tuple(sources))
-                for kind, call, rail, each, targets, sources in header["described"]
+                Transfer(kind, call, rail, *map(tuple, ranks_and_bytes))
+                for kind, call, rail, *ranks_and_bytes in header["described"]
             ),
         }
         return Recording(**header)

@@ -50,7 +50,7 @@ class Overlap:
 def is_remote(event: Event) -> bool:
     """Whether it moves data between two ranks."""
     if event.transfer is not None:
-        return event.transfer.each > 0
+        return any((*event.transfer.sent, *event.transfer.received))
     return not event.is_wait and event.target is not None and event.target != event.rank and event.bytes > 0
 
 
@@ -84,7 +84,8 @@ def traffic(timeline: Timeline) -> list[Traffic]:
     moved: dict[tuple[int, int], int] = defaultdict(int)
     for event in moves(timeline):
         if event.transfer is not None:
-            several = {(event.rank, target): event.transfer.each for target in event.transfer.targets}
+            to_each = zip(event.transfer.targets, event.transfer.sent, strict=True)
+            several = {(event.rank, target): nbytes for target, nbytes in to_each if nbytes}
         elif event.target is None or event.target < 0:
             continue
         else:

@@ -45,7 +45,7 @@ class Event:
         The same for people: a tensor, or what the library uses the memory for, and which part of it; "" where it is not
         known, as of blocks.
     bytes : int
-        Of a rail, what goes to other ranks, from each of which as much may come at the same time.
+        Of a rail, what goes to other ranks; `Transfer` says how much to which, and how much comes.
     value, seen, after : int
         Of a flag: the operand, or what is awaited; what it held, and what it held behind the operation.
     pid_m, pid_n : int
@@ -201,7 +201,7 @@ def _read_rails(recording: Recording) -> Iterator[Event]:
             place=None,
             thing="",
             part="",
-            bytes=transfer.each * len(transfer.targets),
+            bytes=sum(transfer.sent),
             value=0,
             seen=0,
             after=0,

@@ -41,7 +41,7 @@ def stand_ins(capturing=False):
 
 
 def transfer(number, rail="0"):
-    return Transfer("all_gather", f"call {number}", rail, 8, (1,), (1,))
+    return Transfer("all_gather", f"call {number}", rail, (1,), (8,), (1,), (8,))
 
 
 def run(times, which, log=None):

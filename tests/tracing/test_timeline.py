@@ -57,8 +57,8 @@ def test_the_clock_of_a_host_comes_on_top_of_those_within_it():
         HostClock(1, "b", Comparison(0, 2_000_000, 40), Comparison(10**6, 2_001_000, 70)),
     )
     sent, came = (
-        Transfer("all_gather", "a call", "0", 8, (1,), (1,)),
-        Transfer("all_gather", "a call", "0", 8, (3,), (3,)),
+        Transfer("all_gather", "a call", "0", (1,), (8,), (1,), (8,)),
+        Transfer("all_gather", "a call", "0", (3,), (8,), (3,), (8,)),
     )
     first = HostClock(0, "a", EXACT, EXACT)
     there = replace(
