@@ -96,11 +96,11 @@ def time_each(ctx):
         rail.all_gather(everyone, mine, "a gather")()
         rail.broadcast(mine, 1, "a broadcast")
         rail.barrier()
-        rows, lost = times.rows()
+        rows, described, lost = times.recorded()
         rail.close()
     others = tuple(rank for rank in ctx._world.hosts.rail if rank != ctx.cur_rank)
     roots = () if ctx.host == 1 else (ctx._world.hosts.rail[1],)
-    assert [of._replace(rail="") for of in times.transfers] == [
+    assert [of._replace(rail="") for of in described] == [
         Transfer("all_gather", "a gather", "", others, (16,), others, (16,)),
         Transfer(
             "broadcast", "a broadcast", "", *((others, (16,), (), ()) if ctx.host == 1 else ((), (), roots, (16,)))

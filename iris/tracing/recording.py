@@ -136,7 +136,7 @@ class Tracing:
             self._hosts_before = self._compare_hosts()
             if self._rail_times is None:
                 self._rail_times = times_on(self._device)
-            self._rail_times.forget()
+            self._rail_times.forget(idle=True)
             self._time_rails(self._rail_times)
 
     def reset(self) -> None:
@@ -241,7 +241,7 @@ class Tracing:
             hosts_after = self._hosts_before if alone else self._compare_hosts()
             name = self._hosts.names[self._hosts.number]
             host = HostClock(self._hosts.number, name, self._hosts_before, hosts_after)
-            (transfers, more_lost), described = self._rail_times.rows(), tuple(self._rail_times.transfers)
+            transfers, described, more_lost = self._rail_times.recorded()
         asked, room = self._copy(HEADER.value)[: ROOM.value + 1].tolist()
         events = self._copy(HEADER.value + min(asked, room) * WORDS.value)[HEADER.value :].reshape(-1, WORDS.value)
         spaces, places = [], {}

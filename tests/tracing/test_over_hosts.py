@@ -131,7 +131,7 @@ def test_parts_of_unequal_size_are_shown_with_the_bytes_of_each(ranks, tmp_path)
             for source, target in ((event.rank, target) for target in event.transfer.targets)
             if on_rail(source, target)
         }
-        assert pairs == expected and len(set(expected.values())) > 2
+        assert pairs == expected and len(set(expected.values())) > 1
         picture.draw(only, tmp_path / "t.svg")
         text = (tmp_path / "t.svg").read_text()
         for rank in range(ranks.num_ranks):
@@ -189,7 +189,8 @@ def test_what_arrives_was_sent_before(ranks, tmp_path):
         assert check_causes(timeline) >= 3 * ranks.num_ranks
 
 
-AHEAD_NS, FASTER = 5_000_000_000, 0.02
+# Ahead by more than a trace takes, also beside many other programs.
+AHEAD_NS, FASTER = 500_000_000_000, 0.02
 
 
 def run_with_a_wrong_clock(ctx):
