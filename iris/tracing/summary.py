@@ -1,5 +1,6 @@
 """What a timeline adds up to: bytes and bandwidth by pair of ranks, time waiting by flag, what communication hides."""
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -8,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from iris import simulator
+from iris.errors import names
 from iris.tracing.timeline import READS, Event, Timeline, busy, length, overlap
 
 
@@ -140,8 +142,16 @@ def show(timeline: Timeline, console: Console) -> None:
     )
     if "cpu" in timeline.devices.values():
         console.print(simulator.TIMES)
-    worst = max(timeline.clock_error.values(), default=0.0)
-    console.print(f"Clocks agree within {worst:.3f} µs." if worst else "All ranks read one clock.")
+    worst = max((error for error in timeline.clock_error.values() if error < math.inf), default=0.0)
+    if worst:
+        console.print(f"Clocks agree within {worst:.3f} µs.")
+    elif not timeline.apart:
+        console.print("All ranks read one clock.")
+    for ranks in timeline.apart:
+        console.print(
+            f"[yellow]Nobody has compared the clocks of {names(ranks)} with that of rank {timeline.reference}, as no "
+            "context has both: their first event is shown at 0 µs. A context of all ranks compares all clocks.[/]"
+        )
     for rank, lost in timeline.lost.items():
         if lost:
             console.print(

@@ -212,7 +212,7 @@ def run_with_a_wrong_clock(ctx):
             time.sleep(0.05)
         timeline = ctx.tracing.timeline()
     mine = timeline.hosts[ctx.cur_rank]
-    compared = [(each, each.local_ns - true_time(each.local_ns)) for each in (mine.before, mine.after)]
+    compared = [(each, each.local_ns - true_time(each.local_ns)) for each in mine.compared]
     return timeline, compared if ctx.host == 1 and ctx.local_rank == 0 else None
 
 

@@ -1,0 +1,165 @@
+"""Files of ranks on other nodes come to the first one, where ``python -m iris trace`` shows them.
+
+Nodes are torchrun's: what one agent of it has started. They share no files. When the program of a rank is over, its
+command sends what that has recorded through the store that torchrun's agents share, which is there as long as they are.
+A file goes in parts, of which one at a time is in the store: its sender puts the next one when rank 0 has taken it.
+
+Each command that takes part shows that it lives, by a number in the store that it raises. So who waits for another one
+waits as long as that lives, and no longer, and for a program of another rank as long as that takes.
+"""
+
+import contextlib
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+
+from iris.commands.shared_folder import whole
+from iris.world.store import put
+
+# The store takes no more than 8 MiB at a time (torch/csrc/distributed/c10d/TCPStoreLibUvBackend.cpp, MAX_PAYLOAD_LEN).
+PART = 4 << 20
+# How often a command shows that it lives, and after how long without it counts as gone.
+BEAT_S, SILENCE_S = 1.0, 30.0
+INTERVAL_S = 0.01
+# What a command whose program has failed waits for rank 0 to be done with its own: torchrun ends the other ranks only
+# when a command has ended by an error.
+FAILED_S = 10.0
+
+_RUNS, _TAKES, _OVER = "runs", "takes", "over"
+
+
+def store() -> dist.Store | None:
+    """torchrun's, for what these commands exchange; None where it is not its agents' own, and ends with the program."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    try:
+        client = dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=60))
+    except dist.DistError:
+        return None
+    return dist.PrefixStore(f"iris/trace/{restart}", client)
+
+
+class Courier:
+    """The command of a rank, for those of other nodes. Without a store nobody hears of it.
+
+    A context manager: when it is left, the others do not wait for this command any more.
+    """
+
+    def __init__(self, store: dist.Store | None, rank: int) -> None:
+        self._store, self._rank = store, rank
+        self._does, self._left = _RUNS, threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="iris-trace", daemon=True)
+
+    def __enter__(self) -> "Courier":
+        if self._store is not None:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._store is not None:
+            self._left.set()
+            self._thread.join()
+            self._show(_OVER)
+
+    def send(self, files: Sequence[Path], failed: bool) -> None:
+        """Let rank 0 have these files. Blocks until it has them, or is gone.
+
+        ``failed``: the program of this rank has; then it blocks for `FAILED_S` while that of rank 0 runs.
+        """
+        if self._store is None:
+            return
+        with contextlib.suppress(dist.DistError):
+            self._set("files", json.dumps([(file.name, file.stat().st_size) for file in files]).encode())
+            begin = time.monotonic()
+            for number, part in enumerate(_parts(files)):
+                self._set(f"part/{number}", part)
+                key = f"{self._rank}/part/{number}"
+                for does in self._states(0):
+                    if not self._has(key):
+                        break
+                    if does == _OVER or (failed and does == _RUNS and time.monotonic() - begin > FAILED_S):
+                        return
+                else:
+                    return
+
+    def take(self, ranks: Sequence[int], folder: Path) -> None:
+        """Rank 0 takes the files of these ranks: into the folder, as far as they come. Blocks."""
+        if self._store is None:
+            return
+        self._does = _TAKES
+        self._show(_TAKES)
+        with contextlib.suppress(dist.DistError):
+            for rank in ranks:
+                self._take(rank, folder)
+
+    def _take(self, rank: int, folder: Path) -> None:
+        files, number = self._get(rank, "files"), 0
+        for name, size in json.loads(files) if files is not None else ():
+            content = bytearray()
+            while len(content) < size:
+                part = self._get(rank, f"part/{number}")
+                if part is None:
+                    return
+                content += part
+                number += 1
+            with whole(folder / Path(name).name) as file:
+                file.write_bytes(content)
+
+    def _get(self, rank: int, what: str) -> bytes | None:
+        """What a rank sends, which is gone then; None if it is gone itself."""
+        assert self._store is not None
+        key = f"{rank}/{what}"
+        for does in self._states(rank):
+            if self._has(key):
+                value = self._store.get(key)
+                self._store.delete_key(key)
+                return value
+            if does == _OVER:
+                return None
+        return None
+
+    def _states(self, rank: int) -> Iterator[str]:
+        """What a rank's command does, again and again while that lives."""
+        assert self._store is not None
+        last, changed = b"", time.monotonic()
+        while time.monotonic() - changed < SILENCE_S:
+            beat = self._store.get(f"{rank}/beat") if self._has(f"{rank}/beat") else b""
+            if beat != last:
+                last, changed = beat, time.monotonic()
+            yield beat.decode().partition(" ")[0]
+            time.sleep(INTERVAL_S)
+
+    def _has(self, key: str) -> bool:
+        assert self._store is not None
+        return self._store.check([key])
+
+    def _set(self, key: str, value: bytes) -> None:
+        assert self._store is not None
+        put(self._store, f"{self._rank}/{key}", value)
+
+    def _beat(self) -> None:
+        number = 0
+        while not self._left.is_set():
+            number += 1
+            self._show(f"{self._does} {number}")
+            self._left.wait(BEAT_S)
+
+    def _show(self, what: str) -> None:
+        if self._store is not None:
+            with contextlib.suppress(dist.DistError):
+                self._set("beat", what.encode())
+
+
+def _parts(files: Sequence[Path]) -> Iterator[bytes]:
+    for each in files:
+        with open(each, "rb") as file:
+            while part := file.read(PART):
+                yield part
