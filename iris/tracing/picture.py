@@ -2,7 +2,8 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable
-from itertools import groupby
+from itertools import groupby, pairwise
+from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,8 @@ MOST_SHAPES = 500
 # Programs of a rank that are shown; of more, so many at most, evenly chosen.
 MOST_PROGRAMS = 24
 MOST_LABELS = 20
+# How large labels are, and how far apart at least.
+LABEL_POINTS, LABEL_INCHES = 8, 0.13
 # Ranks of which the label of a rail's row says what they were sent.
 MOST_TARGETS = 3
 BYTES = {"GB": 1e9, "MB": 1e6, "kB": 1e3}
@@ -60,7 +63,10 @@ def draw(timeline: Timeline, path: Path) -> None:
     from matplotlib.patches import Patch
 
     lines, height = _lines(timeline)
-    figure, axes = pyplot.subplots(figsize=(10, max(1.5, min(8, 0.16 * height))))
+    # Of many ranks each has room for its name; but a picture as high as that of a hundred is none.
+    ranks = len({timeline.events[i].rank for i in lines})
+    size = max(1.5, min(8, 0.2 * height), min(20, 0.2 * ranks))
+    figure, axes = pyplot.subplots(figsize=(10, size))
     span = max((event.ended for event in timeline.events), default=0.0)
     unit, scale = next(((name, us) for name, us in UNITS.items() if span >= 10 * us), ("µs", 1.0))
     # In an order in which what happens within something else is drawn behind it.
@@ -80,7 +86,7 @@ def draw(timeline: Timeline, path: Path) -> None:
                 end = timeline.events[effect].ended / scale, lines[effect]
                 begin = timeline.events[cause].began / scale, lines[cause]
                 axes.annotate("", end, begin, arrowprops=arrow)
-    _label(axes, timeline, lines)
+    _label(axes, timeline, lines, size * (figure.subplotpars.top - figure.subplotpars.bottom) / (height + 0.5))
     axes.set_ylim(height - 0.5, -1)
     axes.set_xlabel(unit)
     axes.set_xlim(left=0)
@@ -141,16 +147,36 @@ def _short(nbytes: int) -> str:
     return f"{nbytes / BYTES.get(unit, 1):.3g} {unit}"
 
 
-def _label(axes: "Axes", timeline: Timeline, lines: dict[int, float]) -> None:
-    """Say which rank is where, and which program if there is room for it."""
-    ticks: dict[str, list[float]] = defaultdict(list)
-    programs, sent = _programs(map(timeline.events.__getitem__, lines)), _sent(timeline.events)
-    each = sum(programs.values()) <= MOST_LABELS
-    for i, line in lines.items():
-        event = timeline.events[i]
+def _label(axes: "Axes", timeline: Timeline, lines: dict[int, float], inches: float) -> None:
+    """Say which rank is where, and which program if there is room for it. ``inches``: the height of a line."""
+    programs, every_program = _programs(map(timeline.events.__getitem__, lines)), _programs(timeline.events)
+    sent = _sent(timeline.events)
+
+    def of_rank(event: Event) -> str:
+        host = f" on {timeline.hosts[event.rank].name}" if event.rank in timeline.hosts else ""
+        return f"rank {event.rank}{host}"
+
+    def of_row(event: Event) -> str:
+        return f"{of_rank(event)}, {event.row}{sent.get(event.rank, '') if event.transfer is not None else ''}"
+
+    def of_kind(event: Event) -> str:
         if event.transfer is not None:
-            what = f" {event.row}{sent[event.rank]}"
-        else:
-            what = f" {event.row}" if each else f"\n{programs[event.rank]} programs"
-        ticks[f"rank {event.rank},{what}"].append(line)
-    axes.set_yticks([(min(places) + max(places)) / 2 for places in ticks.values()], ticks)
+            return of_row(event)
+        some, number = programs[event.rank], every_program[event.rank]
+        which = f"{number}" if some == number else f"{some} of {number}"
+        return f"{of_rank(event)}, {which} program{'s' * (number > 1)}"
+
+    ticks: dict[str, list[float]] = defaultdict(list)
+    apart = 0.0
+    for label in (of_row, of_kind, of_rank) if programs.total() <= MOST_LABELS else (of_kind, of_rank):
+        ticks.clear()
+        for i, line in lines.items():
+            ticks[label(timeline.events[i])].append(line)
+        middles = sorted((min(places) + max(places)) / 2 for places in ticks.values())
+        apart = inches * min((after - before for before, after in pairwise(middles)), default=len(lines))
+        if apart >= LABEL_INCHES:
+            break
+    every = 1 if apart >= LABEL_INCHES else ceil(LABEL_INCHES / apart)
+    shown = dict(list(ticks.items())[::every])
+    axes.tick_params(axis="y", labelsize=LABEL_POINTS)
+    axes.set_yticks([(min(places) + max(places)) / 2 for places in shown.values()], list(shown))
