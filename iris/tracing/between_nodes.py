@@ -31,7 +31,7 @@ INTERVAL_S = 0.01
 # when a command has ended by an error.
 FAILED_S = 10.0
 
-_RUNS, _TAKES, _OVER = "runs", "takes", "over"
+_RUNS, _TAKES, _SHOWS, _OVER = "runs", "takes", "shows", "over"
 
 
 def store() -> dist.Store | None:
@@ -72,7 +72,8 @@ class Courier:
     def send(self, files: Sequence[Path], failed: bool) -> None:
         """Let rank 0 have these files. Blocks until it has them, or is gone.
 
-        ``failed``: the program of this rank has; then it blocks for `FAILED_S` while that of rank 0 runs.
+        ``failed``: the program of this rank has. Then it blocks for `FAILED_S` while that of rank 0 runs; and until
+        rank 0 has those of all ranks, as torchrun ends the others of this node when this command ends by an error.
         """
         if self._store is None:
             return
@@ -89,6 +90,8 @@ class Courier:
                         return
                 else:
                     return
+            if failed:
+                any(does in (_SHOWS, _OVER) for does in self._states(0))
 
     def take(self, ranks: Sequence[int], folder: Path) -> None:
         """Rank 0 takes the files of these ranks: into the folder, as far as they come. Blocks."""
@@ -99,6 +102,8 @@ class Courier:
         with contextlib.suppress(dist.DistError):
             for rank in ranks:
                 self._take(rank, folder)
+            self._does = _SHOWS
+            self._show(_SHOWS)
 
     def _take(self, rank: int, folder: Path) -> None:
         files, number = self._get(rank, "files"), 0

@@ -1,6 +1,7 @@
 """``python -m iris trace``: runs a program with every kernel traced, and shows what its ranks did."""
 
 import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,12 +14,15 @@ from iris.commands.shared_folder import await_, leave, shared_folder
 from iris.errors import names
 from iris.language.tracing import VARIABLE
 from iris.tracing import between_nodes, chrome, picture, summary
-from iris.tracing.between_nodes import Courier
+from iris.tracing.between_nodes import FAILED_S, Courier
 from iris.tracing.rank_recording import Recording
 from iris.tracing.recording import EVENTS_VARIABLE, FOLDER_VARIABLE
 from iris.tracing.timeline import Timeline, assemble
 
 NO_STORE = " Recordings of other nodes come through the store of torchrun's agents, and this torchrun has none."
+
+# The file by which rank 0 says that it is done.
+SHOWN = "shown"
 
 
 def run(program: Path, arguments: Sequence[str], out: Path, image: Path | None, max_events: int) -> int:
@@ -34,28 +38,38 @@ def run(program: Path, arguments: Sequence[str], out: Path, image: Path | None, 
         settings = {VARIABLE: "1", FOLDER_VARIABLE: str(folder), EVENTS_VARIABLE: str(max_events)}
         with running(program, arguments, settings) as process:
             status = process.wait()
-        if os.environ.get("GROUP_RANK", "0") != "0":
+        on_first_node = os.environ.get("GROUP_RANK", "0") == "0"
+        if not on_first_node:
             courier.send(sorted(folder.glob(f"rank{rank}.*.npz")), failed=status != 0)
         leave(folder / f"over{rank}", status)
+
+        def are_over() -> bool:
+            return len(list(folder.glob("over*"))) == of_this_node
+
         if rank:
+            if status and on_first_node:
+                # torchrun ends all ranks of a node when one has failed: rank 0 is to show before what there was.
+                begin = time.monotonic()
+                await_(lambda: (folder / SHOWN).exists() or not are_over() and time.monotonic() - begin > FAILED_S)
             return status
-        await_(lambda: len(list(folder.glob("over*"))) == of_this_node)
+        await_(are_over)
         courier.take(range(of_this_node, size), folder)
-        recordings = [Recording.load(file) for file in sorted(folder.glob("rank*.npz"))]
-    timeline, console = assemble(recordings), Console()
-    if status:
-        console.print(f"The program has failed, with exit status {status}.")
-    missing = sorted(set(range(size)) - timeline.devices.keys())
-    if 0 < len(missing) < size:
-        lost = store is None and missing[-1] >= of_this_node
-        console.print(f"Nothing has come from {names(missing)}.{NO_STORE if lost else ''}")
-    if not timeline.events:
-        console.print(
-            "Nothing was recorded: no kernel has used a device context, iris.load, iris.store ... or a collective."
-        )
-        return status or 1
-    show(timeline, out, image, console)
-    return status
+        timeline = assemble([Recording.load(file) for file in sorted(folder.glob("rank*.npz"))])
+        console = Console()
+        if status:
+            console.print(f"The program has failed, with exit status {status}.")
+        missing = sorted(set(range(size)) - timeline.devices.keys())
+        if 0 < len(missing) < size:
+            lost = store is None and missing[-1] >= of_this_node
+            console.print(f"Nothing has come from {names(missing)}.{NO_STORE if lost else ''}")
+        if timeline.events:
+            show(timeline, out, image, console)
+        else:
+            console.print(
+                "Nothing was recorded: no kernel has used a device context, iris.load, iris.store ... or a collective."
+            )
+        leave(folder / SHOWN, 0)
+        return status or int(not timeline.events)
 
 
 def show(timeline: Timeline, out: Path, image: Path | None, console: Console) -> None:
