@@ -25,8 +25,10 @@ from iris.world.store import put
 # The store takes no more than 8 MiB at a time (torch/csrc/distributed/c10d/TCPStoreLibUvBackend.cpp, MAX_PAYLOAD_LEN).
 PART = 4 << 20
 # How often a command shows that it lives, and after how long without it counts as gone.
-BEAT_S, SILENCE_S = 1.0, 30.0
-INTERVAL_S = 0.01
+BEAT_S, SILENCE_S = 5.0, 30.0
+# The pause between two looks is a share of the time waited so far: parts follow each other fast, and a thousand ranks
+# that wait for the program of rank 0 leave the store to those that run.
+SHARE, PAUSES_S = 1 / 8, (0.002, 1.0)
 # What a command whose program has failed waits for rank 0 to be done with its own: torchrun ends the other ranks only
 # when a command has ended by an error.
 FAILED_S = 10.0
@@ -134,13 +136,15 @@ class Courier:
     def _states(self, rank: int) -> Iterator[str]:
         """What a rank's command does, again and again while that lives."""
         assert self._store is not None
-        last, changed = b"", time.monotonic()
-        while time.monotonic() - changed < SILENCE_S:
+        begin = changed = now = time.monotonic()
+        last, (shortest, longest) = b"", PAUSES_S
+        while now - changed < SILENCE_S:
             beat = self._store.get(f"{rank}/beat") if self._has(f"{rank}/beat") else b""
             if beat != last:
-                last, changed = beat, time.monotonic()
+                last, changed = beat, now
             yield beat.decode().partition(" ")[0]
-            time.sleep(INTERVAL_S)
+            time.sleep(min(max((now - begin) * SHARE, shortest), longest))
+            now = time.monotonic()
 
     def _has(self, key: str) -> bool:
         assert self._store is not None

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from iris import simulator
 from iris.errors import names
+from iris.tracing.rail_times import ROOM
 from iris.tracing.timeline import READS, Event, Timeline, busy, length, overlap
 
 
@@ -154,8 +155,10 @@ def show(timeline: Timeline, console: Console) -> None:
         )
     for rank, lost in timeline.lost.items():
         if lost:
+            of_rails = f" There is room for {ROOM} transfers between hosts." if timeline.hosts else ""
             console.print(
-                f"[yellow]Rank {rank} lost its last {lost} events: make room for more (max_events), or record less.[/]"
+                f"[yellow]Rank {rank} lost its last {lost} events: make room for more (max_events), or record less."
+                f"{of_rails}[/]"
             )
     if pairs := traffic(timeline):
         table = Table("from", "to", "bytes", "µs", "GB/s", title="Between ranks")

@@ -75,6 +75,7 @@ with iris.iris(1 << 20, process_group=groups[dist.get_rank() // 2]) as own:
         with iris.iris(1 << 20) as ctx:
             for _ in range(barriers):
                 ctx.device_barrier()
+            ctx.ccl.all_gather(ctx.empty(200), ctx.ones(100), group=groups[ctx.host])
     own.device_barrier()
 """
 
@@ -91,6 +92,11 @@ def test_recordings_of_all_contexts_come_whatever_ranks_these_have(all_ranks, tm
         ("host0", [0, 1]),
         ("host1", [2, 3]),
     ]
+    # Ranks are the world's, also in a context or group of ranks 2 and 3.
+    moves = {(e["pid"], e["args"]["target"]) for e in trace["traceEvents"] if e.get("cat") == "move"}
+    assert {(rank, to) for rank, to in moves if to != f"rank {rank}"} == {
+        (rank, f"rank {rank ^ 1}") for rank in range(4) if all_ranks
+    }
     kernels, rails = Counter(), Counter()
     for event in trace["traceEvents"]:
         if event["ph"] == "X" and event["name"] == "barrier":
