@@ -10,6 +10,7 @@ waits as long as that lives, and no longer, and for a program of another rank as
 
 import contextlib
 import json
+import math
 import os
 import threading
 import time
@@ -29,9 +30,10 @@ BEAT_S, SILENCE_S = 5.0, 30.0
 # The pause between two looks is a share of the time waited so far: parts follow each other fast, and a thousand ranks
 # that wait for the program of rank 0 leave the store to those that run.
 SHARE, PAUSES_S = 1 / 8, (0.002, 1.0)
-# What a command whose program has failed waits for rank 0 to be done with its own: torchrun ends the other ranks only
-# when a command has ended by an error.
-FAILED_S = 10.0
+# torchrun ends the other ranks of a node only when a command has ended by an error, and they may wait for what has
+# failed. So a command whose program has failed waits for programs of others no longer than this; and for rank 0 to have
+# the files of all, before torchrun ends those that send some, no longer than that.
+FAILED_S, TAKEN_S = 10.0, 60.0
 
 _RUNS, _TAKES, _SHOWS, _OVER = "runs", "takes", "shows", "over"
 
@@ -57,7 +59,7 @@ class Courier:
 
     def __init__(self, store: dist.Store | None, rank: int) -> None:
         self._store, self._rank = store, rank
-        self._does, self._left = _RUNS, threading.Event()
+        self._does, self._left, self._until = _RUNS, threading.Event(), math.inf
         self._thread = threading.Thread(target=self._beat, name="iris-trace", daemon=True)
 
     def __enter__(self) -> "Courier":
@@ -92,13 +94,20 @@ class Courier:
                         return
                 else:
                     return
-            if failed:
-                any(does in (_SHOWS, _OVER) for does in self._states(0))
+            begin = time.monotonic()
+            for does in self._states(0) if failed else ():
+                waited = time.monotonic() - begin
+                if does in (_SHOWS, _OVER) or waited > (FAILED_S if does == _RUNS else TAKEN_S):
+                    return
 
-    def take(self, ranks: Sequence[int], folder: Path) -> None:
-        """Rank 0 takes the files of these ranks: into the folder, as far as they come. Blocks."""
+    def take(self, ranks: Sequence[int], folder: Path, failed: bool) -> None:
+        """Rank 0 takes the files of these ranks: into the folder, as far as they come. Blocks.
+
+        ``failed``: its own program has. Then it waits for programs that still run for `FAILED_S` in all.
+        """
         if self._store is None:
             return
+        self._until = time.monotonic() + FAILED_S if failed else math.inf
         self._does = _TAKES
         self._show(_TAKES)
         with contextlib.suppress(dist.DistError):
@@ -129,7 +138,7 @@ class Courier:
                 value = self._store.get(key)
                 self._store.delete_key(key)
                 return value
-            if does == _OVER:
+            if does == _OVER or (does == _RUNS and what == "files" and time.monotonic() > self._until):
                 return None
         return None
 

@@ -14,7 +14,7 @@ from iris.commands.shared_folder import await_, leave, shared_folder
 from iris.errors import names
 from iris.language.tracing import VARIABLE
 from iris.tracing import between_nodes, chrome, picture, summary
-from iris.tracing.between_nodes import FAILED_S, Courier
+from iris.tracing.between_nodes import FAILED_S, TAKEN_S, Courier
 from iris.tracing.rank_recording import Recording
 from iris.tracing.recording import EVENTS_VARIABLE, FOLDER_VARIABLE
 from iris.tracing.timeline import Timeline, assemble
@@ -50,10 +50,14 @@ def run(program: Path, arguments: Sequence[str], out: Path, image: Path | None, 
             if status and on_first_node:
                 # torchrun ends all ranks of a node when one has failed: rank 0 is to show before what there was.
                 begin = time.monotonic()
-                await_(lambda: (folder / SHOWN).exists() or not are_over() and time.monotonic() - begin > FAILED_S)
+                await_(
+                    lambda: (
+                        (folder / SHOWN).exists() or time.monotonic() - begin > (TAKEN_S if are_over() else FAILED_S)
+                    )
+                )
             return status
         await_(are_over)
-        courier.take(range(of_this_node, size), folder)
+        courier.take(range(of_this_node, size), folder, failed=status != 0)
         timeline = assemble([Recording.load(file) for file in sorted(folder.glob("rank*.npz"))])
         console = Console()
         if status:

@@ -59,7 +59,7 @@ def test_all_files_of_all_ranks_arrive(connect, tmp_path):
         threads.append(send(connect, rank, sorted((tmp_path / "there").glob(f"rank{rank}.*")), failed=rank == 3))
     time.sleep(0.1)  # the program of rank 0 takes longer
     with Courier(connect(), 0) as courier:
-        courier.take([2, 3], tmp_path / "here")
+        courier.take([2, 3], tmp_path / "here", failed=False)
     for thread in threads:
         thread.join()
     assert {path.name: path.read_bytes() for path in (tmp_path / "here").iterdir()} == expected
@@ -74,7 +74,7 @@ def test_of_a_rank_that_is_gone_there_is_what_has_come_whole(connect, tmp_path, 
     monkeypatch.setattr(between_nodes, "_parts", lambda _: iter([b"whole", b"will no"]))
     thread = send(connect, 1, [tmp_path / "rank1.0.npz", tmp_path / "rank1.1.npz"])
     with Courier(connect(), 0) as courier:
-        courier.take([1], tmp_path / "here")
+        courier.take([1], tmp_path / "here", failed=False)
     thread.join()
     assert [(path.name, path.read_bytes()) for path in (tmp_path / "here").iterdir()] == [("rank1.0.npz", b"whole")]
 
@@ -84,7 +84,7 @@ def test_nobody_waits_for_a_command_that_never_came_or_shows_nothing_any_more(co
     (tmp_path / "rank1.0.npz").write_bytes(b"some")
     begin = time.monotonic()
     with Courier(connect(), 0) as courier:
-        courier.take([1], tmp_path)
+        courier.take([1], tmp_path, failed=False)
     send(connect, 2, [tmp_path / "rank1.0.npz"]).join()  # rank 0 has left
     connect().set("0/beat", "runs 7")
     send(connect, 3, [tmp_path / "rank1.0.npz"]).join()  # it was killed
@@ -98,5 +98,24 @@ def test_whoever_has_failed_does_not_wait_for_the_program_of_rank_0(connect, tmp
     with Courier(connect(), 0):
         well = send(connect, 2, [tmp_path / "rank1.0.npz"])
         send(connect, 1, [tmp_path / "rank1.0.npz"], failed=True).join()
+        send(connect, 3, [], failed=True).join()  # which has recorded nothing
         assert well.is_alive()
     well.join()
+
+
+def test_where_it_has_failed_rank_0_does_not_wait_for_programs_that_still_run(connect, tmp_path, monkeypatch):
+    """And whoever has failed does not wait for ever until rank 0 has the files of such."""
+    monkeypatch.setattr(between_nodes, "FAILED_S", 0.2)
+    monkeypatch.setattr(between_nodes, "TAKEN_S", 0.2)
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "rank2.0.npz").write_bytes(b"some")
+    with Courier(connect(), 1):  # its program runs
+        with Courier(connect(), 0) as courier:
+            courier.take([1], tmp_path, failed=True)
+        with Courier(connect(), 0) as courier:
+            sender = send(connect, 2, [tmp_path / "there" / "rank2.0.npz"], failed=True)
+            taker = threading.Thread(target=courier.take, args=([2, 1], tmp_path, False))
+            taker.start()
+            sender.join()
+            assert taker.is_alive() and (tmp_path / "rank2.0.npz").read_bytes() == b"some"
+    taker.join()
