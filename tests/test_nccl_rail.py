@@ -15,7 +15,7 @@ from iris import simulator
 from iris.errors import GroupAbortedError, MismatchedCollectiveError
 from iris.tracing import rail_times
 from iris.world import Group, Links, nccl_rail
-from iris.world.rail import rail_of, time_rails
+from iris.world.rail import Transfer, rail_of, time_rails
 from iris.world.store import own_client
 
 pytestmark = pytest.mark.skipif(
@@ -97,14 +97,16 @@ def time_each(ctx):
         rail.all_gather(everyone, mine, "a gather")()
         rail.broadcast(mine, 1, "a broadcast")
         rail.barrier()
-        rows, lost = times.rows()
+        rows, described, lost = times.recorded()
         rail.close()
     others = tuple(rank for rank in ctx._world.hosts.rail if rank != ctx.cur_rank)
     roots = () if ctx.host == 1 else (ctx._world.hosts.rail[1],)
-    assert [(of.kind, of.call, of.each, of.targets, of.sources) for of in times.transfers] == [
-        ("all_gather", "a gather", 16, others, others),
-        ("broadcast", "a broadcast", 16, others if ctx.host == 1 else (), roots),
-        ("barrier", "device_barrier()", 0, others, others),
+    assert [of._replace(rail="") for of in described] == [
+        Transfer("all_gather", "a gather", "", others, (16,), others, (16,)),
+        Transfer(
+            "broadcast", "a broadcast", "", *((others, (16,), (), ()) if ctx.host == 1 else ((), (), roots, (16,)))
+        ),
+        Transfer("barrier", "device_barrier()", "", others, (0,), others, (0,)),
     ]
     assert rows[:, 2].tolist() == [0, 1, 2] and lost == 0
     assert (rows[:, 0] < rows[:, 1]).all() and (rows[1:, 0] > rows[:-1, 1]).all()

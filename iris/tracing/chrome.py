@@ -7,12 +7,15 @@ was waiting already, to a part of it that is called arrival. Times are microseco
 """
 
 import json
+import math
+from collections import defaultdict
 from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
 
 from iris.commands.files import written
 from iris.tracing.timeline import RAIL, Event, Timeline, tracks
+from iris.world.rail import Transfer
 
 # Threads of a program: so many things at a time.
 TRACKS = 64
@@ -36,22 +39,30 @@ def write(timeline: Timeline, path: Path) -> None:
 def _about(timeline: Timeline) -> dict:
     return {
         "source": "Iris",
-        "clock": "rank 0's, from the first event of all ranks",
-        "clock_error_us": timeline.clock_error,
+        "clock": f"rank {timeline.reference}'s, from the first event of all ranks",
+        # JSON knows no infinity.
+        "clock_error_us": {rank: error if error < math.inf else None for rank, error in timeline.clock_error.items()},
         "events_lost": timeline.lost,
-    } | ({"hosts": _hosts(timeline)} if timeline.hosts else {})
+        **({"clocks_not_compared": timeline.apart} if timeline.apart else {}),
+        **({"hosts": _hosts(timeline)} if timeline.hosts else {}),
+    }
 
 
 def _hosts(timeline: Timeline) -> list[dict]:
-    """By how much the clock of each host was ahead of the first one's, when recording began and when it ended."""
+    """By how much the clock of each host was ahead of the first one's, when recording began and when it ended.
+
+    In the order of their first ranks. There are no numbers where nobody has compared them.
+    """
+    ranks_of: dict[str, list[int]] = defaultdict(list)
+    for rank in sorted(timeline.hosts):
+        ranks_of[timeline.hosts[rank].key].append(rank)
     found = []
-    for number in sorted({host.number for host in timeline.hosts.values()}):
-        ranks = sorted(rank for rank, host in timeline.hosts.items() if host.number == number)
-        host = timeline.hosts[ranks[0]]
-        compared = (host.before, host.after)
+    for ranks in ranks_of.values():
+        hosts = [timeline.hosts[rank] for rank in ranks]
+        compared = next((host.compared for host in hosts if host.compared), ())
         found.append(
             {
-                "name": host.name,
+                "name": hosts[0].name,
                 "ranks": ranks,
                 "clock_ahead_us": [each.ahead_ns / 1e3 for each in compared],
                 "clock_error_us": [each.error_ns / 1e3 for each in compared],
@@ -115,11 +126,22 @@ def _category(event: Event) -> str:
     return CATEGORIES.get(event.name, "event" if event.target is None else "move")
 
 
+def _of_transfer(transfer: Transfer) -> dict:
+    """Bytes are one number where they are the same for all ranks."""
+    found: dict = {"part of": transfer.call}
+    for way, ranks, nbytes in (
+        ("to", transfer.targets, transfer.sent),
+        ("from", transfer.sources, transfer.received),
+    ):
+        if ranks:
+            found |= {f"{way} ranks": ranks, f"bytes {way} each": nbytes[0] if len(set(nbytes)) == 1 else nbytes}
+    return found
+
+
 def _slice(event: Event, thread: int) -> dict:
     arguments: dict = {"pid_m": event.pid_m, "pid_n": event.pid_n}
     if event.transfer is not None:
-        of = event.transfer
-        arguments = {"part of": of.call, "to ranks": of.targets, "from ranks": of.sources, "bytes to each": of.each}
+        arguments = _of_transfer(event.transfer)
     elif event.target is not None:
         arguments["target"] = "several ranks" if event.target < 0 else f"rank {event.target}"
         arguments["bytes"] = event.bytes

@@ -116,3 +116,12 @@ def common(local_ns: np.ndarray, before: Comparison, after: Comparison) -> np.nd
         return local_ns - before.ahead_ns
     drift = (after.ahead_ns - before.ahead_ns) / between
     return local_ns - before.ahead_ns - np.rint((local_ns - before.local_ns) * drift).astype(np.int64)
+
+
+def error_between(local_ns: np.ndarray, before: Comparison, after: Comparison) -> float:
+    """By how much `common` may be off for these times, in ns, if the clocks drift evenly: more outside of both."""
+    worst, between = float(max(before.error_ns, after.error_ns)), after.local_ns - before.local_ns
+    if between <= 0 or not len(local_ns):
+        return worst
+    share = (np.array([local_ns.min(), local_ns.max()]) - before.local_ns) / between
+    return max(worst, *(abs(1 - share) * before.error_ns + abs(share) * after.error_ns).tolist())

@@ -1,6 +1,7 @@
 """``python -m iris trace``: runs a program with every kernel traced, and shows what its ranks did."""
 
 import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,10 +13,16 @@ from iris.commands.program import as_command, running
 from iris.commands.shared_folder import await_, leave, shared_folder
 from iris.errors import names
 from iris.language.tracing import VARIABLE
-from iris.tracing import chrome, picture, summary
+from iris.tracing import between_nodes, chrome, picture, summary
+from iris.tracing.between_nodes import FAILED_S, TAKEN_S, Courier
 from iris.tracing.rank_recording import Recording
 from iris.tracing.recording import EVENTS_VARIABLE, FOLDER_VARIABLE
 from iris.tracing.timeline import Timeline, assemble
+
+NO_STORE = " Recordings of other nodes come through the store of torchrun's agents, and this torchrun has none."
+
+# The file by which rank 0 says that it is done.
+SHOWN = "shown"
 
 
 def run(program: Path, arguments: Sequence[str], out: Path, image: Path | None, max_events: int) -> int:
@@ -24,30 +31,49 @@ def run(program: Path, arguments: Sequence[str], out: Path, image: Path | None, 
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     for path in filter(None, (out, image)) if rank == 0 else ():
         check_writable(path)
-    # The others' share no folder with this one: the program brings their recordings when it closes its contexts.
+    # Ranks of a node follow each other. Those of others share no folder with the first.
     of_this_node = int(os.environ.get("LOCAL_WORLD_SIZE", size))
-    with as_command(), shared_folder("iris-trace") as folder:
+    store = between_nodes.store() if of_this_node < size else None
+    with as_command(), shared_folder("iris-trace") as folder, Courier(store, rank) as courier:
         settings = {VARIABLE: "1", FOLDER_VARIABLE: str(folder), EVENTS_VARIABLE: str(max_events)}
         with running(program, arguments, settings) as process:
             status = process.wait()
+        on_first_node = os.environ.get("GROUP_RANK", "0") == "0"
+        if not on_first_node:
+            courier.send(sorted(folder.glob(f"rank{rank}.*.npz")), failed=status != 0)
         leave(folder / f"over{rank}", status)
+
+        def are_over() -> bool:
+            return len(list(folder.glob("over*"))) == of_this_node
+
         if rank:
+            if status and on_first_node:
+                # torchrun ends all ranks of a node when one has failed: rank 0 is to show before what there was.
+                begin = time.monotonic()
+                await_(
+                    lambda: (
+                        (folder / SHOWN).exists() or time.monotonic() - begin > (TAKEN_S if are_over() else FAILED_S)
+                    )
+                )
             return status
-        await_(lambda: len(list(folder.glob("over*"))) == of_this_node)
-        recordings = [Recording.load(file) for file in sorted(folder.glob("rank*.npz"))]
-    timeline, console = assemble(recordings), Console()
-    if status:
-        console.print(f"The program has failed, with exit status {status}.")
-    missing = sorted(set(range(size)) - timeline.devices.keys())
-    if 0 < len(missing) < size:
-        console.print(f"Nothing has come from {names(missing)}.")
-    if not timeline.events:
-        console.print(
-            "Nothing was recorded: no kernel has used a device context, iris.load, iris.store ... or a collective."
-        )
-        return status or 1
-    show(timeline, out, image, console)
-    return status
+        await_(are_over)
+        courier.take(range(of_this_node, size), folder, failed=status != 0)
+        timeline = assemble([Recording.load(file) for file in sorted(folder.glob("rank*.npz"))])
+        console = Console()
+        if status:
+            console.print(f"The program has failed, with exit status {status}.")
+        missing = sorted(set(range(size)) - timeline.devices.keys())
+        if 0 < len(missing) < size:
+            lost = store is None and missing[-1] >= of_this_node
+            console.print(f"Nothing has come from {names(missing)}.{NO_STORE if lost else ''}")
+        if timeline.events:
+            show(timeline, out, image, console)
+        else:
+            console.print(
+                "Nothing was recorded: no kernel has used a device context, iris.load, iris.store ... or a collective."
+            )
+        leave(folder / SHOWN, 0)
+        return status or int(not timeline.events)
 
 
 def show(timeline: Timeline, out: Path, image: Path | None, console: Console) -> None:

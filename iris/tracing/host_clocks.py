@@ -37,15 +37,15 @@ HOLD_NS = 30_000_000
 
 @dataclass(frozen=True)
 class HostClock:
-    """The clock of a host: its first rank's, against that of the first host, when recording began and when it ended.
+    """The clock of a host, which is that of its first rank in a context.
 
-    ``number``: the host, by which these are in order; ``name``: what people call it.
+    ``key``: what distinguishes the host from others; ``name``: what people call it; ``compared``: its clock with that
+    of the first host of the context, when recording began and when it ended; None where the context has one host.
     """
 
-    number: int
+    key: str
     name: str
-    before: Comparison
-    after: Comparison
+    compared: tuple[Comparison, Comparison] | None = None
 
 
 @triton.jit(do_not_specialize=["number"])

@@ -2,7 +2,8 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable
-from itertools import groupby
+from itertools import groupby, pairwise
+from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,11 @@ MOST_SHAPES = 500
 # Programs of a rank that are shown; of more, so many at most, evenly chosen.
 MOST_PROGRAMS = 24
 MOST_LABELS = 20
+# How large labels are, and how far apart at least.
+LABEL_POINTS, LABEL_INCHES = 8, 0.13
+# Ranks of which the label of a rail's row says what they were sent.
+MOST_TARGETS = 3
+BYTES = {"GB": 1e9, "MB": 1e6, "kB": 1e3}
 
 
 def kind(event: Event) -> str:
@@ -57,7 +63,10 @@ def draw(timeline: Timeline, path: Path) -> None:
     from matplotlib.patches import Patch
 
     lines, height = _lines(timeline)
-    figure, axes = pyplot.subplots(figsize=(10, max(1.5, min(8, 0.16 * height))))
+    # Of many ranks each has room for its name; but a picture as high as that of a hundred is none.
+    ranks = len({timeline.events[i].rank for i in lines})
+    size = max(1.5, min(8, 0.2 * height), min(20, 0.2 * ranks))
+    figure, axes = pyplot.subplots(figsize=(10, size))
     span = max((event.ended for event in timeline.events), default=0.0)
     unit, scale = next(((name, us) for name, us in UNITS.items() if span >= 10 * us), ("µs", 1.0))
     # In an order in which what happens within something else is drawn behind it.
@@ -77,7 +86,7 @@ def draw(timeline: Timeline, path: Path) -> None:
                 end = timeline.events[effect].ended / scale, lines[effect]
                 begin = timeline.events[cause].began / scale, lines[cause]
                 axes.annotate("", end, begin, arrowprops=arrow)
-    _label(axes, timeline, lines)
+    _label(axes, timeline, lines, size * (figure.subplotpars.top - figure.subplotpars.bottom) / (height + 0.5))
     axes.set_ylim(height - 0.5, -1)
     axes.set_xlabel(unit)
     axes.set_xlim(left=0)
@@ -116,13 +125,58 @@ def _programs(events: Iterable[Event]) -> Counter[int]:
     return Counter(rank for rank, program in {(event.rank, event.program) for event in events} if program != RAIL)
 
 
-def _label(axes: "Axes", timeline: Timeline, lines: dict[int, float]) -> None:
-    """Say which rank is where, and which program if there is room for it."""
+def _sent(events: Iterable[Event]) -> dict[int, str]:
+    """What the rails of each rank have sent in all, in words."""
+    bytes_to: dict[int, Counter[int]] = defaultdict(Counter)
+    for event in events:
+        if event.transfer is not None:
+            bytes_to[event.rank].update(dict(zip(event.transfer.targets, event.transfer.sent, strict=True)))
+    said = {}
+    for rank, sums in bytes_to.items():
+        some = sorted((target, nbytes) for target, nbytes in sums.items() if nbytes)
+        parts = [f"{_short(nbytes)} to {target}" for target, nbytes in some]
+        if len(parts) > MOST_TARGETS:
+            parts = [f"{_short(sum(sums.values()))} to {len(parts)} ranks"]
+        said[rank] = f": {', '.join(parts)}" if parts else ""
+    return said
+
+
+def _short(nbytes: int) -> str:
+    """As in "1.5 MB": of thousands, as the rates in the tables are."""
+    unit = next((unit for unit in BYTES if nbytes >= BYTES[unit]), "B")
+    return f"{nbytes / BYTES.get(unit, 1):.3g} {unit}"
+
+
+def _label(axes: "Axes", timeline: Timeline, lines: dict[int, float], inches: float) -> None:
+    """Say which rank is where, and which program if there is room for it. ``inches``: the height of a line."""
+    programs, every_program = _programs(map(timeline.events.__getitem__, lines)), _programs(timeline.events)
+    sent = _sent(timeline.events)
+
+    def of_rank(event: Event) -> str:
+        host = f" on {timeline.hosts[event.rank].name}" if event.rank in timeline.hosts else ""
+        return f"rank {event.rank}{host}"
+
+    def of_row(event: Event) -> str:
+        return f"{of_rank(event)}, {event.row}{sent.get(event.rank, '') if event.transfer is not None else ''}"
+
+    def of_kind(event: Event) -> str:
+        if event.transfer is not None:
+            return of_row(event)
+        some, number = programs[event.rank], every_program[event.rank]
+        which = f"{number}" if some == number else f"{some} of {number}"
+        return f"{of_rank(event)}, {which} program{'s' * (number > 1)}"
+
     ticks: dict[str, list[float]] = defaultdict(list)
-    programs = _programs(map(timeline.events.__getitem__, lines))
-    each = sum(programs.values()) <= MOST_LABELS
-    for i, line in lines.items():
-        event = timeline.events[i]
-        what = f" {event.row}" if each or event.transfer is not None else f"\n{programs[event.rank]} programs"
-        ticks[f"rank {event.rank},{what}"].append(line)
-    axes.set_yticks([(min(places) + max(places)) / 2 for places in ticks.values()], ticks)
+    apart = 0.0
+    for label in (of_row, of_kind, of_rank) if programs.total() <= MOST_LABELS else (of_kind, of_rank):
+        ticks.clear()
+        for i, line in lines.items():
+            ticks[label(timeline.events[i])].append(line)
+        middles = sorted((min(places) + max(places)) / 2 for places in ticks.values())
+        apart = inches * min((after - before for before, after in pairwise(middles)), default=len(lines))
+        if apart >= LABEL_INCHES:
+            break
+    every = 1 if apart >= LABEL_INCHES else ceil(LABEL_INCHES / apart)
+    shown = dict(list(ticks.items())[::every])
+    axes.tick_params(axis="y", labelsize=LABEL_POINTS)
+    axes.set_yticks([(min(places) + max(places)) / 2 for places in shown.values()], list(shown))

@@ -6,12 +6,24 @@ another host is part of it, and no transfer ends before all have begun whose dat
 In the simulator the host reads the clock that kernels read there. On a GPU two kernels do, so that the times are on
 the clock of all other events, and a CUDA graph notes them each time it is replayed: one on the stream of the call in
 front of the transfer, and one on a stream of the rail's own, which waits for the transfer and for nothing else.
+
+What a transfer was, its `Transfer`, is kept for as long as a row may refer to it, and no longer: a program may be
+traced for days. On a GPU a row has a number in its place, and
+
+1. no number is ever given to a second transfer, so a number that is still under way means what it did. Equal transfers
+   share one, for as long as that is kept.
+2. A graph writes the numbers that it was captured with in each replay. They are kept while any graph of the process
+   lives (`StreamTimes.forget`); torch does not say which.
+3. Without a graph, only the first `ROOM` transfers to begin behind a `forget` have a row. The host may be ahead of the
+   GPU by `UNDER_WAY`. So of what it enqueues behind a `forget` the first ``ROOM + UNDER_WAY`` are kept, and of what it
+   has enqueued before, on streams that the `forget` did not wait for, the last `UNDER_WAY`.
 """
 
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -20,6 +32,7 @@ import triton
 import triton.language as tl
 
 from iris.compat.cuda import is_current_stream_capturing
+from iris.cuda_graphs.capture import a_graph_lives
 from iris.cuda_graphs.kept import keep
 from iris.heap.mapping import snapshot
 from iris.language.clock import clock
@@ -36,40 +49,28 @@ BEGAN, ENDED, NUMBER = map(tl.constexpr, range(WORDS))
 # took, and 16 bytes for the word: kernels are compiled for how their pointers are aligned.
 UNDER_WAY = 4096
 
+# The number of a transfer that will have no row.
+NO_NUMBER = -1
+
 
 class RailTimes(ABC):
-    """What is known of the transfers of a rank's rails: an `iris.world.rail.Timer`.
-
-    Attributes
-    ----------
-    transfers : list of Transfer
-        Which there were, each once, by number.
-    """
+    """What is known of the transfers of a rank's rails: an `iris.world.rail.Timer`."""
 
     def __init__(self) -> None:
-        self.transfers: list[Transfer] = []
-        self._numbers: dict[Transfer, int] = {}
         # Messages may be sent and received by two threads (`iris.world.links`).
         self._lock = threading.Lock()
-
-    def _number(self, transfer: Transfer) -> int:
-        with self._lock:
-            if transfer not in self._numbers:
-                self._numbers[transfer] = len(self.transfers)
-                self.transfers.append(transfer)
-            return self._numbers[transfer]
 
     @abstractmethod
     def timed(self, transfer: Transfer, start: Callable[[], Any]) -> tuple[Callable[[], Any], Callable[[], None]]:
         """As `iris.world.rail.Timer` says."""
 
     @abstractmethod
-    def forget(self) -> None:
-        """Forget what there was; on a GPU enqueued on the current stream."""
+    def forget(self, idle: bool = False) -> None:
+        """Forget what there was; on a GPU enqueued on the current stream. ``idle``: nothing of this rank is running."""
 
     @abstractmethod
-    def rows(self) -> tuple[np.ndarray, int]:
-        """int64 ``[transfers, WORDS]``, and how many had no room. Does not wait for the GPU."""
+    def recorded(self) -> tuple[np.ndarray, tuple[Transfer, ...], int]:
+        """int64 ``[transfers, WORDS]``, what their numbers mean, how many had no room. Does not wait for the GPU."""
 
 
 class HostTimes(RailTimes):
@@ -77,19 +78,20 @@ class HostTimes(RailTimes):
 
     def __init__(self) -> None:
         super().__init__()
-        self._rows: list[list[int]] = []
+        # When each began and ended, and what it was.
+        self._rows: list[tuple[list[int], Transfer]] = []
         self._lost = 0
 
     def timed(self, transfer: Transfer, start: Callable[[], Any]) -> tuple[Callable[[], Any], Callable[[], None]]:
-        row = [time.monotonic_ns(), 0, self._number(transfer)]
+        times = [time.monotonic_ns(), 0]
         with self._lock:
             if len(self._rows) < ROOM:
-                self._rows.append(row)
+                self._rows.append((times, transfer))
             else:
                 self._lost += 1
 
         def note(_: Any = None) -> None:
-            row[1] = row[1] or time.monotonic_ns()
+            times[1] = times[1] or time.monotonic_ns()
 
         def start_timed() -> Any:
             work = start()
@@ -99,11 +101,16 @@ class HostTimes(RailTimes):
 
         return start_timed, note
 
-    def forget(self) -> None:
-        self._rows, self._lost = [], 0
+    def forget(self, idle: bool = False) -> None:
+        with self._lock:
+            self._rows, self._lost = [], 0
 
-    def rows(self) -> tuple[np.ndarray, int]:
-        return np.array(self._rows, dtype=np.int64).reshape(-1, WORDS), self._lost
+    def recorded(self) -> tuple[np.ndarray, tuple[Transfer, ...], int]:
+        with self._lock:
+            noted, lost = list(self._rows), self._lost
+        numbers: dict[Transfer, int] = {}
+        rows = [(*times, numbers.setdefault(transfer, len(numbers))) for times, transfer in noted]
+        return np.array(rows, dtype=np.int64).reshape(-1, WORDS), tuple(numbers), lost
 
 
 # Compiled once, whatever the number is: 1, say, would be a constant of its own.
@@ -134,7 +141,13 @@ class StreamTimes(RailTimes):
         self._taken = keep(lambda: torch.zeros(1, dtype=torch.int64, device=device), device)
         self._rows = keep(lambda: torch.zeros(ROOM, WORDS, dtype=torch.int64, device=device), device)
         self._places = keep(lambda: torch.zeros(UNDER_WAY, 2, dtype=torch.int64, device=device), device)
-        self._count = 0
+        # Transfers that were enqueued, those in graphs left out; and how many there were at the last `forget`.
+        self._enqueued = self._forgotten = 0
+        # What numbers mean, which comes next, and when each was last enqueued. `_in_graphs` has those that graphs keep.
+        self._described: dict[int, Transfer] = {}
+        self._numbers: dict[Transfer, int] = {}
+        self._next = 0
+        self._last_use: dict[int, int] = {}
         self._sides: dict[str, torch.cuda.Stream] = {}
         # Both are loaded now: a capture must not do that.
         place = self._places[0]
@@ -145,8 +158,10 @@ class StreamTimes(RailTimes):
 
     def timed(self, transfer: Transfer, start: Callable[[], Any]) -> tuple[Callable[[], Any], Callable[[], None]]:
         capturing, held, started = is_current_stream_capturing(), [start], list[bool]()
-        place, side = self._place(capturing), self._side(transfer.rail)
-        self._begin(place, self._number(transfer))
+        with self._lock:
+            number, place = self._in_graph(transfer) if capturing else self._enqueue(transfer)
+        side = self._side(transfer.rail)
+        self._begin(place, number)
 
         def start_timed() -> Any:
             work = start()
@@ -170,23 +185,55 @@ class StreamTimes(RailTimes):
 
         return start_timed, join
 
-    def forget(self) -> None:
+    def forget(self, idle: bool = False) -> None:
         self._taken.zero_()
-
-    def rows(self) -> tuple[np.ndarray, int]:
-        taken = int(snapshot(self._taken.view(torch.uint8)).view(np.int64)[0])
-        rows = snapshot(self._rows[: min(taken, ROOM)].reshape(-1).view(torch.uint8)).view(np.int64)
-        return rows.reshape(-1, WORDS), max(0, taken - ROOM)
-
-    def _place(self, capturing: bool) -> torch.Tensor:
-        """A word for a transfer. A graph keeps its own, as it will be replayed beside others."""
-        if capturing:
-            place = keep(lambda: torch.zeros(1, dtype=torch.int64, device=self._device), self._device)
-            _in_graphs.append((self, place))
-            return place
+        if idle and _in_graphs and not a_graph_lives():
+            # Those of other contexts, too: one process has one device, and nothing runs on it.
+            _in_graphs.clear()
         with self._lock:
-            self._count += 1
-            return self._places[self._count % UNDER_WAY]
+            self._forgotten = self._enqueued
+            oldest = self._enqueued - (0 if idle else UNDER_WAY)
+            self._last_use = {number: last for number, last in self._last_use.items() if last > oldest}
+            kept = self._last_use.keys() | (_in_graphs[self].numbers if self in _in_graphs else ())
+            self._described = {number: self._described[number] for number in sorted(kept)}
+            self._numbers = {transfer: number for number, transfer in self._described.items()}
+
+    def recorded(self) -> tuple[np.ndarray, tuple[Transfer, ...], int]:
+        taken = int(snapshot(self._taken.view(torch.uint8)).view(np.int64)[0])
+        rows = snapshot(self._rows[: min(taken, ROOM)].reshape(-1).view(torch.uint8)).view(np.int64).reshape(-1, WORDS)
+        with self._lock:
+            numbers = [number for number in np.unique(rows[:, NUMBER.value]).tolist() if number in self._described]
+            described = tuple(self._described[number] for number in numbers)
+        # A row that a kernel is about to write may have any number.
+        rows = rows[np.isin(rows[:, NUMBER.value], numbers)]
+        rows[:, NUMBER.value] = np.searchsorted(numbers, rows[:, NUMBER.value])
+        return rows, described, taken - len(rows)
+
+    def _enqueue(self, transfer: Transfer) -> tuple[int, torch.Tensor]:
+        """A number for a transfer, and a word. The caller holds the lock."""
+        self._enqueued += 1
+        place = self._places[self._enqueued % UNDER_WAY]
+        if self._enqueued - self._forgotten > ROOM + UNDER_WAY:
+            return NO_NUMBER, place
+        number = self._number(transfer)
+        self._last_use[number] = self._enqueued
+        return number, place
+
+    def _in_graph(self, transfer: Transfer) -> tuple[int, torch.Tensor]:
+        """The same. A graph keeps its own word, as it will be replayed beside others."""
+        graphs, number = _in_graphs.setdefault(self, _InGraphs()), self._number(transfer)
+        graphs.numbers.add(number)
+        if graphs.words % WORDS_AT_A_TIME == 0:
+            graphs.places.append(keep(lambda: torch.zeros_like(self._places[:WORDS_AT_A_TIME]), self._device))
+        graphs.words += 1
+        return number, graphs.places[-1][(graphs.words - 1) % WORDS_AT_A_TIME]
+
+    def _number(self, transfer: Transfer) -> int:
+        if transfer not in self._numbers:
+            self._numbers[transfer] = self._next
+            self._described[self._next] = transfer
+            self._next += 1
+        return self._numbers[transfer]
 
     def _side(self, rail: str) -> torch.cuda.Stream:
         """The stream that waits for a rail's transfers. It comes first where there is little room on the GPU."""
@@ -201,8 +248,19 @@ class StreamTimes(RailTimes):
         note_end[(1,)](self._rows, place, ROOM, WORDS, num_warps=1)
 
 
-# What graphs that were captured use. They may be replayed for as long as the process lives.
-_in_graphs: list[tuple[StreamTimes, torch.Tensor]] = []
+@dataclass
+class _InGraphs:
+    """Of one `StreamTimes`, what graphs that were captured use: numbers, and so many words in these tensors."""
+
+    numbers: set[int] = field(default_factory=set)
+    places: list[torch.Tensor] = field(default_factory=list)
+    words: int = 0
+
+
+WORDS_AT_A_TIME = 256
+
+# A graph may be replayed for as long as it lives, and that may be longer than the context does.
+_in_graphs: dict[StreamTimes, _InGraphs] = {}
 
 
 def times_on(device: torch.device) -> RailTimes:

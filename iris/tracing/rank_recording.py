@@ -33,6 +33,8 @@ class Recording:
     ----------
     rank : int
         In the world.
+    ranks : tuple of int
+        Those of the context, in the world, by their numbers in it.
     device : str
     events : numpy.ndarray
         int64 ``[events, WORDS]``, rows as in `iris.language.tracing`.
@@ -43,8 +45,7 @@ class Recording:
         For each address that is some event's and lies in one of these: what it is of, and which part, in words.
     before, after : Comparison
         Of this rank's clock, with that of the first rank of its host.
-    host : HostClock or None
-        None where there is one host.
+    host : HostClock
     transfers : numpy.ndarray
         int64 ``[transfers, 3]``, rows as in `iris.tracing.rail_times`.
     described : tuple of Transfer
@@ -52,6 +53,7 @@ class Recording:
     """
 
     rank: int
+    ranks: tuple[int, ...]
     device: str
     events: np.ndarray
     lost: int
@@ -59,7 +61,7 @@ class Recording:
     places: dict[int, tuple[str, str]]
     before: Comparison
     after: Comparison
-    host: HostClock | None = None
+    host: HostClock
     transfers: np.ndarray = field(default_factory=lambda: np.empty((0, 3), dtype=np.int64))
     described: tuple[Transfer, ...] = ()
 
@@ -75,15 +77,17 @@ class Recording:
             header = json.loads(str(file["header"]))
             header |= {"events": file["events"], "transfers": file["transfers"]}
         host = header["host"]
+        compared = host["compared"] and tuple(Comparison(**each) for each in host["compared"])
         header |= {
+            "ranks": tuple(header["ranks"]),
             "spaces": tuple(Space(**space | {"ranks": tuple(space["ranks"])}) for space in header["spaces"]),
             "places": {int(address): tuple(place) for address, place in header["places"].items()},
             "before": Comparison(**header["before"]),
             "after": Comparison(**header["after"]),
-            "host": host and HostClock(**host | {when: Comparison(**host[when]) for when in ("before", "after")}),
+            "host": HostClock(host["key"], host["name"], compared),
             "described": tuple(
-                Transfer(kind, call, rail, each, tuple(targets), tuple(sources))
-                for kind, call, rail, each, targets, sources in header["described"]
+                Transfer(kind, call, rail, *map(tuple, ranks_and_bytes))
+                for kind, call, rail, *ranks_and_bytes in header["described"]
             ),
         }
         return Recording(**header)

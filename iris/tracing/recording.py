@@ -4,6 +4,7 @@ import itertools
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from multiprocessing.util import Finalize
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import numpy as np
 import torch
 
 from iris.arg_parser import count
-from iris.commands.shared_folder import own_folder, whole
+from iris.commands.shared_folder import own_folder
 from iris.cuda_graphs.kept import keep
 from iris.errors import InvalidArgumentError, InvalidCountError, InvalidSettingError, NotTracingError
 from iris.failures.device_record import DeviceRecord
@@ -28,6 +29,7 @@ from iris.tracing.rail_times import RailTimes, times_on
 from iris.tracing.rank_recording import Recording, Space
 from iris.tracing.timeline import Timeline, assemble
 from iris.world import World
+from iris.world.placement import find_host
 from iris.world.rail import Timer, Transfer, timed_by
 
 FOLDER_VARIABLE, EVENTS_VARIABLE = "IRIS_TRACE_FOLDER", "IRIS_TRACE_EVENTS"
@@ -90,22 +92,11 @@ class Tracing:
             self._save = Finalize(None, lambda: self.recording(alone=True).save(path), exitpriority=10)
 
     def save(self, alone: bool = False) -> None:
-        """Save the events, if somebody has said where to: before the memory goes away. As `recording`.
-
-        If not ``alone``, those of other hosts are saved on the first host, too: ``python -m iris trace`` runs there.
-        """
+        """Save the events, if somebody has said where to: before the memory goes away. As `recording`."""
         if self._path is None or self._save is None or not self._save.still_active():
             return
         self._save.cancel()
         self.recording(alone).save(self._path)
-        if self._rail is not None and not alone:
-            brought = self._bring(self._path)
-            if self._hosts.number == 0:
-                for rank, content in brought.items():
-                    # Another rank may bring a recording of the same rank, of another context.
-                    path = self._path.with_name(f"rank{rank}.by.{self._path.name}")
-                    with whole(path) as file:
-                        file.write_bytes(content)
 
     def enable(self, max_events: int = MAX_EVENTS) -> None:
         """Record from here on, up to so many events a rank, 112 bytes each. Forgets what was recorded before.
@@ -136,7 +127,7 @@ class Tracing:
             self._hosts_before = self._compare_hosts()
             if self._rail_times is None:
                 self._rail_times = times_on(self._device)
-            self._rail_times.forget()
+            self._rail_times.forget(idle=True)
             self._time_rails(self._rail_times)
 
     def reset(self) -> None:
@@ -235,13 +226,12 @@ class Tracing:
         before, clock = self._before, self._clock
         assert before is not None and clock is not None  # as recording is enabled
         after = before if alone else clock.compare()
-        host, transfers, more_lost = None, np.empty((0, 3), dtype=np.int64), 0
+        host, transfers, more_lost = HostClock(*find_host()), np.empty((0, 3), dtype=np.int64), 0
         described: tuple[Transfer, ...] = ()
         if self._hosts_before is not None and self._rail_times is not None:
             hosts_after = self._hosts_before if alone else self._compare_hosts()
-            name = self._hosts.names[self._hosts.number]
-            host = HostClock(self._hosts.number, name, self._hosts_before, hosts_after)
-            (transfers, more_lost), described = self._rail_times.rows(), tuple(self._rail_times.transfers)
+            host = replace(host, compared=(self._hosts_before, hosts_after))
+            transfers, described, more_lost = self._rail_times.recorded()
         asked, room = self._copy(HEADER.value)[: ROOM.value + 1].tolist()
         events = self._copy(HEADER.value + min(asked, room) * WORDS.value)[HEADER.value :].reshape(-1, WORDS.value)
         spaces, places = [], {}
@@ -256,6 +246,7 @@ class Tracing:
                     places[address] = owner.name_at(address - base)
         return Recording(
             self._rank,
+            self._group.ranks,
             str(self._device),
             events,
             max(0, asked - room) + more_lost,

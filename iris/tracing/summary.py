@@ -1,5 +1,6 @@
 """What a timeline adds up to: bytes and bandwidth by pair of ranks, time waiting by flag, what communication hides."""
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -8,6 +9,8 @@ from rich.console import Console
 from rich.table import Table
 
 from iris import simulator
+from iris.errors import names
+from iris.tracing.rail_times import ROOM
 from iris.tracing.timeline import READS, Event, Timeline, busy, length, overlap
 
 
@@ -50,7 +53,7 @@ class Overlap:
 def is_remote(event: Event) -> bool:
     """Whether it moves data between two ranks."""
     if event.transfer is not None:
-        return event.transfer.each > 0
+        return any((*event.transfer.sent, *event.transfer.received))
     return not event.is_wait and event.target is not None and event.target != event.rank and event.bytes > 0
 
 
@@ -84,7 +87,8 @@ def traffic(timeline: Timeline) -> list[Traffic]:
     moved: dict[tuple[int, int], int] = defaultdict(int)
     for event in moves(timeline):
         if event.transfer is not None:
-            several = {(event.rank, target): event.transfer.each for target in event.transfer.targets}
+            to_each = zip(event.transfer.targets, event.transfer.sent, strict=True)
+            several = {(event.rank, target): nbytes for target, nbytes in to_each if nbytes}
         elif event.target is None or event.target < 0:
             continue
         else:
@@ -139,12 +143,22 @@ def show(timeline: Timeline, console: Console) -> None:
     )
     if "cpu" in timeline.devices.values():
         console.print(simulator.TIMES)
-    worst = max(timeline.clock_error.values(), default=0.0)
-    console.print(f"Clocks agree within {worst:.3f} µs." if worst else "All ranks read one clock.")
+    worst = max((error for error in timeline.clock_error.values() if error < math.inf), default=0.0)
+    if worst:
+        console.print(f"Clocks agree within {worst:.3f} µs.")
+    elif not timeline.apart:
+        console.print("All ranks read one clock.")
+    for ranks in timeline.apart:
+        console.print(
+            f"[yellow]Nobody has compared the clocks of {names(ranks)} with that of rank {timeline.reference}, as no "
+            "context has both: their first event is shown at 0 µs. A context of all ranks compares all clocks.[/]"
+        )
     for rank, lost in timeline.lost.items():
         if lost:
+            of_rails = f" There is room for {ROOM} transfers between hosts." if timeline.hosts else ""
             console.print(
-                f"[yellow]Rank {rank} lost its last {lost} events: make room for more (max_events), or record less.[/]"
+                f"[yellow]Rank {rank} lost its last {lost} events: make room for more (max_events), or record less."
+                f"{of_rails}[/]"
             )
     if pairs := traffic(timeline):
         table = Table("from", "to", "bytes", "µs", "GB/s", title="Between ranks")

@@ -1,17 +1,18 @@
 """The events of all ranks on one axis of time, and what ended each wait."""
 
+import math
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from iris.language.trace_buffer import FORMS, NAMES, WORDS
 from iris.language.tracing import SEVERAL
-from iris.tracing.clock import Comparison, common
+from iris.tracing.common_clock import Way, reference, ways
 from iris.tracing.host_clocks import HostClock
-from iris.tracing.rank_recording import Recording, Space
+from iris.tracing.rank_recording import Recording
 from iris.world.rail import Transfer
 
 READS = {"load", "get"}
@@ -45,7 +46,7 @@ class Event:
         The same for people: a tensor, or what the library uses the memory for, and which part of it; "" where it is not
         known, as of blocks.
     bytes : int
-        Of a rail, what goes to other ranks, from each of which as much may come at the same time.
+        Of a rail, what goes to other ranks; `Transfer` says how much to which, and how much comes.
     value, seen, after : int
         Of a flag: the operand, or what is awaited; what it held, and what it held behind the operation.
     pid_m, pid_n : int
@@ -94,8 +95,10 @@ class Event:
 class Timeline:
     """Events by rank, program and time; flows are pairs of their indices, from a cause to the wait that it ended.
 
-    ``devices``, ``lost``, ``clock_error`` (microseconds, against the first rank) and ``hosts`` are by rank. There are
-    ``hosts`` where there are several.
+    ``devices``, ``lost``, ``clock_error`` (microseconds, against the clock of ``reference``, a rank) and ``hosts`` are
+    by rank. There are ``hosts`` where there are several. ``apart``: ranks whose clocks nobody has compared with that
+    one, each tuple with a clock of its own or one that they compared: there the first event is at 0, like that of all.
+    Their error is infinite.
     """
 
     events: list[Event]
@@ -104,6 +107,8 @@ class Timeline:
     lost: dict[int, int]
     clock_error: dict[int, float] = field(default_factory=dict)
     hosts: dict[int, HostClock] = field(default_factory=dict)
+    reference: int = 0
+    apart: tuple[tuple[int, ...], ...] = ()
 
     def of_rank(self, rank: int) -> "Timeline":
         """What this rank did, and the flows within it."""
@@ -112,47 +117,65 @@ class Timeline:
         flows = [(new[a], new[b]) for a, b in self.flows if a in new and b in new]
         device, lost, error = self.devices[rank], self.lost[rank], self.clock_error[rank]
         hosts = {other: host for other, host in self.hosts.items() if other == rank}
-        return Timeline([self.events[i] for i in mine], flows, {rank: device}, {rank: lost}, {rank: error}, hosts)
+        return Timeline(
+            [self.events[i] for i in mine],
+            flows,
+            {rank: device},
+            {rank: lost},
+            {rank: error},
+            hosts,
+            self.reference,
+            tuple(ranks for ranks in self.apart if rank in ranks),
+        )
 
 
 def assemble(recordings: Sequence[Recording]) -> Timeline:
     """One timeline of the recordings of all ranks, of which a rank may have several."""
-    events = [event for recording in recordings for event in (*_read(recording), *_read_rails(recording))]
-    origin = min((event.began for event in events), default=0)
-    for event in events:
-        event.began, event.ended = (event.began - origin) / 1e3, (event.ended - origin) / 1e3
-    events.sort(key=lambda event: (event.rank, event.program, event.began, -event.ended))
+    events: list[Event] = []
     within: dict[int, float] = defaultdict(float)
     between: dict[int, float] = defaultdict(float)
     lost: dict[int, int] = defaultdict(int)
-    for recording in recordings:
-        rank, host = recording.rank, recording.host
-        within[rank] = max(within[rank], _error(recording.before, recording.after))
-        between[rank] = max(between[rank], _error(host.before, host.after) if host else 0.0)
-        lost[rank] += recording.lost
+    by_clock = defaultdict(list)
+    for recording, way in zip(recordings, ways(recordings), strict=True):
+        by_clock[way.apart].append((recording, way))
+    for apart, same in by_clock.items():
+        of_clock = [event for each in same for event in (*_read(*each), *_read_rails(*each))]
+        origin = min((event.began for event in of_clock), default=0)
+        for event in of_clock:
+            event.began, event.ended = (event.began - origin) / 1e3, (event.ended - origin) / 1e3
+        events += of_clock
+        for recording, way in same:
+            rank, (in_host, of_hosts) = recording.rank, way.errors(_times(recording))
+            within[rank] = max(within[rank], in_host / 1e3)
+            between[rank] = max(between[rank], of_hosts / 1e3 if apart is None else math.inf)
+            lost[rank] += recording.lost
+    events.sort(key=lambda event: (event.rank, event.program, event.began, -event.ended))
     devices = {recording.rank: recording.device for recording in recordings}
-    hosts = {recording.rank: recording.host for recording in recordings if recording.host}
+    first = reference(recordings)
+    hosts: dict[int, HostClock] = {}
+    for recording in recordings:
+        of_first = recording.host.compared if recording.ranks[0] == first else None
+        if recording.rank not in hosts or of_first:
+            hosts[recording.rank] = replace(recording.host, compared=of_first)
+    if len({host.key for host in hosts.values()}) == 1:
+        hosts = {}
     # Kernels signal within their host.
     slack = 2 * max(within.values(), default=0.0)
     flows = sorted((*_flows_to_waits(events, slack), *_flows_to_meetings(events)))
-    return Timeline(events, flows, devices, dict(lost), {rank: within[rank] + between[rank] for rank in within}, hosts)
+    errors = {rank: within[rank] + between[rank] for rank in within}
+    apart = tuple(tuple(sorted({each.rank for each, _ in by_clock[end]})) for end in by_clock if end is not None)
+    return Timeline(events, flows, devices, dict(lost), errors, hosts, first, apart)
 
 
-def _error(before: Comparison, after: Comparison) -> float:
-    """Microseconds."""
-    return max(before.error_ns, after.error_ns) / 1e3
+def _times(recording: Recording) -> np.ndarray:
+    """When events began, and transfers, int64 ns of this rank's clock."""
+    return np.concatenate((recording.events.reshape(-1, WORDS.value)[:, 0], recording.transfers[:, 0]))
 
 
-def _on_one_clock(local_ns: np.ndarray, recording: Recording) -> list[int]:
-    """Times of this rank's clock, int64 ns, on that of the first rank of all hosts."""
-    of_host = common(local_ns, recording.before, recording.after)
-    return (common(of_host, recording.host.before, recording.host.after) if recording.host else of_host).tolist()
-
-
-def _read(recording: Recording) -> Iterator[Event]:
+def _read(recording: Recording, way: Way) -> Iterator[Event]:
     """The rows of a recording, with times in ns on the common clock."""
     rows = recording.events.reshape(-1, WORDS.value)
-    began, ended = (_on_one_clock(rows[:, i], recording) for i in (0, 1))
+    began, ended = (way.follow(rows[:, i]).tolist() for i in (0, 1))
     for row, start, end in zip(rows.tolist(), began, ended, strict=True):
         _, over, name, form, program, target, address, moved, value, seen, after, pid_m, pid_n, looks = row
         space = next((each for each in recording.spaces if 0 <= address - each.base < each.size), None)
@@ -168,7 +191,7 @@ def _read(recording: Recording) -> Iterator[Event]:
             form=FORMS[form],
             began=start,
             ended=end if over else start,
-            target=_world_rank(target, space),
+            target=_world_rank(target, space.ranks if space else recording.ranks),
             place=(space.name, address - space.base) if space else None,
             thing=thing,
             part=part,
@@ -182,10 +205,10 @@ def _read(recording: Recording) -> Iterator[Event]:
         )
 
 
-def _read_rails(recording: Recording) -> Iterator[Event]:
+def _read_rails(recording: Recording, way: Way) -> Iterator[Event]:
     """The transfers of a recording, likewise."""
     rows = recording.transfers
-    began, ended = (_on_one_clock(rows[:, i], recording) for i in (0, 1))
+    began, ended = (way.follow(rows[:, i]).tolist() for i in (0, 1))
     for (_, over, number), start, end in zip(rows.tolist(), began, ended, strict=True):
         transfer = recording.described[number]
         peers = {*transfer.targets, *transfer.sources}
@@ -201,7 +224,7 @@ def _read_rails(recording: Recording) -> Iterator[Event]:
             place=None,
             thing="",
             part="",
-            bytes=transfer.each * len(transfer.targets),
+            bytes=sum(transfer.sent),
             value=0,
             seen=0,
             after=0,
@@ -212,13 +235,13 @@ def _read_rails(recording: Recording) -> Iterator[Event]:
         )
 
 
-def _world_rank(target: int, space: "Space | None") -> int | None:
-    """Kernels know ranks by their numbers in the group whose memory they use."""
+def _world_rank(target: int, ranks: Sequence[int]) -> int | None:
+    """Kernels know ranks by their numbers in the group whose memory they use; by default that of the context."""
     if target == SEVERAL.value:
         return target
     if target < 0:
         return None
-    return space.ranks[target] if space and target < len(space.ranks) else target
+    return ranks[target] if target < len(ranks) else target
 
 
 def _flows_to_waits(events: Sequence[Event], slack: float) -> Iterator[tuple[int, int]]:

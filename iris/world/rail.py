@@ -48,8 +48,9 @@ def rail_of(hosts: Hosts) -> Route:
 
 
 class Transfer(NamedTuple):
-    """What one rank does in a transfer: ``each`` bytes to each of ``targets``, and as many from each of ``sources``.
+    """What one rank does in a transfer.
 
+    ``sent[i]`` bytes go to ``targets[i]``, and ``received[i]`` come from ``sources[i]``.
     ``kind``: the method of `Rail`; ``call``: what it is part of, in words; ``rail``: the names of the group and of
     its route. Ranks are the world's.
     """
@@ -57,9 +58,10 @@ class Transfer(NamedTuple):
     kind: str
     call: str
     rail: str
-    each: int
     targets: tuple[int, ...]
+    sent: tuple[int, ...]
     sources: tuple[int, ...]
+    received: tuple[int, ...]
 
 
 class Timer(Protocol):
@@ -155,8 +157,7 @@ class Rail(ABC):
         received, sent, size = as_bytes(output), as_bytes(input), input.itemsize
         splits = [count * size for count in comes], [count * size for count in goes]
         start = functools.partial(self._engine.alltoall_base, received, sent, *splits)
-        # As many to each host as if they were equal.
-        move = "all_to_all_v", sum(goes) * size // len(self._ranks)
+        move = "all_to_all_v", splits
         return self._transfer(start, nbytes, what, move=move, sent=[sent], received=[received])
 
     def broadcast(self, tensor: torch.Tensor, host: int, what: str) -> None:
@@ -251,7 +252,7 @@ class Rail(ABC):
         nbytes: int,
         what: str,
         *,
-        move: tuple[str, int] = ("barrier", 0),
+        move: tuple[str, int | tuple[Sequence[int], Sequence[int]]] = ("barrier", 0),
         sent: Sequence[torch.Tensor],
         received: Sequence[torch.Tensor],
         source: int | None = None,
@@ -260,19 +261,15 @@ class Rail(ABC):
     ) -> Callable[[], None]:
         """Start a transfer of so many bytes by this rank, as whoever watches is told. Returns what waits for it.
 
-        ``move``: the method, and the bytes from one rank to another. ``sent``, ``received``: the tensors that this rank
-        reads and writes. ``source``, ``to``: the host whose data come, and the one to which they go, if not all.
+        ``move``: the method, and the bytes from one rank to another, or those that come from, and go to, each host.
+        ``sent``, ``received``: the tensors that this rank reads and writes. ``source``, ``to``: the host whose data
+        come, and the one to which they go, if not all.
         ``receivers``: the hosts that get any, if not all, or all but the source.
         """
         everyone, noted = tuple(self._in_world(rank) for rank in self._ranks), _nothing
         timer = _timers.get(self._group)
         if timer is not None:
-            (kind, each), this = move, self._place
-            others = [host for host in range(len(everyone)) if host != this]
-            targets = tuple(everyone[host] for host in others if source in (None, this) and to in (None, host))
-            sources = tuple(everyone[host] for host in others if source in (None, host) and to in (None, this))
-            name = f"{self._group.name}/{self._route}"
-            start, noted = timer.timed(Transfer(kind, what, name, each, targets, sources), start)
+            start, noted = timer.timed(self._described(what, *move, source, to), start)
         recorder = observer.recorder
         if recorder is None and noted is _nothing:
             return self._begin(start, nbytes, what)
@@ -291,6 +288,30 @@ class Rail(ABC):
                 recorder.received(key, (everyone[source],), len(everyone) - 1, received)
 
         return note
+
+    def _described(
+        self,
+        what: str,
+        kind: str,
+        nbytes: int | tuple[Sequence[int], Sequence[int]],
+        source: int | None,
+        to: int | None,
+    ) -> Transfer:
+        """What a timer is told of a transfer; as `_transfer`."""
+        this, size = self._place, len(self._ranks)
+        comes, goes = ([nbytes] * size,) * 2 if isinstance(nbytes, int) else nbytes
+        others = [host for host in range(size) if host != this]
+        targets = [host for host in others if source in (None, this) and to in (None, host)]
+        sources = [host for host in others if source in (None, host) and to in (None, this)]
+        return Transfer(
+            kind,
+            what,
+            f"{self._group.name}/{self._route}",
+            targets=tuple(self._in_world(self._ranks[host]) for host in targets),
+            sent=tuple(goes[host] for host in targets),
+            sources=tuple(self._in_world(self._ranks[host]) for host in sources),
+            received=tuple(comes[host] for host in sources),
+        )
 
     @abstractmethod
     def _begin(self, start: Callable[[], Any], nbytes: int, what: str) -> Callable[[], None]:

@@ -1,20 +1,25 @@
 """Recordings of ranks become one timeline: clocks, causes, tracks, and what it adds up to."""
 
+import io
+import math
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from iris.language.trace_buffer import FORMS, NAMES, WORDS
+from iris.tracing import chrome
 from iris.tracing.clock import Comparison, ahead, common
 from iris.tracing.host_clocks import HostClock
 from iris.tracing.rank_recording import Recording, Space
-from iris.tracing.summary import moves, overlaps, traffic, waiting
+from iris.tracing.summary import moves, overlaps, show, traffic, waiting
 from iris.tracing.timeline import assemble, busy, length, overlap, tracks
 from iris.world.rail import Transfer
 
 BASE = 1 << 20
 EXACT = Comparison(0, 0, 0)
+HERE = HostClock("a", "a")
 
 
 def row(
@@ -27,11 +32,11 @@ def row(
     ]  # fmt: skip
 
 
-def recording(rank, rows, before=EXACT, after=EXACT, ranks=(0, 1), lost=0):
+def recording(rank, rows, before=EXACT, after=EXACT, ranks=(0, 1), lost=0, device="cuda:0", host=HERE):
     space = Space("heap", BASE, 1 << 16, ranks)
     events = np.array(rows, dtype=np.int64).reshape(-1, WORDS.value)
     places = {address: ("int32[9]", f"byte {address}") for address in events[:, 6].tolist()}
-    return Recording(rank, "cpu", events, lost, (space,), places, before, after)
+    return Recording(rank, ranks, device, events, lost, (space,), places, before, after, host)
 
 
 def causes(*recordings):
@@ -48,28 +53,27 @@ def test_clocks_that_are_apart_and_drift_become_one():
     assert common(np.array([10_000]), before, before).tolist() == [9500]
     timeline = assemble([recording(0, []), recording(1, [row("load", 10, 20)], before, after)])
     assert timeline.clock_error == {0: 0.0, 1: 0.007}
+    # Outside of both comparisons it is not so sure: at 30000 as far again as from one to the other.
+    later = assemble([recording(1, [row("load", 30, 40)], before, after, device="cuda:1")])
+    assert later.clock_error == {1: pytest.approx(0.003 + 2 * 0.007)}
 
 
 def test_the_clock_of_a_host_comes_on_top_of_those_within_it():
     """Rank 3 is ahead of its host's first rank by 500 ns, and that one of the first host by 2 ms, and it is faster."""
-    within, host = (
-        Comparison(0, 500, 3),
-        HostClock(1, "b", Comparison(0, 2_000_000, 40), Comparison(10**6, 2_001_000, 70)),
-    )
+    within = Comparison(0, 500, 3)
+    host = HostClock("b", "b", (Comparison(0, 2_000_000, 40), Comparison(10**6, 2_001_000, 70)))
     sent, came = (
-        Transfer("all_gather", "a call", "0", 8, (1,), (1,)),
-        Transfer("all_gather", "a call", "0", 8, (3,), (3,)),
+        Transfer("all_gather", "a call", "0", (1,), (8,), (1,), (8,)),
+        Transfer("all_gather", "a call", "0", (3,), (8,), (3,), (8,)),
     )
-    first = HostClock(0, "a", EXACT, EXACT)
+    first, ranks = HostClock("a", "a", (EXACT, EXACT)), (0, 1, 2, 3)
     there = replace(
-        recording(3, [], within, within),
-        host=host,
+        recording(3, [], within, within, ranks, host=host),
         transfers=np.array([[500, 500_500, 0], [1_000_500, 0, 0]]),
         described=(sent,),
     )
     here = replace(
-        recording(1, [row("load", -2000, 1)]),
-        host=first,
+        recording(1, [row("load", -2000, 1)], ranks=ranks, host=first),
         transfers=np.array([[-(10**6), -999_000, 0]]),
         described=(came,),
     )
@@ -83,6 +87,88 @@ def test_the_clock_of_a_host_comes_on_top_of_those_within_it():
     ]
     assert [(event.row, event.target, event.bytes, event.is_wait) for event in rails][1:] == [("rail", 1, 8, False)] * 2
     assert timeline.clock_error == pytest.approx({3: 0.073, 1: 0.0}) and timeline.of_rank(3).hosts == {3: host}
+
+
+def ahead_by(us, error=0):
+    """A clock that was ahead by so much at both comparisons, at 0 and at 1 ms of its own."""
+    return Comparison(0, 1000 * us, 1000 * error), Comparison(10**6, 1000 * us, 1000 * error)
+
+
+def test_recordings_of_several_contexts_are_on_the_clock_of_the_first_rank():
+    """Ranks 2 and 3 of host b have a context of their own, by the clock of rank 2. All ranks have another one."""
+    first = HostClock("a", "alpha", (EXACT, EXACT))
+    second, alone = HostClock("b", "beta", ahead_by(5000, 2)), HostClock("b", "beta")
+    everyone = [
+        recording(0, [row("load", 100, 101)], ranks=(0, 1, 2, 3), device="cuda:0", host=first),
+        recording(2, [], *ahead_by(0), ranks=(0, 1, 2, 3), device="cuda:0", host=second),
+        recording(3, [], *ahead_by(30, 1), ranks=(0, 1, 2, 3), device="cuda:1", host=second),
+    ]
+    own = [
+        # At 120 µs of rank 0: 5 ms later by the clock of rank 2, and 5.03 ms by that of rank 3.
+        recording(2, [row("load", 5120, 5121)], *ahead_by(0), ranks=(2, 3), device="cuda:0", host=alone),
+        recording(3, [row("load", 5150, 5151)], *ahead_by(30, 50), ranks=(2, 3), device="cuda:1", host=alone),
+    ]
+    for recordings in (everyone + own, own + everyone):
+        timeline = assemble(recordings)
+        assert [(event.rank, event.began) for event in timeline.events] == [(0, 0), (2, 20), (3, 20)]
+        # By what all ranks have compared, extrapolated to 5 ms; and not by way of rank 2, which is less exact.
+        assert timeline.clock_error == pytest.approx({0: 0, 2: 2 * 9.24, 3: 9.3 + 2 * 9.24}) and not timeline.apart
+        assert timeline.reference == 0 and {rank: host.name for rank, host in timeline.hosts.items()} == {
+            0: "alpha",
+            2: "beta",
+            3: "beta",
+        }
+        assert all(timeline.hosts[rank].compared == second.compared for rank in (2, 3))
+    # Rank 3 is in no context with rank 0, and so on the way by rank 2.
+    timeline = assemble([*everyone[:2], *own])
+    assert [(event.rank, event.began) for event in timeline.events] == [(0, 0), (2, 20), (3, 20)]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+def test_clocks_that_no_context_has_compared_are_said_to_be_apart(device):
+    hosts = [HostClock(name, name) for name in "aab"]
+    recordings = [
+        recording(0, [row("load", 100, 110)], ranks=(0, 1), device=device, host=hosts[0]),
+        recording(1, [row("load", 130, 140)], ranks=(0, 1), device=device, host=hosts[1]),
+        recording(5, [row("load", 9000, 9001)], ranks=(5,), device=device, host=hosts[2]),
+    ]
+    timeline = assemble(recordings)
+    assert [(event.rank, event.began) for event in timeline.events] == [(0, 0), (1, 30), (5, 0)]
+    assert timeline.apart == ((5,),) and timeline.clock_error == {0: 0, 1: 0, 5: math.inf}
+    console = Console(file=io.StringIO(), width=200)
+    show(timeline, console)
+    assert "compared the clocks of rank 5 with that of rank 0" in console.file.getvalue()
+    assert "All ranks read one clock" not in console.file.getvalue()
+    about = chrome._about(timeline)
+    assert about["clock_error_us"] == {0: 0, 1: 0, 5: None} and about["clocks_not_compared"] == ((5,),)
+
+
+def test_simulated_ranks_of_a_host_read_one_clock_whatever_their_contexts_are():
+    """On GPUs, those of two contexts that have no rank in common do not."""
+    groups = ((0, 1), (2, 3))
+    for device, apart in (("cpu", ()), ("cuda:0", ((2,),))):
+        each = [recording(ranks[0], [row("load", 10 * ranks[0], 50)], ranks=ranks, device=device) for ranks in groups]
+        timeline = assemble(each)
+        assert timeline.apart == apart and not timeline.hosts
+        assert [event.began for event in timeline.events] == [0, 0 if apart else 20]
+
+
+def test_hosts_are_the_worlds_whatever_number_a_context_gives_them():
+    """Contexts of ranks (2, 4) and of (4, 6), on hosts b and c, and c and d: by their numbers, hosts 0 and 1 each."""
+    clocks = {key: HostClock(key, key, (EXACT, EXACT)) for key in "bcd"}
+    recordings = [
+        recording(rank, [row("load", rank, 9, target=1, at=-BASE)], ranks=ranks, device="cuda:0", host=clocks[key])
+        for ranks in ((2, 4), (4, 6))
+        for rank, key in zip(ranks, "bc" if ranks[0] == 2 else "cd", strict=True)
+    ]
+    timeline = assemble(recordings)
+    assert [(host["name"], host["ranks"]) for host in chrome._about(timeline)["hosts"]] == [
+        ("b", [2]),
+        ("c", [4]),
+        ("d", [6]),
+    ]
+    # Nor is a rank what a kernel calls it, where its address is in no memory that is known.
+    assert {(event.rank, event.target) for event in timeline.events} == {(2, 4), (4, 4), (4, 6), (6, 6)}
 
 
 @pytest.mark.parametrize("early", [-300, 0, 4000])
