@@ -69,7 +69,7 @@ def carry(ctx):
         assert_same_bits(exchanged, torch.stack([each[here] for each in every]))
         for root in range(hosts):
             sent, collected, dealt = mine.clone(), torch.empty_like(whole), torch.empty_like(mine[0])
-            rail.broadcast(sent, root, "a call")
+            rail.broadcast(sent, root, "a call")()
             rail.gather(collected if here == root else None, mine, root, "a call")
             rail.scatter(dealt, mine if here == root else None, root, "a call")
             assert_same_bits(sent, every[root])
@@ -95,7 +95,7 @@ def time_each(ctx):
         time_rails(rail._group, times)
         mine, everyone = torch.zeros(4), torch.empty(ctx.num_hosts, 4)
         rail.all_gather(everyone, mine, "a gather")()
-        rail.broadcast(mine, 1, "a broadcast")
+        rail.broadcast(mine, 1, "a broadcast")()
         rail.barrier()
         rows, described, lost = times.recorded()
         rail.close()

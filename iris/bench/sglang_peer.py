@@ -29,6 +29,8 @@ class SGLang:
         module = importlib.import_module("sglang.srt.distributed.device_communicators.custom_all_reduce_v2")
         self._fused: Any = importlib.import_module("sglang.kernels.ops.communication.all_reduce_fusion")
         self._group: Any = dist.new_group(backend="gloo")  # it wants one of the host's
+        # Whoever destroys it below does so behind the others' connecting, which would fail.
+        dist.barrier(self._group)
         limit = max(LEAST_LIMIT, largest.summed * largest.dtype.itemsize)
         self._all_reduce: Any = module.CustomAllReduceV2(self._group, ctx.device, max_size=limit)
         self._num_ranks = ctx.num_ranks

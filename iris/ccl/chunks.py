@@ -6,7 +6,7 @@ one chunk the rail works beside the own host's step alone, so all_gather and red
     max(r, s) + (H - 1) s
 
 which is longer by e = min(r - s, (H - 1) s) than max(r, H s), if e > 0: else the rail is hidden as it is. An all_to_all
-has one step s for all hosts behind its rail, so e = min(r, s). In C chunks calls take about
+has one step s for all hosts behind its rail, and so has a broadcast: e = min(r, s). In C chunks calls take about
 
     max(r, H s) + e / C + C f
 
@@ -76,6 +76,12 @@ def chunks_of_exchange(cluster: Cluster, host: HostFigures, rows: int, columns: 
     exposed_us = min(us(on_rail, cluster.network_GBps), us(in_host, host.all_gather_GBps))
     number = number_of_chunks(host, exposed_us, on_rail, 1)
     return cut(columns, number) if rows == 1 else cut(rows, number, 1)
+
+
+def chunks_of_whole(cluster: Cluster, host: HostFigures, nbytes: int) -> list[slice]:
+    """Of a broadcast of so many bytes, which go to the other hosts, and to all ranks of each."""
+    in_host_us = us(nbytes, host.all_gather_GBps) if cluster.ranks_per_host > 1 else 0.0
+    return cut(nbytes, number_of_chunks(host, min(us(nbytes, cluster.network_GBps), in_host_us), nbytes, 1))
 
 
 def cut(length: int, number: int, alignment: int = ALIGNMENT) -> list[slice]:

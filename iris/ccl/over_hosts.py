@@ -14,8 +14,8 @@ In these steps a rank sends to other hosts what its own GPU holds, once, and onl
 are formed within a host in the order of ranks and rounded once, then over hosts in the order of hosts and rounded once
 more, so they are the same from run to run and on every rank. With `Config.fp32_partials` only the latter is rounded.
 
-Large calls of the first four go in chunks: the rail moves one while the ranks of a host work on another
-(`iris.ccl.chunks`).
+Large calls of the first four, and of broadcast, go in chunks: the rail moves one while the ranks of a host work on
+another (`iris.ccl.chunks`).
 
 A message between ranks of different hosts goes by a link of the two (`iris.world.links`).
 """
@@ -118,9 +118,7 @@ class CollectivesOverHosts(Spans):
         if vendor := self._vendor(span, config, "broadcast", dense.nbytes, tensor.dtype):
             vendor.broadcast(dense, root.rank, _described("broadcast", tensor))
         else:
-            if root.on_rail:
-                span.rail.broadcast(dense, root.host, _described("broadcast", tensor))
-            span.within.broadcast(dense, root.in_this_host, group=span.group)
+            span.broadcast(dense, root, _described("broadcast", tensor))
         if not root.here:
             _deliver(tensor, dense)
 

@@ -21,8 +21,8 @@ Iris' steps (`iris.ccl.over_hosts`):
 | broadcast | fixed + S / network | `small_us` + S / rate | |
 | reduce | fixed + (H - 1) S / network | the same | (H + 1) S / memory |
 
-They wait for each other, but in the first four the rail works beside the own host's step, and large calls go in chunks:
-see `iris.ccl.chunks`. A chunk more starts another transfer and other kernels.
+They wait for each other. But in the first three the rail works beside the own host's step, and large calls of all but
+reduce go in chunks: see `iris.ccl.chunks`. A chunk more starts another transfer and other kernels.
 
 The vendor's algorithms, each behind one `fixed`:
 
@@ -37,7 +37,7 @@ The vendor's algorithms, each behind one `fixed`:
 
 from typing import NamedTuple
 
-from iris.ccl.chunks import NEXT_TRANSFER_US, chunks_of_exchange, chunks_of_part
+from iris.ccl.chunks import NEXT_TRANSFER_US, chunks_of_exchange, chunks_of_part, chunks_of_whole
 from iris.ccl.cluster import Cluster, HostFigures, us
 
 # Within a host of 8 H100, GB/s of bus bandwidth: rings at best, and at best an all_reduce that the switch adds up, as
@@ -109,10 +109,10 @@ def steps(collective: str, nbytes: int, cluster: Cluster, host: HostFigures) -> 
         step = within((L - 1) * nbytes / L, host.all_gather_GBps)
         return beside(rail, step, 1, len(chunks_of_exchange(cluster, host, 1, nbytes // W)))
     if collective == "broadcast":
-        rail, in_host = host.transfer_us + us(nbytes, cluster.network_GBps), within(nbytes, host.all_gather_GBps)
-    else:
-        rail = host.transfer_us + us((H - 1) * nbytes, cluster.network_GBps)
-        in_host = within(nbytes, host.reduce_scatter_GBps) + add_up_us(nbytes, cluster, host)
+        rail, step = host.transfer_us + us(nbytes, cluster.network_GBps), within(nbytes, host.all_gather_GBps)
+        return beside(rail, step, 1, len(chunks_of_whole(cluster, host, nbytes)))
+    rail = host.transfer_us + us((H - 1) * nbytes, cluster.network_GBps)
+    in_host = within(nbytes, host.reduce_scatter_GBps) + add_up_us(nbytes, cluster, host)
     return Steps(rail, in_host, rail + in_host)
 
 

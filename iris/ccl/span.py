@@ -16,6 +16,7 @@ from iris.ccl.chunks import (
     LEAST_BYTES,
     chunks_of_exchange,
     chunks_of_part,
+    chunks_of_whole,
     one_ahead,
     programs_beside_rails,
     two_buffers,
@@ -177,6 +178,25 @@ class Span:
             return finish
 
         for _ in one_ahead(pieces, begin):
+            pass
+
+    def broadcast(self, tensor: torch.Tensor, root: "Root", call: str) -> None:
+        """``tensor`` is contiguous, and of one size on all ranks."""
+        data = as_bytes(tensor)
+        chunks = chunks_of_whole(self.choice.cluster, self.choice.host, len(data))
+        beside = self._beside_rails(chunks)
+
+        def begin(chunk: slice) -> Callable[[], None]:
+            wait = self.rail.broadcast(data[chunk], root.host, call) if root.on_rail else None
+
+            def finish() -> None:
+                if wait is not None:
+                    wait()
+                self.within.broadcast(data[chunk], root.in_this_host, group=self.group, config=beside)
+
+            return finish
+
+        for _ in one_ahead(chunks, begin):
             pass
 
     def _gathering(

@@ -31,7 +31,7 @@ class Vendor:
         self._rail.all_to_all(output, input, call)()
 
     def broadcast(self, tensor: torch.Tensor, root: int, call: str) -> None:
-        self._rail.broadcast(tensor, root, call)
+        self._rail.broadcast(tensor, root, call)()
 
     def all_reduce(self, output: torch.Tensor, input: torch.Tensor, op: ReduceOp, call: str) -> None:
         if output.data_ptr() != input.data_ptr():

@@ -77,7 +77,7 @@ class Link:
     def _move(self, tensor: torch.Tensor, source: int, target: int) -> None:
         self.connect()
         what = f"a message from rank {self._group.ranks[source]} to rank {self._group.ranks[target]}"
-        self._rails[source < target].broadcast(tensor, 0 if source < target else 1, what)
+        self._rails[source < target].broadcast(tensor, 0 if source < target else 1, what)()
 
 
 class Links:

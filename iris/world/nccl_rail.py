@@ -104,7 +104,7 @@ class NcclRail(Rail):
             self.all_to_all(arrived, everyone, "a first transfer")()
             for host in range(hosts):
                 here = host == self._place
-                self.broadcast(mine, host, "a first transfer")
+                self.broadcast(mine, host, "a first transfer")()
                 self.gather(arrived if here else None, mine, host, "a first transfer")
                 self.scatter(mine, everyone if here else None, host, "a first transfer")
             if len(self._ranks) == self._group.size:  # else it never adds

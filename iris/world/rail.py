@@ -160,15 +160,15 @@ class Rail(ABC):
         move = "all_to_all_v", splits
         return self._transfer(start, nbytes, what, move=move, sent=[sent], received=[received])
 
-    def broadcast(self, tensor: torch.Tensor, host: int, what: str) -> None:
-        """Copy ``tensor``, contiguous, of the rank on ``host`` into that of every other."""
+    def broadcast(self, tensor: torch.Tensor, host: int, what: str) -> Callable[[], None]:
+        """Begin to copy ``tensor``, contiguous, of the rank on ``host`` into that of every other. As `all_gather`."""
         options = dist.BroadcastOptions()
         options.rootRank = host
         moved = [as_bytes(tensor)]
         start = functools.partial(self._engine.broadcast, moved, options)
         sent, received = (moved, []) if host == self._place else ([], moved)
         move = "broadcast", tensor.nbytes
-        self._transfer(start, tensor.nbytes, what, move=move, sent=sent, received=received, source=host)()
+        return self._transfer(start, tensor.nbytes, what, move=move, sent=sent, received=received, source=host)
 
     def gather(self, output: torch.Tensor | None, input: torch.Tensor, host: int, what: str) -> None:
         """Gather every host's ``input`` into ``output`` of the rank on ``host``, ``(n,)`` → ``(H, n)``.

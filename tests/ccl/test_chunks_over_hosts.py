@@ -13,7 +13,7 @@ from ccl.test_fp32_partials import add_up
 from ccl.test_over_hosts import combine, move, premultiply
 from ccl.test_results import SUMMED, meaningful
 from iris.ccl import ReduceOp, chunks
-from iris.ccl.chunks import chunks_of_exchange, chunks_of_part, cut, one_ahead, programs_beside_rails
+from iris.ccl.chunks import chunks_of_exchange, chunks_of_part, chunks_of_whole, cut, one_ahead, programs_beside_rails
 from iris.ccl.cluster import Cluster, HostFigures
 
 SHAPES = [(1,), (16,), (1021,), (7, 129), (40, 256)]
@@ -70,6 +70,30 @@ def test_what_is_exchanged_is_the_same(ranks, number):
     ]
     expected = ["all_to_all"] * sum(len(cut(length, number, alignment)) for length, alignment in of_rows)
     ranks.run(move_in_chunks, cases, number, expected)
+
+
+def broadcast_in_chunks(ctx, hosts, cases, number):
+    """Only the rail of each root takes part between hosts."""
+
+    def place(rank):
+        return hosts.ranks_of(hosts.host_of(rank)).index(rank)
+
+    with in_chunks(ctx, number) as transfers:
+        move(ctx, cases)
+    sizes = [torch.Size(case.shape).numel() * case.dtype.itemsize for case in cases]
+    of_rail = [n for n, case in zip(sizes, cases, strict=True) if place(case.root) == place(ctx.cur_rank)]
+    assert transfers == ["broadcast"] * sum(len(cut(nbytes, number)) for nbytes in of_rail)
+
+
+@pytest.mark.ranks(*HOSTS)
+@pytest.mark.parametrize("number", [2, 3, 8])
+def test_what_is_broadcast_is_the_same(ranks, number):
+    chosen = sample(10, f"broadcast {number}", SHAPES, DTYPES, PLACES, LAYOUTS)
+    cases = [
+        Case("broadcast", shape, dtype, output_place=place, layout=layout, root=turn % ranks.num_ranks)
+        for turn, (shape, dtype, place, layout) in enumerate(chosen)
+    ]
+    ranks.run(broadcast_in_chunks, ranks.hosts, cases, number)
 
 
 def sum_in_chunks(ctx, calls, hosts, cases, number, expected):
@@ -132,26 +156,27 @@ def known(hosts, ranks_each, network=50.0):
 
 
 @pytest.mark.parametrize(
-    ("hosts", "ranks_each", "network", "mebibytes", "of_parts", "of_exchange"),
+    ("hosts", "ranks_each", "network", "mebibytes", "of_parts", "of_exchange", "of_whole"),
     [
-        (2, 8, 50, 1024, 1, 8),  # the own host's step takes longer than the rail, and is beside it anyway
-        (2, 8, 25, 4, 1, 1),
-        (2, 8, 25, 8, 2, 1),
-        (2, 8, 25, 32, 4, 3),
-        (4, 8, 50, 1, 1, 1),
-        (4, 8, 50, 4, 2, 1),  # a rail sends 12 MiB
-        (8, 8, 50, 4, 2, 2),  # it sends 28, but there are 8 kernels in each chunk
-        (4, 8, 50, 1024, 8, 8),
-        (2, 8, 5, 32, 5, 3),  # of a slow network the steps within the host are what is hidden
-        (2, 1, 50, 1024, 1, 1),  # a rank alone on its host has nobody to move data to
+        (2, 8, 50, 1024, 1, 8, 8),  # the own host's step takes longer than the rail, and is beside it anyway
+        (2, 8, 25, 4, 1, 1, 1),
+        (2, 8, 25, 8, 2, 1, 1),
+        (2, 8, 25, 32, 4, 3, 2),
+        (4, 8, 50, 1, 1, 1, 1),
+        (4, 8, 50, 4, 2, 1, 1),  # a rail sends 12 MiB
+        (8, 8, 50, 4, 2, 2, 1),  # it sends 28, but there are 8 kernels in each chunk
+        (4, 8, 50, 1024, 8, 8, 8),
+        (2, 8, 5, 32, 5, 3, 2),  # of a slow network the steps within the host are what is hidden
+        (2, 1, 50, 1024, 1, 1, 1),  # a rank alone on its host has nobody to move data to
     ],
 )
-def test_as_many_chunks_as_pay(hosts, ranks_each, network, mebibytes, of_parts, of_exchange):
+def test_as_many_chunks_as_pay(hosts, ranks_each, network, mebibytes, of_parts, of_exchange, of_whole):
     here, nbytes = known(hosts, ranks_each, network), mebibytes << 20
     assert len(chunks_of_part(*here, nbytes)) == of_parts
     # all_to_all: as many bytes for each host on the rail, which are for all of its ranks.
     assert len(chunks_of_exchange(*here, 1, nbytes // ranks_each)) == of_exchange
     assert len(chunks_of_exchange(*here, 512, nbytes // ranks_each // 512)) == of_exchange
+    assert len(chunks_of_whole(*here, nbytes)) == of_whole
 
 
 @pytest.mark.parametrize("nbytes", [16, 4096, 8 << 20, (32 << 20) + 2, 1 << 30])

@@ -50,10 +50,11 @@ def differ_in_simulator(ctx):
     from iris.world import Group
     from iris.world.nccl_rail import NcclRail
     from iris.world.rail import rail_of
+    from iris.world.store import own_client
 
-    hosts = ctx._world.hosts
+    group, hosts = Group(ctx._world.group.process_group), ctx._world.hosts
     with played():
-        rail = NcclRail(Group(ctx._world.group.process_group), hosts, rail_of(hosts), ctx.device)
+        rail = NcclRail(group, hosts, rail_of(hosts), own_client(group.store), ctx.device)
         rail.barrier()
         # Of NCCL neither would end. Gloo, which plays it, would end the process.
         rail._begin(lambda: None, 4000, "all_reduce()" if ctx.cur_rank else "all_gather()")
