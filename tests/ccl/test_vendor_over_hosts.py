@@ -200,6 +200,7 @@ def test_what_was_measured_comes_before_the_arithmetic(tmp_path, monkeypatch):
     folder.mkdir()
     (folder / "collectives.json").write_text(json.dumps({"a GPU": {"2x8": measured, "8": {}}}))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    monkeypatch.delenv("IRIS_OVER_HOSTS", raising=False)
     found = select_over_hosts.as_found(2, 8, "a GPU")
     assert found.table == {"all_gather": [Choice(4096, "iris", None), Choice(None, "vendor", None)]}
     sent = select_over_hosts.as_received(select_over_hosts.as_sent(found))
