@@ -1,6 +1,7 @@
 """What a rail by NCCL does on the host, with Gloo in the place of NCCL: there are no streams, and the host waits."""
 
 import contextlib
+import time
 from types import SimpleNamespace
 from unittest import mock
 
@@ -24,16 +25,23 @@ pytestmark = pytest.mark.skipif(
 
 
 class Engine:
-    """Gloo with the one method that NCCL has besides."""
+    """Gloo with the methods of NCCL that end it. It tells how it was ended, and when."""
 
     def __init__(self, store, name, rank, ranks, timeout):
-        self._gloo, self.aborted = dist.ProcessGroupGloo(store, rank, len(ranks), timeout), 0
+        self._gloo, self.ends = dist.ProcessGroupGloo(store, rank, len(ranks), timeout), []
 
     def __getattr__(self, name):
         return getattr(self._gloo, name)
 
     def abort(self):
-        self.aborted += 1
+        self.ends.append(("abort", time.monotonic()))
+
+    def shutdown(self):
+        self.ends.append(("shutdown", time.monotonic()))
+
+    @property
+    def how_ended(self):
+        return [how for how, _ in self.ends]
 
 
 @contextlib.contextmanager
@@ -80,7 +88,7 @@ def carry(ctx):
         rail.refuse("a call")
         engine = rail._engine
         rail.close()
-        assert engine.aborted == 1
+        assert engine.how_ended == ["shutdown"]
 
 
 @pytest.mark.ranks(Hosts(2, 2), Hosts(3, 2))
@@ -152,7 +160,8 @@ def send_and_receive(ctx, debug):
             with pytest.raises((MismatchedCollectiveError, GroupAbortedError), match="of 28 bytes.* of 24 bytes"):
                 link.send(x) if ctx.cur_rank < peer else link.recv(y[:6])
         links.close()
-        assert [engine.aborted for engine in engines] == [1, 1]
+        broken = debug == "1" and ctx.cur_rank in (0, ctx.num_ranks - 1)
+        assert [engine.how_ended for engine in engines] == 2 * [["abort"] if broken else ["shutdown"]]
 
 
 @pytest.mark.ranks(Hosts(2, 2), Hosts(4, 1))
@@ -169,10 +178,35 @@ def outlive(ctx):
             engine = rail._engine
             with mock.patch.object(nccl_rail, "a_graph_lives", lambda alive=alive: alive):
                 nccl_rail._close_all()
-            assert engine.aborted == (not alive)
+            assert engine.how_ended == ([] if alive else ["abort"])
             assert not nccl_rail._open and not nccl_rail._captured
 
 
 @pytest.mark.ranks(Hosts(2, 1))
 def test_graphs_outlive_a_rail(ranks):
     ranks.run(outlive)
+
+
+def close_broken(ctx, late, limit_s=10.0):
+    """Where ranks abort one after the other, torch ends the process of the later one."""
+    with a_rail(ctx) as rail, mock.patch.object(nccl_rail, "CLOSING_LIMIT_S", limit_s):
+        engine = rail._engine
+        rail._group.break_off("a test")
+        ctx.barrier()
+        if ctx.cur_rank in late:
+            time.sleep(1.0)
+        rail.close()
+    assert engine.how_ended == ["abort"]
+    return engine.ends[0][1]
+
+
+@pytest.mark.ranks(Hosts(3, 1))
+def test_ranks_abort_a_broken_rail_together(ranks):
+    times = ranks.run(close_broken, (1,))
+    assert max(times) - min(times) < 0.2
+
+
+@pytest.mark.ranks(Hosts(2, 1))
+def test_who_does_not_close_a_broken_rail_is_not_waited_for_long(ranks):
+    times = ranks.run(close_broken, (1,), 0.1)
+    assert times[1] - times[0] > 0.5

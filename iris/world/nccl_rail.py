@@ -13,8 +13,10 @@ thread compares them where a rail stands still (`iris.world.rail_calls`).
 """
 
 import atexit
+import contextlib
 import ctypes
 import functools
+import time
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
@@ -27,16 +29,20 @@ from iris.compat import c10d
 from iris.compat.cuda import is_current_stream_capturing
 from iris.cuda_graphs.capture import a_graph_lives, outside_captures
 from iris.cuda_graphs.kept import keep
-from iris.errors import PeerLostError
+from iris.errors import GroupAbortedError, PeerLostError
 from iris.switches import switched_on
 from iris.world.group import Group
 from iris.world.hosts import Hosts
 from iris.world.pair import Pair
 from iris.world.rail import Rail, Route, rail_of, timed_by
 from iris.world.rail_calls import RailCalls, watch
+from iris.world.store import put
 
 # Bytes of all ranks together in the first transfers: NCCL has other ways for small messages than for large ones.
 FIRST_BYTES = (32, 128 << 10, 8 << 20)
+# How long a rank that closes a broken rail waits for the others to do so, and how often it looks, in seconds. It is
+# less than what a process that does not close has until it ends (`iris.failures.process_end.GRACE_S`).
+CLOSING_LIMIT_S, CLOSING_INTERVAL_S = 5.0, 0.001
 
 # Those that are not closed yet; and of these, whose transfers are in graphs: graphs outlive a context that is dropped.
 _open: "weakref.WeakSet[NcclRail]" = weakref.WeakSet()
@@ -80,6 +86,13 @@ class NcclRail(Rail):
         self._check_alike(0, what)
 
     def close(self) -> None:
+        self._let_go(self._deliver_or_abort)
+
+    def abandon(self) -> None:
+        """Let go without regard to the others, whatever is under way. Does not wait for them."""
+        self._let_go(self._engine.abort)
+
+    def _let_go(self, end: Callable[[], None]) -> None:
         self._calls.close()
         _open.discard(self)
         captured = self in _captured
@@ -89,9 +102,42 @@ class NcclRail(Rail):
             # destructor. So it ends with the process: nobody lets go of this reference.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._engine))
         else:
-            # Without the others, who may have died.
-            self._engine.abort()
+            end()
         del self._engine
+
+    def _deliver_or_abort(self) -> None:
+        """End the communicator: where the rail is whole, when what this rank has sent is with the others.
+
+        A kernel of NCCL ends when its data are in the host's buffers, and abort() drops what is there.
+        """
+        whole = not any(rank in self._group.members.ended() for rank in self._ranks)
+        try:
+            self._group.check()
+        except GroupAbortedError:
+            if whole:
+                self._await_closing()
+            whole = False
+        if whole:
+            try:
+                self._engine.shutdown()
+                return
+            except RuntimeError:
+                pass  # a rank was lost meanwhile
+        self._engine.abort()
+
+    def _await_closing(self) -> None:
+        """Wait until the other ranks close this rail too, so that all abort at once; not for long.
+
+        Of a broken rail transfers may be under way that never end. Where one rank aborts, those of the others fail, and
+        of a communicator that is not aborted by then torch ends the process a minute later (ProcessGroupNCCL.cpp,
+        `Watchdog::runLoop`, which sees no failures any more once `abort` has begun).
+        """
+        limit = time.monotonic() + CLOSING_LIMIT_S
+        keys = [f"closing/{self._route}/{place}" for place in range(len(self._ranks))]
+        with contextlib.suppress(dist.DistError):  # without a store nobody can be waited for
+            put(self._group.store, keys[self._place], b"")
+            while not self._group.store.check(keys) and time.monotonic() < limit:
+                time.sleep(CLOSING_INTERVAL_S)
 
     def _connect(self, hosts: int, device: torch.device) -> None:
         """Every kind of transfer once. Blocks the host until they are over."""
@@ -162,7 +208,7 @@ def _nothing() -> None:
 def _close_all() -> None:
     """When the program ends: torch's destructor would wait for graphs that were not destroyed."""
     for rail in {*_captured, *_open}:
-        rail.close()
+        rail.abandon()
 
 
 atexit.register(_close_all)

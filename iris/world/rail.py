@@ -244,7 +244,10 @@ class Rail(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of the connections. Local. The caller guarantees that no call is under way on any rank."""
+        """Let go of the connections. Local. The caller guarantees that no call is under way on this rank.
+
+        Those of other ranks end well, unless the group is broken.
+        """
 
     def _transfer(
         self,
