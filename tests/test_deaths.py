@@ -240,3 +240,22 @@ def test_a_rank_that_comes_late_is_not_dead():
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with running(come_late, server.port) as ranks:
         assert ends(ranks) == [0, 0]
+
+
+def end_unknown(how):
+    """The processes are new ones: what torchrun says to them is in their environments, as the system lists these."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
+    command += [TESTS / "programs" / "end_unknown.py", how]
+    environment = {**os.environ, "PYTHONPATH": import_path(TESTS), "IRIS_SIMULATOR": "1"}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=OVER_S)
+
+
+def test_a_rank_of_torchrun_that_ends_well_before_it_is_known_is_missed():
+    done = end_unknown("end")
+    assert done.returncode != 0
+    assert re.search(r"PeerLostError: Rank 0 waits in .*, and rank 1 will not come: its process has ended", done.stderr)
+
+
+def test_a_rank_of_torchrun_that_comes_late_is_waited_for():
+    done = end_unknown("late")
+    assert done.returncode == 0, done.stderr
