@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from patterns import assert_same_bits, pattern
-from rank_pool import Hosts, needs_gloo
+from rank_pool import FEWER_HOSTS, HOSTS, Hosts, needs_gloo
 
 import iris
 import iris.distributed  # noqa: F401 (registers the backend)
@@ -15,7 +15,6 @@ from ccl.test_over_hosts import move, move_among
 from ccl.test_process_group import make_group
 from iris.errors import GroupAbortedError, InvalidCollectiveError, MismatchedCollectiveError, PeerLostError
 
-HOSTS = (Hosts(2, 2), Hosts(2, 2, dealt=True), Hosts(2, 3), Hosts(3, 2), Hosts(4, 1))
 SHAPES = [(0,), (1,), (5, 3), (70_001,)]
 
 
@@ -71,7 +70,7 @@ def exchange_with_all(ctx, fresh):
     dist.destroy_process_group(group)
 
 
-@pytest.mark.ranks(*HOSTS)
+@pytest.mark.ranks(*FEWER_HOSTS)
 @pytest.mark.parametrize("fresh", [True, False])
 def test_messages_may_be_enqueued_in_any_order(ranks, fresh):
     ranks.run(exchange_with_all, fresh)
@@ -97,7 +96,7 @@ def pass_round(ctx):
     dist.destroy_process_group(group)
 
 
-@pytest.mark.ranks(*HOSTS)
+@pytest.mark.ranks(*FEWER_HOSTS)
 def test_a_ring_that_receives_first(ranks):
     ranks.run(pass_round)
 

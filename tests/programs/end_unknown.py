@@ -20,7 +20,7 @@ def main(how):
     # Two processes have been started long before they have imported torch.
     strangers.ALL_STARTED_S = 0.0
     if int(os.environ["RANK"]) and how == "late":
-        time.sleep(4.0)
+        time.sleep(2.5)
     store, rank, ranks = next(dist.rendezvous("env://"))
     dist.init_process_group("fake", store=store, rank=rank, world_size=ranks)
     if dist.get_rank() and how == "end":

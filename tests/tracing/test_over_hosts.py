@@ -12,14 +12,13 @@ import torch
 import torch.distributed as dist
 import triton
 import triton.language as tl
-from rank_pool import Hosts
+from rank_pool import FEWER_HOSTS, Hosts
 
 import iris
 from iris import TraceEvent, simulator
 from iris.tracing import picture, summary
 from tracing.test_command import check_format
 
-HOSTS = (Hosts(2, 2), Hosts(2, 2, dealt=True), Hosts(2, 3), Hosts(3, 2))
 needs_simulator = pytest.mark.skipif(not simulator.ACTIVE, reason="changes a simulated host")
 
 
@@ -71,7 +70,7 @@ def transfers_in(trace, rank):
     return found
 
 
-@pytest.mark.ranks(*HOSTS)
+@pytest.mark.ranks(*FEWER_HOSTS)
 def test_rails_are_rows_of_their_own_for_all_ranks_of_all_hosts(ranks, tmp_path):
     results = ranks.run(trace_collectives, str(tmp_path))
     hosts, traces = ranks.hosts, [trace for trace, _, _ in results]
@@ -145,7 +144,7 @@ def names_of(trace):
     return {e["pid"]: e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"}
 
 
-@pytest.mark.ranks(*HOSTS)
+@pytest.mark.ranks(*FEWER_HOSTS)
 def test_the_file_says_how_well_the_clocks_of_hosts_agree(ranks, tmp_path):
     for trace, own, _ in ranks.run(trace_collectives, str(tmp_path)):
         about, hosts = trace["otherData"], ranks.hosts
@@ -185,7 +184,7 @@ def numbered(events, event):
     return event.name, alike.index(event)
 
 
-@pytest.mark.ranks(*HOSTS)
+@pytest.mark.ranks(*FEWER_HOSTS)
 def test_what_arrives_was_sent_before(ranks, tmp_path):
     for _, _, timeline in ranks.run(trace_collectives, str(tmp_path)):
         assert check_causes(timeline) >= 3 * ranks.num_ranks
