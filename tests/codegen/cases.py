@@ -120,6 +120,10 @@ def _grouped(target: str) -> Iterator[Case]:
     for case in grouped.CASES:
         name = f"ops grouped_matmul {grouped.described(*case)}"
         yield Case(name, grouped.grouped_matmul, *grouped.in_triton(target, *case))
+    for case in grouped.HOPPER_CASES:
+        yield Case(f"ops hopper grouped_matmul {grouped.described(*case)}", *grouped.on_hopper(*case), ("sm_90",))
+    by_rows = grouped.on_hopper(*grouped.HOPPER_CASES[0], by_rows=True)
+    yield Case("ops hopper grouped_matmul by rows", *by_rows, ("sm_90",))
 
 
 def _hopper() -> Iterator[Case]:

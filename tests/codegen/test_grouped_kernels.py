@@ -8,10 +8,11 @@ import torch
 
 from codegen.offline import OLDEST, TARGETS, assembly_for, by_turns, compile_for
 from iris.ops.grouped.call import GroupedCall
-from iris.ops.grouped.launch import portable_tiles, triton_arguments
+from iris.ops.grouped.launch import launch_of, portable_tiles
 from iris.ops.grouped.matmul import grouped_matmul
+from iris.ops.grouped.on_hopper import hopper_tiles, problem
+from iris.ops.hopper import arguments as hopper
 from iris.ops.kernel_arguments import by_name
-from iris.ops.portable import TritonKernels
 
 E, K, N = 8, 1024, 2048
 FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
@@ -58,8 +59,8 @@ def in_triton(target, *case):
     """Arguments and options, as chosen for a GPU of this target."""
     with mock.patch.object(torch.version, "hip", "7.0" if target.startswith("gfx") else None):
         given = call(*case)
-        config = portable_tiles(given)
-        return by_name(grouped_matmul, **triton_arguments(given, config)), TritonKernels.options(config)
+        kernel, arguments, options = launch_of(given, portable_tiles(given))
+        return by_name(kernel, **arguments), options
 
 
 def spilled(compiled):
@@ -88,7 +89,67 @@ def test_in_triton(target, case):
         assert copies and all("0x10" in each for each in copies)
 
 
+HOPPER_CASES = [
+    (BF16, 1024, "none", None, False),
+    (BF16, 1024, "none", "silu_and_mul", True),
+    (torch.float16, 64, "lines", None, True),
+    (FP8, 1024, "blocks", None, False),
+    (FP8, 64, "blocks", "silu_and_mul", True),
+    (FP8, 1024, "lines", "silu_and_mul", False),
+]
+
+
+def on_hopper(*case, by_rows=False):
+    """As chosen there: kernel, arguments and options."""
+    given = call(*case)
+    if by_rows:
+        given = given._replace(mat_b=given.mat_b.contiguous())
+    with mock.patch.object(hopper, "is_hopper", return_value=True):
+        config = hopper_tiles(given)
+        assert problem(given, config) is None
+    kernel, arguments, options = launch_of(given, config)
+    return kernel, by_name(kernel, **arguments), options
+
+
+def of_hopper(case):
+    kernel, arguments, options = on_hopper(*case)
+    return compile_for("sm_90", kernel, *arguments, **options)
+
+
+@pytest.mark.parametrize("case", by_turns(HOPPER_CASES), ids=lambda case: described(*case))
+def test_in_gluon(case):
+    dtype, _, scales, activation, _ = case
+    compiled = of_hopper(case)
+    narrow = dtype == FP8
+    columns = 128 if narrow or scales != "none" else 256
+    name = "e4m3.e4m3" if narrow else {BF16: "bf16.bf16", torch.float16: "f16.f16"}[dtype]
+    # Two multipliers, each with the products of a stage of 128 bytes.
+    instruction = rf"wgmma\.mma_async\S*m64n{columns}k\d+\.f32\.{name}"
+    products = re.findall(rf"{instruction} .*, (\S+), 1, 1(?:, \d, \d)?;", compiled.text)
+    assert len(products) == 8
+    # Of fp8 the first of a stage begins with zero.
+    assert not narrow or [each == "0" for each in products] == 2 * [True, False, False, False]
+    # Both halves of A's tile, and B: with a gate both halves of its columns.
+    fetched = compiled.text.count("cp.async.bulk.tensor.2d.shared")
+    assert fetched == (4 if activation else 3)
+    # The writer stores 16 bytes at a time.
+    assert set(re.findall(r"st\.global\S*", compiled.text)) == {"st.global.v4.b32"}
+    assert compiled.shared <= SHARED_MEMORY["sm_90"]
+    memory = [line for line in compiled.text.splitlines() if re.search(r"\b(ld|st)\.global|griddep", line)]
+    assert ["griddepcontrol.wait" in line for line in memory] == [True] + [False] * (len(memory) - 1)
+
+
+def test_b_by_rows_in_gluon():
+    kernel, arguments, options = on_hopper(BF16, 1024, "none", None, False, by_rows=True)
+    assert "m64n256k16.f32.bf16.bf16" in compile_for("sm_90", kernel, *arguments, **options).text
+
+
 # The assembler takes seconds for each.
+@pytest.mark.parametrize("case", HOPPER_CASES[0 if OLDEST else 1 :: 2], ids=lambda case: described(*case))
+def test_what_is_chosen_in_gluon_spills_nothing(case):
+    assert not spilled(of_hopper(case))
+
+
 @pytest.mark.parametrize("case", CASES[0 if OLDEST else 1 :: 2], ids=lambda case: described(*case))
 def test_what_is_chosen_for_hopper_spills_nothing(case):
     arguments, options = in_triton("sm_90", *case)

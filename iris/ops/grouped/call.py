@@ -79,7 +79,7 @@ class GroupedCall(NamedTuple):
         return given | {role: tensor for role, tensor in may_be_given.items() if tensor is not None}
 
     def form(self) -> GroupedForm:
-        groups = max(16, 1 << (len(self.mat_b) - 1).bit_length())
+        groups = max(32, 1 << (len(self.mat_b) - 1).bit_length())
         return GroupedForm(groups, self.gated, self.blocked, SCALE_BLOCK if self._b_by_blocks else 1)
 
     def groups(self) -> GroupedRows:

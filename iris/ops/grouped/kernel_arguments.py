@@ -39,3 +39,25 @@ class GroupedForm(NamedTuple):
     """Whether a scale is one of `SCALE_BLOCK` columns of A."""
     COLUMNS_A_SCALE: int
     """Columns of B that share a scale, if it is not one for all of them: 1 or `SCALE_BLOCK`."""
+
+
+class GroupedExtents(NamedTuple):
+    """Of a product on Hopper: columns of the result and depth, and how far groups lie apart in what TMA fetches."""
+
+    N: Any
+    K: Any
+    pitch_a: Any
+    """Rows of A; 0 where the groups are in one matrix."""
+    pitch_b: Any
+    """Columns of B, or its rows where they are contiguous."""
+
+
+class GroupedTiling(NamedTuple):
+    """How the kernel for Hopper computes it: a constant of it. What is called alike is as in `HopperTiling`."""
+
+    BLOCK_M: int
+    BLOCK_N: int
+    """Columns of B."""
+    STAGES: int
+    GROUP: int
+    TRANS_B: bool

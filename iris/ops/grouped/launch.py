@@ -11,9 +11,11 @@ from iris.compat.cuda import current_raw_stream
 from iris.errors import InvalidConfigError, NotATensorError, WrongDeviceError
 from iris.operators.version_counter import bump_version
 from iris.ops.config import FusedConfig
+from iris.ops.grouped import on_hopper
 from iris.ops.grouped.call import NAME, GroupedCall
 from iris.ops.grouped.kernel_arguments import GroupedMatrix
 from iris.ops.grouped.matmul import grouped_matmul
+from iris.ops.hopper.grouped_matmul import hopper_grouped_matmul
 from iris.ops.kernel import SIMULATED_PROGRAMS, kind_of
 from iris.ops.kernel_arguments import Tiling, by_name
 from iris.ops.portable import TritonKernels
@@ -142,11 +144,15 @@ def programs(config: FusedConfig) -> int:
 
 def _choose(call: GroupedCall, config: FusedConfig | None) -> FusedConfig:
     if config is None:
+        for_hopper = on_hopper.hopper_tiles(call)
+        if not simulator.ACTIVE and on_hopper.problem(call, for_hopper) is None:
+            return for_hopper
         return replace(portable_tiles(call), allow_tf32=torch.backends.cuda.matmul.allow_tf32)
     if config.variant != "kernel":
         raise InvalidConfigError(f"FusedConfig(variant={config.variant!r}) cannot do {NAME}(): it is a kernel's alone.")
-    if config.use_gluon:
-        raise InvalidConfigError(f"FusedConfig(use_gluon=True) cannot do this {NAME}(): its kernel is in Triton.")
+    why = on_hopper.problem(call, config) if config.use_gluon else None
+    if why:
+        raise InvalidConfigError(f"FusedConfig(use_gluon=True) cannot do this {NAME}(): {why}.")
     return config
 
 
@@ -167,19 +173,31 @@ def portable_tiles(call: GroupedCall) -> FusedConfig:
 
 
 def _launch(call: GroupedCall, config: FusedConfig) -> None:
-    kernel, arguments = grouped_matmul, triton_arguments(call, config)
+    kernel, arguments, options = launch_of(call, config)
     # Launches of other numbers of rows and groups are of the same kind.
     key = (config, *[kind_of(each) for name, each in arguments.items() if name not in NUMBERS])
     run, given = _prepared.get(key), by_name(kernel, **arguments)
     if run is None:
-        run = prepare(kernel, (programs(config), 1, 1), *given, **TritonKernels.options(config))
+        run = prepare(kernel, (programs(config), 1, 1), *given, **options)
         remember(_prepared, key, run)
     run(None if simulator.ACTIVE else current_raw_stream(torch.cuda.current_device()), addresses(given))
 
 
-def triton_arguments(call: GroupedCall, config: FusedConfig) -> dict[str, Any]:
-    """Of the kernel in Triton."""
+def launch_of(call: GroupedCall, config: FusedConfig) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+    """The kernel, its arguments by name, and Triton's options."""
     scale_a, scale_b = call.factors()
+    given = {
+        **{"scale_a": scale_a, "scale_b": scale_b, "groups": call.groups(), "out": grouped(call.out)},
+        **{"room": call.room, "E": len(call.mat_b), "FORM": call.form()},
+    }
+    if config.use_gluon:
+        # These are the warps of the first multiplier; the other roles have theirs besides.
+        return hopper_grouped_matmul, given | on_hopper.hopper_arguments(call, config), {"num_warps": 4}
+    return grouped_matmul, given | triton_arguments(call, config), TritonKernels.options(config)
+
+
+def triton_arguments(call: GroupedCall, config: FusedConfig) -> dict[str, Any]:
+    """Of the kernel in Triton alone."""
     # As in `iris.ops.portable`; and within a block of columns that share a scale.
     itemsize = call.mat_a.itemsize
     depth = max(32 if itemsize == 1 else 16, config.block_size_k * 2 // max(2, itemsize))
@@ -195,10 +213,8 @@ def triton_arguments(call: GroupedCall, config: FusedConfig) -> dict[str, Any]:
         ALLOW_TF32=config.allow_tf32,
     )
     return {
-        **{"a": grouped(call.mat_a), "b": grouped(call.mat_b), "out": grouped(call.out)},
-        **{"scale_a": scale_a, "scale_b": scale_b, "groups": call.groups()},
-        **{"room": call.room, "E": len(call.mat_b), "N": call.columns, "K": call.mat_b.shape[1]},
-        **{"FORM": call.form(), "TILING": tiling},
+        **{"a": grouped(call.mat_a), "b": grouped(call.mat_b)},
+        **{"N": call.columns, "K": call.mat_b.shape[1], "TILING": tiling},
     }
 
 
