@@ -138,7 +138,7 @@ class Kernels(Algorithm):
         place = self._context.get_device_context() if direct else buffers.context_tensor
         tensors = self.tensors(call, config, buffers, place, result)
         # The precision is no part of a kind: it is each rank's own.
-        key = (buffers.kind, config.allow_tf32, *[kind_of(each) for each in tensors.values()])
+        key = (buffers.kind, config.allow_tf32, *[_kind_of(each) for each in tensors.values()])
         prepared = self._prepared.get(key)
         if prepared is None:
             kernel, programs, constants = self.kernel(call, config)
@@ -161,12 +161,12 @@ class Kernels(Algorithm):
         return buffers.data[parts:].view(call.out.shape)
 
 
-def kind_of(argument: Any) -> Any:
+def _kind_of(argument: Any) -> Any:
     """What of a kernel's argument a prepared launch is for."""
     if isinstance(argument, torch.Tensor):
         return argument.dtype, argument.data_ptr() % 16
     if isinstance(argument, tuple):
-        return tuple([kind_of(field) for field in argument])
+        return tuple([_kind_of(field) for field in argument])
     if isinstance(argument, TensorDescriptor):
         return argument.base.dtype, *argument.block_shape
     return argument

@@ -1,5 +1,9 @@
 """Grouped GEMMs: every layout, dtype, order of B and scale, and groups of any sizes, against float64."""
 
+import json
+import runpy
+from pathlib import Path
+
 import pytest
 import torch
 from covering import sample
@@ -83,6 +87,16 @@ def test_it_is_torchs_where_torch_has_it():
     ends = torch.tensor([2, 2, 7], dtype=torch.int32, device=DEVICE)
     torchs = torch.nn.functional.grouped_mm(a, b, offs=ends)
     torch.testing.assert_close(grouped_mm(a, b, offs=ends), torchs, rtol=2e-2, atol=2e-2)
+
+
+def test_the_benchmark(tmp_path):
+    """It compares results, and gives a time for all but what torch cannot do here."""
+    main = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "grouped_mm.py"))["main"]
+    file = tmp_path / "figures.json"
+    main.callback(["2x8x128x128"], ["bfloat16", "fp8 blocks"], ["iris", "iris gated", "dense"], file)
+    rows = json.loads(file.read_text())["rows"]
+    assert [row["kind"] for row in rows] == ["bfloat16", "fp8 blocks"]
+    assert all(time > 0 for row in rows for time in row["us"].values())
 
 
 A, B, ENDS = torch.zeros(6, 16), torch.zeros(2, 16, 8), torch.tensor([3, 6], dtype=torch.int32)

@@ -100,7 +100,7 @@ class GroupedCall(NamedTuple):
         """Raise unless this can be computed."""
         if config is not None and not isinstance(config, FusedConfig):
             raise InvalidConfigError(f"config={config!r:.60} is not possible: it is an iris.ops.FusedConfig, or None.")
-        if self.activation not in ACTIVATIONS:
+        if self.activation is not None and not (isinstance(self.activation, str) and self.activation in ACTIVATIONS):
             raise UnknownChoiceError("activation", self.activation, ACTIVATIONS)
         check_devices(NAME, self.given(), self.mat_a.device)
         problem = self._problem()

@@ -1,14 +1,14 @@
 """`grouped_mm`: checks what it is asked for, chooses tiles, and launches a kernel."""
 
 import functools
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 from iris import simulator
+from iris.ccl.checks import check_tensor
 from iris.compat.cuda import current_raw_stream
-from iris.errors import InvalidConfigError, NotATensorError, WrongDeviceError
+from iris.errors import InvalidConfigError, InvalidDtypeError, WrongDeviceError
 from iris.operators.version_counter import bump_version
 from iris.ops.config import FusedConfig
 from iris.ops.grouped import on_hopper
@@ -16,13 +16,11 @@ from iris.ops.grouped.call import NAME, GroupedCall
 from iris.ops.grouped.kernel_arguments import GroupedMatrix
 from iris.ops.grouped.matmul import grouped_matmul
 from iris.ops.hopper.grouped_matmul import hopper_grouped_matmul
-from iris.ops.kernel import SIMULATED_PROGRAMS, kind_of
+from iris.ops.kernel import SIMULATED_PROGRAMS
 from iris.ops.kernel_arguments import Tiling, by_name
 from iris.ops.portable import TritonKernels
 from iris.runtime.launch import addresses, prepare, remember
 
-# Arguments that kernels are not specialised for.
-NUMBERS = ("room", "E")
 # What launches kernels of one kind.
 _prepared: dict[tuple, Any] = {}
 
@@ -44,8 +42,9 @@ def grouped_mm(
     """Each group of rows of A times a matrix of its own: ``out[r] = mat_a[r] @ mat_b[g]`` for the rows r of group g.
 
     On one GPU, without communication and without a context; on the current stream, in the order of its work. The host
-    does not wait for the GPU: groups are read by the kernel, so a CUDA graph may be replayed with others. As
-    `torch.nn.functional.grouped_mm`, whose ``offs`` these are, and besides with groups that have padding behind them.
+    does not wait for the GPU: groups are read by the kernel, so a CUDA graph may be replayed with others. The first
+    call of its kind compiles a kernel; make one before a capture. As `torch.nn.functional.grouped_mm`, whose ``offs``
+    these are, and besides with groups that have padding behind them.
 
     Parameters
     ----------
@@ -90,9 +89,13 @@ def grouped_mm(
     outside of ``out`` is written.
 
     Raises `NotATensorError`, `WrongDeviceError`, `InvalidCollectiveError` (shapes and dtypes that do not fit together),
-    `UnknownChoiceError`, `InvalidConfigError` (a configuration that cannot do it), `InvalidValueError` (numbers), and
-    in a capture `FirstUseInCaptureError`, if no call of its kind came before.
+    `InvalidDtypeError`, `UnknownChoiceError`, `InvalidConfigError` (a configuration that cannot do it), and
+    `InvalidValueError` (numbers).
     """
+    for each in (mat_a, mat_b) if out is None else (mat_a, mat_b, out):
+        check_tensor(NAME, each)
+    if out_dtype is not None and not isinstance(out_dtype, torch.dtype):
+        raise InvalidDtypeError(f"{NAME}(out_dtype={out_dtype!r:.60}) is not possible: it is a torch.dtype, or None.")
     if out is None:
         out = _new(mat_a, mat_b, activation, out_dtype)
     elif out_dtype is not None and out_dtype != out.dtype:
@@ -109,9 +112,6 @@ def grouped_mm(
 def _new(
     mat_a: torch.Tensor, mat_b: torch.Tensor, activation: str | None, out_dtype: torch.dtype | None
 ) -> torch.Tensor:
-    for each in (mat_a, mat_b):
-        if not isinstance(each, torch.Tensor):
-            raise NotATensorError(each, f"{NAME}() takes tensors")
     columns = mat_b.shape[-1] // (1 if activation is None else 2) if mat_b.dim() else 0
     dtype = out_dtype or (mat_a.dtype if mat_a.itemsize > 1 else torch.bfloat16)
     return mat_a.new_empty((*mat_a.shape[:-1], columns), dtype=dtype)
@@ -147,7 +147,7 @@ def _choose(call: GroupedCall, config: FusedConfig | None) -> FusedConfig:
         for_hopper = on_hopper.hopper_tiles(call)
         if not simulator.ACTIVE and on_hopper.problem(call, for_hopper) is None:
             return for_hopper
-        return replace(portable_tiles(call), allow_tf32=torch.backends.cuda.matmul.allow_tf32)
+        return portable_tiles(call)
     if config.variant != "kernel":
         raise InvalidConfigError(f"FusedConfig(variant={config.variant!r}) cannot do {NAME}(): it is a kernel's alone.")
     why = on_hopper.problem(call, config) if config.use_gluon else None
@@ -158,29 +158,43 @@ def _choose(call: GroupedCall, config: FusedConfig | None) -> FusedConfig:
 
 def portable_tiles(call: GroupedCall) -> FusedConfig:
     """The tiles of the kernel in Triton: as many rows as a group has, for no weight is read twice then."""
-    itemsize, rows = call.mat_a.itemsize, call.rows_per_group
-    height = max(16, min(128, 1 << max(0, rows - 1).bit_length()))
-    wide = height == 128 and itemsize == 2 and not torch.version.hip
-    # A row of a tile has 128 bytes, as fp8 has with a scale of each block of 128.
-    depth = {1: 128, 2: 64}.get(itemsize, 64)
+    height = max(16, min(128, 1 << max(0, call.rows_per_group - 1).bit_length()))
+    return _tiles(call.mat_a.itemsize, height, bool(torch.version.hip), torch.backends.cuda.matmul.allow_tf32)
+
+
+@functools.cache
+def _tiles(itemsize: int, height: int, on_amd: bool, allow_tf32: bool) -> FusedConfig:
+    wide = height == 128 and itemsize == 2 and not on_amd
     return FusedConfig(
         block_size_m=height,
         block_size_n=256 if wide else 128,
-        block_size_k=depth,
+        # A row of a tile has 128 bytes, as fp8 has with a scale of each block of 128.
+        block_size_k=128 if itemsize == 1 else 64,
         num_warps=8 if height == 128 else 4,
         num_stages=3 if wide else None,
+        allow_tf32=allow_tf32,
     )
 
 
 def _launch(call: GroupedCall, config: FusedConfig) -> None:
     kernel, arguments, options = launch_of(call, config)
-    # Launches of other numbers of rows and groups are of the same kind.
-    key = (config, *[kind_of(each) for name, each in arguments.items() if name not in NUMBERS])
-    run, given = _prepared.get(key), by_name(kernel, **arguments)
+    given, key = by_name(kernel, **arguments), _kind(call, config)
+    run = _prepared.get(key)
     if run is None:
         run = prepare(kernel, (programs(config), 1, 1), *given, **options)
         remember(_prepared, key, run)
     run(None if simulator.ACTIVE else current_raw_stream(torch.cuda.current_device()), addresses(given))
+
+
+def _kind(call: GroupedCall, config: FusedConfig) -> tuple:
+    """What is equal of calls that one prepared launch is for: it may be for other numbers of rows and groups."""
+    tensors = [
+        (role, each.dtype, each.stride(), each.shape[-1] if each.dim() > 1 else 0, each.data_ptr() % 16)
+        for role, each in call.given().items()
+    ]
+    device = call.mat_a.device.index
+    # Of one group it does not matter how far it is to the next.
+    return (config, device, call.form(), len(call.mat_b) == 1, tuple(tensors))
 
 
 def launch_of(call: GroupedCall, config: FusedConfig) -> tuple[Any, dict[str, Any], dict[str, Any]]:

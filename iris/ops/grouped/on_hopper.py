@@ -1,5 +1,6 @@
 """Which grouped GEMMs the kernel for Hopper is for, and what it is launched with."""
 
+import functools
 from typing import Any
 
 import torch
@@ -14,6 +15,9 @@ from iris.ops.hopper import arguments as hopper
 
 # Bytes of each row of a tile of A and B: what TMA's layout of shared memory keeps together.
 DEPTH = 128
+BLOCK_M = 128
+# Of H100 and H200 with SXM.
+MULTIPROCESSORS = 132
 
 
 def problem(call: GroupedCall, config: FusedConfig) -> str | None:
@@ -39,8 +43,8 @@ def problem(call: GroupedCall, config: FusedConfig) -> str | None:
 def _problem_of_tiles(call: GroupedCall, config: FusedConfig) -> str | None:
     narrow, least = call.mat_a.itemsize == 1, 128 if call.gated else 64
     M, N = config.block_size_m, config.block_size_n
-    if M != 128 or N not in (64, 128, 256) or N < least:
-        return f"the Gluon kernel has tiles of 128 rows, and {least} to 256 columns of B"
+    if M != BLOCK_M or N not in (64, 128, 256) or N < least:
+        return f"the Gluon kernel has tiles of {BLOCK_M} rows, and {least} to 256 columns of B"
     most = hopper.LARGEST_TILE_OF_FP8 if narrow else hopper.LARGEST_TILE
     if M * N > most:
         return f"the Gluon kernel has tiles of {most} elements at most, of {call.mat_a.dtype}"
@@ -79,14 +83,21 @@ def stacked(tensor: torch.Tensor) -> tuple[torch.Tensor, int] | None:
 
 
 def hopper_tiles(call: GroupedCall) -> FusedConfig:
-    """The largest that spill no registers: tiles of fp8 have their sums twice, and factors take some."""
+    """The largest that spill no registers, or smaller ones where there is not one of these for each multiprocessor.
+
+    Tiles of fp8 have their sums twice, and factors take registers.
+    """
     small = call.mat_a.itemsize == 1 or call.scale_a is not None or call.scale_b is not None
-    return FusedConfig(
-        use_gluon=True,
-        block_size_m=128,
-        block_size_n=128 if small else 256,
-        block_size_k=DEPTH // call.mat_a.itemsize,
-    )
+    columns, least = 128 if small else 256, 128 if call.gated else 64
+    slabs = len(call.mat_b) * -(-call.rows_per_group // BLOCK_M)
+    while columns > least and slabs * -(-call.mat_b.shape[2] // columns) < MULTIPROCESSORS:
+        columns //= 2
+    return _tiles(columns, DEPTH // call.mat_a.itemsize)
+
+
+@functools.cache
+def _tiles(columns: int, depth: int) -> FusedConfig:
+    return FusedConfig(use_gluon=True, block_size_m=BLOCK_M, block_size_n=columns, block_size_k=depth)
 
 
 def stages(call: GroupedCall, config: FusedConfig) -> int:
@@ -114,5 +125,10 @@ def hopper_arguments(call: GroupedCall, config: FusedConfig) -> dict[str, Any]:
 
 
 def _tensor_map(matrix: torch.Tensor, block: list[int]) -> TensorDescriptor:
-    layout = gl.NVMMASharedLayout.get_default_for(block, hopper.OPERANDS[matrix.dtype])
+    layout = _layout(*block, hopper.OPERANDS[matrix.dtype])
     return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), block, layout)
+
+
+@functools.cache
+def _layout(rows: int, columns: int, element: Any) -> Any:
+    return gl.NVMMASharedLayout.get_default_for([rows, columns], element)
