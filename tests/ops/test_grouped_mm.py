@@ -89,6 +89,41 @@ def test_it_is_torchs_where_torch_has_it():
     torch.testing.assert_close(grouped_mm(a, b, offs=ends), torchs, rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.skipif(ACTIVE, reason="the simulator has no graphs")
+@pytest.mark.parametrize("config", [None, SMALL], ids=["chosen", "Triton"])
+def test_a_graph_is_replayed_with_other_groups(config):
+    a, b = torch.randn(300, 64, device=DEVICE).bfloat16(), torch.randn(3, 64, 64, device=DEVICE).bfloat16()
+    ends, out = torch.zeros(3, dtype=torch.int32, device=DEVICE), torch.empty(300, 64, dtype=a.dtype, device=DEVICE)
+
+    def call():
+        grouped_mm(a, b.transpose(1, 2), offs=ends, out=out, config=config)
+
+    call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    for sizes in ([300, 0, 0], [1, 130, 7], [0, 0, 0], [100, 100, 100]):
+        out.fill_(7)
+        ends.copy_(torch.tensor(sizes).cumsum(0))
+        graph.replay()
+        expected = torch.full_like(out, 7)
+        for group, end in enumerate(torch.tensor(sizes).cumsum(0).tolist()):
+            rows = slice(end - sizes[group], end)
+            expected[rows] = a[rows] @ b[group].t()
+        torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.skipif(ACTIVE, reason="takes 5 GB and a GPU")
+@pytest.mark.parametrize("config", [None, FusedConfig(block_size_m=128, block_size_n=128)], ids=["chosen", "Triton"])
+def test_weights_of_more_than_2_31_elements(config):
+    b = torch.zeros(33, 8192, 8192, dtype=torch.bfloat16, device=DEVICE)
+    b[-1].normal_()
+    a, counts = torch.randn(33, 2, 8192, device=DEVICE).bfloat16(), torch.ones(33, dtype=torch.int32, device=DEVICE)
+    out = grouped_mm(a, b.transpose(1, 2), counts=counts, config=config)
+    torch.testing.assert_close(out[-1, :1], a[-1, :1] @ b[-1].t(), rtol=2e-2, atol=1)
+    assert not out[:-1, 0].count_nonzero()
+
+
 def test_the_benchmark(tmp_path):
     """It compares results, and gives a time for all but what torch cannot do here."""
     main = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "grouped_mm.py"))["main"]

@@ -9,6 +9,7 @@ from iris import simulator
 from iris.ccl.checks import check_tensor
 from iris.compat.cuda import current_raw_stream
 from iris.errors import InvalidConfigError, InvalidDtypeError, WrongDeviceError
+from iris.operators.graph_break import breaks_graph
 from iris.operators.version_counter import bump_version
 from iris.ops.config import FusedConfig
 from iris.ops.grouped import on_hopper
@@ -25,6 +26,7 @@ from iris.runtime.launch import addresses, prepare, remember
 _prepared: dict[tuple, Any] = {}
 
 
+@breaks_graph("iris.ops.grouped_mm is for the host, and has no operator for graphs")
 @torch.no_grad()
 def grouped_mm(
     mat_a: torch.Tensor,
@@ -81,7 +83,7 @@ def grouped_mm(
     Returns
     -------
     torch.Tensor
-        ``out``. It has no gradient.
+        ``out``. It has no gradient. In a compiled function the graph breaks here.
 
     Sums are formed in float32 and rounded once. Rows of no group may hold anything, NaN too: the kernel in Triton does
     not read them, that for Hopper may, and makes no use of them. Numbers of ``offs`` and ``counts`` that are wrong are
@@ -217,7 +219,8 @@ def triton_arguments(call: GroupedCall, config: FusedConfig) -> dict[str, Any]:
     depth = max(32 if itemsize == 1 else 16, config.block_size_k * 2 // max(2, itemsize))
     tiling = Tiling(
         BLOCK_M=config.block_size_m,
-        BLOCK_N=config.block_size_n,
+        # A product has 16 columns at least, and there are two with an activation.
+        BLOCK_N=max(config.block_size_n, 32 if call.gated else 16),
         BLOCK_K=min(depth, 128) if call.blocked else depth,
         GROUP=config.group_size_m,
         XCDS=config.num_xcds,
