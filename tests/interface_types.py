@@ -23,4 +23,5 @@ if TYPE_CHECKING:
         assert_type(x, torch.Tensor)
         assert_type(ctx.ccl.all_reduce(x, x), Work | None)
         assert_type(ctx.ops.matmul_all_reduce(x, x, x), Work | None)
+        assert_type(iris.ops.grouped_mm(x, x, offs=x), torch.Tensor)
         iris.ccl.functional.all_reduce(x, iris.ccl.functional.name_of(ctx))

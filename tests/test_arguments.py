@@ -13,7 +13,7 @@ from torch_factories import Torch
 import iris
 from iris.ccl import Config
 from iris.errors import IrisError
-from iris.ops import FusedConfig
+from iris.ops import FusedConfig, grouped_mm
 
 
 class Index:
@@ -168,6 +168,10 @@ HERE = {
     "an output": lambda ctx, v: ctx.ccl.reduce_scatter(v, ctx.ones(4)),
     "a product's config": lambda ctx, v: ctx.ops.matmul_all_gather(*(ctx.ones(16, 16) for _ in "ABC"), config=v),
     "a product's bias": lambda ctx, v: ctx.ops.matmul_all_gather(*(ctx.ones(16, 16) for _ in "ABC"), v),
+    "offs": lambda ctx, v: grouped_mm(ctx.ones(2, 16), ctx.ones(1, 16, 16), offs=v),
+    "scale_a": lambda ctx, v: grouped_mm(ctx.ones(1, 2, 16), ctx.ones(1, 16, 16), scale_a=v),
+    "activation": lambda ctx, v: grouped_mm(ctx.ones(1, 2, 16), ctx.ones(1, 16, 16), activation=v),
+    "out_dtype": lambda ctx, v: grouped_mm(ctx.ones(1, 2, 16), ctx.ones(1, 16, 16), out_dtype=v),
     "eps": lambda ctx, v: ctx.ops.all_reduce_rms_norm(ctx.ones(2, 4), ctx.ones(2, 4), ctx.ones(4), v),
     "max_events": lambda ctx, v: ctx.tracing.enable(v),
     "fn": lambda ctx, v: iris.do_bench(v, n_repeat=1),
@@ -193,6 +197,7 @@ TAKEN = {
     "a displacement": INTEGERS | {"True"},
     "quantiles": NOTHING | {"an empty list"},
 }
+TAKEN |= dict.fromkeys(("scale_a", "activation", "out_dtype"), NOTHING)
 TAKEN |= dict.fromkeys(("heap_size", "max_events", "n_warmup", "n_repeat"), INTEGERS)
 TAKEN |= {
     name: NOTHING

@@ -5,7 +5,7 @@ import torch
 from torch._dynamo.exc import Unsupported
 
 from iris.operators.graph_break import breaks_graph
-from iris.ops import FusedConfig
+from iris.ops import FusedConfig, grouped_mm
 
 
 def reduced(ctx, x):
@@ -23,6 +23,10 @@ def multiplied(ctx, x):
     config = FusedConfig(block_size_m=16, block_size_n=16, block_size_k=16)
     ctx.ops.matmul_all_reduce(result := torch.empty(4, 5, device=ctx.device), x, x.new_ones(6, 5), config=config)
     return result
+
+
+def multiplied_by_groups(ctx, x):
+    return grouped_mm(x[None], x.new_ones(1, 6, 5))[0]
 
 
 def normalised(ctx, x):
@@ -45,6 +49,7 @@ CALLS = {
     reduced: "ctx.ccl is for the host; iris.ccl.functional",
     waited_for: "ctx.ccl is for the host; iris.ccl.functional",
     multiplied: "ctx.ops is for the host; iris.ops.functional",
+    multiplied_by_groups: "iris.ops.grouped_mm is for the host",
     normalised: "ctx.ops is for the host; iris.ops.functional",
     copied: "the symmetric heap",
     met: "a barrier",

@@ -16,6 +16,7 @@ from triton.runtime.jit import KernelInterface
 from codegen import device_kernels, test_cdna3_kernels, test_clusters, test_fused_dtypes, test_generated_code
 from codegen import test_every_kernel as every
 from codegen import test_example_kernels as examples
+from codegen import test_grouped_kernels as grouped
 from codegen import test_hopper_kernels as hopper
 from codegen import test_options as options
 from codegen import test_tiles as tiles
@@ -49,6 +50,7 @@ def cases(target: str, setting: dict[str, str]) -> Iterator[Case]:
     yield from _library()
     yield from _variants(target)
     yield from _fused(target)
+    yield from _grouped(target)
     yield from _hopper()
     yield from _cdna()
     yield from _clusters()
@@ -112,6 +114,16 @@ def _fused(target: str) -> Iterator[Case]:
         with mock.patch.object(torch.version, "hip", hip):
             arguments, chosen = test_fused_dtypes.as_chosen(kernel, dtype)
         yield Case(f"ops {_named(kernel)} {_dtype(dtype)} as chosen", kernel, arguments, chosen)
+
+
+def _grouped(target: str) -> Iterator[Case]:
+    for case in grouped.CASES:
+        name = f"ops grouped_matmul {grouped.described(*case)}"
+        yield Case(name, grouped.grouped_matmul, *grouped.in_triton(target, *case))
+    for case in grouped.HOPPER_CASES:
+        yield Case(f"ops hopper grouped_matmul {grouped.described(*case)}", *grouped.on_hopper(*case), ("sm_90",))
+    by_rows = grouped.on_hopper(*grouped.HOPPER_CASES[0], by_rows=True)
+    yield Case("ops hopper grouped_matmul by rows", *by_rows, ("sm_90",))
 
 
 def _hopper() -> Iterator[Case]:

@@ -1,0 +1,187 @@
+"""The multipliers' part of a grouped GEMM: a tile's products, times their scales, through the activation.
+
+Of fp8 the tensor cores add up with fewer bits than float32 has, so each stage's products begin with zero, and are added
+here while the other multiplier's are under way: as in `iris.ops.hopper.pipeline.multiply`. With scales for blocks a
+stage is as deep as a block, and its products are multiplied before they are added: one fused instruction an element.
+"""
+
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+
+from iris.language.address import bytes_of
+from iris.language.jit import gluon_jit
+from iris.ops.gemm import by_halves
+from iris.ops.grouped.kernel_arguments import SCALE_BLOCK
+from iris.ops.hopper.pipeline import accumulator, leave_all
+
+SCALED_TOGETHER = gl.constexpr(SCALE_BLOCK)
+
+
+@gluon_jit
+def operands(pipeline, stage, HALF: gl.constexpr, TRANS_B: gl.constexpr):
+    left, right = pipeline.tiles_a.index(2 * stage + HALF), pipeline.tiles_b.index(stage)
+    if TRANS_B:
+        right = right.permute((1, 0))
+    return left, right
+
+
+@gluon_jit
+def factors_of_rows(scale, place, like, block, HALF: gl.constexpr):
+    """What the products' rows are multiplied by, as a column of them; of a block of A's columns."""
+    group, first, count, row, _ = place
+    rows = row + HALF * like.shape[0] + gl.arange(0, like.shape[0], gl.SliceLayout(1, like.type.layout))
+    begin = scale.ptr + group.to(gl.int64) * scale.group_stride + block * scale.column_stride
+    at = begin + (first + rows).to(gl.int64) * scale.row_stride
+    return gl.load(at, mask=rows < count, other=0)[:, None]
+
+
+@gluon_jit
+def factors_of_columns(scale, place, like, N, behind):
+    """What the products' columns are multiplied by, as a row of them: of columns of B so many ``behind`` the tile's."""
+    columns = place[4] + gl.arange(0, like.shape[1], gl.SliceLayout(0, like.type.layout))
+    begin = scale.ptr + place[0].to(gl.int64) * scale.group_stride
+    at = begin + (columns + behind).to(gl.int64) * scale.row_stride
+    return gl.load(at, mask=columns < N, other=0)[None, :]
+
+
+@gluon_jit
+def factor_of_block(scale, place, block, behind):
+    """The same where all columns of a tile share it, of a block of B's rows."""
+    begin = scale.ptr + place[0].to(gl.int64) * scale.group_stride
+    return gl.load(begin + (place[4] + behind) // SCALED_TOGETHER * scale.row_stride + block * scale.column_stride)
+
+
+@gluon_jit
+def product_of_stage(pipeline, step, zeros, HALF: gl.constexpr, TILING: gl.constexpr):
+    """Of fp8: that of a stage alone, which is free then."""
+    S: gl.constexpr = pipeline.tiles_b.shape[0]
+    stage = step % S
+    mbarrier.wait(pipeline.smem_full.index(stage), step // S & 1)
+    left, right = operands(pipeline, stage, HALF=HALF, TRANS_B=TILING.TRANS_B)
+    product = warpgroup_mma(left, right, zeros, is_async=True)
+    product = warpgroup_mma_wait(0, deps=[product])
+    mbarrier.arrive(pipeline.smem_empty.index(stage), count=1)
+    return product
+
+
+@gluon_jit
+def sums(pipeline, step, K, zeros, HALF: gl.constexpr, TILING: gl.constexpr):
+    """Those of all stages."""
+    S: gl.constexpr = pipeline.tiles_b.shape[0]
+    BLOCK_K: gl.constexpr = pipeline.tiles_a.shape[2]
+    acc = zeros
+    for k in range(0, K, BLOCK_K):
+        if bytes_of(pipeline.tiles_a.dtype) == 1:
+            acc += product_of_stage(pipeline, step, zeros, HALF=HALF, TILING=TILING)
+        else:
+            stage = step % S
+            mbarrier.wait(pipeline.smem_full.index(stage), step // S & 1)
+            left, right = operands(pipeline, stage, HALF=HALF, TRANS_B=TILING.TRANS_B)
+            product = warpgroup_mma(left, right, acc, is_async=True)
+            # One product is always under way. The one before it is over, and so its stage can be filled again.
+            acc = warpgroup_mma_wait(1, deps=[product])
+            mbarrier.arrive(pipeline.smem_empty.index((step + S - 1) % S), count=1, pred=k > 0)
+        step += 1
+    if bytes_of(pipeline.tiles_a.dtype) > 1:
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        mbarrier.arrive(pipeline.smem_empty.index((step + S - 1) % S), count=1)
+    return acc
+
+
+@gluon_jit
+def factors_of_stage(place, scales, like, N, block, HALF: gl.constexpr):
+    """Of the rows of a block of K, of the tile's columns, and of those N behind them, which a gate's are."""
+    scale_a, scale_b = scales
+    of_rows, of_columns, of_right = 1.0, 1.0, 1.0
+    if scale_a.ptr is not None:
+        of_rows = factors_of_rows(scale_a, place, like, block=block, HALF=HALF)
+    if scale_b.ptr is not None:
+        of_columns = factor_of_block(scale_b, place, block, behind=0)
+        of_right = factor_of_block(scale_b, place, block, behind=N)
+    return of_rows, of_columns, of_right
+
+
+@gluon_jit
+def scaled_sums(
+    pipeline, place, step, scales, extents, zeros, HALF: gl.constexpr, FORM: gl.constexpr, TILING: gl.constexpr
+):
+    """The same of fp8 with scales for blocks of K: of the tile's columns, and of those with a gate the right half.
+
+    Scales are loaded a stage ahead, so that no product waits for them.
+    """
+    BLOCK_K: gl.constexpr = pipeline.tiles_a.shape[2]
+    gl.static_assert(BLOCK_K == SCALED_TOGETHER, "a stage is a block of scales")
+    if FORM.GATED:
+        acc, right_acc = by_halves(zeros)
+    else:
+        acc, right_acc = zeros, zeros
+    blocks, behind = gl.cdiv(extents.K, BLOCK_K), extents.N if FORM.GATED else 0
+    of_rows, of_columns, of_right = factors_of_stage(place, scales, acc, behind, block=0, HALF=HALF)
+    for block in range(blocks):
+        # Behind the last one it once more.
+        following = gl.minimum(block + 1, blocks - 1)
+        next_rows, next_columns, next_right = factors_of_stage(place, scales, acc, behind, block=following, HALF=HALF)
+        product = product_of_stage(pipeline, step, zeros, HALF=HALF, TILING=TILING)
+        if FORM.GATED:
+            left, right = by_halves(product)
+            acc += left * (of_rows * of_columns)
+            right_acc += right * (of_rows * of_right)
+        else:
+            acc += product * (of_rows * of_columns)
+        of_rows, of_columns, of_right = next_rows, next_columns, next_right
+        step += 1
+    return acc, right_acc
+
+
+@gluon_jit
+def results(pipeline, place, step, scales, extents, HALF: gl.constexpr, FORM: gl.constexpr, TILING: gl.constexpr):
+    """A half of a tile of the result, in float32."""
+    ROWS: gl.constexpr = pipeline.products.shape[2]
+    COLUMNS: gl.constexpr = TILING.BLOCK_N
+    zeros = gl.zeros([ROWS, COLUMNS], gl.float32, accumulator(COLUMNS, pipeline.tiles_a.dtype))
+    scale_a, scale_b = scales
+    if FORM.BLOCKED:
+        acc, right = scaled_sums(
+            pipeline, place, step, scales, extents=extents, zeros=zeros, HALF=HALF, FORM=FORM, TILING=TILING
+        )
+    else:
+        acc = sums(pipeline, step, extents.K, zeros, HALF=HALF, TILING=TILING)
+        if scale_a.ptr is not None:
+            acc *= factors_of_rows(scale_a, place, acc, block=0, HALF=HALF)
+        if FORM.GATED:
+            acc, right = by_halves(acc)
+        if scale_b.ptr is not None:
+            acc *= factors_of_columns(scale_b, place, acc, extents.N, behind=0)
+            if FORM.GATED:
+                right *= factors_of_columns(scale_b, place, right, extents.N, behind=extents.N)
+    if FORM.GATED:
+        acc = acc / (1 + gl.exp(-acc)) * right
+    return acc
+
+
+@gluon_jit
+def multiply(pipeline, tiles, scale_a, scale_b, extents, HALF: gl.constexpr, FORM: gl.constexpr, TILING: gl.constexpr):
+    """A multiplier: one half of each of this program's tiles, if there are rows in it."""
+    S: gl.constexpr = pipeline.tiles_b.shape[0]
+    ROWS: gl.constexpr = pipeline.products.shape[2]
+    gl.static_assert(gl.num_warps() == 4, "a multiplier is a warp group")
+    steps = gl.cdiv(extents.K, pipeline.tiles_a.shape[2])
+    number, step, done, total = gl.program_id(0), 0, 0, tiles.count()
+    while number < total:
+        place = tiles.at(number)
+        if place[3] + HALF * ROWS < place[2]:
+            acc = results(
+                pipeline, place, step, (scale_a, scale_b), extents=extents, HALF=HALF, FORM=FORM, TILING=TILING
+            )
+            mbarrier.wait(pipeline.epilogue_empty.index(0), done & 1 ^ 1)
+            leave_all(pipeline, acc.to(pipeline.products.dtype), HALF)
+        else:
+            # Nothing to do, in step with the others: each phase of a stage has an arrival of both multipliers.
+            for stage in range(step, step + steps):
+                mbarrier.wait(pipeline.smem_full.index(stage % S), stage // S & 1)
+                mbarrier.arrive(pipeline.smem_empty.index(stage % S), count=1)
+            mbarrier.wait(pipeline.epilogue_empty.index(0), done & 1 ^ 1)
+        mbarrier.arrive(pipeline.epilogue_full.index(0), count=1)
+        step += steps
+        done += 1
+        number += gl.num_programs(0)

@@ -1,0 +1,165 @@
+"""The kernels of grouped GEMMs compile to products by matrix cores, and what is chosen for Hopper spills nothing."""
+
+import re
+from unittest import mock
+
+import pytest
+import torch
+
+from codegen.offline import OLDEST, TARGETS, assembly_for, by_turns, compile_for
+from iris.ops.grouped.call import GroupedCall
+from iris.ops.grouped.launch import launch_of, portable_tiles
+from iris.ops.grouped.matmul import grouped_matmul
+from iris.ops.grouped.on_hopper import hopper_tiles, problem
+from iris.ops.hopper import arguments as hopper
+from iris.ops.kernel_arguments import by_name
+
+E, K, N = 8, 1024, 2048
+FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
+SHARED_MEMORY = {"sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10, "gfx950": 160 << 10}
+
+
+def call(dtype, rows, scales, activation=None, expanded=False):
+    """With a weight ``[E, N, K]``, and as many rows for each group."""
+    shape = (E, rows) if expanded else (E * rows,)
+    numbers = torch.zeros(E, dtype=torch.int32)
+    scale_a = {"none": None, "lines": torch.empty(shape), "blocks": torch.empty(*shape, K // 128)}[scales]
+    scale_b = {"none": None, "lines": torch.empty(E, N), "blocks": torch.empty(E, N // 128, K // 128)}[scales]
+    return GroupedCall(
+        out=torch.empty(*shape, N // (2 if activation else 1), dtype=dtype if dtype.itemsize > 1 else BF16),
+        mat_a=torch.empty(*shape, K, dtype=dtype),
+        mat_b=torch.empty(E, N, K, dtype=dtype).transpose(1, 2),
+        offs=None if expanded else numbers,
+        counts=numbers,
+        scale_a=scale_a,
+        scale_b=scale_b,
+        activation=activation,
+    )
+
+
+# What is multiplied, how many rows a group has, its scales, the activation, and whether groups have matrices.
+CASES = [
+    (BF16, 1024, "none", None, False),
+    (BF16, 16, "none", "silu_and_mul", True),
+    (torch.float16, 64, "lines", None, False),
+    (torch.float32, 128, "none", None, True),
+    (FP8, 1024, "blocks", None, False),
+    (FP8, 32, "blocks", "silu_and_mul", True),
+    (FP8, 128, "lines", "silu_and_mul", False),
+]
+
+
+def described(dtype, rows, scales, activation, expanded):
+    """The case, for its name."""
+    what = [str(dtype).removeprefix("torch."), f"{rows} rows a group", "scales " + scales]
+    return ", ".join(what + ["gated"] * bool(activation) + ["expanded"] * expanded)
+
+
+def in_triton(target, *case):
+    """Arguments and options, as chosen for a GPU of this target."""
+    with mock.patch.object(torch.version, "hip", "7.0" if target.startswith("gfx") else None):
+        given = call(*case)
+        kernel, arguments, options = launch_of(given, portable_tiles(given))
+        return by_name(kernel, **arguments), options
+
+
+def spilled(compiled):
+    """The instructions that access the memory in which registers are kept that there is no room for."""
+    return [line for line in compiled.instructions() if re.search(r"\b(STL|LDL)\b", line)]
+
+
+PRODUCTS = {"sm_90": r"wgmma\.mma_async", "sm_100": r"tcgen05\.mma|mma\.sync", "gfx": "v_mfma_f32|v_smfmac"}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("case", by_turns(CASES), ids=lambda case: described(*case))
+def test_in_triton(target, case):
+    arguments, options = in_triton(target, *case)
+    compiled = compile_for(target, grouped_matmul, *arguments, **options)
+    # Tiles of 16 rows are multiplied by a warp's instructions, without warp groups.
+    narrow = "|mma.sync" if case[1] < 64 else ""
+    assert re.search(PRODUCTS[target[:3] if target.startswith("gfx") else target] + narrow, compiled.text)
+    assert compiled.shared <= SHARED_MEMORY[target]
+    if target.startswith("sm"):
+        memory = [line for line in compiled.text.splitlines() if re.search(r"\b(ld|st)\.global|griddep", line)]
+        assert ["griddepcontrol.wait" in line for line in memory] == [True] + [False] * (len(memory) - 1)
+    if target == "sm_90":
+        # Tiles of A and B are copied 16 bytes at a time, while others are multiplied.
+        copies = re.findall(r"cp\.async\.\w+\.shared\.global [^;]*", compiled.text)
+        assert copies and all("0x10" in each for each in copies)
+
+
+HOPPER_CASES = [
+    (BF16, 1024, "none", None, False),
+    (BF16, 1024, "none", "silu_and_mul", True),
+    (torch.float16, 64, "lines", None, True),
+    (FP8, 1024, "blocks", None, False),
+    (FP8, 64, "blocks", "silu_and_mul", True),
+    (FP8, 1024, "lines", "silu_and_mul", False),
+    (BF16, 1024, "lines", "silu_and_mul", False),
+]
+
+
+def on_hopper(*case, by_rows=False):
+    """As chosen there: kernel, arguments and options."""
+    given = call(*case)
+    if by_rows:
+        given = given._replace(mat_b=given.mat_b.contiguous())
+    with mock.patch.object(hopper, "is_hopper", return_value=True):
+        config = hopper_tiles(given)
+        assert problem(given, config) is None
+    kernel, arguments, options = launch_of(given, config)
+    return kernel, by_name(kernel, **arguments), options
+
+
+def of_hopper(case):
+    kernel, arguments, options = on_hopper(*case)
+    return compile_for("sm_90", kernel, *arguments, **options)
+
+
+@pytest.mark.parametrize("case", by_turns(HOPPER_CASES), ids=lambda case: described(*case))
+def test_in_gluon(case):
+    dtype, _, scales, activation, _ = case
+    compiled = of_hopper(case)
+    narrow = dtype == FP8
+    # With 64 rows a group, tiles are narrower, so that there are more of them.
+    columns = 64 if dtype == torch.float16 else 128 if narrow or scales != "none" else 256
+    name = "e4m3.e4m3" if narrow else {BF16: "bf16.bf16", torch.float16: "f16.f16"}[dtype]
+    # Two multipliers, each with the products of a stage of 128 bytes.
+    instruction = rf"wgmma\.mma_async\S*m64n{columns}k\d+\.f32\.{name}"
+    products = re.findall(rf"{instruction} .*, (\S+), 1, 1(?:, \d, \d)?;", compiled.text)
+    assert len(products) == 8
+    # Of fp8 the first of a stage begins with zero.
+    assert not narrow or [each == "0" for each in products] == 2 * [True, False, False, False]
+    # Both halves of A's tile, and B: with a gate both halves of its columns.
+    fetched = compiled.text.count("cp.async.bulk.tensor.2d.shared")
+    assert fetched == (4 if activation else 3)
+    # The writer stores 16 bytes at a time.
+    assert set(re.findall(r"st\.global\S*", compiled.text)) == {"st.global.v4.b32"}
+    assert compiled.shared <= SHARED_MEMORY["sm_90"]
+    memory = [line for line in compiled.text.splitlines() if re.search(r"\b(ld|st)\.global|griddep", line)]
+    assert ["griddepcontrol.wait" in line for line in memory] == [True] + [False] * (len(memory) - 1)
+
+
+def test_b_by_rows_in_gluon():
+    kernel, arguments, options = on_hopper(BF16, 1024, "none", None, False, by_rows=True)
+    assert "m64n256k16.f32.bf16.bf16" in compile_for("sm_90", kernel, *arguments, **options).text
+
+
+# The assembler takes seconds for each.
+@pytest.mark.parametrize("case", HOPPER_CASES[0 if OLDEST else 1 :: 2], ids=lambda case: described(*case))
+def test_what_is_chosen_in_gluon_spills_nothing(case):
+    assert not spilled(of_hopper(case))
+
+
+@pytest.mark.parametrize("case", CASES[0 if OLDEST else 1 :: 2], ids=lambda case: described(*case))
+def test_what_is_chosen_for_hopper_spills_nothing(case):
+    arguments, options = in_triton("sm_90", *case)
+    assert not spilled(compile_for("sm_90", grouped_matmul, *arguments, **options))
+
+
+def test_groups_are_found_without_a_walk():
+    """A tile's group comes of vectors in registers: one loop over tiles, one over the depth, and none over groups."""
+    arguments, options = in_triton("sm_90", *CASES[0])
+    text = assembly_for("sm_90", grouped_matmul, *arguments, **options)
+    assert len(set(re.findall(r"@%p\d+ bra \t?\$(\w+)", text))) < 8
