@@ -1,0 +1,204 @@
+"""dispatch: each token's row to the ranks of its experts, once a rank, and there to the rows of the experts.
+
+A token keeps its number on the way: row t of rank s lies in row t of s's region at the receiver, whether or not the
+rows before it came there. So a sender needs to ask nobody, and a receiver knows where each row is. What a receiver
+cannot know is how many rows each expert gets from the tokens before. So ranks also send all choices and, of each
+program's tokens, the number of rows by expert.
+
+Over the link, in one step, from each rank to each other: the choices, 8 K bytes a token, and 4 LOCAL bytes a program
+with tokens; a row of H elements for each token with an expert there. Locally every row is read and written once more
+for each of its experts; own tokens' rows are read where they are.
+
+Program p serves the p-th share of every rank's tokens:
+
+1. It sends the choices of its own tokens, and their counts, to all ranks; then it adds 1 to ``routed`` of all.
+2. It sends its own tokens' rows to the other ranks; then it sets ``sent`` there.
+3. It waits for ``routed`` of all programs of all ranks. Now it knows where its tokens' rows begin for each expert.
+4. Rank by rank, it waits for ``sent`` of program p and copies the rows of that share to the places of their experts.
+
+Nothing is waited for in the first two steps, so these are over on every rank whose programs are resident; there are
+fewer of these than multiprocessors. Who writes which word, and why it may be written again: `iris.experts.memory`.
+"""
+
+import triton
+import triton.language as tl
+
+from iris.experts.routing import any_is, choices, chunk_of, load_choices, owners, signal_others
+from iris.language.barrier import lanes
+from iris.language.context import DeviceContext
+from iris.language.dependent_launch import gdc_wait
+from iris.language.ordering import store_after_sync
+
+# Choices that a program copies at a time, and programs whose counts it adds up at a time.
+PAIRS = tl.constexpr(256)
+TALLIES = tl.constexpr(32)
+
+
+@triton.jit
+def send_choices(ctx, slot, topk_ids, topk_weights, tokens, weighted, EXTENTS: tl.constexpr):
+    """Step 1."""
+    EXPERTS: tl.constexpr = EXTENTS.EXPERTS
+    rank, program = ctx.cur_rank, tl.program_id(0)
+    first, last = chunk_of(tokens, program)
+    expert = tl.arange(0, EXTENTS.EXPERTS)
+    tally = tl.zeros((EXPERTS,), dtype=tl.int32)
+    for token in range(first, last):
+        chosen = load_choices(topk_ids, token, EXTENTS)
+        # A row for each expert of a token, also of one that it has chosen twice.
+        tally += tl.max((chosen[:, None] == expert[None, :]).to(tl.int32), axis=0)
+    mine = slot.tallies + (rank * tl.num_programs(0) + program) * EXTENTS.LOCAL
+    region = tl.cast(rank, tl.int64) * (EXTENTS.M * EXTENTS.K)
+    for distance in range(0, EXTENTS.W):
+        peer = (rank + distance) % EXTENTS.W
+        there = (expert // EXTENTS.LOCAL == peer) & (expert < EXTENTS.E) & (first < last)
+        ctx.store(mine + expert - peer * EXTENTS.LOCAL, tally, peer, mask=there)
+        for begin in range(first * EXTENTS.K, last * EXTENTS.K, PAIRS):
+            pair = begin + tl.arange(0, PAIRS)
+            mask = pair < last * EXTENTS.K
+            ids = tl.load(topk_ids + pair, mask=mask).to(tl.int32)
+            ctx.store(slot.ids + region + pair, ids, peer, mask=mask)
+            if weighted:
+                weights = tl.load(topk_weights + pair, mask=mask)
+                ctx.store(slot.weights + region + pair, weights, peer, mask=mask)
+        if program == 0:
+            ctx.store(slot.tokens + rank, tl.cast(tokens, tl.int32), peer)
+    peers = lanes()
+    ctx._signal_ranks(slot.routed + rank, 1 + 0 * peers, peers, here=peers < EXTENTS.W, op="add")
+
+
+@triton.jit
+def send_rows(ctx, slot, x, topk_ids, tokens, call, EXTENTS: tl.constexpr):
+    """Step 2."""
+    rank, program = ctx.cur_rank, tl.program_id(0)
+    first, last = chunk_of(tokens, program)
+    column = tl.arange(0, EXTENTS.BLOCK)
+    for token in range(first, last):
+        owner = owners(load_choices(topk_ids, token, EXTENTS), EXTENTS)
+        source = tl.cast(token, tl.int64) * EXTENTS.H
+        target = (tl.cast(rank, tl.int64) * EXTENTS.M + token) * EXTENTS.H
+        for begin in range(0, EXTENTS.H, EXTENTS.BLOCK):
+            inside = begin + column < EXTENTS.H
+            data = tl.load(x + source + begin + column, mask=inside)
+            for distance in range(1, EXTENTS.W):
+                peer = (rank + distance) % EXTENTS.W
+                if any_is(owner, peer):
+                    ctx.store(slot.rows + target + begin + column, data, peer, mask=inside)
+    signal_others(ctx, slot.sent + rank * tl.num_programs(0) + program, call)
+
+
+@triton.jit
+def tallies_of(slot, source, begin, EXTENTS: tl.constexpr):
+    """What rank ``source`` sends to each local expert, by program, of `TALLIES` programs; and how many these are."""
+    programs = tl.num_programs(0)
+    program, expert = begin + tl.arange(0, TALLIES), tl.arange(0, EXTENTS.LOCALS)
+    # Programs without tokens have sent none.
+    first, last = chunk_of(tl.load(slot.tokens + source), program)
+    there = (program < programs) & (first < last)
+    at = (source * programs + program) * EXTENTS.LOCAL
+    mask = there[:, None] & (expert < EXTENTS.LOCAL)[None, :]
+    return tl.load(slot.tallies + at[:, None] + expert[None, :], mask=mask, other=0), program
+
+
+@triton.jit
+def count_rows(slot, EXTENTS: tl.constexpr):
+    """Rows of each local expert, from all ranks."""
+    LOCALS: tl.constexpr = EXTENTS.LOCALS
+    total = tl.zeros((LOCALS,), dtype=tl.int32)
+    for source in range(EXTENTS.W):
+        for begin in range(0, tl.num_programs(0), TALLIES):
+            tally, _ = tallies_of(slot, source, begin, EXTENTS)
+            total += tl.sum(tally, axis=0)
+    return total
+
+
+@triton.jit
+def copy_rows(slot, x, layout, source, rank, start, EXTENTS: tl.constexpr):
+    """Copy the rows of this program's share of the tokens of rank ``source`` to their experts.
+
+    ``start``: the row where the first of them goes, by expert.
+    """
+    K: tl.constexpr = EXTENTS.K
+    first, last = chunk_of(tl.load(slot.tokens + source), tl.program_id(0))
+    expert, k, column = tl.arange(0, EXTENTS.LOCALS), choices(EXTENTS), tl.arange(0, EXTENTS.BLOCK)
+    for token in range(first, last):
+        there = tl.cast(source, tl.int64) * EXTENTS.M + token
+        chosen = load_choices(slot.ids, there, EXTENTS)
+        local = tl.where(owners(chosen, EXTENTS) == rank, chosen - rank * EXTENTS.LOCAL, -1)
+        is_expert = local[:, None] == expert[None, :]
+        place = tl.where(local >= 0, tl.sum(tl.where(is_expert, start[None, :], 0), axis=1), -1)
+        start += tl.max(is_expert.to(tl.int32), axis=0)
+        tl.store(layout.places + there * EXTENTS.K + k, place, mask=k < EXTENTS.K)
+        # The row of an expert that was chosen twice is copied for the first choice.
+        again = (local[:, None] == local[None, :]) & (k[:, None] > k[None, :])
+        copied = tl.where(tl.max(again.to(tl.int32), axis=1) > 0, -1, place)
+        if tl.max(copied, axis=0) >= 0:
+            for begin in range(0, EXTENTS.H, EXTENTS.BLOCK):
+                inside = begin + column < EXTENTS.H
+                if source == rank:
+                    data = tl.load(x + tl.cast(token, tl.int64) * EXTENTS.H + begin + column, mask=inside)
+                else:
+                    data = tl.load(slot.rows + there * EXTENTS.H + begin + column, mask=inside)
+                for choice in tl.static_range(K):
+                    row = tl.sum(tl.where(k == choice, copied + 1, 0), axis=0) - 1
+                    if row >= 0:
+                        target = tl.cast(row, tl.int64) * EXTENTS.H + begin + column
+                        tl.store(layout.rows + target, data, mask=inside)
+
+
+@triton.jit
+def first_rows(total, alignment, EXTENTS: tl.constexpr):
+    """Where the rows of each expert begin, and end with what is left free behind them.
+
+    ``alignment`` 0: each expert has room for all that may come.
+    """
+    expert = tl.arange(0, EXTENTS.LOCALS)
+    capacity = EXTENTS.W * EXTENTS.M
+    apart = tl.maximum(alignment, 1)
+    rows = tl.where(alignment == 0, capacity, (total + apart - 1) // apart * apart)
+    rows = tl.where(expert < EXTENTS.LOCAL, rows, 0)
+    end = tl.cumsum(rows, axis=0)
+    return end - rows, end
+
+
+@triton.jit(do_not_specialize=["tokens", "weighted", "alignment"])
+def dispatch(slot, x, topk_ids, topk_weights, layout, tokens, weighted, alignment, EXTENTS: tl.constexpr):
+    """``x``: ``[tokens, H]``. ``topk_ids``: int32 or int64 ``[tokens, K]``, -1 for none.
+
+    ``topk_weights``: float32, likewise, sent if ``weighted``. ``slot``, ``layout``: `Slot` and `Layout`.
+    ``alignment``: of an expert's first row in the compact layout, 0 for the expanded one. ``EXTENTS``: `Extents`.
+    """
+    LOCALS: tl.constexpr = EXTENTS.LOCALS
+    ctx = DeviceContext.initialize(slot.context, num_ranks=EXTENTS.W)
+    gdc_wait()
+    rank, program, programs = ctx.cur_rank, tl.program_id(0), tl.num_programs(0)
+    call = tl.load(slot.calls + program) + 1
+    send_choices(ctx, slot, topk_ids, topk_weights, tokens=tokens, weighted=weighted, EXTENTS=EXTENTS)
+    send_rows(ctx, slot, x, topk_ids, tokens=tokens, call=call, EXTENTS=EXTENTS)
+
+    peers = lanes()
+    ctx._wait_ranks(
+        flag_ptrs=slot.routed + peers,
+        wanted=call * programs + 0 * peers,
+        here=peers < EXTENTS.W,
+        first=0,
+        num_ranks=EXTENTS.W,
+    )
+    expert = tl.arange(0, EXTENTS.LOCALS)
+    total = count_rows(slot, EXTENTS)
+    start, end = first_rows(total, alignment, EXTENTS)
+    if program == 0:
+        tl.store(layout.counts + expert, total, mask=expert < EXTENTS.LOCAL)
+        tl.store(layout.offsets + expert, start, mask=expert < EXTENTS.LOCAL)
+        tl.store(layout.offsets + EXTENTS.LOCAL, tl.max(end, axis=0))
+    for source in range(EXTENTS.W):
+        if source != rank:
+            ctx.wait(slot.sent + source * programs + program, call, cmp="reached")
+        before = tl.zeros((LOCALS,), dtype=tl.int32)
+        whole = tl.zeros((LOCALS,), dtype=tl.int32)
+        for begin in range(0, programs, TALLIES):
+            tally, of = tallies_of(slot, source, begin, EXTENTS)
+            before += tl.sum(tl.where(of[:, None] < program, tally, 0), axis=0)
+            whole += tl.sum(tally, axis=0)
+        copy_rows(slot, x, layout, source, rank=rank, start=start + before, EXTENTS=EXTENTS)
+        start += whole
+    store_after_sync(slot.calls + program, call)
