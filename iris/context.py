@@ -273,6 +273,8 @@ class Iris(Factories, SymmetricTensors, ProcessGroups):
         self.heap.check_open()
         refuse_in_capture("ctx.experts()")
         group = None if group is dist.group.WORLD else group
+        if group is not None:
+            check_process_group(group)
         made = ExpertParallel(self, num_experts, hidden, max_tokens, top_k, dtype, group, config)
         self._expert_parallels.append(made)
         return made

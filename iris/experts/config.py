@@ -1,6 +1,5 @@
 """What `ctx.experts` sets aside, and how many programs its kernels have."""
 
-from collections.abc import Collection
 from dataclasses import dataclass
 
 from iris.arg_parser import count
@@ -44,7 +43,11 @@ class ExpertsConfig:
                 )
             object.__setattr__(self, name, number)
         layouts = self.layouts
-        if not isinstance(layouts, Collection) or not layouts or not all(each in LAYOUTS for each in layouts):
+        if (
+            not isinstance(layouts, tuple | list | set | frozenset)
+            or not layouts
+            or not all(each in LAYOUTS for each in layouts)
+        ):
             raise InvalidConfigError(
                 f"ExpertsConfig(layouts={layouts!r:.60}) cannot work: layouts is a tuple of one or both of "
                 f"{', '.join(map(repr, LAYOUTS))}."
