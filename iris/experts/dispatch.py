@@ -29,9 +29,8 @@ from iris.language.context import DeviceContext
 from iris.language.dependent_launch import gdc_wait
 from iris.language.ordering import store_after_sync
 
-# Choices that a program copies at a time, and programs whose counts it adds up at a time.
+# Choices that a program copies at a time.
 PAIRS = tl.constexpr(256)
-TALLIES = tl.constexpr(32)
 
 
 @triton.jit
@@ -87,28 +86,23 @@ def send_rows(ctx, slot, x, topk_ids, tokens, call, EXTENTS: tl.constexpr):
 
 
 @triton.jit
-def tallies_of(slot, source, begin, EXTENTS: tl.constexpr):
-    """What rank ``source`` sends to each local expert, by program, of `TALLIES` programs; and how many these are."""
-    programs = tl.num_programs(0)
-    program, expert = begin + tl.arange(0, TALLIES), tl.arange(0, EXTENTS.LOCALS)
-    # Programs without tokens have sent none.
-    first, last = chunk_of(tl.load(slot.tokens + source), program)
-    there = (program < programs) & (first < last)
-    at = (source * programs + program) * EXTENTS.LOCAL
-    mask = there[:, None] & (expert < EXTENTS.LOCAL)[None, :]
-    return tl.load(slot.tallies + at[:, None] + expert[None, :], mask=mask, other=0), program
-
-
-@triton.jit
-def count_rows(slot, EXTENTS: tl.constexpr):
-    """Rows of each local expert, from all ranks."""
+def add_tallies(slot, source, until, EXTENTS: tl.constexpr):
+    """Rows from rank ``source`` to each local expert: of the tokens of programs before ``until``, and of all."""
     LOCALS: tl.constexpr = EXTENTS.LOCALS
-    total = tl.zeros((LOCALS,), dtype=tl.int32)
-    for source in range(EXTENTS.W):
-        for begin in range(0, tl.num_programs(0), TALLIES):
-            tally, _ = tallies_of(slot, source, begin, EXTENTS)
-            total += tl.sum(tally, axis=0)
-    return total
+    TALLIES: tl.constexpr = EXTENTS.TALLIES
+    expert = tl.arange(0, LOCALS)
+    before = tl.zeros((LOCALS,), dtype=tl.int32)
+    whole = tl.zeros((LOCALS,), dtype=tl.int32)
+    # Programs without tokens have sent none.
+    senders = tl.minimum(tl.load(slot.tokens + source), tl.num_programs(0))
+    for begin in range(0, senders, TALLIES):
+        program = begin + tl.arange(0, TALLIES)
+        at = (source * tl.num_programs(0) + program) * EXTENTS.LOCAL
+        mask = (program < senders)[:, None] & (expert < EXTENTS.LOCAL)[None, :]
+        tally = tl.load(slot.tallies + at[:, None] + expert[None, :], mask=mask, other=0)
+        before += tl.sum(tl.where(program[:, None] < until, tally, 0), axis=0)
+        whole += tl.sum(tally, axis=0)
+    return before, whole
 
 
 @triton.jit
@@ -146,18 +140,52 @@ def copy_rows(slot, x, layout, source, rank, start, EXTENTS: tl.constexpr):
 
 
 @triton.jit
-def first_rows(total, alignment, EXTENTS: tl.constexpr):
-    """Where the rows of each expert begin, and end with what is left free behind them.
+def first_rows(slot, alignment, EXTENTS: tl.constexpr):
+    """Where the rows of each local expert begin, and end with what is left free behind them.
 
-    ``alignment`` 0: each expert has room for all that may come.
+    ``alignment`` 0: each expert has room for all that may come. Else this depends on how many come.
     """
-    expert = tl.arange(0, EXTENTS.LOCALS)
-    capacity = EXTENTS.W * EXTENTS.M
-    apart = tl.maximum(alignment, 1)
-    rows = tl.where(alignment == 0, capacity, (total + apart - 1) // apart * apart)
-    rows = tl.where(expert < EXTENTS.LOCAL, rows, 0)
+    LOCALS: tl.constexpr = EXTENTS.LOCALS
+    rows = tl.zeros((LOCALS,), dtype=tl.int32) + EXTENTS.W * EXTENTS.M
+    if alignment > 0:
+        total = tl.zeros((LOCALS,), dtype=tl.int32)
+        for source in range(EXTENTS.W):
+            _, whole = add_tallies(slot, source, 0, EXTENTS)
+            total += whole
+        rows = (total + alignment - 1) // alignment * alignment
+    rows = tl.where(tl.arange(0, LOCALS) < EXTENTS.LOCAL, rows, 0)
     end = tl.cumsum(rows, axis=0)
     return end - rows, end
+
+
+@triton.jit
+def place_rows(ctx, slot, x, layout, call, alignment, EXTENTS: tl.constexpr):
+    """Steps 3 and 4."""
+    rank, program, programs = ctx.cur_rank, tl.program_id(0), tl.num_programs(0)
+    peers = lanes()
+    ctx._wait_ranks(
+        flag_ptrs=slot.routed + peers,
+        wanted=call * programs + 0 * peers,
+        here=peers < EXTENTS.W,
+        first=0,
+        num_ranks=EXTENTS.W,
+    )
+    # Programs before this one have tokens if it has; the first writes what there is of all.
+    most = tl.max(tl.load(slot.tokens + peers, mask=peers < EXTENTS.W, other=0), axis=0)
+    if (program < most) | (program == 0):
+        begin, end = first_rows(slot, alignment, EXTENTS)
+        start = begin
+        for source in range(EXTENTS.W):
+            before, whole = add_tallies(slot, source, program, EXTENTS)
+            if source != rank:
+                ctx.wait(slot.sent + source * programs + program, call, cmp="reached")
+            copy_rows(slot, x, layout, source, rank=rank, start=start + before, EXTENTS=EXTENTS)
+            start += whole
+        if program == 0:
+            expert = tl.arange(0, EXTENTS.LOCALS)
+            tl.store(layout.counts + expert, start - begin, mask=expert < EXTENTS.LOCAL)
+            tl.store(layout.offsets + expert, begin, mask=expert < EXTENTS.LOCAL)
+            tl.store(layout.offsets + EXTENTS.LOCAL, tl.max(end, axis=0))
 
 
 @triton.jit(do_not_specialize=["tokens", "weighted", "alignment"])
@@ -167,38 +195,11 @@ def dispatch(slot, x, topk_ids, topk_weights, layout, tokens, weighted, alignmen
     ``topk_weights``: float32, likewise, sent if ``weighted``. ``slot``, ``layout``: `Slot` and `Layout`.
     ``alignment``: of an expert's first row in the compact layout, 0 for the expanded one. ``EXTENTS``: `Extents`.
     """
-    LOCALS: tl.constexpr = EXTENTS.LOCALS
     ctx = DeviceContext.initialize(slot.context, num_ranks=EXTENTS.W)
     gdc_wait()
-    rank, program, programs = ctx.cur_rank, tl.program_id(0), tl.num_programs(0)
+    program = tl.program_id(0)
     call = tl.load(slot.calls + program) + 1
     send_choices(ctx, slot, topk_ids, topk_weights, tokens=tokens, weighted=weighted, EXTENTS=EXTENTS)
     send_rows(ctx, slot, x, topk_ids, tokens=tokens, call=call, EXTENTS=EXTENTS)
-
-    peers = lanes()
-    ctx._wait_ranks(
-        flag_ptrs=slot.routed + peers,
-        wanted=call * programs + 0 * peers,
-        here=peers < EXTENTS.W,
-        first=0,
-        num_ranks=EXTENTS.W,
-    )
-    expert = tl.arange(0, EXTENTS.LOCALS)
-    total = count_rows(slot, EXTENTS)
-    start, end = first_rows(total, alignment, EXTENTS)
-    if program == 0:
-        tl.store(layout.counts + expert, total, mask=expert < EXTENTS.LOCAL)
-        tl.store(layout.offsets + expert, start, mask=expert < EXTENTS.LOCAL)
-        tl.store(layout.offsets + EXTENTS.LOCAL, tl.max(end, axis=0))
-    for source in range(EXTENTS.W):
-        if source != rank:
-            ctx.wait(slot.sent + source * programs + program, call, cmp="reached")
-        before = tl.zeros((LOCALS,), dtype=tl.int32)
-        whole = tl.zeros((LOCALS,), dtype=tl.int32)
-        for begin in range(0, programs, TALLIES):
-            tally, of = tallies_of(slot, source, begin, EXTENTS)
-            before += tl.sum(tl.where(of[:, None] < program, tally, 0), axis=0)
-            whole += tl.sum(tally, axis=0)
-        copy_rows(slot, x, layout, source, rank=rank, start=start + before, EXTENTS=EXTENTS)
-        start += whole
+    place_rows(ctx, slot, x, layout, call=call, alignment=alignment, EXTENTS=EXTENTS)
     store_after_sync(slot.calls + program, call)

@@ -27,6 +27,8 @@ class Extents(NamedTuple):
     CHOICES: int
     BLOCK: int
     """Elements of a row that a program moves at a time."""
+    TALLIES: int
+    """Programs whose numbers of rows it adds up at a time."""
 
 
 class Slot(NamedTuple):

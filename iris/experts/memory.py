@@ -58,6 +58,8 @@ from iris.runtime.workspace import Workspace
 ALIGNMENT = 1024
 # Bytes of a row that a program moves at a time: four vectors of 16 bytes for each of 256 threads.
 BLOCK_BYTES = 16384
+# Numbers of rows that a program adds up at a time: 64 for each thread.
+TALLIES = 16384
 
 FLAGS = ("calls", "routed", "sent", "weighed", "returned")
 
@@ -94,6 +96,7 @@ def extents(size: int, num_experts: int, top_k: int, max_tokens: int, hidden: in
         LOCALS=power_of_two(local),
         CHOICES=power_of_two(top_k),
         BLOCK=min(power_of_two(hidden), BLOCK_BYTES // dtype.itemsize),
+        TALLIES=max(1, min(128, TALLIES // power_of_two(local))),
     )
 
 

@@ -8,12 +8,13 @@ from iris.language.barrier import lanes
 
 @triton.jit
 def chunk_of(tokens, program):
-    """The tokens of this program among so many of a rank, [first, last): equal shares, in order."""
-    tokens = tl.cast(tokens, tl.int64)
-    programs = tl.num_programs(0)
-    first = tokens * program // programs
-    last = tokens * (program + 1) // programs
-    return tl.cast(first, tl.int32), tl.cast(last, tl.int32)
+    """The tokens of this program among so many of a rank, [first, last): equal shares, in order.
+
+    Where there are fewer than programs, the first of these have one each.
+    """
+    each, more = tokens // tl.num_programs(0), tokens % tl.num_programs(0)
+    first = program * each + tl.minimum(program, more)
+    return first, first + each + tl.where(program < more, 1, 0)
 
 
 @triton.jit
