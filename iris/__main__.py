@@ -245,6 +245,58 @@ def ops(
 
 
 @bench.command()
+@click.option(
+    "--tokens",
+    type=Numbers(",", 1),
+    default="1,8,32,128,512,1024,4096,8192",
+    show_default=True,
+    help="Of each rank.",
+)
+@click.option("--hidden", type=click.IntRange(1), default=7168, show_default=True, help="Elements of a token's row.")
+@click.option("--experts", "num_experts", type=click.IntRange(1), default=256, show_default=True, help="Of all ranks.")
+@click.option("--top-k", type=click.IntRange(1), default=8, show_default=True, help="Experts of a token.")
+@click.option("--layout", "layouts", multiple=True, help="expanded or compact; both if not given.")
+@click.option(
+    "--library",
+    "libraries",
+    multiple=True,
+    help="iris, or torch (all_to_all_single with exact counts); both if not given.",
+)
+@click.option("--dtype", type=DTYPES, default="bfloat16", show_default=True)
+@click.option(
+    "--sms",
+    type=Numbers(",", 0),
+    default="0",
+    show_default=True,
+    help="Multiprocessors that Iris may use at most; 0: its own choice.",
+)
+@click.option("--out", type=click.Path(path_type=Path), help="Folder for CSV and JSON.")
+@NUM_RANKS
+def experts(
+    tokens: tuple[int, ...],
+    hidden: int,
+    num_experts: int,
+    top_k: int,
+    layouts: tuple[str, ...],
+    libraries: tuple[str, ...],
+    dtype: str,
+    sms: tuple[int, ...],
+    out: Path | None,
+    num_ranks: int | None,
+) -> None:
+    """Dispatch and combine of tokens for experts, beside torch.distributed's way.
+
+    Among ranks that it starts, or under torchrun.
+
+    Exit status 1 if a result is wrong.
+    """
+    requirements.check()
+    from iris.bench import experts_command
+
+    experts_command.run(tokens, hidden, num_experts, top_k, layouts, libraries, dtype, sms, out, num_ranks)
+
+
+@bench.command()
 @click.option("--groups", type=click.IntRange(1), default=8, show_default=True, help="Further groups of each kind.")
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Write the figures as JSON.")
 @NUM_RANKS
