@@ -8,9 +8,16 @@ from iris.arg_parser import count
 from iris.ccl.checks import check_tensor
 from iris.errors import InvalidConfigError, InvalidExpertsError, WrongDeviceError
 from iris.experts.config import DEFAULT, LAYOUTS, ExpertsConfig
+from iris.experts.kernel_arguments import Form
+from iris.experts.rows import BY_BLOCK, BY_ROW, GROUP, NOT
 from iris.language.barrier import LANES
+from iris.language.target import architecture
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+NARROW = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+QUANTIZE = {None: NOT.value, "fp8_row": BY_ROW.value, "fp8_block128": BY_BLOCK.value}
+# Elements of a row of fp8 are a multiple of these: 16 bytes.
+NARROW_MULTIPLE = 16
 # A program compares a token's choices with all experts: blocks of Triton have up to 2^20 elements.
 MOST_EXPERTS, MOST_CHOICES = 4096, 128
 # Rows and pairs are numbered by int32.
@@ -81,14 +88,20 @@ def check_layout(layout: object, config: ExpertsConfig) -> str:
 
 
 def check_given(
-    call: str, role: str, tensor: Any, device: torch.device, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]
+    call: str,
+    role: str,
+    tensor: Any,
+    device: torch.device,
+    shape: tuple[int, ...] | None,
+    dtypes: tuple[torch.dtype, ...],
 ) -> None:
-    """That it is a tensor on the device, of this shape and one of these dtypes."""
+    """That it is a tensor on the device, of this shape, if one is given, and one of these dtypes."""
     check_tensor(call, tensor)
     if tensor.device != device:
         raise WrongDeviceError(
             f"The {role} of {call}() is on {tensor.device}, and this context works on {device}. Move it there first."
         )
+    shape = tuple(tensor.shape) if shape is None else shape
     if tuple(tensor.shape) != shape or tensor.dtype not in dtypes:
         wanted = " or ".join(str(each) for each in dtypes)
         raise InvalidExpertsError(
@@ -99,6 +112,46 @@ def check_given(
             f"{call}() has no gradients, and its {role} requires one. Call it under torch.no_grad(), or with "
             f"{role}.detach()."
         )
+
+
+def form_of(x: torch.Tensor, x_scales: Any, quantize: object, wide: torch.dtype) -> Form:
+    """How the rows of a dispatch travel."""
+    tokens, hidden = x.shape
+    blocks = -(-hidden // GROUP)
+    if not isinstance(quantize, str | None) or quantize not in QUANTIZE:
+        raise InvalidExpertsError(
+            f"dispatch(quantize={quantize!r:.60}) is not possible; it takes one of {', '.join(map(repr, QUANTIZE))}."
+        )
+    narrow = x.dtype in NARROW
+    if narrow != (x_scales is not None) or (narrow and quantize is not None):
+        raise InvalidExpertsError(
+            f"dispatch() got x of {x.dtype}, x_scales {'not ' if x_scales is None else ''}given, "
+            f"quantize={quantize!r}. An x of fp8 has x_scales and is not quantised; one of {wide} has none."
+        )
+    if not narrow and quantize is None:
+        return Form()
+    if hidden % NARROW_MULTIPLE:
+        raise InvalidExpertsError(
+            f"dispatch() of fp8 takes rows whose elements are a multiple of {NARROW_MULTIPLE}, and hidden is {hidden}."
+        )
+    if quantize is None:
+        check_given("dispatch", "x_scales", x_scales, x.device, None, (torch.float32,))
+        if tuple(x_scales.shape) not in ((tokens, 1), (tokens, blocks)):
+            raise InvalidExpertsError(
+                f"dispatch() takes x_scales of shape [{tokens}, 1], a factor a token, or [{tokens}, {blocks}], one for "
+                f"each {GROUP} elements; it got {list(x_scales.shape)}."
+            )
+        scales = x_scales.shape[1]
+    else:
+        scales = 1 if quantize == "fp8_row" else blocks
+    lanes = 1 << (scales - 1).bit_length()
+    group = min(GROUP, 1 << (hidden - 1).bit_length())
+    return Form(scales, lanes, QUANTIZE[quantize], group, torch.finfo(quantized_dtype()).max)
+
+
+def quantized_dtype() -> torch.dtype:
+    """What rows are rounded to: e4m3, as the GPU has it."""
+    return torch.float8_e4m3fnuz if architecture() == "gfx942" else torch.float8_e4m3fn
 
 
 def check_tokens(x: Any, max_tokens: int, hidden: int) -> int:

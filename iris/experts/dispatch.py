@@ -6,8 +6,8 @@ cannot know is how many rows each expert gets from the tokens before. So ranks a
 program's tokens, the number of rows by expert.
 
 Over the link, in one step, from each rank to each other: the choices, 8 K bytes a token, and 4 LOCAL bytes a program
-with tokens; a row of H elements for each token with an expert there. Locally every row is read and written once more
-for each of its experts; own tokens' rows are read where they are.
+with tokens; a row of H elements for each token with an expert there, and its factors if it is of fp8. Locally every row
+is read and written once more for each of its experts; own tokens' rows are read where they are.
 
 Program p serves the p-th share of every rank's tokens:
 
@@ -23,7 +23,8 @@ fewer of these than multiprocessors. Who writes which word, and why it may be wr
 import triton
 import triton.language as tl
 
-from iris.experts.routing import any_is, choices, chunk_of, load_choices, owners, signal_others
+from iris.experts.routing import chunk_of, load_choices
+from iris.experts.rows import copy_rows, send_rows
 from iris.language.barrier import lanes
 from iris.language.context import DeviceContext
 from iris.language.dependent_launch import gdc_wait
@@ -66,26 +67,6 @@ def send_choices(ctx, slot, topk_ids, topk_weights, tokens, weighted, EXTENTS: t
 
 
 @triton.jit
-def send_rows(ctx, slot, x, topk_ids, tokens, call, EXTENTS: tl.constexpr):
-    """Step 2."""
-    rank, program = ctx.cur_rank, tl.program_id(0)
-    first, last = chunk_of(tokens, program)
-    column = tl.arange(0, EXTENTS.BLOCK)
-    for token in range(first, last):
-        owner = owners(load_choices(topk_ids, token, EXTENTS), EXTENTS)
-        source = tl.cast(token, tl.int64) * EXTENTS.H
-        target = (tl.cast(rank, tl.int64) * EXTENTS.M + token) * EXTENTS.H
-        for begin in range(0, EXTENTS.H, EXTENTS.BLOCK):
-            inside = begin + column < EXTENTS.H
-            data = tl.load(x + source + begin + column, mask=inside)
-            for distance in range(1, EXTENTS.W):
-                peer = (rank + distance) % EXTENTS.W
-                if any_is(owner, peer):
-                    ctx.store(slot.rows + target + begin + column, data, peer, mask=inside)
-    signal_others(ctx, slot.sent + rank * tl.num_programs(0) + program, call)
-
-
-@triton.jit
 def add_tallies(slot, source, until, EXTENTS: tl.constexpr):
     """Rows from rank ``source`` to each local expert: of the tokens of programs before ``until``, and of all."""
     LOCALS: tl.constexpr = EXTENTS.LOCALS
@@ -103,40 +84,6 @@ def add_tallies(slot, source, until, EXTENTS: tl.constexpr):
         before += tl.sum(tl.where(program[:, None] < until, tally, 0), axis=0)
         whole += tl.sum(tally, axis=0)
     return before, whole
-
-
-@triton.jit
-def copy_rows(slot, x, layout, source, rank, start, EXTENTS: tl.constexpr):
-    """Copy the rows of this program's share of the tokens of rank ``source`` to their experts.
-
-    ``start``: the row where the first of them goes, by expert.
-    """
-    K: tl.constexpr = EXTENTS.K
-    first, last = chunk_of(tl.load(slot.tokens + source), tl.program_id(0))
-    expert, k, column = tl.arange(0, EXTENTS.LOCALS), choices(EXTENTS), tl.arange(0, EXTENTS.BLOCK)
-    for token in range(first, last):
-        there = tl.cast(source, tl.int64) * EXTENTS.M + token
-        chosen = load_choices(slot.ids, there, EXTENTS)
-        local = tl.where(owners(chosen, EXTENTS) == rank, chosen - rank * EXTENTS.LOCAL, -1)
-        is_expert = local[:, None] == expert[None, :]
-        place = tl.where(local >= 0, tl.sum(tl.where(is_expert, start[None, :], 0), axis=1), -1)
-        start += tl.max(is_expert.to(tl.int32), axis=0)
-        tl.store(layout.places + there * EXTENTS.K + k, place, mask=k < EXTENTS.K)
-        # The row of an expert that was chosen twice is copied for the first choice.
-        again = (local[:, None] == local[None, :]) & (k[:, None] > k[None, :])
-        copied = tl.where(tl.max(again.to(tl.int32), axis=1) > 0, -1, place)
-        if tl.max(copied, axis=0) >= 0:
-            for begin in range(0, EXTENTS.H, EXTENTS.BLOCK):
-                inside = begin + column < EXTENTS.H
-                if source == rank:
-                    data = tl.load(x + tl.cast(token, tl.int64) * EXTENTS.H + begin + column, mask=inside)
-                else:
-                    data = tl.load(slot.rows + there * EXTENTS.H + begin + column, mask=inside)
-                for choice in tl.static_range(K):
-                    row = tl.sum(tl.where(k == choice, copied + 1, 0), axis=0) - 1
-                    if row >= 0:
-                        target = tl.cast(row, tl.int64) * EXTENTS.H + begin + column
-                        tl.store(layout.rows + target, data, mask=inside)
 
 
 @triton.jit
@@ -159,7 +106,7 @@ def first_rows(slot, alignment, EXTENTS: tl.constexpr):
 
 
 @triton.jit
-def place_rows(ctx, slot, x, layout, call, alignment, EXTENTS: tl.constexpr):
+def place_rows(ctx, slot, x, scales, layout, call, alignment, FORM: tl.constexpr, EXTENTS: tl.constexpr):
     """Steps 3 and 4."""
     rank, program, programs = ctx.cur_rank, tl.program_id(0), tl.num_programs(0)
     peers = lanes()
@@ -179,7 +126,17 @@ def place_rows(ctx, slot, x, layout, call, alignment, EXTENTS: tl.constexpr):
             before, whole = add_tallies(slot, source, program, EXTENTS)
             if source != rank:
                 ctx.wait(slot.sent + source * programs + program, call, cmp="reached")
-            copy_rows(slot, x, layout, source, rank=rank, start=start + before, EXTENTS=EXTENTS)
+            copy_rows(
+                slot,
+                x,
+                scales,
+                layout,
+                source=source,
+                rank=rank,
+                start=start + before,
+                FORM=FORM,
+                EXTENTS=EXTENTS,
+            )
             start += whole
         if program == 0:
             expert = tl.arange(0, EXTENTS.LOCALS)
@@ -189,17 +146,30 @@ def place_rows(ctx, slot, x, layout, call, alignment, EXTENTS: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["tokens", "weighted", "alignment"])
-def dispatch(slot, x, topk_ids, topk_weights, layout, tokens, weighted, alignment, EXTENTS: tl.constexpr):
+def dispatch(
+    slot,
+    x,
+    scales,
+    topk_ids,
+    topk_weights,
+    layout,
+    tokens,
+    weighted,
+    alignment,
+    FORM: tl.constexpr,
+    EXTENTS: tl.constexpr,
+):
     """``x``: ``[tokens, H]``. ``topk_ids``: int32 or int64 ``[tokens, K]``, -1 for none.
 
-    ``topk_weights``: float32, likewise, sent if ``weighted``. ``slot``, ``layout``: `Slot` and `Layout`.
-    ``alignment``: of an expert's first row in the compact layout, 0 for the expanded one. ``EXTENTS``: `Extents`.
+    ``topk_weights``: float32, likewise, sent if ``weighted``. ``slot``, ``layout``: `Slot` and `Layout`. ``scales``:
+    `Scales`, or None. ``alignment``: of an expert's first row in the compact layout, 0 for the expanded one. ``FORM``
+    and ``EXTENTS``: `Form` and `Extents`.
     """
     ctx = DeviceContext.initialize(slot.context, num_ranks=EXTENTS.W)
     gdc_wait()
     program = tl.program_id(0)
     call = tl.load(slot.calls + program) + 1
     send_choices(ctx, slot, topk_ids, topk_weights, tokens=tokens, weighted=weighted, EXTENTS=EXTENTS)
-    send_rows(ctx, slot, x, topk_ids, tokens=tokens, call=call, EXTENTS=EXTENTS)
-    place_rows(ctx, slot, x, layout, call=call, alignment=alignment, EXTENTS=EXTENTS)
+    send_rows(ctx, slot, x, scales, topk_ids=topk_ids, tokens=tokens, call=call, FORM=FORM, EXTENTS=EXTENTS)
+    place_rows(ctx, slot, x, scales, layout=layout, call=call, alignment=alignment, FORM=FORM, EXTENTS=EXTENTS)
     store_after_sync(slot.calls + program, call)

@@ -21,7 +21,7 @@ from iris.experts import checks
 from iris.experts.combine import DISPATCHED, GIVEN, UNWEIGHTED, combine
 from iris.experts.config import ExpertsConfig
 from iris.experts.dispatch import dispatch
-from iris.experts.kernel_arguments import Layout
+from iris.experts.kernel_arguments import Form, Layout, Scales
 from iris.experts.memory import Memory, extents, power_of_two
 from iris.experts.received import Received
 from iris.heap import describe_address
@@ -36,6 +36,8 @@ from iris.runtime.workspace import RankContext
 SIMULATED_PROGRAMS = 4
 NUM_WARPS = 8
 IDS = (torch.int32, torch.int64)
+# What rows of fp8 are moved as, where their values do not matter.
+BYTES = torch.uint8
 
 DEBUGGING = debugging()
 
@@ -124,22 +126,13 @@ class ExpertParallel:
         slot, layout = memory.slots[0], next(iter(memory.layouts[0].values()))
         x = layout.rows[:0]
         for ids in IDS:
-            self._launch(
-                "dispatch",
-                slot,
-                x,
-                layout.places[:0].to(ids),
-                slot.weights,
-                layout,
-                0,
-                0,
-                0,
-                self._extents,
-                only_prepare=True,
-            )
+            pairs = layout.places[:0].to(ids)
+            given = (slot, x, None, pairs, slot.weights, layout, 0, 0, 0, Form(), self._extents)
+            self._launch("dispatch", *given, only_prepare=True)
         for weights in (UNWEIGHTED, DISPATCHED, GIVEN):
-            given = (slot, x, slot.weights, layout.places, x, weights.value, self._extents)
-            self._launch("combine", *given, only_prepare=True)
+            self._launch(
+                "combine", slot, x, slot.weights, layout.places, x, weights.value, self._extents, only_prepare=True
+            )
 
     def dispatch(
         self,
@@ -147,6 +140,8 @@ class ExpertParallel:
         topk_ids: torch.Tensor,
         topk_weights: torch.Tensor | None = None,
         *,
+        x_scales: torch.Tensor | None = None,
+        quantize: str | None = None,
         layout: str = "expanded",
     ) -> Received:
         """Send each token to the ranks of its experts, once to each rank, and place its row for each expert.
@@ -156,7 +151,8 @@ class ExpertParallel:
         Parameters
         ----------
         x : torch.Tensor
-            ``[tokens, hidden]`` of ``dtype``; at most ``max_tokens``, another number on each rank.
+            ``[tokens, hidden]`` of ``dtype``, or of fp8; at most ``max_tokens``, another number on each rank. Of one
+            dtype on all ranks. For fp8, ``hidden`` is a multiple of 16.
         topk_ids : torch.Tensor
             int32 or int64 ``[tokens, top_k]``: each token's experts, -1 for none. One that is chosen twice gets one
             row, which counts twice in `combine`. Other numbers are `InvalidExpertsError` in the simulator and with
@@ -164,6 +160,13 @@ class ExpertParallel:
         topk_weights : torch.Tensor, optional
             float32 ``[tokens, top_k]``: by which `combine` multiplies, on the ranks of the experts. On all ranks, or on
             none.
+        x_scales : torch.Tensor, optional
+            With an x of fp8, float32: ``[tokens, 1]``, a factor a token, or ``[tokens, hidden / 128]`` (rounded up),
+            one for each 128 elements. They travel beside the rows, to ``received.scales``.
+        quantize : "fp8_row", "fp8_block128", optional
+            Rows of ``dtype`` travel as float8_e4m3fn (on CDNA3 float8_e4m3fnuz), divided by such factors on the way:
+            the largest absolute value of a row, or of 128 elements, becomes the largest of the type. The same on all
+            ranks. As for an x of fp8, the first call compiles.
         layout : "expanded", "compact"
             How rows lie: see `Received`.
 
@@ -179,7 +182,9 @@ class ExpertParallel:
         memory = self._enter()
         layout = checks.check_layout(layout, self.config)
         tokens = checks.check_tokens(x, self.max_tokens, self.hidden)
-        checks.check_given("dispatch", "x", x, self.device, (tokens, self.hidden), (self.dtype,))
+        shape, dtypes = (tokens, self.hidden), (self.dtype, *checks.NARROW)
+        checks.check_given("dispatch", "x", x, self.device, shape, dtypes)
+        form = checks.form_of(x, x_scales, quantize, self.dtype)
         pairs = (tokens, self.top_k)
         checks.check_given("dispatch", "topk_ids", topk_ids, self.device, pairs, IDS)
         if topk_weights is not None:
@@ -190,22 +195,32 @@ class ExpertParallel:
         if all(self._in_use):
             raise TooManyInFlightError(self.config.in_flight)
         number, weighted = self._in_use.index(False), topk_weights is not None
-        self._compare(f"dispatch() in slot {number}, layout={layout!r}, weights {'' if weighted else 'not '}given")
-        slot, tensors = memory.slots[number], memory.layouts[number][layout]
+        weights = "weights given" if weighted else "no weights"
+        self._compare(f"dispatch() in slot {number}, layout={layout!r}, {weights}, of {x.dtype}, {form}")
+        slot, tensors, scales = memory.slots[number], memory.layouts[number][layout], None
+        narrow = x.dtype if quantize is None else checks.quantized_dtype()
+        if form.SCALES:
+            slot, tensors, scales = memory.narrow(number, layout, narrow if x_scales is None else BYTES, form.SCALES)
+            if x_scales is not None:
+                scales = scales._replace(given=x_scales.contiguous())
+                x = x.contiguous().view(BYTES)
         self._launch(
             "dispatch",
             slot,
             x.contiguous(),
+            scales,
             topk_ids.contiguous(),
             slot.weights if topk_weights is None else topk_weights.contiguous(),
             tensors,
             tokens,
             int(weighted),
             self.config.alignment if layout == "compact" else 0,
+            form,
             self._extents,
         )
         self._in_use[number] = True
-        return Received(self, number, layout, self._results(tensors, layout), tokens, weighted, release=self._release)
+        results = self._results(tensors._replace(rows=tensors.rows.view(narrow)), scales, layout)
+        return Received(self, number, layout, results, tokens, weighted, release=self._release)
 
     def combine(
         self,
@@ -257,7 +272,7 @@ class ExpertParallel:
             pairs = (tokens, self.top_k)
             checks.check_given("combine", "topk_weights", topk_weights, self.device, pairs, (torch.float32,))
         if out is None:
-            out = room_for(received, tokens)
+            out = room_for(received, tokens, self.dtype)
         checks.check_given("combine", "out", out, self.device, (tokens, self.hidden), (self.dtype,))
         if not out.is_contiguous():
             raise InvalidExpertsError(f"combine() takes an out that is contiguous; its strides are {out.stride()}.")
@@ -312,11 +327,14 @@ class ExpertParallel:
         if DEBUGGING and not (self._on_gpu and is_current_stream_capturing()):
             compare_calls(self._members, f"ctx.experts: {call}")
 
-    def _results(self, tensors: Layout, layout: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        rows = tensors.rows
+    def _results(
+        self, tensors: Layout, scales: Scales | None, layout: str
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        rows, factors = tensors.rows, None if scales is None else scales.placed
         if layout == "expanded":
             rows = rows.view(self.num_local_experts, self.capacity, self.hidden)
-        return rows, tensors.counts, tensors.offsets
+            factors = None if factors is None else factors.view(*rows.shape[:-1], -1)
+        return rows, tensors.counts, tensors.offsets, factors
 
     def _release(self, received: Received) -> None:
         self._enter()
@@ -332,8 +350,8 @@ class ExpertParallel:
         """Enqueue on the current stream; compile first, if pointers are aligned as in no launch before."""
         kernel = dispatch if name == "dispatch" else combine
         tensors = [each for each in args if isinstance(each, torch.Tensor)]
-        weights = args[5] if name == "combine" else None
-        key = (name, weights, *((each.dtype, each.data_ptr() % 16) for each in tensors))
+        # The form of the rows, or whose weights they are multiplied by: a constant of the kernel.
+        key = (name, args[-2], *((each.dtype, each.data_ptr() % 16) for each in tensors))
         try:
             launch = self._launches.get(key)
             if launch is None:
@@ -351,6 +369,6 @@ class ExpertParallel:
             raise
 
 
-def room_for(received: Received, tokens: int) -> torch.Tensor:
+def room_for(received: Received, tokens: int, dtype: torch.dtype) -> torch.Tensor:
     """Room for the result of a combine."""
-    return received.rows.new_empty(tokens, received.rows.shape[-1])
+    return received.rows.new_empty(tokens, received.rows.shape[-1], dtype=dtype)

@@ -60,3 +60,27 @@ class Layout(NamedTuple):
     """int32 ``[LOCAL + 1]``: where they begin, and the end of the last."""
     places: Any
     """int32 ``[W, M, K]``: which row each choice of each token is, -1 where its expert is not here."""
+
+
+class Scales(NamedTuple):
+    """The factors of rows of fp8, float32."""
+
+    given: Any
+    """``[tokens, SCALES]``, those of own tokens; anything where rows are divided on the way."""
+    sent: Any
+    """``[W, M, SCALES]``, symmetric."""
+    placed: Any
+    """``[rows, SCALES]``, of the layout."""
+
+
+class Form(NamedTuple):
+    """What rows are when they travel: a constant of dispatch."""
+
+    SCALES: int = 0
+    """Factors of a row, and the power of two from there on."""
+    LANES: int = 1
+    QUANTIZE: str = "not"
+    """Whether rows are divided: "not", "by row" or "by block" of ``GROUP`` elements."""
+    GROUP: int = 1
+    LARGEST: float = 0.0
+    """The largest number of the type that they are rounded to."""

@@ -16,6 +16,8 @@ choices, H elements, M tokens of a rank at most, LOCAL experts on each. The symm
     rows      [W, M, H]      rank s's dispatch, where experts are                   program p of dispatch
     partials  [W, M, H]      rank d's combine, on the token's rank                  program p of combine
 
+Rows of fp8 lie in the first part of ``rows``, and their factors behind them.
+
 ``calls`` counts the dispatches of the slot, and the combine of one has its number. So a replayed graph needs nothing of
 the host. The flags only rise and are never reset; waits are for a value to be *reached*, by a wrapping difference.
 Each is a release at system scope behind what its program has stored, and is waited for with acquire:
@@ -49,7 +51,7 @@ import torch
 
 from iris.cuda_graphs.kept import keep
 from iris.experts.config import ExpertsConfig
-from iris.experts.kernel_arguments import Extents, Layout, Slot
+from iris.experts.kernel_arguments import Extents, Layout, Scales, Slot
 from iris.heap import mapping
 from iris.language.context_tensor import context_tensor
 from iris.runtime.workspace import Workspace
@@ -195,6 +197,13 @@ class Memory:
         )
         group.all_gather(None, "the memory of expert parallelism")
 
+    def narrow(self, number: int, layout: str, dtype: torch.dtype, scales: int) -> tuple[Slot, Layout, Scales]:
+        """The same memory for rows of fp8 with so many factors each, which lie behind all rows."""
+        slot, tensors = self.slots[number], self.layouts[number][layout]
+        sent, sent_scales = split_rows(slot.rows, dtype, scales)
+        rows, placed = split_rows(tensors.rows, dtype, scales)
+        return slot._replace(rows=sent), tensors._replace(rows=rows), Scales(None, sent_scales, placed)
+
     def name_at(self, offset: int) -> tuple[str, str]:
         """What uses the memory there, and which part of it that is, in words."""
         number, inside = divmod(offset, self._slot_bytes)
@@ -222,3 +231,11 @@ class Memory:
     def _tensor(self, number: int, part: Part) -> torch.Tensor:
         begin = number * self._slot_bytes + part.begin
         return self.mapping.buffer[begin : begin + part.nbytes].view(part.dtype).view(part.shape)
+
+
+def split_rows(rows: torch.Tensor, dtype: torch.dtype, scales: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Memory of rows of a wider type, as rows of ``dtype`` and float32 ``[rows, scales]`` behind them."""
+    memory, count = rows.view(torch.uint8).flatten(), rows.numel() // rows.shape[-1]
+    end = rows.numel()
+    narrow = memory[:end].view(dtype).view(*rows.shape[:-1], rows.shape[-1])
+    return narrow, memory[end:][: 4 * count * scales].view(torch.float32).view(count, scales)

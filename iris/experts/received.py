@@ -37,6 +37,9 @@ class Received:
     offsets : torch.Tensor
         int32 ``[local experts + 1]``: the row, of ``rows.flatten(0, -2)``, where those of each expert begin. In the
         compact layout each is a multiple of `ExpertsConfig.alignment`, and the last is the end of all.
+    scales : torch.Tensor or None
+        Of rows of fp8, float32: of the shape of ``rows``, with 1 or ``hidden / 128`` (rounded up) in place of
+        ``hidden``: what a row, or each 128 of its elements, is to be multiplied by.
     num_tokens : int
         Of this rank, as they were dispatched.
     weighted : bool
@@ -48,13 +51,13 @@ class Received:
         owner: object,
         slot: int,
         layout: str,
-        tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None],
         num_tokens: int,
         weighted: bool,
         release: Callable[["Received"], None],
     ) -> None:
         self.layout, self.num_tokens, self.weighted = layout, num_tokens, weighted
-        self.rows, self.counts, self.offsets = tensors
+        self.rows, self.counts, self.offsets, self.scales = tensors
         self._owner, self._slot, self._release = owner, slot, release
         # By which call it has ended.
         self._ended: str | None = None
