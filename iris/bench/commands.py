@@ -119,7 +119,7 @@ def ops(
     "--library",
     "libraries",
     multiple=True,
-    help="iris, or torch (all_to_all_single with exact counts); both if not given.",
+    help="iris, 'iris fp8' (rows go there as fp8), or torch (all_to_all_single with exact counts); all if not given.",
 )
 @click.option("--dtype", type=DTYPES, default="bfloat16", show_default=True)
 @click.option(

@@ -64,7 +64,8 @@ def run_on_rank(
         name = f"experts_{name_of_ranks(ctx.num_local_ranks, ctx.num_hosts)}.csv"
         console = Console(stderr=True, quiet=ctx.get_rank() > 0)
         with Progress(console=console) as progress:
-            each = len(layouts) * len(sms) * ("iris" in libraries) + ("torch" in libraries)
+            of_iris = [library for library in libraries if library != "torch"]
+            each = len(layouts) * len(sms) * len(of_iris) + ("torch" in libraries)
             task = progress.add_task("experts", total=len(shapes) * each)
             for row in measuring.measure(ctx, shapes, layouts, sms, libraries, getattr(torch, dtype)):
                 rows.append(row)
@@ -85,6 +86,6 @@ def show(rows: list[measuring.Row]) -> None:
         in_graph = "-" if row.graph_microseconds is None else f"{row.graph_microseconds:.1f}"
         rate = "-" if row.link_GBps is None else f"{row.link_GBps:.0f}"
         called = row.reason if row.call_microseconds is None else f"{row.call_microseconds:.1f}"
-        limit = str(row.sms or "own") if row.library == "iris" else "-"
+        limit = "-" if row.library == "torch" else str(row.sms or "own")
         table.add_row(str(row.tokens), row.library, row.layout or "-", limit, in_graph, rate, called)
     Console(width=150).print(table)

@@ -10,7 +10,7 @@ from iris.bench import experts, experts_command
 from iris.errors import UnknownChoiceError
 from iris.experts import ExpertParallel
 
-SHAPES = [experts.Shape(1, 24, 12, 5), experts.Shape(6, 24, 12, 1)]
+SHAPES = [experts.Shape(1, 256, 12, 5), experts.Shape(6, 256, 12, 1)]
 
 
 def measured(ctx, wrong):
@@ -32,7 +32,7 @@ def test_what_is_measured(ranks):
     assert all([row[:8] for row in other] == [row[:8] for row in rows] for other in others)
     assert [row[5:8] for row in rows] == 2 * [
         ("", 0, "torch"),
-        *((layout, count, "iris") for layout in experts.LAYOUTS for count in (0, 2)),
+        *((each, count, library) for library in ("iris", experts.FP8) for each in experts.LAYOUTS for count in (0, 2)),
     ]
     assert not [row for row in rows if row.reason] and all(row.call_microseconds > 0 for row in rows)
 
@@ -49,8 +49,10 @@ def test_the_busiest_rank_sends_a_row_for_each_other_rank_of_a_token(monkeypatch
     ids = {0: [[0, 1], [2, 3], [0, 5]], 1: [[2, 2], [2, 3], [2, 3]], 2: [[0, 2], [4, 5], [4, 5]]}
     # Two experts a rank. Rank 0 sends 2 rows and 1 of rank 2 back, rank 1 those of rank 0 and 2, rank 2 2 and 1.
     monkeypatch.setattr(experts, "route", lambda shape, rank, *_: experts.Routed(None, torch.tensor(ids[rank]), None))
-    shape = experts.Shape(3, 100, 6, 2)
-    assert experts.link_bytes(shape, 3, torch.bfloat16, torch.device("cpu")) == 3 * 100 * 2
+    shape, cpu = experts.Shape(3, 256, 6, 2), torch.device("cpu")
+    assert experts.link_bytes(shape, 3, torch.bfloat16, cpu, "iris") == 3 * 512
+    # Rank 0 sends 2 rows and 1 back, as rank 2 does. A row there is half as long, and has two factors.
+    assert experts.link_bytes(shape, 3, torch.bfloat16, cpu, experts.FP8) == 2 * (256 + 8) + 512
 
 
 def test_what_cannot_be_measured_is_told():
@@ -75,4 +77,4 @@ def write(ctx, folder):
 def test_rows_are_written_with_what_they_depend_on(ranks, tmp_path):
     ranks.run(write, tmp_path)
     written = json.loads((tmp_path / "experts_2.json").read_text())
-    assert written["num_ranks"] == 2 and [row["layout"] for row in written["rows"]] == ["", *experts.LAYOUTS]
+    assert written["num_ranks"] == 2 and [row["layout"] for row in written["rows"]] == ["", *2 * experts.LAYOUTS]
