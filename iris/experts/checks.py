@@ -159,12 +159,17 @@ def check_tokens(x: Any, max_tokens: int, hidden: int) -> int:
     check_tensor("dispatch", x)
     if x.dim() != 2 or x.shape[1] != hidden:
         raise InvalidExpertsError(f"dispatch() takes x of shape [tokens, {hidden}]; it got {list(x.shape)}.")
-    if len(x) > max_tokens:
+    check_number(x, max_tokens)
+    return len(x)
+
+
+def check_number(rows: torch.Tensor, max_tokens: int) -> None:
+    """That there is memory for as many tokens as this has rows."""
+    if len(rows) > max_tokens:
         raise InvalidExpertsError(
-            f"dispatch() got {len(x)} tokens, and ctx.experts(max_tokens={max_tokens}) has set memory aside for "
+            f"dispatch() got {len(rows)} tokens, and ctx.experts(max_tokens={max_tokens}) has set memory aside for "
             f"{max_tokens}. Ask for more there, or dispatch them in parts."
         )
-    return len(x)
 
 
 def check_numbers(topk_ids: torch.Tensor, num_experts: int) -> None:

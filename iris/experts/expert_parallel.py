@@ -9,6 +9,7 @@ import torch.distributed as dist
 from iris import simulator
 from iris.ccl.checks import compare_calls
 from iris.ccl.kernel_launch import leaving_room
+from iris.ccl.protocols import CollectivesContext
 from iris.compat.cuda import current_raw_stream, is_current_stream_capturing
 from iris.errors import (
     HeapClosedError,
@@ -30,7 +31,6 @@ from iris.language.target import on_nvidia, threads_per_warp
 from iris.operators.graph_break import methods_break_graph
 from iris.operators.version_counter import bump_version
 from iris.runtime.launch import addresses, prepare
-from iris.runtime.workspace import RankContext
 
 # Programs of a launch in the simulator.
 SIMULATED_PROGRAMS = 4
@@ -74,7 +74,7 @@ class ExpertParallel:
     @torch.inference_mode(False)
     def __init__(
         self,
-        context: RankContext,
+        context: CollectivesContext,
         num_experts: int,
         hidden: int,
         max_tokens: int,
@@ -179,13 +179,28 @@ class ExpertParallel:
         GroupAbortedError
             The group is broken by an earlier call.
         """
-        memory = self._enter()
+        self._enter()
         layout = checks.check_layout(layout, self.config)
         tokens = checks.check_tokens(x, self.max_tokens, self.hidden)
         shape, dtypes = (tokens, self.hidden), (self.dtype, *checks.NARROW)
         checks.check_given("dispatch", "x", x, self.device, shape, dtypes)
         form = checks.form_of(x, x_scales, quantize, self.dtype)
-        pairs = (tokens, self.top_k)
+        return self._dispatch(tokens, x, topk_ids, topk_weights, form, x_scales, quantize, layout)
+
+    def _dispatch(
+        self,
+        tokens: int,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor | None,
+        form: Form,
+        x_scales: torch.Tensor | None = None,
+        quantize: str | None = None,
+        layout: str = "compact",
+        rows: torch.Tensor | None = None,
+    ) -> Received:
+        """``rows``: where rows go, by default to the memory that was set aside for them."""
+        memory, pairs = self._open(), (tokens, self.top_k)
         checks.check_given("dispatch", "topk_ids", topk_ids, self.device, pairs, IDS)
         if topk_weights is not None:
             checks.check_given("dispatch", "topk_weights", topk_weights, self.device, pairs, (torch.float32,))
@@ -198,6 +213,8 @@ class ExpertParallel:
         weights = "weights given" if weighted else "no weights"
         self._compare(f"dispatch() in slot {number}, layout={layout!r}, {weights}, of {x.dtype}, {form}")
         slot, tensors, scales = memory.slots[number], memory.layouts[number][layout], None
+        if rows is not None:
+            tensors = tensors._replace(rows=rows)
         narrow = x.dtype if quantize is None else checks.quantized_dtype()
         if form.SCALES:
             slot, tensors, scales = memory.narrow(number, layout, narrow if x_scales is None else BYTES, form.SCALES)
@@ -335,6 +352,13 @@ class ExpertParallel:
             rows = rows.view(self.num_local_experts, self.capacity, self.hidden)
             factors = None if factors is None else factors.view(*rows.shape[:-1], -1)
         return rows, tensors.counts, tensors.offsets, factors
+
+    def _places(self, received: Received) -> torch.Tensor:
+        """int32 ``[ranks, max_tokens, top_k]``: which row each choice of each rank's tokens is; -1 for none here."""
+        memory, e = self._open(), self._extents
+        slot, tensors = memory.slots[received._slot], memory.layouts[received._slot][received.layout]
+        there = torch.arange(e.M, device=self.device) < slot.tokens[:, None]
+        return torch.where(there[:, :, None], tensors.places.view(e.W, e.M, e.K), -1)
 
     def _release(self, received: Received) -> None:
         self._enter()

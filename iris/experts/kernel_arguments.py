@@ -84,3 +84,5 @@ class Form(NamedTuple):
     GROUP: int = 1
     LARGEST: float = 0.0
     """The largest number of the type that they are rounded to."""
+    MOVES: bool = True
+    """Whether rows travel, and not the choices alone."""

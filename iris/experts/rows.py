@@ -94,13 +94,50 @@ def send_rows(ctx, slot, x, scales, topk_ids, tokens, call, FORM: tl.constexpr, 
     QUANTIZE: tl.constexpr = FORM.QUANTIZE
     rank, program = ctx.cur_rank, tl.program_id(0)
     first, last = chunk_of(tokens, program)
-    for token in range(first, last):
-        owner = owners(load_choices(topk_ids, token, EXTENTS), EXTENTS)
-        if QUANTIZE == NOT:
-            send_as_it_is(ctx, slot, x, scales, token=token, owner=owner, FORM=FORM, EXTENTS=EXTENTS)
-        else:
-            send_narrow(ctx, slot, x, scales, token=token, owner=owner, FORM=FORM, EXTENTS=EXTENTS)
+    if FORM.MOVES:
+        for token in range(first, last):
+            owner = owners(load_choices(topk_ids, token, EXTENTS), EXTENTS)
+            if QUANTIZE == NOT:
+                send_as_it_is(ctx, slot, x, scales, token=token, owner=owner, FORM=FORM, EXTENTS=EXTENTS)
+            else:
+                send_narrow(ctx, slot, x, scales, token=token, owner=owner, FORM=FORM, EXTENTS=EXTENTS)
     signal_others(ctx, slot.sent + rank * tl.num_programs(0) + program, call)
+
+
+@triton.jit
+def copy_row(slot, x, scales, layout, token, source, rank, copied, FORM: tl.constexpr, EXTENTS: tl.constexpr):
+    """Copy one row, and its factors, to the rows ``copied``, an element for each choice; -1 for none."""
+    K: tl.constexpr = EXTENTS.K
+    SCALES: tl.constexpr = FORM.SCALES
+    QUANTIZE: tl.constexpr = FORM.QUANTIZE
+    k, column, i = choices(EXTENTS), tl.arange(0, EXTENTS.BLOCK), tl.arange(0, FORM.LANES)
+    there, own = tl.cast(source, tl.int64) * EXTENTS.M + token, tl.cast(token, tl.int64)
+    for begin in range(0, EXTENTS.H, EXTENTS.BLOCK):
+        inside = begin + column < EXTENTS.H
+        # Own rows have not gone anywhere, unless they were divided.
+        if QUANTIZE != NOT:
+            data = tl.load(slot.rows + there * EXTENTS.H + begin + column, mask=inside)
+        elif source == rank:
+            data = tl.load(x + own * EXTENTS.H + begin + column, mask=inside)
+        else:
+            data = tl.load(slot.rows + there * EXTENTS.H + begin + column, mask=inside)
+        for choice in tl.static_range(K):
+            row = tl.sum(tl.where(k == choice, copied + 1, 0), axis=0) - 1
+            if row >= 0:
+                target = tl.cast(row, tl.int64) * EXTENTS.H + begin + column
+                tl.store(layout.rows + target, data, mask=inside)
+    if SCALES > 0:
+        mask = i < FORM.SCALES
+        if QUANTIZE != NOT:
+            factors = tl.load(scales.sent + there * FORM.SCALES + i, mask=mask)
+        elif source == rank:
+            factors = tl.load(scales.given + own * FORM.SCALES + i, mask=mask)
+        else:
+            factors = tl.load(scales.sent + there * FORM.SCALES + i, mask=mask)
+        for choice in tl.static_range(K):
+            row = tl.sum(tl.where(k == choice, copied + 1, 0), axis=0) - 1
+            if row >= 0:
+                tl.store(scales.placed + tl.cast(row, tl.int64) * FORM.SCALES + i, factors, mask=mask)
 
 
 @triton.jit
@@ -109,48 +146,30 @@ def copy_rows(slot, x, scales, layout, source, rank, start, FORM: tl.constexpr, 
 
     ``start``: the row where the first of them goes, by expert.
     """
-    K: tl.constexpr = EXTENTS.K
-    SCALES: tl.constexpr = FORM.SCALES
-    QUANTIZE: tl.constexpr = FORM.QUANTIZE
     first, last = chunk_of(tl.load(slot.tokens + source), tl.program_id(0))
-    expert, k, column = tl.arange(0, EXTENTS.LOCALS), choices(EXTENTS), tl.arange(0, EXTENTS.BLOCK)
-    i = tl.arange(0, FORM.LANES)
+    expert, k = tl.arange(0, EXTENTS.LOCALS), choices(EXTENTS)
     for token in range(first, last):
         there = tl.cast(source, tl.int64) * EXTENTS.M + token
-        own = tl.cast(token, tl.int64)
         chosen = load_choices(slot.ids, there, EXTENTS)
         local = tl.where(owners(chosen, EXTENTS) == rank, chosen - rank * EXTENTS.LOCAL, -1)
         is_expert = local[:, None] == expert[None, :]
         place = tl.where(local >= 0, tl.sum(tl.where(is_expert, start[None, :], 0), axis=1), -1)
         start += tl.max(is_expert.to(tl.int32), axis=0)
         tl.store(layout.places + there * EXTENTS.K + k, place, mask=k < EXTENTS.K)
-        # The row of an expert that was chosen twice is copied for the first choice.
-        again = (local[:, None] == local[None, :]) & (k[:, None] > k[None, :])
-        copied = tl.where(tl.max(again.to(tl.int32), axis=1) > 0, -1, place)
-        if tl.max(copied, axis=0) >= 0:
-            for begin in range(0, EXTENTS.H, EXTENTS.BLOCK):
-                inside = begin + column < EXTENTS.H
-                # Own rows have not gone anywhere, unless they were divided.
-                if QUANTIZE != NOT:
-                    data = tl.load(slot.rows + there * EXTENTS.H + begin + column, mask=inside)
-                elif source == rank:
-                    data = tl.load(x + own * EXTENTS.H + begin + column, mask=inside)
-                else:
-                    data = tl.load(slot.rows + there * EXTENTS.H + begin + column, mask=inside)
-                for choice in tl.static_range(K):
-                    row = tl.sum(tl.where(k == choice, copied + 1, 0), axis=0) - 1
-                    if row >= 0:
-                        target = tl.cast(row, tl.int64) * EXTENTS.H + begin + column
-                        tl.store(layout.rows + target, data, mask=inside)
-            if SCALES > 0:
-                mask = i < FORM.SCALES
-                if QUANTIZE != NOT:
-                    factors = tl.load(scales.sent + there * FORM.SCALES + i, mask=mask)
-                elif source == rank:
-                    factors = tl.load(scales.given + own * FORM.SCALES + i, mask=mask)
-                else:
-                    factors = tl.load(scales.sent + there * FORM.SCALES + i, mask=mask)
-                for choice in tl.static_range(K):
-                    row = tl.sum(tl.where(k == choice, copied + 1, 0), axis=0) - 1
-                    if row >= 0:
-                        tl.store(scales.placed + tl.cast(row, tl.int64) * FORM.SCALES + i, factors, mask=mask)
+        if FORM.MOVES:
+            # The row of an expert that was chosen twice is copied for the first choice.
+            again = (local[:, None] == local[None, :]) & (k[:, None] > k[None, :])
+            copied = tl.where(tl.max(again.to(tl.int32), axis=1) > 0, -1, place)
+            if tl.max(copied, axis=0) >= 0:
+                copy_row(
+                    slot,
+                    x,
+                    scales,
+                    layout,
+                    token=token,
+                    source=source,
+                    rank=rank,
+                    copied=copied,
+                    FORM=FORM,
+                    EXTENTS=EXTENTS,
+                )
