@@ -384,7 +384,7 @@ class ExpertParallel:
                 self._launches[key] = launch = prepare(kernel, grid, *args, num_warps=NUM_WARPS, **options)
             if only_prepare:
                 return
-            launch(current_raw_stream(self.device.index) if self._on_gpu else None, addresses(args))
+            launch(current_raw_stream(self._context.gpu_id) if self._on_gpu else None, addresses(args))
             if simulator.ACTIVE:
                 # It is over, and so what has gone wrong in it is known.
                 self._abort_flag.raise_recorded(describe_address)

@@ -3,11 +3,13 @@
 import torch
 
 from codegen.collective_arguments import BF16, FLOAT32, INT32, INT64
-from iris.experts.combine import GIVEN
+from iris.experts.combine import GIVEN, combine
+from iris.experts.dispatch import dispatch
 from iris.experts.kernel_arguments import Form, Layout, Scales, Slot
 from iris.experts.memory import extents
 from iris.experts.rows import BY_BLOCK, BY_ROW, GROUP, NOT
 
+EXPERT_KERNELS = (dispatch, combine)
 # Of four ranks, as DeepSeek-V3 has them, in bf16.
 EXTENTS = extents(4, num_experts=256, top_k=8, max_tokens=128, hidden=7168, dtype=torch.bfloat16)
 SLOT = Slot(INT64, *[INT32] * 8, FLOAT32, BF16, BF16)

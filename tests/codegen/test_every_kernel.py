@@ -21,7 +21,7 @@ from codegen.collective_arguments import (
     W,
     collective_in_tuples,
 )
-from codegen.expert_arguments import EXPERTS
+from codegen.expert_arguments import EXPERT_KERNELS, EXPERTS
 from codegen.offline import TARGETS, by_turns, compile_for, targets_by_turns
 from codegen.operations import is_barrier, is_data, releases
 from iris.ccl.atomic import atomic
@@ -127,7 +127,7 @@ FIRST = [["context_tensor"], ["channel"], ["queues"]]
 
 def is_launched(function):
     """Of the functions that the files of collectives, fused operations, experts and tiles define."""
-    return function.arg_names[:1] in FIRST or function.fn.__name__ in ("add_parts", "dispatch", "combine")
+    return function.arg_names[:1] in FIRST or function.fn.__name__ == "add_parts" or function in EXPERT_KERNELS
 
 
 def kernels():

@@ -55,8 +55,9 @@ def given(ctx, dtype, blocked, layout):
         x, scales = rows(ctx.cur_rank), factors(ctx.cur_rank)
         received = ep.dispatch(x, ids, weights, x_scales=scales, layout=layout)
         assert received.rows.dtype == dtype and received.scales.shape == (*received.rows.shape[:-1], blocks)
-        for place, wanted in of_experts(layer, ep, received, rows, routing, round):
-            assert torch.equal(received.rows.flatten(0, -2)[place].view(torch.uint8), wanted.view(torch.uint8))
+        raw = received.rows.view(torch.uint8).flatten(0, -2)
+        for place, wanted in of_experts(layer, ep, received, lambda rank: rows(rank).view(torch.uint8), routing, round):
+            assert torch.equal(raw[place], wanted)
         for place, wanted in of_experts(layer, ep, received, factors, routing, round):
             assert torch.equal(received.scales.flatten(0, -2)[place], wanted)
         # Every expert returns what it has got.

@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 
+import iris
 from experts.layers import K, Layer, done_with, experts
 from iris.errors import (
     HeapClosedError,
@@ -77,10 +79,6 @@ def on(device, given):
 @pytest.fixture(scope="module")
 def alone():
     """A context of one rank, also where there are more."""
-    import torch.distributed as dist
-
-    import iris
-
     group = None
     if dist.is_initialized():
         group = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
