@@ -373,9 +373,10 @@ class ExpertParallel:
     def _launch(self, name: str, *args: Any, only_prepare: bool = False) -> None:
         """Enqueue on the current stream; compile first, if pointers are aligned as in no launch before."""
         kernel = dispatch if name == "dispatch" else combine
-        tensors = [each for each in args if isinstance(each, torch.Tensor)]
+        given = (each.given if isinstance(each, Scales) else each for each in args)
+        kinds = [(each.dtype, each.data_ptr() % 16) for each in given if isinstance(each, torch.Tensor)]
         # The form of the rows, or whose weights they are multiplied by: a constant of the kernel.
-        key = (name, args[-2], *((each.dtype, each.data_ptr() % 16) for each in tensors))
+        key = (name, args[-2], *kinds)
         try:
             launch = self._launches.get(key)
             if launch is None:
