@@ -23,8 +23,8 @@ PARTS := test-operations test-simulator test-over-hosts test-compiled test-oldes
 OPERATIONS := language ops sanitizer tracing test_docs.py
 
 # What runs under the sanitizer only; and besides, in `make test-all`, all that uses ranks.
-SANITIZED := x ops/test_rounds.py test_example_folders.py test_example_refusals.py
-ALSO_SANITIZED := $(if $(IRIS_TEST_ALL),language ops ccl heap tracing $(addprefix test_,$(addsuffix .py,\
+SANITIZED := x ops/test_rounds.py experts/test_rounds.py test_example_folders.py test_example_refusals.py
+ALSO_SANITIZED := $(if $(IRIS_TEST_ALL),language ops ccl experts heap tracing $(addprefix test_,$(addsuffix .py,\
 	bench bench_over_hosts bootstrap context docs examples hosts tensors world)))
 
 # What the oldest Triton compiles, for the GPUs that were run, and runs: in `make test-all` for all, and by torchrun too.

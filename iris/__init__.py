@@ -31,7 +31,7 @@ from iris import simulator  # isort: skip
 from iris import sanitizer as _sanitizer  # noqa: F401 # isort: skip
 from logging import DEBUG, ERROR, INFO, WARNING
 
-from iris import ccl, experimental, gluon, ops, spawn, x
+from iris import ccl, experimental, experts, gluon, ops, spawn, x
 from iris.bench.timing import do_bench
 from iris.context import Iris, iris
 from iris.language.context import DeviceContext
@@ -89,6 +89,7 @@ __all__ = [
     "do_bench",
     "errors",
     "experimental",
+    "experts",
     "get",
     "gluon",
     "iris",

@@ -13,6 +13,7 @@ from iris.ccl.over_hosts import CollectivesOverHosts
 from iris.compat.cuda import current_raw_stream
 from iris.cuda_graphs.capture import refuse_in_capture
 from iris.errors import NotAStreamError, NotPicklableError, PeerLostError
+from iris.experts import ExpertParallel, ExpertsConfig
 from iris.failures import differing_calls, peer_loss  # noqa: F401 (each registers what this process does then)
 from iris.failures.device_record import DeviceRecord
 from iris.heap import SymmetricHeap, describe_address
@@ -85,6 +86,7 @@ class Iris(Factories, SymmetricTensors, ProcessGroups):
         self.heap = SymmetricHeap(self._world.group, heap_size, self.device, hosts)
         self.heap_size = heap_size
         self._barriers: dict[dist.ProcessGroup | None, DeviceBarrier] = {}
+        self._expert_parallels: list[ExpertParallel] = []
         try:
             ProcessGroups.__init__(self, self._world, DeviceRecord(self.device))
         except BaseException:
@@ -246,6 +248,37 @@ class Iris(Factories, SymmetricTensors, ProcessGroups):
         src = src if source_rank is None else source_rank
         return broadcast_object(self._world.group, self.device, value, src, lambda: self._drain(None))
 
+    @breaks_graph("the ranks meet on the host")
+    def experts(
+        self,
+        *,
+        num_experts: int,
+        hidden: int,
+        max_tokens: int,
+        top_k: int,
+        dtype: torch.dtype = torch.bfloat16,
+        group: dist.ProcessGroup | None = None,
+        config: ExpertsConfig | None = None,
+    ) -> ExpertParallel:
+        """Set memory aside for tokens that go to experts on other ranks, and back. Collective over ``group``; blocks.
+
+        Each of W ranks has E / W of E ``num_experts``, and up to M ``max_tokens`` of H ``hidden`` elements of b bytes,
+        bf16, fp16 or fp32, with up to K ``top_k`` experts each. For each of `ExpertsConfig.in_flight` a rank needs
+        ``W M (2 H b + 8 K) + 4 P E`` bytes, with P programs, and 4 K a row for places; besides, for results
+        ``E M H b`` (expanded) and ``(W M min(K, E / W) + alignment E / W) H b`` (compact).
+
+        `InvalidExpertsError` and `InvalidConfigError` say what cannot work, `MismatchedCollectiveError` that ranks ask
+        for different things, `SeveralHostsError` that they are on several hosts.
+        """
+        self.heap.check_open()
+        refuse_in_capture("ctx.experts()")
+        group = None if group is dist.group.WORLD else group
+        if group is not None:
+            check_process_group(group)
+        made = ExpertParallel(self, num_experts, hidden, max_tokens, top_k, dtype, group, config)
+        self._expert_parallels.append(made)
+        return made
+
     def debug(self, message: object) -> None:
         """Log ``message`` at level ``iris.DEBUG`` with the rank in front. Local."""
         self._log(logging.DEBUG, message)
@@ -310,6 +343,8 @@ class Iris(Factories, SymmetricTensors, ProcessGroups):
         self._barriers.clear()
         self.ccl.close()
         self.ops.close()
+        for made in self._expert_parallels:
+            made.close()
         self._workspaces.clear()
 
     def _forget(self, group: dist.ProcessGroup) -> None:

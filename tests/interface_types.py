@@ -7,6 +7,7 @@ import torch
 import iris
 from iris.ccl.collectives import Collectives
 from iris.ccl.work import Work
+from iris.experts import ExpertParallel, Received
 from iris.ops.operations import Operations
 from iris.tracing.recording import Tracing
 
@@ -24,4 +25,10 @@ if TYPE_CHECKING:
         assert_type(ctx.ccl.all_reduce(x, x), Work | None)
         assert_type(ctx.ops.matmul_all_reduce(x, x, x), Work | None)
         assert_type(iris.ops.grouped_mm(x, x, offs=x), torch.Tensor)
+        ep = ctx.experts(num_experts=2, hidden=8, max_tokens=4, top_k=2)
+        assert_type(ep, ExpertParallel)
+        received = ep.dispatch(x, x)
+        assert_type(received, Received)
+        assert_type(received.to_host().counts, list[int])
+        assert_type(ep.combine(received.rows, received), torch.Tensor)
         iris.ccl.functional.all_reduce(x, iris.ccl.functional.name_of(ctx))

@@ -13,6 +13,7 @@ from torch_factories import Torch
 import iris
 from iris.ccl import Config
 from iris.errors import IrisError
+from iris.experts import ExpertsConfig
 from iris.ops import FusedConfig, grouped_mm
 
 
@@ -146,6 +147,16 @@ def test_the_factories_take_what_torch_takes(ctx, argument):
             assert argument in SIZES and kind in ALSO_SIZES, case
 
 
+def of_experts(ctx, **given):
+    sizes = {"num_experts": 2, "hidden": 8, "max_tokens": 4, "top_k": 2, "dtype": torch.float32}
+    return ctx.experts(**sizes | given)
+
+
+def dispatched(ep, **given):
+    x = torch.ones(4, 8, device=ep.device)
+    return ep.dispatch(x, torch.zeros(4, 2, dtype=torch.int64, device=ep.device), **given)
+
+
 HERE = {
     "heap_size": lambda ctx, v: iris.iris(v).close(),
     "process_group": lambda ctx, v: iris.Iris(1 << 20, process_group=v).close(),
@@ -173,6 +184,18 @@ HERE = {
     "activation": lambda ctx, v: grouped_mm(ctx.ones(1, 2, 16), ctx.ones(1, 16, 16), activation=v),
     "out_dtype": lambda ctx, v: grouped_mm(ctx.ones(1, 2, 16), ctx.ones(1, 16, 16), out_dtype=v),
     "eps": lambda ctx, v: ctx.ops.all_reduce_rms_norm(ctx.ones(2, 4), ctx.ones(2, 4), ctx.ones(4), v),
+    "num_experts": lambda ctx, v: of_experts(ctx, num_experts=v),
+    "hidden": lambda ctx, v: of_experts(ctx, hidden=v),
+    "max_tokens": lambda ctx, v: of_experts(ctx, max_tokens=v),
+    "top_k": lambda ctx, v: of_experts(ctx, top_k=v),
+    "a dtype of rows": lambda ctx, v: of_experts(ctx, dtype=v),
+    "a group of experts": lambda ctx, v: of_experts(ctx, group=v),
+    "the config of experts": lambda ctx, v: of_experts(ctx, config=v),
+    "tokens": lambda ctx, v: of_experts(ctx).dispatch(v, torch.zeros(4, 2, dtype=torch.int64, device=ctx.device)),
+    "topk_ids": lambda ctx, v: of_experts(ctx).dispatch(ctx.ones(4, 8), v),
+    "a layout of rows": lambda ctx, v: dispatched(of_experts(ctx), layout=v),
+    "rows": lambda ctx, v: (ep := of_experts(ctx)).combine(v, dispatched(ep)),
+    "received": lambda ctx, v: of_experts(ctx).combine(ctx.ones(4, 8), v),
     "max_events": lambda ctx, v: ctx.tracing.enable(v),
     "fn": lambda ctx, v: iris.do_bench(v, n_repeat=1),
     "barrier_fn": lambda ctx, v: iris.do_bench(int, v, n_repeat=1),
@@ -181,6 +204,7 @@ HERE = {
     "quantiles": lambda ctx, v: iris.do_bench(int, n_repeat=1, quantiles=v),
     "return_mode": lambda ctx, v: iris.do_bench(int, n_repeat=1, return_mode=v),
     "Config": lambda ctx, v: [Config(**{name: v}) for name in Config.__dataclass_fields__],
+    "ExpertsConfig": lambda ctx, v: [ExpertsConfig(**{name: v}) for name in ExpertsConfig.__dataclass_fields__],
     "FusedConfig": lambda ctx, v: [FusedConfig(**{name: v}) for name in FusedConfig.__dataclass_fields__],
 }
 NOTHING = {"None"}
@@ -198,12 +222,14 @@ TAKEN = {
     "quantiles": NOTHING | {"an empty list"},
 }
 TAKEN |= dict.fromkeys(("scale_a", "activation", "out_dtype"), NOTHING)
+TAKEN |= dict.fromkeys(("num_experts", "hidden", "max_tokens"), INTEGERS)
 TAKEN |= dict.fromkeys(("heap_size", "max_events", "n_warmup", "n_repeat"), INTEGERS)
 TAKEN |= {
     name: NOTHING
     for name in HERE
     if name in ("process_group", "config", "workspace", "Config", "communicator()", "release_graphs()")
     or "group" in name or "barrier()" in name or "product" in name
+    or name == "the config of experts"
 }  # fmt: skip
 
 

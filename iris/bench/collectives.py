@@ -6,8 +6,6 @@ slowest counts. Bus bandwidth as nccl-tests define it (their PERFORMANCE.md): wh
 least, over the time.
 """
 
-import csv
-import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -19,12 +17,11 @@ import torch.distributed as dist
 from iris import simulator
 from iris.bench import optional_peers, peers
 from iris.bench.ranks import failure, on_any_rank
-from iris.bench.report import environment, numbers
+from iris.bench.report import save_rows
 from iris.bench.timing import Operands, capture, counts, do_bench, microseconds_in_turns
 from iris.ccl import Config
 from iris.ccl.select import name_of_ranks
 from iris.ccl.select_over_hosts import IRIS
-from iris.commands.files import written
 from iris.context import Iris
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
@@ -276,10 +273,4 @@ def _case(
 def write(folder: Path, num_ranks: int, rows: list[Row], ceiling: dict[str, float], num_hosts: int = 1) -> None:
     """The rows as CSV and JSON, the latter with what they depend on."""
     table = folder / f"collectives_{name_of_ranks(num_ranks // num_hosts, num_hosts)}.csv"
-    with written(table), open(table, "w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(Row._fields)
-        writer.writerows(rows)
-    result = {**environment(), **numbers(num_ranks, num_hosts), **ceiling, "rows": [row._asdict() for row in rows]}
-    with written(table):
-        table.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
+    save_rows(table, num_ranks, num_hosts, rows, **ceiling)

@@ -9,8 +9,6 @@ with that of the vendor once before it is timed.
 Of fp8 A lies by rows and B by columns, as cuBLAS takes them, the result is bf16, and the factors are 1.
 """
 
-import csv
-import json
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -22,8 +20,7 @@ import torch.distributed as dist
 from iris.bench import optional_peers
 from iris.bench.collectives import microseconds_of_each, ready
 from iris.bench.ranks import failure, on_any_rank
-from iris.bench.report import environment, numbers
-from iris.commands.files import written
+from iris.bench.report import save_rows
 from iris.compat.scaled_mm import scaled_mm
 from iris.compat.symmetric_memory import allow_fused_operators
 from iris.context import Iris
@@ -344,11 +341,4 @@ def _side_by_side(
 
 def write(folder: Path, name: str, num_ranks: int, rows: list[Row], num_hosts: int = 1) -> None:
     """The rows as CSV and JSON, the latter with what they depend on."""
-    table = folder / f"{name}.csv"
-    with written(table), open(table, "w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(Row._fields)
-        writer.writerows(rows)
-    result = {**environment(), **numbers(num_ranks, num_hosts), "rows": [row._asdict() for row in rows]}
-    with written(table):
-        table.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
+    save_rows(folder / f"{name}.csv", num_ranks, num_hosts, rows)

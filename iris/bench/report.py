@@ -1,11 +1,13 @@
 """A benchmark's results with what is needed to read them later: command, date, versions, device."""
 
+import csv
 import datetime
 import json
 import os
 import platform
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +77,17 @@ def save(path: Path, num_ranks: int, figures: dict[str, float], num_hosts: int =
     result = {**environment(), **numbers(num_ranks, num_hosts), "figures": figures}
     with written(path):
         path.write_text(json.dumps(result, indent=2) + "\n")
+
+
+def save_rows(table: Path, num_ranks: int, num_hosts: int, rows: Sequence[Any], **more: Any) -> None:
+    """Write ``rows``, NamedTuples of one kind, as CSV, and beside it as JSON with what they depend on, and ``more``."""
+    with written(table), open(table, "w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(rows[0]._fields)
+        writer.writerows(rows)
+    result = {**environment(), **numbers(num_ranks, num_hosts), **more, "rows": [row._asdict() for row in rows]}
+    with written(table):
+        table.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
 
 
 def below_floor(

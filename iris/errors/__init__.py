@@ -23,6 +23,7 @@ from iris.errors.collectives import (
     UnsupportedReductionError,
     WorkspaceTooSmallError,
 )
+from iris.errors.experts import InvalidExpertsError, ReceivedUsedUpError, TooManyInFlightError
 from iris.errors.heap import (
     FreedTensorError,
     HeapClosedError,
@@ -99,6 +100,7 @@ __all__ = [
     "InvalidContextError",
     "InvalidCountError",
     "InvalidDtypeError",
+    "InvalidExpertsError",
     "InvalidGroupError",
     "InvalidHeapSizeError",
     "InvalidLayoutError",
@@ -136,10 +138,12 @@ __all__ = [
     "PeerLostError",
     "ProcessUnreachableError",
     "RankOutOfRangeError",
+    "ReceivedUsedUpError",
     "RemoteRankError",
     "SeveralHostsError",
     "SharedDeviceError",
     "SharedMemoryRaceError",
+    "TooManyInFlightError",
     "TooManyStreamsError",
     "TritonMissingError",
     "UnclearedMemoryError",

@@ -16,6 +16,7 @@ from triton.runtime.jit import KernelInterface
 from codegen import device_kernels, test_cdna3_kernels, test_clusters, test_fused_dtypes, test_generated_code
 from codegen import test_every_kernel as every
 from codegen import test_example_kernels as examples
+from codegen import test_expert_kernels as experts
 from codegen import test_grouped_kernels as grouped
 from codegen import test_hopper_kernels as hopper
 from codegen import test_options as options
@@ -54,6 +55,7 @@ def cases(target: str, setting: dict[str, str]) -> Iterator[Case]:
     yield from _hopper()
     yield from _cdna()
     yield from _clusters()
+    yield from _experts(target)
     yield from _tiles()
     yield from _examples(target)
     yield from _ordering()
@@ -151,6 +153,15 @@ def _clusters() -> Iterator[Case]:
         yield Case(f"ops {_named(kernel)} {pieces} pieces", kernel, arguments, {"num_warps": warps}, NVIDIA)
     kernel, arguments = test_clusters.of_bf16(16)
     yield Case(f"ops {_named(kernel)} bf16", kernel, arguments, {"num_warps": 2}, NVIDIA)
+
+
+def _experts(target: str) -> Iterator[Case]:
+    """Dispatch of fp8, and combine by other weights."""
+    warps = {"num_warps": 8}
+    for form in experts.FORMS:
+        yield Case(f"experts dispatch {form}", experts.dispatch, experts.of_form(form, target), warps)
+    for name in experts.WEIGHTS:
+        yield Case(f"experts combine {name}", experts.combine, experts.weighted(name), warps)
 
 
 def _tiles() -> Iterator[Case]:

@@ -21,6 +21,7 @@ from codegen.collective_arguments import (
     W,
     collective_in_tuples,
 )
+from codegen.expert_arguments import EXPERT_KERNELS, EXPERTS
 from codegen.offline import TARGETS, by_turns, compile_for, targets_by_turns
 from codegen.operations import is_barrier, is_data, releases
 from iris.ccl.atomic import atomic
@@ -125,8 +126,8 @@ FIRST = [["context_tensor"], ["channel"], ["queues"]]
 
 
 def is_launched(function):
-    """Of the functions that the files of collectives, fused operations and tiles define."""
-    return function.arg_names[:1] in FIRST or function.fn.__name__ == "add_parts"
+    """Of the functions that the files of collectives, fused operations, experts and tiles define."""
+    return function.arg_names[:1] in FIRST or function.fn.__name__ == "add_parts" or function in EXPERT_KERNELS
 
 
 def kernels():
@@ -145,7 +146,7 @@ def kernels():
         for name, value in vars(module).items():
             if not isinstance(value, (JITFunction, GluonJITFunction)):
                 continue
-            if {"ccl", "ops", "x"} & set(file.relative_to(ROOT).parts) and not is_launched(value):
+            if {"ccl", "ops", "experts", "x"} & set(file.relative_to(ROOT).parts) and not is_launched(value):
                 continue
             if Path(value.fn.__code__.co_filename) == file:
                 yield f"{file.relative_to(ROOT)}:{name}", value
@@ -169,6 +170,8 @@ def arguments_of(kernel, **instead):
         given = given | OPERATIONS | ROWS
     elif place.parent.name == "ops":
         given = given | OPERATIONS
+    if place.parent.name == "experts":
+        given = given | EXPERTS
     if kernel.fn.__name__ == "count_up":
         given = given | {"counter": INT64}
     if place.parent.name == "tracing":
@@ -218,7 +221,7 @@ def test_kernel(target, kernel):
     operations = compiled.operations()
     if kernel.fn.__name__ not in SCALAR:
         assert any(map(is_data, operations)), operations
-    if place.parent.name in ("ccl", "ops"):
+    if place.parent.name in ("ccl", "ops", "experts"):
         # Their loops are laid out in another order than they run in, so before that: in one straight piece of code.
         lines = compiled.ttgir.splitlines()
         for i, line in enumerate(lines):
@@ -356,6 +359,8 @@ def test_no_kernel_is_missing():
         "iris/ccl/two_shot",
         "iris/ccl/two_shot_push",
         "iris/demo",
+        "iris/experts/combine",
+        "iris/experts/dispatch",
         "iris/ops/all_gather_matmul",
         "iris/ops/copies",
         "iris/ops/matmul_all_gather",
@@ -382,7 +387,7 @@ def test_where_peers_are_is_looked_up_before_the_loops(target, kernel):
 
 @pytest.mark.parametrize(
     ("target", "kernel"),
-    [each for each in COMPILED if re.search("sm_90-(iris/ccl/|iris/ops/|iris/device_barrier)", each.id)],
+    [each for each in COMPILED if re.search("sm_90-(iris/ccl/|iris/ops/|iris/experts/|iris/device_barrier)", each.id)],
 )
 def test_launches_that_may_begin_early_wait_before_they_touch_memory(target, kernel):
     code = compile_for(target, kernel, *arguments_of(kernel))

@@ -58,6 +58,7 @@ def compare(ctx, name, compiler):
 
 def test_they_are_there_once_iris_is_imported():
     names = "iris.ops.functional, iris.ccl.functional, torch.ops.iris.matmul_all_reduce, torch.ops.iris.all_reduce"
+    names += ", iris.experts.functional, torch.ops.iris.experts_dispatch"
     subprocess.run([*python(), "-c", f"import iris, torch; {names}"], check=True, timeout=LIMIT_S)
 
 

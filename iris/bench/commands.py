@@ -1,0 +1,170 @@
+"""``python -m iris bench``: its commands and their options. What they measure is imported when they run."""
+
+from pathlib import Path
+
+import click
+
+from iris import requirements
+from iris.bench.options import DTYPES, FACTORS, NUM_RANKS, Floors, Numbers
+
+
+@click.group()
+def bench() -> None:
+    """Measure what Iris reaches on this machine, beside others."""
+
+
+@bench.command()
+@click.option("--collective", "collectives", multiple=True, help="One of the collectives; all if not given.")
+@click.option(
+    "--library",
+    "libraries",
+    multiple=True,
+    help="iris, 'iris steps' (its own over several hosts, where iris may leave a call to NCCL), 'iris gluon', nccl, "
+    "'nccl windows', torch; and for all_reduce flashinfer, 'flashinfer one shot', 'flashinfer two shot' or sglang. If "
+    "not given, all of the first that span the hosts, and on one host flashinfer and sglang where they are installed.",
+)
+@click.option("--dtype", type=DTYPES, default="bfloat16", show_default=True)
+@click.option(
+    "--sizes", type=Numbers(",", 1), default="1,8,32,128,512,2048,8192,65536,262144", show_default=True, help="In KiB."
+)
+@click.option(
+    "--sms",
+    type=Numbers(",", 0),
+    default="0",
+    show_default=True,
+    help="Multiprocessors to use at most; 0: each library's choice. Over several hosts nccl alone takes another.",
+)
+@click.option("--floors", type=Floors(), help="Fail below the figures of this file.")
+@click.option("--out", type=click.Path(path_type=Path), help="Folder for CSV, JSON and pictures.")
+@NUM_RANKS
+def ccl(
+    collectives: tuple[str, ...],
+    libraries: tuple[str, ...],
+    dtype: str,
+    sizes: tuple[int, ...],
+    sms: tuple[int, ...],
+    floors: Path | None,
+    out: Path | None,
+    num_ranks: int | None,
+) -> None:
+    """Collectives of Iris, the vendor's library, torch and others, side by side.
+
+    Among ranks that it starts, or under torchrun.
+
+    Exit status 1 if a figure misses its floor, or a result of Iris is wrong.
+    """
+    requirements.check()
+    from iris.bench import ccl_command
+
+    ccl_command.run(collectives, libraries, dtype, sizes, sms, floors, out, num_ranks)
+
+
+@bench.command()
+@click.option("--operation", "operations", multiple=True, help="One of the fused operations; all if not given.")
+@click.option(
+    "--library",
+    "libraries",
+    multiple=True,
+    help="iris, 'iris triton', vendor, torch, gemm ...; and for all_reduce_rms_norm flashinfer, 'flashinfer one shot', "
+    "'flashinfer two shot' or sglang. If not given, all of the first, and of the others flashinfer and sglang where "
+    "they are installed.",
+)
+@click.option("--dtype", type=FACTORS, default="bfloat16", show_default=True)
+@click.option(
+    "--shape",
+    "shapes",
+    type=Numbers("x", 0, count=3),
+    multiple=True,
+    help="MxNxK of a product, MxNx0 of rows to normalise; if not given, those of large models.",
+)
+@click.option("--sweep", is_flag=True, help="M from 16 to 16384, with N = K = 8192, besides these.")
+@click.option("--floors", type=Floors(), help="Fail below the figures of this file.")
+@click.option("--out", type=click.Path(path_type=Path), help="Folder for CSV, JSON and pictures.")
+@NUM_RANKS
+def ops(
+    operations: tuple[str, ...],
+    libraries: tuple[str, ...],
+    dtype: str,
+    shapes: tuple[tuple[int, int, int], ...],
+    sweep: bool,
+    floors: Path | None,
+    out: Path | None,
+    num_ranks: int | None,
+) -> None:
+    """Fused operations of Iris, the vendor's GEMM with its collectives, torch's own and others, side by side.
+
+    Among ranks that it starts, or under torchrun.
+
+    Exit status 1 if a figure misses its floor, or a result of Iris is wrong.
+    """
+    requirements.check()
+    from iris.bench import ops_command
+
+    ops_command.run(operations, libraries, dtype, shapes, sweep, floors, out, num_ranks)
+
+
+@bench.command()
+@click.option(
+    "--tokens",
+    type=Numbers(",", 1),
+    default="1,8,32,128,512,1024,4096,8192",
+    show_default=True,
+    help="Of each rank.",
+)
+@click.option("--hidden", type=click.IntRange(1), default=7168, show_default=True, help="Elements of a token's row.")
+@click.option("--experts", "num_experts", type=click.IntRange(1), default=256, show_default=True, help="Of all ranks.")
+@click.option("--top-k", type=click.IntRange(1), default=8, show_default=True, help="Experts of a token.")
+@click.option("--layout", "layouts", multiple=True, help="expanded or compact; both if not given.")
+@click.option(
+    "--library",
+    "libraries",
+    multiple=True,
+    help="iris, 'iris fp8' (rows go there as fp8), or torch (all_to_all_single with exact counts); all if not given.",
+)
+@click.option("--dtype", type=DTYPES, default="bfloat16", show_default=True)
+@click.option(
+    "--sms",
+    type=Numbers(",", 0),
+    default="0",
+    show_default=True,
+    help="Multiprocessors that Iris may use at most; 0: its own choice.",
+)
+@click.option("--out", type=click.Path(path_type=Path), help="Folder for CSV and JSON.")
+@NUM_RANKS
+def experts(
+    tokens: tuple[int, ...],
+    hidden: int,
+    num_experts: int,
+    top_k: int,
+    layouts: tuple[str, ...],
+    libraries: tuple[str, ...],
+    dtype: str,
+    sms: tuple[int, ...],
+    out: Path | None,
+    num_ranks: int | None,
+) -> None:
+    """Dispatch and combine of tokens for experts, beside torch.distributed's way.
+
+    Among ranks that it starts, or under torchrun.
+
+    Exit status 1 if a result is wrong.
+    """
+    requirements.check()
+    from iris.bench import experts_command
+
+    experts_command.run(tokens, hidden, num_experts, top_k, layouts, libraries, dtype, sms, out, num_ranks)
+
+
+@bench.command()
+@click.option("--groups", type=click.IntRange(1), default=8, show_default=True, help="Further groups of each kind.")
+@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Write the figures as JSON.")
+@NUM_RANKS
+def memory(groups: int, out: Path | None, num_ranks: int | None) -> None:
+    """How much GPU memory process groups take: the first use of one, each further one, groups of one rank.
+
+    Among ranks that it starts, or under torchrun. Nothing else may use the GPUs meanwhile.
+    """
+    requirements.check()
+    from iris.bench import memory, ranks
+
+    ranks.measure(ranks.number(num_ranks), memory.run_on_rank, groups, out)

@@ -1,0 +1,91 @@
+"""``python -m iris bench experts``: what it prints and writes."""
+
+from pathlib import Path
+
+import click
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from iris import simulator
+from iris.bench import experts as measuring
+from iris.bench import ranks
+from iris.bench.report import save_rows
+from iris.ccl.select import name_of_ranks
+from iris.context import iris
+from iris.errors import UnknownChoiceError
+
+
+def run(
+    tokens: tuple[int, ...],
+    hidden: int,
+    num_experts: int,
+    top_k: int,
+    layouts: tuple[str, ...],
+    libraries: tuple[str, ...],
+    dtype: str,
+    sms: tuple[int, ...],
+    out: Path | None,
+    num_ranks: int | None = None,
+) -> None:
+    """See the command's help. Starts ``num_ranks`` ranks, or is collective over those that torchrun started."""
+    for name, given, possible in (
+        ("--layout", layouts, measuring.LAYOUTS),
+        ("--library", libraries, measuring.LIBRARIES),
+    ):
+        for value in given:
+            if value not in possible:
+                raise UnknownChoiceError(name, value, possible)
+    num_ranks = ranks.number(num_ranks)
+    if num_experts % num_ranks:
+        raise click.UsageError(
+            f"--experts {num_experts} cannot be shared by {num_ranks} ranks; give a multiple of {num_ranks}."
+        )
+    if top_k > num_experts:
+        raise click.UsageError(f"--top-k {top_k} is more than there are experts, {num_experts}.")
+    shapes = [measuring.Shape(each, hidden, num_experts, top_k) for each in tokens]
+    ranks.measure(num_ranks, run_on_rank, shapes, layouts, libraries, dtype, sms, out)
+
+
+def run_on_rank(
+    shapes: list[measuring.Shape],
+    layouts: tuple[str, ...],
+    libraries: tuple[str, ...],
+    dtype: str,
+    sms: tuple[int, ...],
+    out: Path | None,
+) -> list[str]:
+    """Collective over the ranks; returns results that are wrong."""
+    layouts, libraries = layouts or measuring.LAYOUTS, libraries or measuring.LIBRARIES
+    with iris(1 << 20) as ctx:
+        ranks.check_libraries(libraries, ctx.num_hosts, ("torch",))
+        rows: list[measuring.Row] = []
+        name = f"experts_{name_of_ranks(ctx.num_local_ranks, ctx.num_hosts)}.csv"
+        console = Console(stderr=True, quiet=ctx.get_rank() > 0)
+        with Progress(console=console) as progress:
+            of_iris = [library for library in libraries if library != "torch"]
+            each = len(layouts) * len(sms) * len(of_iris) + ("torch" in libraries)
+            task = progress.add_task("experts", total=len(shapes) * each)
+            for row in measuring.measure(ctx, shapes, layouts, sms, libraries, getattr(torch, dtype)):
+                rows.append(row)
+                progress.update(task, advance=1)
+                if ctx.get_rank() == 0 and out is not None:
+                    save_rows(out / name, ctx.num_ranks, ctx.num_hosts, rows)
+        if ctx.get_rank() == 0:
+            show(rows)
+            if simulator.ACTIVE:
+                click.echo(simulator.TIMES)
+    return [f"{row.tokens} tokens, {row.layout or row.library}: {row.reason}" for row in rows if row.reason]
+
+
+def show(rows: list[measuring.Row]) -> None:
+    """A table: a line a measurement."""
+    table = Table("tokens", "library", "layout", "SMs", "in a graph, us", "GB/s", "called, us")
+    for row in rows:
+        in_graph = "-" if row.graph_microseconds is None else f"{row.graph_microseconds:.1f}"
+        rate = "-" if row.link_GBps is None else f"{row.link_GBps:.0f}"
+        called = row.reason if row.call_microseconds is None else f"{row.call_microseconds:.1f}"
+        limit = "-" if row.library == "torch" else str(row.sms or "own")
+        table.add_row(str(row.tokens), row.library, row.layout or "-", limit, in_graph, rate, called)
+    Console(width=150).print(table)

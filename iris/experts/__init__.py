@@ -1,0 +1,8 @@
+"""`ctx.experts`: tokens go to the ranks that hold their experts, and come back."""
+
+from iris.experts import functional
+from iris.experts.config import ExpertsConfig
+from iris.experts.expert_parallel import ExpertParallel
+from iris.experts.received import Received
+
+__all__ = ["ExpertParallel", "ExpertsConfig", "Received", "functional"]

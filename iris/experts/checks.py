@@ -1,0 +1,183 @@
+"""What `ctx.experts` and its calls may be asked for: checked before anything is enqueued."""
+
+from typing import Any
+
+import torch
+
+from iris.arg_parser import count
+from iris.ccl.checks import check_tensor
+from iris.errors import InvalidConfigError, InvalidExpertsError, WrongDeviceError
+from iris.experts.config import DEFAULT, LAYOUTS, ExpertsConfig
+from iris.experts.kernel_arguments import Form
+from iris.experts.rows import BY_BLOCK, BY_ROW, GROUP, NOT
+from iris.language.barrier import LANES
+from iris.language.target import architecture
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+NARROW = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+QUANTIZE = {None: NOT.value, "fp8_row": BY_ROW.value, "fp8_block128": BY_BLOCK.value}
+# Elements of a row of fp8 are a multiple of these: 16 bytes.
+NARROW_MULTIPLE = 16
+# A program compares a token's choices with all experts: blocks of Triton have up to 2^20 elements.
+MOST_EXPERTS, MOST_CHOICES = 4096, 128
+# Rows and pairs are numbered by int32.
+MOST_ROWS = (1 << 31) - 1
+
+
+def sizes(size: int, **asked: object) -> dict[str, int]:
+    """The sizes that `ctx.experts` was asked for, for a group of ``size`` ranks."""
+    found = {}
+    for name, value in asked.items():
+        number = count(value)
+        if number is None:
+            raise InvalidExpertsError(f"ctx.experts({name}={value!r:.60}) cannot work: {name} is 1 or more, a number.")
+        found[name] = number
+    experts, choices = found["num_experts"], found["top_k"]
+    if size > LANES.value:
+        raise InvalidExpertsError(f"ctx.experts() is for groups of up to {LANES.value} ranks, and this one has {size}.")
+    if experts % size:
+        raise InvalidExpertsError(
+            f"ctx.experts(num_experts={experts}) cannot work among {size} ranks: each has as many experts as the "
+            f"others, so num_experts is a multiple of {size}."
+        )
+    if experts > MOST_EXPERTS:
+        raise InvalidExpertsError(f"ctx.experts(num_experts={experts}) cannot work: there are at most {MOST_EXPERTS}.")
+    if choices > min(experts, MOST_CHOICES):
+        raise InvalidExpertsError(
+            f"ctx.experts(top_k={choices}) cannot work: a token has at most {min(experts, MOST_CHOICES)} of {experts} "
+            "experts."
+        )
+    rows = size * found["max_tokens"] * max(choices, experts // size)
+    if rows > MOST_ROWS or found["hidden"] > MOST_ROWS:
+        raise InvalidExpertsError(
+            f"ctx.experts(max_tokens={found['max_tokens']}, hidden={found['hidden']}) cannot work: rows and elements "
+            f"of a row are numbered by 32 bits, and there may be {rows} rows."
+        )
+    return found
+
+
+def check_dtype(dtype: object) -> torch.dtype:
+    if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
+        raise InvalidExpertsError(
+            f"ctx.experts(dtype={dtype!r:.60}) cannot work: rows are of torch.bfloat16, torch.float16 or torch.float32."
+        )
+    return dtype
+
+
+def check_config(config: object) -> ExpertsConfig:
+    """``config``, or the default."""
+    used = DEFAULT if config is None else config
+    if not isinstance(used, ExpertsConfig):
+        raise InvalidConfigError(
+            f"config={config!r:.60} is not possible: it is an iris.experts.ExpertsConfig, or None."
+        )
+    return used
+
+
+def check_layout(layout: object, config: ExpertsConfig) -> str:
+    if not isinstance(layout, str) or layout not in LAYOUTS:
+        raise InvalidExpertsError(
+            f"dispatch(layout={layout!r:.60}) is not possible; it takes one of {', '.join(map(repr, LAYOUTS))}."
+        )
+    if layout not in config.layouts:
+        raise InvalidExpertsError(
+            f"dispatch(layout={layout!r}) has no memory: ExpertsConfig(layouts={config.layouts}) sets none aside. Name "
+            "it there."
+        )
+    return layout
+
+
+def check_given(
+    call: str,
+    role: str,
+    tensor: Any,
+    device: torch.device,
+    shape: tuple[int, ...] | None,
+    dtypes: tuple[torch.dtype, ...],
+) -> None:
+    """That it is a tensor on the device, of this shape, if one is given, and one of these dtypes."""
+    check_tensor(call, tensor)
+    if tensor.device != device:
+        raise WrongDeviceError(
+            f"The {role} of {call}() is on {tensor.device}, and this context works on {device}. Move it there first."
+        )
+    shape = tuple(tensor.shape) if shape is None else shape
+    if tuple(tensor.shape) != shape or tensor.dtype not in dtypes:
+        wanted = " or ".join(str(each) for each in dtypes)
+        raise InvalidExpertsError(
+            f"{call}() takes {role} of shape {list(shape)} and {wanted}; it got {list(tensor.shape)} of {tensor.dtype}."
+        )
+    if tensor.requires_grad and torch.is_grad_enabled():
+        raise InvalidExpertsError(
+            f"{call}() has no gradients, and its {role} requires one. Call it under torch.no_grad(), or with "
+            f"{role}.detach()."
+        )
+
+
+def form_of(x: torch.Tensor, x_scales: Any, quantize: object, wide: torch.dtype) -> Form:
+    """How the rows of a dispatch travel."""
+    tokens, hidden = x.shape
+    blocks = -(-hidden // GROUP)
+    if not isinstance(quantize, str | None) or quantize not in QUANTIZE:
+        raise InvalidExpertsError(
+            f"dispatch(quantize={quantize!r:.60}) is not possible; it takes one of {', '.join(map(repr, QUANTIZE))}."
+        )
+    narrow = x.dtype in NARROW
+    if narrow != (x_scales is not None) or (narrow and quantize is not None):
+        raise InvalidExpertsError(
+            f"dispatch() got x of {x.dtype}, x_scales {'not ' if x_scales is None else ''}given, "
+            f"quantize={quantize!r}. An x of fp8 has x_scales and is not quantised; one of {wide} has none."
+        )
+    if not narrow and quantize is None:
+        return Form()
+    if hidden % NARROW_MULTIPLE:
+        raise InvalidExpertsError(
+            f"dispatch() of fp8 takes rows whose elements are a multiple of {NARROW_MULTIPLE}, and hidden is {hidden}."
+        )
+    if quantize is None:
+        check_given("dispatch", "x_scales", x_scales, x.device, None, (torch.float32,))
+        if tuple(x_scales.shape) not in ((tokens, 1), (tokens, blocks)):
+            raise InvalidExpertsError(
+                f"dispatch() takes x_scales of shape [{tokens}, 1], a factor a token, or [{tokens}, {blocks}], one for "
+                f"each {GROUP} elements; it got {list(x_scales.shape)}."
+            )
+        scales = x_scales.shape[1]
+    else:
+        scales = 1 if quantize == "fp8_row" else blocks
+    lanes = 1 << (scales - 1).bit_length()
+    group = min(GROUP, 1 << (hidden - 1).bit_length())
+    return Form(scales, lanes, QUANTIZE[quantize], group, torch.finfo(quantized_dtype()).max)
+
+
+def quantized_dtype() -> torch.dtype:
+    """What rows are rounded to: e4m3, as the GPU has it."""
+    return torch.float8_e4m3fnuz if architecture() == "gfx942" else torch.float8_e4m3fn
+
+
+def check_tokens(x: Any, max_tokens: int, hidden: int) -> int:
+    """How many tokens ``x`` has."""
+    check_tensor("dispatch", x)
+    if x.dim() != 2 or x.shape[1] != hidden:
+        raise InvalidExpertsError(f"dispatch() takes x of shape [tokens, {hidden}]; it got {list(x.shape)}.")
+    check_number(x, max_tokens)
+    return len(x)
+
+
+def check_number(rows: torch.Tensor, max_tokens: int) -> None:
+    """That there is memory for as many tokens as this has rows."""
+    if len(rows) > max_tokens:
+        raise InvalidExpertsError(
+            f"dispatch() got {len(rows)} tokens, and ctx.experts(max_tokens={max_tokens}) has set memory aside for "
+            f"{max_tokens}. Ask for more there, or dispatch them in parts."
+        )
+
+
+def check_numbers(topk_ids: torch.Tensor, num_experts: int) -> None:
+    """That each is an expert, or -1 for none. Blocks the host: in the simulator and in debug mode."""
+    wrong = (topk_ids < -1) | (topk_ids >= num_experts)
+    if wrong.any():
+        token, choice = (int(each) for each in wrong.nonzero()[0])
+        raise InvalidExpertsError(
+            f"dispatch(): choice {choice} of token {token} is expert {int(topk_ids[token, choice])}; experts are "
+            f"numbered from 0 to {num_experts - 1}, and -1 is none."
+        )

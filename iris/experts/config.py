@@ -1,0 +1,59 @@
+"""What `ctx.experts` sets aside, and how many programs its kernels have."""
+
+from dataclasses import dataclass
+
+from iris.arg_parser import count
+from iris.errors import InvalidConfigError
+
+LAYOUTS = ("expanded", "compact")
+LARGEST = {"num_sms": 1 << 16, "in_flight": 64, "alignment": 1 << 16}
+
+
+@dataclass(frozen=True)
+class ExpertsConfig:
+    """Choices for one `iris.experts.ExpertParallel`. All ranks must give the same.
+
+    Attributes
+    ----------
+    in_flight : int
+        Results of dispatches that may be in use at once. Each has memory of its own.
+    layouts : tuple of str
+        Which layouts dispatch may be asked for, "expanded", "compact" or both. Each has memory of its own.
+    alignment : int
+        In the compact layout, the first row of each expert is a multiple of this.
+    num_sms : int
+        Programs of a kernel at most, each of which may take an SM (NVIDIA) or CU (AMD). By default, and at most, the
+        power of two below their number, so that kernels of another stream find room beside them.
+    """
+
+    in_flight: int = 2
+    layouts: tuple[str, ...] = LAYOUTS
+    alignment: int = 128
+    num_sms: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, most in LARGEST.items():
+            value = getattr(self, name)
+            if value is None and name == "num_sms":
+                continue
+            number = count(value)
+            if number is None or number > most:
+                raise InvalidConfigError(
+                    f"ExpertsConfig({name}={value!r:.60}) cannot work: {name} is a whole number from 1 to {most}."
+                )
+            object.__setattr__(self, name, number)
+        layouts = self.layouts
+        if (
+            not isinstance(layouts, tuple | list | set | frozenset)
+            or not layouts
+            or not all(each in LAYOUTS for each in layouts)
+        ):
+            raise InvalidConfigError(
+                f"ExpertsConfig(layouts={layouts!r:.60}) cannot work: layouts is a tuple of one or both of "
+                f"{', '.join(map(repr, LAYOUTS))}."
+            )
+        # Equal whatever the order and the kind of collection.
+        object.__setattr__(self, "layouts", tuple(each for each in LAYOUTS if each in layouts))
+
+
+DEFAULT = ExpertsConfig()

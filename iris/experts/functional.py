@@ -1,0 +1,194 @@
+"""dispatch and combine as functions that return their result: operators of ``torch.library``, with gradients.
+
+They name the experts by a string, since a graph of torch.compile holds no objects:
+
+    experts = functional.name_of(ep)                         # of what ctx.experts() has made
+    rows, counts, offsets = functional.dispatch(x, topk_ids, experts)
+    out = functional.combine(y, topk_ids, topk_weights, experts)
+
+For training: results are tensors of their own, and a combine needs nothing of a dispatch but the same choices. So it
+sends these once more, 8 K bytes a token, and each call takes one of `ExpertsConfig.in_flight` for as long as it lasts.
+What inference does without copies, `ExpertParallel` has.
+
+The gradient of a dispatch is a combine, and that of a combine a dispatch: every rank calls backward. Weights get
+theirs, too: the product of a token's gradient with what the expert has made of it, which goes back to the token's rank.
+Rows that no token has are zeros, and so are their gradients.
+"""
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import register_autograd, register_fake
+
+from iris.ccl import functional as collectives
+from iris.errors import InvalidExpertsError
+from iris.experts import checks
+from iris.experts.expert_parallel import ExpertParallel
+from iris.experts.kernel_arguments import Form
+from iris.experts.memory import layout_rows
+from iris.operators.graph_break import breaks_graph
+from iris.operators.registration import operator
+
+# Without rows: the choices alone travel.
+ROUTING = Form(MOVES=False)
+_named: "dict[str, weakref.ref[ExpertParallel]]" = {}
+
+
+def name_of(experts: ExpertParallel) -> str:
+    """The name of these experts, always the same. Local.
+
+    It does not keep them alive. In a function for torch.compile the first call breaks the graph.
+    """
+    for name, named in _named.items():
+        if named() is experts:
+            return name
+    return _new_name(experts)
+
+
+@breaks_graph("the first call of name_of() for these experts is in a compiled function; make it before")
+def _new_name(experts: ExpertParallel) -> str:
+    if not isinstance(experts, ExpertParallel):
+        raise InvalidExpertsError(f"name_of() takes what ctx.experts() has made, and got {experts!r:.60}.")
+    name = f"iris.experts.{len(_named)}"
+    _named[name] = weakref.ref(experts)
+    return name
+
+
+def find(name: str) -> ExpertParallel:
+    experts = _named[name]() if name in _named else None
+    if experts is None:
+        raise InvalidExpertsError(
+            f"No experts have the name {name!r}: take it from iris.experts.functional.name_of(ep), and keep ep."
+        )
+    return experts
+
+
+def dispatch(x: Tensor, topk_ids: Tensor, experts: str, layout: str = "compact") -> tuple[Tensor, Tensor, Tensor]:
+    """`ExpertParallel.dispatch`: ``(T, H)``, ``(T, K)`` → rows, counts and offsets, as `Received` has them.
+
+    Collective. x is of the dtype of the experts. Rows have a gradient.
+    """
+    rows, counts, offsets, _, _ = _dispatch(x, topk_ids, None, experts, layout)
+    return rows, counts, offsets
+
+
+def combine(y: Tensor, topk_ids: Tensor, topk_weights: Tensor | None, experts: str, layout: str = "compact") -> Tensor:
+    """`ExpertParallel.combine`: rows of the layout, ``(T, K)``, ``(T, K)`` → ``(T, H)``.
+
+    Collective. ``topk_ids`` and ``layout``: those of the dispatch. Without weights rows are added as they are.
+    """
+    return _combine(y, topk_ids, topk_weights, experts, layout)
+
+
+def _shape(experts: ExpertParallel, layout: str) -> tuple[int, ...]:
+    """Of rows."""
+    rows = layout_rows(experts._extents, layout, experts.config.alignment)
+    if layout == "expanded":
+        return experts.num_local_experts, experts.capacity, experts.hidden
+    return rows, experts.hidden
+
+
+@operator("experts_dispatch")
+def _dispatch(
+    x: Tensor, topk_ids: Tensor, topk_weights: Tensor | None, experts: str, layout: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Rows, counts, offsets; and for gradients places, which row each choice of each rank is, and weights of rows.
+
+    Places: int32 ``[ranks, max_tokens, top_k]``, -1 for what is not here. Weights: float32, one a row, the sum of those
+    of a token's choices of the expert; empty without ``topk_weights``.
+    """
+    ep = find(experts)
+    ep._enter()
+    tokens = checks.check_tokens(x, ep.max_tokens, ep.hidden)
+    checks.check_given("dispatch", "x", x, ep.device, (tokens, ep.hidden), (ep.dtype,))
+    rows = x.new_zeros(_shape(ep, checks.check_layout(layout, ep.config)))
+    received = ep._dispatch(tokens, x, topk_ids, topk_weights, Form(), layout=layout, rows=rows.flatten(0, -2))
+    slot, places = ep._open().slots[received._slot], ep._places(received)
+    weights = x.new_empty(0, dtype=torch.float32)
+    if topk_weights is not None:
+        # A choice of the same expert once more is the same row.
+        same = places[..., :, None] == places[..., None, :]
+        of_choices = torch.where(same, slot.weights[..., None, :], 0.0).sum(dim=-1)
+        number = rows.shape[:-1].numel()
+        at = torch.where(places >= 0, places, number).flatten().long()
+        weights = x.new_zeros(number + 1, dtype=torch.float32).scatter_(0, at, of_choices.flatten())[:number].clone()
+    counts, offsets = received.counts.clone(), received.offsets.clone()
+    received.release()
+    return rows, counts, offsets, places, weights
+
+
+@operator("experts_combine")
+def _combine(y: Tensor, topk_ids: Tensor, topk_weights: Tensor | None, experts: str, layout: str) -> Tensor:
+    ep = find(experts)
+    ep._enter()
+    nothing, layout = y.new_empty(0, ep.hidden), checks.check_layout(layout, ep.config)
+    checks.check_number(topk_ids, ep.max_tokens)
+    received = ep._dispatch(len(topk_ids), nothing, topk_ids, topk_weights, ROUTING, layout=layout)
+    return ep.combine(y, received)
+
+
+@register_fake(_dispatch)
+def _like_dispatch(
+    x: Tensor, topk_ids: Tensor, topk_weights: Tensor | None, experts: str, layout: str
+) -> tuple[Tensor, ...]:
+    ep = find(experts)
+    shape = _shape(ep, layout)
+    weights = 0 if topk_weights is None else torch.Size(shape[:-1]).numel()
+    return (
+        x.new_empty(shape),
+        x.new_empty(ep.num_local_experts, dtype=torch.int32),
+        x.new_empty(ep.num_local_experts + 1, dtype=torch.int32),
+        x.new_empty(ep._extents.W, ep.max_tokens, ep.top_k, dtype=torch.int32),
+        x.new_empty(weights, dtype=torch.float32),
+    )
+
+
+@register_fake(_combine)
+def _like_combine(y: Tensor, topk_ids: Tensor, topk_weights: Tensor | None, experts: str, layout: str) -> Tensor:
+    return y.new_empty(topk_ids.shape[0], find(experts).hidden)
+
+
+# Gradients -----------------------------------------------------------------------------------------------------------
+
+
+def _keep_choices(ctx: Any, inputs: tuple, output: tuple) -> None:
+    _, topk_ids, _, ctx.experts, ctx.layout = inputs
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.save_for_backward(topk_ids)
+
+
+def _dispatch_back(ctx: Any, of_rows: Tensor, *others: Any) -> tuple:
+    (topk_ids,) = ctx.saved_tensors
+    # A token has one row of an expert, however often it has chosen it.
+    same = topk_ids[:, :, None] == topk_ids[:, None, :]
+    again = torch.tril(same, diagonal=-1).any(dim=-1)
+    once = torch.where(again, 0.0, 1.0)
+    return _combine(of_rows.contiguous(), topk_ids, once, ctx.experts, ctx.layout), None, None, None, None
+
+
+def _keep_rows(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    y, topk_ids, topk_weights, ctx.experts, ctx.layout = inputs
+    ctx.weighted = topk_weights is not None
+    ctx.save_for_backward(y, topk_ids, *((topk_weights,) if ctx.weighted else ()))
+
+
+def _combine_back(ctx: Any, of_out: Tensor) -> tuple:
+    y, topk_ids, *given = ctx.saved_tensors
+    ep = find(ctx.experts)
+    weights = given[0] if given else torch.ones_like(topk_ids, dtype=torch.float32)
+    rows, _, _, places, of_rows = _dispatch(of_out.contiguous(), topk_ids, weights, ctx.experts, ctx.layout)
+    to_y = (rows.float() * of_rows.view(*rows.shape[:-1], 1)).to(y.dtype)
+    if not ctx.weighted:
+        return to_y, None, None, None, None
+    products = (y.float() * rows.float()).sum(dim=-1).flatten()
+    here = torch.where(places >= 0, products[places.clamp(min=0).long()], 0.0)
+    # Of each rank's tokens to that rank; an expert is on one, so the sum over ranks adds nothing to it but zeros.
+    back = collectives.all_to_all(here.flatten(), collectives.name_of(ep._context, ep._group))
+    to_weights = back.view_as(here).sum(dim=0)[: topk_ids.shape[0]]
+    return to_y, None, to_weights, None, None
+
+
+register_autograd(_dispatch, _dispatch_back, setup_context=_keep_choices)
+register_autograd(_combine, _combine_back, setup_context=_keep_rows)

@@ -1,0 +1,88 @@
+"""What the kernels take, by name: the NamedTuples of their arguments. What the JIT makes of their fields:
+`iris.ops.kernel_arguments`."""
+
+from typing import Any, NamedTuple
+
+
+class Extents(NamedTuple):
+    """Sizes that do not change: a constant of the kernels.
+
+    W, E, K, M and H as in the tables of `iris.experts.memory`.
+    """
+
+    W: int
+    """Ranks."""
+    E: int
+    """Experts of all ranks, and of each."""
+    LOCAL: int
+    K: int
+    """Choices of a token at most."""
+    M: int
+    """Tokens of a rank at most."""
+    H: int
+    """Elements of a row."""
+    EXPERTS: int
+    """The powers of two from E, LOCAL and K on."""
+    LOCALS: int
+    CHOICES: int
+    BLOCK: int
+    """Elements of a row that a program moves at a time."""
+    TALLIES: int
+    """Programs whose numbers of rows it adds up at a time."""
+
+
+class Slot(NamedTuple):
+    """The symmetric memory of one dispatch and its combine: `iris.experts.memory` has shapes, and who writes what."""
+
+    context: Any
+    """Of this memory, from which a kernel makes a `iris.DeviceContext`."""
+    calls: Any
+    routed: Any
+    sent: Any
+    weighed: Any
+    returned: Any
+    tokens: Any
+    tallies: Any
+    ids: Any
+    weights: Any
+    rows: Any
+    partials: Any
+
+
+class Layout(NamedTuple):
+    """Where a dispatch puts rows, in memory of this rank alone."""
+
+    rows: Any
+    """``[rows, H]``."""
+    counts: Any
+    """int32 ``[LOCAL]``: rows of each expert."""
+    offsets: Any
+    """int32 ``[LOCAL + 1]``: where they begin, and the end of the last."""
+    places: Any
+    """int32 ``[W, M, K]``: which row each choice of each token is, -1 where its expert is not here."""
+
+
+class Scales(NamedTuple):
+    """The factors of rows of fp8, float32."""
+
+    given: Any
+    """``[tokens, SCALES]``, those of own tokens; anything where rows are divided on the way."""
+    sent: Any
+    """``[W, M, SCALES]``, symmetric."""
+    placed: Any
+    """``[rows, SCALES]``, of the layout."""
+
+
+class Form(NamedTuple):
+    """What rows are when they travel: a constant of dispatch."""
+
+    SCALES: int = 0
+    """Factors of a row, and the power of two from there on."""
+    LANES: int = 1
+    QUANTIZE: str = "not"
+    """Whether rows are divided: "not", "by row" or "by block" of ``GROUP`` elements."""
+    GROUP: int = 1
+    LARGEST: float = 0.0
+    """The largest number of the type that they are rounded to."""
+    MOVES: bool = True
+    """Whether rows travel, and not the choices alone."""

@@ -1,0 +1,241 @@
+"""The memory of dispatches and combines, and why each word may be written when it is.
+
+Each slot, of `ExpertsConfig.in_flight`, serves one dispatch and its combine at a time. W ranks, P programs on each, K
+choices, H elements, M tokens of a rank at most, LOCAL experts on each. The symmetric part of a slot:
+
+    name      shape          who writes it, on which ranks                          who reads it
+    calls     [P]            program p of this rank's dispatch                      the same, and that of the combine
+    routed    [W]            each program of dispatch on rank s adds 1 on all       every program of dispatch
+    sent      [W, P]         program p of dispatch on rank s, on the others         program p of dispatch
+    weighed   [W, P]         program p of combine on rank s, on the others          program p of combine
+    returned  [W, P]         program p of combine on rank d, on the others          program p of combine
+    tokens    [W]            program 0 of dispatch on rank s, on all                every program of both
+    tallies   [W, P, LOCAL]  program p of dispatch on rank s, on all                every program of dispatch
+    ids       [W, M, K]      rank s's dispatch, its own choices on all              dispatch, of own tokens combine
+    weights   [W, M, K]      rank s's dispatch or combine, its own on all           combine
+    rows      [W, M, H]      rank s's dispatch, where experts are                   program p of dispatch
+    partials  [W, M, H]      rank d's combine, on the token's rank                  program p of combine
+
+Rows of fp8 lie in the first part of ``rows``, and their factors behind them.
+
+``calls`` counts the dispatches of the slot, and the combine of one has its number. So a replayed graph needs nothing of
+the host. The flags only rise and are never reset; waits are for a value to be *reached*, by a wrapping difference.
+Each is a release at system scope behind what its program has stored, and is waited for with acquire:
+
+1. ``routed[s]`` is n P when all P programs of rank s have sent tokens, tallies, ids and weights of dispatch n: none
+   adds for the n-th time before all have for the (n - 1)-th, which was an earlier launch.
+2. ``sent[s, p]`` is n when program p of s has sent its rows. Who waits for it serves the same share of the tokens.
+3. ``weighed[s, p]`` is n when program p of s has sent its weights in combine n.
+4. ``returned[d, p]`` is n when program p of d has stored the sums of its share. It is the last that this program does
+   with what came from other ranks.
+
+Why dispatch n + 1 of rank s may write to d what dispatch n wrote: it is a launch behind combine n of s, in which every
+program p has waited for ``returned[d, p]`` to be n. That program had read its part; and what all programs of d read in
+dispatch n, they had read when d's combine began, a launch behind it. What other programs of d read in combine, they had
+read too, since s's combine ends when all its programs have waited for theirs. The host gives a slot to another dispatch
+only behind the combine; without one, `Received.release` enqueues a barrier of all ranks, which does the same.
+
+Why combine n of s may write weights to d: nothing reads them in dispatch, and d's combine n - 1 is over, by the above.
+
+Why combine n of d may write to ``partials`` of s: d has waited for ``routed[s]`` of dispatch n, which s adds to behind
+its combine n - 1, where it has read them.
+
+Each rank makes the same calls in the same order, so the ranks give slots alike. All calls of one rank follow each
+other: on one stream, or on several that wait for each other.
+"""
+
+import weakref
+from typing import NamedTuple
+
+import torch
+
+from iris.cuda_graphs.kept import keep
+from iris.experts.config import ExpertsConfig
+from iris.experts.kernel_arguments import Extents, Layout, Scales, Slot
+from iris.heap import mapping
+from iris.language.context_tensor import context_tensor
+from iris.runtime.workspace import Workspace
+
+# Bytes: each part begins at a multiple of these, as tensors on the heap do.
+ALIGNMENT = 1024
+# Bytes of a row that a program moves at a time: four vectors of 16 bytes for each of 256 threads.
+BLOCK_BYTES = 16384
+# Numbers of rows that a program adds up at a time: 64 for each thread.
+TALLIES = 16384
+
+FLAGS = ("calls", "routed", "sent", "weighed", "returned")
+
+
+class Part(NamedTuple):
+    """A tensor in the symmetric memory, the same place on each rank. ``begin``: in bytes."""
+
+    name: str
+    begin: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+def power_of_two(number: int) -> int:
+    """The next one."""
+    return 1 << (number - 1).bit_length()
+
+
+def extents(size: int, num_experts: int, top_k: int, max_tokens: int, hidden: int, dtype: torch.dtype) -> Extents:
+    """Of ``size`` ranks."""
+    local = num_experts // size
+    return Extents(
+        W=size,
+        E=num_experts,
+        LOCAL=local,
+        K=top_k,
+        M=max_tokens,
+        H=hidden,
+        EXPERTS=power_of_two(num_experts),
+        LOCALS=power_of_two(local),
+        CHOICES=power_of_two(top_k),
+        BLOCK=min(power_of_two(hidden), BLOCK_BYTES // dtype.itemsize),
+        TALLIES=max(1, min(128, TALLIES // power_of_two(local))),
+    )
+
+
+def slot_parts(extents: Extents, programs: int, dtype: torch.dtype) -> list[Part]:
+    """The parts of a slot, one behind the other; flags first."""
+    W, M, K, H = extents.W, extents.M, extents.K, extents.H
+    shapes = {
+        "calls": (programs,),
+        "routed": (W,),
+        "sent": (W, programs),
+        "weighed": (W, programs),
+        "returned": (W, programs),
+        "tokens": (W,),
+        "tallies": (W, programs, extents.LOCAL),
+        "ids": (W, M, K),
+        "weights": (W, M, K),
+        "rows": (W, M, H),
+        "partials": (W, M, H),
+    }
+    dtypes = {"weights": torch.float32, "rows": dtype, "partials": dtype}
+    parts: list[Part] = []
+    begin = 0
+    for name, shape in shapes.items():
+        parts.append(Part(name, begin, shape, dtypes.get(name, torch.int32)))
+        begin += round_up(parts[-1].nbytes)
+    return parts
+
+
+def round_up(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def layout_rows(extents: Extents, layout: str, alignment: int) -> int:
+    """Rows that a layout has room for: as many as may come, if all tokens choose the experts of this rank.
+
+    A token has one row for each of its different experts.
+    """
+    tokens = extents.W * extents.M
+    if layout == "expanded":
+        return extents.LOCAL * tokens
+    return tokens * min(extents.K, extents.LOCAL) + extents.LOCAL * (alignment - 1)
+
+
+class Memory:
+    """Made collectively by the members of a group with the same sizes; blocks the host.
+
+    Attributes
+    ----------
+    mapping : Mapping
+        The symmetric part: one slot behind the other.
+    abort_flag : AbortFlag
+        Of the group.
+    slots : list of Slot
+        As kernels take them.
+    layouts : list of dict
+        Of each slot, by the layout's name, what kernels take, a `Layout`.
+    """
+
+    def __init__(
+        self, workspace: Workspace, extents: Extents, programs: int, dtype: torch.dtype, config: ExpertsConfig
+    ) -> None:
+        group, device = workspace.group, workspace.device
+        self.abort_flag = workspace.abort_flag
+        self._parts = slot_parts(extents, programs, dtype)
+        last = self._parts[-1]
+        self._slot_bytes = last.begin + round_up(last.nbytes)
+        self.mapping = mapping.create(group, config.in_flight * self._slot_bytes, device)
+        self.mapping.owner = weakref.ref(self)
+        for number in range(config.in_flight):
+            for part in self._parts:
+                if part.name in FLAGS:
+                    self._tensor(number, part).zero_()
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+        context = context_tensor(group.rank, self.mapping.bases, self.mapping.size, self.abort_flag.record, device)
+        self.slots = [
+            Slot(context, *(self._tensor(number, part) for part in self._parts)) for number in range(config.in_flight)
+        ]
+        rows = {name: layout_rows(extents, name, config.alignment) for name in config.layouts}
+        pairs = extents.W * extents.M * extents.K
+        # Of this rank alone: nobody else stores there.
+        self.layouts = keep(
+            lambda: [
+                {
+                    name: Layout(
+                        rows=torch.empty(rows[name], extents.H, dtype=dtype, device=device),
+                        counts=torch.zeros(extents.LOCAL, dtype=torch.int32, device=device),
+                        offsets=torch.zeros(extents.LOCAL + 1, dtype=torch.int32, device=device),
+                        places=torch.empty(pairs, dtype=torch.int32, device=device),
+                    )
+                    for name in config.layouts
+                }
+                for _ in range(config.in_flight)
+            ],
+            device,
+        )
+        group.all_gather(None, "the memory of expert parallelism")
+
+    def narrow(self, number: int, layout: str, dtype: torch.dtype, scales: int) -> tuple[Slot, Layout, Scales]:
+        """The same memory for rows of fp8 with so many factors each, which lie behind all rows."""
+        slot, tensors = self.slots[number], self.layouts[number][layout]
+        sent, sent_scales = split_rows(slot.rows, dtype, scales)
+        rows, placed = split_rows(tensors.rows, dtype, scales)
+        return slot._replace(rows=sent), tensors._replace(rows=rows), Scales(None, sent_scales, placed)
+
+    def name_at(self, offset: int) -> tuple[str, str]:
+        """What uses the memory there, and which part of it that is, in words."""
+        number, inside = divmod(offset, self._slot_bytes)
+        part = next(each for each in reversed(self._parts) if each.begin <= inside)
+        return f"memory of ctx.experts, slot {number}", f"byte {inside - part.begin} of {part.name}"
+
+    def describe_offset(self, offset: int) -> str:
+        """The same in one text."""
+        return ": ".join(self.name_at(offset))
+
+    def progress(self) -> list[str]:
+        """How many dispatches each slot has had on this rank. Local; any thread; waits for no kernel."""
+        counted = []
+        for number in range(len(self.slots)):
+            calls = self.mapping.snapshot(number * self._slot_bytes, self._parts[0].nbytes).view("int32")
+            if calls.any():
+                counted.append(f"slot {number} of ctx.experts: {calls.max()} dispatches over")
+        return counted
+
+    def close(self) -> None:
+        """Let go of it. The caller guarantees that no kernel uses the memory any more, on any rank."""
+        self.mapping.close()
+        self.slots, self.layouts = [], []
+
+    def _tensor(self, number: int, part: Part) -> torch.Tensor:
+        begin = number * self._slot_bytes + part.begin
+        return self.mapping.buffer[begin : begin + part.nbytes].view(part.dtype).view(part.shape)
+
+
+def split_rows(rows: torch.Tensor, dtype: torch.dtype, scales: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Memory of rows of a wider type, as rows of ``dtype`` and float32 ``[rows, scales]`` behind them."""
+    memory, count = rows.view(torch.uint8).flatten(), rows.numel() // rows.shape[-1]
+    end = rows.numel()
+    narrow = memory[:end].view(dtype).view(*rows.shape[:-1], rows.shape[-1])
+    return narrow, memory[end:][: 4 * count * scales].view(torch.float32).view(count, scales)

@@ -1,0 +1,89 @@
+"""What a dispatch returns: the rows of this rank's experts, and how many there are."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from iris.cuda_graphs.capture import refuse_in_capture
+from iris.errors import ReceivedUsedUpError
+from iris.operators.graph_break import methods_break_graph
+
+
+class HostCounts(NamedTuple):
+    """``counts``: rows of each local expert. ``offsets``: where they begin, and where the last one's end."""
+
+    counts: list[int]
+    offsets: list[int]
+
+
+@methods_break_graph("what a dispatch has received is for the host")
+class Received:
+    """Returned by `ExpertParallel.dispatch`; in use until it is combined or released. Never made by a program.
+
+    Rows of one expert lie one behind the other, in the order of ranks and of their tokens. What lies behind them is
+    undefined. All tensors are on the device, written by the stream of the dispatch; the next dispatch in the same
+    memory writes over them.
+
+    Attributes
+    ----------
+    layout : str
+        "expanded" or "compact".
+    rows : torch.Tensor
+        Expanded: ``[local experts, capacity, hidden]``, where the capacity is ``ranks * max_tokens``. Compact:
+        ``[room, hidden]``.
+    counts : torch.Tensor
+        int32 ``[local experts]``: rows of each of this rank's experts.
+    offsets : torch.Tensor
+        int32 ``[local experts + 1]``: the row, of ``rows.flatten(0, -2)``, where those of each expert begin. In the
+        compact layout each is a multiple of `ExpertsConfig.alignment`, and the last is the end of all.
+    scales : torch.Tensor or None
+        Of rows of fp8, float32: of the shape of ``rows``, with 1 or ``hidden / 128`` (rounded up) in place of
+        ``hidden``: what a row, or each 128 of its elements, is to be multiplied by.
+    num_tokens : int
+        Of this rank, as they were dispatched.
+    weighted : bool
+        Whether weights came with the dispatch.
+    """
+
+    def __init__(
+        self,
+        owner: object,
+        slot: int,
+        layout: str,
+        tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None],
+        num_tokens: int,
+        weighted: bool,
+        release: Callable[["Received"], None],
+    ) -> None:
+        self.layout, self.num_tokens, self.weighted = layout, num_tokens, weighted
+        self.rows, self.counts, self.offsets, self.scales = tensors
+        self._owner, self._slot, self._release = owner, slot, release
+        # By which call it has ended.
+        self._ended: str | None = None
+
+    def to_host(self) -> HostCounts:
+        """The exact numbers, as Python's integers. Local; blocks the host until the current stream is over."""
+        self._check_in_use("to_host")
+        refuse_in_capture("received.to_host()")
+        return HostCounts(self.counts.tolist(), self.offsets.tolist())
+
+    def release(self) -> None:
+        """Give the memory back without a combine. Collective; enqueues a barrier of the ranks on the current stream.
+
+        Raises
+        ------
+        ReceivedUsedUpError
+            It was combined or released before.
+        """
+        self._check_in_use("release")
+        self._release(self)
+        self._ended = "release()"
+
+    def _check_in_use(self, call: str) -> None:
+        if self._ended is not None:
+            raise ReceivedUsedUpError(call, self._ended)
+
+    def __repr__(self) -> str:
+        state = "in use" if self._ended is None else f"ended by {self._ended}"
+        return f"<Received {self.layout} {list(self.rows.shape)} of {self.rows.dtype}, {state}>"

@@ -1,0 +1,42 @@
+"""Arguments of the kernels of expert parallelism, as `iris.experts.expert_parallel` gives them."""
+
+import torch
+
+from codegen.collective_arguments import BF16, FLOAT32, INT32, INT64
+from iris.experts.combine import GIVEN, combine
+from iris.experts.dispatch import dispatch
+from iris.experts.kernel_arguments import Form, Layout, Scales, Slot
+from iris.experts.memory import extents
+from iris.experts.rows import BY_BLOCK, BY_ROW, GROUP, NOT
+
+EXPERT_KERNELS = (dispatch, combine)
+# Of four ranks, as DeepSeek-V3 has them, in bf16.
+EXTENTS = extents(4, num_experts=256, top_k=8, max_tokens=128, hidden=7168, dtype=torch.bfloat16)
+SLOT = Slot(INT64, *[INT32] * 8, FLOAT32, BF16, BF16)
+LAYOUT = Layout(BF16, INT32, INT32, INT32)
+EXPERTS = {
+    **{"slot": SLOT, "layout": LAYOUT, "EXTENTS": EXTENTS, "topk_ids": INT64, "topk_weights": FLOAT32, "places": INT32},
+    **dict.fromkeys(["x", "y", "out"], BF16),
+    **{"scales": None, "FORM": Form(), "tokens": 128, "weighted": 1, "alignment": 0, "WEIGHTS": GIVEN.value},
+}
+
+
+def forms(target):
+    """What dispatch of fp8 takes in the place of some of these, by name; of the type that the target has."""
+    narrow = torch.float8_e4m3fnuz if target == "gfx942" else torch.float8_e4m3fn
+    found = {}
+    for name, scales, way, dtype in (
+        ("given by row", 1, NOT, torch.uint8),
+        ("given by block", 56, NOT, torch.uint8),
+        ("by row", 1, BY_ROW, narrow),
+        ("by block", 56, BY_BLOCK, narrow),
+    ):
+        rows = BF16.view(torch.uint8).view(dtype)
+        found[name] = {
+            "x": rows if way == NOT else BF16,
+            "slot": SLOT._replace(rows=rows),
+            "layout": LAYOUT._replace(rows=rows),
+            "scales": Scales(FLOAT32 if way == NOT else None, FLOAT32, FLOAT32),
+            "FORM": Form(scales, 1 << (scales - 1).bit_length(), way.value, GROUP, 448.0),
+        }
+    return found

@@ -1,0 +1,97 @@
+"""A layer of experts whose results are known: tokens, choices and weights of every rank, and what must come of them.
+
+Expert e makes ``x * factor(e) + shift(e)`` of a row. All are small whole numbers, and weights are eighths. So in
+float32 every sum is exact, and results are those of one process in float64, bit by bit.
+"""
+
+import torch
+
+E_EACH, H, M, K = 3, 20, 7, 3
+# Of each choice of a token; the last one is none where a routing drops it.
+ROUTINGS = ("random", "uneven", "to one expert", "to the last rank", "twice the same", "to nobody")
+WEIGHTS = ("none", "dispatched", "combined")
+
+
+def digits(shape, seed, low, high):
+    """Whole numbers from ``low`` to ``high``."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(low, high + 1, shape, generator=generator)
+
+
+class Layer:
+    """Of ``size`` ranks, with ``dtype`` rows of ``hidden`` elements."""
+
+    def __init__(self, size, dtype, device, hidden=H, max_tokens=M):
+        self.size, self.dtype, self.device = size, dtype, device
+        self.hidden, self.max_tokens, self.num_experts = hidden, max_tokens, E_EACH * size
+        self.factors = digits((self.num_experts, hidden), 1, 1, 3).to(device)
+        self.shifts = digits((self.num_experts, hidden), 2, -2, 2).to(device)
+
+    def tokens(self, round, rank):
+        """How many a rank has: another number each time, at times none."""
+        return (5 * round + 3 * rank + self.max_tokens) % (self.max_tokens + 1)
+
+    def inputs(self, routing, round, rank):
+        """``x``, ``topk_ids`` and ``topk_weights`` of a rank in a round."""
+        tokens, seed = self.tokens(round, rank), 1000 * (round + 1) + rank
+        x = digits((tokens, self.hidden), seed, -4, 4).to(self.dtype)
+        weights = digits((tokens, K), seed + 100, 1, 8).float() / 8
+        return x.to(self.device), self.route(routing, round, seed, tokens).to(self.device), weights.to(self.device)
+
+    def route(self, routing, round, seed, tokens):
+        scores = torch.rand(tokens, self.num_experts, generator=torch.Generator().manual_seed(seed))
+        if routing == "uneven":
+            scores -= torch.linspace(0, 1.5, self.num_experts)
+        elif routing == "to the last rank":
+            scores[:, -E_EACH:] += 1
+        ids = scores.topk(K).indices
+        if routing == "to one expert":
+            ids[:, 0] = round % self.num_experts
+            ids[:, 1:] = -1
+        elif routing == "twice the same":
+            ids[:, 2] = ids[:, 0]
+        elif routing == "to nobody":
+            ids.fill_(-1)
+        if routing in ("random", "uneven"):
+            # Of some tokens the second choice is dropped, of some all are.
+            ids[::3, 1] = ids[1::5] = -1
+        return ids
+
+    def expected(self, routing, round, rank, weighted):
+        """float64 ``[tokens, hidden]``."""
+        x, ids, weights = self.inputs(routing, round, rank)
+        x, there = x.double(), (ids >= 0).double()
+        made = x[:, None, :] * self.factors[ids] + self.shifts[ids]
+        return (made * (there * (weights.double() if weighted else 1))[:, :, None]).sum(dim=1)
+
+    def rows(self, routing, round, expert):
+        """The rows that an expert gets, in their order."""
+        found = [self.inputs(routing, round, rank)[:2] for rank in range(self.size)]
+        return torch.cat([x[(ids == expert).any(dim=1)] for x, ids in found])
+
+    def through_experts(self, received, first):
+        """What the experts of a rank, from ``first`` on, make of its rows; NaN where no row is. Waits for nothing."""
+        rows = received.rows.flatten(0, -2)
+        number = torch.arange(len(rows), dtype=torch.int32, device=rows.device)
+        expert = torch.searchsorted(received.offsets[1:].contiguous(), number, right=True).clamp(max=E_EACH - 1)
+        there = number < received.offsets[:-1][expert] + received.counts[expert]
+        made = rows.float() * self.factors[first + expert] + self.shifts[first + expert]
+        return torch.where(there[:, None], made, torch.nan).to(rows.dtype).view(received.rows.shape)
+
+
+def experts(ctx, layer, config=None, group=None):
+    return ctx.experts(
+        num_experts=layer.num_experts,
+        hidden=layer.hidden,
+        max_tokens=layer.max_tokens,
+        top_k=K,
+        dtype=layer.dtype,
+        group=group,
+        config=config,
+    )
+
+
+def done_with(ctx, ep):
+    """When no rank uses it any more."""
+    ctx.barrier()
+    ep.close()

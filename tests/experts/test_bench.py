@@ -1,0 +1,80 @@
+"""The benchmark of dispatch and combine: who is measured, and that a wrong result is noticed."""
+
+import json
+
+import click
+import pytest
+import torch
+
+from iris.bench import experts, experts_command
+from iris.errors import UnknownChoiceError
+from iris.experts import ExpertParallel
+
+SHAPES = [experts.Shape(1, 256, 12, 5), experts.Shape(6, 256, 12, 1)]
+
+
+def measured(ctx, wrong):
+    if wrong:
+        right = ExpertParallel.combine
+
+        def combine(self, *args, **named):
+            return right(self, *args, **named).add_(ctx.cur_rank)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ExpertParallel, "combine", combine)
+            return list(experts.measure(ctx, SHAPES, ["compact"], [0], ["iris", "torch"], torch.float32))
+    return list(experts.measure(ctx, SHAPES, experts.LAYOUTS, [0, 2], experts.LIBRARIES, torch.bfloat16))
+
+
+@pytest.mark.ranks(2, 3)
+def test_what_is_measured(ranks):
+    rows, *others = ranks.run(measured, False)
+    assert all([row[:8] for row in other] == [row[:8] for row in rows] for other in others)
+    assert [row[5:8] for row in rows] == 2 * [
+        ("", 0, "torch"),
+        *((each, count, library) for library in ("iris", experts.FP8) for each in experts.LAYOUTS for count in (0, 2)),
+    ]
+    assert not [row for row in rows if row.reason] and all(row.call_microseconds > 0 for row in rows)
+
+
+@pytest.mark.ranks(2)
+def test_a_wrong_result_is_noticed_on_all_ranks(ranks):
+    for rows in ranks.run(measured, True):
+        for row in rows:
+            assert row.reason == ("" if row.library == "torch" else "rank 1: wrong result: differs by 1")
+            assert (row.call_microseconds is None) == (row.library == "iris")
+
+
+def test_the_busiest_rank_sends_a_row_for_each_other_rank_of_a_token(monkeypatch):
+    ids = {0: [[0, 1], [2, 3], [0, 5]], 1: [[2, 2], [2, 3], [2, 3]], 2: [[0, 2], [4, 5], [4, 5]]}
+    # Two experts a rank. Rank 0 sends 2 rows and 1 of rank 2 back, rank 1 those of rank 0 and 2, rank 2 2 and 1.
+    monkeypatch.setattr(experts, "route", lambda shape, rank, *_: experts.Routed(None, torch.tensor(ids[rank]), None))
+    shape, cpu = experts.Shape(3, 256, 6, 2), torch.device("cpu")
+    assert experts.link_bytes(shape, 3, torch.bfloat16, cpu, "iris") == 3 * 512
+    # Rank 0 sends 2 rows and 1 back, as rank 2 does. A row there is half as long, and has two factors.
+    assert experts.link_bytes(shape, 3, torch.bfloat16, cpu, experts.FP8) == 2 * (256 + 8) + 512
+
+
+def test_what_cannot_be_measured_is_told():
+    def run(num_experts=8, top_k=2, layouts=(), libraries=()):
+        experts_command.run((1,), 16, num_experts, top_k, layouts, libraries, "float32", (0,), None, 2)
+
+    with pytest.raises(UnknownChoiceError, match="--layout"):
+        run(layouts=("dense",))
+    with pytest.raises(UnknownChoiceError, match="--library"):
+        run(libraries=("nccl",))
+    with pytest.raises(click.UsageError, match="--experts 7 cannot be shared by 2 ranks; give a multiple of 2"):
+        run(num_experts=7)
+    with pytest.raises(click.UsageError, match="--top-k 9 is more than there are experts, 8"):
+        run(top_k=9)
+
+
+def write(ctx, folder):
+    assert experts_command.run_on_rank(SHAPES[:1], (), (), "float32", (0,), folder) == []
+
+
+@pytest.mark.ranks(2)
+def test_rows_are_written_with_what_they_depend_on(ranks, tmp_path):
+    ranks.run(write, tmp_path)
+    written = json.loads((tmp_path / "experts_2.json").read_text())
+    assert written["num_ranks"] == 2 and [row["layout"] for row in written["rows"]] == ["", *2 * experts.LAYOUTS]

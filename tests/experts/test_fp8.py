@@ -1,0 +1,136 @@
+"""Rows of fp8 travel with their factors, which are given, or by which rows are divided on the way."""
+
+import pytest
+import torch
+
+from experts.layers import E_EACH, ROUTINGS, Layer, digits, done_with, experts
+from iris.errors import InvalidExpertsError
+from iris.experts import ExpertsConfig
+from iris.experts.checks import quantized_dtype
+
+F32, BF16 = torch.float32, torch.bfloat16
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+# More than two blocks of 128, and rows that a program moves in one part and in several.
+WIDTHS = {BF16: 272, F32: 4240}
+
+
+def of_experts(layer, ep, received, values, routing, round):
+    """For each local expert what it has, of ``values``, rows or factors, and what it should have: (rank) -> values."""
+    for local in range(E_EACH):
+        begin, count = received.offsets[local].item(), received.counts[local].item()
+        wanted = []
+        for rank in range(layer.size):
+            ids = layer.inputs(routing, round, rank)[1]
+            wanted.append(values(rank)[(ids == ep.first_expert + local).any(dim=1)])
+        yield slice(begin, begin + count), torch.cat(wanted)
+
+
+def dequantised(received):
+    factors = received.scales.repeat_interleave(128, dim=-1) if received.scales.shape[-1] > 1 else received.scales
+    return received.rows.float() * factors[..., : received.rows.shape[-1]]
+
+
+def there(received):
+    """Whether there is a row."""
+    number = torch.arange(received.rows.flatten(0, -2).shape[0], device=received.rows.device, dtype=torch.int32)
+    ends = received.offsets[:-1] + received.counts
+    found = (number[:, None] >= received.offsets[:-1]) & (number[:, None] < ends)
+    return found.any(dim=1).view(received.rows.shape[:-1])
+
+
+def given(ctx, dtype, blocked, layout):
+    layer = Layer(ctx.num_ranks, BF16, ctx.device, hidden=WIDTHS[BF16])
+    ep = experts(ctx, layer, ExpertsConfig(layouts=(layout,), alignment=2))
+    blocks = -(-layer.hidden // 128) if blocked else 1
+    for round, routing in enumerate(ROUTINGS):
+
+        def rows(rank):
+            return layer.inputs(routing, round, rank)[0].to(dtype)  # noqa: B023
+
+        def factors(rank):
+            exponents = digits((layer.tokens(round, rank), blocks), 70 * round + rank, -2, 2)  # noqa: B023
+            return torch.exp2(exponents.float()).to(ctx.device)
+
+        _, ids, weights = layer.inputs(routing, round, ctx.cur_rank)
+        x, scales = rows(ctx.cur_rank), factors(ctx.cur_rank)
+        if round % 2:
+            # Not at a multiple of 16 bytes, as the scales of other rounds are.
+            scales = torch.cat([scales.new_zeros(1), scales.flatten()])[1:].view_as(scales)
+        received = ep.dispatch(x, ids, weights, x_scales=scales, layout=layout)
+        assert received.rows.dtype == dtype and received.scales.shape == (*received.rows.shape[:-1], blocks)
+        raw = received.rows.view(torch.uint8).flatten(0, -2)
+        for place, wanted in of_experts(layer, ep, received, lambda rank: rows(rank).view(torch.uint8), routing, round):
+            assert torch.equal(raw[place], wanted)
+        for place, wanted in of_experts(layer, ep, received, factors, routing, round):
+            assert torch.equal(received.scales.flatten(0, -2)[place], wanted)
+        # Every expert returns what it has got.
+        made = torch.where(there(received)[..., None], dequantised(received), torch.nan).to(BF16)
+        out = ep.combine(made, received)
+        factor = scales.repeat_interleave(128, dim=1)[:, : layer.hidden] if blocked else scales
+        total = (weights * (ids >= 0)).sum(dim=1, keepdim=True)
+        torch.testing.assert_close(out.float(), x.float() * factor * total, rtol=2**-6, atol=2**-6)
+    done_with(ctx, ep)
+
+
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+@pytest.mark.parametrize("blocked", [False, True])
+@pytest.mark.parametrize("layout", ["expanded", "compact"])
+def test_factors_that_are_given(ranks, dtype, blocked, layout):
+    ranks.run(given, dtype, blocked, layout)
+
+
+def quantised(ctx, quantize, dtype):
+    layer = Layer(ctx.num_ranks, dtype, ctx.device, hidden=WIDTHS[dtype], max_tokens=4)
+    ep = experts(ctx, layer)
+    narrow = quantized_dtype()
+    largest = torch.finfo(narrow).max
+    group = layer.hidden if quantize == "fp8_row" else 128
+    for round in range(2):
+
+        def rows(rank):
+            tokens = layer.tokens(round, rank)  # noqa: B023
+            x = torch.randn(tokens, layer.hidden, generator=torch.Generator().manual_seed(9 * round + rank))  # noqa: B023
+            x *= torch.logspace(-3, 3, layer.hidden)
+            x[:, :100] = 0
+            return x.to(ctx.device, dtype)
+
+        def factors(rank):
+            padded = torch.nn.functional.pad(rows(rank).float().abs(), (0, -layer.hidden % group))
+            return (padded.view(len(padded), -1, group).amax(dim=2) / largest).clamp(min=1e-12)
+
+        _, ids, weights = layer.inputs("random", round, ctx.cur_rank)
+        received = ep.dispatch(rows(ctx.cur_rank), ids, weights, quantize=quantize)
+        assert received.rows.dtype == narrow
+        for place, wanted in of_experts(layer, ep, received, factors, "random", round):
+            torch.testing.assert_close(received.scales.flatten(0, -2)[place], wanted, rtol=1e-6, atol=0)
+        values = dequantised(received).flatten(0, -2)
+        for place, wanted in of_experts(layer, ep, received, rows, "random", round):
+            # Half a step of three bits; and of the smallest numbers, in which the factor counts.
+            small = torch.cat([received.scales.flatten(0, -2)[place]] * group, dim=1).amax(dim=1, keepdim=True)
+            error = (values[place] - wanted.float()).abs() - wanted.float().abs() / 16
+            assert (error <= small * 2**-9).all()
+        ep.combine(torch.zeros(received.rows.shape, dtype=dtype, device=ctx.device), received)
+    done_with(ctx, ep)
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("quantize", ["fp8_row", "fp8_block128"])
+@pytest.mark.parametrize("dtype", [BF16, F32])
+def test_rows_that_are_divided_on_the_way(ranks, quantize, dtype):
+    ranks.run(quantised, quantize, dtype)
+
+
+def other_factors(ctx):
+    layer = Layer(ctx.num_ranks, BF16, ctx.device, hidden=WIDTHS[BF16])
+    ep = experts(ctx, layer)
+    x, ids, _ = layer.inputs("random", 0, ctx.cur_rank)
+    for factors in (torch.ones(len(x), 2), torch.ones(len(x) + 1, 1), torch.ones(len(x), 3, dtype=torch.float64)):
+        with pytest.raises(InvalidExpertsError, match="x_scales of shape"):
+            ep.dispatch(x.to(E4M3), ids, x_scales=factors.to(ctx.device))
+    done_with(ctx, ep)
+
+
+@pytest.mark.ranks(1)
+def test_factors_of_another_shape(ranks):
+    ranks.run(other_factors)

@@ -1,0 +1,110 @@
+"""dispatch and combine as operators: results and all gradients are those of one process that has all experts."""
+
+import pytest
+import torch
+
+from experts.layers import ROUTINGS, K, Layer, M, done_with, experts
+from iris.errors import InvalidExpertsError
+from iris.experts import functional
+
+
+def matrices(layer, which):
+    """An expert's matrix: what it multiplies rows by."""
+    generator = torch.Generator().manual_seed(3)
+    every = torch.randn(layer.num_experts, layer.hidden, layer.hidden, generator=generator, dtype=torch.float64)
+    return every[which].to(layer.device)
+
+
+def gradients_of_out(layer, round, rank):
+    generator = torch.Generator().manual_seed(1000 * round + rank)
+    wanted = torch.randn(layer.tokens(round, rank), layer.hidden, generator=generator, dtype=torch.float64)
+    return wanted.to(layer.device)
+
+
+def in_one_process(layer, routing, round, weighted):
+    """Each rank's result and the gradients of its tokens and weights; those of all matrices."""
+    matrix = matrices(layer, slice(None)).requires_grad_()
+    found, losses = [], []
+    for rank in range(layer.size):
+        x, ids, weights = layer.inputs(routing, round, rank)
+        x, weights = x.double().requires_grad_(), weights.double().requires_grad_()
+        made = torch.einsum("th,tkhj->tkj", x, matrix[ids.clamp(min=0)])
+        there = (ids >= 0) * (weights if weighted else torch.ones_like(weights))
+        out = (made * there[:, :, None]).sum(dim=1)
+        losses.append((out * gradients_of_out(layer, round, rank)).sum())
+        found.append((out, x, weights))
+    sum(losses).backward()
+    return [(out.detach(), x.grad, weights.grad) for out, x, weights in found], matrix.grad
+
+
+def layer_of(name, layout, offsets_of_rows):
+    def forward(x, ids, weights, matrix):
+        rows, counts, offsets = functional.dispatch(x, ids, name, layout)
+        expert = torch.searchsorted(offsets[1:].contiguous(), offsets_of_rows, right=True)
+        expert = expert.clamp(max=len(counts) - 1)
+        flat = rows.flatten(0, -2)
+        y = torch.zeros_like(flat)
+        for each in range(len(counts)):
+            y = y + torch.where((expert == each)[:, None], flat @ matrix[each], 0)
+        return functional.combine(y.view(rows.shape), ids, weights, name, layout)
+
+    return forward
+
+
+def differentiate(ctx, layout, weighted, compiled):
+    layer = Layer(ctx.num_ranks, torch.float32, ctx.device)
+    ep = experts(ctx, layer)
+    name = functional.name_of(ep)
+    assert functional.name_of(ep) == name
+    room = torch.Size(functional._shape(ep, layout)[:-1]).numel()
+    forward = layer_of(name, layout, torch.arange(room, dtype=torch.int32, device=ctx.device))
+    if compiled:
+        forward = torch.compile(forward, fullgraph=True, backend="aot_eager", dynamic=True)
+    mine = slice(ep.first_expert, ep.first_expert + ep.num_local_experts)
+    for round, routing in enumerate(ROUTINGS):
+        every, of_matrices = in_one_process(layer, routing, round, weighted)
+        out, of_x, of_weights = every[ctx.cur_rank]
+        x, ids, weights = layer.inputs(routing, round, ctx.cur_rank)
+        x.requires_grad_(), weights.requires_grad_()
+        matrix = matrices(layer, mine).float().requires_grad_()
+        got = forward(x, ids, weights if weighted else None, matrix)
+        got.backward(gradients_of_out(layer, round, ctx.cur_rank).float())
+        close = {"rtol": 1e-4, "atol": 1e-3}
+        torch.testing.assert_close(got.double(), out, **close)
+        torch.testing.assert_close(x.grad.double(), of_x, **close)
+        torch.testing.assert_close(matrix.grad.double(), of_matrices[mine], **close)
+        if weighted:
+            torch.testing.assert_close(weights.grad.double(), of_weights, **close)
+    done_with(ctx, ep)
+
+
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize(
+    ("layout", "weighted", "compiled"),
+    [("compact", True, False), ("expanded", True, False), ("compact", False, False), ("compact", True, True)],
+)
+def test_results_and_gradients(ranks, layout, weighted, compiled):
+    ranks.run(differentiate, layout, weighted, compiled)
+
+
+def mistake(ctx):
+    layer = Layer(ctx.num_ranks, torch.float32, ctx.device)
+    ep = experts(ctx, layer)
+    x, ids, _ = layer.inputs("random", 0, ctx.cur_rank)
+    with pytest.raises(InvalidExpertsError, match=r"No experts have the name 'mine'.*name_of\(ep\)"):
+        functional.dispatch(x, ids, "mine")
+    with pytest.raises(InvalidExpertsError, match=r"name_of\(\) takes what ctx.experts\(\) has made, and got 'mine'"):
+        functional.name_of("mine")
+    name, many = functional.name_of(ep), ids.new_zeros(M + 1, K)
+    for call in (
+        lambda: functional.dispatch(x.new_zeros(M + 1, layer.hidden), many, name),
+        lambda: functional.combine(x.new_zeros(functional._shape(ep, "compact")), many, None, name),
+    ):
+        with pytest.raises(InvalidExpertsError, match=rf"got {M + 1} tokens, .*max_tokens={M}"):
+            call()
+    done_with(ctx, ep)
+
+
+@pytest.mark.ranks(2)
+def test_mistakes_are_told(ranks, mistaken):
+    ranks.run(mistake)

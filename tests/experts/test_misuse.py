@@ -1,0 +1,192 @@
+"""What dispatch and combine cannot do is said before anything is enqueued, on the rank that asked for it."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import iris
+from experts.layers import K, Layer, done_with, experts
+from iris.errors import (
+    HeapClosedError,
+    InvalidCollectiveError,
+    InvalidConfigError,
+    InvalidExpertsError,
+    MismatchedCollectiveError,
+    NotATensorError,
+    PeerFailedError,
+    ReceivedUsedUpError,
+    TooManyInFlightError,
+    WrongDeviceError,
+)
+from iris.experts import ExpertsConfig, expert_parallel
+
+T, H, MOST, E = 4, 20, 7, 3
+X, IDS, WEIGHTS = torch.zeros(T, H), torch.zeros(T, K, dtype=torch.int64), torch.zeros(T, K)
+DISPATCHES = {
+    "no tensor": (NotATensorError, "dispatch.. takes tensors", {"x": None}),
+    "on another device": (WrongDeviceError, "Move it there first", {"x": X.to("meta")}),
+    "sparse": (InvalidCollectiveError, "memory of their own", {"x": X.to_sparse()}),
+    "one dimension": (InvalidExpertsError, r"\[tokens, 20\]; it got \[80\]", {"x": X.flatten()}),
+    "another width": (InvalidExpertsError, r"\[tokens, 20\]; it got \[4, 19\]", {"x": X[:, 1:]}),
+    "another dtype": (InvalidExpertsError, "x of shape .* torch.float32 or .*; it got .*float16", {"x": X.half()}),
+    "too many tokens": (
+        InvalidExpertsError,
+        "got 8 tokens, and .*max_tokens=7",
+        {"x": torch.zeros(8, H), "topk_ids": torch.zeros(8, K, dtype=torch.int64)},
+    ),
+    "fewer choices": (InvalidExpertsError, r"topk_ids of shape \[4, 3\]", {"topk_ids": IDS[:, 1:]}),
+    "choices of fewer tokens": (InvalidExpertsError, r"topk_ids .* it got \[3, 3\]", {"topk_ids": IDS[1:]}),
+    "choices that are no integers": (InvalidExpertsError, "torch.int32 or torch.int64", {"topk_ids": WEIGHTS}),
+    "other weights": (InvalidExpertsError, r"topk_weights of shape \[4, 3\]", {"topk_weights": WEIGHTS[1:]}),
+    "weights of another dtype": (InvalidExpertsError, "and torch.float32", {"topk_weights": WEIGHTS.double()}),
+    "an expert too large": (
+        InvalidExpertsError,
+        "choice 2 of token 1 is expert 3; .* from 0 to 2",
+        {"topk_ids": IDS.index_put((torch.tensor(1), torch.tensor(2)), torch.tensor(E))},
+    ),
+    "an expert too small": (InvalidExpertsError, "choice 0 of token 0 is expert -2", {"topk_ids": IDS - 2}),
+    "fp8 without factors": (InvalidExpertsError, "x_scales not given", {"x": X.to(torch.float8_e5m2)}),
+    "factors without fp8": (InvalidExpertsError, "x_scales given, quantize=None", {"x_scales": torch.ones(T, 1)}),
+    "rows that end anywhere": (InvalidExpertsError, "a multiple of 16, and hidden is 20", {"quantize": "fp8_row"}),
+    "another way to quantise": (InvalidExpertsError, "None, 'fp8_row', 'fp8_block128'", {"quantize": "int8"}),
+    "gradients": (InvalidExpertsError, "no gradients", {"x": X.clone().requires_grad_()}),
+    "another layout": (InvalidExpertsError, "it takes one of 'expanded', 'compact'", {"layout": "flat"}),
+    "a layout without memory": (InvalidExpertsError, "Name it there", {"layout": "compact"}),
+}
+COMBINES = {
+    "rows of another shape": (InvalidExpertsError, r"y of shape \[3, 7, 20\]", {"y": torch.zeros(21, H)}),
+    "rows of another dtype": (InvalidExpertsError, "y of shape", {"y": torch.zeros(E, MOST, H).half()}),
+    "other weights": (InvalidExpertsError, "topk_weights of shape", {"topk_weights": WEIGHTS[1:]}),
+    "another result": (InvalidExpertsError, r"out of shape \[4, 20\]", {"out": X[1:]}),
+    "a result by columns": (InvalidExpertsError, r"strides are \(1, 4\)", {"out": torch.zeros(H, T).T}),
+    "nothing received": (InvalidExpertsError, "has returned, and None is none", {"received": None}),
+}
+
+
+def refused(error, words, call, given):
+    with pytest.raises(error, match=words) as raised:
+        call(**given)
+    assert len(str(raised.value)) > 40
+
+
+def on(device, given):
+    return {
+        role: value.to(device) if isinstance(value, torch.Tensor) and value.device.type == "cpu" else value
+        for role, value in given.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """A context of one rank, also where there are more."""
+    group = None
+    if dist.is_initialized():
+        group = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    with iris.iris(1 << 22, process_group=group) as ctx:
+        yield ctx
+
+
+@pytest.fixture
+def checked(monkeypatch):
+    """As with IRIS_DEBUG=1: expert numbers are looked at on GPUs, too."""
+    monkeypatch.setattr(expert_parallel, "DEBUGGING", True)
+
+
+def layer_of(ctx, **config):
+    return experts(ctx, Layer(1, torch.float32, ctx.device), ExpertsConfig(**config))
+
+
+@pytest.mark.parametrize("case", DISPATCHES)
+def test_dispatch(alone, checked, case):
+    error, words, given = DISPATCHES[case]
+    ep = layer_of(alone, layouts=("expanded",))
+    refused(error, words, ep.dispatch, on(alone.device, {"x": X, "topk_ids": IDS} | given))
+    # It has not begun.
+    ep.dispatch(**on(alone.device, {"x": X, "topk_ids": IDS}))
+
+
+@pytest.mark.parametrize("case", COMBINES)
+def test_combine(alone, case):
+    error, words, given = COMBINES[case]
+    ep = layer_of(alone)
+    received = ep.dispatch(**on(alone.device, {"x": X, "topk_ids": IDS}))
+    refused(error, words, ep.combine, on(alone.device, {"y": received.rows, "received": received} | given))
+    ep.combine(received.rows, received)
+
+
+def test_what_a_dispatch_returns_is_used_once_and_by_its_own(alone):
+    ep, other = layer_of(alone), layer_of(alone)
+    given = on(alone.device, {"x": X, "topk_ids": IDS})
+    first, second = ep.dispatch(**given), ep.dispatch(**given)
+    refused(InvalidExpertsError, "is of another one", other.combine, {"y": first.rows, "received": first})
+    with pytest.raises(TooManyInFlightError, match=r"2 results .*ExpertsConfig\(in_flight=2\)"):
+        ep.dispatch(**given)
+    ep.combine(first.rows, first)
+    refused(ReceivedUsedUpError, "combine.. has ended", ep.combine, {"y": first.rows, "received": first})
+    second.release()
+    for again in (second.release, second.to_host, lambda: ep.combine(second.rows, second)):
+        refused(ReceivedUsedUpError, "release.. has ended", again, {})
+    ep.dispatch(**given)
+    ep.close()
+    ep.close()
+    refused(HeapClosedError, "Make another one", ep.dispatch, given)
+
+
+SIZES = {"num_experts": 4, "hidden": 8, "max_tokens": 2, "top_k": 2}
+
+
+@pytest.mark.parametrize(
+    ("error", "words", "given"),
+    [
+        (InvalidExpertsError, "top_k is 1 or more", {"top_k": 0}),
+        (InvalidExpertsError, "hidden is 1 or more", {"hidden": 2.5}),
+        (InvalidExpertsError, "at most 4 of 4", {"top_k": 5}),
+        (InvalidExpertsError, "at most 4096", {"num_experts": 4097}),
+        (InvalidExpertsError, "by 32 bits", {"max_tokens": 1 << 30}),
+        (InvalidExpertsError, "bfloat16, torch.float16 or", {"dtype": torch.int8}),
+        (InvalidExpertsError, "bfloat16, torch.float16 or", {"dtype": "bf16"}),
+        (InvalidConfigError, "iris.experts.ExpertsConfig, or None", {"config": "fast"}),
+    ],
+)
+def test_sizes(alone, error, words, given):
+    refused(error, words, alone.experts, SIZES | given)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("in_flight", 0), ("in_flight", True), ("alignment", 1 << 20), ("num_sms", 1.5), ("layouts", ()), ("layouts", 3)],
+)
+def test_configurations(name, value):
+    with pytest.raises(InvalidConfigError, match=f"{name} is a"):
+        ExpertsConfig(**{name: value})
+
+
+def one_rank_errs(ctx):
+    """The others know nothing of it, and go on when it has made the call that they have made."""
+    layer = Layer(ctx.num_ranks, torch.float32, ctx.device)
+    ep = experts(ctx, layer)
+    x, ids, weights = layer.inputs("random", 0, ctx.cur_rank)
+    if ctx.cur_rank == 0:
+        refused(InvalidExpertsError, "topk_ids of shape", ep.dispatch, {"x": x, "topk_ids": ids[:, 1:]})
+    received = ep.dispatch(x, ids, weights)
+    made = layer.through_experts(received, ep.first_expert)
+    if ctx.cur_rank == 1:
+        refused(InvalidExpertsError, "y of shape", ep.combine, {"y": made[1:], "received": received})
+    out = ep.combine(made, received)
+    assert torch.equal(out.double(), layer.expected("random", 0, ctx.cur_rank, True))
+    done_with(ctx, ep)
+
+
+def ranks_differ(ctx):
+    """Of what is made together each rank knows."""
+    own = {"dtype": torch.int8} if ctx.cur_rank == 0 else {}
+    words = "bfloat16" if ctx.cur_rank == 0 else "rank 0 could not set memory aside"
+    refused(InvalidExpertsError if ctx.cur_rank == 0 else PeerFailedError, words, ctx.experts, SIZES | own)
+    refused(MismatchedCollectiveError, "for the same", ctx.experts, SIZES | {"hidden": 8 + ctx.cur_rank})
+    refused(InvalidExpertsError, "a multiple of 2", ctx.experts, SIZES | {"num_experts": 5})
+
+
+@pytest.mark.ranks(2, exactly=True)
+@pytest.mark.parametrize("worker", [one_rank_errs, ranks_differ])
+def test_one_of_two_ranks(ranks, worker):
+    ranks.run(worker)

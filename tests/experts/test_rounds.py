@@ -1,0 +1,118 @@
+"""Round after round without a meeting of hosts: other data each time, ranks that come late, several in flight."""
+
+import random
+
+import pytest
+import torch
+from hesitation import hesitant
+
+from experts.layers import ROUTINGS, Layer, done_with, experts
+from iris.experts import ExpertsConfig
+
+F32, BF16 = torch.float32, torch.bfloat16
+LATE = 2_000_000  # cycles: about a millisecond
+BUSY = ROUTINGS[:-1]
+
+
+def rounds(ctx):
+    """Three in flight, which end in another order than they began."""
+    on_gpu = ctx.device.type == "cuda"
+    layer = Layer(ctx.num_ranks, F32, ctx.device)
+    ep = experts(ctx, layer, ExpertsConfig(in_flight=3, num_sms=None if on_gpu else 2))
+    # The same on all ranks: which routing, which layout, and who ends next.
+    chosen = random.Random(3)
+    wrong = torch.zeros((), dtype=torch.int64, device=ctx.device)
+    open_rounds = []
+
+    def finish():
+        round, routing, weighting, received = open_rounds.pop(chosen.randrange(len(open_rounds)))
+        if weighting == "released":
+            received.release()
+            return
+        _, _, weights = layer.inputs(routing, round, ctx.cur_rank)
+        made = layer.through_experts(received, ep.first_expert)
+        out = ep.combine(made, received, weights if weighting == "combined" else None)
+        nonlocal wrong
+        wrong += (out != layer.expected(routing, round, ctx.cur_rank, weighting != "none")).sum()
+
+    with hesitant(ctx, random.Random(ctx.cur_rank), chance=0.01):
+        for round in range(400 if on_gpu else 12):
+            if on_gpu and round % 40 == ctx.cur_rank:
+                torch.cuda._sleep(LATE)
+            routing, weighting = chosen.choice(ROUTINGS), chosen.choice(("none", "dispatched", "combined", "released"))
+            x, ids, weights = layer.inputs(routing, round, ctx.cur_rank)
+            layout = chosen.choice(("expanded", "compact"))
+            received = ep.dispatch(x, ids, weights if weighting == "dispatched" else None, layout=layout)
+            open_rounds.append((round, routing, weighting, received))
+            while len(open_rounds) == 3 or (open_rounds and chosen.random() < 0.3):
+                finish()
+        while open_rounds:
+            finish()
+    assert wrong.item() == 0
+    done_with(ctx, ep)
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
+def test_rounds(ranks):
+    ranks.run(rounds)
+
+
+def twice(ctx):
+    """With weights and rows of which sums are rounded."""
+    layer = Layer(ctx.num_ranks, BF16, ctx.device)
+    ep = experts(ctx, layer)
+    found = []
+    generator = torch.Generator().manual_seed(ctx.cur_rank)
+    x = torch.randn(6, layer.hidden, generator=generator).to(ctx.device, BF16)
+    weights = torch.rand(6, 3, generator=generator).to(ctx.device)
+    ids = layer.route("random", 0, ctx.cur_rank, 6).to(ctx.device)
+    for run in range(3):
+        with hesitant(ctx, random.Random(10 * run + ctx.cur_rank), chance=0.02):
+            received = ep.dispatch(x, ids, weights)
+            rows = received.rows.clone()
+            there = torch.arange(ep.capacity, device=ctx.device)[None, :, None] < received.counts[:, None, None]
+            found.append((torch.where(there, rows, 0), ep.combine(rows, received)))
+    assert all(torch.equal(one, other) for later in found[1:] for one, other in zip(found[0], later, strict=True))
+    done_with(ctx, ep)
+
+
+@pytest.mark.ranks(3)
+def test_the_same_bits_in_every_run(ranks):
+    ranks.run(twice)
+
+
+def replay(ctx):
+    """A graph of a first call, whose tokens, choices and weights are others in each replay."""
+    layer = Layer(ctx.num_ranks, F32, ctx.device)
+    ep = experts(ctx, layer)
+    data = [torch.zeros_like(each) for each in layer.inputs("random", 0, ctx.cur_rank)]
+    # As many as there may be: those that a round has not got have no experts.
+    x, ids, weights = (each.new_zeros(layer.max_tokens, each.shape[1]) for each in data)
+    out = torch.empty_like(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        received = ep.dispatch(x, ids, weights)
+        ep.combine(layer.through_experts(received, ep.first_expert), received, out=out)
+    wrong = torch.zeros((), dtype=torch.int64, device=ctx.device)
+    for round in range(200):
+        if round % 40 == ctx.cur_rank:
+            torch.cuda._sleep(LATE)
+        routing, tokens = BUSY[round % len(BUSY)], layer.tokens(round, ctx.cur_rank)
+        ids.fill_(-1)
+        for whole, part in zip((x, ids, weights), layer.inputs(routing, round, ctx.cur_rank), strict=True):
+            whole[:tokens] = part
+        graph.replay()
+        wrong += (out[:tokens] != layer.expected(routing, round, ctx.cur_rank, True)).sum()
+        wrong += (out[tokens:] != 0).sum()
+    assert wrong.item() == 0
+    # Eager calls may follow.
+    x, ids, weights = layer.inputs("random", 1, ctx.cur_rank)
+    received = ep.dispatch(x, ids, weights)
+    out = ep.combine(layer.through_experts(received, ep.first_expert), received)
+    assert torch.equal(out.double(), layer.expected("random", 1, ctx.cur_rank, True))
+    done_with(ctx, ep)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="graphs are for GPUs")
+def test_replays_of_a_first_call(ranks):
+    ranks.run(replay)
