@@ -167,9 +167,11 @@ def portable_tiles(call: GroupedCall) -> FusedConfig:
 @functools.cache
 def _tiles(itemsize: int, height: int, on_amd: bool, allow_tf32: bool) -> FusedConfig:
     wide = height == 128 and itemsize == 2 and not on_amd
+    # Products of float32 that are not rounded to TF32 are of single elements, and take more registers.
+    columns = 256 if wide else 64 if itemsize == 4 else 128
     return FusedConfig(
         block_size_m=height,
-        block_size_n=256 if wide else 128,
+        block_size_n=columns,
         # A row of a tile has 128 bytes, as fp8 has with a scale of each block of 128.
         block_size_k=128 if itemsize == 1 else 64,
         num_warps=8 if height == 128 else 4,
