@@ -18,7 +18,8 @@ SIZES = {
 }
 LAYOUTS = ("ends", "padded", "expanded", "whole")
 ORDERS = ("rows", "columns", "sliced")
-SCALES = ("none", "lines", "groups", "A by blocks", "blocks")
+# Of A and B alike, or of each its own.
+SCALES = ("none", "lines", "groups", "A by blocks", "blocks", "lines, blocks", "blocks, groups", "blocks, lines")
 UNTOUCHED = 7.0
 
 
@@ -62,6 +63,9 @@ def scales(kind, rows, E, K, N, seed):
         "groups": (None, (E,)),
         "A by blocks": ((*rows, deep), None),
         "blocks": ((*rows, deep), (E, wide, deep)),
+        "lines, blocks": (rows, (E, wide, deep)),
+        "blocks, groups": ((*rows, deep), (E,)),
+        "blocks, lines": ((*rows, deep), (E, N)),
     }
     return [
         None if shape is None else (0.5 + random(*shape, seed=seed + i).abs()).float().to(DEVICE)

@@ -7,7 +7,7 @@ from covering import sample
 from iris.errors import InvalidConfigError
 from iris.ops import FusedConfig, grouped_mm
 from iris.simulator import ACTIVE
-from ops.groups import DEVICE, FP8, LAYOUTS, check
+from ops.groups import DEVICE, FP8, LAYOUTS, SCALES, check
 
 pytestmark = pytest.mark.skipif(
     not ACTIVE and torch.cuda.get_device_capability() != (9, 0), reason="the kernel is for Hopper"
@@ -47,7 +47,7 @@ def test_fp16_and_bf16(layout):
 
 
 @pytest.mark.parametrize("layout", ["padded", "expanded"])
-@pytest.mark.parametrize("scale", ["none", "lines", "groups", "A by blocks", "blocks"])
+@pytest.mark.parametrize("scale", SCALES[:-1])
 def test_fp8(layout, scale):
     for (K, N), columns in sample([(128, 128), (16, 8), (400, 200)], [64, 128]):
         check(SIZES["halves"], layout, FP8, K, N, "columns", scale, config=config(columns, 128))
@@ -61,6 +61,7 @@ def test_fp8(layout, scale):
         (FP8, "lines", 128),
         (FP8, "A by blocks", 128),
         (FP8, "blocks", 128),
+        (FP8, "lines, blocks", 128),
     ],
     ids=str,
 )

@@ -89,9 +89,8 @@ def sums(pipeline, step, K, zeros, HALF: gl.constexpr, TILING: gl.constexpr):
 
 
 @gluon_jit
-def factors_of_stage(place, scales, like, N, block, HALF: gl.constexpr):
+def factors_of_stage(place, scale_a, scale_b, like, N, block, HALF: gl.constexpr):
     """Of the rows of a block of K, of the tile's columns, and of those N behind them, which a gate's are."""
-    scale_a, scale_b = scales
     of_rows, of_columns, of_right = 1.0, 1.0, 1.0
     if scale_a.ptr is not None:
         of_rows = factors_of_rows(scale_a, place, like, block=block, HALF=HALF)
@@ -103,7 +102,16 @@ def factors_of_stage(place, scales, like, N, block, HALF: gl.constexpr):
 
 @gluon_jit
 def scaled_sums(
-    pipeline, place, step, scales, extents, zeros, HALF: gl.constexpr, FORM: gl.constexpr, TILING: gl.constexpr
+    pipeline,
+    place,
+    step,
+    scale_a,
+    scale_b,
+    extents,
+    zeros,
+    HALF: gl.constexpr,
+    FORM: gl.constexpr,
+    TILING: gl.constexpr,
 ):
     """The same of fp8 with scales for blocks of K: of the tile's columns, and of those with a gate the right half.
 
@@ -116,11 +124,13 @@ def scaled_sums(
     else:
         acc, right_acc = zeros, zeros
     blocks, behind = gl.cdiv(extents.K, BLOCK_K), extents.N if FORM.GATED else 0
-    of_rows, of_columns, of_right = factors_of_stage(place, scales, acc, behind, block=0, HALF=HALF)
+    of_rows, of_columns, of_right = factors_of_stage(place, scale_a, scale_b, acc, N=behind, block=0, HALF=HALF)
     for block in range(blocks):
         # Behind the last one it once more.
         following = gl.minimum(block + 1, blocks - 1)
-        next_rows, next_columns, next_right = factors_of_stage(place, scales, acc, behind, block=following, HALF=HALF)
+        next_rows, next_columns, next_right = factors_of_stage(
+            place, scale_a, scale_b, acc, N=behind, block=following, HALF=HALF
+        )
         product = product_of_stage(pipeline, step, zeros, HALF=HALF, TILING=TILING)
         if FORM.GATED:
             left, right = by_halves(product)
@@ -134,15 +144,25 @@ def scaled_sums(
 
 
 @gluon_jit
-def results(pipeline, place, step, scales, extents, HALF: gl.constexpr, FORM: gl.constexpr, TILING: gl.constexpr):
+def results(
+    pipeline, place, step, scale_a, scale_b, extents, HALF: gl.constexpr, FORM: gl.constexpr, TILING: gl.constexpr
+):
     """A half of a tile of the result, in float32."""
     ROWS: gl.constexpr = pipeline.products.shape[2]
     COLUMNS: gl.constexpr = TILING.BLOCK_N
     zeros = gl.zeros([ROWS, COLUMNS], gl.float32, accumulator(COLUMNS, pipeline.tiles_a.dtype))
-    scale_a, scale_b = scales
     if FORM.BLOCKED:
         acc, right = scaled_sums(
-            pipeline, place, step, scales, extents=extents, zeros=zeros, HALF=HALF, FORM=FORM, TILING=TILING
+            pipeline,
+            place,
+            step,
+            scale_a,
+            scale_b=scale_b,
+            extents=extents,
+            zeros=zeros,
+            HALF=HALF,
+            FORM=FORM,
+            TILING=TILING,
         )
     else:
         acc = sums(pipeline, step, extents.K, zeros, HALF=HALF, TILING=TILING)
@@ -171,7 +191,7 @@ def multiply(pipeline, tiles, scale_a, scale_b, extents, HALF: gl.constexpr, FOR
         place = tiles.at(number)
         if place[3] + HALF * ROWS < place[2]:
             acc = results(
-                pipeline, place, step, (scale_a, scale_b), extents=extents, HALF=HALF, FORM=FORM, TILING=TILING
+                pipeline, place, step, scale_a, scale_b=scale_b, extents=extents, HALF=HALF, FORM=FORM, TILING=TILING
             )
             mbarrier.wait(pipeline.epilogue_empty.index(0), done & 1 ^ 1)
             leave_all(pipeline, acc.to(pipeline.products.dtype), HALF)
