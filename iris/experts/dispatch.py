@@ -23,7 +23,7 @@ fewer of these than multiprocessors. Who writes which word, and why it may be wr
 import triton
 import triton.language as tl
 
-from iris.experts.routing import chunk_of, load_choices
+from iris.experts.routing import chunk_of, load_choices, load_experts
 from iris.experts.rows import copy_rows, send_rows
 from iris.language.barrier import lanes
 from iris.language.context import DeviceContext
@@ -55,8 +55,8 @@ def send_choices(ctx, slot, topk_ids, topk_weights, tokens, weighted, EXTENTS: t
         for begin in range(first * EXTENTS.K, last * EXTENTS.K, PAIRS):
             pair = begin + tl.arange(0, PAIRS)
             mask = pair < last * EXTENTS.K
-            ids = tl.load(topk_ids + pair, mask=mask).to(tl.int32)
-            ctx.store(slot.ids + region + pair, ids, peer, mask=mask)
+            chosen = load_experts(topk_ids + pair, mask, EXTENTS)
+            ctx.store(slot.ids + region + pair, chosen, peer, mask=mask)
             if weighted:
                 weights = tl.load(topk_weights + pair, mask=mask)
                 ctx.store(slot.weights + region + pair, weights, peer, mask=mask)

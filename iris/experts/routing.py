@@ -24,17 +24,23 @@ def choices(EXTENTS: tl.constexpr):
 
 
 @triton.jit
+def load_experts(ids, mask, EXTENTS: tl.constexpr):
+    """Numbers of experts, int32; -1 for what is none."""
+    experts = tl.load(ids, mask=mask, other=-1)
+    return tl.where((experts >= 0) & (experts < EXTENTS.E), experts, -1).to(tl.int32)
+
+
+@triton.jit
 def load_choices(ids, token, EXTENTS: tl.constexpr):
     """The experts of a token of ``[tokens, K]``; -1 for none."""
     k = choices(EXTENTS)
-    at = tl.cast(token, tl.int64) * EXTENTS.K + k
-    return tl.load(ids + at, mask=k < EXTENTS.K, other=-1).to(tl.int32)
+    return load_experts(ids + tl.cast(token, tl.int64) * EXTENTS.K + k, k < EXTENTS.K, EXTENTS)
 
 
 @triton.jit
 def owners(experts, EXTENTS: tl.constexpr):
-    """The ranks of these experts, -1 for what is no expert."""
-    return tl.where((experts >= 0) & (experts < EXTENTS.E), experts // EXTENTS.LOCAL, -1)
+    """The ranks of these experts, -1 for none."""
+    return tl.where(experts >= 0, experts // EXTENTS.LOCAL, -1)
 
 
 @triton.jit

@@ -1,5 +1,7 @@
 """What dispatch and combine cannot do is said before anything is enqueued, on the rank that asked for it."""
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,7 +20,7 @@ from iris.errors import (
     TooManyInFlightError,
     WrongDeviceError,
 )
-from iris.experts import ExpertsConfig, expert_parallel
+from iris.experts import ExpertsConfig, checks, expert_parallel
 
 T, H, MOST, E = 4, 20, 7, 3
 X, IDS, WEIGHTS = torch.zeros(T, H), torch.zeros(T, K, dtype=torch.int64), torch.zeros(T, K)
@@ -177,6 +179,22 @@ def one_rank_errs(ctx):
     done_with(ctx, ep)
 
 
+def numbers_are_not_looked_at(ctx):
+    """As on GPUs: what is no expert gets no row, and gives none."""
+    layer = Layer(ctx.num_ranks, torch.float32, ctx.device)
+    ep = experts(ctx, layer)
+    x, ids, weights = layer.inputs("random", 0, ctx.cur_rank)
+    outs = []
+    with mock.patch.object(checks, "check_numbers"):
+        for wrong in (-1, -2, layer.num_experts, 1 << 31, (1 << 32) + 1, -(1 << 40)):
+            given = ids.clone()
+            given[1::2, 0] = given[::3, 2] = wrong
+            received = ep.dispatch(x, given, weights)
+            outs.append(ep.combine(layer.through_experts(received, ep.first_expert), received))
+    assert all(torch.equal(out, outs[0]) for out in outs) and outs[0].any()
+    done_with(ctx, ep)
+
+
 def ranks_differ(ctx):
     """Of what is made together each rank knows."""
     own = {"dtype": torch.int8} if ctx.cur_rank == 0 else {}
@@ -187,6 +205,6 @@ def ranks_differ(ctx):
 
 
 @pytest.mark.ranks(2, exactly=True)
-@pytest.mark.parametrize("worker", [one_rank_errs, ranks_differ])
+@pytest.mark.parametrize("worker", [one_rank_errs, numbers_are_not_looked_at, ranks_differ])
 def test_one_of_two_ranks(ranks, worker):
     ranks.run(worker)
