@@ -81,9 +81,9 @@ def fingerprint() -> str:
 
 
 def environment(triton: str) -> dict[str, str]:
-    """Without settings of Iris, Triton and LLVM that might change kernels."""
+    """Without settings of Iris, Triton and LLVM that might change kernels; and with all cases, not a sample of them."""
     given = {key: value for key, value in os.environ.items() if not re.match("IRIS_|TRITON_|MLIR_|LLVM_", key)}
-    return given | {"IRIS_SIMULATOR": "0", "PYTHONPATH": TRITONS[triton]}
+    return given | {"IRIS_SIMULATOR": "0", "IRIS_TEST_ALL": "1", "PYTHONPATH": TRITONS[triton]}
 
 
 def version_of(triton: str) -> str:
