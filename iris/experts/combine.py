@@ -4,17 +4,21 @@ Over the link, in one step: from each rank of a token's experts one row of H ele
 of it, rounded to the rows' type. Where the weights are given here and not with the dispatch, they go to the experts'
 ranks first, 4 K bytes a token, in a step of their own: that is less than a row for each choice.
 
-Program p serves the p-th share of every rank's tokens, as in dispatch:
+There are two kinds of programs, P of each, so that this rank reads its memory while the link carries what it has sent.
+Program p of each kind serves the p-th share of a rank's tokens, in the steps of dispatch. One that sends:
 
-1. It sends its own tokens' weights, if they are given, to all other ranks; then it sets ``weighed`` there.
-2. For each other rank it waits for ``weighed`` of program p, if weights are given, adds up the rows of each token of
-   that share in float32, in the order of its choices, and stores the sum to ``partials`` of the token's rank. Then it
-   sets ``returned`` of all other ranks.
-3. It waits for ``returned`` of program p of all of them, and adds up the sums of each own token in float32, in the
-   order of ranks. The sum of this rank's own experts is not rounded before.
+1. sends its rank's tokens' weights, if they are given, to all ranks; then it sets ``weighed`` there;
+2. waits for ``weighed`` of program p of all others, if weights are given;
+3. step by step, adds up the rows of each token of each other rank in float32, in the order of its choices, stores the
+   sums to ``partials`` of the token's rank, and raises ``returned`` there.
 
-Every rank sets ``returned`` at every other in each call, also where no token went: it says besides that what came
-with this dispatch has been read, so that the next one in this slot may write. More: `iris.experts.memory`.
+One that receives:
+
+4. step by step, waits for ``returned`` of program p of all others, and adds up the sums of each own token in float32, in
+   the order of ranks. The sum of this rank's own experts, which it makes itself, is not rounded before.
+
+Every rank raises ``returned`` at every other in each call, to its last value, also where no token went: it says besides
+that what came with this dispatch has been read, so that the next one in this slot may write. More: `iris.experts.memory`.
 """
 
 import triton
@@ -22,12 +26,13 @@ import triton.language as tl
 
 from iris.experts.dispatch import PAIRS
 from iris.experts.routing import (
-    any_is,
-    choices,
     chunk_of,
+    has_bit,
     load_choices,
-    owners,
+    owner_bits,
+    signal_all,
     signal_others,
+    steps_of,
     wait_others,
 )
 from iris.language.barrier import lanes
@@ -40,9 +45,9 @@ UNWEIGHTED, DISPATCHED, GIVEN = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2
 
 @triton.jit
 def send_weights(ctx, slot, topk_weights, call, EXTENTS: tl.constexpr):
-    """Step 1; this rank's own go to its own memory."""
+    """Steps 1 and 2; this rank's own go to its own memory."""
     rank, program = ctx.cur_rank, tl.program_id(0)
-    first, last = chunk_of(tl.load(slot.tokens + rank), program)
+    first, last = chunk_of(tl.load(slot.tokens + rank), program, EXTENTS)
     region = tl.cast(rank, tl.int64) * (EXTENTS.M * EXTENTS.K)
     for begin in range(first * EXTENTS.K, last * EXTENTS.K, PAIRS):
         pair = begin + tl.arange(0, PAIRS)
@@ -50,85 +55,149 @@ def send_weights(ctx, slot, topk_weights, call, EXTENTS: tl.constexpr):
         weights = tl.load(topk_weights + pair, mask=mask)
         for distance in range(0, EXTENTS.W):
             ctx.store(slot.weights + region + pair, weights, (rank + distance) % EXTENTS.W, mask=mask)
-    signal_others(ctx, slot.weighed + rank * tl.num_programs(0) + program, call)
+    signal_all(ctx, slot.weighed + rank * EXTENTS.PROGRAMS + program, call)
+    wait_others(ctx, slot.weighed + lanes() * EXTENTS.PROGRAMS + program, call)
 
 
 @triton.jit
-def add_up(slot, y, places, token, column, inside, WEIGHTS: tl.constexpr, EXTENTS: tl.constexpr):
-    """The sum of a token's rows on this rank, float32, in the order of its choices. ``token``: of all ranks'."""
-    BLOCK: tl.constexpr = EXTENTS.BLOCK
+def places_of(slot, places, token, there, WEIGHTS: tl.constexpr, EXTENTS: tl.constexpr):
+    """For each choice of tokens, their rows on this rank, -1 for none, and weights; two tuples.
+
+    ``token``: numbers among the tokens of all ranks, if they are ``there``.
+    """
     K: tl.constexpr = EXTENTS.K
-    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    rows, weights = (), ()
     for choice in tl.static_range(K):
         at = tl.cast(token, tl.int64) * EXTENTS.K + choice
-        place = tl.load(places + at)
-        here = place >= 0
-        row = tl.load(y + tl.cast(place, tl.int64) * EXTENTS.H + column, mask=inside & here, other=0).to(tl.float32)
-        if WEIGHTS != UNWEIGHTED:
-            row *= tl.load(slot.weights + at, mask=here, other=0)
-        total += row
+        rows += (tl.load(places + at, mask=there, other=-1),)
+        if WEIGHTS == UNWEIGHTED:
+            weights += (1.0,)
+        else:
+            weights += (tl.load(slot.weights + at, mask=there, other=0),)
+    return rows, weights
+
+
+@triton.jit
+def load_rows(y, rows, columns, EXTENTS: tl.constexpr):
+    """Columns of tokens' rows on this rank, a tuple with a block for each choice."""
+    K: tl.constexpr = EXTENTS.K
+    found = ()
+    for choice in tl.static_range(K):
+        at = (tl.cast(rows[choice], tl.int64) * EXTENTS.H)[:, None] + columns[None, :]
+        mask = (rows[choice] >= 0)[:, None] & (columns < EXTENTS.H)[None, :]
+        found += (tl.load(y + at, mask=mask, other=0),)
+    return found
+
+
+@triton.jit
+def add_up(found, rows, weights, WEIGHTS: tl.constexpr, EXTENTS: tl.constexpr):
+    """The sums of tokens' rows, float32, in the order of their choices."""
+    K: tl.constexpr = EXTENTS.K
+    total = tl.zeros(found[0].shape, dtype=tl.float32)
+    for choice in tl.static_range(K):
+        # Of many tokens the experts of half of the choices and more are elsewhere.
+        if tl.max(rows[choice], axis=0) >= 0:
+            row = found[choice].to(tl.float32)
+            if WEIGHTS != UNWEIGHTED:
+                # Not by the weight of a choice whose expert is elsewhere: that may be no number.
+                row *= tl.where(rows[choice] >= 0, weights[choice], 0)[:, None]
+            total += row
     return total
 
 
 @triton.jit
-def send_sums(ctx, slot, y, places, source, WEIGHTS: tl.constexpr, EXTENTS: tl.constexpr):
-    """Step 2, for the tokens of rank ``source``."""
-    first, last = chunk_of(tl.load(slot.tokens + source), tl.program_id(0))
-    k, column = choices(EXTENTS), tl.arange(0, EXTENTS.BLOCK)
-    for token in range(first, last):
+def send_sums(ctx, slot, y, places, source, first, last, WEIGHTS: tl.constexpr, EXTENTS: tl.constexpr):
+    """Step 3, for tokens [first, last) of rank ``source``."""
+    K: tl.constexpr = EXTENTS.K
+    column = tl.arange(0, EXTENTS.ADDED)
+    for some in range(first, last, EXTENTS.SUMS):
+        token = some + tl.arange(0, EXTENTS.SUMS)
         there = tl.cast(source, tl.int64) * EXTENTS.M + token
-        place = tl.load(places + there * EXTENTS.K + k, mask=k < EXTENTS.K, other=-1)
-        if tl.max(place, axis=0) >= 0:
-            target = (tl.cast(ctx.cur_rank, tl.int64) * EXTENTS.M + token) * EXTENTS.H
-            for begin in range(0, EXTENTS.H, EXTENTS.BLOCK):
-                columns = begin + column
-                inside = columns < EXTENTS.H
-                total = add_up(
-                    slot,
-                    y,
-                    places,
-                    there,
-                    column=columns,
-                    inside=inside,
-                    WEIGHTS=WEIGHTS,
-                    EXTENTS=EXTENTS,
-                )
-                rounded = total.to(slot.partials.dtype.element_ty)
-                ctx.store(slot.partials + target + columns, rounded, source, mask=inside)
+        rows, weights = places_of(slot, places, there, token < last, WEIGHTS, EXTENTS)
+        here = rows[0] >= 0
+        for choice in tl.static_range(1, K):
+            here = here | (rows[choice] >= 0)
+        target = slot.partials + ((tl.cast(ctx.cur_rank, tl.int64) * EXTENTS.M + token) * EXTENTS.H)[:, None]
+        # The next columns are under way while these are added up.
+        found = load_rows(y, rows, column, EXTENTS)
+        for start in range(0, EXTENTS.H, EXTENTS.ADDED):
+            columns = start + column
+            later = load_rows(y, rows, columns + EXTENTS.ADDED, EXTENTS)
+            total = add_up(found, rows, weights, WEIGHTS, EXTENTS)
+            found = later
+            mask = here[:, None] & (columns < EXTENTS.H)[None, :]
+            ctx.store(target + columns[None, :], total.to(slot.partials.dtype.element_ty), source, mask=mask)
 
 
 @triton.jit
-def receive_sums(ctx, slot, y, places, out, WEIGHTS: tl.constexpr, EXTENTS: tl.constexpr):
-    """Step 3."""
-    BLOCK: tl.constexpr = EXTENTS.BLOCK
+def receive_sums(ctx, slot, y, places, out, first, last, WEIGHTS: tl.constexpr, EXTENTS: tl.constexpr):
+    """Step 4, behind the wait, for own tokens [first, last)."""
+    # The sums of so many ranks are under way at once; W is a power of two, or more than these.
+    PEERS: tl.constexpr = min(EXTENTS.RANKS, 8)
     rank = ctx.cur_rank
-    first, last = chunk_of(tl.load(slot.tokens + rank), tl.program_id(0))
-    column = tl.arange(0, EXTENTS.BLOCK)
-    for token in range(first, last):
+    column = tl.arange(0, EXTENTS.ADDED)
+    for some in range(first, last, EXTENTS.SUMS):
+        token = some + tl.arange(0, EXTENTS.SUMS)
         own = tl.cast(rank, tl.int64) * EXTENTS.M + token
-        owner = owners(load_choices(slot.ids, own, EXTENTS), EXTENTS)
-        for begin in range(0, EXTENTS.H, EXTENTS.BLOCK):
-            columns = begin + column
-            inside = columns < EXTENTS.H
-            total = tl.zeros((BLOCK,), dtype=tl.float32)
-            for expert_rank in range(EXTENTS.W):
-                if any_is(owner, expert_rank):
-                    if expert_rank == rank:
-                        total += add_up(
-                            slot,
-                            y,
-                            places,
-                            own,
-                            column=columns,
-                            inside=inside,
-                            WEIGHTS=WEIGHTS,
-                            EXTENTS=EXTENTS,
-                        )
-                    else:
-                        source = (tl.cast(expert_rank, tl.int64) * EXTENTS.M + token) * EXTENTS.H
-                        total += tl.load(slot.partials + source + columns, mask=inside, other=0).to(tl.float32)
-            at = tl.cast(token, tl.int64) * EXTENTS.H + columns
-            tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
+        rows, weights = places_of(slot, places, own, token < last, WEIGHTS, EXTENTS)
+        bits = owner_bits(load_choices(slot.ids, own, token < last, EXTENTS), EXTENTS)
+        found = load_rows(y, rows, column, EXTENTS)
+        for start in range(0, EXTENTS.H, EXTENTS.ADDED):
+            columns = start + column
+            inside = (columns < EXTENTS.H)[None, :]
+            later = load_rows(y, rows, columns + EXTENTS.ADDED, EXTENTS)
+            own_sum = add_up(found, rows, weights, WEIGHTS, EXTENTS)
+            found = later
+            total = tl.zeros_like(own_sum)
+            for group in range(0, EXTENTS.W, PEERS):
+                sums = ()
+                for each in tl.static_range(PEERS):
+                    peer = group + each
+                    at = ((tl.cast(peer, tl.int64) * EXTENTS.M + token) * EXTENTS.H)[:, None] + columns[None, :]
+                    mask = (has_bit(bits, peer) & (peer != rank))[:, None] & inside
+                    sums += (tl.load(slot.partials + at, mask=mask, other=0).to(tl.float32),)
+                for each in tl.static_range(PEERS):
+                    total += tl.where(group + each == rank, own_sum, sums[each])
+            at = (tl.cast(token, tl.int64) * EXTENTS.H)[:, None] + columns[None, :]
+            tl.store(out + at, total.to(out.dtype.element_ty), mask=(token < last)[:, None] & inside)
+
+
+@triton.jit
+def send(ctx, slot, y, topk_weights, places, call, WEIGHTS: tl.constexpr, EXTENTS: tl.constexpr):
+    """Steps 1 to 3."""
+    rank, program = ctx.cur_rank, tl.program_id(0)
+    if WEIGHTS == GIVEN:
+        send_weights(ctx, slot, topk_weights, call, EXTENTS=EXTENTS)
+    peers = lanes()
+    most = tl.max(tl.load(slot.tokens + peers, mask=(peers < EXTENTS.W) & (peers != rank), other=0), axis=0)
+    first, last = chunk_of(most, program, EXTENTS)
+    steps = tl.maximum(steps_of(first, last, EXTENTS), 1)
+    for step in range(steps):
+        for distance in range(1, EXTENTS.W):
+            source = (rank + distance) % EXTENTS.W
+            first, last = chunk_of(tl.load(slot.tokens + source), program, EXTENTS)
+            first += step * EXTENTS.STEP
+            last = tl.minimum(first + EXTENTS.STEP, last)
+            send_sums(ctx, slot, y, places, source, first=first, last=last, WEIGHTS=WEIGHTS, EXTENTS=EXTENTS)
+        reached = tl.where(step == steps - 1, EXTENTS.STEPS - 1, step + 1)
+        signal_others(ctx, slot.returned + rank * EXTENTS.PROGRAMS + program, call * EXTENTS.STEPS + reached)
+
+
+@triton.jit
+def receive(ctx, slot, y, places, out, program, call, WEIGHTS: tl.constexpr, EXTENTS: tl.constexpr):
+    """Step 4."""
+    if WEIGHTS == GIVEN:
+        # Own ones are stored by the program that sends them.
+        ctx.wait(slot.weighed + ctx.cur_rank * EXTENTS.PROGRAMS + program, call, cmp="reached")
+    flags = slot.returned + lanes() * EXTENTS.PROGRAMS + program
+    first, last = chunk_of(tl.load(slot.tokens + ctx.cur_rank), program, EXTENTS)
+    steps = steps_of(first, last, EXTENTS)
+    for step in range(steps):
+        wait_others(ctx, flags, call * EXTENTS.STEPS + step + 1)
+        begin = first + step * EXTENTS.STEP
+        end = tl.minimum(begin + EXTENTS.STEP, last)
+        receive_sums(ctx, slot, y, places, out=out, first=begin, last=end, WEIGHTS=WEIGHTS, EXTENTS=EXTENTS)
+    wait_others(ctx, flags, call * EXTENTS.STEPS + EXTENTS.STEPS - 1)
 
 
 @triton.jit
@@ -139,16 +208,20 @@ def combine(slot, y, topk_weights, places, out, WEIGHTS: tl.constexpr, EXTENTS: 
     """
     ctx = DeviceContext.initialize(slot.context, num_ranks=EXTENTS.W)
     gdc_wait()
-    rank, program, programs = ctx.cur_rank, tl.program_id(0), tl.num_programs(0)
+    program = tl.program_id(0)
     # The number of the dispatch, which is over.
     call = tl.load(slot.calls + program)
-    if WEIGHTS == GIVEN:
-        send_weights(ctx, slot, topk_weights, call, EXTENTS=EXTENTS)
-    for distance in range(1, EXTENTS.W):
-        source = (rank + distance) % EXTENTS.W
-        if WEIGHTS == GIVEN:
-            ctx.wait(slot.weighed + source * programs + program, call, cmp="reached")
-        send_sums(ctx, slot, y, places, source=source, WEIGHTS=WEIGHTS, EXTENTS=EXTENTS)
-    signal_others(ctx, slot.returned + rank * programs + program, call)
-    wait_others(ctx, slot.returned + lanes() * programs + program, call)
-    receive_sums(ctx, slot, y, places, out=out, WEIGHTS=WEIGHTS, EXTENTS=EXTENTS)
+    if program < EXTENTS.PROGRAMS:
+        send(ctx, slot, y, topk_weights, places, call=call, WEIGHTS=WEIGHTS, EXTENTS=EXTENTS)
+    else:
+        receive(
+            ctx,
+            slot,
+            y,
+            places,
+            out=out,
+            program=program - EXTENTS.PROGRAMS,
+            call=call,
+            WEIGHTS=WEIGHTS,
+            EXTENTS=EXTENTS,
+        )

@@ -9,22 +9,27 @@ Over the link, in one step, from each rank to each other: the choices, 8 K bytes
 with tokens; a row of H elements for each token with an expert there, and its factors if it is of fp8. Locally every row
 is read and written once more for each of its experts; own tokens' rows are read where they are.
 
-Program p serves the p-th share of every rank's tokens:
+There are two kinds of programs, P of each, so that the link and the memory are busy at once. Program p of each kind
+serves the p-th share of a rank's tokens, some at a time, a step. One that sends:
 
-1. It sends the choices of its own tokens, and their counts, to all ranks; then it adds 1 to ``routed`` of all.
-2. It sends its own tokens' rows to the other ranks; then it sets ``sent`` there.
-3. It waits for ``routed`` of all programs of all ranks. Now it knows where its tokens' rows begin for each expert.
-4. Rank by rank, it waits for ``sent`` of program p and copies the rows of that share to the places of their experts.
+1. sends the choices of its rank's tokens, and their counts, to all ranks; then it adds 1 to ``routed`` of all;
+2. step by step, sends the rows of its rank's tokens to the other ranks; then it raises ``sent`` there.
 
-Nothing is waited for in the first two steps, so these are over on every rank whose programs are resident; there are
-fewer of these than multiprocessors. Who writes which word, and why it may be written again: `iris.experts.memory`.
+It waits for nothing. One that receives:
+
+3. waits for ``routed`` of all programs of all ranks. Now it knows where its tokens' rows begin for each expert;
+4. step by step, for each rank, waits for ``sent`` of program p there, and copies the rows to the places of their
+   experts.
+
+So ranks need only that their programs are resident; there are fewer of these than multiprocessors. Who writes which
+word, and why it may be written again: `iris.experts.memory`.
 """
 
 import triton
 import triton.language as tl
 
-from iris.experts.routing import chunk_of, load_choices, load_experts
-from iris.experts.rows import copy_rows, send_rows
+from iris.experts.routing import choices, chunk_of, load_choices, load_experts, owner_bits, owners, signal_all, steps_of
+from iris.experts.rows import NOT, copy_rows, send_rows
 from iris.language.barrier import lanes
 from iris.language.context import DeviceContext
 from iris.language.dependent_launch import gdc_wait
@@ -39,14 +44,16 @@ def send_choices(ctx, slot, topk_ids, topk_weights, tokens, weighted, EXTENTS: t
     """Step 1."""
     EXPERTS: tl.constexpr = EXTENTS.EXPERTS
     rank, program = ctx.cur_rank, tl.program_id(0)
-    first, last = chunk_of(tokens, program)
+    first, last = chunk_of(tokens, program, EXTENTS)
     expert = tl.arange(0, EXTENTS.EXPERTS)
     tally = tl.zeros((EXPERTS,), dtype=tl.int32)
-    for token in range(first, last):
-        chosen = load_choices(topk_ids, token, EXTENTS)
+    for begin in range(first, last, EXTENTS.STEP):
+        token = begin + tl.arange(0, EXTENTS.STEP)
+        chosen = load_choices(topk_ids, token, token < last, EXTENTS)
         # A row for each expert of a token, also of one that it has chosen twice.
-        tally += tl.max((chosen[:, None] == expert[None, :]).to(tl.int32), axis=0)
-    mine = slot.tallies + (rank * tl.num_programs(0) + program) * EXTENTS.LOCAL
+        has = tl.max((chosen[:, :, None] == expert[None, None, :]).to(tl.int32), axis=1)
+        tally += tl.sum(has, axis=0)
+    mine = slot.tallies + (rank * EXTENTS.PROGRAMS + program) * EXTENTS.LOCAL
     region = tl.cast(rank, tl.int64) * (EXTENTS.M * EXTENTS.K)
     for distance in range(0, EXTENTS.W):
         peer = (rank + distance) % EXTENTS.W
@@ -67,38 +74,53 @@ def send_choices(ctx, slot, topk_ids, topk_weights, tokens, weighted, EXTENTS: t
 
 
 @triton.jit
-def add_tallies(slot, source, until, EXTENTS: tl.constexpr):
-    """Rows from rank ``source`` to each local expert: of the tokens of programs before ``until``, and of all."""
+def send(ctx, slot, x, scales, topk_ids, topk_weights, tokens, weighted, call, FORM: tl.constexpr, EXTENTS: tl.constexpr):
+    """Steps 1 and 2."""
+    rank, program = ctx.cur_rank, tl.program_id(0)
+    send_choices(ctx, slot, topk_ids, topk_weights, tokens=tokens, weighted=weighted, EXTENTS=EXTENTS)
+    first, last = chunk_of(tokens, program, EXTENTS)
+    if FORM.MOVES:
+        for step in range(steps_of(first, last, EXTENTS)):
+            token = first + step * EXTENTS.STEP + tl.arange(0, EXTENTS.STEP)
+            bits = owner_bits(load_choices(topk_ids, token, token < last, EXTENTS), EXTENTS)
+            send_rows(ctx, slot, x, scales, token=token, bits=bits, FORM=FORM, EXTENTS=EXTENTS)
+            # To this rank too, whose own rows are sent where they are divided.
+            signal_all(ctx, slot.sent + rank * EXTENTS.PROGRAMS + program, call * EXTENTS.STEPS + step + 1)
+
+
+@triton.jit
+def add_tallies(slot, until, EXTENTS: tl.constexpr):
+    """Rows from each rank to each local expert, of the tokens of programs before ``until``, and of all: two blocks
+    ``[RANKS, LOCALS]``."""
+    RANKS: tl.constexpr = EXTENTS.RANKS
     LOCALS: tl.constexpr = EXTENTS.LOCALS
     TALLIES: tl.constexpr = EXTENTS.TALLIES
-    expert = tl.arange(0, LOCALS)
-    before = tl.zeros((LOCALS,), dtype=tl.int32)
-    whole = tl.zeros((LOCALS,), dtype=tl.int32)
-    # Programs without tokens have sent none.
-    senders = tl.minimum(tl.load(slot.tokens + source), tl.num_programs(0))
-    for begin in range(0, senders, TALLIES):
-        program = begin + tl.arange(0, TALLIES)
-        at = (source * tl.num_programs(0) + program) * EXTENTS.LOCAL
-        mask = (program < senders)[:, None] & (expert < EXTENTS.LOCAL)[None, :]
-        tally = tl.load(slot.tallies + at[:, None] + expert[None, :], mask=mask, other=0)
-        before += tl.sum(tl.where(program[:, None] < until, tally, 0), axis=0)
-        whole += tl.sum(tally, axis=0)
+    expert, rank = tl.arange(0, LOCALS), tl.arange(0, RANKS)
+    before = tl.zeros((RANKS, LOCALS), dtype=tl.int32)
+    whole = tl.zeros((RANKS, LOCALS), dtype=tl.int32)
+    for source in range(EXTENTS.W):
+        # Programs without tokens have sent none.
+        senders = tl.minimum(tl.load(slot.tokens + source), EXTENTS.PROGRAMS)
+        for begin in range(0, senders, TALLIES):
+            program = begin + tl.arange(0, TALLIES)
+            at = (source * EXTENTS.PROGRAMS + program) * EXTENTS.LOCAL
+            mask = (program < senders)[:, None] & (expert < EXTENTS.LOCAL)[None, :]
+            tally = tl.load(slot.tallies + at[:, None] + expert[None, :], mask=mask, other=0)
+            early = tl.sum(tl.where(program[:, None] < until, tally, 0), axis=0)
+            before += tl.where((rank == source)[:, None], early[None, :], 0)
+            whole += tl.where((rank == source)[:, None], tl.sum(tally, axis=0)[None, :], 0)
     return before, whole
 
 
 @triton.jit
-def first_rows(slot, alignment, EXTENTS: tl.constexpr):
-    """Where the rows of each local expert begin, and end with what is left free behind them.
+def first_rows(total, alignment, EXTENTS: tl.constexpr):
+    """Where the rows of each local expert, ``total``, begin, and end with what is left free behind them.
 
     ``alignment`` 0: each expert has room for all that may come. Else this depends on how many come.
     """
     LOCALS: tl.constexpr = EXTENTS.LOCALS
     rows = tl.zeros((LOCALS,), dtype=tl.int32) + EXTENTS.W * EXTENTS.M
     if alignment > 0:
-        total = tl.zeros((LOCALS,), dtype=tl.int32)
-        for source in range(EXTENTS.W):
-            _, whole = add_tallies(slot, source, 0, EXTENTS)
-            total += whole
         rows = (total + alignment - 1) // alignment * alignment
     rows = tl.where(tl.arange(0, LOCALS) < EXTENTS.LOCAL, rows, 0)
     end = tl.cumsum(rows, axis=0)
@@ -106,41 +128,92 @@ def first_rows(slot, alignment, EXTENTS: tl.constexpr):
 
 
 @triton.jit
-def place_rows(ctx, slot, x, scales, layout, call, alignment, FORM: tl.constexpr, EXTENTS: tl.constexpr):
+def place_step(slot, x, scales, layout, source, rank, first, last, start, FORM: tl.constexpr, EXTENTS: tl.constexpr):
+    """Copy the rows of a step's tokens of rank ``source``, from ``first`` on and before ``last``, to their experts.
+
+    ``start``: the row where the first of them goes, by expert. Returns how many there are, by expert.
+    """
+    expert, k = tl.arange(0, EXTENTS.LOCALS), choices(EXTENTS)
+    token = first + tl.arange(0, EXTENTS.STEP)
+    region = tl.cast(source, tl.int64) * (EXTENTS.M * EXTENTS.K)
+    chosen = load_choices(slot.ids + region, token, token < last, EXTENTS)
+    local = tl.where(owners(chosen, EXTENTS) == rank, chosen - rank * EXTENTS.LOCAL, -1)
+    is_expert = local[:, :, None] == expert[None, None, :]
+    has = tl.max(is_expert.to(tl.int32), axis=1)
+    # The row of each token at each expert, if it has one.
+    row = start[None, :] + tl.cumsum(has, axis=0) - has
+    place = tl.sum(tl.where(is_expert, row[:, None, :], 0), axis=2)
+    place = tl.where(local >= 0, place, -1)
+    at = region + tl.cast(token, tl.int64)[:, None] * EXTENTS.K + k[None, :]
+    tl.store(layout.places + at, place, mask=(token < last)[:, None] & (k < EXTENTS.K)[None, :])
+    if FORM.MOVES:
+        # The row of an expert that was chosen twice is copied for the first choice.
+        again = (local[:, :, None] == local[:, None, :]) & (k[:, None] > k[None, :])[None, :, :]
+        copied = tl.where(tl.max(again.to(tl.int32), axis=2) > 0, -1, place)
+        copy_rows(
+            slot,
+            x,
+            scales,
+            layout,
+            token=token,
+            source=source,
+            rank=rank,
+            copied=copied,
+            FORM=FORM,
+            EXTENTS=EXTENTS,
+        )
+    return tl.sum(has, axis=0)
+
+
+@triton.jit
+def receive(ctx, slot, x, scales, layout, program, call, alignment, FORM: tl.constexpr, EXTENTS: tl.constexpr):
     """Steps 3 and 4."""
-    rank, program, programs = ctx.cur_rank, tl.program_id(0), tl.num_programs(0)
-    peers = lanes()
+    DIVIDED: tl.constexpr = FORM.QUANTIZE != NOT
+    rank, peers = ctx.cur_rank, lanes()
     ctx._wait_ranks(
         flag_ptrs=slot.routed + peers,
-        wanted=call * programs + 0 * peers,
+        wanted=call * EXTENTS.PROGRAMS + 0 * peers,
         here=peers < EXTENTS.W,
         first=0,
         num_ranks=EXTENTS.W,
     )
-    # Programs before this one have tokens if it has; the first writes what there is of all.
     most = tl.max(tl.load(slot.tokens + peers, mask=peers < EXTENTS.W, other=0), axis=0)
+    # Programs before this one have tokens if it has; the first writes what there is of all.
     if (program < most) | (program == 0):
-        begin, end = first_rows(slot, alignment, EXTENTS)
-        start = begin
-        for source in range(EXTENTS.W):
-            before, whole = add_tallies(slot, source, program, EXTENTS)
-            if source != rank:
-                ctx.wait(slot.sent + source * programs + program, call, cmp="reached")
-            copy_rows(
-                slot,
-                x,
-                scales,
-                layout,
-                source=source,
-                rank=rank,
-                start=start + before,
-                FORM=FORM,
-                EXTENTS=EXTENTS,
-            )
-            start += whole
+        before, whole = add_tallies(slot, program, EXTENTS)
+        total = tl.sum(whole, axis=0)
+        begin, end = first_rows(total, alignment, EXTENTS)
+        # Where the next rows from each rank go.
+        start = begin[None, :] + tl.cumsum(whole, axis=0) - whole + before
+        first, last = chunk_of(most, program, EXTENTS)
+        for step in range(steps_of(first, last, EXTENTS)):
+            for distance in range(EXTENTS.W):
+                source = (rank + distance) % EXTENTS.W
+                first, last = chunk_of(tl.load(slot.tokens + source), program, EXTENTS)
+                first += step * EXTENTS.STEP
+                if first < last:
+                    # Own rows have not gone anywhere, unless they were divided.
+                    if FORM.MOVES & ((source != rank) | DIVIDED):
+                        flag = slot.sent + source * EXTENTS.PROGRAMS + program
+                        ctx.wait(flag, call * EXTENTS.STEPS + step + 1, cmp="reached")
+                    of_source = (tl.arange(0, EXTENTS.RANKS) == source)[:, None]
+                    placed = place_step(
+                        slot,
+                        x,
+                        scales,
+                        layout,
+                        source=source,
+                        rank=rank,
+                        first=first,
+                        last=last,
+                        start=tl.sum(tl.where(of_source, start, 0), axis=0),
+                        FORM=FORM,
+                        EXTENTS=EXTENTS,
+                    )
+                    start += tl.where(of_source, placed[None, :], 0)
         if program == 0:
             expert = tl.arange(0, EXTENTS.LOCALS)
-            tl.store(layout.counts + expert, start - begin, mask=expert < EXTENTS.LOCAL)
+            tl.store(layout.counts + expert, total, mask=expert < EXTENTS.LOCAL)
             tl.store(layout.offsets + expert, begin, mask=expert < EXTENTS.LOCAL)
             tl.store(layout.offsets + EXTENTS.LOCAL, tl.max(end, axis=0))
 
@@ -169,7 +242,31 @@ def dispatch(
     gdc_wait()
     program = tl.program_id(0)
     call = tl.load(slot.calls + program) + 1
-    send_choices(ctx, slot, topk_ids, topk_weights, tokens=tokens, weighted=weighted, EXTENTS=EXTENTS)
-    send_rows(ctx, slot, x, scales, topk_ids=topk_ids, tokens=tokens, call=call, FORM=FORM, EXTENTS=EXTENTS)
-    place_rows(ctx, slot, x, scales, layout=layout, call=call, alignment=alignment, FORM=FORM, EXTENTS=EXTENTS)
+    if program < EXTENTS.PROGRAMS:
+        send(
+            ctx,
+            slot,
+            x,
+            scales,
+            topk_ids,
+            topk_weights,
+            tokens=tokens,
+            weighted=weighted,
+            call=call,
+            FORM=FORM,
+            EXTENTS=EXTENTS,
+        )
+    else:
+        receive(
+            ctx,
+            slot,
+            x,
+            scales,
+            layout,
+            program=program - EXTENTS.PROGRAMS,
+            call=call,
+            alignment=alignment,
+            FORM=FORM,
+            EXTENTS=EXTENTS,
+        )
     store_after_sync(slot.calls + program, call)

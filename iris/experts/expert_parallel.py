@@ -34,7 +34,8 @@ from iris.runtime.launch import addresses, prepare
 
 # Programs of a launch in the simulator.
 SIMULATED_PROGRAMS = 4
-NUM_WARPS = 8
+# Of a program. Two of them, one of each kind, take a multiprocessor, so that one computes while the other waits.
+NUM_WARPS = 4
 IDS = (torch.int32, torch.int64)
 # What rows of fp8 are moved as, where their values do not matter.
 BYTES = torch.uint8
@@ -104,15 +105,16 @@ class ExpertParallel:
             raise MismatchedCollectiveError(f"The ranks do not ask ctx.experts() for the same: {each}.")
         for name, number in asked[0][0].items():
             setattr(self, name, number)
-        self._extents = extents(members.size, self.num_experts, self.top_k, self.max_tokens, self.hidden, self.dtype)
+        most = SIMULATED_PROGRAMS if simulator.ACTIVE else power_of_two(min(each[3] for each in asked)) // 2
+        programs = max(1, min(self.config.num_sms or most, most))
+        sizes = self.num_experts, self.top_k, self.max_tokens, self.hidden
+        self._extents = extents(members.size, *sizes, self.dtype, programs)
         self.num_local_experts = self._extents.LOCAL
         self.first_expert = members.rank * self.num_local_experts
         self.capacity = members.size * self.max_tokens
-        most = SIMULATED_PROGRAMS if simulator.ACTIVE else power_of_two(min(each[3] for each in asked)) // 2
-        self._programs = max(1, min(self.config.num_sms or most, most))
         # Behind a barrier of its ranks a released slot is free: made here, since its first call meets.
         context.device_barrier(group)
-        self._memory: Memory | None = Memory(workspace, self._extents, self._programs, self.dtype, self.config)
+        self._memory: Memory | None = Memory(workspace, self._extents, self.dtype, self.config)
         self.nbytes = self._memory.mapping.size
         self._abort_flag = self._memory.abort_flag
         self._in_use = [False] * self.config.in_flight
@@ -380,8 +382,8 @@ class ExpertParallel:
         try:
             launch = self._launches.get(key)
             if launch is None:
-                options: dict[str, Any] = leaving_room(NUM_WARPS * threads_per_warp()) if on_nvidia() else {}
-                grid = (self._programs, 1, 1)
+                options: dict[str, Any] = leaving_room(2 * NUM_WARPS * threads_per_warp()) if on_nvidia() else {}
+                grid = (2 * self._extents.PROGRAMS, 1, 1)
                 self._launches[key] = launch = prepare(kernel, grid, *args, num_warps=NUM_WARPS, **options)
             if only_prepare:
                 return

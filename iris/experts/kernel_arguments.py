@@ -25,8 +25,22 @@ class Extents(NamedTuple):
     """The powers of two from E, LOCAL and K on."""
     LOCALS: int
     CHOICES: int
+    RANKS: int
+    """The one from W on."""
+    STEP: int
+    """Tokens of a rank that a program moves together, in a step of its own flag."""
+    STEPS: int
+    """Steps of a call at most, and one: what flags rise by from call to call."""
+    PROGRAMS: int
+    """That send, and as many that receive."""
+    SUMS: int
+    """Tokens that it adds up together."""
     BLOCK: int
-    """Elements of a row that a program moves at a time."""
+    """Columns that it sends at a time."""
+    ADDED: int
+    """Columns that it adds up at a time."""
+    COPIED: int
+    """Bytes of a row that it copies at a time."""
     TALLIES: int
     """Programs whose numbers of rows it adds up at a time."""
 

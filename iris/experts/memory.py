@@ -24,13 +24,14 @@ Each is a release at system scope behind what its program has stored, and is wai
 
 1. ``routed[s]`` is n P when all P programs of rank s have sent tokens, tallies, ids and weights of dispatch n: none
    adds for the n-th time before all have for the (n - 1)-th, which was an earlier launch.
-2. ``sent[s, p]`` is n when program p of s has sent its rows. Who waits for it serves the same share of the tokens.
+2. ``sent[s, p]`` is at n S + i, S being `Extents.STEPS`, when program p of s has sent the rows of i steps. Who waits
+   for it serves the same share of the tokens.
 3. ``weighed[s, p]`` is n when program p of s has sent its weights in combine n.
-4. ``returned[d, p]`` is n when program p of d has stored the sums of its share. It is the last that this program does
-   with what came from other ranks.
+4. ``returned[d, p]`` is at n S + i when program p of d has stored the sums of i steps of each rank, and at n S + S - 1
+   when it has of all. It is the last that this program does with what came from other ranks.
 
 Why dispatch n + 1 of rank s may write to d what dispatch n wrote: it is a launch behind combine n of s, in which every
-program p has waited for ``returned[d, p]`` to be n. That program had read its part; and what all programs of d read in
+program p has waited for the last value of ``returned[d, p]``. That program had read its part; and what all programs of d read in
 dispatch n, they had read when d's combine began, a launch behind it. What other programs of d read in combine, they had
 read too, since s's combine ends when all its programs have waited for theirs. The host gives a slot to another dispatch
 only behind the combine; without one, `Received.release` enqueues a barrier of all ranks, which does the same.
@@ -58,10 +59,13 @@ from iris.runtime.workspace import Workspace
 
 # Bytes: each part begins at a multiple of these, as tensors on the heap do.
 ALIGNMENT = 1024
-# Bytes of a row that a program moves at a time: four vectors of 16 bytes for each of 256 threads.
-BLOCK_BYTES = 16384
-# Numbers of rows that a program adds up at a time: 64 for each thread.
-TALLIES = 16384
+# Chosen on two H200 among tiles of 1 to 16 tokens, 2 and 4 KiB, programs of 4, 8 and 16 warps. Tokens of a step, and
+# of how many a program adds up the rows at a time.
+STEP, SUMS = 4, 1
+# Bytes of each row that a program sends at a time, copies (more, since nothing is computed), and adds up.
+BLOCK_BYTES, COPIED, ADDED_BYTES = 2048, 4096, 4096
+# Numbers that a program compares at a time, and numbers of rows that it adds up.
+AT_ONCE, TALLIES = 16384, 4096
 
 FLAGS = ("calls", "routed", "sent", "weighed", "returned")
 
@@ -84,9 +88,13 @@ def power_of_two(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-def extents(size: int, num_experts: int, top_k: int, max_tokens: int, hidden: int, dtype: torch.dtype) -> Extents:
-    """Of ``size`` ranks."""
+def extents(
+    size: int, num_experts: int, top_k: int, max_tokens: int, hidden: int, dtype: torch.dtype, programs: int
+) -> Extents:
+    """Of ``size`` ranks on which so many programs send, and as many receive."""
     local = num_experts // size
+    experts, choices = power_of_two(num_experts), power_of_two(top_k)
+    step = max(1, min(STEP, AT_ONCE // (experts * choices)))
     return Extents(
         W=size,
         E=num_experts,
@@ -94,19 +102,30 @@ def extents(size: int, num_experts: int, top_k: int, max_tokens: int, hidden: in
         K=top_k,
         M=max_tokens,
         H=hidden,
-        EXPERTS=power_of_two(num_experts),
+        EXPERTS=experts,
         LOCALS=power_of_two(local),
-        CHOICES=power_of_two(top_k),
+        CHOICES=choices,
+        RANKS=power_of_two(size),
+        STEP=step,
+        STEPS=ceil_div(ceil_div(max_tokens, programs), step) + 1,
+        PROGRAMS=programs,
+        SUMS=min(step, SUMS),
         BLOCK=min(power_of_two(hidden), BLOCK_BYTES // dtype.itemsize),
+        ADDED=min(power_of_two(hidden), ADDED_BYTES // dtype.itemsize),
+        COPIED=COPIED,
         TALLIES=max(1, min(128, TALLIES // power_of_two(local))),
     )
 
 
-def slot_parts(extents: Extents, programs: int, dtype: torch.dtype) -> list[Part]:
+def ceil_div(number: int, by: int) -> int:
+    return -(-number // by)
+
+
+def slot_parts(extents: Extents, dtype: torch.dtype) -> list[Part]:
     """The parts of a slot, one behind the other; flags first."""
-    W, M, K, H = extents.W, extents.M, extents.K, extents.H
+    W, M, K, H, programs = extents.W, extents.M, extents.K, extents.H, extents.PROGRAMS
     shapes = {
-        "calls": (programs,),
+        "calls": (2 * programs,),
         "routed": (W,),
         "sent": (W, programs),
         "weighed": (W, programs),
@@ -128,7 +147,7 @@ def slot_parts(extents: Extents, programs: int, dtype: torch.dtype) -> list[Part
 
 
 def round_up(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+    return ceil_div(nbytes, ALIGNMENT) * ALIGNMENT
 
 
 def layout_rows(extents: Extents, layout: str, alignment: int) -> int:
@@ -158,11 +177,11 @@ class Memory:
     """
 
     def __init__(
-        self, workspace: Workspace, extents: Extents, programs: int, dtype: torch.dtype, config: ExpertsConfig
+        self, workspace: Workspace, extents: Extents, dtype: torch.dtype, config: ExpertsConfig
     ) -> None:
         group, device = workspace.group, workspace.device
         self.abort_flag = workspace.abort_flag
-        self._parts = slot_parts(extents, programs, dtype)
+        self._parts = slot_parts(extents, dtype)
         last = self._parts[-1]
         self._slot_bytes = last.begin + round_up(last.nbytes)
         self.mapping = mapping.create(group, config.in_flight * self._slot_bytes, device)

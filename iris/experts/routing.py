@@ -7,14 +7,20 @@ from iris.language.barrier import lanes
 
 
 @triton.jit
-def chunk_of(tokens, program):
+def chunk_of(tokens, program, EXTENTS: tl.constexpr):
     """The tokens of this program among so many of a rank, [first, last): equal shares, in order.
 
     Where there are fewer than programs, the first of these have one each.
     """
-    each, more = tokens // tl.num_programs(0), tokens % tl.num_programs(0)
+    each, more = tokens // EXTENTS.PROGRAMS, tokens % EXTENTS.PROGRAMS
     first = program * each + tl.minimum(program, more)
     return first, first + each + tl.where(program < more, 1, 0)
+
+
+@triton.jit
+def steps_of(first, last, EXTENTS: tl.constexpr):
+    """How many steps the tokens [first, last) take."""
+    return (last - first + EXTENTS.STEP - 1) // EXTENTS.STEP
 
 
 @triton.jit
@@ -31,10 +37,11 @@ def load_experts(ids, mask, EXTENTS: tl.constexpr):
 
 
 @triton.jit
-def load_choices(ids, token, EXTENTS: tl.constexpr):
-    """The experts of a token of ``[tokens, K]``; -1 for none."""
+def load_choices(ids, token, there, EXTENTS: tl.constexpr):
+    """The experts of tokens of ``[tokens, K]``, a row each; -1 for none, and for tokens that are not ``there``."""
     k = choices(EXTENTS)
-    return load_experts(ids + tl.cast(token, tl.int64) * EXTENTS.K + k, k < EXTENTS.K, EXTENTS)
+    at = tl.cast(token, tl.int64)[:, None] * EXTENTS.K + k[None, :]
+    return load_experts(ids + at, there[:, None] & (k < EXTENTS.K)[None, :], EXTENTS)
 
 
 @triton.jit
@@ -44,9 +51,25 @@ def owners(experts, EXTENTS: tl.constexpr):
 
 
 @triton.jit
-def any_is(values, wanted):
-    """Whether one of the values is this one."""
-    return tl.max((values == wanted).to(tl.int32), axis=0) > 0
+def owner_bits(experts, EXTENTS: tl.constexpr):
+    """Of each row of ``experts`` a bit for each rank that has one of them, int32."""
+    owner = owners(experts, EXTENTS)
+    bits = tl.max((owner == 0).to(tl.int32), axis=1)
+    for peer in range(1, EXTENTS.W):
+        bits |= tl.max((owner == peer).to(tl.int32), axis=1) << peer
+    return bits
+
+
+@triton.jit
+def has_bit(bits, rank):
+    return ((bits >> rank) & 1) > 0
+
+
+@triton.jit
+def signal_all(ctx, flag, value):
+    """Set the copies of a flag of all ranks, behind what this program has stored there."""
+    peers = lanes()
+    ctx._signal_ranks(flag, value + 0 * peers, peers, here=peers < ctx.num_ranks)
 
 
 @triton.jit

@@ -3,12 +3,15 @@
 Rows of fp8 have factors, float32: one a row, or one for each 128 elements. They travel beside the row. Rows of a wider
 type may be divided by such factors on the way, before they are sent: a factor is the largest absolute value over the
 largest number of the narrow type. Own rows then pass through this rank's region, too, so that they are divided once.
+
+A program moves the rows of a step's tokens together, some columns at a time, so that the loads of many rows are under
+way at once.
 """
 
 import triton
 import triton.language as tl
 
-from iris.experts.routing import any_is, choices, chunk_of, load_choices, owners, signal_others
+from iris.experts.routing import choices, has_bit
 
 # So that a row of zeros has a factor that divides.
 SMALLEST = tl.constexpr(1e-12)
@@ -17,159 +20,158 @@ NOT, BY_ROW, BY_BLOCK = tl.constexpr("not"), tl.constexpr("by row"), tl.constexp
 GROUP = 128
 
 
+@triton.constexpr_function
+def copied_columns(element, extents):
+    """Columns of a row of these that a program copies at a time."""
+    return min(1 << (extents.H - 1).bit_length(), extents.COPIED * 8 // element.primitive_bitwidth)
+
+
 @triton.jit
 def divide_blocks(data, element: tl.constexpr, FORM: tl.constexpr):
-    """A block of a row, float32, in blocks with a factor each: as ``element``, and the factors."""
-    WHOLE: tl.constexpr = data.shape[0]
+    """Columns of rows, float32, in blocks with a factor each: as ``element``, and the factors of each row."""
+    ROWS: tl.constexpr = data.shape[0]
+    COLUMNS: tl.constexpr = data.shape[1]
     GROUP: tl.constexpr = FORM.GROUP
-    groups = tl.reshape(data, (WHOLE // GROUP, GROUP))
+    groups = tl.reshape(data, (ROWS * COLUMNS // GROUP, GROUP))
     factors = tl.maximum(tl.max(tl.abs(groups), axis=1) / FORM.LARGEST, SMALLEST)
-    return tl.reshape((groups / factors[:, None]).to(element), (WHOLE,)), factors
+    narrow = tl.reshape((groups / factors[:, None]).to(element), (ROWS, COLUMNS))
+    return narrow, tl.reshape(factors, (ROWS, COLUMNS // GROUP))
 
 
 @triton.jit
-def row_factor(row, FORM: tl.constexpr, EXTENTS: tl.constexpr):
-    """The one of a whole row."""
+def row_factors(rows, there, FORM: tl.constexpr, EXTENTS: tl.constexpr):
+    """The one of each whole row. ``rows``: where they begin, if they are ``there``."""
+    STEP: tl.constexpr = EXTENTS.STEP
+    peak = tl.zeros((STEP,), dtype=tl.float32)
     column = tl.arange(0, EXTENTS.BLOCK)
-    peak = 0.0
     for begin in range(0, EXTENTS.H, EXTENTS.BLOCK):
-        data = tl.load(row + begin + column, mask=begin + column < EXTENTS.H, other=0).to(tl.float32)
-        peak = tl.maximum(peak, tl.max(tl.abs(data), axis=0))
+        data = load_columns(rows, there, begin + column, EXTENTS.H, other=0).to(tl.float32)
+        peak = tl.maximum(peak, tl.max(tl.abs(data), axis=1))
     return tl.maximum(peak / FORM.LARGEST, SMALLEST)
 
 
 @triton.jit
-def send_narrow(ctx, slot, x, scales, token, owner, FORM: tl.constexpr, EXTENTS: tl.constexpr):
-    """Divide a row, and send it and its factors to the ranks ``owner``, this one too."""
+def load_columns(rows, there, columns, WIDTH: tl.constexpr, other: tl.constexpr = None):
+    """Columns of rows of so many that begin at ``rows``, if they are ``there``; behind the last one ``other``."""
+    return tl.load(rows[:, None] + columns[None, :], mask=there[:, None] & (columns < WIDTH)[None, :], other=other)
+
+
+@triton.jit
+def send_narrow(ctx, slot, x, scales, token, bits, FORM: tl.constexpr, EXTENTS: tl.constexpr):
+    """Divide rows, and send them and their factors to the ranks of their ``bits``, this one too."""
     element: tl.constexpr = slot.rows.dtype.element_ty
     GROUP: tl.constexpr = FORM.GROUP
     BLOCK: tl.constexpr = EXTENTS.BLOCK
     BLOCKED: tl.constexpr = FORM.QUANTIZE == BY_BLOCK
     rank, column, group = ctx.cur_rank, tl.arange(0, BLOCK), tl.arange(0, BLOCK // GROUP)
-    row = x + tl.cast(token, tl.int64) * EXTENTS.H
+    rows = x + tl.cast(token, tl.int64) * EXTENTS.H
     there = tl.cast(rank, tl.int64) * EXTENTS.M + token
-    factor = 1.0 if BLOCKED else row_factor(row, FORM, EXTENTS)
+    goes = bits != 0
+    if not BLOCKED:
+        factor = row_factors(rows, goes, FORM, EXTENTS)
     for begin in range(0, EXTENTS.H, BLOCK):
-        inside = begin + column < EXTENTS.H
-        data = tl.load(row + begin + column, mask=inside, other=0).to(tl.float32)
+        columns, first = begin + column, begin // GROUP + group
+        inside, counted = (columns < EXTENTS.H)[None, :], (first < FORM.SCALES)[None, :]
+        data = load_columns(rows, goes, columns, EXTENTS.H, other=0).to(tl.float32)
         if BLOCKED:
             narrow, factors = divide_blocks(data, element, FORM)
         else:
-            narrow, factors = (data / factor).to(element), factor + 0 * group
-        first = begin // GROUP + group
-        mask = first < FORM.SCALES
+            narrow = (data / factor[:, None]).to(element)
+            factors = factor[:, None] + 0.0 * group[None, :]
         for distance in range(0, EXTENTS.W):
             peer = (rank + distance) % EXTENTS.W
-            if any_is(owner, peer):
-                ctx.store(slot.rows + there * EXTENTS.H + begin + column, narrow, peer, mask=inside)
-                ctx.store(scales.sent + there * FORM.SCALES + first, factors, peer, mask=mask)
+            sent = has_bit(bits, peer)[:, None]
+            target = slot.rows + (there * EXTENTS.H)[:, None] + columns[None, :]
+            ctx.store(target, narrow, peer, mask=sent & inside)
+            target = scales.sent + (there * FORM.SCALES)[:, None] + first[None, :]
+            ctx.store(target, factors, peer, mask=sent & counted)
 
 
 @triton.jit
-def send_as_it_is(ctx, slot, x, scales, token, owner, FORM: tl.constexpr, EXTENTS: tl.constexpr):
-    """Send a row, and its factors if it has any, to the other ranks among ``owner``."""
+def send_as_they_are(ctx, slot, x, scales, token, bits, FORM: tl.constexpr, EXTENTS: tl.constexpr):
+    """Send rows, and their factors if they have any, to the other ranks of their ``bits``."""
     SCALES: tl.constexpr = FORM.SCALES
     rank, column = ctx.cur_rank, tl.arange(0, EXTENTS.BLOCK)
-    row = x + tl.cast(token, tl.int64) * EXTENTS.H
+    own = tl.cast(token, tl.int64)
     there = tl.cast(rank, tl.int64) * EXTENTS.M + token
+    goes = (bits & ((1 << rank) ^ -1)) != 0
+    rows = x + own * EXTENTS.H
+    later = load_columns(rows, goes, column, EXTENTS.H)
     for begin in range(0, EXTENTS.H, EXTENTS.BLOCK):
-        inside = begin + column < EXTENTS.H
-        data = tl.load(row + begin + column, mask=inside)
+        columns = begin + column
+        inside = (columns < EXTENTS.H)[None, :]
+        data = later
+        # The next columns are under way while these are sent.
+        later = load_columns(rows, goes, columns + EXTENTS.BLOCK, EXTENTS.H)
         for distance in range(1, EXTENTS.W):
             peer = (rank + distance) % EXTENTS.W
-            if any_is(owner, peer):
-                ctx.store(slot.rows + there * EXTENTS.H + begin + column, data, peer, mask=inside)
+            target = slot.rows + (there * EXTENTS.H)[:, None] + columns[None, :]
+            ctx.store(target, data, peer, mask=has_bit(bits, peer)[:, None] & inside)
     if SCALES > 0:
         i = tl.arange(0, FORM.LANES)
-        factors = tl.load(scales.given + tl.cast(token, tl.int64) * FORM.SCALES + i, mask=i < FORM.SCALES)
+        inside = (i < FORM.SCALES)[None, :]
+        factors = tl.load(scales.given + (own * FORM.SCALES)[:, None] + i[None, :], mask=goes[:, None] & inside)
         for distance in range(1, EXTENTS.W):
             peer = (rank + distance) % EXTENTS.W
-            if any_is(owner, peer):
-                ctx.store(scales.sent + there * FORM.SCALES + i, factors, peer, mask=i < FORM.SCALES)
+            target = scales.sent + (there * FORM.SCALES)[:, None] + i[None, :]
+            ctx.store(target, factors, peer, mask=has_bit(bits, peer)[:, None] & inside)
 
 
 @triton.jit
-def send_rows(ctx, slot, x, scales, topk_ids, tokens, call, FORM: tl.constexpr, EXTENTS: tl.constexpr):
-    """Step 2 of `iris.experts.dispatch`."""
+def send_rows(ctx, slot, x, scales, token, bits, FORM: tl.constexpr, EXTENTS: tl.constexpr):
+    """Send the rows of this rank's tokens, with ``bits`` for the ranks of their experts."""
     QUANTIZE: tl.constexpr = FORM.QUANTIZE
-    rank, program = ctx.cur_rank, tl.program_id(0)
-    first, last = chunk_of(tokens, program)
-    if FORM.MOVES:
-        for token in range(first, last):
-            owner = owners(load_choices(topk_ids, token, EXTENTS), EXTENTS)
-            if QUANTIZE == NOT:
-                send_as_it_is(ctx, slot, x, scales, token=token, owner=owner, FORM=FORM, EXTENTS=EXTENTS)
-            else:
-                send_narrow(ctx, slot, x, scales, token=token, owner=owner, FORM=FORM, EXTENTS=EXTENTS)
-    signal_others(ctx, slot.sent + rank * tl.num_programs(0) + program, call)
+    if QUANTIZE == NOT:
+        send_as_they_are(ctx, slot, x, scales, token=token, bits=bits, FORM=FORM, EXTENTS=EXTENTS)
+    else:
+        send_narrow(ctx, slot, x, scales, token=token, bits=bits, FORM=FORM, EXTENTS=EXTENTS)
 
 
 @triton.jit
-def copy_row(slot, x, scales, layout, token, source, rank, copied, FORM: tl.constexpr, EXTENTS: tl.constexpr):
-    """Copy one row, and its factors, to the rows ``copied``, an element for each choice; -1 for none."""
+def load_own_or_sent(own, sent, is_own, there, columns, WIDTH: tl.constexpr):
+    """Columns of rows that begin at ``sent``, or of this rank's at ``own``, which is None if its own were sent, too."""
+    if own is None:
+        data = load_columns(sent, there, columns, WIDTH)
+    else:
+        if is_own:
+            data = load_columns(own, there, columns, WIDTH)
+        else:
+            data = load_columns(sent, there, columns, WIDTH)
+    return data
+
+
+@triton.jit
+def copy_to_experts(to, rows, own, sent, is_own, WIDTH: tl.constexpr, BLOCK: tl.constexpr, K: tl.constexpr):
+    """Copy tokens' rows of ``WIDTH`` to ``rows`` of ``to``, a tuple with a block for each choice; -1 for none."""
+    there = rows[0] >= 0
+    for choice in tl.static_range(1, K):
+        there = there | (rows[choice] >= 0)
+    for begin in range(0, WIDTH, BLOCK):
+        columns = begin + tl.arange(0, BLOCK)
+        data = load_own_or_sent(own, sent, is_own, there, columns, WIDTH)
+        for choice in tl.static_range(K):
+            target = to + (tl.cast(rows[choice], tl.int64) * WIDTH)[:, None] + columns[None, :]
+            tl.store(target, data, mask=(rows[choice] >= 0)[:, None] & (columns < WIDTH)[None, :])
+
+
+@triton.jit
+def copy_rows(slot, x, scales, layout, token, source, rank, copied, FORM: tl.constexpr, EXTENTS: tl.constexpr):
+    """Copy rows of rank ``source``, and their factors, to the rows ``copied``, for each token's choices; -1 for none."""
     K: tl.constexpr = EXTENTS.K
+    H: tl.constexpr = EXTENTS.H
     SCALES: tl.constexpr = FORM.SCALES
-    QUANTIZE: tl.constexpr = FORM.QUANTIZE
-    k, column, i = choices(EXTENTS), tl.arange(0, EXTENTS.BLOCK), tl.arange(0, FORM.LANES)
+    LANES: tl.constexpr = FORM.LANES
+    STAY: tl.constexpr = FORM.QUANTIZE == NOT
+    BLOCK: tl.constexpr = copied_columns(slot.rows.dtype.element_ty, EXTENTS)
+    k = choices(EXTENTS)
     there, own = tl.cast(source, tl.int64) * EXTENTS.M + token, tl.cast(token, tl.int64)
-    for begin in range(0, EXTENTS.H, EXTENTS.BLOCK):
-        inside = begin + column < EXTENTS.H
-        # Own rows have not gone anywhere, unless they were divided.
-        if QUANTIZE != NOT:
-            data = tl.load(slot.rows + there * EXTENTS.H + begin + column, mask=inside)
-        elif source == rank:
-            data = tl.load(x + own * EXTENTS.H + begin + column, mask=inside)
-        else:
-            data = tl.load(slot.rows + there * EXTENTS.H + begin + column, mask=inside)
-        for choice in tl.static_range(K):
-            row = tl.sum(tl.where(k == choice, copied + 1, 0), axis=0) - 1
-            if row >= 0:
-                target = tl.cast(row, tl.int64) * EXTENTS.H + begin + column
-                tl.store(layout.rows + target, data, mask=inside)
+    rows = ()
+    for choice in tl.static_range(K):
+        rows += (tl.max(tl.where((k == choice)[None, :], copied, -1), axis=1),)
+    # Own rows have not gone anywhere, unless they were divided.
+    own_row = x + own * H if STAY else None
+    copy_to_experts(layout.rows, rows, own_row, slot.rows + there * H, source == rank, WIDTH=H, BLOCK=BLOCK, K=K)
     if SCALES > 0:
-        mask = i < FORM.SCALES
-        if QUANTIZE != NOT:
-            factors = tl.load(scales.sent + there * FORM.SCALES + i, mask=mask)
-        elif source == rank:
-            factors = tl.load(scales.given + own * FORM.SCALES + i, mask=mask)
-        else:
-            factors = tl.load(scales.sent + there * FORM.SCALES + i, mask=mask)
-        for choice in tl.static_range(K):
-            row = tl.sum(tl.where(k == choice, copied + 1, 0), axis=0) - 1
-            if row >= 0:
-                tl.store(scales.placed + tl.cast(row, tl.int64) * FORM.SCALES + i, factors, mask=mask)
-
-
-@triton.jit
-def copy_rows(slot, x, scales, layout, source, rank, start, FORM: tl.constexpr, EXTENTS: tl.constexpr):
-    """Copy the rows of this program's share of the tokens of rank ``source`` to their experts.
-
-    ``start``: the row where the first of them goes, by expert.
-    """
-    first, last = chunk_of(tl.load(slot.tokens + source), tl.program_id(0))
-    expert, k = tl.arange(0, EXTENTS.LOCALS), choices(EXTENTS)
-    for token in range(first, last):
-        there = tl.cast(source, tl.int64) * EXTENTS.M + token
-        chosen = load_choices(slot.ids, there, EXTENTS)
-        local = tl.where(owners(chosen, EXTENTS) == rank, chosen - rank * EXTENTS.LOCAL, -1)
-        is_expert = local[:, None] == expert[None, :]
-        place = tl.where(local >= 0, tl.sum(tl.where(is_expert, start[None, :], 0), axis=1), -1)
-        start += tl.max(is_expert.to(tl.int32), axis=0)
-        tl.store(layout.places + there * EXTENTS.K + k, place, mask=k < EXTENTS.K)
-        if FORM.MOVES:
-            # The row of an expert that was chosen twice is copied for the first choice.
-            again = (local[:, None] == local[None, :]) & (k[:, None] > k[None, :])
-            copied = tl.where(tl.max(again.to(tl.int32), axis=1) > 0, -1, place)
-            if tl.max(copied, axis=0) >= 0:
-                copy_row(
-                    slot,
-                    x,
-                    scales,
-                    layout,
-                    token=token,
-                    source=source,
-                    rank=rank,
-                    copied=copied,
-                    FORM=FORM,
-                    EXTENTS=EXTENTS,
-                )
+        given = scales.given + own * SCALES if STAY else None
+        sent = scales.sent + there * SCALES
+        copy_to_experts(scales.placed, rows, given, sent, source == rank, WIDTH=SCALES, BLOCK=LANES, K=K)

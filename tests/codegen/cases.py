@@ -157,7 +157,7 @@ def _clusters() -> Iterator[Case]:
 
 def _experts(target: str) -> Iterator[Case]:
     """Dispatch of fp8, and combine by other weights."""
-    warps = {"num_warps": 8}
+    warps = {"num_warps": 4}
     for form in experts.FORMS:
         yield Case(f"experts dispatch {form}", experts.dispatch, experts.of_form(form, target), warps)
     for name in experts.WEIGHTS:

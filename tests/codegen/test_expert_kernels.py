@@ -32,7 +32,7 @@ def wide(code, way, target):
 
 @pytest.mark.parametrize(("target", "form"), by_turns([*itertools.product(TARGETS, FORMS)]))
 def test_rows_are_sent_and_placed_by_16_bytes(target, form):
-    code = compile_for(target, dispatch, *of_form(form, target), num_warps=8).text
+    code = compile_for(target, dispatch, *of_form(form, target), num_warps=4).text
     # Read and stored to peers; read again and stored to places.
     assert len(wide(code, "load", target)) >= 2
     assert len(wide(code, "store", target)) >= (1 if form.startswith("by ") else 2)
@@ -40,11 +40,12 @@ def test_rows_are_sent_and_placed_by_16_bytes(target, form):
 
 @pytest.mark.parametrize(("target", "name"), by_turns([*itertools.product(TARGETS, WEIGHTS)]))
 def test_rows_are_added_up_by_16_bytes(target, name):
-    code = compile_for(target, combine, *weighted(name), num_warps=8).text
+    code = compile_for(target, combine, *weighted(name), num_warps=4).text
     assert len(wide(code, "load", target)) >= 9 and wide(code, "store", target)
 
 
 @pytest.mark.parametrize("kernel", by_turns([dispatch, combine]))
 def test_programs_leave_room_for_others(kernel):
-    """Without spilling: there is one on each multiprocessor."""
-    assert 8 * every.registers_of_a_warp(kernel, every.arguments_of(kernel), 8) <= every.MOST_REGISTERS
+    """One that sends and one that receives are on each multiprocessor."""
+    of_both_kinds = 2 * 4 * every.registers_of_a_warp(kernel, every.arguments_of(kernel), 4, maxnreg=192)
+    assert of_both_kinds <= every.MOST_REGISTERS

@@ -57,6 +57,23 @@ def test_results(ranks, routing, weighting, layout, dtype, ids):
     ranks.run(results, routing, weighting, layout, dtype, ids)
 
 
+def many_tokens(ctx):
+    """Of which a program serves more than it moves together, so that it goes through several steps."""
+    layer = Layer(ctx.num_ranks, F32, ctx.device, max_tokens=45)
+    ep = experts(ctx, layer, ExpertsConfig(num_sms=2))
+    for round in range(ROUNDS):
+        for layout in ("expanded", "compact"):
+            weighting = WEIGHTS[round % len(WEIGHTS)]
+            _, _, out = call(layer, ep, "random", round, ctx.cur_rank, weighting, layout)
+            compare(layer, out, "random", round, ctx.cur_rank, weighting)
+    done_with(ctx, ep)
+
+
+@pytest.mark.ranks(1, 2, 3)
+def test_many_tokens(ranks):
+    ranks.run(many_tokens)
+
+
 def wide_rows(ctx):
     """Rows that a program moves in several parts; tensors that are not contiguous, or begin anywhere."""
     layer = Layer(ctx.num_ranks, F32, ctx.device, hidden=4099, max_tokens=3)
