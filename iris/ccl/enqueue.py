@@ -210,17 +210,21 @@ class Enqueuer:
         """Raise ``error``. ``broadcast`` is the same call of a tensor of the root's own (`iris.ccl.refusal`)."""
         if isinstance(error, GroupAbortedError) or not isinstance(group, dist.ProcessGroup | None):
             raise error
-        comm = self._communicators.get(None if group is dist.group.WORLD else group)
-        if comm is None:
-            raise error
         capturing, stream = False, None
         if self._on_gpu:
             capturing, stream = torch.cuda.is_current_stream_capturing(), torch.cuda.current_stream().cuda_stream
+        if capturing:
+            raise error
+        # In the group's first call the others may wait in the meeting that begins it.
+        try:
+            comm = self.communicator(None if group is dist.group.WORLD else group)
+        except IrisError:
+            raise error from None
 
         def take_part(size: int) -> None:
             broadcast(torch.zeros(size, dtype=torch.uint8, device=comm.device))
 
-        refuse_broadcast(comm, error, index(src) == comm.ranks[comm.rank], stream, capturing, take_part)
+        refuse_broadcast(comm, error, index(src) == comm.ranks[comm.rank], stream, take_part)
 
 
 def is_plain(tensor: torch.Tensor) -> bool:

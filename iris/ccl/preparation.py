@@ -40,6 +40,8 @@ class Preparation:
             mine, other = f"{readable(self.size)} of {self.dtype}", f"has {readable(input.nbytes)} of {input.dtype}"
         elif comm.heap is self.communicator.heap:
             mine, other = f"the group of ranks {self.communicator.ranks}", f"is of the group of ranks {comm.ranks}"
+            if comm.ranks == self.communicator.ranks:
+                other = "is of another group of the same ranks"
         else:
             mine, other = "another Iris context", "is of this one"
         raise WorkspaceTooSmallError(

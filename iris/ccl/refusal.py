@@ -68,14 +68,13 @@ def refuse_broadcast(
     error: IrisError,
     is_root: bool,
     stream: int | None,
-    capturing: bool,
     take_part: Callable[[int], object],
 ) -> NoReturn:
     """Raise ``error``, with which a broadcast was refused here; if the root alone has refused it, leave nobody waiting.
 
-    ``take_part``: a broadcast of so many bytes of the root's own.
+    ``take_part``: a broadcast of so many bytes of the root's own. Not called while a graph is captured.
     """
-    if comm.refuses or capturing:
+    if comm.refuses:
         raise error
     comm.broadcasts += 1
     state, place = comm.state, comm.abort_flag.place

@@ -71,21 +71,27 @@ def scatter(ctx, sent, received, room, **options):
     ctx.ccl.scatter(room.take(elements), filled(ctx, sent * ctx.num_ranks), 0, **options)
 
 
-def all_to_all_v(ctx, sent, received, room, *, config, **options):
-    """Pieces of other sizes for each pair; one does not fit. On a GPU also with counts there."""
-    rank, size, last = ctx.cur_rank, ctx.num_ranks, ctx.num_ranks - 1
-    sends = [sent if (rank, peer) == (0, last) else 100 * peer + rank for peer in range(size)]
-    receives = [received if (peer, rank) == (0, last) else 100 * rank + peer for peer in range(size)]
+def all_to_all_v(ctx, sent, received, room, *, config, pair=(0, -1), **options):
+    """Pieces of other sizes for each pair; that of one does not fit. On a GPU also with counts there."""
+    rank, size = ctx.cur_rank, ctx.num_ranks
+    source, target = (each % size for each in pair)
+    sends = [sent if (rank, peer) == (source, target) else 100 * peer + rank for peer in range(size)]
+    receives = [received if (peer, rank) == (source, target) else 100 * rank + peer for peer in range(size)]
     lists = [sends, offsets(sends), receives, offsets(receives)]
     if room.on_heap and ctx.device.type == "cuda":
         lists = [torch.tensor(each, device=ctx.device) for each in lists]
     ctx.ccl.all_to_all_v(room.take(sum(receives)), filled(ctx, sum(sends)), *lists, **options)
 
 
+def all_to_all_v_of_one(ctx, sent, received, room, **options):
+    """The last one alone sees that what it sends to itself does not fit."""
+    all_to_all_v(ctx, sent, received, room, pair=(-1, -1), **options)
+
+
 # Elements: of one block; of none; through the slots of a queue several times, by more programs than the other end has;
 # and on both sides of the size from which results on the heap are written where they are.
 SIZES = [(3, 4), (4, 3), (0, 4), (4, 0), (90_000, 70_000), (4, 90_000), (90_000, 4), (17_000, 16_000)]
-CALLS = [send, gather, scatter, all_to_all_v]
+CALLS = [send, gather, scatter, all_to_all_v, all_to_all_v_of_one]
 CASES = covering(CALLS, SIZES, [False, True], [False, True], [2, 3])
 
 
@@ -201,11 +207,11 @@ REFUSED = {
 }
 
 
-def refused(ctx, name):
+def refused(ctx, name, is_first):
     error, call = REFUSED[name]
     broken, whole = dist.new_group(), dist.new_group()
     x = filled(ctx, 4)
-    for group in (broken, whole):
+    for group in (whole,) if is_first else (broken, whole):
         ctx.ccl.all_reduce(torch.empty_like(x), x, group=group)
     raised = []
     attempts = (
@@ -227,9 +233,10 @@ def refused(ctx, name):
 
 
 @pytest.mark.ranks(3)
+@pytest.mark.parametrize("is_first", [False, True])
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_the_root_refuses_is_an_error_on_every_rank(ranks, mistaken, name):
-    ranks.run(refused, name)
+def test_what_the_root_refuses_is_an_error_on_every_rank(ranks, mistaken, name, is_first):
+    ranks.run(refused, name, is_first)
 
 
 def refused_alone(ctx, name):

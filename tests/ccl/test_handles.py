@@ -24,8 +24,13 @@ def prepared(ctx):
         of_group = ctx.ccl.all_reduce_preamble(result, given, group=group)
         ctx.ccl.all_reduce(result, given, group=group, workspace=of_group)
         if ctx.num_ranks > 1:
-            with pytest.raises(WorkspaceTooSmallError, match=r"for the group of ranks .*; this all_reduce is of"):
+            with pytest.raises(WorkspaceTooSmallError, match=r"group of ranks .*; this all_reduce is of the group"):
                 ctx.ccl.all_reduce(result, given, workspace=of_group)
+    # One of the same ranks is another group.
+    everyone = torch.distributed.new_group()
+    of_everyone = ctx.ccl.all_reduce_preamble(result, given, group=everyone)
+    with pytest.raises(WorkspaceTooSmallError, match="this all_reduce is of another group of the same ranks"):
+        ctx.ccl.all_reduce(result, given, workspace=of_everyone)
     ctx.barrier()
 
 
