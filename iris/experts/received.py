@@ -1,12 +1,10 @@
 """What a dispatch returns: the rows of this rank's experts, and how many there are."""
 
-from collections.abc import Callable
-from typing import NamedTuple
-
-import torch
+from typing import NamedTuple, Protocol
 
 from iris.cuda_graphs.capture import refuse_in_capture
 from iris.errors import ReceivedUsedUpError
+from iris.experts.views import Views
 from iris.operators.graph_break import methods_break_graph
 
 
@@ -15,6 +13,12 @@ class HostCounts(NamedTuple):
 
     counts: list[int]
     offsets: list[int]
+
+
+class Owner(Protocol):
+    """Who has made it."""
+
+    def release(self, received: "Received") -> None: ...
 
 
 @methods_break_graph("what a dispatch has received is for the host")
@@ -46,19 +50,12 @@ class Received:
         Whether weights came with the dispatch.
     """
 
-    def __init__(
-        self,
-        owner: object,
-        slot: int,
-        layout: str,
-        tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None],
-        num_tokens: int,
-        weighted: bool,
-        release: Callable[["Received"], None],
-    ) -> None:
+    def __init__(self, owner: "Owner", slot: int, layout: str, views: Views, num_tokens: int, weighted: bool) -> None:
         self.layout, self.num_tokens, self.weighted = layout, num_tokens, weighted
-        self.rows, self.counts, self.offsets, self.scales = tensors
-        self._owner, self._slot, self._release = owner, slot, release
+        # A tensor of this result's own, of the same memory: programs may ask that one for a gradient.
+        self.rows = views.rows.detach()
+        self.counts, self.offsets, self.scales = views.counts, views.offsets, views.scales
+        self._owner, self._slot = owner, slot
         # By which call it has ended.
         self._ended: str | None = None
 
@@ -77,8 +74,7 @@ class Received:
             It was combined or released before.
         """
         self._check_in_use("release")
-        self._release(self)
-        self._ended = "release()"
+        self._owner.release(self)
 
     def _check_in_use(self, call: str) -> None:
         if self._ended is not None:
