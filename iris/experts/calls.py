@@ -17,7 +17,7 @@ from iris.ccl.kernel_launch import leaving_room
 from iris.ccl.protocols import CollectivesContext
 from iris.compat.cuda import current_raw_stream, is_current_stream_capturing
 from iris.errors import HeapClosedError, InvalidExpertsError, TooManyInFlightError
-from iris.experts import checks
+from iris.experts import checks, padding
 from iris.experts.combine import DISPATCHED, GIVEN, UNWEIGHTED
 from iris.experts.config import ExpertsConfig
 from iris.experts.kernel_arguments import Extents, Form
@@ -29,7 +29,7 @@ from iris.heap import describe_address
 from iris.heap.history import debugging
 from iris.language.target import on_nvidia, threads_per_warp
 from iris.operators.version_counter import bump_version
-from iris.runtime.launch import prepare, remember
+from iris.runtime.launch import addresses, prepare, remember
 from iris.world import Group
 
 NUM_WARPS = 8
@@ -167,6 +167,18 @@ class Calls:
         self.context.device_barrier(self.group)
         self._end(received, "release()")
 
+    def zero_padding(self, views: Views) -> None:
+        """`Received.zero_padding`."""
+        self._enter()
+        for rows in (views.rows, views.scales):
+            if rows is not None:
+                args = padding.arguments(rows, views.counts, views.offsets, self.extents)
+                launches = self._launches.setdefault(("zero_padding", rows.dtype, args[3:5]), {})
+                if () not in launches:
+                    launches[()] = prepare(padding.zero_padding, (self._programs, 1, 1), *args, num_warps=NUM_WARPS)
+                launches[()](self._stream(), addresses(args))
+                bump_version(rows)
+
     def close(self) -> bool:
         """`ExpertParallel.close`. Whether it was open."""
         memory, self._memory = self._memory, None
@@ -207,6 +219,9 @@ class Calls:
         if self._memory is None:
             raise HeapClosedError("This ctx.experts() was closed. Make another one.")
         return self._memory
+
+    def _stream(self) -> int | None:
+        return current_raw_stream(self.context.gpu_id) if self._on_gpu else None
 
     def _capturing(self) -> bool:
         return self._on_gpu and is_current_stream_capturing()
@@ -309,7 +324,7 @@ class Calls:
             if launch is None:
                 launch = plan.launches[aligned] = self._prepare(plan, views, given)
             launched = kernel.arguments(views.launched, given if simulator.ACTIVE else pointers, plan.tail)
-            launch(current_raw_stream(self.context.gpu_id) if self._on_gpu else None, launched)
+            launch(self._stream(), launched)
             if simulator.ACTIVE:
                 # It is over, and so what has gone wrong in it is known.
                 self._abort_flag.raise_recorded(describe_address)

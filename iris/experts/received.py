@@ -20,14 +20,16 @@ class Owner(Protocol):
 
     def release(self, received: "Received") -> None: ...
 
+    def zero_padding(self, views: Views) -> None: ...
+
 
 @methods_break_graph("what a dispatch has received is for the host")
 class Received:
     """Returned by `ExpertParallel.dispatch`; in use until it is combined or released. Never made by a program.
 
     Rows of one expert lie one behind the other, in the order of ranks and of their tokens. What lies behind them is
-    undefined. All tensors are on the device, written by the stream of the dispatch; the next dispatch in the same
-    memory writes over them.
+    undefined, and zeros after `zero_padding`. All tensors are on the device, written by the stream of the dispatch; the
+    next dispatch in the same memory writes over them.
 
     Attributes
     ----------
@@ -55,7 +57,7 @@ class Received:
         # A tensor of this result's own, of the same memory: programs may ask that one for a gradient.
         self.rows = views.rows.detach()
         self.counts, self.offsets, self.scales = views.counts, views.offsets, views.scales
-        self._owner, self._slot = owner, slot
+        self._owner, self._slot, self._views = owner, slot, views
         # By which call it has ended.
         self._ended: str | None = None
 
@@ -64,6 +66,16 @@ class Received:
         self._check_in_use("to_host")
         refuse_in_capture("received.to_host()")
         return HostCounts(self.counts.tolist(), self.offsets.tolist())
+
+    def zero_padding(self) -> None:
+        """Write zeros to the rows that the dispatch has not written, and to their scales. Local.
+
+        Those are, in either layout, all but the ``counts`` rows of each expert from its offset on. For what reads whole
+        rooms, or tiles that begin in an expert's rows and end behind them; `combine` and `iris.ops.grouped_mm` need
+        none of it. Enqueued on the current stream, without waiting; may be captured. The first call compiles.
+        """
+        self._check_in_use("zero_padding")
+        self._owner.zero_padding(self._views)
 
     def release(self) -> None:
         """Give the memory back without a combine. Collective; enqueues a barrier of the ranks on the current stream.
