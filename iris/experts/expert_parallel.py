@@ -38,6 +38,8 @@ class ExpertParallel:
         This rank's.
     capacity : int
         Rows of an expert at most.
+    quantized_dtype : torch.dtype
+        What ``quantize`` makes of rows: float8_e4m3fn; on CDNA3 float8_e4m3fnuz.
     nbytes : int
         Of the symmetric memory on each rank; what `dispatch` returns lies in memory besides.
     """
@@ -91,6 +93,7 @@ class ExpertParallel:
         # Behind a barrier of its ranks a released slot is free: made here, since its first call meets.
         context.device_barrier(group)
         memory = Memory(workspace, self._extents, self._programs, self.dtype, self.config)
+        self.quantized_dtype = checks.quantized_dtype()
         self.nbytes = memory.mapping.size
         self._calls = Calls(context, group, members, memory, self._extents, self._programs, self.dtype, self.config)
 
