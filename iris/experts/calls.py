@@ -38,6 +38,7 @@ IDS = (torch.int32, torch.int64)
 ROUTING = Form(MOVES=False)
 
 DEBUGGING = debugging()
+NOTHING = torch.empty(0)
 
 
 class Calls:
@@ -167,12 +168,13 @@ class Calls:
         self.context.device_barrier(self.group)
         self._end(received, "release()")
 
-    def zero_padding(self, views: Views) -> None:
+    @torch.no_grad()
+    def zero_padding(self, received: Received) -> None:
         """`Received.zero_padding`."""
         self._enter()
-        for rows in (views.rows, views.scales):
+        for rows in (received.rows, received.scales):
             if rows is not None:
-                args = padding.arguments(rows, views.counts, views.offsets, self.extents)
+                args = padding.arguments(rows, received.counts, received.offsets, self.extents)
                 launches = self._launches.setdefault(("zero_padding", rows.dtype, args[3:5]), {})
                 if () not in launches:
                     launches[()] = prepare(padding.zero_padding, (self._programs, 1, 1), *args, num_warps=NUM_WARPS)
@@ -185,7 +187,8 @@ class Calls:
         if memory is None:
             return False
         memory.close()
-        self._plans, self._launches, self._views = {}, {}, {}
+        # Views keep it mapped.
+        self._plans, self._launches, self._views, self._no_weights = {}, {}, {}, NOTHING
         return True
 
     # For gradients ----------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ class Owner(Protocol):
 
     def release(self, received: "Received") -> None: ...
 
-    def zero_padding(self, views: Views) -> None: ...
+    def zero_padding(self, received: "Received") -> None: ...
 
 
 @methods_break_graph("what a dispatch has received is for the host")
@@ -57,7 +57,7 @@ class Received:
         # A tensor of this result's own, of the same memory: programs may ask that one for a gradient.
         self.rows = views.rows.detach()
         self.counts, self.offsets, self.scales = views.counts, views.offsets, views.scales
-        self._owner, self._slot, self._views = owner, slot, views
+        self._owner, self._slot = owner, slot
         # By which call it has ended.
         self._ended: str | None = None
 
@@ -75,7 +75,7 @@ class Received:
         none of it. Enqueued on the current stream, without waiting; may be captured. The first call compiles.
         """
         self._check_in_use("zero_padding")
-        self._owner.zero_padding(self._views)
+        self._owner.zero_padding(self)
 
     def release(self) -> None:
         """Give the memory back without a combine. Collective; enqueues a barrier of the ranks on the current stream.

@@ -34,6 +34,25 @@ def closed_ones(ctx):
     done_with(ctx, dropped())
 
 
+def memory_of_closed_ones(ctx):
+    """Neither they nor what a dispatch has returned keep the symmetric memory."""
+    layer = Layer(ctx.num_ranks, F32, ctx.device)
+    ep = experts(ctx, layer)
+    memory = weakref.ref(ep._calls._memory.mapping.memory)
+    x, ids, weights = layer.inputs("random", 0, ctx.cur_rank)
+    received = ep.dispatch(x, ids, weights)
+    out = ep.combine(received.rows, received)
+    assert memory() is not None
+    done_with(ctx, ep)
+    gc.collect()
+    assert memory() is None and received.rows.shape[-1] == out.shape[-1]
+
+
+@pytest.mark.ranks(2)
+def test_memory_of_closed_ones_is_unmapped(ranks):
+    ranks.run(memory_of_closed_ones)
+
+
 @pytest.mark.ranks(1, 2)
 def test_closed_ones_are_let_go(ranks):
     ranks.run(closed_ones)
