@@ -54,9 +54,9 @@ class Received:
 
     def __init__(self, owner: "Owner", slot: int, layout: str, views: Views, num_tokens: int, weighted: bool) -> None:
         self.layout, self.num_tokens, self.weighted = layout, num_tokens, weighted
-        # A tensor of this result's own, of the same memory: programs may ask that one for a gradient.
-        self.rows = views.rows.detach()
-        self.counts, self.offsets, self.scales = views.counts, views.offsets, views.scales
+        # Tensors of this result's own, of the same memory: programs may ask these for gradients.
+        self.rows, self.scales = views.rows.detach(), None if views.scales is None else views.scales.detach()
+        self.counts, self.offsets = views.counts, views.offsets
         self._owner, self._slot = owner, slot
         # By which call it has ended.
         self._ended: str | None = None
