@@ -14,6 +14,7 @@ from iris.compat.cuda import current_raw_stream
 from iris.cuda_graphs.capture import refuse_in_capture
 from iris.errors import NotAStreamError, NotPicklableError, PeerLostError
 from iris.experts import ExpertParallel, ExpertsConfig
+from iris.experts.registry import ExpertParallels
 from iris.failures import differing_calls, peer_loss  # noqa: F401 (each registers what this process does then)
 from iris.failures.device_record import DeviceRecord
 from iris.heap import SymmetricHeap, describe_address
@@ -86,7 +87,7 @@ class Iris(Factories, SymmetricTensors, ProcessGroups):
         self.heap = SymmetricHeap(self._world.group, heap_size, self.device, hosts)
         self.heap_size = heap_size
         self._barriers: dict[dist.ProcessGroup | None, DeviceBarrier] = {}
-        self._expert_parallels: list[ExpertParallel] = []
+        self._experts = ExpertParallels(self)
         try:
             ProcessGroups.__init__(self, self._world, DeviceRecord(self.device))
         except BaseException:
@@ -271,13 +272,7 @@ class Iris(Factories, SymmetricTensors, ProcessGroups):
         for different things, `SeveralHostsError` that they are on several hosts.
         """
         self.heap.check_open()
-        refuse_in_capture("ctx.experts()")
-        group = None if group is dist.group.WORLD else group
-        if group is not None:
-            check_process_group(group)
-        made = ExpertParallel(self, num_experts, hidden, max_tokens, top_k, dtype, group, config)
-        self._expert_parallels.append(made)
-        return made
+        return self._experts.make(num_experts, hidden, max_tokens, top_k, dtype, group, config)
 
     def debug(self, message: object) -> None:
         """Log ``message`` at level ``iris.DEBUG`` with the rank in front. Local."""
@@ -343,13 +338,13 @@ class Iris(Factories, SymmetricTensors, ProcessGroups):
         self._barriers.clear()
         self.ccl.close()
         self.ops.close()
-        for made in self._expert_parallels:
-            made.close()
+        self._experts.close()
         self._workspaces.clear()
 
     def _forget(self, group: dist.ProcessGroup) -> None:
         self._barriers.pop(group, None)
         self.ccl.forget(group)
+        self._experts.forget(group)
         super()._forget(group)
 
     def _drain(self, stream: torch.cuda.Stream | None = None) -> None:

@@ -3,149 +3,149 @@
 import sys
 from pathlib import Path
 
+import click
 import torch
-import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from workload import Workload, check, command, random, report, share, trace, validated  # noqa: E402
-from wrapper import ExpertParallel, multiply  # noqa: E402
+from workload import SIMULATED, Workload, check, command, random, report, share, trace, validated  # noqa: E402
+from wrapper import MixtureOfExperts, by_blocks, from_blocks  # noqa: E402
 
 import iris  # noqa: E402
+from iris.bench.experts import ByTorch, Routed  # noqa: E402
 
-# Experts of a token.
-TOP = 2
+# Of the layer: experts of a token, and elements between an expert's two products; those of DeepSeek-V3.
+TOP, WIDE = (3, 40) if SIMULATED else (8, 2048)
 BALANCED = 2
+FORMS = {"in the dtype": False, "fp8 there": True}
 
 
-def route(ctx: iris.Iris, round: int, rank: int, T: int, E: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The experts of each of a rank's tokens, -1 for none, and their gates, int32 and float32, ``[T, TOP]``."""
+def route(ctx: iris.Iris, round: int, rank: int, T: int, E: int, top: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The experts of each of a rank's tokens, -1 for none, and their gates, int64 and float32, ``[T, top]``."""
     scores = random(ctx, 10**6 * (rank + 1) + round, T, E, dtype=torch.float32)
     if round % 3 == 0:
         # Very uneven, and nothing at all for the last rank.
         scores -= torch.linspace(0, 6, E, device=ctx.device)
-        if ctx.num_ranks > 1:
+        if ctx.num_ranks > 1 and E - E // ctx.num_ranks >= top:
             scores[:, -(E // ctx.num_ranks) :] = -torch.inf
-    gates, experts = scores.softmax(dim=1).topk(TOP)
+    gates, experts = scores.softmax(dim=1).topk(top)
     if round % 3 == 1:
-        # All tokens of all ranks twice to one expert.
+        # All tokens of all ranks several times to one expert.
         experts.fill_(round % E)
     gates /= gates.sum(dim=1, keepdim=True)
     if round % 3 == 0:
-        # Dropped, as if the experts were full: of some tokens the second choice, of some both.
-        experts[::3, 1] = experts[::5] = -1
-    return experts.int(), gates
+        # Dropped, as if the experts were full: of some tokens the last choice, of some all.
+        experts[::3, -1] = experts[::5] = -1
+    return experts, gates
 
 
-def through_experts(
-    x: torch.Tensor, experts: torch.Tensor, gates: torch.Tensor, matrices: list[torch.Tensor], dtype: torch.dtype
-) -> torch.Tensor:
-    """The layer on one rank that has all experts, in ``dtype``."""
-    results = torch.zeros(*experts.shape, x.shape[1], device=x.device, dtype=dtype)
-    for expert, matrix in enumerate(matrices):
-        tokens, choices = torch.nonzero(experts == expert, as_tuple=True)
-        results[tokens, choices] = x[tokens].to(dtype) @ matrix.to(dtype)
+def one_expert(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Multiplied in ``dtype``; the activation is rounded to it once."""
     wide = torch.promote_types(dtype, torch.float32)
-    return (results.to(wide) * gates[:, :, None]).sum(dim=1).to(dtype)
+    gate, inside = (x.to(dtype) @ up.to(dtype).t()).to(wide).chunk(2, dim=1)
+    return (torch.nn.functional.silu(gate) * inside).to(dtype) @ down.to(dtype).t()
 
 
-class Vendors:
-    """The same with torch.distributed, as it is usually done. The host has to wait for the counts."""
-
-    def __init__(self, ctx: iris.Iris, num_experts: int, programs: int) -> None:
-        self.W, self.E, self.programs = ctx.get_num_ranks(), num_experts, programs
-        local = num_experts // self.W
-        self.expert_of = torch.arange(local, device=ctx.device).repeat(self.W)
-
-    def __call__(
-        self, x: torch.Tensor, experts: torch.Tensor, gates: torch.Tensor, weights: torch.Tensor
-    ) -> torch.Tensor:
-        chosen = experts.flatten().long()
-        by_expert = chosen.argsort(stable=True)
-        sent = x[by_expert // TOP]
-        counts = torch.zeros(self.E, dtype=torch.int64, device=x.device)
-        counts.scatter_add_(0, chosen, torch.ones_like(chosen))
-        theirs = torch.empty_like(counts)
-        dist.all_to_all_single(theirs, counts)
-        there, here = torch.stack((counts, theirs)).view(2, self.W, -1).sum(dim=2).tolist()
-        received = x.new_empty(sum(here), x.shape[1])
-        dist.all_to_all_single(received, sent, here, there)
-        # By rank and then by expert, while the experts want theirs together.
-        grouping = self.expert_of.repeat_interleave(theirs, output_size=len(received)).argsort(stable=True)
-        grouped = received[grouping]
-        results = torch.empty_like(grouped)
-        multiply(results, grouped, weights, theirs.view(self.W, -1), self.programs)
-        received[grouping] = results
-        dist.all_to_all_single(sent, received, there, here)
-        pairs = torch.empty_like(sent)
-        pairs[by_expert] = sent
-        return torch.bmm(gates.to(x.dtype)[:, None, :], pairs.view(*experts.shape, -1)).squeeze(1)
-
-
-def main(ctx: iris.Iris, workload: Workload) -> None:
+def main(ctx: iris.Iris, workload: Workload, top: int = TOP, wide: int = WIDE) -> None:
     rank, W = ctx.get_rank(), ctx.get_num_ranks()
     T, H, E, dtype = workload.m, workload.n, workload.k, workload.dtype
     local = share(E, ctx, "-k")
-    if E < TOP:
-        raise SystemExit(f"-k is {E}, and a token goes to {TOP} experts: give {TOP} or more.")
-    layer = ExpertParallel(ctx, T, H, E, TOP, dtype)
+    if E < top:
+        raise SystemExit(f"-k is {E}, and a token goes to {top} experts: give {top} or more, or another --top.")
+    if H % 16:
+        raise SystemExit(f"-n is {H}, and rows of fp8 are moved by 16 bytes: give a multiple of 16.")
+    layer = MixtureOfExperts(ctx, T, H, wide, E, top, dtype)
+    narrow = layer.experts.quantized_dtype
     x = torch.empty(T, H, device=ctx.device, dtype=dtype)
-    experts = torch.empty(T, TOP, device=ctx.device, dtype=torch.int32)
-    gates = torch.empty(T, TOP, device=ctx.device)
-    weights = torch.empty(local, H, H, device=ctx.device, dtype=dtype)
+    experts = torch.empty(T, top, device=ctx.device, dtype=torch.int64)
+    gates = torch.empty(T, top, device=ctx.device)
     out = torch.empty_like(x)
 
-    def call() -> None:
-        layer.dispatch(x, experts)
-        layer.apply(weights)
-        layer.combine(out, experts, gates)
-
-    def matrix(round: int, expert: int) -> torch.Tensor:
-        return random(ctx, 1000 * (expert + 1) + round, H, H, dtype=dtype) / H**0.5
+    def weights(round: int, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
+        seed = 2 * (1000 * (expert + 1) + round)
+        up, down = random(ctx, seed, 2 * wide, H, dtype=dtype), random(ctx, seed + 1, H, wide, dtype=dtype)
+        return up / H**0.5, down / wide**0.5
 
     def prepare(round: int) -> None:
         x.copy_(random(ctx, 10**5 * (rank + 1) + round, T, H, dtype=dtype))
-        for tensor, value in zip((experts, gates), route(ctx, round, rank, T, E), strict=True):
+        for tensor, value in zip((experts, gates), route(ctx, round, rank, T, E, top), strict=True):
             tensor.copy_(value)
         for i in range(local):
-            weights[i] = matrix(round, rank * local + i)
+            layer.up[i], layer.down[i] = weights(round, rank * local + i)
+        layer.quantise()
+
+    def alone(round: int, to: torch.dtype, fp8: bool = False) -> torch.Tensor:
+        """The layer on one rank that has all experts, in ``to``; ``fp8``: of tokens and weights rounded to that."""
+        results = torch.zeros(T, top, H, device=ctx.device, dtype=to)
+        tokens_of = from_blocks(*by_blocks(x, narrow, rows=1), rows=1) if fp8 else x
+        for expert in range(E):
+            tokens, choices = torch.nonzero(experts == expert, as_tuple=True)
+            up, down = weights(round, expert)
+            if fp8:
+                up = from_blocks(*by_blocks(up, narrow))
+            results[tokens, choices] = one_expert(tokens_of[tokens], up, down, to)
+        sums = torch.promote_types(to, torch.float32)
+        return (results.to(sums) * gates[:, :, None]).sum(dim=1).to(to)
 
     if workload.validate:
         for round in range(workload.rounds):
             prepare(round)
-            call()
-            matrices = [matrix(round, expert) for expert in range(E)]
-            exact, torchs = (through_experts(x, experts, gates, matrices, to) for to in (torch.float64, dtype))
-            check(out, exact, torchs, f"rank {rank} in round {round}")
+            exact = alone(round, torch.float64)
+            for name, fp8 in FORMS.items():
+                layer(x, experts, gates, out, fp8)
+                check(out, exact, alone(round, dtype, fp8), f"rank {rank} in round {round}, {name}")
         validated(ctx, "Mixture of experts, dispatch and combine", workload)
     if workload.trace:
         prepare(BALANCED)
-        trace(ctx, workload, call)
+        trace(ctx, workload, lambda: layer(x, experts, gates, out))
     if workload.benchmark:
         prepare(BALANCED)
-        vendors = Vendors(ctx, E, layer.programs)
-        call()
-        torch.testing.assert_close(vendors(x, experts, gates, weights), out, rtol=0.05, atol=0.05)
+        measure(ctx, layer, Routed(x, experts, gates), f"{T} tokens a rank, {H} wide, {top} of {E} experts, {W} ranks")
 
-        def exchange() -> None:
-            layer.dispatch(x, experts)
-            layer.combine(out, experts, gates)
 
-        calls = {
-            "Iris": call,
-            "Iris, without the experts": exchange,
-            "the experts alone": lambda: layer.apply(weights),
-        }
-        sizes = f"{T} tokens a rank, {H} wide, {TOP} of {E} experts each, {W} ranks"
-        report(ctx, f"Dispatch and combine, as a graph: {sizes}", calls)
-        # The vendor's cannot be captured.
-        calls = {"Iris": call, "the same with torch.distributed": lambda: vendors(x, experts, gates, weights)}
-        report(ctx, f"Dispatch and combine, call by call: {sizes}", calls, eager=True)
+def measure(ctx: iris.Iris, layer: MixtureOfExperts, routed: Routed, sizes: str) -> None:
+    x, experts, gates = routed
+    out, made = torch.empty_like(x), {}
+
+    def apply(rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        ends = counts.sum(dim=0).cumsum(dim=0)
+        return layer.multiply(rows, offs=ends)
+
+    by_torch = ByTorch(ctx.num_ranks, layer.experts.num_experts, ctx.device, apply)
+    exchanged_by_torch = ByTorch(ctx.num_ranks, layer.experts.num_experts, ctx.device)
+    for fp8 in FORMS.values():
+        received = layer.dispatch(x, experts, gates, fp8)
+        made[fp8] = layer.apply(received)
+        layer.experts.combine(made[fp8], received, out=out)
+        torch.testing.assert_close(by_torch(routed), out, rtol=0.05, atol=0.1 if fp8 else 0.05)
+
+    def exchange(fp8: bool) -> None:
+        received = layer.dispatch(x, experts, gates, fp8)
+        layer.experts.combine(made[fp8], received, out=out)
+
+    calls = {}
+    for name, fp8 in FORMS.items():
+        calls[f"dispatch and combine, {name}"] = lambda fp8=fp8: exchange(fp8)
+        calls[f"with the experts, {name}"] = lambda fp8=fp8: layer(x, experts, gates, out, fp8)
+    if not SIMULATED:
+        report(ctx, f"As a graph: {sizes}", calls)
+    # torch's way waits for counts on the host, and cannot be captured.
+    calls |= {
+        "torch.distributed, without the experts": lambda: exchanged_by_torch(routed),
+        "torch.distributed, with the experts": lambda: by_torch(routed),
+    }
+    report(ctx, f"Call by call: {sizes}", calls, eager=True)
 
 
 def room(workload: Workload, num_ranks: int) -> int:
-    return ExpertParallel.room(num_ranks, workload.m, workload.n, workload.k, TOP, workload.dtype)
+    """The library has memory of its own."""
+    return 0
 
+
+OPTIONS = (
+    click.option("--top", type=click.IntRange(1), default=TOP, show_default=True, help="Experts of a token."),
+    click.option("--wide", type=click.IntRange(1), default=WIDE, show_default=True, help="Elements inside an expert."),
+)
 
 if __name__ == "__main__":
-    command(main, on_gpus=(4096, 2048, 32), simulated=(50, 96, 12), room=room)
+    command(main, on_gpus=(4096, 7168, 256), simulated=(50, 96, 12), room=room, options=OPTIONS)

@@ -1,116 +1,104 @@
-"""The memory of dispatch and combine, made once, and the launches with what has to stand between them."""
+"""A layer of experts of the library's parts: `ctx.experts`, and `iris.ops.grouped_mm` between its two calls."""
 
 import torch
-import triton
-from arguments import check_contiguous, check_dtype
-from kernel import combine, dispatch, grouped_gemm
 
 import iris
+from iris.experts import ExpertsConfig, Received
 
-# Pairs that a program counts at a time. Tokens and columns that it sends at a time, 32 KiB of bfloat16, and fetches.
-PAIRS = 64
-SEND_T, SEND_H = 8, 2048
-FETCH_T, FETCH_H = 4, 1024
-BLOCK_M, BLOCK_N = 128, 256
-# A program compares all experts with all: a block in Triton has up to 2^20 elements.
-MOST_EXPERTS = 1024
+LAYOUT = "compact"
+# Rows and columns of a weight that share a factor, as in DeepSeek-V3.
+BLOCK = 128
 
 
-class ExpertParallel:
-    """E experts, of which each rank has E / W, for at most ``num_tokens`` tokens of each rank, ``top`` experts each.
+class MixtureOfExperts:
+    """``E`` experts, of which each rank has E / W: ``down(silu(gate(x)) * up(x))``, for tokens with ``top`` each.
 
-    Made collectively; blocks the host. `dispatch`, `apply` and `combine` are enqueued on the current stream, in this
-    order, and can be captured; on one stream, or in one graph, at a time. Ranks may have different numbers of tokens.
+    Made collectively; blocks the host. A call is collective and enqueued on the current stream, and can be captured
+    after a first one. Ranks may have different numbers of tokens, up to ``max_tokens``.
+
+    Attributes
+    ----------
+    experts : iris.experts.ExpertParallel
+    up : torch.Tensor
+        ``[E / W, 2 wide, hidden]``, gates first; not initialised.
+    down : torch.Tensor
+        ``[E / W, hidden, wide]``; not initialised.
+    narrow_up, factors : torch.Tensor
+        ``up`` of fp8, as `quantise` has made it.
     """
 
     def __init__(
-        self, ctx: iris.Iris, num_tokens: int, hidden: int, num_experts: int, top: int, dtype: torch.dtype
+        self, ctx: iris.Iris, max_tokens: int, hidden: int, wide: int, num_experts: int, top: int, dtype: torch.dtype
     ) -> None:
-        W, device = ctx.get_num_ranks(), ctx.device
-        check_dtype(dtype)
-        if num_experts % W:
-            raise ValueError(f"{num_experts} experts cannot be dealt out evenly to {W} ranks.")
-        if num_experts > MOST_EXPERTS:
-            raise ValueError(f"There are {num_experts} experts, and dispatch takes up to {MOST_EXPERTS}.")
-        self.ctx, self.num_experts, self.local, self.top = ctx, num_experts, num_experts // W, top
-        self.programs = 4 if iris.simulator.ACTIVE else ctx.get_cu_count()
-        pairs = num_tokens * top
-        # As many rows as come when all tokens choose the experts of one rank alone.
-        self.inbox = ctx.empty(W * pairs, hidden, dtype=dtype)
-        self.results = ctx.empty(W * pairs, hidden, dtype=dtype)
-        self.table = ctx.zeros(W, num_experts, dtype=torch.int32)
-        self.counted = ctx.zeros(W, dtype=torch.int32)
-        self.tallied = ctx.zeros(1, dtype=torch.int32)
-        # This rank's own: epochs and counts by program, and of each pair its place.
-        self.epochs = torch.zeros(self.programs, dtype=torch.int32, device=device)
-        self.tallies = torch.empty(self.programs, num_experts, dtype=torch.int32, device=device)
-        self.order, self.rows = torch.empty(2, pairs, dtype=torch.int32, device=device)
-        # Of the last dispatch, whose rows `combine` fetches.
-        self.tokens = 0
-        # The first call's counts may come early, but not before the zeros are there.
-        ctx.barrier()
+        self.experts = ctx.experts(
+            num_experts=num_experts,
+            hidden=hidden,
+            max_tokens=max_tokens,
+            top_k=top,
+            dtype=dtype,
+            config=ExpertsConfig(in_flight=1, layouts=(LAYOUT,)),
+        )
+        local, place = self.experts.num_local_experts, {"device": ctx.device}
+        self.up = torch.empty(local, 2 * wide, hidden, dtype=dtype, **place)
+        self.down = torch.empty(local, hidden, wide, dtype=dtype, **place)
+        self.narrow_up = torch.empty(self.up.shape, dtype=self.experts.quantized_dtype, **place)
+        self.factors = torch.empty(local, -(-2 * wide // BLOCK), -(-hidden // BLOCK), **place)
 
-    @staticmethod
-    def room(num_ranks: int, num_tokens: int, hidden: int, num_experts: int, top: int, dtype: torch.dtype) -> int:
-        """Bytes of heap that one needs."""
-        return num_ranks * (2 * num_tokens * top * hidden * dtype.itemsize + 4 * num_experts) + (16 << 10)
+    def quantise(self) -> None:
+        """For calls with ``fp8``: make `narrow_up` of `up`."""
+        for expert, weight in enumerate(self.up):
+            self.narrow_up[expert], self.factors[expert] = by_blocks(weight, self.narrow_up.dtype)
 
-    def dispatch(self, x: torch.Tensor, experts: torch.Tensor) -> None:
-        """Each row of ``x``, ``[T, H]``, to the inboxes of its ``experts``, ``[T, top]`` of int32, both contiguous.
+    def __call__(
+        self,
+        x: torch.Tensor,
+        chosen: torch.Tensor,
+        gates: torch.Tensor,
+        out: torch.Tensor | None = None,
+        fp8: bool = False,
+    ) -> torch.Tensor:
+        """``[T, hidden]`` of this rank's tokens ``[T, hidden]``, with their experts and float32 gates, ``[T, top]``.
 
-        Experts are numbers from 0 to E - 1, rank by rank, and a token may have one of them twice. -1 is no expert: a
-        token that is dropped there goes nowhere, and gets nothing from there. They are on the device, so nobody looks
-        whether they are such numbers: with another one, rows are stored into memory that is somebody else's.
+        ``fp8``: tokens travel as fp8 with a factor for each 128 elements, and are multiplied with weights of fp8. What
+        is made of them goes on in the dtype, and comes back in it.
         """
-        T, H, W = len(x), self.inbox.shape[1], self.ctx.get_num_ranks()
-        if T * self.top > len(self.order):
-            raise ValueError(f"x has {T} tokens, and there is room for {len(self.order) // self.top}.")
-        check_contiguous(
-            self.ctx.device, x=(x, self.inbox.dtype, T, H), experts=(experts, torch.int32, T, self.top)
-        )  # fmt: skip
-        self.tokens = T
-        dispatch[(self.programs,)](
-            self.ctx.get_device_context(), x, experts, self.inbox, self.order, self.rows, self.tallies, self.tallied,
-            self.table, self.counted, self.epochs, T, H, W, self.num_experts,
-            triton.next_power_of_2(self.num_experts), self.top, PAIRS,
-            SEND_T, min(SEND_H, triton.next_power_of_2(H)), num_warps=8,
-        )  # fmt: skip
-        # What the peers have stored here is visible to what comes next on this stream.
-        self.ctx.device_barrier()
+        received = self.dispatch(x, chosen, gates, fp8)
+        return self.experts.combine(self.apply(received), received, out=out)
 
-    def apply(self, weights: torch.Tensor) -> None:
-        """What is in the inbox times this rank's ``weights``, ``[E / W, H, H]``, contiguous."""
-        H = self.inbox.shape[1]
-        check_contiguous(self.ctx.device, weights=(weights, self.inbox.dtype, self.local, H, H))
-        mine = self.table[:, self.ctx.get_rank() * self.local :][:, : self.local]
-        multiply(self.results, self.inbox, weights, mine, self.programs)
+    def dispatch(self, x: torch.Tensor, chosen: torch.Tensor, gates: torch.Tensor, fp8: bool) -> Received:
+        return self.experts.dispatch(x, chosen, gates, quantize="fp8_block128" if fp8 else None, layout=LAYOUT)
 
-    def combine(self, out: torch.Tensor, experts: torch.Tensor, gates: torch.Tensor) -> None:
-        """``out``, ``[T, H]``: the sums of each row's results times its ``gates``, float32 ``[T, top]``; contiguous.
+    def apply(self, received: Received) -> torch.Tensor:
+        """What this rank's experts make of their rows."""
+        return self.multiply(received.rows, received.scales, offs=received.offsets[1:], counts=received.counts)
 
-        ``T`` and ``experts``: those of the last `dispatch`.
-        """
-        T, H = self.tokens, self.inbox.shape[1]
-        check_contiguous(
-            self.ctx.device, out=(out, self.inbox.dtype, T, H), experts=(experts, torch.int32, T, self.top),
-            gates=(gates, torch.float32, T, self.top),
-        )  # fmt: skip
-        block = min(FETCH_H, triton.next_power_of_2(H))
-        # In front of the loads: the peers' results are there.
-        self.ctx.device_barrier()
-        combine[(triton.cdiv(T, FETCH_T) * triton.cdiv(H, block),)](
-            self.ctx.get_device_context(), self.results, experts, self.rows, gates, out, T, H,
-            self.ctx.get_num_ranks(), self.local, self.top, FETCH_T, block, num_warps=4,
-        )  # fmt: skip
-        # Who still loads here has not sent its next counts, and this rank's next results come behind those.
+    def multiply(self, rows: torch.Tensor, scales: torch.Tensor | None = None, **groups: torch.Tensor) -> torch.Tensor:
+        """The same of rows, and of their factors where they are of fp8; ``groups``: as `iris.ops.grouped_mm` has it."""
+        up, factors = (self.up, None) if scales is None else (self.narrow_up, self.factors)
+        inside = iris.ops.grouped_mm(
+            rows,
+            up.transpose(1, 2),
+            scale_a=scales,
+            scale_b=factors,
+            activation="silu_and_mul",
+            out_dtype=self.down.dtype,
+            **groups,
+        )
+        return iris.ops.grouped_mm(inside, self.down.transpose(1, 2), **groups)
 
 
-def multiply(
-    results: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor, counts: torch.Tensor, programs: int
-) -> None:
-    """``rows`` by expert, each expert's times its ``weights``; ``counts``: ``[W, E / W]``, from each rank."""
-    W, local = counts.shape
-    grouped_gemm[(programs,)](
-        rows, weights, results, counts, counts.stride(0), rows.shape[1], W, local, triton.next_power_of_2(local),
-        BLOCK_M, BLOCK_N, 128 // rows.itemsize, num_warps=8, num_stages=2 if torch.version.hip else 3,
-    )  # fmt: skip
+def by_blocks(matrix: torch.Tensor, dtype: torch.dtype, rows: int = BLOCK) -> tuple[torch.Tensor, torch.Tensor]:
+    """``[M, N]`` as fp8, and float32 factors of blocks of so many rows and 128 columns."""
+    M, N = matrix.shape
+    padded = torch.nn.functional.pad(matrix.float(), (0, -N % BLOCK, 0, -M % rows))
+    blocks = padded.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, rows))
+    factors = (blocks.abs().amax(dim=(1, 3)) / torch.finfo(dtype).max).clamp(min=1e-12)
+    narrow = (blocks / factors[:, None, :, None]).flatten(2, 3).flatten(0, 1)
+    return narrow[:M, :N].to(dtype), factors
+
+
+def from_blocks(narrow: torch.Tensor, factors: torch.Tensor, rows: int = BLOCK) -> torch.Tensor:
+    """What they stand for, float32."""
+    M, N = narrow.shape
+    each = factors.repeat_interleave(rows, dim=0)[:M].repeat_interleave(BLOCK, dim=1)[:, :N]
+    return narrow.float() * each

@@ -129,7 +129,7 @@ def ops(
     show_default=True,
     help="Multiprocessors that Iris may use at most; 0: its own choice.",
 )
-@click.option("--out", type=click.Path(path_type=Path), help="Folder for CSV and JSON.")
+@click.option("--out", type=click.Path(path_type=Path), help="Folder for CSV, JSON and a picture.")
 @NUM_RANKS
 def experts(
     tokens: tuple[int, ...],

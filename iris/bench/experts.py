@@ -94,11 +94,19 @@ def link_bytes(shape: Shape, num_ranks: int, dtype: torch.dtype, device: torch.d
     return int((rows.sum(dim=1) * there + rows.sum(dim=0) * back).max())
 
 
-class ByTorch:
-    """torch.distributed's way, as training libraries have it."""
+# Of rows by expert, and the numbers of rows of each local expert from each rank, ``[W, E / W]``: what experts make.
+Apply = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
-    def __init__(self, num_ranks: int, num_experts: int, device: torch.device) -> None:
-        self._num_ranks, self._num_experts = num_ranks, num_experts
+
+def as_they_are(rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    return rows
+
+
+class ByTorch:
+    """torch.distributed's way, as training libraries have it. ``apply``: what the experts do."""
+
+    def __init__(self, num_ranks: int, num_experts: int, device: torch.device, apply: Apply = as_they_are) -> None:
+        self._num_ranks, self._num_experts, self._apply = num_ranks, num_experts, apply
         self._expert_of = torch.arange(num_experts // num_ranks, device=device).repeat(num_ranks)
 
     def __call__(self, routed: Routed) -> torch.Tensor:
@@ -116,9 +124,8 @@ class ByTorch:
         dist.all_to_all_single(received, sent, here, there)
         # By rank and then by expert, while a grouped GEMM takes those of an expert together.
         grouping = self._expert_of.repeat_interleave(theirs, output_size=len(received)).argsort(stable=True)
-        made = torch.empty_like(received)
-        made[grouping] = received[grouping]
-        dist.all_to_all_single(sent, made, there, here)
+        received[grouping] = self._apply(received[grouping], theirs.view(self._num_ranks, -1))
+        dist.all_to_all_single(sent, received, there, here)
         pairs = torch.empty_like(sent)
         pairs[by_expert] = sent
         return torch.bmm(weights.to(x.dtype)[:, None, :], pairs.view(*ids.shape, -1)).squeeze(1)

@@ -1,5 +1,6 @@
 """``python -m iris bench experts``: what it prints and writes."""
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import click
@@ -10,7 +11,7 @@ from rich.table import Table
 
 from iris import simulator
 from iris.bench import experts as measuring
-from iris.bench import ranks
+from iris.bench import plots, ranks
 from iris.bench.report import save_rows
 from iris.ccl.select import name_of_ranks
 from iris.context import iris
@@ -61,7 +62,7 @@ def run_on_rank(
     with iris(1 << 20) as ctx:
         ranks.check_libraries(libraries, ctx.num_hosts, ("torch",))
         rows: list[measuring.Row] = []
-        name = f"experts_{name_of_ranks(ctx.num_local_ranks, ctx.num_hosts)}.csv"
+        name = f"experts_{name_of_ranks(ctx.num_local_ranks, ctx.num_hosts)}"
         console = Console(stderr=True, quiet=ctx.get_rank() > 0)
         with Progress(console=console) as progress:
             of_iris = [library for library in libraries if library != "torch"]
@@ -71,11 +72,13 @@ def run_on_rank(
                 rows.append(row)
                 progress.update(task, advance=1)
                 if ctx.get_rank() == 0 and out is not None:
-                    save_rows(out / name, ctx.num_ranks, ctx.num_hosts, rows)
+                    save_rows(out / f"{name}.csv", ctx.num_ranks, ctx.num_hosts, rows)
         if ctx.get_rank() == 0:
             show(rows)
             if simulator.ACTIVE:
                 click.echo(simulator.TIMES)
+            if out is not None and find_spec("matplotlib"):
+                plots.draw_experts(out, name, rows)
     return [f"{row.tokens} tokens, {row.layout or row.library}: {row.reason}" for row in rows if row.reason]
 
 

@@ -1,7 +1,7 @@
 """Pictures of the benchmarks, a line a library.
 
 Of collectives, bus bandwidth against size and against multiprocessors, and time against the number of ranks; of fused
-operations, the speed against that of the vendor's GEMM and collective.
+operations, the speed against that of the vendor's GEMM and collective; of experts, time against the number of tokens.
 """
 
 import json
@@ -9,7 +9,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from iris.bench import operations
+from iris.bench import experts, operations
 from iris.bench.collectives import Row
 from iris.errors import readable
 
@@ -132,3 +132,42 @@ def draw_operations(folder: Path, name: str, rows: list[operations.Row]) -> list
         figure.savefig(files[-1], bbox_inches="tight")
         pyplot.close(figure)
     return files
+
+
+def draw_experts(folder: Path, name: str, rows: list[experts.Row]) -> list[Path]:
+    """Dispatch and combine by tokens a rank, in a graph and called one by one; returns the file, if there are several.
+
+    A line for each library, layout and number of multiprocessors.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    tokens = sorted({row.tokens for row in rows})
+    if len(tokens) < 2:
+        return []
+    lines: dict[str, list[experts.Row]] = defaultdict(list)
+    for row in rows:
+        lines[" ".join(filter(None, (row.library, row.layout, f"{row.sms} SMs" if row.sms else "")))].append(row)
+    figure, panels = pyplot.subplots(1, 2, figsize=(10, 4), sharey=True)
+    for axes, title, field in zip(
+        panels, ("in a graph", "called one by one"), ("graph_microseconds", "call_microseconds"), strict=True
+    ):
+        for number, (label, of_line) in enumerate(lines.items()):
+            line = sorted((row.tokens, getattr(row, field)) for row in of_line if getattr(row, field))
+            axes.plot(*zip(*line, strict=True) if line else ((), ()), f"C{number}o-", markersize=3, label=label)
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_xticks(tokens, tokens)
+        axes.set_xlabel("tokens a rank")
+        axes.set_title(title)
+        axes.grid(alpha=0.3)
+    _, hidden, num_experts, top_k, dtype = rows[0][:5]
+    panels[0].set_ylabel("dispatch and combine, µs")
+    panels[1].legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
+    figure.suptitle(f"{hidden} wide, {top_k} of {num_experts} experts, {name.rpartition('_')[2]} ranks, {dtype}")
+    file = folder / f"{name}.svg"
+    figure.savefig(file, bbox_inches="tight")
+    pyplot.close(figure)
+    return [file]

@@ -24,15 +24,11 @@ from torch.library import register_autograd, register_fake
 
 from iris.ccl import functional as collectives
 from iris.errors import InvalidExpertsError
-from iris.experts import checks
+from iris.experts.calls import Calls
 from iris.experts.expert_parallel import ExpertParallel
-from iris.experts.kernel_arguments import Form
-from iris.experts.memory import layout_rows
 from iris.operators.graph_break import breaks_graph
 from iris.operators.registration import operator
 
-# Without rows: the choices alone travel.
-ROUTING = Form(MOVES=False)
 _named: "dict[str, weakref.ref[ExpertParallel]]" = {}
 
 
@@ -65,6 +61,11 @@ def find(name: str) -> ExpertParallel:
     return experts
 
 
+def calls_of(name: str) -> Calls:
+    """What the operators work with."""
+    return find(name)._calls
+
+
 def dispatch(x: Tensor, topk_ids: Tensor, experts: str, layout: str = "compact") -> tuple[Tensor, Tensor, Tensor]:
     """`ExpertParallel.dispatch`: ``(T, H)``, ``(T, K)`` → rows, counts and offsets, as `Received` has them.
 
@@ -82,14 +83,6 @@ def combine(y: Tensor, topk_ids: Tensor, topk_weights: Tensor | None, experts: s
     return _combine(y, topk_ids, topk_weights, experts, layout)
 
 
-def _shape(experts: ExpertParallel, layout: str) -> tuple[int, ...]:
-    """Of rows."""
-    rows = layout_rows(experts._extents, layout, experts.config.alignment)
-    if layout == "expanded":
-        return experts.num_local_experts, experts.capacity, experts.hidden
-    return rows, experts.hidden
-
-
 @operator("experts_dispatch")
 def _dispatch(
     x: Tensor, topk_ids: Tensor, topk_weights: Tensor | None, experts: str, layout: str
@@ -99,18 +92,15 @@ def _dispatch(
     Places: int32 ``[ranks, max_tokens, top_k]``, -1 for what is not here. Weights: float32, one a row, the sum of those
     of a token's choices of the expert; empty without ``topk_weights``.
     """
-    ep = find(experts)
-    ep._enter()
-    tokens = checks.check_tokens(x, ep.max_tokens, ep.hidden)
-    checks.check_given("dispatch", "x", x, ep.device, (tokens, ep.hidden), (ep.dtype,))
-    rows = x.new_zeros(_shape(ep, checks.check_layout(layout, ep.config)))
-    received = ep._dispatch(tokens, x, topk_ids, topk_weights, Form(), layout=layout, rows=rows.flatten(0, -2))
-    slot, places = ep._open().slots[received._slot], ep._places(received)
+    calls = calls_of(experts)
+    rows = x.new_zeros(calls.rows_shape(layout))
+    received = calls.dispatch(x, topk_ids, topk_weights, layout=layout, rows=rows.flatten(0, -2))
+    places, of_choices = calls.choices(received)
     weights = x.new_empty(0, dtype=torch.float32)
     if topk_weights is not None:
         # A choice of the same expert once more is the same row.
         same = places[..., :, None] == places[..., None, :]
-        of_choices = torch.where(same, slot.weights[..., None, :], 0.0).sum(dim=-1)
+        of_choices = torch.where(same, of_choices[..., None, :], 0.0).sum(dim=-1)
         number = rows.shape[:-1].numel()
         at = torch.where(places >= 0, places, number).flatten().long()
         weights = x.new_zeros(number + 1, dtype=torch.float32).scatter_(0, at, of_choices.flatten())[:number].clone()
@@ -121,26 +111,22 @@ def _dispatch(
 
 @operator("experts_combine")
 def _combine(y: Tensor, topk_ids: Tensor, topk_weights: Tensor | None, experts: str, layout: str) -> Tensor:
-    ep = find(experts)
-    ep._enter()
-    nothing, layout = y.new_empty(0, ep.hidden), checks.check_layout(layout, ep.config)
-    checks.check_number(topk_ids, ep.max_tokens)
-    received = ep._dispatch(len(topk_ids), nothing, topk_ids, topk_weights, ROUTING, layout=layout)
-    return ep.combine(y, received)
+    calls = calls_of(experts)
+    return calls.combine(y, calls.route(topk_ids, topk_weights, layout))
 
 
 @register_fake(_dispatch)
 def _like_dispatch(
     x: Tensor, topk_ids: Tensor, topk_weights: Tensor | None, experts: str, layout: str
 ) -> tuple[Tensor, ...]:
-    ep = find(experts)
-    shape = _shape(ep, layout)
+    calls = calls_of(experts)
+    shape, extents = calls.rows_shape(layout), calls.extents
     weights = 0 if topk_weights is None else torch.Size(shape[:-1]).numel()
     return (
         x.new_empty(shape),
-        x.new_empty(ep.num_local_experts, dtype=torch.int32),
-        x.new_empty(ep.num_local_experts + 1, dtype=torch.int32),
-        x.new_empty(ep._extents.W, ep.max_tokens, ep.top_k, dtype=torch.int32),
+        x.new_empty(extents.LOCAL, dtype=torch.int32),
+        x.new_empty(extents.LOCAL + 1, dtype=torch.int32),
+        x.new_empty(extents.W, extents.M, extents.K, dtype=torch.int32),
         x.new_empty(weights, dtype=torch.float32),
     )
 
@@ -176,7 +162,7 @@ def _keep_rows(ctx: Any, inputs: tuple, output: Tensor) -> None:
 
 def _combine_back(ctx: Any, of_out: Tensor) -> tuple:
     y, topk_ids, *given = ctx.saved_tensors
-    ep = find(ctx.experts)
+    calls = calls_of(ctx.experts)
     weights = given[0] if given else torch.ones_like(topk_ids, dtype=torch.float32)
     rows, _, _, places, of_rows = _dispatch(of_out.contiguous(), topk_ids, weights, ctx.experts, ctx.layout)
     to_y = (rows.float() * of_rows.view(*rows.shape[:-1], 1)).to(y.dtype)
@@ -185,7 +171,7 @@ def _combine_back(ctx: Any, of_out: Tensor) -> tuple:
     products = (y.float() * rows.float()).sum(dim=-1).flatten()
     here = torch.where(places >= 0, products[places.clamp(min=0).long()], 0.0)
     # Of each rank's tokens to that rank; an expert is on one, so the sum over ranks adds nothing to it but zeros.
-    back = collectives.all_to_all(here.flatten(), collectives.name_of(ep._context, ep._group))
+    back = collectives.all_to_all(here.flatten(), collectives.name_of(calls.context, calls.group))
     to_weights = back.view_as(here).sum(dim=0)[: topk_ids.shape[0]]
     return to_y, None, to_weights, None, None
 

@@ -1,12 +1,10 @@
 """What a dispatch returns: the rows of this rank's experts, and how many there are."""
 
-from collections.abc import Callable
-from typing import NamedTuple
-
-import torch
+from typing import NamedTuple, Protocol
 
 from iris.cuda_graphs.capture import refuse_in_capture
 from iris.errors import ReceivedUsedUpError
+from iris.experts.views import Views
 from iris.operators.graph_break import methods_break_graph
 
 
@@ -17,13 +15,21 @@ class HostCounts(NamedTuple):
     offsets: list[int]
 
 
+class Owner(Protocol):
+    """Who has made it."""
+
+    def release(self, received: "Received") -> None: ...
+
+    def zero_padding(self, received: "Received") -> None: ...
+
+
 @methods_break_graph("what a dispatch has received is for the host")
 class Received:
     """Returned by `ExpertParallel.dispatch`; in use until it is combined or released. Never made by a program.
 
     Rows of one expert lie one behind the other, in the order of ranks and of their tokens. What lies behind them is
-    undefined. All tensors are on the device, written by the stream of the dispatch; the next dispatch in the same
-    memory writes over them.
+    undefined, and zeros after `zero_padding`. All tensors are on the device, written by the stream of the dispatch; the
+    next dispatch in the same memory writes over them.
 
     Attributes
     ----------
@@ -46,19 +52,12 @@ class Received:
         Whether weights came with the dispatch.
     """
 
-    def __init__(
-        self,
-        owner: object,
-        slot: int,
-        layout: str,
-        tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None],
-        num_tokens: int,
-        weighted: bool,
-        release: Callable[["Received"], None],
-    ) -> None:
+    def __init__(self, owner: "Owner", slot: int, layout: str, views: Views, num_tokens: int, weighted: bool) -> None:
         self.layout, self.num_tokens, self.weighted = layout, num_tokens, weighted
-        self.rows, self.counts, self.offsets, self.scales = tensors
-        self._owner, self._slot, self._release = owner, slot, release
+        # Tensors of this result's own, of the same memory: programs may ask these for gradients.
+        self.rows, self.scales = views.rows.detach(), None if views.scales is None else views.scales.detach()
+        self.counts, self.offsets = views.counts, views.offsets
+        self._owner, self._slot = owner, slot
         # By which call it has ended.
         self._ended: str | None = None
 
@@ -67,6 +66,16 @@ class Received:
         self._check_in_use("to_host")
         refuse_in_capture("received.to_host()")
         return HostCounts(self.counts.tolist(), self.offsets.tolist())
+
+    def zero_padding(self) -> None:
+        """Write zeros to the rows that the dispatch has not written, and to their scales. Local.
+
+        Those are, in either layout, all but the ``counts`` rows of each expert from its offset on. For what reads whole
+        rooms, or tiles that begin in an expert's rows and end behind them; `combine` and `iris.ops.grouped_mm` need
+        none of it. Enqueued on the current stream, without waiting; may be captured. The first call compiles.
+        """
+        self._check_in_use("zero_padding")
+        self._owner.zero_padding(self)
 
     def release(self) -> None:
         """Give the memory back without a combine. Collective; enqueues a barrier of the ranks on the current stream.
@@ -77,8 +86,7 @@ class Received:
             It was combined or released before.
         """
         self._check_in_use("release")
-        self._release(self)
-        self._ended = "release()"
+        self._owner.release(self)
 
     def _check_in_use(self, call: str) -> None:
         if self._ended is not None:

@@ -2,14 +2,15 @@
 
 import torch
 
-from codegen.collective_arguments import BF16, FLOAT32, INT32, INT64
+from codegen.collective_arguments import BF16, FLOAT32, INT16, INT32, INT64
 from iris.experts.combine import GIVEN, combine
 from iris.experts.dispatch import dispatch
 from iris.experts.kernel_arguments import Form, Layout, Scales, Slot
 from iris.experts.memory import extents
+from iris.experts.padding import zero_padding
 from iris.experts.rows import BY_BLOCK, BY_ROW, GROUP, NOT
 
-EXPERT_KERNELS = (dispatch, combine)
+EXPERT_KERNELS = (dispatch, combine, zero_padding)
 # Of four ranks, as DeepSeek-V3 has them, in bf16.
 EXTENTS = extents(4, num_experts=256, top_k=8, max_tokens=128, hidden=7168, dtype=torch.bfloat16, programs=128)
 SLOT = Slot(INT64, *[INT32] * 8, FLOAT32, BF16, BF16)
@@ -18,6 +19,7 @@ EXPERTS = {
     **{"slot": SLOT, "layout": LAYOUT, "EXTENTS": EXTENTS, "topk_ids": INT64, "topk_weights": FLOAT32, "places": INT32},
     **dict.fromkeys(["x", "y", "out"], BF16),
     **{"scales": None, "FORM": Form(), "tokens": 128, "weighted": 1, "alignment": 0, "WEIGHTS": GIVEN.value},
+    **{"rows": INT16, "counts": INT32, "offsets": INT32, "ROOM": 32768, "WIDTH": 7168, "BLOCK": 8192},
 }
 
 

@@ -129,14 +129,6 @@ def ring(wrapper, ctx, heads=16, length=2048, dim=128, dtype=torch.bfloat16):
     wrapper.GatherThenAttend(*sizes)(q, q, q, q)
 
 
-def experts(wrapper, ctx, T=4096, H=2048, E=32, top=2):
-    x, chosen = tensor(T, H), tensor(T, top, dtype=torch.int32)
-    layer = wrapper.ExpertParallel(ctx, T, H, E, top, x.dtype)
-    layer.dispatch(x, chosen)
-    layer.apply(tensor(E // W, H, H))
-    layer.combine(x, chosen, tensor(T, top, dtype=torch.float32))
-
-
 CALLS = [
     # First, and so for gfx942, whose shared memory its tiles of float32 fill.
     ("08_gemm_all_reduce_atomics", all_reduce),
@@ -149,7 +141,6 @@ CALLS = [
     ("13_flash_decode", decode),
     ("14_all_gather_gemm", all_gather),
     ("15_ring_attention", ring),
-    ("16_moe_dispatch_combine", experts),
     # Multi-head latent attention: many wide heads to one of keys and values.
     ("13_flash_decode", partial(decode, heads=128, kv_heads=1, dim=576, forms=[True])),
 ]

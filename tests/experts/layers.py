@@ -79,6 +79,14 @@ class Layer:
         return torch.where(there[:, None], made, torch.nan).to(rows.dtype).view(received.rows.shape)
 
 
+def there(received):
+    """Whether the dispatch has written a row, for each that there is room for."""
+    number = torch.arange(received.rows.flatten(0, -2).shape[0], device=received.rows.device, dtype=torch.int32)
+    ends = received.offsets[:-1] + received.counts
+    found = (number[:, None] >= received.offsets[:-1]) & (number[:, None] < ends)
+    return found.any(dim=1).view(received.rows.shape[:-1])
+
+
 def experts(ctx, layer, config=None, group=None):
     return ctx.experts(
         num_experts=layer.num_experts,

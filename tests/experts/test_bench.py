@@ -1,12 +1,13 @@
 """The benchmark of dispatch and combine: who is measured, and that a wrong result is noticed."""
 
 import json
+from importlib.util import find_spec
 
 import click
 import pytest
 import torch
 
-from iris.bench import experts, experts_command
+from iris.bench import experts, experts_command, plots
 from iris.errors import UnknownChoiceError
 from iris.experts import ExpertParallel
 
@@ -70,11 +71,27 @@ def test_what_cannot_be_measured_is_told():
 
 
 def write(ctx, folder):
-    assert experts_command.run_on_rank(SHAPES[:1], (), (), "float32", (0,), folder) == []
+    """What rank 0 has written; under torchrun each rank has a folder of its own."""
+    assert experts_command.run_on_rank(SHAPES, (), (), "float32", (0,), folder) == []
+    if ctx.cur_rank > 0:
+        return None
+    assert (folder / "experts_2.svg").exists() == bool(find_spec("matplotlib"))
+    return json.loads((folder / "experts_2.json").read_text())
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, exactly=True)
 def test_rows_are_written_with_what_they_depend_on(ranks, tmp_path):
-    ranks.run(write, tmp_path)
-    written = json.loads((tmp_path / "experts_2.json").read_text())
-    assert written["num_ranks"] == 2 and [row["layout"] for row in written["rows"]] == ["", *2 * experts.LAYOUTS]
+    written, _ = ranks.run(write, tmp_path)
+    assert written["num_ranks"] == 2 and [row["layout"] for row in written["rows"]] == 2 * ["", *2 * experts.LAYOUTS]
+
+
+def test_pictures_are_of_several_numbers_of_tokens(tmp_path):
+    pytest.importorskip("matplotlib")
+    rows = [
+        experts.Row(tokens, 256, 8, 2, "bfloat16", layout, 0, library, graph, 40.0, None)
+        for tokens in (1, 8)
+        for library, layout, graph in (("torch", "", None), ("iris", "compact", 20.0))
+    ]
+    assert plots.draw_experts(tmp_path, "experts_2", rows[:2]) == []
+    (file,) = plots.draw_experts(tmp_path, "experts_2", rows)
+    assert "iris compact" in file.read_text() and file.name == "experts_2.svg"

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from experts.layers import E_EACH, ROUTINGS, Layer, digits, done_with, experts
+from experts.layers import E_EACH, ROUTINGS, Layer, digits, done_with, experts, there
 from iris.errors import InvalidExpertsError
 from iris.experts import ExpertsConfig
 from iris.experts.checks import quantized_dtype
@@ -28,14 +28,6 @@ def of_experts(layer, ep, received, values, routing, round):
 def dequantised(received):
     factors = received.scales.repeat_interleave(128, dim=-1) if received.scales.shape[-1] > 1 else received.scales
     return received.rows.float() * factors[..., : received.rows.shape[-1]]
-
-
-def there(received):
-    """Whether there is a row."""
-    number = torch.arange(received.rows.flatten(0, -2).shape[0], device=received.rows.device, dtype=torch.int32)
-    ends = received.offsets[:-1] + received.counts
-    found = (number[:, None] >= received.offsets[:-1]) & (number[:, None] < ends)
-    return found.any(dim=1).view(received.rows.shape[:-1])
 
 
 def given(ctx, dtype, blocked, layout):

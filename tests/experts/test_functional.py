@@ -56,7 +56,7 @@ def differentiate(ctx, layout, weighted, compiled):
     ep = experts(ctx, layer)
     name = functional.name_of(ep)
     assert functional.name_of(ep) == name
-    room = torch.Size(functional._shape(ep, layout)[:-1]).numel()
+    room = torch.Size(functional.calls_of(name).rows_shape(layout)[:-1]).numel()
     forward = layer_of(name, layout, torch.arange(room, dtype=torch.int32, device=ctx.device))
     if compiled:
         forward = torch.compile(forward, fullgraph=True, backend="aot_eager", dynamic=True)
@@ -98,7 +98,7 @@ def mistake(ctx):
     name, many = functional.name_of(ep), ids.new_zeros(M + 1, K)
     for call in (
         lambda: functional.dispatch(x.new_zeros(M + 1, layer.hidden), many, name),
-        lambda: functional.combine(x.new_zeros(functional._shape(ep, "compact")), many, None, name),
+        lambda: functional.combine(x.new_zeros(functional.calls_of(name).rows_shape("compact")), many, None, name),
     ):
         with pytest.raises(InvalidExpertsError, match=rf"got {M + 1} tokens, .*max_tokens={M}"):
             call()

@@ -20,7 +20,7 @@ from iris.errors import (
     TooManyInFlightError,
     WrongDeviceError,
 )
-from iris.experts import ExpertsConfig, checks, expert_parallel
+from iris.experts import ExpertsConfig, calls, checks
 
 T, H, MOST, E = 4, 20, 7, 3
 X, IDS, WEIGHTS = torch.zeros(T, H), torch.zeros(T, K, dtype=torch.int64), torch.zeros(T, K)
@@ -91,7 +91,7 @@ def alone():
 @pytest.fixture
 def checked(monkeypatch):
     """As with IRIS_DEBUG=1: expert numbers are looked at on GPUs, too."""
-    monkeypatch.setattr(expert_parallel, "DEBUGGING", True)
+    monkeypatch.setattr(calls, "DEBUGGING", True)
 
 
 def layer_of(ctx, **config):
@@ -102,6 +102,8 @@ def layer_of(ctx, **config):
 def test_dispatch(alone, checked, case):
     error, words, given = DISPATCHES[case]
     ep = layer_of(alone, layouts=("expanded",))
+    # Also where calls like it have been checked before.
+    ep.dispatch(**on(alone.device, {"x": X, "topk_ids": IDS}))
     refused(error, words, ep.dispatch, on(alone.device, {"x": X, "topk_ids": IDS} | given))
     # It has not begun.
     ep.dispatch(**on(alone.device, {"x": X, "topk_ids": IDS}))
@@ -111,6 +113,8 @@ def test_dispatch(alone, checked, case):
 def test_combine(alone, case):
     error, words, given = COMBINES[case]
     ep = layer_of(alone)
+    received = ep.dispatch(**on(alone.device, {"x": X, "topk_ids": IDS}))
+    ep.combine(received.rows, received)
     received = ep.dispatch(**on(alone.device, {"x": X, "topk_ids": IDS}))
     refused(error, words, ep.combine, on(alone.device, {"y": received.rows, "received": received} | given))
     ep.combine(received.rows, received)

@@ -1,0 +1,361 @@
+"""Dispatches and combines on the host: what `ExpertParallel` and `iris.experts.functional` have in common.
+
+A call of tensors like those of an earlier one costs a look into a dictionary (`iris.experts.plan`), which memory is in
+use, and the driver's call.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from iris import simulator
+from iris.ccl.checks import compare_calls
+from iris.ccl.enqueue import to_read
+from iris.ccl.kernel_launch import leaving_room
+from iris.ccl.protocols import CollectivesContext
+from iris.compat.cuda import current_raw_stream, is_current_stream_capturing
+from iris.errors import HeapClosedError, InvalidExpertsError, TooManyInFlightError
+from iris.experts import checks, padding
+from iris.experts.combine import DISPATCHED, GIVEN, UNWEIGHTED
+from iris.experts.config import ExpertsConfig
+from iris.experts.kernel_arguments import Extents, Form
+from iris.experts.memory import Memory, layout_rows
+from iris.experts.plan import BYTES, COMBINE, DISPATCH, UNCOMMON, Plan, kind_of, pointers_of
+from iris.experts.received import Received
+from iris.experts.views import Format, Views, shape_of_rows, views_of, with_rows
+from iris.heap import describe_address
+from iris.heap.history import debugging
+from iris.language.target import on_nvidia, threads_per_warp
+from iris.operators.version_counter import bump_version
+from iris.runtime.launch import addresses, prepare, remember
+from iris.world import Group
+
+# Of a program. Two of them, one of each kind, take a multiprocessor, so that one computes while the other waits.
+NUM_WARPS = 4
+IDS = (torch.int32, torch.int64)
+# Of a combine without rows of experts: the choices alone travel.
+ROUTING = Form(MOVES=False)
+
+DEBUGGING = debugging()
+NOTHING = torch.empty(0)
+
+
+class Calls:
+    """Of one `ExpertParallel`. Made collectively: compiles.
+
+    Attributes
+    ----------
+    context, group
+        As `ctx.experts` was called.
+    extents : Extents
+    dtype : torch.dtype
+    config : ExpertsConfig
+    """
+
+    def __init__(
+        self,
+        context: CollectivesContext,
+        group: dist.ProcessGroup | None,
+        members: Group,
+        memory: Memory,
+        extents: Extents,
+        dtype: torch.dtype,
+        config: ExpertsConfig,
+    ) -> None:
+        self.context, self.group, self.extents, self.dtype, self.config = context, group, extents, dtype, config
+        self._members, self._programs = members, 2 * extents.PROGRAMS
+        self._device, self._on_gpu = context.device, context.device.type == "cuda"
+        self._memory: Memory | None = memory
+        self._abort_flag, self._state = memory.abort_flag, memory.abort_flag.state
+        self._in_use = [False] * config.in_flight
+        self._plans: dict[tuple, Plan] = {}
+        self._launches: dict[tuple, dict[tuple[int, ...], Callable[..., None]]] = {}
+        self._views: dict[Format, list[Views]] = {}
+        # A pointer where no weights are given. Nobody reads what is there.
+        self._no_weights = memory.slots[0].weights
+        # Compile and load now, so that no rank's kernel waits while another's is being compiled.
+        members.agree(self._prepare_all, "compile dispatch and combine")
+
+    # What programs call -----------------------------------------------------------------------------------------------
+
+    def dispatch(
+        self,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor | None,
+        x_scales: torch.Tensor | None = None,
+        quantize: str | None = None,
+        layout: str = "compact",
+        rows: torch.Tensor | None = None,
+    ) -> Received:
+        """`ExpertParallel.dispatch`. ``rows [rows, H]``: where rows go, by default to the memory set aside for them."""
+        self._enter()
+        key = (layout, quantize, kind_of(x), kind_of(topk_ids), kind_of(topk_weights), kind_of(x_scales))
+        try:
+            plan = self._plans.get(key)
+        except TypeError:  # what has no hash is no layout
+            plan = None
+        if plan is None:
+            layout = checks.check_layout(layout, self.config)
+            tokens = checks.check_tokens(x, self.extents.M, self.extents.H)
+            shape, dtypes = (tokens, self.extents.H), (self.dtype, *checks.NARROW)
+            checks.check_given("dispatch", "x", x, self._device, shape, dtypes)
+            form = checks.form_of(x, x_scales, quantize, self.dtype)
+            self._check_choices(tokens, topk_ids, topk_weights)
+            narrow = x.dtype if quantize is None else checks.quantized_dtype()
+            format = Format(layout, narrow if x_scales is None else BYTES, narrow, form.SCALES)
+            plan = self._plan_dispatch(tokens, topk_ids, topk_weights, form, format)
+            self._remember(key, plan)
+        factors = () if x_scales is None else (to_read(x_scales),)
+        return self._send(plan, to_read(x), topk_ids, topk_weights, factors, layout, rows)
+
+    def route(self, topk_ids: torch.Tensor, topk_weights: torch.Tensor | None, layout: str) -> Received:
+        """A dispatch of the choices alone: for a combine of rows that are there."""
+        self._enter()
+        key = (layout, kind_of(topk_ids), kind_of(topk_weights))
+        plan = self._plans.get(key)
+        if plan is None:
+            layout = checks.check_layout(layout, self.config)
+            checks.check_number(topk_ids, self.extents.M)
+            self._check_choices(len(topk_ids), topk_ids, topk_weights)
+            format = Format(layout, self.dtype, self.dtype)
+            plan = self._plan_dispatch(len(topk_ids), topk_ids, topk_weights, ROUTING, format)
+            self._remember(key, plan)
+        return self._send(plan, plan.views[0].rows, topk_ids, topk_weights, (), layout)
+
+    def combine(
+        self,
+        y: torch.Tensor,
+        received: Received,
+        topk_weights: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """`ExpertParallel.combine`."""
+        self._enter()
+        if not isinstance(received, Received) or received._owner is not self:
+            what = "is of another one" if isinstance(received, Received) else "is none"
+            raise InvalidExpertsError(
+                f"combine() takes what dispatch() of the same ctx.experts() has returned, and {received!r:.80} {what}."
+            )
+        received._check_in_use("combine")
+        tokens, layout, weighted = received.num_tokens, received.layout, received.weighted
+        if out is None:
+            out = room_for(tokens, self.extents.H, self.dtype, self._device)
+        key = (layout, tokens, weighted, kind_of(y), kind_of(topk_weights), kind_of(out))
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = self._plan_combine(layout, tokens, weighted, y, topk_weights, out)
+            self._remember(key, plan)
+        if not out.is_contiguous() or out.is_neg():
+            raise InvalidExpertsError(f"combine() takes an out that is contiguous; its strides are {out.stride()}.")
+        given = (to_read(y), self._no_weights if topk_weights is None else to_read(topk_weights), out)
+        pointers = pointers_of("combine", given)
+        if DEBUGGING and not self._capturing():
+            how = "not given" if topk_weights is None else "given"
+            self._compare(f"combine() in slot {received._slot}, weights {how}")
+        self._launch(plan, plan.views[received._slot], given, pointers)
+        bump_version(out)
+        self._end(received, "combine()")
+        return out
+
+    def release(self, received: Received) -> None:
+        """`Received.release`."""
+        self._enter()
+        if DEBUGGING and not self._capturing():
+            self._compare(f"release() of slot {received._slot}")
+        self.context.device_barrier(self.group)
+        self._end(received, "release()")
+
+    @torch.no_grad()
+    def zero_padding(self, received: Received) -> None:
+        """`Received.zero_padding`."""
+        self._enter()
+        for rows in (received.rows, received.scales):
+            if rows is not None:
+                args = padding.arguments(rows, received.counts, received.offsets, self.extents)
+                launches = self._launches.setdefault(("zero_padding", rows.dtype, args[3:5]), {})
+                if () not in launches:
+                    launches[()] = prepare(padding.zero_padding, (self._programs, 1, 1), *args, num_warps=NUM_WARPS)
+                launches[()](self._stream(), addresses(args))
+                bump_version(rows)
+
+    def close(self) -> bool:
+        """`ExpertParallel.close`. Whether it was open."""
+        memory, self._memory = self._memory, None
+        if memory is None:
+            return False
+        memory.close()
+        # Views keep it mapped.
+        self._plans, self._launches, self._views, self._no_weights = {}, {}, {}, NOTHING
+        return True
+
+    # For gradients ----------------------------------------------------------------------------------------------------
+
+    def rows_shape(self, layout: str) -> tuple[int, ...]:
+        """Of `Received.rows`."""
+        layout = checks.check_layout(layout, self.config)
+        return shape_of_rows(self.extents, layout, layout_rows(self.extents, layout, self.config.alignment))
+
+    def choices(self, received: Received) -> tuple[torch.Tensor, torch.Tensor]:
+        """Which row each choice of each rank's tokens is, int32, -1 for none here; and its weight, float32, if given.
+
+        Each is ``[ranks, max_tokens, top_k]``.
+        """
+        memory, extents = self._open(), self.extents
+        slot, tensors = memory.slots[received._slot], memory.layouts[received._slot][received.layout]
+        places = tensors.places.view(extents.W, extents.M, extents.K)
+        there = torch.arange(extents.M, device=self._device) < slot.tokens[:, None]
+        return torch.where(there[:, :, None], places, -1), slot.weights
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def _enter(self) -> None:
+        if self.context.heap.closed:
+            self.context.heap.check_open()
+        self._open()
+        if self._state[0]:
+            raise self._abort_flag.error()
+
+    def _open(self) -> Memory:
+        if self._memory is None:
+            raise HeapClosedError("This ctx.experts() was closed. Make another one.")
+        return self._memory
+
+    def _stream(self) -> int | None:
+        return current_raw_stream(self.context.gpu_id) if self._on_gpu else None
+
+    def _capturing(self) -> bool:
+        return self._on_gpu and is_current_stream_capturing()
+
+    def _compare(self, call: str) -> None:
+        """That all ranks make the same call."""
+        compare_calls(self._members, f"ctx.experts: {call}")
+
+    def _check_choices(self, tokens: int, topk_ids: torch.Tensor, topk_weights: torch.Tensor | None) -> None:
+        pairs = (tokens, self.extents.K)
+        checks.check_given("dispatch", "topk_ids", topk_ids, self._device, pairs, IDS)
+        if topk_weights is not None:
+            checks.check_given("dispatch", "topk_weights", topk_weights, self._device, pairs, (torch.float32,))
+
+    def _plan_dispatch(
+        self, tokens: int, topk_ids: torch.Tensor, topk_weights: torch.Tensor | None, form: Form, format: Format
+    ) -> Plan:
+        alignment = self.config.alignment if format.layout == "compact" else 0
+        tail = (tokens, int(topk_weights is not None), alignment, form, self.extents)
+        # Of fp8 rows that are given the bytes are moved, whatever the type.
+        launches = self._launches.setdefault((topk_ids.dtype, form), {})
+        return Plan(DISPATCH, tail, launches, self._views_of(format))
+
+    def _plan_combine(
+        self,
+        layout: str,
+        tokens: int,
+        weighted: bool,
+        y: torch.Tensor,
+        topk_weights: torch.Tensor | None,
+        out: torch.Tensor,
+    ) -> Plan:
+        hidden = self.extents.H
+        views = self._views_of(Format(layout, self.dtype, self.dtype))
+        checks.check_given("combine", "y", y, self._device, tuple(views[0].rows.shape), (self.dtype,))
+        if topk_weights is not None:
+            pairs = (tokens, self.extents.K)
+            checks.check_given("combine", "topk_weights", topk_weights, self._device, pairs, (torch.float32,))
+        checks.check_given("combine", "out", out, self._device, (tokens, hidden), (self.dtype,))
+        weights = (DISPATCHED if weighted else UNWEIGHTED) if topk_weights is None else GIVEN
+        return self._combine_plan(weights.value, views)
+
+    def _combine_plan(self, weights: int, views: list[Views]) -> Plan:
+        return Plan(COMBINE, (weights, self.extents), self._launches.setdefault((weights,), {}), views)
+
+    def _views_of(self, format: Format) -> list[Views]:
+        """Of each slot."""
+        if format not in self._views:
+            memory = self._open()
+            self._views[format] = [
+                views_of(memory, number, format, self.extents) for number in range(self.config.in_flight)
+            ]
+        return self._views[format]
+
+    def _remember(self, key: tuple, plan: Plan) -> None:
+        if UNCOMMON not in key:
+            remember(self._plans, key, plan)
+
+    def _send(
+        self,
+        plan: Plan,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor | None,
+        factors: tuple[torch.Tensor, ...],
+        layout: str,
+        rows: torch.Tensor | None = None,
+    ) -> Received:
+        weights = self._no_weights if topk_weights is None else to_read(topk_weights)
+        given = (x, to_read(topk_ids), weights, *factors)
+        pointers = pointers_of("dispatch", given)
+        checked = (DEBUGGING or simulator.ACTIVE) and not self._capturing()
+        if checked:
+            checks.check_numbers(topk_ids, self.extents.E)
+        try:
+            number = self._in_use.index(False)
+        except ValueError:
+            raise TooManyInFlightError(self.config.in_flight) from None
+        weighted = topk_weights is not None
+        if DEBUGGING and checked:
+            how = f"{'weights given' if weighted else 'no weights'}, of {x.dtype}, {plan.tail[3]}"
+            self._compare(f"dispatch() in slot {number}, layout={layout!r}, {how}")
+        views = plan.views[number] if rows is None else with_rows(plan.views[number], rows)
+        self._launch(plan, views, given, pointers)
+        self._in_use[number] = True
+        # Autograd may have saved what an earlier dispatch had put there.
+        bump_version(views.rows)
+        return Received(self, number, layout, views, topk_ids.shape[0], weighted)
+
+    def _end(self, received: Received, how: str) -> None:
+        received._ended = how
+        self._in_use[received._slot] = False
+
+    def _launch(self, plan: Plan, views: Views, given: tuple[torch.Tensor, ...], pointers: tuple[int, ...]) -> None:
+        """Enqueue on the current stream; compile first, if pointers are aligned as in no launch before."""
+        kernel = plan.kernel
+        try:
+            aligned = tuple([each & 15 for each in pointers])
+            launch = plan.launches.get(aligned)
+            if launch is None:
+                launch = plan.launches[aligned] = self._prepare(plan, views, given)
+            launched = kernel.arguments(views.launched, given if simulator.ACTIVE else pointers, plan.tail)
+            launch(self._stream(), launched)
+            if simulator.ACTIVE:
+                # It is over, and so what has gone wrong in it is known.
+                self._abort_flag.raise_recorded(describe_address)
+        except BaseException as error:
+            self._abort_flag.interrupted(kernel.name, error)
+            raise
+
+    def _prepare(self, plan: Plan, views: Views, given: tuple[torch.Tensor, ...]) -> Callable[..., None]:
+        options: dict[str, Any] = leaving_room(2 * NUM_WARPS * threads_per_warp()) if on_nvidia() else {}
+        args = plan.kernel.arguments(views.tensors, given, plan.tail)
+        return prepare(plan.kernel.function, (self._programs, 1, 1), *args, num_warps=NUM_WARPS, **options)
+
+    @torch.no_grad()
+    def _prepare_all(self) -> None:
+        """For rows of the dtype, in memory that is aligned."""
+        format = Format(self.config.layouts[0], self.dtype, self.dtype)
+        views = self._views_of(format)[0]
+        rows, pairs = views.tensors[1].rows[:0], views.tensors[1].places[:0]
+        aligned = (0, 0, 0)
+        for ids in IDS:
+            given = (rows, pairs.to(ids), self._no_weights)
+            plan = self._plan_dispatch(0, given[1], None, Form(), format)
+            plan.launches[aligned] = self._prepare(plan, views, given)
+        for weights in (UNWEIGHTED, DISPATCHED, GIVEN):
+            plan = self._combine_plan(weights.value, [views])
+            plan.launches[aligned] = self._prepare(plan, views, (rows, self._no_weights, rows))
+
+
+def room_for(tokens: int, hidden: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Room for the result of a combine."""
+    return torch.empty((tokens, hidden), dtype=dtype, device=device)
