@@ -74,7 +74,9 @@ def send_choices(ctx, slot, topk_ids, topk_weights, tokens, weighted, EXTENTS: t
 
 
 @triton.jit
-def send(ctx, slot, x, scales, topk_ids, topk_weights, tokens, weighted, call, FORM: tl.constexpr, EXTENTS: tl.constexpr):
+def send(
+    ctx, slot, x, scales, topk_ids, topk_weights, tokens, weighted, call, FORM: tl.constexpr, EXTENTS: tl.constexpr
+):
     """Steps 1 and 2."""
     rank, program = ctx.cur_rank, tl.program_id(0)
     send_choices(ctx, slot, topk_ids, topk_weights, tokens=tokens, weighted=weighted, EXTENTS=EXTENTS)

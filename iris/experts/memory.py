@@ -176,9 +176,7 @@ class Memory:
         Of each slot, by the layout's name, what kernels take, a `Layout`.
     """
 
-    def __init__(
-        self, workspace: Workspace, extents: Extents, dtype: torch.dtype, config: ExpertsConfig
-    ) -> None:
+    def __init__(self, workspace: Workspace, extents: Extents, dtype: torch.dtype, config: ExpertsConfig) -> None:
         group, device = workspace.group, workspace.device
         self.abort_flag = workspace.abort_flag
         self._parts = slot_parts(extents, dtype)
