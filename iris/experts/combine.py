@@ -14,11 +14,12 @@ Program p of each kind serves the p-th share of a rank's tokens, in the steps of
 
 One that receives:
 
-4. step by step, waits for ``returned`` of program p of all others, and adds up the sums of each own token in float32, in
-   the order of ranks. The sum of this rank's own experts, which it makes itself, is not rounded before.
+4. step by step, waits for ``returned`` of program p of all others, and adds up the sums of each own token in float32,
+   in the order of ranks. The sum of this rank's own experts, which it makes itself, is not rounded before.
 
 Every rank raises ``returned`` at every other in each call, to its last value, also where no token went: it says besides
-that what came with this dispatch has been read, so that the next one in this slot may write. More: `iris.experts.memory`.
+that what came with this dispatch has been read, so that the next one in this slot may write. More:
+`iris.experts.memory`.
 """
 
 import triton
@@ -113,7 +114,7 @@ def send_sums(ctx, slot, y, places, source, first, last, WEIGHTS: tl.constexpr, 
     for some in range(first, last, EXTENTS.SUMS):
         token = some + tl.arange(0, EXTENTS.SUMS)
         there = tl.cast(source, tl.int64) * EXTENTS.M + token
-        rows, weights = places_of(slot, places, there, token < last, WEIGHTS, EXTENTS)
+        rows, weights = places_of(slot, places, there, token < last, WEIGHTS=WEIGHTS, EXTENTS=EXTENTS)
         here = rows[0] >= 0
         for choice in tl.static_range(1, K):
             here = here | (rows[choice] >= 0)
@@ -123,7 +124,7 @@ def send_sums(ctx, slot, y, places, source, first, last, WEIGHTS: tl.constexpr, 
         for start in range(0, EXTENTS.H, EXTENTS.ADDED):
             columns = start + column
             later = load_rows(y, rows, columns + EXTENTS.ADDED, EXTENTS)
-            total = add_up(found, rows, weights, WEIGHTS, EXTENTS)
+            total = add_up(found, rows, weights, WEIGHTS=WEIGHTS, EXTENTS=EXTENTS)
             found = later
             mask = here[:, None] & (columns < EXTENTS.H)[None, :]
             ctx.store(target + columns[None, :], total.to(slot.partials.dtype.element_ty), source, mask=mask)
@@ -139,14 +140,14 @@ def receive_sums(ctx, slot, y, places, out, first, last, WEIGHTS: tl.constexpr, 
     for some in range(first, last, EXTENTS.SUMS):
         token = some + tl.arange(0, EXTENTS.SUMS)
         own = tl.cast(rank, tl.int64) * EXTENTS.M + token
-        rows, weights = places_of(slot, places, own, token < last, WEIGHTS, EXTENTS)
+        rows, weights = places_of(slot, places, own, token < last, WEIGHTS=WEIGHTS, EXTENTS=EXTENTS)
         bits = owner_bits(load_choices(slot.ids, own, token < last, EXTENTS), EXTENTS)
         found = load_rows(y, rows, column, EXTENTS)
         for start in range(0, EXTENTS.H, EXTENTS.ADDED):
             columns = start + column
             inside = (columns < EXTENTS.H)[None, :]
             later = load_rows(y, rows, columns + EXTENTS.ADDED, EXTENTS)
-            own_sum = add_up(found, rows, weights, WEIGHTS, EXTENTS)
+            own_sum = add_up(found, rows, weights, WEIGHTS=WEIGHTS, EXTENTS=EXTENTS)
             found = later
             total = tl.zeros_like(own_sum)
             for group in range(0, EXTENTS.W, PEERS):
@@ -178,7 +179,7 @@ def send(ctx, slot, y, topk_weights, places, call, WEIGHTS: tl.constexpr, EXTENT
             first, last = chunk_of(tl.load(slot.tokens + source), program, EXTENTS)
             first += step * EXTENTS.STEP
             last = tl.minimum(first + EXTENTS.STEP, last)
-            send_sums(ctx, slot, y, places, source, first=first, last=last, WEIGHTS=WEIGHTS, EXTENTS=EXTENTS)
+            send_sums(ctx, slot, y, places, source=source, first=first, last=last, WEIGHTS=WEIGHTS, EXTENTS=EXTENTS)
         reached = tl.where(step == steps - 1, EXTENTS.STEPS - 1, step + 1)
         signal_others(ctx, slot.returned + rank * EXTENTS.PROGRAMS + program, call * EXTENTS.STEPS + reached)
 
@@ -212,7 +213,7 @@ def combine(slot, y, topk_weights, places, out, WEIGHTS: tl.constexpr, EXTENTS: 
     # The number of the dispatch, which is over.
     call = tl.load(slot.calls + program)
     if program < EXTENTS.PROGRAMS:
-        send(ctx, slot, y, topk_weights, places, call=call, WEIGHTS=WEIGHTS, EXTENTS=EXTENTS)
+        send(ctx, slot, y, topk_weights, places=places, call=call, WEIGHTS=WEIGHTS, EXTENTS=EXTENTS)
     else:
         receive(
             ctx,

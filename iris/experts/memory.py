@@ -1,20 +1,21 @@
 """The memory of dispatches and combines, and why each word may be written when it is.
 
-Each slot, of `ExpertsConfig.in_flight`, serves one dispatch and its combine at a time. W ranks, P programs on each, K
-choices, H elements, M tokens of a rank at most, LOCAL experts on each. The symmetric part of a slot:
+Each slot, of `ExpertsConfig.in_flight`, serves one dispatch and its combine at a time. W ranks, K choices, H elements,
+M tokens of a rank at most, LOCAL experts on each. Of each kernel P programs on each rank send and P receive; "sender p"
+and "receiver p" are the p-th of them. The symmetric part of a slot:
 
-    name      shape          who writes it, on which ranks                          who reads it
-    calls     [P]            program p of this rank's dispatch                      the same, and that of the combine
-    routed    [W]            each program of dispatch on rank s adds 1 on all       every program of dispatch
-    sent      [W, P]         program p of dispatch on rank s, on the others         program p of dispatch
-    weighed   [W, P]         program p of combine on rank s, on the others          program p of combine
-    returned  [W, P]         program p of combine on rank d, on the others          program p of combine
-    tokens    [W]            program 0 of dispatch on rank s, on all                every program of both
-    tallies   [W, P, LOCAL]  program p of dispatch on rank s, on all                every program of dispatch
-    ids       [W, M, K]      rank s's dispatch, its own choices on all              dispatch, of own tokens combine
-    weights   [W, M, K]      rank s's dispatch or combine, its own on all           combine
-    rows      [W, M, H]      rank s's dispatch, where experts are                   program p of dispatch
-    partials  [W, M, H]      rank d's combine, on the token's rank                  program p of combine
+    name      shape          who writes it, on which ranks                   who reads it
+    calls     [2 P]          each program of this rank's dispatch its own    the same, and that of the combine
+    routed    [W]            each sender of dispatch on s adds 1 on all      every receiver of dispatch
+    sent      [W, P]         sender p of dispatch on s, on all               receiver p of dispatch
+    weighed   [W, P]         sender p of combine on s, on all                sender p of combine, on s receiver p
+    returned  [W, P]         sender p of combine on d, on the others         receiver p of combine
+    tokens    [W]            sender 0 of dispatch on s, on all               receivers of dispatch, all of combine
+    tallies   [W, P, LOCAL]  sender p of dispatch on s, on all               every receiver of dispatch
+    ids       [W, M, K]      s's dispatch, its own choices on all            receivers of dispatch, own ones combine
+    weights   [W, M, K]      s's dispatch or combine, its own on all         combine
+    rows      [W, M, H]      s's dispatch, where experts are                 receiver p of dispatch
+    partials  [W, M, H]      d's combine, on the token's rank                receiver p of combine
 
 Rows of fp8 lie in the first part of ``rows``, and their factors behind them.
 
@@ -22,19 +23,20 @@ Rows of fp8 lie in the first part of ``rows``, and their factors behind them.
 the host. The flags only rise and are never reset; waits are for a value to be *reached*, by a wrapping difference.
 Each is a release at system scope behind what its program has stored, and is waited for with acquire:
 
-1. ``routed[s]`` is n P when all P programs of rank s have sent tokens, tallies, ids and weights of dispatch n: none
-   adds for the n-th time before all have for the (n - 1)-th, which was an earlier launch.
-2. ``sent[s, p]`` is at n S + i, S being `Extents.STEPS`, when program p of s has sent the rows of i steps. Who waits
-   for it serves the same share of the tokens.
-3. ``weighed[s, p]`` is n when program p of s has sent its weights in combine n.
-4. ``returned[d, p]`` is at n S + i when program p of d has stored the sums of i steps of each rank, and at n S + S - 1
+1. ``routed[s]`` is n P when all senders of rank s have sent tokens, tallies, ids and weights of dispatch n: none adds
+   for the n-th time before all have for the (n - 1)-th, which was an earlier launch.
+2. ``sent[s, p]`` is at n S + i, S being `Extents.STEPS`, when sender p of s has sent the rows of i steps. Who waits for
+   it serves the same share of the tokens.
+3. ``weighed[s, p]`` is n when sender p of s has sent its weights in combine n.
+4. ``returned[d, p]`` is at n S + i when sender p of d has stored the sums of i steps of each rank, and at n S + S - 1
    when it has of all. It is the last that this program does with what came from other ranks.
 
-Why dispatch n + 1 of rank s may write to d what dispatch n wrote: it is a launch behind combine n of s, in which every
-program p has waited for the last value of ``returned[d, p]``. That program had read its part; and what all programs of d read in
-dispatch n, they had read when d's combine began, a launch behind it. What other programs of d read in combine, they had
-read too, since s's combine ends when all its programs have waited for theirs. The host gives a slot to another dispatch
-only behind the combine; without one, `Received.release` enqueues a barrier of all ranks, which does the same.
+Why dispatch n + 1 of rank s may write to d what dispatch n wrote: it is a launch behind combine n of s, whose receivers
+have all waited for the last value of ``returned[d, p]``, each for its p. So all senders of d's combine had read what
+they read of other ranks; d's receivers read their own rank's tokens, ids and weights alone, and ``partials``, of which
+below. What d's dispatch n reads, it had read when d's combine began, a launch behind it. The host gives a slot to
+another dispatch only behind the combine; without one, `Received.release` enqueues a barrier of all ranks, which does
+the same.
 
 Why combine n of s may write weights to d: nothing reads them in dispatch, and d's combine n - 1 is over, by the above.
 

@@ -148,7 +148,7 @@ def copy_to_experts(to, rows, own, sent, is_own, WIDTH: tl.constexpr, BLOCK: tl.
         there = there | (rows[choice] >= 0)
     for begin in range(0, WIDTH, BLOCK):
         columns = begin + tl.arange(0, BLOCK)
-        data = load_own_or_sent(own, sent, is_own, there, columns, WIDTH)
+        data = load_own_or_sent(own, sent, is_own, there, columns=columns, WIDTH=WIDTH)
         for choice in tl.static_range(K):
             target = to + (tl.cast(rows[choice], tl.int64) * WIDTH)[:, None] + columns[None, :]
             tl.store(target, data, mask=(rows[choice] >= 0)[:, None] & (columns < WIDTH)[None, :])
@@ -156,7 +156,7 @@ def copy_to_experts(to, rows, own, sent, is_own, WIDTH: tl.constexpr, BLOCK: tl.
 
 @triton.jit
 def copy_rows(slot, x, scales, layout, token, source, rank, copied, FORM: tl.constexpr, EXTENTS: tl.constexpr):
-    """Copy rows of rank ``source``, and their factors, to the rows ``copied``, for each token's choices; -1 for none."""
+    """Copy rows of rank ``source``, and their factors, to the rows ``copied``, one for each choice; -1 for none."""
     K: tl.constexpr = EXTENTS.K
     H: tl.constexpr = EXTENTS.H
     SCALES: tl.constexpr = FORM.SCALES
@@ -170,8 +170,8 @@ def copy_rows(slot, x, scales, layout, token, source, rank, copied, FORM: tl.con
         rows += (tl.max(tl.where((k == choice)[None, :], copied, -1), axis=1),)
     # Own rows have not gone anywhere, unless they were divided.
     own_row = x + own * H if STAY else None
-    copy_to_experts(layout.rows, rows, own_row, slot.rows + there * H, source == rank, WIDTH=H, BLOCK=BLOCK, K=K)
+    copy_to_experts(layout.rows, rows, own_row, slot.rows + there * H, is_own=source == rank, WIDTH=H, BLOCK=BLOCK, K=K)
     if SCALES > 0:
         given = scales.given + own * SCALES if STAY else None
         sent = scales.sent + there * SCALES
-        copy_to_experts(scales.placed, rows, given, sent, source == rank, WIDTH=SCALES, BLOCK=LANES, K=K)
+        copy_to_experts(scales.placed, rows, given, sent, is_own=source == rank, WIDTH=SCALES, BLOCK=LANES, K=K)
