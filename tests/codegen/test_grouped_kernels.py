@@ -1,5 +1,6 @@
 """The kernels of grouped GEMMs compile to products by matrix cores, and what is chosen for Hopper spills nothing."""
 
+import itertools
 import re
 from unittest import mock
 
@@ -12,6 +13,7 @@ from iris.ops.grouped.call import GroupedCall
 from iris.ops.grouped.launch import launch_of, portable_tiles
 from iris.ops.grouped.matmul import grouped_matmul
 from iris.ops.grouped.on_hopper import hopper_tiles, problem
+from iris.ops.grouped.quantise import NUM_WARPS, arguments_of, quantise_rows
 from iris.ops.hopper import arguments as hopper
 from iris.ops.kernel_arguments import by_name
 
@@ -165,6 +167,23 @@ def test_what_is_chosen_in_gluon_spills_nothing(case):
 def test_what_is_chosen_for_hopper_spills_nothing(case):
     arguments, options = in_triton("sm_90", *case)
     assert not spilled(compile_for("sm_90", grouped_matmul, *arguments, **options))
+
+
+def of_quantise(target, columns):
+    """Of an activation of bf16."""
+    narrow = torch.float8_e4m3fnuz if target == "gfx942" else FP8
+    x, numbers = torch.empty(64, columns, dtype=BF16), torch.zeros(E, dtype=torch.int32)
+    return arguments_of(x, x.to(narrow), torch.empty(64, -(-columns // 128)), numbers, numbers)
+
+
+@pytest.mark.parametrize(("target", "columns"), by_turns([*itertools.product(TARGETS, [2048, 144])]))
+def test_activations_are_rounded_by_16_bytes(target, columns):
+    text = compile_for(target, quantise_rows, *of_quantise(target, columns), num_warps=NUM_WARPS).text
+    wide = r"(global|buffer)_load_dwordx4" if target.startswith("gfx") else r"ld\.global\.v4\.b32"
+    assert re.search(wide, text)
+    if target.startswith("sm"):
+        # Of eight elements that a thread has loaded together.
+        assert "st.global.v2.b32" in text or "st.global.v4.b32" in text
 
 
 def test_groups_are_found_without_a_walk():

@@ -106,7 +106,7 @@ def grouped_mm(
     call.check(config)
     _check_device(mat_a)
     if out.numel():
-        _launch(call, _choose(call, config))
+        enqueue(call, config)
     bump_version(out)
     return out
 
@@ -134,13 +134,13 @@ def _check_device(mat_a: torch.Tensor) -> None:
 
 
 @functools.cache
-def _multiprocessors(device: int) -> int:
+def multiprocessors(device: int) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def programs(config: FusedConfig) -> int:
     """Those of a launch."""
-    most = SIMULATED_PROGRAMS if simulator.ACTIVE else _multiprocessors(torch.cuda.current_device())
+    most = SIMULATED_PROGRAMS if simulator.ACTIVE else multiprocessors(torch.cuda.current_device())
     return min(config.num_sms or most, most)
 
 
@@ -180,14 +180,17 @@ def _tiles(itemsize: int, height: int, on_amd: bool, allow_tf32: bool) -> FusedC
     )
 
 
-def _launch(call: GroupedCall, config: FusedConfig) -> None:
+def enqueue(call: GroupedCall, config: FusedConfig | None, only_prepare: bool = False) -> None:
+    """On the current stream, a call that has been checked; or only compile and load what carries such calls."""
+    config = _choose(call, config)
     kernel, arguments, options = launch_of(call, config)
     given, key = by_name(kernel, **arguments), _kind(call, config)
     run = _prepared.get(key)
     if run is None:
         run = prepare(kernel, (programs(config), 1, 1), *given, **options)
         remember(_prepared, key, run)
-    run(None if simulator.ACTIVE else current_raw_stream(torch.cuda.current_device()), addresses(given))
+    if not only_prepare:
+        run(None if simulator.ACTIVE else current_raw_stream(torch.cuda.current_device()), addresses(given))
 
 
 def _kind(call: GroupedCall, config: FusedConfig) -> tuple:
