@@ -10,6 +10,7 @@ CUDA graphs, replayed by turns, on the same data; the slowest rank counts. Their
 * experts_mlp: `ctx.ops.experts_mlp`.
 * parts: dispatch, `grouped_mm` with the activation, for fp8 the rounding, `grouped_mm`, combine.
 * of these alone: dispatch and combine; the products.
+* with ``--overlap``, experts_mlp with combine beside the second product, on Hopper.
 
 ``floors_us`` are of the rank with most rows: the products' operations at ``--tflops``, one reading of the weights that
 are used at ``--memory-tbps``, and the link's bytes at ``--link-gbps`` there and back. In the simulator times mean
@@ -36,6 +37,7 @@ ON_GPU = not iris.simulator.ACTIVE
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 KINDS = ("bfloat16", "fp8")
 WAYS = ("experts_mlp", "parts", "dispatch and combine", "products")
+OVERLAPPED = "overlapped"
 # What H200 reaches in long products, of bf16 and fp8.
 TFLOPS = {"bfloat16": 750, "fp8": 1400}
 
@@ -96,12 +98,12 @@ class Layer:
             hidden = self.quantised
         grouped_mm(hidden, down.transpose(1, 2), **groups, scale_a=factors, scale_b=self.scales[1], out=self.made)
 
-    def ways(self):
+    def ways(self, overlap):
         """By their names; each leaves its result in ``out``, but the products alone."""
 
-        def experts_mlp():
-            scales = {"scale_up": self.scales[0], "scale_down": self.scales[1]}
-            self.ctx.ops.experts_mlp(self.out, *self.routed, *self.weights, **scales, experts=self.ep)
+        def experts_mlp(overlap=False):
+            given = {"scale_up": self.scales[0], "scale_down": self.scales[1], "overlap": overlap}
+            self.ctx.ops.experts_mlp(self.out, *self.routed, *self.weights, **given, experts=self.ep)
 
         def parts():
             received = self.dispatch()
@@ -115,18 +117,21 @@ class Layer:
         def products():
             self.multiply(*self.rows, self.groups)
 
-        return dict(zip(WAYS, (experts_mlp, parts, exchange, products), strict=True))
+        found = dict(zip(WAYS, (experts_mlp, parts, exchange, products), strict=True))
+        return found | ({OVERLAPPED: lambda: experts_mlp(True)} if overlap else {})
 
     def check(self, ways):
-        """Raise unless the two ways give the same."""
-        results = []
-        for way in WAYS[:2]:
-            self.out.fill_(torch.nan)
-            ways[way]()
-            results.append(self.out.float())
-        error = (results[0] - results[1]).norm() / results[1].norm()
-        if not error < 1e-2:
-            raise click.ClickException(f"a result is wrong: it differs by {error:.3g} of its size")
+        """Raise unless all whole ways give the same."""
+        results = {}
+        for name in (*WAYS[:2], OVERLAPPED):
+            if name in ways:
+                self.out.fill_(torch.nan)
+                ways[name]()
+                results[name] = self.out.float()
+        for name, result in results.items():
+            error = (result - results["parts"]).norm() / results["parts"].norm()
+            if not error < 1e-2:
+                raise click.ClickException(f"the result of {name} is wrong: it differs by {error:.3g} of its size")
 
     def floors(self, rates):
         """Microseconds."""
@@ -145,10 +150,10 @@ def of_the_slowest(ctx, figures):
     return {name: max(each[name] for each in everyone) for name in figures}
 
 
-def measure(ctx, shape, inner, kind, sms, rates, per_graph=3, replays=11):
+def measure(ctx, shape, inner, kind, sms, rates, overlap=False, per_graph=3, replays=11):
     """A row of the figures. Collective."""
     layer = Layer(ctx, shape, inner, kind, sms)
-    ways = layer.ways()
+    ways = layer.ways(overlap)
     layer.check(ways)
     for way in ways.values():
         way()
@@ -184,11 +189,12 @@ def measure(ctx, shape, inner, kind, sms, rates, per_graph=3, replays=11):
 @click.option("--top-k", type=int, default=8, show_default=True)
 @click.option("--kind", "kinds", multiple=True, default=KINDS, type=click.Choice(KINDS))
 @click.option("--sms", multiple=True, type=int, default=(0,), help="ExpertsConfig.num_sms; 0: its default")
+@click.option("--overlap", is_flag=True, help="measure experts_mlp(overlap=True), too")
 @click.option("--tflops", type=float, help="that products reach; by default 750 of bf16, 1400 of fp8")
 @click.option("--memory-tbps", type=float, default=4.0, show_default=True)
 @click.option("--link-gbps", type=float, default=370.0, show_default=True)
 @click.option("--output", type=click.Path(path_type=Path), help="a file for the figures")
-def main(tokens, hidden, inner, num_experts, top_k, kinds, sms, tflops, memory_tbps, link_gbps, output):
+def main(tokens, hidden, inner, num_experts, top_k, kinds, sms, overlap, tflops, memory_tbps, link_gbps, output):
     with iris.iris(1 << 20) as ctx:
         rows = []
         for kind in kinds:
@@ -196,7 +202,7 @@ def main(tokens, hidden, inner, num_experts, top_k, kinds, sms, tflops, memory_t
             for count in tokens:
                 for programs in sms:
                     shape = Shape(count, hidden, num_experts, top_k)
-                    rows.append(measure(ctx, shape, inner, kind, programs, rates))
+                    rows.append(measure(ctx, shape, inner, kind, programs, rates, overlap))
                     if ctx.cur_rank == 0 and output:
                         output.write_text(
                             json.dumps({**environment(), "num_ranks": ctx.num_ranks, "rows": rows}, indent=2) + "\n"
@@ -206,14 +212,14 @@ def main(tokens, hidden, inner, num_experts, top_k, kinds, sms, tflops, memory_t
 
 
 def show(rows):
-    floors = [*rows[0]["floors_us"]]
+    floors, ways = [*rows[0]["floors_us"]], [*rows[0]["us"]]
     table = Table(
-        "kind", "tokens", "SMs", *WAYS, "of parts", *(f"{each} floor" for each in floors), title="microseconds"
+        "kind", "tokens", "SMs", *ways, "of parts", *(f"{each} floor" for each in floors), title="microseconds"
     )
     for row in rows:
         times = (f"{each:.1f}" for each in [*row["us"].values(), *row["floors_us"].values()])
         shown = [*times]
-        shown.insert(len(WAYS), f"{row['of_parts']:.3f}")
+        shown.insert(len(ways), f"{row['of_parts']:.3f}")
         table.add_row(row["kind"], str(row["tokens"]), str(row["sms"] or "own"), *shown)
     Console(width=170).print(table)
 

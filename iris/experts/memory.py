@@ -9,6 +9,7 @@ choices, H elements, M tokens of a rank at most, LOCAL experts on each. The symm
     sent      [W, P]         program p of dispatch on rank s, on the others         program p of dispatch
     weighed   [W, P]         program p of combine on rank s, on the others          program p of combine
     returned  [W, P]         program p of combine on rank d, on the others          program p of combine
+    staged    [W, 6, M/32]   rank d's combine in stages, on the others              combine in stages
     tokens    [W]            program 0 of dispatch on rank s, on all                every program of both
     tallies   [W, P, LOCAL]  program p of dispatch on rank s, on all                every program of dispatch
     ids       [W, M, K]      rank s's dispatch, its own choices on all              dispatch, of own tokens combine
@@ -62,8 +63,10 @@ ALIGNMENT = 1024
 BLOCK_BYTES = 16384
 # Numbers of rows that a program adds up at a time: 64 for each thread.
 TALLIES = 16384
+# Of `iris.ops.combine_in_stages`: stages at most, and tokens of a rank that have a flag for each.
+STAGES, STAGED_TOKENS = 6, 32
 
-FLAGS = ("calls", "routed", "sent", "weighed", "returned")
+FLAGS = ("calls", "routed", "sent", "weighed", "returned", "staged")
 
 
 class Part(NamedTuple):
@@ -111,6 +114,7 @@ def slot_parts(extents: Extents, programs: int, dtype: torch.dtype) -> list[Part
         "sent": (W, programs),
         "weighed": (W, programs),
         "returned": (W, programs),
+        "staged": (W, STAGES, -(-M // STAGED_TOKENS)),
         "tokens": (W,),
         "tallies": (W, programs, extents.LOCAL),
         "ids": (W, M, K),

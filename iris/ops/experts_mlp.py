@@ -7,7 +7,7 @@ On each rank, with R rows of its E experts, H elements of a row and I of an acti
 3. With weights of fp8, the activation is rounded to fp8, with a factor for each row and 128 columns.
 4. A grouped GEMM: ``[R, I] x [E, I, H]`` to ``[R, H]``, over the rows that the dispatch has brought, which nobody needs
    any more: dispatch has set them aside in the wide type, whatever type has travelled.
-5. combine adds up, and sends back.
+5. combine adds up, and sends back: behind the second product, or beside it (`iris.ops.combine_in_stages`).
 
 All numbers of rows stay on the device. Everything is on one stream, so each step finds what the one before it has
 stored. The scratch memory is torch's, for as many rows as may come.
@@ -18,14 +18,17 @@ from typing import NamedTuple
 import torch
 
 from iris.ccl.protocols import CollectivesContext
-from iris.errors import InvalidCollectiveError, InvalidExpertsError, UnknownChoiceError
+from iris.errors import InvalidCollectiveError, InvalidConfigError, InvalidExpertsError, UnknownChoiceError
 from iris.experts.checks import check_layout, quantized_dtype
 from iris.experts.expert_parallel import ExpertParallel
+from iris.ops import combine_in_stages as in_stages
 from iris.ops.call import NARROW, check_devices, described, overlap
+from iris.ops.grouped import on_hopper
 from iris.ops.grouped.call import ACTIVATIONS, MOST_GROUPS, GroupedCall
 from iris.ops.grouped.kernel_arguments import SCALE_BLOCK
 from iris.ops.grouped.launch import enqueue
 from iris.ops.grouped.quantise import quantise
+from iris.ops.grouped.stages import PROGRESS_WORDS, Progress, progress_of
 from iris.runtime.launch import remember
 
 NAME, LAYOUT = "experts_mlp", "compact"
@@ -45,6 +48,7 @@ class MlpCall(NamedTuple):
     x_scales: torch.Tensor | None
     scale_up: torch.Tensor | None
     scale_down: torch.Tensor | None
+    overlap: bool | None = None
 
     @property
     def inner(self) -> int:
@@ -75,6 +79,8 @@ class MlpCall(NamedTuple):
             raise InvalidExpertsError(f"{NAME}(experts=) takes what ctx.experts() has made, and {ep!r:.80} {what}.")
         if self.activation is not None and not (isinstance(self.activation, str) and self.activation in ACTIVATIONS):
             raise UnknownChoiceError("activation", self.activation, ACTIVATIONS)
+        if self.overlap not in (None, True, False):
+            raise UnknownChoiceError("overlap", self.overlap, (None, True, False))
         check_devices(NAME, self.given(), context.device)
         problem = self._problem()
         if problem:
@@ -126,14 +132,17 @@ class MlpCall(NamedTuple):
         return None
 
 
-class Activation(NamedTuple):
-    """Scratch memory of a call, ``[R, I]``."""
+class Scratch(NamedTuple):
+    """Memory of a call."""
 
     values: torch.Tensor
+    """The activation, ``[R, I]``."""
     narrow: torch.Tensor | None
     """The same as fp8, with weights of fp8."""
     factors: torch.Tensor | None
     """float32 ``[R, ceil(I / 128)]``, of fp8."""
+    progress: Progress | None
+    """Of the second product, if combine runs beside it."""
 
 
 class ExpertsMlp:
@@ -147,25 +156,33 @@ class ExpertsMlp:
         call.check(self._context)
         ep = call.experts
         ep._enter()
-        activation = scratch(call)
-        self._prepare(call, activation)
+        overlap = bool(call.overlap)
+        scratch = scratch_of(call, overlap)
+        self._prepare(call, scratch, overlap)
         received = ep.dispatch(
             call.x, call.topk_ids, call.topk_weights, x_scales=call.x_scales, quantize=call.quantize, layout=LAYOUT
         )
         try:
-            made = multiply(call, activation, received._slot, received.rows, received.scales)
-            ep.combine(made, received, out=call.out)
+            up, down = products(call, scratch, received._slot, received.rows, received.scales)
+            multiply(up, down, scratch)
+            if overlap:
+                in_stages.enqueue(
+                    ep, received, in_stages.arguments_of(ep, received._slot, received.weighted, down, call.out)
+                )
+            else:
+                ep.combine(down.out, received, out=call.out)
         except BaseException as error:
             # The other ranks wait for this one's rows.
             ep._abort_flag.interrupted(NAME, error)
             raise
 
-    def _prepare(self, call: MlpCall, activation: Activation) -> None:
+    def _prepare(self, call: MlpCall, scratch: Scratch, overlap: bool) -> None:
         """Compile and load what the call needs, before the kernels of any rank wait for another rank."""
         ep, scales = call.experts, call.x_scales
         by_blocks = scales is None or scales.dim() != 2 or scales.shape[1] > 1
+        weighted = call.topk_weights is not None
         kinds = [(role, each.dtype, each.stride(), each.data_ptr() % 16) for role, each in call.given().items()]
-        key = (ep.dtype, ep.num_local_experts, len(activation.values), by_blocks, call.activation, *kinds)
+        key = (ep._extents, len(scratch.values), by_blocks, call.activation, overlap and (weighted,), *kinds)
         if key in self._prepared:
             return
         rows, factors = ep._open().layouts[0][LAYOUT].rows, None
@@ -173,49 +190,66 @@ class ExpertsMlp:
             blocks = -(-ep.hidden // SCALE_BLOCK) if by_blocks else 1
             _, tensors, narrow = ep._open().narrow(0, LAYOUT, call.w_up.dtype, blocks)
             rows, factors = tensors.rows, narrow.placed
-        multiply(call, activation, 0, rows, factors, only_prepare=True)
+        up, down = products(call, scratch, 0, rows, factors)
+        if overlap:
+            problem = on_hopper.problem(down, on_hopper.hopper_tiles(down))
+            if problem:
+                raise InvalidConfigError(f"{NAME}(overlap=True) is not possible with this second product: {problem}.")
+            in_stages.prepared(ep, in_stages.arguments_of(ep, 0, weighted, down, call.out))
+        multiply(up, down, scratch, only_prepare=True)
         remember(self._prepared, key, None)
 
 
-def scratch(call: MlpCall) -> Activation:
+def scratch_of(call: MlpCall, overlap: bool) -> Scratch:
     """For as many rows as may come."""
-    ep = call.experts
+    ep, narrow, factors, progress = call.experts, None, None, None
     room = len(ep._open().layouts[0][LAYOUT].rows)
     values = torch.empty(room, call.inner, dtype=ep.dtype, device=ep.device)
-    if not call.narrow:
-        return Activation(values, None, None)
-    narrow = torch.empty(room, call.inner, dtype=call.w_down.dtype, device=ep.device)
-    blocks = -(-call.inner // SCALE_BLOCK)
-    return Activation(values, narrow, torch.empty(room, blocks, dtype=torch.float32, device=ep.device))
+    if call.narrow:
+        narrow = torch.empty(room, call.inner, dtype=call.w_down.dtype, device=ep.device)
+        factors = torch.empty(room, -(-call.inner // SCALE_BLOCK), dtype=torch.float32, device=ep.device)
+    if overlap:
+        counts = torch.zeros(PROGRESS_WORDS, dtype=torch.int32, device=ep.device)
+        progress = progress_of(counts)
+    return Scratch(values, narrow, factors, progress)
 
 
-def multiply(
-    call: MlpCall,
-    activation: Activation,
-    slot: int,
-    rows: torch.Tensor,
-    scales: torch.Tensor | None,
-    only_prepare: bool = False,
-) -> torch.Tensor:
-    """Steps 2 to 4, of what a dispatch has left in a slot; returns what the experts have made of it."""
+def products(
+    call: MlpCall, scratch: Scratch, slot: int, rows: torch.Tensor, scales: torch.Tensor | None
+) -> tuple[GroupedCall, GroupedCall]:
+    """Those of what a dispatch has left in a slot."""
     tensors = call.experts._open().layouts[slot][LAYOUT]
-    groups: dict[str, torch.Tensor] = {"offs": tensors.offsets[1:], "counts": tensors.counts}
+    offs, counts = tensors.offsets[1:], tensors.counts
     if scales is not None and scales.shape[1] == 1 < -(-rows.shape[1] // SCALE_BLOCK):
         scales = scales[:, 0]
-    values, narrow, factors = activation
-    up = call.w_up.transpose(1, 2)
-    enqueue(
-        GroupedCall(values, rows, up, **groups, scale_a=scales, scale_b=call.scale_up, activation=call.activation),
-        None,
-        only_prepare,
+    up = GroupedCall(
+        out=scratch.values,
+        mat_a=rows,
+        mat_b=call.w_up.transpose(1, 2),
+        scale_a=scales,
+        scale_b=call.scale_up,
+        activation=call.activation,
+        offs=offs,
+        counts=counts,
     )
-    if narrow is not None and factors is not None:
-        quantise(values, narrow, factors, **groups, only_prepare=only_prepare)
-        values = narrow
-    down, made = call.w_down.transpose(1, 2), tensors.rows
-    enqueue(
-        GroupedCall(made, values, down, **groups, scale_a=factors, scale_b=call.scale_down, activation=None),
-        None,
-        only_prepare,
+    down = GroupedCall(
+        out=tensors.rows,
+        mat_a=scratch.values if scratch.narrow is None else scratch.narrow,
+        mat_b=call.w_down.transpose(1, 2),
+        scale_a=scratch.factors,
+        scale_b=call.scale_down,
+        activation=None,
+        progress=scratch.progress,
+        offs=offs,
+        counts=counts,
     )
-    return made
+    return up, down
+
+
+def multiply(up: GroupedCall, down: GroupedCall, scratch: Scratch, only_prepare: bool = False) -> None:
+    """Steps 2 to 4."""
+    enqueue(up, None, only_prepare)
+    if scratch.narrow is not None and scratch.factors is not None:
+        assert up.offs is not None and up.counts is not None
+        quantise(up.out, scratch.narrow, scratch.factors, offs=up.offs, counts=up.counts, only_prepare=only_prepare)
+    enqueue(down, on_hopper.hopper_tiles(down) if down.progress else None, only_prepare)

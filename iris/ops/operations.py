@@ -247,6 +247,7 @@ class Operations:
         x_scales: torch.Tensor | None = None,
         scale_up: torch.Tensor | None = None,
         scale_down: torch.Tensor | None = None,
+        overlap: bool | None = None,
         async_op: bool = False,
     ) -> Work | None:
         """``out[t] = sum of topk_weights[t, k] * w_down[e] @ act(w_up[e] @ x[t])`` over k; e is ``topk_ids[t, k]``.
@@ -266,12 +267,15 @@ class Operations:
         rounded likewise. Sums are float32; the activation, each row of an expert and what comes from another rank are
         rounded to the dtype of ``experts``.
 
+        ``overlap``: whether combine runs beside the second product (Hopper, bf16, fp16 and fp8), the same on all ranks.
+        Default: no, until a measurement says where it pays. The results are the same.
+
         Raises besides `InvalidExpertsError` (no ``experts`` of this context, or what `ExpertParallel.dispatch` does not
         take) and `TooManyInFlightError`. It has no gradient.
         """
         self._context.heap.check_open()
         call = MlpCall(
-            out, x, topk_ids, topk_weights, w_up, w_down, activation, experts, x_scales, scale_up, scale_down
+            out, x, topk_ids, topk_weights, w_up, w_down, activation, experts, x_scales, scale_up, scale_down, overlap
         )
         self._experts_mlp(call)
         return Work(self._on_gpu) if async_op else None

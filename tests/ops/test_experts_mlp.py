@@ -7,9 +7,17 @@ import pytest
 import torch
 from experts.layers import E_EACH, ROUTINGS, Layer, done_with, experts
 
-from iris.errors import InvalidCollectiveError, InvalidExpertsError, NotATensorError, UnknownChoiceError
+from iris.errors import (
+    InvalidCollectiveError,
+    InvalidConfigError,
+    InvalidExpertsError,
+    NotATensorError,
+    UnknownChoiceError,
+)
 from iris.experts import ExpertsConfig
 from iris.experts.checks import quantized_dtype
+from iris.ops import FusedConfig, grouped_mm
+from iris.ops.grouped import on_hopper
 from iris.simulator import ACTIVE
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -136,6 +144,38 @@ def test_fp8(ranks, routing, scales, given):
     ranks.run(narrow_results, routing, scales, given)
 
 
+def beside(ctx, routing, narrow, weighted):
+    """combine beside the second product, in the order of its stages: the same bits as behind it."""
+    # Rows of whole 16 bytes, as TMA wants them; more experts than the last stage has, and a stage that is not whole.
+    layer = Layer(ctx.num_ranks, BF16, ctx.device, hidden=272, max_tokens=40)
+    ep, weights = experts(ctx, layer, CONFIG), Weights(layer, 144, scales="blocks" if narrow else None)
+    given = weights.of(ep)
+    for round in range(3):
+        x, ids, factors = layer.inputs(routing, round, ctx.cur_rank)
+        factors = factors if weighted else None
+        out = torch.full_like(x, torch.nan)
+        ctx.ops.experts_mlp(out, x, ids, factors, **given, experts=ep, overlap=True)
+        exact = weights.expected(rounded(x.double()) if narrow else x.double(), ids, factors)
+        close(out, exact, 0.02)
+        if not narrow:
+            received = ep.dispatch(x, ids, factors, layout="compact")
+            groups = {"offs": received.offsets[1:], "counts": received.counts}
+            up, down = (given[role].transpose(1, 2) for role in ("w_up", "w_down"))
+            made = grouped_mm(received.rows, up, **groups, activation="silu_and_mul")
+            tiles = FusedConfig(use_gluon=True, block_size_m=128, block_size_n=128, block_size_k=64)
+            made = grouped_mm(made, down, **groups, config=tiles)
+            assert torch.equal(ep.combine(made, received), out)
+    done_with(ctx, ep)
+
+
+@pytest.mark.skipif(not on_hopper.hopper.is_hopper(), reason="the product that tells what is done is for Hopper")
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize(("narrow", "weighted"), [(False, True), (False, False), (True, True)])
+def test_combine_beside_the_second_product(ranks, routing, narrow, weighted):
+    ranks.run(beside, routing, narrow, weighted)
+
+
 def in_place(ctx):
     """The result over the tokens; a handle; others in flight, which keep what they have."""
     layer = Layer(ctx.num_ranks, F32, ctx.device, hidden=48)
@@ -201,6 +241,8 @@ MISTAKES = {
         "of their dtype, with x_scales",
         {"w_up": UP.to(torch.float8_e5m2), "w_down": DOWN.to(torch.float8_e5m2)},
     ),
+    "another overlap": (UnknownChoiceError, "overlap='yes'", {"overlap": "yes"}),
+    "an overlap of float32": (InvalidConfigError, "fp16, bf16 or fp8", {"overlap": True}),
     "other scales": (InvalidCollectiveError, r"\[3\] or \[3, 80\] or \[3, 1, 1\]", {"scale_up": torch.ones(80)}),
     "a result of another shape": (InvalidCollectiveError, r"are \[tokens, 48\]", {"out": torch.zeros(3, H)}),
     "a result of another dtype": (InvalidCollectiveError, "out is of torch.float32", {"out": torch.zeros(T, H).half()}),
@@ -262,8 +304,8 @@ def test_misuse(ranks):
 def measured(ctx):
     benchmark = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "experts_mlp.py"))
     rates = {"tflops": 1.0, "memory_tbps": 1.0, "link_gbps": 1.0}
-    shape = benchmark["Shape"](5, 256, 6, 2)
-    return [benchmark["measure"](ctx, shape, 128, kind, 0, rates) for kind in benchmark["KINDS"]]
+    shape, overlap = benchmark["Shape"](5, 256, 6, 2), on_hopper.hopper.is_hopper()
+    return [benchmark["measure"](ctx, shape, 128, kind, 0, rates, overlap) for kind in benchmark["KINDS"]]
 
 
 @pytest.mark.ranks(2)

@@ -10,6 +10,7 @@ from iris.heap.history import debugging
 from iris.ops.call import FNUZ, NARROW, WIDE, check_devices, described, overlap
 from iris.ops.config import FusedConfig
 from iris.ops.grouped.kernel_arguments import SCALE_BLOCK, GroupedForm, GroupedMatrix, GroupedRows, groups_up_to
+from iris.ops.grouped.stages import Progress
 
 NAME = "grouped_mm"
 ACTIVATIONS = (None, "silu_and_mul")
@@ -35,6 +36,8 @@ class GroupedCall(NamedTuple):
     scale_a: torch.Tensor | None
     scale_b: torch.Tensor | None
     activation: str | None
+    progress: Progress | None = None
+    """Of the kernel for Hopper alone: what it tells the next one on the stream, which begins beside it."""
 
     @property
     def expanded(self) -> bool:

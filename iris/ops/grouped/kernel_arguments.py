@@ -66,3 +66,5 @@ class GroupedTiling(NamedTuple):
     STAGES: int
     GROUP: int
     TRANS_B: bool
+    LEAVING: int = 0
+    """Programs that end when five eighths of the tiles are done, so that another kernel finds room."""

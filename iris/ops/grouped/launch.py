@@ -22,6 +22,9 @@ from iris.ops.kernel_arguments import Tiling, by_name
 from iris.ops.portable import TritonKernels
 from iris.runtime.launch import addresses, prepare, remember
 
+# Of so many programs one ends before the others, where another kernel begins beside them.
+LEAVING = 8
+
 # What launches kernels of one kind.
 _prepared: dict[tuple, Any] = {}
 
@@ -201,7 +204,8 @@ def _kind(call: GroupedCall, config: FusedConfig) -> tuple:
     ]
     device = call.mat_a.device.index
     # Of one group it does not matter how far it is to the next.
-    return (config, device, call.form(), len(call.mat_b) == 1, tuple(tensors))
+    groups = len(call.mat_b)
+    return (config, device, call.form(), groups == 1, call.progress and groups, tuple(tensors))
 
 
 def launch_of(call: GroupedCall, config: FusedConfig) -> tuple[Any, dict[str, Any], dict[str, Any]]:
@@ -213,7 +217,8 @@ def launch_of(call: GroupedCall, config: FusedConfig) -> tuple[Any, dict[str, An
     }
     if config.use_gluon:
         # These are the warps of the first multiplier; the other roles have theirs besides.
-        return hopper_grouped_matmul, given | on_hopper.hopper_arguments(call, config), {"num_warps": 4}
+        of_kernel = on_hopper.hopper_arguments(call, config, programs(config) // LEAVING if call.progress else 0)
+        return hopper_grouped_matmul, given | of_kernel, {"num_warps": 4}
     return grouped_matmul, given | triton_arguments(call, config), TritonKernels.options(config)
 
 
