@@ -168,7 +168,12 @@ def beside(ctx, routing, narrow, weighted):
     done_with(ctx, ep)
 
 
-@pytest.mark.skipif(not on_hopper.hopper.is_hopper(), reason="the product that tells what is done is for Hopper")
+ON_HOPPER = pytest.mark.skipif(
+    not on_hopper.hopper.is_hopper(), reason="the product that tells what is done is for Hopper"
+)
+
+
+@ON_HOPPER
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize(("narrow", "weighted"), [(False, True), (False, False), (True, True)])
@@ -197,28 +202,33 @@ def test_in_place_with_others_in_flight(ranks):
     ranks.run(in_place)
 
 
-def replay(ctx):
-    """A graph of a first call, whose tokens and choices are others in each replay."""
-    layer = Layer(ctx.num_ranks, BF16, ctx.device, hidden=256, max_tokens=100)
+def replay(ctx, overlap):
+    """A graph of a first call, whose tokens and choices are others in each replay, and ranks come late."""
+    layer = Layer(ctx.num_ranks, BF16, ctx.device, hidden=256, max_tokens=300)
     ep, weights = experts(ctx, layer, CONFIG), Weights(layer, 128)
     data = layer.inputs("random", 0, ctx.cur_rank)
     x, ids, factors = (each.new_zeros(layer.max_tokens, each.shape[1]) for each in data)
-    out, graph = torch.empty_like(x), torch.cuda.CUDAGraph()
+    out, graph, given = torch.empty_like(x), torch.cuda.CUDAGraph(), weights.of(ep)
     with torch.cuda.graph(graph):
-        ctx.ops.experts_mlp(out, x, ids, factors, **weights.of(ep), experts=ep)
-    for round in range(20):
-        routing, tokens = ROUTINGS[round % len(ROUTINGS)], layer.tokens(round, ctx.cur_rank)
+        for _ in range(2):
+            ctx.ops.experts_mlp(out, x, ids, factors, **given, experts=ep, overlap=overlap)
+    for round in range(60):
+        routing, tokens = ROUTINGS[round % len(ROUTINGS)], layer.tokens(7 * round, ctx.cur_rank)
         ids.fill_(-1)
-        for whole, part in zip((x, ids, factors), layer.inputs(routing, round, ctx.cur_rank), strict=True):
+        for whole, part in zip((x, ids, factors), layer.inputs(routing, 7 * round, ctx.cur_rank), strict=True):
             whole[:tokens] = part
+        if round % 5 == ctx.cur_rank:
+            torch.cuda._sleep(2_000_000)  # about a millisecond
+        out.fill_(torch.nan)
         graph.replay()
         close(out, weights.expected(x.double(), ids, factors), ERRORS[BF16])
     done_with(ctx, ep)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="graphs are for GPUs")
-def test_replays_of_a_first_call(ranks):
-    ranks.run(replay)
+@pytest.mark.parametrize("overlap", [False, pytest.param(True, marks=ON_HOPPER)])
+def test_replays_of_a_first_call(ranks, overlap):
+    ranks.run(replay, overlap)
 
 
 L, T, H, INNER = E_EACH, 4, 48, 40
