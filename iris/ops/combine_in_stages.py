@@ -37,12 +37,13 @@ import triton
 import triton.language as tl
 
 from iris import simulator
-from iris.compat.cuda import current_raw_stream
+from iris.compat.cuda import current_raw_stream, is_current_stream_capturing
 from iris.experts.expert_parallel import ExpertParallel
 from iris.experts.memory import STAGED_TOKENS
 from iris.experts.received import Received
 from iris.experts.routing import wait_others
 from iris.heap import describe_address
+from iris.heap.history import debugging
 from iris.language.barrier import lanes
 from iris.language.context import DeviceContext
 from iris.language.dependent_launch import gdc_wait
@@ -62,6 +63,8 @@ BLOCK_BYTES, NUM_WARPS = 8192, 8
 # Of a thread: so that a multiprocessor has room for two programs (CUDA C++ Programming Guide, "Compute Capabilities":
 # 65536 registers), since those that the product leaves free are few.
 REGISTERS = 128
+
+DEBUGGING = debugging()
 
 # What launches kernels of one kind.
 _prepared: dict[tuple, Callable[..., None]] = {}
@@ -304,7 +307,7 @@ def arguments_of(ep: ExpertParallel, slot: int, weighted: bool, product: Grouped
 def prepared(ep: ExpertParallel, given: tuple) -> Callable[..., None]:
     """What launches it with such arguments, with as many programs as combine has."""
     programs, out = ep._programs, given[3]
-    key = (ep.device.index, programs, out.dtype, out.data_ptr() % 16, given[6:])
+    key = (out.device.index, programs, out.dtype, out.data_ptr() % 16, given[6:])
     run = _prepared.get(key)
     if run is None:
         options: dict[str, Any] = {"maxnreg": REGISTERS} if on_nvidia() else {}
@@ -315,9 +318,10 @@ def prepared(ep: ExpertParallel, given: tuple) -> Callable[..., None]:
 
 def enqueue(ep: ExpertParallel, received: Received, given: tuple) -> None:
     """In place of ``ep.combine``, as the next launch behind the product."""
-    ep._compare(f"combine in stages, in slot {received._slot}")
     run, out = prepared(ep, given), given[3]
-    run(None if simulator.ACTIVE else current_raw_stream(ep.device.index), addresses(given))
+    if DEBUGGING and not (out.is_cuda and is_current_stream_capturing()):
+        ep._compare(f"combine in stages, in slot {received._slot}")
+    run(None if simulator.ACTIVE else current_raw_stream(out.device.index), addresses(given))
     if simulator.ACTIVE:
         # It is over, and so what has gone wrong in it is known.
         ep._abort_flag.raise_recorded(describe_address)

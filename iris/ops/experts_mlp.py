@@ -204,12 +204,12 @@ def scratch_of(call: MlpCall, overlap: bool) -> Scratch:
     """For as many rows as may come."""
     ep, narrow, factors, progress = call.experts, None, None, None
     room = len(ep._open().layouts[0][LAYOUT].rows)
-    values = torch.empty(room, call.inner, dtype=ep.dtype, device=ep.device)
+    values = torch.empty(room, call.inner, dtype=ep.dtype, device=call.out.device)
     if call.narrow:
-        narrow = torch.empty(room, call.inner, dtype=call.w_down.dtype, device=ep.device)
-        factors = torch.empty(room, -(-call.inner // SCALE_BLOCK), dtype=torch.float32, device=ep.device)
+        narrow = torch.empty(room, call.inner, dtype=call.w_down.dtype, device=call.out.device)
+        factors = torch.empty(room, -(-call.inner // SCALE_BLOCK), dtype=torch.float32, device=call.out.device)
     if overlap:
-        counts = torch.zeros(PROGRESS_WORDS, dtype=torch.int32, device=ep.device)
+        counts = torch.zeros(PROGRESS_WORDS, dtype=torch.int32, device=call.out.device)
         progress = progress_of(counts)
     return Scratch(values, narrow, factors, progress)
 
