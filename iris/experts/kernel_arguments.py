@@ -41,8 +41,6 @@ class Slot(NamedTuple):
     sent: Any
     weighed: Any
     returned: Any
-    staged: Any
-    """Of `iris.ops.combine_in_stages`."""
     tokens: Any
     tallies: Any
     ids: Any

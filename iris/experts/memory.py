@@ -9,13 +9,13 @@ choices, H elements, M tokens of a rank at most, LOCAL experts on each. The symm
     sent      [W, P]         program p of dispatch on rank s, on the others         program p of dispatch
     weighed   [W, P]         program p of combine on rank s, on the others          program p of combine
     returned  [W, P]         program p of combine on rank d, on the others          program p of combine
-    staged    [W, 6, M/32]   rank d's combine in stages, on the others              combine in stages
     tokens    [W]            program 0 of dispatch on rank s, on all                every program of both
     tallies   [W, P, LOCAL]  program p of dispatch on rank s, on all                every program of dispatch
     ids       [W, M, K]      rank s's dispatch, its own choices on all              dispatch, of own tokens combine
     weights   [W, M, K]      rank s's dispatch or combine, its own on all           combine
     rows      [W, M, H]      rank s's dispatch, where experts are                   program p of dispatch
     partials  [W, M, H]      rank d's combine, on the token's rank                  program p of combine
+    staged    [W, 6, M/32]   rank d's combine in stages, on the others              combine in stages
 
 Rows of fp8 lie in the first part of ``rows``, and their factors behind them.
 
@@ -114,13 +114,13 @@ def slot_parts(extents: Extents, programs: int, dtype: torch.dtype) -> list[Part
         "sent": (W, programs),
         "weighed": (W, programs),
         "returned": (W, programs),
-        "staged": (W, STAGES, -(-M // STAGED_TOKENS)),
         "tokens": (W,),
         "tallies": (W, programs, extents.LOCAL),
         "ids": (W, M, K),
         "weights": (W, M, K),
         "rows": (W, M, H),
         "partials": (W, M, H),
+        "staged": (W, STAGES, -(-M // STAGED_TOKENS)),
     }
     dtypes = {"weights": torch.float32, "rows": dtype, "partials": dtype}
     parts: list[Part] = []
@@ -157,6 +157,8 @@ class Memory:
         Of the group.
     slots : list of Slot
         As kernels take them.
+    staged : list of torch.Tensor
+        Of each slot, for `iris.ops.combine_in_stages` alone.
     layouts : list of dict
         Of each slot, by the layout's name, what kernels take, a `Layout`.
     """
@@ -178,9 +180,9 @@ class Memory:
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
         context = context_tensor(group.rank, self.mapping.bases, self.mapping.size, self.abort_flag.record, device)
-        self.slots = [
-            Slot(context, *(self._tensor(number, part) for part in self._parts)) for number in range(config.in_flight)
-        ]
+        tensors = [[self._tensor(number, part) for part in self._parts] for number in range(config.in_flight)]
+        self.slots = [Slot(context, *each[:-1]) for each in tensors]
+        self.staged = [each[-1] for each in tensors]
         rows = {name: layout_rows(extents, name, config.alignment) for name in config.layouts}
         pairs = extents.W * extents.M * extents.K
         # Of this rank alone: nobody else stores there.
@@ -230,7 +232,7 @@ class Memory:
     def close(self) -> None:
         """Let go of it. The caller guarantees that no kernel uses the memory any more, on any rank."""
         self.mapping.close()
-        self.slots, self.layouts = [], []
+        self.slots, self.staged, self.layouts = [], [], []
 
     def _tensor(self, number: int, part: Part) -> torch.Tensor:
         begin = number * self._slot_bytes + part.begin

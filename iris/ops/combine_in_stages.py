@@ -201,6 +201,7 @@ def await_product(
 @triton.jit(do_not_specialize=["tiles_n"])
 def combine_in_stages(
     slot,
+    staged,
     y,
     layout,
     out,
@@ -214,9 +215,9 @@ def combine_in_stages(
 ):
     """``y``: the product's result, in the ``layout`` of the dispatch, a `Layout`. ``out``: ``[tokens, H]``.
 
-    ``slot``: the `Slot` of the dispatch. ``progress``: the product's `Progress`, whose tiles have ``BLOCK_M`` rows, and
-    ``tiles_n`` of them are side by side. ``BLOCK``: elements of a row that are moved at a time. ``WEIGHTED``: whether
-    rows are multiplied, by weights that came with the dispatch.
+    ``slot``, ``staged``: of the dispatch, a `Slot` and its flags of `iris.experts.memory`. ``progress``: the product's
+    `Progress`, whose tiles have ``BLOCK_M`` rows, and ``tiles_n`` of them are side by side. ``BLOCK``: elements of a
+    row that are moved at a time. ``WEIGHTED``: whether rows are multiplied, by weights that came with the dispatch.
     """
     ctx = DeviceContext.initialize(slot.context, num_ranks=EXTENTS.W)
     wait(progress.begun, 1, "reached", ctx._record())
@@ -261,12 +262,12 @@ def combine_in_stages(
                 EXTENTS=EXTENTS,
                 STAGES=STAGES,
             )
-            flag = slot.staged + (ctx.cur_rank * STAGES.NUMBER + stage) * blocks + first // TOKENS
+            flag = staged + (ctx.cur_rank * STAGES.NUMBER + stage) * blocks + first // TOKENS
             ctx.signal(flag, call, source)
         elif before > 0:
             # A token's sums of other ranks may be of earlier stages, which other programs may have sent.
             for earlier in range(stage, STAGES.NUMBER):
-                wait_others(ctx, slot.staged + (lanes() * STAGES.NUMBER + earlier) * blocks + first // TOKENS, call)
+                wait_others(ctx, staged + (lanes() * STAGES.NUMBER + earlier) * blocks + first // TOKENS, call)
             finish(
                 ctx,
                 slot,
@@ -291,6 +292,7 @@ def arguments_of(ep: ExpertParallel, slot: int, weighted: bool, product: Grouped
     return by_name(
         combine_in_stages,
         slot=memory.slots[slot],
+        staged=memory.staged[slot],
         y=product.out,
         layout=memory.layouts[slot]["compact"],
         out=out,
@@ -306,8 +308,8 @@ def arguments_of(ep: ExpertParallel, slot: int, weighted: bool, product: Grouped
 
 def prepared(ep: ExpertParallel, given: tuple) -> Callable[..., None]:
     """What launches it with such arguments, with as many programs as combine has."""
-    programs, out = ep._programs, given[3]
-    key = (out.device.index, programs, out.dtype, out.data_ptr() % 16, given[6:])
+    programs, out = ep._programs, given[4]
+    key = (out.device.index, programs, out.dtype, out.data_ptr() % 16, given[7:])
     run = _prepared.get(key)
     if run is None:
         options: dict[str, Any] = {"maxnreg": REGISTERS} if on_nvidia() else {}
@@ -318,7 +320,7 @@ def prepared(ep: ExpertParallel, given: tuple) -> Callable[..., None]:
 
 def enqueue(ep: ExpertParallel, received: Received, given: tuple) -> None:
     """In place of ``ep.combine``, as the next launch behind the product."""
-    run, out = prepared(ep, given), given[3]
+    run, out = prepared(ep, given), given[4]
     if DEBUGGING and not (out.is_cuda and is_current_stream_capturing()):
         ep._compare(f"combine in stages, in slot {received._slot}")
     run(None if simulator.ACTIVE else current_raw_stream(out.device.index), addresses(given))

@@ -12,7 +12,7 @@ from iris.experts.rows import BY_BLOCK, BY_ROW, GROUP, NOT
 EXPERT_KERNELS = (dispatch, combine)
 # Of four ranks, as DeepSeek-V3 has them, in bf16.
 EXTENTS = extents(4, num_experts=256, top_k=8, max_tokens=128, hidden=7168, dtype=torch.bfloat16)
-SLOT = Slot(INT64, *[INT32] * 9, FLOAT32, BF16, BF16)
+SLOT = Slot(INT64, *[INT32] * 8, FLOAT32, BF16, BF16)
 LAYOUT = Layout(BF16, INT32, INT32, INT32)
 EXPERTS = {
     **{"slot": SLOT, "layout": LAYOUT, "EXTENTS": EXTENTS, "topk_ids": INT64, "topk_weights": FLOAT32, "places": INT32},

@@ -202,6 +202,7 @@ def in_stages(weighted):
     """Arguments beside a product of tiles of 128 x 256."""
     given = {name: EXPERTS[name] for name in ("slot", "layout", "y", "out", "EXTENTS")}
     numbers = torch.zeros(16, dtype=torch.int32)
+    given["staged"] = numbers
     of_product = {"progress": progress_of(numbers), "tiles_n": 28, "BLOCK_M": 128}
     constants = {"BLOCK": 4096, "WEIGHTED": weighted, "STAGES": stages_of(EXPERTS["EXTENTS"].LOCAL)}
     return by_name(combine_in_stages, **given, **of_product, **constants)

@@ -25,6 +25,7 @@ PROGRAMS, COPIED = 9, tl.constexpr(256)
 def product_and_combine(
     made,
     slot,
+    staged,
     y,
     layout,
     out,
@@ -52,8 +53,9 @@ def product_and_combine(
     else:
         combine_in_stages(
             slot,
+            staged,
             y,
-            layout,
+            layout=layout,
             out=out,
             progress=progress,
             tiles_n=tiles_n,
