@@ -31,4 +31,5 @@ if TYPE_CHECKING:
         assert_type(received, Received)
         assert_type(received.to_host().counts, list[int])
         assert_type(ep.combine(received.rows, received), torch.Tensor)
+        assert_type(ctx.ops.experts_mlp(x, x, x, None, x, x, experts=ep), Work | None)
         iris.ccl.functional.all_reduce(x, iris.ccl.functional.name_of(ctx))

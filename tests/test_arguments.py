@@ -157,6 +157,13 @@ def dispatched(ep, **given):
     return ep.dispatch(x, torch.zeros(4, 2, dtype=torch.int64, device=ep.device), **given)
 
 
+def layer_of_experts(ctx, **given):
+    x, ids = ctx.ones(4, 8, dtype=torch.float32), torch.zeros(4, 2, dtype=torch.int64, device=ctx.device)
+    weights = {"w_up": ctx.ones(2, 4, 8), "w_down": ctx.ones(2, 8, 4), "activation": None}
+    given = {"out": x, "x": x, "topk_ids": ids, "topk_weights": None, **weights} | given
+    return ctx.ops.experts_mlp(**{"experts": of_experts(ctx)} | given)
+
+
 HERE = {
     "heap_size": lambda ctx, v: iris.iris(v).close(),
     "process_group": lambda ctx, v: iris.Iris(1 << 20, process_group=v).close(),
@@ -196,6 +203,9 @@ HERE = {
     "a layout of rows": lambda ctx, v: dispatched(of_experts(ctx), layout=v),
     "rows": lambda ctx, v: (ep := of_experts(ctx)).combine(v, dispatched(ep)),
     "received": lambda ctx, v: of_experts(ctx).combine(ctx.ones(4, 8), v),
+    "the experts of a layer": lambda ctx, v: layer_of_experts(ctx, experts=v),
+    "the weights of a layer": lambda ctx, v: layer_of_experts(ctx, w_up=v),
+    "the activation of a layer": lambda ctx, v: layer_of_experts(ctx, activation=v),
     "max_events": lambda ctx, v: ctx.tracing.enable(v),
     "fn": lambda ctx, v: iris.do_bench(v, n_repeat=1),
     "barrier_fn": lambda ctx, v: iris.do_bench(int, v, n_repeat=1),
@@ -221,7 +231,7 @@ TAKEN = {
     "a displacement": INTEGERS | {"True"},
     "quantiles": NOTHING | {"an empty list"},
 }
-TAKEN |= dict.fromkeys(("scale_a", "activation", "out_dtype"), NOTHING)
+TAKEN |= dict.fromkeys(("scale_a", "activation", "out_dtype", "the activation of a layer"), NOTHING)
 TAKEN |= dict.fromkeys(("num_experts", "hidden", "max_tokens"), INTEGERS)
 TAKEN |= dict.fromkeys(("heap_size", "max_events", "n_warmup", "n_repeat"), INTEGERS)
 TAKEN |= {

@@ -16,6 +16,7 @@ and "receiver p" are the p-th of them. The symmetric part of a slot:
     weights   [W, M, K]      s's dispatch or combine, its own on all         combine
     rows      [W, M, H]      s's dispatch, where experts are                 receiver p of dispatch
     partials  [W, M, H]      d's combine, on the token's rank                receiver p of combine
+    staged    [W, 6, M/32]   d's combine in stages, on the others            combine in stages
 
 Rows of fp8 lie in the first part of ``rows``, and their factors behind them.
 
@@ -68,8 +69,10 @@ STEP, SUMS = 4, 1
 BLOCK_BYTES, COPIED, ADDED_BYTES = 2048, 4096, 4096
 # Numbers that a program compares at a time, and numbers of rows that it adds up.
 AT_ONCE, TALLIES = 16384, 4096
+# Of `iris.ops.combine_in_stages`: stages at most, and tokens of a rank that have a flag for each.
+STAGES, STAGED_TOKENS = 6, 32
 
-FLAGS = ("calls", "routed", "sent", "weighed", "returned")
+FLAGS = ("calls", "routed", "sent", "weighed", "returned", "staged")
 
 
 class Part(NamedTuple):
@@ -138,6 +141,7 @@ def slot_parts(extents: Extents, dtype: torch.dtype) -> list[Part]:
         "weights": (W, M, K),
         "rows": (W, M, H),
         "partials": (W, M, H),
+        "staged": (W, STAGES, -(-M // STAGED_TOKENS)),
     }
     dtypes = {"weights": torch.float32, "rows": dtype, "partials": dtype}
     parts: list[Part] = []
@@ -174,6 +178,8 @@ class Memory:
         Of the group.
     slots : list of Slot
         As kernels take them.
+    staged : list of torch.Tensor
+        Of each slot, for `iris.ops.combine_in_stages` alone.
     layouts : list of dict
         Of each slot, by the layout's name, what kernels take, a `Layout`.
     """
@@ -193,9 +199,9 @@ class Memory:
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
         context = context_tensor(group.rank, self.mapping.bases, self.mapping.size, self.abort_flag.record, device)
-        self.slots = [
-            Slot(context, *(self._tensor(number, part) for part in self._parts)) for number in range(config.in_flight)
-        ]
+        tensors = [[self._tensor(number, part) for part in self._parts] for number in range(config.in_flight)]
+        self.slots = [Slot(context, *each[:-1]) for each in tensors]
+        self.staged = [each[-1] for each in tensors]
         rows = {name: layout_rows(extents, name, config.alignment) for name in config.layouts}
         pairs = extents.W * extents.M * extents.K
         # Of this rank alone: nobody else stores there.
@@ -245,7 +251,7 @@ class Memory:
     def close(self) -> None:
         """Let go of it. The caller guarantees that no kernel uses the memory any more, on any rank."""
         self.mapping.close()
-        self.slots, self.layouts = [], []
+        self.slots, self.staged, self.layouts = [], [], []
 
     def _tensor(self, number: int, part: Part) -> torch.Tensor:
         begin = number * self._slot_bytes + part.begin

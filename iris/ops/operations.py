@@ -13,6 +13,7 @@ from iris.ccl.protocols import CollectivesContext
 from iris.ccl.work import Work
 from iris.compat.cuda import current_raw_stream
 from iris.errors import InvalidConfigError, UnknownChoiceError
+from iris.experts.expert_parallel import ExpertParallel
 from iris.heap.history import debugging
 from iris.operators.graph_break import methods_break_graph
 from iris.operators.version_counter import bump_version
@@ -22,6 +23,7 @@ from iris.ops.buffers import Buffers
 from iris.ops.call import GATHERS_COLUMNS, GATHERS_ROWS, Algorithm, Call, described
 from iris.ops.choose import allows_tf32, choose, figures_for
 from iris.ops.config import FusedConfig
+from iris.ops.experts_mlp import ExpertsMlp, MlpCall
 from iris.ops.kernel import most_programs
 from iris.ops.normalisation import AllReduceRmsNorm, NormCall
 from iris.ops.workspaces import Workspaces
@@ -57,6 +59,7 @@ class Operations:
         self._abort_flag = context._workspace(None).abort_flag
         self._chosen: dict[tuple, FusedConfig] = {}
         self._all_reduce_rms_norm = AllReduceRmsNorm(context)
+        self._experts_mlp = ExpertsMlp(context)
 
     def all_gather_matmul(
         self,
@@ -227,6 +230,54 @@ class Operations:
         for written in (out, residual, row_scales):
             if written is not None:
                 bump_version(written)
+        return Work(self._on_gpu) if async_op else None
+
+    @torch.no_grad()
+    def experts_mlp(
+        self,
+        out: torch.Tensor,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor | None,
+        w_up: torch.Tensor,
+        w_down: torch.Tensor,
+        activation: str | None = "silu_and_mul",
+        *,
+        experts: ExpertParallel,
+        x_scales: torch.Tensor | None = None,
+        scale_up: torch.Tensor | None = None,
+        scale_down: torch.Tensor | None = None,
+        overlap: bool | None = None,
+        async_op: bool = False,
+    ) -> Work | None:
+        """``out[t] = sum of topk_weights[t, k] * w_down[e] @ act(w_up[e] @ x[t])`` over k; e is ``topk_ids[t, k]``.
+
+        A layer of experts, among the ranks of ``experts``, what ``ctx.experts`` has made with the compact layout: it
+        has the memory, and says which experts a rank has. Tokens are another number on each rank, 0 too. It takes one
+        of `ExpertsConfig.in_flight` for as long as it lasts, and scratch memory from torch for the activation of as
+        many rows as may come. May be captured, from the first call on.
+
+        ``out``, ``x``: ``[tokens, hidden]``, out contiguous, and maybe x itself. ``topk_ids``, ``topk_weights``: as
+        `ExpertParallel.dispatch` takes them. ``w_up``, ``w_down``: of this rank's E experts, ``[E, 2 I, hidden]``, the
+        rows of the gate first, and ``[E, hidden, I]``, as checkpoints have them; without an activation w_up is
+        ``[E, I, hidden]``. All are of the dtype of ``experts``.
+
+        Or the weights are fp8, with ``scale_up`` and ``scale_down`` as the ``scale_b`` of `iris.ops.grouped_mm`. Then x
+        is rounded to fp8 on the way, with a factor for 128 elements, or is fp8 with ``x_scales``; the activation is
+        rounded likewise. Sums are float32; the activation, each row of an expert and what comes from another rank are
+        rounded to the dtype of ``experts``.
+
+        ``overlap``: whether combine runs beside the second product (Hopper, bf16, fp16 and fp8), the same on all ranks.
+        Default: no, until a measurement says where it pays. The results are the same.
+
+        Raises besides `InvalidExpertsError` (no ``experts`` of this context, or what `ExpertParallel.dispatch` does not
+        take) and `TooManyInFlightError`. It has no gradient.
+        """
+        self._context.heap.check_open()
+        call = MlpCall(
+            out, x, topk_ids, topk_weights, w_up, w_down, activation, experts, x_scales, scale_up, scale_down, overlap
+        )
+        self._experts_mlp(call)
         return Work(self._on_gpu) if async_op else None
 
     def close(self) -> None:

@@ -124,6 +124,18 @@ def _grouped(target: str) -> Iterator[Case]:
         yield Case(name, grouped.grouped_matmul, *grouped.in_triton(target, *case))
     for case in grouped.HOPPER_CASES:
         yield Case(f"ops hopper grouped_matmul {grouped.described(*case)}", *grouped.on_hopper(*case), ("sm_90",))
+    beside = grouped.with_progress(*grouped.HOPPER_CASES[0])
+    yield Case("ops hopper grouped_matmul beside another kernel", *beside, ("sm_90",))
+    for weighted in (True, False):
+        options = {"num_warps": grouped.STAGED_WARPS}
+        arguments = grouped.in_stages(weighted)
+        name = f"ops combine_in_stages {'' if weighted else 'un'}weighted"
+        yield Case(name, grouped.combine_in_stages, arguments, options)
+    for columns in (2048, 144):
+        options = {"num_warps": grouped.NUM_WARPS}
+        yield Case(
+            f"ops quantise_rows of {columns}", grouped.quantise_rows, grouped.of_quantise(target, columns), options
+        )
     by_rows = grouped.on_hopper(*grouped.HOPPER_CASES[0], by_rows=True)
     yield Case("ops hopper grouped_matmul by rows", *by_rows, ("sm_90",))
 

@@ -1,5 +1,6 @@
 """The kernels of grouped GEMMs compile to products by matrix cores, and what is chosen for Hopper spills nothing."""
 
+import itertools
 import re
 from unittest import mock
 
@@ -7,11 +8,17 @@ import pytest
 import torch
 from covering import EVERYTHING
 
+from codegen.expert_arguments import EXPERTS
 from codegen.offline import TARGETS, assembly_for, by_turns, compile_for
+from iris.ops.combine_in_stages import NUM_WARPS as STAGED_WARPS
+from iris.ops.combine_in_stages import REGISTERS, combine_in_stages
+from iris.ops.grouped import launch
 from iris.ops.grouped.call import GroupedCall
 from iris.ops.grouped.launch import launch_of, portable_tiles
 from iris.ops.grouped.matmul import grouped_matmul
 from iris.ops.grouped.on_hopper import hopper_tiles, problem
+from iris.ops.grouped.quantise import NUM_WARPS, arguments_of, quantise_rows
+from iris.ops.grouped.stages import progress_of, stages_of
 from iris.ops.hopper import arguments as hopper
 from iris.ops.kernel_arguments import by_name
 
@@ -165,6 +172,72 @@ def test_what_is_chosen_in_gluon_spills_nothing(case):
 def test_what_is_chosen_for_hopper_spills_nothing(case):
     arguments, options = in_triton("sm_90", *case)
     assert not spilled(compile_for("sm_90", grouped_matmul, *arguments, **options))
+
+
+def with_progress(*case):
+    """As on H200, with a kernel beside it."""
+    numbers = torch.zeros(16, dtype=torch.int32)
+    given = call(*case)._replace(progress=progress_of(numbers))
+    with (
+        mock.patch.object(hopper, "is_hopper", return_value=True),
+        mock.patch.object(launch, "programs", return_value=132),
+    ):
+        kernel, arguments, options = launch_of(given, hopper_tiles(given))
+    return kernel, by_name(kernel, **arguments), options
+
+
+@pytest.mark.parametrize("case", by_turns([HOPPER_CASES[0], HOPPER_CASES[3]]), ids=lambda case: described(*case))
+def test_a_product_beside_another_kernel(case):
+    """It lets the next one begin behind its own wait, counts tiles by release, and spills nothing for it."""
+    kernel, arguments, options = with_progress(*case)
+    compiled = compile_for("sm_90", kernel, *arguments, **options)
+    control = re.findall(r"griddepcontrol\.\w+", compiled.text)
+    assert control == ["griddepcontrol.wait", "griddepcontrol.launch_dependents"]
+    # That it has begun, and each tile.
+    assert sorted(re.findall(r"gpu\.release\.(add|exch)", compiled.text)) == ["add", "exch"]
+    assert not spilled(compiled)
+
+
+def in_stages(weighted):
+    """Arguments beside a product of tiles of 128 x 256."""
+    given = {name: EXPERTS[name] for name in ("slot", "layout", "y", "out", "EXTENTS")}
+    numbers = torch.zeros(16, dtype=torch.int32)
+    given["staged"] = numbers
+    of_product = {"progress": progress_of(numbers), "tiles_n": 28, "BLOCK_M": 128}
+    constants = {"BLOCK": 4096, "WEIGHTED": weighted, "STAGES": stages_of(EXPERTS["EXTENTS"].LOCAL)}
+    return by_name(combine_in_stages, **given, **of_product, **constants)
+
+
+@pytest.mark.parametrize(("target", "weighted"), by_turns([*itertools.product(TARGETS, [True, False])]))
+def test_combine_in_stages(target, weighted):
+    options = {"maxnreg": REGISTERS} if target.startswith("sm") else {}
+    compiled = compile_for(target, combine_in_stages, *in_stages(weighted), num_warps=STAGED_WARPS, **options)
+    wide = r"(?:global|buffer)_load_dwordx4" if target.startswith("gfx") else r"ld\.global\.v4\.b32"
+    # Of each choice, to be sent and to be finished.
+    assert len(re.findall(wide, compiled.text)) >= 2 * EXPERTS["EXTENTS"].K
+    if target == "sm_90":
+        # Triton 3.6 spills one register, outside of the loops over a row.
+        assert len(spilled(compiled)) <= 4
+        # It waits for what it uses, and for the end of the product alone at its own.
+        assert compiled.text.count("griddepcontrol.wait") == 1
+        assert compiled.text.index("griddepcontrol.wait") > compiled.text.rindex("st.global")
+
+
+def of_quantise(target, columns):
+    """Of an activation of bf16."""
+    narrow = torch.float8_e4m3fnuz if target == "gfx942" else FP8
+    x, numbers = torch.empty(64, columns, dtype=BF16), torch.zeros(E, dtype=torch.int32)
+    return arguments_of(x, x.to(narrow), torch.empty(64, -(-columns // 128)), numbers, numbers)
+
+
+@pytest.mark.parametrize(("target", "columns"), by_turns([*itertools.product(TARGETS, [2048, 144])]))
+def test_activations_are_rounded_by_16_bytes(target, columns):
+    text = compile_for(target, quantise_rows, *of_quantise(target, columns), num_warps=NUM_WARPS).text
+    wide = r"(global|buffer)_load_dwordx4" if target.startswith("gfx") else r"ld\.global\.v4\.b32"
+    assert re.search(wide, text)
+    if target.startswith("sm"):
+        # Of eight elements that a thread has loaded together.
+        assert "st.global.v2.b32" in text or "st.global.v4.b32" in text
 
 
 def test_groups_are_found_without_a_walk():

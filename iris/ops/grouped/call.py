@@ -9,7 +9,8 @@ from iris.errors import InvalidCollectiveError, InvalidConfigError, InvalidValue
 from iris.heap.history import debugging
 from iris.ops.call import FNUZ, NARROW, WIDE, check_devices, described, overlap
 from iris.ops.config import FusedConfig
-from iris.ops.grouped.kernel_arguments import SCALE_BLOCK, GroupedForm, GroupedMatrix, GroupedRows
+from iris.ops.grouped.kernel_arguments import SCALE_BLOCK, GroupedForm, GroupedMatrix, GroupedRows, groups_up_to
+from iris.ops.grouped.stages import Progress
 
 NAME = "grouped_mm"
 ACTIVATIONS = (None, "silu_and_mul")
@@ -35,6 +36,8 @@ class GroupedCall(NamedTuple):
     scale_a: torch.Tensor | None
     scale_b: torch.Tensor | None
     activation: str | None
+    progress: Progress | None = None
+    """Of the kernel for Hopper alone: what it tells the next one on the stream, which begins beside it."""
 
     @property
     def expanded(self) -> bool:
@@ -79,8 +82,8 @@ class GroupedCall(NamedTuple):
         return given | {role: tensor for role, tensor in may_be_given.items() if tensor is not None}
 
     def form(self) -> GroupedForm:
-        groups = max(32, 1 << (len(self.mat_b) - 1).bit_length())
-        return GroupedForm(groups, self.gated, self.blocked, SCALE_BLOCK if self._b_by_blocks else 1)
+        groups, together = groups_up_to(len(self.mat_b)), SCALE_BLOCK if self._b_by_blocks else 1
+        return GroupedForm(groups, self.gated, self.blocked, together)
 
     def groups(self) -> GroupedRows:
         return GroupedRows(*(None if each is None else each.contiguous() for each in (self.offs, self.counts)))

@@ -6,6 +6,11 @@ from typing import Any, NamedTuple
 SCALE_BLOCK = 128
 
 
+def groups_up_to(number: int) -> int:
+    """The length of a block with an element for each of so many groups: a power of two, and a warp at least."""
+    return max(32, 1 << (number - 1).bit_length())
+
+
 class GroupedMatrix(NamedTuple):
     """Matrices by the address of the first one's first element, and elements from a matrix, row and column to the next.
 
@@ -61,3 +66,5 @@ class GroupedTiling(NamedTuple):
     STAGES: int
     GROUP: int
     TRANS_B: bool
+    LEAVING: int = 0
+    """Programs that end when five eighths of the tiles are done, so that another kernel finds room."""

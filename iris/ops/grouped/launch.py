@@ -22,6 +22,9 @@ from iris.ops.kernel_arguments import Tiling, by_name
 from iris.ops.portable import TritonKernels
 from iris.runtime.launch import addresses, prepare, remember
 
+# Of so many programs one ends before the others, where another kernel begins beside them.
+LEAVING = 8
+
 # What launches kernels of one kind.
 _prepared: dict[tuple, Any] = {}
 
@@ -106,7 +109,7 @@ def grouped_mm(
     call.check(config)
     _check_device(mat_a)
     if out.numel():
-        _launch(call, _choose(call, config))
+        enqueue(call, config)
     bump_version(out)
     return out
 
@@ -134,13 +137,13 @@ def _check_device(mat_a: torch.Tensor) -> None:
 
 
 @functools.cache
-def _multiprocessors(device: int) -> int:
+def multiprocessors(device: int) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def programs(config: FusedConfig) -> int:
     """Those of a launch."""
-    most = SIMULATED_PROGRAMS if simulator.ACTIVE else _multiprocessors(torch.cuda.current_device())
+    most = SIMULATED_PROGRAMS if simulator.ACTIVE else multiprocessors(torch.cuda.current_device())
     return min(config.num_sms or most, most)
 
 
@@ -180,14 +183,17 @@ def _tiles(itemsize: int, height: int, on_amd: bool, allow_tf32: bool) -> FusedC
     )
 
 
-def _launch(call: GroupedCall, config: FusedConfig) -> None:
+def enqueue(call: GroupedCall, config: FusedConfig | None, only_prepare: bool = False) -> None:
+    """On the current stream, a call that has been checked; or only compile and load what carries such calls."""
+    config = _choose(call, config)
     kernel, arguments, options = launch_of(call, config)
     given, key = by_name(kernel, **arguments), _kind(call, config)
     run = _prepared.get(key)
     if run is None:
         run = prepare(kernel, (programs(config), 1, 1), *given, **options)
         remember(_prepared, key, run)
-    run(None if simulator.ACTIVE else current_raw_stream(torch.cuda.current_device()), addresses(given))
+    if not only_prepare:
+        run(None if simulator.ACTIVE else current_raw_stream(torch.cuda.current_device()), addresses(given))
 
 
 def _kind(call: GroupedCall, config: FusedConfig) -> tuple:
@@ -198,7 +204,8 @@ def _kind(call: GroupedCall, config: FusedConfig) -> tuple:
     ]
     device = call.mat_a.device.index
     # Of one group it does not matter how far it is to the next.
-    return (config, device, call.form(), len(call.mat_b) == 1, tuple(tensors))
+    groups = len(call.mat_b)
+    return (config, device, call.form(), groups == 1, call.progress and groups, tuple(tensors))
 
 
 def launch_of(call: GroupedCall, config: FusedConfig) -> tuple[Any, dict[str, Any], dict[str, Any]]:
@@ -210,7 +217,8 @@ def launch_of(call: GroupedCall, config: FusedConfig) -> tuple[Any, dict[str, An
     }
     if config.use_gluon:
         # These are the warps of the first multiplier; the other roles have theirs besides.
-        return hopper_grouped_matmul, given | on_hopper.hopper_arguments(call, config), {"num_warps": 4}
+        of_kernel = on_hopper.hopper_arguments(call, config, programs(config) // LEAVING if call.progress else 0)
+        return hopper_grouped_matmul, given | of_kernel, {"num_warps": 4}
     return grouped_matmul, given | triton_arguments(call, config), TritonKernels.options(config)
 
 

@@ -11,6 +11,7 @@ from iris.heap.tensor_map import ELEMENTS
 from iris.ops.config import FusedConfig
 from iris.ops.grouped.call import GroupedCall
 from iris.ops.grouped.kernel_arguments import SCALE_BLOCK, GroupedExtents, GroupedTiling
+from iris.ops.grouped.stages import stages_of
 from iris.ops.hopper import arguments as hopper
 
 # Bytes of each row of a tile of A and B: what TMA's layout of shared memory keeps together.
@@ -108,8 +109,8 @@ def stages(call: GroupedCall, config: FusedConfig) -> int:
     return min(8, left // (call.mat_a.itemsize * K * (M + N)))
 
 
-def hopper_arguments(call: GroupedCall, config: FusedConfig) -> dict[str, Any]:
-    """Of the kernel for Hopper, but ``out``, scales, groups and their numbers."""
+def hopper_arguments(call: GroupedCall, config: FusedConfig, leaving: int) -> dict[str, Any]:
+    """Of the kernel for Hopper, but ``out``, scales, groups and their numbers. ``leaving``: as in `GroupedTiling`."""
     M, N, K = config.block_size_m, config.block_size_n, config.block_size_k
     a, b = stacked(call.mat_a), stacked(call.mat_b.transpose(1, 2))
     trans_b = b is not None
@@ -120,7 +121,9 @@ def hopper_arguments(call: GroupedCall, config: FusedConfig) -> dict[str, Any]:
         "tensor_map_a": _tensor_map(a[0], [M // 2, K]),
         "tensor_map_b": _tensor_map(b[0], of_b),
         "extents": GroupedExtents(call.columns, call.mat_b.shape[1], a[1], b[1]),
-        "TILING": GroupedTiling(M, N, stages(call, config), config.group_size_m, trans_b),
+        "TILING": GroupedTiling(M, N, stages(call, config), config.group_size_m, trans_b, leaving),
+        "progress": call.progress,
+        "STAGES": stages_of(len(call.mat_b)) if call.progress else None,
     }
 
 

@@ -13,18 +13,25 @@ and not 384.
 
 How a tile is found is in `iris.ops.grouped.groups`. Here, all roles read the groups from shared memory, where the
 program has left them once.
+
+Another kernel may run beside the end of this one, and use what is finished (`iris.ops.grouped.stages`). It is the next
+on the stream, and may begin when all programs of this one have: so it never takes a place that one of these waits for.
+It finds room when the last LEAVING programs end, before the others, which share what is left. The writer counts a tile
+when its results are stored: a release behind its barrier.
 """
 
 import triton
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from iris.language.dependent_launch import gdc_wait
+from iris.language.dependent_launch import gdc_launch_dependents, gdc_wait
 from iris.language.fences import block_barrier
 from iris.language.jit import gluon_jit
 from iris.language.jit import triton_aggregate as aggregate
+from iris.language.ordering import signal
 from iris.ops.gemm import swizzle_tile
 from iris.ops.grouped.groups import rows_of
+from iris.ops.grouped.stages import stage_of
 from iris.ops.hopper.grouped_product import multiply
 from iris.ops.hopper.pipeline import PANEL, REGISTERS, WARPS, barriers, fetch
 from iris.ops.hopper.writer import STRIP, STRIP_LAYOUT, await_products, columns_of, free_products, strip_of
@@ -54,9 +61,10 @@ class Tiles:
     BLOCK_M: gl.constexpr
     COLUMNS: gl.constexpr
     GROUP: gl.constexpr
+    LEAVING: gl.constexpr
 
     @triton.constexpr_function
-    def __init__(self, ends, firsts, counts, columns, BLOCK_M, COLUMNS, GROUP):
+    def __init__(self, ends, firsts, counts, columns, BLOCK_M, COLUMNS, GROUP, LEAVING):
         self.ends = ends
         self.firsts = firsts
         self.counts = counts
@@ -64,10 +72,37 @@ class Tiles:
         self.BLOCK_M = gl.constexpr(BLOCK_M)
         self.COLUMNS = gl.constexpr(COLUMNS)
         self.GROUP = gl.constexpr(GROUP)
+        self.LEAVING = gl.constexpr(LEAVING)
 
     @gluon_jit
     def count(self):
         return gl.max(self.ends.load(for_each_warp(self.ends.shape[0], gl.num_warps())), axis=0)
+
+    @gluon_jit
+    def of_all(self, total):
+        """How many tiles, the first ones, all programs share: five eighths, in whole rounds."""
+        return total * 5 // 8 // gl.num_programs(0) * gl.num_programs(0)
+
+    @gluon_jit
+    def first(self):
+        """This program's first tile; as many as there are, if it has none."""
+        number = gl.program_id(0)
+        if self.LEAVING > 0:
+            total = self.count()
+            has_one = number < gl.maximum(self.of_all(total), gl.num_programs(0) - self.LEAVING)
+            number = gl.where(has_one, number, total)
+        return number
+
+    @gluon_jit
+    def after(self, number, total):
+        """This program's next tile, or one of ``total`` or more."""
+        following = number + gl.num_programs(0)
+        if self.LEAVING > 0:
+            of_all, staying = self.of_all(total), gl.num_programs(0) - self.LEAVING
+            shared = gl.where(number < of_all, of_all + gl.program_id(0), number + staying)
+            shared = gl.where(gl.program_id(0) < staying, shared, total)
+            following = gl.where(following < of_all, following, shared)
+        return following
 
     @gluon_jit
     def at(self, number):
@@ -106,6 +141,7 @@ def find_tiles(groups, E, room, columns, FORM: gl.constexpr, TILING: gl.constexp
         BLOCK_M=TILING.BLOCK_M,
         COLUMNS=COLUMNS,
         GROUP=TILING.GROUP,
+        LEAVING=TILING.LEAVING,
     )
     found.ends.store(ends)
     found.firsts.store(firsts)
@@ -169,7 +205,7 @@ def load(pipeline, tiles, a, b, extents, FORM: gl.constexpr, TILING: gl.constexp
     BLOCK_K: gl.constexpr = a.block_type.shape[1]
     BLOCK_N: gl.constexpr = TILING.BLOCK_N
     BYTES_B: gl.constexpr = b.block_type.nbytes * (2 if FORM.GATED else 1)
-    number, step, total = gl.program_id(0), 0, tiles.count()
+    number, step, total = tiles.first(), 0, tiles.count()
     while number < total:
         group, first, count, row, column = tiles.at(number)
         both, alone = row + HALF < count, row + HALF >= count
@@ -193,13 +229,13 @@ def load(pipeline, tiles, a, b, extents, FORM: gl.constexpr, TILING: gl.constexp
             else:
                 fetch(b, [behind + k, column], full, tile)
             step += 1
-        number += gl.num_programs(0)
+        number = tiles.after(number, total)
 
 
 @gluon_jit
-def write(pipeline, tiles, out):
+def write(pipeline, tiles, out, progress, STAGES: gl.constexpr):
     """The writer's part: rows of the tile's group alone, strips without any not at all."""
-    number, done, total = gl.program_id(0), 0, tiles.count()
+    number, done, total = tiles.first(), 0, tiles.count()
     while number < total:
         group, first, count, row, column = tiles.at(number)
         await_products(pipeline, done)
@@ -214,8 +250,10 @@ def write(pipeline, tiles, out):
                     mask = (lines < count)[:, None] & (columns < tiles.columns)[None, :]
                     gl.store(begin + (lines.to(gl.int64)[:, None] * out.row_stride + at_n), values, mask=mask)
         free_products(pipeline)
+        if progress is not None:
+            signal(progress.finished + stage_of(group, STAGES), 1, "add", "gpu")
         done += 1
-        number += gl.num_programs(0)
+        number = tiles.after(number, total)
 
 
 # A number of rows or groups may be 1, and is no constant then.
@@ -227,17 +265,24 @@ def hopper_grouped_matmul(
     scale_b,
     groups,
     out,
+    progress,
     room,
     E,
     extents,
     FORM: gl.constexpr,
     TILING: gl.constexpr,
+    STAGES: gl.constexpr,
 ):
     """``tensor_map_a``: all rows; the groups' matrices lie ``extents.pitch_a`` rows apart, or 0 of a compact A.
     ``tensor_map_b``: the columns of all groups, ``extents.pitch_b`` apart, each along K; or without ``TRANS_B`` the
-    rows of all groups. Everything else is as in `iris.ops.grouped.matmul.grouped_matmul`.
+    rows of all groups. ``progress``: a `Progress`, with its `Stages`, or None. Everything else is as in
+    `iris.ops.grouped.matmul.grouped_matmul`.
     """
     gdc_wait()
+    if progress is not None:
+        if gl.program_id(0) == 0:
+            signal(progress.begun, 1, "set", "gpu")
+        gdc_launch_dependents()
     tiles = find_tiles(groups, E, room, columns=extents.N, FORM=FORM, TILING=TILING)
     element: gl.constexpr = out.ptr.dtype.element_ty
     pipeline = make_pipeline(tensor_map_a, tensor_map_b, element, FORM=FORM, TILING=TILING)
@@ -245,7 +290,7 @@ def hopper_grouped_matmul(
         [
             (multiply, (pipeline, tiles, scale_a, scale_b, extents, 0, FORM, TILING)),
             (multiply, (pipeline, tiles, scale_a, scale_b, extents, 1, FORM, TILING)),
-            (write, (pipeline, tiles, out)),
+            (write, (pipeline, tiles, out, progress, STAGES)),
             (load, (pipeline, tiles, tensor_map_a, tensor_map_b, extents, FORM, TILING)),
         ],
         WARPS,

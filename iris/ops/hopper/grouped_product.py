@@ -186,7 +186,7 @@ def multiply(pipeline, tiles, scale_a, scale_b, extents, HALF: gl.constexpr, FOR
     ROWS: gl.constexpr = pipeline.products.shape[2]
     gl.static_assert(gl.num_warps() == 4, "a multiplier is a warp group")
     steps = gl.cdiv(extents.K, pipeline.tiles_a.shape[2])
-    number, step, done, total = gl.program_id(0), 0, 0, tiles.count()
+    number, step, done, total = tiles.first(), 0, 0, tiles.count()
     while number < total:
         place = tiles.at(number)
         if place[3] + HALF * ROWS < place[2]:
@@ -204,4 +204,4 @@ def multiply(pipeline, tiles, scale_a, scale_b, extents, HALF: gl.constexpr, FOR
         mbarrier.arrive(pipeline.epilogue_full.index(0), count=1)
         step += steps
         done += 1
-        number += gl.num_programs(0)
+        number = tiles.after(number, total)
