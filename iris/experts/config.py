@@ -22,8 +22,9 @@ class ExpertsConfig:
     alignment : int
         In the compact layout, the first row of each expert is a multiple of this.
     num_sms : int
-        Programs of a kernel at most, each of which may take an SM (NVIDIA) or CU (AMD). By default, and at most, the
-        power of two below their number, so that kernels of another stream find room beside them.
+        Programs of a kernel, half of which send, each of which may take an SM (NVIDIA) or CU (AMD); at least two. By
+        default two for each of a power of two of these, below their number, so that kernels of another stream find room
+        beside them.
     """
 
     in_flight: int = 2

@@ -85,8 +85,10 @@ class ExpertParallel:
             raise MismatchedCollectiveError(f"The ranks do not ask ctx.experts() for the same: {each}.")
         for name, number in asked[0][0].items():
             setattr(self, name, number)
-        most = SIMULATED_PROGRAMS if simulator.ACTIVE else power_of_two(min(each[3] for each in asked)) // 2
-        programs = max(1, min(self.config.num_sms or most, most))
+        # So many send, and as many receive: two on each multiprocessor, unless there are to be fewer of these.
+        programs = SIMULATED_PROGRAMS if simulator.ACTIVE else power_of_two(min(each[3] for each in asked)) // 2
+        if self.config.num_sms is not None:
+            programs = max(1, min(self.config.num_sms // 2, programs))
         sizes = self.num_experts, self.top_k, self.max_tokens, self.hidden
         self._extents = extents(members.size, *sizes, self.dtype, programs)
         self.device = context.device

@@ -98,7 +98,10 @@ REFUSED = {
     "fp16, bf16 or fp8, and a result": dict(out_dtype=torch.float32),
     "not empty": dict(mat_a=A[:, :0], mat_b=B[:, :0]),
     "A whose rows are contiguous": dict(mat_a=torch.zeros(64, 6).bfloat16().t()),
-    "A whose rows are contiguous, and begin at multiples": dict(mat_a=torch.zeros(6, 65).bfloat16()[:, 1:]),
+    # Made where it is used, since a copy of it would begin anew.
+    "A whose rows are contiguous, and begin at multiples": dict(
+        mat_a=torch.zeros(6, 65, dtype=torch.bfloat16, device=DEVICE)[:, 1:]
+    ),
     "B whose columns are contiguous": dict(mat_a=A8, mat_b=torch.zeros(2, 64, 128).to(FP8), config=NARROW),
     "of a K that block_size_k divides": dict(mat_a=A[:, :40], mat_b=B[:, :40]),
     "fp16 and bf16 without an activation": dict(activation="silu_and_mul", config=config(128)),
