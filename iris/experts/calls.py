@@ -32,7 +32,8 @@ from iris.operators.version_counter import bump_version
 from iris.runtime.launch import addresses, prepare, remember
 from iris.world import Group
 
-# Of a program. Two of them, one of each kind, take a multiprocessor, so that one computes while the other waits.
+# Of a program. Two of them, one of each kind, share a multiprocessor, so that one computes while the other waits; both
+# together leave the room that `leaving_room` speaks of.
 NUM_WARPS = 4
 IDS = (torch.int32, torch.int64)
 # Of a combine without rows of experts: the choices alone travel.
@@ -52,6 +53,8 @@ class Calls:
     extents : Extents
     dtype : torch.dtype
     config : ExpertsConfig
+    abort_flag : AbortFlag
+        Of the group.
     """
 
     def __init__(
@@ -68,7 +71,7 @@ class Calls:
         self._members, self._programs = members, 2 * extents.PROGRAMS
         self._device, self._on_gpu = context.device, context.device.type == "cuda"
         self._memory: Memory | None = memory
-        self._abort_flag, self._state = memory.abort_flag, memory.abort_flag.state
+        self.abort_flag, self._state = memory.abort_flag, memory.abort_flag.state
         self._in_use = [False] * config.in_flight
         self._plans: dict[tuple, Plan] = {}
         self._launches: dict[tuple, dict[tuple[int, ...], Callable[..., None]]] = {}
@@ -91,7 +94,7 @@ class Calls:
         rows: torch.Tensor | None = None,
     ) -> Received:
         """`ExpertParallel.dispatch`. ``rows [rows, H]``: where rows go, by default to the memory set aside for them."""
-        self._enter()
+        self.enter()
         key = (layout, quantize, kind_of(x), kind_of(topk_ids), kind_of(topk_weights), kind_of(x_scales))
         try:
             plan = self._plans.get(key)
@@ -113,7 +116,7 @@ class Calls:
 
     def route(self, topk_ids: torch.Tensor, topk_weights: torch.Tensor | None, layout: str) -> Received:
         """A dispatch of the choices alone: for a combine of rows that are there."""
-        self._enter()
+        self.enter()
         key = (layout, kind_of(topk_ids), kind_of(topk_weights))
         plan = self._plans.get(key)
         if plan is None:
@@ -133,7 +136,7 @@ class Calls:
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """`ExpertParallel.combine`."""
-        self._enter()
+        self.enter()
         if not isinstance(received, Received) or received._owner is not self:
             what = "is of another one" if isinstance(received, Received) else "is none"
             raise InvalidExpertsError(
@@ -154,24 +157,24 @@ class Calls:
         pointers = pointers_of("combine", given)
         if DEBUGGING and not self._capturing():
             how = "not given" if topk_weights is None else "given"
-            self._compare(f"combine() in slot {received._slot}, weights {how}")
+            self.compare(f"combine() in slot {received._slot}, weights {how}")
         self._launch(plan, plan.views[received._slot], given, pointers)
         bump_version(out)
-        self._end(received, "combine()")
+        self.end(received, "combine()")
         return out
 
     def release(self, received: Received) -> None:
         """`Received.release`."""
-        self._enter()
+        self.enter()
         if DEBUGGING and not self._capturing():
-            self._compare(f"release() of slot {received._slot}")
+            self.compare(f"release() of slot {received._slot}")
         self.context.device_barrier(self.group)
-        self._end(received, "release()")
+        self.end(received, "release()")
 
     @torch.no_grad()
     def zero_padding(self, received: Received) -> None:
         """`Received.zero_padding`."""
-        self._enter()
+        self.enter()
         for rows in (received.rows, received.scales):
             if rows is not None:
                 args = padding.arguments(rows, received.counts, received.offsets, self.extents)
@@ -203,35 +206,43 @@ class Calls:
 
         Each is ``[ranks, max_tokens, top_k]``.
         """
-        memory, extents = self._open(), self.extents
+        memory, extents = self.open_memory(), self.extents
         slot, tensors = memory.slots[received._slot], memory.layouts[received._slot][received.layout]
         places = tensors.places.view(extents.W, extents.M, extents.K)
         there = torch.arange(extents.M, device=self._device) < slot.tokens[:, None]
         return torch.where(there[:, :, None], places, -1), slot.weights
 
-    # ------------------------------------------------------------------------------------------------------------------
+    # For kernels that others enqueue ----------------------------------------------------------------------------------
 
-    def _enter(self) -> None:
+    def enter(self) -> None:
+        """Raise unless a call may begin."""
         if self.context.heap.closed:
             self.context.heap.check_open()
-        self._open()
+        self.open_memory()
         if self._state[0]:
-            raise self._abort_flag.error()
+            raise self.abort_flag.error()
 
-    def _open(self) -> Memory:
+    def open_memory(self) -> Memory:
         if self._memory is None:
             raise HeapClosedError("This ctx.experts() was closed. Make another one.")
         return self._memory
+
+    def compare(self, call: str) -> None:
+        """That all ranks make the same call."""
+        compare_calls(self._members, f"ctx.experts: {call}")
+
+    def end(self, received: Received, how: str) -> None:
+        """``received`` has been used up by the call ``how``; its slot is free."""
+        received._ended = how
+        self._in_use[received._slot] = False
+
+    # ------------------------------------------------------------------------------------------------------------------
 
     def _stream(self) -> int | None:
         return current_raw_stream(self.context.gpu_id) if self._on_gpu else None
 
     def _capturing(self) -> bool:
         return self._on_gpu and is_current_stream_capturing()
-
-    def _compare(self, call: str) -> None:
-        """That all ranks make the same call."""
-        compare_calls(self._members, f"ctx.experts: {call}")
 
     def _check_choices(self, tokens: int, topk_ids: torch.Tensor, topk_weights: torch.Tensor | None) -> None:
         pairs = (tokens, self.extents.K)
@@ -273,7 +284,7 @@ class Calls:
     def _views_of(self, format: Format) -> list[Views]:
         """Of each slot."""
         if format not in self._views:
-            memory = self._open()
+            memory = self.open_memory()
             self._views[format] = [
                 views_of(memory, number, format, self.extents) for number in range(self.config.in_flight)
             ]
@@ -306,17 +317,13 @@ class Calls:
         weighted = topk_weights is not None
         if DEBUGGING and checked:
             how = f"{'weights given' if weighted else 'no weights'}, of {x.dtype}, {plan.tail[3]}"
-            self._compare(f"dispatch() in slot {number}, layout={layout!r}, {how}")
+            self.compare(f"dispatch() in slot {number}, layout={layout!r}, {how}")
         views = plan.views[number] if rows is None else with_rows(plan.views[number], rows)
         self._launch(plan, views, given, pointers)
         self._in_use[number] = True
         # Autograd may have saved what an earlier dispatch had put there.
         bump_version(views.rows)
         return Received(self, number, layout, views, topk_ids.shape[0], weighted)
-
-    def _end(self, received: Received, how: str) -> None:
-        received._ended = how
-        self._in_use[received._slot] = False
 
     def _launch(self, plan: Plan, views: Views, given: tuple[torch.Tensor, ...], pointers: tuple[int, ...]) -> None:
         """Enqueue on the current stream; compile first, if pointers are aligned as in no launch before."""
@@ -330,9 +337,9 @@ class Calls:
             launch(self._stream(), launched)
             if simulator.ACTIVE:
                 # It is over, and so what has gone wrong in it is known.
-                self._abort_flag.raise_recorded(describe_address)
+                self.abort_flag.raise_recorded(describe_address)
         except BaseException as error:
-            self._abort_flag.interrupted(kernel.name, error)
+            self.abort_flag.interrupted(kernel.name, error)
             raise
 
     def _prepare(self, plan: Plan, views: Views, given: tuple[torch.Tensor, ...]) -> Callable[..., None]:

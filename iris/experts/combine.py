@@ -133,7 +133,7 @@ def send_sums(ctx, slot, y, places, source, first, last, WEIGHTS: tl.constexpr, 
 @triton.jit
 def receive_sums(ctx, slot, y, places, out, first, last, WEIGHTS: tl.constexpr, EXTENTS: tl.constexpr):
     """Step 4, behind the wait, for own tokens [first, last)."""
-    # The sums of so many ranks are under way at once; W is a power of two, or more than these.
+    # The sums of so many ranks are under way at once. Ranks that there are not have no bit.
     PEERS: tl.constexpr = min(EXTENTS.RANKS, 8)
     rank = ctx.cur_rank
     column = tl.arange(0, EXTENTS.ADDED)

@@ -13,7 +13,7 @@ There are two kinds of programs, P of each, so that the link and the memory are 
 serves the p-th share of a rank's tokens, some at a time, a step. One that sends:
 
 1. sends the choices of its rank's tokens, and their counts, to all ranks; then it adds 1 to ``routed`` of all;
-2. step by step, sends the rows of its rank's tokens to the other ranks; then it raises ``sent`` there.
+2. step by step, sends the rows of its rank's tokens to the other ranks; then it raises ``sent`` of all.
 
 It waits for nothing. One that receives:
 
@@ -21,8 +21,9 @@ It waits for nothing. One that receives:
 4. step by step, for each rank, waits for ``sent`` of program p there, and copies the rows to the places of their
    experts.
 
-So ranks need only that their programs are resident; there are fewer of these than multiprocessors. Who writes which
-word, and why it may be written again: `iris.experts.memory`.
+So ranks need only that all their programs are resident: two of them share a multiprocessor (`iris.experts.calls`), and
+those that send have the lower numbers, so that they begin first. Who writes which word, and why it may be written
+again: `iris.experts.memory`.
 """
 
 import triton

@@ -90,17 +90,17 @@ class ExpertParallel:
         if self.config.num_sms is not None:
             programs = max(1, min(self.config.num_sms // 2, programs))
         sizes = self.num_experts, self.top_k, self.max_tokens, self.hidden
-        self._extents = extents(members.size, *sizes, self.dtype, programs)
+        of_layer = extents(members.size, *sizes, self.dtype, programs)
         self.device = context.device
-        self.num_local_experts = self._extents.LOCAL
+        self.num_local_experts = of_layer.LOCAL
         self.first_expert = members.rank * self.num_local_experts
         self.capacity = members.size * self.max_tokens
         # Behind a barrier of its ranks a released slot is free: made here, since its first call meets.
         context.device_barrier(group)
-        memory = Memory(workspace, self._extents, self.dtype, self.config)
+        memory = Memory(workspace, of_layer, self.dtype, self.config)
         self.quantized_dtype = checks.quantized_dtype()
         self.nbytes = memory.mapping.size
-        self._calls = Calls(context, group, members, memory, self._extents, self.dtype, self.config)
+        self._calls = Calls(context, group, members, memory, of_layer, self.dtype, self.config)
 
     def dispatch(
         self,

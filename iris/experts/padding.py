@@ -12,7 +12,7 @@ from iris.experts.kernel_arguments import Extents
 from iris.experts.memory import power_of_two
 from iris.language.dependent_launch import gdc_wait
 
-# Bytes of a row that a program stores at a time: four vectors of 16 bytes for each of 256 threads.
+# Bytes of a row that a program stores at a time: eight vectors of 16 bytes for each of 128 threads.
 BLOCK_BYTES = 16384
 
 

@@ -38,10 +38,11 @@ import triton.language as tl
 
 from iris import simulator
 from iris.compat.cuda import current_raw_stream, is_current_stream_capturing
+from iris.experts.combine import DISPATCHED, UNWEIGHTED, add_up, load_rows, places_of
 from iris.experts.expert_parallel import ExpertParallel
 from iris.experts.memory import STAGED_TOKENS
 from iris.experts.received import Received
-from iris.experts.routing import wait_others
+from iris.experts.routing import choices, has_bit, load_choices, owner_bits, wait_others
 from iris.heap import describe_address
 from iris.heap.history import debugging
 from iris.language.barrier import lanes
@@ -71,29 +72,6 @@ _prepared: dict[tuple, Callable[..., None]] = {}
 
 
 @triton.jit
-def rows_of_token(places, token, EXTENTS: tl.constexpr):
-    """The rows of a token's choices on this rank, -1 for none. ``token``: of all ranks'."""
-    k = tl.arange(0, EXTENTS.CHOICES)
-    return tl.load(places + token * EXTENTS.K + k, mask=k < EXTENTS.K, other=-1)
-
-
-@triton.jit
-def add_up(slot, y, token, rows, columns, WEIGHTED: tl.constexpr, EXTENTS: tl.constexpr):
-    """Columns of the sum of a token's ``rows`` on this rank, float32, in the order of its choices."""
-    K: tl.constexpr = EXTENTS.K
-    k = tl.arange(0, EXTENTS.CHOICES)
-    total = tl.zeros(columns.shape, dtype=tl.float32)
-    for choice in tl.static_range(K):
-        row = tl.max(tl.where(k == choice, rows, -1), axis=0)
-        at = y + tl.cast(row, tl.int64) * EXTENTS.H + columns
-        values = tl.load(at, mask=(columns < EXTENTS.H) & (row >= 0), other=0).to(tl.float32)
-        if WEIGHTED:
-            values *= tl.load(slot.weights + token * EXTENTS.K + choice, mask=row >= 0, other=0)
-        total += values
-    return total
-
-
-@triton.jit
 def of_stage(offsets, rows, stage, STAGES: tl.constexpr):
     """Which of these rows are of experts of this stage; -1 are of none."""
     # It ends where the last UNIT * (2 ** stage - 1) experts begin.
@@ -103,11 +81,11 @@ def of_stage(offsets, rows, stage, STAGES: tl.constexpr):
 
 
 @triton.jit
-def choices_of(table, region, token, there, EXTENTS: tl.constexpr):
-    """What a table of choices has of these tokens of a rank, whose first one is ``region``: a row each, -1 for none."""
-    k = tl.arange(0, EXTENTS.CHOICES)
-    at = (region + token)[:, None] * EXTENTS.K + k[None, :]
-    return tl.load(table + at, mask=there[:, None] & (k < EXTENTS.K)[None, :], other=-1)
+def load_places(places, token, there, EXTENTS: tl.constexpr):
+    """The rows of these tokens' choices on this rank, a line each, -1 for none. ``token``: of all ranks'."""
+    k = choices(EXTENTS)
+    mask = there[:, None] & (k < EXTENTS.K)[None, :]
+    return tl.load(places + token[:, None] * EXTENTS.K + k[None, :], mask=mask, other=-1)
 
 
 @triton.jit
@@ -120,24 +98,27 @@ def send(
     first,
     stage,
     BLOCK: tl.constexpr,
-    WEIGHTED: tl.constexpr,
+    WEIGHTS: tl.constexpr,
     EXTENTS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """Of the block of tokens of rank ``source`` from ``first`` on."""
     token, region = first + tl.arange(0, TOKENS), tl.cast(source, tl.int64) * EXTENTS.M
-    rows = choices_of(layout.places, region, token, there=token < tl.load(slot.tokens + source), EXTENTS=EXTENTS)
-    left = of_stage(layout.offsets, tl.max(rows, axis=1), stage, STAGES)
+    places = load_places(layout.places, region + token, token < tl.load(slot.tokens + source), EXTENTS)
+    left = of_stage(layout.offsets, tl.max(places, axis=1), stage, STAGES)
     while tl.max(left.to(tl.int32), axis=0) > 0:
         chosen = tl.min(tl.where(left, token, first + TOKENS), axis=0)
         left = left & (token != chosen)
-        of_token = rows_of_token(layout.places, region + chosen, EXTENTS)
-        target = slot.partials + (tl.cast(ctx.cur_rank, tl.int64) * EXTENTS.M + chosen) * EXTENTS.H
+        # A block of this one token.
+        one = chosen + tl.arange(0, 1)
+        rows, weights = places_of(slot, layout.places, region + one, one >= 0, WEIGHTS=WEIGHTS, EXTENTS=EXTENTS)
+        target = slot.partials + ((tl.cast(ctx.cur_rank, tl.int64) * EXTENTS.M + one) * EXTENTS.H)[:, None]
         for start in range(0, EXTENTS.H, BLOCK):
             columns = start + tl.arange(0, BLOCK)
-            total = add_up(slot, y, region + chosen, rows=of_token, columns=columns, WEIGHTED=WEIGHTED, EXTENTS=EXTENTS)
+            found = load_rows(y, rows, columns, EXTENTS)
+            total = add_up(found, rows, weights, WEIGHTS=WEIGHTS, EXTENTS=EXTENTS)
             rounded = total.to(slot.partials.dtype.element_ty)
-            ctx.store(target + columns, rounded, source, mask=columns < EXTENTS.H)
+            ctx.store(target + columns[None, :], rounded, source, mask=(columns < EXTENTS.H)[None, :])
 
 
 @triton.jit
@@ -150,7 +131,7 @@ def finish(
     first,
     stage,
     BLOCK: tl.constexpr,
-    WEIGHTED: tl.constexpr,
+    WEIGHTS: tl.constexpr,
     EXTENTS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
@@ -158,30 +139,29 @@ def finish(
     rank = ctx.cur_rank
     token, region = first + tl.arange(0, TOKENS), tl.cast(rank, tl.int64) * EXTENTS.M
     there = token < tl.load(slot.tokens + rank)
-    expert = choices_of(slot.ids, region, token, there=there, EXTENTS=EXTENTS)
+    expert = load_choices(slot.ids, region + token, there, EXTENTS)
     stages = tl.where(expert >= 0, stage_of(expert % EXTENTS.LOCAL, STAGES), STAGES.NUMBER - 1)
     left = (tl.min(stages, axis=1) == stage) & there
     while tl.max(left.to(tl.int32), axis=0) > 0:
         chosen = tl.min(tl.where(left, token, first + TOKENS), axis=0)
         left = left & (token != chosen)
-        of_token = rows_of_token(layout.places, region + chosen, EXTENTS)
-        experts = rows_of_token(slot.ids, region + chosen, EXTENTS)
-        owners = tl.where(experts >= 0, experts // EXTENTS.LOCAL, -1)
+        one = chosen + tl.arange(0, 1)
+        rows, weights = places_of(slot, layout.places, region + one, one >= 0, WEIGHTS=WEIGHTS, EXTENTS=EXTENTS)
+        bits = owner_bits(load_choices(slot.ids, region + one, one >= 0, EXTENTS), EXTENTS)
         for start in range(0, EXTENTS.H, BLOCK):
             columns = start + tl.arange(0, BLOCK)
-            total = tl.zeros((BLOCK,), dtype=tl.float32)
+            inside = (columns < EXTENTS.H)[None, :]
+            own_sum = add_up(load_rows(y, rows, columns, EXTENTS), rows, weights, WEIGHTS=WEIGHTS, EXTENTS=EXTENTS)
+            total = tl.zeros_like(own_sum)
             for expert_rank in range(EXTENTS.W):
                 if expert_rank == rank:
-                    total += add_up(
-                        slot, y, region + chosen, rows=of_token, columns=columns, WEIGHTED=WEIGHTED, EXTENTS=EXTENTS
-                    )
+                    total += own_sum
                 else:
-                    sent = tl.max((owners == expert_rank).to(tl.int32), axis=0) > 0
-                    source = slot.partials + (tl.cast(expert_rank, tl.int64) * EXTENTS.M + chosen) * EXTENTS.H
-                    inside = sent & (columns < EXTENTS.H)
-                    total += tl.load(source + columns, mask=inside, other=0).to(tl.float32)
-            target = out + tl.cast(chosen, tl.int64) * EXTENTS.H + columns
-            tl.store(target, total.to(out.dtype.element_ty), mask=columns < EXTENTS.H)
+                    at = ((tl.cast(expert_rank, tl.int64) * EXTENTS.M + one) * EXTENTS.H)[:, None] + columns[None, :]
+                    sent = has_bit(bits, expert_rank)[:, None] & inside
+                    total += tl.load(slot.partials + at, mask=sent, other=0).to(tl.float32)
+            target = out + (tl.cast(one, tl.int64) * EXTENTS.H)[:, None] + columns[None, :]
+            tl.store(target, total.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -209,7 +189,7 @@ def combine_in_stages(
     tiles_n,
     BLOCK_M: tl.constexpr,
     BLOCK: tl.constexpr,
-    WEIGHTED: tl.constexpr,
+    WEIGHTS: tl.constexpr,
     EXTENTS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
@@ -217,7 +197,7 @@ def combine_in_stages(
 
     ``slot``, ``staged``: of the dispatch, a `Slot` and its flags of `iris.experts.memory`. ``progress``: the product's
     `Progress`, whose tiles have ``BLOCK_M`` rows, and ``tiles_n`` of them are side by side. ``BLOCK``: elements of a
-    row that are moved at a time. ``WEIGHTED``: whether rows are multiplied, by weights that came with the dispatch.
+    row that are moved at a time. ``WEIGHTS``: by which rows are multiplied, `UNWEIGHTED` or `DISPATCHED`.
     """
     ctx = DeviceContext.initialize(slot.context, num_ranks=EXTENTS.W)
     wait(progress.begun, 1, "reached", ctx._record())
@@ -258,7 +238,7 @@ def combine_in_stages(
                 first=first,
                 stage=stage,
                 BLOCK=BLOCK,
-                WEIGHTED=WEIGHTED,
+                WEIGHTS=WEIGHTS,
                 EXTENTS=EXTENTS,
                 STAGES=STAGES,
             )
@@ -277,7 +257,7 @@ def combine_in_stages(
                 first=first,
                 stage=stage,
                 BLOCK=BLOCK,
-                WEIGHTED=WEIGHTED,
+                WEIGHTS=WEIGHTS,
                 EXTENTS=EXTENTS,
                 STAGES=STAGES,
             )
@@ -288,7 +268,7 @@ def combine_in_stages(
 
 def arguments_of(ep: ExpertParallel, slot: int, weighted: bool, product: GroupedCall, out: torch.Tensor) -> tuple:
     """Of the kernel, beside a product with a progress, by the tiles for Hopper."""
-    memory, tiles = ep._calls._open(), hopper_tiles(product)
+    memory, tiles = ep._calls.open_memory(), hopper_tiles(product)
     return by_name(
         combine_in_stages,
         slot=memory.slots[slot],
@@ -300,15 +280,15 @@ def arguments_of(ep: ExpertParallel, slot: int, weighted: bool, product: Grouped
         tiles_n=-(-product.columns // tiles.block_size_n),
         BLOCK_M=tiles.block_size_m,
         BLOCK=min(BLOCK_BYTES // out.itemsize, 1 << (ep.hidden - 1).bit_length()),
-        WEIGHTED=weighted,
-        EXTENTS=ep._extents,
+        WEIGHTS=(DISPATCHED if weighted else UNWEIGHTED).value,
+        EXTENTS=ep._calls.extents,
         STAGES=stages_of(ep.num_local_experts),
     )
 
 
 def prepared(ep: ExpertParallel, given: tuple) -> Callable[..., None]:
     """What launches it with such arguments, with as many programs as combine has to send."""
-    programs, out = ep._extents.PROGRAMS, given[4]
+    programs, out = ep._calls.extents.PROGRAMS, given[4]
     key = (out.device.index, programs, out.dtype, out.data_ptr() % 16, given[7:])
     run = _prepared.get(key)
     if run is None:
@@ -322,10 +302,10 @@ def enqueue(ep: ExpertParallel, received: Received, given: tuple) -> None:
     """In place of ``ep.combine``, as the next launch behind the product."""
     run, out = prepared(ep, given), given[4]
     if DEBUGGING and not (out.is_cuda and is_current_stream_capturing()):
-        ep._calls._compare(f"combine in stages, in slot {received._slot}")
+        ep._calls.compare(f"combine in stages, in slot {received._slot}")
     run(None if simulator.ACTIVE else current_raw_stream(out.device.index), addresses(given))
     if simulator.ACTIVE:
         # It is over, and so what has gone wrong in it is known.
-        ep._calls._abort_flag.raise_recorded(describe_address)
+        ep._calls.abort_flag.raise_recorded(describe_address)
     bump_version(out)
-    ep._calls._end(received, "experts_mlp()")
+    ep._calls.end(received, "experts_mlp()")

@@ -155,7 +155,7 @@ class ExpertsMlp:
     def __call__(self, call: MlpCall) -> None:
         call.check(self._context)
         ep = call.experts
-        ep._calls._enter()
+        ep._calls.enter()
         overlap = bool(call.overlap)
         scratch = scratch_of(call, overlap)
         self._prepare(call, scratch, overlap)
@@ -173,7 +173,7 @@ class ExpertsMlp:
                 ep.combine(down.out, received, out=call.out)
         except BaseException as error:
             # The other ranks wait for this one's rows.
-            ep._calls._abort_flag.interrupted(NAME, error)
+            ep._calls.abort_flag.interrupted(NAME, error)
             raise
 
     def _prepare(self, call: MlpCall, scratch: Scratch, overlap: bool) -> None:
@@ -182,13 +182,13 @@ class ExpertsMlp:
         by_blocks = scales is None or scales.dim() != 2 or scales.shape[1] > 1
         weighted = call.topk_weights is not None
         kinds = [(role, each.dtype, each.stride(), each.data_ptr() % 16) for role, each in call.given().items()]
-        key = (ep._extents, len(scratch.values), by_blocks, call.activation, overlap and (weighted,), *kinds)
+        key = (ep._calls.extents, len(scratch.values), by_blocks, call.activation, overlap and (weighted,), *kinds)
         if key in self._prepared:
             return
-        rows, factors = ep._calls._open().layouts[0][LAYOUT].rows, None
+        rows, factors = ep._calls.open_memory().layouts[0][LAYOUT].rows, None
         if call.narrow:
             blocks = -(-ep.hidden // SCALE_BLOCK) if by_blocks else 1
-            _, tensors, narrow = ep._calls._open().narrow(0, LAYOUT, call.w_up.dtype, blocks)
+            _, tensors, narrow = ep._calls.open_memory().narrow(0, LAYOUT, call.w_up.dtype, blocks)
             rows, factors = tensors.rows, narrow.placed
         up, down = products(call, scratch, 0, rows, factors)
         if overlap:
@@ -203,7 +203,7 @@ class ExpertsMlp:
 def scratch_of(call: MlpCall, overlap: bool) -> Scratch:
     """For as many rows as may come."""
     ep, narrow, factors, progress = call.experts, None, None, None
-    room = len(ep._calls._open().layouts[0][LAYOUT].rows)
+    room = len(ep._calls.open_memory().layouts[0][LAYOUT].rows)
     values = torch.empty(room, call.inner, dtype=ep.dtype, device=call.out.device)
     if call.narrow:
         narrow = torch.empty(room, call.inner, dtype=call.w_down.dtype, device=call.out.device)
@@ -218,7 +218,7 @@ def products(
     call: MlpCall, scratch: Scratch, slot: int, rows: torch.Tensor, scales: torch.Tensor | None
 ) -> tuple[GroupedCall, GroupedCall]:
     """Those of what a dispatch has left in a slot."""
-    tensors = call.experts._calls._open().layouts[slot][LAYOUT]
+    tensors = call.experts._calls.open_memory().layouts[slot][LAYOUT]
     offs, counts = tensors.offsets[1:], tensors.counts
     if scales is not None and scales.shape[1] == 1 < -(-rows.shape[1] // SCALE_BLOCK):
         scales = scales[:, 0]

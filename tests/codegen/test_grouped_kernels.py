@@ -10,6 +10,7 @@ from covering import EVERYTHING
 
 from codegen.expert_arguments import EXPERTS
 from codegen.offline import TARGETS, assembly_for, by_turns, compile_for
+from iris.experts.combine import DISPATCHED, UNWEIGHTED
 from iris.ops.combine_in_stages import NUM_WARPS as STAGED_WARPS
 from iris.ops.combine_in_stages import REGISTERS, combine_in_stages
 from iris.ops.grouped import launch
@@ -204,7 +205,11 @@ def in_stages(weighted):
     numbers = torch.zeros(16, dtype=torch.int32)
     given["staged"] = numbers
     of_product = {"progress": progress_of(numbers), "tiles_n": 28, "BLOCK_M": 128}
-    constants = {"BLOCK": 4096, "WEIGHTED": weighted, "STAGES": stages_of(EXPERTS["EXTENTS"].LOCAL)}
+    constants = {
+        "BLOCK": 4096,
+        "WEIGHTS": (DISPATCHED if weighted else UNWEIGHTED).value,
+        "STAGES": stages_of(EXPERTS["EXTENTS"].LOCAL),
+    }
     return by_name(combine_in_stages, **given, **of_product, **constants)
 
 

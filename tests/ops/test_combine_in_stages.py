@@ -33,7 +33,7 @@ def product_and_combine(
     tiles_n,
     BLOCK_M: tl.constexpr,
     BLOCK: tl.constexpr,
-    WEIGHTED: tl.constexpr,
+    WEIGHTS: tl.constexpr,
     EXTENTS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
@@ -61,7 +61,7 @@ def product_and_combine(
             tiles_n=tiles_n,
             BLOCK_M=BLOCK_M,
             BLOCK=BLOCK,
-            WEIGHTED=WEIGHTED,
+            WEIGHTS=WEIGHTS,
             EXTENTS=EXTENTS,
             STAGES=STAGES,
         )
@@ -96,7 +96,7 @@ def rounds(ctx, weighted):
             product = GroupedCall(y, made, weight, None, None, None, None, None, progress)
             given = arguments_of(ep, received._slot, weighted, product, out)
             product_and_combine[(PROGRAMS,)](made, *given, num_warps=8)
-            ep._calls._end(received, "combine_in_stages()")
+            ep._calls.end(received, "combine_in_stages()")
             factors = (ids >= 0) * (1 + ids) * (weights if weighted else 1)
             assert torch.equal(out, x * factors.sum(dim=1, keepdim=True))
     done_with(ctx, ep)

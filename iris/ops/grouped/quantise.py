@@ -13,6 +13,7 @@ import triton.language as tl
 
 from iris import simulator
 from iris.compat.cuda import current_raw_stream
+from iris.experts.rows import divide_blocks
 from iris.language.dependent_launch import gdc_wait
 from iris.ops.grouped.groups import group_of, rows_of
 from iris.ops.grouped.kernel_arguments import SCALE_BLOCK, GroupedRows, groups_up_to
@@ -20,9 +21,6 @@ from iris.ops.grouped.launch import multiprocessors
 from iris.ops.kernel import SIMULATED_PROGRAMS
 from iris.runtime.launch import addresses, prepare, remember
 
-# So that a block of zeros has a factor that divides.
-SMALLEST = tl.constexpr(1e-12)
-TOGETHER = tl.constexpr(SCALE_BLOCK)
 # Elements of a tile: 16 bytes of bf16 for each of 256 threads, four times.
 TILE, MOST_COLUMNS, MOST_ROWS = 8192, 1024, 16
 NUM_WARPS = 8
@@ -40,7 +38,9 @@ class Quantisation(NamedTuple):
     """As `GroupedForm.GROUPS`."""
     ROWS: int
     COLUMNS: int
-    """Of a tile, powers of two; columns are whole blocks of 128."""
+    """Of a tile, powers of two; columns are whole blocks."""
+    GROUP: int
+    """Columns of a block."""
     LARGEST: float
     """The largest number of the type that rows are rounded to."""
 
@@ -53,7 +53,7 @@ def quantise_rows(x, groups, narrow, scales, room, E, N, FORM: tl.constexpr):
     gdc_wait()
     ROWS: tl.constexpr = FORM.ROWS
     COLUMNS: tl.constexpr = FORM.COLUMNS
-    BLOCKS: tl.constexpr = COLUMNS // TOGETHER
+    BLOCKS: tl.constexpr = COLUMNS // FORM.GROUP
     tiles_n = tl.cdiv(N, COLUMNS)
     _, counts = rows_of(groups, tl.arange(0, FORM.GROUPS), E, room)
     ends = tl.cumsum(tl.cdiv(counts, ROWS) * tiles_n, axis=0)
@@ -66,12 +66,10 @@ def quantise_rows(x, groups, narrow, scales, room, E, N, FORM: tl.constexpr):
         columns = begin + tl.arange(0, COLUMNS)[None, :]
         mask = inside & (columns < N)
         data = tl.load(x + rows * N + columns, mask=mask, other=0).to(tl.float32)
-        blocks = tl.reshape(data, (ROWS, BLOCKS, TOGETHER))
-        factors = tl.maximum(tl.max(tl.abs(blocks), axis=2) / FORM.LARGEST, SMALLEST)
-        values = tl.reshape(blocks / factors[:, :, None], (ROWS, COLUMNS)).to(narrow.dtype.element_ty)
+        values, factors = divide_blocks(data, narrow.dtype.element_ty, FORM)
         tl.store(narrow + rows * N + columns, values, mask=mask)
-        number_of_block = begin // TOGETHER + tl.arange(0, BLOCKS)[None, :]
-        deep = tl.cdiv(N, TOGETHER)
+        number_of_block = begin // FORM.GROUP + tl.arange(0, BLOCKS)[None, :]
+        deep = tl.cdiv(N, FORM.GROUP)
         tl.store(scales + rows * deep + number_of_block, factors, mask=inside & (number_of_block < deep))
 
 
@@ -82,7 +80,7 @@ def arguments_of(
     (room, columns), E = x.shape, len(counts)
     wide = max(SCALE_BLOCK, min(MOST_COLUMNS, 1 << (columns - 1).bit_length()))
     largest = torch.finfo(narrow.dtype).max
-    form = Quantisation(groups_up_to(E), min(MOST_ROWS, TILE // wide), wide, largest)
+    form = Quantisation(groups_up_to(E), min(MOST_ROWS, TILE // wide), wide, SCALE_BLOCK, largest)
     return x, GroupedRows(offs, counts), narrow, scales, room, E, columns, form
 
 
