@@ -3,10 +3,11 @@
 A call takes four steps. `Enqueuer._enter` finds the group and the stream. A key of all that a launch depends on finds
 the launch of an earlier call. Where there is none, the arguments are checked, and `iris.ccl.algorithms` chooses the
 algorithm, whose file prepares the launch: for all_reduce of 8 KiB, `one_shot`. `Enqueuer._launch` calls it.
+
+Collectives that have a root are in `iris.ccl.rooted`.
 """
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,20 +15,17 @@ import torch.distributed as dist
 
 from iris.ccl import checks, counts
 from iris.ccl.call import Call
-from iris.ccl.communicator import Communicator
 from iris.ccl.config import Config, ReduceOp
-from iris.ccl.enqueue import FOR_THE_HOST, Enqueuer, has_rows, to_read, to_write
+from iris.ccl.enqueue import FOR_THE_HOST, has_rows, to_read, to_write
 from iris.ccl.preparation import Preparation, check_preparation
-from iris.ccl.reduction import PREMUL_SUM, Factor, accumulator_dtype, check_op, elements, on_device, reduction
-from iris.ccl.refusal import refuse
+from iris.ccl.reduction import check_op, own_factor, reduction
+from iris.ccl.rooted import RootedCollectives
 from iris.ccl.work import Work
-from iris.errors import IrisError
 from iris.operators.graph_break import methods_break_graph
-from iris.runtime.abort import SIZES_KEPT
 
 
 @methods_break_graph(FOR_THE_HOST)
-class Collectives(Enqueuer):
+class Collectives(RootedCollectives):
     """The collectives among the ranks of a group, by default all of them; made by `iris.iris`, as ``ctx.ccl``.
 
     Every member of the group calls the same collective with tensors of equal shape and dtype, in the same order on its
@@ -96,107 +94,6 @@ class Collectives(Enqueuer):
             launch = self._prepare(key, config, Call("all_to_all", comm, result, source, line))
         checks.check_overlap("all_to_all", result, source)
         return self._launch(comm, "all_to_all", launch, stream, source, result, output, async_op)
-
-    def broadcast(
-        self,
-        tensor: torch.Tensor,
-        src: int = 0,
-        *,
-        group: dist.ProcessGroup | None = None,
-        async_op: bool = False,
-        config: Config | None = None,
-    ) -> Work | None:
-        """Copy ``tensor`` of rank ``src`` (its rank in the world) into ``tensor`` of every rank."""
-        try:
-            comm, stream, line = self._enter("broadcast", group, tensor, tensor, config, src)
-            root = checks.rank_in_group(comm, "src", src, self._context.num_ranks)
-            dense = to_read(tensor)
-            key = self._key(("broadcast", root), dense, dense, config, line)
-            if (launch := comm.launches.get(key)) is None:
-                checks.check_pair(comm, "broadcast", tensor, tensor, 1, 1)
-        except IrisError as error:
-            given = config if isinstance(config, Config) else None
-            self._refuse_broadcast(error, src, group, lambda own: self.broadcast(own, src, group=group, config=given))
-        if not comm.refuses:
-            comm.broadcasts += 1
-            comm.state[comm.begun_sizes + comm.broadcasts % SIZES_KEPT] = dense.nbytes
-            comm.state[comm.begun] = comm.broadcasts
-        # Behind the above: ranks may meet in the preparation, and a root that refuses the call comes there too.
-        launch = launch or self._prepare(key, config, Call("broadcast", comm, dense, dense, line, root))
-        output = None if comm.rank == root else tensor
-        return self._launch(comm, "broadcast", launch, stream, dense, dense, output, async_op)
-
-    def gather(
-        self,
-        output: torch.Tensor | None,
-        input: torch.Tensor,
-        dst: int = 0,
-        *,
-        group: dist.ProcessGroup | None = None,
-        async_op: bool = False,
-        config: Config | None = None,
-    ) -> Work | None:
-        """Gather every rank's ``input`` into ``output`` of rank ``dst`` (its rank in the world), by rank.
-
-        ``output`` is not looked at elsewhere, and may be None.
-        """
-        comm, stream, line = self._enter("gather", group, input, input, config, dst)
-        root = checks.rank_in_group(comm, "dst", dst, self._context.num_ranks)
-        here = comm.rank == root
-        try:
-            if here:
-                checks.check_at_root(comm, "gather", "output", output, root)
-            source = to_read(input)
-            target = output if here and output is not None else source
-            result = to_write(target)
-            key = self._key(("gather", root), result, source, config, line)
-            launch = comm.launches.get(key)
-            if launch is None:
-                checks.check_pair(comm, "gather", target, input, comm.size if here else 1, 1)
-                launch = self._prepare(key, config, Call("gather", comm, result, source, line, root))
-            if here and source.data_ptr() != result.data_ptr() + comm.rank * source.nbytes:
-                checks.check_overlap("gather", result, source)
-        except IrisError as error:
-            call = partial(self.gather, input=input, dst=dst, group=group, config=config)
-            refuse(comm, "gather", error, here, stream, line, lambda: call(input.new_empty(comm.size * input.numel())))
-        return self._launch(comm, "gather", launch, stream, source, result, output if here else None, async_op)
-
-    def scatter(
-        self,
-        output: torch.Tensor,
-        input: torch.Tensor | Sequence[torch.Tensor] | None,
-        src: int = 0,
-        *,
-        group: dist.ProcessGroup | None = None,
-        async_op: bool = False,
-        config: Config | None = None,
-    ) -> Work | None:
-        """Send part r of ``input`` of rank ``src`` (its rank in the world) to ``output`` of rank r.
-
-        ``input`` has W times the elements of ``output``, or is a list of W tensors of as many as that; it is not looked
-        at elsewhere, and may be None.
-        """
-        comm, stream, line = self._enter("scatter", group, output, output, config, src)
-        root = checks.rank_in_group(comm, "src", src, self._context.num_ranks)
-        here = comm.rank == root
-        try:
-            if here:
-                if isinstance(input, list | tuple):
-                    input = checks.joined(comm, "scatter", input, output)
-                checks.check_at_root(comm, "scatter", "input", input, root)
-            result = to_write(output)
-            source = to_read(input) if here and isinstance(input, torch.Tensor) else result
-            key = self._key(("scatter", root), result, source, config, line)
-            launch = comm.launches.get(key)
-            if launch is None:
-                checks.check_pair(comm, "scatter", output, source, 1, comm.size if here else 1)
-                launch = self._prepare(key, config, Call("scatter", comm, result, source, line, root))
-            if here and result.data_ptr() != source.data_ptr() + comm.rank * result.nbytes:
-                checks.check_overlap("scatter", result, source)
-        except IrisError as error:
-            n, call = comm.size * output.numel(), partial(self.scatter, output, src=src, group=group, config=config)
-            refuse(comm, "scatter", error, here, stream, line, lambda: call(output.new_zeros(n)))
-        return self._launch(comm, "scatter", launch, stream, source, result, output, async_op)
 
     def all_to_all_v(
         self,
@@ -277,7 +174,9 @@ class Collectives(Enqueuer):
         """
         op, factor = (op, None) if op.__class__ is ReduceOp else reduction(op)
         comm, stream, line = self._enter("all_reduce", group, output, input, config, None, op)
-        factors = () if factor is None else self._factors(comm, factor, input, group)
+        factors = (
+            () if factor is None else self._factors(comm, own_factor(factor, input.dtype, comm.device), stream, line)
+        )
         if workspace is not None:
             check_preparation(workspace).check(comm, output, input)
         source, result = to_read(input), to_write(output)
@@ -329,7 +228,9 @@ class Collectives(Enqueuer):
         """
         op, factor = (op, None) if op.__class__ is ReduceOp else reduction(op)
         comm, stream, line = self._enter("reduce_scatter", group, output, input, config, None, op)
-        factors = () if factor is None else self._factors(comm, factor, input, group)
+        factors = (
+            () if factor is None else self._factors(comm, own_factor(factor, input.dtype, comm.device), stream, line)
+        )
         source, result = to_read(input), to_write(output)
         key = self._key(("reduce_scatter", id(op)), result, source, config, line)
         launch = comm.launches.get(key)
@@ -341,60 +242,7 @@ class Collectives(Enqueuer):
             checks.check_overlap("reduce_scatter", result, source)
         return self._launch(comm, "reduce_scatter", launch, stream, source, result, output, async_op, factors)
 
-    def reduce(
-        self,
-        output: torch.Tensor | None,
-        input: torch.Tensor,
-        dst: int = 0,
-        *,
-        op: Any = ReduceOp.SUM,
-        group: dist.ProcessGroup | None = None,
-        async_op: bool = False,
-        config: Config | None = None,
-    ) -> Work | None:
-        """Combine every rank's ``input`` element by element into ``output`` of rank ``dst`` (its rank in the world).
-
-        ``output`` is not touched elsewhere, and may be None; on ``dst`` it may be the ``input``. Rounding as in
-        `all_reduce`.
-        """
-        asked = op
-        op, factor = (op, None) if op.__class__ is ReduceOp else reduction(op)
-        comm, stream, line = self._enter("reduce", group, input, input, config, dst, op)
-        factors = () if factor is None else self._factors(comm, factor, input, group)
-        root = checks.rank_in_group(comm, "dst", dst, self._context.num_ranks)
-        here = comm.rank == root
-        try:
-            if here:
-                checks.check_at_root(comm, "reduce", "output", output, root)
-            target = output if here and output is not None else input
-            source = to_read(input)
-            result = to_write(target) if here else source
-            key = self._key(("reduce", id(op), root), result, source, config, line)
-            launch = comm.launches.get(key)
-            if launch is None:
-                checks.check_pair(comm, "reduce", target, input, 1, 1)
-                check_op(op, input.dtype)
-                launch = self._prepare(key, config, Call("reduce", comm, result, source, line, root, op, factors))
-            if here and source.data_ptr() != result.data_ptr():
-                checks.check_overlap("reduce", result, source)
-        except IrisError as error:
-            call = partial(self.reduce, input=input, dst=dst, op=asked, group=group, config=config)
-            refuse(comm, "reduce", error, here, stream, line, lambda: call(torch.empty_like(input)))
-        return self._launch(comm, "reduce", launch, stream, source, result, output if here else None, async_op, factors)
-
     def barrier(self, *, group: dist.ProcessGroup | None = None, async_op: bool = False) -> Work | None:
         """As ``ctx.device_barrier``: what a rank enqueued before it is visible to every rank's work behind it."""
         self._context.device_barrier(group)
         return Work(self._on_gpu) if async_op else None
-
-    def _factors(
-        self, comm: Communicator, factor: Factor, input: torch.Tensor, group: dist.ProcessGroup | None
-    ) -> tuple[torch.Tensor]:
-        """Of PREMUL_SUM: every rank's factor on the device, in the type that sums are formed in."""
-        check_op(PREMUL_SUM, input.dtype)
-        own = on_device(factor, accumulator_dtype(elements(input.dtype, PREMUL_SUM).dtype), comm.device)
-        if comm.size == 1:
-            return (own,)
-        everyone = own.new_empty(comm.size)
-        self.all_gather(everyone, own, group=group)
-        return (everyone,)

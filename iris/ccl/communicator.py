@@ -19,7 +19,7 @@ from iris.heap.symmetric import SymmetricHeap
 from iris.language.target import architecture, largest_cluster
 from iris.machine import figures
 from iris.machine.tables import own_folder
-from iris.runtime.abort import BEGUN, BEGUN_SIZES
+from iris.runtime.abort import CALLED, SIZES
 from iris.runtime.launch import LAUNCH_CACHE_SIZE
 from iris.runtime.workspace import Channel, Workspace
 
@@ -70,9 +70,9 @@ class Communicator:
         Whether the group is broken: its flag, and the words of which the first is 0 if it is not.
     refuses : bool
         Whether this rank takes part in a call that it has refused as its root.
-    broadcasts, begun, begun_sizes : int
-        How many broadcasts this rank has called; which word of ``state`` says so, and where the sizes of the last ones
-        begin: see `iris.ccl.refusal`.
+    rooted, called, sizes : int
+        How many rooted collectives this rank has called; which word of ``state`` says so, and where the sizes of the
+        last ones begin: see `iris.ccl.refusal`.
     heap_table : torch.Tensor
         int64 ``[size + 1]``: where the symmetric heap of each member begins, in this rank's addresses; its bytes.
     num_sms, largest_cluster : int
@@ -101,8 +101,8 @@ class Communicator:
         self.workspace, self.heap = workspace, heap
         self.state, self.abort_flag = workspace.abort_flag.state, workspace.abort_flag
         self.refuses = False
-        self.broadcasts = 0
-        self.begun, self.begun_sizes = (self.abort_flag.place(word, group.rank) for word in (BEGUN, BEGUN_SIZES))
+        self.rooted = 0
+        self.called, self.sizes = (self.abort_flag.place(word, group.rank) for word in (CALLED, SIZES))
         self.rank, self.size, self.ranks = group.rank, group.size, group.ranks
         self.device = workspace.device
         bases = dict(zip(heap.group.ranks, heap.bases, strict=True))

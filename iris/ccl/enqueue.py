@@ -6,23 +6,20 @@ A launch that was prepared serves all later calls of its kind (`Communicator.lau
 microseconds: the checks that depend on addresses, a look into a dictionary, and the driver's call.
 """
 
-from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from iris.arg_parser import index
 from iris.ccl import checks
 from iris.ccl.algorithms import prepare
 from iris.ccl.call import Call
 from iris.ccl.communicator import Communicator, Launch
 from iris.ccl.config import Config
-from iris.ccl.refusal import refuse_broadcast
 from iris.ccl.work import Work
 from iris.compat.cuda import current_raw_stream, is_current_stream_capturing
 from iris.cuda_graphs.capture import Line, refuse_in_capture
-from iris.errors import FirstUseInCaptureError, GroupAbortedError, InvalidCollectiveError, IrisError
+from iris.errors import FirstUseInCaptureError, InvalidCollectiveError
 from iris.operators.graph_break import methods_break_graph
 from iris.operators.version_counter import bump_version
 from iris.runtime.workspace import RankContext
@@ -204,27 +201,17 @@ class Enqueuer:
         output = tensor if name == "recv" else None
         return self._launch(comm, name, launch, stream, dense, dense, output, async_op)
 
-    def _refuse_broadcast(
-        self, error: IrisError, src: int, group: dist.ProcessGroup | None, broadcast: Callable[[torch.Tensor], object]
-    ) -> NoReturn:
-        """Raise ``error``. ``broadcast`` is the same call of a tensor of the root's own (`iris.ccl.refusal`)."""
-        if isinstance(error, GroupAbortedError) or not isinstance(group, dist.ProcessGroup | None):
-            raise error
-        capturing, stream = False, None
-        if self._on_gpu:
-            capturing, stream = torch.cuda.is_current_stream_capturing(), torch.cuda.current_stream().cuda_stream
-        if capturing:
-            raise error
-        # In the group's first call the others may wait in the meeting that begins it.
-        try:
-            comm = self.communicator(None if group is dist.group.WORLD else group)
-        except IrisError:
-            raise error from None
-
-        def take_part(size: int) -> None:
-            broadcast(torch.zeros(size, dtype=torch.uint8, device=comm.device))
-
-        refuse_broadcast(comm, error, index(src) == comm.ranks[comm.rank], stream, take_part)
+    def _factors(self, comm: Communicator, own: torch.Tensor, stream: int | None, line: Line) -> tuple[torch.Tensor]:
+        """Of PREMUL_SUM: every rank's factor on the device."""
+        if comm.size == 1:
+            return (own,)
+        everyones = own.new_empty(comm.size)
+        key = self._key("all_gather", everyones, own, None, line)
+        launch = comm.launches.get(key)
+        if launch is None:
+            launch = self._prepare(key, None, Call("all_gather", comm, everyones, own, line))
+        self._launch(comm, "all_gather", launch, stream, own, everyones, everyones, False)
+        return (everyones,)
 
 
 def is_plain(tensor: torch.Tensor) -> bool:

@@ -20,7 +20,6 @@ another (`iris.ccl.chunks`).
 A message between ranks of different hosts goes by a link of the two (`iris.world.links`).
 """
 
-import contextlib
 from collections.abc import Sequence
 from typing import Any, TypeGuard, cast
 
@@ -34,12 +33,11 @@ from iris.ccl.config import Config, ReduceOp
 from iris.ccl.enqueue import FOR_THE_HOST, to_read, to_write
 from iris.ccl.host_sums import add_up
 from iris.ccl.reduction import check_op, reduction
-from iris.ccl.select_over_hosts import VENDOR
 from iris.ccl.span import Partials, Span
 from iris.ccl.spans import Spans, over_hosts, within_a_host
 from iris.ccl.work import Work
 from iris.cuda_graphs.capture import refuse_in_capture
-from iris.errors import InvalidConfigError, IrisError, SeveralHostsError
+from iris.errors import InvalidConfigError, SeveralHostsError
 from iris.operators.graph_break import methods_break_graph
 from iris.operators.version_counter import bump_version
 from iris.world.rail import as_bytes
@@ -102,16 +100,8 @@ class CollectivesOverHosts(Spans):
     @over_hosts
     def broadcast(self, span: Span, config: Config, tensor: torch.Tensor, src: int = 0) -> None:
         root = span.root("src", src)
-        try:
+        with span.all_give("broadcast", root, config):
             checks.check_pair(span, "broadcast", tensor, tensor, 1, 1)
-        except IrisError:
-            # All ranks may refuse it, and then go on. If this one alone does, nobody is to wait for it.
-            with contextlib.suppress(IrisError):
-                if (config.over_hosts or span.choice.asked) == VENDOR:
-                    span.links.everyone().refuse("broadcast()")
-                elif root.on_rail:
-                    span.rail.refuse("broadcast()")
-            raise
         dense = to_read(tensor)
         if not dense.numel():
             return
@@ -127,7 +117,8 @@ class CollectivesOverHosts(Spans):
         self, span: Span, config: Config, output: torch.Tensor | None, input: torch.Tensor, dst: int = 0
     ) -> None:
         root, size = span.root("dst", dst), span.size
-        checks.check_pair(span, "gather", input, input, 1, 1)
+        with span.all_give("gather", root, config):
+            checks.check_pair(span, "gather", input, input, 1, 1)
         source, result = to_read(input), output
         if root.here:
             with span.root_alone("gather"):
@@ -158,9 +149,10 @@ class CollectivesOverHosts(Spans):
         input: torch.Tensor | Sequence[torch.Tensor] | None,
         src: int = 0,
     ) -> None:
-        root, size, result = span.root("src", src), span.size, to_write(output)
-        checks.check_pair(span, "scatter", output, output, 1, 1)
-        parts = None
+        root, size = span.root("src", src), span.size
+        with span.all_give("scatter", root, config):
+            checks.check_pair(span, "scatter", output, output, 1, 1)
+        result, parts = to_write(output), None
         if root.here:
             with span.root_alone("scatter"):
                 whole = checks.joined(span, "scatter", input, output) if _is_list(input) else input
@@ -192,8 +184,9 @@ class CollectivesOverHosts(Spans):
         op: Any = ReduceOp.SUM,
     ) -> None:
         root = span.root("dst", dst)
-        checks.check_pair(span, "reduce", input, input, 1, 1)
-        sent = _partials(span, "reduce", input, op, config)
+        with span.all_give("reduce", root, config):
+            checks.check_pair(span, "reduce", input, input, 1, 1)
+            sent = _partials(span, "reduce", input, op, config)
         source, result = to_read(input), output
         if root.here:
             with span.root_alone("reduce"):

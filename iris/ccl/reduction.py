@@ -95,8 +95,10 @@ def name_of(op: Any) -> str:
     return name_of(op.op)
 
 
-def on_device(factor: Factor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """This rank's factor as kernels read it: one element of ``dtype`` on ``device``."""
+def own_factor(factor: Factor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """PREMUL_SUM's factor of this rank for elements of ``dtype``: one element on ``device``, of the sums' type."""
+    check_op(PREMUL_SUM, dtype)
+    dtype = accumulator_dtype(elements(dtype, PREMUL_SUM).dtype)
     if not isinstance(factor, torch.Tensor):
         return torch.full((1,), factor, dtype=dtype, device=device)
     if factor.is_complex():

@@ -1,32 +1,42 @@
-"""What happens when the root of a collective refuses an argument that it alone gives.
+"""What happens when the root of a collective refuses an argument that the other ranks have nothing to say against.
 
-The other ranks see nothing wrong, and would wait for the root. So the root takes part with memory of its own, of the
-size that the others' tensors have. Behind that, in the order of its stream, it breaks the group (`iris.runtime.abort`):
-a member that has not come yet must not find the group broken before it has taken part. Calls whose arguments are right
-pay nothing for this but a broadcast's count.
+They would wait for the root. So the root takes part with memory of its own, of the size that the others' tensors have:
+kernels on a GPU do not look whether the group is broken. Behind that, in the order of its stream, it breaks the group
+(`iris.runtime.abort`).
 
-All ranks give the tensor of a broadcast, so all may refuse it, and then nobody waits. So each member writes to the
-memory of the abort flag the number of the last broadcast that it has begun, the sizes of the last few, and the number
-of the last that it has refused. A root that refuses one reads there what the others do, and how much they wait for.
+All ranks may refuse the call, and then nobody waits, and the group goes on. So each member writes to the memory of the
+abort flag how many rooted collectives it has called, and of the last few what size they have, or that it has refused
+them. A root that refuses one reads there what the others do, and how much they wait for. Calls whose arguments are
+right pay two stores for this.
 """
 
 import time
 from collections.abc import Callable
 from typing import NoReturn
 
+import torch
 import triton
 
 from iris.ccl.communicator import Communicator
-from iris.cuda_graphs.capture import GraphLine, Line
 from iris.errors import IrisError
 from iris.language.dependent_launch import gdc_wait
 from iris.language.failures import kind_code
 from iris.language.ordering import give_up
-from iris.runtime.abort import BEGUN, BEGUN_SIZES, REFUSED, SIZES_KEPT
+from iris.runtime.abort import CALLED, SIZES, SIZES_KEPT
 from iris.runtime.launch import addresses, prepare
 
 # Seconds for which a root watches what the others do. It breaks the group then, and members that come later find it so.
 LONGEST_LOOK_S = 10.0
+
+# Of what a collective moves as it is, the bytes alone count; of what it combines, the dtype too, by its place here. All
+# ranks run the same version of torch.
+MOVED = torch.uint8
+DTYPES = (MOVED, *sorted({each for each in vars(torch).values() if isinstance(each, torch.dtype)} - {MOVED}, key=str))
+NUMBERS = {dtype: number for number, dtype in enumerate(DTYPES)}
+
+# What a member does in a call, where it has not begun one of a size that is known: it has not come yet, has refused it,
+# or has made so many calls since that nobody knows.
+LATE, REFUSED, UNKNOWN = -3, -2, -1
 
 
 @triton.jit
@@ -36,84 +46,74 @@ def break_group(record):
     give_up(record, record, 0, 0, kind=kind_code("refused"), first=0, num_ranks=0)
 
 
+def begin(comm: Communicator, data: torch.Tensor, dtype: torch.dtype = MOVED) -> None:
+    """Tell the other members that this one begins its next rooted collective, in which each gives or gets ``data``.
+
+    A root that has refused the call takes part with another one, which is no call of its own.
+    """
+    if not comm.refuses:
+        _tell(comm, data.nbytes * len(DTYPES) + NUMBERS[dtype])
+
+
 def refuse(
     comm: Communicator,
     name: str,
     error: IrisError,
-    here: bool,
+    is_root: bool,
     stream: int | None,
-    line: Line,
-    take_part: Callable[[], object],
+    capturing: bool,
+    take_part: Callable[[int, torch.dtype], object],
 ) -> NoReturn:
-    """Raise ``error``, which a rank has found; if it is the root of the collective, leave nobody waiting.
+    """Raise ``error``, with which a collective was refused here. If the root alone refused it, leave nobody waiting.
 
-    ``here``: whether it is the root. ``take_part``: the same call with memory of the root's own. If that is refused
-    too, the other ranks have refused the call as well, and nobody waits. Nor does anybody while a graph is captured.
+    ``take_part``: the same call with memory of the root's own, for so many bytes of each rank. A call that is captured
+    in a graph does not run yet, so nobody waits for it.
     """
-    if not here or comm.size == 1 or comm.refuses or isinstance(line, GraphLine):
+    if comm.refuses or comm.size == 1:
+        raise error
+    _tell(comm, REFUSED)
+    if not is_root or capturing:
+        raise error
+    peers = [rank for rank in range(comm.size) if rank != comm.rank]
+    deadline = time.monotonic() + LONGEST_LOOK_S
+    while True:
+        sizes = [size_of_call(comm, peer) for peer in peers]
+        if max(sizes) > REFUSED or LATE not in sizes or time.monotonic() > deadline:
+            break
+        time.sleep(1e-3)
+    if set(sizes) == {REFUSED}:
+        raise error
+    if (size := max(sizes)) < 0:
+        comm.abort_flag.abort(_why(comm, name, error))
         raise error
     comm.refuses = True
     try:
-        take_part()
-    except IrisError:
-        raise error from None
+        take_part(size // len(DTYPES), DTYPES[size % len(DTYPES)])
     finally:
         comm.refuses = False
     _break_behind(comm, name, error, stream)
     raise error
 
 
-def refuse_broadcast(
-    comm: Communicator,
-    error: IrisError,
-    is_root: bool,
-    stream: int | None,
-    take_part: Callable[[int], object],
-) -> NoReturn:
-    """Raise ``error``, with which a broadcast was refused here; if the root alone has refused it, leave nobody waiting.
+def size_of_call(comm: Communicator, member: int) -> int:
+    """What this rank's last rooted collective is to a member: `LATE`, `REFUSED`, `UNKNOWN` or its size, as in `begin`.
 
-    ``take_part``: a broadcast of so many bytes of the root's own. Not called while a graph is captured.
-    """
-    if comm.refuses:
-        raise error
-    comm.broadcasts += 1
-    state, place = comm.state, comm.abort_flag.place
-    state[place(REFUSED, comm.rank)] = comm.broadcasts
-    if not is_root:
-        raise error
-    peers = [rank for rank in range(comm.size) if rank != comm.rank]
-    deadline = time.monotonic() + LONGEST_LOOK_S
-    while True:
-        waiting = [peer for peer in peers if state[place(BEGUN, peer)] >= comm.broadcasts]
-        late = any(state[place(REFUSED, peer)] < comm.broadcasts for peer in peers)
-        if waiting or not late or time.monotonic() > deadline:
-            break
-        time.sleep(1e-3)
-    if not waiting and not late:
-        raise error
-    size = begun_size(comm, waiting[0]) if waiting else None
-    if size is None:
-        comm.abort_flag.abort(_why(comm, "broadcast", error))
-        raise error
-    comm.refuses = True
-    try:
-        take_part(size)
-    finally:
-        comm.refuses = False
-    _break_behind(comm, "broadcast", error, stream)
-    raise error
-
-
-def begun_size(comm: Communicator, member: int) -> int | None:
-    """Bytes of this broadcast as a member has begun it, or None if it has begun so many since that nobody knows.
-
-    On a GPU its host may have enqueued later ones, of other sizes. Sizes are kept for the last `SIZES_KEPT` broadcasts,
-    and a size is written before the number of its broadcast. So the size is valid if the number, which is read after
-    it, shows that its place has not been reused.
+    On a GPU the member's host may have enqueued later ones. Sizes are kept for the last `SIZES_KEPT` calls, and a size
+    is written before the number of its call. So it is valid if the number, which is read after it, shows that its place
+    has not been reused.
     """
     state, place = comm.state, comm.abort_flag.place
-    size = state[place(BEGUN_SIZES + comm.broadcasts % SIZES_KEPT, member)]
-    return size if state[place(BEGUN, member)] < comm.broadcasts + SIZES_KEPT - 1 else None
+    if state[place(CALLED, member)] < comm.rooted:
+        return LATE
+    size = state[place(SIZES + comm.rooted % SIZES_KEPT, member)]
+    return size if state[place(CALLED, member)] < comm.rooted + SIZES_KEPT - 1 else UNKNOWN
+
+
+def _tell(comm: Communicator, size: int) -> None:
+    comm.rooted += 1
+    # In this order: see `size_of_call`.
+    comm.state[comm.sizes + comm.rooted % SIZES_KEPT] = size
+    comm.state[comm.called] = comm.rooted
 
 
 def _break_behind(comm: Communicator, name: str, error: IrisError, stream: int | None) -> None:

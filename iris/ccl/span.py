@@ -25,7 +25,7 @@ from iris.ccl.config import Config, ReduceOp
 from iris.ccl.host_order import HostOrder
 from iris.ccl.host_sums import add_up, partial_dtype
 from iris.ccl.reduction import reduction
-from iris.ccl.select_over_hosts import HostChoice
+from iris.ccl.select_over_hosts import OF_VENDOR, VENDOR, HostChoice
 from iris.ccl.within_host import WithinHost
 from iris.compat.cuda import current_raw_stream
 from iris.errors import IrisError
@@ -115,6 +115,22 @@ class Span:
         local = self.hosts.ranks[host].index(number)
         in_this_host = self.ranks[self.hosts.local_ranks[local]]
         return Root(number, number == self.rank, host, self.hosts.local_rank == local, in_this_host)
+
+    @contextlib.contextmanager
+    def all_give(self, name: str, root: Root, config: Config) -> Iterator[None]:
+        """Around checks of what all ranks give to a collective that has this root.
+
+        All may refuse it, and then go on. If this one alone does, it says so where the others come for the data.
+        """
+        try:
+            yield
+        except IrisError:
+            with contextlib.suppress(IrisError):
+                if name in OF_VENDOR and (config.over_hosts or self.choice.asked) == VENDOR:
+                    self.links.everyone().refuse(f"{name}()")
+                elif root.on_rail:
+                    self.rail.refuse(f"{name}()")
+            raise
 
     @contextlib.contextmanager
     def root_alone(self, name: str) -> Iterator[None]:

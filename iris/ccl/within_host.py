@@ -13,7 +13,7 @@ from iris.ccl.call import Call
 from iris.ccl.collectives import Collectives
 from iris.ccl.config import Config, ReduceOp
 from iris.ccl.enqueue import FOR_THE_HOST
-from iris.ccl.reduction import reduction
+from iris.ccl.reduction import own_factor, reduction
 from iris.operators.graph_break import methods_break_graph
 
 
@@ -53,7 +53,9 @@ class WithinHost(Collectives):
             return
         op, factor = (op, None) if op.__class__ is ReduceOp else reduction(op)
         comm, stream, line = self._enter("reduce_scatter", group, output, input, config, None, op)
-        factors = () if factor is None else self._factors(comm, factor, input, group)
+        factors = (
+            () if factor is None else self._factors(comm, own_factor(factor, input.dtype, comm.device), stream, line)
+        )
         key = self._key(("reduce_scatter", id(op), input.stride(0)), output, input, config, line)
         launch = comm.launches.get(key)
         if launch is None:

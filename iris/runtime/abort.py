@@ -33,14 +33,13 @@ MEMBER_BITS = 32
 AT_ONCE = 1 << MEMBER_BITS
 
 SECTION_BYTES = 2048
-# In a section, in int64 words: how many broadcasts the member has begun and refused (`iris.ccl.refusal`); how many
-# bytes of text there are; and in bytes where these begin. At its end: how many bytes the last broadcasts have that the
-# member has begun, the n-th in word n % SIZES_KEPT.
-BEGUN, REFUSED = 13, 14
-TEXT_LENGTH = 15
+# In a section, in int64 words: how many rooted collectives the member has called (`iris.ccl.refusal`); how many bytes
+# of text there are; and in bytes where these begin. At its end: of what size the last of these calls are, the n-th in
+# word n % SIZES_KEPT.
+CALLED, TEXT_LENGTH = 14, 15
 TEXT = 128
 SIZES_KEPT = 16
-BEGUN_SIZES = SECTION_BYTES // 8 - SIZES_KEPT
+SIZES = SECTION_BYTES // 8 - SIZES_KEPT
 LONGEST_TEXT = SECTION_BYTES - TEXT - 8 * SIZES_KEPT
 
 # cudaHostRegisterPortable | cudaHostRegisterMapped (CUDA Runtime API, "cudaHostRegister"); HIP has the same numbers.

@@ -280,21 +280,32 @@ def test_ranks_that_refuse_alike_go_on(ranks):
     ranks.run(refuse_alike)
 
 
-def refuse_to_broadcast(ctx, asked, config):
-    """Who refuses says so where the others are: on the rails, or among all ranks where the vendor's is asked for."""
+ROOTED = {
+    "broadcast": lambda ccl, x, mine, config: ccl.broadcast(mine, config=config),
+    "gather": lambda ccl, x, mine, config: ccl.gather(x.new_empty(len(x) * dist.get_world_size()), mine, config=config),
+    "scatter": lambda ccl, x, mine, config: ccl.scatter(
+        mine, x.new_ones(len(x) * dist.get_world_size()), config=config
+    ),
+    "reduce": lambda ccl, x, mine, config: ccl.reduce(x.clone(), mine, config=config),
+}
+
+
+def refuse_what_all_give(ctx, name, asked, config):
+    """The root refuses alone, and says so where the others come: on the rails, or to the vendor's communicator."""
+    call = ROOTED[name]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("IRIS_OVER_HOSTS", asked)
         with iris.iris(1 << 20) as other:
             x, start = torch.ones(4), time.monotonic()
             if other.cur_rank == 0:
                 with pytest.raises(InvalidCollectiveError, match="memory of their own"):
-                    other.ccl.broadcast(x.to_sparse(), config=config)
+                    call(other.ccl, x, x.to_sparse(), config)
             else:
                 with pytest.raises(
-                    (GroupAbortedError, MismatchedCollectiveError), match=r"broadcast\(\), which was refused"
+                    (GroupAbortedError, MismatchedCollectiveError), match=rf"{name}\(\), which was refused"
                 ):
-                    other.ccl.broadcast(x, config=config)
-                    other.ccl.all_reduce(x, x, config=config)
+                    call(other.ccl, x, x, config)
+                    other.barrier()
             assert time.monotonic() - start < 10
 
 
@@ -317,7 +328,8 @@ def refuse_as_root(ctx):
 def test_nobody_waits_for_a_root_that_refuses(ranks):
     ranks.run(refuse_as_root)
     for asked, config in (("iris", None), ("vendor", None), ("vendor", Config(over_hosts="iris"))):
-        ranks.run(refuse_to_broadcast, asked, config)
+        for name in ROOTED:
+            ranks.run(refuse_what_all_give, name, asked, config)
 
 
 def public(cls):
