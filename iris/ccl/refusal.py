@@ -52,7 +52,7 @@ def begin(comm: Communicator, data: torch.Tensor, dtype: torch.dtype = MOVED) ->
     A root that has refused the call takes part with another one, which is no call of its own.
     """
     if not comm.refuses:
-        _tell(comm, data.nbytes * len(DTYPES) + NUMBERS[dtype])
+        _note_size(comm, data.nbytes * len(DTYPES) + NUMBERS[dtype])
 
 
 def refuse(
@@ -71,7 +71,7 @@ def refuse(
     """
     if comm.refuses or comm.size == 1:
         raise error
-    _tell(comm, REFUSED)
+    _note_size(comm, REFUSED)
     if not is_root or capturing:
         raise error
     peers = [rank for rank in range(comm.size) if rank != comm.rank]
@@ -109,7 +109,7 @@ def size_of_call(comm: Communicator, member: int) -> int:
     return size if state[place(CALLED, member)] < comm.rooted + SIZES_KEPT - 1 else UNKNOWN
 
 
-def _tell(comm: Communicator, size: int) -> None:
+def _note_size(comm: Communicator, size: int) -> None:
     comm.rooted += 1
     # In this order: see `size_of_call`.
     comm.state[comm.sizes + comm.rooted % SIZES_KEPT] = size
