@@ -8,7 +8,8 @@ from iris.arg_parser import count
 from iris.ccl.checks import check_tensor
 from iris.errors import InvalidConfigError, InvalidExpertsError, WrongDeviceError
 from iris.experts.config import DEFAULT, LAYOUTS, ExpertsConfig
-from iris.experts.kernel_arguments import Form
+from iris.experts.kernel_arguments import Extents, Form
+from iris.experts.low_latency import memory as low_latency
 from iris.experts.rows import BY_BLOCK, BY_ROW, GROUP, NOT
 from iris.language.barrier import LANES
 from iris.language.target import architecture
@@ -72,6 +73,16 @@ def check_config(config: object) -> ExpertsConfig:
             f"config={config!r:.60} is not possible: it is an iris.experts.ExpertsConfig, or None."
         )
     return used
+
+
+def is_low_latency(config: ExpertsConfig, extents: Extents) -> bool:
+    """Which form the kernels have: the same on all ranks, whose sizes are."""
+    if config.low_latency and not low_latency.possible(extents):
+        raise InvalidConfigError(
+            f"ExpertsConfig(low_latency=True) cannot work: it is for up to {low_latency.MOST_TOKENS} tokens and not for "
+            f"CDNA3; max_tokens is {extents.M}, the GPU {architecture()}. Leave it None."
+        )
+    return low_latency.fits(extents) if config.low_latency is None else config.low_latency
 
 
 def check_layout(layout: object, config: ExpertsConfig) -> str:

@@ -22,8 +22,11 @@ from iris.experts import checks
 from iris.experts.combine import DISPATCHED, GIVEN, UNWEIGHTED, combine
 from iris.experts.config import ExpertsConfig
 from iris.experts.dispatch import dispatch
-from iris.experts.kernel_arguments import Form, Layout, Scales
-from iris.experts.memory import Memory, extents, power_of_two
+from iris.experts.kernel_arguments import Extents, FewTokens, Form, Layout, Scales
+from iris.experts.low_latency.combine import combine as low_latency_combine
+from iris.experts.low_latency.dispatch import dispatch as low_latency_dispatch
+from iris.experts.low_latency.memory import few_tokens, power_of_two
+from iris.experts.memory import Memory, extents
 from iris.experts.received import Received
 from iris.heap import describe_address
 from iris.heap.history import debugging
@@ -104,12 +107,19 @@ class ExpertParallel:
             raise MismatchedCollectiveError(f"The ranks do not ask ctx.experts() for the same: {each}.")
         for name, number in asked[0][0].items():
             setattr(self, name, number)
-        self._extents = extents(members.size, self.num_experts, self.top_k, self.max_tokens, self.hidden, self.dtype)
+        self._extents: Extents | FewTokens = extents(
+            members.size, self.num_experts, self.top_k, self.max_tokens, self.hidden, self.dtype
+        )
         self.num_local_experts = self._extents.LOCAL
         self.first_expert = members.rank * self.num_local_experts
         self.capacity = members.size * self.max_tokens
         most = SIMULATED_PROGRAMS if simulator.ACTIVE else power_of_two(min(each[3] for each in asked)) // 2
         self._programs = max(1, min(self.config.num_sms or most, most))
+        self._kernels: dict[str, Any] = {"dispatch": dispatch, "combine": combine}
+        if checks.is_low_latency(self.config, self._extents):
+            self._extents = few_tokens(self._extents, self._programs, NUM_WARPS)
+            self._programs = self._extents.PROGRAMS
+            self._kernels = {"dispatch": low_latency_dispatch, "combine": low_latency_combine}
         # Behind a barrier of its ranks a released slot is free: made here, since its first call meets.
         context.device_barrier(group)
         self._memory: Memory | None = Memory(workspace, self._extents, self._programs, self.dtype, self.config)
@@ -357,6 +367,9 @@ class ExpertParallel:
         """int32 ``[ranks, max_tokens, top_k]``: which row each choice of each rank's tokens is; -1 for none here."""
         memory, e = self._open(), self._extents
         slot, tensors = memory.slots[received._slot], memory.layouts[received._slot][received.layout]
+        if isinstance(e, FewTokens):
+            # Of tokens that a rank has not got, too: they have no choices.
+            return tensors.places.view(e.W, e.M, e.K).clone()
         there = torch.arange(e.M, device=self.device) < slot.tokens[:, None]
         return torch.where(there[:, :, None], tensors.places.view(e.W, e.M, e.K), -1)
 
@@ -372,7 +385,7 @@ class ExpertParallel:
 
     def _launch(self, name: str, *args: Any, only_prepare: bool = False) -> None:
         """Enqueue on the current stream; compile first, if pointers are aligned as in no launch before."""
-        kernel = dispatch if name == "dispatch" else combine
+        kernel = self._kernels[name]
         given = (each.given if isinstance(each, Scales) else each for each in args)
         kinds = [(each.dtype, each.data_ptr() % 16) for each in given if isinstance(each, torch.Tensor)]
         # The form of the rows, or whose weights they are multiplied by: a constant of the kernel.

@@ -1,0 +1,191 @@
+"""combine for few tokens: sums go to the ranks of the tokens as messages that are their own flags.
+
+Over the link, in one step: from each rank of a token's experts one row of H elements, as in `iris.experts.combine`, and
+results are those, but for the bits of NaNs; from each rank to each other 8 bytes. Weights that are given here go to the
+experts' ranks first, 8 K bytes a token, in a step of their own.
+
+Program p, for tokens t = p, p + P, ... of every rank:
+
+1. Program 0 tells all other ranks that this rank's dispatch is over. Weights that are given go to all of them.
+2. It adds up the rows of tokens of other ranks, in float32, in the order of their choices, and sends the sums.
+3. For its own tokens it adds up the rows that are here, waits for the sums of other ranks and clears the messages, and
+   adds all up in the order of ranks.
+4. Program 0 waits until the dispatches of all other ranks are over. Then the next one in this slot may write to them.
+
+Who writes which word, and why it may be written again: `iris.experts.low_latency.memory`.
+"""
+
+import triton
+import triton.language as tl
+
+from iris.experts.combine import GIVEN, UNWEIGHTED
+from iris.experts.low_latency.dispatch import EXPERT, REFRESHED
+from iris.experts.low_latency.messages import base_of, clear, pitch_of, receive, send
+from iris.experts.routing import any_is, choices, owners
+from iris.language.address import translate
+from iris.language.context import DeviceContext
+from iris.language.dependent_launch import gdc_wait
+from iris.language.ll import ll_send
+from iris.language.ll_poll import ll_recv_shared
+
+
+@triton.jit
+def announce_end(ctx, slot, call, EXTENTS: tl.constexpr):
+    """The beginning of this launch is the end of the dispatch."""
+    peer = tl.arange(0, EXTENTS.RANKS)
+    others = (peer < EXTENTS.W) & (peer != ctx.cur_rank)
+    bases = tl.load(ctx.table + peer, mask=others, other=0)
+    ll_send(translate(slot.over + ctx.cur_rank + 0 * peer, ctx.base, bases), 0 * peer, call, others)
+
+
+@triton.jit
+def await_ends(ctx, slot, call, EXTENTS: tl.constexpr):
+    peer = tl.arange(0, EXTENTS.RANKS)
+    others = (peer < EXTENTS.W) & (peer != ctx.cur_rank)
+    ll_recv_shared(slot.over + peer, call, others, peer, record=ctx._record())
+
+
+@triton.jit
+def send_weights(ctx, slot, topk_weights, token, tokens, given: tl.constexpr, call, EXTENTS: tl.constexpr):
+    """Of an own token, to the other ranks."""
+    k = choices(EXTENTS)
+    mask = (k < EXTENTS.K) & (token < tokens) & given
+    weights = tl.load(topk_weights + token * EXTENTS.K + k, mask=mask, other=0).to(tl.int32, bitcast=True)
+    region = (ctx.cur_rank * EXTENTS.M + token) * EXTENTS.K
+    for distance in tl.static_range(1, EXTENTS.W):
+        base = base_of(ctx, (ctx.cur_rank + distance) % EXTENTS.W)
+        ll_send(translate(slot.given + region, ctx.base, base) + k, weights, call, k < EXTENTS.K)
+
+
+@triton.jit
+def load_places(places, number, EXTENTS: tl.constexpr):
+    """The rows of a token, one for each choice; -1 for none here. ``number``: of the token, among all ranks'."""
+    found = ()
+    for choice in tl.static_range(EXTENTS.K):
+        found += (tl.load(places + number * EXTENTS.K + choice),)
+    return found
+
+
+@triton.jit
+def any_row(places, EXTENTS: tl.constexpr):
+    most = places[0]
+    for choice in tl.static_range(1, EXTENTS.K):
+        most = tl.maximum(most, places[choice])
+    return most >= 0
+
+
+@triton.jit
+def load_weights(weights, number, places, EXTENTS: tl.constexpr):
+    """Of the choices of a token that have a row here."""
+    found = ()
+    for choice in tl.static_range(EXTENTS.K):
+        found += (tl.load(weights + number * EXTENTS.K + choice, mask=places[choice] >= 0, other=0),)
+    return found
+
+
+@triton.jit
+def receive_weights(ctx, slot, places, number, source, call, EXTENTS: tl.constexpr):
+    """The same, of those that rank ``source`` sends now."""
+    k = choices(EXTENTS)
+    at = slot.given + number * EXTENTS.K + k
+    words = ll_recv_shared(at, call, k < EXTENTS.K, source + 0 * k, record=ctx._record())
+    found = ()
+    for choice in tl.static_range(EXTENTS.K):
+        word = tl.sum(tl.where(k == choice, words, 0), axis=0)
+        found += (tl.where(places[choice] >= 0, word.to(tl.float32, bitcast=True), 0.0),)
+    return found
+
+
+@triton.jit
+def add_up(y, places, weights, begin, WEIGHTS: tl.constexpr, EXTENTS: tl.constexpr):
+    """The sum of a block of a token's rows on this rank, float32, in the order of its choices."""
+    BLOCK: tl.constexpr = EXTENTS.BLOCK
+    column = begin + tl.arange(0, BLOCK)
+    # All loads first: they are under way together.
+    rows = ()
+    for choice in tl.static_range(EXTENTS.K):
+        mask = (column < EXTENTS.H) & (places[choice] >= 0)
+        rows += (tl.load(y + tl.cast(places[choice], tl.int64) * EXTENTS.H + column, mask=mask, other=0),)
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for choice in tl.static_range(EXTENTS.K):
+        row = rows[choice].to(tl.float32)
+        if WEIGHTS != UNWEIGHTED:
+            row *= weights[choice]
+        total += row
+    return total
+
+
+@triton.jit
+def send_sums(ctx, slot, y, places, token, source, call, WEIGHTS: tl.constexpr, EXTENTS: tl.constexpr, element: tl.constexpr):
+    """Step 2, for a token of rank ``source``."""
+    SUM: tl.constexpr = pitch_of(EXTENTS.H, element)
+    number = source * EXTENTS.M + token
+    base = base_of(ctx, source)
+    rows = load_places(places, number, EXTENTS)
+    weights = load_weights(slot.weights, number, rows, EXTENTS)
+    if any_row(rows, EXTENTS):
+        if WEIGHTS == GIVEN:
+            weights = receive_weights(ctx, slot, rows, number, source, call, EXTENTS)
+        target = slot.partials + tl.cast(ctx.cur_rank * EXTENTS.M + token, tl.int64) * SUM
+        for begin in tl.static_range(0, EXTENTS.H, EXTENTS.BLOCK):
+            total = add_up(y, rows, weights, begin, WEIGHTS=WEIGHTS, EXTENTS=EXTENTS).to(element)
+            send(ctx, target + pitch_of(begin, element), total, EXTENTS.H - begin, source, base)
+
+
+@triton.jit
+def receive_sums(ctx, slot, y, places, topk_weights, out, token, WEIGHTS: tl.constexpr, EXTENTS: tl.constexpr):
+    """Step 3, for an own token."""
+    BLOCK: tl.constexpr = EXTENTS.BLOCK
+    element: tl.constexpr = out.dtype.element_ty
+    SUM: tl.constexpr = pitch_of(EXTENTS.H, element)
+    rank, k = ctx.cur_rank, choices(EXTENTS)
+    number = rank * EXTENTS.M + token
+    # Written by this rank's dispatch.
+    word = tl.load(slot.choices + number * EXTENTS.K + k, mask=k < EXTENTS.K, other=-1).to(tl.int32)
+    owner = owners(tl.where(word >= 0, word >> EXPERT, -1), EXTENTS)
+    rows = load_places(places, number, EXTENTS)
+    if WEIGHTS == GIVEN:
+        weights = load_weights(topk_weights, token, rows, EXTENTS)
+    else:
+        weights = load_weights(slot.weights, number, rows, EXTENTS)
+    for begin in tl.static_range(0, EXTENTS.H, BLOCK):
+        columns = begin + tl.arange(0, BLOCK)
+        own = add_up(y, rows, weights, begin, WEIGHTS=WEIGHTS, EXTENTS=EXTENTS)
+        total = tl.zeros((BLOCK,), dtype=tl.float32)
+        for expert_rank in range(EXTENTS.W):
+            if any_is(owner, expert_rank):
+                if expert_rank == rank:
+                    total += own
+                else:
+                    at = slot.partials + tl.cast(expert_rank * EXTENTS.M + token, tl.int64) * SUM
+                    at += pitch_of(begin, element)
+                    total += receive(ctx, at, EXTENTS.H - begin, expert_rank, NUMBER=BLOCK, element=element).to(tl.float32)
+        tl.store(out + tl.cast(token, tl.int64) * EXTENTS.H + columns, total.to(element), mask=columns < EXTENTS.H)
+        for expert_rank in range(EXTENTS.W):
+            if any_is(owner, expert_rank) & (expert_rank != rank):
+                at = slot.partials + tl.cast(expert_rank * EXTENTS.M + token, tl.int64) * SUM
+                clear(at + pitch_of(begin, element), EXTENTS.H - begin, NUMBER=BLOCK, element=element)
+
+
+@triton.jit
+def combine(slot, y, topk_weights, places, out, WEIGHTS: tl.constexpr, EXTENTS: tl.constexpr):
+    """As `iris.experts.combine.combine`, but for ``slot`` and ``EXTENTS``: `LowLatencySlot` and `FewTokens`."""
+    ctx = DeviceContext.initialize(slot.context, num_ranks=EXTENTS.W)
+    gdc_wait()
+    rank, program = ctx.cur_rank, tl.program_id(0)
+    element: tl.constexpr = out.dtype.element_ty
+    # The number of the dispatch, which is over.
+    call, tokens = tl.load(slot.calls + program), tl.load(slot.tokens)
+    if program == 0:
+        announce_end(ctx, slot, call, EXTENTS)
+    if (WEIGHTS == GIVEN) | ((call & 0xFFFF) < REFRESHED):
+        for token in range(program, EXTENTS.M, EXTENTS.PROGRAMS):
+            send_weights(ctx, slot, topk_weights, token, tokens, WEIGHTS == GIVEN, call, EXTENTS)
+    for distance in range(1, EXTENTS.W):
+        source = (rank + distance) % EXTENTS.W
+        for token in range(program, EXTENTS.M, EXTENTS.PROGRAMS):
+            send_sums(ctx, slot, y, places, token, source, call, WEIGHTS=WEIGHTS, EXTENTS=EXTENTS, element=element)
+    for token in range(program, tokens, EXTENTS.PROGRAMS):
+        receive_sums(ctx, slot, y, places, topk_weights, out, token, WEIGHTS=WEIGHTS, EXTENTS=EXTENTS)
+    if program == 0:
+        await_ends(ctx, slot, call, EXTENTS)
