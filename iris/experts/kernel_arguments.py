@@ -113,8 +113,12 @@ class FewTokens(NamedTuple):
     """The power of two from K + SHARE on."""
     TOKENS: int
     """Tokens whose choices a program compares with those at a time, a power of two."""
+    THREADS: int
+    """Of a program."""
     WORDS: int
-    """Words of 4 bytes that a block has at least, of what all of it waits for."""
+    """Words of 4 bytes that a block has at least, of what all of it waits for together."""
+    CLEARED: int
+    """Words that are cleared at a time."""
 
 
 class LowLatencySlot(NamedTuple):
@@ -123,6 +127,7 @@ class LowLatencySlot(NamedTuple):
     context: Any
     calls: Any
     tokens: Any
+    starts: Any
     over: Any
     choices: Any
     counts: Any

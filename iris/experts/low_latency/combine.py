@@ -19,12 +19,13 @@ import triton
 import triton.language as tl
 
 from iris.experts.combine import GIVEN, UNWEIGHTED
-from iris.experts.low_latency.dispatch import EXPERT, REFRESHED
-from iris.experts.low_latency.messages import base_of, clear, pitch_of, receive, send
+from iris.experts.low_latency.dispatch import EXPERT, REFRESHED, load_places
+from iris.experts.low_latency.messages import clear, parts_of, pitch_of, receive, room_of, send
 from iris.experts.routing import any_is, choices, owners
 from iris.language.address import translate
 from iris.language.context import DeviceContext
 from iris.language.dependent_launch import gdc_wait
+from iris.language.fences import cta_sync
 from iris.language.ll import ll_send
 from iris.language.ll_poll import ll_recv_shared
 
@@ -53,25 +54,8 @@ def send_weights(ctx, slot, topk_weights, token, tokens, given: tl.constexpr, ca
     weights = tl.load(topk_weights + token * EXTENTS.K + k, mask=mask, other=0).to(tl.int32, bitcast=True)
     region = (ctx.cur_rank * EXTENTS.M + token) * EXTENTS.K
     for distance in tl.static_range(1, EXTENTS.W):
-        base = base_of(ctx, (ctx.cur_rank + distance) % EXTENTS.W)
+        base = tl.load(ctx.table + (ctx.cur_rank + distance) % EXTENTS.W)
         ll_send(translate(slot.given + region, ctx.base, base) + k, weights, call, k < EXTENTS.K)
-
-
-@triton.jit
-def load_places(places, number, EXTENTS: tl.constexpr):
-    """The rows of a token, one for each choice; -1 for none here. ``number``: of the token, among all ranks'."""
-    found = ()
-    for choice in tl.static_range(EXTENTS.K):
-        found += (tl.load(places + number * EXTENTS.K + choice),)
-    return found
-
-
-@triton.jit
-def any_row(places, EXTENTS: tl.constexpr):
-    most = places[0]
-    for choice in tl.static_range(1, EXTENTS.K):
-        most = tl.maximum(most, places[choice])
-    return most >= 0
 
 
 @triton.jit
@@ -97,74 +81,112 @@ def receive_weights(ctx, slot, places, number, source, call, EXTENTS: tl.constex
 
 
 @triton.jit
-def add_up(y, places, weights, begin, WEIGHTS: tl.constexpr, EXTENTS: tl.constexpr):
-    """The sum of a block of a token's rows on this rank, float32, in the order of its choices."""
-    BLOCK: tl.constexpr = EXTENTS.BLOCK
-    column = begin + tl.arange(0, BLOCK)
+def add_up(y, places, weights, WEIGHTS: tl.constexpr, PARTS: tl.constexpr, ROOM: tl.constexpr, EXTENTS: tl.constexpr):
+    """The sum of a token's rows on this rank, float32, in the order of its choices; a block for each part."""
+    PART: tl.constexpr = EXTENTS.H // PARTS
+    column = tl.arange(0, ROOM)
     # All loads first: they are under way together.
     rows = ()
-    for choice in tl.static_range(EXTENTS.K):
-        mask = (column < EXTENTS.H) & (places[choice] >= 0)
-        rows += (tl.load(y + tl.cast(places[choice], tl.int64) * EXTENTS.H + column, mask=mask, other=0),)
-    total = tl.zeros((BLOCK,), dtype=tl.float32)
-    for choice in tl.static_range(EXTENTS.K):
-        row = rows[choice].to(tl.float32)
-        if WEIGHTS != UNWEIGHTED:
-            row *= weights[choice]
-        total += row
-    return total
+    for part in tl.static_range(PARTS):
+        for choice in tl.static_range(EXTENTS.K):
+            at = y + tl.cast(places[choice], tl.int64) * EXTENTS.H + (part * PART + column)
+            rows += (tl.load(at, mask=(column < PART) & (places[choice] >= 0), other=0),)
+    totals = ()
+    for part in tl.static_range(PARTS):
+        total = tl.zeros((ROOM,), dtype=tl.float32)
+        for choice in tl.static_range(EXTENTS.K):
+            row = rows[part * EXTENTS.K + choice].to(tl.float32)
+            if WEIGHTS != UNWEIGHTED:
+                row *= weights[choice]
+            total += row
+        totals += (total,)
+    return totals
 
 
 @triton.jit
-def send_sums(ctx, slot, y, places, token, source, call, WEIGHTS: tl.constexpr, EXTENTS: tl.constexpr, element: tl.constexpr):
+def send_sums(
+    ctx,
+    slot,
+    y,
+    places,
+    token,
+    source,
+    call,
+    element: tl.constexpr,
+    WEIGHTS: tl.constexpr,
+    PARTS: tl.constexpr,
+    ROOM: tl.constexpr,
+    EXTENTS: tl.constexpr,
+):
     """Step 2, for a token of rank ``source``."""
+    PART: tl.constexpr = EXTENTS.H // PARTS
     SUM: tl.constexpr = pitch_of(EXTENTS.H, element)
     number = source * EXTENTS.M + token
-    base = base_of(ctx, source)
-    rows = load_places(places, number, EXTENTS)
+    base = tl.load(ctx.table + source)
+    rows, any_here = load_places(places, number, EXTENTS)
     weights = load_weights(slot.weights, number, rows, EXTENTS)
-    if any_row(rows, EXTENTS):
+    if any_here:
         if WEIGHTS == GIVEN:
             weights = receive_weights(ctx, slot, rows, number, source, call, EXTENTS)
+        totals = add_up(y, rows, weights, WEIGHTS=WEIGHTS, PARTS=PARTS, ROOM=ROOM, EXTENTS=EXTENTS)
         target = slot.partials + tl.cast(ctx.cur_rank * EXTENTS.M + token, tl.int64) * SUM
-        for begin in tl.static_range(0, EXTENTS.H, EXTENTS.BLOCK):
-            total = add_up(y, rows, weights, begin, WEIGHTS=WEIGHTS, EXTENTS=EXTENTS).to(element)
-            send(ctx, target + pitch_of(begin, element), total, EXTENTS.H - begin, source, base)
+        for part in tl.static_range(PARTS):
+            send(ctx, target + pitch_of(part * PART, element), totals[part].to(element), PART, source, base)
 
 
 @triton.jit
-def receive_sums(ctx, slot, y, places, topk_weights, out, token, WEIGHTS: tl.constexpr, EXTENTS: tl.constexpr):
+def receive_sums(
+    ctx,
+    slot,
+    y,
+    places,
+    topk_weights,
+    out,
+    token,
+    element: tl.constexpr,
+    WEIGHTS: tl.constexpr,
+    PARTS: tl.constexpr,
+    ROOM: tl.constexpr,
+    EXTENTS: tl.constexpr,
+):
     """Step 3, for an own token."""
-    BLOCK: tl.constexpr = EXTENTS.BLOCK
-    element: tl.constexpr = out.dtype.element_ty
+    PART: tl.constexpr = EXTENTS.H // PARTS
     SUM: tl.constexpr = pitch_of(EXTENTS.H, element)
     rank, k = ctx.cur_rank, choices(EXTENTS)
     number = rank * EXTENTS.M + token
     # Written by this rank's dispatch.
     word = tl.load(slot.choices + number * EXTENTS.K + k, mask=k < EXTENTS.K, other=-1).to(tl.int32)
     owner = owners(tl.where(word >= 0, word >> EXPERT, -1), EXTENTS)
-    rows = load_places(places, number, EXTENTS)
+    rows, _ = load_places(places, number, EXTENTS)
     if WEIGHTS == GIVEN:
         weights = load_weights(topk_weights, token, rows, EXTENTS)
     else:
         weights = load_weights(slot.weights, number, rows, EXTENTS)
-    for begin in tl.static_range(0, EXTENTS.H, BLOCK):
-        columns = begin + tl.arange(0, BLOCK)
-        own = add_up(y, rows, weights, begin, WEIGHTS=WEIGHTS, EXTENTS=EXTENTS)
-        total = tl.zeros((BLOCK,), dtype=tl.float32)
-        for expert_rank in range(EXTENTS.W):
-            if any_is(owner, expert_rank):
-                if expert_rank == rank:
-                    total += own
-                else:
-                    at = slot.partials + tl.cast(expert_rank * EXTENTS.M + token, tl.int64) * SUM
-                    at += pitch_of(begin, element)
-                    total += receive(ctx, at, EXTENTS.H - begin, expert_rank, NUMBER=BLOCK, element=element).to(tl.float32)
-        tl.store(out + tl.cast(token, tl.int64) * EXTENTS.H + columns, total.to(element), mask=columns < EXTENTS.H)
-        for expert_rank in range(EXTENTS.W):
-            if any_is(owner, expert_rank) & (expert_rank != rank):
-                at = slot.partials + tl.cast(expert_rank * EXTENTS.M + token, tl.int64) * SUM
-                clear(at + pitch_of(begin, element), EXTENTS.H - begin, NUMBER=BLOCK, element=element)
+    own = add_up(y, rows, weights, WEIGHTS=WEIGHTS, PARTS=PARTS, ROOM=ROOM, EXTENTS=EXTENTS)
+    totals = ()
+    for part in tl.static_range(PARTS):
+        totals += (tl.zeros((ROOM,), dtype=tl.float32),)
+    for expert_rank in tl.static_range(EXTENTS.W):
+        comes = any_is(owner, expert_rank) & (expert_rank != rank)
+        begin = slot.partials + tl.cast(expert_rank * EXTENTS.M + token, tl.int64) * SUM
+        count = tl.where(comes, PART, 0)
+        parts = receive(ctx, begin, count, expert_rank, PARTS=PARTS, NUMBER=PART, ROOM=ROOM, element=element)
+        sums = ()
+        for part in tl.static_range(PARTS):
+            other = tl.where(comes, parts[part].to(tl.float32), 0)
+            # A sum is never -0 here, so that 0 changes nothing.
+            sums += (totals[part] + tl.where(expert_rank == rank, own[part], other),)
+        totals = sums
+    column = tl.arange(0, ROOM)
+    for part in tl.static_range(PARTS):
+        at = out + tl.cast(token, tl.int64) * EXTENTS.H + (part * PART + column)
+        tl.store(at, totals[part].to(element), mask=column < PART)
+    # Threads clear what others have read.
+    cta_sync()
+    for expert_rank in range(EXTENTS.W):
+        if any_is(owner, expert_rank) & (expert_rank != rank):
+            received = slot.partials + tl.cast(expert_rank * EXTENTS.M + token, tl.int64) * SUM
+            clear(received, WORDS=SUM, ROOM=EXTENTS.CLEARED)
 
 
 @triton.jit
@@ -174,6 +196,8 @@ def combine(slot, y, topk_weights, places, out, WEIGHTS: tl.constexpr, EXTENTS: 
     gdc_wait()
     rank, program = ctx.cur_rank, tl.program_id(0)
     element: tl.constexpr = out.dtype.element_ty
+    PARTS: tl.constexpr = parts_of(EXTENTS.H, element, EXTENTS.THREADS)
+    ROOM: tl.constexpr = room_of(EXTENTS.H // PARTS, element, EXTENTS.WORDS)
     # The number of the dispatch, which is over.
     call, tokens = tl.load(slot.calls + program), tl.load(slot.tokens)
     if program == 0:
@@ -184,8 +208,8 @@ def combine(slot, y, topk_weights, places, out, WEIGHTS: tl.constexpr, EXTENTS: 
     for distance in range(1, EXTENTS.W):
         source = (rank + distance) % EXTENTS.W
         for token in range(program, EXTENTS.M, EXTENTS.PROGRAMS):
-            send_sums(ctx, slot, y, places, token, source, call, WEIGHTS=WEIGHTS, EXTENTS=EXTENTS, element=element)
+            send_sums(ctx, slot, y, places, token, source, call, element, WEIGHTS, PARTS, ROOM, EXTENTS)
     for token in range(program, tokens, EXTENTS.PROGRAMS):
-        receive_sums(ctx, slot, y, places, topk_weights, out, token, WEIGHTS=WEIGHTS, EXTENTS=EXTENTS)
+        receive_sums(ctx, slot, y, places, topk_weights, out, token, element, WEIGHTS, PARTS, ROOM, EXTENTS)
     if program == 0:
         await_ends(ctx, slot, call, EXTENTS)

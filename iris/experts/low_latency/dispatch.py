@@ -16,7 +16,7 @@ Program p, for tokens t = p, p + P, ... of every rank:
    the other ranks. It does so also for tokens that this rank has not got, which have no choices.
 2. It waits for the numbers of rows of all ranks, and then knows where those of each rank begin for each expert.
 3. For its tokens of every rank it waits for the choices, and for the row if there is an expert here; it stores the row
-   to its experts' places, and clears the message. Own rows are read once more where they are.
+   to its experts' places, and clears the message. Own rows have gone nowhere.
 
 Nothing is waited for in step 1, so it is over on every rank whose programs are resident; there are fewer of these than
 multiprocessors. Who writes which word, and why it may be written again: `iris.experts.low_latency.memory`.
@@ -25,106 +25,114 @@ multiprocessors. Who writes which word, and why it may be written again: `iris.e
 import triton
 import triton.language as tl
 
-from iris.experts.low_latency.messages import base_of, clear, pitch_of, receive, send
-from iris.experts.routing import any_is, choices, load_choices, load_experts, owners
-from iris.experts.rows import BY_BLOCK, NOT, SMALLEST, divide_blocks, row_factor
+from iris.experts.low_latency.messages import clear, parts_of, peers, pitch_of, receive, room_of, send
+from iris.experts.routing import any_is, choices, load_experts, owners
+from iris.experts.rows import BY_BLOCK, NOT, SMALLEST, divide_blocks
 from iris.language.address import translate
 from iris.language.context import DeviceContext
 from iris.language.dependent_launch import gdc_wait
+from iris.language.fences import cta_sync
 from iris.language.ll import ll_send
 from iris.language.ll_poll import ll_recv_shared
-from iris.language.ordering import signed_type, store_after_sync
+from iris.language.ordering import store_after_sync
+from iris.language.target import on_nvidia
 
-# A word of ``choices``: -1 for none, or the token's number among those of its rank that have made the choice; a bit for
-# a choice that the token has made before; and the expert.
-AGAIN = tl.constexpr(1 << 15)
+# A word of ``choices``: -1 for none, or the number of the rank's tokens before that have made the choice, and the
+# expert from this bit on.
 EXPERT = tl.constexpr(16)
+NUMBER = tl.constexpr((1 << 16) - 1)
 # In calls of these numbers, in their low 16 bits, weights are sent in any case: see "Stamps" in
 # `iris.experts.low_latency.memory`.
 REFRESHED = tl.constexpr(2)
 
 
 @triton.jit
-def count_choices(topk_ids, targets, token, tokens, limit, EXTENTS: tl.constexpr):
-    """How many tokens before ``limit``, by target, have chosen the expert; with `AGAIN`, if the token has twice.
-
-    ``targets``: experts, of which the first K are the choices of ``token``.
-    """
+def count_choices(topk_ids, targets, tokens, limit, EXTENTS: tl.constexpr):
+    """How many of this rank's tokens before ``limit`` have chosen each of the experts ``targets``."""
     TOKENS: tl.constexpr = EXTENTS.TOKENS
     TARGETS: tl.constexpr = EXTENTS.TARGETS
-    target = tl.arange(0, TARGETS)
     found = tl.zeros((TARGETS,), dtype=tl.int32)
     for begin in range(0, EXTENTS.M, TOKENS):
-        other = begin + tl.arange(0, TOKENS)[:, None]
-        chosen = tl.zeros((TOKENS, TARGETS), dtype=tl.int32)
-        again = tl.zeros((TOKENS, TARGETS), dtype=tl.int32)
+        # Tokens along the second dimension, along which threads are: each loads the choices of its own.
+        token = begin + tl.arange(0, TOKENS)[None, :]
+        chosen = tl.zeros((TARGETS, TOKENS), dtype=tl.int1)
         for k in tl.static_range(EXTENTS.K):
-            experts = load_experts(topk_ids + other * EXTENTS.K + k, other < tokens, EXTENTS)
             # A target that is none is like choices that are none, and its number matters to nobody.
-            same = (experts == targets[None, :]).to(tl.int32)
-            chosen = chosen | same
-            again = again | tl.where((k < target)[None, :], same, 0)
-        there = tl.where(other < limit[None, :], chosen, 0)
-        twice = tl.where((other == token) & (target < EXTENTS.K)[None, :], again * AGAIN, 0)
-        found += tl.sum(there + twice, axis=0)
+            chosen |= load_experts(topk_ids + token * EXTENTS.K + k, token < tokens, EXTENTS) == targets[:, None]
+        found += tl.sum((chosen & (token < limit[:, None])).to(tl.int32), axis=1)
     return found
 
 
 @triton.jit
-def send_choices(ctx, slot, topk_ids, topk_weights, token, tokens, weighted, call, EXTENTS: tl.constexpr):
+def send_choices(ctx, slot, topk_ids, topk_weights, token, tokens, weighted, call, bases, EXTENTS: tl.constexpr):
     """Of one token, and the numbers of rows of this program's share of the experts."""
     rank, K = ctx.cur_rank, EXTENTS.K
     target = tl.arange(0, EXTENTS.TARGETS)
     mine = target < K
     own = load_experts(topk_ids + token * K + target, mine & (token < tokens), EXTENTS)
     expert = tl.program_id(0) * EXTENTS.SHARE + target - K
-    counted = (target >= K) & (target < K + EXTENTS.SHARE) & (expert < EXTENTS.E)
+    # With the first of its tokens.
+    counted = (target >= K) & (target < K + EXTENTS.SHARE) & (expert < EXTENTS.E) & (token == tl.program_id(0))
     targets = tl.where(mine, own, tl.where(counted, expert, -1))
-    number = count_choices(topk_ids, targets, token, tokens, tl.where(mine, token, tokens), EXTENTS=EXTENTS)
+    number = count_choices(topk_ids, targets, tokens, tl.where(mine, token, tokens), EXTENTS=EXTENTS)
     word = tl.where(own >= 0, number | (own << EXPERT), -1)
-    region = (rank * EXTENTS.M + token) * K
+    region = slot.choices + (rank * EXTENTS.M + token) * K
+    at = slot.counts + rank * EXTENTS.LOCAL + expert
     for distance in tl.static_range(EXTENTS.W):
         peer = (rank + distance) % EXTENTS.W
-        base = base_of(ctx, peer)
-        ll_send(translate(slot.choices + region, ctx.base, base) + target, word, call, mine)
-    # Of the experts of all ranks, each where it is.
-    counted &= token == tl.program_id(0)
-    peer = tl.where(counted, expert // EXTENTS.LOCAL, rank)
-    at = slot.counts + rank * EXTENTS.LOCAL + expert - peer * EXTENTS.LOCAL
-    ll_send(translate(at, ctx.base, base_of(ctx, peer)), number, call, counted)
+        ll_send(translate(region, ctx.base, bases[distance]) + target, word, call, mine)
+        first = peer * EXTENTS.LOCAL
+        there = counted & (expert >= first) & (expert < first + EXTENTS.LOCAL)
+        ll_send(translate(at - first, ctx.base, bases[distance]), number, call, there)
     if (weighted != 0) | ((call & 0xFFFF) < REFRESHED):
         k = choices(EXTENTS)
         given = (weighted != 0) & (token < tokens) & (k < K)
         weights = tl.load(topk_weights + token * K + k, mask=given, other=0).to(tl.int32, bitcast=True)
+        region = slot.sent + (rank * EXTENTS.M + token) * K
         for distance in tl.static_range(EXTENTS.W):
-            base = base_of(ctx, (rank + distance) % EXTENTS.W)
-            ll_send(translate(slot.sent + region, ctx.base, base) + k, weights, call, k < K)
+            ll_send(translate(region, ctx.base, bases[distance]) + k, weights, call, k < K)
 
 
 @triton.jit
-def load_block(x, token, begin, there, EXTENTS: tl.constexpr):
-    column = begin + tl.arange(0, EXTENTS.BLOCK)
-    at = x + tl.cast(token, tl.int64) * EXTENTS.H + column
-    return tl.load(at, mask=(column < EXTENTS.H) & there, other=0)
+def load_row(x, scales, token, there, FORM: tl.constexpr, EXTENTS: tl.constexpr):
+    """Its blocks, and its factors if they are given."""
+    QUANTIZE: tl.constexpr = FORM.QUANTIZE
+    SCALES: tl.constexpr = FORM.SCALES
+    blocks, factors = (), ()
+    for begin in tl.static_range(0, EXTENTS.H, EXTENTS.BLOCK):
+        column = begin + tl.arange(0, EXTENTS.BLOCK)
+        at = x + tl.cast(token, tl.int64) * EXTENTS.H + column
+        # Volatile, so that the compiler leaves the loads in front of what is done while they are under way.
+        blocks += (tl.load(at, mask=(column < EXTENTS.H) & there, other=0, volatile=on_nvidia()),)
+    if QUANTIZE == NOT and SCALES > 0:
+        i = tl.arange(0, FORM.LANES)
+        factors += (tl.load(scales.given + token * SCALES + i, mask=(i < SCALES) & there, other=0),)
+    return blocks, factors
 
 
 @triton.jit
-def factor_of_row(x, token, data, FORM: tl.constexpr, EXTENTS: tl.constexpr):
-    """`row_factor`. ``data``: the first block of the row, float32."""
-    if EXTENTS.H <= EXTENTS.BLOCK:
-        return tl.maximum(tl.max(tl.abs(data), axis=0) / FORM.LARGEST, SMALLEST)
+def divide_row(blocks, factors, element: tl.constexpr, FORM: tl.constexpr):
+    """The same as it travels: by factors that are made of it, if it is to be divided. As `iris.experts.rows`."""
+    QUANTIZE: tl.constexpr = FORM.QUANTIZE
+    if QUANTIZE == NOT:
+        return blocks, factors
     else:
-        return row_factor(x + tl.cast(token, tl.int64) * EXTENTS.H, FORM, EXTENTS)
-
-
-@triton.jit
-def divide(data, factor, element: tl.constexpr, FORM: tl.constexpr):
-    """A block of a row as ``element``, and its factors; ``factor``: of the row, if it has one."""
-    data = data.to(tl.float32)
-    if FORM.QUANTIZE == BY_BLOCK:
-        return divide_blocks(data, element, FORM)
-    else:
-        return (data / factor).to(element), factor + tl.zeros((4,), dtype=tl.float32)
+        divided, made = (), ()
+        if QUANTIZE != BY_BLOCK:
+            peak = 0.0
+            for i in tl.static_range(len(blocks)):
+                peak = tl.maximum(peak, tl.max(tl.abs(blocks[i].to(tl.float32)), axis=0))
+            factor = tl.maximum(peak / FORM.LARGEST, SMALLEST)
+            made += (factor + tl.zeros((4,), dtype=tl.float32),)
+        for i in tl.static_range(len(blocks)):
+            data = blocks[i].to(tl.float32)
+            if QUANTIZE == BY_BLOCK:
+                data, of_block = divide_blocks(data, element, FORM)
+                made += (of_block,)
+            else:
+                data = (data / factor).to(element)
+            divided += (data,)
+        return divided, made
 
 
 @triton.jit
@@ -137,163 +145,198 @@ def regions(slot, number, element: tl.constexpr, FORM: tl.constexpr, EXTENTS: tl
 
 
 @triton.jit
-def send_row(ctx, slot, x, scales, topk_ids, token, first, element: tl.constexpr, FORM: tl.constexpr, EXTENTS: tl.constexpr):
-    """To the other ranks of its experts, divided if it is to be. ``first``: the first block of the row."""
-    SCALES: tl.constexpr = FORM.SCALES
-    BLOCK: tl.constexpr = EXTENTS.BLOCK
-    owner = owners(load_choices(topk_ids, token, EXTENTS), EXTENTS)
-    row, factors = regions(slot, ctx.cur_rank * EXTENTS.M + token, element, FORM, EXTENTS)
-    if FORM.QUANTIZE != NOT:
-        factor = factor_of_row(x, token, first.to(tl.float32), FORM, EXTENTS)
-    elif SCALES > 0:
-        i = tl.arange(0, FORM.LANES)
-        given = tl.load(scales.given + token * SCALES + i, mask=i < SCALES, other=0)
-    for begin in tl.static_range(0, EXTENTS.H, BLOCK):
-        data = first if begin == 0 else load_block(x, token, begin, True, EXTENTS)
-        if FORM.QUANTIZE != NOT:
-            data, of_block = divide(data, factor, element, FORM)
-        for distance in tl.static_range(1, EXTENTS.W):
-            peer = (ctx.cur_rank + distance) % EXTENTS.W
-            base = base_of(ctx, peer)
-            if any_is(owner, peer):
-                at = row + pitch_of(begin, element)
-                send(ctx, at, data, EXTENTS.H - begin, peer, base)
-                if FORM.QUANTIZE == BY_BLOCK:
-                    at = factors + begin // FORM.GROUP
-                    send(ctx, at, of_block, SCALES - begin // FORM.GROUP, peer, base)
-                elif SCALES > 0 and begin == 0:
-                    send(ctx, factors, of_block if FORM.QUANTIZE != NOT else given, SCALES, peer, base)
+def send_row(
+    ctx,
+    slot,
+    topk_ids,
+    token,
+    tokens,
+    row,
+    factors,
+    bases,
+    element: tl.constexpr,
+    FORM: tl.constexpr,
+    EXTENTS: tl.constexpr,
+):
+    """To the other ranks of its experts."""
+    k = choices(EXTENTS)
+    own = load_experts(topk_ids + token * EXTENTS.K + k, (k < EXTENTS.K) & (token < tokens), EXTENTS)
+    owner = owners(own, EXTENTS)
+    to_row, to_factors = regions(slot, ctx.cur_rank * EXTENTS.M + token, element, FORM, EXTENTS)
+    for distance in tl.static_range(1, EXTENTS.W):
+        peer = (ctx.cur_rank + distance) % EXTENTS.W
+        if any_is(owner, peer):
+            for i in tl.static_range(len(row)):
+                count = EXTENTS.H - i * EXTENTS.BLOCK
+                send(ctx, to_row + pitch_of(i * EXTENTS.BLOCK, element), row[i], count, peer, bases[distance])
+            for i in tl.static_range(len(factors)):
+                first = i * (EXTENTS.BLOCK // FORM.GROUP)
+                send(ctx, to_factors + first, factors[i], FORM.SCALES - first, peer, bases[distance])
 
 
 @triton.jit
-def first_rows(ctx, slot, layout, alignment, call, EXTENTS: tl.constexpr):
-    """Step 2: where the rows of each rank begin for each local expert, ``[RANKS, LOCALS]``.
+def find_starts(ctx, slot, layout, alignment, call, EXTENTS: tl.constexpr):
+    """Step 2: where the rows of each rank begin for each local expert, ``[W, LOCAL]``, in memory of this program.
 
     ``alignment`` 0: each expert has room for all that may come. Else this depends on how many come.
     """
-    RANKS: tl.constexpr = EXTENTS.RANKS
     LOCALS: tl.constexpr = EXTENTS.LOCALS
-    i, expert = tl.arange(0, RANKS * LOCALS), tl.arange(0, LOCALS)
-    source, local = i // LOCALS, i % LOCALS
-    here = (source < EXTENTS.W) & (local < EXTENTS.LOCAL)
-    at = slot.counts + source * EXTENTS.LOCAL + local
-    counts = ll_recv_shared(at, call, here, source, record=ctx._record())
-    counts = tl.reshape(tl.where(here, counts, 0), (RANKS, LOCALS))
-    total = tl.sum(counts, axis=0)
-    rows = tl.zeros((LOCALS,), dtype=tl.int32) + EXTENTS.W * EXTENTS.M
+    program = tl.program_id(0)
+    expert = tl.arange(0, LOCALS)
+    here = expert < EXTENTS.LOCAL
+    total, starts = tl.zeros((LOCALS,), dtype=tl.int32), ()
+    for source in tl.static_range(EXTENTS.W):
+        starts += (total,)
+        at = slot.counts + source * EXTENTS.LOCAL + expert
+        total += tl.where(here, ll_recv_shared(at, call, here, source + 0 * expert, record=ctx._record()), 0)
+    begin = expert * (EXTENTS.W * EXTENTS.M)
+    end = begin + EXTENTS.W * EXTENTS.M
     if alignment > 0:
         rows = (total + alignment - 1) // alignment * alignment
-    rows = tl.where(expert < EXTENTS.LOCAL, rows, 0)
-    end = tl.cumsum(rows, axis=0)
-    begin = end - rows
-    if tl.program_id(0) == 0:
-        tl.store(layout.counts + expert, total, mask=expert < EXTENTS.LOCAL)
-        tl.store(layout.offsets + expert, begin, mask=expert < EXTENTS.LOCAL)
-        tl.store(layout.offsets + EXTENTS.LOCAL, tl.max(end, axis=0))
-    return begin[None, :] + tl.cumsum(counts, axis=0) - counts
+        end = tl.cumsum(tl.where(here, rows, 0), axis=0)
+        begin = end - rows
+    found = slot.starts + program * (EXTENTS.W * EXTENTS.LOCAL)
+    for source in tl.static_range(EXTENTS.W):
+        tl.store(found + source * EXTENTS.LOCAL + expert, begin + starts[source], mask=here)
+    cta_sync()
+    if program == 0:
+        tl.store(layout.counts + expert, total, mask=here)
+        tl.store(layout.offsets + expert, begin, mask=here)
+        tl.store(layout.offsets + 1 + expert, end, mask=expert == EXTENTS.LOCAL - 1)
+    return found
 
 
 @triton.jit
-def receive_places(ctx, slot, layout, starts, token, call, EXTENTS: tl.constexpr):
-    """Which row each choice of a token of every rank is, ``[RANKS, CHOICES]``; -1 for none here.
+def find_places(ctx, slot, layout, starts, token, call, EXTENTS: tl.constexpr):
+    """Which row each choice of a token of every rank is, -1 for none here, to ``layout.places``.
 
-    And the same again, with -1 for a choice that the token has made before, whose row is there already.
+    Returns the same, where it is there and in ``[W, M, K]`` of other memory.
     """
-    RANKS: tl.constexpr = EXTENTS.RANKS
-    CHOICES: tl.constexpr = EXTENTS.CHOICES
-    i = tl.arange(0, RANKS * CHOICES)
-    source, k = i // CHOICES, i % CHOICES
+    i = tl.arange(0, EXTENTS.RANKS * EXTENTS.CHOICES)
+    source, k = i // EXTENTS.CHOICES, i % EXTENTS.CHOICES
     there = (source < EXTENTS.W) & (k < EXTENTS.K)
     at = (source * EXTENTS.M + token) * EXTENTS.K + k
     word = ll_recv_shared(slot.choices + at, call, there, source, record=ctx._record())
     local = (word >> EXPERT) - ctx.cur_rank * EXTENTS.LOCAL
     here = there & (word >= 0) & (local >= 0) & (local < EXTENTS.LOCAL)
-    index = tl.reshape(tl.where(here, local, 0), (RANKS, CHOICES))
-    start = tl.reshape(tl.gather(starts, index, axis=1), (RANKS * CHOICES,))
-    place = tl.where(here, start + (word & (AGAIN - 1)), -1)
+    start = tl.load(starts + source * EXTENTS.LOCAL + local, mask=here, other=0)
+    place = tl.where(here, start + (word & NUMBER), -1)
     tl.store(layout.places + at, place, mask=there)
-    copied = tl.where((word & AGAIN) != 0, -1, place)
-    return place, copied
+    cta_sync()
+    return place, at
 
 
 @triton.jit
-def receive_weights(ctx, slot, place, token, call, EXTENTS: tl.constexpr):
+def load_places(places, number, EXTENTS: tl.constexpr):
+    """The rows of a token, a number for each choice; -1 for none here. ``number``: of the token, among all ranks'.
+
+    And whether there is any.
+    """
+    found, most = (), -1
+    for choice in tl.static_range(EXTENTS.K):
+        found += (tl.load(places + number * EXTENTS.K + choice),)
+        most = tl.maximum(most, found[choice])
+    return found, most >= 0
+
+
+@triton.jit
+def store_to_places(rows, data, places, begin, count: tl.constexpr, number: tl.constexpr, K: tl.constexpr):
+    """Store ``count`` elements of a row of ``number``, from ``begin`` on, to each of the rows ``places`` that is one.
+
+    The row of an expert that was chosen twice is stored twice.
+    """
+    column = tl.arange(0, data.shape[0])
+    for choice in tl.static_range(K):
+        at = rows + tl.cast(places[choice], tl.int64) * number + (begin + column)
+        tl.store(at, data, mask=(column < count) & (begin + column < number) & (places[choice] >= 0))
+
+
+@triton.jit
+def place_own_row(scales, layout, token, rank, row, factors, FORM: tl.constexpr, EXTENTS: tl.constexpr):
+    places, any_here = load_places(layout.places, rank * EXTENTS.M + token, EXTENTS)
+    if any_here:
+        for i in tl.static_range(len(row)):
+            store_to_places(layout.rows, row[i], places, i * EXTENTS.BLOCK, EXTENTS.BLOCK, EXTENTS.H, EXTENTS.K)
+        BLOCK: tl.constexpr = EXTENTS.BLOCK // FORM.GROUP if len(factors) > 1 else FORM.SCALES
+        for i in tl.static_range(len(factors)):
+            store_to_places(scales.placed, factors[i], places, i * BLOCK, BLOCK, FORM.SCALES, EXTENTS.K)
+
+
+@triton.jit
+def place_row(ctx, slot, scales, layout, token, source, FORM: tl.constexpr, EXTENTS: tl.constexpr):
+    """Of another rank: wait for it, store it, clear the message."""
+    SCALES: tl.constexpr = FORM.SCALES
+    element: tl.constexpr = layout.rows.dtype.element_ty
+    H: tl.constexpr = EXTENTS.H
+    PARTS: tl.constexpr = parts_of(H, element, EXTENTS.THREADS)
+    ROOM: tl.constexpr = room_of(H // PARTS, element, EXTENTS.WORDS)
+    places, any_here = load_places(layout.places, source * EXTENTS.M + token, EXTENTS)
+    if any_here:
+        row, factors = regions(slot, source * EXTENTS.M + token, element, FORM, EXTENTS)
+        parts = receive(ctx, row, H // PARTS, source, PARTS=PARTS, NUMBER=H // PARTS, ROOM=ROOM, element=element)
+        for part in tl.static_range(PARTS):
+            store_to_places(layout.rows, parts[part], places, part * (H // PARTS), H // PARTS, H, EXTENTS.K)
+        if SCALES > 0:
+            OF_FACTORS: tl.constexpr = room_of(SCALES, tl.float32, EXTENTS.WORDS)
+            (data,) = receive(
+                ctx, factors, SCALES, source, PARTS=1, NUMBER=SCALES, ROOM=OF_FACTORS, element=tl.float32
+            )
+            store_to_places(scales.placed, data, places, 0, SCALES, SCALES, EXTENTS.K)
+        # Threads clear what others have read.
+        cta_sync()
+        clear(row, WORDS=pitch_of(H, element), ROOM=EXTENTS.CLEARED)
+        if SCALES > 0:
+            clear(factors, WORDS=pitch_of(SCALES, tl.float32), ROOM=OF_FACTORS)
+
+
+@triton.jit
+def receive_weights(ctx, slot, place, at, call, EXTENTS: tl.constexpr):
     """Of the choices with a row here: for this rank's combine."""
-    i = tl.arange(0, EXTENTS.RANKS * EXTENTS.CHOICES)
-    source, k = i // EXTENTS.CHOICES, i % EXTENTS.CHOICES
-    at = (source * EXTENTS.M + token) * EXTENTS.K + k
+    source = tl.arange(0, EXTENTS.RANKS * EXTENTS.CHOICES) // EXTENTS.CHOICES
     word = ll_recv_shared(slot.sent + at, call, place >= 0, source, record=ctx._record())
     tl.store(slot.weights + at, word.to(tl.float32, bitcast=True), mask=place >= 0)
 
 
 @triton.jit
-def store_to_places(rows, data, places, begin, number: tl.constexpr, K: tl.constexpr):
-    """Store a block of a row, of ``number`` elements, to each of the rows ``places`` that is one."""
-    column = begin + tl.arange(0, data.shape[0])
-    for choice in tl.static_range(K):
-        if places[choice] >= 0:
-            at = rows + tl.cast(places[choice], tl.int64) * number + column
-            tl.store(at, data, mask=column < number)
+def begin_token(
+    ctx,
+    slot,
+    x,
+    scales,
+    topk_ids,
+    topk_weights,
+    token,
+    tokens,
+    weighted,
+    call,
+    bases,
+    element: tl.constexpr,
+    FORM: tl.constexpr,
+    EXTENTS: tl.constexpr,
+):
+    """Step 1 for an own token. Returns its row as it travels."""
+    # Under way while choices are counted.
+    row, factors = load_row(x, scales, token, FORM.MOVES & (token < tokens), FORM, EXTENTS)
+    send_choices(ctx, slot, topk_ids, topk_weights, token, tokens, weighted, call, bases, EXTENTS=EXTENTS)
+    row, factors = divide_row(row, factors, element, FORM)
+    if FORM.MOVES:
+        send_row(ctx, slot, topk_ids, token, tokens, row, factors, bases, element=element, FORM=FORM, EXTENTS=EXTENTS)
+    return row, factors
 
 
 @triton.jit
-def rows_of(copied, source, EXTENTS: tl.constexpr):
-    """The rows where a token of rank ``source`` goes, a number for each choice, and whether there is any."""
-    i = tl.arange(0, EXTENTS.RANKS * EXTENTS.CHOICES)
-    places = ()
-    for choice in tl.static_range(EXTENTS.K):
-        this = i == source * EXTENTS.CHOICES + choice
-        places += (tl.sum(tl.where(this, copied + 1, 0), axis=0) - 1,)
-    mine = i // EXTENTS.CHOICES == source
-    return places, tl.max(tl.where(mine, copied, -1), axis=0) >= 0
-
-
-@triton.jit
-def place_own_row(x, scales, layout, token, copied, rank, FORM: tl.constexpr, EXTENTS: tl.constexpr):
-    """It has gone nowhere: read, and divided, once more."""
-    SCALES: tl.constexpr = FORM.SCALES
-    QUANTIZE: tl.constexpr = FORM.QUANTIZE
-    element: tl.constexpr = layout.rows.dtype.element_ty
-    places, any_here = rows_of(copied, rank, EXTENTS)
-    if any_here:
-        first = load_block(x, token, 0, True, EXTENTS)
-        if QUANTIZE != NOT:
-            factor = factor_of_row(x, token, first.to(tl.float32), FORM, EXTENTS)
-        for begin in tl.static_range(0, EXTENTS.H, EXTENTS.BLOCK):
-            data = first if begin == 0 else load_block(x, token, begin, True, EXTENTS)
-            if QUANTIZE != NOT:
-                data, of_block = divide(data, factor, element, FORM)
-                if QUANTIZE == BY_BLOCK:
-                    store_to_places(scales.placed, of_block, places, begin // FORM.GROUP, SCALES, EXTENTS.K)
-                elif begin == 0:
-                    store_to_places(scales.placed, of_block, places, 0, SCALES, EXTENTS.K)
-            store_to_places(layout.rows, data, places, begin, EXTENTS.H, EXTENTS.K)
-        if QUANTIZE == NOT and SCALES > 0:
-            i = tl.arange(0, FORM.LANES)
-            given = tl.load(scales.given + token * SCALES + i, mask=i < SCALES, other=0)
-            store_to_places(scales.placed, given, places, 0, SCALES, EXTENTS.K)
-
-
-@triton.jit
-def place_row(ctx, slot, scales, layout, token, copied, source, FORM: tl.constexpr, EXTENTS: tl.constexpr):
-    """Of another rank: wait for it, store it, clear the message."""
-    SCALES: tl.constexpr = FORM.SCALES
-    BLOCK: tl.constexpr = EXTENTS.BLOCK
-    element: tl.constexpr = layout.rows.dtype.element_ty
-    places, any_here = rows_of(copied, source, EXTENTS)
-    if any_here:
-        row, factors = regions(slot, source * EXTENTS.M + token, element, FORM, EXTENTS)
-        for begin in tl.static_range(0, EXTENTS.H, BLOCK):
-            at = row + pitch_of(begin, element)
-            data = receive(ctx, at, EXTENTS.H - begin, source, NUMBER=BLOCK, element=element)
-            store_to_places(layout.rows, data, places, begin, EXTENTS.H, EXTENTS.K)
-        if SCALES > 0:
-            NUMBER: tl.constexpr = max(4, FORM.LANES, EXTENTS.WORDS)
-            data = receive(ctx, factors, SCALES, source, NUMBER=NUMBER, element=tl.float32)
-            store_to_places(scales.placed, data, places, 0, SCALES, EXTENTS.K)
-            clear(factors, SCALES, NUMBER=NUMBER, element=tl.float32)
-        for begin in tl.static_range(0, EXTENTS.H, BLOCK):
-            clear(row + pitch_of(begin, element), EXTENTS.H - begin, NUMBER=BLOCK, element=element)
+def end_token(
+    ctx, slot, scales, layout, starts, token, weighted, call, row, factors, FORM: tl.constexpr, EXTENTS: tl.constexpr
+):
+    """Step 3 for a token of every rank. ``row`` and ``factors``: the own one's."""
+    place, at = find_places(ctx, slot, layout, starts, token, call, EXTENTS=EXTENTS)
+    if FORM.MOVES:
+        place_own_row(scales, layout, token, ctx.cur_rank, row, factors, FORM=FORM, EXTENTS=EXTENTS)
+        for distance in range(1, EXTENTS.W):
+            source = (ctx.cur_rank + distance) % EXTENTS.W
+            place_row(ctx, slot, scales, layout, token, source, FORM=FORM, EXTENTS=EXTENTS)
+    if weighted != 0:
+        receive_weights(ctx, slot, place, at, call, EXTENTS=EXTENTS)
 
 
 @triton.jit(do_not_specialize=["tokens", "weighted", "alignment"])
@@ -312,26 +355,41 @@ def dispatch(
 ):
     """As `iris.experts.dispatch.dispatch`, but for ``slot`` and ``EXTENTS``: `LowLatencySlot` and `FewTokens`."""
     ctx = DeviceContext.initialize(slot.context, num_ranks=EXTENTS.W)
+    bases = peers(ctx, EXTENTS.W)
     gdc_wait()
     rank, program = ctx.cur_rank, tl.program_id(0)
     element: tl.constexpr = layout.rows.dtype.element_ty
     call = tl.load(slot.calls + program) + 1
-    for token in range(program, EXTENTS.M, EXTENTS.PROGRAMS):
-        # On its way while choices are counted.
-        first = load_block(x, token, 0, FORM.MOVES & (token < tokens), EXTENTS)
-        send_choices(ctx, slot, topk_ids, topk_weights, token, tokens, weighted, call, EXTENTS=EXTENTS)
-        if FORM.MOVES and token < tokens:
-            send_row(ctx, slot, x, scales, topk_ids, token, first, element=element, FORM=FORM, EXTENTS=EXTENTS)
-    starts = first_rows(ctx, slot, layout, alignment, call, EXTENTS=EXTENTS)
-    for token in range(program, EXTENTS.M, EXTENTS.PROGRAMS):
-        place, copied = receive_places(ctx, slot, layout, starts, token, call, EXTENTS=EXTENTS)
-        if FORM.MOVES:
-            place_own_row(x, scales, layout, token, copied, rank, FORM=FORM, EXTENTS=EXTENTS)
-            for distance in range(1, EXTENTS.W):
-                source = (rank + distance) % EXTENTS.W
-                place_row(ctx, slot, scales, layout, token, copied, source, FORM=FORM, EXTENTS=EXTENTS)
-        if weighted != 0:
-            receive_weights(ctx, slot, place, token, call, EXTENTS=EXTENTS)
+    # A program that has one token keeps its row in registers.
+    if EXTENTS.M <= EXTENTS.PROGRAMS:
+        row, factors = begin_token(
+            ctx, slot, x, scales, topk_ids, topk_weights, program, tokens, weighted, call, bases, element, FORM, EXTENTS
+        )
+        starts = find_starts(ctx, slot, layout, alignment, call, EXTENTS=EXTENTS)
+        end_token(ctx, slot, scales, layout, starts, program, weighted, call, row, factors, FORM, EXTENTS)
+    else:
+        for token in range(program, EXTENTS.M, EXTENTS.PROGRAMS):
+            begin_token(
+                ctx,
+                slot,
+                x,
+                scales,
+                topk_ids,
+                topk_weights,
+                token,
+                tokens,
+                weighted,
+                call,
+                bases,
+                element,
+                FORM,
+                EXTENTS,
+            )
+        starts = find_starts(ctx, slot, layout, alignment, call, EXTENTS=EXTENTS)
+        for token in range(program, EXTENTS.M, EXTENTS.PROGRAMS):
+            row, factors = load_row(x, scales, token, FORM.MOVES & (token < tokens), FORM, EXTENTS)
+            row, factors = divide_row(row, factors, element, FORM)
+            end_token(ctx, slot, scales, layout, starts, token, weighted, call, row, factors, FORM, EXTENTS)
     if program == 0:
         tl.store(slot.tokens, tl.cast(tokens, tl.int32))
     store_after_sync(slot.calls + program, call)

@@ -1,4 +1,4 @@
-"""Blocks of rows as messages: what dispatch and combine for few tokens send, wait for and clear.
+"""Rows as messages: what dispatch and combine for few tokens send, wait for and clear.
 
 Memory is given in words of 4 bytes, int32. A row begins at a multiple of 16 bytes and has as many up to the next.
 """
@@ -7,7 +7,6 @@ import triton
 import triton.language as tl
 
 from iris.language.address import bytes_of, translate
-from iris.language.fences import cta_sync
 from iris.language.flat import flat
 from iris.language.lamport import (
     decode,
@@ -18,17 +17,42 @@ from iris.language.lamport import (
     lamport_send,
 )
 
+VECTOR = 16  # bytes
+# Vectors of a row that a thread waits for together, at most: 4 registers each.
+MOST_PARTS = 16
+
 
 @triton.constexpr_function
 def pitch_of(number, element):
     """Words from one row of so many elements to the next."""
-    return -(-number * bytes_of(element) // 16) * 4
+    return -(-number * bytes_of(element) // VECTOR) * (VECTOR // 4)
+
+
+@triton.constexpr_function
+def parts_of(number, element, threads):
+    """How many equal parts a row of so many elements has, for the loads of a thread to be under way together.
+
+    Each part is whole vectors of 16 bytes, for each thread one at most. If there is no such number: 1.
+    """
+    nbytes = number * bytes_of(element)
+    vectors = nbytes // VECTOR
+    possible = range(max(1, -(-vectors // threads)), MOST_PARTS + 1)
+    return next((parts for parts in possible if nbytes % (VECTOR * parts) == 0), 1)
+
+
+@triton.constexpr_function
+def room_of(number, element, threads):
+    """Elements of the block of a part of so many: a power of two, and a word for each thread."""
+    return max(1 << (number - 1).bit_length(), threads * elements_per_word(element), VECTOR // bytes_of(element))
 
 
 @triton.jit
-def base_of(ctx, rank):
-    """Where a rank's memory begins: hidden behind other loads, if it is read before what is to be sent."""
-    return tl.load(ctx.table + rank)
+def peers(ctx, W: tl.constexpr):
+    """Where the memory of each rank begins, this one's first, then its right neighbour's."""
+    bases = ()
+    for distance in tl.static_range(W):
+        bases += (tl.load(ctx.table + (ctx.cur_rank + distance) % W),)
+    return bases
 
 
 @triton.jit
@@ -40,28 +64,35 @@ def send(ctx, begin, values, count, peer, base):
 
 
 @triton.jit
-def receive(ctx, begin, count, source, NUMBER: tl.constexpr, element: tl.constexpr):
-    """Wait for the first ``count`` of ``NUMBER`` elements, which rank ``source`` sends to ``begin`` here."""
-    WORDS: tl.constexpr = NUMBER // elements_per_word(element)
+def receive(ctx, begin, count, source, PARTS: tl.constexpr, NUMBER: tl.constexpr, ROOM: tl.constexpr, element: tl.constexpr):
+    """Wait for ``PARTS`` parts of ``NUMBER`` elements, of which rank ``source`` sends the first ``count`` of each.
+
+    They are one behind the other from ``begin`` on; a tuple of blocks of ``ROOM`` elements. With a ``count`` of 0
+    nothing is awaited, and they are anything.
+    """
+    E: tl.constexpr = elements_per_word(element)
     event = ctx.tracing.begin_wait_for_data(begin, ctx.cur_rank)
-    (words,) = lamport_recv(
+    found = lamport_recv(
         begin,
         -1,
         count,
-        WORDS=WORDS,
-        PARTS=1,
-        STRIDE=WORDS,
+        WORDS=ROOM // E,
+        PARTS=PARTS,
+        STRIDE=ROOM // E if PARTS == 1 else NUMBER // E,
         element=element,
         record=ctx._record(),
-        first=source,
+        source=source,
     )
     ctx.tracing.record_event_end(event)
-    return decode(words, None, element)
+    parts = ()
+    for part in tl.static_range(PARTS):
+        parts += (decode(found[part], None, element),)
+    return parts
 
 
 @triton.jit
-def clear(begin, count, NUMBER: tl.constexpr, element: tl.constexpr):
-    """Clear what `receive` has read, when all of the block's threads have."""
-    k = flat(NUMBER // elements_per_word(element), tl.int32)
-    cta_sync()
-    lamport_clear(begin + k, in_vectors(k, count, element))
+def clear(begin, WORDS: tl.constexpr, ROOM: tl.constexpr):
+    """Clear so many words from ``begin`` on, whole vectors; when all of the block's threads have read them."""
+    for first in tl.static_range(0, WORDS, ROOM):
+        k = first + flat(ROOM, tl.int32)
+        lamport_clear(begin + k, k < WORDS)
