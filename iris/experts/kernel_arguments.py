@@ -113,6 +113,8 @@ class FewTokens(NamedTuple):
     """The power of two from K + SHARE on."""
     TOKENS: int
     """Tokens whose choices a program compares with those at a time, a power of two."""
+    AWAITED: int
+    """Words with numbers of rows, or with choices of a token of all ranks, whichever are more, as powers of two."""
     THREADS: int
     """Of a program."""
     WORDS: int
@@ -127,7 +129,7 @@ class LowLatencySlot(NamedTuple):
     context: Any
     calls: Any
     tokens: Any
-    starts: Any
+    begins: Any
     over: Any
     choices: Any
     counts: Any

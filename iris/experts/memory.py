@@ -207,7 +207,9 @@ class Memory:
         )
         group.all_gather(None, "the memory of expert parallelism")
 
-    def narrow(self, number: int, layout: str, dtype: torch.dtype, scales: int) -> tuple[Slot | LowLatencySlot, Layout, Scales]:
+    def narrow(
+        self, number: int, layout: str, dtype: torch.dtype, scales: int
+    ) -> tuple[Slot | LowLatencySlot, Layout, Scales]:
         """The same memory for rows of fp8 with so many factors each, which lie behind all rows."""
         slot, tensors = self.slots[number], self.layouts[number][layout]
         rows, placed = split_rows(tensors.rows, dtype, scales)

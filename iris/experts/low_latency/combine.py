@@ -43,7 +43,7 @@ def announce_end(ctx, slot, call, EXTENTS: tl.constexpr):
 def await_ends(ctx, slot, call, EXTENTS: tl.constexpr):
     peer = tl.arange(0, EXTENTS.RANKS)
     others = (peer < EXTENTS.W) & (peer != ctx.cur_rank)
-    ll_recv_shared(slot.over + peer, call, others, peer, record=ctx._record())
+    ll_recv_shared((slot.over + peer,), call, (others,), (peer,), record=ctx._record())
 
 
 @triton.jit
@@ -60,10 +60,12 @@ def send_weights(ctx, slot, topk_weights, token, tokens, given: tl.constexpr, ca
 
 @triton.jit
 def load_weights(weights, number, places, EXTENTS: tl.constexpr):
-    """Of the choices of a token that have a row here."""
+    """Of the choices of a token that have a row here; of the others 0, whatever there is."""
     found = ()
     for choice in tl.static_range(EXTENTS.K):
-        found += (tl.load(weights + number * EXTENTS.K + choice, mask=places[choice] >= 0, other=0),)
+        # Not behind the load of the place.
+        weight = tl.load(weights + number * EXTENTS.K + choice)
+        found += (tl.where(places[choice] >= 0, weight, 0.0),)
     return found
 
 
@@ -72,7 +74,7 @@ def receive_weights(ctx, slot, places, number, source, call, EXTENTS: tl.constex
     """The same, of those that rank ``source`` sends now."""
     k = choices(EXTENTS)
     at = slot.given + number * EXTENTS.K + k
-    words = ll_recv_shared(at, call, k < EXTENTS.K, source + 0 * k, record=ctx._record())
+    (words,) = ll_recv_shared((at,), call, (k < EXTENTS.K,), (source + 0 * k,), record=ctx._record())
     found = ()
     for choice in tl.static_range(EXTENTS.K):
         word = tl.sum(tl.where(k == choice, words, 0), axis=0)

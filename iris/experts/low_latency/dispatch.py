@@ -31,11 +31,10 @@ from iris.experts.rows import BY_BLOCK, NOT, SMALLEST, divide_blocks
 from iris.language.address import translate
 from iris.language.context import DeviceContext
 from iris.language.dependent_launch import gdc_wait
-from iris.language.fences import cta_sync
+from iris.language.fences import block_barrier, cta_sync
 from iris.language.ll import ll_send
 from iris.language.ll_poll import ll_recv_shared
-from iris.language.ordering import store_after_sync
-from iris.language.target import on_nvidia
+from iris.language.ordering import load_relaxed, store_after_sync
 
 # A word of ``choices``: -1 for none, or the number of the rank's tokens before that have made the choice, and the
 # expert from this bit on.
@@ -64,12 +63,11 @@ def count_choices(topk_ids, targets, tokens, limit, EXTENTS: tl.constexpr):
 
 
 @triton.jit
-def send_choices(ctx, slot, topk_ids, topk_weights, token, tokens, weighted, call, bases, EXTENTS: tl.constexpr):
-    """Of one token, and the numbers of rows of this program's share of the experts."""
+def send_choices(ctx, slot, topk_ids, own, token, tokens, call, bases, EXTENTS: tl.constexpr):
+    """``own``: those of the token. And the numbers of rows of this program's share of the experts."""
     rank, K = ctx.cur_rank, EXTENTS.K
     target = tl.arange(0, EXTENTS.TARGETS)
     mine = target < K
-    own = load_experts(topk_ids + token * K + target, mine & (token < tokens), EXTENTS)
     expert = tl.program_id(0) * EXTENTS.SHARE + target - K
     # With the first of its tokens.
     counted = (target >= K) & (target < K + EXTENTS.SHARE) & (expert < EXTENTS.E) & (token == tl.program_id(0))
@@ -84,13 +82,16 @@ def send_choices(ctx, slot, topk_ids, topk_weights, token, tokens, weighted, cal
         first = peer * EXTENTS.LOCAL
         there = counted & (expert >= first) & (expert < first + EXTENTS.LOCAL)
         ll_send(translate(at - first, ctx.base, bases[distance]), number, call, there)
-    if (weighted != 0) | ((call & 0xFFFF) < REFRESHED):
-        k = choices(EXTENTS)
-        given = (weighted != 0) & (token < tokens) & (k < K)
-        weights = tl.load(topk_weights + token * K + k, mask=given, other=0).to(tl.int32, bitcast=True)
-        region = slot.sent + (rank * EXTENTS.M + token) * K
-        for distance in tl.static_range(EXTENTS.W):
-            ll_send(translate(region, ctx.base, bases[distance]) + k, weights, call, k < K)
+
+
+@triton.jit
+def send_weights(ctx, slot, weights, token, weighted, call, bases, EXTENTS: tl.constexpr):
+    """Of one token."""
+    k = choices(EXTENTS)
+    region = slot.sent + (ctx.cur_rank * EXTENTS.M + token) * EXTENTS.K
+    wanted = (weighted != 0) | ((call & 0xFFFF) < REFRESHED)
+    for distance in tl.static_range(EXTENTS.W):
+        ll_send(translate(region, ctx.base, bases[distance]) + k, weights, call, (k < EXTENTS.K) & wanted)
 
 
 @triton.jit
@@ -102,8 +103,7 @@ def load_row(x, scales, token, there, FORM: tl.constexpr, EXTENTS: tl.constexpr)
     for begin in tl.static_range(0, EXTENTS.H, EXTENTS.BLOCK):
         column = begin + tl.arange(0, EXTENTS.BLOCK)
         at = x + tl.cast(token, tl.int64) * EXTENTS.H + column
-        # Volatile, so that the compiler leaves the loads in front of what is done while they are under way.
-        blocks += (tl.load(at, mask=(column < EXTENTS.H) & there, other=0, volatile=on_nvidia()),)
+        blocks += (tl.load(at, mask=(column < EXTENTS.H) & there, other=0),)
     if QUANTIZE == NOT and SCALES > 0:
         i = tl.arange(0, FORM.LANES)
         factors += (tl.load(scales.given + token * SCALES + i, mask=(i < SCALES) & there, other=0),)
@@ -146,21 +146,9 @@ def regions(slot, number, element: tl.constexpr, FORM: tl.constexpr, EXTENTS: tl
 
 @triton.jit
 def send_row(
-    ctx,
-    slot,
-    topk_ids,
-    token,
-    tokens,
-    row,
-    factors,
-    bases,
-    element: tl.constexpr,
-    FORM: tl.constexpr,
-    EXTENTS: tl.constexpr,
+    ctx, slot, own, token, row, factors, bases, element: tl.constexpr, FORM: tl.constexpr, EXTENTS: tl.constexpr
 ):
-    """To the other ranks of its experts."""
-    k = choices(EXTENTS)
-    own = load_experts(topk_ids + token * EXTENTS.K + k, (k < EXTENTS.K) & (token < tokens), EXTENTS)
+    """To the other ranks of its experts ``own``."""
     owner = owners(own, EXTENTS)
     to_row, to_factors = regions(slot, ctx.cur_rank * EXTENTS.M + token, element, FORM, EXTENTS)
     for distance in tl.static_range(1, EXTENTS.W):
@@ -175,52 +163,66 @@ def send_row(
 
 
 @triton.jit
-def find_starts(ctx, slot, layout, alignment, call, EXTENTS: tl.constexpr):
-    """Step 2: where the rows of each rank begin for each local expert, ``[W, LOCAL]``, in memory of this program.
-
-    ``alignment`` 0: each expert has room for all that may come. Else this depends on how many come.
-    """
-    LOCALS: tl.constexpr = EXTENTS.LOCALS
-    program = tl.program_id(0)
-    expert = tl.arange(0, LOCALS)
-    here = expert < EXTENTS.LOCAL
-    total, starts = tl.zeros((LOCALS,), dtype=tl.int32), ()
-    for source in tl.static_range(EXTENTS.W):
-        starts += (total,)
-        at = slot.counts + source * EXTENTS.LOCAL + expert
-        total += tl.where(here, ll_recv_shared(at, call, here, source + 0 * expert, record=ctx._record()), 0)
-    begin = expert * (EXTENTS.W * EXTENTS.M)
-    end = begin + EXTENTS.W * EXTENTS.M
-    if alignment > 0:
-        rows = (total + alignment - 1) // alignment * alignment
-        end = tl.cumsum(tl.where(here, rows, 0), axis=0)
-        begin = end - rows
-    found = slot.starts + program * (EXTENTS.W * EXTENTS.LOCAL)
-    for source in tl.static_range(EXTENTS.W):
-        tl.store(found + source * EXTENTS.LOCAL + expert, begin + starts[source], mask=here)
-    cta_sync()
-    if program == 0:
-        tl.store(layout.counts + expert, total, mask=here)
-        tl.store(layout.offsets + expert, begin, mask=here)
-        tl.store(layout.offsets + 1 + expert, end, mask=expert == EXTENTS.LOCAL - 1)
+def rows_before(slot, source, local, mask, EXTENTS: tl.constexpr):
+    """Rows of ranks before ``source`` for each of the local experts, whose numbers are there."""
+    found = tl.zeros_like(local)
+    for rank in tl.static_range(EXTENTS.W):
+        before = mask & (rank < source)
+        word = load_relaxed(slot.counts + rank * EXTENTS.LOCAL + local, before)
+        found += tl.where(before, word.to(tl.int32), 0)
     return found
 
 
 @triton.jit
-def find_places(ctx, slot, layout, starts, token, call, EXTENTS: tl.constexpr):
-    """Which row each choice of a token of every rank is, -1 for none here, to ``layout.places``.
+def first_rows(slot, layout, token, alignment, EXTENTS: tl.constexpr):
+    """Where the rows of local experts begin, in memory of this program, where that depends on how many come.
 
-    Returns the same, where it is there and in ``[W, M, K]`` of other memory.
+    With token 0 it also says how many there are, and where they begin.
     """
-    i = tl.arange(0, EXTENTS.RANKS * EXTENTS.CHOICES)
+    expert = tl.arange(0, EXTENTS.LOCALS)
+    here = expert < EXTENTS.LOCAL
+    begins = slot.begins + tl.program_id(0) * EXTENTS.LOCAL
+    if (alignment > 0) | (token == 0):
+        total = rows_before(slot, EXTENTS.W, expert, here, EXTENTS)
+        begin = expert * (EXTENTS.W * EXTENTS.M)
+        end = begin + EXTENTS.W * EXTENTS.M
+        if alignment > 0:
+            rows = (total + alignment - 1) // alignment * alignment
+            end = tl.cumsum(tl.where(here, rows, 0), axis=0)
+            begin = end - rows
+            tl.store(begins + expert, begin, mask=here)
+            cta_sync()
+        if token == 0:
+            tl.store(layout.counts + expert, total, mask=here)
+            tl.store(layout.offsets + expert, begin, mask=here)
+            tl.store(layout.offsets + 1 + expert, end, mask=expert == EXTENTS.LOCAL - 1)
+    return begins
+
+
+@triton.jit
+def find_places(ctx, slot, layout, token, alignment, call, EXTENTS: tl.constexpr):
+    """Step 2: which row each choice of a token of every rank is, -1 for none here, to ``layout.places``.
+
+    Returns the same, and where it is there and in ``[W, M, K]`` of other memory.
+    """
+    i = tl.arange(0, EXTENTS.AWAITED)
+    counting, local = i // EXTENTS.LOCALS, i % EXTENTS.LOCALS
+    counted = (counting < EXTENTS.W) & (local < EXTENTS.LOCAL)
     source, k = i // EXTENTS.CHOICES, i % EXTENTS.CHOICES
     there = (source < EXTENTS.W) & (k < EXTENTS.K)
     at = (source * EXTENTS.M + token) * EXTENTS.K + k
-    word = ll_recv_shared(slot.choices + at, call, there, source, record=ctx._record())
-    local = (word >> EXPERT) - ctx.cur_rank * EXTENTS.LOCAL
-    here = there & (word >= 0) & (local >= 0) & (local < EXTENTS.LOCAL)
-    start = tl.load(starts + source * EXTENTS.LOCAL + local, mask=here, other=0)
-    place = tl.where(here, start + (word & NUMBER), -1)
+    ptrs = (slot.counts + counting * EXTENTS.LOCAL + local, slot.choices + at)
+    _, word = ll_recv_shared(ptrs, call, (counted, there), (counting, source), record=ctx._record())
+    # What any thread has awaited all may load.
+    cta_sync()
+    begins = first_rows(slot, layout, token, alignment, EXTENTS=EXTENTS)
+    chosen = (word >> EXPERT) - ctx.cur_rank * EXTENTS.LOCAL
+    here = there & (word >= 0) & (chosen >= 0) & (chosen < EXTENTS.LOCAL)
+    start = chosen * (EXTENTS.W * EXTENTS.M)
+    if alignment > 0:
+        start = tl.load(begins + chosen, mask=here, other=0)
+    before = rows_before(slot, source, chosen, here, EXTENTS)
+    place = tl.where(here, start + before + (word & NUMBER), -1)
     tl.store(layout.places + at, place, mask=there)
     cta_sync()
     return place, at
@@ -278,9 +280,7 @@ def place_row(ctx, slot, scales, layout, token, source, FORM: tl.constexpr, EXTE
             store_to_places(layout.rows, parts[part], places, part * (H // PARTS), H // PARTS, H, EXTENTS.K)
         if SCALES > 0:
             OF_FACTORS: tl.constexpr = room_of(SCALES, tl.float32, EXTENTS.WORDS)
-            (data,) = receive(
-                ctx, factors, SCALES, source, PARTS=1, NUMBER=SCALES, ROOM=OF_FACTORS, element=tl.float32
-            )
+            (data,) = receive(ctx, factors, SCALES, source, PARTS=1, NUMBER=SCALES, ROOM=OF_FACTORS, element=tl.float32)
             store_to_places(scales.placed, data, places, 0, SCALES, SCALES, EXTENTS.K)
         # Threads clear what others have read.
         cta_sync()
@@ -292,8 +292,8 @@ def place_row(ctx, slot, scales, layout, token, source, FORM: tl.constexpr, EXTE
 @triton.jit
 def receive_weights(ctx, slot, place, at, call, EXTENTS: tl.constexpr):
     """Of the choices with a row here: for this rank's combine."""
-    source = tl.arange(0, EXTENTS.RANKS * EXTENTS.CHOICES) // EXTENTS.CHOICES
-    word = ll_recv_shared(slot.sent + at, call, place >= 0, source, record=ctx._record())
+    source = tl.arange(0, EXTENTS.AWAITED) // EXTENTS.CHOICES
+    (word,) = ll_recv_shared((slot.sent + at,), call, (place >= 0,), (source,), record=ctx._record())
     tl.store(slot.weights + at, word.to(tl.float32, bitcast=True), mask=place >= 0)
 
 
@@ -315,21 +315,40 @@ def begin_token(
     EXTENTS: tl.constexpr,
 ):
     """Step 1 for an own token. Returns its row as it travels."""
-    # Under way while choices are counted.
+    target, k = tl.arange(0, EXTENTS.TARGETS), choices(EXTENTS)
+    given = (k < EXTENTS.K) & (token < tokens)
     row, factors = load_row(x, scales, token, FORM.MOVES & (token < tokens), FORM, EXTENTS)
-    send_choices(ctx, slot, topk_ids, topk_weights, token, tokens, weighted, call, bases, EXTENTS=EXTENTS)
+    own = load_experts(topk_ids + token * EXTENTS.K + k, given, EXTENTS)
+    weights = tl.load(topk_weights + token * EXTENTS.K + k, mask=given & (weighted != 0), other=0)
+    at = topk_ids + token * EXTENTS.K + target
+    own_targets = load_experts(at, (target < EXTENTS.K) & (token < tokens), EXTENTS)
+    # The compiler leaves loads in front of a barrier of the block. So they are under way while choices are counted.
+    block_barrier()
+    send_choices(ctx, slot, topk_ids, own_targets, token, tokens, call, bases, EXTENTS=EXTENTS)
+    send_weights(ctx, slot, weights.to(tl.int32, bitcast=True), token, weighted, call, bases, EXTENTS=EXTENTS)
     row, factors = divide_row(row, factors, element, FORM)
     if FORM.MOVES:
-        send_row(ctx, slot, topk_ids, token, tokens, row, factors, bases, element=element, FORM=FORM, EXTENTS=EXTENTS)
+        send_row(ctx, slot, own, token, row, factors, bases, element=element, FORM=FORM, EXTENTS=EXTENTS)
     return row, factors
 
 
 @triton.jit
 def end_token(
-    ctx, slot, scales, layout, starts, token, weighted, call, row, factors, FORM: tl.constexpr, EXTENTS: tl.constexpr
+    ctx,
+    slot,
+    scales,
+    layout,
+    token,
+    weighted,
+    alignment,
+    call,
+    row,
+    factors,
+    FORM: tl.constexpr,
+    EXTENTS: tl.constexpr,
 ):
-    """Step 3 for a token of every rank. ``row`` and ``factors``: the own one's."""
-    place, at = find_places(ctx, slot, layout, starts, token, call, EXTENTS=EXTENTS)
+    """Steps 2 and 3 for a token of every rank. ``row`` and ``factors``: the own one's."""
+    place, at = find_places(ctx, slot, layout, token, alignment, call, EXTENTS=EXTENTS)
     if FORM.MOVES:
         place_own_row(scales, layout, token, ctx.cur_rank, row, factors, FORM=FORM, EXTENTS=EXTENTS)
         for distance in range(1, EXTENTS.W):
@@ -365,8 +384,7 @@ def dispatch(
         row, factors = begin_token(
             ctx, slot, x, scales, topk_ids, topk_weights, program, tokens, weighted, call, bases, element, FORM, EXTENTS
         )
-        starts = find_starts(ctx, slot, layout, alignment, call, EXTENTS=EXTENTS)
-        end_token(ctx, slot, scales, layout, starts, program, weighted, call, row, factors, FORM, EXTENTS)
+        end_token(ctx, slot, scales, layout, program, weighted, alignment, call, row, factors, FORM, EXTENTS)
     else:
         for token in range(program, EXTENTS.M, EXTENTS.PROGRAMS):
             begin_token(
@@ -385,11 +403,10 @@ def dispatch(
                 FORM,
                 EXTENTS,
             )
-        starts = find_starts(ctx, slot, layout, alignment, call, EXTENTS=EXTENTS)
         for token in range(program, EXTENTS.M, EXTENTS.PROGRAMS):
             row, factors = load_row(x, scales, token, FORM.MOVES & (token < tokens), FORM, EXTENTS)
             row, factors = divide_row(row, factors, element, FORM)
-            end_token(ctx, slot, scales, layout, starts, token, weighted, call, row, factors, FORM, EXTENTS)
+            end_token(ctx, slot, scales, layout, token, weighted, alignment, call, row, factors, FORM, EXTENTS)
     if program == 0:
         tl.store(slot.tokens, tl.cast(tokens, tl.int32))
     store_after_sync(slot.calls + program, call)

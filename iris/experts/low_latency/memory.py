@@ -11,7 +11,7 @@ n, and the combine of it, are the n-th of the slot:
     name      shape          words            who writes it, on which ranks               who reads it, on that rank
     calls     [P]            int32            program p of dispatch, its own              program p of both
     tokens    [1]            int32            program 0 of dispatch, its own              combine
-    starts    [P, W, LOCAL]  int32            program p of dispatch, its own              the same
+    begins    [P, LOCAL]     int32            program p of dispatch, its own              the same
     over      [W]            LL, n            program 0 of combine on rank d, on others   program 0 of combine
     choices   [W, M, K]      LL, n            rank s's dispatch, of its tokens, on all    dispatch; of own tokens combine
     counts    [W, LOCAL]     LL, n            rank s's dispatch, where experts are        every program of dispatch
@@ -93,6 +93,7 @@ def few_tokens(extents: Extents, programs: int, num_warps: int) -> FewTokens:
         SHARE=share,
         TARGETS=targets,
         TOKENS=min(power_of_two(extents.M), max(1, COMPARED // targets)),
+        AWAITED=power_of_two(extents.W) * max(extents.LOCALS, extents.CHOICES),
         THREADS=threads,
         # See `iris.language.lamport.lamport_recv`. In the simulator each program is one thread.
         WORDS=1 if simulator.ACTIVE else threads,
@@ -113,7 +114,7 @@ def shapes(extents: FewTokens, dtype: torch.dtype) -> dict[str, tuple[tuple[int,
     return {
         "calls": ((extents.PROGRAMS,), torch.int32),
         "tokens": ((1,), torch.int32),
-        "starts": ((extents.PROGRAMS, W, extents.LOCAL), torch.int32),
+        "begins": ((extents.PROGRAMS, extents.LOCAL), torch.int32),
         "over": ((W,), words),
         "choices": (pairs, words),
         "counts": ((W, extents.LOCAL), words),

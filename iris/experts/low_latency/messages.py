@@ -64,7 +64,9 @@ def send(ctx, begin, values, count, peer, base):
 
 
 @triton.jit
-def receive(ctx, begin, count, source, PARTS: tl.constexpr, NUMBER: tl.constexpr, ROOM: tl.constexpr, element: tl.constexpr):
+def receive(
+    ctx, begin, count, source, PARTS: tl.constexpr, NUMBER: tl.constexpr, ROOM: tl.constexpr, element: tl.constexpr
+):
     """Wait for ``PARTS`` parts of ``NUMBER`` elements, of which rank ``source`` sends the first ``count`` of each.
 
     They are one behind the other from ``begin`` on; a tuple of blocks of ``ROOM`` elements. With a ``count`` of 0
