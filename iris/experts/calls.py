@@ -103,6 +103,8 @@ class Calls:
             tokens = checks.check_tokens(x, self.extents.M, self.extents.H)
             shape, dtypes = (tokens, self.extents.H), (self.dtype, *checks.NARROW)
             checks.check_given("dispatch", "x", x, self._device, shape, dtypes)
+            if isinstance(self.extents, FewTokens):
+                checks.check_messages(x)
             form = checks.form_of(x, x_scales, quantize, self.dtype)
             self._check_choices(tokens, topk_ids, topk_weights)
             narrow = x.dtype if quantize is None else checks.quantized_dtype()

@@ -54,7 +54,7 @@ def choose(config: ExpertsConfig, extents: Extents, dtype: torch.dtype) -> Exten
             f"the GPU {architecture()}. Leave it None."
         )
     wanted = low_latency.fits(extents) if config.low_latency is None else config.low_latency
-    return low_latency.few_tokens(extents, dtype) if wanted else extents
+    return low_latency.few_tokens(extents, dtype, threads_per_warp()) if wanted else extents
 
 
 def kernels_of(extents: Extents | FewTokens) -> Kernels:

@@ -130,6 +130,32 @@ def other_factors(ctx):
     done_with(ctx, ep)
 
 
+def without_a_nan(ctx, low_latency):
+    """Bytes of ones are numbers of these types, and no messages."""
+    layer = Layer(ctx.num_ranks, BF16, ctx.device, hidden=32)
+    ep = experts(ctx, layer, low_latency=low_latency)
+    x, ids, _ = layer.inputs("random", 0, ctx.cur_rank)
+    scales = torch.ones(len(x), 1, device=ctx.device)
+    for dtype in (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz):
+        given = torch.full(x.shape, 0xFF, dtype=torch.uint8, device=ctx.device).view(dtype)
+        if low_latency:
+            # On this rank alone, before anything is enqueued.
+            with pytest.raises(InvalidExpertsError, match=r"for few tokens.*low_latency=False"):
+                ep.dispatch(given, ids, x_scales=scales)
+        else:
+            received = ep.dispatch(given, ids, x_scales=scales)
+            assert (received.rows.view(torch.uint8)[there(received)] == 0xFF).all()
+            received.release()
+    ep.dispatch(x.to(E4M3), ids, x_scales=scales).release()
+    done_with(ctx, ep)
+
+
+@pytest.mark.ranks(2)
+@both_forms
+def test_fp8_without_a_nan_of_ones(ranks, low_latency):
+    ranks.run(without_a_nan, low_latency)
+
+
 @pytest.mark.ranks(1)
 def test_factors_of_another_shape(ranks):
     ranks.run(other_factors)

@@ -22,7 +22,7 @@ import triton.language as tl
 
 from iris.experts.combine import GIVEN, UNWEIGHTED
 from iris.experts.low_latency.messages import clear, parts_of, pitch_of, receive, room_of, send
-from iris.experts.low_latency.placing import EXPERT, REFRESHED, load_places, slice_of
+from iris.experts.low_latency.placing import EXPERT, load_places, slice_of
 from iris.experts.routing import any_is, choices, owners
 from iris.language.address import translate
 from iris.language.context import DeviceContext
@@ -30,6 +30,9 @@ from iris.language.dependent_launch import gdc_wait
 from iris.language.fences import cta_sync
 from iris.language.ll import ll_send
 from iris.language.ll_poll import ll_recv_shared
+
+# Loads of 16 bytes of a thread that are under way together, 4 registers each.
+LOADS = 16
 
 
 @triton.jit
@@ -49,13 +52,14 @@ def await_ends(ctx, slot, call, EXTENTS: tl.constexpr):
 
 
 @triton.jit
-def send_weights(ctx, slot, topk_weights, token, tokens, given: tl.constexpr, call, EXTENTS: tl.constexpr):
+def send_weights(ctx, slot, topk_weights, token, tokens, call, EXTENTS: tl.constexpr):
     """Of an own token, to the other ranks."""
+    W: tl.constexpr = EXTENTS.W
     k = choices(EXTENTS)
-    mask = (k < EXTENTS.K) & (token < tokens) & given
+    mask = (k < EXTENTS.K) & (token < tokens)
     weights = tl.load(topk_weights + token * EXTENTS.K + k, mask=mask, other=0).to(tl.int32, bitcast=True)
     region = (ctx.cur_rank * EXTENTS.M + token) * EXTENTS.K
-    for distance in tl.static_range(1, EXTENTS.W):
+    for distance in tl.static_range(1, W):
         base = tl.load(ctx.table + (ctx.cur_rank + distance) % EXTENTS.W)
         ll_send(translate(slot.given + region, ctx.base, base) + k, weights, call, k < EXTENTS.K)
 
@@ -63,8 +67,9 @@ def send_weights(ctx, slot, topk_weights, token, tokens, given: tl.constexpr, ca
 @triton.jit
 def load_weights(weights, number, places, EXTENTS: tl.constexpr):
     """Of the choices of a token that have a row here; of the others 0, whatever there is."""
+    K: tl.constexpr = EXTENTS.K
     found = ()
-    for choice in tl.static_range(EXTENTS.K):
+    for choice in tl.static_range(K):
         # Not behind the load of the place.
         weight = tl.load(weights + number * EXTENTS.K + choice)
         found += (tl.where(places[choice] >= 0, weight, 0.0),)
@@ -74,35 +79,52 @@ def load_weights(weights, number, places, EXTENTS: tl.constexpr):
 @triton.jit
 def receive_weights(ctx, slot, places, number, source, call, EXTENTS: tl.constexpr):
     """The same, of those that rank ``source`` sends now."""
+    K: tl.constexpr = EXTENTS.K
     k = choices(EXTENTS)
     at = slot.given + number * EXTENTS.K + k
     (words,) = ll_recv_shared((at,), call, (k < EXTENTS.K,), sources=(source + 0 * k,), record=ctx._record())
     found = ()
-    for choice in tl.static_range(EXTENTS.K):
+    for choice in tl.static_range(K):
         word = tl.sum(tl.where(k == choice, words, 0), axis=0)
         found += (tl.where(places[choice] >= 0, word.to(tl.float32, bitcast=True), 0.0),)
     return found
 
 
-@triton.jit
-def add_up(y, places, weights, WEIGHTS: tl.constexpr, PARTS: tl.constexpr, ROOM: tl.constexpr, EXTENTS: tl.constexpr):
-    """This program's slice of the sum of a token's rows on this rank, float32, in the order of its choices.
+@triton.constexpr_function
+def parts_together(parts, choices):
+    """How many of a slice's parts are added up in a round, so that a thread has registers for their loads."""
+    return next((some for some in range(parts, 1, -1) if parts % some == 0 and some * choices <= LOADS), 1)
 
-    A block for each part.
+
+@triton.jit
+def add_up(
+    y,
+    places,
+    weights,
+    first,
+    WEIGHTS: tl.constexpr,
+    PARTS: tl.constexpr,
+    PART: tl.constexpr,
+    ROOM: tl.constexpr,
+    EXTENTS: tl.constexpr,
+):
+    """The sum of a token's rows on this rank, float32, in the order of its choices, from the column ``first`` on.
+
+    A tuple with a block for each of ``PARTS`` parts of ``PART`` columns.
     """
-    PART: tl.constexpr = EXTENTS.COLUMNS // PARTS
-    column, first = tl.arange(0, ROOM), slice_of(EXTENTS) * EXTENTS.COLUMNS
+    K: tl.constexpr = EXTENTS.K
+    column = tl.arange(0, ROOM)
     # All loads first: they are under way together.
     rows = ()
     for part in tl.static_range(PARTS):
-        for choice in tl.static_range(EXTENTS.K):
+        for choice in tl.static_range(K):
             at = y + tl.cast(places[choice], tl.int64) * EXTENTS.H + (first + part * PART + column)
             rows += (tl.load(at, mask=(column < PART) & (places[choice] >= 0), other=0),)
     totals = ()
     for part in tl.static_range(PARTS):
         total = tl.zeros((ROOM,), dtype=tl.float32)
-        for choice in tl.static_range(EXTENTS.K):
-            row = rows[part * EXTENTS.K + choice].to(tl.float32)
+        for choice in tl.static_range(K):
+            row = rows[part * K + choice].to(tl.float32)
             if WEIGHTS != UNWEIGHTED:
                 row *= weights[choice]
             total += row
@@ -129,11 +151,12 @@ def send_sums(
     element: tl.constexpr,
     WEIGHTS: tl.constexpr,
     PARTS: tl.constexpr,
+    PART: tl.constexpr,
     ROOM: tl.constexpr,
     EXTENTS: tl.constexpr,
 ):
     """Step 2, for a token of rank ``source``."""
-    PART: tl.constexpr = EXTENTS.COLUMNS // PARTS
+    ROUND: tl.constexpr = PARTS * PART
     SUM: tl.constexpr = pitch_of(EXTENTS.COLUMNS, element)
     number = source * EXTENTS.M + token
     base = tl.load(ctx.table + source)
@@ -142,11 +165,15 @@ def send_sums(
     if any_here:
         if WEIGHTS == GIVEN:
             weights = receive_weights(ctx, slot, rows, number=number, source=source, call=call, EXTENTS=EXTENTS)
-        totals = add_up(y, rows, weights, WEIGHTS=WEIGHTS, PARTS=PARTS, ROOM=ROOM, EXTENTS=EXTENTS)
         target = message(slot, ctx.cur_rank, token, SUM=SUM, EXTENTS=EXTENTS)
-        for part in tl.static_range(PARTS):
-            to = target + pitch_of(part * PART, element)
-            send(ctx, to, totals[part].to(element), count=PART, peer=source, base=base)
+        for round in range(EXTENTS.COLUMNS // ROUND):
+            first = slice_of(EXTENTS) * EXTENTS.COLUMNS + round * ROUND
+            totals = add_up(
+                y, rows, weights, first, WEIGHTS=WEIGHTS, PARTS=PARTS, PART=PART, ROOM=ROOM, EXTENTS=EXTENTS
+            )
+            for part in tl.static_range(PARTS):
+                to = target + round * pitch_of(ROUND, element) + pitch_of(part * PART, element)
+                send(ctx, to, totals[part].to(element), count=PART, peer=source, base=base)
 
 
 @triton.jit
@@ -161,41 +188,45 @@ def receive_sums(
     element: tl.constexpr,
     WEIGHTS: tl.constexpr,
     PARTS: tl.constexpr,
+    PART: tl.constexpr,
     ROOM: tl.constexpr,
     EXTENTS: tl.constexpr,
 ):
     """Step 3, for an own token."""
-    PART: tl.constexpr = EXTENTS.COLUMNS // PARTS
+    W: tl.constexpr = EXTENTS.W
+    ROUND: tl.constexpr = PARTS * PART
     SUM: tl.constexpr = pitch_of(EXTENTS.COLUMNS, element)
     rank, k = ctx.cur_rank, choices(EXTENTS)
     number = rank * EXTENTS.M + token
     # Written by this rank's dispatch.
     word = tl.load(slot.choices + number * EXTENTS.K + k, mask=k < EXTENTS.K, other=-1).to(tl.int32)
     owner = owners(tl.where(word >= 0, word >> EXPERT, -1), EXTENTS)
-    rows, _ = load_places(places + number * EXTENTS.K, EXTENTS)
+    rows, _any_here = load_places(places + number * EXTENTS.K, EXTENTS)
     if WEIGHTS == GIVEN:
         weights = load_weights(topk_weights, token, rows, EXTENTS=EXTENTS)
     else:
         weights = load_weights(slot.weights, number, rows, EXTENTS=EXTENTS)
-    own = add_up(y, rows, weights, WEIGHTS=WEIGHTS, PARTS=PARTS, ROOM=ROOM, EXTENTS=EXTENTS)
-    totals = ()
-    for _ in tl.static_range(PARTS):
-        totals += (tl.zeros((ROOM,), dtype=tl.float32),)
-    for expert_rank in tl.static_range(EXTENTS.W):
-        comes = any_is(owner, expert_rank) & (expert_rank != rank)
-        begin = message(slot, expert_rank, token, SUM=SUM, EXTENTS=EXTENTS)
-        count = tl.where(comes, PART, 0)
-        parts = receive(ctx, begin, count, source=expert_rank, PARTS=PARTS, NUMBER=PART, ROOM=ROOM, element=element)
-        sums = ()
+    for round in range(EXTENTS.COLUMNS // ROUND):
+        first = slice_of(EXTENTS) * EXTENTS.COLUMNS + round * ROUND
+        own = add_up(y, rows, weights, first, WEIGHTS=WEIGHTS, PARTS=PARTS, PART=PART, ROOM=ROOM, EXTENTS=EXTENTS)
+        totals = ()
+        for _ in tl.static_range(PARTS):
+            totals += (tl.zeros((ROOM,), dtype=tl.float32),)
+        for expert_rank in tl.static_range(W):
+            comes = any_is(owner, expert_rank) & (expert_rank != rank)
+            begin = message(slot, expert_rank, token, SUM=SUM, EXTENTS=EXTENTS) + round * pitch_of(ROUND, element)
+            count = tl.where(comes, PART, 0)
+            parts = receive(ctx, begin, count, source=expert_rank, PARTS=PARTS, NUMBER=PART, ROOM=ROOM, element=element)
+            sums = ()
+            for part in tl.static_range(PARTS):
+                other = tl.where(comes, parts[part].to(tl.float32), 0)
+                # A sum is never -0 here, so that 0 changes nothing.
+                sums += (totals[part] + tl.where(expert_rank == rank, own[part], other),)
+            totals = sums
+        column = tl.arange(0, ROOM)
         for part in tl.static_range(PARTS):
-            other = tl.where(comes, parts[part].to(tl.float32), 0)
-            # A sum is never -0 here, so that 0 changes nothing.
-            sums += (totals[part] + tl.where(expert_rank == rank, own[part], other),)
-        totals = sums
-    column, first = tl.arange(0, ROOM), slice_of(EXTENTS) * EXTENTS.COLUMNS
-    for part in tl.static_range(PARTS):
-        at = out + tl.cast(token, tl.int64) * EXTENTS.H + (first + part * PART + column)
-        tl.store(at, totals[part].to(element), mask=column < PART)
+            at = out + tl.cast(token, tl.int64) * EXTENTS.H + (first + part * PART + column)
+            tl.store(at, totals[part].to(element), mask=column < PART)
     # Threads clear what others have read.
     cta_sync()
     for expert_rank in range(EXTENTS.W):
@@ -212,14 +243,16 @@ def combine(slot, y, topk_weights, places, out, WEIGHTS: tl.constexpr, EXTENTS: 
     rank, program = ctx.cur_rank, tl.program_id(0)
     element: tl.constexpr = out.dtype.element_ty
     AT_ONCE: tl.constexpr = EXTENTS.PROGRAMS // EXTENTS.SPLIT
-    PARTS: tl.constexpr = parts_of(EXTENTS.COLUMNS, element, EXTENTS.THREADS)
-    ROOM: tl.constexpr = room_of(EXTENTS.COLUMNS // PARTS, element, EXTENTS.WORDS)
+    OF_SLICE: tl.constexpr = parts_of(EXTENTS.COLUMNS, element, EXTENTS.THREADS)
+    PARTS: tl.constexpr = parts_together(OF_SLICE, EXTENTS.K)
+    PART: tl.constexpr = EXTENTS.COLUMNS // OF_SLICE
+    ROOM: tl.constexpr = room_of(PART, element, EXTENTS.WORDS)
     # The number of the dispatch, which is over.
     call, tokens = tl.load(slot.calls + program), tl.load(slot.tokens)
     first = program // EXTENTS.SPLIT
     if program == 0:
         announce_end(ctx, slot, call, EXTENTS=EXTENTS)
-    if ((WEIGHTS == GIVEN) | ((call & 0xFFFF) < REFRESHED)) & (slice_of(EXTENTS) == 0):
+    if (WEIGHTS == GIVEN) & (slice_of(EXTENTS) == 0):
         for token in range(first, EXTENTS.M, AT_ONCE):
             send_weights(
                 ctx,
@@ -227,7 +260,6 @@ def combine(slot, y, topk_weights, places, out, WEIGHTS: tl.constexpr, EXTENTS: 
                 topk_weights,
                 token=token,
                 tokens=tokens,
-                given=WEIGHTS == GIVEN,
                 call=call,
                 EXTENTS=EXTENTS,
             )
@@ -245,6 +277,7 @@ def combine(slot, y, topk_weights, places, out, WEIGHTS: tl.constexpr, EXTENTS: 
                 element=element,
                 WEIGHTS=WEIGHTS,
                 PARTS=PARTS,
+                PART=PART,
                 ROOM=ROOM,
                 EXTENTS=EXTENTS,
             )
@@ -260,6 +293,7 @@ def combine(slot, y, topk_weights, places, out, WEIGHTS: tl.constexpr, EXTENTS: 
             element=element,
             WEIGHTS=WEIGHTS,
             PARTS=PARTS,
+            PART=PART,
             ROOM=ROOM,
             EXTENTS=EXTENTS,
         )

@@ -53,6 +53,7 @@ from iris.language.ordering import store_after_sync
 @triton.jit
 def count_choices(topk_ids, targets, tokens, limit, EXTENTS: tl.constexpr):
     """How many of this rank's tokens before ``limit`` have chosen each of the experts ``targets``."""
+    K: tl.constexpr = EXTENTS.K
     TOKENS: tl.constexpr = EXTENTS.TOKENS
     TARGETS: tl.constexpr = EXTENTS.TARGETS
     found = tl.zeros((TARGETS,), dtype=tl.int32)
@@ -60,7 +61,7 @@ def count_choices(topk_ids, targets, tokens, limit, EXTENTS: tl.constexpr):
         # Tokens along the second dimension, along which threads are: each loads the choices of its own.
         token = begin + tl.arange(0, TOKENS)[None, :]
         chosen = tl.zeros((TARGETS, TOKENS), dtype=tl.int1)
-        for k in tl.static_range(EXTENTS.K):
+        for k in tl.static_range(K):
             # A target that is none is like choices that are none, and its number matters to nobody.
             chosen |= load_experts(topk_ids + token * EXTENTS.K + k, token < tokens, EXTENTS) == targets[:, None]
         found += tl.sum((chosen & (token < limit[:, None])).to(tl.int32), axis=1)
@@ -70,7 +71,9 @@ def count_choices(topk_ids, targets, tokens, limit, EXTENTS: tl.constexpr):
 @triton.jit
 def send_choices(ctx, slot, topk_ids, own, token, tokens, call, bases, EXTENTS: tl.constexpr):
     """``own``: those of the token. And the numbers of rows of this program's share of the experts."""
-    rank, K = ctx.cur_rank, EXTENTS.K
+    W: tl.constexpr = EXTENTS.W
+    K: tl.constexpr = EXTENTS.K
+    rank = ctx.cur_rank
     program, target = tl.program_id(0), tl.arange(0, EXTENTS.TARGETS)
     mine = (target < K) & (slice_of(EXTENTS) == 0)
     expert = program * EXTENTS.SHARE + target - K
@@ -83,7 +86,7 @@ def send_choices(ctx, slot, topk_ids, own, token, tokens, call, bases, EXTENTS: 
     word = tl.where(own >= 0, number | (own << EXPERT), -1)
     region = slot.choices + (rank * EXTENTS.M + token) * K
     at = slot.counts + rank * EXTENTS.LOCAL + expert
-    for distance in tl.static_range(EXTENTS.W):
+    for distance in tl.static_range(W):
         peer = (rank + distance) % EXTENTS.W
         ll_send(translate(region, ctx.base, bases[distance]) + target, word, call, mine)
         begin = peer * EXTENTS.LOCAL
@@ -94,22 +97,24 @@ def send_choices(ctx, slot, topk_ids, own, token, tokens, call, bases, EXTENTS: 
 @triton.jit
 def send_weights(ctx, slot, weights, token, weighted, call, bases, EXTENTS: tl.constexpr):
     """Of one token."""
+    W: tl.constexpr = EXTENTS.W
     k = choices(EXTENTS)
     region = slot.sent + (ctx.cur_rank * EXTENTS.M + token) * EXTENTS.K
     wanted = ((weighted != 0) | ((call & 0xFFFF) < REFRESHED)) & (slice_of(EXTENTS) == 0)
-    for distance in tl.static_range(EXTENTS.W):
+    for distance in tl.static_range(W):
         ll_send(translate(region, ctx.base, bases[distance]) + k, weights, call, (k < EXTENTS.K) & wanted)
 
 
 @triton.jit
 def load_slice(x, scales, token, there, FORM: tl.constexpr, EXTENTS: tl.constexpr):
     """This program's of the token's row: its blocks, and its factors if they are given."""
+    BLOCK: tl.constexpr = EXTENTS.BLOCK
     QUANTIZE: tl.constexpr = FORM.QUANTIZE
     SCALES: tl.constexpr = FORM.SCALES
     COLUMNS: tl.constexpr = EXTENTS.COLUMNS
     blocks, factors = (), ()
     row = x + tl.cast(token, tl.int64) * EXTENTS.H + slice_of(EXTENTS) * COLUMNS
-    for begin in tl.static_range(0, EXTENTS.COLUMNS, EXTENTS.BLOCK):
+    for begin in tl.static_range(0, COLUMNS, BLOCK):
         column = begin + tl.arange(0, EXTENTS.BLOCK)
         blocks += (tl.load(row + column, mask=(column < COLUMNS) & there, other=0),)
     if QUANTIZE == NOT and SCALES > 0:
@@ -122,6 +127,8 @@ def load_slice(x, scales, token, there, FORM: tl.constexpr, EXTENTS: tl.constexp
 @triton.jit
 def row_factor(x, token, there, blocks, FORM: tl.constexpr, EXTENTS: tl.constexpr):
     """Of the whole row, of which ``blocks`` are this program's slice."""
+    H: tl.constexpr = EXTENTS.H
+    BLOCK: tl.constexpr = EXTENTS.BLOCK
     SPLIT: tl.constexpr = EXTENTS.SPLIT
     peak = 0.0
     if SPLIT == 1:
@@ -130,8 +137,8 @@ def row_factor(x, token, there, blocks, FORM: tl.constexpr, EXTENTS: tl.constexp
     else:
         # Each program of the token loads all of it, and they come to the same.
         row = x + tl.cast(token, tl.int64) * EXTENTS.H
-        peaks = tl.zeros((EXTENTS.BLOCK,), dtype=tl.float32)
-        for begin in tl.static_range(0, EXTENTS.H, EXTENTS.BLOCK):
+        peaks = tl.zeros((BLOCK,), dtype=tl.float32)
+        for begin in tl.static_range(0, H, BLOCK):
             column = begin + tl.arange(0, EXTENTS.BLOCK)
             data = tl.load(row + column, mask=(column < EXTENTS.H) & there, other=0)
             peaks = tl.maximum(peaks, tl.abs(data.to(tl.float32)))
@@ -168,10 +175,11 @@ def send_slice(
     ctx, slot, own, token, blocks, factors, bases, element: tl.constexpr, FORM: tl.constexpr, EXTENTS: tl.constexpr
 ):
     """To the other ranks of the token's experts ``own``."""
+    W: tl.constexpr = EXTENTS.W
     BLOCK: tl.constexpr = EXTENTS.BLOCK
     owner = owners(own, EXTENTS)
     row, to_factors = regions(slot, ctx.cur_rank * EXTENTS.M + token, element, FORM=FORM, EXTENTS=EXTENTS)
-    for distance in tl.static_range(1, EXTENTS.W):
+    for distance in tl.static_range(1, W):
         peer = (ctx.cur_rank + distance) % EXTENTS.W
         if any_is(owner, peer):
             for i in tl.static_range(len(blocks)):

@@ -49,9 +49,13 @@ is written anew before all have read the old one; and Lamport's memory is zero w
 5. A clear is a plain store of the reader's rank, and an older message is read there, too. Both are over when the launch
    is, before a word leaves for the rank that writes next. Its stores come to this GPU's L2 cache later. (That is the
    hardware, as in `iris.ccl.one_shot`. PTX's memory model would want releases and acquires for the words of 1 and 2.)
-6. *Stamps.* ``over``, ``choices`` and ``counts`` are written in each call, so an old stamp is n - 1. Weights are not,
-   but in every call whose number has 0 or 1 in its low 16 bits they are, whether anybody wants them or not. So an old
-   stamp is no 2^32 calls old, when it would be n again.
+6. *Stamps.* ``choices`` and ``counts`` are written in each dispatch, so an old stamp is n - 1. ``sent`` is so only with
+   weights, and ``over`` and ``given`` only in combines, of which there is none behind a dispatch that is released. A
+   stamp of any age could be n once more, 2^32 calls later. So in every dispatch whose number has 0 or 1 in its low 16
+   bits all of these are written: ``sent`` with n, whether anybody waits for it or not; ``over`` and ``given`` with
+   n - 1, by each program that has waited for ``counts`` of all ranks. Combine n - 1 of these is over then, by 2., so
+   nobody waits for n - 1 any more, and combine n, a later launch of the same rank, writes behind it. An old stamp is
+   therefore less than 2^17 calls old.
 
 Who may wait for whom: a dispatch sends all that it has to send before it waits for anything. So does a combine, but for
 sums by weights that are given: these it sends behind the weights of others, which all have sent before they wait.
@@ -65,7 +69,7 @@ from iris import simulator
 from iris.experts.kernel_arguments import Extents, FewTokens
 from iris.experts.rounding import ceil_div, power_of_two
 from iris.experts.rows import GROUP
-from iris.language.target import architecture, threads_per_warp
+from iris.language.target import architecture
 
 # Where choices, W * M * K, are as many at most, and ranks.
 MOST_PAIRS, MOST_RANKS = 4096, 8
@@ -88,14 +92,14 @@ def possible(extents: Extents) -> bool:
     return architecture() != "gfx942" and extents.M <= MOST_TOKENS and extents.W <= MOST_RANKS
 
 
-def few_tokens(extents: Extents, dtype: torch.dtype) -> FewTokens:
-    """For the same sizes; of as many programs at most as send there."""
+def few_tokens(extents: Extents, dtype: torch.dtype, warp: int) -> FewTokens:
+    """For the same sizes; of as many programs at most as send there, of warps of so many threads."""
     W, M, H = extents.W, extents.M, extents.H
     tokens = min(extents.PROGRAMS, M)
     split = slices(H, extents.PROGRAMS // tokens)
     columns, programs = H // split, tokens * split
     num_warps = FEW_WARPS if columns * dtype.itemsize <= SHORT else MANY_WARPS
-    threads = num_warps * threads_per_warp()
+    threads = num_warps * warp
     share = ceil_div(extents.E, programs)
     targets = power_of_two(extents.K + share)
     return FewTokens(

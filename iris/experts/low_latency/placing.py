@@ -7,7 +7,10 @@ import triton
 import triton.language as tl
 
 from iris.experts.low_latency.messages import clear, parts_of, pitch_of, receive, room_of
+from iris.experts.routing import choices
+from iris.language.address import translate
 from iris.language.fences import cta_sync
+from iris.language.ll import ll_send
 from iris.language.ll_poll import ll_recv_shared
 from iris.language.ordering import load_relaxed
 
@@ -15,7 +18,7 @@ from iris.language.ordering import load_relaxed
 # expert from this bit on.
 EXPERT = tl.constexpr(16)
 NUMBER = tl.constexpr((1 << 16) - 1)
-# In calls of these numbers, in their low 16 bits, weights are sent in any case: see "Stamps" in
+# In calls of these numbers, in their low 16 bits, words get a stamp that others may not write: see "Stamps" in
 # `iris.experts.low_latency.memory`.
 REFRESHED = tl.constexpr(2)
 
@@ -61,8 +64,9 @@ def regions(slot, number, element: tl.constexpr, FORM: tl.constexpr, EXTENTS: tl
 @triton.jit
 def rows_before(slot, source, local, mask, EXTENTS: tl.constexpr):
     """Rows of ranks before ``source`` for each of the local experts, whose numbers are there."""
+    W: tl.constexpr = EXTENTS.W
     found = tl.zeros_like(local)
-    for rank in tl.static_range(EXTENTS.W):
+    for rank in tl.static_range(W):
         before = mask & (rank < source)
         word = load_relaxed(slot.counts + rank * EXTENTS.LOCAL + local, before)
         found += tl.where(before, word.to(tl.int32), 0)
@@ -130,8 +134,9 @@ def find_places(ctx, slot, layout, token, alignment, call, EXTENTS: tl.constexpr
 @triton.jit
 def load_places(places, EXTENTS: tl.constexpr):
     """The rows of a token, a number for each choice; -1 for none here. And whether there is any."""
+    K: tl.constexpr = EXTENTS.K
     found, most = (), -1
-    for choice in tl.static_range(EXTENTS.K):
+    for choice in tl.static_range(K):
         found += (tl.load(places + choice),)
         most = tl.maximum(most, found[choice])
     return found, most >= 0
@@ -249,6 +254,19 @@ def receive_weights(ctx, slot, place, at, call, EXTENTS: tl.constexpr):
 
 
 @triton.jit
+def refresh_stamps(ctx, slot, token, call, EXTENTS: tl.constexpr):
+    """Of the words that this rank's combines write to other ranks, of an own token: what they read there is over."""
+    W: tl.constexpr = EXTENTS.W
+    k = choices(EXTENTS)
+    given = slot.given + (ctx.cur_rank * EXTENTS.M + token) * EXTENTS.K
+    for distance in tl.static_range(1, W):
+        base = tl.load(ctx.table + (ctx.cur_rank + distance) % EXTENTS.W)
+        ll_send(translate(given, ctx.base, base) + k, 0 * k, call - 1, k < EXTENTS.K)
+        over = translate(slot.over + ctx.cur_rank, ctx.base, base)
+        ll_send(over + 0 * k, 0 * k, call - 1, (k == 0) & (token == 0))
+
+
+@triton.jit
 def end_token(
     ctx,
     slot,
@@ -265,6 +283,8 @@ def end_token(
 ):
     """Steps 2 and 3 for a token of every rank. ``blocks`` and ``factors``: the own one's slice."""
     place, at = find_places(ctx, slot, layout, token=token, alignment=alignment, call=call, EXTENTS=EXTENTS)
+    if ((call & 0xFFFF) < REFRESHED) & (slice_of(EXTENTS) == 0):
+        refresh_stamps(ctx, slot, token, call=call, EXTENTS=EXTENTS)
     if FORM.MOVES:
         place_own_slice(ctx, slot, scales, layout=layout, blocks=blocks, factors=factors, FORM=FORM, EXTENTS=EXTENTS)
         for distance in range(1, EXTENTS.W):
