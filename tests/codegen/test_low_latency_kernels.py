@@ -51,14 +51,15 @@ CASES = [(target, number) for target in TARGETS for number, _ in enumerate(cases
 
 @pytest.mark.parametrize(("target", "number"), by_turns(CASES))
 def test_messages_need_no_fence(target, number):
-    _, kernel, arguments, given = next(itertools.islice(cases(target), number, None))
+    name, kernel, arguments, given = next(itertools.islice(cases(target), number, None))
     text = compile_for(target, kernel, *arguments, **given).text
     # Names of files come without.
     code = "\n".join(line for line in text.splitlines() if not line.lstrip().startswith((".loc", ".file")))
     # Of acquires and releases at system scope, too.
     ordered = r"fence|membar|\.(release|acquire|acq_rel)\b" if target.startswith("sm") else r"buffer_(wbl2|inv)"
     assert not re.search(ordered, code)
-    assert len(wide(code, "load", target)) >= 1 and len(wide(code, "store", target)) >= 1
+    # There are as many bytes of a row of fp8 as threads have halves of 16 bytes.
+    assert wide(code, "store", target) and (wide(code, "load", target) or "given by" in name)
 
 
 @pytest.mark.parametrize("number", by_turns(range(2 * (len(FORMS) + len(WEIGHTS)))))
