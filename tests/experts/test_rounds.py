@@ -121,3 +121,28 @@ def replay(ctx, low_latency):
 @both_forms
 def test_replays_of_a_first_call(ranks, low_latency):
     ranks.run(replay, low_latency)
+
+
+def ahead(ctx, low_latency):
+    """A rank without tokens waits for nothing but that its memory may be written again; the others take their time."""
+    layer = Layer(ctx.num_ranks, F32, ctx.device)
+    ep = experts(ctx, layer, ExpertsConfig(in_flight=1), low_latency=low_latency)
+    wrong = torch.zeros((), dtype=torch.int64, device=ctx.device)
+    with hesitant(ctx, random.Random(ctx.cur_rank), chance=0.1 if ctx.cur_rank else 0):
+        for round in range(200 if ctx.device.type == "cuda" else 5):
+            x, ids, weights = layer.inputs("random", round, ctx.cur_rank)
+            if ctx.cur_rank == 0:
+                x, ids, weights = x[:0], ids[:0], weights[:0]
+            elif ctx.device.type == "cuda":
+                torch.cuda._sleep(LATE // 20)
+            received = ep.dispatch(x, ids, weights)
+            out = ep.combine(layer.through_experts(received, ep.first_expert), received)
+            wrong += (out != layer.expected("random", round, ctx.cur_rank, True)[: len(x)]).sum()
+    assert wrong.item() == 0
+    done_with(ctx, ep)
+
+
+@pytest.mark.ranks(2, 3)
+@both_forms
+def test_a_rank_that_is_ahead(ranks, low_latency):
+    ranks.run(ahead, low_latency)
