@@ -35,7 +35,10 @@ def few(target, tokens, ranks=2):
     return few_tokens(extents(ranks, **sizes, programs=128), torch.bfloat16, 64 if target.startswith("gfx") else 32)
 
 
-FEW = {"slot": FEW_SLOT, "EXTENTS": few("sm_90", 128)}
+def arguments_in(folder):
+    """By name, those of the kernels in a folder of the library, if they are of experts."""
+    of_few = {"slot": FEW_SLOT, "EXTENTS": few("sm_90", 128)}
+    return {"experts": EXPERTS, "low_latency": EXPERTS | of_few}.get(folder, {})
 
 
 def forms(target):

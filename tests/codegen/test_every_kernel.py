@@ -21,7 +21,7 @@ from codegen.collective_arguments import (
     W,
     collective_in_tuples,
 )
-from codegen.expert_arguments import EXPERT_KERNELS, EXPERTS, FEW
+from codegen.expert_arguments import EXPERT_KERNELS, arguments_in
 from codegen.offline import TARGETS, by_turns, compile_for, targets_by_turns
 from codegen.operations import is_barrier, is_data, releases
 from iris.ccl.atomic import atomic
@@ -170,10 +170,7 @@ def arguments_of(kernel, **instead):
         given = given | OPERATIONS | ROWS
     elif place.parent.name == "ops":
         given = given | OPERATIONS
-    if place.parent.name == "experts":
-        given = given | EXPERTS
-    if place.parent.name == "low_latency":
-        given = given | EXPERTS | FEW
+    given = given | arguments_in(place.parent.name)
     if kernel.fn.__name__ == "count_up":
         given = given | {"counter": INT64}
     if place.parent.name == "tracing":
