@@ -45,10 +45,12 @@ TFLOPS = {"bfloat16": 750, "fp8": 1400}
 class Layer:
     """Weights, tokens and memory of a rank, and the ways to carry it."""
 
-    def __init__(self, ctx, shape, inner, kind, sms):
+    def __init__(self, ctx, shape, inner, kind, sms, overlap):
         self.ctx, self.shape, self.inner, self.narrow = ctx, shape, inner, kind == "fp8"
         tokens, hidden, num_experts, top_k = shape
-        config = ExpertsConfig(in_flight=1, layouts=("compact",), num_sms=sms or None)
+        # The kernels for few tokens cannot work beside a product.
+        low_latency = False if overlap else None
+        config = ExpertsConfig(in_flight=1, layouts=("compact",), num_sms=sms or None, low_latency=low_latency)
         self.ep = ctx.experts(
             num_experts=num_experts, hidden=hidden, max_tokens=tokens, top_k=top_k, dtype=BF16, config=config
         )
@@ -152,7 +154,7 @@ def of_the_slowest(ctx, figures):
 
 def measure(ctx, shape, inner, kind, sms, rates, overlap=False, per_graph=3, replays=11):
     """A row of the figures. Collective."""
-    layer = Layer(ctx, shape, inner, kind, sms)
+    layer = Layer(ctx, shape, inner, kind, sms, overlap)
     ways = layer.ways(overlap)
     layer.check(ways)
     for way in ways.values():

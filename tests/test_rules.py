@@ -54,6 +54,7 @@ def test_inline_assembly_is_in_few_files():
         "language/dependent_launch.py",
         "language/fences.py",
         "language/lamport_poll.py",
+        "language/ll_poll.py",
         "language/ordering.py",
         "language/pairs.py",
     ]

@@ -129,6 +129,11 @@ def ops(
     show_default=True,
     help="Multiprocessors that Iris may use at most; 0: its own choice.",
 )
+@click.option(
+    "--low-latency/--no-low-latency",
+    default=None,
+    help="Whether rows travel as messages without flags, as few tokens do where neither is given.",
+)
 @click.option("--out", type=click.Path(path_type=Path), help="Folder for CSV, JSON and a picture.")
 @NUM_RANKS
 def experts(
@@ -142,6 +147,7 @@ def experts(
     sms: tuple[int, ...],
     out: Path | None,
     num_ranks: int | None,
+    low_latency: bool | None,
 ) -> None:
     """Dispatch and combine of tokens for experts, beside torch.distributed's way.
 
@@ -152,7 +158,7 @@ def experts(
     requirements.check()
     from iris.bench import experts_command
 
-    experts_command.run(tokens, hidden, num_experts, top_k, layouts, libraries, dtype, sms, out, num_ranks)
+    experts_command.run(tokens, hidden, num_experts, top_k, layouts, libraries, dtype, sms, out, num_ranks, low_latency)
 
 
 @bench.command()

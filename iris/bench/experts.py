@@ -138,8 +138,12 @@ def measure(
     sms: Sequence[int],
     libraries: Sequence[str],
     dtype: torch.dtype,
+    low_latency: bool | None = None,
 ) -> Iterator[Row]:
-    """All rows, as they come. Collective over the world; the rows are the same on all ranks."""
+    """All rows, as they come. Collective over the world; the rows are the same on all ranks.
+
+    ``low_latency``: of `ExpertsConfig`.
+    """
     ctx.device_barrier()
     for shape in shapes:
         routed = route(shape, ctx.cur_rank, dtype, ctx.device)
@@ -148,12 +152,14 @@ def measure(
             yield _row(ctx, shape, "", 0, "torch", call, routed)
         for library, layout, count in itertools.product(libraries, layouts, sms):
             if library != "torch":
-                yield _by_iris(ctx, shape, layout, count, library, routed)
+                yield _by_iris(ctx, shape, layout, count, library, routed, low_latency)
                 ctx.barrier()
 
 
-def _by_iris(ctx: Iris, shape: Shape, layout: str, sms: int, library: str, routed: Routed) -> Row:
-    config = ExpertsConfig(in_flight=1, layouts=(layout,), num_sms=sms or None)
+def _by_iris(
+    ctx: Iris, shape: Shape, layout: str, sms: int, library: str, routed: Routed, low_latency: bool | None
+) -> Row:
+    config = ExpertsConfig(in_flight=1, layouts=(layout,), num_sms=sms or None, low_latency=low_latency)
     x, ids, weights = routed
     layer: ExpertParallel | None = None
     try:

@@ -29,6 +29,7 @@ def run(
     sms: tuple[int, ...],
     out: Path | None,
     num_ranks: int | None = None,
+    low_latency: bool | None = None,
 ) -> None:
     """See the command's help. Starts ``num_ranks`` ranks, or is collective over those that torchrun started."""
     for name, given, possible in (
@@ -46,7 +47,7 @@ def run(
     if top_k > num_experts:
         raise click.UsageError(f"--top-k {top_k} is more than there are experts, {num_experts}.")
     shapes = [measuring.Shape(each, hidden, num_experts, top_k) for each in tokens]
-    ranks.measure(num_ranks, run_on_rank, shapes, layouts, libraries, dtype, sms, out)
+    ranks.measure(num_ranks, run_on_rank, shapes, layouts, libraries, dtype, sms, out, low_latency)
 
 
 def run_on_rank(
@@ -56,6 +57,7 @@ def run_on_rank(
     dtype: str,
     sms: tuple[int, ...],
     out: Path | None,
+    low_latency: bool | None = None,
 ) -> list[str]:
     """Collective over the ranks; returns results that are wrong."""
     layouts, libraries = layouts or measuring.LAYOUTS, libraries or measuring.LIBRARIES
@@ -68,7 +70,7 @@ def run_on_rank(
             of_iris = [library for library in libraries if library != "torch"]
             each = len(layouts) * len(sms) * len(of_iris) + ("torch" in libraries)
             task = progress.add_task("experts", total=len(shapes) * each)
-            for row in measuring.measure(ctx, shapes, layouts, sms, libraries, getattr(torch, dtype)):
+            for row in measuring.measure(ctx, shapes, layouts, sms, libraries, getattr(torch, dtype), low_latency):
                 rows.append(row)
                 progress.update(task, advance=1)
                 if ctx.get_rank() == 0 and out is not None:

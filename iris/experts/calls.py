@@ -20,21 +20,19 @@ from iris.errors import HeapClosedError, InvalidExpertsError, TooManyInFlightErr
 from iris.experts import checks, padding
 from iris.experts.combine import DISPATCHED, GIVEN, UNWEIGHTED
 from iris.experts.config import ExpertsConfig
-from iris.experts.kernel_arguments import Extents, Form
+from iris.experts.kernel_arguments import Extents, FewTokens, Form
+from iris.experts.kernels import BYTES, kernels_of
 from iris.experts.memory import Memory, layout_rows
-from iris.experts.plan import BYTES, COMBINE, DISPATCH, UNCOMMON, Plan, kind_of, pointers_of
+from iris.experts.plan import UNCOMMON, Plan, kind_of, pointers_of
 from iris.experts.received import Received
 from iris.experts.views import Format, Views, shape_of_rows, views_of, with_rows
 from iris.heap import describe_address
 from iris.heap.history import debugging
-from iris.language.target import on_nvidia, threads_per_warp
+from iris.language.target import on_nvidia
 from iris.operators.version_counter import bump_version
 from iris.runtime.launch import addresses, prepare, remember
 from iris.world import Group
 
-# Of a program. Two of them, one of each kind, share a multiprocessor, so that one computes while the other waits; both
-# together leave the room that `leaving_room` speaks of.
-NUM_WARPS = 4
 IDS = (torch.int32, torch.int64)
 # Of a combine without rows of experts: the choices alone travel.
 ROUTING = Form(MOVES=False)
@@ -50,7 +48,7 @@ class Calls:
     ----------
     context, group
         As `ctx.experts` was called.
-    extents : Extents
+    extents : Extents or FewTokens
     dtype : torch.dtype
     config : ExpertsConfig
     abort_flag : AbortFlag
@@ -63,12 +61,12 @@ class Calls:
         group: dist.ProcessGroup | None,
         members: Group,
         memory: Memory,
-        extents: Extents,
+        extents: Extents | FewTokens,
         dtype: torch.dtype,
         config: ExpertsConfig,
     ) -> None:
         self.context, self.group, self.extents, self.dtype, self.config = context, group, extents, dtype, config
-        self._members, self._programs = members, 2 * extents.PROGRAMS
+        self._members, self._kernels = members, kernels_of(extents)
         self._device, self._on_gpu = context.device, context.device.type == "cuda"
         self._memory: Memory | None = memory
         self.abort_flag, self._state = memory.abort_flag, memory.abort_flag.state
@@ -105,6 +103,8 @@ class Calls:
             tokens = checks.check_tokens(x, self.extents.M, self.extents.H)
             shape, dtypes = (tokens, self.extents.H), (self.dtype, *checks.NARROW)
             checks.check_given("dispatch", "x", x, self._device, shape, dtypes)
+            if isinstance(self.extents, FewTokens):
+                checks.check_messages(x)
             form = checks.form_of(x, x_scales, quantize, self.dtype)
             self._check_choices(tokens, topk_ids, topk_weights)
             narrow = x.dtype if quantize is None else checks.quantized_dtype()
@@ -180,7 +180,9 @@ class Calls:
                 args = padding.arguments(rows, received.counts, received.offsets, self.extents)
                 launches = self._launches.setdefault(("zero_padding", rows.dtype, args[3:5]), {})
                 if () not in launches:
-                    launches[()] = prepare(padding.zero_padding, (self._programs, 1, 1), *args, num_warps=NUM_WARPS)
+                    launches[()] = prepare(
+                        padding.zero_padding, (self._kernels.programs, 1, 1), *args, num_warps=padding.NUM_WARPS
+                    )
                 launches[()](self._stream(), addresses(args))
                 bump_version(rows)
 
@@ -209,6 +211,9 @@ class Calls:
         memory, extents = self.open_memory(), self.extents
         slot, tensors = memory.slots[received._slot], memory.layouts[received._slot][received.layout]
         places = tensors.places.view(extents.W, extents.M, extents.K)
+        if isinstance(extents, FewTokens):
+            # Those of tokens that a rank has not got have been written, too. Programs get a copy.
+            return places.clone(), slot.weights
         there = torch.arange(extents.M, device=self._device) < slot.tokens[:, None]
         return torch.where(there[:, :, None], places, -1), slot.weights
 
@@ -257,7 +262,7 @@ class Calls:
         tail = (tokens, int(topk_weights is not None), alignment, form, self.extents)
         # Of fp8 rows that are given the bytes are moved, whatever the type.
         launches = self._launches.setdefault((topk_ids.dtype, form), {})
-        return Plan(DISPATCH, tail, launches, self._views_of(format))
+        return Plan(self._kernels.dispatch, tail, launches, self._views_of(format))
 
     def _plan_combine(
         self,
@@ -279,7 +284,8 @@ class Calls:
         return self._combine_plan(weights.value, views)
 
     def _combine_plan(self, weights: int, views: list[Views]) -> Plan:
-        return Plan(COMBINE, (weights, self.extents), self._launches.setdefault((weights,), {}), views)
+        launches = self._launches.setdefault((weights,), {})
+        return Plan(self._kernels.combine, (weights, self.extents), launches, views)
 
     def _views_of(self, format: Format) -> list[Views]:
         """Of each slot."""
@@ -343,9 +349,10 @@ class Calls:
             raise
 
     def _prepare(self, plan: Plan, views: Views, given: tuple[torch.Tensor, ...]) -> Callable[..., None]:
-        options: dict[str, Any] = leaving_room(2 * NUM_WARPS * threads_per_warp()) if on_nvidia() else {}
+        options: dict[str, Any] = leaving_room(self._kernels.resident) if on_nvidia() else {}
         args = plan.kernel.arguments(views.tensors, given, plan.tail)
-        return prepare(plan.kernel.function, (self._programs, 1, 1), *args, num_warps=NUM_WARPS, **options)
+        grid = (self._kernels.programs, 1, 1)
+        return prepare(plan.kernel.function, grid, *args, num_warps=self._kernels.num_warps, **options)
 
     @torch.no_grad()
     def _prepare_all(self) -> None:

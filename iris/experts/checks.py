@@ -14,6 +14,8 @@ from iris.language.barrier import LANES
 from iris.language.target import architecture
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# Without an infinity, minus zero, and all NaNs but one.
+FNUZ = (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 NARROW = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 QUANTIZE = {None: NOT.value, "fp8_row": BY_ROW.value, "fp8_block128": BY_BLOCK.value}
 # Elements of a row of fp8 are a multiple of these: 16 bytes.
@@ -152,6 +154,16 @@ def form_of(x: torch.Tensor, x_scales: Any, quantize: object, wide: torch.dtype)
 def quantized_dtype() -> torch.dtype:
     """What rows are rounded to: e4m3, as the GPU has it."""
     return torch.float8_e4m3fnuz if architecture() == "gfx942" else torch.float8_e4m3fn
+
+
+def check_messages(x: torch.Tensor) -> None:
+    """That rows of this dtype can be messages, as those of few tokens are: bytes of ones are no number."""
+    if x.dtype in FNUZ:
+        raise InvalidExpertsError(
+            f"dispatch() got x of {x.dtype}, and this ctx.experts() is for few tokens, whose rows are messages: "
+            "those are of torch.float8_e4m3fn or torch.float8_e5m2. Convert x, or make the experts with an "
+            "ExpertsConfig(low_latency=False)."
+        )
 
 
 def check_tokens(x: Any, max_tokens: int, hidden: int) -> int:

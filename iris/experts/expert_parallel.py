@@ -11,8 +11,10 @@ from iris.errors import MismatchedCollectiveError, SeveralHostsError
 from iris.experts import checks
 from iris.experts.calls import Calls
 from iris.experts.config import ExpertsConfig
-from iris.experts.memory import Memory, extents, power_of_two
+from iris.experts.kernels import choose
+from iris.experts.memory import Memory, extents
 from iris.experts.received import Received
+from iris.experts.rounding import power_of_two
 from iris.operators.graph_break import methods_break_graph
 
 # Programs of a launch in the simulator.
@@ -90,7 +92,7 @@ class ExpertParallel:
         if self.config.num_sms is not None:
             programs = max(1, min(self.config.num_sms // 2, programs))
         sizes = self.num_experts, self.top_k, self.max_tokens, self.hidden
-        of_layer = extents(members.size, *sizes, self.dtype, programs)
+        of_layer = choose(self.config, extents(members.size, *sizes, self.dtype, programs), self.dtype)
         self.device = context.device
         self.num_local_experts = of_layer.LOCAL
         self.first_expert = members.rank * self.num_local_experts

@@ -100,3 +100,59 @@ class Form(NamedTuple):
     """The largest number of the type that they are rounded to."""
     MOVES: bool = True
     """Whether rows travel, and not the choices alone."""
+
+
+class FewTokens(NamedTuple):
+    """`Extents` of the kernels for few tokens, `iris.experts.low_latency`: a constant of these.
+
+    The first fields are those of `Extents`.
+    """
+
+    W: int
+    E: int
+    LOCAL: int
+    K: int
+    M: int
+    H: int
+    LOCALS: int
+    CHOICES: int
+    RANKS: int
+    SPLIT: int
+    """Programs that share a token, each of which has so many columns of its row, its slice."""
+    COLUMNS: int
+    PROGRAMS: int
+    """Of a launch."""
+    BLOCK: int
+    """Columns that a program sends at a time."""
+    SHARE: int
+    """Experts whose rows a program counts."""
+    TARGETS: int
+    """The power of two from K + SHARE on."""
+    TOKENS: int
+    """Tokens whose choices a program compares with those at a time, a power of two."""
+    AWAITED: int
+    """Words with numbers of rows, or with choices of a token of all ranks, whichever are more, as powers of two."""
+    THREADS: int
+    """Of a program."""
+    WORDS: int
+    """Words of 4 bytes that a block has at least, of what all of it waits for together."""
+    CLEARED: int
+    """Words that are cleared at a time."""
+
+
+class LowLatencySlot(NamedTuple):
+    """`Slot` of these kernels: `iris.experts.low_latency.memory` has shapes, and who writes what."""
+
+    context: Any
+    calls: Any
+    tokens: Any
+    begins: Any
+    found: Any
+    over: Any
+    choices: Any
+    counts: Any
+    sent: Any
+    weights: Any
+    given: Any
+    rows: Any
+    partials: Any

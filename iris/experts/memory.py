@@ -55,7 +55,9 @@ import torch
 
 from iris.cuda_graphs.kept import keep
 from iris.experts.config import ExpertsConfig
-from iris.experts.kernel_arguments import Extents, Layout, Scales, Slot
+from iris.experts.kernel_arguments import Extents, FewTokens, Layout, LowLatencySlot, Scales, Slot
+from iris.experts.low_latency.memory import shapes
+from iris.experts.rounding import ceil_div, power_of_two
 from iris.heap import mapping
 from iris.language.context_tensor import context_tensor
 from iris.runtime.workspace import Workspace
@@ -88,11 +90,6 @@ class Part(NamedTuple):
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
-def power_of_two(number: int) -> int:
-    """The next one."""
-    return 1 << (number - 1).bit_length()
-
-
 def extents(
     size: int, num_experts: int, top_k: int, max_tokens: int, hidden: int, dtype: torch.dtype, programs: int
 ) -> Extents:
@@ -122,14 +119,12 @@ def extents(
     )
 
 
-def ceil_div(number: int, by: int) -> int:
-    return -(-number // by)
-
-
-def slot_parts(extents: Extents, dtype: torch.dtype) -> list[Part]:
+def slot_parts(extents: Extents | FewTokens, dtype: torch.dtype) -> list[Part]:
     """The parts of a slot, one behind the other; flags first."""
+    if isinstance(extents, FewTokens):
+        return in_a_row(shapes(extents, dtype))
     W, M, K, H, programs = extents.W, extents.M, extents.K, extents.H, extents.PROGRAMS
-    shapes = {
+    of_slot = {
         "calls": (2 * programs,),
         "routed": (W,),
         "sent": (W, programs),
@@ -144,19 +139,24 @@ def slot_parts(extents: Extents, dtype: torch.dtype) -> list[Part]:
         "staged": (W, STAGES, -(-M // STAGED_TOKENS)),
     }
     dtypes = {"weights": torch.float32, "rows": dtype, "partials": dtype}
-    parts: list[Part] = []
+    return in_a_row({name: (shape, dtypes.get(name, torch.int32)) for name, shape in of_slot.items()})
+
+
+def in_a_row(parts: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> list[Part]:
+    """Each behind the one before."""
+    found: list[Part] = []
     begin = 0
-    for name, shape in shapes.items():
-        parts.append(Part(name, begin, shape, dtypes.get(name, torch.int32)))
-        begin += round_up(parts[-1].nbytes)
-    return parts
+    for name, (shape, dtype) in parts.items():
+        found.append(Part(name, begin, shape, dtype))
+        begin += round_up(found[-1].nbytes)
+    return found
 
 
 def round_up(nbytes: int) -> int:
     return ceil_div(nbytes, ALIGNMENT) * ALIGNMENT
 
 
-def layout_rows(extents: Extents, layout: str, alignment: int) -> int:
+def layout_rows(extents: Extents | FewTokens, layout: str, alignment: int) -> int:
     """Rows that a layout has room for: as many as may come, if all tokens choose the experts of this rank.
 
     A token has one row for each of its different experts.
@@ -176,7 +176,7 @@ class Memory:
         The symmetric part: one slot behind the other.
     abort_flag : AbortFlag
         Of the group.
-    slots : list of Slot
+    slots : list of Slot, or of LowLatencySlot
         As kernels take them.
     staged : list of torch.Tensor
         Of each slot, for `iris.ops.combine_in_stages` alone.
@@ -184,7 +184,9 @@ class Memory:
         Of each slot, by the layout's name, what kernels take, a `Layout`.
     """
 
-    def __init__(self, workspace: Workspace, extents: Extents, dtype: torch.dtype, config: ExpertsConfig) -> None:
+    def __init__(
+        self, workspace: Workspace, extents: Extents | FewTokens, dtype: torch.dtype, config: ExpertsConfig
+    ) -> None:
         group, device = workspace.group, workspace.device
         self.abort_flag = workspace.abort_flag
         self._parts = slot_parts(extents, dtype)
@@ -192,16 +194,17 @@ class Memory:
         self._slot_bytes = last.begin + round_up(last.nbytes)
         self.mapping = mapping.create(group, config.in_flight * self._slot_bytes, device)
         self.mapping.owner = weakref.ref(self)
+        few = isinstance(extents, FewTokens)
         for number in range(config.in_flight):
             for part in self._parts:
-                if part.name in FLAGS:
+                if few or part.name in FLAGS:
                     self._tensor(number, part).zero_()
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
         context = context_tensor(group.rank, self.mapping.bases, self.mapping.size, self.abort_flag.record, device)
         tensors = [[self._tensor(number, part) for part in self._parts] for number in range(config.in_flight)]
-        self.slots = [Slot(context, *each[:-1]) for each in tensors]
-        self.staged = [each[-1] for each in tensors]
+        self.slots = [LowLatencySlot(context, *each) if few else Slot(context, *each[:-1]) for each in tensors]
+        self.staged = [] if few else [each[-1] for each in tensors]
         rows = {name: layout_rows(extents, name, config.alignment) for name in config.layouts}
         pairs = extents.W * extents.M * extents.K
         # Of this rank alone: nobody else stores there.
@@ -222,11 +225,16 @@ class Memory:
         )
         group.all_gather(None, "the memory of expert parallelism")
 
-    def narrow(self, number: int, layout: str, dtype: torch.dtype, scales: int) -> tuple[Slot, Layout, Scales]:
+    def narrow(
+        self, number: int, layout: str, dtype: torch.dtype, scales: int
+    ) -> tuple[Slot | LowLatencySlot, Layout, Scales]:
         """The same memory for rows of fp8 with so many factors each, which lie behind all rows."""
         slot, tensors = self.slots[number], self.layouts[number][layout]
-        sent, sent_scales = split_rows(slot.rows, dtype, scales)
         rows, placed = split_rows(tensors.rows, dtype, scales)
+        if isinstance(slot, LowLatencySlot):
+            # Its kernels know where what they have sent is.
+            return slot, tensors._replace(rows=rows), Scales(None, None, placed)
+        sent, sent_scales = split_rows(slot.rows, dtype, scales)
         return slot._replace(rows=sent), tensors._replace(rows=rows), Scales(None, sent_scales, placed)
 
     def name_at(self, offset: int) -> tuple[str, str]:

@@ -8,12 +8,13 @@ import triton
 import triton.language as tl
 
 from iris.ccl.kernel_launch import INTEGERS
-from iris.experts.kernel_arguments import Extents
-from iris.experts.memory import power_of_two
+from iris.experts.kernel_arguments import Extents, FewTokens
+from iris.experts.rounding import power_of_two
 from iris.language.dependent_launch import gdc_wait
 
 # Bytes of a row that a program stores at a time: eight vectors of 16 bytes for each of 128 threads.
 BLOCK_BYTES = 16384
+NUM_WARPS = 4
 
 
 @triton.jit
@@ -34,7 +35,7 @@ def zero_padding(
                 tl.store(target, zeros, mask=begin + column < WIDTH)
 
 
-def arguments(rows: torch.Tensor, counts: torch.Tensor, offsets: torch.Tensor, extents: Extents) -> tuple:
+def arguments(rows: torch.Tensor, counts: torch.Tensor, offsets: torch.Tensor, extents: Extents | FewTokens) -> tuple:
     """For `Received.rows`, or its scales. Zero is zero in every type of so many bytes."""
     room, width = rows.shape[:-1].numel(), rows.shape[-1]
     words = rows.view(INTEGERS[rows.itemsize])

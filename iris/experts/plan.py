@@ -10,25 +10,12 @@ from typing import Any, NamedTuple
 import torch
 
 from iris.ccl.checks import check_tensor
-from iris.experts.combine import combine
-from iris.experts.dispatch import dispatch
-from iris.experts.kernel_arguments import Scales
+from iris.experts.kernels import Kernel
 from iris.experts.views import Views
 
-# What rows of fp8 are moved as, where their values do not matter.
-BYTES = torch.uint8
 STRIDED = torch.strided
 # Of a tensor that is looked at in each call.
 UNCOMMON = object()
-
-
-class Kernel(NamedTuple):
-    """``arguments``: of the slot's memory (`Views.tensors` or `Views.launched`), of what the caller gives, and of what
-    a plan has."""
-
-    name: str
-    function: Any
-    arguments: Callable[[tuple, tuple, tuple], tuple]
 
 
 class Plan(NamedTuple):
@@ -39,25 +26,6 @@ class Plan(NamedTuple):
     tail: tuple
     launches: dict[tuple[int, ...], Callable[..., None]]
     views: list[Views]
-
-
-def _dispatch_arguments(memory: tuple, given: tuple, tail: tuple) -> tuple:
-    slot, layout, scales = memory
-    x, topk_ids, topk_weights, *factors = given
-    if factors:
-        scales = Scales(*factors, *scales[1:])
-        x = x.view(BYTES) if isinstance(x, torch.Tensor) else x
-    return slot, x, scales, topk_ids, topk_weights, layout, *tail
-
-
-def _combine_arguments(memory: tuple, given: tuple, tail: tuple) -> tuple:
-    slot, (_, _, _, places), _ = memory
-    y, topk_weights, out = given
-    return slot, y, topk_weights, places, out, *tail
-
-
-DISPATCH = Kernel("dispatch", dispatch, _dispatch_arguments)
-COMBINE = Kernel("combine", combine, _combine_arguments)
 
 
 def kind_of(tensor: Any) -> Any:

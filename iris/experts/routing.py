@@ -66,6 +66,12 @@ def has_bit(bits, rank):
 
 
 @triton.jit
+def any_is(values, wanted):
+    """Whether one of the values is this one."""
+    return tl.max((values == wanted).to(tl.int32), axis=0) > 0
+
+
+@triton.jit
 def signal_all(ctx, flag, value):
     """Set the copies of a flag of all ranks, behind what this program has stored there."""
     peers = lanes()

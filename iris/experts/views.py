@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from iris.experts.kernel_arguments import Extents, Layout, Scales, Slot
+from iris.experts.kernel_arguments import Extents, FewTokens, Layout, LowLatencySlot, Scales, Slot
 from iris.experts.memory import Memory
 from iris.runtime.launch import addresses
 
@@ -23,7 +23,7 @@ class Views(NamedTuple):
     """``tensors``: as kernels are compiled for them. ``launched``: with an address in the place of each; in the
     simulator the same. The rest: as `Received` has it."""
 
-    tensors: tuple[Slot, Layout, Scales | None]
+    tensors: tuple[Slot | LowLatencySlot, Layout, Scales | None]
     launched: tuple[Any, Any, Any]
     rows: torch.Tensor
     counts: torch.Tensor
@@ -34,7 +34,7 @@ class Views(NamedTuple):
 # What is made in inference mode could not be used by autograd outside it.
 @torch.inference_mode(False)
 @torch.no_grad()
-def views_of(memory: Memory, number: int, format: Format, extents: Extents) -> Views:
+def views_of(memory: Memory, number: int, format: Format, extents: Extents | FewTokens) -> Views:
     """Of the slot with this number. They live no longer than the memory."""
     slot, layout, scales = memory.slots[number], memory.layouts[number][format.layout], None
     if format.scales:
@@ -53,7 +53,7 @@ def with_rows(views: Views, rows: torch.Tensor) -> Views:
     return views._replace(tensors=tensors, launched=addresses(tensors))
 
 
-def shape_of_rows(extents: Extents, layout: str, room: int) -> tuple[int, ...]:
+def shape_of_rows(extents: Extents | FewTokens, layout: str, room: int) -> tuple[int, ...]:
     """Of `Received.rows`, in a layout with room for so many."""
     if layout == "expanded":
         return extents.LOCAL, extents.W * extents.M, extents.H

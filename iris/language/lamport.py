@@ -190,12 +190,14 @@ def lamport_recv(
     STRIDE: tl.constexpr,
     element: tl.constexpr,
     record,
+    source=None,
 ):
     """Wait until the first ``count`` elements of each of ``PARTS`` parts have arrived; returns the words of each.
 
     Part s is at word ``s * STRIDE`` of the caller's own ``begin``, and comes from rank s; ``WORDS`` of it are returned,
     a power of two. Or there is one part, which has what comes from every rank, ``STRIDE`` words from each. Nothing is
-    awaited from rank ``own``, whose words are any.
+    awaited from rank ``own``, whose words are any. ``source``: the rank that all parts come from, if it is one; then
+    ``own`` is -1.
 
     Where the block polls together (`polls_by_thread`) there must be a word for each thread. If two threads polled the
     same word, the test might take one thread's value, and the result the other's, which is older.
@@ -240,7 +242,8 @@ def lamport_recv(
                             none = k < 0
                             for part in tl.static_range(PARTS):
                                 empty = missing_elements(words[part], bits, element) != 0
-                                none = none | ((own != part) & (part + k // STRIDE == rank) & empty)
+                                sender = part + k // STRIDE if source is None else source + 0 * k
+                                none = none | ((own != part) & (sender == rank) & empty)
                             ranks = ranks | (tl.cast(tl.max(tl.cast(none, tl.int32), axis=0), tl.int64) << rank)
                         record_missing(begins + k, late != 0, wanted=0, late=ranks, record=record)
                         missing = missing * 0

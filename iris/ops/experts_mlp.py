@@ -21,6 +21,7 @@ from iris.ccl.protocols import CollectivesContext
 from iris.errors import InvalidCollectiveError, InvalidConfigError, InvalidExpertsError, UnknownChoiceError
 from iris.experts.checks import check_layout, quantized_dtype
 from iris.experts.expert_parallel import ExpertParallel
+from iris.experts.kernel_arguments import FewTokens
 from iris.ops import combine_in_stages as in_stages
 from iris.ops.call import NARROW, check_devices, described, overlap
 from iris.ops.grouped import on_hopper
@@ -195,6 +196,11 @@ class ExpertsMlp:
             problem = on_hopper.problem(down, on_hopper.hopper_tiles(down))
             if problem:
                 raise InvalidConfigError(f"{NAME}(overlap=True) is not possible with this second product: {problem}.")
+            if isinstance(ep._calls.extents, FewTokens):
+                raise InvalidConfigError(
+                    f"{NAME}(overlap=True) is not possible with experts whose dispatch and combine are those for few "
+                    "tokens. Make them with iris.experts.ExpertsConfig(low_latency=False), or leave overlap out."
+                )
             in_stages.prepared(ep, in_stages.arguments_of(ep, 0, weighted, down, call.out))
         multiply(up, down, scratch, only_prepare=True)
         remember(self._prepared, key, None)

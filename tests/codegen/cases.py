@@ -19,6 +19,7 @@ from codegen import test_example_kernels as examples
 from codegen import test_expert_kernels as experts
 from codegen import test_grouped_kernels as grouped
 from codegen import test_hopper_kernels as hopper
+from codegen import test_low_latency_kernels as low_latency
 from codegen import test_options as options
 from codegen import test_tiles as tiles
 from codegen.offline import TARGETS
@@ -174,6 +175,8 @@ def _experts(target: str) -> Iterator[Case]:
         yield Case(f"experts dispatch {form}", experts.dispatch, experts.of_form(form, target), warps)
     for name in experts.WEIGHTS:
         yield Case(f"experts combine {name}", experts.combine, experts.weighted(name), warps)
+    for name, kernel, arguments, given in low_latency.cases(target if target in low_latency.TARGETS else "gfx950"):
+        yield Case(f"experts low_latency {name}", kernel, arguments, given, low_latency.TARGETS)
 
 
 def _tiles() -> Iterator[Case]:

@@ -5,12 +5,15 @@ import torch
 from codegen.collective_arguments import BF16, FLOAT32, INT16, INT32, INT64
 from iris.experts.combine import GIVEN, combine
 from iris.experts.dispatch import dispatch
-from iris.experts.kernel_arguments import Form, Layout, Scales, Slot
+from iris.experts.kernel_arguments import Form, Layout, LowLatencySlot, Scales, Slot
+from iris.experts.low_latency.combine import combine as combine_few
+from iris.experts.low_latency.dispatch import dispatch as dispatch_few
+from iris.experts.low_latency.memory import few_tokens
 from iris.experts.memory import extents
 from iris.experts.padding import zero_padding
 from iris.experts.rows import BY_BLOCK, BY_ROW, GROUP, NOT
 
-EXPERT_KERNELS = (dispatch, combine, zero_padding)
+EXPERT_KERNELS = (dispatch, combine, dispatch_few, combine_few, zero_padding)
 # Of four ranks, as DeepSeek-V3 has them, in bf16.
 EXTENTS = extents(4, num_experts=256, top_k=8, max_tokens=128, hidden=7168, dtype=torch.bfloat16, programs=128)
 SLOT = Slot(INT64, *[INT32] * 8, FLOAT32, BF16, BF16)
@@ -21,6 +24,21 @@ EXPERTS = {
     **{"scales": None, "FORM": Form(), "tokens": 128, "weighted": 1, "alignment": 0, "WEIGHTS": GIVEN.value},
     **{"rows": INT16, "counts": INT32, "offsets": INT32, "ROOM": 32768, "WIDTH": 7168, "BLOCK": 8192},
 }
+
+# The kernels for few tokens, of which as many programs as tokens have a whole row each, or several share one.
+FEW_SLOT = LowLatencySlot(INT64, *[INT32] * 4, *[INT64] * 4, FLOAT32, INT64, INT32, INT32)
+
+
+def few(target, tokens, ranks=2):
+    """Their sizes."""
+    sizes = {"num_experts": 256, "top_k": 8, "max_tokens": tokens, "hidden": 7168, "dtype": torch.bfloat16}
+    return few_tokens(extents(ranks, **sizes, programs=128), torch.bfloat16, 64 if target.startswith("gfx") else 32)
+
+
+def arguments_in(folder):
+    """By name, those of the kernels in a folder of the library, if they are of experts."""
+    of_few = {"slot": FEW_SLOT, "EXTENTS": few("sm_90", 128)}
+    return {"experts": EXPERTS, "low_latency": EXPERTS | of_few}.get(folder, {})
 
 
 def forms(target):

@@ -21,7 +21,7 @@ from codegen.collective_arguments import (
     W,
     collective_in_tuples,
 )
-from codegen.expert_arguments import EXPERT_KERNELS, EXPERTS
+from codegen.expert_arguments import EXPERT_KERNELS, arguments_in
 from codegen.offline import TARGETS, by_turns, compile_for, targets_by_turns
 from codegen.operations import is_barrier, is_data, releases
 from iris.ccl.atomic import atomic
@@ -170,8 +170,7 @@ def arguments_of(kernel, **instead):
         given = given | OPERATIONS | ROWS
     elif place.parent.name == "ops":
         given = given | OPERATIONS
-    if place.parent.name == "experts":
-        given = given | EXPERTS
+    given = given | arguments_in(place.parent.name)
     if kernel.fn.__name__ == "count_up":
         given = given | {"counter": INT64}
     if place.parent.name == "tracing":
@@ -221,7 +220,7 @@ def test_kernel(target, kernel):
     operations = compiled.operations()
     if kernel.fn.__name__ not in SCALAR:
         assert any(map(is_data, operations)), operations
-    if place.parent.name in ("ccl", "ops", "experts"):
+    if place.parent.name in ("ccl", "ops", "experts", "low_latency"):
         # Their loops are laid out in another order than they run in, so before that: in one straight piece of code.
         lines = compiled.ttgir.splitlines()
         for i, line in enumerate(lines):
@@ -361,6 +360,8 @@ def test_no_kernel_is_missing():
         "iris/demo",
         "iris/experts/combine",
         "iris/experts/dispatch",
+        "iris/experts/low_latency/combine",
+        "iris/experts/low_latency/dispatch",
         "iris/ops/all_gather_matmul",
         "iris/ops/copies",
         "iris/ops/matmul_all_gather",

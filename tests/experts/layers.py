@@ -4,12 +4,23 @@ Expert e makes ``x * factor(e) + shift(e)`` of a row. All are small whole number
 float32 every sum is exact, and results are those of one process in float64, bit by bit.
 """
 
+import dataclasses
+
+import pytest
 import torch
+
+from iris.experts import ExpertsConfig
+from iris.language.target import architecture
 
 E_EACH, H, M, K = 3, 20, 7, 3
 # Of each choice of a token; the last one is none where a routing drops it.
 ROUTINGS = ("random", "uneven", "to one expert", "to the last rank", "twice the same", "to nobody")
 WEIGHTS = ("none", "dispatched", "combined")
+# Kernels for few tokens are not for CDNA3.
+FEW = pytest.param(
+    True, marks=pytest.mark.skipif(torch.cuda.is_available() and architecture() == "gfx942", reason="not on CDNA3")
+)
+both_forms = pytest.mark.parametrize("low_latency", [False, FEW], ids=["many", "few"])
 
 
 def digits(shape, seed, low, high):
@@ -87,7 +98,10 @@ def there(received):
     return found.any(dim=1).view(received.rows.shape[:-1])
 
 
-def experts(ctx, layer, config=None, group=None):
+def experts(ctx, layer, config=None, group=None, low_latency=None):
+    """``low_latency``: as of `ExpertsConfig`, in the place of what ``config`` has."""
+    if low_latency is not None:
+        config = dataclasses.replace(config or ExpertsConfig(), low_latency=low_latency)
     return ctx.experts(
         num_experts=layer.num_experts,
         hidden=layer.hidden,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from experts.layers import E_EACH, ROUTINGS, Layer, digits, done_with, experts, there
+from experts.layers import E_EACH, ROUTINGS, Layer, both_forms, digits, done_with, experts, there
 from iris.errors import InvalidExpertsError
 from iris.experts import ExpertsConfig
 from iris.experts.checks import quantized_dtype
@@ -12,6 +12,8 @@ F32, BF16 = torch.float32, torch.bfloat16
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 # More than two blocks of 128, and rows that a program moves in one part and in several.
 WIDTHS = {BF16: 272, F32: 4240}
+# Elements and tokens, of which several programs share a row.
+SHARED = (512, 2)
 
 
 def of_experts(layer, ep, received, values, routing, round):
@@ -30,9 +32,9 @@ def dequantised(received):
     return received.rows.float() * factors[..., : received.rows.shape[-1]]
 
 
-def given(ctx, dtype, blocked, layout):
-    layer = Layer(ctx.num_ranks, BF16, ctx.device, hidden=WIDTHS[BF16])
-    ep = experts(ctx, layer, ExpertsConfig(layouts=(layout,), alignment=2))
+def given(ctx, low_latency, shape, dtype, blocked, layout):
+    layer = Layer(ctx.num_ranks, BF16, ctx.device, *shape)
+    ep = experts(ctx, layer, ExpertsConfig(layouts=(layout,), alignment=2), low_latency=low_latency)
     blocks = -(-layer.hidden // 128) if blocked else 1
     for round, routing in enumerate(ROUTINGS):
 
@@ -68,13 +70,16 @@ def given(ctx, dtype, blocked, layout):
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 @pytest.mark.parametrize("blocked", [False, True])
 @pytest.mark.parametrize("layout", ["expanded", "compact"])
-def test_factors_that_are_given(ranks, dtype, blocked, layout):
-    ranks.run(given, dtype, blocked, layout)
+@pytest.mark.parametrize("shape", [(WIDTHS[BF16], 7), SHARED], ids=["whole", "shared"])
+@both_forms
+def test_factors_that_are_given(ranks, low_latency, shape, dtype, blocked, layout):
+    ranks.run(given, low_latency, shape, dtype, blocked, layout)
 
 
-def quantised(ctx, quantize, dtype):
-    layer = Layer(ctx.num_ranks, dtype, ctx.device, hidden=WIDTHS[dtype], max_tokens=4)
-    ep = experts(ctx, layer)
+def quantised(ctx, low_latency, quantize, dtype, shared):
+    shape = SHARED if shared else (WIDTHS[dtype], 4)
+    layer = Layer(ctx.num_ranks, dtype, ctx.device, *shape)
+    ep = experts(ctx, layer, low_latency=low_latency)
     narrow = quantized_dtype()
     largest = torch.finfo(narrow).max
     group = layer.hidden if quantize == "fp8_row" else 128
@@ -109,8 +114,10 @@ def quantised(ctx, quantize, dtype):
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("quantize", ["fp8_row", "fp8_block128"])
 @pytest.mark.parametrize("dtype", [BF16, F32])
-def test_rows_that_are_divided_on_the_way(ranks, quantize, dtype):
-    ranks.run(quantised, quantize, dtype)
+@pytest.mark.parametrize("shared", [False, True], ids=["whole", "shared"])
+@both_forms
+def test_rows_that_are_divided_on_the_way(ranks, low_latency, quantize, dtype, shared):
+    ranks.run(quantised, low_latency, quantize, dtype, shared)
 
 
 def other_factors(ctx):
@@ -121,6 +128,32 @@ def other_factors(ctx):
         with pytest.raises(InvalidExpertsError, match="x_scales of shape"):
             ep.dispatch(x.to(E4M3), ids, x_scales=factors.to(ctx.device))
     done_with(ctx, ep)
+
+
+def without_a_nan(ctx, low_latency):
+    """Bytes of ones are numbers of these types, and no messages."""
+    layer = Layer(ctx.num_ranks, BF16, ctx.device, hidden=32)
+    ep = experts(ctx, layer, low_latency=low_latency)
+    x, ids, _ = layer.inputs("random", 0, ctx.cur_rank)
+    scales = torch.ones(len(x), 1, device=ctx.device)
+    for dtype in (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz):
+        given = torch.full(x.shape, 0xFF, dtype=torch.uint8, device=ctx.device).view(dtype)
+        if low_latency:
+            # On this rank alone, before anything is enqueued.
+            with pytest.raises(InvalidExpertsError, match=r"for few tokens.*low_latency=False"):
+                ep.dispatch(given, ids, x_scales=scales)
+        else:
+            received = ep.dispatch(given, ids, x_scales=scales)
+            assert (received.rows.view(torch.uint8)[there(received)] == 0xFF).all()
+            received.release()
+    ep.dispatch(x.to(E4M3), ids, x_scales=scales).release()
+    done_with(ctx, ep)
+
+
+@pytest.mark.ranks(2)
+@both_forms
+def test_fp8_without_a_nan_of_ones(ranks, low_latency):
+    ranks.run(without_a_nan, low_latency)
 
 
 @pytest.mark.ranks(1)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from experts.layers import ROUTINGS, K, Layer, M, done_with, experts
+from experts.layers import ROUTINGS, K, Layer, M, both_forms, done_with, experts
 from iris.errors import InvalidExpertsError
 from iris.experts import functional
 
@@ -51,9 +51,9 @@ def layer_of(name, layout, offsets_of_rows):
     return forward
 
 
-def differentiate(ctx, layout, weighted, compiled):
+def differentiate(ctx, low_latency, layout, weighted, compiled):
     layer = Layer(ctx.num_ranks, torch.float32, ctx.device)
-    ep = experts(ctx, layer)
+    ep = experts(ctx, layer, low_latency=low_latency)
     name = functional.name_of(ep)
     assert functional.name_of(ep) == name
     room = torch.Size(functional.calls_of(name).rows_shape(layout)[:-1]).numel()
@@ -83,8 +83,9 @@ def differentiate(ctx, layout, weighted, compiled):
     ("layout", "weighted", "compiled"),
     [("compact", True, False), ("expanded", True, False), ("compact", False, False), ("compact", True, True)],
 )
-def test_results_and_gradients(ranks, layout, weighted, compiled):
-    ranks.run(differentiate, layout, weighted, compiled)
+@both_forms
+def test_results_and_gradients(ranks, low_latency, layout, weighted, compiled):
+    ranks.run(differentiate, low_latency, layout, weighted, compiled)
 
 
 def mistake(ctx):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from experts.layers import K, Layer, M, done_with, experts
+from experts.layers import K, Layer, M, both_forms, done_with, experts
 from iris import simulator
 from iris.experts import calls, checks
 
@@ -23,11 +23,11 @@ class Operators(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def operators(ctx, layout, quantize):
+def operators(ctx, low_latency, layout, quantize):
     layer = Layer(1, torch.bfloat16, ctx.device, hidden=256)
     # Kernels of the simulator are made of torch's operators.
     with mock.patch.object(calls, "prepare", lambda *_, **__: lambda stream, args: None):
-        ep = experts(ctx, layer)
+        ep = experts(ctx, layer, low_latency=low_latency)
         x = torch.ones(M, layer.hidden, device=ctx.device, dtype=layer.dtype)
         ids = torch.zeros(M, K, device=ctx.device, dtype=torch.int64)
         weights, out = torch.ones(M, K, device=ctx.device), torch.empty_like(x)
@@ -55,5 +55,6 @@ def operators(ctx, layout, quantize):
 @pytest.mark.ranks(1)
 @pytest.mark.parametrize("layout", ["expanded", "compact"])
 @pytest.mark.parametrize("quantize", [None, "fp8_block128", "given"])
-def test_a_later_call_runs_no_operators(ranks, layout, quantize):
-    ranks.run(operators, layout, quantize)
+@both_forms
+def test_a_later_call_runs_no_operators(ranks, low_latency, layout, quantize):
+    ranks.run(operators, low_latency, layout, quantize)

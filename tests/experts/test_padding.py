@@ -3,15 +3,15 @@
 import pytest
 import torch
 
-from experts.layers import ROUTINGS, Layer, done_with, experts, there
+from experts.layers import ROUTINGS, Layer, both_forms, done_with, experts, there
 from iris.experts import ExpertsConfig
 
 F32, BF16 = torch.float32, torch.bfloat16
 
 
-def padded(ctx, layout, dtype, quantize, hidden):
+def padded(ctx, low_latency, layout, dtype, quantize, hidden):
     layer = Layer(ctx.num_ranks, dtype, ctx.device, hidden=hidden)
-    ep = experts(ctx, layer, ExpertsConfig(layouts=(layout,), alignment=4))
+    ep = experts(ctx, layer, ExpertsConfig(layouts=(layout,), alignment=4), low_latency=low_latency)
     for round, routing in enumerate(ROUTINGS):
         x, ids, weights = layer.inputs(routing, round, ctx.cur_rank)
         received = ep.dispatch(x, ids, weights, quantize=quantize, layout=layout)
@@ -37,8 +37,9 @@ def padded(ctx, layout, dtype, quantize, hidden):
     # Wider than what a program stores at a time, too.
     [(F32, None, 4099), (BF16, None, 17), (BF16, "fp8_row", 32), (BF16, "fp8_block128", 272)],
 )
-def test_padding(ranks, layout, dtype, quantize, hidden):
-    ranks.run(padded, layout, dtype, quantize, hidden)
+@both_forms
+def test_padding(ranks, low_latency, layout, dtype, quantize, hidden):
+    ranks.run(padded, low_latency, layout, dtype, quantize, hidden)
 
 
 def replayed(ctx):

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from experts.layers import E_EACH, ROUTINGS, WEIGHTS, Layer, done_with, experts
+from experts.layers import E_EACH, ROUTINGS, WEIGHTS, Layer, both_forms, done_with, experts
 from iris.experts import ExpertsConfig
 from iris.simulator import grid
 
@@ -34,10 +34,10 @@ def compare(layer, out, routing, round, rank, weighting):
         torch.testing.assert_close(out.double(), exact, rtol=step, atol=60 * step)
 
 
-def results(ctx, routing, weighting, layout, dtype, ids):
+def results(ctx, low_latency, routing, weighting, layout, dtype, ids):
     layer = Layer(ctx.num_ranks, dtype, ctx.device)
     config = ExpertsConfig(layouts=(layout,), alignment=4)
-    ep = experts(ctx, layer, config)
+    ep = experts(ctx, layer, config, low_latency=low_latency)
     for round in range(ROUNDS):
         received, _, out = call(layer, ep, routing, round, ctx.cur_rank, weighting, layout, ids)
         rows, first = received.rows.flatten(0, -2), 0
@@ -57,14 +57,15 @@ def results(ctx, routing, weighting, layout, dtype, ids):
 @pytest.mark.parametrize("weighting", WEIGHTS)
 @pytest.mark.parametrize("layout", ["expanded", "compact"])
 @pytest.mark.parametrize(("dtype", "ids"), [(F32, torch.int64), (BF16, torch.int32), (F16, torch.int64)])
-def test_results(ranks, routing, weighting, layout, dtype, ids):
-    ranks.run(results, routing, weighting, layout, dtype, ids)
+@both_forms
+def test_results(ranks, low_latency, routing, weighting, layout, dtype, ids):
+    ranks.run(results, low_latency, routing, weighting, layout, dtype, ids)
 
 
-def many_tokens(ctx):
+def many_tokens(ctx, low_latency):
     """Of which a program serves more than it moves together, so that it goes through several steps, at any time."""
     layer = Layer(ctx.num_ranks, F32, ctx.device, max_tokens=45)
-    ep = experts(ctx, layer, ExpertsConfig(num_sms=2))
+    ep = experts(ctx, layer, ExpertsConfig(num_sms=2), low_latency=low_latency)
     # In the simulator it is left to chance which program goes on.
     with mock.patch.object(grid, "chance", random.Random(ctx.cur_rank)):
         for round in (0, 8):
@@ -75,14 +76,15 @@ def many_tokens(ctx):
 
 
 @pytest.mark.ranks(1, 2, 3)
-def test_many_tokens(ranks):
-    ranks.run(many_tokens)
+@both_forms
+def test_many_tokens(ranks, low_latency):
+    ranks.run(many_tokens, low_latency)
 
 
-def wide_rows(ctx):
-    """Rows that a program moves in several parts; tensors that are not contiguous, or begin anywhere."""
-    layer = Layer(ctx.num_ranks, F32, ctx.device, hidden=4099, max_tokens=3)
-    ep = experts(ctx, layer)
+def wide_rows(ctx, low_latency, hidden, max_tokens):
+    """Rows that a program moves in several parts, or that programs share; tensors that begin anywhere, in any order."""
+    layer = Layer(ctx.num_ranks, F32, ctx.device, hidden=hidden, max_tokens=max_tokens)
+    ep = experts(ctx, layer, low_latency=low_latency)
     for offset in (0, 1):
         x, ids, weights = layer.inputs("random", 0, ctx.cur_rank)
         shifted = torch.empty(x.numel() + 1, device=ctx.device)[offset:][: x.numel()].view(x.shape).copy_(x)
@@ -93,8 +95,10 @@ def wide_rows(ctx):
 
 
 @pytest.mark.ranks(2)
-def test_wide_rows(ranks):
-    ranks.run(wide_rows)
+@both_forms
+@pytest.mark.parametrize(("hidden", "max_tokens"), [(4099, 3), (1024, 1), (768, 2)])
+def test_wide_rows(ranks, low_latency, hidden, max_tokens):
+    ranks.run(wide_rows, low_latency, hidden, max_tokens)
 
 
 def host_counts(ctx):
@@ -114,14 +118,14 @@ def test_exact_sizes_on_the_host(ranks):
     ranks.run(host_counts)
 
 
-def of_a_group(ctx):
+def of_a_group(ctx, low_latency):
     """Of all ranks but the second: experts are numbered by the ranks of the group."""
     members = [rank for rank in range(ctx.num_ranks) if rank != 1]
     group = dist.new_group(members)
     if ctx.cur_rank in members:
         rank = dist.get_rank(group)
         layer = Layer(len(members), F32, ctx.device)
-        ep = experts(ctx, layer, group=group)
+        ep = experts(ctx, layer, group=group, low_latency=low_latency)
         assert ep.first_expert == rank * E_EACH
         for round in range(2):
             compare(layer, call(layer, ep, "random", round, rank)[2], "random", round, rank, "dispatched")
@@ -131,5 +135,6 @@ def of_a_group(ctx):
 
 
 @pytest.mark.ranks(2, 3)
-def test_a_group(ranks):
-    ranks.run(of_a_group)
+@both_forms
+def test_a_group(ranks, low_latency):
+    ranks.run(of_a_group, low_latency)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hesitation import hesitant
 
-from experts.layers import ROUTINGS, Layer, done_with, experts
+from experts.layers import ROUTINGS, Layer, both_forms, done_with, experts
 from iris.experts import ExpertsConfig
 
 F32, BF16 = torch.float32, torch.bfloat16
@@ -14,11 +14,12 @@ LATE = 2_000_000  # cycles: about a millisecond
 BUSY = ROUTINGS[:-1]
 
 
-def rounds(ctx):
+def rounds(ctx, low_latency, max_tokens, hidden):
     """Three in flight, which end in another order than they began."""
     on_gpu = ctx.device.type == "cuda"
-    layer = Layer(ctx.num_ranks, F32, ctx.device)
-    ep = experts(ctx, layer, ExpertsConfig(in_flight=3, num_sms=None if on_gpu else 2))
+    layer = Layer(ctx.num_ranks, F32, ctx.device, hidden=hidden, max_tokens=max_tokens)
+    programs = 2 if max_tokens > 2 and not on_gpu else None
+    ep = experts(ctx, layer, ExpertsConfig(in_flight=3, num_sms=programs), low_latency=low_latency)
     # The same on all ranks: which routing, which layout, and who ends next.
     chosen = random.Random(3)
     wrong = torch.zeros((), dtype=torch.int64, device=ctx.device)
@@ -53,14 +54,16 @@ def rounds(ctx):
 
 
 @pytest.mark.ranks(1, 2, 3, 4)
-def test_rounds(ranks):
-    ranks.run(rounds)
+@both_forms
+@pytest.mark.parametrize(("max_tokens", "hidden"), [(7, 20), (2, 256)])
+def test_rounds(ranks, low_latency, max_tokens, hidden):
+    ranks.run(rounds, low_latency, max_tokens, hidden)
 
 
-def twice(ctx):
+def twice(ctx, low_latency):
     """With weights and rows of which sums are rounded."""
     layer = Layer(ctx.num_ranks, BF16, ctx.device)
-    ep = experts(ctx, layer)
+    ep = experts(ctx, layer, low_latency=low_latency)
     found = []
     generator = torch.Generator().manual_seed(ctx.cur_rank)
     x = torch.randn(6, layer.hidden, generator=generator).to(ctx.device, BF16)
@@ -77,14 +80,15 @@ def twice(ctx):
 
 
 @pytest.mark.ranks(3)
-def test_the_same_bits_in_every_run(ranks):
-    ranks.run(twice)
+@both_forms
+def test_the_same_bits_in_every_run(ranks, low_latency):
+    ranks.run(twice, low_latency)
 
 
-def replay(ctx):
+def replay(ctx, low_latency):
     """A graph of a first call, whose tokens, choices and weights are others in each replay."""
     layer = Layer(ctx.num_ranks, F32, ctx.device)
-    ep = experts(ctx, layer)
+    ep = experts(ctx, layer, low_latency=low_latency)
     data = [torch.zeros_like(each) for each in layer.inputs("random", 0, ctx.cur_rank)]
     # As many as there may be: those that a round has not got have no experts.
     x, ids, weights = (each.new_zeros(layer.max_tokens, each.shape[1]) for each in data)
@@ -114,5 +118,31 @@ def replay(ctx):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="graphs are for GPUs")
-def test_replays_of_a_first_call(ranks):
-    ranks.run(replay)
+@both_forms
+def test_replays_of_a_first_call(ranks, low_latency):
+    ranks.run(replay, low_latency)
+
+
+def ahead(ctx, low_latency):
+    """A rank without tokens waits for nothing but that its memory may be written again; the others take their time."""
+    layer = Layer(ctx.num_ranks, F32, ctx.device)
+    ep = experts(ctx, layer, ExpertsConfig(in_flight=1), low_latency=low_latency)
+    wrong = torch.zeros((), dtype=torch.int64, device=ctx.device)
+    with hesitant(ctx, random.Random(ctx.cur_rank), chance=0.1 if ctx.cur_rank else 0):
+        for round in range(200 if ctx.device.type == "cuda" else 5):
+            x, ids, weights = layer.inputs("random", round, ctx.cur_rank)
+            if ctx.cur_rank == 0:
+                x, ids, weights = x[:0], ids[:0], weights[:0]
+            elif ctx.device.type == "cuda":
+                torch.cuda._sleep(LATE // 20)
+            received = ep.dispatch(x, ids, weights)
+            out = ep.combine(layer.through_experts(received, ep.first_expert), received)
+            wrong += (out != layer.expected("random", round, ctx.cur_rank, True)[: len(x)]).sum()
+    assert wrong.item() == 0
+    done_with(ctx, ep)
+
+
+@pytest.mark.ranks(2, 3)
+@both_forms
+def test_a_rank_that_is_ahead(ranks, low_latency):
+    ranks.run(ahead, low_latency)

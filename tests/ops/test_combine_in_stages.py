@@ -79,7 +79,7 @@ def inputs(ctx, round):
 
 def rounds(ctx, weighted):
     assert stages_of(E_EACH).NUMBER == 4
-    config = ExpertsConfig(layouts=("compact",), alignment=8)
+    config = ExpertsConfig(layouts=("compact",), alignment=8, low_latency=False)
     sizes = {"num_experts": E_EACH * ctx.num_ranks, "hidden": H, "max_tokens": M, "top_k": K}
     ep = ctx.experts(**sizes, dtype=torch.float32, config=config)
     weight = torch.empty(E_EACH, H, H, device=ctx.device)

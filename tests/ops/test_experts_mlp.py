@@ -148,7 +148,10 @@ def beside(ctx, routing, narrow, weighted):
     """combine beside the second product, in the order of its stages: the same bits as behind it."""
     # Rows of whole 16 bytes, as TMA wants them; more experts than the last stage has, and a stage that is not whole.
     layer = Layer(ctx.num_ranks, BF16, ctx.device, hidden=272, max_tokens=40)
-    ep, weights = experts(ctx, layer, CONFIG), Weights(layer, 144, scales="blocks" if narrow else None)
+    ep, weights = (
+        experts(ctx, layer, CONFIG, low_latency=False),
+        Weights(layer, 144, scales="blocks" if narrow else None),
+    )
     given = weights.of(ep)
     for round in range(3):
         x, ids, factors = layer.inputs(routing, round, ctx.cur_rank)
@@ -205,7 +208,7 @@ def test_in_place_with_others_in_flight(ranks):
 def replay(ctx, overlap):
     """A graph of a first call, whose tokens and choices are others in each replay, and ranks come late."""
     layer = Layer(ctx.num_ranks, BF16, ctx.device, hidden=256, max_tokens=300)
-    ep, weights = experts(ctx, layer, CONFIG), Weights(layer, 128)
+    ep, weights = experts(ctx, layer, CONFIG, low_latency=False if overlap else None), Weights(layer, 128)
     data = layer.inputs("random", 0, ctx.cur_rank)
     x, ids, factors = (each.new_zeros(layer.max_tokens, each.shape[1]) for each in data)
     out, graph, given = torch.empty_like(x), torch.cuda.CUDAGraph(), weights.of(ep)
