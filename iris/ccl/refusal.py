@@ -89,6 +89,10 @@ def refuse(
     comm.refuses = True
     try:
         take_part(size // len(DTYPES), DTYPES[size % len(DTYPES)])
+    except IrisError:
+        # What the root asked for besides does not fit what the others give.
+        comm.abort_flag.abort(_why(comm, name, error))
+        raise error from None
     finally:
         comm.refuses = False
     _break_behind(comm, name, error, stream)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
+import torch.distributed as dist
 from covering import EVERYTHING, RANKS, UNDER_TORCHRUN
 from patterns import assert_same_bits, pattern
 
@@ -349,3 +350,11 @@ def mainly(*counts):
 def filled(ctx, elements, round_=0):
     """Numbers that differ at every position, rank and round."""
     return torch.arange(elements, device=ctx.device) + 1000.0 * (ctx.cur_rank + 1) + round_
+
+
+def settle(ctx):
+    """On a GPU, whose kernels tell it later: when all are over, every rank knows. Each would else go on with some calls
+    that others refuse, and wait for them."""
+    if ctx.device.type == "cuda":
+        torch.cuda.synchronize(ctx.device)
+        dist.barrier()
