@@ -242,8 +242,11 @@ def lamport_recv(
                             none = k < 0
                             for part in tl.static_range(PARTS):
                                 empty = missing_elements(words[part], bits, element) != 0
-                                sender = part + k // STRIDE if source is None else source + 0 * k
-                                none = none | ((own != part) & (sender == rank) & empty)
+                                if source is None:
+                                    none = none | ((own != part) & (part + k // STRIDE == rank) & empty)
+                                else:
+                                    sender = source + 0 * k
+                                    none = none | ((own != part) & (sender == rank) & empty)
                             ranks = ranks | (tl.cast(tl.max(tl.cast(none, tl.int32), axis=0), tl.int64) << rank)
                         record_missing(begins + k, late != 0, wanted=0, late=ranks, record=record)
                         missing = missing * 0

@@ -152,6 +152,11 @@ SIZES = {"num_experts": 4, "hidden": 8, "max_tokens": 2, "top_k": 2}
         (InvalidExpertsError, "bfloat16, torch.float16 or", {"dtype": torch.int8}),
         (InvalidExpertsError, "bfloat16, torch.float16 or", {"dtype": "bf16"}),
         (InvalidConfigError, "iris.experts.ExpertsConfig, or None", {"config": "fast"}),
+        (
+            InvalidConfigError,
+            "up to 32768 tokens .*; max_tokens is 32769",
+            {"max_tokens": 32769, "config": ExpertsConfig(low_latency=True)},
+        ),
     ],
 )
 def test_sizes(alone, error, words, given):
@@ -160,7 +165,8 @@ def test_sizes(alone, error, words, given):
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("in_flight", 0), ("in_flight", True), ("alignment", 1 << 20), ("num_sms", 1.5), ("layouts", ()), ("layouts", 3)],
+    [("in_flight", 0), ("in_flight", True), ("alignment", 1 << 20), ("num_sms", 1.5), ("layouts", ()), ("layouts", 3)]
+    + [("low_latency", 1)],
 )
 def test_configurations(name, value):
     with pytest.raises(InvalidConfigError, match=f"{name} is a"):

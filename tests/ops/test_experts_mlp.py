@@ -152,11 +152,13 @@ def beside(ctx, routing, narrow, weighted):
         experts(ctx, layer, CONFIG, low_latency=False),
         Weights(layer, 144, scales="blocks" if narrow else None),
     )
-    given = weights.of(ep)
+    given, of_few = weights.of(ep), experts(ctx, layer, CONFIG)
     for round in range(3):
         x, ids, factors = layer.inputs(routing, round, ctx.cur_rank)
         factors = factors if weighted else None
         out = torch.full_like(x, torch.nan)
+        with pytest.raises(InvalidConfigError, match="those for few tokens.*low_latency=False"):
+            ctx.ops.experts_mlp(out, x, ids, factors, **given, experts=of_few, overlap=True)
         ctx.ops.experts_mlp(out, x, ids, factors, **given, experts=ep, overlap=True)
         exact = weights.expected(rounded(x.double()) if narrow else x.double(), ids, factors)
         close(out, exact, 0.02)

@@ -1,4 +1,4 @@
-"""Few tokens: a word of an old call is never taken for one of this call, however long ago that was."""
+"""Few tokens: when they get kernels of their own; and a word of an old call is never taken for one of this call."""
 
 import random
 
@@ -8,8 +8,12 @@ from hesitation import hesitant
 
 from experts.layers import FEW, Layer, done_with, experts
 from iris.experts import ExpertsConfig
+from iris.experts.kernel_arguments import FewTokens
+from iris.experts.kernels import choose
+from iris.experts.low_latency import memory
+from iris.experts.memory import extents
 
-# The number of the call before one that gives old words another stamp (`iris.experts.low_latency.memory`).
+# The number of the call before one that gives old words another stamp: `iris.experts.low_latency.memory`, "Stamps".
 BEFORE = (1 << 16) - 1
 
 
@@ -48,3 +52,29 @@ def old_words(ctx, low_latency, before, released):
 @pytest.mark.parametrize(("before", "released"), [(BEFORE - 1, 3), (BEFORE, 1), (-3, 4)])
 def test_old_words(ranks, low_latency, before, released):
     ranks.run(old_words, low_latency, before, released)
+
+
+@pytest.mark.parametrize(
+    ("ranks_of_it", "max_tokens", "low_latency", "few"),
+    [
+        (2, 512, None, True),
+        (2, 513, None, False),
+        (8, 128, None, True),
+        (16, 1, None, False),
+        (2, 1, False, False),
+        pytest.param(2, 4096, True, True, marks=FEW.marks),
+    ],
+)
+def test_which_kernels(monkeypatch, ranks_of_it, max_tokens, low_latency, few):
+    monkeypatch.setattr(memory, "architecture", lambda: "simulator")
+    sizes = extents(ranks_of_it, 32, 4, max_tokens, 256, torch.bfloat16, programs=8)
+    chosen = choose(ExpertsConfig(low_latency=low_latency), sizes, torch.bfloat16)
+    assert isinstance(chosen, FewTokens) == few
+    monkeypatch.setattr(memory, "architecture", lambda: "gfx942")
+    assert choose(ExpertsConfig(), sizes, torch.bfloat16) is sizes
+
+
+@pytest.mark.parametrize(("max_tokens", "hidden", "split"), [(8, 7168, 8), (64, 7168, 2), (128, 7168, 1), (1, 272, 1)])
+def test_programs_share_a_row(max_tokens, hidden, split):
+    chosen = memory.few_tokens(extents(2, 256, 8, max_tokens, hidden, torch.bfloat16, programs=128), torch.bfloat16, 32)
+    assert (chosen.SPLIT, chosen.PROGRAMS) == (split, split * max_tokens) and chosen.COLUMNS * split == hidden
