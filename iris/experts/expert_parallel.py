@@ -158,6 +158,7 @@ class ExpertParallel:
         topk_weights: torch.Tensor | None = None,
         *,
         out: torch.Tensor | None = None,
+        bias: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """Add up what the experts have made of each token, and return it to the token's rank; ends ``received``.
 
@@ -178,17 +179,21 @@ class ExpertParallel:
             more than those.
         out : torch.Tensor, optional
             ``[tokens, hidden]`` of ``dtype``, contiguous, apart from ``y``. Without it the result is allocated.
+        bias : torch.Tensor, or a pair of them, optional
+            ``[tokens, hidden]`` of ``dtype`` each, added to the result, in float32, before it is rounded: behind the
+            sum of all ranks, the first one first. For a residual, or what a shared expert has made. A rank may have
+            one where others have none. It may be ``out``, in the same memory. The first call with one compiles.
 
         Raises
         ------
         InvalidExpertsError
-            Tensors do not fit, or ``received`` is of another `ExpertParallel`.
+            Tensors do not fit, ``out`` lies across ``bias``, or ``received`` is of another `ExpertParallel`.
         ReceivedUsedUpError
             ``received`` was combined or released before.
         GroupAbortedError
             The group is broken by an earlier call.
         """
-        return self._calls.combine(y, received, topk_weights, out)
+        return self._calls.combine(y, received, topk_weights, out, bias)
 
     def close(self) -> None:
         """Give the memory back. Local. A second call does nothing.

@@ -13,7 +13,7 @@ from iris.errors import InvalidConfigError
 from iris.experts.combine import combine
 from iris.experts.config import ExpertsConfig
 from iris.experts.dispatch import dispatch
-from iris.experts.kernel_arguments import Extents, FewTokens, Scales
+from iris.experts.kernel_arguments import Bias, Extents, FewTokens, Scales
 from iris.experts.low_latency import memory as low_latency
 from iris.experts.low_latency.combine import combine as low_latency_combine
 from iris.experts.low_latency.dispatch import dispatch as low_latency_dispatch
@@ -79,5 +79,6 @@ def _dispatch_arguments(memory: tuple, given: tuple, tail: tuple) -> tuple:
 
 def _combine_arguments(memory: tuple, given: tuple, tail: tuple) -> tuple:
     slot, (_, _, _, places), _ = memory
-    y, topk_weights, out = given
-    return slot, y, topk_weights, places, out, *tail
+    y, topk_weights, out, *biases = given
+    bias = Bias(biases[0], biases[1] if len(biases) > 1 else None) if biases else None
+    return slot, y, topk_weights, places, out, bias, *tail
