@@ -15,14 +15,16 @@ from iris.ccl.checks import compare_calls
 from iris.ccl.enqueue import to_read
 from iris.ccl.kernel_launch import leaving_room
 from iris.ccl.protocols import CollectivesContext
+from iris.ccl.work import Work
 from iris.compat.cuda import current_raw_stream, is_current_stream_capturing
-from iris.errors import HeapClosedError, InvalidExpertsError, TooManyInFlightError
+from iris.errors import HeapClosedError, InvalidExpertsError, PendingCallError, TooManyInFlightError
 from iris.experts import checks, padding
 from iris.experts.combine import DISPATCHED, GIVEN, UNWEIGHTED
 from iris.experts.config import ExpertsConfig
 from iris.experts.kernel_arguments import Extents, FewTokens, Form
 from iris.experts.kernels import kernels_of
 from iris.experts.memory import Memory, layout_rows
+from iris.experts.pending import PendingCall
 from iris.experts.plan import IDS, Plan, Plans, kind_of, pointers_of
 from iris.experts.received import Received
 from iris.experts.views import Format, Views, shape_of_rows, with_rows
@@ -49,6 +51,8 @@ class Calls:
     config : ExpertsConfig
     abort_flag : AbortFlag
         Of the group.
+    pending : dict of str
+        By the slot's number, the calls that nobody has waited for.
     """
 
     def __init__(
@@ -67,6 +71,7 @@ class Calls:
         self._memory: Memory | None = memory
         self.abort_flag, self._state = memory.abort_flag, memory.abort_flag.state
         self._in_use = [False] * config.in_flight
+        self.pending: dict[int, str] = {}
         self._plans = Plans(memory, extents, dtype, config, self._device)
         # A pointer where no weights are given. Nobody reads what is there.
         self._no_weights = memory.slots[0].weights
@@ -83,14 +88,23 @@ class Calls:
         x_scales: torch.Tensor | None = None,
         quantize: str | None = None,
         layout: str = "compact",
+        async_op: bool = False,
         rows: torch.Tensor | None = None,
-    ) -> Received:
+    ) -> Any:
         """`ExpertParallel.dispatch`. ``rows [rows, H]``: where rows go, by default to the memory set aside for them."""
         self.enter()
-        key = (layout, quantize, kind_of(x), kind_of(topk_ids), kind_of(topk_weights), kind_of(x_scales))
+        key = (
+            layout,
+            quantize,
+            bool(async_op),
+            kind_of(x),
+            kind_of(topk_ids),
+            kind_of(topk_weights),
+            kind_of(x_scales),
+        )
         plan = self._plans.find(key)
         if plan is None:
-            plan = self._plans.of_dispatch(x, topk_ids, topk_weights, x_scales, quantize, layout)
+            plan = self._plans.of_dispatch(x, topk_ids, topk_weights, x_scales, quantize, layout, bool(async_op))
             self._plans.remember(key, plan)
         factors = () if x_scales is None else (to_read(x_scales),)
         return self._send(plan, to_read(x), topk_ids, topk_weights, factors, layout, rows)
@@ -112,7 +126,8 @@ class Calls:
         topk_weights: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
         bias: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
-    ) -> torch.Tensor:
+        async_op: bool = False,
+    ) -> Any:
         """`ExpertParallel.combine`."""
         self.enter()
         if not isinstance(received, Received) or received._owner is not self:
@@ -126,10 +141,10 @@ class Calls:
             out = room_for(tokens, self.extents.H, self.dtype, self._device)
         biases = () if bias is None else checks.biases_of(bias)
         kinds = (kind_of(y), kind_of(topk_weights), kind_of(out), *[kind_of(each) for each in biases])
-        key = (received.layout, tokens, received.weighted, *kinds)
+        key = (received.layout, tokens, received.weighted, bool(async_op), *kinds)
         plan = self._plans.find(key)
         if plan is None:
-            plan = self._plans.of_combine(y, received, topk_weights, out, biases)
+            plan = self._plans.of_combine(y, received, topk_weights, out, biases, bool(async_op))
             self._plans.remember(key, plan)
         if not out.is_contiguous() or out.is_neg():
             raise InvalidExpertsError(f"combine() takes an out that is contiguous; its strides are {out.stride()}.")
@@ -141,10 +156,18 @@ class Calls:
         if DEBUGGING and not self._capturing():
             how = "not given" if topk_weights is None else "given"
             self.compare(f"combine() in slot {received._slot}, weights {how}")
-        self._launch(plan, plan.views[received._slot], given, pointers)
-        bump_version(out)
-        self.end(received, "combine()")
-        return out
+        views = plan.views[received._slot]
+        self._launch(plan, views, given, pointers)
+        received._ended = "combine()"
+
+        def end() -> torch.Tensor:
+            bump_version(out)
+            self._in_use[received._slot] = False
+            return out
+
+        if plan.receiving is None:
+            return end()
+        return self._pend(plan.receiving, views, received._slot, given, pointers, end)
 
     def release(self, received: Received) -> None:
         """`Received.release`."""
@@ -242,7 +265,7 @@ class Calls:
         factors: tuple[torch.Tensor, ...],
         layout: str,
         rows: torch.Tensor | None = None,
-    ) -> Received:
+    ) -> Any:
         weights = self._no_weights if topk_weights is None else to_read(topk_weights)
         given = (x, to_read(topk_ids), weights, *factors)
         pointers = pointers_of("dispatch", given)
@@ -252,7 +275,7 @@ class Calls:
         try:
             number = self._in_use.index(False)
         except ValueError:
-            raise TooManyInFlightError(self.config.in_flight) from None
+            raise TooManyInFlightError(self.config.in_flight, [*self.pending.values()]) from None
         weighted = topk_weights is not None
         if DEBUGGING and checked:
             how = f"{'weights given' if weighted else 'no weights'}, of {x.dtype}, {plan.tail[3]}"
@@ -260,9 +283,47 @@ class Calls:
         views = plan.views[number] if rows is None else with_rows(plan.views[number], rows)
         self._launch(plan, views, given, pointers)
         self._in_use[number] = True
-        # Autograd may have saved what an earlier dispatch had put there.
-        bump_version(views.rows)
-        return Received(self, number, layout, views, topk_ids.shape[0], weighted)
+
+        def end() -> Received:
+            # Autograd may have saved what an earlier dispatch had put there.
+            bump_version(views.rows)
+            return Received(self, number, layout, views, topk_ids.shape[0], weighted)
+
+        return end() if plan.receiving is None else self._pend(plan.receiving, views, number, given, pointers, end)
+
+    def _pend(
+        self,
+        plan: Plan,
+        views: Views,
+        number: int,
+        given: tuple[torch.Tensor, ...],
+        pointers: tuple[int, ...],
+        end: Callable[[], Any],
+    ) -> PendingCall:
+        """What was sent from this slot is received when a program waits for it, by a launch of ``plan``."""
+        call = f"{plan.kernel.name}() in slot {number}"
+        sent, stream, captured = Work(self._on_gpu), self._stream(), self._capturing()
+        self.pending[number] = call
+
+        def receive() -> Any:
+            self.enter()
+            if self._capturing() != captured:
+                raise PendingCallError(
+                    f"A graph would have one half of {call}: the call was {'' if captured else 'not '}captured, and "
+                    f"its wait() is {'not' if captured else 'to be'}. Have both in one graph, or neither."
+                )
+            if DEBUGGING and not captured:
+                self.compare(f"wait() of {call}")
+            if self._stream() != stream:
+                sent.wait()
+                for each in given:
+                    # Else its memory might be given away when the stream that it is of does not need it any more.
+                    each.record_stream(torch.cuda.current_stream(self._device))
+            self._launch(plan, views, given, pointers)
+            del self.pending[number]
+            return end()
+
+        return PendingCall(call, receive)
 
     def _launch(self, plan: Plan, views: Views, given: tuple[torch.Tensor, ...], pointers: tuple[int, ...]) -> None:
         """Enqueue on the current stream; compile first, if pointers are aligned as in no launch before."""
@@ -284,7 +345,7 @@ class Calls:
     def _prepare(self, plan: Plan, views: Views, given: tuple[torch.Tensor, ...]) -> Callable[..., None]:
         options: dict[str, Any] = leaving_room(self._kernels.resident) if on_nvidia() else {}
         args = plan.kernel.arguments(views.tensors, given, plan.tail)
-        grid = (self._kernels.programs, 1, 1)
+        grid = (plan.programs, 1, 1)
         return prepare(plan.kernel.function, grid, *args, num_warps=self._kernels.num_warps, **options)
 
     @torch.no_grad()

@@ -31,6 +31,7 @@ from iris.experts.routing import (
     chunk_of,
     has_bit,
     load_choices,
+    number_of_program,
     owner_bits,
     signal_all,
     signal_others,
@@ -223,15 +224,18 @@ def receive(ctx, slot, y, places, out, bias, program, call, WEIGHTS: tl.constexp
 
 
 @triton.jit
-def combine(slot, y, topk_weights, places, out, bias, WEIGHTS: tl.constexpr, EXTENTS: tl.constexpr):
+def combine(
+    slot, y, topk_weights, places, out, bias, WEIGHTS: tl.constexpr, PHASE: tl.constexpr, EXTENTS: tl.constexpr
+):
     """``y``: the rows that the experts have made, in the layout of the dispatch. ``out``: ``[tokens, H]``.
 
     ``topk_weights``: float32 ``[tokens, K]``, where ``WEIGHTS`` is `GIVEN`. ``places``: of the dispatch's `Layout`.
-    ``bias``: `Bias`, or None. It may be ``out``: each element is read before it is written.
+    ``bias``: `Bias`, or None. It may be ``out``: each element is read before it is written. ``PHASE``: `WHOLE`,
+    with 2 P programs, or a half, with P.
     """
     ctx = DeviceContext.initialize(slot.context, num_ranks=EXTENTS.W)
     gdc_wait()
-    program = tl.program_id(0)
+    program = number_of_program(PHASE, EXTENTS)
     # The number of the dispatch, which is over.
     call = tl.load(slot.calls + program)
     if program < EXTENTS.PROGRAMS:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import triton.language as tl
 
 from iris.ccl.checks import check_tensor
 from iris.experts import checks
@@ -17,6 +18,7 @@ from iris.experts.kernel_arguments import Extents, FewTokens, Form
 from iris.experts.kernels import BYTES, Kernel, kernels_of
 from iris.experts.memory import Memory
 from iris.experts.received import Received
+from iris.experts.routing import RECEIVE, SEND, WHOLE
 from iris.experts.views import Format, Views, views_of
 from iris.runtime.launch import remember
 
@@ -37,6 +39,10 @@ class Plan(NamedTuple):
     tail: tuple
     launches: dict[tuple[int, ...], Callable[..., None]]
     views: list[Views]
+    programs: int
+    """Of a launch."""
+    receiving: "Plan | None" = None
+    """Of the launch that receives, if it is another one."""
 
 
 class Plans:
@@ -68,7 +74,14 @@ class Plans:
             remember(self._known, key, plan)
 
     def of_dispatch(
-        self, x: Any, topk_ids: Any, topk_weights: Any, x_scales: Any, quantize: object, layout: object
+        self,
+        x: Any,
+        topk_ids: Any,
+        topk_weights: Any,
+        x_scales: Any,
+        quantize: object,
+        layout: object,
+        async_op: bool,
     ) -> Plan:
         """Checks what `ExpertParallel.dispatch` was given."""
         layout = checks.check_layout(layout, self._config)
@@ -81,7 +94,7 @@ class Plans:
         self._check_choices(tokens, topk_ids, topk_weights)
         narrow = x.dtype if quantize is None else checks.quantized_dtype()
         format = Format(layout, narrow if x_scales is None else BYTES, narrow, form.SCALES)
-        return self.dispatch(tokens, topk_ids.dtype, topk_weights is not None, form, format)
+        return self.dispatch(tokens, topk_ids.dtype, topk_weights is not None, form, format, async_op)
 
     def of_route(self, topk_ids: Any, topk_weights: Any, layout: object) -> Plan:
         """Of a dispatch of the choices alone."""
@@ -91,7 +104,9 @@ class Plans:
         format = Format(layout, self._dtype, self._dtype)
         return self.dispatch(len(topk_ids), topk_ids.dtype, topk_weights is not None, ROUTING, format)
 
-    def of_combine(self, y: Any, received: Received, topk_weights: Any, out: Any, biases: tuple) -> Plan:
+    def of_combine(
+        self, y: Any, received: Received, topk_weights: Any, out: Any, biases: tuple, async_op: bool
+    ) -> Plan:
         """Checks what `ExpertParallel.combine` was given."""
         tokens, shape = received.num_tokens, (received.num_tokens, self._extents.H)
         views = self.views_of(Format(received.layout, self._dtype, self._dtype))
@@ -103,16 +118,33 @@ class Plans:
         for each in biases:
             checks.check_given("combine", "bias", each, self._device, shape, (self._dtype,))
         weights = (DISPATCHED if received.weighted else UNWEIGHTED) if topk_weights is None else GIVEN
-        return self.combine(weights.value, len(biases), views)
+        return self.combine(weights.value, len(biases), views, async_op)
 
-    def dispatch(self, tokens: int, ids: torch.dtype, weighted: bool, form: Form, format: Format) -> Plan:
+    def dispatch(
+        self, tokens: int, ids: torch.dtype, weighted: bool, form: Form, format: Format, async_op: bool = False
+    ) -> Plan:
         alignment = self._config.alignment if format.layout == "compact" else 0
-        tail = (tokens, int(weighted), alignment, form, self._extents)
-        # Of fp8 rows that are given the bytes are moved, whatever the type.
-        return Plan(self._kernels.dispatch, tail, self.launches_of((ids, form)), self.views_of(format))
 
-    def combine(self, weights: int, biases: int, views: list[Views]) -> Plan:
-        return Plan(self._kernels.combine, (weights, self._extents), self.launches_of((weights, biases)), views)
+        # Of fp8 rows that are given the bytes are moved, whatever the type.
+        def plan(phase: tl.constexpr, programs: int) -> Plan:
+            tail = (tokens, int(weighted), alignment, form, phase.value, self._extents)
+            launches = self.launches_of((ids, form, phase.value))
+            return Plan(self._kernels.dispatch, tail, launches, self.views_of(format), programs)
+
+        return self._in_phases(plan, async_op)
+
+    def combine(self, weights: int, biases: int, views: list[Views], async_op: bool = False) -> Plan:
+        def plan(phase: tl.constexpr, programs: int) -> Plan:
+            launches = self.launches_of((weights, biases, phase.value))
+            return Plan(self._kernels.combine, (weights, phase.value, self._extents), launches, views, programs)
+
+        return self._in_phases(plan, async_op)
+
+    def _in_phases(self, plan: Callable[[tl.constexpr, int], Plan], async_op: bool) -> Plan:
+        if not async_op:
+            return plan(WHOLE, self._kernels.programs)
+        half = self._extents.PROGRAMS
+        return plan(SEND, half)._replace(receiving=plan(RECEIVE, half))
 
     def launches_of(self, key: tuple) -> dict[tuple[int, ...], Callable[..., None]]:
         """Those of one kind that are ready."""

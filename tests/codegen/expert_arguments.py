@@ -11,6 +11,7 @@ from iris.experts.low_latency.dispatch import dispatch as dispatch_few
 from iris.experts.low_latency.memory import few_tokens
 from iris.experts.memory import extents
 from iris.experts.padding import zero_padding
+from iris.experts.routing import WHOLE
 from iris.experts.rows import BY_BLOCK, BY_ROW, GROUP, NOT
 
 EXPERT_KERNELS = (dispatch, combine, dispatch_few, combine_few, zero_padding)
@@ -22,6 +23,7 @@ EXPERTS = {
     **{"slot": SLOT, "layout": LAYOUT, "EXTENTS": EXTENTS, "topk_ids": INT64, "topk_weights": FLOAT32, "places": INT32},
     **dict.fromkeys(["x", "y", "out"], BF16),
     **{
+        "PHASE": WHOLE.value,
         "scales": None,
         "bias": None,
         "FORM": Form(),

@@ -8,7 +8,7 @@ import pytest
 from codegen import test_every_kernel as every
 from codegen.expert_arguments import BIASES, few, forms
 from codegen.offline import by_turns, compile_for
-from codegen.test_expert_kernels import FORMS, WEIGHTS, wide
+from codegen.test_expert_kernels import FORMS, PHASES, WEIGHTS, wide
 from iris.ccl.kernel_launch import leaving_room
 from iris.experts.low_latency.combine import combine
 from iris.experts.low_latency.dispatch import dispatch
@@ -51,6 +51,10 @@ def cases(target):
             yield f"combine {name}, {tokens} tokens", combine, weighted(name, target, tokens), options(target, tokens)
         for name in BIASES:
             yield f"combine {name}, {tokens} tokens", combine, biased(name, target, tokens), options(target, tokens)
+        for name, phase in PHASES.items():
+            for kernel in (dispatch, combine):
+                given = every.arguments_of(kernel, PHASE=phase, EXTENTS=few(target, tokens))
+                yield f"{kernel.fn.__name__} {name}, {tokens} tokens", kernel, given, options(target, tokens)
 
 
 CASES = [(target, number) for target in TARGETS for number, _ in enumerate(cases(target))]
@@ -69,7 +73,7 @@ def test_messages_need_no_fence(target, number):
     assert wide(code, "store", target) and (wide(code, "load", target) or "given by" in name)
 
 
-@pytest.mark.parametrize("number", by_turns(range(2 * (len(FORMS) + len(WEIGHTS) + len(BIASES)))))
+@pytest.mark.parametrize("number", by_turns(range(2 * (len(FORMS) + len(WEIGHTS) + len(BIASES) + 2 * len(PHASES)))))
 def test_nothing_is_spilled(number):
     _, kernel, arguments, given = next(itertools.islice(cases("sm_90"), number, None))
     instructions = compile_for("sm_90", kernel, *arguments, **given).instructions()

@@ -14,6 +14,8 @@ rank. Each:
    adds all up in the order of ranks, and then what the caller gives besides, its bias.
 4. Program 0 waits until the dispatches of all other ranks are over. Then the next one in this slot may write to them.
 
+Steps 1 and 2, and 3 and 4, may be launches of their own, one behind the other (``async_op=True``).
+
 Who writes which word, and why it may be written again: `iris.experts.low_latency.memory`.
 """
 
@@ -23,7 +25,7 @@ import triton.language as tl
 from iris.experts.combine import GIVEN, UNWEIGHTED, add_bias, load_bias
 from iris.experts.low_latency.messages import clear, parts_of, pitch_of, receive, room_of, send
 from iris.experts.low_latency.placing import EXPERT, load_places, slice_of
-from iris.experts.routing import any_is, choices, owners
+from iris.experts.routing import RECEIVE, SEND, any_is, choices, owners
 from iris.language.address import translate
 from iris.language.context import DeviceContext
 from iris.language.dependent_launch import gdc_wait
@@ -241,7 +243,9 @@ def receive_sums(
 
 
 @triton.jit
-def combine(slot, y, topk_weights, places, out, bias, WEIGHTS: tl.constexpr, EXTENTS: tl.constexpr):
+def combine(
+    slot, y, topk_weights, places, out, bias, WEIGHTS: tl.constexpr, PHASE: tl.constexpr, EXTENTS: tl.constexpr
+):
     """As `iris.experts.combine.combine`, but for ``slot`` and ``EXTENTS``: `LowLatencySlot` and `FewTokens`."""
     ctx = DeviceContext.initialize(slot.context, num_ranks=EXTENTS.W)
     gdc_wait()
@@ -255,30 +259,49 @@ def combine(slot, y, topk_weights, places, out, bias, WEIGHTS: tl.constexpr, EXT
     # The number of the dispatch, which is over.
     call, tokens = tl.load(slot.calls + program), tl.load(slot.tokens)
     first = program // EXTENTS.SPLIT
-    if program == 0:
-        announce_end(ctx, slot, call, EXTENTS=EXTENTS)
-    if (WEIGHTS == GIVEN) & (slice_of(EXTENTS) == 0):
-        for token in range(first, EXTENTS.M, AT_ONCE):
-            send_weights(
-                ctx,
-                slot,
-                topk_weights,
-                token=token,
-                tokens=tokens,
-                call=call,
-                EXTENTS=EXTENTS,
-            )
-    for distance in range(1, EXTENTS.W):
-        source = (rank + distance) % EXTENTS.W
-        for token in range(first, EXTENTS.M, AT_ONCE):
-            send_sums(
+    if PHASE != RECEIVE:
+        if program == 0:
+            announce_end(ctx, slot, call, EXTENTS=EXTENTS)
+        if (WEIGHTS == GIVEN) & (slice_of(EXTENTS) == 0):
+            for token in range(first, EXTENTS.M, AT_ONCE):
+                send_weights(
+                    ctx,
+                    slot,
+                    topk_weights,
+                    token=token,
+                    tokens=tokens,
+                    call=call,
+                    EXTENTS=EXTENTS,
+                )
+        for distance in range(1, EXTENTS.W):
+            source = (rank + distance) % EXTENTS.W
+            for token in range(first, EXTENTS.M, AT_ONCE):
+                send_sums(
+                    ctx,
+                    slot,
+                    y,
+                    places=places,
+                    token=token,
+                    source=source,
+                    call=call,
+                    element=element,
+                    WEIGHTS=WEIGHTS,
+                    PARTS=PARTS,
+                    PART=PART,
+                    ROOM=ROOM,
+                    EXTENTS=EXTENTS,
+                )
+    if PHASE != SEND:
+        for token in range(first, tokens, AT_ONCE):
+            receive_sums(
                 ctx,
                 slot,
                 y,
                 places=places,
+                topk_weights=topk_weights,
+                out=out,
+                bias=bias,
                 token=token,
-                source=source,
-                call=call,
                 element=element,
                 WEIGHTS=WEIGHTS,
                 PARTS=PARTS,
@@ -286,22 +309,5 @@ def combine(slot, y, topk_weights, places, out, bias, WEIGHTS: tl.constexpr, EXT
                 ROOM=ROOM,
                 EXTENTS=EXTENTS,
             )
-    for token in range(first, tokens, AT_ONCE):
-        receive_sums(
-            ctx,
-            slot,
-            y,
-            places=places,
-            topk_weights=topk_weights,
-            out=out,
-            bias=bias,
-            token=token,
-            element=element,
-            WEIGHTS=WEIGHTS,
-            PARTS=PARTS,
-            PART=PART,
-            ROOM=ROOM,
-            EXTENTS=EXTENTS,
-        )
-    if program == 0:
-        await_ends(ctx, slot, call, EXTENTS=EXTENTS)
+        if program == 0:
+            await_ends(ctx, slot, call, EXTENTS=EXTENTS)
