@@ -88,26 +88,22 @@ class Calls:
         x_scales: torch.Tensor | None = None,
         quantize: str | None = None,
         layout: str = "compact",
+        num_tokens: torch.Tensor | None = None,
         async_op: bool = False,
         rows: torch.Tensor | None = None,
     ) -> Any:
         """`ExpertParallel.dispatch`. ``rows [rows, H]``: where rows go, by default to the memory set aside for them."""
         self.enter()
-        key = (
-            layout,
-            quantize,
-            bool(async_op),
-            kind_of(x),
-            kind_of(topk_ids),
-            kind_of(topk_weights),
-            kind_of(x_scales),
-        )
+        kinds = (kind_of(x), kind_of(topk_ids), kind_of(topk_weights), kind_of(x_scales), kind_of(num_tokens))
+        key = (layout, quantize, bool(async_op), *kinds)
         plan = self._plans.find(key)
         if plan is None:
-            plan = self._plans.of_dispatch(x, topk_ids, topk_weights, x_scales, quantize, layout, bool(async_op))
+            plan = self._plans.of_dispatch(
+                x, topk_ids, topk_weights, x_scales, quantize, layout, num_tokens, bool(async_op)
+            )
             self._plans.remember(key, plan)
         factors = () if x_scales is None else (to_read(x_scales),)
-        return self._send(plan, to_read(x), topk_ids, topk_weights, factors, layout, rows)
+        return self._send(plan, to_read(x), topk_ids, topk_weights, factors, layout, num_tokens, rows)
 
     def route(self, topk_ids: torch.Tensor, topk_weights: torch.Tensor | None, layout: str) -> Received:
         """A dispatch of the choices alone: for a combine of rows that are there."""
@@ -264,14 +260,16 @@ class Calls:
         topk_weights: torch.Tensor | None,
         factors: tuple[torch.Tensor, ...],
         layout: str,
+        num_tokens: torch.Tensor | None = None,
         rows: torch.Tensor | None = None,
     ) -> Any:
         weights = self._no_weights if topk_weights is None else to_read(topk_weights)
-        given = (x, to_read(topk_ids), weights, *factors)
+        given = (x, to_read(topk_ids), weights, *factors, *(() if num_tokens is None else (num_tokens,)))
         pointers = pointers_of("dispatch", given)
         checked = (DEBUGGING or simulator.ACTIVE) and not self._capturing()
         if checked:
-            checks.check_numbers(topk_ids, self.extents.E)
+            there = topk_ids if num_tokens is None else topk_ids[: max(int(num_tokens), 0)]
+            checks.check_numbers(there, self.extents.E)
         try:
             number = self._in_use.index(False)
         except ValueError:

@@ -40,6 +40,7 @@ from iris.experts.routing import (
     owners,
     signal_all,
     steps_of,
+    tokens_of,
 )
 from iris.experts.rows import NOT, copy_rows, send_rows
 from iris.language.barrier import lanes
@@ -240,6 +241,7 @@ def dispatch(
     topk_ids,
     topk_weights,
     layout,
+    num_tokens,
     tokens,
     weighted,
     alignment,
@@ -250,11 +252,13 @@ def dispatch(
     """``x``: ``[tokens, H]``. ``topk_ids``: int32 or int64 ``[tokens, K]``, -1 for none.
 
     ``topk_weights``: float32, likewise, sent if ``weighted``. ``slot``, ``layout``: `Slot` and `Layout`. ``scales``:
-    `Scales`, or None. ``alignment``: of an expert's first row in the compact layout, 0 for the expanded one. ``FORM``
-    and ``EXTENTS``: `Form` and `Extents`. ``PHASE``: `WHOLE`, with 2 P programs, or a half, with P.
+    `Scales`, or None. ``num_tokens``: int32 ``[1]``, how many of the tokens are dispatched, or None for all.
+    ``alignment``: of an expert's first row in the compact layout, 0 for the expanded one. ``FORM`` and ``EXTENTS``:
+    `Form` and `Extents`. ``PHASE``: `WHOLE`, with 2 P programs, or a half, with P.
     """
     ctx = DeviceContext.initialize(slot.context, num_ranks=EXTENTS.W)
     gdc_wait()
+    tokens = tokens_of(tokens, num_tokens)
     program = number_of_program(PHASE, EXTENTS)
     call = tl.load(slot.calls + program) + 1
     if program < EXTENTS.PROGRAMS:

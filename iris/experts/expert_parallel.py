@@ -116,6 +116,7 @@ class ExpertParallel:
         x_scales: torch.Tensor | None = None,
         quantize: str | None = None,
         layout: str = "expanded",
+        num_tokens: torch.Tensor | None = None,
         async_op: Literal[False] = False,
     ) -> Received: ...
 
@@ -129,6 +130,7 @@ class ExpertParallel:
         x_scales: torch.Tensor | None = None,
         quantize: str | None = None,
         layout: str = "expanded",
+        num_tokens: torch.Tensor | None = None,
         async_op: Literal[True],
     ) -> PendingCall[Received]: ...
 
@@ -141,6 +143,7 @@ class ExpertParallel:
         x_scales: torch.Tensor | None = None,
         quantize: str | None = None,
         layout: str = "expanded",
+        num_tokens: torch.Tensor | None = None,
         async_op: bool = False,
     ) -> "Received | PendingCall[Received]":
         """Send each token to the ranks of its experts, once to each rank, and place its row for each expert.
@@ -168,6 +171,11 @@ class ExpertParallel:
             ranks. As for an x of fp8, the first call compiles.
         layout : "expanded", "compact"
             How rows lie: see `Received`.
+        num_tokens : torch.Tensor, optional
+            int32 ``[1]``: on the device, how many tokens there are, the first ones of ``x``; at most as many as that
+            has, and at least none. For graphs, of which each replay has another number. `combine` writes as many rows
+            of its result, and leaves the others as they are. A rank may give it where others do not. The first call
+            with it compiles.
         async_op : bool
             Enqueue what sends alone, and return a `PendingCall`, whose ``wait()`` enqueues what receives and returns
             the result. The same on all ranks. The first such call compiles.
@@ -181,7 +189,7 @@ class ExpertParallel:
         GroupAbortedError
             The group is broken by an earlier call.
         """
-        return self._calls.dispatch(x, topk_ids, topk_weights, x_scales, quantize, layout, async_op)
+        return self._calls.dispatch(x, topk_ids, topk_weights, x_scales, quantize, layout, num_tokens, async_op)
 
     @overload
     def combine(

@@ -81,6 +81,7 @@ class Plans:
         x_scales: Any,
         quantize: object,
         layout: object,
+        num_tokens: Any,
         async_op: bool,
     ) -> Plan:
         """Checks what `ExpertParallel.dispatch` was given."""
@@ -92,9 +93,12 @@ class Plans:
             checks.check_messages(x)
         form = checks.form_of(x, x_scales, quantize, self._dtype)
         self._check_choices(tokens, topk_ids, topk_weights)
+        if num_tokens is not None:
+            checks.check_given("dispatch", "num_tokens", num_tokens, self._device, (1,), (torch.int32,))
         narrow = x.dtype if quantize is None else checks.quantized_dtype()
         format = Format(layout, narrow if x_scales is None else BYTES, narrow, form.SCALES)
-        return self.dispatch(tokens, topk_ids.dtype, topk_weights is not None, form, format, async_op)
+        weighted, counted = topk_weights is not None, num_tokens is not None
+        return self.dispatch(tokens, topk_ids.dtype, weighted, form, format, counted, async_op)
 
     def of_route(self, topk_ids: Any, topk_weights: Any, layout: object) -> Plan:
         """Of a dispatch of the choices alone."""
@@ -121,14 +125,22 @@ class Plans:
         return self.combine(weights.value, len(biases), views, async_op)
 
     def dispatch(
-        self, tokens: int, ids: torch.dtype, weighted: bool, form: Form, format: Format, async_op: bool = False
+        self,
+        tokens: int,
+        ids: torch.dtype,
+        weighted: bool,
+        form: Form,
+        format: Format,
+        counted: bool = False,
+        async_op: bool = False,
     ) -> Plan:
+        """``counted``: how many tokens there are is on the device."""
         alignment = self._config.alignment if format.layout == "compact" else 0
 
         # Of fp8 rows that are given the bytes are moved, whatever the type.
         def plan(phase: tl.constexpr, programs: int) -> Plan:
             tail = (tokens, int(weighted), alignment, form, phase.value, self._extents)
-            launches = self.launches_of((ids, form, phase.value))
+            launches = self.launches_of((ids, form, counted, phase.value))
             return Plan(self._kernels.dispatch, tail, launches, self.views_of(format), programs)
 
         return self._in_phases(plan, async_op)

@@ -19,6 +19,14 @@ def number_of_program(PHASE: tl.constexpr, EXTENTS: tl.constexpr):
 
 
 @triton.jit
+def tokens_of(tokens, num_tokens):
+    """How many of ``tokens`` there are: all, or as many as ``num_tokens`` says, where that is not None."""
+    if num_tokens is not None:
+        tokens = tl.minimum(tl.maximum(tl.load(num_tokens), 0), tokens)
+    return tokens
+
+
+@triton.jit
 def chunk_of(tokens, program, EXTENTS: tl.constexpr):
     """The tokens of this program among so many of a rank, [first, last): equal shares, in order.
 

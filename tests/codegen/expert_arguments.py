@@ -25,6 +25,7 @@ EXPERTS = {
     **{
         "PHASE": WHOLE.value,
         "scales": None,
+        "num_tokens": None,
         "bias": None,
         "FORM": Form(),
         "tokens": 128,

@@ -6,6 +6,7 @@ import re
 import pytest
 
 from codegen import test_every_kernel as every
+from codegen.collective_arguments import INT32
 from codegen.expert_arguments import BIASES, forms
 from codegen.offline import TARGETS, by_turns, compile_for
 from iris.experts.combine import DISPATCHED, GIVEN, UNWEIGHTED, combine
@@ -27,6 +28,11 @@ def weighted(name):
 
 def in_halves(kernel, phase):
     return every.arguments_of(kernel, PHASE=PHASES[phase])
+
+
+def counted():
+    """How many tokens there are is on the device."""
+    return every.arguments_of(dispatch, num_tokens=INT32)
 
 
 def biased(name):

@@ -41,7 +41,7 @@ from iris.experts.low_latency.placing import (
     regions,
     slice_of,
 )
-from iris.experts.routing import RECEIVE, SEND, WHOLE, any_is, choices, load_experts, owners
+from iris.experts.routing import RECEIVE, SEND, WHOLE, any_is, choices, load_experts, owners, tokens_of
 from iris.experts.rows import BY_BLOCK, NOT, SMALLEST, divide_blocks
 from iris.language.address import translate
 from iris.language.context import DeviceContext
@@ -252,6 +252,7 @@ def dispatch(
     topk_ids,
     topk_weights,
     layout,
+    num_tokens,
     tokens,
     weighted,
     alignment,
@@ -263,6 +264,7 @@ def dispatch(
     ctx = DeviceContext.initialize(slot.context, num_ranks=EXTENTS.W)
     bases = peers(ctx, EXTENTS.W)
     gdc_wait()
+    tokens = tokens_of(tokens, num_tokens)
     program = tl.program_id(0)
     element: tl.constexpr = layout.rows.dtype.element_ty
     AT_ONCE: tl.constexpr = EXTENTS.PROGRAMS // EXTENTS.SPLIT
